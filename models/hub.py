@@ -1,0 +1,226 @@
+"""Loads and saves models as Hugging Face folders, one tensor at a time."""
+
+from collections.abc import Iterator
+import json
+import pathlib
+from typing import Any
+
+from flax import nnx
+from flax import traverse_util
+import huggingface_hub
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+from safetensors import numpy as safetensors_numpy
+import transformers
+
+from models import gpt2_checkpoint
+from models.gpt2 import GPT2
+
+DEMO_FOLDER = pathlib.Path(__file__).parent / 'demo'
+
+_INDEX = 'model.safetensors.index.json'
+_SINGLE = 'model.safetensors'
+_FLOATS = {'F32', 'F16', 'BF16', 'F64'}
+_HUB_FILES = ('*.json', '*.safetensors', '*.txt', '*.model')
+
+
+def locate(name: str, *, revision: str | None = None) -> pathlib.Path:
+  """The folder of a model.
+
+  Args:
+    name: a folder, or the id of a model on the Hugging Face hub, which is
+      downloaded (weights in safetensors, config and tokenizer only).
+    revision: branch, tag or commit on the hub.
+
+  Returns:
+    A folder with a `config.json`.
+
+  Raises:
+    ValueError: there is no such folder and no such model can be fetched.
+  """
+  folder = pathlib.Path(name).expanduser()
+  if folder.is_dir():
+    if revision is not None:
+      raise ValueError(f'{name} is a folder; a revision needs a hub id')
+    return folder
+  try:
+    fetched = huggingface_hub.snapshot_download(
+        name, revision=revision, allow_patterns=list(_HUB_FILES)
+    )
+  except (
+      huggingface_hub.errors.HFValidationError,
+      huggingface_hub.errors.HfHubHTTPError,
+      huggingface_hub.errors.LocalEntryNotFoundError,
+      OSError,
+  ) as error:
+    reason = str(error).strip().splitlines()[0]
+    raise ValueError(
+        f'{name!r} is neither a folder nor a model that could be fetched from'
+        f' the hub ({reason})'
+    ) from error
+  return pathlib.Path(fetched)
+
+
+def _weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
+  if (folder / _SINGLE).exists():
+    return [folder / _SINGLE]
+  if (folder / _INDEX).exists():
+    shards = json.loads((folder / _INDEX).read_text())['weight_map'].values()
+    files = [folder / shard for shard in sorted(set(shards))]
+    missing = [file.name for file in files if not file.exists()]
+    if missing:
+      raise ValueError(f'{folder} lacks the shards {missing}')
+    return files
+  pickled = sorted(
+      path.name for ext in ('*.bin', '*.pt', '*.pth') for path in folder.glob(ext)
+  )
+  if pickled:
+    raise ValueError(
+        f'{folder} has only pickled weights ({pickled[0]}), which can run code'
+        ' when read; convert them where torch is installed: python -c "from'
+        ' transformers import AutoModelForCausalLM as M;'
+        f" M.from_pretrained('{folder}').save_pretrained('{folder}')\""
+    )
+  raise ValueError(f'{folder} has no {_SINGLE} and no {_INDEX}')
+
+
+def _tensors(
+    folder: pathlib.Path,
+) -> Iterator[tuple[str, str, tuple[int, ...], Any]]:
+  """Yields `(stored name, dtype, shape, read)`; `read()` gives a NumPy array.
+
+  A file is mapped anew for every tensor: pages of a mapping that were touched
+  stay resident until it is closed, and would double the peak memory.
+  """
+
+  def read(file, name):
+    with safetensors.safe_open(file, 'numpy') as mapped:
+      return mapped.get_tensor(name)
+
+  for file in _weight_files(folder):
+    try:
+      with safetensors.safe_open(file, 'numpy') as mapped:
+        slices = {name: mapped.get_slice(name) for name in mapped.keys()}
+        described = [
+            (name, part.get_dtype(), tuple(part.get_shape()))
+            for name, part in slices.items()
+        ]
+        del slices
+    except safetensors.SafetensorError as error:
+      raise ValueError(f'{file} is not a safetensors file: {error}') from error
+    for name, dtype, shape in described:
+      yield name, dtype, shape, lambda file=file, name=name: read(file, name)
+
+
+def _abstract_module(config, dtype):
+  """A GPT2 without weights: its graph, and its parameters' shapes by path."""
+  module = nnx.eval_shape(lambda: GPT2(config, dtype=dtype, rngs=nnx.Rngs(0)))
+  graph, variables = nnx.split(module)
+  return graph, traverse_util.flatten_dict(nnx.to_pure_dict(variables))
+
+
+def load_module(
+    name: str | pathlib.Path,
+    *,
+    dtype: jnp.dtype = jnp.float32,
+    revision: str | None = None,
+) -> GPT2:
+  """Loads a GPT-2 of any size from a folder or from the hub.
+
+  Tensors go one at a time from the file into their final dtype on the default
+  device, so the peak of host memory is the model plus one tensor.
+
+  Args:
+    name: see `locate`.
+    dtype: of the matrices: float32 or bfloat16.
+    revision: see `locate`.
+
+  Returns:
+    The module.
+
+  Raises:
+    ValueError: a config or tensor that is not known, missing, left over or
+      misshapen; the message names it.
+  """
+  folder = locate(str(name), revision=revision)
+  if not (folder / 'config.json').exists():
+    raise ValueError(f'{folder} has no config.json')
+  config = gpt2_checkpoint.read_config(folder / 'config.json')
+  graph, wanted = _abstract_module(config, dtype)
+  paths = {gpt2_checkpoint.stored_name(path): path for path in wanted}
+  loaded = {}
+  for stored, stored_dtype, shape, read in _tensors(folder):
+    tensor_name = gpt2_checkpoint.canonical_name(stored, config)
+    if tensor_name is None:
+      continue
+    if tensor_name not in paths:
+      raise ValueError(f'{folder}: tensor {stored} is not part of a GPT-2')
+    path = paths[tensor_name]
+    leaf = wanted[path]
+    expected = gpt2_checkpoint.stored_shape(path, leaf)
+    if shape != expected:
+      raise ValueError(
+          f'{folder}: tensor {stored} has shape {shape}, expected {expected}'
+      )
+    if stored_dtype not in _FLOATS:
+      raise ValueError(
+          f'{folder}: tensor {stored} has dtype {stored_dtype}, expected one of'
+          f' {sorted(_FLOATS)}'
+      )
+    array = read()
+    if gpt2_checkpoint.is_transposed(path):
+      array = array.T
+    array = np.asarray(array, dtype=leaf.dtype, order='C')
+    if path not in loaded:
+      loaded[path] = jnp.asarray(array)
+    elif not np.array_equal(loaded[path], array):
+      raise ValueError(
+          f'{folder}: tensor {stored} differs from {tensor_name}, which it'
+          ' repeats; is tie_word_embeddings wrong in config.json?'
+      )
+  missing = sorted(name for name, path in paths.items() if path not in loaded)
+  if missing:
+    raise ValueError(
+        f'{folder} lacks {len(missing)} tensors, the first is {missing[0]}'
+    )
+  return nnx.merge(graph, traverse_util.unflatten_dict(loaded))
+
+
+def save_pretrained(
+    module: GPT2,
+    folder: str | pathlib.Path,
+    *,
+    tokenizer: transformers.PreTrainedTokenizerBase | None = None,
+    dtype: jnp.dtype | None = None,
+) -> None:
+  """Writes a folder that both `load_module` and transformers read.
+
+  Args:
+    module: what to save.
+    folder: created if need be.
+    tokenizer: saved beside the weights.
+    dtype: to store all tensors in; default: as they are.
+  """
+  folder = pathlib.Path(folder)
+  folder.mkdir(parents=True, exist_ok=True)
+  _, variables = nnx.split(module)
+  tensors = {}
+  for path, leaf in traverse_util.flatten_dict(
+      nnx.to_pure_dict(variables)
+  ).items():
+    array = np.asarray(leaf, dtype=dtype or leaf.dtype)
+    if gpt2_checkpoint.is_transposed(path):
+      array = array.T
+    tensors[gpt2_checkpoint.stored_full_name(path)] = np.ascontiguousarray(array)
+  safetensors_numpy.save_file(
+      tensors, folder / _SINGLE, metadata={'format': 'pt'}
+  )
+  stored_dtype = tensors['transformer.wte.weight'].dtype.name
+  eos = tokenizer.eos_token_id if tokenizer is not None else None
+  gpt2_checkpoint.to_hugging_face(
+      module.config, dtype=stored_dtype, eos_token_id=eos
+  ).save_pretrained(folder)
+  if tokenizer is not None:
+    tokenizer.save_pretrained(folder)

@@ -1,0 +1,112 @@
+"""A corpus is a folder of text files; every batch is a function of its step."""
+
+from collections.abc import Iterator
+import dataclasses
+import hashlib
+import pathlib
+import sysconfig
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+_SKIPPED_FOLDERS = frozenset({'site-packages', '__pycache__', '.git'})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Corpus:
+  """Which files to learn from.
+
+  Attributes:
+    folder: searched recursively; empty means the standard library of the
+      running interpreter.
+    pattern: file names to take, e.g. `*.py`.
+    held_out_percent: of the files, chosen by a hash of their relative path, so
+      that the split survives additions and renumbering.
+  """
+
+  folder: str = ''
+  pattern: str = '*.py'
+  held_out_percent: int = 2
+
+  def __post_init__(self):
+    if not 0 < self.held_out_percent < 100:
+      raise ValueError(
+          'held_out_percent must lie between 1 and 99, got'
+          f' {self.held_out_percent}'
+      )
+    if not self.root.is_dir():
+      raise ValueError(f'--corpus={self.folder} is not a folder')
+
+  @property
+  def root(self) -> pathlib.Path:
+    return pathlib.Path(self.folder or sysconfig.get_path('stdlib'))
+
+  def _is_held_out(self, path: pathlib.Path) -> bool:
+    name = path.relative_to(self.root).as_posix().encode()
+    digest = hashlib.blake2b(name, digest_size=8).digest()
+    return int.from_bytes(digest, 'big') % 100 < self.held_out_percent
+
+  def texts(self, *, held_out: bool) -> Iterator[str]:
+    """The files of one split, in a fixed order; non-UTF-8 ones are skipped."""
+    found = False
+    for path in sorted(self.root.rglob(self.pattern)):
+      if _SKIPPED_FOLDERS.intersection(path.relative_to(self.root).parts):
+        continue
+      if self._is_held_out(path) != held_out:
+        continue
+      try:
+        text = path.read_text('utf-8')
+      except UnicodeDecodeError:
+        continue
+      found = True
+      yield text
+    if not found:
+      split = 'held-out' if held_out else 'training'
+      raise ValueError(
+          f'no {split} files match {self.pattern} under {self.root}'
+      )
+
+  def tokens(
+      self, tokenizer: PreTrainedTokenizerBase, *, held_out: bool
+  ) -> np.ndarray:
+    """All files of one split as one int32 array, `<|endoftext|>` after each."""
+    parts = []
+    for text in self.texts(held_out=held_out):
+      ids = tokenizer.backend_tokenizer.encode(text).ids
+      parts.append(np.array([*ids, tokenizer.eos_token_id], np.int32))
+    return np.concatenate(parts)
+
+
+def training_batch(
+    tokens: np.ndarray, *, step: int, seed: int, batch_size: int, length: int
+) -> np.ndarray:
+  """Random windows, `[batch_size, length + 1]` int32.
+
+  A pure function of its arguments: a resumed run sees the batches that the
+  uninterrupted one would have seen.
+  """
+  if len(tokens) <= length:
+    raise ValueError(
+        f'the corpus has {len(tokens)} tokens, fewer than one window of'
+        f' {length + 1}'
+    )
+  rng = np.random.default_rng([seed, step])
+  starts = rng.integers(0, len(tokens) - length, batch_size)
+  return tokens[starts[:, None] + np.arange(length + 1)]
+
+
+def held_out_batches(
+    tokens: np.ndarray, *, batch_size: int, length: int, limit: int
+) -> Iterator[np.ndarray]:
+  """Consecutive windows, at most `limit` batches, `[batch_size, length + 1]`."""
+  windows = min((len(tokens) - 1) // length, limit * batch_size)
+  if windows < 1:
+    raise ValueError(
+        f'the held-out split has {len(tokens)} tokens, fewer than one window'
+        f' of {length + 1}'
+    )
+  starts = np.arange(windows) * length
+  # A short last batch would compile a second program: wrap around instead.
+  starts = np.resize(starts, -(-windows // batch_size) * batch_size)
+  for chunk in starts.reshape(-1, batch_size):
+    yield tokens[chunk[:, None] + np.arange(length + 1)]

@@ -1,0 +1,51 @@
+"""Muon for the matrices inside blocks, AdamW for everything else."""
+
+import jax
+import optax
+from optax import contrib
+
+# Weights here are [out, in]; optax's default is [in, out].
+_OUT_IN = contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0)
+
+
+def _is_block_matrix(path, leaf) -> bool:
+  return leaf.ndim == 2 and getattr(path[0], 'key', None) == 'h'
+
+
+def make_optimizer(
+    *, learning_rate: float, warmup_steps: int, num_steps: int
+) -> optax.GradientTransformation:
+  """Muon (Jordan et al., 2024) with a linear decay to zero.
+
+  Updates are scaled to a common root mean square (Liu et al. 2025,
+  arXiv 2502.16982, eq. 4), so one learning rate serves both parts.
+
+  Args:
+    learning_rate: the peak.
+    warmup_steps: of linear warm-up from zero.
+    num_steps: of the whole run; the rate is zero at the end.
+  """
+  rate = optax.join_schedules(
+      [
+          optax.linear_schedule(0.0, learning_rate, warmup_steps),
+          optax.linear_schedule(learning_rate, 0.0, num_steps - warmup_steps),
+      ],
+      [warmup_steps],
+  )
+  return optax.chain(
+      optax.clip_by_global_norm(1.0),
+      contrib.muon(
+          rate,
+          muon_weight_dimension_numbers=lambda params: (
+              jax.tree_util.tree_map_with_path(
+                  lambda path, leaf: (
+                      _OUT_IN if _is_block_matrix(path, leaf) else None
+                  ),
+                  params,
+              )
+          ),
+          consistent_rms=0.2,
+          weight_decay=0.1,
+          adam_b2=0.95,
+      ),
+  )

@@ -1,0 +1,277 @@
+"""Trains a small GPT-2; killed at any moment, it resumes where it saved."""
+
+from collections.abc import Callable, Iterator
+import dataclasses
+import json
+import pathlib
+import time
+from typing import Any
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+
+from models.gpt2 import GPT2
+from models.gpt2 import GPT2Config
+from models.training import corpus
+from models.training.loss import make_loss
+from models.training.loss import Teacher
+from models.training.optimizer import make_optimizer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+  """How to train.
+
+  Attributes:
+    num_steps: optimizer steps of the whole run.
+    batch_tokens: tokens per step.
+    phases: `(fraction of the steps, window length)` in order. Short windows
+      first: attention is most of the cost of long ones, and the last phase is
+      enough to learn the far positions.
+    learning_rate: the peak, reached after `warmup_steps`, then linear to zero.
+    warmup_steps: of linear warm-up.
+    seed: of the weights and of the batches.
+    dtype: of the matrix products; weights and optimizer are float32.
+    eval_every: steps between held-out losses (over windows of the length then
+      trained on), each with a checkpoint.
+    eval_tokens: at most so many held-out tokens are read for a loss.
+  """
+
+  num_steps: int = 2400
+  batch_tokens: int = 4096
+  phases: tuple[tuple[float, int], ...] = (
+      (0.65, 128),
+      (0.20, 256),
+      (0.10, 512),
+      (0.05, 1024),
+  )
+  learning_rate: float = 5e-3
+  warmup_steps: int = 50
+  seed: int = 0
+  dtype: str = 'bfloat16'
+  eval_every: int = 100
+  eval_tokens: int = 32768
+
+  def __post_init__(self):
+    if not 0 <= self.warmup_steps < self.num_steps:
+      raise ValueError(
+          f'warmup_steps must be below num_steps={self.num_steps}, got'
+          f' {self.warmup_steps}'
+      )
+    for fraction, length in self.phases:
+      if fraction <= 0 or not 1 <= length <= self.batch_tokens:
+        raise ValueError(
+            'every phase needs a positive fraction and a length of at most'
+            f' batch_tokens={self.batch_tokens}, got {(fraction, length)}'
+        )
+
+  def window_length(self, step: int) -> int:
+    """The length of the windows of one step, in tokens."""
+    total = sum(fraction for fraction, _ in self.phases)
+    end = 0.0
+    for fraction, length in self.phases:
+      end += fraction / total * self.num_steps
+      if step < round(end):
+        return length
+    return self.phases[-1][1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+  """One line of the loss curve; losses in nats per token."""
+
+  step: int
+  tokens: int
+  train_loss: float
+  held_out_loss: float
+  tokens_per_second: float
+  seconds_left: float
+
+  def __str__(self):
+    minutes, seconds = divmod(round(self.seconds_left), 60)
+    return (
+        f'step {self.step:6d}  loss {self.train_loss:.3f}  held out'
+        f' {self.held_out_loss:.3f}  {self.tokens_per_second:7.0f} tokens/s '
+        f' {minutes:3d}:{seconds:02d} left'
+    )
+
+
+def _write_once(path: pathlib.Path, record: dict[str, Any]) -> None:
+  """Saves what a run is made of; refuses to resume a different one."""
+  record = json.loads(json.dumps(record))
+  if not path.exists():
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=2) + '\n')
+    return
+  saved = json.loads(path.read_text())
+  changed = [
+      f'{key}: {saved.get(key)} then, {record.get(key)} now'
+      for key in sorted(saved.keys() | record.keys())
+      if saved.get(key) != record.get(key)
+  ]
+  if changed:
+    raise ValueError(
+        f'{path.parent} holds another run ({"; ".join(changed)}); give the same'
+        ' flags to resume it, or another --workdir'
+    )
+
+
+def _fingerprint(tokens: np.ndarray) -> str:
+  return f'{len(tokens)} tokens, checksum {int(tokens.astype(np.int64).sum())}'
+
+
+def train(
+    model_config: GPT2Config,
+    config: TrainConfig,
+    train_tokens: np.ndarray,
+    held_out_tokens: np.ndarray,
+    *,
+    workdir: pathlib.Path,
+    teacher: Teacher | None = None,
+    report: Callable[[Progress], None] = print,
+) -> tuple[GPT2, list[Progress]]:
+  """Trains to `config.num_steps`, from the last checkpoint if there is one.
+
+  Args:
+    model_config: the shape of the model.
+    config: how to train it.
+    train_tokens: `[tokens]` int32, see `Corpus.tokens`.
+    held_out_tokens: `[tokens]` int32 from other files.
+    workdir: holds `run.json`, `checkpoints/` and `loss_curve.json`.
+    teacher: if given, the model learns the teacher's distribution instead of
+      the next token (see `models.training.loss`).
+    report: called with every `Progress`.
+
+  Returns:
+    The trained model in float32, and the loss curve.
+
+  Raises:
+    ValueError: `workdir` holds a run with other settings or data.
+    FloatingPointError: the loss is not a number; names the step.
+  """
+  _write_once(
+      workdir / 'run.json',
+      {
+          'model': dataclasses.asdict(model_config),
+          'train': dataclasses.asdict(config),
+          'data': _fingerprint(train_tokens),
+          'teacher': teacher.name if teacher else None,
+      },
+  )
+  model = GPT2(model_config, rngs=nnx.Rngs(config.seed))
+  graph, variables = nnx.split(model)
+  params = nnx.to_pure_dict(variables)
+  optimizer = make_optimizer(
+      learning_rate=config.learning_rate,
+      warmup_steps=config.warmup_steps,
+      num_steps=config.num_steps,
+  )
+  state = {'params': params, 'optimizer': optimizer.init(params)}
+  loss_fn = make_loss(graph, dtype=jnp.dtype(config.dtype), teacher=teacher)
+  eval_loss = jax.jit(make_loss(graph, dtype=jnp.dtype(config.dtype)))
+
+  @jax.jit
+  def train_step(state, batch):
+    loss, grads = jax.value_and_grad(loss_fn)(state['params'], batch)
+    updates, optimizer_state = optimizer.update(
+        grads, state['optimizer'], state['params']
+    )
+    params = optax.apply_updates(state['params'], updates)
+    return {'params': params, 'optimizer': optimizer_state}, loss
+
+  def held_out_loss(params, length) -> float:
+    batch_size = max(1, config.batch_tokens // length)
+    losses = [
+        eval_loss(params, batch)
+        for batch in corpus.held_out_batches(
+            held_out_tokens,
+            batch_size=batch_size,
+            length=length,
+            limit=max(1, config.eval_tokens // (batch_size * length)),
+        )
+    ]
+    return float(np.mean(jax.device_get(losses)))
+
+  def batches(start: int) -> Iterator[np.ndarray]:
+    for step in range(start, config.num_steps):
+      length = config.window_length(step)
+      yield corpus.training_batch(
+          train_tokens,
+          step=step,
+          seed=config.seed,
+          batch_size=config.batch_tokens // length,
+          length=length,
+      )
+
+  with _checkpoints(workdir) as manager:
+    state, curve = _restore(manager, state)
+    start = manager.latest_step() or 0
+    clock, tokens_since, losses = time.monotonic(), 0, []
+    for step, batch in enumerate(batches(start), start + 1):
+      state, loss = train_step(state, batch)
+      losses.append(loss)
+      tokens_since += batch[:, 1:].size
+      if step % config.eval_every and step < config.num_steps:
+        continue
+      losses = jax.device_get(losses)
+      if not np.all(np.isfinite(losses)):
+        bad = step - len(losses) + 1 + int(np.argmin(np.isfinite(losses)))
+        raise FloatingPointError(
+            f'the loss of step {bad} is not a number; lower the learning rate'
+            f' and resume from an earlier checkpoint in {workdir}'
+        )
+      seconds, clock = time.monotonic() - clock, time.monotonic()
+      done = curve[-1].tokens if curve else 0
+      curve.append(
+          Progress(
+              step=step,
+              tokens=done + tokens_since,
+              train_loss=float(np.mean(losses)),
+              held_out_loss=held_out_loss(
+                  state['params'], config.window_length(step - 1)
+              ),
+              tokens_per_second=tokens_since / seconds,
+              seconds_left=seconds / len(losses) * (config.num_steps - step),
+          )
+      )
+      report(curve[-1])
+      _save(manager, step, state, curve, workdir)
+      tokens_since, losses = 0, []
+  return nnx.merge(graph, state['params']), curve
+
+
+def _checkpoints(workdir: pathlib.Path) -> ocp.CheckpointManager:
+  return ocp.CheckpointManager(
+      (workdir / 'checkpoints').absolute(),
+      options=ocp.CheckpointManagerOptions(max_to_keep=2),
+  )
+
+
+def _save(manager, step, state, curve, workdir) -> None:
+  record = [dataclasses.asdict(progress) for progress in curve]
+  manager.save(
+      step,
+      args=ocp.args.Composite(
+          state=ocp.args.StandardSave(state), curve=ocp.args.JsonSave(record)
+      ),
+  )
+  (workdir / 'loss_curve.json').write_text(json.dumps(record, indent=1) + '\n')
+
+
+def _restore(manager, state) -> tuple[Any, list[Progress]]:
+  if manager.latest_step() is None:
+    return state, []
+  restored = manager.restore(
+      manager.latest_step(),
+      args=ocp.args.Composite(
+          state=ocp.args.StandardRestore(
+              jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+          ),
+          curve=ocp.args.JsonRestore(),
+      ),
+  )
+  return restored['state'], [Progress(**line) for line in restored['curve']]

@@ -1,0 +1,90 @@
+"""The key-value cache: full-size arrays and one length per row.
+
+    slot      0   1   2   3   4   5   6   7
+    row 0    [a   b   c   d]  .   .   .   .      length 4
+    row 1    [a   b]  x   y   .   .   .   .      length 2; x, y are stale
+
+A forward writes its L new entries to the slots from `length` on; what may be
+seen is decided by the attention mask alone. So keeping entries is adding to
+`length`, and forgetting them is not doing so: stale slots are masked, then
+overwritten. The arrays themselves are never reordered.
+"""
+
+import flax.struct
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+
+@flax.struct.dataclass
+class KVCache:
+  """Keys and values of the tokens a model has seen.
+
+  Attributes:
+    keys: one `[B, S, H, Dh]` array per layer.
+    values: one `[B, S, H, Dh]` array per layer.
+    length: `[B]` int32, how many leading slots of a row are kept.
+  """
+
+  keys: tuple[jax.Array, ...]
+  values: tuple[jax.Array, ...]
+  length: jax.Array
+
+  @property
+  def num_slots(self) -> int:
+    return self.keys[0].shape[1]
+
+
+def init_cache(
+    batch_size: int,
+    num_slots: int,
+    *,
+    num_layers: int,
+    num_heads: int,
+    head_width: int,
+    dtype: jnp.dtype,
+) -> KVCache:
+  """An empty cache. Zeros, not garbage: a masked NaN would still spread."""
+  shape = (batch_size, num_slots, num_heads, head_width)
+  empty = lambda: tuple(jnp.zeros(shape, dtype) for _ in range(num_layers))
+  return KVCache(
+      keys=empty(),
+      values=empty(),
+      length=jnp.zeros(batch_size, jnp.int32),
+  )
+
+
+def _write(slots: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
+  # Row by row: a vmapped update would lower to a scatter, which XLA runs as a
+  # serial loop on CPU and cannot do in place on TPU.
+  zero = jnp.zeros((), start.dtype)
+  for row in range(slots.shape[0]):
+    index = (jnp.array(row, start.dtype), start[row], zero, zero)
+    slots = lax.dynamic_update_slice(slots, new[row : row + 1], index)
+  return slots
+
+
+def write(
+    cache: KVCache, layer: int, key: jax.Array, value: jax.Array
+) -> KVCache:
+  """Writes one layer's L new entries to the slots `length ... length + L - 1`.
+
+  Args:
+    cache: the cache; there must be room, `length + L <= S` in every row
+      (`dynamic_update_slice` would otherwise shift the write silently).
+    layer: which layer.
+    key: `[B, L, H, Dh]`, in the dtype of the cache.
+    value: `[B, L, H, Dh]`, in the dtype of the cache.
+
+  Returns:
+    The cache with the entries written and `length` as it was: only the caller
+    knows which of them will be kept.
+  """
+  replace = lambda arrays, new: (
+      *arrays[:layer],
+      _write(arrays[layer], new, cache.length),
+      *arrays[layer + 1 :],
+  )
+  return cache.replace(
+      keys=replace(cache.keys, key), values=replace(cache.values, value)
+  )

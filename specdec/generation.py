@@ -1,0 +1,181 @@
+"""The host boundary: lists of token ids in, lists out, bad input refused."""
+
+from collections.abc import Sequence
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specdec.decode import decode
+from specdec.decode import DecodeConfig
+from specdec.model import Model
+from specdec.sampling import Sampling
+from specdec.statistics import summarize
+
+_SMALLEST_PROMPT_BUCKET = 32
+_NEW_TOKENS_BUCKET = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+  """What was generated.
+
+  Attributes:
+    tokens: the new ids of each row, EOS included if one ended it.
+    stats: the figures of `specdec.statistics.summarize`.
+  """
+
+  tokens: list[list[int]]
+  stats: dict[str, Any]
+
+
+def _check_models(target, draft, num_draft_tokens):
+  if draft is None:
+    return
+  if num_draft_tokens < 1:
+    raise ValueError(
+        f'num_draft_tokens must be at least 1, got {num_draft_tokens};'
+        ' for plain decoding give no draft'
+    )
+  ours, theirs = target.definition.vocab_size, draft.definition.vocab_size
+  if ours != theirs:
+    raise ValueError(
+        f'the target has a vocabulary of {ours} tokens, the draft of {theirs};'
+        ' choose a draft that was trained with the tokenizer of the target'
+    )
+
+
+def _check_prompts(prompts, vocab_size):
+  if not prompts:
+    raise ValueError('prompts is empty; give at least one')
+  for row, prompt in enumerate(prompts):
+    if not len(prompt):
+      raise ValueError(
+          f'prompt {row} is empty; give at least one token, e.g. the EOS'
+      )
+    low, high = min(prompt), max(prompt)
+    if low < 0 or high >= vocab_size:
+      raise ValueError(
+          f'prompt {row} has token {low if low < 0 else high}, outside the'
+          f' vocabulary of {vocab_size}'
+      )
+
+
+def _check_limits(prompts, max_new_tokens, models):
+  if max_new_tokens < 0:
+    raise ValueError(f'max_new_tokens must be at least 0, got {max_new_tokens}')
+  longest = max(len(prompt) for prompt in prompts)
+  for name, model in models.items():
+    context = model.definition.max_positions
+    if longest + max_new_tokens > context:
+      raise ValueError(
+          f'a prompt of {longest} tokens and max_new_tokens={max_new_tokens}'
+          f' exceed the context of the {name}, {context} tokens'
+      )
+
+
+def _check_sampling(sampling: Sampling, batch_size: int) -> Sampling:
+  for name in ('temperature', 'top_p', 'min_p'):
+    shape = np.shape(getattr(sampling, name))
+    if shape not in ((), (batch_size,)):
+      raise ValueError(
+          f'{name} must be one number or one per row ({batch_size}), got an'
+          f' array of shape {shape}'
+      )
+  return sampling.validated()
+
+
+def _row_keys(rng_key: jax.Array, batch_size: int) -> jax.Array:
+  if rng_key.shape == (batch_size,):
+    return rng_key
+  if rng_key.shape:
+    raise ValueError(
+        f'rng_key must be one key or one per row ({batch_size}), got'
+        f' {rng_key.shape}'
+    )
+  rows = jnp.arange(batch_size)
+  return jax.vmap(jax.random.fold_in, (None, 0))(rng_key, rows)
+
+
+def _round_up(number: int, multiple: int) -> int:
+  return -(-number // multiple) * multiple
+
+
+def _prompt_bucket(length: int) -> int:
+  return max(_SMALLEST_PROMPT_BUCKET, 1 << (length - 1).bit_length())
+
+
+def generate(
+    target: Model,
+    rng_key: jax.Array,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    draft: Model | None = None,
+    num_draft_tokens: int = 4,
+    sampling: Sampling = Sampling(),
+    eos_ids: Sequence[int] = (),
+) -> Generation:
+  """Continues each prompt; the draft changes the speed, never the tokens.
+
+  Prompts are padded to powers of two and the room for new tokens to multiples
+  of 64, so other prompts, limits, seeds and temperatures rarely recompile.
+
+  Args:
+    target: the model to decode.
+    rng_key: one key, from which each row's is folded by its index, or `[B]`
+      keys, one per row (a row then gives the same tokens in any batch).
+      Consumed. Unused at temperature 0.
+    prompts: B lists of token ids, of any lengths, none empty.
+    max_new_tokens: the limit per row.
+    draft: drafts for the target; None is plain decoding.
+    num_draft_tokens: g, drafted per step, at least 1; ignored without draft.
+    sampling: how to choose tokens; greedy by default.
+    eos_ids: tokens that end a row.
+
+  Returns:
+    The new tokens and the statistics.
+
+  Raises:
+    ValueError: an argument cannot be used; says which and why.
+  """
+  _check_models(target, draft, num_draft_tokens)
+  _check_prompts(prompts, target.definition.vocab_size)
+  models = {'target': target} | ({} if draft is None else {'draft': draft})
+  _check_limits(prompts, max_new_tokens, models)
+  sampling = _check_sampling(sampling, len(prompts))
+
+  lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+  padded = np.zeros((len(prompts), _prompt_bucket(int(lengths.max()))), np.int32)
+  for row, prompt in enumerate(prompts):
+    padded[row, : len(prompt)] = prompt
+  result = decode(
+      target,
+      draft,
+      _row_keys(rng_key, len(prompts)),
+      padded,
+      lengths,
+      np.full(len(prompts), max_new_tokens, np.int32),
+      sampling,
+      config=DecodeConfig(
+          num_draft_tokens=0 if draft is None else num_draft_tokens,
+          max_new_tokens=_round_up(max(max_new_tokens, 1), _NEW_TOKENS_BUCKET),
+          eos_ids=tuple(int(eos) for eos in eos_ids),
+      ),
+  )
+  tokens, ends = jax.device_get((result.tokens, result.length))
+  return Generation(
+      tokens=[
+          tokens[row, lengths[row] : ends[row]].tolist()
+          for row in range(len(prompts))
+      ],
+      stats=summarize(
+          result.counters,
+          lengths,
+          ends - lengths,
+          target=target.definition,
+          draft=None if draft is None else draft.definition,
+      ),
+  )
