@@ -18,7 +18,8 @@ import transformers
 from models import gpt2_checkpoint
 from models.gpt2 import GPT2
 
-DEMO_FOLDER = pathlib.Path(__file__).parent / 'demo'
+_DEMO = pathlib.Path(__file__).parent / 'demo'
+_EMBEDDED = {'demo': _DEMO / 'target', 'demo-draft': _DEMO / 'draft'}
 
 _INDEX = 'model.safetensors.index.json'
 _SINGLE = 'model.safetensors'
@@ -30,8 +31,9 @@ def locate(name: str, *, revision: str | None = None) -> pathlib.Path:
   """The folder of a model.
 
   Args:
-    name: a folder, or the id of a model on the Hugging Face hub, which is
-      downloaded (weights in safetensors, config and tokenizer only).
+    name: `demo` or `demo-draft`, the embedded pair; a folder; or the id of a
+      model on the Hugging Face hub, which is downloaded (weights in
+      safetensors, config and tokenizer only).
     revision: branch, tag or commit on the hub.
 
   Returns:
@@ -40,7 +42,7 @@ def locate(name: str, *, revision: str | None = None) -> pathlib.Path:
   Raises:
     ValueError: there is no such folder and no such model can be fetched.
   """
-  folder = pathlib.Path(name).expanduser()
+  folder = _EMBEDDED.get(name, pathlib.Path(name).expanduser())
   if folder.is_dir():
     if revision is not None:
       raise ValueError(f'{name} is a folder; a revision needs a hub id')

@@ -63,9 +63,14 @@ def _check_prompts(prompts, vocab_size):
       )
 
 
-def _check_limits(prompts, max_new_tokens, models):
+def _check_limits(prompts, max_new_tokens, room, models):
   if max_new_tokens < 0:
     raise ValueError(f'max_new_tokens must be at least 0, got {max_new_tokens}')
+  if room < max_new_tokens:
+    raise ValueError(
+        f'room_for_new_tokens must be at least max_new_tokens={max_new_tokens},'
+        f' got {room}'
+    )
   longest = max(len(prompt) for prompt in prompts)
   for name, model in models.items():
     context = model.definition.max_positions
@@ -87,7 +92,8 @@ def _check_sampling(sampling: Sampling, batch_size: int) -> Sampling:
   return sampling.validated()
 
 
-def _row_keys(rng_key: jax.Array, batch_size: int) -> jax.Array:
+def row_keys(rng_key: jax.Array, batch_size: int) -> jax.Array:
+  """One key per row: `[B]` keys as given, or one key folded with the row."""
   if rng_key.shape == (batch_size,):
     return rng_key
   if rng_key.shape:
@@ -113,6 +119,7 @@ def generate(
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
+    room_for_new_tokens: int | None = None,
     draft: Model | None = None,
     num_draft_tokens: int = 4,
     sampling: Sampling = Sampling(),
@@ -129,7 +136,9 @@ def generate(
       keys, one per row (a row then gives the same tokens in any batch).
       Consumed. Unused at temperature 0.
     prompts: B lists of token ids, of any lengths, none empty.
-    max_new_tokens: the limit per row.
+    max_new_tokens: the limit per row; 0 compiles, decodes nothing.
+    room_for_new_tokens: size of the buffers, at least `max_new_tokens`, which
+      is the default. Calls with one room share a program, whatever the limit.
     draft: drafts for the target; None is plain decoding.
     num_draft_tokens: g, drafted per step, at least 1; ignored without draft.
     sampling: how to choose tokens; greedy by default.
@@ -144,7 +153,8 @@ def generate(
   _check_models(target, draft, num_draft_tokens)
   _check_prompts(prompts, target.definition.vocab_size)
   models = {'target': target} | ({} if draft is None else {'draft': draft})
-  _check_limits(prompts, max_new_tokens, models)
+  room = max_new_tokens if room_for_new_tokens is None else room_for_new_tokens
+  _check_limits(prompts, max_new_tokens, room, models)
   sampling = _check_sampling(sampling, len(prompts))
 
   lengths = np.array([len(prompt) for prompt in prompts], np.int32)
@@ -154,14 +164,14 @@ def generate(
   result = decode(
       target,
       draft,
-      _row_keys(rng_key, len(prompts)),
+      row_keys(rng_key, len(prompts)),
       padded,
       lengths,
       np.full(len(prompts), max_new_tokens, np.int32),
       sampling,
       config=DecodeConfig(
           num_draft_tokens=0 if draft is None else num_draft_tokens,
-          max_new_tokens=_round_up(max(max_new_tokens, 1), _NEW_TOKENS_BUCKET),
+          max_new_tokens=_round_up(max(room, 1), _NEW_TOKENS_BUCKET),
           eos_ids=tuple(int(eos) for eos in eos_ids),
       ),
   )

@@ -1,0 +1,209 @@
+"""Benchmarks of text prompts: what scripts/benchmark.py calls."""
+
+from collections.abc import Sequence
+import dataclasses
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tqdm
+
+from models.pair import load_pair
+import specdec
+from specdec import benchmarking
+from specdec.generation import row_keys
+from specdec.margins import choice_margin
+
+METHODS = ('plain', 'chain')
+DTYPES = ('float32', 'bfloat16')
+
+
+@dataclasses.dataclass(frozen=True)
+class ArmSpec:
+  """One way of decoding: `method:dtype`."""
+
+  method: str
+  dtype: str
+
+  def __str__(self):
+    return f'{self.method}:{self.dtype}'
+
+
+def parse_arm(text: str, default_dtype: str) -> ArmSpec:
+  """Parses `method` or `method:dtype`.
+
+  Raises:
+    ValueError: method or dtype is not known; lists the choices.
+  """
+  method, _, dtype = text.partition(':')
+  dtype = dtype or default_dtype
+  if method not in METHODS or dtype not in DTYPES:
+    raise ValueError(
+        f'arm {text!r} is not known; methods are {METHODS}, dtypes {DTYPES}'
+    )
+  return ArmSpec(method, dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+  """Settings and figures of one run; `str` is a table."""
+
+  machine: dict[str, Any]
+  settings: dict[str, Any]
+  arms: dict[str, dict[str, Any]]
+
+  def write(self, path: str) -> None:
+    """Writes all of it as JSON."""
+    file = pathlib.Path(path)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(dataclasses.asdict(self), indent=1) + '\n')
+
+  def __str__(self):
+    lines = [
+        f'{"arm":18}{"tokens/s":>9}{"speed":>7}{"  per batch":>16}'
+        f'{"block eff.":>11}{"bandwidth":>10}{"flips":>6}'
+    ]
+    for name, arm in self.arms.items():
+      low, middle, high = np.quantile(arm['speed_per_batch'], (0, 0.5, 1))
+      lines.append(
+          f'{name:18}{arm["tokens_per_second"]:9.2f}{arm["speed"]:6.2f}x'
+          f'{low:6.2f} {middle:4.2f} {high:4.2f}'
+          f'{arm["block_efficiency"]:11.2f}{arm["relative_bandwidth"]:10.3f}'
+          f'{len(arm["flips"]):6}'
+      )
+    return '\n'.join(lines)
+
+
+def describe_machine() -> dict[str, Any]:
+  """What the figures depend on besides the code."""
+  processor = platform.processor()
+  cpuinfo = pathlib.Path('/proc/cpuinfo')
+  if cpuinfo.exists():
+    names = [
+        line.partition(':')[2].strip()
+        for line in cpuinfo.read_text().splitlines()
+        if line.startswith('model name')
+    ]
+    processor = names[0] if names else processor
+  return {
+      'device': jax.devices()[0].device_kind,
+      'platform': jax.devices()[0].platform,
+      'processor': processor,
+      'cores': os.cpu_count(),
+      'python': platform.python_version(),
+  } | {
+      package: importlib.metadata.version(package)
+      for package in ('jax', 'jaxlib', 'flax', 'transformers')
+  }
+
+
+def run(
+    prompts: Sequence[str],
+    *,
+    arms: Sequence[ArmSpec],
+    target: str,
+    draft: str | None,
+    revision: str | None,
+    seed: int,
+    batch_size: int,
+    max_new_tokens: int,
+    num_draft_tokens: int,
+    sampling: specdec.Sampling,
+    settings: dict[str, Any],
+) -> Report:
+  """Decodes every prompt with every arm, interleaved.
+
+  Args:
+    prompts: texts; a last batch that would not be full is left out.
+    arms: the first is the baseline.
+    target: see `models.pair.load_pair`.
+    draft: likewise; needed if an arm drafts.
+    revision: of the target, on the hub.
+    seed: of the sampling.
+    batch_size: prompts decoded together.
+    max_new_tokens: the limit per row.
+    num_draft_tokens: of the chain.
+    sampling: how to choose tokens.
+    settings: recorded as they are.
+
+  Returns:
+    The report. Its `flips` list the rows whose tokens differ from those of
+    plain decoding in the same dtype, each with the margin of the choice.
+
+  Raises:
+    ValueError: bad input; says what.
+  """
+  if draft is None and any(arm.method != 'plain' for arm in arms):
+    raise ValueError('only the arm plain works without a draft; give --draft')
+  if not 1 <= batch_size <= len(prompts):
+    raise ValueError(
+        f'--batch_size must be between 1 and the number of prompts,'
+        f' {len(prompts)}; got {batch_size}'
+    )
+  pairs = {
+      dtype: load_pair(
+          target, draft, dtype=jnp.dtype(dtype), revision=revision
+      )
+      for dtype in sorted({arm.dtype for arm in arms})
+  }
+  tokenizer = pairs[arms[0].dtype]
+  ids = [tokenizer.encode(prompt) for prompt in prompts]
+  batches = [
+      ids[start : start + batch_size]
+      for start in range(0, len(ids) - batch_size + 1, batch_size)
+  ]
+  key = jax.random.key(seed)
+
+  def decode_with(arm):
+    pair = pairs[arm.dtype]
+    return lambda batch, limit: specdec.generate(
+        pair.target,
+        key,
+        batch,
+        draft=None if arm.method == 'plain' else pair.draft,
+        num_draft_tokens=num_draft_tokens,
+        max_new_tokens=limit,
+        room_for_new_tokens=max_new_tokens,
+        sampling=sampling,
+        eos_ids=pair.eos_ids,
+    )
+
+  with tqdm.tqdm(
+      total=2 * len(arms) * len(batches), unit='batch', file=sys.stderr
+  ) as bar:
+    results = benchmarking.measure(
+        {str(arm): decode_with(arm) for arm in arms},
+        batches,
+        max_new_tokens=max_new_tokens,
+        report=bar.update,
+    )
+  figures = benchmarking.summarize_arms(results, baseline=str(arms[0]))
+  for arm in arms:
+    plain = str(dataclasses.replace(arm, method='plain'))
+    reference = results.get(plain, results[str(arm)])
+    figures[str(arm)]['flips'] = [
+        dataclasses.asdict(flip)
+        | {
+            'margin': choice_margin(
+                pairs[arm.dtype].target,
+                row_keys(key, batch_size)[flip.row],
+                batches[flip.batch][flip.row]
+                + reference[flip.batch]
+                .generation.tokens[flip.row][: flip.offset],
+                sampling,
+            )
+        }
+        for flip in benchmarking.find_flips(results[str(arm)], reference)
+    ]
+  return Report(
+      machine=describe_machine(),
+      settings=settings | {'arms': [str(arm) for arm in arms]},
+      arms=figures,
+  )

@@ -1,0 +1,112 @@
+"""A target and its draft, ready to decode text."""
+
+import dataclasses
+import json
+import pathlib
+
+import jax.numpy as jnp
+import transformers
+
+from models import hub
+from models.language_model import as_model
+from specdec.model import Model
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+  """What it takes to go from text to text.
+
+  Attributes:
+    target: the model whose output is kept.
+    draft: drafts for it, or None.
+    tokenizer: of both.
+    eos_ids: tokens that end a text.
+  """
+
+  target: Model
+  draft: Model | None
+  tokenizer: transformers.PreTrainedTokenizerBase
+  eos_ids: tuple[int, ...]
+
+  def encode(self, text: str) -> list[int]:
+    """Text to token ids."""
+    return self.tokenizer(text)['input_ids']
+
+  def decode(self, ids: list[int]) -> str:
+    """Token ids to text, as it is; special tokens are left out."""
+    return self.tokenizer.decode(
+        ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+
+
+def _load_tokenizer(folder: pathlib.Path):
+  try:
+    return transformers.AutoTokenizer.from_pretrained(folder)
+  except (OSError, ValueError) as error:
+    raise ValueError(f'{folder} has no usable tokenizer: {error}') from error
+
+
+def _eos_ids(folder: pathlib.Path, tokenizer) -> tuple[int, ...]:
+  """From generation_config.json, else config.json, else the tokenizer."""
+  for name in ('generation_config.json', 'config.json'):
+    path = folder / name
+    eos = json.loads(path.read_text()).get('eos_token_id') if path.exists() else None
+    if eos is not None:
+      return tuple(eos) if isinstance(eos, list) else (eos,)
+  eos = tokenizer.eos_token_id
+  return () if eos is None else (eos,)
+
+
+def _check_same_tokens(target_folder, draft_folder, tokenizer):
+  """Refuses a draft whose token ids mean other text: it would never agree."""
+  if not any((draft_folder / name).exists() for name in _TOKENIZER_FILES):
+    return  # A bare draft; its vocabulary size is checked when decoding.
+  ours = tokenizer.get_vocab()
+  theirs = _load_tokenizer(draft_folder).get_vocab()
+  if ours == theirs:
+    return
+  differing = sum(theirs.get(token) != index for token, index in ours.items())
+  raise ValueError(
+      f'the tokenizers of the target {target_folder} ({len(ours)} tokens) and'
+      f' the draft {draft_folder} ({len(theirs)} tokens) differ in {differing}'
+      ' of the target\'s tokens; choose a draft with the same tokenizer'
+  )
+
+
+_TOKENIZER_FILES = ('tokenizer.json', 'vocab.json', 'tokenizer_config.json')
+
+
+def load_pair(
+    target: str,
+    draft: str | None,
+    *,
+    dtype: jnp.dtype = jnp.float32,
+    revision: str | None = None,
+) -> Pair:
+  """Loads a target, its tokenizer and perhaps a draft.
+
+  Args:
+    target: `demo`, a folder or a hub id, see `hub.locate`.
+    draft: likewise (`demo-draft` is the embedded one), or None.
+    dtype: of both models' matrices, float32 or bfloat16.
+    revision: of the target, on the hub.
+
+  Returns:
+    The pair.
+
+  Raises:
+    ValueError: a folder cannot be used, or the tokenizers differ.
+  """
+  folder = hub.locate(target, revision=revision)
+  tokenizer = _load_tokenizer(folder)
+  draft_model = None
+  if draft is not None:
+    draft_folder = hub.locate(draft)
+    _check_same_tokens(folder, draft_folder, tokenizer)
+    draft_model = as_model(hub.load_module(draft_folder, dtype=dtype))
+  return Pair(
+      target=as_model(hub.load_module(folder, dtype=dtype)),
+      draft=draft_model,
+      tokenizer=tokenizer,
+      eos_ids=_eos_ids(folder, tokenizer),
+  )
