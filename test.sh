@@ -5,5 +5,5 @@ cd "$(dirname "$0")"
 python -m pip install --quiet --editable '.[test]'
 ruff check .
 ruff format --check .
-pyright
+mypy
 python -m pytest --numprocesses=2 --dist=worksteal "$@"

@@ -1,0 +1,1 @@
+"""Model families in Flax NNX, and the bridge to Hugging Face folders."""

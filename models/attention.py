@@ -4,61 +4,79 @@ What a query may see is decided by the mask alone, so the same function serves
 prefill, a chain, a token tree and training.
 """
 
+import functools
+
 import jax
 from jax import lax
 import jax.numpy as jnp
 
-from models import matmul
-
 # Finite, so that a row that sees nothing (padding) gives numbers, not NaN.
 _MASKED_SCORE = -1e30
+
+# Up to so many queries times heads, one product of all heads beats one per
+# head on CPU although most of its multiplications are by zero (docs/cpu.md).
+_MAX_BLOCK_DIAGONAL_ROWS = 160
 
 
 def _probabilities(scores: jax.Array, mask: jax.Array) -> jax.Array:
   return jax.nn.softmax(jnp.where(mask, scores, _MASKED_SCORE), axis=-1)
 
 
-def _batched(query, key, value, mask, scale):
+def _batched(query, key, value, mask, *, scale):
   scores = scale * jnp.einsum(
-      'blhd,bshd->bhls', query, key, preferred_element_type=jnp.float32
+    'blhd,bshd->bhls', query, key, preferred_element_type=jnp.float32
   )
   probs = _probabilities(scores, mask[:, None]).astype(value.dtype)
   return jnp.einsum(
-      'bhls,bshd->blhd', probs, value, preferred_element_type=jnp.float32
+    'bhls,bshd->blhd', probs, value, preferred_element_type=jnp.float32
   )
 
 
-def _per_head(query, key, value, mask, scale):
-  """One pair of two-dimensional products per row and head.
+def _block_diagonal(query, key, value, mask, *, scale):
+  """Two plain matrix products per row of the batch, whatever the heads.
 
-  XLA's CPU backend runs batched products on a slow path (docs/cpu.md).
+  The queries of a token become a block-diagonal matrix, one block per head:
+
+      q0 .  .          k0 k1 k2   (slot 0)          q0.k0 q0.k0' ...  (head 0)
+      .  q1 .    x    (k0 k1 k2)' (slot 1) ...  =   q1.k1 q1.k1' ...  (head 1)
+      .  .  q2                                      q2.k2 q2.k2' ...  (head 2)
+
+  so the cache is read as it lies, slot by slot, with no slice per head; XLA's
+  CPU backend copies such slices and has no fast batched product.
   """
+  length, heads, width = query.shape[1:]
+  own = jnp.eye(heads, dtype=bool)[:, :, None]  # [H, H, 1]
 
-  def head(query, key, value, mask):  # [L, Dh], [S, Dh], [S, Dh], [L, S]
-    probs = _probabilities(scale * matmul.rows_matmul(query, key), mask)
-    return matmul.rows_matmul(probs.astype(value.dtype), value.T)
+  def attend_row(query, key, value, mask):
+    queries = jnp.where(own, query[:, :, None], 0)  # [L, H, H, Dh]
+    scores = scale * lax.dot_general(
+      queries.reshape(length * heads, heads * width),
+      key.reshape(-1, heads * width),
+      (((1,), (1,)), ((), ())),
+      preferred_element_type=jnp.float32,
+    )
+    scores = scores.reshape(length, heads, -1)
+    probs = _probabilities(scores, mask[:, None]).astype(value.dtype)
+    mixed = lax.dot_general(
+      probs.reshape(length * heads, -1),
+      value.reshape(-1, heads * width),
+      (((1,), (0,)), ((), ())),
+      preferred_element_type=jnp.float32,
+    )
+    mixed = mixed.reshape(length, heads, heads, width)
+    return jnp.sum(jnp.where(own, mixed, 0.0), axis=2)  # [L, H, Dh]
 
-  rows, heads = query.shape[0], query.shape[2]
-  return jnp.stack([
-      jnp.stack(
-          [
-              head(query[b, :, h], key[b, :, h], value[b, :, h], mask[b])
-              for h in range(heads)
-          ],
-          axis=1,
-      )
-      for b in range(rows)
-  ])
+  rows = zip(query, key, value, mask, strict=True)
+  return jnp.stack([attend_row(*row) for row in rows])
 
 
 def attend(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    mask: jax.Array,
-    *,
-    scale: float,
-    unroll_heads: bool,
+  query: jax.Array,
+  key: jax.Array,
+  value: jax.Array,
+  mask: jax.Array,
+  *,
+  scale: float,
 ) -> jax.Array:
   """Softmax attention; scores and probabilities are computed in float32.
 
@@ -68,17 +86,16 @@ def attend(
     value: `[B, S, H, Dh]`, same dtype as `query`.
     mask: `[B, L, S]` bool, true where a query may look.
     scale: multiplies the scores.
-    unroll_heads: on CPU, use one product per row and head. Right for decoding;
-      for training's large batches it would only bloat the program.
 
   Returns:
     `[B, L, H, Dh]` float32.
   """
   operands = (query, key, value, mask)
-  if not unroll_heads:
-    return _batched(*operands, scale)
+  batched = functools.partial(_batched, scale=scale)
+  if query.shape[1] * query.shape[2] > _MAX_BLOCK_DIAGONAL_ROWS:
+    return batched(*operands)
   return lax.platform_dependent(
-      *operands,
-      cpu=lambda *a: _per_head(*a, scale),
-      default=lambda *a: _batched(*a, scale),
+    *operands,
+    cpu=functools.partial(_block_diagonal, scale=scale),
+    default=batched,
   )

@@ -46,7 +46,7 @@ def parse_arm(text: str, default_dtype: str) -> ArmSpec:
   dtype = dtype or default_dtype
   if method not in METHODS or dtype not in DTYPES:
     raise ValueError(
-        f'arm {text!r} is not known; methods are {METHODS}, dtypes {DTYPES}'
+      f'arm {text!r} is not known; methods are {METHODS}, dtypes {DTYPES}'
     )
   return ArmSpec(method, dtype)
 
@@ -67,16 +67,16 @@ class Report:
 
   def __str__(self):
     lines = [
-        f'{"arm":18}{"tokens/s":>9}{"speed":>7}{"  per batch":>16}'
-        f'{"block eff.":>11}{"bandwidth":>10}{"flips":>6}'
+      f'{"arm":18}{"tokens/s":>9}{"speed":>7}{"  per batch":>16}'
+      f'{"block eff.":>11}{"bandwidth":>10}{"flips":>6}'
     ]
     for name, arm in self.arms.items():
       low, middle, high = np.quantile(arm['speed_per_batch'], (0, 0.5, 1))
       lines.append(
-          f'{name:18}{arm["tokens_per_second"]:9.2f}{arm["speed"]:6.2f}x'
-          f'{low:6.2f} {middle:4.2f} {high:4.2f}'
-          f'{arm["block_efficiency"]:11.2f}{arm["relative_bandwidth"]:10.3f}'
-          f'{len(arm["flips"]):6}'
+        f'{name:18}{arm["tokens_per_second"]:9.2f}{arm["speed"]:6.2f}x'
+        f'{low:6.2f} {middle:4.2f} {high:4.2f}'
+        f'{arm["block_efficiency"]:11.2f}{arm["relative_bandwidth"]:10.3f}'
+        f'{len(arm["flips"]):6}'
       )
     return '\n'.join(lines)
 
@@ -87,36 +87,36 @@ def describe_machine() -> dict[str, Any]:
   cpuinfo = pathlib.Path('/proc/cpuinfo')
   if cpuinfo.exists():
     names = [
-        line.partition(':')[2].strip()
-        for line in cpuinfo.read_text().splitlines()
-        if line.startswith('model name')
+      line.partition(':')[2].strip()
+      for line in cpuinfo.read_text().splitlines()
+      if line.startswith('model name')
     ]
     processor = names[0] if names else processor
   return {
-      'device': jax.devices()[0].device_kind,
-      'platform': jax.devices()[0].platform,
-      'processor': processor,
-      'cores': os.cpu_count(),
-      'python': platform.python_version(),
+    'device': jax.devices()[0].device_kind,
+    'platform': jax.devices()[0].platform,
+    'processor': processor,
+    'cores': os.cpu_count(),
+    'python': platform.python_version(),
   } | {
-      package: importlib.metadata.version(package)
-      for package in ('jax', 'jaxlib', 'flax', 'transformers')
+    package: importlib.metadata.version(package)
+    for package in ('jax', 'jaxlib', 'flax', 'transformers')
   }
 
 
 def run(
-    prompts: Sequence[str],
-    *,
-    arms: Sequence[ArmSpec],
-    target: str,
-    draft: str | None,
-    revision: str | None,
-    seed: int,
-    batch_size: int,
-    max_new_tokens: int,
-    num_draft_tokens: int,
-    sampling: specdec.Sampling,
-    settings: dict[str, Any],
+  prompts: Sequence[str],
+  *,
+  arms: Sequence[ArmSpec],
+  target: str,
+  draft: str | None,
+  revision: str | None,
+  seed: int,
+  batch_size: int,
+  max_new_tokens: int,
+  num_draft_tokens: int,
+  sampling: specdec.Sampling,
+  settings: dict[str, Any],
 ) -> Report:
   """Decodes every prompt with every arm, interleaved.
 
@@ -144,66 +144,63 @@ def run(
     raise ValueError('only the arm plain works without a draft; give --draft')
   if not 1 <= batch_size <= len(prompts):
     raise ValueError(
-        f'--batch_size must be between 1 and the number of prompts,'
-        f' {len(prompts)}; got {batch_size}'
+      f'--batch_size must be between 1 and the number of prompts,'
+      f' {len(prompts)}; got {batch_size}'
     )
   pairs = {
-      dtype: load_pair(
-          target, draft, dtype=jnp.dtype(dtype), revision=revision
-      )
-      for dtype in sorted({arm.dtype for arm in arms})
+    dtype: load_pair(target, draft, dtype=jnp.dtype(dtype), revision=revision)
+    for dtype in sorted({arm.dtype for arm in arms})
   }
   tokenizer = pairs[arms[0].dtype]
   ids = [tokenizer.encode(prompt) for prompt in prompts]
   batches = [
-      ids[start : start + batch_size]
-      for start in range(0, len(ids) - batch_size + 1, batch_size)
+    ids[start : start + batch_size]
+    for start in range(0, len(ids) - batch_size + 1, batch_size)
   ]
   key = jax.random.key(seed)
 
   def decode_with(arm):
     pair = pairs[arm.dtype]
     return lambda batch, limit: specdec.generate(
-        pair.target,
-        key,
-        batch,
-        draft=None if arm.method == 'plain' else pair.draft,
-        num_draft_tokens=num_draft_tokens,
-        max_new_tokens=limit,
-        room_for_new_tokens=max_new_tokens,
-        sampling=sampling,
-        eos_ids=pair.eos_ids,
+      pair.target,
+      key,
+      batch,
+      draft=None if arm.method == 'plain' else pair.draft,
+      num_draft_tokens=num_draft_tokens,
+      max_new_tokens=limit,
+      room_for_new_tokens=max_new_tokens,
+      sampling=sampling,
+      eos_ids=pair.eos_ids,
     )
 
   with tqdm.tqdm(
-      total=2 * len(arms) * len(batches), unit='batch', file=sys.stderr
+    total=2 * len(arms) * len(batches), unit='batch', file=sys.stderr
   ) as bar:
     results = benchmarking.measure(
-        {str(arm): decode_with(arm) for arm in arms},
-        batches,
-        max_new_tokens=max_new_tokens,
-        report=bar.update,
+      {str(arm): decode_with(arm) for arm in arms},
+      batches,
+      max_new_tokens=max_new_tokens,
+      report=bar.update,
     )
   figures = benchmarking.summarize_arms(results, baseline=str(arms[0]))
   for arm in arms:
     plain = str(dataclasses.replace(arm, method='plain'))
     reference = results.get(plain, results[str(arm)])
     figures[str(arm)]['flips'] = [
-        dataclasses.asdict(flip)
-        | {
-            'margin': choice_margin(
-                pairs[arm.dtype].target,
-                row_keys(key, batch_size)[flip.row],
-                batches[flip.batch][flip.row]
-                + reference[flip.batch]
-                .generation.tokens[flip.row][: flip.offset],
-                sampling,
-            )
-        }
-        for flip in benchmarking.find_flips(results[str(arm)], reference)
+      dataclasses.asdict(flip)
+      | {
+        'margin': choice_margin(
+          pairs[arm.dtype].target,
+          row_keys(key, batch_size)[flip.row],
+          batches[flip.batch][flip.row]
+          + reference[flip.batch].generation.tokens[flip.row][: flip.offset],
+          sampling,
+        )
+      }
+      for flip in benchmarking.find_flips(results[str(arm)], reference)
     ]
   return Report(
-      machine=describe_machine(),
-      settings=settings | {'arms': [str(arm) for arm in arms]},
-      arms=figures,
+    machine=describe_machine(),
+    settings=settings | {'arms': [str(arm) for arm in arms]},
+    arms=figures,
   )

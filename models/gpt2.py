@@ -5,6 +5,7 @@ Module and parameter names are those of the Hugging Face checkpoints, so that
 the residual stream, norms and softmax are float32.
 """
 
+from collections.abc import Callable
 import dataclasses
 import functools
 import math
@@ -17,7 +18,7 @@ from models.attention import attend
 from models.matmul import matmul
 from specdec import cache as kv
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     'gelu': functools.partial(jax.nn.gelu, approximate=False),
     'gelu_python': functools.partial(jax.nn.gelu, approximate=False),
     'gelu_new': functools.partial(jax.nn.gelu, approximate=True),
@@ -85,10 +86,12 @@ class GPT2Config:
 
   @property
   def head_width(self) -> int:
+    """Dh."""
     return self.width // self.num_heads
 
   @property
   def feed_forward_width(self) -> int:
+    """Of the hidden layer, with the default filled in."""
     return self.inner_width or 4 * self.width
 
 
@@ -103,7 +106,9 @@ class Linear(nnx.Module):
     self.bias = nnx.Param(jnp.zeros(features_out, dtype))
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    return matmul(x, self.weight[...]) + self.bias[...].astype(jnp.float32)
+    bias = self.bias[...].astype(jnp.float32)
+    bias = jnp.expand_dims(bias, range(x.ndim - 1))
+    return matmul(x, self.weight[...]) + bias
 
 
 def _layer_norm(config: GPT2Config, rngs: nnx.Rngs) -> nnx.LayerNorm:
@@ -139,14 +144,7 @@ class Attention(nnx.Module):
     if cache is not None:
       cache = kv.write(cache, self.layer, key, value)
       key, value = cache.keys[self.layer], cache.values[self.layer]
-    out = attend(
-        query,
-        key,
-        value,
-        mask,
-        scale=self.scale,
-        unroll_heads=cache is not None,
-    )
+    out = attend(query, key, value, mask, scale=self.scale)
     return self.c_proj(out.reshape(x.shape)), cache
 
 

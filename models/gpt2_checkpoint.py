@@ -5,6 +5,7 @@ import pathlib
 import re
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 import jax
 import transformers
 
@@ -17,7 +18,7 @@ _PREFIX = 'transformer.'
 
 # Config keys that change the computation in ways this module does not know,
 # each with the only values that leave it alone.
-_REFUSED_UNLESS = {
+_REFUSED_UNLESS: dict[str, tuple[Any, ...]] = {
     'add_cross_attention': (False, None),
     'auto_map': (None,),
     'pruned_heads': ({}, None),
@@ -51,7 +52,10 @@ def read_config(path: pathlib.Path) -> GPT2Config:
   for key, harmless in _REFUSED_UNLESS.items():
     if raw.get(key) not in harmless:
       raise ValueError(f'{path}: {key}={raw[key]!r} is not supported')
-  config = transformers.GPT2Config.from_dict(raw)
+  try:
+    config = transformers.GPT2Config.from_dict(raw)
+  except StrictDataclassError as error:
+    raise ValueError(f'{path}: {error}') from error
   if config.activation_function not in ACTIVATIONS:
     raise ValueError(
         f'{path}: activation_function={config.activation_function!r} is not'
@@ -138,7 +142,7 @@ def stored_full_name(path: tuple[Any, ...]) -> str:
 
 
 def is_transposed(path: tuple[Any, ...]) -> bool:
-  """Whether the checkpoint stores `[in, out]` where this library has `[out, in]`.
+  """Whether a checkpoint stores `[in, out]` where this library has `[out, in]`.
 
   True for the four `Conv1D` matrices of each block.
   """

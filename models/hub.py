@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 import json
 import pathlib
-from typing import Any
 
 from flax import nnx
 from flax import traverse_util
@@ -17,6 +16,7 @@ import transformers
 
 from models import gpt2_checkpoint
 from models.gpt2 import GPT2
+from models.gpt2 import GPT2Config
 
 _DEMO = pathlib.Path(__file__).parent / 'demo'
 _EMBEDDED = {'demo': _DEMO / 'target', 'demo-draft': _DEMO / 'draft'}
@@ -24,6 +24,7 @@ _EMBEDDED = {'demo': _DEMO / 'target', 'demo-draft': _DEMO / 'draft'}
 _INDEX = 'model.safetensors.index.json'
 _SINGLE = 'model.safetensors'
 _FLOATS = {'F32', 'F16', 'BF16', 'F64'}
+_BLOCK_BYTES = 1 << 24  # Read at once.
 _HUB_FILES = ('*.json', '*.safetensors', '*.txt', '*.model')
 
 
@@ -57,7 +58,7 @@ def locate(name: str, *, revision: str | None = None) -> pathlib.Path:
       huggingface_hub.errors.LocalEntryNotFoundError,
       OSError,
   ) as error:
-    reason = str(error).strip().splitlines()[0]
+    reason = (str(error).strip() or repr(error)).splitlines()[0]
     raise ValueError(
         f'{name!r} is neither a folder nor a model that could be fetched from'
         f' the hub ({reason})'
@@ -69,15 +70,20 @@ def _weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
   if (folder / _SINGLE).exists():
     return [folder / _SINGLE]
   if (folder / _INDEX).exists():
-    shards = json.loads((folder / _INDEX).read_text())['weight_map'].values()
-    files = [folder / shard for shard in sorted(set(shards))]
+    try:
+      index = json.loads((folder / _INDEX).read_text('utf-8'))
+      shards = sorted(set(index['weight_map'].values()))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+      raise ValueError(
+          f'{folder / _INDEX} is not an index of shards: {error!r}'
+      ) from error
+    files = [folder / shard for shard in shards]
     missing = [file.name for file in files if not file.exists()]
     if missing:
       raise ValueError(f'{folder} lacks the shards {missing}')
     return files
-  pickled = sorted(
-      path.name for ext in ('*.bin', '*.pt', '*.pth') for path in folder.glob(ext)
-  )
+  suffixes = {'.bin', '.pt', '.pth'}
+  pickled = sorted(p.name for p in folder.iterdir() if p.suffix in suffixes)
   if pickled:
     raise ValueError(
         f'{folder} has only pickled weights ({pickled[0]}), which can run code'
@@ -85,38 +91,48 @@ def _weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
         ' transformers import AutoModelForCausalLM as M;'
         f" M.from_pretrained('{folder}').save_pretrained('{folder}')\""
     )
-  raise ValueError(f'{folder} has no {_SINGLE} and no {_INDEX}')
+  raise ValueError(
+      f'{folder} has no {_SINGLE} and no {_INDEX}; no other weights are read'
+  )
+
+
+def _read(file, name, shape, dtype, *, transposed) -> np.ndarray:
+  """Reads one tensor into its final dtype and layout, block by block.
+
+  A file is mapped anew for every block: pages of a mapping that were touched
+  stay resident until it is closed, and would double the peak memory.
+  """
+  array = np.empty(shape[::-1] if transposed else shape, dtype)
+  as_stored = array.T if transposed else array
+  rows = max(1, _BLOCK_BYTES * shape[0] // array.nbytes)
+  for start in range(0, shape[0], rows):
+    end = min(start + rows, shape[0])
+    with safetensors.safe_open(file, 'numpy') as mapped:
+      as_stored[start:end] = mapped.get_slice(name)[start:end]
+  return array
 
 
 def _tensors(
     folder: pathlib.Path,
-) -> Iterator[tuple[str, str, tuple[int, ...], Any]]:
-  """Yields `(stored name, dtype, shape, read)`; `read()` gives a NumPy array.
-
-  A file is mapped anew for every tensor: pages of a mapping that were touched
-  stay resident until it is closed, and would double the peak memory.
-  """
-
-  def read(file, name):
-    with safetensors.safe_open(file, 'numpy') as mapped:
-      return mapped.get_tensor(name)
-
+) -> Iterator[tuple[pathlib.Path, str, str, tuple[int, ...]]]:
+  """Yields `(file, stored name, dtype, shape)`."""
   for file in _weight_files(folder):
     try:
       with safetensors.safe_open(file, 'numpy') as mapped:
-        slices = {name: mapped.get_slice(name) for name in mapped.keys()}
+        names = mapped.offset_keys()  # In the order of the file.
+        slices = [mapped.get_slice(name) for name in names]
         described = [
             (name, part.get_dtype(), tuple(part.get_shape()))
-            for name, part in slices.items()
+            for name, part in zip(names, slices, strict=True)
         ]
         del slices
     except safetensors.SafetensorError as error:
       raise ValueError(f'{file} is not a safetensors file: {error}') from error
     for name, dtype, shape in described:
-      yield name, dtype, shape, lambda file=file, name=name: read(file, name)
+      yield file, name, dtype, shape
 
 
-def _abstract_module(config, dtype):
+def abstract_module(config: GPT2Config, dtype: jnp.dtype):
   """A GPT2 without weights: its graph, and its parameters' shapes by path."""
   module = nnx.eval_shape(lambda: GPT2(config, dtype=dtype, rngs=nnx.Rngs(0)))
   graph, variables = nnx.split(module)
@@ -132,7 +148,8 @@ def load_module(
   """Loads a GPT-2 of any size from a folder or from the hub.
 
   Tensors go one at a time from the file into their final dtype on the default
-  device, so the peak of host memory is the model plus one tensor.
+  device, so the peak of host memory is the model plus one tensor
+  (scripts/measure_load_memory.py).
 
   Args:
     name: see `locate`.
@@ -150,10 +167,10 @@ def load_module(
   if not (folder / 'config.json').exists():
     raise ValueError(f'{folder} has no config.json')
   config = gpt2_checkpoint.read_config(folder / 'config.json')
-  graph, wanted = _abstract_module(config, dtype)
+  graph, wanted = abstract_module(config, dtype)
   paths = {gpt2_checkpoint.stored_name(path): path for path in wanted}
-  loaded = {}
-  for stored, stored_dtype, shape, read in _tensors(folder):
+  loaded, origin = {}, {}
+  for file, stored, stored_dtype, shape in _tensors(folder):
     tensor_name = gpt2_checkpoint.canonical_name(stored, config)
     if tensor_name is None:
       continue
@@ -171,16 +188,15 @@ def load_module(
           f'{folder}: tensor {stored} has dtype {stored_dtype}, expected one of'
           f' {sorted(_FLOATS)}'
       )
-    array = read()
-    if gpt2_checkpoint.is_transposed(path):
-      array = array.T
-    array = np.asarray(array, dtype=leaf.dtype, order='C')
+    transposed = gpt2_checkpoint.is_transposed(path)
+    array = _read(file, stored, shape, leaf.dtype, transposed=transposed)
     if path not in loaded:
-      loaded[path] = jnp.asarray(array)
+      loaded[path] = jax.block_until_ready(jax.device_put(array))
+      origin[path] = stored
     elif not np.array_equal(loaded[path], array):
       raise ValueError(
-          f'{folder}: tensor {stored} differs from {tensor_name}, which it'
-          ' repeats; is tie_word_embeddings wrong in config.json?'
+          f'{folder}: tensors {origin[path]} and {stored} should be equal but'
+          ' differ; is tie_word_embeddings wrong in config.json?'
       )
   missing = sorted(name for name, path in paths.items() if path not in loaded)
   if missing:
@@ -215,7 +231,8 @@ def save_pretrained(
     array = np.asarray(leaf, dtype=dtype or leaf.dtype)
     if gpt2_checkpoint.is_transposed(path):
       array = array.T
-    tensors[gpt2_checkpoint.stored_full_name(path)] = np.ascontiguousarray(array)
+    stored = gpt2_checkpoint.stored_full_name(path)
+    tensors[stored] = np.ascontiguousarray(array)
   safetensors_numpy.save_file(
       tensors, folder / _SINGLE, metadata={'format': 'pt'}
   )

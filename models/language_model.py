@@ -29,12 +29,12 @@ def as_model(module: GPT2) -> Model:
 
   def init_cache(batch_size, num_slots):
     return kv.init_cache(
-        batch_size,
-        num_slots,
-        num_layers=config.num_layers,
-        num_heads=config.num_heads,
-        head_width=config.head_width,
-        dtype=dtype,
+      batch_size,
+      num_slots,
+      num_layers=config.num_layers,
+      num_heads=config.num_heads,
+      head_width=config.head_width,
+      dtype=dtype,
     )
 
   def num_bytes(tree):
@@ -46,15 +46,15 @@ def as_model(module: GPT2) -> Model:
   if not config.tie_embeddings:
     looked_up += num_bytes(params['wte'])
   return Model(
-      params=params,
-      definition=LanguageModel(
-          apply=apply,
-          init_cache=init_cache,
-          vocab_size=config.vocab_size,
-          max_positions=config.num_positions,
-          weight_bytes=num_bytes(params) - looked_up,
-          cache_bytes_per_slot=(
-              2 * config.num_layers * config.width * jnp.dtype(dtype).itemsize
-          ),
+    params=params,
+    definition=LanguageModel(
+      apply=apply,
+      init_cache=init_cache,
+      vocab_size=config.vocab_size,
+      max_positions=config.num_positions,
+      weight_bytes=num_bytes(params) - looked_up,
+      cache_bytes_per_slot=(
+        2 * config.num_layers * config.width * jnp.dtype(dtype).itemsize
       ),
+    ),
   )

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 
 def _contract(x: jax.Array, weight: jax.Array) -> jax.Array:
   return lax.dot_general(
-      x,
-      weight,
-      (((1,), (1,)), ((), ())),
-      preferred_element_type=jnp.float32,
+    x,
+    weight,
+    (((1,), (1,)), ((), ())),
+    preferred_element_type=jnp.float32,
   )
 
 
@@ -33,7 +33,7 @@ def rows_matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
   if x.shape[0] > 1 or weight.dtype == jnp.float32:
     return _contract(x, weight)
   return lax.platform_dependent(
-      x, weight, cpu=_contract_as_two_rows, default=_contract
+    x, weight, cpu=_contract_as_two_rows, default=_contract
   )
 
 

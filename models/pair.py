@@ -34,9 +34,11 @@ class Pair:
 
   def decode(self, ids: list[int]) -> str:
     """Token ids to text, as it is; special tokens are left out."""
-    return self.tokenizer.decode(
-        ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+    text = self.tokenizer.decode(
+      ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
+    assert isinstance(text, str)
+    return text
 
 
 def _load_tokenizer(folder: pathlib.Path):
@@ -50,7 +52,9 @@ def _eos_ids(folder: pathlib.Path, tokenizer) -> tuple[int, ...]:
   """From generation_config.json, else config.json, else the tokenizer."""
   for name in ('generation_config.json', 'config.json'):
     path = folder / name
-    eos = json.loads(path.read_text()).get('eos_token_id') if path.exists() else None
+    if not path.exists():
+      continue
+    eos = json.loads(path.read_text('utf-8')).get('eos_token_id')
     if eos is not None:
       return tuple(eos) if isinstance(eos, list) else (eos,)
   eos = tokenizer.eos_token_id
@@ -67,9 +71,9 @@ def _check_same_tokens(target_folder, draft_folder, tokenizer):
     return
   differing = sum(theirs.get(token) != index for token, index in ours.items())
   raise ValueError(
-      f'the tokenizers of the target {target_folder} ({len(ours)} tokens) and'
-      f' the draft {draft_folder} ({len(theirs)} tokens) differ in {differing}'
-      ' of the target\'s tokens; choose a draft with the same tokenizer'
+    f'the tokenizers of the target {target_folder} ({len(ours)} tokens) and'
+    f' the draft {draft_folder} ({len(theirs)} tokens) differ in {differing}'
+    " of the target's tokens; choose a draft with the same tokenizer"
   )
 
 
@@ -77,11 +81,11 @@ _TOKENIZER_FILES = ('tokenizer.json', 'vocab.json', 'tokenizer_config.json')
 
 
 def load_pair(
-    target: str,
-    draft: str | None,
-    *,
-    dtype: jnp.dtype = jnp.float32,
-    revision: str | None = None,
+  target: str,
+  draft: str | None,
+  *,
+  dtype: jnp.dtype = jnp.float32,
+  revision: str | None = None,
 ) -> Pair:
   """Loads a target, its tokenizer and perhaps a draft.
 
@@ -105,8 +109,8 @@ def load_pair(
     _check_same_tokens(folder, draft_folder, tokenizer)
     draft_model = as_model(hub.load_module(draft_folder, dtype=dtype))
   return Pair(
-      target=as_model(hub.load_module(folder, dtype=dtype)),
-      draft=draft_model,
-      tokenizer=tokenizer,
-      eos_ids=_eos_ids(folder, tokenizer),
+    target=as_model(hub.load_module(folder, dtype=dtype)),
+    draft=draft_model,
+    tokenizer=tokenizer,
+    eos_ids=_eos_ids(folder, tokenizer),
   )

@@ -38,27 +38,30 @@ class TextGeneration:
     return json.dumps(dataclasses.asdict(self))
 
   def __str__(self):
-    texts = [prompt + text for prompt, text in zip(self.prompts, self.text)]
+    texts = [
+      prompt + text
+      for prompt, text in zip(self.prompts, self.text, strict=True)
+    ]
     width = max(map(len, self.stats))
     table = [
-        f'{name.replace("_", " "):{width}}  '
-        + (f'{value:.3f}' if isinstance(value, float) else f'{value}')
-        for name, value in self.stats.items()
+      f'{name.replace("_", " "):{width}}  '
+      + (f'{value:.3f}' if isinstance(value, float) else f'{value}')
+      for name, value in self.stats.items()
     ]
     return '\n\n'.join([*texts, '\n'.join(table)])
 
 
 def generate_text(
-    prompts: Sequence[str],
-    *,
-    target: str,
-    draft: str | None,
-    max_new_tokens: int,
-    num_draft_tokens: int,
-    sampling: specdec.Sampling,
-    seed: int,
-    dtype: jnp.dtype,
-    revision: str | None = None,
+  prompts: Sequence[str],
+  *,
+  target: str,
+  draft: str | None,
+  max_new_tokens: int,
+  num_draft_tokens: int,
+  sampling: specdec.Sampling,
+  seed: int,
+  dtype: jnp.dtype,
+  revision: str | None = None,
 ) -> TextGeneration:
   """Loads the models, compiles, decodes once and times that.
 
@@ -88,29 +91,29 @@ def generate_text(
   def run(limit):
     start = time.perf_counter()
     generation = specdec.generate(
-        pair.target,
-        jax.random.key(seed),
-        ids,
-        draft=pair.draft,
-        num_draft_tokens=num_draft_tokens,
-        max_new_tokens=limit,
-        room_for_new_tokens=max_new_tokens,
-        sampling=sampling,
-        eos_ids=pair.eos_ids,
+      pair.target,
+      jax.random.key(seed),
+      ids,
+      draft=pair.draft,
+      num_draft_tokens=num_draft_tokens,
+      max_new_tokens=limit,
+      room_for_new_tokens=max_new_tokens,
+      sampling=sampling,
+      eos_ids=pair.eos_ids,
     )
     return generation, time.perf_counter() - start
 
   _, warm_up_seconds = run(0)  # compiles, decodes nothing
   generation, seconds = run(max_new_tokens)
   timing = {
-      'seconds': seconds,
-      'tokens_per_second': generation.stats['new_tokens'] / seconds,
-      'compile_seconds': warm_up_seconds,
+    'seconds': seconds,
+    'tokens_per_second': generation.stats['new_tokens'] / seconds,
+    'compile_seconds': warm_up_seconds,
   }
   return TextGeneration(
-      prompts=list(prompts),
-      text=[pair.decode(row) for row in generation.tokens],
-      prompt_tokens=ids,
-      tokens=generation.tokens,
-      stats=generation.stats | timing,
+    prompts=list(prompts),
+    text=[pair.decode(row) for row in generation.tokens],
+    prompt_tokens=ids,
+    tokens=generation.tokens,
+    stats=generation.stats | timing,
   )

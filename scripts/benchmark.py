@@ -1,38 +1,40 @@
 """Compares ways of decoding, interleaved, on the prompts of a file.
 
-  python scripts/benchmark.py --prompt_file=prompts.jsonl --output=result.json
+python scripts/benchmark.py --prompt_file=prompts.jsonl --output=result.json
 """
 
 from absl import flags
+import command_line
 import decoding_flags as options
 
 _ARMS = flags.DEFINE_list(
-    'arms',
-    ['plain', 'chain'],
-    'method or method:dtype, the first is the baseline; dtype: see --dtype',
+  'arms',
+  ['plain', 'chain'],
+  'method or method:dtype, the first is the baseline; dtype: see --dtype',
 )
 _NUM_PROMPTS = flags.DEFINE_integer('num_prompts', None, 'default: all')
 _BATCH_SIZE = flags.DEFINE_integer('batch_size', 1, 'prompts per batch')
 _OUTPUT = flags.DEFINE_string('output', None, 'JSON file to write')
-flags.mark_flag_as_required('prompt_file')
 
 
 def main() -> None:
   from models import benchmark
 
+  if options.PROMPT_FILE.value is None:
+    raise ValueError('--prompt_file is needed: a file of prompts')
   arms = [benchmark.parse_arm(arm, options.DTYPE.value) for arm in _ARMS.value]
   report = benchmark.run(
-      options.read_prompts(_NUM_PROMPTS.value),
-      arms=arms,
-      target=options.TARGET.value,
-      draft=options.draft_name(),
-      revision=options.REVISION.value,
-      seed=options.SEED.value,
-      batch_size=_BATCH_SIZE.value,
-      max_new_tokens=options.MAX_NEW_TOKENS.value,
-      num_draft_tokens=options.NUM_DRAFT_TOKENS.value,
-      sampling=options.sampling(),
-      settings=options.as_dict(),
+    options.read_prompts(options.PROMPT_FILE.value, _NUM_PROMPTS.value),
+    arms=arms,
+    target=options.TARGET.value,
+    draft=options.draft_name(),
+    revision=options.REVISION.value,
+    seed=options.SEED.value,
+    batch_size=_BATCH_SIZE.value,
+    max_new_tokens=options.MAX_NEW_TOKENS.value,
+    num_draft_tokens=options.NUM_DRAFT_TOKENS.value,
+    sampling=options.sampling(),
+    settings=options.as_dict(),
   )
   print(report)
   if _OUTPUT.value:
@@ -40,4 +42,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-  options.run(main)
+  command_line.run(main)

@@ -6,9 +6,7 @@ import pathlib
 import sys
 from typing import Any
 
-from absl import app
 from absl import flags
-from absl import logging
 import jax.numpy as jnp
 
 import specdec
@@ -18,45 +16,45 @@ DEFAULT_PROMPT = '''def fibonacci(n):
 '''
 
 TARGET = flags.DEFINE_string(
-    'target', 'demo', 'demo (embedded), a model folder or a hub id'
+  'target', 'demo', 'demo (embedded), a model folder or a hub id'
 )
 DRAFT = flags.DEFINE_string(
-    'draft', 'demo', 'demo (embedded), a model folder, a hub id, or none'
+  'draft', 'demo', 'demo (embedded), a model folder, a hub id, or none'
 )
 REVISION = flags.DEFINE_string('revision', None, 'of the target, on the hub')
 PROMPT_FILE = flags.DEFINE_string(
-    'prompt_file',
-    None,
-    'prompts: one JSON object per line with the key prompt (*.jsonl), else one'
-    ' prompt per line',
+  'prompt_file',
+  None,
+  'prompts: one JSON object per line with the key prompt (*.jsonl), else one'
+  ' prompt per line',
 )
 MAX_NEW_TOKENS = flags.DEFINE_integer(
-    'max_new_tokens', 128, 'tokens to generate at most'
+  'max_new_tokens', 128, 'tokens to generate at most'
 )
 TEMPERATURE = flags.DEFINE_float('temperature', 0.0, '0 is greedy')
 TOP_K = flags.DEFINE_integer('top_k', None, 'keep the k likeliest tokens')
 TOP_P = flags.DEFINE_float(
-    'top_p', None, 'keep the likeliest tokens up to this probability'
+  'top_p', None, 'keep the likeliest tokens up to this probability'
 )
 MIN_P = flags.DEFINE_float(
-    'min_p', None, 'keep tokens this likely relative to the likeliest'
+  'min_p', None, 'keep tokens this likely relative to the likeliest'
 )
 SEED = flags.DEFINE_integer('seed', 0, 'of the sampling')
 NUM_DRAFT_TOKENS = flags.DEFINE_integer(
-    'num_draft_tokens', 4, 'tokens drafted per target forward'
+  'num_draft_tokens', 4, 'tokens drafted per target forward'
 )
 DTYPE = flags.DEFINE_enum(
-    'dtype', 'float32', ['float32', 'bfloat16'], 'of weights and cache'
+  'dtype', 'float32', ['float32', 'bfloat16'], 'of weights and cache'
 )
 
 
 def sampling() -> specdec.Sampling:
   """What the sampling flags say."""
   return specdec.Sampling(
-      temperature=TEMPERATURE.value,
-      top_k=TOP_K.value,
-      top_p=TOP_P.value,
-      min_p=MIN_P.value,
+    temperature=TEMPERATURE.value,
+    top_k=TOP_K.value,
+    top_p=TOP_P.value,
+    min_p=MIN_P.value,
   )
 
 
@@ -70,24 +68,26 @@ def dtype(name: str | None = None) -> jnp.dtype:
   return jnp.dtype(name or DTYPE.value)
 
 
-def read_prompts(limit: int | None = None) -> list[str]:
-  """The first prompts of `--prompt_file`.
+def read_prompts(name: str, limit: int | None = None) -> list[str]:
+  """The first prompts of a file, see `--prompt_file`.
 
   Args:
+    name: of the file.
     limit: how many, or None for all.
 
   Raises:
     ValueError: the file cannot be read, or has fewer; names file and line.
   """
-  path = pathlib.Path(PROMPT_FILE.value)
+  path = pathlib.Path(name)
   try:
-    lines = path.read_text('utf-8').splitlines()
+    text = path.read_text('utf-8')
   except (OSError, UnicodeDecodeError) as error:
     raise ValueError(f'--prompt_file={path} cannot be read: {error}') from error
-  lines = [(n, line) for n, line in enumerate(lines, 1) if line.strip()]
+  numbered = enumerate(text.splitlines(), 1)
+  lines = [(number, line) for number, line in numbered if line.strip()]
   if not lines or (limit and len(lines) < limit):
     raise ValueError(
-        f'--prompt_file={path} has {len(lines)} prompts, {limit or 1} needed'
+      f'--prompt_file={path} has {len(lines)} prompts, {limit or 1} needed'
     )
   prompts = []
   for number, line in lines[:limit]:
@@ -96,8 +96,8 @@ def read_prompts(limit: int | None = None) -> list[str]:
         line = json.loads(line)['prompt']
       except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f'--prompt_file={path}, line {number}: expected a JSON object with'
-            ' the key prompt'
+          f'--prompt_file={path}, line {number}: expected a JSON object with'
+          ' the key prompt'
         ) from error
     prompts.append(line)
   return prompts
@@ -106,30 +106,14 @@ def read_prompts(limit: int | None = None) -> list[str]:
 def as_dict() -> dict[str, Any]:
   """All flags of the running script, for the record of a result."""
   record = {
-      flag.name: flag.value
-      for flag in flags.FLAGS.get_key_flags_for_module(sys.argv[0])
+    flag.name: flag.value
+    for flag in flags.FLAGS.get_key_flags_for_module(sys.argv[0])
   } | {
-      flag.name: flag.value
-      for flag in flags.FLAGS.flags_by_module_dict()[__name__]
+    flag.name: flag.value
+    for flag in flags.FLAGS.flags_by_module_dict()[__name__]
   }
   path = record.pop('prompt_file')
   if path is not None:  # The name may be private; the contents are what counts.
     digest = hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()
     record |= {'prompts': pathlib.Path(path).name, 'prompts_sha256': digest}
   return record
-
-
-def run(main) -> None:
-  """`app.run`, with bad input reported in one line instead of a traceback."""
-
-  def checked(argv):
-    if len(argv) > 1:
-      raise app.UsageError(f'unexpected argument {argv[1]!r}')
-    try:
-      main()
-    except ValueError as error:
-      print(f'{pathlib.Path(argv[0]).name}: {error}', file=sys.stderr)
-      sys.exit(2)
-
-  logging.set_verbosity(logging.WARNING)  # JAX lists the backends it lacks
-  app.run(checked)

@@ -1,17 +1,18 @@
 """Continues a prompt, drafted by a small model, verified by a large one.
 
-  python scripts/generate.py --temperature=0.8 --prompt='import '
+python scripts/generate.py --temperature=0.8 --prompt='import '
 """
 
 from absl import flags
+import command_line
 import decoding_flags as options
 
 _PROMPT = flags.DEFINE_string('prompt', options.DEFAULT_PROMPT, 'to continue')
 _METHOD = flags.DEFINE_enum(
-    'method', 'chain', ['plain', 'chain'], 'how to decode; the text is the same'
+  'method', 'chain', ['plain', 'chain'], 'how to decode; the text is the same'
 )
 _BATCH_SIZE = flags.DEFINE_integer(
-    'batch_size', 1, 'the prompt repeated, or so many prompts of the file'
+  'batch_size', 1, 'the prompt repeated, or so many prompts of the file'
 )
 _JSON = flags.DEFINE_bool('json', False, 'one JSON object on stdout, no more')
 
@@ -21,28 +22,28 @@ def main() -> None:
 
   if _BATCH_SIZE.value < 1:
     raise ValueError(
-        f'--batch_size must be at least 1, got {_BATCH_SIZE.value}'
+      f'--batch_size must be at least 1, got {_BATCH_SIZE.value}'
     )
   if options.PROMPT_FILE.value is None:
     prompts = [_PROMPT.value] * _BATCH_SIZE.value
   else:
-    prompts = options.read_prompts(_BATCH_SIZE.value)
+    prompts = options.read_prompts(options.PROMPT_FILE.value, _BATCH_SIZE.value)
   draft = options.draft_name() if _METHOD.value == 'chain' else None
   if _METHOD.value == 'chain' and draft is None:
     raise ValueError('--method=chain needs a draft; give --draft or plain')
   result = text_generation.generate_text(
-      prompts,
-      target=options.TARGET.value,
-      draft=draft,
-      revision=options.REVISION.value,
-      dtype=options.dtype(),
-      seed=options.SEED.value,
-      max_new_tokens=options.MAX_NEW_TOKENS.value,
-      num_draft_tokens=options.NUM_DRAFT_TOKENS.value,
-      sampling=options.sampling(),
+    prompts,
+    target=options.TARGET.value,
+    draft=draft,
+    revision=options.REVISION.value,
+    dtype=options.dtype(),
+    seed=options.SEED.value,
+    max_new_tokens=options.MAX_NEW_TOKENS.value,
+    num_draft_tokens=options.NUM_DRAFT_TOKENS.value,
+    sampling=options.sampling(),
   )
   print(result.to_json() if _JSON.value else result)
 
 
 if __name__ == '__main__':
-  options.run(main)
+  command_line.run(main)

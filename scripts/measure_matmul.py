@@ -1,13 +1,12 @@
 """Times the matrix products of a decode forward: the table of docs/cpu.md.
 
-  python scripts/measure_matmul.py
+python scripts/measure_matmul.py
 """
 
 import time
 
-from absl import app
 from absl import flags
-from absl import logging
+import command_line
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -15,15 +14,17 @@ import jax.numpy as jnp
 _MATRICES = flags.DEFINE_integer('matrices', 24, 'products per measurement')
 _IN = flags.DEFINE_integer('features_in', 1280, 'contracted')
 _OUT = flags.DEFINE_integer('features_out', 5120, 'of the result')
-_ROWS = flags.DEFINE_list('rows', [1, 2, 4, 8, 16, 32, 64], 'rows of x')
+_ROWS = flags.DEFINE_list(
+  'rows', ['1', '2', '4', '8', '16', '32', '64'], 'rows of x'
+)
 _REPEATS = flags.DEFINE_integer('repeats', 7, 'the fastest counts')
 
 _CASES = (  # weights, result, stored as [out, in]
-    ('float32', 'float32', True),
-    ('float32', 'float32', False),
-    ('bfloat16', 'float32', True),
-    ('bfloat16', 'float32', False),
-    ('bfloat16', 'bfloat16', True),
+  ('float32', 'float32', True),
+  ('float32', 'float32', False),
+  ('bfloat16', 'float32', True),
+  ('bfloat16', 'float32', False),
+  ('bfloat16', 'bfloat16', True),
 )
 
 
@@ -35,8 +36,8 @@ def _milliseconds(rows: int, dtype: str, result: str, out_in: bool) -> float:
   def products(x, weights):
     dims = (((1,), (1 if out_in else 0,)), ((), ()))
     return sum(
-        lax.dot_general(x, w, dims, preferred_element_type=jnp.dtype(result))
-        for w in weights
+      lax.dot_general(x, w, dims, preferred_element_type=jnp.dtype(result))
+      for w in weights
     )
 
   x = jnp.ones((rows, _IN.value), dtype)
@@ -48,10 +49,7 @@ def _milliseconds(rows: int, dtype: str, result: str, out_in: bool) -> float:
   return 1e3 * best
 
 
-def main(argv: list[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f'unexpected argument {argv[1]!r}')
-  logging.set_verbosity(logging.WARNING)
+def main() -> None:
   rows = [int(number) for number in _ROWS.value]
   print('weights   result    stored    ' + ''.join(f'{n:>8}' for n in rows))
   for dtype, result, out_in in _CASES:
@@ -62,4 +60,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == '__main__':
-  app.run(main)
+  command_line.run(main)

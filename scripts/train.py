@@ -1,29 +1,32 @@
 """Trains a small GPT-2 on a folder of text; run again, it resumes.
 
-  python scripts/train.py --workdir=/tmp/target --output=/tmp/target/model
+python scripts/train.py --workdir=/tmp/target --output=/tmp/target/model
 """
 
 import pathlib
 
-from absl import app
 from absl import flags
-from absl import logging
+import command_line
 
 from models.training import run
 from models.training.corpus import Corpus
 from models.training.trainer import TrainConfig
 
-_WORKDIR = flags.DEFINE_string('workdir', None, 'checkpoints and loss curve')
-_OUTPUT = flags.DEFINE_string('output', None, 'Hugging Face folder to write')
+_WORKDIR = flags.DEFINE_string(
+  'workdir', None, 'checkpoints and loss curve', required=True
+)
+_OUTPUT = flags.DEFINE_string(
+  'output', None, 'Hugging Face folder to write', required=True
+)
 _CORPUS = flags.DEFINE_string(
-    'corpus', '', 'folder of text; default: the standard library'
+  'corpus', '', 'folder of text; default: the standard library'
 )
 _PATTERN = flags.DEFINE_string('pattern', '*.py', 'file names to read')
 _TOKENIZER = flags.DEFINE_string(
-    'tokenizer', None, 'folder of a tokenizer to use; default: train one'
+  'tokenizer', None, 'folder of a tokenizer to use; default: train one'
 )
 _TEACHER = flags.DEFINE_string(
-    'teacher', None, 'model folder to distil from (implies its tokenizer)'
+  'teacher', None, 'model folder to distil from (implies its tokenizer)'
 )
 _VOCAB_SIZE = flags.DEFINE_integer('vocab_size', 4096, 'of a new tokenizer')
 _WIDTH = flags.DEFINE_integer('width', 320, 'of the residual stream')
@@ -35,37 +38,40 @@ _BATCH_TOKENS = flags.DEFINE_integer('batch_tokens', 4096, 'tokens per step')
 _RATE = flags.DEFINE_float('learning_rate', 5e-3, 'peak; decays to zero')
 _SEED = flags.DEFINE_integer('seed', 0, 'of weights and batches')
 _DTYPE = flags.DEFINE_enum(
-    'dtype', 'bfloat16', ['float32', 'bfloat16'], 'of the matrix products'
+  'dtype', 'bfloat16', ['float32', 'bfloat16'], 'of the matrix products'
 )
-flags.mark_flags_as_required(['workdir', 'output'])
+_OUTPUT_DTYPE = flags.DEFINE_enum(
+  'output_dtype',
+  'float16',
+  ['float32', 'float16', 'bfloat16'],
+  'of the stored weights',
+)
 
 
-def main(argv: list[str]) -> None:
-  logging.set_verbosity(logging.WARNING)
-  if len(argv) > 1:
-    raise app.UsageError(f'unexpected argument {argv[1]!r}')
+def main() -> None:
   run.run(
-      corpus=Corpus(folder=_CORPUS.value, pattern=_PATTERN.value),
-      config=TrainConfig(
-          num_steps=_STEPS.value,
-          batch_tokens=_BATCH_TOKENS.value,
-          learning_rate=_RATE.value,
-          seed=_SEED.value,
-          dtype=_DTYPE.value,
-      ),
-      shape=run.Shape(
-          width=_WIDTH.value,
-          num_layers=_LAYERS.value,
-          num_heads=_HEADS.value,
-          num_positions=_CONTEXT.value,
-      ),
-      vocab_size=_VOCAB_SIZE.value,
-      tokenizer_folder=_TOKENIZER.value,
-      teacher_folder=_TEACHER.value,
-      workdir=pathlib.Path(_WORKDIR.value),
-      output=pathlib.Path(_OUTPUT.value),
+    corpus=Corpus(folder=_CORPUS.value, pattern=_PATTERN.value),
+    config=TrainConfig(
+      num_steps=_STEPS.value,
+      batch_tokens=_BATCH_TOKENS.value,
+      learning_rate=_RATE.value,
+      seed=_SEED.value,
+      dtype=_DTYPE.value,
+    ),
+    shape=run.Shape(
+      width=_WIDTH.value,
+      num_layers=_LAYERS.value,
+      num_heads=_HEADS.value,
+      num_positions=_CONTEXT.value,
+    ),
+    vocab_size=_VOCAB_SIZE.value,
+    tokenizer_folder=_TOKENIZER.value,
+    teacher_folder=_TEACHER.value,
+    workdir=pathlib.Path(_WORKDIR.value),
+    output=pathlib.Path(_OUTPUT.value),
+    output_dtype=_OUTPUT_DTYPE.value,
   )
 
 
 if __name__ == '__main__':
-  app.run(main)
+  command_line.run(main)

@@ -29,15 +29,16 @@ class Measurement:
 
   @property
   def seconds_per_token(self) -> float:
+    """Wall time over emitted tokens."""
     return self.seconds / max(self.generation.stats['new_tokens'], 1)
 
 
 def measure(
-    arms: Mapping[str, Arm],
-    batches: Sequence[Sequence[Sequence[int]]],
-    *,
-    max_new_tokens: int,
-    report: Callable[[], None] = lambda: None,
+  arms: Mapping[str, Arm],
+  batches: Sequence[Sequence[Sequence[int]]],
+  *,
+  max_new_tokens: int,
+  report: Callable[[], None] = lambda: None,
 ) -> dict[str, list[Measurement]]:
   """Decodes every batch with every arm.
 
@@ -55,7 +56,7 @@ def measure(
       arm(batch, 0)
       report()
     arm(batches[0], min(8, max_new_tokens))
-  results = {name: [] for name in arms}
+  results: dict[str, list[Measurement]] = {name: [] for name in arms}
   for index, batch in enumerate(batches):
     order = list(arms) if index % 2 == 0 else list(arms)[::-1]
     for name in order:
@@ -77,7 +78,7 @@ class Flip:
 
 
 def find_flips(
-    measurements: Sequence[Measurement], reference: Sequence[Measurement]
+  measurements: Sequence[Measurement], reference: Sequence[Measurement]
 ) -> list[Flip]:
   """Where an arm's tokens first differ from the reference's, row by row."""
   flips = []
@@ -95,9 +96,9 @@ def find_flips(
 
 
 def summarize_arms(
-    results: Mapping[str, Sequence[Measurement]],
-    *,
-    baseline: str,
+  results: Mapping[str, Sequence[Measurement]],
+  *,
+  baseline: str,
 ) -> dict[str, dict[str, Any]]:
   """Pools the measurements of each arm.
 
@@ -118,23 +119,23 @@ def summarize_arms(
     tokens, forwards = total('new_tokens'), total('target_forwards')
     seconds = sum(one.seconds for one in measurements)
     pooled[name] = {
-        'target_forwards': forwards,
-        'draft_forwards': total('draft_forwards'),
-        'new_tokens': tokens,
-        'block_efficiency': tokens / max(forwards, 1),
-        'accepted_histogram': np.sum(
-            [one['accepted_histogram'] for one in stats], axis=0
-        ).tolist(),
-        'relative_bandwidth': sum(
-            one['relative_bandwidth'] * one['new_tokens'] for one in stats
-        )
-        / max(tokens, 1),
-        'seconds': seconds,
-        'tokens_per_second': tokens / seconds,
-        'speed_per_batch': [
-            base.seconds_per_token / one.seconds_per_token
-            for base, one in zip(results[baseline], measurements, strict=True)
-        ],
+      'target_forwards': forwards,
+      'draft_forwards': total('draft_forwards'),
+      'new_tokens': tokens,
+      'block_efficiency': tokens / max(forwards, 1),
+      'accepted_histogram': np.sum(
+        [one['accepted_histogram'] for one in stats], axis=0
+      ).tolist(),
+      'relative_bandwidth': sum(
+        one['relative_bandwidth'] * one['new_tokens'] for one in stats
+      )
+      / max(tokens, 1),
+      'seconds': seconds,
+      'tokens_per_second': tokens / seconds,
+      'speed_per_batch': [
+        base.seconds_per_token / one.seconds_per_token
+        for base, one in zip(results[baseline], measurements, strict=True)
+      ],
     }
   base_rate = pooled[baseline]['tokens_per_second']
   for arm in pooled.values():

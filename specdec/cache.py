@@ -16,23 +16,20 @@ from jax import lax
 import jax.numpy as jnp
 
 
-@flax.struct.dataclass
-class KVCache:
+class KVCache(flax.struct.PyTreeNode):
   """Keys and values of the tokens a model has seen.
 
   Attributes:
     keys: one `[B, S, H, Dh]` array per layer.
     values: one `[B, S, H, Dh]` array per layer.
     length: `[B]` int32, how many leading slots of a row are kept.
+    num_slots: S; static, and known even of a model that keeps no layers.
   """
 
   keys: tuple[jax.Array, ...]
   values: tuple[jax.Array, ...]
   length: jax.Array
-
-  @property
-  def num_slots(self) -> int:
-    return self.keys[0].shape[1]
+  num_slots: int = flax.struct.field(pytree_node=False)
 
 
 def init_cache(
@@ -51,6 +48,7 @@ def init_cache(
       keys=empty(),
       values=empty(),
       length=jnp.zeros(batch_size, jnp.int32),
+      num_slots=num_slots,
   )
 
 

@@ -48,8 +48,7 @@ class DecodeConfig:
   eos_ids: tuple[int, ...] = ()
 
 
-@flax.struct.dataclass
-class DecodeResult:
+class DecodeResult(flax.struct.PyTreeNode):
   """What a decode returns.
 
   Attributes:
@@ -63,8 +62,7 @@ class DecodeResult:
   counters: Counters
 
 
-@flax.struct.dataclass
-class _LoopState:
+class _LoopState(flax.struct.PyTreeNode):
   """Carried from step to step.
 
   Between steps the target cache holds all tokens but the last, the root.
@@ -96,7 +94,7 @@ def _prefill(
 
 def _append(tokens, length, new, count):
   """Writes the first `count` of `new` `[B, n]` behind each row's tokens."""
-  offsets = jnp.arange(new.shape[1])
+  offsets = jnp.arange(new.shape[1])[None]
   kept = offsets < count[:, None]
   # Out of range, hence dropped.
   index = jnp.where(kept, length[:, None] + offsets, tokens.shape[1])
@@ -141,14 +139,14 @@ def decode(
   # A row at its limit still verifies until the others are done: one block more.
   num_slots = prompt_bucket + config.max_new_tokens + num_drafted + 1
   end = prompt_length + limit
-  offsets = jnp.arange(num_drafted + 1)
+  offsets = jnp.arange(num_drafted + 1)[None]
 
   def step(state: _LoopState) -> _LoopState:
     length = state.length
     positions = length[:, None] + offsets  # of the tokens to be chosen
     noise = position_noise(row_keys, positions, vocab_size, sampling)
     root = jnp.take_along_axis(state.tokens, length[:, None] - 1, axis=1)
-    if draft is None:
+    if draft is None or state.draft_cache is None:
       draft_cache, block = None, root
     else:
       chain = draft_chain(
@@ -173,7 +171,7 @@ def decode(
     room = jnp.where(state.done, 0, end - length)
     emitted, done = count_emitted(accepted, chosen, room, config.eos_ids)
 
-    if draft is not None:
+    if draft_cache is not None:
       draft_cache = commit_chain(draft_cache, length, emitted, num_drafted)
     return _LoopState(
         tokens=_append(state.tokens, length, chosen, emitted),

@@ -22,8 +22,7 @@ from specdec.sampling import choose
 from specdec.sampling import Sampling
 
 
-@flax.struct.dataclass
-class Chain:
+class Chain(flax.struct.PyTreeNode):
   """The drafted continuation of each row's root.
 
   Attributes:
@@ -36,7 +35,7 @@ class Chain:
 
 
 def _gather_tokens(tokens, start, count):
-  index = start[:, None] + jnp.arange(count)
+  index = start[:, None] + jnp.arange(count)[None]
   return jnp.take_along_axis(tokens, index, axis=1), index
 
 

@@ -64,8 +64,9 @@ def _check_prompts(prompts, vocab_size):
 
 
 def _check_limits(prompts, max_new_tokens, room, models):
-  if max_new_tokens < 0:
-    raise ValueError(f'max_new_tokens must be at least 0, got {max_new_tokens}')
+  least = min(max_new_tokens, room)
+  if least < 0:
+    raise ValueError(f'max_new_tokens must be at least 0, got {least}')
   if room < max_new_tokens:
     raise ValueError(
         f'room_for_new_tokens must be at least max_new_tokens={max_new_tokens},'
@@ -94,6 +95,12 @@ def _check_sampling(sampling: Sampling, batch_size: int) -> Sampling:
 
 def row_keys(rng_key: jax.Array, batch_size: int) -> jax.Array:
   """One key per row: `[B]` keys as given, or one key folded with the row."""
+  dtype = getattr(rng_key, 'dtype', type(rng_key))
+  if not jnp.issubdtype(dtype, jax.dtypes.prng_key):
+    raise ValueError(
+        'rng_key must be made by jax.random.key, whose keys are scalars, got'
+        f' {dtype}'
+    )
   if rng_key.shape == (batch_size,):
     return rng_key
   if rng_key.shape:
@@ -158,7 +165,8 @@ def generate(
   sampling = _check_sampling(sampling, len(prompts))
 
   lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-  padded = np.zeros((len(prompts), _prompt_bucket(int(lengths.max()))), np.int32)
+  bucket = _prompt_bucket(int(lengths.max()))
+  padded = np.zeros((len(prompts), bucket), np.int32)
   for row, prompt in enumerate(prompts):
     padded[row, : len(prompt)] = prompt
   result = decode(

@@ -23,7 +23,7 @@ def _margin(model, row_key, tokens, length, sampling):
   mask = causal_mask(jnp.zeros(1, jnp.int32), num_slots, num_slots)
   logits, _ = model.apply(tokens, positions, mask, cache)
   noise = position_noise(
-      row_key[None], length[None, None], definition.vocab_size, sampling
+    row_key[None], length[None, None], definition.vocab_size, sampling
   )
   last = lax.dynamic_slice_in_dim(logits, length - 1, 1, axis=1)
   best = lax.top_k(filter_logits(last, sampling) + noise, 2)[0][0, 0]
@@ -31,7 +31,7 @@ def _margin(model, row_key, tokens, length, sampling):
 
 
 def choice_margin(
-    model: Model, row_key: jax.Array, tokens: Sequence[int], sampling: Sampling
+  model: Model, row_key: jax.Array, tokens: Sequence[int], sampling: Sampling
 ) -> float:
   """The gap between the best two scores for the token after `tokens`.
 

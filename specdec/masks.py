@@ -22,5 +22,5 @@ def causal_mask(start: jax.Array, length: int, num_slots: int) -> jax.Array:
   Returns:
     `[B, L, S]` bool.
   """
-  last = start[:, None, None] + jnp.arange(length)[:, None]
-  return jnp.arange(num_slots) <= last
+  last = start[:, None, None] + jnp.arange(length)[None, :, None]
+  return jnp.arange(num_slots)[None, None] <= last

@@ -35,8 +35,7 @@ class LanguageModel:
   cache_bytes_per_slot: int
 
 
-@flax.struct.dataclass
-class Model:
+class Model(flax.struct.PyTreeNode):
   """A language model with its weights: a pytree whose structure is static.
 
   Attributes:

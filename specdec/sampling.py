@@ -24,8 +24,7 @@ import numpy as np
 _FILTERED = -1e30
 
 
-@flax.struct.dataclass(kw_only=True)
-class Sampling:
+class Sampling(flax.struct.PyTreeNode, kw_only=True):
   """How to choose a token. Filters apply in the order of the fields.
 
   Values are arrays, so changing one does not recompile; switching a filter on
@@ -57,9 +56,9 @@ class Sampling:
         not isinstance(self.top_k, numbers.Integral) or self.top_k < 1
     ):
       raise ValueError(f'top_k must be a positive integer, got {self.top_k}')
-    ranges = {
+    ranges: dict[str, tuple[float, float]] = {
         'temperature': (0.0, math.inf),
-        'top_p': (np.finfo(np.float32).tiny, 1.0),
+        'top_p': (float(np.finfo(np.float32).tiny), 1.0),
         'min_p': (0.0, 1.0),
     }
     arrays = {}
@@ -77,7 +76,7 @@ class Sampling:
     return self.replace(**arrays)
 
 
-def _per_row(value: jax.Array, logits: jax.Array) -> jax.Array:
+def _per_row(value: jax.typing.ArrayLike, logits: jax.Array) -> jax.Array:
   """A number or `[B]` numbers, to broadcast against `[B, ..., V]`."""
   shape = jnp.shape(value) + (1,) * (logits.ndim - jnp.ndim(value))
   return jnp.reshape(value, shape)
@@ -111,7 +110,9 @@ def filter_logits(logits: jax.Array, sampling: Sampling) -> jax.Array:
     if sampling.top_p is not None:
       probs = jax.nn.softmax(ranked, axis=-1)
       before = jnp.cumsum(probs, axis=-1) - probs
-      kept = before < _per_row(sampling.top_p, logits)
+      top_p = _per_row(sampling.top_p, logits)
+      # At 1 all are kept, though rounding may bring the sum there early.
+      kept = (before < top_p) | (top_p >= 1)
       # The likeliest token is always kept, whatever the rounding of `before`.
       last = jnp.maximum(jnp.sum(kept, axis=-1, keepdims=True) - 1, 0)
       threshold = jnp.take_along_axis(ranked, last, axis=-1)

@@ -12,8 +12,7 @@ import numpy as np
 from specdec.model import LanguageModel
 
 
-@flax.struct.dataclass
-class Counters:
+class Counters(flax.struct.PyTreeNode):
   """Carried by the loop, read once at the end; int32.
 
   Attributes:
@@ -67,7 +66,7 @@ def count_step(
       target_forwards=counters.target_forwards + active,
       draft_forwards=counters.draft_forwards + active * num_drafted,
       emitted_histogram=counters.emitted_histogram
-      + (jnp.arange(1, num_drafted + 2) == emitted[:, None]),
+      + (jnp.arange(1, num_drafted + 2)[None] == emitted[:, None]),
       target_slots=counters.target_slots + active * (length + num_drafted),
       draft_slots=counters.draft_slots + active * drafts_seen,
   )

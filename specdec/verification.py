@@ -51,7 +51,6 @@ def count_emitted(
       jnp.any(is_end, axis=1), jnp.argmax(is_end, axis=1) + 1, chosen.shape[1]
   )
   emitted = jnp.minimum(accepted + 1, jnp.minimum(until_end, room))
-  ended = jnp.any(
-      is_end & (jnp.arange(chosen.shape[1]) < emitted[:, None]), axis=1
-  )
+  kept = jnp.arange(chosen.shape[1])[None] < emitted[:, None]
+  ended = jnp.any(is_end & kept, axis=1)
   return emitted.astype(jnp.int32), ended | (emitted >= room)

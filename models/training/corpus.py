@@ -39,6 +39,7 @@ class Corpus:
 
   @property
   def root(self) -> pathlib.Path:
+    """What is searched."""
     return pathlib.Path(self.folder or sysconfig.get_path('stdlib'))
 
   def _is_held_out(self, path: pathlib.Path) -> bool:
@@ -51,6 +52,8 @@ class Corpus:
     found = False
     for path in sorted(self.root.rglob(self.pattern)):
       if _SKIPPED_FOLDERS.intersection(path.relative_to(self.root).parts):
+        continue
+      if not path.is_file():
         continue
       if self._is_held_out(path) != held_out:
         continue
@@ -98,7 +101,7 @@ def training_batch(
 def held_out_batches(
     tokens: np.ndarray, *, batch_size: int, length: int, limit: int
 ) -> Iterator[np.ndarray]:
-  """Consecutive windows, at most `limit` batches, `[batch_size, length + 1]`."""
+  """Consecutive windows `[batch_size, length + 1]`, at most `limit` batches."""
   windows = min((len(tokens) - 1) // length, limit * batch_size)
   if windows < 1:
     raise ValueError(

@@ -25,9 +25,9 @@ class Teacher:
 
 def _logits(graph, params, tokens: jax.Array) -> jax.Array:
   batch_size, length = tokens.shape
-  positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
+  positions = jnp.broadcast_to(jnp.arange(length)[None], tokens.shape)
   causal = jnp.tril(jnp.ones((length, length), bool))
-  mask = jnp.broadcast_to(causal, (batch_size, length, length))
+  mask = jnp.broadcast_to(causal[None], (batch_size, length, length))
   return nnx.merge(graph, params)(tokens, positions, mask)[0]
 
 

@@ -2,16 +2,20 @@
 
 import dataclasses
 import pathlib
+import shutil
 
+import jax.numpy as jnp
 import numpy as np
 import transformers
 
+from models import hub
 from models.gpt2 import GPT2Config
 from models.training.corpus import Corpus
 from models.training.loss import Teacher
 from models.training.tokenizer import train_tokenizer
 from models.training.trainer import train
 from models.training.trainer import TrainConfig
+from models.training.trainer import write_once
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,8 +35,18 @@ def _tokenizer(folder, corpus, workdir, *, vocab_size, context):
     print(f'training a tokenizer of {vocab_size} tokens')
     texts = corpus.texts(held_out=False)
     trained = train_tokenizer(texts, vocab_size=vocab_size, context=context)
-    trained.save_pretrained(own)
-  return transformers.AutoTokenizer.from_pretrained(folder or own)
+    partial = workdir / 'tokenizer.partial'
+    trained.save_pretrained(partial)
+    partial.rename(own)
+  return transformers.AutoTokenizer.from_pretrained(
+      hub.locate(folder) if folder else own
+  )
+
+
+def _within(phases, shape):
+  """The phases, with no window longer than the context."""
+  longest = shape.num_positions
+  return tuple((part, min(length, longest)) for part, length in phases)
 
 
 def _tokens(corpus, tokenizer, workdir, *, held_out) -> np.ndarray:
@@ -58,6 +72,7 @@ def run(
     teacher_folder: str | None,
     workdir: pathlib.Path,
     output: pathlib.Path,
+    output_dtype: str,
 ) -> None:
   """Tokenizes, trains (or resumes) and writes `output`.
 
@@ -69,11 +84,18 @@ def run(
     tokenizer_folder: a tokenizer to use instead of training one.
     teacher_folder: a model to distil from; its tokenizer is used.
     workdir: everything a resumed run needs.
-    output: the Hugging Face folder to write at the end.
+    output: the Hugging Face folder to write at the end, with the loss curve.
+    output_dtype: to store the weights in.
   """
-  from models import hub  # pylint: disable=g-import-not-at-top
-
-  workdir.mkdir(parents=True, exist_ok=True)
+  # What the files kept in the workdir were made of.
+  write_once(
+      workdir / 'data.json',
+      {
+          'corpus': dataclasses.asdict(corpus),
+          'vocab_size': vocab_size,
+          'tokenizer': teacher_folder or tokenizer_folder,
+      },
+  )
   tokenizer = _tokenizer(
       teacher_folder or tokenizer_folder,
       corpus,
@@ -81,16 +103,25 @@ def run(
       vocab_size=vocab_size,
       context=shape.num_positions,
   )
-  teacher = None
+  num_tokens, teacher = len(tokenizer), None
   if teacher_folder:
-    teacher = Teacher(teacher_folder, hub.load_module(teacher_folder))
+    module = hub.load_module(teacher_folder)
+    if module.config.num_positions < shape.num_positions:
+      raise ValueError(
+          f'--context={shape.num_positions} exceeds that of the teacher,'
+          f' {module.config.num_positions}'
+      )
+    # May be padded: a draft must have the very vocabulary of its target.
+    num_tokens = module.config.vocab_size
+    teacher = Teacher(teacher_folder, module)
   model, _ = train(
-      GPT2Config(vocab_size=len(tokenizer), **dataclasses.asdict(shape)),
-      config,
+      GPT2Config(vocab_size=num_tokens, **dataclasses.asdict(shape)),
+      dataclasses.replace(config, phases=_within(config.phases, shape)),
       _tokens(corpus, tokenizer, workdir, held_out=False),
       _tokens(corpus, tokenizer, workdir, held_out=True),
       workdir=workdir,
       teacher=teacher,
   )
-  hub.save_pretrained(model, output, tokenizer=tokenizer)
+  hub.save_pretrained(model, output, tokenizer=tokenizer, dtype=jnp.dtype(output_dtype))
+  shutil.copy(workdir / 'loss_curve.json', output)
   print(f'wrote {output}')

@@ -1,6 +1,7 @@
 """Trains a small GPT-2; killed at any moment, it resumes where it saved."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from collections.abc import Iterator
 import dataclasses
 import json
 import pathlib
@@ -100,12 +101,14 @@ class Progress:
     )
 
 
-def _write_once(path: pathlib.Path, record: dict[str, Any]) -> None:
+def write_once(path: pathlib.Path, record: dict[str, Any]) -> None:
   """Saves what a run is made of; refuses to resume a different one."""
   record = json.loads(json.dumps(record))
   if not path.exists():
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=2) + '\n')
+    partial = path.with_suffix('.partial.json')
+    partial.write_text(json.dumps(record, indent=2) + '\n')
+    partial.rename(path)
     return
   saved = json.loads(path.read_text())
   changed = [
@@ -118,6 +121,13 @@ def _write_once(path: pathlib.Path, record: dict[str, Any]) -> None:
         f'{path.parent} holds another run ({"; ".join(changed)}); give the same'
         ' flags to resume it, or another --workdir'
     )
+
+
+def _not_a_number(what: str) -> FloatingPointError:
+  return FloatingPointError(
+      f'{what} is not a number; start again in another workdir with a lower'
+      ' learning rate'
+  )
 
 
 def _fingerprint(tokens: np.ndarray) -> str:
@@ -150,10 +160,17 @@ def train(
     The trained model in float32, and the loss curve.
 
   Raises:
-    ValueError: `workdir` holds a run with other settings or data.
+    ValueError: `workdir` holds a run with other settings or data, or the
+      windows are longer than the context.
     FloatingPointError: the loss is not a number; names the step.
   """
-  _write_once(
+  longest = max(length for _, length in config.phases)
+  if longest > model_config.num_positions:
+    raise ValueError(
+        f'windows of {longest} tokens exceed the context of'
+        f' {model_config.num_positions}'
+    )
+  write_once(
       workdir / 'run.json',
       {
           'model': dataclasses.asdict(model_config),
@@ -220,10 +237,11 @@ def train(
       losses = jax.device_get(losses)
       if not np.all(np.isfinite(losses)):
         bad = step - len(losses) + 1 + int(np.argmin(np.isfinite(losses)))
-        raise FloatingPointError(
-            f'the loss of step {bad} is not a number; lower the learning rate'
-            f' and resume from an earlier checkpoint in {workdir}'
-        )
+        raise _not_a_number(f'the loss of step {bad}')
+      # Steps that overflow have a finite loss, of the weights before them.
+      evaluated = held_out_loss(state['params'], config.window_length(step - 1))
+      if not np.isfinite(evaluated):
+        raise _not_a_number(f'the held-out loss after step {step}')
       seconds, clock = time.monotonic() - clock, time.monotonic()
       done = curve[-1].tokens if curve else 0
       curve.append(
@@ -231,9 +249,7 @@ def train(
               step=step,
               tokens=done + tokens_since,
               train_loss=float(np.mean(losses)),
-              held_out_loss=held_out_loss(
-                  state['params'], config.window_length(step - 1)
-              ),
+              held_out_loss=evaluated,
               tokens_per_second=tokens_since / seconds,
               seconds_left=seconds / len(losses) * (config.num_steps - step),
           )

@@ -1,0 +1,28 @@
+"""How every script here starts, and how it reports bad input."""
+
+from collections.abc import Callable
+import pathlib
+import sys
+
+from absl import app
+from absl import logging
+
+
+def run(main: Callable[[], None]) -> None:
+  """`app.run`, with bad input reported in one line instead of a traceback.
+
+  Args:
+    main: called once the flags are parsed; a `ValueError` from it is bad input.
+  """
+
+  def checked(argv):
+    if len(argv) > 1:
+      raise app.UsageError(f'unexpected argument {argv[1]!r}')
+    try:
+      main()
+    except ValueError as error:
+      print(f'{pathlib.Path(argv[0]).name}: {error}', file=sys.stderr)
+      sys.exit(2)
+
+  logging.set_verbosity(logging.WARNING)  # JAX lists the backends it lacks.
+  app.run(checked)

@@ -1,0 +1,81 @@
+"""The embedded pair: what ships, and that it does what it is there for."""
+
+import jax
+import pytest
+
+from models import hub
+from models.pair import load_pair
+import specdec
+
+_PROMPTS = (
+  'def fibonacci(n):\n    """Return the n-th Fibonacci number."""\n',
+  'def read_lines(path):\n    """Yield the lines of a file."""\n',
+  'class Stack:\n    """Last in, first out."""\n\n    def __init__(self):\n',
+)
+_LIMIT = 48
+
+
+@pytest.fixture(scope='module')
+def pair():
+  return load_pair('demo', 'demo-draft')
+
+
+def _generate(pair, *, draft, sampling):
+  return specdec.generate(
+    pair.target,
+    jax.random.key(3),
+    [pair.encode(prompt) for prompt in _PROMPTS],
+    draft=draft,
+    max_new_tokens=_LIMIT,
+    sampling=sampling,
+    eos_ids=pair.eos_ids,
+  )
+
+
+@pytest.mark.parametrize(
+  ('sampling', 'least_block_efficiency'),
+  [
+    (specdec.Sampling(), 2.0),
+    (specdec.Sampling(temperature=1.0, top_k=50), 1.5),
+  ],
+  ids=['greedy', 'sampled'],
+)
+def test_draft_helps_and_changes_nothing(
+  pair, sampling, least_block_efficiency
+):
+  plain = _generate(pair, draft=None, sampling=sampling)
+  chain = _generate(pair, draft=pair.draft, sampling=sampling)
+  assert chain.tokens == plain.tokens
+  assert chain.stats['block_efficiency'] > least_block_efficiency
+  assert chain.stats['relative_bandwidth'] < 1
+
+
+def test_small_enough_to_ship_and_draft_cheap_enough_to_help(pair):
+  folders = [hub.locate(name) for name in ('demo', 'demo-draft')]
+  size = sum(
+    file.stat().st_size for folder in folders for file in folder.iterdir()
+  )
+  assert size <= 40e6
+  target, draft = pair.target.definition, pair.draft.definition
+  assert draft.weight_bytes * 8 <= target.weight_bytes
+  assert target.max_positions == draft.max_positions == 1024
+
+
+@pytest.mark.parametrize('text', [*_PROMPTS, '\tnaïve ☃\r\n\x00  end  '])
+def test_tokenizer_round_trips(pair, text):
+  assert pair.decode(pair.encode(text)) == text
+
+
+def test_plain_greedy_is_what_transformers_says(pair):
+  torch = pytest.importorskip('torch')
+  transformers = pytest.importorskip('transformers')
+  peer = transformers.AutoModelForCausalLM.from_pretrained(
+    hub.locate('demo'), dtype=torch.float32
+  )
+  ours = _generate(pair, draft=None, sampling=specdec.Sampling())
+  for prompt, tokens in zip(_PROMPTS, ours.tokens, strict=True):
+    ids = pair.encode(prompt)
+    output = peer.generate(
+      torch.tensor([ids]), max_new_tokens=_LIMIT, do_sample=False
+    )
+    assert tokens == output[0, len(ids) :].tolist()

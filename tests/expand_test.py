@@ -1,0 +1,189 @@
+"""Expanded models: another shape, the same function."""
+
+import pathlib
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors
+import tiny_modules
+import transformers
+
+from models import expand
+from models import hub
+from models.training.tokenizer import train_tokenizer
+
+SHAPES = {
+  'tied': {},
+  'untied': {'tie_embeddings': False},
+  'inner': {'inner_width': 24},
+  'by_layer': {'scale_attention_by_layer': True},
+  'unscaled': {'scale_attention': False, 'tie_embeddings': False},
+}
+
+
+@pytest.mark.parametrize(
+  ('shape', 'factor', 'num_layers'),
+  [
+    ('tied', 1, 2),
+    ('tied', 1, 4),
+    ('tied', 2, 2),
+    ('tied', 3, 3),
+    ('tied', 4, 4),
+    ('untied', 2, 4),
+    ('untied', 3, 3),
+    ('inner', 3, 3),
+    ('by_layer', 3, 3),
+    ('unscaled', 3, 3),
+  ],
+)
+def test_logits_stay_the_same(shape, factor, num_layers):
+  module = tiny_modules.make(**SHAPES[shape])
+  tokens = tiny_modules.tokens()
+  expanded = expand.expand(module, width_factor=factor, num_layers=num_layers)
+  np.testing.assert_allclose(
+    tiny_modules.logits(expanded, tokens),
+    tiny_modules.logits(module, tokens),
+    rtol=0,
+    atol=1e-5,
+  )
+
+
+def test_bfloat16_weights_stay_the_same():
+  # Dividing by a power of two is exact, so only the order of sums differs.
+  module = tiny_modules.make(dtype=jnp.bfloat16)
+  tokens = tiny_modules.tokens()
+  expanded = expand.expand(module, width_factor=4, num_layers=3)
+  dtypes = {
+    name: array.dtype
+    for name, array in tiny_modules.parameters(expanded).items()
+  }
+  assert dtypes['h.2.attn.c_attn.weight'] == jnp.bfloat16
+  assert dtypes['h.2.ln_1.scale'] == jnp.float32
+  np.testing.assert_allclose(
+    tiny_modules.logits(expanded, tokens),
+    tiny_modules.logits(module, tokens),
+    rtol=0,
+    atol=0.05,
+  )
+
+
+@pytest.mark.parametrize(
+  ('inner_width', 'expanded_inner'), [(None, None), (24, 72)]
+)
+def test_shape(inner_width, expanded_inner):
+  module = tiny_modules.make(inner_width=inner_width)
+  expanded = expand.expand(module, width_factor=3, num_layers=5)
+  config = expanded.config
+  assert config.width == 48
+  assert config.num_heads == 6
+  assert config.head_width == module.config.head_width
+  assert config.num_layers == 5
+  assert config.inner_width == expanded_inner
+  assert config.vocab_size == module.config.vocab_size
+  assert config.num_positions == module.config.num_positions
+  assert expanded.wte.embedding.shape == (40, 48)
+  assert expanded.h[4].attn.c_attn.weight.shape == (144, 48)
+  assert expanded.h[4].mlp.c_fc.weight.shape == (expanded_inner or 192, 48)
+
+
+def test_added_blocks_are_work_and_depend_on_the_seed_alone():
+  module = tiny_modules.make()
+
+  def added(seed):
+    expanded = expand.expand(module, width_factor=2, num_layers=3, seed=seed)
+    return tiny_modules.parameters(expanded)
+
+  first, again, other = added(0), added(0), added(1)
+  for name, array in first.items():
+    np.testing.assert_array_equal(again[name], array, err_msg=name)
+  for name in ('h.2.attn.c_attn.weight', 'h.2.mlp.c_fc.weight'):
+    assert np.std(first[name]) > 0.01, name
+    assert np.any(first[name] != other[name]), name
+  for name in ('h.2.attn.c_proj.weight', 'h.2.mlp.c_proj.bias'):
+    assert not np.any(first[name]), name
+
+
+@pytest.mark.parametrize(
+  ('factor', 'num_layers', 'message'),
+  [
+    (0, 2, 'width_factor must be at least 1, got 0'),
+    (2, 1, 'num_layers must be at least the 2 of the model, got 1'),
+  ],
+)
+def test_bad_arguments(factor, num_layers, message):
+  with pytest.raises(ValueError, match=message):
+    expand.expand(
+      tiny_modules.make(), width_factor=factor, num_layers=num_layers
+    )
+
+
+@pytest.mark.parametrize('shape', SHAPES)
+def test_transformers_agrees(shape, tmp_path):
+  pytest.importorskip('torch')
+  from golden import make_gpt2_variants
+
+  module = tiny_modules.make(**SHAPES[shape])
+  tokens = tiny_modules.tokens()
+  expanded = expand.expand(module, width_factor=3, num_layers=4)
+  hub.save_pretrained(expanded, tmp_path)
+  np.testing.assert_allclose(
+    make_gpt2_variants.reference_logits(tmp_path, tokens),
+    tiny_modules.logits(module, tokens),
+    rtol=0,
+    atol=1e-5,
+  )
+
+
+def test_folder_with_tokenizer(tmp_path):
+  module = tiny_modules.make(vocab_size=260)
+  tokenizer = train_tokenizer(['a b c d'], vocab_size=260, context=8)
+  hub.save_pretrained(module, tmp_path / 'small', tokenizer=tokenizer)
+  shape = expand.expand_pretrained(
+    str(tmp_path / 'small'),
+    tmp_path / 'large',
+    width_factor=2,
+    num_layers=3,
+    dtype=jnp.dtype('float16'),
+  )
+  loaded = hub.load_module(tmp_path / 'large')
+  assert loaded.config == shape
+  with safetensors.safe_open(
+    tmp_path / 'large' / 'model.safetensors', 'numpy'
+  ) as file:
+    name = 'transformer.wte.weight'
+    assert file.get_slice(name).get_dtype() == 'F16'
+  copied = transformers.AutoTokenizer.from_pretrained(tmp_path / 'large')
+  assert copied.get_vocab() == tokenizer.get_vocab()
+  assert copied.eos_token_id == tokenizer.eos_token_id
+  assert copied.model_max_length == 8
+  tokens = tiny_modules.tokens()
+  np.testing.assert_allclose(
+    tiny_modules.logits(loaded, tokens),
+    tiny_modules.logits(module, tokens),
+    rtol=0,
+    atol=0.05,
+  )
+
+
+def test_script(tmp_path):
+  hub.save_pretrained(tiny_modules.make(), tmp_path / 'small')
+  script = pathlib.Path(__file__).parents[1] / 'scripts' / 'expand_model.py'
+  result = subprocess.run(
+    [
+      sys.executable,
+      script,
+      f'--model={tmp_path / "small"}',
+      f'--output={tmp_path / "large"}',
+      '--width_factor=2',
+      '--layers=3',
+    ],
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert result.returncode == 0, result.stderr
+  config = hub.load_module(tmp_path / 'large').config
+  assert (config.width, config.num_layers) == (32, 3)

@@ -1,0 +1,145 @@
+"""The host boundary: what it refuses, and what it hands back."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.table import table_model
+from specdec import generate
+from specdec import Sampling
+
+VOCAB_SIZE = 6
+
+
+def _model(vocab_size=VOCAB_SIZE, max_positions=50):
+  table = np.roll(np.eye(vocab_size), 1, axis=1)  # says i + 1 after i
+  return table_model(table, max_positions=max_positions)
+
+
+def _generate(**kw):
+  kw = {
+    'target': _model(),
+    'rng_key': jax.random.key(0),
+    'prompts': [[0], [1, 2]],
+    'max_new_tokens': 5,
+  } | kw
+  return generate(**kw)
+
+
+def test_what_it_returns():
+  generation = _generate(draft=_model())
+  assert generation.tokens == [[1, 2, 3, 4, 5], [3, 4, 5, 0, 1]]
+  assert generation.stats['new_tokens'] == 10
+  assert all(type(token) is int for row in generation.tokens for token in row)
+
+
+@pytest.mark.parametrize(
+  'prompts',
+  [
+    ((0,), (1, 2)),
+    [np.array([0]), np.array([1, 2])],
+  ],
+)
+def test_prompts_may_be_any_sequences(prompts):
+  assert _generate(prompts=prompts).tokens == _generate().tokens
+
+
+def test_a_limit_of_zero_gives_nothing():
+  generation = _generate(draft=_model(), max_new_tokens=0)
+  assert generation.tokens == [[], []]
+  assert generation.stats['new_tokens'] == 0
+  assert generation.stats['block_efficiency'] == 0.0
+
+
+@pytest.mark.parametrize(
+  ('arguments', 'message'),
+  [
+    (
+      {'draft': _model(vocab_size=7)},
+      'the target has a vocabulary of 6 tokens, the draft of 7',
+    ),
+    ({'draft': _model(), 'num_draft_tokens': 0}, 'at least 1, got 0'),
+    ({'draft': _model(), 'num_draft_tokens': -2}, 'at least 1, got -2'),
+    ({'prompts': []}, 'prompts is empty'),
+    ({'prompts': [[0], []]}, 'prompt 1 is empty'),
+    ({'prompts': [[0, 6]]}, 'prompt 0 has token 6, outside the vocab'),
+    ({'prompts': [[0], [-1, 2]]}, 'prompt 1 has token -1, outside the'),
+    ({'max_new_tokens': -1}, 'max_new_tokens must be at least 0, got -1'),
+    ({'room_for_new_tokens': 4}, 'at least max_new_tokens=5, got 4'),
+    (
+      {'max_new_tokens': 49},
+      'a prompt of 2 tokens and max_new_tokens=49 exceed the context of'
+      ' the target, 50 tokens',
+    ),
+    (
+      {'draft': _model(max_positions=6)},
+      'exceed the context of the draft, 6 tokens',
+    ),
+    (
+      {'sampling': Sampling(temperature=np.ones(3))},
+      r'temperature must be one number or one per row \(2\), got an'
+      r' array of shape \(3,\)',
+    ),
+    (
+      {'sampling': Sampling(temperature=np.ones((2, 1)))},
+      r'temperature .* shape \(2, 1\)',
+    ),
+    (
+      {'sampling': Sampling(temperature=1.0, top_p=np.ones(1))},
+      r'top_p must be one number .* shape \(1,\)',
+    ),
+    (
+      {'sampling': Sampling(temperature=1.0, min_p=np.ones(3))},
+      r'min_p must be one number .* shape \(3,\)',
+    ),
+    ({'sampling': Sampling(temperature=-1.0)}, 'temperature must be at'),
+    ({'sampling': Sampling(top_k=0)}, 'top_k must be a positive'),
+    (
+      {'rng_key': jax.random.split(jax.random.key(0), 3)},
+      r'rng_key must be one key or one per row \(2\), got \(3,\)',
+    ),
+    (
+      {'rng_key': jax.random.split(jax.random.key(0), (2, 1))},
+      r'rng_key must be one key or one per row \(2\), got \(2, 1\)',
+    ),
+    # Two numbers, which would pass for the keys of two rows.
+    ({'rng_key': jax.random.PRNGKey(0)}, r'jax\.random\.key.* uint32'),
+    ({'rng_key': 0}, r'jax\.random\.key'),
+  ],
+)
+def test_bad_arguments_are_refused(arguments, message):
+  with pytest.raises(ValueError, match=message):
+    _generate(**arguments)
+
+
+def test_the_message_about_vocabularies_says_what_to_do():
+  with pytest.raises(ValueError, match=re.escape('tokenizer of the target')):
+    _generate(draft=_model(vocab_size=7))
+
+
+def test_the_context_may_be_filled_to_the_last_token():
+  arguments = {'draft': _model(max_positions=7), 'num_draft_tokens': 4}
+  assert _generate(**arguments).tokens == _generate().tokens
+  with pytest.raises(ValueError, match='context of the draft'):
+    _generate(**arguments, max_new_tokens=6)
+
+
+def test_without_a_draft_the_number_of_draft_tokens_is_ignored():
+  assert _generate(num_draft_tokens=0).tokens == _generate().tokens
+
+
+def test_one_key_gives_every_row_its_own():
+  arguments = {
+    'target': _model().replace(params={'logits': jnp.zeros((6, 6))}),
+    'prompts': [[0], [0]],
+    'max_new_tokens': 30,
+    'sampling': Sampling(temperature=1.0),
+  }
+  tokens = _generate(**arguments).tokens
+  assert tokens[0] != tokens[1]
+  fold = jax.vmap(jax.random.fold_in, (None, 0))
+  keys = fold(jax.random.key(0), jnp.arange(2))
+  assert _generate(**arguments, rng_key=keys).tokens == tokens

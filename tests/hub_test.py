@@ -1,0 +1,406 @@
+"""Hugging Face folders: what is read, what is written, what is refused."""
+
+import json
+import pathlib
+import shutil
+
+import huggingface_hub
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors
+from safetensors import numpy as safetensors_numpy
+import tiny_modules
+
+from models import hub
+from models.language_model import as_model
+from specdec.masks import causal_mask
+
+# Remade with tests/golden/make_gpt2_variants.py.
+GOLDEN = pathlib.Path(__file__).parent / 'golden' / 'gpt2_variants'
+
+VARIANTS = (
+  'bare',
+  'bfloat16',
+  'buffers',
+  'default_inner',
+  'epsilon',
+  'float16',
+  'gelu',
+  'quick_gelu',
+  'relu',
+  'reordered',
+  'scaled_by_layer',
+  'sharded',
+  'sharded_float16',
+  'short_context',
+  'silu',
+  'tanh',
+  'tied',
+  'unscaled',
+  'unscaled_but_by_layer',
+  'untied',
+  'untied_buffers',
+)
+
+WEIGHTS = 'model.safetensors'
+INDEX = 'model.safetensors.index.json'
+
+
+@pytest.mark.parametrize('variant', VARIANTS)
+def test_logits_are_those_stored_by_transformers(variant):
+  reference = np.load(GOLDEN / variant / 'reference.npz')
+  module = hub.load_module(GOLDEN / variant)
+  logits = tiny_modules.logits(module, reference['tokens'])
+  np.testing.assert_allclose(logits, reference['logits'], rtol=0, atol=1e-5)
+
+
+@pytest.fixture(scope='module')
+def reference():
+  pytest.importorskip('torch')
+  from golden import make_gpt2_variants
+
+  return make_gpt2_variants
+
+
+def test_logits_are_those_of_the_installed_transformers(reference, tmp_path):
+  variants = reference.VARIANTS | reference.MORE_ACTIVATIONS
+  assert set(variants) >= set(VARIANTS)
+  for seed, (name, variant) in enumerate(variants.items(), 1000):
+    reference.write_checkpoint(variant, tmp_path / name, seed=seed)
+    length = variant.config.get('n_positions', 8)
+    tokens = tiny_modules.tokens(length=length, seed=seed)
+    np.testing.assert_allclose(
+      tiny_modules.logits(hub.load_module(tmp_path / name), tokens),
+      reference.reference_logits(tmp_path / name, tokens),
+      rtol=0,
+      atol=1e-5,
+      err_msg=name,
+    )
+
+
+SHAPES = {
+  'tied': {},
+  'untied': {'tie_embeddings': False},
+  'everything': {
+    'tie_embeddings': False,
+    'inner_width': 24,
+    'num_heads': 4,
+    'activation': 'relu',
+    'norm_epsilon': 0.1,
+    'scale_attention': False,
+    'scale_attention_by_layer': True,
+  },
+}
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+@pytest.mark.parametrize('shape', SHAPES)
+def test_saving_and_loading_changes_no_bit(shape, dtype, tmp_path):
+  module = tiny_modules.make(dtype=dtype, **SHAPES[shape])
+  hub.save_pretrained(module, tmp_path)
+  loaded = hub.load_module(tmp_path, dtype=jnp.dtype(dtype))
+  assert loaded.config == module.config
+  expected = tiny_modules.parameters(module)
+  actual = tiny_modules.parameters(loaded)
+  assert actual.keys() == expected.keys()
+  for name, array in expected.items():
+    assert actual[name].dtype == array.dtype, name
+    np.testing.assert_array_equal(actual[name], array, err_msg=name)
+
+
+def test_a_model_can_be_saved_where_it_was_loaded_from(tmp_path):
+  folder = tmp_path / 'model'
+  shutil.copytree(GOLDEN / 'tied', folder)
+  before = tiny_modules.parameters(hub.load_module(folder))
+  hub.save_pretrained(hub.load_module(folder), folder)
+  after = tiny_modules.parameters(hub.load_module(folder))
+  for name, array in before.items():
+    np.testing.assert_array_equal(after[name], array, err_msg=name)
+
+
+@pytest.mark.parametrize('variant', ['untied', 'bfloat16', 'sharded_float16'])
+def test_large_tensors_are_read_in_blocks(variant, monkeypatch):
+  expected = tiny_modules.parameters(hub.load_module(GOLDEN / variant))
+  monkeypatch.setattr(hub, '_BLOCK_BYTES', 200)  # Three rows, in float32.
+  actual = tiny_modules.parameters(hub.load_module(GOLDEN / variant))
+  for name, array in expected.items():
+    np.testing.assert_array_equal(actual[name], array, err_msg=name)
+
+
+@pytest.mark.parametrize(
+  ('dtype', 'stored', 'rounding'),
+  [
+    ('float32', 'F32', 0),
+    ('float16', 'F16', 2**-11),
+    ('bfloat16', 'BF16', 2**-8),
+  ],
+)
+def test_saved_dtype(dtype, stored, rounding, tmp_path):
+  module = tiny_modules.make(tie_embeddings=False)
+  hub.save_pretrained(module, tmp_path, dtype=jnp.dtype(dtype))
+  assert json.loads((tmp_path / 'config.json').read_text())['dtype'] == dtype
+  with safetensors.safe_open(tmp_path / WEIGHTS, 'numpy') as file:
+    dtypes = {file.get_slice(name).get_dtype() for name in file.offset_keys()}
+  assert dtypes == {stored}
+  loaded = tiny_modules.parameters(hub.load_module(tmp_path))
+  for name, array in tiny_modules.parameters(module).items():
+    np.testing.assert_allclose(
+      loaded[name], array, rtol=rounding, atol=1e-7, err_msg=name
+    )
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'float16', 'bfloat16'])
+@pytest.mark.parametrize('shape', SHAPES)
+def test_transformers_loads_what_is_saved(shape, dtype, reference, tmp_path):
+  module = tiny_modules.make(**SHAPES[shape])
+  hub.save_pretrained(module, tmp_path, dtype=jnp.dtype(dtype))
+  tokens = tiny_modules.tokens()
+  if dtype != 'float32':
+    module = hub.load_module(tmp_path)
+  np.testing.assert_allclose(
+    reference.reference_logits(tmp_path, tokens),
+    tiny_modules.logits(module, tokens),
+    rtol=0,
+    atol=1e-5,
+  )
+
+
+def test_in_bfloat16_norms_stay_float32():
+  module = hub.load_module(GOLDEN / 'untied', dtype=jnp.bfloat16)
+  for name, array in tiny_modules.parameters(module).items():
+    is_norm = '.ln_' in f'.{name}'
+    assert array.dtype == (jnp.float32 if is_norm else jnp.bfloat16), name
+
+
+# What is refused.
+
+
+@pytest.fixture
+def folder(tmp_path):
+  """A good checkpoint, to be broken."""
+  copy = tmp_path / 'model'
+  shutil.copytree(GOLDEN / 'tied', copy)
+  return copy
+
+
+def _edit_tensors(folder, edit):
+  tensors = safetensors_numpy.load_file(folder / WEIGHTS)
+  edit(tensors)
+  safetensors_numpy.save_file(tensors, folder / WEIGHTS)
+
+
+def _edit_config(folder, **changes):
+  path = folder / 'config.json'
+  path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+C_FC = 'transformer.h.1.mlp.c_fc'
+
+BAD_TENSORS = {
+  'missing': (
+    lambda tensors: tensors.pop(f'{C_FC}.bias'),
+    r'lacks 1 tensors, the first is h\.1\.mlp\.c_fc\.bias',
+  ),
+  'left over': (
+    lambda tensors: tensors.update(
+      {'transformer.h.2.ln_1.bias': tensors['transformer.h.1.ln_1.bias']}
+    ),
+    r'transformer\.h\.2\.ln_1\.bias is not part of a GPT-2',
+  ),
+  'transposed': (
+    lambda tensors: tensors.update(
+      {f'{C_FC}.weight': tensors[f'{C_FC}.weight'].T.copy()}
+    ),
+    r'h\.1\.mlp\.c_fc\.weight has shape \(24, 16\), expected \(16, 24\)',
+  ),
+  'integers': (
+    lambda tensors: tensors.update(
+      {f'{C_FC}.weight': tensors[f'{C_FC}.weight'].astype(np.int8)}
+    ),
+    r'h\.1\.mlp\.c_fc\.weight has dtype I8, expected one of',
+  ),
+  'another head': (
+    lambda tensors: tensors.update(
+      {'lm_head.weight': tensors['transformer.wte.weight'] + 1}
+    ),
+    r'tensors lm_head\.weight and transformer\.wte\.weight should be equal',
+  ),
+}
+
+
+@pytest.mark.parametrize('name', BAD_TENSORS)
+def test_bad_tensor(name, folder):
+  edit, message = BAD_TENSORS[name]
+  _edit_tensors(folder, edit)
+  with pytest.raises(ValueError, match=message):
+    hub.load_module(folder)
+
+
+def test_a_tied_head_may_be_stored_twice(folder):
+  _edit_tensors(
+    folder,
+    lambda tensors: tensors.update(
+      {'lm_head.weight': tensors['transformer.wte.weight'].copy()}
+    ),
+  )
+  hub.load_module(folder)
+
+
+BAD_CONFIGS = {
+  'model_type': ('llama', "model_type 'llama' is not known, only gpt2 is"),
+  'add_cross_attention': (True, 'add_cross_attention=True is not supported'),
+  'auto_map': ({'AutoModel': 'code.M'}, 'auto_map=.* is not supported'),
+  'quantization_config': (
+    {'quant_method': 'gptq'},
+    'quantization_config=.*gptq.* is not supported',
+  ),
+  'pruned_heads': ({'0': [1]}, 'pruned_heads=.* is not supported'),
+  'activation_function': ('prelu', "activation_function='prelu' is not known"),
+  'n_head': (3, 'num_heads must divide width 16, got 3'),
+  'n_layer': (0, 'num_layers must be positive, got 0'),
+  'n_embd': ('wide', 'n_embd'),
+}
+
+
+@pytest.mark.parametrize('key', BAD_CONFIGS)
+def test_bad_config(key, folder):
+  value, message = BAD_CONFIGS[key]
+  _edit_config(folder, **{key: value})
+  with pytest.raises(ValueError, match=r'config\.json(.|\n)*' + message):
+    hub.load_module(folder)
+
+
+@pytest.mark.parametrize('text', ['{"model_type": ', '[]', '"gpt2"', '\x00'])
+def test_config_that_is_no_json_object(text, folder):
+  (folder / 'config.json').write_text(text)
+  with pytest.raises(ValueError, match=r'config\.json'):
+    hub.load_module(folder)
+
+
+def test_no_config(folder):
+  (folder / 'config.json').unlink()
+  with pytest.raises(ValueError, match=r'has no config\.json'):
+    hub.load_module(folder)
+
+
+def test_missing_shard(tmp_path):
+  folder = tmp_path / 'model'
+  shutil.copytree(GOLDEN / 'sharded', folder)
+  shard = sorted(folder.glob('*.safetensors'))[1]
+  shard.unlink()
+  with pytest.raises(ValueError, match=f'lacks the shards .*{shard.name}'):
+    hub.load_module(folder)
+
+
+@pytest.mark.parametrize('text', ['{', '{}', '[]', '{"weight_map": null}'])
+def test_bad_index_of_shards(text, tmp_path):
+  folder = tmp_path / 'model'
+  shutil.copytree(GOLDEN / 'sharded', folder)
+  (folder / INDEX).write_text(text)
+  with pytest.raises(ValueError, match=f'{INDEX} is not an index of shards'):
+    hub.load_module(folder)
+
+
+@pytest.mark.parametrize('size', [0, 4, 100, -1])
+def test_truncated_file(size, folder):
+  data = (folder / WEIGHTS).read_bytes()
+  (folder / WEIGHTS).write_bytes(data[:size])
+  with pytest.raises(ValueError, match=f'{WEIGHTS} is not a safetensors file'):
+    hub.load_module(folder)
+
+
+def test_pickled_weights_are_not_read_but_can_be_converted(folder):
+  (folder / WEIGHTS).rename(folder / 'pytorch_model.bin')
+  with pytest.raises(
+    ValueError, match=r'only pickled weights \(pytorch_model\.bin\)'
+  ) as caught:
+    hub.load_module(folder)
+  assert 'convert' in str(caught.value)
+  assert f"from_pretrained('{folder}')" in str(caught.value)
+  assert '.save_pretrained(' in str(caught.value)
+
+
+def test_no_weights(folder):
+  (folder / WEIGHTS).unlink()
+  with pytest.raises(ValueError, match=f'has no {WEIGHTS} and no {INDEX}'):
+    hub.load_module(folder)
+
+
+@pytest.mark.parametrize(
+  'name', ['nobody/nothing-of-this-name', 'nothing', '/no/such/folder', 'a b']
+)
+def test_name_that_is_neither_folder_nor_model(name, monkeypatch, tmp_path):
+  monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_OFFLINE', True)
+  monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_CACHE', str(tmp_path))
+  monkeypatch.chdir(tmp_path)
+  with pytest.raises(
+    ValueError, match=f"^'{name}' is neither a folder nor a model that could"
+  ) as caught:
+    hub.load_module(name)
+  assert '\n' not in str(caught.value)
+
+
+def test_revision_of_a_folder(folder):
+  with pytest.raises(ValueError, match='is a folder; a revision needs a hub'):
+    hub.load_module(folder, revision='main')
+
+
+# The forward itself.
+
+
+@pytest.mark.parametrize(
+  ('dtype', 'tolerance'), [('float32', 1e-5), ('bfloat16', 0.05)]
+)
+def test_logits_do_not_depend_on_how_the_cache_was_filled(dtype, tolerance):
+  module = tiny_modules.make(dtype=dtype, scale_attention_by_layer=True)
+  model = as_model(module)
+  tokens = tiny_modules.tokens()
+  expected = tiny_modules.logits(module, tokens)
+  batch_size, length = tokens.shape
+  num_slots = length + 3
+  positions = np.broadcast_to(np.arange(length), tokens.shape)
+  apply = jax.jit(model.definition.apply)
+
+  start = np.zeros(batch_size, np.int32)
+  at_once, _ = apply(
+    model.params,
+    tokens,
+    positions,
+    causal_mask(start, length, num_slots),
+    model.definition.init_cache(batch_size, num_slots),
+  )
+  np.testing.assert_allclose(at_once, expected, rtol=0, atol=tolerance)
+
+  cache = model.definition.init_cache(batch_size, num_slots)
+  for position in range(length):
+    now = slice(position, position + 1)
+    logits, cache = apply(
+      model.params,
+      tokens[:, now],
+      positions[:, now],
+      causal_mask(cache.length, 1, num_slots),
+      cache,
+    )
+    cache = cache.replace(length=cache.length + 1)
+    np.testing.assert_allclose(
+      logits, expected[:, now], rtol=0, atol=tolerance, err_msg=f'{position=}'
+    )
+
+
+def test_positions_beyond_the_context_are_finite():
+  module = tiny_modules.make()
+  tokens = tiny_modules.tokens()
+  mask = np.ones((2, 8, 8), bool)
+  positions = np.broadcast_to(np.arange(8) + 5, tokens.shape)
+  logits, _ = module(jnp.asarray(tokens), jnp.asarray(positions), mask)
+  assert np.all(np.isfinite(logits))
+
+
+def test_a_token_that_sees_nothing_is_finite():
+  module = tiny_modules.make()
+  tokens = jnp.asarray(tiny_modules.tokens())
+  mask = np.zeros((2, 8, 8), bool)
+  logits, _ = module(tokens, jnp.zeros_like(tokens), mask)
+  assert np.all(np.isfinite(logits))

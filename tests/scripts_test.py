@@ -1,0 +1,188 @@
+"""The command lines, end to end, on a tiny pair of their own."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+from flax import nnx
+import pytest
+
+from models import hub
+from models.gpt2 import GPT2
+from models.gpt2 import GPT2Config
+from models.training.tokenizer import train_tokenizer
+
+_ROOT = pathlib.Path(__file__).parents[1]
+_TEXT = 'def add(first, second):\n  return first + second\n' * 20
+
+
+def _save(folder, *, seed, vocab_size=280, width=16):
+  tokenizer = train_tokenizer([_TEXT], vocab_size=vocab_size, context=128)
+  config = GPT2Config(
+    vocab_size=len(tokenizer),
+    num_positions=128,
+    width=width,
+    num_layers=1,
+    num_heads=2,
+  )
+  hub.save_pretrained(
+    GPT2(config, rngs=nnx.Rngs(seed)), folder, tokenizer=tokenizer
+  )
+  return folder
+
+
+@pytest.fixture(scope='module')
+def target(tmp_path_factory):
+  return _save(tmp_path_factory.mktemp('target'), seed=0)
+
+
+@pytest.fixture(scope='module')
+def draft(tmp_path_factory):
+  return _save(tmp_path_factory.mktemp('draft'), seed=1)
+
+
+def _run(script, *flags):
+  return subprocess.run(
+    [sys.executable, _ROOT / 'scripts' / script, *map(str, flags)],
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+
+
+def _generate(target, draft, *flags):
+  result = _run(
+    'generate.py',
+    f'--target={target}',
+    f'--draft={draft}',
+    '--max_new_tokens=9',
+    '--json',
+    *flags,
+  )
+  assert result.returncode == 0, result.stderr
+  return json.loads(result.stdout)
+
+
+def test_json_holds_texts_tokens_and_statistics(target, draft):
+  output = _generate(target, draft, '--prompt=def add', '--num_draft_tokens=2')
+  stats = output['stats']
+  assert len(output['tokens'][0]) == stats['new_tokens'] == 9
+  assert output['prompt_tokens'][0]
+  assert len(output['text']) == 1
+  assert sum(stats['accepted_histogram']) == stats['target_forwards']
+  assert stats['draft_forwards'] == 2 * stats['target_forwards']
+  assert len(stats['accepted_histogram']) == 3
+  rate = stats['new_tokens'] / stats['seconds']
+  assert stats['tokens_per_second'] == pytest.approx(rate)
+  assert {'block_efficiency', 'relative_bandwidth'} <= stats.keys()
+
+
+def test_methods_agree_through_every_sampling_flag(target, draft):
+  flags = (
+    '--temperature=0.9',
+    '--top_k=40',
+    '--top_p=0.9',
+    '--min_p=0.01',
+    '--seed=7',
+    '--batch_size=2',
+  )
+  chain = _generate(target, draft, *flags)
+  plain = _generate(target, 'none', '--method=plain', *flags)
+  assert chain['tokens'] == plain['tokens']
+  assert chain['tokens'][0] != chain['tokens'][1]  # a row has its own noise
+  assert plain['stats']['draft_forwards'] == 0
+  assert plain['stats']['block_efficiency'] == 1
+
+
+def test_prompts_of_a_file_are_the_rows_of_a_batch(target, draft, tmp_path):
+  file = tmp_path / 'prompts.jsonl'
+  lines = [
+    json.dumps({'prompt': text}) for text in ('def', 'return first', 'x')
+  ]
+  file.write_text('\n'.join(lines))
+  output = _generate(
+    target, draft, f'--prompt_file={file}', '--batch_size=2', '--dtype=bfloat16'
+  )
+  assert output['prompts'] == ['def', 'return first']
+  assert len(output['tokens']) == 2
+
+
+def test_table_follows_the_text(target, draft):
+  result = _run(
+    'generate.py',
+    f'--target={target}',
+    f'--draft={draft}',
+    '--prompt=def add',
+    '--max_new_tokens=3',
+  )
+  assert result.returncode == 0, result.stderr
+  assert result.stdout.startswith('def add')
+  assert 'block efficiency' in result.stdout
+
+
+def test_benchmark_writes_what_it_prints(target, draft, tmp_path):
+  prompts = tmp_path / 'prompts.txt'
+  prompts.write_text('def add(\nreturn first\n')
+  output = tmp_path / 'results' / 'one.json'
+  result = _run(
+    'benchmark.py',
+    f'--target={target}',
+    f'--draft={draft}',
+    f'--prompt_file={prompts}',
+    '--max_new_tokens=6',
+    '--arms=plain:float32,plain:bfloat16,chain:bfloat16',
+    f'--output={output}',
+  )
+  assert result.returncode == 0, result.stderr
+  report = json.loads(output.read_text())
+  arms = report['arms']
+  assert list(arms) == ['plain:float32', 'plain:bfloat16', 'chain:bfloat16']
+  assert all(arm in result.stdout for arm in arms)
+  for arm in arms.values():
+    assert arm['new_tokens'] == 12
+    assert len(arm['speed_per_batch']) == 2
+    rate = arms['plain:float32']['tokens_per_second']
+    assert arm['speed'] == pytest.approx(arm['tokens_per_second'] / rate)
+  assert report['settings']['prompts'] == 'prompts.txt'
+  assert str(tmp_path) not in json.dumps(report['settings']['prompts'])
+
+
+@pytest.mark.parametrize(
+  ('flags', 'expected'),
+  [
+    (['--target=no/such-model'], "'no/such-model' is neither a folder nor"),
+    (['--prompt='], 'the prompt is empty'),
+    (['--temperature=-1'], 'temperature must be at least 0, got -1'),
+    (['--temperature=nan'], 'temperature must be at least 0, got nan'),
+    (['--top_k=0'], 'top_k must be a positive integer, got 0'),
+    (['--top_p=1.5'], 'top_p must be above 0 and at most 1, got 1.5'),
+    (['--min_p=-0.1'], 'min_p must be between 0 and 1, got -0.1'),
+    (['--max_new_tokens=4000'], 'exceed the context of the target, 128'),
+    (['--max_new_tokens=-1'], 'max_new_tokens must be at least 0, got -1'),
+    (['--num_draft_tokens=0'], 'num_draft_tokens must be at least 1, got 0'),
+    (['--batch_size=0'], '--batch_size must be at least 1, got 0'),
+    (['--prompt_file=/no/such/file'], '--prompt_file=/no/such/file cannot be'),
+    (['--draft=none'], '--method=chain needs a draft'),
+  ],
+)
+def test_bad_input_is_one_line(target, draft, flags, expected, monkeypatch):
+  monkeypatch.setenv('HF_HUB_OFFLINE', '1')
+  result = _run(
+    'generate.py', f'--target={target}', f'--draft={draft}', '--json', *flags
+  )
+  assert result.returncode == 2
+  assert result.stdout == ''
+  last = result.stderr.strip().splitlines()[-1]
+  assert last.startswith('generate.py: ')
+  assert expected in last
+  assert 'Traceback' not in result.stderr
+
+
+def test_vocabulary_mismatch_names_both_models(target, tmp_path):
+  other = _save(tmp_path / 'other', seed=2, vocab_size=270)
+  result = _run('generate.py', f'--target={target}', f'--draft={other}')
+  assert result.returncode == 2
+  last = result.stderr.strip().splitlines()[-1]
+  assert str(target) in last
+  assert str(other) in last

@@ -1,0 +1,563 @@
+"""Training: the corpus, the tokenizer, the optimizer, and resuming."""
+
+import json
+import pathlib
+import signal
+import subprocess
+import sys
+
+from flax import nnx
+import jax
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_modules
+import transformers
+
+from models import hub
+from models.gpt2 import GPT2
+from models.gpt2 import GPT2Config
+from models.training import corpus as corpora
+from models.training import loss as losses
+from models.training import run
+from models.training.corpus import Corpus
+from models.training.optimizer import make_optimizer
+from models.training.tokenizer import END_OF_TEXT
+from models.training.tokenizer import train_tokenizer
+from models.training.trainer import train
+from models.training.trainer import TrainConfig
+
+
+@pytest.fixture(scope='module', autouse=True)
+def compilation_cache(tmp_path_factory):
+  """Most runs here compile one and the same program; once is enough."""
+  options = {
+    'jax_compilation_cache_dir': str(tmp_path_factory.mktemp('programs')),
+    'jax_persistent_cache_min_compile_time_secs': 0,
+    'jax_persistent_cache_min_entry_size_bytes': -1,
+  }
+  before = {name: getattr(jax.config, name) for name in options}
+  with pytest.MonkeyPatch.context() as patch:
+    for name, value in options.items():
+      jax.config.update(name, value)
+      patch.setenv(name.upper(), str(value))  # For subprocesses.
+    yield
+  for name, value in before.items():
+    jax.config.update(name, value)
+  reset_cache()
+
+
+# The tokenizer.
+
+CODE = 'def add(first, second):\n\treturn first + second\n'
+
+TEXTS = (
+  '',
+  ' ',
+  '  leading and trailing  ',
+  '\n\n\ttabs\tand\r\nnewlines\n',
+  'word . word , don\'t "quote" ( spaces ) !',
+  'naïve Ünïcödé, 日本語, עברית, 👩‍👩‍👧 and \u0000\u200b',
+  CODE,
+)
+
+
+@pytest.fixture(scope='module')
+def tokenizer():
+  return train_tokenizer([CODE] * 20, vocab_size=300, context=64)
+
+
+@pytest.mark.parametrize('text', TEXTS)
+def test_any_text_round_trips(text, tokenizer):
+  ids = tokenizer(text)['input_ids']
+  assert tokenizer.decode(ids) == text
+  assert max(ids, default=0) < len(tokenizer)
+
+
+def test_frequent_text_is_short(tokenizer):
+  assert len(tokenizer) <= 300
+  assert len(tokenizer(CODE)['input_ids']) < len(CODE) / 2
+
+
+@pytest.mark.parametrize('with_model', [False, True])
+def test_saved_tokenizer_gives_the_same_ids(with_model, tokenizer, tmp_path):
+  if with_model:
+    module = tiny_modules.make(vocab_size=len(tokenizer))
+    hub.save_pretrained(module, tmp_path, tokenizer=tokenizer)
+    config = json.loads((tmp_path / 'config.json').read_text())
+    assert config['eos_token_id'] == tokenizer.eos_token_id
+  else:
+    tokenizer.save_pretrained(tmp_path)
+  loaded = transformers.AutoTokenizer.from_pretrained(tmp_path)
+  assert loaded.eos_token == END_OF_TEXT
+  assert loaded.eos_token_id == tokenizer.eos_token_id
+  assert loaded.model_max_length == 64
+  for text in TEXTS:
+    ids = tokenizer(text)['input_ids']
+    assert loaded(text)['input_ids'] == ids
+    assert loaded.decode(ids) == text
+
+
+def test_vocabulary_too_small_for_bytes():
+  with pytest.raises(ValueError, match='--vocab_size=256 must exceed 256'):
+    train_tokenizer([CODE], vocab_size=256, context=8)
+
+
+# The corpus.
+
+
+def _write_files(root, names):
+  for name in names:
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f'text of {name}')
+
+
+NAMES = [f'{folder}/{i}.py' for folder in ('a', 'b/c') for i in range(50)]
+
+
+@pytest.fixture
+def root(tmp_path):
+  _write_files(tmp_path / 'root', NAMES)
+  return tmp_path / 'root'
+
+
+def test_every_file_is_in_exactly_one_split(root):
+  corpus = Corpus(folder=str(root), held_out_percent=20)
+  training = list(corpus.texts(held_out=False))
+  held_out = list(corpus.texts(held_out=True))
+  assert 5 < len(held_out) < 50
+  assert sorted(training + held_out) == sorted(f'text of {n}' for n in NAMES)
+
+
+def test_split_depends_on_the_relative_path_alone(root, tmp_path):
+  corpus = Corpus(folder=str(root), held_out_percent=20)
+  held_out = set(corpus.texts(held_out=True))
+  assert list(corpus.texts(held_out=True)) == list(corpus.texts(held_out=True))
+
+  _write_files(tmp_path / 'elsewhere', NAMES + ['new.py', 'a/new.py'])
+  for name in NAMES:  # Other contents; the same names.
+    path = tmp_path / 'elsewhere' / name
+    path.write_text(path.read_text() + '!')
+  moved = Corpus(folder=str(tmp_path / 'elsewhere'), held_out_percent=20)
+  texts = set(moved.texts(held_out=True))
+  assert {text + '!' for text in held_out} == {
+    text for text in texts if text.endswith('!')
+  }
+
+  # A larger share only adds files.
+  larger = Corpus(folder=str(root), held_out_percent=40)
+  assert held_out < set(larger.texts(held_out=True))
+
+
+def test_what_is_not_a_text_of_the_corpus(root):
+  _write_files(
+    root,
+    [
+      'site-packages/x.py',
+      'lib/site-packages/deep/x.py',
+      '__pycache__/x.py',
+      '.git/x.py',
+      'readme.txt',
+    ],
+  )
+  (root / 'latin1.py').write_bytes('café'.encode('latin-1'))
+  (root / 'folder.py').mkdir()
+  corpus = Corpus(folder=str(root), held_out_percent=20)
+  texts = [*corpus.texts(held_out=False), *corpus.texts(held_out=True)]
+  assert sorted(texts) == sorted(f'text of {name}' for name in NAMES)
+
+
+def test_a_folder_called_like_a_skipped_one_may_be_the_root(tmp_path):
+  root = tmp_path / 'site-packages'
+  _write_files(root, NAMES)
+  corpus = Corpus(folder=str(root), held_out_percent=20)
+  assert list(corpus.texts(held_out=False))
+
+
+def test_tokens_end_every_file(root, tokenizer):
+  corpus = Corpus(folder=str(root), held_out_percent=20)
+  tokens = corpus.tokens(tokenizer, held_out=True)
+  assert tokens.dtype == np.int32
+  texts = tokenizer.decode(tokens).split(END_OF_TEXT)
+  assert texts == [*corpus.texts(held_out=True), '']
+
+
+def test_bad_corpus(root):
+  with pytest.raises(ValueError, match='--corpus=/no/such is not a folder'):
+    Corpus(folder='/no/such')
+  with pytest.raises(ValueError, match='held_out_percent must lie between'):
+    Corpus(folder=str(root), held_out_percent=0)
+  with pytest.raises(ValueError, match=r'no training files match \*\.c under'):
+    list(Corpus(folder=str(root), pattern='*.c').texts(held_out=False))
+
+
+def test_training_batch_is_a_function_of_its_arguments():
+  tokens = np.arange(100, dtype=np.int32)
+  kw = {'seed': 3, 'batch_size': 4, 'length': 9}
+  first = corpora.training_batch(tokens, step=7, **kw)
+  assert first.shape == (4, 10)
+  np.testing.assert_array_equal(np.diff(first, axis=1), 1)
+  np.random.seed(0)
+  np.testing.assert_array_equal(
+    first, corpora.training_batch(tokens, step=7, **kw)
+  )
+  for other in ({'step': 8}, {'seed': 4}):
+    batch = corpora.training_batch(tokens, **({'step': 7} | kw | other))
+    assert np.any(batch != first)
+
+
+def test_training_batches_reach_both_ends():
+  tokens = np.arange(12, dtype=np.int32)
+  batch = corpora.training_batch(
+    tokens, step=0, seed=0, batch_size=200, length=9
+  )
+  assert set(batch[:, 0]) == {0, 1, 2}
+  with pytest.raises(
+    ValueError, match='12 tokens, fewer than one window of 13'
+  ):
+    corpora.training_batch(tokens, step=0, seed=0, batch_size=1, length=12)
+
+
+def test_held_out_batches_are_consecutive_windows():
+  tokens = np.arange(22, dtype=np.int32)
+  kw = {'batch_size': 2, 'length': 4}
+  starts = [
+    batch[:, 0].tolist()
+    for batch in corpora.held_out_batches(tokens, limit=9, **kw)
+  ]
+  # Five windows; the last batch wraps around.
+  assert starts == [[0, 4], [8, 12], [16, 0]]
+  (batch,) = corpora.held_out_batches(tokens, limit=1, **kw)
+  assert batch.tolist() == [[0, 1, 2, 3, 4], [4, 5, 6, 7, 8]]
+  with pytest.raises(ValueError, match='4 tokens, fewer than one window of 5'):
+    list(corpora.held_out_batches(tokens[:4], limit=1, **kw))
+
+
+# The configuration.
+
+
+@pytest.mark.parametrize('scale', [1.0, 0.01, 7])
+def test_window_length_follows_the_phases(scale):
+  config = TrainConfig(
+    num_steps=8,
+    warmup_steps=0,
+    phases=((0.5 * scale, 4), (0.25 * scale, 8), (0.25 * scale, 16)),
+  )
+  lengths = [config.window_length(step) for step in range(8)]
+  assert lengths == [4, 4, 4, 4, 8, 8, 16, 16]
+
+
+@pytest.mark.parametrize(
+  ('changes', 'message'),
+  [
+    ({'warmup_steps': 10, 'num_steps': 10}, 'warmup_steps must be below'),
+    ({'phases': ((0, 8),)}, 'every phase needs a positive fraction'),
+    ({'phases': ((1, 9000),)}, 'a length of at most batch_tokens=4096'),
+  ],
+)
+def test_bad_train_config(changes, message):
+  with pytest.raises(ValueError, match=message):
+    TrainConfig(**changes)
+
+
+# The optimizer.
+
+
+def _optimizer(num_steps, **kw):
+  kw = {'learning_rate': 0.1, 'warmup_steps': 0} | kw
+  return make_optimizer(num_steps=num_steps, **kw)
+
+
+def _random_like(params, seed):
+  rng = np.random.default_rng(seed)
+  return jax.tree.map(
+    lambda leaf: jnp.asarray(rng.standard_normal(leaf.shape), leaf.dtype),
+    params,
+  )
+
+
+def _pure(module):
+  graph, variables = nnx.split(module)
+  return graph, nnx.to_pure_dict(variables)
+
+
+def test_muon_is_for_the_matrices_of_blocks_alone():
+  _, params = _pure(tiny_modules.make(tie_embeddings=False, num_layers=1))
+  # At zero there is no weight decay to see.
+  params = jax.tree.map(jnp.zeros_like, params)
+  optimizer = _optimizer(10)
+  updates, _ = jax.jit(optimizer.update)(
+    _random_like(params, 0), jax.jit(optimizer.init)(params), params
+  )
+  leaves, _ = jax.tree_util.tree_flatten_with_path(updates)
+  num_matrices = 0
+  for path, update in leaves:
+    name = jax.tree_util.keystr(path, simple=True, separator='.')
+    if name.startswith('h.') and name.endswith('.weight'):
+      num_matrices += 1
+      # Orthogonal, as far as five rounds of Newton-Schulz lift small singular
+      # values, and of the root mean square 0.2 times the rate.
+      values = np.linalg.svd(update, compute_uv=False)
+      values /= 0.1 * 0.2 * np.sqrt(max(update.shape))
+      assert np.max(values) < 1.3, (name, values)
+      assert np.mean(values > 0.6) > 0.9, (name, values)
+    else:
+      # Adam's first step: the sign of the gradient, times one number.
+      size = np.abs(update)
+      np.testing.assert_allclose(size, size.mean(), rtol=1e-2, err_msg=name)
+      assert 0.1 < size.mean() < 0.2, name
+  assert num_matrices == 4
+
+
+def test_learning_rate_rises_then_falls_to_zero():
+  params = {'wte': jnp.zeros((4, 4))}
+  optimizer = _optimizer(8, warmup_steps=2)
+  state = optimizer.init(params)
+  rates = []
+  for _ in range(9):
+    # A constant gradient makes every Adam update the rate itself, but for
+    # Nesterov momentum in the first steps.
+    updates, state = optimizer.update(
+      jax.tree.map(jnp.ones_like, params), state, params
+    )
+    rates.append(-float(updates['wte'][0, 0]))
+  expected = np.array([0, 3, 6, 5, 4, 3, 2, 1, 0]) / 6 * 0.1
+  np.testing.assert_allclose(rates, expected, rtol=0.2)
+
+
+# The losses.
+
+
+def _windows(seed=0):
+  return jnp.asarray(tiny_modules.tokens(length=9, seed=seed))
+
+
+def test_loss_is_that_of_the_next_token():
+  module = tiny_modules.make()
+  graph, params = _pure(module)
+  windows = _windows()
+  loss = jax.jit(losses.make_loss(graph, dtype=jnp.float32))(params, windows)
+  logits = tiny_modules.logits(module, np.asarray(windows)[:, :-1])
+  log_probs = np.asarray(jax.nn.log_softmax(logits))
+  targets = np.asarray(windows)[:, 1:, None]
+  expected = -np.take_along_axis(log_probs, targets, axis=-1).mean()
+  np.testing.assert_allclose(loss, expected, rtol=1e-5)
+
+
+def test_a_student_equal_to_its_teacher_has_nothing_to_learn():
+  module = tiny_modules.make()
+  graph, params = _pure(module)
+  loss = losses.make_loss(
+    graph, dtype=jnp.float32, teacher=losses.Teacher('t', module)
+  )
+  value, grads = jax.jit(jax.value_and_grad(loss))(params, _windows())
+  largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(grads))
+  assert largest < 1e-5
+  assert value > 0.1  # The entropy of the teacher: not zero.
+
+  other = _pure(tiny_modules.make(seed=1))[1]
+  other_value, grads = jax.jit(jax.value_and_grad(loss))(other, _windows())
+  largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(grads))
+  assert largest > 1e-2
+  assert other_value > value
+
+
+# The loop.
+
+MODEL = GPT2Config(
+  vocab_size=16, num_positions=8, width=16, num_layers=1, num_heads=2
+)
+SETTINGS = {
+  'num_steps': 4,
+  'batch_tokens': 32,
+  'phases': ((1.0, 8),),
+  'learning_rate': 0.01,
+  'warmup_steps': 1,
+  'dtype': 'float32',
+  'eval_every': 2,
+  'eval_tokens': 64,
+}
+TOKENS = np.tile(np.arange(12, dtype=np.int32), 40)
+
+
+def _train(workdir, *, report=lambda progress: None, teacher=None, **changes):
+  return train(
+    MODEL,
+    TrainConfig(**(SETTINGS | changes)),
+    TOKENS,
+    TOKENS[5:200],
+    workdir=workdir,
+    report=report,
+    teacher=teacher,
+  )
+
+
+def _essence(curve):
+  return [
+    (line.step, line.tokens, line.train_loss, line.held_out_loss)
+    for line in curve
+  ]
+
+
+def _assert_same_run(actual, expected):
+  assert _essence(actual[1]) == _essence(expected[1])
+  parameters = tiny_modules.parameters(actual[0])
+  for name, array in tiny_modules.parameters(expected[0]).items():
+    np.testing.assert_array_equal(parameters[name], array, err_msg=name)
+
+
+@pytest.fixture(scope='module')
+def workdir(tmp_path_factory):
+  return tmp_path_factory.mktemp('workdir')
+
+
+@pytest.fixture(scope='module')
+def uninterrupted(workdir):
+  return _train(workdir)
+
+
+def test_loss_falls_on_a_repetitive_corpus(tmp_path):
+  _, curve = _train(tmp_path, num_steps=60, eval_every=30, learning_rate=0.02)
+  assert [line.step for line in curve] == [30, 60]
+  assert [line.tokens for line in curve] == [960, 1920]
+  assert curve[-1].held_out_loss < 0.3 < np.log(12)
+  assert curve[-1].train_loss < curve[0].train_loss
+  stored = json.loads((tmp_path / 'loss_curve.json').read_text())
+  assert [line['step'] for line in stored] == [30, 60]
+
+
+def test_interrupted_run_resumes_to_the_same_bits(uninterrupted, tmp_path):
+  steps = []
+
+  def interrupt(progress):
+    steps.append(progress.step)
+    if progress.step == 4:
+      raise KeyboardInterrupt
+
+  with pytest.raises(KeyboardInterrupt):
+    _train(tmp_path, report=interrupt)
+  resumed = _train(tmp_path, report=lambda p: steps.append(p.step))
+  assert steps == [2, 4, 4]
+  _assert_same_run(resumed, uninterrupted)
+
+  # A finished run does nothing more.
+  _assert_same_run(_train(tmp_path, report=pytest.fail), uninterrupted)
+
+
+_KILLED = """
+import os, pathlib, signal, sys
+import conftest, training_test
+
+def kill(progress):
+  if progress.step == 4:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+training_test._train(pathlib.Path(sys.argv[1]), report=kill)
+"""
+
+
+def test_killed_run_resumes_to_the_same_bits(uninterrupted, tmp_path):
+  result = subprocess.run(
+    [sys.executable, '-c', _KILLED, tmp_path],
+    cwd=pathlib.Path(__file__).parent,
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert result.returncode == -signal.SIGKILL, result.stderr
+  _assert_same_run(_train(tmp_path), uninterrupted)
+
+
+def test_other_settings_do_not_resume(uninterrupted, workdir):
+  del uninterrupted  # It is in the folder.
+  with pytest.raises(
+    ValueError, match=r'holds another run \(train: .*0\.01.*0\.02'
+  ):
+    _train(workdir, learning_rate=0.02)
+  with pytest.raises(ValueError, match=r'data: 480 tokens.*479 tokens'):
+    train(
+      MODEL,
+      TrainConfig(**SETTINGS),
+      TOKENS[1:],
+      TOKENS,
+      workdir=workdir,
+    )
+
+
+def test_run_that_diverges_names_the_step(tmp_path):
+  with pytest.raises(
+    FloatingPointError, match='the loss of step 2 is not a number'
+  ):
+    _train(tmp_path, learning_rate=1e30, warmup_steps=0)
+
+
+def test_weights_that_are_not_numbers_are_not_saved(tmp_path):
+  with pytest.raises(
+    FloatingPointError, match='the held-out loss after step 1 is not a number'
+  ):
+    _train(tmp_path, learning_rate=1e30, warmup_steps=0, eval_every=1)
+  assert not (tmp_path / 'loss_curve.json').exists()
+
+
+def test_windows_longer_than_the_context(tmp_path):
+  with pytest.raises(ValueError, match='windows of 16 tokens exceed the conte'):
+    _train(tmp_path, phases=((1.0, 16),))
+
+
+def test_distilling_approaches_the_teacher(tmp_path):
+  module = tiny_modules.make(vocab_size=16, num_layers=1)
+  teacher = losses.Teacher('t', module)
+  student, curve = _train(
+    tmp_path, teacher=teacher, num_steps=40, eval_every=20, learning_rate=0.02
+  )
+  assert curve[-1].train_loss < curve[0].train_loss
+  windows = jnp.asarray(TOKENS[:9])[None]
+  distance = jax.jit(
+    losses.make_loss(_pure(student)[0], dtype=jnp.float32, teacher=teacher)
+  )
+  untrained = GPT2(MODEL, rngs=nnx.Rngs(0))
+  entropy = distance(_pure(module)[1], windows)
+  gap = distance(_pure(student)[1], windows) - entropy
+  assert gap < 0.3 * (distance(_pure(untrained)[1], windows) - entropy)
+
+
+# All of it, as scripts/train.py calls it.
+
+
+def test_run_writes_a_folder_and_refuses_another_corpus(root, tmp_path):
+  (root / 'a' / '0.py').write_text(CODE * 30)
+  arguments = {
+    'corpus': Corpus(folder=str(root), held_out_percent=20),
+    'config': TrainConfig(**(SETTINGS | {'num_steps': 2})),
+    # The windows of 8 tokens are cut to this context.
+    'shape': run.Shape(width=16, num_layers=1, num_heads=2, num_positions=6),
+    'vocab_size': 270,
+    'tokenizer_folder': None,
+    'teacher_folder': None,
+    'workdir': tmp_path / 'work',
+    'output': tmp_path / 'model',
+    'output_dtype': 'float16',
+  }
+  run.run(**arguments)
+  module = hub.load_module(tmp_path / 'model')
+  tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / 'model')
+  assert module.config.vocab_size == len(tokenizer)
+  assert (tmp_path / 'model' / 'loss_curve.json').exists()
+
+  with pytest.raises(ValueError, match=r'holds another run \(corpus: '):
+    run.run(**arguments | {'corpus': Corpus(folder=str(root), pattern='*.txt')})
+
+  # A draft for it needs no more than a context that the teacher has.
+  draft = arguments | {
+    'teacher_folder': str(tmp_path / 'model'),
+    'workdir': tmp_path / 'draft_work',
+    'output': tmp_path / 'draft',
+  }
+  longer = run.Shape(width=16, num_layers=1, num_heads=2, num_positions=7)
+  with pytest.raises(ValueError, match='--context=7 exceeds that of the teach'):
+    run.run(**draft | {'shape': longer})
+  run.run(**draft)
+  drafted = transformers.AutoTokenizer.from_pretrained(tmp_path / 'draft')
+  assert drafted.get_vocab() == tokenizer.get_vocab()
