@@ -19,24 +19,24 @@ from models.matmul import matmul
 from specdec import cache as kv
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    'gelu': functools.partial(jax.nn.gelu, approximate=False),
-    'gelu_python': functools.partial(jax.nn.gelu, approximate=False),
-    'gelu_new': functools.partial(jax.nn.gelu, approximate=True),
-    'gelu_fast': functools.partial(jax.nn.gelu, approximate=True),
-    'gelu_accurate': functools.partial(jax.nn.gelu, approximate=True),
-    'gelu_pytorch_tanh': functools.partial(jax.nn.gelu, approximate=True),
-    'gelu_python_tanh': functools.partial(jax.nn.gelu, approximate=True),
-    'quick_gelu': lambda x: x * jax.nn.sigmoid(1.702 * x),
-    'relu': jax.nn.relu,
-    'relu2': lambda x: jnp.square(jax.nn.relu(x)),
-    'relu6': jax.nn.relu6,
-    'silu': jax.nn.silu,
-    'swish': jax.nn.silu,
-    'sigmoid': jax.nn.sigmoid,
-    'tanh': jnp.tanh,
-    'mish': jax.nn.mish,
-    'leaky_relu': jax.nn.leaky_relu,
-    'linear': lambda x: x,
+  'gelu': functools.partial(jax.nn.gelu, approximate=False),
+  'gelu_python': functools.partial(jax.nn.gelu, approximate=False),
+  'gelu_new': functools.partial(jax.nn.gelu, approximate=True),
+  'gelu_fast': functools.partial(jax.nn.gelu, approximate=True),
+  'gelu_accurate': functools.partial(jax.nn.gelu, approximate=True),
+  'gelu_pytorch_tanh': functools.partial(jax.nn.gelu, approximate=True),
+  'gelu_python_tanh': functools.partial(jax.nn.gelu, approximate=True),
+  'quick_gelu': lambda x: x * jax.nn.sigmoid(1.702 * x),
+  'relu': jax.nn.relu,
+  'relu2': lambda x: jnp.square(jax.nn.relu(x)),
+  'relu6': jax.nn.relu6,
+  'silu': jax.nn.silu,
+  'swish': jax.nn.silu,
+  'sigmoid': jax.nn.sigmoid,
+  'tanh': jnp.tanh,
+  'mish': jax.nn.mish,
+  'leaky_relu': jax.nn.leaky_relu,
+  'linear': lambda x: x,
 }
 
 
@@ -76,12 +76,12 @@ class GPT2Config:
         raise ValueError(f'{name} must be positive, got {getattr(self, name)}')
     if self.num_heads < 1 or self.width % self.num_heads:
       raise ValueError(
-          f'num_heads must divide width {self.width}, got {self.num_heads}'
+        f'num_heads must divide width {self.width}, got {self.num_heads}'
       )
     if self.activation not in ACTIVATIONS:
       raise ValueError(
-          f'activation {self.activation!r} is not known; choose from'
-          f' {sorted(ACTIVATIONS)}'
+        f'activation {self.activation!r} is not known; choose from'
+        f' {sorted(ACTIVATIONS)}'
       )
 
   @property
@@ -101,7 +101,7 @@ class Linear(nnx.Module):
   def __init__(self, features_in, features_out, *, stddev, dtype, rngs):
     init = jax.nn.initializers.normal(stddev)
     self.weight = nnx.Param(
-        init(rngs.params(), (features_out, features_in), dtype)
+      init(rngs.params(), (features_out, features_in), dtype)
     )
     self.bias = nnx.Param(jnp.zeros(features_out, dtype))
 
@@ -113,10 +113,10 @@ class Linear(nnx.Module):
 
 def _layer_norm(config: GPT2Config, rngs: nnx.Rngs) -> nnx.LayerNorm:
   return nnx.LayerNorm(
-      config.width,
-      epsilon=config.norm_epsilon,
-      use_fast_variance=False,
-      rngs=rngs,
+    config.width,
+    epsilon=config.norm_epsilon,
+    use_fast_variance=False,
+    rngs=rngs,
   )
 
 
@@ -138,8 +138,8 @@ class Attention(nnx.Module):
   def __call__(self, x, mask, cache):
     heads = (*x.shape[:-1], self.config.num_heads, self.config.head_width)
     query, key, value = (
-        part.reshape(heads).astype(self.c_attn.weight.dtype)
-        for part in jnp.split(self.c_attn(x), 3, axis=-1)
+      part.reshape(heads).astype(self.c_attn.weight.dtype)
+      for part in jnp.split(self.c_attn(x), 3, axis=-1)
     )
     if cache is not None:
       cache = kv.write(cache, self.layer, key, value)
@@ -190,18 +190,20 @@ class GPT2(nnx.Module):
   def __init__(self, config: GPT2Config, *, dtype=jnp.float32, rngs: nnx.Rngs):
     self.config = config
     make_embedding = functools.partial(
-        nnx.Embed, features=config.width, param_dtype=dtype, rngs=rngs
+      nnx.Embed, features=config.width, param_dtype=dtype, rngs=rngs
     )
     self.wte = make_embedding(
-        config.vocab_size, embedding_init=jax.nn.initializers.normal(0.02)
+      config.vocab_size, embedding_init=jax.nn.initializers.normal(0.02)
     )
     self.wpe = make_embedding(
-        config.num_positions, embedding_init=jax.nn.initializers.normal(0.01)
+      config.num_positions, embedding_init=jax.nn.initializers.normal(0.01)
     )
-    self.h = nnx.List([
+    self.h = nnx.List(
+      [
         Block(config, layer, dtype=dtype, rngs=rngs)
         for layer in range(config.num_layers)
-    ])
+      ]
+    )
     self.ln_f = _layer_norm(config, rngs)
     if not config.tie_embeddings:
       init = jax.nn.initializers.normal(0.02)
@@ -209,11 +211,11 @@ class GPT2(nnx.Module):
       self.lm_head = nnx.Param(init(rngs.params(), shape, dtype))
 
   def __call__(
-      self,
-      tokens: jax.Array,
-      positions: jax.Array,
-      mask: jax.Array,
-      cache: kv.KVCache | None = None,
+    self,
+    tokens: jax.Array,
+    positions: jax.Array,
+    mask: jax.Array,
+    cache: kv.KVCache | None = None,
   ) -> tuple[jax.Array, kv.KVCache | None]:
     """One forward.
 

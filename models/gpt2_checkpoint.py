@@ -19,10 +19,10 @@ _PREFIX = 'transformer.'
 # Config keys that change the computation in ways this module does not know,
 # each with the only values that leave it alone.
 _REFUSED_UNLESS: dict[str, tuple[Any, ...]] = {
-    'add_cross_attention': (False, None),
-    'auto_map': (None,),
-    'pruned_heads': ({}, None),
-    'quantization_config': (None,),
+  'add_cross_attention': (False, None),
+  'auto_map': (None,),
+  'pruned_heads': ({}, None),
+  'quantization_config': (None,),
 }
 
 
@@ -58,47 +58,47 @@ def read_config(path: pathlib.Path) -> GPT2Config:
     raise ValueError(f'{path}: {error}') from error
   if config.activation_function not in ACTIVATIONS:
     raise ValueError(
-        f'{path}: activation_function={config.activation_function!r} is not'
-        f' known; choose from {sorted(ACTIVATIONS)}'
+      f'{path}: activation_function={config.activation_function!r} is not'
+      f' known; choose from {sorted(ACTIVATIONS)}'
     )
   try:
     return GPT2Config(
-        vocab_size=config.vocab_size,
-        num_positions=config.n_positions,
-        width=config.n_embd,
-        num_layers=config.n_layer,
-        num_heads=config.n_head,
-        inner_width=config.n_inner,
-        activation=config.activation_function,
-        norm_epsilon=config.layer_norm_epsilon,
-        scale_attention=config.scale_attn_weights,
-        scale_attention_by_layer=config.scale_attn_by_inverse_layer_idx,
-        tie_embeddings=config.tie_word_embeddings,
+      vocab_size=config.vocab_size,
+      num_positions=config.n_positions,
+      width=config.n_embd,
+      num_layers=config.n_layer,
+      num_heads=config.n_head,
+      inner_width=config.n_inner,
+      activation=config.activation_function,
+      norm_epsilon=config.layer_norm_epsilon,
+      scale_attention=config.scale_attn_weights,
+      scale_attention_by_layer=config.scale_attn_by_inverse_layer_idx,
+      tie_embeddings=config.tie_word_embeddings,
     )
   except (TypeError, ValueError) as error:
     raise ValueError(f'{path}: {error}') from error
 
 
 def to_hugging_face(
-    config: GPT2Config, *, dtype: str, eos_token_id: int | None
+  config: GPT2Config, *, dtype: str, eos_token_id: int | None
 ) -> transformers.GPT2Config:
   """The inverse of `read_config`."""
   return transformers.GPT2Config(
-      architectures=['GPT2LMHeadModel'],
-      vocab_size=config.vocab_size,
-      n_positions=config.num_positions,
-      n_embd=config.width,
-      n_layer=config.num_layers,
-      n_head=config.num_heads,
-      n_inner=config.inner_width,
-      activation_function=config.activation,
-      layer_norm_epsilon=config.norm_epsilon,
-      scale_attn_weights=config.scale_attention,
-      scale_attn_by_inverse_layer_idx=config.scale_attention_by_layer,
-      tie_word_embeddings=config.tie_embeddings,
-      bos_token_id=eos_token_id,
-      eos_token_id=eos_token_id,
-      dtype=dtype,
+    architectures=['GPT2LMHeadModel'],
+    vocab_size=config.vocab_size,
+    n_positions=config.num_positions,
+    n_embd=config.width,
+    n_layer=config.num_layers,
+    n_head=config.num_heads,
+    n_inner=config.inner_width,
+    activation_function=config.activation,
+    layer_norm_epsilon=config.norm_epsilon,
+    scale_attn_weights=config.scale_attention,
+    scale_attn_by_inverse_layer_idx=config.scale_attention_by_layer,
+    tie_word_embeddings=config.tie_embeddings,
+    bos_token_id=eos_token_id,
+    eos_token_id=eos_token_id,
+    dtype=dtype,
   )
 
 

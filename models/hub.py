@@ -50,18 +50,18 @@ def locate(name: str, *, revision: str | None = None) -> pathlib.Path:
     return folder
   try:
     fetched = huggingface_hub.snapshot_download(
-        name, revision=revision, allow_patterns=list(_HUB_FILES)
+      name, revision=revision, allow_patterns=list(_HUB_FILES)
     )
   except (
-      huggingface_hub.errors.HFValidationError,
-      huggingface_hub.errors.HfHubHTTPError,
-      huggingface_hub.errors.LocalEntryNotFoundError,
-      OSError,
+    huggingface_hub.errors.HFValidationError,
+    huggingface_hub.errors.HfHubHTTPError,
+    huggingface_hub.errors.LocalEntryNotFoundError,
+    OSError,
   ) as error:
     reason = (str(error).strip() or repr(error)).splitlines()[0]
     raise ValueError(
-        f'{name!r} is neither a folder nor a model that could be fetched from'
-        f' the hub ({reason})'
+      f'{name!r} is neither a folder nor a model that could be fetched from'
+      f' the hub ({reason})'
     ) from error
   return pathlib.Path(fetched)
 
@@ -75,7 +75,7 @@ def _weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
       shards = sorted(set(index['weight_map'].values()))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
       raise ValueError(
-          f'{folder / _INDEX} is not an index of shards: {error!r}'
+        f'{folder / _INDEX} is not an index of shards: {error!r}'
       ) from error
     files = [folder / shard for shard in shards]
     missing = [file.name for file in files if not file.exists()]
@@ -86,13 +86,13 @@ def _weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
   pickled = sorted(p.name for p in folder.iterdir() if p.suffix in suffixes)
   if pickled:
     raise ValueError(
-        f'{folder} has only pickled weights ({pickled[0]}), which can run code'
-        ' when read; convert them where torch is installed: python -c "from'
-        ' transformers import AutoModelForCausalLM as M;'
-        f" M.from_pretrained('{folder}').save_pretrained('{folder}')\""
+      f'{folder} has only pickled weights ({pickled[0]}), which can run code'
+      ' when read; convert them where torch is installed: python -c "from'
+      ' transformers import AutoModelForCausalLM as M;'
+      f" M.from_pretrained('{folder}').save_pretrained('{folder}')\""
     )
   raise ValueError(
-      f'{folder} has no {_SINGLE} and no {_INDEX}; no other weights are read'
+    f'{folder} has no {_SINGLE} and no {_INDEX}; no other weights are read'
   )
 
 
@@ -113,7 +113,7 @@ def _read(file, name, shape, dtype, *, transposed) -> np.ndarray:
 
 
 def _tensors(
-    folder: pathlib.Path,
+  folder: pathlib.Path,
 ) -> Iterator[tuple[pathlib.Path, str, str, tuple[int, ...]]]:
   """Yields `(file, stored name, dtype, shape)`."""
   for file in _weight_files(folder):
@@ -122,8 +122,8 @@ def _tensors(
         names = mapped.offset_keys()  # In the order of the file.
         slices = [mapped.get_slice(name) for name in names]
         described = [
-            (name, part.get_dtype(), tuple(part.get_shape()))
-            for name, part in zip(names, slices, strict=True)
+          (name, part.get_dtype(), tuple(part.get_shape()))
+          for name, part in zip(names, slices, strict=True)
         ]
         del slices
     except safetensors.SafetensorError as error:
@@ -140,10 +140,10 @@ def abstract_module(config: GPT2Config, dtype: jnp.dtype):
 
 
 def load_module(
-    name: str | pathlib.Path,
-    *,
-    dtype: jnp.dtype = jnp.float32,
-    revision: str | None = None,
+  name: str | pathlib.Path,
+  *,
+  dtype: jnp.dtype = jnp.float32,
+  revision: str | None = None,
 ) -> GPT2:
   """Loads a GPT-2 of any size from a folder or from the hub.
 
@@ -181,12 +181,12 @@ def load_module(
     expected = gpt2_checkpoint.stored_shape(path, leaf)
     if shape != expected:
       raise ValueError(
-          f'{folder}: tensor {stored} has shape {shape}, expected {expected}'
+        f'{folder}: tensor {stored} has shape {shape}, expected {expected}'
       )
     if stored_dtype not in _FLOATS:
       raise ValueError(
-          f'{folder}: tensor {stored} has dtype {stored_dtype}, expected one of'
-          f' {sorted(_FLOATS)}'
+        f'{folder}: tensor {stored} has dtype {stored_dtype}, expected one of'
+        f' {sorted(_FLOATS)}'
       )
     transposed = gpt2_checkpoint.is_transposed(path)
     array = _read(file, stored, shape, leaf.dtype, transposed=transposed)
@@ -195,23 +195,23 @@ def load_module(
       origin[path] = stored
     elif not np.array_equal(loaded[path], array):
       raise ValueError(
-          f'{folder}: tensors {origin[path]} and {stored} should be equal but'
-          ' differ; is tie_word_embeddings wrong in config.json?'
+        f'{folder}: tensors {origin[path]} and {stored} should be equal but'
+        ' differ; is tie_word_embeddings wrong in config.json?'
       )
   missing = sorted(name for name, path in paths.items() if path not in loaded)
   if missing:
     raise ValueError(
-        f'{folder} lacks {len(missing)} tensors, the first is {missing[0]}'
+      f'{folder} lacks {len(missing)} tensors, the first is {missing[0]}'
     )
   return nnx.merge(graph, traverse_util.unflatten_dict(loaded))
 
 
 def save_pretrained(
-    module: GPT2,
-    folder: str | pathlib.Path,
-    *,
-    tokenizer: transformers.PreTrainedTokenizerBase | None = None,
-    dtype: jnp.dtype | None = None,
+  module: GPT2,
+  folder: str | pathlib.Path,
+  *,
+  tokenizer: transformers.PreTrainedTokenizerBase | None = None,
+  dtype: jnp.dtype | None = None,
 ) -> None:
   """Writes a folder that both `load_module` and transformers read.
 
@@ -226,7 +226,7 @@ def save_pretrained(
   _, variables = nnx.split(module)
   tensors = {}
   for path, leaf in traverse_util.flatten_dict(
-      nnx.to_pure_dict(variables)
+    nnx.to_pure_dict(variables)
   ).items():
     array = np.asarray(leaf, dtype=dtype or leaf.dtype)
     if gpt2_checkpoint.is_transposed(path):
@@ -234,12 +234,13 @@ def save_pretrained(
     stored = gpt2_checkpoint.stored_full_name(path)
     tensors[stored] = np.ascontiguousarray(array)
   safetensors_numpy.save_file(
-      tensors, folder / _SINGLE, metadata={'format': 'pt'}
+    tensors, folder / _SINGLE, metadata={'format': 'pt'}
   )
+  (folder / _SINGLE).chmod(0o644)  # safetensors writes it for its owner alone.
   stored_dtype = tensors['transformer.wte.weight'].dtype.name
   eos = tokenizer.eos_token_id if tokenizer is not None else None
   gpt2_checkpoint.to_hugging_face(
-      module.config, dtype=stored_dtype, eos_token_id=eos
+    module.config, dtype=stored_dtype, eos_token_id=eos
   ).save_pretrained(folder)
   if tokenizer is not None:
     tokenizer.save_pretrained(folder)

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 
 import specdec
 
-DEFAULT_PROMPT = '''def fibonacci(n):
-    """Return the n-th Fibonacci number."""
-'''
+DEFAULT_PROMPT = '''def copy_file(source, destination):
+    """Copy a file, and its permissions."""
+    if'''
 
 TARGET = flags.DEFINE_string(
   'target', 'demo', 'demo (embedded), a model folder or a hub id'

@@ -14,14 +14,14 @@ from specdec.sampling import Sampling
 __version__ = '0.1.0'
 
 __all__ = (
-    'DecodeConfig',
-    'DecodeResult',
-    'Generation',
-    'KVCache',
-    'LanguageModel',
-    'Model',
-    'Sampling',
-    'decode',
-    'generate',
-    'init_cache',
+  'DecodeConfig',
+  'DecodeResult',
+  'Generation',
+  'KVCache',
+  'LanguageModel',
+  'Model',
+  'Sampling',
+  'decode',
+  'generate',
+  'init_cache',
 )

@@ -33,22 +33,22 @@ class KVCache(flax.struct.PyTreeNode):
 
 
 def init_cache(
-    batch_size: int,
-    num_slots: int,
-    *,
-    num_layers: int,
-    num_heads: int,
-    head_width: int,
-    dtype: jnp.dtype,
+  batch_size: int,
+  num_slots: int,
+  *,
+  num_layers: int,
+  num_heads: int,
+  head_width: int,
+  dtype: jnp.dtype,
 ) -> KVCache:
   """An empty cache. Zeros, not garbage: a masked NaN would still spread."""
   shape = (batch_size, num_slots, num_heads, head_width)
   empty = lambda: tuple(jnp.zeros(shape, dtype) for _ in range(num_layers))
   return KVCache(
-      keys=empty(),
-      values=empty(),
-      length=jnp.zeros(batch_size, jnp.int32),
-      num_slots=num_slots,
+    keys=empty(),
+    values=empty(),
+    length=jnp.zeros(batch_size, jnp.int32),
+    num_slots=num_slots,
   )
 
 
@@ -63,7 +63,7 @@ def _write(slots: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
 
 
 def write(
-    cache: KVCache, layer: int, key: jax.Array, value: jax.Array
+  cache: KVCache, layer: int, key: jax.Array, value: jax.Array
 ) -> KVCache:
   """Writes one layer's L new entries to the slots `length ... length + L - 1`.
 
@@ -79,10 +79,10 @@ def write(
     knows which of them will be kept.
   """
   replace = lambda arrays, new: (
-      *arrays[:layer],
-      _write(arrays[layer], new, cache.length),
-      *arrays[layer + 1 :],
+    *arrays[:layer],
+    _write(arrays[layer], new, cache.length),
+    *arrays[layer + 1 :],
   )
   return cache.replace(
-      keys=replace(cache.keys, key), values=replace(cache.values, value)
+    keys=replace(cache.keys, key), values=replace(cache.values, value)
   )

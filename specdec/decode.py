@@ -77,7 +77,7 @@ class _LoopState(flax.struct.PyTreeNode):
 
 
 def _prefill(
-    model: Model, prompt: jax.Array, num_cached: jax.Array, num_slots: int
+  model: Model, prompt: jax.Array, num_cached: jax.Array, num_slots: int
 ) -> KVCache:
   """A cache of each row's first `num_cached` tokens; logits are not computed.
 
@@ -104,15 +104,15 @@ def _append(tokens, length, new, count):
 
 @functools.partial(jax.jit, static_argnames='config')
 def decode(
-    target: Model,
-    draft: Model | None,
-    row_keys: jax.Array,
-    prompt: jax.Array,
-    prompt_length: jax.Array,
-    limit: jax.Array,
-    sampling: Sampling,
-    *,
-    config: DecodeConfig,
+  target: Model,
+  draft: Model | None,
+  row_keys: jax.Array,
+  prompt: jax.Array,
+  prompt_length: jax.Array,
+  limit: jax.Array,
+  sampling: Sampling,
+  *,
+  config: DecodeConfig,
 ) -> DecodeResult:
   """Decodes a batch; the pure function under `specdec.generate`.
 
@@ -150,21 +150,21 @@ def decode(
       draft_cache, block = None, root
     else:
       chain = draft_chain(
-          draft,
-          state.draft_cache,
-          state.tokens,
-          length,
-          noise[:, :-1],
-          sampling,
+        draft,
+        state.draft_cache,
+        state.tokens,
+        length,
+        noise[:, :-1],
+        sampling,
       )
       draft_cache = chain.cache
       block = jnp.concatenate([root, chain.tokens], axis=1)
 
     logits, target_cache = target.apply(
-        block,
-        positions - 1,
-        causal_mask(length - 1, num_drafted + 1, num_slots),
-        state.target_cache,
+      block,
+      positions - 1,
+      causal_mask(length - 1, num_drafted + 1, num_slots),
+      state.target_cache,
     )
     chosen = choose(logits, noise, sampling)
     accepted = count_accepted(block[:, 1:], chosen)
@@ -174,30 +174,28 @@ def decode(
     if draft_cache is not None:
       draft_cache = commit_chain(draft_cache, length, emitted, num_drafted)
     return _LoopState(
-        tokens=_append(state.tokens, length, chosen, emitted),
-        length=length + emitted,
-        done=state.done | done,
-        target_cache=target_cache.replace(
-            length=target_cache.length + emitted
-        ),
-        draft_cache=draft_cache,
-        counters=count_step(state.counters, length, emitted),
+      tokens=_append(state.tokens, length, chosen, emitted),
+      length=length + emitted,
+      done=state.done | done,
+      target_cache=target_cache.replace(length=target_cache.length + emitted),
+      draft_cache=draft_cache,
+      counters=count_step(state.counters, length, emitted),
     )
 
   tokens = jnp.pad(prompt, ((0, 0), (0, num_slots - prompt_bucket)))
   prefill = lambda model: _prefill(model, prompt, prompt_length - 1, num_slots)
   final = lax.while_loop(
-      lambda state: ~jnp.all(state.done),
-      step,
-      _LoopState(
-          tokens=tokens,
-          length=prompt_length,
-          done=limit <= 0,
-          target_cache=prefill(target),
-          draft_cache=None if draft is None else prefill(draft),
-          counters=init_counters(batch_size, num_drafted),
-      ),
+    lambda state: ~jnp.all(state.done),
+    step,
+    _LoopState(
+      tokens=tokens,
+      length=prompt_length,
+      done=limit <= 0,
+      target_cache=prefill(target),
+      draft_cache=None if draft is None else prefill(draft),
+      counters=init_counters(batch_size, num_drafted),
+    ),
   )
   return DecodeResult(
-      tokens=final.tokens, length=final.length, counters=final.counters
+    tokens=final.tokens, length=final.length, counters=final.counters
   )

@@ -40,12 +40,12 @@ def _gather_tokens(tokens, start, count):
 
 
 def draft_chain(
-    draft: Model,
-    cache: KVCache,
-    tokens: jax.Array,
-    length: jax.Array,
-    noise: jax.Array,
-    sampling: Sampling,
+  draft: Model,
+  cache: KVCache,
+  tokens: jax.Array,
+  length: jax.Array,
+  noise: jax.Array,
+  sampling: Sampling,
 ) -> Chain:
   """Drafts `g = noise.shape[1]` tokens in g forwards of the draft.
 
@@ -79,14 +79,14 @@ def draft_chain(
     return (token, position + 1, cache), token
 
   (_, _, written), rest = lax.scan(
-      extend, (first, length, written), jnp.moveaxis(noise[:, 1:], 1, 0)
+    extend, (first, length, written), jnp.moveaxis(noise[:, 1:], 1, 0)
   )
   drafted = jnp.concatenate([first[:, None], rest.T], axis=1)
   return Chain(tokens=drafted, cache=written.replace(length=cache.length))
 
 
 def commit_chain(
-    cache: KVCache, length: jax.Array, num_emitted: jax.Array, num_drafted: int
+  cache: KVCache, length: jax.Array, num_emitted: jax.Array, num_drafted: int
 ) -> KVCache:
   """Keeps what the draft has seen of the tokens that were emitted.
 

@@ -36,14 +36,14 @@ def _check_models(target, draft, num_draft_tokens):
     return
   if num_draft_tokens < 1:
     raise ValueError(
-        f'num_draft_tokens must be at least 1, got {num_draft_tokens};'
-        ' for plain decoding give no draft'
+      f'num_draft_tokens must be at least 1, got {num_draft_tokens};'
+      ' for plain decoding give no draft'
     )
   ours, theirs = target.definition.vocab_size, draft.definition.vocab_size
   if ours != theirs:
     raise ValueError(
-        f'the target has a vocabulary of {ours} tokens, the draft of {theirs};'
-        ' choose a draft that was trained with the tokenizer of the target'
+      f'the target has a vocabulary of {ours} tokens, the draft of {theirs};'
+      ' choose a draft that was trained with the tokenizer of the target'
     )
 
 
@@ -53,13 +53,21 @@ def _check_prompts(prompts, vocab_size):
   for row, prompt in enumerate(prompts):
     if not len(prompt):
       raise ValueError(
-          f'prompt {row} is empty; give at least one token, e.g. the EOS'
+        f'prompt {row} is empty; give at least one token, e.g. the EOS'
       )
     low, high = min(prompt), max(prompt)
     if low < 0 or high >= vocab_size:
       raise ValueError(
-          f'prompt {row} has token {low if low < 0 else high}, outside the'
-          f' vocabulary of {vocab_size}'
+        f'prompt {row} has token {low if low < 0 else high}, outside the'
+        f' vocabulary of {vocab_size}'
+      )
+
+
+def _check_eos_ids(eos_ids, vocab_size):
+  for eos in eos_ids:
+    if not 0 <= eos < vocab_size:
+      raise ValueError(
+        f'eos_ids has {eos}, outside the vocabulary of {vocab_size}'
       )
 
 
@@ -69,16 +77,16 @@ def _check_limits(prompts, max_new_tokens, room, models):
     raise ValueError(f'max_new_tokens must be at least 0, got {least}')
   if room < max_new_tokens:
     raise ValueError(
-        f'room_for_new_tokens must be at least max_new_tokens={max_new_tokens},'
-        f' got {room}'
+      f'room_for_new_tokens must be at least max_new_tokens={max_new_tokens},'
+      f' got {room}'
     )
   longest = max(len(prompt) for prompt in prompts)
   for name, model in models.items():
     context = model.definition.max_positions
     if longest + max_new_tokens > context:
       raise ValueError(
-          f'a prompt of {longest} tokens and max_new_tokens={max_new_tokens}'
-          f' exceed the context of the {name}, {context} tokens'
+        f'a prompt of {longest} tokens and max_new_tokens={max_new_tokens}'
+        f' exceed the context of the {name}, {context} tokens'
       )
 
 
@@ -87,8 +95,8 @@ def _check_sampling(sampling: Sampling, batch_size: int) -> Sampling:
     shape = np.shape(getattr(sampling, name))
     if shape not in ((), (batch_size,)):
       raise ValueError(
-          f'{name} must be one number or one per row ({batch_size}), got an'
-          f' array of shape {shape}'
+        f'{name} must be one number or one per row ({batch_size}), got an'
+        f' array of shape {shape}'
       )
   return sampling.validated()
 
@@ -98,15 +106,15 @@ def row_keys(rng_key: jax.Array, batch_size: int) -> jax.Array:
   dtype = getattr(rng_key, 'dtype', type(rng_key))
   if not jnp.issubdtype(dtype, jax.dtypes.prng_key):
     raise ValueError(
-        'rng_key must be made by jax.random.key, whose keys are scalars, got'
-        f' {dtype}'
+      'rng_key must be made by jax.random.key, whose keys are scalars, got'
+      f' {dtype}'
     )
   if rng_key.shape == (batch_size,):
     return rng_key
   if rng_key.shape:
     raise ValueError(
-        f'rng_key must be one key or one per row ({batch_size}), got'
-        f' {rng_key.shape}'
+      f'rng_key must be one key or one per row ({batch_size}), got'
+      f' {rng_key.shape}'
     )
   rows = jnp.arange(batch_size)
   return jax.vmap(jax.random.fold_in, (None, 0))(rng_key, rows)
@@ -121,16 +129,16 @@ def _prompt_bucket(length: int) -> int:
 
 
 def generate(
-    target: Model,
-    rng_key: jax.Array,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    room_for_new_tokens: int | None = None,
-    draft: Model | None = None,
-    num_draft_tokens: int = 4,
-    sampling: Sampling = Sampling(),
-    eos_ids: Sequence[int] = (),
+  target: Model,
+  rng_key: jax.Array,
+  prompts: Sequence[Sequence[int]],
+  *,
+  max_new_tokens: int,
+  room_for_new_tokens: int | None = None,
+  draft: Model | None = None,
+  num_draft_tokens: int = 4,
+  sampling: Sampling = Sampling(),
+  eos_ids: Sequence[int] = (),
 ) -> Generation:
   """Continues each prompt; the draft changes the speed, never the tokens.
 
@@ -159,6 +167,7 @@ def generate(
   """
   _check_models(target, draft, num_draft_tokens)
   _check_prompts(prompts, target.definition.vocab_size)
+  _check_eos_ids(eos_ids, target.definition.vocab_size)
   models = {'target': target} | ({} if draft is None else {'draft': draft})
   room = max_new_tokens if room_for_new_tokens is None else room_for_new_tokens
   _check_limits(prompts, max_new_tokens, room, models)
@@ -170,30 +179,30 @@ def generate(
   for row, prompt in enumerate(prompts):
     padded[row, : len(prompt)] = prompt
   result = decode(
-      target,
-      draft,
-      row_keys(rng_key, len(prompts)),
-      padded,
-      lengths,
-      np.full(len(prompts), max_new_tokens, np.int32),
-      sampling,
-      config=DecodeConfig(
-          num_draft_tokens=0 if draft is None else num_draft_tokens,
-          max_new_tokens=_round_up(max(room, 1), _NEW_TOKENS_BUCKET),
-          eos_ids=tuple(int(eos) for eos in eos_ids),
-      ),
+    target,
+    draft,
+    row_keys(rng_key, len(prompts)),
+    padded,
+    lengths,
+    np.full(len(prompts), max_new_tokens, np.int32),
+    sampling,
+    config=DecodeConfig(
+      num_draft_tokens=0 if draft is None else num_draft_tokens,
+      max_new_tokens=_round_up(max(room, 1), _NEW_TOKENS_BUCKET),
+      eos_ids=tuple(int(eos) for eos in eos_ids),
+    ),
   )
   tokens, ends = jax.device_get((result.tokens, result.length))
   return Generation(
-      tokens=[
-          tokens[row, lengths[row] : ends[row]].tolist()
-          for row in range(len(prompts))
-      ],
-      stats=summarize(
-          result.counters,
-          lengths,
-          ends - lengths,
-          target=target.definition,
-          draft=None if draft is None else draft.definition,
-      ),
+    tokens=[
+      tokens[row, lengths[row] : ends[row]].tolist()
+      for row in range(len(prompts))
+    ],
+    stats=summarize(
+      result.counters,
+      lengths,
+      ends - lengths,
+      target=target.definition,
+      draft=None if draft is None else draft.definition,
+    ),
   )

@@ -47,11 +47,11 @@ class Model(flax.struct.PyTreeNode):
   definition: LanguageModel = flax.struct.field(pytree_node=False)
 
   def apply(
-      self,
-      tokens: jax.Array,
-      positions: jax.Array,
-      mask: jax.Array,
-      cache: KVCache,
+    self,
+    tokens: jax.Array,
+    positions: jax.Array,
+    mask: jax.Array,
+    cache: KVCache,
   ) -> tuple[jax.Array, KVCache]:
     """One forward, see `LanguageModel.apply`."""
     return self.definition.apply(self.params, tokens, positions, mask, cache)

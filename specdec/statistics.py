@@ -37,17 +37,17 @@ def init_counters(batch_size: int, num_drafted: int) -> Counters:
   """All zeros."""
   per_row = jnp.zeros(batch_size, jnp.int32)
   return Counters(
-      steps=jnp.zeros((), jnp.int32),
-      target_forwards=per_row,
-      draft_forwards=per_row,
-      emitted_histogram=jnp.zeros((batch_size, num_drafted + 1), jnp.int32),
-      target_slots=per_row,
-      draft_slots=per_row,
+    steps=jnp.zeros((), jnp.int32),
+    target_forwards=per_row,
+    draft_forwards=per_row,
+    emitted_histogram=jnp.zeros((batch_size, num_drafted + 1), jnp.int32),
+    target_slots=per_row,
+    draft_slots=per_row,
   )
 
 
 def count_step(
-    counters: Counters, length: jax.Array, emitted: jax.Array
+  counters: Counters, length: jax.Array, emitted: jax.Array
 ) -> Counters:
   """Counts one step: g draft forwards and one target forward.
 
@@ -62,23 +62,23 @@ def count_step(
   # sees the sequence and the i tokens drafted before.
   drafts_seen = num_drafted * length + num_drafted * (num_drafted - 1) // 2
   return Counters(
-      steps=counters.steps + 1,
-      target_forwards=counters.target_forwards + active,
-      draft_forwards=counters.draft_forwards + active * num_drafted,
-      emitted_histogram=counters.emitted_histogram
-      + (jnp.arange(1, num_drafted + 2)[None] == emitted[:, None]),
-      target_slots=counters.target_slots + active * (length + num_drafted),
-      draft_slots=counters.draft_slots + active * drafts_seen,
+    steps=counters.steps + 1,
+    target_forwards=counters.target_forwards + active,
+    draft_forwards=counters.draft_forwards + active * num_drafted,
+    emitted_histogram=counters.emitted_histogram
+    + (jnp.arange(1, num_drafted + 2)[None] == emitted[:, None]),
+    target_slots=counters.target_slots + active * (length + num_drafted),
+    draft_slots=counters.draft_slots + active * drafts_seen,
   )
 
 
 def summarize(
-    counters: Counters,
-    prompt_lengths: np.ndarray,
-    new_tokens: np.ndarray,
-    *,
-    target: LanguageModel,
-    draft: LanguageModel | None,
+  counters: Counters,
+  prompt_lengths: np.ndarray,
+  new_tokens: np.ndarray,
+  *,
+  target: LanguageModel,
+  draft: LanguageModel | None,
 ) -> dict[str, float | list[int]]:
   """The figures of one decode, pooled over its rows.
 
@@ -104,27 +104,25 @@ def summarize(
   emitted = int(new_tokens.sum())
   num_drafted = counters.emitted_histogram.shape[1] - 1
   read = (
-      int(counters.steps) * target.weight_bytes
-      + int(counters.target_slots.sum()) * target.cache_bytes_per_slot
+    int(counters.steps) * target.weight_bytes
+    + int(counters.target_slots.sum()) * target.cache_bytes_per_slot
   )
   if draft is not None:
     read += (
-        int(counters.steps) * num_drafted * draft.weight_bytes
-        + int(counters.draft_slots.sum()) * draft.cache_bytes_per_slot
+      int(counters.steps) * num_drafted * draft.weight_bytes
+      + int(counters.draft_slots.sum()) * draft.cache_bytes_per_slot
     )
   # Emitting token i of a row, plain decoding sees prompt_length + i slots.
-  plain_slots = (
-      new_tokens * prompt_lengths + new_tokens * (new_tokens - 1) // 2
-  )
+  plain_slots = new_tokens * prompt_lengths + new_tokens * (new_tokens - 1) // 2
   plain_read = (
-      int(new_tokens.max(initial=0)) * target.weight_bytes
-      + int(plain_slots.sum()) * target.cache_bytes_per_slot
+    int(new_tokens.max(initial=0)) * target.weight_bytes
+    + int(plain_slots.sum()) * target.cache_bytes_per_slot
   )
   return {
-      'target_forwards': forwards,
-      'draft_forwards': int(counters.draft_forwards.sum()),
-      'new_tokens': emitted,
-      'block_efficiency': emitted / forwards if forwards else 0.0,
-      'accepted_histogram': counters.emitted_histogram.sum(axis=0).tolist(),
-      'relative_bandwidth': read / plain_read if plain_read else 1.0,
+    'target_forwards': forwards,
+    'draft_forwards': int(counters.draft_forwards.sum()),
+    'new_tokens': emitted,
+    'block_efficiency': emitted / forwards if forwards else 0.0,
+    'accepted_histogram': counters.emitted_histogram.sum(axis=0).tolist(),
+    'relative_bandwidth': read / plain_read if plain_read else 1.0,
   }

@@ -26,10 +26,10 @@ def count_accepted(drafted: jax.Array, chosen: jax.Array) -> jax.Array:
 
 
 def count_emitted(
-    accepted: jax.Array,
-    chosen: jax.Array,
-    room: jax.Array,
-    eos_ids: tuple[int, ...],
+  accepted: jax.Array,
+  chosen: jax.Array,
+  room: jax.Array,
+  eos_ids: tuple[int, ...],
 ) -> tuple[jax.Array, jax.Array]:
   """Cuts the accepted tokens and the bonus at the limit and after an EOS.
 
@@ -48,7 +48,7 @@ def count_emitted(
   """
   is_end = jnp.isin(chosen, jnp.array(eos_ids, jnp.int32))
   until_end = jnp.where(
-      jnp.any(is_end, axis=1), jnp.argmax(is_end, axis=1) + 1, chosen.shape[1]
+    jnp.any(is_end, axis=1), jnp.argmax(is_end, axis=1) + 1, chosen.shape[1]
   )
   emitted = jnp.minimum(accepted + 1, jnp.minimum(until_end, room))
   kept = jnp.arange(chosen.shape[1])[None] < emitted[:, None]

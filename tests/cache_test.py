@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import tiny_models
 
 from specdec import cache as kv
@@ -44,7 +45,8 @@ def test_causal_mask_by_hand():
   )
 
 
-def test_write_puts_every_row_at_its_own_length():
+@pytest.mark.parametrize('layer', [0, 1, 2])
+def test_write_puts_every_row_at_its_own_length(layer):
   num_layers, batch_size, num_slots, heads, width = 3, 4, 7, 2, 3
   rng = np.random.default_rng(0)
   shape = (batch_size, num_slots, heads, width)
@@ -65,18 +67,18 @@ def test_write_puts_every_row_at_its_own_length():
   new_shape = (batch_size, 2, heads, width)
   key = rng.normal(size=new_shape).astype(np.float32)
   value = rng.normal(size=new_shape).astype(np.float32)
-  new = jax.jit(kv.write, static_argnums=1)(old, 1, key, value)
+  new = jax.jit(kv.write, static_argnums=1)(old, layer, key, value)
 
-  for layer in range(num_layers):
+  for other in range(num_layers):
     for arrays_old, arrays_new, written in (
       (old.keys, new.keys, key),
       (old.values, new.values, value),
     ):
-      expected = np.array(arrays_old[layer])
-      if layer == 1:
+      expected = np.array(arrays_old[other])
+      if other == layer:
         for row in range(batch_size):
           expected[row, length[row] : length[row] + 2] = written[row]
-      np.testing.assert_array_equal(arrays_new[layer], expected)
+      np.testing.assert_array_equal(arrays_new[other], expected)
   np.testing.assert_array_equal(new.length, length)
   assert new.num_slots == num_slots
 

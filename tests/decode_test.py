@@ -20,11 +20,7 @@ from specdec.sampling import choose
 from specdec.sampling import position_noise
 
 LIMIT = tiny_models.MAX_NEW_TOKENS
-# Every draft length; those of the widest batch, slow to compile, at its ends.
-SHAPES = [
-  *((batch_size, g) for batch_size in (1, 2) for g in range(1, 9)),
-  *((5, g) for g in (1, 4, 8)),
-]
+SHAPES = [(batch_size, g) for batch_size in (1, 2, 5) for g in range(1, 9)]
 TEMPERATURES = (0.0, 1.0)
 
 
@@ -343,7 +339,7 @@ def test_eos_at_every_offset_of_a_block(g, step):
 @pytest.mark.parametrize('temperature', TEMPERATURES)
 def test_eos_in_the_middle_of_gpt2_text(temperature):
   """With a real cache, rows done early must leave the others alone."""
-  eos = 5
+  eos = 11
   lengths = set()
   for seed in range(5):
     arguments = {

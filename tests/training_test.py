@@ -146,6 +146,12 @@ def test_split_depends_on_the_relative_path_alone(root, tmp_path):
     text for text in texts if text.endswith('!')
   }
 
+  # Models trained at different times must agree on what none of them saw.
+  numbers = [5, 14, 21, 24, 32]
+  assert {text for text in held_out if 'b/c' in text} == {
+    f'text of b/c/{number}.py' for number in numbers
+  }
+
   # A larger share only adds files.
   larger = Corpus(folder=str(root), held_out_percent=40)
   assert held_out < set(larger.texts(held_out=True))
@@ -344,6 +350,19 @@ def test_loss_is_that_of_the_next_token():
   targets = np.asarray(windows)[:, 1:, None]
   expected = -np.take_along_axis(log_probs, targets, axis=-1).mean()
   np.testing.assert_allclose(loss, expected, rtol=1e-5)
+
+
+def test_low_precision_rounds_the_products_not_the_gradients():
+  graph, params = _pure(tiny_modules.make())
+  exact, rounded = (
+    jax.jit(jax.value_and_grad(losses.make_loss(graph, dtype=dtype)))(
+      params, _windows()
+    )
+    for dtype in (jnp.float32, jnp.bfloat16)
+  )
+  assert 0 < abs(float(rounded[0] - exact[0])) < 0.05
+  for leaf in jax.tree.leaves(rounded[1]):
+    assert leaf.dtype == jnp.float32
 
 
 def test_a_student_equal_to_its_teacher_has_nothing_to_learn():

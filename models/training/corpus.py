@@ -31,8 +31,8 @@ class Corpus:
   def __post_init__(self):
     if not 0 < self.held_out_percent < 100:
       raise ValueError(
-          'held_out_percent must lie between 1 and 99, got'
-          f' {self.held_out_percent}'
+        'held_out_percent must lie between 1 and 99, got'
+        f' {self.held_out_percent}'
       )
     if not self.root.is_dir():
       raise ValueError(f'--corpus={self.folder} is not a folder')
@@ -66,11 +66,11 @@ class Corpus:
     if not found:
       split = 'held-out' if held_out else 'training'
       raise ValueError(
-          f'no {split} files match {self.pattern} under {self.root}'
+        f'no {split} files match {self.pattern} under {self.root}'
       )
 
   def tokens(
-      self, tokenizer: PreTrainedTokenizerBase, *, held_out: bool
+    self, tokenizer: PreTrainedTokenizerBase, *, held_out: bool
   ) -> np.ndarray:
     """All files of one split as one int32 array, `<|endoftext|>` after each."""
     parts = []
@@ -81,7 +81,7 @@ class Corpus:
 
 
 def training_batch(
-    tokens: np.ndarray, *, step: int, seed: int, batch_size: int, length: int
+  tokens: np.ndarray, *, step: int, seed: int, batch_size: int, length: int
 ) -> np.ndarray:
   """Random windows, `[batch_size, length + 1]` int32.
 
@@ -90,8 +90,8 @@ def training_batch(
   """
   if len(tokens) <= length:
     raise ValueError(
-        f'the corpus has {len(tokens)} tokens, fewer than one window of'
-        f' {length + 1}'
+      f'the corpus has {len(tokens)} tokens, fewer than one window of'
+      f' {length + 1}'
     )
   rng = np.random.default_rng([seed, step])
   starts = rng.integers(0, len(tokens) - length, batch_size)
@@ -99,14 +99,14 @@ def training_batch(
 
 
 def held_out_batches(
-    tokens: np.ndarray, *, batch_size: int, length: int, limit: int
+  tokens: np.ndarray, *, batch_size: int, length: int, limit: int
 ) -> Iterator[np.ndarray]:
   """Consecutive windows `[batch_size, length + 1]`, at most `limit` batches."""
   windows = min((len(tokens) - 1) // length, limit * batch_size)
   if windows < 1:
     raise ValueError(
-        f'the held-out split has {len(tokens)} tokens, fewer than one window'
-        f' of {length + 1}'
+      f'the held-out split has {len(tokens)} tokens, fewer than one window'
+      f' of {length + 1}'
     )
   starts = np.arange(windows) * length
   # A short last batch would compile a second program: wrap around instead.

@@ -32,7 +32,7 @@ def _logits(graph, params, tokens: jax.Array) -> jax.Array:
 
 
 def make_loss(
-    graph: nnx.GraphDef, *, dtype: jnp.dtype, teacher: Teacher | None = None
+  graph: nnx.GraphDef, *, dtype: jnp.dtype, teacher: Teacher | None = None
 ) -> Callable[[Any, jax.Array], jax.Array]:
   """Makes `loss(params, windows) -> nats per token`.
 
@@ -52,7 +52,7 @@ def make_loss(
 
   def cast(params):
     return jax.tree.map(
-        lambda leaf: leaf.astype(dtype) if leaf.ndim == 2 else leaf, params
+      lambda leaf: leaf.astype(dtype) if leaf.ndim == 2 else leaf, params
     )
 
   if teacher is not None:

@@ -13,7 +13,7 @@ def _is_block_matrix(path, leaf) -> bool:
 
 
 def make_optimizer(
-    *, learning_rate: float, warmup_steps: int, num_steps: int
+  *, learning_rate: float, warmup_steps: int, num_steps: int
 ) -> optax.GradientTransformation:
   """Muon (Jordan et al., 2024) with a linear decay to zero.
 
@@ -26,26 +26,24 @@ def make_optimizer(
     num_steps: of the whole run; the rate is zero at the end.
   """
   rate = optax.join_schedules(
-      [
-          optax.linear_schedule(0.0, learning_rate, warmup_steps),
-          optax.linear_schedule(learning_rate, 0.0, num_steps - warmup_steps),
-      ],
-      [warmup_steps],
+    [
+      optax.linear_schedule(0.0, learning_rate, warmup_steps),
+      optax.linear_schedule(learning_rate, 0.0, num_steps - warmup_steps),
+    ],
+    [warmup_steps],
   )
   return optax.chain(
-      optax.clip_by_global_norm(1.0),
-      contrib.muon(
-          rate,
-          muon_weight_dimension_numbers=lambda params: (
-              jax.tree_util.tree_map_with_path(
-                  lambda path, leaf: (
-                      _OUT_IN if _is_block_matrix(path, leaf) else None
-                  ),
-                  params,
-              )
-          ),
-          consistent_rms=0.2,
-          weight_decay=0.1,
-          adam_b2=0.95,
+    optax.clip_by_global_norm(1.0),
+    contrib.muon(
+      rate,
+      muon_weight_dimension_numbers=lambda params: (
+        jax.tree_util.tree_map_with_path(
+          lambda path, leaf: _OUT_IN if _is_block_matrix(path, leaf) else None,
+          params,
+        )
       ),
+      consistent_rms=0.2,
+      weight_decay=0.1,
+      adam_b2=0.95,
+    ),
   )

@@ -39,7 +39,7 @@ def _tokenizer(folder, corpus, workdir, *, vocab_size, context):
     trained.save_pretrained(partial)
     partial.rename(own)
   return transformers.AutoTokenizer.from_pretrained(
-      hub.locate(folder) if folder else own
+    hub.locate(folder) if folder else own
   )
 
 
@@ -63,16 +63,16 @@ def _tokens(corpus, tokenizer, workdir, *, held_out) -> np.ndarray:
 
 
 def run(
-    *,
-    corpus: Corpus,
-    config: TrainConfig,
-    shape: Shape,
-    vocab_size: int,
-    tokenizer_folder: str | None,
-    teacher_folder: str | None,
-    workdir: pathlib.Path,
-    output: pathlib.Path,
-    output_dtype: str,
+  *,
+  corpus: Corpus,
+  config: TrainConfig,
+  shape: Shape,
+  vocab_size: int,
+  tokenizer_folder: str | None,
+  teacher_folder: str | None,
+  workdir: pathlib.Path,
+  output: pathlib.Path,
+  output_dtype: str,
 ) -> None:
   """Tokenizes, trains (or resumes) and writes `output`.
 
@@ -89,39 +89,41 @@ def run(
   """
   # What the files kept in the workdir were made of.
   write_once(
-      workdir / 'data.json',
-      {
-          'corpus': dataclasses.asdict(corpus),
-          'vocab_size': vocab_size,
-          'tokenizer': teacher_folder or tokenizer_folder,
-      },
+    workdir / 'data.json',
+    {
+      'corpus': dataclasses.asdict(corpus),
+      'vocab_size': vocab_size,
+      'tokenizer': teacher_folder or tokenizer_folder,
+    },
   )
   tokenizer = _tokenizer(
-      teacher_folder or tokenizer_folder,
-      corpus,
-      workdir,
-      vocab_size=vocab_size,
-      context=shape.num_positions,
+    teacher_folder or tokenizer_folder,
+    corpus,
+    workdir,
+    vocab_size=vocab_size,
+    context=shape.num_positions,
   )
   num_tokens, teacher = len(tokenizer), None
   if teacher_folder:
     module = hub.load_module(teacher_folder)
     if module.config.num_positions < shape.num_positions:
       raise ValueError(
-          f'--context={shape.num_positions} exceeds that of the teacher,'
-          f' {module.config.num_positions}'
+        f'--context={shape.num_positions} exceeds that of the teacher,'
+        f' {module.config.num_positions}'
       )
     # May be padded: a draft must have the very vocabulary of its target.
     num_tokens = module.config.vocab_size
     teacher = Teacher(teacher_folder, module)
   model, _ = train(
-      GPT2Config(vocab_size=num_tokens, **dataclasses.asdict(shape)),
-      dataclasses.replace(config, phases=_within(config.phases, shape)),
-      _tokens(corpus, tokenizer, workdir, held_out=False),
-      _tokens(corpus, tokenizer, workdir, held_out=True),
-      workdir=workdir,
-      teacher=teacher,
+    GPT2Config(vocab_size=num_tokens, **dataclasses.asdict(shape)),
+    dataclasses.replace(config, phases=_within(config.phases, shape)),
+    _tokens(corpus, tokenizer, workdir, held_out=False),
+    _tokens(corpus, tokenizer, workdir, held_out=True),
+    workdir=workdir,
+    teacher=teacher,
   )
-  hub.save_pretrained(model, output, tokenizer=tokenizer, dtype=jnp.dtype(output_dtype))
+  hub.save_pretrained(
+    model, output, tokenizer=tokenizer, dtype=jnp.dtype(output_dtype)
+  )
   shutil.copy(workdir / 'loss_curve.json', output)
   print(f'wrote {output}')

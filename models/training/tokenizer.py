@@ -12,7 +12,7 @@ END_OF_TEXT = '<|endoftext|>'
 
 
 def train_tokenizer(
-    texts: Iterable[str], *, vocab_size: int, context: int
+  texts: Iterable[str], *, vocab_size: int, context: int
 ) -> transformers.PreTrainedTokenizerFast:
   """Byte-level BPE as GPT-2's: any text round-trips, no unknown token.
 
@@ -27,22 +27,22 @@ def train_tokenizer(
   alphabet = pre_tokenizers.ByteLevel.alphabet()
   if vocab_size <= len(alphabet):
     raise ValueError(
-        f'--vocab_size={vocab_size} must exceed {len(alphabet)}, the bytes'
+      f'--vocab_size={vocab_size} must exceed {len(alphabet)}, the bytes'
     )
   bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
   bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
   bpe.decoder = decoders.ByteLevel()
   trainer = trainers.BpeTrainer(
-      vocab_size=vocab_size,
-      special_tokens=[END_OF_TEXT],
-      initial_alphabet=alphabet,
-      show_progress=False,
+    vocab_size=vocab_size,
+    special_tokens=[END_OF_TEXT],
+    initial_alphabet=alphabet,
+    show_progress=False,
   )
   bpe.train_from_iterator(texts, trainer)
   return transformers.PreTrainedTokenizerFast(
-      tokenizer_object=bpe,
-      eos_token=END_OF_TEXT,
-      bos_token=END_OF_TEXT,
-      model_max_length=context,
-      clean_up_tokenization_spaces=False,
+    tokenizer_object=bpe,
+    eos_token=END_OF_TEXT,
+    bos_token=END_OF_TEXT,
+    model_max_length=context,
+    clean_up_tokenization_spaces=False,
   )

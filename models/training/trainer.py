@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from collections.abc import Iterator
 import dataclasses
+import hashlib
 import json
 import pathlib
 import time
@@ -45,10 +46,10 @@ class TrainConfig:
   num_steps: int = 2400
   batch_tokens: int = 4096
   phases: tuple[tuple[float, int], ...] = (
-      (0.65, 128),
-      (0.20, 256),
-      (0.10, 512),
-      (0.05, 1024),
+    (0.65, 128),
+    (0.20, 256),
+    (0.10, 512),
+    (0.05, 1024),
   )
   learning_rate: float = 5e-3
   warmup_steps: int = 50
@@ -60,14 +61,14 @@ class TrainConfig:
   def __post_init__(self):
     if not 0 <= self.warmup_steps < self.num_steps:
       raise ValueError(
-          f'warmup_steps must be below num_steps={self.num_steps}, got'
-          f' {self.warmup_steps}'
+        f'warmup_steps must be below num_steps={self.num_steps}, got'
+        f' {self.warmup_steps}'
       )
     for fraction, length in self.phases:
       if fraction <= 0 or not 1 <= length <= self.batch_tokens:
         raise ValueError(
-            'every phase needs a positive fraction and a length of at most'
-            f' batch_tokens={self.batch_tokens}, got {(fraction, length)}'
+          'every phase needs a positive fraction and a length of at most'
+          f' batch_tokens={self.batch_tokens}, got {(fraction, length)}'
         )
 
   def window_length(self, step: int) -> int:
@@ -95,9 +96,9 @@ class Progress:
   def __str__(self):
     minutes, seconds = divmod(round(self.seconds_left), 60)
     return (
-        f'step {self.step:6d}  loss {self.train_loss:.3f}  held out'
-        f' {self.held_out_loss:.3f}  {self.tokens_per_second:7.0f} tokens/s '
-        f' {minutes:3d}:{seconds:02d} left'
+      f'step {self.step:6d}  loss {self.train_loss:.3f}  held out'
+      f' {self.held_out_loss:.3f}  {self.tokens_per_second:7.0f} tokens/s '
+      f' {minutes:3d}:{seconds:02d} left'
     )
 
 
@@ -112,37 +113,38 @@ def write_once(path: pathlib.Path, record: dict[str, Any]) -> None:
     return
   saved = json.loads(path.read_text())
   changed = [
-      f'{key}: {saved.get(key)} then, {record.get(key)} now'
-      for key in sorted(saved.keys() | record.keys())
-      if saved.get(key) != record.get(key)
+    f'{key}: {saved.get(key)} then, {record.get(key)} now'
+    for key in sorted(saved.keys() | record.keys())
+    if saved.get(key) != record.get(key)
   ]
   if changed:
     raise ValueError(
-        f'{path.parent} holds another run ({"; ".join(changed)}); give the same'
-        ' flags to resume it, or another --workdir'
+      f'{path.parent} holds another run ({"; ".join(changed)}); give the same'
+      ' flags to resume it, or another --workdir'
     )
 
 
 def _not_a_number(what: str) -> FloatingPointError:
   return FloatingPointError(
-      f'{what} is not a number; start again in another workdir with a lower'
-      ' learning rate'
+    f'{what} is not a number; start again in another workdir with a lower'
+    ' learning rate'
   )
 
 
 def _fingerprint(tokens: np.ndarray) -> str:
-  return f'{len(tokens)} tokens, checksum {int(tokens.astype(np.int64).sum())}'
+  digest = hashlib.blake2b(tokens.tobytes(), digest_size=8).hexdigest()
+  return f'{len(tokens)} tokens, {digest}'
 
 
 def train(
-    model_config: GPT2Config,
-    config: TrainConfig,
-    train_tokens: np.ndarray,
-    held_out_tokens: np.ndarray,
-    *,
-    workdir: pathlib.Path,
-    teacher: Teacher | None = None,
-    report: Callable[[Progress], None] = print,
+  model_config: GPT2Config,
+  config: TrainConfig,
+  train_tokens: np.ndarray,
+  held_out_tokens: np.ndarray,
+  *,
+  workdir: pathlib.Path,
+  teacher: Teacher | None = None,
+  report: Callable[[Progress], None] = print,
 ) -> tuple[GPT2, list[Progress]]:
   """Trains to `config.num_steps`, from the last checkpoint if there is one.
 
@@ -167,25 +169,25 @@ def train(
   longest = max(length for _, length in config.phases)
   if longest > model_config.num_positions:
     raise ValueError(
-        f'windows of {longest} tokens exceed the context of'
-        f' {model_config.num_positions}'
+      f'windows of {longest} tokens exceed the context of'
+      f' {model_config.num_positions}'
     )
   write_once(
-      workdir / 'run.json',
-      {
-          'model': dataclasses.asdict(model_config),
-          'train': dataclasses.asdict(config),
-          'data': _fingerprint(train_tokens),
-          'teacher': teacher.name if teacher else None,
-      },
+    workdir / 'run.json',
+    {
+      'model': dataclasses.asdict(model_config),
+      'train': dataclasses.asdict(config),
+      'data': _fingerprint(train_tokens),
+      'teacher': teacher.name if teacher else None,
+    },
   )
   model = GPT2(model_config, rngs=nnx.Rngs(config.seed))
   graph, variables = nnx.split(model)
   params = nnx.to_pure_dict(variables)
   optimizer = make_optimizer(
-      learning_rate=config.learning_rate,
-      warmup_steps=config.warmup_steps,
-      num_steps=config.num_steps,
+    learning_rate=config.learning_rate,
+    warmup_steps=config.warmup_steps,
+    num_steps=config.num_steps,
   )
   state = {'params': params, 'optimizer': optimizer.init(params)}
   loss_fn = make_loss(graph, dtype=jnp.dtype(config.dtype), teacher=teacher)
@@ -195,7 +197,7 @@ def train(
   def train_step(state, batch):
     loss, grads = jax.value_and_grad(loss_fn)(state['params'], batch)
     updates, optimizer_state = optimizer.update(
-        grads, state['optimizer'], state['params']
+      grads, state['optimizer'], state['params']
     )
     params = optax.apply_updates(state['params'], updates)
     return {'params': params, 'optimizer': optimizer_state}, loss
@@ -203,13 +205,13 @@ def train(
   def held_out_loss(params, length) -> float:
     batch_size = max(1, config.batch_tokens // length)
     losses = [
-        eval_loss(params, batch)
-        for batch in corpus.held_out_batches(
-            held_out_tokens,
-            batch_size=batch_size,
-            length=length,
-            limit=max(1, config.eval_tokens // (batch_size * length)),
-        )
+      eval_loss(params, batch)
+      for batch in corpus.held_out_batches(
+        held_out_tokens,
+        batch_size=batch_size,
+        length=length,
+        limit=max(1, config.eval_tokens // (batch_size * length)),
+      )
     ]
     return float(np.mean(jax.device_get(losses)))
 
@@ -217,11 +219,11 @@ def train(
     for step in range(start, config.num_steps):
       length = config.window_length(step)
       yield corpus.training_batch(
-          train_tokens,
-          step=step,
-          seed=config.seed,
-          batch_size=config.batch_tokens // length,
-          length=length,
+        train_tokens,
+        step=step,
+        seed=config.seed,
+        batch_size=config.batch_tokens // length,
+        length=length,
       )
 
   with _checkpoints(workdir) as manager:
@@ -245,14 +247,14 @@ def train(
       seconds, clock = time.monotonic() - clock, time.monotonic()
       done = curve[-1].tokens if curve else 0
       curve.append(
-          Progress(
-              step=step,
-              tokens=done + tokens_since,
-              train_loss=float(np.mean(losses)),
-              held_out_loss=evaluated,
-              tokens_per_second=tokens_since / seconds,
-              seconds_left=seconds / len(losses) * (config.num_steps - step),
-          )
+        Progress(
+          step=step,
+          tokens=done + tokens_since,
+          train_loss=float(np.mean(losses)),
+          held_out_loss=evaluated,
+          tokens_per_second=tokens_since / seconds,
+          seconds_left=seconds / len(losses) * (config.num_steps - step),
+        )
       )
       report(curve[-1])
       _save(manager, step, state, curve, workdir)
@@ -262,18 +264,18 @@ def train(
 
 def _checkpoints(workdir: pathlib.Path) -> ocp.CheckpointManager:
   return ocp.CheckpointManager(
-      (workdir / 'checkpoints').absolute(),
-      options=ocp.CheckpointManagerOptions(max_to_keep=2),
+    (workdir / 'checkpoints').absolute(),
+    options=ocp.CheckpointManagerOptions(max_to_keep=2),
   )
 
 
 def _save(manager, step, state, curve, workdir) -> None:
   record = [dataclasses.asdict(progress) for progress in curve]
   manager.save(
-      step,
-      args=ocp.args.Composite(
-          state=ocp.args.StandardSave(state), curve=ocp.args.JsonSave(record)
-      ),
+    step,
+    args=ocp.args.Composite(
+      state=ocp.args.StandardSave(state), curve=ocp.args.JsonSave(record)
+    ),
   )
   (workdir / 'loss_curve.json').write_text(json.dumps(record, indent=1) + '\n')
 
@@ -282,12 +284,12 @@ def _restore(manager, state) -> tuple[Any, list[Progress]]:
   if manager.latest_step() is None:
     return state, []
   restored = manager.restore(
-      manager.latest_step(),
-      args=ocp.args.Composite(
-          state=ocp.args.StandardRestore(
-              jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
-          ),
-          curve=ocp.args.JsonRestore(),
+    manager.latest_step(),
+    args=ocp.args.Composite(
+      state=ocp.args.StandardRestore(
+        jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
       ),
+      curve=ocp.args.JsonRestore(),
+    ),
   )
   return restored['state'], [Progress(**line) for line in restored['curve']]
