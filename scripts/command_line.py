@@ -1,11 +1,16 @@
 """How every script here starts, and how it reports bad input."""
 
 from collections.abc import Callable
+import os
 import pathlib
 import sys
 
 from absl import app
 from absl import logging
+
+# Read when transformers is imported: it would advise to install torch, of which
+# only its configs and tokenizers, which are all that is used here, are free.
+os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
 
 
 def run(main: Callable[[], None]) -> None:
