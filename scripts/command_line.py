@@ -8,8 +8,8 @@ import sys
 from absl import app
 from absl import logging
 
-# Read when transformers is imported: it would advise to install torch, of which
-# only its configs and tokenizers, which are all that is used here, are free.
+# Read when transformers is imported, which would else advise installing torch;
+# only its configs and tokenizers are used here.
 os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
 
 
