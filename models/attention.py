@@ -10,6 +10,8 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from models.matmul import precision
+
 # Finite, so that a row that sees nothing (padding) gives numbers, not NaN.
 _MASKED_SCORE = -1e30
 
@@ -24,11 +26,19 @@ def _probabilities(scores: jax.Array, mask: jax.Array) -> jax.Array:
 
 def _batched(query, key, value, mask, *, scale):
   scores = scale * jnp.einsum(
-    'blhd,bshd->bhls', query, key, preferred_element_type=jnp.float32
+    'blhd,bshd->bhls',
+    query,
+    key,
+    precision=precision(value.dtype),
+    preferred_element_type=jnp.float32,
   )
   probs = _probabilities(scores, mask[:, None]).astype(value.dtype)
   return jnp.einsum(
-    'bhls,bshd->blhd', probs, value, preferred_element_type=jnp.float32
+    'bhls,bshd->blhd',
+    probs,
+    value,
+    precision=precision(value.dtype),
+    preferred_element_type=jnp.float32,
   )
 
 
@@ -53,6 +63,7 @@ def _block_diagonal(query, key, value, mask, *, scale):
       queries.reshape(length * heads, heads * width),
       key.reshape(-1, heads * width),
       (((1,), (1,)), ((), ())),
+      precision=precision(value.dtype),
       preferred_element_type=jnp.float32,
     )
     scores = scores.reshape(length, heads, -1)
@@ -61,6 +72,7 @@ def _block_diagonal(query, key, value, mask, *, scale):
       probs.reshape(length * heads, -1),
       value.reshape(-1, heads * width),
       (((1,), (0,)), ((), ())),
+      precision=precision(value.dtype),
       preferred_element_type=jnp.float32,
     )
     mixed = mixed.reshape(length, heads, heads, width)

@@ -61,9 +61,8 @@ class Report:
 
   def write(self, path: str) -> None:
     """Writes all of it as JSON."""
-    file = pathlib.Path(path)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(dataclasses.asdict(self), indent=1) + '\n')
+    text = json.dumps(dataclasses.asdict(self), indent=1) + '\n'
+    pathlib.Path(path).write_text(text)
 
   def __str__(self):
     lines = [
@@ -76,9 +75,16 @@ class Report:
         f'{name:18}{arm["tokens_per_second"]:9.2f}{arm["speed"]:6.2f}x'
         f'{low:6.2f} {middle:4.2f} {high:4.2f}'
         f'{arm["block_efficiency"]:11.2f}{arm["relative_bandwidth"]:10.3f}'
-        f'{len(arm["flips"]):6}'
+        f'{"-" if arm["flips"] is None else len(arm["flips"]):>6}'
       )
     return '\n'.join(lines)
+
+
+def prepare_output(path: str) -> None:
+  """Fails now, not after the measurements, where a file cannot be written."""
+  file = pathlib.Path(path)
+  file.parent.mkdir(parents=True, exist_ok=True)
+  file.touch()
 
 
 def describe_machine() -> dict[str, Any]:
@@ -134,12 +140,19 @@ def run(
     settings: recorded as they are.
 
   Returns:
-    The report. Its `flips` list the rows whose tokens differ from those of
-    plain decoding in the same dtype, each with the margin of the choice.
+    The report. Its `flips` list the rows whose tokens differ from those of the
+    plain arm of the same dtype, each with the margin of the choice; None if
+    there is no such arm.
 
   Raises:
     ValueError: bad input; says what.
   """
+  if len(set(arms)) < len(arms):
+    raise ValueError(f'--arms has repetitions: {[str(arm) for arm in arms]}')
+  if max_new_tokens < 1:
+    raise ValueError(
+      f'--max_new_tokens must be at least 1, got {max_new_tokens}'
+    )
   if draft is None and any(arm.method != 'plain' for arm in arms):
     raise ValueError('only the arm plain works without a draft; give --draft')
   if not 1 <= batch_size <= len(prompts):
@@ -185,7 +198,10 @@ def run(
   figures = benchmarking.summarize_arms(results, baseline=str(arms[0]))
   for arm in arms:
     plain = str(dataclasses.replace(arm, method='plain'))
-    reference = results.get(plain, results[str(arm)])
+    if plain not in results:
+      figures[str(arm)]['flips'] = None  # nothing to compare with
+      continue
+    reference = results[plain]
     figures[str(arm)]['flips'] = [
       dataclasses.asdict(flip)
       | {

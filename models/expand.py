@@ -27,7 +27,6 @@ from models.gpt2 import GPT2
 from models.gpt2 import GPT2Config
 
 _NEW_STDDEV = 0.02
-_TOKENIZER_FILES = ('tokenizer.json', 'tokenizer_config.json', 'vocab.json')
 
 
 def _repeat(array: np.ndarray, axis: int, factor: int, group: int):
@@ -143,7 +142,7 @@ def expand_pretrained(
   """
   folder = hub.locate(name)
   tokenizer = None
-  if any((folder / file).exists() for file in _TOKENIZER_FILES):
+  if hub.has_tokenizer(folder):
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
   expanded = expand(
     hub.load_module(folder),

@@ -66,6 +66,12 @@ def locate(name: str, *, revision: str | None = None) -> pathlib.Path:
   return pathlib.Path(fetched)
 
 
+def has_tokenizer(folder: pathlib.Path) -> bool:
+  """Whether a folder holds a tokenizer; transformers may invent one if not."""
+  names = ('tokenizer.json', 'vocab.json', 'tokenizer_config.json')
+  return any((folder / name).exists() for name in names)
+
+
 def _weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
   if (folder / _SINGLE).exists():
     return [folder / _SINGLE]

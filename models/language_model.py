@@ -1,28 +1,23 @@
 """From a module with weights to the pure functions that decoding wants."""
 
+import functools
+
 from flax import nnx
 import jax
 import jax.numpy as jnp
 
 from models.gpt2 import GPT2
+from models.gpt2 import GPT2Config
 from specdec import cache as kv
 from specdec.model import LanguageModel
 from specdec.model import Model
 
 
-def as_model(module: GPT2) -> Model:
-  """Splits a module once; from here on there are only pytrees.
-
-  Args:
-    module: with its weights; shared with the result, not copied.
-
-  Returns:
-    The model as `specdec` decodes it.
-  """
-  config = module.config
-  graph, variables = nnx.split(module)
-  params = nnx.to_pure_dict(variables)
-  dtype = params['wte']['embedding'].dtype
+@functools.cache
+def _definition(
+  graph: nnx.GraphDef, config: GPT2Config, dtype: jnp.dtype, weight_bytes: int
+) -> LanguageModel:
+  """One record per shape, so that loading a model again does not recompile."""
 
   def apply(params, tokens, positions, mask, cache):
     return nnx.merge(graph, params)(tokens, positions, mask, cache)
@@ -37,24 +32,36 @@ def as_model(module: GPT2) -> Model:
       dtype=dtype,
     )
 
-  def num_bytes(tree):
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+  return LanguageModel(
+    apply=apply,
+    init_cache=init_cache,
+    vocab_size=config.vocab_size,
+    max_positions=config.num_positions,
+    weight_bytes=weight_bytes,
+    cache_bytes_per_slot=2 * config.num_layers * config.width * dtype.itemsize,
+  )
 
+
+def as_model(module: GPT2) -> Model:
+  """Splits a module once; from here on there are only pytrees.
+
+  Args:
+    module: with its weights; shared with the result, not copied.
+
+  Returns:
+    The model as `specdec` decodes it.
+  """
+  config = module.config
+  graph, variables = nnx.split(module)
+  params = nnx.to_pure_dict(variables)
+  num_bytes = lambda tree: sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
   # A forward looks up a few rows of the embeddings; it reads all of the token
   # embedding only where that is the head.
-  looked_up = num_bytes(params['wpe'])
+  weight_bytes = num_bytes(params) - num_bytes(params['wpe'])
   if not config.tie_embeddings:
-    looked_up += num_bytes(params['wte'])
+    weight_bytes -= num_bytes(params['wte'])
+  dtype = jnp.dtype(params['wte']['embedding'].dtype)
   return Model(
     params=params,
-    definition=LanguageModel(
-      apply=apply,
-      init_cache=init_cache,
-      vocab_size=config.vocab_size,
-      max_positions=config.num_positions,
-      weight_bytes=num_bytes(params) - looked_up,
-      cache_bytes_per_slot=(
-        2 * config.num_layers * config.width * jnp.dtype(dtype).itemsize
-      ),
-    ),
+    definition=_definition(graph, config, dtype, weight_bytes),
   )

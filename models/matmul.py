@@ -1,9 +1,9 @@
 """The one matrix product of every model here, shaped for the machine it is on.
 
 Weights are stored `[out, in]` and contracted over their last axis, with
-float32 results whatever the weight dtype. On CPU that is 2 to 10 times faster
-than the alternatives (docs/cpu.md has the table), and a single bfloat16 row is
-padded to two, because XLA's one-row bfloat16 product misses the fast path.
+float32 results whatever the weight dtype: on CPU by far the fastest way to
+multiply a few bfloat16 rows (docs/cpu.md has the table). A single bfloat16 row
+is padded to two, because XLA's one-row bfloat16 product misses the fast path.
 """
 
 import jax
@@ -11,11 +11,18 @@ from jax import lax
 import jax.numpy as jnp
 
 
+def precision(dtype: jnp.dtype) -> lax.Precision:
+  """Makes float32 mean float32: by default GPUs and TPUs round its operands."""
+  exact = dtype == jnp.float32
+  return lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
+
+
 def _contract(x: jax.Array, weight: jax.Array) -> jax.Array:
   return lax.dot_general(
     x,
     weight,
     (((1,), (1,)), ((), ())),
+    precision=precision(weight.dtype),
     preferred_element_type=jnp.float32,
   )
 

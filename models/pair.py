@@ -42,28 +42,41 @@ class Pair:
 
 
 def _load_tokenizer(folder: pathlib.Path):
+  if not hub.has_tokenizer(folder):
+    raise ValueError(f'{folder} has no tokenizer; copy that of the model there')
   try:
     return transformers.AutoTokenizer.from_pretrained(folder)
   except (OSError, ValueError) as error:
     raise ValueError(f'{folder} has no usable tokenizer: {error}') from error
 
 
-def _eos_ids(folder: pathlib.Path, tokenizer) -> tuple[int, ...]:
-  """From generation_config.json, else config.json, else the tokenizer."""
+def _eos_ids(
+  folder: pathlib.Path, tokenizer, vocab_size: int
+) -> tuple[int, ...]:
+  """From generation_config.json, else config.json, else the tokenizer.
+
+  Ids outside the vocabulary are passed over: configs in the wild keep GPT-2's
+  50256 with smaller vocabularies.
+  """
+  stated = []
   for name in ('generation_config.json', 'config.json'):
     path = folder / name
-    if not path.exists():
-      continue
-    eos = json.loads(path.read_text('utf-8')).get('eos_token_id')
-    if eos is not None:
-      return tuple(eos) if isinstance(eos, list) else (eos,)
-  eos = tokenizer.eos_token_id
-  return () if eos is None else (eos,)
+    if path.exists():
+      try:
+        stated.append(json.loads(path.read_text('utf-8')).get('eos_token_id'))
+      except (AttributeError, ValueError) as error:
+        raise ValueError(f'{path} is not a JSON object: {error}') from error
+  for eos in (*stated, tokenizer.eos_token_id):
+    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    usable = tuple(token for token in ids if 0 <= token < vocab_size)
+    if usable:
+      return usable
+  return ()
 
 
 def _check_same_tokens(target_folder, draft_folder, tokenizer):
   """Refuses a draft whose token ids mean other text: it would never agree."""
-  if not any((draft_folder / name).exists() for name in _TOKENIZER_FILES):
+  if not hub.has_tokenizer(draft_folder):
     return  # A bare draft; its vocabulary size is checked when decoding.
   ours = tokenizer.get_vocab()
   theirs = _load_tokenizer(draft_folder).get_vocab()
@@ -77,9 +90,6 @@ def _check_same_tokens(target_folder, draft_folder, tokenizer):
   )
 
 
-_TOKENIZER_FILES = ('tokenizer.json', 'vocab.json', 'tokenizer_config.json')
-
-
 def load_pair(
   target: str,
   draft: str | None,
@@ -91,7 +101,7 @@ def load_pair(
 
   Args:
     target: `demo`, a folder or a hub id, see `hub.locate`.
-    draft: likewise (`demo-draft` is the embedded one), or None.
+    draft: likewise, but `demo` is the embedded draft; or None.
     dtype: of both models' matrices, float32 or bfloat16.
     revision: of the target, on the hub.
 
@@ -105,12 +115,13 @@ def load_pair(
   tokenizer = _load_tokenizer(folder)
   draft_model = None
   if draft is not None:
-    draft_folder = hub.locate(draft)
+    draft_folder = hub.locate('demo-draft' if draft == 'demo' else draft)
     _check_same_tokens(folder, draft_folder, tokenizer)
     draft_model = as_model(hub.load_module(draft_folder, dtype=dtype))
+  target_model = as_model(hub.load_module(folder, dtype=dtype))
   return Pair(
-    target=as_model(hub.load_module(folder, dtype=dtype)),
+    target=target_model,
     draft=draft_model,
     tokenizer=tokenizer,
-    eos_ids=_eos_ids(folder, tokenizer),
+    eos_ids=_eos_ids(folder, tokenizer, target_model.definition.vocab_size),
   )

@@ -12,7 +12,9 @@ _ARMS = flags.DEFINE_list(
   ['plain', 'chain'],
   'method or method:dtype, the first is the baseline; dtype: see --dtype',
 )
-_NUM_PROMPTS = flags.DEFINE_integer('num_prompts', None, 'default: all')
+_NUM_PROMPTS = flags.DEFINE_integer(
+  'num_prompts', None, 'default: all', lower_bound=1
+)
 _BATCH_SIZE = flags.DEFINE_integer('batch_size', 1, 'prompts per batch')
 _OUTPUT = flags.DEFINE_string('output', None, 'JSON file to write')
 
@@ -23,6 +25,8 @@ def main() -> None:
   if options.PROMPT_FILE.value is None:
     raise ValueError('--prompt_file is needed: a file of prompts')
   arms = [benchmark.parse_arm(arm, options.DTYPE.value) for arm in _ARMS.value]
+  if _OUTPUT.value:
+    benchmark.prepare_output(_OUTPUT.value)
   report = benchmark.run(
     options.read_prompts(options.PROMPT_FILE.value, _NUM_PROMPTS.value),
     arms=arms,

@@ -12,12 +12,16 @@ from absl import logging
 # only its configs and tokenizers are used here.
 os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
 
+# Besides bad values: a file that cannot be written, a seed of too many digits,
+# a training run that diverged.
+_BAD_INPUT = (ValueError, OSError, OverflowError, FloatingPointError)
+
 
 def run(main: Callable[[], None]) -> None:
   """`app.run`, with bad input reported in one line instead of a traceback.
 
   Args:
-    main: called once the flags are parsed; a `ValueError` from it is bad input.
+    main: called once the flags are parsed.
   """
 
   def checked(argv):
@@ -25,8 +29,9 @@ def run(main: Callable[[], None]) -> None:
       raise app.UsageError(f'unexpected argument {argv[1]!r}')
     try:
       main()
-    except ValueError as error:
-      print(f'{pathlib.Path(argv[0]).name}: {error}', file=sys.stderr)
+    except _BAD_INPUT as error:
+      message = ' '.join(str(error).split())
+      print(f'{pathlib.Path(argv[0]).name}: {message}', file=sys.stderr)
       sys.exit(2)
 
   logging.set_verbosity(logging.WARNING)  # JAX lists the backends it lacks.

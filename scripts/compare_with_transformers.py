@@ -12,7 +12,9 @@ from absl import flags
 import command_line
 import decoding_flags as options
 
-_NUM_PROMPTS = flags.DEFINE_integer('num_prompts', 20, 'the first so many')
+_NUM_PROMPTS = flags.DEFINE_integer(
+  'num_prompts', 20, 'the first so many', lower_bound=1
+)
 
 
 def main() -> None:
@@ -26,14 +28,20 @@ def main() -> None:
 
   if options.PROMPT_FILE.value is None:
     raise ValueError('--prompt_file is needed: a file of prompts')
+  if (
+    options.sampling() != specdec.Sampling() or options.DTYPE.value != 'float32'
+  ):
+    raise ValueError('the comparison is greedy and in float32')
   prompts = options.read_prompts(options.PROMPT_FILE.value, _NUM_PROMPTS.value)
   name = options.TARGET.value
-  pair = load_pair(name, options.draft_name())
+  pair = load_pair(name, options.draft_name(), revision=options.REVISION.value)
   peer: Any = transformers.AutoModelForCausalLM.from_pretrained(
-    hub.locate(name), dtype=torch.float32
+    hub.locate(name, revision=options.REVISION.value), dtype=torch.float32
   )
   limit = options.MAX_NEW_TOKENS.value
-  methods = {'plain': None, 'chain': pair.draft}
+  methods: dict[str, specdec.Model | None] = {'plain': None}
+  if pair.draft is not None:
+    methods['chain'] = pair.draft
   equal = dict.fromkeys(methods, 0)
   for prompt in prompts:
     ids = pair.encode(prompt)
@@ -53,6 +61,8 @@ def main() -> None:
       )
       equal[method] += result.tokens[0] == expected
   print(json.dumps({'prompts': len(prompts), 'equal': equal}))
+  if any(count < len(prompts) for count in equal.values()):
+    raise ValueError('some prompts differ')
 
 
 if __name__ == '__main__':

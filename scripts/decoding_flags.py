@@ -59,13 +59,13 @@ def sampling() -> specdec.Sampling:
 
 
 def draft_name() -> str | None:
-  """What `--draft` says, in the terms of `models.hub.locate`."""
-  return {'demo': 'demo-draft', 'none': None}.get(DRAFT.value, DRAFT.value)
+  """What `--draft` says, in the terms of `models.pair.load_pair`."""
+  return None if DRAFT.value == 'none' else DRAFT.value
 
 
-def dtype(name: str | None = None) -> jnp.dtype:
-  """`--dtype`, or another of its values."""
-  return jnp.dtype(name or DTYPE.value)
+def dtype() -> jnp.dtype:
+  """What `--dtype` says."""
+  return jnp.dtype(DTYPE.value)
 
 
 def read_prompts(name: str, limit: int | None = None) -> list[str]:
@@ -83,7 +83,7 @@ def read_prompts(name: str, limit: int | None = None) -> list[str]:
     text = path.read_text('utf-8')
   except (OSError, UnicodeDecodeError) as error:
     raise ValueError(f'--prompt_file={path} cannot be read: {error}') from error
-  numbered = enumerate(text.splitlines(), 1)
+  numbered = enumerate(text.split('\n'), 1)  # JSON may hold other line ends
   lines = [(number, line) for number, line in numbered if line.strip()]
   if not lines or (limit and len(lines) < limit):
     raise ValueError(
@@ -99,6 +99,10 @@ def read_prompts(name: str, limit: int | None = None) -> list[str]:
           f'--prompt_file={path}, line {number}: expected a JSON object with'
           ' the key prompt'
         ) from error
+      if not isinstance(line, str):
+        raise ValueError(
+          f'--prompt_file={path}, line {number}: prompt must be a string'
+        )
     prompts.append(line)
   return prompts
 

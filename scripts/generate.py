@@ -24,6 +24,8 @@ def main() -> None:
     raise ValueError(
       f'--batch_size must be at least 1, got {_BATCH_SIZE.value}'
     )
+  if _PROMPT.present and options.PROMPT_FILE.value is not None:
+    raise ValueError('give --prompt or --prompt_file, not both')
   if options.PROMPT_FILE.value is None:
     prompts = [_PROMPT.value] * _BATCH_SIZE.value
   else:

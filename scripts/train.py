@@ -53,6 +53,11 @@ def main() -> None:
     corpus=Corpus(folder=_CORPUS.value, pattern=_PATTERN.value),
     config=TrainConfig(
       num_steps=_STEPS.value,
+      warmup_steps=min(TrainConfig.warmup_steps, _STEPS.value // 10),
+      phases=tuple(
+        (part, min(length, _BATCH_TOKENS.value))
+        for part, length in TrainConfig.phases
+      ),
       batch_tokens=_BATCH_TOKENS.value,
       learning_rate=_RATE.value,
       seed=_SEED.value,

@@ -97,7 +97,7 @@ def summarize(
     `target_forwards`, `draft_forwards` and `new_tokens`, summed over rows;
     `block_efficiency`, tokens per target forward (0 if nothing was asked for);
     `accepted_histogram`, whose entry i counts the forwards that emitted i + 1
-    tokens; `relative_bandwidth`.
+    tokens, after the stop rule; `relative_bandwidth`.
   """
   counters = jax.device_get(counters)
   forwards = int(counters.target_forwards.sum())

@@ -73,6 +73,8 @@ class Corpus:
     self, tokenizer: PreTrainedTokenizerBase, *, held_out: bool
   ) -> np.ndarray:
     """All files of one split as one int32 array, `<|endoftext|>` after each."""
+    if tokenizer.eos_token_id is None:
+      raise ValueError('the tokenizer has no end-of-text token; set eos_token')
     parts = []
     for text in self.texts(held_out=held_out):
       ids = tokenizer.backend_tokenizer.encode(text).ids

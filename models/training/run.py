@@ -2,7 +2,6 @@
 
 import dataclasses
 import pathlib
-import shutil
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +14,7 @@ from models.training.loss import Teacher
 from models.training.tokenizer import train_tokenizer
 from models.training.trainer import train
 from models.training.trainer import TrainConfig
+from models.training.trainer import write_curve
 from models.training.trainer import write_once
 
 
@@ -114,7 +114,7 @@ def run(
     # May be padded: a draft must have the very vocabulary of its target.
     num_tokens = module.config.vocab_size
     teacher = Teacher(teacher_folder, module)
-  model, _ = train(
+  model, curve = train(
     GPT2Config(vocab_size=num_tokens, **dataclasses.asdict(shape)),
     dataclasses.replace(config, phases=_within(config.phases, shape)),
     _tokens(corpus, tokenizer, workdir, held_out=False),
@@ -125,5 +125,5 @@ def run(
   hub.save_pretrained(
     model, output, tokenizer=tokenizer, dtype=jnp.dtype(output_dtype)
   )
-  shutil.copy(workdir / 'loss_curve.json', output)
+  write_curve(output / 'loss_curve.json', curve)
   print(f'wrote {output}')

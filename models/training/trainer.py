@@ -277,7 +277,15 @@ def _save(manager, step, state, curve, workdir) -> None:
       state=ocp.args.StandardSave(state), curve=ocp.args.JsonSave(record)
     ),
   )
-  (workdir / 'loss_curve.json').write_text(json.dumps(record, indent=1) + '\n')
+  write_curve(workdir / 'loss_curve.json', curve)
+
+
+def write_curve(path: pathlib.Path, curve: list[Progress]) -> None:
+  """Writes a loss curve as JSON, all of it or nothing."""
+  record = [dataclasses.asdict(progress) for progress in curve]
+  partial = path.with_suffix('.partial')
+  partial.write_text(json.dumps(record, indent=1) + '\n')
+  partial.rename(path)
 
 
 def _restore(manager, state) -> tuple[Any, list[Progress]]:
