@@ -15,8 +15,8 @@ from models.matmul import precision
 # Finite, so that a row that sees nothing (padding) gives numbers, not NaN.
 _MASKED_SCORE = -1e30
 
-# Up to so many queries times heads, one product of all heads beats one per
-# head on CPU although most of its multiplications are by zero (docs/cpu.md).
+# Up to so many queries times heads, one product of all heads beats the
+# batched product on CPU although most of its multiplications are by zero (docs/cpu.md).
 _MAX_BLOCK_DIAGONAL_ROWS = 160
 
 
@@ -51,8 +51,7 @@ def _block_diagonal(query, key, value, mask, *, scale):
       .  q1 .    x    (k0 k1 k2)' (slot 1) ...  =   q1.k1 q1.k1' ...  (head 1)
       .  .  q2                                      q2.k2 q2.k2' ...  (head 2)
 
-  so the cache is read as it lies, slot by slot, with no slice per head; XLA's
-  CPU backend copies such slices and has no fast batched product.
+  so the cache is read as it lies, slot by slot, with no slice per head.
   """
   length, heads, width = query.shape[1:]
   own = jnp.eye(heads, dtype=bool)[:, :, None]  # [H, H, 1]

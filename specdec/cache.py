@@ -53,8 +53,7 @@ def init_cache(
 
 
 def _write(slots: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
-  # Row by row: a vmapped update would lower to a scatter, which XLA runs as a
-  # serial loop on CPU and cannot do in place on TPU.
+  # Row by row: a vmapped update at per-row offsets would lower to a scatter.
   zero = jnp.zeros((), start.dtype)
   for row in range(slots.shape[0]):
     index = (jnp.array(row, start.dtype), start[row], zero, zero)
