@@ -15,8 +15,8 @@ from models.matmul import precision
 # Finite, so that a row that sees nothing (padding) gives numbers, not NaN.
 _MASKED_SCORE = -1e30
 
-# Up to so many queries times heads, one product of all heads beats the
-# batched product on CPU although most of its multiplications are by zero (docs/cpu.md).
+# Up to so many queries times heads, one product of all heads beats the batched
+# product on CPU although most of its multiplications are by zero (docs/cpu.md).
 _MAX_BLOCK_DIAGONAL_ROWS = 160
 
 
