@@ -5,23 +5,39 @@ from specdec.cache import KVCache
 from specdec.decode import decode
 from specdec.decode import DecodeConfig
 from specdec.decode import DecodeResult
+from specdec.drafter import Drafter
+from specdec.drafter import staged
 from specdec.generation import generate
 from specdec.generation import Generation
 from specdec.model import LanguageModel
 from specdec.model import Model
 from specdec.sampling import Sampling
+from specdec.scorers.candidates import CandidateScorer
+from specdec.scorers.language_model import LanguageModelScorer
+from specdec.scorers.lookup import PromptLookup
+from specdec.scorers.ngram import NGram
+from specdec.topology import Topology
+from specdec.tree_config import TreeConfig
 
 __version__ = '0.1.0'
 
 __all__ = (
+  'CandidateScorer',
   'DecodeConfig',
   'DecodeResult',
+  'Drafter',
   'Generation',
   'KVCache',
   'LanguageModel',
+  'LanguageModelScorer',
   'Model',
+  'NGram',
+  'PromptLookup',
   'Sampling',
+  'Topology',
+  'TreeConfig',
   'decode',
   'generate',
   'init_cache',
+  'staged',
 )

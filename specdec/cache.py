@@ -7,7 +7,8 @@
 A forward writes its L new entries to the slots from `length` on; what may be
 seen is decided by the attention mask alone. So keeping entries is adding to
 `length`, and forgetting them is not doing so: stale slots are masked, then
-overwritten. The arrays themselves are never reordered.
+overwritten. After a token tree was verified, the entries of the accepted path
+move to the front of the tree's; nothing else is ever moved.
 """
 
 import flax.struct
@@ -84,4 +85,35 @@ def write(
   )
   return cache.replace(
     keys=replace(cache.keys, key), values=replace(cache.values, value)
+  )
+
+
+def keep(
+  cache: KVCache, start: jax.Array, slots: jax.Array, count: jax.Array
+) -> KVCache:
+  """Keeps some of the entries behind `length`, wherever they were written.
+
+      slot           4   5   6   7   8     length 4, start 5, slots (6, 8, 5)
+      before         r   x   a   y   b     count 2
+      after          r   a   b   x   .     length 7
+
+  Args:
+    cache: the cache; there must be room, `start + n <= S` in every row.
+    start: `[B]` int32, where the kept entries go; what lies between `length`
+      and `start` is kept as well.
+    slots: `[B, n]` int32, where they are.
+    count: `[B]` int32, how many of them to keep.
+
+  Returns:
+    The cache, its `length` now `start + count`.
+  """
+
+  def move(array):
+    kept = jnp.take_along_axis(array, slots[:, :, None, None], axis=1)
+    return _write(array, kept, start)
+
+  return cache.replace(
+    keys=tuple(map(move, cache.keys)),
+    values=tuple(map(move, cache.values)),
+    length=start + count,
   )

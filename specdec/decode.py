@@ -2,11 +2,12 @@
 
 Each step, for every row at once:
 
-    draft    g tokens after the root (none, for plain decoding)
-    verify   root and drafted tokens in one target forward
+    grow     a tree of guesses below the last token (none, for plain decoding)
+    verify   its best nodes in one target forward
     accept   as far as the target agrees, plus its own bonus token
 
-Rows advance by their own counts. Plain decoding is this loop with g = 0.
+Rows advance by their own counts. Plain decoding is this loop with a tree that
+is just its root.
 """
 
 import dataclasses
@@ -18,18 +19,28 @@ from jax import lax
 import jax.numpy as jnp
 
 from specdec.cache import KVCache
-from specdec.drafting import commit_chain
-from specdec.drafting import draft_chain
-from specdec.masks import causal_mask
+from specdec.drafter import Drafter
+from specdec.drafter import StageCounters
+from specdec.drafter import StageState
+from specdec.drafter import Step
+from specdec.growth import commit_stages
+from specdec.growth import grow
+from specdec.growth import init_stages
 from specdec.model import Model
-from specdec.sampling import choose
 from specdec.sampling import position_noise
 from specdec.sampling import Sampling
+from specdec.scorers.language_model import prefill
 from specdec.statistics import count_step
 from specdec.statistics import Counters
 from specdec.statistics import init_counters
-from specdec.verification import count_accepted
+from specdec.tree import init_tree
+from specdec.tree import NO_NODE
+from specdec.tree import select_best
+from specdec.tree import TokenTree
+from specdec.verification import commit
 from specdec.verification import count_emitted
+from specdec.verification import emitted_origins
+from specdec.verification import verify
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,13 +48,11 @@ class DecodeConfig:
   """What is static about a decode: changing it recompiles.
 
   Attributes:
-    num_draft_tokens: g, drafted per step; 0 is plain decoding.
     max_new_tokens: room in the buffers. The limit itself is dynamic and may be
       anything up to this.
     eos_ids: tokens that end a row; the emitted text includes them.
   """
 
-  num_draft_tokens: int = 0
   max_new_tokens: int = 128
   eos_ids: tuple[int, ...] = ()
 
@@ -54,12 +63,17 @@ class DecodeResult(flax.struct.PyTreeNode):
   Attributes:
     tokens: `[B, T]` int32, prompt and new tokens of each row, then garbage.
     length: `[B]` int32, how many of them are valid.
+    origins: `[B, T]` int32, who proposed each new token: 0 nobody, the target
+      found it itself; i the i-th of `Drafter.labels`.
     counters: see `specdec.statistics`.
+    stage_counters: of each stage, from the outermost in.
   """
 
   tokens: jax.Array
   length: jax.Array
+  origins: jax.Array
   counters: Counters
+  stage_counters: tuple[StageCounters, ...]
 
 
 class _LoopState(flax.struct.PyTreeNode):
@@ -69,27 +83,12 @@ class _LoopState(flax.struct.PyTreeNode):
   """
 
   tokens: jax.Array  # [B, T]
+  origins: jax.Array  # [B, T]
   length: jax.Array  # [B]
   done: jax.Array  # [B] bool
   target_cache: KVCache
-  draft_cache: KVCache | None
+  stages: StageState | None
   counters: Counters
-
-
-def _prefill(
-  model: Model, prompt: jax.Array, num_cached: jax.Array, num_slots: int
-) -> KVCache:
-  """A cache of each row's first `num_cached` tokens; logits are not computed.
-
-  (Nobody asks for them, so XLA removes the head.) Padding is fed too: no real
-  token can see it, and its slots are beyond `num_cached`.
-  """
-  batch_size, length = prompt.shape
-  cache = model.definition.init_cache(batch_size, num_slots)
-  positions = jnp.broadcast_to(jnp.arange(length), prompt.shape)
-  mask = causal_mask(cache.length, length, num_slots)
-  _, cache = model.apply(prompt, positions, mask, cache)
-  return cache.replace(length=num_cached)
 
 
 def _append(tokens, length, new, count):
@@ -102,10 +101,17 @@ def _append(tokens, length, new, count):
   return tokens.at[rows, index].set(new, mode='drop')
 
 
+def _select(drafter: Drafter, tree: TokenTree) -> tuple[TokenTree, jax.Array]:
+  """The nodes to verify, and where they were."""
+  if drafter.config.topology is not None:  # all of them
+    return tree, jnp.broadcast_to(jnp.arange(tree.capacity), tree.token.shape)
+  return jax.vmap(select_best, (0, None))(tree, drafter.config.num_nodes)
+
+
 @functools.partial(jax.jit, static_argnames='config')
 def decode(
   target: Model,
-  draft: Model | None,
+  drafter: Drafter | None,
   row_keys: jax.Array,
   prompt: jax.Array,
   prompt_length: jax.Array,
@@ -121,7 +127,7 @@ def decode(
 
   Args:
     target: the model whose output is kept exactly.
-    draft: guesses ahead; None if `config.num_draft_tokens` is 0.
+    drafter: guesses ahead; None is plain decoding.
     row_keys: `[B]` keys, one per row; consumed.
     prompt: `[B, P]` int32, padded at the end with any valid token.
     prompt_length: `[B]` int32, at least 1.
@@ -130,72 +136,92 @@ def decode(
     config: see `DecodeConfig`.
 
   Returns:
-    Tokens, lengths and counters. With equal arguments, every draft and every
-    `num_draft_tokens` gives equal tokens.
+    Tokens, lengths and counters. With equal arguments, every drafter gives
+    equal tokens.
   """
   batch_size, prompt_bucket = prompt.shape
-  num_drafted = config.num_draft_tokens
+  max_depth = 0 if drafter is None else drafter.max_depth
+  num_nodes = 1 if drafter is None else drafter.config.num_nodes
   vocab_size = target.definition.vocab_size
-  # A row at its limit still verifies until the others are done: one block more.
-  num_slots = prompt_bucket + config.max_new_tokens + num_drafted + 1
+  text_slots = prompt_bucket + config.max_new_tokens
   end = prompt_length + limit
-  offsets = jnp.arange(num_drafted + 1)[None]
+
+  def propose(state: _LoopState, noise) -> tuple[StageState | None, TokenTree]:
+    """The tree of guesses, as it is before some are selected."""
+    root = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, axis=1)
+    capacity = 1 if drafter is None else drafter.config.capacity
+    tree = jax.vmap(init_tree, (0, None))(root[:, 0], capacity)
+    if drafter is None or state.stages is None:
+      return None, tree
+    step = Step(
+      tokens=state.tokens,
+      length=state.length,
+      active=~state.done,
+      noise=noise,
+      sampling=sampling,
+      target_bytes=target.definition.weight_bytes,
+    )
+    return grow(
+      drafter,
+      state.stages,
+      tree,
+      step,
+      closed=jnp.zeros(tree.token.shape, bool),
+    )
 
   def step(state: _LoopState) -> _LoopState:
     length = state.length
-    positions = length[:, None] + offsets  # of the tokens to be chosen
+    positions = length[:, None] + jnp.arange(max_depth + 1)[None]
     noise = position_noise(row_keys, positions, vocab_size, sampling)
-    root = jnp.take_along_axis(state.tokens, length[:, None] - 1, axis=1)
-    if draft is None or state.draft_cache is None:
-      draft_cache, block = None, root
-    else:
-      chain = draft_chain(
-        draft,
-        state.draft_cache,
-        state.tokens,
-        length,
-        noise[:, :-1],
-        sampling,
-      )
-      draft_cache = chain.cache
-      block = jnp.concatenate([root, chain.tokens], axis=1)
-
-    logits, target_cache = target.apply(
-      block,
-      positions - 1,
-      causal_mask(length - 1, num_drafted + 1, num_slots),
-      state.target_cache,
-    )
-    chosen = choose(logits, noise, sampling)
-    accepted = count_accepted(block[:, 1:], chosen)
+    stages, grown = propose(state, noise)
+    tree, nodes = (grown, None) if drafter is None else _select(drafter, grown)
+    verdict = verify(target, state.target_cache, tree, noise, sampling)
     room = jnp.where(state.done, 0, end - length)
-    emitted, done = count_emitted(accepted, chosen, room, config.eos_ids)
-
-    if draft_cache is not None:
-      draft_cache = commit_chain(draft_cache, length, emitted, num_drafted)
+    emitted, done = count_emitted(
+      verdict.accepted, verdict.chosen, room, config.eos_ids
+    )
+    if drafter is not None and stages is not None and nodes is not None:
+      path = jnp.where(
+        verdict.path >= 0,
+        jnp.take_along_axis(nodes, jnp.maximum(verdict.path, 0), axis=1),
+        NO_NODE,
+      )
+      stages = commit_stages(drafter, stages, path, emitted - 1)
+    origins = emitted_origins(tree, verdict)
     return _LoopState(
-      tokens=_append(state.tokens, length, chosen, emitted),
+      tokens=_append(state.tokens, length, verdict.chosen, emitted),
+      origins=_append(state.origins, length, origins, emitted),
       length=length + emitted,
       done=state.done | done,
-      target_cache=target_cache.replace(length=target_cache.length + emitted),
-      draft_cache=draft_cache,
-      counters=count_step(state.counters, length, emitted),
+      target_cache=commit(verdict, emitted),
+      stages=stages,
+      counters=count_step(state.counters, length, tree.size, emitted),
     )
 
-  tokens = jnp.pad(prompt, ((0, 0), (0, num_slots - prompt_bucket)))
-  prefill = lambda model: _prefill(model, prompt, prompt_length - 1, num_slots)
+  tokens = jnp.pad(prompt, ((0, 0), (0, config.max_new_tokens)))
   final = lax.while_loop(
     lambda state: ~jnp.all(state.done),
     step,
     _LoopState(
       tokens=tokens,
+      origins=jnp.zeros_like(tokens),
       length=prompt_length,
       done=limit <= 0,
-      target_cache=prefill(target),
-      draft_cache=None if draft is None else prefill(draft),
-      counters=init_counters(batch_size, num_drafted),
+      # Rows that are done go on verifying until all are: one tree more.
+      target_cache=prefill(
+        target, prompt, prompt_length - 1, text_slots + num_nodes
+      ),
+      stages=None
+      if drafter is None
+      else init_stages(drafter, prompt, prompt_length, num_slots=text_slots),
+      counters=init_counters(batch_size, max_depth),
     ),
   )
+  stages = final.stages.stages if final.stages is not None else ()
   return DecodeResult(
-    tokens=final.tokens, length=final.length, counters=final.counters
+    tokens=final.tokens,
+    length=final.length,
+    origins=final.origins,
+    counters=final.counters,
+    stage_counters=tuple(stage.counters for stage in stages),
   )

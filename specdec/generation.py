@@ -10,6 +10,7 @@ import numpy as np
 
 from specdec.decode import decode
 from specdec.decode import DecodeConfig
+from specdec.drafter import Drafter
 from specdec.model import Model
 from specdec.sampling import Sampling
 from specdec.statistics import summarize
@@ -24,27 +25,32 @@ class Generation:
 
   Attributes:
     tokens: the new ids of each row, EOS included if one ended it.
+    origins: of each of them, an index of `labels`.
+    labels: who may have proposed a token: `target`, whose own it is, then the
+      proposers of each stage, from the outermost in.
     stats: the figures of `specdec.statistics.summarize`.
   """
 
   tokens: list[list[int]]
+  origins: list[list[int]]
+  labels: tuple[str, ...]
   stats: dict[str, Any]
 
 
-def _check_models(target, draft, num_draft_tokens):
-  if draft is None:
-    return
-  if num_draft_tokens < 1:
+def _check_drafter(target, drafter):
+  ours = target.definition.vocab_size
+  labels = drafter.labels
+  if len(set(labels)) < len(labels) or 'target' in labels:
     raise ValueError(
-      f'num_draft_tokens must be at least 1, got {num_draft_tokens};'
-      ' for plain decoding give no draft'
+      f'stages need names of their own, other than target; got {labels}'
     )
-  ours, theirs = target.definition.vocab_size, draft.definition.vocab_size
-  if ours != theirs:
-    raise ValueError(
-      f'the target has a vocabulary of {ours} tokens, the draft of {theirs};'
-      ' choose a draft that was trained with the tokenizer of the target'
-    )
+  for stage in drafter.stages:
+    theirs = stage.scorer.vocab_size
+    if theirs not in (None, ours):
+      raise ValueError(
+        f'the target has a vocabulary of {ours} tokens, the {stage.name} of'
+        f' {theirs}; choose one that was made with the tokenizer of the target'
+      )
 
 
 def _check_prompts(prompts, vocab_size):
@@ -71,7 +77,7 @@ def _check_eos_ids(eos_ids, vocab_size):
       )
 
 
-def _check_limits(prompts, max_new_tokens, room, models):
+def _check_limits(prompts, max_new_tokens, room, contexts):
   least = min(max_new_tokens, room)
   if least < 0:
     raise ValueError(f'max_new_tokens must be at least 0, got {least}')
@@ -81,8 +87,7 @@ def _check_limits(prompts, max_new_tokens, room, models):
       f' got {room}'
     )
   longest = max(len(prompt) for prompt in prompts)
-  for name, model in models.items():
-    context = model.definition.max_positions
+  for name, context in contexts.items():
     if longest + max_new_tokens > context:
       raise ValueError(
         f'a prompt of {longest} tokens and max_new_tokens={max_new_tokens}'
@@ -135,12 +140,11 @@ def generate(
   *,
   max_new_tokens: int,
   room_for_new_tokens: int | None = None,
-  draft: Model | None = None,
-  num_draft_tokens: int = 4,
+  drafter: Drafter | None = None,
   sampling: Sampling = Sampling(),
   eos_ids: Sequence[int] = (),
 ) -> Generation:
-  """Continues each prompt; the draft changes the speed, never the tokens.
+  """Continues each prompt; the drafter changes the speed, never the tokens.
 
   Prompts are padded to powers of two and the room for new tokens to multiples
   of 64, so other prompts, limits, seeds and temperatures rarely recompile.
@@ -154,8 +158,7 @@ def generate(
     max_new_tokens: the limit per row; 0 compiles, decodes nothing.
     room_for_new_tokens: size of the buffers, at least `max_new_tokens`, which
       is the default. Calls with one room share a program, whatever the limit.
-    draft: drafts for the target; None is plain decoding.
-    num_draft_tokens: g, drafted per step, at least 1; ignored without draft.
+    drafter: guesses for the target; None is plain decoding.
     sampling: how to choose tokens; greedy by default.
     eos_ids: tokens that end a row.
 
@@ -165,12 +168,18 @@ def generate(
   Raises:
     ValueError: an argument cannot be used; says which and why.
   """
-  _check_models(target, draft, num_draft_tokens)
   _check_prompts(prompts, target.definition.vocab_size)
   _check_eos_ids(eos_ids, target.definition.vocab_size)
-  models = {'target': target} | ({} if draft is None else {'draft': draft})
+  contexts = {'target': target.definition.max_positions}
+  if drafter is not None:
+    _check_drafter(target, drafter)
+    contexts |= {
+      stage.name: stage.scorer.max_positions
+      for stage in drafter.stages
+      if stage.scorer.max_positions is not None
+    }
   room = max_new_tokens if room_for_new_tokens is None else room_for_new_tokens
-  _check_limits(prompts, max_new_tokens, room, models)
+  _check_limits(prompts, max_new_tokens, room, contexts)
   sampling = _check_sampling(sampling, len(prompts))
 
   lengths = np.array([len(prompt) for prompt in prompts], np.int32)
@@ -180,29 +189,33 @@ def generate(
     padded[row, : len(prompt)] = prompt
   result = decode(
     target,
-    draft,
+    drafter,
     row_keys(rng_key, len(prompts)),
     padded,
     lengths,
     np.full(len(prompts), max_new_tokens, np.int32),
     sampling,
     config=DecodeConfig(
-      num_draft_tokens=0 if draft is None else num_draft_tokens,
       max_new_tokens=_round_up(max(room, 1), _NEW_TOKENS_BUCKET),
       eos_ids=tuple(int(eos) for eos in eos_ids),
     ),
   )
-  tokens, ends = jax.device_get((result.tokens, result.length))
+  tokens, origins, ends = jax.device_get(
+    (result.tokens, result.origins, result.length)
+  )
+  new = [slice(*span) for span in zip(lengths, ends, strict=True)]
+  cut = lambda array: [array[row, span] for row, span in enumerate(new)]
   return Generation(
-    tokens=[
-      tokens[row, lengths[row] : ends[row]].tolist()
-      for row in range(len(prompts))
-    ],
+    tokens=[row.tolist() for row in cut(tokens)],
+    origins=[row.tolist() for row in cut(origins)],
+    labels=('target', *(drafter.labels if drafter is not None else ())),
     stats=summarize(
       result.counters,
+      result.stage_counters,
+      np.concatenate(cut(origins)),
       lengths,
       ends - lengths,
       target=target.definition,
-      draft=None if draft is None else draft.definition,
+      drafter=drafter,
     ),
   )

@@ -1,6 +1,7 @@
 """Who may see whom."""
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 
 
@@ -24,3 +25,34 @@ def causal_mask(start: jax.Array, length: int, num_slots: int) -> jax.Array:
   """
   last = start[:, None, None] + jnp.arange(length)[None, :, None]
   return jnp.arange(num_slots)[None, None] <= last
+
+
+def window_mask(
+  start: jax.Array, window: jax.Array, num_slots: int
+) -> jax.Array:
+  """Queries see all slots before a window, and of the window what it says.
+
+  This is how the nodes of a tree see the text so far and their ancestors. For
+  `start = 2`, a root with two children and `num_slots = 6`:
+
+      slot     0 1 2 3 4 5
+      root     x x x . . .
+      child    x x x x . .
+      child    x x x . x .
+
+  Args:
+    start: `[B]` int32, the first slot of each row's window.
+    window: `[B, L, T]` bool, which of the T slots from there each query sees.
+    num_slots: S; at least `start + T` in every row.
+
+  Returns:
+    `[B, L, S]` bool.
+  """
+  before = jnp.arange(num_slots)[None] < start[:, None]
+  zero = jnp.zeros((), start.dtype)
+  rows = []
+  for row in range(window.shape[0]):  # cheaper than the gather of a vmap
+    mask = jnp.broadcast_to(before[row], (window.shape[1], num_slots))
+    index = (zero, start[row])
+    rows.append(lax.dynamic_update_slice(mask, window[row], index))
+  return jnp.stack(rows)

@@ -76,7 +76,7 @@ class Sampling(flax.struct.PyTreeNode, kw_only=True):
     return self.replace(**arrays)
 
 
-def _per_row(value: jax.typing.ArrayLike, logits: jax.Array) -> jax.Array:
+def per_row(value: jax.typing.ArrayLike, logits: jax.Array) -> jax.Array:
   """A number or `[B]` numbers, to broadcast against `[B, ..., V]`."""
   shape = jnp.shape(value) + (1,) * (logits.ndim - jnp.ndim(value))
   return jnp.reshape(value, shape)
@@ -97,7 +97,7 @@ def filter_logits(logits: jax.Array, sampling: Sampling) -> jax.Array:
     `[B, ..., V]` float32: the log-probabilities up to a constant, with a
     large negative number for tokens filtered out.
   """
-  temperature = _per_row(sampling.temperature, logits)
+  temperature = per_row(sampling.temperature, logits)
   # Relative to the best, so that a tiny temperature cannot overflow.
   logits = logits - jnp.max(logits, axis=-1, keepdims=True)
   logits = logits / jnp.where(temperature > 0, temperature, 1.0)
@@ -112,14 +112,14 @@ def filter_logits(logits: jax.Array, sampling: Sampling) -> jax.Array:
     if sampling.top_p is not None:
       probs = jax.nn.softmax(ranked, axis=-1)
       before = jnp.cumsum(probs, axis=-1) - probs
-      top_p = _per_row(sampling.top_p, logits)
+      top_p = per_row(sampling.top_p, logits)
       # At 1 all are kept, though rounding may bring the sum there early.
       kept = (before < top_p) | (top_p >= 1)
       # The likeliest token is always kept, whatever the rounding of `before`.
       last = jnp.maximum(jnp.sum(kept, axis=-1, keepdims=True) - 1, 0)
       threshold = jnp.take_along_axis(ranked, last, axis=-1)
   if sampling.min_p is not None:
-    floor = jnp.log(_per_row(sampling.min_p, logits))  # the best logit is 0
+    floor = jnp.log(per_row(sampling.min_p, logits))  # the best logit is 0
     threshold = jnp.maximum(threshold, floor)
   return jnp.where(logits >= threshold, logits, _FILTERED)
 
@@ -154,7 +154,7 @@ def position_noise(
     lambda: jax.vmap(jax.vmap(draw, (None, 0)))(row_keys, positions),
     lambda: jnp.zeros(shape),
   )
-  return jnp.where(_per_row(hot, noise), noise, 0.0)
+  return jnp.where(per_row(hot, noise), noise, 0.0)
 
 
 def choose(

@@ -1,14 +1,21 @@
 """What a decode counts in its loop, and the figures that follow from it.
 
-Both arms, plain and speculative, are counted here, by the same code. Tokens
-past an EOS or past the limit were not emitted and do not count.
+All methods, plain decoding too, are counted here, by the same code. Tokens past
+an EOS or past the limit were not emitted and do not count.
 """
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec.drafter import Drafter
+from specdec.drafter import StageCounters
 from specdec.model import LanguageModel
 
 
@@ -18,111 +25,176 @@ class Counters(flax.struct.PyTreeNode):
   Attributes:
     steps: `[]` batched target forwards, prefill apart.
     target_forwards: `[B]`, those in which the row was not done yet.
-    draft_forwards: `[B]`, likewise.
-    emitted_histogram: `[B, g + 1]`; entry i counts the forwards that emitted
+    emitted_histogram: `[B, D + 1]`; entry i counts the forwards that emitted
       i + 1 tokens.
-    target_slots: `[B]` visible cache slots, summed over target forwards.
-    draft_slots: `[B]`, likewise over draft forwards.
+    nodes_verified: `[B]`, roots included.
+    slots_read: `[B]` visible cache slots, summed over target forwards.
   """
 
   steps: jax.Array
   target_forwards: jax.Array
-  draft_forwards: jax.Array
   emitted_histogram: jax.Array
-  target_slots: jax.Array
-  draft_slots: jax.Array
+  nodes_verified: jax.Array
+  slots_read: jax.Array
 
 
-def init_counters(batch_size: int, num_drafted: int) -> Counters:
+def init_counters(batch_size: int, max_depth: int) -> Counters:
   """All zeros."""
   per_row = jnp.zeros(batch_size, jnp.int32)
   return Counters(
     steps=jnp.zeros((), jnp.int32),
     target_forwards=per_row,
-    draft_forwards=per_row,
-    emitted_histogram=jnp.zeros((batch_size, num_drafted + 1), jnp.int32),
-    target_slots=per_row,
-    draft_slots=per_row,
+    emitted_histogram=jnp.zeros((batch_size, max_depth + 1), jnp.int32),
+    nodes_verified=per_row,
+    slots_read=per_row,
   )
 
 
 def count_step(
-  counters: Counters, length: jax.Array, emitted: jax.Array
+  counters: Counters,
+  length: jax.Array,
+  num_nodes: jax.Array,
+  emitted: jax.Array,
 ) -> Counters:
-  """Counts one step: g draft forwards and one target forward.
+  """Counts one target forward.
 
   Args:
     counters: before the step.
     length: `[B]` int32, of the sequences before the step.
+    num_nodes: `[B]` int32, of the tree, the root included.
     emitted: `[B]` int32; 0 means that the row was done before.
   """
-  num_drafted = counters.emitted_histogram.shape[1] - 1
+  sizes = jnp.arange(1, counters.emitted_histogram.shape[1] + 1)[None]
   active = (emitted > 0).astype(jnp.int32)
-  # The target sees the sequence and the drafted tokens; the i-th draft forward
-  # sees the sequence and the i tokens drafted before.
-  drafts_seen = num_drafted * length + num_drafted * (num_drafted - 1) // 2
   return Counters(
     steps=counters.steps + 1,
     target_forwards=counters.target_forwards + active,
-    draft_forwards=counters.draft_forwards + active * num_drafted,
-    emitted_histogram=counters.emitted_histogram
-    + (jnp.arange(1, num_drafted + 2)[None] == emitted[:, None]),
-    target_slots=counters.target_slots + active * (length + num_drafted),
-    draft_slots=counters.draft_slots + active * drafts_seen,
+    emitted_histogram=counters.emitted_histogram + (sizes == emitted[:, None]),
+    nodes_verified=counters.nodes_verified + active * num_nodes,
+    slots_read=counters.slots_read + active * (length - 1 + num_nodes),
   )
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadCost:
+  """Bytes read from memory by a model.
+
+  Attributes:
+    per_forward: weights.
+    per_slot: of the cache, per row and visible slot.
+  """
+
+  per_forward: float
+  per_slot: float
+
+
+def relative_bandwidth(
+  reads: Mapping[str, Any], target: ReadCost, stages: Sequence[ReadCost]
+) -> float:
+  """Bytes read by all models, over what plain decoding would have read.
+
+  Plain decoding of the same tokens: one target forward per token, rows of a
+  batch sharing the weights. (The measure of arXiv 2308.04623, table 1, which
+  gives no formula; the cache counts here.)
+
+  Args:
+    reads: the entry of that name of `summarize`.
+    target: its costs; not necessarily those of the model that ran.
+    stages: likewise, from the outermost in.
+  """
+  total = lambda count, cost: (
+    count['forwards'] * cost.per_forward + count['slots'] * cost.per_slot
+  )
+  read = total(reads['target'], target) + sum(
+    total(count, cost)
+    for count, cost in zip(reads['stages'], stages, strict=True)
+  )
+  plain = total(reads['plain'], target)
+  return read / plain if plain else 1.0
+
+
+def _stage_costs(drafter: Drafter | None) -> list[ReadCost]:
+  return [
+    ReadCost(
+      stage.scorer.bytes_per_forward(stage.config.width),
+      stage.scorer.bytes_per_slot,
+    )
+    for stage in (drafter.stages if drafter is not None else ())
+  ]
 
 
 def summarize(
   counters: Counters,
+  stage_counters: Sequence[StageCounters],
+  origins: np.ndarray,
   prompt_lengths: np.ndarray,
   new_tokens: np.ndarray,
   *,
   target: LanguageModel,
-  draft: LanguageModel | None,
-) -> dict[str, float | list[int]]:
+  drafter: Drafter | None,
+) -> dict[str, Any]:
   """The figures of one decode, pooled over its rows.
-
-  `relative_bandwidth` is bytes read from memory (weights and visible cache of
-  all models) over what plain decoding of the same tokens would have read: one
-  target forward per token, rows of a batch sharing the weights.
 
   Args:
     counters: of the finished decode.
+    stage_counters: likewise, from the outermost stage in.
+    origins: who proposed each emitted token, in any order.
     prompt_lengths: `[B]`.
     new_tokens: `[B]`, how many were emitted.
     target: for the sizes in bytes.
-    draft: likewise; None for plain decoding.
+    drafter: likewise; None for plain decoding.
 
   Returns:
-    `target_forwards`, `draft_forwards` and `new_tokens`, summed over rows;
-    `block_efficiency`, tokens per target forward (0 if nothing was asked for);
+    `new_tokens` and `target_forwards`, summed over rows; `block_efficiency`,
+    tokens per target forward (0 if nothing was asked for);
+    `nodes_per_forward`, verified on average, the root included;
     `accepted_histogram`, whose entry i counts the forwards that emitted i + 1
-    tokens, after the stop rule; `relative_bandwidth`.
+    tokens, after the stop rule; `stage_forwards` by stage and `origins`, the
+    emitted tokens by who proposed them; `relative_bandwidth`, see there; and
+    `reads`, the counts it follows from: batched forwards, and visible slots
+    summed over rows, of the target, the stages and plain decoding.
   """
-  counters = jax.device_get(counters)
+  counters, stage_counters = jax.device_get((counters, tuple(stage_counters)))
   forwards = int(counters.target_forwards.sum())
   emitted = int(new_tokens.sum())
-  num_drafted = counters.emitted_histogram.shape[1] - 1
-  read = (
-    int(counters.steps) * target.weight_bytes
-    + int(counters.target_slots.sum()) * target.cache_bytes_per_slot
-  )
-  if draft is not None:
-    read += (
-      int(counters.steps) * num_drafted * draft.weight_bytes
-      + int(counters.draft_slots.sum()) * draft.cache_bytes_per_slot
-    )
+  stages = drafter.stages if drafter is not None else ()
+  labels = ('target', *(drafter.labels if drafter is not None else ()))
+  names = [stage.name for stage in stages]
   # Emitting token i of a row, plain decoding sees prompt_length + i slots.
   plain_slots = new_tokens * prompt_lengths + new_tokens * (new_tokens - 1) // 2
-  plain_read = (
-    int(new_tokens.max(initial=0)) * target.weight_bytes
-    + int(plain_slots.sum()) * target.cache_bytes_per_slot
-  )
+  reads = {
+    'target': {
+      'forwards': int(counters.steps),
+      'slots': int(counters.slots_read.sum()),
+    },
+    'stages': [
+      {'forwards': int(one.forwards), 'slots': int(one.slots_read.sum())}
+      for one in stage_counters
+    ],
+    'plain': {
+      'forwards': int(new_tokens.max(initial=0)),
+      'slots': int(plain_slots.sum()),
+    },
+  }
   return {
-    'target_forwards': forwards,
-    'draft_forwards': int(counters.draft_forwards.sum()),
     'new_tokens': emitted,
+    'target_forwards': forwards,
     'block_efficiency': emitted / forwards if forwards else 0.0,
+    'nodes_per_forward': (
+      int(counters.nodes_verified.sum()) / forwards if forwards else 0.0
+    ),
     'accepted_histogram': counters.emitted_histogram.sum(axis=0).tolist(),
-    'relative_bandwidth': read / plain_read if plain_read else 1.0,
+    'stage_forwards': {
+      name: int(one.row_forwards.sum())
+      for name, one in zip(names, stage_counters, strict=True)
+    },
+    'origins': {
+      label: int(np.sum(origins == index)) for index, label in enumerate(labels)
+    },
+    'relative_bandwidth': relative_bandwidth(
+      reads,
+      ReadCost(target.weight_bytes, target.cache_bytes_per_slot),
+      _stage_costs(drafter),
+    ),
+    'reads': reads,
   }

@@ -1,28 +1,100 @@
-"""Match verification: a drafted token stands if the target chose it too.
+"""Match verification: a guess stands if the target chose the same token.
 
-The target's choice at every position is a function of its logits and of the
+The target's choice at every node is a function of its logits and of the
 position alone (see `specdec.sampling`), so what is emitted is what plain
-decoding would have emitted, whatever was drafted.
+decoding would have emitted, whatever was guessed.
 """
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 
+from specdec.cache import keep
+from specdec.cache import KVCache
+from specdec.masks import window_mask
+from specdec.model import Model
+from specdec.sampling import choose
+from specdec.sampling import Sampling
+from specdec.tree import accepted_path
+from specdec.tree import ancestor_mask
+from specdec.tree import NO_NODE
+from specdec.tree import TokenTree
 
-def count_accepted(drafted: jax.Array, chosen: jax.Array) -> jax.Array:
-  """How many leading drafted tokens equal the target's choices.
+
+class Verdict(flax.struct.PyTreeNode):
+  """What the target says about a batch of trees.
+
+  Attributes:
+    path: `[B, D + 1]` int32, the accepted node of each depth, the root first;
+      `NO_NODE` from where the target disagrees.
+    accepted: `[B]` int32, how many guesses were accepted, at most D.
+    chosen: `[B, D + 1]` int32, the target's choice after each of the path; the
+      tokens to emit are the first `accepted + 1`, the bonus token included.
+    cache: of the target, with the entries of all nodes written behind `length`.
+  """
+
+  path: jax.Array
+  accepted: jax.Array
+  chosen: jax.Array
+  cache: KVCache
+
+
+def verify(
+  target: Model,
+  cache: KVCache,
+  tree: TokenTree,
+  noise: jax.Array,
+  sampling: Sampling,
+) -> Verdict:
+  """One target forward over all nodes.
 
   Args:
-    drafted: `[B, g]` int32.
-    chosen: `[B, g + 1]` int32: what the target chose after the root and after
-      each drafted token.
-
-  Returns:
-    `[B]` int32 in `0 ... g`. The tokens to emit are the first accepted + 1 of
-    `chosen`: the accepted ones and the bonus token.
+    target: the model.
+    cache: holds the text but for the root; room for N more entries.
+    tree: `[B, N]` per field.
+    noise: `[B, D + 1, V]` float32; entry d is of the position that follows
+      nodes of depth d.
+    sampling: validated.
   """
-  agrees = drafted == chosen[:, :-1]
-  return jnp.sum(jnp.cumprod(agrees.astype(jnp.int32), axis=1), axis=1)
+  max_depth = noise.shape[1] - 1
+  nodes = jnp.arange(tree.capacity)
+  sees = jax.vmap(ancestor_mask, (0, None, None, None))(
+    tree.parent, nodes, nodes, max_depth
+  )
+  logits, cache = target.apply(
+    tree.token,
+    cache.length[:, None] + tree.depth,
+    window_mask(cache.length, sees, cache.num_slots),
+    cache,
+  )
+  noise_of_nodes = jax.vmap(lambda one, depth: one[depth])(noise, tree.depth)
+  choices = choose(logits, noise_of_nodes, sampling)
+  path, accepted = jax.vmap(accepted_path, (0, 0, None))(
+    tree, choices, max_depth
+  )
+  return Verdict(
+    path=path,
+    accepted=accepted,
+    chosen=jnp.take_along_axis(choices, jnp.maximum(path, 0), axis=1),
+    cache=cache,
+  )
+
+
+def commit(verdict: Verdict, emitted: jax.Array) -> KVCache:
+  """The target's cache after a step: the accepted path, no more of the tree.
+
+  Args:
+    verdict: of the step.
+    emitted: `[B]` int32, how many tokens were emitted; rows with 0 stay as they
+      are.
+  """
+  length = verdict.cache.length
+  children = jnp.maximum(verdict.path[:, 1:], 0)
+  cache = keep(
+    verdict.cache, length + 1, length[:, None] + children, emitted - 1
+  )
+  # The root is in place, hence as many entries as tokens were emitted.
+  return cache.replace(length=length + emitted)
 
 
 def count_emitted(
@@ -33,11 +105,11 @@ def count_emitted(
 ) -> tuple[jax.Array, jax.Array]:
   """Cuts the accepted tokens and the bonus at the limit and after an EOS.
 
-  Plain decoding goes through here with g = 0: one stop rule for all.
+  Plain decoding goes through here with D = 0: one stop rule for all.
 
   Args:
-    accepted: `[B]` int32 from `count_accepted`.
-    chosen: `[B, g + 1]` int32.
+    accepted: `[B]` int32, as in `Verdict`.
+    chosen: `[B, D + 1]` int32, likewise.
     room: `[B]` int32, how many tokens may still be emitted; 0 for a row that
       is done.
     eos_ids: tokens that end a row; they are emitted themselves.
@@ -54,3 +126,13 @@ def count_emitted(
   kept = jnp.arange(chosen.shape[1])[None] < emitted[:, None]
   ended = jnp.any(is_end & kept, axis=1)
   return emitted.astype(jnp.int32), ended | (emitted >= room)
+
+
+def emitted_origins(tree: TokenTree, verdict: Verdict) -> jax.Array:
+  """Who proposed each of `Verdict.chosen`, `[B, D + 1]` int32; 0: nobody."""
+  # The token after a node was proposed as the next node of the path, if any.
+  following = jnp.pad(
+    verdict.path[:, 1:], ((0, 0), (0, 1)), constant_values=NO_NODE
+  )
+  origin = jnp.take_along_axis(tree.origin, jnp.maximum(following, 0), axis=1)
+  return jnp.where(following >= 0, origin, 0)

@@ -1,0 +1,252 @@
+"""One growth loop for every drafter: batched best-first search.
+
+    guess                                inner drafters guess below open nodes
+    score    W likeliest open nodes      in ONE forward of this stage
+             their children              guessed ones get this stage's numbers,
+                                         its own K likeliest join the tree
+    ... again, up to `rounds` times, as long as it pays
+
+A node is open until the stage has scored it. Without an inner drafter a round
+goes one level deeper (section 3.1 of arXiv 2308.04623). With one it goes as
+deep as the guesses were good, so the same tree takes fewer forwards (section
+3.2). What was guessed after the last forward stays in the tree: the target may
+well verify what the draft had no time to look at.
+"""
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from specdec.drafter import Drafter
+from specdec.drafter import StageCounters
+from specdec.drafter import StageState
+from specdec.drafter import Step
+from specdec.ranking import IMPOSSIBLE
+from specdec.tree import accumulate
+from specdec.tree import add_children
+from specdec.tree import best_nodes
+from specdec.tree import NO_NODE
+from specdec.tree import place_children
+from specdec.tree import ROOT
+from specdec.tree import TokenTree
+from specdec.tree_config import TreeConfig
+
+
+def _forward_width(config: TreeConfig) -> int:
+  """Room for a node and for what a stage had no time to look at before."""
+  return max(config.width, 2)
+
+
+def init_stages(
+  drafter: Drafter,
+  prompt: jax.Array,
+  prompt_length: jax.Array,
+  *,
+  num_slots: int,
+) -> StageState:
+  """The state of a drafter and of all inside it, before the first step.
+
+  Args:
+    drafter: the outermost.
+    prompt: `[B, P]` int32.
+    prompt_length: `[B]` int32.
+    num_slots: the longest text.
+  """
+  capacity, max_depth = drafter.config.capacity, drafter.max_depth
+  batch_size = prompt.shape[0]
+
+  def init(stage: Drafter, num_growths: int) -> StageState:
+    config = stage.config
+    num_forwards = num_growths * config.rounds
+    zeros = jnp.zeros(batch_size, jnp.int32)
+    return StageState(
+      scorer=stage.scorer.init(
+        prompt,
+        prompt_length,
+        num_slots=num_slots,
+        # A whole path must fit when it is committed.
+        num_scored=max(num_forwards * _forward_width(config), max_depth + 1),
+      ),
+      scored=jnp.zeros((batch_size, capacity), bool),
+      counters=StageCounters(
+        forwards=jnp.zeros((), jnp.int32), row_forwards=zeros, slots_read=zeros
+      ),
+      # Guesses before each growth and after each forward.
+      inner=None
+      if stage.inner is None
+      else init(stage.inner, num_growths + num_forwards),
+    )
+
+  return init(drafter, 1)
+
+
+def commit_stages(
+  drafter: Drafter, state: StageState, path: jax.Array, num_kept: jax.Array
+) -> StageState:
+  """Ends a step of all stages, see `drafter.Scorer.commit`."""
+  inner = state.inner
+  if drafter.inner is not None and inner is not None:
+    inner = commit_stages(drafter.inner, inner, path, num_kept)
+  return state.replace(
+    scorer=drafter.scorer.commit(state.scorer, path, num_kept),
+    scored=jnp.zeros_like(state.scored),
+    inner=inner,
+  )
+
+
+def _open_nodes(drafter, state, tree, closed):
+  """`[B, M]` bool: what the stage has yet to score."""
+  used = jnp.arange(tree.capacity)[None] < tree.size[:, None]
+  still_open = used & ~state.scored
+  # The keys of a closed node may be needed by its descendants.
+  return still_open if drafter.scorer.needs_ancestors else still_open & ~closed
+
+
+def _pays(drafter, state, tree, step, closed, rounds_done):
+  """Whether another round is expected to be worth its cost, `[]` bool."""
+  config = drafter.config
+  prob = jnp.exp(tree.log_prob)
+  # What a node's children in the tree do not cover yet, the most that scoring
+  # the node can add.
+  parent = jnp.where(tree.parent >= 0, tree.parent, tree.capacity)
+  covered = jax.vmap(
+    lambda parent, prob: jnp.zeros_like(prob).at[parent].add(prob, mode='drop')
+  )(parent, prob)
+  can_grow = _open_nodes(drafter, state, tree, closed) & ~closed
+  can_grow &= tree.depth < step.max_depth
+  nodes, _ = jax.vmap(best_nodes, (0, 0, None))(tree, can_grow, config.width)
+  uncovered = jnp.take_along_axis(jnp.maximum(prob - covered, 0), nodes, axis=1)
+  gain = jnp.sum(jnp.where(nodes >= 0, uncovered, 0.0), axis=1)
+  # So far: the root is certain, and stands for the target's bonus token.
+  chosen, _ = jax.vmap(best_nodes, (0, 0, None))(
+    tree, tree.log_prob > -jnp.inf, config.num_nodes
+  )
+  expected = jnp.take_along_axis(prob, chosen, axis=1)
+  expected = jnp.sum(jnp.where(chosen >= 0, expected, 0.0), axis=1)
+
+  cost = config.cost_ratio
+  if cost is None:
+    cost = drafter.scorer.bytes_per_forward(config.width) / step.target_bytes
+  price = cost * expected / (1.0 + rounds_done * cost)
+  price = jnp.maximum(price, config.min_gain)
+  # Rows share their forwards, so it is their sums that count.
+  total = lambda values: jnp.sum(jnp.where(step.active, values, 0.0))
+  # A stage that has not scored the root yet has no say so far.
+  begun = jnp.all(state.scored[:, ROOT] | ~step.active)
+  return (total(gain) > total(price)) | ~begun
+
+
+def grow(
+  drafter: Drafter,
+  state: StageState,
+  tree: TokenTree,
+  step: Step,
+  *,
+  closed: jax.Array,
+  label: int = 1,
+) -> tuple[StageState, TokenTree]:
+  """Grows the trees of a batch.
+
+  Args:
+    drafter: the stage that guesses.
+    state: of it and of those inside.
+    tree: `[B, M]` per field.
+    step: see `Step`.
+    closed: `[B, M]` bool, nodes that need no more children: a stage outside has
+      scored them.
+    label: origin of the nodes that the stage's first label proposes.
+
+  Returns:
+    State and trees.
+  """
+  config, inner, topology = (
+    drafter.config,
+    drafter.inner,
+    drafter.config.topology,
+  )
+
+  def guess(state, tree):
+    if inner is None:
+      return state, tree
+    inner_state, tree = grow(
+      inner,
+      state.inner,
+      tree,
+      step,
+      closed=closed | state.scored,
+      label=label + len(drafter.scorer.labels),
+    )
+    return state.replace(inner=inner_state), tree
+
+  def pick(state, tree, round_number):
+    """`[B, W]` nodes."""
+    width = _forward_width(config)
+    if topology is None:
+      candidates = _open_nodes(drafter, state, tree, closed)
+      return jax.vmap(best_nodes, (0, 0, None))(tree, candidates, width)[0]
+    nodes = jnp.asarray(topology.schedule)[round_number]
+    padding = (0, width - nodes.shape[0])
+    nodes = jnp.pad(nodes, padding, constant_values=NO_NODE)
+    return jnp.broadcast_to(nodes[None], (tree.size.shape[0], width))
+
+  def rescore(tree, scores, closed):
+    """This stage knows better than those inside it; unbatched."""
+    of_parent = tree.parent[:, None] == scores.nodes[None]
+    of_parent &= (scores.nodes >= 0)[None]
+    known = jnp.any(of_parent, axis=1) & ~closed[tree.parent]
+    tree = tree.replace(edge=jnp.where(known, scores.given, tree.edge))
+    return accumulate(tree, step.max_depth)
+
+  def add(tree, scores, closed):
+    """The stage's own children; unbatched."""
+    nodes, origins = scores.nodes, label + scores.sources
+    is_node = (nodes >= 0)[:, None]
+    if topology is not None:
+      table = jnp.asarray(topology.children)
+      index = jnp.where(is_node, table[nodes], tree.capacity)
+      return place_children(
+        tree, index, nodes, scores.tokens, scores.edges, origins
+      )
+    may_have = ~closed[nodes] & (tree.depth[nodes] < step.max_depth)
+    wanted = is_node & may_have[:, None] & (scores.edges > IMPOSSIBLE / 2)
+    return add_children(
+      tree, nodes, scores.tokens, scores.edges, origins, wanted
+    )
+
+  def score(state, tree, round_number):
+    nodes = pick(state, tree, round_number)
+    scores, scorer = drafter.scorer.score(
+      state.scorer, tree, step, nodes, config
+    )
+    if inner is not None:
+      tree = jax.vmap(rescore)(tree, scores, closed)
+    tree = jax.vmap(add)(tree, scores, closed)
+    entries = jnp.where(scores.nodes >= 0, scores.nodes, tree.capacity)
+    mark = lambda one, at: one.at[at].set(True, mode='drop')
+    active = step.active.astype(jnp.int32)
+    counters = state.counters
+    state = state.replace(
+      scorer=scorer,
+      scored=jax.vmap(mark)(state.scored, entries),
+      counters=StageCounters(
+        forwards=counters.forwards + 1,
+        row_forwards=counters.row_forwards + active,
+        slots_read=counters.slots_read + active * scores.slots_read,
+      ),
+    )
+    return state, tree
+
+  def goes_on(carry):
+    rounds_done, state, tree = carry
+    more = rounds_done < config.rounds
+    if topology is not None:
+      return more
+    return more & _pays(drafter, state, tree, step, closed, rounds_done)
+
+  def body(carry):
+    rounds_done, state, tree = carry
+    return rounds_done + 1, *guess(*score(state, tree, rounds_done))
+
+  carry = (jnp.zeros((), jnp.int32), *guess(state, tree))
+  _, state, tree = lax.while_loop(goes_on, body, carry)
+  return state, tree

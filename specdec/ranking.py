@@ -1,0 +1,82 @@
+"""How likely the target is to choose a token, as far as a drafter can tell.
+
+The target will choose `argmax(filter(logits / temperature) + noise)`. A drafter
+knows the noise, which belongs to the position, and has logits of its own, which
+are the target's plus an error. If that error were Gumbel noise of scale 1/b,
+the token x would be chosen with the probability
+
+    softmax(b * (filter(own logits / temperature) + noise))[x]
+
+(the Gumbel-max trick, applied to the error). So b, the calibration exponent,
+says how much a drafter is to be trusted, and one formula serves greedy decoding
+(where the noise is zero) and sampling.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from specdec.sampling import filter_logits
+from specdec.sampling import per_row
+from specdec.sampling import Sampling
+
+# Of the largest of many perturbed logits: the mean of a Gumbel variable.
+_EULER_GAMMA = 0.5772157
+
+IMPOSSIBLE = -1e30
+"""Finite stand-in for the log-probability 0 of a token that is no guess."""
+
+
+def rank_logits(
+  logits: jax.Array,
+  noise: jax.Array,
+  sampling: Sampling,
+  calibration: float,
+) -> jax.Array:
+  """Log-probabilities of every token to be the target's choice.
+
+  Args:
+    logits: `[B, W, V]` float32.
+    noise: `[B, W, V]` float32, of the positions of the tokens to be chosen.
+    sampling: validated; the target's.
+    calibration: b above.
+
+  Returns:
+    `[B, W, V]` float32, at most 0.
+  """
+  scores = calibration * (filter_logits(logits, sampling) + noise)
+  return jnp.minimum(jax.nn.log_softmax(scores, axis=-1), 0.0)
+
+
+def rank_candidates(
+  log_probs: jax.Array,
+  noise: jax.Array,
+  sampling: Sampling,
+  calibration: float,
+) -> jax.Array:
+  """The same for a few tokens whose probabilities are known.
+
+  All other tokens count as one more, with the remaining probability.
+
+  Args:
+    log_probs: `[B, W, C]` float32, of distinct tokens, adding up to at most 1;
+      `IMPOSSIBLE` for entries that are no guess.
+    noise: `[B, W, C]` float32, of these tokens.
+    sampling: validated; the target's. Filters other than the temperature are
+      not applied, the probability of a filtered token being small.
+    calibration: b above.
+
+  Returns:
+    `[B, W, C]` float32, at most 0.
+  """
+  temperature = per_row(sampling.temperature, log_probs)
+  hot = temperature > 0
+  rest = 1.0 - jnp.sum(jnp.exp(log_probs), axis=-1, keepdims=True)
+  rest = jnp.log(jnp.maximum(rest, 1e-6))
+  others = (rest / jnp.where(hot, temperature, 1.0)) + jnp.where(
+    hot, _EULER_GAMMA, 0.0
+  )
+  scores = log_probs / jnp.where(hot, temperature, 1.0) + noise
+  scores = calibration * jnp.concatenate([scores, others], axis=-1)
+  ranked = jax.nn.log_softmax(scores, axis=-1)[..., :-1]
+  possible = log_probs > IMPOSSIBLE / 2
+  return jnp.where(possible, jnp.minimum(ranked, 0.0), IMPOSSIBLE)
