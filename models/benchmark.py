@@ -15,13 +15,24 @@ import jax.numpy as jnp
 import numpy as np
 import tqdm
 
+from models.drafters import DraftSettings
+from models.drafters import make_drafter
+from models.drafters import METHODS
 from models.pair import load_pair
 import specdec
 from specdec import benchmarking
 from specdec.generation import row_keys
 from specdec.margins import choice_margin
+from specdec.statistics import relative_bandwidth
 
-METHODS = ('plain', 'chain')
+# The models of the staged speculative decoding paper (arXiv 2308.04623): GPT-2
+# Large and a draft of 40 million parameters, in 16 bits. The shape of that
+# draft is not given; its cache is counted as that of 8 layers of width 512.
+PAPER_COSTS = {
+  'target': {'per_forward': 2 * 773e6, 'per_slot': 2 * 2 * 36 * 1280},
+  'draft': {'per_forward': 2 * 40e6, 'per_slot': 2 * 2 * 8 * 512},
+}
+
 DTYPES = ('float32', 'bfloat16')
 
 
@@ -65,19 +76,45 @@ class Report:
     pathlib.Path(path).write_text(text)
 
   def __str__(self):
-    lines = [
-      f'{"arm":18}{"tokens/s":>9}{"speed":>7}{"  per batch":>16}'
-      f'{"block eff.":>11}{"bandwidth":>10}{"flips":>6}'
-    ]
-    for name, arm in self.arms.items():
-      low, middle, high = np.quantile(arm['speed_per_batch'], (0, 0.5, 1))
-      lines.append(
-        f'{name:18}{arm["tokens_per_second"]:9.2f}{arm["speed"]:6.2f}x'
-        f'{low:6.2f} {middle:4.2f} {high:4.2f}'
-        f'{arm["block_efficiency"]:11.2f}{arm["relative_bandwidth"]:10.3f}'
-        f'{"-" if arm["flips"] is None else len(arm["flips"]):>6}'
+    """A Markdown table."""
+    rows: list[tuple[str, ...]] = [
+      (
+        'arm',
+        'tokens/s',
+        'speed',
+        'per batch',
+        'block eff.',
+        'nodes',
+        'forwards per token',
+        'bandwidth',
+        'at paper costs',
+        'flips',
       )
-    return '\n'.join(lines)
+    ]
+    rows += [_row(name, arm) for name, arm in self.arms.items()]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows.insert(1, tuple('-' * width for width in widths))
+    return '\n'.join(
+      f'| {" | ".join(map(str.ljust, row, widths))} |' for row in rows
+    )
+
+
+def _row(name: str, arm: dict[str, Any]) -> tuple[str, ...]:
+  low, middle, high = np.quantile(arm['speed_per_batch'], (0, 0.5, 1))
+  tokens = max(arm['new_tokens'], 1)
+  forwards = {'target': arm['target_forwards']} | arm['stage_forwards']
+  return (
+    name,
+    f'{arm["tokens_per_second"]:.2f}',
+    f'{arm["speed"]:.2f}x',
+    f'{low:.2f} {middle:.2f} {high:.2f}',
+    f'{arm["block_efficiency"]:.2f}',
+    f'{arm["nodes_per_forward"]:.0f}',
+    ', '.join(f'{one} {count / tokens:.2f}' for one, count in forwards.items()),
+    f'{arm["relative_bandwidth"]:.3f}',
+    f'{arm["relative_bandwidth_at_paper_costs"]:.3f}',
+    '-' if arm['flips'] is None else f'{len(arm["flips"])}',
+  )
 
 
 def prepare_output(path: str) -> None:
@@ -120,7 +157,7 @@ def run(
   seed: int,
   batch_size: int,
   max_new_tokens: int,
-  num_draft_tokens: int,
+  drafting: DraftSettings,
   sampling: specdec.Sampling,
   settings: dict[str, Any],
 ) -> Report:
@@ -130,19 +167,20 @@ def run(
     prompts: texts; a last batch that would not be full is left out.
     arms: the first is the baseline.
     target: see `models.pair.load_pair`.
-    draft: likewise; needed if an arm drafts.
+    draft: likewise; None if no arm needs one.
     revision: of the target, on the hub.
     seed: of the sampling.
     batch_size: prompts decoded together.
     max_new_tokens: the limit per row.
-    num_draft_tokens: of the chain.
+    drafting: see `models.drafters.make_drafter`.
     sampling: how to choose tokens.
     settings: recorded as they are.
 
   Returns:
-    The report. Its `flips` list the rows whose tokens differ from those of the
-    plain arm of the same dtype, each with the margin of the choice; None if
-    there is no such arm.
+    The report. `relative_bandwidth_at_paper_costs` is that of the same
+    forwards with `PAPER_COSTS`. `flips` list the rows whose tokens differ from
+    those of the plain arm of the same dtype, each with the margin of the
+    choice; None if there is no such arm.
 
   Raises:
     ValueError: bad input; says what.
@@ -153,8 +191,6 @@ def run(
     raise ValueError(
       f'--max_new_tokens must be at least 1, got {max_new_tokens}'
     )
-  if draft is None and any(arm.method != 'plain' for arm in arms):
-    raise ValueError('only the arm plain works without a draft; give --draft')
   if not 1 <= batch_size <= len(prompts):
     raise ValueError(
       f'--batch_size must be between 1 and the number of prompts,'
@@ -171,6 +207,10 @@ def run(
     for start in range(0, len(ids) - batch_size + 1, batch_size)
   ]
   key = jax.random.key(seed)
+  drafters = {
+    arm: make_drafter(arm.method, pairs[arm.dtype].draft, drafting)
+    for arm in arms
+  }
 
   def decode_with(arm):
     pair = pairs[arm.dtype]
@@ -178,8 +218,7 @@ def run(
       pair.target,
       key,
       batch,
-      draft=None if arm.method == 'plain' else pair.draft,
-      num_draft_tokens=num_draft_tokens,
+      drafter=drafters[arm],
       max_new_tokens=limit,
       room_for_new_tokens=max_new_tokens,
       sampling=sampling,
@@ -197,6 +236,10 @@ def run(
     )
   figures = benchmarking.summarize_arms(results, baseline=str(arms[0]))
   for arm in arms:
+    figures[str(arm)]['relative_bandwidth_at_paper_costs'] = relative_bandwidth(
+      figures[str(arm)]['reads'],
+      results[str(arm)][0].generation.stats['costs'] | PAPER_COSTS,
+    )
     plain = str(dataclasses.replace(arm, method='plain'))
     if plain not in results:
       figures[str(arm)]['flips'] = None  # nothing to compare with

@@ -40,6 +40,20 @@ class Pair:
     assert isinstance(text, str)
     return text
 
+  def pieces(self, ids: list[int]) -> list[str]:
+    """The text of each token; together they are `decode`.
+
+    A token that ends within a character has none, and the one that completes it
+    has all of it.
+    """
+    pieces, done = [], 0
+    for index in range(len(ids)):
+      text = self.decode(ids[done : index + 1])
+      complete = index + 1 == len(ids) or not text.endswith('\ufffd')
+      pieces.append(text if complete else '')
+      done = index + 1 if complete else done
+    return pieces
+
 
 def _load_tokenizer(folder: pathlib.Path):
   if not hub.has_tokenizer(folder):

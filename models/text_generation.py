@@ -9,6 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from models import origins
+from models.drafters import DraftSettings
+from models.drafters import make_drafter
 from models.pair import load_pair
 import specdec
 
@@ -22,6 +25,10 @@ class TextGeneration:
     text: B continuations.
     prompt_tokens: the ids of each prompt.
     tokens: the new ids of each row.
+    pieces: the texts of these tokens, row by row; a token that ends within a
+      character has none, and the one that completes it has all of it.
+    origins: who proposed each of them, an index of `labels`.
+    labels: see `specdec.Generation`.
     stats: see `specdec.statistics.summarize`; plus `seconds` of decoding
       (prompt included, compilation not), `tokens_per_second` over all rows and
       `compile_seconds`.
@@ -31,6 +38,9 @@ class TextGeneration:
   text: list[str]
   prompt_tokens: list[list[int]]
   tokens: list[list[int]]
+  pieces: list[list[str]]
+  origins: list[list[int]]
+  labels: tuple[str, ...]
   stats: dict[str, Any]
 
   def to_json(self) -> str:
@@ -42,13 +52,38 @@ class TextGeneration:
       prompt + text
       for prompt, text in zip(self.prompts, self.text, strict=True)
     ]
-    width = max(map(len, self.stats))
-    table = [
-      f'{name.replace("_", " "):{width}}  '
-      + (f'{value:.3f}' if isinstance(value, float) else f'{value}')
-      for name, value in self.stats.items()
+    return '\n\n'.join([*texts, self._table()])
+
+  def with_origins(self, *, color: bool) -> str:
+    """The texts, each token marked by who proposed it, and a legend."""
+    rows = zip(self.prompts, self.pieces, self.origins, strict=True)
+    texts = [
+      prompt + origins.mark(pieces, proposed, color=color)
+      for prompt, pieces, proposed in rows
     ]
-    return '\n\n'.join([*texts, '\n'.join(table)])
+    legend = origins.legend(self.labels, self.stats['origins'], color=color)
+    return '\n\n'.join([*texts, legend, self._table()])
+
+  def _table(self) -> str:
+    # What the figures follow from is in the JSON.
+    shown = {
+      name: value
+      for name, value in self.stats.items()
+      if name not in ('reads', 'costs')
+    }
+    width = max(map(len, shown))
+    return '\n'.join(
+      f'{name.replace("_", " "):{width}}  {_formatted(value)}'
+      for name, value in shown.items()
+    )
+
+
+def _formatted(value) -> str:
+  if isinstance(value, float):
+    return f'{value:.3f}'
+  if isinstance(value, dict):
+    return ', '.join(f'{name} {count}' for name, count in value.items())
+  return f'{value}'
 
 
 def generate_text(
@@ -57,7 +92,8 @@ def generate_text(
   target: str,
   draft: str | None,
   max_new_tokens: int,
-  num_draft_tokens: int,
+  method: str,
+  drafting: DraftSettings,
   sampling: specdec.Sampling,
   seed: int,
   dtype: jnp.dtype,
@@ -68,9 +104,10 @@ def generate_text(
   Args:
     prompts: B texts, none empty.
     target: see `models.pair.load_pair`.
-    draft: likewise; None is plain decoding.
+    draft: likewise.
+    method: see `models.drafters.make_drafter`.
+    drafting: likewise.
     max_new_tokens: see `specdec.generate`.
-    num_draft_tokens: likewise.
     sampling: likewise.
     seed: of the sampling.
     dtype: of weights and cache.
@@ -85,7 +122,13 @@ def generate_text(
   for prompt in prompts:
     if not prompt:
       raise ValueError('the prompt is empty; give at least one character')
-  pair = load_pair(target, draft, dtype=dtype, revision=revision)
+  pair = load_pair(
+    target,
+    None if method == 'plain' else draft,
+    dtype=dtype,
+    revision=revision,
+  )
+  drafter = make_drafter(method, pair.draft, drafting)
   ids = [pair.encode(prompt) for prompt in prompts]
 
   def run(limit):
@@ -94,8 +137,7 @@ def generate_text(
       pair.target,
       jax.random.key(seed),
       ids,
-      draft=pair.draft,
-      num_draft_tokens=num_draft_tokens,
+      drafter=drafter,
       max_new_tokens=limit,
       room_for_new_tokens=max_new_tokens,
       sampling=sampling,
@@ -115,5 +157,8 @@ def generate_text(
     text=[pair.decode(row) for row in generation.tokens],
     prompt_tokens=ids,
     tokens=generation.tokens,
+    pieces=[pair.pieces(row) for row in generation.tokens],
+    origins=generation.origins,
+    labels=generation.labels,
     stats=generation.stats | timing,
   )

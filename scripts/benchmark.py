@@ -7,10 +7,13 @@ from absl import flags
 import command_line
 import decoding_flags as options
 
+from models.drafters import METHODS
+
 _ARMS = flags.DEFINE_list(
   'arms',
-  ['plain', 'chain'],
-  'method or method:dtype, the first is the baseline; dtype: see --dtype',
+  ['plain', 'chain', 'tree', 'staged'],
+  f'method or method:dtype, the first is the baseline; methods: {METHODS}, the'
+  ' last ones without the draft; dtype: see --dtype',
 )
 _NUM_PROMPTS = flags.DEFINE_integer(
   'num_prompts', None, 'default: all', lower_bound=1
@@ -36,7 +39,7 @@ def main() -> None:
     seed=options.SEED.value,
     batch_size=_BATCH_SIZE.value,
     max_new_tokens=options.MAX_NEW_TOKENS.value,
-    num_draft_tokens=options.NUM_DRAFT_TOKENS.value,
+    drafting=options.draft_settings(),
     sampling=options.sampling(),
     settings=options.as_dict(),
   )

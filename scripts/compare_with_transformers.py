@@ -15,6 +15,9 @@ import decoding_flags as options
 _NUM_PROMPTS = flags.DEFINE_integer(
   'num_prompts', 20, 'the first so many', lower_bound=1
 )
+_METHODS = flags.DEFINE_list(
+  'methods', ['plain', 'chain', 'tree', 'staged'], 'to compare'
+)
 
 
 def main() -> None:
@@ -22,6 +25,7 @@ def main() -> None:
   import torch
   import transformers
 
+  from models import drafters
   from models import hub
   from models.pair import load_pair
   import specdec
@@ -39,9 +43,10 @@ def main() -> None:
     hub.locate(name, revision=options.REVISION.value), dtype=torch.float32
   )
   limit = options.MAX_NEW_TOKENS.value
-  methods: dict[str, specdec.Model | None] = {'plain': None}
-  if pair.draft is not None:
-    methods['chain'] = pair.draft
+  methods = {
+    name: drafters.make_drafter(name, pair.draft, options.draft_settings())
+    for name in _METHODS.value
+  }
   equal = dict.fromkeys(methods, 0)
   for prompt in prompts:
     ids = pair.encode(prompt)
@@ -49,13 +54,12 @@ def main() -> None:
       torch.tensor([ids]), max_new_tokens=limit, do_sample=False
     )
     expected = output[0, len(ids) :].tolist()
-    for method, draft in methods.items():
+    for method, drafter in methods.items():
       result = specdec.generate(
         pair.target,
         jax.random.key(options.SEED.value),
         [ids],
-        draft=draft,
-        num_draft_tokens=options.NUM_DRAFT_TOKENS.value,
+        drafter=drafter,
         max_new_tokens=limit,
         eos_ids=pair.eos_ids,
       )

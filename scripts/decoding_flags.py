@@ -9,6 +9,7 @@ from typing import Any
 from absl import flags
 import jax.numpy as jnp
 
+from models import drafters
 import specdec
 
 DEFAULT_PROMPT = '''def copy_file(source, destination):
@@ -41,7 +42,57 @@ MIN_P = flags.DEFINE_float(
 )
 SEED = flags.DEFINE_integer('seed', 0, 'of the sampling')
 NUM_DRAFT_TOKENS = flags.DEFINE_integer(
-  'num_draft_tokens', 4, 'tokens drafted per target forward'
+  'num_draft_tokens', 4, 'tokens drafted per target forward, in a chain'
+)
+INNER = flags.DEFINE_enum(
+  'inner',
+  'ngram+lookup',
+  drafters.INNERS,
+  'who guesses for the draft (--method=staged), or in its place (--draft=none)',
+)
+NGRAM = flags.DEFINE_string(
+  'ngram', 'demo', 'demo (embedded) or a file made by build_ngram.py'
+)
+LOOKUP_CONFIDENCE = flags.DEFINE_list(
+  'lookup_confidence',
+  [str(one) for one in specdec.PromptLookup().confidence],
+  'of what followed a match of 1 token, 2 tokens and so on; 0: do not match',
+)
+
+NUM_NODES = flags.DEFINE_integer(
+  'num_nodes', 64, 'of the tree that the target verifies, root included'
+)
+WIDTH = flags.DEFINE_integer('width', 16, 'nodes per draft forward')
+BRANCHING = flags.DEFINE_integer('branching', 8, 'children per node')
+ROUNDS = flags.DEFINE_integer('rounds', 4, 'draft forwards per tree, at most')
+MAX_DEPTH = flags.DEFINE_integer('max_depth', 16, 'of the tree')
+CAPACITY = flags.DEFINE_integer('capacity', 512, 'nodes of the growing tree')
+CALIBRATION = flags.DEFINE_float(
+  'calibration', 1.2, 'exponent of the probabilities of the draft'
+)
+COST_RATIO = flags.DEFINE_float(
+  'cost_ratio',
+  None,
+  'of a draft forward to a target forward, for stopping early; 0: never stop;'
+  ' default: by the bytes they read',
+)
+MIN_GAIN = flags.DEFINE_float(
+  'min_gain', 0.0, 'tokens that another round must be expected to bring'
+)
+TOPOLOGY = flags.DEFINE_string(
+  'topology',
+  None,
+  'fixed tree instead: chain:4, k_ary:2x3 (children x levels) or a JSON file of'
+  ' paths',
+)
+INNER_WIDTH = flags.DEFINE_integer('inner_width', 8, 'likewise, of --inner')
+INNER_BRANCHING = flags.DEFINE_integer('inner_branching', 3, 'likewise')
+INNER_ROUNDS = flags.DEFINE_integer(
+  'inner_rounds', 3, 'levels that --inner guesses between draft forwards'
+)
+INNER_CALIBRATION = flags.DEFINE_float('inner_calibration', 1.0, 'likewise')
+INNER_ROUNDS_ALONE = flags.DEFINE_integer(
+  'inner_rounds_alone', 8, 'levels that --inner guesses without a draft'
 )
 DTYPE = flags.DEFINE_enum(
   'dtype', 'float32', ['float32', 'bfloat16'], 'of weights and cache'
@@ -55,6 +106,57 @@ def sampling() -> specdec.Sampling:
     top_k=TOP_K.value,
     top_p=TOP_P.value,
     min_p=MIN_P.value,
+  )
+
+
+def _tree_config(settings: dict[str, Any]) -> specdec.TreeConfig:
+  """A config from flags; its errors name fields, and so flags."""
+  try:
+    return specdec.TreeConfig(**settings)
+  except ValueError as error:
+    raise ValueError(f'--{error}') from error
+
+
+def draft_settings() -> drafters.DraftSettings:
+  """What the flags say about drafting."""
+  if NUM_DRAFT_TOKENS.value < 1:
+    raise ValueError(
+      f'--num_draft_tokens must be at least 1, got {NUM_DRAFT_TOKENS.value}'
+    )
+  topology = TOPOLOGY.value
+  try:
+    confidence = tuple(float(one) for one in LOOKUP_CONFIDENCE.value)
+    lookup = specdec.PromptLookup(confidence=confidence)
+  except ValueError as error:
+    raise ValueError(f'--lookup_confidence: {error}') from error
+  return drafters.DraftSettings(
+    num_draft_tokens=NUM_DRAFT_TOKENS.value,
+    tree=_tree_config(
+      {
+        'num_nodes': NUM_NODES.value,
+        'width': WIDTH.value,
+        'branching': BRANCHING.value,
+        'rounds': ROUNDS.value,
+        'max_depth': MAX_DEPTH.value,
+        'capacity': CAPACITY.value,
+        'calibration': CALIBRATION.value,
+        'cost_ratio': COST_RATIO.value,
+        'min_gain': MIN_GAIN.value,
+        'topology': topology and drafters.parse_topology(topology),
+      }
+    ),
+    inner=INNER.value,
+    inner_tree=_tree_config(
+      {
+        'width': INNER_WIDTH.value,
+        'branching': INNER_BRANCHING.value,
+        'rounds': INNER_ROUNDS.value,
+        'calibration': INNER_CALIBRATION.value,
+      }
+    ),
+    inner_rounds_alone=INNER_ROUNDS_ALONE.value,
+    ngram=NGRAM.value,
+    lookup=lookup,
   )
 
 

@@ -11,8 +11,13 @@ import command_line
 import decoding_flags as options
 import jax
 
+from models import drafters
+
 _NUM_PROMPTS = flags.DEFINE_integer(
   'num_prompts', 20, 'the first so many', lower_bound=1
+)
+_METHOD = flags.DEFINE_enum(
+  'method', 'chain', drafters.METHODS, 'how to decode'
 )
 _TAIL, _LONGEST_PERIOD = 32, 16
 
@@ -33,6 +38,9 @@ def main() -> None:
   pair = load_pair(
     options.TARGET.value, options.draft_name(), dtype=options.dtype()
   )
+  drafter = drafters.make_drafter(
+    _METHOD.value, pair.draft, options.draft_settings()
+  )
   counts: dict[str, dict[str, float]] = collections.defaultdict(
     lambda: collections.defaultdict(float)
   )
@@ -41,8 +49,7 @@ def main() -> None:
       pair.target,
       jax.random.key(options.SEED.value),
       [pair.encode(prompt)],
-      draft=pair.draft,
-      num_draft_tokens=options.NUM_DRAFT_TOKENS.value,
+      drafter=drafter,
       max_new_tokens=options.MAX_NEW_TOKENS.value,
       sampling=options.sampling(),
       eos_ids=pair.eos_ids,

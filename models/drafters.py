@@ -1,0 +1,155 @@
+"""Drafters by name: what the flags of the decoding scripts stand for."""
+
+import dataclasses
+import pathlib
+
+from specdec.drafter import Drafter
+from specdec.drafter import staged
+from specdec.model import Model
+from specdec.ngram.table import load_table
+from specdec.scorers.candidates import CandidateScorer
+from specdec.scorers.language_model import LanguageModelScorer
+from specdec.scorers.lookup import PromptLookup
+from specdec.scorers.ngram import NGram
+from specdec.topology import chain
+from specdec.topology import k_ary
+from specdec.topology import load_topology
+from specdec.topology import Topology
+from specdec.tree_config import TreeConfig
+
+INNERS = ('none', 'ngram', 'lookup', 'ngram+lookup')
+METHODS = (
+  'plain',
+  'chain',
+  'tree',
+  'staged_chain',
+  'staged',
+  *INNERS[1:],
+)
+
+DEMO_TABLE = pathlib.Path(__file__).parent / 'demo' / 'ngram.safetensors'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DraftSettings:
+  """How to draft, whatever the method.
+
+  Attributes:
+    num_draft_tokens: of a chain.
+    tree: of the outermost stage.
+    inner: one of `INNERS`, who guesses for the draft, or instead of it.
+    inner_tree: of the inner drafter, in a stage.
+    inner_rounds_alone: of the inner drafter where there is no draft.
+    ngram: `demo` or a file made by scripts/build_ngram.py.
+    lookup: how prompt lookup matches.
+  """
+
+  num_draft_tokens: int
+  tree: TreeConfig
+  inner: str
+  inner_tree: TreeConfig
+  inner_rounds_alone: int
+  ngram: str
+  lookup: PromptLookup
+
+
+def parse_topology(text: str) -> Topology:
+  """`chain:4`, `k_ary:2x3` (2 children, 3 levels) or a topology file.
+
+  Raises:
+    ValueError: it is none of these.
+  """
+  kind, _, size = text.partition(':')
+  try:
+    if kind == 'chain':
+      return chain(int(size))
+    if kind == 'k_ary':
+      branching, depth = size.split('x')
+      return k_ary(int(branching), int(depth))
+  except ValueError as error:
+    raise ValueError(
+      f'topology {text!r}: expected chain:4, k_ary:2x3 or a file ({error})'
+    ) from error
+  return load_topology(text)
+
+
+def _proposers(inner: str, settings: DraftSettings) -> tuple:
+  # A match in the text itself is the better evidence, so it comes first.
+  proposers: list = []
+  if 'lookup' in inner.split('+'):
+    proposers.append(settings.lookup)
+  if 'ngram' in inner.split('+'):
+    path = DEMO_TABLE if settings.ngram == 'demo' else settings.ngram
+    proposers.append(NGram(load_table(path)[0]))
+  return tuple(proposers)
+
+
+def _alone(inner: str, settings: DraftSettings) -> Drafter:
+  """A table or the text itself as the only drafter, costing next to nothing."""
+  config = settings.tree
+  if config.topology is None:
+    config = dataclasses.replace(
+      config,
+      rounds=settings.inner_rounds_alone,
+      calibration=settings.inner_tree.calibration,
+    )
+  return Drafter(CandidateScorer(_proposers(inner, settings)), config)
+
+
+def make_drafter(
+  method: str, draft: Model | None, settings: DraftSettings
+) -> Drafter | None:
+  """The drafter of a method.
+
+  Args:
+    method: one of `METHODS`.
+    draft: the draft model, if there is one.
+    settings: see `DraftSettings`.
+
+  Returns:
+    The drafter; None for plain decoding.
+
+  Raises:
+    ValueError: the method is not known or does not fit the settings.
+  """
+  inner = settings.inner
+  if method not in METHODS or inner not in INNERS:
+    raise ValueError(
+      f'method {method!r} with inner {inner!r} is not known; methods are'
+      f' {METHODS}, inner drafters {INNERS}'
+    )
+  if method == 'plain':
+    return None
+  if method in INNERS:
+    return _alone(method, settings)
+  if draft is None:
+    if method in ('tree', 'staged') and inner != 'none':
+      return _alone(inner, settings)
+    raise ValueError(
+      f'--method={method} with --inner={inner} needs a draft; give --draft,'
+      ' or plain'
+    )
+  scorer = LanguageModelScorer(draft)
+  length = settings.num_draft_tokens
+  if method == 'chain':
+    return Drafter(scorer, TreeConfig(topology=chain(length)))
+  if method == 'tree':
+    return Drafter(scorer, settings.tree)
+  if inner == 'none':
+    raise ValueError(
+      '--method=staged with --inner=none is --method=tree; choose one of'
+      f' {INNERS[1:]}'
+    )
+  config = settings.tree
+  if method == 'staged_chain':
+    config = dataclasses.replace(
+      config,
+      num_nodes=length + 1,
+      width=length + 1,
+      branching=1,
+      max_depth=length,
+    )
+  return staged(
+    Drafter(scorer, config),
+    Drafter(CandidateScorer(_proposers(inner, settings)), settings.inner_tree),
+  )
