@@ -1,0 +1,310 @@
+"""Building a table from a draft, end to end on a tiny one."""
+
+import json
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import hub
+from models import ngram_building
+from models.gpt2 import GPT2
+from models.gpt2 import GPT2Config
+from models.ngram_building import Samples
+from models.ngram_building import TableConfig
+from models.training.corpus import Corpus
+from models.training.tokenizer import train_tokenizer
+import specdec
+from specdec.ngram.table import find_context
+from specdec.ngram.table import load_table
+
+_SCRIPT = pathlib.Path(__file__).parents[1] / 'scripts' / 'build_ngram.py'
+_TEXT = 'def add(first, second):\n  return first + second\n'
+_SAMPLES = Samples(num_tokens=6 * 256 * 4, length=4, batch_size=4, seed=5)
+_FLAGS = (
+  '--num_tokens=6144',
+  '--sample_length=4',
+  '--batch_size=4',
+  '--seed=5',
+)
+
+
+@pytest.fixture(scope='module')
+def tokenizer():
+  return train_tokenizer([_TEXT] * 20, vocab_size=270, context=32)
+
+
+@pytest.fixture(scope='module')
+def draft(tokenizer, tmp_path_factory):
+  folder = tmp_path_factory.mktemp('draft')
+  config = GPT2Config(
+    vocab_size=len(tokenizer),
+    num_positions=32,
+    width=8,
+    num_layers=1,
+    num_heads=1,
+  )
+  model = GPT2(config, rngs=nnx.Rngs(0))
+  hub.save_pretrained(model, folder, tokenizer=tokenizer)
+  return str(folder)
+
+
+@pytest.fixture(scope='module')
+def corpus(tmp_path_factory):
+  folder = tmp_path_factory.mktemp('corpus')
+  for number in range(60):
+    (folder / f'{number}.py').write_text(_TEXT * (1 + number % 3))
+    (folder / f'{number}.txt').write_text('not Python')
+  return folder
+
+
+def _build(draft, workdir, **arguments):
+  ngram_building.build(
+    **{
+      'draft': draft,
+      'corpus': None,
+      'samples': _SAMPLES,
+      'table': TableConfig(),
+      'workdir': workdir,
+      'output': workdir / 'table',
+    }
+    | arguments
+  )
+  return workdir / 'table'
+
+
+@pytest.fixture(scope='module')
+def finished(draft, tmp_path_factory):
+  """A run that nobody killed."""
+  return _build(draft, tmp_path_factory.mktemp('finished'))
+
+
+def _shards(folder):
+  return sorted(folder.glob('samples-??????.npy'))
+
+
+def test_texts_are_those_of_generate_from_the_start_token(
+  draft, finished, tokenizer
+):
+  shards = [np.load(path) for path in _shards(finished.parent)]
+  assert len(shards) == 6
+  texts = np.concatenate(shards).reshape(6 * 256, 4 + 2)
+  assert np.all(texts[:, 0] == tokenizer.bos_token_id)
+  assert np.all(texts[:, -1] == -1)
+  assert len(np.unique(texts, axis=0)) > 1500  # None twice but by chance.
+  numbers = np.array([0, 3, 300])
+  pair = ngram_building.load_pair(draft, None)
+  keys = [jax.random.fold_in(jax.random.key(5), n) for n in numbers]
+  expected = specdec.generate(
+    pair.target,
+    jnp.stack(keys),
+    [[tokenizer.bos_token_id]] * 3,
+    max_new_tokens=4,
+    sampling=specdec.Sampling(temperature=1.5),
+  )
+  assert texts[numbers, 1:-1].tolist() == expected.tokens
+
+
+def test_the_table_says_what_it_was_made_of(draft, finished):
+  table, provenance = load_table(finished)
+  assert (table.order, table.num_continuations) == (3, 8)
+  assert provenance['specdec'] == specdec.__version__
+  assert provenance['draft']['name'] == draft
+  assert len(provenance['draft']['weights_blake2b']) == 32
+  assert provenance['sources'] == {
+    'samples': {
+      'num_tokens': 6144,
+      'tokens': 6144,
+      'length': 4,
+      'batch_size': 4,
+      'temperature': 1.5,
+      'top_k': None,
+      'seed': 5,
+    }
+  }
+  assert provenance['table'] == {
+    'order': 3,
+    'num_continuations': 8,
+    'min_count': 2,
+  }
+  methods = [discounts['method'] for discounts in provenance['discounts']]
+  assert len(methods) == 3
+  assert set(methods) <= {'good-turing', 'absolute', 'constant'}
+
+
+def test_a_killed_run_resumes_to_the_same_file(draft, finished, tmp_path):
+  process = subprocess.Popen(
+    [
+      sys.executable,
+      _SCRIPT,
+      f'--draft={draft}',
+      f'--workdir={tmp_path}',
+      f'--output={tmp_path / "table"}',
+      *_FLAGS,
+    ],
+    stderr=subprocess.DEVNULL,
+  )
+  while not _shards(tmp_path):
+    assert process.poll() is None
+    time.sleep(0.01)
+  process.send_signal(signal.SIGKILL)
+  process.wait()
+  survivors = {path: path.stat().st_mtime_ns for path in _shards(tmp_path)}
+  assert len(survivors) < 6
+  assert not (tmp_path / 'table').exists()
+  # What was being written when it was killed.
+  (tmp_path / 'samples-000005.partial.npy').write_bytes(b'half')
+
+  table = _build(draft, tmp_path)
+  assert table.read_bytes() == finished.read_bytes()
+  for path, time_written in survivors.items():
+    assert path.stat().st_mtime_ns == time_written
+
+
+def test_a_longer_run_keeps_the_shards_of_a_shorter_one(
+  draft, finished, tmp_path
+):
+  less = Samples(num_tokens=1, length=4, batch_size=4, seed=5)
+  shutil.copytree(finished.parent, tmp_path, dirs_exist_ok=True)
+  table = _build(draft, tmp_path, samples=less)
+  assert load_table(table)[1]['sources']['samples']['tokens'] == 1024
+  assert table.read_bytes() != finished.read_bytes()
+  written = [path.stat().st_mtime_ns for path in _shards(tmp_path)]
+  table = _build(draft, tmp_path)
+  assert table.read_bytes() == finished.read_bytes()
+  assert written == [path.stat().st_mtime_ns for path in _shards(tmp_path)]
+
+
+@pytest.mark.parametrize(
+  'changed', [{'seed': 6}, {'temperature': 1.0}, {'top_k': 3}, {'length': 5}]
+)
+def test_a_workdir_is_not_resumed_with_other_settings(
+  changed, draft, finished, tmp_path
+):
+  shutil.copytree(finished.parent, tmp_path, dirs_exist_ok=True)
+  settings = {'num_tokens': 6144, 'length': 4, 'batch_size': 4, 'seed': 5}
+  with pytest.raises(ValueError, match=rf'another run .*{next(iter(changed))}'):
+    _build(draft, tmp_path, samples=Samples(**settings | changed))
+
+
+def test_a_workdir_is_not_resumed_with_other_weights(
+  draft, finished, tokenizer, tmp_path
+):
+  shutil.copytree(draft, tmp_path / 'draft')
+  module = hub.load_module(draft)
+  module.ln_f.bias[...] += 1
+  hub.save_pretrained(module, tmp_path / 'draft', tokenizer=tokenizer)
+  shutil.copytree(finished.parent, tmp_path / 'work')
+  with pytest.raises(ValueError, match=r'another run .*weights_blake2b'):
+    _build(str(tmp_path / 'draft'), tmp_path / 'work')
+
+
+def test_the_training_split_of_a_corpus_is_counted(
+  draft, corpus, tokenizer, tmp_path
+):
+  chosen = Corpus(folder=str(corpus), pattern='*.py')
+  nothing = Samples(num_tokens=0)
+  path = _build(draft, tmp_path, corpus=chosen, samples=nothing)
+  table, provenance = load_table(path)
+  tokens = chosen.tokens(tokenizer, held_out=False)
+  assert np.array_equal(np.load(tmp_path / 'corpus.npy'), tokens)
+  assert provenance['sources'] == {
+    'corpus': {
+      'folder': str(corpus),
+      'pattern': '*.py',
+      'held_out_percent': 2,
+      'tokens': len(tokens),
+    }
+  }
+  # So uniform a text leaves the likeliest token of a context hardly a choice.
+  first, second = tokenizer(_TEXT)['input_ids'][:2]
+  context = find_context(table, np.array([first, -1], np.int32))
+  assert table.next_tokens[context, 0] == second
+
+
+def test_samples_and_a_corpus_are_counted_together(
+  draft, finished, corpus, tmp_path
+):
+  shutil.copytree(finished.parent, tmp_path, dirs_exist_ok=True)
+  path = _build(draft, tmp_path, corpus=Corpus(folder=str(corpus)))
+  table, provenance = load_table(path)
+  assert provenance['sources'].keys() == {'corpus', 'samples'}
+  assert table.num_contexts > load_table(finished)[0].num_contexts
+
+
+def _run(*flags):
+  return subprocess.run(
+    [sys.executable, _SCRIPT, *map(str, flags)],
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+
+
+def test_the_command_line_builds_from_a_corpus_alone(draft, corpus, tmp_path):
+  result = _run(
+    f'--draft={draft}',
+    f'--corpus={corpus}',
+    '--num_tokens=0',
+    '--order=2',
+    '--continuations=3',
+    '--min_count=1',
+    f'--workdir={tmp_path}',
+    f'--output={tmp_path / "table"}',
+  )
+  assert result.returncode == 0, result.stderr
+  assert 'contexts' in result.stdout
+  assert 'counting' in result.stderr
+  table, provenance = load_table(tmp_path / 'table')
+  assert (table.order, table.num_continuations) == (2, 3)
+  assert json.loads((tmp_path / 'corpus.json').read_text())
+  assert provenance['table']['min_count'] == 1
+
+
+def test_the_command_line_refuses_bad_input_in_one_line(draft, tmp_path):
+  result = _run(
+    f'--draft={draft}', f'--workdir={tmp_path}', '--output=x', '--order=6'
+  )
+  assert result.returncode == 2
+  assert result.stderr == (
+    'build_ngram.py: --order must be between 1 and 5, got 6\n'
+  )
+
+
+@pytest.mark.parametrize(
+  ('make', 'flag'),
+  [
+    (lambda: Samples(num_tokens=-1), 'num_tokens'),
+    (lambda: Samples(num_tokens=1, length=0), 'sample_length'),
+    (lambda: Samples(num_tokens=1, batch_size=0), 'batch_size'),
+    (lambda: Samples(num_tokens=1, batch_size=7), 'batch_size'),
+    (lambda: Samples(num_tokens=1, temperature=0), 'temperature'),
+    (lambda: Samples(num_tokens=1, temperature=float('nan')), 'temperature'),
+    (lambda: Samples(num_tokens=1, top_k=0), 'top_k'),
+    (lambda: TableConfig(order=0), 'order'),
+    (lambda: TableConfig(order=6), 'order'),
+    (lambda: TableConfig(num_continuations=0), 'continuations'),
+    (lambda: TableConfig(min_count=0), 'min_count'),
+    (lambda: Corpus(folder='/no/such/folder'), 'corpus'),
+  ],
+)
+def test_bad_values_name_their_flag(make, flag):
+  with pytest.raises(ValueError, match=f'^--{flag}[ =]'):
+    make()
+
+
+def test_what_cannot_be_built_is_refused(draft, tmp_path):
+  with pytest.raises(ValueError, match='give --num_tokens or --corpus'):
+    _build(draft, tmp_path, samples=Samples(num_tokens=0))
+  with pytest.raises(ValueError, match=r'--sample_length=32 exceeds the 31'):
+    _build(draft, tmp_path, samples=Samples(num_tokens=1, length=32))
+  with pytest.raises(ValueError, match='neither a folder nor a model'):
+    _build('/no/such/draft', tmp_path)

@@ -1,0 +1,293 @@
+"""Katz back-off against a transcription of its formulas into dictionaries."""
+
+import collections
+import fractions
+import functools
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from specdec.ngram import building
+from specdec.ngram.building import build_table
+from specdec.ngram.counting import count_ngrams
+from specdec.ngram.katz import discounts_of
+from specdec.ngram.katz import estimate
+from specdec.ngram.table import find_context
+from specdec.ngram.table import MISSING
+
+
+class _Reference:
+  """Contexts are tuples in reading order; slow, and nothing is shared."""
+
+  def __init__(self, texts, *, order, vocab_size, min_count=1):
+    self.vocab_size = vocab_size
+    self.min_count = min_count
+    self.order = order
+    self.counts = collections.Counter(
+      tuple(text[start : start + n])
+      for text in texts
+      for n in range(1, order + 1)
+      for start in range(len(text) - n + 1)
+    )
+    self.following = collections.defaultdict(list)
+    for ngram in self.counts:
+      self.following[ngram[:-1]].append(ngram[-1])
+    self.method = functools.cache(self._method)
+    self.prob = functools.cache(self._prob)
+
+  def total(self, context):
+    return sum(self.counts[*context, w] for w in self.following[context])
+
+  def _method(self, n):
+    having = collections.Counter(
+      count for ngram, count in self.counts.items() if len(ngram) == n
+    )
+    if all(having[r] for r in range(1, 6)):
+      good_turing = {}
+      common = 6 * having[6] / having[1]
+      if common != 1:
+        for r in range(1, 6):
+          r_star = (r + 1) * having[r + 1] / having[r]
+          good_turing[r] = (r_star / r - common) / (1 - common)
+        if all(0 < ratio <= 1 for ratio in good_turing.values()):
+          return 'good-turing', lambda r: r * good_turing.get(r, 1)
+    if having[1] and having[2]:
+      amount = having[1] / (having[1] + 2 * having[2])
+      return 'absolute', lambda r: r - amount
+    return 'constant', lambda r: r - 0.5
+
+  def _prob(self, context, w):
+    if context and self.total(context) < self.min_count:
+      return self.prob(context[1:], w)
+    lower = functools.partial(self.prob, context[1:])
+    if not context:
+      lower = lambda w: 1 / self.vocab_size
+    _, discounted = self.method(len(context) + 1)
+    seen = self.following[context]
+    total = self.total(context)
+    mass = {v: discounted(self.counts[*context, v]) for v in seen}
+    if sum(mass.values()) >= total:
+      total += 1
+    if len(seen) == self.vocab_size:
+      total = sum(mass.values())
+    if w in mass:
+      return mass[w] / total
+    left = 1 - sum(mass.values()) / total
+    return left * lower(w) / (1 - sum(map(lower, seen)))
+
+
+def _text(length, vocab_size, seed=0, skew=3):
+  """Skewed, and dependent on the last token, as text is."""
+  rng = np.random.default_rng(seed)
+  tokens = [0]
+  for draw in rng.random(length - 1) ** skew:
+    tokens.append(int(vocab_size * draw + 7 * tokens[-1]) % vocab_size)
+  return tokens
+
+
+def _estimate(folder, texts, **arguments):
+  shards = []
+  for number, tokens in enumerate(texts):
+    shards.append(folder / f'{number}.npy')
+    np.save(shards[-1], np.array(tokens, np.int32))
+  return estimate(count_ngrams(shards, **arguments))
+
+
+def _all_contexts(vocab_size, order, limit=400):
+  """Known or not, of all lengths, in reading order."""
+  rng = np.random.default_rng(1)
+  for length in range(order):
+    contexts = list(itertools.product(range(vocab_size), repeat=length))
+    for index in rng.permutation(len(contexts))[:limit]:
+      yield contexts[index]
+
+
+@pytest.mark.parametrize('order', [1, 2, 3, 4, 5])
+@pytest.mark.parametrize(
+  ('vocab_size', 'length', 'min_count'),
+  [(7, 600, 1), (7, 600, 3), (40, 700, 1), (11, 4, 1)],
+)
+def test_probabilities_are_those_of_the_formulas(
+  order, vocab_size, length, min_count, tmp_path
+):
+  # The last token never occurs.
+  texts = [_text(length, vocab_size - 1), _text(9, vocab_size - 1, seed=1)]
+  sizes = {'order': order, 'vocab_size': vocab_size, 'min_count': min_count}
+  model = _estimate(tmp_path, texts, **sizes)
+  reference = _Reference(texts, **sizes)
+  for n, discounts in enumerate(model.discounts, 1):
+    assert discounts.method == reference.method(n)[0]
+  seen = [c for c in reference.following if len(c) < order]
+  others = _all_contexts(vocab_size, order, limit=50)
+  for context in itertools.chain(seen[:300], others):
+    found = model.distribution(context[::-1])
+    expected = [reference.prob(context, w) for w in range(vocab_size)]
+    np.testing.assert_allclose(found, expected, rtol=1e-9)
+    assert abs(found.sum() - 1) < 1e-9
+    assert np.all(found > 0)
+
+
+def test_the_formulas_are_tried_with_every_kind_of_discount(tmp_path):
+  model = _estimate(tmp_path, [_text(600, 6)], order=5, vocab_size=7)
+  methods = [discounts.method for discounts in model.discounts]
+  model = _estimate(tmp_path, [_text(700, 39)], order=5, vocab_size=40)
+  methods += [discounts.method for discounts in model.discounts]
+  assert set(methods) == {'good-turing', 'absolute', 'constant'}
+
+
+def test_good_turing_by_hand():
+  # Seen once: 120, twice: 40, ...; 6 n6 / n1 = 3/10, so that
+  # d(1) = (2 40 / 120 - 3/10) / (7/10) = 11/21, and so on.
+  counts = np.array([0, 120, 40, 20, 12, 8, 6])
+  ratios = [fractions.Fraction(*x) for x in ((11, 21), (9, 14), (5, 7))]
+  ratios += [fractions.Fraction(*x) for x in ((16, 21), (6, 7))]
+  discounts = discounts_of(counts)
+  assert discounts.method == 'good-turing'
+  r = np.arange(1, 6)
+  np.testing.assert_allclose(
+    discounts.apply(r), r * np.array(ratios, float), rtol=1e-12
+  )
+  assert discounts.apply(np.array([6, 7, 1000])).tolist() == [6, 7, 1000]
+  # What is taken off is what n1 / N of the mass is.
+  taken = np.sum(counts[1:6] * (r - discounts.apply(r)))
+  assert taken == pytest.approx(120, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+  ('counts', 'method', 'amount'),
+  [
+    ([0, 6, 2, 0, 0, 0, 0], 'absolute', 0.6),  # Some never occur.
+    ([0, 6, 6, 6, 6, 6, 1], 'absolute', 1 / 3),  # 6 n6 / n1 = 1
+    ([0, 6, 9, 1, 1, 1, 0], 'absolute', 1 / 4),  # d(1) = 3
+    ([0, 0, 4, 3, 2, 1, 1], 'constant', 0.5),  # Would take off nothing,
+    ([0, 4, 0, 3, 2, 1, 1], 'constant', 0.5),  # everything,
+    ([0, 0, 0, 0, 0, 0, 0], 'constant', 0.5),  # 0 / 0.
+  ],
+)
+def test_fallback_discounts(counts, method, amount):
+  discounts = discounts_of(np.array(counts))
+  assert discounts.method == method
+  seen = np.array([1, 2, 5, 100])
+  np.testing.assert_allclose(discounts.apply(seen), seen - amount)
+
+
+@pytest.mark.parametrize('order', [1, 2, 3, 5])
+@pytest.mark.parametrize(
+  'text',
+  [
+    [0],
+    [0, 0, 0, 0],
+    [0, 1] * 20,
+    [0, 1, 1] * 9,
+    np.random.default_rng(0).integers(2, size=500).tolist(),
+  ],
+)
+def test_two_tokens_are_a_vocabulary(order, text, tmp_path):
+  model = _estimate(tmp_path, [text], order=order, vocab_size=2)
+  reference = _Reference([text], order=order, vocab_size=2)
+  for context in _all_contexts(2, order):
+    found = model.distribution(context[::-1])
+    expected = [reference.prob(context, w) for w in range(2)]
+    np.testing.assert_allclose(found, expected, rtol=1e-9)
+    assert found.sum() == pytest.approx(1)
+
+
+def test_frequent_n_grams_alone_leave_something_for_the_others(tmp_path):
+  # Good-Turing discounts of the bigrams, none of which apply after token 0.
+  rng = np.random.default_rng(0)
+  others = (4 + 36 * rng.random(700) ** 3).astype(int).tolist()
+  model = _estimate(
+    tmp_path, [[0, 1] * 50, others], order=2, vocab_size=41, min_count=1
+  )
+  assert model.discounts[1].method == 'good-turing'
+  after = model.distribution([0])
+  assert after[1] == pytest.approx(50 / 51)
+  assert np.all(after > 0)
+  assert after.sum() == pytest.approx(1)
+
+
+def _table_contexts(table):
+  """Each context's tokens, the most recent first."""
+  names = [()] * table.num_contexts
+  for parent in range(table.num_contexts):
+    first, end = table.first_child[parent], table.first_child[parent + 1]
+    for child in range(int(first), int(end)):
+      names[child] = (*names[parent], int(table.edge_token[child]))
+  return names
+
+
+@pytest.mark.parametrize('order', [1, 2, 3, 4, 5])
+@pytest.mark.parametrize(
+  ('vocab_size', 'k', 'min_count'), [(7, 3, 1), (30, 2, 2), (5, 8, 1)]
+)
+def test_the_table_holds_the_likeliest_of_all_tokens(
+  order, vocab_size, k, min_count, tmp_path
+):
+  model = _estimate(
+    tmp_path,
+    [_text(500, vocab_size - 1, skew=1)],
+    order=order,
+    vocab_size=vocab_size,
+    min_count=min_count,
+  )
+  table = jax.device_get(build_table(model, k))
+  names = _table_contexts(table)
+  assert table.num_continuations == k
+  assert table.num_contexts == len(set(names))
+  assert table.num_contexts == sum(len(x.backoff) for x in model.levels)
+  for context, name in enumerate(names):
+    expected = model.distribution(name)
+    tokens = table.next_tokens[context]
+    log_probs = table.next_log_probs[context]
+    known = min(k, vocab_size)
+    assert len(set(tokens[:known].tolist())) == known
+    np.testing.assert_allclose(
+      np.exp(log_probs[:known]), np.sort(expected)[::-1][:known], rtol=1e-5
+    )
+    np.testing.assert_allclose(
+      np.exp(log_probs[:known]), expected[tokens[:known]], rtol=1e-5
+    )
+    assert np.all(tokens[known:] == 0)
+    assert np.all(log_probs[known:] == np.float32(MISSING))
+  histories = np.full((len(names), order - 1), -1, np.int32)
+  for row, name in enumerate(names):
+    histories[row, : len(name)] = name
+  found = find_context(table, histories)
+  assert np.array_equal(found, np.arange(len(names)))
+
+
+def test_tokens_beyond_the_candidates_are_found(tmp_path, monkeypatch):
+  looked_through = []
+  original = building._from_distributions
+
+  def spy(model, length, contexts, k):
+    looked_through.append((length, len(contexts)))
+    return original(model, length, contexts, k)
+
+  monkeypatch.setattr(building, '_from_distributions', spy)
+  model = _estimate(
+    tmp_path, [_text(3000, 200, skew=1)], order=2, vocab_size=200
+  )
+  # Seen once, and so discounted below many that were not seen.
+  level = model.levels[1]
+  table = jax.device_get(build_table(model, 2))
+  checked = sum(size for length, size in looked_through if length == 1)
+  assert 0 < checked < len(level.backoff)
+  for context, name in enumerate(_table_contexts(table)):
+    best = np.sort(model.distribution(name))[::-1][:2]
+    np.testing.assert_allclose(
+      np.exp(table.next_log_probs[context]), best, rtol=1e-5
+    )
+
+
+def test_parts_of_the_work_do_not_show(tmp_path, monkeypatch):
+  texts = [_text(500, 30)]
+  sizes = {'order': 4, 'vocab_size': 31}
+  whole = build_table(_estimate(tmp_path, texts, **sizes), 3)
+  for name in ('katz._BLOCK_NGRAMS', 'building._BLOCK_NGRAMS'):
+    monkeypatch.setattr(f'specdec.ngram.{name}', 13)
+  monkeypatch.setattr(building, '_BLOCK_PROBS', 62)
+  parts = build_table(_estimate(tmp_path, texts, **sizes), 3)
+  jax.tree.map(np.testing.assert_array_equal, whole, parts)

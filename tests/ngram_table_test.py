@@ -1,0 +1,208 @@
+"""Looking up contexts, and files of tables."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors import numpy as safetensors_numpy
+
+from specdec.ngram.table import find_context
+from specdec.ngram.table import load_table
+from specdec.ngram.table import MISSING
+from specdec.ngram.table import NGramTable
+from specdec.ngram.table import save_table
+
+
+def _table(contexts, *, order, vocab_size, k=2):
+  """A table of some contexts (the most recent token first) and their ends."""
+  every = {context[:n] for context in contexts for n in range(order)}
+  names = sorted(every, key=lambda name: (len(name), name))
+  index = {name: number for number, name in enumerate(names)}
+  children = [[c for c in names if c and c[:-1] == name] for name in names]
+  first_child = 1 + np.cumsum([0, *map(len, children)])
+  shape = (len(names), k)
+  rng = np.random.default_rng(0)
+  log_probs = np.sort(-9 * rng.random(shape))[:, ::-1].astype(np.float32)
+  log_probs[0, -1] = MISSING
+  table = NGramTable(
+    edge_token=jnp.array([name[-1] if name else 0 for name in names]),
+    first_child=jnp.array(first_child, jnp.int32),
+    next_tokens=jnp.array(rng.integers(vocab_size, size=shape), jnp.int32),
+    next_log_probs=jnp.array(log_probs),
+    order=order,
+    vocab_size=vocab_size,
+  )
+  return table, index
+
+
+def _expected(index, histories):
+  found = []
+  for history in histories.tolist():
+    known = 0
+    while known < len(history) and tuple(history[: known + 1]) in index:
+      known += 1
+    found.append(index[tuple(history[:known])])
+  return found
+
+
+def _random(order, vocab_size, low, num_contexts=150):
+  """A table, and histories that it knows, half knows or does not know."""
+  rng = np.random.default_rng(order)
+  draw = lambda n: rng.integers(low, vocab_size, size=(n, order - 1))
+  table, index = _table(
+    [tuple(row) for row in draw(num_contexts).tolist()],
+    order=order,
+    vocab_size=vocab_size,
+  )
+  histories = draw(300)
+  names = list(index)
+  for row in range(150):  # Known ones, some followed by others.
+    name = names[rng.integers(len(names))]
+    histories[row, : len(name)] = name
+  for row in range(0, 300, 3):  # Starts of texts.
+    histories[row, rng.integers(order) :] = -1
+  histories[:2] = [[vocab_size - 1], [0]]
+  return table, index, histories.astype(np.int32)
+
+
+@pytest.mark.parametrize('order', [1, 2, 3, 4, 5])
+@pytest.mark.parametrize(
+  ('vocab_size', 'low'), [(6, 0), (300, 0), (262144, 262100), (262144, 0)]
+)
+def test_the_longest_known_context_is_found(order, vocab_size, low):
+  table, index, histories = _random(order, vocab_size, low)
+  expected = _expected(index, histories)
+  found = jax.jit(find_context)(table, histories)
+  assert found.dtype == jnp.int32
+  assert found.tolist() == expected
+  if order > 2:
+    lengths = {len(name) for name in np.array([*index], object)[expected]}
+    assert lengths == set(range(order))
+
+
+def test_any_leading_shape_and_vmap():
+  table, index, histories = _random(3, 300, 0)
+  expected = np.array(_expected(index, histories))
+  shaped = find_context(table, histories.reshape(5, 6, 10, 2))
+  assert np.array_equal(shaped, expected.reshape(5, 6, 10))
+  mapped = jax.vmap(lambda history: find_context(table, history))(histories)
+  assert np.array_equal(mapped, expected)
+  one = find_context(table, jnp.array(histories[7]))
+  assert one.shape == ()
+  assert one == expected[7]
+
+
+def test_no_context_is_known_but_the_empty_one():
+  table, _ = _table([()], order=3, vocab_size=9)
+  assert table.num_contexts == 1
+  histories = np.array([[0, 0], [-1, -1], [8, 3]], np.int32)
+  assert find_context(table, histories).tolist() == [0, 0, 0]
+
+
+def test_a_lookup_takes_the_same_steps_whatever_the_text():
+  table, _, histories = _random(3, 300, 0)
+  steps = str(jax.make_jaxpr(find_context)(table, histories))
+  assert f'length={table.num_probes}' in steps
+  assert 'while' not in steps
+  assert 'callback' not in steps
+
+
+def test_histories_of_another_width_are_refused():
+  table, _ = _table([(1, 2)], order=3, vocab_size=9)
+  with pytest.raises(ValueError, match=r'the last 2 tokens .* order 3, got'):
+    find_context(table, np.zeros((4, 3), np.int32))
+
+
+def test_bytes_of_a_lookup():
+  contexts = [(token, 1) for token in range(5)]
+  table, _ = _table(contexts, order=3, vocab_size=9, k=4)
+  # 1 + 5 + 5 contexts, so at most 9 children, among which 4 probes find one.
+  # Twice: 2 ends, 4 probes and the edge; then 4 tokens with log-probabilities.
+  assert table.lookup_bytes == 4 * (2 * (2 + 4 + 1) + 2 * 4)
+  table, _ = _table([()], order=1, vocab_size=9, k=4)
+  assert table.lookup_bytes == 4 * 2 * 4
+
+
+@pytest.mark.parametrize('vocab_size', [300, 1 << 16, 1 << 18])
+def test_a_file_holds_the_table(vocab_size, tmp_path):
+  table, _, _ = _random(4, vocab_size, vocab_size - 200)
+  path = tmp_path / 'new' / 'table.safetensors'
+  provenance = {'draft': 'a', 'tokens': 3, 'discounts': [0.5]}
+  save_table(path, table, provenance)
+  loaded, found = load_table(path)
+  assert found == provenance
+  assert (loaded.order, loaded.vocab_size) == (4, vocab_size)
+  for field in ('edge_token', 'first_child', 'next_tokens'):
+    assert np.array_equal(getattr(loaded, field), getattr(table, field))
+    assert getattr(loaded, field).dtype == jnp.int32
+  assert loaded.next_log_probs.dtype == jnp.float32
+  np.testing.assert_allclose(
+    loaded.next_log_probs, table.next_log_probs, rtol=1e-3
+  )
+  assert loaded.next_log_probs[0, -1] == np.float32(MISSING)
+  # What was rounded once stays as it is.
+  again = tmp_path / 'again.safetensors'
+  save_table(again, loaded, provenance)
+  assert again.read_bytes() == path.read_bytes()
+  assert {file.name for file in path.parent.iterdir()} == {path.name}
+
+
+def test_small_vocabularies_give_small_files(tmp_path):
+  path = tmp_path / 'table'
+  sizes = []
+  for vocab_size in (1 << 16, (1 << 16) + 1):
+    table, _, _ = _random(3, 300, 0)
+    save_table(path, table.replace(vocab_size=vocab_size), {})
+    sizes.append(path.stat().st_size)
+  # Per context an edge and two next tokens.
+  assert sizes[1] - sizes[0] == pytest.approx(6 * table.num_contexts, abs=16)
+
+
+def _refused(path, message):
+  with pytest.raises(ValueError, match=message) as caught:
+    load_table(path)
+  assert str(path) in str(caught.value)
+  assert 'scripts/build_ngram.py' in str(caught.value)
+
+
+def test_bad_files_are_refused(tmp_path):
+  path = tmp_path / 'table'
+  _refused(path, 'there is no n-gram table')
+  _refused(tmp_path, 'there is no n-gram table')
+  path.write_bytes(b'')
+  _refused(path, 'cannot be read as an n-gram table')
+  path.write_text('def f():\n  pass\n' * 9)
+  _refused(path, 'cannot be read as an n-gram table')
+
+  table, _, _ = _random(3, 300, 0)
+  save_table(path, table, {})
+  whole = path.read_bytes()
+  path.write_bytes(whole[:-1])
+  _refused(path, 'cannot be read as an n-gram table')
+  path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+  _refused(path, 'is damaged')
+
+  for metadata in (None, {'format': 'pt'}, {'ngram_table': '{}'}):
+    safetensors_numpy.save_file({'a': np.zeros(3)}, path, metadata=metadata)
+    _refused(path, 'is not an n-gram table of this version')
+  safetensors_numpy.save_file({}, path, metadata={'ngram_table': '{'})
+  _refused(path, 'cannot be read as an n-gram table')
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path):
+  path = tmp_path / 'table'
+  table, _, _ = _random(3, 300, 0)
+  save_table(path, table, {'version': 1})
+  with pytest.raises(TypeError):
+    save_table(path, table, {'version': object()})
+  assert load_table(path)[1] == {'version': 1}
+
+
+def test_the_table_is_a_pytree_with_static_sizes():
+  table, _, _ = _random(3, 300, 0)
+  assert len(jax.tree.leaves(table)) == 4
+  assert jax.tree.map(lambda leaf: leaf, table).order == 3
+  names = {field.name for field in dataclasses.fields(table)}
+  assert {'order', 'vocab_size'} < names
