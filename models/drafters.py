@@ -91,6 +91,7 @@ def _alone(inner: str, settings: DraftSettings) -> Drafter:
     config = dataclasses.replace(
       config,
       rounds=settings.inner_rounds_alone,
+      cost_ratio=0.0,
       calibration=settings.inner_tree.calibration,
     )
   return Drafter(CandidateScorer(_proposers(inner, settings)), config)

@@ -109,12 +109,12 @@ def sampling() -> specdec.Sampling:
   )
 
 
-def _tree_config(settings: dict[str, Any]) -> specdec.TreeConfig:
+def _tree_config(prefix: str, settings: dict[str, Any]) -> specdec.TreeConfig:
   """A config from flags; its errors name fields, and so flags."""
   try:
     return specdec.TreeConfig(**settings)
   except ValueError as error:
-    raise ValueError(f'--{error}') from error
+    raise ValueError(f'--{prefix}{error}') from error
 
 
 def draft_settings() -> drafters.DraftSettings:
@@ -132,6 +132,7 @@ def draft_settings() -> drafters.DraftSettings:
   return drafters.DraftSettings(
     num_draft_tokens=NUM_DRAFT_TOKENS.value,
     tree=_tree_config(
+      '',
       {
         'num_nodes': NUM_NODES.value,
         'width': WIDTH.value,
@@ -143,16 +144,18 @@ def draft_settings() -> drafters.DraftSettings:
         'cost_ratio': COST_RATIO.value,
         'min_gain': MIN_GAIN.value,
         'topology': topology and drafters.parse_topology(topology),
-      }
+      },
     ),
     inner=INNER.value,
     inner_tree=_tree_config(
+      'inner_',
       {
         'width': INNER_WIDTH.value,
         'branching': INNER_BRANCHING.value,
         'rounds': INNER_ROUNDS.value,
         'calibration': INNER_CALIBRATION.value,
-      }
+        'cost_ratio': 0.0,  # next to nothing
+      },
     ),
     inner_rounds_alone=INNER_ROUNDS_ALONE.value,
     ngram=NGRAM.value,

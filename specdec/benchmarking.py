@@ -12,9 +12,11 @@ import dataclasses
 import time
 from typing import Any
 
+import jax
 import numpy as np
 
 from specdec.generation import Generation
+from specdec.statistics import relative_bandwidth
 
 # (prompts, limit) -> Generation; a limit of 0 compiles and decodes nothing.
 Arm = Callable[[Sequence[Sequence[int]], int], Generation]
@@ -95,6 +97,21 @@ def find_flips(
   return flips
 
 
+_COUNTS = (
+  'new_tokens',
+  'target_forwards',
+  'accepted_histogram',
+  'stage_forwards',
+  'origins',
+  'reads',
+)
+
+
+def _pool(counts: Sequence[Any]) -> Any:
+  """Adds numbers, lists or dictionaries of one structure, entry by entry."""
+  return jax.tree.map(lambda *values: sum(values), *counts)
+
+
 def summarize_arms(
   results: Mapping[str, Sequence[Measurement]],
   *,
@@ -107,29 +124,27 @@ def summarize_arms(
     baseline: the arm that speed ratios refer to.
 
   Returns:
-    Per arm: pooled counts; `block_efficiency` and `relative_bandwidth` (mean
-    over batches weighted by tokens); `seconds`; `tokens_per_second`; `speed`,
-    the baseline's seconds per token over the arm's, pooled;
-    `speed_per_batch`, the same batch by batch.
+    Per arm: the counts of `specdec.statistics.summarize`, pooled, and the
+    ratios that follow; `seconds`; `tokens_per_second`; `speed`, the baseline's
+    seconds per token over the arm's, pooled; `speed_per_batch`, the same batch
+    by batch.
   """
-  pooled = {}
+  arms = {}
   for name, measurements in results.items():
     stats = [one.generation.stats for one in measurements]
-    total = lambda key, stats=stats: sum(one[key] for one in stats)
-    tokens, forwards = total('new_tokens'), total('target_forwards')
+    pooled = {key: _pool([one[key] for one in stats]) for key in _COUNTS}
+    tokens = pooled['new_tokens']
+    forwards = max(pooled['target_forwards'], 1)
+    nodes = sum(
+      one['nodes_per_forward'] * one['target_forwards'] for one in stats
+    )
     seconds = sum(one.seconds for one in measurements)
-    pooled[name] = {
-      'target_forwards': forwards,
-      'draft_forwards': total('draft_forwards'),
-      'new_tokens': tokens,
-      'block_efficiency': tokens / max(forwards, 1),
-      'accepted_histogram': np.sum(
-        [one['accepted_histogram'] for one in stats], axis=0
-      ).tolist(),
-      'relative_bandwidth': sum(
-        one['relative_bandwidth'] * one['new_tokens'] for one in stats
-      )
-      / max(tokens, 1),
+    arms[name] = pooled | {
+      'block_efficiency': tokens / forwards,
+      'nodes_per_forward': nodes / forwards,
+      'relative_bandwidth': relative_bandwidth(
+        pooled['reads'], stats[0]['costs']
+      ),
       'seconds': seconds,
       'tokens_per_second': tokens / seconds,
       'speed_per_batch': [
@@ -137,7 +152,7 @@ def summarize_arms(
         for base, one in zip(results[baseline], measurements, strict=True)
       ],
     }
-  base_rate = pooled[baseline]['tokens_per_second']
-  for arm in pooled.values():
+  base_rate = arms[baseline]['tokens_per_second']
+  for arm in arms.values():
     arm['speed'] = arm['tokens_per_second'] / base_rate
-  return pooled
+  return arms

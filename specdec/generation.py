@@ -39,10 +39,11 @@ class Generation:
 
 def _check_drafter(target, drafter):
   ours = target.definition.vocab_size
-  labels = drafter.labels
-  if len(set(labels)) < len(labels) or 'target' in labels:
+  labels = ('target', 'plain', *drafter.labels)
+  if len(set(labels)) < len(labels):
     raise ValueError(
-      f'stages need names of their own, other than target; got {labels}'
+      'every stage needs a name of its own, neither target nor plain, got'
+      f' {drafter.labels}'
     )
   for stage in drafter.stages:
     theirs = stage.scorer.vocab_size

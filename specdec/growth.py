@@ -102,35 +102,68 @@ def _open_nodes(drafter, state, tree, closed):
   return still_open if drafter.scorer.needs_ancestors else still_open & ~closed
 
 
-def _pays(drafter, state, tree, step, closed, rounds_done):
+def _gain(
+  drafter: Drafter,
+  state: StageState,
+  tree: TokenTree,
+  can_grow: jax.Array,
+) -> jax.Array:
+  """Tokens that another round is expected to add, `[B]` float32.
+
+  That is the probability of the nodes it would score, as far as their children
+  in the tree do not have it yet, times the share that scoring has brought into
+  the tree so far: K children do not have all of their parent's probability.
+  """
+  prob = jnp.exp(tree.log_prob)
+  parent = jnp.where(tree.parent >= 0, tree.parent, tree.capacity)
+  add = lambda prob, parent: (
+    jnp.zeros_like(prob).at[parent].add(prob, mode='drop')
+  )
+  of_children = jnp.minimum(jax.vmap(add)(prob, parent), prob)
+  sum_of = lambda mass: jnp.sum(jnp.where(state.scored, mass, 0.0), axis=1)
+  of_scored = sum_of(prob)
+  share = sum_of(of_children) / jnp.maximum(of_scored, 1e-6)
+  share = jnp.where(of_scored > 0, share, 1.0)
+  width = drafter.config.width
+  nodes, _ = jax.vmap(best_nodes, (0, 0, None))(tree, can_grow, width)
+  new = jnp.maximum(share[:, None] * prob - of_children, 0.0)
+  new = jnp.take_along_axis(new, nodes, axis=1)
+  return jnp.sum(jnp.where(nodes >= 0, new, 0.0), axis=1)
+
+
+def _expected(tree: TokenTree, num_nodes: int) -> jax.Array:
+  """Tokens that the tree is expected to yield as it is, `[B]` float32.
+
+  The root is certain, and stands for the target's bonus token.
+  """
+  used = tree.log_prob > -jnp.inf
+  _, log_prob = jax.vmap(best_nodes, (0, 0, None))(tree, used, num_nodes)
+  return jnp.sum(jnp.exp(log_prob), axis=1)
+
+
+def _pays(
+  drafter: Drafter,
+  state: StageState,
+  tree: TokenTree,
+  step: Step,
+  closed: jax.Array,
+  rounds_done: jax.Array,
+) -> jax.Array:
   """Whether another round is expected to be worth its cost, `[]` bool."""
   config = drafter.config
-  prob = jnp.exp(tree.log_prob)
-  # What a node's children in the tree do not cover yet, the most that scoring
-  # the node can add.
-  parent = jnp.where(tree.parent >= 0, tree.parent, tree.capacity)
-  covered = jax.vmap(
-    lambda parent, prob: jnp.zeros_like(prob).at[parent].add(prob, mode='drop')
-  )(parent, prob)
   can_grow = _open_nodes(drafter, state, tree, closed) & ~closed
-  can_grow &= tree.depth < step.max_depth
-  nodes, _ = jax.vmap(best_nodes, (0, 0, None))(tree, can_grow, config.width)
-  uncovered = jnp.take_along_axis(jnp.maximum(prob - covered, 0), nodes, axis=1)
-  gain = jnp.sum(jnp.where(nodes >= 0, uncovered, 0.0), axis=1)
-  # So far: the root is certain, and stands for the target's bonus token.
-  chosen, _ = jax.vmap(best_nodes, (0, 0, None))(
-    tree, tree.log_prob > -jnp.inf, config.num_nodes
-  )
-  expected = jnp.take_along_axis(prob, chosen, axis=1)
-  expected = jnp.sum(jnp.where(chosen >= 0, expected, 0.0), axis=1)
-
+  can_grow &= (tree.depth < step.max_depth) & step.active[:, None]
   cost = config.cost_ratio
   if cost is None:
     cost = drafter.scorer.bytes_per_forward(config.width) / step.target_bytes
-  price = cost * expected / (1.0 + rounds_done * cost)
+  if cost == 0 and config.min_gain == 0:
+    return jnp.any(can_grow)
+  # The same cost at the rate of tokens per cost so far.
+  price = cost * _expected(tree, config.num_nodes) / (1.0 + rounds_done * cost)
   price = jnp.maximum(price, config.min_gain)
   # Rows share their forwards, so it is their sums that count.
   total = lambda values: jnp.sum(jnp.where(step.active, values, 0.0))
+  gain = _gain(drafter, state, tree, can_grow)
   # A stage that has not scored the root yet has no say so far.
   begun = jnp.all(state.scored[:, ROOT] | ~step.active)
   return (total(gain) > total(price)) | ~begun
@@ -159,11 +192,8 @@ def grow(
   Returns:
     State and trees.
   """
-  config, inner, topology = (
-    drafter.config,
-    drafter.inner,
-    drafter.config.topology,
-  )
+  config, inner = drafter.config, drafter.inner
+  topology = config.topology
 
   def guess(state, tree):
     if inner is None:

@@ -6,7 +6,6 @@ an EOS or past the limit were not emitted and do not count.
 
 from collections.abc import Mapping
 from collections.abc import Sequence
-import dataclasses
 from typing import Any
 
 import flax.struct
@@ -75,52 +74,33 @@ def count_step(
   )
 
 
-@dataclasses.dataclass(frozen=True)
-class ReadCost:
-  """Bytes read from memory by a model.
-
-  Attributes:
-    per_forward: weights.
-    per_slot: of the cache, per row and visible slot.
-  """
-
-  per_forward: float
-  per_slot: float
-
-
 def relative_bandwidth(
-  reads: Mapping[str, Any], target: ReadCost, stages: Sequence[ReadCost]
+  reads: Mapping[str, Mapping[str, float]],
+  costs: Mapping[str, Mapping[str, float]],
 ) -> float:
   """Bytes read by all models, over what plain decoding would have read.
 
   Plain decoding of the same tokens: one target forward per token, rows of a
   batch sharing the weights. (The measure of arXiv 2308.04623, table 1, which
-  gives no formula; the cache counts here.)
+  gives no formula; here the caches count.)
 
   Args:
-    reads: the entry of that name of `summarize`.
-    target: its costs; not necessarily those of the model that ran.
-    stages: likewise, from the outermost in.
+    reads: see `summarize`.
+    costs: likewise; those of the models that ran, or of any others.
+
+  Returns:
+    The ratio; 1 if nothing was decoded.
   """
   total = lambda count, cost: (
-    count['forwards'] * cost.per_forward + count['slots'] * cost.per_slot
+    count['forwards'] * cost['per_forward'] + count['slots'] * cost['per_slot']
   )
-  read = total(reads['target'], target) + sum(
-    total(count, cost)
-    for count, cost in zip(reads['stages'], stages, strict=True)
+  plain = total(reads['plain'], costs['target'])
+  read = sum(
+    total(count, costs[name])
+    for name, count in reads.items()
+    if name != 'plain'
   )
-  plain = total(reads['plain'], target)
   return read / plain if plain else 1.0
-
-
-def _stage_costs(drafter: Drafter | None) -> list[ReadCost]:
-  return [
-    ReadCost(
-      stage.scorer.bytes_per_forward(stage.config.width),
-      stage.scorer.bytes_per_slot,
-    )
-    for stage in (drafter.stages if drafter is not None else ())
-  ]
 
 
 def summarize(
@@ -150,31 +130,37 @@ def summarize(
     `nodes_per_forward`, verified on average, the root included;
     `accepted_histogram`, whose entry i counts the forwards that emitted i + 1
     tokens, after the stop rule; `stage_forwards` by stage and `origins`, the
-    emitted tokens by who proposed them; `relative_bandwidth`, see there; and
-    `reads`, the counts it follows from: batched forwards, and visible slots
-    summed over rows, of the target, the stages and plain decoding.
+    emitted tokens by who proposed them; `relative_bandwidth`, see there, and
+    what it follows from: `reads`, batched forwards and visible cache slots
+    (summed over rows) of the target, of each stage and of plain decoding, and
+    `costs`, the bytes per forward and per slot of the target and each stage.
   """
   counters, stage_counters = jax.device_get((counters, tuple(stage_counters)))
   forwards = int(counters.target_forwards.sum())
   emitted = int(new_tokens.sum())
   stages = drafter.stages if drafter is not None else ()
   labels = ('target', *(drafter.labels if drafter is not None else ()))
-  names = [stage.name for stage in stages]
+  named = {
+    stage.name: counted
+    for stage, counted in zip(stages, stage_counters, strict=True)
+  }
   # Emitting token i of a row, plain decoding sees prompt_length + i slots.
   plain_slots = new_tokens * prompt_lengths + new_tokens * (new_tokens - 1) // 2
+  count = lambda forwards, slots: {
+    'forwards': int(forwards),
+    'slots': int(slots.sum()),
+  }
+  cost = lambda forward, slot: {'per_forward': forward, 'per_slot': slot}
   reads = {
-    'target': {
-      'forwards': int(counters.steps),
-      'slots': int(counters.slots_read.sum()),
-    },
-    'stages': [
-      {'forwards': int(one.forwards), 'slots': int(one.slots_read.sum())}
-      for one in stage_counters
-    ],
-    'plain': {
-      'forwards': int(new_tokens.max(initial=0)),
-      'slots': int(plain_slots.sum()),
-    },
+    'plain': count(new_tokens.max(initial=0), plain_slots),
+    'target': count(counters.steps, counters.slots_read),
+  } | {name: count(one.forwards, one.slots_read) for name, one in named.items()}
+  costs = {'target': cost(target.weight_bytes, target.cache_bytes_per_slot)} | {
+    stage.name: cost(
+      stage.scorer.bytes_per_forward(stage.config.width),
+      stage.scorer.bytes_per_slot,
+    )
+    for stage in stages
   }
   return {
     'new_tokens': emitted,
@@ -185,16 +171,12 @@ def summarize(
     ),
     'accepted_histogram': counters.emitted_histogram.sum(axis=0).tolist(),
     'stage_forwards': {
-      name: int(one.row_forwards.sum())
-      for name, one in zip(names, stage_counters, strict=True)
+      name: int(one.row_forwards.sum()) for name, one in named.items()
     },
     'origins': {
       label: int(np.sum(origins == index)) for index, label in enumerate(labels)
     },
-    'relative_bandwidth': relative_bandwidth(
-      reads,
-      ReadCost(target.weight_bytes, target.cache_bytes_per_slot),
-      _stage_costs(drafter),
-    ),
+    'relative_bandwidth': relative_bandwidth(reads, costs),
     'reads': reads,
+    'costs': costs,
   }

@@ -21,12 +21,24 @@ def _generation(*rows):
   new_tokens = sum(map(len, rows))
   return Generation(
     tokens=[list(row) for row in rows],
+    origins=[[0] * len(row) for row in rows],
+    labels=('target', 'draft'),
     stats={
       'new_tokens': new_tokens,
       'target_forwards': new_tokens // 2,
-      'draft_forwards': 3,
+      'nodes_per_forward': float(new_tokens),
+      'stage_forwards': {'draft': 3},
+      'origins': {'target': new_tokens, 'draft': 0},
       'accepted_histogram': [0, new_tokens // 2],
-      'relative_bandwidth': 0.5,
+      'reads': {
+        'plain': {'forwards': new_tokens, 'slots': 0},
+        'target': {'forwards': new_tokens // 2, 'slots': 0},
+        'draft': {'forwards': 3, 'slots': new_tokens},
+      },
+      'costs': {
+        'target': {'per_forward': 10, 'per_slot': 1},
+        'draft': {'per_forward': 1, 'per_slot': 2},
+      },
     },
   )
 
@@ -55,6 +67,12 @@ def test_speed_is_pooled_and_per_batch():
   assert arms['fast']['tokens_per_second'] == pytest.approx(6 / 4)
   assert arms['fast']['block_efficiency'] == 2
   assert arms['fast']['accepted_histogram'] == [0, 3]
+  assert arms['fast']['stage_forwards'] == {'draft': 6}
+  # Of 1 and 2 forwards, with 2 and 4 nodes.
+  assert arms['fast']['nodes_per_forward'] == pytest.approx((2 + 8) / 3)
+  # 3 forwards of the target, 6 of the draft, 6 of its slots; plain takes 6.
+  bandwidth = (3 * 10 + 6 * 1 + 6 * 2) / (6 * 10)
+  assert arms['fast']['relative_bandwidth'] == pytest.approx(bandwidth)
 
 
 def test_arms_take_turns_after_everything_is_warm():
@@ -88,6 +106,6 @@ def test_margin_is_the_gap_of_the_best_two_logits(prefix):
 def test_arms_are_parsed_and_unknown_ones_refused():
   assert parse_arm('chain', 'float32') == ArmSpec('chain', 'float32')
   assert parse_arm('plain:bfloat16', 'float32') == ArmSpec('plain', 'bfloat16')
-  for text in ('tree', 'plain:float64', ''):
+  for text in ('forest', 'plain:float64', ''):
     with pytest.raises(ValueError, match='is not known'):
       parse_arm(text, 'float32')

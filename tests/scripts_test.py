@@ -42,6 +42,26 @@ def draft(tmp_path_factory):
   return _save(tmp_path_factory.mktemp('draft'), seed=1)
 
 
+@pytest.fixture(scope='module')
+def ngram(tmp_path_factory, target):
+  folder = tmp_path_factory.mktemp('ngram')
+  corpus = folder / 'corpus'
+  corpus.mkdir()
+  for number in range(60):  # some are held out
+    (corpus / f'{number}.py').write_text(_TEXT)
+  result = _run(
+    'build_ngram.py',
+    f'--draft={target}',
+    '--num_tokens=0',
+    f'--corpus={corpus}',
+    '--min_count=1',
+    f'--workdir={folder / "work"}',
+    f'--output={folder / "table.safetensors"}',
+  )
+  assert result.returncode == 0, result.stderr
+  return folder / 'table.safetensors'
+
+
 def _run(script, *flags):
   return subprocess.run(
     [sys.executable, _ROOT / 'scripts' / script, *map(str, flags)],
@@ -65,13 +85,19 @@ def _generate(target, draft, *flags):
 
 
 def test_json_holds_texts_tokens_and_statistics(target, draft):
-  output = _generate(target, draft, '--prompt=def add', '--num_draft_tokens=2')
+  output = _generate(
+    target, draft, '--prompt=def add', '--method=chain', '--num_draft_tokens=2'
+  )
   stats = output['stats']
   assert len(output['tokens'][0]) == stats['new_tokens'] == 9
   assert output['prompt_tokens'][0]
   assert len(output['text']) == 1
   assert sum(stats['accepted_histogram']) == stats['target_forwards']
-  assert stats['draft_forwards'] == 2 * stats['target_forwards']
+  assert stats['stage_forwards'] == {'draft': 2 * stats['target_forwards']}
+  assert output['labels'] == ['target', 'draft']
+  counts = [output['origins'][0].count(origin) for origin in (0, 1)]
+  assert [stats['origins'][label] for label in output['labels']] == counts
+  assert ''.join(output['pieces'][0]) == output['text'][0]
   assert len(stats['accepted_histogram']) == 3
   rate = stats['new_tokens'] / stats['seconds']
   assert stats['tokens_per_second'] == pytest.approx(rate)
@@ -87,12 +113,56 @@ def test_methods_agree_through_every_sampling_flag(target, draft):
     '--seed=7',
     '--batch_size=2',
   )
-  chain = _generate(target, draft, *flags)
   plain = _generate(target, 'none', '--method=plain', *flags)
-  assert chain['tokens'] == plain['tokens']
-  assert chain['tokens'][0] != chain['tokens'][1]  # a row has its own noise
-  assert plain['stats']['draft_forwards'] == 0
+  assert plain['tokens'][0] != plain['tokens'][1]  # a row has its own noise
+  assert plain['stats']['stage_forwards'] == {}
   assert plain['stats']['block_efficiency'] == 1
+  for method in (
+    ['--method=chain'],
+    ['--method=tree', '--num_nodes=8', '--width=4', '--rounds=2'],
+    ['--method=tree', '--topology=k_ary:2x2'],
+    ['--method=staged', '--inner=lookup', '--width=4', '--num_nodes=8'],
+  ):
+    assert (
+      _generate(target, draft, *method, *flags)['tokens'] == plain['tokens']
+    )
+
+
+def test_the_text_itself_drafts_without_a_draft_model(target, ngram):
+  flags = ('--prompt=def add(first, second):', '--max_new_tokens=24')
+  plain = _generate(target, 'none', '--method=plain', *flags)
+  for inner, labels in (
+    ('lookup', ['target', 'lookup']),
+    ('ngram', ['target', 'ngram']),
+    ('ngram+lookup', ['target', 'lookup', 'ngram']),
+  ):
+    output = _generate(
+      target, 'none', f'--inner={inner}', f'--ngram={ngram}', *flags
+    )
+    assert output['tokens'] == plain['tokens']
+    assert output['labels'] == labels
+  assert output['stats']['block_efficiency'] > 1
+
+
+def test_origins_are_marked_and_explained(target, draft, monkeypatch):
+  flags = (
+    'generate.py',
+    f'--target={target}',
+    f'--draft={draft}',
+    '--inner=lookup',
+    '--max_new_tokens=9',
+    '--show_origin',
+  )
+  monkeypatch.setenv('NO_COLOR', '1')
+  plain = _run(*flags)
+  assert plain.returncode == 0, plain.stderr
+  assert 'proposed by' in plain.stdout
+  assert '¹ draft' in plain.stdout
+  assert '⁰' in plain.stdout.partition('proposed by')[0]
+  assert '\x1b' not in plain.stdout
+  monkeypatch.delenv('NO_COLOR')
+  monkeypatch.setenv('FORCE_COLOR', '1')
+  assert '\x1b[30;42m draft \x1b[0m' in _run(*flags).stdout
 
 
 def test_prompts_of_a_file_are_the_rows_of_a_batch(target, draft, tmp_path):
@@ -131,13 +201,18 @@ def test_benchmark_writes_what_it_prints(target, draft, tmp_path):
     f'--draft={draft}',
     f'--prompt_file={prompts}',
     '--max_new_tokens=6',
-    '--arms=plain:float32,plain:bfloat16,chain:bfloat16',
+    '--arms=plain:float32,plain:bfloat16,chain:bfloat16,lookup:bfloat16',
     f'--output={output}',
   )
   assert result.returncode == 0, result.stderr
   report = json.loads(output.read_text())
   arms = report['arms']
-  assert list(arms) == ['plain:float32', 'plain:bfloat16', 'chain:bfloat16']
+  assert list(arms) == [
+    'plain:float32',
+    'plain:bfloat16',
+    'chain:bfloat16',
+    'lookup:bfloat16',
+  ]
   assert all(arm in result.stdout for arm in arms)
   for arm in arms.values():
     assert arm['new_tokens'] == 12
@@ -160,10 +235,22 @@ def test_benchmark_writes_what_it_prints(target, draft, tmp_path):
     (['--min_p=-0.1'], 'min_p must be between 0 and 1, got -0.1'),
     (['--max_new_tokens=4000'], 'exceed the context of the target, 128'),
     (['--max_new_tokens=-1'], 'max_new_tokens must be at least 0, got -1'),
-    (['--num_draft_tokens=0'], 'num_draft_tokens must be at least 1, got 0'),
+    (['--num_draft_tokens=0'], '--num_draft_tokens must be at least 1, got 0'),
     (['--batch_size=0'], '--batch_size must be at least 1, got 0'),
     (['--prompt_file=/no/such/file'], '--prompt_file=/no/such/file cannot be'),
-    (['--draft=none'], '--method=chain needs a draft'),
+    (['--method=chain', '--draft=none'], '--method=chain with'),
+    (['--inner=none'], '--method=staged with --inner=none'),
+    (['--topology=chain:4'], 'a fixed topology leaves no room'),
+    (['--method=tree', '--topology=star:3'], 'topology file star:3 cannot be'),
+    (['--method=tree', '--topology=chain:x'], "topology 'chain:x': expected"),
+    (['--width=0'], '--width must be an integer of at least 1, got 0'),
+    (['--inner_rounds=0'], '--inner_rounds must be an integer of at least 1'),
+    (['--num_nodes=600'], '--capacity must be at least num_nodes=600'),
+    (['--calibration=0'], '--calibration must be positive, got 0'),
+    (['--ngram=/no/table'], 'there is no n-gram table /no/table'),
+    (['--ngram=demo'], 'the lookup+ngram of 4096'),
+    (['--lookup_confidence=2'], '--lookup_confidence: confidence needs'),
+    (['--show_origin'], 'give --show_origin or --json, not both'),
   ],
 )
 def test_bad_input_is_one_line(target, draft, flags, expected, monkeypatch):
