@@ -89,28 +89,51 @@ def write(
 
 
 def keep(
-  cache: KVCache, start: jax.Array, slots: jax.Array, count: jax.Array
+  cache: KVCache,
+  start: jax.Array,
+  offsets: jax.Array,
+  count: jax.Array,
+  *,
+  window: int,
 ) -> KVCache:
   """Keeps some of the entries behind `length`, wherever they were written.
 
-      slot           4   5   6   7   8     length 4, start 5, slots (6, 8, 5)
-      before         r   x   a   y   b     count 2
+      slot           4   5   6   7   8     length 4, start 5, offsets (2, 4, 1)
+      before         r   x   a   y   b     count 2, window 5
       after          r   a   b   x   .     length 7
 
   Args:
     cache: the cache; there must be room, `start + n <= S` in every row.
     start: `[B]` int32, where the kept entries go; what lies between `length`
       and `start` is kept as well.
-    slots: `[B, n]` int32, where they are.
+    offsets: `[B, n]` int32, where they are, counted from `length`.
     count: `[B]` int32, how many of them to keep.
+    window: no offset is that large; `length + window <= S`.
 
   Returns:
     The cache, its `length` now `start + count`.
   """
+  taken = offsets[:, :, None] == jnp.arange(window)
 
   def move(array):
-    kept = jnp.take_along_axis(array, slots[:, :, None, None], axis=1)
-    return _write(array, kept, start)
+    zero = jnp.zeros((), cache.length.dtype)
+    rows = []
+    for row in range(array.shape[0]):
+      index = (jnp.array(row, zero.dtype), cache.length[row], zero, zero)
+      rows.append(
+        lax.dynamic_slice(array, index, (1, window, *array.shape[2:]))
+      )
+    # A product with zeros and ones, exact in any precision but a lower one. A
+    # gather from the array that is then written to makes XLA's CPU backend copy
+    # the array: 7 instead of 2.4 ms for GPT-2 Large and 320 slots.
+    kept = jnp.einsum(
+      'bnw,bwhd->bnhd',
+      taken.astype(array.dtype),
+      jnp.concatenate(rows),
+      precision=lax.Precision.HIGHEST,
+      preferred_element_type=jnp.float32,
+    )
+    return _write(array, kept.astype(array.dtype), start)
 
   return cache.replace(
     keys=tuple(map(move, cache.keys)),

@@ -193,7 +193,7 @@ def decode(
       origins=_append(state.origins, length, origins, emitted),
       length=length + emitted,
       done=state.done | done,
-      target_cache=commit(verdict, emitted),
+      target_cache=commit(verdict, emitted, num_nodes),
       stages=stages,
       counters=count_step(state.counters, length, tree.size, emitted),
     )

@@ -80,18 +80,22 @@ def verify(
   )
 
 
-def commit(verdict: Verdict, emitted: jax.Array) -> KVCache:
+def commit(verdict: Verdict, emitted: jax.Array, num_nodes: int) -> KVCache:
   """The target's cache after a step: the accepted path, no more of the tree.
 
   Args:
     verdict: of the step.
     emitted: `[B]` int32, how many tokens were emitted; rows with 0 stay as they
       are.
+    num_nodes: N.
   """
   length = verdict.cache.length
-  children = jnp.maximum(verdict.path[:, 1:], 0)
   cache = keep(
-    verdict.cache, length + 1, length[:, None] + children, emitted - 1
+    verdict.cache,
+    length + 1,
+    verdict.path[:, 1:],
+    emitted - 1,
+    window=num_nodes,
   )
   # The root is in place, hence as many entries as tokens were emitted.
   return cache.replace(length=length + emitted)

@@ -197,8 +197,9 @@ class LanguageModelScorer(flax.struct.PyTreeNode):
     cache = keep(
       state.cache,
       length + state.text,
-      length[:, None] + jnp.argmax(in_slot, axis=2),
+      jnp.argmax(in_slot, axis=2),
       jnp.minimum(num_scored, num_kept + 1),  # the root too
+      window=state.window.shape[1],
     )
     return ModelState(
       cache=cache,

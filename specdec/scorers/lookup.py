@@ -74,7 +74,11 @@ class PromptLookup(flax.struct.PyTreeNode):
     position = jnp.arange(num_tokens)[None]
     usable = (position < length - 1) & (confidence[matched] > 0)
     quality = jnp.where(usable, matched * num_tokens + position, -1)
-    quality, at = lax.top_k(quality, min(self.num_matches, num_tokens))
+    # As floats, exact below 2^24: XLA's CPU backend sorts integers in full.
+    quality, at = lax.top_k(
+      quality.astype(jnp.float32), min(self.num_matches, num_tokens)
+    )
+    quality = quality.astype(jnp.int32)
     proposed = tokens[jnp.minimum(at + 1, num_tokens - 1)]
     # What follows several matches is proposed by the first of them.
     same = proposed[:, :, None] == proposed[:, None]
