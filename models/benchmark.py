@@ -208,8 +208,7 @@ def run(
   ]
   key = jax.random.key(seed)
   drafters = {
-    arm: make_drafter(arm.method, pairs[arm.dtype].draft, drafting)
-    for arm in arms
+    arm: make_drafter(arm.method, pairs[arm.dtype], drafting) for arm in arms
   }
 
   def decode_with(arm):

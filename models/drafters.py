@@ -3,9 +3,9 @@
 import dataclasses
 import pathlib
 
+from models.pair import Pair
 from specdec.drafter import Drafter
 from specdec.drafter import staged
-from specdec.model import Model
 from specdec.ngram.table import load_table
 from specdec.scorers.candidates import CandidateScorer
 from specdec.scorers.language_model import LanguageModelScorer
@@ -37,7 +37,8 @@ class DraftSettings:
   Attributes:
     num_draft_tokens: of a chain.
     tree: of the outermost stage.
-    inner: one of `INNERS`, who guesses for the draft, or instead of it.
+    inner: one of `INNERS`, who guesses for the draft, or instead of it. None:
+      n-gram and lookup if the n-gram has the target's vocabulary, else lookup.
     inner_tree: of the inner drafter, in a stage.
     inner_rounds_alone: of the inner drafter where there is no draft.
     ngram: `demo` or a file made by scripts/build_ngram.py.
@@ -46,7 +47,7 @@ class DraftSettings:
 
   num_draft_tokens: int
   tree: TreeConfig
-  inner: str
+  inner: str | None
   inner_tree: TreeConfig
   inner_rounds_alone: int
   ngram: str
@@ -73,14 +74,17 @@ def parse_topology(text: str) -> Topology:
   return load_topology(text)
 
 
+def _table_path(settings: DraftSettings) -> str | pathlib.Path:
+  return DEMO_TABLE if settings.ngram == 'demo' else settings.ngram
+
+
 def _proposers(inner: str, settings: DraftSettings) -> tuple:
   # A match in the text itself is the better evidence, so it comes first.
   proposers: list = []
   if 'lookup' in inner.split('+'):
     proposers.append(settings.lookup)
   if 'ngram' in inner.split('+'):
-    path = DEMO_TABLE if settings.ngram == 'demo' else settings.ngram
-    proposers.append(NGram(load_table(path)[0]))
+    proposers.append(NGram(load_table(_table_path(settings))[0]))
   return tuple(proposers)
 
 
@@ -97,14 +101,19 @@ def _alone(inner: str, settings: DraftSettings) -> Drafter:
   return Drafter(CandidateScorer(_proposers(inner, settings)), config)
 
 
+def _default_inner(settings: DraftSettings, vocab_size: int) -> str:
+  fits = load_table(_table_path(settings))[0].vocab_size == vocab_size
+  return 'ngram+lookup' if fits else 'lookup'
+
+
 def make_drafter(
-  method: str, draft: Model | None, settings: DraftSettings
+  method: str, pair: Pair, settings: DraftSettings
 ) -> Drafter | None:
   """The drafter of a method.
 
   Args:
     method: one of `METHODS`.
-    draft: the draft model, if there is one.
+    pair: the target and perhaps a draft.
     settings: see `DraftSettings`.
 
   Returns:
@@ -113,16 +122,19 @@ def make_drafter(
   Raises:
     ValueError: the method is not known or does not fit the settings.
   """
-  inner = settings.inner
-  if method not in METHODS or inner not in INNERS:
+  if method not in METHODS or settings.inner not in (None, *INNERS):
     raise ValueError(
-      f'method {method!r} with inner {inner!r} is not known; methods are'
-      f' {METHODS}, inner drafters {INNERS}'
+      f'method {method!r} with inner {settings.inner!r} is not known; methods'
+      f' are {METHODS}, inner drafters {INNERS}'
     )
   if method == 'plain':
     return None
   if method in INNERS:
     return _alone(method, settings)
+  draft = pair.draft
+  inner = settings.inner
+  if inner is None:
+    inner = _default_inner(settings, pair.target.definition.vocab_size)
   if draft is None:
     if method in ('tree', 'staged') and inner != 'none':
       return _alone(inner, settings)

@@ -128,7 +128,7 @@ def generate_text(
     dtype=dtype,
     revision=revision,
   )
-  drafter = make_drafter(method, pair.draft, drafting)
+  drafter = make_drafter(method, pair, drafting)
   ids = [pair.encode(prompt) for prompt in prompts]
 
   def run(limit):

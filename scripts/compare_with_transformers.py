@@ -44,7 +44,7 @@ def main() -> None:
   )
   limit = options.MAX_NEW_TOKENS.value
   methods = {
-    name: drafters.make_drafter(name, pair.draft, options.draft_settings())
+    name: drafters.make_drafter(name, pair, options.draft_settings())
     for name in _METHODS.value
   }
   equal = dict.fromkeys(methods, 0)

@@ -46,9 +46,10 @@ NUM_DRAFT_TOKENS = flags.DEFINE_integer(
 )
 INNER = flags.DEFINE_enum(
   'inner',
-  'ngram+lookup',
+  None,
   drafters.INNERS,
-  'who guesses for the draft (--method=staged), or in its place (--draft=none)',
+  'who guesses for the draft (--method=staged), or in its place (--draft=none);'
+  ' default: ngram+lookup if the n-gram has the vocabulary, else lookup',
 )
 NGRAM = flags.DEFINE_string(
   'ngram', 'demo', 'demo (embedded) or a file made by build_ngram.py'

@@ -38,9 +38,7 @@ def main() -> None:
   pair = load_pair(
     options.TARGET.value, options.draft_name(), dtype=options.dtype()
   )
-  drafter = drafters.make_drafter(
-    _METHOD.value, pair.draft, options.draft_settings()
-  )
+  drafter = drafters.make_drafter(_METHOD.value, pair, options.draft_settings())
   counts: dict[str, dict[str, float]] = collections.defaultdict(
     lambda: collections.defaultdict(float)
   )

@@ -19,7 +19,7 @@ from specdec.scorers.ngram import NGram
 from specdec.topology import Topology
 from specdec.tree_config import TreeConfig
 
-__version__ = '0.1.0'
+__version__ = '0.2.0'
 
 __all__ = (
   'CandidateScorer',

@@ -9,13 +9,33 @@ from jax import export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny_drafters
 import tiny_models
 
 from models.table import table_model
 from specdec import decode
 from specdec import DecodeConfig
 from specdec import generate
+from specdec import NGram
+from specdec import PromptLookup
 from specdec import Sampling
+from specdec import staged
+from specdec import TreeConfig
+
+TREE = TreeConfig(num_nodes=5, width=2, branching=2, rounds=2, capacity=12)
+
+
+def _staged(draft):
+  """All there is: a model, a table and lookup."""
+  vocab_size = draft.definition.vocab_size
+  text = np.random.default_rng(0).integers(vocab_size, size=50).tolist()
+  table = tiny_drafters.ngram_table(
+    [text], vocab_size, order=3, num_continuations=2
+  )
+  return staged(
+    tiny_drafters.model(draft, TREE),
+    tiny_drafters.candidates(NGram(table), PromptLookup(), config=TREE),
+  )
 
 
 def _table(seed):
@@ -45,8 +65,7 @@ def test_one_program_for_all_prompts_limits_seeds_and_temperatures():
       jax.random.key(seed),
       prompts,
       max_new_tokens=limit,
-      draft=draft,
-      num_draft_tokens=3,
+      drafter=_staged(draft),
       sampling=Sampling(temperature=temperature, top_p=top_p),
     )
 
@@ -55,8 +74,8 @@ def test_one_program_for_all_prompts_limits_seeds_and_temperatures():
   assert decode._cache_size() == size + 1
   # The prefill, and the body of the loop.
   assert counts['target'] == 2
-  # The prefill, the first forward of a step, and the scan over the others.
-  assert counts['draft'] == 3
+  # The prefill, and the body of the loop within that loop.
+  assert counts['draft'] == 2
 
   run([[3, 1, 4], [1] * 32], 10, 0, 1.0, 0.9)
   run([[1], [2]], 0, 0, 1.0, 0.9)
@@ -65,21 +84,21 @@ def test_one_program_for_all_prompts_limits_seeds_and_temperatures():
   run([[1], [2]], 10, 0, 0, 0.5)
   run([[1], [2]], 10, 0, np.float64(0.3), 1)
   target = target.replace(params=_table(7).params)
+  draft = draft.replace(params=_table(8).params)
   run([[1], [2]], 10, 0, 1.0, 0.9)
   assert decode._cache_size() == size + 1
-  assert sum(counts.values()) == 5
+  assert sum(counts.values()) == 4
 
-  # Other buckets do compile, so compiling would have been noticed.
-  run([[1], [2]], 65, 0, 1.0, 0.9)
-  run([[1] * 33, [2]], 10, 0, 1.0, 0.9)
-  assert decode._cache_size() == size + 3
+  # Another bucket does compile, so compiling would have been noticed.
+  run([[1] * 33, [2]], 65, 0, 1.0, 0.9)
+  assert decode._cache_size() == size + 2
 
 
-def _arguments(model, batch_size, g):
+def _arguments(model, drafter, batch_size):
   prompt, lengths = tiny_models.pad(tiny_models.prompts(batch_size))
   return (
     model,
-    model if g else None,
+    drafter,
     tiny_models.row_keys(batch_size),
     jnp.asarray(prompt),
     jnp.asarray(lengths),
@@ -89,10 +108,10 @@ def _arguments(model, batch_size, g):
 
 
 def test_no_transfer_between_host_and_device_in_a_decode():
-  arguments = _arguments(_table(0), 2, 3)
+  arguments = _arguments(_table(0), _staged(_table(1)), 2)
   # Tokens of the tiny models do not fit the table.
   arguments = (*arguments[:3], arguments[3] % 10, *arguments[4:])
-  config = DecodeConfig(num_draft_tokens=3, max_new_tokens=32, eos_ids=(1,))
+  config = DecodeConfig(max_new_tokens=32, eos_ids=(1,))
   with jax.transfer_guard('disallow'):
     result = decode(*arguments, config=config)
     jax.block_until_ready(result)
@@ -105,12 +124,13 @@ def test_no_transfer_between_host_and_device_in_a_decode():
 _PLATFORMS = ('cpu', 'cuda', 'tpu')
 
 
-def _export(dtype, g, platforms):
+def _export(dtype, is_drafted, platforms):
   """The lowered decode loop of a tiny GPT-2, for machines that are not here."""
   model = tiny_models.gpt2(dtype=jnp.dtype(dtype))
-  config = DecodeConfig(num_draft_tokens=g, max_new_tokens=32, eos_ids=(1,))
+  drafter = _staged(model) if is_drafted else None
+  config = DecodeConfig(max_new_tokens=32, eos_ids=(1,))
   return export.export(decode, platforms=platforms)(
-    *_arguments(model, 1, g), config=config
+    *_arguments(model, drafter, 1), config=config
   )
 
 
@@ -119,11 +139,11 @@ def _export(dtype, g, platforms):
   'platforms', [_PLATFORMS, *((platform,) for platform in _PLATFORMS)]
 )
 def test_the_decode_loop_lowers_for_every_platform(dtype, platforms):
-  exported = _export(dtype, 3, platforms)
+  exported = _export(dtype, True, platforms)
   assert exported.platforms == platforms
   text = exported.mlir_module()
-  # The steps, and within a step the draft's scan.
-  assert text.count('stablehlo.while') >= 2
+  # The steps, and within a step the rounds of both stages.
+  assert text.count('stablehlo.while') >= 3
   assert ('_platform_index' in text) == (len(platforms) > 1)
   assert not exported.ordered_effects
   assert not exported.unordered_effects
@@ -134,7 +154,7 @@ def _rows_of_products(platform, dtype):
   """The row counts of the two-dimensional matrix products of plain decoding."""
   element = {'float32': 'f32', 'bfloat16': 'bf16'}[dtype]
   shape = rf'tensor<(\d+)x\d+x{element}>'
-  text = _export(dtype, 0, (platform,)).mlir_module()
+  text = _export(dtype, False, (platform,)).mlir_module()
   products = re.findall(rf'dot_general.*: \({shape}, {shape}\)', text)
   return {int(rows) for rows, _ in products}
 

@@ -36,7 +36,7 @@ def _drafter(pair, method):
     ngram='demo',
     lookup=specdec.PromptLookup(),
   )
-  return make_drafter(method, pair.draft, settings)
+  return make_drafter(method, pair, settings)
 
 
 def _generate(pair, *, method, sampling):

@@ -8,8 +8,15 @@ import numpy as np
 import pytest
 
 from models.table import table_model
+from specdec import CandidateScorer
+from specdec import Drafter
 from specdec import generate
+from specdec import LanguageModelScorer
+from specdec import PromptLookup
 from specdec import Sampling
+from specdec import staged
+from specdec import TreeConfig
+from specdec.topology import chain
 
 VOCAB_SIZE = 6
 
@@ -17,6 +24,18 @@ VOCAB_SIZE = 6
 def _model(vocab_size=VOCAB_SIZE, max_positions=50):
   table = np.roll(np.eye(vocab_size), 1, axis=1)  # says i + 1 after i
   return table_model(table, max_positions=max_positions)
+
+
+_CHAIN = TreeConfig(topology=chain(4))
+_TREE = TreeConfig(num_nodes=6, width=2, branching=2, rounds=2)
+
+
+def _draft(config=_CHAIN, name='draft', **kw):
+  return Drafter(LanguageModelScorer(_model(**kw), name), config)
+
+
+def _lookup(*proposers):
+  return Drafter(CandidateScorer((*proposers, PromptLookup())), _TREE)
 
 
 def _generate(**kw):
@@ -30,10 +49,32 @@ def _generate(**kw):
 
 
 def test_what_it_returns():
-  generation = _generate(draft=_model())
+  generation = _generate(drafter=_draft())
   assert generation.tokens == [[1, 2, 3, 4, 5], [3, 4, 5, 0, 1]]
   assert generation.stats['new_tokens'] == 10
-  assert all(type(token) is int for row in generation.tokens for token in row)
+  # Four of the draft, and the bonus token of the target.
+  assert generation.origins == [[1, 1, 1, 1, 0]] * 2
+  assert generation.labels == ('target', 'draft')
+  for rows in (generation.tokens, generation.origins):
+    assert all(type(token) is int for row in rows for token in row)
+
+
+def test_without_a_drafter_all_is_from_the_target():
+  generation = _generate()
+  assert generation.origins == [[0] * 5] * 2
+  assert generation.labels == ('target',)
+  assert generation.stats['stage_forwards'] == {}
+
+
+def test_every_proposer_of_every_stage_has_a_label():
+  drafter = staged(_draft(_TREE), staged(_draft(_TREE, 'small'), _lookup()))
+  generation = _generate(drafter=drafter)
+  assert generation.labels == ('target', 'draft', 'small', 'lookup')
+  assert list(generation.stats['stage_forwards']) == [
+    'draft',
+    'small',
+    'lookup',
+  ]
 
 
 @pytest.mark.parametrize(
@@ -48,21 +89,39 @@ def test_prompts_may_be_any_sequences(prompts):
 
 
 def test_a_limit_of_zero_gives_nothing():
-  generation = _generate(draft=_model(), max_new_tokens=0)
+  generation = _generate(drafter=_draft(), max_new_tokens=0)
   assert generation.tokens == [[], []]
   assert generation.stats['new_tokens'] == 0
   assert generation.stats['block_efficiency'] == 0.0
+
+
+@pytest.mark.parametrize('eos_ids', [[6], [0, -1]])
+def test_an_eos_must_be_in_the_vocabulary(eos_ids):
+  message = f'eos_ids has {eos_ids[-1]}, outside the vocabulary of 6'
+  with pytest.raises(ValueError, match=message):
+    _generate(eos_ids=eos_ids)
 
 
 @pytest.mark.parametrize(
   ('arguments', 'message'),
   [
     (
-      {'draft': _model(vocab_size=7)},
+      {'drafter': _draft(vocab_size=7)},
       'the target has a vocabulary of 6 tokens, the draft of 7',
     ),
-    ({'draft': _model(), 'num_draft_tokens': 0}, 'at least 1, got 0'),
-    ({'draft': _model(), 'num_draft_tokens': -2}, 'at least 1, got -2'),
+    (
+      {'drafter': staged(_draft(_TREE), _draft(_TREE, 'small', vocab_size=5))},
+      'the target has a vocabulary of 6 tokens, the small of 5',
+    ),
+    (
+      {'drafter': staged(_draft(_TREE), _draft(_TREE))},
+      r"a name of its own.* \('draft', 'draft'\)",
+    ),
+    ({'drafter': _draft(name='target')}, 'a name of its own'),
+    (
+      {'drafter': _lookup(PromptLookup())},
+      r"a name of its own.* \('lookup', 'lookup'\)",
+    ),
     ({'prompts': []}, 'prompts is empty'),
     ({'prompts': [[0], []]}, 'prompt 1 is empty'),
     ({'prompts': [[0, 6]]}, 'prompt 0 has token 6, outside the vocab'),
@@ -75,8 +134,16 @@ def test_a_limit_of_zero_gives_nothing():
       ' the target, 50 tokens',
     ),
     (
-      {'draft': _model(max_positions=6)},
+      {'drafter': _draft(max_positions=6)},
       'exceed the context of the draft, 6 tokens',
+    ),
+    (
+      {
+        'drafter': staged(
+          _draft(_TREE), _draft(_TREE, 'small', max_positions=6)
+        )
+      },
+      'exceed the context of the small, 6 tokens',
     ),
     (
       {'sampling': Sampling(temperature=np.ones(3))},
@@ -117,18 +184,14 @@ def test_bad_arguments_are_refused(arguments, message):
 
 def test_the_message_about_vocabularies_says_what_to_do():
   with pytest.raises(ValueError, match=re.escape('tokenizer of the target')):
-    _generate(draft=_model(vocab_size=7))
+    _generate(drafter=_draft(vocab_size=7))
 
 
 def test_the_context_may_be_filled_to_the_last_token():
-  arguments = {'draft': _model(max_positions=7), 'num_draft_tokens': 4}
+  arguments = {'drafter': _draft(max_positions=7)}
   assert _generate(**arguments).tokens == _generate().tokens
   with pytest.raises(ValueError, match='context of the draft'):
     _generate(**arguments, max_new_tokens=6)
-
-
-def test_without_a_draft_the_number_of_draft_tokens_is_ignored():
-  assert _generate(num_draft_tokens=0).tokens == _generate().tokens
 
 
 def test_one_key_gives_every_row_its_own():

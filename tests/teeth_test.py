@@ -1,273 +1,343 @@
 """Plants known bugs in a copy of the source; the suite must notice each.
 
-Most of them were seen in other systems. A check that stays green with its bug
-planted would have no teeth. Bugs that cannot change the text, only waste
-drafts, are noticed because a perfect draft no longer fills every block.
+Most of them were seen in other systems. A test that stays green with its bug
+planted would have no teeth. Each bug is named with a test that it must turn
+red, which runs on a fresh import of all that is imported here, one place of the
+source replaced.
 """
 
-import functools
+import contextlib
 import importlib
-import inspect
-import types
+import importlib.machinery
+import sys
 
-import numpy as np
 import pytest
-import tiny_models
 
-from models.table import table_model
-from specdec import decode
-from specdec import DecodeConfig
-from specdec import Sampling
-
-G = 3
-LIMIT = 64  # a multiple of a block
-VOCAB_SIZE = 12
-EOS = 5
+_ROOTS = ('specdec', 'models')
+# Nothing imported under one source may be used under another.
+_HELPERS = ('list_trees', 'tiny_drafters', 'tiny_models', 'tiny_modules')
 
 
-def _source(name):
-  # Not an attribute: `specdec.decode` is the function.
-  return inspect.getsource(importlib.import_module(f'specdec.{name}'))
+class _Planter(importlib.machinery.SourceFileLoader):
+  """Loads a module with one place of it replaced."""
+
+  def __init__(self, name, path, old, new):
+    super().__init__(name, path)
+    self._old, self._new = old, new
+
+  def get_code(self, fullname):
+    source = self.get_source(fullname)
+    if source.count(self._old) != 1:
+      raise RuntimeError(f'{fullname} has changed: plant this bug anew')
+    source = source.replace(self._old, self._new)
+    return compile(source, f'<{fullname}, planted>', 'exec')
 
 
-def _execute(name, source):
-  module = types.ModuleType(f'specdec.{name}')
-  exec(compile(source, f'<specdec.{name}, planted>', 'exec'), vars(module))
-  return module
+class _Finder:
+  """Finds one module with a bug in it, and none of the others."""
+
+  def __init__(self, name, old, new):
+    self._name, self._bug = f'specdec.{name}', (old, new)
+
+  def find_spec(self, fullname, path, target=None):
+    if fullname != self._name:
+      return None
+    spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+    spec.loader = _Planter(fullname, spec.origin, *self._bug)
+    return spec
 
 
-def _decode_with(name, old, new):
-  """A fresh `decode`, with one place of `specdec.<name>` replaced."""
-  source = _source(name)
-  assert source.count(old) == 1, f'{name} has changed: plant this bug anew'
-  mutant = _execute(name, source.replace(old, new))
-  if name == 'decode':
-    return mutant.decode
-  decoder = _execute('decode', _source('decode'))
-  planted = {
-    key: value
-    for key, value in vars(mutant).items()
-    if inspect.isfunction(value)
-    and key in vars(decoder)
-    and value.__module__ == mutant.__name__
+@contextlib.contextmanager
+def _planted(name, old, new):
+  """All modules are imported anew, one of them with a bug."""
+  is_ours = lambda module: (
+    module.split('.')[0] in (*_ROOTS, *_HELPERS) or module.endswith('_test')
+  )
+  pop = lambda: {
+    module: sys.modules.pop(module)
+    for module in list(sys.modules)
+    if is_ours(module)
   }
-  assert planted
-  vars(decoder).update(planted)
-  return decoder.decode
+  saved = pop()
+  finder = _Finder(name, old, new)
+  sys.meta_path.insert(0, finder)
+  try:
+    yield
+    assert f'specdec.{name}' in sys.modules
+  finally:
+    sys.meta_path.remove(finder)
+    pop()
+    sys.modules.update(saved)
 
 
-def _run(decode, target, draft, prompts, temperature, eos_ids=()):
-  padded, lengths = tiny_models.pad(prompts)
-  num_rows = len(prompts)
-  config = DecodeConfig(
-    num_draft_tokens=0 if draft is None else G,
-    max_new_tokens=LIMIT,
-    eos_ids=eos_ids,
-  )
-  result = decode(
-    target,
-    draft,
-    tiny_models.row_keys(num_rows),
-    padded,
-    lengths,
-    np.full(num_rows, LIMIT, np.int32),
-    Sampling(temperature=np.full(num_rows, temperature)).validated(),
-    config=config,
-  )
-  return (
-    tiny_models.new_tokens(result, lengths),
-    np.asarray(result.counters.emitted_histogram).sum(axis=0).tolist(),
-  )
+def _run(test, *arguments):
+  """A test by its file and name."""
+  file, name = test.split('.')
+  getattr(importlib.import_module(f'{file}_test'), name)(*arguments)
 
 
-def _full(histogram, num_rows):
-  return histogram == [0] * G + [num_rows * LIMIT // (G + 1)]
+_TWO_TOKENS = ('decode.test_two_tokens', 'tree')
+_SEARCH = ('growth.test_growth_is_a_best_first_search', 'model, table')
+_NEXT_STEP = ('growth.test_growth_after_a_step_is_growth_after_a_prefill',)
+_PATHS = ('verification.test_logits_in_a_tree_are_those_of_each_path_alone',)
+_COMMIT = ('verification.test_commit_by_hand',)
+_GPT2 = ('decode.test_drafted_equals_plain', 1, 'tree')
+_END = ('decode.test_the_first_of_several_eos_ids_ends_a_row', 'chain')
 
 
-def _table(noise, ends):
-  rng = np.random.default_rng(0)
-  table = 2 * rng.normal(size=(VOCAB_SIZE, VOCAB_SIZE))
-  table[:, EOS] = -2 if ends else -100
-  rng = np.random.default_rng(1)
-  table += noise * rng.normal(size=table.shape)
-  return table_model(table, max_positions=200)
+def _bug(what, module, old, new, test):
+  return pytest.param(module, old, new, test, id=what)
 
 
-def _failures_on_tables(decode):
-  """Which checks fail: chain == plain, or full blocks of a perfect draft.
+_BUGS = [
+  # The rule by which tokens are accepted and emitted.
+  _bug(
+    'accepts tokens behind a rejected one',
+    'tree',
+    'accepted = jnp.all(agrees[walk] | (walk < 0), axis=1)',
+    'accepted = agrees',
+    ('decode.test_two_tokens', 'chain'),
+  ),
+  _bug(
+    'bonus token from the wrong node',
+    'verification',
+    'choices, jnp.maximum(path, 0), axis=1',
+    'choices, jnp.maximum(jnp.roll(path, 1, axis=1), 0), axis=1',
+    _TWO_TOKENS,
+  ),
+  _bug(
+    'continues past an EOS accepted within a path',
+    'verification',
+    'jnp.minimum(until_end, room)',
+    'room',
+    _END,
+  ),
+  _bug(
+    'overshoots the limit',
+    'verification',
+    'jnp.minimum(until_end, room)',
+    'until_end',
+    _TWO_TOKENS,
+  ),
+  _bug(
+    'goes on with a row that is done',
+    'decode',
+    'jnp.where(state.done, 0, end - length)',
+    'end - length',
+    _END,
+  ),
+  _bug(
+    'says that a token is from who proposed the one before',
+    'verification',
+    'verdict.path[:, 1:], ((0, 0), (0, 1))',
+    'verdict.path, ((0, 0), (0, 0))',
+    ('verification.test_origins_by_hand',),
+  ),
+  # The noise.
+  _bug(
+    'noise keyed by step, not by position',
+    'decode',
+    'position_noise(row_keys, positions,',
+    'position_noise(row_keys, state.counters.steps + 0 * positions,',
+    _TWO_TOKENS,
+  ),
+  _bug(
+    'noise used again in every step',
+    'decode',
+    'position_noise(row_keys, positions,',
+    'position_noise(row_keys, positions - length[:, None],',
+    _TWO_TOKENS,
+  ),
+  _bug(
+    'target chooses with the noise of the depth above',
+    'verification',
+    'one[depth]',
+    'one[jnp.maximum(depth - 1, 0)]',
+    _TWO_TOKENS,
+  ),
+  _bug(
+    'draft ranks with the noise of the depth above',
+    'scorers.language_model',
+    'noise = _pick(step.noise, depth)',
+    'noise = _pick(step.noise, jnp.maximum(depth - 1, 0))',
+    _SEARCH,
+  ),
+  # What nodes see, and where they are.
+  _bug(
+    'mask forgets the farthest ancestor',
+    'tree',
+    'for _ in range(num_steps):',
+    'for _ in range(num_steps - 1):',
+    _PATHS,
+  ),
+  _bug(
+    'nodes see all that is in front of them, as in a chain',
+    'verification',
+    'window_mask(cache.length, sees, cache.num_slots)',
+    'window_mask(cache.length, jnp.tril(sees | True), cache.num_slots)',
+    _PATHS,
+  ),
+  _bug(
+    'positions by index instead of depth',
+    'verification',
+    'cache.length[:, None] + tree.depth',
+    'cache.length[:, None] + nodes[None]',
+    _PATHS,
+  ),
+  _bug(
+    'nodes do not see the last token of the text',
+    'masks',
+    'before = jnp.arange(num_slots)[None] < start[:, None]',
+    'before = jnp.arange(num_slots)[None] < start[:, None] - 1',
+    ('cache.test_window_mask_by_hand',),
+  ),
+  _bug(
+    'draft forgets the text that it could not read in time',
+    'scorers.language_model',
+    'of_text | of_path',
+    'of_path',
+    _NEXT_STEP,
+  ),
+  # The caches.
+  _bug(
+    'target keeps the first nodes, not those of the path',
+    'verification',
+    'verdict.path[:, 1:],\n    emitted',
+    'jnp.arange(1, verdict.path.shape[1])[None] + 0 * verdict.path[:, 1:],\n'
+    '    emitted',
+    _GPT2,
+  ),
+  _bug(
+    'target cache keeps one too many',
+    'verification',
+    'cache.replace(length=length + emitted)',
+    'cache.replace(length=length + emitted + 1)',
+    _COMMIT,
+  ),
+  _bug(
+    'target cache keeps rejected nodes',
+    'verification',
+    'cache.replace(length=length + emitted)',
+    'cache.replace(length=length + verdict.path.shape[1])',
+    _COMMIT,
+  ),
+  _bug(
+    'only keys are moved',
+    'cache',
+    'values=tuple(map(move, cache.values))',
+    'values=cache.values',
+    ('cache.test_keep_by_hand',),
+  ),
+  _bug(
+    'draft cache keeps one too many after full acceptance',
+    'scorers.language_model',
+    'jnp.minimum(num_scored, num_kept + 1)',
+    'num_kept + 1',
+    _NEXT_STEP,
+  ),
+  _bug(
+    'draft cache forgets the root',
+    'scorers.language_model',
+    'jnp.minimum(num_scored, num_kept + 1)',
+    'jnp.minimum(num_scored, num_kept)',
+    ('cache.test_caches_of_all_stages_after_random_steps', 'chain'),
+  ),
+  _bug(
+    'draft cache keeps nodes in the order of the tree',
+    'scorers.language_model',
+    'jnp.argmax(in_slot, axis=2),',
+    'state.text[:, None] + path,',
+    _NEXT_STEP,
+  ),
+  # Trees.
+  _bug(
+    'duplicates are not merged',
+    'tree',
+    'wanted & (find_children(tree, parents, tokens) == NO_NODE)',
+    'wanted',
+    _SEARCH,
+  ),
+  _bug(
+    'the best nodes are not connected',
+    'tree',
+    'best_nodes(tree, entries < tree.size, num_nodes)',
+    'best_nodes(tree.replace(log_prob=tree.edge),'
+    ' entries < tree.size, num_nodes)',
+    ('tree.test_the_best_nodes_are_a_connected_subtree', 6, False),
+  ),
+  _bug(
+    'log-probabilities are summed from the node up',
+    'tree',
+    '    log_prob = jnp.where(is_child, summed, log_prob)\n',
+    '  walk = walk_up(tree.parent, jnp.arange(tree.capacity), max_depth)\n'
+    '  summed = jnp.zeros(tree.capacity)\n'
+    '  for above in walk.T:\n'
+    '    summed += jnp.where(above >= 0, tree.edge[above], 0.0)\n'
+    '  log_prob = jnp.where(is_child, summed, log_prob)\n',
+    ('tree.test_accumulating_new_edges', lambda rng: rng.choice([-1.0, -1e-8])),
+  ),
+  _bug(
+    'a context of the text instead of the path',
+    'tree',
+    'behind_root > 0, recent',
+    'behind_root > -1 - tree.capacity, recent',
+    ('tree.test_histories_by_hand',),
+  ),
+  # Growth.
+  _bug(
+    'a stage inside goes on below what has been scored',
+    'growth',
+    'closed=closed | state.scored,',
+    'closed=closed,',
+    _SEARCH,
+  ),
+  _bug(
+    'guesses keep the numbers of whoever guessed',
+    'growth',
+    'jnp.where(known, scores.given, tree.edge)',
+    'tree.edge',
+    _SEARCH,
+  ),
+  _bug(
+    'rows that are done have a say',
+    'growth',
+    'jnp.where(step.active, values, 0.0)',
+    'values',
+    ('growth.test_rows_that_are_done_have_no_say',),
+  ),
+  _bug(
+    'lookup reads what is behind the text',
+    'scorers.lookup',
+    '(position < length - 1)',
+    '(position < num_tokens - 1)',
+    ('scorers.test_lookup_by_hand',),
+  ),
+  _bug(
+    'proposers share all of the probability, not what is left',
+    'scorers.candidates',
+    'log_prob + left,',
+    'log_prob,',
+    ('scorers.test_merging_proposers', 2),
+  ),
+]
 
-  Both arms are the given `decode`, as they are in the real suite.
-  """
-  run = functools.partial(_run, decode, eos_ids=(EOS,))
-  prompts = [[1, 2], [3], [4]]
-  failures = set()
-  for temperature in (0.0, 1.0):
-    for ends in (False, True):
-      target, draft = _table(0, ends), _table(1, ends)
-      plain, _ = run(target, None, prompts, temperature)
-      chain, _ = run(target, draft, prompts, temperature)
-      if chain != plain:
-        failures.add('equal')
-    target = _table(0, ends=False)
-    if not _full(run(target, target, prompts, temperature)[1], 3):
-      failures.add('full')
-  return failures
+
+@pytest.mark.parametrize(('module', 'old', 'new', 'test'), _BUGS)
+def test_a_bug_is_noticed(module, old, new, test):
+  with _planted(module, old, new), pytest.raises(AssertionError):
+    _run(*test)
 
 
-_SHAPE = {'num_layers': 1, 'num_heads': 1}
-
-
-@functools.cache
-def _plain_gpt2(temperature):
-  target = tiny_models.gpt2(**_SHAPE)
-  return _run(decode, target, None, tiny_models.prompts(1), temperature)[0]
-
-
-def _failures_on_gpt2(decode):
-  """The same, with real caches; plain decoding is the unchanged one."""
-  target = tiny_models.gpt2(**_SHAPE)
-  run = functools.partial(_run, decode, target, prompts=tiny_models.prompts(1))
-  failures = set()
-  for temperature in (0.0, 1.0):
-    draft = tiny_models.draft('similar', **_SHAPE)
-    chain, _ = run(draft, temperature=temperature)
-    if chain != _plain_gpt2(temperature):
-      failures.add('equal')
-    if not _full(run(target, temperature=temperature)[1], 1):
-      failures.add('full')
-  return failures
-
-
-def test_without_a_bug_nothing_fails():
+@pytest.mark.parametrize(
+  'test', [_TWO_TOKENS, _COMMIT, ('tree.test_histories_by_hand',)]
+)
+def test_without_a_bug_nothing_fails(test):
   """Nor does the way in which they are planted break anything."""
-  harmless = _decode_with('drafting', 'root = length - 1', 'root = length - 1')
-  assert _failures_on_tables(harmless) == set()
-  assert _failures_on_gpt2(harmless) == set()
-
-
-_ACCEPTED = '    accepted = count_accepted(block[:, 1:], chosen)\n'
-
-
-@pytest.mark.parametrize(
-  ('name', 'old', 'new', 'failure'),
-  [
-    pytest.param(
-      'verification',
-      'jnp.cumprod(agrees.astype(jnp.int32), axis=1)',
-      'agrees.astype(jnp.int32)',
-      'equal',
-      id='accepts tokens behind a rejected one',
-    ),
-    pytest.param(
-      'decode',
-      _ACCEPTED,
-      _ACCEPTED
-      + '    chosen = chosen.at[jnp.arange(batch_size), accepted].set('
-      'chosen[:, -1])\n',
-      'equal',
-      id='bonus token from the wrong depth',
-    ),
-    pytest.param(
-      'decode',
-      'position_noise(row_keys, positions,',
-      'position_noise(row_keys, state.counters.steps + 0 * positions,',
-      'equal',
-      id='noise keyed by step, not by position',
-    ),
-    pytest.param(
-      'decode',
-      'position_noise(row_keys, positions,',
-      'position_noise(row_keys, 0 * positions + offsets,',
-      'equal',
-      id='noise used again in every step',
-    ),
-    pytest.param(
-      'decode',
-      'noise[:, :-1],',
-      'noise[:, 1:],',
-      'full',
-      id='draft guesses with the noise of the next position',
-    ),
-    pytest.param(
-      'verification',
-      'jnp.minimum(until_end, room)',
-      'room',
-      'equal',
-      id='continues past an EOS accepted within a block',
-    ),
-    pytest.param(
-      'verification',
-      'jnp.minimum(until_end, room)',
-      'until_end',
-      'equal',
-      id='overshoots the limit',
-    ),
-    pytest.param(
-      'decode',
-      'jnp.where(state.done, 0, end - length)',
-      'end - length',
-      'equal',
-      id='goes on with a row that is done',
-    ),
-  ],
-)
-def test_a_bug_in_the_loop_is_noticed(name, old, new, failure):
-  assert failure in _failures_on_tables(_decode_with(name, old, new))
-
-
-@pytest.mark.parametrize(
-  ('name', 'old', 'new', 'failure'),
-  [
-    pytest.param(
-      'drafting',
-      'jnp.minimum(num_emitted, num_drafted)',
-      'num_emitted',
-      'full',
-      id='draft cache keeps one too many after full acceptance',
-    ),
-    pytest.param(
-      'drafting',
-      'logits[rows, root]',
-      'logits[rows, 0]',
-      'full',
-      id='drafts from before the root after full acceptance',
-    ),
-    pytest.param(
-      'drafting',
-      '(first, length, written)',
-      '(first, length - 1, written)',
-      'full',
-      id='draft overwrites the root in its cache',
-    ),
-    pytest.param(
-      'decode',
-      'target_cache.length + emitted',
-      'target_cache.length + emitted + 1',
-      'equal',
-      id='target cache keeps one too many',
-    ),
-    pytest.param(
-      'decode',
-      'target_cache.length + emitted',
-      'target_cache.length + num_drafted + 1',
-      'equal',
-      id='target cache keeps rejected tokens',
-    ),
-    pytest.param(
-      'decode',
-      'positions - 1,',
-      '0 * positions + length[:, None] - 1,',
-      'equal',
-      id='all of a block at the position of its root',
-    ),
-    pytest.param(
-      'decode',
-      'causal_mask(length - 1, num_drafted + 1, num_slots)',
-      'causal_mask(length - 1 + num_drafted, num_drafted + 1, num_slots)',
-      'equal',
-      id='root sees the drafted tokens',
-    ),
-  ],
-)
-def test_a_bug_in_the_caches_is_noticed(name, old, new, failure):
-  assert failure in _failures_on_gpt2(_decode_with(name, old, new))
+  harmless = 'for _ in range(num_steps):'
+  with _planted('tree', harmless, harmless):
+    _run(*test)
+  with (
+    pytest.raises(RuntimeError, match='plant this bug anew'),
+    _planted('tree', 'not there', ''),
+  ):
+    _run(*test)

@@ -1,79 +1,288 @@
-"""The accept and stop rules against loops that read like their definitions."""
+"""What the target says about a tree, and the rule by which tokens are emitted.
+
+The logits of every node must be those of its path alone.
+"""
+
+import dataclasses
 
 import jax
+import jax.numpy as jnp
+from list_trees import child
+from list_trees import Node
+from list_trees import to_arrays
+from list_trees import up
 import numpy as np
 import pytest
+import tiny_models
 
-from specdec.verification import count_accepted
+from specdec import KVCache
+from specdec import Sampling
+from specdec.masks import causal_mask
+from specdec.sampling import choose
+from specdec.scorers.language_model import prefill
+from specdec.tree import NO_NODE
+from specdec.verification import commit
 from specdec.verification import count_emitted
+from specdec.verification import emitted_origins
+from specdec.verification import Verdict
+from specdec.verification import verify
 
-_count_accepted = jax.jit(count_accepted)
+NUM_NODES = 16
+MAX_DEPTH = 6
+TEXT_LENGTH = 12
+NUM_SLOTS = TEXT_LENGTH + NUM_NODES
+
 _count_emitted = jax.jit(count_emitted, static_argnums=3)
 
 
-def _slow_step(drafted, chosen, room, eos_ids):
-  """One row: accepted, emitted, done."""
-  accepted = 0
-  while accepted < len(drafted) and drafted[accepted] == chosen[accepted]:
-    accepted += 1
+@jax.jit
+def _verify_with_logits(target, tokens, length, tree, noise, sampling):
+  """And what the model told, on the way."""
+  seen = []
+
+  def apply(*args):
+    logits, cache = target.definition.apply(*args)
+    seen.append(logits)
+    return logits, cache
+
+  spied = target.replace(
+    definition=dataclasses.replace(target.definition, apply=apply)
+  )
+  cache = prefill(target, tokens, length - 1, NUM_SLOTS)
+  return verify(spied, cache, tree, noise, sampling), seen[-1]
+
+
+@jax.jit
+def _logits_of_sequences(target, tokens):
+  """`[n, T]`, each alone, without a cache."""
+  positions = jnp.arange(tokens.shape[1])[None]
+  mask = causal_mask(jnp.zeros(1, jnp.int32), *[tokens.shape[1]] * 2)
+  one = lambda row: target.apply(row[None], positions, mask, None)[0][0]
+  return jax.lax.map(one, tokens)
+
+
+def _random_nodes(rng, root, size):
+  nodes = [Node(root)]
+  while len(nodes) < size:
+    parent = int(
+      rng.integers(max(0, len(nodes) - rng.integers(1, 8)), len(nodes))
+    )
+    if nodes[parent].depth < MAX_DEPTH:
+      token = int(rng.integers(tiny_models.VOCAB_SIZE))
+      nodes.append(child(nodes, parent, token, -1.0, 1))
+  return nodes
+
+
+def _stack(items):
+  return jax.tree.map(lambda *leaves: jnp.stack(leaves), *items)
+
+
+def _case(seed):
+  """Texts of three lengths, and a tree below each: full, ragged, root alone."""
+  rng = np.random.default_rng(seed)
+  tokens = rng.integers(tiny_models.VOCAB_SIZE, size=(3, TEXT_LENGTH))
+  length = np.array([TEXT_LENGTH, 1, 7])
+  sizes = (NUM_NODES, int(rng.integers(2, NUM_NODES)), 1)
+  lists = [
+    _random_nodes(rng, int(tokens[row, length[row] - 1]), size)
+    for row, size in enumerate(sizes)
+  ]
+  noise = rng.gumbel(size=(3, MAX_DEPTH + 1, tiny_models.VOCAB_SIZE))
+  return (
+    tokens.astype(np.int32),
+    length.astype(np.int32),
+    lists,
+    noise.astype(np.float32),
+  )
+
+
+def _logits_of_paths(target, tokens, length, lists):
+  """`[B, N, V]`; a path at a time, behind its text."""
+  batch_size = len(lists)
+  sequences = np.zeros((batch_size, NUM_NODES, NUM_SLOTS), np.int32)
+  last = np.zeros((batch_size, NUM_NODES), int)
+  for row, nodes in enumerate(lists):
+    for index in range(len(nodes)):
+      path = [nodes[one].token for one in reversed(up(nodes, index))]
+      text = [*tokens[row, : length[row] - 1], *path]
+      sequences[row, index, : len(text)] = text
+      last[row, index] = len(text) - 1
+  flat = sequences.reshape(-1, NUM_SLOTS)
+  logits = np.asarray(_logits_of_sequences(target, flat))
+  logits = logits[np.arange(len(flat)), last.reshape(-1)]
+  return logits.reshape(batch_size, NUM_NODES, -1)
+
+
+def test_logits_in_a_tree_are_those_of_each_path_alone():
+  target = tiny_models.gpt2()
+  sampling = Sampling(temperature=np.array([0.0, 1.0, 0.7])).validated()
+  depths_seen = set()
+  for seed in range(6):
+    tokens, length, lists, noise = _case(seed)
+    tree = _stack([to_arrays(nodes, NUM_NODES) for nodes in lists])
+    verdict, logits = _verify_with_logits(
+      target, tokens, length, tree, noise, sampling
+    )
+    expected = _logits_of_paths(target, tokens, length, lists)
+    scale = np.abs(expected).max()
+    for row, nodes in enumerate(lists):
+      size = len(nodes)
+      np.testing.assert_allclose(
+        logits[row, :size], expected[row, :size], rtol=0, atol=2e-6 * scale
+      )
+    # The noise is that of the depth, so the choice is that of the path.
+    depths = np.asarray(tree.depth)
+    by_node = np.stack([one[at] for one, at in zip(noise, depths, strict=True)])
+    chosen = np.asarray(choose(expected, by_node, sampling))
+    path = np.asarray(verdict.path)
+    on_path = path >= 0
+    np.testing.assert_array_equal(
+      np.asarray(verdict.chosen)[on_path],
+      np.take_along_axis(chosen, np.maximum(path, 0), axis=1)[on_path],
+    )
+    np.testing.assert_array_equal(verdict.cache.length, length - 1)
+    depths_seen |= set(depths.ravel().tolist())
+  assert depths_seen == set(range(MAX_DEPTH + 1))
+
+
+def test_what_the_target_chose_is_accepted_as_far_as_it_was_guessed():
+  """Trees with the target's own text in them, among other branches."""
+  target = tiny_models.gpt2()
+  rng = np.random.default_rng(0)
+  sampling = Sampling(temperature=np.array([0.0, 1.0, 0.7])).validated()
+  tokens, length, _, noise = _case(0)
+  # One token at a time, without trees.
+  text = [tokens[row, : length[row]].tolist() for row in range(3)]
+  for depth in range(MAX_DEPTH + 1):
+    lists = [[Node(row[-1])] for row in text]
+    starts = np.array([len(row) for row in text])
+    padded = np.zeros((3, NUM_SLOTS), np.int32)
+    for row in range(3):
+      padded[row, : starts[row]] = text[row]
+    logits = _logits_of_paths(target, padded, starts, lists)[:, :1]
+    if depth == 0:
+      noise *= np.array([0, 1, 1], np.float32)[:, None, None]
+    chosen = choose(logits, noise[:, depth : depth + 1], sampling)
+    for row in range(3):
+      text[row].append(int(chosen[row, 0]))
+
+  for guessed in ([0, 3, 5], [4, 1, 0], [2, 2, 5]):
+    lists = []
+    for row in range(3):
+      new = text[row][length[row] :]
+      nodes, parent = [Node(text[row][length[row] - 1])], 0
+      for token in new[: guessed[row]]:
+        other = (token + 1 + int(rng.integers(40))) % tiny_models.VOCAB_SIZE
+        nodes.append(child(nodes, parent, other, -1.0, 2))
+        nodes.append(child(nodes, parent, token, -1.0, 1))
+        parent = len(nodes) - 1
+      # Guesses behind the last right one are wrong.
+      wrong = (new[guessed[row]] + 1) % tiny_models.VOCAB_SIZE
+      nodes.append(child(nodes, parent, wrong, -1.0, 3))
+      lists.append(nodes)
+    tree = _stack([to_arrays(nodes, NUM_NODES) for nodes in lists])
+    verdict, _ = _verify_with_logits(
+      target, tokens, length, tree, noise, sampling
+    )
+    assert verdict.accepted.tolist() == guessed
+    origins = emitted_origins(tree, verdict)
+    for row, count in enumerate(guessed):
+      new = text[row][length[row] :]
+      assert verdict.chosen[row, : count + 1].tolist() == new[: count + 1]
+      assert origins[row, : count + 1].tolist() == [1] * count + [0]
+      assert verdict.path[row].tolist() == [
+        2 * depth if depth <= count else NO_NODE
+        for depth in range(MAX_DEPTH + 1)
+      ]
+
+
+def test_origins_by_hand():
+  """Whoever proposed the next node of the path; nobody the bonus token."""
+  nodes = [
+    Node(0),
+    Node(1, 0, 1, 0, 0, 3),
+    Node(2, 0, 1, 0, 0, 1),
+    Node(3, 2, 2, 0, 0, 2),
+  ]
+  tree = _stack([to_arrays(nodes, 6)] * 3)
+  verdict = Verdict(
+    path=jnp.array([[0, 2, 3], [0, 1, NO_NODE], [0, NO_NODE, NO_NODE]]),
+    accepted=jnp.array([2, 1, 0]),
+    chosen=jnp.zeros((3, 3), jnp.int32),
+    cache=None,
+  )
+  assert emitted_origins(tree, verdict).tolist() == [
+    [1, 2, 0],
+    [3, 0, 0],
+    [0, 0, 0],
+  ]
+
+
+def test_commit_by_hand():
+  """Of nodes r, a, b, c, d the path is r, b, d; of it 0 to 3 are emitted."""
+  text, nodes = 'text', 'rabcd'
+  letters = jnp.array([[ord(one) for one in text + nodes + '..']] * 4)
+  array = letters[:, :, None, None].astype(jnp.float32)
+  cache = KVCache(
+    keys=(array,),
+    values=(-array,),
+    length=jnp.full(4, len(text), jnp.int32),
+    num_slots=array.shape[1],
+  )
+  verdict = Verdict(
+    path=jnp.array([[0, 2, 4]] * 4),
+    accepted=jnp.array([2] * 4),
+    chosen=jnp.zeros((4, 3), jnp.int32),
+    cache=cache,
+  )
+  after = commit(verdict, jnp.array([0, 1, 2, 3]), len(nodes))
+  assert after.length.tolist() == [4, 5, 6, 7]
+  kept = [
+    ''.join(chr(int(one)) for one in row[:length, 0, 0])
+    for row, length in zip(after.keys[0], after.length, strict=True)
+  ]
+  assert kept == ['text', 'textr', 'textrb', 'textrbd']
+  np.testing.assert_array_equal(after.values[0], -after.keys[0])
+
+
+def _slow_step(accepted, chosen, room, eos_ids):
+  """One row: emitted, done."""
   emitted, ended = [], False
   for token in chosen[: accepted + 1]:
     if ended or len(emitted) == room:
       break
     emitted.append(token)
     ended = token in eos_ids
-  return accepted, len(emitted), ended or len(emitted) == room
+  return len(emitted), ended or len(emitted) == room
 
 
 @pytest.mark.parametrize('eos_ids', [(), (2,), (0, 3)])
-@pytest.mark.parametrize('g', [0, 1, 2, 5])
-def test_against_a_slow_reference(g, eos_ids):
-  rng = np.random.default_rng(g)
+@pytest.mark.parametrize('max_depth', [0, 1, 2, 5])
+def test_the_stop_rule_against_a_loop(max_depth, eos_ids):
+  rng = np.random.default_rng(max_depth)
   num_rows = 400
-  # So few tokens that drafts are often right, and an EOS is often met.
-  chosen = rng.integers(5, size=(num_rows, g + 1)).astype(np.int32)
-  drafted = np.where(
-    rng.random((num_rows, g)) < 0.7,
-    chosen[:, :g],
-    rng.integers(5, size=(num_rows, g)),
-  ).astype(np.int32)
-  room = rng.integers(g + 4, size=num_rows).astype(np.int32)
-
-  accepted = _count_accepted(drafted, chosen)
+  # So few tokens that an EOS is often met.
+  chosen = rng.integers(5, size=(num_rows, max_depth + 1)).astype(np.int32)
+  accepted = rng.integers(max_depth + 1, size=num_rows).astype(np.int32)
+  room = rng.integers(max_depth + 4, size=num_rows).astype(np.int32)
   emitted, done = _count_emitted(accepted, chosen, room, eos_ids)
   expected = [
     _slow_step(*row, eos_ids)
     for row in zip(
-      drafted.tolist(), chosen.tolist(), room.tolist(), strict=True
+      accepted.tolist(), chosen.tolist(), room.tolist(), strict=True
     )
   ]
-  actual = list(
-    zip(accepted.tolist(), emitted.tolist(), done.tolist(), strict=True)
-  )
-  assert actual == expected
+  assert list(zip(emitted.tolist(), done.tolist(), strict=True)) == expected
   # The cases that matter were among them.
-  assert {case[0] for case in expected} == set(range(g + 1))
-  assert {case[1] for case in expected} == set(range(g + 2))
-  assert {case[2] for case in expected} == {True, False}
+  assert {case[0] for case in expected} == set(range(max_depth + 2))
+  assert {case[1] for case in expected} == {True, False}
 
 
-def test_by_hand():
-  drafted = np.array(
-    [
-      [7, 8, 9],
-      [7, 8, 0],
-      [0, 8, 9],
-      [7, 8, 9],
-      [7, 8, 9],
-      [7, 8, 9],
-      [7, 8, 9],
-    ],
-    np.int32,
-  )
+def test_the_stop_rule_by_hand():
   chosen = np.array(
     [
       [7, 8, 9, 4],
-      [7, 8, 9, 4],  # right again after a wrong token does not count
+      [7, 8, 9, 4],
       [7, 8, 9, 4],
       [7, 1, 9, 4],  # an EOS as the bonus token
       [7, 8, 9, 4],  # a limit within the block
@@ -82,9 +291,8 @@ def test_by_hand():
     ],
     np.int32,
   )
+  accepted = np.array([3, 2, 0, 1, 3, 3, 3], np.int32)
   room = np.array([9, 9, 9, 9, 2, 0, 9], np.int32)
-  accepted = _count_accepted(drafted, chosen)
-  assert accepted.tolist() == [3, 2, 0, 1, 3, 3, 3]
   emitted, done = _count_emitted(accepted, chosen, room, (1,))
   assert emitted.tolist() == [4, 3, 1, 2, 2, 0, 4]
   assert done.tolist() == [False, False, False, True, True, True, True]

@@ -1,0 +1,112 @@
+"""Token trees as lists, for references in plain Python."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+
+from specdec.tree import NO_NODE
+from specdec.tree import TokenTree
+
+CAPACITY = 14
+NUM_TOKENS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+  """One node of a tree that is a list."""
+
+  token: int
+  parent: int = NO_NODE
+  depth: int = 0
+  edge: float = 0.0
+  log_prob: float = 0.0
+  origin: int = 0
+
+
+def child(nodes, parent, token, edge, origin) -> Node:
+  """A new one, in float32 as the arrays."""
+  return Node(
+    token=token,
+    parent=parent,
+    depth=nodes[parent].depth + 1,
+    edge=edge,
+    log_prob=float(np.float32(nodes[parent].log_prob) + np.float32(edge)),
+    origin=origin,
+  )
+
+
+def random_edge(rng, ties: bool) -> float:
+  """With ties, also of a child with its parent."""
+  if ties:
+    return float(rng.choice([0.0, -0.5, -1.0]))
+  return float(np.float32(-rng.exponential()))
+
+
+def random_tree(rng, ties=False, size=None) -> list[Node]:
+  """Deep and broad ones; siblings have different tokens."""
+  size = int(rng.integers(1, CAPACITY + 1)) if size is None else size
+  nodes = [Node(int(rng.integers(NUM_TOKENS)))]
+  reach = rng.choice([1, 3, CAPACITY])
+  while len(nodes) < size:
+    parent = int(rng.integers(max(0, len(nodes) - reach), len(nodes)))
+    token = int(rng.integers(NUM_TOKENS))
+    if find(nodes, parent, token) == NO_NODE:
+      edge = random_edge(rng, ties)
+      origin = int(rng.integers(1, 4))
+      nodes.append(child(nodes, parent, token, edge, origin))
+    else:
+      reach = CAPACITY
+  return nodes
+
+
+def find(nodes, parent, token) -> int:
+  """Where the child of a node with a token is."""
+  for index, node in enumerate(nodes):
+    if parent != NO_NODE and node.parent == parent and node.token == token:
+      return index
+  return NO_NODE
+
+
+def up(nodes, index) -> list[int]:
+  """The node and its ancestors."""
+  walk = []
+  while index != NO_NODE:
+    walk.append(index)
+    index = nodes[index].parent
+  return walk
+
+
+def to_arrays(nodes, capacity=CAPACITY) -> TokenTree:
+  """The list as arrays."""
+  unused = Node(0, log_prob=-np.inf)
+  padded = [*nodes, *[unused] * (capacity - len(nodes))]
+  column = lambda name, dtype: jnp.asarray(
+    np.array([getattr(node, name) for node in padded], dtype)
+  )
+  return TokenTree(
+    token=column('token', np.int32),
+    parent=column('parent', np.int32),
+    depth=column('depth', np.int32),
+    edge=column('edge', np.float32),
+    log_prob=column('log_prob', np.float32),
+    origin=column('origin', np.int32),
+    size=jnp.asarray(len(nodes), jnp.int32),
+  )
+
+
+def from_arrays(tree: TokenTree) -> list[Node]:
+  """The used entries of the arrays as a list."""
+  names = [field.name for field in dataclasses.fields(Node)]
+  used = slice(int(tree.size))
+  columns = [np.asarray(getattr(tree, name))[used].tolist() for name in names]
+  return [Node(*row) for row in zip(*columns, strict=True)]
+
+
+def ranking(one, allowed, number) -> list[int]:
+  """The likeliest; of equals the first."""
+  order = sorted(
+    (index for index in range(len(one)) if allowed[index]),
+    key=lambda index: -one[index].log_prob,
+  )[:number]
+  return order + [NO_NODE] * (number - len(order))

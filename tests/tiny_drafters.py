@@ -1,0 +1,234 @@
+"""Drafters of every kind for the tiny models, few programs for many kinds.
+
+A program depends on the shape of a drafter alone, so how good its models and
+tables are can vary without compiling anew.
+"""
+
+from collections.abc import Sequence
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tiny_models
+
+from specdec import CandidateScorer
+from specdec import Drafter
+from specdec import LanguageModelScorer
+from specdec import Model
+from specdec import NGram
+from specdec import PromptLookup
+from specdec import staged
+from specdec import TreeConfig
+from specdec.ngram.table import NGramTable
+from specdec.ranking import IMPOSSIBLE
+from specdec.topology import chain
+from specdec.topology import from_paths
+from specdec.topology import k_ary
+
+# How good a table is: it knows the text by heart, says anything, says what no
+# target ever says, or says nothing.
+TABLES = ('perfect', 'random', 'wrong', 'empty')
+
+_ORDER = 5
+_NUM_CONTEXTS = 2048
+_NUM_CONTINUATIONS = 3
+
+
+def ngram_table(
+  texts: Sequence[Sequence[int]],
+  vocab_size: int,
+  *,
+  order: int,
+  num_continuations: int,
+  num_contexts: int | None = None,
+) -> NGramTable:
+  """Counts of texts as a table, made slowly.
+
+  Contexts nobody can reach are appended up to `num_contexts`.
+  """
+  counts: dict[tuple[int, ...], dict[int, int]] = {(): {}}
+  for text in texts:
+    for end in range(len(text)):
+      for length in range(min(order - 1, end) + 1):
+        # A context is read backwards, so that its parent is its prefix.
+        context = tuple(reversed(text[end - length : end]))
+        counts.setdefault(context, {})
+        counts[context][text[end]] = counts[context].get(text[end], 0) + 1
+  contexts = sorted(counts, key=lambda context: (len(context), context))
+  size = num_contexts or len(contexts)
+  assert len(contexts) <= size
+  edge_token = np.zeros(size, np.int32)
+  first_child = np.full(size + 1, size, np.int32)
+  tokens = np.zeros((size, num_continuations), np.int32)
+  log_probs = np.full((size, num_continuations), IMPOSSIBLE, np.float32)
+  index = {context: number for number, context in enumerate(contexts)}
+  # Breadth first, so that the children of a context lie side by side.
+  next_child = 1
+  for context, number in index.items():
+    edge_token[number] = context[-1] if context else 0
+    first_child[number] = next_child
+    next_child += sum(
+      len(other) == len(context) + 1 and other[:-1] == context
+      for other in contexts
+    )
+    found = sorted(counts[context].items(), key=lambda item: -item[1])
+    total = sum(counts[context].values())
+    for rank, (token, count) in enumerate(found[:num_continuations]):
+      tokens[number, rank] = token
+      log_probs[number, rank] = np.log(0.95 * count / total)
+  first_child[len(contexts) :] = len(contexts)
+  return NGramTable(
+    edge_token=jnp.asarray(edge_token),
+    first_child=jnp.asarray(first_child),
+    next_tokens=jnp.asarray(tokens),
+    next_log_probs=jnp.asarray(log_probs),
+    order=order,
+    vocab_size=vocab_size,
+  )
+
+
+def spoiled(table: NGramTable, kind: str, wrong: int) -> NGramTable:
+  """The table with the same contexts, and of another kind of `TABLES`."""
+  shape = table.next_tokens.shape
+  rng = np.random.default_rng(5)
+  nothing = np.full(shape, IMPOSSIBLE, np.float32)
+  first = nothing.copy()
+  first[:, 0] = np.log(0.95)
+  tokens = np.argsort(rng.random((shape[0], table.vocab_size)), axis=1)
+  tokens, log_probs = {
+    'perfect': (table.next_tokens, table.next_log_probs),
+    'random': (tokens[:, : shape[1]], np.full(shape, np.log(0.3), np.float32)),
+    'wrong': (np.full(shape, wrong), first),
+    'empty': (np.zeros(shape), nothing),
+  }[kind]
+  return table.replace(
+    next_tokens=jnp.asarray(tokens, jnp.int32),
+    next_log_probs=jnp.asarray(log_probs),
+  )
+
+
+def table_of(texts: Sequence[Sequence[int]], kind: str) -> NGram:
+  """Of some texts of the tiny models; all kinds have one shape."""
+  table = ngram_table(
+    texts,
+    tiny_models.VOCAB_SIZE,
+    order=_ORDER,
+    num_continuations=_NUM_CONTINUATIONS,
+    num_contexts=_NUM_CONTEXTS * -(-len(texts) // 2),
+  )
+  return NGram(spoiled(table, kind, tiny_models.TABOO))
+
+
+class BigramTable(flax.struct.PyTreeNode):
+  """A proposer that is given for each token what follows it.
+
+  Attributes:
+    tokens: `[V, C]` int32.
+    log_probs: `[V, C]` float32.
+    name: static.
+  """
+
+  tokens: jax.Array
+  log_probs: jax.Array
+  name: str = flax.struct.field(pytree_node=False, default='bigram')
+
+  bytes_per_node = 0
+
+  @property
+  def vocab_size(self) -> int:
+    return self.tokens.shape[0]
+
+  def propose(self, tree, nodes, tokens, length):
+    del tokens, length
+    last = tree.token[nodes]
+    return self.tokens[last], self.log_probs[last]
+
+
+def exact(logits: np.ndarray, name: str = 'bigram') -> BigramTable:
+  """All that a `table_model` with these `[V, V]` logits says."""
+  tokens = np.broadcast_to(np.arange(logits.shape[1]), logits.shape)
+  return BigramTable(
+    tokens=jnp.asarray(tokens, jnp.int32),
+    log_probs=jax.nn.log_softmax(jnp.asarray(logits, jnp.float32)),
+    name=name,
+  )
+
+
+def empty(vocab_size: int, num_candidates: int) -> BigramTable:
+  """Says nothing at all."""
+  shape = (vocab_size, num_candidates)
+  return BigramTable(
+    tokens=jnp.zeros(shape, jnp.int32), log_probs=jnp.full(shape, IMPOSSIBLE)
+  )
+
+
+def model(draft: Model, config: TreeConfig, name: str = 'draft') -> Drafter:
+  """A language model that drafts."""
+  return Drafter(LanguageModelScorer(draft, name), config)
+
+
+def candidates(*proposers, config: TreeConfig) -> Drafter:
+  """Proposers that draft."""
+  return Drafter(CandidateScorer(proposers), config)
+
+
+# `cost_ratio` 0: a draft as large as its target would rarely pay.
+TREE = TreeConfig(
+  num_nodes=12, width=4, branching=3, rounds=3, capacity=48, cost_ratio=0
+)
+INNER = TreeConfig(width=4, branching=2, rounds=2, cost_ratio=0)
+TOPOLOGIES = {
+  'chain of 1': chain(1),
+  'chain of 4': chain(4),
+  'binary tree': k_ary(2, 3),
+  # The third child, but not the first two, goes on.
+  'ragged tree': from_paths(
+    [(0,), (1,), (2,), (2, 0), (2, 1), (2, 1, 0), (2, 1, 0, 0), (0, 3)]
+  ),
+}
+# Name: how many stages, and which of them are models.
+SHAPES = (
+  *TOPOLOGIES,
+  'tree',
+  'tables',
+  'model, table',
+  'model, model',
+  'model, model, tables',
+)
+
+
+def make(shape: str, kind: str, inner: str, texts) -> Drafter:
+  """A drafter for `tiny_models.gpt2()`.
+
+  Args:
+    shape: of `SHAPES`.
+    kind: of the outermost model, see `tiny_models.DRAFTS`.
+    inner: of everything else, see `TABLES`; stands for the similar model of a
+      model's kinds.
+    texts: what the table of that kind would know by heart.
+  """
+  outer = model(tiny_models.draft(kind), TREE)
+  if shape in TOPOLOGIES:
+    config = TreeConfig(topology=TOPOLOGIES[shape])
+    return outer.replace(config=config)
+  inner_model = {
+    'perfect': 'perfect',
+    'random': 'random',
+    'wrong': 'hopeless',
+    'empty': 'similar',
+  }[inner]
+  small = model(tiny_models.draft(inner_model), INNER, 'small')
+  if shape == 'tree':
+    return outer
+  if shape == 'model, model':
+    return staged(outer, small)
+  table = table_of(texts, inner)
+  if shape == 'model, table':
+    return staged(outer, candidates(table, config=INNER))
+  both = candidates(
+    table, PromptLookup((0.0, 0.3, 0.6), num_matches=2), config=INNER
+  )
+  if shape == 'tables':
+    return both.replace(config=TREE)
+  return staged(staged(outer, small), both)

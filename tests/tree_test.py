@@ -1,0 +1,449 @@
+"""Token trees, against the same functions on lists in plain Python."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from list_trees import CAPACITY
+from list_trees import child
+from list_trees import find
+from list_trees import from_arrays
+from list_trees import Node
+from list_trees import NUM_TOKENS
+from list_trees import random_edge
+from list_trees import random_tree
+from list_trees import ranking
+from list_trees import to_arrays
+from list_trees import up
+import numpy as np
+import pytest
+
+from specdec import tree as trees
+from specdec.tree import NO_NODE
+from specdec.tree import TokenTree
+
+NUM_TREES = 200
+
+
+def _assert_unused_entries_are_blank(tree: TokenTree):
+  unused = np.arange(tree.capacity) >= int(tree.size)
+  assert (np.asarray(tree.parent)[unused] == NO_NODE).all()
+  assert (np.asarray(tree.log_prob)[unused] == -np.inf).all()
+
+
+def _stack(items):
+  return jax.tree.map(lambda *leaves: np.stack(leaves), *items)
+
+
+def _unstack(batch, row):
+  return jax.tree.map(lambda leaf: leaf[row], batch)
+
+
+@functools.cache
+def _batched(function, *static):
+  """Jitted and vmapped; `static` goes last."""
+  return jax.jit(jax.vmap(lambda *args: function(*args, *static)))
+
+
+def _random_trees(seed, **kw) -> list[list[Node]]:
+  rng = np.random.default_rng(seed)
+  return [random_tree(rng, **kw) for _ in range(NUM_TREES)]
+
+
+def _with_gaps(rng, nodes, width) -> np.ndarray:
+  """Distinct nodes of a tree in any order, `NO_NODE` among them."""
+  chosen = rng.permutation(len(nodes))[:width]
+  padded = np.full(width, NO_NODE, np.int32)
+  padded[: len(chosen)] = chosen
+  return rng.permutation(padded)
+
+
+# The tree of the docstring of `specdec.tree`; tokens are letters.
+_DRAWN = [
+  Node(ord('d')),
+  Node(ord('_'), 0, 1),
+  Node(ord('f'), 0, 1),
+  Node(ord('('), 1, 2),
+  Node(ord('x'), 1, 2),
+]
+
+
+def test_a_new_tree_is_its_root():
+  tree = trees.init_tree(jnp.array(7, jnp.int32), CAPACITY)
+  assert from_arrays(tree) == [Node(7)]
+  assert tree.capacity == CAPACITY
+  _assert_unused_entries_are_blank(tree)
+  jax.tree.map(np.testing.assert_array_equal, tree, to_arrays([Node(7)]))
+  jax.tree.map(
+    lambda one, other: np.testing.assert_equal(one.dtype, other.dtype),
+    tree,
+    to_arrays([Node(7)]),
+  )
+
+
+def test_the_mask_that_is_drawn():
+  everyone = jnp.arange(5)
+  mask = trees.ancestor_mask(to_arrays(_DRAWN).parent, everyone, everyone, 2)
+  drawn = """
+    x . . . .
+    x x . . .
+    x . x . .
+    x x . x .
+    x x . . x
+  """
+  expected = np.array(
+    [[cell == 'x' for cell in row.split()] for row in drawn.split('\n')[1:-1]]
+  )
+  np.testing.assert_array_equal(mask, expected)
+
+
+def test_histories_by_hand():
+  tree = to_arrays(_DRAWN)
+  # The text is 'ab d'; the root is its last token.
+  recent = jnp.array([ord('d'), ord(' '), ord('b'), ord('a'), -1])
+  letters = lambda row: ''.join(chr(token) for token in row if token >= 0)
+  rows = np.asarray(trees.histories(tree, jnp.array([0, 2, 4, 3]), recent))
+  assert [letters(row) for row in rows] == ['d ba', 'fd ba', 'x_d b', '(_d b']
+  assert rows[0].tolist()[-1] == -1
+  short = trees.histories(tree, jnp.array([4, 0]), recent[:2])
+  assert [letters(row) for row in np.asarray(short)] == ['x_', 'd ']
+  assert trees.histories(tree, jnp.array([4, 0]), recent[:0]).shape == (2, 0)
+
+
+def test_walks_and_masks():
+  rng = np.random.default_rng(1)
+  lists = _random_trees(1)
+  nodes = np.stack([_with_gaps(rng, one, 6) for one in lists])
+  others = np.stack([_with_gaps(rng, one, 8) for one in lists])
+  parents = _stack([to_arrays(one).parent for one in lists])
+  walks = _batched(trees.walk_up, CAPACITY)(parents, nodes)
+  masks = _batched(trees.ancestor_mask, CAPACITY)(parents, nodes, others)
+  for row, one in enumerate(lists):
+    for place, node in enumerate(nodes[row]):
+      above = up(one, node)
+      padding = [NO_NODE] * (CAPACITY + 1 - len(above))
+      assert walks[row, place].tolist() == above + padding
+      assert masks[row, place].tolist() == [
+        other in above for other in others[row]
+      ]
+  assert masks.any(axis=(1, 2)).mean() > 0.9
+
+
+def test_histories():
+  rng = np.random.default_rng(2)
+  lists = _random_trees(2)
+  nodes = np.stack([rng.integers(len(one), size=5) for one in lists])
+  recent = rng.integers(10, 20, size=(NUM_TREES, 4))
+  recent[:, 0] = [one[0].token for one in lists]
+  starts = rng.integers(1, 6, size=NUM_TREES)
+  recent[np.arange(4)[None] >= starts[:, None]] = -1  # where the text starts
+  batch = _stack([to_arrays(one) for one in lists])
+  histories = _batched(trees.histories)(batch, nodes, recent)
+  for row, one in enumerate(lists):
+    for place, node in enumerate(nodes[row]):
+      path = [one[index].token for index in up(one, node)]
+      expected = [*path, *recent[row, 1:].tolist()][:4]
+      assert histories[row, place].tolist() == expected
+
+
+def test_children_are_found():
+  rng = np.random.default_rng(3)
+  lists = _random_trees(3)
+  parents = np.stack([_with_gaps(rng, one, 5) for one in lists])
+  tokens = rng.integers(NUM_TOKENS, size=(NUM_TREES, 5, 3))
+  batch = _stack([to_arrays(one) for one in lists])
+  found = _batched(trees.find_children)(batch, parents, tokens)
+  expected = [
+    [
+      [find(one, parent, token) for token in row]
+      for parent, row in zip(parents[index], tokens[index], strict=True)
+    ]
+    for index, one in enumerate(lists)
+  ]
+  np.testing.assert_array_equal(found, expected)
+  assert (found >= 0).mean() > 0.1
+
+
+def test_adding_children():
+  """Of all at once: duplicates, overflow, parents that are none."""
+  rng = np.random.default_rng(4)
+  lists = _random_trees(4)
+  width, branching = 4, 3
+  shape = (NUM_TREES, width, branching)
+  parents = np.stack([_with_gaps(rng, one, width) for one in lists])
+  # Distinct within each parent.
+  tokens = np.argsort(rng.random((*shape[:2], NUM_TOKENS)))[..., :branching]
+  edges = -rng.exponential(size=shape).astype(np.float32)
+  origins = rng.integers(1, 5, size=shape)
+  wanted = (rng.random(shape) < 0.7) & (parents >= 0)[..., None]
+  batch = _stack([to_arrays(one) for one in lists])
+  grown = jax.device_get(
+    _batched(trees.add_children)(batch, parents, tokens, edges, origins, wanted)
+  )
+  dropped = doubled = 0
+  for row, one in enumerate(lists):
+    expected = list(one)
+    for place, parent in enumerate(parents[row].tolist()):
+      for rank in range(branching):
+        at = (row, place, rank)
+        if not wanted[at]:
+          continue
+        if find(expected, parent, tokens[at]) != NO_NODE:
+          doubled += 1
+        elif len(expected) == CAPACITY:
+          dropped += 1
+        else:
+          expected.append(
+            child(
+              expected,
+              parent,
+              int(tokens[at]),
+              float(edges[at]),
+              int(origins[at]),
+            )
+          )
+    tree = _unstack(grown, row)
+    assert from_arrays(tree) == expected
+    _assert_unused_entries_are_blank(tree)
+  assert dropped > 100
+  assert doubled > 100
+
+
+def test_a_full_tree_drops_the_least_important():
+  nodes = [Node(0), Node(1, 0, 1, -1.0, -1.0, 1)]
+  tree = trees.add_children(
+    to_arrays(nodes, capacity=4),
+    jnp.array([1, 0]),
+    jnp.array([[5, 6], [1, 7]]),
+    jnp.array([[-1.0, -2.0], [-9.0, -3.0]]),
+    jnp.full((2, 2), 2),
+    jnp.ones((2, 2), bool),
+  )
+  assert from_arrays(tree) == [
+    *nodes,
+    Node(5, 1, 2, -1.0, -2.0, 2),
+    Node(6, 1, 2, -2.0, -3.0, 2),
+  ]
+
+
+def test_a_child_that_exists_keeps_its_place_its_number_and_its_origin():
+  nodes = [Node(0), Node(1, 0, 1, -1.0, -1.0, 1)]
+  tree = trees.add_children(
+    to_arrays(nodes, capacity=4),
+    jnp.array([0]),
+    jnp.array([[2, 1]]),
+    jnp.array([[-0.5, -0.1]]),
+    jnp.array([[2, 2]]),
+    jnp.ones((1, 2), bool),
+  )
+  assert from_arrays(tree) == [*nodes, Node(2, 0, 1, -0.5, -0.5, 2)]
+
+
+def test_placing_children_where_they_belong():
+  """Ranks of a fixed shape: entries known beforehand, some for nobody."""
+  tree = trees.place_children(
+    to_arrays([Node(9)], capacity=4),
+    jnp.array([[2, np.iinfo(np.int32).max, 1], [4, 4, 4]]),
+    jnp.array([0, NO_NODE]),
+    jnp.array([[5, 6, 7], [8, 8, 8]]),
+    jnp.array([[-1.0, -2.0, -3.0], [-4.0, -4.0, -4.0]]),
+    jnp.array([[1, 1, 2], [3, 3, 3]]),
+  )
+  assert from_arrays(tree) == [
+    Node(9),
+    Node(7, 0, 1, -3.0, -3.0, 2),
+    Node(5, 0, 1, -1.0, -1.0, 1),
+  ]
+  _assert_unused_entries_are_blank(tree)
+
+
+def _rescored(rng, one, edge) -> list[Node]:
+  """The list with new edges, and sums of the old ones."""
+  return [
+    dataclasses.replace(node, edge=0.0 if index == 0 else edge(rng))
+    for index, node in enumerate(one)
+  ]
+
+
+def _huge_or_tiny(rng) -> float:
+  """Sums that swallow what is added: -1e30 stands for impossible."""
+  return float(np.float32(rng.choice([-1e30, -1e6, -1.0, -1e-3, -1e-9, 0.0])))
+
+
+@pytest.mark.parametrize(
+  'edge', [lambda rng: random_edge(rng, ties=False), _huge_or_tiny]
+)
+def test_accumulating_new_edges(edge):
+  rng = np.random.default_rng(5)
+  lists = [_rescored(rng, one, edge) for one in _random_trees(5)]
+  batch = _stack([to_arrays(one) for one in lists])
+  summed = jax.device_get(_batched(trees.accumulate, CAPACITY)(batch))
+  for row, one in enumerate(lists):
+    expected = [one[0]]
+    for node in one[1:]:
+      expected.append(
+        child(expected, node.parent, node.token, node.edge, node.origin)
+      )
+    tree = _unstack(summed, row)
+    assert from_arrays(tree) == expected
+    _assert_unused_entries_are_blank(tree)
+    for node in expected[1:]:
+      assert node.log_prob <= expected[node.parent].log_prob
+
+
+@pytest.mark.parametrize('ties', [False, True])
+@pytest.mark.parametrize('number', [1, 5, CAPACITY, CAPACITY + 3])
+def test_the_best_nodes(number, ties):
+  rng = np.random.default_rng(6)
+  lists = _random_trees(6, ties=ties)
+  allowed = rng.random((NUM_TREES, CAPACITY)) < 0.7
+  batch = _stack([to_arrays(one) for one in lists])
+  nodes, log_probs = _batched(trees.best_nodes, number)(batch, allowed)
+  assert nodes.dtype == jnp.int32
+  for row, one in enumerate(lists):
+    expected = ranking(one, allowed[row], number)
+    assert nodes[row].tolist() == expected
+    assert log_probs[row].tolist() == [
+      one[node].log_prob if node >= 0 else -np.inf for node in expected
+    ]
+
+
+def _assert_best_subtree(one, subtree, kept, number):
+  """Against the sorted list; a parent is always kept."""
+  expected = sorted(ranking(one, [True] * len(one), number))
+  expected = [index for index in expected if index != NO_NODE]
+  padding = [NO_NODE] * (number - len(expected))
+  assert kept.tolist() == expected + padding
+  assert expected[0] == trees.ROOT
+  assert all(one[index].parent in expected for index in expected[1:])
+  place = {index: new for new, index in enumerate(expected)} | {-1: -1}
+  assert from_arrays(subtree) == [
+    dataclasses.replace(one[index], parent=place[one[index].parent])
+    for index in expected
+  ]
+  assert subtree.capacity == number
+  _assert_unused_entries_are_blank(subtree)
+
+
+@pytest.mark.parametrize('ties', [False, True])
+@pytest.mark.parametrize('number', [1, 2, 6, CAPACITY])
+def test_the_best_nodes_are_a_connected_subtree(number, ties):
+  lists = _random_trees(7, ties=ties)
+  batch = _stack([to_arrays(one) for one in lists])
+  subtrees, kept = jax.device_get(_batched(trees.select_best, number)(batch))
+  for row, one in enumerate(lists):
+    _assert_best_subtree(one, _unstack(subtrees, row), kept[row], number)
+
+
+def test_they_are_connected_after_rescoring_too():
+  """Where sums are huge, a child is as likely as its parent."""
+  number = 6
+  rng = np.random.default_rng(8)
+  lists = [_rescored(rng, one, _huge_or_tiny) for one in _random_trees(8)]
+  batch = _stack([to_arrays(one) for one in lists])
+  summed = _batched(trees.accumulate, CAPACITY)(batch)
+  subtrees, kept = jax.device_get(_batched(trees.select_best, number)(summed))
+  summed = jax.device_get(summed)
+  equals = 0
+  for row in range(NUM_TREES):
+    one = from_arrays(_unstack(summed, row))
+    _assert_best_subtree(one, _unstack(subtrees, row), kept[row], number)
+    equals += sum(
+      node.log_prob == one[node.parent].log_prob for node in one[1:]
+    )
+  assert equals > NUM_TREES
+
+
+def _slow_path(one, chosen) -> list[int]:
+  path = [trees.ROOT]
+  while (below := find(one, path[-1], chosen[path[-1]])) != NO_NODE:
+    path.append(below)
+  return path
+
+
+def test_the_accepted_path():
+  rng = np.random.default_rng(9)
+  lists = _random_trees(9)
+  # Half of the choices are right somewhere below.
+  chosen = rng.integers(NUM_TOKENS, size=(NUM_TREES, CAPACITY)).astype(np.int32)
+  for row, one in enumerate(lists):
+    for node in one[1:]:
+      if rng.random() < 0.5:
+        chosen[row, node.parent] = node.token
+  batch = _stack([to_arrays(one) for one in lists])
+  paths, accepted = _batched(trees.accepted_path, CAPACITY)(batch, chosen)
+  seen = set()
+  for row, one in enumerate(lists):
+    expected = _slow_path(one, chosen[row])
+    padding = [NO_NODE] * (CAPACITY + 1 - len(expected))
+    assert paths[row].tolist() == expected + padding
+    assert accepted[row] == len(expected) - 1
+    seen.add(len(expected) - 1)
+  assert seen >= set(range(6))
+
+
+def test_a_right_token_behind_a_wrong_one_is_not_accepted():
+  nodes = [Node(0), Node(1, 0, 1), Node(2, 1, 2)]
+  chosen = lambda *tokens: jnp.array([*tokens, *[0] * (CAPACITY - 3)])
+  path = lambda *tokens: trees.accepted_path(
+    to_arrays(nodes), chosen(*tokens), 2
+  )
+  assert path(1, 2, 0)[0].tolist() == [0, 1, 2]
+  assert path(3, 2, 0)[0].tolist() == [0, NO_NODE, NO_NODE]
+  assert path(3, 2, 0)[1] == 0
+  # Unused entries have token 0, and no parent to disagree with.
+  assert path(0, 0, 0)[0].tolist() == [0, NO_NODE, NO_NODE]
+
+
+def test_equal_children_are_one_guess():
+  """A fixed shape may have them; the path goes on below either."""
+  nodes = [Node(0), Node(1, 0, 1), Node(1, 0, 1), Node(2, 2, 2)]
+  chosen = jnp.array([1, 2, 2, 5, *[0] * (CAPACITY - 4)])
+  path, accepted = trees.accepted_path(to_arrays(nodes), chosen, 3)
+  assert accepted == 2
+  assert [nodes[node].token for node in path.tolist() if node >= 0] == [0, 1, 2]
+
+
+def _call(name, static, *arguments):
+  return getattr(trees, name)(*arguments, *static)
+
+
+def test_batches_are_rows():
+  """Of trees of all sizes, what is vmapped is what it is for one."""
+  rng = np.random.default_rng(10)
+  lists = [random_tree(rng, size=size) for size in (1, 5, CAPACITY)]
+  batch = _stack([to_arrays(one) for one in lists])
+  nodes = np.array([[0, -1], [3, 0], [9, 2]], np.int32)
+  tokens = rng.integers(NUM_TOKENS, size=(3, CAPACITY)).astype(np.int32)
+  pairs = np.stack([tokens[:, :2], (tokens[:, :2] + 1) % NUM_TOKENS], axis=2)
+  edges = -rng.random((3, 2, 2)).astype(np.float32)
+  ones = np.ones((3, 2, 2), np.int32)
+  calls = {
+    'walk_up': ((batch.parent, nodes), (4,)),
+    'ancestor_mask': ((batch.parent, nodes, nodes), (CAPACITY,)),
+    'histories': ((batch, nodes, tokens[:, :3]), ()),
+    'find_children': ((batch, nodes, pairs), ()),
+    'place_children': ((batch, ones * CAPACITY, nodes, pairs, edges, ones), ()),
+    'add_children': (
+      (batch, nodes, pairs, edges, ones, (nodes >= 0)[..., None] & (ones > 0)),
+      (),
+    ),
+    'accumulate': ((batch,), (CAPACITY,)),
+    'best_nodes': ((batch, tokens > 0), (5,)),
+    'select_best': ((batch,), (5,)),
+    'accepted_path': ((batch, tokens), (CAPACITY,)),
+  }
+  run = lambda arguments, vmap: {
+    name: vmap(functools.partial(_call, name, static))(*arguments[name])
+    for name, (_, static) in calls.items()
+  }
+  arguments = {name: batched for name, (batched, _) in calls.items()}
+  together = jax.jit(lambda batched: run(batched, jax.vmap))(arguments)
+  alone = jax.jit(lambda one: run(one, lambda function: function))
+  for row in range(3):
+    jax.tree.map(
+      np.testing.assert_array_equal,
+      alone(_unstack(arguments, row)),
+      _unstack(together, row),
+    )
