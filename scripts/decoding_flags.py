@@ -222,6 +222,7 @@ def as_dict() -> dict[str, Any]:
     flag.name: flag.value
     for flag in flags.FLAGS.flags_by_module_dict()[__name__]
   }
+  record.pop('output', None)
   path = record.pop('prompt_file')
   if path is not None:  # The name may be private; the contents are what counts.
     digest = hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()

@@ -113,7 +113,7 @@ def keep(
   Returns:
     The cache, its `length` now `start + count`.
   """
-  taken = offsets[:, :, None] == jnp.arange(window)
+  taken = offsets[:, :, None] == jnp.arange(window)[None, None]
 
   def move(array):
     zero = jnp.zeros((), cache.length.dtype)

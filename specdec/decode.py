@@ -151,8 +151,8 @@ def decode(
     root = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, axis=1)
     capacity = 1 if drafter is None else drafter.config.capacity
     tree = jax.vmap(init_tree, (0, None))(root[:, 0], capacity)
-    if drafter is None or state.stages is None:
-      return None, tree
+    if drafter is None or state.stages is None or max_depth == 0:
+      return state.stages, tree
     step = Step(
       tokens=state.tokens,
       length=state.length,

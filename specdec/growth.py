@@ -209,15 +209,17 @@ def grow(
     return state.replace(inner=inner_state), tree
 
   def pick(state, tree, round_number):
-    """`[B, W]` nodes."""
-    width = _forward_width(config)
+    """The nodes to score, `[B, W]`."""
     if topology is None:
       candidates = _open_nodes(drafter, state, tree, closed)
-      return jax.vmap(best_nodes, (0, 0, None))(tree, candidates, width)[0]
+      best, _ = jax.vmap(best_nodes, (0, 0, None))(
+        tree, candidates, config.width
+      )
+      return best
     nodes = jnp.asarray(topology.schedule)[round_number]
-    padding = (0, width - nodes.shape[0])
-    nodes = jnp.pad(nodes, padding, constant_values=NO_NODE)
-    return jnp.broadcast_to(nodes[None], (tree.size.shape[0], width))
+    # A scorer may have had fewer guesses than the shape has places.
+    exists = (nodes == ROOT)[None] | (tree.parent[:, nodes] >= 0)
+    return jnp.where(exists & (nodes >= 0)[None], nodes[None], NO_NODE)
 
   def rescore(tree, scores, closed):
     """This stage knows better than those inside it; unbatched."""
@@ -233,7 +235,9 @@ def grow(
     is_node = (nodes >= 0)[:, None]
     if topology is not None:
       table = jnp.asarray(topology.children)
-      index = jnp.where(is_node, table[nodes], tree.capacity)
+      index = table[nodes][:, : scores.tokens.shape[1]]
+      placed = is_node & (scores.edges > IMPOSSIBLE / 2)
+      index = jnp.where(placed, index, tree.capacity)
       return place_children(
         tree, index, nodes, scores.tokens, scores.edges, origins
       )
@@ -245,6 +249,8 @@ def grow(
 
   def score(state, tree, round_number):
     nodes = pick(state, tree, round_number)
+    padding = ((0, 0), (0, _forward_width(config) - config.width))
+    nodes = jnp.pad(nodes, padding, constant_values=NO_NODE)
     scores, scorer = drafter.scorer.score(
       state.scorer, tree, step, nodes, config
     )

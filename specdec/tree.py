@@ -314,8 +314,8 @@ def accepted_path(
   is_child = tree.parent >= 0
   agrees = ~is_child | (tree.token == chosen[tree.parent])
   walk = walk_up(tree.parent, jnp.arange(tree.capacity), max_depth)
-  accepted = jnp.all(agrees[walk] | (walk < 0), axis=1)
-  accepted &= jnp.arange(tree.capacity) < tree.size
+  is_root = jnp.arange(tree.capacity) == ROOT
+  accepted = jnp.all(agrees[walk] | (walk < 0), axis=1) & (is_child | is_root)
   at_depth = tree.depth[None] == jnp.arange(max_depth + 1)[:, None]
   match = accepted[None] & at_depth
   path = jnp.where(jnp.any(match, axis=1), jnp.argmax(match, axis=1), NO_NODE)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import numbers
 
 from specdec.topology import Topology
 
@@ -22,7 +23,8 @@ class TreeConfig:
       level deeper.
     max_depth: D, of the deepest node.
     capacity: M, nodes that the tree can hold while it grows; guesses beyond it
-      are dropped.
+      are dropped, whoever makes them. Where an inner stage guesses a lot, leave
+      room for the `rounds * width * branching` of this one.
     calibration: exponent of the stage's probabilities. Above 1 the stage is
       trusted more than its own probabilities say, and the tree grows deep;
       below 1, broad.
@@ -64,9 +66,17 @@ class TreeConfig:
       }
       for name, value in fixed.items():
         object.__setattr__(self, name, value)
-    for name in ('num_nodes', 'width', 'branching', 'rounds', 'max_depth'):
+    for name in (
+      'num_nodes',
+      'width',
+      'branching',
+      'rounds',
+      'max_depth',
+      'capacity',
+    ):
       value = getattr(self, name)
-      if isinstance(value, bool) or int(value) != value or value < 1:
+      is_integer = isinstance(value, numbers.Integral)
+      if not is_integer or isinstance(value, bool) or value < 1:
         raise ValueError(
           f'{name} must be an integer of at least 1, got {value}'
         )

@@ -18,6 +18,7 @@ from specdec.sampling import Sampling
 from specdec.tree import accepted_path
 from specdec.tree import ancestor_mask
 from specdec.tree import NO_NODE
+from specdec.tree import ROOT
 from specdec.tree import TokenTree
 
 
@@ -138,5 +139,5 @@ def emitted_origins(tree: TokenTree, verdict: Verdict) -> jax.Array:
   following = jnp.pad(
     verdict.path[:, 1:], ((0, 0), (0, 1)), constant_values=NO_NODE
   )
-  origin = jnp.take_along_axis(tree.origin, jnp.maximum(following, 0), axis=1)
-  return jnp.where(following >= 0, origin, 0)
+  # Where there is none, the root stands in: nobody proposed it.
+  return jnp.take_along_axis(tree.origin, jnp.maximum(following, ROOT), axis=1)

@@ -176,11 +176,6 @@ def test_against_a_slow_decoder(prompts, g):
     assert (new_tokens < LIMIT * len(prompts)) == ends
 
 
-@pytest.mark.xfail(
-  strict=True,
-  reason='ModelState.used counts padding, which no node sees: a chain has a'
-  ' forward of two slots per token (growth._forward_width)',
-)
 def test_bandwidth_counts_what_each_forward_sees():
   """Weights once per forward, of the caches the slots that are visible."""
   g = 4

@@ -187,11 +187,6 @@ def test_settings_out_of_range(settings, message):
     {'capacity': math.inf},
   ],
 )
-@pytest.mark.xfail(
-  strict=True,
-  reason='TreeConfig takes 4.0, which is no size later, never looks whether'
-  ' capacity is an integer, and int(inf), int(nan) fail with other errors',
-)
 def test_sizes_must_be_integers(settings):
   name = next(iter(settings))
   with pytest.raises(ValueError, match=f'{name} must be an integer'):

@@ -172,17 +172,19 @@ class LanguageModelScorer(flax.struct.PyTreeNode):
     noise = _pick(step.noise, depth)
     ranked = rank_logits(logits, noise, step.sampling, config.calibration)
     edges, best = lax.top_k(ranked, min(config.branching, ranked.shape[-1]))
-    used = state.used + nodes.shape[1]
     scores = Scores(
       nodes=nodes,
       tokens=best.astype(jnp.int32),
       edges=jnp.where(edges > IMPOSSIBLE / 2, edges, IMPOSSIBLE),
       sources=jnp.zeros(best.shape, jnp.int32),
       given=jax.vmap(_given)(tree, nodes, ranked),
-      slots_read=length + used,
+      slots_read=length + text + jnp.sum(window >= 0, axis=1),
     )
     return scores, ModelState(
-      cache=cache.replace(length=length), text=text, window=window, used=used
+      cache=cache.replace(length=length),
+      text=text,
+      window=window,
+      used=state.used + nodes.shape[1],
     )
 
   def commit(
