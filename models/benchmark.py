@@ -159,6 +159,8 @@ def run(
   max_new_tokens: int,
   drafting: DraftSettings,
   sampling: specdec.Sampling,
+  verify: str,
+  children: str | None,
   settings: dict[str, Any],
 ) -> Report:
   """Decodes every prompt with every arm, interleaved.
@@ -174,13 +176,15 @@ def run(
     max_new_tokens: the limit per row.
     drafting: see `models.drafters.make_drafter`.
     sampling: how to choose tokens.
+    verify: see `specdec.generation.Options`.
+    children: likewise; plain arms have no use for it.
     settings: recorded as they are.
 
   Returns:
     The report. `relative_bandwidth_at_paper_costs` is that of the same
     forwards with `PAPER_COSTS`. `flips` list the rows whose tokens differ from
     those of the plain arm of the same dtype, each with the margin of the
-    choice; None if there is no such arm.
+    choice; None if there is no such arm, or the rule is not to match.
 
   Raises:
     ValueError: bad input; says what.
@@ -222,6 +226,8 @@ def run(
       room_for_new_tokens=max_new_tokens,
       sampling=sampling,
       eos_ids=pair.eos_ids,
+      verify=verify,
+      children=None if arm.method == 'plain' else children,
     )
 
   with tqdm.tqdm(
@@ -240,7 +246,7 @@ def run(
       results[str(arm)][0].generation.stats['costs'] | PAPER_COSTS,
     )
     plain = str(dataclasses.replace(arm, method='plain'))
-    if plain not in results:
+    if plain not in results or verify != 'match':
       figures[str(arm)]['flips'] = None  # nothing to compare with
       continue
     reference = results[plain]

@@ -4,6 +4,7 @@ import dataclasses
 import pathlib
 
 from models.pair import Pair
+from models.vocabulary import vocabulary_digest
 from specdec.drafter import Drafter
 from specdec.drafter import staged
 from specdec.ngram.table import load_table
@@ -30,28 +31,47 @@ METHODS = (
 DEMO_TABLE = pathlib.Path(__file__).parent / 'demo' / 'ngram.safetensors'
 
 
+_TREE = TreeConfig(
+  num_nodes=64,
+  width=16,
+  branching=8,
+  rounds=4,
+  max_depth=16,
+  capacity=512,
+  calibration=1.2,
+)
+_INNER_TREE = TreeConfig(
+  width=8,
+  branching=3,
+  rounds=3,
+  cost_ratio=0.0,  # next to nothing
+)
+_LOOKUP = PromptLookup()
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftSettings:
-  """How to draft, whatever the method.
+  """How to draft, whatever the method; the defaults are those of the flags.
 
   Attributes:
     num_draft_tokens: of a chain.
     tree: of the outermost stage.
     inner: one of `INNERS`, who guesses for the draft, or instead of it. None:
-      n-gram and lookup if the n-gram has the target's vocabulary, else lookup.
+      n-gram and lookup; the embedded n-gram only if it was built with the
+      tokenizer of the pair.
     inner_tree: of the inner drafter, in a stage.
     inner_rounds_alone: of the inner drafter where there is no draft.
     ngram: `demo` or a file made by scripts/build_ngram.py.
     lookup: how prompt lookup matches.
   """
 
-  num_draft_tokens: int
-  tree: TreeConfig
-  inner: str | None
-  inner_tree: TreeConfig
-  inner_rounds_alone: int
-  ngram: str
-  lookup: PromptLookup
+  num_draft_tokens: int = 4
+  tree: TreeConfig = _TREE
+  inner: str | None = None
+  inner_tree: TreeConfig = _INNER_TREE
+  inner_rounds_alone: int = 8
+  ngram: str = 'demo'
+  lookup: PromptLookup = _LOOKUP
 
 
 def parse_topology(text: str) -> Topology:
@@ -78,17 +98,41 @@ def _table_path(settings: DraftSettings) -> str | pathlib.Path:
   return DEMO_TABLE if settings.ngram == 'demo' else settings.ngram
 
 
-def _proposers(inner: str, settings: DraftSettings) -> tuple:
+def _load_ngram(settings: DraftSettings, pair: Pair) -> NGram:
+  """The table, if it was built with the tokenizer of the pair.
+
+  Raises:
+    ValueError: it was not, and would guess tokens that mean other text.
+  """
+  path = _table_path(settings)
+  table, provenance = load_table(path)
+  ours = pair.target.definition.vocab_size
+  theirs = provenance.get('tokenizer_blake2b')
+  if theirs is None:  # Nobody knows; another size is certain to be wrong.
+    fits = table.vocab_size == ours
+  else:
+    # Of one tokenizer, sizes can only differ by padding.
+    fits = theirs == vocabulary_digest(pair.tokenizer)
+  if not fits:
+    raise ValueError(
+      f'the n-gram table {path} ({table.vocab_size} tokens) was built with'
+      f' another tokenizer than that of the target ({ours} tokens); build one'
+      ' with scripts/build_ngram.py, or choose --inner=lookup'
+    )
+  return NGram(table.replace(vocab_size=ours))
+
+
+def _proposers(inner: str, settings: DraftSettings, pair: Pair) -> tuple:
   # A match in the text itself is the better evidence, so it comes first.
   proposers: list = []
   if 'lookup' in inner.split('+'):
     proposers.append(settings.lookup)
   if 'ngram' in inner.split('+'):
-    proposers.append(NGram(load_table(_table_path(settings))[0]))
+    proposers.append(_load_ngram(settings, pair))
   return tuple(proposers)
 
 
-def _alone(inner: str, settings: DraftSettings) -> Drafter:
+def _alone(inner: str, settings: DraftSettings, pair: Pair) -> Drafter:
   """A table or the text itself as the only drafter, costing next to nothing."""
   config = settings.tree
   if config.topology is None:
@@ -98,12 +142,17 @@ def _alone(inner: str, settings: DraftSettings) -> Drafter:
       cost_ratio=0.0,
       calibration=settings.inner_tree.calibration,
     )
-  return Drafter(CandidateScorer(_proposers(inner, settings)), config)
+  return Drafter(CandidateScorer(_proposers(inner, settings, pair)), config)
 
 
-def _default_inner(settings: DraftSettings, vocab_size: int) -> str:
-  fits = load_table(_table_path(settings))[0].vocab_size == vocab_size
-  return 'ngram+lookup' if fits else 'lookup'
+def _default_inner(settings: DraftSettings, pair: Pair) -> str:
+  if settings.ngram != 'demo':
+    return 'ngram+lookup'  # asked for; if it does not fit, it is refused
+  try:
+    _load_ngram(settings, pair)
+  except ValueError:
+    return 'lookup'
+  return 'ngram+lookup'
 
 
 def make_drafter(
@@ -130,14 +179,14 @@ def make_drafter(
   if method == 'plain':
     return None
   if method in INNERS:
-    return _alone(method, settings)
+    return _alone(method, settings, pair)
   draft = pair.draft
   inner = settings.inner
   if inner is None:
-    inner = _default_inner(settings, pair.target.definition.vocab_size)
+    inner = _default_inner(settings, pair)
   if draft is None:
     if method in ('tree', 'staged') and inner != 'none':
-      return _alone(inner, settings)
+      return _alone(inner, settings, pair)
     raise ValueError(
       f'--method={method} with --inner={inner} needs a draft; give --draft,'
       ' or plain'
@@ -164,5 +213,7 @@ def make_drafter(
     )
   return staged(
     Drafter(scorer, config),
-    Drafter(CandidateScorer(_proposers(inner, settings)), settings.inner_tree),
+    Drafter(
+      CandidateScorer(_proposers(inner, settings, pair)), settings.inner_tree
+    ),
   )

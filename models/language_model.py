@@ -1,5 +1,6 @@
 """From a module with weights to the pure functions that decoding wants."""
 
+import dataclasses
 import functools
 
 from flax import nnx
@@ -11,6 +12,33 @@ from models.gpt2 import GPT2Config
 from specdec import cache as kv
 from specdec.model import LanguageModel
 from specdec.model import Model
+
+
+@functools.cache
+def _resized(definition: LanguageModel, vocab_size: int) -> LanguageModel:
+  own_size = definition.vocab_size
+
+  def apply(params, tokens, positions, mask, cache):
+    # Ids beyond are padding that nobody says; any embedding will do.
+    tokens = jnp.minimum(tokens, own_size - 1)
+    logits, cache = definition.apply(params, tokens, positions, mask, cache)
+    padding = ((0, 0), (0, 0), (0, max(vocab_size - own_size, 0)))
+    logits = jnp.pad(logits, padding, constant_values=-jnp.inf)
+    return logits[..., :vocab_size], cache
+
+  return dataclasses.replace(definition, apply=apply, vocab_size=vocab_size)
+
+
+def with_vocab_size(model: Model, vocab_size: int) -> Model:
+  """A model whose vocabulary differs by padding only, as one of another size.
+
+  Args:
+    model: any.
+    vocab_size: V; logits beyond its own are -inf, those beyond V are cut off.
+  """
+  if model.definition.vocab_size == vocab_size:
+    return model
+  return model.replace(definition=_resized(model.definition, vocab_size))
 
 
 @functools.cache

@@ -19,6 +19,7 @@ from models.pair import load_pair
 from models.pair import Pair
 from models.training.corpus import Corpus
 from models.training.trainer import write_once
+from models.vocabulary import vocabulary_digest
 import specdec
 from specdec.ngram.building import build_table
 from specdec.ngram.counting import count_ngrams
@@ -267,6 +268,7 @@ def build(
   provenance = {
     'specdec': specdec.__version__,
     'draft': described,
+    'tokenizer_blake2b': vocabulary_digest(pair.tokenizer),
     'sources': sources,
     'table': dataclasses.asdict(table),
     'discounts': [dataclasses.asdict(order) for order in model.discounts],

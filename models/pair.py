@@ -9,6 +9,8 @@ import transformers
 
 from models import hub
 from models.language_model import as_model
+from models.language_model import with_vocab_size
+from models.token_bytes import token_bytes
 from specdec.model import Model
 
 
@@ -39,6 +41,10 @@ class Pair:
     )
     assert isinstance(text, str)
     return text
+
+  def token_bytes(self) -> tuple[bytes, ...]:
+    """What each token adds to a text, see `models.token_bytes`."""
+    return token_bytes(self.tokenizer, self.target.definition.vocab_size)
 
   def pieces(self, ids: list[int]) -> list[str]:
     """The text of each token; together they are `decode`.
@@ -88,10 +94,24 @@ def _eos_ids(
   return ()
 
 
+def _check_padding(target, draft, tokenizer, draft_folder):
+  """Refuses vocabularies that differ by more than padding."""
+  sizes = (target.definition.vocab_size, draft.definition.vocab_size)
+  if sizes[0] == sizes[1]:
+    return
+  if not hub.has_tokenizer(draft_folder) or len(tokenizer) > min(sizes):
+    raise ValueError(
+      f'the target has a vocabulary of {sizes[0]} tokens, the draft'
+      f' {draft_folder} of {sizes[1]}, and nothing says that the difference is'
+      f' padding (the tokenizer of the target has {len(tokenizer)} tokens);'
+      ' choose a draft with the same tokenizer, and its tokenizer in the folder'
+    )
+
+
 def _check_same_tokens(target_folder, draft_folder, tokenizer):
   """Refuses a draft whose token ids mean other text: it would never agree."""
   if not hub.has_tokenizer(draft_folder):
-    return  # A bare draft; its vocabulary size is checked when decoding.
+    return  # A bare draft; its vocabulary size is checked later.
   ours = tokenizer.get_vocab()
   theirs = _load_tokenizer(draft_folder).get_vocab()
   if ours == theirs:
@@ -123,16 +143,21 @@ def load_pair(
     The pair.
 
   Raises:
-    ValueError: a folder cannot be used, or the tokenizers differ.
+    ValueError: a folder cannot be used, or the tokenizers differ. Vocabularies
+      of one tokenizer may differ by padding; the draft then gets the target's.
   """
   folder = hub.locate(target, revision=revision)
   tokenizer = _load_tokenizer(folder)
   draft_model = None
+  target_model = as_model(hub.load_module(folder, dtype=dtype))
   if draft is not None:
     draft_folder = hub.locate('demo-draft' if draft == 'demo' else draft)
     _check_same_tokens(folder, draft_folder, tokenizer)
     draft_model = as_model(hub.load_module(draft_folder, dtype=dtype))
-  target_model = as_model(hub.load_module(folder, dtype=dtype))
+    _check_padding(target_model, draft_model, tokenizer, draft_folder)
+    draft_model = with_vocab_size(
+      draft_model, target_model.definition.vocab_size
+    )
   return Pair(
     target=target_model,
     draft=draft_model,

@@ -41,6 +41,8 @@ def main() -> None:
     max_new_tokens=options.MAX_NEW_TOKENS.value,
     drafting=options.draft_settings(),
     sampling=options.sampling(),
+    verify=options.VERIFY.value,
+    children=options.CHILDREN.value,
     settings=options.as_dict(),
   )
   print(report)

@@ -1,9 +1,11 @@
 """How every script here starts, and how it reports bad input."""
 
 from collections.abc import Callable
+import contextlib
 import os
 import pathlib
 import sys
+from typing import Any
 
 from absl import app
 from absl import logging
@@ -36,3 +38,12 @@ def run(main: Callable[[], None]) -> None:
 
   logging.set_verbosity(logging.WARNING)  # JAX lists the backends it lacks.
   app.run(checked)
+
+
+def show(prompt: str, decoding: Any) -> Any:
+  """Prints a text while it grows, until its end or Ctrl-C; its result."""
+  print(prompt, end='', flush=True)
+  with contextlib.suppress(KeyboardInterrupt):
+    for new in decoding:
+      print(new[0], end='', flush=True)
+  return decoding.result()

@@ -11,6 +11,11 @@ import jax.numpy as jnp
 
 from models import drafters
 import specdec
+from specdec.decode import RULES
+from specdec.verification.rejection import CHILDREN as CHILDREN_KINDS
+
+_DEFAULTS = drafters.DraftSettings()
+_TREE, _INNER_TREE = _DEFAULTS.tree, _DEFAULTS.inner_tree
 
 DEFAULT_PROMPT = '''def copy_file(source, destination):
     """Copy a file, and its permissions."""
@@ -41,8 +46,30 @@ MIN_P = flags.DEFINE_float(
   'min_p', None, 'keep tokens this likely relative to the likeliest'
 )
 SEED = flags.DEFINE_integer('seed', 0, 'of the sampling')
+REPETITION_PENALTY = flags.DEFINE_float(
+  'repetition_penalty', None, 'above 1, repeating a token is less likely'
+)
+LOGIT_BIAS = flags.DEFINE_list(
+  'logit_bias', [], 'token:number, added to the logits; token:-inf bans it'
+)
+VERIFY = flags.DEFINE_enum(
+  'verify',
+  'match',
+  RULES,
+  'match: the tokens of plain decoding with the same seed; rejection, block'
+  ' (chains): other tokens of the same law',
+)
+CHILDREN = flags.DEFINE_enum(
+  'children',
+  None,
+  CHILDREN_KINDS,
+  'the guesses of --verify=rejection and block; default: drawn without'
+  ' replacement where the topology is fixed and the drafter is a model',
+)
 NUM_DRAFT_TOKENS = flags.DEFINE_integer(
-  'num_draft_tokens', 4, 'tokens drafted per target forward, in a chain'
+  'num_draft_tokens',
+  _DEFAULTS.num_draft_tokens,
+  'tokens drafted per target forward, in a chain',
 )
 INNER = flags.DEFINE_enum(
   'inner',
@@ -52,24 +79,32 @@ INNER = flags.DEFINE_enum(
   ' default: ngram+lookup if the n-gram has the vocabulary, else lookup',
 )
 NGRAM = flags.DEFINE_string(
-  'ngram', 'demo', 'demo (embedded) or a file made by build_ngram.py'
+  'ngram', _DEFAULTS.ngram, 'demo (embedded) or a file made by build_ngram.py'
 )
 LOOKUP_CONFIDENCE = flags.DEFINE_list(
   'lookup_confidence',
-  [str(one) for one in specdec.PromptLookup().confidence],
+  [str(one) for one in _DEFAULTS.lookup.confidence],
   'of what followed a match of 1 token, 2 tokens and so on; 0: do not match',
 )
 
 NUM_NODES = flags.DEFINE_integer(
-  'num_nodes', 64, 'of the tree that the target verifies, root included'
+  'num_nodes',
+  _TREE.num_nodes,
+  'of the tree that the target verifies, root included',
 )
-WIDTH = flags.DEFINE_integer('width', 16, 'nodes per draft forward')
-BRANCHING = flags.DEFINE_integer('branching', 8, 'children per node')
-ROUNDS = flags.DEFINE_integer('rounds', 4, 'draft forwards per tree, at most')
-MAX_DEPTH = flags.DEFINE_integer('max_depth', 16, 'of the tree')
-CAPACITY = flags.DEFINE_integer('capacity', 512, 'nodes of the growing tree')
+WIDTH = flags.DEFINE_integer('width', _TREE.width, 'nodes per draft forward')
+BRANCHING = flags.DEFINE_integer(
+  'branching', _TREE.branching, 'children per node'
+)
+ROUNDS = flags.DEFINE_integer(
+  'rounds', _TREE.rounds, 'draft forwards per tree, at most'
+)
+MAX_DEPTH = flags.DEFINE_integer('max_depth', _TREE.max_depth, 'of the tree')
+CAPACITY = flags.DEFINE_integer(
+  'capacity', _TREE.capacity, 'nodes of the growing tree'
+)
 CALIBRATION = flags.DEFINE_float(
-  'calibration', 1.2, 'exponent of the probabilities of the draft'
+  'calibration', _TREE.calibration, 'exponent of the probabilities of the draft'
 )
 COST_RATIO = flags.DEFINE_float(
   'cost_ratio',
@@ -86,23 +121,46 @@ TOPOLOGY = flags.DEFINE_string(
   'fixed tree instead: chain:4, k_ary:2x3 (children x levels) or a JSON file of'
   ' paths',
 )
-INNER_WIDTH = flags.DEFINE_integer('inner_width', 8, 'likewise, of --inner')
-INNER_BRANCHING = flags.DEFINE_integer('inner_branching', 3, 'likewise')
-INNER_ROUNDS = flags.DEFINE_integer(
-  'inner_rounds', 3, 'levels that --inner guesses between draft forwards'
+INNER_WIDTH = flags.DEFINE_integer(
+  'inner_width', _INNER_TREE.width, 'likewise, of --inner'
 )
-INNER_CALIBRATION = flags.DEFINE_float('inner_calibration', 1.0, 'likewise')
+INNER_BRANCHING = flags.DEFINE_integer(
+  'inner_branching', _INNER_TREE.branching, 'likewise'
+)
+INNER_ROUNDS = flags.DEFINE_integer(
+  'inner_rounds',
+  _INNER_TREE.rounds,
+  'levels that --inner guesses between draft forwards',
+)
+INNER_CALIBRATION = flags.DEFINE_float(
+  'inner_calibration', _INNER_TREE.calibration, 'likewise'
+)
 INNER_ROUNDS_ALONE = flags.DEFINE_integer(
-  'inner_rounds_alone', 8, 'levels that --inner guesses without a draft'
+  'inner_rounds_alone',
+  _DEFAULTS.inner_rounds_alone,
+  'levels that --inner guesses without a draft',
 )
 DTYPE = flags.DEFINE_enum(
   'dtype', 'float32', ['float32', 'bfloat16'], 'of weights and cache'
 )
 
 
+def _logit_bias() -> dict[int, float] | None:
+  try:
+    pairs = [one.split(':') for one in LOGIT_BIAS.value]
+    return {int(token): float(bias) for token, bias in pairs} or None
+  except ValueError as error:
+    raise ValueError(
+      f'--logit_bias={",".join(LOGIT_BIAS.value)}: expected token:number,'
+      ' separated by commas'
+    ) from error
+
+
 def sampling() -> specdec.Sampling:
   """What the sampling flags say."""
   return specdec.Sampling(
+    logit_bias=_logit_bias(),
+    repetition_penalty=REPETITION_PENALTY.value,
     temperature=TEMPERATURE.value,
     top_k=TOP_K.value,
     top_p=TOP_P.value,
@@ -155,7 +213,7 @@ def draft_settings() -> drafters.DraftSettings:
         'branching': INNER_BRANCHING.value,
         'rounds': INNER_ROUNDS.value,
         'calibration': INNER_CALIBRATION.value,
-        'cost_ratio': 0.0,  # next to nothing
+        'cost_ratio': _INNER_TREE.cost_ratio,
       },
     ),
     inner_rounds_alone=INNER_ROUNDS_ALONE.value,

@@ -5,10 +5,13 @@ from specdec.cache import KVCache
 from specdec.decode import decode
 from specdec.decode import DecodeConfig
 from specdec.decode import DecodeResult
+from specdec.decode import Request
 from specdec.drafter import Drafter
 from specdec.drafter import staged
+from specdec.generation import Decoding
 from specdec.generation import generate
 from specdec.generation import Generation
+from specdec.generation import row_keys
 from specdec.model import LanguageModel
 from specdec.model import Model
 from specdec.sampling import Sampling
@@ -25,6 +28,7 @@ __all__ = (
   'CandidateScorer',
   'DecodeConfig',
   'DecodeResult',
+  'Decoding',
   'Drafter',
   'Generation',
   'KVCache',
@@ -33,11 +37,13 @@ __all__ = (
   'Model',
   'NGram',
   'PromptLookup',
+  'Request',
   'Sampling',
   'Topology',
   'TreeConfig',
   'decode',
   'generate',
   'init_cache',
+  'row_keys',
   'staged',
 )

@@ -78,9 +78,13 @@ def write(
     The cache with the entries written and `length` as it was: only the caller
     knows which of them will be kept.
   """
+  # What is masked would still spread if it were NaN, since 0 x NaN is NaN: one
+  # bad guess would spoil the whole tree. Zeros hide nothing: the token to which
+  # they belong is NaN all the way to its own logits.
+  clean = lambda new: jnp.where(jnp.isfinite(new), new, 0)
   replace = lambda arrays, new: (
     *arrays[:layer],
-    _write(arrays[layer], new, cache.length),
+    _write(arrays[layer], clean(new), cache.length),
     *arrays[layer + 1 :],
   )
   return cache.replace(

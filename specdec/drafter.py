@@ -14,6 +14,7 @@ from typing import Protocol
 import flax.struct
 import jax
 
+from specdec.drawing import Draws
 from specdec.sampling import Sampling
 from specdec.tree import TokenTree
 from specdec.tree_config import TreeConfig
@@ -27,22 +28,25 @@ class Step(flax.struct.PyTreeNode):
     length: `[B]` int32, its lengths; the root is the token before.
     active: `[B]` bool, rows that are not done.
     noise: `[B, D + 1, V]` float32; entry d is of the position that follows
-      nodes of depth d. The same that the target will use.
+      nodes of depth d. The same that the target will use; None if the target
+      verifies by rejection.
     sampling: validated; the target's.
     target_bytes: read by one target forward; static.
+    max_depth: D, no node is deeper; static.
+    draws: how to draw children; None if they are the best ones.
+    seen: `[B, V]` bool, tokens of the text; None if there is no repetition
+      penalty.
   """
 
   tokens: jax.Array
   length: jax.Array
   active: jax.Array
-  noise: jax.Array
+  noise: jax.Array | None
   sampling: Sampling
   target_bytes: int = flax.struct.field(pytree_node=False)
-
-  @property
-  def max_depth(self) -> int:
-    """D: no node is deeper."""
-    return self.noise.shape[1] - 1
+  max_depth: int = flax.struct.field(pytree_node=False)
+  draws: Draws | None = None
+  seen: jax.Array | None = None
 
 
 class Scores(flax.struct.PyTreeNode):
@@ -58,6 +62,8 @@ class Scores(flax.struct.PyTreeNode):
     given: `[B, M]` float32, the log-probability of every node that is a child
       of one of the W; arbitrary, but at most 0, for the others.
     slots_read: `[B]` int32, visible cache slots.
+    drawn_from: `[B, W, V]` float32, the distributions that `tokens` were drawn
+      from, None if they were not.
   """
 
   nodes: jax.Array
@@ -66,6 +72,7 @@ class Scores(flax.struct.PyTreeNode):
   sources: jax.Array
   given: jax.Array
   slots_read: jax.Array
+  drawn_from: jax.Array | None = None
 
 
 class Scorer(Protocol):
@@ -76,6 +83,8 @@ class Scorer(Protocol):
     vocab_size: V, or None if it has none of its own.
     max_positions: the longest context, or None if there is no limit.
     needs_ancestors: whether a node can be scored only after its ancestors.
+    can_draw: whether it has a distribution to draw children from; one that has
+      not, always proposes the best.
     bytes_per_slot: read from memory per visible cache slot.
   """
 
@@ -83,6 +92,7 @@ class Scorer(Protocol):
   vocab_size: int | None
   max_positions: int | None
   needs_ancestors: bool
+  can_draw: bool
   bytes_per_slot: int
 
   def bytes_per_forward(self, width: int) -> int:
@@ -210,12 +220,15 @@ class StageState(flax.struct.PyTreeNode):
   Attributes:
     scorer: of the scorer.
     scored: `[B, M]` bool, nodes it has scored in this step.
+    proposals: `[B, M, V]` float32, the distributions that the children of each
+      node were drawn from in this step; None if none is.
     counters: so far.
     inner: of the stage inside, or None.
   """
 
   scorer: Any
   scored: jax.Array
+  proposals: jax.Array | None
   counters: StageCounters
   inner: 'StageState | None'
 

@@ -1,22 +1,83 @@
 """The host boundary: lists of token ids in, lists out, bad input refused."""
 
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 from typing import Any
+from typing import Required
+from typing import TypedDict
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec.decode import decode
+from specdec.decode import advance
+from specdec.decode import ALL_STEPS
 from specdec.decode import DecodeConfig
+from specdec.decode import Request
+from specdec.decode import result_of
+from specdec.decode import start
 from specdec.drafter import Drafter
 from specdec.model import Model
 from specdec.sampling import Sampling
 from specdec.statistics import summarize
+from specdec.stop import StopTable
+from specdec.verification.rejection import BEST
+from specdec.verification.rejection import WITHOUT_REPLACEMENT
+from specdec.verification.verdict import EOS
+from specdec.verification.verdict import LIMIT
+from specdec.verification.verdict import NOT_FINITE
+from specdec.verification.verdict import RUNNING
+from specdec.verification.verdict import STOP
 
 _SMALLEST_PROMPT_BUCKET = 32
 _NEW_TOKENS_BUCKET = 64
+
+# Between two looks at whether somebody wants to stop.
+_STEPS_BETWEEN_CHECKS = 8
+
+_FINISH_REASONS = {
+  RUNNING: 'cancelled',
+  LIMIT: 'length',
+  EOS: 'eos',
+  STOP: 'stop',
+  NOT_FINITE: 'error',
+}
+
+
+class Options(TypedDict, total=False):
+  """Keyword arguments of `generate` and `Decoding`.
+
+  Attributes:
+    max_new_tokens: the limit, one for all or one per row; 0 compiles, decodes
+      nothing. Needed.
+    room_for_new_tokens: size of the buffers, at least `max_new_tokens`, which
+      is the default. Calls with one room share a program, whatever the limit.
+    drafter: guesses for the target; None, the default, is plain decoding.
+    sampling: how to choose tokens; greedy by default.
+    eos_ids: tokens that end a row; none by default.
+    stop: stop strings, from `specdec.stop.build_stop_table`.
+    verify: `match` (the default), `rejection` or `block`; see
+      `specdec.verification`.
+    children: how the drafter comes by its guesses if they are not to match, one
+      of `specdec.verification.rejection.CHILDREN`. By default they are drawn
+      without replacement where the topology is fixed and the drafter has a
+      distribution, and the best ones elsewhere.
+    log_probs: whether to return those of the new tokens; by default not.
+  """
+
+  max_new_tokens: Required[int | Sequence[int]]
+  room_for_new_tokens: int | None
+  drafter: Drafter | None
+  sampling: Sampling
+  eos_ids: Sequence[int]
+  stop: StopTable | None
+  verify: str
+  children: str | None
+  log_probs: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,17 +85,37 @@ class Generation:
   """What was generated.
 
   Attributes:
-    tokens: the new ids of each row, EOS included if one ended it.
+    tokens: the new ids of each row; if an EOS or a stop string ended it, that
+      is included.
     origins: of each of them, an index of `labels`.
     labels: who may have proposed a token: `target`, whose own it is, then the
       proposers of each stage, from the outermost in.
+    log_probs: of each of them in the target's own distribution, before bias,
+      penalty, temperature and filters; None if they were not asked for.
+    finish_reasons: of each row `length` (the limit), `eos`, `stop` (a stop
+      string), `cancelled`, or `error`.
+    errors: of each row, what is wrong with it, or None.
     stats: the figures of `specdec.statistics.summarize`.
   """
 
   tokens: list[list[int]]
   origins: list[list[int]]
   labels: tuple[str, ...]
+  log_probs: list[list[float]] | None
+  finish_reasons: list[str]
+  errors: list[str | None]
   stats: dict[str, Any]
+
+
+def _check_names(options):
+  unknown = set(options) - set(Options.__annotations__)
+  if unknown:
+    raise TypeError(
+      f'unexpected arguments {sorted(unknown)}; there are'
+      f' {sorted(Options.__annotations__)}'
+    )
+  if 'max_new_tokens' not in options:
+    raise TypeError('max_new_tokens is needed')
 
 
 def _check_drafter(target, drafter):
@@ -55,7 +136,7 @@ def _check_drafter(target, drafter):
 
 
 def _check_prompts(prompts, vocab_size):
-  if not prompts:
+  if not len(prompts):
     raise ValueError('prompts is empty; give at least one')
   for row, prompt in enumerate(prompts):
     if not len(prompt):
@@ -78,33 +159,119 @@ def _check_eos_ids(eos_ids, vocab_size):
       )
 
 
-def _check_limits(prompts, max_new_tokens, room, contexts):
-  least = min(max_new_tokens, room)
-  if least < 0:
-    raise ValueError(f'max_new_tokens must be at least 0, got {least}')
-  if room < max_new_tokens:
+def _check_limits(prompts, max_new_tokens, room, context) -> np.ndarray:
+  """The limits as `[B]`."""
+  limits = np.asarray(max_new_tokens)
+  if limits.shape not in ((), (len(prompts),)) or limits.dtype.kind not in 'iu':
     raise ValueError(
-      f'room_for_new_tokens must be at least max_new_tokens={max_new_tokens},'
-      f' got {room}'
+      'max_new_tokens must be an integer, or one per row'
+      f' ({len(prompts)}), got {max_new_tokens}'
     )
-  longest = max(len(prompt) for prompt in prompts)
-  for name, context in contexts.items():
-    if longest + max_new_tokens > context:
+  limits = np.broadcast_to(limits, len(prompts))
+  if limits.min() < 0:
+    raise ValueError(f'max_new_tokens must be at least 0, got {max_new_tokens}')
+  if room is not None and room < limits.max():
+    raise ValueError(
+      'room_for_new_tokens must be at least'
+      f' max_new_tokens={max_new_tokens}, got {room}'
+    )
+  for row, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+    if len(prompt) + limit > context:
       raise ValueError(
-        f'a prompt of {longest} tokens and max_new_tokens={max_new_tokens}'
-        f' exceed the context of the {name}, {context} tokens'
+        f'prompt {row} of {len(prompt)} tokens and max_new_tokens={limit}'
+        f' exceed the context of the target, {context} tokens'
       )
+  return limits.astype(np.int32)
 
 
-def _check_sampling(sampling: Sampling, batch_size: int) -> Sampling:
-  for name in ('temperature', 'top_p', 'min_p'):
-    shape = np.shape(getattr(sampling, name))
+def _dense_bias(bias: Any, batch_size: int, vocab_size: int) -> np.ndarray:
+  """A mapping, or one per row, or an array, as `[V]` or `[B, V]`."""
+  if bias is None:
+    return np.zeros(vocab_size, np.float32)
+  if isinstance(bias, Mapping):
+    dense = np.zeros(vocab_size, np.float32)
+    for token, value in bias.items():
+      if not 0 <= token < vocab_size:
+        raise ValueError(
+          f'logit_bias has token {token}, outside the vocabulary of'
+          f' {vocab_size}'
+        )
+      dense[token] = value
+    return dense
+  if isinstance(bias, Sequence) and any(
+    one is None or isinstance(one, Mapping) for one in bias
+  ):
+    if len(bias) != batch_size:
+      raise ValueError(
+        f'logit_bias must be one mapping or one per row ({batch_size}), got'
+        f' {len(bias)}'
+      )
+    return np.stack([_dense_bias(one, batch_size, vocab_size) for one in bias])
+  shape = np.shape(bias)
+  if shape not in ((vocab_size,), (batch_size, vocab_size)):
+    raise ValueError(
+      'logit_bias must be a mapping from token to number, or an array of shape'
+      f' {(vocab_size,)} or {(batch_size, vocab_size)}, got shape {shape}'
+    )
+  return bias
+
+
+def _check_sampling(
+  sampling: Sampling, batch_size: int, vocab_size: int
+) -> Sampling:
+  if sampling.logit_bias is not None:
+    sampling = sampling.replace(
+      logit_bias=_dense_bias(sampling.logit_bias, batch_size, vocab_size)
+    )
+  for name in ('temperature', 'repetition_penalty', 'top_k', 'top_p', 'min_p'):
+    value = getattr(sampling, name)
+    shape = () if value is None or isinstance(value, str) else np.shape(value)
     if shape not in ((), (batch_size,)):
       raise ValueError(
         f'{name} must be one number or one per row ({batch_size}), got an'
         f' array of shape {shape}'
       )
   return sampling.validated()
+
+
+def _check_stop(stop: StopTable, batch_size: int, vocab_size: int) -> None:
+  rows, tokens = stop.start.shape[0], stop.next_state.shape[1]
+  if (rows, tokens) != (batch_size, vocab_size):
+    raise ValueError(
+      f'stop was built for {rows} rows and {tokens} tokens, but there are'
+      f' {batch_size} prompts and a vocabulary of {vocab_size}'
+    )
+
+
+def _check_rule(
+  verify: str, children: str | None, drafter: Drafter | None
+) -> str:
+  """What `children` is to be."""
+  topology, can_draw = None, False
+  if drafter is not None:
+    topology, can_draw = drafter.config.topology, drafter.scorer.can_draw
+  is_chain = topology is not None and topology.branching == 1
+  if verify == 'block' and drafter is not None and not is_chain:
+    raise ValueError(
+      'verify=block is for chains; choose a chain as the topology of the'
+      ' drafter, or verify=rejection'
+    )
+  if children is None:
+    can_draw &= topology is not None and topology.has_all_siblings
+    return WITHOUT_REPLACEMENT if can_draw and verify != 'match' else BEST
+  if children == BEST:
+    return children
+  if topology is None or not can_draw:
+    raise ValueError(
+      f'children={children} needs a drafter with a distribution to draw from'
+      f' and a fixed topology; choose children={BEST} or a topology'
+    )
+  if children == WITHOUT_REPLACEMENT and not topology.has_all_siblings:
+    raise ValueError(
+      f'children={children} needs a topology in which every rank is there with'
+      ' all ranks before it: the draws are tried in their order'
+    )
+  return children
 
 
 def row_keys(rng_key: jax.Array, batch_size: int) -> jax.Array:
@@ -134,34 +301,193 @@ def _prompt_bucket(length: int) -> int:
   return max(_SMALLEST_PROMPT_BUCKET, 1 << (length - 1).bit_length())
 
 
+def _pad(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+  lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+  bucket = _prompt_bucket(int(lengths.max()))
+  padded = np.zeros((len(prompts), bucket), np.int32)
+  for row, prompt in enumerate(prompts):
+    padded[row, : len(prompt)] = prompt
+  return padded, lengths
+
+
+class Decoding:
+  """A decode that can be watched, and stopped, while it goes on.
+
+      decoding = specdec.Decoding(target, key, prompts, max_new_tokens=64)
+      for new_tokens in decoding:  # of each row, block by block
+        ...
+      generation = decoding.result()  # at any time
+
+  Prompts are padded to powers of two and the room for new tokens to multiples
+  of 64, so that few shapes are compiled and short prompts do not pay for the
+  longest context.
+
+  Args:
+    target: the model whose output is kept exactly.
+    rng_key: one key, which is folded with the row number, or `[B]` keys: a row
+      with a given key has the same tokens in any batch.
+    prompts: B lists of token ids, of any lengths, none empty.
+    **options: see `Options`.
+
+  Raises:
+    TypeError: an argument is missing or not known.
+    ValueError: an argument cannot be used; says which and why.
+  """
+
+  def __init__(
+    self,
+    target: Model,
+    rng_key: jax.Array,
+    prompts: Sequence[Sequence[int]],
+    **options: Unpack[Options],
+  ):
+    _check_names(options)
+    definition = target.definition
+    drafter = options.get('drafter')
+    eos_ids = options.get('eos_ids', ())
+    stop = options.get('stop')
+    verify = options.get('verify', 'match')
+    batch_size = len(prompts)
+    _check_prompts(prompts, definition.vocab_size)
+    _check_eos_ids(eos_ids, definition.vocab_size)
+    if drafter is not None:
+      _check_drafter(target, drafter)
+    if stop is not None:
+      _check_stop(stop, batch_size, definition.vocab_size)
+    room = options.get('room_for_new_tokens')
+    limits = _check_limits(
+      prompts, options['max_new_tokens'], room, definition.max_positions
+    )
+    padded, self._prompt_lengths = _pad(prompts)
+    self._target, self._drafter = target, drafter
+    self._config = DecodeConfig(
+      max_new_tokens=_round_up(
+        max(limits.max() if room is None else room, 1), _NEW_TOKENS_BUCKET
+      ),
+      eos_ids=tuple(int(eos) for eos in eos_ids),
+      verify=verify,
+      children=_check_rule(verify, options.get('children'), drafter),
+      log_probs=options.get('log_probs', False),
+    )
+    self._request = Request(
+      prompt=jnp.asarray(padded),
+      prompt_length=jnp.asarray(self._prompt_lengths),
+      limit=jnp.asarray(limits),
+      row_keys=row_keys(rng_key, batch_size),
+      sampling=_check_sampling(
+        options.get('sampling', Sampling()), batch_size, definition.vocab_size
+      ),
+      stop=stop,
+    )
+    self._state = start(target, drafter, self._request, config=self._config)
+    self._ends = self._prompt_lengths
+    self._reasons = np.where(limits > 0, RUNNING, LIMIT)
+
+  @property
+  def done(self) -> bool:
+    """Whether all rows are."""
+    return bool(np.all(self._reasons != RUNNING))
+
+  @property
+  def finish_reasons(self) -> list[str | None]:
+    """Of each row, see `Generation`; None while it goes on."""
+    return [
+      None if reason == RUNNING else _FINISH_REASONS[int(reason)]
+      for reason in self._reasons
+    ]
+
+  def step(self, num_steps: int = 1) -> list[list[int]]:
+    """Some target forwards of all rows that go on; their new tokens."""
+    self._state = advance(
+      self._target,
+      self._drafter,
+      self._request,
+      self._state,
+      np.int32(num_steps),
+      config=self._config,
+    )
+    tokens, ends, self._reasons = jax.device_get(
+      (self._state.tokens, self._state.length, self._state.reason)
+    )
+    spans = zip(tokens, self._ends, ends, strict=True)
+    new = [row[begin:end].tolist() for row, begin, end in spans]
+    self._ends = ends
+    return new
+
+  def run(self, should_stop: Callable[[], bool] | None = None) -> None:
+    """To the end, or until somebody wants to stop; see `generate`."""
+    if should_stop is None:
+      self.step(ALL_STEPS)
+    else:
+      while not (self.done or should_stop()):
+        self.step(_STEPS_BETWEEN_CHECKS)
+
+  def __iter__(self) -> Iterator[list[list[int]]]:
+    """The new tokens of each row, one step after the other, until all end."""
+    while not self.done:
+      yield self.step()
+
+  def result(self) -> Generation:
+    """All new tokens so far, and the statistics."""
+    result = result_of(self._state)
+    starts = self._prompt_lengths
+    tokens, origins, log_probs, ends, reasons = jax.device_get(
+      (
+        result.tokens,
+        result.origins,
+        result.log_probs,
+        result.length,
+        result.reason,
+      )
+    )
+    spans = [slice(*span) for span in zip(starts, ends, strict=True)]
+    cut = lambda array: [array[row, span] for row, span in enumerate(spans)]
+    lists = lambda array: [row.tolist() for row in cut(array)]
+    drafter = self._drafter
+    return Generation(
+      tokens=lists(tokens),
+      origins=lists(origins),
+      labels=('target', *(drafter.labels if drafter is not None else ())),
+      log_probs=None if log_probs is None else lists(log_probs),
+      finish_reasons=[_FINISH_REASONS[int(reason)] for reason in reasons],
+      errors=[
+        f'row {row}: the target gave logits that are not finite for position'
+        f' {end} (new token {end - begin})'
+        if reason == NOT_FINITE
+        else None
+        for row, (begin, end, reason) in enumerate(
+          zip(starts, ends, reasons, strict=True)
+        )
+      ],
+      stats=summarize(
+        result.counters,
+        result.stage_counters,
+        np.concatenate(cut(origins)),
+        starts,
+        ends - starts,
+        target=self._target.definition,
+        drafter=drafter,
+      ),
+    )
+
+
 def generate(
   target: Model,
   rng_key: jax.Array,
   prompts: Sequence[Sequence[int]],
   *,
-  max_new_tokens: int,
-  room_for_new_tokens: int | None = None,
-  drafter: Drafter | None = None,
-  sampling: Sampling = Sampling(),
-  eos_ids: Sequence[int] = (),
+  should_stop: Callable[[], bool] | None = None,
+  **options: Unpack[Options],
 ) -> Generation:
   """Continues each prompt; the drafter changes the speed, never the tokens.
 
-  Prompts are padded to powers of two and the room for new tokens to multiples
-  of 64, so other prompts, limits, seeds and temperatures rarely recompile.
-
   Args:
-    target: the model to decode.
-    rng_key: one key, from which each row's is folded by its index, or `[B]`
-      keys, one per row (a row then gives the same tokens in any batch).
-      Consumed. Unused at temperature 0.
-    prompts: B lists of token ids, of any lengths, none empty.
-    max_new_tokens: the limit per row; 0 compiles, decodes nothing.
-    room_for_new_tokens: size of the buffers, at least `max_new_tokens`, which
-      is the default. Calls with one room share a program, whatever the limit.
-    drafter: guesses for the target; None is plain decoding.
-    sampling: how to choose tokens; greedy by default.
-    eos_ids: tokens that end a row.
+    target: see `Decoding`.
+    rng_key: likewise.
+    prompts: likewise.
+    should_stop: asked now and then, from this thread; if it says yes, rows that
+      are not done are cancelled, and have the tokens they have.
+    **options: see `Options`.
 
   Returns:
     The new tokens and the statistics.
@@ -169,54 +495,6 @@ def generate(
   Raises:
     ValueError: an argument cannot be used; says which and why.
   """
-  _check_prompts(prompts, target.definition.vocab_size)
-  _check_eos_ids(eos_ids, target.definition.vocab_size)
-  contexts = {'target': target.definition.max_positions}
-  if drafter is not None:
-    _check_drafter(target, drafter)
-    contexts |= {
-      stage.name: stage.scorer.max_positions
-      for stage in drafter.stages
-      if stage.scorer.max_positions is not None
-    }
-  room = max_new_tokens if room_for_new_tokens is None else room_for_new_tokens
-  _check_limits(prompts, max_new_tokens, room, contexts)
-  sampling = _check_sampling(sampling, len(prompts))
-
-  lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-  bucket = _prompt_bucket(int(lengths.max()))
-  padded = np.zeros((len(prompts), bucket), np.int32)
-  for row, prompt in enumerate(prompts):
-    padded[row, : len(prompt)] = prompt
-  result = decode(
-    target,
-    drafter,
-    row_keys(rng_key, len(prompts)),
-    padded,
-    lengths,
-    np.full(len(prompts), max_new_tokens, np.int32),
-    sampling,
-    config=DecodeConfig(
-      max_new_tokens=_round_up(max(room, 1), _NEW_TOKENS_BUCKET),
-      eos_ids=tuple(int(eos) for eos in eos_ids),
-    ),
-  )
-  tokens, origins, ends = jax.device_get(
-    (result.tokens, result.origins, result.length)
-  )
-  new = [slice(*span) for span in zip(lengths, ends, strict=True)]
-  cut = lambda array: [array[row, span] for row, span in enumerate(new)]
-  return Generation(
-    tokens=[row.tolist() for row in cut(tokens)],
-    origins=[row.tolist() for row in cut(origins)],
-    labels=('target', *(drafter.labels if drafter is not None else ())),
-    stats=summarize(
-      result.counters,
-      result.stage_counters,
-      np.concatenate(cut(origins)),
-      lengths,
-      ends - lengths,
-      target=target.definition,
-      drafter=drafter,
-    ),
-  )
+  decoding = Decoding(target, rng_key, prompts, **options)
+  decoding.run(should_stop)
+  return decoding.result()

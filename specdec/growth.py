@@ -43,6 +43,7 @@ def init_stages(
   prompt_length: jax.Array,
   *,
   num_slots: int,
+  drawn_from: int | None = None,
 ) -> StageState:
   """The state of a drafter and of all inside it, before the first step.
 
@@ -51,6 +52,7 @@ def init_stages(
     prompt: `[B, P]` int32.
     prompt_length: `[B]` int32.
     num_slots: the longest text.
+    drawn_from: V if the outermost stage draws children, else None.
   """
   capacity, max_depth = drafter.config.capacity, drafter.max_depth
   batch_size = prompt.shape[0]
@@ -68,6 +70,9 @@ def init_stages(
         num_scored=max(num_forwards * _forward_width(config), max_depth + 1),
       ),
       scored=jnp.zeros((batch_size, capacity), bool),
+      proposals=None
+      if drawn_from is None
+      else jnp.zeros((batch_size, capacity, drawn_from)),
       counters=StageCounters(
         forwards=jnp.zeros((), jnp.int32), row_forwards=zeros, slots_read=zeros
       ),
@@ -94,10 +99,18 @@ def commit_stages(
   )
 
 
-def _open_nodes(drafter, state, tree, closed):
+def _in_context(drafter, tree, step):
+  """`[B, M]` bool: nodes at positions that the stage can score."""
+  longest = drafter.scorer.max_positions
+  if longest is None:
+    return jnp.ones(tree.depth.shape, bool)
+  return (step.length - 1)[:, None] + tree.depth < longest
+
+
+def _open_nodes(drafter, state, tree, step, closed):
   """`[B, M]` bool: what the stage has yet to score."""
   used = jnp.arange(tree.capacity)[None] < tree.size[:, None]
-  still_open = used & ~state.scored
+  still_open = used & ~state.scored & _in_context(drafter, tree, step)
   # The keys of a closed node may be needed by its descendants.
   return still_open if drafter.scorer.needs_ancestors else still_open & ~closed
 
@@ -151,7 +164,7 @@ def _pays(
 ) -> jax.Array:
   """Whether another round is expected to be worth its cost, `[]` bool."""
   config = drafter.config
-  can_grow = _open_nodes(drafter, state, tree, closed) & ~closed
+  can_grow = _open_nodes(drafter, state, tree, step, closed) & ~closed
   can_grow &= (tree.depth < step.max_depth) & step.active[:, None]
   cost = config.cost_ratio
   if cost is None:
@@ -165,7 +178,8 @@ def _pays(
   total = lambda values: jnp.sum(jnp.where(step.active, values, 0.0))
   gain = _gain(drafter, state, tree, can_grow)
   # A stage that has not scored the root yet has no say so far.
-  begun = jnp.all(state.scored[:, ROOT] | ~step.active)
+  can_begin = step.active & _in_context(drafter, tree, step)[:, ROOT]
+  begun = jnp.all(state.scored[:, ROOT] | ~can_begin)
   return (total(gain) > total(price)) | ~begun
 
 
@@ -211,7 +225,7 @@ def grow(
   def pick(state, tree, round_number):
     """The nodes to score, `[B, W]`."""
     if topology is None:
-      candidates = _open_nodes(drafter, state, tree, closed)
+      candidates = _open_nodes(drafter, state, tree, step, closed)
       best, _ = jax.vmap(best_nodes, (0, 0, None))(
         tree, candidates, config.width
       )
@@ -219,6 +233,7 @@ def grow(
     nodes = jnp.asarray(topology.schedule)[round_number]
     # A scorer may have had fewer guesses than the shape has places.
     exists = (nodes == ROOT)[None] | (tree.parent[:, nodes] >= 0)
+    exists &= _in_context(drafter, tree, step)[:, nodes]
     return jnp.where(exists & (nodes >= 0)[None], nodes[None], NO_NODE)
 
   def rescore(tree, scores, closed):
@@ -261,6 +276,11 @@ def grow(
     mark = lambda one, at: one.at[at].set(True, mode='drop')
     active = step.active.astype(jnp.int32)
     counters = state.counters
+    if scores.drawn_from is not None:
+      put = lambda one, at, probs: one.at[at].set(probs, mode='drop')
+      state = state.replace(
+        proposals=jax.vmap(put)(state.proposals, entries, scores.drawn_from)
+      )
     state = state.replace(
       scorer=scorer,
       scored=jax.vmap(mark)(state.scored, entries),
@@ -276,7 +296,8 @@ def grow(
     rounds_done, state, tree = carry
     more = rounds_done < config.rounds
     if topology is not None:
-      return more
+      can_begin = step.active & _in_context(drafter, tree, step)[:, ROOT]
+      return more & jnp.any(can_begin)
     return more & _pays(drafter, state, tree, step, closed, rounds_done)
 
   def body(carry):

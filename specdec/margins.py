@@ -9,6 +9,8 @@ import numpy as np
 
 from specdec.masks import causal_mask
 from specdec.model import Model
+from specdec.repetition import init_seen
+from specdec.sampling import adjust_logits
 from specdec.sampling import filter_logits
 from specdec.sampling import position_noise
 from specdec.sampling import Sampling
@@ -26,6 +28,10 @@ def _margin(model, row_key, tokens, length, sampling):
     row_key[None], length[None, None], definition.vocab_size, sampling
   )
   last = lax.dynamic_slice_in_dim(logits, length - 1, 1, axis=1)
+  seen = None
+  if sampling.repetition_penalty is not None:
+    seen = init_seen(tokens, length[None], definition.vocab_size)[:, None]
+  last = adjust_logits(last, sampling, seen)
   best = lax.top_k(filter_logits(last, sampling) + noise, 2)[0][0, 0]
   return best[0] - best[1]
 
@@ -42,7 +48,7 @@ def choice_margin(
     model: whose choice it is.
     row_key: the row's key, as `specdec.decode` has it.
     tokens: the sequence so far.
-    sampling: as decoded with.
+    sampling: as decoded with; of this row, see `Sampling.of_row`.
 
   Returns:
     At least 0.

@@ -28,28 +28,32 @@ IMPOSSIBLE = -1e30
 
 def rank_logits(
   logits: jax.Array,
-  noise: jax.Array,
+  noise: jax.Array | None,
   sampling: Sampling,
   calibration: float,
 ) -> jax.Array:
   """Log-probabilities of every token to be the target's choice.
 
   Args:
-    logits: `[B, W, V]` float32.
-    noise: `[B, W, V]` float32, of the positions of the tokens to be chosen.
+    logits: `[B, W, V]` float32, adjusted.
+    noise: `[B, W, V]` float32, of the positions of the tokens to be chosen;
+      None if the choice will not depend on it.
     sampling: validated; the target's.
     calibration: b above.
 
   Returns:
-    `[B, W, V]` float32, at most 0.
+    `[B, W, V]` float32, at most 0. Of logits that are not numbers nothing
+    follows: `IMPOSSIBLE`.
   """
-  scores = calibration * (filter_logits(logits, sampling) + noise)
-  return jnp.minimum(jax.nn.log_softmax(scores, axis=-1), 0.0)
+  scores = filter_logits(logits, sampling)
+  scores = calibration * (scores if noise is None else scores + noise)
+  ranked = jnp.minimum(jax.nn.log_softmax(scores, axis=-1), 0.0)
+  return jnp.where(jnp.isnan(ranked), IMPOSSIBLE, ranked)
 
 
 def rank_candidates(
   log_probs: jax.Array,
-  noise: jax.Array,
+  noise: jax.Array | None,
   sampling: Sampling,
   calibration: float,
 ) -> jax.Array:
@@ -60,7 +64,7 @@ def rank_candidates(
   Args:
     log_probs: `[B, W, C]` float32, of distinct tokens, adding up to at most 1;
       `IMPOSSIBLE` for entries that are no guess.
-    noise: `[B, W, C]` float32, of these tokens.
+    noise: `[B, W, C]` float32, of these tokens; None as in `rank_logits`.
     sampling: validated; the target's. Filters other than the temperature are
       not applied, the probability of a filtered token being small.
     calibration: b above.
@@ -72,10 +76,11 @@ def rank_candidates(
   hot = temperature > 0
   rest = 1.0 - jnp.sum(jnp.exp(log_probs), axis=-1, keepdims=True)
   rest = jnp.log(jnp.maximum(rest, 1e-6))
-  others = (rest / jnp.where(hot, temperature, 1.0)) + jnp.where(
-    hot, _EULER_GAMMA, 0.0
-  )
-  scores = log_probs / jnp.where(hot, temperature, 1.0) + noise
+  others = rest / jnp.where(hot, temperature, 1.0)
+  scores = log_probs / jnp.where(hot, temperature, 1.0)
+  if noise is not None:
+    others = others + jnp.where(hot, _EULER_GAMMA, 0.0)
+    scores = scores + noise
   scores = calibration * jnp.concatenate([scores, others], axis=-1)
   ranked = jax.nn.log_softmax(scores, axis=-1)[..., :-1]
   possible = log_probs > IMPOSSIBLE / 2

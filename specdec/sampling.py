@@ -13,6 +13,7 @@ token for token at any temperature (Gumbel coupling, arXiv 2408.07978).
 
 import math
 import numbers
+from typing import Any
 
 import flax.struct
 import jax
@@ -25,61 +26,144 @@ _FILTERED = -1e30
 
 
 class Sampling(flax.struct.PyTreeNode, kw_only=True):
-  """How to choose a token. Filters apply in the order of the fields.
+  """How to choose a token. What is set applies in the order of the fields.
 
-  Values are arrays, so changing one does not recompile; switching a filter on
-  or off does, so that a filter which is off costs nothing. Each is one number,
-  or one per row `[B]`.
+  Values are arrays, so changing one does not recompile; switching one on or off
+  does, so that what is off costs nothing. Each is for all rows, or there is one
+  per row `[B]`.
 
   Attributes:
+    logit_bias: `[V]` or `[B, V]`, added to the logits; -inf bans a token.
+      `specdec.generate` also takes a mapping from token to bias, or one per
+      row. None adds nothing.
+    repetition_penalty: above 0; the logits of tokens that the row has, prompt
+      included, are divided by it where they are positive, multiplied where not
+      (CTRL, arXiv 1909.05858, section 4.1, as transformers does it). None
+      changes nothing.
     temperature: at least 0; 0 is greedy.
-    top_k: keep the k most likely tokens, and ties with the last of them; static
-      and shared by all rows. None keeps all.
+    top_k: keep the k most likely tokens, and ties with the last of them; an
+      entry None keeps all. None keeps all.
     top_p: keep the most likely tokens until their probability reaches top_p, in
       (0, 1]. None keeps all.
     min_p: keep tokens at least min_p times as likely as the likeliest, in
       [0, 1]. None keeps all.
+    max_top_k: at least as large as any `top_k`; static. Set by `validated`.
   """
 
+  logit_bias: Any = None
+  repetition_penalty: float | jax.Array | None = None
   temperature: float | jax.Array = 0.0
-  top_k: int | None = flax.struct.field(default=None, pytree_node=False)
+  top_k: Any = None
   top_p: float | jax.Array | None = None
   min_p: float | jax.Array | None = None
+  max_top_k: int | None = flax.struct.field(default=None, pytree_node=False)
 
   def validated(self) -> 'Sampling':
-    """Returns itself with arrays as float32.
+    """Returns itself with arrays, as `decode` wants it.
 
     Raises:
       ValueError: a value is outside its range or not a number.
     """
-    if self.top_k is not None and (
-      not isinstance(self.top_k, numbers.Integral) or self.top_k < 1
-    ):
-      raise ValueError(f'top_k must be a positive integer, got {self.top_k}')
-    ranges: dict[str, tuple[float, float]] = {
-      'temperature': (0.0, math.inf),
-      'top_p': (float(np.finfo(np.float32).tiny), 1.0),
-      'min_p': (0.0, 1.0),
-    }
-    arrays = {}
-    for name, (low, high) in ranges.items():
+    arrays: dict[str, Any] = {}
+    for name, (low, high, bounds) in _RANGES.items():
       value = getattr(self, name)
       if value is None:
         continue
-      array = np.asarray(value, np.float32)
+      array = _floats(name, value)
       if not np.all(np.isfinite(array) & (array >= low) & (array <= high)):
-        bounds = 'at least 0' if high == math.inf else 'between 0 and 1'
-        if name == 'top_p':
-          bounds = 'above 0 and at most 1'
         raise ValueError(f'{name} must be {bounds}, got {value}')
       arrays[name] = jnp.asarray(array)
+    if self.logit_bias is not None:
+      bias = _floats('logit_bias', self.logit_bias)
+      if np.any(np.isnan(bias) | (bias == np.inf)):
+        raise ValueError('logit_bias must be numbers or -inf')
+      if np.any(np.all(bias < _FILTERED, axis=-1)):
+        raise ValueError('logit_bias bans every token; leave one at least')
+      arrays['logit_bias'] = jnp.maximum(bias, _FILTERED)
+    top_k, largest = _check_top_k(self.top_k)
+    arrays |= {'top_k': top_k, 'max_top_k': largest}
     return self.replace(**arrays)
+
+  def of_row(self, row: int) -> 'Sampling':
+    """That of one row of a batch; validated."""
+    one = {}
+    for name in (*_RANGES, 'top_k', 'logit_bias'):
+      value = getattr(self, name)
+      if np.ndim(value) > (name == 'logit_bias'):
+        one[name] = value[row]
+    return self.replace(**one)
+
+
+_TINY = float(np.finfo(np.float32).tiny)
+_RANGES: dict[str, tuple[float, float, str]] = {
+  'repetition_penalty': (_TINY, math.inf, 'above 0'),
+  'temperature': (0.0, math.inf, 'at least 0'),
+  'top_p': (_TINY, 1.0, 'above 0 and at most 1'),
+  'min_p': (0.0, 1.0, 'between 0 and 1'),
+}
+
+# Stands for all tokens, where other rows have a k.
+_ALL = np.iinfo(np.int32).max
+
+
+def _floats(name: str, value: Any) -> np.ndarray:
+  try:
+    return np.asarray(value, np.float32)
+  except (TypeError, ValueError) as error:
+    raise ValueError(f'{name} must be a number or one per row') from error
+
+
+def _check_top_k(value: Any) -> tuple[jax.Array | None, int | None]:
+  """As an array, and a power of two that is as large; None: all, sorted."""
+  if hasattr(value, 'dtype'):
+    value = np.asarray(value).tolist()
+  single = value is None or isinstance(value, (numbers.Number, str))
+  entries = [value] if single else list(value)
+  for entry in entries:
+    is_integer = isinstance(entry, numbers.Integral)
+    if entry is not None and (
+      not is_integer or isinstance(entry, bool) or entry < 1
+    ):
+      raise ValueError(f'top_k must be a positive integer, got {value}')
+  if all(entry is None for entry in entries):
+    return None, None
+  array = np.array(
+    [_ALL if one is None else min(one, _ALL) for one in entries], np.int32
+  )
+  largest = int(array.max())
+  bound = None if largest == _ALL else 1 << (largest - 1).bit_length()
+  return jnp.asarray(array[0] if single else array), bound
 
 
 def per_row(value: jax.typing.ArrayLike, logits: jax.Array) -> jax.Array:
   """A number or `[B]` numbers, to broadcast against `[B, ..., V]`."""
   shape = jnp.shape(value) + (1,) * (logits.ndim - jnp.ndim(value))
   return jnp.reshape(value, shape)
+
+
+def adjust_logits(
+  logits: jax.Array, sampling: Sampling, seen: jax.Array | None
+) -> jax.Array:
+  """The logits with bias and repetition penalty.
+
+  Args:
+    logits: `[B, W, V]` float32, as the model gave them.
+    sampling: validated.
+    seen: `[B, W, V]` bool, the tokens that each sequence has; None if there is
+      no penalty.
+
+  Returns:
+    `[B, W, V]` float32.
+  """
+  if sampling.logit_bias is not None:
+    bias = sampling.logit_bias
+    bias = bias[None, None] if bias.ndim == 1 else bias[:, None]
+    logits = logits + bias
+  if sampling.repetition_penalty is not None and seen is not None:
+    penalty = per_row(sampling.repetition_penalty, logits)
+    weakened = jnp.where(logits > 0, logits / penalty, logits * penalty)
+    logits = jnp.where(seen, weakened, logits)
+  return logits
 
 
 def filter_logits(logits: jax.Array, sampling: Sampling) -> jax.Array:
@@ -90,7 +174,7 @@ def filter_logits(logits: jax.Array, sampling: Sampling) -> jax.Array:
   which leaves the argmax what it was.
 
   Args:
-    logits: `[B, ..., V]` float32.
+    logits: `[B, ..., V]` float32, adjusted.
     sampling: validated.
 
   Returns:
@@ -103,25 +187,47 @@ def filter_logits(logits: jax.Array, sampling: Sampling) -> jax.Array:
   logits = logits / jnp.where(temperature > 0, temperature, 1.0)
   vocab_size = logits.shape[-1]
   threshold = jnp.full((*logits.shape[:-1], 1), -jnp.inf)
-  top_k = min(sampling.top_k or vocab_size, vocab_size)
-  if top_k < vocab_size or sampling.top_p is not None:
+  if sampling.top_k is not None or sampling.top_p is not None:
     # Descending. Without the barrier XLA's CPU backend sees that only a slice
     # is used, and sorts the whole vocabulary instead: 100 times slower.
-    ranked = lax.optimization_barrier(lax.top_k(logits, top_k)[0])
-    threshold = ranked[..., -1:]
+    largest = min(sampling.max_top_k or vocab_size, vocab_size)
+    ranked = lax.optimization_barrier(lax.top_k(logits, largest)[0])
+    last = jnp.full((*logits.shape[:-1], 1), largest - 1)
+    if sampling.top_k is not None:
+      last = jnp.minimum(last, per_row(sampling.top_k, logits) - 1)
     if sampling.top_p is not None:
-      probs = jax.nn.softmax(ranked, axis=-1)
-      before = jnp.cumsum(probs, axis=-1) - probs
       top_p = per_row(sampling.top_p, logits)
+      rank = jnp.expand_dims(jnp.arange(largest), range(logits.ndim - 1))
+      allowed = rank <= last
+      probs = jax.nn.softmax(jnp.where(allowed, ranked, -jnp.inf), axis=-1)
+      before = jnp.cumsum(probs, axis=-1) - probs
       # At 1 all are kept, though rounding may bring the sum there early.
-      kept = (before < top_p) | (top_p >= 1)
+      kept = allowed & ((before < top_p) | (top_p >= 1))
       # The likeliest token is always kept, whatever the rounding of `before`.
       last = jnp.maximum(jnp.sum(kept, axis=-1, keepdims=True) - 1, 0)
-      threshold = jnp.take_along_axis(ranked, last, axis=-1)
+    threshold = jnp.take_along_axis(ranked, last, axis=-1)
   if sampling.min_p is not None:
     floor = jnp.log(per_row(sampling.min_p, logits))  # the best logit is 0
     threshold = jnp.maximum(threshold, floor)
   return jnp.where(logits >= threshold, logits, _FILTERED)
+
+
+def token_probs(logits: jax.Array, sampling: Sampling) -> jax.Array:
+  """The distribution that a token is drawn from.
+
+  Args:
+    logits: `[B, ..., V]` float32, adjusted.
+    sampling: validated.
+
+  Returns:
+    `[B, ..., V]` float32, each adding up to 1; at temperature 0 all of it is on
+    the token that greedy decoding chooses.
+  """
+  hot = per_row(sampling.temperature, logits) > 0
+  greedy = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1])
+  return jnp.where(
+    hot, jax.nn.softmax(filter_logits(logits, sampling), axis=-1), greedy
+  )
 
 
 def position_noise(
@@ -155,6 +261,28 @@ def position_noise(
     lambda: jnp.zeros(shape),
   )
   return jnp.where(per_row(hot, noise), noise, 0.0)
+
+
+# What randomness is for, when it belongs to a step and not to a position. Far
+# from any position, so that no stream is ever that of `position_noise`.
+DRAFTING, ACCEPTANCE, RESIDUAL = (2**31 - 1 - stream for stream in range(3))
+
+
+def step_keys(row_keys: jax.Array, stream: int, length: jax.Array) -> jax.Array:
+  """Keys that no other step and no other stream has.
+
+  Args:
+    row_keys: `[B]` keys; not consumed.
+    stream: `DRAFTING`, `ACCEPTANCE` or `RESIDUAL`.
+    length: `[B]` int32, of the text when the step begins; every step adds to
+      it.
+
+  Returns:
+    `[B]` keys.
+  """
+  fold = jax.vmap(jax.random.fold_in, (0, 0))
+  of_stream = jax.vmap(jax.random.fold_in, (0, None))(row_keys, stream)
+  return fold(of_stream, length)
 
 
 def choose(

@@ -54,6 +54,7 @@ def count_step(
   length: jax.Array,
   num_nodes: jax.Array,
   emitted: jax.Array,
+  active: jax.Array,
 ) -> Counters:
   """Counts one target forward.
 
@@ -61,10 +62,11 @@ def count_step(
     counters: before the step.
     length: `[B]` int32, of the sequences before the step.
     num_nodes: `[B]` int32, of the tree, the root included.
-    emitted: `[B]` int32; 0 means that the row was done before.
+    emitted: `[B]` int32, new tokens.
+    active: `[B]` bool, rows that were not done before.
   """
   sizes = jnp.arange(1, counters.emitted_histogram.shape[1] + 1)[None]
-  active = (emitted > 0).astype(jnp.int32)
+  active = active.astype(jnp.int32)
   return Counters(
     steps=counters.steps + 1,
     target_forwards=counters.target_forwards + active,
@@ -103,6 +105,12 @@ def relative_bandwidth(
   return read / plain if plain else 1.0
 
 
+def _beyond(context: int, starts: np.ndarray, new_tokens: np.ndarray) -> int:
+  # The last token that can be drafted follows the last position.
+  first = np.maximum(starts, context + 1)
+  return int(np.maximum(starts + new_tokens - first, 0).sum())
+
+
 def summarize(
   counters: Counters,
   stage_counters: Sequence[StageCounters],
@@ -129,11 +137,14 @@ def summarize(
     tokens per target forward (0 if nothing was asked for);
     `nodes_per_forward`, verified on average, the root included;
     `accepted_histogram`, whose entry i counts the forwards that emitted i + 1
-    tokens, after the stop rule; `stage_forwards` by stage and `origins`, the
-    emitted tokens by who proposed them; `relative_bandwidth`, see there, and
-    what it follows from: `reads`, batched forwards and visible cache slots
-    (summed over rows) of the target, of each stage and of plain decoding, and
-    `costs`, the bytes per forward and per slot of the target and each stage.
+    tokens, after the stop rule (a row that failed may have emitted none);
+    `beyond_context`, by stage the emitted tokens that it could not have
+    drafted, the text having outgrown its context; `stage_forwards` by stage
+    and `origins`, the emitted tokens by who proposed them;
+    `relative_bandwidth`, see there, and what it follows from: `reads`, batched
+    forwards and visible cache slots (summed over rows) of the target, of each
+    stage and of plain decoding, and `costs`, the bytes per forward and per slot
+    of the target and each stage.
   """
   counters, stage_counters = jax.device_get((counters, tuple(stage_counters)))
   forwards = int(counters.target_forwards.sum())
@@ -146,6 +157,11 @@ def summarize(
   }
   # Emitting token i of a row, plain decoding sees prompt_length + i slots.
   plain_slots = new_tokens * prompt_lengths + new_tokens * (new_tokens - 1) // 2
+  contexts = {
+    stage.name: stage.scorer.max_positions
+    for stage in stages
+    if stage.scorer.max_positions is not None
+  }
   count = lambda forwards, slots: {
     'forwards': int(forwards),
     'slots': int(slots.sum()),
@@ -170,6 +186,10 @@ def summarize(
       int(counters.nodes_verified.sum()) / forwards if forwards else 0.0
     ),
     'accepted_histogram': counters.emitted_histogram.sum(axis=0).tolist(),
+    'beyond_context': {
+      name: _beyond(longest, prompt_lengths, new_tokens)
+      for name, longest in contexts.items()
+    },
     'stage_forwards': {
       name: int(one.row_forwards.sum()) for name, one in named.items()
     },

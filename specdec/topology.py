@@ -61,6 +61,14 @@ class Topology:
     """K, the highest rank and one."""
     return max(path[-1] for path in self.paths) + 1
 
+  @property
+  def has_all_siblings(self) -> bool:
+    """Whether every rank is there with all ranks before it."""
+    known = set(self.paths)
+    return all(
+      not path[-1] or (*path[:-1], path[-1] - 1) in known for path in self.paths
+    )
+
   @functools.cached_property
   def schedule(self) -> np.ndarray:
     """`[D, W]` int32: the nodes with children of each level, padded with -1."""

@@ -25,9 +25,9 @@ from specdec.topology import chain
 from specdec.tree import init_tree
 from specdec.tree import NO_NODE
 from specdec.tree import select_best
-from specdec.verification import commit
-from specdec.verification import Verdict
-from specdec.verification import verify
+from specdec.verification.verdict import commit
+from specdec.verification.verdict import score_nodes
+from specdec.verification.verdict import Verdict
 
 NUM_SLOTS = 40
 
@@ -334,6 +334,7 @@ def _steps(name):
       noise=noise,
       sampling=sampling,
       target_bytes=target.definition.weight_bytes,
+      max_depth=drafter.max_depth,
     )
     closed = jnp.zeros((batch_size, capacity), bool)
     stages, tree = grow(drafter, stages, tree, step, closed=closed)
@@ -342,13 +343,14 @@ def _steps(name):
       tree, nodes = jax.vmap(select_best, (0, None))(
         tree, drafter.config.num_nodes
       )
-    verdict = verify(target, cache, tree, noise, sampling)
-    return stages, tree, nodes, verdict.cache
+    _, cache = score_nodes(target, cache, tree, drafter.max_depth)
+    return stages, tree, nodes, cache
 
   @jax.jit
-  def end(stages, verdict, path, emitted):
+  def end(stages, cache, verdict, path, emitted):
     stages = commit_stages(drafter, stages, path, emitted - 1)
-    return stages, commit(verdict, emitted, drafter.config.num_nodes)
+    num_nodes = drafter.config.num_nodes
+    return stages, commit(cache, verdict, emitted, num_nodes)
 
   return drafter, start, guess, end
 
@@ -445,12 +447,11 @@ def _check_random_steps(name, seed):
       path=jnp.asarray(path, jnp.int32),
       accepted=jnp.asarray(accepted, jnp.int32),
       chosen=jnp.asarray(chosen),
-      cache=cache,
     )
     in_tree = np.take_along_axis(np.asarray(nodes), np.maximum(path, 0), 1)
     in_tree = np.where(path >= 0, in_tree, NO_NODE).astype(np.int32)
     grown = stages
-    stages, cache = end(stages, verdict, in_tree, emitted)
+    stages, cache = end(stages, cache, verdict, in_tree, emitted)
     for row, count in enumerate(emitted):
       tokens[row, length[row] : length[row] + count] = chosen[row, :count]
     new_length = length + emitted

@@ -18,9 +18,12 @@ from specdec import DecodeConfig
 from specdec import generate
 from specdec import NGram
 from specdec import PromptLookup
+from specdec import Request
 from specdec import Sampling
 from specdec import staged
 from specdec import TreeConfig
+from specdec.decode import advance
+from specdec.decode import start
 
 TREE = TreeConfig(num_nodes=5, width=2, branching=2, rounds=2, capacity=12)
 
@@ -69,9 +72,10 @@ def test_one_program_for_all_prompts_limits_seeds_and_temperatures():
       sampling=Sampling(temperature=temperature, top_p=top_p),
     )
 
-  size = decode._cache_size()
+  programs = lambda: np.array([start._cache_size(), advance._cache_size()])
+  before = programs()
   run([[1], [2]], 10, 0, 1.0, 0.9)
-  assert decode._cache_size() == size + 1
+  np.testing.assert_array_equal(programs(), before + 1)
   # The prefill, and the body of the loop.
   assert counts['target'] == 2
   # The prefill, and the body of the loop within that loop.
@@ -86,31 +90,30 @@ def test_one_program_for_all_prompts_limits_seeds_and_temperatures():
   target = target.replace(params=_table(7).params)
   draft = draft.replace(params=_table(8).params)
   run([[1], [2]], 10, 0, 1.0, 0.9)
-  assert decode._cache_size() == size + 1
+  np.testing.assert_array_equal(programs(), before + 1)
   assert sum(counts.values()) == 4
 
   # Another bucket does compile, so compiling would have been noticed.
   run([[1] * 33, [2]], 65, 0, 1.0, 0.9)
-  assert decode._cache_size() == size + 2
+  np.testing.assert_array_equal(programs(), before + 2)
 
 
 def _arguments(model, drafter, batch_size):
   prompt, lengths = tiny_models.pad(tiny_models.prompts(batch_size))
-  return (
-    model,
-    drafter,
-    tiny_models.row_keys(batch_size),
-    jnp.asarray(prompt),
-    jnp.asarray(lengths),
-    jnp.full(batch_size, 20, jnp.int32),
-    tiny_models.sampling(*[1.0] * batch_size).validated(),
+  # Tokens of the tiny models do not all fit the table.
+  prompt %= model.definition.vocab_size
+  request = Request(
+    prompt=jnp.asarray(prompt),
+    prompt_length=jnp.asarray(lengths),
+    limit=jnp.full(batch_size, 20, jnp.int32),
+    row_keys=tiny_models.row_keys(batch_size),
+    sampling=tiny_models.sampling(*[1.0] * batch_size).validated(),
   )
+  return model, drafter, request
 
 
 def test_no_transfer_between_host_and_device_in_a_decode():
   arguments = _arguments(_table(0), _staged(_table(1)), 2)
-  # Tokens of the tiny models do not fit the table.
-  arguments = (*arguments[:3], arguments[3] % 10, *arguments[4:])
   config = DecodeConfig(max_new_tokens=32, eos_ids=(1,))
   with jax.transfer_guard('disallow'):
     result = decode(*arguments, config=config)
@@ -118,7 +121,7 @@ def test_no_transfer_between_host_and_device_in_a_decode():
     # The guard is on: this would have to fetch an array.
     with pytest.raises(Exception, match=r'[Dd]isallow'):
       jnp.zeros(3) + np.ones(3, np.float32)
-  assert np.all(result.length > arguments[4])
+  assert np.all(result.length > arguments[2].prompt_length)
 
 
 _PLATFORMS = ('cpu', 'cuda', 'tpu')

@@ -19,6 +19,7 @@ from specdec import Drafter
 from specdec import generate
 from specdec import NGram
 from specdec import PromptLookup
+from specdec import Request
 from specdec import Sampling
 from specdec import staged
 from specdec import TreeConfig
@@ -238,11 +239,13 @@ def _decode(drafter, prompts, temperatures, *, keys=None, fill=0, limits=None):
   result = decode(
     tiny_models.gpt2(),
     drafter,
-    tiny_models.row_keys(batch_size) if keys is None else keys,
-    padded,
-    lengths,
-    np.array([LIMIT] * batch_size if limits is None else limits, np.int32),
-    tiny_models.sampling(*temperatures).validated(),
+    Request(
+      prompt=padded,
+      prompt_length=lengths,
+      limit=np.array(limits or [LIMIT] * batch_size, np.int32),
+      row_keys=tiny_models.row_keys(batch_size) if keys is None else keys,
+      sampling=tiny_models.sampling(*temperatures).validated(),
+    ),
     config=DecodeConfig(max_new_tokens=LIMIT),
   )
   return jax.device_get(result), tiny_models.new_tokens(result, lengths)

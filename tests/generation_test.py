@@ -130,20 +130,8 @@ def test_an_eos_must_be_in_the_vocabulary(eos_ids):
     ({'room_for_new_tokens': 4}, 'at least max_new_tokens=5, got 4'),
     (
       {'max_new_tokens': 49},
-      'a prompt of 2 tokens and max_new_tokens=49 exceed the context of'
-      ' the target, 50 tokens',
-    ),
-    (
-      {'drafter': _draft(max_positions=6)},
-      'exceed the context of the draft, 6 tokens',
-    ),
-    (
-      {
-        'drafter': staged(
-          _draft(_TREE), _draft(_TREE, 'small', max_positions=6)
-        )
-      },
-      'exceed the context of the small, 6 tokens',
+      'prompt 1 of 2 tokens and max_new_tokens=49 exceed the context of the'
+      ' target, 50 tokens',
     ),
     (
       {'sampling': Sampling(temperature=np.ones(3))},
@@ -188,10 +176,10 @@ def test_the_message_about_vocabularies_says_what_to_do():
 
 
 def test_the_context_may_be_filled_to_the_last_token():
-  arguments = {'drafter': _draft(max_positions=7)}
-  assert _generate(**arguments).tokens == _generate().tokens
-  with pytest.raises(ValueError, match='context of the draft'):
-    _generate(**arguments, max_new_tokens=6)
+  target = _model(max_positions=7)
+  assert _generate(target=target).tokens == _generate().tokens
+  with pytest.raises(ValueError, match='context of the target'):
+    _generate(target=target, max_new_tokens=6)
 
 
 def test_one_key_gives_every_row_its_own():

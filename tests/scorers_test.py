@@ -306,6 +306,7 @@ def _step(rng, tokens, length, temperatures):
     noise=(rng.gumbel(size=shape) * hot).astype(np.float32),
     sampling=Sampling(temperature=np.array(temperatures)).validated(),
     target_bytes=1,
+    max_depth=CAPACITY,
   )
 
 

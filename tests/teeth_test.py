@@ -100,21 +100,21 @@ _BUGS = [
   ),
   _bug(
     'bonus token from the wrong node',
-    'verification',
+    'verification.match',
     'choices, jnp.maximum(path, 0), axis=1',
     'choices, jnp.maximum(jnp.roll(path, 1, axis=1), 0), axis=1',
     _TWO_TOKENS,
   ),
   _bug(
     'continues past an EOS accepted within a path',
-    'verification',
+    'verification.verdict',
     'jnp.minimum(until_end, room)',
     'room',
     _END,
   ),
   _bug(
     'overshoots the limit',
-    'verification',
+    'verification.verdict',
     'jnp.minimum(until_end, room)',
     'until_end',
     _TWO_TOKENS,
@@ -128,7 +128,7 @@ _BUGS = [
   ),
   _bug(
     'says that a token is from who proposed the one before',
-    'verification',
+    'verification.verdict',
     'verdict.path[:, 1:], ((0, 0), (0, 1))',
     'verdict.path, ((0, 0), (0, 0))',
     ('verification.test_origins_by_hand',),
@@ -137,20 +137,20 @@ _BUGS = [
   _bug(
     'noise keyed by step, not by position',
     'decode',
-    'position_noise(row_keys, positions,',
-    'position_noise(row_keys, state.counters.steps + 0 * positions,',
+    'position_noise(request.row_keys, positions,',
+    'position_noise(request.row_keys, state.counters.steps + 0 * positions,',
     _TWO_TOKENS,
   ),
   _bug(
     'noise used again in every step',
     'decode',
-    'position_noise(row_keys, positions,',
+    'position_noise(request.row_keys, positions,',
     'position_noise(row_keys, positions - length[:, None],',
     _TWO_TOKENS,
   ),
   _bug(
     'target chooses with the noise of the depth above',
-    'verification',
+    'verification.match',
     'one[depth]',
     'one[jnp.maximum(depth - 1, 0)]',
     _TWO_TOKENS,
@@ -158,8 +158,8 @@ _BUGS = [
   _bug(
     'draft ranks with the noise of the depth above',
     'scorers.language_model',
-    'noise = _pick(step.noise, depth)',
-    'noise = _pick(step.noise, jnp.maximum(depth - 1, 0))',
+    '_pick(step.noise, depth)',
+    '_pick(step.noise, jnp.maximum(depth - 1, 0))',
     _SEARCH,
   ),
   # What nodes see, and where they are.
@@ -172,14 +172,14 @@ _BUGS = [
   ),
   _bug(
     'nodes see all that is in front of them, as in a chain',
-    'verification',
+    'verification.verdict',
     'window_mask(cache.length, sees, cache.num_slots)',
     'window_mask(cache.length, jnp.tril(sees | True), cache.num_slots)',
     _PATHS,
   ),
   _bug(
     'positions by index instead of depth',
-    'verification',
+    'verification.verdict',
     'cache.length[:, None] + tree.depth',
     'cache.length[:, None] + nodes[None]',
     _PATHS,
@@ -201,22 +201,22 @@ _BUGS = [
   # The caches.
   _bug(
     'target keeps the first nodes, not those of the path',
-    'verification',
-    'verdict.path[:, 1:],\n    emitted',
-    'jnp.arange(1, verdict.path.shape[1])[None] + 0 * verdict.path[:, 1:],\n'
-    '    emitted',
+    'verification.verdict',
+    'verdict.path[:, 1:], emitted - 1',
+    'jnp.arange(1, verdict.path.shape[1])[None] + 0 * verdict.path[:, 1:],'
+    ' emitted - 1',
     _GPT2,
   ),
   _bug(
     'target cache keeps one too many',
-    'verification',
+    'verification.verdict',
     'cache.replace(length=length + emitted)',
     'cache.replace(length=length + emitted + 1)',
     _COMMIT,
   ),
   _bug(
     'target cache keeps rejected nodes',
-    'verification',
+    'verification.verdict',
     'cache.replace(length=length + emitted)',
     'cache.replace(length=length + verdict.path.shape[1])',
     _COMMIT,

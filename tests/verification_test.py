@@ -3,8 +3,6 @@
 The logits of every node must be those of its path alone.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from list_trees import child
@@ -21,35 +19,36 @@ from specdec.masks import causal_mask
 from specdec.sampling import choose
 from specdec.scorers.language_model import prefill
 from specdec.tree import NO_NODE
-from specdec.verification import commit
-from specdec.verification import count_emitted
-from specdec.verification import emitted_origins
-from specdec.verification import Verdict
-from specdec.verification import verify
+from specdec.verification.match import match
+from specdec.verification.verdict import commit
+from specdec.verification.verdict import count_emitted
+from specdec.verification.verdict import count_valid
+from specdec.verification.verdict import emitted_origins
+from specdec.verification.verdict import EOS
+from specdec.verification.verdict import LIMIT
+from specdec.verification.verdict import NOT_FINITE
+from specdec.verification.verdict import RUNNING
+from specdec.verification.verdict import score_nodes
+from specdec.verification.verdict import STOP
+from specdec.verification.verdict import Verdict
 
 NUM_NODES = 16
 MAX_DEPTH = 6
 TEXT_LENGTH = 12
 NUM_SLOTS = TEXT_LENGTH + NUM_NODES
 
-_count_emitted = jax.jit(count_emitted, static_argnums=3)
+
+@jax.jit
+def _count_emitted(accepted, chosen, room, is_eos, is_stop, valid):
+  verdict = Verdict(path=None, accepted=accepted, chosen=chosen)
+  return count_emitted(verdict, is_eos, is_stop, valid, room)
 
 
 @jax.jit
 def _verify_with_logits(target, tokens, length, tree, noise, sampling):
-  """And what the model told, on the way."""
-  seen = []
-
-  def apply(*args):
-    logits, cache = target.definition.apply(*args)
-    seen.append(logits)
-    return logits, cache
-
-  spied = target.replace(
-    definition=dataclasses.replace(target.definition, apply=apply)
-  )
   cache = prefill(target, tokens, length - 1, NUM_SLOTS)
-  return verify(spied, cache, tree, noise, sampling), seen[-1]
+  logits, cache = score_nodes(target, cache, tree, MAX_DEPTH)
+  return match(tree, logits, noise, sampling), logits, cache
 
 
 @jax.jit
@@ -120,7 +119,7 @@ def test_logits_in_a_tree_are_those_of_each_path_alone():
   for seed in range(6):
     tokens, length, lists, noise = _case(seed)
     tree = _stack([to_arrays(nodes, NUM_NODES) for nodes in lists])
-    verdict, logits = _verify_with_logits(
+    verdict, logits, cache = _verify_with_logits(
       target, tokens, length, tree, noise, sampling
     )
     expected = _logits_of_paths(target, tokens, length, lists)
@@ -140,7 +139,7 @@ def test_logits_in_a_tree_are_those_of_each_path_alone():
       np.asarray(verdict.chosen)[on_path],
       np.take_along_axis(chosen, np.maximum(path, 0), axis=1)[on_path],
     )
-    np.testing.assert_array_equal(verdict.cache.length, length - 1)
+    np.testing.assert_array_equal(cache.length, length - 1)
     depths_seen |= set(depths.ravel().tolist())
   assert depths_seen == set(range(MAX_DEPTH + 1))
 
@@ -181,7 +180,7 @@ def test_what_the_target_chose_is_accepted_as_far_as_it_was_guessed():
       nodes.append(child(nodes, parent, wrong, -1.0, 3))
       lists.append(nodes)
     tree = _stack([to_arrays(nodes, NUM_NODES) for nodes in lists])
-    verdict, _ = _verify_with_logits(
+    verdict, _, _ = _verify_with_logits(
       target, tokens, length, tree, noise, sampling
     )
     assert verdict.accepted.tolist() == guessed
@@ -209,7 +208,6 @@ def test_origins_by_hand():
     path=jnp.array([[0, 2, 3], [0, 1, NO_NODE], [0, NO_NODE, NO_NODE]]),
     accepted=jnp.array([2, 1, 0]),
     chosen=jnp.zeros((3, 3), jnp.int32),
-    cache=None,
   )
   assert emitted_origins(tree, verdict).tolist() == [
     [1, 2, 0],
@@ -233,9 +231,8 @@ def test_commit_by_hand():
     path=jnp.array([[0, 2, 4]] * 4),
     accepted=jnp.array([2] * 4),
     chosen=jnp.zeros((4, 3), jnp.int32),
-    cache=cache,
   )
-  after = commit(verdict, jnp.array([0, 1, 2, 3]), len(nodes))
+  after = commit(cache, verdict, jnp.array([0, 1, 2, 3]), len(nodes))
   assert after.length.tolist() == [4, 5, 6, 7]
   kept = [
     ''.join(chr(int(one)) for one in row[:length, 0, 0])
@@ -245,65 +242,92 @@ def test_commit_by_hand():
   np.testing.assert_array_equal(after.values[0], -after.keys[0])
 
 
-def _slow_step(accepted, chosen, room, eos_ids):
-  """One row: emitted, done."""
-  emitted, ended = [], False
-  for token in chosen[: accepted + 1]:
-    if ended or len(emitted) == room:
-      break
-    emitted.append(token)
-    ended = token in eos_ids
-  return len(emitted), ended or len(emitted) == room
+def _slow_step(accepted, valid, room, tokens):
+  """How many are emitted, and why the row ends; `tokens` are (eos, stop)."""
+  for emitted, (is_eos, is_stop) in enumerate(tokens[: accepted + 1]):
+    if emitted == room:
+      return emitted, LIMIT
+    if emitted == valid:
+      return emitted, NOT_FINITE
+    if is_eos:
+      return emitted + 1, EOS
+    if is_stop:
+      return emitted + 1, STOP
+  return accepted + 1, LIMIT if accepted + 1 == room else RUNNING
 
 
-@pytest.mark.parametrize('eos_ids', [(), (2,), (0, 3)])
+@pytest.mark.parametrize('ends', [0.0, 0.1])
 @pytest.mark.parametrize('max_depth', [0, 1, 2, 5])
-def test_the_stop_rule_against_a_loop(max_depth, eos_ids):
+def test_the_stop_rule_against_a_loop(max_depth, ends):
   rng = np.random.default_rng(max_depth)
-  num_rows = 400
-  # So few tokens that an EOS is often met.
-  chosen = rng.integers(5, size=(num_rows, max_depth + 1)).astype(np.int32)
+  num_rows = 4000
+  shape = (num_rows, max_depth + 1)
   accepted = rng.integers(max_depth + 1, size=num_rows).astype(np.int32)
   room = rng.integers(max_depth + 4, size=num_rows).astype(np.int32)
-  emitted, done = _count_emitted(accepted, chosen, room, eos_ids)
+  valid = rng.integers(2 * max_depth + 3, size=num_rows).astype(np.int32)
+  is_eos, is_stop = rng.random(shape) < ends, rng.random(shape) < ends
+  emitted, reason = _count_emitted(
+    accepted, np.zeros(shape, np.int32), room, is_eos, is_stop, valid
+  )
   expected = [
-    _slow_step(*row, eos_ids)
-    for row in zip(
-      accepted.tolist(), chosen.tolist(), room.tolist(), strict=True
+    _slow_step(*row, list(zip(eos, stop, strict=True)))
+    for *row, eos, stop in zip(
+      accepted.tolist(),
+      valid.tolist(),
+      room.tolist(),
+      is_eos.tolist(),
+      is_stop.tolist(),
+      strict=True,
     )
   ]
-  assert list(zip(emitted.tolist(), done.tolist(), strict=True)) == expected
+  assert list(zip(emitted.tolist(), reason.tolist(), strict=True)) == expected
   # The cases that matter were among them.
   assert {case[0] for case in expected} == set(range(max_depth + 2))
-  assert {case[1] for case in expected} == {True, False}
+  reasons = {RUNNING, LIMIT, NOT_FINITE} | ({EOS, STOP} if ends else set())
+  assert {case[1] for case in expected} == reasons
 
 
 def test_the_stop_rule_by_hand():
-  chosen = np.array(
-    [
-      [7, 8, 9, 4],
-      [7, 8, 9, 4],
-      [7, 8, 9, 4],
-      [7, 1, 9, 4],  # an EOS as the bonus token
-      [7, 8, 9, 4],  # a limit within the block
-      [7, 8, 9, 4],  # a row that is done
-      [7, 8, 9, 1],  # the EOS is the last token of a full block
-    ],
-    np.int32,
+  rows = [  # accepted, room, position of an EOS; emitted, why it ends
+    (3, 9, None, 4, RUNNING),
+    (2, 9, None, 3, RUNNING),
+    (0, 9, None, 1, RUNNING),
+    (1, 9, 1, 2, EOS),  # as the bonus token
+    (3, 2, None, 2, LIMIT),  # within the block
+    (3, 0, None, 0, LIMIT),  # a row that is done
+    (3, 9, 3, 4, EOS),  # the last token of a full block
+    (1, 9, 2, 2, RUNNING),  # behind the bonus token: never said
+    (3, 3, 2, 3, EOS),  # the last that there was room for
+  ]
+  accepted, room, eos, emitted, reason = zip(*rows, strict=True)
+  at = np.array([-1 if one is None else one for one in eos])
+  is_eos = np.arange(4)[None] == at[:, None]
+  result = _count_emitted(
+    np.array(accepted, np.int32),
+    np.zeros((len(rows), 4), np.int32),
+    np.array(room, np.int32),
+    is_eos,
+    np.zeros_like(is_eos),
+    np.full(len(rows), 4, np.int32),
   )
-  accepted = np.array([3, 2, 0, 1, 3, 3, 3], np.int32)
-  room = np.array([9, 9, 9, 9, 2, 0, 9], np.int32)
-  emitted, done = _count_emitted(accepted, chosen, room, (1,))
-  assert emitted.tolist() == [4, 3, 1, 2, 2, 0, 4]
-  assert done.tolist() == [False, False, False, True, True, True, True]
+  assert result[0].tolist() == list(emitted)
+  assert result[1].tolist() == list(reason)
 
 
-def test_an_eos_behind_the_bonus_token_was_never_said():
-  emitted, done = _count_emitted(
-    np.array([1], np.int32),
-    np.array([[5, 6, 1, 1]], np.int32),
-    np.array([10], np.int32),
-    (1,),
+@pytest.mark.parametrize('bad', [np.nan, np.inf])
+def test_logits_count_as_far_as_they_are_numbers(bad):
+  logits = np.zeros((5, 4, 6), np.float32)
+  logits[:, :, 2] = -np.inf  # a token that is never chosen
+  logits[1, 0, 3] = bad  # the root
+  logits[2, 3, 5] = bad  # the last of the path
+  logits[3, 1, 0] = bad  # off the path
+  logits[4, 2] = -np.inf  # no token can be chosen
+  path = np.array([[0, 2, 3]] * 5)
+  verdict = Verdict(
+    path=path, accepted=np.full(5, 2), chosen=np.zeros((5, 3), np.int32)
   )
-  assert emitted.tolist() == [2]
-  assert done.tolist() == [False]
+  assert count_valid(logits, verdict).tolist() == [3, 0, 2, 3, 1]
+  # Where the path has ended, nothing is asked of the logits.
+  short = np.array([[0, NO_NODE, NO_NODE]] * 5)
+  valid = count_valid(logits, verdict.replace(path=short))
+  assert valid.tolist() == [3, 0, 3, 3, 3]

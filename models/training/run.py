@@ -9,13 +9,13 @@ import transformers
 
 from models import hub
 from models.gpt2 import GPT2Config
+from models.run_record import write_once
 from models.training.corpus import Corpus
 from models.training.loss import Teacher
 from models.training.tokenizer import train_tokenizer
 from models.training.trainer import train
 from models.training.trainer import TrainConfig
 from models.training.trainer import write_curve
-from models.training.trainer import write_once
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

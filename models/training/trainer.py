@@ -18,6 +18,7 @@ import orbax.checkpoint as ocp
 
 from models.gpt2 import GPT2
 from models.gpt2 import GPT2Config
+from models.run_record import write_once
 from models.training import corpus
 from models.training.loss import make_loss
 from models.training.loss import Teacher
@@ -99,28 +100,6 @@ class Progress:
       f'step {self.step:6d}  loss {self.train_loss:.3f}  held out'
       f' {self.held_out_loss:.3f}  {self.tokens_per_second:7.0f} tokens/s '
       f' {minutes:3d}:{seconds:02d} left'
-    )
-
-
-def write_once(path: pathlib.Path, record: dict[str, Any]) -> None:
-  """Saves what a run is made of; refuses to resume a different one."""
-  record = json.loads(json.dumps(record))
-  if not path.exists():
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix('.partial.json')
-    partial.write_text(json.dumps(record, indent=2) + '\n')
-    partial.rename(path)
-    return
-  saved = json.loads(path.read_text())
-  changed = [
-    f'{key}: {saved.get(key)} then, {record.get(key)} now'
-    for key in sorted(saved.keys() | record.keys())
-    if saved.get(key) != record.get(key)
-  ]
-  if changed:
-    raise ValueError(
-      f'{path.parent} holds another run ({"; ".join(changed)}); give the same'
-      ' flags to resume it, or another --workdir'
     )
 
 

@@ -66,6 +66,7 @@ class CandidateScorer(flax.struct.PyTreeNode):
 
   max_positions = None
   needs_ancestors = False
+  can_draw = False
   bytes_per_slot = 0
 
   @property
@@ -100,10 +101,12 @@ class CandidateScorer(flax.struct.PyTreeNode):
     tokens, log_probs, sources = jax.vmap(self._merged)(
       tree, nodes, step.tokens, step.length
     )
-    depths = jax.vmap(lambda tree, nodes: tree.depth[nodes])(tree, nodes)
-    noise = jax.vmap(lambda noise, depth, token: noise[depth[:, None], token])(
-      step.noise, depths, tokens
-    )
+    noise = None
+    if step.noise is not None:
+      depths = jax.vmap(lambda tree, nodes: tree.depth[nodes])(tree, nodes)
+      noise = jax.vmap(lambda one, depth, token: one[depth[:, None], token])(
+        step.noise, depths, tokens
+      )
     ranked = rank_candidates(
       log_probs, noise, step.sampling, config.calibration
     )

@@ -23,11 +23,14 @@ from specdec.cache import keep
 from specdec.cache import KVCache
 from specdec.drafter import Scores
 from specdec.drafter import Step
+from specdec.drawing import draw_children
 from specdec.masks import causal_mask
 from specdec.masks import window_mask
 from specdec.model import Model
 from specdec.ranking import IMPOSSIBLE
 from specdec.ranking import rank_logits
+from specdec.repetition import seen_by_nodes
+from specdec.sampling import adjust_logits
 from specdec.tree import ancestor_mask
 from specdec.tree import NO_NODE
 from specdec.tree import TokenTree
@@ -84,6 +87,7 @@ class LanguageModelScorer(flax.struct.PyTreeNode):
   name: str = flax.struct.field(pytree_node=False, default='draft')
 
   needs_ancestors = True
+  can_draw = True
 
   @property
   def labels(self) -> tuple[str, ...]:
@@ -169,14 +173,26 @@ class LanguageModelScorer(flax.struct.PyTreeNode):
       state.cache.replace(length=length + state.used),
     )
 
-    noise = _pick(step.noise, depth)
+    seen = None
+    if step.seen is not None:
+      seen = seen_by_nodes(tree, nodes, step.seen, step.max_depth)
+    logits = adjust_logits(logits, step.sampling, seen)
+    noise = None if step.noise is None else _pick(step.noise, depth)
     ranked = rank_logits(logits, noise, step.sampling, config.calibration)
-    edges, best = lax.top_k(ranked, min(config.branching, ranked.shape[-1]))
+    branching = min(config.branching, ranked.shape[-1])
+    if step.draws is None:
+      edges, tokens = lax.top_k(ranked, branching)
+      drawn_from = None
+    else:
+      tokens, edges, drawn_from = draw_children(
+        logits, nodes, step.draws, step.sampling, branching
+      )
     scores = Scores(
       nodes=nodes,
-      tokens=best.astype(jnp.int32),
+      tokens=tokens.astype(jnp.int32),
       edges=jnp.where(edges > IMPOSSIBLE / 2, edges, IMPOSSIBLE),
-      sources=jnp.zeros(best.shape, jnp.int32),
+      sources=jnp.zeros(tokens.shape, jnp.int32),
+      drawn_from=drawn_from,
       given=jax.vmap(_given)(tree, nodes, ranked),
       slots_read=length + text + jnp.sum(window >= 0, axis=1),
     )

@@ -1,0 +1,361 @@
+"""Text in, text out: load a target and whoever drafts for it, then decode.
+
+lm = models.load('demo', 'demo')
+result = lm.generate('import ', max_new_tokens=64)
+print(result.text[0], result.stats['block_efficiency'])
+for new in lm.stream('import ', max_new_tokens=64):
+  print(new[0], end='', flush=True)
+"""
+
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+import dataclasses
+import time
+from typing import Any
+from typing import TypedDict
+from typing import Unpack
+
+import jax
+import jax.numpy as jnp
+
+from models.drafters import DraftSettings
+from models.drafters import make_drafter
+from models.pair import load_pair
+from models.pair import Pair
+from models.text_generation import TextGeneration
+from models.token_bytes import text_of
+from models.token_bytes import TextStream
+import specdec
+from specdec.stop import build_stop_table
+from specdec.stop import StopTable
+
+# As the user may give them: one text, one list of ids, or several of either.
+Prompts = str | Sequence[int] | Sequence[str | Sequence[int]]
+Stops = str | Sequence[str] | Sequence[Sequence[str]]
+
+_MAX_STOP_TABLES = 16
+
+
+class TextOptions(TypedDict, total=False):
+  """Keyword arguments of `Generator.generate` and `Generator.stream`.
+
+  Attributes:
+    max_new_tokens: the limit, one for all or one per row; 128 by default.
+    room_for_new_tokens: see `specdec.generation.Options`.
+    sampling: how to choose tokens, each value one for all or one per row;
+      greedy by default.
+    seed: of the sampling, 0 by default. One per row gives a row the same tokens
+      in any batch; row 0 of a single seed has those of that seed alone.
+    stop: stop strings: one, several, or a list of them per row. The text ends
+      before the first of them.
+    eos_ids: tokens that end a row; by default those of the target. `()` goes on
+      up to the limit.
+    verify: see `specdec.generation.Options`.
+    children: likewise.
+    log_probs: likewise.
+  """
+
+  max_new_tokens: int | Sequence[int]
+  room_for_new_tokens: int | None
+  sampling: specdec.Sampling
+  seed: int | Sequence[int]
+  stop: Stops
+  eos_ids: Sequence[int]
+  verify: str
+  children: str | None
+  log_probs: bool
+
+
+def row_keys(seed: int | Sequence[int], batch_size: int) -> jax.Array:
+  """The keys of each row, `[B]`; see `TextOptions.seed`.
+
+  Raises:
+    ValueError: there are other than B seeds, or one is no integer.
+  """
+  seeds = list(seed) if isinstance(seed, Sequence) else [seed]
+  for one in seeds:
+    if isinstance(one, bool) or not isinstance(one, int):
+      raise ValueError(f'seed must be an integer or one per row, got {seed!r}')
+  if not isinstance(seed, Sequence):
+    return specdec.row_keys(jax.random.key(seeds[0]), batch_size)
+  if len(seeds) != batch_size:
+    raise ValueError(
+      f'seed must be one integer or one per row ({batch_size}), got'
+      f' {len(seeds)}'
+    )
+  one_key = lambda one: specdec.row_keys(jax.random.key(one), 1)[0]
+  return jnp.stack([one_key(one) for one in seeds])
+
+
+def _is_ids(prompt) -> bool:
+  return not isinstance(prompt, str) and all(
+    hasattr(token, '__index__') for token in prompt
+  )
+
+
+def _as_list(prompts: Prompts) -> list[str | Sequence[int]]:
+  if isinstance(prompts, str):
+    return [prompts]
+  if len(prompts) and _is_ids(prompts):
+    return [prompts]  # type: ignore[list-item]
+  return list(prompts)  # type: ignore
+
+
+def _stops_of_rows(stop: Stops, batch_size: int) -> tuple[tuple[str, ...], ...]:
+  if isinstance(stop, str):
+    stop = [stop]
+  if all(isinstance(one, str) for one in stop):
+    return (tuple(stop),) * batch_size  # type: ignore
+  if len(stop) != batch_size or any(isinstance(one, str) for one in stop):
+    raise ValueError(
+      'stop must be a string, a list of strings, or one list of strings per row'
+      f' ({batch_size}), got {stop!r}'
+    )
+  return tuple(tuple(map(str, one)) for one in stop)
+
+
+class TextDecoding:
+  """A decode whose text can be shown while it goes on; `Generator.stream`.
+
+  Iterating yields the new text of each row after every target forward: whole
+  characters, and nothing that may yet turn out to be part of a stop string. All
+  of it together is the text of `result`.
+  """
+
+  def __init__(
+    self,
+    generator: 'Generator',
+    prompts: Prompts,
+    **options: Unpack[TextOptions],
+  ):
+    """Checks the arguments and feeds the prompts; see `Generator`."""
+    unknown = set(options) - set(TextOptions.__annotations__)
+    if unknown:
+      raise TypeError(
+        f'unexpected arguments {sorted(unknown)}; there are'
+        f' {sorted(TextOptions.__annotations__)}'
+      )
+    self._pair = pair = generator.pair
+    given = _as_list(prompts)
+    self._ids: list[list[int]] = []
+    for row, prompt in enumerate(given):
+      if not len(prompt):
+        raise ValueError(f'prompt {row} is empty; give at least one character')
+      self._ids.append(
+        pair.encode(prompt) if isinstance(prompt, str) else list(prompt)
+      )
+    self._prompts = [
+      prompt if isinstance(prompt, str) else pair.decode(list(prompt))
+      for prompt in given
+    ]
+    self._stops = _stops_of_rows(options.get('stop', ()), len(given))
+    passed: dict[str, Any] = dict(options)
+    keys = row_keys(passed.pop('seed', 0), len(given))
+    passed['stop'] = generator.stop_table(self._stops)
+    passed.setdefault('max_new_tokens', 128)
+    passed.setdefault('eos_ids', pair.eos_ids)
+    self._decoding = specdec.Decoding(
+      pair.target, keys, self._ids, drafter=generator.drafter, **passed
+    )
+
+  @property
+  def done(self) -> bool:
+    """Whether all rows are."""
+    return self._decoding.done
+
+  def run(self, should_stop: Callable[[], bool] | None = None) -> None:
+    """To the end, without looking; see `specdec.Decoding.run`."""
+    self._decoding.run(should_stop)
+
+  def __iter__(self) -> Iterator[list[str]]:
+    """The new text of each row, step by step, until all are done."""
+    pieces = self._pair.token_bytes()
+    streams = [TextStream(pieces, stops) for stops in self._stops]
+    finished = [False] * len(streams)
+    for new in self._decoding:
+      reasons = self._decoding.finish_reasons
+      texts = []
+      for row, (stream, ids) in enumerate(zip(streams, new, strict=True)):
+        text = stream.feed(ids)
+        if reasons[row] is not None and not finished[row]:
+          finished[row] = True
+          text += stream.flush()
+        texts.append(text)
+      yield texts
+
+  def result(self) -> TextGeneration:
+    """All that was generated so far."""
+    generation = self._decoding.result()
+    rows = list(zip(generation.tokens, self._stops, strict=True))
+    texts = [_text(self._pair, tokens, stops) for tokens, stops in rows]
+    pieces = [self._pair.pieces(tokens) for tokens in generation.tokens]
+    return TextGeneration(
+      prompts=self._prompts,
+      text=texts,
+      prompt_tokens=self._ids,
+      tokens=generation.tokens,
+      pieces=list(map(_cut, pieces, map(len, texts))),
+      origins=generation.origins,
+      labels=generation.labels,
+      log_probs=generation.log_probs,
+      finish_reasons=generation.finish_reasons,
+      errors=generation.errors,
+      stats=generation.stats,
+    )
+
+
+def _text(pair: Pair, tokens: Sequence[int], stops: Sequence[str]) -> str:
+  try:
+    return text_of(pair.token_bytes(), tokens, stops)
+  except ValueError:
+    if stops:
+      raise
+    return pair.decode(list(tokens))  # Any tokenizer will do for this.
+
+
+def _cut(pieces: Sequence[str], length: int) -> list[str]:
+  """As much of the pieces as there is text."""
+  cut = []
+  for piece in pieces:
+    cut.append(piece[:length])
+    length -= len(cut[-1])
+  return cut
+
+
+@dataclasses.dataclass(frozen=True)
+class Generator:
+  """A target, whoever drafts for it, and a tokenizer: text in, text out.
+
+  Attributes:
+    pair: the models and the tokenizer.
+    drafter: guesses for the target; None is plain decoding. It changes the
+      speed, never the text.
+  """
+
+  pair: Pair
+  drafter: specdec.Drafter | None
+  _stop_tables: dict = dataclasses.field(
+    default_factory=dict, repr=False, compare=False
+  )
+
+  def stop_table(self, stops: tuple[tuple[str, ...], ...]) -> StopTable | None:
+    """For the stop strings of each row; None if there are none.
+
+    Tables are kept: building one takes a moment where the vocabulary is large.
+
+    Raises:
+      ValueError: a stop string is empty, or the tokenizer cannot say which
+        bytes its tokens have.
+    """
+    if not any(stops):
+      return None
+    if stops not in self._stop_tables:
+      while len(self._stop_tables) >= _MAX_STOP_TABLES:
+        del self._stop_tables[next(iter(self._stop_tables))]
+      self._stop_tables[stops] = build_stop_table(
+        [[stop.encode() for stop in row] for row in stops],
+        self.pair.token_bytes(),
+        self.pair.target.definition.vocab_size,
+      )
+    return self._stop_tables[stops]
+
+  def stream(
+    self, prompts: Prompts, **options: Unpack[TextOptions]
+  ) -> TextDecoding:
+    """Continues prompts, to be watched while it goes on.
+
+    Args:
+      prompts: a text, a list of ids, or several of them, in any mixture.
+      **options: see `TextOptions`.
+
+    Returns:
+      An iterable of the new text of each row, block by block. To cancel, stop
+      iterating; its `result` has what there is so far.
+
+    Raises:
+      TypeError: an argument is not known.
+      ValueError: an argument cannot be used; says which and why.
+    """
+    return TextDecoding(self, prompts, **options)
+
+  def generate(
+    self,
+    prompts: Prompts,
+    *,
+    should_stop: Callable[[], bool] | None = None,
+    **options: Unpack[TextOptions],
+  ) -> TextGeneration:
+    """Continues prompts.
+
+    Args:
+      prompts: see `stream`.
+      should_stop: see `specdec.generate`.
+      **options: see `TextOptions`.
+
+    Returns:
+      Texts, ids and statistics.
+
+    Raises:
+      TypeError: an argument is not known.
+      ValueError: an argument cannot be used; says which and why.
+    """
+    decoding = TextDecoding(self, prompts, **options)
+    decoding.run(should_stop)
+    return decoding.result()
+
+  def timed(
+    self, prompts: Prompts, **options: Unpack[TextOptions]
+  ) -> TextGeneration:
+    """`generate`, compiled before the clock starts.
+
+    Its statistics have `seconds` of decoding too (prompt included, compilation
+    not), `tokens_per_second` over all rows, and `compile_seconds`.
+    """
+    start = time.perf_counter()
+    limits = options.get('max_new_tokens', 128)
+    largest = max(limits) if isinstance(limits, Sequence) else limits
+    room = options.get('room_for_new_tokens') or largest
+    nothing: TextOptions = {'max_new_tokens': 0, 'room_for_new_tokens': room}
+    self.generate(prompts, **options | nothing)  # compiles, decodes nothing
+    compiled = time.perf_counter()
+    result = self.generate(prompts, **options)
+    seconds = time.perf_counter() - compiled
+    timing = {
+      'seconds': seconds,
+      'tokens_per_second': result.stats['new_tokens'] / seconds,
+      'compile_seconds': compiled - start,
+    }
+    return dataclasses.replace(result, stats=result.stats | timing)
+
+
+def load(
+  target: str = 'demo',
+  draft: str | None = 'demo',
+  *,
+  method: str = 'staged',
+  drafting: DraftSettings = DraftSettings(),
+  dtype: jax.typing.DTypeLike = jnp.float32,
+  revision: str | None = None,
+) -> Generator:
+  """Loads a target and whoever drafts for it.
+
+  Args:
+    target: `demo` (embedded), a folder or the id of a model on the Hugging Face
+      hub.
+    draft: likewise; None for none.
+    method: one of `models.drafters.METHODS`; `plain` drafts nothing.
+    drafting: see there.
+    dtype: of weights and cache, float32 or bfloat16.
+    revision: of the target, on the hub.
+
+  Raises:
+    ValueError: a model cannot be used, or the two do not fit; says why.
+  """
+  pair = load_pair(
+    target,
+    None if method == 'plain' else draft,
+    dtype=jnp.dtype(dtype),
+    revision=revision,
+  )
+  return Generator(pair, make_drafter(method, pair, drafting))

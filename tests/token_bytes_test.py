@@ -1,0 +1,383 @@
+"""The bytes of tokens and growing text, against what tokenizers decode."""
+
+import json
+import pathlib
+import random
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import AddedToken
+from tokenizers import decoders
+from tokenizers import models
+import transformers
+
+from models.pair import load_pair
+from models.pair import Pair
+from models.token_bytes import text_of
+from models.token_bytes import TextStream
+from models.token_bytes import token_bytes
+from models.training.tokenizer import train_tokenizer
+from specdec.stop import build_stop_table
+from specdec.stop import STOPPED
+
+
+@pytest.fixture(scope='module')
+def pair():
+  return load_pair('demo', None)
+
+
+@pytest.fixture(scope='module')
+def table(pair):
+  return token_bytes(pair.tokenizer, pair.target.definition.vocab_size)
+
+
+def _pair_of(tokenizer):
+  return Pair(target=None, draft=None, tokenizer=tokenizer, eos_ids=())
+
+
+def _random_ids(rng, table, size):
+  """Tokens of all kinds; single bytes in many rows, so that much is malformed.
+
+  Bytes from 128 on are few among the tokens, hence drawn for themselves.
+  """
+  single = [one for one, data in enumerate(table) if len(data) == 1]
+  upper = [one for one in single if table[one][0] >= 128]
+  some = rng.choice([range(len(table)), single, upper])
+  return [rng.choice(rng.choice([some, upper])) for _ in range(size)]
+
+
+@pytest.mark.parametrize('seed', range(5))
+def test_text_is_what_the_pair_decodes(pair, table, seed):
+  rng = random.Random(seed)
+  malformed = 0
+  for _ in range(4000):
+    ids = _random_ids(rng, table, rng.randint(0, 12))
+    text = pair.decode(ids)
+    malformed += '\ufffd' in text
+    assert text_of(table, ids) == text, ids
+  assert 1000 < malformed < 4000
+
+
+@pytest.mark.parametrize(
+  'ends', [b'\xe2\x82', b'\xf0\x9f\x98', b'\xed\xa0\x80', b'\xf4\x90\x80\x80']
+)
+def test_malformed_ends(pair, table, ends):
+  ids = [table.index(bytes([byte])) for byte in b'a' + ends]
+  assert text_of(table, ids) == pair.decode(ids)
+  assert text_of(table, [*ids, *ids]) == pair.decode([*ids, *ids])
+
+
+def test_every_token_of_the_embedded_pair(pair, table):
+  assert len(table) == pair.target.definition.vocab_size
+  for one, data in enumerate(table):
+    assert data.decode(errors='replace') == pair.decode([one])
+  assert {bytes([byte]) for byte in range(256)} <= set(table)
+
+
+def _deal(rng, ids):
+  """The ids in portions, some of them empty."""
+  while ids:
+    count = rng.randint(0, 3)
+    yield ids[:count]
+    ids = ids[count:]
+
+
+def _cut(text, stops):
+  found = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops]
+  found = [(end, at) for end, at in found if at >= 0]
+  return text[: min(found)[1]] if found else text
+
+
+@pytest.mark.parametrize('seed', range(4))
+def test_streams_return_the_text_up_to_the_stop(pair, table, seed):
+  rng = random.Random(seed)
+  cuts = 0
+  for _ in range(1000):
+    ids = _random_ids(rng, table, rng.randint(1, 12))
+    text = pair.decode(ids)
+    # Pieces of the text itself, and characters that are begun but not there.
+    places = [rng.randrange(len(text)) for _ in range(3)] if text else []
+    stops = [text[at : at + rng.randint(1, 3)] for at in places]
+    stops = [stop for stop in stops if '\ufffd' not in stop] + ['\u20ac', 'é!']
+    stream = TextStream(table, stops)
+    pieces = [stream.feed(portion) for portion in _deal(rng, ids)]
+    streamed = ''.join(pieces)
+    assert _cut(text, stops).startswith(streamed)
+    stopped = stream.stopped
+    streamed += stream.flush()
+    assert streamed == _cut(text, stops)
+    assert streamed == text_of(table, ids, stops)
+    assert stopped == any(stop in text for stop in stops)
+    cuts += stopped
+  assert 300 < cuts < 1000
+
+
+def test_table_stops_at_the_token_where_the_stream_does(pair, table):
+  rng = random.Random(0)
+  stops = ['\n\n', 'e', 'self.', '\u20ac', 'ret', 'return x', '):\n']
+  rows = [rng.sample(stops, rng.randint(0, 3)) for _ in range(6)]
+  automaton = build_stop_table(
+    [[stop.encode() for stop in row] for row in rows], table, len(table)
+  )
+  next_state = np.asarray(automaton.next_state)
+  source = pair.encode(pathlib.Path(__file__).read_text('utf-8'))
+  stopped = 0
+  for case in range(600):
+    row = case % len(rows)
+    place = rng.randrange(len(source))
+    ids = source[place : place + 8] + _random_ids(rng, table, 4)
+    stream, state = TextStream(table, rows[row]), int(automaton.start[row])
+    for one in ids:
+      stream.feed([one])
+      state = next_state[state, one]
+      assert (state == STOPPED) == stream.stopped
+      if stream.stopped:
+        stopped += 1
+        break
+  assert 50 < stopped < 550
+
+
+def test_no_half_characters(table):
+  stream = TextStream(table)
+  ids = [table.index(bytes([byte])) for byte in 'a€😀'.encode()]
+  texts = [stream.feed([one]) for one in ids]
+  assert texts == ['a', '', '', '€', '', '', '', '😀']
+  assert stream.feed(ids[1:3]) == ''
+  assert stream.flush() == '\ufffd'
+
+
+def test_stop_that_begins_within_a_broken_character(table):
+  ids = [table.index(bytes([byte])) for byte in b'a\xe2\x82' + '€z'.encode()]
+  stream = TextStream(table, ['€'])
+  assert ''.join(stream.feed([one]) for one in ids) == 'a\ufffd'
+  assert stream.stopped
+  assert stream.flush() == ''
+
+
+def test_stop_is_held_back_until_it_is_none(pair, table):
+  stream = TextStream(table, ['\n\nQ'])
+  assert stream.feed(pair.encode('one\n')) == 'one'
+  assert stream.feed(pair.encode('\ntwo')) == '\n\ntwo'
+  assert stream.feed(pair.encode('\n\n')) == ''
+  assert not stream.stopped
+  assert stream.flush() == '\n\n'
+
+
+def test_nothing_comes_after_a_stop(pair, table):
+  stream = TextStream(table, ['.'])
+  assert stream.feed(pair.encode('one. two')) == 'one'
+  assert stream.feed(pair.encode('three')) == ''
+  assert stream.flush() == ''
+
+
+@pytest.mark.parametrize('stop', ['', '\ud800'])
+def test_unusable_stops_are_refused(table, stop):
+  with pytest.raises(ValueError, match=r'empty|surrogates'):
+    TextStream(table, ['a', stop])
+
+
+def test_ids_beyond_the_tokenizer_have_no_text(pair):
+  size = len(pair.tokenizer)
+  table = token_bytes(pair.tokenizer, size + 5)
+  assert len(table) == size + 5
+  assert set(table[size:]) == {b''}
+  for ids in ([size + 1], [size + 9, 70, size + 2, 71]):
+    assert text_of(table, ids) == pair.decode(ids)
+  assert token_bytes(pair.tokenizer, 100) == table[:100]
+
+
+def test_added_tokens_of_a_byte_level_tokenizer():
+  tokenizer = train_tokenizer(['a b c'], vocab_size=260, context=64)
+  tokenizer.add_tokens([AddedToken('<tool> Ġ'), AddedToken('né')])
+  tokenizer.add_special_tokens({'pad_token': '<pad>'})
+  table = token_bytes(tokenizer, len(tokenizer))
+  ids = tokenizer.convert_tokens_to_ids(['<tool> Ġ', 'né', '<pad>'])
+  assert table[ids[0]] == '<tool> Ġ'.encode()
+  # Spelt in the byte alphabet, hence read as bytes; decoding does likewise.
+  assert table[ids[1]] == b'n\xe9'
+  assert table[ids[2]] == b''
+  for some in (ids, [0, *ids, 0, *ids[:2]]):
+    assert text_of(table, some) == _pair_of(tokenizer).decode(some)
+
+
+def test_the_bytes_are_remembered_until_tokens_are_added(pair):
+  tokenizer = train_tokenizer(['a b c'], vocab_size=260, context=64)
+  size = len(tokenizer) + 2
+  table = token_bytes(tokenizer, size)
+  assert token_bytes(tokenizer, size) is table
+  assert token_bytes(tokenizer, size + 1) is not table
+  assert table[-2] == b''
+  tokenizer.add_tokens(['more'])
+  assert token_bytes(tokenizer, size)[-2:] == (b'more', b'')
+  tokenizer.add_special_tokens({'pad_token': 'more'})
+  assert token_bytes(tokenizer, size)[-2:] == (b'', b'')
+
+
+_PIECES = [
+  '▁the',
+  '▁',
+  '▁▁▁',
+  'cat',
+  's▁t',
+  'é',
+  '▁né',
+  '.',
+  '<0x',
+  '<0x0g>',
+  'x<0x41>',
+  '<0x41>y',
+]
+LLAMA = decoders.Sequence(
+  [
+    decoders.Replace('▁', ' '),
+    decoders.ByteFallback(),
+    decoders.Fuse(),
+    decoders.Strip(' ', 1, 0),
+  ]
+)
+GEMMA = decoders.Sequence(
+  [decoders.Replace('▁', ' '), decoders.ByteFallback(), decoders.Fuse()]
+)
+SIGLIP = decoders.Sequence(
+  [decoders.Metaspace(), decoders.ByteFallback(), decoders.Fuse()]
+)
+NESTED = decoders.Sequence([GEMMA])
+METASPACE = decoders.Metaspace()
+FUSE = decoders.Fuse()
+
+
+def _sentencepiece(decoder):
+  """A tokenizer as Llama's: pieces, and tokens for all bytes."""
+  bytes_ = [f'<0x{byte:02X}>' for byte in range(256)]
+  vocab = ['<unk>', '<s>', '</s>', *bytes_, *_PIECES]
+  backend = tokenizers.Tokenizer(
+    models.BPE(
+      {token: index for index, token in enumerate(vocab)},
+      [],
+      unk_token='<unk>',
+      byte_fallback=True,
+    )
+  )
+  backend.decoder = decoder
+  backend.add_special_tokens(['<unk>', '<s>', '</s>'])
+  backend.add_tokens(['<|tool|>', AddedToken('a▁b', normalized=False)])
+  return transformers.PreTrainedTokenizerFast(
+    tokenizer_object=backend, eos_token='</s>', unk_token='<unk>'
+  )
+
+
+def _spell(text):
+  """The byte tokens of a text; the first has id 3."""
+  return [3 + byte for byte in text.encode()]
+
+
+@pytest.mark.parametrize(
+  'decoder', [LLAMA, GEMMA, SIGLIP, NESTED, METASPACE, FUSE]
+)
+def test_sentencepiece_text_is_what_the_pair_decodes(decoder):
+  tokenizer = _sentencepiece(decoder)
+  table = token_bytes(tokenizer, len(tokenizer) + 1)
+  whole = [[one] for one in range(len(tokenizer) + 1) if not 131 <= one < 259]
+  spelt = [_spell(character) for character in 'aé€😀▁\n ']
+  rng = random.Random(0)
+  cat = tokenizer.convert_tokens_to_ids('cat')
+  for _ in range(3000):
+    # A word goes first: the space that begins a text is left out of it.
+    chosen = [rng.choice(rng.choice([whole, spelt])) for _ in range(8)]
+    ids = [cat, *(one for part in chosen for one in part)]
+    assert text_of(table, ids) == _pair_of(tokenizer).decode(ids), ids
+    stream = TextStream(table)
+    streamed = ''.join(stream.feed(portion) for portion in _deal(rng, ids))
+    assert streamed + stream.flush() == text_of(table, ids)
+
+
+def test_sentencepiece_tokens():
+  tokenizer = _sentencepiece(LLAMA)
+  table = token_bytes(tokenizer, len(tokenizer) + 1)
+  expected = {
+    '<s>': b'',
+    '<unk>': b'',
+    '▁the': b' the',
+    '▁▁▁': b'   ',
+    's▁t': b's t',
+    '▁né': ' né'.encode(),
+    '<0x0A>': b'\n',
+    '<0xE2>': b'\xe2',
+    '<0x0g>': b'<0x0g>',
+    '<|tool|>': b'<|tool|>',
+    'a▁b': b'a b',
+  }
+  for token, data in expected.items():
+    assert table[tokenizer.convert_tokens_to_ids(token)] == data, token
+  assert table[len(tokenizer)] == b''
+
+
+def test_metaspace_alone_has_no_byte_tokens():
+  tokenizer = _sentencepiece(METASPACE)
+  table = token_bytes(tokenizer, len(tokenizer))
+  assert table[tokenizer.convert_tokens_to_ids('<0x0A>')] == b'<0x0A>'
+  assert table[tokenizer.convert_tokens_to_ids('▁the')] == b' the'
+
+
+def test_sentencepiece_keeps_the_space_that_begins_what_is_decoded():
+  tokenizer = _sentencepiece(LLAMA)
+  table = token_bytes(tokenizer, len(tokenizer))
+  ids = tokenizer.convert_tokens_to_ids(['▁the', 'cat'])
+  assert text_of(table, ids) == ' thecat'
+  assert _pair_of(tokenizer).decode(ids) == 'thecat'
+
+
+def test_sentencepiece_characters_split_between_tokens():
+  table = token_bytes(_sentencepiece(LLAMA), 300)
+  stream = TextStream(table, ['é€'])
+  assert [stream.feed([one]) for one in _spell('aé€')] == [
+    'a',
+    '',
+    '',
+    '',
+    '',
+    '',
+  ]
+  assert stream.stopped
+  stream = TextStream(table, ['é€'])
+  assert [stream.feed([one]) for one in _spell('éa')] == ['', '', 'éa']
+
+
+@pytest.mark.parametrize(
+  'decoder',
+  [
+    decoders.WordPiece(),
+    decoders.BPEDecoder(),
+    decoders.CTC(),
+    decoders.Sequence([decoders.ByteLevel(), decoders.Strip(' ', 1, 0)]),
+    decoders.Sequence([decoders.Strip(' ', 1, 0), decoders.Fuse()]),
+    decoders.Sequence([decoders.Fuse(), decoders.Strip(' ', 0, 1)]),
+    decoders.Sequence([decoders.Fuse(), decoders.Strip('_', 1, 0)]),
+    decoders.Sequence([decoders.Fuse(), decoders.Replace('▁', ' ')]),
+    decoders.Sequence([decoders.Fuse(), decoders.ByteFallback()]),
+    decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()]),
+    decoders.Sequence([decoders.Replace(tokenizers.Regex('▁+'), ' ')]),
+    decoders.Sequence([]),
+  ],
+)
+def test_other_decoders_are_refused(decoder):
+  tokenizer = _sentencepiece(decoder)
+  name = json.loads(tokenizer.backend_tokenizer.to_str())['decoder']['type']
+  with pytest.raises(ValueError, match=f'streaming need .*{name}"'):
+    token_bytes(tokenizer, 300)
+
+
+def test_tokenizer_without_a_decoder_is_refused():
+  backend = tokenizers.Tokenizer(models.WordLevel({'a': 0}, unk_token='a'))
+  tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
+  with pytest.raises(ValueError, match='this one has the decoder null'):
+    token_bytes(tokenizer, 1)
+
+
+def test_tokenizer_of_another_library_is_refused():
+  class Other:
+    pass
+
+  with pytest.raises(ValueError, match='Other is none'):
+    token_bytes(Other(), 1)
