@@ -17,8 +17,8 @@ import tqdm
 
 from models.pair import load_pair
 from models.pair import Pair
+from models.run_record import write_once
 from models.training.corpus import Corpus
-from models.training.trainer import write_once
 from models.vocabulary import vocabulary_digest
 import specdec
 from specdec.ngram.building import build_table

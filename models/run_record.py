@@ -1,7 +1,7 @@
 """What a run in a workdir is made of, so that no other run resumes it.
 
-A module of its own, for building an n-gram table keeps such a record too, and
-needs none of the libraries that training does.
+A module of its own: building an n-gram table keeps such records too, and should
+not import the whole of training for it.
 """
 
 import json

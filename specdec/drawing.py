@@ -9,9 +9,14 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from specdec.ranking import IMPOSSIBLE
 from specdec.sampling import filter_logits
 from specdec.sampling import per_row
 from specdec.sampling import Sampling
+
+# Less likely than this, e^-69, a token is never drawn. What is left of the
+# draft's distribution when its likeliest tokens have fallen must not underflow.
+_LEAST_LOG_PROB = -69.0
 
 
 class Draws(flax.struct.PyTreeNode):
@@ -53,6 +58,7 @@ def draw_children(
   """
   filtered = filter_logits(logits, sampling)
   log_probs = jax.nn.log_softmax(filtered, axis=-1)
+  log_probs = jnp.where(log_probs > _LEAST_LOG_PROB, log_probs, IMPOSSIBLE)
   hot = jnp.asarray(sampling.temperature) > 0
   shape = (number, logits.shape[2]) if draws.replacement else logits.shape[2:]
 

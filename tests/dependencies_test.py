@@ -1,41 +1,64 @@
-"""What a plain install lacks, only training imports."""
+"""What only training needs is imported by training alone."""
 
 import pathlib
 import subprocess
 import sys
 
-import pytest
-
 _ROOT = pathlib.Path(__file__).parents[1]
-_ONLY_FOR_TRAINING = (
-  'optax',
+_OF_TRAINING = (
+  # flax needs optax itself, so that cannot be taken away.
   'orbax',
-  # transformers brings tokenizers along, but to train one is of the extra.
-  'models.training.tokenizer',
+  *(
+    f'models.training.{name}'
+    for name in ('loss', 'optimizer', 'run', 'tokenizer', 'trainer')
+  ),
 )
-_SCRIPTS = sorted(path.stem for path in (_ROOT / 'scripts').glob('*.py'))
-_MODELS = sorted(path.stem for path in (_ROOT / 'models').glob('[!_]*.py'))
+_TRAINING = ('train', 'measure_loss')
+
+# In a process of its own; scripts may define the same flags.
+_IMPORT = """
+import importlib
+import sys
+
+without, modules = (one.split() for one in sys.argv[1:3])
+sys.path[:0] = sys.argv[3:]
+sys.modules.update(dict.fromkeys(without))
+from absl import flags
+for module in modules:
+  for flag in list(flags.FLAGS):
+    delattr(flags.FLAGS, flag)
+  importlib.import_module(module)
+"""
 
 
 def _import(*modules):
-  """In a process of its own, where the extra is not installed."""
-  lines = [
-    'import importlib',
-    'import sys',
-    f'sys.path[:0] = [{str(_ROOT)!r}, {str(_ROOT / "scripts")!r}]',
-    f'sys.modules.update(dict.fromkeys({_ONLY_FOR_TRAINING}))',
-    *(f'importlib.import_module({module!r})' for module in modules),
-  ]
   return subprocess.run(
-    [sys.executable, '-c', '\n'.join(lines)],
+    [
+      sys.executable,
+      '-c',
+      _IMPORT,
+      ' '.join(_OF_TRAINING),
+      ' '.join(modules),
+      _ROOT,
+      _ROOT / 'scripts',
+    ],
     capture_output=True,
     text=True,
     check=False,
   )
 
 
-def test_all_but_training_works_without_its_extra():
-  models = [f'models.{name}' for name in _MODELS]
+def test_all_else_is_imported_without_it():
+  models = sorted(
+    f'models.{path.stem}' for path in (_ROOT / 'models').glob('[!_]*.py')
+  )
+  scripts = sorted(path.stem for path in (_ROOT / 'scripts').glob('*.py'))
   assert 'models.ngram_building' in models
-  result = _import(*models, *(name for name in _SCRIPTS if name != 'train'))
+  result = _import(*models, *(one for one in scripts if one not in _TRAINING))
   assert result.returncode == 0, result.stderr
+
+
+def test_training_is_not():
+  result = _import('models.training.run')
+  assert result.returncode == 1
+  assert 'ModuleNotFoundError' in result.stderr

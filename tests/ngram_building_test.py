@@ -22,6 +22,7 @@ from models.ngram_building import Samples
 from models.ngram_building import TableConfig
 from models.training.corpus import Corpus
 from models.training.tokenizer import train_tokenizer
+from models.vocabulary import vocabulary_digest
 import specdec
 from specdec.ngram.table import find_context
 from specdec.ngram.table import load_table
@@ -113,12 +114,13 @@ def test_texts_are_those_of_generate_from_the_start_token(
   assert texts[numbers, 1:-1].tolist() == expected.tokens
 
 
-def test_the_table_says_what_it_was_made_of(draft, finished):
+def test_the_table_says_what_it_was_made_of(draft, finished, tokenizer):
   table, provenance = load_table(finished)
   assert (table.order, table.num_continuations) == (3, 8)
   assert provenance['specdec'] == specdec.__version__
   assert provenance['draft']['name'] == draft
   assert len(provenance['draft']['weights_blake2b']) == 32
+  assert provenance['tokenizer_blake2b'] == vocabulary_digest(tokenizer)
   assert provenance['sources'] == {
     'samples': {
       'num_tokens': 6144,

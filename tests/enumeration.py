@@ -1,0 +1,532 @@
+"""The law of whole sequences under rejection, without chance: all is summed.
+
+Chance enters in three places: which children are drawn, which of them stand,
+and the bonus token. Here every branch of each is followed, with the probability
+that the functions of `specdec` give it, over as many steps as it takes. That
+the compiled loop branches in this way and with these probabilities is another
+matter, see `enumeration_test`.
+
+A *state* is a context: what has been said since the prompt, which is one token,
+0. A *world* is a target and a draft, both of which know the whole context, with
+some sampling. All states of all worlds are in one array; the functions here
+follow them at once.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specdec import Sampling
+from specdec.drawing import draw_children
+from specdec.drawing import Draws
+from specdec.ranking import IMPOSSIBLE
+from specdec.ranking import rank_logits
+from specdec.sampling import adjust_logits
+from specdec.sampling import token_probs
+from specdec.verification import block
+from specdec.verification import rejection
+from specdec.verification.rejection import BEST
+from specdec.verification.rejection import WITHOUT_REPLACEMENT
+
+PROMPT = 0
+_CHUNK = 4096  # rows at a time, so that few shapes are compiled
+
+# Every field is always set, to what changes nothing: one program for all.
+NEUTRAL = {
+  'temperature': 1.0,
+  'top_k': 1000,
+  'top_p': 1.0,
+  'min_p': 0.0,
+  'repetition_penalty': 1.0,
+  'logit_bias': 0.0,
+}
+SAMPLINGS = {
+  'temperature 1': {},
+  'temperature 0.6': {'temperature': 0.6},
+  'top-k': {'temperature': 1.3, 'top_k': 2},
+  'top-p': {'temperature': 0.9, 'top_p': 0.8},
+  'min-p': {'min_p': 0.25},
+  'all filters': {'temperature': 1.5, 'top_k': 3, 'top_p': 0.9, 'min_p': 0.1},
+  'penalty': {'repetition_penalty': 2.5},
+  'penalty, bias, filters': {
+    'temperature': 0.7,
+    'top_p': 0.9,
+    'min_p': 0.02,
+    'repetition_penalty': 1.7,
+    'logit_bias': 0.8,
+  },
+  'a banned token': {'logit_bias': -np.inf},
+  'greedy': {'temperature': 0.0},
+  'greedy with a penalty': {'temperature': 0.0, 'repetition_penalty': 3.0},
+}
+"""The bias is that of token 1."""
+
+DRAFTS = (
+  'similar',
+  'uniform',
+  'adversarial',
+  'one-hot',
+  'peaked',
+  'identical',
+)
+"""The adversarial one never says what the target likes best; the peaked one is
+so sure of its first and second token that float32 has no room for the others.
+"""
+
+
+def draft_logits(kind: str, target: np.ndarray, rng) -> np.ndarray:
+  """Those of a draft of one of `DRAFTS`, for `target [..., V]`."""
+  shape, vocab_size = target.shape, target.shape[-1]
+  if kind == 'similar':
+    return target + rng.normal(size=shape)
+  if kind == 'uniform':
+    return np.zeros(shape)
+  if kind == 'adversarial':
+    best = target.argmax(-1)[..., None] == np.arange(vocab_size)
+    return np.where(best, -200.0, rng.normal(size=shape))
+  if kind == 'identical':
+    return target
+  order = np.argsort(rng.random(shape), axis=-1)
+  if kind == 'one-hot':
+    return np.where(order == 0, 0.0, -1e9)
+  return -np.array([0.0, 30.0, 130.0, 131.0, 131.5])[order]  # peaked
+
+
+def full_sampling(values: dict, vocab_size: int) -> Sampling:
+  """One of `SAMPLINGS` with every field set; not validated."""
+  values = NEUTRAL | values
+  bias = np.zeros(vocab_size, np.float32)
+  bias[1] = values['logit_bias']
+  return Sampling(**(values | {'logit_bias': bias}))
+
+
+def exact_probs(
+  logits: np.ndarray, seen: np.ndarray, values: dict
+) -> np.ndarray:
+  """The law of one token in float64, independent of `specdec`.
+
+  Args:
+    logits: `[S, V]`.
+    seen: `[S, V]` bool, tokens that the context has.
+    values: one of `SAMPLINGS`.
+  """
+  one = {
+    name: np.float64(np.float32(value))
+    for name, value in (NEUTRAL | values).items()
+  }
+  rows = np.arange(len(logits))[:, None]
+  logits = np.array(logits, np.float64)
+  logits[:, 1] += one['logit_bias']
+  penalty = np.where(
+    logits > 0, 1 / one['repetition_penalty'], one['repetition_penalty']
+  )
+  logits = np.where(seen, logits * penalty, logits)
+  if one['temperature'] == 0:
+    return np.eye(logits.shape[1])[logits.argmax(1)]
+  order = np.argsort(-logits, axis=1, kind='stable')
+  ranked = logits[rows, order] / one['temperature']
+  ranked[:, int(one['top_k']) :] = -np.inf
+  probs = np.exp(ranked - ranked[:, :1])
+  probs /= probs.sum(1, keepdims=True)
+  before = np.cumsum(probs, axis=1) - probs
+  keep = (before < one['top_p']) | (one['top_p'] == 1)
+  keep &= probs >= one['min_p'] * probs[:, :1]
+  probs = np.where(keep, probs, 0.0)
+  back = np.empty_like(probs)
+  back[rows, order] = probs / probs.sum(1, keepdims=True)
+  return back
+
+
+@dataclasses.dataclass(frozen=True)
+class Worlds:
+  """See the top of the file.
+
+  Attributes:
+    names: `[W]`, draft and sampling.
+    vocab_size: V.
+    contexts: all of them, the shortest first.
+    exact: `[W * C, V]`, the target's law, see `exact_probs`.
+    target: `[W * C, V]`, what `specdec` says that it is.
+    draft: `[W * C, V]`, the distributions that children are drawn from.
+    ranked: `[W * C, V]`, the best children, -1 where there are no more.
+    hot: `[W * C]` bool.
+    target_logits: `[W * C, V]`, as the model gives them.
+    draft_logits: likewise.
+  """
+
+  names: list[str]
+  vocab_size: int
+  contexts: list[tuple[int, ...]]
+  exact: np.ndarray
+  target: np.ndarray
+  draft: np.ndarray
+  ranked: np.ndarray
+  hot: np.ndarray
+  target_logits: np.ndarray
+  draft_logits: np.ndarray
+
+  @functools.cached_property
+  def length(self) -> np.ndarray:
+    """`[W * C]`, of the context of each state."""
+    lengths = [len(context) for context in self.contexts]
+    return np.tile(lengths, len(self.names))
+
+  def following(self, states: np.ndarray) -> np.ndarray:
+    """The states after each token, `[n, V]`; those in front say anything."""
+    # Shortest first, then by value: a V-ary heap.
+    world, context = np.divmod(states, len(self.contexts))
+    child = context[:, None] * self.vocab_size + 1 + np.arange(self.vocab_size)
+    child = np.minimum(child, len(self.contexts) - 1)
+    return world[:, None] * len(self.contexts) + child
+
+  def begin(self) -> np.ndarray:
+    """The mass of each state before anything has been said."""
+    mass = np.zeros(len(self.length))
+    mass[:: len(self.contexts)] = 1.0
+    return mass
+
+  def exact_law(self, length: int) -> np.ndarray:
+    """`[W, V ** length]`, that of whole sequences."""
+    mass = self.begin()
+    for depth in range(length):
+      states = np.flatnonzero((self.length == depth) & (mass > 0))
+      spread(
+        mass, self.following(states), mass[states, None] * self.exact[states]
+      )
+    return self.of_length(mass, length)
+
+  def of_length(self, mass: np.ndarray, length: int) -> np.ndarray:
+    """The mass of all states with contexts of one length, world by world."""
+    return mass[self.length == length].reshape(len(self.names), -1)
+
+  def next_draw(self, states, drawn, rank, children) -> np.ndarray:
+    """The law of the next child, `[n, V]`; zeros if there is none.
+
+    Args:
+      states: `[n]`, of the parents.
+      drawn: `[n, V]` bool, the siblings drawn before.
+      rank: of the child.
+      children: as in `rejection`; cold states have the best ones.
+    """
+    law = self.draft[states].astype(np.float64)
+    if children == WITHOUT_REPLACEMENT:
+      law = np.where(drawn, 0.0, law)
+    total = law.sum(1, keepdims=True)
+    law = np.where(total > 0, law / np.where(total > 0, total, 1.0), 0.0)
+    best = np.full(len(states), -1)
+    if rank < self.vocab_size:
+      best = self.ranked[states, rank]
+    best = best[:, None] == np.arange(self.vocab_size)
+    is_drawn = self.hot[states] & (children != BEST)
+    return np.where(is_drawn[:, None], law, best)
+
+
+def spread(mass: np.ndarray, at: np.ndarray, more: np.ndarray) -> None:
+  """Adds to the mass at some states, which may be repeated."""
+  mass += np.bincount(at.ravel(), more.ravel(), minlength=len(mass))
+
+
+def _seen(contexts, vocab_size):
+  return np.array(
+    [
+      [token in (PROMPT, *context) for token in range(vocab_size)]
+      for context in contexts
+    ]
+  )
+
+
+@jax.jit
+def _laws(target, draft, seen, sampling, keys):
+  """Of `[S, V]` logits: distributions, and the best tokens with their ranks."""
+  adjust = lambda logits: adjust_logits(
+    logits[:, None], sampling, seen[:, None]
+  )
+  target, draft = adjust(target), adjust(draft)
+  nodes = jnp.zeros((target.shape[0], 1), jnp.int32)
+  draws = Draws(keys=keys, replacement=False)
+  _, _, drawn_from = draw_children(draft, nodes, draws, sampling, 1)
+  ranked = rank_logits(draft, None, sampling, 1.0)
+  edges, best = jax.lax.top_k(ranked, ranked.shape[-1])
+  best = jnp.where(edges > IMPOSSIBLE / 2, best, -1)
+  return token_probs(target, sampling)[:, 0], drawn_from[:, 0], best[:, 0]
+
+
+def make_worlds(
+  vocab_size: int,
+  longest: int,
+  *,
+  drafts=DRAFTS,
+  samplings=tuple(SAMPLINGS),
+  seed: int = 0,
+  dtype=np.float32,
+) -> Worlds:
+  """Every draft with every sampling, contexts of up to `longest` tokens."""
+  contexts: list[tuple[int, ...]] = [()]
+  for context in contexts:
+    if len(context) < longest:
+      contexts += [(*context, token) for token in range(vocab_size)]
+  rng = np.random.default_rng(seed)
+  shape = (len(contexts), vocab_size)
+  seen = _seen(contexts, vocab_size)
+  names, targets, draft_list, exact = [], [], [], []
+  values: dict[str, list] = {name: [] for name in NEUTRAL}
+  for kind in drafts:
+    for sampling in samplings:
+      target = (1.3 * rng.normal(size=shape)).astype(np.float32)
+      targets.append(target)
+      draft_list.append(draft_logits(kind, target, rng).astype(np.float32))
+      exact.append(exact_probs(target, seen, SAMPLINGS[sampling]))
+      names.append(f'{kind} draft, {sampling}')
+      for name, value in (NEUTRAL | SAMPLINGS[sampling]).items():
+        values[name].append(value)
+  repeat = lambda name: np.repeat(values[name], len(contexts))
+  bias = np.zeros((len(names) * len(contexts), vocab_size))
+  bias[:, 1] = repeat('logit_bias')
+  arrays = {name: repeat(name) for name in NEUTRAL} | {'logit_bias': bias}
+  target, draft = np.concatenate(targets), np.concatenate(draft_list)
+  probs, drawn_from, ranked = _laws(
+    target.astype(dtype),
+    draft.astype(dtype),
+    np.tile(seen, (len(names), 1)),
+    Sampling(**arrays).validated(),
+    jax.random.split(jax.random.key(0), len(target)),
+  )
+  return Worlds(
+    names=names,
+    vocab_size=vocab_size,
+    contexts=contexts,
+    exact=np.concatenate(exact),
+    target=np.asarray(probs),
+    draft=np.asarray(drawn_from),
+    ranked=np.asarray(ranked),
+    hot=repeat('temperature') > 0,
+    target_logits=target,
+    draft_logits=draft,
+  )
+
+
+def distance(law: np.ndarray, expected: np.ndarray) -> np.ndarray:
+  """Total variation of each world, `[W]`; mass that is lost counts."""
+  return 0.5 * np.abs(law - expected).sum(1)
+
+
+def _in_chunks(function, *arrays):
+  """`function` of arrays with equally many rows, some rows at a time."""
+  number = len(arrays[0])
+  found = []
+  for start in range(0, max(number, 1), _CHUNK):
+    some = [array[start : start + _CHUNK] for array in arrays]
+    missing = _CHUNK - len(some[0])
+    some = [
+      np.pad(array, ((0, missing), *[(0, 0)] * (array.ndim - 1)))
+      for array in some
+    ]
+    found.append([np.asarray(one) for one in function(*some)])
+  return [np.concatenate(one)[:number] for one in zip(*found, strict=True)]
+
+
+@functools.partial(jax.jit, static_argnames='children')
+def _attempt(target, draft, token, *, children):
+  chance = rejection.acceptance(target, draft, token)
+  return chance, *rejection.after_rejection(target, draft, token, children)
+
+
+def _try_children(worlds, states, mass, ranks, children):
+  """All that can happen at some states, where as many nodes are.
+
+  Args:
+    worlds: all of them.
+    states: `[n]`.
+    mass: `[n]`, of being there.
+    ranks: of the children, in the order in which they are tried.
+    children: as in `rejection`.
+
+  Returns:
+    For each child the mass of all states after it, and the mass of all states
+    behind a bonus token.
+  """
+  number = len(worlds.length)
+  target, draft = worlds.target[states], worlds.draft[states]
+  drawn = np.zeros(target.shape, bool)
+  arrived = []
+  for rank in ranks:
+    law = worlds.next_draw(states, drawn, rank, children)
+    rows, tokens = np.nonzero(law)
+    here = states[rows]
+    is_drawn = worlds.hot[here] & (children != BEST)
+    certain = np.eye(worlds.vocab_size, dtype=draft.dtype)[tokens]
+    given = np.where(is_drawn[:, None], draft[rows], certain)
+    chance, left, after = _in_chunks(
+      functools.partial(_attempt, children=children),
+      target[rows],
+      given,
+      tokens.astype(np.int32),
+    )
+    tried = mass[rows] * law[rows, tokens]
+    of_child = np.zeros(number)
+    spread(
+      of_child, worlds.following(here)[range(len(rows)), tokens], tried * chance
+    )
+    arrived.append(of_child)
+    # Where there was no child, all stays as it was.
+    none = law.sum(1) == 0
+    join = lambda old, new, none=none: np.concatenate([old[none], new])
+    now_drawn = drawn[rows]
+    now_drawn[range(len(rows)), tokens] = True
+    mass = join(mass, tried * (1.0 - chance))
+    states, drawn = join(states, here), join(drawn, now_drawn)
+    target, draft = join(target, left), join(draft, after)
+    possible = mass > 0
+    states, mass, drawn, target, draft = (
+      array[possible] for array in (states, mass, drawn, target, draft)
+    )
+  bonus = np.zeros(number)
+  spread(bonus, worlds.following(states), mass[:, None] * target)
+  return arrived, bonus
+
+
+def tree_law(worlds: Worlds, topology, children: str, length: int):
+  """Of sequences of a length by rejection with a fixed topology.
+
+  Returns:
+    `[W, V ** length]`, and `[W]`, how many tokens the first step is expected to
+    emit, cut at the length.
+  """
+  paths = [(), *topology.paths]
+  ranks = {
+    path: [other[-1] for other in paths if other and other[:-1] == path]
+    for path in paths
+  }
+  mass = worlds.begin()
+  expected = np.zeros(len(worlds.names))
+  for first in range(length):
+    arrived = {(): np.where(worlds.length == first, mass, 0.0)}
+    for path in paths:  # a parent before its children
+      here = arrived.get(path)
+      if here is None:
+        continue
+      if first + len(path) == length:
+        mass += here  # enough has been said
+        continue
+      states = np.flatnonzero(here)
+      of_children, bonus = _try_children(
+        worlds, states, here[states], ranks[path], children
+      )
+      mass += bonus
+      for rank, of_child in zip(ranks[path], of_children, strict=True):
+        arrived[*path, rank] = of_child
+      if first == 0:
+        said = bonus + sum(of_children)
+        expected += said.reshape(len(worlds.names), -1).sum(1)
+  return worlds.of_length(mass, length), expected
+
+
+def grown_law(worlds: Worlds, trees, length: int) -> np.ndarray:
+  """Of sequences by rejection, where every state has a tree of its own.
+
+  Args:
+    worlds: all of them.
+    trees: `[W * C, N]` per field; of states of fewer than `length` tokens.
+    length: of the sequences.
+  """
+  token, parent = np.asarray(trees.token), np.asarray(trees.parent)
+  mass = worlds.begin()
+  for first in range(length):
+    roots = np.flatnonzero((worlds.length == first) & (mass > 0))
+    states, here, node = roots, mass[roots], np.zeros(len(roots), int)
+    target = worlds.target[states]
+    for index in range(1, token.shape[1]):
+      tried = (parent[roots, index] == node) & (worlds.length[states] < length)
+      if not np.any(tried):
+        continue
+      keep = lambda array, tried=tried: array[~tried]
+      tokens = token[roots[tried], index]
+      certain = np.eye(worlds.vocab_size, dtype=target.dtype)[tokens]
+      chance, left, _ = _in_chunks(
+        functools.partial(_attempt, children=BEST),
+        target[tried],
+        certain,
+        tokens,
+      )
+      after = worlds.following(states[tried])[range(len(tokens)), tokens]
+      fallen = here[tried] * (1.0 - chance)
+      join = lambda *arrays: np.concatenate(arrays)
+      target = join(keep(target), worlds.target[after], left)
+      here = join(keep(here), here[tried] * chance, fallen)
+      node = join(keep(node), np.full(len(tokens), index), node[tried])
+      states = join(keep(states), after, states[tried])
+      roots = join(keep(roots), roots[tried], roots[tried])
+    enough = worlds.length[states] == length
+    spread(mass, states[enough], here[enough])
+    states, here, target = (array[~enough] for array in (states, here, target))
+    spread(mass, worlds.following(states), here[:, None] * target)
+  return worlds.of_length(mass, length)
+
+
+@jax.jit
+def _judge_block(target, draft, tokens, size):
+  weights = block.prefix_weights(target, draft, tokens)
+  residual = block.residuals(target, draft, weights)
+  chances = block.stand_chances(weights, residual, size)
+  return chances, rejection.normalized(residual, target[:, :-1])
+
+
+def block_law(
+  worlds: Worlds, num_tokens: int, children: str, length: int, size: int
+):
+  """Of sequences by block verification; like `tree_law`.
+
+  Args:
+    worlds: contexts of `length - 1 + num_tokens` tokens among them.
+    num_tokens: the chain has room for so many.
+    children: as in `rejection`.
+    length: of the sequences.
+    size: how many tokens the chain has; what is behind them is garbage.
+  """
+  mass = worlds.begin()
+  expected = np.zeros(len(worlds.names))
+  for first in range(length):
+    start = np.flatnonzero((worlds.length == first) & (mass > 0))
+    states, here = [start], mass[start]
+    tokens: list[np.ndarray] = []
+    for _ in range(size):
+      nothing = np.zeros((len(here), worlds.vocab_size), bool)
+      law = worlds.next_draw(states[-1], nothing, 0, children)
+      rows, drawn = np.nonzero(law)
+      here = here[rows] * law[rows, drawn]
+      tokens = [*(one[rows] for one in tokens), drawn]
+      states = [one[rows] for one in states]
+      after = worlds.following(states[-1])[range(len(rows)), drawn]
+      states.append(after)
+    garbage = np.zeros(len(here), int)
+    in_chain = np.stack(tokens + [garbage] * (num_tokens - size), axis=1)
+    of_node = np.stack(
+      states + [start[:1].repeat(len(here))] * (num_tokens - size), axis=1
+    )
+    certain = np.eye(worlds.vocab_size, dtype=worlds.draft.dtype)[in_chain]
+    is_drawn = worlds.hot[states[0]] & (children != BEST)
+    draft = worlds.draft[of_node[:, :-1]]
+    chances, left = _in_chunks(
+      _judge_block,
+      worlds.target[of_node],
+      np.where(is_drawn[:, None, None], draft, certain),
+      in_chain.astype(np.int32),
+      np.full(len(here), size, np.int32),
+    )
+    for accepted in reversed(range(size + 1)):  # the longest that stands
+      stands = here * chances[:, accepted]
+      here = here * (1.0 - chances[:, accepted])
+      if first + accepted >= length:
+        spread(mass, states[length - first], stands)
+      else:
+        at = states[accepted]
+        bonus = worlds.target[at] if accepted == size else left[:, accepted]
+        spread(mass, worlds.following(at), stands[:, None] * bonus)
+      if first == 0:
+        world = states[0] // len(worlds.contexts)
+        spread(expected, world, stands * min(accepted + 1, length))
+    np.testing.assert_allclose(here, 0.0, atol=1e-12)
+  return worlds.of_length(mass, length), expected

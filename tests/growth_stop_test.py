@@ -1,0 +1,121 @@
+"""The rule by which growth stops, by hand.
+
+After every token there is one that follows with probability p; a chain of
+guesses has 1, p, p^2, p^3 and so on.
+"""
+
+import jax.numpy as jnp
+from list_growth import BATCH_SIZE
+from list_growth import chain_config
+from list_growth import model_stage
+from list_growth import random_step
+from list_growth import random_table
+from list_growth import run
+from list_growth import SlowStep
+from list_growth import VOCAB_SIZE
+import numpy as np
+import pytest
+import tiny_drafters
+from tiny_drafters import candidates
+
+from specdec.ranking import IMPOSSIBLE
+
+
+def _forwards(probs, config, active=None):
+  """Of a batch of chains; a token of row i is followed as in its table."""
+  active = np.ones(BATCH_SIZE, bool) if active is None else np.array(active)
+  # One table holds them all, each on tokens of its own.
+  size = 10
+  table = np.full((3 * size, 3 * size), -30.0, np.float32)
+  for row, p in enumerate(probs):
+    for place in range(size):
+      here = size * row + place
+      others = (1 - p) / (size - 1)
+      table[here, size * row : size * (row + 1)] = np.log(others)
+      table[here, size * row + (place + 1) % size] = np.log(p)
+  step = SlowStep(
+    texts=[[0], [size], [2 * size]],
+    active=active,
+    noise=np.zeros((3, config.rounds + 1, 3 * size), np.float32),
+    temperature=0.0,
+  )
+  return run(model_stage(table, config), step)[1][0]
+
+
+def test_without_a_cost_all_rounds_are_done():
+  assert _forwards((0.9, 0.3, 0.1), chain_config()) == 5
+
+
+def test_until_there_is_nothing_to_score():
+  """Nodes of the greatest depth need no children."""
+  step = random_step(0, 2, 0.0)
+  config = chain_config(max_depth=2)
+  assert run(model_stage(random_table(0), config), step)[1] == [2]
+
+
+@pytest.mark.parametrize(
+  ('min_gain', 'p', 'expected'),
+  [
+    # Scoring the node at depth d adds its probability p^d times the share p
+    # that the only child gets: 0.81, 0.729, 0.656, 0.590 after 1, 2, 3, 4.
+    (0.85, 0.9, 1),
+    (0.70, 0.9, 3),
+    (0.55, 0.9, 5),
+  ],
+)
+def test_the_least_gain(min_gain, p, expected):
+  # min_gain is of the batch's mean.
+  assert _forwards((p, p, p), chain_config(min_gain=min_gain)) == expected
+
+
+@pytest.mark.parametrize(
+  ('cost_ratio', 'num_nodes', 'expected'),
+  [
+    # p = 0.5. The gains after 1, 2, 3 rounds are 0.25, 0.125, 0.0625. The price
+    # is the 1.5, 1.75, 1.875 tokens expected so far, times c / (1 + rounds c).
+    (0.25, 8, 1),  # 0.300
+    (0.19, 8, 2),  # 0.239, 0.241
+    (0.095, 8, 2),  # 0.130, 0.140
+    (0.08, 8, 3),  # 0.111, 0.121, 0.121
+    # Of two nodes that are verified no more than 1.5 tokens are expected.
+    (0.095, 2, 3),  # 0.130, 0.120, 0.111
+  ],
+)
+def test_the_price_of_a_round(cost_ratio, num_nodes, expected):
+  config = chain_config(cost_ratio=cost_ratio, num_nodes=num_nodes)
+  assert _forwards((0.5, 0.5, 0.5), config) == expected
+
+
+def test_rows_that_are_done_have_no_say():
+  config = chain_config(min_gain=0.4)
+  assert _forwards((0.9, 0.1, 0.1), config) == 1
+  assert _forwards((0.9, 0.1, 0.1), config, (True, False, False)) == 5
+  assert _forwards((0.9, 0.1, 0.1), config, (False, True, True)) == 1
+  assert _forwards((0.9, 0.9, 0.1), config) > 1
+
+
+def test_rows_that_are_done_have_no_say_without_a_cost_either():
+  """Only the second row has something to score after the root."""
+  log_probs = np.full((VOCAB_SIZE, 1), IMPOSSIBLE, np.float32)
+  log_probs[3:] = -0.1
+  tokens = jnp.full((VOCAB_SIZE, 1), 3)
+  proposer = tiny_drafters.BigramTable(tokens, jnp.asarray(log_probs))
+  config = chain_config(rounds=4)
+  for active, expected in (
+    ((True, True, False), 4),
+    ((True, False, True), 1),
+  ):
+    step = SlowStep(
+      texts=[[0], [3], [1]],
+      active=np.array(active),
+      noise=np.zeros((3, 5, VOCAB_SIZE), np.float32),
+      temperature=0.0,
+    )
+    assert run(candidates(proposer, config=config), step)[1] == [expected]
+
+
+def test_the_cost_follows_from_bytes():
+  """If none is given; here 30 x 30 x 4 bytes for a target of 1000."""
+  by_bytes = _forwards((0.5, 0.5, 0.5), chain_config(cost_ratio=None))
+  assert by_bytes == _forwards((0.5, 0.5, 0.5), chain_config(cost_ratio=3.6))
+  assert by_bytes == 1
