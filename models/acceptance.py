@@ -83,8 +83,12 @@ def theory(target: jax.Array, draft: jax.Array) -> dict[str, jax.Array]:
 
 
 def _with_topology(generator: Generator, topology: Topology) -> Generator:
-  scorer = specdec.LanguageModelScorer(generator.pair.draft)
-  drafter = specdec.Drafter(scorer, specdec.TreeConfig(topology=topology))
+  draft = generator.pair.draft
+  if draft is None:
+    raise ValueError('acceptance needs a draft; give --draft')
+  drafter = specdec.Drafter(
+    specdec.LanguageModelScorer(draft), specdec.TreeConfig(topology=topology)
+  )
   return dataclasses.replace(generator, drafter=drafter)
 
 
@@ -127,8 +131,6 @@ def measure(
   Raises:
     ValueError: there is no draft, or decoding is greedy.
   """
-  if generator.pair.draft is None:
-    raise ValueError('acceptance needs a draft; give --draft')
   if not np.all(np.asarray(sampling.temperature) > 0):
     raise ValueError('acceptance of sampling needs --temperature above 0')
   starts = range(0, len(prompts) - batch_size + 1, batch_size)
@@ -154,10 +156,8 @@ def measure(
     """The theory at the positions of a row that were tried."""
     ids = [*result.prompt_tokens[row], *result.tokens[row]]
     at = len(result.prompt_tokens[row]) - 1 + np.flatnonzero(tried)
-    pair = generator.pair
-    return theory(
-      *(probs_of(one, ids)[at] for one in (pair.target, pair.draft))
-    )
+    target = probs_of(generator.pair.target, ids)[at]
+    return theory(target, probs_of(generator.pair.draft, ids)[at])
 
   acceptance: dict[str, dict[str, Any]] = {}
   for number in numbers_of_children:
@@ -171,13 +171,14 @@ def measure(
           if number == 1:
             chances.append(jax.device_get(expected(result, row, tried)))
       all_stood = np.concatenate(stood)
-      by_rule[str(rule)] = {
+      found: dict[str, Any] = {
         'measured': float(all_stood.mean()),
         'standard_error': float(all_stood.std() / np.sqrt(all_stood.size)),
         'forwards': all_stood.size,
       }
+      by_rule[str(rule)] = found
       if chances:
-        by_rule[str(rule)]['theory'] = {
+        found['theory'] = {
           name: float(np.concatenate([one[name] for one in chances]).mean())
           for name in chances[0]
         }

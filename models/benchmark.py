@@ -66,14 +66,12 @@ def parse_arm(text: str, default_dtype: str) -> ArmSpec:
 class Report:
   """Settings and figures of one run; `str` is a table."""
 
-  machine: dict[str, Any]
   settings: dict[str, Any]
   arms: dict[str, dict[str, Any]]
 
   def write(self, path: str) -> None:
     """Writes all of it as JSON."""
-    text = json.dumps(dataclasses.asdict(self), indent=1) + '\n'
-    pathlib.Path(path).write_text(text)
+    write_record(path, self.settings, {'arms': self.arms})
 
   def __str__(self):
     """A Markdown table."""
@@ -122,6 +120,14 @@ def prepare_output(path: str) -> None:
   file = pathlib.Path(path)
   file.parent.mkdir(parents=True, exist_ok=True)
   file.touch()
+
+
+def write_record(
+  path: str, settings: dict[str, Any], figures: dict[str, Any]
+) -> None:
+  """Writes figures as JSON, with what they depend on."""
+  record = {'machine': describe_machine(), 'settings': settings} | figures
+  pathlib.Path(path).write_text(json.dumps(record, indent=1) + '\n')
 
 
 def describe_machine() -> dict[str, Any]:
@@ -264,7 +270,6 @@ def run(
       for flip in benchmarking.find_flips(results[str(arm)], reference)
     ]
   return Report(
-    machine=describe_machine(),
     settings=settings | {'arms': [str(arm) for arm in arms]},
     arms=figures,
   )

@@ -8,6 +8,7 @@ for new in lm.stream('import ', max_new_tokens=64):
 """
 
 from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
@@ -94,25 +95,43 @@ def _is_ids(prompt) -> bool:
   )
 
 
-def _as_list(prompts: Prompts) -> list[str | Sequence[int]]:
+def _as_list(prompts: Any) -> list[Any]:
   if isinstance(prompts, str):
     return [prompts]
-  if len(prompts) and _is_ids(prompts):
-    return [prompts]  # type: ignore[list-item]
-  return list(prompts)  # type: ignore
+  if not isinstance(prompts, Iterable):
+    raise ValueError(
+      f'prompts must be a text, a list of ids or several of them, got'
+      f' {prompts!r}'
+    )
+  prompts = list(prompts)
+  return [prompts] if prompts and _is_ids(prompts) else prompts
 
 
-def _stops_of_rows(stop: Stops, batch_size: int) -> tuple[tuple[str, ...], ...]:
+def _are_texts(values: Any) -> bool:
+  """Whether it is a list of strings."""
+  return (
+    isinstance(values, Sequence)
+    and not isinstance(values, str)
+    and all(isinstance(one, str) for one in values)
+  )
+
+
+def _stops_of_rows(stop: Any, batch_size: int) -> tuple[tuple[str, ...], ...]:
   if isinstance(stop, str):
     stop = [stop]
-  if all(isinstance(one, str) for one in stop):
-    return (tuple(stop),) * batch_size  # type: ignore
-  if len(stop) != batch_size or any(isinstance(one, str) for one in stop):
+  if _are_texts(stop):
+    stop = [stop] * batch_size
+  is_list = isinstance(stop, Sequence) and all(map(_are_texts, stop))
+  if not is_list or len(stop) != batch_size:
     raise ValueError(
       'stop must be a string, a list of strings, or one list of strings per row'
       f' ({batch_size}), got {stop!r}'
     )
-  return tuple(tuple(map(str, one)) for one in stop)
+  for row, strings in enumerate(stop):
+    for one in strings:
+      if not one or any('\ud800' <= letter <= '\udfff' for letter in one):
+        raise ValueError(f'row {row} has the stop string {one!r}; give text')
+  return tuple(tuple(strings) for strings in stop)
 
 
 class TextDecoding:
@@ -138,15 +157,11 @@ class TextDecoding:
       )
     self._pair = pair = generator.pair
     given = _as_list(prompts)
-    self._ids: list[list[int]] = []
     for row, prompt in enumerate(given):
-      if not len(prompt):
+      if isinstance(prompt, str) and not prompt:
         raise ValueError(f'prompt {row} is empty; give at least one character')
-      self._ids.append(
-        pair.encode(prompt) if isinstance(prompt, str) else list(prompt)
-      )
-    self._prompts = [
-      prompt if isinstance(prompt, str) else pair.decode(list(prompt))
+    self._ids = [
+      pair.encode(prompt) if isinstance(prompt, str) else prompt
       for prompt in given
     ]
     self._stops = _stops_of_rows(options.get('stop', ()), len(given))
@@ -158,6 +173,12 @@ class TextDecoding:
     self._decoding = specdec.Decoding(
       pair.target, keys, self._ids, drafter=generator.drafter, **passed
     )
+    # They are known to be token ids now.
+    self._ids = [list(map(int, ids)) for ids in self._ids]
+    self._prompts = [
+      prompt if isinstance(prompt, str) else pair.decode(ids)
+      for prompt, ids in zip(given, self._ids, strict=True)
+    ]
 
   @property
   def done(self) -> bool:

@@ -7,6 +7,7 @@ seed; with the other rules they must have the law of the target. The exit status
 is 0 if all is well and 1 if not.
 """
 
+import dataclasses
 import sys
 from typing import Any
 
@@ -25,6 +26,7 @@ _MAX_MARGIN = flags.DEFINE_float(
   'divergences are tolerated where the two best scores were this close;'
   ' default: 0 in float32, 0.1 in bfloat16',
 )
+_OUTPUT = flags.DEFINE_string('output', None, 'JSON file to write')
 
 
 def _batch_sizes() -> list[int]:
@@ -42,12 +44,15 @@ def _batch_sizes() -> list[int]:
 
 def main() -> None:
   import models
+  from models import benchmark
   from models import lossless
 
   if options.PROMPT_FILE.value is None:
     raise ValueError('--prompt_file is needed: a file of prompts')
   prompts = options.read_prompts(options.PROMPT_FILE.value, _NUM_PROMPTS.value)
   batch_sizes = _batch_sizes()
+  if _OUTPUT.value:
+    benchmark.prepare_output(_OUTPUT.value)
   max_margin = _MAX_MARGIN.value
   if max_margin is None:
     max_margin = 0.0 if options.DTYPE.value == 'float32' else 0.1
@@ -77,6 +82,12 @@ def main() -> None:
     checks = lossless.check_law(generator, prompts, **how)
   for check in checks:
     print(check)
+  if _OUTPUT.value:
+    benchmark.write_record(
+      _OUTPUT.value,
+      options.as_dict(),
+      {'checks': [dataclasses.asdict(check) for check in checks]},
+    )
   if not all(check.passed for check in checks):
     sys.exit(1)
 

@@ -1,11 +1,7 @@
 """How often guesses stand by each rule of verification, and what theory says.
 
-python scripts/measure_acceptance.py --prompt_file=prompts.jsonl \\
-    --temperature=1 --top_k=50 --output=acceptance.json
+python scripts/measure_acceptance.py --prompt_file=prompts.jsonl --temperature=1
 """
-
-import json
-import pathlib
 
 from absl import flags
 import command_line
@@ -49,12 +45,7 @@ def main() -> None:
   )
   print(acceptance.table(figures))
   if _OUTPUT.value:
-    record = {
-      'machine': benchmark.describe_machine(),
-      'settings': options.as_dict(),
-      **figures,
-    }
-    pathlib.Path(_OUTPUT.value).write_text(json.dumps(record, indent=1) + '\n')
+    benchmark.write_record(_OUTPUT.value, options.as_dict(), figures)
 
 
 if __name__ == '__main__':

@@ -1,10 +1,12 @@
 """The host boundary: lists of token ids in, lists out, bad input refused."""
 
 from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
+import numbers
 from typing import Any
 from typing import Required
 from typing import TypedDict
@@ -135,28 +137,33 @@ def _check_drafter(target, drafter):
       )
 
 
-def _check_prompts(prompts, vocab_size):
-  if not len(prompts):
-    raise ValueError('prompts is empty; give at least one')
+def _check_ids(name: str, ids: Any, vocab_size: int) -> list[int]:
+  """Token ids as a list."""
+  array = np.asarray(list(ids)) if isinstance(ids, Iterable) else np.zeros(())
+  if array.ndim != 1 or (array.size and array.dtype.kind not in 'iu'):
+    raise ValueError(f'{name} must be a list of token ids, got {ids!r}')
+  outside = array[(array < 0) | (array >= vocab_size)]
+  if outside.size:
+    raise ValueError(
+      f'{name} has token {outside[0]}, outside the vocabulary of {vocab_size}'
+    )
+  return [int(token) for token in array]
+
+
+def _check_prompts(prompts: Any, vocab_size: int) -> list[list[int]]:
+  """The prompts as lists."""
+  if not isinstance(prompts, Iterable):
+    raise ValueError(f'prompts must be lists of token ids, got {prompts!r}')
+  checked = []
   for row, prompt in enumerate(prompts):
-    if not len(prompt):
+    checked.append(_check_ids(f'prompt {row}', prompt, vocab_size))
+    if not checked[row]:
       raise ValueError(
         f'prompt {row} is empty; give at least one token, e.g. the EOS'
       )
-    low, high = min(prompt), max(prompt)
-    if low < 0 or high >= vocab_size:
-      raise ValueError(
-        f'prompt {row} has token {low if low < 0 else high}, outside the'
-        f' vocabulary of {vocab_size}'
-      )
-
-
-def _check_eos_ids(eos_ids, vocab_size):
-  for eos in eos_ids:
-    if not 0 <= eos < vocab_size:
-      raise ValueError(
-        f'eos_ids has {eos}, outside the vocabulary of {vocab_size}'
-      )
+  if not checked:
+    raise ValueError('prompts is empty; give at least one')
+  return checked
 
 
 def _check_limits(prompts, max_new_tokens, room, context) -> np.ndarray:
@@ -170,10 +177,12 @@ def _check_limits(prompts, max_new_tokens, room, context) -> np.ndarray:
   limits = np.broadcast_to(limits, len(prompts))
   if limits.min() < 0:
     raise ValueError(f'max_new_tokens must be at least 0, got {max_new_tokens}')
-  if room is not None and room < limits.max():
+  is_integer = isinstance(room, numbers.Integral)
+  if room is not None and not (is_integer and limits.max() <= room <= context):
     raise ValueError(
-      'room_for_new_tokens must be at least'
-      f' max_new_tokens={max_new_tokens}, got {room}'
+      f'room_for_new_tokens must be an integer from max_new_tokens='
+      f'{max_new_tokens} to the context of the target, {context} tokens; got'
+      f' {room!r}'
     )
   for row, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
     if len(prompt) + limit > context:
@@ -190,13 +199,13 @@ def _dense_bias(bias: Any, batch_size: int, vocab_size: int) -> np.ndarray:
     return np.zeros(vocab_size, np.float32)
   if isinstance(bias, Mapping):
     dense = np.zeros(vocab_size, np.float32)
-    for token, value in bias.items():
-      if not 0 <= token < vocab_size:
-        raise ValueError(
-          f'logit_bias has token {token}, outside the vocabulary of'
-          f' {vocab_size}'
-        )
-      dense[token] = value
+    tokens = _check_ids('logit_bias', bias, vocab_size)
+    try:
+      dense[tokens] = [float(value) for value in bias.values()]
+    except (TypeError, ValueError) as error:
+      raise ValueError(
+        f'logit_bias must map tokens to numbers, got {bias}'
+      ) from error
     return dense
   if isinstance(bias, Sequence) and any(
     one is None or isinstance(one, Mapping) for one in bias
@@ -223,7 +232,8 @@ def _check_sampling(
     sampling = sampling.replace(
       logit_bias=_dense_bias(sampling.logit_bias, batch_size, vocab_size)
     )
-  for name in ('temperature', 'repetition_penalty', 'top_k', 'top_p', 'min_p'):
+  names = ('temperature', 'repetition_penalty', 'top_k', 'top_p', 'min_p')
+  for name in names:
     value = getattr(sampling, name)
     shape = () if value is None or isinstance(value, str) else np.shape(value)
     if shape not in ((), (batch_size,)):
@@ -231,7 +241,14 @@ def _check_sampling(
         f'{name} must be one number or one per row ({batch_size}), got an'
         f' array of shape {shape}'
       )
-  return sampling.validated()
+  sampling = sampling.validated()
+  # One per row in any case: one program for both.
+  per_row = {
+    name: jnp.broadcast_to(getattr(sampling, name), batch_size)
+    for name in names
+    if getattr(sampling, name) is not None
+  }
+  return sampling.replace(**per_row)
 
 
 def _check_stop(stop: StopTable, batch_size: int, vocab_size: int) -> None:
@@ -347,9 +364,8 @@ class Decoding:
     eos_ids = options.get('eos_ids', ())
     stop = options.get('stop')
     verify = options.get('verify', 'match')
+    prompts = _check_prompts(prompts, definition.vocab_size)
     batch_size = len(prompts)
-    _check_prompts(prompts, definition.vocab_size)
-    _check_eos_ids(eos_ids, definition.vocab_size)
     if drafter is not None:
       _check_drafter(target, drafter)
     if stop is not None:
@@ -364,7 +380,7 @@ class Decoding:
       max_new_tokens=_round_up(
         max(limits.max() if room is None else room, 1), _NEW_TOKENS_BUCKET
       ),
-      eos_ids=tuple(int(eos) for eos in eos_ids),
+      eos_ids=tuple(_check_ids('eos_ids', eos_ids, definition.vocab_size)),
       verify=verify,
       children=_check_rule(verify, options.get('children'), drafter),
       log_probs=options.get('log_probs', False),

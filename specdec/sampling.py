@@ -67,7 +67,7 @@ class Sampling(flax.struct.PyTreeNode, kw_only=True):
     arrays: dict[str, Any] = {}
     for name, (low, high, bounds) in _RANGES.items():
       value = getattr(self, name)
-      if value is None:
+      if value is None and name != 'temperature':
         continue
       array = _floats(name, value)
       if not np.all(np.isfinite(array) & (array >= low) & (array <= high)):
@@ -108,9 +108,13 @@ _ALL = np.iinfo(np.int32).max
 
 def _floats(name: str, value: Any) -> np.ndarray:
   try:
-    return np.asarray(value, np.float32)
+    if value is not None:  # which would become NaN
+      return np.asarray(value, np.float32)
+    raise TypeError
   except (TypeError, ValueError) as error:
-    raise ValueError(f'{name} must be a number or one per row') from error
+    raise ValueError(
+      f'{name} must be a number or one per row, got {value!r}'
+    ) from error
 
 
 def _check_top_k(value: Any) -> tuple[jax.Array | None, int | None]:
