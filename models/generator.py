@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
+import numbers
 import time
 from typing import Any
 from typing import TypedDict
@@ -19,6 +20,7 @@ from typing import Unpack
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from models.drafters import DraftSettings
 from models.drafters import make_drafter
@@ -76,8 +78,12 @@ def row_keys(seed: int | Sequence[int], batch_size: int) -> jax.Array:
   """
   seeds = list(seed) if isinstance(seed, Sequence) else [seed]
   for one in seeds:
-    if isinstance(one, bool) or not isinstance(one, int):
-      raise ValueError(f'seed must be an integer or one per row, got {seed!r}')
+    is_integer = isinstance(one, numbers.Integral) and not isinstance(one, bool)
+    # Of larger ones JAX would take the lower 32 bits without a word.
+    if not (is_integer and -(2**31) <= one < 2**32):
+      raise ValueError(
+        f'seed must be an integer of 32 bits, or one per row, got {seed!r}'
+      )
   if not isinstance(seed, Sequence):
     return specdec.row_keys(jax.random.key(seeds[0]), batch_size)
   if len(seeds) != batch_size:
@@ -90,8 +96,9 @@ def row_keys(seed: int | Sequence[int], batch_size: int) -> jax.Array:
 
 
 def _is_ids(prompt) -> bool:
+  # Arrays say that they can be an index, whatever their shape.
   return not isinstance(prompt, str) and all(
-    hasattr(token, '__index__') for token in prompt
+    hasattr(token, '__index__') and np.ndim(token) == 0 for token in prompt
   )
 
 
@@ -165,6 +172,7 @@ class TextDecoding:
       for prompt in given
     ]
     self._stops = _stops_of_rows(options.get('stop', ()), len(given))
+    self._streams: list[TextStream] | None = None
     passed: dict[str, Any] = dict(options)
     keys = row_keys(passed.pop('seed', 0), len(given))
     passed['stop'] = generator.stop_table(self._stops)
@@ -191,18 +199,16 @@ class TextDecoding:
 
   def __iter__(self) -> Iterator[list[str]]:
     """The new text of each row, step by step, until all are done."""
-    pieces = self._pair.token_bytes()
-    streams = [TextStream(pieces, stops) for stops in self._stops]
-    finished = [False] * len(streams)
+    # Kept, so that who breaks off can go on later, within a character too.
+    if self._streams is None:
+      pieces = self._pair.token_bytes()
+      self._streams = [TextStream(pieces, stops) for stops in self._stops]
     for new in self._decoding:
       reasons = self._decoding.finish_reasons
       texts = []
-      for row, (stream, ids) in enumerate(zip(streams, new, strict=True)):
+      for stream, ids, reason in zip(self._streams, new, reasons, strict=True):
         text = stream.feed(ids)
-        if reasons[row] is not None and not finished[row]:
-          finished[row] = True
-          text += stream.flush()
-        texts.append(text)
+        texts.append(text if reason is None else text + stream.flush())
       yield texts
 
   def result(self) -> TextGeneration:

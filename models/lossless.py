@@ -264,12 +264,17 @@ def check_law(
         ' give 500 at least'
       )
     rows, impossible = [], []
+    key = jax.random.key(seed)
     for number, (prompt, tokens) in enumerate(zip(ids, new, strict=True)):
       if not tokens:
         continue
-      key = jax.random.fold_in(jax.random.key(seed), number)
       values, own = law.transform(
-        generator.pair.target, prompt, tokens, sampling, key
+        generator.pair.target,
+        prompt,
+        tokens,
+        sampling,
+        jax.random.fold_in(key, number),
+        generator.pair.draft,
       )
       rows.append(values)
       impossible += [(number, int(at)) for at in np.flatnonzero(own <= 0)]

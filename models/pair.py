@@ -10,6 +10,7 @@ import transformers
 from models import hub
 from models.language_model import as_model
 from models.language_model import with_vocab_size
+from models.token_bytes import TextStream
 from models.token_bytes import token_bytes
 from specdec.model import Model
 
@@ -47,11 +48,20 @@ class Pair:
     return token_bytes(self.tokenizer, self.target.definition.vocab_size)
 
   def pieces(self, ids: list[int]) -> list[str]:
-    """The text of each token; together they are `decode`.
+    """The text of each token; together they are `token_bytes.text_of`.
 
     A token that ends within a character has none, and the one that completes it
-    has all of it.
+    has all of it. If the tokenizer cannot say which bytes its tokens have, they
+    are `decode` together, as far as it decodes tokens one by one.
     """
+    try:
+      stream = TextStream(self.token_bytes())
+    except ValueError:
+      return self._decoded_pieces(ids)
+    pieces = [stream.feed([token]) for token in ids]
+    return [*pieces[:-1], pieces[-1] + stream.flush()] if pieces else []
+
+  def _decoded_pieces(self, ids: list[int]) -> list[str]:
     pieces, done = [], 0
     for index in range(len(ids)):
       text = self.decode(ids[done : index + 1])

@@ -9,6 +9,10 @@ with v uniform is uniform on [0, 1), and independent of all u before
 (Rosenblatt, 1952). So a text has the target's law if and only if its u are
 independent and uniform, and every single token takes part in the test, whatever
 its distribution was.
+
+What can be seen depends on the order. The bias of a wrong rule is mostly
+towards what the draft likes better than the target does, or away from it, so
+sorting by that ratio sees it best; sorted by anything else, it may average out.
 """
 
 from collections.abc import Sequence
@@ -25,6 +29,9 @@ from specdec.sampling import token_probs
 
 _BINS = 20
 _PAIR_BINS = 5
+
+ORDERS = ('by probability', 'by token', 'by draft')
+"""By the target's probability; without meaning; by draft over target."""
 
 
 def _seen(tokens: jax.Array, vocab_size: int) -> jax.Array:
@@ -62,19 +69,23 @@ def distributions(
 
 
 @jax.jit
-def _transform(probs, tokens, key):
-  """`[n, 2]`: u of `tokens [n]` in two orders; and `[n]`: their p."""
-  own = jnp.take_along_axis(probs, tokens[:, None], axis=1)
+def _transform(probs, draft_probs, tokens, key):
+  """`[n, orders]`: u of `tokens [n]` in each order; and `[n]`: their p."""
+  of_token = lambda array: jnp.take_along_axis(array, tokens[:, None], axis=1)
   chance_key, order_key = jax.random.split(key)
+  number = jax.random.permutation(order_key, probs.shape[1])[None]
+  number = jnp.broadcast_to(number, probs.shape)
+  own = of_token(probs)
+  sort_by = [-probs, number]
+  if draft_probs is not None:
+    sort_by.append(-draft_probs / jnp.maximum(probs, 1e-37))
+  columns = []
+  for value in sort_by:
+    same = (value == of_token(value)) & (number < of_token(number))
+    is_before = (value < of_token(value)) | same
+    columns.append(jnp.sum(jnp.where(is_before, probs, 0.0), axis=1))
   chance = jax.random.uniform(chance_key, own.shape)
-  index = jnp.arange(probs.shape[1])[None]
-  likelier = (probs > own) | ((probs == own) & (index < tokens[:, None]))
-  order = jax.random.permutation(order_key, probs.shape[1])
-  earlier = order[None] < order[tokens][:, None]
-  before = [
-    jnp.sum(jnp.where(mask, probs, 0.0), axis=1) for mask in (likelier, earlier)
-  ]
-  return jnp.stack(before, axis=1) + chance * own, own[:, 0]
+  return jnp.stack(columns, axis=1) + chance * own, own[:, 0]
 
 
 def padded(tokens: Sequence[int]) -> np.ndarray:
@@ -90,6 +101,7 @@ def transform(
   new: Sequence[int],
   sampling: Sampling,
   key: jax.Array,
+  draft: Model | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
   """The numbers u of a row's new tokens.
 
@@ -98,17 +110,19 @@ def transform(
     prompt: its tokens.
     new: the tokens that were generated, at least one.
     sampling: of this row.
-    key: for v.
+    key: for v and for the order without meaning.
+    draft: who guessed, if it is a model.
 
   Returns:
-    `[n, 2]` float32, u with tokens ordered by their probability and in an order
-    without meaning; and `[n]` float32, the probability of each token: 0 where
-    it could not have been drawn.
+    `[n, orders]` float32, u in the `ORDERS`, the last only if there is a draft;
+    and `[n]` float32, the probability of each token: 0 where it could not have
+    been drawn.
   """
-  text = padded([*prompt, *new])
-  probs = distributions(model, text, sampling.validated())
+  text, sampling = padded([*prompt, *new]), sampling.validated()
+  probs = distributions(model, text, sampling)
+  draft_probs = None if draft is None else distributions(draft, text, sampling)
   tokens = jnp.asarray(np.roll(text[0], -1))
-  values, own = jax.device_get(_transform(probs, tokens, key))
+  values, own = jax.device_get(_transform(probs, draft_probs, tokens, key))
   span = slice(len(prompt) - 1, len(prompt) - 1 + len(new))
   return values[span], own[span]
 
@@ -128,14 +142,16 @@ def p_values(rows: Sequence[np.ndarray]) -> dict[str, float]:
   """How likely such u, or worse, would be, if the law is right.
 
   Args:
-    rows: of each row `[n, 2]`, from `transform`; some hundred tokens in all.
+    rows: of each row `[n, orders]`, from `transform`; some hundred tokens in
+      all.
 
   Returns:
-    A p-value for each of four tests: that u is uniform, in both orders, and
-    that it does not depend on the u before, likewise.
+    A p-value for each of two tests per order: that u is uniform, and that it
+    does not depend on the u before.
   """
   values = {}
-  for column, order in enumerate(('by probability', 'by token')):
+  for column in range(rows[0].shape[1]):
+    order = ORDERS[column]
     scaled = [np.clip(row[:, column], 0, 1 - 1e-7) for row in rows]
     single = np.concatenate(scaled)
     counts = np.bincount((single * _BINS).astype(int), minlength=_BINS)

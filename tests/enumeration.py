@@ -32,6 +32,12 @@ from specdec.verification.rejection import BEST
 from specdec.verification.rejection import WITHOUT_REPLACEMENT
 
 PROMPT = 0
+
+quick_jit = functools.partial(
+  jax.jit, compiler_options={'xla_backend_optimization_level': 0}
+)
+"""For what runs for a moment: compiles several times as fast."""
+
 _CHUNK = 4096  # rows at a time, so that few shapes are compiled
 
 # Every field is always set, to what changes nothing: one program for all.
@@ -153,8 +159,6 @@ class Worlds:
     draft: `[W * C, V]`, the distributions that children are drawn from.
     ranked: `[W * C, V]`, the best children, -1 where there are no more.
     hot: `[W * C]` bool.
-    target_logits: `[W * C, V]`, as the model gives them.
-    draft_logits: likewise.
   """
 
   names: list[str]
@@ -165,8 +169,6 @@ class Worlds:
   draft: np.ndarray
   ranked: np.ndarray
   hot: np.ndarray
-  target_logits: np.ndarray
-  draft_logits: np.ndarray
 
   @functools.cached_property
   def length(self) -> np.ndarray:
@@ -238,7 +240,7 @@ def _seen(contexts, vocab_size):
   )
 
 
-@jax.jit
+@quick_jit
 def _laws(target, draft, seen, sampling, keys):
   """Of `[S, V]` logits: distributions, and the best tokens with their ranks."""
   adjust = lambda logits: adjust_logits(
@@ -303,8 +305,6 @@ def make_worlds(
     draft=np.asarray(drawn_from),
     ranked=np.asarray(ranked),
     hot=repeat('temperature') > 0,
-    target_logits=target,
-    draft_logits=draft,
   )
 
 
@@ -328,7 +328,7 @@ def _in_chunks(function, *arrays):
   return [np.concatenate(one)[:number] for one in zip(*found, strict=True)]
 
 
-@functools.partial(jax.jit, static_argnames='children')
+@functools.partial(quick_jit, static_argnames='children')
 def _attempt(target, draft, token, *, children):
   chance = rejection.acceptance(target, draft, token)
   return chance, *rejection.after_rejection(target, draft, token, children)
@@ -466,8 +466,9 @@ def grown_law(worlds: Worlds, trees, length: int) -> np.ndarray:
   return worlds.of_length(mass, length)
 
 
-@jax.jit
-def _judge_block(target, draft, tokens, size):
+@quick_jit
+def judge_block(target, draft, tokens, size):
+  """`[B, D + 1]` chances to stand, and `[B, D, V]`, what is left behind."""
   weights = block.prefix_weights(target, draft, tokens)
   residual = block.residuals(target, draft, weights)
   chances = block.stand_chances(weights, residual, size)
@@ -510,7 +511,7 @@ def block_law(
     is_drawn = worlds.hot[states[0]] & (children != BEST)
     draft = worlds.draft[of_node[:, :-1]]
     chances, left = _in_chunks(
-      _judge_block,
+      judge_block,
       worlds.target[of_node],
       np.where(is_drawn[:, None, None], draft, certain),
       in_chain.astype(np.int32),

@@ -63,7 +63,7 @@ def _tokenizer():
 
 
 @functools.cache
-def _pair() -> Pair:
+def pair() -> Pair:
   size = len(_tokenizer())
   rng = np.random.default_rng(0)
   logits = 2 * rng.normal(size=(size, size))
@@ -79,9 +79,9 @@ def _pair() -> Pair:
 
 @functools.cache
 def _drafters():
-  pair = _pair()
+  models = pair()
   rng = np.random.default_rng(1)
-  size = pair.target.definition.vocab_size
+  size = models.target.definition.vocab_size
   text = rng.integers(size, size=80).tolist()
   table = tiny_drafters.ngram_table([text], size, order=3, num_continuations=3)
   both = tiny_drafters.candidates(
@@ -93,7 +93,7 @@ def _drafters():
     num_nodes=8, width=3, branching=2, rounds=2, capacity=24, cost_ratio=0
   )
   ragged = from_paths([(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 0, 0)])
-  drafted = lambda config: tiny_drafters.model(pair.draft, config)
+  drafted = lambda config: tiny_drafters.model(models.draft, config)
   return {
     'chain of 1': drafted(TreeConfig(topology=chain(1))),
     'chain of 3': drafted(TreeConfig(topology=chain(3))),
@@ -171,14 +171,14 @@ def _each(rng, batch_size, draw):
 def _prompt(rng, shape):
   least, most = (14, 18) if shape.long_prompt else (1, 6)
   text = _random_text(rng, least, most)
-  ids = _pair().encode(text)
+  ids = pair().encode(text)
   ids = (ids * 8)[:40] if shape.long_prompt else ids[:30]
-  return _pair().decode(ids) if rng.random() < 0.5 and ids else ids
+  return pair().decode(ids) if rng.random() < 0.5 and ids else ids
 
 
 def good_call(rng, shape: Shape) -> tuple[list, dict]:
   """Prompts and options that must work."""
-  size, batch_size = _pair().target.definition.vocab_size, shape.batch_size
+  size, batch_size = pair().target.definition.vocab_size, shape.batch_size
   each = functools.partial(_each, rng, batch_size)
   prompts = [_prompt(rng, shape) for _ in range(batch_size)]
   limit = lambda: int(rng.choice([0, 1, 2, 3, rng.integers(4, 64)]))
@@ -225,7 +225,7 @@ def good_call(rng, shape: Shape) -> tuple[list, dict]:
 _BAD = {
   'max_new_tokens': [-1, 10**6, 2.5, 'many', [1] * 9, None, [[1]], [-1]],
   'room_for_new_tokens': [-1, 1.5, 'x', 10**9],
-  'seed': ['x', 1.5, [1] * 9, None, True, [0.5]],
+  'seed': ['x', 1.5, [1] * 9, None, True, [0.5], 2**32, -(10**30)],
   'stop': ['', [''], [1], [['a']] * 9, [['']], 5, [None], '\ud800'],
   'eos_ids': [[10**6], [-1], ['x'], 3, [None], [1.5]],
   'verify': ['mtch', None, 3],
@@ -261,7 +261,7 @@ _BAD_PROMPTS = [
 def bad_call(rng, shape: Shape) -> tuple[object, dict]:
   """One thing about it is wrong."""
   prompts, options = good_call(rng, shape)
-  size = _pair().target.definition.vocab_size
+  size = pair().target.definition.vocab_size
   kind = rng.random()
   if kind < 0.15:
     return _BAD_PROMPTS[rng.integers(len(_BAD_PROMPTS))], options
@@ -293,7 +293,7 @@ def _call(generator, prompts, options):
 
 
 def _generator(drafter) -> Generator:
-  return Generator(_pair(), drafter)
+  return Generator(pair(), drafter)
 
 
 def check_clear(error: Exception) -> None:
@@ -357,7 +357,7 @@ def run_good(seed: int, number_of_shapes: int) -> str:
 
 
 def _check_ends(result, options, where):
-  pair = _pair()
+  models = pair()
   limits = np.broadcast_to(options['max_new_tokens'], len(result.tokens))
   stops = options.get('stop', [[]] * len(limits))
   rows = zip(result.tokens, result.text, result.finish_reasons, strict=True)
@@ -365,12 +365,12 @@ def _check_ends(result, options, where):
     assert len(tokens) <= limits[row], where
     assert 0 not in tokens[:-1], where
     assert (reason == 'eos') == (tokens[-1:] == [0]), where
-    whole = b''.join(pair.token_bytes()[token] for token in tokens)
+    whole = b''.join(models.token_bytes()[token] for token in tokens)
     found = [stop for stop in stops[row] if stop.encode() in whole]
     assert not any(stop in text for stop in stops[row]), where
     assert bool(found) == (reason == 'stop'), where
     # And with the token that completes it, the row ends.
-    shorter = b''.join(pair.token_bytes()[token] for token in tokens[:-1])
+    shorter = b''.join(models.token_bytes()[token] for token in tokens[:-1])
     assert not any(stop.encode() in shorter for stop in stops[row]), where
     assert whole.decode(errors='replace').startswith(text), where
     if reason == 'length':

@@ -7,6 +7,7 @@ should be, or used twice, are noticed. Every function also says by how small a
 
 import functools
 
+from enumeration import quick_jit
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +23,7 @@ ENOUGH = 1e-5
 _DRAFTING, _ACCEPTANCE, _RESIDUAL = 2147483647, 2147483646, 2147483645
 
 
-@functools.partial(jax.jit, static_argnames=('num_nodes', 'shape'))
+@functools.partial(quick_jit, static_argnames=('num_nodes', 'shape'))
 def _randomness(keys, length, *, num_nodes, shape):
   """Of `[B]` rows that have `length [B]` tokens when the step begins."""
 
@@ -67,12 +68,11 @@ def randomness(keys, length, *, num_nodes, vocab_size, children, number):
 def _best(scores, number=1):
   """The largest entries in order, as far as finite, and the margin."""
   order = np.argsort(-scores, kind='stable')
-  ranked = scores[order]
-  gaps = ranked[:number] - np.append(ranked[1:], -np.inf)[:number]
-  possible = ranked[:number] > -np.inf
+  order = order[: np.sum(scores > -np.inf)]
+  gaps = -np.diff(scores[order])[:number]
   # Equal ones are meant to be equal: then it is the first.
-  gaps = np.where((gaps == 0) | ~possible, np.inf, gaps)
-  return order[:number][possible].tolist(), gaps.min()
+  gaps = gaps[gaps > 0]
+  return order[:number].tolist(), gaps.min() if gaps.size else np.inf
 
 
 def _log(probs):

@@ -16,8 +16,10 @@ import pytest
 _ROOTS = ('specdec', 'models')
 # Nothing imported under one source may be used under another.
 _HELPERS = (
+  'enumeration',
   'list_growth',
   'list_trees',
+  'slow_walks',
   'tiny_drafters',
   'tiny_models',
   'tiny_modules',
@@ -89,6 +91,22 @@ _PATHS = ('verification.test_logits_in_a_tree_are_those_of_each_path_alone',)
 _COMMIT = ('verification.test_commit_by_hand',)
 _GPT2 = ('decode.test_drafted_equals_plain', 1, 'tree')
 _END = ('decode.test_the_first_of_several_eos_ids_ends_a_row', 'chain')
+_WITHOUT, _WITH = 'without_replacement', 'with_replacement'
+_TREES = ('enumeration.test_rejection_has_the_targets_law', 3, 4, _WITHOUT)
+_BLOCKS = (
+  'enumeration.test_block_verification_has_the_targets_law',
+  3,
+  4,
+  _WITHOUT,
+)
+_WALKS = (
+  'enumeration.test_the_compiled_walk_branches_as_the_slow_one',
+  _WITHOUT,
+)
+_CUTS = ('enumeration.test_the_compiled_block_is_cut_as_the_slow_one', True)
+_DRAWS = ('enumeration.test_children_are_drawn_from_what_is_said', _WITHOUT)
+_STREAMS = ('enumeration.test_every_stream_of_every_step_has_keys_of_its_own',)
+_LOOP = ('law.check_loop', 'rejection', _WITHOUT, 'tree')
 
 
 def _bug(what, module, old, new, test):
@@ -324,6 +342,227 @@ _BUGS = [
     'log_prob + left,',
     'log_prob,',
     ('scorers.test_merging_proposers', 2),
+  ),
+  # Rejection verification: what the guesses were drawn from.
+  _bug(
+    'distributions without the filters that were drawn with',
+    'drawing',
+    'jnp.exp(log_probs),',
+    'jax.nn.softmax(logits, axis=-1),',
+    _DRAWS,
+  ),
+  _bug(
+    'the best children count as drawn',
+    'drawing',
+    'noise = jnp.where(per_row(hot, noise), noise, 0.0)',
+    'noise = 0.0 * noise',
+    _DRAWS,
+  ),
+  _bug(
+    'children that are not drawn count as drawn evenly',
+    'verification.rejection',
+    'certain = jax.nn.one_hot(token, vocab_size)',
+    'certain = jnp.full(walk.target.shape, 1.0 / vocab_size)',
+    ('enumeration.test_the_compiled_walk_branches_as_the_slow_one', 'best'),
+  ),
+  _bug(
+    'drawn where float32 has no probability',
+    'drawing',
+    '_LEAST_LOG_PROB = -69.0',
+    '_LEAST_LOG_PROB = -1e29',
+    ('enumeration.test_no_child_is_drawn_that_float32_gives_no_probability',),
+  ),
+  _bug(
+    'greedy rows judged as at temperature 1',
+    'sampling',
+    'hot = per_row(sampling.temperature, logits) > 0',
+    'hot = per_row(sampling.temperature, logits) > -1',
+    _WALKS,
+  ),
+  _bug(
+    'greedy rows divided by a temperature of -1',
+    'sampling',
+    'jnp.where(temperature > 0, temperature, 1.0)',
+    'jnp.where(temperature > 0, temperature, -1.0)',
+    ('sampling.test_temperature_0_is_argmax_whatever_the_filters',),
+  ),
+  _bug(
+    'top-p before temperature',
+    'sampling',
+    'jnp.where(allowed, ranked, -jnp.inf)',
+    'jnp.where(allowed, ranked * temperature, -jnp.inf)',
+    ('sampling.test_filters_against_numpy', None, 0.6, None),
+  ),
+  # Its randomness.
+  _bug(
+    'drafting noise used again in every step',
+    'decode',
+    'step_keys(request.row_keys, DRAFTING, state.length)',
+    'step_keys(request.row_keys, DRAFTING, 0 * state.length)',
+    _LOOP,
+  ),
+  _bug(
+    'lots and bonus noise used again in every step',
+    'sampling',
+    'return fold(of_stream, length)',
+    'return fold(of_stream, 0 * length)',
+    _STREAMS,
+  ),
+  _bug(
+    'guesses and lots from one stream',
+    'sampling',
+    '(2**31 - 1 - stream for stream in range(3))',
+    '(2**31 - 1 - max(stream, 1) for stream in range(3))',
+    _DRAWS,
+  ),
+  _bug(
+    'lots and bonus token from one stream',
+    'sampling',
+    '(2**31 - 1 - stream for stream in range(3))',
+    '(2**31 - 1 - min(stream, 1) for stream in range(3))',
+    _WALKS,
+  ),
+  _bug(
+    'one lot for all siblings',
+    'verification.rejection',
+    'stands = chances[:, index]',
+    'stands = chances[:, 0]',
+    _WALKS,
+  ),
+  _bug(
+    'one drafting noise for all nodes',
+    'drawing',
+    'jax.random.fold_in(key, node)',
+    'jax.random.fold_in(key, 0 * node)',
+    _DRAWS,
+  ),
+  # What is left when a guess has fallen.
+  _bug(
+    'rows that accepted get the residual of those that did not',
+    'verification.rejection',
+    'falls = (is_child & ~stands)[:, None]',
+    'falls = ~stands[:, None]',
+    _WALKS,
+  ),
+  _bug(
+    'residual not normalised for the next sibling',
+    'verification.rejection',
+    'left = normalized(jnp.maximum(target - draft, 0.0), target)',
+    'left = jnp.maximum(target - draft, 0.0)',
+    _TREES,
+  ),
+  _bug(
+    'residual of the target alone',
+    'verification.rejection',
+    'jnp.maximum(target - draft, 0.0), target)',
+    'target, target)',
+    _TREES,
+  ),
+  _bug(
+    'residual subtracts the probability of another token',
+    'verification.rejection',
+    'jnp.maximum(target - draft, 0.0)',
+    'jnp.maximum(target - jnp.roll(draft, 1, axis=1), 0.0)',
+    _TREES,
+  ),
+  _bug(
+    'drawn without replacement, judged as with',
+    'verification.rejection',
+    'if children == WITHOUT_REPLACEMENT:',
+    'if False:',
+    _TREES,
+  ),
+  _bug(
+    'drawn with replacement, judged as without',
+    'verification.rejection',
+    'if children == WITHOUT_REPLACEMENT:',
+    'if True:',
+    ('enumeration.test_rejection_has_the_targets_law', 3, 4, _WITH),
+  ),
+  _bug(
+    'siblings in another order than they were drawn',
+    'drawing',
+    '_, tokens = lax.top_k(log_probs + noise, number)',
+    'tokens = jnp.flip(lax.top_k(log_probs + noise, number)[1], axis=-1)',
+    _DRAWS,
+  ),
+  _bug(
+    'the draft of the node above',
+    'verification.rejection',
+    'else replace(pick(proposals), walk.draft),',
+    'else walk.draft + (node == ROOT)[:, None] * pick(proposals),',
+    _WALKS,
+  ),
+  _bug(
+    'the bonus token from the law of the root',
+    'verification.rejection',
+    'token_probs(pick(logits)[:, None], sampling)',
+    'token_probs(logits[:, :1], sampling)',
+    _WALKS,
+  ),
+  _bug(
+    'the bonus token where the last guess was',
+    'verification.rejection',
+    '_put(walk.chosen, walk.accepted, bonus, everywhere)',
+    '_put(walk.chosen, walk.accepted - 1, bonus, everywhere)',
+    _WALKS,
+  ),
+  # Block verification.
+  _bug(
+    'a block: weights above 1',
+    'verification.block',
+    'jnp.minimum(weights[-1] * ratios[:, depth], 1.0)',
+    'weights[-1] * ratios[:, depth]',
+    _BLOCKS,
+  ),
+  _bug(
+    'a block: every ratio cut at 1, as one by one',
+    'verification.block',
+    'jnp.minimum(weights[-1] * ratios[:, depth], 1.0)',
+    'weights[-1] * jnp.minimum(ratios[:, depth], 1.0)',
+    _BLOCKS,
+  ),
+  _bug(
+    'a block: chances without the mass of the residual',
+    'verification.block',
+    'rest = mass + 1.0 - weights',
+    'rest = 1.0 + 0.0 * mass',
+    _BLOCKS,
+  ),
+  _bug(
+    'a block: inner prefixes stand with their weight',
+    'verification.block',
+    'jnp.where(depth == size[:, None], weights, inner)',
+    'weights',
+    _BLOCKS,
+  ),
+  _bug(
+    'a block: residual not weighted',
+    'verification.block',
+    'weighted = weights[:, :-1, None] * target[:, :-1]',
+    'weighted = target[:, :-1]',
+    _BLOCKS,
+  ),
+  _bug(
+    'a block: cut at the first lot that falls',
+    'verification.block',
+    'jnp.max(jnp.where(stands, depth, 0), axis=1)',
+    'jnp.sum(jnp.cumprod(stands, axis=1), axis=1) - 1',
+    _CUTS,
+  ),
+  _bug(
+    'a block: residual where all was accepted',
+    'verification.block',
+    'whole = (accepted == size)[:, None]',
+    'whole = (accepted > size)[:, None]',
+    _CUTS,
+  ),
+  _bug(
+    'a block: the bonus token of the depth above',
+    'verification.block',
+    'lambda one, index: one[index])(array, accepted)',
+    'lambda one, index: one[index])(array, jnp.maximum(accepted - 1, 0))',
+    _CUTS,
   ),
 ]
 

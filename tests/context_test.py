@@ -1,0 +1,171 @@
+"""A draft whose context is shorter than that of its target.
+
+It drafts up to the last position that it has, exactly, and no further; the text
+goes on as that of plain decoding. Drafts here are perfect, so who proposed what
+follows from lengths alone, as the slow loop below has it.
+"""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+import tiny_drafters
+import tiny_modules
+
+from models.language_model import as_model
+from models.table import table_model
+from specdec import generate
+from specdec import Sampling
+from specdec import staged
+from specdec import TreeConfig
+from specdec.topology import chain
+
+VOCAB_SIZE = 16
+CONTEXT = 20
+LIMIT = 40
+G = 3
+
+# Below, at and beyond the last position that can still be scored, and a mix.
+_PROMPTS = [
+  [1, 2, 3],
+  [4] * (CONTEXT - 1),
+  [5] * CONTEXT,
+  [6] * (CONTEXT + 1),
+  [7] * (CONTEXT + 12),
+]
+_BATCHES = [[0, 4, 1], [2, 3, 0], [3, 4, 3], [1, 2, 1]]
+
+
+@functools.cache
+def _model(max_positions, seed=0):
+  rng = np.random.default_rng(seed)
+  table = 2 * rng.normal(size=(VOCAB_SIZE, VOCAB_SIZE))
+  return table_model(table, max_positions=max_positions)
+
+
+def _target():
+  return _model(200)
+
+
+# A tree that is a chain, but grown until nothing pays.
+_TREE = TreeConfig(
+  num_nodes=G + 1, width=1, branching=1, rounds=G, capacity=8, cost_ratio=0
+)
+_CHAIN = TreeConfig(topology=chain(G))
+
+
+def _generate(target, prompts, drafter=None):
+  return generate(
+    target,
+    jax.random.key(0),
+    prompts,
+    max_new_tokens=LIMIT,
+    sampling=Sampling(temperature=[0.0, 1.0, 1.0][: len(prompts)]),
+    drafter=drafter,
+  )
+
+
+def _slow(prompts, is_fixed):
+  """Origins, histogram, forwards of the draft and verified nodes."""
+  lengths = [len(prompt) for prompt in prompts]
+  ends = [length + LIMIT for length in lengths]
+  origins = [[] for _ in prompts]
+  histogram, forwards, nodes = [0] * (G + 1), 0, 0
+  while lengths != ends:
+    active = [row for row in range(len(prompts)) if lengths[row] < ends[row]]
+    # A guess for position q needs the node before it, at q - 1, scored.
+    depths = {row: np.clip(CONTEXT + 1 - lengths[row], 0, G) for row in active}
+    deepest = max(depths.values())
+    forwards += len(active) * (G * (deepest > 0) if is_fixed else deepest)
+    for row in active:
+      nodes += 1 + depths[row]
+      block = [1] * int(depths[row]) + [0]
+      block = block[: ends[row] - lengths[row]]
+      histogram[len(block) - 1] += 1
+      origins[row] += block
+      lengths[row] += len(block)
+  return origins, histogram, forwards, nodes
+
+
+def _check(generation, prompts, config):
+  is_fixed = config.topology is not None
+  origins, histogram, forwards, nodes = _slow(prompts, is_fixed)
+  assert generation.origins == origins
+  assert generation.stats['accepted_histogram'] == histogram
+  assert generation.stats['stage_forwards'] == {'draft': forwards}
+  nodes_per_forward = generation.stats['nodes_per_forward']
+  assert nodes_per_forward * sum(histogram) == pytest.approx(nodes)
+  beyond = 0
+  for prompt, row in zip(prompts, origins, strict=True):
+    positions = range(len(prompt), len(prompt) + len(row))
+    late = [position > CONTEXT for position in positions]
+    assert not any(np.array(row)[late])
+    beyond += sum(late)
+  assert generation.stats['beyond_context'] == {'draft': beyond}
+
+
+@pytest.mark.parametrize('config', [_CHAIN, _TREE])
+def test_it_drafts_up_to_its_last_position_exactly(config):
+  drafter = tiny_drafters.model(_model(CONTEXT), config)
+  for batch in _BATCHES:
+    prompts = [_PROMPTS[row] for row in batch]
+    generation = _generate(_target(), prompts, drafter)
+    assert generation.tokens == _generate(_target(), prompts).tokens
+    _check(generation, prompts, config)
+    everyone_beyond = min(map(len, prompts)) > CONTEXT
+    assert (generation.stats['stage_forwards']['draft'] == 0) == everyone_beyond
+
+
+def test_a_stage_inside_goes_on():
+  """Whoever knows no more has no say, and costs nothing."""
+  rng = np.random.default_rng(0)
+  bigram = tiny_drafters.exact(2 * rng.normal(size=(VOCAB_SIZE, VOCAB_SIZE)))
+  inner = tiny_drafters.candidates(bigram, config=_TREE)
+  drafter = staged(tiny_drafters.model(_model(CONTEXT), _TREE), inner)
+  for batch in _BATCHES:
+    prompts = [_PROMPTS[row] for row in batch]
+    generation = _generate(_target(), prompts, drafter)
+    assert generation.tokens == _generate(_target(), prompts).tokens
+    blocks = len(prompts) * LIMIT // (G + 1)
+    assert generation.stats['accepted_histogram'] == [0] * G + [blocks]
+    assert set(generation.stats['beyond_context']) == {'draft'}
+    by_draft = generation.labels.index('draft')
+    for prompt, origins in zip(prompts, generation.origins, strict=True):
+      assert by_draft not in origins[max(CONTEXT + 1 - len(prompt), 0) :]
+    everyone_beyond = min(map(len, prompts)) > CONTEXT
+    forwards = generation.stats['stage_forwards']
+    assert (forwards['draft'] == 0) == everyone_beyond
+    assert forwards['bigram'] > 0
+
+
+def _gpt2(num_positions):
+  module = tiny_modules.make(
+    vocab_size=VOCAB_SIZE,
+    num_positions=num_positions,
+    num_layers=1,
+    tie_embeddings=False,
+  )
+  # Something to say, see `tiny_models`.
+  module.lm_head[...] *= 2
+  module.ln_f.bias[...] *= 0
+  for embedding in (module.wte.embedding, module.wpe.embedding):
+    embedding[...] *= 4
+  return as_model(module)
+
+
+def test_a_gpt2_with_fewer_positions():
+  """Prompts beyond its context are fed all the same, and forgotten."""
+  target, draft = _gpt2(96), _gpt2(CONTEXT)
+  positions = target.params['wpe']['embedding'][:CONTEXT]
+  draft = draft.replace(
+    params=target.params | {'wpe': {'embedding': positions}}
+  )
+  drafter = tiny_drafters.model(draft, _CHAIN)
+  for batch in ([0, 1], [4, 0], [3, 4]):
+    prompts = [_PROMPTS[row] for row in batch]
+    plain = _generate(target, prompts)
+    generation = _generate(target, prompts, drafter)
+    assert generation.tokens == plain.tokens
+    _check(generation, prompts, _CHAIN)
+  assert all(len(set(row)) > 3 for row in plain.tokens)

@@ -1,0 +1,868 @@
+"""The law of rejection verification, exactly, and the link to what is compiled.
+
+First the laws of whole sequences, every branch summed (see `enumeration`); then
+that `reject`, `verify_block` and `draw_children` branch in that way, decision
+by decision (see `slow_walks`); then the rule `match`, whose law follows from
+its being plain decoding for every noise there is. `law_test` does the rest: the
+whole loop, decision by decision again, and by counting.
+"""
+
+import contextlib
+import functools
+import importlib
+import itertools
+
+import enumeration
+from enumeration import quick_jit
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import slow_walks
+import tiny_drafters
+
+from models.table import table_model
+from specdec import decode
+from specdec import DecodeConfig
+from specdec import Drafter
+from specdec import LanguageModelScorer
+from specdec import NGram
+from specdec import PromptLookup
+from specdec import Request
+from specdec import staged
+from specdec import TreeConfig
+from specdec.drafter import Step
+from specdec.drawing import draw_children
+from specdec.drawing import Draws
+from specdec.growth import grow
+from specdec.growth import init_stages
+from specdec.sampling import DRAFTING
+from specdec.sampling import step_keys
+from specdec.topology import chain
+from specdec.topology import from_paths
+from specdec.topology import k_ary
+from specdec.tree import init_tree
+from specdec.tree import NO_NODE
+from specdec.tree import select_best
+from specdec.tree import TokenTree
+from specdec.verification import rejection
+from specdec.verification.block import verify_block
+from specdec.verification.rejection import BEST
+from specdec.verification.rejection import CHILDREN
+from specdec.verification.rejection import reject
+from specdec.verification.rejection import WITH_REPLACEMENT
+from specdec.verification.rejection import WITHOUT_REPLACEMENT
+
+# Total variation of whole sequences. What is left is the rounding of float32.
+_TOLERANCE = 1e-6
+
+# Tokens and length of the sequences.
+_SIZES = [(3, 4), (4, 3)]
+_TOPOLOGIES = {
+  'chain of 1': chain(1),
+  'chain of 2': chain(2),
+  'chain of 3': chain(3),
+  'binary tree': k_ary(2, 2),
+  'ternary tree': k_ary(3, 2),
+  'ragged tree': from_paths(
+    [(0,), (1,), (2,), (0, 0), (2, 0), (2, 1), (2, 1, 0)]
+  ),
+  'more children than tokens': k_ary(5, 1),
+}
+_CHAIN = 3
+
+
+@functools.cache
+def _worlds(vocab_size, length):
+  return enumeration.make_worlds(vocab_size, length - 1 + _CHAIN, seed=3)
+
+
+def _assert_law(worlds, law, length, tolerance=_TOLERANCE):
+  distances = enumeration.distance(law, worlds.exact_law(length))
+  worst = distances.argmax()
+  assert distances[worst] < tolerance, worlds.names[worst]
+
+
+def _check_trees(vocab_size, length, children, topologies):
+  worlds = _worlds(vocab_size, length)
+  for name in topologies:
+    law, _ = enumeration.tree_law(worlds, _TOPOLOGIES[name], children, length)
+    _assert_law(worlds, law, length)
+
+
+@pytest.mark.parametrize('children', CHILDREN)
+@pytest.mark.parametrize(('vocab_size', 'length'), _SIZES)
+def test_rejection_has_the_targets_law(vocab_size, length, children):
+  _check_trees(vocab_size, length, children, _TOPOLOGIES)
+
+
+@pytest.mark.parametrize('children', CHILDREN)
+@pytest.mark.parametrize(('vocab_size', 'length'), _SIZES)
+def test_block_verification_has_the_targets_law(vocab_size, length, children):
+  """Chains cut short, as at the end of the draft's context, among them."""
+  worlds = _worlds(vocab_size, length)
+  for room in range(1, _CHAIN + 1):
+    for size in range(room + 1):
+      law, _ = enumeration.block_law(worlds, room, children, length, size)
+      _assert_law(worlds, law, length)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize('children', CHILDREN)
+@pytest.mark.parametrize('seed', range(3))
+def test_more_worlds_and_longer_sequences(seed, children):
+  for vocab_size, length in ((2, 6), (3, 5), (4, 4), (5, 3)):
+    worlds = enumeration.make_worlds(vocab_size, length + 1, seed=seed + 10)
+    for topology in _TOPOLOGIES.values():
+      law, _ = enumeration.tree_law(worlds, topology, children, length)
+      _assert_law(worlds, law, length)
+    law, _ = enumeration.block_law(worlds, 2, children, length, 2)
+    _assert_law(worlds, law, length)
+
+
+def test_in_float64_nothing_is_left():
+  """So what is left in float32 is rounding, and no error of the method."""
+  with jax.enable_x64(True):
+    worlds = enumeration.make_worlds(3, 5, dtype=np.float64)
+    assert worlds.target.dtype == worlds.draft.dtype == np.float64
+    for children in CHILDREN:
+      for name in ('chain of 2', 'ternary tree', 'ragged tree'):
+        law, _ = enumeration.tree_law(worlds, _TOPOLOGIES[name], children, 3)
+        _assert_law(worlds, law, 3, tolerance=1e-13)
+      law, _ = enumeration.block_law(worlds, 3, children, 3, 3)
+      _assert_law(worlds, law, 3, tolerance=1e-13)
+
+
+def test_an_error_would_be_seen():
+  """The reference is no echo: another law than the target's is far away."""
+  worlds = _worlds(3, 4)
+  law, _ = enumeration.tree_law(worlds, chain(1), BEST, 4)
+  other = np.roll(worlds.exact_law(4), 1, axis=0)
+  assert np.all(enumeration.distance(law, other) > 0.01)
+
+
+# How many tokens stand: a rule that rejected all would have the target's law.
+
+
+@pytest.mark.parametrize('children', CHILDREN)
+def test_as_many_guesses_stand_as_can(children):
+  """Of one guess 1 - TV, or the target's probability of one not drawn."""
+  worlds = _worlds(3, 4)
+  root = slice(None, None, len(worlds.contexts))
+  target, draft = worlds.exact[root], worlds.draft[root]
+  best = np.take_along_axis(target, worlds.ranked[root, :1], axis=1)[:, 0]
+  likely = np.minimum(target, draft).sum(1)
+  is_drawn = worlds.hot[root] & (children != BEST)
+  stands = np.where(is_drawn, likely, best)
+  _, emitted = enumeration.tree_law(worlds, chain(1), children, 4)
+  np.testing.assert_allclose(emitted, 1 + stands, atol=1e-6)
+  _, emitted = enumeration.block_law(worlds, 1, children, 4, 1)
+  np.testing.assert_allclose(emitted, 1 + stands, atol=1e-6)
+
+
+def test_all_of_a_few_best_guesses_stand():
+  """Of point masses one stands with the sum of the target's probabilities."""
+  worlds = _worlds(4, 3)
+  root = slice(None, None, len(worlds.contexts))
+  best = worlds.ranked[root, :3]
+  probs = np.take_along_axis(worlds.exact[root], np.maximum(best, 0), axis=1)
+  stands = np.where(best >= 0, probs, 0.0).sum(1)
+  _, emitted = enumeration.tree_law(worlds, k_ary(3, 1), BEST, 3)
+  np.testing.assert_allclose(emitted, 1 + stands, atol=1e-6)
+
+
+def test_a_block_keeps_at_least_as_many():
+  worlds = _worlds(3, 4)
+  for children in CHILDREN:
+    _, one_by_one = enumeration.tree_law(worlds, chain(3), children, 4)
+    _, block = enumeration.block_law(worlds, 3, children, 4, 3)
+    assert np.all(block > one_by_one - 1e-6)
+    more = np.mean(block > one_by_one + 1e-3)
+    # Of point masses nothing can be made up for.
+    assert more == 0 if children == BEST else more > 0.1
+
+
+def test_an_identical_draft_is_never_rejected():
+  worlds = enumeration.make_worlds(3, 6, drafts=('identical',))
+  hot = worlds.hot[:: len(worlds.contexts)]
+  for children in (WITHOUT_REPLACEMENT, WITH_REPLACEMENT):
+    _, emitted = enumeration.tree_law(worlds, chain(3), children, 4)
+    np.testing.assert_allclose(emitted[hot], 4, atol=1e-5)
+    _, emitted = enumeration.block_law(worlds, 3, children, 4, 3)
+    np.testing.assert_allclose(emitted[hot], 4, atol=1e-5)
+
+
+# Where nothing is left of a distribution.
+
+
+def test_normalized():
+  mass = np.array([[0.0, 0.0, 0.0], [0.0, 3.0, 1.0], [0.0, 1e-30, 0.0]])
+  fallback = np.tile([0.5, 0.25, 0.25], (3, 1))
+  normalized = rejection.normalized(mass.astype(np.float32), fallback)
+  np.testing.assert_allclose(
+    normalized, [[0.5, 0.25, 0.25], [0.0, 0.75, 0.25], [0.0, 1.0, 0.0]]
+  )
+
+
+def _one_guess(target, draft, children):
+  """The law of the next token, one child tried; `[V]` each, as they are."""
+  vocab_size = len(target)
+  target, draft = (
+    np.tile(np.asarray(one, np.float32), (vocab_size, 1))
+    for one in (target, draft)
+  )
+  tokens = np.arange(vocab_size, dtype=np.int32)
+  chance = np.asarray(rejection.acceptance(target, draft, tokens))
+  left, _ = rejection.after_rejection(target, draft, tokens, children)
+  tried = np.asarray(draft[0], np.float64)
+  return tried * chance + (tried * (1.0 - chance)) @ np.asarray(left)
+
+
+def _ulps(probs, number):
+  """Some up, some down, by so many units in the last place."""
+  probs = np.asarray(probs, np.float32)
+  signs = np.resize([1, -1, -1, 1], probs.shape)
+  bits = probs.view(np.int32) + np.where(probs > 0, signs * number, 0)
+  return bits.astype(np.int32).view(np.float32)
+
+
+@pytest.mark.parametrize('children', CHILDREN)
+def test_a_draft_that_is_the_target_up_to_rounding(children):
+  rng = np.random.default_rng(0)
+  for _ in range(20):
+    target = rng.dirichlet(np.full(4, 0.5)).astype(np.float32)
+    for number in (0, 1, -1, 3):
+      law = _one_guess(target, _ulps(target, number), children)
+      np.testing.assert_allclose(law, target, atol=1e-6)
+
+
+@pytest.mark.parametrize('children', CHILDREN)
+def test_distributions_that_are_all_on_one_token(children):
+  one, other = np.eye(3)[0], np.eye(3)[1]
+  spread_out = np.array([0.2, 0.5, 0.3])
+  for target in (one, other, spread_out):
+    for draft in (one, other, spread_out):
+      np.testing.assert_allclose(
+        _one_guess(target, draft, children), target, atol=1e-6
+      )
+
+
+def test_a_block_of_which_nothing_is_left():
+  """Weights of 1 and of 0, and no residual: never a NaN, and no wrong cut."""
+  one, half = np.eye(2)[0], np.full(2, 0.5)
+  judge = lambda target, draft, tokens: enumeration.judge_block(
+    np.asarray(target, np.float32)[None],
+    np.asarray(draft, np.float32)[None],
+    np.array([tokens], np.int32),
+    np.array([len(tokens)], np.int32),
+  )
+  chances, left = judge([half, half, half], [half, half], [0, 1])
+  assert chances.tolist() == [[1, 1, 1]]
+  np.testing.assert_array_equal(left, [[half, half]])  # the target itself
+  chances, left = judge([1 - one, half, half], [one, half], [0, 1])
+  assert chances.tolist() == [[1, 0, 0]]
+  np.testing.assert_array_equal(left[0, 0], 1 - one)
+  chances, _ = judge([one, one, one], [one, one], [0, 0])
+  assert chances.tolist() == [[1, 1, 1]]
+
+
+# Trees that are grown, not drawn: every state has one of its own.
+
+_GROWN = TreeConfig(
+  num_nodes=7, width=3, branching=2, rounds=3, capacity=20, cost_ratio=0
+)
+
+
+def _of_tables(draft):
+  """Drafters that know the last token alone; `[V, V]` logits."""
+  vocab_size = len(draft)
+  model = Drafter(
+    LanguageModelScorer(table_model(draft, max_positions=1000)), _GROWN
+  )
+  table = tiny_drafters.candidates(
+    tiny_drafters.exact(np.roll(draft, 1, axis=0)), config=tiny_drafters.INNER
+  )
+  text = np.random.default_rng(1).integers(vocab_size, size=40).tolist()
+  ngram = tiny_drafters.ngram_table(
+    [text], vocab_size, order=3, num_continuations=2
+  )
+  lookup = PromptLookup((0.3, 0.6), num_matches=2)
+  return {
+    'tree': model,
+    'staged': staged(model, table),
+    'tables': tiny_drafters.candidates(NGram(ngram), lookup, config=_GROWN),
+  }
+
+
+@functools.partial(quick_jit, static_argnames='room')
+def _grown_tree(drafter, sampling, text, length, *, room):
+  """The tree that a step begins with, of one row."""
+  tokens = jnp.pad(text, (0, room))[None]
+  length = length[None]
+  vocab_size = sampling.logit_bias.shape[-1]
+  seen = jnp.any(
+    jax.nn.one_hot(text, vocab_size, dtype=bool)
+    & (jnp.arange(text.shape[0]) < length)[:, None],
+    axis=0,
+  )
+  step = Step(
+    tokens=tokens,
+    length=length,
+    active=jnp.ones(1, bool),
+    noise=None,
+    sampling=sampling,
+    target_bytes=1,
+    max_depth=drafter.max_depth,
+    seen=seen[None],
+  )
+  root = jnp.take_along_axis(tokens, length[:, None] - 1, axis=1)[:, 0]
+  tree = jax.vmap(init_tree, (0, None))(root, drafter.config.capacity)
+  stages = init_stages(drafter, text[None], length, num_slots=tokens.shape[1])
+  closed = jnp.zeros(tree.token.shape, bool)
+  _, tree = grow(drafter, stages, tree, step, closed=closed)
+  tree, _ = jax.vmap(select_best, (0, None))(tree, drafter.config.num_nodes)
+  return jax.tree.map(lambda array: array[0], tree)
+
+
+def _grown_trees(worlds, drafters, samplings, length):
+  """Of all states of fewer than `length` tokens; the others have garbage."""
+  contexts = worlds.contexts
+  texts = np.zeros((len(contexts), length), np.int32)
+  texts[:, 0] = enumeration.PROMPT
+  lengths = np.array([1 + len(context) for context in contexts])
+  for index, context in enumerate(contexts):
+    texts[index, 1 : 1 + len(context)] = context[: length - 1]
+  trees = []
+  grow_all = jax.vmap(
+    functools.partial(_grown_tree, room=8), (None, None, 0, 0)
+  )
+  for drafter in drafters:
+    for name in samplings:
+      sampling = enumeration.full_sampling(
+        enumeration.SAMPLINGS[name], worlds.vocab_size
+      ).validated()
+      trees.append(
+        grow_all(drafter, sampling.replace(max_top_k=4), texts, lengths)
+      )
+  return jax.tree.map(lambda *arrays: np.concatenate(arrays), *trees)
+
+
+@pytest.mark.parametrize('name', ['tree', 'staged', 'tables'])
+def test_grown_trees_have_the_targets_law(name):
+  vocab_size, length, num_drafts = 3, 4, 3
+  samplings = tuple(enumeration.SAMPLINGS)
+  worlds = enumeration.make_worlds(
+    vocab_size,
+    length,
+    drafts=('uniform',) * num_drafts,  # only the targets are looked at
+    samplings=samplings,
+  )
+  rng = np.random.default_rng(0)
+  tables = [2 * rng.normal(size=(vocab_size,) * 2) for _ in range(num_drafts)]
+  trees = _grown_trees(
+    worlds, [_of_tables(table)[name] for table in tables], samplings, length
+  )
+  law = enumeration.grown_law(worlds, trees, length)
+  _assert_law(worlds, law, length)
+  short = worlds.length < length
+  kinds = np.concatenate([trees.parent, trees.token], axis=1)[short]
+  assert len(np.unique(kinds, axis=0)) >= 10, 'a poor example'
+
+
+# The link: the compiled walk is the one whose branches were summed above.
+
+_BATCH_SIZE = 64
+_NUM_NODES = 9
+_DEPTH = 4
+
+
+def _random_trees(rng, probs, children):
+  """Of all sizes and forms; siblings that could have been drawn.
+
+  Args:
+    rng: of numpy.
+    probs: `[B, N, V]`, what they are drawn from.
+    children: as in `rejection`.
+  """
+  batch_size, num_nodes, vocab_size = probs.shape
+  token = rng.integers(vocab_size, size=(batch_size, num_nodes))
+  parent = np.full((batch_size, num_nodes), NO_NODE)
+  depth = np.zeros((batch_size, num_nodes), int)
+  size = rng.integers(1, num_nodes + 1, size=batch_size)
+  size[: batch_size // 2] = num_nodes
+  reach = rng.choice([1, 2, num_nodes], size=batch_size)
+  for row in range(batch_size):
+    drawn: list[set[int]] = [set() for _ in range(num_nodes)]
+    index = 1
+    while index < size[row]:
+      above = int(rng.integers(max(0, index - reach[row]), index))
+      law = probs[row, above].copy()
+      if children != WITH_REPLACEMENT:
+        law[list(drawn[above])] = 0.0
+      if depth[row, above] == _DEPTH or law.sum() <= 0:
+        reach[row] = num_nodes
+        size[row] -= 1  # at last there is no place for more
+        continue
+      token[row, index] = rng.choice(vocab_size, p=law / law.sum())
+      drawn[above].add(int(token[row, index]))
+      parent[row, index], depth[row, index] = above, depth[row, above] + 1
+      index += 1
+  zeros = np.zeros(token.shape, np.float32)
+  ints = lambda array: np.asarray(array, np.int32)
+  return TokenTree(
+    token=ints(token),
+    parent=ints(parent),
+    depth=ints(depth),
+    edge=zeros,
+    log_prob=zeros,
+    origin=ints(zeros),
+    size=ints(size),
+  )
+
+
+_reject = quick_jit(reject, static_argnames=('max_depth', 'children'))
+_verify_block = quick_jit(verify_block)
+
+# Of the rows of one batch, in turn; a greedy row must not disturb the others.
+_MIXED = [
+  enumeration.SAMPLINGS[name]
+  for name in ('temperature 1', 'greedy', 'top-p', 'all filters', 'min-p')
+]
+
+
+def _mixed_sampling(batch_size, vocab_size):
+  rows = [_MIXED[row % len(_MIXED)] for row in range(batch_size)]
+  values = {
+    name: [(enumeration.NEUTRAL | row)[name] for row in rows]
+    for name in ('temperature', 'top_k', 'top_p', 'min_p')
+  }
+  sampling = enumeration.full_sampling({}, vocab_size).replace(
+    logit_bias=None, repetition_penalty=None, **values
+  )
+  return rows, sampling.validated()
+
+
+def _random_case(seed, vocab_size=4):
+  """Logits, distributions and keys of a batch, all of them random."""
+  rng = np.random.default_rng(seed)
+  shape = (_BATCH_SIZE, _NUM_NODES, vocab_size)
+  logits = (1.5 * rng.normal(size=shape)).astype(np.float32)
+  rows, sampling = _mixed_sampling(_BATCH_SIZE, vocab_size)
+  nothing = np.zeros((_NUM_NODES, vocab_size), bool)
+  target = np.stack(
+    [
+      enumeration.exact_probs(one, nothing, row)
+      for one, row in zip(logits, rows, strict=True)
+    ]
+  )
+  proposals = rng.dirichlet(np.ones(vocab_size), size=shape[:2])
+  proposals *= rng.random(shape) < 0.8  # cannot draw all tokens
+  proposals[..., 0] += proposals.sum(-1) == 0
+  proposals = (proposals / proposals.sum(-1, keepdims=True)).astype(np.float32)
+  # Now and then it is all but the target, or all on one token.
+  near = rng.random(shape[:2]) < 0.15
+  proposals[near] = target[near]
+  return {
+    'rng': rng,
+    'logits': logits,
+    'target': target,
+    'proposals': proposals,
+    'hot': np.array([row.get('temperature', 1.0) > 0 for row in rows]),
+    'sampling': sampling,
+    'keys': jax.random.split(jax.random.key(seed), _BATCH_SIZE),
+    'length': rng.integers(1, 1000, size=_BATCH_SIZE).astype(np.int32),
+  }
+
+
+class _Agreement:
+  """Compares rows, and counts how they ended."""
+
+  def __init__(self):
+    self.close = 0
+    self.accepted = []
+
+  def compare(self, verdict, row, said, path, margin):
+    if margin < slow_walks.ENOUGH:
+      self.close += 1
+      return
+    number = int(verdict.accepted[row])
+    assert verdict.chosen[row, : number + 1].tolist() == said
+    expected = np.full(verdict.path.shape[1], NO_NODE)
+    expected[: len(path)] = path
+    assert verdict.path[row].tolist() == expected.tolist()
+    self.accepted.append(number)
+
+  def check(self, number, depths):
+    """That it was no poor example."""
+    assert self.close < 0.05 * number
+    counts = np.bincount(self.accepted, minlength=depths + 1)
+    assert np.all(counts[: depths + 1] >= 10)
+
+
+def _compare_walks(children, num_batches):
+  agreement = _Agreement()
+  for seed in range(num_batches):
+    case = _random_case(seed)
+    drawn = children != BEST
+    proposals = case['proposals'] if drawn else None
+    tree = _random_trees(case['rng'], case['proposals'].astype(float), children)
+    verdict = jax.device_get(
+      _reject(
+        tree,
+        case['logits'],
+        proposals,
+        case['keys'],
+        case['length'],
+        case['sampling'],
+        max_depth=_DEPTH,
+        children=children,
+      )
+    )
+    lots, noise, _ = slow_walks.randomness(
+      case['keys'],
+      case['length'],
+      num_nodes=_NUM_NODES,
+      vocab_size=case['logits'].shape[2],
+      children=children,
+      number=1,
+    )
+    for row in range(_BATCH_SIZE):
+      found = slow_walks.walk(
+        tree.parent[row],
+        tree.token[row],
+        case['target'][row],
+        case['proposals'][row].astype(np.float64),
+        lots[row],
+        noise[row],
+        hot=case['hot'][row],
+        children=children,
+      )
+      agreement.compare(verdict, row, *found)
+  return agreement
+
+
+@pytest.mark.parametrize('children', CHILDREN)
+def test_the_compiled_walk_branches_as_the_slow_one(children):
+  num_batches = 30
+  agreement = _compare_walks(children, num_batches)
+  agreement.check(num_batches * _BATCH_SIZE, depths=2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize('children', CHILDREN)
+def test_many_more_walks(children):
+  _compare_walks(children, 500).check(500 * _BATCH_SIZE, depths=2)
+
+
+def _chains(case, is_drawn):
+  """All nodes in a row; the tokens are drawn, or any."""
+  rng, proposals = case['rng'], case['proposals'].astype(float)
+  size = rng.integers(1, _NUM_NODES + 1, size=_BATCH_SIZE)
+  token = rng.integers(proposals.shape[2], size=proposals.shape[:2])
+  if is_drawn:
+    gumbel = rng.gumbel(size=proposals.shape)
+    with np.errstate(divide='ignore'):
+      token[:, 1:] = (np.log(proposals) + gumbel).argmax(-1)[:, :-1]
+  # So that greedy rows get somewhere too.
+  likely = case['target'].argmax(-1)[:, :-1]
+  follow = rng.random(likely.shape) < 0.7
+  follow &= ~case['hot'][:, None] | (not is_drawn)
+  token[:, 1:] = np.where(follow, likely, token[:, 1:])
+  nodes = np.tile(np.arange(_NUM_NODES), (_BATCH_SIZE, 1))
+  used = nodes < size[:, None]
+  zeros = np.zeros(token.shape, np.float32)
+  ints = lambda array: np.asarray(array, np.int32)
+  return TokenTree(
+    token=ints(token),
+    parent=ints(np.where(used, nodes - 1, NO_NODE)),
+    depth=ints(np.where(used, nodes, 0)),
+    edge=zeros,
+    log_prob=zeros,
+    origin=ints(zeros),
+    size=ints(size),
+  )
+
+
+@pytest.mark.parametrize('is_drawn', [True, False])
+def test_the_compiled_block_is_cut_as_the_slow_one(is_drawn):
+  num_batches = 20
+  agreement = _Agreement()
+  for seed in range(num_batches):
+    case = _random_case(seed)
+    tree = _chains(case, is_drawn)
+    verdict = jax.device_get(
+      _verify_block(
+        tree,
+        case['logits'],
+        case['proposals'] if is_drawn else None,
+        case['keys'],
+        case['length'],
+        case['sampling'],
+      )
+    )
+    lots, noise, _ = slow_walks.randomness(
+      case['keys'],
+      case['length'],
+      num_nodes=_NUM_NODES,
+      vocab_size=case['logits'].shape[2],
+      children=BEST,
+      number=1,
+    )
+    for row, size in enumerate(tree.size):
+      found = slow_walks.walk_block(
+        tree.token[row, :size],
+        case['target'][row],
+        case['proposals'][row].astype(np.float64),
+        lots[row],
+        noise[row],
+        hot=case['hot'][row],
+        children=WITH_REPLACEMENT if is_drawn else BEST,
+      )
+      agreement.compare(verdict, row, *found)
+  agreement.check(num_batches * _BATCH_SIZE, depths=3)
+
+
+_draw_children = quick_jit(draw_children, static_argnames='number')
+
+
+def _draw(logits, nodes, keys, length, sampling, *, replacement, number):
+  draws = Draws(keys=step_keys(keys, DRAFTING, length), replacement=replacement)
+  return jax.device_get(
+    _draw_children(logits, nodes, draws, sampling, number=number)
+  )
+
+
+@pytest.mark.parametrize('children', [WITHOUT_REPLACEMENT, WITH_REPLACEMENT])
+def test_children_are_drawn_from_what_is_said(children):
+  """In order, from the filtered distribution, with noise of their own."""
+  number, num_close = 3, 0
+  for seed in range(4):
+    case = _random_case(seed)
+    rng, logits = case['rng'], case['logits']
+    batch_size, num_nodes, vocab_size = logits.shape
+    nodes = np.argsort(rng.random((batch_size, num_nodes)), axis=1)
+    tokens, edges, drawn_from = _draw(
+      logits,
+      nodes.astype(np.int32),
+      case['keys'],
+      case['length'],
+      case['sampling'],
+      replacement=children == WITH_REPLACEMENT,
+      number=number,
+    )
+    _, _, noise = slow_walks.randomness(
+      case['keys'],
+      case['length'],
+      num_nodes=num_nodes,
+      vocab_size=vocab_size,
+      children=children,
+      number=number,
+    )
+    nothing = np.zeros((num_nodes, vocab_size), bool)
+    for row in range(batch_size):
+      hot = case['hot'][row]
+      probs = case['target'][row]
+      if not hot:
+        probs = enumeration.exact_probs(logits[row], nothing, {})
+      np.testing.assert_allclose(drawn_from[row], probs, atol=1e-6)
+      for place, node in enumerate(nodes[row]):
+        expected, margin = slow_walks.pick_children(
+          probs[place], noise[row, node], number, hot=hot, children=children
+        )
+        if margin < slow_walks.ENOUGH:
+          num_close += 1
+          continue
+        found = edges[row, place] > -100
+        assert tokens[row, place][found].tolist() == expected
+        np.testing.assert_allclose(
+          edges[row, place][found], np.log(probs[place, expected]), atol=1e-5
+        )
+  assert num_close < 20
+
+
+def test_no_child_is_drawn_that_float32_gives_no_probability():
+  """Or its probability, when its likelier siblings have fallen, is unknown."""
+  logits = np.array([0.0, -80.0, -100.0, -110.0, -110.0], np.float32)
+  for scale in (0.1, 0.5, 0.8, 1.0, 1.1, 2.0):
+    _, edges, drawn_from = _draw(
+      np.tile(scale * logits, (200, 1, 1)),
+      np.zeros((200, 1), np.int32),
+      jax.random.split(jax.random.key(0), 200),
+      np.ones(200, np.int32),
+      enumeration.full_sampling({}, 5).validated(),
+      replacement=False,
+      number=5,
+    )
+    drawn = edges[:, 0] > -1000  # in the tree, see `growth.grow`
+    possible = (drawn_from[:, 0] > 1e-37).sum(1)
+    np.testing.assert_array_equal(drawn.sum(1), possible)
+    assert np.all(np.diff(drawn.astype(int), axis=1) <= 0), 'a gap'
+
+
+def test_every_stream_of_every_step_has_keys_of_its_own():
+  keys = jax.random.split(jax.random.key(0), 3)
+  streams = (2**31 - 1, 2**31 - 2, 2**31 - 3)
+  found = [
+    jax.random.key_data(step_keys(keys, stream, jnp.full(3, length)))
+    for stream in streams
+    for length in range(50)
+  ]
+  # And those of `position_noise`.
+  found += [
+    jax.random.key_data(jax.vmap(jax.random.fold_in, (0, None))(keys, position))
+    for position in range(200)
+  ]
+  found = np.concatenate(found)
+  assert len(np.unique(found, axis=0)) == len(found)
+
+
+# The rule `match`: whatever the noise, it says what plain decoding says, and
+# that is a sequence of the target's law. So is what it says.
+
+_MATCH_LENGTH = 4
+_MATCH_VOCAB_SIZE = 3
+_NUM_NOISES = 3
+_DEEPEST = 6
+
+
+def _match_drafters(draft, wrong):
+  table = functools.partial(table_model, max_positions=1000)
+  model = lambda config: Drafter(LanguageModelScorer(table(draft)), config)
+  grown = _of_tables(draft)
+  inner = tiny_drafters.candidates(
+    tiny_drafters.exact(wrong), config=tiny_drafters.INNER
+  )
+  return {
+    'none': None,
+    'chain': model(TreeConfig(topology=chain(3))),
+    'ragged tree': model(TreeConfig(topology=_TOPOLOGIES['ragged tree'])),
+    'tree': grown['tree'],
+    'staged': staged(grown['tree'], inner),
+    'tables': grown['tables'],
+  }
+
+
+def _conditional_noise(rng, probs, token):
+  """Gumbel noise, given that the token is chosen; `probs [V]`.
+
+  From the largest sum down: it is independent of which token has it.
+  """
+  noise = rng.gumbel(size=len(probs))
+  kept = probs > 0
+  largest = rng.gumbel()
+  log_probs = np.log(probs[kept])
+  # Smaller than the largest, otherwise Gumbel (truncated).
+  sums = -np.logaddexp(-largest, -(log_probs + noise[kept]))
+  noise[kept] = sums - log_probs
+  noise[token] = largest - np.log(probs[token])
+  return noise
+
+
+def _sequence_noise(rng, table, sequence, values):
+  """`[T, V]` by position, and the probability of the sequence."""
+  total = 1 + _MATCH_LENGTH + _DEEPEST
+  noise = rng.gumbel(size=(total, _MATCH_VOCAB_SIZE))
+  text, probability = [enumeration.PROMPT], 1.0
+  for token in sequence:
+    seen = np.isin(np.arange(_MATCH_VOCAB_SIZE), text)
+    probs = enumeration.exact_probs(table[text[-1]][None], seen[None], values)
+    probability *= probs[0, token]
+    if probability == 0:
+      return noise, 0.0
+    noise[len(text)] = _conditional_noise(rng, probs[0], token)
+    text.append(token)
+  hot = values.get('temperature', 1.0) > 0
+  return noise * hot, probability
+
+
+@contextlib.contextmanager
+def _noise_by_position(noise):
+  """`decode` draws none, it is given `[T, V]`; while it is traced."""
+  module = importlib.import_module('specdec.decode')
+  drawn = module.position_noise
+  module.position_noise = lambda keys, positions, vocab_size, sampling: noise[
+    positions
+  ]
+  try:
+    yield
+  finally:
+    module.position_noise = drawn
+
+
+def _decode_with_noise(target, drafter, sampling, noise):
+  """One row."""
+  request = Request(
+    prompt=jnp.full((1, 1), enumeration.PROMPT, jnp.int32),
+    prompt_length=jnp.ones(1, jnp.int32),
+    limit=jnp.full(1, _MATCH_LENGTH, jnp.int32),
+    row_keys=jax.random.split(jax.random.key(0), 1),
+    sampling=sampling,
+  )
+  config = DecodeConfig(max_new_tokens=_MATCH_LENGTH)
+  with _noise_by_position(noise):
+    result = decode.__wrapped__(target, drafter, request, config=config)
+  return result.tokens[0, 1:], result.counters.steps
+
+
+@functools.cache
+def _noises(sampling, target):
+  """`[n, T, V]` noises, and `[n, L]` what they lead to.
+
+  Sequences that are impossible are there too, as -1, so that all samplings have
+  equally many.
+  """
+  table = np.frombuffer(target, np.float32).reshape((_MATCH_VOCAB_SIZE,) * 2)
+  values = enumeration.SAMPLINGS[sampling]
+  rng = np.random.default_rng(0)
+  noises, sequences, law = [], [], 0.0
+  for sequence in itertools.product(
+    range(_MATCH_VOCAB_SIZE), repeat=_MATCH_LENGTH
+  ):
+    for _ in range(_NUM_NOISES):
+      noise, probability = _sequence_noise(rng, table, sequence, values)
+      noises.append(noise)
+      sequences.append(sequence if probability > 0 else [-1] * _MATCH_LENGTH)
+      law += probability / _NUM_NOISES
+  np.testing.assert_allclose(law, 1.0, atol=1e-9)  # no sequence is missing
+  return np.stack(noises).astype(np.float32), np.array(sequences)
+
+
+@pytest.mark.parametrize(
+  'name',
+  [
+    'none',
+    'ragged tree',
+    'staged',
+    'tables',
+    pytest.param('chain', marks=pytest.mark.long),
+    pytest.param('tree', marks=pytest.mark.long),
+  ],
+)
+def test_match_says_every_sequence_when_plain_decoding_does(name):
+  """Each sequence with several noises that lead to it."""
+  run = quick_jit(jax.vmap(_decode_with_noise, (None, None, None, 0)))
+  steps = []
+  for number, (sampling, values) in enumerate(enumeration.SAMPLINGS.items()):
+    rng = np.random.default_rng(number)
+    target = (1.3 * rng.normal(size=(_MATCH_VOCAB_SIZE,) * 2)).astype(
+      np.float32
+    )
+    noise, expected = _noises(sampling, target.tobytes())
+    for kind in ('similar', 'adversarial'):
+      draft = enumeration.draft_logits(kind, target, rng)
+      drafter = _match_drafters(draft, wrong=target.T)[name]
+      said, num_steps = run(
+        table_model(target, max_positions=1000),
+        drafter,
+        enumeration.full_sampling(values, _MATCH_VOCAB_SIZE)
+        .validated()
+        .replace(max_top_k=4),
+        noise,
+      )
+      possible = expected[:, 0] >= 0
+      np.testing.assert_array_equal(
+        np.asarray(said)[possible], expected[possible], err_msg=sampling
+      )
+      steps += np.asarray(num_steps)[possible].tolist()
+  # More than one step, and fewer than of plain decoding.
+  assert name == 'none' or 1.2 < np.mean(steps) < 0.9 * _MATCH_LENGTH

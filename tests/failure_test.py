@@ -1,0 +1,296 @@
+"""Models that break: a row says so and stops, and no other row notices.
+
+A target's logits are its own, so a row whose logits are not finite ends with an
+error. A draft's are guesses, so whatever it says, the text is that of plain
+decoding.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_drafters
+import tiny_models
+
+from models.table import table_model
+from specdec import generate
+from specdec import PromptLookup
+from specdec import Sampling
+from specdec import staged
+from specdec import TreeConfig
+from specdec.topology import chain
+
+VOCAB_SIZE = 16
+MAX_POSITIONS = 64
+LIMIT = 20
+
+_PROMPTS = [[1, 2], [3], [4, 5, 6, 7], [2, 2]]
+_DRAFTERS = ('plain', 'chain', 'staged')
+
+
+def _table(seed):
+  rng = np.random.default_rng(seed)
+  return 2 * rng.normal(size=(VOCAB_SIZE, VOCAB_SIZE)).astype(np.float32)
+
+
+@functools.cache
+def _definition():
+  base = table_model(_table(0), max_positions=MAX_POSITIONS).definition
+
+  def apply(params, tokens, positions, mask, cache):
+    logits, cache = base.apply(params, tokens, positions, mask, cache)
+    # Padding may lie beyond the context.
+    return logits + params['extra'][positions % MAX_POSITIONS], cache
+
+  return dataclasses.replace(base, apply=apply)
+
+
+def _model(table, extra=None):
+  """A table, to whose logits something is added at each position.
+
+  Args:
+    table: `[V, V]`.
+    extra: `[positions, V]`.
+  """
+  if extra is None:
+    extra = np.zeros((MAX_POSITIONS, VOCAB_SIZE))
+  return table_model(table, max_positions=MAX_POSITIONS).replace(
+    params={'logits': jnp.asarray(table), 'extra': jnp.asarray(extra, 'f')},
+    definition=_definition(),
+  )
+
+
+def _drafter(name, model):
+  config = TreeConfig(
+    num_nodes=8, width=3, branching=2, rounds=2, capacity=20, cost_ratio=0
+  )
+  draft = tiny_drafters.model(model, config)
+  lookup = tiny_drafters.candidates(PromptLookup(), config=tiny_drafters.INNER)
+  return {
+    'plain': None,
+    'chain': draft.replace(config=TreeConfig(topology=chain(3))),
+    'tree': draft,
+    'staged': staged(draft, lookup),
+  }[name]
+
+
+def _generate(target, drafter=None):
+  """All options, so that broken logits go through all that is done to them."""
+  bias = np.zeros(VOCAB_SIZE, np.float32)
+  bias[3] = -np.inf
+  return generate(
+    target,
+    jax.random.key(0),
+    _PROMPTS,
+    max_new_tokens=LIMIT,
+    sampling=Sampling(
+      temperature=[0.0, 1.0, 0.7, 2.0],
+      logit_bias=bias,
+      repetition_penalty=1.2,
+      top_k=6,
+      top_p=0.9,
+      min_p=0.01,
+    ),
+    drafter=drafter,
+  )
+
+
+@functools.cache
+def _healthy():
+  return _generate(_model(_table(0)))
+
+
+def _similar():
+  return _table(0) + 0.4 * _table(1)
+
+
+# What is wrong with the logits of one forward, whatever they were.
+_BROKEN = {
+  'nan': np.full(VOCAB_SIZE, np.nan),
+  'one nan': np.where(np.arange(VOCAB_SIZE) == 9, np.nan, 0.0),
+  'inf': np.where(np.arange(VOCAB_SIZE) == 9, np.inf, 0.0),
+  # In a token that is banned: the model is broken all the same.
+  'inf in a banned token': np.where(np.arange(VOCAB_SIZE) == 3, np.inf, 0.0),
+  'all -inf': np.full(VOCAB_SIZE, -np.inf),
+}
+
+
+def _assert_ends(generation, ends):
+  """Each row has so many new tokens of the healthy text, or all of them."""
+  for row, prompt in enumerate(_PROMPTS):
+    end = ends[row]
+    assert generation.tokens[row] == _healthy().tokens[row][:end]
+    if end is None:
+      assert generation.finish_reasons[row] == 'length'
+      assert generation.errors[row] is None
+    else:
+      assert generation.finish_reasons[row] == 'error'
+      assert generation.errors[row] == (
+        f'row {row}: the target gave logits that are not finite for position'
+        f' {len(prompt) + end} (new token {end})'
+      )
+  histogram = np.array(generation.stats['accepted_histogram'])
+  total = sum(map(len, generation.tokens))
+  assert histogram @ np.arange(1, len(histogram) + 1) == total
+  assert generation.stats['new_tokens'] == total
+
+
+@pytest.mark.parametrize('name', _DRAFTERS)
+def test_a_row_ends_where_its_target_breaks(name):
+  """At every position, from the first new token to behind the last."""
+  for number, kind in enumerate(_BROKEN):
+    for position in (0, 1, 3, 4, *range(5 + number, 26, 5)):
+      extra = np.zeros((MAX_POSITIONS, VOCAB_SIZE), np.float32)
+      extra[position] = _BROKEN[kind]
+      # Logits at a position are those of the token behind it.
+      numbers = [position + 1 - len(prompt) for prompt in _PROMPTS]
+      ends = [one if 0 <= one < LIMIT else None for one in numbers]
+      for draft in (_table(0), _similar()):
+        drafter = _drafter(name, _model(draft))
+        generation = _generate(_model(_table(0), extra), drafter)
+        _assert_ends(generation, ends)
+        if name == 'plain':
+          break
+
+
+@pytest.mark.parametrize('name', _DRAFTERS)
+def test_a_row_ends_with_the_token_that_breaks_its_target(name):
+  """The others, which never say it, go on to their end.
+
+  Guesses that contain it are made all the time: its draft likes it best.
+  """
+  for kind in ('nan', 'inf', 'all -inf'):
+    for token in range(0, VOCAB_SIZE, 3):
+      table, draft = _table(0), _similar()
+      table[token] += _BROKEN[kind]
+      draft[:, token] += 3
+      ends = []
+      for prompt, new in zip(_PROMPTS, _healthy().tokens, strict=True):
+        said = [prompt[-1], *new[:-1]]
+        ends.append(said.index(token) if token in said else None)
+      for guess in (draft, table + draft):  # sound, and as broken
+        drafter = _drafter(name, _model(guess))
+        _assert_ends(_generate(_model(table), drafter), ends)
+
+
+@pytest.mark.parametrize('name', _DRAFTERS)
+def test_logits_of_minus_infinity_are_those_of_tokens_never_said(name):
+  allowed = np.array([1, 2, 6, 11])
+  extra = np.full((MAX_POSITIONS, VOCAB_SIZE), -np.inf)
+  extra[:, allowed] = 0.0
+  target = _model(_table(0), extra)
+  plain = _generate(target)
+  assert plain.finish_reasons == ['length'] * 4
+  assert {one for row in plain.tokens for one in row} == set(allowed.tolist())
+  for draft in (target, _model(_table(0))):
+    generation = _generate(target, _drafter(name, draft))
+    assert generation.tokens == plain.tokens
+    assert generation.finish_reasons == plain.finish_reasons
+
+
+@pytest.mark.parametrize('name', _DRAFTERS[1:])
+def test_a_draft_may_break_as_it_likes(name):
+  """Always, at some positions, or after some tokens."""
+  efficiency = {}
+  for kind, broken in _BROKEN.items():
+    everywhere = np.tile(broken, (MAX_POSITIONS, 1))
+    sometimes = np.where(np.arange(MAX_POSITIONS)[:, None] % 4, 0.0, everywhere)
+    table = _table(0)
+    table[::3] += broken
+    for when, draft in (
+      ('never', _model(_table(0))),
+      ('sometimes', _model(_table(0), sometimes)),
+      ('after some tokens', _model(table)),
+      ('always', _model(_table(0), everywhere)),
+    ):
+      generation = _generate(_model(_table(0)), _drafter(name, draft))
+      assert generation.tokens == _healthy().tokens, (kind, when)
+      assert generation.finish_reasons == ['length'] * 4
+      efficiency[when] = generation.stats['block_efficiency']
+    if name == 'chain' and 'banned' not in kind:
+      assert efficiency['never'] == LIMIT / (LIMIT // 4)
+      assert efficiency['never'] > efficiency['sometimes'] > 1.1
+
+
+# With a cache, a guess that was rejected could spoil what is right. One layer
+# will do, and compiles fast.
+
+
+def _draft(kind):
+  return tiny_models.draft(kind, num_layers=1)
+
+
+def _gpt2_run(target, draft, name, prompts):
+  drafter = None if name == 'plain' else _drafter(name, draft)
+  return generate(
+    target,
+    tiny_models.row_keys(2),
+    prompts,
+    max_new_tokens=40,
+    sampling=Sampling(temperature=[0.0, 1.0]),
+    drafter=drafter,
+  )
+
+
+def _with_broken_token(model, token, value):
+  """Its embedding is not finite, and so all that the model says after it."""
+  params = jax.tree.map(lambda leaf: leaf, model.params)
+  embedding = params['gpt2']['wte']['embedding']
+  params['gpt2']['wte']['embedding'] = embedding.at[token].set(value)
+  return model.replace(params=params)
+
+
+@pytest.mark.parametrize('name', ['plain', 'tree'])
+def test_a_guess_that_is_not_finite_spoils_nothing(name):
+  """No plain text has the token, but the draft guesses it all the time."""
+  target, draft = tiny_models.gpt2(num_layers=1), _draft('hopeless')
+  prompts = tiny_models.prompts(2)
+  healthy = _gpt2_run(target, None, 'plain', prompts)
+  for value in (np.nan, np.inf):
+    broken = _with_broken_token(target, tiny_models.TABOO, value)
+    for guesser in (
+      draft,
+      _with_broken_token(draft, tiny_models.TABOO, value),
+      # One that is right where the other is wrong.
+      _with_broken_token(_draft('similar'), tiny_models.TABOO, value),
+    ):
+      generation = _gpt2_run(broken, guesser, name, prompts)
+      assert generation.finish_reasons == ['length', 'length']
+      assert generation.tokens == healthy.tokens
+      if name == 'plain':
+        break
+
+
+def test_padding_that_is_not_finite_spoils_nothing():
+  """Prompts are padded with token 0."""
+  prompts = [[5, 9, 2], [7]]
+  bias = np.zeros(tiny_models.VOCAB_SIZE, np.float32)
+  bias[[0, tiny_models.TABOO]] = -1e6
+  target = tiny_models.gpt2(num_layers=1)
+  target = target.replace(params=target.params | {'bias': jnp.asarray(bias)})
+  healthy = _gpt2_run(target, None, 'plain', prompts)
+  broken = _with_broken_token(target, 0, np.nan)
+  for name in ('plain', 'tree'):
+    generation = _gpt2_run(broken, broken, name, prompts)
+    assert generation.finish_reasons == ['length', 'length']
+    assert generation.tokens == healthy.tokens
+
+
+def test_a_broken_row_leaves_the_cache_of_others_alone():
+  """And has the beginning of its own text."""
+  target = tiny_models.gpt2(num_layers=1)
+  prompts = tiny_models.prompts(2)
+  healthy = _gpt2_run(target, None, 'plain', prompts)
+  token = next(
+    one for one in healthy.tokens[0][6:] if one not in healthy.tokens[1]
+  )
+  end = healthy.tokens[0].index(token) + 1
+  broken = _with_broken_token(target, token, np.nan)
+  for name in ('plain', 'tree'):
+    generation = _gpt2_run(broken, _draft('similar'), name, prompts)
+    assert generation.finish_reasons == ['error', 'length']
+    assert generation.tokens == [healthy.tokens[0][:end], healthy.tokens[1]]
+    assert f'(new token {end})' in generation.errors[0]

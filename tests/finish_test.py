@@ -1,0 +1,222 @@
+"""Why a row ends: its limit, an EOS, a stop string, or somebody's wish.
+
+A counting table says i + 1 after i, so what a row has when it ends follows from
+its prompt and a few lines of Python.
+"""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_drafters
+
+from models.table import table_model
+from specdec import Decoding
+from specdec import generate
+from specdec import Sampling
+from specdec import TreeConfig
+from specdec.stop import build_stop_table
+from specdec.topology import chain
+
+VOCAB_SIZE = 64
+EOS_IDS = (60, 40, 7)
+G = 3
+OFFSETS = range(2 * (G + 1) + 1)
+# The longest prompt and the largest limit, so that some rows fill the context.
+MAX_POSITIONS = 2 + OFFSETS[-1] + 2
+
+
+def _model(step=1):
+  """Says i + step after i."""
+  table = np.zeros((VOCAB_SIZE, VOCAB_SIZE), np.float32)
+  rows = np.arange(VOCAB_SIZE)
+  table[rows, (rows + step) % VOCAB_SIZE] = 10.0
+  return table_model(table, max_positions=MAX_POSITIONS)
+
+
+def _drafter(name, step=1):
+  if name == 'plain':
+    return None
+  return tiny_drafters.model(_model(step), TreeConfig(topology=chain(G)))
+
+
+def _rows():
+  """Prompts, limits, and the last byte of the stop string of each row.
+
+  The EOS is at each offset behind the prompt, with all limits that are of any
+  interest there, and a stop string ends before, with, or behind it.
+  """
+  prompts, limits, stops = [], [], []
+  for offset in OFFSETS:
+    first = EOS_IDS[1] - 1 - offset
+    around = {0, 1, G, G + 1, offset, offset + 1, offset + 2}
+    ends = (None, *range(EOS_IDS[1] - 1, EOS_IDS[1] + 2), first + 1, first + 2)
+    for limit, end in itertools.product(sorted(around), ends):
+      # An EOS in the prompt ends nothing, nor does half of a stop string.
+      prompts.append([EOS_IDS[0], first] if len(prompts) % 2 else [first])
+      limits.append(limit)
+      stops.append(None if end is None else bytes([end - 1, end]))
+  return prompts, limits, stops
+
+
+def _expected(prompt, limit, stop):
+  new = []
+  while len(new) < limit:
+    new.append(prompt[-1] + len(new) + 1)
+    if new[-1] in EOS_IDS:
+      return new, 'eos'
+    if stop is not None and stop in bytes(new):
+      return new, 'stop'
+  return new, 'length'
+
+
+@pytest.mark.parametrize('name', ['plain', 'chain'])
+def test_every_end_at_every_offset_of_a_block(name):
+  prompts, limits, stops = _rows()
+  table = build_stop_table(
+    [[] if stop is None else [stop] for stop in stops],
+    [bytes([token]) for token in range(VOCAB_SIZE)],
+    VOCAB_SIZE,
+  )
+  expected = list(map(_expected, prompts, limits, stops))
+  reasons = [reason for _, reason in expected]
+  assert set(reasons) == {'length', 'eos', 'stop'}
+  lengths = np.array(list(map(len, prompts))) + limits
+  assert max(lengths) == MAX_POSITIONS
+  for step, temperature in ((1, 0.0), (2, 0.0), (1, 1.0)):
+    generation = generate(
+      _model(),
+      jax.random.key(0),
+      prompts,
+      max_new_tokens=limits,
+      drafter=_drafter(name, step),
+      sampling=Sampling(temperature=temperature, top_k=1),
+      eos_ids=EOS_IDS,
+      stop=table,
+    )
+    assert generation.tokens == [new for new, _ in expected]
+    assert generation.finish_reasons == reasons
+    assert generation.errors == [None] * len(prompts)
+    _check_counts(generation)
+    if name == 'chain':
+      sizes = [len(new) for new, _ in expected]
+      blocks = [-(-size // (G + 1)) for size in sizes]
+      forwards = sum(blocks) if step == 1 else sum(sizes)
+      assert generation.stats['target_forwards'] == forwards
+
+
+def _check_counts(generation):
+  """What must fit whatever happened."""
+  stats, total = generation.stats, sum(map(len, generation.tokens))
+  histogram = np.array(stats['accepted_histogram'])
+  assert stats['new_tokens'] == total
+  assert histogram @ np.arange(1, len(histogram) + 1) == total
+  assert histogram.sum() == stats['target_forwards']
+  assert sum(stats['origins'].values()) == total
+  assert stats['reads']['plain']['forwards'] == max(
+    map(len, generation.tokens), default=0
+  )
+  for tokens, origins in zip(
+    generation.tokens, generation.origins, strict=True
+  ):
+    assert len(tokens) == len(origins)
+
+
+# A table that never ends, for those who do not wait for it.
+
+
+def _endless(name, **kw):
+  """Rows that could go on for long; the last is done at once."""
+  table = np.random.default_rng(3).normal(size=(VOCAB_SIZE, VOCAB_SIZE)) * 2
+  target = table_model(jnp.asarray(table, jnp.float32), max_positions=200)
+  drafter = _drafter(name)
+  if drafter is not None:
+    scorer = drafter.scorer.replace(model=target)
+    drafter = drafter.replace(scorer=scorer)
+  arguments = {
+    'max_new_tokens': [120, 30, 120, 0],
+    'drafter': drafter,
+    'sampling': Sampling(temperature=1.0),
+  }
+  return target, jax.random.key(1), [[1], [2, 3], [4], [5]], arguments | kw
+
+
+def _run(name, *, should_stop=None):
+  *arguments, options = _endless(name)
+  return generate(*arguments, should_stop=should_stop, **options)
+
+
+class _After:
+  """Wants to stop when it is asked for the n-th time."""
+
+  def __init__(self, number):
+    self.number, self.asked = number, 0
+
+  def __call__(self):
+    self.asked += 1
+    return self.asked > self.number
+
+
+@pytest.mark.parametrize('name', ['plain', 'chain'])
+def test_a_cancelled_row_has_the_beginning_of_its_text(name):
+  whole = _run(name)
+  assert whole.finish_reasons == ['length'] * 4
+  assert whole.tokens == _run('plain').tokens
+  counts = []
+  for number in range(4):
+    after = _After(number)
+    cut = _run(name, should_stop=after)
+    assert after.asked == number + 1
+    counts.append(len(cut.tokens[0]))
+    for row, tokens in enumerate(cut.tokens):
+      assert tokens == whole.tokens[row][: len(tokens)]
+      done = len(tokens) == len(whole.tokens[row])
+      assert cut.finish_reasons[row] == ('length' if done else 'cancelled')
+      assert cut.origins[row] == whole.origins[row][: len(tokens)]
+    assert cut.errors == [None] * 4
+    _check_counts(cut)
+    if not number:
+      assert cut.stats['block_efficiency'] == 0.0
+      assert cut.stats['relative_bandwidth'] == 1.0
+  # Asked again before long, and each time there is more.
+  assert counts[0] == 0 < counts[1] <= 8 * (G + 1)
+  assert np.all(np.diff(counts) > 0)
+  assert {'cancelled', 'length'} == set(cut.finish_reasons)
+
+
+def test_nobody_is_asked_once_all_are_done():
+  after = _After(100)
+  assert _run('plain', should_stop=after).finish_reasons == ['length'] * 4
+  assert after.asked == 120 / 8
+
+
+@pytest.mark.parametrize('name', ['plain', 'chain'])
+def test_a_decode_can_be_watched(name):
+  whole = _run(name)
+  *arguments, options = _endless(name)
+  decoding = Decoding(*arguments, **options)
+  assert decoding.finish_reasons == [None] * 3 + ['length']
+  so_far = [[], [], [], []]
+  for steps, new in enumerate(decoding, 1):
+    so_far = list(map(list.__add__, so_far, new))
+    assert all(len(one) <= G + 1 for one in new)
+    result = decoding.result()
+    assert result.tokens == so_far
+    ended = [
+      'length' if row == all_of_it else None
+      for row, all_of_it in zip(so_far, whole.tokens, strict=True)
+    ]
+    assert decoding.finish_reasons == ended
+    assert result.finish_reasons == [one or 'cancelled' for one in ended]
+    _check_counts(result)
+    if steps == 20:
+      break
+  assert not decoding.done
+  decoding.run(_After(2))
+  decoding.run()
+  assert decoding.done
+  assert decoding.result().tokens == whole.tokens
+  assert decoding.result().stats == whole.stats
+  assert list(decoding) == []

@@ -1,0 +1,454 @@
+"""Text in, text out: stop strings, streaming, prompts, seeds, breaking off.
+
+The target is a bigram table of a text with characters of one to four bytes, cut
+into tokens of less and more than that. What is expected follows from the tokens
+of plain decoding without any stop strings.
+"""
+
+import dataclasses
+import functools
+import itertools
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_drafters
+import tokenizers
+import transformers
+
+from models.generator import Generator
+from models.pair import Pair
+from models.table import table_model
+from models.training.tokenizer import train_tokenizer
+from specdec import PromptLookup
+from specdec import Sampling
+from specdec import staged
+from specdec import TreeConfig
+from specdec.topology import chain
+
+_TEXT = (
+  'naïve café — 你好, 世界! 😀 ok\n',
+  'the cat says ok, ok; a café is 界 — 😀😀 €9\n',
+  'abcabc cab bca 好好\n',
+)
+LIMIT = 60
+DRAFTERS = ('plain', 'chain', 'staged')
+_NEVER = '\x01'
+
+
+@functools.cache
+def _tokenizer():
+  return train_tokenizer(_TEXT * 20, vocab_size=300, context=128)
+
+
+@functools.cache
+def _model(seed):
+  """Counts of pairs of tokens, with some noise that breaks characters.
+
+  That of seed 1 has more noise, so as to be right now and then.
+  """
+  size = len(_tokenizer())
+  rng = np.random.default_rng(seed)
+  counts = np.full((size, size), 1e-4) + 4e-3 * rng.random((size, size)) ** 8
+  ids = _tokenizer()(''.join(_TEXT))['input_ids']
+  for before, after in itertools.pairwise([*ids, ids[0]]):
+    counts[before, after] += 1
+  counts[ids[-1], 0] += 0.3
+  counts[0, ids] += 1
+  counts[:, _tokenizer()(_NEVER)['input_ids']] = 1e-20
+  logits = np.log(counts) + 2 * seed * rng.normal(size=counts.shape)
+  return table_model(logits, max_positions=128)
+
+
+@functools.cache
+def _generator(drafter='plain'):
+  tree = TreeConfig(
+    num_nodes=8, width=2, branching=2, rounds=2, capacity=16, cost_ratio=0
+  )
+  draft = tiny_drafters.model(_model(1), tree)
+  lookup = tiny_drafters.candidates(PromptLookup(), config=tiny_drafters.INNER)
+  return Generator(
+    Pair(target=_model(0), draft=None, tokenizer=_tokenizer(), eos_ids=(0,)),
+    {
+      'plain': None,
+      'chain': draft.replace(config=TreeConfig(topology=chain(3))),
+      'staged': staged(draft, lookup),
+    }[drafter],
+  )
+
+
+_PROMPTS = ['naï', [65, 66, 67], 'the cat says 你']
+_SEEDS = (3, 11, 4)
+
+
+def _arguments(stop=_NEVER, **kw):
+  """Stop strings always, so that there are few programs."""
+  return {
+    'prompts': _PROMPTS,
+    'seed': _SEEDS,
+    'max_new_tokens': LIMIT,
+    'sampling': Sampling(temperature=[1.0, 0.8, 1.0]),
+    'stop': stop,
+  } | kw
+
+
+@functools.cache
+def _plain():
+  return _generator().generate(**_arguments())
+
+
+def _token_bytes():
+  return _generator().pair.token_bytes()
+
+
+def _slow_end(tokens, stops):
+  """How many tokens a row has, and its text, byte by byte."""
+  text = b''
+  for number, token in enumerate(tokens, 1):
+    for byte in _token_bytes()[token]:
+      text += bytes([byte])
+      found = [stop for stop in stops if text.endswith(stop.encode())]
+      if found:
+        longest = max(len(stop.encode()) for stop in found)
+        return number, text[:-longest].decode('utf-8', 'replace')
+  return len(tokens), text.decode('utf-8', 'replace')
+
+
+def _stream(generator, **arguments):
+  """The pieces of each row, checked as they come, and the result."""
+  decoding = generator.stream(**arguments)
+  pieces = list(decoding)
+  assert decoding.done
+  result = decoding.result()
+  for row, text in enumerate(result.text):
+    shown = ''
+    for piece in pieces:
+      shown += piece[row]
+      assert text.startswith(shown), 'shown too early'
+    assert shown == text
+  return pieces, result
+
+
+def _check(generator, stops_of_rows, **kw):
+  """Tokens, texts, reasons and pieces, in one go and as a stream."""
+  arguments = _arguments([list(stops) for stops in stops_of_rows], **kw)
+  result = generator.generate(**arguments)
+  _, streamed = _stream(generator, **arguments)
+  ends = []
+  for row, (tokens, stops) in enumerate(
+    zip(_plain().tokens, stops_of_rows, strict=True)
+  ):
+    end, text = _slow_end(tokens, stops)
+    ends.append(end)
+    reason = _plain().finish_reasons[row]
+    if any(stop in _slow_end(tokens[:end], ())[1] for stop in stops):
+      reason = 'stop'
+    for one in (result, streamed):
+      assert one.tokens[row] == tokens[:end]
+      assert one.text[row] == text
+      assert one.finish_reasons[row] == reason
+      assert len(one.pieces[row]) == end
+      assert ''.join(one.pieces[row]) == text
+  return ends
+
+
+def test_the_text_is_worth_it():
+  """Characters split over tokens and tokens of several characters, and more."""
+  lengths = {len(_token_bytes()[one]) for row in _plain().tokens for one in row}
+  assert {0, 1, 2, 3} <= lengths
+  text = ''.join(_plain().text)
+  assert {1, 2, 3, 4} <= {len(one.encode()) for one in text}
+  assert '\ufffd' in text
+  assert {'eos', 'length'} == set(_plain().finish_reasons)
+  for row, tokens in enumerate(_plain().tokens):
+    assert _plain().text[row] == _generator().pair.decode(tokens)
+  assert any('' in pieces for pieces in _plain().pieces)
+  stats = _generator('chain').generate(**_arguments()).stats
+  assert all(count > 4 for count in stats['accepted_histogram'])
+
+
+@pytest.mark.parametrize('drafter', DRAFTERS)
+def test_stops_at_every_offset_of_a_text(drafter):
+  generator = _generator(drafter)
+  all_ends = []
+  for offset in range(0, max(map(len, _plain().text)) + 2, 5):
+    stops_of_rows = []
+    for row, text in enumerate(_plain().text):
+      stop = text[offset + row :][: 1 + (offset + row) % 5]
+      while len(stop.encode()) > 5:  # states are a matter of the shape
+        stop = stop[:-1]
+      stops_of_rows.append([stop] if stop and '\ufffd' not in stop else [])
+    all_ends.append(_check(generator, stops_of_rows))
+  for ends in zip(*all_ends, strict=True):
+    assert len(set(ends)) >= 8
+
+
+@pytest.mark.parametrize('drafter', DRAFTERS)
+def test_a_stop_may_begin_in_one_block_and_end_in_another(drafter):
+  """Anywhere in a block, in tokens of one or of several bytes."""
+  generator = _generator(drafter)
+  blocks = list(generator.stream(**_arguments()))
+  for offset in np.cumsum([len(block[1]) for block in blocks])[:-1:2]:
+    stop = _plain().text[1][max(offset - 2, 0) : offset + 2]
+    if '\ufffd' not in stop:
+      _check(generator, [[], [stop], []])
+
+
+@pytest.mark.parametrize(
+  'stops',
+  [
+    ['abc', 'bc'],  # both end with c: the longer one
+    ['bca', 'c'],  # c ends first
+    ['ok', 'ok,', ' ok'],
+    ['café', 'é', 'fé'],
+    ['好', '你好'],
+    ['😀 ', '😀😀', '€'],
+    [_NEVER * 4, ' '],
+  ],
+)
+def test_overlapping_stops(stops):
+  for drafter in DRAFTERS:
+    generator = _generator(drafter)
+    _check(generator, [stops] * 3)
+    _check(generator, [stops[::-1], [], stops[:1]])
+
+
+@pytest.mark.parametrize('drafter', DRAFTERS)
+def test_what_a_stop_held_back_is_released_at_the_end(drafter):
+  """A stop string that is never completed, the row ending by limit or EOS."""
+  rows = (0, 2)
+  assert [_plain().finish_reasons[row] for row in rows] == ['length', 'eos']
+  held = [text[-6:] for text in _plain().text]
+  stops = [[held[row] + _NEVER] if row in rows else [] for row in range(3)]
+  pieces, result = _stream(_generator(drafter), **_arguments(stops))
+  assert result.text == _plain().text
+  assert result.finish_reasons == _plain().finish_reasons
+  for row in rows:
+    assert held[row].isascii()
+    shown = [piece[row] for piece in pieces]
+    last = max(step for step, piece in enumerate(shown) if piece)
+    assert shown[last].endswith(held[row])
+    assert result.text[row][:-6].startswith(''.join(shown[:last]))
+
+
+def test_text_is_shown_as_soon_as_it_is_certain():
+  """Without stop strings all of it but the bytes of half a character."""
+  shown = [''] * 3
+  decoding = _generator().stream(**_arguments(stop=()))
+  for step, new in enumerate(decoding, 1):
+    shown = list(map(str.__add__, shown, new))
+    for row, tokens in enumerate(_plain().tokens):
+      _, text = _slow_end(tokens[:step], ())
+      assert shown[row].rstrip('\ufffd') == text.rstrip('\ufffd')
+  assert shown == _plain().text
+
+
+@pytest.mark.parametrize('drafter', ['plain', 'chain'])
+def test_breaking_off(drafter):
+  """What there is so far, and later the rest."""
+  decoding = _generator(drafter).stream(**_arguments())
+  shown = [''] * 3
+  for breaks in (1, 2, 3, 5, 8):
+    for step, new in enumerate(decoding, 1):
+      shown = list(map(str.__add__, shown, new))
+      if step == breaks:
+        break
+    result = decoding.result()
+    for row, text in enumerate(result.text):
+      tokens = result.tokens[row]
+      assert tokens == _plain().tokens[row][: len(tokens)]
+      done = len(tokens) == len(_plain().tokens[row])
+      reason = _plain().finish_reasons[row] if done else 'cancelled'
+      assert result.finish_reasons[row] == reason
+      assert text.startswith(shown[row])
+      assert ''.join(result.pieces[row]) == text
+    stats = result.stats
+    assert stats['new_tokens'] == sum(map(len, result.tokens))
+    assert sum(stats['accepted_histogram']) == stats['target_forwards']
+  assert 'cancelled' in result.finish_reasons
+  for new in decoding:
+    shown = list(map(str.__add__, shown, new))
+  assert decoding.result().tokens == _plain().tokens
+  assert shown == decoding.result().text == _plain().text
+
+
+def test_should_stop():
+  asked = []
+  result = _generator('chain').generate(
+    **_arguments(), should_stop=lambda: asked.append(1) or len(asked) > 1
+  )
+  assert 'cancelled' in result.finish_reasons
+  assert len(asked) == 2
+  for tokens, whole in zip(result.tokens, _plain().tokens, strict=True):
+    assert 8 <= len(tokens) < len(whole)
+    assert tokens == whole[: len(tokens)]
+
+
+def test_a_seed_of_a_row_is_the_seed_of_a_single_run():
+  generator = _generator()
+  for row, seed in enumerate(_SEEDS):
+    for one in (seed, [seed]):
+      alone = generator.generate(
+        _PROMPTS[row],
+        seed=one,
+        max_new_tokens=LIMIT,
+        sampling=Sampling(
+          temperature=_arguments()['sampling'].temperature[row]
+        ),
+        stop=_NEVER,
+      )
+      assert alone.tokens == [_plain().tokens[row]]
+      assert alone.text == [_plain().text[row]]
+      assert alone.prompts == [_plain().prompts[row]]
+
+
+def test_a_single_seed_of_a_batch():
+  """Rows differ, and the first has the tokens of the seed alone."""
+  for drafter in DRAFTERS:
+    run = lambda seed, order=(0, 0, 0), drafter=drafter: (
+      _generator(drafter)
+      .generate(
+        **_arguments(
+          seed=seed,
+          prompts=[_PROMPTS[row] for row in order],
+          sampling=Sampling(temperature=[1.0] * 3),
+        )
+      )
+      .tokens
+    )
+    same = run(_SEEDS[0])
+    assert len(set(map(tuple, same))) == 3
+    assert same[0] == _plain().tokens[0]
+    assert run([5, _SEEDS[0], 5])[1] == same[0]
+    assert run([5] * 3) == [run(5)[0]] * 3
+    assert run(6) != run(5)
+
+
+def test_prompts_in_every_notation():
+  texts = ['abc', 'the cat', '好']
+  ids = [_tokenizer()(text)['input_ids'] for text in texts]
+  run = lambda prompts: _generator().generate(
+    prompts, max_new_tokens=2, stop=_NEVER
+  )
+  expected = run(texts)
+  for prompts in (
+    ids,
+    tuple(texts),
+    [texts[0], ids[1], tuple(ids[2])],
+    [np.array(one) for one in ids],
+    [texts[0], np.array(ids[1]), jnp.array(ids[2])],
+  ):
+    result = run(prompts)
+    assert result.tokens == expected.tokens
+    assert result.prompts == texts
+    assert result.prompt_tokens == ids
+    assert result.log_probs is None
+    shown = json.loads(result.to_json())
+    assert shown['prompt_tokens'] == ids
+    assert shown['text'] == expected.text
+  for one in (texts[0], [texts[0]], ids[0], [ids[0]], np.array(ids[0])):
+    assert run(one).tokens == expected.tokens[:1]
+    assert json.loads(run(one).to_json())['prompts'] == texts[:1]
+
+
+@pytest.mark.parametrize(
+  ('arguments', 'message'),
+  [
+    ({'prompts': ''}, 'prompt 0 is empty; give at least one character'),
+    ({'prompts': []}, 'prompts is empty'),
+    ({'prompts': ['a', '']}, 'prompt 1 is empty'),
+    ({'prompts': [[1], []]}, 'prompt 1 is empty'),
+    ({'prompts': [[]]}, 'prompt 0 is empty'),
+    ({'prompts': ['a', [300]]}, 'prompt 1 has token 300, outside'),
+    ({'prompts': ['a', [[1]]]}, 'prompt 1 must be a list of token ids'),
+    ({'prompts': ['a', None]}, 'prompt 1 must be a list of token ids'),
+    ({'stop': ''}, "row 0 has the stop string ''"),
+    ({'stop': [['a'], ['a', '']]}, "row 1 has the stop string ''"),
+    ({'stop': [['a']]}, r'one list of strings per row \(2\)'),
+    ({'stop': [['a'], 'b']}, r'one list of strings per row \(2\)'),
+    ({'seed': [1]}, r'one integer or one per row \(2\), got 1'),
+    ({'seed': 1.5}, 'seed must be an integer'),
+    ({'seed': [1, None]}, 'seed must be an integer'),
+    ({'seed': True}, 'seed must be an integer'),
+  ],
+)
+def test_bad_arguments_are_refused(arguments, message):
+  arguments = {'prompts': ['a', 'b'], 'max_new_tokens': 2} | arguments
+  for call in (_generator().generate, _generator().stream):
+    with pytest.raises(ValueError, match=message):
+      call(**arguments)
+
+
+def test_unknown_arguments_are_refused():
+  with pytest.raises(TypeError, match=r"\['max_tokens'\]; there are"):
+    _generator().generate('a', max_tokens=3)
+
+
+def test_stop_tables_are_kept():
+  generator = _generator()
+  first = generator.stop_table((('a',), ()))
+  assert generator.stop_table((('a',), ())) is first
+  assert generator.stop_table(((), ())) is None
+  for number in range(20):
+    generator.stop_table(((f'{number}',), ()))
+  again = generator.stop_table((('a',), ()))
+  np.testing.assert_array_equal(again.next_state, first.next_state)
+
+
+def test_timed_is_generate():
+  timed = _generator().timed(**_arguments())
+  assert timed.tokens == _plain().tokens
+  assert timed.text == _plain().text
+  figures = {'seconds', 'tokens_per_second', 'compile_seconds'}
+  assert set(timed.stats) - set(_plain().stats) == figures
+
+
+def test_text_that_ends_by_eos_and_text_that_goes_on():
+  """Special tokens have no text, and with `eos_ids=()` end nothing."""
+  row = _plain().finish_reasons.index('eos')
+  assert _plain().tokens[row][-1] == 0
+  assert _plain().pieces[row][-1] == ''
+  endless = _generator().generate(**_arguments(eos_ids=()))
+  assert endless.finish_reasons == ['length'] * 3
+  for tokens, whole in zip(_plain().tokens, endless.tokens, strict=True):
+    assert tokens == whole[: len(tokens)]
+    assert len(whole) == LIMIT
+  assert '<|' not in ''.join(endless.text)
+  for tokens, text in zip(endless.tokens, endless.text, strict=True):
+    assert text == _generator().pair.decode(tokens)
+
+
+def test_pieces_of_a_tokenizer_whose_text_loses_its_first_space():
+  """As Llama's; what is generated goes on after a prompt, so it is kept."""
+  vocabulary = ['▁the', '▁', 'cat', '<0xC3>', '<0xA9>']
+  backend = tokenizers.Tokenizer(
+    tokenizers.models.BPE(
+      {token: index for index, token in enumerate(vocabulary)}, []
+    )
+  )
+  backend.decoder = tokenizers.decoders.Sequence(
+    [
+      tokenizers.decoders.Replace('▁', ' '),
+      tokenizers.decoders.ByteFallback(),
+      tokenizers.decoders.Fuse(),
+      tokenizers.decoders.Strip(' ', 1, 0),
+    ]
+  )
+  tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
+  pair = Pair(
+    target=table_model(jnp.zeros((5, 5)), max_positions=8),
+    draft=None,
+    tokenizer=tokenizer,
+    eos_ids=(),
+  )
+  pieces = pair.pieces([0, 1, 2, 3, 4, 0, 3])
+  assert pieces == [' the', ' ', 'cat', '', 'é', ' the', '\ufffd']
+  assert pair.pieces([]) == []
+  # One that does not say what its tokens are made of.
+  backend.decoder = tokenizers.decoders.WordPiece()
+  tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
+  pair = dataclasses.replace(pair, tokenizer=tokenizer)
+  assert pair.pieces([2, 2]) == ['cat', 'cat']
+  with pytest.raises(ValueError, match='stop strings and streaming need'):
+    list(Generator(pair, None).stream([[2]], max_new_tokens=2))

@@ -1,0 +1,400 @@
+"""The law of rejection verification, by the compiled loop as users run it.
+
+Tens of thousands of rows of every rule, with the ways in which children come
+about, on every kind of tree; what they say is counted and compared with the
+exact law of whole sequences, which takes several steps. The first rows are also
+compared token by token with the loop in plain Python, where there is one.
+"""
+
+import dataclasses
+import functools
+
+import enumeration
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import optimize
+from scipy import stats
+import slow_walks
+import tiny_drafters
+
+from models.table import table_model
+from specdec import decode
+from specdec import DecodeConfig
+from specdec import Request
+from specdec import staged
+from specdec import TreeConfig
+from specdec.topology import chain
+from specdec.topology import from_paths
+from specdec.topology import k_ary
+from specdec.tree import NO_NODE
+from specdec.verification.rejection import BEST
+from specdec.verification.rejection import CHILDREN
+from specdec.verification.rejection import WITH_REPLACEMENT
+from specdec.verification.rejection import WITHOUT_REPLACEMENT
+
+_VOCAB_SIZE = 4
+_LENGTH = 4
+_NUM_ROWS = 60_000  # of each sampling
+_CHUNK = 6100  # at a time; XLA folds constants as long as this for minutes
+_NUM_SLOW = 150
+
+_GROWN = TreeConfig(
+  num_nodes=6, width=2, branching=2, rounds=2, capacity=16, cost_ratio=0
+)
+_TOPOLOGIES = {
+  'chain': chain(2),
+  'tree': k_ary(2, 2),
+  'ragged': from_paths([(0,), (1,), (2,), (1, 0), (1, 1), (1, 1, 0)]),
+}
+_SAMPLINGS = {
+  'temperature 1': {},
+  'filters': {
+    'temperature': 0.7,
+    'top_p': 0.9,
+    'min_p': 0.02,
+    'repetition_penalty': 1.4,
+    'logit_bias': 0.3,
+  },
+  'greedy': {'temperature': 0.0},
+}
+_DRAWN = ('temperature 1', 'filters')  # those with a law to be tested
+
+# Rule, children, shape.
+_CASES = [
+  ('rejection', BEST, 'none'),
+  ('rejection', BEST, 'staged'),
+  ('rejection', BEST, 'bigram'),
+  ('rejection', WITHOUT_REPLACEMENT, 'chain'),
+  ('rejection', WITHOUT_REPLACEMENT, 'tree'),
+  ('rejection', WITH_REPLACEMENT, 'tree'),
+  ('block', WITHOUT_REPLACEMENT, 'chain'),
+]
+_MORE_CASES = [
+  ('rejection', BEST, 'tree'),
+  ('rejection', BEST, 'grown'),
+  *(
+    case
+    for children in CHILDREN
+    for case in (
+      ('rejection', children, 'chain'),
+      ('rejection', children, 'ragged'),
+      ('block', children, 'chain'),
+    )
+  ),
+  ('block', BEST, 'none'),
+  ('block', BEST, 'bigram chain'),
+  ('match', BEST, 'none'),
+  ('match', BEST, 'grown'),
+  ('match', BEST, 'tree'),
+]
+
+# Of one test among all, so that all hold with a probability of 99.9% at least.
+_SIGNIFICANCE = 1e-3 / len(_DRAWN) / (len(_CASES) + len(_MORE_CASES))
+
+
+@functools.cache
+def _tables():
+  """`[V, V]` logits of the target and of a draft that is right now and then."""
+  rng = np.random.default_rng(0)
+  target = rng.normal(size=(_VOCAB_SIZE,) * 2)
+  draft = target + 1.2 * rng.normal(size=target.shape)
+  return target.astype(np.float32), draft.astype(np.float32)
+
+
+def _model(table):
+  return table_model(table, max_positions=1000)
+
+
+def _drafter(shape, draft, other):
+  if shape == 'none':
+    return None
+  model = tiny_drafters.model(_model(draft), _GROWN)
+  table = tiny_drafters.candidates(tiny_drafters.exact(other), config=_GROWN)
+  if shape in _TOPOLOGIES:
+    return model.replace(config=TreeConfig(topology=_TOPOLOGIES[shape]))
+  return {
+    'grown': model,
+    'staged': staged(model, table.replace(config=tiny_drafters.INNER)),
+    'bigram': table,
+    'bigram chain': table.replace(config=TreeConfig(topology=chain(2))),
+  }[shape]
+
+
+# The same program as ever, its machine code less optimized: half the time.
+@functools.partial(
+  jax.jit,
+  static_argnames='config',
+  compiler_options={'xla_backend_optimization_level': 1},
+)
+def _run(target, drafter, samplings, keys, kinds, *, config):
+  """The new tokens of many rows, each a batch of its own.
+
+  Args:
+    target: a model.
+    drafter: or None.
+    samplings: stacked.
+    keys: `[n]`.
+    kinds: `[n]`, which of the samplings.
+    config: of the decode.
+  """
+
+  def one(key, kind):
+    request = Request(
+      prompt=jnp.full((1, 1), enumeration.PROMPT, jnp.int32),
+      prompt_length=jnp.ones(1, jnp.int32),
+      limit=jnp.full(1, _LENGTH, jnp.int32),
+      row_keys=key[None],
+      sampling=jax.tree.map(lambda array: array[kind], samplings),
+    )
+    result = decode(target, drafter, request, config=config)
+    return result.tokens[0, 1:], result.counters.steps
+
+  return jax.vmap(one)(keys, kinds)
+
+
+def _decode(rule, children, shape, num_rows, *, chunk=_CHUNK, seed=0):
+  """Tokens `[n, L]`, steps `[n]` and keys `[n]` of each sampling."""
+  target, draft = _tables()
+  samplings = [
+    enumeration.full_sampling(values, _VOCAB_SIZE)
+    .validated()
+    .replace(max_top_k=_VOCAB_SIZE)
+    for values in _SAMPLINGS.values()
+  ]
+  # Greedy rows need not be as many; they are the last.
+  sizes = [num_rows] * len(_DRAWN) + [num_rows // 30]
+  kinds = np.repeat(np.arange(len(sizes)), sizes)
+  keys = jax.random.split(jax.random.key(seed), len(kinds))
+  run = functools.partial(
+    _run,
+    _model(target),
+    _drafter(shape, draft, other=target[::-1]),
+    jax.tree.map(lambda *arrays: jnp.stack(arrays), *samplings),
+    config=DecodeConfig(max_new_tokens=_LENGTH, verify=rule, children=children),
+  )
+  found = [
+    run(keys[start : start + chunk], kinds[start : start + chunk])
+    for start in range(0, len(kinds), chunk)
+  ]
+  split = lambda array: np.split(array, np.cumsum(sizes)[:-1])
+  tokens, steps = (np.concatenate(one) for one in zip(*found, strict=True))
+  of_kind = [keys[kinds == kind] for kind in range(len(sizes))]
+  return split(tokens), split(steps), of_kind
+
+
+@dataclasses.dataclass(frozen=True)
+class _Law:
+  """Of a table, in float64; the context is what has been said.
+
+  Attributes:
+    table: `[V, V]` logits.
+    values: one of `_SAMPLINGS`.
+  """
+
+  table: np.ndarray
+  values: dict
+
+  @functools.cached_property
+  def _known(self):
+    return {}
+
+  def after(self, text, *, cold_as_at_1=False):
+    """`[V]`, of the next token; if asked, temperature 0 is 1."""
+    key = (text[-1], frozenset(text))
+    if key not in self._known:
+      seen = np.isin(np.arange(_VOCAB_SIZE), text)[None]
+      values = self.values
+      if cold_as_at_1 and values.get('temperature') == 0:
+        values = {**values, 'temperature': 1.0}
+      row = self.table[text[-1]][None]
+      self._known[key] = enumeration.exact_probs(row, seen, values)[0]
+    return self._known[key]
+
+  def of_sequences(self):
+    """`[V ** L]`."""
+    probs = {(enumeration.PROMPT,): 1.0}
+    for _ in range(_LENGTH):
+      probs = {
+        (*text, token): prob * after
+        for text, prob in probs.items()
+        for token, after in enumerate(self.after(text))
+      }
+    return np.array(list(probs.values()))
+
+
+def _counts(tokens):
+  """How often each sequence was said, `[V ** L]`."""
+  code = np.zeros(len(tokens), int)
+  for place in range(tokens.shape[1]):
+    code = code * _VOCAB_SIZE + tokens[:, place]
+  return np.bincount(code, minlength=_VOCAB_SIZE ** tokens.shape[1])
+
+
+def _cells(counts, law):
+  """Rare sequences together in one cell; counts and law of the cells."""
+  rare = counts.sum() * law < 5
+  join = lambda array: np.append(array[~rare], array[rare].sum())
+  counts, law = join(counts), join(law)
+  kept = (law > 0) | (counts > 0)
+  return counts[kept], law[kept]
+
+
+def _p_value(counts, law):
+  """By the G-test."""
+  if np.any(counts[law <= 0]):
+    return 0.0
+  counts, law = _cells(counts, law)
+  return stats.power_divergence(
+    counts, counts.sum() * law, lambda_='log-likelihood'
+  ).pvalue
+
+
+def _smallest_distance_seen(num_rows, num_cells, power=0.99):
+  """The total variation that is noticed so often, wherever it is.
+
+  Of all laws at a distance TV those are hardest to tell from p whose chi-square
+  is least: sum (q - p)^2 / p is at least (sum |q - p|)^2 = 4 TV^2.
+  """
+  freedom = num_cells - 1
+  threshold = stats.chi2.isf(_SIGNIFICANCE, freedom)
+  missed = lambda distance: (
+    stats.ncx2.sf(threshold, freedom, num_rows * 4 * distance**2) - power
+  )
+  return optimize.brentq(missed, 1e-4, 0.5)
+
+
+def _moved(law, amount):
+  """At this distance of the law; as hard to see as such a law can be."""
+  order = np.argsort(law)
+  below = np.zeros(len(law), bool)
+  below[order[np.cumsum(law[order]) < 0.5]] = True
+  moved = law * np.where(
+    below, 1 + amount / law[below].sum(), 1 - amount / law[~below].sum()
+  )
+  np.testing.assert_allclose(0.5 * np.abs(moved - law).sum(), amount)
+  return moved
+
+
+def _draft_tree(topology, law, text, noise, *, children, hot):
+  """Tokens `[N]`, parents, all draft distributions, the margin."""
+  paths = [(), *topology.paths]
+  number = len(paths)
+  token, parent = np.full(number, text[-1]), np.full(number, NO_NODE)
+  draft, margin = np.zeros((number, _VOCAB_SIZE)), np.inf
+  for index, path in enumerate(paths):
+    if path and parent[index] == NO_NODE:
+      continue  # its parent could not be drawn
+    said = [token[paths.index(path[:end])] for end in range(1, len(path) + 1)]
+    draft[index] = law.after((*text, *said), cold_as_at_1=True)
+    drawn, gap = slow_walks.pick_children(
+      draft[index],
+      noise[index],
+      topology.branching,
+      hot=hot,
+      children=children,
+    )
+    for rank, one in enumerate(drawn):
+      if (*path, rank) in topology.paths:
+        margin = min(margin, gap)
+        child = paths.index((*path, rank))
+        token[child], parent[child] = one, index
+  return token, parent, draft, margin
+
+
+def _slow_decode(keys, topology, rule, children, values):
+  """The whole loop in Python; texts, and whether all was clear."""
+  target, draft = (_Law(table, values) for table in _tables())
+  hot = values.get('temperature', 1.0) > 0
+  num_nodes = topology.num_nodes
+  texts = [(enumeration.PROMPT,)] * len(keys)
+  clear = np.ones(len(keys), bool)
+  while any(len(text) <= _LENGTH for text in texts):
+    lots, bonus, noise = slow_walks.randomness(
+      keys,
+      np.array([len(text) for text in texts], np.int32),
+      num_nodes=num_nodes,
+      vocab_size=_VOCAB_SIZE,
+      children=children,
+      number=topology.branching,
+    )
+    for row, text in enumerate(texts):
+      if len(text) > _LENGTH:
+        continue
+      token, parent, drafts, drawn_by = _draft_tree(
+        topology, draft, text, noise[row], children=children, hot=hot
+      )
+      wanted = np.zeros_like(drafts)
+      for node in range(num_nodes):
+        path, at = [], node
+        while at > 0:
+          path, at = [token[at], *path], parent[at]
+        if at == 0:
+          wanted[node] = target.after((*text, *path))
+      arguments = (wanted, drafts, lots[row], bonus[row])
+      kinds = {'hot': hot, 'children': children}
+      if rule == 'block':
+        said, _, margin = slow_walks.walk_block(token, *arguments, **kinds)
+      else:
+        said, _, margin = slow_walks.walk(parent, token, *arguments, **kinds)
+      texts[row] = (*text, *said)
+      clear[row] &= min(margin, drawn_by) > slow_walks.ENOUGH
+  return np.array([text[1 : _LENGTH + 1] for text in texts]), clear
+
+
+def _assert_as_in_python(tokens, keys, rule, children, shape):
+  topology = _TOPOLOGIES[shape]
+  for kind, values in enumerate(_SAMPLINGS.values()):
+    some = slice(_NUM_SLOW if values.get('temperature') != 0 else 5)
+    expected, clear = _slow_decode(
+      keys[kind][some], topology, rule, children, values
+    )
+    assert np.mean(clear) > 0.9
+    np.testing.assert_array_equal(tokens[kind][some][clear], expected[clear])
+
+
+def check_loop(rule, children, shape):
+  """A few rows, token by token."""
+  tokens, _, keys = _decode(
+    rule, children, shape, _NUM_SLOW, chunk=2 * _NUM_SLOW + _NUM_SLOW // 30
+  )
+  _assert_as_in_python(tokens, keys, rule, children, shape)
+
+
+def _check(rule, children, shape, num_rows=_NUM_ROWS, seed=0):
+  tokens, steps, keys = _decode(rule, children, shape, num_rows, seed=seed)
+  target, _ = _tables()
+  # The last of the samplings is greedy: all say the same.
+  greedy = _Law(target, _SAMPLINGS['greedy']).of_sequences().argmax()
+  assert _counts(tokens[-1])[greedy] == len(tokens[-1])
+  for kind, name in enumerate(_DRAWN):
+    law = _Law(target, _SAMPLINGS[name]).of_sequences()
+    counts = _counts(tokens[kind])
+    assert _p_value(counts, law) > _SIGNIFICANCE, name
+    # And the test is no weak one.
+    moved = _moved(law, 0.03)
+    assert _p_value(counts, moved) < _SIGNIFICANCE, name
+    # More than one step in most rows, or it would say nothing about several.
+    assert np.mean(steps[kind]) > 1.5
+  if rule != 'match' and shape in _TOPOLOGIES:
+    _assert_as_in_python(tokens, keys, rule, children, shape)
+
+
+@pytest.mark.parametrize(('rule', 'children', 'shape'), _CASES)
+def test_sequences_have_the_targets_law(rule, children, shape):
+  _check(rule, children, shape)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(('rule', 'children', 'shape'), [*_CASES, *_MORE_CASES])
+def test_ten_times_as_many(rule, children, shape):
+  _check(rule, children, shape, num_rows=10 * _NUM_ROWS, seed=1)
+
+
+def test_what_the_g_test_can_see():
+  """A total variation of 0.03 of the joint law, 99 times in 100."""
+  for name in _DRAWN:
+    law = _Law(_tables()[0], _SAMPLINGS[name]).of_sequences()
+    counts, _ = _cells(_NUM_ROWS * law, law)
+    assert _smallest_distance_seen(_NUM_ROWS, len(counts)) < 0.03

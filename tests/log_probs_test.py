@@ -1,0 +1,120 @@
+"""Log-probabilities of the new tokens, against a forward over all of them."""
+
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_drafters
+import tiny_models
+
+from specdec import decode
+from specdec import DecodeConfig
+from specdec import generate
+from specdec import Request
+from specdec import Sampling
+from specdec import TreeConfig
+from specdec.topology import k_ary
+
+LIMITS = (30, 40)
+LENGTH = 64
+
+
+def _sampling():
+  """Everything that must not show in the log-probabilities."""
+  bias = np.zeros(tiny_models.VOCAB_SIZE, np.float32)
+  bias[3], bias[5] = 2.0, -np.inf
+  return Sampling(
+    logit_bias=bias,
+    repetition_penalty=[1.3, 1.0],
+    temperature=[1.5, 0.0],
+    top_k=[10, 5],
+    top_p=0.9,
+  )
+
+
+def _generate(kind, max_new_tokens=LIMITS):
+  drafter = None
+  if kind is not None:
+    config = TreeConfig(topology=k_ary(2, 3))
+    drafter = tiny_drafters.model(tiny_models.draft(kind, num_layers=1), config)
+  return generate(
+    tiny_models.gpt2(num_layers=1),
+    tiny_models.row_keys(2),
+    tiny_models.prompts(2),
+    max_new_tokens=max_new_tokens,
+    sampling=_sampling(),
+    drafter=drafter,
+    log_probs=True,
+  )
+
+
+@jax.jit
+def _forward(tokens):
+  """Log-probabilities `[T, V]` after each token, without a cache."""
+  mask = jnp.tril(jnp.ones((LENGTH, LENGTH), bool))[None]
+  logits, _ = tiny_models.gpt2(num_layers=1).apply(
+    tokens[None], jnp.arange(LENGTH)[None], mask, None
+  )
+  return jax.nn.log_softmax(logits[0])
+
+
+@pytest.mark.parametrize('kind', [None, 'similar'])
+def test_they_are_those_of_a_forward_over_the_text(kind):
+  generation = _generate(kind)
+  plain = _generate(None)
+  assert generation.tokens == plain.tokens
+  for row, prompt in enumerate(tiny_models.prompts(2)):
+    new, log_probs = generation.tokens[row], generation.log_probs[row]
+    assert len(new) == len(log_probs) == LIMITS[row]
+    assert all(type(one) is float for one in log_probs)
+    text = np.zeros(LENGTH, np.int32)
+    text[: len(prompt) + len(new)] = prompt + new
+    everywhere = np.asarray(_forward(jnp.asarray(text)))
+    positions = np.arange(len(prompt), len(prompt) + len(new))
+    expected = everywhere[positions - 1, new]
+    np.testing.assert_allclose(log_probs, expected, atol=2e-4)
+    # Neither of the best token nor of another position.
+    assert np.ptp(expected) > 1
+    assert np.any(expected < everywhere[positions - 1].max(axis=1) - 1)
+  if kind is not None:
+    histogram = generation.stats['accepted_histogram']
+    assert all(histogram[1:]), 'no blocks of some length'
+
+
+def test_what_is_cut_off_has_none():
+  """A limit within a block ends them with the tokens."""
+  whole = _generate('similar')
+  for limits in ((1, 17), (18, 2), (0, 19)):
+    cut = _generate('similar', max_new_tokens=limits)
+    for row, limit in enumerate(limits):
+      assert cut.tokens[row] == whole.tokens[row][:limit]
+      assert cut.log_probs[row] == whole.log_probs[row][:limit]
+
+
+def test_they_are_computed_only_if_asked_for(monkeypatch):
+  def asked(logits, verdict):
+    raise AssertionError('asked')
+
+  module = importlib.import_module('specdec.decode')  # not the function
+  monkeypatch.setattr(module, '_log_probs', asked)
+  prompt, lengths = tiny_models.pad(tiny_models.prompts(2))
+  request = Request(
+    prompt=prompt,
+    prompt_length=lengths,
+    limit=np.array(LIMITS, np.int32),
+    row_keys=tiny_models.row_keys(2),
+    sampling=_sampling().validated(),
+  )
+
+  def trace(log_probs):
+    config = DecodeConfig(max_new_tokens=LENGTH, log_probs=log_probs)
+    run = lambda request: decode.__wrapped__(
+      tiny_models.gpt2(num_layers=1), None, request, config=config
+    )
+    return jax.eval_shape(run, request)
+
+  assert trace(False).log_probs is None
+  with pytest.raises(AssertionError, match='asked'):
+    trace(True)

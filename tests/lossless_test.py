@@ -1,0 +1,334 @@
+"""The checks that users run must pass what is right and fail what is not."""
+
+import dataclasses
+
+import fuzzing
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_drafters
+import tiny_models
+
+from models import acceptance
+from models import lossless
+from models.generator import Generator
+from models.table import table_model
+from specdec import law
+from specdec import Sampling
+from specdec import TreeConfig
+from specdec.sampling import token_probs
+from specdec.topology import chain
+from specdec.verification import rejection
+
+_SIZE = 7
+_SAMPLING = Sampling(temperature=1.0)
+
+
+def _table(seed=0):
+  logits = 1.5 * np.random.default_rng(seed).normal(size=(_SIZE, _SIZE))
+  return logits, table_model(logits, max_positions=4096)
+
+
+def _markov(rng, logits, length, temperature=1.0, stickiness=0.0):
+  """Tokens of a table model; sticky ones use the chance of the one before."""
+  probs = np.asarray(jax.nn.softmax(logits / temperature, axis=1), float)
+  text, chance = [0], rng.random()
+  for _ in range(length):
+    chance = chance if rng.random() < stickiness else rng.random()
+    # In order of probability, as one of the tests sorts them.
+    order = np.argsort(-probs[text[-1]])
+    index = np.searchsorted(np.cumsum(probs[text[-1]][order]), chance)
+    text.append(int(order[min(index, _SIZE - 1)]))
+  return text[:1], text[1:]
+
+
+def _p_values(logits, model, sampling=_SAMPLING, draft=None, **kw):
+  rng = np.random.default_rng(1)
+  rows = []
+  for row in range(8):
+    prompt, new = _markov(rng, logits, 400, **kw)
+    key = jax.random.key(row)
+    rows.append(law.transform(model, prompt, new, sampling, key, draft)[0])
+  return law.p_values(rows)
+
+
+def test_the_right_law_passes():
+  p_values = _p_values(*_table())
+  assert len(p_values) == 4
+  assert min(p_values.values()) > 0.01
+
+
+def test_p_values_of_the_right_law_are_uniform():
+  """So a test at level 0.1 % fails once in a thousand times."""
+  rng = np.random.default_rng(0)
+  found = [
+    list(law.p_values([rng.random((300, 2)) for _ in range(4)]).values())
+    for _ in range(200)
+  ]
+  below = (np.array(found) < 0.25).mean(axis=0)
+  np.testing.assert_allclose(below, 0.25, atol=0.12)
+
+
+def test_another_temperature_fails():
+  p_values = _p_values(*_table(), temperature=1.15)
+  assert p_values['uniform, by probability'] < 1e-5
+
+
+def test_tokens_that_depend_on_each_other_fail():
+  """Each has the right law; together they have not."""
+  p_values = _p_values(*_table(), stickiness=0.3)
+  assert p_values['independent, by probability'] < 1e-5
+
+
+def test_a_shift_among_equally_likely_tokens_fails():
+  """Which sorting by probability could not see."""
+  logits = np.zeros((_SIZE, _SIZE))
+  model = table_model(logits, max_positions=4096)
+  other = np.zeros((_SIZE, _SIZE))
+  other[:, 3] = 0.5
+  assert min(_p_values(other, model).values()) < 1e-5
+  assert min(_p_values(logits, model).values()) > 0.01
+
+
+def test_a_little_of_the_draft_fails():
+  """Where other orders do not see it."""
+  logits, model = _table()
+  draft_logits = logits + np.random.default_rng(5).normal(size=logits.shape)
+  draft = table_model(draft_logits, max_positions=4096)
+  soft = lambda array: np.asarray(jax.nn.softmax(array, axis=1), float)
+  mixed = np.log(0.7 * soft(logits) + 0.3 * soft(draft_logits))
+  p_values = _p_values(mixed, model, draft=draft)
+  assert len(p_values) == 6
+  assert p_values['uniform, by draft'] < 1e-5
+  assert p_values['uniform, by draft'] < 0.01 * p_values['uniform, by token']
+  assert min(_p_values(logits, model, draft=draft).values()) > 0.01
+
+
+def test_a_token_that_was_filtered_out_is_impossible():
+  logits, model = _table()
+  top = Sampling(temperature=1.0, top_k=2)
+  worst = int(np.argmin(logits[0]))
+  best = int(np.argmax(logits[0]))
+  key = jax.random.key(0)
+  _, own = law.transform(model, [0], [best], top, key)
+  assert own[0] > 0.5
+  _, own = law.transform(model, [0], [worst], top, key)
+  assert own[0] == 0
+
+
+def test_distributions_are_those_of_a_loop():
+  """With what a penalty knows at each position."""
+  target = tiny_models.gpt2()
+  sampling = Sampling(
+    temperature=0.7,
+    top_p=0.9,
+    repetition_penalty=1.5,
+    logit_bias=np.linspace(-1, 1, tiny_models.VOCAB_SIZE),
+  )
+  tokens = tiny_models.prompts(3)[2]
+  found = law.distributions(target, law.padded(tokens), sampling.validated())
+  mask = jnp.tril(jnp.ones((len(tokens), len(tokens)), bool))[None]
+  positions = jnp.arange(len(tokens))[None]
+  ids = jnp.array([tokens])
+  logits = np.asarray(target.apply(ids, positions, mask, None)[0][0], float)
+  logits += np.asarray(sampling.logit_bias)
+  for index in range(len(tokens)):
+    for token in set(tokens[: index + 1]):
+      value = logits[index, token]
+      logits[index, token] = value / 1.5 if value > 0 else value * 1.5
+  plain = Sampling(temperature=0.7, top_p=0.9).validated()
+  expected = token_probs(jnp.asarray(logits, jnp.float32), plain)
+  np.testing.assert_allclose(found[: len(tokens)], expected, atol=2e-5)
+
+
+# Through the text API, as users do.
+
+_PROMPTS = ['ab', 'b a', 'né', 'aab', '日本', 'b\n']
+
+
+def _generator(num_tokens=3):
+  pair = fuzzing.pair()
+  config = TreeConfig(topology=chain(num_tokens))
+  # A context as long as that of the target.
+  logits = pair.draft.params['logits']
+  draft = table_model(
+    logits, max_positions=pair.target.definition.max_positions
+  )
+  return Generator(
+    dataclasses.replace(pair, draft=draft), tiny_drafters.model(draft, config)
+  )
+
+
+def _check(check, prompts=_PROMPTS, **kw):
+  return check(
+    _generator(),
+    prompts,
+    batch_sizes=[1, 4],
+    sampling=_SAMPLING,
+    seed=3,
+    max_new_tokens=120,
+    **kw,
+  )
+
+
+def test_equal_tokens_pass():
+  checks = _check(lossless.check_tokens, max_margin=0.0)
+  assert [check.batch_size for check in checks] == [1, 4]
+  for check in checks:
+    assert check.passed
+    assert check.divergences == []
+    assert check.num_prompts == len(_PROMPTS)
+    assert check.block_efficiency > 1.2
+    assert str(check).startswith('ok: batch')
+
+
+def test_a_divergence_is_reported_with_its_margin(monkeypatch):
+  """One token of the speculative arm is replaced by the runner-up."""
+  decode = lossless._decode
+  calls = []
+
+  def spoiled(generator, prompts, *args, **kw):
+    ids, new, efficiency = decode(generator, prompts, *args, **kw)
+    calls.append(generator.drafter)
+    if generator.drafter is not None:
+      new[2][5] += 1
+    return ids, new, efficiency
+
+  monkeypatch.setattr(lossless, '_decode', spoiled)
+  checks = _check(lossless.check_tokens, max_margin=0.0)
+  assert calls[0] is None
+  for check in checks:
+    assert not check.passed
+    (one,) = check.divergences
+    assert (one.prompt, one.offset) == (2, 5)
+    assert one.drafted[0] == one.plain[0] + 1
+    assert one.margin > 0
+    assert dataclasses.replace(check, max_margin=one.margin).passed
+    assert str(check).startswith('FAILED: ')
+    assert f'prompt 2, new token 5: plain [{one.plain[0]},' in str(check)
+
+
+@pytest.mark.parametrize('verify', ['rejection', 'block'])
+def test_the_law_of_the_target_passes(verify):
+  for check in _check(lossless.check_law, verify=verify, eos_ids=()):
+    assert check.passed, str(check)
+    assert check.num_tokens == 120 * len(_PROMPTS)
+    assert check.impossible == []
+
+
+def test_a_biased_rule_fails(monkeypatch):
+  """What is left after a fall is not taken from the target."""
+  monkeypatch.setattr(
+    rejection, 'after_rejection', lambda target, draft, *_: (target, draft)
+  )
+  jax.clear_caches()
+  checks = _check(
+    lossless.check_law, _PROMPTS * 2, verify='rejection', eos_ids=()
+  )
+  jax.clear_caches()
+  assert not any(check.passed for check in checks), str(checks[0])
+  assert str(checks[0]).startswith('FAILED: ')
+
+
+def test_too_few_tokens_say_nothing():
+  with pytest.raises(ValueError, match='12 tokens are too few'):
+    lossless.check_law(
+      _generator(),
+      _PROMPTS,
+      batch_sizes=[1],
+      sampling=_SAMPLING,
+      seed=0,
+      max_new_tokens=2,
+      verify='rejection',
+      eos_ids=(),
+    )
+
+
+# How often guesses stand.
+
+
+def test_theory_against_its_definition():
+  rng = np.random.default_rng(0)
+  p, q = rng.dirichlet(np.ones(9), 5), rng.dirichlet(np.ones(9), 5)
+  p[:, 2] = q[:, 4] = p[:, 5] = q[:, 5] = 0
+  p /= p.sum(axis=1, keepdims=True)
+  q /= q.sum(axis=1, keepdims=True)
+  found = acceptance.theory(jnp.asarray(p), jnp.asarray(q))
+  distance = 0.5 * np.abs(p - q).sum(axis=1)
+  both = [
+    sum(
+      1 / np.maximum(a / a[j], b / b[j]).sum()
+      for j in range(9)
+      if a[j] > 0 and b[j] > 0
+    )
+    for a, b in zip(p, q, strict=True)
+  ]
+  expected = {
+    '1 - TV': 1 - distance,
+    'coupled': both,
+    '(1 - TV)/(1 + TV)': (1 - distance) / (1 + distance),
+    'sum p q': (p * q).sum(axis=1),
+    'p(best)': p[np.arange(5), q.argmax(axis=1)],
+  }
+  assert found.keys() == expected.keys()
+  for name, values in expected.items():
+    np.testing.assert_allclose(found[name], values, atol=1e-5, err_msg=name)
+  # The coupling itself.
+  noise = rng.gumbel(size=(40_000, 1, 9))
+  with np.errstate(divide='ignore'):
+    same = (np.log(p) + noise).argmax(2) == (np.log(q) + noise).argmax(2)
+  np.testing.assert_allclose(same.mean(axis=0), both, atol=0.015)
+
+
+def test_guesses_stand_as_often_as_theory_says():
+  figures = acceptance.measure(
+    _generator(),
+    _PROMPTS,
+    sampling=_SAMPLING,
+    seed=0,
+    batch_size=3,
+    max_new_tokens=150,
+    numbers_of_children=[1, 2],
+    chain_length=3,
+  )
+  names = {
+    'match': 'coupled',
+    'rejection, without_replacement': '1 - TV',
+    'rejection, with_replacement': '1 - TV',
+    'rejection, best': 'p(best)',
+  }
+  one, two = figures['acceptance']['1'], figures['acceptance']['2']
+  assert one.keys() == two.keys() == names.keys()
+  for rule, name in names.items():
+    error = one[rule]['measured'] - one[rule]['theory'][name]
+    assert abs(error) < 4 * one[rule]['standard_error'], rule
+    assert two[rule]['measured'] > one[rule]['measured'], rule
+  # Enough forwards to tell the theories from each other.
+  assert one['match']['standard_error'] < 0.03
+  gap = lambda rule: (
+    one[rule]['theory']['1 - TV'] - one[rule]['theory']['coupled']
+  )
+  assert gap('match') > 0.03
+  efficiency = figures['block_efficiency']
+  assert efficiency.keys() == {*names, 'block, without_replacement'}
+  table = acceptance.table(figures)
+  assert '| match | coupled = 0.' in table
+  assert table.count('\n| ') == 6
+
+
+def test_acceptance_is_of_sampling():
+  kw = {
+    'seed': 0,
+    'batch_size': 1,
+    'max_new_tokens': 2,
+    'numbers_of_children': [1],
+    'chain_length': 1,
+  }
+  with pytest.raises(ValueError, match='temperature above 0'):
+    acceptance.measure(_generator(), ['a'], sampling=Sampling(), **kw)
+  alone = dataclasses.replace(
+    _generator(), pair=dataclasses.replace(fuzzing.pair(), draft=None)
+  )
+  with pytest.raises(ValueError, match='needs a draft'):
+    acceptance.measure(alone, ['a'], sampling=_SAMPLING, **kw)

@@ -1,0 +1,383 @@
+"""What each row asks for: temperature, filters, bias, penalty, key and limit.
+
+The tokens are those of a slow loop in numpy, one row at a time, whoever drafts
+and whatever else is in the batch.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_drafters
+
+from models.table import table_model
+from specdec import generate
+from specdec import NGram
+from specdec import PromptLookup
+from specdec import Sampling
+from specdec import staged
+from specdec import TreeConfig
+from specdec.repetition import add_seen
+from specdec.repetition import init_seen
+from specdec.sampling import adjust_logits
+from specdec.sampling import filter_logits
+from specdec.sampling import position_noise
+from specdec.topology import chain
+
+VOCAB_SIZE = 24
+MAX_POSITIONS = 64
+BLOCK = 4
+
+_PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 5, 6], [8, 1], [3, 3, 9, 0]]
+_LIMITS = (44, 17, 40, 1, 33)
+_OPTIONS = {
+  'logit_bias': (
+    None,
+    {3: 2.5, 7: -np.inf, 2: -1.0},
+    {},
+    {5: 4.0},
+    {1: 3.0, 9: 2.0, **dict.fromkeys(range(10, 24), -np.inf)},
+  ),
+  'repetition_penalty': (1.3, 1.5, 2.0, 1.0, 0.8),
+  'temperature': (0.0, 1.0, 0.7, 1.6, 3.0),
+  'top_k': (3, None, 4, 3, None),
+  'top_p': (1.0, 0.9, 0.8, 1.0, 0.97),
+  'min_p': (0.0, 0.02, 0.0, 0.3, 0.2),
+}
+_ROWS = range(5)
+
+
+def _table(seed):
+  rng = np.random.default_rng(seed)
+  return 2 * rng.normal(size=(VOCAB_SIZE, VOCAB_SIZE)).astype(np.float32)
+
+
+_TARGET = _table(0)
+_SIMILAR = _TARGET + 0.4 * _table(1)
+
+
+def _model(table):
+  return table_model(table, max_positions=MAX_POSITIONS)
+
+
+def _drafter(name, table=_SIMILAR):
+  config = TreeConfig(
+    num_nodes=8, width=3, branching=2, rounds=2, capacity=24, cost_ratio=0
+  )
+  draft = tiny_drafters.model(_model(table), config)
+  ngram = NGram(
+    tiny_drafters.ngram_table(
+      [_slow_row(row) for row in (0, 2)],
+      VOCAB_SIZE,
+      order=3,
+      num_continuations=2,
+    )
+  )
+  both = tiny_drafters.candidates(
+    PromptLookup((0.3, 0.6), num_matches=2), ngram, config=tiny_drafters.INNER
+  )
+  return {
+    'plain': None,
+    'chain': draft.replace(config=TreeConfig(topology=chain(BLOCK - 1))),
+    'staged': staged(draft, both),
+  }[name]
+
+
+def _keys():
+  return jax.random.split(jax.random.key(7), 5)
+
+
+def _generate(rows, drafter=None, **changed):
+  """Some rows of the batch, in any order."""
+  pick = lambda values: [values[row] for row in rows]
+  options = {name: pick(values) for name, values in _OPTIONS.items()}
+  options |= changed.pop('options', {})
+  arguments = {
+    'target': _model(_TARGET),
+    'rng_key': _keys()[jnp.array(rows)],
+    'prompts': pick(_PROMPTS),
+    'max_new_tokens': pick(_LIMITS),
+    'room_for_new_tokens': 44,
+    'sampling': Sampling(**options),
+    'drafter': drafter,
+  }
+  return generate(**arguments | changed)
+
+
+@functools.cache
+def _noise():
+  everywhere = np.tile(np.arange(MAX_POSITIONS), (5, 1))
+  hot = Sampling(temperature=1.0).validated()
+  return np.asarray(position_noise(_keys(), everywhere, VOCAB_SIZE, hot))
+
+
+def _adjusted(logits, bias, penalty, text):
+  """Bias, then penalty."""
+  logits = logits.astype(np.float64)
+  for token, value in (bias or {}).items():
+    logits[token] += value
+  for token in set(text):
+    positive = logits[token] > 0
+    logits[token] *= 1 / penalty if positive else penalty
+  return logits
+
+
+def _filtered(logits, temperature, top_k, top_p, min_p):
+  """Token by token, from the likeliest on."""
+  logits = (logits - logits.max()) / temperature
+  order = np.argsort(-logits)[:top_k]
+  probs = np.exp(logits[order])
+  probs /= probs.sum()
+  kept = np.full(logits.shape, -np.inf)
+  total = 0.0
+  for token, prob in zip(order, probs, strict=True):
+    if total < top_p and np.exp(logits[token]) >= min_p:
+      kept[token] = logits[token]
+    total += prob
+  return kept
+
+
+@functools.cache
+def _slow_row(row):
+  """New tokens of one row."""
+  one = {name: values[row] for name, values in _OPTIONS.items()}
+  bias, penalty = one.pop('logit_bias'), one.pop('repetition_penalty')
+  text = list(_PROMPTS[row])
+  for position in range(len(text), len(text) + _LIMITS[row]):
+    scores = _adjusted(_TARGET[text[-1]], bias, penalty, text)
+    if one['temperature']:
+      scores = _filtered(scores, **one) + _noise()[row, position]
+    text.append(int(np.argmax(scores)))
+  return text[len(_PROMPTS[row]) :]
+
+
+def _slow(rows):
+  return [_slow_row(row) for row in rows]
+
+
+def test_every_option_changes_the_text():
+  """Otherwise those below would prove nothing."""
+  batch = _generate(_ROWS)
+  neutral = {
+    'logit_bias': [None] * 5,
+    'repetition_penalty': [1.0] * 5,
+    'temperature': [0.0] * 5,
+    'top_k': [VOCAB_SIZE] * 4 + [None],
+    'top_p': [1.0] * 5,
+    'min_p': [0.0] * 5,
+  }
+  for name, values in neutral.items():
+    other = _generate(_ROWS, options={name: values})
+    changed = [a != b for a, b in zip(batch.tokens, other.tokens, strict=True)]
+    assert any(changed), name
+  banned = {7} & set(_slow_row(1)) | set(range(10, 24)) & set(_slow_row(4))
+  assert not banned
+
+
+# Each batch size with and without a drafter; few programs.
+@pytest.mark.parametrize(
+  ('name', 'rows'),
+  [
+    ('plain', (0, 1, 2, 3, 4)),
+    ('plain', (4, 0)),
+    *(('plain', (row,)) for row in _ROWS),
+    ('chain', (0, 1, 2, 3, 4)),
+    ('chain', (4, 0)),
+    ('staged', (0, 1, 2, 3, 4)),
+    *(('staged', (row,)) for row in (0, 2, 3)),
+  ],
+)
+def test_rows_are_those_of_a_slow_loop(name, rows):
+  for table in (_SIMILAR, _TARGET, -_TARGET):
+    drafter = _drafter(name, table)
+    assert _generate(rows, drafter).tokens == _slow(rows)
+    if drafter is None:
+      break
+
+
+@pytest.mark.parametrize('name', ['plain', 'staged'])
+def test_permuting_rows_permutes_the_output(name):
+  for order in ((3, 0, 4, 2, 1), (1, 2, 3, 4, 0)):
+    assert _generate(order, _drafter(name)).tokens == _slow(order)
+
+
+def test_the_same_guess_is_judged_alike_by_draft_and_target():
+  """Bias, penalty, filters and noise are the draft's too: all is accepted."""
+  stats = _generate(
+    _ROWS, _drafter('chain', _TARGET), max_new_tokens=[40, 16, 4, 0, 44]
+  ).stats
+  assert stats['accepted_histogram'] == [0, 0, 0, (40 + 16 + 4 + 44) // BLOCK]
+
+
+def test_a_token_is_seen_as_soon_as_a_block_has_it():
+  """A target that likes 0 best, then 1, and so on, and never repeats itself.
+
+  Tokens of one block are seen by those behind them, by the target and, if it is
+  to guess right, by the draft.
+  """
+  likes = np.tile(np.linspace(9, 3, VOCAB_SIZE, dtype=np.float32), (24, 1))
+  for table in (likes, _SIMILAR):
+    generation = _generate(
+      _ROWS,
+      _drafter('chain', table),
+      target=_model(likes),
+      prompts=[[23]] * 5,
+      max_new_tokens=20,
+      options={
+        'logit_bias': [None] * 5,
+        'repetition_penalty': [1e3] * 5,
+        'temperature': [0.0] * 5,
+      },
+    )
+    assert generation.tokens == [list(range(20))] * 5
+    efficiency = generation.stats['block_efficiency']
+    assert (efficiency == BLOCK) == (table is likes)
+
+
+def test_one_bias_in_every_notation():
+  """And, of all rows or of each, the same."""
+  tokens = []
+  dense = np.zeros(VOCAB_SIZE, np.float32)
+  dense[[2, 5]] = 3.5, -np.inf
+  mapping = {2: 3.5, 5: -np.inf}
+  for bias in (mapping, dense, [mapping, mapping], np.stack([dense, dense])):
+    options = {'logit_bias': bias, 'top_k': [3, 4]}
+    tokens.append(_generate((0, 2), options=options).tokens)
+  assert all(one == tokens[0] for one in tokens)
+  assert not any(5 in row for row in tokens[0])
+  # By the row it is given for.
+  options = {'logit_bias': [mapping, None], 'top_k': [3, 4]}
+  mixed = _generate((0, 2), options=options).tokens
+  options = {'logit_bias': [None, None], 'top_k': [3, 4]}
+  without = _generate((0, 2), options=options).tokens
+  assert mixed == [tokens[0][0], without[1]] != without
+
+
+def test_a_ban_goes_to_the_next_best():
+  """Greedily, and where all but one are banned, at any temperature."""
+  order = np.argsort(-_TARGET[3])
+  best = lambda bias, temperature: (
+    _generate(
+      (0, 2),
+      prompts=[[3], [3]],
+      max_new_tokens=1,
+      options={
+        'logit_bias': [bias, None],
+        'repetition_penalty': [1.0, 1.0],
+        'temperature': [temperature, 0.0],
+        'top_k': [4, 4],
+      },
+    ).tokens
+  )
+  for banned in range(VOCAB_SIZE):
+    bias = dict.fromkeys(order[:banned].tolist(), -np.inf)
+    assert best(bias, 0.0) == [[order[banned]], [order[0]]]
+  for temperature in (1e-3, 1.0, 100.0):
+    assert best(bias, temperature) == [[order[-1]], [order[0]]]
+
+
+_adjust = jax.jit(adjust_logits)
+_filter = jax.jit(filter_logits)
+
+
+def test_top_k_of_each_row():
+  logits = np.random.default_rng(0).normal(size=(5, 3, VOCAB_SIZE))
+  for top_k in ((1, 5, None, 24, 2), (3, 1, 4, 1, 5), (None, None, 30, 7, 7)):
+    sampling = Sampling(temperature=1.0, top_k=top_k).validated()
+    kept = np.asarray(_filter(logits.astype(np.float32), sampling)) > -100
+    for row, k in enumerate(top_k):
+      for one, mask in zip(logits[row], kept[row], strict=True):
+        expected = np.zeros(VOCAB_SIZE, bool)
+        expected[np.argsort(-one)[:k]] = True
+        np.testing.assert_array_equal(mask, expected)
+
+
+def test_of_row_is_what_the_row_has():
+  """Whatever there is one of for all rows, it has as well."""
+  rng = np.random.default_rng(0)
+  logits = 2 * rng.normal(size=(5, 2, VOCAB_SIZE)).astype(np.float32)
+  seen = rng.random((5, 2, VOCAB_SIZE)) < 0.3
+  bias = rng.normal(size=(5, VOCAB_SIZE)).astype(np.float32)
+  per_row = {n: np.array(_OPTIONS[n]) for n in ('temperature', 'top_p')}
+  for sampling in (
+    Sampling(logit_bias=bias, top_k=_OPTIONS['top_k'], min_p=0.01, **per_row),
+    Sampling(logit_bias=bias[0], repetition_penalty=1.4, top_k=5),
+  ):
+    sampling = sampling.validated()
+    process = lambda logits, seen, sampling: _filter(
+      _adjust(logits, sampling, seen), sampling
+    )
+    batch = process(logits, seen, sampling)
+    for row in _ROWS:
+      one = slice(row, row + 1)
+      alone = process(logits[one], seen[one], sampling.of_row(row))
+      np.testing.assert_array_equal(alone[0], batch[row])
+
+
+def _seen(prompts, new):
+  padded = np.zeros((len(prompts), 8), np.int32)
+  for row, prompt in enumerate(prompts):
+    padded[row, : len(prompt)] = prompt
+  lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+  seen = init_seen(jnp.asarray(padded), jnp.asarray(lengths), VOCAB_SIZE)
+  count = jnp.array([len(one) for one in new], jnp.int32)
+  width = max(map(len, new))
+  tokens = [one + [0] * (width - len(one)) for one in new]
+  return add_seen(seen, jnp.array(tokens, jnp.int32), count)
+
+
+def test_bias_comes_before_the_penalty():
+  """The penalty weakens what the bias has made of a logit."""
+  logits = np.full((1, 1, VOCAB_SIZE), -1.0, np.float32)
+  seen = np.zeros((1, 1, VOCAB_SIZE), bool)
+  seen[..., :2] = True
+  bias = np.zeros(VOCAB_SIZE, np.float32)
+  bias[[0, 2]] = 3.0
+  sampling = Sampling(logit_bias=bias, repetition_penalty=2.0).validated()
+  adjusted = np.asarray(_adjust(logits, sampling, seen))[0, 0, :4]
+  np.testing.assert_array_equal(adjusted, [1.0, -2.0, 2.0, -1.0])
+
+
+@pytest.mark.parametrize('penalty', [0.5, 1.0, 1.2, 5.0])
+def test_the_penalty_is_that_of_transformers(penalty):
+  torch = pytest.importorskip('torch')
+  from transformers import RepetitionPenaltyLogitsProcessor
+
+  rng = np.random.default_rng(0)
+  prompts, new = [[3, 3, 1], [0, 9], [5]], [[], [4, 0], [6, 6]]
+  logits = 3 * rng.normal(size=(3, 1, VOCAB_SIZE)).astype(np.float32)
+  logits[0, 0, 1] = 0.0
+  sampling = Sampling(repetition_penalty=[1.0, penalty, penalty]).validated()
+  adjusted = _adjust(logits, sampling, _seen(prompts, new)[:, None])
+  for row, text in enumerate(map(list.__add__, prompts, new)):
+    process = RepetitionPenaltyLogitsProcessor(penalty if row else 1.0)
+    expected = process(torch.tensor([text]), torch.from_numpy(logits[row]))
+    np.testing.assert_allclose(adjusted[row], expected.numpy(), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+  ('options', 'message'),
+  [
+    ({'repetition_penalty': 0.0}, 'repetition_penalty must be above 0, got'),
+    ({'repetition_penalty': np.inf}, 'repetition_penalty must be above 0'),
+    ({'repetition_penalty': [1.0]}, r'repetition_penalty .* per row \(2\)'),
+    ({'top_k': [3, 0]}, r'top_k must be a positive integer, got \[3, 0\]'),
+    ({'top_k': [3, 1.5]}, 'top_k must be a positive integer'),
+    ({'top_k': [3, None, 4]}, r'top_k must be one number .* shape \(3,\)'),
+    ({'logit_bias': {24: 1.0}}, 'logit_bias has token 24, outside'),
+    ({'logit_bias': {-1: 1.0}}, 'logit_bias has token -1, outside'),
+    ({'logit_bias': [{0: 1.0}]}, r'one mapping or one per row \(2\), got 1'),
+    ({'logit_bias': {0: np.nan}}, 'logit_bias must be numbers or -inf'),
+    ({'logit_bias': {0: np.inf}}, 'logit_bias must be numbers or -inf'),
+    ({'logit_bias': np.zeros(23)}, r'logit_bias must be .* shape \(23,\)'),
+    (
+      {'logit_bias': [None, dict.fromkeys(range(24), -np.inf)]},
+      'logit_bias bans every token',
+    ),
+  ],
+)
+def test_bad_options_are_refused(options, message):
+  with pytest.raises(ValueError, match=message):
+    _generate((0, 2), options=options)

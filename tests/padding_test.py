@@ -1,0 +1,265 @@
+"""Vocabularies of target, draft and n-gram table: equal but for padding, or no.
+
+Models in the wild have more embeddings than their tokenizer has tokens, and not
+all sizes of a family the same number.
+"""
+
+import dataclasses
+import itertools
+
+from flax import nnx
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_drafters
+
+from models import drafters
+from models import hub
+from models.drafters import DraftSettings
+from models.drafters import make_drafter
+from models.generator import Generator
+from models.gpt2 import GPT2
+from models.gpt2 import GPT2Config
+from models.language_model import as_model
+from models.language_model import with_vocab_size
+from models.pair import load_pair
+from models.training.tokenizer import train_tokenizer
+from models.vocabulary import vocabulary_digest
+from specdec import Sampling
+from specdec import TreeConfig
+from specdec.ngram.table import save_table
+
+_TEXT = 'def add(first, second):\n  return first + second\n' * 20
+SIZE = 296
+LARGER, SMALLER = 320, 284
+
+
+def _train(text=_TEXT, vocab_size=280):
+  return train_tokenizer([text], vocab_size=vocab_size, context=96)
+
+
+def _module(vocab_size):
+  """One and the same model, but for the size of its vocabulary.
+
+  What the target lacks is what it would rather say than anything else.
+  """
+  config = GPT2Config(
+    vocab_size=vocab_size,
+    num_positions=96,
+    width=16,
+    num_layers=1,
+    num_heads=2,
+    tie_embeddings=False,
+  )
+  module = GPT2(config, rngs=nnx.Rngs(0))
+  rng = np.random.default_rng(0)
+  embeddings, head = rng.normal(size=(2, LARGER, 16)).astype(np.float32)
+  head[SMALLER:SIZE] *= 1.3
+  head[SIZE:] *= 100
+  module.wte.embedding[...] = jnp.asarray(embeddings[:vocab_size])
+  module.lm_head[...] = jnp.asarray(head[:vocab_size])
+  return module
+
+
+def _save(folder, vocab_size, tokenizer=None):
+  hub.save_pretrained(_module(vocab_size), folder, tokenizer=tokenizer)
+  return str(folder)
+
+
+@pytest.fixture(scope='module')
+def tokenizer():
+  tokenizer = _train()
+  assert len(tokenizer) < SMALLER
+  return tokenizer
+
+
+@pytest.fixture(scope='module')
+def target(tmp_path_factory, tokenizer):
+  return _save(tmp_path_factory.mktemp('target'), SIZE, tokenizer)
+
+
+def _generate(pair, drafter):
+  return Generator(pair, drafter).generate(
+    ['def add(', 'return'],
+    max_new_tokens=40,
+    sampling=Sampling(temperature=[0.0, 1.0]),
+    eos_ids=(),
+  )
+
+
+@pytest.fixture(scope='module')
+def plain(target):
+  generation = _generate(load_pair(target, None), None)
+  tokens = {token for row in generation.tokens for token in row}
+  assert any(token >= SMALLER for token in tokens)  # the small draft has not
+  assert len(tokens) > 20
+  return generation
+
+
+@pytest.mark.parametrize('vocab_size', [LARGER, SMALLER, SIZE])
+def test_a_draft_may_have_other_padding(
+  target, plain, tokenizer, tmp_path, vocab_size
+):
+  pair = load_pair(target, _save(tmp_path, vocab_size, tokenizer))
+  assert pair.draft.definition.vocab_size == SIZE
+  settings = DraftSettings(num_draft_tokens=3)
+  generation = _generate(pair, make_drafter('chain', pair, settings))
+  assert generation.tokens == plain.tokens
+  assert generation.text == plain.text
+  histogram = generation.stats['accepted_histogram']
+  if vocab_size >= SIZE:  # as good as the target, if what it adds is cut off
+    assert histogram == [0, 0, 0, 2 * 40 // 4]
+  else:
+    assert sum(histogram[1:]) > 0
+
+
+@pytest.mark.parametrize('vocab_size', [LARGER, SMALLER])
+def test_logits_are_cut_off_or_impossible(vocab_size):
+  model = as_model(_module(vocab_size))
+  resized = with_vocab_size(model, SIZE)
+  assert resized.definition.vocab_size == SIZE
+  assert with_vocab_size(resized, SIZE) is resized
+  assert with_vocab_size(model, SIZE).definition is resized.definition
+  tokens = jnp.array([[0, 5, SIZE - 1]])
+  mask = jnp.ones((1, 3, 3), bool)
+  forward = lambda model, tokens: np.asarray(
+    model.apply(tokens, jnp.arange(3)[None], mask, None)[0]
+  )
+  logits = forward(resized, tokens)
+  known = jnp.minimum(tokens, vocab_size - 1)
+  expected = forward(model, known)[..., :SIZE]
+  size = min(SIZE, vocab_size)
+  assert logits.shape == (1, 3, SIZE)
+  np.testing.assert_array_equal(logits[..., :size], expected)
+  assert np.all(logits[..., size:] == -np.inf)
+
+
+def test_a_draft_without_tokenizer_must_have_the_same_size(
+  target, plain, tmp_path
+):
+  bare = _save(tmp_path / 'bare', SIZE)
+  pair = load_pair(target, bare)
+  generation = _generate(
+    pair, make_drafter('chain', pair, DraftSettings(num_draft_tokens=3))
+  )
+  assert generation.tokens == plain.tokens
+  for size in (LARGER, SMALLER):
+    with pytest.raises(ValueError, match=f'{SIZE} tokens, .* of {size}, and'):
+      load_pair(target, _save(tmp_path / str(size), size))
+
+
+def test_a_tokenizer_larger_than_the_smaller_model(tokenizer, tmp_path):
+  """Then the difference is not padding."""
+  larger = _save(tmp_path / 'target', SIZE, tokenizer)
+  size = len(tokenizer) - 1
+  smaller = _save(tmp_path / 'draft', size, tokenizer)
+  message = f'{SIZE} tokens, the draft .* of {size}, and nothing says'
+  with pytest.raises(ValueError, match=message) as error:
+    load_pair(larger, smaller)
+  assert f'has {len(tokenizer)} tokens' in str(error.value)
+  just = _save(tmp_path / 'just', len(tokenizer), tokenizer)
+  assert load_pair(larger, just).draft.definition.vocab_size == SIZE
+
+
+def test_another_tokenizer_of_the_same_size_is_refused(
+  target, tokenizer, tmp_path
+):
+  other = _train('while number > 0:\n  number //= 2\n' * 20, len(tokenizer))
+  assert len(other) <= len(tokenizer)
+  draft = _save(tmp_path, SIZE, other)
+  with pytest.raises(ValueError, match=r'differ in \d+ of the target') as error:
+    load_pair(target, draft)
+  assert target in str(error.value)
+  assert draft in str(error.value)
+
+
+_TREE = TreeConfig(
+  num_nodes=6, width=2, branching=2, rounds=3, capacity=16, cost_ratio=0
+)
+
+
+def _save_table(path, texts, vocab_size, tokenizer=None):
+  """With the digest of a tokenizer, as scripts/build_ngram.py writes it."""
+  table = tiny_drafters.ngram_table(
+    texts, vocab_size, order=3, num_continuations=2
+  )
+  provenance = {}
+  if tokenizer is not None:
+    provenance['tokenizer_blake2b'] = vocabulary_digest(tokenizer)
+  save_table(path, table, provenance)
+  return str(path)
+
+
+def _settings(path, **kw):
+  return DraftSettings(ngram=path, tree=_TREE, inner_rounds_alone=3, **kw)
+
+
+def _other_tokenizer():
+  return _train('while number > 0:\n  number //= 2\n' * 20)
+
+
+def test_a_table_may_have_other_padding(target, plain, tokenizer, tmp_path):
+  """It guesses what the target does not even have, and then what comes."""
+  texts = []
+  for prompt, new in zip(plain.prompt_tokens, plain.tokens, strict=True):
+    text = prompt + new
+    texts.append(text)
+    texts += [[*pair, LARGER - 1] for pair in itertools.pairwise(text)] * 3
+  path = _save_table(tmp_path / 'larger', texts, LARGER, tokenizer)
+  pair = load_pair(target, None)
+  drafter = make_drafter('ngram', pair, _settings(path))
+  assert drafter.labels == ('ngram',)
+  assert drafter.scorer.vocab_size == SIZE
+  generation = _generate(pair, drafter)
+  assert generation.tokens == plain.tokens
+  assert generation.finish_reasons == ['length'] * 2
+  assert generation.stats['block_efficiency'] > 1.3
+  path = _save_table(tmp_path / 'smaller', [[1, 2]], SMALLER, tokenizer)
+  drafter = make_drafter('ngram', pair, _settings(path))
+  assert drafter.scorer.vocab_size == SIZE
+
+
+def test_a_table_of_another_tokenizer_is_refused(target, tmp_path):
+  """Though it has the size of the target."""
+  path = _save_table(tmp_path / 'table', [[1, 2]], SIZE, _other_tokenizer())
+  pair = load_pair(target, None)
+  for method, inner in (
+    ('ngram', None),
+    ('ngram+lookup', None),
+    ('staged', None),  # asked for by its name
+    ('staged', 'ngram'),
+  ):
+    with pytest.raises(ValueError, match='built with another tokenizer') as e:
+      make_drafter(method, pair, _settings(path, inner=inner))
+    assert path in str(e.value)
+    assert f'({SIZE} tokens)' in str(e.value)
+  drafter = make_drafter('staged', pair, _settings(path, inner='lookup'))
+  assert drafter.labels == ('lookup',)
+
+
+def test_a_table_of_an_unknown_tokenizer_must_have_the_size(target, tmp_path):
+  pair = load_pair(target, None)
+  known = lambda size: make_drafter(
+    'ngram', pair, _settings(_save_table(tmp_path / f'{size}', [[1, 2]], size))
+  )
+  assert known(SIZE).scorer.vocab_size == SIZE
+  for size in (LARGER, SMALLER):
+    with pytest.raises(ValueError, match='built with another tokenizer'):
+      known(size)
+
+
+def test_the_embedded_table_is_left_out_if_it_does_not_fit(
+  target, tokenizer, tmp_path, monkeypatch
+):
+  pair = load_pair(target, None)
+  pair = dataclasses.replace(pair, draft=pair.target)
+  labels = lambda inner=None: (
+    make_drafter('staged', pair, DraftSettings(inner=inner)).labels
+  )
+  assert labels() == ('draft', 'lookup')
+  with pytest.raises(ValueError, match='built with another tokenizer'):
+    labels('ngram+lookup')
+  # As if ours were embedded.
+  path = _save_table(tmp_path / 'table', [[1, 2]], SMALLER, tokenizer)
+  monkeypatch.setattr(drafters, 'DEMO_TABLE', path)
+  assert labels() == ('draft', 'lookup', 'ngram')
