@@ -193,6 +193,10 @@ class TextDecoding:
     """Whether all rows are."""
     return self._decoding.done
 
+  def compile(self) -> None:
+    """Compiles all that decoding needs, and decodes nothing."""
+    self._decoding.step(0)
+
   def run(self, should_stop: Callable[[], bool] | None = None) -> None:
     """To the end, without looking; see `specdec.Decoding.run`."""
     self._decoding.run(should_stop)
@@ -340,11 +344,7 @@ class Generator:
     not), `tokens_per_second` over all rows, and `compile_seconds`.
     """
     start = time.perf_counter()
-    limits = options.get('max_new_tokens', 128)
-    largest = max(limits) if isinstance(limits, Sequence) else limits
-    room = options.get('room_for_new_tokens') or largest
-    nothing: TextOptions = {'max_new_tokens': 0, 'room_for_new_tokens': room}
-    self.generate(prompts, **options | nothing)  # compiles, decodes nothing
+    TextDecoding(self, prompts, **options).compile()
     compiled = time.perf_counter()
     result = self.generate(prompts, **options)
     seconds = time.perf_counter() - compiled

@@ -42,13 +42,15 @@ def rank_logits(
     calibration: b above.
 
   Returns:
-    `[B, W, V]` float32, at most 0. Of logits that are not numbers nothing
-    follows: `IMPOSSIBLE`.
+    `[B, W, V]` float32, at most 0. Of logits with NaN or inf, or all of -inf,
+    nothing follows: `IMPOSSIBLE`.
   """
   scores = filter_logits(logits, sampling)
   scores = calibration * (scores if noise is None else scores + noise)
   ranked = jnp.minimum(jax.nn.log_softmax(scores, axis=-1), 0.0)
-  return jnp.where(jnp.isnan(ranked), IMPOSSIBLE, ranked)
+  # NaN or inf in any of them, or -inf in all; filtering leaves no trace of it.
+  usable = jnp.isfinite(jnp.max(logits, axis=-1, keepdims=True))
+  return jnp.where(usable, ranked, IMPOSSIBLE)
 
 
 def rank_candidates(

@@ -17,10 +17,11 @@ import tiny_models
 
 from models.table import table_model
 from specdec import generate
-from specdec import PromptLookup
 from specdec import Sampling
 from specdec import staged
 from specdec import TreeConfig
+from specdec.cache import init_cache
+from specdec.cache import write
 from specdec.topology import chain
 
 VOCAB_SIZE = 16
@@ -68,12 +69,13 @@ def _drafter(name, model):
     num_nodes=8, width=3, branching=2, rounds=2, capacity=20, cost_ratio=0
   )
   draft = tiny_drafters.model(model, config)
-  lookup = tiny_drafters.candidates(PromptLookup(), config=tiny_drafters.INNER)
+  bigram = tiny_drafters.exact(_table(0))
+  inner = tiny_drafters.candidates(bigram, config=tiny_drafters.INNER)
   return {
     'plain': None,
     'chain': draft.replace(config=TreeConfig(topology=chain(3))),
     'tree': draft,
-    'staged': staged(draft, lookup),
+    'staged': staged(draft, inner),
   }[name]
 
 
@@ -210,6 +212,11 @@ def test_a_draft_may_break_as_it_likes(name):
       assert generation.tokens == _healthy().tokens, (kind, when)
       assert generation.finish_reasons == ['length'] * 4
       efficiency[when] = generation.stats['block_efficiency']
+      if when == 'always':  # nothing follows from it
+        assert generation.stats['origins']['draft'] == 0
+        assert name == 'staged' or generation.stats['nodes_per_forward'] == 1
+    if name == 'staged':  # what others guessed is still there
+      assert efficiency['always'] > 1.2
     if name == 'chain' and 'banned' not in kind:
       assert efficiency['never'] == LIMIT / (LIMIT // 4)
       assert efficiency['never'] > efficiency['sometimes'] > 1.1
@@ -294,3 +301,18 @@ def test_a_broken_row_leaves_the_cache_of_others_alone():
     assert generation.finish_reasons == ['error', 'length']
     assert generation.tokens == [healthy.tokens[0][:end], healthy.tokens[1]]
     assert f'(new token {end})' in generation.errors[0]
+
+
+def test_a_cache_holds_numbers_only():
+  """What is masked is multiplied by zero, and that would be NaN."""
+  cache = init_cache(
+    2, 5, num_layers=1, num_heads=1, head_width=2, dtype=jnp.float32
+  ).replace(length=jnp.array([0, 2], jnp.int32))
+  new = np.array([[np.nan, 1.0], [np.inf, -np.inf], [2.0, 3.0]], np.float32)
+  new = jnp.asarray(np.stack([new, new]))[:, :, None]
+  cache = write(cache, 0, new, -new)
+  kept = np.array([[0.0, 1.0], [0.0, 0.0], [2.0, 3.0]])
+  for array, sign in ((cache.keys[0], 1), (cache.values[0], -1)):
+    np.testing.assert_array_equal(array[0, :3, 0], sign * kept)
+    np.testing.assert_array_equal(array[1, 2:, 0], sign * kept)
+    np.testing.assert_array_equal(array[1, :2], 0)

@@ -238,21 +238,19 @@ def test_a_token_is_seen_as_soon_as_a_block_has_it():
 
 def test_one_bias_in_every_notation():
   """And, of all rows or of each, the same."""
-  tokens = []
+  run = lambda bias: _generate(_ROWS, options={'logit_bias': bias}).tokens
   dense = np.zeros(VOCAB_SIZE, np.float32)
   dense[[2, 5]] = 3.5, -np.inf
   mapping = {2: 3.5, 5: -np.inf}
-  for bias in (mapping, dense, [mapping, mapping], np.stack([dense, dense])):
-    options = {'logit_bias': bias, 'top_k': [3, 4]}
-    tokens.append(_generate((0, 2), options=options).tokens)
-  assert all(one == tokens[0] for one in tokens)
-  assert not any(5 in row for row in tokens[0])
+  tokens = run(mapping)
+  for bias in (dense, [mapping] * 5, np.stack([dense] * 5)):
+    assert run(bias) == tokens
+  assert not any(5 in row for row in tokens)
   # By the row it is given for.
-  options = {'logit_bias': [mapping, None], 'top_k': [3, 4]}
-  mixed = _generate((0, 2), options=options).tokens
-  options = {'logit_bias': [None, None], 'top_k': [3, 4]}
-  without = _generate((0, 2), options=options).tokens
-  assert mixed == [tokens[0][0], without[1]] != without
+  without = run([None] * 5)
+  mixed = run([mapping, None, mapping, {}, None])
+  assert mixed == [tokens[0], without[1], tokens[2], *without[3:]]
+  assert all(a != b for a, b in zip(tokens[:3], without[:3], strict=True))
 
 
 def test_a_ban_goes_to_the_next_best():
@@ -260,22 +258,21 @@ def test_a_ban_goes_to_the_next_best():
   order = np.argsort(-_TARGET[3])
   best = lambda bias, temperature: (
     _generate(
-      (0, 2),
-      prompts=[[3], [3]],
+      _ROWS,
+      prompts=[[3]] * 5,
       max_new_tokens=1,
       options={
-        'logit_bias': [bias, None],
-        'repetition_penalty': [1.0, 1.0],
-        'temperature': [temperature, 0.0],
-        'top_k': [4, 4],
+        'logit_bias': [bias, None, None, None, None],
+        'repetition_penalty': [1.0] * 5,
+        'temperature': [temperature, 0.0, 0.0, 0.0, 0.0],
       },
     ).tokens
   )
   for banned in range(VOCAB_SIZE):
     bias = dict.fromkeys(order[:banned].tolist(), -np.inf)
-    assert best(bias, 0.0) == [[order[banned]], [order[0]]]
+    assert best(bias, 0.0) == [[order[banned]]] + [[order[0]]] * 4
   for temperature in (1e-3, 1.0, 100.0):
-    assert best(bias, temperature) == [[order[-1]], [order[0]]]
+    assert best(bias, temperature) == [[order[-1]]] + [[order[0]]] * 4
 
 
 _adjust = jax.jit(adjust_logits)

@@ -1,11 +1,13 @@
 """The command lines, end to end, on a tiny pair of their own."""
 
 import json
+import os
 import pathlib
 import subprocess
 import sys
 
 from flax import nnx
+import numpy as np
 import pytest
 
 from models import hub
@@ -223,47 +225,170 @@ def test_benchmark_writes_what_it_prints(target, draft, tmp_path):
   assert str(tmp_path) not in json.dumps(report['settings']['prompts'])
 
 
-@pytest.mark.parametrize(
-  ('flags', 'expected'),
-  [
-    (['--target=no/such-model'], "'no/such-model' is neither a folder nor"),
-    (['--prompt='], 'the prompt is empty'),
-    (['--temperature=-1'], 'temperature must be at least 0, got -1'),
-    (['--temperature=nan'], 'temperature must be at least 0, got nan'),
-    (['--top_k=0'], 'top_k must be a positive integer, got 0'),
-    (['--top_p=1.5'], 'top_p must be above 0 and at most 1, got 1.5'),
-    (['--min_p=-0.1'], 'min_p must be between 0 and 1, got -0.1'),
-    (['--max_new_tokens=4000'], 'exceed the context of the target, 128'),
-    (['--max_new_tokens=-1'], 'max_new_tokens must be at least 0, got -1'),
-    (['--num_draft_tokens=0'], '--num_draft_tokens must be at least 1, got 0'),
-    (['--batch_size=0'], '--batch_size must be at least 1, got 0'),
-    (['--prompt_file=/no/such/file'], '--prompt_file=/no/such/file cannot be'),
-    (['--method=chain', '--draft=none'], '--method=chain with --inner=lookup'),
-    (['--inner=none'], '--method=staged with --inner=none'),
-    (['--topology=chain:4'], 'a fixed topology leaves no room'),
-    (['--method=tree', '--topology=star:3'], 'topology file star:3 cannot be'),
-    (['--method=tree', '--topology=chain:x'], "topology 'chain:x': expected"),
-    (['--width=0'], '--width must be an integer of at least 1, got 0'),
-    (['--inner_rounds=0'], '--inner_rounds must be an integer of at least 1'),
-    (['--num_nodes=600'], '--capacity must be at least num_nodes=600'),
-    (['--calibration=0'], '--calibration must be positive, got 0'),
-    (['--ngram=/no/table'], 'there is no n-gram table /no/table'),
-    (['--inner=ngram', '--ngram=demo'], '280 tokens, the ngram of 4096'),
-    (['--lookup_confidence=2'], '--lookup_confidence: confidence needs'),
-    (['--show_origin'], 'give --show_origin or --json, not both'),
-  ],
-)
-def test_bad_input_is_one_line(target, draft, flags, expected, monkeypatch):
-  monkeypatch.setenv('HF_HUB_OFFLINE', '1')
-  result = _run(
-    'generate.py', f'--target={target}', f'--draft={draft}', '--json', *flags
+# Many runs in one process: importing takes longer than being refused. Flags are
+# defined anew by each run.
+_RUN_MANY = """
+import contextlib
+import io
+import json
+import runpy
+import sys
+
+from absl import app, flags
+
+script, known, results = sys.argv[1], set(flags.FLAGS), []
+sys.path.insert(0, script.rpartition('/')[0])
+for case in json.loads(sys.argv[2]):
+  for name in set(flags.FLAGS) - known:
+    delattr(flags.FLAGS, name)
+  for module in ('command_line', 'decoding_flags'):
+    sys.modules.pop(module, None)
+  sys.argv = [script, *case]
+  output, errors, code = io.StringIO(), io.StringIO(), 0
+  with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+    try:
+      runpy.run_path(script, run_name='__main__')
+    except SystemExit as end:
+      code = end.code or 0
+  results.append((code, output.getvalue(), errors.getvalue()))
+print(json.dumps(results))
+"""
+
+
+def _run_many(script, cases):
+  """Code, output and errors of each run."""
+  path = str(_ROOT / 'scripts' / script)
+  cases = [[str(flag) for flag in case] for case in cases]
+  result = subprocess.run(
+    [sys.executable, '-c', _RUN_MANY, path, json.dumps(cases)],
+    capture_output=True,
+    text=True,
+    check=False,
+    env=os.environ | {'HF_HUB_OFFLINE': '1', 'PYTHONPATH': str(_ROOT)},
   )
-  assert result.returncode == 2
-  assert result.stdout == ''
-  last = result.stderr.strip().splitlines()[-1]
+  assert result.returncode == 0, result.stderr
+  return json.loads(result.stdout)
+
+
+def test_what_is_asked_of_the_text(target, draft):
+  """A bias for two tokens, a penalty to have both, a stop that ends it."""
+  # The bytes of a byte-level vocabulary come in the order of their characters.
+  tokenizer = train_tokenizer([_TEXT], vocab_size=280, context=128)
+  letter, line_end = tokenizer.convert_tokens_to_ids(['x', 'Ċ'])
+  flags = [
+    f'--target={target}',
+    '--max_new_tokens=9',
+    '--prompt=def',
+    f'--logit_bias={letter}:100,{line_end}:99',
+    '--repetition_penalty=1.5',
+    '--stop=nothing',
+    r'--stop=\nxx',
+  ]
+  chain = [f'--draft={draft}', '--method=chain', '--num_draft_tokens=2']
+  json_flags = ['--json', '--log_probs']
+  rejection = [*chain, *json_flags, '--temperature=1', '--verify=rejection']
+  rejection += ['--children=with_replacement']
+  runs = _run_many(
+    'generate.py',
+    [
+      [*flags, '--method=plain', *json_flags],
+      [*flags, *chain, *json_flags],
+      [*flags, *chain, '--log_probs', '--stream'],
+      [*flags, *rejection],
+    ],
+  )
+  assert [code for code, _, _ in runs] == [0] * 4, runs
+  plain, drafted, rejected = (
+    json.loads(runs[number][1]) for number in (0, 1, 3)
+  )
+  for output in (plain, drafted, rejected):
+    # The penalty makes of 100 less than 99, then of both.
+    assert output['tokens'] == [[letter, line_end, letter, letter]]
+    assert output['text'] == ['x']
+    assert output['finish_reasons'] == ['stop']
+    assert output['errors'] == [None]
+    np.testing.assert_allclose(
+      output['log_probs'], plain['log_probs'], atol=1e-4
+    )
+  # Without the bias it is no more likely than others.
+  assert all(-9 < one < -2 for one in plain['log_probs'][0])
+  assert plain['stats']['target_forwards'] == 4
+  text, _, table = runs[2][1].partition('\n\n')
+  assert text == 'defx'
+  assert table.startswith('finish reasons')
+  assert 'stop' in table.partition('\n')[0]
+
+
+_BAD_INPUT = [
+  (['--target=no/such-model'], "'no/such-model' is neither a folder nor"),
+  (['--prompt='], 'prompt 0 is empty'),
+  (['--temperature=-1'], 'temperature must be at least 0, got -1'),
+  (['--temperature=nan'], 'temperature must be at least 0, got nan'),
+  (['--top_k=0'], 'top_k must be a positive integer, got 0'),
+  (['--top_p=1.5'], 'top_p must be above 0 and at most 1, got 1.5'),
+  (['--min_p=-0.1'], 'min_p must be between 0 and 1, got -0.1'),
+  (['--max_new_tokens=4000'], 'exceed the context of the target, 128'),
+  (['--max_new_tokens=-1'], 'max_new_tokens must be at least 0, got -1'),
+  (['--num_draft_tokens=0'], '--num_draft_tokens must be at least 1, got 0'),
+  (['--batch_size=0'], '--batch_size must be at least 1, got 0'),
+  (['--prompt_file=/no/such/file'], '--prompt_file=/no/such/file cannot be'),
+  (['--method=chain', '--draft=none'], '--method=chain with --inner=lookup'),
+  (['--inner=none'], '--method=staged with --inner=none'),
+  (['--topology=chain:4'], 'a fixed topology leaves no room'),
+  (['--method=tree', '--topology=star:3'], 'topology file star:3 cannot be'),
+  (['--method=tree', '--topology=chain:x'], "topology 'chain:x': expected"),
+  (['--width=0'], '--width must be an integer of at least 1, got 0'),
+  (['--inner_rounds=0'], '--inner_rounds must be an integer of at least 1'),
+  (['--num_nodes=600'], '--capacity must be at least num_nodes=600'),
+  (['--calibration=0'], '--calibration must be positive, got 0'),
+  (['--ngram=/no/table'], 'there is no n-gram table /no/table'),
+  (['--inner=ngram', '--ngram=demo'], 'was built with another tokenizer'),
+  (['--lookup_confidence=2'], '--lookup_confidence: confidence needs'),
+  (['--show_origin'], 'give one of --stream, --show_origin and --json'),
+  (['--stream'], 'give one of --stream, --show_origin and --json'),
+  (['--nojson', '--stream', '--batch_size=2'], '--stream shows one prompt'),
+  (['--stop='], "the stop string ''"),
+  (['--logit_bias=5'], '--logit_bias=5: expected token:number'),
+  (['--logit_bias=5:1,x:2'], '--logit_bias=5:1,x:2: expected token:number'),
+  (['--logit_bias=280:1'], 'logit_bias has token 280, outside'),
+  (['--logit_bias=5:nan'], 'logit_bias must be numbers or -inf'),
+  (['--repetition_penalty=0'], 'repetition_penalty must be above 0, got 0'),
+  (['--verify=block'], 'verify=block is for chains'),
+  (['--children=without_replacement'], 'needs a drafter with a distribution'),
+  (
+    ['--method=chain', '--children=with_replacement'],
+    'verify=match wants the best children, got children=with_replacement',
+  ),
+]
+
+
+@pytest.fixture(scope='module')
+def refusals(target, draft):
+  common = (f'--target={target}', f'--draft={draft}', '--json')
+  common += ('--max_new_tokens=9',)
+  return _run_many(
+    'generate.py', [(*common, *flags) for flags, _ in _BAD_INPUT]
+  )
+
+
+@pytest.mark.parametrize('number', range(len(_BAD_INPUT)))
+def test_bad_input_is_one_line(refusals, number):
+  code, output, errors = refusals[number]
+  assert code == 2, errors
+  assert output == ''
+  last = errors.strip().splitlines()[-1]
   assert last.startswith('generate.py: ')
-  assert expected in last
-  assert 'Traceback' not in result.stderr
+  assert _BAD_INPUT[number][1] in last
+  assert 'Traceback' not in errors
+
+
+def test_unknown_choices_are_listed():
+  flags = (['--verify=hope'], ['--children=two'])
+  for code, output, errors in _run_many('generate.py', flags):
+    assert code == 1
+    assert output == ''
+    assert 'should be one of' in errors
+    assert 'Traceback' not in errors
 
 
 def test_vocabulary_mismatch_names_both_models(target, tmp_path):

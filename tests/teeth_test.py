@@ -564,6 +564,54 @@ _BUGS = [
     'lambda one, index: one[index])(array, jnp.maximum(accepted - 1, 0))',
     _CUTS,
   ),
+  # What is asked for beside tokens.
+  _bug(
+    'stop strings are forgotten between blocks',
+    'decode',
+    'else jnp.take_along_axis(stop_states, emitted[:, None], axis=1)[:, 0]',
+    'else request.stop.start',
+    (
+      'generator.test_a_stop_may_begin_in_one_block_and_end_in_another',
+      'chain',
+    ),
+  ),
+  _bug(
+    'a token is not seen before the next block',
+    'decode',
+    'seen_by_nodes(tree, everything, state.seen, max_depth)',
+    'jnp.broadcast_to(state.seen[:, None], logits.shape)',
+    ('options.test_a_token_is_seen_as_soon_as_a_block_has_it',),
+  ),
+  _bug(
+    'log-probabilities after bias and penalty',
+    'decode',
+    'else append(state.log_probs, _log_probs(logits, verdict))',
+    'else append(state.log_probs,'
+    ' _log_probs(adjust_logits(logits, sampling, seen), verdict))',
+    ('log_probs.test_they_are_those_of_a_forward_over_the_text', 'similar'),
+  ),
+  # What may go wrong outside.
+  _bug(
+    'a guess that is NaN spoils the tree',
+    'cache',
+    'jnp.where(jnp.isfinite(new), new, 0)',
+    'new',
+    ('failure.test_a_guess_that_is_not_finite_spoils_nothing', 'tree'),
+  ),
+  _bug(
+    'a row goes on with choices from NaN',
+    'verification.verdict',
+    'emitted = jnp.minimum(wanted, valid)',
+    'emitted = wanted',
+    ('verification.test_the_stop_rule_against_a_loop', 2, 0.1),
+  ),
+  _bug(
+    'a draft goes on beyond its context',
+    'growth',
+    'tree.depth < longest',
+    'tree.depth < longest + 1',
+    ('context.test_a_stage_inside_goes_on',),
+  ),
 ]
 
 
