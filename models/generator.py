@@ -198,7 +198,10 @@ class TextDecoding:
     self._decoding.step(0)
 
   def run(self, should_stop: Callable[[], bool] | None = None) -> None:
-    """To the end, without looking; see `specdec.Decoding.run`."""
+    """To the end, without looking; see `specdec.Decoding.run`.
+
+    What comes meanwhile is in `result`, and not in what iterating yields later.
+    """
     self._decoding.run(should_stop)
 
   def __iter__(self) -> Iterator[list[str]]:
