@@ -24,7 +24,7 @@ def _seeds(block):
 
 
 def _number_of_shapes(config):
-  return 30 if config.getoption('--long') else 3
+  return 30 if config.getoption('--long') else 4
 
 
 def test_good_calls(block, request):
