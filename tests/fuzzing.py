@@ -164,6 +164,23 @@ def _random_text(rng, least, most):
   return ''.join(pieces)
 
 
+@functools.cache
+def _successors():
+  """Of each token the likeliest to follow, `[V, 3]`."""
+  logits = np.asarray(pair().target.params['logits'])
+  return np.argsort(-logits, axis=1)[:, :3]
+
+
+def _likely_text(rng):
+  """What the target may well say; begins and ends within tokens, or not."""
+  tokens = [int(rng.integers(1, len(_tokenizer())))]
+  for _ in range(rng.integers(1, 3)):
+    tokens.append(int(rng.choice(_successors()[tokens[-1]])))
+  text = pair().decode(tokens).replace('\ufffd', '')
+  first = rng.integers(2)
+  return text[first : len(text) - rng.integers(2)] or 'a'
+
+
 def _each(rng, batch_size, draw):
   """One for all, or one per row."""
   if rng.random() < 0.4:
@@ -216,7 +233,7 @@ def good_call(rng, shape: Shape) -> tuple[list, dict]:
     'log_probs': 'log_probs' in shape.on,
   }
   if 'stop' in shape.on:
-    stop = lambda: _random_text(rng, 1, 2)
+    stop = lambda: _likely_text(rng)
     options['stop'] = [
       [stop() for _ in range(rng.integers(3))] for _ in range(batch_size)
     ]
