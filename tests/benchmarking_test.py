@@ -23,6 +23,9 @@ def _generation(*rows):
     tokens=[list(row) for row in rows],
     origins=[[0] * len(row) for row in rows],
     labels=('target', 'draft'),
+    log_probs=None,
+    finish_reasons=['length'] * len(rows),
+    errors=[None] * len(rows),
     stats={
       'new_tokens': new_tokens,
       'target_forwards': new_tokens // 2,

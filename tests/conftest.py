@@ -1,6 +1,8 @@
 """Set before anything else imports JAX: the platform, and strict shapes."""
 
+import gc
 import os
+import pathlib
 
 # An explicit choice wins, so the suite can be tried on an accelerator.
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
@@ -10,6 +12,20 @@ import pytest
 
 # Silent broadcasting of a `[V]` or `[B]` array is how batches get mixed up.
 jax.config.update('jax_numpy_rank_promotion', 'raise')
+
+
+# A process may have 65,530 memory mappings, and compiled programs need many.
+_MAX_MAPPINGS = 25_000
+
+
+@pytest.fixture(autouse=True)
+def _few_mappings():
+  """Forgets compiled programs before the process dies of them."""
+  yield
+  maps = pathlib.Path('/proc/self/maps')
+  if maps.exists() and maps.read_bytes().count(b'\n') > _MAX_MAPPINGS:
+    jax.clear_caches()
+    gc.collect()
 
 
 def pytest_addoption(parser):

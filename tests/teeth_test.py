@@ -169,7 +169,7 @@ _BUGS = [
     'noise used again in every step',
     'decode',
     'position_noise(request.row_keys, positions,',
-    'position_noise(row_keys, positions - length[:, None],',
+    'position_noise(request.row_keys, positions - length[:, None],',
     _TWO_TOKENS,
   ),
   _bug(
