@@ -18,6 +18,7 @@ import tqdm
 from models.generator import Generator
 import specdec
 from specdec import law
+from specdec.generation import check_sampling
 from specdec.topology import chain
 from specdec.topology import k_ary
 from specdec.topology import Topology
@@ -150,7 +151,8 @@ def measure(
       )
 
   def probs_of(model, ids):
-    return law.distributions(model, law.padded(ids), sampling.validated())
+    one = check_sampling(sampling, 1, model.definition.vocab_size)
+    return law.distributions(model, law.padded(ids), one)
 
   def expected(result, row, tried):
     """The theory at the positions of a row that were tried."""

@@ -225,9 +225,19 @@ def _dense_bias(bias: Any, batch_size: int, vocab_size: int) -> np.ndarray:
   return bias
 
 
-def _check_sampling(
+def check_sampling(
   sampling: Sampling, batch_size: int, vocab_size: int
 ) -> Sampling:
+  """As `decode` wants it: validated, one value per row, biases as arrays.
+
+  Args:
+    sampling: as users give it.
+    batch_size: B.
+    vocab_size: V.
+
+  Raises:
+    ValueError: a value is out of range or of another shape; says which.
+  """
   if sampling.logit_bias is not None:
     sampling = sampling.replace(
       logit_bias=_dense_bias(sampling.logit_bias, batch_size, vocab_size)
@@ -390,7 +400,7 @@ class Decoding:
       prompt_length=jnp.asarray(self._prompt_lengths),
       limit=jnp.asarray(limits),
       row_keys=row_keys(rng_key, batch_size),
-      sampling=_check_sampling(
+      sampling=check_sampling(
         options.get('sampling', Sampling()), batch_size, definition.vocab_size
       ),
       stop=stop,

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec.generation import check_sampling
 from specdec.masks import causal_mask
 from specdec.model import Model
 from specdec.sampling import adjust_logits
@@ -118,7 +119,8 @@ def transform(
     and `[n]` float32, the probability of each token: 0 where it could not have
     been drawn.
   """
-  text, sampling = padded([*prompt, *new]), sampling.validated()
+  text = padded([*prompt, *new])
+  sampling = check_sampling(sampling, 1, model.definition.vocab_size)
   probs = distributions(model, text, sampling)
   draft_probs = None if draft is None else distributions(draft, text, sampling)
   tokens = jnp.asarray(np.roll(text[0], -1))

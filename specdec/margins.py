@@ -7,6 +7,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec.generation import check_sampling
 from specdec.masks import causal_mask
 from specdec.model import Model
 from specdec.repetition import init_seen
@@ -57,4 +58,5 @@ def choice_margin(
   padded = np.zeros((1, size), np.int32)
   padded[0, : len(tokens)] = tokens
   length = jnp.array(len(tokens), jnp.int32)
-  return float(_margin(model, row_key, padded, length, sampling.validated()))
+  sampling = check_sampling(sampling, 1, model.definition.vocab_size)
+  return float(_margin(model, row_key, padded, length, sampling))

@@ -9,7 +9,6 @@ import functools
 import signal
 import traceback
 
-import jax
 import numpy as np
 import tiny_drafters
 import tokenizers
@@ -404,8 +403,3 @@ def _check_stream(shape, prompts, options, result, where):
     texts = [text + more for text, more in zip(texts, new, strict=True)]
   assert texts == result.text, where
   assert stream.result().tokens == result.tokens, where
-
-
-def clear_programs() -> None:
-  """Frees what was compiled."""
-  jax.clear_caches()

@@ -17,6 +17,7 @@ from models.table import table_model
 from specdec import law
 from specdec import Sampling
 from specdec import TreeConfig
+from specdec.margins import choice_margin
 from specdec.sampling import token_probs
 from specdec.topology import chain
 from specdec.verification import rejection
@@ -140,6 +141,19 @@ def test_distributions_are_those_of_a_loop():
   plain = Sampling(temperature=0.7, top_p=0.9).validated()
   expected = token_probs(jnp.asarray(logits, jnp.float32), plain)
   np.testing.assert_allclose(found[: len(tokens)], expected, atol=2e-5)
+
+
+def test_a_bias_may_be_a_mapping_as_elsewhere():
+  logits, model = _table()
+  biased = Sampling(temperature=1.0, logit_bias={2: -np.inf, 3: 1.0})
+  key = jax.random.key(0)
+  _, own = law.transform(model, [0], [2, 3], biased, key)
+  expected = np.exp(logits[2] + np.eye(_SIZE)[3])
+  expected[2] = 0
+  np.testing.assert_allclose(
+    own, [0, expected[3] / expected.sum()], rtol=1e-4, atol=1e-7
+  )
+  assert choice_margin(model, key, [0, 1], biased) > 0
 
 
 # Through the text API, as users do.
