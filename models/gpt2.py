@@ -136,16 +136,18 @@ class Attention(nnx.Module):
     self.c_proj = make(config.width, stddev=_residual_stddev(config))
 
   def __call__(self, x, mask, cache):
-    heads = (*x.shape[:-1], self.config.num_heads, self.config.head_width)
+    heads = (*x.shape[:-1], 3, self.config.num_heads, self.config.head_width)
     query, key, value = (
-      part.reshape(heads).astype(self.c_attn.weight.dtype)
-      for part in jnp.split(self.c_attn(x), 3, axis=-1)
+      self.c_attn(x)
+      .astype(self.c_attn.weight.dtype)
+      .reshape(heads)
+      .transpose(2, 0, 3, 1, 4)
     )
     if cache is not None:
       cache = kv.write(cache, self.layer, key, value)
       key, value = cache.keys[self.layer], cache.values[self.layer]
     out = attend(query, key, value, mask, scale=self.scale)
-    return self.c_proj(out.reshape(x.shape)), cache
+    return self.c_proj(out.swapaxes(1, 2).reshape(x.shape)), cache
 
 
 class FeedForward(nnx.Module):

@@ -21,8 +21,8 @@ class KVCache(flax.struct.PyTreeNode):
   """Keys and values of the tokens a model has seen.
 
   Attributes:
-    keys: one `[B, S, H, Dh]` array per layer.
-    values: one `[B, S, H, Dh]` array per layer.
+    keys: one `[B, H, S, Dh]` array per layer.
+    values: one `[B, H, S, Dh]` array per layer.
     length: `[B]` int32, how many leading slots of a row are kept.
     num_slots: S; static, and known even of a model that keeps no layers.
   """
@@ -43,7 +43,7 @@ def init_cache(
   dtype: jnp.dtype,
 ) -> KVCache:
   """An empty cache. Zeros, not garbage: a masked NaN would still spread."""
-  shape = (batch_size, num_slots, num_heads, head_width)
+  shape = (batch_size, num_heads, num_slots, head_width)
   empty = lambda: tuple(jnp.zeros(shape, dtype) for _ in range(num_layers))
   return KVCache(
     keys=empty(),
@@ -57,7 +57,7 @@ def _write(slots: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
   # Row by row: a vmapped update at per-row offsets would lower to a scatter.
   zero = jnp.zeros((), start.dtype)
   for row in range(slots.shape[0]):
-    index = (jnp.array(row, start.dtype), start[row], zero, zero)
+    index = (jnp.array(row, start.dtype), zero, start[row], zero)
     slots = lax.dynamic_update_slice(slots, new[row : row + 1], index)
   return slots
 
@@ -71,8 +71,8 @@ def write(
     cache: the cache; there must be room, `length + L <= S` in every row
       (`dynamic_update_slice` would otherwise shift the write silently).
     layer: which layer.
-    key: `[B, L, H, Dh]`, in the dtype of the cache.
-    value: `[B, L, H, Dh]`, in the dtype of the cache.
+    key: `[B, H, L, Dh]`, in the dtype of the cache.
+    value: `[B, H, L, Dh]`, in the dtype of the cache.
 
   Returns:
     The cache with the entries written and `length` as it was: only the caller
@@ -123,15 +123,14 @@ def keep(
     zero = jnp.zeros((), cache.length.dtype)
     rows = []
     for row in range(array.shape[0]):
-      index = (jnp.array(row, zero.dtype), cache.length[row], zero, zero)
-      rows.append(
-        lax.dynamic_slice(array, index, (1, window, *array.shape[2:]))
-      )
+      index = (jnp.array(row, zero.dtype), zero, cache.length[row], zero)
+      heads, _, width = array.shape[1:]
+      rows.append(lax.dynamic_slice(array, index, (1, heads, window, width)))
     # A product with zeros and ones, exact in any precision but a lower one. A
     # gather from the array that is then written to makes XLA's CPU backend copy
     # the array.
     kept = jnp.einsum(
-      'bnw,bwhd->bnhd',
+      'bnw,bhwd->bhnd',
       taken.astype(array.dtype),
       jnp.concatenate(rows),
       precision=lax.Precision.HIGHEST,

@@ -100,7 +100,7 @@ def test_fewer_queries_than_slots_of_a_window():
 def _lettered(rows):
   """A cache whose keys are letters, and values the same in upper case."""
   array = lambda rows: jnp.array([[ord(one) for one in row] for row in rows])
-  shape = lambda rows: array(rows)[:, :, None, None].astype(jnp.float32)
+  shape = lambda rows: array(rows)[:, None, :, None].astype(jnp.float32)
   return kv.KVCache(
     keys=(shape(rows),),
     values=(shape([row.upper() for row in rows]),),
@@ -110,7 +110,7 @@ def _lettered(rows):
 
 
 def _letters(array):
-  return [''.join(chr(int(one)) for one in row) for row in array[..., 0, 0]]
+  return [''.join(chr(int(one)) for one in row) for row in array[:, 0, :, 0]]
 
 
 def test_keep_by_hand():
@@ -142,14 +142,14 @@ def test_keep_by_hand():
 def test_what_is_kept_is_kept_exactly(dtype):
   """To the last bit, however large or small it is."""
   rng = np.random.default_rng(0)
-  shape = (2, 12, 3, 4)
+  shape = (2, 3, 12, 4)
   exponents = rng.integers(-30, 30, size=shape)
   array = jnp.asarray(rng.normal(size=shape) * 10.0**exponents, dtype)
   cache = kv.KVCache(
     keys=(array,),
     values=(-array,),
     length=jnp.array([2, 4]),
-    num_slots=shape[1],
+    num_slots=shape[2],
   )
   offsets = np.array([[1, 5, 3], [2, 6, 7]])
   kept = jax.jit(kv.keep, static_argnames='window')(
@@ -158,7 +158,7 @@ def test_what_is_kept_is_kept_exactly(dtype):
   assert kept.keys[0].dtype == array.dtype
   for row, length in enumerate((2, 4)):
     expected = np.array(array[row])
-    expected[length : length + 3] = expected[length + offsets[row]]
+    expected[:, length : length + 3] = expected[:, length + offsets[row]]
     np.testing.assert_array_equal(kept.keys[0][row], expected)
     np.testing.assert_array_equal(kept.values[0][row], -expected)
 
@@ -167,7 +167,7 @@ def test_what_is_kept_is_kept_exactly(dtype):
 def test_write_puts_every_row_at_its_own_length(layer):
   num_layers, batch_size, num_slots, heads, width = 3, 4, 7, 2, 3
   rng = np.random.default_rng(0)
-  shape = (batch_size, num_slots, heads, width)
+  shape = (batch_size, heads, num_slots, width)
   old = init_cache(
     batch_size,
     num_slots,
@@ -182,7 +182,7 @@ def test_write_puts_every_row_at_its_own_length(layer):
   )
   length = np.array([0, 5, 2, 3], np.int32)
   old = old.replace(keys=fill(), values=fill(), length=jnp.asarray(length))
-  new_shape = (batch_size, 2, heads, width)
+  new_shape = (batch_size, heads, 2, width)
   key = rng.normal(size=new_shape).astype(np.float32)
   value = rng.normal(size=new_shape).astype(np.float32)
   new = jax.jit(kv.write, static_argnums=1)(old, layer, key, value)
@@ -195,7 +195,8 @@ def test_write_puts_every_row_at_its_own_length(layer):
       expected = np.array(arrays_old[other])
       if other == layer:
         for row in range(batch_size):
-          expected[row, length[row] : length[row] + 2] = written[row]
+          span = slice(length[row], length[row] + 2)
+          expected[row, :, span] = written[row]
       np.testing.assert_array_equal(arrays_new[other], expected)
   np.testing.assert_array_equal(new.length, length)
   assert new.num_slots == num_slots
@@ -258,8 +259,8 @@ def test_random_accepts_and_rollbacks_equal_a_fresh_prefill():
   ):
     for row in range(batch_size):
       np.testing.assert_allclose(
-        array[row, : lengths[row]],
-        expected[row, : lengths[row]],
+        array[row, :, : lengths[row]],
+        expected[row, :, : lengths[row]],
         rtol=1e-4,
         atol=1e-5,
       )
@@ -269,7 +270,7 @@ def test_random_accepts_and_rollbacks_equal_a_fresh_prefill():
   np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
   # Stale slots were there to be ignored.
   assert any(
-    np.abs(np.asarray(cache.keys[0][row, lengths[row] :])).max() > 0
+    np.abs(np.asarray(cache.keys[0][row, :, lengths[row] :])).max() > 0
     for row in range(batch_size)
   )
 
@@ -389,7 +390,7 @@ def _assert_equals_fresh(model, cache, tokens):
   ):
     for row, length in enumerate(cache.length.tolist()):
       np.testing.assert_allclose(
-        array[row, :length], expected[row, :length], rtol=1e-4, atol=1e-5
+        array[row, :, :length], expected[row, :, :length], rtol=1e-4, atol=1e-5
       )
 
 

@@ -309,10 +309,10 @@ def test_a_cache_holds_numbers_only():
     2, 5, num_layers=1, num_heads=1, head_width=2, dtype=jnp.float32
   ).replace(length=jnp.array([0, 2], jnp.int32))
   new = np.array([[np.nan, 1.0], [np.inf, -np.inf], [2.0, 3.0]], np.float32)
-  new = jnp.asarray(np.stack([new, new]))[:, :, None]
+  new = jnp.asarray(np.stack([new, new]))[:, None]
   cache = write(cache, 0, new, -new)
   kept = np.array([[0.0, 1.0], [0.0, 0.0], [2.0, 3.0]])
   for array, sign in ((cache.keys[0], 1), (cache.values[0], -1)):
-    np.testing.assert_array_equal(array[0, :3, 0], sign * kept)
-    np.testing.assert_array_equal(array[1, 2:, 0], sign * kept)
-    np.testing.assert_array_equal(array[1, :2], 0)
+    np.testing.assert_array_equal(array[0, 0, :3], sign * kept)
+    np.testing.assert_array_equal(array[1, 0, 2:], sign * kept)
+    np.testing.assert_array_equal(array[1, :, :2], 0)

@@ -220,12 +220,12 @@ def test_commit_by_hand():
   """Of nodes r, a, b, c, d the path is r, b, d; of it 0 to 3 are emitted."""
   text, nodes = 'text', 'rabcd'
   letters = jnp.array([[ord(one) for one in text + nodes + '..']] * 4)
-  array = letters[:, :, None, None].astype(jnp.float32)
+  array = letters[:, None, :, None].astype(jnp.float32)
   cache = KVCache(
     keys=(array,),
     values=(-array,),
     length=jnp.full(4, len(text), jnp.int32),
-    num_slots=array.shape[1],
+    num_slots=array.shape[2],
   )
   verdict = Verdict(
     path=jnp.array([[0, 2, 4]] * 4),
@@ -235,7 +235,7 @@ def test_commit_by_hand():
   after = commit(cache, verdict, jnp.array([0, 1, 2, 3]), len(nodes))
   assert after.length.tolist() == [4, 5, 6, 7]
   kept = [
-    ''.join(chr(int(one)) for one in row[:length, 0, 0])
+    ''.join(chr(int(one)) for one in row[0, :length, 0])
     for row, length in zip(after.keys[0], after.length, strict=True)
   ]
   assert kept == ['text', 'textr', 'textrb', 'textrbd']
