@@ -23,7 +23,7 @@ _REPEATS = flags.DEFINE_integer(
 
 
 def _slots_first(query, key, value, mask, *, scale):
-  """Keys and values `[B, S, H, Dh]`, as most code for other machines has them."""
+  """Keys and values `[B, S, H, Dh]`."""
   scores = scale * jnp.einsum(
     'bhld,bshd->bhls', query, key, preferred_element_type=jnp.float32
   )
