@@ -366,6 +366,7 @@ def load(
   method: str = 'staged',
   drafting: DraftSettings = DraftSettings(),
   dtype: jax.typing.DTypeLike = jnp.float32,
+  draft_dtype: jax.typing.DTypeLike | None = None,
   revision: str | None = None,
 ) -> Generator:
   """Loads a target and whoever drafts for it.
@@ -376,7 +377,8 @@ def load(
     draft: likewise; None for none.
     method: one of `models.drafters.METHODS`; `plain` drafts nothing.
     drafting: see there.
-    dtype: of weights and cache, float32 or bfloat16.
+    dtype: of the target: float32, bfloat16 or int8, see `hub.load_module`.
+    draft_dtype: of the draft; default: as the target.
     revision: of the target, on the hub.
 
   Raises:
@@ -385,7 +387,8 @@ def load(
   pair = load_pair(
     target,
     None if method == 'plain' else draft,
-    dtype=jnp.dtype(dtype),
+    dtype=dtype,
+    draft_dtype=draft_dtype,
     revision=revision,
   )
   return Generator(pair, make_drafter(method, pair, drafting))

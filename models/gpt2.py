@@ -2,7 +2,8 @@
 
 Module and parameter names are those of the Hugging Face checkpoints, so that
 `models.hub` maps one to the other by name. Matrices are in the compute dtype;
-the residual stream, norms and softmax are float32.
+the residual stream, norms and softmax are float32. Any matrix may be
+an `Int8Matrix` instead.
 """
 
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 
 from models.attention import attend
 from models.matmul import matmul
+from models.matmul import take_rows
 from specdec import cache as kv
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -108,7 +110,7 @@ class Linear(nnx.Module):
   def __call__(self, x: jax.Array) -> jax.Array:
     bias = self.bias[...].astype(jnp.float32)
     bias = jnp.expand_dims(bias, range(x.ndim - 1))
-    return matmul(x, self.weight[...]) + bias
+    return matmul(x, self.weight.get_value()) + bias
 
 
 def _layer_norm(config: GPT2Config, rngs: nnx.Rngs) -> nnx.LayerNorm:
@@ -126,6 +128,7 @@ class Attention(nnx.Module):
   def __init__(self, config: GPT2Config, layer: int, *, dtype, rngs):
     self.config = config
     self.layer = layer
+    self.dtype = dtype
     self.scale = 1.0
     if config.scale_attention:
       self.scale /= math.sqrt(config.head_width)
@@ -138,10 +141,7 @@ class Attention(nnx.Module):
   def __call__(self, x, mask, cache):
     heads = (*x.shape[:-1], 3, self.config.num_heads, self.config.head_width)
     query, key, value = (
-      self.c_attn(x)
-      .astype(self.c_attn.weight.dtype)
-      .reshape(heads)
-      .transpose(2, 0, 3, 1, 4)
+      self.c_attn(x).astype(self.dtype).reshape(heads).transpose(2, 0, 3, 1, 4)
     )
     if cache is not None:
       cache = kv.write(cache, self.layer, key, value)
@@ -191,6 +191,7 @@ class GPT2(nnx.Module):
 
   def __init__(self, config: GPT2Config, *, dtype=jnp.float32, rngs: nnx.Rngs):
     self.config = config
+    self.dtype = jnp.dtype(dtype)
     make_embedding = functools.partial(
       nnx.Embed, features=config.width, param_dtype=dtype, rngs=rngs
     )
@@ -233,12 +234,13 @@ class GPT2(nnx.Module):
       `[B, L, V]` float32 logits, and the cache with the L entries written.
     """
     positions = jnp.clip(positions, 0, self.config.num_positions - 1)
-    x = self.wte(tokens).astype(jnp.float32) + self.wpe(positions)
+    embedding = self.wte.embedding.get_value()
+    x = take_rows(embedding, tokens) + self.wpe(positions)
     for block in self.h:
       x, cache = block(x, mask, cache)
     tied = self.config.tie_embeddings
-    head = self.wte.embedding if tied else self.lm_head
-    return matmul(self.ln_f(x), head[...]), cache
+    head = embedding if tied else self.lm_head.get_value()
+    return matmul(self.ln_f(x), head), cache
 
 
 def _residual_stddev(config: GPT2Config) -> float:

@@ -17,12 +17,17 @@ import transformers
 from models import gpt2_checkpoint
 from models.gpt2 import GPT2
 from models.gpt2 import GPT2Config
+from models.int8 import Int8Matrix
+from models.int8 import quantize
 
 _DEMO = pathlib.Path(__file__).parent / 'demo'
 _EMBEDDED = {'demo': _DEMO / 'target', 'demo-draft': _DEMO / 'draft'}
 
 _INDEX = 'model.safetensors.index.json'
 _SINGLE = 'model.safetensors'
+DTYPES = ('float32', 'bfloat16', 'int8')
+"""What the matrices of a model may be loaded as; see `load_module`."""
+
 _FLOATS = {'F32', 'F16', 'BF16', 'F64'}
 _BLOCK_BYTES = 1 << 24  # Read at once.
 _HUB_FILES = ('*.json', '*.safetensors', '*.txt', '*.model')
@@ -148,7 +153,7 @@ def abstract_module(config: GPT2Config, dtype: jnp.dtype):
 def load_module(
   name: str | pathlib.Path,
   *,
-  dtype: jnp.dtype = jnp.float32,
+  dtype: jax.typing.DTypeLike = jnp.float32,
   revision: str | None = None,
 ) -> GPT2:
   """Loads a GPT-2 of any size from a folder or from the hub.
@@ -159,7 +164,8 @@ def load_module(
 
   Args:
     name: see `locate`.
-    dtype: of the matrices: float32 or bfloat16.
+    dtype: of the matrices: float32, bfloat16 or int8; with the last, of all but
+      the position embedding, and the rest is computed in bfloat16.
     revision: see `locate`.
 
   Returns:
@@ -173,7 +179,10 @@ def load_module(
   if not (folder / 'config.json').exists():
     raise ValueError(f'{folder} has no config.json')
   config = gpt2_checkpoint.read_config(folder / 'config.json')
-  graph, wanted = abstract_module(config, dtype)
+  in_int8 = jnp.dtype(dtype) == jnp.int8
+  graph, wanted = abstract_module(
+    config, jnp.dtype(jnp.bfloat16 if in_int8 else dtype)
+  )
   paths = {gpt2_checkpoint.stored_name(path): path for path in wanted}
   loaded, origin = {}, {}
   for file, stored, stored_dtype, shape in _tensors(folder):
@@ -195,11 +204,14 @@ def load_module(
         f' {sorted(_FLOATS)}'
       )
     transposed = gpt2_checkpoint.is_transposed(path)
-    array = _read(file, stored, shape, leaf.dtype, transposed=transposed)
+    quantized = in_int8 and leaf.ndim == 2 and path[0] != 'wpe'
+    kept_dtype = np.float32 if quantized else leaf.dtype
+    array = _read(file, stored, shape, kept_dtype, transposed=transposed)
+    final = quantize(array) if quantized else jax.device_put(array)
     if path not in loaded:
-      loaded[path] = jax.block_until_ready(jax.device_put(array))
+      loaded[path] = jax.block_until_ready(final)
       origin[path] = stored
-    elif not np.array_equal(loaded[path], array):
+    elif not jax.tree.all(jax.tree.map(np.array_equal, loaded[path], final)):
       raise ValueError(
         f'{folder}: tensors {origin[path]} and {stored} should be equal but'
         ' differ; is tie_word_embeddings wrong in config.json?'
@@ -226,7 +238,15 @@ def save_pretrained(
     folder: created if need be.
     tokenizer: saved beside the weights.
     dtype: to store all tensors in; default: as they are.
+
+  Raises:
+    ValueError: the matrices are in eight bits, which this format has not.
   """
+  if isinstance(module.wte.embedding.get_value(), Int8Matrix):
+    raise ValueError(
+      f'{folder}: a model loaded with dtype=int8 cannot be saved; load it as'
+      ' float32 or bfloat16'
+    )
   folder = pathlib.Path(folder)
   folder.mkdir(parents=True, exist_ok=True)
   _, variables = nnx.split(module)

@@ -88,8 +88,7 @@ def as_model(module: GPT2) -> Model:
   weight_bytes = num_bytes(params) - num_bytes(params['wpe'])
   if not config.tie_embeddings:
     weight_bytes -= num_bytes(params['wte'])
-  dtype = jnp.dtype(params['wte']['embedding'].dtype)
   return Model(
     params=params,
-    definition=_definition(graph, config, dtype, weight_bytes),
+    definition=_definition(graph, config, module.dtype, weight_bytes),
   )

@@ -10,6 +10,9 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from models.int8 import int8_matmul
+from models.int8 import Int8Matrix
+
 
 def precision(dtype: jnp.dtype) -> lax.Precision:
   """Makes float32 mean float32: by default GPUs and TPUs round its operands."""
@@ -66,15 +69,29 @@ def _linear_bwd(residuals, grad):
 _linear.defvjp(_linear_fwd, _linear_bwd)
 
 
-def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
+Matrix = jax.Array | Int8Matrix
+
+
+def matmul(x: jax.Array, weight: Matrix) -> jax.Array:
   """`x @ weight.T` over the last axis, in the dtype of the weights.
 
   Args:
-    x: `[..., in]`, any float dtype; rounded to `weight.dtype` first.
-    weight: `[out, in]`, float32 or bfloat16.
+    x: `[..., in]`, any float dtype; rounded to that of the weights first.
+    weight: `[out, in]`, float32, bfloat16 or in eight bits.
 
   Returns:
     `[..., out]` float32.
   """
-  rows = x.reshape(-1, x.shape[-1]).astype(weight.dtype)
-  return _linear(rows, weight).reshape(*x.shape[:-1], weight.shape[0])
+  rows = x.reshape(-1, x.shape[-1])
+  if isinstance(weight, Int8Matrix):
+    out = int8_matmul(rows, weight)
+  else:
+    out = _linear(rows.astype(weight.dtype), weight)
+  return out.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def take_rows(weight: Matrix, index: jax.Array) -> jax.Array:
+  """Rows `[..., in]` float32 of a matrix `[out, in]`, for `index [...]`."""
+  if isinstance(weight, Int8Matrix):
+    return weight.values[index] * weight.scale[index][..., None]
+  return weight[index].astype(jnp.float32)

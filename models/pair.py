@@ -4,6 +4,7 @@ import dataclasses
 import json
 import pathlib
 
+import jax
 import jax.numpy as jnp
 import transformers
 
@@ -138,7 +139,8 @@ def load_pair(
   target: str,
   draft: str | None,
   *,
-  dtype: jnp.dtype = jnp.float32,
+  dtype: jax.typing.DTypeLike = jnp.float32,
+  draft_dtype: jax.typing.DTypeLike | None = None,
   revision: str | None = None,
 ) -> Pair:
   """Loads a target, its tokenizer and perhaps a draft.
@@ -146,7 +148,9 @@ def load_pair(
   Args:
     target: `demo`, a folder or a hub id, see `hub.locate`.
     draft: likewise, but `demo` is the embedded draft; or None.
-    dtype: of both models' matrices, float32 or bfloat16.
+    dtype: of the target's matrices: float32, bfloat16 or int8, see
+      `hub.load_module`.
+    draft_dtype: of the draft's; default: as the target.
     revision: of the target, on the hub.
 
   Returns:
@@ -163,7 +167,9 @@ def load_pair(
   if draft is not None:
     draft_folder = hub.locate('demo-draft' if draft == 'demo' else draft)
     _check_same_tokens(folder, draft_folder, tokenizer)
-    draft_model = as_model(hub.load_module(draft_folder, dtype=dtype))
+    draft_model = as_model(
+      hub.load_module(draft_folder, dtype=draft_dtype or dtype)
+    )
     _check_padding(target_model, draft_model, tokenizer, draft_folder)
     draft_model = with_vocab_size(
       draft_model, target_model.definition.vocab_size

@@ -61,7 +61,8 @@ def main() -> None:
     options.draft_name(),
     method=_METHOD.value,
     drafting=options.draft_settings(),
-    dtype=options.dtype(),
+    dtype=options.DTYPE.value,
+    draft_dtype=options.DRAFT_DTYPE.value,
     revision=options.REVISION.value,
   )
   sampling = options.sampling()

@@ -7,9 +7,9 @@ import sys
 from typing import Any
 
 from absl import flags
-import jax.numpy as jnp
 
 from models import drafters
+from models import hub
 import specdec
 from specdec.decode import RULES
 from specdec.verification.rejection import CHILDREN as CHILDREN_KINDS
@@ -141,7 +141,13 @@ INNER_ROUNDS_ALONE = flags.DEFINE_integer(
   'levels that --inner guesses without a draft',
 )
 DTYPE = flags.DEFINE_enum(
-  'dtype', 'float32', ['float32', 'bfloat16'], 'of weights and cache'
+  'dtype',
+  'float32',
+  hub.DTYPES,
+  'of the target; int8 has eight-bit weights and computes the rest in bfloat16',
+)
+DRAFT_DTYPE = flags.DEFINE_enum(
+  'draft_dtype', None, hub.DTYPES, 'of the draft; default: as --dtype'
 )
 
 
@@ -225,11 +231,6 @@ def draft_settings() -> drafters.DraftSettings:
 def draft_name() -> str | None:
   """What `--draft` says, in the terms of `models.pair.load_pair`."""
   return None if DRAFT.value == 'none' else DRAFT.value
-
-
-def dtype() -> jnp.dtype:
-  """What `--dtype` says."""
-  return jnp.dtype(DTYPE.value)
 
 
 def read_prompts(name: str, limit: int | None = None) -> list[str]:

@@ -30,7 +30,8 @@ def main() -> None:
     options.TARGET.value,
     options.draft_name(),
     method='chain',
-    dtype=options.dtype(),
+    dtype=options.DTYPE.value,
+    draft_dtype=options.DRAFT_DTYPE.value,
     revision=options.REVISION.value,
   )
   figures = acceptance.measure(

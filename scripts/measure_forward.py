@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 _MODEL = flags.DEFINE_string('model', 'demo', 'demo, a folder or a hub id')
 _DTYPE = flags.DEFINE_enum(
-  'dtype', 'bfloat16', ['float32', 'bfloat16'], 'of weights and cache'
+  'dtype', 'bfloat16', ['float32', 'bfloat16', 'int8'], 'of the weights'
 )
 _WIDTHS = flags.DEFINE_list(
   'widths', ['1', '2', '5', '8', '12', '16', '24', '32', '64'], 'n'
@@ -50,7 +50,7 @@ def _make(model, width):
 def main() -> None:
   from models.pair import load_pair
 
-  model = load_pair(_MODEL.value, None, dtype=jnp.dtype(_DTYPE.value)).target
+  model = load_pair(_MODEL.value, None, dtype=_DTYPE.value).target
   runs = {int(width): _make(model, int(width)) for width in _WIDTHS.value}
   best = dict.fromkeys(runs, float('inf'))
   for _ in range(_REPEATS.value):

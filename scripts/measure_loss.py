@@ -18,6 +18,7 @@ _CORPUS = flags.DEFINE_string(
   'corpus', '', 'folder of text; default: the standard library'
 )
 _PATTERN = flags.DEFINE_string('pattern', '*.py', 'file names to read')
+_DTYPE = flags.DEFINE_enum('dtype', 'float32', hub.DTYPES, 'of the weights')
 _WINDOWS = flags.DEFINE_list('windows', ['256', '512', '1024'], 'in tokens')
 
 
@@ -26,12 +27,12 @@ def main() -> None:
   tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
   corpus = Corpus(folder=_CORPUS.value, pattern=_PATTERN.value)
   tokens = corpus.tokens(tokenizer, held_out=True)
-  module = hub.load_module(folder)
+  module = hub.load_module(folder, dtype=_DTYPE.value)
   losses = {
     length: round(held_out_loss(module, tokens, length=int(length)), 3)
     for length in _WINDOWS.value
   }
-  result = {'model': _MODEL.value, 'tokens': len(tokens)}
+  result = {'model': _MODEL.value, 'dtype': _DTYPE.value, 'tokens': len(tokens)}
   print(json.dumps(result | {'nats_per_token': losses}))
 
 

@@ -51,8 +51,9 @@ def make_loss(
   """
 
   def cast(params):
+    is_matrix = lambda leaf: leaf.ndim == 2 and leaf.dtype != jnp.int8
     return jax.tree.map(
-      lambda leaf: leaf.astype(dtype) if leaf.ndim == 2 else leaf, params
+      lambda leaf: leaf.astype(dtype) if is_matrix(leaf) else leaf, params
     )
 
   if teacher is not None:

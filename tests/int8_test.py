@@ -1,0 +1,139 @@
+"""Eight-bit weights: exact products, bounded rounding, and whole models."""
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import models
+from models import hub
+from models.gpt2 import GPT2
+from models.gpt2 import GPT2Config
+from models.int8 import int8_matmul
+from models.int8 import Int8Matrix
+from models.int8 import quantize
+from models.matmul import matmul
+from models.matmul import take_rows
+
+_RNG = np.random.default_rng(0)
+
+
+def _matrix(rows, columns):
+  spread = 10.0 ** _RNG.uniform(-3, 1, size=(rows, 1))
+  return (spread * _RNG.normal(size=(rows, columns))).astype(np.float32)
+
+
+def test_weights_are_rounded_to_the_nearest_step_of_their_row():
+  matrix = _matrix(6, 40)
+  matrix[2] = 0.0
+  ours = quantize(matrix)
+  assert ours.shape == matrix.shape
+  values = np.asarray(ours.values, np.float32)
+  step = np.asarray(ours.scale)[:, None]
+  assert np.abs(values).max() == 127
+  assert (np.abs(values * step - matrix) <= 0.5001 * step).all()
+  # The largest weight of every row that is not zero is exactly representable.
+  peaks = np.abs(values).max(axis=1)
+  assert peaks.tolist() == [127, 127, 0, 127, 127, 127]
+  rows = take_rows(ours, jnp.array([[4, 1]]))
+  np.testing.assert_array_equal(rows, (values * step)[[[4, 1]]])
+
+
+def test_the_product_is_the_one_of_integers():
+  """Bit by bit what NumPy has in 64-bit integers, scaled in the same order."""
+  x, weight = _matrix(5, 300), quantize(_matrix(7, 300))
+  peak = np.abs(x).max(axis=1)
+  scale = (peak / np.float32(127)).astype(np.float32)
+  rounded = np.round(x / scale[:, None]).astype(np.int64)
+  exact = rounded @ np.asarray(weight.values, np.int64).T
+  scales = scale[:, None] * np.asarray(weight.scale)[None]
+  expected = exact.astype(np.float32) * scales
+  np.testing.assert_allclose(
+    int8_matmul(jnp.asarray(x), weight), expected, rtol=1e-6
+  )
+
+
+@pytest.mark.parametrize('rows', [1, 2, 3, 16, 64])
+def test_a_row_does_not_depend_on_those_beside_it(rows):
+  x, weight = jnp.asarray(_matrix(64, 160)), quantize(_matrix(96, 160))
+  product = jax.jit(matmul)
+  together = np.asarray(product(x, weight))
+  for start in range(0, 64 - rows + 1, max(rows, 7)):
+    alone = product(x[start : start + rows], weight)
+    np.testing.assert_array_equal(alone, together[start : start + rows])
+
+
+def test_a_row_that_is_not_finite_stays_so_and_alone():
+  weight = quantize(_matrix(4, 8))
+  x = jnp.asarray(_matrix(3, 8)).at[1, 2].set(jnp.nan)
+  result = int8_matmul(x, weight)
+  assert np.isnan(result[1]).all()
+  assert np.isfinite(result[jnp.array([0, 2])]).all()
+  x = x.at[1, 2].set(jnp.inf)
+  assert not np.isfinite(int8_matmul(x, weight)[1]).any()
+
+
+def test_weights_that_are_not_finite_are_refused():
+  matrix = _matrix(3, 4)
+  matrix[1, 1] = np.inf
+  with pytest.raises(ValueError, match='not finite'):
+    quantize(matrix)
+
+
+@pytest.fixture(scope='module')
+def demo():
+  return models.load('demo', 'demo', dtype='int8')
+
+
+def test_all_matrices_are_in_eight_bits_and_are_counted_so(demo):
+  target = demo.pair.target
+  is_matrix = lambda leaf: isinstance(leaf, Int8Matrix)
+  leaves = jax.tree.leaves(target.params, is_leaf=is_matrix)
+  matrices = [leaf for leaf in leaves if is_matrix(leaf)]
+  others = [leaf for leaf in leaves if not is_matrix(leaf)]
+  layers = len(target.params['h'])
+  assert len(matrices) == 4 * layers + 1
+  assert [leaf.shape for leaf in others if leaf.ndim > 1] == [
+    target.params['wpe']['embedding'].shape
+  ]
+  integers = sum(matrix.values.size for matrix in matrices)
+  assert integers < target.definition.weight_bytes < 1.04 * integers
+  assert target.definition.init_cache(1, 8).keys[0].dtype == jnp.bfloat16
+
+
+def test_a_quantised_model_says_nearly_what_the_float_one_does(demo):
+  """Of each next token in a text; a wrong scale anywhere would spoil it."""
+  exact = models.load('demo', None, method='plain')
+  text = 'def read(path):\n  """Reads a file."""\n  with open(path) as file:\n'
+  ids = jnp.array([demo.pair.encode(text)])
+  positions = jnp.arange(ids.shape[1])[None]
+  mask = jnp.tril(jnp.ones((1, ids.shape[1], ids.shape[1]), bool))
+
+  def log_probs(generator):
+    model = generator.pair.target
+    cache = model.definition.init_cache(1, ids.shape[1])
+    logits, _ = model.apply(ids, positions, mask, cache)
+    return jax.nn.log_softmax(logits)
+
+  ours, theirs = log_probs(demo), log_probs(exact)
+  divergence = jnp.sum(jnp.exp(theirs) * (theirs - ours), axis=-1)
+  assert 0 < jnp.mean(divergence) < 0.02
+
+
+def test_target_and_draft_are_quantised_independently():
+  pair = models.load(
+    'demo', 'demo', dtype='float32', draft_dtype='int8', method='chain'
+  ).pair
+  assert not isinstance(pair.target.params['wte']['embedding'], Int8Matrix)
+  assert isinstance(pair.draft.params['wte']['embedding'], Int8Matrix)
+
+
+def test_eight_bits_are_not_saved(tmp_path):
+  folder = tmp_path / 'model'
+  config = GPT2Config(
+    vocab_size=8, num_positions=4, width=4, num_layers=1, num_heads=1
+  )
+  hub.save_pretrained(GPT2(config, rngs=nnx.Rngs(0)), folder)
+  with pytest.raises(ValueError, match='dtype=int8 cannot be saved'):
+    hub.save_pretrained(hub.load_module(folder, dtype='int8'), tmp_path / 'b')
