@@ -29,7 +29,7 @@ from specdec.verification.rejection import WITHOUT_REPLACEMENT
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-  """A way to verify, see `specdec.decode.DecodeConfig`."""
+  """A way to verify, see `specdec.request.DecodeConfig`."""
 
   verify: str
   children: str | None = None

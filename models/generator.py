@@ -57,6 +57,7 @@ class TextOptions(TypedDict, total=False):
     verify: see `specdec.generation.Options`.
     children: likewise.
     log_probs: likewise.
+    break_even: likewise.
   """
 
   max_new_tokens: int | Sequence[int]
@@ -68,6 +69,7 @@ class TextOptions(TypedDict, total=False):
   verify: str
   children: str | None
   log_probs: bool
+  break_even: float | None
 
 
 def row_keys(seed: int | Sequence[int], batch_size: int) -> jax.Array:

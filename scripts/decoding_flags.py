@@ -11,7 +11,7 @@ from absl import flags
 from models import drafters
 from models import hub
 import specdec
-from specdec.decode import RULES
+from specdec.request import RULES
 from specdec.verification.rejection import CHILDREN as CHILDREN_KINDS
 
 _DEFAULTS = drafters.DraftSettings()

@@ -36,7 +36,7 @@ def main() -> None:
     raise ValueError('--prompt_file is needed: a file of prompts')
   prompts = options.read_prompts(options.PROMPT_FILE.value, _NUM_PROMPTS.value)
   pair = load_pair(
-    options.TARGET.value, options.draft_name(), dtype=options.dtype()
+    options.TARGET.value, options.draft_name(), dtype=options.DTYPE.value
   )
   drafter = drafters.make_drafter(_METHOD.value, pair, options.draft_settings())
   counts: dict[str, dict[str, float]] = collections.defaultdict(

@@ -117,6 +117,20 @@ class Scorer(Protocol):
       num_scored: room for what is scored in one step.
     """
 
+  def catch_up(
+    self, state: Any, tokens: jax.Array, length: jax.Array
+  ) -> tuple[Any, jax.typing.ArrayLike]:
+    """Between steps: takes in text that was decoded without the scorer.
+
+    Args:
+      state: as it is.
+      tokens: `[B, T]` int32, the texts.
+      length: `[B]` int32, of the texts.
+
+    Returns:
+      The state, and how many forwards it took.
+    """
+
   def score(
     self,
     state: Any,

@@ -18,12 +18,12 @@ import numpy as np
 
 from specdec.decode import advance
 from specdec.decode import ALL_STEPS
-from specdec.decode import DecodeConfig
-from specdec.decode import Request
 from specdec.decode import result_of
 from specdec.decode import start
 from specdec.drafter import Drafter
 from specdec.model import Model
+from specdec.request import DecodeConfig
+from specdec.request import Request
 from specdec.sampling import Sampling
 from specdec.statistics import summarize
 from specdec.stop import StopTable
@@ -69,6 +69,10 @@ class Options(TypedDict, total=False):
       without replacement where the topology is fixed and the drafter has a
       distribution, and the best ones elsewhere.
     log_probs: whether to return those of the new tokens; by default not.
+    break_even: how many plain steps a speculative one takes on this machine, as
+      scripts/tune.py measures it. Decoding then goes on plainly wherever
+      speculation emits fewer tokens per step than that; the tokens are the
+      same. None, the default: it speculates throughout.
   """
 
   max_new_tokens: Required[int | Sequence[int]]
@@ -80,6 +84,7 @@ class Options(TypedDict, total=False):
   verify: str
   children: str | None
   log_probs: bool
+  break_even: float | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,6 +266,18 @@ def check_sampling(
   return sampling.replace(**per_row)
 
 
+def _check_break_even(break_even: Any) -> jax.Array | None:
+  if break_even is None:
+    return None
+  is_number = isinstance(break_even, numbers.Real) and break_even is not True
+  if not (is_number and 0 < break_even < np.inf):
+    raise ValueError(
+      'break_even must be a positive number, how many plain steps a speculative'
+      f' one takes, or None; got {break_even!r}'
+    )
+  return jnp.asarray(break_even, jnp.float32)
+
+
 def _check_stop(stop: StopTable, batch_size: int, vocab_size: int) -> None:
   rows, tokens = stop.start.shape[0], stop.next_state.shape[1]
   if (rows, tokens) != (batch_size, vocab_size):
@@ -404,6 +421,7 @@ class Decoding:
         options.get('sampling', Sampling()), batch_size, definition.vocab_size
       ),
       stop=stop,
+      break_even=_check_break_even(options.get('break_even')),
     )
     self._state = start(target, drafter, self._request, config=self._config)
     self._ends = self._prompt_lengths
@@ -493,6 +511,7 @@ class Decoding:
         ends - starts,
         target=self._target.definition,
         drafter=drafter,
+        plain_steps=result.plain_steps,
       ),
     )
 

@@ -85,6 +85,28 @@ def init_stages(
   return init(drafter, 1)
 
 
+def catch_up_stages(
+  drafter: Drafter, state: StageState, tokens: jax.Array, length: jax.Array
+) -> StageState:
+  """Between steps: lets all stages see text that was decoded without them.
+
+  Args:
+    drafter: the outermost stage.
+    state: of it and of those inside.
+    tokens: `[B, T]` int32, the texts.
+    length: `[B]` int32, of the texts.
+  """
+  inner = state.inner
+  if drafter.inner is not None and inner is not None:
+    inner = catch_up_stages(drafter.inner, inner, tokens, length)
+  scorer, forwards = drafter.scorer.catch_up(state.scorer, tokens, length)
+  counters = state.counters.replace(
+    forwards=state.counters.forwards + forwards,
+    row_forwards=state.counters.row_forwards + forwards,
+  )
+  return state.replace(scorer=scorer, counters=counters, inner=inner)
+
+
 def commit_stages(
   drafter: Drafter, state: StageState, path: jax.Array, num_kept: jax.Array
 ) -> StageState:

@@ -120,6 +120,7 @@ def summarize(
   *,
   target: LanguageModel,
   drafter: Drafter | None,
+  plain_steps: jax.Array | None = None,
 ) -> dict[str, Any]:
   """The figures of one decode, pooled over its rows.
 
@@ -131,6 +132,7 @@ def summarize(
     new_tokens: `[B]`, how many were emitted.
     target: for the sizes in bytes.
     drafter: likewise; None for plain decoding.
+    plain_steps: `[]`, of those the ones that the guard made plain; or None.
 
   Returns:
     `new_tokens` and `target_forwards`, summed over rows; `block_efficiency`,
@@ -144,7 +146,8 @@ def summarize(
     `relative_bandwidth`, see there, and what it follows from: `reads`, batched
     forwards and visible cache slots (summed over rows) of the target, of each
     stage and of plain decoding, and `costs`, the bytes per forward and per slot
-    of the target and each stage.
+    of the target and each stage; `plain_steps`, batched target forwards for
+    which the guard saw to it that nothing was drafted.
   """
   counters, stage_counters = jax.device_get((counters, tuple(stage_counters)))
   forwards = int(counters.target_forwards.sum())
@@ -197,6 +200,7 @@ def summarize(
       label: int(np.sum(origins == index)) for index, label in enumerate(labels)
     },
     'relative_bandwidth': relative_bandwidth(reads, costs),
+    'plain_steps': 0 if plain_steps is None else int(plain_steps),
     'reads': reads,
     'costs': costs,
   }

@@ -89,6 +89,13 @@ class CandidateScorer(flax.struct.PyTreeNode):
     del prompt, prompt_length, sizes
     return ()
 
+  def catch_up(
+    self, state: tuple[()], tokens: jax.Array, length: jax.Array
+  ) -> tuple[tuple[()], int]:
+    """There is no state."""
+    del tokens, length
+    return state, 0
+
   def score(
     self,
     state: tuple[()],

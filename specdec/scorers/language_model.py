@@ -133,6 +133,37 @@ class LanguageModelScorer(flax.struct.PyTreeNode):
       used=jnp.zeros((), jnp.int32),
     )
 
+  def catch_up(
+    self, state: ModelState, tokens: jax.Array, length: jax.Array
+  ) -> tuple[ModelState, jax.Array]:
+    """Feeds what is missing of the text but for its last token, the root.
+
+    In chunks of the window's size, for which there is room behind any text.
+    """
+    size = state.window.shape[1]
+    end = jnp.minimum(length - 1, self.max_positions)
+
+    def feed(carry):
+      forwards, cache = carry
+      start = cache.length
+      positions = start[:, None] + jnp.arange(size)[None]
+      last = tokens.shape[1] - 1
+      _, fed = self.model.apply(
+        _pick(tokens, jnp.minimum(positions, last)),
+        positions,
+        causal_mask(start, size, cache.num_slots),
+        cache,
+      )
+      length = jnp.maximum(start, jnp.minimum(end, start + size))
+      return forwards + 1, fed.replace(length=length)
+
+    forwards, cache = lax.while_loop(
+      lambda carry: jnp.any(carry[1].length < end),
+      feed,
+      (jnp.zeros((), jnp.int32), state.cache),
+    )
+    return state.replace(cache=cache), forwards
+
   def score(
     self,
     state: ModelState,
