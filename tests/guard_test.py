@@ -3,6 +3,7 @@
 Counts only: a speculative step is taken to last `break_even` plain ones.
 """
 
+import jax
 import numpy as np
 import pytest
 import tiny_drafters
@@ -107,11 +108,20 @@ def test_a_perfect_draft_is_kept():
   assert with_guard.stats['stage_forwards'] == without.stats['stage_forwards']
 
 
-@pytest.mark.parametrize('stages', [1, 2])
-def test_after_a_rest_the_draft_knows_the_text(monkeypatch, stages):
-  """A perfect draft that is sent to rest again and again misses nothing."""
+@pytest.fixture
+def many_trials(monkeypatch):
+  """Premiums so high that a draft at rest is soon tried again."""
   monkeypatch.setattr(guarding, '_PREMIUM', 0.9)
   monkeypatch.setattr(guarding, '_INITIAL_CREDIT', 0.5)
+  jax.clear_caches()  # of programs with other premiums
+  yield
+  jax.clear_caches()
+
+
+@pytest.mark.usefixtures('many_trials')
+@pytest.mark.parametrize('stages', [1, 2])
+def test_after_a_rest_the_draft_knows_the_text(stages):
+  """A perfect draft that is sent to rest again and again misses nothing."""
   drafter = _chain('perfect')
   if stages == 2:
     config = TreeConfig(
@@ -125,7 +135,6 @@ def test_after_a_rest_the_draft_knows_the_text(monkeypatch, stages):
     scorer = LanguageModelScorer(tiny_models.draft('perfect'))
     inner = LanguageModelScorer(tiny_models.draft('perfect'), name='inner')
     drafter = staged(Drafter(scorer, config), Drafter(inner, config))
-  # A limit of its own, so that no program is shared with other premiums.
   result = _run(drafter, 10.0, rows=2, limit=100)
   assert result.tokens == _run(None, rows=2, limit=100).tokens
   stats = result.stats
