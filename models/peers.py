@@ -78,9 +78,9 @@ def _load(name: str, dtype: str, revision: str | None) -> Any:
   return model.to(_device(torch)).eval()
 
 
-def _generation_config(
+def _settings(
   sampling: Sampling, eos_ids: Sequence[int], limit: int
-) -> transformers.GenerationConfig:
+) -> dict[str, Any]:
   """What `sampling` says, in the words of transformers."""
   if sampling.logit_bias is not None:
     raise ValueError('transformers arms know no --logit_bias; leave it out')
@@ -98,9 +98,7 @@ def _generation_config(
       'top_p': sampling.top_p,
       'min_p': sampling.min_p,
     }
-  return transformers.GenerationConfig(
-    **{name: value for name, value in settings.items() if value is not None}
-  )
+  return {name: value for name, value in settings.items() if value is not None}
 
 
 def _until_eos(row: list[int], eos_ids: Sequence[int]) -> list[int]:
@@ -182,15 +180,14 @@ class _Peer:
     try:
       if limit == 0:
         with torch.inference_mode():
-          self._target(**tensors, use_cache=True).logits[0, -1, 0].item()
+          outputs = self._target(**tensors, use_cache=True, logits_to_keep=1)
+          outputs.logits[0, 0, 0].item()  # waits for it
         rows: list[list[int]] = [[] for _ in prompts]
       else:
         torch.manual_seed(self._seed)
         output = self._target.generate(
           **tensors,
-          generation_config=_generation_config(
-            self._sampling, self._eos_ids, limit
-          ),
+          **_settings(self._sampling, self._eos_ids, limit),
           **self._how(),
         )
         rows = output[:, width:].tolist()
@@ -248,7 +245,10 @@ def make_arms(
   Raises:
     ValueError: torch is not there, or cannot do what is asked; says what to do.
   """
-  load = functools.cache(_load)
+  transformers.logging.set_verbosity_error()  # It warns of its own calls.
+  transformers.logging.disable_progress_bar()
+  # Of one folder too: their forwards are counted apart.
+  load, load_draft = functools.cache(_load), functools.cache(_load)
   arms = {}
   for spec in specs:
     if batch_size > 1 and spec.method != 'transformers':
@@ -262,7 +262,7 @@ def make_arms(
     assistant = None
     if spec.method == 'transformers-assisted' and draft is not None:
       name = 'demo-draft' if draft == 'demo' else draft
-      assistant = load(name, spec.dtype, None)
+      assistant = load_draft(name, spec.dtype, None)
       sizes = (model.config.vocab_size, assistant.config.vocab_size)
       if sizes[0] != sizes[1]:
         raise ValueError(

@@ -112,7 +112,7 @@ def _subtitle(record: Mapping[str, Any]) -> str:
   batch = settings['batch_size']
   prompts = settings['batches_measured'] * batch
   return (
-    f'{device}; target {settings["target"]}, {", ".join(_dtypes(record))}\n'
+    f'{device}; target {settings["target"]}, {" and ".join(_dtypes(record))}\n'
     f'{sampling}, batch {batch}, {prompts} prompts,'
     f' at most {settings["max_new_tokens"]} new tokens'
   )
@@ -191,7 +191,7 @@ def _draw_speeds(record):
   every = np.concatenate(list(speeds.values()))
   low, high = min(every.min(), 1.0), max(every.max(), 1.0)
   margin = 0.03 * (high - low) + 0.01
-  bins = np.linspace(low - margin, high + margin, 31)
+  bins = np.linspace(max(low - margin, 0), high + margin, 31)
   figure = _figure(
     record,
     5.5 * columns + 1,
@@ -204,11 +204,11 @@ def _draw_speeds(record):
   for name, axes in zip(others, grid.T.flat, strict=False):
     axes.set_visible(True)
     arm, color = record['arms'][name], _styles(record)[name][0]
-    axes.hist(speeds[name], bins, color=color, alpha=0.75)
+    axes.hist(speeds[name], bins, color=color)
     axes.axvline(1, color='black', lw=0.8, ls=':')
     axes.axvline(arm['speed'], color='black', lw=1.2)
     if arm['speed_interval'] is not None:
-      axes.axvspan(*arm['speed_interval'], color='black', alpha=0.12, lw=0)
+      axes.axvspan(*arm['speed_interval'], color='#dddddd', lw=0, zorder=0)
     axes.set_title(
       f'{_label(name, record)}: {arm["speed"]:.2f}x',
       loc='left',
@@ -242,7 +242,7 @@ def _draw_roofline(record):
   axes = figure.subplots()
   intensities = [arm['arithmetic_intensity'] for arm in arms.values()]
   low = min(*intensities, 0.5) / 2
-  high = max(*intensities, *(2 * roof / memory for roof in roofs.values()))
+  high = 2 * max(*intensities, *(roof / memory for roof in roofs.values()))
   top = max(roofs.values())
   x = np.geomspace(low, high, 200)
   axes.plot(x, np.minimum(memory * x, top) / 1e9, color='black', lw=1.3)
@@ -257,6 +257,15 @@ def _draw_roofline(record):
       ha='right',
       fontsize=7.5,
     )
+  axes.text(
+    1.3 * low,
+    1.7 * memory * low / 1e9,
+    f'memory, {memory / 1e9:,.1f} GB/s',
+    rotation=np.degrees(np.arctan(memory / 1e9)),  # of the line, in its data
+    rotation_mode='anchor',
+    transform_rotates_text=True,
+    fontsize=7.5,
+  )
   for name, arm in arms.items():
     color, marker = styles[name]
     axes.plot(
@@ -269,33 +278,20 @@ def _draw_roofline(record):
       markeredgewidth=0.7,
       label=f'{_label(name, record)}: {arm["arithmetic_intensity"]:.1f}',
     )
+  rates = [arm['flops_per_second'] / 1e9 for arm in arms.values()]
   axes.set_xscale('log')
   axes.set_yscale('log')
-  rates = [arm['flops_per_second'] / 1e9 for arm in arms.values()]
   axes.set_xlim(low, high)
   axes.set_ylim(min(*rates, memory * low / 1e9) / 2, 2.2 * top / 1e9)
-  axes.annotate(
-    f'memory, {memory / 1e9:,.1f} GB/s',
-    (low * 1.15, 1.2 * memory * low * 1.15 / 1e9),
-    rotation=_slope(axes, figure),
-    rotation_mode='anchor',
-    fontsize=7.5,
-  )
   axes.set_xlabel('FLOP per byte read, all models', fontsize=8)
   axes.set_ylabel('attained GFLOP per second', fontsize=8)
   axes.tick_params(labelsize=7)
   axes.grid(which='major', lw=0.3)
-  figure.legend(
-    loc='outside right upper',
+  axes.legend(
+    loc='upper left',
+    bbox_to_anchor=(1.01, 1),
     fontsize=7,
-    title='arm: FLOP/byte',
+    title='arm: FLOP per byte',
     title_fontsize=7,
   )
   return figure
-
-
-def _slope(axes, figure) -> float:
-  """The angle on paper of a line that grows as x does, on log axes."""
-  figure.draw_without_rendering()
-  (x0, y0), (x1, y1) = axes.transData.transform([(1, 1), (10, 10)])
-  return float(np.degrees(np.arctan2(y1 - y0, x1 - x0)))

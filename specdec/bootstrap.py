@@ -38,9 +38,9 @@ def pooled_interval(
   Raises:
     ValueError: columns of different lengths, or a level that is no share.
   """
-  values = np.asarray(columns, np.float64)
-  if values.ndim != 2:
+  if len({len(column) for column in columns}) != 1:
     raise ValueError(f'columns must be of one length, got {columns}')
+  values = np.asarray(columns, np.float64)
   if not 0 < level < 1:
     raise ValueError(f'level must be between 0 and 1, got {level}')
   size = values.shape[1]
