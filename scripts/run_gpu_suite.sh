@@ -35,7 +35,8 @@ if ((reduced)); then
   large=(--width_factor=1 --layers=8)
   xl=(--width_factor=2 --layers=6)
   common=(--num_prompts=3 --max_new_tokens=16 --max_seconds=20)
-  arms='plain,staged(num_nodes=8,width=4)'
+  best='staged(num_nodes=8,width=4)'
+  arms="plain,$best"
   sweep='plain,tree(num_nodes=4|8,width=4,rounds=2)'
   batch=2
   widths=1,2,4
@@ -45,7 +46,8 @@ else
   xl=(--width_factor=5 --layers=48)
   # One bucket of prompt lengths: compiling is most of the time.
   common=(--prompt_bucket=128 --max_seconds=40)
-  arms='plain,chain,tree,staged,staged(num_nodes=32)'
+  best='staged'
+  arms="plain,chain,tree,$best,staged(num_nodes=32)"
   sweep='plain,chain(num_draft_tokens=2|8),tree(num_nodes=16|32,rounds=3)'
   batch=8
   widths=1,2,4,8,16,32,64,128
@@ -95,7 +97,7 @@ step lossless "$here/check_lossless.py" --prompt_file="$prompts" \
   --num_prompts=2 --max_new_tokens=32 --batch_sizes=1
 benchmark large_sweep --target="$large_target" --dtype=bfloat16 --arms="$sweep"
 benchmark large_batch --target="$large_target" --dtype=bfloat16 \
-  --arms="plain,${arms##*,}" --batch_size="$batch"
+  --arms="plain,$best" --batch_size="$batch"
 step expand_xl "$here/expand_model.py" --model=demo \
   --output="$models/gpt2-xl-shape" --dtype=bfloat16 "${xl[@]}"
 benchmark xl_greedy --target="$models/gpt2-xl-shape" --dtype=bfloat16 \
@@ -113,7 +115,7 @@ for name in "${steps[@]}"; do
 done
 if ((${#failed[@]})); then
   printf '\nfailed: %s' "${failed[0]}"
-  printf ', %s' "${failed[@]:1}"
+  ((${#failed[@]} > 1)) && printf ', %s' "${failed[@]:1}"
   printf '; see the .err files\n'
   exit 1
 fi

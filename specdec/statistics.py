@@ -141,8 +141,8 @@ def summarize(
     `beyond_context`, by stage the emitted tokens that it could not have
     drafted, the text having outgrown its context; `stage_forwards` by stage
     and `origins`, the emitted tokens by who proposed them;
-    `positions`, by the target (nodes verified) and by stage (as wide as its
-    forwards are, whatever of that was of use), summed over rows;
+    `positions`, by the target (nodes verified) and by stage (the W of each of
+    its forwards, whatever of that was of use), summed over rows;
     `relative_bandwidth`, see there, and what it follows from: `reads`, batched
     forwards and visible cache slots (summed over rows) of the target, of each
     stage and of plain decoding, and `costs`, the bytes per forward and per slot
