@@ -174,7 +174,7 @@ def test_no_batch_is_begun_when_time_is_up(monkeypatch):
   run = lambda seconds: measure(
     {'a': decode}, [[[1]]] * 5, max_new_tokens=10, max_seconds=seconds
   )
-  assert len(run(0)['a']) == 1
+  assert len(run(0)['a']) == len(run(-1)['a']) == 1
   assert len(run(25)['a']) == 3
   assert len(run(None)['a']) == 5
   assert [one.seconds for one in run(0)['a']] == [10]

@@ -10,9 +10,12 @@ from models import peak_memory
 _MEGABYTE = 1 << 20
 
 
-@pytest.mark.skipif(
+_on_linux = pytest.mark.skipif(
   not pathlib.Path('/proc/self/clear_refs').exists(), reason='Linux only'
 )
+
+
+@_on_linux
 def test_the_peak_of_a_call_is_seen_every_time():
   there_before = np.ones(100 * _MEGABYTE, np.uint8)
   for size in (64, 16, 64):
@@ -22,6 +25,21 @@ def test_the_peak_of_a_call_is_seen_every_time():
     assert peak is not None
     assert abs(peak - size * _MEGABYTE) < 8 * _MEGABYTE
   assert there_before[0]
+
+
+@_on_linux
+def test_what_was_freed_but_kept_counts_again():
+  pins = []
+
+  def run():
+    blocks = [np.ones(60_000, np.uint8) for _ in range(1000)]
+    pins.append(np.ones(60_000, np.uint8))  # keeps the heap from shrinking
+    del blocks
+
+  for _ in range(2):
+    peak = peak_memory.peak_beyond(run)
+    assert peak is not None
+    assert peak > 50_000_000
 
 
 class _Device:
