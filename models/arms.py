@@ -142,14 +142,28 @@ def parse_arms(text: str, default_dtype: str) -> list[ArmSpec]:
   return arms
 
 
-def peer_arms(arms: Sequence[ArmSpec]) -> list[ArmSpec]:
-  """All of transformers' ways, in the dtypes of the arms that torch has."""
+def peer_arms(
+  arms: Sequence[ArmSpec], *, has_draft: bool, batch_size: int
+) -> list[ArmSpec]:
+  """What transformers can do of the same, in those dtypes that torch has.
+
+  Args:
+    arms: none of these is repeated.
+    has_draft: whether there is an assistant model.
+    batch_size: assisted generation and prompt lookup need 1.
+  """
+  possible = {
+    'transformers': True,
+    'transformers-assisted': has_draft and batch_size == 1,
+    'transformers-lookup': batch_size == 1,
+  }
   dtypes = list(dict.fromkeys(arm.dtype for arm in arms))
   every = [
     ArmSpec(method, dtype)
     for dtype in dtypes
     if dtype in PEER_DTYPES
     for method in PEER_METHODS
+    if possible[method]
   ]
   return [arm for arm in every if arm not in arms]
 

@@ -64,7 +64,11 @@ def main() -> None:
     raise ValueError('--prompt_file is needed: a file of prompts')
   specs = arms.parse_arms(_ARMS.value, options.DTYPE.value)
   if _PEER.value == 'transformers':
-    specs += arms.peer_arms(specs)
+    specs += arms.peer_arms(
+      specs,
+      has_draft=options.draft_name() is not None,
+      batch_size=_BATCH_SIZE.value,
+    )
   if _OUTPUT.value:
     results.prepare_output(_OUTPUT.value)
   folder = plots.choose_folder(_PLOTS.value, _OUTPUT.value)

@@ -21,11 +21,12 @@ fi
 here=$(cd "$(dirname "$0")" && pwd)
 mkdir -p "$1" || exit 2
 out=$(cd "$1" && pwd)
-prompts=$(realpath "${2:-$here/../models/demo/prompts.jsonl}")
+prompts=${2:-$here/../models/demo/prompts.jsonl}
 if [[ ! -r "$prompts" ]]; then
   echo "run_gpu_suite.sh: cannot read the prompts $prompts" >&2
   exit 2
 fi
+prompts=$(realpath "$prompts")
 python=${PYTHON:-python}
 models=$(mktemp -d)
 trap 'rm -rf "$models"' EXIT

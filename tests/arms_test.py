@@ -62,13 +62,23 @@ def test_what_is_not_known_is_refused(text, message):
 
 def test_peers_come_in_the_dtypes_of_the_arms():
   arms = parse_arms('plain:bfloat16,chain:bfloat16,transformers', 'float32')
-  assert [str(arm) for arm in peer_arms(arms)] == [
+  added = lambda has_draft, batch_size: [
+    str(arm)
+    for arm in peer_arms(arms, has_draft=has_draft, batch_size=batch_size)
+  ]
+  assert added(True, 1) == [
     'transformers:bfloat16',
     'transformers-assisted:bfloat16',
     'transformers-lookup:bfloat16',
     'transformers-assisted:float32',
     'transformers-lookup:float32',
   ]
+  assert added(False, 1) == [
+    'transformers:bfloat16',
+    'transformers-lookup:bfloat16',
+    'transformers-lookup:float32',
+  ]
+  assert added(True, 2) == ['transformers:bfloat16']
 
 
 def test_options_change_what_they_name_and_nothing_else():

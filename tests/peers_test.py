@@ -163,7 +163,7 @@ def test_a_draft_that_is_the_target_saves_forwards(folders):
     forwards = stats['target_forwards']
     assert forwards < _LIMIT
     assert stats['positions']['target'] <= (guesses + 1) * forwards
-    # After a block that was accepted whole the draft has two tokens to catch up.
+    # After a block that was accepted whole the draft catches up.
     behind = stats['positions']['draft'] - stats['stage_forwards']['draft']
     assert 0 <= behind <= forwards
   assert counts[0]['target_forwards'] < counts[1]['target_forwards']
