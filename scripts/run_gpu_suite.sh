@@ -28,6 +28,7 @@ if [[ ! -r "$prompts" ]]; then
 fi
 prompts=$(realpath "$prompts")
 python=${PYTHON:-python}
+export PYTHONPATH="$(dirname "$here")${PYTHONPATH:+:$PYTHONPATH}"
 models=$(mktemp -d)
 trap 'rm -rf "$models"' EXIT
 
@@ -38,6 +39,7 @@ if ((reduced)); then
   common=(--num_prompts=3 --max_new_tokens=16 --max_seconds=20)
   best='staged(num_nodes=8,width=4)'
   arms="plain,$best"
+  few="plain,$best"
   sweep='plain,tree(num_nodes=4|8,width=4,rounds=2)'
   batch=2
   widths=1,2,4
@@ -49,6 +51,7 @@ else
   common=(--prompt_bucket=128 --max_seconds=40)
   best='staged'
   arms="plain,chain,tree,$best,staged(num_nodes=32)"
+  few="plain,chain,$best"
   sweep='plain,chain(num_draft_tokens=2|8),tree(num_nodes=16|32,rounds=3)'
   batch=8
   widths=1,2,4,8,16,32,64,128
@@ -90,21 +93,21 @@ sampled=(--temperature=1 --top_k=50)
 benchmark large_greedy --target="$large_target" --dtype=bfloat16 \
   --arms="$arms" --peer="$peer"
 benchmark large_sampled --target="$large_target" --dtype=bfloat16 \
-  --arms="$arms" "${sampled[@]}"
+  --arms="$few" "${sampled[@]}"
 benchmark demo_greedy --arms="$arms,plain:bfloat16,staged:bfloat16"
 step forward_large "$here/measure_forward.py" --model="$large_target" \
   --dtype=bfloat16 --widths="$widths"
-step lossless "$here/check_lossless.py" --prompt_file="$prompts" \
-  --num_prompts=2 --max_new_tokens=32 --batch_sizes=1
-benchmark large_sweep --target="$large_target" --dtype=bfloat16 --arms="$sweep"
-benchmark large_batch --target="$large_target" --dtype=bfloat16 \
-  --arms="plain,$best" --batch_size="$batch"
 step expand_xl "$here/expand_model.py" --model=demo \
   --output="$models/gpt2-xl-shape" --dtype=bfloat16 "${xl[@]}"
 benchmark xl_greedy --target="$models/gpt2-xl-shape" --dtype=bfloat16 \
-  --arms="$arms"
+  --arms="$few"
 benchmark xl_sampled --target="$models/gpt2-xl-shape" --dtype=bfloat16 \
-  --arms="$arms" "${sampled[@]}"
+  --arms="plain,$best" "${sampled[@]}"
+benchmark large_batch --target="$large_target" --dtype=bfloat16 \
+  --arms="plain,$best" --batch_size="$batch"
+step lossless "$here/check_lossless.py" --prompt_file="$prompts" \
+  --num_prompts=2 --max_new_tokens=32 --batch_sizes=1
+benchmark large_sweep --target="$large_target" --dtype=bfloat16 --arms="$sweep"
 
 echo
 echo "Done in $((SECONDS / 60)) minutes; files are in $out."
