@@ -1,28 +1,32 @@
 """Benchmarks of text prompts: what scripts/benchmark.py calls."""
 
+from collections.abc import Callable
+from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
-import importlib.metadata
-import json
-import os
-import pathlib
-import platform
+import functools
 import sys
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import tqdm
 
+from models import peers
+from models import roofline
+from models.arms import ArmSpec
+from models.arms import ReadyArm
+from models.benchmark_report import Report
 from models.drafters import DraftSettings
 from models.drafters import make_drafter
-from models.drafters import METHODS
+from models.drafters import with_options
+from models.machine_limits import MachineLimits
 from models.pair import load_pair
+from models.pair import Pair
 import specdec
 from specdec import benchmarking
 from specdec.generation import row_keys
 from specdec.margins import choice_margin
+from specdec.scorers.language_model import LanguageModelScorer
 from specdec.statistics import relative_bandwidth
 
 # The models of the staged speculative decoding paper (arXiv 2308.04623): GPT-2
@@ -33,243 +37,245 @@ PAPER_COSTS = {
   'draft': {'per_forward': 2 * 40e6, 'per_slot': 2 * 2 * 8 * 512},
 }
 
-DTYPES = ('float32', 'bfloat16')
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+  """What every arm is asked to do.
 
-@dataclasses.dataclass(frozen=True)
-class ArmSpec:
-  """One way of decoding: `method:dtype`."""
-
-  method: str
-  dtype: str
-
-  def __str__(self):
-    return f'{self.method}:{self.dtype}'
-
-
-def parse_arm(text: str, default_dtype: str) -> ArmSpec:
-  """Parses `method` or `method:dtype`.
-
-  Raises:
-    ValueError: method or dtype is not known; lists the choices.
+  Attributes:
+    target: see `models.pair.load_pair`.
+    draft: likewise; None if no arm needs one.
+    drafting: see `models.drafters.make_drafter`; arms may differ from it.
+    sampling: how to choose tokens.
+    revision: of the target, on the hub.
+    draft_dtype: of the draft; None: that of the arm.
+    verify: see `specdec.generation.Options`.
+    children: likewise; plain arms have no use for it.
+    seed: of the sampling.
+    batch_size: prompts decoded together.
+    max_new_tokens: the limit per row.
+    prompt_bucket: only prompts of more than half of it, and at most so many
+      tokens; they share their programs. None: all prompts.
+    max_seconds: no batch is begun after measuring for so long.
   """
-  method, _, dtype = text.partition(':')
-  dtype = dtype or default_dtype
-  if method not in METHODS or dtype not in DTYPES:
-    raise ValueError(
-      f'arm {text!r} is not known; methods are {METHODS}, dtypes {DTYPES}'
-    )
-  return ArmSpec(method, dtype)
+
+  target: str
+  draft: str | None
+  drafting: DraftSettings
+  sampling: specdec.Sampling
+  revision: str | None = None
+  draft_dtype: str | None = None
+  verify: str = 'match'
+  children: str | None = None
+  seed: int = 0
+  batch_size: int = 1
+  max_new_tokens: int = 128
+  prompt_bucket: int | None = None
+  max_seconds: float | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Report:
-  """Settings and figures of one run; `str` is a table."""
+def _our_arm(spec: ArmSpec, pair: Pair, task: Task) -> ReadyArm:
+  try:
+    drafting = with_options(task.drafting, dict(spec.options))
+    drafter = make_drafter(spec.method, pair, drafting)
+  except ValueError as error:
+    raise ValueError(f'arm {str(spec)!r}: {error}') from error
+  key = jax.random.key(task.seed)
 
-  settings: dict[str, Any]
-  arms: dict[str, dict[str, Any]]
-
-  def write(self, path: str) -> None:
-    """Writes all of it as JSON."""
-    write_record(path, self.settings, {'arms': self.arms})
-
-  def __str__(self):
-    """A Markdown table."""
-    rows: list[tuple[str, ...]] = [
-      (
-        'arm',
-        'tokens/s',
-        'speed',
-        'per batch',
-        'block eff.',
-        'nodes',
-        'forwards per token',
-        'bandwidth',
-        'at paper costs',
-        'flips',
-      )
-    ]
-    rows += [_row(name, arm) for name, arm in self.arms.items()]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    rows.insert(1, tuple('-' * width for width in widths))
-    return '\n'.join(
-      f'| {" | ".join(map(str.ljust, row, widths))} |' for row in rows
+  def decode(batch, limit):
+    return specdec.generate(
+      pair.target,
+      key,
+      batch,
+      drafter=drafter,
+      max_new_tokens=limit,
+      room_for_new_tokens=task.max_new_tokens,
+      sampling=task.sampling,
+      eos_ids=pair.eos_ids,
+      verify=task.verify,
+      children=None if drafter is None else task.children,
     )
 
-
-def _row(name: str, arm: dict[str, Any]) -> tuple[str, ...]:
-  low, middle, high = np.quantile(arm['speed_per_batch'], (0, 0.5, 1))
-  tokens = max(arm['new_tokens'], 1)
-  forwards = {'target': arm['target_forwards']} | arm['stage_forwards']
-  return (
-    name,
-    f'{arm["tokens_per_second"]:.2f}',
-    f'{arm["speed"]:.2f}x',
-    f'{low:.2f} {middle:.2f} {high:.2f}',
-    f'{arm["block_efficiency"]:.2f}',
-    f'{arm["nodes_per_forward"]:.0f}',
-    ', '.join(f'{one} {count / tokens:.2f}' for one, count in forwards.items()),
-    f'{arm["relative_bandwidth"]:.3f}',
-    f'{arm["relative_bandwidth_at_paper_costs"]:.3f}',
-    '-' if arm['flips'] is None else f'{len(arm["flips"])}',
+  stages = drafter.stages if drafter is not None else ()
+  models = {'target': pair.target} | {
+    stage.name: stage.scorer.model
+    for stage in stages
+    if isinstance(stage.scorer, LanguageModelScorer)
+  }
+  arrays = jax.tree.leaves((pair.target, drafter))
+  return ReadyArm(
+    decode=decode,
+    sizes={name: roofline.model_size(model) for name, model in models.items()},
+    weight_bytes=sum(leaf.nbytes for leaf in arrays),
   )
 
 
-def prepare_output(path: str) -> None:
-  """Fails now, not after the measurements, where a file cannot be written."""
-  file = pathlib.Path(path)
-  file.parent.mkdir(parents=True, exist_ok=True)
-  file.touch()
+def _make_batches(
+  prompts: Sequence[str], encode: Callable[[str], list[int]], task: Task
+) -> list[list[list[int]]]:
+  """Prompts as ids, those in the bucket, in full batches."""
+  ids = [encode(prompt) for prompt in prompts]
+  size, bucket = task.batch_size, task.prompt_bucket
+  if bucket is not None:
+    ids = [one for one in ids if bucket // 2 < len(one) <= bucket]
+    if not ids:
+      raise ValueError(
+        f'no prompt has {bucket // 2 + 1} to {bucket} tokens; choose another'
+        ' --prompt_bucket'
+      )
+  if not 1 <= size <= len(ids):
+    raise ValueError(
+      f'--batch_size must be between 1 and the number of prompts,'
+      f' {len(ids)}; got {size}'
+    )
+  return [
+    ids[start : start + size] for start in range(0, len(ids) - size + 1, size)
+  ]
 
 
-def write_record(
-  path: str, settings: dict[str, Any], figures: dict[str, Any]
-) -> None:
-  """Writes figures as JSON, with what they depend on."""
-  record = {'machine': describe_machine(), 'settings': settings} | figures
-  pathlib.Path(path).write_text(json.dumps(record, indent=1) + '\n')
+def _find_flips(
+  spec: ArmSpec,
+  results: Mapping[str, Sequence[benchmarking.Measurement]],
+  batches: Sequence[Sequence[Sequence[int]]],
+  pair: Pair | None,
+  task: Task,
+) -> list[dict[str, Any]] | None:
+  """Where an arm leaves the plain one of its dtype, with margins."""
+  reference = results.get(str(ArmSpec('plain', spec.dtype)))
+  is_random = spec.is_peer and task.sampling.temperature > 0
+  if reference is None or pair is None or task.verify != 'match' or is_random:
+    return None  # nothing to compare with
+  keys = row_keys(jax.random.key(task.seed), task.batch_size)
+  flips = []
+  for flip in benchmarking.find_flips(results[str(spec)], reference):
+    tokens = reference[flip.batch].generation.tokens[flip.row]
+    margin = choice_margin(
+      pair.target,
+      keys[flip.row],
+      [*batches[flip.batch][flip.row], *tokens[: flip.offset]],
+      task.sampling,
+    )
+    flips.append(dataclasses.asdict(flip) | {'margin': margin})
+  return flips
 
 
-def describe_machine() -> dict[str, Any]:
-  """What the figures depend on besides the code."""
-  processor = platform.processor()
-  cpuinfo = pathlib.Path('/proc/cpuinfo')
-  if cpuinfo.exists():
-    names = [
-      line.partition(':')[2].strip()
-      for line in cpuinfo.read_text().splitlines()
-      if line.startswith('model name')
-    ]
-    processor = names[0] if names else processor
-  return {
-    'device': jax.devices()[0].device_kind,
-    'platform': jax.devices()[0].platform,
-    'processor': processor,
-    'cores': os.cpu_count(),
-    'python': platform.python_version(),
-  } | {
-    package: importlib.metadata.version(package)
-    for package in ('jax', 'jaxlib', 'flax', 'transformers')
+def _load(
+  specs: Sequence[ArmSpec], task: Task
+) -> tuple[dict[str, Pair], dict[ArmSpec, ReadyArm]]:
+  """The pairs by dtype, and all arms in their order."""
+  dtypes = sorted({spec.dtype for spec in specs if not spec.is_peer})
+  if not dtypes:
+    raise ValueError('--arms needs one of our own, e.g. plain')
+  if any(spec.is_peer for spec in specs):
+    peers.describe_torch()  # Fails now, not after loading, without torch.
+  pairs = {
+    dtype: load_pair(
+      task.target,
+      task.draft,
+      dtype=dtype,
+      draft_dtype=task.draft_dtype,
+      revision=task.revision,
+    )
+    for dtype in dtypes
   }
+  arms = {
+    spec: _our_arm(spec, pairs[spec.dtype], task)
+    for spec in specs
+    if not spec.is_peer
+  } | peers.make_arms(
+    [spec for spec in specs if spec.is_peer],
+    target=task.target,
+    draft=task.draft,
+    revision=task.revision,
+    sampling=task.sampling,
+    eos_ids=pairs[dtypes[0]].eos_ids,
+    seed=task.seed,
+    batch_size=task.batch_size,
+  )
+  return pairs, {spec: arms[spec] for spec in specs}
 
 
 def run(
   prompts: Sequence[str],
   *,
   arms: Sequence[ArmSpec],
-  target: str,
-  draft: str | None,
-  revision: str | None,
-  seed: int,
-  batch_size: int,
-  max_new_tokens: int,
-  drafting: DraftSettings,
-  sampling: specdec.Sampling,
-  verify: str,
-  children: str | None,
+  task: Task,
   settings: dict[str, Any],
 ) -> Report:
   """Decodes every prompt with every arm, interleaved.
 
   Args:
     prompts: texts; a last batch that would not be full is left out.
-    arms: the first is the baseline.
-    target: see `models.pair.load_pair`.
-    draft: likewise; None if no arm needs one.
-    revision: of the target, on the hub.
-    seed: of the sampling.
-    batch_size: prompts decoded together.
-    max_new_tokens: the limit per row.
-    drafting: see `models.drafters.make_drafter`.
-    sampling: how to choose tokens.
-    verify: see `specdec.generation.Options`.
-    children: likewise; plain arms have no use for it.
+    arms: different ones; the first is the baseline.
+    task: what they are to do.
     settings: recorded as they are.
 
   Returns:
-    The report. `relative_bandwidth_at_paper_costs` is that of the same
-    forwards with `PAPER_COSTS`. `flips` list the rows whose tokens differ from
-    those of the plain arm of the same dtype, each with the margin of the
-    choice; None if there is no such arm, or the rule is not to match.
+    The report. Of every arm it has what `specdec.benchmarking.summarize_arms`
+    and `models.roofline.place` say, and
+    `relative_bandwidth_at_paper_costs`, that of the same forwards with
+    `PAPER_COSTS`; `compile_seconds`; `weight_bytes`, and in
+    `beyond_weights_bytes` the most memory that a decode of the longest prompts
+    needed besides; `flips`, the rows whose tokens differ from those of the
+    plain arm of the same dtype, each with the margin of the choice, or None if
+    there is no such arm, or tokens need not be the same.
 
   Raises:
     ValueError: bad input; says what.
   """
-  if len(set(arms)) < len(arms):
-    raise ValueError(f'--arms has repetitions: {[str(arm) for arm in arms]}')
-  if max_new_tokens < 1:
+  if task.max_new_tokens < 1:
     raise ValueError(
-      f'--max_new_tokens must be at least 1, got {max_new_tokens}'
+      f'--max_new_tokens must be at least 1, got {task.max_new_tokens}'
     )
-  if not 1 <= batch_size <= len(prompts):
-    raise ValueError(
-      f'--batch_size must be between 1 and the number of prompts,'
-      f' {len(prompts)}; got {batch_size}'
-    )
-  pairs = {
-    dtype: load_pair(target, draft, dtype=jnp.dtype(dtype), revision=revision)
-    for dtype in sorted({arm.dtype for arm in arms})
-  }
-  tokenizer = pairs[arms[0].dtype]
-  ids = [tokenizer.encode(prompt) for prompt in prompts]
-  batches = [
-    ids[start : start + batch_size]
-    for start in range(0, len(ids) - batch_size + 1, batch_size)
-  ]
-  key = jax.random.key(seed)
-  drafters = {
-    arm: make_drafter(arm.method, pairs[arm.dtype], drafting) for arm in arms
-  }
-
-  def decode_with(arm):
-    pair = pairs[arm.dtype]
-    return lambda batch, limit: specdec.generate(
-      pair.target,
-      key,
-      batch,
-      drafter=drafters[arm],
-      max_new_tokens=limit,
-      room_for_new_tokens=max_new_tokens,
-      sampling=sampling,
-      eos_ids=pair.eos_ids,
-      verify=verify,
-      children=None if arm.method == 'plain' else children,
-    )
-
+  pairs, ready = _load(arms, task)
+  pair = next(iter(pairs.values()))
+  batches = _make_batches(prompts, pair.encode, task)
+  limits = MachineLimits(list(pairs))
+  decoders = {str(spec): arm.decode for spec, arm in ready.items()}
   with tqdm.tqdm(
     total=2 * len(arms) * len(batches), unit='batch', file=sys.stderr
   ) as bar:
+    compile_seconds = benchmarking.warm_up(
+      decoders, batches, max_new_tokens=task.max_new_tokens, report=bar.update
+    )
+    longest = max(batches, key=lambda batch: max(map(len, batch)))
+    beyond = {
+      spec: arm.peak_beyond(
+        functools.partial(arm.decode, longest, min(8, task.max_new_tokens))
+      )
+      for spec, arm in ready.items()
+    }
     results = benchmarking.measure(
-      {str(arm): decode_with(arm) for arm in arms},
+      decoders,
       batches,
-      max_new_tokens=max_new_tokens,
+      max_new_tokens=task.max_new_tokens,
+      before_batch=limits.sample,
+      max_seconds=task.max_seconds,
       report=bar.update,
     )
   figures = benchmarking.summarize_arms(results, baseline=str(arms[0]))
-  for arm in arms:
-    figures[str(arm)]['relative_bandwidth_at_paper_costs'] = relative_bandwidth(
-      figures[str(arm)]['reads'],
-      results[str(arm)][0].generation.stats['costs'] | PAPER_COSTS,
-    )
-    plain = str(dataclasses.replace(arm, method='plain'))
-    if plain not in results or verify != 'match':
-      figures[str(arm)]['flips'] = None  # nothing to compare with
-      continue
-    reference = results[plain]
-    figures[str(arm)]['flips'] = [
-      dataclasses.asdict(flip)
-      | {
-        'margin': choice_margin(
-          pairs[arm.dtype].target,
-          row_keys(key, batch_size)[flip.row],
-          batches[flip.batch][flip.row]
-          + reference[flip.batch].generation.tokens[flip.row][: flip.offset],
-          sampling,
-        )
-      }
-      for flip in benchmarking.find_flips(results[str(arm)], reference)
-    ]
+  summary = limits.summary()
+  for spec, arm in ready.items():
+    own = figures[str(spec)]
+    costs = results[str(spec)][0].generation.stats['costs']
+    own |= roofline.place(own, costs, arm.sizes, summary)
+    own |= {
+      'relative_bandwidth_at_paper_costs': relative_bandwidth(
+        own['reads'], costs | PAPER_COSTS
+      ),
+      'compile_seconds': compile_seconds[str(spec)],
+      'weight_bytes': arm.weight_bytes,
+      'beyond_weights_bytes': beyond[spec],
+      'flips': _find_flips(spec, results, batches, pairs.get(spec.dtype), task),
+    }
+  torch = peers.describe_torch() if any(one.is_peer for one in arms) else {}
   return Report(
-    settings=settings | {'arms': [str(arm) for arm in arms]},
+    settings=settings
+    | {
+      'arms': [str(spec) for spec in arms],
+      'batches_measured': len(results[str(arms[0])]),
+    }
+    | torch,
+    limits=summary,
     arms=figures,
   )

@@ -1,7 +1,10 @@
 """Drafters by name: what the flags of the decoding scripts stand for."""
 
+from collections.abc import Callable
+from collections.abc import Mapping
 import dataclasses
 import pathlib
+from typing import Any
 
 from models.pair import Pair
 from models.vocabulary import vocabulary_digest
@@ -92,6 +95,70 @@ def parse_topology(text: str) -> Topology:
       f'topology {text!r}: expected chain:4, k_ary:2x3 or a file ({error})'
     ) from error
   return load_topology(text)
+
+
+_INNER_PREFIX = 'inner_'
+
+# What each option is made of, where a text says what it is to be; the names are
+# those of the flags.
+OPTIONS: Mapping[str, Callable[[str], Any]] = {
+  'num_draft_tokens': int,
+  'num_nodes': int,
+  'width': int,
+  'branching': int,
+  'rounds': int,
+  'max_depth': int,
+  'capacity': int,
+  'calibration': float,
+  'cost_ratio': float,
+  'min_gain': float,
+  'topology': parse_topology,
+  'inner': str,
+  'inner_width': int,
+  'inner_branching': int,
+  'inner_rounds': int,
+  'inner_calibration': float,
+  'inner_rounds_alone': int,
+  'ngram': str,
+}
+
+
+def with_options(
+  settings: DraftSettings, options: Mapping[str, Any]
+) -> DraftSettings:
+  """Settings with some of them changed.
+
+  Args:
+    settings: that the others are taken from.
+    options: by their names in `OPTIONS`; the values as texts, or as they are.
+
+  Raises:
+    ValueError: a value cannot be used; names it.
+  """
+  own, outer, inner = {}, {}, {}
+  fields = {field.name for field in dataclasses.fields(DraftSettings)}
+  for name, value in options.items():
+    if isinstance(value, str):
+      try:
+        value = OPTIONS[name](value)
+      except ValueError as error:
+        raise ValueError(f'{name}={value}: {error}') from error
+    if name in fields:
+      own[name] = value
+    elif name.startswith(_INNER_PREFIX):
+      inner[name.removeprefix(_INNER_PREFIX)] = value
+    else:
+      outer[name] = value
+  if own.get('num_draft_tokens', 1) < 1:
+    raise ValueError(
+      f'num_draft_tokens must be at least 1, got {own["num_draft_tokens"]}'
+    )
+  tree = dataclasses.replace(settings.tree, **outer)
+  try:
+    inner_tree = dataclasses.replace(settings.inner_tree, **inner)
+  except ValueError as error:
+    raise ValueError(f'{_INNER_PREFIX}{error}') from error
+  return dataclasses.replace(settings, tree=tree, inner_tree=inner_tree, **own)
 
 
 def _table_path(settings: DraftSettings) -> str | pathlib.Path:

@@ -44,15 +44,15 @@ def _batch_sizes() -> list[int]:
 
 def main() -> None:
   import models
-  from models import benchmark
   from models import lossless
+  from models import results
 
   if options.PROMPT_FILE.value is None:
     raise ValueError('--prompt_file is needed: a file of prompts')
   prompts = options.read_prompts(options.PROMPT_FILE.value, _NUM_PROMPTS.value)
   batch_sizes = _batch_sizes()
   if _OUTPUT.value:
-    benchmark.prepare_output(_OUTPUT.value)
+    results.prepare_output(_OUTPUT.value)
   max_margin = _MAX_MARGIN.value
   if max_margin is None:
     max_margin = 0.0 if options.DTYPE.value == 'float32' else 0.1
@@ -84,7 +84,7 @@ def main() -> None:
   for check in checks:
     print(check)
   if _OUTPUT.value:
-    benchmark.write_record(
+    results.write_record(
       _OUTPUT.value,
       options.as_dict(),
       {'checks': [dataclasses.asdict(check) for check in checks]},

@@ -1,5 +1,6 @@
 """Flags that every decoding script shares, and what they stand for."""
 
+import dataclasses
 import hashlib
 import json
 import pathlib
@@ -174,58 +175,19 @@ def sampling() -> specdec.Sampling:
   )
 
 
-def _tree_config(prefix: str, settings: dict[str, Any]) -> specdec.TreeConfig:
-  """A config from flags; its errors name fields, and so flags."""
-  try:
-    return specdec.TreeConfig(**settings)
-  except ValueError as error:
-    raise ValueError(f'--{prefix}{error}') from error
-
-
 def draft_settings() -> drafters.DraftSettings:
   """What the flags say about drafting."""
-  if NUM_DRAFT_TOKENS.value < 1:
-    raise ValueError(
-      f'--num_draft_tokens must be at least 1, got {NUM_DRAFT_TOKENS.value}'
-    )
-  topology = TOPOLOGY.value
   try:
     confidence = tuple(float(one) for one in LOOKUP_CONFIDENCE.value)
     lookup = specdec.PromptLookup(confidence=confidence)
   except ValueError as error:
     raise ValueError(f'--lookup_confidence: {error}') from error
-  return drafters.DraftSettings(
-    num_draft_tokens=NUM_DRAFT_TOKENS.value,
-    tree=_tree_config(
-      '',
-      {
-        'num_nodes': NUM_NODES.value,
-        'width': WIDTH.value,
-        'branching': BRANCHING.value,
-        'rounds': ROUNDS.value,
-        'max_depth': MAX_DEPTH.value,
-        'capacity': CAPACITY.value,
-        'calibration': CALIBRATION.value,
-        'cost_ratio': COST_RATIO.value,
-        'min_gain': MIN_GAIN.value,
-        'topology': topology and drafters.parse_topology(topology),
-      },
-    ),
-    inner=INNER.value,
-    inner_tree=_tree_config(
-      'inner_',
-      {
-        'width': INNER_WIDTH.value,
-        'branching': INNER_BRANCHING.value,
-        'rounds': INNER_ROUNDS.value,
-        'calibration': INNER_CALIBRATION.value,
-        'cost_ratio': _INNER_TREE.cost_ratio,
-      },
-    ),
-    inner_rounds_alone=INNER_ROUNDS_ALONE.value,
-    ngram=NGRAM.value,
-    lookup=lookup,
-  )
+  options = {name: flags.FLAGS[name].value for name in drafters.OPTIONS}
+  try:
+    settings = drafters.with_options(_DEFAULTS, options)
+  except ValueError as error:
+    raise ValueError(f'--{error}') from error
+  return dataclasses.replace(settings, lookup=lookup)
 
 
 def draft_name() -> str | None:
@@ -281,7 +243,11 @@ def as_dict() -> dict[str, Any]:
     flag.name: flag.value
     for flag in flags.FLAGS.flags_by_module_dict()[__name__]
   }
-  record.pop('output', None)
+  for name in ('output', 'plots'):  # Where results go does not change them.
+    record.pop(name, None)
+  for name in ('target', 'draft'):
+    folder = pathlib.Path(str(record[name]))
+    record[name] = folder.name if folder.is_dir() else record[name]
   path = record.pop('prompt_file')
   if path is not None:  # The name may be private; the contents are what counts.
     digest = hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()

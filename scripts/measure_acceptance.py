@@ -20,12 +20,12 @@ _OUTPUT = flags.DEFINE_string('output', None, 'JSON file to write')
 def main() -> None:
   import models
   from models import acceptance
-  from models import benchmark
+  from models import results
 
   if options.PROMPT_FILE.value is None:
     raise ValueError('--prompt_file is needed: a file of prompts')
   if _OUTPUT.value:
-    benchmark.prepare_output(_OUTPUT.value)
+    results.prepare_output(_OUTPUT.value)
   generator = models.load(
     options.TARGET.value,
     options.draft_name(),
@@ -46,7 +46,7 @@ def main() -> None:
   )
   print(acceptance.table(figures))
   if _OUTPUT.value:
-    benchmark.write_record(_OUTPUT.value, options.as_dict(), figures)
+    results.write_record(_OUTPUT.value, options.as_dict(), figures)
 
 
 if __name__ == '__main__':

@@ -15,19 +15,29 @@ from typing import Any
 import jax
 import numpy as np
 
+from specdec.bootstrap import pooled_interval
 from specdec.generation import Generation
 from specdec.statistics import relative_bandwidth
 
-# (prompts, limit) -> Generation; a limit of 0 compiles and decodes nothing.
+# (prompts, limit) -> Generation; a limit of 0 compiles, does all that comes
+# before the first new token, and decodes nothing.
 Arm = Callable[[Sequence[Sequence[int]], int], Generation]
 
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-  """One decode of one batch of prompts by one arm."""
+  """One decode of one batch of prompts by one arm.
+
+  Attributes:
+    seconds: from the prompts to all new tokens.
+    generation: what came of it.
+    prefill_seconds: of the same with a limit of 0: the prompts' own forward and
+      what a call costs in any case.
+  """
 
   seconds: float
   generation: Generation
+  prefill_seconds: float = 0.0
 
   @property
   def seconds_per_token(self) -> float:
@@ -35,37 +45,80 @@ class Measurement:
     return self.seconds / max(self.generation.stats['new_tokens'], 1)
 
 
-def measure(
+def _timed(
+  arm: Arm, batch: Sequence[Sequence[int]], limit: int
+) -> tuple[float, Generation]:
+  start = time.perf_counter()
+  generation = arm(batch, limit)
+  return time.perf_counter() - start, generation
+
+
+def warm_up(
   arms: Mapping[str, Arm],
   batches: Sequence[Sequence[Sequence[int]]],
   *,
   max_new_tokens: int,
-  report: Callable[[], None] = lambda: None,
-) -> dict[str, list[Measurement]]:
-  """Decodes every batch with every arm.
+  report: Callable[[], Any] = lambda: None,
+) -> dict[str, float]:
+  """Compiles every arm for every batch.
 
   Args:
     arms: by name.
     batches: lists of prompts; each list is decoded as one batch.
     max_new_tokens: the limit per row.
-    report: called after every decode, and every warm-up.
+    report: called after every batch.
 
   Returns:
-    One measurement per batch, by arm.
+    By arm, the seconds that the first calls took beyond what the same calls
+    took again: tracing and compiling. What an earlier arm has compiled is not
+    compiled again.
   """
-  for arm in arms.values():
+  seconds = {}
+  for name, arm in arms.items():
+    total = 0.0
     for batch in batches:
-      arm(batch, 0)
+      for sign in (1, -1):
+        total += sign * _timed(arm, batch, 0)[0]
       report()
     arm(batches[0], min(8, max_new_tokens))
+    seconds[name] = max(total, 0.0)
+  return seconds
+
+
+def measure(
+  arms: Mapping[str, Arm],
+  batches: Sequence[Sequence[Sequence[int]]],
+  *,
+  max_new_tokens: int,
+  before_batch: Callable[[], Any] = lambda: None,
+  max_seconds: float | None = None,
+  report: Callable[[], Any] = lambda: None,
+) -> dict[str, list[Measurement]]:
+  """Decodes every batch with every arm; call `warm_up` first.
+
+  Args:
+    arms: by name.
+    batches: lists of prompts; each list is decoded as one batch.
+    max_new_tokens: the limit per row.
+    before_batch: called before every batch, to measure the machine meanwhile.
+    max_seconds: no batch is begun after so long, the first one apart.
+    report: called after every decode.
+
+  Returns:
+    One measurement per batch that was decoded, by arm.
+  """
+  start = time.perf_counter()
   results: dict[str, list[Measurement]] = {name: [] for name in arms}
   for index, batch in enumerate(batches):
+    elapsed = time.perf_counter() - start
+    if index and max_seconds is not None and elapsed > max_seconds:
+      break
+    before_batch()
     order = list(arms) if index % 2 == 0 else list(arms)[::-1]
     for name in order:
-      start = time.perf_counter()
-      generation = arms[name](batch, max_new_tokens)
-      seconds = time.perf_counter() - start
-      results[name].append(Measurement(seconds, generation))
+      prefill, _ = _timed(arms[name], batch, 0)
+      seconds, generation = _timed(arms[name], batch, max_new_tokens)
+      results[name].append(Measurement(seconds, generation, prefill))
       report()
   return results
 
@@ -104,12 +157,18 @@ _COUNTS = (
   'stage_forwards',
   'origins',
   'reads',
+  'positions',
 )
 
 
 def _pool(counts: Sequence[Any]) -> Any:
   """Adds numbers, lists or dictionaries of one structure, entry by entry."""
   return jax.tree.map(lambda *values: sum(values), *counts)
+
+
+def _columns(measurements: Sequence[Measurement]) -> tuple[list, list]:
+  tokens = [one.generation.stats['new_tokens'] for one in measurements]
+  return tokens, [one.seconds for one in measurements]
 
 
 def summarize_arms(
@@ -125,34 +184,41 @@ def summarize_arms(
 
   Returns:
     Per arm: the counts of `specdec.statistics.summarize`, pooled, and the
-    ratios that follow; `seconds`; `tokens_per_second`; `speed`, the baseline's
-    seconds per token over the arm's, pooled; `speed_per_batch`, the same batch
-    by batch.
+    ratios that follow; `seconds`, and `prefill_seconds` of them;
+    `tokens_per_second`; `speed`, the baseline's seconds per token over the
+    arm's, pooled; `speed_per_batch`, the same batch by batch; of the two pooled
+    figures `..._interval`, 95 % over batches (`specdec.bootstrap`), None for a
+    single batch.
   """
   arms = {}
+  base_tokens, base_seconds = _columns(results[baseline])
   for name, measurements in results.items():
     stats = [one.generation.stats for one in measurements]
     pooled = {key: _pool([one[key] for one in stats]) for key in _COUNTS}
     tokens = pooled['new_tokens']
     forwards = max(pooled['target_forwards'], 1)
-    nodes = sum(
-      one['nodes_per_forward'] * one['target_forwards'] for one in stats
-    )
-    seconds = sum(one.seconds for one in measurements)
+    columns = _columns(measurements)
+    seconds = sum(columns[1])
     arms[name] = pooled | {
       'block_efficiency': tokens / forwards,
-      'nodes_per_forward': nodes / forwards,
+      'nodes_per_forward': pooled['positions']['target'] / forwards,
       'relative_bandwidth': relative_bandwidth(
         pooled['reads'], stats[0]['costs']
       ),
       'seconds': seconds,
+      'prefill_seconds': sum(one.prefill_seconds for one in measurements),
       'tokens_per_second': tokens / seconds,
+      'tokens_per_second_interval': pooled_interval(columns, np.divide),
+      'speed': tokens / seconds / (sum(base_tokens) / sum(base_seconds)),
+      'speed_interval': pooled_interval(
+        (*columns, base_tokens, base_seconds),
+        lambda tokens, seconds, base_tokens, base_seconds: (
+          tokens / seconds / (base_tokens / base_seconds)
+        ),
+      ),
       'speed_per_batch': [
         base.seconds_per_token / one.seconds_per_token
         for base, one in zip(results[baseline], measurements, strict=True)
       ],
     }
-  base_rate = arms[baseline]['tokens_per_second']
-  for arm in arms.values():
-    arm['speed'] = arm['tokens_per_second'] / base_rate
   return arms

@@ -143,6 +143,8 @@ def summarize(
     `beyond_context`, by stage the emitted tokens that it could not have
     drafted, the text having outgrown its context; `stage_forwards` by stage
     and `origins`, the emitted tokens by who proposed them;
+    `positions`, by the target (nodes verified) and by stage (the W of each of
+    its forwards, whatever of that was of use), summed over rows;
     `relative_bandwidth`, see there, and what it follows from: `reads`, batched
     forwards and visible cache slots (summed over rows) of the target, of each
     stage and of plain decoding, and `costs`, the bytes per forward and per slot
@@ -198,6 +200,11 @@ def summarize(
     },
     'origins': {
       label: int(np.sum(origins == index)) for index, label in enumerate(labels)
+    },
+    'positions': {'target': int(counters.nodes_verified.sum())}
+    | {
+      stage.name: stage.config.width * int(one.row_forwards.sum())
+      for stage, one in zip(stages, stage_counters, strict=True)
     },
     'relative_bandwidth': relative_bandwidth(reads, costs),
     'plain_steps': 0 if plain_steps is None else int(plain_steps),

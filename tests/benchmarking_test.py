@@ -4,8 +4,6 @@ import jax
 import numpy as np
 import pytest
 
-from models.benchmark import ArmSpec
-from models.benchmark import parse_arm
 from models.table import table_model
 from specdec import Generation
 from specdec import Sampling
@@ -14,6 +12,7 @@ from specdec.benchmarking import Flip
 from specdec.benchmarking import measure
 from specdec.benchmarking import Measurement
 from specdec.benchmarking import summarize_arms
+from specdec.benchmarking import warm_up
 from specdec.margins import choice_margin
 
 
@@ -29,10 +28,10 @@ def _generation(*rows):
     stats={
       'new_tokens': new_tokens,
       'target_forwards': new_tokens // 2,
-      'nodes_per_forward': float(new_tokens),
       'stage_forwards': {'draft': 3},
       'origins': {'target': new_tokens, 'draft': 0},
       'accepted_histogram': [0, new_tokens // 2],
+      'positions': {'target': new_tokens**2 // 2, 'draft': 3},
       'reads': {
         'plain': {'forwards': new_tokens, 'slots': 0},
         'target': {'forwards': new_tokens // 2, 'slots': 0},
@@ -73,28 +72,113 @@ def test_speed_is_pooled_and_per_batch():
   assert arms['fast']['stage_forwards'] == {'draft': 6}
   # Of 1 and 2 forwards, with 2 and 4 nodes.
   assert arms['fast']['nodes_per_forward'] == pytest.approx((2 + 8) / 3)
+  assert arms['fast']['positions'] == {'target': 10, 'draft': 6}
   # 3 forwards of the target, 6 of the draft, 6 of its slots; plain takes 6.
   bandwidth = (3 * 10 + 6 * 1 + 6 * 2) / (6 * 10)
   assert arms['fast']['relative_bandwidth'] == pytest.approx(bandwidth)
 
 
-def test_arms_take_turns_after_everything_is_warm():
-  calls = []
+def test_intervals_are_those_of_resampled_batches():
+  # Either batch alone, or both: tokens over seconds, and over the baseline's.
+  slow = [
+    Measurement(4.0, _generation([1, 2])),
+    Measurement(8.0, _generation([1, 2, 3, 4])),
+  ]
+  fast = [
+    Measurement(1.0, _generation([1, 2])),
+    Measurement(4.0, _generation([1, 2, 3, 4])),
+  ]
+  arms = summarize_arms({'slow': slow, 'fast': fast}, baseline='slow')
+  assert arms['fast']['tokens_per_second_interval'] == (1, 2)
+  assert arms['fast']['speed_interval'] == (2, 4)
+  assert arms['slow']['speed_interval'] == (1, 1)
+  alone = summarize_arms({'slow': slow[:1]}, baseline='slow')['slow']
+  assert alone['speed_interval'] is None
 
-  def arm(name):
+
+class _Recorder:
+  """Arms that say when they were called, and take no time."""
+
+  def __init__(self):
+    self.calls = []
+
+  def arm(self, name):
     def decode(batch, limit):
-      calls.append((name, batch[0][0], limit))
+      self.calls.append((name, batch[0][0], limit))
       return _generation([1, 2])
 
     return decode
 
-  arms = {'a': arm('a'), 'b': arm('b')}
-  measure(arms, [[[7]], [[8]]], max_new_tokens=20)
-  counted = [call for call in calls if call[2] == 20]
-  assert counted == [('a', 7, 20), ('b', 7, 20), ('b', 8, 20), ('a', 8, 20)]
-  assert calls.index(counted[0]) == len(calls) - len(counted)
-  warm = {(name, batch) for name, batch, limit in calls if limit == 0}
-  assert warm == {('a', 7), ('a', 8), ('b', 7), ('b', 8)}
+
+def test_arms_take_turns_in_an_order_that_is_reversed():
+  recorder = _Recorder()
+  arms = {name: recorder.arm(name) for name in 'ab'}
+  results = measure(
+    arms,
+    [[[7]], [[8]]],
+    max_new_tokens=20,
+    before_batch=lambda: recorder.calls.append('before'),
+  )
+  turns = lambda *order: [
+    (name, batch, limit) for name, batch in order for limit in (0, 20)
+  ]
+  assert recorder.calls == [
+    'before',
+    *turns(('a', 7), ('b', 7)),
+    'before',
+    *turns(('b', 8), ('a', 8)),
+  ]
+  assert {name: len(found) for name, found in results.items()} == {
+    'a': 2,
+    'b': 2,
+  }
+
+
+def test_every_arm_is_warmed_up_with_every_batch():
+  recorder = _Recorder()
+  arms = {name: recorder.arm(name) for name in 'ab'}
+  seconds = warm_up(arms, [[[7]], [[8]]], max_new_tokens=20)
+  twice = lambda name: [(name, batch, 0) for batch in (7, 7, 8, 8)]
+  assert recorder.calls == [
+    *twice('a'),
+    ('a', 7, 8),
+    *twice('b'),
+    ('b', 7, 8),
+  ]
+  assert seconds.keys() == arms.keys()
+
+
+def test_compiling_is_what_a_first_call_takes_longer(monkeypatch):
+  # A clock that the arm moves: 5 seconds at first, then 2.
+  now = 0.0
+  takes = iter([5.0, 2.0, 4.0, 2.0, 0.0])
+
+  def decode(batch, limit):
+    nonlocal now
+    now += next(takes)
+    return _generation([1, 2])
+
+  monkeypatch.setattr('time.perf_counter', lambda: now)
+  assert warm_up({'a': decode}, [[[7]], [[8]]], max_new_tokens=9) == {'a': 5}
+
+
+def test_no_batch_is_begun_when_time_is_up(monkeypatch):
+  now = 0.0
+
+  def decode(batch, limit):
+    nonlocal now
+    now += limit
+    return _generation([1, 2])
+
+  monkeypatch.setattr('time.perf_counter', lambda: now)
+  run = lambda seconds: measure(
+    {'a': decode}, [[[1]]] * 5, max_new_tokens=10, max_seconds=seconds
+  )
+  assert len(run(0)['a']) == len(run(-1)['a']) == 1
+  assert len(run(25)['a']) == 3
+  assert len(run(None)['a']) == 5
+  assert [one.seconds for one in run(0)['a']] == [10]
+  assert [one.prefill_seconds for one in run(0)['a']] == [0]
 
 
 @pytest.mark.parametrize('prefix', [[0], [2, 1, 0]])
@@ -104,11 +188,3 @@ def test_margin_is_the_gap_of_the_best_two_logits(prefix):
   model = table_model(table, max_positions=16)
   margin = choice_margin(model, jax.random.key(0), prefix, Sampling())
   assert margin == pytest.approx(0.75)
-
-
-def test_arms_are_parsed_and_unknown_ones_refused():
-  assert parse_arm('chain', 'float32') == ArmSpec('chain', 'float32')
-  assert parse_arm('plain:bfloat16', 'float32') == ArmSpec('plain', 'bfloat16')
-  for text in ('forest', 'plain:float64', ''):
-    with pytest.raises(ValueError, match='is not known'):
-      parse_arm(text, 'float32')

@@ -203,7 +203,8 @@ def test_benchmark_writes_what_it_prints(target, draft, tmp_path):
     f'--draft={draft}',
     f'--prompt_file={prompts}',
     '--max_new_tokens=6',
-    '--arms=plain:float32,plain:bfloat16,chain:bfloat16,lookup:bfloat16',
+    '--arms=plain:float32,plain:bfloat16,chain(num_draft_tokens=2|3):bfloat16,'
+    'lookup:bfloat16',
     f'--output={output}',
   )
   assert result.returncode == 0, result.stderr
@@ -212,15 +213,25 @@ def test_benchmark_writes_what_it_prints(target, draft, tmp_path):
   assert list(arms) == [
     'plain:float32',
     'plain:bfloat16',
-    'chain:bfloat16',
+    'chain(num_draft_tokens=2):bfloat16',
+    'chain(num_draft_tokens=3):bfloat16',
     'lookup:bfloat16',
   ]
+  assert output.with_suffix('.md').read_text() == result.stdout
   assert all(arm in result.stdout for arm in arms)
+  assert arms['chain(num_draft_tokens=3):bfloat16']['nodes_per_forward'] == 4
+  assert len(report['limits']['bytes_per_second_samples']) == 2
   for arm in arms.values():
     assert arm['new_tokens'] == 12
     assert len(arm['speed_per_batch']) == 2
     rate = arms['plain:float32']['tokens_per_second']
     assert arm['speed'] == pytest.approx(arm['tokens_per_second'] / rate)
+    ideal = arm['ideal_seconds_per_target_forward']
+    share = ideal / arm['seconds_per_target_forward']
+    assert arm['of_memory_limit'] == pytest.approx(share)
+    assert arm['compile_seconds'] > 0
+    low, high = arm['speed_interval']
+    assert low <= high
   assert report['settings']['prompts'] == 'prompts.txt'
   assert str(tmp_path) not in json.dumps(report['settings']['prompts'])
 
@@ -380,6 +391,34 @@ def test_bad_input_is_one_line(refusals, number):
   assert last.startswith('generate.py: ')
   assert _BAD_INPUT[number][1] in last
   assert 'Traceback' not in errors
+
+
+_BAD_BENCHMARKS = [
+  (['--arms=plain,forest'], "arm 'forest' is not known"),
+  (['--arms=chain(width=2)'], 'chain has num_draft_tokens'),
+  (['--arms=tree(width=0)'], "arm 'tree(width=0):float32': width must be"),
+  (['--arms=transformers'], '--arms needs one of our own'),
+  (['--prompt_bucket=64'], 'no prompt has 33 to 64 tokens'),
+  (['--batch_size=3'], '--batch_size must be between 1 and'),
+  (['--max_new_tokens=0'], '--max_new_tokens must be at least 1'),
+]
+
+
+def test_bad_benchmarks_are_one_line(target, draft, tmp_path):
+  prompts = tmp_path / 'prompts.txt'
+  prompts.write_text('def add(\n')
+  common = (f'--target={target}', f'--draft={draft}')
+  common += (f'--prompt_file={prompts}', '--max_new_tokens=4')
+  runs = _run_many(
+    'benchmark.py', [(*common, *flags) for flags, _ in _BAD_BENCHMARKS]
+  )
+  for (_, message), (code, output, errors) in zip(
+    _BAD_BENCHMARKS, runs, strict=True
+  ):
+    assert code == 2, errors
+    assert output == ''
+    assert message in errors.strip().splitlines()[-1]
+    assert 'Traceback' not in errors
 
 
 def test_unknown_choices_are_listed():

@@ -150,6 +150,8 @@ def test_against_a_slow_decoder(prompts, g):
     assert stats['origins'] == from_draft | {
       'target': new_tokens - counts['from_draft']
     }
+    positions = {'target': (g + 1) * counts['target_forwards']}
+    assert stats['positions'] == positions | drafts  # one in each of those
     reads = stats['reads']
     assert reads['plain'] == {
       'forwards': plain['steps'],

@@ -1,0 +1,118 @@
+"""Names of arms, to and fro."""
+
+import re
+
+import pytest
+
+from models.arms import ArmSpec
+from models.arms import parse_arms
+from models.arms import peer_arms
+from models.drafters import DraftSettings
+from models.drafters import OPTIONS
+from models.drafters import with_options
+
+
+def test_methods_dtypes_and_options_are_told_apart():
+  text = (
+    'plain,chain:bfloat16,tree(num_nodes=16,rounds=2),'
+    'staged(inner=lookup):bfloat16,transformers-lookup'
+  )
+  arms = parse_arms(text, 'float32')
+  assert arms == [
+    ArmSpec('plain', 'float32'),
+    ArmSpec('chain', 'bfloat16'),
+    ArmSpec('tree', 'float32', (('num_nodes', '16'), ('rounds', '2'))),
+    ArmSpec('staged', 'bfloat16', (('inner', 'lookup'),)),
+    ArmSpec('transformers-lookup', 'float32'),
+  ]
+  assert [arm.is_peer for arm in arms] == [False] * 4 + [True]
+  again = ','.join(map(str, arms))
+  assert parse_arms(again, 'bfloat16') == arms
+
+
+def test_alternatives_give_all_combinations():
+  arms = parse_arms('tree(num_nodes=8|16,rounds=2|4|6):bfloat16', 'float32')
+  assert [str(arm) for arm in arms] == [
+    f'tree(num_nodes={nodes},rounds={rounds}):bfloat16'
+    for nodes in (8, 16)
+    for rounds in (2, 4, 6)
+  ]
+
+
+@pytest.mark.parametrize(
+  ('text', 'message'),
+  [
+    ('forest', "'forest' is not known; it is"),
+    ('plain:float64', "'plain:float64' is not known"),
+    ('tree(num_nodes=4', 'is not known; it is'),
+    ('tree(num_nodes=4)x', 'is not known; it is'),
+    ('chain(num_nodes=4)', "'num_nodes=4' is not known; chain has"),
+    ('plain(width=4)', 'plain has none'),
+    ('tree(width)', "'width' is not known"),
+    ('tree(width=4,width=5)', 'has an option twice'),
+    ('tree,tree', 'arms are repeated'),
+    ('tree(width=4|4)', 'arms are repeated'),
+    ('', 'no arm is given'),
+  ],
+)
+def test_what_is_not_known_is_refused(text, message):
+  with pytest.raises(ValueError, match=re.escape(message)):
+    parse_arms(text, 'float32')
+
+
+def test_peers_come_in_the_dtypes_of_the_arms():
+  arms = parse_arms('plain:bfloat16,chain:bfloat16,transformers', 'float32')
+  added = lambda has_draft, batch_size: [
+    str(arm)
+    for arm in peer_arms(arms, has_draft=has_draft, batch_size=batch_size)
+  ]
+  assert added(True, 1) == [
+    'transformers:bfloat16',
+    'transformers-assisted:bfloat16',
+    'transformers-lookup:bfloat16',
+    'transformers-assisted:float32',
+    'transformers-lookup:float32',
+  ]
+  assert added(False, 1) == [
+    'transformers:bfloat16',
+    'transformers-lookup:bfloat16',
+    'transformers-lookup:float32',
+  ]
+  assert added(True, 2) == ['transformers:bfloat16']
+
+
+def test_options_change_what_they_name_and_nothing_else():
+  settings = DraftSettings()
+  changed = with_options(
+    settings, {'num_nodes': '8', 'inner_rounds': '2', 'num_draft_tokens': '3'}
+  )
+  assert (changed.tree.num_nodes, changed.tree.rounds) == (8, 4)
+  assert changed.inner_tree.rounds == 2
+  assert changed.inner_tree.width == settings.inner_tree.width
+  assert changed.num_draft_tokens == 3
+  assert with_options(settings, {}) == settings
+  fixed = with_options(settings, {'topology': 'chain:3'})
+  assert fixed.tree.num_nodes == 4
+
+
+def test_every_option_is_there():
+  values = {'inner': 'lookup', 'ngram': 'file', 'topology': 'k_ary:2x2'}
+  values['capacity'] = '99'
+  for name in OPTIONS:
+    changed = with_options(DraftSettings(), {name: values.get(name, '7')})
+    assert changed != DraftSettings(), name
+
+
+@pytest.mark.parametrize(
+  ('options', 'message'),
+  [
+    ({'width': '0'}, 'width must be an integer of at least 1, got 0'),
+    ({'inner_width': '0'}, 'inner_width must be an integer'),
+    ({'rounds': 'two'}, 'rounds=two: '),
+    ({'num_draft_tokens': '0'}, 'num_draft_tokens must be at least 1'),
+    ({'topology': 'chain:x'}, "topology 'chain:x': expected"),
+  ],
+)
+def test_bad_values_are_named(options, message):
+  with pytest.raises(ValueError, match=re.escape(message)):
+    with_options(DraftSettings(), options)

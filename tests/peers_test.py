@@ -1,0 +1,219 @@
+"""Transformers' decoding of our weights, beside our own.
+
+Most of it needs torch, which is not among the requirements.
+"""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_modules
+
+from models import hub
+from models import peers
+from models.arms import parse_arms
+from models.language_model import as_model
+from models.peer_counts import Forwards
+from models.peer_counts import statistics
+from models.roofline import model_size
+import specdec
+from specdec import Sampling
+
+_CONTEXT = 96
+_LIMIT = 20
+_PROMPT = [1, 2, 3, 4, 5, 1, 2, 3]
+
+
+class _Ids:
+  def __init__(self, *shape):
+    self.shape = shape
+
+
+class _Cache:
+  def __init__(self, length):
+    self.length = length
+
+  def get_seq_length(self):
+    return self.length
+
+
+def test_a_prompt_counts_as_its_last_token():
+  """A prompt of 5, then a token, then three with two guesses."""
+  counted = Forwards(5)
+  counted(None, (_Ids(2, 5),), {})
+  assert (counted.forwards, counted.positions, counted.slots) == (1, 2, 10)
+  counted(None, (), {'input_ids': _Ids(2, 1), 'past_key_values': _Cache(5)})
+  counted(None, (), {'input_ids': _Ids(2, 3), 'past_key_values': _Cache(6)})
+  assert (counted.forwards, counted.positions) == (3, 2 * (1 + 1 + 3))
+  assert counted.slots == 2 * (5 + 6 + 9)
+
+
+def test_guesses_that_come_with_the_prompt_count():
+  counted = Forwards(5)
+  counted(None, (), {'input_ids': _Ids(1, 8), 'past_key_values': _Cache(0)})
+  assert (counted.forwards, counted.positions, counted.slots) == (1, 4, 8)
+
+
+def test_rows_that_are_done_have_no_more_forwards():
+  target = Forwards(2, forwards=3, positions=6, slots=18)
+  costs = {'target': {'per_forward': 10, 'per_slot': 1}}
+  stats = statistics([[1, 2], [3]], [[4, 5, 6], [7]], target, None, costs)
+  assert stats['new_tokens'] == 4
+  assert stats['target_forwards'] == 3 + 1
+  # Plain decoding reads 2, 3 and 4 slots of the first row, 1 of the other.
+  assert stats['reads']['plain'] == {'forwards': 3, 'slots': 10}
+  assert stats['relative_bandwidth'] == (30 + 18) / (30 + 10)
+
+
+def test_without_torch_the_remedy_is_named(monkeypatch):
+  monkeypatch.setitem(sys.modules, 'torch', None)
+  with pytest.raises(ValueError, match='pip install torch'):
+    peers.describe_torch()
+
+
+@pytest.fixture(scope='module')
+def folders(tmp_path_factory):
+  pytest.importorskip('torch')
+  folder = tmp_path_factory.mktemp('pair')
+  for name, seed in (('target', 0), ('draft', 1)):
+    module = tiny_modules.make(num_positions=_CONTEXT, seed=seed)
+    hub.save_pretrained(module, folder / name)
+  return folder
+
+
+def _arms(folders, text, **changes):
+  settings = {
+    'target': str(folders / 'target'),
+    'draft': str(folders / 'draft'),
+    'revision': None,
+    'sampling': Sampling(),
+    'eos_ids': (),
+    'seed': 3,
+    'batch_size': 1,
+  }
+  specs = parse_arms(text, 'float32')
+  arms = peers.make_arms(specs, **settings | changes)
+  return [arms[spec] for spec in specs]
+
+
+def _ours(folders, prompts, eos_ids=()):
+  target = as_model(hub.load_module(folders / 'target', dtype=jnp.float32))
+  generation = specdec.generate(
+    target, jax.random.key(0), prompts, max_new_tokens=_LIMIT, eos_ids=eos_ids
+  )
+  return target, generation
+
+
+def test_greedy_tokens_are_ours_however_they_are_decoded(folders):
+  _, ours = _ours(folders, [_PROMPT])
+  arms = _arms(
+    folders, 'transformers,transformers-assisted,transformers-lookup'
+  )
+  for arm in arms:
+    generation = arm.decode([_PROMPT], _LIMIT)
+    assert generation.tokens == ours.tokens
+    assert generation.finish_reasons == ['length']
+  eos = ours.tokens[0][5]
+  assert ours.tokens[0].index(eos) == 5
+  _, ours = _ours(folders, [_PROMPT], (eos,))
+  arms = _arms(
+    folders,
+    'transformers,transformers-assisted,transformers-lookup',
+    eos_ids=(eos,),
+  )
+  for arm in arms:
+    generation = arm.decode([_PROMPT], _LIMIT)
+    assert generation.tokens == ours.tokens
+    assert generation.finish_reasons == ['eos']
+    assert generation.stats['new_tokens'] == 6
+
+
+def test_plain_decoding_is_counted_as_ours_is(folders):
+  target, ours = _ours(folders, [_PROMPT])
+  (arm,) = _arms(folders, 'transformers')
+  theirs = arm.decode([_PROMPT], _LIMIT).stats
+  for name in (
+    'new_tokens',
+    'target_forwards',
+    'stage_forwards',
+    'positions',
+    'relative_bandwidth',
+    'reads',
+    'costs',
+  ):
+    assert theirs[name] == ours.stats[name], name
+  assert arm.sizes == {'target': model_size(target)}
+
+
+def test_rows_of_a_batch_are_those_of_batches_of_one(folders):
+  prompts = [_PROMPT, [7, 8], [9, 1, 2]]
+  _, ours = _ours(folders, prompts)
+  (arm,) = _arms(folders, 'transformers', batch_size=3)
+  assert arm.decode(prompts, _LIMIT).tokens == ours.tokens
+
+
+def test_a_draft_that_is_the_target_saves_forwards(folders):
+  options = 'num_assistant_tokens=4|1,assistant_confidence_threshold=0'
+  text = f'transformers-assisted({options})'
+  arms = _arms(folders, text, draft=str(folders / 'target'))
+  counts = [arm.decode([_PROMPT], _LIMIT).stats for arm in arms]
+  for stats, guesses in zip(counts, (4, 1), strict=True):
+    forwards = stats['target_forwards']
+    assert forwards < _LIMIT
+    assert stats['positions']['target'] <= (guesses + 1) * forwards
+    # After a block that was accepted whole the draft catches up.
+    behind = stats['positions']['draft'] - stats['stage_forwards']['draft']
+    assert 0 <= behind <= forwards
+  assert counts[0]['target_forwards'] < counts[1]['target_forwards']
+
+
+def test_samples_follow_the_seed_and_stay_within_top_k(folders):
+  sampling = Sampling(temperature=1.0, top_k=1)
+  greedy = _arms(folders, 'transformers')[0].decode([_PROMPT], _LIMIT)
+  for text in ('transformers', 'transformers-assisted'):
+    (arm,) = _arms(folders, text, sampling=sampling)
+    assert arm.decode([_PROMPT], _LIMIT).tokens == greedy.tokens
+  hot = Sampling(temperature=3.0)
+  draw = lambda seed: _arms(folders, 'transformers', sampling=hot, seed=seed)[
+    0
+  ].decode([_PROMPT], _LIMIT)
+  assert draw(3).tokens == draw(3).tokens != draw(4).tokens
+
+
+def test_a_limit_of_zero_is_the_prompts_forward_alone(folders):
+  (arm,) = _arms(folders, 'transformers')
+  generation = arm.decode([_PROMPT], 0)
+  assert generation.tokens == [[]]
+  assert generation.stats['new_tokens'] == 0
+  assert arm.peak_beyond(lambda: np.ones(1 << 25)) is not None
+
+
+@pytest.mark.parametrize(
+  ('text', 'changes', 'message'),
+  [
+    ('transformers-lookup', {'batch_size': 2}, 'has a batch size of 1'),
+    ('transformers-assisted', {'draft': None}, 'needs a draft'),
+    (
+      'transformers-assisted(num_assistant_tokens=0)',
+      {},
+      'num_assistant_tokens must be an integer from 1',
+    ),
+  ],
+)
+def test_what_it_cannot_do_is_refused(folders, text, changes, message):
+  with pytest.raises(ValueError, match=message):
+    _arms(folders, text, **changes)
+
+
+def test_more_than_the_context_is_refused(folders):
+  (arm,) = _arms(folders, 'transformers')
+  with pytest.raises(ValueError, match='exceed the context of the target'):
+    arm.decode([_PROMPT], _CONTEXT)
+
+
+def test_a_bias_is_refused(folders):
+  (arm,) = _arms(folders, 'transformers', sampling=Sampling(logit_bias={1: 2}))
+  with pytest.raises(ValueError, match='know no --logit_bias'):
+    arm.decode([_PROMPT], _LIMIT)

@@ -1,0 +1,98 @@
+"""Bytes, operations and the roofs, beside figures made by hand."""
+
+import pytest
+import tiny_modules
+
+from models import machine_limits
+from models.language_model import as_model
+from models.roofline import bytes_read
+from models.roofline import flops
+from models.roofline import model_size
+from models.roofline import ModelSize
+from models.roofline import place
+
+_COSTS = {
+  'target': {'per_forward': 100, 'per_slot': 2},
+  'draft': {'per_forward': 10, 'per_slot': 1},
+  'ngram': {'per_forward': 3, 'per_slot': 0},
+}
+_FIGURES = {
+  'target_forwards': 4,
+  'stage_forwards': {'draft': 8, 'ngram': 20},
+  'positions': {'target': 12, 'draft': 16, 'ngram': 99},
+  'reads': {
+    'plain': {'forwards': 50, 'slots': 1000},
+    'target': {'forwards': 4, 'slots': 40},
+    'draft': {'forwards': 8, 'slots': 160},
+    'ngram': {'forwards': 20, 'slots': 0},
+  },
+  'seconds': 7.0,
+  'prefill_seconds': 2.0,
+}
+_SIZES = {'target': ModelSize(50, 1), 'draft': ModelSize(5, 2)}
+
+# 12 positions of 50 weights, each seeing 10 slots; 16 of 5, seeing 20 of 2.
+_FLOPS = 2 * 12 * (50 + 10) + 2 * 16 * (5 + 20 * 2)
+_BYTES = 4 * 100 + 40 * 2 + 8 * 10 + 160 + 20 * 3
+
+
+def test_all_models_are_read_and_plain_decoding_is_not():
+  assert bytes_read(_FIGURES['reads'], _COSTS) == _BYTES
+
+
+def test_every_position_multiplies_weights_and_what_it_sees():
+  assert flops(_FIGURES, _SIZES) == _FLOPS
+
+
+def test_an_arm_is_placed_under_the_roofs():
+  placed = place(_FIGURES, _COSTS, _SIZES, {'bytes_per_second': 200.0})
+  assert placed == {
+    'arithmetic_intensity': pytest.approx(_FLOPS / _BYTES),
+    'flops_per_second': pytest.approx(_FLOPS / 5),
+    'seconds_per_target_forward': pytest.approx(5 / 4),
+    'ideal_seconds_per_target_forward': pytest.approx(_BYTES / 200 / 4),
+    'of_memory_limit': pytest.approx(_BYTES / 200 / 5),
+  }
+
+
+@pytest.mark.parametrize('tied', [True, False])
+def test_the_size_is_what_a_forward_multiplies(tied):
+  width, layers, vocab = 16, 2, 40
+  model = as_model(
+    tiny_modules.make(
+      width=width, num_layers=layers, vocab_size=vocab, tie_embeddings=tied
+    )
+  )
+  # Attention 4, MLP 8 matrices of width x width a layer; the head.
+  assert model_size(model) == ModelSize(
+    parameters=layers * 12 * width**2 + vocab * width,
+    cache_per_slot=2 * layers * width,
+  )
+
+
+def test_medians_of_the_samples_count(monkeypatch):
+  monkeypatch.setattr(machine_limits, '_READ_BYTES', {'default': 1 << 16})
+  monkeypatch.setattr(machine_limits, '_MATRIX_WIDTH', {'default': 8})
+  limits = machine_limits.MachineLimits(['float32', 'bfloat16'])
+  # Two readers, the faster counts; then a product of each dtype.
+  rates = iter([1.0, 3.0, 10.0, 20.0, 5.0, 4.0, 30.0, 70.0, 9.0, 2.0, 20.0, 30])
+  works = []
+
+  def rate(work, run):
+    run()
+    works.append(work)
+    return next(rates)
+
+  monkeypatch.setattr(machine_limits, '_rate', rate)
+  for _ in range(3):
+    limits.sample()
+  assert works == [1 << 16, 1 << 16, 2 * 8**3, 2 * 8**3] * 3
+  assert limits.summary() == {
+    'bytes_per_second': 5,
+    'bytes_per_second_samples': [3, 5, 9],
+    'flops_per_second': {'float32': 20, 'bfloat16': 30},
+    'flops_per_second_samples': {
+      'float32': [10, 30, 20],
+      'bfloat16': [20, 70, 30],
+    },
+  }
