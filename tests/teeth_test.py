@@ -145,7 +145,7 @@ _BUGS = [
   ),
   _bug(
     'goes on with a row that is done',
-    'decode',
+    'step',
     'jnp.where(state.done, 0, end - length)',
     'end - length',
     _END,
@@ -160,14 +160,14 @@ _BUGS = [
   # The noise.
   _bug(
     'noise keyed by step, not by position',
-    'decode',
+    'step',
     'position_noise(request.row_keys, positions,',
     'position_noise(request.row_keys, state.counters.steps + 0 * positions,',
     _TWO_TOKENS,
   ),
   _bug(
     'noise used again in every step',
-    'decode',
+    'step',
     'position_noise(request.row_keys, positions,',
     'position_noise(request.row_keys, positions - length[:, None],',
     _TWO_TOKENS,
@@ -396,7 +396,7 @@ _BUGS = [
   # Its randomness.
   _bug(
     'drafting noise used again in every step',
-    'decode',
+    'step',
     'step_keys(request.row_keys, DRAFTING, state.length)',
     'step_keys(request.row_keys, DRAFTING, 0 * state.length)',
     _LOOP,
@@ -567,7 +567,7 @@ _BUGS = [
   # What is asked for beside tokens.
   _bug(
     'stop strings are forgotten between blocks',
-    'decode',
+    'step',
     'else jnp.take_along_axis(stop_states, emitted[:, None], axis=1)[:, 0]',
     'else request.stop.start',
     (
@@ -577,18 +577,32 @@ _BUGS = [
   ),
   _bug(
     'a token is not seen before the next block',
-    'decode',
+    'step',
     'seen_by_nodes(tree, everything, state.seen, max_depth)',
     'jnp.broadcast_to(state.seen[:, None], logits.shape)',
     ('options.test_a_token_is_seen_as_soon_as_a_block_has_it',),
   ),
   _bug(
     'log-probabilities after bias and penalty',
-    'decode',
+    'step',
     'else append(state.log_probs, _log_probs(logits, verdict))',
     'else append(state.log_probs,'
     ' _log_probs(adjust_logits(logits, sampling, seen), verdict))',
     ('log_probs.test_they_are_those_of_a_forward_over_the_text', 'similar'),
+  ),
+  _bug(
+    'the guard tries a hopeless draft too often',
+    'guard',
+    '_PREMIUM = 0.02',
+    '_PREMIUM = 0.2',
+    ('guard.test_the_worst_of_drafts_costs_under_five_percent', 2.0),
+  ),
+  _bug(
+    'the guard asks rows that are done',
+    'guard',
+    'jnp.maximum(jnp.sum(active), 1)',
+    'active.shape[0]',
+    ('guard.test_rows_that_are_done_have_no_say',),
   ),
   # What may go wrong outside.
   _bug(
