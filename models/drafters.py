@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+from typing import Protocol
 
 from models.pair import Pair
 from models.vocabulary import vocabulary_digest
@@ -19,6 +20,7 @@ from specdec.topology import Topology
 from specdec.tree_config import TreeConfig
 
 INNERS = ('none', 'ngram', 'lookup', 'ngram+lookup')
+PLANNED = 'plan'
 METHODS = (
   'plain',
   'chain',
@@ -26,6 +28,7 @@ METHODS = (
   'staged_chain',
   'staged',
   *INNERS[1:],
+  PLANNED,
 )
 
 DEMO_TABLE = pathlib.Path(__file__).parent / 'demo' / 'ngram.safetensors'
@@ -49,6 +52,16 @@ _INNER_TREE = TreeConfig(
 _LOOKUP = PromptLookup()
 
 
+class Planned(Protocol):
+  """A method and its settings; a `models.plan.Plan` is one."""
+
+  @property
+  def method(self) -> str: ...
+
+  @property
+  def drafting(self) -> 'DraftSettings': ...
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftSettings:
   """How to draft, whatever the method; the defaults are those of the flags.
@@ -63,6 +76,7 @@ class DraftSettings:
     inner_rounds_alone: of the inner drafter where there is no draft.
     ngram: `demo` or a file made by scripts/build_ngram.py.
     lookup: how prompt lookup matches.
+    plan: what the method `plan` stands for; the others do not look at it.
   """
 
   num_draft_tokens: int = 4
@@ -72,6 +86,7 @@ class DraftSettings:
   inner_rounds_alone: int = 8
   ngram: str = 'demo'
   lookup: PromptLookup = _LOOKUP
+  plan: Planned | None = None
 
 
 def parse_topology(text: str) -> Topology:
@@ -176,6 +191,12 @@ def make_drafter(
       f'method {method!r} with inner {settings.inner!r} is not known; methods'
       f' are {METHODS}, inner drafters {INNERS}'
     )
+  if method == PLANNED:
+    if settings.plan is None:
+      raise ValueError(
+        'the method plan needs a plan; give --plan=auto or a file'
+      )
+    return make_drafter(settings.plan.method, pair, settings.plan.drafting)
   if method == 'plain':
     return None
   if method in INNERS:

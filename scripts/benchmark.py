@@ -6,6 +6,7 @@ python scripts/benchmark.py --prompt_file=prompts.jsonl --output=result.json
 from absl import flags
 import command_line
 import decoding_flags as options
+import planned
 
 from models.drafters import METHODS
 
@@ -30,8 +31,10 @@ def main() -> None:
   arms = [benchmark.parse_arm(arm, options.DTYPE.value) for arm in _ARMS.value]
   if _OUTPUT.value:
     benchmark.prepare_output(_OUTPUT.value)
+  prompts = options.read_prompts(options.PROMPT_FILE.value, _NUM_PROMPTS.value)
+  plan = planned.plan(_BATCH_SIZE.value, lambda: prompts)
   report = benchmark.run(
-    options.read_prompts(options.PROMPT_FILE.value, _NUM_PROMPTS.value),
+    prompts,
     arms=arms,
     target=options.TARGET.value,
     draft=options.draft_name(),
@@ -39,7 +42,7 @@ def main() -> None:
     seed=options.SEED.value,
     batch_size=_BATCH_SIZE.value,
     max_new_tokens=options.MAX_NEW_TOKENS.value,
-    drafting=options.draft_settings(),
+    drafting=options.draft_settings(plan),
     sampling=options.sampling(),
     verify=options.VERIFY.value,
     children=options.CHILDREN.value,
