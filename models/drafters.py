@@ -193,9 +193,7 @@ def make_drafter(
     )
   if method == PLANNED:
     if settings.plan is None:
-      raise ValueError(
-        'the method plan needs a plan; give --plan=auto or a file'
-      )
+      raise ValueError('the method plan needs one; give --plan=auto or a file')
     return make_drafter(settings.plan.method, pair, settings.plan.drafting)
   if method == 'plain':
     return None

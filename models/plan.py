@@ -166,7 +166,7 @@ def _restore(kind: Any, default: Any, changes: Any, name: str) -> Any:
   return dataclasses.replace(default, **values)
 
 
-def load_plan(path: str | pathlib.Path) -> Plan:
+def load_plan(path: str | os.PathLike[str]) -> Plan:
   """Reads a plan.
 
   Raises:

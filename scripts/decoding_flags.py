@@ -1,9 +1,7 @@
 """Flags that every decoding script shares, and what they stand for."""
 
-from collections.abc import Callable
 import hashlib
 import json
-import operator
 import pathlib
 import sys
 from typing import Any
@@ -228,88 +226,6 @@ def draft_settings(plan: Any = None) -> drafters.DraftSettings:
     ngram=NGRAM.value,
     lookup=lookup,
     plan=plan,
-  )
-
-
-# What a plan settles: where the settings have what the flag says.
-_PLANNED = {
-  NUM_DRAFT_TOKENS: 'num_draft_tokens',
-  INNER: 'inner',
-  NGRAM: 'ngram',
-  LOOKUP_CONFIDENCE: 'lookup.confidence',
-  NUM_NODES: 'tree.num_nodes',
-  WIDTH: 'tree.width',
-  BRANCHING: 'tree.branching',
-  ROUNDS: 'tree.rounds',
-  MAX_DEPTH: 'tree.max_depth',
-  CAPACITY: 'tree.capacity',
-  CALIBRATION: 'tree.calibration',
-  COST_RATIO: 'tree.cost_ratio',
-  MIN_GAIN: 'tree.min_gain',
-  TOPOLOGY: 'tree.topology',
-  INNER_WIDTH: 'inner_tree.width',
-  INNER_BRANCHING: 'inner_tree.branching',
-  INNER_ROUNDS: 'inner_tree.rounds',
-  INNER_CALIBRATION: 'inner_tree.calibration',
-  INNER_ROUNDS_ALONE: 'inner_rounds_alone',
-}
-
-
-def check_contradictions(plan: Any, method: flags.FlagHolder | None) -> None:
-  """Refuses flags that were given and say other than the plan.
-
-  Args:
-    plan: a `models.Plan`.
-    method: the flag of the script, if it has one.
-  """
-  settings = draft_settings()
-  flag_says: dict[Any, Any] = {
-    flag: operator.attrgetter(path) for flag, path in _PLANNED.items()
-  }
-  said = [
-    (flag.name, read(settings), read(plan.drafting))
-    for flag, read in flag_says.items()
-    if flag.present
-  ]
-  if method is not None and method.present and method.value != 'plan':
-    said.append((method.name, method.value, plan.method))
-  for name, ours, of_plan in said:
-    if ours != of_plan:
-      raise ValueError(
-        f'--{name} says {ours}, the plan of --plan={PLAN.value} {of_plan};'
-        f' leave out one of the two, or make a plan with scripts/tune.py'
-      )
-
-
-def plan(batch_size: int, prompts: Callable[[], list[str]]) -> Any:
-  """What `--plan` says: a `models.Plan`, or None.
-
-  Args:
-    batch_size: of the decodes to come.
-    prompts: samples; asked for only if a plan has to be made.
-  """
-  from models import planner
-
-  if PLAN.value is None:
-    return None
-  if VERIFY.value != 'match':
-    raise ValueError(
-      f'--plan is for --verify=match, got {VERIFY.value}: by other rules other'
-      ' guesses stand'
-    )
-  return planner.find_plan(
-    PLAN.value,
-    prompts,
-    target=TARGET.value,
-    draft=draft_name(),
-    revision=REVISION.value,
-    dtype=DTYPE.value,
-    batch_size=batch_size,
-    sampling=sampling(),
-    drafting=draft_settings(),
-    seed=SEED.value,
-    max_new_tokens=MAX_NEW_TOKENS.value,
-    report=lambda line: print(f'plan: {line}', file=sys.stderr),
   )
 
 
