@@ -9,27 +9,27 @@ from absl import flags
 import decoding_flags as options
 
 # What a plan settles: where the settings have what the flag says.
-_PLANNED = {
-  options.NUM_DRAFT_TOKENS: 'num_draft_tokens',
-  options.INNER: 'inner',
-  options.NGRAM: 'ngram',
-  options.LOOKUP_CONFIDENCE: 'lookup.confidence',
-  options.NUM_NODES: 'tree.num_nodes',
-  options.WIDTH: 'tree.width',
-  options.BRANCHING: 'tree.branching',
-  options.ROUNDS: 'tree.rounds',
-  options.MAX_DEPTH: 'tree.max_depth',
-  options.CAPACITY: 'tree.capacity',
-  options.CALIBRATION: 'tree.calibration',
-  options.COST_RATIO: 'tree.cost_ratio',
-  options.MIN_GAIN: 'tree.min_gain',
-  options.TOPOLOGY: 'tree.topology',
-  options.INNER_WIDTH: 'inner_tree.width',
-  options.INNER_BRANCHING: 'inner_tree.branching',
-  options.INNER_ROUNDS: 'inner_tree.rounds',
-  options.INNER_CALIBRATION: 'inner_tree.calibration',
-  options.INNER_ROUNDS_ALONE: 'inner_rounds_alone',
-}
+_PLANNED = (
+  (options.NUM_DRAFT_TOKENS, 'num_draft_tokens'),
+  (options.INNER, 'inner'),
+  (options.NGRAM, 'ngram'),
+  (options.LOOKUP_CONFIDENCE, 'lookup.confidence'),
+  (options.NUM_NODES, 'tree.num_nodes'),
+  (options.WIDTH, 'tree.width'),
+  (options.BRANCHING, 'tree.branching'),
+  (options.ROUNDS, 'tree.rounds'),
+  (options.MAX_DEPTH, 'tree.max_depth'),
+  (options.CAPACITY, 'tree.capacity'),
+  (options.CALIBRATION, 'tree.calibration'),
+  (options.COST_RATIO, 'tree.cost_ratio'),
+  (options.MIN_GAIN, 'tree.min_gain'),
+  (options.TOPOLOGY, 'tree.topology'),
+  (options.INNER_WIDTH, 'inner_tree.width'),
+  (options.INNER_BRANCHING, 'inner_tree.branching'),
+  (options.INNER_ROUNDS, 'inner_tree.rounds'),
+  (options.INNER_CALIBRATION, 'inner_tree.calibration'),
+  (options.INNER_ROUNDS_ALONE, 'inner_rounds_alone'),
+)
 
 
 def check_contradictions(plan: Any, method: flags.FlagHolder | None) -> None:
@@ -40,21 +40,18 @@ def check_contradictions(plan: Any, method: flags.FlagHolder | None) -> None:
     method: the flag of the script, if it has one.
   """
   settings = options.draft_settings()
-  flag_says: dict[Any, Any] = {
-    flag: operator.attrgetter(path) for flag, path in _PLANNED.items()
-  }
-  said = [
-    (flag.name, read(settings), read(plan.drafting))
-    for flag, read in flag_says.items()
-    if flag.present
-  ]
+  said: list[tuple[str, Any, Any]] = []
+  for flag, path in _PLANNED:
+    if flag.present:
+      read = operator.attrgetter(path)
+      said.append((flag.name, read(settings), read(plan.drafting)))
   if method is not None and method.present and method.value != 'plan':
     said.append((method.name, method.value, plan.method))
   for name, ours, of_plan in said:
     if ours != of_plan:
       raise ValueError(
-        f'--{name} says {ours}, the plan of --plan={options.PLAN.value} {of_plan};'
-        f' leave out one of the two, or make a plan with scripts/tune.py'
+        f'--{name} says {ours}, --plan={options.PLAN.value} says {of_plan};'
+        ' leave out one of the two'
       )
 
 
@@ -71,8 +68,8 @@ def plan(batch_size: int, prompts: Callable[[], list[str]]) -> Any:
     return None
   if options.VERIFY.value != 'match':
     raise ValueError(
-      f'--plan is for --verify=match, got {options.VERIFY.value}: by other rules other'
-      ' guesses stand'
+      f'--plan is for --verify=match, got {options.VERIFY.value}: by other'
+      ' rules other guesses stand'
     )
   return plan_lookup.find_plan(
     options.PLAN.value,
