@@ -32,6 +32,8 @@ from specdec.scorers.candidates import CandidateScorer
 from specdec.tree_config import TreeConfig
 from specdec.verification.verdict import RUNNING
 
+_LEAST_SECONDS = 1e-9
+
 
 class _Silent(flax.struct.PyTreeNode):
   """A `Proposer` that never has a guess."""
@@ -79,9 +81,13 @@ def _median_seconds(
 
 def _step_run(target, drafter, request, config, context, num_steps):
   """Some steps from a text of `context` tokens, again and again."""
-  # Reads nothing of the target but its shapes, so the prompt may be anything;
-  # the slots up to `context` are empty, and cost what full ones do.
-  states = [start(target, drafter, request, config=config)]
+  # Empty slots cost what full ones do, so there is no prompt to be read, and
+  # nothing to be compiled for it.
+  shapes = jax.eval_shape(
+    functools.partial(start, config=config), target, drafter, request
+  )
+  zeros = lambda one: jnp.zeros(one.shape, one.dtype)
+  states = [jax.tree.map(zeros, shapes)]
 
   def run():
     state = states.pop()
@@ -151,21 +157,27 @@ def measure_step_costs(
   )
   with_target, without = _median_seconds([read(one) for one in models], repeats)
   node_counts = sorted({1, *node_counts})
+  # The rest of the loop grows evenly with N, once there is a drafter at all.
+  ends = sorted({1, node_counts[min(1, len(node_counts) - 1)], node_counts[-1]})
+  runs = [(target, size) for size in node_counts]
+  runs += [(nothing, size) for size in ends]
   seconds = _median_seconds(
     [
       _step_run(
         model, _silent_drafter(size), request, config, context, num_steps
       )
-      for size in node_counts
-      for model in models
+      for model, size in runs
     ],
     repeats,
   )
-  per_step = np.reshape(seconds, (len(node_counts), 2)) / num_steps
+  per_step = np.array(seconds) / num_steps
+  steps, rest = np.split(per_step, [len(node_counts)])
   # A stand-in slower than the target can only be noise.
-  verification = np.maximum(per_step[:, 0] - per_step[:, 1], 1e-9)
+  verification = np.maximum(
+    steps - np.interp(node_counts, ends, rest), _LEAST_SECONDS
+  )
   return StepCosts(
     prompt=max(with_target - without, 0.0),
     verification=dict(zip(node_counts, verification.tolist(), strict=True)),
-    plain_step=float(per_step[0, 0]),
+    plain_step=float(steps[0]),
   )
