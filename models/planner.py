@@ -281,7 +281,7 @@ def make_plan(
   )
   rates = search.rates
   ranking = sorted(rates, key=rates.__getitem__, reverse=True)
-  finalists = [name for name in ranking if name != planning.PLAIN][:confirmed]
+  finalists = _finalists(ranking, search.candidates)[:confirmed]
   measured: dict[str, float] = {}
   if finalists and confirmed:
     report(f'decoding with {", ".join(finalists)} and plain')
@@ -301,6 +301,19 @@ def make_plan(
     context=context,
     candidates=tuple(figures),
   )
+
+
+def _finalists(
+  ranking: Sequence[str], candidates: Mapping[str, Candidate]
+) -> list[str]:
+  """The best of each method but plain: what is near it is hardly better."""
+  found: dict[tuple[str, bool], str] = {}
+  for name in ranking:
+    one = candidates[name]
+    is_fixed = one.drafting.tree.topology is not None
+    if name != planning.PLAIN:
+      found.setdefault((one.method, is_fixed), name)
+  return list(found.values())
 
 
 def _figures(
