@@ -35,7 +35,7 @@ from specdec.step_costs import measure_step_costs
 NODE_COUNTS = (1, 2, 4, 8, 16, 32, 64)
 """V is measured for so many nodes, and drawn through in between."""
 
-_REPEATS = 2  # of each replay; the faster counts
+_REPEATS = 3  # of each decode; the median counts
 _MARGIN = 0.03  # by which speculation must win
 _CONFIRMED = 3
 
@@ -121,6 +121,26 @@ def _sample(pair: Pair, samples: Samples) -> Samples:
   return dataclasses.replace(samples, new=new)
 
 
+def _measure(
+  arms: Mapping[str, benchmarking.Arm], samples: Samples
+) -> dict[str, tuple[float, list[specdec.Generation]]]:
+  """Seconds of all batches, and what was generated, by arm; interleaved."""
+  results = benchmarking.measure(
+    arms, samples.batches * _REPEATS, max_new_tokens=samples.max_new_tokens
+  )
+  count = len(samples.batches)
+  return {
+    name: (
+      sum(
+        float(np.median([one.seconds for one in found[batch::count]]))
+        for batch in range(count)
+      ),
+      [one.generation for one in found[:count]],
+    )
+    for name, found in results.items()
+  }
+
+
 def _try(pair: Pair, samples: Samples, candidate: Candidate) -> planning.Trial:
   """Replays the samples."""
   drafter = make_drafter(candidate.method, pair, candidate.drafting)
@@ -130,21 +150,17 @@ def _try(pair: Pair, samples: Samples, candidate: Candidate) -> planning.Trial:
     batch,
     limit,
   )
-  found = benchmarking.measure(
-    {candidate.name: decode},
-    samples.batches * _REPEATS,
-    max_new_tokens=samples.max_new_tokens,
-  )[candidate.name]
-  count = len(samples.batches)
-  best = [min(one.seconds for one in found[i::count]) for i in range(count)]
-  stats = [one.generation.stats for one in found[:count]]
+  seconds, generations = _measure({candidate.name: decode}, samples)[
+    candidate.name
+  ]
+  stats = [one.stats for one in generations]
   return planning.Trial(
     num_nodes=1 if drafter is None else drafter.config.num_nodes,
     tokens=sum(one['new_tokens'] for one in stats),
     forwards=sum(one['target_forwards'] for one in stats),
     steps=sum(one['reads']['target']['forwards'] for one in stats),
-    prompts=count,
-    seconds=sum(best),
+    prompts=len(samples.batches),
+    seconds=seconds,
   )
 
 
@@ -185,15 +201,12 @@ def _confirm(
       pair.target, drafter, batch, limit
     )
 
-  results = benchmarking.measure(
-    {name: arm(candidate) for name, candidate in candidates.items()},
-    samples.batches,
-    max_new_tokens=samples.max_new_tokens,
+  results = _measure(
+    {name: arm(candidate) for name, candidate in candidates.items()}, samples
   )
   return {
-    name: sum(one.generation.stats['new_tokens'] for one in found)
-    / sum(one.seconds for one in found)
-    for name, found in results.items()
+    name: sum(one.stats['new_tokens'] for one in generations) / seconds
+    for name, (seconds, generations) in results.items()
   }
 
 
