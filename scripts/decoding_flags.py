@@ -288,6 +288,8 @@ def as_dict() -> dict[str, Any]:
     for flag in flags.FLAGS.flags_by_module_dict()[__name__]
   }
   record.pop('output', None)
+  if record['plan'] is not None:
+    record['plan'] = pathlib.Path(record['plan']).name
   path = record.pop('prompt_file')
   if path is not None:  # The name may be private; the contents are what counts.
     digest = hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()
