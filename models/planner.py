@@ -342,36 +342,3 @@ def _figures(
     'drafting_milliseconds': 1e3 * trial.seconds / max(trial.steps, 1),
     'verification_milliseconds': 1e3 * costs.of_nodes(trial.num_nodes),
   }
-
-
-def table(plan: Plan) -> str:
-  """The candidates as Markdown, fastest first."""
-  rows: list[tuple[str, ...]] = [
-    (
-      'candidate',
-      'predicted tokens/s',
-      'measured',
-      'block eff.',
-      'pays above',
-      'ms drafting',
-      'ms verifying',
-    )
-  ]
-  for one in plan.candidates:
-    measured = one['measured']
-    rows.append(
-      (
-        one['name'],
-        f'{one["tokens_per_second"]:.1f}',
-        '' if measured is None else f'{measured:.1f}',
-        f'{one["block_efficiency"]:.2f}',
-        f'{one["min_block_efficiency"]:.2f}',
-        f'{one["drafting_milliseconds"]:.2f}',
-        f'{one["verification_milliseconds"]:.2f}',
-      )
-    )
-  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-  rows.insert(1, tuple('-' * width for width in widths))
-  return '\n'.join(
-    f'| {" | ".join(map(str.ljust, row, widths))} |' for row in rows
-  )

@@ -27,6 +27,7 @@ def main() -> None:
   from models import planner
   from models.pair import load_pair
   from models.plan import cache_path
+  from models.plan import table
 
   if options.PROMPT_FILE.value is None:
     raise ValueError('--prompt_file is needed: a file of prompts')
@@ -62,7 +63,7 @@ def main() -> None:
   )
   path = pathlib.Path(_OUTPUT.value) if _OUTPUT.value else cache_path(context)
   plan.save(path)
-  print(f'{planner.table(plan)}\n\n{plan.method}, written to {path}')
+  print(f'{table(plan)}\n\n{plan.method}, written to {path}')
 
 
 if __name__ == '__main__':

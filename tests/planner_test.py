@@ -17,9 +17,9 @@ from models.drafters import DraftSettings
 from models.drafters import make_drafter
 from models.pair import Pair
 from models.plan import Context
+from models.plan import table
 from models.planner import make_plan
 from models.planner import sample_batches
-from models.planner import table
 from models.table import table_model
 from models.training.tokenizer import train_tokenizer
 from specdec import generate
