@@ -6,6 +6,7 @@
 from models.drafters import DraftSettings
 from models.generator import Generator
 from models.generator import load
+from models.plan import Plan
 from models.text_generation import TextGeneration
 
-__all__ = ('DraftSettings', 'Generator', 'TextGeneration', 'load')
+__all__ = ('DraftSettings', 'Generator', 'Plan', 'TextGeneration', 'load')

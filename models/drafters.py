@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import dataclasses
 import pathlib
 from typing import Any
+from typing import Protocol
 
 from models.pair import Pair
 from models.vocabulary import vocabulary_digest
@@ -22,6 +23,7 @@ from specdec.topology import Topology
 from specdec.tree_config import TreeConfig
 
 INNERS = ('none', 'ngram', 'lookup', 'ngram+lookup')
+PLANNED = 'plan'
 METHODS = (
   'plain',
   'chain',
@@ -29,6 +31,7 @@ METHODS = (
   'staged_chain',
   'staged',
   *INNERS[1:],
+  PLANNED,
 )
 
 DEMO_TABLE = pathlib.Path(__file__).parent / 'demo' / 'ngram.safetensors'
@@ -52,6 +55,16 @@ _INNER_TREE = TreeConfig(
 _LOOKUP = PromptLookup()
 
 
+class Planned(Protocol):
+  """A method and its settings; a `models.plan.Plan` is one."""
+
+  @property
+  def method(self) -> str: ...
+
+  @property
+  def drafting(self) -> 'DraftSettings': ...
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftSettings:
   """How to draft, whatever the method; the defaults are those of the flags.
@@ -66,6 +79,7 @@ class DraftSettings:
     inner_rounds_alone: of the inner drafter where there is no draft.
     ngram: `demo` or a file made by scripts/build_ngram.py.
     lookup: how prompt lookup matches.
+    plan: what the method `plan` stands for; the others do not look at it.
   """
 
   num_draft_tokens: int = 4
@@ -75,6 +89,7 @@ class DraftSettings:
   inner_rounds_alone: int = 8
   ngram: str = 'demo'
   lookup: PromptLookup = _LOOKUP
+  plan: Planned | None = None
 
 
 def parse_topology(text: str) -> Topology:
@@ -243,6 +258,10 @@ def make_drafter(
       f'method {method!r} with inner {settings.inner!r} is not known; methods'
       f' are {METHODS}, inner drafters {INNERS}'
     )
+  if method == PLANNED:
+    if settings.plan is None:
+      raise ValueError('the method plan needs one; give --plan=auto or a file')
+    return make_drafter(settings.plan.method, pair, settings.plan.drafting)
   if method == 'plain':
     return None
   if method in INNERS:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
 import numbers
+import os
 import time
 from typing import Any
 from typing import TypedDict
@@ -24,11 +25,16 @@ import numpy as np
 
 from models.drafters import DraftSettings
 from models.drafters import make_drafter
+from models.drafters import PLANNED
 from models.pair import load_pair
 from models.pair import Pair
+from models.plan import load_plan
+from models.plan import model_digests
+from models.plan import Plan
 from models.text_generation import TextGeneration
 from models.token_bytes import text_of
 from models.token_bytes import TextStream
+from models.vocabulary import vocabulary_digest
 import specdec
 from specdec.stop import build_stop_table
 from specdec.stop import StopTable
@@ -367,6 +373,7 @@ def load(
   *,
   method: str = 'staged',
   drafting: DraftSettings = DraftSettings(),
+  plan: Plan | str | os.PathLike[str] | None = None,
   dtype: jax.typing.DTypeLike = jnp.float32,
   draft_dtype: jax.typing.DTypeLike | None = None,
   revision: str | None = None,
@@ -379,13 +386,19 @@ def load(
     draft: likewise; None for none.
     method: one of `models.drafters.METHODS`; `plain` drafts nothing.
     drafting: see there.
+    plan: from `models.planner`, or a file made by scripts/tune.py; in place of
+      method and settings.
     dtype: of the target: float32, bfloat16 or int8, see `hub.load_module`.
     draft_dtype: of the draft; default: as the target.
     revision: of the target, on the hub.
 
   Raises:
-    ValueError: a model cannot be used, or the two do not fit; says why.
+    ValueError: a model cannot be used, or the two or the plan do not fit; says
+      why.
   """
+  if plan is not None:
+    plan = plan if isinstance(plan, Plan) else load_plan(plan)
+    method, drafting = PLANNED, DraftSettings(plan=plan)
   pair = load_pair(
     target,
     None if method == 'plain' else draft,
@@ -393,4 +406,9 @@ def load(
     draft_dtype=draft_dtype,
     revision=revision,
   )
+  if plan is not None:
+    vocabulary = vocabulary_digest(pair.tokenizer)
+    plan.check_models(
+      model_digests(target, draft, vocabulary=vocabulary, revision=revision)
+    )
   return Generator(pair, make_drafter(method, pair, drafting))

@@ -72,7 +72,14 @@ class Pair:
     return pieces
 
 
-def _load_tokenizer(folder: pathlib.Path):
+def load_tokenizer(
+  folder: pathlib.Path,
+) -> transformers.PreTrainedTokenizerBase:
+  """That of a model.
+
+  Raises:
+    ValueError: there is none that can be used.
+  """
   if not hub.has_tokenizer(folder):
     raise ValueError(f'{folder} has no tokenizer; copy that of the model there')
   try:
@@ -124,7 +131,7 @@ def _check_same_tokens(target_folder, draft_folder, tokenizer):
   if not hub.has_tokenizer(draft_folder):
     return  # A bare draft; its vocabulary size is checked later.
   ours = tokenizer.get_vocab()
-  theirs = _load_tokenizer(draft_folder).get_vocab()
+  theirs = load_tokenizer(draft_folder).get_vocab()
   if ours == theirs:
     return
   differing = sum(theirs.get(token) != index for token, index in ours.items())
@@ -161,7 +168,7 @@ def load_pair(
       of one tokenizer may differ by padding; the draft then gets the target's.
   """
   folder = hub.locate(target, revision=revision)
-  tokenizer = _load_tokenizer(folder)
+  tokenizer = load_tokenizer(folder)
   draft_model = None
   target_model = as_model(hub.load_module(folder, dtype=dtype))
   if draft is not None:

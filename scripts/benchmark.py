@@ -12,6 +12,7 @@ a sweep between bars:
 from absl import flags
 import command_line
 import decoding_flags as options
+import planned
 
 from models.drafters import METHODS
 
@@ -72,15 +73,17 @@ def main() -> None:
   if _OUTPUT.value:
     results.prepare_output(_OUTPUT.value)
   folder = plots.choose_folder(_PLOTS.value, _OUTPUT.value)
+  prompts = options.read_prompts(options.PROMPT_FILE.value, _NUM_PROMPTS.value)
+  plan = planned.plan(_BATCH_SIZE.value, lambda: prompts)
   report = benchmark.run(
-    options.read_prompts(options.PROMPT_FILE.value, _NUM_PROMPTS.value),
+    prompts,
     arms=specs,
     task=benchmark.Task(
       target=options.TARGET.value,
       draft=options.draft_name(),
       revision=options.REVISION.value,
       draft_dtype=options.DRAFT_DTYPE.value,
-      drafting=options.draft_settings(),
+      drafting=options.draft_settings(plan),
       sampling=options.sampling(),
       verify=options.VERIFY.value,
       children=options.CHILDREN.value,

@@ -14,6 +14,7 @@ from typing import Any
 from absl import flags
 import command_line
 import decoding_flags as options
+import planned
 
 _METHOD = flags.DEFINE_string('method', 'staged', 'how to draft')
 _NUM_PROMPTS = flags.DEFINE_integer(
@@ -56,11 +57,15 @@ def main() -> None:
   max_margin = _MAX_MARGIN.value
   if max_margin is None:
     max_margin = 0.0 if options.DTYPE.value == 'float32' else 0.1
+  plan = planned.plan(max(batch_sizes), lambda: prompts)
+  if plan is not None:
+    planned.check_contradictions(plan, _METHOD)
   generator = models.load(
     options.TARGET.value,
     options.draft_name(),
     method=_METHOD.value,
     drafting=options.draft_settings(),
+    plan=plan,
     dtype=options.DTYPE.value,
     draft_dtype=options.DRAFT_DTYPE.value,
     revision=options.REVISION.value,

@@ -28,6 +28,12 @@ TARGET = flags.DEFINE_string(
 DRAFT = flags.DEFINE_string(
   'draft', 'demo', 'demo (embedded), a model folder, a hub id, or none'
 )
+PLAN = flags.DEFINE_string(
+  'plan',
+  None,
+  'how to decode: a file made by tune.py, or auto: the one of this machine,'
+  ' these models, dtype, batch size and sampling; made first if there is none',
+)
 REVISION = flags.DEFINE_string('revision', None, 'of the target, on the hub')
 PROMPT_FILE = flags.DEFINE_string(
   'prompt_file',
@@ -175,8 +181,8 @@ def sampling() -> specdec.Sampling:
   )
 
 
-def draft_settings() -> drafters.DraftSettings:
-  """What the flags say about drafting."""
+def draft_settings(plan: Any = None) -> drafters.DraftSettings:
+  """What the flags say about drafting, and for the method `plan` the plan."""
   try:
     confidence = tuple(float(one) for one in LOOKUP_CONFIDENCE.value)
     lookup = specdec.PromptLookup(confidence=confidence)
@@ -187,7 +193,7 @@ def draft_settings() -> drafters.DraftSettings:
     settings = drafters.with_options(_DEFAULTS, options)
   except ValueError as error:
     raise ValueError(f'--{error}') from error
-  return dataclasses.replace(settings, lookup=lookup)
+  return dataclasses.replace(settings, lookup=lookup, plan=plan)
 
 
 def draft_name() -> str | None:
@@ -248,6 +254,8 @@ def as_dict() -> dict[str, Any]:
   for name in ('target', 'draft'):
     folder = pathlib.Path(str(record[name]))
     record[name] = folder.name if folder.is_dir() else record[name]
+  if record['plan'] is not None:
+    record['plan'] = pathlib.Path(record['plan']).name
   path = record.pop('prompt_file')
   if path is not None:  # The name may be private; the contents are what counts.
     digest = hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()

@@ -8,13 +8,14 @@ import sys
 from absl import flags
 import command_line
 import decoding_flags as options
+import planned
 
 _PROMPT = flags.DEFINE_string('prompt', options.DEFAULT_PROMPT, 'to continue')
 _METHOD = flags.DEFINE_enum(
   'method',
   'staged',
   ['plain', 'chain', 'tree', 'staged'],
-  'how to decode; the text is the same',
+  'how to decode; the text is the same; --plan chooses',
 )
 _BATCH_SIZE = flags.DEFINE_integer(
   'batch_size', 1, 'the prompt repeated, or so many prompts of the file'
@@ -56,11 +57,15 @@ def main() -> None:
   prompts = _prompts()
   if _STREAM.value and len(prompts) > 1:
     raise ValueError('--stream shows one prompt; leave out --batch_size')
+  plan = planned.plan(len(prompts), lambda: prompts)
+  if plan is not None:
+    planned.check_contradictions(plan, _METHOD)
   generator = models.load(
     options.TARGET.value,
     options.draft_name(),
     method=_METHOD.value,
     drafting=options.draft_settings(),
+    plan=plan,
     dtype=options.DTYPE.value,
     draft_dtype=options.DRAFT_DTYPE.value,
     revision=options.REVISION.value,

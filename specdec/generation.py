@@ -345,6 +345,21 @@ def _prompt_bucket(length: int) -> int:
   return max(_SMALLEST_PROMPT_BUCKET, 1 << (length - 1).bit_length())
 
 
+def padded_shape(
+  prompts: Sequence[Sequence[int]], room: int
+) -> tuple[int, int]:
+  """The slots of a decode: of its prompts, P, and of new tokens.
+
+  Args:
+    prompts: of a batch.
+    room: for new tokens, see `Options`.
+  """
+  return (
+    _prompt_bucket(max(map(len, prompts))),
+    _round_up(max(room, 1), _NEW_TOKENS_BUCKET),
+  )
+
+
 def _pad(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
   lengths = np.array([len(prompt) for prompt in prompts], np.int32)
   bucket = _prompt_bucket(int(lengths.max()))

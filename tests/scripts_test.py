@@ -11,9 +11,13 @@ import numpy as np
 import pytest
 
 from models import hub
+from models.drafters import DraftSettings
 from models.gpt2 import GPT2
 from models.gpt2 import GPT2Config
+from models.plan import Plan
+from models.plan_lookup import make_context
 from models.training.tokenizer import train_tokenizer
+from specdec import Sampling
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _TEXT = 'def add(first, second):\n  return first + second\n' * 20
@@ -252,7 +256,7 @@ sys.path.insert(0, script.rpartition('/')[0])
 for case in json.loads(sys.argv[2]):
   for name in set(flags.FLAGS) - known:
     delattr(flags.FLAGS, name)
-  for module in ('command_line', 'decoding_flags'):
+  for module in ('command_line', 'decoding_flags', 'planned'):
     sys.modules.pop(module, None)
   sys.argv = [script, *case]
   output, errors, code = io.StringIO(), io.StringIO(), 0
@@ -419,6 +423,102 @@ def test_bad_benchmarks_are_one_line(target, draft, tmp_path):
     assert output == ''
     assert message in errors.strip().splitlines()[-1]
     assert 'Traceback' not in errors
+
+
+@pytest.fixture
+def plan(target, draft, tmp_path):
+  """A chain of 2, for this pair and this machine."""
+  context = make_context(
+    target=str(target),
+    draft=str(draft),
+    revision=None,
+    dtype='float32',
+    batch_size=1,
+    sampling=Sampling(),
+  )
+  path = tmp_path / 'plan.json'
+  Plan(
+    method='chain',
+    drafting=DraftSettings(num_draft_tokens=2),
+    min_block_efficiency=1.5,
+    context=context,
+  ).save(path)
+  return path
+
+
+def test_a_plan_says_how_to_decode(target, draft, plan):
+  common = [f'--target={target}', f'--draft={draft}', '--json']
+  common += ['--max_new_tokens=9']
+  planned, same, batch, *refused = _run_many(
+    'generate.py',
+    [
+      [*common, f'--plan={plan}', *more]
+      for more in (
+        [],
+        ['--num_draft_tokens=2', '--method=chain'],
+        ['--batch_size=2'],
+        ['--num_draft_tokens=3'],
+        ['--method=tree'],
+        ['--verify=rejection'],
+        ['--draft=none'],
+        ['--plan=/no/such/plan'],
+      )
+    ],
+  )
+  output = json.loads(planned[1])
+  expected = _generate(target, draft, '--method=chain', '--num_draft_tokens=2')
+  assert output['tokens'] == expected['tokens']
+  counts = ('accepted_histogram', 'stage_forwards', 'origins')
+  for name in counts:
+    assert output['stats'][name] == expected['stats'][name]
+  assert 'warning' not in planned[2]
+  assert json.loads(same[1])['tokens'] == output['tokens']
+  assert 'plan: warning: batch_size is 2, the plan is for 1' in batch[2]
+  messages = (
+    '--num_draft_tokens says 3',
+    '--method says tree',
+    '--plan is for --verify=match, got rejection',
+    'the plan was made for another draft',
+    'plan /no/such/plan cannot be read',
+  )
+  for (code, out, errors), message in zip(refused, messages, strict=True):
+    assert (code, out) == (2, '')
+    assert message in errors.strip().splitlines()[-1]
+
+
+def test_what_cannot_be_tuned_is_refused(tmp_path):
+  prompts = tmp_path / 'prompts.txt'
+  prompts.write_text('def add(\n')
+  with_prompts = [f'--prompt_file={prompts}']
+  cases = [
+    ([], '--prompt_file is needed'),
+    ([*with_prompts, '--plan=auto'], 'leave out --plan'),
+    ([*with_prompts, '--verify=rejection'], 'plans are for --verify=match'),
+    ([*with_prompts, '--batch_size=0'], '--batch_size must be at least 1'),
+    ([*with_prompts, '--max_new_tokens=2'], 'must be at least 16 to plan'),
+  ]
+  runs = _run_many('tune.py', [flags for flags, _ in cases])
+  for (code, out, errors), (_, message) in zip(runs, cases, strict=True):
+    assert (code, out) == (2, '')
+    assert message in errors.strip().splitlines()[-1]
+
+
+@pytest.mark.long
+def test_a_tuned_plan_is_found_again(target, tmp_path, monkeypatch):
+  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
+  prompts = tmp_path / 'prompts.txt'
+  prompts.write_text('def add(\nreturn first\n')
+  common = (f'--target={target}', '--draft=none', '--max_new_tokens=16')
+  tuned = _run('tune.py', *common, f'--prompt_file={prompts}')
+  assert tuned.returncode == 0, tuned.stderr
+  assert '| plain ' in tuned.stdout
+  assert '| lookup N=' in tuned.stdout
+  planned = _run('generate.py', *common, '--plan=auto', '--json')
+  assert planned.returncode == 0, planned.stderr
+  assert 'making it' not in planned.stderr
+  plain = _run('generate.py', *common, '--method=plain', '--json')
+  tokens = [json.loads(one.stdout)['tokens'] for one in (planned, plain)]
+  assert tokens[0] == tokens[1]
 
 
 def test_unknown_choices_are_listed():

@@ -1,0 +1,70 @@
+"""Finds the fastest way to decode on this machine, and writes it down.
+
+python scripts/tune.py --prompt_file=prompts.jsonl
+python scripts/generate.py --plan=auto
+"""
+
+import pathlib
+import sys
+
+from absl import flags
+import command_line
+import decoding_flags as options
+
+_NUM_PROMPTS = flags.DEFINE_integer(
+  'num_prompts', None, 'default: all', lower_bound=1
+)
+_BATCH_SIZE = flags.DEFINE_integer('batch_size', 1, 'rows decoded together')
+_OUTPUT = flags.DEFINE_string(
+  'output', None, 'the plan; default: where --plan=auto looks for it'
+)
+
+
+def main() -> None:
+  import jax.numpy as jnp
+
+  from models import plan_lookup
+  from models import planner
+  from models.pair import load_pair
+  from models.plan import cache_path
+  from models.plan import table
+
+  if options.PROMPT_FILE.value is None:
+    raise ValueError('--prompt_file is needed: a file of prompts')
+  if options.PLAN.value is not None:
+    raise ValueError('tune.py makes a plan; leave out --plan')
+  if options.VERIFY.value != 'match':
+    raise ValueError(
+      f'plans are for --verify=match, got {options.VERIFY.value}'
+    )
+  prompts = options.read_prompts(options.PROMPT_FILE.value, _NUM_PROMPTS.value)
+  context = plan_lookup.make_context(
+    target=options.TARGET.value,
+    draft=options.draft_name(),
+    revision=options.REVISION.value,
+    dtype=options.DTYPE.value,
+    batch_size=_BATCH_SIZE.value,
+    sampling=options.sampling(),
+  )
+  plan = planner.make_plan(
+    load_pair(
+      options.TARGET.value,
+      options.draft_name(),
+      dtype=jnp.dtype(options.DTYPE.value),
+      revision=options.REVISION.value,
+    ),
+    prompts,
+    context=context,
+    sampling=options.sampling(),
+    drafting=options.draft_settings(),
+    seed=options.SEED.value,
+    max_new_tokens=options.MAX_NEW_TOKENS.value,
+    report=lambda line: print(line, file=sys.stderr),
+  )
+  path = pathlib.Path(_OUTPUT.value) if _OUTPUT.value else cache_path(context)
+  plan.save(path)
+  print(f'{table(plan)}\n\n{plan.method}, written to {path}')
+
+
+if __name__ == '__main__':
+  command_line.run(main)

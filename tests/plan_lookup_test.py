@@ -1,0 +1,99 @@
+"""Where `--plan` finds a plan, and what it says if that is from elsewhere."""
+
+import dataclasses
+import pathlib
+
+import pytest
+
+from models import plan_lookup
+from models.drafters import DraftSettings
+from models.plan import cache_path
+from models.plan import Plan
+from models.plan_lookup import find_plan
+from models.plan_lookup import make_context
+import specdec
+
+
+def _where(**changes):
+  return {
+    'target': 'demo',
+    'draft': 'demo',
+    'revision': None,
+    'dtype': 'float32',
+    'batch_size': 1,
+    'sampling': specdec.Sampling(temperature=0.5, logit_bias={7: -1.0}),
+  } | changes
+
+
+def _find(name, prompts=lambda: ['import '], **changes):
+  lines: list[str] = []
+  plan = find_plan(
+    str(name),
+    prompts,
+    drafting=DraftSettings(),
+    seed=0,
+    max_new_tokens=32,
+    report=lines.append,
+    **_where(**changes),
+  )
+  return plan, lines
+
+
+def _plan(context):
+  return Plan(
+    method='lookup',
+    drafting=DraftSettings(),
+    min_block_efficiency=1.5,
+    context=context,
+  )
+
+
+@pytest.fixture(autouse=True)
+def _cache(monkeypatch, tmp_path):
+  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
+
+
+def test_auto_makes_a_plan_once(monkeypatch):
+  made = []
+
+  def make_plan(pair, prompts, *, context, **options):
+    made.append((prompts, context.batch_size, options['max_new_tokens']))
+    return _plan(context)
+
+  monkeypatch.setattr(plan_lookup, 'make_plan', make_plan)
+  first, lines = _find('auto')
+  assert any('making it' in line for line in lines)
+  path = cache_path(first.context)
+  assert path.exists()
+  again, lines = _find('auto', prompts=None)  # nobody asks for them
+  assert again == first
+  assert lines == [f'lookup, from {path}']
+  assert made == [(['import '], 1, 32)]
+  # Another batch size is another plan.
+  other, _ = _find('auto', batch_size=2)
+  assert other.context.batch_size == 2
+  assert len(made) == 2
+
+
+def test_a_plan_from_elsewhere_is_warned_of(tmp_path):
+  path = tmp_path / 'plan.json'
+  context = make_context(**_where())
+  elsewhere = context.machine | {'cores': 999}
+  _plan(dataclasses.replace(context, machine=elsewhere)).save(path)
+  plan, lines = _find(path, batch_size=4)
+  assert plan.method == 'lookup'
+  warnings = [line for line in lines if line.startswith('warning: ')]
+  assert [line.split()[1] for line in warnings] == ['cores', 'batch_size']
+  _plan(context).save(path)
+  assert _find(path)[1] == [f'lookup, from {path}']
+
+
+def test_a_plan_for_another_target_is_refused(tmp_path):
+  path = tmp_path / 'plan.json'
+  _plan(make_context(**_where())).save(path)
+  with pytest.raises(ValueError, match='made for another target'):
+    _find(path, target='demo-draft')
+  with pytest.raises(ValueError, match='cannot be read'):
+    _find(pathlib.Path('/no/such/plan'))
+  with pytest.raises(ValueError, match='--batch_size must be at least 1'):
+    _find(path, batch_size=0)

@@ -1,0 +1,210 @@
+"""Plan files: what is written comes back, what is foreign is refused."""
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+
+from models import hub
+from models.drafters import DraftSettings
+from models.drafters import make_drafter
+from models.pair import load_pair
+from models.plan import cache_path
+from models.plan import Context
+from models.plan import load_plan
+from models.plan import model_digest
+from models.plan import model_digests
+from models.plan import Plan
+from specdec import PromptLookup
+from specdec import TreeConfig
+from specdec.topology import from_paths
+
+_CONTEXT = Context(
+  models={'target': 't', 'draft': 'd', 'vocabulary': 'v'},
+  machine={'device': 'cpu', 'processor': 'p', 'cores': 2, 'jax': '1'},
+  dtype='float32',
+  batch_size=2,
+  sampling={'temperature': 1.0, 'top_k': 50},
+)
+_SETTINGS = [
+  DraftSettings(),
+  DraftSettings(num_draft_tokens=7, inner='lookup', ngram='x.safetensors'),
+  DraftSettings(
+    tree=dataclasses.replace(
+      DraftSettings().tree, num_nodes=16, width=4, cost_ratio=0.03
+    ),
+    inner_tree=dataclasses.replace(DraftSettings().inner_tree, rounds=1),
+    lookup=PromptLookup(confidence=(0.0, 0.5)),
+  ),
+  DraftSettings(
+    tree=TreeConfig(topology=from_paths([(0,), (1,), (0, 0), (0, 2)]))
+  ),
+]
+
+
+def _plan(**changes):
+  values = {
+    'method': 'staged',
+    'drafting': _SETTINGS[2],
+    'min_block_efficiency': 1.7,
+    'context': _CONTEXT,
+    'candidates': ({'name': 'plain', 'tokens_per_second': 3.5},),
+  }
+  return Plan(**(values | changes))
+
+
+@pytest.mark.parametrize('drafting', _SETTINGS)
+def test_a_plan_comes_back_as_it_was(drafting, tmp_path):
+  plan = _plan(drafting=drafting)
+  path = tmp_path / 'deep' / 'plan.json'
+  plan.save(path)
+  assert load_plan(path) == plan
+  assert [one.name for one in path.parent.iterdir()] == ['plan.json']
+
+
+def test_only_what_differs_is_written():
+  record = json.loads(_plan().to_json())
+  assert record['schema'] == 1
+  assert record['drafting'] == {
+    'tree': {'num_nodes': 16, 'width': 4, 'cost_ratio': 0.03},
+    'inner_tree': {'rounds': 1},
+    'lookup': {'confidence': [0.0, 0.5]},
+  }
+  record = json.loads(_plan(drafting=_SETTINGS[3]).to_json())
+  tree = record['drafting']['tree']
+  assert tree['topology'] == [[0], [1], [0, 0], [0, 2]]
+  assert not {'num_nodes', 'rounds', 'capacity'} & tree.keys()
+
+
+def _without(key):
+  return lambda record: {k: v for k, v in record.items() if k != key}
+
+
+@pytest.mark.parametrize(
+  ('spoil', 'message'),
+  [
+    (lambda record: [record], 'has schema None'),
+    (lambda record: record | {'schema': 99}, 'has schema 99, expected 1'),
+    (lambda record: record | {'method': 'magic'}, "method 'magic' is none of"),
+    (lambda record: record | {'method': 'plan'}, "method 'plan' is none of"),
+    (_without('method'), "lacks the entry 'method'"),
+    (_without('context'), "lacks the entry 'context'"),
+    (_without('min_block_efficiency'), 'min_block_efficiency'),
+    (lambda record: record | {'min_block_efficiency': 0}, 'must be positive'),
+    (lambda record: record | {'min_block_efficiency': None}, 'is no plan'),
+    (lambda record: record | {'context': {'models': {}}}, 'is no plan'),
+    (
+      lambda record: (
+        record | {'context': record['context'] | {'models': {'target': 't'}}}
+      ),
+      'context.models lacks',
+    ),
+    (
+      lambda record: record | {'drafting': {'tree': {'nodes': 3}}},
+      r"drafting.tree has unknown entries \['nodes'\]",
+    ),
+    (
+      lambda record: record | {'drafting': {'tree': {'num_nodes': 0}}},
+      'num_nodes must be an integer of at least 1',
+    ),
+    (
+      lambda record: record | {'drafting': {'tree': 3}},
+      'drafting.tree must be an object',
+    ),
+    (
+      lambda record: record | {'drafting': {'tree': {'topology': [[0, 0]]}}},
+      'not its parent',
+    ),
+  ],
+)
+def test_bad_plans_are_refused(spoil, message, tmp_path):
+  path = tmp_path / 'plan.json'
+  path.write_text(json.dumps(spoil(json.loads(_plan().to_json()))))
+  with pytest.raises(ValueError, match=message) as error:
+    load_plan(path)
+  assert str(path) in str(error.value)
+
+
+def test_what_is_no_json_is_refused(tmp_path):
+  with pytest.raises(ValueError, match='cannot be read'):
+    load_plan(tmp_path / 'missing.json')
+  (tmp_path / 'plan.json').write_text('{')
+  with pytest.raises(ValueError, match='cannot be read'):
+    load_plan(tmp_path / 'plan.json')
+
+
+def test_plans_for_other_models_are_refused():
+  plan, models = _plan(), _CONTEXT.models
+  plan.check_models(models)
+  for name in models:
+    with pytest.raises(ValueError, match=f'made for another {name}'):
+      plan.check_models(models | {name: None})
+  # Without a draft model, any may be there.
+  for method in ('plain', 'lookup', 'ngram+lookup'):
+    _plan(method=method).check_models(models | {'draft': None})
+    with pytest.raises(ValueError, match='another target'):
+      _plan(method=method).check_models(models | {'target': 'x'})
+
+
+def test_other_machines_batches_and_dtypes_are_warned_of():
+  assert _CONTEXT.warnings(_CONTEXT) == []
+  newer = dataclasses.replace(_CONTEXT, machine=_CONTEXT.machine | {'jax': '2'})
+  assert newer.warnings(_CONTEXT) == []
+  here = dataclasses.replace(
+    _CONTEXT,
+    machine=_CONTEXT.machine | {'cores': 64},
+    dtype='bfloat16',
+    batch_size=8,
+    sampling={},
+  )
+  names = [line.split()[0] for line in here.warnings(_CONTEXT)]
+  assert names == ['cores', 'dtype', 'batch_size', 'sampling']
+
+
+def test_every_context_has_a_file_of_its_own(monkeypatch, tmp_path):
+  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
+  changes = [
+    {},
+    {'dtype': 'bfloat16'},
+    {'batch_size': 3},
+    {'sampling': {}},
+    {'models': _CONTEXT.models | {'draft': None}},
+    {'machine': _CONTEXT.machine | {'jax': '2'}},
+  ]
+  paths = {
+    cache_path(dataclasses.replace(_CONTEXT, **change)) for change in changes
+  }
+  assert len(paths) == len(changes)
+  assert cache_path(_CONTEXT) in paths
+  assert {path.parent for path in paths} == {tmp_path / 'specdec' / 'plans'}
+
+
+def test_models_are_told_apart_by_what_is_in_their_files(tmp_path):
+  original = hub.locate('demo-draft')
+  copy = tmp_path / 'copy'
+  shutil.copytree(original, copy)
+  assert model_digest(copy) == model_digest(original)
+  digests = model_digests('demo', 'demo', vocabulary='v', revision=None)
+  assert digests['draft'] == model_digest(original) != digests['target']
+  weights = copy / 'model.safetensors'
+  content = bytearray(weights.read_bytes())
+  content[-1] ^= 1
+  weights.write_bytes(content)
+  assert model_digest(copy) != model_digest(original)
+
+
+def test_the_method_plan_is_what_the_plan_says():
+  pair = load_pair('demo', None)
+  lookup = Plan(
+    method='lookup',
+    drafting=_SETTINGS[2],
+    min_block_efficiency=1.0,
+    context=_CONTEXT,
+  )
+  made = make_drafter('plan', pair, DraftSettings(plan=lookup))
+  expected = make_drafter('lookup', pair, _SETTINGS[2])
+  assert made.config == expected.config
+  assert made.labels == expected.labels
+  with pytest.raises(ValueError, match='method plan needs'):
+    make_drafter('plan', pair, DraftSettings())

@@ -1,0 +1,142 @@
+"""Sequoia's recurrence, against hand tables and against all trees there are."""
+
+import functools
+import itertools
+
+import numpy as np
+import pytest
+
+from specdec.sequoia import acceptance_by_rank
+from specdec.sequoia import best_trees
+from specdec.sequoia import expected_tokens
+from specdec.sequoia import fastest_tree
+from specdec.topology import chain
+from specdec.topology import from_paths
+from specdec.topology import Topology
+
+
+@functools.cache
+def _all_trees(num_nodes, max_depth, max_branching):
+  """Every tree, as its paths, in which ranks are taken in their order."""
+  if num_nodes == 1:
+    return [()]
+  if max_depth == 0:
+    return []
+  found = []
+  for children in range(1, min(max_branching, num_nodes - 1) + 1):
+    cuts = itertools.combinations(range(1, num_nodes - 1), children - 1)
+    for cut in cuts:
+      bounds = (0, *cut, num_nodes - 1)
+      sizes = [end - begin for begin, end in itertools.pairwise(bounds)]
+      below = [_all_trees(size, max_depth - 1, max_branching) for size in sizes]
+      for subtrees in itertools.product(*below):
+        found.append(
+          tuple(
+            path
+            for rank, subtree in enumerate(subtrees)
+            for path in ((rank,), *((rank, *path) for path in subtree))
+          )
+        )
+  return found
+
+
+def test_the_enumeration_counts_trees():
+  # Ordered trees: the Catalan numbers.
+  counts = [len(_all_trees(n, n, n)) for n in range(1, 8)]
+  assert counts == [1, 1, 2, 5, 14, 42, 132]
+
+
+@pytest.mark.parametrize(
+  'acceptance',
+  [
+    (0.6, 0.2, 0.1),
+    (0.9,),
+    (0.3, 0.3, 0.3),
+    (0.2, 0.5, 0.1),  # ranks may be in disorder by chance
+    (0.5, 0.0, 0.25),
+    (0.0,),
+  ],
+)
+def test_no_tree_is_better(acceptance):
+  table = best_trees(acceptance, num_nodes=7, max_depth=6)
+  for size in range(1, 8):
+    for depth in range(1, 7):
+      trees = _all_trees(size, depth, len(acceptance))
+      values = [
+        expected_tokens(Topology(paths), acceptance) if paths else 1.0
+        for paths in trees
+      ]
+      assert table.tokens[size, depth] == pytest.approx(
+        max(values, default=-np.inf), abs=1e-12
+      )
+      if values and size > 1:
+        shape = from_paths(table.paths(size, depth))
+        assert shape.num_nodes == size
+        assert shape.depth <= depth
+        assert shape.has_all_siblings
+        assert expected_tokens(shape, acceptance) == pytest.approx(max(values))
+
+
+def test_a_table_by_hand():
+  """Acceptance 1/2 and 1/4: what is added in turn is worth
+
+  1/2 (0), 1/4 (00), 1/4 (1), 1/8 (000), 1/8 (01), 1/8 (10), ...
+  """
+  table = best_trees((0.5, 0.25), num_nodes=7, max_depth=3)
+  best = [1, 1.5, 1.75, 2.0, 2.125, 2.25, 2.375]
+  assert table.tokens[1:, 3].tolist() == best
+  # One level: two children and no more.
+  assert table.tokens[1:4, 1].tolist() == [1, 1.5, 1.75]
+  assert np.all(table.tokens[4:, 1] == -np.inf)
+  assert set(table.paths(4, 3)) == {(0,), (1,), (0, 0)}
+
+
+def test_expected_tokens_of_a_chain_is_the_geometric_sum():
+  assert expected_tokens(chain(3), (0.5,)) == 1 + 0.5 + 0.25 + 0.125
+
+
+def test_time_decides_on_size_and_depth():
+  p = (0.7, 0.2, 0.05)
+  shape = lambda seconds: fastest_tree(
+    p, num_nodes=16, max_depth=8, seconds=seconds
+  )
+  # Nodes and rounds for nothing: all there may be.
+  assert shape(lambda n, d: 1.0).num_nodes == 16
+  # A draft forward nearly as dear as the target: one wide level.
+  assert shape(lambda n, d: 1.0 + 0.9 * d).depth == 1
+  assert shape(lambda n, d: 1.0 + 0.9 * d).num_nodes == 4
+  # Nodes dear, rounds for nothing: a short chain.
+  assert shape(lambda n, d: 0.7 + 0.3 * n) == chain(2)
+  # A step that takes as long as it yields tokens: better not.
+  assert shape(lambda n, d: float(n)) is None
+  assert shape(lambda n, d: 1.0 + 3.0 * d) is None
+  # The choice is the best of the table by its own measure.
+  seconds = lambda n, d: 1.0 + 0.03 * n + 0.1 * d
+  best = shape(seconds)
+  rate = expected_tokens(best, p) / seconds(best.num_nodes, best.depth)
+  for paths in _all_trees(6, 5, 3):
+    other = Topology(paths)
+    assert rate >= expected_tokens(other, p) / seconds(6, other.depth)
+
+
+def test_ranks_become_chances():
+  ranks = np.array([[0, 0, 1], [5, 0, 2]])
+  assert acceptance_by_rank(ranks, 3).tolist() == [3 / 6, 1 / 6, 1 / 6]
+  assert acceptance_by_rank(np.array([9]), 2).tolist() == [0, 0]
+  with pytest.raises(ValueError, match='no positions'):
+    acceptance_by_rank(np.zeros(0, int), 2)
+
+
+@pytest.mark.parametrize(
+  ('acceptance', 'size', 'depth', 'message'),
+  [
+    ((), 4, 4, 'acceptance'),
+    ((0.7, 0.7), 4, 4, 'together at most 1'),
+    ((-0.1,), 4, 4, 'at least 0'),
+    ((0.5,), 0, 4, 'num_nodes and max_depth'),
+    ((0.5,), 4, 0, 'num_nodes and max_depth'),
+  ],
+)
+def test_bad_input_is_refused(acceptance, size, depth, message):
+  with pytest.raises(ValueError, match=message):
+    best_trees(acceptance, num_nodes=size, max_depth=depth)
