@@ -18,6 +18,7 @@ from models.arms import ReadyArm
 from models.benchmark_report import Report
 from models.drafters import DraftSettings
 from models.drafters import make_drafter
+from models.drafters import planned_break_even
 from models.drafters import with_options
 from models.machine_limits import MachineLimits
 from models.pair import load_pair
@@ -51,6 +52,8 @@ class Task:
     draft_dtype: of the draft; None: that of the arm.
     verify: see `specdec.generation.Options`.
     children: likewise; plain arms have no use for it.
+    break_even: see `specdec.generation.Options`; None: what the plan says, in
+      the arm `plan`.
     seed: of the sampling.
     batch_size: prompts decoded together.
     max_new_tokens: the limit per row.
@@ -67,6 +70,7 @@ class Task:
   draft_dtype: str | None = None
   verify: str = 'match'
   children: str | None = None
+  break_even: float | None = None
   seed: int = 0
   batch_size: int = 1
   max_new_tokens: int = 128
@@ -80,6 +84,7 @@ def _our_arm(spec: ArmSpec, pair: Pair, task: Task) -> ReadyArm:
     drafter = make_drafter(spec.method, pair, drafting)
   except ValueError as error:
     raise ValueError(f'arm {str(spec)!r}: {error}') from error
+  break_even = task.break_even or planned_break_even(spec.method, task.drafting)
   key = jax.random.key(task.seed)
 
   def decode(batch, limit):
@@ -94,6 +99,7 @@ def _our_arm(spec: ArmSpec, pair: Pair, task: Task) -> ReadyArm:
       eos_ids=pair.eos_ids,
       verify=task.verify,
       children=None if drafter is None else task.children,
+      break_even=break_even,
     )
 
   stages = drafter.stages if drafter is not None else ()

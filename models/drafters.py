@@ -64,6 +64,9 @@ class Planned(Protocol):
   @property
   def drafting(self) -> 'DraftSettings': ...
 
+  @property
+  def min_block_efficiency(self) -> float: ...
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftSettings:
@@ -90,6 +93,13 @@ class DraftSettings:
   ngram: str = 'demo'
   lookup: PromptLookup = _LOOKUP
   plan: Planned | None = None
+
+
+def planned_break_even(method: str, settings: DraftSettings) -> float | None:
+  """As `specdec.generation.Options.break_even`; None where no plan says."""
+  if method != PLANNED or settings.plan is None:
+    return None
+  return settings.plan.min_block_efficiency
 
 
 def parse_topology(text: str) -> Topology:

@@ -26,6 +26,7 @@ import numpy as np
 from models.drafters import DraftSettings
 from models.drafters import make_drafter
 from models.drafters import PLANNED
+from models.drafters import planned_break_even
 from models.pair import load_pair
 from models.pair import Pair
 from models.plan import load_plan
@@ -186,6 +187,7 @@ class TextDecoding:
     passed['stop'] = generator.stop_table(self._stops)
     passed.setdefault('max_new_tokens', 128)
     passed.setdefault('eos_ids', pair.eos_ids)
+    passed.setdefault('break_even', generator.break_even)
     self._decoding = specdec.Decoding(
       pair.target, keys, self._ids, drafter=generator.drafter, **passed
     )
@@ -273,10 +275,12 @@ class Generator:
     pair: the models and the tokenizer.
     drafter: guesses for the target; None is plain decoding. It changes the
       speed, never the text.
+    break_even: the default of that option: of the plan, or None.
   """
 
   pair: Pair
   drafter: specdec.Drafter | None
+  break_even: float | None = None
   _stop_tables: dict = dataclasses.field(
     default_factory=dict, repr=False, compare=False
   )
@@ -411,4 +415,8 @@ def load(
     plan.check_models(
       model_digests(target, draft, vocabulary=vocabulary, revision=revision)
     )
-  return Generator(pair, make_drafter(method, pair, drafting))
+  return Generator(
+    pair,
+    make_drafter(method, pair, drafting),
+    break_even=planned_break_even(method, drafting),
+  )

@@ -47,7 +47,8 @@ class Context:
     models: digest of each of target, draft and vocabulary; None for no draft.
       A plan for others is refused.
     machine: as `models.results.describe_machine` says.
-    dtype: of weights and cache.
+    dtype: of the target.
+    draft_dtype: of the draft.
     batch_size: B.
     sampling: name and value of all that is set.
   """
@@ -55,6 +56,7 @@ class Context:
   models: dict[str, str | None]
   machine: dict[str, Any]
   dtype: str
+  draft_dtype: str
   batch_size: int
   sampling: dict[str, Any]
 
@@ -65,7 +67,7 @@ class Context:
       here, there = self.machine.get(name), other.machine.get(name)
       if here != there:
         found.append(f'{name} is {here}, the plan is for {there}')
-    for name in ('dtype', 'batch_size', 'sampling'):
+    for name in ('dtype', 'draft_dtype', 'batch_size', 'sampling'):
       here, there = getattr(self, name), getattr(other, name)
       if here != there:
         found.append(f'{name} is {here}, the plan is for {there}')

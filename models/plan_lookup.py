@@ -7,7 +7,6 @@ import dataclasses
 import pathlib
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from models import hub
@@ -38,6 +37,7 @@ def make_context(
   draft: str | None,
   revision: str | None,
   dtype: str,
+  draft_dtype: str | None = None,
   batch_size: int,
   sampling: specdec.Sampling,
 ) -> Context:
@@ -47,7 +47,8 @@ def make_context(
     target: see `models.pair.load_pair`.
     draft: likewise.
     revision: likewise.
-    dtype: of weights and cache.
+    dtype: of the target.
+    draft_dtype: of the draft; None: as the target.
     batch_size: B, at least 1.
     sampling: of all rows.
 
@@ -70,6 +71,7 @@ def make_context(
     ),
     machine=results.describe_machine(),
     dtype=dtype,
+    draft_dtype=draft_dtype or dtype,
     batch_size=batch_size,
     sampling={
       name: _as_json(value)
@@ -87,6 +89,7 @@ def find_plan(
   draft: str | None,
   revision: str | None,
   dtype: str,
+  draft_dtype: str | None = None,
   batch_size: int,
   sampling: specdec.Sampling,
   drafting: DraftSettings,
@@ -103,6 +106,7 @@ def find_plan(
     draft: likewise.
     revision: likewise.
     dtype: likewise.
+    draft_dtype: likewise.
     batch_size: likewise.
     sampling: likewise.
     drafting: see `make_plan`.
@@ -118,6 +122,7 @@ def find_plan(
     draft=draft,
     revision=revision,
     dtype=dtype,
+    draft_dtype=draft_dtype,
     batch_size=batch_size,
     sampling=sampling,
   )
@@ -130,7 +135,9 @@ def find_plan(
     report(f'{plan.method}, from {path}')
     return plan
   report(f'none yet for this machine and these models: {path}; making it')
-  pair = load_pair(target, draft, dtype=jnp.dtype(dtype), revision=revision)
+  pair = load_pair(
+    target, draft, dtype=dtype, draft_dtype=draft_dtype, revision=revision
+  )
   plan = make_plan(
     pair,
     prompts(),

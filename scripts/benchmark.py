@@ -87,6 +87,7 @@ def main() -> None:
       sampling=options.sampling(),
       verify=options.VERIFY.value,
       children=options.CHILDREN.value,
+      break_even=options.BREAK_EVEN.value,
       seed=options.SEED.value,
       batch_size=_BATCH_SIZE.value,
       max_new_tokens=options.MAX_NEW_TOKENS.value,

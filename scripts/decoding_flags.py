@@ -147,6 +147,12 @@ INNER_ROUNDS_ALONE = flags.DEFINE_integer(
   _DEFAULTS.inner_rounds_alone,
   'levels that --inner guesses without a draft',
 )
+BREAK_EVEN = flags.DEFINE_float(
+  'break_even',
+  None,
+  'plain steps that a speculative one takes on this machine: decoding goes on'
+  ' plainly while it brings fewer tokens; default: as the plan says, or never',
+)
 DTYPE = flags.DEFINE_enum(
   'dtype',
   'float32',

@@ -79,6 +79,8 @@ def main() -> None:
     'children': options.CHILDREN.value,
     'log_probs': _LOG_PROBS.value,
   }
+  if options.BREAK_EVEN.value is not None:
+    how['break_even'] = options.BREAK_EVEN.value
   if _STREAM.value:
     result = command_line.show(prompts[0], generator.stream(prompts, **how))
   else:

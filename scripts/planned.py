@@ -78,6 +78,7 @@ def plan(batch_size: int, prompts: Callable[[], list[str]]) -> Any:
     draft=options.draft_name(),
     revision=options.REVISION.value,
     dtype=options.DTYPE.value,
+    draft_dtype=options.DRAFT_DTYPE.value,
     batch_size=batch_size,
     sampling=options.sampling(),
     drafting=options.draft_settings(),

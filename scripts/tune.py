@@ -21,8 +21,6 @@ _OUTPUT = flags.DEFINE_string(
 
 
 def main() -> None:
-  import jax.numpy as jnp
-
   from models import plan_lookup
   from models import planner
   from models.pair import load_pair
@@ -43,6 +41,7 @@ def main() -> None:
     draft=options.draft_name(),
     revision=options.REVISION.value,
     dtype=options.DTYPE.value,
+    draft_dtype=options.DRAFT_DTYPE.value,
     batch_size=_BATCH_SIZE.value,
     sampling=options.sampling(),
   )
@@ -50,7 +49,8 @@ def main() -> None:
     load_pair(
       options.TARGET.value,
       options.draft_name(),
-      dtype=jnp.dtype(options.DTYPE.value),
+      dtype=options.DTYPE.value,
+      draft_dtype=options.DRAFT_DTYPE.value,
       revision=options.REVISION.value,
     ),
     prompts,

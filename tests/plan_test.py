@@ -24,6 +24,7 @@ _CONTEXT = Context(
   models={'target': 't', 'draft': 'd', 'vocabulary': 'v'},
   machine={'device': 'cpu', 'processor': 'p', 'cores': 2, 'jax': '1'},
   dtype='float32',
+  draft_dtype='float32',
   batch_size=2,
   sampling={'temperature': 1.0, 'top_k': 50},
 )

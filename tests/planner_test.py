@@ -50,6 +50,7 @@ def _context(batch_size):
     models={'target': 't', 'draft': 'd', 'vocabulary': 'v'},
     machine={},
     dtype='float32',
+    draft_dtype='float32',
     batch_size=batch_size,
     sampling={'temperature': 0.7},
   )
