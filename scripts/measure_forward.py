@@ -31,20 +31,20 @@ def _make(model, width):
   positions = start[:, None] + jnp.arange(width)[None]
   mask = causal_mask(start, width, _SLOTS.value)
 
-  def forward(_, carry):
-    tokens, cache = carry
-    cache = cache.replace(length=start)
-    logits, cache = model.apply(tokens, positions, mask, cache)
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32), cache
-
   @jax.jit
-  def loop(tokens):
+  def loop(model, tokens):
+    def forward(_, carry):
+      tokens, cache = carry
+      cache = cache.replace(length=start)
+      logits, cache = model.apply(tokens, positions, mask, cache)
+      return jnp.argmax(logits, axis=-1).astype(jnp.int32), cache
+
     cache = model.definition.init_cache(1, _SLOTS.value)
     return lax.fori_loop(0, _FORWARDS, forward, (tokens, cache))[0]
 
   tokens = jnp.zeros((1, width), jnp.int32)
-  loop(tokens).block_until_ready()
-  return lambda: loop(tokens).block_until_ready()
+  loop(model, tokens).block_until_ready()
+  return lambda: loop(model, tokens).block_until_ready()
 
 
 def main() -> None:
