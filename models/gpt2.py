@@ -232,8 +232,9 @@ class GPT2(nnx.Module):
     """
     positions = jnp.clip(positions, 0, self.config.num_positions - 1)
     x = self.wte(tokens).astype(jnp.float32) + self.wpe(positions)
-    for block in self.h:
-      x, cache = block(x, mask, cache)
+    for layer, block in enumerate(self.h):
+      with jax.named_scope(f'layer_{layer}'):
+        x, cache = block(x, mask, cache)
     tied = self.config.tie_embeddings
     head = self.wte.embedding if tied else self.lm_head
     return matmul(self.ln_f(x), head[...]), cache

@@ -305,5 +305,6 @@ def grow(
     return rounds_done + 1, *guess(*score(state, tree, rounds_done))
 
   carry = (jnp.zeros((), jnp.int32), *guess(state, tree))
-  _, state, tree = lax.while_loop(goes_on, body, carry)
+  with jax.named_scope(f'grow_{drafter.name}'):
+    _, state, tree = lax.while_loop(goes_on, body, carry)
   return state, tree
