@@ -42,6 +42,12 @@ def _batched(query, key, value, mask, *, scale):
   )
 
 
+def _batched_as_eight_queries(query, key, value, mask, *, scale):
+  """A single query on TPU: as a row alone it would miss the matrix unit."""
+  query = jnp.broadcast_to(query, (query.shape[0], 8, *query.shape[2:]))
+  return _batched(query, key, value, mask, scale=scale)[:, :1]
+
+
 def _block_diagonal(query, key, value, mask, *, scale):
   """Two plain matrix products per row of the batch, whatever the heads.
 
@@ -105,8 +111,10 @@ def attend(
   batched = functools.partial(_batched, scale=scale)
   if query.shape[1] * query.shape[2] > _MAX_BLOCK_DIAGONAL_ROWS:
     return batched(*operands)
+  single = functools.partial(_batched_as_eight_queries, scale=scale)
   return lax.platform_dependent(
     *operands,
     cpu=functools.partial(_block_diagonal, scale=scale),
+    tpu=single if query.shape[1] == 1 else batched,
     default=batched,
   )
