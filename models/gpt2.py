@@ -12,6 +12,7 @@ import math
 
 from flax import nnx
 import jax
+from jax import lax
 import jax.numpy as jnp
 
 from models.attention import attend
@@ -111,8 +112,30 @@ class Linear(nnx.Module):
     return matmul(x, self.weight[...]) + bias
 
 
-def _layer_norm(config: GPT2Config, rngs: nnx.Rngs) -> nnx.LayerNorm:
-  return nnx.LayerNorm(
+class LayerNorm(nnx.LayerNorm):
+  """For a single position on accelerators, statistics in one pass.
+
+  That is a kernel less. Of several positions XLA makes one kernel anyway.
+  """
+
+  def __call__(self, x: jax.Array, **kw) -> jax.Array:
+    if x.size > x.shape[-1]:
+      return super().__call__(x, **kw)
+    return lax.platform_dependent(
+      x, cpu=super().__call__, default=self._in_one_pass
+    )
+
+  def _in_one_pass(self, x):
+    mean = jnp.mean(x, axis=-1, keepdims=True)
+    square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+    variance = jnp.maximum(square - jnp.square(mean), 0.0)
+    along = lambda param: jnp.expand_dims(param[...], range(x.ndim - 1))
+    scale = lax.rsqrt(variance + self.epsilon) * along(self.scale)
+    return (x - mean) * scale + along(self.bias)
+
+
+def _layer_norm(config: GPT2Config, rngs: nnx.Rngs) -> LayerNorm:
+  return LayerNorm(
     config.width,
     epsilon=config.norm_epsilon,
     use_fast_variance=False,

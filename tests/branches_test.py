@@ -24,18 +24,18 @@ _TREE = TreeConfig(num_nodes=6, width=2, branching=2, rounds=2, capacity=16)
 
 
 def _take(monkeypatch, platform):
-  """Makes programs as they are on another platform."""
+  """Makes programs as they are on another platform; what it has chosen."""
   taken = []
 
   def choose(*args, default=None, **branches):
-    taken.append(platform in branches)
-    return branches.get(platform, default)(*args)
+    taken.append(branches.get(platform, default))
+    return taken[-1](*args)
 
   monkeypatch.setattr(lax, 'platform_dependent', choose)
   return taken
 
 
-def _decode(method):
+def _decode(method, rows):
   """With a jit of its own, that knows no program traced before."""
   target, draft = tiny_models.gpt2(seed=0), tiny_models.gpt2(seed=1)
   vocab_size = target.definition.vocab_size
@@ -47,13 +47,13 @@ def _decode(method):
     tiny_drafters.model(draft, _TREE),
     tiny_drafters.candidates(NGram(table), PromptLookup(), config=_TREE),
   )
-  prompt, lengths = tiny_models.pad(tiny_models.prompts(2))
+  prompt, lengths = tiny_models.pad(tiny_models.prompts(rows))
   request = Request(
     prompt=jnp.asarray(prompt),
     prompt_length=jnp.asarray(lengths),
-    limit=jnp.full(2, 24, jnp.int32),
-    row_keys=tiny_models.row_keys(2),
-    sampling=tiny_models.sampling(0.0, 1.0).validated(),
+    limit=jnp.full(rows, 24, jnp.int32),
+    row_keys=tiny_models.row_keys(rows),
+    sampling=tiny_models.sampling(*(0.0, 1.0)[:rows]).validated(),
   )
   run = jax.jit(functools.partial(decode.__wrapped__), static_argnames='config')
   return run(
@@ -64,14 +64,12 @@ def _decode(method):
   )
 
 
-@pytest.mark.parametrize('method', ['plain', 'staged'])
-@pytest.mark.parametrize('platform', ['cuda', 'tpu'])
-def test_every_platform_decodes_the_same(monkeypatch, method, platform):
-  expected = _decode(method)
-  taken = _take(monkeypatch, platform)
-  result = _decode(method)
+@pytest.mark.parametrize(('method', 'rows'), [('plain', 1), ('staged', 2)])
+def test_accelerators_decode_what_a_cpu_decodes(monkeypatch, method, rows):
+  expected = _decode(method, rows)
+  taken = _take(monkeypatch, 'tpu')
+  result = _decode(method, rows)
   assert taken
-  assert any(taken) == (platform == 'tpu')
   np.testing.assert_array_equal(result.length, expected.length)
   for row, length in enumerate(expected.length):
     np.testing.assert_array_equal(
