@@ -47,12 +47,15 @@ def main() -> None:
 
   import jax
 
+  from models.benchmark import prepare_output
   from models.compiling import programs
   from models.compiling import report
   from models.compiling.devices import DEVICES
 
-  if options.draft_name() is None:
+  if options.draft_name() is None and _METHODS.value != ['plain']:
     raise ValueError('--draft=none: give a draft, or --methods=plain')
+  if _OUTPUT.value:
+    prepare_output(_OUTPUT.value)
   workload = programs.Workload(
     target=options.TARGET.value,
     draft=options.DRAFT.value,
@@ -74,9 +77,11 @@ def main() -> None:
     reports.append(report.analyse(method, compiled, device))
   print(report.to_markdown(reports))
   if _OUTPUT.value:
+    settings = options.as_dict()
+    settings.pop('text')
     result = {
       'jax': jax.__version__,
-      'settings': options.as_dict(),
+      'settings': settings,
       'programs': [one.as_dict() for one in reports],
     }
     pathlib.Path(_OUTPUT.value).write_text(

@@ -148,6 +148,8 @@ def _with_table(drafter: Drafter, vocab_size: int) -> Drafter:
 
 
 def _drafter(method: str, workload: Workload, target: Model) -> Drafter | None:
+  if method == 'plain':
+    return None
   vocab_size = target.definition.vocab_size
   name = 'demo-draft' if workload.draft == 'demo' else workload.draft
   draft = abstract_model(config_of(name, vocab_size), jnp.dtype(workload.dtype))
