@@ -3,6 +3,7 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 python -m pip install --quiet --editable '.[test]'
+python scripts/install_libtpu.py
 ruff check .
 ruff format --check .
 mypy

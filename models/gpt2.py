@@ -13,6 +13,7 @@ import math
 
 from flax import nnx
 import jax
+from jax import lax
 import jax.numpy as jnp
 
 from models.attention import attend
@@ -113,8 +114,30 @@ class Linear(nnx.Module):
     return matmul(x, self.weight.get_value()) + bias
 
 
-def _layer_norm(config: GPT2Config, rngs: nnx.Rngs) -> nnx.LayerNorm:
-  return nnx.LayerNorm(
+class LayerNorm(nnx.LayerNorm):
+  """For a single position on accelerators, statistics in one pass.
+
+  That is a kernel less. Of several positions XLA makes one kernel anyway.
+  """
+
+  def __call__(self, x: jax.Array, **kw) -> jax.Array:
+    if x.size > x.shape[-1]:
+      return super().__call__(x, **kw)
+    return lax.platform_dependent(
+      x, cpu=super().__call__, default=self._in_one_pass
+    )
+
+  def _in_one_pass(self, x):
+    mean = jnp.mean(x, axis=-1, keepdims=True)
+    square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+    variance = jnp.maximum(square - jnp.square(mean), 0.0)
+    along = lambda param: jnp.expand_dims(param[...], range(x.ndim - 1))
+    scale = lax.rsqrt(variance + self.epsilon) * along(self.scale)
+    return (x - mean) * scale + along(self.bias)
+
+
+def _layer_norm(config: GPT2Config, rngs: nnx.Rngs) -> LayerNorm:
+  return LayerNorm(
     config.width,
     epsilon=config.norm_epsilon,
     use_fast_variance=False,
@@ -236,8 +259,9 @@ class GPT2(nnx.Module):
     positions = jnp.clip(positions, 0, self.config.num_positions - 1)
     embedding = self.wte.embedding.get_value()
     x = take_rows(embedding, tokens) + self.wpe(positions)
-    for block in self.h:
-      x, cache = block(x, mask, cache)
+    for layer, block in enumerate(self.h):
+      with jax.named_scope(f'layer_{layer}'):
+        x, cache = block(x, mask, cache)
     tied = self.config.tie_embeddings
     head = embedding if tied else self.lm_head.get_value()
     return matmul(self.ln_f(x), head), cache

@@ -82,7 +82,10 @@ def as_model(module: GPT2) -> Model:
   config = module.config
   graph, variables = nnx.split(module)
   params = nnx.to_pure_dict(variables)
-  num_bytes = lambda tree: sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+  # Of shapes alone too, which have no `nbytes`.
+  num_bytes = lambda tree: sum(
+    leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)
+  )
   # A forward looks up a few rows of the embeddings; it reads all of the token
   # embedding only where that is the head.
   weight_bytes = num_bytes(params) - num_bytes(params['wpe'])

@@ -3,7 +3,7 @@
 Weights are stored `[out, in]` and contracted over their last axis, with
 float32 results whatever the weight dtype: on CPU by far the fastest way to
 multiply a few bfloat16 rows (docs/cpu.md has the table). A single bfloat16 row
-is padded to two, because XLA's one-row bfloat16 product misses the fast path.
+misses the fast path: on CPU it is padded to two, on TPU to the eight of a tile.
 """
 
 import jax
@@ -34,6 +34,11 @@ def _contract_as_two_rows(x: jax.Array, weight: jax.Array) -> jax.Array:
   return _contract(jnp.concatenate([x, x]), weight)[:1]
 
 
+def _contract_as_eight_rows(x: jax.Array, weight: jax.Array) -> jax.Array:
+  """On TPU: XLA keeps a single row from the matrix unit."""
+  return _contract(jnp.broadcast_to(x, (8, x.shape[1])), weight)[:1]
+
+
 def rows_matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
   """`x @ weight.T` in float32, for `x` `[rows, in]`, `weight` `[out, in]`.
 
@@ -43,7 +48,11 @@ def rows_matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
   if x.shape[0] > 1 or weight.dtype == jnp.float32:
     return _contract(x, weight)
   return lax.platform_dependent(
-    x, weight, cpu=_contract_as_two_rows, default=_contract
+    x,
+    weight,
+    cpu=_contract_as_two_rows,
+    tpu=_contract_as_eight_rows,
+    default=_contract,
   )
 
 

@@ -294,18 +294,18 @@ def grow(
     if inner is not None:
       tree = jax.vmap(rescore)(tree, scores, closed)
     tree = jax.vmap(add)(tree, scores, closed)
-    entries = jnp.where(scores.nodes >= 0, scores.nodes, tree.capacity)
-    mark = lambda one, at: one.at[at].set(True, mode='drop')
+    is_node = jnp.arange(tree.capacity)[None, :, None] == scores.nodes[:, None]
     active = step.active.astype(jnp.int32)
     counters = state.counters
     if scores.drawn_from is not None:
+      entries = jnp.where(scores.nodes >= 0, scores.nodes, tree.capacity)
       put = lambda one, at, probs: one.at[at].set(probs, mode='drop')
       state = state.replace(
         proposals=jax.vmap(put)(state.proposals, entries, scores.drawn_from)
       )
     state = state.replace(
       scorer=scorer,
-      scored=jax.vmap(mark)(state.scored, entries),
+      scored=state.scored | jnp.any(is_node, axis=2),
       counters=StageCounters(
         forwards=counters.forwards + 1,
         row_forwards=counters.row_forwards + active,
@@ -327,5 +327,6 @@ def grow(
     return rounds_done + 1, *guess(*score(state, tree, rounds_done))
 
   carry = (jnp.zeros((), jnp.int32), *guess(state, tree))
-  _, state, tree = lax.while_loop(goes_on, body, carry)
+  with jax.named_scope(f'grow_{drafter.name}'):
+    _, state, tree = lax.while_loop(goes_on, body, carry)
   return state, tree

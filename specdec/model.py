@@ -54,4 +54,5 @@ class Model(flax.struct.PyTreeNode):
     cache: KVCache,
   ) -> tuple[jax.Array, KVCache]:
     """One forward, see `LanguageModel.apply`."""
-    return self.definition.apply(self.params, tokens, positions, mask, cache)
+    with jax.named_scope('forward'):  # as profiles and compiled programs say
+      return self.definition.apply(self.params, tokens, positions, mask, cache)

@@ -16,6 +16,8 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from specdec.placing import place
+
 ROOT = 0
 NO_NODE = -1
 
@@ -180,14 +182,35 @@ def place_children(
     origins: `[W, K]` int32.
   """
   spread = lambda values: jnp.broadcast_to(values[:, None], index.shape)
-  put = lambda array, values: array.at[index].set(values, mode='drop')
+  token, parent, depth, edge, log_prob, origin = place(
+    (
+      tree.token,
+      tree.parent,
+      tree.depth,
+      tree.edge,
+      tree.log_prob,
+      tree.origin,
+    ),
+    index.reshape(-1),
+    tuple(
+      values.reshape(-1)
+      for values in (
+        tokens,
+        spread(parents),
+        spread(tree.depth[parents] + 1),
+        edges,
+        spread(tree.log_prob[parents]) + edges,
+        origins,
+      )
+    ),
+  )
   return TokenTree(
-    token=put(tree.token, tokens),
-    parent=put(tree.parent, spread(parents)),
-    depth=put(tree.depth, spread(tree.depth[parents] + 1)),
-    edge=put(tree.edge, edges),
-    log_prob=put(tree.log_prob, spread(tree.log_prob[parents]) + edges),
-    origin=put(tree.origin, origins),
+    token=token,
+    parent=parent,
+    depth=depth,
+    edge=edge,
+    log_prob=log_prob,
+    origin=origin,
     size=tree.size + jnp.sum(index < tree.capacity),
   )
 

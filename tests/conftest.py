@@ -32,6 +32,11 @@ def pytest_addoption(parser):
   parser.addoption(
     '--long', action='store_true', help='also run the tests that take minutes'
   )
+  parser.addoption(
+    '--update_limits',
+    action='store_true',
+    help='of counted_work_test.py: make the limits what is counted now',
+  )
 
 
 def pytest_collection_modifyitems(config, items):

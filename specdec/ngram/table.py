@@ -8,6 +8,7 @@ context.
 """
 
 from collections.abc import Mapping
+import functools
 import hashlib
 import json
 import os
@@ -85,22 +86,40 @@ class NGramTable(flax.struct.PyTreeNode, kw_only=True):
     return 4 * ((self.order - 1) * per_level + 2 * self.num_continuations)
 
 
+def _halve(table, end, token, step, child):
+  """One step of the search for the last child whose token is at most `token`.
+
+  Its offset is found bit by bit. Tokens are compared, not keys made of several:
+  those need 64 bits.
+  """
+  probe = child + ((1 << table.num_probes) >> (step + 1))
+  fits = jnp.take(table.edge_token, probe, mode='clip') <= token
+  return jnp.where((probe < end) & fits, probe, child)
+
+
+def _search_in_a_loop(table, start, end, token):
+  step = functools.partial(_halve, table, end, token)
+  return lax.fori_loop(0, table.num_probes, step, start)
+
+
+def _search_unrolled(table, start, end, token):
+  """Kernels for a few steps each, not several for each step."""
+  child = start
+  for step in range(table.num_probes):
+    child = _halve(table, end, token, step, child)
+  return child
+
+
 def _find_child(
   table: NGramTable, context: jax.Array, token: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
   """The child of each context by each token, and whether there is one."""
   start = table.first_child[context]
   end = table.first_child[context + 1]
-
-  # The last child whose token is at most the one sought, its offset found bit
-  # by bit. Tokens are compared, not keys made of several: those need 64 bits.
-  def halve(step, child):
-    probe = child + ((1 << table.num_probes) >> (step + 1))
-    fits = jnp.take(table.edge_token, probe, mode='clip') <= token
-    return jnp.where((probe < end) & fits, probe, child)
-
   # Unrolled it compiles five times slower and is not faster on a CPU.
-  child = lax.fori_loop(0, table.num_probes, halve, start)
+  child = lax.platform_dependent(
+    table, start, end, token, cpu=_search_in_a_loop, default=_search_unrolled
+  )
   found = jnp.take(table.edge_token, child, mode='clip') == token
   return child, found & (start < end)
 

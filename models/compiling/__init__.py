@@ -1,0 +1,1 @@
+"""Compiles decoding for accelerators that need not be there, and counts."""

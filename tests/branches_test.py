@@ -1,0 +1,100 @@
+"""What only accelerators run, run on CPU: the branches by platform."""
+
+import functools
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_drafters
+import tiny_models
+
+from specdec import decode
+from specdec import DecodeConfig
+from specdec import NGram
+from specdec import PromptLookup
+from specdec import Request
+from specdec import staged
+from specdec import TreeConfig
+from specdec.placing import _looked_up
+from specdec.placing import _scattered
+
+_TREE = TreeConfig(num_nodes=6, width=2, branching=2, rounds=2, capacity=16)
+
+
+def _take(monkeypatch, platform):
+  """Makes programs as they are on another platform; what it has chosen."""
+  taken = []
+
+  def choose(*args, default=None, **branches):
+    taken.append(branches.get(platform, default))
+    return taken[-1](*args)
+
+  monkeypatch.setattr(lax, 'platform_dependent', choose)
+  return taken
+
+
+def _decode(method, rows):
+  """With a jit of its own, that knows no program traced before."""
+  target, draft = tiny_models.gpt2(seed=0), tiny_models.gpt2(seed=1)
+  vocab_size = target.definition.vocab_size
+  text = np.random.default_rng(0).integers(vocab_size, size=80).tolist()
+  table = tiny_drafters.ngram_table(
+    [text], vocab_size, order=3, num_continuations=2
+  )
+  drafter = staged(
+    tiny_drafters.model(draft, _TREE),
+    tiny_drafters.candidates(NGram(table), PromptLookup(), config=_TREE),
+  )
+  prompt, lengths = tiny_models.pad(tiny_models.prompts(rows))
+  request = Request(
+    prompt=jnp.asarray(prompt),
+    prompt_length=jnp.asarray(lengths),
+    limit=jnp.full(rows, 24, jnp.int32),
+    row_keys=tiny_models.row_keys(rows),
+    sampling=tiny_models.sampling(*(0.0, 1.0)[:rows]).validated(),
+  )
+  run = jax.jit(functools.partial(decode.__wrapped__), static_argnames='config')
+  return run(
+    target,
+    None if method == 'plain' else drafter,
+    request,
+    config=DecodeConfig(max_new_tokens=32),
+  )
+
+
+@pytest.mark.parametrize(('method', 'rows'), [('plain', 1), ('staged', 2)])
+def test_accelerators_decode_what_a_cpu_decodes(monkeypatch, method, rows):
+  expected = _decode(method, rows)
+  taken = _take(monkeypatch, 'tpu')
+  result = _decode(method, rows)
+  assert taken
+  np.testing.assert_array_equal(result.length, expected.length)
+  for row, length in enumerate(expected.length):
+    np.testing.assert_array_equal(
+      result.tokens[row, :length], expected.tokens[row, :length]
+    )
+    np.testing.assert_array_equal(
+      result.origins[row, :length], expected.origins[row, :length]
+    )
+
+
+def test_a_lookup_writes_what_a_scatter_writes():
+  rng = np.random.default_rng(0)
+  for _ in range(50):
+    old = (
+      jnp.asarray(rng.integers(9, size=12)),
+      jnp.asarray(rng.normal(size=12)),
+    )
+    # Distinct, and some of them beyond the end.
+    index = jnp.asarray(rng.permutation(20)[:8])
+    new = (
+      jnp.asarray(rng.integers(9, size=8)),
+      jnp.asarray(rng.normal(size=8)),
+    )
+    for got, expected in zip(
+      _looked_up(old, index, new), _scattered(old, index, new), strict=True
+    ):
+      np.testing.assert_array_equal(got, expected)
+      assert got.dtype == expected.dtype

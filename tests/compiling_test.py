@@ -1,0 +1,167 @@
+"""Reading compiled programs, on programs written by hand."""
+
+import pathlib
+
+import pytest
+
+from models.compiling.counts import count
+from models.compiling.devices import Device
+from models.compiling.devices import DEVICES
+from models.compiling.hlo import Array
+from models.compiling.hlo import parse
+from models.compiling.hlo import parse_arrays
+from models.compiling.programs import compile_program
+from models.compiling.programs import Compiled
+from models.compiling.programs import config_of
+from models.compiling.programs import Work
+from models.compiling.programs import Workload
+from models.compiling.report import analyse
+from models.compiling.report import to_markdown
+
+# Written by hand. A decode step of a model of two layers, with a growth round
+# of unknown length, a table look-up of three steps and a branch. The array
+# that is turned has 65,664 bytes, just above 64 KB.
+_GOLDEN = pathlib.Path(__file__).parent / 'golden'
+_PROGRAM = (_GOLDEN / 'compiled_step.txt').read_text()
+
+
+def _step():
+  return count(parse(_PROGRAM)).loops[0]
+
+
+def test_shapes_are_read_with_their_layout():
+  arrays = parse_arrays(
+    '(f32[2,3]{1,0}, bf16[449,20]{0,1:T(8,128)S(1)}, s32[])'
+  )
+  assert arrays == (
+    Array('f32', (2, 3), '1,0'),
+    Array('bf16', (449, 20), '0,1:T(8,128)S(1)'),
+    Array('s32', ()),
+  )
+  assert [one.memory_space for one in arrays] == [0, 1, 0]
+  # 449 is the most minor dimension here: 20 -> 24, 449 -> 512.
+  assert [one.num_bytes for one in arrays] == [24, 2 * 24 * 512, 4]
+  assert str(arrays[1]) == 'bf16[449,20]'
+
+
+@pytest.mark.parametrize(
+  ('shape', 'num_bytes'),
+  [
+    ('pred[7]', 7),
+    ('s4[8]', 4),
+    ('f8e4m3fn[8]', 8),
+    ('u64[2]', 16),
+    ('token[]', 0),
+    # Head width 64 lies in tiles of 128: a cache of twice the size.
+    ('bf16[1,449,20,64]{3,2,1,0:T(8,128)(2,1)}', 2 * 449 * 24 * 128),
+    ('bf16[1280]{0:T(1024)(128)(2,1)}', 2 * 2048),
+  ],
+)
+def test_bytes_of_arrays(shape, num_bytes):
+  assert parse_arrays(shape)[0].num_bytes == num_bytes
+
+
+def test_kernels_of_a_step_by_layer_and_beside_the_model():
+  step = _step()
+  # gemm, write, row, turn, noise, send; single numbers are no kernels, and of
+  # the branches the longer one counts.
+  assert step.kernels == 6
+  assert step.forward_kernels == 3
+  assert step.layer_kernels == {0: 1, 1: 1}
+  assert step.kernels_per_layer == 1.0
+  assert step.other_kernels == 3
+  assert step.branches == 2
+  assert step.name == 'jit(advance)/while'
+
+
+def test_loops_of_unknown_length_are_apart_and_others_are_rolled_out():
+  (growth,) = _step().loops
+  assert growth.name.endswith('grow_draft/while')
+  # The condition's call, and three sorts of the look-up.
+  assert growth.kernels == 4
+  assert growth.branches == 1
+  assert not growth.loops
+
+
+def test_a_stated_trip_count_comes_first():
+  text = _PROGRAM.replace(
+    'condition=%three,',
+    'condition=%three, backend_config={"known_trip_count":{"n":"5"}},',
+  )
+  (growth,) = count(parse(text)).loops[0].loops
+  assert growth.kernels == 6
+
+
+def test_large_copies_and_talk_with_the_host():
+  step = _step()
+  assert step.copies == {'f32[96,171]': 1}
+  assert step.host_transfers == ['sent']
+  # One row less is 64 KB exactly at most.
+  smaller = _PROGRAM.replace('171', '170')
+  assert not count(parse(smaller)).loops[0].copies
+
+
+def test_bytes_are_those_looked_at():
+  expected = {
+    'gemm': 32 + 128,
+    'write': 128 + 4 + 128,  # in place: the update alone, and where it goes
+    'row': 32 + 4 + 32,  # of the table one row
+    'turn': 2 * 4 * 171 * 96,
+    'noise': 32 + 32,
+    'send': 32 + 32 + 4,
+  }
+  assert _step().bytes == sum(expected.values())
+
+
+def test_prefetches_onto_the_chip_are_read_once():
+  text = (_GOLDEN / 'compiled_prefetch.txt').read_text()
+  total = count(parse(text))
+  assert total.kernels == 0
+  assert total.prefetches == 3
+  # There, a part of it, and back: only the last is a copy in main memory.
+  assert total.bytes == 2 * 128 * (512 + 64 + 512)
+  assert total.copies == {'bf16[512,128]': 1}
+
+
+def test_a_report_compares_with_the_least_that_must_be_read():
+  compiled = Compiled(
+    text=_PROGRAM,
+    temporary_bytes=2_000_000,
+    work={'target': Work(bytes=1000, flops=10), 'draft': Work(4, 40)},
+  )
+  device = Device(platform='tpu', bandwidth=1e6, flops=1e4)
+  report = analyse('chain', compiled, device)
+  step, growth = report.loops
+  assert (step.loop, step.bookkeeping, step.host_transfers) == (
+    'decode step',
+    3,
+    1,
+  )
+  assert growth.loop == 'growth round of draft, before'
+  # Bound by bytes, and bound by products.
+  assert (step.floor_ms, growth.floor_ms) == (1.0, 4.0)
+  assert step.bandwidth_ms == pytest.approx(step.bytes / 1000, rel=1e-3)
+  table = to_markdown([report])
+  assert '1 f32[96,171]' in table
+  assert 'chain 2.0 MB' in table
+
+
+def test_what_is_no_program_is_refused():
+  with pytest.raises(ValueError, match='no ENTRY'):
+    parse('module @jit_advance { func.func public @main() }')
+  none = Compiled('ENTRY %main (a: s32[]) -> s32[] {\n}\n', 0, {})
+  with pytest.raises(ValueError, match='one decode loop'):
+    analyse('plain', none, DEVICES['v5e'])
+  with pytest.raises(ValueError, match="'beam' is not known"):
+    compile_program('beam', Workload(), DEVICES['v5e'])
+
+
+def test_shapes_need_no_weights():
+  large = config_of('gpt2-large')
+  assert (large.width, large.num_layers, large.vocab_size) == (1280, 36, 50257)
+  assert config_of('demo-draft', 50257).vocab_size == 50257
+  # 40 million parameters and the embeddings of positions, give or take.
+  draft = config_of('draft-40m')
+  layers = 12 * draft.width**2 * draft.num_layers
+  embedding = draft.vocab_size * draft.width
+  assert 40e6 < layers + embedding < 55e6

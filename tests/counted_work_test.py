@@ -1,0 +1,113 @@
+"""Work that is counted, not timed, must not grow unnoticed.
+
+The limits are what was counted when they were last updated:
+
+    python -m pytest tests/counted_work_test.py --update_limits
+
+How often programs are compiled, and that a decode never waits for the host, is
+tested in compile_test.py.
+"""
+
+import importlib.metadata
+import json
+import pathlib
+
+import jax
+import pytest
+import tiny_drafters
+import tiny_models
+
+from models.compiling.devices import DEVICES
+from models.compiling.devices import find_libtpu
+from models.compiling.programs import compile_program
+from models.compiling.programs import Workload
+from models.compiling.report import analyse
+import specdec
+
+_LIMITS = pathlib.Path(__file__).parent / 'golden' / 'counted_work.json'
+_WORKLOAD = Workload(prompt_tokens=64, max_new_tokens=64)
+_NO_LIBTPU = 'no libtpu; run python scripts/install_libtpu.py'
+
+
+def _versions():
+  """Of what the counts hang on besides this code."""
+  libtpu = find_libtpu()
+  folder = None if libtpu is None else libtpu.parents[1]
+  found = list(folder.glob('libtpu-*.dist-info')) if folder else []
+  return {
+    'jaxlib': importlib.metadata.version('jaxlib'),
+    'libtpu': found[0].name.removesuffix('.dist-info') if found else None,
+  }
+
+
+def _check(name, counted, update):
+  """Compares with the limits of a program, or makes them those."""
+  limits = json.loads(_LIMITS.read_text())
+  if update:
+    limits[name] = counted
+    limits['versions'] |= {
+      package: version for package, version in _versions().items() if version
+    }
+    _LIMITS.write_text(json.dumps(limits, indent=1, sort_keys=True) + '\n')
+    return
+  assert counted.keys() == limits[name].keys()
+  grown = [
+    f'{what}: {counted[what]}, limit {limit}'
+    for what, limit in limits[name].items()
+    if counted[what] > limit
+  ]
+  assert not grown, (
+    f'{name} has more to do than before: {"; ".join(grown)}. If that is'
+    ' intended, say why in the commit and run python -m pytest'
+    ' tests/counted_work_test.py --update_limits. The limits were counted with'
+    f' {limits["versions"]}, this is {_versions()}'
+  )
+
+
+@pytest.fixture
+def update(request):
+  return request.config.getoption('--update_limits')
+
+
+@pytest.mark.parametrize('method', ['plain', 'staged'])
+@pytest.mark.parametrize('device', ['cpu', 'v5e'])
+def test_the_compiled_loops_of_the_demo_pair(device, method, update):
+  if device == 'v5e' and find_libtpu() is None:
+    pytest.skip(_NO_LIBTPU)
+  compiled = compile_program(method, _WORKLOAD, DEVICES[device])
+  report = analyse(method, compiled, DEVICES[device])
+  counted = {'temporary bytes': report.temporary_bytes}
+  for loop in report.loops:
+    assert loop.host_transfers == 0
+    counted |= {
+      f'{loop.loop}, {what}': number
+      for what, number in {
+        'kernels per layer': loop.kernels_per_layer,
+        'other kernels': loop.bookkeeping,
+        'large copies': sum(loop.copies.values()),
+        'branches': loop.branches,
+        'bytes': loop.bytes,
+      }.items()
+    }
+  _check(f'{device} {method}', counted, update)
+
+
+def test_forwards_of_a_decode(update):
+  """The draft is the target, so how many forwards it takes is up to us."""
+  model = tiny_models.gpt2()
+  tree = specdec.TreeConfig(
+    num_nodes=8, width=4, branching=2, rounds=3, capacity=32, cost_ratio=0.0
+  )
+  drafter = specdec.staged(
+    tiny_drafters.model(model, tree),
+    tiny_drafters.candidates(specdec.PromptLookup(), config=tree),
+  )
+  stats = specdec.generate(
+    model,
+    jax.random.key(0),
+    tiny_models.prompts(2),
+    drafter=drafter,
+    max_new_tokens=40,
+  ).stats
+  counted = {'target': stats['target_forwards'], **stats['stage_forwards']}
+  _check('forwards', counted, update)
