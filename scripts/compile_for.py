@@ -47,7 +47,7 @@ def main() -> None:
 
   import jax
 
-  from models.benchmark import prepare_output
+  from models.results import prepare_output
   from models.compiling import programs
   from models.compiling import report
   from models.compiling.devices import DEVICES
