@@ -37,9 +37,6 @@ _TEXT = flags.DEFINE_string(
 )
 _OUTPUT = flags.DEFINE_string('output', None, 'JSON file to write')
 
-# Scripts that decode default to float32; accelerators are used with bfloat16.
-flags.set_default(options.DTYPE, 'bfloat16')
-
 
 def main() -> None:
   import json
@@ -47,19 +44,22 @@ def main() -> None:
 
   import jax
 
-  from models.results import prepare_output
   from models.compiling import programs
   from models.compiling import report
   from models.compiling.devices import DEVICES
+  from models.results import prepare_output
 
   if options.draft_name() is None and _METHODS.value != ['plain']:
     raise ValueError('--draft=none: give a draft, or --methods=plain')
+  if options.DTYPE.value == 'int8':
+    raise ValueError('--dtype=int8: only floats are compiled for accelerators')
   if _OUTPUT.value:
     prepare_output(_OUTPUT.value)
   workload = programs.Workload(
     target=options.TARGET.value,
     draft=options.DRAFT.value,
-    dtype=options.DTYPE.value,
+    # Scripts that decode default to float32, accelerators are used otherwise.
+    dtype=options.DTYPE.value if options.DTYPE.present else 'bfloat16',
     batch_size=_BATCH_SIZE.value,
     prompt_tokens=_PROMPT_TOKENS.value,
     max_new_tokens=options.MAX_NEW_TOKENS.value,

@@ -22,7 +22,7 @@ from specdec.scorers.ngram import NGram
 from specdec.topology import Topology
 from specdec.tree_config import TreeConfig
 
-__version__ = '0.3.0'
+__version__ = '0.4.0'
 
 __all__ = (
   'CandidateScorer',

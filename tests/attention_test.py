@@ -72,7 +72,7 @@ def test_matmul_contracts_the_last_axes_in_the_dtype_of_the_weights(
 
 def test_a_single_query_or_row_is_what_it_was_when_padded():
   operands = _operands(length=1)
-  result = attention._batched_as_eight_queries(*operands, scale=_SCALE)
+  result = attention._attend_as(8, *operands, scale=_SCALE)
   assert result.shape == operands[0].shape
   np.testing.assert_allclose(
     result, _reference(*operands), rtol=1e-5, atol=1e-6

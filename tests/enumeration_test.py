@@ -778,7 +778,7 @@ def _sequence_noise(rng, table, sequence, values):
 @contextlib.contextmanager
 def _noise_by_position(noise):
   """`decode` draws none, it is given `[T, V]`; while it is traced."""
-  module = importlib.import_module('specdec.decode')
+  module = importlib.import_module('specdec.step')
   drawn = module.position_noise
   module.position_noise = lambda keys, positions, vocab_size, sampling: noise[
     positions

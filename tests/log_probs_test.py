@@ -97,7 +97,7 @@ def test_they_are_computed_only_if_asked_for(monkeypatch):
   def asked(logits, verdict):
     raise AssertionError('asked')
 
-  module = importlib.import_module('specdec.decode')  # not the function
+  module = importlib.import_module('specdec.step')
   monkeypatch.setattr(module, '_log_probs', asked)
   prompt, lengths = tiny_models.pad(tiny_models.prompts(2))
   request = Request(
