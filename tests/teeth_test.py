@@ -41,30 +41,37 @@ class _Planter(importlib.machinery.SourceFileLoader):
     return compile(source, f'<{fullname}, planted>', 'exec')
 
 
+def _is_ours(module):
+  root = module.split('.')[0]
+  return root in (*_ROOTS, *_HELPERS) or module.endswith('_test')
+
+
 class _Finder:
-  """Finds one module with a bug in it, and none of the others."""
+  """Finds all that is ours, one module of it with a bug.
+
+  It goes before pytest's own finder, whose assertions explain themselves: where
+  the variable `CI` is set, they lay two long lists side by side, for hours.
+  """
 
   def __init__(self, name, old, new):
     self._name, self._bug = f'specdec.{name}', (old, new)
 
   def find_spec(self, fullname, path, target=None):
-    if fullname != self._name:
+    if not _is_ours(fullname):
       return None
     spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-    spec.loader = _Planter(fullname, spec.origin, *self._bug)
+    if fullname == self._name:
+      spec.loader = _Planter(fullname, spec.origin, *self._bug)
     return spec
 
 
 @contextlib.contextmanager
 def _planted(name, old, new):
   """All modules are imported anew, one of them with a bug."""
-  is_ours = lambda module: (
-    module.split('.')[0] in (*_ROOTS, *_HELPERS) or module.endswith('_test')
-  )
   pop = lambda: {
     module: sys.modules.pop(module)
     for module in list(sys.modules)
-    if is_ours(module)
+    if _is_ours(module)
   }
   saved = pop()
   finder = _Finder(name, old, new)
