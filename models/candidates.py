@@ -66,6 +66,7 @@ class Search:
   Attributes:
     costs: of the target.
     evaluate: replays a candidate. ValueError: it cannot be had with this pair.
+    measure: tokens per second of a candidate with the target.
     base: settings that are not varied.
     node_counts: N of trees to be tried, ascending.
     candidates: by name, so far.
@@ -74,6 +75,7 @@ class Search:
 
   costs: StepCosts
   evaluate: Callable[[Candidate], Trial]
+  measure: Callable[[Candidate], float]
   base: DraftSettings
   node_counts: tuple[int, ...]
   candidates: dict[str, Candidate] = dataclasses.field(default_factory=dict)
@@ -105,11 +107,22 @@ class Search:
     self.rate(Candidate(name=PLAIN, method='plain', drafting=self.base))
     self.search_alone()
     if not has_draft:
+      self.calibrate()
       return
     forward, rest = self.search_chains()
+    self.calibrate()
     self.search_fixed(ranks(), forward=forward, rest=rest)
     best = self.search_trees('tree', forward, start=None)
     self.search_trees('staged', forward, start=best)
+
+  def calibrate(self) -> None:
+    """Decodes with the best so far, to see what the predictions leave out."""
+    rates = self.rates
+    best = max(rates, key=rates.__getitem__)
+    if best != PLAIN:
+      rate = self.measure(self.candidates[best])
+      interference = self.trials[best].interference(self.costs, rate)
+      self.costs = dataclasses.replace(self.costs, interference=interference)
 
   def search_alone(self) -> None:
     """Tables and the text itself, without a draft."""
@@ -159,7 +172,7 @@ class Search:
       num_nodes=self.node_counts[-1],
       max_depth=_MAX_DEPTH,
       seconds=lambda nodes, depth: (
-        rest + depth * forward + self.costs.of_nodes(nodes)
+        rest + depth * forward + self.costs.of_step(nodes)
         if depth
         else self.costs.plain_step
       ),

@@ -14,6 +14,7 @@ from models import results
 from models.drafters import DraftSettings
 from models.pair import load_pair
 from models.pair import load_tokenizer
+from models.pair import Pair
 from models.plan import cache_path
 from models.plan import Context
 from models.plan import load_plan
@@ -31,19 +32,11 @@ def _as_json(value: Any) -> Any:
   return np.asarray(value).tolist()
 
 
-def make_context(
-  *,
-  target: str,
-  draft: str | None,
-  revision: str | None,
-  dtype: str,
-  draft_dtype: str | None = None,
-  batch_size: int,
-  sampling: specdec.Sampling,
-) -> Context:
-  """What a plan for these models, here, is for.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setup:
+  """What is to be decoded with: which plan is right depends on it.
 
-  Args:
+  Attributes:
     target: see `models.pair.load_pair`.
     draft: likewise.
     revision: likewise.
@@ -53,45 +46,68 @@ def make_context(
     sampling: of all rows.
 
   Raises:
-    ValueError: a model cannot be found, or the batch size is below 1.
+    ValueError: the batch size is below 1.
   """
-  if batch_size < 1:
-    raise ValueError(f'--batch_size must be at least 1, got {batch_size}')
-  tokenizer = load_tokenizer(hub.locate(target, revision=revision))
-  named = {
-    field.name: getattr(sampling, field.name)
-    for field in dataclasses.fields(sampling)
-  }
-  return Context(
-    models=model_digests(
-      target,
-      draft,
-      vocabulary=vocabulary_digest(tokenizer),
-      revision=revision,
-    ),
-    machine=results.describe_machine(),
-    dtype=dtype,
-    draft_dtype=draft_dtype or dtype,
-    batch_size=batch_size,
-    sampling={
-      name: _as_json(value)
-      for name, value in named.items()
-      if value is not None
-    },
-  )
+
+  target: str
+  draft: str | None
+  revision: str | None = None
+  dtype: str
+  draft_dtype: str | None = None
+  batch_size: int
+  sampling: specdec.Sampling
+
+  def __post_init__(self):
+    if self.batch_size < 1:
+      raise ValueError(
+        f'--batch_size must be at least 1, got {self.batch_size}'
+      )
+
+  def load(self) -> Pair:
+    """The models."""
+    return load_pair(
+      self.target,
+      self.draft,
+      dtype=self.dtype,
+      draft_dtype=self.draft_dtype,
+      revision=self.revision,
+    )
+
+  def context(self) -> Context:
+    """What a plan for it, here, is for.
+
+    Raises:
+      ValueError: a model cannot be found.
+    """
+    tokenizer = load_tokenizer(hub.locate(self.target, revision=self.revision))
+    named = {
+      field.name: getattr(self.sampling, field.name)
+      for field in dataclasses.fields(self.sampling)
+    }
+    return Context(
+      models=model_digests(
+        self.target,
+        self.draft,
+        vocabulary=vocabulary_digest(tokenizer),
+        revision=self.revision,
+      ),
+      machine=results.describe_machine(),
+      dtype=self.dtype,
+      draft_dtype=self.draft_dtype or self.dtype,
+      batch_size=self.batch_size,
+      sampling={
+        name: _as_json(value)
+        for name, value in named.items()
+        if value is not None
+      },
+    )
 
 
 def find_plan(
   name: str,
   prompts: Callable[[], Sequence[str]],
+  setup: Setup,
   *,
-  target: str,
-  draft: str | None,
-  revision: str | None,
-  dtype: str,
-  draft_dtype: str | None = None,
-  batch_size: int,
-  sampling: specdec.Sampling,
   drafting: DraftSettings,
   seed: int,
   max_new_tokens: int,
@@ -102,13 +118,7 @@ def find_plan(
   Args:
     name: a file, or `auto`.
     prompts: samples to make a plan with.
-    target: see `make_context`.
-    draft: likewise.
-    revision: likewise.
-    dtype: likewise.
-    draft_dtype: likewise.
-    batch_size: likewise.
-    sampling: likewise.
+    setup: what it is for.
     drafting: see `make_plan`.
     seed: likewise.
     max_new_tokens: likewise.
@@ -117,15 +127,7 @@ def find_plan(
   Raises:
     ValueError: the plan cannot be read or is for other models.
   """
-  context = make_context(
-    target=target,
-    draft=draft,
-    revision=revision,
-    dtype=dtype,
-    draft_dtype=draft_dtype,
-    batch_size=batch_size,
-    sampling=sampling,
-  )
+  context = setup.context()
   path = cache_path(context) if name == 'auto' else pathlib.Path(name)
   if name != 'auto' or path.exists():
     plan = load_plan(path)
@@ -135,14 +137,11 @@ def find_plan(
     report(f'{plan.method}, from {path}')
     return plan
   report(f'none yet for this machine and these models: {path}; making it')
-  pair = load_pair(
-    target, draft, dtype=dtype, draft_dtype=draft_dtype, revision=revision
-  )
   plan = make_plan(
-    pair,
+    setup.load(),
     prompts(),
     context=context,
-    sampling=sampling,
+    sampling=setup.sampling,
     drafting=drafting,
     seed=seed,
     max_new_tokens=max_new_tokens,

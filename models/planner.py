@@ -190,10 +190,10 @@ def _ranks(pair: Pair, samples: Samples) -> np.ndarray:
   return np.concatenate(found)
 
 
-def _confirm(
+def _decode(
   pair: Pair, samples: Samples, candidates: Mapping[str, Candidate]
 ) -> dict[str, float]:
-  """Tokens per second with the target, interleaved."""
+  """Tokens per second with the target, by name; interleaved."""
 
   def arm(candidate):
     drafter = make_drafter(candidate.method, pair, candidate.drafting)
@@ -278,14 +278,19 @@ def make_plan(
   def evaluate(candidate: Candidate) -> planning.Trial:
     trial = _try(pair, samples, candidate)
     report(
-      f'{candidate.name}: {trial.tokens_per_second(costs):.1f} tokens/s,'
+      f'{candidate.name}: {trial.tokens_per_second(search.costs):.1f} tokens/s,'
       f' block efficiency {trial.block_efficiency:.2f}'
     )
     return trial
 
+  def measure(candidate: Candidate) -> float:
+    report(f'decoding with {candidate.name}, to see what predictions leave out')
+    return _decode(pair, samples, {candidate.name: candidate})[candidate.name]
+
   search = Search(
     costs=costs,
     evaluate=evaluate,
+    measure=measure,
     base=drafting,
     node_counts=tuple(n for n in node_counts if n > 1),
   )
@@ -298,7 +303,7 @@ def make_plan(
   measured: dict[str, float] = {}
   if finalists and confirmed:
     report(f'decoding with {", ".join(finalists)} and plain')
-    measured = _confirm(
+    measured = _decode(
       pair,
       samples,
       {name: search.candidates[name] for name in (planning.PLAIN, *finalists)},
@@ -310,7 +315,9 @@ def make_plan(
   return Plan(
     method=chosen.method,
     drafting=chosen.drafting,
-    min_block_efficiency=1.0 if is_plain else trial.min_block_efficiency(costs),
+    min_block_efficiency=(
+      1.0 if is_plain else trial.min_block_efficiency(search.costs)
+    ),
     context=context,
     candidates=tuple(figures),
   )

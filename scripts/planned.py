@@ -55,6 +55,21 @@ def check_contradictions(plan: Any, method: flags.FlagHolder | None) -> None:
       )
 
 
+def plan_setup(batch_size: int) -> Any:
+  """What the flags say that a plan depends on: a `models.plan_lookup.Setup`."""
+  from models import plan_lookup
+
+  return plan_lookup.Setup(
+    target=options.TARGET.value,
+    draft=options.draft_name(),
+    revision=options.REVISION.value,
+    dtype=options.DTYPE.value,
+    draft_dtype=options.DRAFT_DTYPE.value,
+    batch_size=batch_size,
+    sampling=options.sampling(),
+  )
+
+
 def plan(batch_size: int, prompts: Callable[[], list[str]]) -> Any:
   """What `--plan` says: a `models.Plan`, or None.
 
@@ -74,13 +89,7 @@ def plan(batch_size: int, prompts: Callable[[], list[str]]) -> Any:
   return plan_lookup.find_plan(
     options.PLAN.value,
     prompts,
-    target=options.TARGET.value,
-    draft=options.draft_name(),
-    revision=options.REVISION.value,
-    dtype=options.DTYPE.value,
-    draft_dtype=options.DRAFT_DTYPE.value,
-    batch_size=batch_size,
-    sampling=options.sampling(),
+    plan_setup(batch_size),
     drafting=options.draft_settings(),
     seed=options.SEED.value,
     max_new_tokens=options.MAX_NEW_TOKENS.value,

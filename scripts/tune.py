@@ -10,6 +10,7 @@ import sys
 from absl import flags
 import command_line
 import decoding_flags as options
+import planned
 
 _NUM_PROMPTS = flags.DEFINE_integer(
   'num_prompts', None, 'default: all', lower_bound=1
@@ -21,9 +22,7 @@ _OUTPUT = flags.DEFINE_string(
 
 
 def main() -> None:
-  from models import plan_lookup
   from models import planner
-  from models.pair import load_pair
   from models.plan import cache_path
   from models.plan import table
 
@@ -36,26 +35,13 @@ def main() -> None:
       f'plans are for --verify=match, got {options.VERIFY.value}'
     )
   prompts = options.read_prompts(options.PROMPT_FILE.value, _NUM_PROMPTS.value)
-  context = plan_lookup.make_context(
-    target=options.TARGET.value,
-    draft=options.draft_name(),
-    revision=options.REVISION.value,
-    dtype=options.DTYPE.value,
-    draft_dtype=options.DRAFT_DTYPE.value,
-    batch_size=_BATCH_SIZE.value,
-    sampling=options.sampling(),
-  )
+  setup = planned.plan_setup(_BATCH_SIZE.value)
+  context = setup.context()
   plan = planner.make_plan(
-    load_pair(
-      options.TARGET.value,
-      options.draft_name(),
-      dtype=options.DTYPE.value,
-      draft_dtype=options.DRAFT_DTYPE.value,
-      revision=options.REVISION.value,
-    ),
+    setup.load(),
     prompts,
     context=context,
-    sampling=options.sampling(),
+    sampling=setup.sampling,
     drafting=options.draft_settings(),
     seed=options.SEED.value,
     max_new_tokens=options.MAX_NEW_TOKENS.value,

@@ -6,6 +6,7 @@ The counts are those of replays (`specdec.replay`), the costs those that
     replay                  all but the target: drafting, the loop, the host
     + prompts * prompt      the target reads a batch of prompts
     + steps * V(N)          the target verifies N nodes of each row
+    + steps * interference  what draft and target cost each other
 """
 
 from collections.abc import Callable
@@ -28,6 +29,8 @@ class StepCosts:
     verification: V, of one forward over N nodes of each row, cache included; by
       N. 1 is plain decoding and must be there.
     plain_step: of a whole step of plain decoding, V(1) and the rest.
+    interference: by how much a speculative step is longer than its parts, which
+      were measured apart: models drive each other out of a processor's caches.
 
   Raises:
     ValueError: there is no V(1).
@@ -36,6 +39,7 @@ class StepCosts:
   prompt: float
   verification: Mapping[int, float]
   plain_step: float
+  interference: float = 0.0
 
   def __post_init__(self):
     if 1 not in self.verification:
@@ -54,6 +58,11 @@ class StepCosts:
       )
     values = [self.verification[size] for size in sizes]
     return float(np.interp(num_nodes, sizes, values))
+
+  def of_step(self, num_nodes: int) -> float:
+    """V(N), and the interference of whoever drafts; ValueError as above."""
+    interference = self.interference if num_nodes > 1 else 0.0
+    return self.of_nodes(num_nodes) + interference
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,7 +92,7 @@ class Trial:
 
   def predicted_seconds(self, costs: StepCosts) -> float:
     """What the same decodes take with the target."""
-    verification = self.steps * costs.of_nodes(self.num_nodes)
+    verification = self.steps * costs.of_step(self.num_nodes)
     return self.seconds + self.prompts * costs.prompt + verification
 
   def tokens_per_second(self, costs: StepCosts) -> float:
@@ -96,7 +105,18 @@ class Trial:
     With fewer tokens per step than that, plain decoding is faster.
     """
     drafting = self.seconds / max(self.steps, 1)
-    return (drafting + costs.of_nodes(self.num_nodes)) / costs.plain_step
+    return (drafting + costs.of_step(self.num_nodes)) / costs.plain_step
+
+  def interference(self, costs: StepCosts, rate: float) -> float:
+    """Seconds per step that predictions left out, see `StepCosts`.
+
+    Args:
+      costs: of the predictions.
+      rate: tokens per second, measured.
+    """
+    costs = dataclasses.replace(costs, interference=0.0)
+    excess = self.tokens / rate - self.predicted_seconds(costs)
+    return max(excess, 0.0) / max(self.steps, 1)
 
 
 def choose(rates: Mapping[str, float], *, margin: float) -> str:

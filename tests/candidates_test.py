@@ -13,7 +13,7 @@ from specdec.tree_config import TreeConfig
 _NODES = (2, 4, 8, 16, 32, 64)
 
 
-def _search(evaluate, *, slope=0.0, **base):
+def _search(evaluate, *, slope=0.0, measure=lambda one: np.inf, **base):
   verification = {n: 0.1 + slope * (n - 1) for n in (1, *_NODES)}
   costs = StepCosts(
     prompt=0.0, verification=verification, plain_step=verification[1]
@@ -21,6 +21,7 @@ def _search(evaluate, *, slope=0.0, **base):
   return Search(
     costs=costs,
     evaluate=evaluate,
+    measure=measure,
     base=DraftSettings(**base),
     node_counts=_NODES,
   )
@@ -119,6 +120,27 @@ def test_a_draft_forward_is_read_off_the_chains():
     if one.method == 'tree'
   ]
   assert {tree.cost_ratio for tree in trees} == {0.02}
+
+
+def test_what_predictions_leave_out_is_measured_once():
+  measured = []
+
+  def measure(candidate):
+    """All steps take 20 ms longer than their parts, plain ones apart."""
+    measured.append(candidate.name)
+    trial = _evaluate(candidate)
+    return trial.tokens / (trial.seconds + trial.steps * (0.1 + 0.02))
+
+  search = _run(_search(_evaluate, measure=measure))
+  assert len(measured) == 1
+  np.testing.assert_allclose(search.costs.interference, 0.02)
+  best = measured[0]
+  np.testing.assert_allclose(
+    search.rates[best], measure(search.candidates[best])
+  )
+  assert search.rates['plain'] == _run(_search(_evaluate)).rates['plain']
+  # Where decoding was faster than predicted there is none.
+  assert _run(_search(_evaluate)).costs.interference == 0
 
 
 def test_without_a_draft_there_are_tables_and_the_text():

@@ -10,19 +10,16 @@ from models.drafters import DraftSettings
 from models.plan import cache_path
 from models.plan import Plan
 from models.plan_lookup import find_plan
-from models.plan_lookup import make_context
+from models.plan_lookup import Setup
 import specdec
 
-
-def _where(**changes):
-  return {
-    'target': 'demo',
-    'draft': 'demo',
-    'revision': None,
-    'dtype': 'float32',
-    'batch_size': 1,
-    'sampling': specdec.Sampling(temperature=0.5, logit_bias={7: -1.0}),
-  } | changes
+_SETUP = Setup(
+  target='demo',
+  draft='demo',
+  dtype='float32',
+  batch_size=1,
+  sampling=specdec.Sampling(temperature=0.5, logit_bias={7: -1.0}),
+)
 
 
 def _find(name, prompts=lambda: ['import '], **changes):
@@ -30,11 +27,11 @@ def _find(name, prompts=lambda: ['import '], **changes):
   plan = find_plan(
     str(name),
     prompts,
+    dataclasses.replace(_SETUP, **changes),
     drafting=DraftSettings(),
     seed=0,
     max_new_tokens=32,
     report=lines.append,
-    **_where(**changes),
   )
   return plan, lines
 
@@ -77,7 +74,7 @@ def test_auto_makes_a_plan_once(monkeypatch):
 
 def test_a_plan_from_elsewhere_is_warned_of(tmp_path):
   path = tmp_path / 'plan.json'
-  context = make_context(**_where())
+  context = _SETUP.context()
   elsewhere = context.machine | {'cores': 999}
   _plan(dataclasses.replace(context, machine=elsewhere)).save(path)
   plan, lines = _find(path, batch_size=4)
@@ -90,7 +87,7 @@ def test_a_plan_from_elsewhere_is_warned_of(tmp_path):
 
 def test_a_plan_for_another_target_is_refused(tmp_path):
   path = tmp_path / 'plan.json'
-  _plan(make_context(**_where())).save(path)
+  _plan(_SETUP.context()).save(path)
   with pytest.raises(ValueError, match='made for another target'):
     _find(path, target='demo-draft')
   with pytest.raises(ValueError, match='cannot be read'):

@@ -15,7 +15,7 @@ from models.drafters import DraftSettings
 from models.gpt2 import GPT2
 from models.gpt2 import GPT2Config
 from models.plan import Plan
-from models.plan_lookup import make_context
+from models.plan_lookup import Setup
 from models.training.tokenizer import train_tokenizer
 from specdec import Sampling
 
@@ -428,10 +428,9 @@ def test_bad_benchmarks_are_one_line(target, draft, tmp_path):
 @pytest.fixture
 def plan(target, draft, tmp_path):
   """A chain of 2, for this pair and this machine."""
-  context = make_context(
+  setup = Setup(
     target=str(target),
     draft=str(draft),
-    revision=None,
     dtype='float32',
     batch_size=1,
     sampling=Sampling(),
@@ -441,7 +440,7 @@ def plan(target, draft, tmp_path):
     method='chain',
     drafting=DraftSettings(num_draft_tokens=2),
     min_block_efficiency=1.5,
-    context=context,
+    context=setup.context(),
   ).save(path)
   return path
 
