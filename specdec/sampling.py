@@ -170,6 +170,39 @@ def adjust_logits(
   return logits
 
 
+def _top_p_threshold(logits: jax.Array, top_p: jax.Array) -> jax.Array:
+  """What a logit must reach for top-p to keep it; exact, without sorting.
+
+  A token is kept if all likelier ones together have less than top_p. Numbers of
+  one sign are in the order of their bits, so as many halvings as there are bits
+  find the threshold. To sort a vocabulary takes several times longer.
+
+  Args:
+    logits: `[..., V]` float32, the best is 0; -inf takes no part.
+    top_p: `[..., 1]` float32; from 1 on all are kept.
+
+  Returns:
+    `[..., 1]` float32.
+  """
+  probs = jax.nn.softmax(logits, axis=-1)
+  bits = lax.bitcast_convert_type(jnp.abs(logits), jnp.int32)
+
+  def halve(_, bounds):
+    kept, dropped = bounds
+    middle = kept + (dropped - kept) // 2
+    likelier = jnp.where(bits < middle, probs, 0.0)
+    # Rounding may bring the sum to 1 early.
+    keeps = (jnp.sum(likelier, -1, keepdims=True) < top_p) | (top_p >= 1)
+    return jnp.where(keeps, middle, kept), jnp.where(keeps, dropped, middle)
+
+  infinity = np.float32(np.inf).view(np.int32)
+  shape = (*logits.shape[:-1], 1)
+  kept, _ = lax.fori_loop(
+    0, 32, halve, (jnp.zeros(shape, jnp.int32), jnp.full(shape, infinity + 1))
+  )
+  return -lax.bitcast_convert_type(kept, jnp.float32)
+
+
 def filter_logits(logits: jax.Array, sampling: Sampling) -> jax.Array:
   """Temperature, then top-k, top-p and min-p.
 
@@ -189,27 +222,21 @@ def filter_logits(logits: jax.Array, sampling: Sampling) -> jax.Array:
   # Relative to the best, so that a tiny temperature cannot overflow.
   logits = logits - jnp.max(logits, axis=-1, keepdims=True)
   logits = logits / jnp.where(temperature > 0, temperature, 1.0)
-  vocab_size = logits.shape[-1]
+  candidates = logits
   threshold = jnp.full((*logits.shape[:-1], 1), -jnp.inf)
-  if sampling.top_k is not None or sampling.top_p is not None:
-    # Descending. Without the barrier XLA's CPU backend sees that only a slice
-    # is used, and sorts the whole vocabulary instead: 100 times slower.
-    largest = min(sampling.max_top_k or vocab_size, vocab_size)
+  if sampling.top_k is not None:
+    largest = min(sampling.max_top_k or logits.shape[-1], logits.shape[-1])
+    # Without the barrier XLA's CPU backend sees that only a slice is used, and
+    # sorts the whole vocabulary instead: 100 times slower.
     ranked = lax.optimization_barrier(lax.top_k(logits, largest)[0])
-    last = jnp.full((*logits.shape[:-1], 1), largest - 1)
-    if sampling.top_k is not None:
-      last = jnp.minimum(last, per_row(sampling.top_k, logits) - 1)
-    if sampling.top_p is not None:
-      top_p = per_row(sampling.top_p, logits)
-      rank = jnp.expand_dims(jnp.arange(largest), range(logits.ndim - 1))
-      allowed = rank <= last
-      probs = jax.nn.softmax(jnp.where(allowed, ranked, -jnp.inf), axis=-1)
-      before = jnp.cumsum(probs, axis=-1) - probs
-      # At 1 all are kept, though rounding may bring the sum there early.
-      kept = allowed & ((before < top_p) | (top_p >= 1))
-      # The likeliest token is always kept, whatever the rounding of `before`.
-      last = jnp.maximum(jnp.sum(kept, axis=-1, keepdims=True) - 1, 0)
+    last = jnp.minimum(per_row(sampling.top_k, logits), largest) - 1
+    last = jnp.broadcast_to(last, threshold.shape)
     threshold = jnp.take_along_axis(ranked, last, axis=-1)
+    rank = jnp.expand_dims(jnp.arange(largest), range(logits.ndim - 1))
+    candidates = jnp.where(rank <= last, ranked, -jnp.inf)
+  if sampling.top_p is not None:
+    top_p = per_row(sampling.top_p, logits)
+    threshold = jnp.maximum(threshold, _top_p_threshold(candidates, top_p))
   if sampling.min_p is not None:
     floor = jnp.log(per_row(sampling.min_p, logits))  # the best logit is 0
     threshold = jnp.maximum(threshold, floor)

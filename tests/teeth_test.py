@@ -396,8 +396,8 @@ _BUGS = [
   _bug(
     'top-p before temperature',
     'sampling',
-    'jnp.where(allowed, ranked, -jnp.inf)',
-    'jnp.where(allowed, ranked * temperature, -jnp.inf)',
+    '_top_p_threshold(candidates, top_p)',
+    '_top_p_threshold(candidates * temperature, top_p)',
     ('sampling.test_filters_against_numpy', None, 0.6, None),
   ),
   # Its randomness.
