@@ -536,3 +536,22 @@ def test_vocabulary_mismatch_names_both_models(target, tmp_path):
   last = result.stderr.strip().splitlines()[-1]
   assert str(target) in last
   assert str(other) in last
+
+
+def test_the_guard_is_measured_against_plain_decoding(target, draft, tmp_path):
+  prompts, output = tmp_path / 'prompts.txt', tmp_path / 'guard.json'
+  prompts.write_text('def add(first, second):\n')
+  flags = [f'--target={target}', f'--draft={draft}', '--max_new_tokens=60']
+  flags += [f'--prompt_file={prompts}', '--num_prompts=1']
+  result = _run('measure_guard.py', *flags)
+  assert result.returncode == 2
+  assert '--break_even is needed' in result.stderr
+  result = _run(
+    'measure_guard.py', *flags, '--break_even=1000', f'--output={output}'
+  )
+  assert result.returncode == 0, result.stderr
+  (row,) = json.loads(output.read_text())['prompts']
+  # After one step it has understood.
+  assert row['speculative_steps'] == 1
+  assert row['same_tokens']
+  assert row['seconds'] > 0
