@@ -44,6 +44,11 @@ class ForwardCost:
     return self.matmul_bytes + self.attention_bytes
 
   @property
+  def read_bytes(self) -> float:
+    """Weights and caches: what `relative_bandwidth` counts."""
+    return self.weight_bytes + self.cache_read_bytes
+
+  @property
   def matmul_bytes(self) -> float:
     """Of the products with weights."""
     return self.weight_bytes + self.activation_bytes

@@ -1,7 +1,7 @@
 """Models and machines by name, with where their figures are from.
 
-Weights and caches of the models are in 16 bits; for others,
-`dataclasses.replace(MODELS[name], weight_bytes=1)`.
+Weights and caches of the models are in 16 bits, but for the weights of those
+published in 8; for others, `dataclasses.replace(MODELS[name], weight_bytes=1)`.
 """
 
 from specdec.cost_model.hardware import Hardware
@@ -126,7 +126,8 @@ _MODELS = (
     experts=Experts(count=128, per_token=8, width=768),
   ),
   # DeepSeek-AI 2024 (arXiv 2412.19437), section 4.2; config.json of
-  # deepseek-ai/DeepSeek-V3. Without the module that predicts a second token.
+  # deepseek-ai/DeepSeek-V3, whose weights are float8. Without the module that
+  # predicts a second token.
   ModelShape(
     name='deepseek-v3',
     num_layers=61,
@@ -146,6 +147,8 @@ _MODELS = (
       nope_width=128,
       value_width=128,
     ),
+    weight_bytes=1.0,
+    dtype='float8',
   ),
 )
 

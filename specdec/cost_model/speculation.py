@@ -126,7 +126,8 @@ class Prediction:
     plain_seconds: of a step of plain decoding.
     flops: of a step, all models.
     bytes: likewise.
-    plain_bytes: of a step of plain decoding.
+    read_bytes: likewise, of weights and caches alone.
+    plain_read_bytes: of a step of plain decoding.
   """
 
   batch_size: int
@@ -135,7 +136,8 @@ class Prediction:
   plain_seconds: float
   flops: float
   bytes: float
-  plain_bytes: float
+  read_bytes: float
+  plain_read_bytes: float
 
   @property
   def speedup(self) -> float:
@@ -154,8 +156,8 @@ class Prediction:
 
   @property
   def relative_bandwidth(self) -> float:
-    """Bytes per token over those of plain decoding."""
-    return self.bytes / self.tokens / self.plain_bytes
+    """Bytes read per token over plain decoding's, see `specdec.statistics`."""
+    return self.read_bytes / self.tokens / self.plain_read_bytes
 
   @property
   def arithmetic_intensity(self) -> float:
@@ -202,21 +204,19 @@ def predict(
   count = lambda shape, tokens: forward_cost(
     shape, batch_size=batch_size, num_tokens=tokens, context=context
   )
-  plain = count(deployment.target, 1)
-  verification = count(deployment.target, step.num_nodes)
-  flops, moved = verification.flops, verification.bytes
+  forwards = [(1.0, count(deployment.target, step.num_nodes))]
   if deployment.draft is not None and step.draft_forwards:
     drafting = count(deployment.draft, step.draft_width)
-    flops += step.draft_forwards * drafting.flops
-    moved += step.draft_forwards * drafting.bytes
+    forwards.append((step.draft_forwards, drafting))
   return Prediction(
     batch_size=batch_size,
     tokens=step.tokens,
     seconds=_step_seconds(deployment, step, batch_size, context),
     plain_seconds=_step_seconds(deployment, Step(), batch_size, context),
-    flops=flops,
-    bytes=moved,
-    plain_bytes=plain.bytes,
+    flops=sum(times * cost.flops for times, cost in forwards),
+    bytes=sum(times * cost.bytes for times, cost in forwards),
+    read_bytes=sum(times * cost.read_bytes for times, cost in forwards),
+    plain_read_bytes=count(deployment.target, 1).read_bytes,
   )
 
 
