@@ -24,11 +24,9 @@ COLORS = (
   '#994f00',
   '#117777',
 )
-_PEERCOLORS = ('#777777', '#a5a5a5', '#404040')
+_PEER_COLORS = ('#777777', '#a5a5a5', '#404040')
 DOTS_PER_INCH = 150
-_HOW_TO_INSTALL = (
-  "pip install matplotlib (or the extra: 'specdec-jax[plot]')"
-)
+_HOW_TO_INSTALL = "pip install matplotlib (or the extra: 'specdec-jax[plot]')"
 
 
 def require_matplotlib(flag: str) -> None:
@@ -297,11 +295,13 @@ def plot_roofs(
       ha='right',
       fontsize=7.5,
     )
+  text_x, text_y = 1.3 * low, 1.7 * memory * low / 1e9
   axes.text(
-    1.3 * low,
-    1.7 * memory * low / 1e9,
+    text_x,
+    text_y,
     f'memory, {memory / 1e9:,.1f} GB/s',
-    rotation=np.degrees(np.arctan(memory / 1e9)),  # of the line, in its data
+    # As steep as the line: on logarithmic scales, what doubles x doubles y.
+    rotation=np.degrees(np.arctan2(text_y, text_x)),
     rotation_mode='anchor',
     transform_rotates_text=True,
     fontsize=7.5,

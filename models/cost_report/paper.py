@@ -42,9 +42,7 @@ COUNTED = {
     'plain': (Step(), 1.0),
     'chain': (Step(num_nodes=5, tokens=3.318, draft_forwards=4.0), 0.365),
     'tree': (
-      Step(
-        num_nodes=63.6, tokens=4.441, draft_forwards=3.788, draft_width=16
-      ),
+      Step(num_nodes=63.6, tokens=4.441, draft_forwards=3.788, draft_width=16),
       0.272,
     ),
     'staged': (

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from models.cost_report.studies import CONTEXTS
 from models.plots import COLORS
 from models.plots import DOTS_PER_INCH
 from models.plots import plot_roofs
@@ -53,17 +54,13 @@ def _finish(axes, x_label: str, y_label: str) -> None:
   axes.spines[['top', 'right']].set_visible(False)
 
 
-def _powers(axes, values, labels=None) -> None:
-  """Powers of two, each with its own tick."""
+def _powers(axes, values) -> None:
+  """A logarithmic scale with a tick at every power of two."""
+  powers = [value for value in values if value & (value - 1) == 0]
+  kilo = lambda value: f'{value // 1024}K' if value >= 1024 else f'{value}'
   axes.set_xscale('log', base=2)
-  axes.set_xticks(values, labels or [f'{value}' for value in values])
+  axes.set_xticks(powers, map(kilo, powers))
   axes.minorticks_off()
-
-
-def _kilo(values) -> list[str]:
-  return [
-    f'{value // 1024}K' if value >= 1024 else f'{value}' for value in values
-  ]
 
 
 def _lines(axes, study, *, groups: int = 0) -> None:
@@ -123,7 +120,7 @@ def _options(studies):
       textcoords='offset points',
       fontsize=8,
     )
-  _powers(axes, study['x'], _kilo(study['x']))
+  _powers(axes, CONTEXTS)
   axes.set_ylim(bottom=0)
   _finish(
     axes,
@@ -137,7 +134,7 @@ def _setting(studies) -> str:
   one = studies['setting']
   draft = one['draft'] or 'a free draft'
   return (
-    f'{one["target"]}, {draft}, {one["hardware"]}, acceptance'
+    f'{one["target"]} with {draft}, {one["hardware"]}, acceptance'
     f' {one["acceptance"]:g}'
   )
 
@@ -166,7 +163,7 @@ def _by_context(studies):
   labels = list(study['lines'])
   _lines(axes, study, groups=sum('free' not in label for label in labels))
   _break_even_line(axes)
-  _powers(axes, study['x'], _kilo(study['x']))
+  _powers(axes, study['x'])
   _finish(axes, 'context of each row, tokens', 'speedup, times plain decoding')
   axes.legend(fontsize=8, loc='upper left', bbox_to_anchor=(1.01, 1))
   return figure
@@ -257,6 +254,7 @@ def _paper(studies):
   axes.set_yticks(range(len(rows)), labels)
   axes.invert_yaxis()
   _finish(axes, 'speedup, times plain decoding', '')
+  axes.set_xlim(right=1.45 * axes.get_xlim()[1])  # room for the legend
   axes.grid(axis='y', visible=False)
   axes.legend(fontsize=8, loc='lower right')
   return figure
@@ -266,7 +264,8 @@ def _roofs(studies):
   study = studies['roofs']
   figure, axes = _figure(
     'Where the methods lie under the roofs: gpt2-large, draft-40m, rtx-4090,'
-    f' batch 1, context {study["context"]}\ncounts of the embedded pair, greedy',
+    f' batch 1, context {study["context"]}\n'
+    'greedy counts of the embedded pair',
     width=8.4,
   )
   points = {

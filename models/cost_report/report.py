@@ -24,9 +24,7 @@ def run(
     context: of a row, where it does not vary.
   """
   known = deployment.hardware.flops_per_second
-  mixtures = [
-    MODELS[name] for name in _MIXTURES if MODELS[name].dtype in known
-  ]
+  mixtures = [MODELS[name] for name in _MIXTURES if MODELS[name].dtype in known]
   greedy = {name: step for name, (step, _) in paper.COUNTED['greedy'].items()}
   return {
     'setting': {

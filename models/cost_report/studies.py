@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import dataclasses
 from typing import Any
 
+import numpy as np
+
 from specdec import topology
 from specdec.cost_model import best_tree
 from specdec.cost_model import break_even_batch_size
@@ -22,7 +24,7 @@ from specdec.cost_model import Step
 from specdec.cost_model import tree_step
 
 CONTEXTS = tuple(2**power for power in range(9, 18))
-BATCH_SIZES = tuple(2**power for power in range(9))
+BATCH_SIZES = (1, *(n << power for power in range(7) for n in (2, 3)), 256)
 _MOST_TOKENS = 64
 _LONGEST_CHAIN = 16
 
@@ -97,7 +99,11 @@ def options(
     else None
     for ratio in ratios
   }
-  costs = {context: both(context) for context in CONTEXTS}
+  low, high = CONTEXTS[0], CONTEXTS[-1]
+  costs = {
+    context: both(context)
+    for context in np.geomspace(low, high, 65).round().astype(int).tolist()
+  }
   return {
     'model': shape.name,
     'num_tokens': num_tokens,

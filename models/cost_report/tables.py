@@ -62,11 +62,12 @@ def options(study: Mapping[str, Any]) -> str:
 
 
 def speedups(study: Mapping[str, Any], axis: str) -> str:
-  """(b), (c) and the second part of (d)."""
+  """(b), (c) and the second part of (d), at powers of two."""
   label = _context if axis == 'context' else str
   rows = [
     (label(x), *(_speedup(line[i]) for line in study['lines'].values()))
     for i, x in enumerate(study['x'])
+    if x & (x - 1) == 0
   ]
   return to_table((axis, *study['lines']), rows)
 
@@ -84,6 +85,7 @@ def by_batch_size(study: Mapping[str, Any]) -> str:
   best = ', '.join(
     f'{batch_size}: {length}'
     for batch_size, length in study['best_draft_length'].items()
+    if batch_size & (batch_size - 1) == 0
   )
   lines.append(f'Best draft length by batch size: {best}.')
   return '\n'.join(lines)
