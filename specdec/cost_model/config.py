@@ -52,7 +52,8 @@ def _gpt2(config: Mapping[str, Any], name: str) -> ModelShape:
 
 
 def _gated(config: Mapping[str, Any], name: str) -> ModelShape:
-  heads = config['num_attention_heads']
+  heads, experts = config['num_attention_heads'], _experts(config, name)
+  has_mlp = experts is None or experts.dense_layers
   return ModelShape(
     name=name,
     num_layers=config['num_hidden_layers'],
@@ -60,10 +61,10 @@ def _gated(config: Mapping[str, Any], name: str) -> ModelShape:
     num_heads=heads,
     num_kv_heads=config.get('num_key_value_heads') or heads,
     head_width=config.get('head_dim') or config['hidden_size'] // heads,
-    mlp_width=config['intermediate_size'],
+    mlp_width=config['intermediate_size'] if has_mlp else 0,
     vocab_size=config['vocab_size'],
     tied=config.get('tie_word_embeddings', False),
-    experts=_experts(config, name),
+    experts=experts,
     latent=_latent(config),
   )
 

@@ -117,7 +117,7 @@ class ModelShape:
     num_heads: of the queries.
     num_kv_heads: of keys and values.
     head_width: of each.
-    mlp_width: hidden width of the ordinary MLP.
+    mlp_width: hidden width of the ordinary MLP; any where no layer has one.
     vocab_size: V.
     gated: whether the MLPs have three matrices (SwiGLU) instead of two.
     tied: whether the head is the embedding.

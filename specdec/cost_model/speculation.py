@@ -102,11 +102,7 @@ def tree_step(topology: Topology, acceptance: Sequence[float]) -> Step:
     raise ValueError(
       f'acceptance has {len(acceptance)} ranks, the tree {topology.branching}'
     )
-  if min(acceptance) < 0 or sum(acceptance) > 1 + 1e-6:
-    raise ValueError(
-      'acceptance must be chances by rank, each at least 0 and together at most'
-      f' 1, got {acceptance}'
-    )
+  sequoia.check_acceptance(acceptance)
   return Step(
     num_nodes=topology.num_nodes,
     tokens=sequoia.expected_tokens(topology, acceptance),
