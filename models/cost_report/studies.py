@@ -130,9 +130,14 @@ def by_batch_size(
     acceptance: of a drafted token.
     context: of every row.
     lengths: of the chains.
+
+  Returns:
+    Besides the lines, `break_even` batch sizes; by batch size
+    `best_draft_length` and `rates`, those of plain decoding and of that length:
+    latency in seconds per token of a row, throughput in tokens per second.
   """
   steps = {n: tree_step(topology.chain(n), [acceptance]) for n in lengths}
-  best = {}
+  best, rates = {}, {}
   for batch_size in BATCH_SIZES:
     tree = best_tree(
       deployment,
@@ -143,6 +148,14 @@ def by_batch_size(
       context=context,
     )
     best[batch_size] = tree.depth if tree else 0
+    fastest = tree_step(tree, [acceptance]) if tree else Step()
+    rates[batch_size] = [
+      {'latency': found.latency, 'throughput': found.throughput}
+      for found in (
+        predict(deployment, step, batch_size=batch_size, context=context)
+        for step in (Step(), fastest)
+      )
+    ]
   return {
     'context': context,
     'x': list(BATCH_SIZES),
@@ -158,6 +171,7 @@ def by_batch_size(
       for n, step in steps.items()
     },
     'best_draft_length': best,
+    'rates': rates,
   }
 
 

@@ -82,13 +82,24 @@ def by_batch_size(study: Mapping[str, Any]) -> str:
       else f'from batch size {batch_size} on'
     )
     lines.append(f'{name}: plain decoding is at least as fast {where}.')
-  best = ', '.join(
-    f'{batch_size}: {length}'
-    for batch_size, length in study['best_draft_length'].items()
-    if batch_size & (batch_size - 1) == 0
+  head = (
+    'batch size',
+    'plain: ms per token',
+    'tokens/s',
+    'best draft length',
+    'ms per token',
+    'tokens/s',
   )
-  lines.append(f'Best draft length by batch size: {best}.')
-  return '\n'.join(lines)
+  rows = []
+  for batch_size, rates in study['rates'].items():
+    if batch_size & (batch_size - 1) == 0:
+      plain, best = (
+        (f'{1e3 * rate["latency"]:.2f}', f'{rate["throughput"]:,.0f}')
+        for rate in rates
+      )
+      length = study['best_draft_length'][batch_size]
+      rows.append((f'{batch_size}', *plain, f'{length}', *best))
+  return '\n'.join([*lines, '', to_table(head, rows)])
 
 
 def by_experts(study: Mapping[str, Any]) -> str:

@@ -1,9 +1,9 @@
 """What decoding costs, from sizes alone: when speculation pays, and why.
 
-Pure functions over frozen records, on the host; nothing is run: `ModelShape` and
-`Hardware` (presets: `MODELS`, `HARDWARE`) give the bytes, operations and
-seconds of a forward; a `Step` (what is drafted, verified and expected to be
-emitted) on a `Deployment` gives speed, latency, throughput and memory traffic.
+Pure functions over frozen records; nothing is run. `ModelShape` and `Hardware`
+(presets: `MODELS`, `HARDWARE`) give the bytes, operations and seconds of a
+forward; a `Step` (what is drafted, verified and expected to be emitted) on a
+`Deployment` gives speed, latency, throughput and memory traffic.
 """
 
 from specdec.cost_model.config import shape_from_config
