@@ -495,7 +495,10 @@ def test_ten_queries_read_ten_caches(name):
 
 def test_mixtures_gain_less_at_batch_1_and_more_at_64():
   study = studies.by_experts(
-    [MODELS['mixtral-8x7b']], HARDWARE['h200'], 0.8, context=512
+    [MODELS['mixtral-8x7b']],
+    dataclasses.replace(_SERVER, hardware=HARDWARE['h200']),
+    0.8,
+    context=512,
   )
   (row,) = study['rows']
   assert row['verified_experts'] == pytest.approx(8 * (1 - 0.75**5))

@@ -40,7 +40,7 @@ def run(
     'by_context': studies.by_context(deployment, acceptance),
     'expert_share': studies.expert_share(mixtures),
     'by_experts': studies.by_experts(
-      mixtures, deployment.hardware, acceptance, context=context
+      mixtures, deployment, acceptance, context=context
     ),
     'paper': paper.compare(),
     'roofs': studies.roofs(paper.DEPLOYMENT, greedy, context=paper.CONTEXT),

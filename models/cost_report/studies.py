@@ -17,7 +17,6 @@ from specdec.cost_model import break_even_batch_size
 from specdec.cost_model import Deployment
 from specdec.cost_model import forward_cost
 from specdec.cost_model import ForwardCost
-from specdec.cost_model import Hardware
 from specdec.cost_model import ModelShape
 from specdec.cost_model import predict
 from specdec.cost_model import Step
@@ -224,7 +223,7 @@ def expert_share(shapes: Sequence[ModelShape]) -> dict[str, Any]:
 
 def by_experts(
   shapes: Sequence[ModelShape],
-  hardware: Hardware,
+  deployment: Deployment,
   acceptance: float,
   *,
   context: int,
@@ -236,7 +235,7 @@ def by_experts(
 
   Args:
     shapes: with experts.
-    hardware: to run on.
+    deployment: on what; its models do not matter.
     acceptance: of a drafted token.
     context: of every row.
     num_draft_tokens: of the chain.
@@ -246,7 +245,7 @@ def by_experts(
   for shape in shapes:
     experts = shape.experts
     assert experts is not None
-    mixture = Deployment(target=shape, draft=None, hardware=hardware)
+    mixture = dataclasses.replace(deployment, target=shape, draft=None)
     twin = dataclasses.replace(mixture, target=shape.dense_twin())
     speeds = [
       predict(one, step, context=context).speedup for one in (mixture, twin)
