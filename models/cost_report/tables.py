@@ -76,12 +76,12 @@ def by_batch_size(study: Mapping[str, Any]) -> str:
   """(b)."""
   lines = [speedups(study, 'batch size'), '']
   for name, batch_size in study['break_even'].items():
-    where = (
-      'at no batch size up to 1,024'
+    end = (
+      'pays up to batch size 1,024, the largest that was looked at'
       if batch_size is None
-      else f'from batch size {batch_size} on'
+      else f'plain decoding is at least as fast from batch size {batch_size} on'
     )
-    lines.append(f'{name}: plain decoding is at least as fast {where}.')
+    lines.append(f'{name}: {end}.')
   head = (
     'batch size',
     'plain: ms per token',
