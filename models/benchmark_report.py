@@ -1,13 +1,13 @@
 """A benchmark's figures, as tables and as a file."""
 
 from collections.abc import Mapping
-from collections.abc import Sequence
 import dataclasses
 import pathlib
 from typing import Any
 
 import numpy as np
 
+from models.markdown import to_table
 from models.results import write_record
 
 _MISSING = '-'
@@ -43,8 +43,8 @@ class Report:
       f'{rate / 1e9:.0f} GFLOP/s {name}' for name, rate in roofs
     )
     memory = self.limits['bytes_per_second'] / 1e9
-    speed = _table(_SPEED_HEAD, map(_speed_row, *_columns(self.arms)))
-    work = _table(_WORK_HEAD, map(_work_row, *_columns(self.arms)))
+    speed = to_table(_SPEED_HEAD, map(_speed_row, *_columns(self.arms)))
+    work = to_table(_WORK_HEAD, map(_work_row, *_columns(self.arms)))
     return (
       f'{speed}\n\n{work}\n\nIn this run the machine read {memory:.1f} GB/s and'
       f' computed {roofs}.'
@@ -53,15 +53,6 @@ class Report:
 
 def _columns(arms):
   return arms.keys(), arms.values()
-
-
-def _table(head: Sequence[str], rows) -> str:
-  table = [head, *rows]
-  widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-  table.insert(1, ['-' * width for width in widths])
-  return '\n'.join(
-    f'| {" | ".join(map(str.ljust, row, widths))} |' for row in table
-  )
 
 
 def _with_interval(value: float, interval: Any, unit: str = '') -> str:

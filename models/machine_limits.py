@@ -16,6 +16,8 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec.cost_model import Hardware
+
 # Beyond what caches hold, small enough to be had beside the models.
 _READ_BYTES = {'cpu': 256 << 20, 'default': 2 << 30}
 _MATRIX_WIDTH = {'cpu': 2048, 'default': 8192}
@@ -112,3 +114,23 @@ class MachineLimits:
       },
       'flops_per_second_samples': self._flops_per_second,
     }
+
+
+def this_machine(
+  dtypes: Sequence[str] = ('float32', 'bfloat16'), *, samples: int = 5
+) -> Hardware:
+  """The default device, as the cost model wants to know it.
+
+  Args:
+    dtypes: of the matrix products.
+    samples: whose medians count.
+  """
+  limits = MachineLimits(dtypes)
+  for _ in range(samples):
+    limits.sample()
+  summary = limits.summary()
+  return Hardware(
+    name='this machine',
+    bytes_per_second=summary['bytes_per_second'],
+    flops_per_second=summary['flops_per_second'],
+  )

@@ -17,6 +17,7 @@ from models.drafters import DraftSettings
 from models.drafters import INNERS
 from models.drafters import METHODS
 from models.drafters import PLANNED
+from models.markdown import to_table
 from specdec.scorers.lookup import PromptLookup
 from specdec.topology import Topology
 from specdec.tree_config import TreeConfig
@@ -262,17 +263,16 @@ def cache_path(context: Context) -> pathlib.Path:
 
 def table(plan: Plan) -> str:
   """The candidates as Markdown, fastest first."""
-  rows: list[tuple[str, ...]] = [
-    (
-      'candidate',
-      'predicted tokens/s',
-      'measured',
-      'block eff.',
-      'pays above',
-      'ms drafting',
-      'ms verifying',
-    )
-  ]
+  head = (
+    'candidate',
+    'predicted tokens/s',
+    'measured',
+    'block eff.',
+    'pays above',
+    'ms drafting',
+    'ms verifying',
+  )
+  rows = []
   for one in plan.candidates:
     measured = one['measured']
     rows.append(
@@ -286,8 +286,4 @@ def table(plan: Plan) -> str:
         f'{one["verification_milliseconds"]:.2f}',
       )
     )
-  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-  rows.insert(1, tuple('-' * width for width in widths))
-  return '\n'.join(
-    f'| {" | ".join(map(str.ljust, row, widths))} |' for row in rows
-  )
+  return to_table(head, rows)

@@ -14,7 +14,7 @@ import numpy as np
 
 from models.arms import PEER_METHODS
 
-_COLORS = (
+COLORS = (
   '#4477aa',
   '#ee6677',
   '#228833',
@@ -25,7 +25,16 @@ _COLORS = (
   '#117777',
 )
 _PEER_COLORS = ('#777777', '#a5a5a5', '#404040')
-_DOTS_PER_INCH = 150
+DOTS_PER_INCH = 150
+_HOW_TO_INSTALL = "pip install matplotlib (or the extra: 'specdec-jax[plot]')"
+
+
+def require_matplotlib(flag: str) -> None:
+  """Raises ValueError if matplotlib, which the flag needs, is not there."""
+  if importlib.util.find_spec('matplotlib') is None:
+    raise ValueError(
+      f'{flag} needs matplotlib; {_HOW_TO_INSTALL}, or leave it out'
+    )
 
 
 def choose_folder(plots: str | None, output: str | None) -> pathlib.Path | None:
@@ -43,14 +52,11 @@ def choose_folder(plots: str | None, output: str | None) -> pathlib.Path | None:
   """
   if plots is None and output is None:
     return None
-  if importlib.util.find_spec('matplotlib') is None:
-    how = "pip install matplotlib (or the extra: 'specdec-jax[plot]')"
-    if plots is not None:
-      raise ValueError(
-        f'--plots={plots} needs matplotlib; {how}, or leave it out'
-      )
+  if plots is not None:
+    require_matplotlib(f'--plots={plots}')
+  elif importlib.util.find_spec('matplotlib') is None:
     print(
-      f'no pictures without matplotlib: {how}, then'
+      f'no pictures without matplotlib: {_HOW_TO_INSTALL}, then'
       f' scripts/plot_benchmark.py --results={output}',
       file=sys.stderr,
     )
@@ -83,7 +89,7 @@ def draw(
   ):
     figure = draw_one(record)
     files.append(folder / f'{stem}_{kind}.png')
-    figure.savefig(files[-1], dpi=_DOTS_PER_INCH)
+    figure.savefig(files[-1], dpi=DOTS_PER_INCH)
   return files
 
 
@@ -134,7 +140,7 @@ def _styles(record) -> dict[str, tuple[str, str]]:
   styles = {}
   for name in record['arms']:
     is_peer = name.partition(':')[0].partition('(')[0] in PEER_METHODS
-    colors = _PEER_COLORS if is_peer else _COLORS
+    colors = _PEER_COLORS if is_peer else COLORS
     markers = 'sXP*' if is_peer else 'oD^v<>'
     number = counts[is_peer]
     counts[is_peer] += 1
@@ -232,15 +238,47 @@ def _is_batched(record) -> bool:
 def _draw_roofline(record):
   """Arithmetic per byte and per second of each arm, under the roofs."""
   arms, styles = record['arms'], _styles(record)
-  limits = record['limits']
-  memory = limits['bytes_per_second']
-  roofs = limits['flops_per_second']
   height = max(4.2, 1.6 + 0.2 * len(arms))
   figure = _figure(
     record, 8, height, 'Arithmetic and memory: what the machine allows'
   )
   axes = figure.subplots()
-  intensities = [arm['arithmetic_intensity'] for arm in arms.values()]
+  points = {
+    f'{_label(name, record)}: {arm["arithmetic_intensity"]:.1f}': (
+      arm['arithmetic_intensity'],
+      arm['flops_per_second'],
+      styles[name],
+    )
+    for name, arm in arms.items()
+  }
+  plot_roofs(axes, record['limits'], points)
+  axes.set_xlabel('FLOP per byte read, all models', fontsize=8)
+  axes.set_ylabel('attained GFLOP per second', fontsize=8)
+  axes.legend(
+    loc='upper left',
+    bbox_to_anchor=(1.01, 1),
+    fontsize=7,
+    title='arm: FLOP per byte',
+    title_fontsize=7,
+  )
+  return figure
+
+
+def plot_roofs(
+  axes,
+  limits: Mapping[str, Any],
+  points: Mapping[str, tuple[float, float, tuple[str, str]]],
+) -> None:
+  """Roofs, and what lies under them.
+
+  Args:
+    axes: to draw on; gets logarithmic scales.
+    limits: of `models.machine_limits`.
+    points: by label, FLOP per byte, FLOP per second, colour and marker.
+  """
+  memory = limits['bytes_per_second']
+  roofs = limits['flops_per_second']
+  intensities = [intensity for intensity, _, _ in points.values()]
   low = min(*intensities, 0.5) / 2
   high = 2 * max(*intensities, *(roof / memory for roof in roofs.values()))
   top = max(roofs.values())
@@ -257,41 +295,32 @@ def _draw_roofline(record):
       ha='right',
       fontsize=7.5,
     )
+  text_x, text_y = 1.3 * low, 1.7 * memory * low / 1e9
   axes.text(
-    1.3 * low,
-    1.7 * memory * low / 1e9,
+    text_x,
+    text_y,
     f'memory, {memory / 1e9:,.1f} GB/s',
-    rotation=np.degrees(np.arctan(memory / 1e9)),  # of the line, in its data
+    # As steep as the line: on logarithmic scales, what doubles x doubles y.
+    rotation=np.degrees(np.arctan2(text_y, text_x)),
     rotation_mode='anchor',
     transform_rotates_text=True,
     fontsize=7.5,
   )
-  for name, arm in arms.items():
-    color, marker = styles[name]
+  for label, (intensity, rate, (color, marker)) in points.items():
     axes.plot(
-      arm['arithmetic_intensity'],
-      arm['flops_per_second'] / 1e9,
+      intensity,
+      rate / 1e9,
       marker,
       color=color,
       markersize=7,
       markeredgecolor='white',
       markeredgewidth=0.7,
-      label=f'{_label(name, record)}: {arm["arithmetic_intensity"]:.1f}',
+      label=label,
     )
-  rates = [arm['flops_per_second'] / 1e9 for arm in arms.values()]
+  rates = [rate / 1e9 for _, rate, _ in points.values()]
   axes.set_xscale('log')
   axes.set_yscale('log')
   axes.set_xlim(low, high)
   axes.set_ylim(min(*rates, memory * low / 1e9) / 2, 2.2 * top / 1e9)
-  axes.set_xlabel('FLOP per byte read, all models', fontsize=8)
-  axes.set_ylabel('attained GFLOP per second', fontsize=8)
   axes.tick_params(labelsize=7)
   axes.grid(which='major', lw=0.3)
-  axes.legend(
-    loc='upper left',
-    bbox_to_anchor=(1.01, 1),
-    fontsize=7,
-    title='arm: FLOP per byte',
-    title_fontsize=7,
-  )
-  return figure

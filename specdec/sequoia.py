@@ -53,6 +53,22 @@ class TreeTable:
     return paths
 
 
+def check_acceptance(acceptance: Sequence[float]) -> np.ndarray:
+  """P as `[K]` float64.
+
+  Raises:
+    ValueError: a chance is below 0, or they exceed 1 together.
+  """
+  p = np.asarray(acceptance, np.float64)
+  sums_to = p.sum() if p.ndim == 1 else np.nan
+  if not (p.size and np.all(p >= 0) and sums_to <= 1 + 1e-6):
+    raise ValueError(
+      'acceptance must be chances by rank, each at least 0 and together at most'
+      f' 1, got {acceptance}'
+    )
+  return p
+
+
 def best_trees(
   acceptance: Sequence[float], *, num_nodes: int, max_depth: int
 ) -> TreeTable:
@@ -71,13 +87,7 @@ def best_trees(
   Raises:
     ValueError: a value is out of range; says which.
   """
-  p = np.asarray(acceptance, np.float64)
-  sums_to = p.sum() if p.ndim == 1 else np.nan
-  if not (p.size and np.all(p >= 0) and sums_to <= 1 + 1e-6):
-    raise ValueError(
-      'acceptance must be chances by rank, each at least 0 and together at most'
-      f' 1, got {acceptance}'
-    )
+  p = check_acceptance(acceptance)
   if num_nodes < 1 or max_depth < 1:
     raise ValueError(
       'num_nodes and max_depth must be at least 1, got'

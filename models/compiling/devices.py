@@ -14,6 +14,8 @@ import pathlib
 import jax
 from jax.experimental import topologies
 
+from specdec.cost_model import HARDWARE
+
 LIBTPU = pathlib.Path(__file__).parents[2] / 'build' / 'libtpu'
 """Where scripts/install_libtpu.py puts it, in a folder of the same name."""
 
@@ -113,7 +115,7 @@ _H200 = Gpu(
   clock=1.98,
   memory_bytes=141 << 30,
   shared_bytes=228 << 10,
-  bandwidth=4.8e12,
+  bandwidth=HARDWARE['h200'].bytes_per_second,
 )
 _A100 = Gpu(
   description='NVIDIA A100-SXM4-80GB',
@@ -124,25 +126,27 @@ _A100 = Gpu(
   clock=1.41,
   memory_bytes=79 << 30,
   shared_bytes=164 << 10,
-  bandwidth=2.039e12,
+  bandwidth=HARDWARE['a100'].bytes_per_second,
 )
 
+
+def _device(name: str, *, topology: str = '', gpu: Gpu | None = None) -> Device:
+  limits = HARDWARE[name]
+  return Device(
+    platform='cuda' if gpu else 'tpu',
+    bandwidth=limits.bytes_per_second,
+    flops=limits.peak('bfloat16'),
+    topology=topology,
+    gpu=gpu,
+  )
+
+
 DEVICES = {
-  'h200': Device(
-    platform='cuda', bandwidth=_H200.bandwidth, flops=989e12, gpu=_H200
-  ),
-  'a100': Device(
-    platform='cuda', bandwidth=_A100.bandwidth, flops=312e12, gpu=_A100
-  ),
-  'v5e': Device(
-    platform='tpu', bandwidth=819e9, flops=197e12, topology='v5e:2x2'
-  ),
-  'v5p': Device(
-    platform='tpu', bandwidth=2.765e12, flops=459e12, topology='v5p:2x2x1'
-  ),
-  'v6e': Device(
-    platform='tpu', bandwidth=1.64e12, flops=918e12, topology='v6e:2x2'
-  ),
+  'h200': _device('h200', gpu=_H200),
+  'a100': _device('a100', gpu=_A100),
+  'v5e': _device('v5e', topology='v5e:2x2'),
+  'v5p': _device('v5p', topology='v5p:2x2x1'),
+  'v6e': _device('v6e', topology='v6e:2x2'),
   # The machine at hand, if it is like that of docs/cpu.md.
   'cpu': Device(platform='cpu', bandwidth=28e9, flops=2e12),
 }

@@ -1,0 +1,1 @@
+"""What the cost model says about the claims of docs/cost_model.md."""
