@@ -49,9 +49,7 @@ def mark(pieces: Sequence[str], origins: Sequence[int], *, color: bool) -> str:
   )
   for origin, run in runs:
     text = ''.join(piece for piece, _ in run)
-    marked.append(
-      _colored(text, origin) if color else mark_of(origin) + text
-    )
+    marked.append(_colored(text, origin) if color else mark_of(origin) + text)
   return ''.join(marked)
 
 

@@ -15,6 +15,7 @@ import decoding_flags as options
 import planned
 
 from models.drafters import METHODS
+import specdec
 
 _PROMPT = flags.DEFINE_string('prompt', options.DEFAULT_PROMPT, 'to continue')
 _METHOD = flags.DEFINE_enum(
@@ -28,28 +29,15 @@ _TRACE = flags.DEFINE_string(
 )
 
 
-def _decoded():
-  import models
-
+def _decoded() -> specdec.Trace:
+  """What the flags say."""
   if options.PROMPT_FILE.value is None:
     prompts = [_PROMPT.value]
   elif _PROMPT.present:
     raise ValueError('give --prompt or --prompt_file, not both')
   else:
     prompts = options.read_prompts(options.PROMPT_FILE.value, 1)
-  plan = planned.plan(1, lambda: prompts)
-  if plan is not None:
-    planned.check_contradictions(plan, _METHOD)
-  generator = models.load(
-    options.TARGET.value,
-    options.draft_name(),
-    method=_METHOD.value,
-    drafting=options.draft_settings(),
-    plan=plan,
-    dtype=options.DTYPE.value,
-    draft_dtype=options.DRAFT_DTYPE.value,
-    revision=options.REVISION.value,
-  )
+  generator = planned.generator(_METHOD, prompts, 1)
   chosen = {}
   if options.BREAK_EVEN.value is not None:
     chosen['break_even'] = options.BREAK_EVEN.value
@@ -66,9 +54,7 @@ def _decoded():
   return trace
 
 
-def _read(name: str):
-  import specdec
-
+def _read(name: str) -> specdec.Trace:
   try:
     return specdec.Trace.from_json(pathlib.Path(name).read_text('utf-8'))
   except (OSError, ValueError) as error:

@@ -7,14 +7,21 @@ _VISIBLE = {' ': '␣', '\n': '⏎', '\t': '⇥', '\r': '␍'}
 _UNKNOWN = '\ufffd'
 
 
-class Html(str):
+class _Markup(str):
+  """Shown by what it is for, not by its many letters."""
+
+  def __repr__(self):
+    return f'<{type(self).__name__} of {len(self):,} characters>'
+
+
+class Html(_Markup):
   """HTML; a notebook shows it."""
 
   def _repr_html_(self) -> str:
     return str(self)
 
 
-class Svg(str):
+class Svg(_Markup):
   """A picture; a notebook shows it, and so does a browser as a file."""
 
   def _repr_svg_(self) -> str:
