@@ -14,7 +14,9 @@ def _examples(name):
   )
 
 
-@pytest.mark.parametrize('name', ['README.md', 'docs/api.md', 'docs/visualize.md'])
+@pytest.mark.parametrize(
+  'name', ['README.md', 'docs/api.md', 'docs/visualize.md']
+)
 def test_examples_run(name, monkeypatch, capsys):
   monkeypatch.chdir(_ROOT)
   examples = _examples(name)

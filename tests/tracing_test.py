@@ -18,7 +18,7 @@ from specdec import TreeConfig
 from specdec.topology import from_paths
 
 _VOCAB_SIZE = 24
-_PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 5]]
+_PROMPTS = [[1, 2, 4], [3], [5, 6, 7, 5]]
 _LIMITS = (30, 0, 17)
 _TREE = TreeConfig(
   num_nodes=8, width=3, branching=2, rounds=2, capacity=24, cost_ratio=0
