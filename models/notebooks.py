@@ -56,13 +56,27 @@ def execute(path: pathlib.Path, *, timeout: int) -> Any:
 
 
 def stripped(notebook: Any) -> Any:
-  """Without times, versions and warnings, which change with every run."""
+  """Without what changes with every run.
+
+  That is times, versions, warnings, and how a text happened to arrive in parts.
+  """
   notebook.metadata = _METADATA
   for number, cell in enumerate(notebook.cells):
     cell.id = f'cell-{number:02}'
     cell.metadata = {}
     if cell.cell_type == 'code':
-      cell.outputs = [
-        one for one in cell.outputs if one.get('name') != 'stderr'
-      ]
+      cell.outputs = _joined(cell.outputs)
   return notebook
+
+
+def _joined(outputs: list[Any]) -> list[Any]:
+  """Without stderr, and what was printed without a break as one output."""
+  kept: list[Any] = []
+  for one in outputs:
+    if one.get('name') == 'stderr':
+      continue
+    if kept and one.get('name') == kept[-1].get('name') == 'stdout':
+      kept[-1].text += one.text
+    else:
+      kept.append(one)
+  return kept

@@ -69,13 +69,18 @@ def test_what_changes_with_every_run_is_stripped():
   cell = nbformat.v4.new_code_cell('print(1)')
   cell.metadata = {'execution': {'iopub.status.busy': '2026-01-01'}}
   cell.outputs = [
-    nbformat.v4.new_output('stream', name='stderr', text='a warning'),
     nbformat.v4.new_output('stream', name='stdout', text='1\n'),
+    nbformat.v4.new_output('stream', name='stderr', text='a warning'),
+    nbformat.v4.new_output('stream', name='stdout', text='2\n'),
+    nbformat.v4.new_output('display_data', {'text/plain': 'a picture'}),
+    nbformat.v4.new_output('stream', name='stdout', text='3\n'),
   ]
   notebook = nbformat.v4.new_notebook(cells=[cell, cell.copy()])
   notebook.metadata['language_info'] = {'version': '3.11.7'}
   found = notebooks.stripped(notebook)
   assert [one.id for one in found.cells] == ['cell-00', 'cell-01']
   assert found.cells[0].metadata == {}
-  assert [one.text for one in found.cells[0].outputs] == ['1\n']
+  first, picture, last = found.cells[0].outputs
+  assert (first.text, last.text) == ('1\n2\n', '3\n')
+  assert picture.data == {'text/plain': 'a picture'}
   assert 'version' not in found.metadata['language_info']
