@@ -31,7 +31,7 @@ def _axes(xlabel: str, ylabel: str) -> Any:
   from matplotlib.figure import Figure
 
   figure = Figure(figsize=(6.4, 3.2), layout='constrained')
-  axes = figure.subplots()
+  axes: Any = figure.subplots()
   axes.set_xlabel(xlabel)
   axes.set_ylabel(ylabel)
   axes.xaxis.get_major_locator().set_params(integer=True)
