@@ -23,8 +23,11 @@ def main() -> None:
   from models import notebooks
 
   folder = pathlib.Path(__file__).parents[1] / 'colab'
-  files = _NOTEBOOKS.value or sorted(folder.glob('*.ipynb'))
-  for file in map(pathlib.Path, files):
+  if _NOTEBOOKS.value is None:
+    files = sorted(folder.glob('*.ipynb'))
+  else:
+    files = [pathlib.Path(name) for name in _NOTEBOOKS.value]
+  for file in files:
     notebook = notebooks.execute(file, timeout=_TIMEOUT.value)
     nbformat.write(notebook, file)
     print(f'{file}: {file.stat().st_size / 1e3:.0f} kB')

@@ -203,8 +203,9 @@ def advance_recorded(
   """
   if not speculate:
     return make_step(target, None, request, config)(state)
-  if state.guard is not None and drafter is not None:
-    stages = catch_up_stages(drafter, state.stages, state.tokens, state.length)
+  stages = state.stages
+  if state.guard is not None and drafter is not None and stages is not None:
+    stages = catch_up_stages(drafter, stages, state.tokens, state.length)
     state = state.replace(stages=stages)
   return make_step(target, drafter, request, config)(state)
 

@@ -75,7 +75,9 @@ def test_what_changes_with_every_run_is_stripped():
     nbformat.v4.new_output('display_data', {'text/plain': 'a picture'}),
     nbformat.v4.new_output('stream', name='stdout', text='3\n'),
   ]
-  notebook = nbformat.v4.new_notebook(cells=[cell, cell.copy()])
+  notebook = nbformat.v4.new_notebook(
+    cells=[cell, nbformat.v4.new_code_cell('2')]
+  )
   notebook.metadata['language_info'] = {'version': '3.11.7'}
   found = notebooks.stripped(notebook)
   assert [one.id for one in found.cells] == ['cell-00', 'cell-01']
