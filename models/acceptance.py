@@ -18,7 +18,7 @@ import tqdm
 from models.generator import Generator
 import specdec
 from specdec import law
-from specdec.generation import check_sampling
+from specdec.arguments import check_sampling
 from specdec.topology import chain
 from specdec.topology import k_ary
 from specdec.topology import Topology

@@ -25,7 +25,7 @@ from models.pair import load_pair
 from models.pair import Pair
 import specdec
 from specdec import benchmarking
-from specdec.generation import row_keys
+from specdec.arguments import row_keys
 from specdec.margins import choice_margin
 from specdec.scorers.language_model import LanguageModelScorer
 from specdec.statistics import relative_bandwidth

@@ -26,8 +26,8 @@ from models.plan import Plan
 import specdec
 from specdec import benchmarking
 from specdec import planning
-from specdec.generation import check_sampling
-from specdec.generation import padded_shape
+from specdec.arguments import check_sampling
+from specdec.buckets import padded_shape
 from specdec.replay import next_token_ranks
 from specdec.replay import stand_in
 from specdec.step_costs import measure_step_costs

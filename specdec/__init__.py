@@ -1,5 +1,6 @@
 """Staged, tree-structured speculative decoding in JAX."""
 
+from specdec.arguments import row_keys
 from specdec.cache import init_cache
 from specdec.cache import KVCache
 from specdec.decode import decode
@@ -9,7 +10,6 @@ from specdec.drafter import staged
 from specdec.generation import Decoding
 from specdec.generation import generate
 from specdec.generation import Generation
-from specdec.generation import row_keys
 from specdec.model import LanguageModel
 from specdec.model import Model
 from specdec.recording import trace

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec.generation import check_sampling
+from specdec.arguments import check_sampling
 from specdec.masks import causal_mask
 from specdec.model import Model
 from specdec.sampling import adjust_logits

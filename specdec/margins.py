@@ -7,7 +7,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec.generation import check_sampling
+from specdec.arguments import check_sampling
 from specdec.masks import causal_mask
 from specdec.model import Model
 from specdec.repetition import init_seen

@@ -16,13 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec.arguments import check_sampling
+from specdec.arguments import row_keys
 from specdec.decode import advance
 from specdec.decode import DecodeConfig
 from specdec.decode import Request
 from specdec.decode import start
 from specdec.drafter import Drafter
-from specdec.generation import check_sampling
-from specdec.generation import row_keys
 from specdec.model import Model
 from specdec.planning import StepCosts
 from specdec.ranking import IMPOSSIBLE

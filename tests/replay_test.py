@@ -9,7 +9,7 @@ import tiny_drafters
 import tiny_models
 
 from specdec import generate
-from specdec.generation import check_sampling
+from specdec.arguments import check_sampling
 from specdec.replay import next_token_ranks
 from specdec.replay import stand_in
 from specdec.topology import k_ary
