@@ -159,9 +159,7 @@ def find_children(
   same_parent = tree.parent[None] == parents[:, None]
   same = same_parent[:, None] & (tree.token[None, None] == tokens[:, :, None])
   same &= (parents >= 0)[:, None, None]  # unused entries have parent NO_NODE
-  # There is at most one, so that a single reduction finds it.
-  entries = jnp.arange(tree.capacity)[None, None]
-  return jnp.max(jnp.where(same, entries, NO_NODE), axis=2)
+  return jnp.where(jnp.any(same, axis=2), jnp.argmax(same, axis=2), NO_NODE)
 
 
 def place_children(
