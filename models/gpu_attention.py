@@ -114,12 +114,14 @@ def _kernel(
   out, _, total = _absorb(
     carry, scores, see(start + new, exists), exists[None], values
   )
-  store = lambda ref, index, what, real: triton.store(
-    ref.at[index, column[None]], what, mask=jnp.broadcast_to(real, what.shape)
+  store = lambda ref, what, real: triton.store(
+    ref, what, mask=jnp.broadcast_to(real, what.shape)
   )
-  store(out_ref, row[:, None], out / total[:, None], of_row)
-  store(written_key_ref, (start + new)[:, None], keys, exists[:, None])
-  store(written_value_ref, (start + new)[:, None], values, exists[:, None])
+  place = out_ref.at[query_index, (row // num_new)[:, None], column[None]]
+  store(place, out / total[:, None], of_row)
+  slot = (start + new)[:, None]
+  for ref, what in ((written_key_ref, keys), (written_value_ref, values)):
+    store(ref.at[slot, column[None]], what, exists[:, None])
 
 
 @functools.partial(jax.jit, static_argnames=('scale', 'interpret'))
@@ -153,8 +155,8 @@ def attend_and_write(
   """
   batch_size, num_heads, num_new, width = new_key.shape
   num_slots = keys.shape[2]
-  rows = query.shape[1] // num_heads * num_new
-  query_shape = query.shape
+  group = query.shape[1] // num_heads
+  rows = group * num_new
   query = query.reshape(batch_size, num_heads, rows, width)
   of_head = lambda size: pl.BlockSpec(
     (None, None, size, width), lambda row, head: (row, head, 0, 0)
@@ -172,9 +174,18 @@ def attend_and_write(
       of_head(num_slots),
       of_head(num_slots),
     ],
-    out_specs=[of_head(rows), of_head(num_slots), of_head(num_slots)],
+    out_specs=[
+      # Positions first, as the product that follows wants it.
+      pl.BlockSpec(
+        (None, num_new, group, width), lambda row, head: (row, 0, head, 0)
+      ),
+      of_head(num_slots),
+      of_head(num_slots),
+    ],
     out_shape=[
-      jax.ShapeDtypeStruct(query.shape, jnp.float32),
+      jax.ShapeDtypeStruct(
+        (batch_size, num_new, num_heads * group, width), jnp.float32
+      ),
       cache_array,
       cache_array,
     ],
@@ -183,4 +194,4 @@ def attend_and_write(
     interpret=interpret,
     name='attend_and_write',
   )(start, mask, query, new_key, new_value, keys, values)
-  return out.reshape(query_shape), keys, values
+  return out.swapaxes(1, 2), keys, values
