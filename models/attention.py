@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from models.matmul import precision
 
 # Finite, so that a row that sees nothing (padding) gives numbers, not NaN.
-_MASKED_SCORE = -1e30
+MASKED_SCORE = -1e30
 
 
 def _batched_matmul(x: jax.Array, y: jax.Array, contract: int) -> jax.Array:
@@ -29,7 +29,7 @@ def _batched_matmul(x: jax.Array, y: jax.Array, contract: int) -> jax.Array:
 
 def _attend(query, key, value, mask, *, scale):
   scores = scale * _batched_matmul(query, key, 3)
-  scores = jnp.where(mask[:, None], scores, _MASKED_SCORE)
+  scores = jnp.where(mask[:, None], scores, MASKED_SCORE)
   probs = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
   return _batched_matmul(probs, value, 2)
 

@@ -17,6 +17,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from models.attention import attend
+from models.cached_attention import attend_and_write
 from models.matmul import matmul
 from models.matmul import take_rows
 from specdec import cache as kv
@@ -115,17 +116,26 @@ class Linear(nnx.Module):
 
 
 class LayerNorm(nnx.LayerNorm):
-  """For a single position on accelerators, statistics in one pass.
+  """As XLA makes the fewest kernels of it, for a single position.
 
-  That is a kernel less. Of several positions XLA makes one kernel anyway.
+  Of several positions it makes one. Of one position it makes three on
+  accelerators, or two if statistics take one pass. On a GPU a second row, of
+  zeros, makes it one again, and part of the product that follows.
   """
 
   def __call__(self, x: jax.Array, **kw) -> jax.Array:
     if x.size > x.shape[-1]:
       return super().__call__(x, **kw)
     return lax.platform_dependent(
-      x, cpu=super().__call__, default=self._in_one_pass
+      x,
+      cpu=super().__call__,
+      cuda=self._of_two_rows,
+      default=self._in_one_pass,
     )
+
+  def _of_two_rows(self, x):
+    padding = [(0, 0)] * (x.ndim - 2) + [(0, 1), (0, 0)]
+    return super().__call__(jnp.pad(x, padding))[..., :1, :]
 
   def _in_one_pass(self, x):
     mean = jnp.mean(x, axis=-1, keepdims=True)
@@ -166,10 +176,12 @@ class Attention(nnx.Module):
     query, key, value = (
       self.c_attn(x).astype(self.dtype).reshape(heads).transpose(2, 0, 3, 1, 4)
     )
-    if cache is not None:
-      cache = kv.write(cache, self.layer, key, value)
-      key, value = cache.keys[self.layer], cache.values[self.layer]
-    out = attend(query, key, value, mask, scale=self.scale)
+    if cache is None:
+      out = attend(query, key, value, mask, scale=self.scale)
+    else:
+      out, cache = attend_and_write(
+        query, key, value, mask, cache, self.layer, scale=self.scale
+      )
     return self.c_proj(out.swapaxes(1, 2).reshape(x.shape)), cache
 
 

@@ -79,6 +79,7 @@ def main() -> None:
   if _OUTPUT.value:
     settings = options.as_dict()
     settings.pop('text')
+    settings['dtype'] = workload.dtype
     result = {
       'jax': jax.__version__,
       'settings': settings,

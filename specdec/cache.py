@@ -62,6 +62,26 @@ def _write(slots: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
   return slots
 
 
+def finite(new: jax.Array) -> jax.Array:
+  """New keys or values as they are written: zeros instead of NaN and inf.
+
+  What is masked would still spread if it were NaN, since 0 x NaN is NaN: one
+  bad guess would spoil the whole tree. Zeros hide nothing: the token to which
+  they belong is NaN all the way to its own logits.
+  """
+  return jnp.where(jnp.isfinite(new), new, 0)
+
+
+def replace_layer(
+  cache: KVCache, layer: int, keys: jax.Array, values: jax.Array
+) -> KVCache:
+  """The cache with other arrays `[B, H, S, Dh]` for one layer."""
+  put = lambda arrays, new: (*arrays[:layer], new, *arrays[layer + 1 :])
+  return cache.replace(
+    keys=put(cache.keys, keys), values=put(cache.values, values)
+  )
+
+
 def write(
   cache: KVCache, layer: int, key: jax.Array, value: jax.Array
 ) -> KVCache:
@@ -78,17 +98,9 @@ def write(
     The cache with the entries written and `length` as it was: only the caller
     knows which of them will be kept.
   """
-  # What is masked would still spread if it were NaN, since 0 x NaN is NaN: one
-  # bad guess would spoil the whole tree. Zeros hide nothing: the token to which
-  # they belong is NaN all the way to its own logits.
-  clean = lambda new: jnp.where(jnp.isfinite(new), new, 0)
-  replace = lambda arrays, new: (
-    *arrays[:layer],
-    _write(arrays[layer], clean(new), cache.length),
-    *arrays[layer + 1 :],
-  )
-  return cache.replace(
-    keys=replace(cache.keys, key), values=replace(cache.values, value)
+  put = lambda arrays, new: _write(arrays[layer], finite(new), cache.length)
+  return replace_layer(
+    cache, layer, put(cache.keys, key), put(cache.values, value)
   )
 
 

@@ -21,6 +21,7 @@ from specdec.drafter import Drafter
 from specdec.drafter import StageCounters
 from specdec.drafter import StageState
 from specdec.drafter import Step
+from specdec.placing import add_up
 from specdec.ranking import IMPOSSIBLE
 from specdec.tree import accumulate
 from specdec.tree import add_children
@@ -151,10 +152,8 @@ def _gain(
   """
   prob = jnp.exp(tree.log_prob)
   parent = jnp.where(tree.parent >= 0, tree.parent, tree.capacity)
-  add = lambda prob, parent: (
-    jnp.zeros_like(prob).at[parent].add(prob, mode='drop')
-  )
-  of_children = jnp.minimum(jax.vmap(add)(prob, parent), prob)
+  of_children = jax.vmap(add_up, (0, 0, None))(parent, prob, tree.capacity)
+  of_children = jnp.minimum(of_children, prob)
   sum_of = lambda mass: jnp.sum(jnp.where(state.scored, mass, 0.0), axis=1)
   of_scored = sum_of(prob)
   share = sum_of(of_children) / jnp.maximum(of_scored, 1e-6)
@@ -230,6 +229,7 @@ def grow(
   """
   config, inner = drafter.config, drafter.inner
   topology = config.topology
+  active = step.active.astype(jnp.int32)
 
   def guess(state, tree):
     if inner is None:
@@ -295,7 +295,6 @@ def grow(
       tree = jax.vmap(rescore)(tree, scores, closed)
     tree = jax.vmap(add)(tree, scores, closed)
     is_node = jnp.arange(tree.capacity)[None, :, None] == scores.nodes[:, None]
-    active = step.active.astype(jnp.int32)
     counters = state.counters
     if scores.drawn_from is not None:
       entries = jnp.where(scores.nodes >= 0, scores.nodes, tree.capacity)
@@ -306,10 +305,8 @@ def grow(
     state = state.replace(
       scorer=scorer,
       scored=state.scored | jnp.any(is_node, axis=2),
-      counters=StageCounters(
-        forwards=counters.forwards + 1,
-        row_forwards=counters.row_forwards + active,
-        slots_read=counters.slots_read + active * scores.slots_read,
+      counters=counters.replace(
+        slots_read=counters.slots_read + active * scores.slots_read
       ),
     )
     return state, tree
@@ -328,5 +325,10 @@ def grow(
 
   carry = (jnp.zeros((), jnp.int32), *guess(state, tree))
   with jax.named_scope(f'grow_{drafter.name}'):
-    _, state, tree = lax.while_loop(goes_on, body, carry)
-  return state, tree
+    rounds_done, state, tree = lax.while_loop(goes_on, body, carry)
+  counters = state.counters
+  counters = counters.replace(
+    forwards=counters.forwards + rounds_done,
+    row_forwards=counters.row_forwards + active * rounds_done,
+  )
+  return state.replace(counters=counters), tree

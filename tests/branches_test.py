@@ -10,6 +10,7 @@ import pytest
 import tiny_drafters
 import tiny_models
 
+from models import gpu_attention
 from specdec import decode
 from specdec import DecodeConfig
 from specdec import NGram
@@ -18,8 +19,11 @@ from specdec import Request
 from specdec import staged
 from specdec import TreeConfig
 from specdec.placing import _looked_up
+from specdec.placing import _looked_up_sums
 from specdec.placing import _scattered
+from specdec.placing import _scattered_sums
 
+_attend_and_write = gpu_attention.attend_and_write
 _TREE = TreeConfig(num_nodes=6, width=2, branching=2, rounds=2, capacity=16)
 
 
@@ -32,12 +36,15 @@ def _take(monkeypatch, platform):
     return taken[-1](*args)
 
   monkeypatch.setattr(lax, 'platform_dependent', choose)
+  interpreted = functools.partial(_attend_and_write, interpret=True)
+  monkeypatch.setattr(gpu_attention, 'attend_and_write', interpreted)
   return taken
 
 
 def _decode(method, rows):
   """With a jit of its own, that knows no program traced before."""
-  target, draft = tiny_models.gpt2(seed=0), tiny_models.gpt2(seed=1)
+  # Heads wide enough for the kernel of GPUs.
+  target, draft = (tiny_models.gpt2(seed=i, num_heads=1) for i in range(2))
   vocab_size = target.definition.vocab_size
   text = np.random.default_rng(0).integers(vocab_size, size=80).tolist()
   table = tiny_drafters.ngram_table(
@@ -64,10 +71,13 @@ def _decode(method, rows):
   )
 
 
+@pytest.mark.parametrize('platform', ['cuda', 'tpu'])
 @pytest.mark.parametrize(('method', 'rows'), [('plain', 1), ('staged', 2)])
-def test_accelerators_decode_what_a_cpu_decodes(monkeypatch, method, rows):
+def test_accelerators_decode_what_a_cpu_decodes(
+  monkeypatch, method, rows, platform
+):
   expected = _decode(method, rows)
-  taken = _take(monkeypatch, 'tpu')
+  taken = _take(monkeypatch, platform)
   result = _decode(method, rows)
   assert taken
   np.testing.assert_array_equal(result.length, expected.length)
@@ -98,3 +108,15 @@ def test_a_lookup_writes_what_a_scatter_writes():
     ):
       np.testing.assert_array_equal(got, expected)
       assert got.dtype == expected.dtype
+
+
+def test_sums_that_are_looked_up_are_those_of_a_scatter():
+  rng = np.random.default_rng(0)
+  # Whole numbers, so that the order of adding makes no difference. Some entries
+  # get several, some none, and some numbers belong nowhere.
+  index = jnp.asarray(rng.integers(20, size=(50, 16)))
+  values = jnp.asarray(rng.integers(99, size=(50, 16)).astype('float32'))
+  for at, new in zip(index, values, strict=True):
+    looked_up = _looked_up_sums(at, new, 12)
+    assert looked_up.dtype == new.dtype
+    np.testing.assert_array_equal(looked_up, _scattered_sums(at, new, 12))

@@ -47,11 +47,18 @@ SHAPES = {
 
 METHODS = ('plain', 'chain', 'tree', 'staged')
 
+TPU_OPTIONS = {
+  # Else the compiler takes each layer's cache onto the chip, writes the new
+  # entries there, and copies all of it back. Programs that run on a TPU need
+  # it in LIBTPU_INIT_ARGS (docs/accelerators.md).
+  'xla_vf_vmem_max_outstanding_evictions': 0
+}
+
 # The counts should not hang on what a benchmark on this machine would choose,
 # nor on its instruction set.
 _OPTIONS: dict[str, dict[str, Any]] = {
   'cuda': {'xla_gpu_autotune_level': 0},
-  'tpu': {},
+  'tpu': TPU_OPTIONS,
   'cpu': {'xla_cpu_max_isa': 'AVX2'},
 }
 
