@@ -22,6 +22,7 @@ ruff check .
 ruff format --check .
 mypy
 if ! $fast; then
-  python -m sphinx -W --keep-going --quiet docs build/docs
+  # Anew, because what was read before does not warn again.
+  python -m sphinx --fresh-env -W --keep-going --quiet docs build/docs
 fi
 python -m pytest --numprocesses=2 --dist=worksteal "$@"

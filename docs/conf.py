@@ -1,4 +1,4 @@
-"""The site: `python -m sphinx -W --keep-going docs build/docs`.
+"""The site: `python -m sphinx -E -W --keep-going docs build/docs`.
 
 The pages are Markdown that GitHub shows as it is. Their links to files outside
 of docs/ are relative, too; on the site they lead to a copy of the file.
