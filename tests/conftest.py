@@ -46,10 +46,15 @@ def pytest_addoption(parser):
   )
 
 
+def _slow_files(config):
+  cache = getattr(config, 'cache', None)  # as of `-p no:cacheprovider`
+  return durations.slow_files(cache.get(durations.KEY, {}) if cache else {})
+
+
 def pytest_report_header(config):
   if not config.getoption('--fast'):
     return None
-  slow = durations.slow_files(config.cache.get(durations.KEY, {}))
+  slow = _slow_files(config)
   if not slow:
     return '--fast: nothing is known to be slow yet, so everything runs'
   return f'--fast: without {len(slow)} files that were slow the last time'
@@ -61,7 +66,7 @@ def pytest_collection_modifyitems(config, items):
       if item.get_closest_marker('long'):
         item.add_marker(pytest.mark.skip(reason='takes minutes; --long'))
   if config.getoption('--fast'):
-    slow = durations.slow_files(config.cache.get(durations.KEY, {}))
+    slow = _slow_files(config)
     file_of = lambda item: item.nodeid.split('::')[0]
     config.hook.pytest_deselected(
       items=[item for item in items if file_of(item) in slow]
@@ -77,7 +82,8 @@ def pytest_runtest_logreport(report):
 
 
 def pytest_sessionfinish(session):
+  cache = getattr(session.config, 'cache', None)
   # Of several processes the one that hears from all.
-  if not hasattr(session.config, 'workerinput') and _seconds:
-    known = session.config.cache.get(durations.KEY, {})
-    session.config.cache.set(durations.KEY, known | dict(_seconds))
+  if cache and _seconds and not hasattr(session.config, 'workerinput'):
+    known = cache.get(durations.KEY, {})
+    cache.set(durations.KEY, known | dict(_seconds))
