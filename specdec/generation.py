@@ -125,6 +125,8 @@ class Generation:
 class Decoding:
   """A decode that can be watched, and stopped, while it goes on.
 
+  For example::
+
       decoding = specdec.Decoding(target, key, prompts, max_new_tokens=64)
       for new_tokens in decoding:  # of each row, block by block
         ...

@@ -53,7 +53,7 @@ class Topology:
 
   @property
   def depth(self) -> int:
-    """D, of the deepest node: as many rounds fill the tree."""
+    """D, of the deepest node; as many rounds fill the tree."""
     return len(self.paths[-1])
 
   @property

@@ -1,5 +1,6 @@
 """Set before anything else imports JAX: the platform, and strict shapes."""
 
+import collections
 import gc
 import os
 import pathlib
@@ -7,6 +8,7 @@ import pathlib
 # An explicit choice wins, so the suite can be tried on an accelerator.
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 
+import durations
 import jax
 import pytest
 
@@ -33,10 +35,29 @@ def pytest_addoption(parser):
     '--long', action='store_true', help='also run the tests that take minutes'
   )
   parser.addoption(
+    '--fast',
+    action='store_true',
+    help=f'skip files that took over {durations.LIMIT:.0f} s the last time',
+  )
+  parser.addoption(
     '--update_limits',
     action='store_true',
     help='of counted_work_test.py: make the limits what is counted now',
   )
+
+
+def _slow_files(config):
+  cache = getattr(config, 'cache', None)  # as of `-p no:cacheprovider`
+  return durations.slow_files(cache.get(durations.KEY, {}) if cache else {})
+
+
+def pytest_report_header(config):
+  if not config.getoption('--fast'):
+    return None
+  slow = _slow_files(config)
+  if not slow:
+    return '--fast: nothing is known to be slow yet, so everything runs'
+  return f'--fast: without {len(slow)} files that were slow the last time'
 
 
 def pytest_collection_modifyitems(config, items):
@@ -44,3 +65,25 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
       if item.get_closest_marker('long'):
         item.add_marker(pytest.mark.skip(reason='takes minutes; --long'))
+  if config.getoption('--fast'):
+    slow = _slow_files(config)
+    file_of = lambda item: item.nodeid.split('::')[0]
+    config.hook.pytest_deselected(
+      items=[item for item in items if file_of(item) in slow]
+    )
+    items[:] = [item for item in items if file_of(item) not in slow]
+
+
+_seconds = collections.Counter()
+
+
+def pytest_runtest_logreport(report):
+  _seconds[report.nodeid] += report.duration
+
+
+def pytest_sessionfinish(session):
+  cache = getattr(session.config, 'cache', None)
+  # Of several processes the one that hears from all.
+  if cache and _seconds and not hasattr(session.config, 'workerinput'):
+    known = cache.get(durations.KEY, {})
+    cache.set(durations.KEY, known | dict(_seconds))

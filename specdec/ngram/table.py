@@ -76,7 +76,7 @@ class NGramTable(flax.struct.PyTreeNode, kw_only=True):
 
   @property
   def lookup_bytes(self) -> int:
-    """Read by one lookup: the way to a context, and its K next tokens.
+    """Read by one lookup; the way to a context and its K next tokens.
 
     Counted are the elements themselves, all levels of the trie included, though
     a memory system fetches whole cache lines around them.

@@ -91,7 +91,7 @@ class LanguageModelScorer(flax.struct.PyTreeNode):
 
   @property
   def labels(self) -> tuple[str, ...]:
-    """One: the model."""
+    """The model alone."""
     return (self.name,)
 
   @property

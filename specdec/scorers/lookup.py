@@ -51,7 +51,7 @@ class PromptLookup(flax.struct.PyTreeNode):
 
   @property
   def bytes_per_node(self) -> int:
-    """The text is in the processor's own cache: nothing."""
+    """None, as the text is in the processor's own cache."""
     return 0
 
   def propose(
