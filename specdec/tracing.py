@@ -103,7 +103,7 @@ class Block:
 
   @property
   def emitted_origins(self) -> tuple[int, ...]:
-    """Who proposed each emitted token; 0: nobody, it is the target's own."""
+    """Who proposed each emitted token, where 0 is the target itself."""
     proposed = [self.origins[node] for node in self.path[1:]]
     return tuple([*proposed, 0][: len(self.emitted)])
 

@@ -45,7 +45,7 @@ class ForwardCost:
 
   @property
   def read_bytes(self) -> float:
-    """Weights and caches: what `relative_bandwidth` counts."""
+    """Weights and caches, which is what `relative_bandwidth` counts."""
     return self.weight_bytes + self.cache_read_bytes
 
   @property
