@@ -264,7 +264,7 @@ class ModelShape:
 
   @property
   def flops_per_pair(self) -> int:
-    """Of one query and one cache slot in one layer, for its score and its value.
+    """Of a query and a cache slot in one layer, for its score and its value.
 
     Latent attention works on the compressed vectors, its second key and value
     products drawn into the queries and the results.
