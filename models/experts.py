@@ -163,11 +163,14 @@ def _apply_bwd(expert, block, residuals, grad):
       grad_one = jax.tree.map(jnp.add, grad_one, more)
       return _put(grad_x, grad_rows, at), grad_one
 
-    nothing = jax.tree.map(jnp.zeros_like, one)
+    # Summed over the blocks in float32, whatever the weights are.
+    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), one)
     grad_x, grad_one = lax.fori_loop(
       0, _num_blocks(counts[index], block), compute, (grad_x, nothing)
     )
-    grad_weights.append(grad_one)
+    grad_weights.append(
+      jax.tree.map(lambda leaf, grad: grad.astype(leaf.dtype), one, grad_one)
+    )
     start = start + counts[index]
   return tuple(grad_weights), grad_x, None
 

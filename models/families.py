@@ -60,5 +60,10 @@ def read_config(path: pathlib.Path) -> Config:
       raise ValueError(f'{path}: {key}={raw[key]!r} is not supported')
   try:
     return by_type[kind].read_config(raw)
-  except (StrictDataclassError, TypeError, ValueError) as error:
+  except (
+    StrictDataclassError,
+    KeyError,
+    TypeError,
+    ValueError,
+  ) as error:
     raise ValueError(f'{path}: {error}') from error

@@ -76,16 +76,19 @@ def _longest_context(config: Any) -> int:
   return min(longest, window) if slides else longest
 
 
+def _from_dict(kinds: Mapping[str, Any], raw: Mapping[str, Any]) -> Any:
+  """Transformers' own reading, which fills in what is left open."""
+  if raw.get('num_attention_heads') == 0:  # It would divide by it.
+    raise ValueError('num_attention_heads must be positive, got 0')
+  return kinds[raw['model_type']].from_dict(dict(raw))
+
+
 def _common(config: Any, kind: str) -> dict[str, Any]:
   """The fields of a `LlamaConfig`."""
   if config.hidden_act not in ACTIVATIONS:
     raise ValueError(
       f'hidden_act={config.hidden_act!r} is not known; choose from'
       f' {sorted(ACTIVATIONS)}'
-    )
-  if config.num_attention_heads < 1:
-    raise ValueError(
-      f'num_attention_heads={config.num_attention_heads} must be positive'
     )
   attention_bias = getattr(config, 'attention_bias', False)
   return {
@@ -110,13 +113,13 @@ def _common(config: Any, kind: str) -> dict[str, Any]:
 
 
 def _read_llama(raw: Mapping[str, Any]) -> LlamaConfig:
-  kind = raw['model_type']
-  return LlamaConfig(**_common(_LLAMA_CONFIGS[kind].from_dict(dict(raw)), kind))
+  config = _from_dict(_LLAMA_CONFIGS, raw)
+  return LlamaConfig(**_common(config, raw['model_type']))
 
 
 def _read_mixtral(raw: Mapping[str, Any]) -> MixtralConfig:
   kind = raw['model_type']
-  config = _MIXTRAL_CONFIGS[kind].from_dict(dict(raw))
+  config = _from_dict(_MIXTRAL_CONFIGS, raw)
   fields = _common(config, kind) | {
     'num_experts': config.num_experts,
     'experts_per_token': config.num_experts_per_tok,

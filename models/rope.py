@@ -150,8 +150,8 @@ class Rope:
   scaling: Scaling | None = None
 
   def __post_init__(self):
-    if not self.theta > 1:
-      raise ValueError(f'rope_theta must be above 1, got {self.theta}')
+    if not (isinstance(self.theta, (int, float)) and self.theta > 1):
+      raise ValueError(f'rope_theta must be above 1, got {self.theta!r}')
 
   def frequencies(self, head_width: int) -> np.ndarray:
     """Radians per position of each pair, `[Dh / 2]` float32."""

@@ -1,4 +1,4 @@
-"""Trains a small GPT-2; killed at any moment, it resumes where it saved."""
+"""Trains a small model; killed at any moment, it resumes where it saved."""
 
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -16,8 +16,9 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 
-from models.gpt2 import GPT2
-from models.gpt2 import GPT2Config
+from models.families import family_of
+from models.family import Config
+from models.family import Module
 from models.run_record import write_once
 from models.training import corpus
 from models.training.loss import make_loss
@@ -42,6 +43,8 @@ class TrainConfig:
     eval_every: steps between held-out losses (over windows of the length then
       trained on), each with a checkpoint.
     eval_tokens: at most so many held-out tokens are read for a loss.
+    balance_weight: of the load-balancing loss of a mixture of experts; Switch
+      Transformers' (arXiv 2101.03961, section 2.2).
   """
 
   num_steps: int = 2400
@@ -58,6 +61,7 @@ class TrainConfig:
   dtype: str = 'bfloat16'
   eval_every: int = 100
   eval_tokens: int = 32768
+  balance_weight: float = 0.01
 
   def __post_init__(self):
     if not 0 <= self.warmup_steps < self.num_steps:
@@ -116,7 +120,7 @@ def _fingerprint(tokens: np.ndarray) -> str:
 
 
 def train(
-  model_config: GPT2Config,
+  model_config: Config,
   config: TrainConfig,
   train_tokens: np.ndarray,
   held_out_tokens: np.ndarray,
@@ -124,7 +128,7 @@ def train(
   workdir: pathlib.Path,
   teacher: Teacher | None = None,
   report: Callable[[Progress], None] = print,
-) -> tuple[GPT2, list[Progress]]:
+) -> tuple[Module, list[Progress]]:
   """Trains to `config.num_steps`, from the last checkpoint if there is one.
 
   Args:
@@ -160,7 +164,9 @@ def train(
       'teacher': teacher.name if teacher else None,
     },
   )
-  model = GPT2(model_config, rngs=nnx.Rngs(config.seed))
+  model = family_of(model_config).module(
+    model_config, rngs=nnx.Rngs(config.seed)
+  )
   graph, variables = nnx.split(model)
   params = nnx.to_pure_dict(variables)
   optimizer = make_optimizer(
@@ -169,7 +175,12 @@ def train(
     num_steps=config.num_steps,
   )
   state = {'params': params, 'optimizer': optimizer.init(params)}
-  loss_fn = make_loss(graph, dtype=jnp.dtype(config.dtype), teacher=teacher)
+  loss_fn = make_loss(
+    graph,
+    dtype=jnp.dtype(config.dtype),
+    teacher=teacher,
+    balance_weight=config.balance_weight,
+  )
   eval_loss = jax.jit(make_loss(graph, dtype=jnp.dtype(config.dtype)))
 
   @jax.jit
