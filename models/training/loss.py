@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from models.experts import balance_loss
+from models.family import Module
 from models.mixtral import Mixtral
 
 
@@ -19,11 +20,11 @@ class Teacher:
 
   Attributes:
     name: where it came from, for the record of the run.
-    model: any module with the call signature of `models.gpt2.GPT2`.
+    model: of any family.
   """
 
   name: str
-  model: nnx.Module
+  model: Module
 
 
 def _forward(

@@ -19,6 +19,7 @@ import orbax.checkpoint as ocp
 from models.families import family_of
 from models.family import Config
 from models.family import Module
+from models.gpt2 import GPT2
 from models.run_record import write_once
 from models.training import corpus
 from models.training.loss import make_loss
@@ -138,7 +139,8 @@ def train(
     held_out_tokens: `[tokens]` int32 from other files.
     workdir: holds `run.json`, `checkpoints/` and `loss_curve.json`.
     teacher: if given, the model learns the teacher's distribution instead of
-      the next token (see `models.training.loss`).
+      the next token (see `models.training.loss`), and starts with its token
+      embedding if that is as wide.
     report: called with every `Progress`.
 
   Returns:
@@ -167,6 +169,8 @@ def train(
   model = family_of(model_config).module(
     model_config, rngs=nnx.Rngs(config.seed)
   )
+  if teacher is not None:
+    _copy_embedding(teacher.model, model)
   graph, variables = nnx.split(model)
   params = nnx.to_pure_dict(variables)
   optimizer = make_optimizer(
@@ -250,6 +254,20 @@ def train(
       _save(manager, step, state, curve, workdir)
       tokens_since, losses = 0, []
   return nnx.merge(graph, state['params']), curve
+
+
+def _copy_embedding(teacher: Module, model: Module) -> None:
+  theirs, ours = map(_embedding, (teacher, model))
+  if theirs.shape == ours.shape:
+    ours[...] = theirs[...].astype(ours.dtype)
+
+
+def _embedding(module: Module) -> nnx.Param:
+  return (
+    module.wte.embedding
+    if isinstance(module, GPT2)
+    else (module.embed_tokens.embedding)
+  )
 
 
 def _checkpoints(workdir: pathlib.Path) -> ocp.CheckpointManager:
