@@ -50,7 +50,7 @@ def attend_and_write(
   """Writes L new entries of a layer; their queries see the cache with them.
 
   Args:
-    query: `[B, H, L, Dh]`.
+    query: `[B, Hq, L, Dh]`; Hq a multiple of H, see `models.attention.attend`.
     key: `[B, H, L, Dh]`, in the dtype of the cache.
     value: `[B, H, L, Dh]`, in the dtype of the cache.
     mask: `[B, L, S]` bool over the slots, true where a query may look: at none
@@ -60,7 +60,7 @@ def attend_and_write(
     scale: multiplies the scores.
 
   Returns:
-    `[B, H, L, Dh]` float32, and the cache as `specdec.cache.write` leaves it.
+    `[B, Hq, L, Dh]` float32, and the cache as `specdec.cache.write` leaves it.
   """
   static = {'layer': layer, 'scale': scale}
   return lax.platform_dependent(

@@ -1,4 +1,4 @@
-"""Trains a small GPT-2 on a folder of text; run again, it resumes.
+"""Trains a small model on a folder of text; run again, it resumes.
 
 python scripts/train.py --workdir=/tmp/target --output=/tmp/target/model
 """
@@ -29,9 +29,18 @@ _TEACHER = flags.DEFINE_string(
   'teacher', None, 'model folder to distil from (implies its tokenizer)'
 )
 _VOCAB_SIZE = flags.DEFINE_integer('vocab_size', 4096, 'of a new tokenizer')
+_FAMILY = flags.DEFINE_enum('family', 'gpt2', run.FAMILIES, 'kind of model')
 _WIDTH = flags.DEFINE_integer('width', 320, 'of the residual stream')
 _LAYERS = flags.DEFINE_integer('layers', 6, 'transformer blocks')
 _HEADS = flags.DEFINE_integer('heads', 5, 'attention heads')
+_KV_HEADS = flags.DEFINE_integer(
+  'kv_heads', None, 'key and value heads; default: as --heads'
+)
+_INNER_WIDTH = flags.DEFINE_integer(
+  'inner_width', None, 'of the feed-forward layer, or of an expert'
+)
+_EXPERTS = flags.DEFINE_integer('experts', 8, 'of --family=mixtral')
+_EXPERTS_PER_TOKEN = flags.DEFINE_integer('experts_per_token', 2, 'likewise')
 _CONTEXT = flags.DEFINE_integer('context', 1024, 'positions')
 _STEPS = flags.DEFINE_integer('steps', 2400, 'optimizer steps')
 _BATCH_TOKENS = flags.DEFINE_integer('batch_tokens', 4096, 'tokens per step')
@@ -68,6 +77,11 @@ def main() -> None:
       num_layers=_LAYERS.value,
       num_heads=_HEADS.value,
       num_positions=_CONTEXT.value,
+      family=_FAMILY.value,
+      num_kv_heads=_KV_HEADS.value,
+      inner_width=_INNER_WIDTH.value,
+      num_experts=_EXPERTS.value,
+      experts_per_token=_EXPERTS_PER_TOKEN.value,
     ),
     vocab_size=_VOCAB_SIZE.value,
     tokenizer_folder=_TOKENIZER.value,

@@ -9,6 +9,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from models.experts import balance_loss
+from models.family import Module
+from models.mixtral import Mixtral
+
 
 @dataclasses.dataclass(frozen=True)
 class Teacher:
@@ -16,23 +20,34 @@ class Teacher:
 
   Attributes:
     name: where it came from, for the record of the run.
-    model: any module with the call signature of `models.gpt2.GPT2`.
+    model: of any family.
   """
 
   name: str
-  model: nnx.Module
+  model: Module
 
 
-def _logits(graph, params, tokens: jax.Array) -> jax.Array:
+def _forward(
+  graph, params, tokens: jax.Array
+) -> tuple[jax.Array, jax.Array | float]:
+  """Logits, and the mean of the layers' balance losses, 0 without experts."""
   batch_size, length = tokens.shape
   positions = jnp.broadcast_to(jnp.arange(length)[None], tokens.shape)
   causal = jnp.tril(jnp.ones((length, length), bool))
   mask = jnp.broadcast_to(causal[None], (batch_size, length, length))
-  return nnx.merge(graph, params)(tokens, positions, mask)[0]
+  module = nnx.merge(graph, params)
+  if not isinstance(module, Mixtral):
+    return module(tokens, positions, mask)[0], 0.0
+  logits, _, routings = module.with_routing(tokens, positions, mask)
+  return logits, sum(map(balance_loss, routings)) / len(routings)
 
 
 def make_loss(
-  graph: nnx.GraphDef, *, dtype: jnp.dtype, teacher: Teacher | None = None
+  graph: nnx.GraphDef,
+  *,
+  dtype: jnp.dtype,
+  teacher: Teacher | None = None,
+  balance_weight: float = 0.0,
 ) -> Callable[[Any, jax.Array], jax.Array]:
   """Makes `loss(params, windows) -> nats per token`.
 
@@ -45,6 +60,7 @@ def make_loss(
     graph: of the module that `params` belong to.
     dtype: of the matrices during the forward and backward pass.
     teacher: see above.
+    balance_weight: of `models.experts.balance_loss`, which is added.
 
   Returns:
     A function of float32 params and `[B, L + 1]` int32 windows.
@@ -62,12 +78,12 @@ def make_loss(
 
   def loss(params, windows):
     tokens, targets = windows[:, :-1], windows[:, 1:]
-    logits = _logits(graph, cast(params), tokens)
+    logits, balance = _forward(graph, cast(params), tokens)
     if teacher is None:
       losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
     else:
-      wanted = jax.nn.softmax(_logits(teacher_graph, teacher_params, tokens))
-      losses = optax.softmax_cross_entropy(logits, wanted)
-    return losses.mean()
+      theirs, _ = _forward(teacher_graph, teacher_params, tokens)
+      losses = optax.softmax_cross_entropy(logits, jax.nn.softmax(theirs))
+    return losses.mean() + balance_weight * balance
 
   return loss

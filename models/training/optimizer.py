@@ -9,7 +9,9 @@ _OUT_IN = contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0)
 
 
 def _is_block_matrix(path, leaf) -> bool:
-  return leaf.ndim == 2 and getattr(path[0], 'key', None) == 'h'
+  keys = [getattr(one, 'key', None) for one in path]
+  # Not routers: of their outputs, each is a class.
+  return leaf.ndim == 2 and keys[0] in ('h', 'layers') and 'gate' not in keys
 
 
 def make_optimizer(

@@ -2,13 +2,17 @@
 
 import dataclasses
 import pathlib
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import transformers
 
 from models import hub
+from models.family import Config
 from models.gpt2 import GPT2Config
+from models.llama import LlamaConfig
+from models.mixtral import MixtralConfig
 from models.run_record import write_once
 from models.training.corpus import Corpus
 from models.training.loss import Teacher
@@ -17,15 +21,78 @@ from models.training.trainer import train
 from models.training.trainer import TrainConfig
 from models.training.trainer import write_curve
 
+FAMILIES = ('gpt2', 'llama', 'mixtral')
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shape:
-  """The part of a `GPT2Config` that does not depend on the tokenizer."""
+  """The part of a model's shape that does not depend on the tokenizer.
+
+  Attributes:
+    family: one of `FAMILIES`.
+    width: of the residual stream.
+    num_layers: transformer blocks.
+    num_heads: query heads.
+    num_positions: the longest context.
+    num_kv_heads: key and value heads; None for as many as `num_heads`.
+    inner_width: of the feed-forward layer, or of an expert; None for the
+      default of the family.
+    num_experts: of a mixtral.
+    experts_per_token: likewise.
+  """
 
   width: int
   num_layers: int
   num_heads: int
   num_positions: int
+  family: str = 'gpt2'
+  num_kv_heads: int | None = None
+  inner_width: int | None = None
+  num_experts: int = 8
+  experts_per_token: int = 2
+
+  def config(self, vocab_size: int) -> Config:
+    """The whole shape; embeddings are tied.
+
+    Raises:
+      ValueError: a number does not fit the family or the others.
+    """
+    common: dict[str, Any] = {
+      'vocab_size': vocab_size,
+      'num_positions': self.num_positions,
+      'width': self.width,
+      'num_layers': self.num_layers,
+      'num_heads': self.num_heads,
+      'tie_embeddings': True,
+    }
+    if self.family == 'gpt2':
+      if self.num_kv_heads not in (None, self.num_heads):
+        raise ValueError(
+          f'--kv_heads={self.num_kv_heads}: a gpt2 has as many as --heads'
+        )
+      return GPT2Config(**common, inner_width=self.inner_width)
+    if self.num_heads < 1 or self.width % (2 * self.num_heads):
+      raise ValueError(
+        f'--heads={self.num_heads} must divide --width={self.width} into heads'
+        ' of even width'
+      )
+    common |= {
+      'num_kv_heads': self.num_kv_heads or self.num_heads,
+      'head_width': self.width // self.num_heads,
+      # Three matrices of it have as many weights as the two of a GPT-2.
+      'inner_width': self.inner_width or 8 * self.width // 3,
+    }
+    if self.family == 'llama':
+      return LlamaConfig(**common)
+    if self.family != 'mixtral':
+      raise ValueError(
+        f'--family={self.family} is not known; choose from {FAMILIES}'
+      )
+    return MixtralConfig(
+      **common,
+      num_experts=self.num_experts,
+      experts_per_token=self.experts_per_token,
+    )
 
 
 def _tokenizer(folder, corpus, workdir, *, vocab_size, context):
@@ -115,7 +182,7 @@ def run(
     num_tokens = module.config.vocab_size
     teacher = Teacher(teacher_folder, module)
   model, curve = train(
-    GPT2Config(vocab_size=num_tokens, **dataclasses.asdict(shape)),
+    shape.config(num_tokens),
     dataclasses.replace(config, phases=_within(config.phases, shape)),
     _tokens(corpus, tokenizer, workdir, held_out=False),
     _tokens(corpus, tokenizer, workdir, held_out=True),

@@ -1,4 +1,4 @@
-"""Trains a small GPT-2; killed at any moment, it resumes where it saved."""
+"""Trains a small model; killed at any moment, it resumes where it saved."""
 
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -16,8 +16,10 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 
+from models.families import family_of
+from models.family import Config
+from models.family import Module
 from models.gpt2 import GPT2
-from models.gpt2 import GPT2Config
 from models.run_record import write_once
 from models.training import corpus
 from models.training.loss import make_loss
@@ -42,6 +44,8 @@ class TrainConfig:
     eval_every: steps between held-out losses (over windows of the length then
       trained on), each with a checkpoint.
     eval_tokens: at most so many held-out tokens are read for a loss.
+    balance_weight: of the load-balancing loss of a mixture of experts; Switch
+      Transformers' (arXiv 2101.03961, section 2.2).
   """
 
   num_steps: int = 2400
@@ -58,6 +62,7 @@ class TrainConfig:
   dtype: str = 'bfloat16'
   eval_every: int = 100
   eval_tokens: int = 32768
+  balance_weight: float = 0.01
 
   def __post_init__(self):
     if not 0 <= self.warmup_steps < self.num_steps:
@@ -116,7 +121,7 @@ def _fingerprint(tokens: np.ndarray) -> str:
 
 
 def train(
-  model_config: GPT2Config,
+  model_config: Config,
   config: TrainConfig,
   train_tokens: np.ndarray,
   held_out_tokens: np.ndarray,
@@ -124,7 +129,7 @@ def train(
   workdir: pathlib.Path,
   teacher: Teacher | None = None,
   report: Callable[[Progress], None] = print,
-) -> tuple[GPT2, list[Progress]]:
+) -> tuple[Module, list[Progress]]:
   """Trains to `config.num_steps`, from the last checkpoint if there is one.
 
   Args:
@@ -134,7 +139,8 @@ def train(
     held_out_tokens: `[tokens]` int32 from other files.
     workdir: holds `run.json`, `checkpoints/` and `loss_curve.json`.
     teacher: if given, the model learns the teacher's distribution instead of
-      the next token (see `models.training.loss`).
+      the next token (see `models.training.loss`), and starts with its token
+      embedding if that is as wide.
     report: called with every `Progress`.
 
   Returns:
@@ -160,7 +166,11 @@ def train(
       'teacher': teacher.name if teacher else None,
     },
   )
-  model = GPT2(model_config, rngs=nnx.Rngs(config.seed))
+  model = family_of(model_config).module(
+    model_config, rngs=nnx.Rngs(config.seed)
+  )
+  if teacher is not None:
+    _copy_embedding(teacher.model, model)
   graph, variables = nnx.split(model)
   params = nnx.to_pure_dict(variables)
   optimizer = make_optimizer(
@@ -169,7 +179,12 @@ def train(
     num_steps=config.num_steps,
   )
   state = {'params': params, 'optimizer': optimizer.init(params)}
-  loss_fn = make_loss(graph, dtype=jnp.dtype(config.dtype), teacher=teacher)
+  loss_fn = make_loss(
+    graph,
+    dtype=jnp.dtype(config.dtype),
+    teacher=teacher,
+    balance_weight=config.balance_weight,
+  )
   eval_loss = jax.jit(make_loss(graph, dtype=jnp.dtype(config.dtype)))
 
   @jax.jit
@@ -239,6 +254,20 @@ def train(
       _save(manager, step, state, curve, workdir)
       tokens_since, losses = 0, []
   return nnx.merge(graph, state['params']), curve
+
+
+def _copy_embedding(teacher: Module, model: Module) -> None:
+  theirs, ours = map(_embedding, (teacher, model))
+  if theirs.shape == ours.shape:
+    ours[...] = theirs[...].astype(ours.dtype)
+
+
+def _embedding(module: Module) -> nnx.Param:
+  return (
+    module.wte.embedding
+    if isinstance(module, GPT2)
+    else (module.embed_tokens.embedding)
+  )
 
 
 def _checkpoints(workdir: pathlib.Path) -> ocp.CheckpointManager:
