@@ -13,13 +13,23 @@ from specdec.statistics import relative_bandwidth
 
 
 def _read_parameters(model: Any) -> list[Any]:
-  """The tensors that a forward reads whole: not embeddings it looks up in."""
+  """The tensors that a forward reads: not embeddings it looks up in."""
   looked_up = {
     id(module.weight)
     for module in model.modules()
     if type(module).__name__ == 'Embedding'
   } - {id(model.get_output_embeddings().weight)}
   return [one for one in model.parameters() if id(one) not in looked_up]
+
+
+def _share_read(model: Any, parameter: Any) -> float:
+  """How much of a tensor a forward of one position reads.
+
+  The experts of a layer are one tensor `[experts, out, in]`.
+  """
+  if parameter.ndim < 3:
+    return 1.0
+  return model.config.num_experts_per_tok / parameter.shape[0]
 
 
 def num_bytes(tensors: Iterable[Any]) -> int:
@@ -30,7 +40,12 @@ def num_bytes(tensors: Iterable[Any]) -> int:
 def read_costs(model: Any) -> dict[str, int]:
   """Bytes read per forward and per visible slot of the cache."""
   return {
-    'per_forward': num_bytes(_read_parameters(model)),
+    'per_forward': round(
+      sum(
+        _share_read(model, one) * num_bytes([one])
+        for one in _read_parameters(model)
+      )
+    ),
     'per_slot': model_size(model).cache_per_slot * model.dtype.itemsize,
   }
 
@@ -38,11 +53,18 @@ def read_costs(model: Any) -> dict[str, int]:
 def model_size(model: Any) -> ModelSize:
   """See `models.roofline.ModelSize`."""
   config = model.config
+  heads = config.num_attention_heads
+  width = getattr(config, 'head_dim', None) or config.hidden_size // heads
+  heads = getattr(config, 'num_key_value_heads', None) or heads
   return ModelSize(
-    parameters=sum(
-      one.numel() for one in _read_parameters(model) if one.ndim == 2
+    parameters=round(
+      sum(
+        _share_read(model, one) * one.numel()
+        for one in _read_parameters(model)
+        if one.ndim > 1
+      )
     ),
-    cache_per_slot=2 * config.num_hidden_layers * config.hidden_size,
+    cache_per_slot=2 * config.num_hidden_layers * heads * width,
   )
 
 

@@ -1,0 +1,239 @@
+"""Experts: routing, the grouped product and its gradient, and what is counted.
+
+Brute force is every expert on every token, with zeros for those not chosen.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import llama_reference
+import llama_variants
+import numpy as np
+import pytest
+import tiny_drafters
+import tiny_llamas
+import tiny_models
+
+from models import experts
+from models import hub
+from models.expert_counts import counting
+from models.expert_counts import distinct_per_forward
+from models.expert_counts import ExpertCounts
+from models.experts import balance_loss
+from models.experts import distinct_experts
+from models.experts import mix
+from models.experts import route
+from models.experts import Routing
+from models.language_model import as_model
+import specdec
+from specdec.decode import advance
+from specdec.decode import start
+from specdec.masks import causal_mask
+
+_WIDTH = 6
+
+
+def _expert(weights, x):
+  first, second = weights
+  return jnp.tanh(x @ first) @ second
+
+
+def _inputs(num_tokens, num_experts, seed=0):
+  rng = np.random.default_rng(seed)
+  draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+  weights = [(draw(_WIDTH, 5), draw(5, _WIDTH)) for _ in range(num_experts)]
+  return weights, draw(num_tokens, _WIDTH), draw(num_tokens, num_experts)
+
+
+def _by_brute_force(weights, x, routing):
+  everything = jnp.stack([_expert(one, x) for one in weights], axis=1)
+  rows = jnp.arange(x.shape[0])[:, None]
+  chosen = jnp.zeros(everything.shape[:2])
+  chosen = chosen.at[rows, routing.experts].set(routing.weights)
+  return jnp.sum(everything * chosen[..., None], axis=1)
+
+
+@pytest.mark.parametrize(
+  ('num_tokens', 'num_experts', 'count', 'block'),
+  [(1, 4, 2, 128), (11, 4, 2, 128), (11, 4, 2, 3), (5, 3, 3, 1), (7, 5, 1, 2)],
+)
+def test_values_and_gradients_are_those_of_brute_force(
+  num_tokens, num_experts, count, block, monkeypatch
+):
+  monkeypatch.setattr(experts, '_MAX_BLOCK', block)
+  weights, x, logits = _inputs(num_tokens, num_experts)
+
+  def total(combine, weights, x, logits):
+    routing = route(logits, count, renormalize=True)
+    return jnp.sum(jnp.sin(combine(weights, x, routing)))
+
+  run = lambda combine: jax.jit(
+    jax.value_and_grad(functools.partial(total, combine), (0, 1, 2))
+  )(weights, x, logits)
+  actual, expected = run(functools.partial(mix, _expert)), run(_by_brute_force)
+  jax.tree.map(
+    functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5),
+    actual,
+    expected,
+  )
+  gradients = jax.tree.leaves(expected[1])
+  assert all(np.any(one != 0) for one in gradients[-2:])
+
+
+@pytest.mark.parametrize('block', [128, 2])
+def test_an_expert_that_nobody_chose_is_not_computed(block, monkeypatch):
+  """Its weights are not numbers, and a product with zero would show it."""
+  monkeypatch.setattr(experts, '_MAX_BLOCK', block)
+  weights, x, logits = _inputs(5, 4)
+  poisoned = [*weights]
+  poisoned[2] = jax.tree.map(lambda leaf: leaf * jnp.nan, weights[2])
+  routing = route(logits.at[:, 2].set(-100.0), 2, renormalize=True)
+  mixed = jax.jit(mix, static_argnums=0)
+  np.testing.assert_array_equal(
+    mixed(_expert, poisoned, x, routing), mixed(_expert, weights, x, routing)
+  )
+  assert np.all(np.isfinite(mixed(_expert, poisoned, x, routing)))
+
+
+def test_as_many_blocks_are_computed_as_there_are_rows_for(monkeypatch):
+  monkeypatch.setattr(experts, '_MAX_BLOCK', 3)
+  blocks = []
+
+  def counted(weights, x):
+    jax.debug.callback(lambda: blocks.append(x.shape[0]))
+    return _expert(weights, x)
+
+  weights, x, _ = _inputs(8, 4)
+  # Rows of the experts: 8, 4, 0, 4.
+  chosen = jnp.array([[0, 1]] * 4 + [[0, 3]] * 4)
+  routing = Routing(chosen, jnp.full((8, 2), 0.5), jnp.zeros((8, 4)))
+  jax.block_until_ready(mix(counted, weights, x, routing))
+  jax.effects_barrier()
+  assert blocks == [3] * (3 + 2 + 0 + 2)
+
+
+def test_tokens_do_not_depend_on_those_beside_them():
+  """Of one shape: other rows, and other places, change no bit of a row."""
+  weights, x, logits = _inputs(9, 4)
+  mixed = jax.jit(
+    lambda x, logits: mix(
+      _expert, weights, x, route(logits, 2, renormalize=True)
+    )
+  )
+  expected = np.asarray(mixed(x, logits))
+  order = np.random.default_rng(1).permutation(9)
+  np.testing.assert_array_equal(mixed(x[order], logits[order]), expected[order])
+  bad = x.at[4].set(jnp.nan)
+  actual = np.asarray(mixed(bad, logits.at[4].set(jnp.nan)))
+  others = np.arange(9) != 4
+  np.testing.assert_array_equal(actual[others], expected[others])
+  assert np.all(np.isnan(actual[4]))
+
+
+def test_routing_by_hand():
+  logits = jnp.log(jnp.array([[[0.5, 0.1, 0.4], [0.2, 0.7, 0.1]]]))
+  plain = route(logits, 2, renormalize=False)
+  np.testing.assert_array_equal(plain.experts, [[[0, 2], [1, 0]]])
+  np.testing.assert_allclose(plain.weights, [[[0.5, 0.4], [0.7, 0.2]]], 1e-6)
+  shared = route(logits, 2, renormalize=True).weights
+  np.testing.assert_allclose(shared, [[[5 / 9, 4 / 9], [7 / 9, 2 / 9]]], 1e-6)
+
+
+def test_balance_by_hand():
+  even = Routing(jnp.array([[0], [1]]), jnp.ones((2, 1)), jnp.full((2, 2), 0.5))
+  np.testing.assert_allclose(balance_loss(even), 1.0)
+  one_sided = Routing(
+    jnp.array([[0], [0]]),
+    jnp.ones((2, 1)),
+    jnp.array([[0.9, 0.1], [0.7, 0.3]]),
+  )
+  np.testing.assert_allclose(balance_loss(one_sided), 2 * 0.8, 1e-6)
+  # Choices 3 : 1 of two, probabilities 0.6 : 0.4 on average.
+  mixed = Routing(
+    jnp.array([[[0], [0]], [[0], [1]]]),
+    jnp.ones((2, 2, 1)),
+    jnp.array([[[0.9, 0.1], [0.7, 0.3]], [[0.6, 0.4], [0.2, 0.8]]]),
+  )
+  np.testing.assert_allclose(
+    balance_loss(mixed), 2 * (0.75 * 0.6 + 0.25 * 0.4), 1e-6
+  )
+
+
+# What is counted.
+
+
+def test_distinct_experts_are_those_of_the_slow_reference(tmp_path):
+  folder = tmp_path / 'model'
+  variant = llama_variants.Variant('mixtral', {'num_local_experts': 8})
+  llama_variants.write(variant, folder)
+  module = hub.load_module(folder)
+  tokens = llama_variants.tokens()[:, :3]
+  reference = llama_reference.Reference(folder)
+  reference.logits(tokens)
+  positions = jnp.broadcast_to(jnp.arange(3)[None], tokens.shape)
+  mask = causal_mask(jnp.zeros(2, jnp.int32), 3, 3)
+  _, _, routings = jax.jit(lambda *args: module.with_routing(*args))(
+    tokens, positions, mask
+  )
+  seen = set()
+  for routing, layer in zip(routings, reference.experts, strict=True):
+    chosen = [[set(token.tolist()) for token in row] for row in routing.experts]
+    assert chosen == layer
+    touched = len(set().union(*(token for row in layer for token in row)))
+    assert distinct_experts(routing.experts, 8) == touched
+    seen.add(touched)
+  assert seen - {2, 8}, 'neither few nor all'
+
+
+def _decoded(target, drafter, limit=20):
+  prompts = tiny_models.prompts(2)
+  padded, lengths = tiny_models.pad(prompts)
+  request = specdec.Request(
+    prompt=padded,
+    prompt_length=lengths,
+    limit=np.full(2, limit, np.int32),
+    row_keys=tiny_models.row_keys(2),
+    sampling=specdec.Sampling().validated(),
+  )
+  config = specdec.DecodeConfig(max_new_tokens=limit)
+  state = start(target, drafter, request, config=config)
+  before = jax.device_get(getattr(state.target_cache, 'counts', None))
+  state = advance(target, drafter, request, state, limit, config=config)
+  return before, state, tiny_models.new_tokens(state, lengths)
+
+
+def test_counting_changes_nothing_and_counts_every_forward():
+  module = tiny_llamas.module('mixtral')
+  target, draft = as_model(module), tiny_llamas.draft('mixtral')
+  drafter = tiny_drafters.model(
+    draft,
+    specdec.TreeConfig(
+      num_nodes=5, width=2, branching=2, rounds=3, capacity=16, cost_ratio=0
+    ),
+  )
+  _, _, expected = _decoded(target, drafter)
+  before, state, tokens = _decoded(counting(module), drafter)
+  assert tokens == expected
+  after = state.target_cache.counts
+  assert before.forwards == 1  # prefill
+  forwards = int(after.forwards - before.forwards)
+  assert 0 < forwards == int(np.max(state.counters.emitted_histogram.sum(1)))
+  average = distinct_per_forward(before, after)
+  config = module.config
+  assert average.shape == (config.num_layers,)
+  assert np.all(average > config.experts_per_token)
+  assert np.all(average <= config.num_experts)
+  # Verifying ten positions touches more than decoding two rows plainly.
+  before, state, _ = _decoded(counting(module), None)
+  plain = distinct_per_forward(before, state.target_cache.counts)
+  assert np.all(plain < average)
+  assert np.all(plain <= 2 * config.experts_per_token)
+
+
+def test_what_cannot_be_counted():
+  with pytest.raises(ValueError, match='a Llama has no experts to count'):
+    counting(tiny_llamas.module('llama'))
+  counts = ExpertCounts(touched=np.zeros(1, int), forwards=np.int32(3))
+  with pytest.raises(ValueError, match='there was no forward to count'):
+    distinct_per_forward(counts, counts)
