@@ -111,8 +111,8 @@ def distinct_per_forward(
   Raises:
     ValueError: there was no forward in between.
   """
-  before, after = jax.device_get((before, after))
-  forwards = after.forwards - before.forwards
+  forwards = int(after.forwards) - int(before.forwards)
   if forwards < 1:
     raise ValueError('there was no forward to count')
-  return (after.touched - before.touched) / forwards
+  touched = np.asarray(after.touched) - np.asarray(before.touched)
+  return touched / forwards
