@@ -228,6 +228,30 @@ class TextDecoding:
         texts.append(text if reason is None else text + stream.flush())
       yield texts
 
+  def trace(self) -> list[specdec.Trace]:
+    """To the end, like `run`; what happened in every step, row by row."""
+    rows = self._decoding.record()
+    result = self.result()
+    return [
+      specdec.Trace(
+        prompt=result.prompts[row],
+        prompt_tokens=tuple(self._ids[row]),
+        labels=result.labels,
+        blocks=tuple(blocks),
+        pieces=tuple(result.pieces[row]),
+        texts={
+          token: self._pair.token_text(token)
+          for block in blocks
+          for token in (*block.tokens, *block.emitted)
+        },
+        finish_reason=result.finish_reasons[row],
+        log_probs=None
+        if result.log_probs is None
+        else tuple(result.log_probs[row]),
+      )
+      for row, blocks in enumerate(rows)
+    ]
+
   def result(self) -> TextGeneration:
     """All that was generated so far."""
     generation = self._decoding.result()
@@ -349,6 +373,27 @@ class Generator:
     decoding = TextDecoding(self, prompts, **options)
     decoding.run(should_stop)
     return decoding.result()
+
+  def trace(
+    self, prompts: Prompts, **options: Unpack[TextOptions]
+  ) -> list[specdec.Trace]:
+    """Continues prompts, and tells what happened in every step.
+
+    The texts are those of `generate`. It is slower: every step returns to the
+    host. `specdec.viz` draws what comes back.
+
+    Args:
+      prompts: see `stream`.
+      **options: see `TextOptions`.
+
+    Returns:
+      Of each row its trace.
+
+    Raises:
+      TypeError: an argument is not known.
+      ValueError: an argument cannot be used; says which and why.
+    """
+    return TextDecoding(self, prompts, **options).trace()
 
   def timed(
     self, prompts: Prompts, **options: Unpack[TextOptions]

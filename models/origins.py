@@ -9,10 +9,11 @@ import itertools
 import os
 from typing import TextIO
 
+from specdec.viz.style import mark_of
+
 # Backgrounds, so that whitespace shows; the target's own tokens have none.
 _COLORS = ('', '\x1b[30;42m', '\x1b[30;43m', '\x1b[30;46m', '\x1b[30;45m')
 _RESET = '\x1b[0m'
-_MARKS = '⁰¹²³⁴⁵⁶⁷⁸⁹'
 
 
 def wants_color(stream: TextIO) -> bool:
@@ -48,9 +49,7 @@ def mark(pieces: Sequence[str], origins: Sequence[int], *, color: bool) -> str:
   )
   for origin, run in runs:
     text = ''.join(piece for piece, _ in run)
-    marked.append(
-      _colored(text, origin) if color else _MARKS[origin % 10] + text
-    )
+    marked.append(_colored(text, origin) if color else mark_of(origin) + text)
   return ''.join(marked)
 
 

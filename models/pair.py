@@ -62,6 +62,13 @@ class Pair:
     pieces = [stream.feed([token]) for token in ids]
     return [*pieces[:-1], pieces[-1] + stream.flush()] if pieces else []
 
+  def token_text(self, token: int) -> str:
+    """Of one token alone; U+FFFD for what is part of a character."""
+    try:
+      return self.token_bytes()[token].decode('utf-8', 'replace')
+    except ValueError:
+      return self.decode([token])
+
   def _decoded_pieces(self, ids: list[int]) -> list[str]:
     pieces, done = [], 0
     for index in range(len(ids)):

@@ -44,7 +44,6 @@ def _batch_sizes() -> list[int]:
 
 
 def main() -> None:
-  import models
   from models import lossless
   from models import results
 
@@ -57,19 +56,7 @@ def main() -> None:
   max_margin = _MAX_MARGIN.value
   if max_margin is None:
     max_margin = 0.0 if options.DTYPE.value == 'float32' else 0.1
-  plan = planned.plan(max(batch_sizes), lambda: prompts)
-  if plan is not None:
-    planned.check_contradictions(plan, _METHOD)
-  generator = models.load(
-    options.TARGET.value,
-    options.draft_name(),
-    method=_METHOD.value,
-    drafting=options.draft_settings(),
-    plan=plan,
-    dtype=options.DTYPE.value,
-    draft_dtype=options.DRAFT_DTYPE.value,
-    revision=options.REVISION.value,
-  )
+  generator = planned.generator(_METHOD, prompts, max(batch_sizes))
   sampling = options.sampling()
   checks: list[Any]
   how: dict[str, Any] = {

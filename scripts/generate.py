@@ -48,7 +48,6 @@ def _prompts() -> list[str]:
 
 
 def main() -> None:
-  import models
   from models import origins
   from models.generator import TextOptions
 
@@ -57,19 +56,7 @@ def main() -> None:
   prompts = _prompts()
   if _STREAM.value and len(prompts) > 1:
     raise ValueError('--stream shows one prompt; leave out --batch_size')
-  plan = planned.plan(len(prompts), lambda: prompts)
-  if plan is not None:
-    planned.check_contradictions(plan, _METHOD)
-  generator = models.load(
-    options.TARGET.value,
-    options.draft_name(),
-    method=_METHOD.value,
-    drafting=options.draft_settings(),
-    plan=plan,
-    dtype=options.DTYPE.value,
-    draft_dtype=options.DRAFT_DTYPE.value,
-    revision=options.REVISION.value,
-  )
+  generator = planned.generator(_METHOD, prompts, len(prompts))
   how: TextOptions = {
     'max_new_tokens': options.MAX_NEW_TOKENS.value,
     'sampling': options.sampling(),

@@ -1,4 +1,4 @@
-"""What `--plan` says."""
+"""What `--plan` says, and who decodes in the end."""
 
 from collections.abc import Callable
 import operator
@@ -94,4 +94,31 @@ def plan(batch_size: int, prompts: Callable[[], list[str]]) -> Any:
     seed=options.SEED.value,
     max_new_tokens=options.MAX_NEW_TOKENS.value,
     report=lambda line: print(f'plan: {line}', file=sys.stderr),
+  )
+
+
+def generator(
+  method: flags.FlagHolder, prompts: list[str], batch_size: int
+) -> Any:
+  """The `models.Generator` that the flags describe.
+
+  Args:
+    method: the flag of the script.
+    prompts: samples, should a plan have to be made.
+    batch_size: of the decodes to come.
+  """
+  import models
+
+  found = plan(batch_size, lambda: prompts)
+  if found is not None:
+    check_contradictions(found, method)
+  return models.load(
+    options.TARGET.value,
+    options.draft_name(),
+    method=method.value,
+    drafting=options.draft_settings(),
+    plan=found,
+    dtype=options.DTYPE.value,
+    draft_dtype=options.DRAFT_DTYPE.value,
+    revision=options.REVISION.value,
   )

@@ -12,6 +12,7 @@ from specdec.generation import Generation
 from specdec.generation import row_keys
 from specdec.model import LanguageModel
 from specdec.model import Model
+from specdec.recording import trace
 from specdec.request import DecodeConfig
 from specdec.request import Request
 from specdec.sampling import Sampling
@@ -20,11 +21,14 @@ from specdec.scorers.language_model import LanguageModelScorer
 from specdec.scorers.lookup import PromptLookup
 from specdec.scorers.ngram import NGram
 from specdec.topology import Topology
+from specdec.tracing import Block
+from specdec.tracing import Trace
 from specdec.tree_config import TreeConfig
 
 __version__ = '0.4.0'
 
 __all__ = (
+  'Block',
   'CandidateScorer',
   'DecodeConfig',
   'DecodeResult',
@@ -40,10 +44,12 @@ __all__ = (
   'Request',
   'Sampling',
   'Topology',
+  'Trace',
   'TreeConfig',
   'decode',
   'generate',
   'init_cache',
   'row_keys',
   'staged',
+  'trace',
 )

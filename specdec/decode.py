@@ -4,7 +4,8 @@ With a guard (`specdec.guard`) it is a loop of two, of speculative and of plain
 steps, which take turns.
 
 `decode` is all of it. `start` and `advance` are its two halves, for callers who
-want to look in between: to stream, or to stop early.
+want to look in between: to stream, or to stop early. `advance_recorded` is one
+step, for those who want to see its tree (`specdec.tracing`).
 """
 
 import functools
@@ -29,6 +30,7 @@ from specdec.statistics import Counters
 from specdec.statistics import init_counters
 from specdec.step import DecodeState
 from specdec.step import make_step
+from specdec.step import StepRecord
 from specdec.verification.rejection import BEST
 from specdec.verification.verdict import LIMIT
 from specdec.verification.verdict import RUNNING
@@ -115,7 +117,7 @@ def _advance(target, drafter, request, state, num_steps, *, config):
   def repeat(step, carry, while_=lambda state: True):
     return lax.while_loop(
       lambda carry: goes_on(carry) & while_(carry[1]),
-      lambda carry: (carry[0] + 1, step(carry[1])),
+      lambda carry: (carry[0] + 1, step(carry[1])[0]),
       carry,
     )
 
@@ -170,6 +172,41 @@ def advance(
     config: as for `start`.
   """
   return _advance(target, drafter, request, state, num_steps, config=config)
+
+
+@functools.partial(
+  jax.jit,
+  static_argnames=('speculate', 'config'),
+  donate_argnames=('state',),
+)
+def advance_recorded(
+  target: Model,
+  drafter: Drafter | None,
+  request: Request,
+  state: DecodeState,
+  *,
+  speculate: bool,
+  config: DecodeConfig,
+) -> tuple[DecodeState, StepRecord]:
+  """One step, and what it looked at; see `advance`.
+
+  Args:
+    target: as for `start`.
+    drafter: likewise.
+    request: likewise.
+    state: consumed, as by `advance`.
+    speculate: what `state.guard.speculating` is; true if there is no guard.
+    config: as for `start`.
+
+  Returns:
+    The state that `advance` gives with one step, and the record.
+  """
+  if not speculate:
+    return make_step(target, None, request, config)(state)
+  if state.guard is not None and drafter is not None:
+    stages = catch_up_stages(drafter, state.stages, state.tokens, state.length)
+    state = state.replace(stages=stages)
+  return make_step(target, drafter, request, config)(state)
 
 
 def result_of(state: DecodeState) -> DecodeResult:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec.decode import advance
+from specdec.decode import advance_recorded
 from specdec.decode import ALL_STEPS
 from specdec.decode import result_of
 from specdec.decode import start
@@ -27,6 +28,9 @@ from specdec.request import Request
 from specdec.sampling import Sampling
 from specdec.statistics import summarize
 from specdec.stop import StopTable
+from specdec.tracing import Block
+from specdec.tracing import blocks_of
+from specdec.tracing import row_forwards
 from specdec.verification.rejection import BEST
 from specdec.verification.rejection import WITHOUT_REPLACEMENT
 from specdec.verification.verdict import EOS
@@ -465,6 +469,41 @@ class Decoding:
       np.int32(num_steps),
       config=self._config,
     )
+    return self._new_tokens()
+
+  def step_recorded(self) -> list[Block | None]:
+    """One target forward of all rows that go on, and what happened in it.
+
+    The tokens are those of `step`. Compiles a program of its own.
+
+    Returns:
+      Of each row its block; None if it was done before.
+    """
+    guard = self._state.guard
+    before = row_forwards(self._state, self._drafter)
+    self._state, record = advance_recorded(
+      self._target,
+      self._drafter,
+      self._request,
+      self._state,
+      speculate=guard is None or bool(guard.speculating),
+      config=self._config,
+    )
+    after = row_forwards(self._state, self._drafter)
+    starts = self._ends
+    return blocks_of(record, starts, self._new_tokens(), before, after)
+
+  def record(self) -> list[list[Block]]:
+    """To the end by `step_recorded`; the blocks of each row."""
+    rows: list[list[Block]] = [[] for _ in self._ends]
+    while not self.done:
+      for blocks, block in zip(rows, self.step_recorded(), strict=True):
+        if block is not None:
+          blocks.append(block)
+    return rows
+
+  def _new_tokens(self) -> list[list[int]]:
+    """Of each row, since the last look."""
     tokens, ends, self._reasons = jax.device_get(
       (self._state.tokens, self._state.length, self._state.reason)
     )

@@ -91,6 +91,20 @@ class DecodeState(flax.struct.PyTreeNode):
     return self.reason != RUNNING
 
 
+class StepRecord(flax.struct.PyTreeNode):
+  """What a step looked at; nobody computes it who does not ask for it.
+
+  Attributes:
+    tree: `[B, N]` per field, what the target verified.
+    path: `[B, D + 1]` int32, the accepted nodes, see `Verdict`.
+    emitted: `[B]` int32, how many tokens; 0 for a row that was done.
+  """
+
+  tree: TokenTree
+  path: jax.Array
+  emitted: jax.Array
+
+
 def _append(tokens, length, new, count):
   """Writes the first `count` of `new` `[B, n]` behind each row's tokens."""
   offsets = jnp.arange(new.shape[1])[None]
@@ -120,7 +134,7 @@ def make_step(
   drafter: Drafter | None,
   request: Request,
   config: DecodeConfig,
-) -> Callable[[DecodeState], DecodeState]:
+) -> Callable[[DecodeState], tuple[DecodeState, StepRecord]]:
   """Makes the step that takes all rows on that are not done.
 
   Args:
@@ -195,7 +209,7 @@ def make_step(
       children=config.children,
     )
 
-  def step(state: DecodeState) -> DecodeState:
+  def step(state: DecodeState) -> tuple[DecodeState, StepRecord]:
     length = state.length
     noise = None
     if config.verify == 'match':
@@ -233,7 +247,7 @@ def make_step(
       )
       stages = commit_stages(drafter, stages, path, emitted - 1)
     append = lambda array, new: _append(array, length, new, emitted)
-    return DecodeState(
+    state = DecodeState(
       tokens=append(state.tokens, verdict.chosen),
       origins=append(state.origins, emitted_origins(tree, verdict)),
       log_probs=None
@@ -254,5 +268,6 @@ def make_step(
       ),
       guard=settle(state, emitted),
     )
+    return state, StepRecord(tree=tree, path=verdict.path, emitted=emitted)
 
   return step

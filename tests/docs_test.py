@@ -15,7 +15,8 @@ def _examples(name):
 
 
 @pytest.mark.parametrize(
-  'name', ['README.md', 'docs/api.md', 'docs/cost_model.md']
+  'name',
+  ['README.md', 'docs/api.md', 'docs/cost_model.md', 'docs/visualize.md'],
 )
 def test_examples_run(name, monkeypatch, capsys):
   monkeypatch.chdir(_ROOT)

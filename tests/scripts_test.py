@@ -18,6 +18,7 @@ from models.plan import Plan
 from models.plan_lookup import Setup
 from models.training.tokenizer import train_tokenizer
 from specdec import Sampling
+from specdec import Trace
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _TEXT = 'def add(first, second):\n  return first + second\n' * 20
@@ -555,3 +556,41 @@ def test_the_guard_is_measured_against_plain_decoding(target, draft, tmp_path):
   assert row['speculative_steps'] == 1
   assert row['same_tokens']
   assert row['seconds'] > 0
+
+
+def test_a_decode_is_shown_and_shown_again(target, draft, tmp_path):
+  page, again = tmp_path / 'new' / 'one.html', tmp_path / 'two.html'
+  data = page.with_suffix('.json')
+  other = tmp_path / 'other.json'
+  other.write_text('{"format": "else"}')
+  runs = _run_many(
+    'visualize.py',
+    [
+      [
+        f'--target={target}',
+        f'--draft={draft}',
+        '--method=chain',
+        '--num_draft_tokens=2',
+        '--max_new_tokens=9',
+        '--prompt=def <b>add',
+        f'--output={page}',
+      ],
+      [f'--trace={data}', f'--output={again}'],
+      [f'--trace={other}', f'--output={again}'],
+      [f'--trace={tmp_path / "none.json"}', f'--output={again}'],
+      [f'--output={tmp_path / "one.txt"}'],
+    ],
+  )
+  codes, outputs, errors = zip(*runs, strict=True)
+  assert codes == (0, 0, 2, 2, 2), errors
+  assert outputs[0].split() == [str(data), str(page)]
+  trace = Trace.from_json(data.read_text())
+  assert len(trace.tokens) == 9
+  assert trace.prompt == 'def <b>add'
+  assert trace.stage_forwards['draft'] == 2 * len(trace.blocks)
+  assert trace.log_probs is not None
+  assert page.read_text('utf-8') == again.read_text('utf-8')
+  assert '<b>add' not in page.read_text('utf-8')
+  assert "format is 'else'" in errors[2]
+  assert f'--trace={tmp_path / "none.json"} cannot be read' in errors[3]
+  assert 'one.txt must end in .html' in errors[4]

@@ -1,0 +1,86 @@
+"""The notebooks run from top to bottom, and are kept as a run leaves them."""
+
+import json
+import pathlib
+
+import pytest
+
+from models import notebooks
+
+_FOLDER = pathlib.Path(__file__).parents[1] / 'colab'
+_FILES = sorted(_FOLDER.glob('*.ipynb'))
+_BADGE = 'https://colab.research.google.com/github/specdec/specdec/blob/main'
+_IDS = [file.stem for file in _FILES]
+
+
+def test_there_are_notebooks():
+  assert len(_FILES) >= 4
+
+
+@pytest.mark.parametrize('file', _FILES, ids=_IDS)
+def test_it_runs(file, monkeypatch):
+  # What is compiled runs for moments, here.
+  monkeypatch.setenv('XLA_FLAGS', '--xla_backend_optimization_level=0')
+  notebooks.execute(file, timeout=300)
+
+
+@pytest.mark.parametrize('file', _FILES, ids=_IDS)
+def test_it_is_kept_as_a_run_leaves_it(file):
+  text = file.read_text('utf-8')
+  assert len(text) < 500_000
+  notebook = json.loads(text)
+  cells = notebook['cells']
+  assert f'{_BADGE}/colab/{file.name}' in ''.join(cells[0]['source'])
+  assert 'Next steps' in ''.join(cells[-1]['source'])
+  code = [cell for cell in cells if cell['cell_type'] == 'code']
+  counts = [cell['execution_count'] for cell in code]
+  assert counts == list(range(1, len(code) + 1))
+  assert sum(bool(cell['outputs']) for cell in code) >= 3
+  for cell in cells:
+    assert cell['metadata'] == {}
+    for output in cell.get('outputs', ()):
+      assert output['output_type'] != 'error'
+      assert output.get('name') != 'stderr'
+  source = '\n'.join(''.join(cell['source']) for cell in code)
+  assert '\ndef ' not in source, 'algorithms belong in the library'
+
+
+def test_a_cell_that_fails_is_an_error(tmp_path):
+  import nbclient
+  import nbformat
+
+  cells = [nbformat.v4.new_code_cell('print(1)\n1 / 0')]
+  path = tmp_path / 'bad.ipynb'
+  nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
+  with pytest.raises(nbclient.exceptions.CellExecutionError, match='Zero'):
+    notebooks.execute(path, timeout=60)
+
+
+def test_what_is_no_notebook_is_named(tmp_path):
+  path = tmp_path / 'no.ipynb'
+  path.write_text('text')
+  with pytest.raises(ValueError, match=r'no\.ipynb is no notebook'):
+    notebooks.execute(path, timeout=60)
+
+
+def test_what_changes_with_every_run_is_stripped():
+  import nbformat
+
+  cell = nbformat.v4.new_code_cell('print(1)')
+  cell.metadata = {'execution': {'iopub.status.busy': '2026-01-01'}}
+  cell.outputs = [
+    nbformat.v4.new_output('stream', name='stdout', text='1\n'),
+    nbformat.v4.new_output('stream', name='stderr', text='a warning'),
+    nbformat.v4.new_output('stream', name='stdout', text='2\n'),
+    nbformat.v4.new_output('display_data', {'text/plain': 'a picture'}),
+    nbformat.v4.new_output('stream', name='stdout', text='3\n'),
+  ]
+  notebook = nbformat.v4.new_notebook(cells=[cell, cell.copy()])
+  notebook.metadata['language_info'] = {'version': '3.11.7'}
+  found = notebooks.stripped(notebook)
+  assert [one.id for one in found.cells] == ['cell-00', 'cell-01']
+  assert found.cells[0].metadata == {}
+  first, picture, last = found.cells[0].outputs
+  assert (first.text, last.text) == ('1\n2\n', '3\n')
+  assert picture.data == {'text/plain': 'a picture'}
+  assert 'version' not in found.metadata['language_info']

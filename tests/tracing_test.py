@@ -1,0 +1,282 @@
+"""A trace tells what really happened: the tree, the path, all counts."""
+
+import dataclasses
+import functools
+import itertools
+import json
+
+import jax
+import numpy as np
+import pytest
+import tiny_drafters
+
+from models.table import table_model
+import specdec
+from specdec import Block
+from specdec import Trace
+from specdec import TreeConfig
+from specdec.topology import from_paths
+
+_VOCAB_SIZE = 24
+_PROMPTS = [[1, 2, 4], [3], [5, 6, 7, 5]]
+_LIMITS = (30, 0, 17)
+_TREE = TreeConfig(
+  num_nodes=8, width=3, branching=2, rounds=2, capacity=24, cost_ratio=0
+)
+_INNER = TreeConfig(width=3, branching=2, rounds=2, cost_ratio=0)
+_RAGGED = TreeConfig(
+  topology=from_paths([(0,), (1,), (2,), (2, 0), (0, 0), (0, 2)])
+)
+
+
+def _logits(seed):
+  rng = np.random.default_rng(seed)
+  return 2 * rng.normal(size=(_VOCAB_SIZE,) * 2).astype(np.float32)
+
+
+_TABLE = _logits(0)
+_DRAFT = _TABLE + 0.5 * _logits(1)
+
+
+def _few(logits):
+  """Of each token one guess or none: a fixed topology then has gaps."""
+  table = tiny_drafters.exact(logits, 'few')
+  best = np.argsort(-logits, axis=1)[:, :3]
+  log_probs = np.full(best.shape, -1e30, np.float32)
+  log_probs[::2, 0] = -0.1
+  log_probs[::2, 2] = -0.7
+  return dataclasses.replace(table, tokens=best, log_probs=log_probs)
+
+
+@functools.cache
+def _drafter(shape):
+  draft = table_model(_DRAFT, max_positions=96)
+  guesses = tiny_drafters.exact(_logits(2) + _TABLE)
+  return {
+    'plain': lambda: None,
+    'ragged': lambda: tiny_drafters.model(draft, _RAGGED),
+    'gaps': lambda: tiny_drafters.candidates(_few(_TABLE), config=_RAGGED),
+    'staged': lambda: specdec.staged(
+      tiny_drafters.model(draft, _TREE),
+      tiny_drafters.candidates(guesses, config=_INNER),
+    ),
+  }[shape]()
+
+
+def _options(shape, **more):
+  return {
+    'drafter': _drafter(shape),
+    'max_new_tokens': _LIMITS,
+    'sampling': specdec.Sampling(temperature=[0.0, 0.0, 0.8]),
+    'log_probs': True,
+    'eos_ids': [int(_TABLE.argmax(1)[0])],
+  } | more
+
+
+def _both(shape, **more):
+  """A trace, and what `generate` says."""
+  arguments = (
+    table_model(_TABLE, max_positions=96),
+    jax.random.key(3),
+    _PROMPTS,
+  )
+  options = _options(shape, **more)
+  traces = specdec.trace(*arguments, **options)
+  return traces, specdec.generate(*arguments, **options)
+
+
+@pytest.mark.parametrize('shape', ['plain', 'ragged', 'gaps', 'staged'])
+def test_it_tells_what_generate_says(shape):
+  traces, result = _both(shape)
+  for row, trace in enumerate(traces):
+    assert list(trace.tokens) == result.tokens[row]
+    assert list(trace.origins) == result.origins[row]
+    assert list(trace.log_probs) == result.log_probs[row]
+    assert trace.labels == result.labels
+    assert trace.finish_reason == result.finish_reasons[row]
+    assert list(trace.prompt_tokens) == _PROMPTS[row]
+  assert not traces[1].blocks  # its limit is 0
+  stats = result.stats
+  total = lambda name: sum(one.stage_forwards.get(name, 0) for one in traces)
+  assert total('target') == stats['target_forwards']
+  for name, forwards in stats['stage_forwards'].items():
+    assert total(name) == forwards > 0
+  rows = itertools.zip_longest(
+    *(one.accepted_histogram for one in traces), fillvalue=0
+  )
+  histogram = [sum(counts) for counts in rows]
+  expected = stats['accepted_histogram']
+  assert histogram == expected[: len(histogram)]
+  assert not any(expected[len(histogram) :])
+  nodes = sum(len(block.tokens) for one in traces for block in one.blocks)
+  verified = stats['nodes_per_forward'] * stats['target_forwards']
+  if shape != 'gaps':  # they are fed, but nobody guessed them
+    assert nodes == pytest.approx(verified)
+  first = traces[0]
+  assert next(iter(first.blocks[0].forwards)) == 'target'
+  assert first.block_efficiency == len(first.tokens) / len(first.blocks)
+
+
+@pytest.mark.parametrize('shape', ['ragged', 'gaps', 'staged'])
+def test_the_path_is_the_walk_of_the_target(shape):
+  """Greedy: from node to node as long as a child is what the table says."""
+  traces, _ = _both(shape)
+  says = _TABLE.argmax(1)
+  text = list(_PROMPTS[0])
+  accepted = 0
+  for block in traces[0].blocks:
+    assert block.start == len(text)
+    assert block.tokens[0] == text[-1]
+    node, path = 0, [0]
+    while True:
+      wanted = says[block.tokens[node]]
+      children = [
+        one
+        for one, parent in enumerate(block.parents)
+        if parent == node and block.tokens[one] == wanted
+      ]
+      if not children:
+        break
+      (node,) = children
+      path.append(node)
+    assert list(block.path) == path
+    if block.bonus is not None:
+      assert block.bonus == says[block.tokens[node]]
+    accepted += len(path) - 1
+    text += block.emitted
+  assert accepted > 5
+
+
+def test_probabilities_are_those_of_who_guessed():
+  """A fixed topology of a table: the draft's softmax, to a power."""
+  traces, _ = _both('ragged')
+  probs = np.exp(_DRAFT - _DRAFT.max(1, keepdims=True))
+  probs /= probs.sum(1, keepdims=True)
+  calibration = _RAGGED.calibration
+  powered = probs**calibration
+  powered /= powered.sum(1, keepdims=True)
+  for block in traces[0].blocks[:3]:
+    for node in range(1, len(block.tokens)):
+      parent = block.tokens[block.parents[node]]
+      expected = powered[parent, block.tokens[node]]
+      assert block.probs[node] == pytest.approx(expected, abs=1e-5)
+
+
+def test_with_a_guard_plain_steps_are_told():
+  traces, result = _both('ragged', break_even=5.0)
+  plain = sum(len(block.tokens) == 1 for block in traces[0].blocks)
+  assert plain > 0
+  assert max(len(block.tokens) for block in traces[0].blocks) > 1
+  assert list(traces[0].tokens) == result.tokens[0]
+  assert (
+    sum(one.stage_forwards.get('target', 0) for one in traces)
+    == (result.stats['target_forwards'])
+  )
+
+
+def _block(**changes):
+  fields = {
+    'start': 2,
+    'tokens': (7, 8, 9, 8, 5),
+    'parents': (-1, 0, 0, 1, 3),
+    'origins': (0, 1, 2, 1, 1),
+    'probs': (1.0, 0.5, 0.25, 0.5, 0.1),
+    'path': (0, 1, 3),
+    'emitted': (8, 8, 4),
+    'forwards': {'target': 1, 'draft': 2},
+  } | changes
+  return Block(**fields)
+
+
+def _trace(*blocks, **changes):
+  blocks = blocks or (_block(), _block(start=5, emitted=(8,)))
+  number = sum(len(block.emitted) for block in blocks)
+  fields = {
+    'prompt': 'ab',
+    'prompt_tokens': (1, 7),
+    'labels': ('target', 'draft', 'ngram'),
+    'blocks': blocks,
+    'pieces': tuple('x' * number),
+    'texts': {token: str(token) for token in (4, 5, 7, 8, 9)},
+    'finish_reason': 'length',
+  } | changes
+  return Trace(**fields)
+
+
+def test_what_follows_from_a_block_by_hand():
+  block = _block()
+  assert block.depths == (0, 1, 1, 2, 3)
+  assert block.path_probs == (1.0, 0.5, 0.25, 0.25, 0.025)
+  assert block.emitted_origins == (1, 1, 0)
+  assert block.bonus == 4
+  cut = _block(emitted=(8,))
+  assert cut.emitted_origins == (1,)
+  assert cut.bonus is None
+  trace = _trace()
+  assert trace.tokens == (8, 8, 4, 8)
+  assert trace.origins == (1, 1, 0, 1)
+  assert trace.accepted_histogram == [1, 0, 1]
+  assert trace.stage_forwards == {'target': 2, 'draft': 4}
+  assert trace.block_efficiency == 2.0
+
+
+@pytest.mark.parametrize(
+  ('changes', 'message'),
+  [
+    ({'probs': (1.0,)}, 'differ in length'),
+    ({'parents': (0, 0, 0, 1, 3)}, 'not the root'),
+    ({'parents': (-1, 0, 2, 1, 3)}, 'node 2 comes before its parent'),
+    ({'probs': (1.0, 0.5, 1.25, 0.5, 0.1)}, 'not in'),
+    ({'path': (0, 3)}, 'jumps to node 3'),
+    ({'path': (0, 1, 9)}, 'jumps to node 9'),
+    ({'path': (), 'emitted': ()}, 'path is empty'),
+    ({'emitted': (8, 8, 4, 4)}, 'more emitted'),
+    ({'emitted': (9, 8)}, 'not what was accepted'),
+    ({'forwards': {}}, 'no target'),
+  ],
+)
+def test_blocks_that_cannot_be_are_refused(changes, message):
+  with pytest.raises(ValueError, match=message):
+    _block(**changes)
+
+
+@pytest.mark.parametrize(
+  ('changes', 'message'),
+  [
+    ({'prompt_tokens': (1,)}, 'block 0: starts at 2, not 1'),
+    ({'labels': ('target', 'draft')}, 'block 0: an origin has no label'),
+    ({'texts': {}}, 'block 0: a token has no text'),
+    ({'pieces': ('x',)}, '1 pieces, 4 tokens'),
+    ({'log_probs': (0.0,)}, 'log_probs are missing'),
+  ],
+)
+def test_traces_that_do_not_fit_are_refused(changes, message):
+  with pytest.raises(ValueError, match=message):
+    _trace(**changes)
+
+
+def test_json_there_and_back():
+  for trace in (_trace(), _trace(log_probs=(-1.0, -0.5, 0.0, -2.0))):
+    assert Trace.from_json(trace.to_json()) == trace
+    assert '\n' not in trace.to_json()
+  real = _both('staged')[0][0]
+  assert Trace.from_json(real.to_json()) == real
+
+
+@pytest.mark.parametrize(
+  ('spoil', 'message'),
+  [
+    (lambda record: '[1]', 'no JSON object'),
+    (lambda record: '{', 'Expecting'),
+    (lambda record: {'format': 'else'} , "'else'"),
+    (lambda record: record | {'blocks': [{}]}, 'missing'),
+    (lambda record: record | {'blocks': 3}, 'not iterable'),
+    (lambda record: record | {'more': 3}, 'more'),
+    (lambda record: record | {'pieces': []}, '0 pieces'),
+  ],
+)  # fmt: skip
+def test_what_is_no_trace_is_refused(spoil, message):
+  spoiled = spoil(json.loads(_trace().to_json()))
+  text = spoiled if isinstance(spoiled, str) else json.dumps(spoiled)
+  with pytest.raises(ValueError, match=f'no trace of a decode.*{message}'):
+    Trace.from_json(text)

@@ -1,0 +1,386 @@
+"""Pictures show what the trace says, and nothing in a text can break them."""
+
+import collections
+from html.parser import HTMLParser
+import importlib.util
+import itertools
+import json
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import xml.etree.ElementTree
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specdec import Block
+from specdec import Trace
+from specdec import tree
+from specdec import viz
+from specdec.viz import charts
+from specdec.viz import style
+from specdec.viz.markup import visible
+from specdec.viz.mask_picture import ancestors
+
+_NASTY = '</script><!--<script>alert(1)</script>&amp;"\''
+_TEXTS = {
+  1: '\n',
+  2: _NASTY,
+  3: ' def',
+  4: '\x00\u202e\ud800',
+  5: '漢字',
+  6: '\t',
+  7: '',
+}
+_BLOCKS = (
+  Block(
+    start=2,
+    tokens=(1, 2, 3, 4, 5, 2, 6),
+    parents=(-1, 0, 0, 1, 1, 3, 2),
+    origins=(0, 1, 2, 1, 3, 5, 2),
+    probs=(1.0, 0.75, 0.1, 0.5, 0.25, 0.9, 0.2),
+    path=(0, 1, 3),
+    emitted=(2, 4, 5),
+    forwards={'target': 1, 'draft': 2, 'lookup+ngram': 5},
+  ),
+  Block(
+    start=5,
+    tokens=(5,),
+    parents=(-1,),
+    origins=(0,),
+    probs=(1.0,),
+    path=(0,),
+    emitted=(3,),
+    forwards={'target': 1, 'draft': 0, 'lookup+ngram': 0},
+  ),
+  Block(
+    start=6,
+    tokens=(3, 6, 1),
+    parents=(-1, 0, 1),
+    origins=(0, 3, 4),
+    probs=(1.0, 0.5, 0.5),
+    path=(0, 1, 2),
+    emitted=(6,),
+    forwards={'target': 1, 'draft': 1, 'lookup+ngram': 3},
+  ),
+)
+_LABELS = ('target', 'draft', 'lookup', 'ngram', '<i>', 'far')
+_TRACE = Trace(
+  prompt='a <b> & "c"\n\tx',
+  prompt_tokens=(6, 1),
+  labels=_LABELS,
+  blocks=_BLOCKS,
+  pieces=(_NASTY, '\x00', '漢字', ' def', '\t'),
+  texts=_TEXTS,
+  finish_reason='length',
+  log_probs=(-0.5, -1.0, -1.5, -2.0, -2.5),
+)
+_EMPTY = Trace(
+  prompt='x',
+  prompt_tokens=(6,),
+  labels=('target',),
+  blocks=(),
+  pieces=(),
+  texts={},
+  finish_reason='length',
+)
+_VOID = {'meta', 'br', 'hr', 'img', 'input', 'link'}
+
+
+class _Page(HTMLParser):
+  """All elements with their attributes and texts; they must be nested."""
+
+  def __init__(self, text):
+    super().__init__()
+    self.found = collections.defaultdict(list)
+    self._open = []
+    self.feed(text)
+    self.close()
+    assert not self._open
+
+  def handle_starttag(self, tag, attrs):
+    element = {'text': '', **dict(attrs)}
+    self.found[tag].append(element)
+    if tag not in _VOID:
+      self._open.append((tag, element))
+
+  def handle_startendtag(self, tag, attrs):
+    self.found[tag].append({'text': '', **dict(attrs)})
+
+  def handle_endtag(self, tag):
+    assert self._open.pop()[0] == tag
+
+  def handle_data(self, data):
+    for _, element in self._open:
+      element['text'] += data
+
+
+def _svg(picture):
+  root = xml.etree.ElementTree.fromstring(str(picture))
+  name = '{http://www.w3.org/2000/svg}'
+  return root, lambda tag: root.findall(f'.//{name}{tag}')
+
+
+def test_every_node_is_a_box_and_the_accepted_ones_stand_out():
+  for number, block in enumerate(_BLOCKS):
+    root, find = _svg(viz.tree(_TRACE, number))
+    boxes = [one for one in find('rect') if 'box' in one.get('class')]
+    kinds = [one.get('class').split()[1:] for one in boxes]
+    assert kinds.count(['yes']) == len(block.path)
+    assert kinds.count(['bonus']) == (block.bonus is not None)
+    assert len(boxes) == len(block.tokens) + (block.bonus is not None)
+    edges = [one for one in find('path') if 'edge' in one.get('class')]
+    assert len(edges) == len(boxes) - 1
+    fills = [style.style_of(origin).fill for origin in block.origins]
+    assert [one.get('fill') for one in boxes[: len(fills)]] == fills
+    assert root.get('role') == 'img'
+    assert 'Token tree' in root.get('aria-label')
+  assert viz.tree(_TRACE, -1) == viz.tree(_TRACE, 2)
+
+
+def test_boxes_do_not_overlap_and_what_was_accepted_is_one_line():
+  _, find = _svg(viz.tree(_TRACE, 0))
+  boxes = [one for one in find('rect') if 'box' in one.get('class')]
+  place = lambda one, name: float(one.get(name))
+  spans = collections.defaultdict(list)
+  for one in boxes:
+    start = place(one, 'x')
+    spans[place(one, 'y')].append((start, start + place(one, 'width')))
+  for line in spans.values():
+    line.sort()
+    for (_, end), (start, _) in itertools.pairwise(line):
+      assert end < start
+  lines = {one.get('y') for one in boxes if one.get('class') != 'box '}
+  assert len(lines) == 1
+  # Root, two accepted, bonus; below them 2 more lines of the first and root.
+  assert len(spans) == 4
+
+
+def test_labels_of_the_tree_say_who_and_how_likely():
+  _, find = _svg(viz.tree(_TRACE, 0))
+  texts = [one.text for one in find('text')]
+  assert texts[0] == '⏎'
+  assert texts[2] == '²␣def 0.10'
+  assert texts[4] == '³漢字 0.25'
+  hints = [one.text for one in find('title')]
+  assert 'proposed by lookup' in hints[2]
+  assert '0.100 after its parent, 0.100 in all' in hints[2]
+  assert '0.900 after its parent, 0.338 in all' in hints[5]
+  assert hints[1].endswith('; accepted')
+  assert not hints[4].endswith('; accepted')
+
+
+def test_blocks_that_do_not_exist_are_refused():
+  for draw in (viz.tree, viz.mask):
+    with pytest.raises(ValueError, match='block 3 does not exist; the trace'):
+      draw(_TRACE, 3)
+
+
+@pytest.mark.parametrize('block', _BLOCKS)
+def test_the_mask_is_the_one_of_the_device(block):
+  parent, nodes = np.array(block.parents), np.arange(len(block.parents))
+  arrays = (jnp.asarray(parent), jnp.asarray(nodes), jnp.asarray(nodes))
+  expected = np.asarray(tree.ancestor_mask(*arrays, max(block.depths)))
+  found = np.zeros_like(expected)
+  for node, above in enumerate(ancestors(block)):
+    found[node, above] = True
+  np.testing.assert_array_equal(found, expected)
+
+
+def test_the_mask_has_a_cell_for_all_that_is_seen():
+  _, find = _svg(viz.mask(_TRACE, 0))
+  (seen,) = [one for one in find('path') if one.get('class') == 'seen']
+  assert seen.get('d').count('z') == sum(map(len, ancestors(_BLOCKS[0])))
+
+
+def test_the_timeline_has_a_bar_for_every_forward():
+  _, find = _svg(viz.timeline(_TRACE))
+  bars = [one for one in find('rect') if one.get('class') == 'bar']
+  lanes = collections.Counter(float(one.get('y')) for one in bars)
+  # From above: the inner stage, the draft, the target.
+  assert [lanes[y] for y in sorted(lanes)] == [8, 3, 3]
+  assert len({(one.get('x'), one.get('y')) for one in bars}) == len(bars)
+  assert 'tokens' in [one.text for one in find('text')]
+
+
+def test_the_text_is_the_text_with_its_origins():
+  page = _Page(viz.text(_TRACE))
+  spans = [one for one in page.found['span'] if 'data-block' in one]
+  assert [one['data-block'] for one in spans] == ['0', '0', '0', '1', '2']
+  assert [one['text'] for one in spans] == [
+    _NASTY, '\ufffd', '漢字', ' def', '\t',
+  ]  # fmt: skip
+  assert 'token 2, position 2, block 1, proposed by draft' in spans[0]['title']
+  assert spans[0]['title'].endswith('log-probability -0.500')
+  assert style.style_of(1).fill in spans[0]['style']
+  assert spans[2]['style'] == ''
+  (whole,) = page.found['pre']
+  assert whole['text'].startswith(_TRACE.prompt)
+  (legend,) = page.found['ul']
+  assert '¹ draft  40% (solid)' in legend['text']
+  assert '<i>' in legend['text']
+  assert not page.found['script']
+
+
+def test_origins_can_be_told_apart_without_colour():
+  lines = [style.style_of(origin).line for origin in range(5)]
+  assert len(set(lines)) == 5
+
+  def luminance(color):
+    parts = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [
+      one / 12.92 if one <= 0.04045 else ((one + 0.055) / 1.055) ** 2.4
+      for one in parts
+    ]
+    return np.dot([0.2126, 0.7152, 0.0722], linear)
+
+  for origin in range(5):
+    one = style.style_of(origin)
+    assert (luminance(one.fill) + 0.05) / (luminance('#111111') + 0.05) > 10
+    if origin:
+      assert 1.05 / (luminance(one.edge) + 0.05) > 4
+
+
+def test_white_space_is_visible_and_long_tokens_are_cut():
+  assert visible(' a\n\t') == '␣a⏎⇥'
+  assert visible('') == '∅'
+  assert visible('\x00\u202e') == '\ufffd\ufffd'
+  assert visible('abcdefghij', 6) == 'abc…ij'
+  assert len(visible('x' * 99)) == 16
+
+
+def test_the_report_is_one_page_that_needs_nothing():
+  text = viz.report(_TRACE, title='A <title>')
+  text.encode('utf-8')
+  page = _Page(text)
+  assert page.found['html'][0]['lang'] == 'en'
+  assert page.found['title'][0]['text'] == 'A <title>'
+  assert len(page.found['h1']) == len(page.found['main']) == 1
+  assert not {'link', 'img', 'iframe', 'object'} & page.found.keys()
+  for elements in page.found.values():
+    for one in elements:
+      assert not {'src', 'href', 'action', 'srcset'} & one.keys()
+      assert not any(name.startswith('on') for name in one)
+  for outside in ('@import', 'url(', 'fetch(', 'http-equiv="refresh"'):
+    assert outside not in text.replace(_NASTY, '')
+  (policy,) = [one for one in page.found['meta'] if 'http-equiv' in one]
+  assert policy['content'].startswith("default-src 'none'")
+
+
+def test_the_report_holds_the_trace_itself():
+  page = _Page(viz.report(_TRACE))
+  # Two scripts, whatever the texts say: the trace and what turns its pages.
+  data, script = page.found['script']
+  assert data['type'] == 'application/json'
+  assert Trace.from_json(data['text']) == _TRACE
+  assert data['text'] == _TRACE.to_json().replace('<', '\\u003c')
+  assert script['text'].startswith("'use strict'")
+
+
+def test_the_report_has_every_block_for_eyes_and_ears():
+  page = _Page(viz.report(_TRACE))
+  blocks = [one for one in page.found['section'] if one.get('class') == 'block']
+  ids = {one['id'] for tag in page.found.values() for one in tag if 'id' in one}
+  assert len(blocks) == 3
+  for number, one in enumerate(blocks):
+    assert one['aria-labelledby'] in ids
+    assert one['data-summary'].startswith(f'Block {number + 1} of 3.')
+    assert 'hidden' not in one  # without the script all are there
+  assert 'the target adds “␣def”' in blocks[1]['data-summary']
+  assert 'the text ends after 1 token' in blocks[2]['data-summary']
+  for picture in page.found['svg']:
+    assert picture['role'] == 'img'
+    assert picture['aria-label']
+  for region in page.found['div']:
+    if region.get('class') == 'scroll':
+      assert (region['tabindex'], region['role']) == ('0', 'region')
+      assert region['aria-label']
+  (status,) = [one for one in page.found['div'] if one.get('id') == 'status']
+  assert status['aria-live'] == 'polite'
+  keys = [one['value'] for one in page.found['button']]
+  assert keys == ['Home', 'ArrowLeft', 'ArrowRight', 'End']
+  assert set(keys) <= set(re.findall(r'\w+', page.found['script'][1]['text']))
+  assert all(one.get('scope') == 'col' for one in page.found['th'])
+  nodes = [one for one in page.found['table'] if 'nodes' in one['text']]
+  assert len(nodes) == 3
+  cells = [one['text'] for one in page.found['td']]
+  row = cells.index('2')
+  del cells[:row]
+  assert 'lookup' in cells
+
+
+def test_the_report_adapts_to_dark_screens_and_to_paper():
+  (css,) = [one['text'] for one in _Page(viz.report(_TRACE)).found['style'][:1]]
+  for feature in (
+    'prefers-color-scheme: dark',
+    '@media print',
+    'focus-visible',
+  ):
+    assert feature in css
+
+
+def test_of_nothing_there_are_pictures_too():
+  page = _Page(viz.report(_EMPTY))
+  assert '0 tokens in 0 target forwards' in page.found['p'][0]['text']
+  _svg(viz.timeline(_EMPTY))
+  _Page(viz.text(_EMPTY))
+
+
+@pytest.mark.skipif(shutil.which('node') is None, reason='needs node')
+def test_the_script_can_be_parsed(tmp_path):
+  page = _Page(viz.report(_TRACE))
+  file = tmp_path / 'report.js'
+  file.write_text(page.found['script'][1]['text'])
+  subprocess.run(['node', '--check', str(file)], check=True)
+
+
+def test_survival_by_hand():
+  histogram = [2, 0, 1, 1, 0]
+  assert charts.shares(histogram) == [0.5, 0, 0.25, 0.25, 0]
+  assert charts.survivors(histogram) == [0.5, 0.5, 0.25, 0]
+  assert charts.survivors([]) == []
+
+
+def test_charts_show_the_shares():
+  pytest.importorskip('matplotlib')
+  histograms = {'chain': [2, 0, 1, 1, 0], 'plain': [8]}
+  (axes,) = viz.accepted_lengths(histograms).axes
+  heights = [[bar.get_height() for bar in one] for one in axes.containers]
+  assert heights == [[0.5, 0, 0.25, 0.25], [1, 0, 0, 0]]
+  labels = [text.get_text() for text in axes.get_legend().get_texts()]
+  assert labels == ['chain: 2.25 on average', 'plain: 1.00 on average']
+  (axes,) = viz.survival(histograms).axes
+  drawn = [line.get_ydata().tolist() for line in axes.lines]
+  assert drawn == [[1, 0.5, 0.5, 0.25], [1, 0, 0, 0]]
+  with pytest.raises(ValueError, match='histograms is empty'):
+    viz.survival({})
+
+
+def test_without_matplotlib_the_remedy_is_named(monkeypatch):
+  monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
+  with pytest.raises(ValueError, match=r"'specdec-jax\[plot\]'"):
+    viz.survival({'one': [1]})
+
+
+def test_matplotlib_and_models_are_not_imported():
+  code = (
+    'import sys, specdec.viz;'
+    'print([one for one in ("matplotlib", "models") if one in sys.modules])'
+  )
+  result = subprocess.run(
+    [sys.executable, '-c', code],
+    cwd=pathlib.Path(__file__).parents[1],
+    capture_output=True,
+    text=True,
+    check=True,
+  )
+  assert result.stdout.strip() == '[]'
+
+
+def test_notebooks_show_them():
+  assert viz.tree(_TRACE, 0)._repr_svg_().startswith('<svg')
+  assert viz.text(_TRACE)._repr_html_().startswith('<div')
+  assert json.loads(json.dumps(viz.tree(_TRACE, 0))) == viz.tree(_TRACE, 0)
