@@ -51,15 +51,22 @@ def attend(
   """Softmax attention; scores and probabilities are computed in float32.
 
   Args:
-    query: `[B, H, L, Dh]`.
+    query: `[B, Hq, L, Dh]`; Hq a multiple of H, and the queries of consecutive
+      heads share one head of keys (arXiv 2305.13245).
     key: `[B, H, S, Dh]`, same dtype as `query`.
     value: `[B, H, S, Dh]`, same dtype as `query`.
     mask: `[B, L, S]` bool, true where a query may look.
     scale: multiplies the scores.
 
   Returns:
-    `[B, H, L, Dh]` float32.
+    `[B, Hq, L, Dh]` float32.
   """
+  group = query.shape[1] // key.shape[1]
+  if group > 1:
+    # As more queries of the same head, so that keys are read once.
+    rows = query.reshape(*key.shape[:2], -1, query.shape[3])
+    mask = jnp.tile(mask, (1, group, 1))
+    return attend(rows, key, value, mask, scale=scale).reshape(query.shape)
   if query.shape[2] > 1:
     return _attend(query, key, value, mask, scale=scale)
   # In float32 a CPU does one row at the speed of memory, in bfloat16 two; the

@@ -23,6 +23,7 @@ import numpy as np
 import transformers
 
 from models import hub
+from models.family import Module
 from models.gpt2 import GPT2
 from models.gpt2 import GPT2Config
 
@@ -68,7 +69,7 @@ def _new_parameter(
 
 
 def expand(
-  module: GPT2, *, width_factor: int, num_layers: int, seed: int = 0
+  module: Module, *, width_factor: int, num_layers: int, seed: int = 0
 ) -> GPT2:
   """Widens and deepens a GPT-2 without changing its logits.
 
@@ -86,8 +87,13 @@ def expand(
     A module of the dtype of `module`.
 
   Raises:
-    ValueError: the factor or the number of layers is too small.
+    ValueError: the factor or the number of layers is too small, or the model is
+      no GPT-2.
   """
+  if not isinstance(module, GPT2):
+    raise ValueError(
+      f'only a GPT-2 can be expanded, not a {type(module).__name__}'
+    )
   old = module.config
   if width_factor < 1:
     raise ValueError(f'width_factor must be at least 1, got {width_factor}')

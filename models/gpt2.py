@@ -6,7 +6,6 @@ the residual stream, norms and softmax are float32. Any matrix may be
 an `Int8Matrix` instead.
 """
 
-from collections.abc import Callable
 import dataclasses
 import functools
 import math
@@ -17,30 +16,11 @@ from jax import lax
 import jax.numpy as jnp
 
 from models.attention import attend
+from models.layers import ACTIVATIONS
+from models.layers import Linear
 from models.matmul import matmul
 from models.matmul import take_rows
 from specdec import cache as kv
-
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-  'gelu': functools.partial(jax.nn.gelu, approximate=False),
-  'gelu_python': functools.partial(jax.nn.gelu, approximate=False),
-  'gelu_new': functools.partial(jax.nn.gelu, approximate=True),
-  'gelu_fast': functools.partial(jax.nn.gelu, approximate=True),
-  'gelu_accurate': functools.partial(jax.nn.gelu, approximate=True),
-  'gelu_pytorch_tanh': functools.partial(jax.nn.gelu, approximate=True),
-  'gelu_python_tanh': functools.partial(jax.nn.gelu, approximate=True),
-  'quick_gelu': lambda x: x * jax.nn.sigmoid(1.702 * x),
-  'relu': jax.nn.relu,
-  'relu2': lambda x: jnp.square(jax.nn.relu(x)),
-  'relu6': jax.nn.relu6,
-  'silu': jax.nn.silu,
-  'swish': jax.nn.silu,
-  'sigmoid': jax.nn.sigmoid,
-  'tanh': jnp.tanh,
-  'mish': jax.nn.mish,
-  'leaky_relu': jax.nn.leaky_relu,
-  'linear': lambda x: x,
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +34,7 @@ class GPT2Config:
     num_layers: transformer blocks.
     num_heads: attention heads; must divide `width`.
     inner_width: of the feed-forward layer; None means 4 times `width`.
-    activation: a key of `ACTIVATIONS`.
+    activation: a key of `models.layers.ACTIVATIONS`.
     norm_epsilon: added to the variance in every layer norm.
     scale_attention: divide scores by the square root of the head width.
     scale_attention_by_layer: divide scores by the layer's number, from 1.
@@ -88,6 +68,11 @@ class GPT2Config:
       )
 
   @property
+  def num_kv_heads(self) -> int:
+    """Heads of the cache."""
+    return self.num_heads
+
+  @property
   def head_width(self) -> int:
     """Dh."""
     return self.width // self.num_heads
@@ -96,22 +81,6 @@ class GPT2Config:
   def feed_forward_width(self) -> int:
     """Of the hidden layer, with the default filled in."""
     return self.inner_width or 4 * self.width
-
-
-class Linear(nnx.Module):
-  """An affine map with its weight stored `[out, in]` (see `models.matmul`)."""
-
-  def __init__(self, features_in, features_out, *, stddev, dtype, rngs):
-    init = jax.nn.initializers.normal(stddev)
-    self.weight = nnx.Param(
-      init(rngs.params(), (features_out, features_in), dtype)
-    )
-    self.bias = nnx.Param(jnp.zeros(features_out, dtype))
-
-  def __call__(self, x: jax.Array) -> jax.Array:
-    bias = self.bias[...].astype(jnp.float32)
-    bias = jnp.expand_dims(bias, range(x.ndim - 1))
-    return matmul(x, self.weight.get_value()) + bias
 
 
 class LayerNorm(nnx.LayerNorm):

@@ -1,82 +1,51 @@
 """Hugging Face's GPT-2 format: its config keys and its tensor names."""
 
-import json
-import pathlib
+from collections.abc import Mapping
 import re
 from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
-import jax
 import transformers
 
-from models.gpt2 import ACTIVATIONS
+from models.family import Family
+from models.family import parameter_name
+from models.family import Path
+from models.gpt2 import GPT2
 from models.gpt2 import GPT2Config
+from models.layers import ACTIVATIONS
 
 # Buffers of old checkpoints: the causal mask, which is an argument here.
 _BUFFERS = re.compile(r'h\.\d+\.attn\.(bias|masked_bias)')
 _PREFIX = 'transformer.'
 
-# Config keys that change the computation in ways this module does not know,
-# each with the only values that leave it alone.
-_REFUSED_UNLESS: dict[str, tuple[Any, ...]] = {
-  'add_cross_attention': (False, None),
-  'auto_map': (None,),
-  'pruned_heads': ({}, None),
-  'quantization_config': (None,),
-}
 
-
-def read_config(path: pathlib.Path) -> GPT2Config:
-  """Reads a `config.json`.
+def read_config(raw: Mapping[str, Any]) -> GPT2Config:
+  """Reads the keys of a `config.json`.
 
   `reorder_and_upcast_attn` asks for float32 attention scores; here they always
   are, so the key needs nothing.
 
-  Args:
-    path: of the file.
-
-  Returns:
-    The shape of the model.
-
   Raises:
-    ValueError: the file describes something that is not a plain GPT-2; names
-      the key and its value.
+    ValueError: they describe something that is not a plain GPT-2.
   """
-  try:
-    raw = json.loads(path.read_text('utf-8'))
-  except ValueError as error:
-    raise ValueError(f'{path} is not valid JSON: {error}') from error
-  if not isinstance(raw, dict) or raw.get('model_type') != 'gpt2':
-    kind = raw.get('model_type') if isinstance(raw, dict) else raw
-    raise ValueError(f'{path}: model_type {kind!r} is not known, only gpt2 is')
-  for key, harmless in _REFUSED_UNLESS.items():
-    if raw.get(key) not in harmless:
-      raise ValueError(f'{path}: {key}={raw[key]!r} is not supported')
-  try:
-    config = transformers.GPT2Config.from_dict(raw)
-  except StrictDataclassError as error:
-    raise ValueError(f'{path}: {error}') from error
+  config = transformers.GPT2Config.from_dict(dict(raw))
   if config.activation_function not in ACTIVATIONS:
     raise ValueError(
-      f'{path}: activation_function={config.activation_function!r} is not'
-      f' known; choose from {sorted(ACTIVATIONS)}'
+      f'activation_function={config.activation_function!r} is not known;'
+      f' choose from {sorted(ACTIVATIONS)}'
     )
-  try:
-    return GPT2Config(
-      vocab_size=config.vocab_size,
-      num_positions=config.n_positions,
-      width=config.n_embd,
-      num_layers=config.n_layer,
-      num_heads=config.n_head,
-      inner_width=config.n_inner,
-      activation=config.activation_function,
-      norm_epsilon=config.layer_norm_epsilon,
-      scale_attention=config.scale_attn_weights,
-      scale_attention_by_layer=config.scale_attn_by_inverse_layer_idx,
-      tie_embeddings=config.tie_word_embeddings,
-    )
-  except (TypeError, ValueError) as error:
-    raise ValueError(f'{path}: {error}') from error
+  return GPT2Config(
+    vocab_size=config.vocab_size,
+    num_positions=config.n_positions,
+    width=config.n_embd,
+    num_layers=config.n_layer,
+    num_heads=config.n_head,
+    inner_width=config.n_inner,
+    activation=config.activation_function,
+    norm_epsilon=config.layer_norm_epsilon,
+    scale_attention=config.scale_attn_weights,
+    scale_attention_by_layer=config.scale_attn_by_inverse_layer_idx,
+    tie_embeddings=config.tie_word_embeddings,
+  )
 
 
 def to_hugging_face(
@@ -123,32 +92,27 @@ def canonical_name(stored: str, config: GPT2Config) -> str | None:
   return name
 
 
-def stored_name(path: tuple[Any, ...]) -> str:
-  """The canonical name of a parameter path such as `('h', 0, 'ln_1', 'scale')`.
-
-  Embeddings call their array `embedding`, norms `scale`; checkpoints `weight`.
-  """
-  *parents, leaf = (str(part) for part in path)
-  if path == ('lm_head',):
-    return 'lm_head.weight'
-  leaf = 'weight' if leaf in ('embedding', 'scale') else leaf
-  return '.'.join([*parents, leaf])
+def _stored_name(path: Path, config: GPT2Config) -> str:
+  """As `GPT2LMHeadModel` writes it."""
+  del config
+  name = parameter_name(path)
+  return name if path == ('lm_head',) else _PREFIX + name
 
 
-def stored_full_name(path: tuple[Any, ...]) -> str:
-  """`stored_name` as `GPT2LMHeadModel` writes it."""
-  name = stored_name(path)
-  return name if name.startswith('lm_head') else _PREFIX + name
-
-
-def is_transposed(path: tuple[Any, ...]) -> bool:
-  """Whether a checkpoint stores `[in, out]` where this library has `[out, in]`.
-
-  True for the four `Conv1D` matrices of each block.
-  """
+def _is_transposed(path: Path) -> bool:
+  """The four `Conv1D` matrices of each block."""
   return path[0] == 'h' and path[-1] == 'weight'
 
 
-def stored_shape(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct):
-  """The shape that a parameter has in the checkpoint."""
-  return leaf.shape[::-1] if is_transposed(path) else leaf.shape
+FAMILY = Family(
+  name='GPT-2',
+  model_types=frozenset({'gpt2'}),
+  module=GPT2,
+  config=GPT2Config,
+  read_config=read_config,
+  to_hugging_face=to_hugging_face,
+  canonical_name=canonical_name,
+  stored_name=_stored_name,
+  is_transposed=_is_transposed,
+  stays_float=lambda path: path[0] == 'wpe',
+)

@@ -14,9 +14,11 @@ import safetensors
 from safetensors import numpy as safetensors_numpy
 import transformers
 
-from models import gpt2_checkpoint
-from models.gpt2 import GPT2
-from models.gpt2 import GPT2Config
+from models.families import family_of
+from models.families import read_config
+from models.family import Config
+from models.family import Module
+from models.family import parameter_name
 from models.int8 import Int8Matrix
 from models.int8 import quantize
 
@@ -143,9 +145,27 @@ def _tensors(
       yield file, name, dtype, shape
 
 
-def abstract_module(config: GPT2Config, dtype: jnp.dtype):
-  """A GPT2 without weights: its graph, and its parameters' shapes by path."""
-  module = nnx.eval_shape(lambda: GPT2(config, dtype=dtype, rngs=nnx.Rngs(0)))
+def config_of(name: str, *, revision: str | None = None) -> Config:
+  """The shape of a model; see `locate` for the arguments, and what it raises.
+
+  Raises:
+    ValueError: there is none, or it is of a kind that is not known.
+  """
+  folder = locate(name, revision=revision)
+  if not (folder / 'config.json').exists():
+    raise ValueError(f'{folder} has no config.json')
+  return read_config(folder / 'config.json')
+
+
+def shape_module(config: Config, dtype: jnp.dtype) -> Module:
+  """A module whose weights are shapes."""
+  make = family_of(config).module
+  return nnx.eval_shape(lambda: make(config, dtype=dtype, rngs=nnx.Rngs(0)))
+
+
+def abstract_module(config: Config, dtype: jnp.dtype):
+  """A module without weights: its graph, and its parameters' shapes by path."""
+  module = shape_module(config, dtype)
   graph, variables = nnx.split(module)
   return graph, traverse_util.flatten_dict(nnx.to_pure_dict(variables))
 
@@ -155,8 +175,8 @@ def load_module(
   *,
   dtype: jax.typing.DTypeLike = jnp.float32,
   revision: str | None = None,
-) -> GPT2:
-  """Loads a GPT-2 of any size from a folder or from the hub.
+) -> Module:
+  """Loads a model of any family and size from a folder or from the hub.
 
   Tensors go one at a time from the file into their final dtype on the default
   device, so the peak of host memory is the model plus one tensor
@@ -165,7 +185,7 @@ def load_module(
   Args:
     name: see `locate`.
     dtype: of the matrices: float32, bfloat16 or int8; with the last, of all but
-      the position embedding, and the rest is computed in bfloat16.
+      position embeddings and routers, and the rest is computed in bfloat16.
     revision: see `locate`.
 
   Returns:
@@ -176,24 +196,26 @@ def load_module(
       misshapen; the message names it.
   """
   folder = locate(str(name), revision=revision)
-  if not (folder / 'config.json').exists():
-    raise ValueError(f'{folder} has no config.json')
-  config = gpt2_checkpoint.read_config(folder / 'config.json')
+  config = config_of(str(folder))
+  family = family_of(config)
   in_int8 = jnp.dtype(dtype) == jnp.int8
   graph, wanted = abstract_module(
     config, jnp.dtype(jnp.bfloat16 if in_int8 else dtype)
   )
-  paths = {gpt2_checkpoint.stored_name(path): path for path in wanted}
+  paths = {parameter_name(path): path for path in wanted}
   loaded, origin = {}, {}
   for file, stored, stored_dtype, shape in _tensors(folder):
-    tensor_name = gpt2_checkpoint.canonical_name(stored, config)
+    tensor_name = family.canonical_name(stored, config)
     if tensor_name is None:
       continue
     if tensor_name not in paths:
-      raise ValueError(f'{folder}: tensor {stored} is not part of a GPT-2')
+      raise ValueError(
+        f'{folder}: tensor {stored} is not part of a {family.name}'
+      )
     path = paths[tensor_name]
     leaf = wanted[path]
-    expected = gpt2_checkpoint.stored_shape(path, leaf)
+    transposed = family.is_transposed(path)
+    expected = leaf.shape[::-1] if transposed else leaf.shape
     if shape != expected:
       raise ValueError(
         f'{folder}: tensor {stored} has shape {shape}, expected {expected}'
@@ -203,8 +225,7 @@ def load_module(
         f'{folder}: tensor {stored} has dtype {stored_dtype}, expected one of'
         f' {sorted(_FLOATS)}'
       )
-    transposed = gpt2_checkpoint.is_transposed(path)
-    quantized = in_int8 and leaf.ndim == 2 and path[0] != 'wpe'
+    quantized = in_int8 and leaf.ndim == 2 and not family.stays_float(path)
     kept_dtype = np.float32 if quantized else leaf.dtype
     array = _read(file, stored, shape, kept_dtype, transposed=transposed)
     final = quantize(array) if quantized else jax.device_put(array)
@@ -225,7 +246,7 @@ def load_module(
 
 
 def save_pretrained(
-  module: GPT2,
+  module: Module,
   folder: str | pathlib.Path,
   *,
   tokenizer: transformers.PreTrainedTokenizerBase | None = None,
@@ -240,33 +261,35 @@ def save_pretrained(
     dtype: to store all tensors in; default: as they are.
 
   Raises:
-    ValueError: the matrices are in eight bits, which this format has not.
+    ValueError: the matrices are in eight bits, or the shape is one that no
+      model of transformers has.
   """
-  if isinstance(module.wte.embedding.get_value(), Int8Matrix):
+  family = family_of(module.config)
+  _, variables = nnx.split(module)
+  params = traverse_util.flatten_dict(nnx.to_pure_dict(variables))
+  if any(isinstance(leaf, Int8Matrix) for leaf in params.values()):
     raise ValueError(
       f'{folder}: a model loaded with dtype=int8 cannot be saved; load it as'
       ' float32 or bfloat16'
     )
+  described = family.to_hugging_face(
+    module.config,
+    dtype=jnp.dtype(dtype or module.dtype).name,
+    eos_token_id=None if tokenizer is None else tokenizer.eos_token_id,
+  )
   folder = pathlib.Path(folder)
   folder.mkdir(parents=True, exist_ok=True)
-  _, variables = nnx.split(module)
   tensors = {}
-  for path, leaf in traverse_util.flatten_dict(
-    nnx.to_pure_dict(variables)
-  ).items():
+  for path, leaf in params.items():
     array = np.asarray(leaf, dtype=dtype or leaf.dtype)
-    if gpt2_checkpoint.is_transposed(path):
+    if family.is_transposed(path):
       array = array.T
-    stored = gpt2_checkpoint.stored_full_name(path)
+    stored = family.stored_name(path, module.config)
     tensors[stored] = np.ascontiguousarray(array)
   safetensors_numpy.save_file(
     tensors, folder / _SINGLE, metadata={'format': 'pt'}
   )
   (folder / _SINGLE).chmod(0o644)  # safetensors writes it for its owner alone.
-  stored_dtype = tensors['transformer.wte.weight'].dtype.name
-  eos = tokenizer.eos_token_id if tokenizer is not None else None
-  gpt2_checkpoint.to_hugging_face(
-    module.config, dtype=stored_dtype, eos_token_id=eos
-  ).save_pretrained(folder)
+  described.save_pretrained(folder)
   if tokenizer is not None:
     tokenizer.save_pretrained(folder)

@@ -2,13 +2,17 @@
 
 import dataclasses
 import functools
+import math
 
 from flax import nnx
+from flax import traverse_util
 import jax
 import jax.numpy as jnp
 
-from models.gpt2 import GPT2
-from models.gpt2 import GPT2Config
+from models.family import Config
+from models.family import Module
+from models.family import Path
+from models.mixtral import MixtralConfig
 from specdec import cache as kv
 from specdec.model import LanguageModel
 from specdec.model import Model
@@ -41,9 +45,24 @@ def with_vocab_size(model: Model, vocab_size: int) -> Model:
   return model.replace(definition=_resized(model.definition, vocab_size))
 
 
+def _share_read(path: Path, config: Config) -> float:
+  """How much of a parameter a forward of one position reads."""
+  if path[0] == 'wpe':
+    return 0.0  # A few rows.
+  if path[0] in ('wte', 'embed_tokens'):
+    return 1.0 if config.tie_embeddings else 0.0
+  if isinstance(config, MixtralConfig) and 'experts' in path:
+    return config.experts_per_token / config.num_experts
+  return 1.0
+
+
 @functools.cache
 def _definition(
-  graph: nnx.GraphDef, config: GPT2Config, dtype: jnp.dtype, weight_bytes: int
+  graph: nnx.GraphDef,
+  config: Config,
+  dtype: jnp.dtype,
+  weight_bytes: int,
+  parameters: int,
 ) -> LanguageModel:
   """One record per shape, so that loading a model again does not recompile."""
 
@@ -55,22 +74,24 @@ def _definition(
       batch_size,
       num_slots,
       num_layers=config.num_layers,
-      num_heads=config.num_heads,
+      num_heads=config.num_kv_heads,
       head_width=config.head_width,
       dtype=dtype,
     )
 
+  per_slot = 2 * config.num_layers * config.num_kv_heads * config.head_width
   return LanguageModel(
     apply=apply,
     init_cache=init_cache,
     vocab_size=config.vocab_size,
     max_positions=config.num_positions,
     weight_bytes=weight_bytes,
-    cache_bytes_per_slot=2 * config.num_layers * config.width * dtype.itemsize,
+    cache_bytes_per_slot=per_slot * dtype.itemsize,
+    parameters=parameters,
   )
 
 
-def as_model(module: GPT2) -> Model:
+def as_model(module: Module) -> Model:
   """Splits a module once; from here on there are only pytrees.
 
   Args:
@@ -82,16 +103,18 @@ def as_model(module: GPT2) -> Model:
   config = module.config
   graph, variables = nnx.split(module)
   params = nnx.to_pure_dict(variables)
-  # Of shapes alone too, which have no `nbytes`.
-  num_bytes = lambda tree: sum(
-    leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)
-  )
-  # A forward looks up a few rows of the embeddings; it reads all of the token
-  # embedding only where that is the head.
-  weight_bytes = num_bytes(params) - num_bytes(params['wpe'])
-  if not config.tie_embeddings:
-    weight_bytes -= num_bytes(params['wte'])
+  weight_bytes = parameters = 0.0
+  for path, leaf in traverse_util.flatten_dict(params).items():
+    share = _share_read(path, config)
+    # Of shapes too, which have no `nbytes`.
+    weight_bytes += share * sum(
+      part.size * part.dtype.itemsize for part in jax.tree.leaves(leaf)
+    )
+    if len(leaf.shape) == 2:
+      parameters += share * math.prod(leaf.shape)
   return Model(
     params=params,
-    definition=_definition(graph, config, module.dtype, weight_bytes),
+    definition=_definition(
+      graph, config, module.dtype, round(weight_bytes), round(parameters)
+    ),
   )

@@ -8,10 +8,8 @@ roofs: Williams et al. 2009, "Roofline".)
 
 from collections.abc import Mapping
 import dataclasses
-import math
 from typing import Any
 
-from flax import traverse_util
 import jax
 
 from specdec.model import Model
@@ -32,15 +30,9 @@ class ModelSize:
 
 def model_size(model: Model) -> ModelSize:
   """The size of a model of `models.language_model.as_model`."""
-  params = traverse_util.flatten_dict(model.params)
-  looked_up = {'wpe'} | ({'wte'} if ('lm_head',) in params else set())
   cache = jax.eval_shape(lambda: model.definition.init_cache(1, 1))
   return ModelSize(
-    parameters=sum(
-      math.prod(leaf.shape)
-      for path, leaf in params.items()
-      if len(leaf.shape) == 2 and path[0] not in looked_up
-    ),
+    parameters=model.definition.parameters,
     cache_per_slot=sum(
       leaf.size for leaf in jax.tree.leaves(cache) if leaf.ndim > 1
     ),

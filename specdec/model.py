@@ -23,8 +23,10 @@ class LanguageModel:
     init_cache: `(batch_size, num_slots) -> KVCache`, empty.
     vocab_size: V.
     max_positions: the longest context.
-    weight_bytes: read from memory by one forward.
+    weight_bytes: read from memory by one forward. Where that depends on the
+      tokens (a mixture of experts), by that of a single one.
     cache_bytes_per_slot: read from memory per row, forward and visible slot.
+    parameters: multiplied with each position.
   """
 
   apply: Callable[..., tuple[jax.Array, KVCache]]
@@ -33,6 +35,7 @@ class LanguageModel:
   max_positions: int
   weight_bytes: int
   cache_bytes_per_slot: int
+  parameters: int = 0
 
 
 class Model(flax.struct.PyTreeNode):

@@ -249,7 +249,7 @@ def test_a_tied_head_may_be_stored_twice(folder):
 
 
 BAD_CONFIGS = {
-  'model_type': ('llama', "model_type 'llama' is not known, only gpt2 is"),
+  'model_type': ('mamba', "model_type 'mamba' is not known; choose from"),
   'add_cross_attention': (True, 'add_cross_attention=True is not supported'),
   'auto_map': ({'AutoModel': 'code.M'}, 'auto_map=.* is not supported'),
   'quantization_config': (

@@ -7,19 +7,17 @@ No weight is read or allocated: models are their configs, and everything that
 import dataclasses
 from typing import Any
 
-from flax import nnx
 import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from models import gpt2_checkpoint
 from models import hub
 from models.compiling.devices import abstract_device
 from models.compiling.devices import Device
 from models.drafters import DEMO_TABLE
 from models.drafters import DraftSettings
 from models.drafters import make_drafter
-from models.gpt2 import GPT2
+from models.family import Config
 from models.gpt2 import GPT2Config
 from models.language_model import as_model
 from models.pair import Pair
@@ -110,7 +108,7 @@ class Compiled:
   work: dict[str, Work]
 
 
-def config_of(name: str, vocab_size: int | None = None) -> GPT2Config:
+def config_of(name: str, vocab_size: int | None = None) -> Config:
   """The shape of a model.
 
   Args:
@@ -120,18 +118,13 @@ def config_of(name: str, vocab_size: int | None = None) -> GPT2Config:
   Raises:
     ValueError: there is no such model.
   """
-  if name in SHAPES:
-    config = SHAPES[name]
-  else:
-    config = gpt2_checkpoint.read_config(hub.locate(name) / 'config.json')
+  config = SHAPES[name] if name in SHAPES else hub.config_of(name)
   return dataclasses.replace(config, vocab_size=vocab_size or config.vocab_size)
 
 
-def abstract_model(config: GPT2Config, dtype: jnp.dtype) -> Model:
+def abstract_model(config: Config, dtype: jnp.dtype) -> Model:
   """A model whose weights are shapes."""
-  return as_model(
-    nnx.eval_shape(lambda: GPT2(config, dtype=dtype, rngs=nnx.Rngs(0)))
-  )
+  return as_model(hub.shape_module(config, dtype))
 
 
 def _with_table(drafter: Drafter, vocab_size: int) -> Drafter:

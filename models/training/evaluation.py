@@ -5,13 +5,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.gpt2 import GPT2
+from models.family import Module
 from models.training import corpus
 from models.training.loss import make_loss
 
 
 def held_out_loss(
-  module: GPT2, tokens: np.ndarray, *, length: int, batch_tokens: int = 8192
+  module: Module, tokens: np.ndarray, *, length: int, batch_tokens: int = 8192
 ) -> float:
   """The mean loss over consecutive windows, in float32.
 
