@@ -46,15 +46,12 @@ _CONTEXT_BATCH_SIZE = flags.DEFINE_integer(
 _NODES_BATCH_SIZE = flags.DEFINE_integer(
   'nodes_batch_size', 1, 'rows, of the study nodes'
 )
-_MIXTURE = {
-  'width': 768,
-  'num_layers': 4,
-  'num_experts': 8,
-  'experts_per_token': 2,
-  'expert_width': 2048,
-}
-for _NAME, _SIZE in _MIXTURE.items():
-  flags.DEFINE_integer(f'mixture_{_NAME}', _SIZE, 'of the study experts')
+_MIXTURE = flags.DEFINE_list(
+  'mixture',
+  '768,4,8,2,2048',
+  'width, layers, experts, experts per token and width of an expert, of the'
+  ' study experts',
+)
 _REPEATS = flags.DEFINE_integer(
   'repeats', 3, 'decodes of each point, of different prompts', lower_bound=1
 )
@@ -71,7 +68,7 @@ for _FLAG, _DEFAULT in (
 
 
 def _integers(name: str) -> tuple[int, ...]:
-  values = flags.FLAGS[name].value
+  values = flags.FLAGS[name].value or []
   try:
     return tuple(int(value) for value in values)
   except ValueError as error:
@@ -90,20 +87,21 @@ def main() -> None:
   from models.sweep import run
   from models.sweep import tables
   from models.sweep.measuring import Effort
-  from models.sweep.mixture import Mixture
+  from models.sweep.mixture import mixture_of
   from models.training.corpus import Corpus
 
   if _OUTPUT.value is None:
     raise ValueError('--output is needed: a folder')
   plots.require_matplotlib(f'--output={_OUTPUT.value}')
-  if options.draft_name() is None or options.DTYPE.value not in run.DTYPES:
+  draft = options.draft_name()
+  if draft is None or options.DTYPE.value not in run.DTYPES:
     raise ValueError(
       f'--draft={options.DRAFT.value} --dtype={options.DTYPE.value}: a sweep'
       f' needs a draft, and one of the dtypes {", ".join(run.DTYPES)}'
     )
   plan = run.Plan(
     target=options.TARGET.value,
-    draft=options.draft_name(),
+    draft=draft,
     dtype=options.DTYPE.value,
     corpus=Corpus(folder=_CORPUS.value),
     drafting=options.draft_settings(),
@@ -112,10 +110,7 @@ def main() -> None:
       context_batch_size=_CONTEXT_BATCH_SIZE.value,
       nodes_batch_size=_NODES_BATCH_SIZE.value,
     ),
-    mixture=Mixture(
-      dtype=options.DTYPE.value,
-      **{name: flags.FLAGS[f'mixture_{name}'].value for name in _MIXTURE},
-    ),
+    mixture=mixture_of(_integers('mixture'), options.DTYPE.value),
     effort=Effort(
       max_new_tokens=options.MAX_NEW_TOKENS.value, repeats=_REPEATS.value
     ),

@@ -138,11 +138,8 @@ def joined(
   """Points of the two models as one study, and `factors` between them."""
   pairs = list(zip(points[MIXTURE], points[TWIN], strict=True))
   arms = [
-    {
-      name: point['arms'][_ARM]
-      for name, point in zip(points, pair, strict=True)
-    }
-    for pair in pairs
+    {MIXTURE: sparse['arms'][_ARM], TWIN: dense['arms'][_ARM]}
+    for sparse, dense in pairs
   ]
   return {
     'axis': 'batch size, rows',

@@ -57,7 +57,9 @@ class Mixture:
 
   def __post_init__(self):
     if self.width % 64 or self.width < 64:
-      raise ValueError(f'width={self.width} must be a multiple of 64')
+      raise ValueError(
+        f'--mixture: the width must be a multiple of 64, got {self.width}'
+      )
 
   def _config(self) -> dict[str, Any]:
     return {
@@ -109,6 +111,23 @@ class Mixture:
       cache_bytes=size,
       dtype=self.dtype,
     )
+
+
+def mixture_of(sizes: Sequence[int], dtype: str) -> Mixture:
+  """A mixture of the sizes of `--mixture`.
+
+  Raises:
+    ValueError: there are not five positive sizes that fit each other.
+  """
+  if len(sizes) != 5 or min(sizes) < 1 or sizes[3] > sizes[2]:
+    raise ValueError(
+      f'--mixture={",".join(map(str, sizes))}: expected width, layers, experts,'
+      ' experts per token (no more than there are) and width of an expert'
+    )
+  names = ('width', 'num_layers', 'num_experts', 'experts_per_token')
+  return Mixture(
+    **dict(zip((*names, 'expert_width'), sizes, strict=True)), dtype=dtype
+  )
 
 
 def subject(

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from collections.abc import Sequence
+import itertools
 from typing import Any
 
 import numpy as np
@@ -35,9 +36,8 @@ def counted_step(
   stats = [one.generation.stats for one in measurements]
   steps = sum(one['reads']['target']['forwards'] for one in stats)
   rows = sum(
-    len(one.generation.tokens)
-    * one.generation.stats['reads']['target']['forwards']
-    for one in measurements
+    len(one.generation.tokens) * counts['reads']['target']['forwards']
+    for one, counts in zip(measurements, stats, strict=True)
   )
   forwards = width = 0
   if draft is not None:
@@ -97,7 +97,7 @@ def crossing(xs: Sequence[float], ys: Sequence[float | None]) -> float | None:
   points = [(x, y) for x, y in zip(xs, ys, strict=True) if y is not None]
   if not points or points[-1][1] >= 1:
     return None
-  for (x, y), (next_x, next_y) in zip(points[-2::-1], points[:0:-1]):
+  for (x, y), (next_x, next_y) in reversed(list(itertools.pairwise(points))):
     if y >= 1:
       share = (y - 1) / (y - next_y)
       return float(x * (next_x / x) ** share)

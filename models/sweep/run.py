@@ -129,6 +129,7 @@ def model_shape(name: str, dtype: str) -> ModelShape:
 
 def _subject(plan: Plan) -> tuple[Subject, Pair]:
   pair = load_pair(plan.target, plan.draft, dtype=jnp.dtype(plan.dtype))
+  assert pair.draft is not None
   draft = 'demo-draft' if plan.draft == 'demo' else plan.draft
   scorer = specdec.LanguageModelScorer(pair.draft)
   name = Drafter(scorer, plan.drafting.tree).stages[0].name

@@ -17,8 +17,10 @@ from models.sweep.measuring import slots
 from models.sweep.measuring import Subject
 from specdec.cost_model import Deployment
 from specdec.cost_model import forward_seconds
+from specdec.cost_model import ModelShape
 from specdec.cost_model import predict
 from specdec.drafter import Drafter
+from specdec.model import Model
 
 PLAIN = 'plain'
 
@@ -69,11 +71,11 @@ def time_forwards(
   """
   short, long = min(lengths), max(lengths)
   target = (subject.target, subject.shape)
-  runs = [
+  runs: list[tuple[Model, ModelShape, int, int, tuple[int, ...]]] = [
     (*target, 1, short, NODE_COUNTS),
     (*target, _BATCH, long, _BATCH_NODE_COUNTS),
   ]
-  if subject.draft_model is not None:
+  if subject.draft_model is not None and subject.draft is not None:
     draft = (subject.draft_model, subject.draft)
     runs += [
       (*draft, 1, short, _DRAFT_NODE_COUNTS),

@@ -85,8 +85,9 @@ def _forwards(record: Mapping[str, Any]) -> str:
   ((dtype, rate),) = hardware['flops_per_second'].items()
   combined = 'the slower of both' if record['overlap'] else 'their sum'
   return (
-    f'{to_table(head, rows)}\n\nFitted: {hardware["bytes_per_second"] / 1e9:.1f}'
-    f' GB/s, {rate / 1e9:.0f} GFLOP/s in {dtype} ({combined} counts),'
+    f'{to_table(head, rows)}\n\nFitted:'
+    f' {hardware["bytes_per_second"] / 1e9:.1f} GB/s,'
+    f' {rate / 1e9:.0f} GFLOP/s in {dtype} ({combined} counts),'
     f' {1e6 * hardware["layer_seconds"]:.0f} us per layer; typical error'
     f' {record["typical_error"]:.0%}.'
   )
