@@ -79,6 +79,8 @@ def _integers(name: str) -> tuple[int, ...]:
 
 def main() -> None:
   import pathlib
+  import sys
+  import time
 
   from models import machine_limits
   from models import plots
@@ -112,10 +114,15 @@ def main() -> None:
     ),
     mixture=mixture_of(_integers('mixture'), options.DTYPE.value),
     effort=Effort(
-      max_new_tokens=options.MAX_NEW_TOKENS.value, repeats=_REPEATS.value
+      max_new_tokens=options.MAX_NEW_TOKENS.value,
+      repeats=_REPEATS.value,
+      report=lambda text: print(
+        f'{time.monotonic() - start:6.0f} s  {text}', file=sys.stderr
+      ),
     ),
     studies=tuple(_STUDIES.value),
   )
+  start = time.monotonic()
   folder = pathlib.Path(_OUTPUT.value)
   folder.mkdir(parents=True, exist_ok=True)
   figures = run.run(plan, machine_limits.this_machine((plan.dtype,)))

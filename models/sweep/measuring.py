@@ -1,9 +1,11 @@
 """Times decodes and forwards at one setting."""
 
+from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import numpy as np
@@ -74,11 +76,13 @@ class Effort:
     max_new_tokens: of each row.
     repeats: decodes of each arm at each setting, of different prompts.
     forward_repeats: of each forward; the median counts.
+    report: told what is measured next.
   """
 
   max_new_tokens: int = 48
   repeats: int = 3
   forward_repeats: int = 5
+  report: Callable[[str], Any] = lambda text: None
 
 
 def slots(batches: Sequence[Sequence[Sequence[int]]], effort: Effort) -> int:
@@ -107,6 +111,10 @@ def measure_decodes(
   effort: Effort,
 ) -> dict[str, list[benchmarking.Measurement]]:
   """Every batch by every arm, in turns, once everything is compiled."""
+  effort.report(
+    f'{", ".join(drafters)} of {subject.name}, {len(batches[0])} x'
+    f' {len(batches[0][0])} tokens'
+  )
   arms = {
     name: _arm(subject.target, drafter, subject, effort)
     for name, drafter in drafters.items()
@@ -123,6 +131,7 @@ def measure_drafting(
   effort: Effort,
 ) -> list[benchmarking.Measurement]:
   """The same decodes without the target, by replay (`specdec.replay`)."""
+  effort.report(f'drafting for {subject.name}, {len(batch)} rows')
   new = _arm(subject.target, None, subject, effort)(
     batch, effort.max_new_tokens
   )
@@ -156,6 +165,7 @@ def measure_forwards(
     sampling: of the loop around them.
     effort: how long to measure.
   """
+  effort.report(f'forwards of {shape.name}, {batch_size} rows')
   prompt_slots, room = padded_shape([[0] * length], effort.max_new_tokens)
   costs = measure_step_costs(
     model,
