@@ -101,6 +101,16 @@ def main() -> None:
       f'--draft={options.DRAFT.value} --dtype={options.DTYPE.value}: a sweep'
       f' needs a draft, and one of the dtypes {", ".join(run.DTYPES)}'
     )
+  start = time.monotonic()
+  folder = pathlib.Path(_OUTPUT.value)
+  folder.mkdir(parents=True, exist_ok=True)
+
+  def save(name, study):
+    path = folder / f'sweep_{name}.json'
+    write_record(str(path), options.as_dict(), study)
+    for file in (path.name, *pictures.draw(name, study, folder)):
+      print(folder / file)
+
   plan = run.Plan(
     target=options.TARGET.value,
     draft=draft,
@@ -121,16 +131,10 @@ def main() -> None:
       ),
     ),
     studies=tuple(_STUDIES.value),
+    save=save,
   )
-  start = time.monotonic()
-  folder = pathlib.Path(_OUTPUT.value)
-  folder.mkdir(parents=True, exist_ok=True)
   figures = run.run(plan, machine_limits.this_machine((plan.dtype,)))
   print(tables.to_markdown(figures))
-  for name, study in run.by_file(figures).items():
-    write_record(str(folder / f'sweep_{name}.json'), options.as_dict(), study)
-    for file in pictures.draw(name, study, folder):
-      print(folder / file)
 
 
 if __name__ == '__main__':

@@ -58,7 +58,7 @@ def _measurement(seconds, *, rows, steps, tokens, drafts=0, prefill=0.0):
     'reads': {'target': {'forwards': steps}, 'draft': {'forwards': drafts}},
   }
   generation = Generation(
-    tokens=[[0] * 4] * rows,
+    tokens=[[0] * 8] * rows,
     origins=[],
     labels=(),
     log_probs=None,
@@ -370,7 +370,8 @@ def test_what_the_model_describes_is_predicted(pair, simulated, tmp_path):
     tree_nodes=(8,),
     expert_batch_sizes=(1, 2),
   )
-  figures = run.run(plan, _BEST)
+  saved = {}
+  figures = run.run(dataclasses.replace(plan, save=saved.__setitem__), _BEST)
   for name in ('batch', 'context', 'nodes', 'experts'):
     for point in figures[name]['points']:
       for arm in point['arms'].values():
@@ -384,7 +385,8 @@ def test_what_the_model_describes_is_predicted(pair, simulated, tmp_path):
     assert factor['predicted'] == pytest.approx(factor['measured'], rel=0.02)
   text = tables.to_markdown(figures)
   assert 'Fitted: 15.0 GB/s, 150 GFLOP/s in bfloat16' in text
-  for name, record in run.by_file(figures).items():
+  assert sorted(saved) == ['batch', 'context', 'experts', 'nodes']
+  for name, record in saved.items():
     again = json.loads(json.dumps(record))
     for file in pictures.draw(name, again, tmp_path):
       assert (tmp_path / file).read_bytes().startswith(b'\x89PNG')
@@ -438,3 +440,32 @@ def test_bad_flags_are_one_line(tmp_path):
     assert result.returncode == 2
     assert message in result.stderr
     assert 'Traceback' not in result.stderr
+
+
+def test_the_script_measures_and_draws(tmp_path, monkeypatch):
+  pytest.importorskip('matplotlib')
+  # What is compiled runs for moments, here.
+  monkeypatch.setenv('XLA_FLAGS', '--xla_backend_optimization_level=0')
+  result = _run(
+    '--studies=experts',
+    '--dtype=float32',
+    '--expert_batch_sizes=1,2',
+    '--contexts=32',
+    '--mixture=64,1,4,2,32',
+    '--num_draft_tokens=2',
+    '--max_new_tokens=6',
+    '--repeats=1',
+    f'--output={tmp_path}',
+  )
+  assert result.returncode == 0, result.stderr
+  assert '## Experts' in result.stdout
+  record = json.loads((tmp_path / 'sweep_experts.json').read_text())
+  assert record['settings']['max_new_tokens'] == 6
+  study = record['study']
+  assert study['x'] == [1, 2]
+  for row in study['experts']:
+    # Of three tokens per row, two experts each.
+    assert 2 <= row['counted'] <= min(4, 6 * row['batch_size'])
+    assert 2 <= row['formula'] <= 4
+  for name in ('experts', 'distinct_experts'):
+    assert (tmp_path / f'sweep_{name}.png').stat().st_size > 10_000

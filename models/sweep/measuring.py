@@ -21,6 +21,8 @@ from specdec.replay import stand_in
 from specdec.step_costs import measure_step_costs
 
 _SEED = 0
+_SHORTEST = 32
+_STEPS = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,7 +83,7 @@ class Effort:
 
   max_new_tokens: int = 48
   repeats: int = 3
-  forward_repeats: int = 5
+  forward_repeats: int = 3
   report: Callable[[str], Any] = lambda text: None
 
 
@@ -170,9 +172,11 @@ def measure_forwards(
   costs = measure_step_costs(
     model,
     batch_size=batch_size,
-    prompt_slots=prompt_slots,
-    max_new_tokens=room,
-    context=min(length + effort.max_new_tokens // 2, prompt_slots + room - 8),
+    # As many slots, but no long prompts to be read.
+    prompt_slots=_SHORTEST,
+    max_new_tokens=prompt_slots + room - _SHORTEST,
+    context=length,
+    num_steps=_STEPS,
     sampling=sampling,
     node_counts=node_counts,
     repeats=effort.forward_repeats,

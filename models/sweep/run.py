@@ -1,5 +1,6 @@
 """The whole sweep: what scripts/sweep.py calls."""
 
+from collections.abc import Callable
 from collections.abc import Mapping
 import dataclasses
 import json
@@ -84,6 +85,7 @@ class Plan:
     mixture: sizes of the mixture of the last study.
     effort: how long to measure.
     studies: some of `STUDIES`.
+    save: called with the name and the record of each study when it is done.
   """
 
   target: str
@@ -95,6 +97,7 @@ class Plan:
   mixture: Mixture
   effort: Effort
   studies: tuple[str, ...] = STUDIES
+  save: Callable[[str, Mapping[str, Any]], Any] = lambda name, record: None
 
   def __post_init__(self):
     unknown = [one for one in self.studies if one not in STUDIES]
@@ -132,6 +135,7 @@ def _subject(plan: Plan) -> tuple[Subject, Pair]:
   assert pair.draft is not None
   draft = 'demo-draft' if plan.draft == 'demo' else plan.draft
   scorer = specdec.LanguageModelScorer(pair.draft)
+  shape = model_shape(plan.target, plan.dtype)
   name = Drafter(scorer, plan.drafting.tree).stages[0].name
   longest = pair.target.definition.max_positions
   needed = max(plan.axes.contexts) + plan.effort.max_new_tokens
@@ -142,9 +146,9 @@ def _subject(plan: Plan) -> tuple[Subject, Pair]:
       f' the target, {longest} tokens'
     )
   return Subject(
-    name=plan.target,
+    name=shape.name,
     target=pair.target,
-    shape=model_shape(plan.target, plan.dtype),
+    shape=shape,
     draft=model_shape(draft, plan.dtype),
     draft_model=pair.draft,
     draft_name=name,
@@ -181,7 +185,13 @@ def _families(plan: Plan, pair: Pair) -> dict[str, dict[int, Drafter]]:
   }
 
 
-def _run_pair(plan: Plan, machine: Hardware) -> dict[str, Any]:
+def _save(plan: Plan, figures: Mapping[str, Any], name: str) -> None:
+  shared = ('limits',) if name == 'experts' else ('limits', 'forwards')
+  record = {key: figures[key] for key in shared} | {'study': figures[name]}
+  plan.save(name, record)
+
+
+def _run_pair(plan: Plan, machine: Hardware, figures: dict[str, Any]) -> None:
   subject, pair = _subject(plan)
   axes, effort = plan.axes, plan.effort
   length = axes.contexts[0]
@@ -200,13 +210,12 @@ def _run_pair(plan: Plan, machine: Hardware) -> dict[str, Any]:
   if {'batch', 'context'} & set(plan.studies):
     sizes = sorted({*axes.batch_sizes, axes.context_batch_size})
     bench = dataclasses.replace(bench, overheads=overheads(drafters, sizes))
-  figures: dict[str, Any] = {
-    'forwards': described(fitted, times),
-  }
+  figures['forwards'] = described(fitted, times)
   if 'batch' in plan.studies:
     figures['batch'] = studies.over_batch_sizes(
       bench, drafters, batch_sizes=axes.batch_sizes, length=length
     )
+    _save(plan, figures, 'batch')
   if 'context' in plan.studies:
     figures['context'] = studies.over_contexts(
       bench,
@@ -214,6 +223,7 @@ def _run_pair(plan: Plan, machine: Hardware) -> dict[str, Any]:
       contexts=axes.contexts,
       batch_size=axes.context_batch_size,
     )
+    _save(plan, figures, 'context')
   if 'nodes' in plan.studies:
     families = _families(plan, pair)
     largest = {
@@ -233,7 +243,7 @@ def _run_pair(plan: Plan, machine: Hardware) -> dict[str, Any]:
       batch_size=axes.nodes_batch_size,
       length=length,
     )
-  return figures
+    _save(plan, figures, 'nodes')
 
 
 def run(plan: Plan, machine: Hardware) -> Mapping[str, Any]:
@@ -253,7 +263,7 @@ def run(plan: Plan, machine: Hardware) -> Mapping[str, Any]:
   """
   figures: dict[str, Any] = {'limits': dataclasses.asdict(machine)}
   if set(plan.studies) - {'experts'}:
-    figures |= _run_pair(plan, machine)
+    _run_pair(plan, machine, figures)
   if 'experts' in plan.studies:
     figures['experts'] = against_twin.over_batch_sizes(
       plan.mixture,
@@ -263,17 +273,5 @@ def run(plan: Plan, machine: Hardware) -> Mapping[str, Any]:
       num_draft_tokens=plan.drafting.num_draft_tokens,
       effort=plan.effort,
     )
+    _save(plan, figures, 'experts')
   return figures
-
-
-def by_file(figures: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-  """One record per study, each with the machine and what was fitted to it."""
-  shared = {
-    name: figures[name] for name in ('limits', 'forwards') if name in figures
-  }
-  return {
-    name: {'study': figures[name]}
-    | (shared if name != 'experts' else {'limits': figures['limits']})
-    for name in STUDIES
-    if name in figures
-  }

@@ -25,9 +25,9 @@ from specdec.model import Model
 PLAIN = 'plain'
 
 # Of forwards that a machine is fitted to.
-NODE_COUNTS = (1, 2, 5, 9, 17, 33, 65)
+NODE_COUNTS = (1, 2, 5, 9, 17, 33)
 _BATCH = 8
-_BATCH_NODE_COUNTS = (1, 5, 17)
+_BATCH_NODE_COUNTS = (1, 5)
 _DRAFT_NODE_COUNTS = (1, 9)
 
 
