@@ -18,6 +18,11 @@ from specdec.cost_model import Hardware
 from specdec.cost_model import ModelShape
 
 
+# Seconds. V(N) is the difference of two loops, so that of a small draft may be
+# any fraction of a millisecond.
+_NOISE = 5e-4
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ForwardTime:
   """A measured forward.
@@ -78,10 +83,15 @@ def _with_limits(hardware: Hardware, dtype: str, logs: np.ndarray) -> Hardware:
   )
 
 
+def _log_ratio(predicted: float, measured: float) -> float:
+  return float(np.log((predicted + _NOISE) / (measured + _NOISE)))
+
+
 def fit(times: Sequence[ForwardTime], start: Hardware) -> Fit:
   """Bandwidth, FLOP per second and seconds per layer, by least squares.
 
-  Of the logarithms, so that short forwards count as much as long ones.
+  Of the logarithms, so that short forwards count as much as long ones, down to
+  the noise of the measurements.
 
   Args:
     times: of one dtype; some of few tokens, some of many, and best of two
@@ -107,7 +117,7 @@ def fit(times: Sequence[ForwardTime], start: Hardware) -> Fit:
     def logs(limits, overlap=overlap):
       hardware = _with_limits(start, dtype, limits)
       return [
-        np.log(one.predicted(hardware, overlap=overlap) / one.seconds)
+        _log_ratio(one.predicted(hardware, overlap=overlap), one.seconds)
         for one in times
       ]
 
