@@ -1,0 +1,1 @@
+"""Plain, chain and staged decoding over one axis at a time, and predicted."""

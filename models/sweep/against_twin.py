@@ -1,0 +1,171 @@
+"""Speculation with a mixture of experts, and with its dense twin."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from models.language_model import as_model
+from models.sweep import mixture
+from models.sweep.fitting import described
+from models.sweep.fitting import fit
+from models.sweep.fitting import with_layer_seconds
+from models.sweep.measuring import Effort
+from models.sweep.measuring import measure_decodes
+from models.sweep.measuring import measure_forwards
+from models.sweep.studies import Bench
+from models.sweep.studies import measure_point
+from models.sweep.studies import NODE_COUNTS
+from models.sweep.studies import PLAIN
+from models.sweep.studies import time_overheads
+import specdec
+from specdec import topology
+from specdec.cost_model import Hardware
+from specdec.drafter import Drafter
+
+MIXTURE, TWIN = 'mixture', 'dense twin'
+_ARM = 'chain'
+
+
+def _bench(subject, fitted, drafters, batch_sizes, length, effort) -> Bench:
+  overheads = time_overheads(
+    subject,
+    drafters,
+    fitted,
+    batch_sizes=batch_sizes,
+    length=length,
+    effort=effort,
+  )
+  return Bench(subject, fitted, overheads, effort)
+
+
+def over_batch_sizes(
+  sizes: mixture.Mixture,
+  machine: Hardware,
+  *,
+  batch_sizes: Sequence[int],
+  length: int,
+  num_draft_tokens: int,
+  effort: Effort,
+) -> dict[str, Any]:
+  """A free chain on both, over batch sizes.
+
+  The machine is fitted to the twin's forwards; of the mixture only V(1) is
+  used, for what its layers take besides (routing, sorting).
+
+  Args:
+    sizes: of the models.
+    machine: what it can do at best.
+    batch_sizes: B.
+    length: of the prompts.
+    num_draft_tokens: of the chain.
+    effort: how long to measure.
+
+  Returns:
+    A study whose arms are the two models; `experts`, counted and by formula
+    (`mixture.experts_table`); `factors`, by batch size the speedup of the
+    mixture over that of the twin, measured and predicted; by model `forwards`,
+    what was fitted to what.
+  """
+  module = sizes.mixture()
+  shape = sizes.shape()
+  drafters: dict[str, Drafter] = {
+    _ARM: Drafter(
+      specdec.LanguageModelScorer(mixture.free_draft()),
+      specdec.TreeConfig(topology=topology.chain(num_draft_tokens)),
+    )
+  }
+  make = lambda name, target, shape: mixture.subject(
+    name, target, shape, sizes.temperature
+  )
+  sparse = make(MIXTURE, as_model(module), shape)
+  dense = make(TWIN, as_model(sizes.twin()), shape.dense_twin())
+  # Where the tokens go, in the texts that are decoded.
+  largest = max(batch_sizes)
+  (batch,) = sparse.batches(batch_size=largest, length=length, count=1)
+  plain = measure_decodes(
+    sparse, {PLAIN: None}, [batch], dataclasses.replace(effort, repeats=1)
+  )[PLAIN][0].generation
+  chosen = mixture.chosen_experts(module, np.array(plain.tokens, np.int32))
+  experts = shape.experts
+  assert experts is not None
+  experts = dataclasses.replace(
+    experts, routing=mixture.chances(chosen, experts.count)
+  )
+  sparse = dataclasses.replace(
+    sparse, shape=dataclasses.replace(shape, experts=experts)
+  )
+  time = lambda subject, node_counts: measure_forwards(
+    subject.target,
+    subject.shape,
+    batch_size=1,
+    length=length,
+    node_counts=node_counts,
+    sampling=subject.sampling,
+    effort=effort,
+  )
+  times = {TWIN: time(dense, NODE_COUNTS), MIXTURE: time(sparse, NODE_COUNTS)}
+  fits = {TWIN: fit(times[TWIN], machine)}
+  fits[MIXTURE] = with_layer_seconds(fits[TWIN], times[MIXTURE][:1])
+  points: dict[str, list] = {}
+  for name, subject in ((MIXTURE, sparse), (TWIN, dense)):
+    bench = _bench(subject, fits[name], drafters, batch_sizes, length, effort)
+    points[name] = [
+      measure_point(bench, drafters, batch_size=one, length=length)
+      for one in batch_sizes
+    ]
+  study = joined(points, batch_sizes)
+  return study | {
+    'num_draft_tokens': num_draft_tokens,
+    'sizes': dataclasses.asdict(sizes),
+    'experts': mixture.experts_table(
+      chosen,
+      experts,
+      num_nodes=num_draft_tokens + 1,
+      batch_sizes=batch_sizes,
+    ),
+    'forwards': {
+      name: described(one, times[name]) for name, one in fits.items()
+    },
+  }
+
+
+def joined(
+  points: Mapping[str, Sequence[Mapping[str, Any]]], batch_sizes: Sequence[int]
+) -> dict[str, Any]:
+  """Points of the two models as one study, and `factors` between them."""
+  pairs = list(zip(points[MIXTURE], points[TWIN], strict=True))
+  arms = [
+    {MIXTURE: sparse['arms'][_ARM], TWIN: dense['arms'][_ARM]}
+    for sparse, dense in pairs
+  ]
+  return {
+    'axis': 'batch size, rows',
+    'x': list(batch_sizes),
+    'arms': list(points),
+    'points': [
+      {
+        'batch_size': sparse['batch_size'],
+        'plain_step_seconds': {
+          name: point['plain_step_seconds']
+          for name, point in zip(points, (sparse, dense), strict=True)
+        },
+        'predicted_plain_step_seconds': {
+          name: point['predicted_plain_step_seconds']
+          for name, point in zip(points, (sparse, dense), strict=True)
+        },
+        'arms': both,
+      }
+      for (sparse, dense), both in zip(pairs, arms, strict=True)
+    ],
+    'factors': [
+      {
+        'batch_size': size,
+        'measured': both[MIXTURE]['speedup'] / both[TWIN]['speedup'],
+        'predicted': both[MIXTURE]['predicted'] / both[TWIN]['predicted'],
+      }
+      for size, both in zip(batch_sizes, arms, strict=True)
+    ],
+  }

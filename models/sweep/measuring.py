@@ -1,0 +1,190 @@
+"""Times decodes and forwards at one setting."""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+from models.sweep.fitting import ForwardTime
+import specdec
+from specdec import benchmarking
+from specdec.cost_model import ModelShape
+from specdec.drafter import Drafter
+from specdec.generation import padded_shape
+from specdec.model import Model
+from specdec.replay import stand_in
+from specdec.step_costs import measure_step_costs
+
+_SEED = 0
+_SHORTEST = 32
+_STEPS = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Subject:
+  """A target, and who may draft for it.
+
+  Attributes:
+    name: for tables.
+    target: the model.
+    shape: its sizes.
+    draft: the sizes of the draft; None if it costs next to nothing.
+    draft_model: the draft itself; likewise.
+    draft_name: of its stage in the counts; likewise.
+    text: `[T]` int32, what prompts are cut from.
+    sampling: how to choose tokens.
+  """
+
+  name: str
+  target: Model
+  shape: ModelShape
+  draft: ModelShape | None
+  draft_model: Model | None
+  draft_name: str | None
+  text: np.ndarray
+  sampling: specdec.Sampling
+
+  def batches(
+    self, *, batch_size: int, length: int, count: int
+  ) -> list[list[list[int]]]:
+    """Prompts of `length` tokens each, different as long as the text lasts.
+
+    Raises:
+      ValueError: the text is shorter than a single one.
+    """
+    if len(self.text) < length:
+      raise ValueError(
+        f'a prompt needs {length} tokens, the text has {len(self.text)}; give a'
+        ' larger --corpus or smaller --contexts'
+      )
+    starts = np.linspace(
+      0, len(self.text) - length, batch_size * count, dtype=int
+    )
+    rows = [self.text[at : at + length].tolist() for at in starts]
+    # A batch has rows from all over the text, so that batches are alike.
+    return [rows[first::count] for first in range(count)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Effort:
+  """How long to measure.
+
+  Attributes:
+    max_new_tokens: of each row.
+    repeats: decodes of each arm at each setting, of different prompts.
+    forward_repeats: of each forward; the median counts.
+    report: told what is measured next.
+  """
+
+  max_new_tokens: int = 48
+  repeats: int = 3
+  forward_repeats: int = 3
+  report: Callable[[str], Any] = lambda text: None
+
+
+def slots(batches: Sequence[Sequence[Sequence[int]]], effort: Effort) -> int:
+  """Of the cache of a row, as padded, the room for a tree apart."""
+  return sum(padded_shape(batches[0], effort.max_new_tokens))
+
+
+def _arm(
+  target: Model, drafter: Drafter | None, subject: Subject, effort: Effort
+) -> benchmarking.Arm:
+  return lambda batch, limit: specdec.generate(
+    target,
+    jax.random.key(_SEED),
+    batch,
+    drafter=drafter,
+    max_new_tokens=limit,
+    room_for_new_tokens=effort.max_new_tokens,
+    sampling=subject.sampling,
+  )
+
+
+def measure_decodes(
+  subject: Subject,
+  drafters: Mapping[str, Drafter | None],
+  batches: Sequence[Sequence[Sequence[int]]],
+  effort: Effort,
+) -> dict[str, list[benchmarking.Measurement]]:
+  """Every batch by every arm, in turns, once everything is compiled."""
+  effort.report(
+    f'{", ".join(drafters)} of {subject.name}, {len(batches[0])} x'
+    f' {len(batches[0][0])} tokens'
+  )
+  arms = {
+    name: _arm(subject.target, drafter, subject, effort)
+    for name, drafter in drafters.items()
+  }
+  limit = effort.max_new_tokens
+  benchmarking.warm_up(arms, batches[:1], max_new_tokens=limit)
+  return benchmarking.measure(arms, batches, max_new_tokens=limit)
+
+
+def measure_drafting(
+  subject: Subject,
+  drafter: Drafter,
+  batch: Sequence[Sequence[int]],
+  effort: Effort,
+) -> list[benchmarking.Measurement]:
+  """The same decodes without the target, by replay (`specdec.replay`)."""
+  effort.report(f'drafting for {subject.name}, {len(batch)} rows')
+  new = _arm(subject.target, None, subject, effort)(
+    batch, effort.max_new_tokens
+  )
+  texts = [[*one, *more] for one, more in zip(batch, new.tokens, strict=True)]
+  arm = _arm(
+    stand_in(subject.target.definition, texts), drafter, subject, effort
+  )
+  batches, limit = [batch] * effort.repeats, effort.max_new_tokens
+  benchmarking.warm_up({'': arm}, batches[:1], max_new_tokens=limit)
+  return benchmarking.measure({'': arm}, batches, max_new_tokens=limit)['']
+
+
+def measure_forwards(
+  model: Model,
+  shape: ModelShape,
+  *,
+  batch_size: int,
+  length: int,
+  node_counts: Sequence[int],
+  sampling: specdec.Sampling,
+  effort: Effort,
+) -> list[ForwardTime]:
+  """V(N) at one batch size.
+
+  Args:
+    model: whose forwards they are.
+    shape: its sizes.
+    batch_size: B.
+    length: of the prompts.
+    node_counts: N; 1 is added.
+    sampling: of the loop around them.
+    effort: how long to measure.
+  """
+  effort.report(f'forwards of {shape.name}, {batch_size} rows')
+  prompt_slots, room = padded_shape([[0] * length], effort.max_new_tokens)
+  costs = measure_step_costs(
+    model,
+    batch_size=batch_size,
+    # As many slots, but no long prompts to be read.
+    prompt_slots=_SHORTEST,
+    max_new_tokens=prompt_slots + room - _SHORTEST,
+    context=length,
+    num_steps=_STEPS,
+    sampling=sampling,
+    node_counts=node_counts,
+    repeats=effort.forward_repeats,
+  )
+  make = functools.partial(
+    ForwardTime, shape=shape, batch_size=batch_size, slots=prompt_slots + room
+  )
+  return [
+    make(num_tokens=size, seconds=seconds)
+    for size, seconds in costs.verification.items()
+  ]
