@@ -13,9 +13,9 @@ import numpy as np
 from models.sweep.fitting import ForwardTime
 import specdec
 from specdec import benchmarking
+from specdec.buckets import padded_shape
 from specdec.cost_model import ModelShape
 from specdec.drafter import Drafter
-from specdec.generation import padded_shape
 from specdec.model import Model
 from specdec.replay import stand_in
 from specdec.step_costs import measure_step_costs
