@@ -17,7 +17,6 @@ from specdec.cost_model import forward_seconds
 from specdec.cost_model import Hardware
 from specdec.cost_model import ModelShape
 
-
 # Seconds. V(N) is the difference of two loops, so that of a small draft may be
 # any fraction of a millisecond.
 _NOISE = 5e-4
