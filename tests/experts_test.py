@@ -25,7 +25,6 @@ from models.experts import distinct_experts
 from models.experts import mix
 from models.experts import route
 from models.experts import Routing
-from models.language_model import as_model
 import specdec
 from specdec.decode import advance
 from specdec.decode import start
@@ -165,7 +164,7 @@ def test_balance_by_hand():
 
 def test_distinct_experts_are_those_of_the_slow_reference(tmp_path):
   folder = tmp_path / 'model'
-  variant = llama_variants.Variant('mixtral', {'num_local_experts': 8})
+  variant = llama_variants.Variant('mixtral', {'num_local_experts': 8}, 2)
   llama_variants.write(variant, folder)
   module = hub.load_module(folder)
   tokens = llama_variants.tokens()[:, :3]
@@ -203,32 +202,27 @@ def _decoded(target, drafter, limit=20):
   return before, state, tiny_models.new_tokens(state, lengths)
 
 
-def test_counting_changes_nothing_and_counts_every_forward():
+def test_every_forward_of_a_decode_is_counted():
   module = tiny_llamas.module('mixtral')
-  target, draft = as_model(module), tiny_llamas.draft('mixtral')
-  drafter = tiny_drafters.model(
-    draft,
-    specdec.TreeConfig(
-      num_nodes=5, width=2, branching=2, rounds=3, capacity=16, cost_ratio=0
-    ),
-  )
-  _, _, expected = _decoded(target, drafter)
+  lookup = specdec.PromptLookup((0.0, 0.3, 0.6), num_matches=2)
+  config = specdec.TreeConfig(num_nodes=5, width=2, branching=2, rounds=3)
+  drafter = tiny_drafters.candidates(lookup, config=config)
   before, state, tokens = _decoded(counting(module), drafter)
-  assert tokens == expected
   after = state.target_cache.counts
   assert before.forwards == 1  # prefill
   forwards = int(after.forwards - before.forwards)
   assert 0 < forwards == int(np.max(state.counters.emitted_histogram.sum(1)))
   average = distinct_per_forward(before, after)
-  config = module.config
-  assert average.shape == (config.num_layers,)
-  assert np.all(average > config.experts_per_token)
-  assert np.all(average <= config.num_experts)
+  experts_used = module.config.experts_per_token
+  assert average.shape == (module.config.num_layers,)
+  assert np.all(average > experts_used)
+  assert np.all(average <= module.config.num_experts)
   # Verifying ten positions touches more than decoding two rows plainly.
-  before, state, _ = _decoded(counting(module), None)
+  before, state, expected = _decoded(counting(module), None)
+  assert tokens == expected
   plain = distinct_per_forward(before, state.target_cache.counts)
   assert np.all(plain < average)
-  assert np.all(plain <= 2 * config.experts_per_token)
+  assert np.all(plain <= 2 * experts_used)
 
 
 def test_what_cannot_be_counted():

@@ -21,6 +21,7 @@ class Variant:
   Attributes:
     model_type: of its config.json.
     config: keys of its config.json.
+    layers: transformer blocks; few, to be quick.
     dtype: of the stored tensors.
     shards: how many files.
     bare: without the prefix of a model with a head.
@@ -28,6 +29,7 @@ class Variant:
 
   model_type: str
   config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  layers: int = 1
   dtype: Any = np.float32
   shards: int = 1
   bare: bool = False
@@ -47,9 +49,9 @@ _LLAMA3 = _rope(
 )
 
 LLAMAS = {
-  'grouped': Variant('llama'),
+  'grouped': Variant('llama', layers=2),
   'multi_head': Variant('llama', {'num_key_value_heads': 4}),
-  'multi_query': Variant('llama', {'num_key_value_heads': 1}),
+  'multi_query': Variant('llama', {'num_key_value_heads': 1}, layers=2),
   'llama3': Variant('llama', _LLAMA3 | {'head_dim': 16}),
   'linear': Variant('llama', _rope(rope_type='linear', factor=2.0)),
   'yarn': Variant(
@@ -74,18 +76,20 @@ LLAMAS = {
     'llama',
     {'rope_theta': 50.0, 'rope_scaling': {'type': 'linear', 'factor': 3.0}},
   ),
-  'biases': Variant('llama', {'attention_bias': True, 'mlp_bias': True}),
+  'biases': Variant(
+    'llama', {'attention_bias': True, 'mlp_bias': True}, layers=2
+  ),
   'tied': Variant('llama', {'tie_word_embeddings': True}),
   'bare': Variant('llama', {'tie_word_embeddings': True}, bare=True, shards=2),
   'epsilon': Variant('llama', {'rms_norm_eps': 0.3}),
   'mistral': Variant('mistral', {'head_dim': 6, 'sliding_window': LENGTH}),
-  'qwen2': Variant('qwen2', {'tie_word_embeddings': True}, shards=3),
-  'qwen3': Variant('qwen3', {'head_dim': 8}),
+  'qwen2': Variant('qwen2', {'tie_word_embeddings': True}, shards=3, layers=2),
+  'qwen3': Variant('qwen3', {'head_dim': 8}, layers=2),
   'qwen3_biases': Variant('qwen3', {'head_dim': 4, 'attention_bias': True}),
   'bfloat16': Variant('llama', dtype=ml_dtypes.bfloat16),
 }
 MIXTURES = {
-  'mixtral': Variant('mixtral'),
+  'mixtral': Variant('mixtral', layers=2),
   'one_of_three': Variant(
     'mixtral', {'num_local_experts': 3, 'num_experts_per_tok': 1}
   ),
@@ -98,9 +102,9 @@ MIXTURES = {
   'mixture_of_windows': Variant('mixtral', {'sliding_window': LENGTH}),
   'mixture_tied': Variant('mixtral', {'tie_word_embeddings': True}),
   'mixture_llama3': Variant('mixtral', _LLAMA3),
-  'mixture_sharded': Variant('mixtral', shards=4),
+  'mixture_sharded': Variant('mixtral', shards=4, layers=2),
   'mixture_float16': Variant('mixtral', dtype=np.float16, shards=2),
-  'qwen3_moe': Variant('qwen3_moe', {'head_dim': 8}),
+  'qwen3_moe': Variant('qwen3_moe', {'head_dim': 8}, layers=2),
   'qwen3_moe_renormalized': Variant(
     'qwen3_moe', {'norm_topk_prob': True, 'attention_bias': True}
   ),
@@ -115,7 +119,7 @@ def config_of(variant: Variant) -> dict[str, Any]:
     'vocab_size': VOCAB_SIZE,
     'hidden_size': 16,
     'intermediate_size': 24,
-    'num_hidden_layers': 2,
+    'num_hidden_layers': variant.layers,
     'num_attention_heads': 4,
     'num_key_value_heads': 2,
     'max_position_embeddings': 64,
