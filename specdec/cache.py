@@ -55,11 +55,26 @@ def init_cache(
 
 def _write(slots: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
   # Row by row: a vmapped update at per-row offsets would lower to a scatter.
-  zero = jnp.zeros((), start.dtype)
-  for row in range(slots.shape[0]):
-    index = (jnp.array(row, start.dtype), zero, start[row], zero)
-    slots = lax.dynamic_update_slice(slots, new[row : row + 1], index)
-  return slots
+  def write_row(row, slots):
+    row = jnp.asarray(row, start.dtype)
+    zero = jnp.zeros_like(row)
+    index = (row, zero, start[row], zero)
+    of_row = lax.dynamic_slice_in_dim(new, row, 1, axis=0)
+    return lax.dynamic_update_slice(slots, of_row, index)
+
+  def unrolled(slots):
+    for row in range(slots.shape[0]):
+      slots = write_row(row, slots)
+    return slots
+
+  # Of several updates in a row XLA's CPU backend makes one pass over the whole
+  # array, again and again. On accelerators every turn of a loop has its price.
+  def looped(slots):
+    return lax.fori_loop(0, slots.shape[0], write_row, slots)
+
+  if slots.shape[0] == 1:
+    return unrolled(slots)
+  return lax.platform_dependent(slots, cpu=looped, default=unrolled)
 
 
 def finite(new: jax.Array) -> jax.Array:
