@@ -185,7 +185,9 @@ def _top_p_threshold(logits: jax.Array, top_p: jax.Array) -> jax.Array:
     `[..., 1]` float32.
   """
   probs = jax.nn.softmax(logits, axis=-1)
-  bits = lax.bitcast_convert_type(jnp.abs(logits), jnp.int32)
+  num_bits = jnp.finfo(logits.dtype).bits
+  integers = jnp.dtype(f'int{num_bits}')
+  bits = lax.bitcast_convert_type(jnp.abs(logits), integers)
 
   def halve(_, bounds):
     kept, dropped = bounds
@@ -195,12 +197,10 @@ def _top_p_threshold(logits: jax.Array, top_p: jax.Array) -> jax.Array:
     keeps = (jnp.sum(likelier, -1, keepdims=True) < top_p) | (top_p >= 1)
     return jnp.where(keeps, middle, kept), jnp.where(keeps, dropped, middle)
 
-  infinity = np.float32(np.inf).view(np.int32)
-  shape = (*logits.shape[:-1], 1)
-  kept, _ = lax.fori_loop(
-    0, 32, halve, (jnp.zeros(shape, jnp.int32), jnp.full(shape, infinity + 1))
-  )
-  return -lax.bitcast_convert_type(kept, jnp.float32)
+  infinity = np.array(np.inf, logits.dtype).view(integers)
+  none = jnp.zeros((*logits.shape[:-1], 1), integers)
+  kept, _ = lax.fori_loop(0, num_bits, halve, (none, none + (infinity + 1)))
+  return -lax.bitcast_convert_type(kept, logits.dtype)
 
 
 def filter_logits(logits: jax.Array, sampling: Sampling) -> jax.Array:
