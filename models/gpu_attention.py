@@ -118,7 +118,7 @@ def _kernel(
     ref, what, mask=jnp.broadcast_to(real, what.shape)
   )
   place = out_ref.at[query_index, (row // num_new)[:, None], column[None]]
-  store(place, out / total[:, None], of_row)
+  store(place, (out / total[:, None]).astype(out_ref.dtype), of_row)
   slot = (start + new)[:, None]
   for ref, what in ((written_key_ref, keys), (written_value_ref, values)):
     store(ref.at[slot, column[None]], what, exists[:, None])
@@ -151,7 +151,8 @@ def attend_and_write(
     interpret: run it on anything, for tests.
 
   Returns:
-    `[B, Hq, L, Dh]` float32, and `keys` and `values` with the new entries.
+    `[B, Hq, L, Dh]` float32, rounded to the dtype of the cache, and `keys` and
+    `values` with the new entries.
   """
   batch_size, num_heads, num_new, width = new_key.shape
   num_slots = keys.shape[2]
@@ -184,7 +185,7 @@ def attend_and_write(
     ],
     out_shape=[
       jax.ShapeDtypeStruct(
-        (batch_size, num_new, num_heads * group, width), jnp.float32
+        (batch_size, num_new, num_heads * group, width), keys.dtype
       ),
       cache_array,
       cache_array,
@@ -194,4 +195,4 @@ def attend_and_write(
     interpret=interpret,
     name='attend_and_write',
   )(start, mask, query, new_key, new_value, keys, values)
-  return out.swapaxes(1, 2), keys, values
+  return out.swapaxes(1, 2).astype(jnp.float32), keys, values
