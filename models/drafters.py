@@ -7,6 +7,8 @@ import pathlib
 from typing import Any
 from typing import Protocol
 
+from absl import logging
+
 from models.pair import Pair
 from models.vocabulary import vocabulary_digest
 from specdec.drafter import Drafter
@@ -243,6 +245,12 @@ def _default_inner(settings: DraftSettings, pair: Pair) -> str:
   try:
     _load_ngram(settings, pair)
   except ValueError:
+    logging.log_first_n(
+      logging.WARNING,
+      'the embedded n-gram is for another tokenizer and is left out;'
+      ' scripts/build_ngram.py makes one for yours',
+      1,
+    )
     return 'lookup'
   return 'ngram+lookup'
 

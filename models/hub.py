@@ -23,7 +23,11 @@ from models.int8 import Int8Matrix
 from models.int8 import quantize
 
 _DEMO = pathlib.Path(__file__).parent / 'demo'
-_EMBEDDED = {'demo': _DEMO / 'target', 'demo-draft': _DEMO / 'draft'}
+_EMBEDDED = {
+  'demo': _DEMO / 'target',
+  'demo-moe': _DEMO / 'moe',
+  'demo-draft': _DEMO / 'draft',
+}
 
 _INDEX = 'model.safetensors.index.json'
 _SINGLE = 'model.safetensors'
@@ -39,9 +43,10 @@ def locate(name: str, *, revision: str | None = None) -> pathlib.Path:
   """The folder of a model.
 
   Args:
-    name: `demo` or `demo-draft`, the embedded pair; a folder; or the id of a
-      model on the Hugging Face hub, which is downloaded (weights in
-      safetensors, config and tokenizer only).
+    name: `demo` or `demo-draft`, the embedded pair; `demo-moe`, the embedded
+      mixture of experts; a folder; or the id of a model on the Hugging Face
+      hub, which is downloaded (weights in safetensors, config and tokenizer
+      only).
     revision: branch, tag or commit on the hub.
 
   Returns:
@@ -55,6 +60,8 @@ def locate(name: str, *, revision: str | None = None) -> pathlib.Path:
     if revision is not None:
       raise ValueError(f'{name} is a folder; a revision needs a hub id')
     return folder
+  if name.startswith(('/', '.', '~')):
+    raise ValueError(f'there is no folder {name}')
   try:
     fetched = huggingface_hub.snapshot_download(
       name, revision=revision, allow_patterns=list(_HUB_FILES)
@@ -71,6 +78,11 @@ def locate(name: str, *, revision: str | None = None) -> pathlib.Path:
       f' the hub ({reason})'
     ) from error
   return pathlib.Path(fetched)
+
+
+def draft_name(name: str) -> str:
+  """What `locate` is to find for a draft: `demo` is the embedded one."""
+  return 'demo-draft' if name == 'demo' else name
 
 
 def has_tokenizer(folder: pathlib.Path) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 import tqdm
 
 from models.generator import Generator
-from models.generator import row_keys
+from models.text_arguments import row_keys
 from models.text_generation import TextGeneration
 import specdec
 from specdec import law
@@ -177,7 +177,7 @@ def check_tokens(
     sampling: the same for all rows.
     seed: of the first prompt; the next has the next.
     max_margin: see `TokenCheck`.
-    **options: see `models.generator.TextOptions`.
+    **options: see `models.text_arguments.TextOptions`.
 
   Returns:
     A check per batch size.
@@ -238,7 +238,7 @@ def check_law(
     batch_sizes: how many are decoded together, one check for each.
     sampling: the same for all rows.
     seed: of the first prompt; the next has the next.
-    **options: see `models.generator.TextOptions`.
+    **options: see `models.text_arguments.TextOptions`.
 
   Returns:
     A check per batch size.

@@ -112,6 +112,7 @@ class MixtureBlock(Block):
 class Mixtral(Llama):
   """A Mixtral language model; see `models.llama.Llama`."""
 
+  config: MixtralConfig
   block = MixtureBlock
 
   def with_routing(self, tokens, positions, mask, cache=None):

@@ -172,7 +172,7 @@ def _sample(
   if samples.length > longest:
     raise ValueError(
       f'--sample_length={samples.length} exceeds the {longest} tokens that'
-      f' --draft={draft["name"]} can add to a start token'
+      f' --draft={draft["name"]} can add to a start token; lower it'
     )
   start = _start_token(pair, draft['name'])
   record = dataclasses.asdict(samples) | {'draft': draft}

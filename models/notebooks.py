@@ -34,7 +34,8 @@ def execute(path: pathlib.Path, *, timeout: int) -> Any:
     import nbformat
   except ImportError as error:
     raise ValueError(
-      "notebooks need the extra: pip install 'specdec-jax[notebooks]'"
+      'notebooks need two extras of the library; in its folder:'
+      " pip install -e '.[notebooks,plot]'"
     ) from error
   try:
     notebook = nbformat.read(path, as_version=4)
@@ -53,6 +54,14 @@ def execute(path: pathlib.Path, *, timeout: int) -> Any:
   )
   client.execute(env=environment)
   return stripped(notebook)
+
+
+def update(path: pathlib.Path, *, timeout: int) -> None:
+  """Runs a notebook, and keeps its outputs in the file; see `execute`."""
+  notebook = execute(path, timeout=timeout)
+  import nbformat
+
+  nbformat.write(notebook, path)
 
 
 def stripped(notebook: Any) -> Any:

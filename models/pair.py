@@ -34,7 +34,8 @@ class Pair:
 
   def encode(self, text: str) -> list[int]:
     """Text to token ids."""
-    return self.tokenizer(text)['input_ids']
+    # What is too long for a model is refused when it is decoded.
+    return self.tokenizer(text, verbose=False)['input_ids']
 
   def decode(self, ids: list[int]) -> str:
     """Token ids to text, as it is; special tokens are left out."""
@@ -87,6 +88,8 @@ def load_tokenizer(
   Raises:
     ValueError: there is none that can be used.
   """
+  if not (folder / 'config.json').exists():
+    raise ValueError(f'{folder} is no model folder: it has no config.json')
   if not hub.has_tokenizer(folder):
     raise ValueError(f'{folder} has no tokenizer; copy that of the model there')
   try:
@@ -179,7 +182,7 @@ def load_pair(
   draft_model = None
   target_model = as_model(hub.load_module(folder, dtype=dtype))
   if draft is not None:
-    draft_folder = hub.locate('demo-draft' if draft == 'demo' else draft)
+    draft_folder = hub.locate(hub.draft_name(draft))
     _check_same_tokens(folder, draft_folder, tokenizer)
     draft_model = as_model(
       hub.load_module(draft_folder, dtype=draft_dtype or dtype)

@@ -68,7 +68,12 @@ def describe_torch() -> dict[str, Any]:
   }
 
 
-def _load(name: str, dtype: str, revision: str | None) -> Any:
+def load_peer(name: str, dtype: str, revision: str | None) -> Any:
+  """The model as transformers has it; see `hub.locate`.
+
+  Raises:
+    ValueError: torch is not installed, or sees another device than JAX.
+  """
   torch = import_torch()
   model: Any = transformers.AutoModelForCausalLM.from_pretrained(
     hub.locate(name, revision=revision), dtype=getattr(torch, dtype)
@@ -248,7 +253,7 @@ def make_arms(
   transformers.logging.set_verbosity_error()  # It warns of its own calls.
   transformers.logging.disable_progress_bar()
   # Of one folder too: their forwards are counted apart.
-  load, load_draft = functools.cache(_load), functools.cache(_load)
+  load, load_draft = functools.cache(load_peer), functools.cache(load_peer)
   arms = {}
   for spec in specs:
     if batch_size > 1 and spec.method != 'transformers':
@@ -261,8 +266,7 @@ def make_arms(
     model = load(target, spec.dtype, revision)
     assistant = None
     if spec.method == 'transformers-assisted' and draft is not None:
-      name = 'demo-draft' if draft == 'demo' else draft
-      assistant = load_draft(name, spec.dtype, None)
+      assistant = load_draft(hub.draft_name(draft), spec.dtype, None)
       sizes = (model.config.vocab_size, assistant.config.vocab_size)
       if sizes[0] != sizes[1]:
         raise ValueError(

@@ -242,9 +242,7 @@ def model_digests(
   """
   of_draft = None
   if draft is not None:
-    of_draft = model_digest(
-      hub.locate('demo-draft' if draft == 'demo' else draft)
-    )
+    of_draft = model_digest(hub.locate(hub.draft_name(draft)))
   return {
     'target': model_digest(hub.locate(target, revision=revision)),
     'draft': of_draft,

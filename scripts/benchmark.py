@@ -16,6 +16,8 @@ import planned
 
 from models.drafters import METHODS
 
+flags.adopt_module_key_flags(options)  # Listed by --help.
+
 _ARMS = flags.DEFINE_string(
   'arms',
   'plain,chain,tree,staged',

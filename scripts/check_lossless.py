@@ -16,6 +16,8 @@ import command_line
 import decoding_flags as options
 import planned
 
+flags.adopt_module_key_flags(options)  # Listed by --help.
+
 _METHOD = flags.DEFINE_string('method', 'staged', 'how to draft')
 _NUM_PROMPTS = flags.DEFINE_integer(
   'num_prompts', None, 'default: all', lower_bound=1

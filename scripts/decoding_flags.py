@@ -226,7 +226,8 @@ def read_prompts(name: str, limit: int | None = None) -> list[str]:
   lines = [(number, line) for number, line in numbered if line.strip()]
   if not lines or (limit and len(lines) < limit):
     raise ValueError(
-      f'--prompt_file={path} has {len(lines)} prompts, {limit or 1} needed'
+      f'--prompt_file={path} has {len(lines)} prompts, {limit or 1} needed;'
+      ' see --batch_size and --num_prompts'
     )
   prompts = []
   for number, line in lines[:limit]:

@@ -10,6 +10,8 @@ import command_line
 import decoding_flags as options
 import planned
 
+flags.adopt_module_key_flags(options)  # Listed by --help.
+
 _PROMPT = flags.DEFINE_string('prompt', options.DEFAULT_PROMPT, 'to continue')
 _METHOD = flags.DEFINE_enum(
   'method',
@@ -44,12 +46,17 @@ def _prompts() -> list[str]:
     return [_PROMPT.value] * _BATCH_SIZE.value
   if _PROMPT.present:
     raise ValueError('give --prompt or --prompt_file, not both')
+  if not _BATCH_SIZE.present:
+    print(
+      '--prompt_file: its first prompt alone; --batch_size takes more',
+      file=sys.stderr,
+    )
   return options.read_prompts(options.PROMPT_FILE.value, _BATCH_SIZE.value)
 
 
 def main() -> None:
   from models import origins
-  from models.generator import TextOptions
+  from models.text_arguments import TextOptions
 
   if _STREAM.value + _SHOW_ORIGIN.value + _JSON.value > 1:
     raise ValueError('give one of --stream, --show_origin and --json')

@@ -7,6 +7,8 @@ from absl import flags
 import command_line
 import decoding_flags as options
 
+flags.adopt_module_key_flags(options)  # Listed by --help.
+
 _NUM_PROMPTS = flags.DEFINE_integer(
   'num_prompts', None, 'default: all', lower_bound=1
 )

@@ -17,6 +17,8 @@ import jax
 
 from models import drafters
 
+flags.adopt_module_key_flags(options)  # Listed by --help.
+
 _NUM_PROMPTS = flags.DEFINE_integer(
   'num_prompts', 4, 'the first so many', lower_bound=1
 )

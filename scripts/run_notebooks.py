@@ -1,5 +1,6 @@
 """Runs the notebooks again, and keeps their outputs.
 
+pip install -e '.[notebooks,plot]'
 python scripts/run_notebooks.py
 python scripts/run_notebooks.py --notebooks=colab/01_quickstart.ipynb
 """
@@ -18,8 +19,6 @@ _TIMEOUT = flags.DEFINE_integer(
 
 
 def main() -> None:
-  import nbformat
-
   from models import notebooks
 
   folder = pathlib.Path(__file__).parents[1] / 'colab'
@@ -28,8 +27,7 @@ def main() -> None:
   else:
     files = [pathlib.Path(name) for name in _NOTEBOOKS.value]
   for file in files:
-    notebook = notebooks.execute(file, timeout=_TIMEOUT.value)
-    nbformat.write(notebook, file)
+    notebooks.update(file, timeout=_TIMEOUT.value)
     print(f'{file}: {file.stat().st_size / 1e3:.0f} kB')
 
 

@@ -4,18 +4,22 @@ python scripts/sweep.py --output=/tmp/sweep
 python scripts/sweep.py --target=FOLDER --studies=batch --batch_sizes=1,4,16 \
   --output=/tmp/sweep
 
-By batch size, context and number of verified tokens; and a random mixture of
-experts beside its dense twin. What is measured and what the cost model says of
-it go to sweep_*.json and sweep_*.png; docs/cost_model.md explains them.
+By batch size, context and number of verified tokens; by longer contexts, on a
+random Llama; a random mixture of experts beside that Llama; and how many
+experts the tokens of a trained one share. What is measured and what the cost
+model says of it go to sweep_*.json and sweep_*.png; docs/cost_model.md explains
+them.
 """
 
 from absl import flags
 import command_line
 import decoding_flags as options
 
+flags.adopt_module_key_flags(options)  # Listed by --help.
+
 _OUTPUT = flags.DEFINE_string('output', None, 'folder for JSON and pictures')
 _STUDIES = flags.DEFINE_list(
-  'studies', 'batch,context,nodes,experts', 'which of them'
+  'studies', 'batch,context,nodes,long,experts,routing', 'which of them'
 )
 _CORPUS = flags.DEFINE_string(
   'corpus',
@@ -26,17 +30,23 @@ _CORPUS = flags.DEFINE_string(
 _AXES = {
   'batch_sizes': '1,2,4,8,16,32',
   'contexts': '64,448,960',
+  'long_contexts': '512,2048,4096',
   'chain_nodes': '2,3,5,9,17',
   'tree_nodes': '8,16,32',
   'expert_batch_sizes': '1,2,4,8',
+  'routed_nodes': '1,2,5,9,17,33',
+  'routed_batch_sizes': '1,4',
 }
 _HELP = {
   'batch_sizes': 'rows, of the study batch',
   'contexts': 'tokens of prompts, of the study context; the others have the'
   ' first',
+  'long_contexts': 'likewise, of the study long, with a random Llama',
   'chain_nodes': 'tokens that a chain verifies, of the study nodes',
   'tree_nodes': 'that a staged tree verifies, likewise',
   'expert_batch_sizes': 'rows, of the study experts',
+  'routed_nodes': 'neighbouring tokens of a forward, of the study routing',
+  'routed_batch_sizes': 'rows, likewise',
 }
 for _NAME, _VALUE in _AXES.items():
   flags.DEFINE_list(_NAME, _VALUE, _HELP[_NAME])
@@ -51,6 +61,9 @@ _MIXTURE = flags.DEFINE_list(
   '768,4,8,2,2048',
   'width, layers, experts, experts per token and width of an expert, of the'
   ' study experts',
+)
+_ROUTED = flags.DEFINE_string(
+  'routed', 'demo-moe', 'mixture of experts of the study routing'
 )
 _REPEATS = flags.DEFINE_integer(
   'repeats', 3, 'decodes of each point, of different prompts', lower_bound=1
@@ -122,6 +135,7 @@ def main() -> None:
       context_batch_size=_CONTEXT_BATCH_SIZE.value,
       nodes_batch_size=_NODES_BATCH_SIZE.value,
     ),
+    routed=_ROUTED.value,
     mixture=mixture_of(_integers('mixture'), options.DTYPE.value),
     effort=Effort(
       max_new_tokens=options.MAX_NEW_TOKENS.value,

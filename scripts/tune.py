@@ -12,6 +12,8 @@ import command_line
 import decoding_flags as options
 import planned
 
+flags.adopt_module_key_flags(options)  # Listed by --help.
+
 _NUM_PROMPTS = flags.DEFINE_integer(
   'num_prompts', None, 'default: all', lower_bound=1
 )

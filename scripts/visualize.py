@@ -17,6 +17,8 @@ import planned
 from models.drafters import METHODS
 import specdec
 
+flags.adopt_module_key_flags(options)  # Listed by --help.
+
 _PROMPT = flags.DEFINE_string('prompt', options.DEFAULT_PROMPT, 'to continue')
 _METHOD = flags.DEFINE_enum(
   'method', 'staged', METHODS[:-1], 'how to decode; --plan chooses'

@@ -305,6 +305,52 @@ def test_expected_experts_by_simulation():
   assert found == pytest.approx(128 * (1 - (1 - 8 / 128) ** 12))
 
 
+def test_correlated_experts_by_simulation():
+  # Each row has chances of its own for two experts that mirror each other.
+  rng = np.random.default_rng(0)
+  chance, correlation = 0.3, 0.4
+  size = 1 / correlation - 1
+  own = rng.beta(chance * size, (1 - chance) * size, (20_000, 3, 1))
+  first = rng.random((20_000, 3, 5)) < own  # 3 rows of 5 tokens
+  distinct = first.any(axis=(1, 2)) * 1.0 + (~first).any(axis=(1, 2))
+  experts = Experts(
+    count=2,
+    per_token=1,
+    width=1,
+    routing=((chance, 1 - chance),),
+    correlation=correlation,
+  )
+  error = np.std(distinct) / len(distinct) ** 0.5
+  found = experts.expected_distinct(5, batch_size=3)
+  assert abs(found - np.mean(distinct)) < 4 * error
+  independent = dataclasses.replace(experts, correlation=0.0)
+  assert independent.expected_distinct(5, batch_size=3) > found + 10 * error
+
+
+def test_correlation_lies_between_its_ends():
+  of = lambda correlation: dataclasses.replace(
+    Experts(count=8, per_token=2, width=1), correlation=correlation
+  )
+  independent, alike = of(0.0), of(1.0)
+  assert independent.expected_distinct(5) == pytest.approx(8 * (1 - 0.75**5))
+  assert alike.expected_distinct(5) == pytest.approx(2)
+  assert alike.expected_distinct(5, batch_size=2) == pytest.approx(3.5)
+  assert of(1e-6).expected_distinct(5) == pytest.approx(
+    independent.expected_distinct(5), rel=1e-5
+  )
+  assert of(1 - 1e-6).expected_distinct(5) == pytest.approx(2, rel=1e-5)
+  found = [of(one).expected_distinct(5) for one in (0, 0.1, 0.5, 0.9)]
+  assert found == sorted(found, reverse=True)
+  # One token of a row has nothing to be like.
+  assert of(0.5).expected_distinct(1) == pytest.approx(2)
+  always = Experts(
+    count=2, per_token=1, width=1, routing=((1.0, 0.0),), correlation=0.5
+  )
+  assert always.expected_distinct(5) == 1
+  with pytest.raises(ValueError, match='correlation must be from 0 to 1'):
+    of(1.5)
+
+
 def test_layers_may_be_routed_differently():
   even, one_sided = (0.5, 0.5), (1.0, 0.0)
   experts = Experts(count=2, per_token=1, width=6, routing=(even, one_sided))

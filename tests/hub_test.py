@@ -329,7 +329,7 @@ def test_no_weights(folder):
 
 
 @pytest.mark.parametrize(
-  'name', ['nobody/nothing-of-this-name', 'nothing', '/no/such/folder', 'a b']
+  'name', ['nobody/nothing-of-this-name', 'nothing', 'a b']
 )
 def test_name_that_is_neither_folder_nor_model(name, monkeypatch, tmp_path):
   monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_OFFLINE', True)
@@ -340,6 +340,13 @@ def test_name_that_is_neither_folder_nor_model(name, monkeypatch, tmp_path):
   ) as caught:
     hub.load_module(name)
   assert '\n' not in str(caught.value)
+
+
+@pytest.mark.parametrize('name', ['/no/such/folder', './none', '~/none here'])
+def test_path_of_no_folder_is_not_asked_of_the_hub(name, monkeypatch):
+  monkeypatch.setattr(huggingface_hub, 'snapshot_download', pytest.fail)
+  with pytest.raises(ValueError, match=f'there is no folder {name}'):
+    hub.load_module(name)
 
 
 def test_revision_of_a_folder(folder):

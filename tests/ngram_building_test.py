@@ -308,5 +308,5 @@ def test_what_cannot_be_built_is_refused(draft, tmp_path):
     _build(draft, tmp_path, samples=Samples(num_tokens=0))
   with pytest.raises(ValueError, match=r'--sample_length=32 exceeds the 31'):
     _build(draft, tmp_path, samples=Samples(num_tokens=1, length=32))
-  with pytest.raises(ValueError, match='neither a folder nor a model'):
+  with pytest.raises(ValueError, match='there is no folder'):
     _build('/no/such/draft', tmp_path)

@@ -2,6 +2,8 @@
 
 import json
 import pathlib
+import re
+import sys
 
 import pytest
 
@@ -45,6 +47,21 @@ def test_it_is_kept_as_a_run_leaves_it(file):
   assert '\ndef ' not in source, 'algorithms belong in the library'
 
 
+@pytest.mark.parametrize('file', _FILES, ids=_IDS)
+def test_what_it_installs_can_be_imported_at_once(file):
+  notebook = json.loads(file.read_text('utf-8'))
+  lines = '\n'.join(''.join(cell['source']) for cell in notebook['cells'])
+  commands = [line.split() for line in re.findall(r'^ *([%!].*)', lines, re.M)]
+  assert any('github.com/specdec/specdec' in ' '.join(one) for one in commands)
+  for words in commands:
+    assert words[0] != '%cd'
+    # A running kernel does not see what is installed so.
+    assert not {'-e', '--editable'} & {*words}
+    # A folder called specdec would pass for the library, and hide it.
+    if 'clone' in words:
+      assert words[-1] == 'specdec-repository'
+
+
 def test_a_cell_that_fails_is_an_error(tmp_path):
   import nbclient
   import nbformat
@@ -54,6 +71,24 @@ def test_a_cell_that_fails_is_an_error(tmp_path):
   nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
   with pytest.raises(nbclient.exceptions.CellExecutionError, match='Zero'):
     notebooks.execute(path, timeout=60)
+
+
+def test_outputs_are_kept(tmp_path):
+  import nbformat
+
+  cells = [nbformat.v4.new_code_cell('print(1)')]
+  path = tmp_path / 'one.ipynb'
+  nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
+  notebooks.update(path, timeout=60)
+  ((output,),) = [one.outputs for one in nbformat.read(path, 4).cells]
+  assert output.text == '1\n'
+
+
+def test_without_the_extra_the_remedy_is_named(monkeypatch, tmp_path):
+  monkeypatch.setitem(sys.modules, 'nbformat', None)
+  remedy = re.escape("pip install -e '.[notebooks,plot]'")
+  with pytest.raises(ValueError, match=remedy):
+    notebooks.update(tmp_path / 'any.ipynb', timeout=60)
 
 
 def test_what_is_no_notebook_is_named(tmp_path):

@@ -5,6 +5,7 @@ import json
 import pathlib
 import subprocess
 import sys
+import types
 
 from flax import nnx
 import jax.numpy as jnp
@@ -17,25 +18,24 @@ from models.gpt2 import GPT2
 from models.gpt2 import GPT2Config
 from models.sweep import against_twin
 from models.sweep import fitting
+from models.sweep import long_context
 from models.sweep import measuring
 from models.sweep import mixture
 from models.sweep import overlay
 from models.sweep import pictures
+from models.sweep import routing
 from models.sweep import run
 from models.sweep import studies
 from models.sweep import tables
 from models.training.corpus import Corpus
 from models.training.tokenizer import train_tokenizer
 import specdec
-from specdec import topology
 from specdec.benchmarking import Measurement
 from specdec.cost_model import Experts
 from specdec.cost_model import forward_seconds
 from specdec.cost_model import Hardware
 from specdec.cost_model import MODELS
-from specdec.drafter import Drafter
 from specdec.generation import Generation
-from specdec.scorers.language_model import LanguageModelScorer
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _TEXT = 'def add(first, second):\n  return first + second\n' * 20
@@ -52,7 +52,7 @@ _TRUE = dataclasses.replace(
 )
 
 
-def _measurement(seconds, *, rows, steps, tokens, drafts=0, prefill=0.0):
+def _measurement(seconds, *, rows, steps, tokens, drafts=0):
   stats = {
     'new_tokens': tokens,
     'reads': {'target': {'forwards': steps}, 'draft': {'forwards': drafts}},
@@ -66,7 +66,7 @@ def _measurement(seconds, *, rows, steps, tokens, drafts=0, prefill=0.0):
     errors=[],
     stats=stats,
   )
-  return Measurement(seconds, generation, prefill)
+  return Measurement(seconds, generation)
 
 
 def _forward_times(hardware, *, overlap):
@@ -140,16 +140,8 @@ def test_where_a_line_falls_below_one(ys, expected):
   assert found == (None if expected is None else pytest.approx(expected))
 
 
-def _chain(num_tokens):
-  draft = mixture.free_draft()
-  return Drafter(
-    LanguageModelScorer(draft),
-    specdec.TreeConfig(topology=topology.chain(num_tokens)),
-  )
-
-
 def test_steps_are_counted_over_all_decodes():
-  drafter = _chain(4)
+  drafter = mixture.free_chain(mixture.Mixture(), 4)
   found = overlay.counted_step(
     [
       _measurement(1.0, rows=2, steps=10, tokens=50, drafts=40),
@@ -169,11 +161,36 @@ def test_steps_are_counted_over_all_decodes():
   assert overlay.counted_step([], None, draft=None) == specdec.cost_model.Step()
 
 
-def test_speedups_leave_out_the_prompts():
-  plain = [_measurement(5.0, rows=1, steps=8, tokens=8, prefill=1.0)]
-  arm = [_measurement(4.0, rows=1, steps=4, tokens=16, prefill=2.0)]
+def test_speedups_are_those_of_seconds_per_token():
+  plain = [_measurement(4.0, rows=1, steps=8, tokens=8)]
+  arm = [_measurement(2.0, rows=1, steps=4, tokens=16)]
   assert overlay.speedups(arm, plain) == [4.0]
   assert overlay.step_seconds(arm) == 0.5
+
+
+def test_reading_prompts_is_not_timed(monkeypatch):
+  events = []
+
+  class Watched(specdec.Decoding):
+    def step(self, num_steps=1):
+      events.append('step' if num_steps else 'prompts read')
+      return super().step(num_steps)
+
+  monkeypatch.setattr(specdec, 'Decoding', Watched)
+  clock = iter(range(100))
+  read_clock = lambda: events.append('clock') or next(clock)
+  monkeypatch.setattr(
+    measuring, 'time', types.SimpleNamespace(perf_counter=read_clock)
+  )
+  sizes = mixture.mixture_of((64, 1, 4, 2, 32), 'float32')
+  target = mixture.free_draft(sizes)
+  subject = mixture.subject('table', target, sizes.shape(), 1.0)
+  (batch,) = subject.batches(batch_size=2, length=8, count=1)
+  effort = measuring.Effort(max_new_tokens=4)
+  found = measuring.measure_decodes(subject, {'plain': None}, [batch], effort)
+  assert [one.seconds for one in found['plain']] == [1]
+  one_decode = ['prompts read', 'clock', 'step', 'clock']
+  assert events == one_decode * 2  # The first compiles.
 
 
 def test_lines_do_not_fall_below_zero():
@@ -200,7 +217,38 @@ def test_distinct_experts_by_hand():
     sum(1 - (1 - chance) ** 2 for chance in found)
   )
   assert row['formula_plain'] == pytest.approx(2)
-  assert row['uniform'] == pytest.approx(8 * (1 - 0.75**2))
+  assert row['independent'] == row['formula']
+
+
+def test_correlation_by_hand():
+  # One of two experts each; at distance 1 both rows stay once in two times, at
+  # distance 2 never: (2/3) (1/2) + (1/3) 0 of the pairs agree, half would.
+  chosen = np.array([[[[0], [0], [1]], [[1], [0], [0]]]])
+  chances = np.array([4 / 6, 2 / 6])
+  # Pairs that both use expert 0: 1 and 1 of 4, none of 2; expert 1: none.
+  both = np.array([2 / 3 * 2 / 4, 0])
+  by_hand = np.sum(both - chances**2) / np.sum(chances * (1 - chances))
+  assert by_hand < 0
+  assert mixture.correlation(chosen, 2, 3) == 0
+  # A single token has no neighbours.
+  assert mixture.correlation(chosen, 2, 1) == 0
+  with pytest.raises(ValueError, match='4 neighbours cannot be counted in tex'):
+    mixture.correlation(chosen, 2, 4)
+  # Where all tokens agree, chances say everything.
+  assert mixture.correlation(np.zeros_like(chosen), 2, 3) == 0
+  same = np.array([[[[0]] * 4, [[1]] * 4]])
+  assert mixture.correlation(same, 2, 3) == 1
+
+
+def test_correlation_is_found_again():
+  # Rows with chances of their own, from the distribution of the formula.
+  rng = np.random.default_rng(0)
+  chance = rng.beta(0.25 * 3, 0.75 * 3, 60_000)
+  used = rng.random((60_000, 5)) < chance[:, None]
+  # Expert 1 or 0; "used" is of expert 1, and expert 0 mirrors it.
+  chosen = used.astype(int)[None, ..., None]
+  found = mixture.correlation(chosen, 2, 5)
+  assert found == pytest.approx(1 / 4, abs=0.01)
 
 
 def test_routing_is_that_of_the_modules_own_router():
@@ -234,6 +282,43 @@ def test_sizes_of_the_mixture_are_checked():
       mixture.mixture_of(bad, 'bfloat16')
   with pytest.raises(ValueError, match='multiple of 64'):
     mixture.mixture_of((100, 2, 4, 2, 96), 'bfloat16')
+
+
+def test_experts_that_neighbours_share(tmp_path):
+  pytest.importorskip('matplotlib')
+  module = mixture.mixture_of((64, 2, 4, 2, 32), 'float32').mixture()
+  # Runs of a token: what one needs its neighbour needs too.
+  text = np.repeat(np.random.default_rng(0).integers(0, 1024, 100), 20)
+  study = routing.over_nodes(
+    module, text, node_counts=(1, 4), batch_sizes=(1, 32)
+  )
+  one, rows, four, many = study['rows']
+  assert one['counted'] == 2
+  assert one['formula'] == pytest.approx(2)
+  assert rows['counted'] == many['counted'] == 4
+  assert four['counted'] == pytest.approx(four['formula'], rel=0.1)
+  assert four['counted'] < 0.9 * four['independent'] < four['uniform']
+  assert study['correlation'][0] == 0 < study['correlation'][1] < 1
+  assert np.sum(study['routing'], axis=1) == pytest.approx([2, 2])
+  study = json.loads(json.dumps(study))
+  assert pictures.draw('routing', {'study': study}, tmp_path) == [
+    'sweep_routing.png'
+  ]
+  row = tables.to_markdown({'routing': study}).splitlines()[4]
+  cells = [cell.strip() for cell in row.strip('|').split('|')]
+  assert cells == ['1', '1', '2.00', '2.00', '2.00', '2.00', '1.00']
+  for nodes, rows in ((129, 1), (1, 33)):
+    with pytest.raises(ValueError, match='--routed_nodes goes up to 128'):
+      routing.over_nodes(
+        module, text, node_counts=(nodes,), batch_sizes=(rows,)
+      )
+  with pytest.raises(ValueError, match='needs 128 tokens, the text has 100'):
+    routing.over_nodes(module, text[:100], node_counts=(1,), batch_sizes=(1,))
+
+
+def test_what_has_no_experts_is_not_routed(pair):
+  with pytest.raises(ValueError, match=r'--routed=.* has no experts'):
+    run.run(_plan(pair, ('routing',)), _BEST)
 
 
 def jax_leaves(tree):
@@ -272,6 +357,7 @@ def _plan(pair, names, **axes):
     drafting=DraftSettings(inner='lookup'),
     axes=run.Axes(**axes),
     mixture=mixture.mixture_of((64, 1, 4, 2, 32), 'bfloat16'),
+    routed=str(target),
     effort=measuring.Effort(max_new_tokens=8, repeats=1),
     studies=names,
   )
@@ -344,8 +430,9 @@ def simulated(monkeypatch):
     del effort
     return [step(subject, drafter, batch, with_target=False)]
 
-  for module in (studies, against_twin):
+  for module in (studies, against_twin, long_context):
     monkeypatch.setattr(module, 'measure_forwards', forwards)
+  for module in (studies, against_twin):
     monkeypatch.setattr(module, 'measure_decodes', decodes)
   monkeypatch.setattr(studies, 'measure_drafting', drafting)
 
@@ -362,9 +449,10 @@ def test_what_the_model_describes_is_predicted(pair, simulated, tmp_path):
   pytest.importorskip('matplotlib')
   plan = _plan(
     pair,
-    ('batch', 'context', 'nodes', 'experts'),
+    ('batch', 'context', 'nodes', 'long', 'experts'),
     batch_sizes=(1, 4, 16),
     contexts=(32, 96),
+    long_contexts=(32, 200),
     context_batch_size=2,
     chain_nodes=(2, 5),
     tree_nodes=(8,),
@@ -372,7 +460,7 @@ def test_what_the_model_describes_is_predicted(pair, simulated, tmp_path):
   )
   saved = {}
   figures = run.run(dataclasses.replace(plan, save=saved.__setitem__), _BEST)
-  for name in ('batch', 'context', 'nodes', 'experts'):
+  for name in ('batch', 'context', 'nodes', 'long', 'experts'):
     for point in figures[name]['points']:
       for arm in point['arms'].values():
         _check_prediction(arm)
@@ -385,12 +473,35 @@ def test_what_the_model_describes_is_predicted(pair, simulated, tmp_path):
     assert factor['predicted'] == pytest.approx(factor['measured'], rel=0.02)
   text = tables.to_markdown(figures)
   assert 'Fitted: 15.0 GB/s, 150 GFLOP/s in bfloat16' in text
-  assert sorted(saved) == ['batch', 'context', 'experts', 'nodes']
+  assert sorted(saved) == ['batch', 'context', 'experts', 'long', 'nodes']
   for name, record in saved.items():
     again = json.loads(json.dumps(record))
     for file in pictures.draw(name, again, tmp_path):
       assert (tmp_path / file).read_bytes().startswith(b'\x89PNG')
-  assert len(list(tmp_path.glob('*.png'))) == 6
+  assert len(list(tmp_path.glob('*.png'))) == 7
+
+
+def test_ranges_of_arms_lie_beside_each_other():
+  pytest.importorskip('matplotlib')
+  arm = {'speedup': 2.0, 'predicted': 1.5, 'speedups': [1.0, 2.0, 4.0]}
+  study = {
+    'axis': 'rows',
+    'x': [1, 8],
+    'arms': ['chain', 'staged'],
+    'points': [{'arms': {'chain': arm, 'staged': arm}}] * 2,
+  }
+  figure = pictures.speedups(study, 'A title')
+  (axes,) = figure.axes
+  chain, staged = [bars.lines[0].get_xdata() for bars in axes.containers]
+  assert chain == pytest.approx([1 / 1.03, 8 / 1.03])
+  assert staged == pytest.approx([1.03, 8.24])
+  assert 'range of n = 3 decodes' in figure.get_suptitle()
+  lines = {
+    one.get_label(): list(one.get_xdata())
+    for one in axes.lines
+    if 'predicted' in one.get_label()
+  }
+  assert lines == {'chain, predicted': [1, 8], 'staged, predicted': [1, 8]}
 
 
 def test_prompts_are_cut_from_all_over_the_text(pair):
@@ -447,10 +558,10 @@ def test_the_script_measures_and_draws(tmp_path, monkeypatch):
   # What is compiled runs for moments, here.
   monkeypatch.setenv('XLA_FLAGS', '--xla_backend_optimization_level=0')
   result = _run(
-    '--studies=experts',
+    '--studies=long,routing',
     '--dtype=float32',
-    '--expert_batch_sizes=1,2',
-    '--contexts=32',
+    '--long_contexts=32,80',
+    '--routed_nodes=1,5',
     '--mixture=64,1,4,2,32',
     '--num_draft_tokens=2',
     '--max_new_tokens=6',
@@ -458,14 +569,16 @@ def test_the_script_measures_and_draws(tmp_path, monkeypatch):
     f'--output={tmp_path}',
   )
   assert result.returncode == 0, result.stderr
-  assert '## Experts' in result.stdout
-  record = json.loads((tmp_path / 'sweep_experts.json').read_text())
+  assert '## Long contexts' in result.stdout
+  record = json.loads((tmp_path / 'sweep_long.json').read_text())
   assert record['settings']['max_new_tokens'] == 6
-  study = record['study']
-  assert study['x'] == [1, 2]
-  for row in study['experts']:
-    # Of three tokens per row, two experts each.
-    assert 2 <= row['counted'] <= min(4, 6 * row['batch_size'])
-    assert 2 <= row['formula'] <= 4
-  for name in ('experts', 'distinct_experts'):
+  assert record['study']['x'] == [32, 80]
+  # Of the embedded mixture: two experts of eight for each token.
+  study = json.loads((tmp_path / 'sweep_routing.json').read_text())['study']
+  for row in study['rows']:
+    assert (
+      2 <= row['counted'] <= min(8, 2 * row['num_nodes'] * row['batch_size'])
+    )
+    assert row['formula'] == pytest.approx(row['counted'], rel=0.1)
+  for name in ('long', 'routing'):
     assert (tmp_path / f'sweep_{name}.png').stat().st_size > 10_000

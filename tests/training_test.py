@@ -12,12 +12,15 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny_llamas
 import tiny_modules
 import transformers
 
 from models import hub
+from models.experts import balance_loss
 from models.gpt2 import GPT2
 from models.gpt2 import GPT2Config
+from models.mixtral import MixtralConfig
 from models.training import corpus as corpora
 from models.training import loss as losses
 from models.training import run
@@ -383,10 +386,39 @@ def test_a_student_equal_to_its_teacher_has_nothing_to_learn():
   assert other_value > value
 
 
+def test_a_mixture_also_learns_to_use_its_experts_alike():
+  module = tiny_llamas.module('mixtral')
+  graph, params = _pure(module)
+  windows = _windows()
+  loss = lambda weight: jax.jit(
+    losses.make_loss(graph, dtype=jnp.float32, balance_weight=weight)
+  )(params, windows)
+  tokens = windows[:, :-1]
+  size, length = tokens.shape
+  positions = jnp.arange(length)[None].repeat(size, 0)
+  mask = jnp.tril(jnp.ones((length, length), bool))[None].repeat(size, 0)
+  *_, routings = module.with_routing(tokens, positions, mask)
+  balance = np.mean([balance_loss(one) for one in routings])
+  assert balance > 1.0
+  np.testing.assert_allclose(loss(2.0) - loss(0.0), 2 * balance, rtol=1e-4)
+
+
 # The loop.
 
 MODEL = GPT2Config(
   vocab_size=16, num_positions=8, width=16, num_layers=1, num_heads=2
+)
+MIXTURE = MixtralConfig(
+  vocab_size=16,
+  num_positions=8,
+  width=16,
+  num_layers=1,
+  num_heads=2,
+  num_kv_heads=1,
+  head_width=8,
+  inner_width=12,
+  num_experts=4,
+  experts_per_token=2,
 )
 SETTINGS = {
   'num_steps': 4,
@@ -401,9 +433,16 @@ SETTINGS = {
 TOKENS = np.tile(np.arange(12, dtype=np.int32), 40)
 
 
-def _train(workdir, *, report=lambda progress: None, teacher=None, **changes):
+def _train(
+  workdir,
+  *,
+  model=MODEL,
+  report=lambda progress: None,
+  teacher=None,
+  **changes,
+):
   return train(
-    MODEL,
+    model,
     TrainConfig(**(SETTINGS | changes)),
     TOKENS,
     TOKENS[5:200],
@@ -437,8 +476,11 @@ def uninterrupted(workdir):
   return _train(workdir)
 
 
-def test_loss_falls_on_a_repetitive_corpus(tmp_path):
-  _, curve = _train(tmp_path, num_steps=60, eval_every=30, learning_rate=0.02)
+@pytest.mark.parametrize('model', [MODEL, MIXTURE], ids=['gpt2', 'mixtral'])
+def test_loss_falls_on_a_repetitive_corpus(model, tmp_path):
+  _, curve = _train(
+    tmp_path, model=model, num_steps=60, eval_every=30, learning_rate=0.02
+  )
   assert [line.step for line in curve] == [30, 60]
   assert [line.tokens for line in curve] == [960, 1920]
   assert curve[-1].held_out_loss < 0.3 < np.log(12)

@@ -22,6 +22,7 @@ from specdec import tree
 from specdec import viz
 from specdec.viz import charts
 from specdec.viz import style
+from specdec.viz import words
 from specdec.viz.markup import visible
 from specdec.viz.mask_picture import ancestors
 
@@ -162,15 +163,34 @@ def test_boxes_do_not_overlap_and_what_was_accepted_is_one_line():
 def test_labels_of_the_tree_say_who_and_how_likely():
   _, find = _svg(viz.tree(_TRACE, 0))
   texts = [one.text for one in find('text')]
-  assert texts[0] == '⏎'
-  assert texts[2] == '²␣def 0.10'
-  assert texts[4] == '³漢字 0.25'
+  who, what = texts[:2]
+  assert who == 'proposed by: ⁰ target, ¹ draft, ² lookup, ³ ngram, ⁵ far'
+  assert what.startswith('thick: accepted; dashed: the own token')
+  labels = texts[2:]
+  assert labels[0] == '⏎'
+  # A thin space, so that no mark is taken for a part of a number.
+  assert labels[2] == '²\u2009␣def 0.10'
+  assert labels[4] == '³\u2009漢字 0.25'
+  assert labels[7] == '⁰\u2009漢字'
   hints = [one.text for one in find('title')]
   assert 'proposed by lookup' in hints[2]
   assert '0.100 after its parent, 0.100 in all' in hints[2]
   assert '0.900 after its parent, 0.338 in all' in hints[5]
   assert hints[1].endswith('; accepted')
   assert not hints[4].endswith('; accepted')
+
+
+def test_the_legend_is_above_the_tree_or_left_out():
+  root, find = _svg(viz.tree(_TRACE, 0))
+  bare, find_bare = _svg(viz.tree(_TRACE, 0, with_legend=False))
+  legend = [float(one.get('y')) for one in root.findall('./{*}text')]
+  (shifted,) = root.findall('./{*}g')
+  above = float(re.findall(r'[\d.]+', shifted.get('transform'))[1])
+  assert len(legend) == 2
+  assert max(legend) <= above
+  assert float(root.get('height')) == float(bare.get('height')) + above
+  texts = [one.text for one in find('text')]
+  assert [one.text for one in find_bare('text')] == texts[2:]
 
 
 def test_blocks_that_do_not_exist_are_refused():
@@ -194,6 +214,7 @@ def test_the_mask_has_a_cell_for_all_that_is_seen():
   _, find = _svg(viz.mask(_TRACE, 0))
   (seen,) = [one for one in find('path') if one.get('class') == 'seen']
   assert seen.get('d').count('z') == sum(map(len, ancestors(_BLOCKS[0])))
+  assert find('text')[0].text.endswith('black: what it sees; bold: accepted')
 
 
 def test_the_timeline_has_a_bar_for_every_forward():
@@ -208,8 +229,11 @@ def test_the_timeline_has_a_bar_for_every_forward():
 
 def test_the_text_is_the_text_with_its_origins():
   page = _Page(viz.text(_TRACE))
-  spans = [one for one in page.found['span'] if 'data-block' in one]
-  assert [one['data-block'] for one in spans] == ['0', '0', '0', '1', '2']
+  blocks = [one for one in page.found['span'] if 'data-block' in one]
+  assert [(one['data-block'], one['text']) for one in blocks] == [
+    ('0', f'{_NASTY}\ufffd漢字'), ('1', ' def'), ('2', '\t')
+  ]  # fmt: skip
+  spans = [one for one in page.found['span'] if 'title' in one]
   assert [one['text'] for one in spans] == [
     _NASTY, '\ufffd', '漢字', ' def', '\t',
   ]  # fmt: skip
@@ -290,7 +314,9 @@ def test_the_report_has_every_block_for_eyes_and_ears():
     assert one['data-summary'].startswith(f'Block {number + 1} of 3.')
     assert 'hidden' not in one  # without the script all are there
   assert 'the target adds “␣def”' in blocks[1]['data-summary']
-  assert 'the text ends after 1 token' in blocks[2]['data-summary']
+  assert blocks[2]['data-summary'].endswith(
+    'accepted: “⇥” “⏎”; only the first is emitted: the length limit is reached.'
+  )
   for picture in page.found['svg']:
     assert picture['role'] == 'img'
     assert picture['aria-label']
@@ -335,6 +361,64 @@ def test_the_script_can_be_parsed(tmp_path):
   file = tmp_path / 'report.js'
   file.write_text(page.found['script'][1]['text'])
   subprocess.run(['node', '--check', str(file)], check=True)
+
+
+def _cut_after(number, reason='length'):
+  """Two blocks, the second of which has three guesses accepted."""
+  first = Block(
+    start=1,
+    tokens=(6, 1),
+    parents=(-1, 0),
+    origins=(0, 1),
+    probs=(1.0, 0.5),
+    path=(0,),
+    emitted=(3,),
+    forwards={'target': 1, 'draft': 1},
+  )
+  last = Block(
+    start=2,
+    tokens=(3, 1, 6, 5),
+    parents=(-1, 0, 1, 2),
+    origins=(0, 1, 1, 1),
+    probs=(1.0, 0.5, 0.5, 0.5),
+    path=(0, 1, 2, 3),
+    emitted=(1, 6, 5, 1)[:number],
+    forwards={'target': 1, 'draft': 3},
+  )
+  return Trace(
+    prompt='x',
+    prompt_tokens=(6,),
+    labels=('target', 'draft'),
+    blocks=(first, last),
+    pieces=('a',) * (1 + number),
+    texts=_TEXTS,
+    finish_reason=reason,
+  )
+
+
+@pytest.mark.parametrize('number', range(5))
+def test_what_was_accepted_and_not_emitted_counts_as_accepted(number):
+  page = _Page(viz.report(_cut_after(number)))
+  (table,) = [
+    one for one in page.found['table'] if 'guesses were accepted' in one['text']
+  ]
+  # Of two forwards, one had three accepted.
+  assert table['text'].endswith('10.50020.50030.500')
+
+
+@pytest.mark.parametrize(
+  ('number', 'reason', 'said'),
+  [
+    (4, 'length', '; the target adds “⏎”.'),
+    (3, 'length', '; the target adds nothing: the length limit is reached.'),
+    (2, 'stop', '; only the first 2 are emitted: a stop string is complete.'),
+    (1, 'eos', '; only the first is emitted: an end-of-text token ends the'),
+    (0, 'error', '; none is emitted: what the target says next is not finite.'),
+  ],
+)
+def test_why_a_block_is_cut_is_said(number, reason, said):
+  trace = _cut_after(number, reason)
+  assert said in words.sentence(trace, trace.blocks[1])
 
 
 def test_survival_by_hand():

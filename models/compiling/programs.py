@@ -151,7 +151,7 @@ def _drafter(method: str, workload: Workload, target: Model) -> Drafter | None:
   if method == 'plain':
     return None
   vocab_size = target.definition.vocab_size
-  name = 'demo-draft' if workload.draft == 'demo' else workload.draft
+  name = hub.draft_name(workload.draft)
   draft = abstract_model(config_of(name, vocab_size), jnp.dtype(workload.dtype))
   # Nothing is encoded, so nobody asks for the tokenizer.
   pair = Pair(target, draft, None, ())  # type: ignore[arg-type]

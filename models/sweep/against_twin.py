@@ -15,30 +15,14 @@ from models.sweep.fitting import with_layer_seconds
 from models.sweep.measuring import Effort
 from models.sweep.measuring import measure_decodes
 from models.sweep.measuring import measure_forwards
-from models.sweep.studies import Bench
+from models.sweep.studies import make_bench
 from models.sweep.studies import measure_point
 from models.sweep.studies import NODE_COUNTS
 from models.sweep.studies import PLAIN
-from models.sweep.studies import time_overheads
-import specdec
-from specdec import topology
 from specdec.cost_model import Hardware
-from specdec.drafter import Drafter
 
 MIXTURE, TWIN = 'mixture', 'dense twin'
 _ARM = 'chain'
-
-
-def _bench(subject, fitted, drafters, batch_sizes, length, effort) -> Bench:
-  overheads = time_overheads(
-    subject,
-    drafters,
-    fitted,
-    batch_sizes=batch_sizes,
-    length=length,
-    effort=effort,
-  )
-  return Bench(subject, fitted, overheads, effort)
 
 
 def over_batch_sizes(
@@ -71,12 +55,7 @@ def over_batch_sizes(
   """
   module = sizes.mixture()
   shape = sizes.shape()
-  drafters: dict[str, Drafter] = {
-    _ARM: Drafter(
-      specdec.LanguageModelScorer(mixture.free_draft()),
-      specdec.TreeConfig(topology=topology.chain(num_draft_tokens)),
-    )
-  }
+  drafters = {_ARM: mixture.free_chain(sizes, num_draft_tokens)}
   make = lambda name, target, shape: mixture.subject(
     name, target, shape, sizes.temperature
   )
@@ -92,7 +71,11 @@ def over_batch_sizes(
   experts = shape.experts
   assert experts is not None
   experts = dataclasses.replace(
-    experts, routing=mixture.chances(chosen, experts.count)
+    experts,
+    routing=mixture.chances(chosen, experts.count),
+    correlation=mixture.correlation(
+      chosen, experts.count, num_draft_tokens + 1
+    ),
   )
   sparse = dataclasses.replace(
     sparse, shape=dataclasses.replace(shape, experts=experts)
@@ -111,7 +94,14 @@ def over_batch_sizes(
   fits[MIXTURE] = with_layer_seconds(fits[TWIN], times[MIXTURE][:1])
   points: dict[str, list] = {}
   for name, subject in ((MIXTURE, sparse), (TWIN, dense)):
-    bench = _bench(subject, fits[name], drafters, batch_sizes, length, effort)
+    bench = make_bench(
+      subject,
+      fits[name],
+      drafters,
+      batch_sizes=batch_sizes,
+      length=length,
+      effort=effort,
+    )
     points[name] = [
       measure_point(bench, drafters, batch_size=one, length=length)
       for one in batch_sizes

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import functools
+import time
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ import numpy as np
 
 from models.sweep.fitting import ForwardTime
 import specdec
-from specdec import benchmarking
+from specdec.benchmarking import Measurement
 from specdec.buckets import padded_shape
 from specdec.cost_model import ModelShape
 from specdec.drafter import Drafter
@@ -92,18 +93,30 @@ def slots(batches: Sequence[Sequence[Sequence[int]]], effort: Effort) -> int:
   return sum(padded_shape(batches[0], effort.max_new_tokens))
 
 
-def _arm(
-  target: Model, drafter: Drafter | None, subject: Subject, effort: Effort
-) -> benchmarking.Arm:
-  return lambda batch, limit: specdec.generate(
+def _measure(
+  target: Model,
+  drafter: Drafter | None,
+  batch: Sequence[Sequence[int]],
+  subject: Subject,
+  effort: Effort,
+) -> Measurement:
+  """One decode, timed from where the prompts have been read.
+
+  Reading long prompts takes longer than the decode; timed with it, its noise
+  would be most of the difference.
+  """
+  decoding = specdec.Decoding(
     target,
     jax.random.key(_SEED),
     batch,
     drafter=drafter,
-    max_new_tokens=limit,
-    room_for_new_tokens=effort.max_new_tokens,
+    max_new_tokens=effort.max_new_tokens,
     sampling=subject.sampling,
   )
+  decoding.step(0)
+  start = time.perf_counter()
+  decoding.run()
+  return Measurement(time.perf_counter() - start, decoding.result())
 
 
 def measure_decodes(
@@ -111,19 +124,25 @@ def measure_decodes(
   drafters: Mapping[str, Drafter | None],
   batches: Sequence[Sequence[Sequence[int]]],
   effort: Effort,
-) -> dict[str, list[benchmarking.Measurement]]:
-  """Every batch by every arm, in turns, once everything is compiled."""
+) -> dict[str, list[Measurement]]:
+  """Every batch by every arm, in turns, once everything is compiled.
+
+  Seconds are those of the decodes, without reading the prompts.
+  """
   effort.report(
     f'{", ".join(drafters)} of {subject.name}, {len(batches[0])} x'
     f' {len(batches[0][0])} tokens'
   )
-  arms = {
-    name: _arm(subject.target, drafter, subject, effort)
-    for name, drafter in drafters.items()
-  }
-  limit = effort.max_new_tokens
-  benchmarking.warm_up(arms, batches[:1], max_new_tokens=limit)
-  return benchmarking.measure(arms, batches, max_new_tokens=limit)
+  measure = lambda name, batch: _measure(
+    subject.target, drafters[name], batch, subject, effort
+  )
+  for name in drafters:
+    measure(name, batches[0])
+  found: dict[str, list[Measurement]] = {name: [] for name in drafters}
+  for index, batch in enumerate(batches):
+    for name in list(drafters)[:: -1 if index % 2 else 1]:
+      found[name].append(measure(name, batch))
+  return found
 
 
 def measure_drafting(
@@ -131,19 +150,15 @@ def measure_drafting(
   drafter: Drafter,
   batch: Sequence[Sequence[int]],
   effort: Effort,
-) -> list[benchmarking.Measurement]:
+) -> list[Measurement]:
   """The same decodes without the target, by replay (`specdec.replay`)."""
   effort.report(f'drafting for {subject.name}, {len(batch)} rows')
-  new = _arm(subject.target, None, subject, effort)(
-    batch, effort.max_new_tokens
-  )
+  new = _measure(subject.target, None, batch, subject, effort).generation
   texts = [[*one, *more] for one, more in zip(batch, new.tokens, strict=True)]
-  arm = _arm(
-    stand_in(subject.target.definition, texts), drafter, subject, effort
-  )
-  batches, limit = [batch] * effort.repeats, effort.max_new_tokens
-  benchmarking.warm_up({'': arm}, batches[:1], max_new_tokens=limit)
-  return benchmarking.measure({'': arm}, batches, max_new_tokens=limit)['']
+  target = stand_in(subject.target.definition, texts)
+  measure = lambda: _measure(target, drafter, batch, subject, effort)
+  measure()
+  return [measure() for _ in range(effort.repeats)]
 
 
 def measure_forwards(

@@ -22,13 +22,14 @@ from models.mixtral import MixtralConfig
 from models.sweep.measuring import Subject
 from models.table import table_model
 import specdec
+from specdec import topology
 from specdec.cost_model import Experts
 from specdec.cost_model import ModelShape
+from specdec.drafter import Drafter
 from specdec.masks import causal_mask
 from specdec.model import Model
 
 _VOCAB_SIZE = 1024
-_CONTEXT = 1024
 _TEXT = 1 << 14
 
 
@@ -45,6 +46,7 @@ class Mixture:
     dtype: of the matrices.
     temperature: of the sampling; the higher, the more drafted tokens are
       accepted.
+    num_positions: the longest context.
   """
 
   width: int = 768
@@ -54,6 +56,7 @@ class Mixture:
   expert_width: int = 2048
   dtype: str = 'bfloat16'
   temperature: float = 4.0
+  num_positions: int = 1024
 
   def __post_init__(self):
     if self.width % 64 or self.width < 64:
@@ -64,7 +67,7 @@ class Mixture:
   def _config(self) -> dict[str, Any]:
     return {
       'vocab_size': _VOCAB_SIZE,
-      'num_positions': _CONTEXT,
+      'num_positions': self.num_positions,
       'width': self.width,
       'num_layers': self.num_layers,
       'num_heads': self.width // 64,
@@ -147,10 +150,18 @@ def subject(
   )
 
 
-def free_draft() -> Model:
+def free_draft(sizes: Mixture) -> Model:
   """All tokens are alike to it."""
   return table_model(
-    jnp.zeros((_VOCAB_SIZE, _VOCAB_SIZE)), max_positions=_CONTEXT
+    jnp.zeros((_VOCAB_SIZE, _VOCAB_SIZE)), max_positions=sizes.num_positions
+  )
+
+
+def free_chain(sizes: Mixture, num_draft_tokens: int) -> Drafter:
+  """Of the draft that costs nothing."""
+  return Drafter(
+    specdec.LanguageModelScorer(free_draft(sizes)),
+    specdec.TreeConfig(topology=topology.chain(num_draft_tokens)),
   )
 
 
@@ -186,6 +197,43 @@ def chances(chosen: np.ndarray, num_experts: int) -> tuple:
   )
 
 
+def correlation(chosen: np.ndarray, num_experts: int, num_tokens: int) -> float:
+  """As `specdec.cost_model.Experts.correlation`, from `chosen_experts`.
+
+  Of all pairs of tokens that stand in a forward over neighbours: as many at a
+  distance of 1 as there are such pairs among them, and so on.
+
+  Args:
+    chosen: of `chosen_experts`, of at least `num_tokens` tokens.
+    num_experts: E.
+    num_tokens: N, of the forward.
+
+  Raises:
+    ValueError: the texts are shorter than N tokens.
+  """
+  if chosen.shape[2] < num_tokens:
+    raise ValueError(
+      f'experts of {num_tokens} neighbours cannot be counted in texts of'
+      f' {chosen.shape[2]} tokens; verify fewer, or decode more'
+      ' (--max_new_tokens)'
+    )
+  used = np.any(chosen[..., None] == np.arange(num_experts), axis=-2)
+  chance = used.mean(axis=(1, 2))
+  variance = np.sum(chance * (1 - chance))
+  if num_tokens < 2 or variance == 0:
+    return 0.0
+  pairs, both = 0.0, 0.0
+  for distance in range(1, num_tokens):
+    together = used[:, :, :-distance] & used[:, :, distance:]
+    number = num_tokens - distance
+    pairs += number
+    both += number * together.mean(axis=(1, 2))
+  covariance = np.sum(both / pairs - chance**2)
+  # A row of few tokens can look as if it avoided what it has used, and its
+  # ends weigh less than its middle.
+  return float(np.clip(covariance / variance, 0.0, 1.0))
+
+
 def distinct_experts(chosen: np.ndarray, num_tokens: int, rows: int) -> float:
   """The mean over layers and places of a text of how many a forward reads.
 
@@ -210,23 +258,23 @@ def experts_table(
   num_nodes: int,
   batch_sizes: Sequence[int],
 ) -> list[dict[str, float]]:
-  """Counted distinct experts beside both formulas, by batch size.
+  """Counted distinct experts beside the formula, by batch size.
 
   Args:
     chosen: of `chosen_experts`, of as many rows as the largest batch.
-    experts: with routing as counted.
+    experts: with routing and correlation as counted.
     num_nodes: N.
     batch_sizes: B of each entry.
   """
-  uniform = dataclasses.replace(experts, routing=None)
+  independent = dataclasses.replace(experts, correlation=0.0)
   return [
     {
       'batch_size': one,
       'counted': distinct_experts(chosen, num_nodes, one),
       'counted_plain': distinct_experts(chosen, 1, one),
-      'formula': experts.expected_distinct(one * num_nodes),
-      'formula_plain': experts.expected_distinct(one),
-      'uniform': uniform.expected_distinct(one * num_nodes),
+      'formula': experts.expected_distinct(num_nodes, batch_size=one),
+      'formula_plain': experts.expected_distinct(1, batch_size=one),
+      'independent': independent.expected_distinct(num_nodes, batch_size=one),
     }
     for one in batch_sizes
   ]

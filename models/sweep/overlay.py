@@ -53,17 +53,12 @@ def counted_step(
   )
 
 
-def decode_seconds(measurement: Measurement) -> float:
-  """Without reading the prompts."""
-  return max(measurement.seconds - measurement.prefill_seconds, 1e-9)
-
-
 def step_seconds(measurements: Sequence[Measurement]) -> float:
   """Of a batched step, the median over decodes."""
   return float(
     np.median(
       [
-        decode_seconds(one)
+        one.seconds
         / max(one.generation.stats['reads']['target']['forwards'], 1)
         for one in measurements
       ]
@@ -75,11 +70,8 @@ def speedups(
   measurements: Sequence[Measurement], plain: Sequence[Measurement]
 ) -> list[float]:
   """Of each decode over plain decoding of the same prompts."""
-  per_token = lambda one: (
-    decode_seconds(one) / max(one.generation.stats['new_tokens'], 1)
-  )
   return [
-    per_token(base) / per_token(one)
+    base.seconds_per_token / one.seconds_per_token
     for one, base in zip(measurements, plain, strict=True)
   ]
 

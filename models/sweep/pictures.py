@@ -49,7 +49,11 @@ def _finish(axes, x_label: str, y_label: str, xs) -> None:
   axes.set_xlabel(x_label, fontsize=8)
   axes.set_ylabel(y_label, fontsize=8)
   axes.set_xscale('log', base=2)
-  axes.set_xticks(sorted(set(xs)), [f'{x}' for x in sorted(set(xs))])
+  ticks = sorted(set(xs))
+  # The label of a tick right after another would lie on it.
+  near = [b < 1.1 * a for a, b in zip([0, *ticks], ticks, strict=False)]
+  labels = ['' if one else f'{x}' for x, one in zip(ticks, near, strict=True)]
+  axes.set_xticks(ticks, labels)
   axes.minorticks_off()
   axes.tick_params(labelsize=7.5)
   axes.grid(lw=0.3)
@@ -57,7 +61,21 @@ def _finish(axes, x_label: str, y_label: str, xs) -> None:
   axes.legend(fontsize=8)
 
 
-def _line(axes, number, label, xs, measured, predicted, spread=None) -> None:
+def _rows(number: int) -> str:
+  return '1 row' if number == 1 else f'{number} rows'
+
+
+def _marks(arm: Mapping[str, Any]) -> str:
+  """What the marks are, of an arm like all others."""
+  return (
+    f'marks: measured (median and range of n = {len(arm["speedups"])} decodes);'
+    ' lines: predicted'
+  )
+
+
+def _line(
+  axes, number, label, xs, measured, predicted, spread=None, shift=1.0
+) -> None:
   color, marker = COLORS[number], _MARKERS[number]
   axes.plot(
     xs,
@@ -74,7 +92,7 @@ def _line(axes, number, label, xs, measured, predicted, spread=None) -> None:
       [max(one) - value for value, one in zip(measured, spread, strict=True)],
     ]
   axes.errorbar(
-    xs,
+    [x * shift for x in xs],
     measured,
     yerr=errors,
     fmt=marker,
@@ -87,11 +105,10 @@ def _line(axes, number, label, xs, measured, predicted, spread=None) -> None:
   )
 
 
-def _speedups(study, title: str):
-  figure, axes = _figure(
-    f'{title}\nmarks: measured (median, and range over prompts); lines:'
-    ' predicted'
-  )
+def speedups(study: Mapping[str, Any], title: str) -> Any:
+  """All arms of a study over its axis, as a `matplotlib.figure.Figure`."""
+  first = study['points'][0]['arms'][study['arms'][0]]
+  figure, axes = _figure(f'{title}\n{_marks(first)}')
   for number, name in enumerate(study['arms']):
     arms = [point['arms'][name] for point in study['points']]
     get = lambda key, arms=arms: [arm[key] for arm in arms]
@@ -103,6 +120,8 @@ def _speedups(study, title: str):
       get('speedup'),
       get('predicted'),
       get('speedups'),
+      # Beside each other, so that the ranges of several arms can be seen.
+      shift=1.03 ** (2 * number - len(study['arms']) + 1),
     )
   axes.axhline(1, color='black', lw=0.9)
   axes.set_ylim(bottom=0)
@@ -111,18 +130,24 @@ def _speedups(study, title: str):
 
 
 def _batch(study):
-  return _speedups(study, 'Speedup over plain decoding by batch size')
+  return speedups(study, 'Speedup over plain decoding by batch size')
 
 
 def _context(study):
-  rows = study['points'][0]['batch_size']
-  return _speedups(
-    study, f'Speedup over plain decoding by context, {rows} rows'
+  rows = _rows(study['points'][0]['batch_size'])
+  return speedups(study, f'Speedup over plain decoding by context, {rows}')
+
+
+def _long(study):
+  return speedups(
+    study,
+    f'Speedup of a free chain of {study["num_draft_tokens"]} by context, one'
+    ' row of a Llama',
   )
 
 
 def _experts(study):
-  return _speedups(
+  return speedups(
     study,
     'Speedup of a free chain of'
     f' {study["num_draft_tokens"]} by batch size: a mixture of experts and a'
@@ -134,8 +159,8 @@ def _nodes(study):
   (point,) = study['points']
   figure, axes = _figure(
     'Speedup over plain decoding by the number of verified tokens,'
-    f' {point["batch_size"]} rows\nmarks: measured (median, and range over'
-    ' prompts); lines: predicted'
+    f' {_rows(point["batch_size"])}\n'
+    + _marks(next(iter(point['arms'].values())))
   )
   xs: list[int] = []
   for number, name in enumerate(study['arms']):
@@ -161,7 +186,7 @@ def _nodes(study):
 def _distinct(study):
   figure, axes = _figure(
     'Experts of a layer that a step reads: counted on the texts (marks), by'
-    ' formula from the counted routing (lines)'
+    ' formula (lines)'
   )
   rows = study['experts']
   get = lambda key: [row[key] for row in rows]
@@ -184,6 +209,45 @@ def _distinct(study):
       markeredgecolor='black',
       label=f'{label}, counted',
     )
+  axes.plot(
+    study['x'],
+    get('independent'),
+    ':',
+    color='black',
+    label=f'if the {nodes} chose independently',
+  )
+  axes.set_ylim(bottom=0)
+  _finish(axes, study['axis'], 'distinct experts per layer', study['x'])
+  return figure
+
+
+def _routing(study):
+  figure, axes = _figure(
+    'Experts of a layer that a forward over neighbouring tokens reads:'
+    ' counted (marks), by formula (lines)'
+  )
+  for number, size in enumerate(study['batch_sizes']):
+    rows = [row for row in study['rows'] if row['batch_size'] == size]
+    get = lambda key, rows=rows: [row[key] for row in rows]
+    color, label = COLORS[number], _rows(size)
+    axes.plot(
+      study['x'],
+      get('counted'),
+      _MARKERS[number],
+      color=color,
+      markeredgecolor='black',
+      label=f'{label}, counted',
+    )
+    axes.plot(study['x'], get('formula'), '-', color=color, label=label)
+    axes.plot(
+      study['x'],
+      get('independent'),
+      '--',
+      color=color,
+      lw=1,
+      label=f'{label}, if tokens were independent',
+    )
+  axes.axhline(study['sizes']['num_experts'], color='black', lw=0.9)
   axes.set_ylim(bottom=0)
   _finish(axes, study['axis'], 'distinct experts per layer', study['x'])
   return figure
@@ -220,5 +284,7 @@ _PICTURES = {
   'batch': _batch,
   'context': _context,
   'nodes': _nodes,
+  'long': _long,
   'experts': _experts,
+  'routing': _routing,
 }

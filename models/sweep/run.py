@@ -12,9 +12,13 @@ from models import hub
 from models.drafters import DraftSettings
 from models.drafters import make_drafter
 from models.drafters import with_options
+from models.mixtral import Mixtral
 from models.pair import load_pair
+from models.pair import load_tokenizer
 from models.pair import Pair
 from models.sweep import against_twin
+from models.sweep import long_context
+from models.sweep import routing
 from models.sweep import studies
 from models.sweep.fitting import described
 from models.sweep.fitting import fit
@@ -28,7 +32,8 @@ from specdec.cost_model import ModelShape
 from specdec.cost_model import shape_from_config
 from specdec.drafter import Drafter
 
-STUDIES = ('batch', 'context', 'nodes', 'experts')
+_OF_THE_PAIR = ('batch', 'context', 'nodes')
+STUDIES = (*_OF_THE_PAIR, 'long', 'experts', 'routing')
 DTYPES = ('bfloat16', 'float32')
 
 
@@ -39,11 +44,14 @@ class Axes:
   Attributes:
     batch_sizes: B, rising.
     contexts: tokens of prompts, rising.
+    long_contexts: likewise, of a model with rotary positions.
     context_batch_size: of the sweep over contexts.
     chain_nodes: N of chains.
     tree_nodes: N of staged trees.
     nodes_batch_size: of the sweep over nodes.
     expert_batch_sizes: of the sweep against experts.
+    routed_nodes: N of the sweep over routing.
+    routed_batch_sizes: B of it.
 
   Raises:
     ValueError: a list is empty, does not rise, or has a value that is too
@@ -52,11 +60,14 @@ class Axes:
 
   batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
   contexts: tuple[int, ...] = (64, 448, 960)
+  long_contexts: tuple[int, ...] = (512, 2048, 4096)
   context_batch_size: int = 8
   chain_nodes: tuple[int, ...] = (2, 3, 5, 9, 17)
   tree_nodes: tuple[int, ...] = (8, 16, 32)
   nodes_batch_size: int = 1
   expert_batch_sizes: tuple[int, ...] = (1, 2, 4, 8)
+  routed_nodes: tuple[int, ...] = (1, 2, 5, 9, 17, 33)
+  routed_batch_sizes: tuple[int, ...] = (1, 4)
 
   def __post_init__(self):
     least = {'chain_nodes': 2, 'tree_nodes': 2}
@@ -82,7 +93,9 @@ class Plan:
     corpus: what prompts are cut from: its held-out files.
     drafting: of the arms; see `models.drafters.make_drafter`.
     axes: what is varied.
-    mixture: sizes of the mixture of the last study.
+    mixture: sizes of the mixture of the study `experts`, whose dense twin is
+      that of the study `long`.
+    routed: a trained mixture of experts, of the study `routing`.
     effort: how long to measure.
     studies: some of `STUDIES`.
     save: called with the name and the record of each study when it is done.
@@ -95,6 +108,7 @@ class Plan:
   drafting: DraftSettings
   axes: Axes
   mixture: Mixture
+  routed: str
   effort: Effort
   studies: tuple[str, ...] = STUDIES
   save: Callable[[str, Mapping[str, Any]], Any] = lambda name, record: None
@@ -133,7 +147,6 @@ def model_shape(name: str, dtype: str) -> ModelShape:
 def _subject(plan: Plan) -> tuple[Subject, Pair]:
   pair = load_pair(plan.target, plan.draft, dtype=jnp.dtype(plan.dtype))
   assert pair.draft is not None
-  draft = 'demo-draft' if plan.draft == 'demo' else plan.draft
   scorer = specdec.LanguageModelScorer(pair.draft)
   shape = model_shape(plan.target, plan.dtype)
   name = Drafter(scorer, plan.drafting.tree).stages[0].name
@@ -149,7 +162,7 @@ def _subject(plan: Plan) -> tuple[Subject, Pair]:
     name=shape.name,
     target=pair.target,
     shape=shape,
-    draft=model_shape(draft, plan.dtype),
+    draft=model_shape(hub.draft_name(plan.draft), plan.dtype),
     draft_model=pair.draft,
     draft_name=name,
     text=plan.corpus.tokens(pair.tokenizer, held_out=True),
@@ -186,7 +199,7 @@ def _families(plan: Plan, pair: Pair) -> dict[str, dict[int, Drafter]]:
 
 
 def _save(plan: Plan, figures: Mapping[str, Any], name: str) -> None:
-  shared = ('limits',) if name == 'experts' else ('limits', 'forwards')
+  shared = ('limits', 'forwards') if name in _OF_THE_PAIR else ('limits',)
   record = {key: figures[key] for key in shared} | {'study': figures[name]}
   plan.save(name, record)
 
@@ -246,6 +259,19 @@ def _run_pair(plan: Plan, machine: Hardware, figures: dict[str, Any]) -> None:
     _save(plan, figures, 'nodes')
 
 
+def _over_routing(plan: Plan) -> dict[str, Any]:
+  module = hub.load_module(plan.routed)
+  if not isinstance(module, Mixtral):
+    raise ValueError(f'--routed={plan.routed} has no experts')
+  tokenizer = load_tokenizer(hub.locate(plan.routed))
+  return routing.over_nodes(
+    module,
+    plan.corpus.tokens(tokenizer, held_out=True),
+    node_counts=plan.axes.routed_nodes,
+    batch_sizes=plan.axes.routed_batch_sizes,
+  )
+
+
 def run(plan: Plan, machine: Hardware) -> Mapping[str, Any]:
   """All studies.
 
@@ -255,15 +281,25 @@ def run(plan: Plan, machine: Hardware) -> Mapping[str, Any]:
 
   Returns:
     `limits` (the machine); for the pair `forwards`, what was fitted to what;
-    and by name the studies, see `models.sweep.studies` and
-    `models.sweep.against_twin`.
+    and by name the studies, see `models.sweep.studies`,
+    `models.sweep.long_context`, `models.sweep.against_twin` and
+    `models.sweep.routing`.
 
   Raises:
     ValueError: bad input; says what.
   """
   figures: dict[str, Any] = {'limits': dataclasses.asdict(machine)}
-  if set(plan.studies) - {'experts'}:
+  if set(plan.studies) & set(_OF_THE_PAIR):
     _run_pair(plan, machine, figures)
+  if 'long' in plan.studies:
+    figures['long'] = long_context.over_long_contexts(
+      plan.mixture,
+      machine,
+      contexts=plan.axes.long_contexts,
+      num_draft_tokens=plan.drafting.num_draft_tokens,
+      effort=plan.effort,
+    )
+    _save(plan, figures, 'long')
   if 'experts' in plan.studies:
     figures['experts'] = against_twin.over_batch_sizes(
       plan.mixture,
@@ -274,4 +310,7 @@ def run(plan: Plan, machine: Hardware) -> Mapping[str, Any]:
       effort=plan.effort,
     )
     _save(plan, figures, 'experts')
+  if 'routing' in plan.studies:
+    figures['routing'] = _over_routing(plan)
+    _save(plan, figures, 'routing')
   return figures

@@ -26,8 +26,8 @@ PLAIN = 'plain'
 
 # Of forwards that a machine is fitted to.
 NODE_COUNTS = (1, 2, 5, 9, 17, 33)
+BATCH_NODE_COUNTS = (1, 5)  # Of those that take long.
 _BATCH = 8
-_BATCH_NODE_COUNTS = (1, 5)
 _DRAFT_NODE_COUNTS = (1, 9)
 
 
@@ -73,7 +73,7 @@ def time_forwards(
   target = (subject.target, subject.shape)
   runs: list[tuple[Model, ModelShape, int, int, tuple[int, ...]]] = [
     (*target, 1, short, NODE_COUNTS),
-    (*target, _BATCH, long, _BATCH_NODE_COUNTS),
+    (*target, _BATCH, long, BATCH_NODE_COUNTS),
   ]
   if subject.draft_model is not None and subject.draft is not None:
     draft = (subject.draft_model, subject.draft)
@@ -139,6 +139,27 @@ def time_overheads(
       ends.append((batch_size, max(seconds, 0.0)))
     found[name] = overlay.line_through(*ends)
   return found
+
+
+def make_bench(
+  subject: Subject,
+  fitted: Fit,
+  drafters: Mapping[str, Drafter],
+  *,
+  batch_sizes: Sequence[int],
+  length: int,
+  effort: Effort,
+) -> Bench:
+  """A bench with the overheads of its arms; see `time_overheads`."""
+  overheads = time_overheads(
+    subject,
+    drafters,
+    fitted,
+    batch_sizes=batch_sizes,
+    length=length,
+    effort=effort,
+  )
+  return Bench(subject, fitted, overheads, effort)
 
 
 def measure_point(

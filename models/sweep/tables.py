@@ -101,6 +101,7 @@ def _experts(study: Mapping[str, Any]) -> str:
       f'{one["formula_plain"]:.2f}',
       f'{one["counted"]:.2f}',
       f'{one["formula"]:.2f}',
+      f'{one["independent"]:.2f}',
       f'{factor["measured"]:.2f}',
       f'{factor["predicted"]:.2f}',
       f'{factor["predicted"] / factor["measured"]:.2f}',
@@ -113,9 +114,35 @@ def _experts(study: Mapping[str, Any]) -> str:
     'formula',
     'of a verification',
     'formula',
+    'if tokens were independent',
     "speedup over twin's",
     'predicted',
     'predicted / measured',
+  )
+  return to_table(head, rows)
+
+
+def _routing(study: Mapping[str, Any]) -> str:
+  rows = [
+    (
+      f'{one["batch_size"]}',
+      f'{one["num_nodes"]}',
+      *(
+        f'{one[key]:.2f}'
+        for key in ('counted', 'formula', 'independent', 'uniform')
+      ),
+      f'{one["formula"] / one["counted"]:.2f}',
+    )
+    for one in sorted(study['rows'], key=lambda one: one['batch_size'])
+  ]
+  head = (
+    'rows',
+    'tokens of each',
+    'distinct experts, counted',
+    'formula',
+    'if tokens were independent',
+    'and experts alike',
+    'formula / counted',
   )
   return to_table(head, rows)
 
@@ -132,8 +159,13 @@ def to_markdown(figures: Mapping[str, Any]) -> str:
     parts += ['## Context', _study(figures['context'])]
   if 'nodes' in figures:
     parts += ['## Verified tokens', nodes(figures['nodes'])]
+  if 'long' in figures:
+    study = figures['long']
+    parts += ['## Long contexts', _study(study), _forwards(study['forwards'])]
   if 'experts' in figures:
     study = figures['experts']
     parts += ['## Experts', _study(study), _experts(study)]
     parts += [_forwards(one) for one in study['forwards'].values()]
+  if 'routing' in figures:
+    parts += ['## Routing', _routing(figures['routing'])]
   return '\n\n'.join(parts)

@@ -90,7 +90,9 @@ def forward_cost(
   positions = batch_size * num_tokens
   weights = float(shape.shared_parameters)
   if shape.experts is not None:
-    distinct = shape.experts.expected_distinct(positions)
+    distinct = shape.experts.expected_distinct(
+      num_tokens, batch_size=batch_size
+    )
     weights += distinct * shape.routed_parameters
   # A token sees the others of its forward, too; masked ones cost the same.
   pairs = positions * (context + num_tokens) * shape.num_layers

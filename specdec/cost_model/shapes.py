@@ -58,9 +58,12 @@ class Experts:
     dense_layers: layers that have an ordinary MLP instead.
     routing: for every layer with experts, the chance of each expert to be among
       the k of a token, as counted; together k. None: all alike.
+    correlation: between two tokens of a row, of whether they use an expert: 0
+      if they choose independently, 1 if they all use the same ones.
 
   Raises:
-    ValueError: k is not from 1 to E, or the chances are not as they should be.
+    ValueError: k is not from 1 to E, or the chances or the correlation are not
+      as they should be.
   """
 
   count: int
@@ -69,12 +72,17 @@ class Experts:
   shared: int = 0
   dense_layers: int = 0
   routing: tuple[tuple[float, ...], ...] | None = None
+  correlation: float = 0.0
 
   def __post_init__(self):
     if not 1 <= self.per_token <= self.count:
       raise ValueError(
         f'per_token={self.per_token} must be from 1 to the number of experts,'
         f' {self.count}'
+      )
+    if not 0 <= self.correlation <= 1:
+      raise ValueError(
+        f'correlation must be from 0 to 1, got {self.correlation}'
       )
     for layer, chances in enumerate(self.routing or ()):
       is_good = len(chances) == self.count and math.isclose(
@@ -86,21 +94,45 @@ class Experts:
           f' that add up to {self.per_token}, got {chances}'
         )
 
-  def expected_distinct(self, num_tokens: float) -> float:
-    """How many experts of a layer n tokens are expected to need, the mean.
+  def _untouched(self, chance: float, num_tokens: float) -> float:
+    """The chance that none of n tokens of a row needs an expert."""
+    if chance >= 1:
+      return 0.0
+    if self.correlation in (0, 1):
+      return (1 - chance) ** (num_tokens if self.correlation == 0 else 1)
+    # a + b of the beta distribution, and its b.
+    size = 1 / self.correlation - 1
+    misses = (1 - chance) * size
+    return math.exp(
+      math.lgamma(misses + num_tokens)
+      - math.lgamma(misses)
+      - math.lgamma(size + num_tokens)
+      + math.lgamma(size)
+    )
 
-    A token misses an expert of chance p with 1 - p, and n independent tokens
-    with (1 - p)^n: the expectation is the sum of 1 - (1 - p)^n. With p = k / E
-    throughout that is E (1 - (1 - k / E)^n), the most that any routing needs.
-    Neighbouring tokens choose alike, so in truth there are fewer.
+  def expected_distinct(
+    self, num_tokens: float, *, batch_size: float = 1
+  ) -> float:
+    """How many experts of a layer a forward is expected to need, the mean.
+
+    Independent tokens miss an expert of chance p with (1 - p)^(B L): the
+    expectation is the sum of 1 - (1 - p)^(B L). With p = k / E throughout that
+    is E (1 - (1 - k / E)^(B L)), the most that any routing needs.
+
+    Tokens of one row choose alike (Mixtral, arXiv 2401.04088, section 5,
+    "temporal locality"). With `correlation` r, a row has a chance of its own,
+    drawn from the beta distribution of mean p that has it (the beta-binomial
+    distribution): L tokens miss the expert with the product over i < L of
+    (b + i) / (a + b + i), where a + b = 1 / r - 1 and b = (1 - p) (a + b).
 
     Args:
-      num_tokens: n, of the whole batch; may be a mean.
+      num_tokens: L, of each row; may be a mean.
+      batch_size: B.
     """
     uniform = ((self.per_token / self.count,) * self.count,)
     layers = self.routing or uniform
     return sum(
-      1.0 - (1.0 - min(chance, 1.0)) ** num_tokens
+      1.0 - self._untouched(chance, num_tokens) ** batch_size
       for chances in layers
       for chance in chances
     ) / len(layers)

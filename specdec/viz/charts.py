@@ -17,7 +17,11 @@ def shares(histogram: Sequence[int]) -> list[float]:
 
 
 def survivors(histogram: Sequence[int]) -> list[float]:
-  """In what part of the target forwards 1, 2, ... guesses were accepted."""
+  """In what part of the target forwards 1, 2, ... guesses were accepted.
+
+  Args:
+    histogram: entry i counts the forwards with i guesses accepted.
+  """
   parts = shares(histogram)
   return [sum(parts[depth:]) for depth in range(1, len(parts))]
 
@@ -97,14 +101,17 @@ def survival(histograms: Mapping[str, Sequence[int]]) -> Any:
 
   Returns:
     A `matplotlib.figure.Figure`: at depth d the share of target forwards in
-    which at least d guesses stood. Forwards that were cut by the end of the
-    text count as they are.
+    which at least d guesses stood. A forward that was cut by the end of the
+    text counts by what it emitted, not by what it accepted.
 
   Raises:
     ValueError: matplotlib is not there, or there is no histogram.
   """
   longest = _longest(histograms)
-  axes = _axes('depth', 'share of forwards that accept so far')
+  axes = _axes(
+    'depth (emitted tokens, less one)',
+    'share of forwards whose\nguesses stood to this depth',
+  )
   for row, (name, histogram) in enumerate(histograms.items()):
     parts = [1.0, *survivors(histogram), *[0.0] * longest][:longest]
     axes.plot(

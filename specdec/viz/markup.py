@@ -1,8 +1,11 @@
 """Strings of HTML and SVG that notebooks show, and text safe in them."""
 
+from collections.abc import Sequence
 import html
 import unicodedata
 
+COLUMN = 7.3  # width in pixels, of the pictures' font of 12
+_LINE, _MARGIN = 16, 12
 _VISIBLE = {' ': '␣', '\n': '⏎', '\t': '⇥', '\r': '␍'}
 _UNKNOWN = '\ufffd'
 
@@ -30,7 +33,7 @@ class Svg(_Markup):
 
 def _is_harmless(character: str) -> bool:
   # Control characters are no XML; marks of direction would move other text.
-  return character.isprintable() or character in ' \u00a0\u3000'
+  return character.isprintable() or character in ' \u00a0\u2009\u3000'
 
 
 def escape(text: str) -> str:
@@ -65,7 +68,12 @@ def columns(text: str) -> int:
 
 
 def picture(
-  width: float, height: float, label: str, body: str, css: str
+  width: float,
+  height: float,
+  label: str,
+  body: str,
+  css: str,
+  legend: Sequence[str] = (),
 ) -> Svg:
   """A picture of its own, on its own paper.
 
@@ -75,7 +83,18 @@ def picture(
     label: what it shows, in words, for those who do not see it.
     body: SVG.
     css: for it. `--ink` and `--paper` may be set by the page around it.
+    legend: lines of text, set above it.
   """
+  lines = ''.join(
+    f'<text x="{_MARGIN}" y="{_LINE * number + 6}">{escape(line)}</text>'
+    for number, line in enumerate(legend, 1)
+  )
+  if legend:
+    above = _LINE * len(legend) + 6
+    body = f'{lines}<g transform="translate(0 {above})">{body}</g>'
+    height += above
+    longest = max(columns(line) for line in legend)
+    width = max(width, COLUMN * longest + 2 * _MARGIN)
   return Svg(
     f'<svg xmlns="http://www.w3.org/2000/svg" role="img"'
     f' aria-label="{escape(label)}" width="{width:.0f}" height="{height:.0f}"'

@@ -3,13 +3,14 @@
 from specdec.tracing import Block
 from specdec.tracing import Trace
 from specdec.viz import words
+from specdec.viz.markup import COLUMN
 from specdec.viz.markup import columns
 from specdec.viz.markup import escape
 from specdec.viz.markup import picture
 from specdec.viz.markup import Svg
 from specdec.viz.markup import visible
 
-_CELL, _MARGIN, _TEXT = 13, 12, 60
+_CELL, _MARGIN, _TEXT = 15, 12, 60
 _CSS = (
   '.seen{fill:var(--ink,#111)} .text{fill:var(--line,#777)}'
   ' .grid{fill:none;stroke:var(--faint,#ccc)} .yes{font-weight:bold}'
@@ -47,7 +48,7 @@ def mask(trace: Trace, number: int) -> Svg:
     for node, token in enumerate(block.tokens)
   ]
   total = len(labels)
-  left = _MARGIN + 7.3 * max(map(columns, labels)) + 8
+  left = _MARGIN + COLUMN * max(map(columns, labels)) + 8
   grid = left + _TEXT
   top = _MARGIN + 18
   seen, lines = [], []
@@ -82,4 +83,5 @@ def mask(trace: Trace, number: int) -> Svg:
     ' before the root, its ancestors and itself.',
     body + ''.join(lines),
     _CSS,
+    ['line: a node; black: what it sees; bold: accepted'],
   )

@@ -20,6 +20,7 @@ from specdec.viz.mask_picture import mask
 from specdec.viz.text_picture import legend
 from specdec.viz.text_picture import spans
 from specdec.viz.timeline_picture import timeline
+from specdec.viz.tree_picture import legend as legend_of_tree
 from specdec.viz.tree_picture import tree
 
 _KEYS = (
@@ -27,6 +28,12 @@ _KEYS = (
   ('ArrowLeft', 'Previous'),
   ('ArrowRight', 'Next'),
   ('End', 'Last'),
+)
+_INTRODUCTION = (
+  'A block is one forward of the target over a tree of guesses; the root, at'
+  ' the left, is the last token of the text so far, and the number in a box is'
+  ' how likely the drafters thought that the target would accept the guess, if'
+  ' it accepts the one before.'
 )
 
 
@@ -97,7 +104,8 @@ def _block(trace: Trace, number: int) -> str:
     f' data-summary="{escape(summary)}">'
     f'<h2 id="block-{number}">Block {number + 1} of {total}</h2>'
     f'<p>{escape(sentence)} Forwards: {escape(words.forwards(block))}.</p>'
-    f'{_scrolling(tree(trace, number), "Token tree")}'
+    f'<p>{"<br>".join(map(escape, legend_of_tree(trace, block)))}</p>'
+    f'{_scrolling(tree(trace, number, with_legend=False), "Token tree")}'
     f'<details><summary>The nodes as a table</summary>'
     f'{_scrolling(_nodes(trace, block), "Nodes")}</details>'
     f'<details><summary>Who sees whom</summary>'
@@ -107,6 +115,9 @@ def _block(trace: Trace, number: int) -> str:
 
 def _summary(trace: Trace) -> str:
   histogram = trace.accepted_histogram
+  # Of the last block more may have been accepted than was emitted.
+  lengths = [len(block.path) for block in trace.blocks]
+  accepted = [lengths.count(n) for n in range(1, max(lengths, default=0) + 1)]
   stages = trace.stage_forwards.items()
   new = max(len(trace.tokens), 1)
   return (
@@ -128,7 +139,7 @@ def _summary(trace: Trace) -> str:
       ('guesses', 'share', ''),
       (
         (depth, share, _bar(share))
-        for depth, share in enumerate(survivors(histogram), 1)
+        for depth, share in enumerate(survivors(accepted), 1)
       ),
     )
     + _table(
@@ -180,7 +191,8 @@ def report(trace: Trace, *, title: str = 'Decoding, block by block') -> Html:
     '<meta name="viewport" content="width=device-width, initial-scale=1">'
     f'<title>{escape(title)}</title><style>{_asset("report.css")}</style>'
     f'</head><body><header><h1>{escape(title)}</h1><p>{escape(figures)}</p>'
-    f'</header>{_controls()}<main><section aria-labelledby="text">'
+    f'<p>{_INTRODUCTION}</p></header>{_controls()}<main>'
+    '<section aria-labelledby="text">'
     f'<h2 id="text">Text</h2><pre>{escape(trace.prompt)}{spans(trace)}</pre>'
     f'{legend(trace)}</section>{body}{_summary(trace)}</main>'
     f'<script type="application/json" id="trace">{data}</script>'

@@ -23,8 +23,8 @@ def _css(origin: int) -> str:
 
 
 def spans(trace: Trace) -> str:
-  """The new text, an element with `data-block` for every token."""
-  found = []
+  """The new text, its blocks in elements with `data-block`."""
+  blocks: dict[int, list[str]] = {}
   for piece, (number, token, origin, position, log_prob) in zip(
     trace.pieces, words.tokens(trace), strict=True
   ):
@@ -39,11 +39,14 @@ def spans(trace: Trace) -> str:
     ]
     if log_prob is not None:
       details.append(f'log-probability {log_prob:.3f}')
-    found.append(
-      f'<span data-block="{number}" style="{_css(origin)}"'
+    blocks.setdefault(number, []).append(
+      f'<span style="{_css(origin)}"'
       f' title="{escape(", ".join(details))}">{escape(piece)}</span>'
     )
-  return ''.join(found)
+  return ''.join(
+    f'<span data-block="{number}">{"".join(shown)}</span>'
+    for number, shown in blocks.items()
+  )
 
 
 def legend(trace: Trace) -> str:

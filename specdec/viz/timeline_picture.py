@@ -2,6 +2,7 @@
 
 from specdec.tracing import Trace
 from specdec.viz import words
+from specdec.viz.markup import COLUMN
 from specdec.viz.markup import columns
 from specdec.viz.markup import escape
 from specdec.viz.markup import picture
@@ -29,7 +30,7 @@ def timeline(trace: Trace) -> Svg:
   totals = trace.stage_forwards or {'target': 0}
   stages = list(reversed(totals))
   labels = {name: f'{name} {totals[name]:,}' for name in stages}
-  left = _MARGIN + 7.3 * max(map(columns, labels.values())) + 8
+  left = _MARGIN + COLUMN * max(map(columns, labels.values())) + 8
   top = _MARGIN + 16
   bottom = top + _LANE * len(stages)
   body, x = [], left

@@ -10,6 +10,7 @@ import dataclasses
 from specdec.tracing import Block
 from specdec.tracing import Trace
 from specdec.viz import words
+from specdec.viz.markup import COLUMN
 from specdec.viz.markup import columns
 from specdec.viz.markup import escape
 from specdec.viz.markup import picture
@@ -19,7 +20,7 @@ from specdec.viz.style import mark_of
 from specdec.viz.style import style_of
 
 _ROW, _BOX, _GAP, _MARGIN = 26, 20, 30, 12
-_COLUMN = 7.3  # of a font of 12 pixels
+_THIN = '\u2009'  # between a mark and a token that may be a number
 _CSS = (
   '.box{stroke:var(--line,#555);stroke-width:1} .on{fill:#111}'
   ' .box.yes{stroke:var(--ink,#111);stroke-width:3} .yes{font-weight:bold}'
@@ -49,7 +50,7 @@ def _boxes(trace: Trace, block: Block) -> list[_Box]:
     label = visible(trace.texts[token])
     hint = f'node {node}: token {token}'
     if node:
-      label = f'{mark_of(origin)}{label} {block.probs[node]:.2f}'
+      label = f'{mark_of(origin)}{_THIN}{label} {block.probs[node]:.2f}'
       hint += (
         f', proposed by {trace.labels[origin]}; thought to be accepted with'
         f' probability {block.probs[node]:.3f} after its parent,'
@@ -71,7 +72,7 @@ def _boxes(trace: Trace, block: Block) -> list[_Box]:
       _Box(
         parent=block.path[-1],
         depth=len(block.path),
-        label=f'{mark_of(0)}{visible(trace.texts[block.bonus])}',
+        label=f'{mark_of(0)}{_THIN}{visible(trace.texts[block.bonus])}',
         fill=style_of(0).fill,
         kind='bonus',
         hint=f'token {block.bonus}, what the target says itself',
@@ -106,7 +107,8 @@ def _edge(start: float, end: float, above: float, below: float, kind: str):
   return f'<path class="edge {kind}" d="M{start:.1f} {above}{way}"/>'
 
 
-def _legend(trace: Trace, block: Block) -> list[str]:
+def legend(trace: Trace, block: Block) -> list[str]:
+  """What marks, lines and numbers mean, in lines of text."""
   origins = sorted({*block.origins[1:], 0})
   who = ', '.join(f'{mark_of(one)} {trace.labels[one]}' for one in origins)
   return [
@@ -116,12 +118,13 @@ def _legend(trace: Trace, block: Block) -> list[str]:
   ]
 
 
-def tree(trace: Trace, number: int) -> Svg:
+def tree(trace: Trace, number: int, *, with_legend: bool = True) -> Svg:
   """Draws the tree that the target verified in a block.
 
   Args:
     trace: of a decode.
     number: of the block, from 0; negative ones count from the end.
+    with_legend: whether to say above it what the marks mean.
 
   Returns:
     SVG. A box says who proposed the token (superscript and colour), the token
@@ -134,7 +137,7 @@ def tree(trace: Trace, number: int) -> Svg:
   block = words.block_of(trace, number)
   boxes = _boxes(trace, block)
   rows = _rows(boxes, block)
-  widths = [_COLUMN * columns(box.label) + 12 for box in boxes]
+  widths = [COLUMN * columns(box.label) + 12 for box in boxes]
   widest: dict[int, float] = collections.defaultdict(float)
   for box, width in zip(boxes, widths, strict=True):
     widest[box.depth] = max(widest[box.depth], width)
@@ -158,18 +161,12 @@ def tree(trace: Trace, number: int) -> Svg:
       f' class="on {box.kind}" x="{x + 6:.1f}" y="{y + 4}"'
       f' xml:space="preserve">{escape(box.label)}</text></g>'
     )
-  legend = _legend(trace, block)
-  bottom = _MARGIN + _ROW * (max(rows) + 1) + 14
-  lines = [
-    f'<text x="{_MARGIN}" y="{bottom + 16 * line}">{escape(text)}</text>'
-    for line, text in enumerate(legend)
-  ]
-  longest = max(_COLUMN * len(text) for text in legend) + _MARGIN
   return picture(
-    max(left[-1] - _GAP, longest) + _MARGIN,
-    bottom + 16 * (len(legend) - 1) + _MARGIN,
+    left[-1] - _GAP + _MARGIN,
+    _MARGIN + _ROW * max(rows) + _BOX + _MARGIN,
     f'Token tree. {words.sentence(trace, block)}',
     # Thick edges last, so that nothing crosses them.
-    ''.join(sorted(edges, key=lambda one: 'yes' in one) + nodes + lines),
+    ''.join(sorted(edges, key=lambda one: 'yes' in one) + nodes),
     _CSS,
+    legend(trace, block) if with_legend else (),
   )

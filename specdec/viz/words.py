@@ -6,6 +6,13 @@ from specdec.tracing import Block
 from specdec.tracing import Trace
 from specdec.viz.markup import visible
 
+_ENDS = {
+  'length': 'the length limit is reached',
+  'eos': 'an end-of-text token ends the text',
+  'stop': 'a stop string is complete',
+  'error': 'what the target says next is not finite',
+}
+
 
 def block_of(trace: Trace, number: int) -> Block:
   """A block by its number, from 0; negative ones count from the end.
@@ -36,6 +43,18 @@ def forwards(block: Block) -> str:
   return ', '.join(f'{name} {count}' for name, count in block.forwards.items())
 
 
+def _cut(block: Block) -> str:
+  """What is left of a block that the end of the text cuts."""
+  number = len(block.emitted)
+  if number == len(block.path) - 1:
+    return 'the target adds nothing'
+  if number == 0:
+    return 'none is emitted'
+  return 'only the first ' + (
+    'is emitted' if number == 1 else f'{number} are emitted'
+  )
+
+
 def sentence(trace: Trace, block: Block) -> str:
   """What was guessed, what stood, what the target said."""
   guesses = len(block.tokens) - 1
@@ -48,8 +67,8 @@ def sentence(trace: Trace, block: Block) -> str:
   said += f'; accepted: {" ".join(accepted) or "none"}'
   if block.bonus is not None:
     said += f'; the target adds {quoted(trace, block.bonus)}'
-  elif len(block.emitted) < len(block.path):
-    said += f'; the text ends after {plural(len(block.emitted), "token")}'
+  else:
+    said += f'; {_cut(block)}: {_ENDS.get(trace.finish_reason, "the end")}'
   return f'{said}.'
 
 
