@@ -22,8 +22,9 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-# Of rows computed at once. All of a small forward, so that an expert is read
-# once; in a large one few rows are padding.
+# Rows computed at once: all of a small forward, so that an expert is read once;
+# in a larger one about its share, so that few rows are padding.
+_BLOCK_STEP = 16
 _MAX_BLOCK = 128
 
 # An expert's weights, any pytree, and its rows `[n, width]` to `[n, width]`.
@@ -94,6 +95,12 @@ def _rows(array, start, size):
 
 def _put(array, rows, start):
   return lax.dynamic_update_slice_in_dim(array, rows, start, 0)
+
+
+def _block_size(num_tokens: int, per_token: int, num_experts: int) -> int:
+  """About as many rows as an expert has if all are used alike."""
+  steps = -(-num_tokens * per_token // (num_experts * _BLOCK_STEP))
+  return min(num_tokens, steps * _BLOCK_STEP, _MAX_BLOCK)
 
 
 def _num_blocks(count, block):
@@ -201,7 +208,7 @@ def mix(
   num_tokens, per_token = routing.experts.shape
   chosen = routing.experts.reshape(-1)
   order = jnp.argsort(chosen, stable=True)
-  block = min(num_tokens, _MAX_BLOCK)
+  block = _block_size(num_tokens, per_token, len(weights))
   rows = jnp.pad(x[order // per_token], ((0, block), (0, 0)))
   counts = tokens_per_expert(chosen, len(weights))
   out = _apply(expert, block, tuple(weights), rows, counts)

@@ -263,7 +263,7 @@ def make_plan(
   report(f'timing the target over {", ".join(map(str, node_counts))} nodes')
   costs = measure_step_costs(
     pair.target,
-    batch_size=batch_size,
+    samples.texts(samples.batches[0]),
     prompt_slots=slots,
     max_new_tokens=room,
     context=int(np.mean(lengths)) + max_new_tokens // 2,

@@ -31,11 +31,12 @@ def _here(name: str, dtype: str, sizes: list[int]):
   from specdec.step_costs import measure_step_costs
 
   target = as_model(hub.load_module(name, dtype=dtype))
+  vocab_size = target.definition.vocab_size
 
   def measure() -> dict[int, float]:
     costs = measure_step_costs(
       target,
-      batch_size=1,
+      [list(range(vocab_size))],
       prompt_slots=_CONTEXT.value,
       max_new_tokens=64,
       context=_CONTEXT.value,

@@ -1,9 +1,10 @@
 """Measures what the target takes in a step of the production loop.
 
-The loop is that of `specdec.decode`, with a drafter that never guesses: its
-trees have room for N nodes, so the target's forward is over N of them, but it
-costs nothing. The same loop with a stand-in for the target (`specdec.replay`)
-takes the time of everything else; the difference is V(N).
+The loop is that of `specdec.decode`, with a drafter that costs nothing: N - 1
+tokens of the text so far are guessed to come again. The same loop with a
+stand-in for the target (`specdec.replay`) takes the time of everything else;
+the difference is V(N). Nodes are as different as tokens of a text are because a
+mixture of experts reads those that any node needs.
 """
 
 from collections.abc import Callable
@@ -35,28 +36,43 @@ from specdec.verification.verdict import RUNNING
 _LEAST_SECONDS = 1e-9
 
 
-class _Silent(flax.struct.PyTreeNode):
-  """A `Proposer` that never has a guess."""
+class _Again(flax.struct.PyTreeNode):
+  """A `Proposer` of the latest tokens, as if each might come again.
 
-  name = 'silent'
+  Attributes:
+    num_guesses: how many; static.
+  """
+
+  num_guesses: int = flax.struct.field(pytree_node=False)
+
+  name = 'again'
   vocab_size = None
   bytes_per_node = 0
 
   def propose(self, tree, nodes, tokens, length):
-    del tree, tokens, length
-    shape = (nodes.shape[0], 1)
-    return jnp.zeros(shape, jnp.int32), jnp.full(shape, IMPOSSIBLE)
+    del tree
+    ages = jnp.arange(self.num_guesses)
+    at = length - 1 - ages
+    guesses = tokens[jnp.maximum(at, 0)]
+    same = guesses[:, None] == guesses[None]
+    is_first = jnp.argmax(same, axis=1) == ages
+    log_probs = jnp.where(
+      is_first & (at >= 0), -jnp.log(self.num_guesses + 1.0), IMPOSSIBLE
+    )
+    rows = lambda one: jnp.broadcast_to(one, (*nodes.shape, *one.shape))
+    return rows(guesses), rows(log_probs)
 
 
-def _silent_drafter(num_nodes: int) -> Drafter | None:
+def _drafter(num_nodes: int) -> Drafter | None:
+  """All guesses are children of the root."""
   if num_nodes == 1:
     return None
   return Drafter(
-    CandidateScorer((_Silent(),)),
+    CandidateScorer((_Again(num_nodes - 1),)),
     TreeConfig(
       num_nodes=num_nodes,
       width=1,
-      branching=1,
+      branching=num_nodes - 1,
       rounds=1,
       capacity=num_nodes,
       cost_ratio=0.0,
@@ -79,15 +95,29 @@ def _median_seconds(
   return [float(np.median(found)) for found in seconds]
 
 
-def _step_run(target, drafter, request, config, context, num_steps):
-  """Some steps from a text of `context` tokens, again and again."""
-  # Empty slots cost what full ones do, so there is no prompt to be read, and
-  # nothing to be compiled for it.
+def _grown(array: jax.Array, shape: Sequence[int]) -> jax.Array:
+  """With zeros behind."""
+  more = [
+    (0, wanted - size) for wanted, size in zip(shape, array.shape, strict=True)
+  ]
+  return jnp.pad(array, more)
+
+
+def _step_run(target, drafter, request, config, text, context, num_steps):
+  """Some steps from the first `context` tokens of `text`, again and again."""
+  # What the prompts leave of the cache stays empty: it takes as long to read.
+  started = start(target, None, request, config=config)
   shapes = jax.eval_shape(
     functools.partial(start, config=config), target, drafter, request
   )
   zeros = lambda one: jnp.zeros(one.shape, one.dtype)
-  states = [jax.tree.map(zeros, shapes)]
+  cache = jax.tree.map(
+    lambda array, wanted: _grown(array, wanted.shape),
+    started.target_cache.replace(num_slots=shapes.target_cache.num_slots),
+    shapes.target_cache,
+  )
+  state = jax.tree.map(zeros, shapes)
+  states = [state.replace(tokens=jnp.copy(text), target_cache=cache)]
 
   def run():
     state = states.pop()
@@ -110,8 +140,8 @@ def _step_run(target, drafter, request, config, context, num_steps):
 
 def measure_step_costs(
   target: Model,
+  texts: Sequence[Sequence[int]],
   *,
-  batch_size: int,
   prompt_slots: int,
   max_new_tokens: int,
   context: int,
@@ -124,8 +154,9 @@ def measure_step_costs(
 
   Args:
     target: the model.
-    batch_size: B.
-    prompt_slots: P, the prompts' padded length.
+    texts: of each of the B rows, tokens such as will be decoded; those too
+      short are repeated.
+    prompt_slots: P, the prompts' padded length; so many tokens are read.
     max_new_tokens: room for new tokens, as padded by `specdec.generate`.
     context: tokens of a text halfway.
     sampling: as users give it.
@@ -134,17 +165,26 @@ def measure_step_costs(
     repeats: measurements.
 
   Raises:
-    ValueError: there is no room for that many steps after the context.
+    ValueError: there is no text, or no room for that many steps after the
+      context.
   """
-  if not 1 < context <= prompt_slots + max_new_tokens - num_steps:
+  if not texts or not all(texts):
+    raise ValueError('texts must have at least one token in every row')
+  num_slots = prompt_slots + max_new_tokens
+  # A step brings two tokens where one of the guesses is right.
+  if not 1 < context <= num_slots - 2 * num_steps:
     raise ValueError(
-      f'context must leave room for {num_steps} steps in'
-      f' {prompt_slots + max_new_tokens} slots, got {context}'
+      f'context must leave room for {num_steps} steps, two tokens each, in'
+      f' {num_slots} slots, got {context}'
     )
+  batch_size = len(texts)
+  text = jnp.asarray(
+    np.stack([np.resize(np.array(one, np.int32), num_slots) for one in texts])
+  )
   definition = target.definition
   config = DecodeConfig(max_new_tokens=max_new_tokens)
   request = Request(
-    prompt=jnp.zeros((batch_size, prompt_slots), jnp.int32),
+    prompt=text[:, :prompt_slots],
     prompt_length=jnp.full(batch_size, prompt_slots, jnp.int32),
     limit=jnp.full(batch_size, max_new_tokens, jnp.int32),
     row_keys=row_keys(jax.random.key(0), batch_size),
@@ -164,7 +204,7 @@ def measure_step_costs(
   seconds = _median_seconds(
     [
       _step_run(
-        model, _silent_drafter(size), request, config, context, num_steps
+        model, _drafter(size), request, config, text, context, num_steps
       )
       for model, size in runs
     ],

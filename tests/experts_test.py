@@ -53,6 +53,30 @@ def _by_brute_force(weights, x, routing):
   return jnp.sum(everything * chosen[..., None], axis=1)
 
 
+def _use_blocks_of(size, monkeypatch):
+  monkeypatch.setattr(
+    experts, '_block_size', lambda num_tokens, *_: min(num_tokens, size)
+  )
+
+
+@pytest.mark.parametrize(
+  ('num_tokens', 'num_experts', 'count', 'expected'),
+  [
+    (1, 8, 2, 1),
+    (16, 8, 2, 16),
+    (40, 8, 2, 16),
+    (80, 8, 2, 32),
+    (256, 8, 2, 64),
+    (1000, 128, 8, 64),
+    (4096, 8, 2, 128),
+  ],
+)
+def test_blocks_are_about_what_an_expert_has(
+  num_tokens, num_experts, count, expected
+):
+  assert experts._block_size(num_tokens, count, num_experts) == expected
+
+
 @pytest.mark.parametrize(
   ('num_tokens', 'num_experts', 'count', 'block'),
   [(1, 4, 2, 128), (11, 4, 2, 128), (11, 4, 2, 3), (5, 3, 3, 1), (7, 5, 1, 2)],
@@ -60,7 +84,7 @@ def _by_brute_force(weights, x, routing):
 def test_values_and_gradients_are_those_of_brute_force(
   num_tokens, num_experts, count, block, monkeypatch
 ):
-  monkeypatch.setattr(experts, '_MAX_BLOCK', block)
+  _use_blocks_of(block, monkeypatch)
   weights, x, logits = _inputs(num_tokens, num_experts)
 
   def total(combine, weights, x, logits):
@@ -83,7 +107,7 @@ def test_values_and_gradients_are_those_of_brute_force(
 @pytest.mark.parametrize('block', [128, 2])
 def test_an_expert_that_nobody_chose_is_not_computed(block, monkeypatch):
   """Its weights are not numbers, and a product with zero would show it."""
-  monkeypatch.setattr(experts, '_MAX_BLOCK', block)
+  _use_blocks_of(block, monkeypatch)
   weights, x, logits = _inputs(5, 4)
   poisoned = [*weights]
   poisoned[2] = jax.tree.map(lambda leaf: leaf * jnp.nan, weights[2])
@@ -96,7 +120,7 @@ def test_an_expert_that_nobody_chose_is_not_computed(block, monkeypatch):
 
 
 def test_as_many_blocks_are_computed_as_there_are_rows_for(monkeypatch):
-  monkeypatch.setattr(experts, '_MAX_BLOCK', 3)
+  _use_blocks_of(3, monkeypatch)
   blocks = []
 
   def counted(weights, x):

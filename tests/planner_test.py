@@ -144,7 +144,7 @@ def test_what_cannot_be_planned_is_refused():
 def test_costs_are_measured_for_every_size():
   costs = measure_step_costs(
     _pair().target,
-    batch_size=2,
+    [[1, 2, 3], [4]],
     prompt_slots=32,
     max_new_tokens=64,
     context=40,
@@ -155,13 +155,48 @@ def test_costs_are_measured_for_every_size():
   assert costs.verification.keys() == {1, 4}
   assert min(costs.verification.values()) > 0
   assert costs.plain_step > costs.verification[1]
-  with pytest.raises(ValueError, match='context must leave room for 8 steps'):
-    measure_step_costs(
-      _pair().target,
-      batch_size=1,
-      prompt_slots=32,
-      max_new_tokens=64,
-      context=89,
-      sampling=Sampling(),
-      node_counts=(),
-    )
+  for texts, context, message in (
+    ([[1]], 81, 'context must leave room for 8 steps'),
+    ([[1], []], 40, 'at least one token in every row'),
+  ):
+    with pytest.raises(ValueError, match=message):
+      measure_step_costs(
+        _pair().target,
+        texts,
+        prompt_slots=32,
+        max_new_tokens=64,
+        context=context,
+        sampling=Sampling(),
+        node_counts=(),
+      )
+
+
+def test_costs_are_those_of_different_tokens_of_the_text():
+  """Equal ones would need too few experts of a mixture."""
+  seen = []
+  target = _pair().target
+  definition = target.definition
+
+  def apply(params, tokens, *rest):
+    jax.debug.callback(lambda one: seen.append(np.asarray(one)), tokens)
+    return definition.apply(params, tokens, *rest)
+
+  measure_step_costs(
+    target.replace(definition=dataclasses.replace(definition, apply=apply)),
+    [[1, 2, 3, 4, 5]],
+    prompt_slots=32,
+    max_new_tokens=32,
+    context=40,
+    sampling=Sampling(),
+    node_counts=(4,),
+    num_steps=1,
+    repeats=1,
+  )
+  jax.effects_barrier()
+  prompts = [one for one in seen if one.shape == (1, 32)]
+  trees = [one for one in seen if one.shape == (1, 4)]
+  text = np.resize([1, 2, 3, 4, 5], 40)
+  assert all(np.array_equal(one[0], text[:32]) for one in prompts)
+  assert prompts
+  assert trees
+  assert all(set(one[0]) == set(text[-3:]) for one in trees)

@@ -111,18 +111,6 @@ def test_what_cannot_be_fitted_is_refused():
     fitting.fit([*times, other], _BEST)
 
 
-def test_layers_of_another_model_take_what_is_left():
-  times = _forward_times(_TRUE, overlap=False)
-  fitted = fitting.fit(times, _BEST)
-  longer = [
-    dataclasses.replace(one, seconds=one.seconds + 12 * 5e-6)
-    for one in times[:2]
-  ]
-  found = fitting.with_layer_seconds(fitted, longer)
-  assert found.hardware.layer_seconds == pytest.approx(45e-6, rel=0.01)
-  assert found.typical_error < 1e-3
-
-
 @pytest.mark.parametrize(
   ('ys', 'expected'),
   [
@@ -370,13 +358,13 @@ _OVERHEAD = 3e-3
 def simulated(monkeypatch):
   """A machine that does what the cost model says, and nothing is run."""
 
-  def forwards(model, shape, *, batch_size, length, node_counts, **_):
+  def forwards(model, shape, texts, *, node_counts, **_):
     del model
-    slots = sum(measuring.padded_shape([[0] * length], 8))
+    slots = sum(measuring.padded_shape(texts, 8))
     made = [
       fitting.ForwardTime(
         shape=shape,
-        batch_size=batch_size,
+        batch_size=len(texts),
         num_tokens=size,
         slots=slots,
         seconds=1.0,
@@ -430,7 +418,7 @@ def simulated(monkeypatch):
     del effort
     return [step(subject, drafter, batch, with_target=False)]
 
-  for module in (studies, against_twin, long_context):
+  for module in (studies, long_context):
     monkeypatch.setattr(module, 'measure_forwards', forwards)
   for module in (studies, against_twin):
     monkeypatch.setattr(module, 'measure_decodes', decodes)

@@ -11,14 +11,12 @@ from models.language_model import as_model
 from models.sweep import mixture
 from models.sweep.fitting import described
 from models.sweep.fitting import fit
-from models.sweep.fitting import with_layer_seconds
 from models.sweep.measuring import Effort
 from models.sweep.measuring import measure_decodes
-from models.sweep.measuring import measure_forwards
 from models.sweep.studies import make_bench
 from models.sweep.studies import measure_point
-from models.sweep.studies import NODE_COUNTS
 from models.sweep.studies import PLAIN
+from models.sweep.studies import time_forwards
 from specdec.cost_model import Hardware
 
 MIXTURE, TWIN = 'mixture', 'dense twin'
@@ -36,8 +34,8 @@ def over_batch_sizes(
 ) -> dict[str, Any]:
   """A free chain on both, over batch sizes.
 
-  The machine is fitted to the twin's forwards; of the mixture only V(1) is
-  used, for what its layers take besides (routing, sorting).
+  To each model the machine is fitted on its own: the products of a few rows
+  with an expert's matrices are not those of many rows with wide ones.
 
   Args:
     sizes: of the models.
@@ -80,18 +78,11 @@ def over_batch_sizes(
   sparse = dataclasses.replace(
     sparse, shape=dataclasses.replace(shape, experts=experts)
   )
-  time = lambda subject, node_counts: measure_forwards(
-    subject.target,
-    subject.shape,
-    batch_size=1,
-    length=length,
-    node_counts=node_counts,
-    sampling=subject.sampling,
-    effort=effort,
-  )
-  times = {TWIN: time(dense, NODE_COUNTS), MIXTURE: time(sparse, NODE_COUNTS)}
-  fits = {TWIN: fit(times[TWIN], machine)}
-  fits[MIXTURE] = with_layer_seconds(fits[TWIN], times[MIXTURE][:1])
+  times = {
+    name: time_forwards(subject, lengths=(length,), effort=effort)
+    for name, subject in ((MIXTURE, sparse), (TWIN, dense))
+  }
+  fits = {name: fit(times[name], machine) for name in times}
   points: dict[str, list] = {}
   for name, subject in ((MIXTURE, sparse), (TWIN, dense)):
     bench = make_bench(

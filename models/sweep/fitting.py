@@ -128,29 +128,6 @@ def fit(times: Sequence[ForwardTime], start: Hardware) -> Fit:
   return min(found, key=lambda one: one.typical_error)
 
 
-def with_layer_seconds(fitted: Fit, times: Sequence[ForwardTime]) -> Fit:
-  """The same machine for a model of other layers, whose launches take longer.
-
-  Args:
-    fitted: to another model.
-    times: of this one; the mean of what they took beyond the prediction counts.
-  """
-  bare = dataclasses.replace(fitted.hardware, layer_seconds=0.0)
-  beyond = [
-    (one.seconds - one.predicted(bare, overlap=fitted.overlap))
-    / one.shape.num_layers
-    for one in times
-  ]
-  hardware = dataclasses.replace(
-    bare, layer_seconds=max(float(np.mean(beyond)), 0.0)
-  )
-  errors = tuple(
-    one.predicted(hardware, overlap=fitted.overlap) / one.seconds
-    for one in times
-  )
-  return Fit(hardware, fitted.overlap, errors)
-
-
 def described(fitted: Fit, times: Sequence[ForwardTime]) -> dict[str, Any]:
   """For the record: what was fitted, and what to; `errors` in that order."""
   return {

@@ -60,8 +60,7 @@ def over_long_contexts(
     for one in measure_forwards(
       subject.target,
       subject.shape,
-      batch_size=1,
-      length=length,
+      subject.batches(batch_size=1, length=length, count=1)[0],
       node_counts=node_counts,
       sampling=subject.sampling,
       effort=effort,

@@ -164,9 +164,8 @@ def measure_drafting(
 def measure_forwards(
   model: Model,
   shape: ModelShape,
+  texts: Sequence[Sequence[int]],
   *,
-  batch_size: int,
-  length: int,
   node_counts: Sequence[int],
   sampling: specdec.Sampling,
   effort: Effort,
@@ -176,17 +175,17 @@ def measure_forwards(
   Args:
     model: whose forwards they are.
     shape: its sizes.
-    batch_size: B.
-    length: of the prompts.
+    texts: the prompts of a batch, of equal length.
     node_counts: N; 1 is added.
     sampling: of the loop around them.
     effort: how long to measure.
   """
+  batch_size, length = len(texts), len(texts[0])
   effort.report(f'forwards of {shape.name}, {batch_size} rows')
   prompt_slots, room = padded_shape([[0] * length], effort.max_new_tokens)
   costs = measure_step_costs(
     model,
-    batch_size=batch_size,
+    texts,
     # As many slots, but no long prompts to be read.
     prompt_slots=_SHORTEST,
     max_new_tokens=prompt_slots + room - _SHORTEST,

@@ -87,8 +87,7 @@ def time_forwards(
     for one in measure_forwards(
       model,
       shape,
-      batch_size=batch_size,
-      length=length,
+      subject.batches(batch_size=batch_size, length=length, count=1)[0],
       node_counts=node_counts,
       sampling=subject.sampling,
       effort=effort,
