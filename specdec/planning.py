@@ -119,18 +119,26 @@ class Trial:
     return max(excess, 0.0) / max(self.steps, 1)
 
 
-def choose(rates: Mapping[str, float], *, margin: float) -> str:
+def choose(*accounts: Mapping[str, float], margin: float) -> str:
   """The fastest, or plain decoding where that is as good.
 
   Args:
-    rates: tokens per second by name, `PLAIN` among them.
-    margin: by what part another must be faster than plain decoding.
+    *accounts: tokens per second by name, `PLAIN` among them, each found in its
+      own way, such as measured and predicted. What is in the first is chosen
+      from, by the first.
+    margin: by what part another must be faster than plain decoding in every
+      account.
 
   Returns:
     A name; of equals the first.
   """
-  best = max(rates, key=rates.__getitem__)
-  return best if rates[best] > (1.0 + margin) * rates[PLAIN] else PLAIN
+  first = accounts[0]
+  winners = [
+    name
+    for name in first
+    if all(one[name] > (1.0 + margin) * one[PLAIN] for one in accounts)
+  ]
+  return max(winners, key=first.__getitem__, default=PLAIN)
 
 
 def climb(

@@ -61,6 +61,14 @@ def test_plain_unless_another_is_faster_by_more_than_noise():
   assert choose({'a': 2.0, PLAIN: 1.0, 'b': 2.0}, margin=0.0) == 'a'
 
 
+def test_speculation_must_win_in_every_account():
+  measured = {PLAIN: 100.0, 'tree': 130.0, 'chain': 110.0}
+  predicted = {PLAIN: 100.0, 'tree': 102.0, 'chain': 120.0, 'more': 200.0}
+  assert choose(measured, margin=0.03) == 'tree'
+  assert choose(measured, predicted, margin=0.03) == 'chain'
+  assert choose(measured, predicted, margin=0.25) == PLAIN
+
+
 def test_with_the_batch_the_tree_shrinks_until_there_is_none():
   """A machine that reads 10 ms of weights and computes 0.1 ms a position.
 
