@@ -22,10 +22,9 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-# Rows computed at once: all of a small forward, so that an expert is read once;
-# in a larger one about its share, so that few rows are padding.
-_BLOCK_STEP = 16
+# Rows computed at once, at most.
 _MAX_BLOCK = 128
+_BLOCK_STEP = 16
 
 # An expert's weights, any pytree, and its rows `[n, width]` to `[n, width]`.
 Expert = Callable[[Any, jax.Array], jax.Array]
@@ -97,10 +96,16 @@ def _put(array, rows, start):
   return lax.dynamic_update_slice_in_dim(array, rows, start, 0)
 
 
-def _block_size(num_tokens: int, per_token: int, num_experts: int) -> int:
-  """About as many rows as an expert has if all are used alike."""
+def _blocks_of_share(num_tokens, per_token, num_experts):
+  """About as many rows as an expert has: on CPU arithmetic is what counts."""
   steps = -(-num_tokens * per_token // (num_experts * _BLOCK_STEP))
   return min(num_tokens, steps * _BLOCK_STEP, _MAX_BLOCK)
+
+
+def _blocks_of_all(num_tokens, per_token, num_experts):
+  """All of a forward, so that an expert is read once: elsewhere bytes count."""
+  del per_token, num_experts
+  return min(num_tokens, _MAX_BLOCK)
 
 
 def _num_blocks(count, block):
@@ -208,9 +213,21 @@ def mix(
   num_tokens, per_token = routing.experts.shape
   chosen = routing.experts.reshape(-1)
   order = jnp.argsort(chosen, stable=True)
-  block = _block_size(num_tokens, per_token, len(weights))
-  rows = jnp.pad(x[order // per_token], ((0, block), (0, 0)))
   counts = tokens_per_expert(chosen, len(weights))
-  out = _apply(expert, block, tuple(weights), rows, counts)
+
+  def apply(block, weights, rows, counts):
+    padded = jnp.pad(rows, ((0, block), (0, 0)))
+    return _apply(expert, block, weights, padded, counts)[: len(rows)]
+
+  sizes = [
+    blocks(num_tokens, per_token, len(weights))
+    for blocks in (_blocks_of_share, _blocks_of_all)
+  ]
+  on_cpu, elsewhere = (functools.partial(apply, size) for size in sizes)
+  args = (tuple(weights), x[order // per_token], counts)
+  if sizes[0] == sizes[1]:  # One program less to trace.
+    out = on_cpu(*args)
+  else:
+    out = lax.platform_dependent(*args, cpu=on_cpu, default=elsewhere)
   back = jnp.argsort(order).reshape(num_tokens, per_token)
   return jnp.sum(out[back] * routing.weights[..., None], axis=1)

@@ -1,6 +1,6 @@
 """Times forwards of a target over N tokens, here and in transformers, in turns.
 
-python scripts/measure_forwards.py --target=gpt2-large --dtype=bfloat16
+python scripts/measure_forwards.py --target=gpt2-large --dtypes=bfloat16
 
 Needs torch, which users install themselves. Milliseconds, medians, as a
 Markdown table; ours are V(N) of the decoding loop (specdec.step_costs).

@@ -54,9 +54,9 @@ def _by_brute_force(weights, x, routing):
 
 
 def _use_blocks_of(size, monkeypatch):
-  monkeypatch.setattr(
-    experts, '_block_size', lambda num_tokens, *_: min(num_tokens, size)
-  )
+  blocks = lambda num_tokens, *_: min(num_tokens, size)
+  for name in ('_blocks_of_share', '_blocks_of_all'):
+    monkeypatch.setattr(experts, name, blocks)
 
 
 @pytest.mark.parametrize(
@@ -71,10 +71,10 @@ def _use_blocks_of(size, monkeypatch):
     (4096, 8, 2, 128),
   ],
 )
-def test_blocks_are_about_what_an_expert_has(
+def test_blocks_on_cpu_are_about_what_an_expert_has(
   num_tokens, num_experts, count, expected
 ):
-  assert experts._block_size(num_tokens, count, num_experts) == expected
+  assert experts._blocks_of_share(num_tokens, count, num_experts) == expected
 
 
 @pytest.mark.parametrize(
@@ -102,6 +102,30 @@ def test_values_and_gradients_are_those_of_brute_force(
   )
   gradients = jax.tree.leaves(expected[1])
   assert all(np.any(one != 0) for one in gradients[-2:])
+
+
+def test_elsewhere_an_expert_is_read_once(monkeypatch):
+  blocks = []
+
+  def counted(weights, x):
+    jax.debug.callback(lambda: blocks.append(x.shape[0]))
+    return _expert(weights, x)
+
+  weights, x, logits = _inputs(40, 4)
+  routing = route(logits, 2, renormalize=True)
+  here = mix(counted, weights, x, routing)
+  jax.effects_barrier()
+  assert set(blocks) == {32}
+  blocks.clear()
+  monkeypatch.setattr(
+    experts.lax,
+    'platform_dependent',
+    lambda *args, cpu, default: default(*args),
+  )
+  there = mix(counted, weights, x, routing)
+  jax.effects_barrier()
+  assert blocks == [40] * int(experts.distinct_experts(routing.experts, 4))
+  np.testing.assert_allclose(here, there, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize('block', [128, 2])
