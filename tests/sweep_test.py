@@ -199,13 +199,15 @@ def test_distinct_experts_by_hand():
   (found,) = mixture.chances(chosen, 8)
   assert found == (4 / 8, 5 / 8, 1 / 8, 2 / 8, 2 / 8, 1 / 8, 1 / 8, 0)
   experts = Experts(count=8, per_token=2, width=4, routing=(found,))
-  (row,) = mixture.experts_table(chosen, experts, num_nodes=2, batch_sizes=(1,))
+  row = mixture.experts_row(chosen, experts, num_nodes=2, batch_size=1)
   assert row['counted'] == 11 / 4
   assert row['formula'] == pytest.approx(
     sum(1 - (1 - chance) ** 2 for chance in found)
   )
-  assert row['formula_plain'] == pytest.approx(2)
   assert row['independent'] == row['formula']
+  plain = mixture.experts_row(chosen, experts, num_nodes=1, batch_size=1)
+  assert plain['counted'] == 2
+  assert plain['formula'] == pytest.approx(2)
 
 
 def test_correlation_by_hand():

@@ -46,10 +46,10 @@ def over_batch_sizes(
     effort: how long to measure.
 
   Returns:
-    A study whose arms are the two models; `experts`, counted and by formula
-    (`mixture.experts_table`); `factors`, by batch size the speedup of the
-    mixture over that of the twin, measured and predicted; by model `forwards`,
-    what was fitted to what.
+    A study whose arms are the two models; `experts`, `mixture.experts_row` by
+    batch size, of a verification and (`*_plain`) of plain decoding; `factors`,
+    by batch size the speedup of the mixture over that of the twin, measured and
+    predicted; by model `forwards`, what was fitted to what.
   """
   module = sizes.mixture()
   shape = sizes.shape()
@@ -97,16 +97,19 @@ def over_batch_sizes(
       measure_point(bench, drafters, batch_size=one, length=length)
       for one in batch_sizes
     ]
+  row = lambda num_nodes, batch_size: mixture.experts_row(
+    chosen, experts, num_nodes=num_nodes, batch_size=batch_size
+  )
   study = joined(points, batch_sizes)
   return study | {
     'num_draft_tokens': num_draft_tokens,
     'sizes': dataclasses.asdict(sizes),
-    'experts': mixture.experts_table(
-      chosen,
-      experts,
-      num_nodes=num_draft_tokens + 1,
-      batch_sizes=batch_sizes,
-    ),
+    'experts': [
+      {'batch_size': one}
+      | row(num_draft_tokens + 1, one)
+      | {f'{key}_plain': value for key, value in row(1, one).items()}
+      for one in batch_sizes
+    ],
     'forwards': {
       name: described(one, times[name]) for name, one in fits.items()
     },

@@ -251,30 +251,24 @@ def distinct_experts(chosen: np.ndarray, num_tokens: int, rows: int) -> float:
   return float(np.mean(counts))
 
 
-def experts_table(
-  chosen: np.ndarray,
-  experts: Experts,
-  *,
-  num_nodes: int,
-  batch_sizes: Sequence[int],
-) -> list[dict[str, float]]:
-  """Counted distinct experts beside the formula, by batch size.
+def experts_row(
+  chosen: np.ndarray, experts: Experts, *, num_nodes: int, batch_size: int
+) -> dict[str, float]:
+  """Distinct experts of a layer that a forward reads, counted and by formula.
 
   Args:
-    chosen: of `chosen_experts`, of as many rows as the largest batch.
+    chosen: of `chosen_experts`, of at least B rows.
     experts: with routing and correlation as counted.
-    num_nodes: N.
-    batch_sizes: B of each entry.
+    num_nodes: N, neighbours of each row.
+    batch_size: B.
+
+  Returns:
+    `counted`, by `formula`, and by that for `independent` tokens.
   """
   independent = dataclasses.replace(experts, correlation=0.0)
-  return [
-    {
-      'batch_size': one,
-      'counted': distinct_experts(chosen, num_nodes, one),
-      'counted_plain': distinct_experts(chosen, 1, one),
-      'formula': experts.expected_distinct(num_nodes, batch_size=one),
-      'formula_plain': experts.expected_distinct(1, batch_size=one),
-      'independent': independent.expected_distinct(num_nodes, batch_size=one),
-    }
-    for one in batch_sizes
-  ]
+  expected = lambda one: one.expected_distinct(num_nodes, batch_size=batch_size)
+  return {
+    'counted': distinct_experts(chosen, num_nodes, batch_size),
+    'formula': expected(experts),
+    'independent': expected(independent),
+  }

@@ -71,12 +71,8 @@ def over_nodes(
     correlations.append(experts.correlation)
     rows += [
       {'num_nodes': size, 'batch_size': one}
-      | {
-        'counted': mixture.distinct_experts(chosen, size, one),
-        'formula': experts.expected_distinct(size, batch_size=one),
-        'independent': independent.expected_distinct(size, batch_size=one),
-        'uniform': alike.expected_distinct(size, batch_size=one),
-      }
+      | mixture.experts_row(chosen, experts, num_nodes=size, batch_size=one)
+      | {'uniform': alike.expected_distinct(size, batch_size=one)}
       for one in batch_sizes
     ]
   return {
