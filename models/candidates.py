@@ -25,7 +25,9 @@ _ROUNDS = (1, 2, 3, 4, 6)
 # Nodes per draft forward, and children of each.
 _SHAPES = ((2, 2), (4, 4), (8, 4), (16, 8))
 _MAX_BRANCHING = 8
-_MAX_DEPTH = 12
+
+MAX_DEPTH = 12
+"""Of fixed trees, chains are shorter; `max_depth` holds for grown ones."""
 
 # Of a better neighbour: timings are noisy, and every step compiles.
 _CLIMB_MARGIN = 0.02
@@ -170,7 +172,7 @@ class Search:
     topology = fastest_tree(
       acceptance_by_rank(ranks, _MAX_BRANCHING).tolist(),
       num_nodes=self.node_counts[-1],
-      max_depth=_MAX_DEPTH,
+      max_depth=MAX_DEPTH,
       seconds=lambda nodes, depth: (
         rest + depth * forward + self.costs.of_step(nodes)
         if depth

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from models.candidates import Candidate
+from models.candidates import MAX_DEPTH
 from models.candidates import Search
 from models.drafters import DraftSettings
 from models.drafters import make_drafter
@@ -233,7 +234,8 @@ def make_plan(
     drafting: what the search does not vary is taken from here.
     seed: of the sampling.
     max_new_tokens: per row.
-    node_counts: N that V is measured for; no larger trees are tried.
+    node_counts: N that V is measured for, up to where no tree could pay; no
+      larger trees are tried.
     confirmed: how many of the fastest are decoded with the target before one is
       chosen; 0 trusts the predictions.
     report: told what goes on, line by line.
@@ -269,6 +271,7 @@ def make_plan(
     context=int(np.mean(lengths)) + max_new_tokens // 2,
     sampling=sampling,
     node_counts=node_counts,
+    most_tokens=1 + max(MAX_DEPTH, drafting.tree.max_depth),
   )
   report(
     'milliseconds: '
@@ -292,7 +295,7 @@ def make_plan(
     evaluate=evaluate,
     measure=measure,
     base=drafting,
-    node_counts=tuple(n for n in node_counts if n > 1),
+    node_counts=tuple(n for n in costs.verification if n > 1),
   )
   search.run(
     has_draft=pair.draft is not None, ranks=lambda: _ranks(pair, samples)

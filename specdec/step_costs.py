@@ -8,8 +8,10 @@ mixture of experts reads those that any node needs.
 """
 
 from collections.abc import Callable
+from collections.abc import Mapping
 from collections.abc import Sequence
 import functools
+import math
 import time
 
 import flax.struct
@@ -77,19 +79,38 @@ def _drafter(num_nodes: int) -> Drafter | None:
   )
 
 
+def _seconds(run: Callable[[], object]) -> float:
+  begin = time.perf_counter()
+  jax.block_until_ready(run())
+  return time.perf_counter() - begin
+
+
 def _median_seconds(
   runs: Sequence[Callable[[], object]], repeats: int
 ) -> list[float]:
   """Interleaved: machines drift."""
-  seconds: list[list[float]] = [[] for _ in runs]
   for run in runs:
-    jax.block_until_ready(run())  # compiles
-  for _ in range(repeats):
-    for run, found in zip(runs, seconds, strict=True):
-      begin = time.perf_counter()
-      jax.block_until_ready(run())
-      found.append(time.perf_counter() - begin)
-  return [float(np.median(found)) for found in seconds]
+    _seconds(run)  # compiles
+  seconds = [[_seconds(run) for run in runs] for _ in range(repeats)]
+  return np.median(seconds, axis=0).tolist()
+
+
+def _worth_measuring(
+  runs: Mapping[int, Callable[[], object]], most_tokens: float
+) -> list[int]:
+  """Of the N, ascending, those before a step takes `most_tokens` plain ones.
+
+  The second is always among them.
+  """
+  sizes = list(runs)
+  plain, *others = sizes
+  _seconds(runs[plain])  # compiles
+  limit = most_tokens * _seconds(runs[plain])
+  for place, size in enumerate(others, start=1):
+    _seconds(runs[size])
+    if _seconds(runs[size]) > limit:
+      return sizes[: max(place, 2)]
+  return sizes
 
 
 def _with_room(array: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
@@ -145,6 +166,7 @@ def measure_step_costs(
   node_counts: Sequence[int],
   num_steps: int = 8,
   repeats: int = 5,
+  most_tokens: float = math.inf,
 ) -> StepCosts:
   """Times the target's part of a step, medians of interleaved repeats.
 
@@ -159,6 +181,8 @@ def measure_step_costs(
     node_counts: N to measure; 1 is added.
     num_steps: in one measurement.
     repeats: measurements.
+    most_tokens: that a step could bring. Where a step takes more than so many
+      plain ones nothing can pay, so that N and larger ones are left out.
 
   Raises:
     ValueError: there is no text, or no room for that many steps after the
@@ -192,32 +216,38 @@ def measure_step_costs(
     start, model, None, request, config=config
   )
   with_target, without = _median_seconds([read(one) for one in models], repeats)
-  node_counts = sorted({1, *node_counts})
-  # The rest of the loop grows evenly with N, once there is a drafter at all.
-  ends = sorted({1, node_counts[min(1, len(node_counts) - 1)], node_counts[-1]})
   of_target, of_nothing = (
-    start(model, None, request, config=config).target_cache
-    for model in (target, nothing)
+    start(model, None, request, config=config).target_cache for model in models
   )
-  runs = [(target, of_target, size) for size in node_counts]
-  runs += [(nothing, of_nothing, size) for size in ends]
+
+  def step_run(model, cache, size):
+    drafter = _drafter(size)
+    return _step_run(
+      model, drafter, request, config, text, cache, context, num_steps
+    )
+
+  runs = {
+    size: step_run(target, of_target, size)
+    for size in sorted({1, *node_counts})
+  }
+  sizes = _worth_measuring(runs, most_tokens)
+  # The rest of the loop grows evenly with N, once there is a drafter at all.
+  ends = sorted({*sizes[:2], sizes[-1]})
   seconds = _median_seconds(
     [
-      _step_run(
-        model, _drafter(size), request, config, text, cache, context, num_steps
-      )
-      for model, cache, size in runs
+      *(runs[size] for size in sizes),
+      *(step_run(nothing, of_nothing, size) for size in ends),
     ],
     repeats,
   )
   per_step = np.array(seconds) / num_steps
-  steps, rest = np.split(per_step, [len(node_counts)])
+  steps, rest = np.split(per_step, [len(sizes)])
   # A stand-in slower than the target can only be noise.
   verification = np.maximum(
-    steps - np.interp(node_counts, ends, rest), _LEAST_SECONDS
+    steps - np.interp(sizes, ends, rest), _LEAST_SECONDS
   )
   return StepCosts(
     prompt=max(with_target - without, 0.0),
-    verification=dict(zip(node_counts, verification.tolist(), strict=True)),
+    verification=dict(zip(sizes, verification.tolist(), strict=True)),
     plain_step=float(steps[0]),
   )

@@ -173,6 +173,24 @@ def test_costs_are_measured_for_every_size():
       )
 
 
+def test_trees_too_slow_to_pay_are_not_measured():
+  """No forward is as fast as a limit of 0 asks; two sizes are always there."""
+  measure = lambda most_tokens: measure_step_costs(
+    _pair().target,
+    [[1, 2, 3]],
+    prompt_slots=32,
+    max_new_tokens=64,
+    context=40,
+    sampling=Sampling(),
+    node_counts=(2, 4, 8),
+    num_steps=1,
+    repeats=1,
+    most_tokens=most_tokens,
+  )
+  assert measure(0).verification.keys() == {1, 2}
+  assert measure(1e9).verification.keys() == {1, 2, 4, 8}
+
+
 def test_costs_are_those_of_different_tokens_of_the_text():
   """Equal ones would need too few experts of a mixture."""
   seen = []
