@@ -239,7 +239,7 @@ def run(
   limits = MachineLimits(list(pairs))
   decoders = {str(spec): arm.decode for spec, arm in ready.items()}
   with tqdm.tqdm(
-    total=2 * len(arms) * len(batches), unit='batch', file=sys.stderr
+    total=len(arms) * (len(batches) + 1), unit='batch', file=sys.stderr
   ) as bar:
     compile_seconds = benchmarking.warm_up(
       decoders, batches, max_new_tokens=task.max_new_tokens, report=bar.update

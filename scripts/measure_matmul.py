@@ -3,6 +3,7 @@
 python scripts/measure_matmul.py
 """
 
+import functools
 import time
 
 from absl import flags
@@ -19,26 +20,44 @@ _ROWS = flags.DEFINE_list(
 )
 _REPEATS = flags.DEFINE_integer('repeats', 7, 'the fastest counts')
 
-_CASES = (  # weights, result, stored as [out, in]
-  ('float32', 'float32', True),
-  ('float32', 'float32', False),
-  ('bfloat16', 'float32', True),
-  ('bfloat16', 'float32', False),
-  ('bfloat16', 'bfloat16', True),
+_BLOCK = 16
+_OUT_IN, _IN_OUT, _BLOCKS = '[out, in]', '[in, out]', f'[_, in, {_BLOCK}]'
+
+_CASES = (  # weights, result, stored
+  ('float32', 'float32', _OUT_IN),
+  ('float32', 'float32', _IN_OUT),
+  ('float32', 'float32', _BLOCKS),
+  ('bfloat16', 'float32', _OUT_IN),
+  ('bfloat16', 'float32', _IN_OUT),
+  ('bfloat16', 'bfloat16', _OUT_IN),
 )
 
 
-def _milliseconds(rows: int, dtype: str, result: str, out_in: bool) -> float:
-  shape = (_OUT.value, _IN.value) if out_in else (_IN.value, _OUT.value)
+def _product(
+  x: jax.Array, weight: jax.Array, stored: str, result: jnp.dtype
+) -> jax.Array:
+  contract = functools.partial(lax.dot_general, preferred_element_type=result)
+  if stored == _OUT_IN:
+    return contract(x, weight, (((1,), (1,)), ((), ())))
+  if stored == _IN_OUT:
+    return contract(x, weight, (((1,), (0,)), ((), ())))
+  # One product per block, in one batch.
+  everywhere = jnp.broadcast_to(x, (weight.shape[0], *x.shape))
+  blocks = contract(everywhere, weight, (((2,), (1,)), ((0,), (0,))))
+  return jnp.moveaxis(blocks, 0, 1).reshape(x.shape[0], -1)
+
+
+def _milliseconds(rows: int, dtype: str, result: str, stored: str) -> float:
+  shape = {
+    _OUT_IN: (_OUT.value, _IN.value),
+    _IN_OUT: (_IN.value, _OUT.value),
+    _BLOCKS: (_OUT.value // _BLOCK, _IN.value, _BLOCK),
+  }[stored]
   weights = [jnp.full(shape, 0.01, dtype) for _ in range(_MATRICES.value)]
 
   @jax.jit
   def products(x, weights):
-    dims = (((1,), (1 if out_in else 0,)), ((), ()))
-    return sum(
-      lax.dot_general(x, w, dims, preferred_element_type=jnp.dtype(result))
-      for w in weights
-    )
+    return sum(_product(x, w, stored, jnp.dtype(result)) for w in weights)
 
   x = jnp.ones((rows, _IN.value), dtype)
   best = float('inf')
@@ -51,12 +70,15 @@ def _milliseconds(rows: int, dtype: str, result: str, out_in: bool) -> float:
 
 def main() -> None:
   rows = [int(number) for number in _ROWS.value]
-  print('weights   result    stored    ' + ''.join(f'{n:>8}' for n in rows))
-  for dtype, result, out_in in _CASES:
-    times = (_milliseconds(n, dtype, result, out_in) for n in rows)
-    layout = '[out, in]' if out_in else '[in, out]'
+  if _OUT.value % _BLOCK:
+    raise ValueError(
+      f'--features_out={_OUT.value}: expected a multiple of {_BLOCK}'
+    )
+  print('weights   result    stored        ' + ''.join(f'{n:>8}' for n in rows))
+  for dtype, result, stored in _CASES:
+    times = (_milliseconds(n, dtype, result, stored) for n in rows)
     cells = ''.join(f'{time:8.1f}' for time in times)
-    print(f'{dtype:10}{result:10}{layout:10}{cells}', flush=True)
+    print(f'{dtype:10}{result:10}{stored:14}{cells}', flush=True)
 
 
 if __name__ == '__main__':

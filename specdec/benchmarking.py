@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from specdec.bootstrap import pooled_interval
+from specdec.buckets import padded_shape
 from specdec.generation import Generation
 from specdec.statistics import relative_bandwidth
 
@@ -60,28 +61,30 @@ def warm_up(
   max_new_tokens: int,
   report: Callable[[], Any] = lambda: None,
 ) -> dict[str, float]:
-  """Compiles every arm for every batch.
+  """Compiles every arm for every shape of a batch.
 
   Args:
     arms: by name.
     batches: lists of prompts; each list is decoded as one batch.
     max_new_tokens: the limit per row.
-    report: called after every batch.
+    report: called after every arm.
 
   Returns:
     By arm, the seconds that the first calls took beyond what the same calls
     took again: tracing and compiling. What an earlier arm has compiled is not
     compiled again.
   """
+  shape = lambda batch: (len(batch), *padded_shape(batch, max_new_tokens))
+  first_of_shape = {shape(batch): batch for batch in reversed(batches)}
   seconds = {}
   for name, arm in arms.items():
     total = 0.0
-    for batch in batches:
+    for batch in first_of_shape.values():
       for sign in (1, -1):
         total += sign * _timed(arm, batch, 0)[0]
-      report()
     arm(batches[0], min(8, max_new_tokens))
     seconds[name] = max(total, 0.0)
+    report()
   return seconds
 
 

@@ -134,11 +134,13 @@ def test_arms_take_turns_in_an_order_that_is_reversed():
   }
 
 
-def test_every_arm_is_warmed_up_with_every_batch():
+def test_every_arm_is_warmed_up_once_for_every_shape():
   recorder = _Recorder()
   arms = {name: recorder.arm(name) for name in 'ab'}
-  seconds = warm_up(arms, [[[7]], [[8]]], max_new_tokens=20)
-  twice = lambda name: [(name, batch, 0) for batch in (7, 7, 8, 8)]
+  # The first two are padded to the same shape.
+  batches = [[[7]], [[8]], [[9] * 40]]
+  seconds = warm_up(arms, batches, max_new_tokens=20)
+  twice = lambda name: [(name, batch, 0) for batch in (9, 9, 7, 7)]
   assert recorder.calls == [
     *twice('a'),
     ('a', 7, 8),
@@ -159,7 +161,7 @@ def test_compiling_is_what_a_first_call_takes_longer(monkeypatch):
     return _generation([1, 2])
 
   monkeypatch.setattr('time.perf_counter', lambda: now)
-  assert warm_up({'a': decode}, [[[7]], [[8]]], max_new_tokens=9) == {'a': 5}
+  assert warm_up({'a': decode}, [[[7]], [[8] * 40]], max_new_tokens=9) == {'a': 5}
 
 
 def test_no_batch_is_begun_when_time_is_up(monkeypatch):

@@ -4,9 +4,18 @@ import collections
 import gc
 import os
 import pathlib
+import tempfile
+from unittest import mock
 
 # An explicit choice wins, so the suite can be tried on an accelerator.
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
+
+# Compiling is most of the suite's time. What one of its processes has compiled,
+# scripts and notebooks among them, serves the others.
+if 'JAX_COMPILATION_CACHE_DIR' not in os.environ:
+  _programs = tempfile.TemporaryDirectory(prefix='specdec-tests-')
+  os.environ['JAX_COMPILATION_CACHE_DIR'] = _programs.name
+  os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.3'
 
 import durations
 import jax
@@ -28,6 +37,15 @@ def _few_mappings():
   if maps.exists() and maps.read_bytes().count(b'\n') > _MAX_MAPPINGS:
     jax.clear_caches()
     gc.collect()
+
+
+def pytest_configure(config):
+  """Here programs run for moments; scripts and `--long` compile as users do."""
+  if not config.getoption('--long'):
+    flags = os.environ.get('XLA_FLAGS', '')
+    flags += ' --xla_backend_optimization_level=0'
+    with mock.patch.dict(os.environ, XLA_FLAGS=flags):
+      jax.devices()  # XLA reads its flags once
 
 
 def pytest_addoption(parser):
