@@ -161,7 +161,8 @@ def test_compiling_is_what_a_first_call_takes_longer(monkeypatch):
     return _generation([1, 2])
 
   monkeypatch.setattr('time.perf_counter', lambda: now)
-  assert warm_up({'a': decode}, [[[7]], [[8] * 40]], max_new_tokens=9) == {'a': 5}
+  batches = [[[7]], [[8] * 40]]
+  assert warm_up({'a': decode}, batches, max_new_tokens=9) == {'a': 5}
 
 
 def test_no_batch_is_begun_when_time_is_up(monkeypatch):
