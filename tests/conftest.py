@@ -10,8 +10,8 @@ from unittest import mock
 # An explicit choice wins, so the suite can be tried on an accelerator.
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 
-# Compiling is most of the suite's time. What one of its processes has compiled,
-# scripts and notebooks among them, serves the others.
+# Compiling takes long. What one process has compiled serves others that compile
+# alike: workers, and one script after another.
 if 'JAX_COMPILATION_CACHE_DIR' not in os.environ:
   _programs = tempfile.TemporaryDirectory(prefix='specdec-tests-')
   os.environ['JAX_COMPILATION_CACHE_DIR'] = _programs.name
