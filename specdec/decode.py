@@ -18,8 +18,8 @@ import numpy as np
 
 from specdec.drafter import Drafter
 from specdec.drafter import StageCounters
-from specdec.growth import catch_up_stages
-from specdec.growth import init_stages
+from specdec.stages import catch_up_stages
+from specdec.stages import init_stages
 from specdec.guard import init_guard
 from specdec.model import Model
 from specdec.repetition import init_seen

@@ -19,7 +19,7 @@ from specdec.drafter import Drafter
 from specdec.drafter import StageState
 from specdec.drafter import Step
 from specdec.drawing import Draws
-from specdec.growth import commit_stages
+from specdec.stages import commit_stages
 from specdec.growth import grow
 from specdec.guard import after_plain_step
 from specdec.guard import after_speculative_step

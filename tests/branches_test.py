@@ -13,6 +13,7 @@ import tiny_models
 from models import gpu_attention
 from specdec import decode
 from specdec import DecodeConfig
+from specdec import gpu_growth
 from specdec import NGram
 from specdec import PromptLookup
 from specdec import Request
@@ -23,7 +24,11 @@ from specdec.placing import _looked_up_sums
 from specdec.placing import _scattered
 from specdec.placing import _scattered_sums
 
-_attend_and_write = gpu_attention.attend_and_write
+_KERNELS = (
+  (gpu_attention, 'attend_and_write'),
+  (gpu_growth, 'extend'),
+  (gpu_growth, 'look_ahead'),
+)
 _TREE = TreeConfig(num_nodes=6, width=2, branching=2, rounds=2, capacity=16)
 
 
@@ -36,8 +41,9 @@ def _take(monkeypatch, platform):
     return taken[-1](*args)
 
   monkeypatch.setattr(lax, 'platform_dependent', choose)
-  interpreted = functools.partial(_attend_and_write, interpret=True)
-  monkeypatch.setattr(gpu_attention, 'attend_and_write', interpreted)
+  for module, name in _KERNELS:
+    interpreted = functools.partial(getattr(module, name), interpret=True)
+    monkeypatch.setattr(module, name, interpreted)
   return taken
 
 

@@ -15,9 +15,9 @@ from specdec import PromptLookup
 from specdec import staged
 from specdec import TreeConfig
 from specdec.drafter import Step
-from specdec.growth import commit_stages
+from specdec.stages import commit_stages
 from specdec.growth import grow
-from specdec.growth import init_stages
+from specdec.stages import init_stages
 from specdec.masks import causal_mask
 from specdec.masks import window_mask
 from specdec.scorers.language_model import prefill

@@ -35,7 +35,7 @@ from specdec.drafter import Step
 from specdec.drawing import draw_children
 from specdec.drawing import Draws
 from specdec.growth import grow
-from specdec.growth import init_stages
+from specdec.stages import init_stages
 from specdec.sampling import DRAFTING
 from specdec.sampling import step_keys
 from specdec.topology import chain

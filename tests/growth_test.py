@@ -39,7 +39,7 @@ import tiny_models
 from specdec import Drafter
 from specdec import staged
 from specdec import TreeConfig
-from specdec.growth import commit_stages
+from specdec.stages import commit_stages
 from specdec.masks import causal_mask
 from specdec.topology import chain
 from specdec.topology import from_paths

@@ -20,7 +20,7 @@ from specdec import Sampling
 from specdec import TreeConfig
 from specdec.drafter import Step
 from specdec.growth import grow
-from specdec.growth import init_stages
+from specdec.stages import init_stages
 from specdec.tree import init_tree
 from specdec.tree import NO_NODE
 from specdec.tree import ROOT

@@ -324,7 +324,7 @@ _BUGS = [
   ),
   _bug(
     'guesses keep the numbers of whoever guessed',
-    'growth',
+    'extension',
     'jnp.where(known, scores.given, tree.edge)',
     'tree.edge',
     _SEARCH,
@@ -629,8 +629,8 @@ _BUGS = [
   _bug(
     'a draft goes on beyond its context',
     'growth',
-    'tree.depth < longest',
-    'tree.depth < longest + 1',
+    'jnp.maximum(longest - step.length, -1)',
+    'jnp.maximum(longest - step.length, -1) + 1',
     ('context.test_a_stage_inside_goes_on',),
   ),
 ]

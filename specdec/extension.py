@@ -1,0 +1,100 @@
+"""What a scorer said about nodes of the tree, put into the tree."""
+
+import functools
+
+import flax.struct
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from specdec.drafter import Scores
+from specdec.ranking import IMPOSSIBLE
+from specdec.tree import accumulate
+from specdec.tree import add_children
+from specdec.tree import TokenTree
+
+
+class Growing(flax.struct.PyTreeNode):
+  """A tree, as one stage sees it.
+
+  Attributes:
+    tree: `[B, M]` per field.
+    scored: `[B, M]` bool, nodes that the stage has scored.
+    closed: `[B, M]` bool, nodes that need no more children: a stage outside has
+      scored them.
+  """
+
+  tree: TokenTree
+  scored: jax.Array
+  closed: jax.Array
+
+
+def _rescore(tree, scores, closed, max_depth):
+  """This stage knows better than those inside it; unbatched."""
+  of_parent = tree.parent[:, None] == scores.nodes[None]
+  of_parent &= (scores.nodes >= 0)[None]
+  known = jnp.any(of_parent, axis=1) & ~closed[tree.parent]
+  tree = tree.replace(edge=jnp.where(known, scores.given, tree.edge))
+  return accumulate(tree, max_depth)
+
+
+def _add(tree, scores, closed, label, max_depth):
+  """The stage's own children; unbatched."""
+  nodes = scores.nodes
+  may_have = (nodes >= 0) & ~closed[nodes] & (tree.depth[nodes] < max_depth)
+  wanted = may_have[:, None] & (scores.edges > IMPOSSIBLE / 2)
+  return add_children(
+    tree, nodes, scores.tokens, scores.edges, label + scores.sources, wanted
+  )
+
+
+def mark(scored: jax.Array, nodes: jax.Array) -> jax.Array:
+  """`scored [B, M]` and `nodes [B, W]`."""
+  entries = jnp.arange(scored.shape[1])[None, :, None]
+  return scored | jnp.any(entries == nodes[:, None], axis=2)
+
+
+def _in_steps(growing, scores, *, label, max_depth, rescores):
+  tree, closed = growing.tree, growing.closed
+  if rescores:
+    tree = jax.vmap(_rescore, (0, 0, 0, None))(tree, scores, closed, max_depth)
+  tree = jax.vmap(_add, (0, 0, 0, None, None))(
+    tree, scores, closed, label, max_depth
+  )
+  return growing.replace(tree=tree, scored=mark(growing.scored, scores.nodes))
+
+
+def _in_one_kernel(growing, scores, **static):
+  """On a GPU the steps are about a dozen kernels."""
+  # Here, so that other machines do not wait for Pallas.
+  from specdec import gpu_growth
+
+  return gpu_growth.extend(growing, scores, **static)
+
+
+def extend(
+  growing: Growing,
+  scores: Scores,
+  *,
+  label: int,
+  max_depth: int,
+  rescores: bool,
+) -> Growing:
+  """Adds the guesses of a stage below the nodes that it has scored.
+
+  Args:
+    growing: before.
+    scores: of W nodes.
+    label: origin of the nodes that the stage's first label proposes.
+    max_depth: D, no node is deeper.
+    rescores: whether children that those nodes have already get the numbers of
+      this stage.
+  """
+  scores = scores.replace(slots_read=None, drawn_from=None)
+  static = {'label': label, 'max_depth': max_depth, 'rescores': rescores}
+  return lax.platform_dependent(
+    growing,
+    scores,
+    cuda=functools.partial(_in_one_kernel, **static),
+    default=functools.partial(_in_steps, **static),
+  )

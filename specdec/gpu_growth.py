@@ -1,0 +1,298 @@
+"""Growing a tree, as two kernels for GPUs: what lies between two forwards.
+
+XLA makes a kernel of nearly every "any", "sum" or "top" of a few numbers, and
+starting one takes longer than the numbers. Here a program has one row of the
+batch; what its threads tell each other goes through the arrays of the tree,
+with barriers between writing and reading.
+"""
+
+import functools
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+import jax.numpy as jnp
+
+from specdec.extension import Growing
+from specdec.outlook import Outlook
+from specdec.ranking import IMPOSSIBLE
+from specdec.tree import NO_NODE
+
+# Nodes that all nodes are compared with at a time.
+_BLOCK = 16
+_NO_PARENT = NO_NODE - 1
+"""Of what is no entry of the tree, so that nobody is its parent."""
+
+
+def _power_of_two(number: int) -> int:
+  """Arrays in a kernel have such sizes, and the rest is masked."""
+  return 1 << (number - 1).bit_length()
+
+
+def _load(ref, index, real, other):
+  return triton.load(ref.at[index], mask=real, other=other)
+
+
+def _store(ref, index, values, real):
+  """Where not `real`, nowhere; not even a duplicate of another index."""
+  index = jnp.where(real, index, ref.shape[0])
+  triton.store(ref.at[index], values, mask=real)
+
+
+def _any(condition, axis):
+  return jnp.max(condition.astype(jnp.int32), axis=axis) > 0
+
+
+def _num_blocks(size):
+  return pl.cdiv(size, _BLOCK)
+
+
+def _of_rows(arrays):
+  """Each program has its row of all of them."""
+  return [
+    pl.BlockSpec(
+      (None, *array.shape[1:]), lambda row, n=array.ndim: (row,) + (0,) * (n - 1)
+    )
+    for array in arrays
+  ]
+
+
+def _rescore(nodes_ref, given_ref, closed_ref, tree, *, barrier):
+  """See `extension._rescore`."""
+  entry = jnp.arange(_power_of_two(tree.parent.shape[0]))
+  size = tree.size[...]
+  used = entry < size
+  parent = _load(tree.parent, entry, used, NO_NODE)
+  has_parent, above = parent >= 0, jnp.maximum(parent, 0)
+  column = jnp.arange(_power_of_two(nodes_ref.shape[0]))
+  nodes = _load(nodes_ref, column, column < nodes_ref.shape[0], NO_NODE)
+  known = _any((parent[:, None] == nodes[None]) & (nodes >= 0)[None], axis=1)
+  known &= ~_load(closed_ref, above, has_parent, True)
+  edge = _load(tree.edge, entry, used, 0.0)
+  edge = jnp.where(known, _load(given_ref, entry, used, 0.0), edge)
+  _store(tree.edge, entry, edge, used)
+  log_prob = _load(tree.log_prob, entry, used, 0.0)
+
+  def next_level(_, log_prob):
+    above_it = _load(tree.log_prob, above, has_parent, 0.0)
+    log_prob = jnp.where(has_parent, above_it + edge, log_prob)
+    barrier()
+    _store(tree.log_prob, entry, log_prob, used)
+    barrier()
+    return log_prob
+
+  depth = _load(tree.depth, entry, used, 0)
+  lax.fori_loop(0, jnp.max(depth), next_level, log_prob)
+
+
+def _add(scores, closed_ref, tree, *, label, max_depth, barrier):
+  """See `extension._add`."""
+  capacity = tree.parent.shape[0]
+  size = tree.size[...]
+  num_guesses = scores.tokens.shape[0] * scores.tokens.shape[1]
+  guess = jnp.arange(_power_of_two(num_guesses))
+  real = guess < num_guesses
+  node, rank = guess // scores.tokens.shape[1], guess % scores.tokens.shape[1]
+  parent = _load(scores.nodes, node, real, NO_NODE)
+  is_node, above = parent >= 0, jnp.maximum(parent, 0)
+  of_guess = lambda ref, other: triton.load(
+    ref.at[node, rank], mask=real, other=other
+  )
+  token, edge = of_guess(scores.tokens, 0), of_guess(scores.edges, IMPOSSIBLE)
+  depth = _load(tree.depth, above, is_node, max_depth) + 1
+  may_have = is_node & ~_load(closed_ref, above, is_node, True)
+  wanted = may_have & (depth <= max_depth) & (edge > IMPOSSIBLE / 2)
+
+  def look(block, found):
+    entry = block * _BLOCK + jnp.arange(_BLOCK)
+    used = entry < size
+    same = _load(tree.parent, entry, used, _NO_PARENT)[:, None] == parent[None]
+    same &= _load(tree.token, entry, used, 0)[:, None] == token[None]
+    return found + jnp.sum(same.astype(jnp.int32), axis=0)
+
+  found = jnp.zeros(guess.shape, jnp.int32)
+  new = wanted & (lax.fori_loop(0, _num_blocks(size), look, found) == 0)
+  index = size + jnp.cumsum(new.astype(jnp.int32)) - 1
+  new &= index < capacity
+  log_prob = _load(tree.log_prob, above, is_node, 0.0) + edge
+  barrier()  # All have read what is written now.
+  for ref, values in (
+    (tree.token, token),
+    (tree.parent, parent),
+    (tree.depth, depth),
+    (tree.edge, edge),
+    (tree.log_prob, log_prob),
+    (tree.origin, label + of_guess(scores.sources, 0)),
+  ):
+    _store(ref, index, values, new)
+  tree.size[...] = size + jnp.sum(new.astype(jnp.int32))
+
+
+def _extend_kernel(
+  scores, closed_ref, old, new, *, label, max_depth, rescores, barrier
+):
+  del old  # The same memory as the new.
+  tree, scored_ref = new
+  if rescores:
+    _rescore(scores.nodes, scores.given, closed_ref, tree, barrier=barrier)
+    barrier()
+  _add(
+    scores,
+    closed_ref,
+    tree,
+    label=label,
+    max_depth=max_depth,
+    barrier=barrier,
+  )
+  column = jnp.arange(_power_of_two(scores.nodes.shape[0]))
+  nodes = _load(scores.nodes, column, column < scores.nodes.shape[0], NO_NODE)
+  _store(scored_ref, nodes, jnp.ones(nodes.shape, jnp.bool_), nodes >= 0)
+
+
+def _look_ahead_kernel(
+  growing, reach, out, *, width, num_nodes, needs_ancestors
+):
+  tree = growing.tree
+  size = tree.size[...]
+  deepest, deepest_parent = reach.scored[...], reach.parents[...]
+
+  def nodes_at(entry):
+    """What there is to know of some entries."""
+    used = entry < size
+    log_prob = _load(tree.log_prob, entry, used, -jnp.inf)
+    depth = _load(tree.depth, entry, used, 0)
+    closed = _load(growing.closed, entry, used, True)
+    wanted = used & ~_load(growing.scored, entry, used, True)
+    wanted &= depth <= deepest
+    can_grow = wanted & ~closed & (depth <= deepest_parent)
+    if not needs_ancestors:
+      wanted &= ~closed
+    return used, wanted, can_grow, log_prob
+
+  entry = jnp.arange(_power_of_two(tree.parent.shape[0]))
+  used, wanted, can_grow, log_prob = nodes_at(entry)
+  prob = jnp.exp(log_prob)
+
+  def compare(block, carry):
+    """Who comes before whom, and who is whose child."""
+    others = block * _BLOCK + jnp.arange(_BLOCK)
+    *kinds, other_log_prob = nodes_at(others)
+    before = other_log_prob[None] > log_prob[:, None]
+    equal = other_log_prob[None] == log_prob[:, None]
+    before |= equal & (others[None] < entry[:, None])
+    parent = _load(tree.parent, others, kinds[0], _NO_PARENT)
+    is_child = parent[None] == entry[:, None]
+    *ranks, of_children = carry
+    ranks = [
+      rank + jnp.sum((before & kind[None]).astype(jnp.int32), axis=1)
+      for rank, kind in zip(ranks, kinds, strict=True)
+    ]
+    mass = jnp.where(is_child, jnp.exp(other_log_prob)[None], 0.0)
+    return *ranks, of_children + jnp.sum(mass, axis=1)
+
+  zeros = jnp.zeros(entry.shape, jnp.int32)
+  rank, rank_wanted, rank_can_grow, of_children = lax.fori_loop(
+    0, _num_blocks(size), compare, (zeros, zeros, zeros, jnp.zeros(entry.shape))
+  )
+  of_children = jnp.minimum(of_children, prob)
+  scored = used & _load(growing.scored, entry, used, False)
+  total = lambda mass, of: jnp.sum(jnp.where(of, mass, 0.0))
+  of_scored = total(prob, scored)
+  share = total(of_children, scored) / jnp.maximum(of_scored, 1e-6)
+  share = jnp.where(of_scored > 0, share, 1.0)
+  gain = jnp.maximum(share * prob - of_children, 0.0)
+  out.gain[...] = total(gain, can_grow & (rank_can_grow < width))
+  out.expected[...] = total(prob, used & (rank < num_nodes))
+  out.can_grow[...] = jnp.max(can_grow.astype(jnp.int32))
+  # The entries of `nodes` are written once each: here, or as missing.
+  _store(out.nodes, rank_wanted, entry, wanted & (rank_wanted < width))
+  place = jnp.arange(_power_of_two(width))
+  missing = place >= jnp.sum(wanted.astype(jnp.int32))
+  none = jnp.full(place.shape, NO_NODE, jnp.int32)
+  _store(out.nodes, place, none, missing & (place < width))
+
+
+def _call(kernel, inputs, out_shape, *, name, num_warps, interpret, aliases=()):
+  """One program for each row; `kernel` gets the two trees, of references."""
+  leaves, structure = jax.tree.flatten(inputs)
+  out_leaves, out_structure = jax.tree.flatten(out_shape)
+
+  def on_references(*references):
+    ins, outs = references[: len(leaves)], references[len(leaves) :]
+    kernel(
+      jax.tree.unflatten(structure, ins), jax.tree.unflatten(out_structure, outs)
+    )
+
+  outs = pl.pallas_call(
+    on_references,
+    grid=(leaves[0].shape[0],),
+    in_specs=_of_rows(leaves),
+    out_specs=_of_rows(out_leaves),
+    out_shape=out_leaves,
+    input_output_aliases=dict(aliases),
+    compiler_params=triton.CompilerParams(num_warps=num_warps, num_stages=1),
+    interpret=interpret,
+    name=name,
+  )(*leaves)
+  return jax.tree.unflatten(out_structure, outs)
+
+
+@functools.partial(
+  jax.jit, static_argnames=('label', 'max_depth', 'rescores', 'interpret')
+)
+def extend(growing, scores, *, label, max_depth, rescores, interpret=False):
+  """See `extension.extend`; `interpret`: run it on anything, for tests."""
+  changing = (growing.tree, growing.scored)
+  inputs = (scores, growing.closed, changing)
+  first = len(jax.tree.leaves((scores, growing.closed)))
+  tree, scored = _call(
+    lambda ins, new: _extend_kernel(
+      *ins,
+      new,
+      label=label,
+      max_depth=max_depth,
+      rescores=rescores,
+      barrier=(lambda: None) if interpret else triton.debug_barrier,
+    ),
+    inputs,
+    jax.tree.map(
+      lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), changing
+    ),
+    name='extend_tree',
+    num_warps=4,
+    interpret=interpret,
+    aliases=[(first + i, i) for i in range(len(jax.tree.leaves(changing)))],
+  )
+  return growing.replace(tree=tree, scored=scored)
+
+
+@functools.partial(
+  jax.jit, static_argnames=('width', 'num_nodes', 'needs_ancestors', 'interpret')
+)
+def look_ahead(
+  growing, reach, *, width, num_nodes, needs_ancestors, interpret=False
+):
+  """See `outlook.look_ahead`; `interpret`: run it on anything, for tests."""
+  rows = reach.scored.shape
+  shape = jax.ShapeDtypeStruct
+  outlook = _call(
+    lambda ins, out: _look_ahead_kernel(
+      *ins,
+      out,
+      width=width,
+      num_nodes=num_nodes,
+      needs_ancestors=needs_ancestors,
+    ),
+    (growing, reach),
+    Outlook(
+      nodes=shape((*rows, width), jnp.int32),
+      can_grow=shape(rows, jnp.int32),
+      gain=shape(rows, jnp.float32),
+      expected=shape(rows, jnp.float32),
+    ),
+    name='look_ahead',
+    num_warps=8,
+    interpret=interpret,
+  )
+  return outlook.replace(can_grow=outlook.can_grow > 0)
