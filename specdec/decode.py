@@ -18,14 +18,14 @@ import numpy as np
 
 from specdec.drafter import Drafter
 from specdec.drafter import StageCounters
-from specdec.stages import catch_up_stages
-from specdec.stages import init_stages
 from specdec.guard import init_guard
 from specdec.model import Model
 from specdec.repetition import init_seen
 from specdec.request import DecodeConfig
 from specdec.request import Request
 from specdec.scorers.language_model import prefill
+from specdec.stages import catch_up_stages
+from specdec.stages import init_stages
 from specdec.statistics import Counters
 from specdec.statistics import init_counters
 from specdec.step import DecodeState

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import flax.struct
 import jax
+import jax.numpy as jnp
 
 from specdec.drawing import Draws
 from specdec.sampling import Sampling
@@ -58,7 +59,8 @@ class Scores(flax.struct.PyTreeNode):
       distinct.
     edges: `[B, W, K]` float32, their log-probabilities, at most 0;
       `ranking.IMPOSSIBLE` for entries that are no guess.
-    sources: `[B, W, K]` int32, indices of the scorer's `labels`.
+    sources: `[B, W, K]` int32, indices of the scorer's `labels`; None if it has
+      only one.
     given: `[B, M]` float32, the log-probability of every node that is a child
       of one of the W; arbitrary, but at most 0, for the others.
     slots_read: `[B]` int32, visible cache slots.
@@ -69,10 +71,16 @@ class Scores(flax.struct.PyTreeNode):
   nodes: jax.Array
   tokens: jax.Array
   edges: jax.Array
-  sources: jax.Array
-  given: jax.Array
-  slots_read: jax.Array
+  sources: jax.Array | None
+  given: jax.Array | None
+  slots_read: jax.Array | None
   drawn_from: jax.Array | None = None
+
+  def origins(self, label: int) -> jax.Array:
+    """As `sources`, of nodes whose first source is `label`."""
+    if self.sources is None:
+      return jnp.full(self.tokens.shape, label)
+    return label + self.sources
 
 
 class Scorer(Protocol):

@@ -21,19 +21,26 @@ class Growing(flax.struct.PyTreeNode):
     tree: `[B, M]` per field.
     scored: `[B, M]` bool, nodes that the stage has scored.
     closed: `[B, M]` bool, nodes that need no more children: a stage outside has
-      scored them.
+      scored them; None if there is no such stage.
   """
 
   tree: TokenTree
   scored: jax.Array
-  closed: jax.Array
+  closed: jax.Array | None
+
+  @property
+  def closed_for_all(self) -> jax.Array:
+    """`[B, M]` bool: where a stage inside need not look."""
+    return self.scored if self.closed is None else self.closed | self.scored
 
 
 def _rescore(tree, scores, closed, max_depth):
   """This stage knows better than those inside it; unbatched."""
   of_parent = tree.parent[:, None] == scores.nodes[None]
   of_parent &= (scores.nodes >= 0)[None]
-  known = jnp.any(of_parent, axis=1) & ~closed[tree.parent]
+  known = jnp.any(of_parent, axis=1)
+  if closed is not None:
+    known &= ~closed[tree.parent]
   tree = tree.replace(edge=jnp.where(known, scores.given, tree.edge))
   return accumulate(tree, max_depth)
 
@@ -41,10 +48,12 @@ def _rescore(tree, scores, closed, max_depth):
 def _add(tree, scores, closed, label, max_depth):
   """The stage's own children; unbatched."""
   nodes = scores.nodes
-  may_have = (nodes >= 0) & ~closed[nodes] & (tree.depth[nodes] < max_depth)
+  may_have = (nodes >= 0) & (tree.depth[nodes] < max_depth)
+  if closed is not None:
+    may_have &= ~closed[nodes]
   wanted = may_have[:, None] & (scores.edges > IMPOSSIBLE / 2)
   return add_children(
-    tree, nodes, scores.tokens, scores.edges, label + scores.sources, wanted
+    tree, nodes, scores.tokens, scores.edges, scores.origins(label), wanted
   )
 
 
@@ -57,10 +66,10 @@ def mark(scored: jax.Array, nodes: jax.Array) -> jax.Array:
 def _in_steps(growing, scores, *, label, max_depth, rescores):
   tree, closed = growing.tree, growing.closed
   if rescores:
-    tree = jax.vmap(_rescore, (0, 0, 0, None))(tree, scores, closed, max_depth)
-  tree = jax.vmap(_add, (0, 0, 0, None, None))(
-    tree, scores, closed, label, max_depth
-  )
+    rescore = lambda *row: _rescore(*row, max_depth)
+    tree = jax.vmap(rescore)(tree, scores, closed)
+  add = lambda *row: _add(*row, label, max_depth)
+  tree = jax.vmap(add)(tree, scores, closed)
   return growing.replace(tree=tree, scored=mark(growing.scored, scores.nodes))
 
 
@@ -90,7 +99,9 @@ def extend(
     rescores: whether children that those nodes have already get the numbers of
       this stage.
   """
-  scores = scores.replace(slots_read=None, drawn_from=None)
+  # What nobody asks for would be computed for the kernel.
+  given = scores.given if rescores else None
+  scores = scores.replace(given=given, slots_read=None, drawn_from=None)
   static = {'label': label, 'max_depth': max_depth, 'rescores': rescores}
   return lax.platform_dependent(
     growing,

@@ -14,7 +14,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 import jax.numpy as jnp
 
-from specdec.extension import Growing
 from specdec.outlook import Outlook
 from specdec.ranking import IMPOSSIBLE
 from specdec.tree import NO_NODE
@@ -40,6 +39,13 @@ def _store(ref, index, values, real):
   triton.store(ref.at[index], values, mask=real)
 
 
+def _load_closed(ref, index, real):
+  """False where nothing is closed."""
+  if ref is None:
+    return jnp.zeros(index.shape, jnp.bool_)
+  return _load(ref, index, real, True)
+
+
 def _any(condition, axis):
   return jnp.max(condition.astype(jnp.int32), axis=axis) > 0
 
@@ -52,7 +58,8 @@ def _of_rows(arrays):
   """Each program has its row of all of them."""
   return [
     pl.BlockSpec(
-      (None, *array.shape[1:]), lambda row, n=array.ndim: (row,) + (0,) * (n - 1)
+      (None, *array.shape[1:]),
+      lambda row, n=array.ndim: (row, *[0] * (n - 1)),
     )
     for array in arrays
   ]
@@ -68,7 +75,7 @@ def _rescore(nodes_ref, given_ref, closed_ref, tree, *, barrier):
   column = jnp.arange(_power_of_two(nodes_ref.shape[0]))
   nodes = _load(nodes_ref, column, column < nodes_ref.shape[0], NO_NODE)
   known = _any((parent[:, None] == nodes[None]) & (nodes >= 0)[None], axis=1)
-  known &= ~_load(closed_ref, above, has_parent, True)
+  known &= ~_load_closed(closed_ref, above, has_parent)
   edge = _load(tree.edge, entry, used, 0.0)
   edge = jnp.where(known, _load(given_ref, entry, used, 0.0), edge)
   _store(tree.edge, entry, edge, used)
@@ -101,7 +108,7 @@ def _add(scores, closed_ref, tree, *, label, max_depth, barrier):
   )
   token, edge = of_guess(scores.tokens, 0), of_guess(scores.edges, IMPOSSIBLE)
   depth = _load(tree.depth, above, is_node, max_depth) + 1
-  may_have = is_node & ~_load(closed_ref, above, is_node, True)
+  may_have = is_node & ~_load_closed(closed_ref, above, is_node)
   wanted = may_have & (depth <= max_depth) & (edge > IMPOSSIBLE / 2)
 
   def look(block, found):
@@ -116,6 +123,9 @@ def _add(scores, closed_ref, tree, *, label, max_depth, barrier):
   index = size + jnp.cumsum(new.astype(jnp.int32)) - 1
   new &= index < capacity
   log_prob = _load(tree.log_prob, above, is_node, 0.0) + edge
+  origin = jnp.full(guess.shape, label, jnp.int32)
+  if scores.sources is not None:
+    origin += of_guess(scores.sources, 0)
   barrier()  # All have read what is written now.
   for ref, values in (
     (tree.token, token),
@@ -123,7 +133,7 @@ def _add(scores, closed_ref, tree, *, label, max_depth, barrier):
     (tree.depth, depth),
     (tree.edge, edge),
     (tree.log_prob, log_prob),
-    (tree.origin, label + of_guess(scores.sources, 0)),
+    (tree.origin, origin),
   ):
     _store(ref, index, values, new)
   tree.size[...] = size + jnp.sum(new.astype(jnp.int32))
@@ -155,17 +165,17 @@ def _look_ahead_kernel(
 ):
   tree = growing.tree
   size = tree.size[...]
-  deepest, deepest_parent = reach.scored[...], reach.parents[...]
+  deepest, active = reach.depth[...], reach.active[...]
 
   def nodes_at(entry):
     """What there is to know of some entries."""
     used = entry < size
     log_prob = _load(tree.log_prob, entry, used, -jnp.inf)
     depth = _load(tree.depth, entry, used, 0)
-    closed = _load(growing.closed, entry, used, True)
+    closed = _load_closed(growing.closed, entry, used)
     wanted = used & ~_load(growing.scored, entry, used, True)
     wanted &= depth <= deepest
-    can_grow = wanted & ~closed & (depth <= deepest_parent)
+    can_grow = wanted & ~closed & (depth < reach.max_depth) & active
     if not needs_ancestors:
       wanted &= ~closed
     return used, wanted, can_grow, log_prob
@@ -204,7 +214,7 @@ def _look_ahead_kernel(
   gain = jnp.maximum(share * prob - of_children, 0.0)
   out.gain[...] = total(gain, can_grow & (rank_can_grow < width))
   out.expected[...] = total(prob, used & (rank < num_nodes))
-  out.can_grow[...] = jnp.max(can_grow.astype(jnp.int32))
+  out.can_grow[...] = _any(can_grow, axis=0)
   # The entries of `nodes` are written once each: here, or as missing.
   _store(out.nodes, rank_wanted, entry, wanted & (rank_wanted < width))
   place = jnp.arange(_power_of_two(width))
@@ -220,9 +230,7 @@ def _call(kernel, inputs, out_shape, *, name, num_warps, interpret, aliases=()):
 
   def on_references(*references):
     ins, outs = references[: len(leaves)], references[len(leaves) :]
-    kernel(
-      jax.tree.unflatten(structure, ins), jax.tree.unflatten(out_structure, outs)
-    )
+    kernel(structure.unflatten(ins), out_structure.unflatten(outs))
 
   outs = pl.pallas_call(
     on_references,
@@ -235,7 +243,7 @@ def _call(kernel, inputs, out_shape, *, name, num_warps, interpret, aliases=()):
     interpret=interpret,
     name=name,
   )(*leaves)
-  return jax.tree.unflatten(out_structure, outs)
+  return out_structure.unflatten(outs)
 
 
 @functools.partial(
@@ -268,15 +276,16 @@ def extend(growing, scores, *, label, max_depth, rescores, interpret=False):
 
 
 @functools.partial(
-  jax.jit, static_argnames=('width', 'num_nodes', 'needs_ancestors', 'interpret')
+  jax.jit,
+  static_argnames=('width', 'num_nodes', 'needs_ancestors', 'interpret'),
 )
 def look_ahead(
   growing, reach, *, width, num_nodes, needs_ancestors, interpret=False
 ):
   """See `outlook.look_ahead`; `interpret`: run it on anything, for tests."""
-  rows = reach.scored.shape
+  rows = reach.depth.shape
   shape = jax.ShapeDtypeStruct
-  outlook = _call(
+  return _call(
     lambda ins, out: _look_ahead_kernel(
       *ins,
       out,
@@ -287,7 +296,7 @@ def look_ahead(
     (growing, reach),
     Outlook(
       nodes=shape((*rows, width), jnp.int32),
-      can_grow=shape(rows, jnp.int32),
+      can_grow=shape(rows, jnp.bool_),
       gain=shape(rows, jnp.float32),
       expected=shape(rows, jnp.float32),
     ),
@@ -295,4 +304,3 @@ def look_ahead(
     num_warps=8,
     interpret=interpret,
   )
-  return outlook.replace(can_grow=outlook.can_grow > 0)

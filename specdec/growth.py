@@ -36,13 +36,12 @@ from specdec.tree import TokenTree
 
 
 def _reach(drafter: Drafter, step: Step) -> Reach:
-  """How deep the stage gets within its context and the tree."""
+  """How deep the stage gets within its context."""
   longest = drafter.scorer.max_positions
-  deepest = jnp.full(step.length.shape, step.max_depth)
+  depth = jnp.full(step.length.shape, step.max_depth)
   if longest is not None:  # a node of depth d is at position length - 1 + d
-    deepest = jnp.minimum(deepest, jnp.maximum(longest - step.length, -1))
-  parents = jnp.minimum(deepest, step.max_depth - 1)
-  return Reach(scored=deepest, parents=jnp.where(step.active, parents, -1))
+    depth = jnp.minimum(depth, jnp.maximum(longest - step.length, -1))
+  return Reach(depth=depth, active=step.active, max_depth=step.max_depth)
 
 
 def _pays(
@@ -69,7 +68,7 @@ def _pays(
   # Rows share their forwards, so it is their sums that count.
   total = lambda values: jnp.sum(jnp.where(step.active, values, 0.0))
   # A stage that has not scored the root yet has no say so far.
-  can_begin = step.active & (reach.scored >= 0)
+  can_begin = step.active & (reach.depth >= 0)
   has_say = jnp.all(begun | ~can_begin)
   return (total(outlook.gain) > total(price)) | ~has_say
 
@@ -80,7 +79,7 @@ def grow(
   tree: TokenTree,
   step: Step,
   *,
-  closed: jax.Array,
+  closed: jax.Array | None = None,
   label: int = 1,
 ) -> tuple[StageState, TokenTree]:
   """Grows the trees of a batch.
@@ -90,8 +89,7 @@ def grow(
     state: of it and of those inside.
     tree: `[B, M]` per field.
     step: see `Step`.
-    closed: `[B, M]` bool, nodes that need no more children: a stage outside has
-      scored them.
+    closed: see `Growing`.
     label: origin of the nodes that the stage's first label proposes.
 
   Returns:
@@ -99,8 +97,10 @@ def grow(
   """
   config, inner = drafter.config, drafter.inner
   topology = config.topology
-  active = step.active.astype(jnp.int32)
   reach = _reach(drafter, step)
+
+  def growing(state, tree):
+    return Growing(tree=tree, scored=state.scored, closed=closed)
 
   def guess(state, tree):
     if inner is None:
@@ -110,7 +110,7 @@ def grow(
       state.inner,
       tree,
       step,
-      closed=closed | state.scored,
+      closed=growing(state, tree).closed_for_all,
       label=label + len(drafter.scorer.labels),
     )
     return state.replace(inner=inner_state), tree
@@ -120,7 +120,7 @@ def grow(
     more = rounds_done < config.rounds
     if topology is None:
       outlook = look_ahead(
-        Growing(tree=tree, scored=state.scored, closed=closed),
+        growing(state, tree),
         reach,
         width=config.width,
         num_nodes=config.num_nodes,
@@ -133,9 +133,12 @@ def grow(
     nodes = schedule[jnp.minimum(rounds_done, schedule.shape[0] - 1)]
     # A scorer may have had fewer guesses than the shape has places.
     exists = (nodes == ROOT)[None] | (tree.parent[:, nodes] >= 0)
-    exists &= tree.depth[:, nodes] <= reach.scored[:, None]
+    exists &= tree.depth[:, nodes] <= reach.depth[:, None]
     nodes = jnp.where(exists & (nodes >= 0)[None], nodes[None], NO_NODE)
-    return nodes, more & jnp.any(step.active & (reach.scored >= 0))
+    return nodes, more & jnp.any(step.active & (reach.depth >= 0))
+
+  def if_active(number):
+    return jnp.where(step.active, number, 0)
 
   def put_in_places(tree: TokenTree, scores: Scores) -> TokenTree:
     """The children of a fixed topology; unbatched."""
@@ -143,9 +146,8 @@ def grow(
     index = jnp.asarray(topology.children)[nodes][:, : scores.tokens.shape[1]]
     placed = (nodes >= 0)[:, None] & (scores.edges > IMPOSSIBLE / 2)
     index = jnp.where(placed, index, tree.capacity)
-    origins = label + scores.sources
     return place_children(
-      tree, index, nodes, scores.tokens, scores.edges, origins
+      tree, index, nodes, scores.tokens, scores.edges, scores.origins(label)
     )
 
   def score(state, tree, nodes):
@@ -156,7 +158,7 @@ def grow(
     )
     if topology is None:
       grown = extend(
-        Growing(tree=tree, scored=state.scored, closed=closed),
+        growing(state, tree),
         scores,
         label=label,
         max_depth=step.max_depth,
@@ -177,7 +179,9 @@ def grow(
       scorer=scorer,
       scored=scored,
       counters=counters.replace(
-        slots_read=counters.slots_read + active * scores.slots_read
+        forwards=counters.forwards + 1,
+        row_forwards=counters.row_forwards + if_active(1),
+        slots_read=counters.slots_read + if_active(scores.slots_read),
       ),
     )
     return state, tree
@@ -192,12 +196,5 @@ def grow(
   state, tree = guess(state, tree)
   carry = (rounds_done, state, tree, *plan(state, tree, rounds_done))
   with jax.named_scope(f'grow_{drafter.name}'):
-    rounds_done, state, tree, *_ = lax.while_loop(
-      lambda carry: carry[-1], body, carry
-    )
-  counters = state.counters
-  counters = counters.replace(
-    forwards=counters.forwards + rounds_done,
-    row_forwards=counters.row_forwards + active * rounds_done,
-  )
-  return state.replace(counters=counters), tree
+    _, state, tree, *_ = lax.while_loop(lambda carry: carry[-1], body, carry)
+  return state, tree

@@ -1,5 +1,7 @@
 """Who may see whom."""
 
+import functools
+
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -27,6 +29,26 @@ def causal_mask(start: jax.Array, length: int, num_slots: int) -> jax.Array:
   return jnp.arange(num_slots)[None, None] <= last
 
 
+def _written(start, window, *, num_slots):
+  before = jnp.arange(num_slots)[None] < start[:, None]
+  zero = jnp.zeros((), start.dtype)
+  rows = []
+  for row in range(window.shape[0]):  # cheaper than the gather of a vmap
+    mask = jnp.broadcast_to(before[row], (window.shape[1], num_slots))
+    index = (zero, start[row])
+    rows.append(lax.dynamic_update_slice(mask, window[row], index))
+  return jnp.stack(rows)
+
+
+def _looked_up(start, window, *, num_slots):
+  """Two kernels less on a GPU."""
+  place = jnp.arange(num_slots)[None] - start[:, None]
+  within = (place >= 0) & (place < window.shape[2])
+  index = jnp.clip(place, 0, window.shape[2] - 1)
+  seen = jax.vmap(lambda one, at: one[:, at])(window, index)
+  return jnp.where(within[:, None], seen, place[:, None] < 0)
+
+
 def window_mask(
   start: jax.Array, window: jax.Array, num_slots: int
 ) -> jax.Array:
@@ -48,11 +70,9 @@ def window_mask(
   Returns:
     `[B, L, S]` bool.
   """
-  before = jnp.arange(num_slots)[None] < start[:, None]
-  zero = jnp.zeros((), start.dtype)
-  rows = []
-  for row in range(window.shape[0]):  # cheaper than the gather of a vmap
-    mask = jnp.broadcast_to(before[row], (window.shape[1], num_slots))
-    index = (zero, start[row])
-    rows.append(lax.dynamic_update_slice(mask, window[row], index))
-  return jnp.stack(rows)
+  return lax.platform_dependent(
+    start,
+    window,
+    cuda=functools.partial(_looked_up, num_slots=num_slots),
+    default=functools.partial(_written, num_slots=num_slots),
+  )

@@ -1,4 +1,4 @@
-"""What another round of growth would score, and what it is expected to bring."""
+"""What another round of growth would score, and what that should bring."""
 
 import functools
 
@@ -14,16 +14,17 @@ from specdec.tree import TokenTree
 
 
 class Reach(flax.struct.PyTreeNode):
-  """How deep a stage gets, by row; -1 if not even the root counts.
+  """How deep a stage gets.
 
   Attributes:
-    scored: `[B]` int32, nodes at most so deep can be scored.
-    parents: `[B]` int32, nodes at most so deep can get children; -1 in rows
-      that are done.
+    depth: `[B]` int32, nodes at most so deep can be scored; -1: none.
+    active: `[B]` bool, rows that are not done.
+    max_depth: D, no node is deeper; static.
   """
 
-  scored: jax.Array
-  parents: jax.Array
+  depth: jax.Array
+  active: jax.Array
+  max_depth: int = flax.struct.field(pytree_node=False)
 
 
 class Outlook(flax.struct.PyTreeNode):
@@ -45,10 +46,12 @@ class Outlook(flax.struct.PyTreeNode):
 
 
 def _gain(growing: Growing, can_grow: jax.Array, width: int) -> jax.Array:
-  """The probability of the nodes that would be scored, as far as their children
-  in the tree do not have it yet, times the share that scoring has brought into
-  the tree so far: K children do not have all of their parent's probability.
-  Unbatched.
+  """Unbatched.
+
+  That is the probability of the nodes that would be scored, as far as their
+  children in the tree do not have it yet, times the share that scoring has
+  brought into the tree so far: K children do not have all of their parent's
+  probability.
   """
   tree, scored = growing.tree, growing.scored
   prob = jnp.exp(tree.log_prob)
@@ -72,10 +75,12 @@ def _expected(tree: TokenTree, num_nodes: int) -> jax.Array:
 def _of_row(growing, reach, *, width, num_nodes, needs_ancestors):
   tree = growing.tree
   used = jnp.arange(tree.capacity) < tree.size
-  candidates = used & ~growing.scored & (tree.depth <= reach.scored)
-  can_grow = candidates & ~growing.closed & (tree.depth <= reach.parents)
-  if not needs_ancestors:
-    candidates &= ~growing.closed
+  candidates = used & ~growing.scored & (tree.depth <= reach.depth)
+  can_grow = candidates & (tree.depth < reach.max_depth) & reach.active
+  if growing.closed is not None:
+    can_grow &= ~growing.closed
+    if not needs_ancestors:
+      candidates &= ~growing.closed
   nodes, _ = best_nodes(tree, candidates, width)
   return Outlook(
     nodes=nodes,

@@ -12,7 +12,9 @@ says how much a drafter is to be trusted, and one formula serves greedy decoding
 (where the noise is zero) and sampling.
 """
 
+import flax.struct
 import jax
+from jax import lax
 import jax.numpy as jnp
 
 from specdec.sampling import filter_logits
@@ -26,31 +28,64 @@ IMPOSSIBLE = -1e30
 """Finite stand-in for the log-probability 0 of a token that is no guess."""
 
 
+class Ranking(flax.struct.PyTreeNode):
+  """How likely every token is to be the target's choice.
+
+  Vocabularies are large, so log-probabilities are made of scores only where
+  they are wanted.
+
+  Attributes:
+    scores: `[B, W, V]` float32, the log-probabilities up to a constant.
+    log_total: `[B, W, 1]` float32, that constant; not finite where nothing is
+      known.
+    best: `[B, W, K]` float32, the highest scores, in descending order.
+    tokens: `[B, W, K]` int32, whose they are.
+  """
+
+  scores: jax.Array
+  log_total: jax.Array
+  best: jax.Array
+  tokens: jax.Array
+
+  def log_probs(self, scores: jax.Array) -> jax.Array:
+    """Of some of the scores, at most 0; `IMPOSSIBLE` if nothing is known."""
+    known = jnp.isfinite(self.log_total)
+    return jnp.where(
+      known, jnp.minimum(scores - self.log_total, 0.0), IMPOSSIBLE
+    )
+
+
 def rank_logits(
   logits: jax.Array,
   noise: jax.Array | None,
   sampling: Sampling,
   calibration: float,
-) -> jax.Array:
-  """Log-probabilities of every token to be the target's choice.
+  number: int,
+) -> Ranking:
+  """Ranks all tokens.
 
   Args:
-    logits: `[B, W, V]` float32, adjusted.
+    logits: `[B, W, V]` float32, adjusted. Of NaN or inf among them, or of -inf
+      alone, nothing follows.
     noise: `[B, W, V]` float32, of the positions of the tokens to be chosen;
       None if the choice will not depend on it.
     sampling: validated; the target's.
     calibration: b above.
-
-  Returns:
-    `[B, W, V]` float32, at most 0. Of logits with NaN or inf, or all of -inf,
-    nothing follows: `IMPOSSIBLE`.
+    number: K, of the best; at most V.
   """
   scores = filter_logits(logits, sampling)
   scores = calibration * (scores if noise is None else scores + noise)
-  ranked = jnp.minimum(jax.nn.log_softmax(scores, axis=-1), 0.0)
+  best, tokens = lax.top_k(scores, number)
+  # The log-sum-exp of all, without looking for the largest once more.
+  total = jnp.sum(jnp.exp(scores - best[..., :1]), axis=-1, keepdims=True)
   # NaN or inf in any of them, or -inf in all; filtering leaves no trace of it.
   usable = jnp.isfinite(jnp.max(logits, axis=-1, keepdims=True))
-  return jnp.where(usable, ranked, IMPOSSIBLE)
+  return Ranking(
+    scores=scores,
+    log_total=jnp.where(usable, best[..., :1] + jnp.log(total), jnp.inf),
+    best=best,
+    tokens=tokens,
+  )
 
 
 def rank_candidates(
@@ -59,7 +94,7 @@ def rank_candidates(
   sampling: Sampling,
   calibration: float,
 ) -> jax.Array:
-  """The same for a few tokens whose probabilities are known.
+  """Ranks a few tokens whose probabilities are known.
 
   All other tokens count as one more, with the remaining probability.
 
@@ -72,7 +107,7 @@ def rank_candidates(
     calibration: b above.
 
   Returns:
-    `[B, W, C]` float32, at most 0.
+    `[B, W, C]` float32, log-probabilities, at most 0.
   """
   temperature = per_row(sampling.temperature, log_probs)
   hot = temperature > 0

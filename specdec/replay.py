@@ -123,6 +123,6 @@ def next_token_ranks(
   noise = position_noise(
     row_keys, positions[:, 1:], definition.vocab_size, sampling
   )
-  ranked = rank_logits(logits, noise, sampling, 1.0)
-  own = jnp.take_along_axis(ranked, tokens[:, 1:, None], axis=-1)
-  return jnp.sum(ranked > own, axis=-1).astype(jnp.int32)
+  scores = rank_logits(logits, noise, sampling, 1.0, 1).scores
+  own = jnp.take_along_axis(scores, tokens[:, 1:, None], axis=-1)
+  return jnp.sum(scores > own, axis=-1).astype(jnp.int32)

@@ -19,7 +19,6 @@ from specdec.drafter import Drafter
 from specdec.drafter import StageState
 from specdec.drafter import Step
 from specdec.drawing import Draws
-from specdec.stages import commit_stages
 from specdec.growth import grow
 from specdec.guard import after_plain_step
 from specdec.guard import after_speculative_step
@@ -33,6 +32,7 @@ from specdec.sampling import adjust_logits
 from specdec.sampling import DRAFTING
 from specdec.sampling import position_noise
 from specdec.sampling import step_keys
+from specdec.stages import commit_stages
 from specdec.statistics import count_step
 from specdec.statistics import Counters
 from specdec.tree import init_tree
@@ -173,13 +173,7 @@ def make_step(
       target_bytes=target.definition.weight_bytes,
       max_depth=max_depth,
     )
-    return grow(
-      drafter,
-      state.stages,
-      tree,
-      step,
-      closed=jnp.zeros(tree.token.shape, bool),
-    )
+    return grow(drafter, state.stages, tree, step)
 
   def settle(state: DecodeState, emitted) -> GuardState | None:
     """The guard, after so many tokens."""

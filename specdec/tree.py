@@ -87,7 +87,9 @@ def walk_up(parent: jax.Array, nodes: jax.Array, num_steps: int) -> jax.Array:
   walk = [nodes]
   for _ in range(num_steps):
     here = walk[-1]
-    walk.append(jnp.where(here >= 0, parent[here], NO_NODE))
+    # Clipped: to count from the end, as is the default, takes more kernels.
+    above = jnp.take(parent, here, mode='clip')
+    walk.append(jnp.where(here >= 0, above, NO_NODE))
   return jnp.stack(walk, axis=1)
 
 
@@ -136,10 +138,12 @@ def histories(
   if num_tokens == 0:
     return jnp.zeros((*nodes.shape, 0), jnp.int32)
   back = jnp.arange(num_tokens)[None]
-  behind_root = back - tree.depth[nodes][:, None]
+  behind_root = back - jnp.take(tree.depth, nodes, mode='clip')[:, None]
   walk = walk_up(tree.parent, nodes, num_tokens - 1)
   return jnp.where(
-    behind_root > 0, recent[jnp.maximum(behind_root, 0)], tree.token[walk]
+    behind_root > 0,
+    jnp.take(recent, behind_root, mode='clip'),
+    jnp.take(tree.token, walk, mode='clip'),
   )
 
 

@@ -15,12 +15,12 @@ from specdec import PromptLookup
 from specdec import staged
 from specdec import TreeConfig
 from specdec.drafter import Step
-from specdec.stages import commit_stages
 from specdec.growth import grow
-from specdec.stages import init_stages
 from specdec.masks import causal_mask
 from specdec.masks import window_mask
 from specdec.scorers.language_model import prefill
+from specdec.stages import commit_stages
+from specdec.stages import init_stages
 from specdec.topology import chain
 from specdec.tree import init_tree
 from specdec.tree import NO_NODE

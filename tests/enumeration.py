@@ -250,9 +250,9 @@ def _laws(target, draft, seen, sampling, keys):
   nodes = jnp.zeros((target.shape[0], 1), jnp.int32)
   draws = Draws(keys=keys, replacement=False)
   _, _, drawn_from = draw_children(draft, nodes, draws, sampling, 1)
-  ranked = rank_logits(draft, None, sampling, 1.0)
-  edges, best = jax.lax.top_k(ranked, ranked.shape[-1])
-  best = jnp.where(edges > IMPOSSIBLE / 2, best, -1)
+  ranking = rank_logits(draft, None, sampling, 1.0, draft.shape[-1])
+  edges = ranking.log_probs(ranking.best)
+  best = jnp.where(edges > IMPOSSIBLE / 2, ranking.tokens, -1)
   return token_probs(target, sampling)[:, 0], drawn_from[:, 0], best[:, 0]
 
 

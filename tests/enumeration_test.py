@@ -35,9 +35,9 @@ from specdec.drafter import Step
 from specdec.drawing import draw_children
 from specdec.drawing import Draws
 from specdec.growth import grow
-from specdec.stages import init_stages
 from specdec.sampling import DRAFTING
 from specdec.sampling import step_keys
+from specdec.stages import init_stages
 from specdec.topology import chain
 from specdec.topology import from_paths
 from specdec.topology import k_ary

@@ -1,4 +1,4 @@
-"""The kernels that grow trees on GPUs, interpreted, against the same in steps."""
+"""The kernels that grow trees on GPUs, interpreted, against the steps."""
 
 import functools
 
@@ -112,8 +112,9 @@ def test_looking_ahead_is_the_same(
     rng = np.random.default_rng(seed)
     growing = _random_growing(rng, capacity, ties)
     reach = Reach(
-      scored=jnp.array([-1, 2, 5], jnp.int32),
-      parents=jnp.array([-1, 5, 3], jnp.int32),
+      depth=jnp.array([2, -1, 5], jnp.int32),
+      active=jnp.array([True, True, seed % 2 == 0]),
+      max_depth=4,
     )
     actual = gpu_growth.look_ahead(growing, reach, **static, interpret=True)
     expected = outlook._in_steps(growing, reach, **static)

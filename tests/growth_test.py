@@ -39,8 +39,8 @@ import tiny_models
 from specdec import Drafter
 from specdec import staged
 from specdec import TreeConfig
-from specdec.stages import commit_stages
 from specdec.masks import causal_mask
+from specdec.stages import commit_stages
 from specdec.topology import chain
 from specdec.topology import from_paths
 from specdec.topology import k_ary

@@ -428,13 +428,18 @@ def test_ranking_logits(calibration):
   logits = 3 * rng.normal(size=shape)
   noise = rng.gumbel(size=shape) * (temperatures > 0)[:, None, None]
   sampling = Sampling(temperature=temperatures, top_k=4).validated()
-  ranked = np.asarray(
-    rank_logits(
-      logits.astype(np.float32),
-      noise.astype(np.float32),
-      sampling,
-      calibration,
-    )
+  ranking = rank_logits(
+    logits.astype(np.float32),
+    noise.astype(np.float32),
+    sampling,
+    calibration,
+    3,
+  )
+  ranked = np.asarray(ranking.log_probs(ranking.scores))
+  best = np.asarray(ranking.log_probs(ranking.best))
+  np.testing.assert_array_equal(best, -np.sort(-ranked)[..., :3])
+  np.testing.assert_array_equal(
+    best, np.take_along_axis(ranked, np.asarray(ranking.tokens), axis=-1)
   )
   for row, place in itertools.product(range(3), range(2)):
     kept = np.argsort(-logits[row, place])[:4]
@@ -456,7 +461,7 @@ def test_the_likeliest_token_is_the_one_that_is_chosen():
   noise = rng.gumbel(size=logits.shape).astype(np.float32)
   noise[0] = 0
   sampling = Sampling(temperature=np.array([0.0, 0.7])).validated()
-  ranked = rank_logits(logits, noise, sampling, 0.6)
+  ranked = rank_logits(logits, noise, sampling, 0.6, 1).scores
   scaled = logits / np.array([1.0, 0.7], np.float32)[:, None, None]
   np.testing.assert_array_equal(
     np.argmax(ranked, axis=-1), np.argmax(scaled + noise, axis=-1)

@@ -317,9 +317,9 @@ _BUGS = [
   # Growth.
   _bug(
     'a stage inside goes on below what has been scored',
-    'growth',
-    'closed=closed | state.scored,',
-    'closed=closed,',
+    'extension',
+    'self.closed | self.scored',
+    'self.closed',
     _SEARCH,
   ),
   _bug(

@@ -14,6 +14,8 @@ the last of them, the classic off-by-one of the field; where another stage
 guesses too, it may be more. It takes the place of nodes in the next forward.
 """
 
+import functools
+
 import flax.struct
 import jax
 from jax import lax
@@ -71,8 +73,12 @@ def prefill(
 
 
 def _pick(array: jax.Array, index: jax.Array) -> jax.Array:
-  """`array [B, n, ...]` at `index [B, m]`."""
-  return jax.vmap(lambda one, at: one[at])(array, index)
+  """`array [B, n, ...]` at `index [B, m]`, or at its nearest entry.
+
+  (To count negative indices from the end, as is the default, takes a kernel.)
+  """
+  pick = functools.partial(jnp.take, axis=0, mode='clip')
+  return jax.vmap(pick)(array, index)
 
 
 class LanguageModelScorer(flax.struct.PyTreeNode):
@@ -209,10 +215,12 @@ class LanguageModelScorer(flax.struct.PyTreeNode):
       seen = seen_by_nodes(tree, nodes, step.seen, step.max_depth)
     logits = adjust_logits(logits, step.sampling, seen)
     noise = None if step.noise is None else _pick(step.noise, depth)
-    ranked = rank_logits(logits, noise, step.sampling, config.calibration)
-    branching = min(config.branching, ranked.shape[-1])
+    branching = min(config.branching, self.vocab_size)
+    ranking = rank_logits(
+      logits, noise, step.sampling, config.calibration, branching
+    )
     if step.draws is None:
-      edges, tokens = lax.top_k(ranked, branching)
+      tokens, edges = ranking.tokens, ranking.log_probs(ranking.best)
       drawn_from = None
     else:
       tokens, edges, drawn_from = draw_children(
@@ -222,9 +230,9 @@ class LanguageModelScorer(flax.struct.PyTreeNode):
       nodes=nodes,
       tokens=tokens.astype(jnp.int32),
       edges=jnp.where(edges > IMPOSSIBLE / 2, edges, IMPOSSIBLE),
-      sources=jnp.zeros(tokens.shape, jnp.int32),
+      sources=None,
       drawn_from=drawn_from,
-      given=jax.vmap(_given)(tree, nodes, ranked),
+      given=jax.vmap(_given)(tree, nodes, ranking),
       slots_read=length + text + jnp.sum(window >= 0, axis=1),
     )
     return scores, ModelState(
@@ -258,7 +266,9 @@ class LanguageModelScorer(flax.struct.PyTreeNode):
     )
 
 
-def _given(tree, nodes, ranked):
-  """What `[W, V]` numbers say about the children in the tree; unbatched."""
+def _given(tree, nodes, ranking):
+  """The numbers of children in the tree; unbatched."""
   of_parent = (tree.parent[:, None] == nodes[None]) & (nodes >= 0)[None]
-  return ranked[jnp.argmax(of_parent, axis=1), tree.token]
+  parent = jnp.argmax(of_parent, axis=1)
+  ranking = ranking.replace(log_total=ranking.log_total[parent, 0])
+  return ranking.log_probs(ranking.scores[parent, tree.token])
