@@ -75,7 +75,8 @@ def rank_logits(
   """
   scores = filter_logits(logits, sampling)
   scores = calibration * (scores if noise is None else scores + noise)
-  best, tokens = lax.top_k(scores, number)
+  # The barrier is for XLA's CPU backend, see `sampling.filter_logits`.
+  best, tokens = lax.optimization_barrier(lax.top_k(scores, number))
   # The log-sum-exp of all, without looking for the largest once more.
   total = jnp.sum(jnp.exp(scores - best[..., :1]), axis=-1, keepdims=True)
   # NaN or inf in any of them, or -inf in all; filtering leaves no trace of it.

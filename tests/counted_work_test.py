@@ -11,6 +11,7 @@ How often programs are compiled, and that a decode never waits for the host, is
 tested in compile_test.py.
 """
 
+import functools
 import importlib.metadata
 import json
 import pathlib
@@ -22,7 +23,9 @@ import tiny_models
 
 from models.compiling.devices import DEVICES
 from models.compiling.devices import find_libtpu
+from models.compiling.hlo import parse
 from models.compiling.programs import compile_program
+from models.compiling.programs import config_of
 from models.compiling.programs import Workload
 from models.compiling.report import analyse
 import specdec
@@ -90,6 +93,11 @@ def _check(name, counted, update, *, compiler=()):
   )
 
 
+@functools.cache
+def _compiled(device, method):
+  return compile_program(method, _WORKLOAD, DEVICES[device])
+
+
 @pytest.fixture
 def update(request):
   return request.config.getoption('--update_limits')
@@ -100,7 +108,7 @@ def update(request):
 def test_the_compiled_loops_of_the_demo_pair(device, method, update):
   if device == 'v5e' and find_libtpu() is None:
     pytest.skip(_NO_LIBTPU)
-  compiled = compile_program(method, _WORKLOAD, DEVICES[device])
+  compiled = _compiled(device, method)
   report = analyse(method, compiled, DEVICES[device])
   counted = {'temporary bytes': report.temporary_bytes}
   for loop in report.loops:
@@ -117,6 +125,18 @@ def test_the_compiled_loops_of_the_demo_pair(device, method, update):
     }
   compiler = ('jaxlib', 'cpu' if device == 'cpu' else 'libtpu')
   _check(f'{device} {method}', counted, update, compiler=compiler)
+
+
+def test_a_cpu_does_not_sort_the_vocabulary():
+  """As XLA would where only a part of a top-k is used."""
+  program = parse(_compiled('cpu', 'staged').text)
+  sizes = {
+    max(one.arrays[0].dims)
+    for instructions in program.computations.values()
+    for one in instructions
+    if one.opcode == 'sort'
+  }
+  assert max(sizes, default=0) < config_of('demo').vocab_size
 
 
 def test_forwards_of_a_decode(update):
