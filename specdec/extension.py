@@ -34,7 +34,7 @@ class Growing(flax.struct.PyTreeNode):
     return self.scored if self.closed is None else self.closed | self.scored
 
 
-def _rescore(tree, scores, closed, max_depth):
+def _rescore(tree, scores, closed, *, max_depth):
   """This stage knows better than those inside it; unbatched."""
   of_parent = tree.parent[:, None] == scores.nodes[None]
   of_parent &= (scores.nodes >= 0)[None]
@@ -45,7 +45,7 @@ def _rescore(tree, scores, closed, max_depth):
   return accumulate(tree, max_depth)
 
 
-def _add(tree, scores, closed, label, max_depth):
+def _add(tree, scores, closed, *, label, max_depth):
   """The stage's own children; unbatched."""
   nodes = scores.nodes
   may_have = (nodes >= 0) & (tree.depth[nodes] < max_depth)
@@ -66,9 +66,9 @@ def mark(scored: jax.Array, nodes: jax.Array) -> jax.Array:
 def _in_steps(growing, scores, *, label, max_depth, rescores):
   tree, closed = growing.tree, growing.closed
   if rescores:
-    rescore = lambda *row: _rescore(*row, max_depth)
+    rescore = functools.partial(_rescore, max_depth=max_depth)
     tree = jax.vmap(rescore)(tree, scores, closed)
-  add = lambda *row: _add(*row, label, max_depth)
+  add = functools.partial(_add, label=label, max_depth=max_depth)
   tree = jax.vmap(add)(tree, scores, closed)
   return growing.replace(tree=tree, scored=mark(growing.scored, scores.nodes))
 
@@ -78,6 +78,8 @@ def _in_one_kernel(growing, scores, **static):
   # Here, so that other machines do not wait for Pallas.
   from specdec import gpu_growth
 
+  if not gpu_growth.fits(growing.tree.capacity, *scores.tokens.shape[1:]):
+    return _in_steps(growing, scores, **static)
   return gpu_growth.extend(growing, scores, **static)
 
 

@@ -7,6 +7,7 @@ with barriers between writing and reading.
 """
 
 import functools
+from typing import Any
 
 import jax
 from jax import lax
@@ -22,6 +23,18 @@ from specdec.tree import NO_NODE
 _BLOCK = 16
 _NO_PARENT = NO_NODE - 1
 """Of what is no entry of the tree, so that nobody is its parent."""
+
+
+# Of one array in a kernel; the compiler takes four times as many at most.
+_MOST_ELEMENTS = 1 << 18
+
+
+def fits(capacity: int, width: int, branching: int = 1) -> bool:
+  """Whether the kernels serve trees of M nodes, and W scored with K guesses."""
+  nodes, scored = _power_of_two(capacity), _power_of_two(width)
+  guesses = _power_of_two(width * branching)
+  elements = max(nodes * scored, nodes * _BLOCK, _BLOCK * guesses)
+  return elements <= _MOST_ELEMENTS
 
 
 def _power_of_two(number: int) -> int:
@@ -139,11 +152,9 @@ def _add(scores, closed_ref, tree, *, label, max_depth, barrier):
   tree.size[...] = size + jnp.sum(new.astype(jnp.int32))
 
 
-def _extend_kernel(
-  scores, closed_ref, old, new, *, label, max_depth, rescores, barrier
-):
-  del old  # The same memory as the new.
-  tree, scored_ref = new
+def _extend_kernel(inputs, changing, *, label, max_depth, rescores, barrier):
+  scores, closed_ref, _ = inputs  # The rest is in the memory of `changing`.
+  tree, scored_ref = changing
   if rescores:
     _rescore(scores.nodes, scores.given, closed_ref, tree, barrier=barrier)
     barrier()
@@ -160,9 +171,8 @@ def _extend_kernel(
   _store(scored_ref, nodes, jnp.ones(nodes.shape, jnp.bool_), nodes >= 0)
 
 
-def _look_ahead_kernel(
-  growing, reach, out, *, width, num_nodes, needs_ancestors
-):
+def _look_ahead_kernel(inputs, out, *, width, num_nodes, needs_ancestors):
+  growing, reach = inputs
   tree = growing.tree
   size = tree.size[...]
   deepest, active = reach.depth[...], reach.active[...]
@@ -230,7 +240,10 @@ def _call(kernel, inputs, out_shape, *, name, num_warps, interpret, aliases=()):
 
   def on_references(*references):
     ins, outs = references[: len(leaves)], references[len(leaves) :]
-    kernel(structure.unflatten(ins), out_structure.unflatten(outs))
+    kernel(
+      jax.tree.unflatten(structure, ins),
+      jax.tree.unflatten(out_structure, outs),
+    )
 
   outs = pl.pallas_call(
     on_references,
@@ -243,7 +256,7 @@ def _call(kernel, inputs, out_shape, *, name, num_warps, interpret, aliases=()):
     interpret=interpret,
     name=name,
   )(*leaves)
-  return out_structure.unflatten(outs)
+  return jax.tree.unflatten(out_structure, outs)
 
 
 @functools.partial(
@@ -255,9 +268,8 @@ def extend(growing, scores, *, label, max_depth, rescores, interpret=False):
   inputs = (scores, growing.closed, changing)
   first = len(jax.tree.leaves((scores, growing.closed)))
   tree, scored = _call(
-    lambda ins, new: _extend_kernel(
-      *ins,
-      new,
+    functools.partial(
+      _extend_kernel,
       label=label,
       max_depth=max_depth,
       rescores=rescores,
@@ -283,23 +295,22 @@ def look_ahead(
   growing, reach, *, width, num_nodes, needs_ancestors, interpret=False
 ):
   """See `outlook.look_ahead`; `interpret`: run it on anything, for tests."""
-  rows = reach.depth.shape
-  shape = jax.ShapeDtypeStruct
+  rows, shape = reach.depth.shape, jax.ShapeDtypeStruct
+  out_shape: dict[str, Any] = {
+    'nodes': shape((*rows, width), jnp.int32),
+    'can_grow': shape(rows, jnp.bool_),
+    'gain': shape(rows, jnp.float32),
+    'expected': shape(rows, jnp.float32),
+  }
   return _call(
-    lambda ins, out: _look_ahead_kernel(
-      *ins,
-      out,
+    functools.partial(
+      _look_ahead_kernel,
       width=width,
       num_nodes=num_nodes,
       needs_ancestors=needs_ancestors,
     ),
     (growing, reach),
-    Outlook(
-      nodes=shape((*rows, width), jnp.int32),
-      can_grow=shape(rows, jnp.bool_),
-      gain=shape(rows, jnp.float32),
-      expected=shape(rows, jnp.float32),
-    ),
+    Outlook(**out_shape),
     name='look_ahead',
     num_warps=8,
     interpret=interpret,

@@ -13,12 +13,13 @@ deep as the guesses were good, so the same tree takes fewer forwards (section
 well verify what the draft had no time to look at.
 """
 
+import functools
+
 import jax
 from jax import lax
 import jax.numpy as jnp
 
 from specdec.drafter import Drafter
-from specdec.drafter import Scores
 from specdec.drafter import StageState
 from specdec.drafter import Step
 from specdec.extension import extend
@@ -71,6 +72,17 @@ def _pays(
   can_begin = step.active & (reach.depth >= 0)
   has_say = jnp.all(begun | ~can_begin)
   return (total(outlook.gain) > total(price)) | ~has_say
+
+
+def _put_in_places(tree, scores, *, topology, label):
+  """The children that a fixed topology has room for; unbatched."""
+  nodes = scores.nodes
+  index = jnp.asarray(topology.children)[nodes][:, : scores.tokens.shape[1]]
+  placed = (nodes >= 0)[:, None] & (scores.edges > IMPOSSIBLE / 2)
+  index = jnp.where(placed, index, tree.capacity)
+  return place_children(
+    tree, index, nodes, scores.tokens, scores.edges, scores.origins(label)
+  )
 
 
 def grow(
@@ -140,16 +152,6 @@ def grow(
   def if_active(number):
     return jnp.where(step.active, number, 0)
 
-  def put_in_places(tree: TokenTree, scores: Scores) -> TokenTree:
-    """The children of a fixed topology; unbatched."""
-    nodes = scores.nodes
-    index = jnp.asarray(topology.children)[nodes][:, : scores.tokens.shape[1]]
-    placed = (nodes >= 0)[:, None] & (scores.edges > IMPOSSIBLE / 2)
-    index = jnp.where(placed, index, tree.capacity)
-    return place_children(
-      tree, index, nodes, scores.tokens, scores.edges, scores.origins(label)
-    )
-
   def score(state, tree, nodes):
     padding = ((0, 0), (0, forward_width(config) - config.width))
     nodes = jnp.pad(nodes, padding, constant_values=NO_NODE)
@@ -166,7 +168,9 @@ def grow(
       )
       tree, scored = grown.tree, grown.scored
     else:
-      tree = jax.vmap(put_in_places)(tree, scores)
+      tree = jax.vmap(
+        functools.partial(_put_in_places, topology=topology, label=label)
+      )(tree, scores)
       scored = mark(state.scored, scores.nodes)
     counters = state.counters
     if scores.drawn_from is not None:

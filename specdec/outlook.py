@@ -91,7 +91,8 @@ def _of_row(growing, reach, *, width, num_nodes, needs_ancestors):
 
 
 def _in_steps(growing, reach, **static):
-  return jax.vmap(functools.partial(_of_row, **static))(growing, reach)
+  of_row = lambda growing, reach: _of_row(growing, reach, **static)
+  return jax.vmap(of_row)(growing, reach)
 
 
 def _in_one_kernel(growing, reach, **static):
@@ -99,6 +100,8 @@ def _in_one_kernel(growing, reach, **static):
   # Here, so that other machines do not wait for Pallas.
   from specdec import gpu_growth
 
+  if not gpu_growth.fits(growing.tree.capacity, static['width']):
+    return _in_steps(growing, reach, **static)
   return gpu_growth.look_ahead(growing, reach, **static)
 
 

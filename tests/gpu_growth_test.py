@@ -153,3 +153,12 @@ def test_growth_by_kernels_is_a_best_first_search(temperature):
   assert max(map(len, trees)) > 12
   assert len(trees) == BATCH_SIZE
   assert TREE.capacity >= max(map(len, trees))
+
+
+def test_what_the_kernels_serve():
+  assert gpu_growth.fits(512, 16, 8)
+  assert gpu_growth.fits(16384, 16)
+  assert not gpu_growth.fits(16385, 16)
+  assert not gpu_growth.fits(16384, 17)
+  assert gpu_growth.fits(64, 512, 32)
+  assert not gpu_growth.fits(64, 512, 33)
