@@ -25,7 +25,7 @@ from specdec.tracing import Block
 from specdec.tracing import Trace
 from specdec.tree_config import TreeConfig
 
-__version__ = '0.6.2'
+__version__ = '0.6.3'
 
 __all__ = (
   'Block',
