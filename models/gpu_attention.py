@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from models.attention import MASKED_SCORE
 from models.matmul import precision
+from specdec import gpu
 
 _SLOTS_PER_BLOCK = 64
 _MOST_ROWS = 128
@@ -34,6 +35,8 @@ def fits(query: jax.Array, key: jax.Array) -> bool:
   The queries of a head have to fit into registers; a long prompt, which does
   not, keeps the device busy anyway.
   """
+  if not gpu.runs_kernels():
+    return False
   width = key.shape[3]
   rows = query.shape[1] // key.shape[1] * key.shape[2]
   return rows <= _MOST_ROWS and width == _power_of_two(width)

@@ -72,12 +72,12 @@ class Scores(flax.struct.PyTreeNode):
   tokens: jax.Array
   edges: jax.Array
   sources: jax.Array | None
-  given: jax.Array | None
-  slots_read: jax.Array | None
+  given: jax.Array
+  slots_read: jax.Array
   drawn_from: jax.Array | None = None
 
   def origins(self, label: int) -> jax.Array:
-    """As `sources`, of nodes whose first source is `label`."""
+    """`[B, W, K]` int32, who proposes; `label` is that of the first source."""
     if self.sources is None:
       return jnp.full(self.tokens.shape, label)
     return label + self.sources

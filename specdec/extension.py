@@ -75,11 +75,14 @@ def _in_steps(growing, scores, *, label, max_depth, rescores):
 
 def _in_one_kernel(growing, scores, **static):
   """On a GPU the steps are about a dozen kernels."""
-  # Here, so that other machines do not wait for Pallas.
+  # Here, so that plain decoding does not wait for Pallas.
   from specdec import gpu_growth
 
   if not gpu_growth.fits(growing.tree.capacity, *scores.tokens.shape[1:]):
     return _in_steps(growing, scores, **static)
+  # What is not needed would still be computed for the kernel.
+  given = scores.given if static['rescores'] else None
+  scores = scores.replace(given=given, slots_read=None, drawn_from=None)
   return gpu_growth.extend(growing, scores, **static)
 
 
@@ -101,9 +104,6 @@ def extend(
     rescores: whether children that those nodes have already get the numbers of
       this stage.
   """
-  # What nobody asks for would be computed for the kernel.
-  given = scores.given if rescores else None
-  scores = scores.replace(given=given, slots_read=None, drawn_from=None)
   static = {'label': label, 'max_depth': max_depth, 'rescores': rescores}
   return lax.platform_dependent(
     growing,

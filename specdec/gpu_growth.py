@@ -1,9 +1,8 @@
 """Growing a tree, as two kernels for GPUs: what lies between two forwards.
 
-XLA makes a kernel of nearly every "any", "sum" or "top" of a few numbers, and
-starting one takes longer than the numbers. Here a program has one row of the
-batch; what its threads tell each other goes through the arrays of the tree,
-with barriers between writing and reading.
+XLA makes a kernel of nearly every "any", "sum" or "top" of a few numbers. Here
+a program has one row of the batch; what its threads tell each other goes
+through the arrays of the tree, with barriers between writing and reading.
 """
 
 import functools
@@ -15,26 +14,25 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 import jax.numpy as jnp
 
+from specdec import gpu
 from specdec.outlook import Outlook
 from specdec.ranking import IMPOSSIBLE
 from specdec.tree import NO_NODE
 
 # Nodes that all nodes are compared with at a time.
 _BLOCK = 16
+# Of what is no entry of the tree, so that nobody is its parent.
 _NO_PARENT = NO_NODE - 1
-"""Of what is no entry of the tree, so that nobody is its parent."""
-
-
-# Of one array in a kernel; the compiler takes four times as many at most.
-_MOST_ELEMENTS = 1 << 18
+# All nodes are compared with all, by one multiprocessor.
+_MOST_NODES = 1024
+_MOST_SCORED, _MOST_GUESSES = 256, 4096
+_NUM_WARPS = 4
 
 
 def fits(capacity: int, width: int, branching: int = 1) -> bool:
   """Whether the kernels serve trees of M nodes, and W scored with K guesses."""
-  nodes, scored = _power_of_two(capacity), _power_of_two(width)
-  guesses = _power_of_two(width * branching)
-  elements = max(nodes * scored, nodes * _BLOCK, _BLOCK * guesses)
-  return elements <= _MOST_ELEMENTS
+  few = capacity <= _MOST_NODES and width <= _MOST_SCORED
+  return few and width * branching <= _MOST_GUESSES and gpu.runs_kernels()
 
 
 def _power_of_two(number: int) -> int:
@@ -47,7 +45,8 @@ def _load(ref, index, real, other):
 
 
 def _store(ref, index, values, real):
-  """Where not `real`, nowhere; not even a duplicate of another index."""
+  """Where `real`."""
+  # Interpreted, the other entries are written too, with what was there.
   index = jnp.where(real, index, ref.shape[0])
   triton.store(ref.at[index], values, mask=real)
 
@@ -87,7 +86,9 @@ def _rescore(nodes_ref, given_ref, closed_ref, tree, *, barrier):
   has_parent, above = parent >= 0, jnp.maximum(parent, 0)
   column = jnp.arange(_power_of_two(nodes_ref.shape[0]))
   nodes = _load(nodes_ref, column, column < nodes_ref.shape[0], NO_NODE)
-  known = _any((parent[:, None] == nodes[None]) & (nodes >= 0)[None], axis=1)
+  # Nodes along the last axis throughout, so that few sums cross threads.
+  of_parent = nodes[:, None] == parent[None]
+  known = _any(of_parent & (nodes >= 0)[:, None], axis=0)
   known &= ~_load_closed(closed_ref, above, has_parent)
   edge = _load(tree.edge, entry, used, 0.0)
   edge = jnp.where(known, _load(given_ref, entry, used, 0.0), edge)
@@ -116,10 +117,8 @@ def _add(scores, closed_ref, tree, *, label, max_depth, barrier):
   node, rank = guess // scores.tokens.shape[1], guess % scores.tokens.shape[1]
   parent = _load(scores.nodes, node, real, NO_NODE)
   is_node, above = parent >= 0, jnp.maximum(parent, 0)
-  of_guess = lambda ref, other: triton.load(
-    ref.at[node, rank], mask=real, other=other
-  )
-  token, edge = of_guess(scores.tokens, 0), of_guess(scores.edges, IMPOSSIBLE)
+  token = _load(scores.tokens, (node, rank), real, 0)
+  edge = _load(scores.edges, (node, rank), real, IMPOSSIBLE)
   depth = _load(tree.depth, above, is_node, max_depth) + 1
   may_have = is_node & ~_load_closed(closed_ref, above, is_node)
   wanted = may_have & (depth <= max_depth) & (edge > IMPOSSIBLE / 2)
@@ -138,7 +137,7 @@ def _add(scores, closed_ref, tree, *, label, max_depth, barrier):
   log_prob = _load(tree.log_prob, above, is_node, 0.0) + edge
   origin = jnp.full(guess.shape, label, jnp.int32)
   if scores.sources is not None:
-    origin += of_guess(scores.sources, 0)
+    origin += _load(scores.sources, (node, rank), real, 0)
   barrier()  # All have read what is written now.
   for ref, values in (
     (tree.token, token),
@@ -157,7 +156,6 @@ def _extend_kernel(inputs, changing, *, label, max_depth, rescores, barrier):
   tree, scored_ref = changing
   if rescores:
     _rescore(scores.nodes, scores.given, closed_ref, tree, barrier=barrier)
-    barrier()
   _add(
     scores,
     closed_ref,
@@ -181,49 +179,50 @@ def _look_ahead_kernel(inputs, out, *, width, num_nodes, needs_ancestors):
     """What there is to know of some entries."""
     used = entry < size
     log_prob = _load(tree.log_prob, entry, used, -jnp.inf)
+    possible = log_prob > -jnp.inf
     depth = _load(tree.depth, entry, used, 0)
     closed = _load_closed(growing.closed, entry, used)
-    wanted = used & ~_load(growing.scored, entry, used, True)
+    wanted = possible & ~_load(growing.scored, entry, used, True)
     wanted &= depth <= deepest
     can_grow = wanted & ~closed & (depth < reach.max_depth) & active
     if not needs_ancestors:
       wanted &= ~closed
-    return used, wanted, can_grow, log_prob
+    return possible, wanted, can_grow, log_prob
 
   entry = jnp.arange(_power_of_two(tree.parent.shape[0]))
-  used, wanted, can_grow, log_prob = nodes_at(entry)
+  possible, wanted, can_grow, log_prob = nodes_at(entry)
   prob = jnp.exp(log_prob)
 
   def compare(block, carry):
-    """Who comes before whom, and who is whose child."""
+    """Who comes before whom, and who is whose child: `[_BLOCK, M]`."""
     others = block * _BLOCK + jnp.arange(_BLOCK)
     *kinds, other_log_prob = nodes_at(others)
-    before = other_log_prob[None] > log_prob[:, None]
-    equal = other_log_prob[None] == log_prob[:, None]
-    before |= equal & (others[None] < entry[:, None])
-    parent = _load(tree.parent, others, kinds[0], _NO_PARENT)
-    is_child = parent[None] == entry[:, None]
+    before = other_log_prob[:, None] > log_prob[None]
+    equal = other_log_prob[:, None] == log_prob[None]
+    before |= equal & (others[:, None] < entry[None])
+    parent = _load(tree.parent, others, others < size, _NO_PARENT)
+    is_child = parent[:, None] == entry[None]
     *ranks, of_children = carry
     ranks = [
-      rank + jnp.sum((before & kind[None]).astype(jnp.int32), axis=1)
+      rank + jnp.sum((before & kind[:, None]).astype(jnp.int32), axis=0)
       for rank, kind in zip(ranks, kinds, strict=True)
     ]
-    mass = jnp.where(is_child, jnp.exp(other_log_prob)[None], 0.0)
-    return *ranks, of_children + jnp.sum(mass, axis=1)
+    mass = jnp.where(is_child, jnp.exp(other_log_prob)[:, None], 0.0)
+    return *ranks, of_children + jnp.sum(mass, axis=0)
 
   zeros = jnp.zeros(entry.shape, jnp.int32)
   rank, rank_wanted, rank_can_grow, of_children = lax.fori_loop(
     0, _num_blocks(size), compare, (zeros, zeros, zeros, jnp.zeros(entry.shape))
   )
   of_children = jnp.minimum(of_children, prob)
-  scored = used & _load(growing.scored, entry, used, False)
+  scored = _load(growing.scored, entry, entry < size, False)
   total = lambda mass, of: jnp.sum(jnp.where(of, mass, 0.0))
   of_scored = total(prob, scored)
   share = total(of_children, scored) / jnp.maximum(of_scored, 1e-6)
   share = jnp.where(of_scored > 0, share, 1.0)
   gain = jnp.maximum(share * prob - of_children, 0.0)
   out.gain[...] = total(gain, can_grow & (rank_can_grow < width))
-  out.expected[...] = total(prob, used & (rank < num_nodes))
+  out.expected[...] = total(prob, possible & (rank < num_nodes))
   out.can_grow[...] = _any(can_grow, axis=0)
   # The entries of `nodes` are written once each: here, or as missing.
   _store(out.nodes, rank_wanted, entry, wanted & (rank_wanted < width))
@@ -233,8 +232,8 @@ def _look_ahead_kernel(inputs, out, *, width, num_nodes, needs_ancestors):
   _store(out.nodes, place, none, missing & (place < width))
 
 
-def _call(kernel, inputs, out_shape, *, name, num_warps, interpret, aliases=()):
-  """One program for each row; `kernel` gets the two trees, of references."""
+def _call(kernel, inputs, out_shape, *, name, interpret, aliases=None):
+  """One program for each row; `kernel` gets the two pytrees as references."""
   leaves, structure = jax.tree.flatten(inputs)
   out_leaves, out_structure = jax.tree.flatten(out_shape)
 
@@ -251,8 +250,9 @@ def _call(kernel, inputs, out_shape, *, name, num_warps, interpret, aliases=()):
     in_specs=_of_rows(leaves),
     out_specs=_of_rows(out_leaves),
     out_shape=out_leaves,
-    input_output_aliases=dict(aliases),
-    compiler_params=triton.CompilerParams(num_warps=num_warps, num_stages=1),
+    input_output_aliases=aliases or {},
+    # One stage: loops read what they wrote, so nothing may be prefetched.
+    compiler_params=triton.CompilerParams(num_warps=_NUM_WARPS, num_stages=1),
     interpret=interpret,
     name=name,
   )(*leaves)
@@ -280,9 +280,8 @@ def extend(growing, scores, *, label, max_depth, rescores, interpret=False):
       lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), changing
     ),
     name='extend_tree',
-    num_warps=4,
     interpret=interpret,
-    aliases=[(first + i, i) for i in range(len(jax.tree.leaves(changing)))],
+    aliases={first + i: i for i in range(len(jax.tree.leaves(changing)))},
   )
   return growing.replace(tree=tree, scored=scored)
 
@@ -312,6 +311,5 @@ def look_ahead(
     (growing, reach),
     Outlook(**out_shape),
     name='look_ahead',
-    num_warps=8,
     interpret=interpret,
   )

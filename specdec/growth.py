@@ -142,6 +142,7 @@ def grow(
       pays = _pays(drafter, outlook, reach, begun, step, rounds_done)
       return outlook.nodes, more & pays
     schedule = jnp.asarray(topology.schedule)
+    # After the last round there is no next one.
     nodes = schedule[jnp.minimum(rounds_done, schedule.shape[0] - 1)]
     # A scorer may have had fewer guesses than the shape has places.
     exists = (nodes == ROOT)[None] | (tree.parent[:, nodes] >= 0)

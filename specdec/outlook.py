@@ -74,8 +74,9 @@ def _expected(tree: TokenTree, num_nodes: int) -> jax.Array:
 
 def _of_row(growing, reach, *, width, num_nodes, needs_ancestors):
   tree = growing.tree
-  used = jnp.arange(tree.capacity) < tree.size
-  candidates = used & ~growing.scored & (tree.depth <= reach.depth)
+  candidates = (
+    (tree.log_prob > -jnp.inf) & ~growing.scored & (tree.depth <= reach.depth)
+  )
   can_grow = candidates & (tree.depth < reach.max_depth) & reach.active
   if growing.closed is not None:
     can_grow &= ~growing.closed
@@ -97,7 +98,7 @@ def _in_steps(growing, reach, **static):
 
 def _in_one_kernel(growing, reach, **static):
   """On a GPU the steps are about a dozen kernels."""
-  # Here, so that other machines do not wait for Pallas.
+  # Here, so that plain decoding does not wait for Pallas.
   from specdec import gpu_growth
 
   if not gpu_growth.fits(growing.tree.capacity, static['width']):

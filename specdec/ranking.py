@@ -48,11 +48,20 @@ class Ranking(flax.struct.PyTreeNode):
   tokens: jax.Array
 
   def log_probs(self, scores: jax.Array) -> jax.Array:
-    """Of some of the scores, at most 0; `IMPOSSIBLE` if nothing is known."""
-    known = jnp.isfinite(self.log_total)
-    return jnp.where(
-      known, jnp.minimum(scores - self.log_total, 0.0), IMPOSSIBLE
-    )
+    """Of some of the scores; see `normalise`."""
+    return normalise(scores, self.log_total)
+
+
+def normalise(scores: jax.Array, log_total: jax.Array) -> jax.Array:
+  """Log-probabilities, at most 0, of scores up to a constant.
+
+  Args:
+    scores: any shape.
+    log_total: the constant, of a shape that fits; where it is not finite,
+      nothing is known, and they are `IMPOSSIBLE`.
+  """
+  log_probs = jnp.minimum(scores - log_total, 0.0)
+  return jnp.where(jnp.isfinite(log_total), log_probs, IMPOSSIBLE)
 
 
 def rank_logits(

@@ -11,13 +11,13 @@ import tiny_models
 
 from specdec import cache as kv
 from specdec import init_cache
+from specdec import masks
 from specdec import PromptLookup
 from specdec import staged
 from specdec import TreeConfig
 from specdec.drafter import Step
 from specdec.growth import grow
 from specdec.masks import causal_mask
-from specdec.masks import window_mask
 from specdec.scorers.language_model import prefill
 from specdec.stages import commit_stages
 from specdec.stages import init_stages
@@ -62,10 +62,15 @@ def test_causal_mask_by_hand():
   )
 
 
-def test_window_mask_by_hand():
+_WINDOW_MASKS = pytest.mark.parametrize('how', ['_written', '_looked_up'])
+
+
+@_WINDOW_MASKS
+def test_window_mask_by_hand(how):
   """The root and two children that is drawn there, then in front and behind."""
   window = np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], bool)
-  mask = window_mask(jnp.array([2, 0, 3]), jnp.asarray([window] * 3), 6)
+  make = getattr(masks, how)
+  mask = make(jnp.array([2, 0, 3]), jnp.asarray([window] * 3), num_slots=6)
   np.testing.assert_array_equal(
     mask,
     np.array(
@@ -91,9 +96,10 @@ def test_window_mask_by_hand():
   )
 
 
-def test_fewer_queries_than_slots_of_a_window():
+@_WINDOW_MASKS
+def test_fewer_queries_than_slots_of_a_window(how):
   window = jnp.array([[[True, False, True]]])
-  mask = window_mask(jnp.array([1]), window, 5)
+  mask = getattr(masks, how)(jnp.array([1]), window, num_slots=5)
   assert mask.astype(int).tolist() == [[[1, 1, 0, 1, 0]]]
 
 

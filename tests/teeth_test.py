@@ -96,6 +96,7 @@ _SEARCH = ('growth.test_growth_is_a_best_first_search', 'model, table')
 _NEXT_STEP = ('growth.test_growth_after_a_step_is_growth_after_a_prefill',)
 _PATHS = ('verification.test_logits_in_a_tree_are_those_of_each_path_alone',)
 _COMMIT = ('verification.test_commit_by_hand',)
+_THREADS = ('gpu_growth.test_threads_wait_for_each_other',)
 _GPT2 = ('decode.test_drafted_equals_plain', 1, 'tree')
 _END = ('decode.test_the_first_of_several_eos_ids_ends_a_row', 'chain')
 _WITHOUT, _WITH = 'without_replacement', 'with_replacement'
@@ -220,7 +221,7 @@ _BUGS = [
     'masks',
     'before = jnp.arange(num_slots)[None] < start[:, None]',
     'before = jnp.arange(num_slots)[None] < start[:, None] - 1',
-    ('cache.test_window_mask_by_hand',),
+    ('cache.test_window_mask_by_hand', '_written'),
   ),
   _bug(
     'draft forgets the text that it could not read in time',
@@ -349,6 +350,56 @@ _BUGS = [
     'log_prob + left,',
     'log_prob,',
     ('scorers.test_merging_proposers', 2),
+  ),
+  # The kernels for GPUs.
+  _bug(
+    'slots before the window are looked up in it',
+    'masks',
+    'seen, place[:, None] < 0',
+    'seen, place[:, None] < -1',
+    ('cache.test_window_mask_by_hand', '_looked_up'),
+  ),
+  _bug(
+    'of equally likely nodes each comes before the other',
+    'gpu_growth',
+    'others[:, None] < entry[None]',
+    'others[:, None] != entry[None]',
+    ('gpu_growth.test_looking_ahead_is_the_same', 40, 20, 30, False, True),
+  ),
+  _bug(
+    'a place to score is left as it was',
+    'gpu_growth',
+    'missing = place >= ',
+    'missing = place > ',
+    ('gpu_growth.test_looking_ahead_is_the_same', 40, 20, 30, False, False),
+  ),
+  _bug(
+    'a full tree grows',
+    'gpu_growth',
+    '  new &= index < capacity\n',
+    '',
+    ('gpu_growth.test_extending_is_the_same', 14, 3, 3, False),
+  ),
+  _bug(
+    'a stage inside changes the numbers of the one outside',
+    'gpu_growth',
+    '  known &= ~_load_closed(closed_ref, above, has_parent)\n',
+    '',
+    ('gpu_growth.test_extending_is_the_same', 40, 4, 4, True),
+  ),
+  _bug(
+    'a kernel reads what other threads may not have written yet',
+    'gpu_growth',
+    '    _store(tree.log_prob, entry, log_prob, used)\n    barrier()\n',
+    '    _store(tree.log_prob, entry, log_prob, used)\n',
+    _THREADS,
+  ),
+  _bug(
+    'a kernel writes what other threads may not have read yet',
+    'gpu_growth',
+    '    barrier()\n    _store(tree.log_prob, entry, log_prob, used)\n',
+    '    _store(tree.log_prob, entry, log_prob, used)\n',
+    _THREADS,
   ),
   # Rejection verification: what the guesses were drawn from.
   _bug(

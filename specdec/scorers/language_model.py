@@ -30,6 +30,7 @@ from specdec.masks import causal_mask
 from specdec.masks import window_mask
 from specdec.model import Model
 from specdec.ranking import IMPOSSIBLE
+from specdec.ranking import normalise
 from specdec.ranking import rank_logits
 from specdec.repetition import seen_by_nodes
 from specdec.sampling import adjust_logits
@@ -153,9 +154,8 @@ class LanguageModelScorer(flax.struct.PyTreeNode):
       forwards, cache = carry
       start = cache.length
       positions = start[:, None] + jnp.arange(size)[None]
-      last = tokens.shape[1] - 1
       _, fed = self.model.apply(
-        _pick(tokens, jnp.minimum(positions, last)),
+        _pick(tokens, positions),
         positions,
         causal_mask(start, size, cache.num_slots),
         cache,
@@ -270,5 +270,5 @@ def _given(tree, nodes, ranking):
   """The numbers of children in the tree; unbatched."""
   of_parent = (tree.parent[:, None] == nodes[None]) & (nodes >= 0)[None]
   parent = jnp.argmax(of_parent, axis=1)
-  ranking = ranking.replace(log_total=ranking.log_total[parent, 0])
-  return ranking.log_probs(ranking.scores[parent, tree.token])
+  scores = ranking.scores[parent, tree.token]
+  return normalise(scores, ranking.log_total[parent, 0])

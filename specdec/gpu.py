@@ -1,0 +1,16 @@
+"""Whether the GPU at hand runs kernels of our own."""
+
+import jax
+
+_OLDEST = 8.0  # Ampere; Triton compiles for no GPU before.
+
+
+def runs_kernels() -> bool:
+  """False on a GPU that Triton does not know.
+
+  Programs are also compiled for GPUs that are not there, which are taken to be
+  new enough.
+  """
+  if jax.default_backend() != 'gpu':
+    return True
+  return float(jax.devices()[0].compute_capability) >= _OLDEST
