@@ -58,7 +58,7 @@ def _add(tree, scores, closed, *, label, max_depth):
 
 
 def mark(scored: jax.Array, nodes: jax.Array) -> jax.Array:
-  """`scored [B, M]` and `nodes [B, W]`."""
+  """`scored [B, M]`, and `nodes [B, W]` too."""
   entries = jnp.arange(scored.shape[1])[None, :, None]
   return scored | jnp.any(entries == nodes[:, None], axis=2)
 
