@@ -311,8 +311,8 @@ _BUGS = [
   _bug(
     'a context of the text instead of the path',
     'tree',
-    'behind_root > 0, recent',
-    'behind_root > -1 - tree.capacity, recent',
+    'behind_root > 0,',
+    'behind_root > -1 - tree.capacity,',
     ('tree.test_histories_by_hand',),
   ),
   # Growth.
