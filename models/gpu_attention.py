@@ -25,8 +25,8 @@ _FEWEST_ROWS = 16
 
 
 def _power_of_two(number: int) -> int:
-  """Arrays in a kernel have such sizes, and the rest is masked."""
-  return max(_FEWEST_ROWS, 1 << (number - 1).bit_length())
+  """A size of arrays, large enough for a matrix product on tensor cores."""
+  return max(_FEWEST_ROWS, gpu.power_of_two(number))
 
 
 def fits(query: jax.Array, key: jax.Array) -> bool:

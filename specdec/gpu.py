@@ -1,4 +1,4 @@
-"""Whether the GPU at hand runs kernels of our own."""
+"""What kernels of our own have in common: the GPUs that run them, and sizes."""
 
 import jax
 
@@ -14,3 +14,8 @@ def runs_kernels() -> bool:
   if jax.default_backend() != 'gpu':
     return True
   return float(jax.devices()[0].compute_capability) >= _OLDEST
+
+
+def power_of_two(number: int) -> int:
+  """Arrays in a kernel have such sizes; what is beyond `number` is masked."""
+  return 1 << (number - 1).bit_length()

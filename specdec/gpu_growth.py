@@ -35,11 +35,6 @@ def fits(capacity: int, width: int, branching: int = 1) -> bool:
   return few and width * branching <= _MOST_GUESSES and gpu.runs_kernels()
 
 
-def _power_of_two(number: int) -> int:
-  """Arrays in a kernel have such sizes, and the rest is masked."""
-  return 1 << (number - 1).bit_length()
-
-
 def _load(ref, index, real, other):
   return triton.load(ref.at[index], mask=real, other=other)
 
@@ -79,12 +74,12 @@ def _of_rows(arrays):
 
 def _rescore(nodes_ref, given_ref, closed_ref, tree, *, barrier):
   """See `extension._rescore`."""
-  entry = jnp.arange(_power_of_two(tree.parent.shape[0]))
+  entry = jnp.arange(gpu.power_of_two(tree.parent.shape[0]))
   size = tree.size[...]
   used = entry < size
   parent = _load(tree.parent, entry, used, NO_NODE)
   has_parent, above = parent >= 0, jnp.maximum(parent, 0)
-  column = jnp.arange(_power_of_two(nodes_ref.shape[0]))
+  column = jnp.arange(gpu.power_of_two(nodes_ref.shape[0]))
   nodes = _load(nodes_ref, column, column < nodes_ref.shape[0], NO_NODE)
   # Nodes along the last axis throughout, so that few sums cross threads.
   of_parent = nodes[:, None] == parent[None]
@@ -112,7 +107,7 @@ def _add(scores, closed_ref, tree, *, label, max_depth, barrier):
   capacity = tree.parent.shape[0]
   size = tree.size[...]
   num_guesses = scores.tokens.shape[0] * scores.tokens.shape[1]
-  guess = jnp.arange(_power_of_two(num_guesses))
+  guess = jnp.arange(gpu.power_of_two(num_guesses))
   real = guess < num_guesses
   node, rank = guess // scores.tokens.shape[1], guess % scores.tokens.shape[1]
   parent = _load(scores.nodes, node, real, NO_NODE)
@@ -164,7 +159,7 @@ def _extend_kernel(inputs, changing, *, label, max_depth, rescores, barrier):
     max_depth=max_depth,
     barrier=barrier,
   )
-  column = jnp.arange(_power_of_two(scores.nodes.shape[0]))
+  column = jnp.arange(gpu.power_of_two(scores.nodes.shape[0]))
   nodes = _load(scores.nodes, column, column < scores.nodes.shape[0], NO_NODE)
   _store(scored_ref, nodes, jnp.ones(nodes.shape, jnp.bool_), nodes >= 0)
 
@@ -189,7 +184,7 @@ def _look_ahead_kernel(inputs, out, *, width, num_nodes, needs_ancestors):
       wanted &= ~closed
     return possible, wanted, can_grow, log_prob
 
-  entry = jnp.arange(_power_of_two(tree.parent.shape[0]))
+  entry = jnp.arange(gpu.power_of_two(tree.parent.shape[0]))
   possible, wanted, can_grow, log_prob = nodes_at(entry)
   prob = jnp.exp(log_prob)
 
@@ -226,7 +221,7 @@ def _look_ahead_kernel(inputs, out, *, width, num_nodes, needs_ancestors):
   out.can_grow[...] = _any(can_grow, axis=0)
   # The entries of `nodes` are written once each: here, or as missing.
   _store(out.nodes, rank_wanted, entry, wanted & (rank_wanted < width))
-  place = jnp.arange(_power_of_two(width))
+  place = jnp.arange(gpu.power_of_two(width))
   missing = place >= jnp.sum(wanted.astype(jnp.int32))
   none = jnp.full(place.shape, NO_NODE, jnp.int32)
   _store(out.nodes, place, none, missing & (place < width))
