@@ -3,10 +3,10 @@
 `models.load` is where to begin.
 """
 
-from models.drafters import DraftSettings
-from models.generator import Generator
-from models.generator import load
-from models.plan import Plan
-from models.text_generation import TextGeneration
+from models.text.drafters import DraftSettings
+from models.text.generator import Generator
+from models.text.generator import load
+from models.text.plan import Plan
+from models.text.result import TextGeneration
 
 __all__ = ('DraftSettings', 'Generator', 'Plan', 'TextGeneration', 'load')

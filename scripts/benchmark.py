@@ -14,7 +14,7 @@ import command_line
 import decoding_flags as options
 import planned
 
-from models.drafters import METHODS
+from models.text.drafters import METHODS
 
 flags.adopt_module_key_flags(options)  # Listed by --help.
 
@@ -58,10 +58,10 @@ _PLOTS = flags.DEFINE_string(
 
 
 def main() -> None:
-  from models import arms
-  from models import benchmark
-  from models import plots
-  from models import results
+  from models.bench import arms
+  from models.bench import benchmark
+  from models.bench import plots
+  from models.bench import record as results
 
   if options.PROMPT_FILE.value is None:
     raise ValueError('--prompt_file is needed: a file of prompts')

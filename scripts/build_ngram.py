@@ -49,7 +49,7 @@ def _corpus():
 
 
 def main() -> None:
-  from models import ngram_building
+  from models.training import build_ngram as ngram_building
 
   ngram_building.build(
     draft=_DRAFT.value,

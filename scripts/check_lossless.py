@@ -46,8 +46,8 @@ def _batch_sizes() -> list[int]:
 
 
 def main() -> None:
-  from models import lossless
-  from models import results
+  from models.bench import lossless
+  from models.bench import record as results
 
   if options.PROMPT_FILE.value is None:
     raise ValueError('--prompt_file is needed: a file of prompts')

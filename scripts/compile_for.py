@@ -44,10 +44,10 @@ def main() -> None:
 
   import jax
 
-  from models.compiling import programs
-  from models.compiling import report
-  from models.compiling.devices import DEVICES
-  from models.results import prepare_output
+  from models.bench.record import prepare_output
+  from models.compiled import programs
+  from models.compiled import report
+  from models.compiled.programs import DEVICES
 
   if options.draft_name() is None and _METHODS.value != ['plain']:
     raise ValueError('--draft=none: give a draft, or --methods=plain')

@@ -55,7 +55,7 @@ def _shape(flag):
 
 
 def _hardware():
-  from models.machine_limits import this_machine
+  from models.bench.machine import this_machine
   from specdec.cost_model import HARDWARE
 
   name = _HARDWARE.value
@@ -70,10 +70,10 @@ def _hardware():
 def main() -> None:
   import pathlib
 
-  from models import plots
+  from models.bench import plots
+  from models.bench.record import write_record
   from models.cost_report import pictures
   from models.cost_report import report
-  from models.results import write_record
   from specdec.cost_model import Deployment
 
   if _OUT.value is not None:

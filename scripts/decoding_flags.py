@@ -9,11 +9,11 @@ from typing import Any
 
 from absl import flags
 
-from models import drafters
-from models import hub
+from models.checkpoints import hub
+from models.text import drafters
 import specdec
-from specdec.request import RULES
-from specdec.verification.rejection import CHILDREN as CHILDREN_KINDS
+from specdec.step import RULES
+from specdec.verify.rejection import CHILDREN as CHILDREN_KINDS
 
 _DEFAULTS = drafters.DraftSettings()
 _TREE, _INNER_TREE = _DEFAULTS.tree, _DEFAULTS.inner_tree

@@ -10,7 +10,7 @@ from absl import flags
 import command_line
 import jax.numpy as jnp
 
-from models import expand
+from models.checkpoints import expand
 
 _MODEL = flags.DEFINE_string('model', 'demo', 'folder or hub id to expand')
 _OUTPUT = flags.DEFINE_string(

@@ -55,8 +55,8 @@ def _prompts() -> list[str]:
 
 
 def main() -> None:
-  from models import origins
-  from models.text_arguments import TextOptions
+  from models.text import result as origins
+  from models.text.generator import TextOptions
 
   if _STREAM.value + _SHOW_ORIGIN.value + _JSON.value > 1:
     raise ValueError('give one of --stream, --show_origin and --json')

@@ -21,8 +21,8 @@ _OUTPUT = flags.DEFINE_string('output', None, 'JSON file to write')
 
 def main() -> None:
   import models
-  from models import acceptance
-  from models import results
+  from models.bench import lossless as acceptance
+  from models.bench import record as results
 
   if options.PROMPT_FILE.value is None:
     raise ValueError('--prompt_file is needed: a file of prompts')

@@ -10,7 +10,7 @@ import command_line
 import jax
 import jax.numpy as jnp
 
-from models import attention
+from models.nn import attention
 
 _LAYERS = flags.DEFINE_integer('layers', 24, 'per measurement')
 _HEADS = flags.DEFINE_integer('heads', 20, 'attention heads')

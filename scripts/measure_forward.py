@@ -25,7 +25,7 @@ _FORWARDS = 3  # per loop
 
 
 def _make(model, width):
-  from specdec.masks import causal_mask
+  from specdec.cache import causal_mask
 
   start = jnp.array([_SLOTS.value // 2])
   positions = start[:, None] + jnp.arange(width)[None]
@@ -48,7 +48,7 @@ def _make(model, width):
 
 
 def main() -> None:
-  from models.pair import load_pair
+  from models.text.pair import load_pair
 
   model = load_pair(_MODEL.value, None, dtype=_DTYPE.value).target
   runs = {int(width): _make(model, int(width)) for width in _WIDTHS.value}

@@ -25,10 +25,10 @@ _STEPS = 4
 
 def _here(name: str, dtype: str, sizes: list[int]):
   """A function that times V(N) for all N."""
-  from models import hub
-  from models.language_model import as_model
+  from models.checkpoints import hub
+  from models.nn.contract import as_model
   import specdec
-  from specdec.step_costs import measure_step_costs
+  from specdec.study.costs import measure_step_costs
 
   target = as_model(hub.load_module(name, dtype=dtype))
   vocab_size = target.definition.vocab_size
@@ -52,7 +52,7 @@ def _here(name: str, dtype: str, sizes: list[int]):
 
 def _there(name: str, dtype: str, sizes: list[int]):
   """The same by transformers, with a cache of its own."""
-  from models import peers
+  from models.bench import peers
 
   torch = peers.import_torch()
   model = peers.load_peer(name, dtype, None)
@@ -76,7 +76,7 @@ def _there(name: str, dtype: str, sizes: list[int]):
 
 
 def main() -> None:
-  from models.markdown import to_table
+  from models.bench.record import to_table
 
   try:
     sizes = sorted({1, *map(int, _NODES.value)})

@@ -15,7 +15,7 @@ import command_line
 import decoding_flags as options
 import jax
 
-from models import drafters
+from models.text import drafters
 
 flags.adopt_module_key_flags(options)  # Listed by --help.
 
@@ -50,8 +50,8 @@ def _decode_in_turns(arms, prompt, **settings):
 
 
 def main() -> None:
-  from models import results
-  from models.pair import load_pair
+  from models.bench import record as results
+  from models.text.pair import load_pair
 
   if options.PROMPT_FILE.value is None:
     raise ValueError('--prompt_file is needed: a file of prompts')

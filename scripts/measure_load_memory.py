@@ -11,7 +11,7 @@ import command_line
 import jax
 import jax.numpy as jnp
 
-from models import hub
+from models.checkpoints import hub
 
 _MODEL = flags.DEFINE_string('model', 'demo', 'folder or hub id to load')
 _DTYPE = flags.DEFINE_enum(

@@ -11,7 +11,7 @@ import command_line
 import decoding_flags as options
 import jax
 
-from models import drafters
+from models.text import drafters
 
 flags.adopt_module_key_flags(options)  # Listed by --help.
 
@@ -31,7 +31,7 @@ def _ends_in_loop(tokens: list[int]) -> bool:
 
 
 def main() -> None:
-  from models.pair import load_pair
+  from models.text.pair import load_pair
   import specdec
 
   if options.PROMPT_FILE.value is None:

@@ -9,9 +9,9 @@ from absl import flags
 import command_line
 import transformers
 
-from models import hub
+from models.checkpoints import hub
 from models.training.corpus import Corpus
-from models.training.evaluation import held_out_loss
+from models.training.loss import held_out_loss
 
 _MODEL = flags.DEFINE_string('model', 'demo', 'demo, demo-draft or a folder')
 _CORPUS = flags.DEFINE_string(

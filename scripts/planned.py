@@ -57,7 +57,7 @@ def check_contradictions(plan: Any, method: flags.FlagHolder | None) -> None:
 
 def plan_setup(batch_size: int) -> Any:
   """What the flags say that a plan depends on: a `models.plan_lookup.Setup`."""
-  from models import plan_lookup
+  from models.tune import plan_lookup
 
   return plan_lookup.Setup(
     target=options.TARGET.value,
@@ -77,7 +77,7 @@ def plan(batch_size: int, prompts: Callable[[], list[str]]) -> Any:
     batch_size: of the decodes to come.
     prompts: samples; asked for only if a plan has to be made.
   """
-  from models import plan_lookup
+  from models.tune import plan_lookup
 
   if options.PLAN.value is None:
     return None

@@ -19,7 +19,7 @@ _TIMEOUT = flags.DEFINE_integer(
 
 
 def main() -> None:
-  from models import notebooks
+  from models.bench import notebooks
 
   folder = pathlib.Path(__file__).parents[1] / 'colab'
   if _NOTEBOOKS.value is None:

@@ -8,7 +8,7 @@ import pathlib
 from absl import flags
 import command_line
 
-from models.training import run
+from models.training import trainer as run
 from models.training.corpus import Corpus
 from models.training.trainer import TrainConfig
 

@@ -24,9 +24,9 @@ _OUTPUT = flags.DEFINE_string(
 
 
 def main() -> None:
-  from models import planner
-  from models.plan import cache_path
-  from models.plan import table
+  from models.text.plan import cache_path
+  from models.text.plan import table
+  from models.tune import planner
 
   if options.PROMPT_FILE.value is None:
     raise ValueError('--prompt_file is needed: a file of prompts')

@@ -14,7 +14,7 @@ import command_line
 import decoding_flags as options
 import planned
 
-from models.drafters import METHODS
+from models.text.drafters import METHODS
 import specdec
 
 flags.adopt_module_key_flags(options)  # Listed by --help.
@@ -64,7 +64,7 @@ def _read(name: str) -> specdec.Trace:
 
 
 def main() -> None:
-  from specdec import viz
+  from specdec import tracing as viz
 
   page = pathlib.Path(_OUTPUT.value)
   if page.suffix not in ('.html', '.htm'):

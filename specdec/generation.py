@@ -13,38 +13,39 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec.arguments import check_break_even
-from specdec.arguments import check_drafter
-from specdec.arguments import check_ids
-from specdec.arguments import check_limits
-from specdec.arguments import check_names
-from specdec.arguments import check_prompts
-from specdec.arguments import check_rule
-from specdec.arguments import check_sampling
-from specdec.arguments import check_stop
-from specdec.arguments import row_keys
-from specdec.buckets import pad
-from specdec.buckets import padded_room
-from specdec.decode import advance
-from specdec.decode import advance_recorded
-from specdec.decode import ALL_STEPS
-from specdec.decode import result_of
-from specdec.decode import start
-from specdec.drafter import Drafter
+from specdec.checks import check_break_even
+from specdec.checks import check_drafter
+from specdec.checks import check_ids
+from specdec.checks import check_limits
+from specdec.checks import check_names
+from specdec.checks import check_prompts
+from specdec.checks import check_rule
+from specdec.checks import check_sampling
+from specdec.checks import check_stop
+from specdec.checks import pad
+from specdec.checks import padded_room
+from specdec.checks import row_keys
+from specdec.draft.drafter import Drafter
+from specdec.loop import advance
+from specdec.loop import advance_recorded
+from specdec.loop import ALL_STEPS
+from specdec.loop import result_of
+from specdec.loop import start
 from specdec.model import Model
-from specdec.request import DecodeConfig
-from specdec.request import Request
 from specdec.sampling import Sampling
 from specdec.statistics import summarize
-from specdec.stop import StopTable
-from specdec.tracing import Block
-from specdec.tracing import blocks_of
-from specdec.tracing import row_forwards
-from specdec.verification.verdict import EOS
-from specdec.verification.verdict import LIMIT
-from specdec.verification.verdict import NOT_FINITE
-from specdec.verification.verdict import RUNNING
-from specdec.verification.verdict import STOP
+from specdec.step import DecodeConfig
+from specdec.step import Request
+from specdec.tracing.trace import Block
+from specdec.tracing.trace import blocks_of
+from specdec.tracing.trace import row_forwards
+from specdec.tracing.trace import Trace
+from specdec.verify.accept import EOS
+from specdec.verify.accept import LIMIT
+from specdec.verify.accept import NOT_FINITE
+from specdec.verify.accept import RUNNING
+from specdec.verify.accept import STOP
+from specdec.verify.stop_strings import StopTable
 
 # Between two looks at whether somebody wants to stop.
 _STEPS_BETWEEN_CHECKS = 8
@@ -346,3 +347,51 @@ def generate(
   decoding = Decoding(target, rng_key, prompts, **options)
   decoding.run(should_stop)
   return decoding.result()
+
+
+def trace(
+  target: Model,
+  rng_key: jax.Array,
+  prompts: Sequence[Sequence[int]],
+  **options: Unpack[Options],
+) -> list[Trace]:
+  """Decodes like `specdec.generate`, and tells what happened in every step.
+
+  The tokens are the same. It is slower: every step returns to the host.
+
+  Args:
+    target: see `specdec.Decoding`.
+    rng_key: likewise.
+    prompts: likewise.
+    **options: see `specdec.generation.Options`.
+
+  Returns:
+    Of each row its trace. Without a tokenizer the text of a token is its
+    number; `models.Generator.trace` has the real ones.
+
+  Raises:
+    TypeError: an argument is missing or not known.
+    ValueError: an argument cannot be used; says which and why.
+  """
+  decoding = Decoding(target, rng_key, prompts, **options)
+  rows = decoding.record()
+  result = decoding.result()
+  traces = []
+  for row, blocks in enumerate(rows):
+    prompt = [int(token) for token in prompts[row]]
+    ids = {token for one in blocks for token in (*one.tokens, *one.emitted)}
+    traces.append(
+      Trace(
+        prompt=''.join(f'{token} ' for token in prompt),
+        prompt_tokens=tuple(prompt),
+        labels=result.labels,
+        blocks=tuple(blocks),
+        pieces=tuple(f'{token} ' for token in result.tokens[row]),
+        texts={token: str(token) for token in sorted(ids)},
+        finish_reason=result.finish_reasons[row],
+        log_probs=None
+        if result.log_probs is None
+        else tuple(result.log_probs[row]),
+      )
+    )
+  return traces

@@ -8,8 +8,8 @@ decoding would judge it there.
 import jax
 import jax.numpy as jnp
 
-from specdec.tree import TokenTree
-from specdec.tree import walk_up
+from specdec.tree.tree import TokenTree
+from specdec.tree.tree import walk_up
 
 
 def init_seen(

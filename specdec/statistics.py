@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec.drafter import Drafter
-from specdec.drafter import StageCounters
+from specdec.draft.drafter import Drafter
+from specdec.draft.drafter import StageCounters
 from specdec.model import LanguageModel
 
 

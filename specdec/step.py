@@ -9,49 +9,114 @@ its root.
 """
 
 from collections.abc import Callable
+import dataclasses
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
 from specdec.cache import KVCache
-from specdec.drafter import Drafter
-from specdec.drafter import StageState
-from specdec.drafter import Step
-from specdec.drawing import Draws
-from specdec.growth import grow
-from specdec.guard import after_plain_step
-from specdec.guard import after_speculative_step
-from specdec.guard import GuardState
+from specdec.draft.drafter import Drafter
+from specdec.draft.drafter import StageState
+from specdec.draft.drafter import Step
+from specdec.draft.growth import grow
+from specdec.draft.ranking import Draws
+from specdec.draft.stages import commit_stages
+from specdec.fallback import after_plain_step
+from specdec.fallback import after_speculative_step
+from specdec.fallback import GuardState
 from specdec.model import Model
 from specdec.repetition import add_seen
 from specdec.repetition import seen_by_nodes
-from specdec.request import DecodeConfig
-from specdec.request import Request
 from specdec.sampling import adjust_logits
 from specdec.sampling import DRAFTING
 from specdec.sampling import position_noise
+from specdec.sampling import Sampling
 from specdec.sampling import step_keys
-from specdec.stages import commit_stages
 from specdec.statistics import count_step
 from specdec.statistics import Counters
-from specdec.tree import init_tree
-from specdec.tree import NO_NODE
-from specdec.tree import select_best
-from specdec.tree import TokenTree
-from specdec.verification.block import verify_block
-from specdec.verification.match import match
-from specdec.verification.rejection import BEST
-from specdec.verification.rejection import reject
-from specdec.verification.rejection import WITH_REPLACEMENT
-from specdec.verification.verdict import along_path
-from specdec.verification.verdict import commit
-from specdec.verification.verdict import count_emitted
-from specdec.verification.verdict import count_valid
-from specdec.verification.verdict import emitted_origins
-from specdec.verification.verdict import RUNNING
-from specdec.verification.verdict import score_nodes
-from specdec.verification.verdict import Verdict
+from specdec.tree.tree import init_tree
+from specdec.tree.tree import NO_NODE
+from specdec.tree.tree import select_best
+from specdec.tree.tree import TokenTree
+from specdec.verify.accept import along_path
+from specdec.verify.accept import commit
+from specdec.verify.accept import count_emitted
+from specdec.verify.accept import count_valid
+from specdec.verify.accept import emitted_origins
+from specdec.verify.accept import RUNNING
+from specdec.verify.accept import score_nodes
+from specdec.verify.accept import Verdict
+from specdec.verify.block import verify_block
+from specdec.verify.match import match
+from specdec.verify.rejection import BEST
+from specdec.verify.rejection import CHILDREN
+from specdec.verify.rejection import reject
+from specdec.verify.rejection import WITH_REPLACEMENT
+from specdec.verify.stop_strings import StopTable
+
+RULES = ('match', 'rejection', 'block')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeConfig:
+  """What is static about a decode: changing it recompiles.
+
+  Attributes:
+    max_new_tokens: room in the buffers. The limit itself is dynamic and may be
+      anything up to this.
+    eos_ids: tokens that end a row; the emitted text includes them.
+    verify: one of `RULES`, see `specdec.verification`.
+    children: one of `rejection.CHILDREN`; how children come about where the
+      rule is not `match`, which wants the best ones.
+    log_probs: whether to compute those of the emitted tokens.
+
+  Raises:
+    ValueError: the rule or the children are not known, or do not go together.
+  """
+
+  max_new_tokens: int = 128
+  eos_ids: tuple[int, ...] = ()
+  verify: str = 'match'
+  children: str = BEST
+  log_probs: bool = False
+
+  def __post_init__(self):
+    for name, known in (('verify', RULES), ('children', CHILDREN)):
+      if getattr(self, name) not in known:
+        raise ValueError(
+          f'{name} must be one of {known}, got {getattr(self, name)!r}'
+        )
+    if self.verify == 'match' and self.children != BEST:
+      raise ValueError(
+        f'verify=match wants the best children, got children={self.children};'
+        ' choose verify=rejection to draw them'
+      )
+
+
+class Request(flax.struct.PyTreeNode):
+  """What to decode: a batch of prompts, all of it dynamic.
+
+  Attributes:
+    prompt: `[B, P]` int32, padded at the end with any valid token.
+    prompt_length: `[B]` int32, at least 1.
+    limit: `[B]` int32, new tokens per row, at most
+      `DecodeConfig.max_new_tokens`.
+    row_keys: `[B]` keys, one per row; consumed.
+    sampling: validated.
+    stop: stop strings, or None.
+    break_even: `[]` float32, how many plain steps a speculative one takes;
+      decoding goes on plainly while speculation does not emit that many tokens,
+      see `specdec.guard`. None: speculation always.
+  """
+
+  prompt: jax.Array
+  prompt_length: jax.Array
+  limit: jax.Array
+  row_keys: jax.Array
+  sampling: Sampling
+  stop: StopTable | None = None
+  break_even: jax.Array | None = None
 
 
 class DecodeState(flax.struct.PyTreeNode):

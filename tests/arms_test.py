@@ -4,12 +4,12 @@ import re
 
 import pytest
 
-from models.arms import ArmSpec
-from models.arms import parse_arms
-from models.arms import peer_arms
-from models.drafters import DraftSettings
-from models.drafters import OPTIONS
-from models.drafters import with_options
+from models.bench.arms import ArmSpec
+from models.bench.arms import parse_arms
+from models.bench.arms import peer_arms
+from models.text.drafters import DraftSettings
+from models.text.drafters import OPTIONS
+from models.text.drafters import with_options
 
 
 def test_methods_dtypes_and_options_are_told_apart():

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import attention
-from models import matmul
+from models.nn import attention
+from models.nn import matmul
 
 _SCALE = 0.3
 

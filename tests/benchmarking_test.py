@@ -4,16 +4,16 @@ import jax
 import numpy as np
 import pytest
 
-from models.table import table_model
+from models.nn.table_model import table_model
 from specdec import Generation
 from specdec import Sampling
-from specdec.benchmarking import find_flips
-from specdec.benchmarking import Flip
-from specdec.benchmarking import measure
-from specdec.benchmarking import Measurement
-from specdec.benchmarking import summarize_arms
-from specdec.benchmarking import warm_up
-from specdec.margins import choice_margin
+from specdec.study.exactness import choice_margin
+from specdec.study.timing import find_flips
+from specdec.study.timing import Flip
+from specdec.study.timing import measure
+from specdec.study.timing import Measurement
+from specdec.study.timing import summarize_arms
+from specdec.study.timing import warm_up
 
 
 def _generation(*rows):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from specdec.bootstrap import pooled_interval
+from specdec.study.timing import pooled_interval
 
 
 def test_two_prompts_are_drawn_in_three_ways():

@@ -10,25 +10,18 @@ import pytest
 import tiny_drafters
 import tiny_models
 
-from models import gpu_attention
 from specdec import decode
 from specdec import DecodeConfig
-from specdec import gpu_growth
 from specdec import NGram
 from specdec import PromptLookup
 from specdec import Request
 from specdec import staged
 from specdec import TreeConfig
-from specdec.placing import _looked_up
-from specdec.placing import _looked_up_sums
-from specdec.placing import _scattered
-from specdec.placing import _scattered_sums
+from specdec.tree.tree import _looked_up
+from specdec.tree.tree import _looked_up_sums
+from specdec.tree.tree import _scattered
+from specdec.tree.tree import _scattered_sums
 
-_KERNELS = (
-  (gpu_attention, 'attend_and_write'),
-  (gpu_growth, 'extend'),
-  (gpu_growth, 'look_ahead'),
-)
 _TREE = TreeConfig(num_nodes=6, width=2, branching=2, rounds=2, capacity=16)
 
 
@@ -41,15 +34,11 @@ def _take(monkeypatch, platform):
     return taken[-1](*args)
 
   monkeypatch.setattr(lax, 'platform_dependent', choose)
-  for module, name in _KERNELS:
-    interpreted = functools.partial(getattr(module, name), interpret=True)
-    monkeypatch.setattr(module, name, interpreted)
   return taken
 
 
 def _decode(method, rows):
   """With a jit of its own, that knows no program traced before."""
-  # Heads wide enough for the kernel of GPUs.
   target, draft = (tiny_models.gpt2(seed=i, num_heads=1) for i in range(2))
   vocab_size = target.definition.vocab_size
   text = np.random.default_rng(0).integers(vocab_size, size=80).tolist()

@@ -10,24 +10,24 @@ import tiny_drafters
 import tiny_models
 
 from specdec import cache as kv
+from specdec import cache as masks
 from specdec import init_cache
-from specdec import masks
 from specdec import PromptLookup
 from specdec import staged
 from specdec import TreeConfig
-from specdec.drafter import Step
-from specdec.growth import grow
-from specdec.masks import causal_mask
-from specdec.scorers.language_model import prefill
-from specdec.stages import commit_stages
-from specdec.stages import init_stages
-from specdec.topology import chain
-from specdec.tree import init_tree
-from specdec.tree import NO_NODE
-from specdec.tree import select_best
-from specdec.verification.verdict import commit
-from specdec.verification.verdict import score_nodes
-from specdec.verification.verdict import Verdict
+from specdec.cache import causal_mask
+from specdec.draft.drafter import Step
+from specdec.draft.growth import grow
+from specdec.draft.language_model import prefill
+from specdec.draft.stages import commit_stages
+from specdec.draft.stages import init_stages
+from specdec.tree.topology import chain
+from specdec.tree.tree import init_tree
+from specdec.tree.tree import NO_NODE
+from specdec.tree.tree import select_best
+from specdec.verify.accept import commit
+from specdec.verify.accept import score_nodes
+from specdec.verify.accept import Verdict
 
 NUM_SLOTS = 40
 

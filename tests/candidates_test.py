@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from models.candidates import Search
-from models.drafters import DraftSettings
-from specdec.planning import PLAIN
-from specdec.planning import StepCosts
-from specdec.planning import Trial
-from specdec.tree_config import TreeConfig
+from models.text.drafters import DraftSettings
+from models.tune.candidates import Search
+from specdec.draft.drafter import TreeConfig
+from specdec.study.planning import PLAIN
+from specdec.study.planning import StepCosts
+from specdec.study.planning import Trial
 
 _NODES = (2, 4, 8, 16, 32, 64)
 

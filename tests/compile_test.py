@@ -12,7 +12,7 @@ import pytest
 import tiny_drafters
 import tiny_models
 
-from models.table import table_model
+from models.nn.table_model import table_model
 from specdec import decode
 from specdec import DecodeConfig
 from specdec import generate
@@ -22,8 +22,8 @@ from specdec import Request
 from specdec import Sampling
 from specdec import staged
 from specdec import TreeConfig
-from specdec.decode import advance
-from specdec.decode import start
+from specdec.loop import advance
+from specdec.loop import start
 
 TREE = TreeConfig(num_nodes=5, width=2, branching=2, rounds=2, capacity=12)
 

@@ -13,13 +13,13 @@ import pytest
 import tiny_drafters
 import tiny_modules
 
-from models.language_model import as_model
-from models.table import table_model
+from models.nn.contract import as_model
+from models.nn.table_model import table_model
 from specdec import generate
 from specdec import Sampling
 from specdec import staged
 from specdec import TreeConfig
-from specdec.topology import chain
+from specdec.tree.topology import chain
 
 VOCAB_SIZE = 16
 CONTEXT = 20

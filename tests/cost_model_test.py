@@ -9,11 +9,10 @@ import tiny_modules
 from transformers import DeepseekV3Config
 from transformers import MixtralConfig
 
+from models.bench.machine import model_size
 from models.cost_report import paper
 from models.cost_report import studies
-from models.language_model import as_model
-from models.roofline import model_size
-from specdec import topology
+from models.nn.contract import as_model
 from specdec.cost_model import best_tree
 from specdec.cost_model import break_even_batch_size
 from specdec.cost_model import Deployment
@@ -30,6 +29,7 @@ from specdec.cost_model import predict
 from specdec.cost_model import shape_from_config
 from specdec.cost_model import Step
 from specdec.cost_model import tree_step
+from specdec.tree import topology
 
 # 2 layers of width 8: 4 query heads, 2 KV heads of 3; SwiGLU of 10.
 _SMALL = ModelShape(

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from models import machine_limits
+from models.bench import machine as machine_limits
 from models.cost_report import pictures
 from models.cost_report import report
 from specdec.cost_model import Deployment

@@ -21,13 +21,13 @@ import pytest
 import tiny_drafters
 import tiny_models
 
-from models.compiling.devices import DEVICES
-from models.compiling.devices import find_libtpu
-from models.compiling.hlo import parse
-from models.compiling.programs import compile_program
-from models.compiling.programs import config_of
-from models.compiling.programs import Workload
-from models.compiling.report import analyse
+from models.compiled.hlo import parse
+from models.compiled.programs import compile_program
+from models.compiled.programs import config_of
+from models.compiled.programs import DEVICES
+from models.compiled.programs import find_libtpu
+from models.compiled.programs import Workload
+from models.compiled.report import analyse
 import specdec
 
 _LIMITS = pathlib.Path(__file__).parent / 'golden' / 'counted_work.json'

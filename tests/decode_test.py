@@ -12,7 +12,7 @@ import pytest
 import tiny_drafters
 import tiny_models
 
-from models.table import table_model
+from models.nn.table_model import table_model
 from specdec import decode
 from specdec import DecodeConfig
 from specdec import Drafter
@@ -25,8 +25,8 @@ from specdec import staged
 from specdec import TreeConfig
 from specdec.sampling import choose
 from specdec.sampling import position_noise
-from specdec.topology import chain
-from specdec.topology import k_ary
+from specdec.tree.topology import chain
+from specdec.tree.topology import k_ary
 
 LIMIT = tiny_models.MAX_NEW_TOKENS
 TEMPERATURES = (0.0, 1.0)

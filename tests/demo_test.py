@@ -3,11 +3,11 @@
 import jax
 import pytest
 
-from models import hub
-from models.drafters import DEMO_TABLE
-from models.drafters import DraftSettings
-from models.drafters import make_drafter
-from models.pair import load_pair
+from models.checkpoints import hub
+from models.text.drafters import DEMO_TABLE
+from models.text.drafters import DraftSettings
+from models.text.drafters import make_drafter
+from models.text.pair import load_pair
 import specdec
 
 _PROMPTS = (

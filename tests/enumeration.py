@@ -20,16 +20,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec import Sampling
-from specdec.drawing import draw_children
-from specdec.drawing import Draws
-from specdec.ranking import IMPOSSIBLE
-from specdec.ranking import rank_logits
+from specdec.draft.ranking import draw_children
+from specdec.draft.ranking import Draws
+from specdec.draft.ranking import IMPOSSIBLE
+from specdec.draft.ranking import rank_logits
 from specdec.sampling import adjust_logits
 from specdec.sampling import token_probs
-from specdec.verification import block
-from specdec.verification import rejection
-from specdec.verification.rejection import BEST
-from specdec.verification.rejection import WITHOUT_REPLACEMENT
+from specdec.verify import block
+from specdec.verify import rejection
+from specdec.verify.rejection import BEST
+from specdec.verify.rejection import WITHOUT_REPLACEMENT
 
 PROMPT = 0
 

@@ -21,7 +21,7 @@ import pytest
 import slow_walks
 import tiny_drafters
 
-from models.table import table_model
+from models.nn.table_model import table_model
 from specdec import decode
 from specdec import DecodeConfig
 from specdec import Drafter
@@ -31,27 +31,27 @@ from specdec import PromptLookup
 from specdec import Request
 from specdec import staged
 from specdec import TreeConfig
-from specdec.drafter import Step
-from specdec.drawing import draw_children
-from specdec.drawing import Draws
-from specdec.growth import grow
+from specdec.draft.drafter import Step
+from specdec.draft.growth import grow
+from specdec.draft.ranking import draw_children
+from specdec.draft.ranking import Draws
+from specdec.draft.stages import init_stages
 from specdec.sampling import DRAFTING
 from specdec.sampling import step_keys
-from specdec.stages import init_stages
-from specdec.topology import chain
-from specdec.topology import from_paths
-from specdec.topology import k_ary
-from specdec.tree import init_tree
-from specdec.tree import NO_NODE
-from specdec.tree import select_best
-from specdec.tree import TokenTree
-from specdec.verification import rejection
-from specdec.verification.block import verify_block
-from specdec.verification.rejection import BEST
-from specdec.verification.rejection import CHILDREN
-from specdec.verification.rejection import reject
-from specdec.verification.rejection import WITH_REPLACEMENT
-from specdec.verification.rejection import WITHOUT_REPLACEMENT
+from specdec.tree.topology import chain
+from specdec.tree.topology import from_paths
+from specdec.tree.topology import k_ary
+from specdec.tree.tree import init_tree
+from specdec.tree.tree import NO_NODE
+from specdec.tree.tree import select_best
+from specdec.tree.tree import TokenTree
+from specdec.verify import rejection
+from specdec.verify.block import verify_block
+from specdec.verify.rejection import BEST
+from specdec.verify.rejection import CHILDREN
+from specdec.verify.rejection import reject
+from specdec.verify.rejection import WITH_REPLACEMENT
+from specdec.verify.rejection import WITHOUT_REPLACEMENT
 
 # Total variation of whole sequences. What is left is the rounding of float32.
 _TOLERANCE = 1e-6

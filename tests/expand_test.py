@@ -11,8 +11,8 @@ import safetensors
 import tiny_modules
 import transformers
 
-from models import expand
-from models import hub
+from models.checkpoints import expand
+from models.checkpoints import hub
 from models.training.tokenizer import train_tokenizer
 
 SHAPES = {

@@ -11,24 +11,15 @@ import llama_reference
 import llama_variants
 import numpy as np
 import pytest
-import tiny_drafters
-import tiny_llamas
-import tiny_models
 
-from models import experts
-from models import hub
-from models.expert_counts import counting
-from models.expert_counts import distinct_per_forward
-from models.expert_counts import ExpertCounts
-from models.experts import balance_loss
-from models.experts import distinct_experts
-from models.experts import mix
-from models.experts import route
-from models.experts import Routing
-import specdec
-from specdec.decode import advance
-from specdec.decode import start
-from specdec.masks import causal_mask
+from models.checkpoints import hub
+from models.nn import experts
+from models.nn.experts import balance_loss
+from models.nn.experts import distinct_experts
+from models.nn.experts import mix
+from models.nn.experts import route
+from models.nn.experts import Routing
+from specdec.cache import causal_mask
 
 _WIDTH = 6
 
@@ -231,51 +222,3 @@ def test_distinct_experts_are_those_of_the_slow_reference(tmp_path):
     assert distinct_experts(routing.experts, 8) == touched
     seen.add(touched)
   assert seen - {2, 8}, 'neither few nor all'
-
-
-def _decoded(target, drafter, limit=20):
-  prompts = tiny_models.prompts(2)
-  padded, lengths = tiny_models.pad(prompts)
-  request = specdec.Request(
-    prompt=padded,
-    prompt_length=lengths,
-    limit=np.full(2, limit, np.int32),
-    row_keys=tiny_models.row_keys(2),
-    sampling=specdec.Sampling().validated(),
-  )
-  config = specdec.DecodeConfig(max_new_tokens=limit)
-  state = start(target, drafter, request, config=config)
-  before = jax.device_get(getattr(state.target_cache, 'counts', None))
-  state = advance(target, drafter, request, state, limit, config=config)
-  return before, state, tiny_models.new_tokens(state, lengths)
-
-
-def test_every_forward_of_a_decode_is_counted():
-  module = tiny_llamas.module('mixtral')
-  lookup = specdec.PromptLookup((0.0, 0.3, 0.6), num_matches=2)
-  config = specdec.TreeConfig(num_nodes=5, width=2, branching=2, rounds=3)
-  drafter = tiny_drafters.candidates(lookup, config=config)
-  before, state, tokens = _decoded(counting(module), drafter)
-  after = state.target_cache.counts
-  assert before.forwards == 1  # prefill
-  forwards = int(after.forwards - before.forwards)
-  assert 0 < forwards == int(np.max(state.counters.emitted_histogram.sum(1)))
-  average = distinct_per_forward(before, after)
-  experts_used = module.config.experts_per_token
-  assert average.shape == (module.config.num_layers,)
-  assert np.all(average > experts_used)
-  assert np.all(average <= module.config.num_experts)
-  # Verifying ten positions touches more than decoding two rows plainly.
-  before, state, expected = _decoded(counting(module), None)
-  assert tokens == expected
-  plain = distinct_per_forward(before, state.target_cache.counts)
-  assert np.all(plain < average)
-  assert np.all(plain <= 2 * experts_used)
-
-
-def test_what_cannot_be_counted():
-  with pytest.raises(ValueError, match='a Llama has no experts to count'):
-    counting(tiny_llamas.module('llama'))
-  counts = ExpertCounts(touched=np.zeros(1, int), forwards=np.int32(3))
-  with pytest.raises(ValueError, match='there was no forward to count'):
-    distinct_per_forward(counts, counts)

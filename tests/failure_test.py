@@ -15,14 +15,14 @@ import pytest
 import tiny_drafters
 import tiny_models
 
-from models.table import table_model
+from models.nn.table_model import table_model
 from specdec import generate
 from specdec import Sampling
 from specdec import staged
 from specdec import TreeConfig
 from specdec.cache import init_cache
 from specdec.cache import write
-from specdec.topology import chain
+from specdec.tree.topology import chain
 
 VOCAB_SIZE = 16
 MAX_POSITIONS = 64

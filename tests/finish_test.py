@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import tiny_drafters
 
-from models.table import table_model
+from models.nn.table_model import table_model
 from specdec import Decoding
 from specdec import generate
 from specdec import Sampling
 from specdec import TreeConfig
-from specdec.stop import build_stop_table
-from specdec.topology import chain
+from specdec.tree.topology import chain
+from specdec.verify.stop_strings import build_stop_table
 
 VOCAB_SIZE = 64
 EOS_IDS = (60, 40, 7)

@@ -14,16 +14,16 @@ import tiny_drafters
 import tokenizers
 import transformers
 
-from models.generator import Generator
-from models.pair import Pair
-from models.table import table_model
+from models.nn.table_model import table_model
+from models.text.generator import Generator
+from models.text.pair import Pair
 from specdec import NGram
 from specdec import PromptLookup
 from specdec import Sampling
 from specdec import staged
 from specdec import TreeConfig
-from specdec.topology import chain
-from specdec.topology import from_paths
+from specdec.tree.topology import chain
+from specdec.tree.topology import from_paths
 
 # A few tokens that share bytes, and some with pieces of characters.
 _PIECES = (

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.table import table_model
+from models.nn.table_model import table_model
 from specdec import CandidateScorer
 from specdec import Drafter
 from specdec import generate
@@ -16,7 +16,7 @@ from specdec import PromptLookup
 from specdec import Sampling
 from specdec import staged
 from specdec import TreeConfig
-from specdec.topology import chain
+from specdec.tree.topology import chain
 
 VOCAB_SIZE = 6
 

@@ -17,15 +17,15 @@ import tiny_drafters
 import tokenizers
 import transformers
 
-from models.generator import Generator
-from models.pair import Pair
-from models.table import table_model
+from models.nn.table_model import table_model
+from models.text.generator import Generator
+from models.text.pair import Pair
 from models.training.tokenizer import train_tokenizer
 from specdec import PromptLookup
 from specdec import Sampling
 from specdec import staged
 from specdec import TreeConfig
-from specdec.topology import chain
+from specdec.tree.topology import chain
 
 _TEXT = (
   'naïve café — 你好, 世界! 😀 ok\n',

@@ -20,12 +20,12 @@ import numpy as np
 import tiny_drafters
 from tiny_drafters import candidates
 
-from models.table import table_model
+from models.nn.table_model import table_model
 from specdec import generate
 from specdec import Sampling
 from specdec import staged
 from specdec import TreeConfig
-from specdec.tree import ROOT
+from specdec.tree.tree import ROOT
 
 
 def _chain_table(p):

@@ -18,7 +18,7 @@ import pytest
 import tiny_drafters
 from tiny_drafters import candidates
 
-from specdec.ranking import IMPOSSIBLE
+from specdec.draft.ranking import IMPOSSIBLE
 
 
 def _forwards(probs, config, active=None):

@@ -39,13 +39,13 @@ import tiny_models
 from specdec import Drafter
 from specdec import staged
 from specdec import TreeConfig
-from specdec.masks import causal_mask
-from specdec.stages import commit_stages
-from specdec.topology import chain
-from specdec.topology import from_paths
-from specdec.topology import k_ary
-from specdec.tree import NO_NODE
-from specdec.tree import ROOT
+from specdec.cache import causal_mask
+from specdec.draft.stages import commit_stages
+from specdec.tree.topology import chain
+from specdec.tree.topology import from_paths
+from specdec.tree.topology import k_ary
+from specdec.tree.tree import NO_NODE
+from specdec.tree.tree import ROOT
 
 
 def _by_name(name, outer, middle, inner):

@@ -10,13 +10,13 @@ import tiny_drafters
 import tiny_models
 
 from specdec import Drafter
+from specdec import fallback as guarding
 from specdec import generate
-from specdec import guard as guarding
 from specdec import LanguageModelScorer
 from specdec import Sampling
 from specdec import staged
 from specdec import TreeConfig
-from specdec.topology import chain
+from specdec.tree.topology import chain
 
 _DEPTH = 4
 

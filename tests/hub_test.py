@@ -13,9 +13,9 @@ import safetensors
 from safetensors import numpy as safetensors_numpy
 import tiny_modules
 
-from models import hub
-from models.language_model import as_model
-from specdec.masks import causal_mask
+from models.checkpoints import hub
+from models.nn.contract import as_model
+from specdec.cache import causal_mask
 
 # Remade with tests/golden/make_gpt2_variants.py.
 GOLDEN = pathlib.Path(__file__).parent / 'golden' / 'gpt2_variants'

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 import models
-from models import hub
-from models.gpt2 import GPT2
-from models.gpt2 import GPT2Config
-from models.int8 import int8_matmul
-from models.int8 import Int8Matrix
-from models.int8 import quantize
-from models.matmul import matmul
-from models.matmul import take_rows
+from models.checkpoints import hub
+from models.nn.gpt2 import GPT2
+from models.nn.gpt2 import GPT2Config
+from models.nn.matmul import int8_matmul
+from models.nn.matmul import Int8Matrix
+from models.nn.matmul import matmul
+from models.nn.matmul import quantize
+from models.nn.matmul import take_rows
 
 _RNG = np.random.default_rng(0)
 

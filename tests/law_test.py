@@ -19,20 +19,20 @@ from scipy import stats
 import slow_walks
 import tiny_drafters
 
-from models.table import table_model
+from models.nn.table_model import table_model
 from specdec import decode
 from specdec import DecodeConfig
 from specdec import Request
 from specdec import staged
 from specdec import TreeConfig
-from specdec.topology import chain
-from specdec.topology import from_paths
-from specdec.topology import k_ary
-from specdec.tree import NO_NODE
-from specdec.verification.rejection import BEST
-from specdec.verification.rejection import CHILDREN
-from specdec.verification.rejection import WITH_REPLACEMENT
-from specdec.verification.rejection import WITHOUT_REPLACEMENT
+from specdec.tree.topology import chain
+from specdec.tree.topology import from_paths
+from specdec.tree.topology import k_ary
+from specdec.tree.tree import NO_NODE
+from specdec.verify.rejection import BEST
+from specdec.verify.rejection import CHILDREN
+from specdec.verify.rejection import WITH_REPLACEMENT
+from specdec.verify.rejection import WITHOUT_REPLACEMENT
 
 _VOCAB_SIZE = 4
 _LENGTH = 4

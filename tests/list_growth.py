@@ -15,15 +15,15 @@ from list_trees import up
 import numpy as np
 import tiny_drafters
 
-from models.table import table_model
+from models.nn.table_model import table_model
 from specdec import Sampling
 from specdec import TreeConfig
-from specdec.drafter import Step
-from specdec.growth import grow
-from specdec.stages import init_stages
-from specdec.tree import init_tree
-from specdec.tree import NO_NODE
-from specdec.tree import ROOT
+from specdec.draft.drafter import Step
+from specdec.draft.growth import grow
+from specdec.draft.stages import init_stages
+from specdec.tree.tree import init_tree
+from specdec.tree.tree import NO_NODE
+from specdec.tree.tree import ROOT
 
 VOCAB_SIZE = 7
 TEXT_SLOTS = 32

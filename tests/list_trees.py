@@ -5,8 +5,8 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from specdec.tree import NO_NODE
-from specdec.tree import TokenTree
+from specdec.tree.tree import NO_NODE
+from specdec.tree.tree import TokenTree
 
 CAPACITY = 14
 NUM_TOKENS = 4

@@ -11,7 +11,7 @@ import tiny_llamas
 import tiny_models
 
 import specdec
-from specdec.topology import chain
+from specdec.tree.topology import chain
 
 _LIMIT = 48
 _TREE = specdec.TreeConfig(

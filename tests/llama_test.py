@@ -12,13 +12,13 @@ import pytest
 from safetensors import numpy as safetensors_numpy
 import tiny_modules
 
-from models import expand
-from models import hub
-from models import peer_counts
-from models import roofline
-from models.int8 import Int8Matrix
-from models.language_model import as_model
-from specdec.masks import causal_mask
+from models.bench import machine as roofline
+from models.bench import peers as peer_counts
+from models.checkpoints import expand
+from models.checkpoints import hub
+from models.nn.contract import as_model
+from models.nn.matmul import Int8Matrix
+from specdec.cache import causal_mask
 
 WEIGHTS = 'model.safetensors'
 

@@ -15,7 +15,7 @@ from specdec import generate
 from specdec import Request
 from specdec import Sampling
 from specdec import TreeConfig
-from specdec.topology import k_ary
+from specdec.tree.topology import k_ary
 
 LIMITS = (30, 40)
 LENGTH = 64

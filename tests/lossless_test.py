@@ -10,17 +10,17 @@ import pytest
 import tiny_drafters
 import tiny_models
 
-from models import acceptance
-from models import lossless
-from models.generator import Generator
-from models.table import table_model
-from specdec import law
+from models.bench import lossless
+from models.bench import lossless as acceptance
+from models.nn.table_model import table_model
+from models.text.generator import Generator
 from specdec import Sampling
 from specdec import TreeConfig
-from specdec.margins import choice_margin
 from specdec.sampling import token_probs
-from specdec.topology import chain
-from specdec.verification import rejection
+from specdec.study import exactness as law
+from specdec.study.exactness import choice_margin
+from specdec.tree.topology import chain
+from specdec.verify import rejection
 
 _SIZE = 7
 _SAMPLING = Sampling(temperature=1.0)

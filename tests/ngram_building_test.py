@@ -14,15 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import hub
-from models import ngram_building
-from models.gpt2 import GPT2
-from models.gpt2 import GPT2Config
-from models.ngram_building import Samples
-from models.ngram_building import TableConfig
+from models.checkpoints import hub
+from models.nn.gpt2 import GPT2
+from models.nn.gpt2 import GPT2Config
+from models.text.pair import vocabulary_digest
+from models.training import build_ngram as ngram_building
+from models.training.build_ngram import Samples
+from models.training.build_ngram import TableConfig
 from models.training.corpus import Corpus
 from models.training.tokenizer import train_tokenizer
-from models.vocabulary import vocabulary_digest
 import specdec
 from specdec.ngram.table import find_context
 from specdec.ngram.table import load_table

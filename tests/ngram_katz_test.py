@@ -9,9 +9,9 @@ import jax
 import numpy as np
 import pytest
 
-from specdec.ngram import building
-from specdec.ngram.building import build_table
+from specdec.ngram import katz as building
 from specdec.ngram.counting import count_ngrams
+from specdec.ngram.katz import build_table
 from specdec.ngram.katz import discounts_of
 from specdec.ngram.katz import estimate
 from specdec.ngram.table import find_context

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from models import notebooks
+from models.bench import notebooks
 
 _FOLDER = pathlib.Path(__file__).parents[1] / 'colab'
 _FILES = sorted(_FOLDER.glob('*.ipynb'))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tiny_drafters
 
-from models.table import table_model
+from models.nn.table_model import table_model
 from specdec import generate
 from specdec import NGram
 from specdec import PromptLookup
@@ -24,7 +24,7 @@ from specdec.repetition import init_seen
 from specdec.sampling import adjust_logits
 from specdec.sampling import filter_logits
 from specdec.sampling import position_noise
-from specdec.topology import chain
+from specdec.tree.topology import chain
 
 VOCAB_SIZE = 24
 MAX_POSITIONS = 64

@@ -13,18 +13,18 @@ import numpy as np
 import pytest
 import tiny_drafters
 
-from models import drafters
-from models import hub
-from models.drafters import DraftSettings
-from models.drafters import make_drafter
-from models.generator import Generator
-from models.gpt2 import GPT2
-from models.gpt2 import GPT2Config
-from models.language_model import as_model
-from models.language_model import with_vocab_size
-from models.pair import load_pair
+from models.checkpoints import hub
+from models.nn.contract import as_model
+from models.nn.contract import with_vocab_size
+from models.nn.gpt2 import GPT2
+from models.nn.gpt2 import GPT2Config
+from models.text import drafters
+from models.text.drafters import DraftSettings
+from models.text.drafters import make_drafter
+from models.text.generator import Generator
+from models.text.pair import load_pair
+from models.text.pair import vocabulary_digest
 from models.training.tokenizer import train_tokenizer
-from models.vocabulary import vocabulary_digest
 from specdec import Sampling
 from specdec import TreeConfig
 from specdec.ngram.table import save_table

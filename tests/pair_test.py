@@ -5,10 +5,10 @@ import json
 from flax import nnx
 import pytest
 
-from models import hub
-from models.gpt2 import GPT2
-from models.gpt2 import GPT2Config
-from models.pair import load_pair
+from models.checkpoints import hub
+from models.nn.gpt2 import GPT2
+from models.nn.gpt2 import GPT2Config
+from models.text.pair import load_pair
 from models.training.tokenizer import train_tokenizer
 
 _TEXT = 'def add(first, second):\n  return first + second\n' * 20

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import tiny_modules
 
-from models import hub
-from models import peers
-from models.arms import parse_arms
-from models.language_model import as_model
-from models.peer_counts import Forwards
-from models.peer_counts import statistics
-from models.roofline import model_size
+from models.bench import peers
+from models.bench.arms import parse_arms
+from models.bench.machine import model_size
+from models.bench.peers import Forwards
+from models.bench.peers import statistics
+from models.checkpoints import hub
+from models.nn.contract import as_model
 import specdec
 from specdec import Sampling
 

@@ -5,12 +5,12 @@ import pathlib
 
 import pytest
 
-from models import plan_lookup
-from models.drafters import DraftSettings
-from models.plan import cache_path
-from models.plan import Plan
-from models.plan_lookup import find_plan
-from models.plan_lookup import Setup
+from models.text.drafters import DraftSettings
+from models.text.plan import cache_path
+from models.text.plan import Plan
+from models.tune import plan_lookup
+from models.tune.plan_lookup import find_plan
+from models.tune.plan_lookup import Setup
 import specdec
 
 _SETUP = Setup(

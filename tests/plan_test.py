@@ -6,19 +6,19 @@ import shutil
 
 import pytest
 
-from models import hub
-from models.drafters import DraftSettings
-from models.drafters import make_drafter
-from models.pair import load_pair
-from models.plan import cache_path
-from models.plan import Context
-from models.plan import load_plan
-from models.plan import model_digest
-from models.plan import model_digests
-from models.plan import Plan
+from models.checkpoints import hub
+from models.text.drafters import DraftSettings
+from models.text.drafters import make_drafter
+from models.text.pair import load_pair
+from models.text.plan import cache_path
+from models.text.plan import Context
+from models.text.plan import load_plan
+from models.text.plan import model_digest
+from models.text.plan import model_digests
+from models.text.plan import Plan
 from specdec import PromptLookup
 from specdec import TreeConfig
-from specdec.topology import from_paths
+from specdec.tree.topology import from_paths
 
 _CONTEXT = Context(
   models={'target': 't', 'draft': 'd', 'vocabulary': 'v'},

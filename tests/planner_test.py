@@ -11,20 +11,20 @@ import jax
 import numpy as np
 import pytest
 
-from models import planner
-from models.candidates import Candidate
-from models.drafters import DraftSettings
-from models.drafters import make_drafter
-from models.pair import Pair
-from models.plan import Context
-from models.plan import table
-from models.planner import make_plan
-from models.planner import sample_batches
-from models.table import table_model
+from models.nn.table_model import table_model
+from models.text.drafters import DraftSettings
+from models.text.drafters import make_drafter
+from models.text.pair import Pair
+from models.text.plan import Context
+from models.text.plan import table
 from models.training.tokenizer import train_tokenizer
+from models.tune import planner
+from models.tune.candidates import Candidate
+from models.tune.planner import make_plan
+from models.tune.planner import sample_batches
 from specdec import generate
 from specdec import Sampling
-from specdec.step_costs import measure_step_costs
+from specdec.study.costs import measure_step_costs
 
 _TEXT = 'the cat says ok, and the dog says no to the cat\n' * 20
 _SAMPLING = Sampling(temperature=0.7)

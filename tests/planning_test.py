@@ -2,11 +2,11 @@
 
 import pytest
 
-from specdec.planning import choose
-from specdec.planning import climb
-from specdec.planning import PLAIN
-from specdec.planning import StepCosts
-from specdec.planning import Trial
+from specdec.study.planning import choose
+from specdec.study.planning import climb
+from specdec.study.planning import PLAIN
+from specdec.study.planning import StepCosts
+from specdec.study.planning import Trial
 
 _COSTS = StepCosts(
   prompt=0.5, verification={1: 0.1, 4: 0.13, 8: 0.21}, plain_step=0.11

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from models import plots
+from models.bench import plots
 
 _PEER = 'transformers:float32'
 

@@ -9,11 +9,11 @@ import tiny_drafters
 import tiny_models
 
 from specdec import generate
-from specdec.arguments import check_sampling
-from specdec.replay import next_token_ranks
-from specdec.replay import stand_in
-from specdec.topology import k_ary
-from specdec.tree_config import TreeConfig
+from specdec.checks import check_sampling
+from specdec.draft.drafter import TreeConfig
+from specdec.study.replay import next_token_ranks
+from specdec.study.replay import stand_in
+from specdec.tree.topology import k_ary
 
 _LIMIT = 40
 

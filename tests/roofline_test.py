@@ -3,13 +3,13 @@
 import pytest
 import tiny_modules
 
-from models import machine_limits
-from models.language_model import as_model
-from models.roofline import bytes_read
-from models.roofline import flops
-from models.roofline import model_size
-from models.roofline import ModelSize
-from models.roofline import place
+from models.bench import machine as machine_limits
+from models.bench.machine import bytes_read
+from models.bench.machine import flops
+from models.bench.machine import model_size
+from models.bench.machine import ModelSize
+from models.bench.machine import place
+from models.nn.contract import as_model
 
 _COSTS = {
   'target': {'per_forward': 100, 'per_slot': 2},

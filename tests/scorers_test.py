@@ -20,12 +20,12 @@ from specdec import NGram
 from specdec import PromptLookup
 from specdec import Sampling
 from specdec import TreeConfig
-from specdec.drafter import Step
+from specdec.draft.drafter import Step
+from specdec.draft.ngram import recent_tokens
+from specdec.draft.ranking import IMPOSSIBLE
+from specdec.draft.ranking import rank_candidates
+from specdec.draft.ranking import rank_logits
 from specdec.ngram.table import find_context
-from specdec.ranking import IMPOSSIBLE
-from specdec.ranking import rank_candidates
-from specdec.ranking import rank_logits
-from specdec.scorers.ngram import recent_tokens
 
 _EULER_GAMMA = 0.5772157
 _MAX_LENGTH = 20

@@ -10,13 +10,13 @@ from flax import nnx
 import numpy as np
 import pytest
 
-from models import hub
-from models.drafters import DraftSettings
-from models.gpt2 import GPT2
-from models.gpt2 import GPT2Config
-from models.plan import Plan
-from models.plan_lookup import Setup
+from models.checkpoints import hub
+from models.nn.gpt2 import GPT2
+from models.nn.gpt2 import GPT2Config
+from models.text.drafters import DraftSettings
+from models.text.plan import Plan
 from models.training.tokenizer import train_tokenizer
+from models.tune.plan_lookup import Setup
 from specdec import Sampling
 from specdec import Trace
 

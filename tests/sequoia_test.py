@@ -6,13 +6,13 @@ import itertools
 import numpy as np
 import pytest
 
-from specdec.sequoia import acceptance_by_rank
-from specdec.sequoia import best_trees
-from specdec.sequoia import expected_tokens
-from specdec.sequoia import fastest_tree
-from specdec.topology import chain
-from specdec.topology import from_paths
-from specdec.topology import Topology
+from specdec.tree.optimal import acceptance_by_rank
+from specdec.tree.optimal import best_trees
+from specdec.tree.optimal import expected_tokens
+from specdec.tree.optimal import fastest_tree
+from specdec.tree.topology import chain
+from specdec.tree.topology import from_paths
+from specdec.tree.topology import Topology
 
 
 @functools.cache

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import tiny_drafters
 
-from models.table import table_model
+from models.nn.table_model import table_model
 from specdec import generate
 from specdec import Sampling
 from specdec import staged
 from specdec import TreeConfig
 from specdec.sampling import position_noise
 from specdec.statistics import relative_bandwidth
-from specdec.topology import chain
+from specdec.tree.topology import chain
 
 VOCAB_SIZE = 12
 MAX_POSITIONS = 128

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specdec.stop import build_stop_table
-from specdec.stop import StopMatcher
-from specdec.stop import STOPPED
-from specdec.stop import StopTable
+from specdec.verify.stop_strings import build_stop_table
+from specdec.verify.stop_strings import StopMatcher
+from specdec.verify.stop_strings import STOPPED
+from specdec.verify.stop_strings import StopTable
 
 
 def _first_stop(stops, text):

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.table import table_model
+from models.nn.table_model import table_model
 
 
 def test_logits_are_rows_of_the_table():

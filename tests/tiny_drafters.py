@@ -20,11 +20,11 @@ from specdec import NGram
 from specdec import PromptLookup
 from specdec import staged
 from specdec import TreeConfig
+from specdec.draft.ranking import IMPOSSIBLE
 from specdec.ngram.table import NGramTable
-from specdec.ranking import IMPOSSIBLE
-from specdec.topology import chain
-from specdec.topology import from_paths
-from specdec.topology import k_ary
+from specdec.tree.topology import chain
+from specdec.tree.topology import from_paths
+from specdec.tree.topology import k_ary
 
 # How good a table is: it knows the text by heart, says anything, says what no
 # target ever says, or says nothing.

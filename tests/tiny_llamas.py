@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import tiny_models
 
-from models.families import family_of
-from models.family import Module
-from models.language_model import as_model
-from models.llama import LlamaConfig
-from models.mixtral import MixtralConfig
-from models.rope import Llama3Scaling
-from models.rope import Rope
+from models.checkpoints.families import family_of
+from models.checkpoints.family import Module
+from models.nn.contract import as_model
+from models.nn.llama import LlamaConfig
+from models.nn.mixtral import MixtralConfig
+from models.nn.rope import Llama3Scaling
+from models.nn.rope import Rope
 from specdec import Model
 
 _SHAPE = {

@@ -5,8 +5,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.gpt2 import GPT2
-from models.gpt2 import GPT2Config
+from models.nn.gpt2 import GPT2
+from models.nn.gpt2 import GPT2Config
 
 SHAPE = {
   'vocab_size': 40,

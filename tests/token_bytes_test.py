@@ -12,14 +12,14 @@ from tokenizers import decoders
 from tokenizers import models
 import transformers
 
-from models.pair import load_pair
-from models.pair import Pair
-from models.token_bytes import text_of
-from models.token_bytes import TextStream
-from models.token_bytes import token_bytes
+from models.text.pair import load_pair
+from models.text.pair import Pair
+from models.text.token_bytes import text_of
+from models.text.token_bytes import TextStream
+from models.text.token_bytes import token_bytes
 from models.training.tokenizer import train_tokenizer
-from specdec.stop import build_stop_table
-from specdec.stop import STOPPED
+from specdec.verify.stop_strings import build_stop_table
+from specdec.verify.stop_strings import STOPPED
 
 
 @pytest.fixture(scope='module')

@@ -11,10 +11,10 @@ import tiny_models
 from specdec import staged
 from specdec import Topology
 from specdec import TreeConfig
-from specdec.topology import chain
-from specdec.topology import from_paths
-from specdec.topology import k_ary
-from specdec.topology import load_topology
+from specdec.tree.topology import chain
+from specdec.tree.topology import from_paths
+from specdec.tree.topology import k_ary
+from specdec.tree.topology import load_topology
 
 NOWHERE = np.iinfo(np.int32).max
 

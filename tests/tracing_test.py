@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import tiny_drafters
 
-from models.table import table_model
+from models.nn.table_model import table_model
 import specdec
 from specdec import Block
 from specdec import Trace
 from specdec import TreeConfig
-from specdec.topology import from_paths
+from specdec.tree.topology import from_paths
 
 _VOCAB_SIZE = 24
 _PROMPTS = [[1, 2, 4], [3], [5, 6, 7, 5]]

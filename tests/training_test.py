@@ -16,14 +16,14 @@ import tiny_llamas
 import tiny_modules
 import transformers
 
-from models import hub
-from models.experts import balance_loss
-from models.gpt2 import GPT2
-from models.gpt2 import GPT2Config
-from models.mixtral import MixtralConfig
+from models.checkpoints import hub
+from models.nn.experts import balance_loss
+from models.nn.gpt2 import GPT2
+from models.nn.gpt2 import GPT2Config
+from models.nn.mixtral import MixtralConfig
 from models.training import corpus as corpora
 from models.training import loss as losses
-from models.training import run
+from models.training import trainer as run
 from models.training.corpus import Corpus
 from models.training.optimizer import make_optimizer
 from models.training.tokenizer import END_OF_TEXT

@@ -15,22 +15,22 @@ import tiny_models
 
 from specdec import KVCache
 from specdec import Sampling
-from specdec.masks import causal_mask
+from specdec.cache import causal_mask
+from specdec.draft.language_model import prefill
 from specdec.sampling import choose
-from specdec.scorers.language_model import prefill
-from specdec.tree import NO_NODE
-from specdec.verification.match import match
-from specdec.verification.verdict import commit
-from specdec.verification.verdict import count_emitted
-from specdec.verification.verdict import count_valid
-from specdec.verification.verdict import emitted_origins
-from specdec.verification.verdict import EOS
-from specdec.verification.verdict import LIMIT
-from specdec.verification.verdict import NOT_FINITE
-from specdec.verification.verdict import RUNNING
-from specdec.verification.verdict import score_nodes
-from specdec.verification.verdict import STOP
-from specdec.verification.verdict import Verdict
+from specdec.tree.tree import NO_NODE
+from specdec.verify.accept import commit
+from specdec.verify.accept import count_emitted
+from specdec.verify.accept import count_valid
+from specdec.verify.accept import emitted_origins
+from specdec.verify.accept import EOS
+from specdec.verify.accept import LIMIT
+from specdec.verify.accept import NOT_FINITE
+from specdec.verify.accept import RUNNING
+from specdec.verify.accept import score_nodes
+from specdec.verify.accept import STOP
+from specdec.verify.accept import Verdict
+from specdec.verify.match import match
 
 NUM_NODES = 16
 MAX_DEPTH = 6

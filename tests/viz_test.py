@@ -18,13 +18,13 @@ import pytest
 
 from specdec import Block
 from specdec import Trace
-from specdec import tree
-from specdec import viz
-from specdec.viz import charts
-from specdec.viz import style
-from specdec.viz import words
-from specdec.viz.markup import visible
-from specdec.viz.mask_picture import ancestors
+from specdec import tracing as viz
+from specdec.tracing.markup import visible
+from specdec.tracing.mask_picture import ancestors
+from specdec.tracing import charts
+from specdec.tracing import style
+from specdec.tracing import words
+from specdec.tree.tree import tree
 
 _NASTY = '</script><!--<script>alert(1)</script>&amp;"\''
 _TEXTS = {

@@ -2,10 +2,10 @@
 
 import pytest
 
-from models.drafters import DEMO_TABLE
-from models.pair import load_pair
+from models.text.drafters import DEMO_TABLE
+from models.text.pair import load_pair
+from models.text.pair import vocabulary_digest
 from models.training.tokenizer import train_tokenizer
-from models.vocabulary import vocabulary_digest
 from specdec.ngram.table import load_table
 
 _TEXTS = ['def add(first, second):\n  return first + second\n'] * 20

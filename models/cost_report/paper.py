@@ -8,13 +8,13 @@ is what is predicted.
 
 from typing import Any
 
-from specdec import topology
 from specdec.cost_model import Deployment
 from specdec.cost_model import HARDWARE
 from specdec.cost_model import MODELS
 from specdec.cost_model import predict
 from specdec.cost_model import Step
 from specdec.cost_model import tree_step
+from specdec.tree import topology
 
 DEPLOYMENT = Deployment(
   target=MODELS['gpt2-large'],

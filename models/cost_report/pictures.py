@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from models.bench.plots import COLORS
+from models.bench.plots import DOTS_PER_INCH
+from models.bench.plots import plot_roofs
 from models.cost_report.studies import CONTEXTS
-from models.plots import COLORS
-from models.plots import DOTS_PER_INCH
-from models.plots import plot_roofs
 
 _DASHES = ('-', '--', '-.', ':')
 _MARKERS = 'osD^v<>P'

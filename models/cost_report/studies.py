@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from specdec import topology
 from specdec.cost_model import best_tree
 from specdec.cost_model import break_even_batch_size
 from specdec.cost_model import Deployment
@@ -21,6 +20,7 @@ from specdec.cost_model import ModelShape
 from specdec.cost_model import predict
 from specdec.cost_model import Step
 from specdec.cost_model import tree_step
+from specdec.tree import topology
 
 CONTEXTS = tuple(2**power for power in range(9, 18))
 BATCH_SIZES = (1, *(n << power for power in range(7) for n in (2, 3)), 256)

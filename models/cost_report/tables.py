@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from models.markdown import to_table
+from models.bench.record import to_table
 
 
 def _gb(count: float) -> str:

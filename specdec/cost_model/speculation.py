@@ -13,12 +13,12 @@ where N tokens cost the target what one does.)
 from collections.abc import Sequence
 import dataclasses
 
-from specdec import sequoia
 from specdec.cost_model.forward import forward_cost
 from specdec.cost_model.forward import forward_seconds
 from specdec.cost_model.hardware import Hardware
 from specdec.cost_model.shapes import ModelShape
-from specdec.topology import Topology
+from specdec.tree.topology import Topology
+from specdec.tree import optimal as sequoia
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

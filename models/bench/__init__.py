@@ -1,0 +1,1 @@
+"""Measures decoding on this machine."""

@@ -1,0 +1,1 @@
+"""Reads and writes checkpoints in the format of Hugging Face."""

@@ -1,0 +1,160 @@
+"""Wider and deeper models that compute exactly the same function.
+
+How many drafted tokens are accepted depends on what a target computes; how long
+it takes, on its shape. Expanded, a small trained model has the cost of a large
+one without a download. Numbers made this way must say so.
+
+Width: every residual coordinate, head and inner feature is repeated r times,
+and the weights that sum over repeated inputs are divided by r (Net2Net, Chen et
+al. 2016, arXiv 1511.05641, section 2, with copies that stay alike). Repeating
+changes neither mean nor variance, so layer norms stay right. Depth: appended
+blocks add zero to the residual stream.
+"""
+
+import dataclasses
+import pathlib
+from typing import Any
+
+from flax import nnx
+from flax import traverse_util
+import jax
+import jax.numpy as jnp
+import numpy as np
+import transformers
+
+from models.checkpoints import hub
+from models.checkpoints.family import Module
+from models.nn.gpt2 import GPT2
+from models.nn.gpt2 import GPT2Config
+
+_NEW_STDDEV = 0.02
+
+
+def _repeat(array: np.ndarray, axis: int, factor: int, group: int):
+  """Repeats every run of `group` entries along an axis `factor` times."""
+  before, after = array.shape[:axis], array.shape[axis + 1 :]
+  groups = array.reshape(*before, -1, group, *after)
+  return np.repeat(groups, factor, axis).reshape(*before, -1, *after)
+
+
+def _widen(
+  path: tuple[Any, ...], array: np.ndarray, factor: int, config: GPT2Config
+) -> np.ndarray:
+  """Widens one parameter of a model of shape `config`."""
+  is_embedding = path[-1] == 'embedding'
+  if not is_embedding and path != ('lm_head',):
+    # Heads are repeated whole: their width, so their scale, stays the same.
+    group = config.head_width if 'c_attn' in path else 1
+    array = _repeat(array, 0, factor, group)
+  if array.ndim == 2:
+    group = config.head_width if path[2:4] == ('attn', 'c_proj') else 1
+    array = _repeat(array, 1, factor, group)
+  sums_inputs = array.ndim == 2 and not is_embedding
+  # A tied head must stay the embedding, so what it multiplies shrinks.
+  feeds_tied_head = path[0] == 'ln_f' and config.tie_embeddings
+  if sums_inputs or feeds_tied_head:
+    array = (array / factor).astype(array.dtype)
+  return array
+
+
+def _new_parameter(
+  path: tuple[Any, ...], shape: tuple[int, ...], rng: np.random.Generator
+) -> np.ndarray:
+  """A parameter of an appended block, which must add zero."""
+  if path[-1] == 'scale':
+    return np.ones(shape, np.float32)
+  if path[-1] == 'bias' or path[-2] == 'c_proj':
+    return np.zeros(shape, np.float32)
+  return _NEW_STDDEV * rng.standard_normal(shape, np.float32)
+
+
+def expand(
+  module: Module, *, width_factor: int, num_layers: int, seed: int = 0
+) -> GPT2:
+  """Widens and deepens a GPT-2 without changing its logits.
+
+  Exact up to rounding: a power of two is exact in every dtype but for the order
+  of sums; with another factor the weights themselves are rounded, so let the
+  module be in float32.
+
+  Args:
+    module: shares nothing with the result.
+    width_factor: r, multiplies width, heads and inner width.
+    num_layers: of the result, at least those of `module`.
+    seed: of the appended blocks' weights, which do not matter.
+
+  Returns:
+    A module of the dtype of `module`.
+
+  Raises:
+    ValueError: the factor or the number of layers is too small, or the model is
+      no GPT-2.
+  """
+  if not isinstance(module, GPT2):
+    raise ValueError(
+      f'only a GPT-2 can be expanded, not a {type(module).__name__}'
+    )
+  old = module.config
+  if width_factor < 1:
+    raise ValueError(f'width_factor must be at least 1, got {width_factor}')
+  if num_layers < old.num_layers:
+    raise ValueError(
+      f'num_layers must be at least the {old.num_layers} of the model, got'
+      f' {num_layers}'
+    )
+  config = dataclasses.replace(
+    old,
+    width=width_factor * old.width,
+    num_heads=width_factor * old.num_heads,
+    inner_width=old.inner_width and width_factor * old.inner_width,
+    num_layers=num_layers,
+  )
+  _, variables = nnx.split(module)
+  params = traverse_util.flatten_dict(nnx.to_pure_dict(variables))
+  graph, wanted = hub.abstract_module(config, module.wte.embedding.dtype)
+  rng = np.random.default_rng(seed)
+  # One parameter at a time: a large model is never held twice.
+  expanded = {}
+  for path, leaf in wanted.items():
+    if path in params:
+      array = _widen(path, np.asarray(params[path]), width_factor, old)
+    else:
+      array = _new_parameter(path, leaf.shape, rng)
+    expanded[path] = jax.device_put(array.astype(leaf.dtype, copy=False))
+  return nnx.merge(graph, traverse_util.unflatten_dict(expanded))
+
+
+def expand_pretrained(
+  name: str,
+  output: pathlib.Path,
+  *,
+  width_factor: int,
+  num_layers: int,
+  seed: int = 0,
+  dtype: jnp.dtype = jnp.float32,
+) -> GPT2Config:
+  """Expands a model, and its tokenizer if it has one, into a new folder.
+
+  Args:
+    name: of the model, see `hub.locate`.
+    output: the Hugging Face folder to write.
+    width_factor: see `expand`.
+    num_layers: see `expand`.
+    seed: see `expand`.
+    dtype: to store the tensors in; the expansion is done in float32.
+
+  Returns:
+    The new shape.
+  """
+  folder = hub.locate(name)
+  tokenizer = None
+  if hub.has_tokenizer(folder):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+  expanded = expand(
+    hub.load_module(folder),
+    width_factor=width_factor,
+    num_layers=num_layers,
+    seed=seed,
+  )
+  hub.save_pretrained(expanded, output, tokenizer=tokenizer, dtype=dtype)
+  return expanded.config

@@ -1,0 +1,257 @@
+"""Hugging Face's formats of Llama, its relatives, and their mixtures."""
+
+from collections.abc import Mapping
+import dataclasses
+import re
+from typing import Any
+
+import transformers
+
+from models.checkpoints.family import Family
+from models.checkpoints.family import parameter_name
+from models.checkpoints.family import Path
+from models.nn.layers import ACTIVATIONS
+from models.nn.llama import Llama
+from models.nn.llama import LlamaConfig
+from models.nn.mixtral import Mixtral
+from models.nn.mixtral import MixtralConfig
+from models.nn.rope import Rope
+from models.nn.rope import SCALINGS
+
+_PREFIX = 'model.'
+# Buffers of old checkpoints: the frequencies, which follow from the config.
+_BUFFERS = re.compile(r'layers\.\d+\.self_attn\.rotary_emb\.inv_freq')
+
+# What Mixtral calls the parts of a perceptron, and the others do.
+_MIXTRAL_NAMES = {'gate_proj': 'w1', 'up_proj': 'w3', 'down_proj': 'w2'}
+
+_LLAMA_CONFIGS: dict[str, Any] = {
+  'llama': transformers.LlamaConfig,
+  'mistral': transformers.MistralConfig,
+  'qwen2': transformers.Qwen2Config,
+  'qwen3': transformers.Qwen3Config,
+}
+_MIXTRAL_CONFIGS: dict[str, Any] = {
+  'mixtral': transformers.MixtralConfig,
+  'qwen3_moe': transformers.Qwen3MoeConfig,
+}
+# Keys beside the fields of a scaling.
+_ROPE_KEYS = {'rope_type', 'type', 'rope_theta', 'partial_rotary_factor'}
+
+
+def _read_rope(raw: Mapping[str, Any]) -> Rope:
+  """From transformers' `rope_parameters`."""
+  if raw.get('partial_rotary_factor', 1.0) != 1.0:
+    raise ValueError(
+      f'partial_rotary_factor={raw["partial_rotary_factor"]!r} is not supported'
+    )
+  kind, theta = raw.get('rope_type', 'default'), raw['rope_theta']
+  if kind == 'default':
+    return Rope(theta=theta)
+  if kind not in SCALINGS:
+    raise ValueError(
+      f'rope_type={kind!r} is not supported; choose from'
+      f' {["default", *SCALINGS]}'
+    )
+  values = {key: raw[key] for key in raw if key not in _ROPE_KEYS}
+  known = {field.name for field in dataclasses.fields(SCALINGS[kind])}
+  if kind == 'linear':  # Written along by some; it does not enter.
+    values.pop('original_max_position_embeddings', None)
+  if unknown := sorted(set(values) - known):
+    raise ValueError(f'{unknown[0]} is not supported with rope_type={kind!r}')
+  return Rope(theta=theta, scaling=SCALINGS[kind](**values))
+
+
+def _longest_context(config: Any) -> int:
+  """As far as every token sees all before it.
+
+  Beyond its window, sliding attention would see less; nothing here does that.
+  """
+  longest = config.max_position_embeddings
+  kinds = set(getattr(config, 'layer_types', None) or ())
+  if unknown := kinds - {'full_attention', 'sliding_attention'}:
+    raise ValueError(f'layer_types has {sorted(unknown)}, not supported')
+  window = getattr(config, 'sliding_window', None)
+  slides = window is not None and (not kinds or 'sliding_attention' in kinds)
+  return min(longest, window) if slides else longest
+
+
+def _from_dict(kinds: Mapping[str, Any], raw: Mapping[str, Any]) -> Any:
+  """Transformers' own reading, which fills in what is left open."""
+  if raw.get('num_attention_heads') == 0:  # It would divide by it.
+    raise ValueError('num_attention_heads must be positive, got 0')
+  return kinds[raw['model_type']].from_dict(dict(raw))
+
+
+def _common(config: Any, kind: str) -> dict[str, Any]:
+  """The fields of a `LlamaConfig`."""
+  if config.hidden_act not in ACTIVATIONS:
+    raise ValueError(
+      f'hidden_act={config.hidden_act!r} is not known; choose from'
+      f' {sorted(ACTIVATIONS)}'
+    )
+  attention_bias = getattr(config, 'attention_bias', False)
+  return {
+    'vocab_size': config.vocab_size,
+    'num_positions': _longest_context(config),
+    'width': config.hidden_size,
+    'num_layers': config.num_hidden_layers,
+    'num_heads': config.num_attention_heads,
+    'num_kv_heads': config.num_key_value_heads,
+    'head_width': getattr(config, 'head_dim', None)
+    or config.hidden_size // config.num_attention_heads,
+    'inner_width': config.intermediate_size,
+    'activation': config.hidden_act,
+    'norm_epsilon': config.rms_norm_eps,
+    'rope': _read_rope(config.rope_parameters),
+    'qkv_bias': kind == 'qwen2' or attention_bias,
+    'output_bias': kind != 'qwen2' and attention_bias,
+    'mlp_bias': getattr(config, 'mlp_bias', False),
+    'qk_norm': kind in ('qwen3', 'qwen3_moe'),
+    'tie_embeddings': config.tie_word_embeddings,
+  }
+
+
+def _read_llama(raw: Mapping[str, Any]) -> LlamaConfig:
+  config = _from_dict(_LLAMA_CONFIGS, raw)
+  return LlamaConfig(**_common(config, raw['model_type']))
+
+
+def _read_mixtral(raw: Mapping[str, Any]) -> MixtralConfig:
+  kind = raw['model_type']
+  config = _from_dict(_MIXTRAL_CONFIGS, raw)
+  fields = _common(config, kind) | {
+    'num_experts': config.num_experts,
+    'experts_per_token': config.num_experts_per_tok,
+  }
+  if kind == 'qwen3_moe':
+    if config.mlp_only_layers or config.decoder_sparse_step != 1:
+      raise ValueError(
+        f'mlp_only_layers={config.mlp_only_layers!r} and decoder_sparse_step='
+        f'{config.decoder_sparse_step!r}: layers without experts are not'
+        ' supported'
+      )
+    fields |= {
+      'inner_width': config.moe_intermediate_size,
+      'renormalize': config.norm_topk_prob,
+    }
+  return MixtralConfig(**fields)
+
+
+def _model_type(config: LlamaConfig) -> str:
+  """The one that can say what a shape is."""
+  same_bias = config.qkv_bias == config.output_bias
+  if isinstance(config, MixtralConfig) and config.qk_norm:
+    kind, fits = 'qwen3_moe', same_bias
+  elif isinstance(config, MixtralConfig):
+    has_bias = config.qkv_bias or config.output_bias
+    kind, fits = 'mixtral', config.renormalize and not has_bias
+  elif config.qk_norm:
+    kind, fits = 'qwen3', same_bias and not config.mlp_bias
+  elif same_bias:
+    kind, fits = 'llama', True
+  else:
+    kind, fits = 'qwen2', config.qkv_bias and not config.mlp_bias
+  if not fits:
+    raise ValueError(
+      f'no model of transformers has this shape, it cannot be saved: {config}'
+    )
+  return kind
+
+
+def _to_hugging_face(
+  config: LlamaConfig, *, dtype: str, eos_token_id: int | None
+) -> transformers.PreTrainedConfig:
+  kind = _model_type(config)
+  rope: dict[str, Any] = {'rope_theta': config.rope.theta}
+  scaling = config.rope.scaling
+  rope['rope_type'] = 'default' if scaling is None else scaling.rope_type
+  if scaling is not None:
+    rope |= dataclasses.asdict(scaling)
+  keys = {
+    'vocab_size': config.vocab_size,
+    'max_position_embeddings': config.num_positions,
+    'hidden_size': config.width,
+    'num_hidden_layers': config.num_layers,
+    'num_attention_heads': config.num_heads,
+    'num_key_value_heads': config.num_kv_heads,
+    'head_dim': config.head_width,
+    'intermediate_size': config.inner_width,
+    'hidden_act': config.activation,
+    'rms_norm_eps': config.norm_epsilon,
+    'rope_parameters': rope,
+    'tie_word_embeddings': config.tie_embeddings,
+    'bos_token_id': eos_token_id,
+    'eos_token_id': eos_token_id,
+    'dtype': dtype,
+  }
+  if kind in ('llama', 'qwen3', 'qwen3_moe'):
+    keys['attention_bias'] = config.qkv_bias
+  if kind == 'llama':
+    keys['mlp_bias'] = config.mlp_bias
+  if isinstance(config, MixtralConfig):
+    keys |= {
+      'num_local_experts': config.num_experts,
+      'num_experts_per_tok': config.experts_per_token,
+    }
+    if kind == 'qwen3_moe':
+      keys |= {
+        'moe_intermediate_size': config.inner_width,
+        'norm_topk_prob': config.renormalize,
+      }
+  made = (_LLAMA_CONFIGS | _MIXTRAL_CONFIGS)[kind](**keys)
+  made.architectures = [type(made).__name__.replace('Config', 'ForCausalLM')]
+  return made
+
+
+def _canonical_name(stored: str, config: LlamaConfig) -> str | None:
+  """As `models.family.parameter_name` has it; None for a known buffer.
+
+  Bare models lack the `model.` prefix. A tied head may be stored too.
+  """
+  name = stored.removeprefix(_PREFIX)
+  if _BUFFERS.fullmatch(name):
+    return None
+  if name == 'lm_head.weight' and config.tie_embeddings:
+    return 'embed_tokens.weight'
+  if '.block_sparse_moe.' in name:
+    name = name.replace('.block_sparse_moe.', '.mlp.')
+    for ours, theirs in _MIXTRAL_NAMES.items():
+      name = name.replace(f'.{theirs}.', f'.{ours}.')
+  return name
+
+
+def _stored_name(path: Path, config: LlamaConfig) -> str:
+  name = parameter_name(path)
+  if path == ('lm_head',):
+    return name
+  if _model_type(config) == 'mixtral' and 'mlp' in path:
+    name = name.replace('.mlp.', '.block_sparse_moe.')
+    for ours, theirs in _MIXTRAL_NAMES.items():
+      name = name.replace(f'.{ours}.', f'.{theirs}.')
+  return _PREFIX + name
+
+
+LLAMA = Family(
+  name='Llama',
+  model_types=frozenset(_LLAMA_CONFIGS),
+  module=Llama,
+  config=LlamaConfig,
+  read_config=_read_llama,
+  to_hugging_face=_to_hugging_face,
+  canonical_name=_canonical_name,
+  stored_name=_stored_name,
+  is_transposed=lambda path: False,
+  stays_float=lambda path: False,
+)
+
+MIXTRAL = dataclasses.replace(
+  LLAMA,
+  name='Mixtral',
+  model_types=frozenset(_MIXTRAL_CONFIGS),
+  module=Mixtral,
+  config=MixtralConfig,
+  read_config=_read_mixtral,
+  # A router in eight bits would send tokens elsewhere.
+  stays_float=lambda path: 'gate' in path,
+)

@@ -1,1 +1,0 @@
-"""Plain, chain and staged decoding over one axis at a time, and predicted."""

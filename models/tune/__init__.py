@@ -1,0 +1,1 @@
+"""Finds the fastest way to decode on this machine."""

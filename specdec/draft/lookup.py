@@ -1,0 +1,90 @@
+"""Prompt lookup: what followed the last time, as a proposer.
+
+Text repeats itself. The tokens that end at a node are looked for in the row's
+own prompt and output, and what followed there is proposed; the longest match
+counts, of equally long ones the most recent (arXiv 2304.04487; prompt lookup
+decoding, A. Saxena 2023).
+"""
+
+import flax.struct
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from specdec.draft.ngram import recent_tokens
+from specdec.draft.ranking import IMPOSSIBLE
+from specdec.tree.tree import histories
+from specdec.tree.tree import TokenTree
+
+
+class PromptLookup(flax.struct.PyTreeNode):
+  """See `specdec.scorers.candidates.Proposer`.
+
+  Attributes:
+    confidence: how likely the continuation of a match is, by the length of the
+      match: of 1 token, of 2 and so on; 0 ignores matches of that length. The
+      last entry is for matches of that length or longer. Static.
+    num_matches: how many matches of a node are looked at. Static.
+
+  Raises:
+    ValueError: a value is out of range.
+  """
+
+  confidence: tuple[float, ...] = flax.struct.field(
+    pytree_node=False, default=(0.1, 0.4, 0.6, 0.75)
+  )
+  num_matches: int = flax.struct.field(pytree_node=False, default=4)
+
+  name = 'lookup'
+  vocab_size = None
+
+  def __post_init__(self):
+    if not self.confidence or not all(0 <= one < 1 for one in self.confidence):
+      raise ValueError(
+        'confidence needs an entry per length of match, each at least 0 and'
+        f' below 1, got {self.confidence}'
+      )
+    if self.num_matches < 1:
+      raise ValueError(
+        f'num_matches must be at least 1, got {self.num_matches}'
+      )
+
+  @property
+  def bytes_per_node(self) -> int:
+    """None, as the text is in the processor's own cache."""
+    return 0
+
+  def propose(
+    self,
+    tree: TokenTree,
+    nodes: jax.Array,
+    tokens: jax.Array,
+    length: jax.Array,
+  ) -> tuple[jax.Array, jax.Array]:
+    """What followed the best matches."""
+    longest, num_tokens = len(self.confidence), tokens.shape[0]
+    ends = histories(tree, nodes, recent_tokens(tokens, length, longest))
+    matched = jnp.zeros((nodes.shape[0], num_tokens), jnp.int32)
+    matches = jnp.ones_like(matched, bool)
+    for back in range(longest):
+      shifted = jnp.pad(tokens, (back, 0), constant_values=-1)[:num_tokens]
+      matches &= (shifted[None] == ends[:, back, None]) & (shifted >= 0)[None]
+      matched += matches
+    confidence = jnp.array((0.0, *self.confidence))
+    position = jnp.arange(num_tokens)[None]
+    usable = (position < length - 1) & (confidence[matched] > 0)
+    quality = jnp.where(usable, matched * num_tokens + position, -1)
+    # As floats, exact below 2^24: XLA's CPU backend sorts integers in full.
+    quality, at = lax.top_k(
+      quality.astype(jnp.float32), min(self.num_matches, num_tokens)
+    )
+    quality = quality.astype(jnp.int32)
+    proposed = tokens[jnp.minimum(at + 1, num_tokens - 1)]
+    # What follows several matches is proposed by the first of them.
+    same = proposed[:, :, None] == proposed[:, None]
+    is_first = jnp.argmax(same, axis=2) == jnp.arange(at.shape[1])[None]
+    good = (quality >= 0) & is_first
+    prob = jnp.where(good, confidence[jnp.maximum(quality, 0) // num_tokens], 0)
+    left = jnp.cumprod(1.0 - prob, axis=1) / (1.0 - prob)
+    log_prob = jnp.log(jnp.maximum(prob * left, 1e-30))
+    return proposed, jnp.where(good, log_prob, IMPOSSIBLE)

@@ -1,0 +1,61 @@
+"""An n-gram table as a proposer."""
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from specdec.ngram.table import find_context
+from specdec.ngram.table import NGramTable
+from specdec.tree.tree import histories
+from specdec.tree.tree import TokenTree
+
+
+def recent_tokens(
+  tokens: jax.Array, length: jax.Array, number: int
+) -> jax.Array:
+  """The last tokens of a text, the very last first.
+
+  Args:
+    tokens: `[T]` int32.
+    length: `[]` int32.
+    number: how many.
+
+  Returns:
+    `[number]` int32; -1 where the text has no more.
+  """
+  index = length - 1 - jnp.arange(number)
+  return jnp.where(index >= 0, tokens[index], -1)
+
+
+class NGram(flax.struct.PyTreeNode):
+  """See `specdec.scorers.candidates.Proposer`.
+
+  Attributes:
+    table: from `specdec.ngram`.
+  """
+
+  table: NGramTable
+
+  name = 'ngram'
+
+  @property
+  def vocab_size(self) -> int:
+    """Of the table."""
+    return self.table.vocab_size
+
+  @property
+  def bytes_per_node(self) -> int:
+    """Of one look-up."""
+    return self.table.lookup_bytes
+
+  def propose(
+    self,
+    tree: TokenTree,
+    nodes: jax.Array,
+    tokens: jax.Array,
+    length: jax.Array,
+  ) -> tuple[jax.Array, jax.Array]:
+    """The likeliest tokens after the longest known context."""
+    recent = recent_tokens(tokens, length, self.table.order - 1)
+    context = find_context(self.table, histories(tree, nodes, recent))
+    return self.table.next_tokens[context], self.table.next_log_probs[context]

@@ -1,0 +1,1 @@
+"""Measures decoding: time, exactness, acceptance on known texts."""

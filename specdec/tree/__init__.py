@@ -1,0 +1,1 @@
+"""The token tree, fixed topologies, and the best topology for given rates."""
