@@ -19,9 +19,9 @@ from list_trees import up
 import numpy as np
 import pytest
 
+from specdec.tree import tree as trees
 from specdec.tree.tree import NO_NODE
 from specdec.tree.tree import TokenTree
-from specdec.tree.tree import tree as trees
 
 NUM_TREES = 200
 

@@ -19,12 +19,12 @@ import pytest
 from specdec import Block
 from specdec import Trace
 from specdec import tracing as viz
-from specdec.tracing.markup import visible
-from specdec.tracing.mask_picture import ancestors
 from specdec.tracing import charts
 from specdec.tracing import style
+from specdec.tracing import tree
 from specdec.tracing import words
-from specdec.tree.tree import tree
+from specdec.tracing.markup import visible
+from specdec.tracing.mask_picture import ancestors
 
 _NASTY = '</script><!--<script>alert(1)</script>&amp;"\''
 _TEXTS = {

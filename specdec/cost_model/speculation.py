@@ -17,8 +17,8 @@ from specdec.cost_model.forward import forward_cost
 from specdec.cost_model.forward import forward_seconds
 from specdec.cost_model.hardware import Hardware
 from specdec.cost_model.shapes import ModelShape
-from specdec.tree.topology import Topology
 from specdec.tree import optimal as sequoia
+from specdec.tree.topology import Topology
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

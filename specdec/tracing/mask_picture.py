@@ -1,5 +1,6 @@
 """The attention mask of a block: every node sees the text and its ancestors."""
 
+from specdec.tracing import words
 from specdec.tracing.markup import COLUMN
 from specdec.tracing.markup import columns
 from specdec.tracing.markup import escape
@@ -8,7 +9,6 @@ from specdec.tracing.markup import Svg
 from specdec.tracing.markup import visible
 from specdec.tracing.trace import Block
 from specdec.tracing.trace import Trace
-from specdec.tracing import words
 
 _CELL, _MARGIN, _TEXT = 15, 12, 60
 _CSS = (

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence
 from importlib import resources
 
+from specdec.tracing import words
 from specdec.tracing.charts import shares
 from specdec.tracing.charts import survivors
 from specdec.tracing.markup import escape
@@ -19,7 +20,6 @@ from specdec.tracing.text_picture import spans
 from specdec.tracing.timeline_picture import timeline
 from specdec.tracing.trace import Block
 from specdec.tracing.trace import Trace
-from specdec.tracing import words
 from specdec.tracing.tree_picture import legend as legend_of_tree
 from specdec.tracing.tree_picture import tree
 

@@ -3,13 +3,13 @@
 Figure 3 of the staged speculative decoding paper (arXiv 2308.04623).
 """
 
+from specdec.tracing import words
 from specdec.tracing.markup import escape
 from specdec.tracing.markup import Html
 from specdec.tracing.markup import visible
 from specdec.tracing.style import mark_of
 from specdec.tracing.style import style_of
 from specdec.tracing.trace import Trace
-from specdec.tracing import words
 
 
 def _css(origin: int) -> str:

@@ -1,12 +1,12 @@
 """How many forwards every stage took for each block, block by block."""
 
+from specdec.tracing import words
 from specdec.tracing.markup import COLUMN
 from specdec.tracing.markup import columns
 from specdec.tracing.markup import escape
 from specdec.tracing.markup import picture
 from specdec.tracing.markup import Svg
 from specdec.tracing.trace import Trace
-from specdec.tracing import words
 
 _LANE, _BAR, _STEP, _MARGIN = 30, 3, 5, 12
 _CSS = (

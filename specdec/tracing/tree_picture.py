@@ -7,6 +7,7 @@ and the accepted child comes first, so what was accepted is the upper edge.
 import collections
 import dataclasses
 
+from specdec.tracing import words
 from specdec.tracing.markup import COLUMN
 from specdec.tracing.markup import columns
 from specdec.tracing.markup import escape
@@ -17,7 +18,6 @@ from specdec.tracing.style import mark_of
 from specdec.tracing.style import style_of
 from specdec.tracing.trace import Block
 from specdec.tracing.trace import Trace
-from specdec.tracing import words
 
 _ROW, _BOX, _GAP, _MARGIN = 26, 20, 30, 12
 _THIN = '\u2009'  # between a mark and a token that may be a number
