@@ -1,55 +1,85 @@
 """Staged, tree-structured speculative decoding in JAX."""
 
-from specdec.cache import init_cache
 from specdec.cache import KVCache
-from specdec.checks import row_keys
+from specdec.context import StepContext
 from specdec.draft.candidates import CandidateScorer
+from specdec.draft.candidates import Proposer
 from specdec.draft.drafter import Drafter
+from specdec.draft.drafter import fixed_drafter
+from specdec.draft.drafter import PLAIN
+from specdec.draft.drafter import Scorer
+from specdec.draft.drafter import Scores
+from specdec.draft.drafter import Stage
+from specdec.draft.drafter import StageConfig
 from specdec.draft.drafter import staged
-from specdec.draft.drafter import TreeConfig
 from specdec.draft.language_model import LanguageModelScorer
 from specdec.draft.lookup import PromptLookup
 from specdec.draft.ngram import NGram
+from specdec.draft.ngram import recent_tokens
 from specdec.generation import Decoding
 from specdec.generation import generate
 from specdec.generation import Generation
 from specdec.generation import trace
+from specdec.loop import advance
 from specdec.loop import decode
-from specdec.loop import DecodeResult
+from specdec.loop import start
 from specdec.model import LanguageModel
-from specdec.model import Model
+from specdec.model import ModelSpec
+from specdec.ngram.table import load_table
+from specdec.sampling import EXCLUDED
 from specdec.sampling import Sampling
 from specdec.step import DecodeConfig
 from specdec.step import Request
-from specdec.tracing.trace import Block
 from specdec.tracing.trace import Trace
+from specdec.tree.topology import chain
+from specdec.tree.topology import k_ary
 from specdec.tree.topology import Topology
+from specdec.tree.topology import TreeShape
+from specdec.tree.tree import histories
+from specdec.verify.block import BlockRule
+from specdec.verify.match import MatchRule
+from specdec.verify.rejection import RejectionRule
 
-__version__ = '0.6.3'
+__version__ = '0.7.0'
 
 __all__ = (
-  'Block',
+  'EXCLUDED',
+  'PLAIN',
+  'BlockRule',
   'CandidateScorer',
   'DecodeConfig',
-  'DecodeResult',
   'Decoding',
   'Drafter',
   'Generation',
   'KVCache',
   'LanguageModel',
   'LanguageModelScorer',
-  'Model',
+  'MatchRule',
+  'ModelSpec',
   'NGram',
   'PromptLookup',
+  'Proposer',
+  'RejectionRule',
   'Request',
   'Sampling',
+  'Scorer',
+  'Scores',
+  'Stage',
+  'StageConfig',
+  'StepContext',
   'Topology',
   'Trace',
-  'TreeConfig',
+  'TreeShape',
+  'advance',
+  'chain',
   'decode',
+  'fixed_drafter',
   'generate',
-  'init_cache',
-  'row_keys',
+  'histories',
+  'k_ary',
+  'load_table',
+  'recent_tokens',
   'staged',
+  'start',
   'trace',
 )

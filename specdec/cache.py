@@ -5,8 +5,8 @@
     row 1    [a   b]  x   y   .   .   .   .      length 2; x, y are stale
 
 A forward writes its L new entries to the slots from `length` on; what may be
-seen is decided by the attention mask alone. So keeping entries is adding to
-`length`, and forgetting them is not doing so: stale slots are masked, then
+seen is decided by the attention mask alone. So entries are kept by adding to
+`length`, and forgotten by not doing so: stale slots are masked, then
 overwritten. After a token tree was verified, the entries of the accepted path
 move to the front of the tree's; nothing else is ever moved.
 """
@@ -56,6 +56,7 @@ def init_cache(
 
 
 def _write(slots: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
+  """Writes `new [B, H, L, Dh]` to the slots from `start [B]` on."""
   # Row by row: a vmapped update at per-row offsets would lower to a scatter.
   def write_row(row, slots):
     row = jnp.asarray(row, start.dtype)
@@ -69,34 +70,14 @@ def _write(slots: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
       slots = write_row(row, slots)
     return slots
 
-  # Of several updates in a row XLA's CPU backend makes one pass over the whole
-  # array, again and again. On accelerators every turn of a loop has its price.
+  # XLA's CPU backend makes a pass over the whole array for each of several
+  # updates in a row. On accelerators every iteration of a loop costs launches.
   def looped(slots):
     return lax.fori_loop(0, slots.shape[0], write_row, slots)
 
   if slots.shape[0] == 1:
     return unrolled(slots)
   return lax.platform_dependent(slots, cpu=looped, default=unrolled)
-
-
-def finite(new: jax.Array) -> jax.Array:
-  """New keys or values as they are written: zeros instead of NaN and inf.
-
-  What is masked would still spread if it were NaN, since 0 x NaN is NaN: one
-  bad guess would spoil the whole tree. Zeros hide nothing: the token to which
-  they belong is NaN all the way to its own logits.
-  """
-  return jnp.where(jnp.isfinite(new), new, 0)
-
-
-def replace_layer(
-  cache: KVCache, layer: int, keys: jax.Array, values: jax.Array
-) -> KVCache:
-  """The cache with other arrays `[B, H, S, Dh]` for one layer."""
-  put = lambda arrays, new: (*arrays[:layer], new, *arrays[layer + 1 :])
-  return cache.replace(
-    keys=put(cache.keys, keys), values=put(cache.values, values)
-  )
 
 
 def write(
@@ -113,11 +94,19 @@ def write(
 
   Returns:
     The cache with the entries written and `length` as it was: only the caller
-    knows which of them will be kept.
+    knows which of them will be kept. NaN and inf are written as zeros.
   """
-  put = lambda arrays, new: _write(arrays[layer], finite(new), cache.length)
-  return replace_layer(
-    cache, layer, put(cache.keys, key), put(cache.values, value)
+
+  def put(arrays, new):
+    # A masked NaN would still spread, since 0 x NaN is NaN: one bad candidate
+    # would spoil the whole tree. Zeros hide nothing: the token to which they
+    # belong is NaN all the way to its own logits.
+    new = jnp.where(jnp.isfinite(new), new, 0)
+    array = _write(arrays[layer], new, cache.length)
+    return (*arrays[:layer], array, *arrays[layer + 1 :])
+
+  return cache.replace(
+    keys=put(cache.keys, key), values=put(cache.values, value)
   )
 
 
@@ -129,7 +118,7 @@ def keep(
   *,
   window: int,
 ) -> KVCache:
-  """Keeps some of the entries behind `length`, wherever they were written.
+  """Keeps some of the entries in the window behind `length`.
 
       slot           4   5   6   7   8     length 4, start 5, offsets (2, 4, 1)
       before         r   x   a   y   b     count 2, window 5
@@ -141,11 +130,14 @@ def keep(
       and `start` is kept as well.
     offsets: `[B, n]` int32, where they are, counted from `length`.
     count: `[B]` int32, how many of them to keep.
-    window: no offset is that large; `length + window <= S`.
+    window: its size, larger than any offset; `length + window <= S`. In a
+      window of one slot the entry is in place already, and nothing is moved.
 
   Returns:
     The cache, its `length` now `start + count`.
   """
+  if window == 1:
+    return cache.replace(length=start + count)
   taken = offsets[:, :, None] == jnp.arange(window)[None, None]
 
   def move(array):
@@ -155,9 +147,8 @@ def keep(
       index = (jnp.array(row, zero.dtype), zero, cache.length[row], zero)
       heads, _, width = array.shape[1:]
       rows.append(lax.dynamic_slice(array, index, (1, heads, window, width)))
-    # A product with zeros and ones, exact in any precision but a lower one. A
-    # gather from the array that is then written to makes XLA's CPU backend copy
-    # the array.
+    # A product with zeros and ones, which is exact. A gather from the array that
+    # is then written to makes XLA's CPU backend copy the array.
     kept = jnp.einsum(
       'bnw,bhwd->bhnd',
       taken.astype(array.dtype),
@@ -200,7 +191,7 @@ def _written(start, window, *, num_slots):
   before = jnp.arange(num_slots)[None] < start[:, None]
   zero = jnp.zeros((), start.dtype)
   rows = []
-  for row in range(window.shape[0]):  # cheaper than the gather of a vmap
+  for row in range(window.shape[0]):  # takes less time than a vmapped gather
     mask = jnp.broadcast_to(before[row], (window.shape[1], num_slots))
     index = (zero, start[row])
     rows.append(lax.dynamic_update_slice(mask, window[row], index))
@@ -208,18 +199,18 @@ def _written(start, window, *, num_slots):
 
 
 def _looked_up(start, window, *, num_slots):
-  """Every slot looks up its place in the window: two kernels less on a GPU."""
+  """Every slot looks up its place in the window: two GPU kernels less."""
   place = jnp.arange(num_slots)[None] - start[:, None]
   within = (place >= 0) & (place < window.shape[2])
   index = jnp.clip(place, 0, window.shape[2] - 1)
-  seen = jax.vmap(lambda one, at: one[:, at])(window, index)
+  seen = jax.vmap(lambda row, at: row[:, at])(window, index)
   return jnp.where(within[:, None], seen, place[:, None] < 0)
 
 
 def window_mask(
   start: jax.Array, window: jax.Array, num_slots: int
 ) -> jax.Array:
-  """Queries see all slots before a window, and of the window what it says.
+  """Queries see all slots before a window, and some slots of the window.
 
   This is how the nodes of a tree see the text so far and their ancestors. For
   `start = 2`, a root with two children and `num_slots = 6`:

@@ -1,8 +1,11 @@
-"""Arguments as users give them: checked, and as `decode` wants them.
+"""Checks the arguments that users pass, and makes of them what `decode` takes.
 
 What cannot be used is a `ValueError` that names the argument and the remedy.
+Prompts are padded to powers of two and the room for new tokens to multiples of
+64, so that few shapes are compiled.
 """
 
+from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -14,35 +17,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec.draft.drafter import Drafter
-from specdec.model import Model
+from specdec.model import LanguageModel
+from specdec.sampling import BEST
+from specdec.sampling import CHILDREN
+from specdec.sampling import EXCLUDED
 from specdec.sampling import Sampling
-from specdec.verify.rejection import BEST
-from specdec.verify.rejection import WITHOUT_REPLACEMENT
+from specdec.sampling import SamplingParams
+from specdec.sampling import WITHOUT_REPLACEMENT
+from specdec.tree.topology import Topology
+from specdec.verify.accept import Rule
+from specdec.verify.block import BlockRule
+from specdec.verify.match import MatchRule
+from specdec.verify.rejection import RejectionRule
 from specdec.verify.stop_strings import StopTable
 
 
-def check_names(options: Mapping[str, Any], known: Iterable[str]) -> None:
-  """Refuses keyword arguments that are not known, or a missing limit.
-
-  Args:
-    options: by name.
-    known: names.
-
-  Raises:
-    TypeError: says which.
-  """
-  unknown = set(options) - set(known)
-  if unknown:
-    raise TypeError(
-      f'unexpected arguments {sorted(unknown)}; there are {sorted(known)}'
-    )
-  if 'max_new_tokens' not in options:
-    raise TypeError('max_new_tokens is needed')
-
-
-def check_drafter(target: Model, drafter: Drafter) -> None:
-  """Refuses stages that share a name, or have another vocabulary."""
-  ours = target.definition.vocab_size
+def check_drafter(target: LanguageModel, drafter: Drafter) -> None:
+  """Refuses stages that share a name or have another vocabulary."""
+  ours = target.spec.vocab_size
   labels = ('target', 'plain', *drafter.labels)
   if len(set(labels)) < len(labels):
     raise ValueError(
@@ -92,8 +84,8 @@ def check_limits(
   max_new_tokens: Any,
   room: Any,
   context: int,
-) -> np.ndarray:
-  """The limits as `[B]` int32.
+) -> tuple[np.ndarray, int]:
+  """The limits as `[B]` int32, and the room for new tokens.
 
   Args:
     prompts: B of them, checked.
@@ -123,13 +115,12 @@ def check_limits(
         f'prompt {row} of {len(prompt)} tokens and max_new_tokens={limit}'
         f' exceed the context of the target, {context} tokens'
       )
-  return limits.astype(np.int32)
+  largest = int(limits.max())
+  return limits.astype(np.int32), largest if room is None else int(room)
 
 
-def _dense_bias(bias: Any, batch_size: int, vocab_size: int) -> np.ndarray:
+def _dense_bias(bias: Any, batch_size: int, vocab_size: int) -> Any:
   """A mapping, or one per row, or an array, as `[V]` or `[B, V]`."""
-  if bias is None:
-    return np.zeros(vocab_size, np.float32)
   if isinstance(bias, Mapping):
     dense = np.zeros(vocab_size, np.float32)
     tokens = check_ids('logit_bias', bias, vocab_size)
@@ -141,14 +132,14 @@ def _dense_bias(bias: Any, batch_size: int, vocab_size: int) -> np.ndarray:
       ) from error
     return dense
   if isinstance(bias, Sequence) and any(
-    one is None or isinstance(one, Mapping) for one in bias
+    row is None or isinstance(row, Mapping) for row in bias
   ):
     if len(bias) != batch_size:
       raise ValueError(
         f'logit_bias must be one mapping or one per row ({batch_size}), got'
         f' {len(bias)}'
       )
-    return np.stack([_dense_bias(one, batch_size, vocab_size) for one in bias])
+    return np.stack([_dense_bias(row or {}, batch_size, vocab_size) for row in bias])
   shape = np.shape(bias)
   if shape not in ((vocab_size,), (batch_size, vocab_size)):
     raise ValueError(
@@ -158,57 +149,120 @@ def _dense_bias(bias: Any, batch_size: int, vocab_size: int) -> np.ndarray:
   return bias
 
 
+def _per_row(name: str, value: Any, batch_size: int, dtype: Any) -> np.ndarray:
+  """A number, or one per row, as `[B]` of a dtype."""
+  try:
+    if value is None:  # NumPy would take it for NaN
+      raise TypeError
+    array = np.asarray(value, dtype)
+  except (TypeError, ValueError) as error:
+    raise ValueError(
+      f'{name} must be a number or one per row, got {value!r}'
+    ) from error
+  if array.shape not in ((), (batch_size,)):
+    raise ValueError(
+      f'{name} must be one number or one per row ({batch_size}), got an array'
+      f' of shape {array.shape}'
+    )
+  return np.broadcast_to(array, batch_size)
+
+
+_TINY = float(np.finfo(np.float32).tiny)
+_RANGES: dict[str, tuple[float, float, str]] = {
+  'repetition_penalty': (_TINY, np.inf, 'above 0'),
+  'temperature': (0.0, np.inf, 'at least 0'),
+  'top_p': (_TINY, 1.0, 'above 0 and at most 1'),
+  'min_p': (0.0, 1.0, 'between 0 and 1'),
+}
+
+# Stands for all tokens, where other rows have a k.
+_ALL = np.iinfo(np.int32).max
+
+
+def _check_top_k(top_k: Any, batch_size: int) -> dict[str, Any]:
+  """As `[B]` int32, and a power of two that is at least as large."""
+  if hasattr(top_k, 'dtype'):
+    top_k = np.asarray(top_k).tolist()
+  single = isinstance(top_k, (numbers.Number, str))
+  entries = [top_k] if single else list(top_k)
+  for entry in entries:
+    is_integer = isinstance(entry, numbers.Integral)
+    if entry is not None and (
+      not is_integer or isinstance(entry, bool) or entry < 1
+    ):
+      raise ValueError(f'top_k must be a positive integer, got {top_k}')
+  counts = [_ALL if entry is None else min(entry, _ALL) for entry in entries]
+  if min(counts) == _ALL:
+    return {}
+  array = _per_row(
+    'top_k', counts[0] if single else counts, batch_size, np.int32
+  )
+  largest = max(counts)
+  bound = None if largest == _ALL else 1 << (largest - 1).bit_length()
+  return {'top_k': jnp.asarray(array), 'max_top_k': bound}
+
+
+def _check_bias(bias: Any, batch_size: int, vocab_size: int) -> jax.Array:
+  """As `[V]` or `[B, V]` float32."""
+  bias = _dense_bias(bias, batch_size, vocab_size)
+  try:
+    array = np.asarray(bias, np.float32)
+  except (TypeError, ValueError) as error:
+    raise ValueError('logit_bias must be numbers or -inf') from error
+  if np.any(np.isnan(array) | (array == np.inf)):
+    raise ValueError('logit_bias must be numbers or -inf')
+  if np.any(np.all(array < EXCLUDED, axis=-1)):
+    raise ValueError('logit_bias bans every token; leave one at least')
+  return jnp.maximum(array, EXCLUDED)
+
+
 def check_sampling(
   sampling: Sampling, batch_size: int, vocab_size: int
-) -> Sampling:
-  """As `decode` wants it: validated, one value per row, biases as arrays.
+) -> SamplingParams:
+  """As `decode` takes it: one value per row, biases as arrays.
 
   Args:
-    sampling: as users give it.
+    sampling: as users state it.
     batch_size: B.
     vocab_size: V.
 
   Raises:
     ValueError: a value is out of range or of another shape; says which.
   """
-  if sampling.logit_bias is not None:
-    sampling = sampling.replace(
-      logit_bias=_dense_bias(sampling.logit_bias, batch_size, vocab_size)
-    )
-  names = ('temperature', 'repetition_penalty', 'top_k', 'top_p', 'min_p')
-  for name in names:
+  arrays: dict[str, Any] = {}
+  for name, (low, high, bounds) in _RANGES.items():
     value = getattr(sampling, name)
-    shape = () if value is None or isinstance(value, str) else np.shape(value)
-    if shape not in ((), (batch_size,)):
-      raise ValueError(
-        f'{name} must be one number or one per row ({batch_size}), got an'
-        f' array of shape {shape}'
-      )
-  sampling = sampling.validated()
-  # One per row in any case: one program for both.
-  per_row = {
-    name: jnp.broadcast_to(getattr(sampling, name), batch_size)
-    for name in names
-    if getattr(sampling, name) is not None
-  }
-  return sampling.replace(**per_row)
+    if value is None and name != 'temperature':
+      continue
+    array = _per_row(name, value, batch_size, np.float32)
+    if not np.all(np.isfinite(array) & (array >= low) & (array <= high)):
+      raise ValueError(f'{name} must be {bounds}, got {value}')
+    arrays[name] = jnp.asarray(array)
+  if sampling.logit_bias is not None:
+    bias = _check_bias(sampling.logit_bias, batch_size, vocab_size)
+    arrays['logit_bias'] = bias
+  if sampling.top_k is not None:
+    arrays |= _check_top_k(sampling.top_k, batch_size)
+  return SamplingParams(**arrays)
 
 
-def check_break_even(break_even: Any) -> jax.Array | None:
-  """As `[]` float32, or None."""
+def check_break_even(break_even: Any) -> np.float32:
+  """As a float32; 0, for no fallback, if it is None."""
   if break_even is None:
-    return None
+    return np.float32(0)
   is_number = isinstance(break_even, numbers.Real) and break_even is not True
   if not (is_number and 0 < break_even < np.inf):
     raise ValueError(
-      'break_even must be a positive number, how many plain steps a speculative'
-      f' one takes, or None; got {break_even!r}'
+      'break_even must be a positive number, the time of a speculative step in'
+      f' plain ones, or None; got {break_even!r}'
     )
-  return jnp.asarray(break_even, jnp.float32)
+  return np.float32(break_even)
 
 
-def check_stop(stop: StopTable, batch_size: int, vocab_size: int) -> None:
+def check_stop(stop: StopTable | None, batch_size: int, vocab_size: int) -> None:
   """Refuses a table that was built for other shapes."""
+  if stop is None:
+    return
   rows, tokens = stop.start.shape[0], stop.next_state.shape[1]
   if (rows, tokens) != (batch_size, vocab_size):
     raise ValueError(
@@ -217,39 +271,65 @@ def check_stop(stop: StopTable, batch_size: int, vocab_size: int) -> None:
     )
 
 
-def check_rule(
-  verify: str, children: str | None, drafter: Drafter | None
-) -> str:
-  """What `children` is to be."""
-  topology, can_draw = None, False
-  if drafter is not None:
-    topology, can_draw = drafter.config.topology, drafter.scorer.can_draw
-  is_chain = topology is not None and topology.branching == 1
-  if verify == 'block' and drafter is not None and not is_chain:
+RULES: dict[str, Callable[[str], Rule]] = {
+  'match': lambda children: MatchRule(),
+  'rejection': RejectionRule,
+  'block': BlockRule,
+}
+"""The rules of verification by name, made from how children are chosen."""
+
+
+def check_rule(verify: str, children: str | None, drafter: Drafter) -> Rule:
+  """The rule of verification.
+
+  Args:
+    verify: one of `RULES`.
+    children: one of `sampling.CHILDREN`. None: drawn without replacement if
+      rule, topology and scorer allow it, else the best.
+    drafter: the drafter.
+
+  Raises:
+    ValueError: the arguments are not known or do not go together.
+  """
+  known_children = (None, *CHILDREN)
+  for name, value, known in (
+    ('verify', verify, tuple(RULES)),
+    ('children', children, known_children),
+  ):
+    if value not in known:
+      raise ValueError(f'{name} must be one of {known}, got {value!r}')
+  if verify == 'match' and children not in (None, BEST):
+    raise ValueError(
+      f'verify=match wants the best children, got children={children};'
+      ' choose verify=rejection to draw them'
+    )
+  fixed = isinstance(drafter.shape, Topology)
+  is_chain = fixed and drafter.shape.branching == 1
+  if verify == 'block' and drafter.stages and not is_chain:
     raise ValueError(
       'verify=block is for chains; choose a chain as the topology of the'
       ' drafter, or verify=rejection'
     )
+  can_draw = fixed and drafter.stages[0].scorer.can_draw
+  in_order = fixed and drafter.shape.has_all_siblings
   if children is None:
-    can_draw &= topology is not None and topology.has_all_siblings
-    return WITHOUT_REPLACEMENT if can_draw and verify != 'match' else BEST
-  if children == BEST:
-    return children
-  if topology is None or not can_draw:
+    draws = can_draw and in_order and verify != 'match'
+    children = WITHOUT_REPLACEMENT if draws else BEST
+  if children != BEST and not can_draw:
     raise ValueError(
       f'children={children} needs a drafter with a distribution to draw from'
       f' and a fixed topology; choose children={BEST} or a topology'
     )
-  if children == WITHOUT_REPLACEMENT and not topology.has_all_siblings:
+  if children == WITHOUT_REPLACEMENT and not in_order:
     raise ValueError(
-      f'children={children} needs a topology in which every rank is there with'
-      ' all ranks before it: the draws are tried in their order'
+      f'children={children} needs a topology in which each node has all'
+      ' siblings of lower rank: the draws are tried in their order'
     )
-  return children
+  return RULES[verify](children)
 
 
 def row_keys(rng_key: jax.Array, batch_size: int) -> jax.Array:
-  """One key per row: `[B]` keys as given, or one key folded with the row."""
+  """`[B]` keys: as given, or one key folded with the number of the row."""
   dtype = getattr(rng_key, 'dtype', type(rng_key))
   if not jnp.issubdtype(dtype, jax.dtypes.prng_key):
     raise ValueError(
@@ -276,18 +356,18 @@ def _prompt_bucket(length: int) -> int:
 
 
 def padded_room(room: int) -> int:
-  """Slots for so many new tokens."""
+  """The number of slots for `room` new tokens."""
   return -(-max(room, 1) // _NEW_TOKENS_BUCKET) * _NEW_TOKENS_BUCKET
 
 
 def padded_shape(
   prompts: Sequence[Sequence[int]], room: int
 ) -> tuple[int, int]:
-  """The slots of a decode: of its prompts, P, and of new tokens.
+  """The slots of the prompts of a decode, P, and those of its new tokens.
 
   Args:
-    prompts: of a batch.
-    room: for new tokens, see `Options`.
+    prompts: of one batch.
+    room: for new tokens, see `specdec.generate`.
   """
   return _prompt_bucket(max(map(len, prompts))), padded_room(room)
 

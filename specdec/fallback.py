@@ -1,19 +1,19 @@
-"""Falls back to plain decoding while speculation does not pay.
+"""Adaptive fallback to plain decoding while speculation does not pay.
 
 A speculative step takes as long as `break_even` plain ones, so it pays if it
-emits more tokens than that. The guard keeps an account, in tokens per row:
+emits more tokens than that. An account is kept, in tokens per row:
 
-    a speculative step   pays in what it emitted, takes out `break_even`
-    a plain step         pays in a small premium
+    a speculative step   adds what it emitted, subtracts `break_even`
+    a plain step         adds a small premium
 
-When the account is empty decoding goes on plainly, until the premiums have
-saved enough to try again. So speculation with the worst of drafts takes at most
-the initial credit, the premiums and one last step longer than plain decoding:
-under 5 % of 512 tokens. What has been earned is kept up to a limit, or a draft
-that fails late would be borne with for long.
+When the account is empty decoding goes on plainly, until the premiums have paid
+for another trial. So speculation with the worst of drafts takes at most the
+initial credit, the premiums and one last step longer than plain decoding: under
+5 % of 512 tokens. The balance is capped, so that a draft that turns bad late is
+noticed soon.
 
-Tokens do not change, only who finds them; so this is for the rules that are
-exact in law just as well.
+The fallback changes the speed, never the tokens of match verification, nor the
+distribution of the tokens of the other rules.
 """
 
 import flax.struct
@@ -26,13 +26,13 @@ _PREMIUM = 0.02
 _STEPS_PER_TRIAL = 2.0
 
 
-class GuardState(flax.struct.PyTreeNode):
-  """Carried from step to step; of the batch, whose rows step together.
+class FallbackState(flax.struct.PyTreeNode):
+  """The account of a batch, whose rows step together.
 
   Attributes:
     credit: `[]` float32, tokens per row.
     speculating: `[]` bool, whether the next step is speculative.
-    plain_steps: `[]` int32, so far.
+    plain_steps: `[]` int32, plain steps so far.
   """
 
   credit: jax.Array
@@ -40,9 +40,9 @@ class GuardState(flax.struct.PyTreeNode):
   plain_steps: jax.Array
 
 
-def init_guard() -> GuardState:
-  """Speculating, with some credit."""
-  return GuardState(
+def init_fallback() -> FallbackState:
+  """The state before the first step: speculating, with some credit."""
+  return FallbackState(
     credit=jnp.full((), _INITIAL_CREDIT),
     speculating=jnp.ones((), bool),
     plain_steps=jnp.zeros((), jnp.int32),
@@ -50,30 +50,32 @@ def init_guard() -> GuardState:
 
 
 def after_speculative_step(
-  guard: GuardState,
+  state: FallbackState,
   emitted: jax.Array,
   active: jax.Array,
   break_even: jax.Array,
-) -> GuardState:
-  """Settles a speculative step.
+) -> FallbackState:
+  """The state after a speculative step.
 
   Args:
-    guard: before the step.
+    state: before the step.
     emitted: `[B]` int32, new tokens.
     active: `[B]` bool, rows that were not done before.
-    break_even: `[]` float32, what a speculative step takes, in plain ones.
+    break_even: `[]` float32, the time of a speculative step in plain ones.
   """
   rows = jnp.maximum(jnp.sum(active), 1)
   per_row = jnp.sum(jnp.where(active, emitted, 0)) / rows
-  credit = jnp.minimum(guard.credit + per_row - break_even, _MAX_CREDIT)
-  return guard.replace(credit=credit, speculating=credit > 0)
+  credit = jnp.minimum(state.credit + per_row - break_even, _MAX_CREDIT)
+  return state.replace(credit=credit, speculating=credit > 0)
 
 
-def after_plain_step(guard: GuardState, break_even: jax.Array) -> GuardState:
-  """Settles a plain step; `break_even` as above."""
-  credit = guard.credit + _PREMIUM
-  return GuardState(
+def after_plain_step(
+  state: FallbackState, break_even: jax.Array
+) -> FallbackState:
+  """The state after a plain step; `break_even` as above."""
+  credit = state.credit + _PREMIUM
+  return FallbackState(
     credit=credit,
     speculating=credit >= _STEPS_PER_TRIAL * (break_even - 1.0),
-    plain_steps=guard.plain_steps + 1,
+    plain_steps=state.plain_steps + 1,
   )

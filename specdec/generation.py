@@ -5,33 +5,20 @@ from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
 from typing import Any
-from typing import Required
-from typing import TypedDict
-from typing import Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec.checks import check_break_even
-from specdec.checks import check_drafter
-from specdec.checks import check_ids
-from specdec.checks import check_limits
-from specdec.checks import check_names
-from specdec.checks import check_prompts
-from specdec.checks import check_rule
-from specdec.checks import check_sampling
-from specdec.checks import check_stop
-from specdec.checks import pad
-from specdec.checks import padded_room
-from specdec.checks import row_keys
+from specdec import checks
 from specdec.draft.drafter import Drafter
+from specdec.draft.drafter import PLAIN
 from specdec.loop import advance
 from specdec.loop import advance_recorded
 from specdec.loop import ALL_STEPS
 from specdec.loop import result_of
 from specdec.loop import start
-from specdec.model import Model
+from specdec.model import LanguageModel
 from specdec.sampling import Sampling
 from specdec.statistics import summarize
 from specdec.step import DecodeConfig
@@ -46,8 +33,11 @@ from specdec.verify.accept import NOT_FINITE
 from specdec.verify.accept import RUNNING
 from specdec.verify.accept import STOP
 from specdec.verify.stop_strings import StopTable
+from specdec.watchers import LogProbs
+from specdec.watchers import make_watchers
+from specdec.watchers import state_of
 
-# Between two looks at whether somebody wants to stop.
+# Between two calls of `should_stop`.
 _STEPS_BETWEEN_CHECKS = 8
 
 _FINISH_REASONS = {
@@ -59,53 +49,16 @@ _FINISH_REASONS = {
 }
 
 
-class Options(TypedDict, total=False):
-  """Keyword arguments of `generate` and `Decoding`.
-
-  Attributes:
-    max_new_tokens: the limit, one for all or one per row; 0 compiles, decodes
-      nothing. Needed.
-    room_for_new_tokens: size of the buffers, at least `max_new_tokens`, which
-      is the default. Calls with one room share a program, whatever the limit.
-    drafter: guesses for the target; None, the default, is plain decoding.
-    sampling: how to choose tokens; greedy by default.
-    eos_ids: tokens that end a row; none by default.
-    stop: stop strings, from `specdec.stop.build_stop_table`.
-    verify: `match` (the default), `rejection` or `block`; see
-      `specdec.verification`.
-    children: how the drafter comes by its guesses if they are not to match, one
-      of `specdec.verification.rejection.CHILDREN`. By default they are drawn
-      without replacement where the topology is fixed and the drafter has a
-      distribution, and the best ones elsewhere.
-    log_probs: whether to return those of the new tokens; by default not.
-    break_even: how many plain steps a speculative one takes on this machine, as
-      scripts/tune.py measures it. Decoding then goes on plainly wherever
-      speculation emits fewer tokens per step than that; the tokens are the
-      same. None, the default: it speculates throughout.
-  """
-
-  max_new_tokens: Required[int | Sequence[int]]
-  room_for_new_tokens: int | None
-  drafter: Drafter | None
-  sampling: Sampling
-  eos_ids: Sequence[int]
-  stop: StopTable | None
-  verify: str
-  children: str | None
-  log_probs: bool
-  break_even: float | None
-
-
 @dataclasses.dataclass(frozen=True)
 class Generation:
-  """What was generated.
+  """The result of a decode.
 
   Attributes:
     tokens: the new ids of each row; if an EOS or a stop string ended it, that
       is included.
-    origins: of each of them, an index of `labels`.
-    labels: who may have proposed a token: `target`, whose own it is, then the
-      proposers of each stage, from the outermost in.
+    origins: the source of each of them, an index of `labels`.
+    labels: the sources of tokens: `target`, then those of each stage, outermost
+      first.
     log_probs: of each of them in the target's own distribution, before bias,
       penalty, temperature and filters; None if they were not asked for.
     finish_reasons: of each row `length` (the limit), `eos`, `stop` (a stop
@@ -142,55 +95,77 @@ class Decoding:
     rng_key: one key, which is folded with the row number, or `[B]` keys: a row
       with a given key has the same tokens in any batch.
     prompts: B lists of token ids, of any lengths, none empty.
-    **options: see `Options`.
+    max_new_tokens: the limit, one for all or one per row; 0 compiles and
+      decodes nothing.
+    room_for_new_tokens: size of the buffers, at least `max_new_tokens`, which
+      is the default. Calls with the same room share a program, whatever the
+      limit.
+    drafter: drafts for the target; `PLAIN` is plain decoding.
+    sampling: how to choose tokens; greedy by default.
+    eos_ids: tokens that end a row.
+    stop: stop strings, from `specdec.verify.stop_strings.build_stop_table`.
+    verify: `match`, `rejection` or `block`, see `specdec.verify`.
+    children: how the drafter chooses children if they are not to match, one of
+      `specdec.sampling.CHILDREN`. By default they are drawn without replacement
+      where the topology is fixed and the drafter has a distribution, and the
+      best ones elsewhere.
+    log_probs: whether to return the log-probabilities of the new tokens.
+    break_even: the time of a speculative step on this machine in plain steps,
+      as scripts/tune.py measures it. Decoding then goes on plainly wherever
+      speculation emits fewer tokens per step; the tokens are the same. None:
+      it always speculates.
 
   Raises:
-    TypeError: an argument is missing or not known.
     ValueError: an argument cannot be used; says which and why.
   """
 
   def __init__(
     self,
-    target: Model,
+    target: LanguageModel,
     rng_key: jax.Array,
     prompts: Sequence[Sequence[int]],
-    **options: Unpack[Options],
+    *,
+    max_new_tokens: int | Sequence[int],
+    room_for_new_tokens: int | None = None,
+    drafter: Drafter = PLAIN,
+    sampling: Sampling = Sampling(),
+    eos_ids: Sequence[int] = (),
+    stop: StopTable | None = None,
+    verify: str = 'match',
+    children: str | None = None,
+    log_probs: bool = False,
+    break_even: float | None = None,
   ):
-    check_names(options, Options.__annotations__)
-    definition = target.definition
-    drafter = options.get('drafter')
-    eos_ids = options.get('eos_ids', ())
-    stop = options.get('stop')
-    verify = options.get('verify', 'match')
-    prompts = check_prompts(prompts, definition.vocab_size)
-    batch_size = len(prompts)
-    if drafter is not None:
-      check_drafter(target, drafter)
-    if stop is not None:
-      check_stop(stop, batch_size, definition.vocab_size)
-    room = options.get('room_for_new_tokens')
-    limits = check_limits(
-      prompts, options['max_new_tokens'], room, definition.max_positions
+    spec = target.spec
+    prompts = checks.check_prompts(prompts, spec.vocab_size)
+    checks.check_drafter(target, drafter)
+    checks.check_stop(stop, len(prompts), spec.vocab_size)
+    limits, room = checks.check_limits(
+      prompts, max_new_tokens, room_for_new_tokens, spec.max_positions
     )
-    padded, self._prompt_lengths = pad(prompts)
+    padded, self._prompt_lengths = checks.pad(prompts)
+    params = checks.check_sampling(sampling, len(prompts), spec.vocab_size)
+    has_penalty = params.repetition_penalty is not None
+    threshold = checks.check_break_even(break_even)
     self._target, self._drafter = target, drafter
     self._config = DecodeConfig(
-      max_new_tokens=padded_room(limits.max() if room is None else room),
-      eos_ids=tuple(check_ids('eos_ids', eos_ids, definition.vocab_size)),
-      verify=verify,
-      children=check_rule(verify, options.get('children'), drafter),
-      log_probs=options.get('log_probs', False),
+      max_new_tokens=checks.padded_room(room),
+      rule=checks.check_rule(verify, children, drafter),
+      fallback=bool(drafter.stages) and threshold > 0,
     )
     self._request = Request(
       prompt=jnp.asarray(padded),
       prompt_length=jnp.asarray(self._prompt_lengths),
       limit=jnp.asarray(limits),
-      row_keys=row_keys(rng_key, batch_size),
-      sampling=check_sampling(
-        options.get('sampling', Sampling()), batch_size, definition.vocab_size
+      row_keys=checks.row_keys(rng_key, len(prompts)),
+      sampling=params,
+      watchers=make_watchers(
+        eos_ids=checks.check_ids('eos_ids', eos_ids, spec.vocab_size),
+        stop=stop,
+        penalty_vocab_size=spec.vocab_size if has_penalty else 0,
+        log_probs=log_probs,
       ),
-      stop=stop,
-      break_even=check_break_even(options.get('break_even')),
+      break_even=threshold,
     )
     self._state = start(target, drafter, self._request, config=self._config)
     self._ends = self._prompt_lengths
@@ -229,14 +204,13 @@ class Decoding:
     Returns:
       Of each row its block; None if it was done before.
     """
-    guard = self._state.guard
     before = row_forwards(self._state, self._drafter)
     self._state, record = advance_recorded(
       self._target,
       self._drafter,
       self._request,
       self._state,
-      speculate=guard is None or bool(guard.speculating),
+      speculate=bool(self._state.fallback.speculating),
       config=self._config,
     )
     after = row_forwards(self._state, self._drafter)
@@ -278,24 +252,18 @@ class Decoding:
   def result(self) -> Generation:
     """All new tokens so far, and the statistics."""
     result = result_of(self._state)
-    starts = self._prompt_lengths
+    found = state_of(LogProbs, self._request.watchers, result.watchers)
     tokens, origins, log_probs, ends, reasons = jax.device_get(
-      (
-        result.tokens,
-        result.origins,
-        result.log_probs,
-        result.length,
-        result.reason,
-      )
+      (result.tokens, result.origins, found, result.length, result.reason)
     )
+    starts = self._prompt_lengths
     spans = [slice(*span) for span in zip(starts, ends, strict=True)]
     cut = lambda array: [array[row, span] for row, span in enumerate(spans)]
     lists = lambda array: [row.tolist() for row in cut(array)]
-    drafter = self._drafter
     return Generation(
       tokens=lists(tokens),
       origins=lists(origins),
-      labels=('target', *(drafter.labels if drafter is not None else ())),
+      labels=('target', *self._drafter.labels),
       log_probs=None if log_probs is None else lists(log_probs),
       finish_reasons=[_FINISH_REASONS[int(reason)] for reason in reasons],
       errors=[
@@ -308,35 +276,53 @@ class Decoding:
         )
       ],
       stats=summarize(
-        result.counters,
-        result.stage_counters,
+        result,
         np.concatenate(cut(origins)),
         starts,
         ends - starts,
-        target=self._target.definition,
-        drafter=drafter,
-        plain_steps=result.plain_steps,
+        target=self._target.spec,
+        drafter=self._drafter,
       ),
     )
 
 
 def generate(
-  target: Model,
+  target: LanguageModel,
   rng_key: jax.Array,
   prompts: Sequence[Sequence[int]],
   *,
+  max_new_tokens: int | Sequence[int],
+  room_for_new_tokens: int | None = None,
+  drafter: Drafter = PLAIN,
+  sampling: Sampling = Sampling(),
+  eos_ids: Sequence[int] = (),
+  stop: StopTable | None = None,
+  verify: str = 'match',
+  children: str | None = None,
+  log_probs: bool = False,
+  break_even: float | None = None,
   should_stop: Callable[[], bool] | None = None,
-  **options: Unpack[Options],
 ) -> Generation:
   """Continues each prompt; the drafter changes the speed, never the tokens.
 
+  Arguments not described here are those of `Decoding`.
+
   Args:
-    target: see `Decoding`.
-    rng_key: likewise.
-    prompts: likewise.
-    should_stop: asked now and then, from this thread; if it says yes, rows that
-      are not done are cancelled, and have the tokens they have.
-    **options: see `Options`.
+    target: the model whose output is kept exactly.
+    rng_key: one key, or one per row.
+    prompts: B lists of token ids.
+    max_new_tokens: the limit, one for all or one per row.
+    room_for_new_tokens: size of the buffers.
+    drafter: drafts for the target.
+    sampling: how to choose tokens.
+    eos_ids: tokens that end a row.
+    stop: stop strings.
+    verify: the rule of verification.
+    children: how the drafter chooses children.
+    log_probs: whether to return log-probabilities.
+    break_even: the time of a speculative step in plain ones.
+    should_stop: called now and then, from this thread; if it returns true, rows
+      that are not done are cancelled, and have the tokens decoded so far.
 
   Returns:
     The new tokens and the statistics.
@@ -344,42 +330,74 @@ def generate(
   Raises:
     ValueError: an argument cannot be used; says which and why.
   """
-  decoding = Decoding(target, rng_key, prompts, **options)
+  decoding = Decoding(
+    target,
+    rng_key,
+    prompts,
+    max_new_tokens=max_new_tokens,
+    room_for_new_tokens=room_for_new_tokens,
+    drafter=drafter,
+    sampling=sampling,
+    eos_ids=eos_ids,
+    stop=stop,
+    verify=verify,
+    children=children,
+    log_probs=log_probs,
+    break_even=break_even,
+  )
   decoding.run(should_stop)
   return decoding.result()
 
 
 def trace(
-  target: Model,
+  target: LanguageModel,
   rng_key: jax.Array,
   prompts: Sequence[Sequence[int]],
-  **options: Unpack[Options],
+  *,
+  max_new_tokens: int | Sequence[int],
+  room_for_new_tokens: int | None = None,
+  drafter: Drafter = PLAIN,
+  sampling: Sampling = Sampling(),
+  eos_ids: Sequence[int] = (),
+  stop: StopTable | None = None,
+  verify: str = 'match',
+  children: str | None = None,
+  log_probs: bool = False,
+  break_even: float | None = None,
 ) -> list[Trace]:
-  """Decodes like `specdec.generate`, and tells what happened in every step.
+  """Decodes like `generate`, and records what happened in every step.
 
-  The tokens are the same. It is slower: every step returns to the host.
-
-  Args:
-    target: see `specdec.Decoding`.
-    rng_key: likewise.
-    prompts: likewise.
-    **options: see `specdec.generation.Options`.
+  The tokens are the same. It is slower: every step returns to the host. For the
+  arguments see `Decoding`.
 
   Returns:
-    Of each row its trace. Without a tokenizer the text of a token is its
-    number; `models.Generator.trace` has the real ones.
+    The trace of each row. Without a tokenizer the text of a token is its
+    number; `models.Generator.trace` has the real texts.
 
   Raises:
-    TypeError: an argument is missing or not known.
     ValueError: an argument cannot be used; says which and why.
   """
-  decoding = Decoding(target, rng_key, prompts, **options)
+  decoding = Decoding(
+    target,
+    rng_key,
+    prompts,
+    max_new_tokens=max_new_tokens,
+    room_for_new_tokens=room_for_new_tokens,
+    drafter=drafter,
+    sampling=sampling,
+    eos_ids=eos_ids,
+    stop=stop,
+    verify=verify,
+    children=children,
+    log_probs=log_probs,
+    break_even=break_even,
+  )
   rows = decoding.record()
   result = decoding.result()
   traces = []
   for row, blocks in enumerate(rows):
     prompt = [int(token) for token in prompts[row]]
-    ids = {token for one in blocks for token in (*one.tokens, *one.emitted)}
+    ids = {token for block in blocks for token in (*block.tokens, *block.emitted)}
     traces.append(
       Trace(
         prompt=''.join(f'{token} ' for token in prompt),
@@ -389,9 +407,7 @@ def trace(
         pieces=tuple(f'{token} ' for token in result.tokens[row]),
         texts={token: str(token) for token in sorted(ids)},
         finish_reason=result.finish_reasons[row],
-        log_probs=None
-        if result.log_probs is None
-        else tuple(result.log_probs[row]),
+        log_probs=tuple(result.log_probs[row]) if log_probs else None,
       )
     )
   return traces

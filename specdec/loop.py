@@ -1,14 +1,15 @@
 """The decode loop: one jitted `lax.while_loop` of steps, prompt to last token.
 
-With a guard (`specdec.guard`) it is a loop of two, of speculative and of plain
-steps, which take turns.
+With the fallback (`specdec.fallback`) it is a loop of two, of speculative and of
+plain steps, which take turns.
 
 `decode` is all of it. `start` and `advance` are its two halves, for callers who
-want to look in between: to stream, or to stop early. `advance_recorded` is one
-step, for those who want to see its tree (`specdec.tracing`).
+look in between: to stream, or to stop early. `advance_recorded` is one step that
+returns its tree, too (`specdec.tracing`).
 """
 
 import functools
+from typing import Any
 
 import flax.struct
 import jax
@@ -17,27 +18,27 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec.draft.drafter import Drafter
-from specdec.draft.drafter import StageCounters
-from specdec.draft.language_model import prefill
+from specdec.draft.drafter import PLAIN
 from specdec.draft.stages import catch_up_stages
 from specdec.draft.stages import init_stages
-from specdec.fallback import init_guard
-from specdec.model import Model
-from specdec.repetition import init_seen
+from specdec.draft.stages import StageCounters
+from specdec.fallback import init_fallback
+from specdec.model import LanguageModel
+from specdec.model import prefill
+from specdec.sampling import BEST
 from specdec.statistics import Counters
 from specdec.statistics import init_counters
 from specdec.step import DecodeConfig
 from specdec.step import DecodeState
-from specdec.step import make_step
 from specdec.step import Request
+from specdec.step import step
 from specdec.step import StepRecord
 from specdec.verify.accept import LIMIT
 from specdec.verify.accept import RUNNING
-from specdec.verify.rejection import BEST
+from specdec.watchers import SeenTokens
+from specdec.watchers import state_of
 
 ALL_STEPS = np.iinfo(np.int32).max
-
-
 """As `num_steps` of `advance`: until all rows are done."""
 
 
@@ -46,103 +47,108 @@ class DecodeResult(flax.struct.PyTreeNode):
 
   Attributes:
     tokens: `[B, T]` int32, prompt and new tokens of each row, then garbage.
-    length: `[B]` int32, how many of them are valid.
-    reason: `[B]` int32, why each row ended, see `verification.verdict`.
-    origins: `[B, T]` int32, who proposed each new token: 0 nobody, the target
-      found it itself; i the i-th of `Drafter.labels`.
-    log_probs: `[B, T]` float32, of each new token in the distribution that the
-      target gave, before bias, penalty, temperature and filters; None if they
-      were not asked for.
+    length: `[B]` int32, the number of valid tokens.
+    reason: `[B]` int32, why each row ended, see `verify.accept`.
+    origins: `[B, T]` int32, the source of each new token: 0 the target itself;
+      i the i-th of `Drafter.labels`.
+    watchers: the states of the request's watchers.
     counters: see `specdec.statistics`.
-    stage_counters: of each stage, from the outermost in.
-    plain_steps: `[]` int32, steps in which the guard saw to it that nothing was
-      drafted; None without a guard.
+    stage_counters: of each stage, outermost first.
+    plain_steps: `[]` int32, steps in which the fallback drafted nothing.
   """
 
   tokens: jax.Array
   length: jax.Array
   reason: jax.Array
   origins: jax.Array
-  log_probs: jax.Array | None
+  watchers: tuple[Any, ...]
   counters: Counters
   stage_counters: tuple[StageCounters, ...]
-  plain_steps: jax.Array | None
+  plain_steps: jax.Array
 
 
-def _start(target, drafter, request, *, config):
+def _start(target, drafter, request, *, config) -> DecodeState:
   batch_size, prompt_bucket = request.prompt.shape
-  max_depth = 0 if drafter is None else drafter.max_depth
-  num_nodes = 1 if drafter is None else drafter.config.num_nodes
-  vocab_size = target.definition.vocab_size
-  text_slots = prompt_bucket + config.max_new_tokens
+  num_slots = prompt_bucket + config.max_new_tokens
   padding = ((0, 0), (0, config.max_new_tokens))
   tokens = jnp.pad(jnp.asarray(request.prompt), padding)
-  penalty = request.sampling.repetition_penalty
+  watchers = tuple(
+    watcher.init(request.prompt, request.prompt_length, num_slots)
+    for watcher in request.watchers
+  )
+  if (
+    request.sampling.repetition_penalty is not None
+    and state_of(SeenTokens, request.watchers, watchers) is None
+  ):
+    raise ValueError('repetition_penalty needs SeenTokens among the watchers')
   return DecodeState(
     tokens=tokens,
     origins=jnp.zeros_like(tokens),
-    log_probs=jnp.zeros(tokens.shape) if config.log_probs else None,
     length=request.prompt_length,
     reason=jnp.where(request.limit <= 0, LIMIT, RUNNING),
-    stop=None if request.stop is None else request.stop.start,
-    seen=None
-    if penalty is None
-    else init_seen(request.prompt, request.prompt_length, vocab_size),
     # Rows that are done go on verifying until all are: one tree more.
-    target_cache=prefill(
-      target, request.prompt, request.prompt_length - 1, text_slots + num_nodes
+    target=prefill(
+      target,
+      request.prompt,
+      request.prompt_length - 1,
+      num_slots=num_slots,
+      window_size=drafter.shape.num_nodes,
     ),
-    stages=None
-    if drafter is None
-    else init_stages(
+    stages=init_stages(
       drafter,
       request.prompt,
       request.prompt_length,
-      num_slots=text_slots,
-      drawn_from=None if config.children == BEST else vocab_size,
+      num_slots=num_slots,
+      drawn_from=0
+      if config.rule.children == BEST
+      else target.spec.vocab_size,
     ),
-    counters=init_counters(batch_size, max_depth),
-    guard=None
-    if drafter is None or request.break_even is None
-    else init_guard(),
+    watchers=watchers,
+    counters=init_counters(batch_size, drafter.max_depth),
+    fallback=init_fallback(),
+  )
+
+
+def _caught_up(drafter, state, wanted) -> DecodeState:
+  """The stages see what plain steps decoded, if that is `wanted [] bool`."""
+  length = jnp.where(wanted, state.length, 0)
+  return state.replace(
+    stages=catch_up_stages(drafter, state.stages, state.tokens, length)
   )
 
 
 def _advance(target, drafter, request, state, num_steps, *, config):
-  speculate = make_step(target, drafter, request, config)
-  plain = make_step(target, None, request, config)
-
   def goes_on(carry):
     steps_done, state = carry
     return ~jnp.all(state.done) & (steps_done < num_steps)
 
-  def repeat(step, carry, while_=lambda state: True):
+  def repeat(drafter, carry, while_=lambda state: True):
+    take = lambda state: step(target, drafter, request, state, config)[0]
     return lax.while_loop(
       lambda carry: goes_on(carry) & while_(carry[1]),
-      lambda carry: (carry[0] + 1, step(carry[1])[0]),
+      lambda carry: (carry[0] + 1, take(carry[1])),
       carry,
     )
 
   def alternate(carry):
     """Speculates while it pays, then goes on plainly for a while."""
     steps_done, state = carry
-    # Of a text of length 0 nothing is missing.
-    wanted = jnp.where(state.guard.speculating, state.length, 0)
-    stages = catch_up_stages(drafter, state.stages, state.tokens, wanted)
-    carry = steps_done, state.replace(stages=stages)
-    carry = repeat(speculate, carry, lambda state: state.guard.speculating)
-    return repeat(plain, carry, lambda state: ~state.guard.speculating)
+    state = _caught_up(drafter, state, state.fallback.speculating)
+    carry = repeat(
+      drafter, (steps_done, state), lambda state: state.fallback.speculating
+    )
+    return repeat(PLAIN, carry, lambda state: ~state.fallback.speculating)
 
   carry = (jnp.zeros((), jnp.int32), state)
-  if state.guard is None:
-    return repeat(speculate, carry)[1]
+  if not config.fallback:
+    return repeat(drafter, carry)[1]
   return lax.while_loop(goes_on, alternate, carry)[1]
 
 
 @functools.partial(jax.jit, static_argnames='config')
 def start(
-  target: Model,
-  drafter: Drafter | None,
+  target: LanguageModel,
+  drafter: Drafter,
   request: Request,
   *,
   config: DecodeConfig,
@@ -155,8 +161,8 @@ def start(
   jax.jit, static_argnames='config', donate_argnames=('state',)
 )
 def advance(
-  target: Model,
-  drafter: Drafter | None,
+  target: LanguageModel,
+  drafter: Drafter,
   request: Request,
   state: DecodeState,
   num_steps: jax.typing.ArrayLike,
@@ -167,10 +173,10 @@ def advance(
 
   Args:
     target: as for `start`.
-    drafter: likewise.
-    request: likewise.
+    drafter: as for `start`.
+    request: as for `start`.
     state: from `start` or `advance`; consumed, its buffers are used again.
-    num_steps: at most so many.
+    num_steps: the largest number of steps.
     config: as for `start`.
   """
   return _advance(target, drafter, request, state, num_steps, config=config)
@@ -182,55 +188,52 @@ def advance(
   donate_argnames=('state',),
 )
 def advance_recorded(
-  target: Model,
-  drafter: Drafter | None,
+  target: LanguageModel,
+  drafter: Drafter,
   request: Request,
   state: DecodeState,
   *,
   speculate: bool,
   config: DecodeConfig,
 ) -> tuple[DecodeState, StepRecord]:
-  """One step, and what it looked at; see `advance`.
+  """One step, and its trace data; see `advance`.
 
   Args:
     target: as for `start`.
-    drafter: likewise.
-    request: likewise.
+    drafter: as for `start`.
+    request: as for `start`.
     state: consumed, as by `advance`.
-    speculate: what `state.guard.speculating` is; true if there is no guard.
+    speculate: the value of `state.fallback.speculating`.
     config: as for `start`.
 
   Returns:
     The state that `advance` gives with one step, and the record.
   """
   if not speculate:
-    return make_step(target, None, request, config)(state)
-  stages = state.stages
-  if state.guard is not None and drafter is not None and stages is not None:
-    stages = catch_up_stages(drafter, stages, state.tokens, state.length)
-    state = state.replace(stages=stages)
-  return make_step(target, drafter, request, config)(state)
+    return step(target, PLAIN, request, state, config)
+  if config.fallback:
+    state = _caught_up(drafter, state, jnp.array(True))
+  return step(target, drafter, request, state, config)
 
 
 def result_of(state: DecodeState) -> DecodeResult:
   """What has been decoded so far."""
-  stages = state.stages.stages if state.stages is not None else ()
   return DecodeResult(
     tokens=state.tokens,
     length=state.length,
     reason=state.reason,
     origins=state.origins,
-    log_probs=state.log_probs,
+    watchers=state.watchers,
     counters=state.counters,
-    stage_counters=tuple(stage.counters for stage in stages),
-    plain_steps=None if state.guard is None else state.guard.plain_steps,
+    stage_counters=tuple(stage.counters for stage in state.stages),
+    plain_steps=state.fallback.plain_steps,
   )
 
 
 @functools.partial(jax.jit, static_argnames='config')
 def decode(
-  target: Model,
-  drafter: Drafter | None,
+  target: LanguageModel,
+  drafter: Drafter,
   request: Request,
   *,
   config: DecodeConfig,
@@ -242,13 +245,14 @@ def decode(
 
   Args:
     target: the model whose output is kept exactly.
-    drafter: guesses ahead; None is plain decoding.
+    drafter: drafts for it; `PLAIN` is plain decoding.
     request: see `Request`.
     config: see `DecodeConfig`.
 
   Returns:
-    Tokens, lengths and counters. With equal requests and `verify='match'`,
-    every drafter gives equal tokens; with the other rules, tokens of equal law.
+    Tokens, lengths and counters. For equal requests and the rule `MatchRule`, every
+    drafter gives equal tokens; under the other rules, tokens of equal
+    distribution.
   """
   state = _start(target, drafter, request, config=config)
   return result_of(

@@ -1,4 +1,19 @@
-"""The model contract: what decoding asks of a language model."""
+"""The model contract, and what decoding does with a model: target and drafts.
+
+A model's cache holds the text up to some point. Behind it lies a window for the
+nodes that are scored in the current step, in the order in which they are scored:
+
+    slot      ...  4    5    6    7    8    9
+              text a    b  | n0   n2   n1   .
+                   |    missing   nodes of the tree, n0 is the root
+                   length
+
+Missing is the text before the root that the cache lacks: tokens that were
+accepted but never scored by this model. In a chain whose tokens were all
+accepted it is the last of them, the classic off-by-one of the field; where
+another stage drafts too, it may be more. It takes the place of nodes in the next
+forward. The target scores every node that it accepts, so it misses nothing.
+"""
 
 from collections.abc import Callable
 import dataclasses
@@ -6,27 +21,37 @@ from typing import Any
 
 import flax.struct
 import jax
+from jax import lax
+import jax.numpy as jnp
 
+from specdec.cache import causal_mask
+from specdec.cache import keep
 from specdec.cache import KVCache
+from specdec.cache import window_mask
+from specdec.context import StepContext
+from specdec.tree.tree import ancestor_mask
+from specdec.tree.tree import NO_NODE
+from specdec.tree.tree import pick
+from specdec.tree.tree import TokenTree
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LanguageModel:
+class ModelSpec:
   """A language model as pure functions; hashable, so static under `jit`.
 
   Attributes:
     apply: `(params, tokens [B, L], positions [B, L], mask [B, L, S], cache) ->
       (logits [B, L, V] float32, cache)`. Writes its L entries to the cache and
-      looks only where the mask is true. Positions and mask being arguments,
+      attends only where the mask is true. Positions and mask are arguments, so
       prefill, a chain, a tree and plain decoding are the same forward.
       Positions beyond the context must not give NaN: padding has them.
     init_cache: `(batch_size, num_slots) -> KVCache`, empty.
     vocab_size: V.
-    max_positions: the longest context.
-    weight_bytes: read from memory by one forward. Where that depends on the
-      tokens (a mixture of experts), by that of a single one.
-    cache_bytes_per_slot: read from memory per row, forward and visible slot.
-    parameters: multiplied with each position.
+    max_positions: the length of the context.
+    weight_bytes: bytes of weights that one forward reads from memory. Where
+      that depends on the tokens (a mixture of experts), those for one token.
+    cache_bytes_per_slot: bytes read per row, forward and visible slot.
+    parameters: the number of parameters that each position is multiplied with.
   """
 
   apply: Callable[..., tuple[jax.Array, KVCache]]
@@ -38,16 +63,16 @@ class LanguageModel:
   parameters: int = 0
 
 
-class Model(flax.struct.PyTreeNode):
+class LanguageModel(flax.struct.PyTreeNode):
   """A language model with its weights: a pytree whose structure is static.
 
   Attributes:
     params: any pytree of arrays.
-    definition: what to do with them.
+    spec: the functions that use them; static.
   """
 
   params: Any
-  definition: LanguageModel = flax.struct.field(pytree_node=False)
+  spec: ModelSpec = flax.struct.field(pytree_node=False)
 
   def apply(
     self,
@@ -56,6 +81,215 @@ class Model(flax.struct.PyTreeNode):
     mask: jax.Array,
     cache: KVCache,
   ) -> tuple[jax.Array, KVCache]:
-    """One forward, see `LanguageModel.apply`."""
-    with jax.named_scope('forward'):  # as profiles and compiled programs say
-      return self.definition.apply(self.params, tokens, positions, mask, cache)
+    """One forward, see `ModelSpec.apply`."""
+    with jax.named_scope('forward'):  # the name in profiles and compiled text
+      return self.spec.apply(self.params, tokens, positions, mask, cache)
+
+  def logits(self, tokens: jax.Array) -> jax.Array:
+    """`[B, L, V]` float32 logits after each of `tokens [B, L]`, causally."""
+    batch_size, length = tokens.shape
+    cache = self.spec.init_cache(batch_size, length)
+    return self._causal(tokens, cache)[0]
+
+  def _causal(self, tokens, cache):
+    positions = jnp.arange(tokens.shape[1])[None]
+    mask = causal_mask(cache.length, tokens.shape[1], cache.num_slots)
+    return self.apply(
+      tokens, jnp.broadcast_to(positions, tokens.shape), mask, cache
+    )
+
+
+class ModelState(flax.struct.PyTreeNode):
+  """What a model carries from forward to forward.
+
+  Attributes:
+    cache: its `length` is that of the text it held when the step began.
+    num_text: `[B]` int32, slots of the window that hold text, at its start.
+    window: `[B, T]` int32, the node in each slot of the window; `NO_NODE` for
+      text, padding and unused slots.
+    used: `[]` int32, slots of the window in use.
+  """
+
+  cache: KVCache
+  num_text: jax.Array
+  window: jax.Array
+  used: jax.Array
+
+
+def prefill(
+  model: LanguageModel,
+  prompt: jax.Array,
+  num_cached: jax.Array,
+  *,
+  num_slots: int,
+  window_size: int,
+) -> ModelState:
+  """The state of a model that has read the prompts.
+
+  The logits are not computed: XLA removes the head, whose result is not used.
+  Padding is fed, too: no token of a text can see it, and its slots lie beyond
+  `num_cached`.
+
+  Args:
+    model: the model.
+    prompt: `[B, P]` int32.
+    num_cached: `[B]` int32, tokens of each prompt to keep.
+    num_slots: the longest text, in tokens.
+    window_size: T, slots for what is scored in one step.
+  """
+  batch_size = prompt.shape[0]
+  cache = model.spec.init_cache(batch_size, num_slots + window_size)
+  _, cache = model._causal(prompt, cache)
+  return ModelState(
+    cache=cache.replace(length=num_cached),
+    num_text=jnp.zeros(batch_size, jnp.int32),
+    window=jnp.full((batch_size, window_size), NO_NODE, jnp.int32),
+    used=jnp.zeros((), jnp.int32),
+  )
+
+
+class NodeScores(flax.struct.PyTreeNode):
+  """The result of one forward over nodes.
+
+  Attributes:
+    nodes: `[B, W]` int32, the nodes that were scored; `NO_NODE` for the others.
+    logits: `[B, W, V]` float32.
+    slots_read: `[B]` int32, visible cache slots.
+  """
+
+  nodes: jax.Array
+  logits: jax.Array
+  slots_read: jax.Array
+
+
+def forward_nodes(
+  model: LanguageModel,
+  state: ModelState,
+  tree: TokenTree,
+  nodes: jax.Array,
+  ctx: StepContext,
+) -> tuple[NodeScores, ModelState]:
+  """One forward over the missing text and the nodes, as far as they fit.
+
+  Every node sees the text and its own ancestors. Serves the target and drafting
+  models alike.
+
+  Args:
+    model: the model.
+    state: its state; its cache has W unused slots in the window.
+    tree: `[B, M]` per field.
+    nodes: `[B, W]` int32, ancestors first; `NO_NODE` where there is nothing to
+      score. Missing text takes their places, and pushes out the last of them.
+    ctx: of the step.
+  """
+  at = jax.vmap(pick)
+  length = ctx.length
+  cached = state.cache.length
+  known = cached + state.num_text
+  place = jnp.arange(nodes.shape[1])[None]
+  missing = jnp.minimum(length - 1 - known, nodes.shape[1])[:, None]
+  is_text = place < missing
+  nodes = jnp.take_along_axis(nodes, jnp.maximum(place - missing, 0), axis=1)
+  nodes = jnp.where(is_text, NO_NODE, nodes)
+  start = jnp.zeros((), state.used.dtype)
+  window = lax.dynamic_update_slice(state.window, nodes, (start, state.used))
+  num_text = state.num_text + missing[:, 0]
+
+  text_position = known[:, None] + place
+  node_position = (length - 1)[:, None] + at(tree.depth, nodes)
+  slot = jnp.arange(window.shape[1])[None, None]
+  before = (state.num_text[:, None] + place + 1)[:, :, None]
+  sees_text = jnp.where(
+    is_text[:, :, None], slot < before, slot < num_text[:, None, None]
+  )
+  sees_path = jax.vmap(ancestor_mask, (0, 0, 0, None))(
+    tree.parent, nodes, window, ctx.max_depth
+  )
+  logits, cache = model.apply(
+    jnp.where(is_text, at(ctx.tokens, text_position), at(tree.token, nodes)),
+    jnp.where(is_text, text_position, node_position),
+    window_mask(cached, sees_text | sees_path, state.cache.num_slots),
+    state.cache.replace(length=cached + state.used),
+  )
+  scores = NodeScores(
+    nodes=nodes,
+    logits=logits,
+    slots_read=cached + num_text + jnp.sum(window >= 0, axis=1),
+  )
+  return scores, ModelState(
+    cache=cache.replace(length=cached),
+    num_text=num_text,
+    window=window,
+    used=state.used + nodes.shape[1],
+  )
+
+
+def commit(
+  state: ModelState, path: jax.Array, num_kept: jax.Array
+) -> ModelState:
+  """Ends a step: keeps the entries of the accepted nodes that were scored.
+
+  Args:
+    state: after the forwards of the step.
+    path: `[B, D + 1]` int32, the accepted node of each depth, then `NO_NODE`.
+    num_kept: `[B]` int32, the number of them, the root not counted, that are
+      now part of the text; -1 for a row that is done and stays as it is.
+  """
+  in_slot = path[:, :, None] == state.window[:, None]
+  in_slot &= (path >= 0)[:, :, None]
+  scored = jnp.any(in_slot, axis=2)
+  num_scored = jnp.sum(jnp.cumprod(scored.astype(jnp.int32), axis=1), axis=1)
+  cache = keep(
+    state.cache,
+    state.cache.length + state.num_text,
+    jnp.argmax(in_slot, axis=2),
+    jnp.minimum(num_scored, num_kept + 1),  # the root too
+    window=state.window.shape[1],
+  )
+  return ModelState(
+    cache=cache,
+    num_text=jnp.zeros_like(state.num_text),
+    window=jnp.full_like(state.window, NO_NODE),
+    used=jnp.zeros_like(state.used),
+  )
+
+
+def read_text(
+  model: LanguageModel,
+  state: ModelState,
+  tokens: jax.Array,
+  length: jax.Array,
+) -> tuple[ModelState, jax.Array]:
+  """Between steps: feeds the text that the cache lacks, all but the root.
+
+  It is fed in chunks of the window's size, for which there is room behind any
+  text.
+
+  Args:
+    model: the model.
+    state: between steps.
+    tokens: `[B, T]` int32, the texts.
+    length: `[B]` int32, of the texts; 0 for a row that has to read nothing.
+
+  Returns:
+    The state, and `[]` int32, the number of forwards.
+  """
+  size = state.window.shape[1]
+  end = jnp.minimum(length - 1, model.spec.max_positions)
+  at = jax.vmap(pick)
+
+  def feed(carry):
+    forwards, cache = carry
+    start = cache.length
+    positions = start[:, None] + jnp.arange(size)[None]
+    mask = causal_mask(start, size, cache.num_slots)
+    _, fed = model.apply(at(tokens, positions), positions, mask, cache)
+    length = jnp.maximum(start, jnp.minimum(end, start + size))
+    return forwards + 1, fed.replace(length=length)
+
+  forwards, cache = lax.while_loop(
+    lambda carry: jnp.any(carry[1].length < end),
+    feed,
+    (jnp.zeros((), jnp.int32), state.cache),
+  )
+  return state.replace(cache=cache), forwards

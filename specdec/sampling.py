@@ -5,14 +5,15 @@ The token at absolute position t is
     argmax(filter(logits / temperature) + gumbel(row key, t))
 
 which is a draw from the filtered softmax (the Gumbel-max trick), and plain
-argmax at temperature 0. The draw depends on (logits, seed, row, position) and
-on nothing else: not on who drafted the token, nor on how many were verified
-together. That is what makes speculative decoding reproduce plain decoding
-token for token at any temperature (Gumbel coupling, arXiv 2408.07978).
+argmax at temperature 0. It depends on (logits, seed, row, position) and on
+nothing else: not on the stage that drafted the token, nor on how many tokens
+were verified together. That is why speculative decoding reproduces plain
+decoding token for token at any temperature (Gumbel coupling, arXiv 2408.07978).
 """
 
-import math
-import numbers
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
 from typing import Any
 
 import flax.struct
@@ -21,138 +22,103 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-# Finite: -inf plus noise is fine, but -inf minus -inf in a softmax is not.
-_FILTERED = -1e30
+from specdec.tree.tree import pick
+from specdec.tree.tree import TokenTree
+from specdec.tree.tree import walk_up
+
+EXCLUDED = -1e30
+"""Finite stand-in for the log-probability of a token that cannot be chosen.
+
+-inf plus noise is fine, but -inf minus -inf in a softmax is not."""
 
 
-class Sampling(flax.struct.PyTreeNode, kw_only=True):
-  """How to choose a token. What is set applies in the order of the fields.
+def is_possible(log_probs: jax.Array) -> jax.Array:
+  """Which log-probabilities are not `EXCLUDED`, whatever was added to it."""
+  return log_probs > EXCLUDED / 2
 
-  Values are arrays, so changing one does not recompile; switching one on or off
-  does, so that what is off costs nothing. Each is for all rows, or there is one
-  per row `[B]`.
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+  """How to choose a token, as users state it; greedy by default.
+
+  What is set applies in the order of the fields. Each value is for all rows, or
+  there is one per row `[B]`. Changing a value does not recompile; setting one
+  that was None does, so that what is not used costs nothing.
 
   Attributes:
-    logit_bias: `[V]` or `[B, V]`, added to the logits; -inf bans a token.
-      `specdec.generate` also takes a mapping from token to bias, or one per
-      row. None adds nothing.
+    logit_bias: added to the logits: a mapping from token to bias, one per row
+      (or None), or an array `[V]` or `[B, V]`; -inf bans a token.
     repetition_penalty: above 0; the logits of tokens that the row has, prompt
       included, are divided by it where they are positive, multiplied where not
-      (CTRL, arXiv 1909.05858, section 4.1, as transformers does it). None
-      changes nothing.
+      (CTRL, arXiv 1909.05858, section 4.1, as transformers does it).
     temperature: at least 0; 0 is greedy.
     top_k: keep the k most likely tokens, and ties with the last of them; an
-      entry None keeps all. None keeps all.
+      entry None keeps all.
     top_p: keep the most likely tokens until their probability reaches top_p, in
-      (0, 1]. None keeps all.
+      (0, 1].
     min_p: keep tokens at least min_p times as likely as the likeliest, in
-      [0, 1]. None keeps all.
-    max_top_k: at least as large as any `top_k`; static. Set by `validated`.
+      [0, 1].
   """
 
-  logit_bias: Any = None
-  repetition_penalty: float | jax.Array | None = None
-  temperature: float | jax.Array = 0.0
+  logit_bias: (
+    Mapping[int, float] | Sequence[Mapping[int, float] | None] | Any | None
+  ) = None
+  repetition_penalty: Any = None
+  temperature: Any = 0.0
   top_k: Any = None
-  top_p: float | jax.Array | None = None
-  min_p: float | jax.Array | None = None
+  top_p: Any = None
+  min_p: Any = None
+
+
+class SamplingParams(flax.struct.PyTreeNode, kw_only=True):
+  """`Sampling` as arrays, made by `checks.check_sampling`.
+
+  Attributes:
+    temperature: `[B]` float32.
+    logit_bias: `[V]` or `[B, V]` float32, or None.
+    repetition_penalty: `[B]` float32, or None.
+    top_k: `[B]` int32, or None.
+    top_p: `[B]` float32, or None.
+    min_p: `[B]` float32, or None.
+    max_top_k: at least as large as any `top_k`; None: the vocabulary; static.
+  """
+
+  temperature: jax.Array
+  logit_bias: jax.Array | None = None
+  repetition_penalty: jax.Array | None = None
+  top_k: jax.Array | None = None
+  top_p: jax.Array | None = None
+  min_p: jax.Array | None = None
   max_top_k: int | None = flax.struct.field(default=None, pytree_node=False)
 
-  def validated(self) -> 'Sampling':
-    """Returns itself with arrays, as `decode` wants it.
+  @property
+  def is_stochastic(self) -> jax.Array:
+    """`[B]` bool, the rows that sample; the others are greedy."""
+    return self.temperature > 0
 
-    Raises:
-      ValueError: a value is outside its range or not a number.
-    """
-    arrays: dict[str, Any] = {}
-    for name, (low, high, bounds) in _RANGES.items():
-      value = getattr(self, name)
-      if value is None and name != 'temperature':
-        continue
-      array = _floats(name, value)
-      if not np.all(np.isfinite(array) & (array >= low) & (array <= high)):
-        raise ValueError(f'{name} must be {bounds}, got {value}')
-      arrays[name] = jnp.asarray(array)
-    if self.logit_bias is not None:
-      bias = _floats('logit_bias', self.logit_bias)
-      if np.any(np.isnan(bias) | (bias == np.inf)):
-        raise ValueError('logit_bias must be numbers or -inf')
-      if np.any(np.all(bias < _FILTERED, axis=-1)):
-        raise ValueError('logit_bias bans every token; leave one at least')
-      arrays['logit_bias'] = jnp.maximum(bias, _FILTERED)
-    top_k, largest = _check_top_k(self.top_k)
-    arrays |= {'top_k': top_k, 'max_top_k': largest}
-    return self.replace(**arrays)
-
-  def of_row(self, row: int) -> 'Sampling':
-    """That of one row of a batch; validated."""
-    one = {}
-    for name in (*_RANGES, 'top_k', 'logit_bias'):
-      value = getattr(self, name)
-      if np.ndim(value) > (name == 'logit_bias'):
-        one[name] = value[row]
-    return self.replace(**one)
+  def of_row(self, row: int) -> 'SamplingParams':
+    """The parameters of one row, as a batch of one."""
+    shared = self.logit_bias is None or self.logit_bias.ndim == 1
+    one_row = jax.tree.map(
+      lambda array: array[row : row + 1], self.replace(logit_bias=None)
+    )
+    bias = self.logit_bias if shared else self.logit_bias[row : row + 1]
+    return one_row.replace(logit_bias=bias)
 
 
-_TINY = float(np.finfo(np.float32).tiny)
-_RANGES: dict[str, tuple[float, float, str]] = {
-  'repetition_penalty': (_TINY, math.inf, 'above 0'),
-  'temperature': (0.0, math.inf, 'at least 0'),
-  'top_p': (_TINY, 1.0, 'above 0 and at most 1'),
-  'min_p': (0.0, 1.0, 'between 0 and 1'),
-}
-
-# Stands for all tokens, where other rows have a k.
-_ALL = np.iinfo(np.int32).max
-
-
-def _floats(name: str, value: Any) -> np.ndarray:
-  try:
-    if value is not None:  # which would become NaN
-      return np.asarray(value, np.float32)
-    raise TypeError
-  except (TypeError, ValueError) as error:
-    raise ValueError(
-      f'{name} must be a number or one per row, got {value!r}'
-    ) from error
-
-
-def _check_top_k(value: Any) -> tuple[jax.Array | None, int | None]:
-  """As an array, and a power of two that is as large; None: all, sorted."""
-  if hasattr(value, 'dtype'):
-    value = np.asarray(value).tolist()
-  single = value is None or isinstance(value, (numbers.Number, str))
-  entries = [value] if single else list(value)
-  for entry in entries:
-    is_integer = isinstance(entry, numbers.Integral)
-    if entry is not None and (
-      not is_integer or isinstance(entry, bool) or entry < 1
-    ):
-      raise ValueError(f'top_k must be a positive integer, got {value}')
-  if all(entry is None for entry in entries):
-    return None, None
-  array = np.array(
-    [_ALL if one is None else min(one, _ALL) for one in entries], np.int32
-  )
-  largest = int(array.max())
-  bound = None if largest == _ALL else 1 << (largest - 1).bit_length()
-  return jnp.asarray(array[0] if single else array), bound
-
-
-def per_row(value: jax.typing.ArrayLike, logits: jax.Array) -> jax.Array:
-  """A number or `[B]` numbers, to broadcast against `[B, ..., V]`."""
-  shape = jnp.shape(value) + (1,) * (logits.ndim - jnp.ndim(value))
-  return jnp.reshape(value, shape)
+def per_row(values: jax.Array, like: jax.Array) -> jax.Array:
+  """`[B]` values, shaped to broadcast against `like [B, ...]`."""
+  return values.reshape(-1, *(1,) * (like.ndim - 1))
 
 
 def adjust_logits(
-  logits: jax.Array, sampling: Sampling, seen: jax.Array | None
+  logits: jax.Array, sampling: SamplingParams, seen: jax.Array | None
 ) -> jax.Array:
   """The logits with bias and repetition penalty.
 
   Args:
     logits: `[B, W, V]` float32, as the model gave them.
-    sampling: validated.
+    sampling: the parameters.
     seen: `[B, W, V]` bool, the tokens that each sequence has; None if there is
       no penalty.
 
@@ -163,19 +129,55 @@ def adjust_logits(
     bias = sampling.logit_bias
     bias = bias[None, None] if bias.ndim == 1 else bias[:, None]
     logits = logits + bias
-  if sampling.repetition_penalty is not None and seen is not None:
+  if seen is not None:
     penalty = per_row(sampling.repetition_penalty, logits)
     weakened = jnp.where(logits > 0, logits / penalty, logits * penalty)
     logits = jnp.where(seen, weakened, logits)
   return logits
 
 
+def add_seen(seen: jax.Array, tokens: jax.Array, count: jax.Array) -> jax.Array:
+  """Adds the first `count [B]` of `tokens [B, n]` to `seen [B, V]` bool."""
+  index = jnp.arange(tokens.shape[1])[None]
+  tokens = jnp.where(index < count[:, None], tokens, seen.shape[1])
+  rows = jnp.arange(tokens.shape[0])[:, None]
+  return seen.at[rows, tokens].set(True, mode='drop')
+
+
+def seen_by_nodes(
+  tree: TokenTree, nodes: jax.Array, seen: jax.Array, max_depth: int
+) -> jax.Array:
+  """The tokens that the sequence of each node has, its own included.
+
+  So a repetition penalty composes with speculation: every node is judged as
+  plain decoding would judge it there.
+
+  Args:
+    tree: `[B, M]` per field.
+    nodes: `[B, W]` int32; entries of `NO_NODE` get the tokens of the text.
+    seen: `[B, V]` bool, the tokens of the text.
+    max_depth: the largest depth of a node.
+
+  Returns:
+    `[B, W, V]` bool.
+  """
+
+  def of_row(tree, nodes, seen):
+    walk = walk_up(tree.parent, nodes, max_depth)
+    tokens = jnp.where(walk >= 0, tree.token[walk], seen.shape[0])
+    index = jnp.arange(nodes.shape[0])[:, None]
+    spread = jnp.broadcast_to(seen[None], (nodes.shape[0], seen.shape[0]))
+    return spread.at[index, tokens].set(True, mode='drop')
+
+  return jax.vmap(of_row)(tree, nodes, seen)
+
+
 def _top_p_threshold(logits: jax.Array, top_p: jax.Array) -> jax.Array:
-  """What a logit must reach for top-p to keep it; exact, without sorting.
+  """The smallest logit that top-p keeps; exact, without sorting.
 
   A token is kept if all likelier ones together have less than top_p. Numbers of
-  one sign are in the order of their bits, so as many halvings as there are bits
-  find the threshold. To sort a vocabulary takes several times longer.
+  one sign are in the order of their bits, so as many bisections as there are
+  bits find the threshold. Sorting a vocabulary takes several times longer.
 
   Args:
     logits: `[..., V]` float32, the best is 0; -inf takes no part.
@@ -189,7 +191,7 @@ def _top_p_threshold(logits: jax.Array, top_p: jax.Array) -> jax.Array:
   integers = jnp.dtype(f'int{num_bits}')
   bits = lax.bitcast_convert_type(jnp.abs(logits), integers)
 
-  def halve(_, bounds):
+  def bisect(_, bounds):
     kept, dropped = bounds
     middle = kept + (dropped - kept) // 2
     likelier = jnp.where(bits < middle, probs, 0.0)
@@ -199,11 +201,11 @@ def _top_p_threshold(logits: jax.Array, top_p: jax.Array) -> jax.Array:
 
   infinity = np.array(np.inf, logits.dtype).view(integers)
   none = jnp.zeros((*logits.shape[:-1], 1), integers)
-  kept, _ = lax.fori_loop(0, num_bits, halve, (none, none + (infinity + 1)))
+  kept, _ = lax.fori_loop(0, num_bits, bisect, (none, none + (infinity + 1)))
   return -lax.bitcast_convert_type(kept, logits.dtype)
 
 
-def filter_logits(logits: jax.Array, sampling: Sampling) -> jax.Array:
+def filter_logits(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
   """Temperature, then top-k, top-p and min-p.
 
   Every filter keeps the tokens whose logit reaches some threshold, so together
@@ -212,11 +214,11 @@ def filter_logits(logits: jax.Array, sampling: Sampling) -> jax.Array:
 
   Args:
     logits: `[B, ..., V]` float32, adjusted.
-    sampling: validated.
+    sampling: the parameters.
 
   Returns:
-    `[B, ..., V]` float32: the log-probabilities up to a constant, with a
-    large negative number for tokens filtered out.
+    `[B, ..., V]` float32: the log-probabilities up to a constant, `EXCLUDED`
+    for tokens that were filtered out.
   """
   temperature = per_row(sampling.temperature, logits)
   # Relative to the best, so that a tiny temperature cannot overflow.
@@ -226,8 +228,8 @@ def filter_logits(logits: jax.Array, sampling: Sampling) -> jax.Array:
   threshold = jnp.full((*logits.shape[:-1], 1), -jnp.inf)
   if sampling.top_k is not None:
     largest = min(sampling.max_top_k or logits.shape[-1], logits.shape[-1])
-    # Without the barrier XLA's CPU backend sees that only a slice is used, and
-    # sorts the whole vocabulary instead: 100 times slower.
+    # Without the barrier XLA's CPU backend notices that only a slice is used,
+    # and sorts the whole vocabulary instead: 100 times slower.
     ranked = lax.optimization_barrier(lax.top_k(logits, largest)[0])
     last = jnp.minimum(per_row(sampling.top_k, logits), largest) - 1
     last = jnp.broadcast_to(last, threshold.shape)
@@ -240,32 +242,50 @@ def filter_logits(logits: jax.Array, sampling: Sampling) -> jax.Array:
   if sampling.min_p is not None:
     floor = jnp.log(per_row(sampling.min_p, logits))  # the best logit is 0
     threshold = jnp.maximum(threshold, floor)
-  return jnp.where(logits >= threshold, logits, _FILTERED)
+  return jnp.where(logits >= threshold, logits, EXCLUDED)
 
 
-def token_probs(logits: jax.Array, sampling: Sampling) -> jax.Array:
+def token_probs(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
   """The distribution that a token is drawn from.
 
   Args:
     logits: `[B, ..., V]` float32, adjusted.
-    sampling: validated.
+    sampling: the parameters.
 
   Returns:
     `[B, ..., V]` float32, each adding up to 1; at temperature 0 all of it is on
     the token that greedy decoding chooses.
   """
-  hot = per_row(sampling.temperature, logits) > 0
+  stochastic = per_row(sampling.is_stochastic, logits)
   greedy = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1])
   return jnp.where(
-    hot, jax.nn.softmax(filter_logits(logits, sampling), axis=-1), greedy
+    stochastic, jax.nn.softmax(filter_logits(logits, sampling), axis=-1), greedy
   )
+
+
+def choose(
+  logits: jax.Array, noise: jax.Array, sampling: SamplingParams
+) -> jax.Array:
+  """The token of each position; target and drafts choose alike.
+
+  Args:
+    logits: `[B, ..., V]` float32, adjusted.
+    noise: `[B, ..., V]` float32 from `position_noise`, for the position of the
+      token to be chosen.
+    sampling: the parameters.
+
+  Returns:
+    `[B, ...]` int32.
+  """
+  scores = filter_logits(logits, sampling) + noise
+  return jnp.argmax(scores, axis=-1).astype(jnp.int32)
 
 
 def position_noise(
   row_keys: jax.Array,
   positions: jax.Array,
   vocab_size: int,
-  sampling: Sampling,
+  sampling: SamplingParams,
 ) -> jax.Array:
   """The noise of the tokens at the given absolute positions.
 
@@ -285,14 +305,20 @@ def position_noise(
     )
 
   shape = (*positions.shape, vocab_size)
-  hot = jnp.asarray(sampling.temperature) > 0
+  stochastic = sampling.is_stochastic
   noise = lax.cond(
-    jnp.any(hot),
+    jnp.any(stochastic),
     lambda: jax.vmap(jax.vmap(draw, (None, 0)))(row_keys, positions),
     lambda: jnp.zeros(shape),
   )
-  return jnp.where(per_row(hot, noise), noise, 0.0)
+  return jnp.where(per_row(stochastic, noise), noise, 0.0)
 
+
+WITH_REPLACEMENT = 'with_replacement'
+WITHOUT_REPLACEMENT = 'without_replacement'
+BEST = 'best'
+CHILDREN = (BEST, WITHOUT_REPLACEMENT, WITH_REPLACEMENT)
+"""How the children of a node are chosen; all but the best are drawn."""
 
 # What randomness is for, when it belongs to a step and not to a position. Far
 # from any position, so that no stream is ever that of `position_noise`.
@@ -307,28 +333,64 @@ def step_keys(row_keys: jax.Array, stream: int, length: jax.Array) -> jax.Array:
     stream: `DRAFTING`, `ACCEPTANCE` or `RESIDUAL`.
     length: `[B]` int32, of the text when the step begins; every step adds to
       it.
-
-  Returns:
-    `[B]` keys.
   """
-  fold = jax.vmap(jax.random.fold_in, (0, 0))
   of_stream = jax.vmap(jax.random.fold_in, (0, None))(row_keys, stream)
-  return fold(of_stream, length)
+  return jax.vmap(jax.random.fold_in)(of_stream, length)
 
 
-def choose(
-  logits: jax.Array, noise: jax.Array, sampling: Sampling
-) -> jax.Array:
-  """The token of each position; target and drafts choose alike.
+class Randomness(flax.struct.PyTreeNode):
+  """All that is random in one step; what a rule does not use is not computed.
+
+  Attributes:
+    noise: `[B, D + 1, V]` float32; entry d is of the position that follows
+      nodes of depth d. Drafts share it with the target; zeros under a rule that
+      does not (`verify.accept.Rule.shares_noise`).
+    draft_keys: `[B]` keys, for drawing children.
+    uniforms: `[B, N]` float32 in [0, 1), for accepting the nodes.
+    residual_noise: `[B, V]` float32, standard Gumbel, for the bonus token.
+  """
+
+  noise: jax.Array
+  draft_keys: jax.Array
+  uniforms: jax.Array
+  residual_noise: jax.Array
+
+  def noise_at(self, depth: jax.Array) -> jax.Array:
+    """`[B, W, V]`, the noise after nodes of `depth [B, W]`."""
+    return jax.vmap(pick)(self.noise, depth)
+
+
+def step_randomness(
+  row_keys: jax.Array,
+  length: jax.Array,
+  sampling: SamplingParams,
+  *,
+  max_depth: int,
+  num_nodes: int,
+  vocab_size: int,
+  shares_noise: bool,
+) -> Randomness:
+  """The randomness of the step that begins at some lengths of the texts.
 
   Args:
-    logits: `[B, ..., V]` float32.
-    noise: `[B, ..., V]` float32 from `position_noise`, for the position of the
-      token to be chosen.
-    sampling: validated.
-
-  Returns:
-    `[B, ...]` int32.
+    row_keys: `[B]` keys; not consumed.
+    length: `[B]` int32.
+    sampling: the parameters.
+    max_depth: D.
+    num_nodes: N.
+    vocab_size: V.
+    shares_noise: whether the noise belongs to positions, see `Randomness`.
   """
-  scores = filter_logits(logits, sampling) + noise
-  return jnp.argmax(scores, axis=-1).astype(jnp.int32)
+  positions = length[:, None] + jnp.arange(max_depth + 1)[None]
+  if shares_noise:
+    noise = position_noise(row_keys, positions, vocab_size, sampling)
+  else:
+    noise = jnp.zeros((*positions.shape, vocab_size))
+  uniform = lambda key: jax.random.uniform(key, (num_nodes,))
+  gumbel = lambda key: jax.random.gumbel(key, (vocab_size,))
+  return Randomness(
+    noise=noise,
+    draft_keys=step_keys(row_keys, DRAFTING, length),
+    uniforms=jax.vmap(uniform)(step_keys(row_keys, ACCEPTANCE, length)),
+    residual_noise=jax.vmap(gumbel)(step_keys(row_keys, RESIDUAL, length)),
+  )

@@ -1,25 +1,34 @@
-"""What a decode counts in its loop, and the figures that follow from it.
+"""The counters of a decode, and the figures that follow from them.
 
-All methods, plain decoding too, are counted here, by the same code. Tokens past
-an EOS or past the limit were not emitted and do not count.
+All methods, plain decoding included, are counted here, by the same code. Tokens
+past an EOS or past the limit were not emitted and do not count.
 """
 
 from collections.abc import Mapping
-from collections.abc import Sequence
 from typing import Any
+from typing import Protocol
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec.context import StepContext
 from specdec.draft.drafter import Drafter
-from specdec.draft.drafter import StageCounters
-from specdec.model import LanguageModel
+from specdec.draft.stages import StageCounters
+from specdec.model import ModelSpec
+
+
+class DecodeCounts(Protocol):
+  """The counters of a `DecodeResult`."""
+
+  counters: 'Counters'
+  stage_counters: tuple[StageCounters, ...]
+  plain_steps: jax.Array
 
 
 class Counters(flax.struct.PyTreeNode):
-  """Carried by the loop, read once at the end; int32.
+  """Counters that the loop carries, read once at the end; int32.
 
   Attributes:
     steps: `[]` batched target forwards, prefill apart.
@@ -50,29 +59,25 @@ def init_counters(batch_size: int, max_depth: int) -> Counters:
 
 
 def count_step(
-  counters: Counters,
-  length: jax.Array,
-  num_nodes: jax.Array,
-  emitted: jax.Array,
-  active: jax.Array,
+  counters: Counters, nodes: jax.Array, emitted: jax.Array, ctx: StepContext
 ) -> Counters:
   """Counts one target forward.
 
   Args:
     counters: before the step.
-    length: `[B]` int32, of the sequences before the step.
-    num_nodes: `[B]` int32, of the tree, the root included.
+    nodes: `[B, N]` int32, the verified nodes; `NO_NODE` for entries without.
     emitted: `[B]` int32, new tokens.
-    active: `[B]` bool, rows that were not done before.
+    ctx: of the step.
   """
   sizes = jnp.arange(1, counters.emitted_histogram.shape[1] + 1)[None]
-  active = active.astype(jnp.int32)
+  active = ctx.active.astype(jnp.int32)
+  num_nodes = jnp.sum(nodes >= 0, axis=1)
   return Counters(
     steps=counters.steps + 1,
     target_forwards=counters.target_forwards + active,
     emitted_histogram=counters.emitted_histogram + (sizes == emitted[:, None]),
     nodes_verified=counters.nodes_verified + active * num_nodes,
-    slots_read=counters.slots_read + active * (length - 1 + num_nodes),
+    slots_read=counters.slots_read + active * (ctx.length - 1 + num_nodes),
   )
 
 
@@ -88,7 +93,7 @@ def relative_bandwidth(
 
   Args:
     reads: see `summarize`.
-    costs: likewise; those of the models that ran, or of any others.
+    costs: see `summarize`; those of the models that ran, or of any others.
 
   Returns:
     The ratio; 1 if nothing was decoded.
@@ -106,108 +111,113 @@ def relative_bandwidth(
 
 
 def _beyond(context: int, starts: np.ndarray, new_tokens: np.ndarray) -> int:
+  """Emitted tokens that a stage with this context could not have drafted."""
   # The last token that can be drafted follows the last position.
   first = np.maximum(starts, context + 1)
   return int(np.maximum(starts + new_tokens - first, 0).sum())
 
 
-def summarize(
-  counters: Counters,
-  stage_counters: Sequence[StageCounters],
-  origins: np.ndarray,
-  prompt_lengths: np.ndarray,
-  new_tokens: np.ndarray,
-  *,
-  target: LanguageModel,
-  drafter: Drafter | None,
-  plain_steps: jax.Array | None = None,
-) -> dict[str, Any]:
-  """The figures of one decode, pooled over its rows.
-
-  Args:
-    counters: of the finished decode.
-    stage_counters: likewise, from the outermost stage in.
-    origins: who proposed each emitted token, in any order.
-    prompt_lengths: `[B]`.
-    new_tokens: `[B]`, how many were emitted.
-    target: for the sizes in bytes.
-    drafter: likewise; None for plain decoding.
-    plain_steps: `[]`, of those the ones that the guard made plain; or None.
-
-  Returns:
-    `new_tokens` and `target_forwards`, summed over rows; `block_efficiency`,
-    tokens per target forward (0 if nothing was asked for);
-    `nodes_per_forward`, verified on average, the root included;
-    `accepted_histogram`, whose entry i counts the forwards that emitted i + 1
-    tokens, after the stop rule (a row that failed may have emitted none);
-    `beyond_context`, by stage the emitted tokens that it could not have
-    drafted, the text having outgrown its context; `stage_forwards` by stage
-    and `origins`, the emitted tokens by who proposed them;
-    `positions`, by the target (nodes verified) and by stage (the W of each of
-    its forwards, whatever of that was of use), summed over rows;
-    `relative_bandwidth`, see there, and what it follows from: `reads`, batched
-    forwards and visible cache slots (summed over rows) of the target, of each
-    stage and of plain decoding, and `costs`, the bytes per forward and per slot
-    of the target and each stage; `plain_steps`, batched target forwards for
-    which the guard saw to it that nothing was drafted.
-  """
-  counters, stage_counters = jax.device_get((counters, tuple(stage_counters)))
-  forwards = int(counters.target_forwards.sum())
-  emitted = int(new_tokens.sum())
-  stages = drafter.stages if drafter is not None else ()
-  labels = ('target', *(drafter.labels if drafter is not None else ()))
-  named = {
-    stage.name: counted
-    for stage, counted in zip(stages, stage_counters, strict=True)
-  }
+def _reads(counters, stages, prompt_lengths, new_tokens):
+  """`reads` of `summarize`; `stages` are pairs of a stage and its counters."""
   # Emitting token i of a row, plain decoding sees prompt_length + i slots.
   plain_slots = new_tokens * prompt_lengths + new_tokens * (new_tokens - 1) // 2
-  contexts = {
-    stage.name: stage.scorer.max_positions
-    for stage in stages
-    if stage.scorer.max_positions is not None
-  }
   count = lambda forwards, slots: {
     'forwards': int(forwards),
     'slots': int(slots.sum()),
   }
-  cost = lambda forward, slot: {'per_forward': forward, 'per_slot': slot}
-  reads = {
+  return {
     'plain': count(new_tokens.max(initial=0), plain_slots),
     'target': count(counters.steps, counters.slots_read),
-  } | {name: count(one.forwards, one.slots_read) for name, one in named.items()}
-  costs = {'target': cost(target.weight_bytes, target.cache_bytes_per_slot)} | {
+  } | {
+    stage.name: count(counted.forwards, counted.slots_read)
+    for stage, counted in stages
+  }
+
+
+def _costs(target, stages):
+  """`costs` of `summarize`."""
+  cost = lambda forward, slot: {'per_forward': forward, 'per_slot': slot}
+  return {'target': cost(target.weight_bytes, target.cache_bytes_per_slot)} | {
     stage.name: cost(
       stage.scorer.bytes_per_forward(stage.config.width),
       stage.scorer.bytes_per_slot,
     )
     for stage in stages
   }
+
+
+def summarize(
+  result: DecodeCounts,
+  origins: np.ndarray,
+  prompt_lengths: np.ndarray,
+  new_tokens: np.ndarray,
+  *,
+  target: ModelSpec,
+  drafter: Drafter,
+) -> dict[str, Any]:
+  """The figures of one decode, pooled over its rows.
+
+  Args:
+    result: the counters of the decode.
+    origins: of all emitted tokens, in any order.
+    prompt_lengths: `[B]`.
+    new_tokens: `[B]`, how many were emitted.
+    target: for the sizes in bytes.
+    drafter: for names and sizes in bytes.
+
+  Returns:
+    `new_tokens` and `target_forwards`, summed over rows; `block_efficiency`,
+    tokens per target forward (0 if none were asked for);
+    `nodes_per_forward`, verified on average, the root included;
+    `accepted_histogram`, whose entry i counts the forwards that emitted i + 1
+    tokens, after the stop rule (a row that failed may have emitted none);
+    `beyond_context`, by stage the emitted tokens that it could not have
+    drafted because the text had outgrown its context; `stage_forwards`, by
+    stage; `origins`, the emitted tokens by source;
+    `positions`, of the target (nodes verified) and by stage (the W of each of
+    its forwards, used or not), summed over rows;
+    `relative_bandwidth`, see there, and what it follows from: `reads`, batched
+    forwards and visible cache slots (summed over rows) of the target, of each
+    stage and of plain decoding, and `costs`, the bytes per forward and per slot
+    of the target and each stage; `plain_steps`, batched target forwards for
+    which the fallback drafted nothing.
+  """
+  counters, stage_counters, plain_steps = jax.device_get(
+    (result.counters, result.stage_counters, result.plain_steps)
+  )
+  stages = list(zip(drafter.stages, stage_counters, strict=True))
+  reads = _reads(counters, stages, prompt_lengths, new_tokens)
+  costs = _costs(target, drafter.stages)
+  forwards = int(counters.target_forwards.sum())
+  emitted, verified = int(new_tokens.sum()), int(counters.nodes_verified.sum())
+  stage_forwards = {
+    stage.name: int(counted.row_forwards.sum()) for stage, counted in stages
+  }
   return {
     'new_tokens': emitted,
     'target_forwards': forwards,
     'block_efficiency': emitted / forwards if forwards else 0.0,
-    'nodes_per_forward': (
-      int(counters.nodes_verified.sum()) / forwards if forwards else 0.0
-    ),
+    'nodes_per_forward': verified / forwards if forwards else 0.0,
     'accepted_histogram': counters.emitted_histogram.sum(axis=0).tolist(),
     'beyond_context': {
-      name: _beyond(longest, prompt_lengths, new_tokens)
-      for name, longest in contexts.items()
+      stage.name: _beyond(
+        stage.scorer.max_positions, prompt_lengths, new_tokens
+      )
+      for stage in drafter.stages
+      if stage.scorer.max_positions
     },
-    'stage_forwards': {
-      name: int(one.row_forwards.sum()) for name, one in named.items()
-    },
+    'stage_forwards': stage_forwards,
     'origins': {
-      label: int(np.sum(origins == index)) for index, label in enumerate(labels)
+      label: int(np.sum(origins == index))
+      for index, label in enumerate(('target', *drafter.labels))
     },
-    'positions': {'target': int(counters.nodes_verified.sum())}
+    'positions': {'target': verified}
     | {
-      stage.name: stage.config.width * int(one.row_forwards.sum())
-      for stage, one in zip(stages, stage_counters, strict=True)
+      stage.name: stage.config.width * stage_forwards[stage.name]
+      for stage in drafter.stages
     },
     'relative_bandwidth': relative_bandwidth(reads, costs),
-    'plain_steps': 0 if plain_steps is None else int(plain_steps),
+    'plain_steps': int(plain_steps),
     'reads': reads,
     'costs': costs,
   }

@@ -1,201 +1,121 @@
-"""What a drafter is made of: a scorer, how it grows the tree, who helps it.
+"""What a drafter is made of: stages, each a scorer and how it grows the tree.
 
-A scorer knows how likely tokens are to follow a node. There is one loop that
-grows a tree with a scorer (`specdec.growth`), so a new way of guessing is a new
-scorer and nothing else. Staged speculation (Spector and Re, arXiv 2308.04623,
-section 3.2) is a drafter with another one inside, which guesses for it:
+A scorer estimates how likely tokens are to follow a node. One loop grows a tree
+with any scorer (`specdec.draft.growth`), so a new way of drafting is a new
+scorer and nothing else. In staged speculation (Spector and Re, arXiv
+2308.04623, section 3.2) every stage drafts for the one before it:
 
-    Drafter(draft model, inner=Drafter(smaller model, inner=Drafter(n-gram)))
+    Drafter((Stage(draft model), Stage(smaller model), Stage(n-gram)))
+
+Plain decoding is the drafter without stages, `PLAIN`.
 """
 
+from collections.abc import Callable
 import dataclasses
-import math
-import numbers
 from typing import Any
-from typing import Protocol
 
 import flax.struct
 import jax
+from jax import lax
 import jax.numpy as jnp
 
-from specdec.draft.ranking import Draws
-from specdec.sampling import Sampling
+from specdec.context import StepContext
+from specdec.tree.topology import check_settings
+from specdec.tree.topology import setting
 from specdec.tree.topology import Topology
+from specdec.tree.topology import TreeShape
 from specdec.tree.tree import TokenTree
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TreeConfig:
+class StageConfig:
   """Settings of one stage; hashable, so static under `jit`.
 
-  The tree is shared by all stages, so its size is set by the outermost one:
-  `num_nodes`, `capacity` and `max_depth` of inner stages are not looked at.
-
   Attributes:
-    num_nodes: N, verified by the target, the root included; 1 verifies no
-      guess at all.
     width: W, nodes that the stage scores in one forward.
     branching: K, children that a scored node gets from the stage.
-    rounds: forwards per growth, at most; without an inner stage each goes one
-      level deeper.
-    max_depth: D, of the deepest node.
-    capacity: M, nodes that the tree can hold while it grows; guesses beyond it
-      are dropped, whoever makes them. Where an inner stage guesses a lot, leave
-      room for the `rounds * width * branching` of this one.
+    rounds: the largest number of forwards per growth; without an inner stage
+      each goes one level deeper.
     calibration: exponent of the stage's probabilities. Above 1 the stage is
       trusted more than its own probabilities say, and the tree grows deep;
       below 1, broad.
-    cost_ratio: what one of the stage's forwards costs, in target forwards.
-      Growth stops when another round is expected to bring fewer accepted tokens
-      than the same time spent at the rate so far. None: the ratio of the bytes
-      that the two read. 0: all rounds, as long as there is anything to score.
-    min_gain: growth stops in any case when another round is expected to bring
-      fewer accepted tokens than this.
-    topology: a fixed shape instead of the likeliest one. It sets `num_nodes`,
-      `width`, `branching`, `rounds`, `max_depth` and `capacity`; there is no
-      stopping early, and no inner stage.
+    cost_ratio: cost of one forward of the stage, in target forwards. Growth
+      stops when another round is expected to bring fewer accepted tokens than
+      the same time spent at the rate so far. None: the ratio of the bytes that
+      the two read. 0: all rounds, as long as there is anything to score.
 
   Raises:
-    ValueError: a value is out of range; says which.
+    ValueError: a value is out of range; names it.
   """
 
-  num_nodes: int = 32
-  width: int = 8
-  branching: int = 4
-  rounds: int = 4
-  max_depth: int = 16
-  capacity: int = 256
-  calibration: float = 1.0
-  cost_ratio: float | None = None
-  min_gain: float = 0.0
-  topology: Topology | None = None
+  width: int = setting(8, 'nodes per forward of the stage')
+  branching: int = setting(4, 'children per node')
+  rounds: int = setting(4, 'forwards of the stage per tree, at most')
+  calibration: float = setting(
+    1.0, 'exponent of the probabilities of the stage', low=1e-30
+  )
+  cost_ratio: float | None = setting(
+    None,
+    'cost of a forward of the stage in target forwards, for stopping early; 0:'
+    ' never stop; default: by the bytes they read',
+    low=0,
+  )
 
   def __post_init__(self):
-    shape = self.topology
-    if shape is not None:
-      fixed = {
-        'num_nodes': shape.num_nodes,
-        'width': shape.schedule.shape[1],
-        'branching': shape.branching,
-        'rounds': shape.depth,
-        'max_depth': shape.depth,
-        'capacity': shape.num_nodes,
-      }
-      for name, value in fixed.items():
-        object.__setattr__(self, name, value)
-    for name in (
-      'num_nodes',
-      'width',
-      'branching',
-      'rounds',
-      'max_depth',
-      'capacity',
-    ):
-      value = getattr(self, name)
-      is_integer = isinstance(value, numbers.Integral)
-      if not is_integer or isinstance(value, bool) or value < 1:
-        raise ValueError(
-          f'{name} must be an integer of at least 1, got {value}'
-        )
-    if self.capacity < self.num_nodes:
-      raise ValueError(
-        f'capacity must be at least num_nodes={self.num_nodes}, got'
-        f' {self.capacity}'
-      )
-    if not 0 < self.calibration < math.inf:
-      raise ValueError(f'calibration must be positive, got {self.calibration}')
-    if not 0 <= self.min_gain < math.inf:
-      raise ValueError(f'min_gain must be at least 0, got {self.min_gain}')
-    if self.cost_ratio is not None and not 0 <= self.cost_ratio < math.inf:
-      raise ValueError(
-        f'cost_ratio must be at least 0 or None, got {self.cost_ratio}'
-      )
+    check_settings(self)
 
 
-class Step(flax.struct.PyTreeNode):
-  """What all stages know about one step of a decode.
-
-  Attributes:
-    tokens: `[B, T]` int32, the text so far.
-    length: `[B]` int32, its lengths; the root is the token before.
-    active: `[B]` bool, rows that are not done.
-    noise: `[B, D + 1, V]` float32; entry d is of the position that follows
-      nodes of depth d. The same that the target will use; None if the target
-      verifies by rejection.
-    sampling: validated; the target's.
-    target_bytes: read by one target forward; static.
-    max_depth: D, no node is deeper; static.
-    draws: how to draw children; None if they are the best ones.
-    seen: `[B, V]` bool, tokens of the text; None if there is no repetition
-      penalty.
-  """
-
-  tokens: jax.Array
-  length: jax.Array
-  active: jax.Array
-  noise: jax.Array | None
-  sampling: Sampling
-  target_bytes: int = flax.struct.field(pytree_node=False)
-  max_depth: int = flax.struct.field(pytree_node=False)
-  draws: Draws | None = None
-  seen: jax.Array | None = None
-
-
-class Scores(flax.struct.PyTreeNode):
-  """What a scorer says about W nodes; see `specdec.ranking`.
+@dataclasses.dataclass(frozen=True)
+class Scores:
+  """What a scorer estimates about W nodes; see `specdec.draft.ranking`.
 
   Attributes:
     nodes: `[B, W]` int32, those that were scored; `NO_NODE` for the others.
     tokens: `[B, W, K]` int32, the likeliest tokens to follow, best first and
       distinct.
-    edges: `[B, W, K]` float32, their log-probabilities, at most 0;
-      `ranking.IMPOSSIBLE` for entries that are no guess.
-    sources: `[B, W, K]` int32, indices of the scorer's `labels`; None if it has
-      only one.
-    given: `[B, M]` float32, the log-probability of every node that is a child
-      of one of the W; arbitrary, but at most 0, for the others.
+    cond_log_probs: `[B, W, K]` float32, their log-probabilities, at most 0;
+      `sampling.EXCLUDED` for entries that are no candidates.
+    sources: `[B, W, K]` int32, indices of the scorer's `labels`.
+    log_prob_of: `(place [B, M], tokens [B, M]) -> [B, M]` float32, the
+      log-probability, at most 0, of any token after the node at a place of W.
+      Asked only for children that another stage drafted.
     slots_read: `[B]` int32, visible cache slots.
     drawn_from: `[B, W, V]` float32, the distributions that `tokens` were drawn
-      from, None if they were not.
+      from; of size 0 if they were not drawn.
   """
 
   nodes: jax.Array
   tokens: jax.Array
-  edges: jax.Array
-  sources: jax.Array | None
-  given: jax.Array
+  cond_log_probs: jax.Array
+  sources: jax.Array
+  log_prob_of: Callable[[jax.Array, jax.Array], jax.Array]
   slots_read: jax.Array
-  drawn_from: jax.Array | None = None
-
-  def origins(self, label: int) -> jax.Array:
-    """`[B, W, K]` int32, who proposes; `label` is that of the first source."""
-    if self.sources is None:
-      return jnp.full(self.tokens.shape, label)
-    return label + self.sources
+  drawn_from: jax.Array
 
 
-class Scorer(Protocol):
-  """Pure functions, and a pytree of what they need; batched.
+class Scorer:
+  """Base of scorers: pure functions, and a pytree of what they need; batched.
 
   Attributes:
-    labels: names of those who propose, for the origin of tokens.
+    labels: names of the sources of its candidates, for the origin of tokens.
     vocab_size: V, or None if it has none of its own.
     max_positions: the longest context, or None if there is no limit.
     needs_ancestors: whether a node can be scored only after its ancestors.
-    can_draw: whether it has a distribution to draw children from; one that has
-      not, always proposes the best.
-    bytes_per_slot: read from memory per visible cache slot.
+    can_draw: whether it has a distribution to draw children from; if not, it
+      always proposes the best.
+    bytes_per_slot: bytes read from memory per visible cache slot.
   """
 
-  labels: tuple[str, ...]
-  vocab_size: int | None
-  max_positions: int | None
-  needs_ancestors: bool
-  can_draw: bool
-  bytes_per_slot: int
+  labels: Any  # a tuple of strings
+  vocab_size: Any = None
+  max_positions: Any = None
+  needs_ancestors: Any = False
+  can_draw: Any = False
+  bytes_per_slot: Any = 0
 
   def bytes_per_forward(self, width: int) -> int:
-    """Read from memory by scoring `width` nodes, cache apart."""
+    """Bytes read from memory by scoring `width` nodes, the cache apart."""
+    raise NotImplementedError
 
   def init(
     self,
@@ -205,158 +125,179 @@ class Scorer(Protocol):
     num_slots: int,
     num_scored: int,
   ) -> Any:
-    """The state before the first step.
+    """The state before the first step; by default there is none.
 
-    All of each prompt is known to it but the last token, the root.
+    The scorer knows all of each prompt but the last token, the root.
 
     Args:
       prompt: `[B, P]` int32.
       prompt_length: `[B]` int32.
-      num_slots: the longest text.
-      num_scored: room for what is scored in one step.
+      num_slots: the longest text, in tokens.
+      num_scored: the most nodes that are scored in one step.
     """
+    del prompt, prompt_length, num_slots, num_scored
+    return ()
 
   def catch_up(
-    self, state: Any, tokens: jax.Array, length: jax.Array
+    self,
+    state: Any,
+    tokens: jax.Array,
+    length: jax.Array,
+    *,
+    num_scored: int,
   ) -> tuple[Any, jax.typing.ArrayLike]:
     """Between steps: takes in text that was decoded without the scorer.
 
+    By default the state is made anew by `init`.
+
     Args:
-      state: as it is.
+      state: the state before.
       tokens: `[B, T]` int32, the texts.
-      length: `[B]` int32, of the texts.
+      length: `[B]` int32, of the texts; 0 in all rows if nothing is missing.
+      num_scored: as for `init`.
 
     Returns:
-      The state, and how many forwards it took.
+      The state, and the number of forwards that it took.
     """
+    if not jax.tree.leaves(state):
+      return state, 0
+    missing = jnp.any(length > 0)
+    init = lambda: self.init(
+      tokens, length, num_slots=tokens.shape[1], num_scored=num_scored
+    )
+    state = lax.cond(missing, init, lambda: state)
+    return state, missing.astype(jnp.int32)
 
   def score(
     self,
     state: Any,
     tree: TokenTree,
-    step: Step,
     nodes: jax.Array,
-    config: TreeConfig,
+    ctx: StepContext,
+    config: StageConfig,
   ) -> tuple[Scores, Any]:
     """One forward.
 
     Args:
-      state: as it is.
+      state: the state before.
       tree: `[B, M]` per field.
-      step: see `Step`.
-      nodes: `[B, W]` int32; `NO_NODE` where there is nothing to score. Those in
-        front come first if the scorer has no time for all.
+      nodes: `[B, W]` int32; `NO_NODE` where there is nothing to score. If the
+        scorer has no time for all, those in front come first.
+      ctx: of the step.
       config: of the stage; `branching` is K.
     """
+    raise NotImplementedError
 
   def commit(self, state: Any, path: jax.Array, num_kept: jax.Array) -> Any:
-    """Ends a step.
+    """Ends a step; by default the state stays as it is.
 
     Args:
-      state: as it is.
+      state: the state before.
       path: `[B, D + 1]` int32, the accepted node of each depth, then `NO_NODE`.
-      num_kept: `[B]` int32, how many of them, the root not counted, are now
-        part of the text; -1 for a row that is done and stays as it is.
+      num_kept: `[B]` int32, the number of them, the root not counted, that are
+        now part of the text; -1 for a row that is done and stays as it is.
     """
+    del path, num_kept
+    return state
 
 
-class Drafter(flax.struct.PyTreeNode):
-  """One stage of drafting, with the stages inside it.
+class Stage(flax.struct.PyTreeNode):
+  """One level of drafting.
 
   Attributes:
-    scorer: see `Scorer`.
+    scorer: a `Scorer`.
     config: how it grows the tree; static.
-    inner: guesses for it, or None.
-
-  Raises:
-    ValueError: the topology is fixed and there is an inner stage.
   """
 
   scorer: Any
-  config: TreeConfig = flax.struct.field(pytree_node=False)
-  inner: 'Drafter | None' = None
-
-  def __post_init__(self):
-    if self.inner is not None and self.config.topology is not None:
-      raise ValueError(
-        'a fixed topology leaves no room for the guesses of an inner stage;'
-        ' use one of the two'
-      )
-    if self.inner is not None and self.inner.config.topology is not None:
-      raise ValueError('only the outermost stage can have a fixed topology')
-
-  @property
-  def stages(self) -> tuple['Drafter', ...]:
-    """Itself and those inside, from the outermost in."""
-    return (self, *(self.inner.stages if self.inner is not None else ()))
+  config: StageConfig = flax.struct.field(
+    pytree_node=False, default=StageConfig()
+  )
 
   @property
   def name(self) -> str:
-    """Of this stage."""
+    """The labels of its scorer, joined."""
     return '+'.join(self.scorer.labels)
 
   @property
+  def forward_width(self) -> int:
+    """W, with room for a node and for text that the scorer has not read."""
+    return max(self.config.width, 2)
+
+
+class Drafter(flax.struct.PyTreeNode):
+  """All stages of drafting, and the shape of the tree that they grow.
+
+  Attributes:
+    stages: outermost first: each drafts for the one before it, the first for
+      the target. Without stages decoding is plain.
+    shape: of the tree; static.
+
+  Raises:
+    ValueError: stages and shape do not go together.
+  """
+
+  stages: tuple[Stage, ...]
+  shape: TreeShape | Topology = flax.struct.field(
+    pytree_node=False, default=TreeShape()
+  )
+
+  def __post_init__(self):
+    if not self.stages and self.shape.num_nodes > 1:
+      raise ValueError(
+        'a drafter without stages drafts nothing; use specdec.PLAIN for plain'
+        ' decoding'
+      )
+    if isinstance(self.shape, Topology) and len(self.stages) > 1:
+      raise ValueError(
+        'a fixed topology leaves no room for the candidates of an inner stage;'
+        ' use one of the two'
+      )
+
+  @property
   def labels(self) -> tuple[str, ...]:
-    """Who can propose a token; origin i of a node is entry i - 1."""
-    return tuple(label for one in self.stages for label in one.scorer.labels)
+    """Sources of candidates; origin i of a node is entry i - 1."""
+    return tuple(
+      label for stage in self.stages for label in stage.scorer.labels
+    )
 
   @property
   def max_depth(self) -> int:
     """D of the trees that it grows."""
-    deepest = self.config.num_nodes - 1
-    return min(self.config.max_depth, self._reach, deepest)
-
-  @property
-  def _reach(self) -> int:
-    """How deep its rounds can go."""
-    inner = 0 if self.inner is None else self.inner._reach
-    return self.config.rounds * (1 + inner) + inner
+    reach = 0
+    for stage in reversed(self.stages):
+      # Inner stages draft before the first round and after each.
+      reach += stage.config.rounds * (1 + reach)
+    return min(self.shape.max_depth, reach, self.shape.num_nodes - 1)
 
 
-class StageCounters(flax.struct.PyTreeNode):
-  """What a stage counts; int32.
+PLAIN = Drafter(stages=(), shape=TreeShape(num_nodes=1, capacity=1))
+"""Plain decoding: nothing is drafted, every tree is just its root."""
 
-  Attributes:
-    forwards: `[]`, batched ones.
-    row_forwards: `[B]`, those in which the row was not done.
-    slots_read: `[B]`, visible cache slots, summed over these.
+
+def fixed_drafter(
+  scorer: Any, topology: Topology, *, calibration: float = 1.0
+) -> Drafter:
+  """A drafter of one stage that fills a fixed topology.
+
+  Args:
+    scorer: a `Scorer`.
+    topology: sets the width, the children per node and the rounds of the stage.
+    calibration: see `StageConfig`.
   """
+  config = StageConfig(
+    width=topology.schedule.shape[1],
+    branching=topology.branching,
+    rounds=topology.max_depth,
+    calibration=calibration,
+  )
+  return Drafter((Stage(scorer, config),), topology)
 
-  forwards: jax.Array
-  row_forwards: jax.Array
-  slots_read: jax.Array
 
+def staged(*drafters: Drafter) -> Drafter:
+  """The stages of several drafters behind each other, in the first's shape.
 
-class StageState(flax.struct.PyTreeNode):
-  """What one stage carries from step to step.
-
-  Attributes:
-    scorer: of the scorer.
-    scored: `[B, M]` bool, nodes it has scored in this step.
-    proposals: `[B, M, V]` float32, the distributions that the children of each
-      node were drawn from in this step; None if none is.
-    counters: so far.
-    inner: of the stage inside, or None.
+  Each drafter makes the forwards of the one before it fewer.
   """
-
-  scorer: Any
-  scored: jax.Array
-  proposals: jax.Array | None
-  counters: StageCounters
-  inner: 'StageState | None'
-
-  @property
-  def stages(self) -> tuple['StageState', ...]:
-    """Itself and those inside, from the outermost in."""
-    return (self, *(self.inner.stages if self.inner is not None else ()))
-
-
-def staged(draft: Drafter, inner: Drafter) -> Drafter:
-  """The draft, its forwards made fewer by another drafter's guesses.
-
-  What the draft has inside already is staged on the new one in turn, so that
-  `staged(staged(a, b), c)` and `staged(a, staged(b, c))` are the same.
-  """
-  if draft.inner is not None:
-    inner = staged(draft.inner, inner)
-  return draft.replace(inner=inner)
+  stages = tuple(stage for drafter in drafters for stage in drafter.stages)
+  return drafters[0].replace(stages=stages)

@@ -1,139 +1,220 @@
-"""One growth loop for every drafter: batched best-first search.
+"""The growth of the token tree: one batched best-first search for all drafters.
 
-    guess                                inner drafters guess below open nodes
-    score    W likeliest open nodes      in ONE forward of this stage
-             their children              guessed ones get this stage's numbers,
-                                         its own K likeliest join the tree
+    draft    the inner stages          candidates below the nodes not yet scored
+    score    the W likeliest nodes     in ONE forward of this stage
+             their children            drafted ones get this stage's numbers,
+                                       its own K likeliest join the tree
     ... again, up to `rounds` times, as long as it pays
 
-A node is open until the stage has scored it. Without an inner drafter a round
-goes one level deeper (section 3.1 of arXiv 2308.04623). With one it goes as
-deep as the guesses were good, so the same tree takes fewer forwards (section
-3.2). What was guessed after the last forward stays in the tree: the target may
-well verify what the draft had no time to look at.
+Without inner stages a round goes one level deeper (section 3.1 of arXiv
+2308.04623). With them it goes as deep as they drafted well, so the same tree
+takes fewer forwards (section 3.2). What was drafted after the last forward stays
+in the tree: the target may verify what the stage had no time to score.
 """
 
 import functools
+
+from typing import Protocol
 
 import flax.struct
 import jax
 from jax import lax
 import jax.numpy as jnp
 
-from specdec.draft.drafter import Drafter
+from specdec.context import StepContext
 from specdec.draft.drafter import Scores
-from specdec.draft.drafter import StageState
-from specdec.draft.drafter import Step
-from specdec.draft.ranking import IMPOSSIBLE
-from specdec.draft.stages import forward_width
+from specdec.draft.drafter import Stage
+from specdec.draft.stages import StageState
+from specdec.sampling import is_possible
+from specdec.tree.topology import Topology
 from specdec.tree.tree import accumulate
 from specdec.tree.tree import add_children
-from specdec.tree.tree import add_up
 from specdec.tree.tree import best_nodes
 from specdec.tree.tree import NO_NODE
 from specdec.tree.tree import place_children
 from specdec.tree.tree import ROOT
+from specdec.tree.tree import scatter_sum
 from specdec.tree.tree import TokenTree
 
 
-class Growing(flax.struct.PyTreeNode):
-  """A tree, as one stage sees it.
-
-  Attributes:
-    tree: `[B, M]` per field.
-    scored: `[B, M]` bool, nodes that the stage has scored.
-    closed: `[B, M]` bool, nodes that need no more children: a stage outside has
-      scored them; None if there is no such stage.
-  """
-
-  tree: TokenTree
-  scored: jax.Array
-  closed: jax.Array | None
-
-  @property
-  def closed_for_all(self) -> jax.Array:
-    """`[B, M]` bool: where a stage inside need not look."""
-    return self.scored if self.closed is None else self.closed | self.scored
-
-
-def _rescore(tree, scores, closed, *, max_depth):
-  """This stage knows better than those inside it; unbatched."""
-  of_parent = tree.parent[:, None] == scores.nodes[None]
-  of_parent &= (scores.nodes >= 0)[None]
-  known = jnp.any(of_parent, axis=1)
-  if closed is not None:
-    known &= ~closed[tree.parent]
-  tree = tree.replace(edge=jnp.where(known, scores.given, tree.edge))
-  return accumulate(tree, max_depth)
-
-
-def _add(tree, scores, closed, *, label, max_depth):
-  """The stage's own children; unbatched."""
-  nodes = scores.nodes
-  may_have = (nodes >= 0) & (tree.depth[nodes] < max_depth)
-  if closed is not None:
-    may_have &= ~closed[nodes]
-  wanted = may_have[:, None] & (scores.edges > IMPOSSIBLE / 2)
-  return add_children(
-    tree, nodes, scores.tokens, scores.edges, scores.origins(label), wanted
-  )
-
-
-def mark(scored: jax.Array, nodes: jax.Array) -> jax.Array:
-  """`scored [B, M]`, and `nodes [B, W]` too."""
-  entries = jnp.arange(scored.shape[1])[None, :, None]
-  return scored | jnp.any(entries == nodes[:, None], axis=2)
-
-
-def extend(
-  growing: Growing,
-  scores: Scores,
-  *,
-  label: int,
-  max_depth: int,
-  rescores: bool,
-) -> Growing:
-  """Adds the guesses of a stage below the nodes that it has scored.
+def grow(
+  stages: tuple[Stage, ...],
+  states: tuple[StageState, ...],
+  tree: TokenTree,
+  ctx: StepContext,
+) -> tuple[tuple[StageState, ...], TokenTree]:
+  """Grows the trees of a batch.
 
   Args:
-    growing: before.
-    scores: of W nodes.
-    label: origin of the nodes that the stage's first label proposes.
-    max_depth: D, no node is deeper.
-    rescores: whether children that those nodes have already get the numbers of
-      this stage.
+    stages: those that draft, outermost first; without any the trees stay as
+      they are.
+    states: of the stages.
+    tree: `[B, M]` per field.
+    ctx: of the step.
+
+  Returns:
+    The states and the trees.
   """
-  tree, closed = growing.tree, growing.closed
-  if rescores:
-    rescore = functools.partial(_rescore, max_depth=max_depth)
-    tree = jax.vmap(rescore)(tree, scores, closed)
-  add = functools.partial(_add, label=label, max_depth=max_depth)
-  tree = jax.vmap(add)(tree, scores, closed)
-  return growing.replace(tree=tree, scored=mark(growing.scored, scores.nodes))
+  if not ctx.max_depth:
+    return states, tree
+  nothing = jnp.zeros(tree.token.shape, bool)
+  return _grow(stages, states, tree, ctx, nothing, first_origin=1)
 
 
-class Reach(flax.struct.PyTreeNode):
-  """How deep a stage gets.
+def _grow(stages, states, tree, ctx, expanded, first_origin):
+  """See `grow`.
+
+  Args:
+    stages: as for `grow`.
+    states: as for `grow`.
+    tree: as for `grow`.
+    ctx: as for `grow`.
+    expanded: `[B, M]` bool, nodes that need no more children, because a stage
+      outside of these has scored them.
+    first_origin: origin of the nodes that the first label proposes.
+  """
+  if not stages:
+    return states, tree
+  stage = stages[0]
+  inner_origin = first_origin + len(stage.scorer.labels)
+  policy: Policy = (_FixedPlaces if _is_fixed(ctx) else _BestFirst)(
+    stage, ctx, expanded, bool(stages[1:]), first_origin
+  )
+
+  def draft(states, tree):
+    """Lets the inner stages draft below the nodes not yet scored."""
+    inner_states, tree = _grow(
+      stages[1:],
+      states[1:],
+      tree,
+      ctx,
+      expanded | states[0].scored,
+      inner_origin,
+    )
+    return (states[0], *inner_states), tree
+
+  def score(states, tree, nodes):
+    state, tree = _score(stage, states[0], tree, nodes, ctx, policy)
+    return (state, *states[1:]), tree
+
+  def plan(states, tree, rounds_done):
+    """The nodes of the next round, `[B, W]`, and whether there is one."""
+    nodes, pays = policy.next_nodes(tree, states[0].scored, rounds_done)
+    return nodes, (rounds_done < stage.config.rounds) & pays
+
+  def body(carry):
+    rounds_done, states, tree, nodes, _ = carry
+    rounds_done += 1
+    states, tree = draft(*score(states, tree, nodes))
+    return rounds_done, states, tree, *plan(states, tree, rounds_done)
+
+  rounds_done = jnp.zeros((), jnp.int32)
+  states, tree = draft(states, tree)
+  carry = (rounds_done, states, tree, *plan(states, tree, rounds_done))
+  with jax.named_scope(f'grow_{stage.name}'):
+    _, states, tree, *_ = lax.while_loop(lambda carry: carry[-1], body, carry)
+  return states, tree
+
+
+def _score(stage, state, tree, nodes, ctx, policy):
+  """One forward of a stage, whose candidates join the tree."""
+  padding = ((0, 0), (0, stage.forward_width - nodes.shape[1]))
+  nodes = jnp.pad(nodes, padding, constant_values=NO_NODE)
+  scores, scorer = stage.scorer.score(
+    state.scorer, tree, nodes, ctx, stage.config
+  )
+  tree = policy.insert(tree, scores)
+  if_active = lambda number: jnp.where(ctx.active, number, 0)
+  entries = jnp.where(scores.nodes >= 0, scores.nodes, tree.capacity)
+  put = lambda array, at, probs: array.at[at].set(probs, mode='drop')
+  counters = state.counters
+  state = state.replace(
+    scorer=scorer,
+    scored=state.scored | _contains(scores.nodes, tree.capacity),
+    proposals=jax.vmap(put)(state.proposals, entries, scores.drawn_from),
+    counters=counters.replace(
+      forwards=counters.forwards + 1,
+      row_forwards=counters.row_forwards + if_active(1),
+      slots_read=counters.slots_read + if_active(scores.slots_read),
+    ),
+  )
+  return state, tree
+
+
+def _contains(nodes: jax.Array, capacity: int) -> jax.Array:
+  """`[B, M]` bool, which entries are among `nodes [B, W]`."""
+  entries = jnp.arange(capacity)[None, :, None]
+  return jnp.any(entries == nodes[:, None], axis=2)
+
+
+def _is_fixed(ctx: StepContext) -> bool:
+  return isinstance(ctx.shape, Topology)
+
+
+def _depth_limit(stage: Stage, ctx: StepContext) -> jax.Array:
+  """`[B]` int32, the depth to which nodes fit the context; -1 if none does."""
+  longest = stage.scorer.max_positions
+  depth = jnp.full(ctx.length.shape, ctx.max_depth)
+  if longest is not None:  # a node of depth d is at position length - 1 + d
+    depth = jnp.minimum(depth, jnp.maximum(longest - ctx.length, -1))
+  return depth
+
+
+class Policy(Protocol):
+  """Which nodes a stage scores next, and where their children go."""
+
+  def next_nodes(
+    self, tree: TokenTree, scored: jax.Array, rounds_done: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
+    """`[B, W]` int32 nodes, and `[]` bool, whether to score them."""
+
+  def insert(self, tree: TokenTree, scores: Scores) -> TokenTree:
+    """The trees with the candidates of a stage."""
+
+
+class _FixedPlaces:
+  """Every child has its place in a topology: nothing is sorted."""
+
+  def __init__(self, stage, ctx, expanded, has_inner, first_origin):
+    del expanded, has_inner  # there is but one stage
+    self._topology, self._ctx, self._origin = ctx.shape, ctx, first_origin
+    self._depth_limit = _depth_limit(stage, ctx)
+
+  def next_nodes(self, tree, scored, rounds_done):
+    del scored
+    schedule = jnp.asarray(self._topology.schedule)
+    # After the last round there is no next one.
+    nodes = schedule[jnp.minimum(rounds_done, schedule.shape[0] - 1)]
+    # A scorer may have had fewer candidates than the topology has places.
+    exists = (nodes == ROOT)[None] | (tree.parent[:, nodes] >= 0)
+    exists &= tree.depth[:, nodes] <= self._depth_limit[:, None]
+    nodes = jnp.where(exists & (nodes >= 0)[None], nodes[None], NO_NODE)
+    return nodes, jnp.any(self._ctx.active & (self._depth_limit >= 0))
+
+  def insert(self, tree, scores):
+    def of_row(tree, nodes, tokens, log_probs, origins):
+      index = jnp.asarray(self._topology.children)[nodes][:, : tokens.shape[1]]
+      wanted = (nodes >= 0)[:, None] & is_possible(log_probs)
+      index = jnp.where(wanted, index, tree.capacity)
+      return place_children(tree, index, nodes, tokens, log_probs, origins)
+
+    return jax.vmap(of_row)(
+      tree,
+      scores.nodes,
+      scores.tokens,
+      scores.cond_log_probs,
+      self._origin + scores.sources,
+    )
+
+
+class Frontier(flax.struct.PyTreeNode):
+  """What another round of a stage would score, and what it should bring.
 
   Attributes:
-    depth: `[B]` int32, nodes at most so deep can be scored; -1: none.
-    active: `[B]` bool, rows that are not done.
-    max_depth: D, no node is deeper; static.
-  """
-
-  depth: jax.Array
-  active: jax.Array
-  max_depth: int = flax.struct.field(pytree_node=False)
-
-
-class Outlook(flax.struct.PyTreeNode):
-  """See the module.
-
-  Attributes:
-    nodes: `[B, W]` int32, the likeliest nodes to score, `NO_NODE` where there
+    nodes: `[B, W]` int32, the likeliest nodes to score; `NO_NODE` where there
       are fewer.
     can_grow: `[B]` bool, whether any node could get children.
-    gain: `[B]` float32, tokens that scoring them is expected to add.
+    gain: `[B]` float32, tokens that scoring the nodes is expected to add.
     expected: `[B]` float32, tokens that the tree is expected to yield as it is.
       The root is certain, and stands for the target's bonus token.
   """
@@ -144,18 +225,130 @@ class Outlook(flax.struct.PyTreeNode):
   expected: jax.Array
 
 
-def _gain(growing: Growing, can_grow: jax.Array, width: int) -> jax.Array:
-  """Unbatched.
+class _BestFirst:
+  """The likeliest nodes are scored, as long as it pays."""
 
-  That is the probability of the nodes that would be scored, as far as their
-  children in the tree do not have it yet, times the share that scoring has
-  brought into the tree so far: K children do not have all of their parent's
-  probability.
+  def __init__(self, stage, ctx, expanded, has_inner, first_origin):
+    self._stage, self._ctx = stage, ctx
+    self._expanded, self._has_inner = expanded, has_inner
+    self._origin, self._depth_limit = first_origin, _depth_limit(stage, ctx)
+
+  def next_nodes(self, tree, scored, rounds_done):
+    of_row = functools.partial(
+      _frontier,
+      max_depth=self._ctx.max_depth,
+      width=self._stage.config.width,
+      num_nodes=self._ctx.shape.num_nodes,
+      needs_ancestors=self._stage.scorer.needs_ancestors,
+    )
+    frontier = jax.vmap(of_row)(
+      tree, scored, self._expanded, self._depth_limit, self._ctx.active
+    )
+    return frontier.nodes, self._pays(frontier, scored[:, ROOT], rounds_done)
+
+  def _pays(self, frontier, has_begun, rounds_done):
+    """Whether another round is expected to be worth its cost, `[]` bool."""
+    scorer, config, ctx = self._stage.scorer, self._stage.config, self._ctx
+    cost = config.cost_ratio
+    if cost is None:
+      cost = scorer.bytes_per_forward(config.width) / ctx.target_bytes
+    if cost == 0:
+      return jnp.any(frontier.can_grow)
+    # The same cost at the rate of tokens per cost so far.
+    price = cost * frontier.expected / (1.0 + rounds_done * cost)
+    # Rows share their forwards, so it is their sums that count.
+    total = lambda values: jnp.sum(jnp.where(ctx.active, values, 0.0))
+    # Before the root is scored nothing is known of the gain: do that round.
+    can_begin = ctx.active & (self._depth_limit >= 0)
+    all_have_begun = jnp.all(has_begun | ~can_begin)
+    return (total(frontier.gain) > total(price)) | ~all_have_begun
+
+  def insert(self, tree, scores):
+    if self._has_inner:
+      tree = _rescore(tree, scores, self._expanded, self._ctx.max_depth)
+
+    def add(tree, nodes, tokens, log_probs, origins, expanded):
+      expandable = (nodes >= 0) & (tree.depth[nodes] < self._ctx.max_depth)
+      expandable &= ~expanded[nodes]
+      wanted = expandable[:, None] & is_possible(log_probs)
+      return add_children(tree, nodes, tokens, log_probs, origins, wanted)
+
+    return jax.vmap(add)(
+      tree,
+      scores.nodes,
+      scores.tokens,
+      scores.cond_log_probs,
+      self._origin + scores.sources,
+      self._expanded,
+    )
+
+
+def _rescore(tree, scores, expanded, max_depth) -> TokenTree:
+  """Gives children that inner stages drafted the numbers of this stage."""
+  is_child_of = tree.parent[:, :, None] == scores.nodes[:, None]  # [B, M, W]
+  is_child_of &= (scores.nodes >= 0)[:, None]
+  parent = jnp.maximum(tree.parent, ROOT)
+  known = jnp.any(is_child_of, axis=2)
+  known &= ~jnp.take_along_axis(expanded, parent, axis=1)
+  place = jnp.argmax(is_child_of, axis=2)
+  log_probs = scores.log_prob_of(place, tree.token)
+  tree = tree.replace(
+    cond_log_prob=jnp.where(known, log_probs, tree.cond_log_prob)
+  )
+  return jax.vmap(accumulate, (0, None))(tree, max_depth)
+
+
+def _frontier(
+  tree: TokenTree,
+  scored: jax.Array,
+  expanded: jax.Array,
+  depth_limit: jax.Array,
+  active: jax.Array,
+  *,
+  max_depth: int,
+  width: int,
+  num_nodes: int,
+  needs_ancestors: bool,
+) -> Frontier:
+  """The frontier of one row.
+
+  Args:
+    tree: `[M]` per field.
+    scored: `[M]` bool, nodes that the stage has scored.
+    expanded: `[M]` bool, see `_grow`. The stage scores them only if it needs
+      them as ancestors: their keys and values are seen by their descendants.
+    depth_limit: `[]` int32, see `_depth_limit`.
+    active: `[]` bool, whether the row is not done.
+    max_depth: D.
+    width: W.
+    num_nodes: N.
+    needs_ancestors: see `Scorer`.
   """
-  tree, scored = growing.tree, growing.scored
+  used = tree.log_prob > -jnp.inf
+  candidates = used & ~scored & (tree.depth <= depth_limit)
+  can_grow = candidates & (tree.depth < max_depth) & active & ~expanded
+  if not needs_ancestors:
+    candidates &= ~expanded
+  nodes, _ = best_nodes(tree, candidates, width)
+  _, log_prob = best_nodes(tree, used, num_nodes)
+  return Frontier(
+    nodes=nodes,
+    can_grow=jnp.any(can_grow),
+    gain=_gain(tree, scored, can_grow, width),
+    expected=jnp.sum(jnp.exp(log_prob)),
+  )
+
+
+def _gain(tree, scored, can_grow, width) -> jax.Array:
+  """The expected gain in tokens, `[]`.
+
+  The sum over the W best nodes of max(share * p(node) - p(its children), 0),
+  where share is the fraction of the probability of scored nodes that their
+  children have in the tree: K children do not have all of it.
+  """
   prob = jnp.exp(tree.log_prob)
   parent = jnp.where(tree.parent >= 0, tree.parent, tree.capacity)
-  of_children = jnp.minimum(add_up(parent, prob, tree.capacity), prob)
+  of_children = jnp.minimum(scatter_sum(parent, prob, tree.capacity), prob)
   of_scored = jnp.sum(jnp.where(scored, prob, 0.0))
   share = jnp.sum(jnp.where(scored, of_children, 0.0))
   share = jnp.where(of_scored > 0, share / jnp.maximum(of_scored, 1e-6), 1.0)
@@ -164,220 +357,3 @@ def _gain(growing: Growing, can_grow: jax.Array, width: int) -> jax.Array:
   return jnp.sum(jnp.where(nodes >= 0, new, 0.0))
 
 
-def _expected(tree: TokenTree, num_nodes: int) -> jax.Array:
-  """Unbatched."""
-  used = tree.log_prob > -jnp.inf
-  _, log_prob = best_nodes(tree, used, num_nodes)
-  return jnp.sum(jnp.exp(log_prob))
-
-
-def _of_row(growing, reach, *, width, num_nodes, needs_ancestors):
-  tree = growing.tree
-  candidates = (
-    (tree.log_prob > -jnp.inf) & ~growing.scored & (tree.depth <= reach.depth)
-  )
-  can_grow = candidates & (tree.depth < reach.max_depth) & reach.active
-  if growing.closed is not None:
-    can_grow &= ~growing.closed
-    if not needs_ancestors:
-      candidates &= ~growing.closed
-  nodes, _ = best_nodes(tree, candidates, width)
-  return Outlook(
-    nodes=nodes,
-    can_grow=jnp.any(can_grow),
-    gain=_gain(growing, can_grow, width),
-    expected=_expected(tree, num_nodes),
-  )
-
-
-def look_ahead(
-  growing: Growing,
-  reach: Reach,
-  *,
-  width: int,
-  num_nodes: int,
-  needs_ancestors: bool,
-) -> Outlook:
-  """What one stage could do next.
-
-  Args:
-    growing: the trees.
-    reach: of the stage.
-    width: W, nodes that are scored in a round.
-    num_nodes: N, nodes that the target verifies.
-    needs_ancestors: whether closed nodes are to be scored too, since the keys
-      of a node may be needed by its descendants.
-  """
-  of_row = functools.partial(
-    _of_row, width=width, num_nodes=num_nodes, needs_ancestors=needs_ancestors
-  )
-  return jax.vmap(of_row)(growing, reach)
-
-
-def _reach(drafter: Drafter, step: Step) -> Reach:
-  """How deep the stage gets within its context."""
-  longest = drafter.scorer.max_positions
-  depth = jnp.full(step.length.shape, step.max_depth)
-  if longest is not None:  # a node of depth d is at position length - 1 + d
-    depth = jnp.minimum(depth, jnp.maximum(longest - step.length, -1))
-  return Reach(depth=depth, active=step.active, max_depth=step.max_depth)
-
-
-def _pays(
-  drafter: Drafter,
-  outlook: Outlook,
-  reach: Reach,
-  begun: jax.Array,
-  step: Step,
-  rounds_done: jax.Array,
-) -> jax.Array:
-  """Whether another round is expected to be worth its cost, `[]` bool.
-
-  `begun [B]`: whether the stage has scored the root.
-  """
-  config = drafter.config
-  cost = config.cost_ratio
-  if cost is None:
-    cost = drafter.scorer.bytes_per_forward(config.width) / step.target_bytes
-  if cost == 0 and config.min_gain == 0:
-    return jnp.any(outlook.can_grow)
-  # The same cost at the rate of tokens per cost so far.
-  price = cost * outlook.expected / (1.0 + rounds_done * cost)
-  price = jnp.maximum(price, config.min_gain)
-  # Rows share their forwards, so it is their sums that count.
-  total = lambda values: jnp.sum(jnp.where(step.active, values, 0.0))
-  # A stage that has not scored the root yet has no say so far.
-  can_begin = step.active & (reach.depth >= 0)
-  has_say = jnp.all(begun | ~can_begin)
-  return (total(outlook.gain) > total(price)) | ~has_say
-
-
-def _put_in_places(tree, scores, *, topology, label):
-  """The children that a fixed topology has room for; unbatched."""
-  nodes = scores.nodes
-  index = jnp.asarray(topology.children)[nodes][:, : scores.tokens.shape[1]]
-  placed = (nodes >= 0)[:, None] & (scores.edges > IMPOSSIBLE / 2)
-  index = jnp.where(placed, index, tree.capacity)
-  return place_children(
-    tree, index, nodes, scores.tokens, scores.edges, scores.origins(label)
-  )
-
-
-def grow(
-  drafter: Drafter,
-  state: StageState,
-  tree: TokenTree,
-  step: Step,
-  *,
-  closed: jax.Array | None = None,
-  label: int = 1,
-) -> tuple[StageState, TokenTree]:
-  """Grows the trees of a batch.
-
-  Args:
-    drafter: the stage that guesses.
-    state: of it and of those inside.
-    tree: `[B, M]` per field.
-    step: see `Step`.
-    closed: see `Growing`.
-    label: origin of the nodes that the stage's first label proposes.
-
-  Returns:
-    State and trees.
-  """
-  config, inner = drafter.config, drafter.inner
-  topology = config.topology
-  reach = _reach(drafter, step)
-
-  def growing(state, tree):
-    return Growing(tree=tree, scored=state.scored, closed=closed)
-
-  def guess(state, tree):
-    if inner is None:
-      return state, tree
-    inner_state, tree = grow(
-      inner,
-      state.inner,
-      tree,
-      step,
-      closed=growing(state, tree).closed_for_all,
-      label=label + len(drafter.scorer.labels),
-    )
-    return state.replace(inner=inner_state), tree
-
-  def plan(state, tree, rounds_done):
-    """The nodes to score next, `[B, W]`, and whether to."""
-    more = rounds_done < config.rounds
-    if topology is None:
-      outlook = look_ahead(
-        growing(state, tree),
-        reach,
-        width=config.width,
-        num_nodes=config.num_nodes,
-        needs_ancestors=drafter.scorer.needs_ancestors,
-      )
-      begun = state.scored[:, ROOT]
-      pays = _pays(drafter, outlook, reach, begun, step, rounds_done)
-      return outlook.nodes, more & pays
-    schedule = jnp.asarray(topology.schedule)
-    # After the last round there is no next one.
-    nodes = schedule[jnp.minimum(rounds_done, schedule.shape[0] - 1)]
-    # A scorer may have had fewer guesses than the shape has places.
-    exists = (nodes == ROOT)[None] | (tree.parent[:, nodes] >= 0)
-    exists &= tree.depth[:, nodes] <= reach.depth[:, None]
-    nodes = jnp.where(exists & (nodes >= 0)[None], nodes[None], NO_NODE)
-    return nodes, more & jnp.any(step.active & (reach.depth >= 0))
-
-  def if_active(number):
-    return jnp.where(step.active, number, 0)
-
-  def score(state, tree, nodes):
-    padding = ((0, 0), (0, forward_width(config) - config.width))
-    nodes = jnp.pad(nodes, padding, constant_values=NO_NODE)
-    scores, scorer = drafter.scorer.score(
-      state.scorer, tree, step, nodes, config
-    )
-    if topology is None:
-      grown = extend(
-        growing(state, tree),
-        scores,
-        label=label,
-        max_depth=step.max_depth,
-        rescores=inner is not None,
-      )
-      tree, scored = grown.tree, grown.scored
-    else:
-      tree = jax.vmap(
-        functools.partial(_put_in_places, topology=topology, label=label)
-      )(tree, scores)
-      scored = mark(state.scored, scores.nodes)
-    counters = state.counters
-    if scores.drawn_from is not None:
-      entries = jnp.where(scores.nodes >= 0, scores.nodes, tree.capacity)
-      put = lambda one, at, probs: one.at[at].set(probs, mode='drop')
-      state = state.replace(
-        proposals=jax.vmap(put)(state.proposals, entries, scores.drawn_from)
-      )
-    state = state.replace(
-      scorer=scorer,
-      scored=scored,
-      counters=counters.replace(
-        forwards=counters.forwards + 1,
-        row_forwards=counters.row_forwards + if_active(1),
-        slots_read=counters.slots_read + if_active(scores.slots_read),
-      ),
-    )
-    return state, tree
-
-  def body(carry):
-    rounds_done, state, tree, nodes, _ = carry
-    rounds_done += 1
-    state, tree = guess(*score(state, tree, nodes))
-    return rounds_done, state, tree, *plan(state, tree, rounds_done)
-
-  rounds_done = jnp.zeros((), jnp.int32)
-  state, tree = guess(state, tree)
-  carry = (rounds_done, state, tree, *plan(state, tree, rounds_done))
-  with jax.named_scope(f'grow_{drafter.name}'):
-    _, state, tree, *_ = lax.while_loop(lambda carry: carry[-1], body, carry)
-  return state, tree

@@ -1,8 +1,8 @@
-"""Prompt lookup: what followed the last time, as a proposer.
+"""Prompt lookup: a proposer that searches the row's own text.
 
-Text repeats itself. The tokens that end at a node are looked for in the row's
-own prompt and output, and what followed there is proposed; the longest match
-counts, of equally long ones the most recent (arXiv 2304.04487; prompt lookup
+Text repeats itself. The tokens that end at a node are searched for in the row's
+prompt and output, and what followed there is proposed. The longest match comes
+first, among equally long ones the most recent (arXiv 2304.04487; prompt lookup
 decoding, A. Saxena 2023).
 """
 
@@ -12,19 +12,19 @@ from jax import lax
 import jax.numpy as jnp
 
 from specdec.draft.ngram import recent_tokens
-from specdec.draft.ranking import IMPOSSIBLE
+from specdec.sampling import EXCLUDED
 from specdec.tree.tree import histories
 from specdec.tree.tree import TokenTree
 
 
 class PromptLookup(flax.struct.PyTreeNode):
-  """See `specdec.scorers.candidates.Proposer`.
+  """A `Proposer` of what followed earlier in the text.
 
   Attributes:
-    confidence: how likely the continuation of a match is, by the length of the
-      match: of 1 token, of 2 and so on; 0 ignores matches of that length. The
-      last entry is for matches of that length or longer. Static.
-    num_matches: how many matches of a node are looked at. Static.
+    confidence: the probability that a match continues as it did, by the length
+      of the match: 1 token, 2 tokens and so on; 0 ignores matches of that
+      length. The last entry is for matches of that length or longer. Static.
+    num_matches: the number of matches that are used for a node. Static.
 
   Raises:
     ValueError: a value is out of range.
@@ -39,7 +39,7 @@ class PromptLookup(flax.struct.PyTreeNode):
   vocab_size = None
 
   def __post_init__(self):
-    if not self.confidence or not all(0 <= one < 1 for one in self.confidence):
+    if not self.confidence or not all(0 <= p < 1 for p in self.confidence):
       raise ValueError(
         'confidence needs an entry per length of match, each at least 0 and'
         f' below 1, got {self.confidence}'
@@ -51,7 +51,7 @@ class PromptLookup(flax.struct.PyTreeNode):
 
   @property
   def bytes_per_node(self) -> int:
-    """None, as the text is in the processor's own cache."""
+    """0, since the text is in the processor's own cache."""
     return 0
 
   def propose(
@@ -61,7 +61,7 @@ class PromptLookup(flax.struct.PyTreeNode):
     tokens: jax.Array,
     length: jax.Array,
   ) -> tuple[jax.Array, jax.Array]:
-    """What followed the best matches."""
+    """The tokens that followed the best matches, see `Proposer`."""
     longest, num_tokens = len(self.confidence), tokens.shape[0]
     ends = histories(tree, nodes, recent_tokens(tokens, length, longest))
     matched = jnp.zeros((nodes.shape[0], num_tokens), jnp.int32)
@@ -80,11 +80,11 @@ class PromptLookup(flax.struct.PyTreeNode):
     )
     quality = quality.astype(jnp.int32)
     proposed = tokens[jnp.minimum(at + 1, num_tokens - 1)]
-    # What follows several matches is proposed by the first of them.
+    # A token that follows several matches is proposed by the first of them.
     same = proposed[:, :, None] == proposed[:, None]
     is_first = jnp.argmax(same, axis=2) == jnp.arange(at.shape[1])[None]
     good = (quality >= 0) & is_first
     prob = jnp.where(good, confidence[jnp.maximum(quality, 0) // num_tokens], 0)
     left = jnp.cumprod(1.0 - prob, axis=1) / (1.0 - prob)
     log_prob = jnp.log(jnp.maximum(prob * left, 1e-30))
-    return proposed, jnp.where(good, log_prob, IMPOSSIBLE)
+    return proposed, jnp.where(good, log_prob, EXCLUDED)

@@ -13,12 +13,12 @@ from specdec.tree.tree import TokenTree
 def recent_tokens(
   tokens: jax.Array, length: jax.Array, number: int
 ) -> jax.Array:
-  """The last tokens of a text, the very last first.
+  """The last tokens of a text, the last one first.
 
   Args:
     tokens: `[T]` int32.
     length: `[]` int32.
-    number: how many.
+    number: of tokens.
 
   Returns:
     `[number]` int32; -1 where the text has no more.
@@ -28,7 +28,7 @@ def recent_tokens(
 
 
 class NGram(flax.struct.PyTreeNode):
-  """See `specdec.scorers.candidates.Proposer`.
+  """A `Proposer` that looks contexts up in a table.
 
   Attributes:
     table: from `specdec.ngram`.
@@ -40,12 +40,12 @@ class NGram(flax.struct.PyTreeNode):
 
   @property
   def vocab_size(self) -> int:
-    """Of the table."""
+    """V of the table."""
     return self.table.vocab_size
 
   @property
   def bytes_per_node(self) -> int:
-    """Of one look-up."""
+    """Bytes of one look-up."""
     return self.table.lookup_bytes
 
   def propose(
@@ -55,7 +55,7 @@ class NGram(flax.struct.PyTreeNode):
     tokens: jax.Array,
     length: jax.Array,
   ) -> tuple[jax.Array, jax.Array]:
-    """The likeliest tokens after the longest known context."""
+    """The likeliest tokens after the longest known context, see `Proposer`."""
     recent = recent_tokens(tokens, length, self.table.order - 1)
     context = find_context(self.table, histories(tree, nodes, recent))
     return self.table.next_tokens[context], self.table.next_log_probs[context]

@@ -1,17 +1,56 @@
-"""What all stages of a drafter carry: at the start, and from step to step."""
+"""What the stages of a drafter carry: at the start, and from step to step."""
 
+from typing import Any
+
+import flax.struct
 import jax
 import jax.numpy as jnp
 
 from specdec.draft.drafter import Drafter
-from specdec.draft.drafter import StageCounters
-from specdec.draft.drafter import StageState
-from specdec.draft.drafter import TreeConfig
+from specdec.draft.drafter import Stage
+from specdec.tree.tree import TokenTree
 
 
-def forward_width(config: TreeConfig) -> int:
-  """Room for a node and for what a stage had no time to look at before."""
-  return max(config.width, 2)
+class StageCounters(flax.struct.PyTreeNode):
+  """What a stage counts; int32.
+
+  Attributes:
+    forwards: `[]`, batched forwards.
+    row_forwards: `[B]`, those in which the row was not done.
+    slots_read: `[B]`, visible cache slots, summed over these.
+  """
+
+  forwards: jax.Array
+  row_forwards: jax.Array
+  slots_read: jax.Array
+
+
+class StageState(flax.struct.PyTreeNode):
+  """What one stage carries from step to step.
+
+  Attributes:
+    scorer: the state of the scorer.
+    scored: `[B, M]` bool, nodes that it has scored in this step.
+    proposals: `[B, M, V]` float32, the distributions that the children of each
+      node were drawn from in this step; of size 0 if none are drawn.
+    counters: so far.
+  """
+
+  scorer: Any
+  scored: jax.Array
+  proposals: jax.Array
+  counters: StageCounters
+
+
+def _num_scored(drafter: Drafter) -> list[int]:
+  """Of each stage, the most nodes that it scores in one step."""
+  sizes, growths = [], 1
+  for stage in drafter.stages:
+    forwards = growths * stage.config.rounds
+    # A whole path must fit when it is committed.
+    sizes.append(max(forwards * stage.forward_width, drafter.max_depth + 1))
+    growths += forwards  # before each growth and after each forward
+  return sizes
 
 
 def init_stages(
@@ -20,79 +59,93 @@ def init_stages(
   prompt_length: jax.Array,
   *,
   num_slots: int,
-  drawn_from: int | None = None,
-) -> StageState:
-  """The state of a drafter and of all inside it, before the first step.
+  drawn_from: int = 0,
+) -> tuple[StageState, ...]:
+  """The states of all stages before the first step.
 
   Args:
-    drafter: the outermost.
+    drafter: the drafter.
     prompt: `[B, P]` int32.
     prompt_length: `[B]` int32.
-    num_slots: the longest text.
-    drawn_from: V if the outermost stage draws children, else None.
+    num_slots: the longest text, in tokens.
+    drawn_from: V if children are drawn, else 0.
   """
-  capacity, max_depth = drafter.config.capacity, drafter.max_depth
-  batch_size = prompt.shape[0]
+  batch_size, capacity = prompt.shape[0], drafter.shape.capacity
+  zeros = jnp.zeros(batch_size, jnp.int32)
 
-  def init(stage: Drafter, num_growths: int) -> StageState:
-    config = stage.config
-    num_forwards = num_growths * config.rounds
-    zeros = jnp.zeros(batch_size, jnp.int32)
+  def init(stage: Stage, num_scored: int) -> StageState:
     return StageState(
       scorer=stage.scorer.init(
-        prompt,
-        prompt_length,
-        num_slots=num_slots,
-        # A whole path must fit when it is committed.
-        num_scored=max(num_forwards * forward_width(config), max_depth + 1),
+        prompt, prompt_length, num_slots=num_slots, num_scored=num_scored
       ),
       scored=jnp.zeros((batch_size, capacity), bool),
-      proposals=None
-      if drawn_from is None
-      else jnp.zeros((batch_size, capacity, drawn_from)),
+      proposals=jnp.zeros((batch_size, capacity, drawn_from)),
       counters=StageCounters(
         forwards=jnp.zeros((), jnp.int32), row_forwards=zeros, slots_read=zeros
       ),
-      # Guesses before each growth and after each forward.
-      inner=None
-      if stage.inner is None
-      else init(stage.inner, num_growths + num_forwards),
     )
 
-  return init(drafter, 1)
+  return tuple(map(init, drafter.stages, _num_scored(drafter)))
 
 
 def catch_up_stages(
-  drafter: Drafter, state: StageState, tokens: jax.Array, length: jax.Array
-) -> StageState:
-  """Between steps: lets all stages see text that was decoded without them.
+  drafter: Drafter,
+  states: tuple[StageState, ...],
+  tokens: jax.Array,
+  length: jax.Array,
+) -> tuple[StageState, ...]:
+  """Between steps: all stages take in text that was decoded without them.
 
   Args:
-    drafter: the outermost stage.
-    state: of it and of those inside.
+    drafter: the drafter.
+    states: of its stages.
     tokens: `[B, T]` int32, the texts.
-    length: `[B]` int32, of the texts.
+    length: `[B]` int32, of the texts; 0 in all rows if nothing is missing.
   """
-  inner = state.inner
-  if drafter.inner is not None and inner is not None:
-    inner = catch_up_stages(drafter.inner, inner, tokens, length)
-  scorer, forwards = drafter.scorer.catch_up(state.scorer, tokens, length)
-  counters = state.counters.replace(
-    forwards=state.counters.forwards + forwards,
-    row_forwards=state.counters.row_forwards + forwards,
-  )
-  return state.replace(scorer=scorer, counters=counters, inner=inner)
+
+  def catch_up(stage, state, num_scored):
+    scorer, forwards = stage.scorer.catch_up(
+      state.scorer, tokens, length, num_scored=num_scored
+    )
+    counters = state.counters.replace(
+      forwards=state.counters.forwards + forwards,
+      row_forwards=state.counters.row_forwards + forwards,
+    )
+    return state.replace(scorer=scorer, counters=counters)
+
+  return tuple(map(catch_up, drafter.stages, states, _num_scored(drafter)))
 
 
 def commit_stages(
-  drafter: Drafter, state: StageState, path: jax.Array, num_kept: jax.Array
-) -> StageState:
-  """Ends a step of all stages, see `drafter.Scorer.commit`."""
-  inner = state.inner
-  if drafter.inner is not None and inner is not None:
-    inner = commit_stages(drafter.inner, inner, path, num_kept)
-  return state.replace(
-    scorer=drafter.scorer.commit(state.scorer, path, num_kept),
-    scored=jnp.zeros_like(state.scored),
-    inner=inner,
+  drafter: Drafter,
+  states: tuple[StageState, ...],
+  path: jax.Array,
+  num_kept: jax.Array,
+) -> tuple[StageState, ...]:
+  """Ends a step of all stages, see `Scorer.commit`.
+
+  The states of stages that the drafter does not have stay as they are: a plain
+  step between speculative ones.
+  """
+  committed = tuple(
+    state.replace(
+      scorer=stage.scorer.commit(state.scorer, path, num_kept),
+      scored=jnp.zeros_like(state.scored),
+    )
+    for stage, state in zip(drafter.stages, states, strict=False)
   )
+  return committed + states[len(committed) :]
+
+
+def proposals_of(
+  drafter: Drafter, states: tuple[StageState, ...], tree: TokenTree
+) -> jax.Array:
+  """`[B, M, V]`, the proposals of the outermost stage in this step.
+
+  Without stages there are none, and the array is of size 0; in a plain step
+  between speculative ones they are zeros.
+  """
+  if drafter.stages:
+    return states[0].proposals
+  size = states[0].proposals.shape[2] if states else 0
+  return jnp.zeros((*tree.token.shape, size))

@@ -1,9 +1,10 @@
-"""Fixed tree shapes: which ranks of guesses are tried after which.
+"""The shape of the tree: limits for best-first growth, or a fixed topology.
 
-A topology is a list of paths, each a tuple of ranks: `(0,)` is the likeliest
-child of the root, `(0, 1)` its second child. Where the shape is known before
-the decode starts, growth needs no sorting: level by level, every node's ranked
-children go to places known beforehand (Sequoia, arXiv 2402.12374, section 3).
+`TreeShape` limits a tree that grows where it is likeliest. A `Topology` fixes
+every place beforehand, as a list of paths, each a tuple of ranks: `(0,)` is the
+likeliest child of the root, `(0, 1)` the second child of that node. Then growth
+needs no sorting: level by level, the ranked children of every node go to known
+places (Sequoia, arXiv 2402.12374, section 3).
 """
 
 from collections.abc import Iterable
@@ -12,21 +13,104 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
+import numbers
 import pathlib
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-# Stands for "no node" in the tables: dropped when written to.
+from specdec.tree.tree import NO_NODE
+from specdec.tree.tree import ROOT
+from specdec.tree.tree import select_best
+from specdec.tree.tree import TokenTree
+
+# Marks "no node" in the tables: writes to it are dropped.
 _NOWHERE = np.iinfo(np.int32).max
+
+
+def setting(default: Any, help_text: str, low: float = 1) -> Any:
+  """A field of a settings record: its default, its help text, its least value.
+
+  Flags, benchmark arms and plans are derived from these fields.
+  """
+  metadata = {'help': help_text, 'low': low}
+  return dataclasses.field(default=default, metadata=metadata)
+
+
+def check_settings(record: Any) -> None:
+  """Refuses values that are no numbers of the right kind or too small.
+
+  Args:
+    record: a dataclass whose fields were made by `setting`. A field whose
+      default is an integer takes integers; one whose default is None takes
+      None, too.
+
+  Raises:
+    ValueError: a value is out of range; names the field.
+  """
+  for field in dataclasses.fields(record):
+    value, low = getattr(record, field.name), field.metadata['low']
+    integral = isinstance(field.default, int)
+    if value is None and field.default is None:
+      continue
+    kind = numbers.Integral if integral else numbers.Real
+    fits = isinstance(value, kind) and not isinstance(value, bool)
+    if not (fits and low <= value < math.inf):
+      what = 'an integer' if integral else 'a number'
+      bound = 'above 0' if 0 < low < 1 else f'of at least {low}'
+      optional = ', or None' if field.default is None else ''
+      raise ValueError(
+        f'{field.name} must be {what} {bound}{optional}, got {value!r}'
+      )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TreeShape:
+  """Limits of a tree that grows best first; hashable, so static under `jit`.
+
+  Attributes:
+    num_nodes: N, nodes that the target verifies, the root included.
+    max_depth: D, the largest depth of a node.
+    capacity: M, nodes that the tree can hold while it grows, of all stages
+      together; further candidates are dropped. A tree larger than N lets later
+      rounds replace earlier candidates.
+
+  Raises:
+    ValueError: a value is out of range; names it.
+  """
+
+  num_nodes: int = setting(
+    32, 'nodes of the tree that the target verifies, the root included'
+  )
+  max_depth: int = setting(16, 'largest depth of a node')
+  capacity: int = setting(256, 'nodes that the tree can hold while it grows')
+
+  def __post_init__(self):
+    check_settings(self)
+    if self.capacity < self.num_nodes:
+      raise ValueError(
+        f'capacity must be at least num_nodes={self.num_nodes}, got'
+        f' {self.capacity}'
+      )
+
+  def select(self, tree: TokenTree) -> jax.Array:
+    """`[B, N]` int32, the nodes to verify: the N likeliest, see `select_best`."""
+    return jax.vmap(select_best, (0, None))(tree, self.num_nodes)
 
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-  """The shape of a tree; hashable, so static under `jit`.
+  """A fixed shape; hashable, so static under `jit`.
 
   Attributes:
-    paths: of every node but the root, in the order of the nodes: a parent
-      before its children.
+    paths: the path of every node but the root, in any order; kept in the order
+      of the nodes, in which a parent comes before its children.
+
+  Raises:
+    ValueError: a path is empty, has a negative rank or lacks its parent.
   """
 
   paths: tuple[tuple[int, ...], ...]
@@ -52,18 +136,23 @@ class Topology:
     return len(self.paths) + 1
 
   @property
-  def depth(self) -> int:
-    """D, of the deepest node; as many rounds fill the tree."""
+  def capacity(self) -> int:
+    """M: every node has its place, so it equals N."""
+    return self.num_nodes
+
+  @property
+  def max_depth(self) -> int:
+    """D, the depth of the deepest node; as many rounds fill the tree."""
     return len(self.paths[-1])
 
   @property
   def branching(self) -> int:
-    """K, the highest rank and one."""
+    """K, one more than the highest rank."""
     return max(path[-1] for path in self.paths) + 1
 
   @property
   def has_all_siblings(self) -> bool:
-    """Whether every rank is there with all ranks before it."""
+    """Whether each node has all siblings of lower rank."""
     known = set(self.paths)
     return all(
       not path[-1] or (*path[:-1], path[-1] - 1) in known for path in self.paths
@@ -71,7 +160,7 @@ class Topology:
 
   @functools.cached_property
   def schedule(self) -> np.ndarray:
-    """`[D, W]` int32: the nodes with children of each level, padded with -1."""
+    """`[D, W]` int32: the nodes of each level that have children; else -1."""
     parents = {path[:-1] for path in self.paths}
     levels = [
       [
@@ -79,25 +168,30 @@ class Topology:
         for index, path in enumerate([(), *self.paths])
         if len(path) == level and path in parents
       ]
-      for level in range(self.depth)
+      for level in range(self.max_depth)
     ]
-    table = np.full((self.depth, max(map(len, levels))), -1, np.int32)
+    table = np.full((self.max_depth, max(map(len, levels))), -1, np.int32)
     for level, nodes in enumerate(levels):
       table[level, : len(nodes)] = nodes
     return table
 
   @functools.cached_property
   def children(self) -> np.ndarray:
-    """`[N, K]` int32: the node that each ranked child is; large if none is."""
+    """`[N, K]` int32: the node of each ranked child; M or more if none."""
     index = {path: node for node, path in enumerate([(), *self.paths])}
     table = np.full((self.num_nodes, self.branching), _NOWHERE, np.int32)
     for path in self.paths:
       table[index[path[:-1]], path[-1]] = index[path]
     return table
 
+  def select(self, tree: TokenTree) -> jax.Array:
+    """`[B, N]` int32, all places; `NO_NODE` where no candidate was found."""
+    places = jnp.arange(self.num_nodes)[None]
+    return jnp.where((places == ROOT) | (tree.parent >= 0), places, NO_NODE)
+
 
 def chain(num_tokens: int) -> Topology:
-  """One path, of the likeliest child of each node.
+  """A topology of one path: the likeliest child of each node.
 
   Raises:
     ValueError: `num_tokens` is below 1.
@@ -108,7 +202,7 @@ def chain(num_tokens: int) -> Topology:
 
 
 def k_ary(branching: int, depth: int) -> Topology:
-  """Every node down to a depth with K children.
+  """A topology in which every node above the last level has K children.
 
   Raises:
     ValueError: `branching` or `depth` is below 1, or the tree has more than
@@ -134,7 +228,7 @@ def k_ary(branching: int, depth: int) -> Topology:
 
 
 def from_paths(paths: Iterable[Sequence[int]]) -> Topology:
-  """A topology from any list of paths; the order does not matter.
+  """A topology from a list of paths in any order.
 
   Raises:
     ValueError: a path is empty, has a negative rank or lacks its parent.
@@ -148,21 +242,21 @@ def load_topology(name: str) -> Topology:
   Raises:
     ValueError: the file cannot be read or is no such list.
   """
-  path = pathlib.Path(name)
+  file = pathlib.Path(name)
   try:
-    paths = json.loads(path.read_text('utf-8'))
+    paths = json.loads(file.read_text('utf-8'))
   except (OSError, ValueError) as error:
-    raise ValueError(f'topology file {path} cannot be read: {error}') from error
+    raise ValueError(f'topology file {file} cannot be read: {error}') from error
   well_formed = isinstance(paths, list) and all(
-    isinstance(one, list) and all(type(rank) is int for rank in one)
-    for one in paths
+    isinstance(path, list) and all(type(rank) is int for rank in path)
+    for path in paths
   )
   if not well_formed:
     raise ValueError(
-      f'topology file {path} must hold a JSON list of lists of ranks, such as'
+      f'topology file {file} must hold a JSON list of lists of ranks, such as'
       ' [[0], [0, 0], [1]]'
     )
   try:
     return from_paths(paths)
   except ValueError as error:
-    raise ValueError(f'topology file {path}: {error}') from error
+    raise ValueError(f'topology file {file}: {error}') from error

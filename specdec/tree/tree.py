@@ -7,7 +7,7 @@
                                                    └─ f        (2)
 
 A parent always has a smaller index than its children, so every prefix of the
-arrays is a tree. Functions here are for one tree, `[M]` per field; callers with
+arrays is a tree. The functions here take one tree, `[M]` per field; callers with
 a batch vmap them.
 """
 
@@ -23,25 +23,28 @@ NO_NODE = -1
 
 
 class TokenTree(flax.struct.PyTreeNode):
-  """A tree of at most M nodes; unused entries are behind `size`.
+  """A tree of at most M nodes; entries from `size` on are unused.
+
+  In a tree of fixed topology the used entries may have gaps between them.
 
   Attributes:
     token: `[M]` int32.
     parent: `[M]` int32; `NO_NODE` at the root and in unused entries.
     depth: `[M]` int32; 0 at the root.
-    edge: `[M]` float32, the estimated log-probability that the target accepts
-      the node, given that it accepts the parent; at most 0.
-    log_prob: `[M]` float32, that of accepting the node: edges summed from the
-      root. Never above the parent's; -inf in unused entries.
-    origin: `[M]` int32, who proposed the node first, see `Drafter.labels`; 0 is
-      the target itself.
+    cond_log_prob: `[M]` float32, the estimated log-probability that the target
+      accepts the node, given that it accepts the parent; at most 0.
+    log_prob: `[M]` float32, the estimated log-probability that the target
+      accepts the node: `cond_log_prob` summed from the root. It never exceeds
+      that of the parent; -inf in unused entries.
+    origin: `[M]` int32, the source that proposed the node first, see
+      `Drafter.labels`; 0 at the root.
     size: `[]` int32.
   """
 
   token: jax.Array
   parent: jax.Array
   depth: jax.Array
-  edge: jax.Array
+  cond_log_prob: jax.Array
   log_prob: jax.Array
   origin: jax.Array
   size: jax.Array
@@ -65,11 +68,20 @@ def init_tree(root_token: jax.Array, capacity: int) -> TokenTree:
     token=jnp.where(is_root, root_token, 0).astype(jnp.int32),
     parent=jnp.full(capacity, NO_NODE, jnp.int32),
     depth=zeros,
-    edge=jnp.zeros(capacity),
+    cond_log_prob=jnp.zeros(capacity),
     log_prob=jnp.where(is_root, 0.0, -jnp.inf),
     origin=zeros,
     size=jnp.ones((), jnp.int32),
   )
+
+
+def pick(array: jax.Array, index: jax.Array) -> jax.Array:
+  """`array [n, ...]` at `index`, or at the nearest entry.
+
+  Unlike `array[index]`, it does not count negative indices from the end, which
+  takes a GPU another kernel.
+  """
+  return jnp.take(array, index, axis=0, mode='clip')
 
 
 def walk_up(parent: jax.Array, nodes: jax.Array, num_steps: int) -> jax.Array:
@@ -78,7 +90,7 @@ def walk_up(parent: jax.Array, nodes: jax.Array, num_steps: int) -> jax.Array:
   Args:
     parent: `[M]` int32.
     nodes: `[W]` int32; `NO_NODE` is allowed.
-    num_steps: how far up.
+    num_steps: the number of ancestors.
 
   Returns:
     `[W, num_steps + 1]` int32: the node, its parent, and so on; `NO_NODE`
@@ -87,16 +99,14 @@ def walk_up(parent: jax.Array, nodes: jax.Array, num_steps: int) -> jax.Array:
   walk = [nodes]
   for _ in range(num_steps):
     here = walk[-1]
-    # Clipped: to count from the end, as is the default, takes more kernels.
-    above = jnp.take(parent, here, mode='clip')
-    walk.append(jnp.where(here >= 0, above, NO_NODE))
+    walk.append(jnp.where(here >= 0, pick(parent, here), NO_NODE))
   return jnp.stack(walk, axis=1)
 
 
 def ancestor_mask(
   parent: jax.Array, nodes: jax.Array, others: jax.Array, max_depth: int
 ) -> jax.Array:
-  """Which of `others` are a node's ancestors, or the node itself.
+  """Which of `others` are ancestors of a node, or the node itself.
 
   For the tree above, all nodes against all nodes:
 
@@ -109,8 +119,8 @@ def ancestor_mask(
   Args:
     parent: `[M]` int32.
     nodes: `[W]` int32.
-    others: `[T]` int32. `NO_NODE` in either is nobody's ancestor.
-    max_depth: of any node.
+    others: `[T]` int32. `NO_NODE` in either has and is no ancestor.
+    max_depth: the largest depth of a node.
 
   Returns:
     `[W, T]` bool.
@@ -123,34 +133,32 @@ def ancestor_mask(
 def histories(
   tree: TokenTree, nodes: jax.Array, recent: jax.Array
 ) -> jax.Array:
-  """The tokens that end at each node, the node's own first.
+  """The tokens that end at each node, the token of the node first.
 
   Args:
     tree: the tree.
     nodes: `[W]` int32 nodes.
-    recent: `[n]` int32, the last tokens of the text, the root's first, -1 where
+    recent: `[n]` int32, the last tokens of the text, the root's first; -1 where
       the text has no more.
 
   Returns:
-    `[W, n]` int32: those of the path, then those of the text.
+    `[W, n]` int32: the tokens of the path, then those of the text.
   """
   num_tokens = recent.shape[0]
   if num_tokens == 0:
     return jnp.zeros((*nodes.shape, 0), jnp.int32)
   back = jnp.arange(num_tokens)[None]
-  behind_root = back - jnp.take(tree.depth, nodes, mode='clip')[:, None]
+  behind_root = back - pick(tree.depth, nodes)[:, None]
   walk = walk_up(tree.parent, nodes, num_tokens - 1)
   return jnp.where(
-    behind_root > 0,
-    jnp.take(recent, behind_root, mode='clip'),
-    jnp.take(tree.token, walk, mode='clip'),
+    behind_root > 0, pick(recent, behind_root), pick(tree.token, walk)
   )
 
 
 def find_children(
   tree: TokenTree, parents: jax.Array, tokens: jax.Array
 ) -> jax.Array:
-  """Where a child with a given token is.
+  """The child of each parent that has a given token.
 
   Args:
     tree: the tree.
@@ -171,10 +179,10 @@ def place_children(
   index: jax.Array,
   parents: jax.Array,
   tokens: jax.Array,
-  edges: jax.Array,
+  cond_log_probs: jax.Array,
   origins: jax.Array,
 ) -> TokenTree:
-  """Writes children at given entries of the arrays.
+  """Writes children to given entries of the arrays.
 
   Args:
     tree: the tree.
@@ -182,48 +190,32 @@ def place_children(
       `size`; M or more drops the child.
     parents: `[W]` int32, nodes of the tree where any child is not dropped.
     tokens: `[W, K]` int32.
-    edges: `[W, K]` float32, at most 0.
+    cond_log_probs: `[W, K]` float32, at most 0.
     origins: `[W, K]` int32.
   """
   spread = lambda values: jnp.broadcast_to(values[:, None], index.shape)
-  token, parent, depth, edge, log_prob, origin = place(
-    (
-      tree.token,
-      tree.parent,
-      tree.depth,
-      tree.edge,
-      tree.log_prob,
-      tree.origin,
-    ),
+  new = {
+    'token': tokens,
+    'parent': spread(parents),
+    'depth': spread(tree.depth[parents] + 1),
+    'cond_log_prob': cond_log_probs,
+    'log_prob': spread(tree.log_prob[parents]) + cond_log_probs,
+    'origin': origins,
+  }
+  placed = scatter(
+    tuple(getattr(tree, name) for name in new),
     index.reshape(-1),
-    tuple(
-      values.reshape(-1)
-      for values in (
-        tokens,
-        spread(parents),
-        spread(tree.depth[parents] + 1),
-        edges,
-        spread(tree.log_prob[parents]) + edges,
-        origins,
-      )
-    ),
+    tuple(values.reshape(-1) for values in new.values()),
   )
-  return TokenTree(
-    token=token,
-    parent=parent,
-    depth=depth,
-    edge=edge,
-    log_prob=log_prob,
-    origin=origin,
-    size=tree.size + jnp.sum(index < tree.capacity),
-  )
+  size = tree.size + jnp.sum(index < tree.capacity)
+  return TokenTree(**dict(zip(new, placed, strict=True)), size=size)
 
 
 def add_children(
   tree: TokenTree,
   parents: jax.Array,
   tokens: jax.Array,
-  edges: jax.Array,
+  cond_log_probs: jax.Array,
   origins: jax.Array,
   wanted: jax.Array,
 ) -> TokenTree:
@@ -234,27 +226,29 @@ def add_children(
     parents: `[W]` int32, distinct nodes, the most important first: what does
       not fit is dropped from the end.
     tokens: `[W, K]` int32, distinct within each parent where wanted.
-    edges: `[W, K]` float32, at most 0; ignored for children that exist.
-    origins: `[W, K]` int32, likewise.
+    cond_log_probs: `[W, K]` float32, at most 0; ignored for children that the
+      tree has already.
+    origins: `[W, K]` int32; ignored for these, too.
     wanted: `[W, K]` bool.
   """
   new = wanted & (find_children(tree, parents, tokens) == NO_NODE)
   order = jnp.cumsum(new.reshape(-1)).reshape(new.shape)
   index = jnp.where(new, tree.size + order - 1, tree.capacity)
   index = jnp.minimum(index, tree.capacity)
-  return place_children(tree, index, parents, tokens, edges, origins)
+  return place_children(tree, index, parents, tokens, cond_log_probs, origins)
 
 
 def accumulate(tree: TokenTree, max_depth: int) -> TokenTree:
-  """Recomputes `log_prob` from edges that have changed.
+  """The tree with `log_prob` recomputed from `cond_log_prob`.
 
-  Level by level, not as a sum over each path: a child's sum must not exceed its
-  parent's by rounding, or the best nodes would no longer be connected.
+  It is summed level by level, not over each path: the sum of a child must not
+  exceed that of its parent by rounding, or the best nodes would no longer be
+  connected.
   """
   is_child = tree.parent >= 0
   log_prob = tree.log_prob
   for _ in range(max_depth):
-    summed = log_prob[tree.parent] + tree.edge
+    summed = log_prob[tree.parent] + tree.cond_log_prob
     log_prob = jnp.where(is_child, summed, log_prob)
   return tree.replace(log_prob=log_prob)
 
@@ -264,17 +258,16 @@ def best_nodes(
 ) -> tuple[jax.Array, jax.Array]:
   """The likeliest of the allowed nodes, in descending order.
 
-  Of equals the one with the smaller index comes first, hence a parent before
-  its child.
+  Among equals the smaller index comes first, hence a parent before its child.
 
   Args:
     tree: the tree.
     allowed: `[M]` bool.
-    number: how many.
+    number: the number of nodes to return.
 
   Returns:
     `[number]` int32 nodes, `NO_NODE` where there are fewer, and `[number]`
-    float32, their log-probabilities (-inf where there is none).
+    float32, their log-probabilities (-inf where there is no node).
   """
   number_of_entries = min(number, tree.capacity)
   score = jnp.where(allowed, tree.log_prob, -jnp.inf)
@@ -287,91 +280,83 @@ def best_nodes(
   )
 
 
-def select_best(tree: TokenTree, num_nodes: int) -> tuple[TokenTree, jax.Array]:
-  """The N likeliest nodes; a connected subtree, root included.
+def select_best(tree: TokenTree, num_nodes: int) -> jax.Array:
+  """The N likeliest nodes; a connected subtree, the root included.
 
   Args:
     tree: the tree.
-    num_nodes: N.
+    num_nodes: N, at most M.
 
   Returns:
-    A tree of capacity N, and `[N]` int32: which node of `tree` each of its
-    nodes was, `NO_NODE` where there are fewer.
+    `[N]` int32, ascending, so that parents come before their children;
+    `NO_NODE` at the end where there are fewer.
   """
   capacity = tree.capacity
-  entries = jnp.arange(capacity)
-  nodes, _ = best_nodes(tree, entries < tree.size, num_nodes)
+  nodes, _ = best_nodes(tree, jnp.arange(capacity) < tree.size, num_nodes)
   keep = jnp.zeros(capacity, bool)
   keep = keep.at[jnp.where(nodes >= 0, nodes, capacity)].set(True, mode='drop')
-  # By index, so that parents stay in front of their children.
   kept = jnp.nonzero(keep, size=num_nodes, fill_value=NO_NODE)[0]
-  kept = kept.astype(jnp.int32)
-  new_index = jnp.cumsum(keep) - 1
-  used = kept >= 0
-  parent = tree.parent[kept]
-  has_parent = used & (parent >= 0)
-  pick = lambda array, fill: jnp.where(used, array[kept], fill)
-  subtree = TokenTree(
-    token=pick(tree.token, 0),
-    parent=jnp.where(has_parent, new_index[parent], NO_NODE).astype(jnp.int32),
-    depth=pick(tree.depth, 0),
-    edge=pick(tree.edge, 0.0),
-    log_prob=pick(tree.log_prob, -jnp.inf),
-    origin=pick(tree.origin, 0),
-    size=jnp.sum(used).astype(jnp.int32),
-  )
-  return subtree, kept
+  return kept.astype(jnp.int32)
 
 
 def accepted_path(
-  tree: TokenTree, chosen: jax.Array, max_depth: int
+  tree: TokenTree, nodes: jax.Array, chosen: jax.Array, max_depth: int
 ) -> tuple[jax.Array, jax.Array]:
-  """Walks down from the root as long as the target agrees.
+  """The path from the root along which every node is the target's choice.
 
   Args:
     tree: the tree.
-    chosen: `[M]` int32, the target's choice after each node.
-    max_depth: D, of any node.
+    nodes: `[N]` int32, the verified nodes: a connected subtree with the root;
+      `NO_NODE` for entries without a node.
+    chosen: `[N]` int32, the target's choice after each of them.
+    max_depth: D, the largest depth of a node.
 
   Returns:
-    `[D + 1]` int32, the accepted node of each depth, the root first and
-    `NO_NODE` from where the target disagrees; and `[]` int32, how many were
-    accepted, the root not counted.
+    `[D + 1]` int32, the index into `nodes` of the accepted node of each depth,
+    the root first, `NO_NODE` from where the target disagrees; and `[]` int32,
+    the number of accepted nodes, the root not counted.
   """
+  choice = jnp.zeros(tree.capacity, jnp.int32)
+  at = jnp.where(nodes >= 0, nodes, tree.capacity)
+  choice = choice.at[at].set(chosen, mode='drop')
   is_child = tree.parent >= 0
-  agrees = ~is_child | (tree.token == chosen[tree.parent])
-  walk = walk_up(tree.parent, jnp.arange(tree.capacity), max_depth)
-  is_root = jnp.arange(tree.capacity) == ROOT
-  accepted = jnp.all(agrees[walk] | (walk < 0), axis=1) & (is_child | is_root)
-  at_depth = tree.depth[None] == jnp.arange(max_depth + 1)[:, None]
+  agrees = ~is_child | (tree.token == choice[tree.parent])
+  walk = walk_up(tree.parent, nodes, max_depth)
+  accepted = jnp.all(agrees[walk] | (walk < 0), axis=1) & (nodes >= 0)
+  at_depth = pick(tree.depth, nodes)[None] == jnp.arange(max_depth + 1)[:, None]
   match = accepted[None] & at_depth
   path = jnp.where(jnp.any(match, axis=1), jnp.argmax(match, axis=1), NO_NODE)
   path = path.astype(jnp.int32)
   return path, jnp.sum(path >= 0).astype(jnp.int32) - 1
 
 
+# A scatter takes an accelerator one kernel per array and one to prepare it. A
+# look-up, in which every entry searches for what is written to it, is one kernel
+# for all arrays, but takes a CPU a pass over `M * n` entries.
+
+
 def _scattered(old, index, new):
-  put = lambda one, values: one.at[index].set(values, mode='drop')
+  put = lambda array, values: array.at[index].set(values, mode='drop')
   return tuple(map(put, old, new))
 
 
 def _looked_up(old, index, new):
   hits = index[None] == jnp.arange(old[0].shape[0])[:, None]  # [M, n]
   source = jnp.max(jnp.where(hits, jnp.arange(index.size)[None], -1), axis=1)
-  put = lambda one, values: jnp.where(
-    source >= 0, values[jnp.maximum(source, 0)], one
+  put = lambda array, values: jnp.where(
+    source >= 0, values[jnp.maximum(source, 0)], array
   )
   return tuple(map(put, old, new))
 
 
-def place(
+def scatter(
   old: tuple[jax.Array, ...], index: jax.Array, new: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, ...]:
   """Writes the same entries of several arrays.
 
   Args:
     old: `[M]` each.
-    index: `[n]` int32, where to write; distinct, M or more writes nothing.
+    index: `[n]` int32, the entries to write; distinct, M or more writes nothing.
     new: `[n]` each, of the dtypes of `old`.
 
   Returns:
@@ -391,16 +376,16 @@ def _looked_up_sums(index, values, size):
   return jnp.sum(jnp.where(hits, values[None], 0), axis=1)
 
 
-def add_up(index: jax.Array, values: jax.Array, size: int) -> jax.Array:
-  """Adds values up by where they belong.
+def scatter_sum(index: jax.Array, values: jax.Array, size: int) -> jax.Array:
+  """Sums values by the entry that they belong to.
 
   Args:
-    index: `[n]` int32, M or more counts nowhere.
+    index: `[n]` int32; M or more counts nowhere.
     values: `[n]`.
     size: M.
 
   Returns:
-    `[M]`, of the dtype of `values`; in which order is up to the machine.
+    `[M]`, of the dtype of `values`; the order of summation is not defined.
   """
   return lax.platform_dependent(
     index,

@@ -1,162 +1,155 @@
-"""What is the same for all rules: the target's forward, and what is emitted."""
+"""What all rules of verification share: the verdict, and what is emitted of it."""
+
+from typing import Protocol
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
-from specdec.cache import keep
-from specdec.cache import KVCache
-from specdec.cache import window_mask
-from specdec.model import Model
-from specdec.tree.tree import ancestor_mask
+from specdec.sampling import Randomness
+from specdec.sampling import SamplingParams
 from specdec.tree.tree import NO_NODE
 from specdec.tree.tree import ROOT
 from specdec.tree.tree import TokenTree
 
-# Why a row goes on no longer, see `count_emitted`.
+# Why a row ended, see `count_emitted`.
 RUNNING, LIMIT, EOS, STOP, NOT_FINITE = range(5)
 
 
 class Verdict(flax.struct.PyTreeNode):
-  """What the target says about a batch of trees.
+  """How far down its tree the target goes in each row.
 
   Attributes:
-    path: `[B, D + 1]` int32, the accepted node of each depth, the root first;
-      `NO_NODE` from where the target disagrees.
-    accepted: `[B]` int32, how many guesses were accepted, at most D.
-    chosen: `[B, D + 1]` int32, the target's token after each of the path; the
-      tokens to emit are the first `accepted + 1`, the bonus token included.
+    place: `[B, D + 1]` int32, the index among the verified nodes of the accepted
+      node of each depth, the root first; `NO_NODE` from where the target
+      disagrees.
+    accepted: `[B]` int32, the number of accepted nodes, the root not counted; at
+      most D.
+    chosen: `[B, D + 1]` int32, the target's token after each node of the path;
+      the tokens to emit are the first `accepted + 1`, the bonus token included.
   """
 
-  path: jax.Array
+  place: jax.Array
   accepted: jax.Array
   chosen: jax.Array
 
+  def along_path(self, array: jax.Array) -> jax.Array:
+    """`array [B, N, ...]` at the path, `[B, D + 1, ...]`; arbitrary behind it."""
+    return jax.vmap(lambda row, at: row[at])(
+      array, jnp.maximum(self.place, ROOT)
+    )
 
-def score_nodes(
-  target: Model, cache: KVCache, tree: TokenTree, max_depth: int
-) -> tuple[jax.Array, KVCache]:
-  """One target forward over all nodes.
+  def path(self, nodes: jax.Array) -> jax.Array:
+    """`[B, D + 1]` int32, the accepted nodes of `nodes [B, N]`, then `NO_NODE`."""
+    return jnp.where(self.place >= 0, self.along_path(nodes), NO_NODE)
 
-  Args:
-    target: the model.
-    cache: holds the text but for the root; room for N more entries.
-    tree: `[B, N]` per field.
-    max_depth: D, of any node.
 
-  Returns:
-    `[B, N, V]` float32 logits, and the cache with the entries of all nodes
-    written behind `length`.
+class Rule(Protocol):
+  """A rule of verification; hashable, so static under `jit`.
+
+  Attributes:
+    shares_noise: whether the target's choice at a position depends on noise
+      that drafts may know, so that they rank tokens with it.
+    children: how drafts choose the children of a node, one of
+      `sampling.CHILDREN`.
   """
-  nodes = jnp.arange(tree.capacity)
-  sees = jax.vmap(ancestor_mask, (0, None, None, None))(
-    tree.parent, nodes, nodes, max_depth
-  )
-  return target.apply(
-    tree.token,
-    cache.length[:, None] + tree.depth,
-    window_mask(cache.length, sees, cache.num_slots),
-    cache,
-  )
 
+  @property
+  def shares_noise(self) -> bool: ...
 
-def along_path(array: jax.Array, verdict: Verdict) -> jax.Array:
-  """`array [B, N, ...]` at the nodes of the path, `[B, D + 1, ...]`.
+  @property
+  def children(self) -> str: ...
 
-  Arbitrary behind its end.
-  """
-  index = jnp.maximum(verdict.path, ROOT)
-  return jax.vmap(lambda one, at: one[at])(array, index)
+  def __call__(
+    self,
+    tree: TokenTree,
+    nodes: jax.Array,
+    logits: jax.Array,
+    proposals: jax.Array,
+    randomness: Randomness,
+    sampling: SamplingParams,
+  ) -> Verdict:
+    """Decides which nodes are accepted.
+
+    Args:
+      tree: `[B, M]` per field.
+      nodes: `[B, N]` int32, the verified nodes, ascending, a connected subtree
+        with the root in front; `NO_NODE` for entries without a node.
+      logits: `[B, N, V]` float32, the target's after each of them, adjusted.
+      proposals: `[B, M, V]` float32, the distributions that the children of
+        each node were drawn from; of size 0 if they were not drawn.
+      randomness: of the step.
+      sampling: the parameters.
+    """
 
 
 def count_valid(logits: jax.Array, verdict: Verdict) -> jax.Array:
-  """How many nodes of the path, from the root on, have usable logits.
+  """The number of nodes of the path, from the root on, with usable logits.
 
   Logits of -inf are those of tokens that are never chosen. NaN, inf, or -inf
-  for all tokens is a broken model, and no choice follows from it.
+  for all tokens come from a broken model, and no choice follows from them.
 
   Args:
-    logits: `[B, N, V]`, as the target gave them.
+    logits: `[B, N, V]` float32, as the target gave them.
     verdict: of the step.
 
   Returns:
     `[B]` int32; D + 1 if all have.
   """
-  largest = along_path(jnp.max(logits, axis=-1), verdict)  # NaN if any is
-  usable = jnp.isfinite(largest) | (verdict.path < 0)
+  largest = verdict.along_path(jnp.max(logits, axis=-1))  # NaN if any is
+  usable = jnp.isfinite(largest) | (verdict.place < 0)
   return jnp.sum(jnp.cumprod(usable.astype(jnp.int32), axis=1), axis=1)
 
 
 def count_emitted(
-  verdict: Verdict,
-  is_eos: jax.Array,
-  is_stop: jax.Array,
-  valid: jax.Array,
-  room: jax.Array,
+  verdict: Verdict, ends: jax.Array, valid: jax.Array, room: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """Cuts the accepted tokens and the bonus where the row ends.
+  """Cuts the accepted tokens and the bonus token where the row ends.
 
-  Plain decoding goes through here with D = 0: one stop rule for all.
+  Plain decoding passes through here with D = 0: there is one stop rule.
 
   Args:
     verdict: of the step.
-    is_eos: `[B, D + 1]` bool, which of `chosen` end the text. They are emitted
-      themselves.
-    is_stop: `[B, D + 1]` bool, in which of them a stop string is complete;
-      likewise.
+    ends: `[B, D + 1]` int32, why the text ends with each of `chosen`, `EOS` or
+      `STOP`; `RUNNING` if it does not. The token that ends it is emitted.
     valid: `[B]` int32, see `count_valid`.
     room: `[B]` int32, how many tokens may still be emitted; 0 for a row that
       is done.
 
   Returns:
-    `[B]` int32, how many of `chosen` to emit, and `[B]` int32, why the row
-    ends with them: `EOS`, `STOP`, `LIMIT` or `NOT_FINITE`, else `RUNNING`.
+    `[B]` int32, the number of tokens of `chosen` to emit, and `[B]` int32, why
+    the row ends with them: `EOS`, `STOP`, `LIMIT` or `NOT_FINITE`, else
+    `RUNNING`.
   """
-  is_end = is_eos | is_stop
+  is_end = ends != RUNNING
   until_end = jnp.where(
     jnp.any(is_end, axis=1), jnp.argmax(is_end, axis=1) + 1, is_end.shape[1]
   )
   wanted = jnp.minimum(verdict.accepted + 1, jnp.minimum(until_end, room))
   emitted = jnp.minimum(wanted, valid)
   kept = jnp.arange(is_end.shape[1])[None] < emitted[:, None]
+  end = jnp.max(jnp.where(kept, ends, RUNNING), axis=1)  # there is at most one
   reason = jnp.select(
-    [
-      emitted < wanted,
-      jnp.any(is_eos & kept, axis=1),
-      jnp.any(is_stop & kept, axis=1),
-      emitted >= room,
-    ],
-    [NOT_FINITE, EOS, STOP, LIMIT],
+    [emitted < wanted, end != RUNNING, emitted >= room],
+    [NOT_FINITE, end, LIMIT],
     RUNNING,
   )
   return emitted.astype(jnp.int32), reason.astype(jnp.int32)
 
 
-def commit(
-  cache: KVCache, verdict: Verdict, emitted: jax.Array, num_nodes: int
-) -> KVCache:
-  """The target's cache after a step: the accepted path, no more of the tree.
+def emitted_origins(
+  tree: TokenTree, nodes: jax.Array, verdict: Verdict
+) -> jax.Array:
+  """The origins of `Verdict.chosen`, `[B, D + 1]` int32; 0: the target's own.
 
   Args:
-    cache: with the entries of all nodes written behind `length`.
+    tree: `[B, M]` per field.
+    nodes: `[B, N]` int32, the verified nodes.
     verdict: of the step.
-    emitted: `[B]` int32, how many tokens were emitted; rows with 0 stay as they
-      are.
-    num_nodes: N.
   """
-  length = cache.length
-  cache = keep(
-    cache, length + 1, verdict.path[:, 1:], emitted - 1, window=num_nodes
-  )
-  # The root is in place, hence as many entries as tokens were emitted.
-  return cache.replace(length=length + emitted)
-
-
-def emitted_origins(tree: TokenTree, verdict: Verdict) -> jax.Array:
-  """Who proposed each of `Verdict.chosen`, `[B, D + 1]` int32; 0: nobody."""
   # The token after a node was proposed as the next node of the path, if any.
   following = jnp.pad(
-    verdict.path[:, 1:], ((0, 0), (0, 1)), constant_values=NO_NODE
+    verdict.path(nodes)[:, 1:], ((0, 0), (0, 1)), constant_values=NO_NODE
   )
-  # Where there is none, the root stands in: nobody proposed it.
+  # Where there is none, the root stands in, whose origin is 0.
   return jnp.take_along_axis(tree.origin, jnp.maximum(following, ROOT), axis=1)

@@ -1,20 +1,19 @@
 """Block verification: a chain is accepted or cut as a whole.
 
 Sun et al., arXiv 2403.10444, algorithm 2. Rejection verification goes token by
-token and forgets how much better than needed those before were; a block
-remembers, and accepts at least as many. For chains only.
+token and forgets by how much earlier tokens exceeded what was needed; a block
+takes it into account, and accepts at least as many. For chains only.
 """
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 
-from specdec.sampling import ACCEPTANCE
-from specdec.sampling import RESIDUAL
-from specdec.sampling import Sampling
-from specdec.sampling import step_keys
+from specdec.sampling import BEST
 from specdec.sampling import token_probs
 from specdec.tree.tree import NO_NODE
-from specdec.tree.tree import TokenTree
+from specdec.tree.tree import pick
 from specdec.verify.accept import Verdict
 from specdec.verify.rejection import draw
 from specdec.verify.rejection import normalized
@@ -23,7 +22,7 @@ from specdec.verify.rejection import normalized
 def prefix_weights(
   target: jax.Array, draft: jax.Array, tokens: jax.Array
 ) -> jax.Array:
-  """How much of each prefix of the chain the target wants, at most 1.
+  """The weights p_i of the prefixes of a chain, at most 1.
 
   p_i = min(p_{i-1} target_{i-1}(x_i) / draft_{i-1}(x_i), 1), p_0 = 1.
 
@@ -49,8 +48,8 @@ def residuals(
   """What each prefix leaves to be drawn behind it, not normalised.
 
   Args:
-    target: as in `prefix_weights`.
-    draft: likewise.
+    target: as for `prefix_weights`.
+    draft: as for `prefix_weights`.
     weights: from there.
 
   Returns:
@@ -60,76 +59,75 @@ def residuals(
   return jnp.maximum(weighted - draft, 0.0)
 
 
-def stand_chances(
+def acceptance_probs(
   weights: jax.Array, residual: jax.Array, size: jax.Array
 ) -> jax.Array:
-  """The probability h_i that a prefix stands by its own lot (equation 4).
+  """Acceptance probability h_i of prefix i (equation 4).
+
+  The longest prefix i with u_i < h_i is accepted, the empty one (whose h is 1
+  by definition) if no other is.
 
   Args:
     weights: from `prefix_weights`.
     residual: from `residuals`.
-    size: `[B]` int32, tokens of the chain; what lies behind never stands.
+    size: `[B]` int32, tokens of the chain; longer prefixes get 0.
 
   Returns:
-    `[B, D + 1]`; the longest prefix whose lot says so is accepted, the empty
-    one (1 by definition) if no other is.
+    `[B, D + 1]` float32.
   """
   depth = jnp.arange(weights.shape[1])[None]
   mass = jnp.pad(jnp.sum(residual, axis=2), ((0, 0), (0, 1)))
   rest = mass + 1.0 - weights
-  # Nothing is left and nothing is missing: the next prefix stands in any case.
+  # Nothing is left and nothing is missing: the next prefix is accepted anyway.
   inner = jnp.where(rest > 0, mass / jnp.where(rest > 0, rest, 1.0), 1.0)
-  chance = jnp.where(depth == size[:, None], weights, inner)
-  chance = jnp.where(depth == 0, 1.0, chance)
-  return jnp.where(depth <= size[:, None], chance, 0.0)
+  probs = jnp.where(depth == size[:, None], weights, inner)
+  probs = jnp.where(depth == 0, 1.0, probs)
+  return jnp.where(depth <= size[:, None], probs, 0.0)
 
 
-def verify_block(
-  tree: TokenTree,
-  logits: jax.Array,
-  proposals: jax.Array | None,
-  row_keys: jax.Array,
-  length: jax.Array,
-  sampling: Sampling,
-) -> Verdict:
-  """Accepts the longest prefix of a chain whose lot says so.
+@dataclasses.dataclass(frozen=True)
+class BlockRule:
+  """Accepts a prefix of a chain; see `Rule`.
 
-  Args:
-    tree: `[B, N]` per field, node d at depth d.
-    logits: `[B, N, V]` float32, adjusted.
-    proposals: `[B, N, V]` float32, see `rejection.reject`.
-    row_keys: `[B]` keys; not consumed.
-    length: `[B]` int32, of the text when the step began.
-    sampling: validated.
+  Node d of the tree is at depth d.
+
+  Attributes:
+    children: one of `sampling.CHILDREN`; in rows at temperature 0 the tokens
+      are the best.
   """
-  batch_size, num_nodes, vocab_size = logits.shape
-  target = token_probs(logits, sampling)
-  tokens = tree.token[:, 1:]
-  draft = jax.nn.one_hot(tokens, vocab_size)
-  if proposals is not None:
-    hot = jnp.broadcast_to(jnp.asarray(sampling.temperature) > 0, (batch_size,))
-    draft = jnp.where(hot[:, None, None], proposals[:, :-1], draft)
-  weights = prefix_weights(target, draft, tokens)
-  residual = residuals(target, draft, weights)
-  size = tree.size - 1
-  chances = stand_chances(weights, residual, size)
-  lots = jax.vmap(lambda key: jax.random.uniform(key, (num_nodes,)))(
-    step_keys(row_keys, ACCEPTANCE, length)
-  )
-  depth = jnp.arange(num_nodes)[None]
-  stands = (lots < chances) | (depth == 0)
-  accepted = jnp.max(jnp.where(stands, depth, 0), axis=1)
 
-  at = lambda array: jax.vmap(lambda one, index: one[index])(array, accepted)
-  whole = (accepted == size)[:, None]
-  left = jnp.pad(residual, ((0, 0), (0, 1), (0, 0)))
-  bonus = draw(
-    jnp.where(whole, at(target), normalized(at(left), at(target))),
-    step_keys(row_keys, RESIDUAL, length),
-  )
-  following = jnp.pad(tokens, ((0, 0), (0, 1)))
-  return Verdict(
-    path=jnp.where(depth <= accepted[:, None], depth, NO_NODE),
-    accepted=accepted,
-    chosen=jnp.where(depth == accepted[:, None], bonus[:, None], following),
-  )
+  children: str = BEST
+
+  shares_noise = False
+
+  def __call__(self, tree, nodes, logits, proposals, randomness, sampling):
+    """See `specdec.verify.accept.Rule`."""
+    num_nodes, vocab_size = logits.shape[1:]
+    at = jax.vmap(pick)
+    target = token_probs(logits, sampling)
+    tokens = at(tree.token, nodes)[:, 1:]
+    draft = jax.nn.one_hot(tokens, vocab_size)
+    if self.children != BEST:
+      drawn_from = at(proposals, nodes[:, :-1])
+      draft = jnp.where(sampling.is_stochastic[:, None, None], drawn_from, draft)
+    weights = prefix_weights(target, draft, tokens)
+    residual = residuals(target, draft, weights)
+    size = jnp.sum(nodes >= 0, axis=1) - 1
+    probs = acceptance_probs(weights, residual, size)
+    depth = jnp.arange(num_nodes)[None]
+    is_accepted = (randomness.uniforms < probs) | (depth == 0)
+    accepted = jnp.max(jnp.where(is_accepted, depth, 0), axis=1)
+
+    whole = (accepted == size)[:, None]
+    left = jnp.pad(residual, ((0, 0), (0, 1), (0, 0)))
+    after_chain = at(target, accepted)
+    bonus = draw(
+      jnp.where(whole, after_chain, normalized(at(left, accepted), after_chain)),
+      randomness.residual_noise,
+    )
+    following = jnp.pad(tokens, ((0, 0), (0, 1)))
+    return Verdict(
+      place=jnp.where(depth <= accepted[:, None], depth, NO_NODE),
+      accepted=accepted,
+      chosen=jnp.where(depth == accepted[:, None], bonus[:, None], following),
+    )

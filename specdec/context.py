@@ -1,0 +1,58 @@
+"""What is known about one step of a decode, by the target and by all stages."""
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from specdec.sampling import adjust_logits
+from specdec.sampling import Randomness
+from specdec.sampling import SamplingParams
+from specdec.sampling import seen_by_nodes
+from specdec.tree.topology import Topology
+from specdec.tree.topology import TreeShape
+from specdec.tree.tree import init_tree
+from specdec.tree.tree import TokenTree
+
+
+class StepContext(flax.struct.PyTreeNode):
+  """What is known about one step.
+
+  Attributes:
+    tokens: `[B, T]` int32, the text so far.
+    length: `[B]` int32, its lengths; the root is the last token.
+    active: `[B]` bool, rows that are not done.
+    seen: `[B, V]` bool, tokens of the text; None without repetition penalty.
+    sampling: the parameters, of target and drafts alike.
+    randomness: of the step.
+    shape: of the tree; static.
+    max_depth: D, the largest depth of a node; static.
+    target_bytes: bytes that one target forward reads; static.
+    shares_noise: whether drafts rank tokens with the target's noise; static.
+    children: how children are chosen, one of `sampling.CHILDREN`; static.
+  """
+
+  tokens: jax.Array
+  length: jax.Array
+  active: jax.Array
+  seen: jax.Array | None
+  sampling: SamplingParams
+  randomness: Randomness
+  shape: TreeShape | Topology = flax.struct.field(pytree_node=False)
+  max_depth: int = flax.struct.field(pytree_node=False)
+  target_bytes: int = flax.struct.field(pytree_node=False)
+  shares_noise: bool = flax.struct.field(pytree_node=False)
+  children: str = flax.struct.field(pytree_node=False)
+
+  def root_trees(self) -> TokenTree:
+    """Trees of the last tokens alone, `[B, M]` per field."""
+    root = jnp.take_along_axis(self.tokens, self.length[:, None] - 1, axis=1)
+    return jax.vmap(init_tree, (0, None))(root[:, 0], self.shape.capacity)
+
+  def adjusted(
+    self, logits: jax.Array, tree: TokenTree, nodes: jax.Array
+  ) -> jax.Array:
+    """`logits [B, W, V]` of `nodes [B, W]` with bias and repetition penalty."""
+    seen = self.seen
+    if seen is not None:
+      seen = seen_by_nodes(tree, nodes, seen, self.max_depth)
+    return adjust_logits(logits, self.sampling, seen)

@@ -1,0 +1,240 @@
+"""What watches the text of a decode: ends of texts, seen tokens, log-probs.
+
+A watcher is a record of pure functions with a state per batch. Every step shows
+it the tokens that the target chose; it says where the text ends, and then keeps
+what it found about the tokens that were emitted.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+from typing import Protocol
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from specdec.sampling import add_seen
+from specdec.verify.accept import EOS
+from specdec.verify.accept import RUNNING
+from specdec.verify.accept import STOP
+from specdec.verify.accept import Verdict
+from specdec.verify.stop_strings import StopTable
+
+
+def append(
+  array: jax.Array, length: jax.Array, new: jax.Array, count: jax.Array
+) -> jax.Array:
+  """Writes the first `count [B]` of `new [B, n]` behind `array [B, T]`.
+
+  Args:
+    array: one entry per token of the text.
+    length: `[B]` int32, entries in use.
+    new: entries to append.
+    count: how many of them.
+  """
+  offsets = jnp.arange(new.shape[1])[None]
+  # What is out of range is dropped.
+  index = jnp.where(
+    offsets < count[:, None], length[:, None] + offsets, array.shape[1]
+  )
+  rows = jnp.arange(array.shape[0])[:, None]
+  return array.at[rows, index].set(new, mode='drop')
+
+
+class Observation(flax.struct.PyTreeNode):
+  """What a step shows to the watchers.
+
+  Attributes:
+    verdict: its `chosen` tokens are those that may be emitted.
+    logits: `[B, N, V]` float32, the target's, as the model gave them.
+    length: `[B]` int32, of the texts before the step.
+  """
+
+  verdict: Verdict
+  logits: jax.Array
+  length: jax.Array
+
+
+class Watcher(Protocol):
+  """Pure functions over a state, which is any pytree."""
+
+  def init(
+    self, prompt: jax.Array, prompt_length: jax.Array, num_slots: int
+  ) -> Any:
+    """The state before the first step.
+
+    Args:
+      prompt: `[B, P]` int32.
+      prompt_length: `[B]` int32.
+      num_slots: T, the longest text, in tokens.
+    """
+
+  def observe(self, state: Any, seen: Observation) -> tuple[jax.Array, Any]:
+    """Looks at the chosen tokens of a step.
+
+    Args:
+      state: before the step.
+      seen: the step.
+
+    Returns:
+      `[B, D + 1]` int32, why the text ends with each token (`EOS`, `STOP`, or
+      `RUNNING` if it does not), and what `keep` needs.
+    """
+
+  def keep(self, pending: Any, emitted: jax.Array) -> Any:
+    """The state after the step, of whose tokens `emitted [B]` were emitted."""
+
+
+def _no_end(seen: Observation) -> jax.Array:
+  return jnp.full(seen.verdict.chosen.shape, RUNNING)
+
+
+class EndOfText(flax.struct.PyTreeNode):
+  """Ends a row after any of some tokens.
+
+  Attributes:
+    ids: the tokens; static.
+  """
+
+  ids: tuple[int, ...] = flax.struct.field(pytree_node=False)
+
+  def init(self, prompt, prompt_length, num_slots):
+    del prompt, prompt_length, num_slots
+    return ()
+
+  def observe(self, state, seen):
+    chosen = seen.verdict.chosen
+    is_eos = jnp.isin(chosen, jnp.array(self.ids, jnp.int32))
+    return jnp.where(is_eos, EOS, RUNNING), state
+
+  def keep(self, pending, emitted):
+    del emitted
+    return pending
+
+
+class StopStrings(flax.struct.PyTreeNode):
+  """Ends a row when a stop string is complete; the state is `[B]` int32.
+
+  Attributes:
+    table: see `specdec.verify.stop_strings`.
+  """
+
+  table: StopTable
+
+  def init(self, prompt, prompt_length, num_slots):
+    del prompt, prompt_length, num_slots
+    return self.table.start
+
+  def observe(self, state, seen):
+    is_stop, states = self.table.follow(state, seen.verdict.chosen)
+    return jnp.where(is_stop, STOP, RUNNING), states
+
+  def keep(self, pending, emitted):
+    return jnp.take_along_axis(pending, emitted[:, None], axis=1)[:, 0]
+
+
+class SeenTokens(flax.struct.PyTreeNode):
+  """The tokens of each text, for the repetition penalty; `[B, V]` bool.
+
+  Attributes:
+    vocab_size: V; static.
+  """
+
+  vocab_size: int = flax.struct.field(pytree_node=False)
+
+  def init(self, prompt, prompt_length, num_slots):
+    del num_slots
+    nothing = jnp.zeros((prompt.shape[0], self.vocab_size), bool)
+    return add_seen(nothing, prompt, prompt_length)
+
+  def observe(self, state, seen):
+    return _no_end(seen), (state, seen.verdict.chosen)
+
+  def keep(self, pending, emitted):
+    return add_seen(*pending, emitted)
+
+
+class LogProbs(flax.struct.PyTreeNode):
+  """The log-probability of each new token in the target's own distribution.
+
+  That is before bias, penalty, temperature and filters. The state is `[B, T]`
+  float32, aligned with the tokens of the text.
+  """
+
+  def init(self, prompt, prompt_length, num_slots):
+    del prompt_length
+    return jnp.zeros((prompt.shape[0], num_slots))
+
+  def observe(self, state, seen):
+    logits = seen.verdict.along_path(seen.logits)
+    log_probs = jax.nn.log_softmax(logits, axis=-1)
+    chosen = seen.verdict.chosen[..., None]
+    chosen_log_probs = jnp.take_along_axis(log_probs, chosen, axis=-1)[..., 0]
+    return _no_end(seen), (state, seen.length, chosen_log_probs)
+
+  def keep(self, pending, emitted):
+    return append(*pending, emitted)
+
+
+def make_watchers(
+  *,
+  eos_ids: Sequence[int] = (),
+  stop: StopTable | None = None,
+  penalty_vocab_size: int = 0,
+  log_probs: bool = False,
+) -> tuple[Watcher, ...]:
+  """The watchers that a request needs.
+
+  Args:
+    eos_ids: tokens that end a row.
+    stop: stop strings, if any.
+    penalty_vocab_size: V if there is a repetition penalty, else 0.
+    log_probs: whether log-probabilities are wanted.
+  """
+  watchers: list[Watcher] = []
+  if eos_ids:
+    watchers.append(EndOfText(tuple(eos_ids)))
+  if stop is not None:
+    watchers.append(StopStrings(stop))
+  if penalty_vocab_size:
+    watchers.append(SeenTokens(penalty_vocab_size))
+  if log_probs:
+    watchers.append(LogProbs())
+  return tuple(watchers)
+
+
+def state_of(
+  kind: type, watchers: tuple[Watcher, ...], states: tuple[Any, ...]
+) -> Any:
+  """The state of the watcher of a kind, or None if there is none."""
+  for watcher, state in zip(watchers, states, strict=True):
+    if isinstance(watcher, kind):
+      return state
+  return None
+
+
+def observe(
+  watchers: tuple[Watcher, ...], states: tuple[Any, ...], seen: Observation
+) -> tuple[jax.Array, tuple[Any, ...]]:
+  """All watchers look at a step; where several end the text, the first counts.
+
+  Returns:
+    `[B, D + 1]` int32, why the text ends with each token, and what `keep`
+    needs.
+  """
+  ends, pending = _no_end(seen), []
+  for watcher, state in zip(watchers, states, strict=True):
+    reasons, kept = watcher.observe(state, seen)
+    ends = jnp.where(ends == RUNNING, reasons, ends)
+    pending.append(kept)
+  return ends, tuple(pending)
+
+
+def keep(
+  watchers: tuple[Watcher, ...], pending: tuple[Any, ...], emitted: jax.Array
+) -> tuple[Any, ...]:
+  """The states of all watchers after a step."""
+  return tuple(
+    watcher.keep(found, emitted)
+    for watcher, found in zip(watchers, pending, strict=True)
+  )
