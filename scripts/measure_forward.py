@@ -39,7 +39,7 @@ def _make(model, width):
       logits, cache = model.apply(tokens, positions, mask, cache)
       return jnp.argmax(logits, axis=-1).astype(jnp.int32), cache
 
-    cache = model.definition.init_cache(1, _SLOTS.value)
+    cache = model.spec.init_cache(1, _SLOTS.value)
     return lax.fori_loop(0, _FORWARDS, forward, (tokens, cache))[0]
 
   tokens = jnp.zeros((1, width), jnp.int32)

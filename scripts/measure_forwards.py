@@ -31,7 +31,7 @@ def _here(name: str, dtype: str, sizes: list[int]):
   from specdec.study.costs import measure_step_costs
 
   target = as_model(hub.load_module(name, dtype=dtype))
-  vocab_size = target.definition.vocab_size
+  vocab_size = target.spec.vocab_size
 
   def measure() -> dict[int, float]:
     costs = measure_step_costs(

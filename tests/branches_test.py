@@ -40,7 +40,7 @@ def _take(monkeypatch, platform):
 def _decode(method, rows):
   """With a jit of its own, that knows no program traced before."""
   target, draft = (tiny_models.gpt2(seed=i, num_heads=1) for i in range(2))
-  vocab_size = target.definition.vocab_size
+  vocab_size = target.spec.vocab_size
   text = np.random.default_rng(0).integers(vocab_size, size=80).tolist()
   table = tiny_drafters.ngram_table(
     [text], vocab_size, order=3, num_continuations=2

@@ -227,7 +227,7 @@ def test_random_accepts_and_rollbacks_equal_a_fresh_prefill():
   rng = np.random.default_rng(0)
   batch_size = 3
   model = tiny_models.gpt2()
-  cache = model.definition.init_cache(batch_size, NUM_SLOTS)
+  cache = model.spec.init_cache(batch_size, NUM_SLOTS)
   kept = [[] for _ in range(batch_size)]
   block = lambda length: rng.integers(
     tiny_models.VOCAB_SIZE, size=(batch_size, length)
@@ -257,7 +257,7 @@ def test_random_accepts_and_rollbacks_equal_a_fresh_prefill():
   padded = np.zeros((batch_size, longest), np.int32)
   for row in range(batch_size):
     padded[row, : lengths[row]] = kept[row]
-  fresh = model.definition.init_cache(batch_size, NUM_SLOTS)
+  fresh = model.spec.init_cache(batch_size, NUM_SLOTS)
   _, fresh = _forward(longest)(padded, fresh)
   fresh = fresh.replace(length=cache.length)
   for array, expected in zip(
@@ -340,7 +340,7 @@ def _steps(name):
       active=active,
       noise=noise,
       sampling=sampling,
-      target_bytes=target.definition.weight_bytes,
+      target_bytes=target.spec.weight_bytes,
       max_depth=drafter.max_depth,
     )
     closed = jnp.zeros((batch_size, capacity), bool)
@@ -381,7 +381,7 @@ def _prefill(num_slots):
 
   @jax.jit
   def run(model, tokens):
-    cache = model.definition.init_cache(len(_LENGTHS), num_slots)
+    cache = model.spec.init_cache(len(_LENGTHS), num_slots)
     positions = jnp.broadcast_to(jnp.arange(num_slots)[None], tokens.shape)
     mask = causal_mask(cache.length, num_slots, num_slots)
     return model.apply(tokens, positions, mask, cache)[1]

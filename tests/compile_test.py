@@ -30,7 +30,7 @@ TREE = TreeConfig(num_nodes=5, width=2, branching=2, rounds=2, capacity=12)
 
 def _staged(draft):
   """All there is: a model, a table and lookup."""
-  vocab_size = draft.definition.vocab_size
+  vocab_size = draft.spec.vocab_size
   text = np.random.default_rng(0).integers(vocab_size, size=50).tolist()
   table = tiny_drafters.ngram_table(
     [text], vocab_size, order=3, num_continuations=2
@@ -51,10 +51,10 @@ def _counting(model, counts, name):
 
   def apply(*args):
     counts[name] += 1
-    return model.definition.apply(*args)
+    return model.spec.apply(*args)
 
-  definition = dataclasses.replace(model.definition, apply=apply)
-  return model.replace(definition=definition)
+  definition = dataclasses.replace(model.spec, apply=apply)
+  return model.replace(spec=definition)
 
 
 def test_one_program_for_all_prompts_limits_seeds_and_temperatures():
@@ -101,7 +101,7 @@ def test_one_program_for_all_prompts_limits_seeds_and_temperatures():
 def _arguments(model, drafter, batch_size):
   prompt, lengths = tiny_models.pad(tiny_models.prompts(batch_size))
   # Tokens of the tiny models do not all fit the table.
-  prompt %= model.definition.vocab_size
+  prompt %= model.spec.vocab_size
   request = Request(
     prompt=jnp.asarray(prompt),
     prompt_length=jnp.asarray(lengths),

@@ -94,7 +94,7 @@ def test_small_enough_to_ship_and_draft_cheap_enough_to_help(pair):
   )
   assert size <= 40e6
   assert DEMO_TABLE.stat().st_size <= 10e6
-  target, draft = pair.target.definition, pair.draft.definition
+  target, draft = pair.target.spec, pair.draft.spec
   assert draft.weight_bytes * 8 <= target.weight_bytes
   assert target.max_positions == draft.max_positions == 1024
 

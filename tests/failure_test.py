@@ -39,7 +39,7 @@ def _table(seed):
 
 @functools.cache
 def _definition():
-  base = table_model(_table(0), max_positions=MAX_POSITIONS).definition
+  base = table_model(_table(0), max_positions=MAX_POSITIONS).spec
 
   def apply(params, tokens, positions, mask, cache):
     logits, cache = base.apply(params, tokens, positions, mask, cache)
@@ -60,7 +60,7 @@ def _model(table, extra=None):
     extra = np.zeros((MAX_POSITIONS, VOCAB_SIZE))
   return table_model(table, max_positions=MAX_POSITIONS).replace(
     params={'logits': jnp.asarray(table), 'extra': jnp.asarray(extra, 'f')},
-    definition=_definition(),
+    spec=_definition(),
   )
 
 

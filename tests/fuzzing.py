@@ -80,7 +80,7 @@ def pair() -> Pair:
 def _drafters():
   models = pair()
   rng = np.random.default_rng(1)
-  size = models.target.definition.vocab_size
+  size = models.target.spec.vocab_size
   text = rng.integers(size, size=80).tolist()
   table = tiny_drafters.ngram_table([text], size, order=3, num_continuations=3)
   both = tiny_drafters.candidates(
@@ -197,7 +197,7 @@ def _prompt(rng, shape):
 
 def good_call(rng, shape: Shape) -> tuple[list, dict]:
   """Prompts and options that must work."""
-  size, batch_size = pair().target.definition.vocab_size, shape.batch_size
+  size, batch_size = pair().target.spec.vocab_size, shape.batch_size
   each = functools.partial(_each, rng, batch_size)
   prompts = [_prompt(rng, shape) for _ in range(batch_size)]
   limit = lambda: int(rng.choice([0, 1, 2, 3, rng.integers(4, 64)]))
@@ -280,7 +280,7 @@ _BAD_PROMPTS = [
 def bad_call(rng, shape: Shape) -> tuple[object, dict]:
   """One thing about it is wrong."""
   prompts, options = good_call(rng, shape)
-  size = pair().target.definition.vocab_size
+  size = pair().target.spec.vocab_size
   kind = rng.random()
   if kind < 0.15:
     return _BAD_PROMPTS[rng.integers(len(_BAD_PROMPTS))], options

@@ -368,7 +368,7 @@ def test_logits_do_not_depend_on_how_the_cache_was_filled(dtype, tolerance):
   batch_size, length = tokens.shape
   num_slots = length + 3
   positions = np.broadcast_to(np.arange(length), tokens.shape)
-  apply = jax.jit(model.definition.apply)
+  apply = jax.jit(model.spec.apply)
 
   start = np.zeros(batch_size, np.int32)
   at_once, _ = apply(
@@ -376,11 +376,11 @@ def test_logits_do_not_depend_on_how_the_cache_was_filled(dtype, tolerance):
     tokens,
     positions,
     causal_mask(start, length, num_slots),
-    model.definition.init_cache(batch_size, num_slots),
+    model.spec.init_cache(batch_size, num_slots),
   )
   np.testing.assert_allclose(at_once, expected, rtol=0, atol=tolerance)
 
-  cache = model.definition.init_cache(batch_size, num_slots)
+  cache = model.spec.init_cache(batch_size, num_slots)
   for position in range(length):
     now = slice(position, position + 1)
     logits, cache = apply(

@@ -98,8 +98,8 @@ def test_all_matrices_are_in_eight_bits_and_are_counted_so(demo):
     target.params['wpe']['embedding'].shape
   ]
   integers = sum(matrix.values.size for matrix in matrices)
-  assert integers < target.definition.weight_bytes < 1.04 * integers
-  assert target.definition.init_cache(1, 8).keys[0].dtype == jnp.bfloat16
+  assert integers < target.spec.weight_bytes < 1.04 * integers
+  assert target.spec.init_cache(1, 8).keys[0].dtype == jnp.bfloat16
 
 
 def test_a_quantised_model_says_nearly_what_the_float_one_does(demo):
@@ -112,7 +112,7 @@ def test_a_quantised_model_says_nearly_what_the_float_one_does(demo):
 
   def log_probs(generator):
     model = generator.pair.target
-    cache = model.definition.init_cache(1, ids.shape[1])
+    cache = model.spec.init_cache(1, ids.shape[1])
     logits, _ = model.apply(ids, positions, mask, cache)
     return jax.nn.log_softmax(logits)
 

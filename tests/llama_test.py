@@ -41,7 +41,7 @@ def _write(tmp_path, name):
 def _cached_logits(model, tokens):
   """Of a prefill into a cache that is longer than the text."""
   batch_size, length = tokens.shape
-  cache = model.definition.init_cache(batch_size, length + 3)
+  cache = model.spec.init_cache(batch_size, length + 3)
   positions = jnp.broadcast_to(jnp.arange(length)[None], tokens.shape)
   mask = causal_mask(cache.length, length, length + 3)
   return model.apply(tokens, positions, mask, cache)[0]
@@ -120,8 +120,8 @@ def test_logits_do_not_depend_on_how_the_cache_was_filled(name, tmp_path):
   model = as_model(hub.load_module(folder))
   tokens = llama_variants.tokens()
   batch_size, length = tokens.shape
-  cache = model.definition.init_cache(batch_size, length)
-  apply = jax.jit(model.definition.apply)
+  cache = model.spec.init_cache(batch_size, length)
+  apply = jax.jit(model.spec.apply)
   for position in range(length):
     now = slice(position, position + 1)
     logits, cache = apply(
@@ -138,21 +138,21 @@ def test_logits_do_not_depend_on_how_the_cache_was_filled(name, tmp_path):
 def test_the_cache_has_key_and_value_heads_only(tmp_path):
   definition = as_model(
     hub.load_module(_write(tmp_path, 'multi_query'))
-  ).definition
+  ).spec
   cache = definition.init_cache(3, 10)
   assert [array.shape for array in cache.keys] == [(3, 1, 10, 4)] * 2
   assert definition.cache_bytes_per_slot == 2 * 2 * 1 * 4 * 4
 
 
 def test_a_forward_of_one_position_reads_the_experts_of_one_token(tmp_path):
-  definition = as_model(hub.load_module(_write(tmp_path, 'mixtral'))).definition
+  definition = as_model(hub.load_module(_write(tmp_path, 'mixtral'))).spec
   attention = 16 * 16 + 2 * 8 * 16 + 16 * 16
   experts = 2 * 3 * 16 * 24  # 2 of 4
   per_layer = attention + 4 * 16 + experts
   matrices = 2 * per_layer + 40 * 16
   assert definition.parameters == matrices
   assert definition.weight_bytes == 4 * (matrices + 5 * 16)
-  tied = as_model(hub.load_module(_write(tmp_path, 'mixture_tied'))).definition
+  tied = as_model(hub.load_module(_write(tmp_path, 'mixture_tied'))).spec
   assert tied.parameters == per_layer + 40 * 16
 
 
@@ -409,6 +409,6 @@ def test_peers_are_counted_alike(name, tmp_path):
   peer = transformers.AutoModelForCausalLM.from_pretrained(folder)
   assert peer_counts.model_size(peer) == roofline.model_size(model)
   assert peer_counts.read_costs(peer) == {
-    'per_forward': model.definition.weight_bytes,
-    'per_slot': model.definition.cache_bytes_per_slot,
+    'per_forward': model.spec.weight_bytes,
+    'per_slot': model.spec.cache_bytes_per_slot,
   }

@@ -167,7 +167,7 @@ def _generator(num_tokens=3):
   # A context as long as that of the target.
   logits = pair.draft.params['logits']
   draft = table_model(
-    logits, max_positions=pair.target.definition.max_positions
+    logits, max_positions=pair.target.spec.max_positions
   )
   return Generator(
     dataclasses.replace(pair, draft=draft), tiny_drafters.model(draft, config)

@@ -101,7 +101,7 @@ def test_a_draft_may_have_other_padding(
   target, plain, tokenizer, tmp_path, vocab_size
 ):
   pair = load_pair(target, _save(tmp_path, vocab_size, tokenizer))
-  assert pair.draft.definition.vocab_size == SIZE
+  assert pair.draft.spec.vocab_size == SIZE
   settings = DraftSettings(num_draft_tokens=3)
   generation = _generate(pair, make_drafter('chain', pair, settings))
   assert generation.tokens == plain.tokens
@@ -117,9 +117,9 @@ def test_a_draft_may_have_other_padding(
 def test_logits_are_cut_off_or_impossible(vocab_size):
   model = as_model(_module(vocab_size))
   resized = with_vocab_size(model, SIZE)
-  assert resized.definition.vocab_size == SIZE
+  assert resized.spec.vocab_size == SIZE
   assert with_vocab_size(resized, SIZE) is resized
-  assert with_vocab_size(model, SIZE).definition is resized.definition
+  assert with_vocab_size(model, SIZE).spec is resized.spec
   tokens = jnp.array([[0, 5, SIZE - 1]])
   mask = jnp.ones((1, 3, 3), bool)
   forward = lambda model, tokens: np.asarray(
@@ -158,7 +158,7 @@ def test_a_tokenizer_larger_than_the_smaller_model(tokenizer, tmp_path):
     load_pair(larger, smaller)
   assert f'has {len(tokenizer)} tokens' in str(error.value)
   just = _save(tmp_path / 'just', len(tokenizer), tokenizer)
-  assert load_pair(larger, just).draft.definition.vocab_size == SIZE
+  assert load_pair(larger, just).draft.spec.vocab_size == SIZE
 
 
 def test_another_tokenizer_of_the_same_size_is_refused(

@@ -66,10 +66,10 @@ def test_target_without_tokenizer_is_refused(folder):
 
 def test_loading_again_shares_the_definition(folder):
   first, second = (load_pair(str(folder), None) for _ in range(2))
-  assert first.target.definition is second.target.definition
+  assert first.target.spec is second.target.spec
 
 
 def test_demo_as_draft_is_the_embedded_draft():
   pair = load_pair('demo', 'demo')
-  draft, target = pair.draft.definition, pair.target.definition
+  draft, target = pair.draft.spec, pair.target.spec
   assert draft.weight_bytes < target.weight_bytes

@@ -195,14 +195,14 @@ def test_costs_are_those_of_different_tokens_of_the_text():
   """Equal ones would need too few experts of a mixture."""
   seen = []
   target = _pair().target
-  definition = target.definition
+  definition = target.spec
 
   def apply(params, tokens, *rest):
     jax.debug.callback(lambda one: seen.append(np.asarray(one)), tokens)
     return definition.apply(params, tokens, *rest)
 
   measure_step_costs(
-    target.replace(definition=dataclasses.replace(definition, apply=apply)),
+    target.replace(spec=dataclasses.replace(definition, apply=apply)),
     [[1, 2, 3, 4, 5]],
     prompt_slots=32,
     max_new_tokens=32,

@@ -43,7 +43,7 @@ def _compare(batch_size, sampling, texts, drafter, **options):
   target = tiny_models.gpt2()
   real = _decode(target, batch_size, sampling, drafter, **options)
   replayed = _decode(
-    stand_in(target.definition, texts), batch_size, sampling, drafter, **options
+    stand_in(target.spec, texts), batch_size, sampling, drafter, **options
   )
   assert replayed == real  # tokens, origins, reasons, and all statistics
   return real
@@ -105,15 +105,15 @@ def test_eos_bias_and_penalty_end_the_same_way():
 
 
 def test_other_texts_share_the_program():
-  definition = tiny_models.gpt2().definition
+  definition = tiny_models.gpt2().spec
   one = stand_in(definition, [[1, 2, 3]])
   other = stand_in(definition, [[4], [5, 6]])
-  assert one.definition is other.definition
-  assert one.definition.weight_bytes == definition.weight_bytes
+  assert one.spec is other.spec
+  assert one.spec.weight_bytes == definition.weight_bytes
 
 
 def test_a_text_beyond_the_context_is_refused():
-  definition = tiny_models.gpt2().definition
+  definition = tiny_models.gpt2().spec
   long = [0] * (definition.max_positions + 1)
   with pytest.raises(ValueError, match='exceeds the context'):
     stand_in(definition, [long])

@@ -43,9 +43,9 @@ def _model(table, cache_bytes_per_slot):
   """A table that says it has a cache, so that reading it counts."""
   model = table_model(table, max_positions=MAX_POSITIONS)
   definition = dataclasses.replace(
-    model.definition, cache_bytes_per_slot=cache_bytes_per_slot
+    model.spec, cache_bytes_per_slot=cache_bytes_per_slot
   )
-  return model.replace(definition=definition)
+  return model.replace(spec=definition)
 
 
 def _decode_slowly(target, draft, prompts, noise, temperature, g):

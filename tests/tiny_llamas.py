@@ -15,7 +15,7 @@ from models.nn.llama import LlamaConfig
 from models.nn.mixtral import MixtralConfig
 from models.nn.rope import Llama3Scaling
 from models.nn.rope import Rope
-from specdec import Model
+from specdec import LanguageModel
 
 _SHAPE = {
   'vocab_size': tiny_models.VOCAB_SIZE,
@@ -77,11 +77,11 @@ def module(name: str, noise: float = 0.0) -> Module:
   return nnx.merge(graph, jax.tree.unflatten(structure, drawn))
 
 
-def target(name: str) -> Model:
+def target(name: str) -> LanguageModel:
   """The model without noise."""
   return as_model(module(name))
 
 
-def draft(name: str, noise: float = 0.05) -> Model:
+def draft(name: str, noise: float = 0.05) -> LanguageModel:
   """One that agrees with the target now and then; same definition."""
   return as_model(module(name, noise))

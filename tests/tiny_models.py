@@ -14,8 +14,8 @@ import numpy as np
 import tiny_modules
 
 from models.nn.contract import as_model
+from specdec import ModelSpec
 from specdec import LanguageModel
-from specdec import Model
 from specdec import Sampling
 
 VOCAB_SIZE = 48
@@ -37,7 +37,7 @@ def _bias(sign: float) -> jax.Array:
 
 
 @functools.cache
-def _base(num_layers, num_heads, width, dtype, seed) -> Model:
+def _base(num_layers, num_heads, width, dtype, seed) -> LanguageModel:
   module = tiny_modules.make(
     dtype=dtype,
     seed=seed,
@@ -58,8 +58,8 @@ def _base(num_layers, num_heads, width, dtype, seed) -> Model:
 
 
 @functools.cache
-def _definition(*shape) -> LanguageModel:
-  base = _base(*shape, 0).definition
+def _definition(*shape) -> ModelSpec:
+  base = _base(*shape, 0).spec
 
   def apply(params, tokens, positions, mask, cache):
     logits, cache = base.apply(params['gpt2'], tokens, positions, mask, cache)
@@ -76,16 +76,16 @@ def gpt2(
   num_heads: int = 2,
   width: int = 16,
   dtype=jnp.float32,
-) -> Model:
+) -> LanguageModel:
   """A random GPT-2 whose greedy text is varied, as `decode_test` makes sure."""
   shape = (num_layers, num_heads, width, dtype)
-  return Model(
+  return LanguageModel(
     params={'gpt2': _base(*shape, seed).params, 'bias': _bias(-1)},
-    definition=_definition(*shape),
+    spec=_definition(*shape),
   )
 
 
-def perturbed(model: Model, amount: float) -> Model:
+def perturbed(model: LanguageModel, amount: float) -> LanguageModel:
   """The model with every weight changed by about this fraction of itself."""
   rng = np.random.default_rng(99)
   params = jax.tree.map(
@@ -98,7 +98,7 @@ def perturbed(model: Model, amount: float) -> Model:
 
 
 @functools.cache
-def draft(kind: str, **shape) -> Model:
+def draft(kind: str, **shape) -> LanguageModel:
   """A draft for `gpt2(**shape)`, with the same definition.
 
   Args:

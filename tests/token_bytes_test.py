@@ -29,7 +29,7 @@ def pair():
 
 @pytest.fixture(scope='module')
 def table(pair):
-  return token_bytes(pair.tokenizer, pair.target.definition.vocab_size)
+  return token_bytes(pair.tokenizer, pair.target.spec.vocab_size)
 
 
 def _pair_of(tokenizer):
@@ -69,7 +69,7 @@ def test_malformed_ends(pair, table, ends):
 
 
 def test_every_token_of_the_embedded_pair(pair, table):
-  assert len(table) == pair.target.definition.vocab_size
+  assert len(table) == pair.target.spec.vocab_size
   for one, data in enumerate(table):
     assert data.decode(errors='replace') == pair.decode([one])
   assert {bytes([byte]) for byte in range(256)} <= set(table)

@@ -422,7 +422,7 @@ def measure(
       )
 
   def probs_of(model, ids):
-    one = check_sampling(sampling, 1, model.definition.vocab_size)
+    one = check_sampling(sampling, 1, model.spec.vocab_size)
     return law.distributions(model, law.padded(ids), one)
 
   def expected(result, row, tried):

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec.cost_model import Hardware
-from specdec.model import Model
+from specdec.model import LanguageModel
 
 # Beyond what caches hold, small enough to be had beside the models.
 _READ_BYTES = {'cpu': 256 << 20, 'default': 2 << 30}
@@ -156,11 +156,11 @@ class ModelSize:
   cache_per_slot: int
 
 
-def model_size(model: Model) -> ModelSize:
+def model_size(model: LanguageModel) -> ModelSize:
   """The size of a model of `models.language_model.as_model`."""
-  cache = jax.eval_shape(lambda: model.definition.init_cache(1, 1))
+  cache = jax.eval_shape(lambda: model.spec.init_cache(1, 1))
   return ModelSize(
-    parameters=model.definition.parameters,
+    parameters=model.spec.parameters,
     cache_per_slot=sum(
       leaf.size for leaf in jax.tree.leaves(cache) if leaf.ndim > 1
     ),

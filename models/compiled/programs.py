@@ -29,7 +29,7 @@ from specdec.draft.drafter import Drafter
 from specdec.draft.ngram import NGram
 from specdec.loop import advance
 from specdec.loop import start
-from specdec.model import Model
+from specdec.model import LanguageModel
 from specdec.ngram.table import load_table
 
 LIBTPU = pathlib.Path(__file__).parents[2] / 'build' / 'libtpu'
@@ -347,7 +347,7 @@ def config_of(name: str, vocab_size: int | None = None) -> Config:
   return dataclasses.replace(config, vocab_size=vocab_size or config.vocab_size)
 
 
-def abstract_model(config: Config, dtype: jnp.dtype) -> Model:
+def abstract_model(config: Config, dtype: jnp.dtype) -> LanguageModel:
   """A model whose weights are shapes."""
   return as_model(hub.shape_module(config, dtype))
 
@@ -365,10 +365,10 @@ def _with_table(drafter: Drafter, vocab_size: int) -> Drafter:
   )
 
 
-def _drafter(method: str, workload: Workload, target: Model) -> Drafter | None:
+def _drafter(method: str, workload: Workload, target: LanguageModel) -> Drafter | None:
   if method == 'plain':
     return None
-  vocab_size = target.definition.vocab_size
+  vocab_size = target.spec.vocab_size
   name = hub.draft_name(workload.draft)
   draft = abstract_model(config_of(name, vocab_size), jnp.dtype(workload.dtype))
   # Nothing is encoded, so nobody asks for the tokenizer.
@@ -395,8 +395,8 @@ def _request(workload: Workload) -> specdec.Request:
   return jax.eval_shape(make)
 
 
-def _work(model: Model, cache: specdec.KVCache, positions: int) -> Work:
-  definition = model.definition
+def _work(model: LanguageModel, cache: specdec.KVCache, positions: int) -> Work:
+  definition = model.spec
   rows = cache.length.shape[0]
   slots = rows * cache.num_slots
   leaves = jax.tree.leaves(model.params)
@@ -407,7 +407,7 @@ def _work(model: Model, cache: specdec.KVCache, positions: int) -> Work:
   )
 
 
-def _works(target: Model, drafter: Drafter | None, state) -> dict[str, Work]:
+def _works(target: LanguageModel, drafter: Drafter | None, state) -> dict[str, Work]:
   num_nodes = 1 if drafter is None else drafter.config.num_nodes
   works = {'target': _work(target, state.target_cache, num_nodes)}
   if drafter is None:

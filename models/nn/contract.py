@@ -14,12 +14,12 @@ from models.checkpoints.family import Module
 from models.checkpoints.family import Path
 from models.nn.mixtral import MixtralConfig
 from specdec import cache as kv
+from specdec.model import ModelSpec
 from specdec.model import LanguageModel
-from specdec.model import Model
 
 
 @functools.cache
-def _resized(definition: LanguageModel, vocab_size: int) -> LanguageModel:
+def _resized(definition: ModelSpec, vocab_size: int) -> ModelSpec:
   own_size = definition.vocab_size
 
   def apply(params, tokens, positions, mask, cache):
@@ -33,16 +33,16 @@ def _resized(definition: LanguageModel, vocab_size: int) -> LanguageModel:
   return dataclasses.replace(definition, apply=apply, vocab_size=vocab_size)
 
 
-def with_vocab_size(model: Model, vocab_size: int) -> Model:
+def with_vocab_size(model: LanguageModel, vocab_size: int) -> LanguageModel:
   """A model whose vocabulary differs by padding only, as one of another size.
 
   Args:
     model: any.
     vocab_size: V; logits beyond its own are -inf, those beyond V are cut off.
   """
-  if model.definition.vocab_size == vocab_size:
+  if model.spec.vocab_size == vocab_size:
     return model
-  return model.replace(definition=_resized(model.definition, vocab_size))
+  return model.replace(spec=_resized(model.spec, vocab_size))
 
 
 def _share_read(path: Path, config: Config) -> float:
@@ -63,7 +63,7 @@ def _definition(
   dtype: jnp.dtype,
   weight_bytes: int,
   parameters: int,
-) -> LanguageModel:
+) -> ModelSpec:
   """One record per shape, so that loading a model again does not recompile."""
 
   def apply(params, tokens, positions, mask, cache):
@@ -80,7 +80,7 @@ def _definition(
     )
 
   per_slot = 2 * config.num_layers * config.num_kv_heads * config.head_width
-  return LanguageModel(
+  return ModelSpec(
     apply=apply,
     init_cache=init_cache,
     vocab_size=config.vocab_size,
@@ -91,7 +91,7 @@ def _definition(
   )
 
 
-def as_model(module: Module) -> Model:
+def as_model(module: Module) -> LanguageModel:
   """Splits a module once; from here on there are only pytrees.
 
   Args:
@@ -112,9 +112,9 @@ def as_model(module: Module) -> Model:
     )
     if len(leaf.shape) == 2:
       parameters += share * math.prod(leaf.shape)
-  return Model(
+  return LanguageModel(
     params=params,
-    definition=_definition(
+    spec=_definition(
       graph, config, module.dtype, round(weight_bytes), round(parameters)
     ),
   )

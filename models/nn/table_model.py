@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from specdec import cache as kv
+from specdec.model import ModelSpec
 from specdec.model import LanguageModel
-from specdec.model import Model
 
 
 def _apply(params, tokens, positions, mask, cache):
@@ -27,7 +27,7 @@ def _init_cache(batch_size: int, num_slots: int) -> kv.KVCache:
   )
 
 
-def table_model(logits: jax.Array, *, max_positions: int) -> Model:
+def table_model(logits: jax.Array, *, max_positions: int) -> LanguageModel:
   """A model of order 1.
 
   Tables of one size share their definition, and so their compiled programs.
@@ -46,9 +46,9 @@ def table_model(logits: jax.Array, *, max_positions: int) -> Model:
   logits = jnp.asarray(logits, jnp.float32)
   if logits.ndim != 2 or logits.shape[0] != logits.shape[1]:
     raise ValueError(f'logits must be [V, V], got shape {logits.shape}')
-  return Model(
+  return LanguageModel(
     params={'logits': logits},
-    definition=LanguageModel(
+    spec=ModelSpec(
       apply=_apply,
       init_cache=_init_cache,
       vocab_size=logits.shape[0],

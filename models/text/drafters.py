@@ -200,7 +200,7 @@ def _load_ngram(settings: DraftSettings, pair: Pair) -> NGram:
   """
   path = _table_path(settings)
   table, provenance = load_table(path)
-  ours = pair.target.definition.vocab_size
+  ours = pair.target.spec.vocab_size
   theirs = provenance.get('tokenizer_blake2b')
   if theirs is None:  # Nobody knows; another size is certain to be wrong.
     fits = table.vocab_size == ours

@@ -339,7 +339,7 @@ class Generator:
       self._stop_tables[stops] = build_stop_table(
         [[stop.encode() for stop in row] for row in stops],
         self.pair.token_bytes(),
-        self.pair.target.definition.vocab_size,
+        self.pair.target.spec.vocab_size,
       )
     return self._stop_tables[stops]
 

@@ -14,7 +14,7 @@ from models.nn.contract import as_model
 from models.nn.contract import with_vocab_size
 from models.text.token_bytes import TextStream
 from models.text.token_bytes import token_bytes
-from specdec.model import Model
+from specdec.model import LanguageModel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Pair:
     eos_ids: tokens that end a text.
   """
 
-  target: Model
-  draft: Model | None
+  target: LanguageModel
+  draft: LanguageModel | None
   tokenizer: transformers.PreTrainedTokenizerBase
   eos_ids: tuple[int, ...]
 
@@ -48,7 +48,7 @@ class Pair:
 
   def token_bytes(self) -> tuple[bytes, ...]:
     """What each token adds to a text, see `models.token_bytes`."""
-    return token_bytes(self.tokenizer, self.target.definition.vocab_size)
+    return token_bytes(self.tokenizer, self.target.spec.vocab_size)
 
   def pieces(self, ids: list[int]) -> list[str]:
     """The text of each token; together they are `token_bytes.text_of`.
@@ -125,7 +125,7 @@ def _eos_ids(
 
 def _check_padding(target, draft, tokenizer, draft_folder):
   """Refuses vocabularies that differ by more than padding."""
-  sizes = (target.definition.vocab_size, draft.definition.vocab_size)
+  sizes = (target.spec.vocab_size, draft.spec.vocab_size)
   if sizes[0] == sizes[1]:
     return
   if not hub.has_tokenizer(draft_folder) or len(tokenizer) > min(sizes):
@@ -190,13 +190,13 @@ def load_pair(
     )
     _check_padding(target_model, draft_model, tokenizer, draft_folder)
     draft_model = with_vocab_size(
-      draft_model, target_model.definition.vocab_size
+      draft_model, target_model.spec.vocab_size
     )
   return Pair(
     target=target_model,
     draft=draft_model,
     tokenizer=tokenizer,
-    eos_ids=_eos_ids(folder, tokenizer, target_model.definition.vocab_size),
+    eos_ids=_eos_ids(folder, tokenizer, target_model.spec.vocab_size),
   )
 
 

@@ -116,7 +116,7 @@ def _weights_digest(params: Any) -> str:
 
 def _start_token(pair: Pair, draft: str) -> int:
   """What a text begins after: the BOS token, else an EOS token."""
-  vocab_size = pair.target.definition.vocab_size
+  vocab_size = pair.target.spec.vocab_size
   for token in (pair.tokenizer.bos_token_id, *pair.eos_ids):
     if isinstance(token, int) and 0 <= token < vocab_size:
       return token
@@ -160,7 +160,7 @@ def _sample_shard(
     for batch in numbers.reshape(-1, samples.batch_size)
     for text in _sample_texts(pair, samples, start, batch)
   ]
-  small = pair.target.definition.vocab_size <= 1 << 15
+  small = pair.target.spec.vocab_size <= 1 << 15
   return np.array(texts, np.int16 if small else np.int32).ravel()
 
 
@@ -168,7 +168,7 @@ def _sample(
   pair: Pair, draft: dict[str, str], samples: Samples, workdir: pathlib.Path
 ) -> list[pathlib.Path]:
   """Samples the shards that are not in the workdir yet; returns all."""
-  longest = pair.target.definition.max_positions - 1
+  longest = pair.target.spec.max_positions - 1
   if samples.length > longest:
     raise ValueError(
       f'--sample_length={samples.length} exceeds the {longest} tokens that'
@@ -259,7 +259,7 @@ def build(
     counts = count_ngrams(
       shards,
       order=table.order,
-      vocab_size=pair.target.definition.vocab_size,
+      vocab_size=pair.target.spec.vocab_size,
       min_count=table.min_count,
       progress=show,
     )

@@ -63,7 +63,7 @@ class Samples:
 
   def decode(
     self,
-    target: specdec.Model,
+    target: specdec.LanguageModel,
     drafter: specdec.Drafter | None,
     batch: Sequence[Sequence[int]],
     limit: int,
@@ -146,7 +146,7 @@ def _try(pair: Pair, samples: Samples, candidate: Candidate) -> planning.Trial:
   """Replays the samples."""
   drafter = make_drafter(candidate.method, pair, candidate.drafting)
   decode = lambda batch, limit: samples.decode(
-    stand_in(pair.target.definition, samples.texts(batch)),
+    stand_in(pair.target.spec, samples.texts(batch)),
     drafter,
     batch,
     limit,
@@ -168,7 +168,7 @@ def _try(pair: Pair, samples: Samples, candidate: Candidate) -> planning.Trial:
 def _ranks(pair: Pair, samples: Samples) -> np.ndarray:
   """Of all new tokens among the draft's guesses; see `next_token_ranks`."""
   assert pair.draft is not None
-  definition = pair.draft.definition
+  definition = pair.draft.spec
   found = []
   for batch in samples.batches:
     texts = samples.texts(batch)

@@ -28,7 +28,7 @@ from specdec.draft.drafter import TreeConfig
 from specdec.draft.ranking import IMPOSSIBLE
 from specdec.loop import advance
 from specdec.loop import start
-from specdec.model import Model
+from specdec.model import LanguageModel
 from specdec.sampling import Sampling
 from specdec.step import DecodeConfig
 from specdec.step import Request
@@ -156,7 +156,7 @@ def _step_run(
 
 
 def measure_step_costs(
-  target: Model,
+  target: LanguageModel,
   texts: Sequence[Sequence[int]],
   *,
   prompt_slots: int,
@@ -201,7 +201,7 @@ def measure_step_costs(
   text = jnp.asarray(
     np.stack([np.resize(np.array(one, np.int32), num_slots) for one in texts])
   )
-  definition = target.definition
+  definition = target.spec
   config = DecodeConfig(max_new_tokens=max_new_tokens)
   request = Request(
     prompt=text[:, :prompt_slots],

@@ -24,7 +24,7 @@ import numpy as np
 
 from specdec.cache import causal_mask
 from specdec.checks import check_sampling
-from specdec.model import Model
+from specdec.model import LanguageModel
 from specdec.repetition import init_seen
 from specdec.sampling import adjust_logits
 from specdec.sampling import filter_logits
@@ -47,7 +47,7 @@ def _seen(tokens: jax.Array, vocab_size: int) -> jax.Array:
 
 @jax.jit
 def distributions(
-  model: Model, tokens: jax.Array, sampling: Sampling
+  model: LanguageModel, tokens: jax.Array, sampling: Sampling
 ) -> jax.Array:
   """What each token of a text would be drawn from.
 
@@ -60,7 +60,7 @@ def distributions(
     `[S, V]` float32; entry t is of the token after the first t + 1.
   """
   num_slots = tokens.shape[1]
-  definition = model.definition
+  definition = model.spec
   logits, _ = model.apply(
     tokens,
     jnp.arange(num_slots)[None],
@@ -101,12 +101,12 @@ def padded(tokens: Sequence[int]) -> np.ndarray:
 
 
 def transform(
-  model: Model,
+  model: LanguageModel,
   prompt: Sequence[int],
   new: Sequence[int],
   sampling: Sampling,
   key: jax.Array,
-  draft: Model | None = None,
+  draft: LanguageModel | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
   """The numbers u of a row's new tokens.
 
@@ -124,7 +124,7 @@ def transform(
     been drawn.
   """
   text = padded([*prompt, *new])
-  sampling = check_sampling(sampling, 1, model.definition.vocab_size)
+  sampling = check_sampling(sampling, 1, model.spec.vocab_size)
   probs = distributions(model, text, sampling)
   draft_probs = None if draft is None else distributions(draft, text, sampling)
   tokens = jnp.asarray(np.roll(text[0], -1))
@@ -172,7 +172,7 @@ def p_values(rows: Sequence[np.ndarray]) -> dict[str, float]:
 
 @jax.jit
 def _margin(model, row_key, tokens, length, sampling):
-  definition = model.definition
+  definition = model.spec
   num_slots = tokens.shape[1]
   cache = definition.init_cache(1, num_slots)
   positions = jnp.arange(num_slots)[None]
@@ -191,7 +191,7 @@ def _margin(model, row_key, tokens, length, sampling):
 
 
 def choice_margin(
-  model: Model, row_key: jax.Array, tokens: Sequence[int], sampling: Sampling
+  model: LanguageModel, row_key: jax.Array, tokens: Sequence[int], sampling: Sampling
 ) -> float:
   """The gap between the best two scores for the token after `tokens`.
 
@@ -211,5 +211,5 @@ def choice_margin(
   padded = np.zeros((1, size), np.int32)
   padded[0, : len(tokens)] = tokens
   length = jnp.array(len(tokens), jnp.int32)
-  sampling = check_sampling(sampling, 1, model.definition.vocab_size)
+  sampling = check_sampling(sampling, 1, model.spec.vocab_size)
   return float(_margin(model, row_key, padded, length, sampling))

@@ -8,7 +8,7 @@ time of drafting.
 
     known = specdec.generate(target, key, prompts, ...).tokens
     texts = [prompt + new for prompt, new in zip(prompts, known)]
-    stand_in = replay.stand_in(target.definition, texts)
+    stand_in = replay.stand_in(target.spec, texts)
     specdec.generate(stand_in, key, prompts, drafter=any_drafter, ...).stats
 """
 
@@ -23,8 +23,8 @@ import numpy as np
 from specdec import cache as kv
 from specdec.cache import causal_mask
 from specdec.draft.ranking import rank_logits
+from specdec.model import ModelSpec
 from specdec.model import LanguageModel
-from specdec.model import Model
 from specdec.sampling import adjust_logits
 from specdec.sampling import position_noise
 from specdec.sampling import Sampling
@@ -42,7 +42,7 @@ def _init_cache(batch_size: int, num_slots: int) -> kv.KVCache:
 
 
 @functools.cache
-def _stand_in(definition: LanguageModel) -> LanguageModel:
+def _stand_in(definition: ModelSpec) -> ModelSpec:
   """One record per target, so that other texts do not recompile."""
 
   def apply(params, tokens, positions, mask, cache):
@@ -60,8 +60,8 @@ def _stand_in(definition: LanguageModel) -> LanguageModel:
 
 
 def stand_in(
-  definition: LanguageModel, texts: Sequence[Sequence[int]]
-) -> Model:
+  definition: ModelSpec, texts: Sequence[Sequence[int]]
+) -> LanguageModel:
   """A target that says what is known already, and costs next to nothing.
 
   To have the counts of the real target, decode with its row keys, sampling and
@@ -85,14 +85,14 @@ def stand_in(
   padded = np.zeros((len(texts), definition.max_positions), np.int32)
   for row, text in enumerate(texts):
     padded[row, : len(text)] = text
-  return Model(
-    params={'texts': jnp.asarray(padded)}, definition=_stand_in(definition)
+  return LanguageModel(
+    params={'texts': jnp.asarray(padded)}, spec=_stand_in(definition)
   )
 
 
 @jax.jit
 def next_token_ranks(
-  draft: Model, tokens: jax.Array, row_keys: jax.Array, sampling: Sampling
+  draft: LanguageModel, tokens: jax.Array, row_keys: jax.Array, sampling: Sampling
 ) -> jax.Array:
   """As which of the draft's guesses each next token of a text comes.
 
@@ -111,7 +111,7 @@ def next_token_ranks(
     t + 1 among the guesses of what follows the first t + 1 tokens.
   """
   batch_size, length = tokens.shape
-  definition = draft.definition
+  definition = draft.spec
   positions = jnp.broadcast_to(jnp.arange(length)[None], tokens.shape)
   logits, _ = draft.apply(
     tokens,
