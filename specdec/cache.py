@@ -57,6 +57,7 @@ def init_cache(
 
 def _write(slots: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
   """Writes `new [B, H, L, Dh]` to the slots from `start [B]` on."""
+
   # Row by row: a vmapped update at per-row offsets would lower to a scatter.
   def write_row(row, slots):
     row = jnp.asarray(row, start.dtype)

@@ -139,7 +139,9 @@ def _dense_bias(bias: Any, batch_size: int, vocab_size: int) -> Any:
         f'logit_bias must be one mapping or one per row ({batch_size}), got'
         f' {len(bias)}'
       )
-    return np.stack([_dense_bias(row or {}, batch_size, vocab_size) for row in bias])
+    return np.stack(
+      [_dense_bias(row or {}, batch_size, vocab_size) for row in bias]
+    )
   shape = np.shape(bias)
   if shape not in ((vocab_size,), (batch_size, vocab_size)):
     raise ValueError(
@@ -259,7 +261,9 @@ def check_break_even(break_even: Any) -> np.float32:
   return np.float32(break_even)
 
 
-def check_stop(stop: StopTable | None, batch_size: int, vocab_size: int) -> None:
+def check_stop(
+  stop: StopTable | None, batch_size: int, vocab_size: int
+) -> None:
   """Refuses a table that was built for other shapes."""
   if stop is None:
     return

@@ -397,7 +397,9 @@ def trace(
   traces = []
   for row, blocks in enumerate(rows):
     prompt = [int(token) for token in prompts[row]]
-    ids = {token for block in blocks for token in (*block.tokens, *block.emitted)}
+    ids = {
+      token for block in blocks for token in (*block.tokens, *block.emitted)
+    }
     traces.append(
       Trace(
         prompt=''.join(f'{token} ' for token in prompt),

@@ -99,9 +99,7 @@ def _start(target, drafter, request, *, config) -> DecodeState:
       request.prompt,
       request.prompt_length,
       num_slots=num_slots,
-      drawn_from=0
-      if config.rule.children == BEST
-      else target.spec.vocab_size,
+      drawn_from=0 if config.rule.children == BEST else target.spec.vocab_size,
     ),
     watchers=watchers,
     counters=init_counters(batch_size, drafter.max_depth),

@@ -62,7 +62,7 @@ class DecodeConfig:
   """
 
   max_new_tokens: int = 128
-  rule: Rule = MatchRule()
+  rule: Rule = dataclasses.field(default_factory=MatchRule)
   fallback: bool = False
 
 

@@ -136,9 +136,7 @@ def test_logits_do_not_depend_on_how_the_cache_was_filled(name, tmp_path):
 
 
 def test_the_cache_has_key_and_value_heads_only(tmp_path):
-  definition = as_model(
-    hub.load_module(_write(tmp_path, 'multi_query'))
-  ).spec
+  definition = as_model(hub.load_module(_write(tmp_path, 'multi_query'))).spec
   cache = definition.init_cache(3, 10)
   assert [array.shape for array in cache.keys] == [(3, 1, 10, 4)] * 2
   assert definition.cache_bytes_per_slot == 2 * 2 * 1 * 4 * 4

@@ -166,9 +166,7 @@ def _generator(num_tokens=3):
   config = TreeConfig(topology=chain(num_tokens))
   # A context as long as that of the target.
   logits = pair.draft.params['logits']
-  draft = table_model(
-    logits, max_positions=pair.target.spec.max_positions
-  )
+  draft = table_model(logits, max_positions=pair.target.spec.max_positions)
   return Generator(
     dataclasses.replace(pair, draft=draft), tiny_drafters.model(draft, config)
   )

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from specdec.repetition import add_seen
+from specdec.repetition import init_seen
 import tiny_drafters
 
 from models.nn.table_model import table_model
@@ -19,8 +21,6 @@ from specdec import PromptLookup
 from specdec import Sampling
 from specdec import staged
 from specdec import TreeConfig
-from specdec.repetition import add_seen
-from specdec.repetition import init_seen
 from specdec.sampling import adjust_logits
 from specdec.sampling import filter_logits
 from specdec.sampling import position_noise

@@ -14,8 +14,8 @@ import tiny_models
 
 from specdec import CandidateScorer
 from specdec import Drafter
-from specdec import LanguageModelScorer
 from specdec import LanguageModel
+from specdec import LanguageModelScorer
 from specdec import NGram
 from specdec import PromptLookup
 from specdec import staged
@@ -163,7 +163,9 @@ def empty(vocab_size: int, num_candidates: int) -> BigramTable:
   )
 
 
-def model(draft: LanguageModel, config: TreeConfig, name: str = 'draft') -> Drafter:
+def model(
+  draft: LanguageModel, config: TreeConfig, name: str = 'draft'
+) -> Drafter:
   """A language model that drafts."""
   return Drafter(LanguageModelScorer(draft, name), config)
 

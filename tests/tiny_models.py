@@ -14,8 +14,8 @@ import numpy as np
 import tiny_modules
 
 from models.nn.contract import as_model
-from specdec import ModelSpec
 from specdec import LanguageModel
+from specdec import ModelSpec
 from specdec import Sampling
 
 VOCAB_SIZE = 48

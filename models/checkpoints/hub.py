@@ -22,7 +22,7 @@ from models.checkpoints.family import parameter_name
 from models.nn.matmul import Int8Matrix
 from models.nn.matmul import quantize
 
-_DEMO = pathlib.Path(__file__).parent / 'demo'
+_DEMO = pathlib.Path(__file__).parents[1] / 'demo'
 _EMBEDDED = {
   'demo': _DEMO / 'target',
   'demo-moe': _DEMO / 'moe',

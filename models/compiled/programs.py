@@ -365,7 +365,9 @@ def _with_table(drafter: Drafter, vocab_size: int) -> Drafter:
   )
 
 
-def _drafter(method: str, workload: Workload, target: LanguageModel) -> Drafter | None:
+def _drafter(
+  method: str, workload: Workload, target: LanguageModel
+) -> Drafter | None:
   if method == 'plain':
     return None
   vocab_size = target.spec.vocab_size
@@ -407,7 +409,9 @@ def _work(model: LanguageModel, cache: specdec.KVCache, positions: int) -> Work:
   )
 
 
-def _works(target: LanguageModel, drafter: Drafter | None, state) -> dict[str, Work]:
+def _works(
+  target: LanguageModel, drafter: Drafter | None, state
+) -> dict[str, Work]:
   num_nodes = 1 if drafter is None else drafter.config.num_nodes
   works = {'target': _work(target, state.target_cache, num_nodes)}
   if drafter is None:

@@ -14,8 +14,8 @@ from models.checkpoints.family import Module
 from models.checkpoints.family import Path
 from models.nn.mixtral import MixtralConfig
 from specdec import cache as kv
-from specdec.model import ModelSpec
 from specdec.model import LanguageModel
+from specdec.model import ModelSpec
 
 
 @functools.cache

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from specdec import cache as kv
-from specdec.model import ModelSpec
 from specdec.model import LanguageModel
+from specdec.model import ModelSpec
 
 
 def _apply(params, tokens, positions, mask, cache):

@@ -13,8 +13,10 @@ from models.text.pair import Pair
 from models.text.pair import vocabulary_digest
 from specdec.draft.candidates import CandidateScorer
 from specdec.draft.drafter import Drafter
-from specdec.draft.drafter import staged
-from specdec.draft.drafter import TreeConfig
+from specdec.draft.drafter import fixed_drafter
+from specdec.draft.drafter import PLAIN
+from specdec.draft.drafter import Stage
+from specdec.draft.drafter import StageConfig
 from specdec.draft.language_model import LanguageModelScorer
 from specdec.draft.lookup import PromptLookup
 from specdec.draft.ngram import NGram
@@ -23,6 +25,7 @@ from specdec.tree.topology import chain
 from specdec.tree.topology import k_ary
 from specdec.tree.topology import load_topology
 from specdec.tree.topology import Topology
+from specdec.tree.topology import TreeShape
 
 INNERS = ('none', 'ngram', 'lookup', 'ngram+lookup')
 PLANNED = 'plan'
@@ -36,24 +39,13 @@ METHODS = (
   PLANNED,
 )
 
-DEMO_TABLE = pathlib.Path(__file__).parent / 'demo' / 'ngram.safetensors'
+DEMO_TABLE = pathlib.Path(__file__).parents[1] / 'demo' / 'ngram.safetensors'
 
 
-_TREE = TreeConfig(
-  num_nodes=64,
-  width=16,
-  branching=8,
-  rounds=4,
-  max_depth=16,
-  capacity=512,
-  calibration=1.2,
-)
-_INNER_TREE = TreeConfig(
-  width=8,
-  branching=3,
-  rounds=3,
-  cost_ratio=0.0,  # next to nothing
-)
+_TREE = TreeShape(num_nodes=64, max_depth=16, capacity=512)
+_STAGE = StageConfig(width=16, branching=8, rounds=4, calibration=1.2)
+# Its forwards cost next to nothing.
+_INNER_STAGE = StageConfig(width=8, branching=3, rounds=3, cost_ratio=0.0)
 _LOOKUP = PromptLookup()
 
 
@@ -76,11 +68,14 @@ class DraftSettings:
 
   Attributes:
     num_draft_tokens: of a chain.
-    tree: of the outermost stage.
+    tree: limits of the tree that grows best first.
+    stage: the outermost stage.
+    topology: a fixed shape of the tree instead of `tree`, and of the width,
+      children and rounds of `stage`; or None.
     inner: one of `INNERS`, who guesses for the draft, or instead of it. None:
       n-gram and lookup; the embedded n-gram only if it was built with the
       tokenizer of the pair.
-    inner_tree: of the inner drafter, in a stage.
+    inner_stage: the inner drafter, in a stage.
     inner_rounds_alone: of the inner drafter where there is no draft.
     ngram: `demo` or a file made by scripts/build_ngram.py.
     lookup: how prompt lookup matches.
@@ -88,9 +83,11 @@ class DraftSettings:
   """
 
   num_draft_tokens: int = 4
-  tree: TreeConfig = _TREE
+  tree: TreeShape = _TREE
+  stage: StageConfig = _STAGE
+  topology: Topology | None = None
   inner: str | None = None
-  inner_tree: TreeConfig = _INNER_TREE
+  inner_stage: StageConfig = _INNER_STAGE
   inner_rounds_alone: int = 8
   ngram: str = 'demo'
   lookup: PromptLookup = _LOOKUP
@@ -138,7 +135,6 @@ OPTIONS: Mapping[str, Callable[[str], Any]] = {
   'capacity': int,
   'calibration': float,
   'cost_ratio': float,
-  'min_gain': float,
   'topology': parse_topology,
   'inner': str,
   'inner_width': int,
@@ -162,8 +158,9 @@ def with_options(
   Raises:
     ValueError: a value cannot be used; names it.
   """
-  own, outer, inner = {}, {}, {}
-  fields = {field.name for field in dataclasses.fields(DraftSettings)}
+  own, tree, stage, inner = {}, {}, {}, {}
+  names_of = lambda record: {one.name for one in dataclasses.fields(record)}
+  fields, of_tree = names_of(DraftSettings), names_of(TreeShape)
   for name, value in options.items():
     if isinstance(value, str):
       try:
@@ -174,18 +171,21 @@ def with_options(
       own[name] = value
     elif name.startswith(_INNER_PREFIX):
       inner[name.removeprefix(_INNER_PREFIX)] = value
+    elif name in of_tree:
+      tree[name] = value
     else:
-      outer[name] = value
+      stage[name] = value
   if own.get('num_draft_tokens', 1) < 1:
     raise ValueError(
       f'num_draft_tokens must be at least 1, got {own["num_draft_tokens"]}'
     )
-  tree = dataclasses.replace(settings.tree, **outer)
+  own['tree'] = dataclasses.replace(settings.tree, **tree)
+  own['stage'] = dataclasses.replace(settings.stage, **stage)
   try:
-    inner_tree = dataclasses.replace(settings.inner_tree, **inner)
+    own['inner_stage'] = dataclasses.replace(settings.inner_stage, **inner)
   except ValueError as error:
     raise ValueError(f'{_INNER_PREFIX}{error}') from error
-  return dataclasses.replace(settings, tree=tree, inner_tree=inner_tree, **own)
+  return dataclasses.replace(settings, **own)
 
 
 def _table_path(settings: DraftSettings) -> str | pathlib.Path:
@@ -228,15 +228,18 @@ def _proposers(inner: str, settings: DraftSettings, pair: Pair) -> tuple:
 
 def _alone(inner: str, settings: DraftSettings, pair: Pair) -> Drafter:
   """A table or the text itself as the only drafter, costing next to nothing."""
-  config = settings.tree
-  if config.topology is None:
-    config = dataclasses.replace(
-      config,
-      rounds=settings.inner_rounds_alone,
-      cost_ratio=0.0,
-      calibration=settings.inner_tree.calibration,
+  scorer = CandidateScorer(_proposers(inner, settings, pair))
+  if settings.topology is not None:
+    return fixed_drafter(
+      scorer, settings.topology, calibration=settings.stage.calibration
     )
-  return Drafter(CandidateScorer(_proposers(inner, settings, pair)), config)
+  config = dataclasses.replace(
+    settings.stage,
+    rounds=settings.inner_rounds_alone,
+    cost_ratio=0.0,
+    calibration=settings.inner_stage.calibration,
+  )
+  return Drafter((Stage(scorer, config),), settings.tree)
 
 
 def _default_inner(settings: DraftSettings, pair: Pair) -> str:
@@ -255,18 +258,13 @@ def _default_inner(settings: DraftSettings, pair: Pair) -> str:
   return 'ngram+lookup'
 
 
-def make_drafter(
-  method: str, pair: Pair, settings: DraftSettings
-) -> Drafter | None:
+def make_drafter(method: str, pair: Pair, settings: DraftSettings) -> Drafter:
   """The drafter of a method.
 
   Args:
     method: one of `METHODS`.
     pair: the target and perhaps a draft.
     settings: see `DraftSettings`.
-
-  Returns:
-    The drafter; None for plain decoding.
 
   Raises:
     ValueError: the method is not known or does not fit the settings.
@@ -281,7 +279,7 @@ def make_drafter(
       raise ValueError('the method plan needs one; give --plan=auto or a file')
     return make_drafter(settings.plan.method, pair, settings.plan.drafting)
   if method == 'plain':
-    return None
+    return PLAIN
   if method in INNERS:
     return _alone(method, settings, pair)
   draft = pair.draft
@@ -298,26 +296,28 @@ def make_drafter(
   scorer = LanguageModelScorer(draft)
   length = settings.num_draft_tokens
   if method == 'chain':
-    return Drafter(scorer, TreeConfig(topology=chain(length)))
+    return fixed_drafter(scorer, chain(length))
+  if method == 'tree' and settings.topology is not None:
+    return fixed_drafter(
+      scorer, settings.topology, calibration=settings.stage.calibration
+    )
   if method == 'tree':
-    return Drafter(scorer, settings.tree)
+    return Drafter((Stage(scorer, settings.stage),), settings.tree)
   if inner == 'none':
     raise ValueError(
       '--method=staged with --inner=none is --method=tree; choose one of'
       f' {INNERS[1:]}'
     )
-  config = settings.tree
-  if method == 'staged_chain':
-    config = dataclasses.replace(
-      config,
-      num_nodes=length + 1,
-      width=length + 1,
-      branching=1,
-      max_depth=length,
+  if settings.topology is not None:
+    raise ValueError(
+      '--topology leaves no room for the candidates of an inner stage; leave'
+      ' out --topology, or choose --method=tree'
     )
-  return staged(
-    Drafter(scorer, config),
-    Drafter(
-      CandidateScorer(_proposers(inner, settings, pair)), settings.inner_tree
-    ),
+  tree, config = settings.tree, settings.stage
+  if method == 'staged_chain':
+    tree = dataclasses.replace(tree, num_nodes=length + 1, max_depth=length)
+    config = dataclasses.replace(config, width=length + 1, branching=1)
+  inner_scorer = CandidateScorer(_proposers(inner, settings, pair))
+  return Drafter(
+    (Stage(scorer, config), Stage(inner_scorer, settings.inner_stage)), tree
   )

@@ -37,6 +37,7 @@ from models.text.result import TextGeneration
 from models.text.token_bytes import text_of
 from models.text.token_bytes import TextStream
 import specdec
+from specdec import checks
 from specdec.verify.stop_strings import build_stop_table
 from specdec.verify.stop_strings import StopTable
 
@@ -94,13 +95,13 @@ def row_keys(seed: int | Sequence[int], batch_size: int) -> jax.Array:
         f'seed must be an integer of 32 bits, or one per row, got {seed!r}'
       )
   if not isinstance(seed, Sequence):
-    return specdec.row_keys(jax.random.key(seeds[0]), batch_size)
+    return checks.row_keys(jax.random.key(seeds[0]), batch_size)
   if len(seeds) != batch_size:
     raise ValueError(
       f'seed must be one integer or one per row ({batch_size}), got'
       f' {len(seeds)}'
     )
-  one_key = lambda one: specdec.row_keys(jax.random.key(one), 1)[0]
+  one_key = lambda one: checks.row_keys(jax.random.key(one), 1)[0]
   return jnp.stack([one_key(one) for one in seeds])
 
 
@@ -316,7 +317,7 @@ class Generator:
   """
 
   pair: Pair
-  drafter: specdec.Drafter | None
+  drafter: specdec.Drafter
   break_even: float | None = None
   _stop_tables: dict = dataclasses.field(
     default_factory=dict, repr=False, compare=False

@@ -189,9 +189,7 @@ def load_pair(
       hub.load_module(draft_folder, dtype=draft_dtype or dtype)
     )
     _check_padding(target_model, draft_model, tokenizer, draft_folder)
-    draft_model = with_vocab_size(
-      draft_model, target_model.spec.vocab_size
-    )
+    draft_model = with_vocab_size(draft_model, target_model.spec.vocab_size)
   return Pair(
     target=target_model,
     draft=draft_model,

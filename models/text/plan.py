@@ -18,9 +18,10 @@ from models.text.drafters import DraftSettings
 from models.text.drafters import INNERS
 from models.text.drafters import METHODS
 from models.text.drafters import PLANNED
-from specdec.draft.drafter import TreeConfig
+from specdec.draft.drafter import StageConfig
 from specdec.draft.lookup import PromptLookup
 from specdec.tree.topology import Topology
+from specdec.tree.topology import TreeShape
 
 SCHEMA = 1
 
@@ -34,8 +35,9 @@ _OF_TOPOLOGY = (
   'capacity',
 )
 _RECORDS = {
-  'tree': TreeConfig,
-  'inner_tree': TreeConfig,
+  'tree': TreeShape,
+  'stage': StageConfig,
+  'inner_stage': StageConfig,
   'lookup': PromptLookup,
 }
 

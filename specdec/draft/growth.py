@@ -13,7 +13,6 @@ in the tree: the target may verify what the stage had no time to score.
 """
 
 import functools
-
 from typing import Protocol
 
 import flax.struct
@@ -355,5 +354,3 @@ def _gain(tree, scored, can_grow, width) -> jax.Array:
   nodes, _ = best_nodes(tree, can_grow, width)
   new = jnp.maximum(share * prob - of_children, 0.0)[nodes]
   return jnp.sum(jnp.where(nodes >= 0, new, 0.0))
-
-

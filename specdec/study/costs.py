@@ -24,16 +24,20 @@ from specdec.checks import check_sampling
 from specdec.checks import row_keys
 from specdec.draft.candidates import CandidateScorer
 from specdec.draft.drafter import Drafter
-from specdec.draft.drafter import TreeConfig
-from specdec.draft.ranking import IMPOSSIBLE
+from specdec.draft.drafter import PLAIN
+from specdec.draft.drafter import Stage
+from specdec.draft.drafter import StageConfig
 from specdec.loop import advance
 from specdec.loop import start
 from specdec.model import LanguageModel
+from specdec.sampling import EXCLUDED
 from specdec.sampling import Sampling
 from specdec.step import DecodeConfig
 from specdec.step import Request
 from specdec.study.planning import StepCosts
 from specdec.study.replay import stand_in
+from specdec.tree.topology import TreeShape
+from specdec.tree.tree import NO_NODE
 from specdec.verify.accept import RUNNING
 
 _LEAST_SECONDS = 1e-9
@@ -57,26 +61,20 @@ class _Again(flax.struct.PyTreeNode):
     at = length - 1 - jnp.arange(self.num_guesses)
     guesses = tokens[jnp.maximum(at, 0)]
     alike = -jnp.log(self.num_guesses + 1.0)
-    log_probs = jnp.where(at >= 0, alike, IMPOSSIBLE)
+    log_probs = jnp.where(at >= 0, alike, EXCLUDED)
     rows = lambda one: jnp.broadcast_to(one, (*nodes.shape, *one.shape))
     return rows(guesses), rows(log_probs)
 
 
-def _drafter(num_nodes: int) -> Drafter | None:
+def _drafter(num_nodes: int) -> Drafter:
   """All guesses are children of the root."""
   if num_nodes == 1:
-    return None
-  return Drafter(
+    return PLAIN
+  stage = Stage(
     CandidateScorer((_Again(num_nodes - 1),)),
-    TreeConfig(
-      num_nodes=num_nodes,
-      width=1,
-      branching=num_nodes - 1,
-      rounds=1,
-      capacity=num_nodes,
-      cost_ratio=0.0,
-    ),
+    StageConfig(width=1, branching=num_nodes - 1, rounds=1, cost_ratio=0.0),
   )
+  return Drafter((stage,), TreeShape(num_nodes=num_nodes, capacity=num_nodes))
 
 
 def _seconds(run: Callable[[], object]) -> float:
@@ -128,22 +126,23 @@ def _step_run(
   )
   zeros = lambda one: jnp.zeros(one.shape, one.dtype)
   # What the prompts leave of the cache stays empty: it takes as long to read.
+  wanted = shapes.target.cache
   cache = jax.tree.map(
-    _with_room,
-    read_cache.replace(num_slots=shapes.target_cache.num_slots),
-    shapes.target_cache,
+    _with_room, read_cache.replace(num_slots=wanted.num_slots), wanted
   )
   state = jax.tree.map(zeros, shapes)
-  states = [state.replace(tokens=jnp.copy(text), target_cache=cache)]
+  window = jnp.full_like(state.target.window, NO_NODE)
+  target_state = state.target.replace(cache=cache, window=window)
+  states = [state.replace(tokens=jnp.copy(text), target=target_state)]
 
   def run():
     state = states.pop()
     lengths = jnp.full_like(state.length, context)
-    cache = state.target_cache.replace(length=lengths - 1)
+    cache = state.target.cache.replace(length=lengths - 1)
     state = state.replace(
       length=lengths,
       reason=jnp.full_like(state.reason, RUNNING),
-      target_cache=cache,
+      target=state.target.replace(cache=cache),
     )
     states.append(
       advance(
@@ -213,11 +212,11 @@ def measure_step_costs(
   nothing = stand_in(definition, [[0]] * batch_size)
   models = (target, nothing)
   read = lambda model: functools.partial(
-    start, model, None, request, config=config
+    start, model, PLAIN, request, config=config
   )
   with_target, without = _median_seconds([read(one) for one in models], repeats)
   of_target, of_nothing = (
-    start(model, None, request, config=config).target_cache for model in models
+    start(model, PLAIN, request, config=config).target.cache for model in models
   )
 
   def step_run(model, cache, size):

@@ -22,14 +22,14 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec.cache import causal_mask
 from specdec.checks import check_sampling
 from specdec.model import LanguageModel
-from specdec.repetition import init_seen
+from specdec.sampling import add_seen
 from specdec.sampling import adjust_logits
 from specdec.sampling import filter_logits
 from specdec.sampling import position_noise
 from specdec.sampling import Sampling
+from specdec.sampling import SamplingParams
 from specdec.sampling import token_probs
 
 _BINS = 20
@@ -47,7 +47,7 @@ def _seen(tokens: jax.Array, vocab_size: int) -> jax.Array:
 
 @jax.jit
 def distributions(
-  model: LanguageModel, tokens: jax.Array, sampling: Sampling
+  model: LanguageModel, tokens: jax.Array, sampling: SamplingParams
 ) -> jax.Array:
   """What each token of a text would be drawn from.
 
@@ -59,18 +59,11 @@ def distributions(
   Returns:
     `[S, V]` float32; entry t is of the token after the first t + 1.
   """
-  num_slots = tokens.shape[1]
-  definition = model.spec
-  logits, _ = model.apply(
-    tokens,
-    jnp.arange(num_slots)[None],
-    causal_mask(jnp.zeros(1, jnp.int32), num_slots, num_slots),
-    definition.init_cache(1, num_slots),
-  )
   seen = None
   if sampling.repetition_penalty is not None:
-    seen = _seen(tokens, definition.vocab_size)
-  return token_probs(adjust_logits(logits, sampling, seen), sampling)[0]
+    seen = _seen(tokens, model.spec.vocab_size)
+  logits = adjust_logits(model.logits(tokens), sampling, seen)
+  return token_probs(logits, sampling)[0]
 
 
 @jax.jit
@@ -172,26 +165,26 @@ def p_values(rows: Sequence[np.ndarray]) -> dict[str, float]:
 
 @jax.jit
 def _margin(model, row_key, tokens, length, sampling):
-  definition = model.spec
-  num_slots = tokens.shape[1]
-  cache = definition.init_cache(1, num_slots)
-  positions = jnp.arange(num_slots)[None]
-  mask = causal_mask(jnp.zeros(1, jnp.int32), num_slots, num_slots)
-  logits, _ = model.apply(tokens, positions, mask, cache)
+  vocab_size = model.spec.vocab_size
   noise = position_noise(
-    row_key[None], length[None, None], definition.vocab_size, sampling
+    row_key[None], length[None, None], vocab_size, sampling
   )
+  logits = model.logits(tokens)
   last = lax.dynamic_slice_in_dim(logits, length - 1, 1, axis=1)
   seen = None
   if sampling.repetition_penalty is not None:
-    seen = init_seen(tokens, length[None], definition.vocab_size)[:, None]
+    nothing = jnp.zeros((1, vocab_size), bool)
+    seen = add_seen(nothing, tokens, length[None])[:, None]
   last = adjust_logits(last, sampling, seen)
   best = lax.top_k(filter_logits(last, sampling) + noise, 2)[0][0, 0]
   return best[0] - best[1]
 
 
 def choice_margin(
-  model: LanguageModel, row_key: jax.Array, tokens: Sequence[int], sampling: Sampling
+  model: LanguageModel,
+  row_key: jax.Array,
+  tokens: Sequence[int],
+  sampling: Sampling,
 ) -> float:
   """The gap between the best two scores for the token after `tokens`.
 

@@ -21,13 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec import cache as kv
-from specdec.cache import causal_mask
 from specdec.draft.ranking import rank_logits
-from specdec.model import ModelSpec
 from specdec.model import LanguageModel
+from specdec.model import ModelSpec
 from specdec.sampling import adjust_logits
 from specdec.sampling import position_noise
-from specdec.sampling import Sampling
+from specdec.sampling import SamplingParams
 
 
 def _init_cache(batch_size: int, num_slots: int) -> kv.KVCache:
@@ -92,7 +91,10 @@ def stand_in(
 
 @jax.jit
 def next_token_ranks(
-  draft: LanguageModel, tokens: jax.Array, row_keys: jax.Array, sampling: Sampling
+  draft: LanguageModel,
+  tokens: jax.Array,
+  row_keys: jax.Array,
+  sampling: SamplingParams,
 ) -> jax.Array:
   """As which of the draft's guesses each next token of a text comes.
 
@@ -110,18 +112,10 @@ def next_token_ranks(
     `[B, T - 1]` int32; entry t of a row is the rank, from 0, of its token
     t + 1 among the guesses of what follows the first t + 1 tokens.
   """
-  batch_size, length = tokens.shape
-  definition = draft.spec
-  positions = jnp.broadcast_to(jnp.arange(length)[None], tokens.shape)
-  logits, _ = draft.apply(
-    tokens,
-    positions,
-    causal_mask(jnp.zeros(batch_size, jnp.int32), length, length),
-    definition.init_cache(batch_size, length),
-  )
-  logits = adjust_logits(logits[:, :-1], sampling, None)
+  positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+  logits = adjust_logits(draft.logits(tokens)[:, :-1], sampling, None)
   noise = position_noise(
-    row_keys, positions[:, 1:], definition.vocab_size, sampling
+    row_keys, positions[:, 1:], draft.spec.vocab_size, sampling
   )
   scores = rank_logits(logits, noise, sampling, 1.0, 1).scores
   own = jnp.take_along_axis(scores, tokens[:, 1:, None], axis=-1)

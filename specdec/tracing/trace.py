@@ -221,17 +221,13 @@ def _frozen(record: Mapping[str, Any]) -> dict[str, Any]:
   }
 
 
-def row_forwards(
-  state: DecodeState, drafter: Drafter | None
-) -> dict[str, np.ndarray]:
+def row_forwards(state: DecodeState, drafter: Drafter) -> dict[str, np.ndarray]:
   """By stage, the forwards of each row so far, `[B]`."""
-  counted = {'target': state.counters.target_forwards}
-  if drafter is not None and state.stages is not None:
-    for stage, of_stage in zip(
-      drafter.stages, state.stages.stages, strict=True
-    ):
-      counted[stage.name] = of_stage.counters.row_forwards
-  # Not all at once: a mapping would come back sorted by name.
+  counted = {'target': state.counters.target_forwards} | {
+    stage.name: stage_state.counters.row_forwards
+    for stage, stage_state in zip(drafter.stages, state.stages, strict=True)
+  }
+  # One by one: a mapping would come back sorted by name.
   return {name: jax.device_get(rows) for name, rows in counted.items()}
 
 
@@ -249,15 +245,16 @@ def blocks_of(
     starts: `[B]`, tokens of each row before it.
     emitted: of each row, the new tokens.
     before: `row_forwards` before it.
-    after: likewise, after it.
+    after: `row_forwards` after it.
 
   Returns:
     Blocks; None for rows that were done.
   """
-  tree, paths = jax.device_get((record.tree, record.path))
+  tree, nodes, paths = jax.device_get((record.tree, record.nodes, record.path))
   return [
     _block(
       jax.tree.map(lambda array, row=row: array[row], tree),
+      nodes[row],
       paths[row],
       int(starts[row]),
       emitted[row],
@@ -269,22 +266,19 @@ def blocks_of(
   ]
 
 
-def _block(tree, path, start, emitted, forwards) -> Block:
-  # A fixed topology has gaps where a scorer had fewer guesses than places.
-  is_used = tree.parent >= 0
-  is_used[ROOT] = True
-  used = np.flatnonzero(is_used)
-  new_index = np.cumsum(is_used) - 1
-  parents = new_index[tree.parent[used]]
-  parents[ROOT] = NO_NODE
-  probs = np.exp(np.minimum(tree.edge[used].astype(float), 0.0))
+def _block(tree, nodes, path, start, emitted, forwards) -> Block:
+  used = nodes[nodes >= 0]
+  # The verified nodes, numbered anew: ascending, so parents come first.
+  number = np.full(tree.capacity + 1, NO_NODE)
+  number[used] = np.arange(used.size)
+  probs = np.exp(np.minimum(tree.cond_log_prob[used].astype(float), 0.0))
   return Block(
     start=start,
     tokens=tuple(tree.token[used].tolist()),
-    parents=tuple(parents.tolist()),
+    parents=tuple(number[tree.parent[used]].tolist()),
     origins=tuple(tree.origin[used].tolist()),
     probs=tuple(np.round(probs, _DIGITS).tolist()),
-    path=tuple(new_index[path[path >= 0]].tolist()),
+    path=tuple(number[path[path >= 0]].tolist()),
     emitted=tuple(emitted),
     forwards=forwards,
   )

@@ -109,7 +109,9 @@ class BlockRule:
     draft = jax.nn.one_hot(tokens, vocab_size)
     if self.children != BEST:
       drawn_from = at(proposals, nodes[:, :-1])
-      draft = jnp.where(sampling.is_stochastic[:, None, None], drawn_from, draft)
+      draft = jnp.where(
+        sampling.is_stochastic[:, None, None], drawn_from, draft
+      )
     weights = prefix_weights(target, draft, tokens)
     residual = residuals(target, draft, weights)
     size = jnp.sum(nodes >= 0, axis=1) - 1
@@ -122,7 +124,9 @@ class BlockRule:
     left = jnp.pad(residual, ((0, 0), (0, 1), (0, 0)))
     after_chain = at(target, accepted)
     bonus = draw(
-      jnp.where(whole, after_chain, normalized(at(left, accepted), after_chain)),
+      jnp.where(
+        whole, after_chain, normalized(at(left, accepted), after_chain)
+      ),
       randomness.residual_noise,
     )
     following = jnp.pad(tokens, ((0, 0), (0, 1)))

@@ -142,7 +142,9 @@ class RejectionRule:
       replace = lambda new, old: jnp.where(where[:, None], new, old)
       node = of_row(nodes)
       target = token_probs(of_row(logits)[:, None], sampling)[:, 0]
-      draft = replace(at(proposals, node), walk.draft) if is_drawn else walk.draft
+      draft = (
+        replace(at(proposals, node), walk.draft) if is_drawn else walk.draft
+      )
       return walk.replace(
         node=jnp.where(where, node, walk.node),
         target=replace(target, walk.target),
