@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_drafters
+from tiny_drafters import Settings
 import tiny_models
 
 from specdec import decode
@@ -16,13 +17,12 @@ from specdec import NGram
 from specdec import PromptLookup
 from specdec import Request
 from specdec import staged
-from specdec import TreeConfig
 from specdec.tree.tree import _looked_up
 from specdec.tree.tree import _looked_up_sums
 from specdec.tree.tree import _scattered
 from specdec.tree.tree import _scattered_sums
 
-_TREE = TreeConfig(num_nodes=6, width=2, branching=2, rounds=2, capacity=16)
+_TREE = Settings(num_nodes=6, width=2, branching=2, rounds=2, capacity=16)
 
 
 def _take(monkeypatch, platform):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_drafters
+from tiny_drafters import Settings
 import tiny_models
 
 from specdec import cache as kv
@@ -14,7 +15,6 @@ from specdec import cache as masks
 from specdec import init_cache
 from specdec import PromptLookup
 from specdec import staged
-from specdec import TreeConfig
 from specdec.cache import causal_mask
 from specdec.draft.drafter import Step
 from specdec.draft.growth import grow
@@ -287,24 +287,24 @@ _LENGTHS = (3, 1, 12)  # of the texts at the start
 _TEXT_SLOTS = 40  # filled to the last
 _DRAFTERS = {
   'chain': lambda: tiny_drafters.model(
-    tiny_models.draft('similar'), TreeConfig(topology=chain(3))
+    tiny_models.draft('similar'), Settings(topology=chain(3))
   ),
   # What is inside guesses so far ahead that the draft cannot catch up.
   'staged': lambda: staged(
     tiny_drafters.model(
       tiny_models.draft('similar'),
-      TreeConfig(
+      Settings(
         num_nodes=10, width=1, branching=2, rounds=2, capacity=32, cost_ratio=0
       ),
     ),
     staged(
       tiny_drafters.model(
         tiny_models.draft('random'),
-        TreeConfig(width=3, branching=2, rounds=2, cost_ratio=0),
+        Settings(width=3, branching=2, rounds=2, cost_ratio=0),
         'small',
       ),
       tiny_drafters.candidates(
-        PromptLookup((0.5, 0.9)), config=TreeConfig(width=4, rounds=3)
+        PromptLookup((0.5, 0.9)), config=Settings(width=4, rounds=3)
       ),
     ),
   ),
@@ -315,7 +315,7 @@ _DRAFTERS = {
 def _steps(name):
   """The two halves of a step: trees and a verdict, then what is kept."""
   drafter, target = _DRAFTERS[name](), tiny_models.gpt2()
-  is_fixed = drafter.config.topology is not None
+  is_fixed = drafter.shape.topology is not None
   batch_size = len(_LENGTHS)
   sampling = tiny_models.sampling(0.0, 1.0, 1.0).validated()
   noise = jax.random.gumbel(
@@ -326,13 +326,13 @@ def _steps(name):
   @jax.jit
   def start(tokens, length):
     stages = init_stages(drafter, tokens, length, num_slots=_TEXT_SLOTS)
-    num_slots = _TEXT_SLOTS + drafter.config.num_nodes
+    num_slots = _TEXT_SLOTS + drafter.shape.num_nodes
     return stages, prefill(target, tokens, length - 1, num_slots)
 
   @jax.jit
   def guess(stages, cache, tokens, length, active):
     root = tokens[jnp.arange(batch_size), length - 1]
-    capacity = drafter.config.capacity
+    capacity = drafter.shape.capacity
     tree = jax.vmap(init_tree, (0, None))(root, capacity)
     step = Step(
       tokens=tokens,
@@ -348,7 +348,7 @@ def _steps(name):
     nodes = jnp.broadcast_to(jnp.arange(capacity), tree.token.shape)
     if not is_fixed:
       tree, nodes = jax.vmap(select_best, (0, None))(
-        tree, drafter.config.num_nodes
+        tree, drafter.shape.num_nodes
       )
     _, cache = score_nodes(target, cache, tree, drafter.max_depth)
     return stages, tree, nodes, cache
@@ -356,7 +356,7 @@ def _steps(name):
   @jax.jit
   def end(stages, cache, verdict, path, emitted):
     stages = commit_stages(drafter, stages, path, emitted - 1)
-    num_nodes = drafter.config.num_nodes
+    num_nodes = drafter.shape.num_nodes
     return stages, commit(cache, verdict, emitted, num_nodes)
 
   return drafter, start, guess, end

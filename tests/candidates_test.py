@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
+from tiny_drafters import Settings
 
 from models.text.drafters import DraftSettings
 from models.tune.candidates import Search
-from specdec.draft.drafter import TreeConfig
 from specdec.study.planning import PLAIN
 from specdec.study.planning import StepCosts
 from specdec.study.planning import Trial
@@ -166,7 +166,7 @@ def test_what_the_user_settled_is_not_varied():
   search = _run(_search(_evaluate, inner='none'))
   methods = {one.method for one in search.candidates.values()}
   assert methods == {PLAIN, 'chain', 'tree'}
-  tree = TreeConfig(calibration=0.7, max_depth=5, capacity=512)
+  tree = Settings(calibration=0.7, max_depth=5, capacity=512)
   search = _run(_search(_evaluate, inner='lookup', tree=tree))
   methods = {one.method for one in search.candidates.values()}
   assert methods == {PLAIN, 'chain', 'tree', 'staged', 'lookup'}

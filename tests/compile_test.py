@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_drafters
+from tiny_drafters import Settings
 import tiny_models
 
 from models.nn.table_model import table_model
@@ -21,11 +22,10 @@ from specdec import PromptLookup
 from specdec import Request
 from specdec import Sampling
 from specdec import staged
-from specdec import TreeConfig
 from specdec.loop import advance
 from specdec.loop import start
 
-TREE = TreeConfig(num_nodes=5, width=2, branching=2, rounds=2, capacity=12)
+TREE = Settings(num_nodes=5, width=2, branching=2, rounds=2, capacity=12)
 
 
 def _staged(draft):

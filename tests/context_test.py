@@ -11,14 +11,15 @@ import jax
 import numpy as np
 import pytest
 import tiny_drafters
+from tiny_drafters import Settings
 import tiny_modules
 
 from models.nn.contract import as_model
 from models.nn.table_model import table_model
 from specdec import generate
+from specdec import PLAIN
 from specdec import Sampling
 from specdec import staged
-from specdec import TreeConfig
 from specdec.tree.topology import chain
 
 VOCAB_SIZE = 16
@@ -49,13 +50,13 @@ def _target():
 
 
 # A tree that is a chain, but grown until nothing pays.
-_TREE = TreeConfig(
+_TREE = Settings(
   num_nodes=G + 1, width=1, branching=1, rounds=G, capacity=8, cost_ratio=0
 )
-_CHAIN = TreeConfig(topology=chain(G))
+_CHAIN = Settings(topology=chain(G))
 
 
-def _generate(target, prompts, drafter=None):
+def _generate(target, prompts, drafter=PLAIN):
   return generate(
     target,
     jax.random.key(0),

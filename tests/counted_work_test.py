@@ -19,6 +19,7 @@ import pathlib
 import jax
 import pytest
 import tiny_drafters
+from tiny_drafters import Settings
 import tiny_models
 
 from models.compiled.hlo import parse
@@ -142,7 +143,7 @@ def test_a_cpu_does_not_sort_the_vocabulary():
 def test_forwards_of_a_decode(update):
   """The draft is the target, so how many forwards it takes is up to us."""
   model = tiny_models.gpt2()
-  tree = specdec.TreeConfig(
+  tree = Settings(
     num_nodes=8, width=4, branching=2, rounds=3, capacity=32, cost_ratio=0.0
   )
   drafter = specdec.staged(

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_drafters
+from tiny_drafters import Settings
+from tiny_drafters import with_settings
 import tiny_models
 
 from models.nn.table_model import table_model
@@ -18,11 +20,11 @@ from specdec import DecodeConfig
 from specdec import Drafter
 from specdec import generate
 from specdec import NGram
+from specdec import PLAIN
 from specdec import PromptLookup
 from specdec import Request
 from specdec import Sampling
 from specdec import staged
-from specdec import TreeConfig
 from specdec.sampling import choose
 from specdec.sampling import position_noise
 from specdec.tree.topology import chain
@@ -32,7 +34,7 @@ LIMIT = tiny_models.MAX_NEW_TOKENS
 TEMPERATURES = (0.0, 1.0)
 
 
-def _generate(batch_size, temperatures, drafter=None, *, limit=LIMIT, **kw):
+def _generate(batch_size, temperatures, drafter=PLAIN, *, limit=LIMIT, **kw):
   """`generate` with the defaults of this file."""
   kw = {
     'target': tiny_models.gpt2(),
@@ -352,7 +354,7 @@ def test_one_row_that_fills_the_context():
 
 def test_a_draft_of_another_shape():
   draft = tiny_models.gpt2(seed=3, num_layers=1, num_heads=1, width=8)
-  drafter = tiny_drafters.model(draft, TreeConfig(topology=chain(2)))
+  drafter = tiny_drafters.model(draft, Settings(topology=chain(2)))
   for temperature in TEMPERATURES:
     run = _generate(1, [temperature], drafter)
     assert run.tokens == _plain(1, temperature)
@@ -383,7 +385,7 @@ def _table_drafters(outer, inner):
     outer: `[V, V]` logits of the model.
     inner: likewise, of the proposers.
   """
-  config = TreeConfig(
+  config = Settings(
     num_nodes=6, width=3, branching=2, rounds=2, capacity=20, cost_ratio=0
   )
   model = tiny_drafters.model(_model(outer), config)
@@ -392,9 +394,9 @@ def _table_drafters(outer, inner):
   )
   return {
     'none': None,
-    'chain': model.replace(config=TreeConfig(topology=chain(3))),
+    'chain': with_settings(model, Settings(topology=chain(3))),
     'tree': model,
-    'proposer': table.replace(config=config),
+    'proposer': with_settings(table, config),
     'staged': staged(model, table),
   }
 
@@ -466,7 +468,7 @@ def test_eos_at_every_offset_of_a_block(g):
         [[eos - 1 - offset] for offset in offsets],
         max_new_tokens=50,
         drafter=tiny_drafters.model(
-          _model(_counting(step)), TreeConfig(topology=chain(g))
+          _model(_counting(step)), Settings(topology=chain(g))
         ),
         sampling=Sampling(temperature=temperature, top_k=1),
         eos_ids=[eos],
@@ -532,7 +534,7 @@ def _assert_equals_plain(target, drafter, vocab_size):
 def test_two_tokens(name):
   """Fewer than the children that a node might have."""
   target, draft = _random_table(2, 0), _random_table(2, 1)
-  config = TreeConfig(
+  config = Settings(
     num_nodes=9, width=3, branching=4, rounds=3, capacity=9, cost_ratio=0
   )
   lookup = tiny_drafters.candidates(
@@ -544,9 +546,7 @@ def test_two_tokens(name):
   )
   drafter = _table_drafters(draft, target).get(name, lookup)
   if name == 'binary tree':
-    drafter = tiny_drafters.model(
-      _model(draft), TreeConfig(topology=k_ary(2, 3))
-    )
+    drafter = tiny_drafters.model(_model(draft), Settings(topology=k_ary(2, 3)))
   stats = _assert_equals_plain(_model(target), drafter, 2)
   assert max(one['block_efficiency'] for one in stats) > 1.3
   if name == 'binary tree':  # has all continuations
@@ -556,7 +556,7 @@ def test_two_tokens(name):
 
 @pytest.mark.parametrize('is_model', [True, False])
 def test_a_fixed_shape_with_more_ranks_than_there_are_guesses(is_model):
-  config = TreeConfig(topology=k_ary(3, 2))
+  config = Settings(topology=k_ary(3, 2))
   drafter = tiny_drafters.model(_model(_random_table(2, 1)), config)
   if not is_model:
     drafter = tiny_drafters.candidates(
@@ -569,8 +569,8 @@ def test_a_fixed_shape_with_more_ranks_than_there_are_guesses(is_model):
 def test_a_budget_of_one_node_is_plain_decoding(name):
   tables = _random_table(5, 0), _random_table(5, 1)
   drafter = _table_drafters(*tables)[name]
-  config = TreeConfig(num_nodes=1, width=3, branching=2, rounds=2)
-  drafter = drafter.replace(config=config)
+  config = Settings(num_nodes=1, width=3, branching=2, rounds=2)
+  drafter = with_settings(drafter, config)
   assert drafter.max_depth == 0
   for one in _assert_equals_plain(_model(tables[0]), drafter, 5):
     assert one['nodes_per_forward'] == one['block_efficiency'] == 1.0

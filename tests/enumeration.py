@@ -22,14 +22,14 @@ import numpy as np
 from specdec import Sampling
 from specdec.draft.ranking import draw_children
 from specdec.draft.ranking import Draws
-from specdec.draft.ranking import IMPOSSIBLE
 from specdec.draft.ranking import rank_logits
 from specdec.sampling import adjust_logits
+from specdec.sampling import BEST
+from specdec.sampling import EXCLUDED
 from specdec.sampling import token_probs
+from specdec.sampling import WITHOUT_REPLACEMENT
 from specdec.verify import block
 from specdec.verify import rejection
-from specdec.verify.rejection import BEST
-from specdec.verify.rejection import WITHOUT_REPLACEMENT
 
 PROMPT = 0
 
@@ -252,7 +252,7 @@ def _laws(target, draft, seen, sampling, keys):
   _, _, drawn_from = draw_children(draft, nodes, draws, sampling, 1)
   ranking = rank_logits(draft, None, sampling, 1.0, draft.shape[-1])
   edges = ranking.log_probs(ranking.best)
-  best = jnp.where(edges > IMPOSSIBLE / 2, ranking.tokens, -1)
+  best = jnp.where(edges > EXCLUDED / 2, ranking.tokens, -1)
   return token_probs(target, sampling)[:, 0], drawn_from[:, 0], best[:, 0]
 
 

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import slow_walks
 import tiny_drafters
+from tiny_drafters import Settings
 
 from models.nn.table_model import table_model
 from specdec import decode
@@ -30,14 +31,17 @@ from specdec import NGram
 from specdec import PromptLookup
 from specdec import Request
 from specdec import staged
-from specdec import TreeConfig
 from specdec.draft.drafter import Step
 from specdec.draft.growth import grow
 from specdec.draft.ranking import draw_children
 from specdec.draft.ranking import Draws
 from specdec.draft.stages import init_stages
+from specdec.sampling import BEST
+from specdec.sampling import CHILDREN
 from specdec.sampling import DRAFTING
 from specdec.sampling import step_keys
+from specdec.sampling import WITH_REPLACEMENT
+from specdec.sampling import WITHOUT_REPLACEMENT
 from specdec.tree.topology import chain
 from specdec.tree.topology import from_paths
 from specdec.tree.topology import k_ary
@@ -47,11 +51,7 @@ from specdec.tree.tree import select_best
 from specdec.tree.tree import TokenTree
 from specdec.verify import rejection
 from specdec.verify.block import verify_block
-from specdec.verify.rejection import BEST
-from specdec.verify.rejection import CHILDREN
 from specdec.verify.rejection import reject
-from specdec.verify.rejection import WITH_REPLACEMENT
-from specdec.verify.rejection import WITHOUT_REPLACEMENT
 
 # Total variation of whole sequences. What is left is the rounding of float32.
 _TOLERANCE = 1e-6
@@ -268,7 +268,7 @@ def test_a_block_of_which_nothing_is_left():
 
 # Trees that are grown, not drawn: every state has one of its own.
 
-_GROWN = TreeConfig(
+_GROWN = Settings(
   num_nodes=7, width=3, branching=2, rounds=3, capacity=20, cost_ratio=0
 )
 
@@ -316,11 +316,11 @@ def _grown_tree(drafter, sampling, text, length, *, room):
     seen=seen[None],
   )
   root = jnp.take_along_axis(tokens, length[:, None] - 1, axis=1)[:, 0]
-  tree = jax.vmap(init_tree, (0, None))(root, drafter.config.capacity)
+  tree = jax.vmap(init_tree, (0, None))(root, drafter.shape.capacity)
   stages = init_stages(drafter, text[None], length, num_slots=tokens.shape[1])
   closed = jnp.zeros(tree.token.shape, bool)
   _, tree = grow(drafter, stages, tree, step, closed=closed)
-  tree, _ = jax.vmap(select_best, (0, None))(tree, drafter.config.num_nodes)
+  tree, _ = jax.vmap(select_best, (0, None))(tree, drafter.shape.num_nodes)
   return jax.tree.map(lambda array: array[0], tree)
 
 
@@ -734,8 +734,8 @@ def _match_drafters(draft, wrong):
   )
   return {
     'none': None,
-    'chain': model(TreeConfig(topology=chain(3))),
-    'ragged tree': model(TreeConfig(topology=_TOPOLOGIES['ragged tree'])),
+    'chain': model(Settings(topology=chain(3))),
+    'ragged tree': model(Settings(topology=_TOPOLOGIES['ragged tree'])),
     'tree': grown['tree'],
     'staged': staged(grown['tree'], inner),
     'tables': grown['tables'],

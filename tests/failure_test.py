@@ -13,13 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_drafters
+from tiny_drafters import Settings
+from tiny_drafters import with_settings
 import tiny_models
 
 from models.nn.table_model import table_model
 from specdec import generate
+from specdec import PLAIN
 from specdec import Sampling
 from specdec import staged
-from specdec import TreeConfig
 from specdec.cache import init_cache
 from specdec.cache import write
 from specdec.tree.topology import chain
@@ -65,7 +67,7 @@ def _model(table, extra=None):
 
 
 def _drafter(name, model):
-  config = TreeConfig(
+  config = Settings(
     num_nodes=8, width=3, branching=2, rounds=2, capacity=20, cost_ratio=0
   )
   draft = tiny_drafters.model(model, config)
@@ -73,13 +75,13 @@ def _drafter(name, model):
   inner = tiny_drafters.candidates(bigram, config=tiny_drafters.INNER)
   return {
     'plain': None,
-    'chain': draft.replace(config=TreeConfig(topology=chain(3))),
+    'chain': with_settings(draft, Settings(topology=chain(3))),
     'tree': draft,
     'staged': staged(draft, inner),
   }[name]
 
 
-def _generate(target, drafter=None):
+def _generate(target, drafter=PLAIN):
   """All options, so that broken logits go through all that is done to them."""
   bias = np.zeros(VOCAB_SIZE, np.float32)
   bias[3] = -np.inf

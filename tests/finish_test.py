@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_drafters
+from tiny_drafters import Settings
 
 from models.nn.table_model import table_model
 from specdec import Decoding
 from specdec import generate
 from specdec import Sampling
-from specdec import TreeConfig
 from specdec.tree.topology import chain
 from specdec.verify.stop_strings import build_stop_table
 
@@ -39,7 +39,7 @@ def _model(step=1):
 def _drafter(name, step=1):
   if name == 'plain':
     return None
-  return tiny_drafters.model(_model(step), TreeConfig(topology=chain(G)))
+  return tiny_drafters.model(_model(step), Settings(topology=chain(G)))
 
 
 def _rows():

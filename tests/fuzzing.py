@@ -11,6 +11,8 @@ import traceback
 
 import numpy as np
 import tiny_drafters
+from tiny_drafters import Settings
+from tiny_drafters import with_settings
 import tokenizers
 import transformers
 
@@ -21,7 +23,6 @@ from specdec import NGram
 from specdec import PromptLookup
 from specdec import Sampling
 from specdec import staged
-from specdec import TreeConfig
 from specdec.tree.topology import chain
 from specdec.tree.topology import from_paths
 
@@ -86,19 +87,19 @@ def _drafters():
   both = tiny_drafters.candidates(
     PromptLookup((0.2, 0.5), num_matches=2),
     NGram(table),
-    config=TreeConfig(width=2, branching=2, rounds=2, cost_ratio=0),
+    config=Settings(width=2, branching=2, rounds=2, cost_ratio=0),
   )
-  tree = TreeConfig(
+  tree = Settings(
     num_nodes=8, width=3, branching=2, rounds=2, capacity=24, cost_ratio=0
   )
   ragged = from_paths([(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 0, 0)])
   drafted = lambda config: tiny_drafters.model(models.draft, config)
   return {
-    'chain of 1': drafted(TreeConfig(topology=chain(1))),
-    'chain of 3': drafted(TreeConfig(topology=chain(3))),
-    'ragged': drafted(TreeConfig(topology=ragged)),
+    'chain of 1': drafted(Settings(topology=chain(1))),
+    'chain of 3': drafted(Settings(topology=chain(3))),
+    'ragged': drafted(Settings(topology=ragged)),
     'tree': drafted(tree),
-    'tables': both.replace(config=tree),
+    'tables': with_settings(both, tree),
     'staged': staged(drafted(tree), both),
   }
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_drafters import Settings
 
 from models.nn.table_model import table_model
 from specdec import CandidateScorer
@@ -15,7 +16,6 @@ from specdec import LanguageModelScorer
 from specdec import PromptLookup
 from specdec import Sampling
 from specdec import staged
-from specdec import TreeConfig
 from specdec.tree.topology import chain
 
 VOCAB_SIZE = 6
@@ -26,8 +26,8 @@ def _model(vocab_size=VOCAB_SIZE, max_positions=50):
   return table_model(table, max_positions=max_positions)
 
 
-_CHAIN = TreeConfig(topology=chain(4))
-_TREE = TreeConfig(num_nodes=6, width=2, branching=2, rounds=2)
+_CHAIN = Settings(topology=chain(4))
+_TREE = Settings(num_nodes=6, width=2, branching=2, rounds=2)
 
 
 def _draft(config=_CHAIN, name='draft', **kw):

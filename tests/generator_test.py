@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_drafters
+from tiny_drafters import Settings
+from tiny_drafters import with_settings
 import tokenizers
 import transformers
 
@@ -24,7 +26,6 @@ from models.training.tokenizer import train_tokenizer
 from specdec import PromptLookup
 from specdec import Sampling
 from specdec import staged
-from specdec import TreeConfig
 from specdec.tree.topology import chain
 
 _TEXT = (
@@ -63,7 +64,7 @@ def _model(seed):
 
 @functools.cache
 def _generator(drafter='plain'):
-  tree = TreeConfig(
+  tree = Settings(
     num_nodes=8, width=2, branching=2, rounds=2, capacity=16, cost_ratio=0
   )
   draft = tiny_drafters.model(_model(1), tree)
@@ -72,7 +73,7 @@ def _generator(drafter='plain'):
     Pair(target=_model(0), draft=None, tokenizer=_tokenizer(), eos_ids=(0,)),
     {
       'plain': None,
-      'chain': draft.replace(config=TreeConfig(topology=chain(3))),
+      'chain': with_settings(draft, Settings(topology=chain(3))),
       'staged': staged(draft, lookup),
     }[drafter],
   )

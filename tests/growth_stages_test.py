@@ -19,12 +19,12 @@ from list_trees import up
 import numpy as np
 import tiny_drafters
 from tiny_drafters import candidates
+from tiny_drafters import Settings
 
 from models.nn.table_model import table_model
 from specdec import generate
 from specdec import Sampling
 from specdec import staged
-from specdec import TreeConfig
 from specdec.tree.tree import ROOT
 
 
@@ -129,7 +129,7 @@ def test_a_perfect_inner_drafter_saves_forwards_of_a_decode():
   rng = np.random.default_rng(0)
   target = random_table(0)
   draft = target + 0.1 * rng.normal(size=target.shape).astype(np.float32)
-  config = TreeConfig(
+  config = Settings(
     num_nodes=16, width=6, branching=3, rounds=6, capacity=64, cost_ratio=0
   )
   few = dataclasses.replace(config, rounds=2)

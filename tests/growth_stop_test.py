@@ -18,7 +18,7 @@ import pytest
 import tiny_drafters
 from tiny_drafters import candidates
 
-from specdec.draft.ranking import IMPOSSIBLE
+from specdec.sampling import EXCLUDED
 
 
 def _forwards(probs, config, active=None):
@@ -96,7 +96,7 @@ def test_rows_that_are_done_have_no_say():
 
 def test_rows_that_are_done_have_no_say_without_a_cost_either():
   """Only the second row has something to score after the root."""
-  log_probs = np.full((VOCAB_SIZE, 1), IMPOSSIBLE, np.float32)
+  log_probs = np.full((VOCAB_SIZE, 1), EXCLUDED, np.float32)
   log_probs[3:] = -0.1
   tokens = jnp.full((VOCAB_SIZE, 1), 3)
   proposer = tiny_drafters.BigramTable(tokens, jnp.asarray(log_probs))

@@ -34,11 +34,12 @@ import numpy as np
 import pytest
 import tiny_drafters
 from tiny_drafters import candidates
+from tiny_drafters import Settings
+from tiny_drafters import with_settings
 import tiny_models
 
 from specdec import Drafter
 from specdec import staged
-from specdec import TreeConfig
 from specdec.cache import causal_mask
 from specdec.draft.stages import commit_stages
 from specdec.tree.topology import chain
@@ -80,7 +81,7 @@ def _by_name(name, outer, middle, inner):
 def _with_config(stages, **kw):
   """The outermost stage of both, differently."""
   return tuple(
-    one.replace(config=dataclasses.replace(one.config, **kw))
+    with_settings(one, dataclasses.replace(one.config, **kw))
     if isinstance(one, Drafter)
     else dataclasses.replace(one, config=dataclasses.replace(one.config, **kw))
     for one in stages
@@ -231,7 +232,7 @@ def test_growth_after_a_step_is_growth_after_a_prefill():
   rng = np.random.default_rng(2)
   vocab_size = tiny_models.VOCAB_SIZE
   drafter = tiny_drafters.model(
-    tiny_models.draft('similar'), TreeConfig(topology=k_ary(2, 2))
+    tiny_models.draft('similar'), Settings(topology=k_ary(2, 2))
   )
   tokens = np.zeros((BATCH_SIZE, TEXT_SLOTS), np.int32)
   length = np.array([4, 1, 9], np.int32)
@@ -274,7 +275,7 @@ def test_growth_after_a_step_is_growth_after_a_prefill():
 )
 @pytest.mark.parametrize('is_model', [True, False])
 def test_fixed_shapes_are_filled_by_rank(topology, is_model):
-  config = TreeConfig(topology=topology, calibration=1.5)
+  config = Settings(topology=topology, calibration=1.5)
   for temperature in (0.0, 1.0):
     table = random_table(5)
     if is_model:
@@ -282,9 +283,9 @@ def test_fixed_shapes_are_filled_by_rank(topology, is_model):
     else:
       drafter = candidates(tiny_drafters.exact(table), config=config)
       slow = slow_proposer(table, config)
-    step = random_step(5, topology.depth, temperature)
+    step = random_step(5, topology.max_depth, temperature)
     trees, forwards = run(drafter, step)
-    assert forwards == [topology.depth]
+    assert forwards == [topology.max_depth]
     for row, nodes in enumerate(trees):
       expected = [Node(step.texts[row][-1])]
       index = {(): ROOT}

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 import tiny_drafters
+from tiny_drafters import Settings
 import tiny_models
 
 from specdec import Drafter
@@ -15,7 +16,6 @@ from specdec import generate
 from specdec import LanguageModelScorer
 from specdec import Sampling
 from specdec import staged
-from specdec import TreeConfig
 from specdec.tree.topology import chain
 
 _DEPTH = 4
@@ -23,7 +23,7 @@ _DEPTH = 4
 
 def _chain(kind):
   scorer = LanguageModelScorer(tiny_models.draft(kind))
-  return Drafter(scorer, TreeConfig(topology=chain(_DEPTH)))
+  return Drafter(scorer, Settings(topology=chain(_DEPTH)))
 
 
 def _run(drafter, break_even=None, *, rows=1, limit=128, temperature=0.0):
@@ -124,7 +124,7 @@ def test_after_a_rest_the_draft_knows_the_text(stages):
   """A perfect draft that is sent to rest again and again misses nothing."""
   drafter = _chain('perfect')
   if stages == 2:
-    config = TreeConfig(
+    config = Settings(
       num_nodes=_DEPTH + 1,
       width=3,
       branching=1,

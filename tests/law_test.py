@@ -18,21 +18,22 @@ from scipy import optimize
 from scipy import stats
 import slow_walks
 import tiny_drafters
+from tiny_drafters import Settings
+from tiny_drafters import with_settings
 
 from models.nn.table_model import table_model
 from specdec import decode
 from specdec import DecodeConfig
 from specdec import Request
 from specdec import staged
-from specdec import TreeConfig
+from specdec.sampling import BEST
+from specdec.sampling import CHILDREN
+from specdec.sampling import WITH_REPLACEMENT
+from specdec.sampling import WITHOUT_REPLACEMENT
 from specdec.tree.topology import chain
 from specdec.tree.topology import from_paths
 from specdec.tree.topology import k_ary
 from specdec.tree.tree import NO_NODE
-from specdec.verify.rejection import BEST
-from specdec.verify.rejection import CHILDREN
-from specdec.verify.rejection import WITH_REPLACEMENT
-from specdec.verify.rejection import WITHOUT_REPLACEMENT
 
 _VOCAB_SIZE = 4
 _LENGTH = 4
@@ -40,7 +41,7 @@ _NUM_ROWS = 60_000  # of each sampling
 _CHUNK = 6100  # at a time; XLA folds constants as long as this for minutes
 _NUM_SLOW = 150
 
-_GROWN = TreeConfig(
+_GROWN = Settings(
   num_nodes=6, width=2, branching=2, rounds=2, capacity=16, cost_ratio=0
 )
 _TOPOLOGIES = {
@@ -113,12 +114,12 @@ def _drafter(shape, draft, other):
   model = tiny_drafters.model(_model(draft), _GROWN)
   table = tiny_drafters.candidates(tiny_drafters.exact(other), config=_GROWN)
   if shape in _TOPOLOGIES:
-    return model.replace(config=TreeConfig(topology=_TOPOLOGIES[shape]))
+    return with_settings(model, Settings(topology=_TOPOLOGIES[shape]))
   return {
     'grown': model,
-    'staged': staged(model, table.replace(config=tiny_drafters.INNER)),
+    'staged': staged(model, with_settings(table, tiny_drafters.INNER)),
     'bigram': table,
-    'bigram chain': table.replace(config=TreeConfig(topology=chain(2))),
+    'bigram chain': with_settings(table, Settings(topology=chain(2))),
   }[shape]
 
 

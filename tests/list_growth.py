@@ -14,10 +14,10 @@ from list_trees import ranking
 from list_trees import up
 import numpy as np
 import tiny_drafters
+from tiny_drafters import Settings
 
 from models.nn.table_model import table_model
 from specdec import Sampling
-from specdec import TreeConfig
 from specdec.draft.drafter import Step
 from specdec.draft.growth import grow
 from specdec.draft.stages import init_stages
@@ -51,7 +51,7 @@ class SlowStage:
   """
 
   logits: Callable[[list[int]], np.ndarray]
-  config: TreeConfig
+  config: Settings
   inner: 'SlowStage | None' = None
   is_model: bool = True
   cost: float = 0.0
@@ -226,7 +226,7 @@ def grown(drafter, tokens, length, active, noise, sampling):
 
 
 def grown_from(drafter, stages, tokens, length, active, noise, sampling):
-  capacity = drafter.config.capacity
+  capacity = drafter.shape.capacity
   root = tokens[jnp.arange(length.shape[0]), length - 1]
   return grow(
     drafter,
@@ -324,11 +324,11 @@ def assert_equal_trees(actual, expected):
 
 # Tables.
 
-TREE = TreeConfig(
+TREE = Settings(
   num_nodes=10, width=3, branching=3, rounds=3, capacity=40, cost_ratio=0
 )
-SMALL = TreeConfig(width=3, branching=2, rounds=2, cost_ratio=0)
-TINY = TreeConfig(width=2, branching=2, rounds=1, cost_ratio=0)
+SMALL = Settings(width=3, branching=2, rounds=2, cost_ratio=0)
+TINY = Settings(width=2, branching=2, rounds=1, cost_ratio=0)
 
 
 def random_table(seed, sharpness=2.0):
@@ -367,7 +367,7 @@ def random_step(seed, max_depth, temperature, active=(True,) * BATCH_SIZE):
   )
 
 
-def chain_config(**kw) -> TreeConfig:
+def chain_config(**kw) -> Settings:
   """One guess after every node, and five rounds that cost nothing."""
   kw = {
     'num_nodes': 8,
@@ -376,4 +376,4 @@ def chain_config(**kw) -> TreeConfig:
     'rounds': 5,
     'cost_ratio': 0,
   } | kw
-  return TreeConfig(**kw)
+  return Settings(**kw)

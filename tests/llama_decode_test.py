@@ -7,20 +7,22 @@ import functools
 
 import pytest
 import tiny_drafters
+from tiny_drafters import Settings
 import tiny_llamas
 import tiny_models
 
 import specdec
+from specdec import PLAIN
 from specdec.tree.topology import chain
 
 _LIMIT = 48
-_TREE = specdec.TreeConfig(
+_TREE = Settings(
   num_nodes=8, width=3, branching=2, rounds=3, capacity=32, cost_ratio=0
 )
-_INNER = specdec.TreeConfig(width=3, branching=2, rounds=2, cost_ratio=0)
+_INNER = Settings(width=3, branching=2, rounds=2, cost_ratio=0)
 
 
-def _generate(name, rows, temperature, drafter=None):
+def _generate(name, rows, temperature, drafter=PLAIN):
   return specdec.generate(
     tiny_llamas.target(name),
     tiny_models.row_keys(3)[rows],
@@ -39,7 +41,7 @@ def _plain(name, temperature):
 def _drafter(name, shape):
   draft = tiny_llamas.draft(name)
   if shape == 'chain':
-    config = specdec.TreeConfig(topology=chain(4))
+    config = Settings(topology=chain(4))
     return tiny_drafters.model(draft, config)
   lookup = specdec.PromptLookup((0.0, 0.3, 0.6), num_matches=2)
   return specdec.staged(

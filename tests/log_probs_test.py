@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_drafters
+from tiny_drafters import Settings
 import tiny_models
 
 from specdec import decode
@@ -14,7 +15,6 @@ from specdec import DecodeConfig
 from specdec import generate
 from specdec import Request
 from specdec import Sampling
-from specdec import TreeConfig
 from specdec.tree.topology import k_ary
 
 LIMITS = (30, 40)
@@ -37,7 +37,7 @@ def _sampling():
 def _generate(kind, max_new_tokens=LIMITS):
   drafter = None
   if kind is not None:
-    config = TreeConfig(topology=k_ary(2, 3))
+    config = Settings(topology=k_ary(2, 3))
     drafter = tiny_drafters.model(tiny_models.draft(kind, num_layers=1), config)
   return generate(
     tiny_models.gpt2(num_layers=1),

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_drafters
+from tiny_drafters import Settings
 import tiny_models
 
 from models.bench import lossless
@@ -15,7 +16,6 @@ from models.bench import lossless as acceptance
 from models.nn.table_model import table_model
 from models.text.generator import Generator
 from specdec import Sampling
-from specdec import TreeConfig
 from specdec.sampling import token_probs
 from specdec.study import exactness as law
 from specdec.study.exactness import choice_margin
@@ -163,7 +163,7 @@ _PROMPTS = ['ab', 'b a', 'né', 'aab', '日本', 'b\n']
 
 def _generator(num_tokens=3):
   pair = fuzzing.pair()
-  config = TreeConfig(topology=chain(num_tokens))
+  config = Settings(topology=chain(num_tokens))
   # A context as long as that of the target.
   logits = pair.draft.params['logits']
   draft = table_model(logits, max_positions=pair.target.spec.max_positions)

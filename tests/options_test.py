@@ -10,19 +10,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from specdec.repetition import add_seen
-from specdec.repetition import init_seen
 import tiny_drafters
+from tiny_drafters import Settings
+from tiny_drafters import with_settings
 
 from models.nn.table_model import table_model
 from specdec import generate
 from specdec import NGram
+from specdec import PLAIN
 from specdec import PromptLookup
 from specdec import Sampling
 from specdec import staged
-from specdec import TreeConfig
+from specdec.sampling import add_seen
 from specdec.sampling import adjust_logits
 from specdec.sampling import filter_logits
+from specdec.sampling import init_seen
 from specdec.sampling import position_noise
 from specdec.tree.topology import chain
 
@@ -63,7 +65,7 @@ def _model(table):
 
 
 def _drafter(name, table=_SIMILAR):
-  config = TreeConfig(
+  config = Settings(
     num_nodes=8, width=3, branching=2, rounds=2, capacity=24, cost_ratio=0
   )
   draft = tiny_drafters.model(_model(table), config)
@@ -80,7 +82,7 @@ def _drafter(name, table=_SIMILAR):
   )
   return {
     'plain': None,
-    'chain': draft.replace(config=TreeConfig(topology=chain(BLOCK - 1))),
+    'chain': with_settings(draft, Settings(topology=chain(BLOCK - 1))),
     'staged': staged(draft, both),
   }[name]
 
@@ -89,7 +91,7 @@ def _keys():
   return jax.random.split(jax.random.key(7), 5)
 
 
-def _generate(rows, drafter=None, **changed):
+def _generate(rows, drafter=PLAIN, **changed):
   """Some rows of the batch, in any order."""
   pick = lambda values: [values[row] for row in rows]
   options = {name: pick(values) for name, values in _OPTIONS.items()}

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_drafters
+from tiny_drafters import Settings
 
 from models.checkpoints import hub
 from models.nn.contract import as_model
@@ -26,7 +27,6 @@ from models.text.pair import load_pair
 from models.text.pair import vocabulary_digest
 from models.training.tokenizer import train_tokenizer
 from specdec import Sampling
-from specdec import TreeConfig
 from specdec.ngram.table import save_table
 
 _TEXT = 'def add(first, second):\n  return first + second\n' * 20
@@ -173,7 +173,7 @@ def test_another_tokenizer_of_the_same_size_is_refused(
   assert draft in str(error.value)
 
 
-_TREE = TreeConfig(
+_TREE = Settings(
   num_nodes=6, width=2, branching=2, rounds=3, capacity=16, cost_ratio=0
 )
 

@@ -5,6 +5,7 @@ import json
 import shutil
 
 import pytest
+from tiny_drafters import Settings
 
 from models.checkpoints import hub
 from models.text.drafters import DraftSettings
@@ -17,7 +18,6 @@ from models.text.plan import model_digest
 from models.text.plan import model_digests
 from models.text.plan import Plan
 from specdec import PromptLookup
-from specdec import TreeConfig
 from specdec.tree.topology import from_paths
 
 _CONTEXT = Context(
@@ -39,7 +39,7 @@ _SETTINGS = [
     lookup=PromptLookup(confidence=(0.0, 0.5)),
   ),
   DraftSettings(
-    tree=TreeConfig(topology=from_paths([(0,), (1,), (0, 0), (0, 2)]))
+    tree=Settings(topology=from_paths([(0,), (1,), (0, 0), (0, 2)]))
   ),
 ]
 

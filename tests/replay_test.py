@@ -6,11 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_drafters
+from tiny_drafters import Settings
 import tiny_models
 
 from specdec import generate
+from specdec import PLAIN
 from specdec.checks import check_sampling
-from specdec.draft.drafter import TreeConfig
 from specdec.study.replay import next_token_ranks
 from specdec.study.replay import stand_in
 from specdec.tree.topology import k_ary
@@ -18,7 +19,7 @@ from specdec.tree.topology import k_ary
 _LIMIT = 40
 
 
-def _decode(target, batch_size, sampling, drafter=None, **options):
+def _decode(target, batch_size, sampling, drafter=PLAIN, **options):
   return generate(
     target,
     tiny_models.row_keys(batch_size),
@@ -80,7 +81,7 @@ def test_the_stop_rule_sees_the_bytes_of_the_target():
   texts = _texts(*_RAGGED)
   drafter = tiny_drafters.make('tree', 'similar', 'perfect', texts)
   drafter = drafter.replace(
-    config=TreeConfig(
+    config=Settings(
       num_nodes=12, width=4, branching=3, rounds=3, capacity=48, cost_ratio=None
     )
   )
@@ -143,9 +144,7 @@ def test_ranks_are_those_of_the_drafter():
     )
   )
   for branching in (1, 3):
-    drafter = tiny_drafters.model(
-      draft, TreeConfig(topology=k_ary(branching, 1))
-    )
+    drafter = tiny_drafters.model(draft, Settings(topology=k_ary(branching, 1)))
     real = _decode(tiny_models.gpt2(), 3, sampling, drafter)
     for row, origins in enumerate(real.origins):
       begin = len(tiny_models.prompts(3)[row])

@@ -14,18 +14,18 @@ import numpy as np
 import pytest
 import tiny_drafters
 from tiny_drafters import BigramTable
+from tiny_drafters import Settings
 
 from specdec import CandidateScorer
 from specdec import NGram
 from specdec import PromptLookup
 from specdec import Sampling
-from specdec import TreeConfig
 from specdec.draft.drafter import Step
 from specdec.draft.ngram import recent_tokens
-from specdec.draft.ranking import IMPOSSIBLE
 from specdec.draft.ranking import rank_candidates
 from specdec.draft.ranking import rank_logits
 from specdec.ngram.table import find_context
+from specdec.sampling import EXCLUDED
 
 _EULER_GAMMA = 0.5772157
 _MAX_LENGTH = 20
@@ -40,7 +40,7 @@ def _said(tokens, log_probs):
     [
       (token, log_prob)
       for token, log_prob in zip(row, probs, strict=True)
-      if log_prob > IMPOSSIBLE / 2
+      if log_prob > EXCLUDED / 2
     ]
     for row, probs in zip(tokens.tolist(), log_probs.tolist(), strict=True)
   ]
@@ -252,7 +252,7 @@ def _bigrams(rng, num_candidates, total, name):
   shape = (NUM_TOKENS, num_candidates)
   tokens = np.argsort(rng.random((NUM_TOKENS, NUM_TOKENS)))[:, :num_candidates]
   probs = total * rng.dirichlet(np.ones(num_candidates), size=NUM_TOKENS)
-  log_probs = np.where(rng.random(shape) < 0.3, IMPOSSIBLE, np.log(probs))
+  log_probs = np.where(rng.random(shape) < 0.3, EXCLUDED, np.log(probs))
   return BigramTable(
     jnp.asarray(tokens, jnp.int32), jnp.asarray(log_probs, jnp.float32), name
   )
@@ -266,7 +266,7 @@ def _slow_merge(proposers, last):
     for token, log_prob in zip(
       one.tokens[last].tolist(), one.log_probs[last].tolist(), strict=True
     ):
-      if log_prob > IMPOSSIBLE / 2:
+      if log_prob > EXCLUDED / 2:
         prob = left * np.exp(log_prob)
         shared += prob
         before, first = merged.get(token, (0.0, source))
@@ -318,7 +318,7 @@ def _stack(items):
 def test_merging_proposers(num_proposers):
   """Later ones share what is left; equal tokens are one, of the first."""
   rng = np.random.default_rng(num_proposers)
-  config = TreeConfig(branching=3, calibration=1.7)
+  config = Settings(branching=3, calibration=1.7)
   temperatures = (0.0, 1.0, 0.6)
   doubled = 0
   for _ in range(10):
@@ -340,7 +340,7 @@ def test_merging_proposers(num_proposers):
     scores = jax.device_get(_score(scorer, tree, step, nodes, config))
     np.testing.assert_array_equal(scores.nodes, nodes)
     assert scores.slots_read.tolist() == [0] * len(temperatures)
-    possible = scores.edges > IMPOSSIBLE / 2
+    possible = scores.edges > EXCLUDED / 2
     assert not possible[:, 2].any()
     for row, place in itertools.product(range(3), (0, 1, 3)):
       one, node = cases[row][2], nodes[row, place]
@@ -367,7 +367,7 @@ def test_merging_proposers(num_proposers):
       # And what it says about children that are in the tree already.
       for index, below in enumerate(one):
         if below.parent == node:
-          expected = ranked.get(below.token, IMPOSSIBLE)
+          expected = ranked.get(below.token, EXCLUDED)
           np.testing.assert_allclose(
             scores.given[row, index], expected, rtol=1e-3, atol=1e-3
           )
@@ -388,9 +388,9 @@ def test_proposers_that_know_everything_leave_nothing():
     (0.0,) * 2,
   )
   nodes = np.zeros((2, 1), np.int32)
-  scores = _score(scorer, tree, step, nodes, TreeConfig(branching=4))
+  scores = _score(scorer, tree, step, nodes, Settings(branching=4))
   edges = np.asarray(scores.edges)[:, 0]
-  probs = np.where(edges > IMPOSSIBLE / 2, np.exp(edges), 0).sum(axis=1)
+  probs = np.where(edges > EXCLUDED / 2, np.exp(edges), 0).sum(axis=1)
   np.testing.assert_allclose(probs, [1, 1], atol=1e-4)
   assert (edges <= 0).all()
   assert scores.tokens[1, 0, 0] == 0
@@ -450,7 +450,7 @@ def test_ranking_logits(calibration):
       ranked[row, place, kept], expected, rtol=1e-3, atol=1e-4
     )
     others = np.delete(ranked[row, place], kept)
-    assert (others < IMPOSSIBLE * calibration / 2).all()
+    assert (others < EXCLUDED * calibration / 2).all()
   assert (ranked <= 0).all()
 
 
@@ -473,7 +473,7 @@ def test_ranking_candidates():
   temperatures = np.array([0.0, 1.0, 0.5])
   probs = 0.9 * rng.dirichlet(np.ones(4), size=(3, 2))
   missing = rng.random((3, 2, 4)) < 0.3
-  log_probs = np.where(missing, IMPOSSIBLE, np.log(probs))
+  log_probs = np.where(missing, EXCLUDED, np.log(probs))
   noise = rng.gumbel(size=(3, 2, 4)) * (temperatures > 0)[:, None, None]
   ranked = np.asarray(
     rank_candidates(
@@ -483,7 +483,7 @@ def test_ranking_candidates():
       2.0,
     )
   )
-  assert (ranked[missing] == np.float32(IMPOSSIBLE)).all()
+  assert (ranked[missing] == np.float32(EXCLUDED)).all()
   for row, place in itertools.product(range(3), range(2)):
     known = np.flatnonzero(~missing[row, place])
     merged = {token: (probs[row, place, token], 0) for token in known}

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec.verify.rejection import BEST
-from specdec.verify.rejection import WITH_REPLACEMENT
-from specdec.verify.rejection import WITHOUT_REPLACEMENT
+from specdec.sampling import BEST
+from specdec.sampling import WITH_REPLACEMENT
+from specdec.sampling import WITHOUT_REPLACEMENT
 
 ENOUGH = 1e-5
 """A margin below this decides nothing."""

@@ -6,12 +6,12 @@ import jax
 import numpy as np
 import pytest
 import tiny_drafters
+from tiny_drafters import Settings
 
 from models.nn.table_model import table_model
 from specdec import generate
 from specdec import Sampling
 from specdec import staged
-from specdec import TreeConfig
 from specdec.sampling import position_noise
 from specdec.statistics import relative_bandwidth
 from specdec.tree.topology import chain
@@ -115,7 +115,7 @@ def _both(prompts, g, temperature, ends):
   drafter = None
   if g:
     drafter = tiny_drafters.model(
-      _model(draft, DRAFT_BYTES_PER_SLOT), TreeConfig(topology=chain(g))
+      _model(draft, DRAFT_BYTES_PER_SLOT), Settings(topology=chain(g))
     )
   generation = generate(
     _model(target, TARGET_BYTES_PER_SLOT),
@@ -231,9 +231,7 @@ def test_tokens_behind_an_eos_are_not_counted():
     jax.random.key(0),
     [[1]],
     max_new_tokens=LIMIT,
-    drafter=tiny_drafters.model(
-      _model(table, 0), TreeConfig(topology=chain(6))
-    ),
+    drafter=tiny_drafters.model(_model(table, 0), Settings(topology=chain(6))),
     eos_ids=[3],
   )
   stats = generation.stats
@@ -254,7 +252,7 @@ def test_stages_are_counted_by_stage():
   room for four nodes and for the four that it had no time to look at before.
   """
   table = _counting(0.9)
-  config = TreeConfig(
+  config = Settings(
     num_nodes=12, width=8, branching=1, rounds=2, capacity=20, cost_ratio=0
   )
   inner = tiny_drafters.candidates(

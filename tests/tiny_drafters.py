@@ -5,6 +5,8 @@ tables are can vary without compiling anew.
 """
 
 from collections.abc import Sequence
+import dataclasses
+from typing import Any
 
 import flax.struct
 import jax
@@ -14,14 +16,18 @@ import tiny_models
 
 from specdec import CandidateScorer
 from specdec import Drafter
+from specdec import fixed_drafter
 from specdec import LanguageModel
 from specdec import LanguageModelScorer
 from specdec import NGram
 from specdec import PromptLookup
+from specdec import Stage
+from specdec import StageConfig
 from specdec import staged
-from specdec import TreeConfig
-from specdec.draft.ranking import IMPOSSIBLE
+from specdec import Topology
+from specdec import TreeShape
 from specdec.ngram.table import NGramTable
+from specdec.sampling import EXCLUDED
 from specdec.tree.topology import chain
 from specdec.tree.topology import from_paths
 from specdec.tree.topology import k_ary
@@ -61,7 +67,7 @@ def ngram_table(
   edge_token = np.zeros(size, np.int32)
   first_child = np.full(size + 1, size, np.int32)
   tokens = np.zeros((size, num_continuations), np.int32)
-  log_probs = np.full((size, num_continuations), IMPOSSIBLE, np.float32)
+  log_probs = np.full((size, num_continuations), EXCLUDED, np.float32)
   index = {context: number for number, context in enumerate(contexts)}
   # Breadth first, so that the children of a context lie side by side.
   next_child = 1
@@ -92,7 +98,7 @@ def spoiled(table: NGramTable, kind: str, wrong: int) -> NGramTable:
   """The table with the same contexts, and of another kind of `TABLES`."""
   shape = table.next_tokens.shape
   rng = np.random.default_rng(5)
-  nothing = np.full(shape, IMPOSSIBLE, np.float32)
+  nothing = np.full(shape, EXCLUDED, np.float32)
   first = nothing.copy()
   first[:, 0] = np.log(0.95)
   tokens = np.argsort(rng.random((shape[0], table.vocab_size)), axis=1)
@@ -159,27 +165,58 @@ def empty(vocab_size: int, num_candidates: int) -> BigramTable:
   """Says nothing at all."""
   shape = (vocab_size, num_candidates)
   return BigramTable(
-    tokens=jnp.zeros(shape, jnp.int32), log_probs=jnp.full(shape, IMPOSSIBLE)
+    tokens=jnp.zeros(shape, jnp.int32), log_probs=jnp.full(shape, EXCLUDED)
   )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+  """Of a stage, and of the tree if it is the outermost one."""
+
+  num_nodes: int = 32
+  width: int = 8
+  branching: int = 4
+  rounds: int = 4
+  max_depth: int = 16
+  capacity: int = 256
+  calibration: float = 1.0
+  cost_ratio: float | None = None
+  topology: Topology | None = None
+
+  def drafter(self, scorer: Any) -> Drafter:
+    if self.topology is not None:
+      return fixed_drafter(scorer, self.topology, calibration=self.calibration)
+    of = lambda record: {
+      field.name: getattr(self, field.name)
+      for field in dataclasses.fields(record)
+    }
+    stage = Stage(scorer, StageConfig(**of(StageConfig)))
+    return Drafter((stage,), TreeShape(**of(TreeShape)))
+
+
+def with_settings(drafter: Drafter, settings: Settings) -> Drafter:
+  """The drafter with other settings of its outermost stage and its tree."""
+  outer = settings.drafter(drafter.stages[0].scorer)
+  return outer.replace(stages=(*outer.stages, *drafter.stages[1:]))
+
+
 def model(
-  draft: LanguageModel, config: TreeConfig, name: str = 'draft'
+  draft: LanguageModel, config: Settings, name: str = 'draft'
 ) -> Drafter:
   """A language model that drafts."""
-  return Drafter(LanguageModelScorer(draft, name), config)
+  return config.drafter(LanguageModelScorer(draft, name))
 
 
-def candidates(*proposers, config: TreeConfig) -> Drafter:
+def candidates(*proposers, config: Settings) -> Drafter:
   """Proposers that draft."""
-  return Drafter(CandidateScorer(proposers), config)
+  return config.drafter(CandidateScorer(proposers))
 
 
 # `cost_ratio` 0: a draft as large as its target would rarely pay.
-TREE = TreeConfig(
+TREE = Settings(
   num_nodes=12, width=4, branching=3, rounds=3, capacity=48, cost_ratio=0
 )
-INNER = TreeConfig(width=4, branching=2, rounds=2, cost_ratio=0)
+INNER = Settings(width=4, branching=2, rounds=2, cost_ratio=0)
 TOPOLOGIES = {
   'chain of 1': chain(1),
   'chain of 4': chain(4),
@@ -212,8 +249,7 @@ def make(shape: str, kind: str, inner: str, texts) -> Drafter:
   """
   outer = model(tiny_models.draft(kind), TREE)
   if shape in TOPOLOGIES:
-    config = TreeConfig(topology=TOPOLOGIES[shape])
-    return outer.replace(config=config)
+    return with_settings(outer, Settings(topology=TOPOLOGIES[shape]))
   inner_model = {
     'perfect': 'perfect',
     'random': 'random',
@@ -232,5 +268,5 @@ def make(shape: str, kind: str, inner: str, texts) -> Drafter:
     table, PromptLookup((0.0, 0.3, 0.6), num_matches=2), config=INNER
   )
   if shape == 'tables':
-    return both.replace(config=TREE)
+    return with_settings(both, TREE)
   return staged(staged(outer, small), both)

@@ -6,11 +6,11 @@ import math
 import numpy as np
 import pytest
 import tiny_drafters
+from tiny_drafters import Settings
 import tiny_models
 
 from specdec import staged
 from specdec import Topology
-from specdec import TreeConfig
 from specdec.tree.topology import chain
 from specdec.tree.topology import from_paths
 from specdec.tree.topology import k_ary
@@ -143,11 +143,11 @@ def test_files_that_are_not_there_or_no_text(tmp_path):
 
 
 def test_settings_follow_from_a_topology():
-  config = TreeConfig(topology=from_paths([(0,), (1,), (3,), (1, 2), (3, 0)]))
+  config = Settings(topology=from_paths([(0,), (1,), (3,), (1, 2), (3, 0)]))
   assert config.num_nodes == config.capacity == 6
   assert (config.width, config.branching) == (2, 4)
   assert config.rounds == config.max_depth == 2
-  assert hash(config) == hash(TreeConfig(topology=config.topology))
+  assert hash(config) == hash(Settings(topology=config.topology))
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_settings_follow_from_a_topology():
 )
 def test_settings_out_of_range(settings, message):
   with pytest.raises(ValueError, match=message):
-    TreeConfig(**settings)
+    Settings(**settings)
 
 
 @pytest.mark.parametrize(
@@ -190,13 +190,13 @@ def test_settings_out_of_range(settings, message):
 def test_sizes_must_be_integers(settings):
   name = next(iter(settings))
   with pytest.raises(ValueError, match=f'{name} must be an integer'):
-    TreeConfig(**settings)
+    Settings(**settings)
 
 
 def test_a_fixed_shape_and_an_inner_stage_exclude_each_other():
   draft = tiny_models.gpt2()
-  fixed = tiny_drafters.model(draft, TreeConfig(topology=chain(2)), 'fixed')
-  grown = tiny_drafters.model(draft, TreeConfig(), 'grown')
+  fixed = tiny_drafters.model(draft, Settings(topology=chain(2)), 'fixed')
+  grown = tiny_drafters.model(draft, Settings(), 'grown')
   with pytest.raises(ValueError, match='a fixed topology leaves no room'):
     staged(fixed, grown)
   with pytest.raises(ValueError, match='only the outermost stage'):
@@ -206,7 +206,7 @@ def test_a_fixed_shape_and_an_inner_stage_exclude_each_other():
 def test_staging_is_associative():
   draft = tiny_models.gpt2()
   one, two, three = (
-    tiny_drafters.model(draft, TreeConfig(rounds=rounds), name)
+    tiny_drafters.model(draft, Settings(rounds=rounds), name)
     for rounds, name in ((2, 'one'), (3, 'two'), (1, 'three'))
   )
   nested = staged(one, staged(two, three))
@@ -234,11 +234,11 @@ def test_staging_is_associative():
 )
 def test_how_deep_a_tree_can_grow(rounds, settings, expected):
   stages = [
-    tiny_drafters.model(tiny_models.gpt2(), TreeConfig(rounds=one), str(index))
+    tiny_drafters.model(tiny_models.gpt2(), Settings(rounds=one), str(index))
     for index, one in enumerate(rounds)
   ]
   stages[0] = stages[0].replace(
-    config=TreeConfig(**{'rounds': rounds[0], 'max_depth': 100} | settings)
+    config=Settings(**{'rounds': rounds[0], 'max_depth': 100} | settings)
   )
   drafter = stages.pop()
   while stages:

@@ -9,22 +9,22 @@ import jax
 import numpy as np
 import pytest
 import tiny_drafters
+from tiny_drafters import Settings
 
 from models.nn.table_model import table_model
 import specdec
 from specdec import Block
 from specdec import Trace
-from specdec import TreeConfig
 from specdec.tree.topology import from_paths
 
 _VOCAB_SIZE = 24
 _PROMPTS = [[1, 2, 4], [3], [5, 6, 7, 5]]
 _LIMITS = (30, 0, 17)
-_TREE = TreeConfig(
+_TREE = Settings(
   num_nodes=8, width=3, branching=2, rounds=2, capacity=24, cost_ratio=0
 )
-_INNER = TreeConfig(width=3, branching=2, rounds=2, cost_ratio=0)
-_RAGGED = TreeConfig(
+_INNER = Settings(width=3, branching=2, rounds=2, cost_ratio=0)
+_RAGGED = Settings(
   topology=from_paths([(0,), (1,), (2,), (2, 0), (0, 0), (0, 2)])
 )
 
