@@ -148,8 +148,8 @@ def keep(
       index = (jnp.array(row, zero.dtype), zero, cache.length[row], zero)
       heads, _, width = array.shape[1:]
       rows.append(lax.dynamic_slice(array, index, (1, heads, window, width)))
-    # A product with zeros and ones, which is exact. A gather from the array that
-    # is then written to makes XLA's CPU backend copy the array.
+    # A product with zeros and ones, which is exact. A gather from the array
+    # that is then written to makes XLA's CPU backend copy the array.
     kept = jnp.einsum(
       'bnw,bhwd->bhnd',
       taken.astype(array.dtype),

@@ -1,11 +1,11 @@
 """The decode loop: one jitted `lax.while_loop` of steps, prompt to last token.
 
-With the fallback (`specdec.fallback`) it is a loop of two, of speculative and of
-plain steps, which take turns.
+With the fallback (`specdec.fallback`) it is a loop of two, of speculative and
+of plain steps, which take turns.
 
 `decode` is all of it. `start` and `advance` are its two halves, for callers who
-look in between: to stream, or to stop early. `advance_recorded` is one step that
-returns its tree, too (`specdec.tracing`).
+look in between: to stream, or to stop early. `advance_recorded` is one step
+that returns its tree, too (`specdec.tracing`).
 """
 
 import functools
@@ -248,8 +248,8 @@ def decode(
     config: see `DecodeConfig`.
 
   Returns:
-    Tokens, lengths and counters. For equal requests and the rule `MatchRule`, every
-    drafter gives equal tokens; under the other rules, tokens of equal
+    Tokens, lengths and counters. For equal requests and the rule `MatchRule`,
+    every drafter gives equal tokens; under the other rules, tokens of equal
     distribution.
   """
   state = _start(target, drafter, request, config=config)

@@ -1,7 +1,8 @@
 """The model contract, and what decoding does with a model: target and drafts.
 
 A model's cache holds the text up to some point. Behind it lies a window for the
-nodes that are scored in the current step, in the order in which they are scored:
+nodes that are scored in the current step, in the order in which they are
+scored:
 
     slot      ...  4    5    6    7    8    9
               text a    b  | n0   n2   n1   .
@@ -11,8 +12,9 @@ nodes that are scored in the current step, in the order in which they are scored
 Missing is the text before the root that the cache lacks: tokens that were
 accepted but never scored by this model. In a chain whose tokens were all
 accepted it is the last of them, the classic off-by-one of the field; where
-another stage drafts too, it may be more. It takes the place of nodes in the next
-forward. The target scores every node that it accepts, so it misses nothing.
+another stage drafts too, it may be more. It takes the place of nodes in the
+next forward. The target scores every node that it accepts, so it misses
+nothing.
 """
 
 from collections.abc import Callable

@@ -71,7 +71,7 @@ def _logits_without_cache(model, tokens):
 @pytest.mark.parametrize('temperature', TEMPERATURES)
 def test_plain_decoding_equals_a_loop_without_cache(temperature):
   batch_size = 5
-  sampling = tiny_models.sampling(*[temperature] * batch_size).validated()
+  sampling = tiny_models.sampling_params(*[temperature] * batch_size)
   everywhere = np.tile(np.arange(tiny_models.MAX_POSITIONS), (batch_size, 1))
   keys = tiny_models.row_keys(batch_size)
   noise = np.asarray(
@@ -220,7 +220,7 @@ _MIXED = (0.0, 1.0, 0.7, 1.0, 0.0)
 
 @pytest.mark.parametrize('shape', [None, 'tree'])
 def test_each_row_equals_its_own_run(shape):
-  drafter = None if shape is None else _make(shape, 5, 0.0)
+  drafter = PLAIN if shape is None else _make(shape, 5, 0.0)
   batch = _generate(5, _MIXED, drafter).tokens
   keys, prompts = tiny_models.row_keys(5), tiny_models.prompts(5)
   for row, temperature in enumerate(_MIXED):
@@ -246,7 +246,7 @@ def _decode(drafter, prompts, temperatures, *, keys=None, fill=0, limits=None):
       prompt_length=lengths,
       limit=np.array(limits or [LIMIT] * batch_size, np.int32),
       row_keys=tiny_models.row_keys(batch_size) if keys is None else keys,
-      sampling=tiny_models.sampling(*temperatures).validated(),
+      sampling=tiny_models.sampling_params(*temperatures),
     ),
     config=DecodeConfig(max_new_tokens=LIMIT),
   )
@@ -283,7 +283,7 @@ def test_seeds(shape):
     _generate(
       5,
       (1.0,) * 5,
-      None if shape is None else _make(shape, 5, 1.0),
+      PLAIN if shape is None else _make(shape, 5, 1.0),
       rng_key=jax.random.key(seed),
       prompts=same_prompt,
     ).tokens
@@ -320,7 +320,7 @@ def test_limits_around_a_block_of_five(shape, limits):
   """Rows that finish early, or never start, leave the others alone."""
   for temperature in TEMPERATURES:
     for kind in tiny_models.DRAFTS:
-      drafter = None if shape is None else _make(shape, 5, temperature, kind)
+      drafter = PLAIN if shape is None else _make(shape, 5, temperature, kind)
       result, tokens = _decode(
         drafter, tiny_models.prompts(5), [temperature] * 5, limits=limits
       )
@@ -393,7 +393,7 @@ def _table_drafters(outer, inner):
     tiny_drafters.exact(inner), config=tiny_drafters.INNER
   )
   return {
-    'none': None,
+    'none': PLAIN,
     'chain': with_settings(model, Settings(topology=chain(3))),
     'tree': model,
     'proposer': with_settings(table, config),
@@ -525,7 +525,7 @@ def _assert_equals_plain(target, drafter, vocab_size):
       sampling=Sampling(temperature=temperature),
     )
     drafted = run(drafter)
-    assert drafted.tokens == run(None).tokens
+    assert drafted.tokens == run(PLAIN).tokens
     stats.append(drafted.stats)
   return stats
 

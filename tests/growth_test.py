@@ -3,7 +3,6 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 from list_growth import assert_equal_trees
 from list_growth import BATCH_SIZE
 from list_growth import grown
@@ -38,9 +37,7 @@ from tiny_drafters import Settings
 from tiny_drafters import with_settings
 import tiny_models
 
-from specdec import Drafter
 from specdec import staged
-from specdec.cache import causal_mask
 from specdec.draft.stages import commit_stages
 from specdec.tree.topology import chain
 from specdec.tree.topology import from_paths
@@ -78,13 +75,11 @@ def _by_name(name, outer, middle, inner):
   }[name]()
 
 
-def _with_config(stages, **kw):
-  """The outermost stage of both, differently."""
-  return tuple(
-    with_settings(one, dataclasses.replace(one.config, **kw))
-    if isinstance(one, Drafter)
-    else dataclasses.replace(one, config=dataclasses.replace(one.config, **kw))
-    for one in stages
+def _with_config(drafter, slow, **kw):
+  """Both with other settings of the outermost stage."""
+  config = dataclasses.replace(slow.config, **kw)
+  return with_settings(drafter, config), dataclasses.replace(
+    slow, config=config
   )
 
 
@@ -94,7 +89,7 @@ def _assert_equals_reference(name, seed, temperature, active=None, **config):
   if name == 'model, model, table':
     # Of three stages two are alike now and then.
     tables[2] = tables[seed % 2]
-  drafter, slow = _with_config(_by_name(name, *tables), **config)
+  drafter, slow = _with_config(*_by_name(name, *tables), **config)
   active = (True,) * BATCH_SIZE if active is None else active
   step = random_step(seed, drafter.max_depth, temperature, active)
   trees, forwards = run(drafter, step)
@@ -147,7 +142,7 @@ def test_so_it_is_with_other_settings(name, config):
   [
     ('model', {'cost_ratio': 0.15, 'rounds': 6}),
     ('model', {'cost_ratio': None, 'rounds': 6}),
-    ('model, table', {'cost_ratio': 0.1, 'rounds': 4, 'min_gain': 0.2}),
+    ('model, table', {'cost_ratio': 0.1, 'rounds': 4}),
   ],
 )
 def test_it_stops_where_the_reference_does(name, config):
@@ -189,9 +184,7 @@ def test_a_higher_exponent_grows_deeper_trees():
 
 @jax.jit
 def _last_logits(model, tokens, length):
-  mask = causal_mask(jnp.zeros(1, jnp.int32), TEXT_SLOTS, TEXT_SLOTS)
-  positions = jnp.arange(TEXT_SLOTS)[None]
-  return model.apply(tokens, positions, mask, None)[0][0, length - 1]
+  return model.logits(tokens)[0, length - 1]
 
 
 def _gpt2_logits(model):
@@ -240,7 +233,7 @@ def test_growth_after_a_step_is_growth_after_a_prefill():
     tokens[row, :size] = rng.integers(vocab_size, size=size)
   active = np.ones(BATCH_SIZE, bool)
   noise = random_noise(rng, 2, 1.0, vocab_size)
-  sampling = tiny_models.sampling(1.0, 0.0, 1.0).validated()
+  sampling = tiny_models.sampling_params(1.0, 0.0, 1.0)
   commit = jax.jit(commit_stages)
   stages, tree = grown(drafter, tokens, length, active, noise, sampling)
   grow_again = jax.jit(grown_from)

@@ -5,7 +5,6 @@ import dataclasses
 import math
 
 import jax
-import jax.numpy as jnp
 from list_trees import child
 from list_trees import find
 from list_trees import from_arrays
@@ -18,10 +17,11 @@ from tiny_drafters import Settings
 
 from models.nn.table_model import table_model
 from specdec import Sampling
-from specdec.draft.drafter import Step
+from specdec.checks import check_sampling
+from specdec.context import StepContext
 from specdec.draft.growth import grow
 from specdec.draft.stages import init_stages
-from specdec.tree.tree import init_tree
+from specdec.sampling import Randomness
 from specdec.tree.tree import NO_NODE
 from specdec.tree.tree import ROOT
 
@@ -133,13 +133,13 @@ def _slow_pays(stage, rows, step, closed, rounds_done):
     ]
     for row, nodes in enumerate(rows)
   ]
-  if cost == 0 and config.min_gain == 0:
+  if cost == 0:
     return any(map(any, can_grow))
   for row in np.flatnonzero(step.active):
     nodes = rows[row]
     gain += _slow_gain(stage, row, nodes, can_grow[row])
     expected = sum(sorted(_probs(nodes))[::-1][: config.num_nodes])
-    price += max(cost * expected / (1 + rounds_done * cost), config.min_gain)
+    price += cost * expected / (1 + rounds_done * cost)
   begun = all(ROOT in stage.scored[row] for row in np.flatnonzero(step.active))
   return gain > price or not begun
 
@@ -154,7 +154,7 @@ def _rescored(nodes, edges):
   """The list with some new edges."""
   new = nodes[:1]
   for index, node in enumerate(nodes[1:], start=1):
-    edge = edges.get(index, node.edge)
+    edge = edges.get(index, node.cond_log_prob)
     new.append(child(new, node.parent, node.token, edge, node.origin))
   return new
 
@@ -226,23 +226,22 @@ def grown(drafter, tokens, length, active, noise, sampling):
 
 
 def grown_from(drafter, stages, tokens, length, active, noise, sampling):
-  capacity = drafter.shape.capacity
-  root = tokens[jnp.arange(length.shape[0]), length - 1]
-  return grow(
-    drafter,
-    stages,
-    jax.vmap(init_tree, (0, None))(root, capacity),
-    Step(
-      tokens=tokens,
-      length=length,
-      active=active,
-      noise=noise,
-      sampling=sampling,
-      target_bytes=TARGET_BYTES,
-      max_depth=noise.shape[1] - 1,
+  ctx = StepContext(
+    tokens=tokens,
+    length=length,
+    active=active,
+    seen=None,
+    sampling=sampling,
+    randomness=Randomness(
+      noise=noise, draft_keys=None, uniforms=None, residual_noise=None
     ),
-    closed=jnp.zeros((length.shape[0], capacity), bool),
+    shape=drafter.shape,
+    max_depth=noise.shape[1] - 1,
+    target_bytes=TARGET_BYTES,
+    shares_noise=True,
+    children='best',
   )
+  return grow(drafter.stages, stages, ctx.root_trees(), ctx)
 
 
 def random_texts(rng, vocab_size=VOCAB_SIZE):
@@ -269,19 +268,19 @@ def run(drafter, step, sampling=None):
   length = np.array([len(text) for text in step.texts], np.int32)
   if sampling is None:
     sampling = Sampling(temperature=step.temperature)
+  vocab_size = step.noise.shape[2]
+  sampling = check_sampling(sampling, BATCH_SIZE, vocab_size)
   stages, tree = jax.device_get(
-    grown(
-      drafter, tokens, length, step.active, step.noise, sampling.validated()
-    )
+    grown(drafter, tokens, length, step.active, step.noise, sampling)
   )
-  for stage in stages.stages:
+  for stage in stages:
     np.testing.assert_array_equal(
       stage.counters.row_forwards, stage.counters.forwards * step.active
     )
   lists = [from_arrays(row_of(tree, row)) for row in range(BATCH_SIZE)]
   for nodes in lists:
     _assert_well_formed(nodes, step.max_depth)
-  return lists, [int(stage.counters.forwards) for stage in stages.stages]
+  return lists, [int(stage.counters.forwards) for stage in stages]
 
 
 def _assert_well_formed(nodes, max_depth):
@@ -290,7 +289,7 @@ def _assert_well_formed(nodes, max_depth):
     parent = nodes[node.parent]
     assert node.parent < index
     assert node.depth == parent.depth + 1 <= max_depth
-    assert node.edge <= 0
+    assert node.cond_log_prob <= 0
     assert node.log_prob <= parent.log_prob
     assert (node.parent, node.token) not in seen, 'a duplicate'
     seen.add((node.parent, node.token))
@@ -315,8 +314,8 @@ def assert_equal_trees(actual, expected):
     ]
     assert discrete(one) == discrete(other)
     np.testing.assert_allclose(
-      [(node.edge, node.log_prob) for node in one],
-      [(node.edge, node.log_prob) for node in other],
+      [(node.cond_log_prob, node.log_prob) for node in one],
+      [(node.cond_log_prob, node.log_prob) for node in other],
       rtol=1e-4,
       atol=1e-4,
     )

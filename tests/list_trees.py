@@ -19,19 +19,21 @@ class Node:
   token: int
   parent: int = NO_NODE
   depth: int = 0
-  edge: float = 0.0
+  cond_log_prob: float = 0.0
   log_prob: float = 0.0
   origin: int = 0
 
 
-def child(nodes, parent, token, edge, origin) -> Node:
+def child(nodes, parent, token, cond_log_prob, origin) -> Node:
   """A new one, in float32 as the arrays."""
   return Node(
     token=token,
     parent=parent,
     depth=nodes[parent].depth + 1,
-    edge=edge,
-    log_prob=float(np.float32(nodes[parent].log_prob) + np.float32(edge)),
+    cond_log_prob=cond_log_prob,
+    log_prob=float(
+      np.float32(nodes[parent].log_prob) + np.float32(cond_log_prob)
+    ),
     origin=origin,
   )
 
@@ -52,9 +54,9 @@ def random_tree(rng, ties=False, size=None) -> list[Node]:
     parent = int(rng.integers(max(0, len(nodes) - reach), len(nodes)))
     token = int(rng.integers(NUM_TOKENS))
     if find(nodes, parent, token) == NO_NODE:
-      edge = random_edge(rng, ties)
+      cond_log_prob = random_edge(rng, ties)
       origin = int(rng.integers(1, 4))
-      nodes.append(child(nodes, parent, token, edge, origin))
+      nodes.append(child(nodes, parent, token, cond_log_prob, origin))
     else:
       reach = CAPACITY
   return nodes
@@ -88,7 +90,7 @@ def to_arrays(nodes, capacity=CAPACITY) -> TokenTree:
     token=column('token', np.int32),
     parent=column('parent', np.int32),
     depth=column('depth', np.int32),
-    edge=column('edge', np.float32),
+    cond_log_prob=column('cond_log_prob', np.float32),
     log_prob=column('log_prob', np.float32),
     origin=column('origin', np.int32),
     size=jnp.asarray(len(nodes), jnp.int32),

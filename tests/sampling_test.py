@@ -7,6 +7,7 @@ import pytest
 from scipy import stats
 
 from specdec import Sampling
+from specdec.checks import check_sampling
 from specdec.sampling import choose
 from specdec.sampling import filter_logits
 from specdec.sampling import position_noise
@@ -67,7 +68,8 @@ _position_noise = jax.jit(position_noise, static_argnums=2)
 
 
 def _probs(logits, sampling):
-  kept = _filter_logits(logits, sampling.validated())
+  params = check_sampling(sampling, logits.shape[0], logits.shape[-1])
+  kept = _filter_logits(logits, params)
   return np.apply_along_axis(_softmax, -1, np.asarray(kept, np.float64))
 
 
@@ -91,7 +93,7 @@ def test_filters_against_numpy(top_k, top_p, min_p):
 def test_top_p_of_1_keeps_all_of_a_large_vocabulary():
   """Summed in float32, probabilities may reach 1 before the last token."""
   logits = np.random.default_rng(0).normal(size=(4, 50_000)) * 3
-  sampling = Sampling(temperature=1.0, top_p=1.0).validated()
+  sampling = check_sampling(Sampling(temperature=1.0, top_p=1.0), 4, 50_000)
   kept = _filter_logits(logits.astype(np.float32), sampling)
   assert np.all(np.asarray(kept) > -100)
 
@@ -150,7 +152,7 @@ _ALL_FILTERS = [{}, {'top_k': 2}, {'top_p': 0.9}, {'min_p': 0.1}]
 @pytest.mark.parametrize('scale', [1e-30, 1.0, 1e30, 3e38])
 def test_huge_logits_and_tiny_temperatures(scale, temperature, filters):
   """The best token wins, or one of two that tie; never a NaN."""
-  sampling = Sampling(temperature=temperature, **filters).validated()
+  sampling = check_sampling(Sampling(temperature=temperature, **filters), 1, 5)
   logits = scale * np.array([-1.0, 0.2, 1.0, 0.3, -1.0], np.float32)
   logits = np.tile(logits, (1, 50, 1))
   keys = jax.random.split(jax.random.key(0), 1)
@@ -166,7 +168,7 @@ def test_huge_logits_and_tiny_temperatures(scale, temperature, filters):
 def test_temperature_0_is_argmax_whatever_the_filters():
   logits = np.random.default_rng(2).normal(size=(3, 5, 30)).astype(np.float32)
   for filters in _ALL_FILTERS:
-    sampling = Sampling(**filters).validated()
+    sampling = check_sampling(Sampling(**filters), 3, 30)
     keys = jax.random.split(jax.random.key(0), 3)
     positions = np.tile(np.arange(5), (3, 1))
     noise = _position_noise(keys, positions, 30, sampling)
@@ -185,7 +187,7 @@ _SIGNIFICANCE = 1e-4
 
 
 def _draw(sampling):
-  sampling = sampling.validated()
+  sampling = check_sampling(sampling, 1, len(_LAW))
   keys = jax.random.split(jax.random.key(0), 1)
   positions = np.arange(_NUM_DRAWS)[None]
   noise = _position_noise(keys, positions, len(_LAW), sampling)
@@ -245,7 +247,7 @@ def test_neighbouring_positions_are_independent():
 
 
 def test_rows_are_independent():
-  sampling = Sampling(temperature=1.0).validated()
+  sampling = check_sampling(Sampling(temperature=1.0), 2, 3)
   keys = jax.random.split(jax.random.key(5), 2)
   positions = np.tile(np.arange(20_000), (2, 1))
   noise = np.asarray(_position_noise(keys, positions, 3, sampling))
@@ -256,7 +258,7 @@ def test_rows_are_independent():
 
 
 def test_noise_depends_on_row_key_and_position_only():
-  sampling = Sampling(temperature=1.0).validated()
+  sampling = check_sampling(Sampling(temperature=1.0), 5, 11)
   keys = jax.random.split(jax.random.key(0), 5)
   everywhere = np.tile(np.arange(40), (5, 1))
   noise = np.asarray(_position_noise(keys, everywhere, 11, sampling))
@@ -265,7 +267,8 @@ def test_noise_depends_on_row_key_and_position_only():
   for rows, length in (([0, 1, 2, 3, 4], 5), ([4, 2], 1), ([3], 9)):
     rows = np.array(rows)
     positions = start[rows][:, None] + np.arange(length)[None]
-    block = _position_noise(keys[rows], positions, 11, sampling)
+    params = check_sampling(Sampling(temperature=1.0), len(rows), 11)
+    block = _position_noise(keys[rows], positions, 11, params)
     np.testing.assert_array_equal(block, noise[rows[:, None], positions])
 
 
@@ -273,7 +276,7 @@ def test_noise_of_cold_rows_is_zero_and_of_hot_rows_as_ever():
   keys = jax.random.split(jax.random.key(0), 3)
   positions = np.tile(np.arange(4), (3, 1))
   draw = lambda *temperatures: _position_noise(
-    keys, positions, 6, Sampling(temperature=temperatures).validated()
+    keys, positions, 6, check_sampling(Sampling(temperature=temperatures), 3, 6)
   )
   hot, noise = draw(1.0, 1.0, 1.0), draw(0.0, 2.0, 0.1)
   np.testing.assert_array_equal(noise[0], 0.0)
@@ -302,11 +305,13 @@ def test_noise_of_cold_rows_is_zero_and_of_hot_rows_as_ever():
 )
 def test_bad_values_are_refused(name, value, range_text):
   with pytest.raises(ValueError, match=f'{name} must be .*{range_text}'):
-    Sampling(**{name: value}).validated()
+    check_sampling(Sampling(**{name: value}), 2, 9)
 
 
 def test_the_ends_of_the_ranges_are_allowed():
-  sampling = Sampling(temperature=0, top_k=1, top_p=1, min_p=1).validated()
+  sampling = check_sampling(
+    Sampling(temperature=0, top_k=1, top_p=1, min_p=1), 1, 9
+  )
   for name in ('temperature', 'top_p', 'min_p'):
     assert getattr(sampling, name).dtype == jnp.float32
-  assert Sampling().validated().top_p is None
+  assert check_sampling(Sampling(), 1, 9).top_p is None

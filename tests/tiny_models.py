@@ -17,6 +17,8 @@ from models.nn.contract import as_model
 from specdec import LanguageModel
 from specdec import ModelSpec
 from specdec import Sampling
+from specdec.checks import check_sampling
+from specdec.sampling import SamplingParams
 
 VOCAB_SIZE = 48
 # Just the longest prompt of a bucket and the limit of another.
@@ -125,6 +127,11 @@ def sampling(*temperatures: float) -> Sampling:
     top_p=0.95,
     min_p=0.01,
   )
+
+
+def sampling_params(*temperatures: float) -> SamplingParams:
+  """`sampling`, as `decode` takes it."""
+  return check_sampling(sampling(*temperatures), len(temperatures), VOCAB_SIZE)
 
 
 def prompts(batch_size: int, seed: int = 0) -> list[list[int]]:

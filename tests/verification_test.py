@@ -15,11 +15,16 @@ import tiny_models
 
 from specdec import KVCache
 from specdec import Sampling
-from specdec.cache import causal_mask
-from specdec.draft.language_model import prefill
+from specdec.checks import check_sampling
+from specdec.context import StepContext
+from specdec.model import commit
+from specdec.model import forward_nodes
+from specdec.model import ModelState
+from specdec.model import prefill
 from specdec.sampling import choose
+from specdec.sampling import Randomness
+from specdec.tree.topology import TreeShape
 from specdec.tree.tree import NO_NODE
-from specdec.verify.accept import commit
 from specdec.verify.accept import count_emitted
 from specdec.verify.accept import count_valid
 from specdec.verify.accept import emitted_origins
@@ -27,37 +32,61 @@ from specdec.verify.accept import EOS
 from specdec.verify.accept import LIMIT
 from specdec.verify.accept import NOT_FINITE
 from specdec.verify.accept import RUNNING
-from specdec.verify.accept import score_nodes
 from specdec.verify.accept import STOP
 from specdec.verify.accept import Verdict
-from specdec.verify.match import match
+from specdec.verify.match import MatchRule
 
 NUM_NODES = 16
 MAX_DEPTH = 6
 TEXT_LENGTH = 12
 NUM_SLOTS = TEXT_LENGTH + NUM_NODES
+_ALL_NODES = np.tile(np.arange(NUM_NODES), (3, 1))
 
 
 @jax.jit
 def _count_emitted(accepted, chosen, room, is_eos, is_stop, valid):
-  verdict = Verdict(path=None, accepted=accepted, chosen=chosen)
-  return count_emitted(verdict, is_eos, is_stop, valid, room)
+  verdict = Verdict(place=None, accepted=accepted, chosen=chosen)
+  ends = jnp.where(is_eos, EOS, jnp.where(is_stop, STOP, RUNNING))
+  return count_emitted(verdict, ends, valid, room)
 
 
 @jax.jit
 def _verify_with_logits(target, tokens, length, tree, noise, sampling):
-  cache = prefill(target, tokens, length - 1, NUM_SLOTS)
-  logits, cache = score_nodes(target, cache, tree, MAX_DEPTH)
-  return match(tree, logits, noise, sampling), logits, cache
+  randomness = Randomness(
+    noise=noise, draft_keys=None, uniforms=None, residual_noise=None
+  )
+  ctx = StepContext(
+    tokens=tokens,
+    length=length,
+    active=length > 0,
+    seen=None,
+    sampling=sampling,
+    randomness=randomness,
+    shape=TreeShape(),
+    max_depth=MAX_DEPTH,
+    target_bytes=1,
+    shares_noise=True,
+    children='best',
+  )
+  state = prefill(
+    target,
+    tokens,
+    length - 1,
+    num_slots=TEXT_LENGTH,
+    window_size=NUM_NODES,
+  )
+  used = jnp.arange(NUM_NODES)[None] < tree.size[:, None]
+  nodes = jnp.where(used, jnp.arange(NUM_NODES)[None], NO_NODE)
+  scores, state = forward_nodes(target, state, tree, nodes, ctx)
+  logits = scores.logits
+  verdict = MatchRule()(tree, nodes, logits, None, randomness, sampling)
+  return verdict, logits, state.cache
 
 
 @jax.jit
 def _logits_of_sequences(target, tokens):
-  """`[n, T]`, each alone, without a cache."""
-  positions = jnp.arange(tokens.shape[1])[None]
-  mask = causal_mask(jnp.zeros(1, jnp.int32), *[tokens.shape[1]] * 2)
-  one = lambda row: target.apply(row[None], positions, mask, None)[0][0]
-  return jax.lax.map(one, tokens)
+  """`[n, T]`, each alone."""
+  return jax.lax.map(lambda row: target.logits(row[None])[0], tokens)
 
 
 def _random_nodes(rng, root, size):
@@ -114,7 +143,9 @@ def _logits_of_paths(target, tokens, length, lists):
 
 def test_logits_in_a_tree_are_those_of_each_path_alone():
   target = tiny_models.gpt2()
-  sampling = Sampling(temperature=np.array([0.0, 1.0, 0.7])).validated()
+  sampling = check_sampling(
+    Sampling(temperature=[0.0, 1.0, 0.7]), 3, tiny_models.VOCAB_SIZE
+  )
   depths_seen = set()
   for seed in range(6):
     tokens, length, lists, noise = _case(seed)
@@ -133,7 +164,7 @@ def test_logits_in_a_tree_are_those_of_each_path_alone():
     depths = np.asarray(tree.depth)
     by_node = np.stack([one[at] for one, at in zip(noise, depths, strict=True)])
     chosen = np.asarray(choose(expected, by_node, sampling))
-    path = np.asarray(verdict.path)
+    path = np.asarray(verdict.place)
     on_path = path >= 0
     np.testing.assert_array_equal(
       np.asarray(verdict.chosen)[on_path],
@@ -148,7 +179,9 @@ def test_what_the_target_chose_is_accepted_as_far_as_it_was_guessed():
   """Trees with the target's own text in them, among other branches."""
   target = tiny_models.gpt2()
   rng = np.random.default_rng(0)
-  sampling = Sampling(temperature=np.array([0.0, 1.0, 0.7])).validated()
+  sampling = check_sampling(
+    Sampling(temperature=[0.0, 1.0, 0.7]), 3, tiny_models.VOCAB_SIZE
+  )
   tokens, length, _, noise = _case(0)
   # One token at a time, without trees.
   text = [tokens[row, : length[row]].tolist() for row in range(3)]
@@ -184,12 +217,12 @@ def test_what_the_target_chose_is_accepted_as_far_as_it_was_guessed():
       target, tokens, length, tree, noise, sampling
     )
     assert verdict.accepted.tolist() == guessed
-    origins = emitted_origins(tree, verdict)
+    origins = emitted_origins(tree, _ALL_NODES, verdict)
     for row, count in enumerate(guessed):
       new = text[row][length[row] :]
       assert verdict.chosen[row, : count + 1].tolist() == new[: count + 1]
       assert origins[row, : count + 1].tolist() == [1] * count + [0]
-      assert verdict.path[row].tolist() == [
+      assert verdict.place[row].tolist() == [
         2 * depth if depth <= count else NO_NODE
         for depth in range(MAX_DEPTH + 1)
       ]
@@ -205,11 +238,12 @@ def test_origins_by_hand():
   ]
   tree = _stack([to_arrays(nodes, 6)] * 3)
   verdict = Verdict(
-    path=jnp.array([[0, 2, 3], [0, 1, NO_NODE], [0, NO_NODE, NO_NODE]]),
+    place=jnp.array([[0, 2, 3], [0, 1, NO_NODE], [0, NO_NODE, NO_NODE]]),
     accepted=jnp.array([2, 1, 0]),
     chosen=jnp.zeros((3, 3), jnp.int32),
   )
-  assert emitted_origins(tree, verdict).tolist() == [
+  nodes = jnp.tile(jnp.arange(6), (3, 1))
+  assert emitted_origins(tree, nodes, verdict).tolist() == [
     [1, 2, 0],
     [3, 0, 0],
     [0, 0, 0],
@@ -227,12 +261,14 @@ def test_commit_by_hand():
     length=jnp.full(4, len(text), jnp.int32),
     num_slots=array.shape[2],
   )
-  verdict = Verdict(
-    path=jnp.array([[0, 2, 4]] * 4),
-    accepted=jnp.array([2] * 4),
-    chosen=jnp.zeros((4, 3), jnp.int32),
+  state = ModelState(
+    cache=cache,
+    num_text=jnp.zeros(4, jnp.int32),
+    window=jnp.tile(jnp.arange(len(nodes)), (4, 1)),
+    used=jnp.array(len(nodes)),
   )
-  after = commit(cache, verdict, jnp.array([0, 1, 2, 3]), len(nodes))
+  path = jnp.array([[0, 2, 4]] * 4)
+  after = commit(state, path, jnp.array([-1, 0, 1, 2])).cache
   assert after.length.tolist() == [4, 5, 6, 7]
   kept = [
     ''.join(chr(int(one)) for one in row[0, :length, 0])
@@ -325,10 +361,10 @@ def test_logits_count_as_far_as_they_are_numbers(bad):
   logits[4, 2] = -np.inf  # no token can be chosen
   path = np.array([[0, 2, 3]] * 5)
   verdict = Verdict(
-    path=path, accepted=np.full(5, 2), chosen=np.zeros((5, 3), np.int32)
+    place=path, accepted=np.full(5, 2), chosen=np.zeros((5, 3), np.int32)
   )
   assert count_valid(logits, verdict).tolist() == [3, 0, 2, 3, 1]
   # Where the path has ended, nothing is asked of the logits.
   short = np.array([[0, NO_NODE, NO_NODE]] * 5)
-  valid = count_valid(logits, verdict.replace(path=short))
+  valid = count_valid(logits, verdict.replace(place=short))
   assert valid.tolist() == [3, 0, 3, 3, 3]

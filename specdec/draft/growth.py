@@ -8,8 +8,8 @@
 
 Without inner stages a round goes one level deeper (section 3.1 of arXiv
 2308.04623). With them it goes as deep as they drafted well, so the same tree
-takes fewer forwards (section 3.2). What was drafted after the last forward stays
-in the tree: the target may verify what the stage had no time to score.
+takes fewer forwards (section 3.2). What was drafted after the last forward
+stays in the tree: the target may verify what the stage had no time to score.
 """
 
 import functools

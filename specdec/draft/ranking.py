@@ -30,7 +30,8 @@ from specdec.sampling import SamplingParams
 _EULER_GAMMA = 0.5772157
 
 # A token less likely than this, e^-69, is never drawn. What remains of the
-# draft's distribution when its likeliest tokens were rejected must not underflow.
+# draft's distribution when its likeliest tokens were rejected must not
+# underflow.
 _LEAST_LOG_PROB = -69.0
 
 

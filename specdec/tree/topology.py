@@ -97,7 +97,7 @@ class TreeShape:
       )
 
   def select(self, tree: TokenTree) -> jax.Array:
-    """`[B, N]` int32, the nodes to verify: the N likeliest, see `select_best`."""
+    """`[B, N]` int32, the N likeliest nodes, see `select_best`."""
     return jax.vmap(select_best, (0, None))(tree, self.num_nodes)
 
 

@@ -7,8 +7,8 @@
                                                    └─ f        (2)
 
 A parent always has a smaller index than its children, so every prefix of the
-arrays is a tree. The functions here take one tree, `[M]` per field; callers with
-a batch vmap them.
+arrays is a tree. The functions here take one tree, `[M]` per field; callers
+with a batch vmap them.
 """
 
 import functools
@@ -331,8 +331,8 @@ def accepted_path(
 
 
 # A scatter takes an accelerator one kernel per array and one to prepare it. A
-# look-up, in which every entry searches for what is written to it, is one kernel
-# for all arrays, but takes a CPU a pass over `M * n` entries.
+# look-up, in which every entry searches for what is written to it, is one
+# kernel for all arrays, but takes a CPU a pass over `M * n` entries.
 
 
 def _scattered(old, index, new):
@@ -356,7 +356,8 @@ def scatter(
 
   Args:
     old: `[M]` each.
-    index: `[n]` int32, the entries to write; distinct, M or more writes nothing.
+    index: `[n]` int32, the entries to write; distinct, M or more writes
+      nothing.
     new: `[n]` each, of the dtypes of `old`.
 
   Returns:

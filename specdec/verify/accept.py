@@ -1,4 +1,4 @@
-"""What all rules of verification share: the verdict, and what is emitted of it."""
+"""What all rules of verification share: the verdict, and what is emitted."""
 
 from typing import Protocol
 
@@ -20,11 +20,11 @@ class Verdict(flax.struct.PyTreeNode):
   """How far down its tree the target goes in each row.
 
   Attributes:
-    place: `[B, D + 1]` int32, the index among the verified nodes of the accepted
-      node of each depth, the root first; `NO_NODE` from where the target
-      disagrees.
-    accepted: `[B]` int32, the number of accepted nodes, the root not counted; at
-      most D.
+    place: `[B, D + 1]` int32, the index among the verified nodes of the
+      accepted node of each depth, the root first; `NO_NODE` from where the
+      target disagrees.
+    accepted: `[B]` int32, the number of accepted nodes, the root not counted;
+      at most D.
     chosen: `[B, D + 1]` int32, the target's token after each node of the path;
       the tokens to emit are the first `accepted + 1`, the bonus token included.
   """
@@ -34,13 +34,13 @@ class Verdict(flax.struct.PyTreeNode):
   chosen: jax.Array
 
   def along_path(self, array: jax.Array) -> jax.Array:
-    """`array [B, N, ...]` at the path, `[B, D + 1, ...]`; arbitrary behind it."""
+    """`array [B, N, ...]` along the path, `[B, D + 1, ...]`, then garbage."""
     return jax.vmap(lambda row, at: row[at])(
       array, jnp.maximum(self.place, ROOT)
     )
 
   def path(self, nodes: jax.Array) -> jax.Array:
-    """`[B, D + 1]` int32, the accepted nodes of `nodes [B, N]`, then `NO_NODE`."""
+    """`[B, D + 1]` int32, the accepted ones of `nodes [B, N]`."""
     return jnp.where(self.place >= 0, self.along_path(nodes), NO_NODE)
 
 

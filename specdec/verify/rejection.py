@@ -2,15 +2,16 @@
 
 A draft token x that was drawn from the draft's distribution is accepted with
 probability min(1, target(x) / draft(x)); if it is rejected, the target's
-distribution becomes the normalised positive part of target - draft, and the next
-sibling is tried (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv
-2302.01318; with several siblings SpecInfer, arXiv 2305.09781, and Sequoia, arXiv
-2402.12374). If none is accepted, the bonus token is drawn from what is left.
+distribution becomes the normalised positive part of target - draft, and the
+next sibling is tried (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv
+2302.01318; with several siblings SpecInfer, arXiv 2305.09781, and Sequoia,
+arXiv 2402.12374). If none is accepted, the bonus token is drawn from what is
+left.
 
 A token that was *not* drawn, such as that of an n-gram or the likeliest child,
-is a draw from a distribution that is all on it: it is accepted with the target's
-probability, which is removed if it is rejected. To treat it as a draw from the
-draft's softmax would be wrong.
+is a draw from a distribution that is all on it: it is accepted with the
+target's probability, which is removed if it is rejected. To treat it as a draw
+from the draft's softmax would be wrong.
 
 The emitted tokens have the target's distribution, but they are not those of
 plain decoding with the same seed. `specdec.verify.match` gives those.
