@@ -6,7 +6,6 @@ the FLOP, bytes and seconds of a forward. `predict` gives the speed of a
 """
 
 from specdec.cost_model.forward import forward_cost
-from specdec.cost_model.forward import forward_seconds
 from specdec.cost_model.forward import ForwardCost
 from specdec.cost_model.forward import Hardware
 from specdec.cost_model.presets import HARDWARE
@@ -32,7 +31,6 @@ __all__ = (
   'best_tree',
   'break_even_batch_size',
   'forward_cost',
-  'forward_seconds',
   'predict',
   'tree_step',
 )

@@ -50,7 +50,6 @@ _COUNTED = (
   ('greedy', 'chain', (5, 3.318, 4.0, 1), 0.365),
   ('greedy', 'tree', (63.6, 4.441, 3.788, 16), 0.272),
   ('greedy', 'staged', (64, 6.827, 1.825, 16), 0.162),
-  ('top-k 50', 'plain', (1, 1, 0, 1), 1.0),
   ('top-k 50', 'chain', (5, 1.934, 4.0, 1), 0.627),
   ('top-k 50', 'tree', (64, 3.187, 4.0, 16), 0.383),
   ('top-k 50', 'staged', (64, 3.255, 2.866, 16), 0.356),
@@ -59,11 +58,15 @@ _COUNTED_CONTEXT = 207  # mean cache slots visible to a plain forward
 
 
 def options(
-  shape: ModelShape, *, num_tokens=10, contexts=(2048, 131072), ratios=(1.5, 2)
+  shape: ModelShape,
+  *,
+  num_tokens=10,
+  contexts=(2048, 131072),
+  ratios=(1.5, 2.0),
 ) -> Tables:
   """Option 1, one query verifying n tokens; option 2, n queries of one token.
 
-  `rows` has the GB of both by context; `break_even` how many of the n tokens
+  `bytes` has the GB of both by context; `break_even` how many of the n tokens
   option 1 must emit to move as few bytes per token as option 2; `contexts_for`
   the contexts where option 2 moves `ratios` times the bytes, None if nowhere.
   """
@@ -86,7 +89,7 @@ def options(
     if r < num_tokens
   }
   contexts_for = [{'ratio': r, 'context': solved.get(r)} for r in ratios]
-  return {'rows': rows, 'break_even': break_even, 'contexts_for': contexts_for}
+  return {'bytes': rows, 'break_even': break_even, 'contexts_for': contexts_for}
 
 
 def _speedups(columns, **sizes) -> dict[str, float | None]:
@@ -153,50 +156,32 @@ def by_experts(
 ) -> Tables:
   """A chain of 4 from a free draft, for mixtures and their dense baselines.
 
-  `rows` is at batch size 1, `speedup` by batch size. Only the machine of the
-  deployment is used.
+  Only the machine of the deployment is used.
   """
   step = tree_step(chain(4), [acceptance])
   rows, columns = [], {}
   for shape in (MODELS['mixtral-8x7b'], MODELS['qwen3-30b-a3b']):
-    pair = {
-      target.name: (
-        dataclasses.replace(deployment, target=target, draft=None),
-        step,
-      )
-      for target in (shape, shape.dense_baseline())
-    }
-    columns |= pair
-    found = [
-      predict(*column, context=context).speedup for column in pair.values()
-    ]
+    speeds = []
+    for target in (shape, shape.dense_baseline()):
+      free = dataclasses.replace(deployment, target=target, draft=None)
+      columns[target.name] = free, step
+      speeds.append(predict(free, step, context=context).speedup)
     row = {
       'target': shape.name,
       'experts': shape.num_experts,
       'used by 1 token': shape.expected_experts(1),
       'by 5': shape.expected_experts(step.num_nodes),
-      'cost of 5 tokens': step.tokens / found[0],
-      'dense cost': step.tokens / found[1],
-      'speedup': found[0],
-      'dense speedup': found[1],
+      'cost of 5 tokens': step.tokens / speeds[0],
+      'dense cost': step.tokens / speeds[1],
+      'speedup': speeds[0],
+      'dense speedup': speeds[1],
     }
     rows.append(row)
   speedup = [
     {'batch size': size} | _speedups(columns, batch_size=size, context=context)
     for size in _BATCH_SIZES
   ]
-  return {'rows': rows, 'speedup': speedup}
-
-
-def _acceptance_of_chain(relative_bandwidth: float) -> float:
-  """The acceptance at which a chain of 4 has a relative bandwidth."""
-  low, high = 0.0, 1.0
-  for _ in range(50):
-    middle = (low + high) / 2
-    step = tree_step(chain(4), [middle])
-    found = predict(PAPER, step, context=_COUNTED_CONTEXT).relative_bandwidth
-    low, high = (middle, high) if found > relative_bandwidth else (low, middle)
-  return high
+  return {'batch_size_1': rows, 'speedup': speedup}
 
 
 def paper() -> Tables:
@@ -215,9 +200,6 @@ def paper() -> Tables:
       'less Python': (1 - _PYTHON_SHARE) / bandwidth,
       'published speedup': rate / _PLAIN_RATE,
       'published / by bytes': rate / _PLAIN_RATE * bandwidth,
-      'acceptance of a chain of 4': _acceptance_of_chain(bandwidth)
-      if method == 'chain'
-      else None,
     }
     for mode, method, bandwidth, rate in _PUBLISHED
   ]
@@ -240,7 +222,7 @@ def paper() -> Tables:
       'speedup': found.speedup,
     }
     counted.append(row)
-  rate = counted[0]['tokens/s']
+  rate = predict(PAPER, _PLAIN, context=_COUNTED_CONTEXT).throughput
   plain = {'published': _PLAIN_RATE, '16 bits': rate, '32 bits': rate / 2}
   return {'published': published, 'counted': counted, 'plain': [plain]}
 
@@ -257,23 +239,3 @@ def roofline() -> Tables:
     'ridge, FLOP per byte': hardware.ridge(dtype),
   }
   return {'points': points, 'limits': [limits]}
-
-
-def all_claims(
-  deployment: Deployment, *, acceptance: float, context: int
-) -> dict[str, Tables]:
-  """The tables of all claims by name.
-
-  Args:
-    deployment: models and machine; `paper` and `roofline` have their own.
-    acceptance: probability that the target accepts a draft token.
-    context: tokens in each row's cache where it is not varied.
-  """
-  return {
-    'options': options(deployment.target),
-    'by_batch_size': by_batch_size(deployment, acceptance, context=context),
-    'by_context': by_context(deployment, acceptance),
-    'by_experts': by_experts(deployment, acceptance, context=context),
-    'paper': paper(),
-    'roofline': roofline(),
-  }

@@ -1,8 +1,4 @@
-"""Cost of one forward on a machine: FLOP, bytes and seconds (the roofline).
-
-A forward has B rows of L tokens, and every row has C tokens in its cache. The
-weights are read once for all rows, a cache once for all tokens of its row.
-"""
+"""Cost of one forward on a machine: FLOP, bytes and seconds (the roofline)."""
 
 from collections.abc import Mapping
 import dataclasses
@@ -21,15 +17,12 @@ class Hardware:
     flops_per_second: peak rate of dense matrix products by dtype; a
       multiplication and an addition count as two.
     memory_bytes: size of the main memory.
-    layer_seconds: constant time per layer of a forward, for example of kernel
-      launches. It is 0 in the presets, because no data sheet has it.
   """
 
   name: str
   bytes_per_second: float
   flops_per_second: Mapping[str, float]
   memory_bytes: float = math.inf
-  layer_seconds: float = 0.0
 
   def peak(self, dtype: str) -> float:
     """Peak FLOP per second.
@@ -79,6 +72,7 @@ class ForwardCost:
     cache_write_bytes: keys and values of the new tokens.
     activation_bytes: inputs and outputs of the products with weights; a
       compiler that fuses more moves fewer.
+    dtype: of the products.
   """
 
   matmul_flops: float
@@ -87,6 +81,7 @@ class ForwardCost:
   cache_read_bytes: float
   cache_write_bytes: float
   activation_bytes: float
+  dtype: str
 
   @property
   def flops(self) -> float:
@@ -94,15 +89,41 @@ class ForwardCost:
     return self.matmul_flops + self.attention_flops
 
   @property
+  def read_bytes(self) -> float:
+    """Bytes of weights and caches, which the relative bandwidth compares."""
+    return self.weight_bytes + self.cache_read_bytes
+
+  @property
   def bytes(self) -> float:
     """All bytes moved."""
     written = self.cache_write_bytes + self.activation_bytes
     return self.read_bytes + written
 
-  @property
-  def read_bytes(self) -> float:
-    """Bytes of weights and caches, which `relative_bandwidth` compares."""
-    return self.weight_bytes + self.cache_read_bytes
+  def seconds(self, hardware: Hardware, *, overlap: bool = True) -> float:
+    """Lower bound of the time of the forward, by the roofline model.
+
+    Products with weights and attention run one after the other, and each of
+    them is limited by memory or by arithmetic (Williams et al. 2009).
+
+    Args:
+      hardware: the machine.
+      overlap: whether a kernel computes while it reads, so that its time is the
+        larger of both times; otherwise it is their sum.
+
+    Raises:
+      ValueError: the machine has no peak rate for the dtype.
+    """
+    peak = hardware.peak(self.dtype)
+    cache_bytes = self.cache_read_bytes + self.cache_write_bytes
+    kernels = (
+      (self.bytes - cache_bytes, self.matmul_flops),
+      (cache_bytes, self.attention_flops),
+    )
+    combine = max if overlap else lambda memory, arithmetic: memory + arithmetic
+    return sum(
+      combine(moved / hardware.bytes_per_second, flops / peak)
+      for moved, flops in kernels
+    )
 
 
 def forward_cost(
@@ -112,13 +133,16 @@ def forward_cost(
   num_tokens: float = 1,
   context: float = 0,
 ) -> ForwardCost:
-  """Counts the FLOP and bytes of a forward.
+  """Counts a forward over B rows of L tokens with C tokens in each row's cache.
+
+  The weights are read once for all rows, a cache once for all tokens of its
+  row.
 
   Args:
     shape: sizes of the model.
     batch_size: B.
-    num_tokens: L, of each row; may be a mean.
-    context: C, the tokens in each row's cache before; may be a mean.
+    num_tokens: L; may be a mean.
+    context: C, before the forward; may be a mean.
 
   Raises:
     ValueError: B or L is less than 1, or C is negative.
@@ -133,56 +157,13 @@ def forward_cost(
   weights = shape.shared_parameters + experts * shape.expert_parameters
   # All pairs of a forward are computed, also those that the mask removes.
   pairs = positions * (context + num_tokens) * shape.num_layers
+  activations = positions * shape.activations_per_token
   return ForwardCost(
     matmul_flops=2.0 * positions * shape.active_parameters,
     attention_flops=4.0 * pairs * shape.num_heads * shape.head_width,
     weight_bytes=weights * shape.weight_bytes,
     cache_read_bytes=batch_size * context * shape.kv_bytes_per_token,
     cache_write_bytes=positions * shape.kv_bytes_per_token,
-    activation_bytes=(
-      positions * shape.activations_per_token * shape.activation_bytes
-    ),
-  )
-
-
-def forward_seconds(
-  shape: ModelShape,
-  hardware: Hardware,
-  *,
-  batch_size: int = 1,
-  num_tokens: float = 1,
-  context: float = 0,
-  overlap: bool = True,
-) -> float:
-  """Lower bound of the seconds of a forward, by the roofline model.
-
-  Products with weights and attention run one after the other, and each of them
-  is limited by memory or by arithmetic (Williams et al. 2009).
-
-  Args:
-    shape: sizes of the model.
-    hardware: the machine.
-    batch_size: B.
-    num_tokens: L, of each row; may be a mean.
-    context: C, the tokens in each row's cache before; may be a mean.
-    overlap: whether a kernel computes while it reads, so that its time is the
-      larger of both times; otherwise it is their sum.
-
-  Raises:
-    ValueError: a size is out of range, or the machine has no peak rate for the
-      dtype of the model.
-  """
-  cost = forward_cost(
-    shape, batch_size=batch_size, num_tokens=num_tokens, context=context
-  )
-  peak = hardware.peak(shape.dtype)
-  cache_bytes = cost.cache_read_bytes + cost.cache_write_bytes
-  kernels = (
-    (cost.bytes - cache_bytes, cost.matmul_flops),
-    (cache_bytes, cost.attention_flops),
-  )
-  combine = max if overlap else lambda memory, arithmetic: memory + arithmetic
-  return shape.num_layers * hardware.layer_seconds + sum(
-    combine(moved / hardware.bytes_per_second, flops / peak)
-    for moved, flops in kernels
+    activation_bytes=activations * shape.activation_bytes,
+    dtype=shape.dtype,
   )

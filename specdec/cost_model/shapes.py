@@ -1,14 +1,10 @@
 """Sizes of a decoder-only transformer that determine the cost of a forward.
 
-A model is counted by its matrices: their elements give the parameters and the
-FLOP, their inputs and outputs give the activations. Norms, biases and learned
-positions are left out; they are below 1 % of every preset.
+Only matrices are counted. Norms, biases and learned positions are left out;
+they are below 1 % of every preset.
 """
 
 import dataclasses
-
-Matrix = tuple[int, int]
-"""Number of inputs and number of outputs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,29 +64,20 @@ class ModelShape:
         f' num_experts={self.num_experts}'
       )
 
-  def _layer_matrices(self) -> tuple[list[Matrix], list[Matrix]]:
-    """Matrices of one layer: those of every token, and those of one expert."""
-    queries = self.num_heads * self.head_width
-    keys = self.num_kv_heads * self.head_width
-    shared = [(self.width, queries), (queries, self.width)]
-    shared += [(self.width, keys)] * 2
-    if self.num_experts > 1:
-      shared.append((self.width, self.num_experts))
-    expert = [(self.width, self.mlp_width)] * (2 if self.gated else 1)
-    return shared, [*expert, (self.mlp_width, self.width)]
-
   @property
   def shared_parameters(self) -> int:
     """Weights that every token is multiplied with, the head included."""
-    shared, _ = self._layer_matrices()
-    in_layer = sum(inputs * outputs for inputs, outputs in shared)
-    return self.num_layers * in_layer + self.width * self.vocab_size
+    heads = self.num_heads + self.num_kv_heads
+    attention = 2 * self.width * heads * self.head_width
+    router = self.width * self.num_experts if self.num_experts > 1 else 0
+    in_layers = self.num_layers * (attention + router)
+    return in_layers + self.width * self.vocab_size
 
   @property
   def expert_parameters(self) -> int:
     """Weights of one expert (or of the MLP) of every layer."""
-    _, expert = self._layer_matrices()
-    return self.num_layers * sum(inputs * outputs for inputs, outputs in expert)
+    matrices = 3 if self.gated else 2
+    return self.num_layers * matrices * self.width * self.mlp_width
 
   @property
   def active_parameters(self) -> int:
@@ -109,8 +96,11 @@ class ModelShape:
   @property
   def activations_per_token(self) -> int:
     """Elements of the inputs and outputs of all products of one token."""
-    shared, expert = self._layer_matrices()
-    in_layer = sum(map(sum, shared + expert * self.experts_per_token))
+    heads = self.num_heads + self.num_kv_heads
+    attention = 4 * self.width + 2 * heads * self.head_width
+    router = self.width + self.num_experts if self.num_experts > 1 else 0
+    expert = (3 if self.gated else 2) * (self.width + self.mlp_width)
+    in_layer = attention + router + self.experts_per_token * expert
     return self.num_layers * in_layer + self.width + self.vocab_size
 
   @property

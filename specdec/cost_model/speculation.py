@@ -4,7 +4,7 @@ A step runs some draft forwards, one after the other, and one target forward
 over N nodes of every row. It emits tau tokens per row (the block efficiency),
 where plain decoding emits one token:
 
-    speedup = tau * plain / (draft forwards * draft + target over N + overhead)
+    speedup = tau * plain / (draft forwards * draft + target over N)
 
 Where N tokens cost the target as much as one token, this is theorem 3.8 of
 Leviathan et al. (arXiv 2211.17192).
@@ -15,7 +15,6 @@ import dataclasses
 import functools
 
 from specdec.cost_model.forward import forward_cost
-from specdec.cost_model.forward import forward_seconds
 from specdec.cost_model.forward import Hardware
 from specdec.cost_model.shapes import ModelShape
 from specdec.tree import optimal
@@ -31,24 +30,21 @@ class Deployment:
     draft: the model that drafts; None if drafting costs nothing beside the
       target (n-grams, prompt lookup).
     hardware: the machine that runs both.
-    overlap: see `forward_seconds`.
-    step_overhead: seconds per speculative step besides the forwards, for
-      example for growing trees and for the host.
+    overlap: see `ForwardCost.seconds`.
   """
 
   target: ModelShape
   draft: ModelShape | None
   hardware: Hardware
   overlap: bool = True
-  step_overhead: float = 0.0
 
   def fits(self, *, batch_size: int, context: float) -> bool:
     """Whether weights and caches of both models fit the memory."""
-    models = [shape for shape in (self.target, self.draft) if shape]
     resident = sum(
       shape.parameters * shape.weight_bytes
       + batch_size * context * shape.kv_bytes_per_token
-      for shape in models
+      for shape in (self.target, self.draft)
+      if shape
     )
     return resident <= self.hardware.memory_bytes
 
@@ -123,8 +119,8 @@ class Prediction:
     plain_seconds: per step of plain decoding.
     flops: per step, of all models.
     bytes: moved per step, by all models.
-    read_bytes: weights and caches read per step, by all models.
-    plain_read_bytes: weights and caches read per step of plain decoding.
+    relative_bandwidth: bytes of weights and caches read per emitted token,
+      relative to plain decoding.
   """
 
   batch_size: int
@@ -133,8 +129,7 @@ class Prediction:
   plain_seconds: float
   flops: float
   bytes: float
-  read_bytes: float
-  plain_read_bytes: float
+  relative_bandwidth: float
 
   @property
   def speedup(self) -> float:
@@ -150,11 +145,6 @@ class Prediction:
   def throughput(self) -> float:
     """Tokens per second of all rows together."""
     return self.batch_size / self.latency
-
-  @property
-  def relative_bandwidth(self) -> float:
-    """Bytes read per token relative to plain decoding."""
-    return self.read_bytes / self.tokens / self.plain_read_bytes
 
   @property
   def arithmetic_intensity(self) -> float:
@@ -178,32 +168,27 @@ def predict(
     context: tokens in each row's cache.
 
   Raises:
-    ValueError: see `forward_seconds`.
+    ValueError: a size is out of range, or the machine has no peak rate for the
+      dtype of a model.
   """
   cost = functools.partial(forward_cost, batch_size=batch_size, context=context)
-  seconds = functools.partial(
-    forward_seconds,
-    hardware=deployment.hardware,
-    batch_size=batch_size,
-    context=context,
-    overlap=deployment.overlap,
-  )
-  target = deployment.target
-  forwards = [(1.0, target, step.num_nodes)]
+  plain = cost(deployment.target)
+  forwards = [(1.0, cost(deployment.target, num_tokens=step.num_nodes))]
   if deployment.draft and step.draft_forwards:
-    drafting = (step.draft_forwards, deployment.draft, step.draft_width)
-    forwards.append(drafting)
-  took = sum(n * seconds(shape, num_tokens=w) for n, shape, w in forwards)
-  costs = [(n, cost(shape, num_tokens=w)) for n, shape, w in forwards]
+    drafting = cost(deployment.draft, num_tokens=step.draft_width)
+    forwards.append((step.draft_forwards, drafting))
+  seconds = lambda forward: forward.seconds(
+    deployment.hardware, overlap=deployment.overlap
+  )
+  read_bytes = sum(count * forward.read_bytes for count, forward in forwards)
   return Prediction(
     batch_size=batch_size,
     tokens=step.tokens,
-    seconds=took + (deployment.step_overhead if step.num_nodes > 1 else 0.0),
-    plain_seconds=seconds(target),
-    flops=sum(n * forward.flops for n, forward in costs),
-    bytes=sum(n * forward.bytes for n, forward in costs),
-    read_bytes=sum(n * forward.read_bytes for n, forward in costs),
-    plain_read_bytes=cost(target).read_bytes,
+    seconds=sum(count * seconds(forward) for count, forward in forwards),
+    plain_seconds=seconds(plain),
+    flops=sum(count * forward.flops for count, forward in forwards),
+    bytes=sum(count * forward.bytes for count, forward in forwards),
+    relative_bandwidth=read_bytes / step.tokens / plain.read_bytes,
   )
 
 
@@ -217,17 +202,8 @@ def break_even_batch_size(
   """The batch size from which on plain decoding is at least as fast.
 
   The speedup of a mixture of experts may cross 1 several times; the result is
-  the last crossing.
-
-  Args:
-    deployment: models and machine.
-    step: work and yield of the step.
-    context: tokens in each row's cache.
-    limit: the largest batch size that is tried.
-
-  Returns:
-    The batch size; 1 if no batch size has a speedup above 1, None if `limit`
-    has.
+  the last crossing. It is 1 if speculation is faster at no batch size, and None
+  if it is still faster at `limit`, the largest that is tried.
   """
   for batch_size in range(limit, 0, -1):
     found = predict(deployment, step, batch_size=batch_size, context=context)
@@ -247,21 +223,9 @@ def best_tree(
 ) -> Topology | None:
   """The fixed tree with the most predicted tokens per second.
 
-  With acceptance of one rank it is a chain of the best draft length.
-
-  Args:
-    deployment: models and machine.
-    acceptance: see `tree_step`.
-    num_nodes: largest number of nodes, the root included.
-    max_depth: largest depth.
-    batch_size: B.
-    context: tokens in each row's cache.
-
-  Returns:
-    The topology; None if plain decoding is faster.
-
-  Raises:
-    ValueError: see `specdec.tree.optimal.best_trees` and `forward_seconds`.
+  Arguments are those of `tree_step` and `predict`; `num_nodes` (root included)
+  and `max_depth` are limits. With acceptance of one rank the tree is a chain of
+  the best draft length. It is None if plain decoding is faster.
   """
 
   def seconds(size: int, depth: int) -> float:
