@@ -58,17 +58,13 @@ _COUNTED_CONTEXT = 207  # mean cache slots visible to a plain forward
 
 
 def options(
-  shape: ModelShape,
-  *,
-  num_tokens=10,
-  contexts=(2048, 131072),
-  ratios=(1.5, 2.0),
+  shape: ModelShape, *, num_tokens: int = 10, contexts=(2048, 131072)
 ) -> Tables:
   """Option 1, one query verifying n tokens; option 2, n queries of one token.
 
   `bytes` has the GB of both by context; `break_even` how many of the n tokens
   option 1 must emit to move as few bytes per token as option 2; `contexts_for`
-  the contexts where option 2 moves `ratios` times the bytes, None if nowhere.
+  the contexts where option 2 moves 1.5 and 2 times the bytes.
   """
   rows, break_even = [], []
   for context in contexts:
@@ -83,12 +79,10 @@ def options(
     break_even.append({'context': context, 'emitted tokens': emitted})
   # With F bytes of other traffic and s of one cache, (F + n s) / (F + s) = r.
   other = forward_cost(shape, num_tokens=num_tokens).bytes
-  solved = {
-    r: other * (r - 1) / ((num_tokens - r) * shape.kv_bytes_per_token)
-    for r in ratios
-    if r < num_tokens
-  }
-  contexts_for = [{'ratio': r, 'context': solved.get(r)} for r in ratios]
+  context_for = lambda r: (
+    other * (r - 1) / ((num_tokens - r) * shape.kv_bytes_per_token)
+  )
+  contexts_for = [{'ratio': r, 'context': context_for(r)} for r in (1.5, 2.0)]
   return {'bytes': rows, 'break_even': break_even, 'contexts_for': contexts_for}
 
 

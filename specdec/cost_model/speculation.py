@@ -70,7 +70,8 @@ class SpeculativeStep:
 
   def __post_init__(self):
     at_least_1 = (self.num_nodes, self.tokens, self.draft_width)
-    if not (min(at_least_1) >= 1 and self.draft_forwards >= 0):
+    in_range = all(value >= 1 for value in at_least_1)
+    if not (in_range and self.draft_forwards >= 0):
       raise ValueError(
         'num_nodes, tokens and draft_width must be at least 1 and'
         f' draft_forwards at least 0, got {self}'
