@@ -59,31 +59,41 @@ MODELS = {name: _model(name, row) for name, row in (_GPT2S | _LLAMAS).items()}
 
 
 def _device(
-  name: str, gb_per_second: float, memory_gb: float, **tflops: float
+  name: str, gb_per_second: float, memory_gb: float, **gflops: float
 ) -> Hardware:
   """Rates of tensor cores without sparsity and with float32 accumulation."""
   return Hardware(
     name=name,
     bytes_per_second=1e9 * gb_per_second,
-    flops_per_second={dtype: 1e12 * rate for dtype, rate in tflops.items()},
+    flops_per_second={dtype: 1e9 * rate for dtype, rate in gflops.items()},
     memory_bytes=1e9 * memory_gb,
   )
 
 
-_HOPPER = {'bfloat16': 989.4, 'int8': 1978.9, 'float8': 1978.9, 'float32': 66.9}
-_ADA = {'bfloat16': 165.2, 'int8': 660.6, 'float8': 330.3, 'float32': 82.6}
+_HOPPER = {
+  'bfloat16': 989_400,
+  'int8': 1_978_900,
+  'float8': 1_978_900,
+  'float32': 66_900,
+}
+_ADA = {
+  'bfloat16': 165_200,
+  'int8': 660_600,
+  'float8': 330_300,
+  'float32': 82_600,
+}
 _DEVICES = (
   # NVIDIA Ada GPU architecture, white paper, appendix A.
   _device('rtx-4090', 1008, 24, **_ADA),
   # NVIDIA data sheets, SXM, and Hopper architecture white paper.
-  _device('a100', 2039, 80, bfloat16=312, int8=624, float32=19.5),
+  _device('a100', 2039, 80, bfloat16=312_000, int8=624_000, float32=19_500),
   _device('h100', 3350, 80, **_HOPPER),
   _device('h200', 4800, 141, **_HOPPER),
   # Google Cloud documentation, per chip; it has no rates for float32.
-  _device('v4', 1200, 32, bfloat16=275, int8=275),
-  _device('v5e', 819, 16, bfloat16=197, int8=393),
-  _device('v5p', 2765, 95, bfloat16=459, int8=918),
-  _device('v6e', 1638, 32, bfloat16=918, int8=1836),
+  _device('v4', 1200, 32, bfloat16=275_000, int8=275_000),
+  _device('v5e', 819, 16, bfloat16=197_000, int8=393_000),
+  _device('v5p', 2765, 95, bfloat16=459_000, int8=918_000),
+  _device('v6e', 1638, 32, bfloat16=918_000, int8=1_836_000),
 )
 
 HARDWARE = {device.name: device for device in _DEVICES}
