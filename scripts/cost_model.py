@@ -55,12 +55,13 @@ _TITLES = (
 def _shape(flag):
   import pathlib
 
-  from models.checkpoints.families import read_config
-  from models.checkpoints.model_shape import model_shape
   from specdec.cost_model import MODELS
 
   if flag.value in MODELS:
     return MODELS[flag.value]
+  from models.checkpoints.families import read_config
+  from models.checkpoints.model_shape import model_shape
+
   path = pathlib.Path(flag.value) / 'config.json'
   if not path.is_file():
     raise ValueError(
