@@ -260,15 +260,6 @@ def test_expected_tokens_by_enumeration(shape):
   assert step.draft_width * shape.depth == pytest.approx(len(parents))
 
 
-@pytest.mark.parametrize('acceptance', [0.0, 0.3, 0.8])
-def test_chains_have_a_closed_form(acceptance):
-  for n in (1, 2, 6):
-    step = tree_step(topology.chain(n), [acceptance])
-    closed = (1 - acceptance ** (n + 1)) / (1 - acceptance)
-    assert step.tokens == pytest.approx(closed)
-    assert (step.num_nodes, step.draft_width) == (n + 1, 1)
-
-
 def test_memory_bound_speedup_is_the_formula_of_leviathan():
   target, draft = (
     dataclasses.replace(MODELS[name], activation_bytes=0, cache_bytes=0)
@@ -279,9 +270,12 @@ def test_memory_bound_speedup_is_the_formula_of_leviathan():
   )
   deployment = Deployment(target=target, draft=draft, hardware=memory_bound)
   ratio = draft.parameters / target.parameters
-  for n, a in ((1, 0.6), (5, 0.9)):
-    found = predict(deployment, tree_step(topology.chain(n), [a]))
+  for n, a in ((1, 0.6), (2, 0.0), (5, 0.9), (6, 0.3)):
+    step = tree_step(topology.chain(n), [a])
+    found = predict(deployment, step)
     tokens = (1 - a ** (n + 1)) / (1 - a)
+    assert step.tokens == pytest.approx(tokens)
+    assert (step.num_nodes, step.draft_width) == (n + 1, 1)
     assert found.speedup == pytest.approx(tokens / (n * ratio + 1))
     assert found.relative_bandwidth == pytest.approx(1 / found.speedup)
 

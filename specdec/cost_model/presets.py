@@ -58,43 +58,33 @@ MODELS = {name: _model(name, row) for name, row in (_GPT2S | _LLAMAS).items()}
 """Shapes of models by name."""
 
 
-def _device(
-  name: str, gb_per_second: float, memory_gb: float, **gflops: float
-) -> Hardware:
-  """Rates of tensor cores without sparsity and with float32 accumulation."""
+# GB/s and GB of memory, GFLOP/s of tensor cores by dtype, without sparsity and
+# with float32 accumulation; 0 where the source has no rate.
+_DTYPES = ('bfloat16', 'int8', 'float8', 'float32')
+_DEVICES = {
+  # NVIDIA Ada GPU architecture, white paper, appendix A.
+  'rtx-4090': (1008, 24, 165_200, 660_600, 330_300, 82_600),
+  # NVIDIA data sheets, SXM, and Hopper architecture white paper.
+  'a100': (2039, 80, 312_000, 624_000, 0, 19_500),
+  'h100': (3350, 80, 989_400, 1_978_900, 1_978_900, 66_900),
+  'h200': (4800, 141, 989_400, 1_978_900, 1_978_900, 66_900),
+  # Google Cloud documentation, per chip.
+  'v4': (1200, 32, 275_000, 275_000, 0, 0),
+  'v5e': (819, 16, 197_000, 393_000, 0, 0),
+  'v5p': (2765, 95, 459_000, 918_000, 0, 0),
+  'v6e': (1638, 32, 918_000, 1_836_000, 0, 0),
+}
+
+
+def _device(name: str, bandwidth: int, memory: int, *rates: int) -> Hardware:
+  known = zip(_DTYPES, rates, strict=True)
   return Hardware(
     name=name,
-    bytes_per_second=1e9 * gb_per_second,
-    flops_per_second={dtype: 1e9 * rate for dtype, rate in gflops.items()},
-    memory_bytes=1e9 * memory_gb,
+    bytes_per_second=1e9 * bandwidth,
+    flops_per_second={dtype: 1e9 * rate for dtype, rate in known if rate},
+    memory_bytes=1e9 * memory,
   )
 
 
-_HOPPER = {
-  'bfloat16': 989_400,
-  'int8': 1_978_900,
-  'float8': 1_978_900,
-  'float32': 66_900,
-}
-_ADA = {
-  'bfloat16': 165_200,
-  'int8': 660_600,
-  'float8': 330_300,
-  'float32': 82_600,
-}
-_DEVICES = (
-  # NVIDIA Ada GPU architecture, white paper, appendix A.
-  _device('rtx-4090', 1008, 24, **_ADA),
-  # NVIDIA data sheets, SXM, and Hopper architecture white paper.
-  _device('a100', 2039, 80, bfloat16=312_000, int8=624_000, float32=19_500),
-  _device('h100', 3350, 80, **_HOPPER),
-  _device('h200', 4800, 141, **_HOPPER),
-  # Google Cloud documentation, per chip; it has no rates for float32.
-  _device('v4', 1200, 32, bfloat16=275_000, int8=275_000),
-  _device('v5e', 819, 16, bfloat16=197_000, int8=393_000),
-  _device('v5p', 2765, 95, bfloat16=459_000, int8=918_000),
-  _device('v6e', 1638, 32, bfloat16=918_000, int8=1_836_000),
-)
-
-HARDWARE = {device.name: device for device in _DEVICES}
+HARDWARE = {name: _device(name, *row) for name, row in _DEVICES.items()}
 """Single devices by name; use `Hardware.times` for several."""
