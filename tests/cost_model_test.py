@@ -230,7 +230,7 @@ def _mean_tokens(shape, acceptance):
   known = set(shape.paths)
   outcomes = [*enumerate(acceptance), (None, 1 - sum(acceptance))]
   mean = 0.0
-  for text in itertools.product(outcomes, repeat=shape.depth):
+  for text in itertools.product(outcomes, repeat=shape.max_depth):
     path = ()
     for rank, _ in text:
       if (*path, rank) not in known:
@@ -254,10 +254,10 @@ def test_expected_tokens_by_enumeration(shape):
   step = tree_step(shape, acceptance)
   assert step.tokens == pytest.approx(_mean_tokens(shape, acceptance))
   assert step.num_nodes == shape.num_nodes
-  assert step.draft_forwards == shape.depth
+  assert step.draft_forwards == shape.max_depth
   # The draft scores every node that has children.
   parents = {path[:-1] for path in shape.paths}
-  assert step.draft_width * shape.depth == pytest.approx(len(parents))
+  assert step.draft_width * shape.max_depth == pytest.approx(len(parents))
 
 
 def test_memory_bound_speedup_is_the_formula_of_leviathan():
@@ -343,8 +343,8 @@ def test_best_tree_finds_the_best_draft_length(batch_size):
     for n in range(1, 11)
   ]
   tree = best_tree(_SERVER, [0.8], num_nodes=11, max_depth=10, **where)
-  assert (tree.depth if tree else 0) == int(np.argmax(speeds))
-  assert tree is None or tree == topology.chain(tree.depth)
+  assert (tree.max_depth if tree else 0) == int(np.argmax(speeds))
+  assert tree is None or tree == topology.chain(tree.max_depth)
 
 
 def test_best_tree_branches_where_drafting_is_free():

@@ -104,8 +104,8 @@ def tree_step(
   return SpeculativeStep(
     num_nodes=topology.num_nodes,
     tokens=optimal.expected_tokens(topology, acceptance),
-    draft_forwards=topology.depth,
-    draft_width=float((topology.schedule >= 0).sum()) / topology.depth,
+    draft_forwards=topology.max_depth,
+    draft_width=float((topology.schedule >= 0).sum()) / topology.max_depth,
   )
 
 
