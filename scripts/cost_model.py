@@ -1,57 +1,74 @@
-"""What the cost model says: when speculation pays, and why. Nothing is run.
+"""Prints what the cost model predicts: when speculative decoding pays, and why.
 
 python scripts/cost_model.py
 python scripts/cost_model.py --target=llama-3-8b --draft=none --hardware=v6e \
   --devices=4 --acceptance=0.7 --out=/tmp/cost_model
 python scripts/cost_model.py --target=FOLDER --hardware=this
 
-Tables, and with --out also cost_model.json and a picture of each; what they
-show is in docs/cost_model.md.
+Nothing is run. The tables are explained in docs/cost_model.md, the pictures are
+in colab/05_when_it_pays.ipynb.
 """
 
 from absl import flags
 import command_line
 
 _TARGET = flags.DEFINE_string(
-  'target', 'llama-3-70b', 'a preset, or a folder with a config.json'
+  'target', 'llama-3-70b', 'name of a preset, or a folder with a config.json'
 )
 _DRAFT = flags.DEFINE_string(
-  'draft', 'llama-3-8b', 'likewise; none: drafting costs nothing'
+  'draft', 'llama-3-8b', 'as --target; none if drafting costs nothing'
 )
 _HARDWARE = flags.DEFINE_string(
-  'hardware', 'h200', 'a preset; this: the default device, measured now'
+  'hardware', 'h200', 'name of a preset; this measures the default device'
 )
-_DEVICES = flags.DEFINE_integer('devices', 8, 'so many of it', lower_bound=1)
+_DEVICES = flags.DEFINE_integer(
+  'devices', 8, 'number of devices, with ideal sharding', lower_bound=1
+)
 _ACCEPTANCE = flags.DEFINE_float(
-  'acceptance', 0.8, 'chance of a drafted token', lower_bound=0, upper_bound=1
+  'acceptance',
+  0.8,
+  'probability that a draft token is accepted',
+  lower_bound=0,
+  upper_bound=1,
 )
 _CONTEXT = flags.DEFINE_integer(
-  'context', 2048, 'tokens in the cache of a row', lower_bound=0
+  'context', 2048, 'tokens in the cache of each row', lower_bound=0
 )
 _OVERLAP = flags.DEFINE_bool(
-  'overlap', True, 'whether a kernel reads while it computes'
+  'overlap', True, 'whether a kernel computes while it reads'
 )
-_OUT = flags.DEFINE_string('out', None, 'folder for JSON and pictures')
+_OUT = flags.DEFINE_string('out', None, 'folder to write cost_model.json to')
+_SETTINGS = (
+  *(_TARGET, _DRAFT, _HARDWARE, _DEVICES),
+  *(_ACCEPTANCE, _CONTEXT, _OVERLAP),
+)
+_TITLES = (
+  '(a) 1 query x 10 tokens (option 1), 10 queries x 1 token (option 2)',
+  '(b) Batch size',
+  '(c) Context, chain of 4',
+  '(d) Mixtures of experts, chain of 4 from a free draft',
+  '(e) The paper',
+  '(f) Roofline, greedy counts of (e)',
+)
 
 
 def _shape(flag):
-  import json
   import pathlib
 
   from specdec.cost_model import MODELS
-  from specdec.cost_model import shape_from_config
 
-  name = flag.value
-  if name in MODELS:
-    return MODELS[name]
-  path = pathlib.Path(name) / 'config.json'
+  if flag.value in MODELS:
+    return MODELS[flag.value]
+  from models.checkpoints.families import read_config
+  from models.checkpoints.model_shape import model_shape
+
+  path = pathlib.Path(flag.value) / 'config.json'
   if not path.is_file():
     raise ValueError(
-      f'--{flag.name}={name} is no folder with a config.json and none of'
-      f' {", ".join(MODELS)}'
+      f'--{flag.name}={flag.value} is neither a folder with a config.json nor'
+      f' one of {", ".join(MODELS)}'
     )
-  config = json.loads(path.read_text('utf-8'))
-  return shape_from_config(config, name=path.parent.name)
+  return model_shape(read_config(path), name=path.parent.name)
 
 
 def _hardware():
@@ -61,47 +78,55 @@ def _hardware():
   name = _HARDWARE.value
   if name != 'this' and name not in HARDWARE:
     raise ValueError(
-      f'--hardware={name} is none of this, {", ".join(HARDWARE)}'
+      f'--hardware={name} must be one of this, {", ".join(HARDWARE)}'
     )
-  one = this_machine() if name == 'this' else HARDWARE[name]
-  return one.times(_DEVICES.value)
+  device = this_machine() if name == 'this' else HARDWARE[name]
+  return device.times(_DEVICES.value)
+
+
+def _cell(value):
+  if isinstance(value, float):
+    digits = 0 if abs(value) >= 1000 else 2 if abs(value) >= 1 else 3
+    return f'{value:,.{digits}f}'
+  return '-' if value is None else f'{value}'
 
 
 def main() -> None:
   import pathlib
 
-  from models.bench import plots
+  from models.bench.record import to_table
   from models.bench.record import write_record
-  from models.cost_report import pictures
-  from models.cost_report import report
+  from specdec.cost_model import claims
   from specdec.cost_model import Deployment
 
-  if _OUT.value is not None:
-    plots.require_matplotlib(f'--out={_OUT.value}')
   deployment = Deployment(
     target=_shape(_TARGET),
     draft=None if _DRAFT.value == 'none' else _shape(_DRAFT),
     hardware=_hardware(),
     overlap=_OVERLAP.value,
   )
-  figures = report.run(
-    deployment, acceptance=_ACCEPTANCE.value, context=_CONTEXT.value
-  )
-  print(report.to_markdown(figures))
+  acceptance, context = _ACCEPTANCE.value, _CONTEXT.value
+  found = {
+    'options': claims.options(deployment.target),
+    'by_batch_size': claims.by_batch_size(
+      deployment, acceptance, context=context
+    ),
+    'by_context': claims.by_context(deployment, acceptance),
+    'by_experts': claims.by_experts(deployment, acceptance, context=context),
+    'paper': claims.paper(),
+    'roofs': claims.roofline(),
+  }
+  print(f'{deployment.target.name} on {deployment.hardware.name}')
+  for title, tables in zip(_TITLES, found.values(), strict=True):
+    print(f'\n## {title}')
+    for name, rows in tables.items():
+      cells = [[_cell(value) for value in row.values()] for row in rows]
+      print(f'\n{name.replace("_", " ")}\n\n{to_table(list(rows[0]), cells)}')
   if _OUT.value is not None:
     folder = pathlib.Path(_OUT.value)
     folder.mkdir(parents=True, exist_ok=True)
-    settings = {
-      flag.name: flag.value
-      for flag in (_TARGET, _DRAFT, _HARDWARE, _DEVICES, _CONTEXT, _OVERLAP)
-    }
-    write_record(
-      str(folder / 'cost_model.json'),
-      settings | {'acceptance': _ACCEPTANCE.value},
-      figures,
-    )
-    for file in pictures.draw(figures, folder):
-      print(folder / file)
+    settings = {flag.name: flag.value for flag in _SETTINGS}
+    write_record(str(folder / 'cost_model.json'), settings, found)
 
 
 if __name__ == '__main__':

@@ -1,29 +1,78 @@
-"""What one forward costs: operations, bytes, seconds.
+"""Cost of one forward on a machine: FLOP, bytes and seconds (the roofline)."""
 
-B rows of L tokens each, every row with C tokens in its cache. The weights are
-read once for all rows, the caches once for all tokens of a row: that is all of
-why batches, and speculation, pay.
-"""
-
+from collections.abc import Mapping
 import dataclasses
+import math
 
-from specdec.cost_model.hardware import Hardware
 from specdec.cost_model.shapes import ModelShape
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ForwardCost:
-  """Of all layers of one forward.
+class Hardware:
+  """Peak rates and memory of one machine.
 
   Attributes:
-    matmul_flops: products with weights, two operations per multiplication and
-      addition.
-    attention_flops: scores and values.
-    weight_bytes: read; of experts those that are expected to be needed.
-    cache_read_bytes: what was in the caches before.
+    name: shown in tables.
+    bytes_per_second: peak bandwidth of the main memory.
+    flops_per_second: peak rate of dense matrix products by dtype; a
+      multiplication and an addition count as two.
+    memory_bytes: size of the main memory.
+  """
+
+  name: str
+  bytes_per_second: float
+  flops_per_second: Mapping[str, float]
+  memory_bytes: float = math.inf
+
+  def peak(self, dtype: str) -> float:
+    """Peak FLOP per second.
+
+    Raises:
+      ValueError: the peak rate of this dtype is not known.
+    """
+    if dtype not in self.flops_per_second:
+      raise ValueError(
+        f'dtype={dtype!r} has no peak rate on {self.name}; choose from'
+        f' {", ".join(sorted(self.flops_per_second))}'
+      )
+    return self.flops_per_second[dtype]
+
+  def ridge(self, dtype: str) -> float:
+    """FLOP per byte above which arithmetic is the limit instead of memory."""
+    return self.peak(dtype) / self.bytes_per_second
+
+  def times(self, devices: int) -> 'Hardware':
+    """Several devices with ideal sharding; communication is ignored.
+
+    Raises:
+      ValueError: `devices` is less than 1.
+    """
+    if devices < 1:
+      raise ValueError(f'devices must be at least 1, got {devices}')
+    return dataclasses.replace(
+      self,
+      name=f'{devices} x {self.name}' if devices > 1 else self.name,
+      bytes_per_second=devices * self.bytes_per_second,
+      flops_per_second={
+        dtype: devices * rate for dtype, rate in self.flops_per_second.items()
+      },
+      memory_bytes=devices * self.memory_bytes,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ForwardCost:
+  """FLOP and bytes of one forward, summed over all layers.
+
+  Attributes:
+    matmul_flops: of the products with weights.
+    attention_flops: of scores and of weighted sums of values.
+    weight_bytes: read; only the experts that are expected to be used count.
+    cache_read_bytes: keys and values that were in the cache before.
     cache_write_bytes: keys and values of the new tokens.
-    activation_bytes: what the products read and write besides the weights, each
-      once; a compiler that fuses more moves less.
+    activation_bytes: inputs and outputs of the products with weights; a
+      compiler that fuses more moves fewer.
+    dtype: of the products.
   """
 
   matmul_flops: float
@@ -32,36 +81,49 @@ class ForwardCost:
   cache_read_bytes: float
   cache_write_bytes: float
   activation_bytes: float
+  dtype: str
 
   @property
   def flops(self) -> float:
-    """All operations."""
+    """All FLOP."""
     return self.matmul_flops + self.attention_flops
 
   @property
-  def bytes(self) -> float:
-    """All traffic."""
-    return self.matmul_bytes + self.attention_bytes
-
-  @property
   def read_bytes(self) -> float:
-    """Weights and caches, which is what `relative_bandwidth` counts."""
+    """Bytes of weights and caches, which the relative bandwidth compares."""
     return self.weight_bytes + self.cache_read_bytes
 
   @property
-  def matmul_bytes(self) -> float:
-    """Of the products with weights."""
-    return self.weight_bytes + self.activation_bytes
+  def bytes(self) -> float:
+    """All bytes moved."""
+    written = self.cache_write_bytes + self.activation_bytes
+    return self.read_bytes + written
 
-  @property
-  def attention_bytes(self) -> float:
-    """Of the cache."""
-    return self.cache_read_bytes + self.cache_write_bytes
+  def seconds(self, hardware: Hardware, *, overlap: bool = True) -> float:
+    """Lower bound of the time of the forward, by the roofline model.
 
-  @property
-  def arithmetic_intensity(self) -> float:
-    """FLOP per byte."""
-    return self.flops / self.bytes
+    Products with weights and attention run one after the other, and each of
+    them is limited by memory or by arithmetic (Williams et al. 2009).
+
+    Args:
+      hardware: the machine.
+      overlap: whether a kernel computes while it reads, so that its time is the
+        larger of both times; otherwise it is their sum.
+
+    Raises:
+      ValueError: the machine has no peak rate for the dtype.
+    """
+    peak = hardware.peak(self.dtype)
+    cache_bytes = self.cache_read_bytes + self.cache_write_bytes
+    kernels = (
+      (self.bytes - cache_bytes, self.matmul_flops),
+      (cache_bytes, self.attention_flops),
+    )
+    combine = max if overlap else lambda memory, arithmetic: memory + arithmetic
+    return sum(
+      combine(moved / hardware.bytes_per_second, flops / peak)
+      for moved, flops in kernels
+    )
 
 
 def forward_cost(
@@ -71,80 +133,37 @@ def forward_cost(
   num_tokens: float = 1,
   context: float = 0,
 ) -> ForwardCost:
-  """Counts a forward.
+  """Counts a forward over B rows of L tokens with C tokens in each row's cache.
+
+  The weights are read once for all rows, a cache once for all tokens of its
+  row.
 
   Args:
-    shape: of the model.
+    shape: sizes of the model.
     batch_size: B.
-    num_tokens: L, of each row; may be a mean.
-    context: C, the tokens in each row's cache before; may be a mean.
+    num_tokens: L; may be a mean.
+    context: C, before the forward; may be a mean.
 
   Raises:
-    ValueError: B or L is below 1, or C below 0.
+    ValueError: B or L is less than 1, or C is negative.
   """
   if batch_size < 1 or num_tokens < 1 or context < 0:
     raise ValueError(
-      'batch_size and num_tokens must be at least 1, context at least 0, got'
+      'batch_size and num_tokens must be at least 1 and context at least 0, got'
       f' {batch_size}, {num_tokens} and {context}'
     )
   positions = batch_size * num_tokens
-  weights = float(shape.shared_parameters)
-  if shape.experts is not None:
-    distinct = shape.experts.expected_distinct(
-      num_tokens, batch_size=batch_size
-    )
-    weights += distinct * shape.routed_parameters
-  # A token sees the others of its forward, too; masked ones cost the same.
+  experts = shape.expected_experts(positions)
+  weights = shape.shared_parameters + experts * shape.expert_parameters
+  # All pairs of a forward are computed, also those that the mask removes.
   pairs = positions * (context + num_tokens) * shape.num_layers
+  activations = positions * shape.activations_per_token
   return ForwardCost(
     matmul_flops=2.0 * positions * shape.active_parameters,
-    attention_flops=float(pairs * shape.flops_per_pair),
+    attention_flops=4.0 * pairs * shape.num_heads * shape.head_width,
     weight_bytes=weights * shape.weight_bytes,
     cache_read_bytes=batch_size * context * shape.kv_bytes_per_token,
     cache_write_bytes=positions * shape.kv_bytes_per_token,
-    activation_bytes=(
-      positions * shape.activations_per_token * shape.activation_bytes
-    ),
-  )
-
-
-def forward_seconds(
-  shape: ModelShape,
-  hardware: Hardware,
-  *,
-  batch_size: int = 1,
-  num_tokens: float = 1,
-  context: float = 0,
-  overlap: bool = True,
-) -> float:
-  """The least that a forward takes on a machine (the model of roofs).
-
-  The products with weights, then attention: kernels run one after the other,
-  and each is bound by memory or by arithmetic (Williams et al. 2009).
-
-  Args:
-    shape: of the model.
-    hardware: to run on.
-    batch_size: see `forward_cost`.
-    num_tokens: likewise.
-    context: likewise.
-    overlap: whether a kernel reads while it computes, so that the slower of
-      both counts; otherwise their sum does.
-
-  Raises:
-    ValueError: a size is out of range, or the machine has no figure for the
-      dtype.
-  """
-  cost = forward_cost(
-    shape, batch_size=batch_size, num_tokens=num_tokens, context=context
-  )
-  peak = hardware.peak(shape.dtype)
-  combine = max if overlap else lambda memory, arithmetic: memory + arithmetic
-  kernels = (
-    (cost.matmul_bytes, cost.matmul_flops),
-    (cost.attention_bytes, cost.attention_flops),
-  )
-  return shape.num_layers * hardware.layer_seconds + sum(
-    combine(moved / hardware.bytes_per_second, flops / peak)
-    for moved, flops in kernels
+    activation_bytes=activations * shape.activation_bytes,
+    dtype=shape.dtype,
   )

@@ -1,1 +1,0 @@
-"""What the cost model says about the claims of docs/cost_model.md."""
