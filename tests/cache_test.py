@@ -11,23 +11,19 @@ from tiny_drafters import Settings
 import tiny_models
 
 from specdec import cache as kv
-from specdec import cache as masks
-from specdec import init_cache
 from specdec import PromptLookup
 from specdec import staged
 from specdec.cache import causal_mask
-from specdec.draft.drafter import Step
+from specdec.context import StepContext
 from specdec.draft.growth import grow
-from specdec.draft.language_model import prefill
 from specdec.draft.stages import commit_stages
 from specdec.draft.stages import init_stages
+from specdec.model import commit
+from specdec.model import forward_nodes
+from specdec.model import prefill
+from specdec.sampling import Randomness
 from specdec.tree.topology import chain
-from specdec.tree.tree import init_tree
 from specdec.tree.tree import NO_NODE
-from specdec.tree.tree import select_best
-from specdec.verify.accept import commit
-from specdec.verify.accept import score_nodes
-from specdec.verify.accept import Verdict
 
 NUM_SLOTS = 40
 
@@ -174,7 +170,7 @@ def test_write_puts_every_row_at_its_own_length(layer):
   num_layers, batch_size, num_slots, heads, width = 3, 4, 7, 2, 3
   rng = np.random.default_rng(0)
   shape = (batch_size, heads, num_slots, width)
-  old = init_cache(
+  old = kv.init_cache(
     batch_size,
     num_slots,
     num_layers=num_layers,
@@ -315,9 +311,8 @@ _DRAFTERS = {
 def _steps(name):
   """The two halves of a step: trees and a verdict, then what is kept."""
   drafter, target = _DRAFTERS[name](), tiny_models.gpt2()
-  is_fixed = drafter.shape.topology is not None
   batch_size = len(_LENGTHS)
-  sampling = tiny_models.sampling(0.0, 1.0, 1.0).validated()
+  sampling = tiny_models.sampling_params(0.0, 1.0, 1.0)
   noise = jax.random.gumbel(
     jax.random.key(0),
     (batch_size, drafter.max_depth + 1, tiny_models.VOCAB_SIZE),
@@ -326,49 +321,52 @@ def _steps(name):
   @jax.jit
   def start(tokens, length):
     stages = init_stages(drafter, tokens, length, num_slots=_TEXT_SLOTS)
-    num_slots = _TEXT_SLOTS + drafter.shape.num_nodes
-    return stages, prefill(target, tokens, length - 1, num_slots)
+    return stages, prefill(
+      target,
+      tokens,
+      length - 1,
+      num_slots=_TEXT_SLOTS,
+      window_size=drafter.shape.num_nodes,
+    )
 
   @jax.jit
-  def guess(stages, cache, tokens, length, active):
-    root = tokens[jnp.arange(batch_size), length - 1]
-    capacity = drafter.shape.capacity
-    tree = jax.vmap(init_tree, (0, None))(root, capacity)
-    step = Step(
+  def draft(stages, state, tokens, length, active):
+    ctx = StepContext(
       tokens=tokens,
       length=length,
       active=active,
-      noise=noise,
+      seen=None,
       sampling=sampling,
-      target_bytes=target.spec.weight_bytes,
+      randomness=Randomness(
+        noise=noise, draft_keys=None, uniforms=None, residual_noise=None
+      ),
+      shape=drafter.shape,
       max_depth=drafter.max_depth,
+      target_bytes=target.spec.weight_bytes,
+      shares_noise=True,
+      children='best',
     )
-    closed = jnp.zeros((batch_size, capacity), bool)
-    stages, tree = grow(drafter, stages, tree, step, closed=closed)
-    nodes = jnp.broadcast_to(jnp.arange(capacity), tree.token.shape)
-    if not is_fixed:
-      tree, nodes = jax.vmap(select_best, (0, None))(
-        tree, drafter.shape.num_nodes
-      )
-    _, cache = score_nodes(target, cache, tree, drafter.max_depth)
-    return stages, tree, nodes, cache
+    stages, tree = grow(drafter.stages, stages, ctx.root_trees(), ctx)
+    nodes = drafter.shape.select(tree)
+    _, state = forward_nodes(target, state, tree, nodes, ctx)
+    return stages, tree, nodes, state
 
   @jax.jit
-  def end(stages, cache, verdict, path, emitted):
+  def end(stages, state, path, emitted):
     stages = commit_stages(drafter, stages, path, emitted - 1)
-    num_nodes = drafter.shape.num_nodes
-    return stages, commit(cache, verdict, emitted, num_nodes)
+    return stages, commit(state, path, emitted - 1)
 
-  return drafter, start, guess, end
+  return drafter, start, draft, end
 
 
-def _random_path(rng, tree, row, max_depth):
-  """Down to any node, more often to one of the deepest."""
+def _random_path(rng, tree, nodes, row, max_depth):
+  """Down to any of the nodes, more often to one of the deepest."""
   parent, depth = np.asarray(tree.parent[row]), np.asarray(tree.depth[row])
-  size = int(tree.size[row])
-  node = int(rng.integers(size))
+  nodes = np.asarray(nodes[row])
+  nodes = nodes[nodes >= 0]
+  node = int(rng.choice(nodes))
   if rng.random() < 0.5:
-    node = int(np.argmax(depth[:size]))
+    node = int(nodes[np.argmax(depth[nodes])])
   path = [node]
   while parent[path[0]] != NO_NODE:
     path.insert(0, int(parent[path[0]]))
@@ -404,7 +402,7 @@ def _expected_lengths(before, stage, path, length, emitted):
   """Of a draft's cache after a step: what of the text it has ever scored."""
   lengths = []
   for row in range(len(_LENGTHS)):
-    known = int(before.scorer.cache.length[row] + stage.scorer.text[row])
+    known = int(before.scorer.cache.length[row] + stage.scorer.num_text[row])
     if known == length[row] - 1:
       # The root and below, as far as the text goes and all was scored.
       for node in path[row][: emitted[row]]:
@@ -418,24 +416,24 @@ def _expected_lengths(before, stage, path, length, emitted):
 def _check_random_steps(name, seed):
   """Returns how far the stages lagged, and how many were accepted."""
   rng = np.random.default_rng(seed)
-  drafter, start, guess, end = _steps(name)
+  drafter, start, draft, end = _steps(name)
   target = tiny_models.gpt2()
   tokens = rng.integers(
     tiny_models.VOCAB_SIZE, size=(len(_LENGTHS), _TEXT_SLOTS)
   ).astype(np.int32)
   tokens[2] = np.resize(tokens[2, :3], _TEXT_SLOTS)  # for lookup
   length = np.array(_LENGTHS, np.int32)
-  stages, cache = start(tokens, length)
+  stages, state = start(tokens, length)
   lags = [set() for _ in drafter.stages]
   depths = set()
   while not np.all(length == _TEXT_SLOTS):
     # Some rest for a step, though not done.
     active = (rng.random(len(_LENGTHS)) < 0.9) & (length < _TEXT_SLOTS)
     before = stages
-    stages, tree, nodes, cache = guess(stages, cache, tokens, length, active)
+    stages, tree, nodes, state = draft(stages, state, tokens, length, active)
     path = np.array(
       [
-        _random_path(rng, tree, row, drafter.max_depth)
+        _random_path(rng, tree, nodes, row, drafter.max_depth)
         for row in range(len(_LENGTHS))
       ]
     )
@@ -450,15 +448,9 @@ def _check_random_steps(name, seed):
     cut = rng.integers(accepted + 1) * (rng.random(len(_LENGTHS)) < 0.2)
     emitted = np.minimum(accepted + 1 - cut, _TEXT_SLOTS - length)
     emitted = np.where(active, emitted, 0).astype(np.int32)
-    verdict = Verdict(
-      path=jnp.asarray(path, jnp.int32),
-      accepted=jnp.asarray(accepted, jnp.int32),
-      chosen=jnp.asarray(chosen),
-    )
-    in_tree = np.take_along_axis(np.asarray(nodes), np.maximum(path, 0), 1)
-    in_tree = np.where(path >= 0, in_tree, NO_NODE).astype(np.int32)
     grown = stages
-    stages, cache = end(stages, cache, verdict, in_tree, emitted)
+    stages, state = end(stages, state, path.astype(np.int32), emitted)
+    cache = state.cache
     for row, count in enumerate(emitted):
       tokens[row, length[row] : length[row] + count] = chosen[row, :count]
     new_length = length + emitted
@@ -466,15 +458,13 @@ def _check_random_steps(name, seed):
     np.testing.assert_array_equal(cache.length, new_length - 1)
     _assert_equals_fresh(target, cache, tokens)
     for index, (stage, old, mid, new) in enumerate(
-      zip(
-        drafter.stages, before.stages, grown.stages, stages.stages, strict=True
-      )
+      zip(drafter.stages, before, grown, stages, strict=True)
     ):
       assert not np.any(new.scored)
       if not stage.scorer.needs_ancestors:
         continue
       assert new.scorer.cache.length.tolist() == _expected_lengths(
-        old, mid, in_tree, length, emitted
+        old, mid, path, length, emitted
       )
       _assert_equals_fresh(stage.scorer.model, new.scorer.cache, tokens)
       lag = new_length - 1 - np.asarray(new.scorer.cache.length)

@@ -21,10 +21,10 @@ from specdec import PLAIN
 from specdec import PromptLookup
 from specdec import Sampling
 from specdec import staged
+from specdec.checks import check_sampling
 from specdec.sampling import add_seen
 from specdec.sampling import adjust_logits
 from specdec.sampling import filter_logits
-from specdec.sampling import init_seen
 from specdec.sampling import position_noise
 from specdec.tree.topology import chain
 
@@ -81,7 +81,7 @@ def _drafter(name, table=_SIMILAR):
     PromptLookup((0.3, 0.6), num_matches=2), ngram, config=tiny_drafters.INNER
   )
   return {
-    'plain': None,
+    'plain': PLAIN,
     'chain': with_settings(draft, Settings(topology=chain(BLOCK - 1))),
     'staged': staged(draft, both),
   }[name]
@@ -111,7 +111,7 @@ def _generate(rows, drafter=PLAIN, **changed):
 @functools.cache
 def _noise():
   everywhere = np.tile(np.arange(MAX_POSITIONS), (5, 1))
-  hot = Sampling(temperature=1.0).validated()
+  hot = check_sampling(Sampling(temperature=1.0), 5, VOCAB_SIZE)
   return np.asarray(position_noise(_keys(), everywhere, VOCAB_SIZE, hot))
 
 
@@ -284,7 +284,8 @@ _filter = jax.jit(filter_logits)
 def test_top_k_of_each_row():
   logits = np.random.default_rng(0).normal(size=(5, 3, VOCAB_SIZE))
   for top_k in ((1, 5, None, 24, 2), (3, 1, 4, 1, 5), (None, None, 30, 7, 7)):
-    sampling = Sampling(temperature=1.0, top_k=top_k).validated()
+    sampling = Sampling(temperature=1.0, top_k=top_k)
+    sampling = check_sampling(sampling, 5, VOCAB_SIZE)
     kept = np.asarray(_filter(logits.astype(np.float32), sampling)) > -100
     for row, k in enumerate(top_k):
       for one, mask in zip(logits[row], kept[row], strict=True):
@@ -304,7 +305,7 @@ def test_of_row_is_what_the_row_has():
     Sampling(logit_bias=bias, top_k=_OPTIONS['top_k'], min_p=0.01, **per_row),
     Sampling(logit_bias=bias[0], repetition_penalty=1.4, top_k=5),
   ):
-    sampling = sampling.validated()
+    sampling = check_sampling(sampling, 5, VOCAB_SIZE)
     process = lambda logits, seen, sampling: _filter(
       _adjust(logits, sampling, seen), sampling
     )
@@ -320,7 +321,8 @@ def _seen(prompts, new):
   for row, prompt in enumerate(prompts):
     padded[row, : len(prompt)] = prompt
   lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-  seen = init_seen(jnp.asarray(padded), jnp.asarray(lengths), VOCAB_SIZE)
+  nothing = jnp.zeros((len(prompts), VOCAB_SIZE), bool)
+  seen = add_seen(nothing, jnp.asarray(padded), jnp.asarray(lengths))
   count = jnp.array([len(one) for one in new], jnp.int32)
   width = max(map(len, new))
   tokens = [one + [0] * (width - len(one)) for one in new]
@@ -334,7 +336,8 @@ def test_bias_comes_before_the_penalty():
   seen[..., :2] = True
   bias = np.zeros(VOCAB_SIZE, np.float32)
   bias[[0, 2]] = 3.0
-  sampling = Sampling(logit_bias=bias, repetition_penalty=2.0).validated()
+  sampling = Sampling(logit_bias=bias, repetition_penalty=2.0)
+  sampling = check_sampling(sampling, 1, VOCAB_SIZE)
   adjusted = np.asarray(_adjust(logits, sampling, seen))[0, 0, :4]
   np.testing.assert_array_equal(adjusted, [1.0, -2.0, 2.0, -1.0])
 
@@ -348,7 +351,8 @@ def test_the_penalty_is_that_of_transformers(penalty):
   prompts, new = [[3, 3, 1], [0, 9], [5]], [[], [4, 0], [6, 6]]
   logits = 3 * rng.normal(size=(3, 1, VOCAB_SIZE)).astype(np.float32)
   logits[0, 0, 1] = 0.0
-  sampling = Sampling(repetition_penalty=[1.0, penalty, penalty]).validated()
+  sampling = Sampling(repetition_penalty=[1.0, penalty, penalty])
+  sampling = check_sampling(sampling, 3, VOCAB_SIZE)
   adjusted = _adjust(logits, sampling, _seen(prompts, new)[:, None])
   for row, text in enumerate(map(list.__add__, prompts, new)):
     process = RepetitionPenaltyLogitsProcessor(penalty if row else 1.0)

@@ -1,7 +1,9 @@
 """What scorers say about nodes, against the same in plain Python."""
 
 import dataclasses
+import functools
 import itertools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -14,18 +16,21 @@ import numpy as np
 import pytest
 import tiny_drafters
 from tiny_drafters import BigramTable
-from tiny_drafters import Settings
 
 from specdec import CandidateScorer
 from specdec import NGram
 from specdec import PromptLookup
 from specdec import Sampling
-from specdec.draft.drafter import Step
+from specdec import StageConfig
+from specdec.checks import check_sampling
+from specdec.context import StepContext
 from specdec.draft.ngram import recent_tokens
 from specdec.draft.ranking import rank_candidates
 from specdec.draft.ranking import rank_logits
 from specdec.ngram.table import find_context
 from specdec.sampling import EXCLUDED
+from specdec.sampling import Randomness
+from specdec.tree.topology import TreeShape
 
 _EULER_GAMMA = 0.5772157
 _MAX_LENGTH = 20
@@ -288,26 +293,45 @@ def _ranked(merged, noise, temperature, calibration):
   return dict(zip(tokens, ranked, strict=False))
 
 
-_score = jax.jit(
-  lambda scorer, tree, step, nodes, config: scorer.score(
-    (), tree, step, nodes, config
-  )[0],
-  static_argnums=4,
-)
+@functools.partial(jax.jit, static_argnums=4)
+def _score(scorer, tree, ctx, nodes, config):
+  """The `Scores`, and the numbers of the children in the tree."""
+  scores, _ = scorer.score((), tree, nodes, ctx, config)
+  is_child = tree.parent[:, :, None] == nodes[:, None]
+  fields = {
+    field.name: getattr(scores, field.name)
+    for field in dataclasses.fields(scores)
+  }
+  log_prob_of = fields.pop('log_prob_of')
+  return fields | {
+    'given': log_prob_of(jnp.argmax(is_child, axis=2), tree.token)
+  }
 
 
-def _step(rng, tokens, length, temperatures):
+def _context(rng, tokens, length, temperatures):
   shape = (len(temperatures), CAPACITY + 1, NUM_TOKENS)
-  hot = np.array(temperatures)[:, None, None] > 0
-  return Step(
+  stochastic = np.array(temperatures)[:, None, None] > 0
+  noise = (rng.gumbel(size=shape) * stochastic).astype(np.float32)
+  return StepContext(
     tokens=tokens,
     length=length,
     active=np.ones(len(temperatures), bool),
-    noise=(rng.gumbel(size=shape) * hot).astype(np.float32),
-    sampling=Sampling(temperature=np.array(temperatures)).validated(),
-    target_bytes=1,
+    seen=None,
+    sampling=_params(temperatures),
+    randomness=Randomness(
+      noise=noise, draft_keys=None, uniforms=None, residual_noise=None
+    ),
+    shape=TreeShape(),
     max_depth=CAPACITY,
+    target_bytes=1,
+    shares_noise=True,
+    children='best',
   )
+
+
+def _params(temperatures, **kw):
+  sampling = Sampling(temperature=temperatures, **kw)
+  return check_sampling(sampling, len(temperatures), 8)
 
 
 def _stack(items):
@@ -318,7 +342,7 @@ def _stack(items):
 def test_merging_proposers(num_proposers):
   """Later ones share what is left; equal tokens are one, of the first."""
   rng = np.random.default_rng(num_proposers)
-  config = Settings(branching=3, calibration=1.7)
+  config = StageConfig(branching=3, calibration=1.7)
   temperatures = (0.0, 1.0, 0.6)
   doubled = 0
   for _ in range(10):
@@ -336,11 +360,12 @@ def test_merging_proposers(num_proposers):
     nodes = np.stack([case[3] for case in cases])
     nodes[:, 2] = -1
     tree = _stack([to_arrays(case[2]) for case in cases])
-    step = _step(rng, tokens, length, temperatures)
-    scores = jax.device_get(_score(scorer, tree, step, nodes, config))
+    ctx = _context(rng, tokens, length, temperatures)
+    scores = jax.device_get(_score(scorer, tree, ctx, nodes, config))
+    scores = types.SimpleNamespace(**scores)
     np.testing.assert_array_equal(scores.nodes, nodes)
     assert scores.slots_read.tolist() == [0] * len(temperatures)
-    possible = scores.edges > EXCLUDED / 2
+    possible = scores.cond_log_probs > EXCLUDED / 2
     assert not possible[:, 2].any()
     for row, place in itertools.product(range(3), (0, 1, 3)):
       one, node = cases[row][2], nodes[row, place]
@@ -350,13 +375,13 @@ def test_merging_proposers(num_proposers):
         for token in merged
       )
       assert sum(prob for prob, _ in merged.values()) <= 1 + 1e-4
-      noise = step.noise[row, one[node].depth]
+      noise = ctx.randomness.noise[row, one[node].depth]
       ranked = _ranked(merged, noise, temperatures[row], config.calibration)
       best = sorted(ranked, key=lambda token: -ranked[token])[:3]
       kept = possible[row, place]
       assert scores.tokens[row, place][kept].tolist() == best
       np.testing.assert_allclose(
-        scores.edges[row, place][kept],
+        scores.cond_log_probs[row, place][kept],
         [ranked[token] for token in best],
         rtol=1e-3,
         atol=1e-3,
@@ -381,15 +406,17 @@ def test_proposers_that_know_everything_leave_nothing():
   )
   scorer = CandidateScorer((sure, sure.replace(name='again')))
   tree = _stack([to_arrays([_letter(token)]) for token in (0, 1)])
-  step = _step(
+  ctx = _context(
     np.random.default_rng(0),
     np.zeros((2, 4), np.int32),
     np.ones(2, int),
     (0.0,) * 2,
   )
   nodes = np.zeros((2, 1), np.int32)
-  scores = _score(scorer, tree, step, nodes, Settings(branching=4))
-  edges = np.asarray(scores.edges)[:, 0]
+  scores = types.SimpleNamespace(
+    **_score(scorer, tree, ctx, nodes, StageConfig(branching=4))
+  )
+  edges = np.asarray(scores.cond_log_probs)[:, 0]
   probs = np.where(edges > EXCLUDED / 2, np.exp(edges), 0).sum(axis=1)
   np.testing.assert_allclose(probs, [1, 1], atol=1e-4)
   assert (edges <= 0).all()
@@ -427,7 +454,7 @@ def test_ranking_logits(calibration):
   shape = (3, 2, 9)
   logits = 3 * rng.normal(size=shape)
   noise = rng.gumbel(size=shape) * (temperatures > 0)[:, None, None]
-  sampling = Sampling(temperature=temperatures, top_k=4).validated()
+  sampling = _params(temperatures, top_k=4)
   ranking = rank_logits(
     logits.astype(np.float32),
     noise.astype(np.float32),
@@ -435,10 +462,10 @@ def test_ranking_logits(calibration):
     calibration,
     3,
   )
-  ranked = np.asarray(ranking.log_probs(ranking.scores))
-  best = np.asarray(ranking.log_probs(ranking.best))
-  np.testing.assert_array_equal(best, -np.sort(-ranked)[..., :3])
-  np.testing.assert_array_equal(
+  ranked = np.asarray(ranking.scores - ranking.log_total)
+  best = np.asarray(ranking.best_log_probs)
+  np.testing.assert_allclose(best, -np.sort(-ranked)[..., :3])
+  np.testing.assert_allclose(
     best, np.take_along_axis(ranked, np.asarray(ranking.tokens), axis=-1)
   )
   for row, place in itertools.product(range(3), range(2)):
@@ -451,7 +478,7 @@ def test_ranking_logits(calibration):
     )
     others = np.delete(ranked[row, place], kept)
     assert (others < EXCLUDED * calibration / 2).all()
-  assert (ranked <= 0).all()
+  assert (best <= 0).all()
 
 
 def test_the_likeliest_token_is_the_one_that_is_chosen():
@@ -460,7 +487,7 @@ def test_the_likeliest_token_is_the_one_that_is_chosen():
   logits = rng.normal(size=(2, 50, 8)).astype(np.float32)
   noise = rng.gumbel(size=logits.shape).astype(np.float32)
   noise[0] = 0
-  sampling = Sampling(temperature=np.array([0.0, 0.7])).validated()
+  sampling = _params([0.0, 0.7])
   ranked = rank_logits(logits, noise, sampling, 0.6, 1).scores
   scaled = logits / np.array([1.0, 0.7], np.float32)[:, None, None]
   np.testing.assert_array_equal(
@@ -479,8 +506,9 @@ def test_ranking_candidates():
     rank_candidates(
       log_probs.astype(np.float32),
       noise.astype(np.float32),
-      Sampling(temperature=temperatures).validated(),
+      _params(temperatures),
       2.0,
+      shares_noise=True,
     )
   )
   assert (ranked[missing] == np.float32(EXCLUDED)).all()
@@ -506,8 +534,9 @@ def test_ranks_know_the_noise_of_the_candidates():
   ranked = rank_candidates(
     log_probs.astype(np.float32),
     noise[..., :2],
-    Sampling(temperature=1.0).validated(),
+    _params([1.0]),
     1.0,
+    shares_noise=True,
   )
   everything = np.concatenate([probs, np.full(6, 0.05)])
   chosen = np.argmax(np.log(everything) + noise[0], axis=-1)

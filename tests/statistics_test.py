@@ -10,8 +10,10 @@ from tiny_drafters import Settings
 
 from models.nn.table_model import table_model
 from specdec import generate
+from specdec import PLAIN
 from specdec import Sampling
 from specdec import staged
+from specdec.checks import check_sampling
 from specdec.sampling import position_noise
 from specdec.statistics import relative_bandwidth
 from specdec.tree.topology import chain
@@ -109,10 +111,15 @@ def _both(prompts, g, temperature, ends):
   sampling = Sampling(temperature=temperature)
   everywhere = np.tile(np.arange(MAX_POSITIONS), (len(prompts), 1))
   noise = np.asarray(
-    position_noise(keys, everywhere, VOCAB_SIZE, sampling.validated())
+    position_noise(
+      keys,
+      everywhere,
+      VOCAB_SIZE,
+      check_sampling(sampling, len(prompts), VOCAB_SIZE),
+    )
   )
   slow = lambda g: _decode_slowly(target, draft, prompts, noise, temperature, g)
-  drafter = None
+  drafter = PLAIN
   if g:
     drafter = tiny_drafters.model(
       _model(draft, DRAFT_BYTES_PER_SLOT), Settings(topology=chain(g))
