@@ -65,7 +65,7 @@ _WINDOW_MASKS = pytest.mark.parametrize('how', ['_written', '_looked_up'])
 def test_window_mask_by_hand(how):
   """The root and two children that is drawn there, then in front and behind."""
   window = np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], bool)
-  make = getattr(masks, how)
+  make = getattr(kv, how)
   mask = make(jnp.array([2, 0, 3]), jnp.asarray([window] * 3), num_slots=6)
   np.testing.assert_array_equal(
     mask,
@@ -95,7 +95,7 @@ def test_window_mask_by_hand(how):
 @_WINDOW_MASKS
 def test_fewer_queries_than_slots_of_a_window(how):
   window = jnp.array([[[True, False, True]]])
-  mask = getattr(masks, how)(jnp.array([1]), window, num_slots=5)
+  mask = getattr(kv, how)(jnp.array([1]), window, num_slots=5)
   assert mask.astype(int).tolist() == [[[1, 1, 0, 1, 0]]]
 
 
