@@ -13,8 +13,8 @@ from tiny_drafters import Settings
 
 from models.nn.table_model import table_model
 import specdec
-from specdec import Block
 from specdec import Trace
+from specdec.tracing import Block
 from specdec.tree.topology import from_paths
 
 _VOCAB_SIZE = 24
@@ -53,7 +53,7 @@ def _drafter(shape):
   draft = table_model(_DRAFT, max_positions=96)
   guesses = tiny_drafters.exact(_logits(2) + _TABLE)
   return {
-    'plain': lambda: None,
+    'plain': lambda: specdec.PLAIN,
     'ragged': lambda: tiny_drafters.model(draft, _RAGGED),
     'gaps': lambda: tiny_drafters.candidates(_few(_TABLE), config=_RAGGED),
     'staged': lambda: specdec.staged(

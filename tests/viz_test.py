@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specdec import Block
 from specdec import Trace
 from specdec import tracing as viz
+from specdec.tracing import Block
 from specdec.tracing import charts
 from specdec.tracing import svg
 from specdec.tracing.svg import ancestors

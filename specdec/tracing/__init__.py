@@ -11,5 +11,6 @@ from specdec.tracing.report_page import report
 from specdec.tracing.report_page import text
 from specdec.tracing.svg import mask
 from specdec.tracing.svg import tree
+from specdec.tracing.trace import Block
 
-__all__ = ('accepted_lengths', 'mask', 'report', 'text', 'tree')
+__all__ = ('Block', 'accepted_lengths', 'mask', 'report', 'text', 'tree')
