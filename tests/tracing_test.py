@@ -13,8 +13,8 @@ from tiny_drafters import Settings
 
 from models.nn.table_model import table_model
 import specdec
-from specdec import Block
 from specdec import Trace
+from specdec.tracing import Block
 from specdec.tree.topology import from_paths
 
 _VOCAB_SIZE = 24
@@ -53,7 +53,7 @@ def _drafter(shape):
   draft = table_model(_DRAFT, max_positions=96)
   guesses = tiny_drafters.exact(_logits(2) + _TABLE)
   return {
-    'plain': lambda: None,
+    'plain': lambda: specdec.PLAIN,
     'ragged': lambda: tiny_drafters.model(draft, _RAGGED),
     'gaps': lambda: tiny_drafters.candidates(_few(_TABLE), config=_RAGGED),
     'staged': lambda: specdec.staged(
@@ -221,38 +221,45 @@ def test_what_follows_from_a_block_by_hand():
 
 
 @pytest.mark.parametrize(
-  ('changes', 'message'),
+  'changes',
   [
-    ({'probs': (1.0,)}, 'differ in length'),
-    ({'parents': (0, 0, 0, 1, 3)}, 'not the root'),
-    ({'parents': (-1, 0, 2, 1, 3)}, 'node 2 comes before its parent'),
-    ({'probs': (1.0, 0.5, 1.25, 0.5, 0.1)}, 'not in'),
-    ({'path': (0, 3)}, 'jumps to node 3'),
-    ({'path': (0, 1, 9)}, 'jumps to node 9'),
-    ({'path': (), 'emitted': ()}, 'path is empty'),
-    ({'emitted': (8, 8, 4, 4)}, 'more emitted'),
-    ({'emitted': (9, 8)}, 'not what was accepted'),
-    ({'forwards': {}}, 'no target'),
+    {'start': 1},
+    {'probs': (1.0,)},
+    {'parents': (0, 0, 0, 1, 3)},  # The first node is not the root.
+    {'parents': (-1, 0, 2, 1, 3)},  # Node 2 does not follow its parent.
+    {'probs': (1.0, 0.5, 1.25, 0.5, 0.1)},
+    {'path': (0, 3)},  # Node 3 is not a child of the root.
+    {'path': (0, -4)},
+    {'path': (), 'emitted': ()},
+    {'emitted': (8, 8, 4, 4)},  # More than accepted.
+    {'emitted': (9, 8)},  # Not what was accepted.
+    {'forwards': {}},
+    {'origins': (0, 1, 3, 1, 1)},  # There is no label 3.
+    {'origins': (0, 1, -1, 1, 1)},
+    {'emitted': (8, 8, 6)},  # There is no text of token 6.
   ],
 )
-def test_blocks_that_cannot_be_are_refused(changes, message):
-  with pytest.raises(ValueError, match=message):
-    _block(**changes)
+def test_inconsistent_blocks_are_refused(changes):
+  text = _trace(_block(), _block(**{'start': 5} | changes)).to_json()
+  with pytest.raises(ValueError, match='trace of a decode: block 1 is incons'):
+    Trace.from_json(text)
 
 
 @pytest.mark.parametrize(
   ('changes', 'message'),
   [
-    ({'prompt_tokens': (1,)}, 'block 0: starts at 2, not 1'),
-    ({'labels': ('target', 'draft')}, 'block 0: an origin has no label'),
-    ({'texts': {}}, 'block 0: a token has no text'),
-    ({'pieces': ('x',)}, '1 pieces, 4 tokens'),
-    ({'log_probs': (0.0,)}, 'log_probs are missing'),
+    ({'blocks': (_block(path=(0, 1, 9)),)}, 'index out of range'),
+    ({'prompt_tokens': (1,)}, 'block 0 is inconsistent'),
+    ({'labels': ('target', 'draft')}, 'block 0 is inconsistent'),
+    ({'texts': {}}, 'block 0 is inconsistent'),
+    ({'pieces': ('x',)}, 'the number of pieces'),
+    ({'log_probs': (0.0,)}, 'or log_probs'),
   ],
 )
-def test_traces_that_do_not_fit_are_refused(changes, message):
-  with pytest.raises(ValueError, match=message):
-    _trace(**changes)
+def test_inconsistent_traces_are_refused(changes, message):
+  text = _trace(**changes).to_json()
+  with pytest.raises(ValueError, match=f'no trace of a decode: .*{message}'):
+    Trace.from_json(text)
 
 
 def test_json_there_and_back():
@@ -268,11 +275,11 @@ def test_json_there_and_back():
   [
     (lambda record: '[1]', 'no JSON object'),
     (lambda record: '{', 'Expecting'),
-    (lambda record: {'format': 'else'} , "'else'"),
+    (lambda record: record | {'format': 'else'}, "'specdec trace 1'"),
     (lambda record: record | {'blocks': [{}]}, 'missing'),
     (lambda record: record | {'blocks': 3}, 'not iterable'),
     (lambda record: record | {'more': 3}, 'more'),
-    (lambda record: record | {'pieces': []}, '0 pieces'),
+    (lambda record: record | {'pieces': []}, 'number of pieces'),
   ],
 )  # fmt: skip
 def test_what_is_no_trace_is_refused(spoil, message):

@@ -1,4 +1,4 @@
-"""Pictures show what the trace says, and nothing in a text can break them."""
+"""Pictures show what is in the trace, and no text can break them."""
 
 import collections
 from html.parser import HTMLParser
@@ -16,15 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specdec import Block
 from specdec import Trace
 from specdec import tracing as viz
+from specdec.tracing import Block
 from specdec.tracing import charts
-from specdec.tracing import style
-from specdec.tracing import tree
-from specdec.tracing import words
-from specdec.tracing.markup import visible
-from specdec.tracing.mask_picture import ancestors
+from specdec.tracing import svg
+from specdec.tracing.svg import ancestors
+from specdec.tracing.svg import visible
+from specdec.tree import tree
 
 _NASTY = '</script><!--<script>alert(1)</script>&amp;"\''
 _TEXTS = {
@@ -135,7 +134,7 @@ def test_every_node_is_a_box_and_the_accepted_ones_stand_out():
     assert len(boxes) == len(block.tokens) + (block.bonus is not None)
     edges = [one for one in find('path') if 'edge' in one.get('class')]
     assert len(edges) == len(boxes) - 1
-    fills = [style.style_of(origin).fill for origin in block.origins]
+    fills = [svg.style_of(origin).fill for origin in block.origins]
     assert [one.get('fill') for one in boxes[: len(fills)]] == fills
     assert root.get('role') == 'img'
     assert 'Token tree' in root.get('aria-label')
@@ -160,12 +159,12 @@ def test_boxes_do_not_overlap_and_what_was_accepted_is_one_line():
   assert len(spans) == 4
 
 
-def test_labels_of_the_tree_say_who_and_how_likely():
+def test_labels_of_the_tree_show_sources_and_probabilities():
   _, find = _svg(viz.tree(_TRACE, 0))
   texts = [one.text for one in find('text')]
-  who, what = texts[:2]
-  assert who == 'proposed by: ⁰ target, ¹ draft, ² lookup, ³ ngram, ⁵ far'
-  assert what.startswith('thick: accepted; dashed: the own token')
+  sources, marks = texts[:2]
+  assert sources == 'sources: ⁰ target, ¹ draft, ² lookup, ³ ngram, ⁵ far'
+  assert marks.startswith('thick: accepted; dashed: bonus token')
   labels = texts[2:]
   assert labels[0] == '⏎'
   # A thin space, so that no mark is taken for a part of a number.
@@ -173,24 +172,22 @@ def test_labels_of_the_tree_say_who_and_how_likely():
   assert labels[4] == '³\u2009漢字 0.25'
   assert labels[7] == '⁰\u2009漢字'
   hints = [one.text for one in find('title')]
-  assert 'proposed by lookup' in hints[2]
-  assert '0.100 after its parent, 0.100 in all' in hints[2]
-  assert '0.900 after its parent, 0.338 in all' in hints[5]
+  assert 'source: lookup' in hints[2]
+  assert '0.100 given its parent, 0.100 with its path' in hints[2]
+  assert '0.900 given its parent, 0.338 with its path' in hints[5]
   assert hints[1].endswith('; accepted')
   assert not hints[4].endswith('; accepted')
 
 
-def test_the_legend_is_above_the_tree_or_left_out():
-  root, find = _svg(viz.tree(_TRACE, 0))
-  bare, find_bare = _svg(viz.tree(_TRACE, 0, with_legend=False))
+def test_the_legend_is_above_the_tree():
+  root, _ = _svg(viz.tree(_TRACE, 0))
   legend = [float(one.get('y')) for one in root.findall('./{*}text')]
   (shifted,) = root.findall('./{*}g')
   above = float(re.findall(r'[\d.]+', shifted.get('transform'))[1])
   assert len(legend) == 2
   assert max(legend) <= above
-  assert float(root.get('height')) == float(bare.get('height')) + above
-  texts = [one.text for one in find('text')]
-  assert [one.text for one in find_bare('text')] == texts[2:]
+  lowest = max(float(one.get('y')) for one in shifted.findall('.//{*}rect'))
+  assert lowest + above < float(root.get('height'))
 
 
 def test_blocks_that_do_not_exist_are_refused():
@@ -214,17 +211,9 @@ def test_the_mask_has_a_cell_for_all_that_is_seen():
   _, find = _svg(viz.mask(_TRACE, 0))
   (seen,) = [one for one in find('path') if one.get('class') == 'seen']
   assert seen.get('d').count('z') == sum(map(len, ancestors(_BLOCKS[0])))
-  assert find('text')[0].text.endswith('black: what it sees; bold: accepted')
-
-
-def test_the_timeline_has_a_bar_for_every_forward():
-  _, find = _svg(viz.timeline(_TRACE))
-  bars = [one for one in find('rect') if one.get('class') == 'bar']
-  lanes = collections.Counter(float(one.get('y')) for one in bars)
-  # From above: the inner stage, the draft, the target.
-  assert [lanes[y] for y in sorted(lanes)] == [8, 3, 3]
-  assert len({(one.get('x'), one.get('y')) for one in bars}) == len(bars)
-  assert 'tokens' in [one.text for one in find('text')]
+  assert find('text')[0].text.endswith(
+    'black: the nodes it sees; bold: accepted'
+  )
 
 
 def test_the_text_is_the_text_with_its_origins():
@@ -237,9 +226,9 @@ def test_the_text_is_the_text_with_its_origins():
   assert [one['text'] for one in spans] == [
     _NASTY, '\ufffd', '漢字', ' def', '\t',
   ]  # fmt: skip
-  assert 'token 2, position 2, block 1, proposed by draft' in spans[0]['title']
+  assert 'token 2, position 2, block 1, source: draft' in spans[0]['title']
   assert spans[0]['title'].endswith('log-probability -0.500')
-  assert style.style_of(1).fill in spans[0]['style']
+  assert svg.style_of(1).fill in spans[0]['style']
   assert spans[2]['style'] == ''
   (whole,) = page.found['pre']
   assert whole['text'].startswith(_TRACE.prompt)
@@ -250,7 +239,7 @@ def test_the_text_is_the_text_with_its_origins():
 
 
 def test_origins_can_be_told_apart_without_colour():
-  lines = [style.style_of(origin).line for origin in range(5)]
+  lines = [svg.style_of(origin).line for origin in range(5)]
   assert len(set(lines)) == 5
 
   def luminance(color):
@@ -262,7 +251,7 @@ def test_origins_can_be_told_apart_without_colour():
     return np.dot([0.2126, 0.7152, 0.0722], linear)
 
   for origin in range(5):
-    one = style.style_of(origin)
+    one = svg.style_of(origin)
     assert (luminance(one.fill) + 0.05) / (luminance('#111111') + 0.05) > 10
     if origin:
       assert 1.05 / (luminance(one.edge) + 0.05) > 4
@@ -313,9 +302,9 @@ def test_the_report_has_every_block_for_eyes_and_ears():
     assert one['aria-labelledby'] in ids
     assert one['data-summary'].startswith(f'Block {number + 1} of 3.')
     assert 'hidden' not in one  # without the script all are there
-  assert 'the target adds “␣def”' in blocks[1]['data-summary']
+  assert 'bonus token: “␣def”' in blocks[1]['data-summary']
   assert blocks[2]['data-summary'].endswith(
-    'accepted: “⇥” “⏎”; only the first is emitted: the length limit is reached.'
+    'accepted: “⇥” “⏎”; only 1 token emitted: the length limit is reached.'
   )
   for picture in page.found['svg']:
     assert picture['role'] == 'img'
@@ -330,12 +319,9 @@ def test_the_report_has_every_block_for_eyes_and_ears():
   assert keys == ['Home', 'ArrowLeft', 'ArrowRight', 'End']
   assert set(keys) <= set(re.findall(r'\w+', page.found['script'][1]['text']))
   assert all(one.get('scope') == 'col' for one in page.found['th'])
-  nodes = [one for one in page.found['table'] if 'nodes' in one['text']]
-  assert len(nodes) == 3
-  cells = [one['text'] for one in page.found['td']]
-  row = cells.index('2')
-  del cells[:row]
-  assert 'lookup' in cells
+  (stages,) = [one for one in page.found['table'] if 'by stage' in one['text']]
+  # Three blocks with 5 tokens; 5 + 0 + 3 forwards of the inner drafter.
+  assert 'target30.600draft30.600lookup+ngram81.600' in stages['text']
 
 
 def test_the_report_adapts_to_dark_screens_and_to_paper():
@@ -351,7 +337,6 @@ def test_the_report_adapts_to_dark_screens_and_to_paper():
 def test_of_nothing_there_are_pictures_too():
   page = _Page(viz.report(_EMPTY))
   assert '0 tokens in 0 target forwards' in page.found['p'][0]['text']
-  _svg(viz.timeline(_EMPTY))
   _Page(viz.text(_EMPTY))
 
 
@@ -400,25 +385,25 @@ def _cut_after(number, reason='length'):
 def test_what_was_accepted_and_not_emitted_counts_as_accepted(number):
   page = _Page(viz.report(_cut_after(number)))
   (table,) = [
-    one for one in page.found['table'] if 'guesses were accepted' in one['text']
+    one for one in page.found['table'] if 'at least this' in one['text']
   ]
   # Of two forwards, one had three accepted.
   assert table['text'].endswith('10.50020.50030.500')
 
 
 @pytest.mark.parametrize(
-  ('number', 'reason', 'said'),
+  ('number', 'reason', 'end'),
   [
-    (4, 'length', '; the target adds “⏎”.'),
-    (3, 'length', '; the target adds nothing: the length limit is reached.'),
-    (2, 'stop', '; only the first 2 are emitted: a stop string is complete.'),
-    (1, 'eos', '; only the first is emitted: an end-of-text token ends the'),
-    (0, 'error', '; none is emitted: what the target says next is not finite.'),
+    (4, 'length', '; bonus token: “⏎”.'),
+    (3, 'length', '; no bonus token: the length limit is reached.'),
+    (2, 'stop', '; only 2 tokens emitted: a stop string is complete.'),
+    (1, 'eos', '; only 1 token emitted: an end-of-text token ends the text.'),
+    (0, 'error', '; only 0 tokens emitted: the logits of the target are not'),
   ],
 )
-def test_why_a_block_is_cut_is_said(number, reason, said):
+def test_the_sentence_has_the_reason_why_a_block_is_cut(number, reason, end):
   trace = _cut_after(number, reason)
-  assert said in words.sentence(trace, trace.blocks[1])
+  assert end in svg.sentence(trace, trace.blocks[1])
 
 
 def test_survival_by_hand():
@@ -428,30 +413,29 @@ def test_survival_by_hand():
   assert charts.survivors([]) == []
 
 
-def test_charts_show_the_shares():
+def test_the_chart_shows_the_shares():
   pytest.importorskip('matplotlib')
   histograms = {'chain': [2, 0, 1, 1, 0], 'plain': [8]}
-  (axes,) = viz.accepted_lengths(histograms).axes
-  heights = [[bar.get_height() for bar in one] for one in axes.containers]
+  bars, lines = viz.accepted_lengths(histograms).axes
+  heights = [[bar.get_height() for bar in one] for one in bars.containers]
   assert heights == [[0.5, 0, 0.25, 0.25], [1, 0, 0, 0]]
-  labels = [text.get_text() for text in axes.get_legend().get_texts()]
+  labels = [text.get_text() for text in bars.get_legend().get_texts()]
   assert labels == ['chain: 2.25 on average', 'plain: 1.00 on average']
-  (axes,) = viz.survival(histograms).axes
-  drawn = [line.get_ydata().tolist() for line in axes.lines]
+  drawn = [line.get_ydata().tolist() for line in lines.lines]
   assert drawn == [[1, 0.5, 0.5, 0.25], [1, 0, 0, 0]]
   with pytest.raises(ValueError, match='histograms is empty'):
-    viz.survival({})
+    viz.accepted_lengths({})
 
 
 def test_without_matplotlib_the_remedy_is_named(monkeypatch):
   monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
   with pytest.raises(ValueError, match=r"'specdec-jax\[plot\]'"):
-    viz.survival({'one': [1]})
+    viz.accepted_lengths({'one': [1]})
 
 
 def test_matplotlib_and_models_are_not_imported():
   code = (
-    'import sys, specdec.viz;'
+    'import sys, specdec.tracing;'
     'print([one for one in ("matplotlib", "models") if one in sys.modules])'
   )
   result = subprocess.run(

@@ -10,7 +10,7 @@ from typing import Any
 from typing import TextIO
 
 from models.text import result as origins
-from specdec.tracing.style import mark_of
+from specdec.tracing.svg import mark_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Katz back-off n-gram models: the cheapest drafter."""
+"""Katz back-off n-gram models: counting, estimation and lookup tables."""
 
 from specdec.ngram.table import find_context
 from specdec.ngram.table import load_table

@@ -1,26 +1,26 @@
-"""Counts n-grams of more tokens than fit in memory.
+"""Counting of n-grams in texts that are larger than memory.
 
-An n-gram is a context and the token after it. Contexts form the backward trie
-of `specdec.ngram.table`, so all contexts that end in the same token share a
-subtree, and the tokens can be counted in partitions by the last token of the
-context: each partition yields whole subtrees, which only need to be appended.
+An n-gram is a context and the token after it. N-grams are counted in partitions
+by the last token of the context: all contexts that end in one token are a
+subtree of the backward trie of `specdec.ngram.table`, so each partition gives
+whole subtrees, which are appended.
 
 Memory: about 20 (order + 3) bytes per token of the largest partition, whose
-size is `partition_tokens` or, if that is more, the number of occurrences of the
-most frequent token; and 8 bytes per distinct n-gram kept, 16 while the
-partitions are put together. Counting 120 million tokens by trigrams takes
-about 2 GB, estimating them 3 GB.
+size is at least the number of occurrences of the most frequent token, and 8
+bytes per distinct n-gram kept, 16 while partitions are concatenated. Counting
+the trigrams of 120 million tokens takes about 2 GB, estimating them 3 GB.
 """
 
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
+import functools
 import os
 
 import numpy as np
 
-# Counts of counts are kept up to here: what discounts are estimated from.
+# The largest count whose frequency is recorded for the estimation of discounts.
 HIGHEST_COUNT = 6
 
 _CHUNK_TOKENS = 1 << 22
@@ -29,35 +29,40 @@ _NO_TOKEN = -1
 
 @dataclasses.dataclass(frozen=True)
 class Level:
-  """The contexts of one length, and what followed them.
+  """The C contexts of one length, and the N n-grams that extend them.
 
   Attributes:
     parents: `[C]` int32, ascending, the index of each context without its first
-      token, in the level of that length; 0 where there is none.
+      token, in the level of that length; 0 at the root, which has no parent.
     edge_token: `[C]` int32, that first token, ascending among siblings.
-    first: `[C + 1]` int64; the n-grams of context c are `first[c]` to
-      `first[c + 1] - 1`, at least one.
+    sizes: `[C]` int64, the number of n-grams of each context, at least 1.
     tokens: `[N]` int32, the last token of each n-gram, ascending in a context.
-    counts: `[N]` int32, how often it was seen.
+    counts: `[N]` int32, the number of occurrences of each n-gram.
   """
 
   parents: np.ndarray
   edge_token: np.ndarray
-  first: np.ndarray
+  sizes: np.ndarray
   tokens: np.ndarray
   counts: np.ndarray
+
+  @functools.cached_property
+  def first(self) -> np.ndarray:
+    """`[C + 1]` int64; context c has the n-grams `first[c] : first[c + 1]`."""
+    return np.concatenate([[0], np.cumsum(self.sizes)])
 
 
 @dataclasses.dataclass(frozen=True)
 class NGramCounts:
-  """What `count_ngrams` found.
+  """The result of `count_ngrams`.
 
   Attributes:
-    levels: of the contexts of 0, 1, ... tokens; n of them for order n.
+    levels: the levels of context length 0, 1, ... order - 1.
     counts_of_counts: `[order, HIGHEST_COUNT + 1]` int64; entry r of a row is
-      how many n-grams of that order were seen r times, pruned ones included.
+      the number of n-grams of that order that occur r times, including the
+      n-grams of contexts that `min_count` leaves out.
     vocab_size: V.
-    num_tokens: how many tokens were read.
+    num_tokens: the number of tokens counted.
   """
 
   levels: tuple[Level, ...]
@@ -80,10 +85,10 @@ def _open(shard) -> np.ndarray:
 
 
 def _windows(shards, order: int) -> Iterator[np.ndarray]:
-  """The shards as `[...]` int32, a part at a time.
+  """The shards as `[...]` int32, in chunks.
 
-  The first n - 1 entries of a window are history: the end of the window before,
-  or -1 at the start of a shard.
+  The first order - 1 entries of a window are history: the end of the window
+  before, or -1 at the start of a shard.
   """
   history = order - 1
   for shard in shards:
@@ -95,7 +100,7 @@ def _windows(shards, order: int) -> Iterator[np.ndarray]:
 
 
 def _count_tokens(shards, order, vocab_size) -> np.ndarray:
-  """How often each token occurs, `[V]` int64."""
+  """The number of occurrences of each token, `[V]` int64."""
   counts = np.zeros(vocab_size, np.int64)
   for shard in shards:
     for window in _windows([shard], order):
@@ -112,7 +117,7 @@ def _count_tokens(shards, order, vocab_size) -> np.ndarray:
 
 
 def _partitions(token_counts, partition_tokens) -> Iterator[tuple[int, int]]:
-  """Ranges of tokens that occur about equally often."""
+  """Ranges of token ids whose numbers of occurrences are about equal."""
   seen = np.cumsum(token_counts)
   parts = -(-int(seen[-1]) // partition_tokens)
   shares = np.arange(1, parts) * (seen[-1] / parts)
@@ -121,11 +126,10 @@ def _partitions(token_counts, partition_tokens) -> Iterator[tuple[int, int]]:
 
 
 def _extract(shards, order, low, high) -> list[np.ndarray]:
-  """The n-grams whose context ends in a token of `[low, high)`.
+  """The n-grams whose context ends in a token of `[low, high)`, as columns.
 
-  Returns:
-    n columns of int32: the last token, the one before it, and so on; -1 before
-    the start of a text.
+  The first column holds the last tokens, the next one the tokens before them,
+  and so on, int32; -1 before the start of a text.
   """
   columns: list[list[np.ndarray]] = [[] for _ in range(order)]
   for window in _windows(shards, order):
@@ -138,15 +142,8 @@ def _extract(shards, order, low, high) -> list[np.ndarray]:
 
 
 def _starts(keys: np.ndarray) -> np.ndarray:
-  """Where each run of equal keys begins."""
-  changes = np.flatnonzero(keys[1:] != keys[:-1]) + 1
-  return np.concatenate([np.zeros(min(len(keys), 1), np.int64), changes])
-
-
-def _runs(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """Each of the sorted keys once, and how often it occurs."""
-  starts = _starts(keys)
-  return keys[starts], np.diff(starts, append=len(keys))
+  """The index at which each run of equal keys (0 or more) begins."""
+  return np.flatnonzero(np.diff(keys, prepend=-1))
 
 
 def _count_partition(columns, vocab_size: int) -> Iterator[Level]:
@@ -154,7 +151,7 @@ def _count_partition(columns, vocab_size: int) -> Iterator[Level]:
   tokens, *history = columns
   context = np.zeros(len(tokens), np.int64)
   for depth in range(len(history)):
-    # Texts that are too short for a context of this length.
+    # Excludes texts that are too short for a context of this length.
     long_enough = np.flatnonzero(history[depth] >= 0)
     keys = context[long_enough] * vocab_size + history[depth][long_enough]
     order = np.argsort(keys)
@@ -163,42 +160,37 @@ def _count_partition(columns, vocab_size: int) -> Iterator[Level]:
     history = [column[order] for column in history]
     starts = _starts(keys)
     parents, edge_token = np.divmod(keys[starts], vocab_size)
-    context = np.repeat(
-      np.arange(len(starts)), np.diff(starts, append=len(keys))
-    )
-    ngrams, counts = _runs(np.sort(context * vocab_size + tokens))
-    owners, last_tokens = np.divmod(ngrams, vocab_size)
+    occurrences = np.diff(starts, append=len(keys))
+    context = np.repeat(np.arange(len(starts)), occurrences)
+    ngrams = np.sort(context * vocab_size + tokens)
+    runs = _starts(ngrams)
+    owners, last_tokens = np.divmod(ngrams[runs], vocab_size)
     yield Level(
       parents=parents.astype(np.int32),
       edge_token=edge_token.astype(np.int32),
-      first=np.searchsorted(owners, np.arange(len(starts) + 1)),
+      sizes=np.bincount(owners, minlength=len(starts)),
       tokens=last_tokens.astype(np.int32),
-      counts=counts.astype(np.int32),
+      counts=np.diff(runs, append=len(ngrams)).astype(np.int32),
     )
 
 
 def _prune(
   level: Level, min_count: int, parent_ids: np.ndarray
 ) -> tuple[Level, np.ndarray]:
-  """Drops rare contexts.
+  """Removes contexts that occur fewer than `min_count` times.
 
-  Args:
-    level: what to prune.
-    min_count: contexts seen less often are dropped; so are then all longer
-      ones, which cannot have been seen more often.
-    parent_ids: where each context of the level above is now.
+  The longer contexts that end in them go too: they cannot occur more often.
+  `parent_ids` holds the new index of each context of the shorter level.
 
   Returns:
-    What is kept, and where each context is now.
+    The pruned level, and the new index of each of its old contexts.
   """
-  seen = np.diff(np.concatenate([[0], np.cumsum(level.counts)])[level.first])
-  kept = seen >= min_count
-  sizes = np.diff(level.first)
-  ngrams = np.repeat(kept, sizes)
+  kept = np.add.reduceat(level.counts, level.first[:-1], dtype=int) >= min_count
+  ngrams = np.repeat(kept, level.sizes)
   pruned = Level(
     parents=parent_ids[level.parents[kept]],
     edge_token=level.edge_token[kept],
-    first=np.concatenate([[0], np.cumsum(sizes[kept])]),
+    sizes=level.sizes[kept],
     tokens=level.tokens[ngrams],
     counts=level.counts[ngrams],
   )
@@ -206,24 +198,17 @@ def _prune(
 
 
 def _concatenate(parts: list[Level]) -> Level:
-  """The partitions of one level, one after the other; parents are final."""
-  sizes = np.concatenate([np.diff(part.first) for part in parts])
-  columns = {
-    name: np.concatenate([getattr(part, name) for part in parts])
-    for name in ('parents', 'edge_token', 'tokens', 'counts')
-  }
-  return Level(first=np.concatenate([[0], np.cumsum(sizes)]), **columns)
+  """Concatenates the partitions of one level, whose parents are final."""
+  names = [field.name for field in dataclasses.fields(Level)]
+  columns = [[getattr(part, name) for part in parts] for name in names]
+  return Level(*map(np.concatenate, columns))
 
 
 def _root(token_counts: np.ndarray) -> Level:
-  tokens = np.flatnonzero(token_counts)
-  return Level(
-    parents=np.zeros(1, np.int32),
-    edge_token=np.zeros(1, np.int32),
-    first=np.array([0, len(tokens)]),
-    tokens=tokens.astype(np.int32),
-    counts=token_counts[tokens].astype(np.int32),
-  )
+  tokens = np.flatnonzero(token_counts).astype(np.int32)
+  none = np.zeros(1, np.int32)
+  counts = token_counts[tokens].astype(np.int32)
+  return Level(none, none, np.array([len(tokens)]), tokens, counts)
 
 
 def _count_counts(counts: np.ndarray) -> np.ndarray:
@@ -238,28 +223,24 @@ def count_ngrams(
   vocab_size: int,
   min_count: int = 1,
   partition_tokens: int = 1 << 23,
-  progress: Callable[[int, int], None] | None = None,
+  progress: Callable[[int, int], None] = lambda counted, total: None,
 ) -> NGramCounts:
   """Counts all n-grams of up to `order` tokens.
 
   Args:
-    shards: `.npy` files of token ids, `[tokens]` of any integer type; mapped,
-      not loaded. No n-gram spans two shards or a -1, which ends a text without
-      being counted; an end-of-text token is a token like any other.
+    shards: `.npy` files of token ids, `[tokens]` of any integer type, which are
+      memory-mapped. No n-gram spans two shards, or a -1, which ends a text
+      without being counted. An end-of-text token is counted like any other.
     order: n, at least 1.
     vocab_size: V.
-    min_count: contexts seen less often are left out (see `_prune`); the counts
-      of counts include them.
-    partition_tokens: n-grams counted at once, see above.
-    progress: called with the number of tokens counted and that of all, after
-      each partition.
-
-  Returns:
-    The counts.
+    min_count: contexts with fewer occurrences are left out of the levels.
+    partition_tokens: the number of n-grams that are counted at once.
+    progress: called after each partition with the number of tokens counted and
+      that of all tokens.
 
   Raises:
-    ValueError: a file cannot be used, or there are no tokens at all or too many
-      to count; says which.
+    ValueError: a file cannot be used, or the number of tokens is 0 or at least
+      2^31.
   """
   token_counts = _count_tokens(shards, order, vocab_size)
   num_tokens = int(token_counts.sum())
@@ -271,25 +252,19 @@ def count_ngrams(
   levels = [_root(token_counts)]
   counts_of_counts = np.zeros((order, HIGHEST_COUNT + 1), np.int64)
   counts_of_counts[0] = _count_counts(levels[0].counts)
-  if order > 1:
-    parts: list[list[Level]] = [[] for _ in range(order - 1)]
-    num_contexts = [1] + [0] * (order - 1)
-    for low, high in _partitions(token_counts, partition_tokens):
-      columns = _extract(shards, order, low, high)
-      parent_ids = np.zeros(1, np.int32)
-      for length, level in enumerate(_count_partition(columns, vocab_size), 1):
-        counts_of_counts[length] += _count_counts(level.counts)
-        kept, ids = _prune(level, min_count, parent_ids)
-        parts[length - 1].append(kept)
-        parent_ids = ids + np.int32(num_contexts[length])
-        num_contexts[length] += len(kept.parents)
-      if progress is not None:
-        progress(int(token_counts[:high].sum()), num_tokens)
-    while parts:
-      levels.append(_concatenate(parts.pop(0)))
-  return NGramCounts(
-    levels=tuple(levels),
-    counts_of_counts=counts_of_counts,
-    vocab_size=vocab_size,
-    num_tokens=num_tokens,
-  )
+  parts: list[list[Level]] = [[] for _ in range(order - 1)]
+  num_contexts = [1] + [0] * (order - 1)
+  partitions = _partitions(token_counts, partition_tokens) if order > 1 else ()
+  for low, high in partitions:
+    columns = _extract(shards, order, low, high)
+    parent_ids = np.zeros(1, np.int32)
+    for length, level in enumerate(_count_partition(columns, vocab_size), 1):
+      counts_of_counts[length] += _count_counts(level.counts)
+      kept, ids = _prune(level, min_count, parent_ids)
+      parts[length - 1].append(kept)
+      parent_ids = ids + np.int32(num_contexts[length])
+      num_contexts[length] += len(kept.parents)
+    progress(int(token_counts[:high].sum()), num_tokens)
+  while parts:  # Frees the partitions of a level before the next level.
+    levels.append(_concatenate(parts.pop(0)))
+  return NGramCounts(tuple(levels), counts_of_counts, vocab_size, num_tokens)

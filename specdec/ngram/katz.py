@@ -1,27 +1,25 @@
-"""Katz back-off: from counts to the probability of any token in any context.
+"""Katz back-off: estimates probabilities from counts and builds tables of them.
 
 Katz, "Estimation of Probabilities from Sparse Data for the Language Model
 Component of a Speech Recognizer", IEEE Transactions on Acoustics, Speech, and
-Signal Processing 35(3), 1987. A token w seen r times in a context c seen N
-times has the probability
+Signal Processing 35(3), 1987. If a token w occurs r times in a context c that
+occurs N times, its probability is
 
     P(w | c) = d(r) r / N
 
-with a discount d(r) that is 1 for frequent n-grams. What the discounts left
-over goes to the tokens that were not seen in c, in proportion to their
-probability in the shorter context c' (c without its first token):
+with a discount d(r) that is 1 for frequent n-grams. The probability mass that
+the discounts free goes to the tokens that do not occur in c, in proportion to
+their probability in the shorter context c' (c without its first token):
 
     P(w | c) = alpha(c) P(w | c')
 
-    alpha(c) = (1 - sum of P(w | c) over w seen)
-             / (1 - sum of P(w | c') over w seen)
+    alpha(c) = (1 - sum of P(w | c) over the w that occur in c)
+             / (1 - sum of P(w | c') over the w that occur in c)
 
-The context of no tokens backs off to the uniform distribution over the
-vocabulary.
+The empty context backs off to the uniform distribution over the vocabulary.
 """
 
 from collections.abc import Iterator
-from collections.abc import Sequence
 import dataclasses
 
 import jax.numpy as jnp
@@ -32,16 +30,20 @@ from specdec.ngram.counting import NGramCounts
 from specdec.ngram.table import MISSING
 from specdec.ngram.table import NGramTable
 
-# Below this the mass of the unseen tokens is rounding of one minus that of the
-# seen ones.
+# A smaller mass of the tokens that do not occur is a rounding error.
 _NO_MASS = 1e-8
 
-_BLOCK_NGRAMS = 1 << 22
+# How many n-grams and how many probabilities are held in memory at once.
+_BLOCK_NGRAMS = 1 << 19
+_BLOCK_PROBS = 1 << 23
+
+# Candidates for the next token; probability 0 where there is none.
+_CANDIDATE = np.dtype([('token', np.int32), ('prob', np.float32)])
 
 
 @dataclasses.dataclass(frozen=True)
 class Discounts:
-  """What is taken off the counts of one order.
+  """The amounts that are subtracted from the counts of one order.
 
   Attributes:
     method: `good-turing`, `absolute` or `constant`.
@@ -58,10 +60,10 @@ class Discounts:
 
 
 def _good_turing(n: np.ndarray) -> np.ndarray | None:
-  """Katz's d(1), ... d(k), if they are discounts at all.
+  """Katz's d(1), ... d(k); None if they are not all in (0, 1].
 
-  The correction term keeps d(r) at 1 above k and takes off as much in total as
-  Good and Turing give to all unseen n-grams together, n(1) of N.
+  The correction term keeps d(r) at 1 above k, and makes the total of what is
+  subtracted n(1), the mass that Good-Turing gives to all unseen n-grams.
   """
   k = len(n) - 2
   r = np.arange(1, k + 1)
@@ -79,15 +81,10 @@ def discounts_of(counts_of_counts: np.ndarray) -> Discounts:
   """Estimates the discounts of one order.
 
   Good-Turing as in Katz (1987), for counts up to k = 5. Small corpora do not
-  give discounts in (0, 1]; then n1 / (n1 + 2 n2) is taken off every count, as
-  in Ney, Essen and Kneser, "On structuring probabilistic dependences in
-  stochastic language modelling", 1994. If that is 0 or 1 too, it is 1/2.
-
-  Args:
-    counts_of_counts: `[k + 2]`; entry r is how many n-grams were seen r times.
-
-  Returns:
-    The discounts.
+  give discounts in (0, 1]; then n1 / (n1 + 2 n2) is subtracted from each count,
+  as in Ney, Essen and Kneser, "On structuring probabilistic dependences in
+  stochastic language modelling", 1994. If that is 0 or 1, 1/2 is subtracted.
+  `counts_of_counts`: `[k + 2]`; entry r is the number of n-grams of count r.
   """
   k = len(counts_of_counts) - 2
   discounts = _good_turing(counts_of_counts)
@@ -102,112 +99,88 @@ def discounts_of(counts_of_counts: np.ndarray) -> Discounts:
 
 @dataclasses.dataclass(frozen=True)
 class KatzLevel:
-  """The contexts of one length; see `specdec.ngram.counting.Level`.
-
-  Attributes:
-    counts: contexts, n-grams and how often they were seen.
-    probs: `[N]` float64, of each n-gram's last token in its context.
-    backoff: `[C]` float64, alpha of each context.
-  """
+  """The probabilities of one `Level` of C contexts and N n-grams."""
 
   counts: Level
-  probs: np.ndarray
-  backoff: np.ndarray
+  probs: np.ndarray  # [N] float64, of each n-gram's last token in its context.
+  backoff: np.ndarray  # [C] float64, alpha of each context.
 
 
-def blocks(first: np.ndarray, size: int) -> Iterator[tuple[int, int]]:
-  """Ranges of contexts that have about `size` n-grams each.
-
-  Args:
-    first: `[C + 1]`, see `Level`.
-    size: of a block, unless a single context has more.
-
-  Yields:
-    First context and end of each range.
-  """
+def _blocks(first: np.ndarray) -> Iterator[tuple[int, int]]:
+  """Ranges of contexts with at most `_BLOCK_NGRAMS` n-grams, or one context."""
   start, end = 0, len(first) - 1
   while start < end:
-    fitting = int(np.searchsorted(first, first[start] + size, 'right')) - 1
-    stop = min(max(fitting, start + 1), end)
+    last = first[start] + _BLOCK_NGRAMS
+    fitting = int(np.searchsorted(first, last, 'right')) - 1
+    stop = max(fitting, start + 1)
     yield start, stop
     start = stop
 
 
-def ngram_keys(
-  level: Level, start: int, stop: int, vocab_size: int
-) -> np.ndarray:
-  """N-grams of some contexts, `[n]` ascending int64: context V + token."""
-  owners = np.repeat(
-    np.arange(start, stop), np.diff(level.first[start : stop + 1])
-  )
+def _ngram_keys(level: Level, owners, start, stop, vocab_size) -> np.ndarray:
+  """Owner * V + token of each n-gram of contexts `[start, stop)`, int64.
+
+  `owners`: `[stop - start]` integers; the keys ascend if these ascend.
+  """
+  repeated = np.repeat(owners, level.sizes[start:stop])
   ngrams = slice(level.first[start], level.first[stop])
-  return owners * vocab_size + level.tokens[ngrams]
+  return repeated.astype(np.int64) * vocab_size + level.tokens[ngrams]
 
 
 def _shorter_probs(level, start, stop, shorter: KatzLevel, vocab_size):
-  """P(w | c') of every n-gram c w of a range of contexts."""
+  """P(w | c') of every n-gram c w of contexts `[start, stop)`."""
   parents = level.parents[start:stop]
   low, high = int(parents[0]), int(parents[-1]) + 1
-  known = ngram_keys(shorter.counts, low, high, vocab_size)
-  owners = np.repeat(parents, np.diff(level.first[start : stop + 1]))
-  ngrams = slice(level.first[start], level.first[stop])
-  keys = owners.astype(np.int64) * vocab_size + level.tokens[ngrams]
-  # Whatever followed a context followed its end, so every key is known.
-  found = np.searchsorted(known, keys)
-  return shorter.probs[shorter.counts.first[low] + found]
+  parent_range = np.arange(low, high)
+  known = _ngram_keys(shorter.counts, parent_range, low, high, vocab_size)
+  # What follows a context follows c' too, so every key is known.
+  keys = _ngram_keys(level, parents, start, stop, vocab_size)
+  return shorter.probs[shorter.counts.first[low] + np.searchsorted(known, keys)]
 
 
 def _estimate_level(
-  level: Level,
-  shorter: KatzLevel | None,
-  discounts: Discounts,
-  vocab_size: int,
+  level: Level, shorter: list[KatzLevel], discounts: Discounts, vocab_size: int
 ) -> KatzLevel:
+  """The probabilities of a level; `shorter` holds all shorter levels."""
   probs = np.empty(len(level.tokens))
   backoff = np.empty(len(level.parents))
-  for start, stop in blocks(level.first, _BLOCK_NGRAMS):
+  for start, stop in _blocks(level.first):
     ngrams = slice(level.first[start], level.first[stop])
     begins = level.first[start:stop] - level.first[start]
-    sizes = np.diff(level.first[start : stop + 1])
-    if shorter is None:
-      shorter_probs = np.full(sizes.sum(), 1 / vocab_size)
+    sizes = level.sizes[start:stop]
+    if shorter:
+      below = _shorter_probs(level, start, stop, shorter[-1], vocab_size)
     else:
-      shorter_probs = _shorter_probs(level, start, stop, shorter, vocab_size)
+      below = np.full(sizes.sum(), 1 / vocab_size)
     discounted = discounts.apply(level.counts[ngrams])
     total = np.add.reduceat(level.counts[ngrams], begins, dtype=np.int64)
     mass = np.add.reduceat(discounted, begins)
-    # Were all counts too high for a discount, nothing would be left for the
-    # unseen tokens; count one of them, as SRILM does.
+    # If all counts are too high for a discount, no mass is free: as SRILM does,
+    # count one occurrence of an unseen token.
     total = np.where(mass < total, total, total + 1)
-    unseen = 1 - np.add.reduceat(shorter_probs, begins)
-    # Nobody is left to give to: the seen tokens keep all.
+    unseen = 1 - np.add.reduceat(below, begins)
+    # If all tokens occur, none can receive mass: the discounts have no effect.
     all_seen = unseen < _NO_MASS
     total = np.where(all_seen, mass, total)
-    left = np.where(all_seen, 0, 1 - mass / total)
-    backoff[start:stop] = left / np.where(all_seen, 1, unseen)
+    free = np.where(all_seen, 0, 1 - mass / total)
+    backoff[start:stop] = free / np.where(all_seen, 1, unseen)
     probs[ngrams] = discounted / np.repeat(total, sizes)
   return KatzLevel(level, probs, backoff)
 
 
 @dataclasses.dataclass(frozen=True)
 class KatzModel:
-  """A back-off model on the host.
-
-  Attributes:
-    levels: of the contexts of 0, 1, ... tokens.
-    discounts: of the n-grams of each level.
-    vocab_size: V.
-  """
+  """A back-off model on the host; has a level for each context length."""
 
   levels: tuple[KatzLevel, ...]
   discounts: tuple[Discounts, ...]
   vocab_size: int
 
   def distributions(self, length: int, contexts: np.ndarray) -> np.ndarray:
-    """The probabilities of all tokens in some known contexts.
+    """The distributions of the next token after some known contexts.
 
     Args:
-      length: of the contexts, in tokens.
+      length: the number of tokens of each context.
       contexts: `[b]` integers, indices into `levels[length]`.
 
     Returns:
@@ -222,128 +195,80 @@ class KatzModel:
       shorter, positions = np.unique(parents, return_inverse=True)
       probs = self.distributions(length - 1, shorter)[positions]
     probs *= level.backoff[contexts][:, None]
-    first = level.counts.first[contexts]
-    sizes = level.counts.first[contexts + 1] - first
+    sizes = level.counts.sizes[contexts]
     rows = np.repeat(np.arange(len(contexts)), sizes)
-    # The n-grams of all the contexts, one context after the other.
-    skipped = first - (np.cumsum(sizes) - sizes)
+    # The indices of the n-grams of all contexts, one context after the other.
+    skipped = level.counts.first[contexts] - (np.cumsum(sizes) - sizes)
     ngrams = np.arange(len(rows)) + np.repeat(skipped, sizes)
     probs[rows, level.counts.tokens[ngrams]] = level.probs[ngrams]
     return probs
-
-  def distribution(self, history: Sequence[int]) -> np.ndarray:
-    """The probabilities of all tokens after any text.
-
-    Args:
-      history: the tokens of the text, the most recent first, as many as are
-        known; -1 before its start.
-
-    Returns:
-      `[V]` float64, the distribution of the longest known context.
-    """
-    length, context = 0, 0
-    for token in history[: len(self.levels) - 1]:
-      level = self.levels[length + 1].counts
-      start, stop = np.searchsorted(level.parents, [context, context + 1])
-      child = start + np.searchsorted(level.edge_token[start:stop], token)
-      if child == stop or level.edge_token[child] != token:
-        break
-      length, context = length + 1, int(child)
-    return self.distributions(length, np.array([context]))[0]
 
 
 def estimate(counts: NGramCounts) -> KatzModel:
   """Estimates all probabilities.
 
-  Args:
-    counts: of the n-grams.
-
-  Returns:
-    The model. Contexts that were left out of the counts take the distribution
-    of their longest end that was not.
+  Contexts that `min_count` left out of the counts have the distribution of
+  their longest suffix that was not left out.
   """
   discounts = tuple(discounts_of(row) for row in counts.counts_of_counts)
   levels: list[KatzLevel] = []
   for level, discount in zip(counts.levels, discounts, strict=True):
-    shorter = levels[-1] if levels else None
-    levels.append(_estimate_level(level, shorter, discount, counts.vocab_size))
+    levels.append(_estimate_level(level, levels, discount, counts.vocab_size))
   return KatzModel(tuple(levels), discounts, counts.vocab_size)
 
 
-_BLOCK_NGRAMS = 1 << 19
-_BLOCK_PROBS = 1 << 23
+def _rank(rows, tokens, probs, shape) -> np.ndarray:
+  """The K most probable of n candidates for each row, of shape `[rows, K]`.
 
-
-@dataclasses.dataclass(frozen=True)
-class _Best:
-  """The likeliest tokens of some contexts; 0 where missing.
-
-  Attributes:
-    tokens: `[contexts, k]` int32.
-    probs: `[contexts, k]` float32.
+  `rows`, `tokens` and `probs` (float32) are `[n]`. Of equally probable
+  candidates the earlier is ranked first; those of probability 0 are dropped.
   """
-
-  tokens: np.ndarray
-  probs: np.ndarray
-
-  def __setitem__(self, contexts, other: '_Best'):
-    self.tokens[contexts] = other.tokens
-    self.probs[contexts] = other.probs
-
-
-def _rank(rows, tokens, probs, shape) -> _Best:
-  """The likeliest candidates of each row.
-
-  Args:
-    rows: `[n]`, the row of each candidate.
-    tokens: `[n]`; ties go to the earlier candidate.
-    probs: `[n]` float32, 0 for no candidate.
-    shape: rows and K.
-
-  Returns:
-    `[rows, K]` each.
-  """
-  # One integer to sort by: the bits of a positive float are ascending.
+  # One integer sort key: the bits of positive floats ascend as the floats do.
   keys = (rows.astype(np.int64) << 32) - probs.view(np.int32)
   order = np.argsort(keys, kind='stable')
   rows, tokens, probs = rows[order], tokens[order], probs[order]
   starts = np.searchsorted(rows, np.arange(shape[0]))
   ranks = np.arange(len(rows)) - starts[rows]
   kept = (ranks < shape[1]) & (probs > 0)
-  best = _Best(np.zeros(shape, np.int32), np.zeros(shape, np.float32))
-  best[rows[kept], ranks[kept]] = _Best(tokens[kept], probs[kept])
+  best = np.zeros(shape, _CANDIDATE)
+  best['token'][rows[kept], ranks[kept]] = tokens[kept]
+  best['prob'][rows[kept], ranks[kept]] = probs[kept]
   return best
 
 
 def _from_candidates(
-  model: KatzModel, length: int, start: int, stop: int, shorter: _Best, k: int
-) -> tuple[_Best, np.ndarray]:
-  """The best tokens of a range of contexts, and which rows are not certain."""
-  level = model.levels[length]
+  model: KatzModel, length: int, start: int, stop: int, shorter: np.ndarray, k
+) -> tuple[np.ndarray, np.ndarray]:
+  """The k best of the tokens that occur and of the shorter contexts' best.
+
+  The second result is `[contexts]` bool: another token may be more probable.
+  """
+  level, vocab_size = model.levels[length], model.vocab_size
   parents = level.counts.parents[start:stop]
-  backed_off = shorter.probs[parents] * level.backoff[start:stop, None]
+  backed_off = shorter['prob'][parents] * level.backoff[start:stop, None]
   backed_off = backed_off.astype(np.float32)
-  others = shorter.tokens[parents]
-  keys = ngram_keys(level.counts, start, stop, model.vocab_size)
-  wanted = np.arange(start, stop)[:, None] * model.vocab_size + others
-  found = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
-  unseen = np.where(keys[found] == wanted, np.float32(0), backed_off)
+  others = shorter['token'][parents]
+  contexts = np.arange(start, stop)
+  keys = _ngram_keys(level.counts, contexts, start, stop, vocab_size)
+  other_keys = contexts[:, None] * vocab_size + others
+  found = np.minimum(np.searchsorted(keys, other_keys), len(keys) - 1)
+  unseen = np.where(keys[found] == other_keys, np.float32(0), backed_off)
   ngrams = slice(level.counts.first[start], level.counts.first[stop])
   rows = np.repeat(np.arange(stop - start), others.shape[1])
   best = _rank(
-    np.concatenate([keys // model.vocab_size - start, rows]),
+    np.concatenate([keys // vocab_size - start, rows]),
     np.concatenate([level.counts.tokens[ngrams], others.ravel()]),
     np.concatenate([level.probs[ngrams].astype(np.float32), unseen.ravel()]),
     (stop - start, k),
   )
-  # Tokens that were no candidates are not likelier than the last backed off to.
-  return best, backed_off[:, -1] > best.probs[:, -1]
+  # No other token is more probable than the last of the shorter context.
+  return best, backed_off[:, -1] > best['prob'][:, -1]
 
 
 def _from_distributions(
   model: KatzModel, length: int, contexts: np.ndarray, k: int
-) -> _Best:
-  """The best tokens of some contexts, found among all."""
+) -> np.ndarray:
+  """The best of all tokens after some contexts."""
   probs = model.distributions(length, contexts).astype(np.float32)
   top = min(k, model.vocab_size)
   best = np.sort(np.argpartition(-probs, top - 1, axis=1)[:, :top], axis=1)
@@ -356,15 +281,17 @@ def _from_distributions(
 
 
 def _best_of_level(
-  model: KatzModel, length: int, shorter: _Best | None, k: int
-) -> _Best:
-  """The k best tokens of every context of one length."""
-  counts = model.levels[length].counts
-  shape = (len(counts.parents), k)
-  best = _Best(np.zeros(shape, np.int32), np.zeros(shape, np.float32))
-  uncertain = np.ones(len(counts.parents), bool)
-  if shorter is not None:
-    for start, stop in blocks(counts.first, _BLOCK_NGRAMS):
+  model: KatzModel, length: int, shorter: np.ndarray, k: int
+) -> np.ndarray:
+  """The k best tokens of every context of one length.
+
+  `shorter`: the best tokens of every context that is one token shorter.
+  """
+  first = model.levels[length].counts.first
+  best = np.zeros((len(first) - 1, k), _CANDIDATE)
+  uncertain = np.ones(len(best), bool)
+  if length > 0:
+    for start, stop in _blocks(first):
       best[start:stop], uncertain[start:stop] = _from_candidates(
         model, length, start, stop, shorter, k
       )
@@ -376,42 +303,31 @@ def _best_of_level(
 
 
 def build_table(model: KatzModel, num_continuations: int) -> NGramTable:
-  """The table a drafter reads.
-
-  Args:
-    model: of any order.
-    num_continuations: K.
-
-  Returns:
-    The table on the default device.
-  """
-  tokens, probs, first_child = [], [], []
-  best, num_contexts = None, 0
-  for length, level in enumerate(model.levels):
-    # Twice as many as the next level has use for.
-    k = num_continuations << (len(model.levels) - 1 - length)
+  """The table of the `num_continuations` (K) most probable next tokens."""
+  counts = [level.counts for level in model.levels]
+  # The parents of the contexts of the next level; none after the last level.
+  parents = [*(level.parents for level in counts[1:]), np.zeros(0, np.int32)]
+  parts, first_child, num_contexts = [], [], 0
+  best = np.zeros((0, 0), _CANDIDATE)
+  for length, level in enumerate(counts):
+    # Each level has twice as many candidates as the level after it.
+    k = num_continuations << (len(counts) - 1 - length)
     best = _best_of_level(model, length, best, k)
-    tokens.append(best.tokens[:, :num_continuations])
-    probs.append(best.probs[:, :num_continuations])
-    size = len(level.counts.parents)
-    num_contexts += size
-    if length + 1 < len(model.levels):
-      parents = model.levels[length + 1].counts.parents
-      starts = np.searchsorted(parents, np.arange(size))
-    else:
-      starts = np.zeros(size, np.int64)
-    first_child.append(num_contexts + starts)
+    parts.append(best[:, :num_continuations])
+    contexts = np.arange(len(level.parents))
+    num_contexts += len(contexts)
+    first_child.append(
+      num_contexts + np.searchsorted(parents[length], contexts)
+    )
+  candidates = np.concatenate(parts)
   with np.errstate(divide='ignore'):
-    log_probs = np.maximum(np.log(np.concatenate(probs)), np.float32(MISSING))
+    log_probs = np.maximum(np.log(candidates['prob']), np.float32(MISSING))
+  first_child.append(np.array([num_contexts]))
   return NGramTable(
-    edge_token=jnp.asarray(
-      np.concatenate([level.counts.edge_token for level in model.levels])
-    ),
-    first_child=jnp.asarray(
-      np.concatenate([*first_child, [num_contexts]]), jnp.int32
-    ),
-    next_tokens=jnp.asarray(np.concatenate(tokens)),
+    edge_token=jnp.asarray(np.concatenate([x.edge_token for x in counts])),
+    first_child=jnp.asarray(np.concatenate(first_child), jnp.int32),
+    next_tokens=jnp.asarray(candidates['token']),
     next_log_probs=jnp.asarray(log_probs),
-    order=len(model.levels),
+    order=len(counts),
     vocab_size=model.vocab_size,
   )

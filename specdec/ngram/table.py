@@ -1,10 +1,10 @@
-"""An n-gram model as a drafter reads it: known contexts, likeliest next tokens.
+"""N-gram tables: known contexts and the K most probable next tokens of each.
 
-The contexts form a trie that is read backwards, last token first, because that
-is how a context backs off: the parent of "the old cat" is "old cat", then
-"cat", then the empty context, which is the root. Looking a text up walks down
-from the root until a child is missing, and what it reached is the longest known
-context.
+The contexts form a trie that is read backwards, last token first, because a
+context backs off by losing its first token: the parent of "the old cat" is "old
+cat", then "cat", then the empty context, which is the root. A lookup walks down
+from the root until a child is missing; the node that it reached is the longest
+known context.
 """
 
 from collections.abc import Mapping
@@ -24,27 +24,27 @@ import safetensors
 from safetensors import numpy as safetensors_numpy
 
 # The log-probability of an entry that is missing because fewer than K tokens
-# can follow. Finite, as -inf minus -inf is not a number.
+# can follow. Finite, because -inf minus -inf is NaN.
 MISSING = -1e30
 
 _FORMAT = 'specdec n-gram table 1'
-# One JSON object under one key: safetensors writes keys in a random order, but
-# equal tables should be equal files.
+# All metadata is one JSON object under one key: safetensors writes keys in a
+# random order, but equal tables must give equal files.
 _KEY = 'ngram_table'
 
 
 class NGramTable(flax.struct.PyTreeNode, kw_only=True):
-  """The K likeliest next tokens of C contexts; a pytree with static sizes.
+  """The K most probable next tokens of C contexts; a pytree.
 
-  Contexts are numbered breadth first, so the children of a context lie side by
-  side, and context 0 is the empty one.
+  Contexts are numbered breadth first, so the children of a context are
+  consecutive. Context 0 is the empty context.
 
   Attributes:
     edge_token: `[C]` int32, the token by which a context is longer than its
-      parent, its first token in reading order; 0, unused, at the root.
+      parent, which is its first token in reading order; 0, unused, at the root.
     first_child: `[C + 1]` int32; the children of context c are `first_child[c]`
       to `first_child[c + 1] - 1`, in ascending order of `edge_token`.
-    next_tokens: `[C, K]` int32, likeliest first; 0 where missing.
+    next_tokens: `[C, K]` int32, most probable first; 0 where missing.
     next_log_probs: `[C, K]` float32, of the whole back-off distribution;
       `MISSING` where missing.
     order: n; a context has at most n - 1 tokens. Static.
@@ -60,7 +60,7 @@ class NGramTable(flax.struct.PyTreeNode, kw_only=True):
 
   @property
   def num_contexts(self) -> int:
-    """C, the empty context included."""
+    """C, which includes the empty context."""
     return self.edge_token.shape[0]
 
   @property
@@ -70,18 +70,14 @@ class NGramTable(flax.struct.PyTreeNode, kw_only=True):
 
   @property
   def num_probes(self) -> int:
-    """Steps of the binary search for a child; static."""
+    """The number of steps of the binary search for a child; static."""
     most_children = min(self.vocab_size, self.num_contexts - 1)
     return max(most_children - 1, 0).bit_length()
 
   @property
   def lookup_bytes(self) -> int:
-    """Read by one lookup; the way to a context and its K next tokens.
-
-    Counted are the elements themselves, all levels of the trie included, though
-    a memory system fetches whole cache lines around them.
-    """
-    # The ends of the children, the probes, and the child that was found.
+    """The bytes that one lookup reads; whole cache lines are not counted."""
+    # Both ends of the range of children, the probes, and the child found.
     per_level = 2 + self.num_probes + 1
     return 4 * ((self.order - 1) * per_level + 2 * self.num_continuations)
 
@@ -89,8 +85,8 @@ class NGramTable(flax.struct.PyTreeNode, kw_only=True):
 def _halve(table, end, token, step, child):
   """One step of the search for the last child whose token is at most `token`.
 
-  Its offset is found bit by bit. Tokens are compared, not keys made of several:
-  those need 64 bits.
+  The offset of the child is found bit by bit. The search compares tokens and
+  not keys of (parent, token), because such keys would need 64 bits.
   """
   probe = child + ((1 << table.num_probes) >> (step + 1))
   fits = jnp.take(table.edge_token, probe, mode='clip') <= token
@@ -103,7 +99,7 @@ def _search_in_a_loop(table, start, end, token):
 
 
 def _search_unrolled(table, start, end, token):
-  """Kernels for a few steps each, not several for each step."""
+  """The same search; XLA fuses several steps into a kernel."""
   child = start
   for step in range(table.num_probes):
     child = _halve(table, end, token, step, child)
@@ -113,10 +109,9 @@ def _search_unrolled(table, start, end, token):
 def _find_child(
   table: NGramTable, context: jax.Array, token: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """The child of each context by each token, and whether there is one."""
-  start = table.first_child[context]
-  end = table.first_child[context + 1]
-  # Unrolled it compiles five times slower and is not faster on a CPU.
+  """The child of each context by each token, and whether it exists."""
+  start, end = table.first_child[context], table.first_child[context + 1]
+  # On a CPU the unrolled search compiles five times slower and is not faster.
   child = lax.platform_dependent(
     table, start, end, token, cpu=_search_in_a_loop, default=_search_unrolled
   )
@@ -127,20 +122,19 @@ def _find_child(
 def find_context(table: NGramTable, history: jax.Array) -> jax.Array:
   """The longest known context of each text.
 
-  The number of steps depends on the sizes of the table alone, and any leading
-  shape is looked up at once.
+  The number of steps depends only on the static sizes of the table.
 
   Args:
-    table: of order n.
-    history: `[..., n - 1]` int32, the last tokens, the most recent FIRST; -1
-      before the start of the text.
+    table: the table, of order n.
+    history: `[..., n - 1]` int32, the last tokens of each text, the most recent
+      FIRST; -1 before the start of the text.
 
   Returns:
     `[...]` int32, below C; 0, the empty context, if the most recent token is
     not known.
 
   Raises:
-    ValueError: the history has another width.
+    ValueError: the last axis of the history is not n - 1.
   """
   if history.shape[-1] != table.order - 1:
     raise ValueError(
@@ -164,19 +158,17 @@ def _digest(tensors: Mapping[str, np.ndarray]) -> str:
 
 
 def save_table(
-  path: str | os.PathLike[str],
-  table: NGramTable,
-  provenance: Mapping[str, Any],
+  path: str | os.PathLike[str], table: NGramTable, provenance: Mapping[str, Any]
 ) -> None:
-  """Writes a table as one safetensors file, all of it or nothing.
+  """Writes a table to a safetensors file, atomically.
 
-  Log-probabilities are rounded to float16 (to 0.1 %), and tokens take 16 bits
-  where the vocabulary allows.
+  Log-probabilities are rounded to float16 (relative error 0.1 %). Tokens are
+  stored in 16 bits if the vocabulary allows.
 
   Args:
-    path: of the file; its folder is created if need be.
-    table: to save.
-    provenance: what the table was made of, as JSON.
+    path: the file; its folder is created if it does not exist.
+    table: the table to write.
+    provenance: what the table was built from, serializable as JSON.
   """
   path = pathlib.Path(path)
   token_dtype = np.uint16 if table.vocab_size <= 1 << 16 else np.int32
@@ -199,24 +191,19 @@ def save_table(
   path.parent.mkdir(parents=True, exist_ok=True)
   partial = path.with_name(path.name + '.partial')
   safetensors_numpy.save_file(tensors, partial, metadata=metadata)
-  partial.chmod(0o644)  # safetensors writes it for its owner alone.
+  partial.chmod(0o644)  # safetensors makes it readable by its owner only.
   partial.replace(path)
 
 
-def load_table(
-  path: str | os.PathLike[str],
-) -> tuple[NGramTable, dict[str, Any]]:
-  """Reads what `save_table` wrote.
-
-  Args:
-    path: of the file.
+def load_table(path: str | os.PathLike[str]) -> tuple[NGramTable, dict]:
+  """Reads a file that `save_table` wrote.
 
   Returns:
     The table on the default device, and its provenance.
 
   Raises:
-    ValueError: there is no such file, or it is no table, or it is damaged; says
-      which and what to do.
+    ValueError: the file does not exist, is not a table, or is damaged; the
+      message names the file and the remedy.
   """
   remedy = 'build one with scripts/build_ngram.py'
   if not pathlib.Path(path).is_file():
@@ -237,14 +224,12 @@ def load_table(
     )
   if record['blake2b'] != _digest(tensors):
     raise ValueError(
-      f'{path} is damaged, its contents do not match their checksum; copy it'
-      f' again or {remedy}'
+      f'{path} is damaged: its checksum does not match; copy it again or'
+      f' {remedy}'
     )
-  log_probs = tensors['next_log_probs'].astype(np.float32)
+  log_probs = tensors.pop('next_log_probs').astype(np.float32)
   table = NGramTable(
-    edge_token=jnp.asarray(tensors['edge_token'], jnp.int32),
-    first_child=jnp.asarray(tensors['first_child'], jnp.int32),
-    next_tokens=jnp.asarray(tensors['next_tokens'], jnp.int32),
+    **{name: jnp.asarray(value, jnp.int32) for name, value in tensors.items()},
     next_log_probs=jnp.asarray(np.maximum(log_probs, np.float32(MISSING))),
     order=record['order'],
     vocab_size=record['vocab_size'],

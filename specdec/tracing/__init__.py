@@ -1,27 +1,16 @@
-"""Pictures of decodes: SVG and HTML with no further needs, and charts.
+"""Traces of decodes, and pictures of them in SVG, HTML and matplotlib.
 
-    from specdec import tracing as viz
+from specdec import tracing
 
-    viz.tree(trace, 3)      # in a notebook: shown; else a string of SVG
-    viz.report(trace)       # a whole page, to be stepped through
-
-Nothing here is imported by the rest of the library.
+tracing.tree(trace, 3)      # SVG; a notebook shows it
+tracing.report(trace)       # an HTML page that steps through the blocks
 """
 
 from specdec.tracing.charts import accepted_lengths
-from specdec.tracing.charts import survival
-from specdec.tracing.mask_picture import mask
 from specdec.tracing.report_page import report
-from specdec.tracing.text_picture import text
-from specdec.tracing.timeline_picture import timeline
-from specdec.tracing.tree_picture import tree
+from specdec.tracing.report_page import text
+from specdec.tracing.svg import mask
+from specdec.tracing.svg import tree
+from specdec.tracing.trace import Block
 
-__all__ = (
-  'accepted_lengths',
-  'mask',
-  'report',
-  'survival',
-  'text',
-  'timeline',
-  'tree',
-)
+__all__ = ('Block', 'accepted_lengths', 'mask', 'report', 'text', 'tree')

@@ -1,32 +1,47 @@
-"""Charts of how many guesses were accepted; they need matplotlib."""
+"""A chart of the numbers of accepted tokens; drawing it needs matplotlib."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence
 import importlib.util
 from typing import Any
 
-_COLORS = ('#4477aa', '#ee6677', '#228833', '#ccbb44', '#aa3377', '#66ccee')
+COLORS = (
+  *('#4477aa', '#ee6677', '#228833', '#ccbb44'),
+  *('#aa3377', '#66ccee', '#994f00', '#117777'),
+)
 _HATCHES = ('', '///', '...', 'xxx', '\\\\\\', '++')
 _MARKERS = 'oD^vsX'
 
 
 def shares(histogram: Sequence[int]) -> list[float]:
-  """What part of the target forwards emitted 1, 2, ... tokens."""
+  """The fractions of the target forwards that emitted 1, 2, ... tokens."""
   total = max(sum(histogram), 1)
   return [count / total for count in histogram]
 
 
 def survivors(histogram: Sequence[int]) -> list[float]:
-  """In what part of the target forwards 1, 2, ... guesses were accepted.
+  """The fractions of the forwards that accepted at least 1, 2, ... tokens.
 
-  Args:
-    histogram: entry i counts the forwards with i guesses accepted.
+  Entry i of the histogram is the number of forwards that accepted i tokens.
   """
   parts = shares(histogram)
   return [sum(parts[depth:]) for depth in range(1, len(parts))]
 
 
-def _axes(xlabel: str, ylabel: str) -> Any:
+def accepted_lengths(histograms: Mapping[str, Sequence[int]]) -> Any:
+  """Draws the numbers of tokens that target forwards emitted.
+
+  Args:
+    histograms: for each method, by name, a histogram; entry i is the number of
+      forwards that emitted i + 1 tokens, as in `stats['accepted_histogram']`.
+
+  Returns:
+    A `matplotlib.figure.Figure`: at the left the histograms, at the right the
+    share of the forwards that emitted more than d tokens, by depth d; these are
+    d accepted tokens and the bonus token, unless the end of the text cut them.
+  """
+  if not histograms:
+    raise ValueError('histograms is empty; give at least one')
   if importlib.util.find_spec('matplotlib') is None:
     raise ValueError(
       'charts need matplotlib; pip install matplotlib (or the extra:'
@@ -34,93 +49,34 @@ def _axes(xlabel: str, ylabel: str) -> Any:
     )
   from matplotlib.figure import Figure
 
-  figure = Figure(figsize=(6.4, 3.2), layout='constrained')
-  axes: Any = figure.subplots()
-  axes.set_xlabel(xlabel)
-  axes.set_ylabel(ylabel)
-  axes.xaxis.get_major_locator().set_params(integer=True)
-  axes.spines[['top', 'right']].set_visible(False)
-  return axes
-
-
-def _longest(histograms: Mapping[str, Sequence[int]]) -> int:
-  if not histograms:
-    raise ValueError('histograms is empty; give at least one')
-  return max(
-    (
-      size
-      for histogram in histograms.values()
-      for size, count in enumerate(histogram, 1)
-      if count
-    ),
-    default=1,
-  )
-
-
-def accepted_lengths(histograms: Mapping[str, Sequence[int]]) -> Any:
-  """A histogram of the tokens that target forwards emitted.
-
-  Args:
-    histograms: by name of the method; entry i counts the forwards that emitted
-      i + 1 tokens, as in `stats['accepted_histogram']`.
-
-  Returns:
-    A `matplotlib.figure.Figure`.
-
-  Raises:
-    ValueError: matplotlib is not there, or there is no histogram.
-  """
-  longest = _longest(histograms)
-  axes = _axes('tokens emitted by a target forward', 'share of the forwards')
+  figure: Any = Figure(figsize=(9.6, 3.2), layout='constrained')
+  bars, lines = figure.subplots(1, 2)
+  every = [enumerate(counts, 1) for counts in histograms.values()]
+  longest = max((n for x in every for n, count in x if count), default=1)
   width = 0.8 / len(histograms)
   for row, (name, histogram) in enumerate(histograms.items()):
+    color, padding = COLORS[row % len(COLORS)], [0.0] * longest
     total = sum(size * count for size, count in enumerate(histogram, 1))
-    mean = total / max(sum(histogram), 1)
-    parts = [*shares(histogram), *[0.0] * longest][:longest]
-    axes.bar(
-      [
-        size + width * (row - (len(histograms) - 1) / 2)
-        for size in range(1, longest + 1)
-      ],
-      parts,
+    shift = width * (row - (len(histograms) - 1) / 2)
+    bars.bar(
+      [size + shift for size in range(1, longest + 1)],
+      [*shares(histogram), *padding][:longest],
       width,
-      color=_COLORS[row % len(_COLORS)],
+      color=color,
       hatch=_HATCHES[row % len(_HATCHES)],
       edgecolor='white',
-      label=f'{name}: {mean:.2f} on average',
+      label=f'{name}: {total / max(sum(histogram), 1):.2f} on average',
     )
-  axes.legend(frameon=False)
-  return axes.figure
-
-
-def survival(histograms: Mapping[str, Sequence[int]]) -> Any:
-  """How often guesses are accepted down to a depth.
-
-  Args:
-    histograms: see `accepted_lengths`.
-
-  Returns:
-    A `matplotlib.figure.Figure`: at depth d the share of target forwards in
-    which at least d guesses stood. A forward that was cut by the end of the
-    text counts by what it emitted, not by what it accepted.
-
-  Raises:
-    ValueError: matplotlib is not there, or there is no histogram.
-  """
-  longest = _longest(histograms)
-  axes = _axes(
-    'depth (emitted tokens, less one)',
-    'share of forwards whose\nguesses stood to this depth',
+    survived = [1.0, *survivors(histogram), *padding][:longest]
+    marker = _MARKERS[row % len(_MARKERS)]
+    lines.plot(range(longest), survived, color=color, marker=marker, label=name)
+  bars.set(xlabel='tokens emitted by a forward', ylabel='share of forwards')
+  lines.set(
+    xlabel='depth', ylabel='share of forwards that\naccepted to a depth'
   )
-  for row, (name, histogram) in enumerate(histograms.items()):
-    parts = [1.0, *survivors(histogram), *[0.0] * longest][:longest]
-    axes.plot(
-      range(longest),
-      parts,
-      color=_COLORS[row % len(_COLORS)],
-      marker=_MARKERS[row % len(_MARKERS)],
-      label=name,
-    )
-  axes.set_ylim(0, 1.05)
-  axes.legend(frameon=False)
-  return axes.figure
+  lines.set_ylim(0, 1.05)
+  for axes in (bars, lines):
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.spines[['top', 'right']].set_visible(False)
+    axes.legend(frameon=False)
+  return figure

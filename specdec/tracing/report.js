@@ -2,16 +2,12 @@
 (() => {
   const blocks = [...document.querySelectorAll('section.block')];
   const tokens = [...document.querySelectorAll('[data-block]')];
-  const status = document.getElementById('status');
   const controls = document.querySelector('nav');
-  let current = 0;
-
   const goals = {
-    Home: () => 0,
-    ArrowLeft: () => current - 1,
-    ArrowRight: () => current + 1,
-    End: () => blocks.length - 1,
+    Home: () => 0, ArrowLeft: () => current - 1,
+    ArrowRight: () => current + 1, End: () => blocks.length - 1,
   };
+  let current = 0;
 
   const show = (wanted) => {
     current = Math.max(0, Math.min(wanted, blocks.length - 1));
@@ -20,6 +16,7 @@
       token.hidden = Number(token.dataset.block) > current;
       token.classList.toggle('now', Number(token.dataset.block) === current);
     }
+    const status = document.getElementById('status');
     status.textContent = blocks[current].dataset.summary;
     for (const button of controls.querySelectorAll('button')) {
       const goal = goals[button.value]();

@@ -1,66 +1,105 @@
-"""One page of HTML that shows a decode block by block.
+"""HTML pictures of a whole decode: its text by source, and a page of blocks.
 
-It needs no network, no server and no other file: styles, script and the trace
-itself are in it. Without its script, all blocks are there one below the other.
+The page needs no network, no server and no other file: it contains its styles,
+its script and the trace. Without JavaScript it shows all blocks, one below the
+other.
 """
 
 from collections.abc import Iterable
 from collections.abc import Sequence
 from importlib import resources
+import itertools
 
-from specdec.tracing import words
+from specdec.tracing import svg
 from specdec.tracing.charts import shares
 from specdec.tracing.charts import survivors
-from specdec.tracing.markup import escape
-from specdec.tracing.markup import Html
-from specdec.tracing.markup import visible
-from specdec.tracing.mask_picture import mask
-from specdec.tracing.text_picture import legend
-from specdec.tracing.text_picture import spans
-from specdec.tracing.timeline_picture import timeline
-from specdec.tracing.trace import Block
+from specdec.tracing.svg import escape
+from specdec.tracing.svg import Html
+from specdec.tracing.svg import plural
 from specdec.tracing.trace import Trace
-from specdec.tracing.tree_picture import legend as legend_of_tree
-from specdec.tracing.tree_picture import tree
 
-_KEYS = (
-  ('Home', 'First'),
-  ('ArrowLeft', 'Previous'),
-  ('ArrowRight', 'Next'),
-  ('End', 'Last'),
-)
 _INTRODUCTION = (
-  'A block is one forward of the target over a tree of guesses; the root, at'
-  ' the left, is the last token of the text so far, and the number in a box is'
-  ' how likely the drafters thought that the target would accept the guess, if'
-  ' it accepts the one before.'
+  'A block is one forward of the target over a tree of draft tokens. The root'
+  ' is the last token of the text so far. The number in a box is the estimated'
+  ' probability that the target accepts the token, if it accepts the parent.'
 )
 
 
-def _asset(name: str) -> str:
-  return resources.files('specdec.tracing').joinpath(name).read_text('utf-8')
+def _css(source: int) -> str:
+  fill, edge, line = svg.style_of(source)
+  css = f'background:{fill};color:#111;border-bottom:3px {line} {edge}'
+  return css if source else ''
 
 
-def _scrolling(shown: str, label: str) -> str:
-  return (
-    f'<div class="scroll" tabindex="0" role="region"'
-    f' aria-label="{escape(label)}">{shown}</div>'
+def _spans(trace: Trace) -> str:
+  """The new text, with an element `data-block` for each block."""
+  log_probs = trace.log_probs or itertools.repeat(None)
+  pieces = zip(trace.pieces, log_probs, strict=False)
+  blocks = []
+  for number, block in enumerate(trace.blocks):
+    shown = []
+    for offset, source in enumerate(block.emitted_origins):
+      token, (piece, log_prob) = block.emitted[offset], next(pieces)
+      title = (
+        f'{svg.visible(trace.texts[token])}, token {token}, position'
+        f' {block.start + offset}, block {number + 1}, source:'
+        f' {trace.labels[source]}'
+      )
+      if log_prob is not None:
+        title += f', log-probability {log_prob:.3f}'
+      if piece:  # Empty within a character, and after a stop string.
+        shown.append(
+          f'<span style="{_css(source)}" title="{escape(title)}">'
+          f'{escape(piece)}</span>'
+        )
+    if shown:
+      blocks.append(f'<span data-block="{number}">{"".join(shown)}</span>')
+  return ''.join(blocks)
+
+
+def text(trace: Trace) -> Html:
+  """The prompt and the new text, whose tokens are coloured by their sources.
+
+  This is figure 3 of the staged speculative decoding paper (arXiv 2308.04623).
+
+  Returns:
+    HTML. Hovering over a token shows its id, position, block, source and, if
+    the trace has it, log-probability. A list has the share of each source and
+    the style of the line below its tokens.
+  """
+  total = max(len(trace.tokens), 1)
+  entries = [
+    '<li style="display:inline;margin-right:1.5em">'
+    f'<span style="{_css(source)}"> {svg.mark_of(source)} {escape(label)}'
+    f' </span> {trace.origins.count(source) / total:.0%}'
+    f' ({svg.style_of(source).line.replace("none", "no line")})</li>'
+    for source, label in enumerate(trace.labels)
+  ]
+  return Html(
+    '<div><pre style="white-space:pre-wrap;line-height:1.7">'
+    f'{escape(trace.prompt)}{_spans(trace)}</pre><ul aria-label="Sources"'
+    f' style="list-style:none;padding:0">{"".join(entries)}</ul></div>'
   )
 
 
-def _table(caption: str, head: Sequence[str], rows: Iterable[Sequence]) -> str:
-  """Cells of numbers are set as such; texts are escaped."""
+def _scrolling(shown: str, label: str) -> str:
+  attributes = f'class="scroll" tabindex="0" role="region" aria-label="{label}"'
+  return f'<div {attributes}>{shown}</div>'
 
-  def cell(value):
-    if isinstance(value, Html):
-      return f'<td>{value}</td>'
-    if isinstance(value, str):
-      return f'<td>{escape(value)}</td>'
-    shown = f'{value:.3f}' if isinstance(value, float) else f'{value:,}'
-    return f'<td class="number">{shown}</td>'
 
-  columns = ''.join(f'<th scope="col">{escape(one)}</th>' for one in head)
-  body = ''.join(f'<tr>{"".join(map(cell, row))}</tr>' for row in rows)
+def _cell(value: str | float) -> str:
+  if isinstance(value, Html):
+    return f'<td>{value}</td>'
+  if isinstance(value, str):
+    return f'<td>{escape(value)}</td>'
+  shown = f'{value:.3f}' if isinstance(value, float) else f'{value:,}'
+  return f'<td class="number">{shown}</td>'
+
+
+def _table(caption: str, head: str, rows: Iterable[Sequence]) -> str:
+  """A table; `head` holds the names of its columns, separated by commas."""
+  columns = ''.join(f'<th scope="col">{name}</th>' for name in head.split(','))
+  body = ''.join(f'<tr>{"".join(map(_cell, row))}</tr>' for row in rows)
   return (
     f'<table><caption>{escape(caption)}</caption><thead><tr>{columns}</tr>'
     f'</thead><tbody>{body}</tbody></table>'
@@ -68,133 +107,92 @@ def _table(caption: str, head: Sequence[str], rows: Iterable[Sequence]) -> str:
 
 
 def _bar(share: float) -> Html:
-  # Of no meaning to those who hear it: the number is in the cell before.
+  # Hidden from screen readers, which read the number in the cell before.
   return Html(f'<i aria-hidden="true" style="width:{10 * share:.2f}rem"></i>')
 
 
-def _nodes(trace: Trace, block: Block) -> str:
-  accepted = set(block.path)
-  return _table(
-    'The nodes of the tree',
-    ('node', 'token', 'id', 'parent', 'depth', 'proposed by', 'probability',
-     'of the whole path', 'accepted'),
-    (
-      (
-        node,
-        visible(trace.texts[token]),
-        token,
-        block.parents[node] if node else '',
-        block.depths[node],
-        trace.labels[block.origins[node]] if node else 'root',
-        block.probs[node],
-        block.path_probs[node],
-        'yes' if node in accepted else 'no',
-      )
-      for node, token in enumerate(block.tokens)
-    ),
-  )  # fmt: skip
-
-
-def _block(trace: Trace, number: int) -> str:
-  block, total = trace.blocks[number], len(trace.blocks)
-  sentence = words.sentence(trace, block)
-  summary = f'Block {number + 1} of {total}. {sentence}'
+def _section(trace: Trace, number: int) -> str:
+  block = trace.blocks[number]
+  title = f'Block {number + 1} of {len(trace.blocks)}'
+  sentence = escape(svg.sentence(trace, block))
+  forwards = ', '.join(f'{name} {n}' for name, n in block.forwards.items())
   return (
     f'<section class="block" aria-labelledby="block-{number}"'
-    f' data-summary="{escape(summary)}">'
-    f'<h2 id="block-{number}">Block {number + 1} of {total}</h2>'
-    f'<p>{escape(sentence)} Forwards: {escape(words.forwards(block))}.</p>'
-    f'<p>{"<br>".join(map(escape, legend_of_tree(trace, block)))}</p>'
-    f'{_scrolling(tree(trace, number, with_legend=False), "Token tree")}'
-    f'<details><summary>The nodes as a table</summary>'
-    f'{_scrolling(_nodes(trace, block), "Nodes")}</details>'
-    f'<details><summary>Who sees whom</summary>'
-    f'{_scrolling(mask(trace, number), "Attention mask")}</details></section>'
+    f' data-summary="{title}. {sentence}"><h2 id="block-{number}">{title}</h2>'
+    f'<p>{sentence} Forwards: {escape(forwards)}.</p>'
+    f'{_scrolling(svg.tree(trace, number), "Token tree")}'
+    f'<details><summary>The attention mask</summary>'
+    f'{_scrolling(svg.mask(trace, number), "Attention mask")}</details>'
+    '</section>'
   )
 
 
 def _summary(trace: Trace) -> str:
   histogram = trace.accepted_histogram
-  # Of the last block more may have been accepted than was emitted.
+  emitted = enumerate(zip(histogram, shares(histogram), strict=True), 1)
+  # The last block may have accepted more tokens than it emitted.
   lengths = [len(block.path) for block in trace.blocks]
   accepted = [lengths.count(n) for n in range(1, max(lengths, default=0) + 1)]
-  stages = trace.stage_forwards.items()
-  new = max(len(trace.tokens), 1)
+  survived = enumerate(survivors(accepted), 1)
+  stages, new = trace.stage_forwards.items(), max(len(trace.tokens), 1)
+  emitted_table = _table(
+    'Tokens that a target forward emitted',
+    'tokens,forwards,share,',
+    ((size, n, share, _bar(share)) for size, (n, share) in emitted),
+  )
+  accepted_table = _table(
+    'Forwards that accepted at least this number of draft tokens',
+    'draft tokens,share,',
+    ((depth, share, _bar(share)) for depth, share in survived),
+  )
+  stage_table = _table(
+    'Forwards by stage',
+    'stage,forwards,per token',
+    ((name, count, count / new) for name, count in stages),
+  )
   return (
     '<section aria-labelledby="all"><h2 id="all">All blocks</h2>'
-    f'{_scrolling(timeline(trace), "Forwards of all stages, block by block")}'
-    '<div class="pair">'
-    + _table(
-      'Tokens that a target forward emitted',
-      ('tokens', 'forwards', 'share', ''),
-      (
-        (size, count, share, _bar(share))
-        for size, (count, share) in enumerate(
-          zip(histogram, shares(histogram), strict=True), 1
-        )
-      ),
-    )
-    + _table(
-      'Forwards in which at least so many guesses were accepted',
-      ('guesses', 'share', ''),
-      (
-        (depth, share, _bar(share))
-        for depth, share in enumerate(survivors(accepted), 1)
-      ),
-    )
-    + _table(
-      'Forwards by stage',
-      ('stage', 'forwards', 'per token'),
-      ((name, count, count / new) for name, count in stages),
-    )
-    + '</div></section>'
-  )
-
-
-def _controls() -> str:
-  buttons = ' '.join(
-    f'<button type="button" value="{key}">{name}</button>'
-    for key, name in _KEYS
-  )
-  return (
-    f'<nav aria-label="Blocks" hidden>{buttons} <span>or <kbd>←</kbd>'
-    ' <kbd>→</kbd> <kbd>Home</kbd> <kbd>End</kbd></span>'
-    '<div id="status" role="status" aria-live="polite"></div></nav>'
+    f'<div class="pair">{emitted_table}{accepted_table}{stage_table}</div>'
+    '</section>'
   )
 
 
 def report(trace: Trace, *, title: str = 'Decoding, block by block') -> Html:
-  """A page that shows a decode, to be stepped through with keys or buttons.
-
-  Args:
-    trace: of a decode.
-    title: of the page.
+  """A page that steps through the blocks of a decode with keys or buttons.
 
   Returns:
-    HTML, to be written to a file (UTF-8). It loads nothing. The element
-    `trace` holds the trace as `Trace.to_json` gives it.
+    HTML for a file in UTF-8. It loads nothing. Its element `trace` contains the
+    trace as `Trace.to_json` gives it.
   """
-  blocks = len(trace.blocks)
+  forwards = plural(len(trace.blocks), 'target forward')
   figures = (
-    f'{words.plural(len(trace.tokens), "token")} in'
-    f' {words.plural(blocks, "target forward")}:'
-    f' {trace.block_efficiency:.2f} per forward. It ended by'
+    f'{plural(len(trace.tokens), "token")} in {forwards}:'
+    f' {trace.block_efficiency:.2f} per forward. Finish reason:'
     f' {trace.finish_reason}.'
   )
-  # In a script element nothing but "</" could end it, or begin a comment.
+  sections = ''.join(_section(trace, n) for n in range(len(trace.blocks)))
+  keys = {'Home': 'First', 'ArrowLeft': 'Previous'}
+  keys |= {'ArrowRight': 'Next', 'End': 'Last'}
+  buttons = ' '.join(
+    f'<button type="button" value="{key}">{keys[key]}</button>' for key in keys
+  )
+  # A script element ends at "</", and "<!--" begins a comment in it.
   data = trace.to_json().replace('<', '\\u003c')
-  body = ''.join(_block(trace, number) for number in range(blocks))
+  files = resources.files('specdec.tracing')
+  css = files.joinpath('report.css').read_text('utf-8')
+  script = files.joinpath('report.js').read_text('utf-8')
   return Html(
     '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
     '<meta http-equiv="Content-Security-Policy" content="default-src'
     " 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'\">"
     '<meta name="viewport" content="width=device-width, initial-scale=1">'
-    f'<title>{escape(title)}</title><style>{_asset("report.css")}</style>'
+    f'<title>{escape(title)}</title><style>{css}</style>'
     f'</head><body><header><h1>{escape(title)}</h1><p>{escape(figures)}</p>'
-    f'<p>{_INTRODUCTION}</p></header>{_controls()}<main>'
-    '<section aria-labelledby="text">'
-    f'<h2 id="text">Text</h2><pre>{escape(trace.prompt)}{spans(trace)}</pre>'
-    f'{legend(trace)}</section>{body}{_summary(trace)}</main>'
-    f'<script type="application/json" id="trace">{data}</script>'
-    f'<script>{_asset("report.js")}</script></body></html>\n'
+    f'<p>{_INTRODUCTION}</p></header><nav aria-label="Blocks" hidden>{buttons}'
+    ' <span>or <kbd>←</kbd> <kbd>→</kbd> <kbd>Home</kbd> <kbd>End</kbd></span>'
+    '<div id="status" role="status" aria-live="polite"></div></nav>'
+    '<main><section aria-labelledby="text"><h2 id="text">Text</h2>'
+    f'{text(trace)}</section>{sections}{_summary(trace)}</main><script'
+    f' type="application/json" id="trace">{data}</script>'
+    f'<script>{script}</script></body></html>\n'
   )

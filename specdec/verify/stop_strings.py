@@ -1,13 +1,13 @@
-"""Stop strings, matched exactly: an Aho-Corasick automaton over bytes.
+"""Exact matching of stop strings: an Aho-Corasick automaton over bytes.
 
-A state is the longest beginning of a stop string that the text read so far
-ends with, so one integer per row is all there is to carry from token to token.
-Bytes, not tokens: the same stop string can be cut into tokens in many ways, can
-end within a token, and characters can be cut as well.
+A state of the automaton is the longest prefix of a stop string that the text
+read so far ends with, so a decode carries one integer per row. The automaton
+reads bytes and not tokens, because a stop string can be split into tokens in
+many ways, can end within a token, and characters can be split as well.
 
-The device follows whole tokens through `StopTable`; the host follows bytes
-through `StopMatcher`, to know what may be shown already. Both read the
-transitions of one builder.
+The device reads whole tokens with `StopTable`. The host reads bytes with
+`StopMatcher`, to know which text can be shown already. Both use the transitions
+of the same automaton.
 """
 
 import collections
@@ -19,19 +19,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# The state of a row whose text holds a stop string.
+# The state of a row whose text contains a stop string.
 STOPPED = -1
 
-# States come in multiples of this, so that few shapes are compiled.
+# The number of states is a multiple of this, so that few shapes are compiled.
 _STATE_BLOCK = 16
 
 
 class StopTable(flax.struct.PyTreeNode):
-  """Where each token leads, for a batch whose rows may stop at other strings.
+  """The transition of each state by each token; rows have their own strings.
 
   Attributes:
     next_state: `[Q, V]` int16, or int32 if Q is large: the state after a token;
-      `STOPPED` if a stop string ends within the token or with it.
+      `STOPPED` if a stop string ends within the token or at its end.
     start: `[B]` int32, the state of each row before its first new token.
   """
 
@@ -41,49 +41,39 @@ class StopTable(flax.struct.PyTreeNode):
   def follow(
     self, state: jax.Array, tokens: jax.Array
   ) -> tuple[jax.Array, jax.Array]:
-    """Reads some tokens in each row.
+    """Reads n tokens in each row.
 
     Args:
-      state: `[B]` int32, before the first of them.
+      state: `[B]` int32, the state before the first token.
       tokens: `[B, n]` int32.
 
     Returns:
-      `[B, n]` bool, in which tokens a stop string is complete, all that follow
-      included, and `[B, n + 1]` int32, the states before the first token, after
-      it, and so on.
+      `[B, n]` bool, true for the token that completes a stop string and all
+      tokens after it, and `[B, n + 1]` int32, the state before the first token
+      and after each token.
     """
     states = [state]
     for index in range(tokens.shape[1]):
-      here = states[-1]
-      after = self.next_state[jnp.maximum(here, 0), tokens[:, index]]
+      before = states[-1]
+      after = self.next_state[jnp.maximum(before, 0), tokens[:, index]]
       after = after.astype(jnp.int32)
-      states.append(jnp.where(here == STOPPED, STOPPED, after))
+      states.append(jnp.where(before == STOPPED, STOPPED, after))
     stacked = jnp.stack(states, axis=1)
     return stacked[:, 1:] == STOPPED, stacked
 
 
 @dataclasses.dataclass(frozen=True)
 class _Automaton:
-  """The automaton of one set of stop strings; state 0 has read nothing.
+  """The automaton of one set of stop strings; state 0 is the empty prefix."""
 
-  Attributes:
-    delta: `[states, 256]` int32, the state after a byte.
-    depth: `[states]` int32, how many of the last bytes may begin a stop string.
-    stop_length: `[states]` int32, of the longest stop string that ends here; 0
-      if none does.
-  """
-
-  delta: np.ndarray
-  depth: np.ndarray
+  delta: np.ndarray  # [states, 256] int32, the state after a byte.
+  depth: np.ndarray  # [states] int32, the length of the prefix.
+  # [states] int32, the length of the longest stop string that ends here, or 0.
   stop_length: np.ndarray
 
 
 def _build_automaton(stops: Sequence[bytes]) -> _Automaton:
-  """Goto and fail transitions in one table (Aho and Corasick, 1975).
-
-  Args:
-    stops: none of them empty.
-  """
+  """Goto and fail transitions in one table (Aho and Corasick, 1975)."""
   children: list[dict[int, int]] = [{}]
   depths, stop_lengths = [0], [0]
   for stop in stops:
@@ -97,51 +87,40 @@ def _build_automaton(stops: Sequence[bytes]) -> _Automaton:
       state = children[state][byte]
     stop_lengths[state] = len(stop)
   delta = np.zeros((len(children), 256), np.int32)
-  fallback = [0] * len(children)
-  # Shorter ones first: a state falls back to a shorter one, complete by then.
+  fail = [0] * len(children)
+  # Breadth first: the fail state is shorter, so its row is already complete.
   queue = collections.deque([0])
   while queue:
     state = queue.popleft()
-    # A stop string that ends the fallback ends this state too; its own, if it
-    # has one, is longer.
-    stop_lengths[state] = stop_lengths[state] or stop_lengths[fallback[state]]
-    delta[state] = delta[fallback[state]]
+    # A stop string that ends the fail state ends this state too. If this state
+    # is a stop string itself, it is longer.
+    stop_lengths[state] = stop_lengths[state] or stop_lengths[fail[state]]
+    delta[state] = delta[fail[state]]
     for byte, child in children[state].items():
-      fallback[child] = delta[state, byte]
+      fail[child] = delta[state, byte]
       delta[state, byte] = child
       queue.append(child)
-  return _Automaton(
-    delta=delta,
-    depth=np.array(depths, np.int32),
-    stop_length=np.array(stop_lengths, np.int32),
-  )
+  return _Automaton(delta, *np.array([depths, stop_lengths], np.int32))
 
 
-def _without_stopped(automaton: _Automaton, offset: int) -> np.ndarray:
-  """`[live states, 256]` int32: states from `offset` on, or `STOPPED`."""
+def _live_transitions(automaton: _Automaton, offset: int) -> np.ndarray:
+  """`[n, 256]` int32: transitions of the n states in which no stop string ends.
+
+  The n states are numbered from `offset`; all other states are `STOPPED`.
+  """
   live = automaton.stop_length == 0
   renamed = np.where(live, offset + np.cumsum(live) - 1, STOPPED)
   return renamed[automaton.delta[live]].astype(np.int32)
 
 
-@dataclasses.dataclass(frozen=True)
-class _TokenTrie:
-  """Every distinct beginning of a token, so that each is followed only once.
+def _token_trie(token_bytes: Sequence[bytes], vocab_size: int):
+  """The trie of all tokens, so that each distinct prefix is read only once.
 
-  Attributes:
-    levels: of each length from 1, `[nodes]` parents and `[nodes]` last bytes.
-      Nodes are numbered level by level; 0 is the empty beginning.
-    node: `[V]`, of each whole token.
-    num_nodes: the empty one included.
+  Returns:
+    A list with, for each prefix length from 1, `[nodes]` parents and `[nodes]`
+    last bytes; and `[V]`, the node of each token. Nodes are numbered in the
+    order of the list, after node 0, the empty prefix.
   """
-
-  levels: list[tuple[np.ndarray, np.ndarray]]
-  node: np.ndarray
-  num_nodes: int
-
-
-def _token_trie(token_bytes: Sequence[bytes], vocab_size: int) -> _TokenTrie:
-  """The beginnings of all tokens; those that are not given are empty."""
   tokens = token_bytes[:vocab_size]
   lengths = np.zeros(vocab_size, np.int64)
   lengths[: len(tokens)] = [len(token) for token in tokens]
@@ -156,26 +135,23 @@ def _token_trie(token_bytes: Sequence[bytes], vocab_size: int) -> _TokenTrie:
     node[longer] = num_nodes + inverse
     num_nodes += len(distinct)
     levels.append((distinct // 256, distinct % 256))
-  return _TokenTrie(levels=levels, node=node, num_nodes=num_nodes)
+  return levels, node
 
 
-def _follow(delta: np.ndarray, trie: _TokenTrie, states: np.ndarray):
-  """`[states, V]` int32: the state after each token from each of some states.
+def _read_tokens(delta: np.ndarray, levels, states: np.ndarray) -> np.ndarray:
+  """`[states, nodes]` int32: the state after each node of a token trie.
 
-  Args:
-    delta: `[Q + 1, 256]` int32; the last row is of `STOPPED`, which as an index
-      is the last.
-    trie: of the tokens.
-    states: `[states]` int32.
+  The last row of delta, `[Q + 1, 256]`, is that of `STOPPED` (index -1).
   """
-  after = np.empty((len(states), trie.num_nodes), np.int32)
+  num_nodes = 1 + sum(len(parents) for parents, _ in levels)
+  after = np.empty((len(states), num_nodes), np.int32)
   after[:, 0] = states
   start = 1
-  for parents, byte in trie.levels:
+  for parents, byte in levels:
     stop = start + len(parents)
     after[:, start:stop] = delta.take(after[:, parents] * 256 + byte[None])
     start = stop
-  return after[:, trie.node]
+  return after
 
 
 def build_stop_table(
@@ -183,18 +159,16 @@ def build_stop_table(
   token_bytes: Sequence[bytes],
   vocab_size: int,
 ) -> StopTable:
-  """Builds the table that a decode follows; it takes 2 Q V bytes.
+  """Builds the table that a decode reads; it takes 2 Q V bytes.
 
-  Q is the number of bytes of the distinct stop strings, about: each distinct
-  set of them has an automaton of its own, and all share one state space.
+  Q is about the number of bytes of the distinct stop strings: each distinct
+  set of stop strings has its own automaton, and all share one state space.
 
   Args:
-    stops: the stop strings of each row, perhaps none.
-    token_bytes: of each token, perhaps empty; ids beyond are as if empty.
+    stops: the stop strings of each row; a row may have none.
+    token_bytes: the bytes of each token, which may be empty; tokens with ids
+      beyond its end are empty.
     vocab_size: V.
-
-  Returns:
-    The table on the default device.
 
   Raises:
     ValueError: a stop string is empty.
@@ -204,46 +178,37 @@ def build_stop_table(
       raise ValueError(f'row {row} has an empty stop string: {list(strings)}')
   sets = [tuple(sorted(set(strings))) for strings in stops]
   offsets, blocks, num_states = {}, [], 0
-  for one in dict.fromkeys(sets):
-    offsets[one] = num_states
-    blocks.append(_without_stopped(_build_automaton(one), num_states))
+  for strings in dict.fromkeys(sets):
+    offsets[strings] = num_states
+    blocks.append(_live_transitions(_build_automaton(strings), num_states))
     num_states += len(blocks[-1])
   padded = -(-num_states // _STATE_BLOCK) * _STATE_BLOCK
-  # One row more than states: that of `STOPPED`, which is never left.
+  # The additional last row is that of `STOPPED`, which is never left.
   rest = np.full((padded + 1 - num_states, 256), STOPPED, np.int32)
   delta = np.concatenate([*blocks, rest])
-  trie = _token_trie(token_bytes, vocab_size)
+  levels, node = _token_trie(token_bytes, vocab_size)
   dtype = np.int16 if padded < 2**15 else np.int32
   next_state = np.empty((padded, vocab_size), dtype)
   for first in range(0, padded, _STATE_BLOCK):
     states = np.arange(first, first + _STATE_BLOCK, dtype=np.int32)
-    next_state[states] = _follow(delta, trie, states)
-  return StopTable(
-    next_state=jnp.asarray(next_state),
-    start=jnp.array([offsets[one] for one in sets], jnp.int32),
-  )
+    next_state[states] = _read_tokens(delta, levels, states)[:, node]
+  start = jnp.array([offsets[strings] for strings in sets], jnp.int32)
+  return StopTable(next_state=jnp.asarray(next_state), start=start)
 
 
 class StopMatcher:
-  """Says of a text that comes in pieces what will be kept of it.
+  """Cuts a text that arrives in pieces before its first stop string.
 
-  The text ends before the stop string that ends first; of those that end with
-  the same byte, before the longest. How the text is cut into pieces makes no
-  difference to what is returned in all.
+  The first stop string is that which ends first; of those that end at the same
+  byte, the longest. How the text is split into pieces does not change the total
+  of what is returned.
 
   Attributes:
-    stopped: whether a stop string was found; nothing is returned from then on.
+    stopped: whether a stop string was found; nothing is returned after it.
   """
 
   def __init__(self, stops: Sequence[bytes]):
-    """Before the first byte.
-
-    Args:
-      stops: the stop strings, perhaps none.
-
-    Raises:
-      ValueError: a stop string is empty.
-    """
+    """Raises ValueError if one of the stop strings is empty."""
     if not all(stops):
       raise ValueError(f'a stop string is empty: {list(stops)}')
     self.stopped = False
@@ -252,7 +217,7 @@ class StopMatcher:
     self._held = b''
 
   def feed(self, data: bytes) -> bytes:
-    """More of the text; returns what is now certain to be kept."""
+    """Reads a piece; returns the text that is not part of a stop string."""
     if self.stopped:
       return b''
     automaton, text = self._automaton, self._held + data
@@ -267,6 +232,6 @@ class StopMatcher:
     return text[:certain]
 
   def flush(self) -> bytes:
-    """The text ends here: returns what was held back."""
+    """Returns the text that was held back; call it at the end of the text."""
     held, self._held, self._state = self._held, b'', 0
     return held
