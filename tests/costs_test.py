@@ -150,5 +150,7 @@ def test_nodes_are_different_tokens_of_the_text():
   prompts = [tokens for tokens in seen if tokens.shape == (1, 32)]
   assert prompts
   assert all(np.array_equal(tokens[0], text[:32]) for tokens in prompts)
-  nodes = {tuple(tokens[0].tolist()) for tokens in seen if tokens.shape == (1, 4)}
+  nodes = {
+    tuple(tokens[0].tolist()) for tokens in seen if tokens.shape == (1, 4)
+  }
   assert nodes == {tuple(text[36:40].tolist()), tuple(text[35:39].tolist())}

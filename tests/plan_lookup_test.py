@@ -1,4 +1,4 @@
-"""Where `--plan` finds a plan, and what it reports if it is for another setup."""
+"""Where `--plan` finds a plan, and its warnings."""
 
 import dataclasses
 import pathlib

@@ -132,9 +132,7 @@ def test_without_a_draft_there_are_tables_and_the_text():
 def test_what_the_user_chose_is_not_varied():
   methods = lambda inner: {
     candidate.method
-    for candidate in list_candidates(
-      DraftSettings(inner=inner), has_draft=True
-    )
+    for candidate in list_candidates(DraftSettings(inner=inner), has_draft=True)
   }
   assert methods('none') == {PLAIN, 'chain', 'tree'}
   assert methods('lookup') == {PLAIN, 'chain', 'tree', 'staged', 'lookup'}

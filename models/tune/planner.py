@@ -17,10 +17,10 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
-import dataclasses
 import itertools
 import time
 from typing import Any
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -111,9 +111,8 @@ def sample_batches(
   return [list(itertools.islice(cycle, batch_size)) for _ in range(num_batches)]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Sample:
-  """A batch of prompts and the tokens with which the target continues them."""
+class _Sample(NamedTuple):
+  """A batch of prompts, and the tokens with which the target continues them."""
 
   prompts: list[list[int]]
   new: list[list[int]]
@@ -124,110 +123,112 @@ class _Sample:
     return [[*prompt, *new] for prompt, new in pairs]
 
 
-@dataclasses.dataclass(kw_only=True)
+class _Tried(NamedTuple):
+  """A candidate, its drafter, its replay, and its decodes with the target.
+
+  The decodes are pairs of seconds and tokens.
+  """
+
+  candidate: Candidate
+  drafter: specdec.Drafter | None
+  trial: Trial
+  decodes: list[tuple[float, int]]
+
+  @property
+  def rate(self) -> float:
+    """Tokens per second with the target."""
+    seconds, tokens = np.sum(self.decodes, axis=0)
+    return float(tokens / seconds)
+
+
 class _Search:
   """What is known so far; a plan can be made from it at any time.
 
   Attributes:
-    pair: the models.
-    key: random key of all decodes.
-    sampling: options of all rows.
-    drafting: settings that the candidates do not vary.
-    max_new_tokens: limit per row.
-    seconds: the time budget.
-    elapsed: returns the share of the time budget that is spent.
-    report: called with each line of progress.
     samples: known texts.
     costs: V(N) of the target.
-    tried: replayed candidates, by name.
-    trials: their replays, by name.
-    decoded: seconds and tokens of the decodes with the target, by name.
+    tried: the candidates that were replayed, by name; plain decoding first.
   """
 
-  pair: Pair
-  key: jax.Array
-  sampling: specdec.Sampling
-  drafting: DraftSettings
-  max_new_tokens: int
-  seconds: float
-  elapsed: Callable[[], float]
-  report: Callable[[str], None]
-  samples: list[_Sample] = dataclasses.field(default_factory=list)
-  costs: StepCosts = StepCosts(prompt=0.0, verification={1: 0.0})
-  tried: dict[str, Candidate] = dataclasses.field(default_factory=dict)
-  trials: dict[str, Trial] = dataclasses.field(default_factory=dict)
-  decoded: dict[str, list[tuple[float, int]]] = dataclasses.field(
-    default_factory=dict
-  )
+  def __init__(
+    self,
+    pair: Pair,
+    options: dict[str, Any],
+    *,
+    seed: int,
+    drafting: DraftSettings,
+    seconds_left: Callable[[float], float],
+    report: Callable[[str], None],
+  ):
+    """Creates an empty search.
 
-  @property
-  def predicted(self) -> dict[str, float]:
-    """Predicted tokens per second, by name, fastest first."""
-    rates = {
-      name: trial.tokens_per_second(self.costs)
-      for name, trial in self.trials.items()
-    }
-    return dict(sorted(rates.items(), key=lambda item: -item[1]))
+    Args:
+      pair: the models.
+      options: arguments of `specdec.generate` that all decodes share.
+      seed: random seed of all decodes.
+      drafting: settings that the candidates do not vary.
+      seconds_left: returns the seconds until a share of the budget is spent.
+      report: called with each line of progress.
+    """
+    self._pair, self._options, self._drafting = pair, options, drafting
+    self._key = jax.random.key(seed)
+    self._seconds_left, self._report = seconds_left, report
+    self._room: int = options['room_for_new_tokens']
+    self.samples: list[_Sample] = []
+    self.costs = StepCosts(prompt=0.0, verification={1: 0.0})
+    self.tried: dict[str, _Tried] = {}
 
-  @property
-  def measured(self) -> dict[str, float]:
-    """Tokens per second with the target, by name."""
-    sums = {name: np.sum(runs, axis=0) for name, runs in self.decoded.items()}
-    return {
-      name: float(tokens / seconds) for name, (seconds, tokens) in sums.items()
-    }
+  def _is_late(self, share: float) -> bool:
+    return self._seconds_left(share) <= 0
 
-  def decode(
+  def _decode(
     self,
     target: specdec.Model,
     drafter: specdec.Drafter | None,
-    prompts: list[list[int]],
-    limits: list[int],
-    *,
-    until: float,
+    sample: _Sample,
+    limit: int,
+    share: float,
   ) -> tuple[float, specdec.Generation]:
-    """Seconds and result of a decode, cut short at a share of the budget."""
+    """Seconds and result of a decode, cut short when a share is spent."""
     checks = itertools.count()
     start = time.perf_counter()
     generation = specdec.generate(
       target,
-      self.key,
-      prompts,
+      self._key,
+      sample.prompts,
       drafter=drafter,
-      max_new_tokens=limits,
-      room_for_new_tokens=self.max_new_tokens,
-      sampling=self.sampling,
-      eos_ids=self.pair.eos_ids,
+      max_new_tokens=[min(len(new), limit) for new in sample.new],
       should_stop=lambda: (
-        next(checks) >= _LEAST_CHECKS and self.elapsed() > until
+        next(checks) >= _LEAST_CHECKS and self._is_late(share)
       ),
+      **self._options,
     )
     return time.perf_counter() - start, generation
 
   def run(self, batches: list[list[list[int]]]) -> None:
-    """All parts but the choice."""
-    self.decode_samples(batches)
-    self.measure_costs()
-    has_draft = self.pair.draft is not None
-    candidates = list_candidates(self.drafting, has_draft=has_draft)
-    for candidate in itertools.chain(candidates, self.fixed_trees()):
-      if len(self.trials) > 1 and self.elapsed() > _REPLAYS_END:
-        self.report('out of time for replays; the other candidates are left out')
+    """Everything but the choice."""
+    self._decode_samples(batches)
+    self._measure_costs()
+    has_draft = self._pair.draft is not None
+    candidates = list_candidates(self._drafting, has_draft=has_draft)
+    for candidate in itertools.chain(candidates, self._fixed_trees()):
+      if len(self.tried) > 1 and self._is_late(_REPLAYS_END):
+        self._report('out of time for replays; other candidates are left out')
         break
-      self.replay(candidate)
-    self.decode_finalists()
+      self._replay(candidate)
+    self._decode_finalists()
 
-  def decode_samples(self, batches: list[list[list[int]]]) -> None:
+  def _decode_samples(self, batches: list[list[list[int]]]) -> None:
     """Decodes the prompts plainly."""
     for batch in batches:
-      if self.samples and self.elapsed() > _SAMPLING_ENDS:
+      if self.samples and self._is_late(_SAMPLING_ENDS):
         break
-      limits = [self.max_new_tokens] * len(batch)
-      seconds, generation = self.decode(
-        self.pair.target, None, batch, limits, until=_SAMPLING_ENDS
+      any_text = _Sample(batch, [[0] * self._room for _ in batch])
+      seconds, generation = self._decode(
+        self._pair.target, None, any_text, self._room, _SAMPLING_ENDS
       )
       self.samples.append(_Sample(batch, generation.tokens))
-      self.report(
+      self._report(
         f'sample batch {len(self.samples)} of {len(batches)}:'
         f' {generation.stats["new_tokens"]} tokens in {seconds:.1f} s'
       )
@@ -236,84 +237,81 @@ class _Search:
         'the target ends all sample prompts at once; give other prompts'
       )
 
-  def measure_costs(self) -> None:
-    """Measures V(N) halfway through the texts."""
+  def _measure_costs(self) -> None:
+    """Measures V(N) halfway through the first texts."""
     first = self.samples[0]
-    slots, room = padded_shape(first.prompts, self.max_new_tokens)
-    halfway = [
-      len(prompt) + len(new) // 2
-      for sample in self.samples
-      for prompt, new in zip(sample.prompts, sample.new, strict=True)
-    ]
+    slots, room = padded_shape(first.prompts, self._room)
+    halfway = np.mean([*map(len, first.prompts), *map(len, first.texts)])
     self.costs = measure_step_costs(
-      self.pair.target,
+      self._pair.target,
       first.texts,
       prompt_slots=slots,
       max_new_tokens=room,
-      context=max(2, int(np.mean(halfway))),
+      context=max(2, int(halfway)),
       node_counts=NODE_COUNTS,
       num_steps=4,
       most_tokens=_MOST_TOKENS,
-      is_late=lambda: self.elapsed() > _COSTS_END,
+      is_late=lambda: self._is_late(_COSTS_END),
     )
     times = self.costs.verification.items()
-    self.report(
+    self._report(
       'milliseconds of a target forward by number of nodes: '
       + ', '.join(f'{size}: {1e3 * seconds:.2f}' for size, seconds in times)
     )
 
-  def replay(self, candidate: Candidate) -> None:
+  def _replay(self, candidate: Candidate) -> None:
     """Counts and times the decodes of a candidate, without the target."""
+    name = candidate.name
     try:
-      drafter = make_drafter(candidate.method, self.pair, candidate.drafting)
+      drafter = make_drafter(candidate.method, self._pair, candidate.drafting)
     except ValueError as error:  # such as an n-gram with another tokenizer
-      self.report(f'{candidate.name} is left out: {error}')
+      self._report(f'{name} is left out: {error}')
       return
     num_nodes = 1 if drafter is None else drafter.config.num_nodes
     if num_nodes > max(self.costs.verification):
-      self.report(
-        f'{candidate.name} is left out: V({num_nodes}) was not measured'
-      )
+      self._report(f'{name} is left out: V({num_nodes}) was not measured')
       return
-    seconds, stats = 0.0, []
+    total, stats = 0.0, list[dict[str, Any]]()
     for sample in self.samples * _PASSES:
-      if stats and self.elapsed() > _REPLAYS_END:
+      if stats and self._is_late(_REPLAYS_END):
         break
-      oracle = stand_in(self.pair.target.definition, sample.texts)
-      arguments = oracle, drafter, sample.prompts
+      oracle = stand_in(self._pair.target.definition, sample.texts)
       if not stats:  # compiles
-        self.decode(*arguments, [1] * len(sample.new), until=_REPLAYS_END)
-      run = self.decode(
-        *arguments, [len(new) for new in sample.new], until=_REPLAYS_END
+        self._decode(oracle, drafter, sample, 1, _REPLAYS_END)
+      seconds, generation = self._decode(
+        oracle, drafter, sample, self._room, _REPLAYS_END
       )
-      seconds += run[0]
-      stats.append(run[1].stats)
+      total += seconds
+      stats.append(generation.stats)
     trial = Trial(
       num_nodes=num_nodes,
       tokens=sum(counts['new_tokens'] for counts in stats),
       forwards=sum(counts['target_forwards'] for counts in stats),
       steps=sum(counts['reads']['target']['forwards'] for counts in stats),
       prompts=len(stats),
-      seconds=seconds,
+      seconds=total,
     )
-    self.tried[candidate.name] = candidate
-    self.trials[candidate.name] = trial
-    self.report(
-      f'{candidate.name}: {trial.tokens_per_second(self.costs):.1f} tokens/s'
-      f' predicted, block efficiency {trial.block_efficiency:.2f}'
+    self.tried[name] = _Tried(candidate, drafter, trial, [])
+    self._report(
+      f'{name}: {trial.tokens_per_second(self.costs):.1f} tokens/s predicted,'
+      f' block efficiency {trial.block_efficiency:.2f}'
     )
 
-  def fixed_trees(self) -> Iterator[Candidate]:
+  def _fixed_trees(self) -> Iterator[Candidate]:
     """The best fixed tree, if it is predicted to be faster than plain."""
-    chains = [one for one in self.tried.values() if one.method == 'chain']
+    chains = [
+      tried.trial
+      for tried in self.tried.values()
+      if tried.candidate.method == 'chain'
+    ]
     if not chains:
       return
-    chain = self.trials[chains[0].name]
-    # The rest of a step is small, and counted as drafting here.
-    forward = chain.drafting_seconds / (chain.num_nodes - 1)
-    plain = self.trials[PLAIN].step_seconds(self.costs)
+    # The rest of a step is small and is counted as drafting.
+    forward = chains[0].drafting_seconds / (chains[0].num_nodes - 1)
+    plain = self.tried[PLAIN].trial.step_seconds(self.costs)
+    ranks = np.concatenate([*map(self._token_ranks, self.samples)])
     topology = fastest_tree(
-      acceptance_by_rank(self.token_ranks(), _MAX_BRANCHING).tolist(),
+      acceptance_by_rank(ranks, _MAX_BRANCHING).tolist(),
       num_nodes=max(self.costs.verification),
       max_depth=_MAX_DEPTH,
       seconds=lambda nodes, depth: (
@@ -324,102 +322,111 @@ class _Search:
       yield Candidate(
         name=f'fixed tree N={topology.num_nodes} depth={topology.depth}',
         method='tree',
-        drafting=with_options(self.drafting, {'topology': topology}),
+        drafting=with_options(self._drafting, {'topology': topology}),
       )
 
-  def token_ranks(self) -> np.ndarray:
-    """Ranks of all new tokens among the predictions of the draft."""
-    draft = self.pair.draft
+  def _token_ranks(self, sample: _Sample) -> np.ndarray:
+    """Ranks of the new tokens of a batch among the predictions of the draft."""
+    draft, size = self._pair.draft, len(sample.new)
     assert draft is not None
-    found = []
-    for sample in self.samples:
-      texts, size = sample.texts, len(sample.texts)
-      slots = sum(padded_shape(sample.prompts, self.max_new_tokens))
-      tokens = np.zeros((size, slots), np.int32)
-      for row, text in enumerate(texts):
-        tokens[row, : len(text)] = text
-      ranks = next_token_ranks(
-        draft,
-        tokens[:, : draft.definition.max_positions],
-        specdec.row_keys(self.key, size),
-        check_sampling(self.sampling, size, draft.definition.vocab_size),
-      )
-      found += [
-        row[len(prompt) - 1 : len(text) - 1]
-        for row, prompt, text in zip(
-          jax.device_get(ranks), sample.prompts, texts, strict=True
-        )
-      ]
-    return np.concatenate(found)
+    slots = sum(padded_shape(sample.prompts, self._room))
+    tokens = np.zeros((size, slots), np.int32)
+    for row, text in zip(tokens, sample.texts, strict=True):
+      row[: len(text)] = text
+    ranks = next_token_ranks(
+      draft,
+      tokens[:, : draft.definition.max_positions],
+      specdec.row_keys(self._key, size),
+      check_sampling(
+        self._options['sampling'], size, draft.definition.vocab_size
+      ),
+    )
+    rows = zip(np.asarray(ranks), sample.prompts, sample.texts, strict=True)
+    return np.concatenate(
+      [row[len(prompt) - 1 : len(text) - 1] for row, prompt, text in rows]
+    )
 
-  def decode_finalists(self) -> None:
+  def _decode_finalists(self) -> None:
     """Decodes plainly and with the fastest candidates, interleaved."""
-    rates = self.predicted
-    worthwhile = [
-      name for name, rate in rates.items() if rate > (1 + _MARGIN) * rates[PLAIN]
-    ]
-    if not worthwhile:
-      self.report('no candidate is predicted to be faster than plain decoding')
+    rates, target = self.predicted(), self._pair.target
+    faster = [rate > (1 + _MARGIN) * rates[PLAIN] for rate in rates.values()]
+    if not any(faster):
+      self._report('no candidate is predicted to be faster than plain decoding')
       return
-    first, target = self.samples[0], self.pair.target
-    drafters = {}
-    for name in (PLAIN, *worthwhile[:_FINALISTS]):
-      if len(drafters) > 1 and self.elapsed() > _COMPILING_ENDS:
+    finalists: list[_Tried] = []
+    for name in (PLAIN, *list(rates)[: min(sum(faster), _FINALISTS)]):
+      if len(finalists) > 1 and self._is_late(_COMPILING_ENDS):
         break
-      self.report(f'compiling {name}')
-      candidate = self.tried[name]
-      drafters[name] = make_drafter(
-        candidate.method, self.pair, candidate.drafting
-      )
-      limits = [1] * len(first.new)
-      self.decode(
-        target, drafters[name], first.prompts, limits, until=_DECODING_ENDS
-      )
-    # Tokens per row for which the time suffices in all of them.
-    left = (_DECODING_ENDS - self.elapsed()) * self.seconds
-    per_token = sum(len(first.new) / rates[name] for name in drafters)
-    most = max(_LEAST_TOKENS, int(left / per_token))
-    self.report(f'decoding with {", ".join(drafters)}')
+      self._report(f'compiling {name}')
+      tried = self.tried[name]
+      self._decode(target, tried.drafter, self.samples[0], 1, _DECODING_ENDS)
+      finalists.append(tried)
+    # Tokens per row for which the time suffices.
+    rows = len(self.samples[0].new)
+    per_token = sum(rows / rates[tried.candidate.name] for tried in finalists)
+    limit = int(self._seconds_left(_DECODING_ENDS) / per_token)
+    self._report('decoding with the target, interleaved')
     for index, sample in enumerate(self.samples * _PASSES):
-      if index and self.elapsed() > _DECODING_ENDS:
+      if index and self._is_late(_DECODING_ENDS):
         break
-      limits = [min(len(new), most) for new in sample.new]
-      for name in list(drafters)[:: 1 if index % 2 == 0 else -1]:
-        seconds, generation = self.decode(
-          target, drafters[name], sample.prompts, limits, until=_DECODING_ENDS
+      for tried in finalists[:: 1 if index % 2 == 0 else -1]:
+        seconds, generation = self._decode(
+          target,
+          tried.drafter,
+          sample,
+          max(limit, _LEAST_TOKENS),
+          _DECODING_ENDS,
         )
-        self.decoded.setdefault(name, []).append(
-          (seconds, generation.stats['new_tokens'])
-        )
-    for name, rate in self.measured.items():
-      self.report(f'{name}: {rate:.1f} tokens/s measured')
+        tried.decodes.append((seconds, generation.stats['new_tokens']))
+    for name, rate in self.measured().items():
+      self._report(f'{name}: {rate:.1f} tokens/s measured')
+
+  def predicted(self) -> dict[str, float]:
+    """Predicted tokens per second, by name, fastest first."""
+    rates = [
+      (name, tried.trial.tokens_per_second(self.costs))
+      for name, tried in self.tried.items()
+    ]
+    return dict(sorted(rates, key=lambda item: -item[1]))
+
+  def measured(self) -> dict[str, float]:
+    """Tokens per second with the target, by name."""
+    return {
+      name: tried.rate for name, tried in self.tried.items() if tried.decodes
+    }
 
   def plan(self, context: Context) -> Plan:
     """The choice, from what is known so far; plain decoding must be tried."""
-    predicted, measured = self.predicted, self.measured
+    predicted, measured = self.predicted(), self.measured()
     if len(measured) > 1:
       choice = choose(measured, predicted, margin=_MARGIN)
     else:
       choice = choose(predicted, margin=_UNCONFIRMED_MARGIN)
-    plain = self.trials[PLAIN].step_seconds(self.costs)
-    figures: dict[str, dict[str, Any]] = {}
-    for name, rate in predicted.items():
-      trial = self.trials[name]
-      figures[name] = {
-        'name': name,
-        'tokens_per_second': rate,
-        'measured': measured.get(name),
-        'block_efficiency': trial.block_efficiency,
-        'min_block_efficiency': trial.step_seconds(self.costs) / plain,
-        'drafting_milliseconds': 1e3 * trial.drafting_seconds,
-        'verification_milliseconds': 1e3 * self.costs.of_nodes(trial.num_nodes),
-      }
+    plain = self.tried[PLAIN].trial.step_seconds(self.costs)
+    trials = {name: self.tried[name].trial for name in predicted}
+    ratios = {
+      name: trial.step_seconds(self.costs) / plain
+      for name, trial in trials.items()
+    }
     return Plan(
-      method=self.tried[choice].method,
-      drafting=self.tried[choice].drafting,
-      min_block_efficiency=figures[choice]['min_block_efficiency'],
+      method=self.tried[choice].candidate.method,
+      drafting=self.tried[choice].candidate.drafting,
+      min_block_efficiency=ratios[choice],
       context=context,
-      candidates=tuple(figures.values()),
+      candidates=tuple(
+        {
+          'name': name,
+          'tokens_per_second': predicted[name],
+          'measured': measured.get(name),
+          'block_efficiency': trial.block_efficiency,
+          'min_block_efficiency': ratios[name],
+          'drafting_milliseconds': 1e3 * trial.drafting_seconds,
+          'verification_milliseconds': (
+            1e3 * self.costs.of_nodes(trial.num_nodes)
+          ),
+        }
+        for name, trial in trials.items()
+      ),
     )
 
 
@@ -466,20 +473,22 @@ def make_plan(
     raise ValueError(f'plan_seconds must be positive, got {plan_seconds}')
   start = clock()
   search = _Search(
-    pair=pair,
-    key=jax.random.key(seed),
-    sampling=sampling,
+    pair,
+    {
+      'room_for_new_tokens': max_new_tokens,
+      'sampling': sampling,
+      'eos_ids': pair.eos_ids,
+    },
+    seed=seed,
     drafting=drafting,
-    max_new_tokens=max_new_tokens,
-    seconds=plan_seconds,
-    elapsed=lambda: (clock() - start) / plan_seconds,
+    seconds_left=lambda share: share * plan_seconds - (clock() - start),
     report=lambda line: report(f'{clock() - start:.0f} s: {line}'),
   )
   encoded = [pair.encode(prompt) for prompt in prompts]
   try:
     search.run(sample_batches(encoded, context.batch_size))
   except KeyboardInterrupt:
-    if len(search.trials) < 2:
+    if len(search.tried) < 2:
       raise
-    search.report('interrupted; the plan is made from what is known so far')
+    report('interrupted; the plan is made from what is known so far')
   return search.plan(context)

@@ -2,8 +2,8 @@
 
 Let p_i be the probability that the draft token of rank i after an accepted
 token is accepted. A tree then emits one token for its root (the target's own)
-plus, for each child of rank i, p_i times the tokens of the subtree below it. The
-best tree of n nodes follows by dynamic programming over how the nodes are
+plus, for each child of rank i, p_i times the tokens of the subtree below it.
+The best tree of n nodes follows by dynamic programming over how the nodes are
 distributed among the children (Sequoia, arXiv 2402.12374). The best n and the
 best depth follow from the time of a step: each level is a draft forward, so the
 tree that emits most tokens is not the fastest.
