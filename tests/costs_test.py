@@ -133,14 +133,14 @@ def test_nodes_are_different_tokens_of_the_text():
   """Equal tokens would need too few experts of a mixture."""
   seen = []
   target = tiny_models.gpt2()
-  definition = target.definition
+  spec = target.spec
 
   def apply(params, tokens, *rest):
     jax.debug.callback(lambda tokens: seen.append(np.asarray(tokens)), tokens)
-    return definition.apply(params, tokens, *rest)
+    return spec.apply(params, tokens, *rest)
 
   _measure(
-    target.replace(definition=dataclasses.replace(definition, apply=apply)),
+    target.replace(spec=dataclasses.replace(spec, apply=apply)),
     texts=[[1, 2, 3, 4, 5]],
     node_counts=(4,),
     num_steps=2,

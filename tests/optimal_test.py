@@ -72,7 +72,7 @@ def test_no_tree_is_better(acceptance):
       if values and size > 1:
         shape = from_paths(table.paths(size, depth))
         assert shape.num_nodes == size
-        assert shape.depth <= depth
+        assert shape.max_depth <= depth
         assert shape.has_all_siblings
         assert expected_tokens(shape, acceptance) == pytest.approx(max(values))
 
@@ -103,7 +103,7 @@ def test_time_decides_on_size_and_depth():
   # Nodes and rounds cost nothing: as many as allowed.
   assert shape(lambda n, d: 1.0).num_nodes == 16
   # A draft forward takes nearly as long as the target: one wide level.
-  assert shape(lambda n, d: 1.0 + 0.9 * d).depth == 1
+  assert shape(lambda n, d: 1.0 + 0.9 * d).max_depth == 1
   assert shape(lambda n, d: 1.0 + 0.9 * d).num_nodes == 4
   # Nodes are expensive and rounds cost nothing: a short chain.
   assert shape(lambda n, d: 0.7 + 0.3 * n) == chain(2)
@@ -113,10 +113,10 @@ def test_time_decides_on_size_and_depth():
   # The choice is the best of the table by its own measure.
   seconds = lambda n, d: 1.0 + 0.03 * n + 0.1 * d
   best = shape(seconds)
-  rate = expected_tokens(best, p) / seconds(best.num_nodes, best.depth)
+  rate = expected_tokens(best, p) / seconds(best.num_nodes, best.max_depth)
   for paths in _all_trees(6, 5, 3):
     other = Topology(paths)
-    assert rate >= expected_tokens(other, p) / seconds(6, other.depth)
+    assert rate >= expected_tokens(other, p) / seconds(6, other.max_depth)
 
 
 def test_ranks_become_probabilities():

@@ -14,12 +14,16 @@ from models.nn.table_model import table_model
 from models.text.drafters import DraftSettings
 from models.text.drafters import make_drafter
 from models.text.pair import Pair
+from models.text.plan import cache_path
 from models.text.plan import Context
+from models.text.plan import load_plan
 from models.text.plan import table
 from models.training.tokenizer import train_tokenizer
 from models.tune import candidates
 from models.tune import planner
 from models.tune.candidates import list_candidates
+from models.tune.plan_lookup import find_plan
+from models.tune.plan_lookup import Setup
 from models.tune.planner import choose
 from models.tune.planner import make_plan
 from models.tune.planner import PLAIN
@@ -140,7 +144,7 @@ def test_what_the_user_chose_is_not_varied():
     DraftSettings(), {'calibration': 0.7, 'max_depth': 5, 'capacity': 400}
   )
   for candidate in list_candidates(base, has_draft=True):
-    assert candidate.drafting.tree.calibration == 0.7
+    assert candidate.drafting.stage.calibration == 0.7
     assert candidate.drafting.tree.max_depth == 5
     if candidate.method == 'staged':
       assert candidate.drafting.tree.capacity == 400
@@ -149,11 +153,11 @@ def test_what_the_user_chose_is_not_varied():
 def test_no_draft_token_is_dropped_for_want_of_room():
   for candidate in list_candidates(DraftSettings(), has_draft=True):
     drafting = candidate.drafting
-    tree, inner = drafting.tree, drafting.inner_tree
-    rounds = tree.rounds
+    tree, stage, inner = drafting.tree, drafting.stage, drafting.inner_stage
+    rounds = stage.rounds
     if candidate.method in ('ngram', 'lookup', 'ngram+lookup'):
       rounds = drafting.inner_rounds_alone
-    most = 1 + tree.branching * (1 + (rounds - 1) * tree.width)
+    most = 1 + stage.branching * (1 + (rounds - 1) * stage.width)
     if candidate.method == 'staged':
       most += (rounds + 1) * inner.rounds * inner.width * inner.branching
     if candidate.method not in (PLAIN, 'chain'):
@@ -252,6 +256,38 @@ def test_when_the_user_interrupts_a_plan_is_made_of_what_is_known(
   assert all(figures['measured'] is None for figures in plan.candidates)
   assert plan.method != PLAIN
   assert plan.min_block_efficiency == pytest.approx(1.0, rel=0.1)
+
+
+def test_an_interrupted_plan_is_kept_for_the_next_time(
+  few, monkeypatch, tmp_path
+):
+  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
+  monkeypatch.setattr(Setup, 'load', lambda self: _pair())
+  setup = Setup(
+    target='demo',
+    draft='demo',
+    dtype='float32',
+    batch_size=2,
+    sampling=_SAMPLING,
+  )
+
+  def report(line):
+    if 'lookup N=8: ' in line:
+      raise KeyboardInterrupt
+
+  find = lambda report: find_plan(
+    'auto',
+    lambda: _PROMPTS,
+    setup,
+    drafting=DraftSettings(inner='lookup'),
+    seed=0,
+    max_new_tokens=20,
+    report=report,
+  )
+  plan = find(report)
+  assert len(plan.candidates) == 2
+  assert load_plan(cache_path(setup.context())) == plan
+  assert find(print) == plan
 
 
 def test_an_interrupt_before_any_drafter_was_tried_leaves_no_plan(few):

@@ -141,8 +141,8 @@ def find_plan(
     report(f'{plan.method}, from {path}')
     return plan
   report(
-    f'there is no plan yet for this machine, these models and options; making'
-    f' one in about {plan_seconds:.0f} s (Ctrl-C: with what is known by then)'
+    f'there is none yet for this machine, these models and options; making it'
+    f' in about {plan_seconds:.0f} s (Ctrl-C: from what is known by then)'
   )
   plan = make_plan(
     setup.load(),

@@ -37,6 +37,7 @@ from models.tune.candidates import PLAIN
 import specdec
 from specdec.checks import check_sampling
 from specdec.checks import padded_shape
+from specdec.checks import row_keys
 from specdec.study.costs import measure_step_costs
 from specdec.study.costs import StepCosts
 from specdec.study.costs import Trial
@@ -130,7 +131,7 @@ class _Tried(NamedTuple):
   """
 
   candidate: Candidate
-  drafter: specdec.Drafter | None
+  drafter: specdec.Drafter
   trial: Trial
   decodes: list[tuple[float, int]]
 
@@ -183,8 +184,8 @@ class _Search:
 
   def _decode(
     self,
-    target: specdec.Model,
-    drafter: specdec.Drafter | None,
+    target: specdec.LanguageModel,
+    drafter: specdec.Drafter,
     sample: _Sample,
     limit: int,
     share: float,
@@ -225,7 +226,7 @@ class _Search:
         break
       any_text = _Sample(batch, [[0] * self._room for _ in batch])
       seconds, generation = self._decode(
-        self._pair.target, None, any_text, self._room, _SAMPLING_ENDS
+        self._pair.target, specdec.PLAIN, any_text, self._room, _SAMPLING_ENDS
       )
       self.samples.append(_Sample(batch, generation.tokens))
       self._report(
@@ -267,7 +268,7 @@ class _Search:
     except ValueError as error:  # such as an n-gram with another tokenizer
       self._report(f'{name} is left out: {error}')
       return
-    num_nodes = 1 if drafter is None else drafter.config.num_nodes
+    num_nodes = drafter.shape.num_nodes
     if num_nodes > max(self.costs.verification):
       self._report(f'{name} is left out: V({num_nodes}) was not measured')
       return
@@ -275,7 +276,7 @@ class _Search:
     for sample in self.samples * _PASSES:
       if stats and self._is_late(_REPLAYS_END):
         break
-      oracle = stand_in(self._pair.target.definition, sample.texts)
+      oracle = stand_in(self._pair.target.spec, sample.texts)
       if not stats:  # compiles
         self._decode(oracle, drafter, sample, 1, _REPLAYS_END)
       seconds, generation = self._decode(
@@ -320,7 +321,7 @@ class _Search:
     )
     if topology is not None:
       yield Candidate(
-        name=f'fixed tree N={topology.num_nodes} depth={topology.depth}',
+        name=f'fixed tree N={topology.num_nodes} depth={topology.max_depth}',
         method='tree',
         drafting=with_options(self._drafting, {'topology': topology}),
       )
@@ -335,11 +336,9 @@ class _Search:
       row[: len(text)] = text
     ranks = next_token_ranks(
       draft,
-      tokens[:, : draft.definition.max_positions],
-      specdec.row_keys(self._key, size),
-      check_sampling(
-        self._options['sampling'], size, draft.definition.vocab_size
-      ),
+      tokens[:, : draft.spec.max_positions],
+      row_keys(self._key, size),
+      check_sampling(self._options['sampling'], size, draft.spec.vocab_size),
     )
     rows = zip(np.asarray(ranks), sample.prompts, sample.texts, strict=True)
     return np.concatenate(

@@ -26,7 +26,7 @@ import numpy as np
 
 from specdec.cache import causal_mask
 from specdec.cache import window_mask
-from specdec.model import Model
+from specdec.model import LanguageModel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,10 +109,10 @@ class Trial:
 
 
 @functools.partial(jax.jit, static_argnames='num_slots')
-def _read_prompts(target: Model, prompts: jax.Array, num_slots: int):
+def _read_prompts(target: LanguageModel, prompts: jax.Array, num_slots: int):
   """The cache with the prompts `[B, P]`; no logits are computed."""
   batch_size, length = prompts.shape
-  cache = target.definition.init_cache(batch_size, num_slots)
+  cache = target.spec.init_cache(batch_size, num_slots)
   positions = jnp.broadcast_to(jnp.arange(length)[None], prompts.shape)
   mask = causal_mask(cache.length, length, num_slots)
   return target.apply(prompts, positions, mask, cache)[1]
@@ -121,7 +121,7 @@ def _read_prompts(target: Model, prompts: jax.Array, num_slots: int):
 @functools.partial(
   jax.jit, static_argnames='num_nodes', donate_argnames='cache'
 )
-def _verify(target: Model, text, cache, num_steps, *, num_nodes: int):
+def _verify(target: LanguageModel, text, cache, num_steps, *, num_nodes: int):
   """Some forwards over a root and its children, tokens of the text `[B, T]`."""
   nodes = jnp.arange(num_nodes)
   sees = (nodes[:, None] == nodes[None]) | (nodes[None] == 0)
@@ -148,7 +148,7 @@ def _seconds(run: Callable[[], object]) -> float:
 
 
 def measure_step_costs(
-  target: Model,
+  target: LanguageModel,
   texts: Sequence[Sequence[int]],
   *,
   prompt_slots: int,
