@@ -442,9 +442,7 @@ def make_plan(
   clock: Callable[[], float] = time.monotonic,
   report: Callable[[str], None] = lambda line: None,
 ) -> Plan:
-  """Measures, tries the candidates and chooses one.
-
-  On KeyboardInterrupt the plan is made from the candidates tried so far.
+  """Measures, tries the candidates and chooses one; see the module.
 
   Args:
     pair: the models.
@@ -454,8 +452,7 @@ def make_plan(
     drafting: settings that the candidates do not vary.
     seed: random seed of the sampling.
     max_new_tokens: limit per row.
-    plan_seconds: the time budget. It is exceeded by what cannot be cut short,
-      and the smallest plan takes two compilations of the target.
+    plan_seconds: time budget; a compilation that has begun may exceed it.
     clock: returns the time in seconds.
     report: called with each line of progress.
 

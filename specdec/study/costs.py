@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec.cache import causal_mask
+from specdec.cache import KVCache
 from specdec.cache import window_mask
 from specdec.model import LanguageModel
 
@@ -147,6 +148,57 @@ def _seconds(run: Callable[[], object]) -> float:
   return time.perf_counter() - begin
 
 
+def _verifier(
+  target: LanguageModel, text: jax.Array, cache: KVCache, num_steps: int
+) -> Callable[[int], float]:
+  """A function that returns the seconds of a forward over N nodes."""
+  caches = [cache]
+
+  def verify(num_nodes: int) -> float:
+    def run():
+      length = jnp.copy(cache_length)
+      cache, chosen = _verify(
+        target,
+        text,
+        caches.pop().replace(length=length),
+        num_steps,
+        num_nodes=num_nodes,
+      )
+      caches.append(cache)
+      return chosen
+
+    return _seconds(run) / num_steps
+
+  cache_length = jnp.copy(cache.length)
+  return verify
+
+
+def _median_seconds(
+  verify: Callable[[int], float],
+  sizes: Sequence[int],
+  repeats: int,
+  most_tokens: float,
+  is_late: Callable[[], bool],
+) -> dict[int, float]:
+  """Medians by N; see `measure_step_costs`."""
+  measured: dict[int, list[float]] = {}
+  for size in sizes:
+    if len(measured) >= 2 and is_late():
+      break
+    verify(size)  # compiles
+    first = verify(size)
+    if len(measured) >= 2 and first > most_tokens * measured[sizes[0]][0]:
+      break
+    measured[size] = [first]
+  repeated: dict[int, list[float]] = {size: [] for size in measured}
+  for _ in range(repeats):  # interleaved, because machines drift
+    for size, seconds in repeated.items():
+      seconds.append(verify(size))
+    if is_late():
+      break
+  return {size: float(np.median(seconds)) for size, seconds in repeated.items()}
+
+
 def measure_step_costs(
   target: LanguageModel,
   texts: Sequence[Sequence[int]],
@@ -162,24 +214,22 @@ def measure_step_costs(
 ) -> StepCosts:
   """Times target forwards; medians of interleaved repeats.
 
-  Nodes are tokens of the texts, because a mixture of experts reads the experts
-  that any node needs.
+  Nodes are different tokens: a mixture of experts reads what any of them needs.
 
   Args:
     target: the target model.
-    texts: for each of the B rows, tokens such as will be decoded; a text that
-      is too short is repeated.
+    texts: tokens such as will be decoded, for each of the B rows; short texts
+      are repeated.
     prompt_slots: P, the padded length of the prompts; P tokens are read.
     max_new_tokens: room for new tokens, as padded by `specdec.generate`.
     context: tokens in the cache, such as in the middle of a decode.
     node_counts: the N to measure; 1 is added.
     num_steps: forwards per measurement.
     repeats: measurements of each N.
-    most_tokens: most tokens that a step can emit. A forward that takes longer
-      than so many plain forwards cannot pay: that N and larger ones are left
-      out, the smallest N above 1 apart.
-    is_late: asked after each measurement; when it returns true, further N and
-      repeats are left out, the smallest two N and one repeat apart.
+    most_tokens: most tokens of a step. N whose forwards take longer than so
+      many plain forwards are left out, except the smallest two.
+    is_late: once it returns true, further N and repeats are left out, except
+      the smallest two N and one repeat.
 
   Raises:
     ValueError: a text is empty, or the context does not fit into the slots.
@@ -195,40 +245,12 @@ def measure_step_costs(
     np.stack([np.resize(np.array(row, np.int32), length) for row in texts])
   )
   read = lambda: _read_prompts(target, text[:, :prompt_slots], length)
-  caches = [read()]
+  cache = read()
   prompt = _seconds(read)
   # Slots behind the prompts stay zero; reading them takes as long.
-  context_lengths = lambda: jnp.full(len(texts), context, jnp.int32)
-
-  def verify(size: int) -> float:
-    def run():
-      cache = caches.pop().replace(length=context_lengths())
-      cache, chosen = _verify(target, text, cache, num_steps, num_nodes=size)
-      caches.append(cache)
-      return chosen
-
-    return _seconds(run) / num_steps
-
-  measured: dict[int, list[float]] = {}
-  for size in sizes:
-    if len(measured) >= 2 and is_late():
-      break
-    verify(size)  # compiles
-    seconds = verify(size)
-    if len(measured) >= 2 and seconds > most_tokens * measured[1][0]:
-      break
-    measured[size] = [seconds]
-  # Interleaved, because machines drift; the first times were not.
-  for repeat in range(repeats):
-    for size, found in measured.items():
-      if repeat == 0:
-        found.clear()
-      found.append(verify(size))
-    if is_late():
-      break
+  cache = cache.replace(length=jnp.full(len(texts), context, jnp.int32))
+  verify = _verifier(target, text, cache, num_steps)
   return StepCosts(
     prompt=prompt,
-    verification={
-      size: float(np.median(found)) for size, found in measured.items()
-    },
+    verification=_median_seconds(verify, sizes, repeats, most_tokens, is_late),
   )
