@@ -34,6 +34,9 @@ PLAN = flags.DEFINE_string(
   'how to decode: a file made by tune.py, or auto: the one of this machine,'
   ' these models, dtype, batch size and sampling; made first if there is none',
 )
+PLAN_SECONDS = flags.DEFINE_float(
+  'plan_seconds', 300.0, 'time budget for making a plan', lower_bound=1.0
+)
 REVISION = flags.DEFINE_string('revision', None, 'of the target, on the hub')
 PROMPT_FILE = flags.DEFINE_string(
   'prompt_file',

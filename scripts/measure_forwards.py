@@ -27,7 +27,6 @@ def _here(name: str, dtype: str, sizes: list[int]):
   """A function that times V(N) for all N."""
   from models.checkpoints import hub
   from models.nn.contract import as_model
-  import specdec
   from specdec.study.costs import measure_step_costs
 
   target = as_model(hub.load_module(name, dtype=dtype))
@@ -41,7 +40,6 @@ def _here(name: str, dtype: str, sizes: list[int]):
       max_new_tokens=64,
       context=_CONTEXT.value,
       num_steps=_STEPS,
-      sampling=specdec.Sampling(),
       node_counts=sizes,
       repeats=1,
     )

@@ -93,6 +93,7 @@ def plan(batch_size: int, prompts: Callable[[], list[str]]) -> Any:
     drafting=options.draft_settings(),
     seed=options.SEED.value,
     max_new_tokens=options.MAX_NEW_TOKENS.value,
+    plan_seconds=options.PLAN_SECONDS.value,
     report=lambda line: print(f'plan: {line}', file=sys.stderr),
   )
 

@@ -1,7 +1,9 @@
-"""Finds the fastest way to decode on this machine, and writes it down.
+"""Finds the fastest way to decode on this machine and writes it to a plan.
 
 python scripts/tune.py --prompt_file=prompts.jsonl
 python scripts/generate.py --plan=auto
+
+Ctrl-C ends the search; the plan is then made from what is known so far.
 """
 
 import pathlib
@@ -15,18 +17,18 @@ import planned
 flags.adopt_module_key_flags(options)  # Listed by --help.
 
 _NUM_PROMPTS = flags.DEFINE_integer(
-  'num_prompts', None, 'default: all', lower_bound=1
+  'num_prompts', None, 'prompts to use; default: all', lower_bound=1
 )
 _BATCH_SIZE = flags.DEFINE_integer('batch_size', 1, 'rows decoded together')
 _OUTPUT = flags.DEFINE_string(
-  'output', None, 'the plan; default: where --plan=auto looks for it'
+  'output', None, 'file of the plan; default: where --plan=auto looks for it'
 )
 
 
 def main() -> None:
   from models.text.plan import cache_path
   from models.text.plan import table
-  from models.tune import planner
+  from models.tune.planner import make_plan
 
   if options.PROMPT_FILE.value is None:
     raise ValueError('--prompt_file is needed: a file of prompts')
@@ -39,16 +41,20 @@ def main() -> None:
   prompts = options.read_prompts(options.PROMPT_FILE.value, _NUM_PROMPTS.value)
   setup = planned.plan_setup(_BATCH_SIZE.value)
   context = setup.context()
-  plan = planner.make_plan(
-    setup.load(),
-    prompts,
-    context=context,
-    sampling=setup.sampling,
-    drafting=options.draft_settings(),
-    seed=options.SEED.value,
-    max_new_tokens=options.MAX_NEW_TOKENS.value,
-    report=lambda line: print(line, file=sys.stderr),
-  )
+  try:
+    plan = make_plan(
+      setup.load(),
+      prompts,
+      context=context,
+      sampling=setup.sampling,
+      drafting=options.draft_settings(),
+      seed=options.SEED.value,
+      max_new_tokens=options.MAX_NEW_TOKENS.value,
+      plan_seconds=options.PLAN_SECONDS.value,
+      report=lambda line: print(line, file=sys.stderr),
+    )
+  except KeyboardInterrupt:
+    sys.exit('tune.py: interrupted before any drafter was tried; no plan made')
   path = pathlib.Path(_OUTPUT.value) if _OUTPUT.value else cache_path(context)
   plan.save(path)
   print(f'{table(plan)}\n\n{plan.method}, written to {path}')

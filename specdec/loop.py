@@ -85,7 +85,8 @@ def _start(target, drafter, request, *, config) -> DecodeState:
     tokens=tokens,
     origins=jnp.zeros_like(tokens),
     length=request.prompt_length,
-    reason=jnp.where(request.limit <= 0, LIMIT, RUNNING),
+    # Not weakly typed, or the second `advance` would compile again.
+    reason=jnp.where(request.limit <= 0, LIMIT, RUNNING).astype(jnp.int32),
     # Rows that are done go on verifying until all are: one tree more.
     target=prefill(
       target,

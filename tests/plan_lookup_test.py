@@ -1,4 +1,4 @@
-"""Where `--plan` finds a plan, and what it says if that is from elsewhere."""
+"""Where `--plan` finds a plan, and its warnings."""
 
 import dataclasses
 import pathlib

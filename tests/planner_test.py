@@ -1,9 +1,8 @@
-"""From prompts to a plan, on a table model: what is measured and what is not.
+"""From prompts to a plan, on a table model, with a clock that the test sets.
 
-Seconds depend on the machine, so nothing here is about how many there are.
+Seconds depend on the machine, so no test looks at how many there are.
 """
 
-import dataclasses
 import functools
 import itertools
 
@@ -15,19 +14,28 @@ from models.nn.table_model import table_model
 from models.text.drafters import DraftSettings
 from models.text.drafters import make_drafter
 from models.text.pair import Pair
+from models.text.plan import cache_path
 from models.text.plan import Context
+from models.text.plan import load_plan
 from models.text.plan import table
 from models.training.tokenizer import train_tokenizer
+from models.tune import candidates
 from models.tune import planner
-from models.tune.candidates import Candidate
+from models.tune.candidates import list_candidates
+from models.tune.plan_lookup import find_plan
+from models.tune.plan_lookup import Setup
+from models.tune.planner import choose
 from models.tune.planner import make_plan
+from models.tune.planner import PLAIN
 from models.tune.planner import sample_batches
 from specdec import generate
 from specdec import Sampling
-from specdec.study.costs import measure_step_costs
+from specdec.study.costs import StepCosts
 
 _TEXT = 'the cat says ok, and the dog says no to the cat\n' * 20
+_PROMPTS = ('the cat says', 'ok, and', 'the dog', 'to the cat')
 _SAMPLING = Sampling(temperature=0.7)
+_FEW = {PLAIN, 'chain 2', 'lookup N=8'}
 
 
 @functools.cache
@@ -45,178 +53,267 @@ def _pair():
   return Pair(target=target, draft=draft, tokenizer=tokenizer, eos_ids=())
 
 
-def _context(batch_size):
-  return Context(
-    models={'target': 't', 'draft': 'd', 'vocabulary': 'v'},
-    machine={},
-    dtype='float32',
-    draft_dtype='float32',
-    batch_size=batch_size,
-    sampling={'temperature': 0.7},
+_CONTEXT = Context(
+  models={'target': 't', 'draft': 'd', 'vocabulary': 'v'},
+  machine={},
+  dtype='float32',
+  draft_dtype='float32',
+  batch_size=2,
+  sampling={'temperature': 0.7},
+)
+
+
+@pytest.fixture
+def few(monkeypatch):
+  """Three candidates and two sizes, which compile fast."""
+  kept = tuple(
+    candidate for candidate in candidates._CANDIDATES if candidate[0] in _FEW
+  )
+  monkeypatch.setattr(candidates, '_CANDIDATES', kept)
+  monkeypatch.setattr(planner, 'NODE_COUNTS', (1, 8))
+
+
+def _plan(**options):
+  return make_plan(
+    _pair(),
+    _PROMPTS,
+    context=_CONTEXT,
+    sampling=_SAMPLING,
+    drafting=DraftSettings(inner='lookup'),
+    **{'max_new_tokens': 20, 'plan_seconds': 1e6} | options,
   )
 
 
 def test_prompts_of_one_padded_length_fill_batches():
   short, long, longest = [1] * 3, [2] * 40, [3] * 60
   batches = sample_batches([short, long, short, longest, long], 2)
-  # 33 to 64 tokens are the commonest; the first counts twice.
+  # 33 to 64 tokens are the most frequent; the first is repeated.
   assert batches == [[long, longest], [long, long]]
   assert sample_batches([short], 3) == [[short] * 3]
   assert sample_batches([short, long], 1) == [[short]]
 
 
-def test_a_plan_is_made_of_what_was_counted(monkeypatch):
-  """All of it, with V at hand and two candidates that are replayed."""
-  pair, lines = _pair(), []
-  drafting = DraftSettings(inner='lookup')
-  few = {
-    'plain': Candidate(name='plain', method='plain', drafting=drafting),
-    'chain 2': Candidate(
-      name='chain 2',
-      method='chain',
-      drafting=dataclasses.replace(drafting, num_draft_tokens=2),
-    ),
+def test_plain_unless_another_is_faster_by_more_than_noise():
+  rates = {PLAIN: 100.0, 'chain': 102.9, 'tree': 90.0}
+  assert choose(rates, margin=0.03) == PLAIN
+  assert choose(rates | {'chain': 103.1}, margin=0.03) == 'chain'
+  assert choose({PLAIN: 100.0}, margin=0.03) == PLAIN
+  assert choose({'a': 2.0, PLAIN: 1.0, 'b': 2.0}, margin=0.0) == 'a'
+
+
+def test_speculation_must_win_in_every_account():
+  measured = {PLAIN: 100.0, 'tree': 130.0, 'chain': 110.0}
+  predicted = {PLAIN: 100.0, 'tree': 102.0, 'chain': 120.0, 'more': 200.0}
+  assert choose(measured, margin=0.03) == 'tree'
+  assert choose(measured, predicted, margin=0.03) == 'chain'
+  assert choose(measured, predicted, margin=0.25) == PLAIN
+
+
+def test_a_dozen_candidates_have_names_of_their_own():
+  listed = list_candidates(DraftSettings(), has_draft=True)
+  assert 10 <= len(listed) <= 14
+  assert len({candidate.name for candidate in listed}) == len(listed)
+  assert listed[0].name == listed[0].method == PLAIN
+  assert {candidate.method for candidate in listed} == {
+    *(PLAIN, 'chain', 'tree', 'staged', 'ngram', 'lookup', 'ngram+lookup'),
   }
+  for candidate in listed[1:]:
+    drafting = candidate.drafting
+    nodes = (
+      drafting.num_draft_tokens + 1
+      if candidate.method == 'chain'
+      else drafting.tree.num_nodes
+    )
+    assert nodes <= max(planner.NODE_COUNTS)
 
-  def run(search, *, has_draft, ranks):
-    assert has_draft
-    assert ranks().shape == (2 * 2 * 20,)
-    for candidate in few.values():
-      search.rate(candidate)
 
-  monkeypatch.setattr(planner.Search, 'run', run)
-  plan = make_plan(
-    pair,
-    ['the cat says', 'ok, and', 'the dog', 'to the cat'],
-    context=_context(2),
-    sampling=_SAMPLING,
-    drafting=drafting,
-    max_new_tokens=20,
-    node_counts=(1, 4),
-    report=lines.append,
+def test_without_a_draft_there_are_tables_and_the_text():
+  listed = list_candidates(DraftSettings(), has_draft=False)
+  methods = {candidate.method for candidate in listed}
+  assert methods == {PLAIN, 'ngram', 'lookup', 'ngram+lookup'}
+
+
+def test_what_the_user_chose_is_not_varied():
+  methods = lambda inner: {
+    candidate.method
+    for candidate in list_candidates(DraftSettings(inner=inner), has_draft=True)
+  }
+  assert methods('none') == {PLAIN, 'chain', 'tree'}
+  assert methods('lookup') == {PLAIN, 'chain', 'tree', 'staged', 'lookup'}
+  base = candidates.with_options(
+    DraftSettings(), {'calibration': 0.7, 'max_depth': 5, 'capacity': 400}
   )
-  figures = {one['name']: one for one in plan.candidates}
-  assert figures.keys() == few.keys()
-  assert figures['plain']['block_efficiency'] == 1
+  for candidate in list_candidates(base, has_draft=True):
+    assert candidate.drafting.stage.calibration == 0.7
+    assert candidate.drafting.tree.max_depth == 5
+    if candidate.method == 'staged':
+      assert candidate.drafting.tree.capacity == 400
+
+
+def test_no_draft_token_is_dropped_for_want_of_room():
+  for candidate in list_candidates(DraftSettings(), has_draft=True):
+    drafting = candidate.drafting
+    tree, stage, inner = drafting.tree, drafting.stage, drafting.inner_stage
+    rounds = stage.rounds
+    if candidate.method in ('ngram', 'lookup', 'ngram+lookup'):
+      rounds = drafting.inner_rounds_alone
+    most = 1 + stage.branching * (1 + (rounds - 1) * stage.width)
+    if candidate.method == 'staged':
+      most += (rounds + 1) * inner.rounds * inner.width * inner.branching
+    if candidate.method not in (PLAIN, 'chain'):
+      assert tree.capacity >= max(most, tree.num_nodes)
+
+
+def test_a_plan_is_made_of_what_was_counted(few):
+  pair, lines = _pair(), []
+  plan = _plan(report=lines.append)
+  figures = {figures['name']: figures for figures in plan.candidates}
+  fixed = figures.keys() - _FEW
+  assert figures.keys() >= _FEW
+  assert all(name.startswith('fixed tree') for name in fixed)
+  assert figures[PLAIN]['block_efficiency'] == 1
+  assert figures[PLAIN]['min_block_efficiency'] == 1
   # The replay counted what decoding with the target counts.
-  prompts = sample_batches(
-    [pair.encode(one) for one in ('the cat says', 'ok, and')], 2
-  )[0]
-  more = [pair.encode(one) for one in ('the dog', 'to the cat')]
+  drafting = DraftSettings(inner='lookup', num_draft_tokens=2)
   results = [
     generate(
       pair.target,
       jax.random.key(0),
-      batch,
-      drafter=make_drafter('chain', pair, few['chain 2'].drafting),
+      [pair.encode(prompt) for prompt in batch],
+      drafter=make_drafter('chain', pair, drafting),
       max_new_tokens=20,
       sampling=_SAMPLING,
     )
-    for batch in (prompts, more)
+    for batch in (_PROMPTS[:2], _PROMPTS[2:])
   ]
-  forwards = sum(one.stats['target_forwards'] for one in results)
+  forwards = sum(result.stats['target_forwards'] for result in results)
   assert figures['chain 2']['block_efficiency'] == 80 / forwards > 1
-  for one in figures.values():
-    assert one['tokens_per_second'] > 0
-    assert one['measured'] > 0
-  wins = all(
-    figures['chain 2'][account] > 1.03 * figures['plain'][account]
-    for account in ('tokens_per_second', 'measured')
+  chosen = [
+    name
+    for name, values in figures.items()
+    if values['measured']
+    and all(
+      values[account] > 1.03 * figures[PLAIN][account]
+      for account in ('tokens_per_second', 'measured')
+    )
+  ]
+  assert (plan.method == PLAIN) == (not chosen)
+  assert plan.context == _CONTEXT
+  assert len(table(plan).splitlines()) == 2 + len(figures)
+  assert any('chain 2: ' in line for line in lines)
+
+
+def _with_costs(monkeypatch, seconds):
+  """V is `seconds` for any N, so that speculation is predicted to win."""
+  costs = StepCosts(prompt=0.0, verification={1: seconds, 8: seconds})
+  monkeypatch.setattr(planner, 'measure_step_costs', lambda *_, **__: costs)
+
+
+def test_the_finalists_are_decoded_and_one_is_chosen(few, monkeypatch):
+  _with_costs(monkeypatch, 10.0)
+  plan = _plan()
+  figures = {figures['name']: figures for figures in plan.candidates}
+  assert figures[PLAIN]['measured'] > 0
+  assert figures['chain 2']['measured'] > 0
+  best = plan.candidates[0]
+  assert best['tokens_per_second'] > figures[PLAIN]['tokens_per_second']
+
+
+def test_when_the_budget_is_spent_a_plan_is_made_of_what_is_known(
+  few, monkeypatch
+):
+  """Each look at the clock takes a second of a budget of one."""
+  _with_costs(monkeypatch, 10.0)
+  clock, lines = itertools.count(), []
+  plan = _plan(
+    plan_seconds=1, clock=lambda: float(next(clock)), report=lines.append
   )
-  assert (plan.method == 'chain') == wins
-  if plan.method == 'plain':
-    assert plan.min_block_efficiency == 1
-  assert plan.context == _context(2)
-  assert len(table(plan).splitlines()) == 2 + len(few)
-  assert any(line.startswith('chain 2: ') for line in lines)
+  names = [figures['name'] for figures in plan.candidates]
+  # One sample, and plain decoding and one drafter were tried and decoded.
+  assert sorted(names) == ['lookup N=8', PLAIN]
+  assert all(figures['measured'] > 0 for figures in plan.candidates)
+  assert sum('sample batch' in line for line in lines) == 1
+  assert any('out of time for replays' in line for line in lines)
+
+
+@pytest.mark.parametrize('moment', ['lookup N=8: ', 'compiling', 'decoding'])
+def test_when_the_user_interrupts_a_plan_is_made_of_what_is_known(
+  few, monkeypatch, moment
+):
+  _with_costs(monkeypatch, 10.0)
+  lines = []
+
+  def report(line):
+    lines.append(line)
+    if moment in line:
+      raise KeyboardInterrupt
+
+  plan = _plan(report=report)
+  names = {figures['name'] for figures in plan.candidates}
+  assert {PLAIN, 'lookup N=8'} <= names
+  assert 'interrupted' in lines[-1]
+  # Nothing was measured with the target, and the predictions are clear.
+  assert all(figures['measured'] is None for figures in plan.candidates)
+  assert plan.method != PLAIN
+  assert plan.min_block_efficiency == pytest.approx(1.0, rel=0.1)
+
+
+def test_an_interrupted_plan_is_kept_for_the_next_time(
+  few, monkeypatch, tmp_path
+):
+  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
+  monkeypatch.setattr(Setup, 'load', lambda self: _pair())
+  setup = Setup(
+    target='demo',
+    draft='demo',
+    dtype='float32',
+    batch_size=2,
+    sampling=_SAMPLING,
+  )
+
+  def report(line):
+    if 'lookup N=8: ' in line:
+      raise KeyboardInterrupt
+
+  find = lambda report: find_plan(
+    'auto',
+    lambda: _PROMPTS,
+    setup,
+    drafting=DraftSettings(inner='lookup'),
+    seed=0,
+    max_new_tokens=20,
+    report=report,
+  )
+  plan = find(report)
+  assert len(plan.candidates) == 2
+  assert load_plan(cache_path(setup.context())) == plan
+  assert find(print) == plan
+
+
+def test_an_interrupt_before_any_drafter_was_tried_leaves_no_plan(few):
+  def report(line):
+    if 'sample batch' in line:
+      raise KeyboardInterrupt
+
+  with pytest.raises(KeyboardInterrupt):
+    _plan(report=report)
+
+
+def test_an_ngram_of_another_tokenizer_is_left_out(few, monkeypatch):
+  def refuse(method, *rest):
+    if method == 'lookup':
+      raise ValueError('another tokenizer')
+    return make_drafter(method, *rest)
+
+  monkeypatch.setattr(planner, 'make_drafter', refuse)
+  lines = []
+  plan = _plan(report=lines.append)
+  assert 'lookup N=8' not in {one['name'] for one in plan.candidates}
+  assert any('left out: another tokenizer' in line for line in lines)
 
 
 def test_what_cannot_be_planned_is_refused():
-  make = lambda **changes: make_plan(
-    _pair(),
-    ['the cat'],
-    context=_context(1),
-    sampling=_SAMPLING,
-    **{'max_new_tokens': 20, **changes},
-  )
   with pytest.raises(ValueError, match='max_new_tokens must be at least 16'):
-    make(max_new_tokens=8)
-
-
-def test_costs_are_measured_for_every_size():
-  costs = measure_step_costs(
-    _pair().target,
-    [[1, 2, 3], [4]],
-    prompt_slots=32,
-    max_new_tokens=64,
-    context=40,
-    sampling=Sampling(),
-    node_counts=(4,),
-    repeats=1,
-  )
-  assert costs.verification.keys() == {1, 4}
-  assert min(costs.verification.values()) > 0
-  assert costs.plain_step > costs.verification[1]
-  for texts, context, message in (
-    ([[1]], 81, 'context must leave room for 8 steps'),
-    ([[1], []], 40, 'at least one token in every row'),
-  ):
-    with pytest.raises(ValueError, match=message):
-      measure_step_costs(
-        _pair().target,
-        texts,
-        prompt_slots=32,
-        max_new_tokens=64,
-        context=context,
-        sampling=Sampling(),
-        node_counts=(),
-      )
-
-
-def test_trees_too_slow_to_pay_are_not_measured():
-  """No forward is as fast as a limit of 0 asks; two sizes are always there."""
-  measure = lambda most_tokens: measure_step_costs(
-    _pair().target,
-    [[1, 2, 3]],
-    prompt_slots=32,
-    max_new_tokens=64,
-    context=40,
-    sampling=Sampling(),
-    node_counts=(2, 4, 8),
-    num_steps=1,
-    repeats=1,
-    most_tokens=most_tokens,
-  )
-  assert measure(0).verification.keys() == {1, 2}
-  assert measure(1e9).verification.keys() == {1, 2, 4, 8}
-
-
-def test_costs_are_those_of_different_tokens_of_the_text():
-  """Equal ones would need too few experts of a mixture."""
-  seen = []
-  target = _pair().target
-  definition = target.spec
-
-  def apply(params, tokens, *rest):
-    jax.debug.callback(lambda one: seen.append(np.asarray(one)), tokens)
-    return definition.apply(params, tokens, *rest)
-
-  measure_step_costs(
-    target.replace(spec=dataclasses.replace(definition, apply=apply)),
-    [[1, 2, 3, 4, 5]],
-    prompt_slots=32,
-    max_new_tokens=32,
-    context=40,
-    sampling=Sampling(),
-    node_counts=(4,),
-    num_steps=1,
-    repeats=1,
-  )
-  jax.effects_barrier()
-  prompts = [one for one in seen if one.shape == (1, 32)]
-  trees = [one for one in seen if one.shape == (1, 4)]
-  text = np.resize([1, 2, 3, 4, 5], 40)
-  assert all(np.array_equal(one[0], text[:32]) for one in prompts)
-  assert prompts
-  assert trees
-  assert all(set(one[0]) == set(text[-3:]) for one in trees)
+    _plan(max_new_tokens=8)
+  with pytest.raises(ValueError, match='plan_seconds must be positive'):
+    _plan(plan_seconds=0)

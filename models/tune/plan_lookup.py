@@ -1,4 +1,4 @@
-"""Plans by name: a file, or the one of this machine, made if there is none."""
+"""Plans by name: a file, or `auto`, the plan of this machine."""
 
 from collections.abc import Callable
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from models.bench import record as results
+from models.bench.record import describe_machine
 from models.checkpoints import hub
 from models.text.drafters import DraftSettings
 from models.text.pair import load_pair
@@ -22,11 +22,12 @@ from models.text.plan import load_plan
 from models.text.plan import model_digests
 from models.text.plan import Plan
 from models.tune.planner import make_plan
+from models.tune.planner import PLAN_SECONDS
 import specdec
 
 
 def _as_json(value: Any) -> Any:
-  """A value of `Sampling`, as it comes back from a file."""
+  """A value of `Sampling` as JSON."""
   if isinstance(value, Mapping):
     return {str(token): value[token] for token in sorted(value)}
   return np.asarray(value).tolist()
@@ -34,16 +35,16 @@ def _as_json(value: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setup:
-  """What is to be decoded with: which plan is right depends on it.
+  """The models and options that a plan depends on.
 
   Attributes:
-    target: see `models.pair.load_pair`.
-    draft: likewise.
-    revision: likewise.
-    dtype: of the target.
-    draft_dtype: of the draft; None: as the target.
+    target: `demo`, a folder or a hub id; see `models.text.pair.load_pair`.
+    draft: the draft model, named in the same way, or None.
+    revision: of the target, on the hub.
+    dtype: dtype of the target.
+    draft_dtype: dtype of the draft; None for that of the target.
     batch_size: B, at least 1.
-    sampling: of all rows.
+    sampling: options of all rows.
 
   Raises:
     ValueError: the batch size is below 1.
@@ -64,7 +65,7 @@ class Setup:
       )
 
   def load(self) -> Pair:
-    """The models."""
+    """Loads the models."""
     return load_pair(
       self.target,
       self.draft,
@@ -74,13 +75,13 @@ class Setup:
     )
 
   def context(self) -> Context:
-    """What a plan for it, here, is for.
+    """What a plan made here is for.
 
     Raises:
       ValueError: a model cannot be found.
     """
     tokenizer = load_tokenizer(hub.locate(self.target, revision=self.revision))
-    named = {
+    sampling = {
       field.name: getattr(self.sampling, field.name)
       for field in dataclasses.fields(self.sampling)
     }
@@ -91,13 +92,13 @@ class Setup:
         vocabulary=vocabulary_digest(tokenizer),
         revision=self.revision,
       ),
-      machine=results.describe_machine(),
+      machine=describe_machine(),
       dtype=self.dtype,
       draft_dtype=self.draft_dtype or self.dtype,
       batch_size=self.batch_size,
       sampling={
         name: _as_json(value)
-        for name, value in named.items()
+        for name, value in sampling.items()
         if value is not None
       },
     )
@@ -111,18 +112,21 @@ def find_plan(
   drafting: DraftSettings,
   seed: int,
   max_new_tokens: int,
+  plan_seconds: float = PLAN_SECONDS,
   report: Callable[[str], None],
 ) -> Plan:
-  """The plan of a file, or that of this machine, made first if need be.
+  """Reads a plan; makes and saves that of this machine if there is none.
 
   Args:
     name: a file, or `auto`.
-    prompts: samples to make a plan with.
-    setup: what it is for.
-    drafting: see `make_plan`.
-    seed: likewise.
-    max_new_tokens: likewise.
-    report: told what goes on, and in what the plan may be off the mark.
+    prompts: returns sample prompts; called only to make a plan.
+    setup: what the plan is for.
+    drafting: settings that `make_plan` does not vary.
+    seed: random seed of the sampling in `make_plan`.
+    max_new_tokens: limit per row in `make_plan`.
+    plan_seconds: time budget of `make_plan`.
+    report: called with each line of progress, and with warnings where the plan
+      was made for another context.
 
   Raises:
     ValueError: the plan cannot be read or is for other models.
@@ -136,7 +140,10 @@ def find_plan(
       report(f'warning: {line}')
     report(f'{plan.method}, from {path}')
     return plan
-  report(f'none yet for this machine and these models: {path}; making it')
+  report(
+    f'there is none yet for this machine, these models and options; making it'
+    f' in about {plan_seconds:.0f} s (Ctrl-C: from what is known by then)'
+  )
   plan = make_plan(
     setup.load(),
     prompts(),
@@ -145,6 +152,7 @@ def find_plan(
     drafting=drafting,
     seed=seed,
     max_new_tokens=max_new_tokens,
+    plan_seconds=plan_seconds,
     report=report,
   )
   plan.save(path)

@@ -1,214 +1,432 @@
-"""Finds out how to decode fastest on this machine; what scripts/tune.py calls.
+"""Finds the fastest way to decode on this machine.
 
-The target decodes the sample prompts once. From then on drafters are tried by
-replaying these texts (`specdec.replay`), which needs no target, and what the
-target takes is added from a measurement (`specdec.step_costs`). The fastest few
-are decoded for real before one is chosen.
+1. The target decodes the sample prompts plainly.
+2. V(N), the time of a target forward over N nodes, is measured.
+3. Each candidate of a fixed list replays these texts (`specdec.study.replay`),
+   for which the target is not needed. Its counts and V(N) predict its speed.
+4. The three candidates predicted to be fastest and plain decoding are decoded
+   with the target, interleaved.
+5. Of the candidates that beat plain decoding both as predicted and as measured
+   the fastest is chosen; if there is none, plain decoding.
+
+When the time budget is spent or the user interrupts, a plan is made from what
+is known by then.
 """
 
 from collections.abc import Callable
+from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
-import dataclasses
 import itertools
+import time
 from typing import Any
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from models.text.drafters import DraftSettings
 from models.text.drafters import make_drafter
+from models.text.drafters import with_options
 from models.text.pair import Pair
 from models.text.plan import Context
 from models.text.plan import Plan
 from models.tune.candidates import Candidate
-from models.tune.candidates import MAX_DEPTH
-from models.tune.candidates import Search
+from models.tune.candidates import list_candidates
+from models.tune.candidates import PLAIN
 import specdec
 from specdec.checks import check_sampling
 from specdec.checks import padded_shape
-from specdec.study import planning
-from specdec.study import timing as benchmarking
+from specdec.checks import row_keys
 from specdec.study.costs import measure_step_costs
+from specdec.study.costs import StepCosts
+from specdec.study.costs import Trial
 from specdec.study.replay import next_token_ranks
 from specdec.study.replay import stand_in
+from specdec.tree.optimal import acceptance_by_rank
+from specdec.tree.optimal import fastest_tree
 
-NODE_COUNTS = (1, 2, 4, 8, 16, 32, 64)
-"""V is measured for so many nodes, and drawn through in between."""
+PLAN_SECONDS = 300.0
+NODE_COUNTS = (1, 2, 4, 8, 16, 32)
+"""The N for which V is measured; V is linear in between."""
 
-_REPEATS = 3  # of each decode; the median counts
+# Where each part ends, as a share of the time budget. The rest is for what
+# cannot be cut short: a compilation, or the steps that are running.
+_SAMPLING_ENDS, _COSTS_END, _REPLAYS_END = 0.15, 0.35, 0.6
+_COMPILING_ENDS, _DECODING_ENDS = 0.8, 0.92
+
+_PASSES = 3  # over the samples, if there is time
+_FINALISTS = 3
 _MARGIN = 0.03  # by which speculation must win
-_CONFIRMED = 3
+_UNCONFIRMED_MARGIN = 0.15  # by which it must win where nothing was measured
+_MOST_TOKENS = 8.0  # of a step, realistically
+_LEAST_TOKENS = 16  # of a decode that is cut short
+_LEAST_CHECKS = 2  # of the clock, after eight steps each
+_MAX_BRANCHING, _MAX_DEPTH = 8, 8  # of the fixed tree
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Samples:
-  """Texts that the target said.
+def choose(*accounts: Mapping[str, float], margin: float) -> str:
+  """The fastest candidate, or plain decoding if no other is clearly faster.
 
-  Attributes:
-    batches: prompts, B each, as token ids.
-    new: what the target went on with.
-    key: of the decode.
-    sampling: likewise.
-    max_new_tokens: likewise.
-    eos_ids: likewise.
+  Args:
+    *accounts: tokens per second by name, `PLAIN` included, from independent
+      sources such as measured and predicted. The candidates are those of the
+      first account, which also ranks them.
+    margin: relative margin by which speculation must beat plain decoding in
+      every account.
+
+  Returns:
+    A name; the first of equals.
   """
-
-  batches: list[list[list[int]]]
-  new: list[list[list[int]]]
-  key: jax.Array
-  sampling: specdec.Sampling
-  max_new_tokens: int
-  eos_ids: tuple[int, ...]
-
-  def decode(
-    self,
-    target: specdec.LanguageModel,
-    drafter: specdec.Drafter | None,
-    batch: Sequence[Sequence[int]],
-    limit: int,
-  ) -> specdec.Generation:
-    """As they were decoded."""
-    return specdec.generate(
-      target,
-      self.key,
-      batch,
-      drafter=drafter,
-      max_new_tokens=limit,
-      room_for_new_tokens=self.max_new_tokens,
-      sampling=self.sampling,
-      eos_ids=self.eos_ids,
-    )
-
-  def texts(self, batch: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Prompts and what followed."""
-    new = self.new[self.batches.index([list(one) for one in batch])]
-    return [[*one, *more] for one, more in zip(batch, new, strict=True)]
+  first = accounts[0]
+  winners = [
+    name
+    for name in first
+    if all(rate[name] > (1.0 + margin) * rate[PLAIN] for rate in accounts)
+  ]
+  return max(winners, key=first.__getitem__, default=PLAIN)
 
 
 def sample_batches(
   prompts: Sequence[Sequence[int]], batch_size: int
 ) -> list[list[list[int]]]:
-  """Full batches of prompts that share a program.
+  """Full batches of prompts that share a compiled program.
 
-  Prompts are padded to powers of two, and every padded length is a program. So
-  those of the commonest padded length count; if they do not fill the last
-  batch, some count twice.
+  Prompts are padded to powers of two, and each padded length is a program. Only
+  prompts of the most frequent padded length are used; some are repeated where
+  they do not fill the last batch.
 
   Args:
     prompts: token ids.
     batch_size: B.
   """
   slots = [padded_shape([prompt], 1)[0] for prompt in prompts]
-  common = max(sorted(set(slots)), key=slots.count)
+  frequent = max(sorted(set(slots)), key=slots.count)
   usable = [
-    list(one)
-    for one, size in zip(prompts, slots, strict=True)
-    if size == common
+    list(prompt)
+    for prompt, size in zip(prompts, slots, strict=True)
+    if size == frequent
   ]
   num_batches = -(-len(usable) // batch_size)
-  again = itertools.cycle(usable)
-  return [list(itertools.islice(again, batch_size)) for _ in range(num_batches)]
+  cycle = itertools.cycle(usable)
+  return [list(itertools.islice(cycle, batch_size)) for _ in range(num_batches)]
 
 
-def _sample(pair: Pair, samples: Samples) -> Samples:
-  """With what the target says."""
-  new = [
-    samples.decode(pair.target, None, batch, samples.max_new_tokens).tokens
-    for batch in samples.batches
-  ]
-  if not any(map(len, itertools.chain(*new))):
-    raise ValueError('the target ends all sample prompts at once; give others')
-  return dataclasses.replace(samples, new=new)
+class _Sample(NamedTuple):
+  """A batch of prompts, and the tokens with which the target continues them."""
+
+  prompts: list[list[int]]
+  new: list[list[int]]
+
+  @property
+  def texts(self) -> list[list[int]]:
+    pairs = zip(self.prompts, self.new, strict=True)
+    return [[*prompt, *new] for prompt, new in pairs]
 
 
-def _measure(
-  arms: Mapping[str, benchmarking.Arm], samples: Samples
-) -> dict[str, tuple[float, list[specdec.Generation]]]:
-  """Seconds of all batches, and what was generated, by arm; interleaved."""
-  results = benchmarking.measure(
-    arms, samples.batches * _REPEATS, max_new_tokens=samples.max_new_tokens
-  )
-  count = len(samples.batches)
-  return {
-    name: (
-      sum(
-        float(np.median([one.seconds for one in found[batch::count]]))
-        for batch in range(count)
+class _Tried(NamedTuple):
+  """A candidate, its drafter, its replay, and its decodes with the target.
+
+  The decodes are pairs of seconds and tokens.
+  """
+
+  candidate: Candidate
+  drafter: specdec.Drafter
+  trial: Trial
+  decodes: list[tuple[float, int]]
+
+  @property
+  def rate(self) -> float:
+    """Tokens per second with the target."""
+    seconds, tokens = np.sum(self.decodes, axis=0)
+    return float(tokens / seconds)
+
+
+class _Search:
+  """What is known so far; a plan can be made from it at any time.
+
+  Attributes:
+    samples: known texts.
+    costs: V(N) of the target.
+    tried: the candidates that were replayed, by name; plain decoding first.
+  """
+
+  def __init__(
+    self,
+    pair: Pair,
+    options: dict[str, Any],
+    *,
+    seed: int,
+    drafting: DraftSettings,
+    seconds_left: Callable[[float], float],
+    report: Callable[[str], None],
+  ):
+    """Creates an empty search.
+
+    Args:
+      pair: the models.
+      options: arguments of `specdec.generate` that all decodes share.
+      seed: random seed of all decodes.
+      drafting: settings that the candidates do not vary.
+      seconds_left: returns the seconds until a share of the budget is spent.
+      report: called with each line of progress.
+    """
+    self._pair, self._options, self._drafting = pair, options, drafting
+    self._key = jax.random.key(seed)
+    self._seconds_left, self._report = seconds_left, report
+    self._room: int = options['room_for_new_tokens']
+    self.samples: list[_Sample] = []
+    self.costs = StepCosts(prompt=0.0, verification={1: 0.0})
+    self.tried: dict[str, _Tried] = {}
+
+  def _is_late(self, share: float) -> bool:
+    return self._seconds_left(share) <= 0
+
+  def _decode(
+    self,
+    target: specdec.LanguageModel,
+    drafter: specdec.Drafter,
+    sample: _Sample,
+    limit: int,
+    share: float,
+  ) -> tuple[float, specdec.Generation]:
+    """Seconds and result of a decode, cut short when a share is spent."""
+    checks = itertools.count()
+    start = time.perf_counter()
+    generation = specdec.generate(
+      target,
+      self._key,
+      sample.prompts,
+      drafter=drafter,
+      max_new_tokens=[min(len(new), limit) for new in sample.new],
+      should_stop=lambda: (
+        next(checks) >= _LEAST_CHECKS and self._is_late(share)
       ),
-      [one.generation for one in found[:count]],
+      **self._options,
     )
-    for name, found in results.items()
-  }
+    return time.perf_counter() - start, generation
 
+  def run(self, batches: list[list[list[int]]]) -> None:
+    """Everything but the choice."""
+    self._decode_samples(batches)
+    self._measure_costs()
+    has_draft = self._pair.draft is not None
+    candidates = list_candidates(self._drafting, has_draft=has_draft)
+    for candidate in itertools.chain(candidates, self._fixed_trees()):
+      if len(self.tried) > 1 and self._is_late(_REPLAYS_END):
+        self._report('out of time for replays; other candidates are left out')
+        break
+      self._replay(candidate)
+    self._decode_finalists()
 
-def _try(pair: Pair, samples: Samples, candidate: Candidate) -> planning.Trial:
-  """Replays the samples."""
-  drafter = make_drafter(candidate.method, pair, candidate.drafting)
-  decode = lambda batch, limit: samples.decode(
-    stand_in(pair.target.spec, samples.texts(batch)),
-    drafter,
-    batch,
-    limit,
-  )
-  seconds, generations = _measure({candidate.name: decode}, samples)[
-    candidate.name
-  ]
-  stats = [one.stats for one in generations]
-  return planning.Trial(
-    num_nodes=1 if drafter is None else drafter.config.num_nodes,
-    tokens=sum(one['new_tokens'] for one in stats),
-    forwards=sum(one['target_forwards'] for one in stats),
-    steps=sum(one['reads']['target']['forwards'] for one in stats),
-    prompts=len(samples.batches),
-    seconds=seconds,
-  )
-
-
-def _ranks(pair: Pair, samples: Samples) -> np.ndarray:
-  """Of all new tokens among the draft's guesses; see `next_token_ranks`."""
-  assert pair.draft is not None
-  definition = pair.draft.spec
-  found = []
-  for batch in samples.batches:
-    texts = samples.texts(batch)
-    length = padded_shape(batch, samples.max_new_tokens)
-    tokens = np.zeros((len(batch), sum(length)), np.int32)
-    for row, text in enumerate(texts):
-      tokens[row, : len(text)] = text
-    ranks = next_token_ranks(
-      pair.draft,
-      tokens[:, : definition.max_positions],
-      specdec.row_keys(samples.key, len(batch)),
-      check_sampling(samples.sampling, len(batch), definition.vocab_size),
-    )
-    found += [
-      row[len(prompt) - 1 : len(text) - 1]
-      for row, prompt, text in zip(
-        jax.device_get(ranks), batch, texts, strict=True
+  def _decode_samples(self, batches: list[list[list[int]]]) -> None:
+    """Decodes the prompts plainly."""
+    for batch in batches:
+      if self.samples and self._is_late(_SAMPLING_ENDS):
+        break
+      any_text = _Sample(batch, [[0] * self._room for _ in batch])
+      seconds, generation = self._decode(
+        self._pair.target, specdec.PLAIN, any_text, self._room, _SAMPLING_ENDS
       )
-    ]
-  return np.concatenate(found)
+      self.samples.append(_Sample(batch, generation.tokens))
+      self._report(
+        f'sample batch {len(self.samples)} of {len(batches)}:'
+        f' {generation.stats["new_tokens"]} tokens in {seconds:.1f} s'
+      )
+    if not any(any(sample.new) for sample in self.samples):
+      raise ValueError(
+        'the target ends all sample prompts at once; give other prompts'
+      )
 
-
-def _decode(
-  pair: Pair, samples: Samples, candidates: Mapping[str, Candidate]
-) -> dict[str, float]:
-  """Tokens per second with the target, by name; interleaved."""
-
-  def arm(candidate):
-    drafter = make_drafter(candidate.method, pair, candidate.drafting)
-    return lambda batch, limit: samples.decode(
-      pair.target, drafter, batch, limit
+  def _measure_costs(self) -> None:
+    """Measures V(N) halfway through the first texts."""
+    first = self.samples[0]
+    slots, room = padded_shape(first.prompts, self._room)
+    halfway = np.mean([*map(len, first.prompts), *map(len, first.texts)])
+    self.costs = measure_step_costs(
+      self._pair.target,
+      first.texts,
+      prompt_slots=slots,
+      max_new_tokens=room,
+      context=max(2, int(halfway)),
+      node_counts=NODE_COUNTS,
+      num_steps=4,
+      most_tokens=_MOST_TOKENS,
+      is_late=lambda: self._is_late(_COSTS_END),
+    )
+    times = self.costs.verification.items()
+    self._report(
+      'milliseconds of a target forward by number of nodes: '
+      + ', '.join(f'{size}: {1e3 * seconds:.2f}' for size, seconds in times)
     )
 
-  results = _measure(
-    {name: arm(candidate) for name, candidate in candidates.items()}, samples
-  )
-  return {
-    name: sum(one.stats['new_tokens'] for one in generations) / seconds
-    for name, (seconds, generations) in results.items()
-  }
+  def _replay(self, candidate: Candidate) -> None:
+    """Counts and times the decodes of a candidate, without the target."""
+    name = candidate.name
+    try:
+      drafter = make_drafter(candidate.method, self._pair, candidate.drafting)
+    except ValueError as error:  # such as an n-gram with another tokenizer
+      self._report(f'{name} is left out: {error}')
+      return
+    num_nodes = drafter.shape.num_nodes
+    if num_nodes > max(self.costs.verification):
+      self._report(f'{name} is left out: V({num_nodes}) was not measured')
+      return
+    total, stats = 0.0, list[dict[str, Any]]()
+    for sample in self.samples * _PASSES:
+      if stats and self._is_late(_REPLAYS_END):
+        break
+      oracle = stand_in(self._pair.target.spec, sample.texts)
+      if not stats:  # compiles
+        self._decode(oracle, drafter, sample, 1, _REPLAYS_END)
+      seconds, generation = self._decode(
+        oracle, drafter, sample, self._room, _REPLAYS_END
+      )
+      total += seconds
+      stats.append(generation.stats)
+    trial = Trial(
+      num_nodes=num_nodes,
+      tokens=sum(counts['new_tokens'] for counts in stats),
+      forwards=sum(counts['target_forwards'] for counts in stats),
+      steps=sum(counts['reads']['target']['forwards'] for counts in stats),
+      prompts=len(stats),
+      seconds=total,
+    )
+    self.tried[name] = _Tried(candidate, drafter, trial, [])
+    self._report(
+      f'{name}: {trial.tokens_per_second(self.costs):.1f} tokens/s predicted,'
+      f' block efficiency {trial.block_efficiency:.2f}'
+    )
+
+  def _fixed_trees(self) -> Iterator[Candidate]:
+    """The best fixed tree, if it is predicted to be faster than plain."""
+    chains = [
+      tried.trial
+      for tried in self.tried.values()
+      if tried.candidate.method == 'chain'
+    ]
+    if not chains:
+      return
+    # The rest of a step is small and is counted as drafting.
+    forward = chains[0].drafting_seconds / (chains[0].num_nodes - 1)
+    plain = self.tried[PLAIN].trial.step_seconds(self.costs)
+    ranks = np.concatenate([*map(self._token_ranks, self.samples)])
+    topology = fastest_tree(
+      acceptance_by_rank(ranks, _MAX_BRANCHING).tolist(),
+      num_nodes=max(self.costs.verification),
+      max_depth=_MAX_DEPTH,
+      seconds=lambda nodes, depth: (
+        depth * forward + self.costs.of_nodes(nodes) if depth else plain
+      ),
+    )
+    if topology is not None:
+      yield Candidate(
+        name=f'fixed tree N={topology.num_nodes} depth={topology.max_depth}',
+        method='tree',
+        drafting=with_options(self._drafting, {'topology': topology}),
+      )
+
+  def _token_ranks(self, sample: _Sample) -> np.ndarray:
+    """Ranks of the new tokens of a batch among the predictions of the draft."""
+    draft, size = self._pair.draft, len(sample.new)
+    assert draft is not None
+    slots = sum(padded_shape(sample.prompts, self._room))
+    tokens = np.zeros((size, slots), np.int32)
+    for row, text in zip(tokens, sample.texts, strict=True):
+      row[: len(text)] = text
+    ranks = next_token_ranks(
+      draft,
+      tokens[:, : draft.spec.max_positions],
+      row_keys(self._key, size),
+      check_sampling(self._options['sampling'], size, draft.spec.vocab_size),
+    )
+    rows = zip(np.asarray(ranks), sample.prompts, sample.texts, strict=True)
+    return np.concatenate(
+      [row[len(prompt) - 1 : len(text) - 1] for row, prompt, text in rows]
+    )
+
+  def _decode_finalists(self) -> None:
+    """Decodes plainly and with the fastest candidates, interleaved."""
+    rates, target = self.predicted(), self._pair.target
+    faster = [rate > (1 + _MARGIN) * rates[PLAIN] for rate in rates.values()]
+    if not any(faster):
+      self._report('no candidate is predicted to be faster than plain decoding')
+      return
+    finalists: list[_Tried] = []
+    for name in (PLAIN, *list(rates)[: min(sum(faster), _FINALISTS)]):
+      if len(finalists) > 1 and self._is_late(_COMPILING_ENDS):
+        break
+      self._report(f'compiling {name}')
+      tried = self.tried[name]
+      self._decode(target, tried.drafter, self.samples[0], 1, _DECODING_ENDS)
+      finalists.append(tried)
+    # Tokens per row for which the time suffices.
+    rows = len(self.samples[0].new)
+    per_token = sum(rows / rates[tried.candidate.name] for tried in finalists)
+    limit = int(self._seconds_left(_DECODING_ENDS) / per_token)
+    self._report('decoding with the target, interleaved')
+    for index, sample in enumerate(self.samples * _PASSES):
+      if index and self._is_late(_DECODING_ENDS):
+        break
+      for tried in finalists[:: 1 if index % 2 == 0 else -1]:
+        seconds, generation = self._decode(
+          target,
+          tried.drafter,
+          sample,
+          max(limit, _LEAST_TOKENS),
+          _DECODING_ENDS,
+        )
+        tried.decodes.append((seconds, generation.stats['new_tokens']))
+    for name, rate in self.measured().items():
+      self._report(f'{name}: {rate:.1f} tokens/s measured')
+
+  def predicted(self) -> dict[str, float]:
+    """Predicted tokens per second, by name, fastest first."""
+    rates = [
+      (name, tried.trial.tokens_per_second(self.costs))
+      for name, tried in self.tried.items()
+    ]
+    return dict(sorted(rates, key=lambda item: -item[1]))
+
+  def measured(self) -> dict[str, float]:
+    """Tokens per second with the target, by name."""
+    return {
+      name: tried.rate for name, tried in self.tried.items() if tried.decodes
+    }
+
+  def plan(self, context: Context) -> Plan:
+    """The choice, from what is known so far; plain decoding must be tried."""
+    predicted, measured = self.predicted(), self.measured()
+    if len(measured) > 1:
+      choice = choose(measured, predicted, margin=_MARGIN)
+    else:
+      choice = choose(predicted, margin=_UNCONFIRMED_MARGIN)
+    plain = self.tried[PLAIN].trial.step_seconds(self.costs)
+    trials = {name: self.tried[name].trial for name in predicted}
+    ratios = {
+      name: trial.step_seconds(self.costs) / plain
+      for name, trial in trials.items()
+    }
+    return Plan(
+      method=self.tried[choice].candidate.method,
+      drafting=self.tried[choice].candidate.drafting,
+      min_block_efficiency=ratios[choice],
+      context=context,
+      candidates=tuple(
+        {
+          'name': name,
+          'tokens_per_second': predicted[name],
+          'measured': measured.get(name),
+          'block_efficiency': trial.block_efficiency,
+          'min_block_efficiency': ratios[name],
+          'drafting_milliseconds': 1e3 * trial.drafting_seconds,
+          'verification_milliseconds': (
+            1e3 * self.costs.of_nodes(trial.num_nodes)
+          ),
+        }
+        for name, trial in trials.items()
+      ),
+    )
 
 
 def make_plan(
@@ -220,137 +438,53 @@ def make_plan(
   drafting: DraftSettings = DraftSettings(),
   seed: int = 0,
   max_new_tokens: int = 128,
-  node_counts: Sequence[int] = NODE_COUNTS,
-  confirmed: int = _CONFIRMED,
+  plan_seconds: float = PLAN_SECONDS,
+  clock: Callable[[], float] = time.monotonic,
   report: Callable[[str], None] = lambda line: None,
 ) -> Plan:
-  """Measures, tries, and chooses.
+  """Measures, tries the candidates and chooses one; see the module.
 
   Args:
     pair: the models.
-    prompts: samples of what will be asked; see `sample_batches`.
-    context: what the plan is for; its batch size is the one that is measured.
-    sampling: likewise, of all rows.
-    drafting: what the search does not vary is taken from here.
-    seed: of the sampling.
-    max_new_tokens: per row.
-    node_counts: N that V is measured for, up to where no tree could pay; no
-      larger trees are tried.
-    confirmed: how many of the fastest are decoded with the target before one is
-      chosen; 0 trusts the predictions.
-    report: told what goes on, line by line.
+    prompts: samples of what will be decoded; see `sample_batches`.
+    context: what the plan is for; its batch size is used.
+    sampling: options of all rows.
+    drafting: settings that the candidates do not vary.
+    seed: random seed of the sampling.
+    max_new_tokens: limit per row.
+    plan_seconds: time budget; a compilation that has begun may exceed it.
+    clock: returns the time in seconds.
+    report: called with each line of progress.
 
   Raises:
-    ValueError: bad input; says what.
+    ValueError: an argument cannot be used.
+    KeyboardInterrupt: the user interrupts before any drafter was tried.
   """
-  batch_size = context.batch_size
-  if max_new_tokens < 16:
+  if max_new_tokens < _LEAST_TOKENS:
     raise ValueError(
-      f'max_new_tokens must be at least 16 to plan, got {max_new_tokens}'
+      f'max_new_tokens must be at least {_LEAST_TOKENS} to plan, got'
+      f' {max_new_tokens}'
     )
-  samples = Samples(
-    batches=sample_batches([pair.encode(one) for one in prompts], batch_size),
-    new=[],
-    key=jax.random.key(seed),
-    sampling=sampling,
-    max_new_tokens=max_new_tokens,
-    eos_ids=pair.eos_ids,
+  if not plan_seconds > 0:
+    raise ValueError(f'plan_seconds must be positive, got {plan_seconds}')
+  start = clock()
+  search = _Search(
+    pair,
+    {
+      'room_for_new_tokens': max_new_tokens,
+      'sampling': sampling,
+      'eos_ids': pair.eos_ids,
+    },
+    seed=seed,
+    drafting=drafting,
+    seconds_left=lambda share: share * plan_seconds - (clock() - start),
+    report=lambda line: report(f'{clock() - start:.0f} s: {line}'),
   )
-  report(
-    f'decoding {len(samples.batches)} batches of {batch_size} with the target'
-  )
-  samples = _sample(pair, samples)
-  slots, room = padded_shape(samples.batches[0], max_new_tokens)
-  lengths = [len(prompt) for batch in samples.batches for prompt in batch]
-  report(f'timing the target over {", ".join(map(str, node_counts))} nodes')
-  costs = measure_step_costs(
-    pair.target,
-    samples.texts(samples.batches[0]),
-    prompt_slots=slots,
-    max_new_tokens=room,
-    context=int(np.mean(lengths)) + max_new_tokens // 2,
-    sampling=sampling,
-    node_counts=node_counts,
-    most_tokens=1 + max(MAX_DEPTH, drafting.tree.max_depth),
-  )
-  report(
-    'milliseconds: '
-    + ', '.join(f'{n}: {1e3 * v:.2f}' for n, v in costs.verification.items())
-  )
-
-  def evaluate(candidate: Candidate) -> planning.Trial:
-    trial = _try(pair, samples, candidate)
-    report(
-      f'{candidate.name}: {trial.tokens_per_second(search.costs):.1f} tokens/s,'
-      f' block efficiency {trial.block_efficiency:.2f}'
-    )
-    return trial
-
-  def measure(candidate: Candidate) -> float:
-    report(f'decoding with {candidate.name}, to see what predictions leave out')
-    return _decode(pair, samples, {candidate.name: candidate})[candidate.name]
-
-  search = Search(
-    costs=costs,
-    evaluate=evaluate,
-    measure=measure,
-    base=drafting,
-    node_counts=tuple(n for n in costs.verification if n > 1),
-  )
-  search.run(
-    has_draft=pair.draft is not None, ranks=lambda: _ranks(pair, samples)
-  )
-  rates = search.rates
-  ranking = sorted(rates, key=rates.__getitem__, reverse=True)
-  finalists = _finalists(ranking, search.candidates)[:confirmed]
-  measured: dict[str, float] = {}
-  if finalists and confirmed:
-    report(f'decoding with {", ".join(finalists)} and plain')
-    measured = _decode(
-      pair,
-      samples,
-      {name: search.candidates[name] for name in (planning.PLAIN, *finalists)},
-    )
-  # Either alone has misled: the machine drifts, and parts are not the whole.
-  accounts = (measured, rates) if measured else (rates,)
-  choice = planning.choose(*accounts, margin=_MARGIN)
-  chosen, trial = search.candidates[choice], search.trials[choice]
-  figures = [_figures(name, search, measured.get(name)) for name in ranking]
-  is_plain = choice == planning.PLAIN
-  return Plan(
-    method=chosen.method,
-    drafting=chosen.drafting,
-    min_block_efficiency=(
-      1.0 if is_plain else trial.min_block_efficiency(search.costs)
-    ),
-    context=context,
-    candidates=tuple(figures),
-  )
-
-
-def _finalists(
-  ranking: Sequence[str], candidates: Mapping[str, Candidate]
-) -> list[str]:
-  """The best of each method but plain: what is near it is hardly better."""
-  found: dict[tuple[str, bool], str] = {}
-  for name in ranking:
-    one = candidates[name]
-    is_fixed = one.drafting.tree.topology is not None
-    if name != planning.PLAIN:
-      found.setdefault((one.method, is_fixed), name)
-  return list(found.values())
-
-
-def _figures(
-  name: str, search: Search, measured: float | None
-) -> dict[str, Any]:
-  trial, costs = search.trials[name], search.costs
-  return {
-    'name': name,
-    'tokens_per_second': trial.tokens_per_second(costs),
-    'measured': measured,
-    'block_efficiency': trial.block_efficiency,
-    'min_block_efficiency': trial.min_block_efficiency(costs),
-    'drafting_milliseconds': 1e3 * trial.seconds / max(trial.steps, 1),
-    'verification_milliseconds': 1e3 * costs.of_nodes(trial.num_nodes),
-  }
+  encoded = [pair.encode(prompt) for prompt in prompts]
+  try:
+    search.run(sample_batches(encoded, context.batch_size))
+  except KeyboardInterrupt:
+    if len(search.tried) < 2:
+      raise
+    report('interrupted; the plan is made from what is known so far')
+  return search.plan(context)

@@ -1,80 +1,145 @@
-"""Measures what the target takes in a step of the production loop.
+"""What decoding costs: V(N) as measured, and the speed that follows from it.
 
-The loop is that of `specdec.decode`, with a drafter that costs nothing: N - 1
-tokens of the text so far are guessed to come again. The same loop with a
-stand-in for the target (`specdec.replay`) takes the time of everything else;
-the difference is V(N). Nodes are as different as tokens of a text are because a
-mixture of experts reads those that any node needs.
+V(N) is the time of one target forward over N tree nodes of each row. Together
+with the counts and the time of a replay (`specdec.study.replay`), which decodes
+without the target, it predicts the time of a decode:
+
+    replay seconds + prompts * prompt seconds + steps * V(N)
+
+A replay contains drafting, the loop and the host. The models were timed apart,
+so the prediction leaves out that they evict each other from the caches of the
+processor: it is a lower bound.
 """
 
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
+import dataclasses
 import functools
 import math
 import time
 
-import flax.struct
 import jax
 from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec.checks import check_sampling
-from specdec.checks import row_keys
-from specdec.draft.candidates import CandidateScorer
-from specdec.draft.drafter import Drafter
-from specdec.draft.drafter import PLAIN
-from specdec.draft.drafter import Stage
-from specdec.draft.drafter import StageConfig
-from specdec.loop import advance
-from specdec.loop import start
+from specdec.cache import causal_mask
+from specdec.cache import KVCache
+from specdec.cache import window_mask
 from specdec.model import LanguageModel
-from specdec.sampling import EXCLUDED
-from specdec.sampling import Sampling
-from specdec.step import DecodeConfig
-from specdec.step import Request
-from specdec.study.planning import StepCosts
-from specdec.study.replay import stand_in
-from specdec.tree.topology import TreeShape
-from specdec.tree.tree import NO_NODE
-from specdec.verify.accept import RUNNING
-
-_LEAST_SECONDS = 1e-9
 
 
-class _Again(flax.struct.PyTreeNode):
-  """A `Proposer` of the latest tokens, as if each might come again.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepCosts:
+  """Seconds of target forwards, at one batch size, dtype and context length.
 
   Attributes:
-    num_guesses: how many; static.
+    prompt: seconds in which the target reads a batch of prompts.
+    verification: V in seconds, by N; V(1), plain decoding, must be included.
+
+  Raises:
+    ValueError: V(1) is missing.
   """
 
-  num_guesses: int = flax.struct.field(pytree_node=False)
+  prompt: float
+  verification: Mapping[int, float]
 
-  name = 'again'
-  vocab_size = None
-  bytes_per_node = 0
+  def __post_init__(self):
+    if 1 not in self.verification:
+      raise ValueError(
+        'verification must include the seconds of 1 node, got those of'
+        f' {sorted(self.verification)}'
+      )
 
-  def propose(self, tree, nodes, tokens, length):
-    del tree
-    at = length - 1 - jnp.arange(self.num_guesses)
-    guesses = tokens[jnp.maximum(at, 0)]
-    alike = -jnp.log(self.num_guesses + 1.0)
-    log_probs = jnp.where(at >= 0, alike, EXCLUDED)
-    rows = lambda one: jnp.broadcast_to(one, (*nodes.shape, *one.shape))
-    return rows(guesses), rows(log_probs)
+  def of_nodes(self, num_nodes: int) -> float:
+    """V(N) in seconds, interpolated linearly between the measured N.
+
+    Raises:
+      ValueError: N is larger than any N that was measured.
+    """
+    sizes = sorted(self.verification)
+    if not 1 <= num_nodes <= sizes[-1]:
+      raise ValueError(
+        f'num_nodes must be 1 to {sizes[-1]}, for which V was measured, got'
+        f' {num_nodes}'
+      )
+    values = [self.verification[size] for size in sizes]
+    return float(np.interp(num_nodes, sizes, values))
 
 
-def _drafter(num_nodes: int) -> Drafter:
-  """All guesses are children of the root."""
-  if num_nodes == 1:
-    return PLAIN
-  stage = Stage(
-    CandidateScorer((_Again(num_nodes - 1),)),
-    StageConfig(width=1, branching=num_nodes - 1, rounds=1, cost_ratio=0.0),
-  )
-  return Drafter((stage,), TreeShape(num_nodes=num_nodes, capacity=num_nodes))
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trial:
+  """Counts and time of a replay of sample texts with one drafter.
+
+  Attributes:
+    num_nodes: N of the trees; 1 for plain decoding.
+    tokens: emitted tokens of all rows.
+    forwards: target forwards, summed over the rows that were not done.
+    steps: batched target forwards.
+    prompts: batches that were decoded.
+    seconds: wall time of the replay.
+  """
+
+  num_nodes: int
+  tokens: int
+  forwards: int
+  steps: int
+  prompts: int
+  seconds: float
+
+  @property
+  def block_efficiency(self) -> float:
+    """Tokens per target forward."""
+    return self.tokens / max(self.forwards, 1)
+
+  @property
+  def drafting_seconds(self) -> float:
+    """Seconds per step of everything but the target."""
+    return self.seconds / max(self.steps, 1)
+
+  def step_seconds(self, costs: StepCosts) -> float:
+    """Predicted seconds of one step."""
+    return self.drafting_seconds + costs.of_nodes(self.num_nodes)
+
+  def tokens_per_second(self, costs: StepCosts) -> float:
+    """Predicted tokens per second, all rows together."""
+    verification = self.steps * costs.of_nodes(self.num_nodes)
+    seconds = self.seconds + self.prompts * costs.prompt + verification
+    return self.tokens / seconds
+
+
+@functools.partial(jax.jit, static_argnames='num_slots')
+def _read_prompts(target: LanguageModel, prompts: jax.Array, num_slots: int):
+  """The cache with the prompts `[B, P]`; no logits are computed."""
+  batch_size, length = prompts.shape
+  cache = target.spec.init_cache(batch_size, num_slots)
+  positions = jnp.broadcast_to(jnp.arange(length)[None], prompts.shape)
+  mask = causal_mask(cache.length, length, num_slots)
+  return target.apply(prompts, positions, mask, cache)[1]
+
+
+@functools.partial(
+  jax.jit, static_argnames='num_nodes', donate_argnames='cache'
+)
+def _verify(target: LanguageModel, text, cache, num_steps, *, num_nodes: int):
+  """Some forwards over a root and its children, tokens of the text `[B, T]`."""
+  nodes = jnp.arange(num_nodes)
+  sees = (nodes[:, None] == nodes[None]) | (nodes[None] == 0)
+  sees = jnp.broadcast_to(sees[None], (len(text), num_nodes, num_nodes))
+  mask = window_mask(cache.length, sees, cache.num_slots)
+  positions = cache.length[:, None] + jnp.minimum(nodes, 1)[None]
+
+  def forward(step, carry):
+    cache, chosen = carry
+    # Other tokens in each step, or XLA would move work out of the loop.
+    first = jnp.maximum(cache.length[0] - num_nodes - step, 0)
+    tokens = lax.dynamic_slice_in_dim(text, first, num_nodes, axis=1)
+    logits, cache = target.apply(tokens, positions, mask, cache)
+    return cache, chosen + jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+  chosen = jnp.zeros((len(text), num_nodes), jnp.int32)
+  return lax.fori_loop(0, num_steps, forward, (cache, chosen))
 
 
 def _seconds(run: Callable[[], object]) -> float:
@@ -83,75 +148,55 @@ def _seconds(run: Callable[[], object]) -> float:
   return time.perf_counter() - begin
 
 
-def _median_seconds(
-  runs: Sequence[Callable[[], object]], repeats: int
-) -> list[float]:
-  """Interleaved: machines drift."""
-  for run in runs:
-    _seconds(run)  # compiles
-  seconds = [[_seconds(run) for run in runs] for _ in range(repeats)]
-  return np.median(seconds, axis=0).tolist()
+def _verifier(
+  target: LanguageModel, text: jax.Array, cache: KVCache, num_steps: int
+) -> Callable[[int], float]:
+  """A function that returns the seconds of a forward over N nodes."""
+  caches = [cache]
 
-
-def _worth_measuring(
-  runs: Mapping[int, Callable[[], object]], most_tokens: float
-) -> list[int]:
-  """Of the N, ascending, those before a step takes `most_tokens` plain ones.
-
-  The second is always among them.
-  """
-  sizes = list(runs)
-  plain, *others = sizes
-  _seconds(runs[plain])  # compiles
-  limit = most_tokens * _seconds(runs[plain])
-  for place, size in enumerate(others, start=1):
-    _seconds(runs[size])
-    if _seconds(runs[size]) > limit:
-      return sizes[: max(place, 2)]
-  return sizes
-
-
-def _with_room(array: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
-  """A copy with zeros behind, as large as wanted."""
-  room = jnp.zeros(wanted.shape, wanted.dtype)
-  return lax.dynamic_update_slice(room, array, (0,) * array.ndim)
-
-
-def _step_run(
-  target, drafter, request, config, text, read_cache, context, num_steps
-):
-  """Some steps from the first `context` tokens of `text`, again and again."""
-  shapes = jax.eval_shape(
-    functools.partial(start, config=config), target, drafter, request
-  )
-  zeros = lambda one: jnp.zeros(one.shape, one.dtype)
-  # What the prompts leave of the cache stays empty: it takes as long to read.
-  wanted = shapes.target.cache
-  cache = jax.tree.map(
-    _with_room, read_cache.replace(num_slots=wanted.num_slots), wanted
-  )
-  state = jax.tree.map(zeros, shapes)
-  window = jnp.full_like(state.target.window, NO_NODE)
-  target_state = state.target.replace(cache=cache, window=window)
-  states = [state.replace(tokens=jnp.copy(text), target=target_state)]
-
-  def run():
-    state = states.pop()
-    lengths = jnp.full_like(state.length, context)
-    cache = state.target.cache.replace(length=lengths - 1)
-    state = state.replace(
-      length=lengths,
-      reason=jnp.full_like(state.reason, RUNNING),
-      target=state.target.replace(cache=cache),
-    )
-    states.append(
-      advance(
-        target, drafter, request, state, np.int32(num_steps), config=config
+  def verify(num_nodes: int) -> float:
+    def run():
+      length = jnp.copy(cache_length)
+      cache, chosen = _verify(
+        target,
+        text,
+        caches.pop().replace(length=length),
+        num_steps,
+        num_nodes=num_nodes,
       )
-    )
-    return states[0]
+      caches.append(cache)
+      return chosen
 
-  return run
+    return _seconds(run) / num_steps
+
+  cache_length = jnp.copy(cache.length)
+  return verify
+
+
+def _median_seconds(
+  verify: Callable[[int], float],
+  sizes: Sequence[int],
+  repeats: int,
+  most_tokens: float,
+  is_late: Callable[[], bool],
+) -> dict[int, float]:
+  """Medians by N; see `measure_step_costs`."""
+  measured: dict[int, list[float]] = {}
+  for size in sizes:
+    if len(measured) >= 2 and is_late():
+      break
+    verify(size)  # compiles
+    first = verify(size)
+    if len(measured) >= 2 and first > most_tokens * measured[sizes[0]][0]:
+      break
+    measured[size] = [first]
+  repeated: dict[int, list[float]] = {size: [] for size in measured}
+  for _ in range(repeats):  # interleaved, because machines drift
+    for size, seconds in repeated.items():
+      seconds.append(verify(size))
+    if is_late():
+      break
+  return {size: float(np.median(seconds)) for size, seconds in repeated.items()}
 
 
 def measure_step_costs(
@@ -161,92 +206,51 @@ def measure_step_costs(
   prompt_slots: int,
   max_new_tokens: int,
   context: int,
-  sampling: Sampling,
   node_counts: Sequence[int],
   num_steps: int = 8,
   repeats: int = 5,
   most_tokens: float = math.inf,
+  is_late: Callable[[], bool] = lambda: False,
 ) -> StepCosts:
-  """Times the target's part of a step, medians of interleaved repeats.
+  """Times target forwards; medians of interleaved repeats.
+
+  Nodes are different tokens: a mixture of experts reads what any of them needs.
 
   Args:
-    target: the model.
-    texts: of each of the B rows, tokens such as will be decoded; those too
-      short are repeated.
-    prompt_slots: P, the prompts' padded length; so many tokens are read.
+    target: the target model.
+    texts: tokens such as will be decoded, for each of the B rows; short texts
+      are repeated.
+    prompt_slots: P, the padded length of the prompts; P tokens are read.
     max_new_tokens: room for new tokens, as padded by `specdec.generate`.
-    context: tokens of a text halfway.
-    sampling: as users give it.
-    node_counts: N to measure; 1 is added.
-    num_steps: in one measurement.
-    repeats: measurements.
-    most_tokens: that a step could bring. Where a step takes more than so many
-      plain ones nothing can pay, so that N and larger ones are left out.
+    context: tokens in the cache, such as in the middle of a decode.
+    node_counts: the N to measure; 1 is added.
+    num_steps: forwards per measurement.
+    repeats: measurements of each N.
+    most_tokens: most tokens of a step. N whose forwards take longer than so
+      many plain forwards are left out, except the smallest two.
+    is_late: once it returns true, further N and repeats are left out, except
+      the smallest two N and one repeat.
 
   Raises:
-    ValueError: there is no text, or no room for that many steps after the
-      context.
+    ValueError: a text is empty, or the context does not fit into the slots.
   """
+  num_slots = prompt_slots + max_new_tokens
   if not texts or not all(texts):
     raise ValueError('texts must have at least one token in every row')
-  num_slots = prompt_slots + max_new_tokens
-  # A step brings two tokens where one of the guesses is right.
-  if not 1 < context <= num_slots - 2 * num_steps:
-    raise ValueError(
-      f'context must leave room for {num_steps} steps, two tokens each, in'
-      f' {num_slots} slots, got {context}'
-    )
-  batch_size = len(texts)
+  if not 1 < context <= num_slots:
+    raise ValueError(f'context must be 2 to {num_slots} tokens, got {context}')
+  sizes = sorted({1, *node_counts})
+  length = num_slots + sizes[-1]
   text = jnp.asarray(
-    np.stack([np.resize(np.array(one, np.int32), num_slots) for one in texts])
+    np.stack([np.resize(np.array(row, np.int32), length) for row in texts])
   )
-  definition = target.spec
-  config = DecodeConfig(max_new_tokens=max_new_tokens)
-  request = Request(
-    prompt=text[:, :prompt_slots],
-    prompt_length=jnp.full(batch_size, prompt_slots, jnp.int32),
-    limit=jnp.full(batch_size, max_new_tokens, jnp.int32),
-    row_keys=row_keys(jax.random.key(0), batch_size),
-    sampling=check_sampling(sampling, batch_size, definition.vocab_size),
-  )
-  nothing = stand_in(definition, [[0]] * batch_size)
-  models = (target, nothing)
-  read = lambda model: functools.partial(
-    start, model, PLAIN, request, config=config
-  )
-  with_target, without = _median_seconds([read(one) for one in models], repeats)
-  of_target, of_nothing = (
-    start(model, PLAIN, request, config=config).target.cache for model in models
-  )
-
-  def step_run(model, cache, size):
-    drafter = _drafter(size)
-    return _step_run(
-      model, drafter, request, config, text, cache, context, num_steps
-    )
-
-  runs = {
-    size: step_run(target, of_target, size)
-    for size in sorted({1, *node_counts})
-  }
-  sizes = _worth_measuring(runs, most_tokens)
-  # The rest of the loop grows evenly with N, once there is a drafter at all.
-  ends = sorted({*sizes[:2], sizes[-1]})
-  seconds = _median_seconds(
-    [
-      *(runs[size] for size in sizes),
-      *(step_run(nothing, of_nothing, size) for size in ends),
-    ],
-    repeats,
-  )
-  per_step = np.array(seconds) / num_steps
-  steps, rest = np.split(per_step, [len(sizes)])
-  # A stand-in slower than the target can only be noise.
-  verification = np.maximum(
-    steps - np.interp(sizes, ends, rest), _LEAST_SECONDS
-  )
+  read = lambda: _read_prompts(target, text[:, :prompt_slots], length)
+  cache = read()
+  prompt = _seconds(read)
+  # Slots behind the prompts stay zero; reading them takes as long.
+  cache = cache.replace(length=jnp.full(len(texts), context, jnp.int32))
+  verify = _verifier(target, text, cache, num_steps)
   return StepCosts(
-    prompt=max(with_target - without, 0.0),
-    verification=dict(zip(sizes, verification.tolist(), strict=True)),
-    plain_step=float(steps[0]),
+    prompt=prompt,
+    verification=_median_seconds(verify, sizes, repeats, most_tokens, is_late),
   )

@@ -1,20 +1,20 @@
-"""The best fixed tree, from how often guesses of each rank stand and from time.
+"""The best fixed tree, from acceptance probabilities by rank and step times.
 
-Let p_i be the chance that the i-th guess after any accepted token is the right
-one. Then a tree is expected to yield one token for its root (the target's own),
-and p_i times what the subtree below yields for its child of rank i. The best
-tree of n nodes follows by dynamic programming over how the nodes are shared out
-among the children (Sequoia, arXiv 2402.12374). The best n, and the best depth,
-follow from what a step takes: every level is a draft forward, so the tree that
-yields most tokens is not the fastest.
+Let p_i be the probability that the draft token of rank i after an accepted
+token is accepted. A tree then emits one token for its root (the target's own)
+plus, for each child of rank i, p_i times the tokens of the subtree below it.
+The best tree of n nodes follows by dynamic programming over how the nodes are
+distributed among the children (Sequoia, arXiv 2402.12374). The best n and the
+best depth follow from the time of a step: each level is a draft forward, so the
+tree that emits most tokens is not the fastest.
 
-Plain numpy, on the host, before anything is compiled.
+The computation is plain numpy on the host.
 """
 
 from collections.abc import Callable
 from collections.abc import Sequence
 import dataclasses
-import functools
+import math
 
 import numpy as np
 
@@ -26,13 +26,13 @@ class TreeTable:
   """The best trees of all sizes and depths.
 
   Attributes:
-    acceptance: `[K]` float64, p.
-    tokens: `[N + 1, D + 1]` float64; entry n, d is what the best tree of n
-      nodes (root included), none deeper than d, is expected to yield. -inf
-      where there is no such tree.
-    first: `[N + 1, D + 1, K + 1]` int; entry m, d, i is how many of m nodes go
-      to the child of rank i, where the ranks from i on share m nodes and
-      subtrees are at most d deep; 0 if none is left.
+    acceptance: `[K]` float64, acceptance probability p of each rank.
+    tokens: `[N + 1, D + 1]` float64; entry n, d is the expected number of
+      tokens of the best tree of n nodes (root included) and depth at most d;
+      -inf where there is no such tree.
+    first: `[N + 1, D + 1, K + 1]` int; where the ranks from i on share m nodes
+      and subtrees have depth at most d, entry m, d, i is the number of nodes
+      in the subtree of the child of rank i; 0 if no node is left.
   """
 
   acceptance: np.ndarray
@@ -40,7 +40,7 @@ class TreeTable:
   first: np.ndarray
 
   def paths(self, num_nodes: int, depth: int) -> list[tuple[int, ...]]:
-    """Of the best tree, see `Topology`; the root alone has none."""
+    """Paths of the best tree as in `Topology`; the root alone has none."""
     paths: list[tuple[int, ...]] = []
     left = num_nodes - 1
     for rank in range(len(self.acceptance)):
@@ -54,17 +54,17 @@ class TreeTable:
 
 
 def check_acceptance(acceptance: Sequence[float]) -> np.ndarray:
-  """P as `[K]` float64.
+  """Acceptance probabilities by rank as `[K]` float64.
 
   Raises:
-    ValueError: a chance is below 0, or they exceed 1 together.
+    ValueError: one is below 0, or their sum exceeds 1.
   """
   p = np.asarray(acceptance, np.float64)
   sums_to = p.sum() if p.ndim == 1 else np.nan
   if not (p.size and np.all(p >= 0) and sums_to <= 1 + 1e-6):
     raise ValueError(
-      'acceptance must be chances by rank, each at least 0 and together at most'
-      f' 1, got {acceptance}'
+      'acceptance must be probabilities by rank, each at least 0 and together'
+      f' at most 1, got {acceptance}'
     )
   return p
 
@@ -72,20 +72,18 @@ def check_acceptance(acceptance: Sequence[float]) -> np.ndarray:
 def best_trees(
   acceptance: Sequence[float], *, num_nodes: int, max_depth: int
 ) -> TreeTable:
-  """All best trees up to a size and a depth.
+  """The best trees of all sizes up to N and all depths up to D.
 
-  A child has a rank only if its siblings have all ranks before it.
+  A child of some rank has siblings of all lower ranks.
 
   Args:
-    acceptance: p, by rank: each at least 0, together at most 1.
+    acceptance: acceptance probabilities by rank, each at least 0 and together
+      at most 1.
     num_nodes: N, the root included.
     max_depth: D.
 
-  Returns:
-    The table.
-
   Raises:
-    ValueError: a value is out of range; says which.
+    ValueError: an argument is out of range.
   """
   p = check_acceptance(acceptance)
   if num_nodes < 1 or max_depth < 1:
@@ -98,19 +96,19 @@ def best_trees(
   tokens[1] = 1.0
   for depth in range(1, max_depth + 1):
     below = tokens[:, depth - 1]
-    # What m nodes yield at most as children of the ranks from `rank` on.
+    # Most tokens of m nodes in the subtrees of the ranks from `rank` on.
     shared = np.full(num_nodes, -np.inf)
     shared[0] = 0.0
     for rank in reversed(range(p.size)):
-      own = np.full(num_nodes + 1, -np.inf)  # where there is no such tree
+      own = np.full(num_nodes + 1, -np.inf)  # no such tree
       np.multiply(p[rank], below, out=own, where=np.isfinite(below))
       here = np.full(num_nodes, -np.inf)
       here[0] = 0.0
       for m in range(1, num_nodes):
         sizes = np.arange(1, m + 1)
-        yields = own[sizes] + shared[m - sizes]
-        best = int(np.argmax(yields))
-        here[m] = yields[best]
+        expected = own[sizes] + shared[m - sizes]
+        best = int(np.argmax(expected))
+        here[m] = expected[best]
         first[m, depth - 1, rank] = sizes[best]
       shared = here
     tokens[1:, depth] = 1.0 + shared
@@ -124,20 +122,21 @@ def fastest_tree(
   max_depth: int,
   seconds: Callable[[int, int], float],
 ) -> Topology | None:
-  """The tree that yields most tokens per second.
+  """The tree that emits most tokens per second.
 
   Args:
-    acceptance: see `best_trees`.
-    num_nodes: N, the largest.
-    max_depth: D, the deepest.
-    seconds: of a step, given the number of nodes (root included) and the depth,
-      which is the number of draft forwards; (1, 0) is plain decoding.
+    acceptance: acceptance probabilities by rank; see `best_trees`.
+    num_nodes: largest number of nodes, root included.
+    max_depth: largest depth.
+    seconds: returns the seconds of a step, given the number of nodes (root
+      included) and the depth, which is the number of draft forwards; (1, 0) is
+      plain decoding.
 
   Returns:
-    The shape; None if plain decoding is faster than all of them.
+    The topology, or None if plain decoding is faster than all trees.
 
   Raises:
-    ValueError: see `best_trees`.
+    ValueError: an argument is out of range.
   """
   table = best_trees(acceptance, num_nodes=num_nodes, max_depth=max_depth)
   rates = {
@@ -154,25 +153,27 @@ def fastest_tree(
 
 
 def acceptance_by_rank(ranks: np.ndarray, max_branching: int) -> np.ndarray:
-  """How often the next token has each rank, `[max_branching]` float64.
+  """The share of positions at which the next token has each rank.
 
   Args:
-    ranks: from `replay.next_token_ranks`, of any number of positions.
+    ranks: ranks from `replay.next_token_ranks`, of any shape.
     max_branching: K.
+
+  Returns:
+    `[K]` float64.
 
   Raises:
     ValueError: there are no positions.
   """
   ranks = np.ravel(ranks)
   if not ranks.size:
-    raise ValueError('no positions to count ranks at')
+    raise ValueError('ranks must have at least one position, got none')
   counts = np.bincount(ranks, minlength=max_branching)[:max_branching]
   return counts / ranks.size
 
 
 def expected_tokens(topology: Topology, acceptance: Sequence[float]) -> float:
-  """What any tree is expected to yield, the target's own token included."""
-  chance = lambda path: functools.reduce(
-    lambda product, rank: product * acceptance[rank], path, 1.0
+  """Expected tokens per step of a tree, the target's own token included."""
+  return 1.0 + sum(
+    math.prod(acceptance[rank] for rank in path) for path in topology.paths
   )
-  return 1.0 + sum(map(chance, topology.paths))

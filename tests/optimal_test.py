@@ -1,4 +1,4 @@
-"""Sequoia's recurrence, against hand tables and against all trees there are."""
+"""The best fixed tree, against hand tables and an enumeration of all trees."""
 
 import functools
 import itertools
@@ -72,7 +72,7 @@ def test_no_tree_is_better(acceptance):
       if values and size > 1:
         shape = from_paths(table.paths(size, depth))
         assert shape.num_nodes == size
-        assert shape.depth <= depth
+        assert shape.max_depth <= depth
         assert shape.has_all_siblings
         assert expected_tokens(shape, acceptance) == pytest.approx(max(values))
 
@@ -100,30 +100,30 @@ def test_time_decides_on_size_and_depth():
   shape = lambda seconds: fastest_tree(
     p, num_nodes=16, max_depth=8, seconds=seconds
   )
-  # Nodes and rounds for nothing: all there may be.
+  # Nodes and rounds cost nothing: as many as allowed.
   assert shape(lambda n, d: 1.0).num_nodes == 16
-  # A draft forward nearly as dear as the target: one wide level.
-  assert shape(lambda n, d: 1.0 + 0.9 * d).depth == 1
+  # A draft forward takes nearly as long as the target: one wide level.
+  assert shape(lambda n, d: 1.0 + 0.9 * d).max_depth == 1
   assert shape(lambda n, d: 1.0 + 0.9 * d).num_nodes == 4
-  # Nodes dear, rounds for nothing: a short chain.
+  # Nodes are expensive and rounds cost nothing: a short chain.
   assert shape(lambda n, d: 0.7 + 0.3 * n) == chain(2)
-  # A step that takes as long as it yields tokens: better not.
+  # A step takes at least as long as its tokens in plain decoding.
   assert shape(lambda n, d: float(n)) is None
   assert shape(lambda n, d: 1.0 + 3.0 * d) is None
   # The choice is the best of the table by its own measure.
   seconds = lambda n, d: 1.0 + 0.03 * n + 0.1 * d
   best = shape(seconds)
-  rate = expected_tokens(best, p) / seconds(best.num_nodes, best.depth)
+  rate = expected_tokens(best, p) / seconds(best.num_nodes, best.max_depth)
   for paths in _all_trees(6, 5, 3):
     other = Topology(paths)
-    assert rate >= expected_tokens(other, p) / seconds(6, other.depth)
+    assert rate >= expected_tokens(other, p) / seconds(6, other.max_depth)
 
 
-def test_ranks_become_chances():
+def test_ranks_become_probabilities():
   ranks = np.array([[0, 0, 1], [5, 0, 2]])
   assert acceptance_by_rank(ranks, 3).tolist() == [3 / 6, 1 / 6, 1 / 6]
   assert acceptance_by_rank(np.array([9]), 2).tolist() == [0, 0]
-  with pytest.raises(ValueError, match='no positions'):
+  with pytest.raises(ValueError, match='at least one position'):
     acceptance_by_rank(np.zeros(0, int), 2)
 
 

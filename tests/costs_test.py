@@ -1,0 +1,156 @@
+"""The cost model of planning by hand, and what is measured for it."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+import tiny_models
+
+from models.tune.planner import choose
+from models.tune.planner import PLAIN
+from specdec.study.costs import measure_step_costs
+from specdec.study.costs import StepCosts
+from specdec.study.costs import Trial
+
+_COSTS = StepCosts(prompt=0.5, verification={1: 0.1, 4: 0.13, 8: 0.21})
+
+
+def _trial(**changes):
+  counts = {
+    'num_nodes': 4,
+    'tokens': 100,
+    'forwards': 40,
+    'steps': 40,
+    'prompts': 2,
+    'seconds': 2.0,
+  }
+  return Trial(**(counts | changes))
+
+
+def test_v_is_linear_between_the_measured_sizes():
+  assert _COSTS.of_nodes(1) == 0.1
+  assert _COSTS.of_nodes(4) == 0.13
+  assert _COSTS.of_nodes(6) == pytest.approx(0.17)
+  for outside in (0, 9):
+    with pytest.raises(ValueError, match='num_nodes must be 1 to 8'):
+      _COSTS.of_nodes(outside)
+  with pytest.raises(ValueError, match='1 node'):
+    StepCosts(prompt=0.0, verification={4: 1.0})
+
+
+def test_a_prediction_by_hand():
+  trial = _trial()
+  # 2 s of replay, 2 prompts of 0.5 s, 40 steps of 0.13 s.
+  assert trial.tokens_per_second(_COSTS) == pytest.approx(100 / (2 + 1 + 5.2))
+  assert trial.block_efficiency == 2.5
+  # A step: 0.05 s of drafting and 0.13 s of the target.
+  assert trial.drafting_seconds == pytest.approx(0.05)
+  assert trial.step_seconds(_COSTS) == pytest.approx(0.18)
+
+
+def test_rows_share_their_steps():
+  """One of 4 rows is slow; the others wait for it."""
+  trial = _trial(tokens=400, forwards=100, steps=40)
+  assert trial.block_efficiency == 4.0
+  assert trial.tokens_per_second(_COSTS) == pytest.approx(400 / 8.2)
+
+
+def test_with_the_batch_the_tree_shrinks_until_there_is_none():
+  """A machine that reads 10 ms of weights and computes 0.1 ms per position.
+
+  Verification costs nothing extra as long as it takes less time than reading.
+  """
+  tokens_per_step = {1: 1.0, 2: 1.6, 4: 2.1, 8: 2.6, 16: 3.0, 32: 3.3, 64: 3.5}
+  chosen = []
+  for batch in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+    verification = {
+      n: max(0.010, 0.0001 * batch * n) + 0.0001 for n in tokens_per_step
+    }
+    costs = StepCosts(prompt=0.0, verification=verification)
+    trials = {
+      n: Trial(
+        num_nodes=n,
+        tokens=round(1000 * rate) * batch,
+        forwards=1000 * batch,
+        steps=1000,
+        prompts=1,
+        # Drafts have the same limits and are ten times smaller.
+        seconds=0.0 if n == 1 else 100 * verification[n],
+      )
+      for n, rate in tokens_per_step.items()
+    }
+    rates = {
+      PLAIN if n == 1 else f'N={n}': trial.tokens_per_second(costs)
+      for n, trial in trials.items()
+    }
+    for n, trial in trials.items():
+      # The rule of the adaptive fallback agrees.
+      ratio = trial.step_seconds(costs) / trials[1].step_seconds(costs)
+      pays = trial.block_efficiency > ratio
+      assert n == 1 or pays == (rates[f'N={n}'] > rates[PLAIN])
+    best = choose(rates, margin=0.03)
+    chosen.append(1 if best == PLAIN else int(best[2:]))
+  assert chosen == [64, 32, 16, 8, 4, 4, 2, 1, 1]
+
+
+def _measure(target=None, texts=((1, 2, 3),), context=40, **options):
+  return measure_step_costs(
+    tiny_models.gpt2() if target is None else target,
+    texts,
+    prompt_slots=32,
+    max_new_tokens=64,
+    context=context,
+    **{'node_counts': (2, 4, 8), 'num_steps': 1, 'repeats': 1} | options,
+  )
+
+
+def test_costs_are_measured_for_every_size():
+  costs = _measure(texts=[[1, 2, 3], [4]], node_counts=(4,))
+  assert costs.verification.keys() == {1, 4}
+  assert min(costs.verification.values()) > 0
+  assert costs.prompt > 0
+  with pytest.raises(ValueError, match='context must be 2 to 96 tokens'):
+    _measure(context=97)
+  with pytest.raises(ValueError, match='at least one token in every row'):
+    _measure(texts=[[1], []])
+
+
+def test_forwards_too_slow_to_pay_are_not_measured():
+  """No forward is as fast as a limit of 0; two sizes are always measured."""
+  assert _measure(most_tokens=0).verification.keys() == {1, 2}
+  assert _measure(most_tokens=1e9).verification.keys() == {1, 2, 4, 8}
+
+
+def test_two_sizes_are_measured_when_it_is_late():
+  assert _measure(is_late=lambda: True).verification.keys() == {1, 2}
+  answers = iter([False, True, True])
+  costs = _measure(is_late=lambda: next(answers))
+  assert costs.verification.keys() == {1, 2, 4}
+
+
+def test_nodes_are_different_tokens_of_the_text():
+  """Equal tokens would need too few experts of a mixture."""
+  seen = []
+  target = tiny_models.gpt2()
+  spec = target.spec
+
+  def apply(params, tokens, *rest):
+    jax.debug.callback(lambda tokens: seen.append(np.asarray(tokens)), tokens)
+    return spec.apply(params, tokens, *rest)
+
+  _measure(
+    target.replace(spec=dataclasses.replace(spec, apply=apply)),
+    texts=[[1, 2, 3, 4, 5]],
+    node_counts=(4,),
+    num_steps=2,
+  )
+  jax.effects_barrier()
+  text = np.resize([1, 2, 3, 4, 5], 40)
+  prompts = [tokens for tokens in seen if tokens.shape == (1, 32)]
+  assert prompts
+  assert all(np.array_equal(tokens[0], text[:32]) for tokens in prompts)
+  nodes = {
+    tuple(tokens[0].tolist()) for tokens in seen if tokens.shape == (1, 4)
+  }
+  assert nodes == {tuple(text[36:40].tolist()), tuple(text[35:39].tolist())}
