@@ -26,7 +26,7 @@ _STEPS = 4
 def _here(name: str, dtype: str, sizes: list[int]):
   """A function that times V(N) for all N."""
   from models.checkpoints import hub
-  from models.nn.contract import as_model
+  from models.nn.adapter import as_model
   import specdec
   from specdec.study.costs import measure_step_costs
 

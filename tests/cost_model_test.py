@@ -12,7 +12,7 @@ from transformers import MixtralConfig
 from models.bench.machine import model_size
 from models.cost_report import paper
 from models.cost_report import studies
-from models.nn.contract import as_model
+from models.nn.adapter import as_model
 from specdec.cost_model import best_tree
 from specdec.cost_model import break_even_batch_size
 from specdec.cost_model import Deployment
