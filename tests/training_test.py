@@ -593,7 +593,9 @@ def test_run_writes_a_folder_and_refuses_another_corpus(root, tmp_path):
     'corpus': Corpus(folder=str(root), held_out_percent=20),
     'config': TrainConfig(**(SETTINGS | {'num_steps': 2})),
     # The windows of 8 tokens are cut to this context.
-    'shape': pipeline.Shape(width=16, num_layers=1, num_heads=2, num_positions=6),
+    'shape': pipeline.Shape(
+      width=16, num_layers=1, num_heads=2, num_positions=6
+    ),
     'vocab_size': 270,
     'tokenizer_folder': None,
     'teacher_folder': None,
@@ -608,7 +610,9 @@ def test_run_writes_a_folder_and_refuses_another_corpus(root, tmp_path):
   assert (tmp_path / 'model' / 'loss_curve.json').exists()
 
   with pytest.raises(ValueError, match=r'holds another run \(corpus: '):
-    pipeline.run(**arguments | {'corpus': Corpus(folder=str(root), pattern='*.txt')})
+    pipeline.run(
+      **arguments | {'corpus': Corpus(folder=str(root), pattern='*.txt')}
+    )
 
   # A draft for it needs no more than a context that the teacher has.
   draft = arguments | {

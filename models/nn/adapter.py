@@ -25,18 +25,18 @@ Config = GPT2Config | LlamaConfig
 
 
 @functools.cache
-def _resized(definition: ModelSpec, vocab_size: int) -> ModelSpec:
-  own_size = definition.vocab_size
+def _resized(spec: ModelSpec, vocab_size: int) -> ModelSpec:
+  own_size = spec.vocab_size
 
   def apply(params, tokens, positions, mask, cache):
     # Ids from own_size on are vocabulary padding, which is never emitted.
     tokens = jnp.minimum(tokens, own_size - 1)
-    logits, cache = definition.apply(params, tokens, positions, mask, cache)
+    logits, cache = spec.apply(params, tokens, positions, mask, cache)
     padding = ((0, 0), (0, 0), (0, max(vocab_size - own_size, 0)))
     logits = jnp.pad(logits, padding, constant_values=-jnp.inf)
     return logits[..., :vocab_size], cache
 
-  return dataclasses.replace(definition, apply=apply, vocab_size=vocab_size)
+  return dataclasses.replace(spec, apply=apply, vocab_size=vocab_size)
 
 
 def with_vocab_size(model: LanguageModel, vocab_size: int) -> LanguageModel:
@@ -64,7 +64,7 @@ def _share_read(path: tuple[Any, ...], config: Config) -> float:
 
 
 @functools.cache
-def _definition(
+def _spec(
   graph: nnx.GraphDef,
   config: Config,
   dtype: jnp.dtype,
@@ -122,7 +122,7 @@ def as_model(module: Module) -> LanguageModel:
       parameters += share * math.prod(leaf.shape)
   return LanguageModel(
     params=params,
-    spec=_definition(
+    spec=_spec(
       graph, config, module.dtype, round(weight_bytes), round(parameters)
     ),
   )

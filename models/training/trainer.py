@@ -132,8 +132,9 @@ def _initial_model(
 
 
 def _embedding(module: Module) -> nnx.Param:
-  is_gpt2 = isinstance(module, GPT2)
-  return (module.wte if is_gpt2 else module.embed_tokens).embedding
+  return (
+    module.wte if isinstance(module, GPT2) else module.embed_tokens
+  ).embedding
 
 
 def _make_train_step(loss_fn, optimizer):
