@@ -67,14 +67,10 @@ def _tokens_per_expert(experts: jax.Array, num_experts: int) -> jax.Array:
 
 
 def balance_loss(routing: Routing) -> jax.Array:
-  """Load-balancing loss (Switch Transformers, arXiv 2101.03961, eq. 4 to 6).
+  """Load-balancing loss `[]` of a layer (arXiv 2101.03961, eq. 4 to 6).
 
-  Args:
-    routing: routing of one layer.
-
-  Returns:
-    `[]` float32: E times the sum over experts of the fraction of choices that
-    fall on the expert and its mean probability; 1 if all are used equally.
+  It is E times the sum over experts of the fraction of choices that fall on the
+  expert, times its mean probability; 1 if all experts are used equally.
   """
   num_experts = routing.probs.shape[-1]
   counts = _tokens_per_expert(routing.experts, num_experts)
@@ -89,12 +85,8 @@ def _block_size(num_tokens: int, per_token: int, num_experts: int) -> int:
   return min(num_tokens, steps * _BLOCK_STEP, _MAX_BLOCK)
 
 
-def _rows(array, start, size):
-  return lax.dynamic_slice_in_dim(array, start, size)
-
-
-def _put(array, rows, start):
-  return lax.dynamic_update_slice_in_dim(array, rows, start, 0)
+_rows = lax.dynamic_slice_in_dim
+_put = functools.partial(lax.dynamic_update_slice_in_dim, axis=0)
 
 
 def _over_blocks(start, count, block, body, carry):

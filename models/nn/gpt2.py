@@ -55,8 +55,8 @@ class GPT2Config:
   tie_embeddings: bool = True
 
   def __post_init__(self):
-    check_config(self, ('vocab_size', 'num_positions', 'width', 'num_layers'))
-    if self.num_heads < 1 or self.width % self.num_heads:
+    check_config(self)
+    if self.width % self.num_heads:
       raise ValueError(
         f'num_heads must divide width {self.width}, got {self.num_heads}'
       )

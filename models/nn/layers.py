@@ -1,6 +1,7 @@
 """Layers and checks that all model families share."""
 
 from collections.abc import Callable
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -32,16 +33,18 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-def check_config(config: Any, positive: tuple[str, ...]) -> None:
+def check_config(config: Any) -> None:
   """Checks what the configurations of all families have in common.
 
   Raises:
-    ValueError: a field named in `positive` is below 1, or the activation is
-      not a key of `ACTIVATIONS`.
+    ValueError: a field without a default (a size) is below 1, or the activation
+      is not a key of `ACTIVATIONS`.
   """
-  for name in positive:
-    if getattr(config, name) < 1:
-      raise ValueError(f'{name} must be positive, got {getattr(config, name)}')
+  for field in dataclasses.fields(config):
+    required = field.default is field.default_factory is dataclasses.MISSING
+    value = getattr(config, field.name)
+    if required and value < 1:
+      raise ValueError(f'{field.name} must be positive, got {value}')
   if config.activation not in ACTIVATIONS:
     raise ValueError(
       f'activation {config.activation!r} is not known; choose from'
@@ -55,16 +58,7 @@ def residual_stddev(num_layers: int) -> float:
 
 
 class Linear(nnx.Module):
-  """A linear map with its weight stored `[out, in]` (see `models.nn.matmul`).
-
-  Args:
-    features_in: size of the last axis of the input.
-    features_out: size of the last axis of the output.
-    stddev: standard deviation of the initial weights.
-    dtype: dtype of the weights.
-    rngs: random streams of the initial weights.
-    use_bias: whether a bias is added.
-  """
+  """Linear map with its weight stored `[out, in]` (see `models.nn.matmul`)."""
 
   def __init__(
     self, features_in, features_out, *, stddev=0.02, dtype, rngs, use_bias=True

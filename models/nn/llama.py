@@ -70,12 +70,7 @@ class LlamaConfig:
   tie_embeddings: bool = False
 
   def __post_init__(self):
-    required = tuple(
-      field.name
-      for field in dataclasses.fields(LlamaConfig)
-      if field.default is field.default_factory is dataclasses.MISSING
-    )
-    check_config(self, required)
+    check_config(self)
     if self.num_heads % self.num_kv_heads:
       raise ValueError(
         f'num_kv_heads must divide num_heads {self.num_heads}, got'

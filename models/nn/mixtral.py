@@ -36,7 +36,7 @@ class MixtralConfig(LlamaConfig):
 
   def __post_init__(self):
     super().__post_init__()
-    if not 1 <= self.experts_per_token <= self.num_experts:
+    if self.experts_per_token > self.num_experts:
       raise ValueError(
         'experts_per_token must lie between 1 and'
         f' num_experts={self.num_experts}, got {self.experts_per_token}'

@@ -171,14 +171,11 @@ class Rope:
   def rotation(
     self, positions: jax.Array, head_width: int
   ) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines of the angles, the input of `rotate`.
+    """Cosines and sines `[B, 1, L, Dh / 2]` float32, for `rotate`.
 
     Args:
-      positions: `[B, L]` int32; positions beyond the context are fine.
+      positions: `[B, L]` int32; positions beyond the context are allowed.
       head_width: Dh, even.
-
-    Returns:
-      Cosines and sines `[B, 1, L, Dh / 2]` float32.
     """
     frequencies = jnp.asarray(self.frequencies(head_width))
     angles = positions[:, None, :, None].astype(jnp.float32)

@@ -33,10 +33,8 @@ _MAX_ORDER = 5
 _TEXTS_PER_SHARD = 256
 
 
-def _check_at_least(record: Any, least: dict[str, tuple[str, int]]) -> None:
-  """Checks fields against `{field: (flag, minimum)}`; None is allowed."""
-  for name, (flag, low) in least.items():
-    value = getattr(record, name)
+def _check_at_least(low: int, **flags: int | None) -> None:
+  for flag, value in flags.items():
     if value is not None and value < low:
       raise ValueError(f'--{flag} must be at least {low}, got {value}')
 
@@ -64,14 +62,12 @@ class Samples:
   seed: int = 0
 
   def __post_init__(self):
+    _check_at_least(0, num_tokens=self.num_tokens)
     _check_at_least(
-      self,
-      {
-        'num_tokens': ('num_tokens', 0),
-        'length': ('sample_length', 1),
-        'batch_size': ('batch_size', 1),
-        'top_k': ('top_k', 1),
-      },
+      1,
+      sample_length=self.length,
+      batch_size=self.batch_size,
+      top_k=self.top_k,
     )
     if _TEXTS_PER_SHARD % self.batch_size:
       raise ValueError(
@@ -114,11 +110,7 @@ class TableConfig:
         f'--order must be between 1 and {_MAX_ORDER}, got {self.order}'
       )
     _check_at_least(
-      self,
-      {
-        'num_continuations': ('continuations', 1),
-        'min_count': ('min_count', 1),
-      },
+      1, continuations=self.num_continuations, min_count=self.min_count
     )
 
 
@@ -140,34 +132,31 @@ def _start_token(pair: Pair, draft: str) -> int:
   )
 
 
-def _sample_texts(
-  pair: Pair, samples: Samples, start: int, numbers: np.ndarray
-) -> list[list[int]]:
-  """Samples texts; each is a function of the seed and its number alone."""
-  key = jax.random.key(samples.seed)
-  return specdec.generate(
-    pair.target,
-    jax.vmap(jax.random.fold_in, (None, 0))(key, numbers),
-    [[start]] * len(numbers),
-    max_new_tokens=samples.length,
-    # Without EOS ids the draft begins another text after the end of one, as in
-    # its training data.
-    sampling=specdec.Sampling(
-      temperature=samples.temperature, top_k=samples.top_k
-    ),
-  ).tokens
-
-
 def _sample_shard(
   pair: Pair, samples: Samples, start: int, shard: int
 ) -> np.ndarray:
-  """A shard `[tokens]`: of every text the start token, its tokens, and -1."""
+  """A shard `[tokens]`: of every text the start token, its tokens, and -1.
+
+  Each text is a function of the seed and its number alone.
+  """
+  key = jax.random.key(samples.seed)
+  sampling = specdec.Sampling(
+    temperature=samples.temperature, top_k=samples.top_k
+  )
   numbers = shard * _TEXTS_PER_SHARD + np.arange(_TEXTS_PER_SHARD)
-  texts = [
-    [start, *text, -1]
-    for batch in numbers.reshape(-1, samples.batch_size)
-    for text in _sample_texts(pair, samples, start, batch)
-  ]
+  texts: list[list[int]] = []
+  for batch in numbers.reshape(-1, samples.batch_size):
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, batch)
+    # Without EOS ids the draft begins another text after the end of one, as in
+    # its training data.
+    sampled = specdec.generate(
+      pair.target,
+      keys,
+      [[start]] * len(batch),
+      max_new_tokens=samples.length,
+      sampling=sampling,
+    )
+    texts += [[start, *text, -1] for text in sampled.tokens]
   small = pair.target.spec.vocab_size <= 1 << 15
   return np.array(texts, np.int16 if small else np.int32).ravel()
 

@@ -98,6 +98,13 @@ class Shape:
 
 def _tokenizer(folder, corpus, workdir, *, vocab_size, context):
   """Loads the tokenizer of a folder, or trains one, once per workdir."""
+  # The inputs of the files that are kept in the workdir.
+  record = {
+    'corpus': dataclasses.asdict(corpus),
+    'vocab_size': vocab_size,
+    'tokenizer': folder,
+  }
+  write_once(workdir / 'data.json', record)
   own = workdir / 'tokenizer'
   if folder is None and not own.exists():
     print(f'training a tokenizer of {vocab_size} tokens')
@@ -145,15 +152,6 @@ def run(
     output_dtype: dtype of the stored weights.
   """
   tokenizer_folder = teacher_folder or tokenizer_folder
-  # The inputs of the files that are kept in the workdir.
-  write_once(
-    workdir / 'data.json',
-    {
-      'corpus': dataclasses.asdict(corpus),
-      'vocab_size': vocab_size,
-      'tokenizer': tokenizer_folder,
-    },
-  )
   context = shape.num_positions
   tokenizer = _tokenizer(
     tokenizer_folder, corpus, workdir, vocab_size=vocab_size, context=context

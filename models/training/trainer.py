@@ -184,32 +184,30 @@ def train(
     FloatingPointError: the loss is not a number; the message names the step.
   """
   longest = max(length for _, length in config.phases)
-  if longest > model_config.num_positions:
+  context = model_config.num_positions
+  if longest > context:
     raise ValueError(
-      f'windows of {longest} tokens exceed the context of'
-      f' {model_config.num_positions}'
+      f'windows of {longest} tokens exceed the context of {context}'
     )
-  write_once(
-    workdir / 'run.json',
-    {
-      'model': dataclasses.asdict(model_config),
-      'train': dataclasses.asdict(config),
-      'data': _fingerprint(train_tokens),
-      'teacher': teacher.name if teacher else None,
-    },
-  )
+  record = {
+    'model': dataclasses.asdict(model_config),
+    'train': dataclasses.asdict(config),
+    'data': _fingerprint(train_tokens),
+    'teacher': teacher.name if teacher else None,
+  }
+  write_once(workdir / 'run.json', record)
   graph, variables = nnx.split(
     _initial_model(model_config, config.seed, teacher)
   )
   params = nnx.to_pure_dict(variables)
+  dtype = jnp.dtype(config.dtype)
+  loss_fn = make_loss(
+    graph, dtype=dtype, teacher=teacher, balance_weight=config.balance_weight
+  )
   optimizer = make_optimizer(
     learning_rate=config.learning_rate,
     warmup_steps=config.warmup_steps,
     num_steps=config.num_steps,
-  )
-  dtype = jnp.dtype(config.dtype)
-  loss_fn = make_loss(
-    graph, dtype=dtype, teacher=teacher, balance_weight=config.balance_weight
   )
   loop = _Loop(
     config=config,
