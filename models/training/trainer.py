@@ -137,8 +137,19 @@ def _embedding(module: Module) -> nnx.Param:
   ).embedding
 
 
-def _make_train_step(loss_fn, optimizer):
-  """Makes the jitted `(state, batch) -> (state, loss)`."""
+def _make_train_step(graph, config: TrainConfig, teacher: Teacher | None):
+  """Makes the optimizer's `init`, and `(state, batch) -> (state, loss)`."""
+  loss_fn = make_loss(
+    graph,
+    dtype=jnp.dtype(config.dtype),
+    teacher=teacher,
+    balance_weight=config.balance_weight,
+  )
+  optimizer = make_optimizer(
+    learning_rate=config.learning_rate,
+    warmup_steps=config.warmup_steps,
+    num_steps=config.num_steps,
+  )
 
   @jax.jit
   def train_step(state, batch):
@@ -149,7 +160,7 @@ def _make_train_step(loss_fn, optimizer):
     params = optax.apply_updates(state['params'], updates)
     return {'params': params, 'optimizer': optimizer_state}, loss
 
-  return train_step
+  return optimizer.init, train_step
 
 
 def train(
@@ -200,23 +211,15 @@ def train(
     _initial_model(model_config, config.seed, teacher)
   )
   params = nnx.to_pure_dict(variables)
-  dtype = jnp.dtype(config.dtype)
-  loss_fn = make_loss(
-    graph, dtype=dtype, teacher=teacher, balance_weight=config.balance_weight
-  )
-  optimizer = make_optimizer(
-    learning_rate=config.learning_rate,
-    warmup_steps=config.warmup_steps,
-    num_steps=config.num_steps,
-  )
+  init, train_step = _make_train_step(graph, config, teacher)
   loop = _Loop(
     config=config,
-    train_step=_make_train_step(loss_fn, optimizer),
-    eval_loss=jax.jit(make_loss(graph, dtype=dtype)),
+    train_step=train_step,
+    eval_loss=jax.jit(make_loss(graph, dtype=jnp.dtype(config.dtype))),
     train_tokens=train_tokens,
     held_out_tokens=held_out_tokens,
   )
-  state = {'params': params, 'optimizer': optimizer.init(params)}
+  state = {'params': params, 'optimizer': init(params)}
   params, curve = loop.run(state, workdir, report)
   return nnx.merge(graph, params), curve
 
