@@ -15,6 +15,21 @@ _BUFFERS = re.compile(r'h\.\d+\.attn\.(bias|masked_bias)')
 _TRANSPOSED = re.compile(r'h\.\d+\.(attn|mlp)\.\w+\.weight')
 _PREFIX = 'transformer.'
 
+# Fields of a `GPT2Config`, and their keys in config.json.
+_KEYS = {
+  'vocab_size': 'vocab_size',
+  'num_positions': 'n_positions',
+  'width': 'n_embd',
+  'num_layers': 'n_layer',
+  'num_heads': 'n_head',
+  'inner_width': 'n_inner',
+  'activation': 'activation_function',
+  'norm_epsilon': 'layer_norm_epsilon',
+  'scale_attention': 'scale_attn_weights',
+  'scale_attention_by_layer': 'scale_attn_by_inverse_layer_idx',
+  'tie_embeddings': 'tie_word_embeddings',
+}
+
 
 def read_config(raw: Mapping[str, Any]) -> GPT2Config:
   """Reads the keys of a `config.json`.
@@ -32,17 +47,7 @@ def read_config(raw: Mapping[str, Any]) -> GPT2Config:
       f' choose from {sorted(ACTIVATIONS)}'
     )
   return GPT2Config(
-    vocab_size=config.vocab_size,
-    num_positions=config.n_positions,
-    width=config.n_embd,
-    num_layers=config.n_layer,
-    num_heads=config.n_head,
-    inner_width=config.n_inner,
-    activation=config.activation_function,
-    norm_epsilon=config.layer_norm_epsilon,
-    scale_attention=config.scale_attn_weights,
-    scale_attention_by_layer=config.scale_attn_by_inverse_layer_idx,
-    tie_embeddings=config.tie_word_embeddings,
+    **{ours: getattr(config, key) for ours, key in _KEYS.items()}
   )
 
 
@@ -52,17 +57,7 @@ def to_hugging_face(
   """The transformers config of a shape; the inverse of `read_config`."""
   return transformers.GPT2Config(
     architectures=['GPT2LMHeadModel'],
-    vocab_size=config.vocab_size,
-    n_positions=config.num_positions,
-    n_embd=config.width,
-    n_layer=config.num_layers,
-    n_head=config.num_heads,
-    n_inner=config.inner_width,
-    activation_function=config.activation,
-    layer_norm_epsilon=config.norm_epsilon,
-    scale_attn_weights=config.scale_attention,
-    scale_attn_by_inverse_layer_idx=config.scale_attention_by_layer,
-    tie_word_embeddings=config.tie_embeddings,
+    **{key: getattr(config, ours) for ours, key in _KEYS.items()},
     bos_token_id=eos_token_id,
     eos_token_id=eos_token_id,
     dtype=dtype,

@@ -30,6 +30,18 @@ MIXTRAL_CONFIGS: dict[str, Any] = {
   'mixtral': transformers.MixtralConfig,
   'qwen3_moe': transformers.Qwen3MoeConfig,
 }
+# Fields of a `LlamaConfig`, and their keys in config.json.
+_KEYS = {
+  'vocab_size': 'vocab_size',
+  'width': 'hidden_size',
+  'num_layers': 'num_hidden_layers',
+  'num_heads': 'num_attention_heads',
+  'num_kv_heads': 'num_key_value_heads',
+  'inner_width': 'intermediate_size',
+  'activation': 'hidden_act',
+  'norm_epsilon': 'rms_norm_eps',
+  'tie_embeddings': 'tie_word_embeddings',
+}
 # Keys of `rope_parameters` that are not fields of a scaling.
 _ROPE_KEYS = {'rope_type', 'type', 'rope_theta', 'partial_rotary_factor'}
 
@@ -86,24 +98,15 @@ def _common(config: Any, kind: str) -> dict[str, Any]:
       f' {sorted(ACTIVATIONS)}'
     )
   attention_bias = getattr(config, 'attention_bias', False)
-  return {
-    'vocab_size': config.vocab_size,
+  return {ours: getattr(config, key) for ours, key in _KEYS.items()} | {
     'num_positions': _longest_context(config),
-    'width': config.hidden_size,
-    'num_layers': config.num_hidden_layers,
-    'num_heads': config.num_attention_heads,
-    'num_kv_heads': config.num_key_value_heads,
     'head_width': getattr(config, 'head_dim', None)
     or config.hidden_size // config.num_attention_heads,
-    'inner_width': config.intermediate_size,
-    'activation': config.hidden_act,
-    'norm_epsilon': config.rms_norm_eps,
     'rope': _read_rope(config.rope_parameters),
     'qkv_bias': kind == 'qwen2' or attention_bias,
     'output_bias': kind != 'qwen2' and attention_bias,
     'mlp_bias': getattr(config, 'mlp_bias', False),
     'qk_norm': kind in ('qwen3', 'qwen3_moe'),
-    'tie_embeddings': config.tie_word_embeddings,
   }
 
 
@@ -166,19 +169,10 @@ def to_hugging_face(
   rope['rope_type'] = 'default' if scaling is None else scaling.rope_type
   if scaling is not None:
     rope |= dataclasses.asdict(scaling)
-  keys = {
-    'vocab_size': config.vocab_size,
+  keys = {key: getattr(config, ours) for ours, key in _KEYS.items()} | {
     'max_position_embeddings': config.num_positions,
-    'hidden_size': config.width,
-    'num_hidden_layers': config.num_layers,
-    'num_attention_heads': config.num_heads,
-    'num_key_value_heads': config.num_kv_heads,
     'head_dim': config.head_width,
-    'intermediate_size': config.inner_width,
-    'hidden_act': config.activation,
-    'rms_norm_eps': config.norm_epsilon,
     'rope_parameters': rope,
-    'tie_word_embeddings': config.tie_embeddings,
     'bos_token_id': eos_token_id,
     'eos_token_id': eos_token_id,
     'dtype': dtype,
