@@ -621,7 +621,7 @@ def test_run_writes_a_folder_and_refuses_another_corpus(root, tmp_path):
     'output': tmp_path / 'draft',
   }
   longer = pipeline.Shape(width=16, num_layers=1, num_heads=2, num_positions=7)
-  with pytest.raises(ValueError, match='--context=7 exceeds the context of the t'):
+  with pytest.raises(ValueError, match='--context=7 exceeds the context of'):
     pipeline.run(**draft | {'shape': longer})
   pipeline.run(**draft)
   drafted = transformers.AutoTokenizer.from_pretrained(tmp_path / 'draft')
