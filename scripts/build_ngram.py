@@ -8,67 +8,63 @@ import pathlib
 from absl import flags
 import command_line
 
-_DRAFT = flags.DEFINE_string(
-  'draft', 'demo', 'to imitate: demo (embedded), a model folder or a hub id'
+_FLAGS = flags.FLAGS
+
+flags.DEFINE_string(
+  'draft', 'demo', 'draft: demo (embedded), a model folder or a hub id'
 )
-_WORKDIR = flags.DEFINE_string(
-  'workdir', None, 'keeps the tokens that are counted', required=True
+flags.DEFINE_string(
+  'workdir', None, 'folder that keeps the counted tokens', required=True
 )
-_OUTPUT = flags.DEFINE_string('output', None, 'file to write', required=True)
-_NUM_TOKENS = flags.DEFINE_integer(
+flags.DEFINE_string('output', None, 'file to write', required=True)
+flags.DEFINE_integer(
   'num_tokens', 1_000_000, 'tokens to sample from the draft; 0: corpus only'
 )
-_SAMPLE_LENGTH = flags.DEFINE_integer('sample_length', 256, 'tokens per text')
-_BATCH_SIZE = flags.DEFINE_integer('batch_size', 16, 'texts sampled at once')
-_TEMPERATURE = flags.DEFINE_float('temperature', 1.5, 'of the sampling')
-_TOP_K = flags.DEFINE_integer('top_k', None, 'sample from the k likeliest')
-_SEED = flags.DEFINE_integer('seed', 0, 'of the sampling')
-_CORPUS = flags.DEFINE_string(
+flags.DEFINE_integer('sample_length', 256, 'tokens per text')
+flags.DEFINE_integer('batch_size', 16, 'number of texts sampled at once')
+flags.DEFINE_float('temperature', 1.5, 'temperature of the sampling')
+flags.DEFINE_integer('top_k', None, 'sample from the k most probable tokens')
+flags.DEFINE_integer('seed', 0, 'seed of the sampling')
+flags.DEFINE_string(
   'corpus',
   None,
   'folder of text to count too, without its held-out files; stdlib: the'
   ' standard library',
 )
-_PATTERN = flags.DEFINE_string('pattern', '*.py', 'file names to read')
-_ORDER = flags.DEFINE_integer('order', 3, 'n, from 1 to 5')
-_CONTINUATIONS = flags.DEFINE_integer(
-  'continuations', 8, 'next tokens to keep of every context'
+flags.DEFINE_string('pattern', '*.py', 'pattern of file names to read')
+flags.DEFINE_integer('order', 3, 'n, from 1 to 5')
+flags.DEFINE_integer('continuations', 8, 'next tokens to keep per context')
+flags.DEFINE_integer(
+  'min_count', 2, 'drop contexts with fewer occurrences than this'
 )
-_MIN_COUNT = flags.DEFINE_integer(
-  'min_count', 2, 'leave out contexts seen less often'
-)
-
-
-def _corpus():
-  from models.training.corpus import Corpus
-
-  if _CORPUS.value is None:
-    return None
-  folder = '' if _CORPUS.value == 'stdlib' else _CORPUS.value
-  return Corpus(folder=folder, pattern=_PATTERN.value)
 
 
 def main() -> None:
-  from models.training import build_ngram as ngram_building
+  from models.training import build_ngram
+  from models.training.corpus import Corpus
 
-  ngram_building.build(
-    draft=_DRAFT.value,
-    corpus=_corpus(),
-    samples=ngram_building.Samples(
-      num_tokens=_NUM_TOKENS.value,
-      length=_SAMPLE_LENGTH.value,
-      batch_size=_BATCH_SIZE.value,
-      temperature=_TEMPERATURE.value,
-      top_k=_TOP_K.value,
-      seed=_SEED.value,
+  corpus = None
+  if _FLAGS.corpus is not None:
+    folder = '' if _FLAGS.corpus == 'stdlib' else _FLAGS.corpus
+    corpus = Corpus(folder=folder, pattern=_FLAGS.pattern)
+  build_ngram.build(
+    draft=_FLAGS.draft,
+    corpus=corpus,
+    samples=build_ngram.Samples(
+      num_tokens=_FLAGS.num_tokens,
+      length=_FLAGS.sample_length,
+      batch_size=_FLAGS.batch_size,
+      temperature=_FLAGS.temperature,
+      top_k=_FLAGS.top_k,
+      seed=_FLAGS.seed,
     ),
-    table=ngram_building.TableConfig(
-      order=_ORDER.value,
-      num_continuations=_CONTINUATIONS.value,
-      min_count=_MIN_COUNT.value,
+    table=build_ngram.TableConfig(
+      order=_FLAGS.order,
+      num_continuations=_FLAGS.continuations,
+      min_count=_FLAGS.min_count,
     ),
-    workdir=pathlib.Path(_WORKDIR.value),
-    output=pathlib.Path(_OUTPUT.value),
+    workdir=pathlib.Path(_FLAGS.workdir),
+    output=pathlib.Path(_FLAGS.output),
   )
 
 

@@ -12,30 +12,32 @@ import jax.numpy as jnp
 
 from models.checkpoints import expand
 
-_MODEL = flags.DEFINE_string('model', 'demo', 'folder or hub id to expand')
-_OUTPUT = flags.DEFINE_string(
+_FLAGS = flags.FLAGS
+
+flags.DEFINE_string('model', 'demo', 'folder or hub id to expand')
+flags.DEFINE_string(
   'output', None, 'Hugging Face folder to write', required=True
 )
-_WIDTH_FACTOR = flags.DEFINE_integer(
+flags.DEFINE_integer(
   'width_factor', 4, 'multiplies width, heads and inner width', lower_bound=1
 )
-_LAYERS = flags.DEFINE_integer('layers', 36, 'transformer blocks of the result')
-_DTYPE = flags.DEFINE_enum(
-  'dtype', 'float32', ['float32', 'bfloat16', 'float16'], 'to store'
+flags.DEFINE_integer('layers', 36, 'number of blocks of the result')
+flags.DEFINE_enum(
+  'dtype', 'float32', ['float32', 'bfloat16', 'float16'], 'stored dtype'
 )
-_SEED = flags.DEFINE_integer('seed', 0, 'of the added weights')
+flags.DEFINE_integer('seed', 0, 'seed of the added weights')
 
 
 def main() -> None:
   shape = expand.expand_pretrained(
-    _MODEL.value,
-    pathlib.Path(_OUTPUT.value),
-    width_factor=_WIDTH_FACTOR.value,
-    num_layers=_LAYERS.value,
-    seed=_SEED.value,
-    dtype=jnp.dtype(_DTYPE.value),
+    _FLAGS.model,
+    pathlib.Path(_FLAGS.output),
+    width_factor=_FLAGS.width_factor,
+    num_layers=_FLAGS.layers,
+    seed=_FLAGS.seed,
+    dtype=jnp.dtype(_FLAGS.dtype),
   )
-  print(f'wrote {_OUTPUT.value}: {shape}')
+  print(f'wrote {_FLAGS.output}: {shape}')
 
 
 if __name__ == '__main__':

@@ -26,7 +26,12 @@ _STEPS = 4
 def _here(name: str, dtype: str, sizes: list[int]):
   """A function that times V(N) for all N."""
   from models.checkpoints import hub
-  from models.nn.contract import as_model
+<<<<<<< HEAD
+  from models.nn.adapter import as_model
+=======
+  from models.nn.adapter import as_model
+  import specdec
+>>>>>>> w-nn
   from specdec.study.costs import measure_step_costs
 
   target = as_model(hub.load_module(name, dtype=dtype))

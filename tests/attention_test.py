@@ -70,9 +70,9 @@ def test_matmul_contracts_the_last_axes_in_the_dtype_of_the_weights(
   np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_single_query_or_row_is_what_it_was_when_padded():
+def test_padding_does_not_change_a_single_query_or_row():
   operands = _operands(length=1)
-  result = attention._attend_as(8, *operands, scale=_SCALE)
+  result = attention._attend_padded(8, *operands, scale=_SCALE)
   assert result.shape == operands[0].shape
   np.testing.assert_allclose(
     result, _reference(*operands), rtol=1e-5, atol=1e-6
@@ -80,7 +80,7 @@ def test_a_single_query_or_row_is_what_it_was_when_padded():
   row = jax.random.normal(jax.random.key(1), (1, 16))
   weight = jax.random.normal(jax.random.key(2), (8, 16))
   np.testing.assert_allclose(
-    matmul._contract_as_eight_rows(row, weight),
+    matmul._contract_padded(8, row, weight),
     row @ weight.T,
     rtol=1e-4,
     atol=1e-5,

@@ -14,7 +14,7 @@ import tiny_drafters
 from tiny_drafters import Settings
 import tiny_modules
 
-from models.nn.contract import as_model
+from models.nn.adapter import as_model
 from models.nn.table_model import table_model
 from specdec import generate
 from specdec import PLAIN

@@ -69,23 +69,6 @@ def test_every_method_helps_and_changes_nothing(pair, sampling):
   assert tau['ngram'] > 1.4
 
 
-def test_a_mixture_of_experts_is_helped_and_left_as_it_is():
-  mixture = load_pair('demo-moe', 'demo')
-  plain = _generate(mixture, method='plain', sampling=specdec.Sampling())
-  assert len({tuple(tokens) for tokens in plain.tokens}) == len(_PROMPTS)
-  for method in ('chain', 'staged'):
-    result = _generate(mixture, method=method, sampling=specdec.Sampling())
-    assert result.tokens == plain.tokens
-    assert result.stats['block_efficiency'] > 1.5
-
-
-def test_the_mixture_is_small_enough_to_ship():
-  folder = hub.locate('demo-moe')
-  assert sum(file.stat().st_size for file in folder.iterdir()) <= 25e6
-  config = hub.config_of('demo-moe')
-  assert (config.num_experts, config.experts_per_token) == (8, 2)
-
-
 def test_small_enough_to_ship_and_draft_cheap_enough_to_help(pair):
   folders = [hub.locate(name) for name in ('demo', 'demo-draft')]
   size = sum(

@@ -1,4 +1,4 @@
-"""Experts: routing, the grouped product and its gradient, and what is counted.
+"""Experts: routing, the grouped product and its gradient.
 
 Brute force is every expert on every token, with zeros for those not chosen.
 """
@@ -15,7 +15,6 @@ import pytest
 from models.checkpoints import hub
 from models.nn import experts
 from models.nn.experts import balance_loss
-from models.nn.experts import distinct_experts
 from models.nn.experts import mix
 from models.nn.experts import route
 from models.nn.experts import Routing
@@ -45,9 +44,8 @@ def _by_brute_force(weights, x, routing):
 
 
 def _use_blocks_of(size, monkeypatch):
-  blocks = lambda num_tokens, *_: min(num_tokens, size)
-  for name in ('_blocks_of_share', '_blocks_of_all'):
-    monkeypatch.setattr(experts, name, blocks)
+  block_size = lambda num_tokens, *_: min(num_tokens, size)
+  monkeypatch.setattr(experts, '_block_size', block_size)
 
 
 @pytest.mark.parametrize(
@@ -62,10 +60,10 @@ def _use_blocks_of(size, monkeypatch):
     (4096, 8, 2, 128),
   ],
 )
-def test_blocks_on_cpu_are_about_what_an_expert_has(
+def test_blocks_are_about_the_share_of_an_expert(
   num_tokens, num_experts, count, expected
 ):
-  assert experts._blocks_of_share(num_tokens, count, num_experts) == expected
+  assert experts._block_size(num_tokens, count, num_experts) == expected
 
 
 @pytest.mark.parametrize(
@@ -93,30 +91,6 @@ def test_values_and_gradients_are_those_of_brute_force(
   )
   gradients = jax.tree.leaves(expected[1])
   assert all(np.any(one != 0) for one in gradients[-2:])
-
-
-def test_elsewhere_an_expert_is_read_once(monkeypatch):
-  blocks = []
-
-  def counted(weights, x):
-    jax.debug.callback(lambda: blocks.append(x.shape[0]))
-    return _expert(weights, x)
-
-  weights, x, logits = _inputs(40, 4)
-  routing = route(logits, 2, renormalize=True)
-  here = mix(counted, weights, x, routing)
-  jax.effects_barrier()
-  assert set(blocks) == {32}
-  blocks.clear()
-  monkeypatch.setattr(
-    experts.lax,
-    'platform_dependent',
-    lambda *args, cpu, default: default(*args),
-  )
-  there = mix(counted, weights, x, routing)
-  jax.effects_barrier()
-  assert blocks == [40] * int(experts.distinct_experts(routing.experts, 4))
-  np.testing.assert_allclose(here, there, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize('block', [128, 2])
@@ -198,10 +172,7 @@ def test_balance_by_hand():
   )
 
 
-# What is counted.
-
-
-def test_distinct_experts_are_those_of_the_slow_reference(tmp_path):
+def test_routing_is_that_of_the_slow_reference(tmp_path):
   folder = tmp_path / 'model'
   variant = llama_variants.Variant('mixtral', {'num_local_experts': 8}, 2)
   llama_variants.write(variant, folder)
@@ -218,7 +189,5 @@ def test_distinct_experts_are_those_of_the_slow_reference(tmp_path):
   for routing, layer in zip(routings, reference.experts, strict=True):
     chosen = [[set(token.tolist()) for token in row] for row in routing.experts]
     assert chosen == layer
-    touched = len(set().union(*(token for row in layer for token in row)))
-    assert distinct_experts(routing.experts, 8) == touched
-    seen.add(touched)
-  assert seen - {2, 8}, 'neither few nor all'
+    seen.add(len(set().union(*(token for row in layer for token in row))))
+  assert seen - {2, 8}, 'neither few nor all experts are used'

@@ -14,7 +14,7 @@ from safetensors import numpy as safetensors_numpy
 import tiny_modules
 
 from models.checkpoints import hub
-from models.nn.contract import as_model
+from models.nn.adapter import as_model
 from specdec.cache import causal_mask
 
 # Remade with tests/golden/make_gpt2_variants.py.

@@ -16,7 +16,7 @@ from models.bench import machine as roofline
 from models.bench import peers as peer_counts
 from models.checkpoints import expand
 from models.checkpoints import hub
-from models.nn.contract import as_model
+from models.nn.adapter import as_model
 from models.nn.matmul import Int8Matrix
 from specdec.cache import causal_mask
 

@@ -163,7 +163,7 @@ def test_a_killed_run_resumes_to_the_same_file(draft, finished, tmp_path):
   assert len(survivors) < 6
   assert not (tmp_path / 'table').exists()
   # What was being written when it was killed.
-  (tmp_path / 'samples-000005.partial.npy').write_bytes(b'half')
+  (tmp_path / 'partial_samples-000005.npy').write_bytes(b'half')
 
   table = _build(draft, tmp_path)
   assert table.read_bytes() == finished.read_bytes()

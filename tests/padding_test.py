@@ -15,8 +15,8 @@ import tiny_drafters
 from tiny_drafters import Settings
 
 from models.checkpoints import hub
-from models.nn.contract import as_model
-from models.nn.contract import with_vocab_size
+from models.nn.adapter import as_model
+from models.nn.adapter import with_vocab_size
 from models.nn.gpt2 import GPT2
 from models.nn.gpt2 import GPT2Config
 from models.text import drafters

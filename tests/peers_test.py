@@ -17,7 +17,7 @@ from models.bench.machine import model_size
 from models.bench.peers import Forwards
 from models.bench.peers import statistics
 from models.checkpoints import hub
-from models.nn.contract import as_model
+from models.nn.adapter import as_model
 import specdec
 from specdec import Sampling
 

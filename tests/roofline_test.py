@@ -9,7 +9,7 @@ from models.bench.machine import flops
 from models.bench.machine import model_size
 from models.bench.machine import ModelSize
 from models.bench.machine import place
-from models.nn.contract import as_model
+from models.nn.adapter import as_model
 
 _COSTS = {
   'target': {'per_forward': 100, 'per_slot': 2},

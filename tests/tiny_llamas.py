@@ -9,8 +9,8 @@ import numpy as np
 import tiny_models
 
 from models.checkpoints.families import family_of
-from models.checkpoints.family import Module
-from models.nn.contract import as_model
+from models.nn.adapter import as_model
+from models.nn.adapter import Module
 from models.nn.llama import LlamaConfig
 from models.nn.mixtral import MixtralConfig
 from models.nn.rope import Llama3Scaling

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import tiny_modules
 
-from models.nn.contract import as_model
+from models.nn.adapter import as_model
 from specdec import LanguageModel
 from specdec import ModelSpec
 from specdec import Sampling

@@ -23,7 +23,7 @@ from models.nn.gpt2 import GPT2Config
 from models.nn.mixtral import MixtralConfig
 from models.training import corpus as corpora
 from models.training import loss as losses
-from models.training import trainer as run
+from models.training import pipeline
 from models.training.corpus import Corpus
 from models.training.optimizer import make_optimizer
 from models.training.tokenizer import END_OF_TEXT
@@ -593,7 +593,9 @@ def test_run_writes_a_folder_and_refuses_another_corpus(root, tmp_path):
     'corpus': Corpus(folder=str(root), held_out_percent=20),
     'config': TrainConfig(**(SETTINGS | {'num_steps': 2})),
     # The windows of 8 tokens are cut to this context.
-    'shape': run.Shape(width=16, num_layers=1, num_heads=2, num_positions=6),
+    'shape': pipeline.Shape(
+      width=16, num_layers=1, num_heads=2, num_positions=6
+    ),
     'vocab_size': 270,
     'tokenizer_folder': None,
     'teacher_folder': None,
@@ -601,14 +603,16 @@ def test_run_writes_a_folder_and_refuses_another_corpus(root, tmp_path):
     'output': tmp_path / 'model',
     'output_dtype': 'float16',
   }
-  run.run(**arguments)
+  pipeline.run(**arguments)
   module = hub.load_module(tmp_path / 'model')
   tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / 'model')
   assert module.config.vocab_size == len(tokenizer)
   assert (tmp_path / 'model' / 'loss_curve.json').exists()
 
   with pytest.raises(ValueError, match=r'holds another run \(corpus: '):
-    run.run(**arguments | {'corpus': Corpus(folder=str(root), pattern='*.txt')})
+    pipeline.run(
+      **arguments | {'corpus': Corpus(folder=str(root), pattern='*.txt')}
+    )
 
   # A draft for it needs no more than a context that the teacher has.
   draft = arguments | {
@@ -616,9 +620,9 @@ def test_run_writes_a_folder_and_refuses_another_corpus(root, tmp_path):
     'workdir': tmp_path / 'draft_work',
     'output': tmp_path / 'draft',
   }
-  longer = run.Shape(width=16, num_layers=1, num_heads=2, num_positions=7)
-  with pytest.raises(ValueError, match='--context=7 exceeds that of the teach'):
-    run.run(**draft | {'shape': longer})
-  run.run(**draft)
+  longer = pipeline.Shape(width=16, num_layers=1, num_heads=2, num_positions=7)
+  with pytest.raises(ValueError, match='--context=7 exceeds the context of'):
+    pipeline.run(**draft | {'shape': longer})
+  pipeline.run(**draft)
   drafted = transformers.AutoTokenizer.from_pretrained(tmp_path / 'draft')
   assert drafted.get_vocab() == tokenizer.get_vocab()

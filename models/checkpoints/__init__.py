@@ -1,1 +1,1 @@
-"""Reads and writes checkpoints in the format of Hugging Face."""
+"""Checkpoints in the formats of Hugging Face, read and written."""

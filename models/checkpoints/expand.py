@@ -1,14 +1,14 @@
-"""Wider and deeper models that compute exactly the same function.
+"""Expands a GPT-2 to a wider and deeper one that computes the same function.
 
-How many drafted tokens are accepted depends on what a target computes; how long
-it takes, on its shape. Expanded, a small trained model has the cost of a large
-one without a download. Numbers made this way must say so.
+The acceptance of draft tokens depends on the function that the target computes,
+and the time of a forward on its shape. An expanded small model has the cost of
+a large model without a download. Results obtained this way must say so.
 
 Width: every residual coordinate, head and inner feature is repeated r times,
-and the weights that sum over repeated inputs are divided by r (Net2Net, Chen et
-al. 2016, arXiv 1511.05641, section 2, with copies that stay alike). Repeating
-changes neither mean nor variance, so layer norms stay right. Depth: appended
-blocks add zero to the residual stream.
+and weights that sum over repeated inputs are divided by r (Net2Net, Chen et al.
+2016, arXiv 1511.05641, section 2, with equal copies). Mean and variance, and so
+the layer norms, do not change. Depth: appended blocks add zero to the residual
+stream.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ import numpy as np
 import transformers
 
 from models.checkpoints import hub
-from models.checkpoints.family import Module
+from models.nn.adapter import Module
 from models.nn.gpt2 import GPT2
 from models.nn.gpt2 import GPT2Config
 
@@ -31,7 +31,7 @@ _NEW_STDDEV = 0.02
 
 
 def _repeat(array: np.ndarray, axis: int, factor: int, group: int):
-  """Repeats every run of `group` entries along an axis `factor` times."""
+  """Repeats each group of `group` entries along an axis `factor` times."""
   before, after = array.shape[:axis], array.shape[axis + 1 :]
   groups = array.reshape(*before, -1, group, *after)
   return np.repeat(groups, factor, axis).reshape(*before, -1, *after)
@@ -43,14 +43,14 @@ def _widen(
   """Widens one parameter of a model of shape `config`."""
   is_embedding = path[-1] == 'embedding'
   if not is_embedding and path != ('lm_head',):
-    # Heads are repeated whole: their width, so their scale, stays the same.
+    # Whole heads are repeated, so that their width and scale do not change.
     group = config.head_width if 'c_attn' in path else 1
     array = _repeat(array, 0, factor, group)
   if array.ndim == 2:
     group = config.head_width if path[2:4] == ('attn', 'c_proj') else 1
     array = _repeat(array, 1, factor, group)
   sums_inputs = array.ndim == 2 and not is_embedding
-  # A tied head must stay the embedding, so what it multiplies shrinks.
+  # A tied head must equal the embedding, so its input is divided instead.
   feeds_tied_head = path[0] == 'ln_f' and config.tie_embeddings
   if sums_inputs or feeds_tied_head:
     array = (array / factor).astype(array.dtype)
@@ -60,7 +60,7 @@ def _widen(
 def _new_parameter(
   path: tuple[Any, ...], shape: tuple[int, ...], rng: np.random.Generator
 ) -> np.ndarray:
-  """A parameter of an appended block, which must add zero."""
+  """Draws a parameter of an appended block, whose output is zero."""
   if path[-1] == 'scale':
     return np.ones(shape, np.float32)
   if path[-1] == 'bias' or path[-2] == 'c_proj':
@@ -73,22 +73,21 @@ def expand(
 ) -> GPT2:
   """Widens and deepens a GPT-2 without changing its logits.
 
-  Exact up to rounding: a power of two is exact in every dtype but for the order
-  of sums; with another factor the weights themselves are rounded, so let the
-  module be in float32.
+  With a power of two as factor only the order of sums changes; with another
+  factor the weights are rounded, so the module should be in float32.
 
   Args:
-    module: shares nothing with the result.
+    module: a GPT-2; shares no arrays with the result.
     width_factor: r, multiplies width, heads and inner width.
-    num_layers: of the result, at least those of `module`.
-    seed: of the appended blocks' weights, which do not matter.
+    num_layers: number of layers of the result, at least that of `module`.
+    seed: seed of the appended blocks' weights, which have no effect.
 
   Returns:
     A module of the dtype of `module`.
 
   Raises:
-    ValueError: the factor or the number of layers is too small, or the model is
-      no GPT-2.
+    ValueError: `width_factor` or `num_layers` is too small, or the module is
+      not a GPT-2.
   """
   if not isinstance(module, GPT2):
     raise ValueError(
@@ -109,13 +108,12 @@ def expand(
     inner_width=old.inner_width and width_factor * old.inner_width,
     num_layers=num_layers,
   )
-  _, variables = nnx.split(module)
-  params = traverse_util.flatten_dict(nnx.to_pure_dict(variables))
-  graph, wanted = hub.abstract_module(config, module.wte.embedding.dtype)
+  _, params = hub.flat_params(module)
+  graph, shapes = hub.flat_params(hub.shape_module(config, module.dtype))
   rng = np.random.default_rng(seed)
-  # One parameter at a time: a large model is never held twice.
+  # One parameter at a time, so that a large model is never held twice.
   expanded = {}
-  for path, leaf in wanted.items():
+  for path, leaf in shapes.items():
     if path in params:
       array = _widen(path, np.asarray(params[path]), width_factor, old)
     else:
@@ -133,18 +131,18 @@ def expand_pretrained(
   seed: int = 0,
   dtype: jnp.dtype = jnp.float32,
 ) -> GPT2Config:
-  """Expands a model, and its tokenizer if it has one, into a new folder.
+  """Expands a model and copies its tokenizer, if any, into a new folder.
 
   Args:
-    name: of the model, see `hub.locate`.
+    name: name of the model, see `hub.locate`.
     output: the Hugging Face folder to write.
     width_factor: see `expand`.
     num_layers: see `expand`.
     seed: see `expand`.
-    dtype: to store the tensors in; the expansion is done in float32.
+    dtype: dtype of the stored tensors; the expansion is done in float32.
 
   Returns:
-    The new shape.
+    The shape of the expanded model.
   """
   folder = hub.locate(name)
   tokenizer = None

@@ -1,24 +1,103 @@
-"""The kinds of models there are; see `models.family` for what makes one."""
+"""Registry of the model families, with the functions that map their formats.
 
+The canonical name of a parameter is its path in the module, joined by dots,
+with the leaf names of checkpoints: `h.0.ln_1.weight`.
+"""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+import dataclasses
 import json
 import pathlib
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
+import transformers
 
-from models.checkpoints import gpt2 as gpt2_checkpoint
-from models.checkpoints import llama as llama_checkpoint
-from models.checkpoints.family import Config
-from models.checkpoints.family import Family
+from models.checkpoints import gpt2
+from models.checkpoints import llama
+from models.nn.adapter import Config
+from models.nn.adapter import Module
+from models.nn.gpt2 import GPT2
+from models.nn.gpt2 import GPT2Config
+from models.nn.llama import Llama
+from models.nn.llama import LlamaConfig
+from models.nn.mixtral import Mixtral
+from models.nn.mixtral import MixtralConfig
 
-FAMILIES = (
-  gpt2_checkpoint.FAMILY,
-  llama_checkpoint.LLAMA,
-  llama_checkpoint.MIXTRAL,
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Family:
+  """A family of models and its Hugging Face format.
+
+  Attributes:
+    name: name in messages.
+    model_types: values of `model_type` in config.json.
+    module: class of the modules, called with `(config, dtype=, rngs=)`.
+    config: class of the shapes.
+    read_config: makes a shape of the keys of a config.json; raises ValueError
+      if they describe something that the module does not compute.
+    to_hugging_face: its inverse, called with `(config, dtype=, eos_token_id=)`.
+    canonical_name: maps `(stored name, config)` to a canonical name, or to None
+      for a tensor that is not needed.
+    stored_name: maps `(canonical name, config)` to the name that transformers
+      writes.
+    is_transposed: whether the matrix of a canonical name is stored `[in, out]`.
+    stays_float: whether the matrix of a canonical name is never rounded to
+      eight bits.
+  """
+
+  name: str
+  model_types: frozenset[str]
+  module: Callable[..., Module]
+  config: type[Config]
+  read_config: Callable[[Mapping[str, Any]], Config]
+  to_hugging_face: Callable[..., transformers.PreTrainedConfig]
+  canonical_name: Callable[[str, Any], str | None]
+  stored_name: Callable[[str, Any], str]
+  is_transposed: Callable[[str], bool] = lambda name: False
+  stays_float: Callable[[str], bool] = lambda name: False
+
+
+_LLAMA = Family(
+  name='Llama',
+  model_types=frozenset(llama.LLAMA_CONFIGS),
+  module=Llama,
+  config=LlamaConfig,
+  read_config=llama.read_llama,
+  to_hugging_face=llama.to_hugging_face,
+  canonical_name=llama.canonical_name,
+  stored_name=llama.stored_name,
 )
 
-# Config keys that change the computation in ways that no module here knows,
-# each with the only values that leave it alone.
+FAMILIES = (
+  Family(
+    name='GPT-2',
+    model_types=frozenset({'gpt2'}),
+    module=GPT2,
+    config=GPT2Config,
+    read_config=gpt2.read_config,
+    to_hugging_face=gpt2.to_hugging_face,
+    canonical_name=gpt2.canonical_name,
+    stored_name=gpt2.stored_name,
+    is_transposed=gpt2.is_transposed,
+    stays_float=lambda name: name == 'wpe.weight',
+  ),
+  _LLAMA,
+  dataclasses.replace(
+    _LLAMA,
+    name='Mixtral',
+    model_types=frozenset(llama.MIXTRAL_CONFIGS),
+    module=Mixtral,
+    config=MixtralConfig,
+    read_config=llama.read_mixtral,
+    # A router in eight bits would route tokens to other experts.
+    stays_float=lambda name: '.gate.' in name,
+  ),
+)
+
+# Config keys that change the computation in ways that no module supports, with
+# the values that have no effect.
 _REFUSED_UNLESS: dict[str, tuple[Any, ...]] = {
   'add_cross_attention': (False, None),
   'auto_map': (None,),
@@ -28,29 +107,36 @@ _REFUSED_UNLESS: dict[str, tuple[Any, ...]] = {
 
 
 def family_of(config: Config) -> Family:
-  """That of a shape."""
-  return next(one for one in FAMILIES if one.config is type(config))
+  """The family of a shape."""
+  return next(family for family in FAMILIES if family.config is type(config))
+
+
+def parameter_name(path: tuple[Any, ...]) -> str:
+  """The canonical name of the parameter at a path of a module.
+
+  Embeddings call their array `embedding` and norms `scale`; checkpoints call
+  both `weight`.
+  """
+  if path == ('lm_head',):
+    return 'lm_head.weight'
+  *parents, leaf = (str(part) for part in path)
+  leaf = 'weight' if leaf in ('embedding', 'scale') else leaf
+  return '.'.join([*parents, leaf])
 
 
 def read_config(path: pathlib.Path) -> Config:
-  """Reads a `config.json`.
-
-  Args:
-    path: of the file.
-
-  Returns:
-    The shape of the model, of the class of its family.
+  """Reads the shape of a model from its `config.json`.
 
   Raises:
-    ValueError: the file describes something that no family here is; names the
-      key and its value.
+    ValueError: the file describes a model that no family supports; the message
+      names the key and its value.
   """
   try:
     raw = json.loads(path.read_text('utf-8'))
   except ValueError as error:
     raise ValueError(f'{path} is not valid JSON: {error}') from error
   kind = raw.get('model_type') if isinstance(raw, dict) else raw
-  by_type = {kind: one for one in FAMILIES for kind in one.model_types}
+  by_type = {kind: family for family in FAMILIES for kind in family.model_types}
   if not isinstance(raw, dict) or kind not in by_type:
     raise ValueError(
       f'{path}: model_type {kind!r} is not known; choose from {sorted(by_type)}'
@@ -60,10 +146,5 @@ def read_config(path: pathlib.Path) -> Config:
       raise ValueError(f'{path}: {key}={raw[key]!r} is not supported')
   try:
     return by_type[kind].read_config(raw)
-  except (
-    StrictDataclassError,
-    KeyError,
-    TypeError,
-    ValueError,
-  ) as error:
+  except (StrictDataclassError, KeyError, TypeError, ValueError) as error:
     raise ValueError(f'{path}: {error}') from error

@@ -1,8 +1,10 @@
 """Loads and saves models as Hugging Face folders, one tensor at a time."""
 
 from collections.abc import Iterator
+import dataclasses
 import json
 import pathlib
+from typing import Any
 
 from flax import nnx
 from flax import traverse_util
@@ -15,52 +17,50 @@ from safetensors import numpy as safetensors_numpy
 import transformers
 
 from models.checkpoints.families import family_of
+from models.checkpoints.families import parameter_name
 from models.checkpoints.families import read_config
-from models.checkpoints.family import Config
-from models.checkpoints.family import Module
-from models.checkpoints.family import parameter_name
+from models.nn.adapter import Config
+from models.nn.adapter import Module
 from models.nn.matmul import Int8Matrix
 from models.nn.matmul import quantize
 
 _DEMO = pathlib.Path(__file__).parents[1] / 'demo'
-_EMBEDDED = {
-  'demo': _DEMO / 'target',
-  'demo-moe': _DEMO / 'moe',
-  'demo-draft': _DEMO / 'draft',
-}
+_EMBEDDED = {'demo': _DEMO / 'target', 'demo-draft': _DEMO / 'draft'}
 
 _INDEX = 'model.safetensors.index.json'
 _SINGLE = 'model.safetensors'
 DTYPES = ('float32', 'bfloat16', 'int8')
-"""What the matrices of a model may be loaded as; see `load_module`."""
+"""Dtypes that the matrices of a model may be loaded as, see `load_module`."""
 
 _FLOATS = {'F32', 'F16', 'BF16', 'F64'}
-_BLOCK_BYTES = 1 << 24  # Read at once.
+_BLOCK_BYTES = 1 << 24  # Bytes of a tensor read at once.
 _HUB_FILES = ('*.json', '*.safetensors', '*.txt', '*.model')
 
 
-def locate(name: str, *, revision: str | None = None) -> pathlib.Path:
-  """The folder of a model.
+def locate(
+  name: str | pathlib.Path, *, revision: str | None = None
+) -> pathlib.Path:
+  """Resolves the name of a model to its folder.
 
   Args:
-    name: `demo` or `demo-draft`, the embedded pair; `demo-moe`, the embedded
-      mixture of experts; a folder; or the id of a model on the Hugging Face
-      hub, which is downloaded (weights in safetensors, config and tokenizer
-      only).
+    name: `demo` or `demo-draft` (the embedded pair), a folder, or the id of a
+      model on the Hugging Face hub, which is downloaded (weights in
+      safetensors, config and tokenizer only). A `pathlib.Path` is always a
+      folder, so a result of this function is never looked up again.
     revision: branch, tag or commit on the hub.
 
   Returns:
     A folder with a `config.json`.
 
   Raises:
-    ValueError: there is no such folder and no such model can be fetched.
+    ValueError: there is no such folder and no such model can be downloaded.
   """
-  folder = _EMBEDDED.get(name, pathlib.Path(name).expanduser())
+  folder = _EMBEDDED.get(str(name), pathlib.Path(name).expanduser())
   if folder.is_dir():
     if revision is not None:
       raise ValueError(f'{name} is a folder; a revision needs a hub id')
     return folder
-  if name.startswith(('/', '.', '~')):
+  if isinstance(name, pathlib.Path) or name.startswith(('/', '.', '~')):
     raise ValueError(f'there is no folder {name}')
   try:
     fetched = huggingface_hub.snapshot_download(
@@ -81,7 +81,7 @@ def locate(name: str, *, revision: str | None = None) -> pathlib.Path:
 
 
 def draft_name(name: str) -> str:
-  """What `locate` is to find for a draft: `demo` is the embedded one."""
+  """The name of a draft for `locate`, where `demo` is the embedded draft."""
   return 'demo-draft' if name == 'demo' else name
 
 
@@ -121,63 +121,77 @@ def _weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
   )
 
 
-def _read(file, name, shape, dtype, *, transposed) -> np.ndarray:
-  """Reads one tensor into its final dtype and layout, block by block.
+@dataclasses.dataclass(frozen=True)
+class _Tensor:
+  """Location and type of a stored tensor."""
 
-  A file is mapped anew for every block: pages of a mapping that were touched
-  stay resident until it is closed, and would double the peak memory.
-  """
-  array = np.empty(shape[::-1] if transposed else shape, dtype)
-  as_stored = array.T if transposed else array
-  rows = max(1, _BLOCK_BYTES * shape[0] // array.nbytes)
-  for start in range(0, shape[0], rows):
-    end = min(start + rows, shape[0])
-    with safetensors.safe_open(file, 'numpy') as mapped:
-      as_stored[start:end] = mapped.get_slice(name)[start:end]
-  return array
+  file: pathlib.Path
+  name: str
+  dtype: str
+  shape: tuple[int, ...]
+
+  def check(self, expected: tuple[int, ...]) -> None:
+    """Raises ValueError on another shape, or a dtype that is not a float."""
+    where = f'{self.file.parent}: tensor {self.name}'
+    if self.shape != expected:
+      raise ValueError(f'{where} has shape {self.shape}, expected {expected}')
+    if self.dtype not in _FLOATS:
+      raise ValueError(
+        f'{where} has dtype {self.dtype}, expected one of {sorted(_FLOATS)}'
+      )
+
+  def read(self, dtype, *, transposed: bool) -> np.ndarray:
+    """Reads the tensor into its final dtype and layout, block by block.
+
+    The file is mapped anew for every block: pages of a mapping that were
+    touched stay resident until it is closed, and would double the peak memory.
+    """
+    shape = self.shape[::-1] if transposed else self.shape
+    array = np.empty(shape, dtype)
+    as_stored = array.T if transposed else array
+    rows = max(1, _BLOCK_BYTES * self.shape[0] // array.nbytes)
+    for start in range(0, self.shape[0], rows):
+      end = min(start + rows, self.shape[0])
+      with safetensors.safe_open(self.file, 'numpy') as mapped:
+        as_stored[start:end] = mapped.get_slice(self.name)[start:end]
+    return array
 
 
-def _tensors(
-  folder: pathlib.Path,
-) -> Iterator[tuple[pathlib.Path, str, str, tuple[int, ...]]]:
-  """Yields `(file, stored name, dtype, shape)`."""
+def _tensors(folder: pathlib.Path) -> Iterator[_Tensor]:
+  """Yields all tensors of a folder, in the order of its files."""
   for file in _weight_files(folder):
     try:
       with safetensors.safe_open(file, 'numpy') as mapped:
-        names = mapped.offset_keys()  # In the order of the file.
-        slices = [mapped.get_slice(name) for name in names]
         described = [
-          (name, part.get_dtype(), tuple(part.get_shape()))
-          for name, part in zip(names, slices, strict=True)
+          _Tensor(file, name, part.get_dtype(), tuple(part.get_shape()))
+          for name in mapped.offset_keys()
+          for part in (mapped.get_slice(name),)
         ]
-        del slices
     except safetensors.SafetensorError as error:
       raise ValueError(f'{file} is not a safetensors file: {error}') from error
-    for name, dtype, shape in described:
-      yield file, name, dtype, shape
+    yield from described
 
 
-def config_of(name: str, *, revision: str | None = None) -> Config:
-  """The shape of a model; see `locate` for the arguments, and what it raises.
+def config_of(name: str | pathlib.Path) -> Config:
+  """The shape of a model; see `locate` for the name.
 
   Raises:
-    ValueError: there is none, or it is of a kind that is not known.
+    ValueError: there is no such model, or no family supports it.
   """
-  folder = locate(name, revision=revision)
+  folder = locate(name)
   if not (folder / 'config.json').exists():
     raise ValueError(f'{folder} has no config.json')
   return read_config(folder / 'config.json')
 
 
 def shape_module(config: Config, dtype: jnp.dtype) -> Module:
-  """A module whose weights are shapes."""
+  """A module with shapes in place of weights."""
   make = family_of(config).module
   return nnx.eval_shape(lambda: make(config, dtype=dtype, rngs=nnx.Rngs(0)))
 
 
-def abstract_module(config: Config, dtype: jnp.dtype):
-  """A module without weights: its graph, and its parameters' shapes by path."""
-  module = shape_module(config, dtype)
+def flat_params(module: Module) -> tuple[nnx.GraphDef, dict[tuple, Any]]:
+  """The graph of a module, and its parameters by path."""
   graph, variables = nnx.split(module)
   return graph, traverse_util.flatten_dict(nnx.to_pure_dict(variables))
 
@@ -188,73 +202,58 @@ def load_module(
   dtype: jax.typing.DTypeLike = jnp.float32,
   revision: str | None = None,
 ) -> Module:
-  """Loads a model of any family and size from a folder or from the hub.
+  """Loads a model.
 
-  Tensors go one at a time from the file into their final dtype on the default
-  device, so the peak of host memory is the model plus one tensor
-  (scripts/measure_load_memory.py).
+  One tensor at a time is converted and put on the device, so the peak memory is
+  the size of the model plus one tensor (of a tied head that is stored twice).
 
   Args:
     name: see `locate`.
-    dtype: of the matrices: float32, bfloat16 or int8; with the last, of all but
-      position embeddings and routers, and the rest is computed in bfloat16.
+    dtype: dtype of the matrices; norms are always float32. `int8` rounds all
+      matrices to eight bits, except position embeddings and routers, and the
+      rest is computed in bfloat16.
     revision: see `locate`.
 
-  Returns:
-    The module.
-
   Raises:
-    ValueError: a config or tensor that is not known, missing, left over or
-      misshapen; the message names it.
+    ValueError: a config or tensor is unknown, missing, left over or misshapen;
+      the message names it.
   """
-  folder = locate(str(name), revision=revision)
-  config = config_of(str(folder))
+  folder = locate(name, revision=revision)
+  config = config_of(folder)
   family = family_of(config)
   in_int8 = jnp.dtype(dtype) == jnp.int8
-  graph, wanted = abstract_module(
-    config, jnp.dtype(jnp.bfloat16 if in_int8 else dtype)
-  )
-  paths = {parameter_name(path): path for path in wanted}
+  float_dtype = jnp.dtype(jnp.bfloat16 if in_int8 else dtype)
+  graph, expected = flat_params(shape_module(config, float_dtype))
+  paths = {parameter_name(path): path for path in expected}
   loaded, origin = {}, {}
-  for file, stored, stored_dtype, shape in _tensors(folder):
-    tensor_name = family.canonical_name(stored, config)
-    if tensor_name is None:
+  for tensor in _tensors(folder):
+    key = family.canonical_name(tensor.name, config)
+    if key is None:
       continue
-    if tensor_name not in paths:
+    if key not in paths:
       raise ValueError(
-        f'{folder}: tensor {stored} is not part of a {family.name}'
+        f'{folder}: tensor {tensor.name} is not part of a {family.name}'
       )
-    path = paths[tensor_name]
-    leaf = wanted[path]
-    transposed = family.is_transposed(path)
-    expected = leaf.shape[::-1] if transposed else leaf.shape
-    if shape != expected:
+    leaf, transposed = expected[paths[key]], family.is_transposed(key)
+    tensor.check(leaf.shape[::-1] if transposed else leaf.shape)
+    if in_int8 and leaf.ndim == 2 and not family.stays_float(key):
+      final = quantize(tensor.read(np.float32, transposed=transposed))
+    else:
+      final = jax.device_put(tensor.read(leaf.dtype, transposed=transposed))
+    if key not in loaded:
+      loaded[key] = jax.block_until_ready(final)
+      origin[key] = tensor.name
+    elif not jax.tree.all(jax.tree.map(np.array_equal, loaded[key], final)):
       raise ValueError(
-        f'{folder}: tensor {stored} has shape {shape}, expected {expected}'
-      )
-    if stored_dtype not in _FLOATS:
-      raise ValueError(
-        f'{folder}: tensor {stored} has dtype {stored_dtype}, expected one of'
-        f' {sorted(_FLOATS)}'
-      )
-    quantized = in_int8 and leaf.ndim == 2 and not family.stays_float(path)
-    kept_dtype = np.float32 if quantized else leaf.dtype
-    array = _read(file, stored, shape, kept_dtype, transposed=transposed)
-    final = quantize(array) if quantized else jax.device_put(array)
-    if path not in loaded:
-      loaded[path] = jax.block_until_ready(final)
-      origin[path] = stored
-    elif not jax.tree.all(jax.tree.map(np.array_equal, loaded[path], final)):
-      raise ValueError(
-        f'{folder}: tensors {origin[path]} and {stored} should be equal but'
+        f'{folder}: tensors {origin[key]} and {tensor.name} should be equal but'
         ' differ; is tie_word_embeddings wrong in config.json?'
       )
-  missing = sorted(name for name, path in paths.items() if path not in loaded)
-  if missing:
+  if missing := sorted(paths.keys() - loaded.keys()):
     raise ValueError(
       f'{folder} lacks {len(missing)} tensors, the first is {missing[0]}'
     )
-  return nnx.merge(graph, traverse_util.unflatten_dict(loaded))
+  by_path = {paths[key]: leaf for key, leaf in loaded.items()}
+  return nnx.merge(graph, traverse_util.unflatten_dict(by_path))
 
 
 def save_pretrained(
@@ -267,18 +266,17 @@ def save_pretrained(
   """Writes a folder that both `load_module` and transformers read.
 
   Args:
-    module: what to save.
-    folder: created if need be.
+    module: the module to save.
+    folder: created if it does not exist.
     tokenizer: saved beside the weights.
-    dtype: to store all tensors in; default: as they are.
+    dtype: dtype of all stored tensors; the default keeps theirs.
 
   Raises:
-    ValueError: the matrices are in eight bits, or the shape is one that no
-      model of transformers has.
+    ValueError: the matrices are in eight bits, or no model of transformers has
+      the shape.
   """
   family = family_of(module.config)
-  _, variables = nnx.split(module)
-  params = traverse_util.flatten_dict(nnx.to_pure_dict(variables))
+  _, params = flat_params(module)
   if any(isinstance(leaf, Int8Matrix) for leaf in params.values()):
     raise ValueError(
       f'{folder}: a model loaded with dtype=int8 cannot be saved; load it as'
@@ -293,15 +291,17 @@ def save_pretrained(
   folder.mkdir(parents=True, exist_ok=True)
   tensors = {}
   for path, leaf in params.items():
+    name = parameter_name(path)
     array = np.asarray(leaf, dtype=dtype or leaf.dtype)
-    if family.is_transposed(path):
+    if family.is_transposed(name):
       array = array.T
-    stored = family.stored_name(path, module.config)
+    stored = family.stored_name(name, module.config)
     tensors[stored] = np.ascontiguousarray(array)
   safetensors_numpy.save_file(
     tensors, folder / _SINGLE, metadata={'format': 'pt'}
   )
-  (folder / _SINGLE).chmod(0o644)  # safetensors writes it for its owner alone.
+  # safetensors makes the file readable by its owner only.
+  (folder / _SINGLE).chmod(0o644)
   described.save_pretrained(folder)
   if tokenizer is not None:
     tokenizer.save_pretrained(folder)

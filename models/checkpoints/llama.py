@@ -1,4 +1,4 @@
-"""Hugging Face's formats of Llama, its relatives, and their mixtures."""
+"""Config keys and tensor names of Llama, related models and mixtures."""
 
 from collections.abc import Mapping
 import dataclasses
@@ -7,40 +7,47 @@ from typing import Any
 
 import transformers
 
-from models.checkpoints.family import Family
-from models.checkpoints.family import parameter_name
-from models.checkpoints.family import Path
 from models.nn.layers import ACTIVATIONS
-from models.nn.llama import Llama
 from models.nn.llama import LlamaConfig
-from models.nn.mixtral import Mixtral
 from models.nn.mixtral import MixtralConfig
 from models.nn.rope import Rope
 from models.nn.rope import SCALINGS
 
 _PREFIX = 'model.'
-# Buffers of old checkpoints: the frequencies, which follow from the config.
+# Buffers of old checkpoints: frequencies, which follow from the config.
 _BUFFERS = re.compile(r'layers\.\d+\.self_attn\.rotary_emb\.inv_freq')
 
-# What Mixtral calls the parts of a perceptron, and the others do.
+# Names of the parts of a perceptron, and what Mixtral calls them.
 _MIXTRAL_NAMES = {'gate_proj': 'w1', 'up_proj': 'w3', 'down_proj': 'w2'}
 
-_LLAMA_CONFIGS: dict[str, Any] = {
+LLAMA_CONFIGS: dict[str, Any] = {
   'llama': transformers.LlamaConfig,
   'mistral': transformers.MistralConfig,
   'qwen2': transformers.Qwen2Config,
   'qwen3': transformers.Qwen3Config,
 }
-_MIXTRAL_CONFIGS: dict[str, Any] = {
+MIXTRAL_CONFIGS: dict[str, Any] = {
   'mixtral': transformers.MixtralConfig,
   'qwen3_moe': transformers.Qwen3MoeConfig,
 }
-# Keys beside the fields of a scaling.
+# Fields of a `LlamaConfig`, and their keys in config.json.
+_KEYS = {
+  'vocab_size': 'vocab_size',
+  'width': 'hidden_size',
+  'num_layers': 'num_hidden_layers',
+  'num_heads': 'num_attention_heads',
+  'num_kv_heads': 'num_key_value_heads',
+  'inner_width': 'intermediate_size',
+  'activation': 'hidden_act',
+  'norm_epsilon': 'rms_norm_eps',
+  'tie_embeddings': 'tie_word_embeddings',
+}
+# Keys of `rope_parameters` that are not fields of a scaling.
 _ROPE_KEYS = {'rope_type', 'type', 'rope_theta', 'partial_rotary_factor'}
 
 
 def _read_rope(raw: Mapping[str, Any]) -> Rope:
-  """From transformers' `rope_parameters`."""
+  """The rotary embedding of transformers' `rope_parameters`."""
   if raw.get('partial_rotary_factor', 1.0) != 1.0:
     raise ValueError(
       f'partial_rotary_factor={raw["partial_rotary_factor"]!r} is not supported'
@@ -55,7 +62,7 @@ def _read_rope(raw: Mapping[str, Any]) -> Rope:
     )
   values = {key: raw[key] for key in raw if key not in _ROPE_KEYS}
   known = {field.name for field in dataclasses.fields(SCALINGS[kind])}
-  if kind == 'linear':  # Written along by some; it does not enter.
+  if kind == 'linear':  # Some checkpoints have it; it has no effect.
     values.pop('original_max_position_embeddings', None)
   if unknown := sorted(set(values) - known):
     raise ValueError(f'{unknown[0]} is not supported with rope_type={kind!r}')
@@ -63,9 +70,9 @@ def _read_rope(raw: Mapping[str, Any]) -> Rope:
 
 
 def _longest_context(config: Any) -> int:
-  """As far as every token sees all before it.
+  """Longest context in which every token sees all tokens before it.
 
-  Beyond its window, sliding attention would see less; nothing here does that.
+  It ends where a sliding window would begin to slide: no module here slides it.
   """
   longest = config.max_position_embeddings
   kinds = set(getattr(config, 'layer_types', None) or ())
@@ -77,49 +84,42 @@ def _longest_context(config: Any) -> int:
 
 
 def _from_dict(kinds: Mapping[str, Any], raw: Mapping[str, Any]) -> Any:
-  """Transformers' own reading, which fills in what is left open."""
-  if raw.get('num_attention_heads') == 0:  # It would divide by it.
+  """The transformers config, which fills in defaults."""
+  if raw.get('num_attention_heads') == 0:  # transformers would divide by it.
     raise ValueError('num_attention_heads must be positive, got 0')
   return kinds[raw['model_type']].from_dict(dict(raw))
 
 
 def _common(config: Any, kind: str) -> dict[str, Any]:
-  """The fields of a `LlamaConfig`."""
+  """The fields of a `LlamaConfig`, from a transformers config."""
   if config.hidden_act not in ACTIVATIONS:
     raise ValueError(
       f'hidden_act={config.hidden_act!r} is not known; choose from'
       f' {sorted(ACTIVATIONS)}'
     )
   attention_bias = getattr(config, 'attention_bias', False)
-  return {
-    'vocab_size': config.vocab_size,
+  return {ours: getattr(config, key) for ours, key in _KEYS.items()} | {
     'num_positions': _longest_context(config),
-    'width': config.hidden_size,
-    'num_layers': config.num_hidden_layers,
-    'num_heads': config.num_attention_heads,
-    'num_kv_heads': config.num_key_value_heads,
     'head_width': getattr(config, 'head_dim', None)
     or config.hidden_size // config.num_attention_heads,
-    'inner_width': config.intermediate_size,
-    'activation': config.hidden_act,
-    'norm_epsilon': config.rms_norm_eps,
     'rope': _read_rope(config.rope_parameters),
     'qkv_bias': kind == 'qwen2' or attention_bias,
     'output_bias': kind != 'qwen2' and attention_bias,
     'mlp_bias': getattr(config, 'mlp_bias', False),
     'qk_norm': kind in ('qwen3', 'qwen3_moe'),
-    'tie_embeddings': config.tie_word_embeddings,
   }
 
 
-def _read_llama(raw: Mapping[str, Any]) -> LlamaConfig:
-  config = _from_dict(_LLAMA_CONFIGS, raw)
+def read_llama(raw: Mapping[str, Any]) -> LlamaConfig:
+  """Reads the keys of a `config.json` without experts; raises ValueError."""
+  config = _from_dict(LLAMA_CONFIGS, raw)
   return LlamaConfig(**_common(config, raw['model_type']))
 
 
-def _read_mixtral(raw: Mapping[str, Any]) -> MixtralConfig:
+def read_mixtral(raw: Mapping[str, Any]) -> MixtralConfig:
+  """Reads the keys of a `config.json` with experts; raises ValueError."""
   kind = raw['model_type']
-  config = _from_dict(_MIXTRAL_CONFIGS, raw)
+  config = _from_dict(MIXTRAL_CONFIGS, raw)
   fields = _common(config, kind) | {
     'num_experts': config.num_experts,
     'experts_per_token': config.num_experts_per_tok,
@@ -139,7 +139,7 @@ def _read_mixtral(raw: Mapping[str, Any]) -> MixtralConfig:
 
 
 def _model_type(config: LlamaConfig) -> str:
-  """The one that can say what a shape is."""
+  """The `model_type` whose config can express a shape."""
   same_bias = config.qkv_bias == config.output_bias
   if isinstance(config, MixtralConfig) and config.qk_norm:
     kind, fits = 'qwen3_moe', same_bias
@@ -154,33 +154,25 @@ def _model_type(config: LlamaConfig) -> str:
     kind, fits = 'qwen2', config.qkv_bias and not config.mlp_bias
   if not fits:
     raise ValueError(
-      f'no model of transformers has this shape, it cannot be saved: {config}'
+      f'no model of transformers has this shape; it cannot be saved: {config}'
     )
   return kind
 
 
-def _to_hugging_face(
+def to_hugging_face(
   config: LlamaConfig, *, dtype: str, eos_token_id: int | None
 ) -> transformers.PreTrainedConfig:
+  """The transformers config of a shape; raises ValueError if there is none."""
   kind = _model_type(config)
   rope: dict[str, Any] = {'rope_theta': config.rope.theta}
   scaling = config.rope.scaling
   rope['rope_type'] = 'default' if scaling is None else scaling.rope_type
   if scaling is not None:
     rope |= dataclasses.asdict(scaling)
-  keys = {
-    'vocab_size': config.vocab_size,
+  keys = {key: getattr(config, ours) for ours, key in _KEYS.items()} | {
     'max_position_embeddings': config.num_positions,
-    'hidden_size': config.width,
-    'num_hidden_layers': config.num_layers,
-    'num_attention_heads': config.num_heads,
-    'num_key_value_heads': config.num_kv_heads,
     'head_dim': config.head_width,
-    'intermediate_size': config.inner_width,
-    'hidden_act': config.activation,
-    'rms_norm_eps': config.norm_epsilon,
     'rope_parameters': rope,
-    'tie_word_embeddings': config.tie_embeddings,
     'bos_token_id': eos_token_id,
     'eos_token_id': eos_token_id,
     'dtype': dtype,
@@ -199,13 +191,13 @@ def _to_hugging_face(
         'moe_intermediate_size': config.inner_width,
         'norm_topk_prob': config.renormalize,
       }
-  made = (_LLAMA_CONFIGS | _MIXTRAL_CONFIGS)[kind](**keys)
+  made = (LLAMA_CONFIGS | MIXTRAL_CONFIGS)[kind](**keys)
   made.architectures = [type(made).__name__.replace('Config', 'ForCausalLM')]
   return made
 
 
-def _canonical_name(stored: str, config: LlamaConfig) -> str | None:
-  """As `models.family.parameter_name` has it; None for a known buffer.
+def canonical_name(stored: str, config: LlamaConfig) -> str | None:
+  """The canonical name of a stored tensor, or None for a known buffer.
 
   Bare models lack the `model.` prefix. A tied head may be stored too.
   """
@@ -221,37 +213,12 @@ def _canonical_name(stored: str, config: LlamaConfig) -> str | None:
   return name
 
 
-def _stored_name(path: Path, config: LlamaConfig) -> str:
-  name = parameter_name(path)
-  if path == ('lm_head',):
+def stored_name(name: str, config: LlamaConfig) -> str:
+  """The name that transformers stores a canonical name under."""
+  if name == 'lm_head.weight':
     return name
-  if _model_type(config) == 'mixtral' and 'mlp' in path:
+  if _model_type(config) == 'mixtral':
     name = name.replace('.mlp.', '.block_sparse_moe.')
     for ours, theirs in _MIXTRAL_NAMES.items():
       name = name.replace(f'.{ours}.', f'.{theirs}.')
   return _PREFIX + name
-
-
-LLAMA = Family(
-  name='Llama',
-  model_types=frozenset(_LLAMA_CONFIGS),
-  module=Llama,
-  config=LlamaConfig,
-  read_config=_read_llama,
-  to_hugging_face=_to_hugging_face,
-  canonical_name=_canonical_name,
-  stored_name=_stored_name,
-  is_transposed=lambda path: False,
-  stays_float=lambda path: False,
-)
-
-MIXTRAL = dataclasses.replace(
-  LLAMA,
-  name='Mixtral',
-  model_types=frozenset(_MIXTRAL_CONFIGS),
-  module=Mixtral,
-  config=MixtralConfig,
-  read_config=_read_mixtral,
-  # A router in eight bits would send tokens elsewhere.
-  stays_float=lambda path: 'gate' in path,
-)

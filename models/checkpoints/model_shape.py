@@ -1,6 +1,6 @@
 """Sizes of a model for the cost model, from its config."""
 
-from models.checkpoints.family import Config
+from models.nn.adapter import Config
 from models.nn.gpt2 import GPT2Config
 from models.nn.mixtral import MixtralConfig
 from specdec.cost_model import ModelShape

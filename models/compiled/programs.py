@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from models.checkpoints import hub
-from models.checkpoints.family import Config
-from models.nn.contract import as_model
+from models.nn.adapter import as_model
+from models.nn.adapter import Config
 from models.nn.gpt2 import GPT2Config
 from models.text.drafters import DEMO_TABLE
 from models.text.drafters import DraftSettings

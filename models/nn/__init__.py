@@ -1,1 +1,1 @@
-"""Model families in Flax NNX."""
+"""Model families in Flax NNX, and the layers that they are made of."""

@@ -1,7 +1,7 @@
-"""Masked attention over a row's visible slots, shaped for the machine.
+"""Masked attention to the slots of a key-value cache.
 
-What a query may see is decided by the mask alone, so the same function serves
-prefill, a chain, a token tree and training.
+The mask alone decides what a query sees, so the same functions serve prefill, a
+chain, a token tree and training.
 """
 
 import functools
@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from models.nn.matmul import precision
 from specdec import cache as kv
 
-# Finite, so that a row that sees nothing (padding) gives numbers, not NaN.
-MASKED_SCORE = -1e30
+# Finite, so that a query that sees nothing (padding) does not become NaN.
+_MASKED_SCORE = -1e30
 
 
 def _batched_matmul(x: jax.Array, y: jax.Array, contract: int) -> jax.Array:
-  """`x [B, H, n, k]` with axis `contract` of `y [B, H, ., .]`, in float32."""
+  """`x [B, H, n, k]` times `y [B, H, ., .]` over axis `contract` of `y`."""
   return lax.dot_general(
     x,
     y,
@@ -30,14 +30,15 @@ def _batched_matmul(x: jax.Array, y: jax.Array, contract: int) -> jax.Array:
 
 def _attend(query, key, value, mask, *, scale):
   scores = scale * _batched_matmul(query, key, 3)
-  scores = jnp.where(mask[:, None], scores, MASKED_SCORE)
+  scores = jnp.where(mask[:, None], scores, _MASKED_SCORE)
   probs = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
   return _batched_matmul(probs, value, 2)
 
 
-def _attend_as(rows, query, key, value, mask, *, scale):
-  """A single query, several times over: alone it misses the fast path."""
-  query = jnp.broadcast_to(query, (*query.shape[:2], rows, query.shape[3]))
+def _attend_padded(num_queries, query, key, value, mask, *, scale):
+  """Attention of a single query, computed as `num_queries` equal ones."""
+  padded = (*query.shape[:2], num_queries, query.shape[3])
+  query = jnp.broadcast_to(query, padded)
   return _attend(query, key, value, mask, scale=scale)[:, :, :1]
 
 
@@ -49,65 +50,60 @@ def attend(
   *,
   scale: float,
 ) -> jax.Array:
-  """Softmax attention; scores and probabilities are computed in float32.
+  """Softmax attention `[B, Hq, L, Dh]`, computed in float32.
 
-  Args:
-    query: `[B, Hq, L, Dh]`; Hq a multiple of H, and the queries of consecutive
-      heads share one head of keys (arXiv 2305.13245).
-    key: `[B, H, S, Dh]`, same dtype as `query`.
-    value: `[B, H, S, Dh]`, same dtype as `query`.
-    mask: `[B, L, S]` bool, true where a query may look.
-    scale: multiplies the scores.
-
-  Returns:
-    `[B, Hq, L, Dh]` float32.
+  The arguments are those of `self_attention`, with the `S` keys and values of
+  the whole cache.
   """
   group = query.shape[1] // key.shape[1]
   if group > 1:
-    # As more queries of the same head, so that keys are read once.
+    # Query heads become further queries of their key head, so that the keys are
+    # read once.
     rows = query.reshape(*key.shape[:2], -1, query.shape[3])
     mask = jnp.tile(mask, (1, group, 1))
     return attend(rows, key, value, mask, scale=scale).reshape(query.shape)
-  if query.shape[2] > 1:
+  if query.shape[2] > 1 or value.dtype == jnp.float32:
     return _attend(query, key, value, mask, scale=scale)
-  # In float32 a CPU does one row at the speed of memory, in bfloat16 two; the
-  # matrix units of accelerators want a tile of eight.
-  on_cpu = 1 if value.dtype == jnp.float32 else 2
+  # A bfloat16 product of a single row misses the fast CPU kernel (docs/cpu.md:
+  # 187 ms, against 12.5 ms with two rows, AMD EPYC Zen 5).
   return lax.platform_dependent(
     query,
     key,
     value,
     mask,
-    cpu=functools.partial(_attend_as, on_cpu, scale=scale),
-    default=functools.partial(_attend_as, 8, scale=scale),
+    cpu=functools.partial(_attend_padded, 2, scale=scale),
+    default=functools.partial(_attend, scale=scale),
   )
 
 
-def attend_and_write(
+def self_attention(
   query: jax.Array,
   key: jax.Array,
   value: jax.Array,
   mask: jax.Array,
-  cache: kv.KVCache,
+  cache: kv.KVCache | None,
   layer: int,
   *,
   scale: float,
-) -> tuple[jax.Array, kv.KVCache]:
-  """Writes L new entries of a layer; their queries see the cache with them.
+) -> tuple[jax.Array, kv.KVCache | None]:
+  """Writes the keys and values of L positions to a cache, then attends to it.
 
   Args:
-    query: `[B, Hq, L, Dh]`; Hq a multiple of H, see `attend`.
+    query: `[B, Hq, L, Dh]`; Hq is a multiple of H, and each run of Hq / H
+      consecutive query heads shares one key head (arXiv 2305.13245).
     key: `[B, H, L, Dh]`, in the dtype of the cache.
     value: `[B, H, L, Dh]`, in the dtype of the cache.
-    mask: `[B, L, S]` bool over the slots, true where a query may look: at none
-      behind the new entries.
-    cache: see `specdec.cache.write`.
-    layer: which layer.
-    scale: multiplies the scores.
+    mask: `[B, L, S]` bool over the slots of the cache, true where a query may
+      look; `[B, L, L]` without a cache.
+    cache: see `specdec.cache.write`. Without one (training), the L positions
+      attend to one another only.
+    layer: index of the layer in the cache.
+    scale: factor of the scores.
 
   Returns:
-    `[B, Hq, L, Dh]` float32, and the cache as `specdec.cache.write` leaves it.
+    `[B, Hq, L, Dh]` float32, and the cache with the new entries.
   """
-  cache = kv.write(cache, layer, key, value)
-  keys, values = cache.keys[layer], cache.values[layer]
-  return attend(query, keys, values, mask, scale=scale), cache
+  if cache is not None:
+    cache = kv.write(cache, layer, key, value)
+    key, value = cache.keys[layer], cache.values[layer]
+  return attend(query, key, value, mask, scale=scale), cache

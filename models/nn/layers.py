@@ -1,7 +1,10 @@
-"""What the layers of all model families are made of."""
+"""Layers and checks that all model families share."""
 
 from collections.abc import Callable
+import dataclasses
 import functools
+import math
+from typing import Any
 
 from flax import nnx
 import jax
@@ -9,14 +12,13 @@ import jax.numpy as jnp
 
 from models.nn.matmul import matmul
 
+_gelu_tanh = functools.partial(jax.nn.gelu, approximate=True)
+_TANH = ('new', 'fast', 'accurate', 'pytorch_tanh', 'python_tanh')
+
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
   'gelu': functools.partial(jax.nn.gelu, approximate=False),
   'gelu_python': functools.partial(jax.nn.gelu, approximate=False),
-  'gelu_new': functools.partial(jax.nn.gelu, approximate=True),
-  'gelu_fast': functools.partial(jax.nn.gelu, approximate=True),
-  'gelu_accurate': functools.partial(jax.nn.gelu, approximate=True),
-  'gelu_pytorch_tanh': functools.partial(jax.nn.gelu, approximate=True),
-  'gelu_python_tanh': functools.partial(jax.nn.gelu, approximate=True),
+  **{f'gelu_{name}': _gelu_tanh for name in _TANH},
   'quick_gelu': lambda x: x * jax.nn.sigmoid(1.702 * x),
   'relu': jax.nn.relu,
   'relu2': lambda x: jnp.square(jax.nn.relu(x)),
@@ -31,11 +33,35 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
+def check_config(config: Any) -> None:
+  """Checks what the configurations of all families have in common.
+
+  Raises:
+    ValueError: a field without a default (a size) is below 1, or the activation
+      is not a key of `ACTIVATIONS`.
+  """
+  for field in dataclasses.fields(config):
+    required = field.default is field.default_factory is dataclasses.MISSING
+    value = getattr(config, field.name)
+    if required and value < 1:
+      raise ValueError(f'{field.name} must be positive, got {value}')
+  if config.activation not in ACTIVATIONS:
+    raise ValueError(
+      f'activation {config.activation!r} is not known; choose from'
+      f' {sorted(ACTIVATIONS)}'
+    )
+
+
+def residual_stddev(num_layers: int) -> float:
+  """Initial deviation of weights that write to the residual stream (GPT-2)."""
+  return 0.02 / math.sqrt(2 * num_layers)
+
+
 class Linear(nnx.Module):
-  """A linear map with its weight stored `[out, in]` (see `models.matmul`)."""
+  """Linear map with its weight stored `[out, in]` (see `models.nn.matmul`)."""
 
   def __init__(
-    self, features_in, features_out, *, stddev, dtype, rngs, use_bias=True
+    self, features_in, features_out, *, stddev=0.02, dtype, rngs, use_bias=True
   ):
     init = jax.nn.initializers.normal(stddev)
     self.weight = nnx.Param(

@@ -1,11 +1,9 @@
-"""Llama and its relatives in Flax NNX, with positions and mask as arguments.
+"""Llama and related models in Flax NNX, with positions and mask as arguments.
 
-One module for Llama 2 and 3, SmolLM2, Mistral, Qwen 2.5 and Qwen 3: they differ
-in what `LlamaConfig` says. `models.mixtral` has the same blocks with experts in
-place of the feed-forward layer. Names are those of the Hugging Face
-checkpoints. As in `models.gpt2`, matrices are in the compute dtype, and the
-residual stream, norms, rotations and softmax are float32; any matrix may be an
-`Int8Matrix`.
+One module serves Llama 2 and 3, SmolLM2, Mistral, Qwen 2.5 and Qwen 3, which
+differ in `LlamaConfig` only. `models.nn.mixtral` has the same blocks with
+experts in place of the feed-forward layer. Names and dtypes follow the same
+rules as in `models.nn.gpt2`.
 """
 
 import dataclasses
@@ -18,10 +16,11 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from models.nn.attention import attend
-from models.nn.attention import attend_and_write
+from models.nn.attention import self_attention
 from models.nn.layers import ACTIVATIONS
+from models.nn.layers import check_config
 from models.nn.layers import Linear
+from models.nn.layers import residual_stddev
 from models.nn.matmul import matmul
 from models.nn.matmul import take_rows
 from models.nn.rope import Rope
@@ -31,26 +30,26 @@ from specdec import cache as kv
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
-  """The shape of a Llama; everything that changes what it computes.
+  """Shape of a Llama: everything that changes what it computes.
 
   Attributes:
     vocab_size: V.
-    num_positions: the longest context.
-    width: of the residual stream.
-    num_layers: transformer blocks.
-    num_heads: query heads.
-    num_kv_heads: key and value heads, each shared by a group of query heads
-      (grouped-query attention, arXiv 2305.13245); must divide `num_heads`.
+    num_positions: longest context.
+    width: width of the residual stream.
+    num_layers: number of transformer blocks.
+    num_heads: number of query heads.
+    num_kv_heads: number of key and value heads, each shared by a group of query
+      heads (grouped-query attention, arXiv 2305.13245); divides `num_heads`.
     head_width: Dh, even; need not be `width / num_heads`.
-    inner_width: of the feed-forward layer, or of one expert.
-    activation: of the gate, a key of `models.layers.ACTIVATIONS`.
+    inner_width: width of the feed-forward layer, or of one expert.
+    activation: activation of the gate, a key of `models.nn.layers.ACTIVATIONS`.
     norm_epsilon: added to the mean square in every norm.
-    rope: how positions enter.
+    rope: rotary position embedding.
     qkv_bias: whether queries, keys and values have biases.
-    output_bias: whether the output projection of attention has one.
-    mlp_bias: whether the feed-forward layer has them.
-    qk_norm: whether every head of queries and keys is normed (Qwen 3).
-    tie_embeddings: the head is the token embedding.
+    output_bias: whether the output projection of attention has a bias.
+    mlp_bias: whether the feed-forward layer has biases.
+    qk_norm: whether every head of queries and keys is normalised (Qwen 3).
+    tie_embeddings: use the token embedding as the head.
   """
 
   vocab_size: int
@@ -71,18 +70,7 @@ class LlamaConfig:
   tie_embeddings: bool = False
 
   def __post_init__(self):
-    for name in (
-      'vocab_size',
-      'num_positions',
-      'width',
-      'num_layers',
-      'num_heads',
-      'num_kv_heads',
-      'head_width',
-      'inner_width',
-    ):
-      if getattr(self, name) < 1:
-        raise ValueError(f'{name} must be positive, got {getattr(self, name)}')
+    check_config(self)
     if self.num_heads % self.num_kv_heads:
       raise ValueError(
         f'num_kv_heads must divide num_heads {self.num_heads}, got'
@@ -90,11 +78,6 @@ class LlamaConfig:
       )
     if self.head_width % 2:
       raise ValueError(f'head_width must be even, got {self.head_width}')
-    if self.activation not in ACTIVATIONS:
-      raise ValueError(
-        f'activation {self.activation!r} is not known; choose from'
-        f' {sorted(ACTIVATIONS)}'
-      )
 
 
 class RMSNorm(nnx.Module):
@@ -118,16 +101,14 @@ class Attention(nnx.Module):
     self.layer = layer
     self.dtype = dtype
     make = functools.partial(Linear, dtype=dtype, rngs=rngs)
-    make_head = functools.partial(
-      make, config.width, stddev=0.02, use_bias=config.qkv_bias
-    )
+    make_head = functools.partial(make, config.width, use_bias=config.qkv_bias)
     self.q_proj = make_head(config.num_heads * config.head_width)
     self.k_proj = make_head(config.num_kv_heads * config.head_width)
     self.v_proj = make_head(config.num_kv_heads * config.head_width)
     self.o_proj = make(
       config.num_heads * config.head_width,
       config.width,
-      stddev=residual_stddev(config),
+      stddev=residual_stddev(config.num_layers),
       use_bias=config.output_bias,
     )
     if config.qk_norm:
@@ -146,72 +127,57 @@ class Attention(nnx.Module):
     key = rotate(key, rotation).astype(self.dtype)
     value = self._heads(self.v_proj(x)).astype(self.dtype)
     scale = 1 / math.sqrt(self.config.head_width)
-    if cache is None:
-      out = attend(query, key, value, mask, scale=scale)
-    else:
-      out, cache = attend_and_write(
-        query, key, value, mask, cache, self.layer, scale=scale
-      )
+    out, cache = self_attention(
+      query, key, value, mask, cache, self.layer, scale=scale
+    )
     out = out.swapaxes(1, 2).reshape(*x.shape[:-1], -1)
     return self.o_proj(out), cache
 
 
 class FeedForward(nnx.Module):
-  """The gated perceptron (SwiGLU, arXiv 2002.05202) of one block."""
+  """Gated perceptron (SwiGLU, arXiv 2002.05202) of one block."""
 
   def __init__(self, config: LlamaConfig, *, dtype, rngs):
     self.activation = ACTIVATIONS[config.activation]
+    width, inner = config.width, config.inner_width
     make = functools.partial(
       Linear, dtype=dtype, rngs=rngs, use_bias=config.mlp_bias
     )
-    self.gate_proj = make(config.width, config.inner_width, stddev=0.02)
-    self.up_proj = make(config.width, config.inner_width, stddev=0.02)
+    self.gate_proj = make(width, inner)
+    self.up_proj = make(width, inner)
     self.down_proj = make(
-      config.inner_width, config.width, stddev=residual_stddev(config)
+      inner, width, stddev=residual_stddev(config.num_layers)
     )
 
-  def __call__(self, x: jax.Array) -> jax.Array:
+  def __call__(self, x: jax.Array) -> tuple[jax.Array, tuple[()]]:
     gate = self.activation(self.gate_proj(x))
-    return self.down_proj(gate * self.up_proj(x))
+    return self.down_proj(gate * self.up_proj(x)), ()
 
 
 class Block(nnx.Module):
-  """One pre-norm transformer block."""
+  """Pre-norm transformer block."""
 
-  def __init__(self, config: LlamaConfig, layer: int, *, dtype, rngs):
-    make_norm = lambda: RMSNorm(config.width, config.norm_epsilon)
-    self.input_layernorm = make_norm()
+  def __init__(
+    self, config: LlamaConfig, layer: int, feed_forward: Any, *, dtype, rngs
+  ):
+    self.input_layernorm = RMSNorm(config.width, config.norm_epsilon)
     self.self_attn = Attention(config, layer, dtype=dtype, rngs=rngs)
-    self.post_attention_layernorm = make_norm()
-    self.mlp = self.make_mlp(config, dtype=dtype, rngs=rngs)
+    self.post_attention_layernorm = RMSNorm(config.width, config.norm_epsilon)
+    self.mlp = feed_forward(config, dtype=dtype, rngs=rngs)
 
-  def make_mlp(self, config, *, dtype, rngs) -> Any:
-    """What comes after attention."""
-    return FeedForward(config, dtype=dtype, rngs=rngs)
-
-  def attend(self, x, rotation, mask, cache):
-    """The first half of the block."""
+  def __call__(self, x, rotation, mask, cache):
     attended, cache = self.self_attn(
       self.input_layernorm(x), rotation, mask, cache
     )
-    return x + attended, cache
-
-  def __call__(self, x, rotation, mask, cache):
-    x, cache = self.attend(x, rotation, mask, cache)
-    return x + self.mlp(self.post_attention_layernorm(x)), cache
+    x = x + attended
+    out, routing = self.mlp(self.post_attention_layernorm(x))
+    return x + out, cache, routing
 
 
 class Llama(nnx.Module):
-  """A Llama language model.
+  """Llama language model; the arguments are those of `models.nn.gpt2.GPT2`."""
 
-  Args:
-    config: its shape.
-    dtype: of the matrices, and so of every matrix product and of the KV cache;
-      norms keep float32.
-    rngs: initialises the weights, as GPT-2's.
-  """
-
-  block: Any = Block  # The class of its blocks.
+  feed_forward: Any = FeedForward  # Class of the layers after attention.
 
   def __init__(self, config: LlamaConfig, *, dtype=jnp.float32, rngs: nnx.Rngs):
     self.config = config
@@ -226,7 +192,7 @@ class Llama(nnx.Module):
     )
     self.layers = nnx.List(
       [
-        self.block(config, layer, dtype=dtype, rngs=rngs)
+        Block(config, layer, self.feed_forward, dtype=dtype, rngs=rngs)
         for layer in range(config.num_layers)
       ]
     )
@@ -235,43 +201,29 @@ class Llama(nnx.Module):
       shape = (config.vocab_size, config.width)
       self.lm_head = nnx.Param(init(rngs.params(), shape, dtype))
 
-  def embed(self, tokens: jax.Array, positions: jax.Array):
-    """The residual stream `[B, L, width]` and the rotation of the heads."""
-    x = take_rows(self.embed_tokens.embedding.get_value(), tokens)
-    return x, self.config.rope.rotation(positions, self.config.head_width)
-
-  def head(self, x: jax.Array) -> jax.Array:
-    """The logits of the last residual stream."""
-    embedding = self.embed_tokens.embedding
-    head = embedding if self.config.tie_embeddings else self.lm_head
-    return matmul(self.norm(x), head.get_value())
-
-  def __call__(
+  def with_routing(
     self,
     tokens: jax.Array,
     positions: jax.Array,
     mask: jax.Array,
     cache: kv.KVCache | None = None,
-  ) -> tuple[jax.Array, kv.KVCache | None]:
-    """One forward.
-
-    Args:
-      tokens: `[B, L]` int32.
-      positions: `[B, L]` int32. Padding may lie beyond the context.
-      mask: `[B, L, S]` bool, true where a token may look; without a cache S is
-        L, the tokens themselves.
-      cache: where to write keys and values, or None (training).
+  ) -> tuple[jax.Array, kv.KVCache | None, tuple[Any, ...]]:
+    """Computes logits and cache as `models.nn.gpt2.GPT2` does.
 
     Returns:
-      `[B, L, V]` float32 logits, and the cache with the L entries written.
+      `[B, L, V]` float32 logits, the cache, and for each layer the
+      `models.nn.experts.Routing`, of shapes `[B, L, ...]`; () without experts.
     """
-    x, rotation = self.embed(tokens, positions)
+    embedding = self.embed_tokens.embedding
+    x = take_rows(embedding.get_value(), tokens)
+    rotation = self.config.rope.rotation(positions, self.config.head_width)
+    routings = []
     for layer, block in enumerate(self.layers):
       with jax.named_scope(f'layer_{layer}'):
-        x, cache = block(x, rotation, mask, cache)
-    return self.head(x), cache
+        x, cache, routing = block(x, rotation, mask, cache)
+      routings.append(routing)
+    head = embedding if self.config.tie_embeddings else self.lm_head
+    return matmul(self.norm(x), head.get_value()), cache, tuple(routings)
 
-
-def residual_stddev(config: LlamaConfig) -> float:
-  """Of the initial weights that write to the residual stream."""
-  return 0.02 / math.sqrt(2 * config.num_layers)
+  def __call__(self, tokens, positions, mask, cache=None):
+    return self.with_routing(tokens, positions, mask, cache)[:2]

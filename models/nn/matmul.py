@@ -1,10 +1,11 @@
-"""The one matrix product of every model here, shaped for the machine it is on.
+"""The matrix product of all model families.
 
-Weights are stored `[out, in]` and contracted over their last axis, with
-float32 results whatever the weight dtype: on CPU by far the fastest way to
-multiply a few bfloat16 rows (docs/cpu.md has the table). A single bfloat16 row
-misses the fast path: on CPU it is padded to two, on TPU to the eight of a tile.
+Weights are stored `[out, in]` and contracted over their last axis, with float32
+results for every weight dtype: on CPU this is by far the fastest way to
+multiply a few bfloat16 rows (docs/cpu.md has the table).
 """
+
+import functools
 
 import flax.struct
 import jax
@@ -12,12 +13,12 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-# Symmetric: -128 has no counterpart.
+# -128 has no counterpart, so rounding is symmetric without it.
 _LARGEST = 127.0
 
 
 class Int8Matrix(flax.struct.PyTreeNode):
-  """A matrix in eight bits, for the places where an array stands otherwise.
+  """A matrix in eight bits, usable wherever a module expects a weight array.
 
   Attributes:
     values: `[out, in]` int8, between -127 and 127.
@@ -29,8 +30,11 @@ class Int8Matrix(flax.struct.PyTreeNode):
 
   @property
   def shape(self) -> tuple[int, ...]:
-    """Of the matrix, `(out, in)`."""
+    """The shape `(out, in)` of the matrix."""
     return self.values.shape
+
+
+Matrix = jax.Array | Int8Matrix
 
 
 def quantize_rows(rows, xp=jnp):
@@ -41,8 +45,8 @@ def quantize_rows(rows, xp=jnp):
     xp: `jax.numpy` or `numpy`.
 
   Returns:
-    `[n, k]` int8 and `[n]` float32. A row that is not finite has a scale that
-    is not, so that its products are not finite either.
+    `[n, k]` int8 and `[n]` float32. The scale of a row that is not finite is
+    not finite either, and so are the products of that row.
   """
   peak = xp.max(xp.abs(rows), axis=1)
   scale = xp.where(peak == 0.0, 1.0, peak / _LARGEST)
@@ -50,7 +54,7 @@ def quantize_rows(rows, xp=jnp):
 
 
 def quantize(matrix: np.ndarray) -> Int8Matrix:
-  """Rounds a matrix `[out, in]`, on the host, row by row.
+  """Rounds a matrix `[out, in]` row by row, on the host.
 
   Raises:
     ValueError: the matrix has a weight that is not finite.
@@ -64,86 +68,73 @@ def quantize(matrix: np.ndarray) -> Int8Matrix:
   )
 
 
-def _integer_product(x, y):
-  return lax.dot_general(
-    x, y, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32
-  )
-
-
-def _as_two_rows(x, y):
-  return _integer_product(jnp.concatenate([x, x]), y)[:1]
-
-
-def int8_matmul(x: jax.Array, weight: Int8Matrix) -> jax.Array:
-  """`x @ weight.T` for `x` `[rows, in]` of any float dtype; float32.
-
-  The rows of the result do not depend on one another, to the last bit.
-  """
-  values, scale = quantize_rows(x.astype(jnp.float32))
-  if x.shape[0] > 1:
-    product = _integer_product(values, weight.values)
-  else:  # On CPU ten times faster than one row, as in bfloat16.
-    product = lax.platform_dependent(
-      values, weight.values, cpu=_as_two_rows, default=_integer_product
-    )
-  scales = scale[:, None] * weight.scale[None]
-  return product.astype(jnp.float32) * scales
-
-
 def precision(dtype: jnp.dtype) -> lax.Precision:
-  """Makes float32 mean float32: by default GPUs and TPUs round its operands."""
+  """Full precision for float32, which GPUs and TPUs round by default."""
   exact = dtype == jnp.float32
   return lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
 
 
 def _contract(x: jax.Array, weight: jax.Array) -> jax.Array:
+  """`x @ weight.T`, accumulated in int32 for int8 and in float32 otherwise."""
+  is_int8 = weight.dtype == jnp.int8
   return lax.dot_general(
     x,
     weight,
     (((1,), (1,)), ((), ())),
     precision=precision(weight.dtype),
-    preferred_element_type=jnp.float32,
+    preferred_element_type=jnp.int32 if is_int8 else jnp.float32,
   )
 
 
-def _contract_as_two_rows(x: jax.Array, weight: jax.Array) -> jax.Array:
-  return _contract(jnp.concatenate([x, x]), weight)[:1]
+def _contract_padded(num_rows: int, x: jax.Array, weight: jax.Array):
+  """The product of a single row, computed as `num_rows` equal rows."""
+  return _contract(jnp.broadcast_to(x, (num_rows, x.shape[1])), weight)[:1]
 
 
-def _contract_as_eight_rows(x: jax.Array, weight: jax.Array) -> jax.Array:
-  """On TPU: XLA keeps a single row from the matrix unit."""
-  return _contract(jnp.broadcast_to(x, (8, x.shape[1])), weight)[:1]
+def _rows_matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
+  """`x @ weight.T` for `x` `[rows, in]` and `weight` `[out, in]` of one dtype.
 
-
-def rows_matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
-  """`x @ weight.T` in float32, for `x` `[rows, in]`, `weight` `[out, in]`.
-
-  Both must have the same dtype. Which body runs is decided when the program is
-  lowered, so one traced program serves every platform.
+  The padding is chosen when the program is lowered, so one traced program
+  serves every platform.
   """
   if x.shape[0] > 1 or weight.dtype == jnp.float32:
     return _contract(x, weight)
   return lax.platform_dependent(
     x,
     weight,
-    cpu=_contract_as_two_rows,
-    tpu=_contract_as_eight_rows,
+    # bfloat16, 24 products: 187 ms for one row, 12.5 ms for two (docs/cpu.md,
+    # AMD EPYC Zen 5); int8 takes the same path.
+    cpu=functools.partial(_contract_padded, 2),
+    # 8 to 17 times fewer cycles by the estimate of the v5e compiler, not timed:
+    # a single row never reaches the matrix unit (docs/accelerators.md).
+    tpu=functools.partial(_contract_padded, 8),
     default=_contract,
   )
 
 
+def int8_matmul(x: jax.Array, weight: Int8Matrix) -> jax.Array:
+  """`x @ weight.T` for `x` `[rows, in]` of any float dtype, in float32.
+
+  The sums are exact integers, so a row does not depend on the other rows.
+  """
+  values, scale = quantize_rows(x.astype(jnp.float32))
+  product = _rows_matmul(values, weight.values)
+  scales = scale[:, None] * weight.scale[None]
+  return product.astype(jnp.float32) * scales
+
+
 @jax.custom_vjp
 def _linear(x: jax.Array, weight: jax.Array) -> jax.Array:
-  return rows_matmul(x, weight)
+  return _rows_matmul(x, weight)
 
 
 def _linear_fwd(x, weight):
-  return rows_matmul(x, weight), (x, weight)
+  return _rows_matmul(x, weight), (x, weight)
 
 
 def _linear_bwd(residuals, grad):
   # The default rule would contract a float32 cotangent with bfloat16 weights,
-  # a mixed product that has no fast path anywhere.
+  # a mixed product that has no fast kernel on any platform.
   x, weight = residuals
   grad = grad.astype(weight.dtype)
   grad_x = jnp.matmul(grad, weight, preferred_element_type=jnp.float32)
@@ -154,15 +145,12 @@ def _linear_bwd(residuals, grad):
 _linear.defvjp(_linear_fwd, _linear_bwd)
 
 
-Matrix = jax.Array | Int8Matrix
-
-
 def matmul(x: jax.Array, weight: Matrix) -> jax.Array:
   """`x @ weight.T` over the last axis, in the dtype of the weights.
 
   Args:
-    x: `[..., in]`, any float dtype; rounded to that of the weights first.
-    weight: `[out, in]`, float32, bfloat16 or in eight bits.
+    x: `[..., in]` of any float dtype; rounded to the dtype of the weights.
+    weight: `[out, in]`, float32, bfloat16 or an `Int8Matrix`.
 
   Returns:
     `[..., out]` float32.

@@ -1,8 +1,7 @@
-"""Mixtral and its relatives: Llamas with experts for feed-forward layers.
+"""Mixtral and related models: Llamas with experts as feed-forward layers.
 
-One module for Mixtral (arXiv 2401.04088) and Qwen 3's mixtures. A forward
-computes only the experts that its tokens were routed to; `models.experts` has
-how, `models.expert_counts` how many that are.
+One module serves Mixtral (arXiv 2401.04088) and Qwen 3's mixtures. A forward
+computes only the experts that its tokens are routed to (`models.nn.experts`).
 """
 
 import dataclasses
@@ -15,7 +14,6 @@ from models.nn.experts import mix
 from models.nn.experts import route
 from models.nn.experts import Routing
 from models.nn.layers import Linear
-from models.nn.llama import Block
 from models.nn.llama import FeedForward
 from models.nn.llama import Llama
 from models.nn.llama import LlamaConfig
@@ -24,12 +22,12 @@ from models.nn.matmul import matmul
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MixtralConfig(LlamaConfig):
-  """The shape of a Mixtral: a Llama's, and its experts.
+  """Shape of a Mixtral: the shape of a Llama, and its experts.
 
   Attributes:
     num_experts: E, in every layer.
     experts_per_token: k.
-    renormalize: whether the weights of the k add up to one.
+    renormalize: whether the weights of the k experts sum to 1.
   """
 
   num_experts: int
@@ -38,7 +36,7 @@ class MixtralConfig(LlamaConfig):
 
   def __post_init__(self):
     super().__post_init__()
-    if not 1 <= self.experts_per_token <= self.num_experts:
+    if self.experts_per_token > self.num_experts:
       raise ValueError(
         'experts_per_token must lie between 1 and'
         f' num_experts={self.num_experts}, got {self.experts_per_token}'
@@ -53,27 +51,17 @@ def _swiglu(activation, weights, x):
 
 
 class Experts(nnx.Module):
-  """The router and the experts of one block."""
+  """Router and experts of one block."""
 
   def __init__(self, config: MixtralConfig, *, dtype, rngs):
     self.config = config
-    self.gate = Linear(
-      config.width,
-      config.num_experts,
-      stddev=0.02,
-      dtype=dtype,
-      rngs=rngs,
-      use_bias=False,
-    )
+    width, count = config.width, config.num_experts
+    self.gate = Linear(width, count, dtype=dtype, rngs=rngs, use_bias=False)
     self.experts = nnx.List(
-      [
-        FeedForward(config, dtype=dtype, rngs=rngs)
-        for _ in range(config.num_experts)
-      ]
+      [FeedForward(config, dtype=dtype, rngs=rngs) for _ in range(count)]
     )
 
-  def routed(self, x: jax.Array) -> tuple[jax.Array, Routing]:
-    """The sum `[B, L, width]` of what the experts make of `x`, and who did."""
+  def __call__(self, x: jax.Array) -> tuple[jax.Array, Routing]:
     routing = route(
       self.gate(x),
       self.config.experts_per_token,
@@ -86,41 +74,14 @@ class Experts(nnx.Module):
       )
       for expert in self.experts
     ]
-    flat = lambda array: array.reshape(-1, array.shape[-1])
     expert = functools.partial(_swiglu, self.experts[0].activation)
+    flat = lambda array: array.reshape(-1, array.shape[-1])
     out = mix(expert, weights, flat(x), jax.tree.map(flat, routing))
     return out.reshape(x.shape), routing
 
-  def __call__(self, x: jax.Array) -> jax.Array:
-    return self.routed(x)[0]
-
-
-class MixtureBlock(Block):
-  """A transformer block with experts."""
-
-  def make_mlp(self, config, *, dtype, rngs) -> Experts:
-    """The experts."""
-    return Experts(config, dtype=dtype, rngs=rngs)
-
-  def routed(self, x, rotation, mask, cache):
-    """The block, and where its tokens went."""
-    x, cache = self.attend(x, rotation, mask, cache)
-    mixed, routing = self.mlp.routed(self.post_attention_layernorm(x))
-    return x + mixed, cache, routing
-
 
 class Mixtral(Llama):
-  """A Mixtral language model; see `models.llama.Llama`."""
+  """Mixtral language model; see `models.nn.llama.Llama`."""
 
   config: MixtralConfig
-  block = MixtureBlock
-
-  def with_routing(self, tokens, positions, mask, cache=None):
-    """One forward, and the `Routing` of each layer, of shapes `[B, L, ...]`."""
-    x, rotation = self.embed(tokens, positions)
-    routings = []
-    for layer, block in enumerate(self.layers):
-      with jax.named_scope(f'layer_{layer}'):
-        x, cache, routing = block.routed(x, rotation, mask, cache)
-      routings.append(routing)
-    return self.head(x), cache, tuple(routings)
+  feed_forward = Experts

@@ -1,11 +1,11 @@
 """Rotary position embeddings (RoFormer, Su et al. 2021, arXiv 2104.09864).
 
-Pair `i` of a head's coordinates, `i` and `i + Dh / 2`, is turned by the angle
-`position * frequency[i]`. Scaling makes the frequencies smaller, so that a
-model reaches beyond the context that it was trained on. Only what depends on
-the position alone is here: a cached key must stay right as the text grows.
+The pair of head coordinates `i` and `i + Dh / 2` is rotated by the angle
+`position * frequency[i]`. Scaling lowers the frequencies, which extends the
+context of a trained model. Only scalings that depend on nothing but the
+position are supported, because cached keys must stay valid as the text grows.
 
-Everything is float32, in the order of operations of transformers.
+All values are float32, in the order of operations of transformers.
 """
 
 import dataclasses
@@ -16,20 +16,27 @@ import jax.numpy as jnp
 import numpy as np
 
 
+class _Scaling:
+  """Base of the scalings: checks that every field is a positive number."""
+
+  def __post_init__(self):
+    for name, value in vars(self).items():
+      is_number = isinstance(value, (int, float))
+      if not (is_number and (value > 0 or isinstance(value, bool))):
+        raise ValueError(f'{name} must be a positive number, got {value!r}')
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LinearScaling:
+class LinearScaling(_Scaling):
   """Position interpolation (Chen et al. 2023, arXiv 2306.15595).
 
   Attributes:
-    factor: divides every frequency.
+    factor: divisor of every frequency.
   """
 
   factor: float
   rope_type = 'linear'
   attention_factor = 1.0
-
-  def __post_init__(self):
-    _check_positive(self)
 
   def scale(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
     """The frequencies `[Dh / 2]`, scaled."""
@@ -38,16 +45,16 @@ class LinearScaling:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Llama3Scaling:
-  """Llama 3.1's: slow pairs are divided, fast ones are not (arXiv 2407.21783).
+class Llama3Scaling(_Scaling):
+  """Llama 3.1 scaling: divides the low frequencies only (arXiv 2407.21783).
 
   Attributes:
-    factor: divides the frequencies of wavelengths beyond the original context
-      over `low_freq_factor`.
-    low_freq_factor: see there.
-    high_freq_factor: wavelengths below the original context over this are left
-      alone; in between it is gradual.
-    original_max_position_embeddings: the context trained on, in tokens.
+    factor: divisor of the frequencies whose wavelength exceeds the original
+      context divided by `low_freq_factor`.
+    low_freq_factor: see `factor`.
+    high_freq_factor: wavelengths below the original context divided by this
+      are not scaled; in between the transition is gradual.
+    original_max_position_embeddings: context of the training, in tokens.
   """
 
   factor: float
@@ -58,7 +65,7 @@ class Llama3Scaling:
   attention_factor = 1.0
 
   def __post_init__(self):
-    _check_positive(self)
+    super().__post_init__()
     if self.low_freq_factor >= self.high_freq_factor:
       raise ValueError(
         f'low_freq_factor={self.low_freq_factor} must be below'
@@ -82,17 +89,17 @@ class Llama3Scaling:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class YarnScaling:
+class YarnScaling(_Scaling):
   """YaRN (Peng et al. 2023, arXiv 2309.00071, sections 3.2 to 3.4).
 
   Attributes:
-    factor: divides the frequencies of pairs that turn less than `beta_slow`
-      times within the original context.
-    original_max_position_embeddings: the context trained on, in tokens.
-    beta_fast: pairs that turn more often than this are left alone.
+    factor: divisor of the frequencies of pairs that make fewer than `beta_slow`
+      turns within the original context.
+    original_max_position_embeddings: context of the training, in tokens.
+    beta_fast: pairs that make more turns than this are not scaled.
     beta_slow: see `factor`.
-    attention_factor: multiplies queries and keys; None: 0.1 ln(factor) + 1.
-    truncate: whether the bounds of the pairs in between are whole numbers.
+    attention_factor: factor of queries and keys; None: 0.1 ln(factor) + 1.
+    truncate: whether the transition starts and ends at whole pairs.
   """
 
   factor: float
@@ -104,21 +111,21 @@ class YarnScaling:
   rope_type = 'yarn'
 
   def __post_init__(self):
-    # Written out, so that equal scalings are equal records.
+    # The default is filled in here, so that equal scalings are equal records.
     if self.attention_factor is None:
-      grown = 0.1 * math.log(max(self.factor, 1.0)) + 1.0
-      object.__setattr__(self, 'attention_factor', grown)
-    _check_positive(self)
+      default = 0.1 * math.log(max(self.factor, 1.0)) + 1.0
+      object.__setattr__(self, 'attention_factor', default)
+    super().__post_init__()
 
   def scale(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
     """The frequencies `[Dh / 2]`, scaled."""
     pairs = len(frequencies)
 
-    def pair_that_turns(times: float) -> float:
-      wavelength = self.original_max_position_embeddings / times
+    def pair_with_turns(turns: float) -> float:
+      wavelength = self.original_max_position_embeddings / turns
       return pairs * math.log(wavelength / (2 * math.pi)) / math.log(theta)
 
-    first, last = map(pair_that_turns, (self.beta_fast, self.beta_slow))
+    first, last = map(pair_with_turns, (self.beta_fast, self.beta_slow))
     if self.truncate:
       first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, 2 * pairs - 1)
@@ -132,18 +139,18 @@ class YarnScaling:
 
 Scaling = LinearScaling | Llama3Scaling | YarnScaling
 SCALINGS: dict[str, type[Scaling]] = {
-  one.rope_type: one for one in (LinearScaling, Llama3Scaling, YarnScaling)
+  kind.rope_type: kind for kind in (LinearScaling, Llama3Scaling, YarnScaling)
 }
-"""By `rope_type`, with the fields of transformers' `rope_parameters`."""
+"""Scalings by `rope_type`; fields as in transformers' `rope_parameters`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rope:
-  """How positions turn the heads.
+  """Rotation of heads by their positions.
 
   Attributes:
-    theta: the base of the frequencies, above 1.
-    scaling: of the frequencies, or None.
+    theta: base of the frequencies, above 1.
+    scaling: scaling of the frequencies, or None.
   """
 
   theta: float = 10000.0
@@ -164,14 +171,11 @@ class Rope:
   def rotation(
     self, positions: jax.Array, head_width: int
   ) -> tuple[jax.Array, jax.Array]:
-    """What `rotate` turns heads with.
+    """Cosines and sines `[B, 1, L, Dh / 2]` float32, for `rotate`.
 
     Args:
-      positions: `[B, L]` int32; beyond the context is fine.
+      positions: `[B, L]` int32; positions beyond the context are allowed.
       head_width: Dh, even.
-
-    Returns:
-      Cosines and sines `[B, 1, L, Dh / 2]` float32.
     """
     frequencies = jnp.asarray(self.frequencies(head_width))
     angles = positions[:, None, :, None].astype(jnp.float32)
@@ -185,16 +189,9 @@ class Rope:
 def rotate(
   heads: jax.Array, rotation: tuple[jax.Array, jax.Array]
 ) -> jax.Array:
-  """Queries or keys `[B, H, L, Dh]` float32, turned by their positions."""
+  """Queries or keys `[B, H, L, Dh]` float32, rotated by their positions."""
   cos, sin = rotation
   first, second = jnp.split(heads, 2, axis=-1)
   return jnp.concatenate(
     [first * cos - second * sin, second * cos + first * sin], axis=-1
   )
-
-
-def _check_positive(scaling: Scaling) -> None:
-  for name, value in dataclasses.asdict(scaling).items():
-    is_number = isinstance(value, (int, float))
-    if not (is_number and (value > 0 or isinstance(value, bool))):
-      raise ValueError(f'{name} must be a positive number, got {value!r}')

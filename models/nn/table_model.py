@@ -1,7 +1,9 @@
-"""A language model that is a table: exact expectations for tests and notebooks.
+"""A language model that is a table of logits, for tests and notebooks.
 
-The next token depends on the last one alone, so there is nothing to cache.
+The next token depends on the last token alone, so the cache holds no layers.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -16,29 +18,22 @@ def _apply(params, tokens, positions, mask, cache):
   return params['logits'][tokens], cache
 
 
-def _init_cache(batch_size: int, num_slots: int) -> kv.KVCache:
-  return kv.init_cache(
-    batch_size,
-    num_slots,
-    num_layers=0,
-    num_heads=1,
-    head_width=1,
-    dtype=jnp.float32,
-  )
+_init_cache = functools.partial(
+  kv.init_cache, num_layers=0, num_heads=1, head_width=1, dtype=jnp.float32
+)
 
 
 def table_model(logits: jax.Array, *, max_positions: int) -> LanguageModel:
-  """A model of order 1.
+  """A Markov chain of order 1 as a model.
 
-  Tables of one size share their definition, and so their compiled programs.
+  Tables of one size share their spec, and so their compiled programs.
 
   Args:
     logits: `[V, V]`; row i holds the logits of the token after token i.
     max_positions: the longest context; the table itself has no limit.
 
   Returns:
-    The model, with an empty cache. A forward is counted as reading all of the
-    table.
+    The model. Its `weight_bytes` are those of the whole table.
 
   Raises:
     ValueError: `logits` is not square.

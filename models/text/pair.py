@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import transformers
 
 from models.checkpoints import hub
-from models.nn.contract import as_model
-from models.nn.contract import with_vocab_size
+from models.nn.adapter import as_model
+from models.nn.adapter import with_vocab_size
 from models.text.token_bytes import TextStream
 from models.text.token_bytes import token_bytes
 from specdec.model import LanguageModel

@@ -1,1 +1,1 @@
-"""Training of small models: corpus, tokenizer, optimizer, loop."""
+"""Training of small models and building of n-gram tables."""

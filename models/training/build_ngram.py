@@ -1,12 +1,13 @@
-"""From a draft and a corpus to an n-gram table: what build_ngram.py calls.
+"""From a draft and a corpus to an n-gram table, for `scripts/build_ngram.py`.
 
-A drafter for the draft imitates the draft, so the n-grams are counted in text
-that the draft made up; flattened by a high temperature, which shows more of its
-likely alternatives (Spector and Ré 2023, arXiv 2308.04623, section 3.2: a
-trigram model of 120 million tokens sampled at temperature 1.5).
+A drafter for the draft should predict what the draft predicts, so the n-grams
+are counted in text sampled from the draft, at a high temperature, which shows
+more of its probable alternatives (Spector and Ré 2023, arXiv 2308.04623,
+section 3.2: a trigram model of 120 million tokens sampled at temperature 1.5).
 """
 
 import dataclasses
+import functools
 import hashlib
 import pathlib
 from typing import Any
@@ -15,10 +16,12 @@ import jax
 import numpy as np
 import tqdm
 
+from models.checkpoints import hub
 from models.text.pair import load_pair
 from models.text.pair import Pair
 from models.text.pair import vocabulary_digest
 from models.training.corpus import Corpus
+from models.training.run_record import save_whole
 from models.training.run_record import write_once
 import specdec
 from specdec.ngram.counting import count_ngrams
@@ -30,18 +33,25 @@ _MAX_ORDER = 5
 _TEXTS_PER_SHARD = 256
 
 
+def _check_at_least(low: int, **flags: int | None) -> None:
+  for flag, value in flags.items():
+    if value is not None and value < low:
+      raise ValueError(f'--{flag} must be at least {low}, got {value}')
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Samples:
   """What to sample from the draft.
 
   Attributes:
-    num_tokens: to sample; rounded up to whole shards of 256 texts. 0 for none.
-    length: tokens of one text.
-    batch_size: texts sampled at once, a divisor of 256. Small ones are best on
-      a CPU: what is compiled grows with the batch.
-    temperature: above 0.
-    top_k: keep the k likeliest tokens; None keeps all.
-    seed: of the sampling.
+    num_tokens: number of tokens, rounded up to whole shards of 256 texts; 0
+      samples nothing.
+    length: tokens per text.
+    batch_size: texts sampled at once, a divisor of 256. A CPU prefers small
+      batches: the compile time grows with the batch.
+    temperature: temperature, above 0.
+    top_k: number of most probable tokens to sample from; None keeps all.
+    seed: seed of the sampling.
   """
 
   num_tokens: int
@@ -52,13 +62,13 @@ class Samples:
   seed: int = 0
 
   def __post_init__(self):
-    least = {'num_tokens': 0, 'length': 1, 'batch_size': 1, 'top_k': 1}
-    flags = {'length': 'sample_length'}
-    for name, low in least.items():
-      value = getattr(self, name)
-      if value is not None and value < low:
-        flag = flags.get(name, name)
-        raise ValueError(f'--{flag} must be at least {low}, got {value}')
+    _check_at_least(0, num_tokens=self.num_tokens)
+    _check_at_least(
+      1,
+      sample_length=self.length,
+      batch_size=self.batch_size,
+      top_k=self.top_k,
+    )
     if _TEXTS_PER_SHARD % self.batch_size:
       raise ValueError(
         f'--batch_size must divide {_TEXTS_PER_SHARD}, got {self.batch_size}'
@@ -66,28 +76,28 @@ class Samples:
     if not 0 < self.temperature < float('inf'):
       raise ValueError(
         f'--temperature must be above 0, got {self.temperature}; greedy texts'
-        ' would all be the same'
+        ' would all be equal'
       )
 
   @property
   def shard_tokens(self) -> int:
-    """Sampled tokens of one shard."""
+    """Number of sampled tokens per shard."""
     return self.length * _TEXTS_PER_SHARD
 
   @property
   def num_shards(self) -> int:
-    """How many shards there will be."""
+    """Number of shards."""
     return -(-self.num_tokens // self.shard_tokens)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TableConfig:
-  """The size of the table.
+  """Size of the table.
 
   Attributes:
     order: n, from 1 to 5.
     num_continuations: K, next tokens kept per context.
-    min_count: contexts seen less often are left out.
+    min_count: contexts with fewer occurrences are dropped.
   """
 
   order: int = 3
@@ -99,12 +109,9 @@ class TableConfig:
       raise ValueError(
         f'--order must be between 1 and {_MAX_ORDER}, got {self.order}'
       )
-    if self.num_continuations < 1:
-      raise ValueError(
-        f'--continuations must be at least 1, got {self.num_continuations}'
-      )
-    if self.min_count < 1:
-      raise ValueError(f'--min_count must be at least 1, got {self.min_count}')
+    _check_at_least(
+      1, continuations=self.num_continuations, min_count=self.min_count
+    )
 
 
 def _weights_digest(params: Any) -> str:
@@ -115,7 +122,7 @@ def _weights_digest(params: Any) -> str:
 
 
 def _start_token(pair: Pair, draft: str) -> int:
-  """What a text begins after: the BOS token, else an EOS token."""
+  """The token that precedes every text: the BOS token, else an EOS token."""
   vocab_size = pair.target.spec.vocab_size
   for token in (pair.tokenizer.bos_token_id, *pair.eos_ids):
     if isinstance(token, int) and 0 <= token < vocab_size:
@@ -125,41 +132,31 @@ def _start_token(pair: Pair, draft: str) -> int:
   )
 
 
-def _save_tokens(path: pathlib.Path, tokens: np.ndarray) -> None:
-  """Writes a shard, all of it or nothing."""
-  partial = path.with_suffix('.partial.npy')
-  np.save(partial, tokens)
-  partial.replace(path)
-
-
-def _sample_texts(
-  pair: Pair, samples: Samples, start: int, numbers: np.ndarray
-) -> list[list[int]]:
-  """Texts by their numbers; each a function of the seed and its number."""
-  key = jax.random.key(samples.seed)
-  return specdec.generate(
-    pair.target,
-    jax.vmap(jax.random.fold_in, (None, 0))(key, numbers),
-    [[start]] * len(numbers),
-    max_new_tokens=samples.length,
-    # No EOS ids: after the end of a text the draft begins another, as in the
-    # texts it was trained on.
-    sampling=specdec.Sampling(
-      temperature=samples.temperature, top_k=samples.top_k
-    ),
-  ).tokens
-
-
 def _sample_shard(
   pair: Pair, samples: Samples, start: int, shard: int
 ) -> np.ndarray:
-  """`[tokens]`: of every text the start token, its tokens, and -1."""
+  """A shard `[tokens]`: of every text the start token, its tokens, and -1.
+
+  Each text is a function of the seed and its number alone.
+  """
+  key = jax.random.key(samples.seed)
+  sampling = specdec.Sampling(
+    temperature=samples.temperature, top_k=samples.top_k
+  )
   numbers = shard * _TEXTS_PER_SHARD + np.arange(_TEXTS_PER_SHARD)
-  texts = [
-    [start, *text, -1]
-    for batch in numbers.reshape(-1, samples.batch_size)
-    for text in _sample_texts(pair, samples, start, batch)
-  ]
+  texts: list[list[int]] = []
+  for batch in numbers.reshape(-1, samples.batch_size):
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, batch)
+    # Without EOS ids the draft begins another text after the end of one, as in
+    # its training data.
+    sampled = specdec.generate(
+      pair.target,
+      keys,
+      [[start]] * len(batch),
+      max_new_tokens=samples.length,
+      sampling=sampling,
+    )
+    texts += [[start, *text, -1] for text in sampled.tokens]
   small = pair.target.spec.vocab_size <= 1 << 15
   return np.array(texts, np.int16 if small else np.int32).ravel()
 
@@ -167,7 +164,7 @@ def _sample_shard(
 def _sample(
   pair: Pair, draft: dict[str, str], samples: Samples, workdir: pathlib.Path
 ) -> list[pathlib.Path]:
-  """Samples the shards that are not in the workdir yet; returns all."""
+  """Samples the shards that are not in the workdir yet; returns all paths."""
   longest = pair.target.spec.max_positions - 1
   if samples.length > longest:
     raise ValueError(
@@ -176,7 +173,7 @@ def _sample(
     )
   start = _start_token(pair, draft['name'])
   record = dataclasses.asdict(samples) | {'draft': draft}
-  del record['num_tokens']  # A longer run has the same first shards.
+  del record['num_tokens']  # The first shards of a longer run are equal.
   write_once(workdir / 'samples.json', record)
   paths = [
     workdir / f'samples-{shard:06d}.npy' for shard in range(samples.num_shards)
@@ -185,25 +182,29 @@ def _sample(
   with _progress('sampling', len(missing) * samples.shard_tokens) as bar:
     for shard in missing:
       tokens = _sample_shard(pair, samples, start, shard)
-      _save_tokens(paths[shard], tokens)
+      save_whole(paths[shard], functools.partial(np.save, arr=tokens))
       bar.update(samples.shard_tokens)
   return paths
 
 
-def _tokenize(
-  corpus: Corpus, pair: Pair, draft: dict[str, str], workdir: pathlib.Path
-) -> pathlib.Path:
-  """The training split as a file, kept in the workdir for the next run."""
-  record = dataclasses.asdict(corpus) | {'tokenizer': draft['name']}
-  write_once(workdir / 'corpus.json', record)
-  path = workdir / 'corpus.npy'
-  if not path.exists():
-    _save_tokens(path, corpus.tokens(pair.tokenizer, held_out=False))
-  return path
-
-
 def _progress(what: str, total: int) -> tqdm.tqdm:
   return tqdm.tqdm(total=total, desc=what, unit='token', unit_scale=True)
+
+
+def _count(shards, table: TableConfig, vocab_size: int):
+  with _progress('counting', 0) as bar:
+
+    def show(done, total):
+      bar.total = total
+      bar.update(done - bar.n)
+
+    return count_ngrams(
+      shards,
+      order=table.order,
+      vocab_size=vocab_size,
+      min_count=table.min_count,
+      progress=show,
+    )
 
 
 def build(
@@ -217,53 +218,42 @@ def build(
 ) -> None:
   """Samples (or resumes), tokenizes, counts, estimates and writes `output`.
 
-  The file depends on the arguments and the weights alone, however often the
-  run was killed.
+  The file depends on the arguments and the weights alone, even if the run was
+  killed and resumed.
 
   Args:
     draft: `demo`, a folder or a hub id, with its tokenizer.
-    corpus: whose training split is counted too; None for none.
+    corpus: corpus whose training split is counted too, or None.
     samples: what to sample from the draft.
-    table: the size of the table.
+    table: size of the table.
     workdir: keeps the tokens.
-    output: the file, see `specdec.ngram.table`.
+    output: the file to write, see `specdec.ngram.table`.
 
   Raises:
-    ValueError: nothing to count, or an argument that cannot be used; says which
-      flag.
+    ValueError: there is nothing to count, or an argument is not usable; the
+      message names the flag.
   """
   if corpus is None and not samples.num_tokens:
     raise ValueError('nothing to count; give --num_tokens or --corpus')
-  pair = load_pair('demo-draft' if draft == 'demo' else draft, None)
+  pair = load_pair(hub.draft_name(draft), None)
   described = {
     'name': draft,
     'weights_blake2b': _weights_digest(pair.target.params),
   }
   shards, sources = [], {}
   if corpus is not None:
-    shards.append(_tokenize(corpus, pair, described, workdir))
-    sources['corpus'] = dataclasses.asdict(corpus) | {
-      'tokens': len(np.load(shards[0], mmap_mode='r'))
-    }
+    record = dataclasses.asdict(corpus)
+    write_once(workdir / 'corpus.json', record | {'tokenizer': draft})
+    path = workdir / 'corpus.npy'
+    tokens = corpus.kept_tokens(path, pair.tokenizer, held_out=False)
+    shards.append(path)
+    sources['corpus'] = record | {'tokens': len(tokens)}
   if samples.num_tokens:
     shards += _sample(pair, described, samples, workdir)
     sources['samples'] = dataclasses.asdict(samples) | {
       'tokens': samples.num_shards * samples.shard_tokens
     }
-  with _progress('counting', 0) as bar:
-
-    def show(done, total):
-      bar.total = total
-      bar.update(done - bar.n)
-
-    counts = count_ngrams(
-      shards,
-      order=table.order,
-      vocab_size=pair.target.spec.vocab_size,
-      min_count=table.min_count,
-      progress=show,
-    )
-  model = estimate(counts)
+  model = estimate(_count(shards, table, pair.target.spec.vocab_size))
   result = build_table(model, table.num_continuations)
   provenance = {
     'specdec': specdec.__version__,

@@ -1,4 +1,4 @@
-"""A corpus is a folder of text files; every batch is a function of its step."""
+"""Text files as a corpus, and batches that are a function of the step."""
 
 from collections.abc import Iterator
 import dataclasses
@@ -9,19 +9,21 @@ import sysconfig
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from models.training.run_record import save_whole
+
 _SKIPPED_FOLDERS = frozenset({'site-packages', '__pycache__', '.git'})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Corpus:
-  """Which files to learn from.
+  """A set of text files, split into training and held-out files.
 
   Attributes:
-    folder: searched recursively; empty means the standard library of the
-      running interpreter.
-    pattern: file names to take, e.g. `*.py`.
-    held_out_percent: of the files, chosen by a hash of their relative path, so
-      that the split survives additions and renumbering.
+    folder: folder that is searched recursively; empty means the standard
+      library of the running interpreter.
+    pattern: pattern of file names, e.g. `*.py`.
+    held_out_percent: percentage of files held out, chosen by a hash of their
+      relative path, so that other files do not change the split.
   """
 
   folder: str = ''
@@ -39,7 +41,7 @@ class Corpus:
 
   @property
   def root(self) -> pathlib.Path:
-    """What is searched."""
+    """The folder that is searched."""
     return pathlib.Path(self.folder or sysconfig.get_path('stdlib'))
 
   def _is_held_out(self, path: pathlib.Path) -> bool:
@@ -48,12 +50,11 @@ class Corpus:
     return int.from_bytes(digest, 'big') % 100 < self.held_out_percent
 
   def texts(self, *, held_out: bool) -> Iterator[str]:
-    """The files of one split, in a fixed order; non-UTF-8 ones are skipped."""
+    """Yields the UTF-8 files of one split in a fixed order."""
     found = False
     for path in sorted(self.root.rglob(self.pattern)):
-      if _SKIPPED_FOLDERS.intersection(path.relative_to(self.root).parts):
-        continue
-      if not path.is_file():
+      folders = path.relative_to(self.root).parts
+      if _SKIPPED_FOLDERS.intersection(folders) or not path.is_file():
         continue
       if self._is_held_out(path) != held_out:
         continue
@@ -72,7 +73,7 @@ class Corpus:
   def tokens(
     self, tokenizer: PreTrainedTokenizerBase, *, held_out: bool
   ) -> np.ndarray:
-    """All files of one split as one int32 array, `<|endoftext|>` after each."""
+    """The tokens of one split, int32, with `<|endoftext|>` after each file."""
     if tokenizer.eos_token_id is None:
       raise ValueError('the tokenizer has no end-of-text token; set eos_token')
     parts = []
@@ -81,14 +82,27 @@ class Corpus:
       parts.append(np.array([*ids, tokenizer.eos_token_id], np.int32))
     return np.concatenate(parts)
 
+  def kept_tokens(
+    self,
+    path: pathlib.Path,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    held_out: bool,
+  ) -> np.ndarray:
+    """The tokens of one split, kept in a `.npy` file for the next resume."""
+    if not path.exists():
+      tokens = self.tokens(tokenizer, held_out=held_out)
+      save_whole(path, lambda partial: np.save(partial, tokens))
+    return np.load(path, mmap_mode='r')
+
 
 def training_batch(
   tokens: np.ndarray, *, step: int, seed: int, batch_size: int, length: int
 ) -> np.ndarray:
   """Random windows, `[batch_size, length + 1]` int32.
 
-  A pure function of its arguments: a resumed run sees the batches that the
-  uninterrupted one would have seen.
+  They are a pure function of the arguments, so a resumed run sees the batches
+  of an uninterrupted run.
   """
   if len(tokens) <= length:
     raise ValueError(
@@ -103,7 +117,7 @@ def training_batch(
 def held_out_batches(
   tokens: np.ndarray, *, batch_size: int, length: int, limit: int
 ) -> Iterator[np.ndarray]:
-  """Consecutive windows `[batch_size, length + 1]`, at most `limit` batches."""
+  """Yields at most `limit` batches `[batch_size, length + 1]` of windows."""
   windows = min((len(tokens) - 1) // length, limit * batch_size)
   if windows < 1:
     raise ValueError(
@@ -111,7 +125,7 @@ def held_out_batches(
       f' of {length + 1}'
     )
   starts = np.arange(windows) * length
-  # A short last batch would compile a second program: wrap around instead.
+  # The last batch wraps around: a shorter one would compile a second program.
   starts = np.resize(starts, -(-windows // batch_size) * batch_size)
   for chunk in starts.reshape(-1, batch_size):
     yield tokens[chunk[:, None] + np.arange(length + 1)]

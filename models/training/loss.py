@@ -1,4 +1,4 @@
-"""What the models here learn: the next token, or a teacher's distribution."""
+"""Losses: the next token, or the distribution of a teacher."""
 
 from collections.abc import Callable
 import dataclasses
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from models.checkpoints.family import Module
+from models.nn.adapter import Module
 from models.nn.experts import balance_loss
 from models.nn.mixtral import Mixtral
 from models.training import corpus
@@ -18,11 +18,11 @@ from models.training import corpus
 
 @dataclasses.dataclass(frozen=True)
 class Teacher:
-  """A trained model whose distribution a draft is to imitate.
+  """A trained model whose distribution a draft learns.
 
   Attributes:
-    name: where it came from, for the record of the run.
-    model: of any family.
+    name: folder or hub id, for the record of the run.
+    model: a module of any family.
   """
 
   name: str
@@ -32,7 +32,7 @@ class Teacher:
 def _forward(
   graph, params, tokens: jax.Array
 ) -> tuple[jax.Array, jax.Array | float]:
-  """Logits, and the mean of the layers' balance losses, 0 without experts."""
+  """Causal logits, and the layers' mean balance loss, 0 without experts."""
   batch_size, length = tokens.shape
   positions = jnp.broadcast_to(jnp.arange(length)[None], tokens.shape)
   causal = jnp.tril(jnp.ones((length, length), bool))
@@ -53,16 +53,16 @@ def make_loss(
 ) -> Callable[[Any, jax.Array], jax.Array]:
   """Makes `loss(params, windows) -> nats per token`.
 
-  Without a teacher: cross-entropy with the next token. With one: the
-  cross-entropy with the teacher's next-token distribution, which has the
-  gradient of the forward Kullback-Leibler divergence (DistillSpec, Zhou et al.
-  2023, arXiv 2310.08461, section 4).
+  Without a teacher it is the cross-entropy with the next token, with a teacher
+  the cross-entropy with its next-token distribution, which has the gradient of
+  the forward Kullback-Leibler divergence (DistillSpec, Zhou et al. 2023,
+  arXiv 2310.08461, section 4).
 
   Args:
-    graph: of the module that `params` belong to.
-    dtype: of the matrices during the forward and backward pass.
+    graph: graph of the module that `params` belong to.
+    dtype: dtype of the matrices during the forward and backward pass.
     teacher: see above.
-    balance_weight: of `models.experts.balance_loss`, which is added.
+    balance_weight: weight of `models.nn.experts.balance_loss`, which is added.
 
   Returns:
     A function of float32 params and `[B, L + 1]` int32 windows.
@@ -94,16 +94,13 @@ def make_loss(
 def held_out_loss(
   module: Module, tokens: np.ndarray, *, length: int, batch_tokens: int = 8192
 ) -> float:
-  """The mean loss over consecutive windows, in float32.
+  """Mean loss over consecutive windows, in nats per token, in float32.
 
   Args:
-    module: whose loss it is.
+    module: the model.
     tokens: `[tokens]` int32, see `Corpus.tokens`.
-    length: of a window, in tokens; at most the context of the model.
-    batch_tokens: evaluated at once.
-
-  Returns:
-    Nats per token.
+    length: length of a window in tokens; at most the context of the model.
+    batch_tokens: number of tokens that are evaluated at once.
 
   Raises:
     ValueError: a window is longer than the context or than the tokens.

@@ -1,31 +1,31 @@
-"""Muon for the matrices inside blocks, AdamW for everything else."""
+"""The optimizer: Muon for matrices inside blocks, AdamW for all else."""
 
 import jax
 import optax
 from optax import contrib
 
-# Weights here are [out, in]; optax's default is [in, out].
+# Weights are stored [out, in]; the default of optax is [in, out].
 _OUT_IN = contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0)
 
 
 def _is_block_matrix(path, leaf) -> bool:
-  keys = [getattr(one, 'key', None) for one in path]
-  # Not routers: of their outputs, each is a class.
+  keys = [getattr(entry, 'key', None) for entry in path]
+  # A router is a classifier, like the head; Muon is for hidden layers.
   return leaf.ndim == 2 and keys[0] in ('h', 'layers') and 'gate' not in keys
 
 
 def make_optimizer(
   *, learning_rate: float, warmup_steps: int, num_steps: int
 ) -> optax.GradientTransformation:
-  """Muon (Jordan et al., 2024) with a linear decay to zero.
+  """Muon (Jordan et al. 2024) with linear warm-up and linear decay to zero.
 
   Updates are scaled to a common root mean square (Liu et al. 2025,
   arXiv 2502.16982, eq. 4), so one learning rate serves both parts.
 
   Args:
-    learning_rate: the peak.
-    warmup_steps: of linear warm-up from zero.
-    num_steps: of the whole run; the rate is zero at the end.
+    learning_rate: peak learning rate.
+    warmup_steps: number of steps of linear warm-up from zero.
+    num_steps: number of steps of the run; the rate is zero after the last.
   """
   rate = optax.join_schedules(
     [

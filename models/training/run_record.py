@@ -1,30 +1,47 @@
-"""What a run in a workdir is made of, so that no other run resumes it.
+"""Files in the workdir of a run that can be killed and resumed.
 
-A module of its own: building an n-gram table keeps such records too, and should
-not import the whole of training for it.
+This module has no heavy imports: `build_ngram` uses it without the rest of
+training.
 """
 
+from collections.abc import Callable
 import json
 import pathlib
 from typing import Any
 
 
-def write_once(path: pathlib.Path, record: dict[str, Any]) -> None:
-  """Saves what a run is made of; refuses to resume a different one.
+def save_whole(path: pathlib.Path, save: Callable[[pathlib.Path], Any]) -> None:
+  """Writes a file or folder completely or not at all.
 
   Args:
-    path: of the JSON, in the workdir.
-    record: the settings and the data, as JSON.
+    path: path of the result.
+    save: called with a path beside it, with the same suffix, to write to.
+  """
+  path.parent.mkdir(parents=True, exist_ok=True)
+  partial = path.with_name(f'partial_{path.name}')
+  save(partial)
+  partial.replace(path)
+
+
+def save_json(path: pathlib.Path, record: Any) -> None:
+  """Writes a record as JSON, completely or not at all."""
+  text = json.dumps(record, indent=1) + '\n'
+  save_whole(path, lambda partial: partial.write_text(text))
+
+
+def write_once(path: pathlib.Path, record: dict[str, Any]) -> None:
+  """Saves the settings and data of a run; refuses to resume a different run.
+
+  Args:
+    path: path of the JSON file, in the workdir.
+    record: the settings and data, in types of JSON.
 
   Raises:
-    ValueError: another record is there already; says what differs.
+    ValueError: the file holds another record; the message lists the changes.
   """
   record = json.loads(json.dumps(record))
   if not path.exists():
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix('.partial.json')
-    partial.write_text(json.dumps(record, indent=2) + '\n')
-    partial.rename(path)
+    save_json(path, record)
     return
   saved = json.loads(path.read_text())
   changed = [

@@ -1,4 +1,4 @@
-"""Trains a byte-level BPE tokenizer that `AutoTokenizer` can load."""
+"""Training of byte-level BPE tokenizers that `AutoTokenizer` can load."""
 
 from collections.abc import Iterable
 
@@ -14,20 +14,20 @@ END_OF_TEXT = '<|endoftext|>'
 def train_tokenizer(
   texts: Iterable[str], *, vocab_size: int, context: int
 ) -> transformers.PreTrainedTokenizerFast:
-  """Byte-level BPE as GPT-2's: any text round-trips, no unknown token.
+  """Trains byte-level BPE like that of GPT-2: every text round-trips.
 
   Args:
-    texts: what to count pairs in.
+    texts: texts in which pairs are counted.
     vocab_size: V, at least 257 (all bytes and `<|endoftext|>`).
     context: `model_max_length`, in tokens.
 
-  Returns:
-    A tokenizer; `save_pretrained` writes what `AutoTokenizer` reads.
+  Raises:
+    ValueError: `vocab_size` is too small.
   """
   alphabet = pre_tokenizers.ByteLevel.alphabet()
   if vocab_size <= len(alphabet):
     raise ValueError(
-      f'--vocab_size={vocab_size} must exceed {len(alphabet)}, the bytes'
+      f'--vocab_size={vocab_size} must exceed {len(alphabet)} (all bytes)'
     )
   bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
   bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,52 +1,59 @@
-"""From a module with weights to the pure functions that decoding wants."""
+"""Adapter from NNX modules to the pure functions that decoding calls."""
 
 import dataclasses
 import functools
 import math
+from typing import Any
 
 from flax import nnx
 from flax import traverse_util
 import jax
 import jax.numpy as jnp
 
-from models.checkpoints.family import Config
-from models.checkpoints.family import Module
-from models.checkpoints.family import Path
+from models.nn.gpt2 import GPT2
+from models.nn.gpt2 import GPT2Config
+from models.nn.llama import Llama
+from models.nn.llama import LlamaConfig
 from models.nn.mixtral import MixtralConfig
 from specdec import cache as kv
 from specdec.model import LanguageModel
 from specdec.model import ModelSpec
 
+# A module and its shape, of any family; a Mixtral is a Llama.
+Module = GPT2 | Llama
+Config = GPT2Config | LlamaConfig
+
 
 @functools.cache
-def _resized(definition: ModelSpec, vocab_size: int) -> ModelSpec:
-  own_size = definition.vocab_size
+def _resized(spec: ModelSpec, vocab_size: int) -> ModelSpec:
+  own_size = spec.vocab_size
 
   def apply(params, tokens, positions, mask, cache):
-    # Ids beyond are padding that nobody says; any embedding will do.
+    # Ids from own_size on are vocabulary padding, which is never emitted.
     tokens = jnp.minimum(tokens, own_size - 1)
-    logits, cache = definition.apply(params, tokens, positions, mask, cache)
+    logits, cache = spec.apply(params, tokens, positions, mask, cache)
     padding = ((0, 0), (0, 0), (0, max(vocab_size - own_size, 0)))
     logits = jnp.pad(logits, padding, constant_values=-jnp.inf)
     return logits[..., :vocab_size], cache
 
-  return dataclasses.replace(definition, apply=apply, vocab_size=vocab_size)
+  return dataclasses.replace(spec, apply=apply, vocab_size=vocab_size)
 
 
 def with_vocab_size(model: LanguageModel, vocab_size: int) -> LanguageModel:
-  """A model whose vocabulary differs by padding only, as one of another size.
+  """Pads or cuts the vocabulary of a model.
 
   Args:
-    model: any.
-    vocab_size: V; logits beyond its own are -inf, those beyond V are cut off.
+    model: a model whose vocabulary differs from the wanted one by padding only.
+    vocab_size: V; logits beyond those of the model are -inf, logits beyond V
+      are cut off.
   """
   if model.spec.vocab_size == vocab_size:
     return model
   return model.replace(spec=_resized(model.spec, vocab_size))
 
 
-def _share_read(path: Path, config: Config) -> float:
-  """How much of a parameter a forward of one position reads."""
+def _share_read(path: tuple[Any, ...], config: Config) -> float:
+  """Fraction of a parameter that a forward of one position reads."""
   if path[0] == 'wpe':
     return 0.0  # A few rows.
   if path[0] in ('wte', 'embed_tokens'):
@@ -57,14 +64,17 @@ def _share_read(path: Path, config: Config) -> float:
 
 
 @functools.cache
-def _definition(
+def _spec(
   graph: nnx.GraphDef,
   config: Config,
   dtype: jnp.dtype,
   weight_bytes: int,
   parameters: int,
 ) -> ModelSpec:
-  """One record per shape, so that loading a model again does not recompile."""
+  """The record of a shape; cached, so that loading it again does not recompile.
+
+  The arguments are those of `ModelSpec`, `graph` of the module.
+  """
 
   def apply(params, tokens, positions, mask, cache):
     return nnx.merge(graph, params)(tokens, positions, mask, cache)
@@ -92,13 +102,11 @@ def _definition(
 
 
 def as_model(module: Module) -> LanguageModel:
-  """Splits a module once; from here on there are only pytrees.
+  """Splits a module into the parameters and functions that `specdec` decodes.
 
   Args:
-    module: with its weights; shared with the result, not copied.
-
-  Returns:
-    The model as `specdec` decodes it.
+    module: a module with its weights, or with shapes only; the result shares
+      its arrays.
   """
   config = module.config
   graph, variables = nnx.split(module)
@@ -106,7 +114,7 @@ def as_model(module: Module) -> LanguageModel:
   weight_bytes = parameters = 0.0
   for path, leaf in traverse_util.flatten_dict(params).items():
     share = _share_read(path, config)
-    # Of shapes too, which have no `nbytes`.
+    # Shapes have no `nbytes`.
     weight_bytes += share * sum(
       part.size * part.dtype.itemsize for part in jax.tree.leaves(leaf)
     )
@@ -114,7 +122,7 @@ def as_model(module: Module) -> LanguageModel:
       parameters += share * math.prod(leaf.shape)
   return LanguageModel(
     params=params,
-    spec=_definition(
+    spec=_spec(
       graph, config, module.dtype, round(weight_bytes), round(parameters)
     ),
   )
