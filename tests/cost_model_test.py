@@ -11,19 +11,12 @@ import numpy as np
 import pytest
 import tiny_modules
 
-<<<<<<< HEAD
 from models.bench import machine as machine_limits
 from models.checkpoints.families import read_config
 from models.checkpoints.model_shape import model_shape
 from models.nn.adapter import as_model
 from models.nn.llama import LlamaConfig
 from models.nn.mixtral import MixtralConfig
-=======
-from models.bench.machine import model_size
-from models.cost_report import paper
-from models.cost_report import studies
-from models.nn.adapter import as_model
->>>>>>> w-nn
 from specdec.cost_model import best_tree
 from specdec.cost_model import break_even_batch_size
 from specdec.cost_model import claims
