@@ -223,7 +223,7 @@ def test_a_divergence_is_reported_with_its_margin(monkeypatch):
 
 @pytest.mark.parametrize('verify', ['rejection', 'block'])
 def test_the_law_of_the_target_passes(verify):
-  for check in _check(lossless.check_law, verify=verify, eos_ids=()):
+  for check in _check(lossless.check_distribution, verify=verify, eos_ids=()):
     assert check.passed, str(check)
     assert check.num_tokens == 120 * len(_PROMPTS)
     assert check.impossible == []
@@ -236,7 +236,7 @@ def test_a_biased_rule_fails(monkeypatch):
   )
   jax.clear_caches()
   checks = _check(
-    lossless.check_law, _PROMPTS * 2, verify='rejection', eos_ids=()
+    lossless.check_distribution, _PROMPTS * 2, verify='rejection', eos_ids=()
   )
   jax.clear_caches()
   assert not any(check.passed for check in checks), str(checks[0])
@@ -245,7 +245,7 @@ def test_a_biased_rule_fails(monkeypatch):
 
 def test_too_few_tokens_say_nothing():
   with pytest.raises(ValueError, match='12 tokens are too few'):
-    lossless.check_law(
+    lossless.check_distribution(
       _generator(),
       _PROMPTS,
       batch_sizes=[1],
@@ -324,9 +324,11 @@ def test_guesses_stand_as_often_as_theory_says():
   assert gap('match') > 0.03
   efficiency = figures['block_efficiency']
   assert efficiency.keys() == {*names, 'block, without_replacement'}
-  table = acceptance.table(figures)
-  assert '| match | coupled = 0.' in table
-  assert table.count('\n| ') == 6
+  rows = acceptance.acceptance_rows(figures)
+  assert [row['rule'] for row in rows] == [*efficiency]
+  assert rows[0]['theory, 1 child'].startswith('coupled = 0.')
+  assert rows[0]['measured, 2 children'].startswith('0.')
+  assert rows[-1]['theory, 1 child'] == ''
 
 
 def test_acceptance_is_of_sampling():

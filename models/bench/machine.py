@@ -74,28 +74,28 @@ class MachineLimits:
     self._array = jnp.ones((rows, _COLUMNS), jnp.float32)
     self._vector = jnp.ones(_COLUMNS, jnp.float32)
     self._matrices = {name: jnp.ones((width, width), name) for name in dtypes}
-    self._clear()
-    self.sample()  # compiles
-    self._clear()
-
-  def _clear(self) -> None:
     self._bytes_per_second: list[float] = []
     self._flops_per_second: dict[str, list[float]] = {
-      dtype: [] for dtype in self._matrices
+      dtype: [] for dtype in dtypes
     }
+    self._rates()  # compiles
 
-  def sample(self) -> None:
-    """Measures every rate once."""
+  def _rates(self) -> tuple[float, dict[str, float]]:
     readers = (
       functools.partial(_matvec, self._array, self._vector),
       functools.partial(_sum, self._array),
     )
-    self._bytes_per_second.append(
-      max(_rate(self._array.nbytes, reader) for reader in readers)
-    )
-    for dtype, matrix in self._matrices.items():
-      work = 2 * matrix.shape[0] ** 3
-      rate = _rate(work, functools.partial(_square, matrix))
+    memory = max(_rate(self._array.nbytes, reader) for reader in readers)
+    return memory, {
+      dtype: _rate(2 * len(matrix) ** 3, functools.partial(_square, matrix))
+      for dtype, matrix in self._matrices.items()
+    }
+
+  def sample(self) -> None:
+    """Measures every rate once."""
+    memory, arithmetic = self._rates()
+    self._bytes_per_second.append(memory)
+    for dtype, rate in arithmetic.items():
       self._flops_per_second[dtype].append(rate)
 
   def summary(self) -> dict[str, Any]:
@@ -249,7 +249,12 @@ def _resident(key: str) -> int:
   raise OSError(f'/proc/self/status has no {key}')
 
 
-def _host_peak(run: Callable[[], Any]) -> int:
+def host_peak(run: Callable[[], Any]) -> int:
+  """The peak of resident memory during a call, in bytes (Linux only).
+
+  Raises:
+    OSError: `/proc/self/clear_refs` or `/proc/self/status` is missing.
+  """
   with contextlib.suppress(OSError, AttributeError):
     # Memory that is free but resident would not be counted when it is reused.
     ctypes.CDLL(None).malloc_trim(0)
@@ -281,12 +286,11 @@ def _device_peak(run: Callable[[], Any], device: jax.Device) -> int:
   return peak - before
 
 
-def peak_beyond(run: Callable[[], Any], *, on_host: bool = False) -> int | None:
+def peak_beyond(run: Callable[[], Any]) -> int | None:
   """The peak memory of a call minus the memory in use before it.
 
   Args:
     run: the call; if compiling should not count, call it once before.
-    on_host: measure the process even if JAX uses another device.
 
   Returns:
     Bytes: of the process if the first device is a CPU, else of that device.
@@ -295,8 +299,8 @@ def peak_beyond(run: Callable[[], Any], *, on_host: bool = False) -> int | None:
   """
   device = jax.devices()[0]
   try:
-    if on_host or device.platform == 'cpu':
-      return _host_peak(run)
+    if device.platform == 'cpu':
+      return host_peak(run)
     return _device_peak(run, device)
   except (OSError, TypeError, KeyError):
     return None
