@@ -10,6 +10,7 @@ WHAT: matmul, attention (at the shapes of GPT-2 Large), forward (V(N) of
 
 import functools
 import sys
+from typing import Any
 
 from absl import flags
 import command_line
@@ -64,21 +65,23 @@ def _decode(what: str, numbers_of_children: list[int]):
   if options.PROMPT_FILE.value is None:
     raise ValueError('--prompt_file is needed: a file of prompts')
   prompts = options.read_prompts(options.PROMPT_FILE.value, _NUM_PROMPTS.value)
-  run = functools.partial(
-    measure.fallback if what == 'fallback' else lossless.measure,
-    planned.generator(_METHOD, prompts, 1),
-    prompts,
-    max_new_tokens=options.MAX_NEW_TOKENS.value,
-    sampling=options.sampling(),
-    seed=options.SEED.value,
-  )
+  generator = planned.generator(_METHOD, prompts, 1)
+  common: dict[str, Any] = {
+    'max_new_tokens': options.MAX_NEW_TOKENS.value,
+    'sampling': options.sampling(),
+    'seed': options.SEED.value,
+  }
   if what == 'fallback':
-    rows = run(break_even=options.BREAK_EVEN.value)
+    even = options.BREAK_EVEN.value
+    rows = measure.fallback(generator, prompts, break_even=even, **common)
     return rows, {'prompts': rows}
-  figures = run(
+  figures = lossless.measure(
+    generator,
+    prompts,
     batch_size=_BATCH_SIZE.value,
     numbers_of_children=numbers_of_children,
     chain_length=options.NUM_DRAFT_TOKENS.value,
+    **common,
   )
   return lossless.acceptance_rows(figures), figures
 
@@ -97,8 +100,14 @@ def main(what: str) -> None:
   if what in ('matmul', 'attention'):
     rows = getattr(measure, what)(sizes, _REPEATS.value)
   elif what == 'forward':
-    how = {'dtype': dtype, 'context': _CONTEXT.value, 'peer': _PEER.value}
-    rows = measure.forward(target, sizes, _REPEATS.value, **how)
+    rows = measure.forward(
+      target,
+      sizes,
+      _REPEATS.value,
+      dtype=dtype,
+      context=_CONTEXT.value,
+      peer=_PEER.value,
+    )
   elif what == 'memory':
     rows = measure.memory(target, dtype=dtype)
   elif what == 'loss':

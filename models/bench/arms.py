@@ -16,7 +16,7 @@ from models.text.drafters import OPTIONS
 from specdec.model import LanguageModel
 from specdec.study.timing import Arm
 
-# Decoded by transformers on torch with the same weights (models/bench/peers.py).
+# Decoded by transformers with the same weights, see models/bench/peers.py.
 PEER_METHODS = (
   'transformers',
   'transformers-assisted',
@@ -33,8 +33,8 @@ _TREE = tuple(
 )
 _TABLE = tuple(name for name in (*_TREE, *_INNER) if name not in _STOPPING)
 
-# The options that each method uses. Others are refused, because a user would not
-# notice that they have no effect.
+# The options that each method uses. Others are refused, because they would
+# silently have no effect.
 _OPTIONS: Mapping[str, tuple[str, ...]] = {
   'chain': ('num_draft_tokens',),
   'tree': (*_TREE, *_INNER),

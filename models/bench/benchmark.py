@@ -1,6 +1,5 @@
 """Benchmarks of text prompts: what scripts/benchmark.py calls."""
 
-from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
@@ -153,8 +152,8 @@ def _work_row(name: str, arm: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 # The models of the staged speculative decoding paper (arXiv 2308.04623): GPT-2
-# Large and a draft of 40 million parameters, in 16 bits. The paper does not give
-# the shape of the draft; its cache is counted as that of 8 layers of width 512.
+# Large and a draft of 40 million parameters, in 16 bits. The shape of the draft
+# is not published; its cache is counted as that of 8 layers of width 512.
 PAPER_COSTS = {
   'target': {'per_forward': 2 * 773e6, 'per_slot': 2 * 2 * 36 * 1280},
   'draft': {'per_forward': 2 * 40e6, 'per_slot': 2 * 2 * 8 * 512},
@@ -168,10 +167,10 @@ class Task:
   Attributes:
     target: see `models.text.pair.load_pair`.
     draft: see `models.text.pair.load_pair`; None if no arm needs a draft.
-    revision: of the target, on the hub.
-    draft_dtype: of the draft; None: the dtype of the arm.
     drafting: see `models.text.drafters.make_drafter`; arms may differ from it.
     sampling: see `specdec.generate`.
+    revision: of the target, on the hub.
+    draft_dtype: of the draft; None: the dtype of the arm.
     verification: the arguments `verify`, `children` and `break_even` of
       `specdec.generate`.
     seed: of the sampling.
@@ -181,10 +180,10 @@ class Task:
 
   target: str
   draft: str | None
+  drafting: DraftSettings
+  sampling: specdec.Sampling
   revision: str | None = None
   draft_dtype: str | None = None
-  drafting: DraftSettings = DraftSettings()
-  sampling: specdec.Sampling = specdec.Sampling()
   verification: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   seed: int = 0
   batch_size: int = 1

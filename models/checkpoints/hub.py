@@ -192,7 +192,7 @@ def load_module(
 
   Tensors go one at a time from the file into their final dtype on the default
   device, so the peak of host memory is the model plus one tensor
-  (scripts/measure_load_memory.py).
+  (scripts/measure.py memory).
 
   Args:
     name: see `locate`.
