@@ -16,6 +16,7 @@ from models.bench import lossless as acceptance
 from models.nn.table_model import table_model
 from models.text.generator import Generator
 from specdec import Sampling
+from specdec.checks import check_sampling
 from specdec.sampling import token_probs
 from specdec.study import exactness as law
 from specdec.study.exactness import choice_margin
@@ -128,7 +129,11 @@ def test_distributions_are_those_of_a_loop():
     logit_bias=np.linspace(-1, 1, tiny_models.VOCAB_SIZE),
   )
   tokens = tiny_models.prompts(3)[2]
-  found = law.distributions(target, law.padded(tokens), sampling.validated())
+  found = law.distributions(
+    target,
+    law.padded(tokens),
+    check_sampling(sampling, 1, tiny_models.VOCAB_SIZE),
+  )
   mask = jnp.tril(jnp.ones((len(tokens), len(tokens)), bool))[None]
   positions = jnp.arange(len(tokens))[None]
   ids = jnp.array([tokens])
@@ -138,7 +143,9 @@ def test_distributions_are_those_of_a_loop():
     for token in set(tokens[: index + 1]):
       value = logits[index, token]
       logits[index, token] = value / 1.5 if value > 0 else value * 1.5
-  plain = Sampling(temperature=0.7, top_p=0.9).validated()
+  plain = check_sampling(
+    Sampling(temperature=0.7, top_p=0.9), 1, tiny_models.VOCAB_SIZE
+  )
   expected = token_probs(jnp.asarray(logits, jnp.float32), plain)
   np.testing.assert_allclose(found[: len(tokens)], expected, atol=2e-5)
 
@@ -203,13 +210,13 @@ def test_a_divergence_is_reported_with_its_margin(monkeypatch):
   def spoiled(generator, prompts, *args, **kw):
     ids, new, efficiency = decode(generator, prompts, *args, **kw)
     calls.append(generator.drafter)
-    if generator.drafter is not None:
+    if generator.drafter.stages:
       new[2][5] += 1
     return ids, new, efficiency
 
   monkeypatch.setattr(lossless, '_decode', spoiled)
   checks = _check(lossless.check_tokens, max_margin=0.0)
-  assert calls[0] is None
+  assert not calls[0].stages
   for check in checks:
     assert not check.passed
     (one,) = check.divergences

@@ -199,7 +199,7 @@ def _our_arm(spec: ArmSpec, pair: Pair, task: Task) -> ReadyArm:
   options = dict(task.verification)
   if options.get('break_even') is None:
     options['break_even'] = planned_break_even(spec.method, task.drafting)
-  if drafter is None:
+  if not drafter.stages:
     options['children'] = None
 
   def decode(batch, limit):
@@ -217,7 +217,7 @@ def _our_arm(spec: ArmSpec, pair: Pair, task: Task) -> ReadyArm:
 
   models = {'target': pair.target} | {
     stage.name: stage.scorer.model
-    for stage in (() if drafter is None else drafter.stages)
+    for stage in drafter.stages
     if isinstance(stage.scorer, LanguageModelScorer)
   }
   arrays = jax.tree.leaves((pair.target, drafter))
@@ -226,7 +226,7 @@ def _our_arm(spec: ArmSpec, pair: Pair, task: Task) -> ReadyArm:
     sizes={name: machine.model_size(model) for name, model in models.items()},
     weight_bytes=sum(leaf.nbytes for leaf in arrays),
     models=models,
-    num_nodes=1 if drafter is None else drafter.config.num_nodes,
+    num_nodes=drafter.shape.num_nodes,
   )
 
 

@@ -21,14 +21,14 @@ from models.text.generator import row_keys
 from models.text.result import TextGeneration
 import specdec
 from specdec.checks import check_sampling
+from specdec.sampling import BEST
+from specdec.sampling import WITH_REPLACEMENT
+from specdec.sampling import WITHOUT_REPLACEMENT
 from specdec.study import exactness
 from specdec.study.timing import first_difference
 from specdec.tree.topology import chain
 from specdec.tree.topology import k_ary
 from specdec.tree.topology import Topology
-from specdec.verify.rejection import BEST
-from specdec.verify.rejection import WITH_REPLACEMENT
-from specdec.verify.rejection import WITHOUT_REPLACEMENT
 
 # The probability that a correct sampler fails, all tests of a check together.
 _SIGNIFICANCE = 1e-3
@@ -196,7 +196,7 @@ def check_tokens(
     ValueError: the logits of the target are not finite.
   """
   options |= {'sampling': sampling}
-  plain = dataclasses.replace(generator, drafter=None)
+  plain = dataclasses.replace(generator, drafter=specdec.PLAIN)
   ids, expected, _ = _decode(plain, prompts, seed, 1, 'plain', **options)
   checks = []
   for batch_size in batch_sizes:
@@ -357,9 +357,7 @@ def _with_topology(generator: Generator, topology: Topology) -> Generator:
   draft = generator.pair.draft
   if draft is None:
     raise ValueError('acceptance needs a draft; give --draft')
-  drafter = specdec.Drafter(
-    specdec.LanguageModelScorer(draft), specdec.TreeConfig(topology=topology)
-  )
+  drafter = specdec.fixed_drafter(specdec.LanguageModelScorer(draft), topology)
   return dataclasses.replace(generator, drafter=drafter)
 
 
@@ -432,7 +430,7 @@ def measure(
 
   def decode(topology, rule):
     drafted = _with_topology(generator, topology)
-    title = f'{topology.branching} x {topology.depth}, {rule}'
+    title = f'{topology.branching} x {topology.max_depth}, {rule}'
     for start in tqdm.tqdm(starts, desc=title, unit='batch', file=sys.stderr):
       yield drafted.generate(
         prompts[start : start + batch_size],

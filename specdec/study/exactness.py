@@ -118,9 +118,9 @@ def transform(
     token that the target cannot emit.
   """
   text = padded([*prompt, *new])
-  sampling = check_sampling(sampling, 1, model.spec.vocab_size)
-  probs = distributions(model, text, sampling)
-  draft_probs = None if draft is None else distributions(draft, text, sampling)
+  params = check_sampling(sampling, 1, model.spec.vocab_size)
+  probs = distributions(model, text, params)
+  draft_probs = None if draft is None else distributions(draft, text, params)
   tokens = jnp.asarray(np.roll(text[0], -1))
   values, own = jax.device_get(_transform(probs, draft_probs, tokens, key))
   span = slice(len(prompt) - 1, len(prompt) - 1 + len(new))
@@ -193,5 +193,5 @@ def choice_margin(
     The margin, at least 0.
   """
   length = jnp.array(len(tokens), jnp.int32)
-  sampling = check_sampling(sampling, 1, model.spec.vocab_size)
-  return float(_margin(model, row_key, padded(tokens), length, sampling))
+  params = check_sampling(sampling, 1, model.spec.vocab_size)
+  return float(_margin(model, row_key, padded(tokens), length, params))
