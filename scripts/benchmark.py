@@ -2,12 +2,16 @@
 
   python scripts/benchmark.py --prompt_file=prompts.jsonl --output=result.json
 
-Settings of an arm that differ from the flags go in parentheses, alternatives of
-a sweep between bars:
+Settings of an arm that differ from the flags are given in parentheses, and
+alternatives are separated by bars:
 
   python scripts/benchmark.py --prompt_file=prompts.jsonl \
       --arms='plain,chain(num_draft_tokens=2|4),tree(num_nodes=8|16,rounds=2|3)'
+
+  python scripts/benchmark.py --prompt_file=prompts.jsonl --batch_sizes=1,2,4,8
 """
+
+import pathlib
 
 from absl import flags
 import command_line
@@ -44,6 +48,18 @@ _PROMPT_BUCKET = flags.DEFINE_integer(
   ' power of 2 saves compiling for others; default: all',
 )
 _BATCH_SIZE = flags.DEFINE_integer('batch_size', 1, 'prompts per batch')
+_BATCH_SIZES = flags.DEFINE_list(
+  'batch_sizes',
+  [],
+  'several batch sizes, one run each and one table of all; in place of'
+  ' --batch_size; the result of size B is written to OUTPUT_bB.json',
+)
+_PREDICT = flags.DEFINE_bool(
+  'predict',
+  True,
+  'measure V(N) of each model alone, and predict the speeds from it and from'
+  ' the counts of the run',
+)
 _MAX_SECONDS = flags.DEFINE_float(
   'max_seconds', None, 'begin no batch after measuring for so long'
 )
@@ -57,27 +73,28 @@ _PLOTS = flags.DEFINE_string(
 )
 
 
-def main() -> None:
+def _batch_sizes() -> list[int]:
+  try:
+    return [int(size) for size in _BATCH_SIZES.value]
+  except ValueError as error:
+    raise ValueError(
+      f'--batch_sizes={",".join(_BATCH_SIZES.value)}: expected integers'
+    ) from error
+
+
+def _run(batch_size: int, prompts: list[str]):
   from models.bench import arms
   from models.bench import benchmark
-  from models.bench import plots
-  from models.bench import record as results
 
-  if options.PROMPT_FILE.value is None:
-    raise ValueError('--prompt_file is needed: a file of prompts')
   specs = arms.parse_arms(_ARMS.value, options.DTYPE.value)
   if _PEER.value == 'transformers':
     specs += arms.peer_arms(
       specs,
       has_draft=options.draft_name() is not None,
-      batch_size=_BATCH_SIZE.value,
+      batch_size=batch_size,
     )
-  if _OUTPUT.value:
-    results.prepare_output(_OUTPUT.value)
-  folder = plots.choose_folder(_PLOTS.value, _OUTPUT.value)
-  prompts = options.read_prompts(options.PROMPT_FILE.value, _NUM_PROMPTS.value)
-  plan = planned.plan(_BATCH_SIZE.value, lambda: prompts)
-  report = benchmark.run(
+  plan = planned.plan(batch_size, lambda: prompts)
+  return benchmark.run(
     prompts,
     arms=specs,
     task=benchmark.Task(
@@ -87,26 +104,49 @@ def main() -> None:
       draft_dtype=options.DRAFT_DTYPE.value,
       drafting=options.draft_settings(plan),
       sampling=options.sampling(),
-      verify=options.VERIFY.value,
-      children=options.CHILDREN.value,
-      break_even=options.BREAK_EVEN.value,
+      verification={
+        'verify': options.VERIFY.value,
+        'children': options.CHILDREN.value,
+        'break_even': options.BREAK_EVEN.value,
+      },
       seed=options.SEED.value,
-      batch_size=_BATCH_SIZE.value,
+      batch_size=batch_size,
       max_new_tokens=options.MAX_NEW_TOKENS.value,
-      prompt_bucket=_PROMPT_BUCKET.value,
-      max_seconds=_MAX_SECONDS.value,
     ),
     settings=options.as_dict(),
+    prompt_bucket=_PROMPT_BUCKET.value,
+    max_seconds=_MAX_SECONDS.value,
+    predict=_PREDICT.value,
   )
-  print(report)
-  if _OUTPUT.value:
-    report.write(_OUTPUT.value)
-  if folder is not None:
-    plots.draw(
-      results.record(dict(report.settings), report.figures),
-      folder,
-      _OUTPUT.value or 'benchmark',
-    )
+
+
+def main() -> None:
+  from models.bench import benchmark
+  from models.bench import plots
+  from models.bench import record as results
+
+  if options.PROMPT_FILE.value is None:
+    raise ValueError('--prompt_file is needed: a file of prompts')
+  output = _OUTPUT.value
+  path = pathlib.Path(output or 'benchmark.json')
+  paths = {_BATCH_SIZE.value: path}
+  if _BATCH_SIZES.value:
+    paths = {n: path.with_stem(f'{path.stem}_b{n}') for n in _batch_sizes()}
+  for file in paths.values() if output else ():
+    results.prepare_output(str(file))
+  folder = plots.choose_folder(_PLOTS.value, output)
+  prompts = options.read_prompts(options.PROMPT_FILE.value, _NUM_PROMPTS.value)
+  reports = {}
+  for size, path in paths.items():
+    report = reports[size] = _run(size, prompts)
+    print(f'{report}\n' if _BATCH_SIZES.value else report, flush=True)
+    if output:
+      report.write(str(path))
+    if folder is not None:
+      record = results.record(dict(report.settings), report.figures)
+      plots.draw(record, folder, path.stem)
+  if _BATCH_SIZES.value:
+    print(benchmark.table_by_batch_size(reports))
 
 
 if __name__ == '__main__':

@@ -74,7 +74,7 @@ def main() -> None:
     how['max_margin'] = max_margin
     checks = lossless.check_tokens(generator, prompts, **how)
   else:
-    checks = lossless.check_law(generator, prompts, **how)
+    checks = lossless.check_distribution(generator, prompts, **how)
   for check in checks:
     print(check)
   if _OUTPUT.value:

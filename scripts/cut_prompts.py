@@ -1,8 +1,8 @@
-"""Cuts prompts in the style of HumanEval out of the corpus' held-out files.
+"""Cuts prompts in the style of HumanEval out of a corpus' held-out files.
 
-To tune settings on: functions up to the end of their docstring.
+A prompt is a function up to the end of its docstring, to tune settings on.
 
-python scripts/cut_prompts.py --output=prompts.jsonl
+  python scripts/cut_prompts.py --output=prompts.jsonl
 """
 
 import ast
@@ -30,7 +30,7 @@ def _functions(text: str) -> Iterator[str]:
   try:
     tree = ast.parse(text)
   except (SyntaxError, ValueError):
-    return  # some test files of the standard library are broken on purpose
+    return  # e.g. test files of the standard library with syntax errors
   lines = text.split('\n')
   for node in ast.walk(tree):
     if isinstance(node, ast.FunctionDef) and ast.get_docstring(node):
@@ -50,7 +50,9 @@ def main() -> None:
   random.Random(_SEED.value).shuffle(prompts)
   chosen = prompts[: _NUM_PROMPTS.value]
   if not chosen:
-    raise ValueError(f'--corpus={_CORPUS.value} has no functions held out')
+    raise ValueError(
+      f'--corpus={_CORPUS.value} has no functions in its held-out files'
+    )
   lines = [json.dumps({'prompt': prompt}) for prompt in chosen]
   pathlib.Path(_OUTPUT.value).write_text('\n'.join(lines) + '\n')
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# All measurements for one accelerator, unattended, in under 20 minutes; nothing
-# from the network. The tables come last.
+# All measurements for one accelerator, unattended, in under 20 minutes and
+# without the network. The tables are printed at the end.
 #
 #   bash scripts/run_gpu_suite.sh [--reduced] OUT [prompts.jsonl]
 #
 # OUT: folder for JSON, tables, pictures and logs. Prompts: default a dozen of
-# models/demo. --reduced: the same at a size that a CPU does in a few minutes.
-# PYTHON=...: the interpreter, where it is not the one in the path.
+# models/demo. --reduced: the same steps at a size for a CPU, some minutes.
+# PYTHON=...: the interpreter, if it is not the first in the path.
 set -uo pipefail
 
 reduced=0
@@ -36,7 +36,7 @@ if ((reduced)); then
   deadline=$((SECONDS + 3600))
   large=(--width_factor=1 --layers=8)
   xl=(--width_factor=2 --layers=6)
-  common=(--num_prompts=3 --max_new_tokens=16 --max_seconds=20)
+  common=(--nopredict --num_prompts=3 --max_new_tokens=16 --max_seconds=20)
   best='staged(num_nodes=8,width=4)'
   arms="plain,$best"
   few="plain,$best"
@@ -47,8 +47,8 @@ else
   deadline=$((SECONDS + 1140))
   large=(--width_factor=4 --layers=36)
   xl=(--width_factor=5 --layers=48)
-  # One bucket of prompt lengths: compiling is most of the time.
-  common=(--prompt_bucket=128 --max_seconds=40)
+  # One bucket of prompt lengths, because compiling takes most of the time.
+  common=(--nopredict --prompt_bucket=128 --max_seconds=40)
   best='staged'
   arms="plain,chain,tree,$best,staged(num_nodes=32)"
   few="plain,chain,$best"
@@ -62,7 +62,7 @@ peer=none
 failed=()
 steps=()
 
-# What failed or ran out of time is said at the end; the others go on.
+# A step that fails or runs out of time does not stop the others.
 step() {
   local name=$1
   shift
@@ -89,14 +89,14 @@ step expand_large "$here/expand_model.py" --model=demo \
 large_target="$models/gpt2-large-shape"
 sampled=(--temperature=1 --top_k=50)
 
-# The most important first, in case time runs out.
+# The most important steps first, in case time runs out.
 benchmark large_greedy --target="$large_target" --dtype=bfloat16 \
   --arms="$arms" --peer="$peer"
 benchmark large_sampled --target="$large_target" --dtype=bfloat16 \
   --arms="$few" "${sampled[@]}"
 benchmark demo_greedy --arms="$arms,plain:bfloat16,staged:bfloat16"
-step forward_large "$here/measure_forward.py" --model="$large_target" \
-  --dtype=bfloat16 --widths="$widths"
+step forward_large "$here/measure.py" forward --target="$large_target" \
+  --dtype=bfloat16 --sizes="$widths"
 step expand_xl "$here/expand_model.py" --model=demo \
   --output="$models/gpt2-xl-shape" --dtype=bfloat16 "${xl[@]}"
 benchmark xl_greedy --target="$models/gpt2-xl-shape" --dtype=bfloat16 \
@@ -104,7 +104,7 @@ benchmark xl_greedy --target="$models/gpt2-xl-shape" --dtype=bfloat16 \
 benchmark xl_sampled --target="$models/gpt2-xl-shape" --dtype=bfloat16 \
   --arms="plain,$best" "${sampled[@]}"
 benchmark large_batch --target="$large_target" --dtype=bfloat16 \
-  --arms="plain,$best" --batch_size="$batch"
+  --arms="plain,$best" --batch_sizes="1,$batch" --predict
 step lossless "$here/check_lossless.py" --prompt_file="$prompts" \
   --num_prompts=2 --max_new_tokens=32 --batch_sizes=1
 benchmark large_sweep --target="$large_target" --dtype=bfloat16 --arms="$sweep"

@@ -1,4 +1,4 @@
-"""Runs the notebooks again, and keeps their outputs.
+"""Executes notebooks, and writes their outputs into them.
 
 pip install -e '.[notebooks,plot]'
 python scripts/run_notebooks.py
@@ -22,11 +22,8 @@ def main() -> None:
   from models.bench import notebooks
 
   folder = pathlib.Path(__file__).parents[1] / 'colab'
-  if _NOTEBOOKS.value is None:
-    files = sorted(folder.glob('*.ipynb'))
-  else:
-    files = [pathlib.Path(name) for name in _NOTEBOOKS.value]
-  for file in files:
+  files = _NOTEBOOKS.value or sorted(map(str, folder.glob('*.ipynb')))
+  for file in map(pathlib.Path, files):
     notebooks.update(file, timeout=_TIMEOUT.value)
     print(f'{file}: {file.stat().st_size / 1e3:.0f} kB')
 

@@ -86,13 +86,13 @@ def test_options_change_what_they_name_and_nothing_else():
   changed = with_options(
     settings, {'num_nodes': '8', 'inner_rounds': '2', 'num_draft_tokens': '3'}
   )
-  assert (changed.tree.num_nodes, changed.tree.rounds) == (8, 4)
-  assert changed.inner_tree.rounds == 2
-  assert changed.inner_tree.width == settings.inner_tree.width
+  assert (changed.tree.num_nodes, changed.stage.rounds) == (8, 4)
+  assert changed.inner_stage.rounds == 2
+  assert changed.inner_stage.width == settings.inner_stage.width
   assert changed.num_draft_tokens == 3
   assert with_options(settings, {}) == settings
   fixed = with_options(settings, {'topology': 'chain:3'})
-  assert fixed.tree.num_nodes == 4
+  assert fixed.topology.num_nodes == 4
 
 
 def test_every_option_is_there():

@@ -13,7 +13,7 @@ _OF_TRAINING = (
     for name in ('loss', 'optimizer', 'pipeline', 'tokenizer', 'trainer')
   ),
 )
-_TRAINING = ('train', 'measure_loss')
+_TRAINING = ('train',)
 
 # In a process of its own; scripts may define the same flags.
 _IMPORT = """

@@ -94,7 +94,7 @@ def test_without_the_extra_the_remedy_is_named(monkeypatch, tmp_path):
 def test_what_is_no_notebook_is_named(tmp_path):
   path = tmp_path / 'no.ipynb'
   path.write_text('text')
-  with pytest.raises(ValueError, match=r'no\.ipynb is no notebook'):
+  with pytest.raises(ValueError, match=r'no\.ipynb is not a notebook'):
     notebooks.execute(path, timeout=60)
 
 

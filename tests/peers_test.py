@@ -215,5 +215,5 @@ def test_more_than_the_context_is_refused(folders):
 
 def test_a_bias_is_refused(folders):
   (arm,) = _arms(folders, 'transformers', sampling=Sampling(logit_bias={1: 2}))
-  with pytest.raises(ValueError, match='know no --logit_bias'):
+  with pytest.raises(ValueError, match='have no --logit_bias'):
     arm.decode([_PROMPT], _LIMIT)

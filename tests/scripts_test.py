@@ -402,9 +402,10 @@ _BAD_BENCHMARKS = [
   (['--arms=plain,forest'], "arm 'forest' is not known"),
   (['--arms=chain(width=2)'], 'chain has num_draft_tokens'),
   (['--arms=tree(width=0)'], "arm 'tree(width=0):float32': width must be"),
-  (['--arms=transformers'], '--arms needs one of our own'),
+  (['--arms=transformers'], '--arms needs an arm other than transformers'),
   (['--prompt_bucket=64'], 'no prompt has 33 to 64 tokens'),
   (['--batch_size=3'], '--batch_size must be between 1 and'),
+  (['--batch_sizes=1,x'], '--batch_sizes=1,x: expected integers'),
   (['--max_new_tokens=0'], '--max_new_tokens must be at least 1'),
 ]
 
@@ -539,23 +540,76 @@ def test_vocabulary_mismatch_names_both_models(target, tmp_path):
   assert str(other) in last
 
 
-def test_the_guard_is_measured_against_plain_decoding(target, draft, tmp_path):
-  prompts, output = tmp_path / 'prompts.txt', tmp_path / 'guard.json'
+def test_the_fallback_is_measured_against_plain_decoding(
+  target, draft, tmp_path
+):
+  prompts, output = tmp_path / 'prompts.txt', tmp_path / 'fallback.json'
   prompts.write_text('def add(first, second):\n')
   flags = [f'--target={target}', f'--draft={draft}', '--max_new_tokens=60']
   flags += [f'--prompt_file={prompts}', '--num_prompts=1']
-  result = _run('measure_guard.py', *flags)
+  result = _run('measure.py', 'fallback', *flags)
   assert result.returncode == 2
   assert '--break_even is needed' in result.stderr
   result = _run(
-    'measure_guard.py', *flags, '--break_even=1000', f'--output={output}'
+    'measure.py',
+    'fallback',
+    *flags,
+    '--break_even=1000',
+    f'--output={output}',
   )
   assert result.returncode == 0, result.stderr
   (row,) = json.loads(output.read_text())['prompts']
-  # After one step it has understood.
+  # One step is enough to see that drafting does not pay.
   assert row['speculative_steps'] == 1
   assert row['same_tokens']
   assert row['seconds'] > 0
+
+
+def test_each_part_is_measured_into_a_table(target, tmp_path):
+  corpus = tmp_path / 'corpus'
+  corpus.mkdir()
+  for number in range(60):  # some are held out
+    (corpus / f'{number}.py').write_text(_TEXT)
+  common = ['--repeats=1', f'--target={target}']
+  for what, flags, head, rows in (
+    ('forward', ['--sizes=2', '--context=32'], 'dtype   | N | ms', 2),
+    ('memory', [], 'model  ', 1),
+    ('loss', ['--sizes=16', f'--corpus={corpus}'], 'window | nats_per', 1),
+  ):
+    result = _run('measure.py', what, *common, *flags)
+    assert result.returncode == 0, result.stderr
+    assert head in result.stdout
+    assert len(result.stdout.strip().splitlines()) == 2 + rows
+  result = _run('measure.py', 'nothing')
+  assert result.returncode == 2
+  assert "'nothing' is none of matmul, attention" in result.stderr
+
+
+def test_batch_sizes_give_a_result_each_and_one_table(target, draft, tmp_path):
+  prompts = tmp_path / 'prompts.txt'
+  prompts.write_text('def add(\nreturn first\n')
+  output = tmp_path / 'one.json'
+  result = _run(
+    'benchmark.py',
+    f'--target={target}',
+    f'--draft={draft}',
+    f'--prompt_file={prompts}',
+    '--max_new_tokens=6',
+    '--arms=plain,chain(num_draft_tokens=2)',
+    '--batch_sizes=1,2',
+    f'--output={output}',
+  )
+  assert result.returncode == 0, result.stderr
+  for size in (1, 2):
+    report = json.loads((tmp_path / f'one_b{size}.json').read_text())
+    assert report['settings']['batch_size'] == size
+    assert report['settings']['batches_measured'] == 2 // size
+    plain, chain = report['arms'].values()
+    assert plain['predicted_speed'] == 1
+    assert chain['predicted_speed'] > 0
+  assert not output.exists()
+  table = result.stdout.strip().rpartition('\n\n')[2].splitlines()
+  assert [row.split('|')[1].strip() for row in table[2:]] == [*'1122']
 
 
 def test_a_decode_is_shown_and_shown_again(target, draft, tmp_path):

@@ -1,4 +1,4 @@
-"""Names of what a benchmark compares: `method(option=value,...):dtype`."""
+"""The arms of a benchmark, by name: `method(option=value,...):dtype`."""
 
 from collections.abc import Callable
 from collections.abc import Mapping
@@ -8,14 +8,15 @@ import itertools
 import re
 from typing import Any
 
-from models.bench import machine as peak_memory
+from models.bench import machine
 from models.bench.machine import ModelSize
 from models.checkpoints.hub import DTYPES
 from models.text.drafters import METHODS
 from models.text.drafters import OPTIONS
+from specdec.model import LanguageModel
 from specdec.study.timing import Arm
 
-# What transformers on torch can do with the same weights (models/peers.py).
+# Decoded by transformers with the same weights, see models/bench/peers.py.
 PEER_METHODS = (
   'transformers',
   'transformers-assisted',
@@ -26,20 +27,22 @@ PEER_DTYPES = ('float32', 'bfloat16')
 _INNER = tuple(name for name in OPTIONS if name.startswith('inner')) + (
   'ngram',
 )
-_GROWTH = ('calibration', 'cost_ratio', 'min_gain')
-_SHAPE = ('num_nodes', 'width', 'branching', 'max_depth', 'capacity')
-_ALONE = (*_SHAPE, 'min_gain', 'topology', *_INNER)
+_STOPPING = ('rounds', 'calibration', 'cost_ratio')
+_TREE = tuple(
+  name for name in OPTIONS if name not in (*_INNER, 'num_draft_tokens')
+)
+_TABLE = tuple(name for name in (*_TREE, *_INNER) if name not in _STOPPING)
 
-# What makes a difference to each method; an option that makes none is a mistake
-# that would go unseen.
+# The options that each method uses. Others are refused, because they would
+# silently have no effect.
 _OPTIONS: Mapping[str, tuple[str, ...]] = {
   'chain': ('num_draft_tokens',),
-  'tree': (*_SHAPE, 'rounds', *_GROWTH, 'topology', *_INNER),
-  'staged': (*_SHAPE, 'rounds', *_GROWTH, *_INNER),
-  'staged_chain': ('num_draft_tokens', 'rounds', *_GROWTH, *_INNER),
-  'ngram': _ALONE,
-  'lookup': _ALONE,
-  'ngram+lookup': _ALONE,
+  'tree': (*_TREE, *_INNER),
+  'staged': tuple(name for name in (*_TREE, *_INNER) if name != 'topology'),
+  'staged_chain': ('num_draft_tokens', *_STOPPING, *_INNER),
+  'ngram': _TABLE,
+  'lookup': _TABLE,
+  'ngram+lookup': _TABLE,
   'transformers-assisted': (
     'num_assistant_tokens',
     'assistant_confidence_threshold',
@@ -50,12 +53,12 @@ _OPTIONS: Mapping[str, tuple[str, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class ArmSpec:
-  """One way of decoding.
+  """A method of decoding with its settings.
 
   Attributes:
-    method: one of `models.drafters.METHODS` or `PEER_METHODS`.
+    method: one of `models.text.drafters.METHODS` or `PEER_METHODS`.
     dtype: of weights and cache.
-    options: names and values, where they differ from the common settings.
+    options: pairs of name and value that differ from the common settings.
   """
 
   method: str
@@ -64,7 +67,7 @@ class ArmSpec:
 
   @property
   def is_peer(self) -> bool:
-    """Whether it is decoded by another library."""
+    """Whether transformers decodes."""
     return self.method in PEER_METHODS
 
   def __str__(self):
@@ -72,13 +75,8 @@ class ArmSpec:
     return f'{self.method}{f"({listed})" if listed else ""}:{self.dtype}'
 
 
-def _split(text: str) -> list[str]:
-  """At the commas that are not in parentheses."""
-  return [one for one in re.split(r',(?![^()]*\))', text) if one]
-
-
 def _parse_options(arm: str, method: str, text: str) -> list[list]:
-  """Of each option, its name with each of its alternatives."""
+  """For each option, a list of pairs: its name and an alternative value."""
   parsed = []
   known = _OPTIONS.get(method, ())
   for option in text.split(','):
@@ -99,21 +97,22 @@ def parse_arms(text: str, default_dtype: str) -> list[ArmSpec]:
   """Parses a list of arms.
 
   Args:
-    text: arms separated by commas. An arm is a method, then perhaps options in
-      parentheses, whose names are those of the flags, then perhaps a dtype:
-      `plain,tree(num_nodes=16,rounds=2):bfloat16`. Alternatives are separated
-      by `|` and give an arm each, in all combinations:
+    text: arms separated by commas. An arm is a method, then optionally options
+      in parentheses, named as the flags, then optionally a dtype:
+      `plain,tree(num_nodes=16,rounds=2):bfloat16`. Alternative values are
+      separated by `|`; every combination is an arm:
       `tree(num_nodes=8|16,rounds=2|4)` are four.
-    default_dtype: of arms that name none.
+    default_dtype: of arms without a dtype.
 
   Returns:
-    The arms, in their order.
+    The arms in the same order.
 
   Raises:
-    ValueError: something is not known or there twice; lists the choices.
+    ValueError: a name is unknown or repeated; lists the choices.
   """
   arms: list[ArmSpec] = []
-  for arm in _split(text):
+  # Commas inside parentheses do not separate arms.
+  for arm in filter(None, re.split(r',(?![^()]*\))', text)):
     match = re.fullmatch(r'([^():]*)(?:\(([^()]*)\))?(?::(.*))?', arm.strip())
     method, options, dtype = match.groups() if match else (arm, None, None)
     dtype = dtype or default_dtype
@@ -143,27 +142,26 @@ def parse_arms(text: str, default_dtype: str) -> list[ArmSpec]:
 def peer_arms(
   arms: Sequence[ArmSpec], *, has_draft: bool, batch_size: int
 ) -> list[ArmSpec]:
-  """What transformers can do of the same, in those dtypes that torch has.
+  """The arms of transformers to compare with, in those dtypes torch supports.
 
   Args:
-    arms: none of these is repeated.
-    has_draft: whether there is an assistant model.
-    batch_size: assisted generation and prompt lookup need 1.
+    arms: the other arms; none of them is repeated.
+    has_draft: whether there is a draft, to be the assistant model.
+    batch_size: must be 1 for assisted generation and for prompt lookup.
   """
   possible = {
     'transformers': True,
     'transformers-assisted': has_draft and batch_size == 1,
     'transformers-lookup': batch_size == 1,
   }
-  dtypes = list(dict.fromkeys(arm.dtype for arm in arms))
-  every = [
+  peers = [
     ArmSpec(method, dtype)
-    for dtype in dtypes
+    for dtype in dict.fromkeys(arm.dtype for arm in arms)
     if dtype in PEER_DTYPES
     for method in PEER_METHODS
     if possible[method]
   ]
-  return [arm for arm in every if arm not in arms]
+  return [arm for arm in peers if arm not in arms]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,15 +169,17 @@ class ReadyArm:
   """An arm with its models loaded.
 
   Attributes:
-    decode: how it decodes a batch.
-    sizes: of its target and of each of its stages that is a language model.
-    weight_bytes: of all that it needs in memory before it begins.
-    peak_beyond: of a call, see `models.peak_memory.peak_beyond`.
+    decode: decodes a batch of prompts.
+    sizes: of the target and of each stage that is a language model, by name.
+    weight_bytes: of all weights and tables in memory.
+    peak_beyond: see `models.bench.machine.peak_beyond`.
+    models: the target and the drafting models, by name; none of a peer.
+    num_nodes: N that a forward of the target verifies.
   """
 
   decode: Arm
   sizes: Mapping[str, ModelSize]
   weight_bytes: int
-  peak_beyond: Callable[[Callable[[], Any]], int | None] = (
-    peak_memory.peak_beyond
-  )
+  peak_beyond: Callable[[Callable[[], Any]], int | None] = machine.peak_beyond
+  models: Mapping[str, LanguageModel] = dataclasses.field(default_factory=dict)
+  num_nodes: int = 1

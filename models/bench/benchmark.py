@@ -1,6 +1,5 @@
 """Benchmarks of text prompts: what scripts/benchmark.py calls."""
 
-from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
@@ -13,11 +12,11 @@ import jax
 import numpy as np
 import tqdm
 
-from models.bench import machine as roofline
+from models.bench import machine
 from models.bench import peers
 from models.bench.arms import ArmSpec
 from models.bench.arms import ReadyArm
-from models.bench.machine import MachineLimits
+from models.bench.predict import predicted_speeds
 from models.bench.record import to_table
 from models.bench.record import write_record
 from models.text.drafters import DraftSettings
@@ -30,7 +29,7 @@ import specdec
 from specdec.checks import row_keys
 from specdec.draft.language_model import LanguageModelScorer
 from specdec.statistics import relative_bandwidth
-from specdec.study import timing as benchmarking
+from specdec.study import timing
 from specdec.study.exactness import choice_margin
 
 _MISSING = '-'
@@ -42,8 +41,8 @@ class Report:
 
   Attributes:
     settings: of the run.
-    limits: of the machine, see `models.machine_limits`.
-    arms: figures by arm, see `models.benchmark.run`.
+    limits: of `models.bench.machine.MachineLimits.summary`.
+    arms: figures by arm, see `run`.
   """
 
   settings: Mapping[str, Any]
@@ -52,30 +51,36 @@ class Report:
 
   @property
   def figures(self) -> dict[str, Any]:
-    """What is measured."""
+    """Everything that was measured."""
     return {'limits': self.limits, 'arms': self.arms}
 
   def write(self, path: str) -> None:
-    """Writes all of it as JSON, and the tables as Markdown beside it."""
+    """Writes a JSON file, and the tables as Markdown beside it."""
     write_record(path, dict(self.settings), self.figures)
     pathlib.Path(path).with_suffix('.md').write_text(f'{self}\n')
 
   def __str__(self):
-    roofs = self.limits['flops_per_second'].items()
-    roofs = ', '.join(
-      f'{rate / 1e9:.0f} GFLOP/s {name}' for name, rate in roofs
+    rates = ', '.join(
+      f'{rate / 1e9:.0f} GFLOP/s {name}'
+      for name, rate in self.limits['flops_per_second'].items()
     )
     memory = self.limits['bytes_per_second'] / 1e9
-    speed = to_table(_SPEED_HEAD, map(_speed_row, *_columns(self.arms)))
-    work = to_table(_WORK_HEAD, map(_work_row, *_columns(self.arms)))
+    columns = self.arms.keys(), self.arms.values()
     return (
-      f'{speed}\n\n{work}\n\nIn this run the machine read {memory:.1f} GB/s and'
-      f' computed {roofs}.'
+      f'{to_table(_SPEED_HEAD, map(_speed_row, *columns))}\n\n'
+      f'{to_table(_WORK_HEAD, map(_work_row, *columns))}\n\n'
+      f'In this run the machine read {memory:.1f} GB/s and computed {rates}.'
     )
 
 
-def _columns(arms):
-  return arms.keys(), arms.values()
+def table_by_batch_size(reports: Mapping[int, Report]) -> str:
+  """One Markdown table with the speeds at several batch sizes."""
+  rows = [
+    (f'{size}', *_speed_row(name, arm))
+    for size, report in reports.items()
+    for name, arm in report.arms.items()
+  ]
+  return to_table(('batch', *_SPEED_HEAD), rows)
 
 
 def _with_interval(value: float, interval: Any, unit: str = '') -> str:
@@ -88,6 +93,7 @@ _SPEED_HEAD = (
   'arm',
   'tokens/s (95 %)',
   'speed (95 %)',
+  'predicted',
   'per batch: least, median, most',
   'block eff.',
   'nodes',
@@ -100,14 +106,18 @@ def _speed_row(name: str, arm: Mapping[str, Any]) -> tuple[str, ...]:
   per_batch = np.quantile(arm['speed_per_batch'], (0, 0.5, 1))
   tokens = max(arm['new_tokens'], 1)
   forwards = {'target': arm['target_forwards']} | arm['stage_forwards']
+  predicted = arm['predicted_speed']
   return (
     name,
     _with_interval(arm['tokens_per_second'], arm['tokens_per_second_interval']),
     _with_interval(arm['speed'], arm['speed_interval'], 'x'),
-    ' '.join(f'{one:.2f}' for one in per_batch),
+    _MISSING if predicted is None else f'{predicted:.2f}x',
+    ' '.join(f'{speed:.2f}' for speed in per_batch),
     f'{arm["block_efficiency"]:.2f}',
     f'{arm["nodes_per_forward"]:.1f}',
-    ', '.join(f'{one} {count / tokens:.2f}' for one, count in forwards.items()),
+    ', '.join(
+      f'{model} {count / tokens:.2f}' for model, count in forwards.items()
+    ),
     _MISSING if arm['flips'] is None else f'{len(arm["flips"])}',
   )
 
@@ -142,8 +152,8 @@ def _work_row(name: str, arm: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 # The models of the staged speculative decoding paper (arXiv 2308.04623): GPT-2
-# Large and a draft of 40 million parameters, in 16 bits. The shape of that
-# draft is not given; its cache is counted as that of 8 layers of width 512.
+# Large and a draft of 40 million parameters, in 16 bits. The shape of the draft
+# is not published; its cache is counted as that of 8 layers of width 512.
 PAPER_COSTS = {
   'target': {'per_forward': 2 * 773e6, 'per_slot': 2 * 2 * 36 * 1280},
   'draft': {'per_forward': 2 * 40e6, 'per_slot': 2 * 2 * 8 * 512},
@@ -152,25 +162,20 @@ PAPER_COSTS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-  """What every arm is asked to do.
+  """The decoding task that all arms share.
 
   Attributes:
-    target: see `models.pair.load_pair`.
-    draft: likewise; None if no arm needs one.
-    drafting: see `models.drafters.make_drafter`; arms may differ from it.
-    sampling: how to choose tokens.
+    target: see `models.text.pair.load_pair`.
+    draft: see `models.text.pair.load_pair`; None if no arm needs a draft.
+    drafting: see `models.text.drafters.make_drafter`; arms may differ from it.
+    sampling: see `specdec.generate`.
     revision: of the target, on the hub.
-    draft_dtype: of the draft; None: that of the arm.
-    verify: see `specdec.generation.Options`.
-    children: likewise; plain arms have no use for it.
-    break_even: see `specdec.generation.Options`; None: what the plan says, in
-      the arm `plan`.
+    draft_dtype: of the draft; None: the dtype of the arm.
+    verification: the arguments `verify`, `children` and `break_even` of
+      `specdec.generate`.
     seed: of the sampling.
     batch_size: prompts decoded together.
     max_new_tokens: the limit per row.
-    prompt_bucket: only prompts of more than half of it, and at most so many
-      tokens; they share their programs. None: all prompts.
-    max_seconds: no batch is begun after measuring for so long.
   """
 
   target: str
@@ -179,14 +184,10 @@ class Task:
   sampling: specdec.Sampling
   revision: str | None = None
   draft_dtype: str | None = None
-  verify: str = 'match'
-  children: str | None = None
-  break_even: float | None = None
+  verification: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   seed: int = 0
   batch_size: int = 1
   max_new_tokens: int = 128
-  prompt_bucket: int | None = None
-  max_seconds: float | None = None
 
 
 def _our_arm(spec: ArmSpec, pair: Pair, task: Task) -> ReadyArm:
@@ -195,79 +196,90 @@ def _our_arm(spec: ArmSpec, pair: Pair, task: Task) -> ReadyArm:
     drafter = make_drafter(spec.method, pair, drafting)
   except ValueError as error:
     raise ValueError(f'arm {str(spec)!r}: {error}') from error
-  break_even = task.break_even or planned_break_even(spec.method, task.drafting)
-  key = jax.random.key(task.seed)
+  options = dict(task.verification)
+  if options.get('break_even') is None:
+    options['break_even'] = planned_break_even(spec.method, task.drafting)
+  if not drafter.stages:
+    options['children'] = None
 
   def decode(batch, limit):
     return specdec.generate(
       pair.target,
-      key,
+      jax.random.key(task.seed),
       batch,
       drafter=drafter,
       max_new_tokens=limit,
       room_for_new_tokens=task.max_new_tokens,
       sampling=task.sampling,
       eos_ids=pair.eos_ids,
-      verify=task.verify,
-      children=None if drafter is None else task.children,
-      break_even=break_even,
+      **options,
     )
 
-  stages = drafter.stages if drafter is not None else ()
   models = {'target': pair.target} | {
     stage.name: stage.scorer.model
-    for stage in stages
+    for stage in drafter.stages
     if isinstance(stage.scorer, LanguageModelScorer)
   }
   arrays = jax.tree.leaves((pair.target, drafter))
   return ReadyArm(
     decode=decode,
-    sizes={name: roofline.model_size(model) for name, model in models.items()},
+    sizes={name: machine.model_size(model) for name, model in models.items()},
     weight_bytes=sum(leaf.nbytes for leaf in arrays),
+    models=models,
+    num_nodes=drafter.shape.num_nodes,
   )
 
 
-def _make_batches(
-  prompts: Sequence[str], encode: Callable[[str], list[int]], task: Task
+def make_batches(
+  ids: Sequence[list[int]], *, batch_size: int, bucket: int | None
 ) -> list[list[list[int]]]:
-  """Prompts as ids, those in the bucket, in full batches."""
-  ids = [encode(prompt) for prompt in prompts]
-  size, bucket = task.batch_size, task.prompt_bucket
+  """Prompts in full batches; those that do not fill a batch are left out.
+
+  Args:
+    ids: token ids of the prompts.
+    batch_size: prompts per batch.
+    bucket: keep only prompts of bucket / 2 < length <= bucket tokens, which
+      share their programs. None: keep all.
+
+  Raises:
+    ValueError: there are fewer prompts than `batch_size`.
+  """
   if bucket is not None:
-    ids = [one for one in ids if bucket // 2 < len(one) <= bucket]
+    ids = [row for row in ids if bucket // 2 < len(row) <= bucket]
     if not ids:
       raise ValueError(
         f'no prompt has {bucket // 2 + 1} to {bucket} tokens; choose another'
         ' --prompt_bucket'
       )
-  if not 1 <= size <= len(ids):
+  if not 1 <= batch_size <= len(ids):
     raise ValueError(
       f'--batch_size must be between 1 and the number of prompts,'
-      f' {len(ids)}; got {size}'
+      f' {len(ids)}; got {batch_size}'
     )
-  return [
-    ids[start : start + size] for start in range(0, len(ids) - size + 1, size)
-  ]
+  starts = range(0, len(ids) - batch_size + 1, batch_size)
+  return [list(ids[start : start + batch_size]) for start in starts]
 
 
 def _find_flips(
   spec: ArmSpec,
-  results: Mapping[str, Sequence[benchmarking.Measurement]],
+  results: Mapping[str, Sequence[timing.Measurement]],
   batches: Sequence[Sequence[Sequence[int]]],
-  pair: Pair | None,
+  pairs: Mapping[str, Pair],
   task: Task,
 ) -> list[dict[str, Any]] | None:
-  """Where an arm leaves the plain one of its dtype, with margins."""
+  """Rows that differ from the plain arm of the same dtype, with margins."""
   reference = results.get(str(ArmSpec('plain', spec.dtype)))
-  is_random = spec.is_peer and task.sampling.temperature > 0
-  if reference is None or pair is None or task.verify != 'match' or is_random:
-    return None  # nothing to compare with
+  draws_differ = (spec.is_peer and task.sampling.temperature > 0) or (
+    task.verification.get('verify', 'match') != 'match'
+  )
+  if reference is None or spec.dtype not in pairs or draws_differ:
+    return None
   keys = row_keys(jax.random.key(task.seed), task.batch_size)
   flips = []
-  for flip in benchmarking.find_flips(results[str(spec)], reference):
+  for flip in timing.find_flips(results[str(spec)], reference):
     tokens = reference[flip.batch].generation.tokens[flip.row]
     margin = choice_margin(
-      pair.target,
+      pairs[spec.dtype].target,
       keys[flip.row],
       [*batches[flip.batch][flip.row], *tokens[: flip.offset]],
       task.sampling,
@@ -279,12 +291,12 @@ def _find_flips(
 def _load(
   specs: Sequence[ArmSpec], task: Task
 ) -> tuple[dict[str, Pair], dict[ArmSpec, ReadyArm]]:
-  """The pairs by dtype, and all arms in their order."""
+  """The pairs by dtype, and all arms in the order of `specs`."""
   dtypes = sorted({spec.dtype for spec in specs if not spec.is_peer})
   if not dtypes:
-    raise ValueError('--arms needs one of our own, e.g. plain')
+    raise ValueError('--arms needs an arm other than transformers, e.g. plain')
   if any(spec.is_peer for spec in specs):
-    peers.describe_torch()  # Fails now, not after loading, without torch.
+    peers.describe_torch()  # raises before loading if torch is missing
   pairs = {
     dtype: load_pair(
       task.target,
@@ -317,42 +329,53 @@ def run(
   *,
   arms: Sequence[ArmSpec],
   task: Task,
-  settings: dict[str, Any],
+  settings: Mapping[str, Any],
+  prompt_bucket: int | None = None,
+  max_seconds: float | None = None,
+  predict: bool = True,
 ) -> Report:
   """Decodes every prompt with every arm, interleaved.
 
   Args:
-    prompts: texts; a last batch that would not be full is left out.
-    arms: different ones; the first is the baseline.
-    task: what they are to do.
-    settings: recorded as they are.
+    prompts: texts; a last batch that is not full is left out.
+    arms: different arms, of which the first is the baseline.
+    task: the decoding task.
+    settings: recorded unchanged.
+    prompt_bucket: see `make_batches`.
+    max_seconds: no batch begins after that time.
+    predict: whether to measure V(N) and to predict the speeds.
 
   Returns:
-    The report. Of every arm it has what `specdec.benchmarking.summarize_arms`
-    and `models.roofline.place` say, and
-    `relative_bandwidth_at_paper_costs`, that of the same forwards with
-    `PAPER_COSTS`; `compile_seconds`; `weight_bytes`, and in
-    `beyond_weights_bytes` the most memory that a decode of the longest prompts
-    needed besides; `flips`, the rows whose tokens differ from those of the
-    plain arm of the same dtype, each with the margin of the choice, or None if
-    there is no such arm, or tokens need not be the same.
+    The report. For each arm it has the figures of
+    `specdec.study.timing.summarize_arms` and `models.bench.machine.place`, and
+    `relative_bandwidth_at_paper_costs`, that of the same forwards at
+    `PAPER_COSTS`; `predicted_speed`, see `models.bench.predict`;
+    `compile_seconds`; `weight_bytes`; `beyond_weights_bytes`, the peak memory
+    of decoding the longest prompts without the weights; `flips`, the rows whose
+    tokens differ from those of the plain arm of the same dtype, each with the
+    margin of the choice, or None if there is no such arm or if tokens may
+    differ.
 
   Raises:
-    ValueError: bad input; says what.
+    ValueError: an argument is out of range; the message names it.
   """
   if task.max_new_tokens < 1:
     raise ValueError(
       f'--max_new_tokens must be at least 1, got {task.max_new_tokens}'
     )
   pairs, ready = _load(arms, task)
-  pair = next(iter(pairs.values()))
-  batches = _make_batches(prompts, pair.encode, task)
-  limits = MachineLimits(list(pairs))
+  encode = next(iter(pairs.values())).encode
+  batches = make_batches(
+    [encode(prompt) for prompt in prompts],
+    batch_size=task.batch_size,
+    bucket=prompt_bucket,
+  )
+  limits = machine.MachineLimits(list(pairs))
   decoders = {str(spec): arm.decode for spec, arm in ready.items()}
   with tqdm.tqdm(
     total=len(arms) * (len(batches) + 1), unit='batch', file=sys.stderr
   ) as bar:
-    compile_seconds = benchmarking.warm_up(
+    compile_seconds = timing.warm_up(
       decoders, batches, max_new_tokens=task.max_new_tokens, report=bar.update
     )
     longest = max(batches, key=lambda batch: max(map(len, batch)))
@@ -362,37 +385,46 @@ def run(
       )
       for spec, arm in ready.items()
     }
-    results = benchmarking.measure(
+    results = timing.measure(
       decoders,
       batches,
       max_new_tokens=task.max_new_tokens,
       before_batch=limits.sample,
-      max_seconds=task.max_seconds,
+      max_seconds=max_seconds,
       report=bar.update,
     )
-  figures = benchmarking.summarize_arms(results, baseline=str(arms[0]))
+  figures = timing.summarize_arms(results, baseline=str(arms[0]))
   summary = limits.summary()
+  predicted = {}
+  if predict:
+    first = results[str(arms[0])][0].generation.tokens
+    texts = [[*row, *new] for row, new in zip(batches[0], first, strict=True)]
+    predicted = predicted_speeds(
+      {str(spec): arm for spec, arm in ready.items()},
+      figures,
+      prompts=batches[0],
+      texts=texts,
+      max_new_tokens=task.max_new_tokens,
+    )
   for spec, arm in ready.items():
     own = figures[str(spec)]
     costs = results[str(spec)][0].generation.stats['costs']
-    own |= roofline.place(own, costs, arm.sizes, summary)
+    own |= machine.place(own, costs, arm.sizes, summary)
     own |= {
       'relative_bandwidth_at_paper_costs': relative_bandwidth(
         own['reads'], costs | PAPER_COSTS
       ),
+      'predicted_speed': predicted.get(str(spec)),
       'compile_seconds': compile_seconds[str(spec)],
       'weight_bytes': arm.weight_bytes,
       'beyond_weights_bytes': beyond[spec],
-      'flips': _find_flips(spec, results, batches, pairs.get(spec.dtype), task),
+      'flips': _find_flips(spec, results, batches, pairs, task),
     }
-  torch = peers.describe_torch() if any(one.is_peer for one in arms) else {}
-  return Report(
-    settings=settings
-    | {
-      'arms': [str(spec) for spec in arms],
-      'batches_measured': len(results[str(arms[0])]),
-    }
-    | torch,
-    limits=summary,
-    arms=figures,
-  )
+  run_settings = {
+    'arms': [str(spec) for spec in arms],
+    'batch_size': task.batch_size,
+    'batches_measured': len(results[str(arms[0])]),
+  }
+  if any(spec.is_peer for spec in arms):
+    run_settings |= peers.describe_torch()
+  return Report(dict(settings) | run_settings, summary, figures)

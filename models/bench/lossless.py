@@ -1,5 +1,11 @@
-"""Is the output that of the target alone? What check_lossless.py calls."""
+"""Checks that speculative decoding preserves the output of the target.
 
+With `verify='match'` the tokens must equal those of plain decoding; with the
+other rules their distribution must be that of the target. `measure` compares
+the acceptance rates of the rules with theory.
+"""
+
+from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
 import sys
@@ -15,29 +21,31 @@ from models.text.generator import row_keys
 from models.text.result import TextGeneration
 import specdec
 from specdec.checks import check_sampling
-from specdec.study import exactness as law
-from specdec.study.exactness import choice_margin
+from specdec.sampling import BEST
+from specdec.sampling import WITH_REPLACEMENT
+from specdec.sampling import WITHOUT_REPLACEMENT
+from specdec.study import exactness
+from specdec.study.timing import first_difference
 from specdec.tree.topology import chain
 from specdec.tree.topology import k_ary
 from specdec.tree.topology import Topology
-from specdec.verify.rejection import BEST
-from specdec.verify.rejection import WITH_REPLACEMENT
-from specdec.verify.rejection import WITHOUT_REPLACEMENT
 
-# One test in a thousand would fail by chance, all tests together.
+# The probability that a correct sampler fails, all tests of a check together.
 _SIGNIFICANCE = 1e-3
+_FEWEST_TOKENS = 500
 
 
 @dataclasses.dataclass(frozen=True)
 class Divergence:
-  """Where a row leaves that of plain decoding.
+  """The first difference of a row from plain decoding.
 
   Attributes:
     prompt: its number.
     offset: of the first new token that differs.
-    plain: the tokens there and behind, at most three.
-    drafted: likewise.
-    margin: between the best two scores there; what rounding can bridge.
+    plain: at most three tokens of plain decoding from there on.
+    drafted: at most three tokens of speculative decoding from there on.
+    margin: between the two best scores there; rounding can reverse their order
+      if it is small.
   """
 
   prompt: int
@@ -46,18 +54,24 @@ class Divergence:
   drafted: list[int]
   margin: float
 
+  def __str__(self):
+    return (
+      f'prompt {self.prompt}, new token {self.offset}: plain {self.plain}...,'
+      f' drafted {self.drafted}..., margin {self.margin:.2g}'
+    )
+
 
 @dataclasses.dataclass(frozen=True)
 class TokenCheck:
-  """Tokens against those of plain decoding, at one batch size.
+  """Comparison of tokens with those of plain decoding, at one batch size.
 
   Attributes:
-    batch_size: of the speculative arm; plain decoding has 1.
-    num_prompts: compared.
+    batch_size: of speculative decoding; plain decoding has 1.
+    num_prompts: number of prompts.
     num_tokens: of plain decoding.
-    block_efficiency: of the speculative arm.
+    block_efficiency: tokens per target forward of speculative decoding.
     divergences: rows that differ.
-    max_margin: of a divergence that rounding may explain.
+    max_margin: the largest margin that rounding may explain.
   """
 
   batch_size: int
@@ -69,35 +83,29 @@ class TokenCheck:
 
   @property
   def passed(self) -> bool:
-    """Whether all is as it should be."""
-    return all(one.margin <= self.max_margin for one in self.divergences)
+    """Whether rounding explains all divergences."""
+    return all(row.margin <= self.max_margin for row in self.divergences)
 
   def __str__(self):
-    lines = [
+    first = (
       f'{"ok" if self.passed else "FAILED"}: batch {self.batch_size},'
       f' {self.num_prompts} prompts, {self.num_tokens} tokens,'
       f' {self.block_efficiency:.2f} per target forward:'
       f' {len(self.divergences)} divergences'
-    ]
-    for one in self.divergences:
-      lines.append(
-        f'  prompt {one.prompt}, new token {one.offset}: plain {one.plain}...,'
-        f' drafted {one.drafted}..., margin {one.margin:.2g}'
-      )
-    return '\n'.join(lines)
+    )
+    return '\n  '.join([first, *map(str, self.divergences)])
 
 
 @dataclasses.dataclass(frozen=True)
-class LawCheck:
-  """Tokens against the law of the target, see `specdec.law`.
+class DistributionCheck:
+  """Goodness-of-fit tests of the tokens, see `specdec.study.exactness`.
 
   Attributes:
     batch_size: prompts decoded together.
-    num_tokens: that took part.
+    num_tokens: tested.
     block_efficiency: tokens per target forward.
-    p_values: of each test.
-    impossible: tokens that the target could not have said, as prompt and
-      offset.
+    p_values: by test.
+    impossible: prompt and offset of tokens with target probability 0.
   """
 
   batch_size: int
@@ -108,7 +116,7 @@ class LawCheck:
 
   @property
   def passed(self) -> bool:
-    """Whether all is as it should be."""
+    """Whether no test rejects the distribution of the target."""
     bound = _SIGNIFICANCE / len(self.p_values)
     return not self.impossible and min(self.p_values.values()) >= bound
 
@@ -128,18 +136,17 @@ def _decode(
   prompts: Sequence[str],
   seed: int,
   batch_size: int,
-  what: str,
+  title: str,
   **options: Any,
 ) -> tuple[list[list[int]], list[list[int]], float]:
-  """Prompts and new tokens, and tokens per target forward.
+  """Prompt tokens, new tokens, and new tokens per target forward.
 
-  The seed of a row is that of its prompt, so it does not matter how prompts are
-  dealt out to batches.
+  Prompt i has seed + i, so that its tokens do not depend on the batch size.
   """
   starts = range(0, len(prompts), batch_size)
   results: list[TextGeneration] = []
-  for start in tqdm.tqdm(starts, desc=what, unit='batch', file=sys.stderr):
-    # The last batch is filled up: another size would have to be compiled.
+  for start in tqdm.tqdm(starts, desc=title, unit='batch', file=sys.stderr):
+    # The last batch is filled up, because another size would compile again.
     numbers = [(start + row) % len(prompts) for row in range(batch_size)]
     results.append(
       generator.generate(
@@ -148,22 +155,17 @@ def _decode(
         **options,
       )
     )
-  total = lambda name: sum(one.stats[name] for one in results)
-  errors = [error for one in results for error in one.errors if error]
+  errors = [error for result in results for error in result.errors if error]
   if errors:
-    raise ValueError(f'{what}: {errors[0]}')
-  return (
-    [ids for one in results for ids in one.prompt_tokens][: len(prompts)],
-    [ids for one in results for ids in one.tokens][: len(prompts)],
-    total('new_tokens') / max(total('target_forwards'), 1),
-  )
+    raise ValueError(f'{title}: {errors[0]}')
+  join = lambda name: [row for r in results for row in getattr(r, name)]
+  count = len(prompts)
+  return join('prompt_tokens')[:count], join('tokens')[:count], _rate(results)
 
 
-def _first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-  if one == other:
-    return None
-  pairs = enumerate(zip(one, other, strict=False))
-  return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+def _rate(results: Sequence[TextGeneration]) -> float:
+  total = lambda name: sum(result.stats[name] for result in results)
+  return total('new_tokens') / max(total('target_forwards'), 1)
 
 
 def check_tokens(
@@ -176,25 +178,25 @@ def check_tokens(
   max_margin: float,
   **options: Any,
 ) -> list[TokenCheck]:
-  """Compares with plain decoding of one prompt at a time.
+  """Compares the tokens with plain decoding of one prompt at a time.
 
   Args:
     generator: to be checked.
     prompts: texts.
-    batch_sizes: of the speculative arm.
+    batch_sizes: of speculative decoding.
     sampling: the same for all rows.
-    seed: of the first prompt; the next has the next.
+    seed: of the first prompt; that of prompt i is seed + i.
     max_margin: see `TokenCheck`.
-    **options: see `models.text_arguments.TextOptions`.
+    **options: other arguments of `Generator.generate`.
 
   Returns:
     A check per batch size.
 
   Raises:
-    ValueError: the target gave logits that are not finite.
+    ValueError: the logits of the target are not finite.
   """
   options |= {'sampling': sampling}
-  plain = dataclasses.replace(generator, drafter=None)
+  plain = dataclasses.replace(generator, drafter=specdec.PLAIN)
   ids, expected, _ = _decode(plain, prompts, seed, 1, 'plain', **options)
   checks = []
   for batch_size in batch_sizes:
@@ -202,19 +204,19 @@ def check_tokens(
       generator, prompts, seed, batch_size, f'batch {batch_size}', **options
     )
     divergences = []
-    for number, (one, other) in enumerate(zip(expected, found, strict=True)):
-      offset = _first_difference(one, other)
+    for number, (row, other) in enumerate(zip(expected, found, strict=True)):
+      offset = first_difference(other, row)
       if offset is None:
         continue
-      margin = choice_margin(
+      margin = exactness.choice_margin(
         generator.pair.target,
         row_keys([seed + number], 1)[0],
-        ids[number] + one[:offset],
+        ids[number] + row[:offset],
         sampling,
       )
-      there = slice(offset, offset + 3)
+      shown = slice(offset, offset + 3)
       divergences.append(
-        Divergence(number, offset, one[there], other[there], margin)
+        Divergence(number, offset, row[shown], other[shown], margin)
       )
     checks.append(
       TokenCheck(
@@ -229,7 +231,7 @@ def check_tokens(
   return checks
 
 
-def check_law(
+def check_distribution(
   generator: Generator,
   prompts: Sequence[str],
   *,
@@ -237,46 +239,42 @@ def check_law(
   sampling: specdec.Sampling,
   seed: int,
   **options: Any,
-) -> list[LawCheck]:
-  """Tests the tokens against the distributions of the target.
+) -> list[DistributionCheck]:
+  """Tests whether the tokens are distributed as the target.
 
   Args:
     generator: to be checked.
     prompts: texts.
-    batch_sizes: how many are decoded together, one check for each.
+    batch_sizes: numbers of prompts decoded together, one check for each.
     sampling: the same for all rows.
-    seed: of the first prompt; the next has the next.
-    **options: see `models.text_arguments.TextOptions`.
+    seed: of the first prompt; that of prompt i is seed + i.
+    **options: other arguments of `Generator.generate`.
 
   Returns:
     A check per batch size.
 
   Raises:
-    ValueError: there are too few tokens to say anything, or the target gave
-      logits that are not finite.
+    ValueError: there are too few tokens for a test, or the logits of the target
+      are not finite.
   """
+  options |= {'sampling': sampling}
+  key = jax.random.key(seed)
   checks = []
   for batch_size in batch_sizes:
     ids, new, efficiency = _decode(
-      generator,
-      prompts,
-      seed,
-      batch_size,
-      f'batch {batch_size}',
-      sampling=sampling,
-      **options,
+      generator, prompts, seed, batch_size, f'batch {batch_size}', **options
     )
-    if sum(map(len, new)) < 500:
+    num_tokens = sum(map(len, new))
+    if num_tokens < _FEWEST_TOKENS:
       raise ValueError(
-        f'{sum(map(len, new))} tokens are too few for a test of their law;'
-        ' give 500 at least'
+        f'{num_tokens} tokens are too few to test their distribution; give'
+        f' {_FEWEST_TOKENS} at least, by more prompts or --max_new_tokens'
       )
     rows, impossible = [], []
-    key = jax.random.key(seed)
     for number, (prompt, tokens) in enumerate(zip(ids, new, strict=True)):
       if not tokens:
         continue
-      values, own = law.transform(
+      values, probs = exactness.transform(
         generator.pair.target,
         prompt,
         tokens,
@@ -285,13 +283,13 @@ def check_law(
         generator.pair.draft,
       )
       rows.append(values)
-      impossible += [(number, int(at)) for at in np.flatnonzero(own <= 0)]
+      impossible += [(number, int(at)) for at in np.flatnonzero(probs <= 0)]
     checks.append(
-      LawCheck(
+      DistributionCheck(
         batch_size=batch_size,
-        num_tokens=sum(map(len, new)),
+        num_tokens=num_tokens,
         block_efficiency=efficiency,
-        p_values=law.p_values(rows),
+        p_values=exactness.p_values(rows),
         impossible=impossible,
       )
     )
@@ -300,7 +298,7 @@ def check_law(
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-  """A way to verify, see `specdec.request.DecodeConfig`."""
+  """The arguments `verify` and `children` of `specdec.generate`."""
 
   verify: str
   children: str | None = None
@@ -309,33 +307,34 @@ class Rule:
     return self.verify + (f', {self.children}' if self.children else '')
 
 
-RULES = (
-  Rule('match'),
-  Rule('rejection', WITHOUT_REPLACEMENT),
-  Rule('rejection', WITH_REPLACEMENT),
-  Rule('rejection', BEST),
-)
+# Each with its acceptance probability for a single child, see `theory`.
+RULES = {
+  Rule('match'): 'coupled',
+  Rule('rejection', WITHOUT_REPLACEMENT): '1 - TV',
+  Rule('rejection', WITH_REPLACEMENT): '1 - TV',
+  Rule('rejection', BEST): 'p(best)',
+}
 BLOCK = Rule('block', WITHOUT_REPLACEMENT)
 
 
 @jax.jit
 def theory(target: jax.Array, draft: jax.Array) -> dict[str, jax.Array]:
-  """Chances that one guess stands, at each of some positions.
+  """Acceptance probabilities of a single draft token, at each of n positions.
 
   Args:
     target: `[n, V]`, distributions.
-    draft: `[n, V]`, likewise.
+    draft: `[n, V]`, distributions.
 
   Returns:
-    `[n]` each: `1 - TV`, rejection of a draw; `coupled`, match, draft and
-    target choosing with the same Gumbel noise (arXiv 2408.07978), and its
-    lower bound `(1 - TV)/(1 + TV)`; `sum p q`, were their noises independent;
-    `p(best)`, the draft's likeliest token taken as it is.
+    `[n]` each: `1 - TV`, rejection sampling; `coupled`, match, where draft and
+    target choose with the same Gumbel noise (arXiv 2408.07978), and its lower
+    bound `(1 - TV)/(1 + TV)`; `sum p q`, independent noise; `p(best)`, the
+    draft's most likely token instead of a draw.
   """
   common = jnp.sum(jnp.minimum(target, draft), axis=1)
   best = jnp.argmax(draft, axis=1)
-  # sum_j 1 / sum_i max(p_i / p_j, q_i / q_j): the greater of the two is the
-  # first where p_i / q_i >= p_j / q_j, so sorting by that ratio gives all sums.
+  # sum_j 1 / sum_i max(p_i / p_j, q_i / q_j): the maximum is the first term if
+  # p_i / q_i >= p_j / q_j, so that sorting by that ratio gives all sums.
   ratio = jnp.where(draft > 0, target / jnp.maximum(draft, 1e-37), jnp.inf)
   order = jnp.argsort(ratio, axis=1)
   p = jnp.take_along_axis(target, order, axis=1)
@@ -358,17 +357,38 @@ def _with_topology(generator: Generator, topology: Topology) -> Generator:
   draft = generator.pair.draft
   if draft is None:
     raise ValueError('acceptance needs a draft; give --draft')
-  drafter = specdec.Drafter(
-    specdec.LanguageModelScorer(draft), specdec.TreeConfig(topology=topology)
-  )
+  drafter = specdec.fixed_drafter(specdec.LanguageModelScorer(draft), topology)
   return dataclasses.replace(generator, drafter=drafter)
 
 
-def _tried(origins: Sequence[int]) -> np.ndarray:
-  """Which of a row's tokens were the first that a target forward tried."""
-  # After a token of the target itself a new forward begins.
-  before = np.concatenate([[0], origins[:-1]])
-  return before == 0
+def _acceptance(
+  results: Iterator[TextGeneration], probs_of: Any, *, with_theory: bool
+) -> dict[str, Any]:
+  """Acceptance of the first draft token of each target forward."""
+  accepted: list[np.ndarray] = []
+  expected: list[dict[str, np.ndarray]] = []
+  for result in results:
+    rows = zip(result.prompt_tokens, result.tokens, result.origins, strict=True)
+    for prompt, tokens, origins in rows:
+      # Origin 0 is the target, whose token is the last of its forward.
+      first = np.concatenate([[0], origins[:-1]]) == 0
+      accepted.append(np.asarray(origins)[first] > 0)
+      if with_theory:
+        at = len(prompt) - 1 + np.flatnonzero(first)
+        target, draft = (probs[at] for probs in probs_of([*prompt, *tokens]))
+        expected.append(jax.device_get(theory(target, draft)))
+  pooled = np.concatenate(accepted)
+  figures: dict[str, Any] = {
+    'measured': float(pooled.mean()),
+    'standard_error': float(pooled.std() / np.sqrt(pooled.size)),
+    'forwards': pooled.size,
+  }
+  if with_theory:
+    figures['theory'] = {
+      name: float(np.concatenate([row[name] for row in expected]).mean())
+      for name in expected[0]
+    }
+  return figures
 
 
 def measure(
@@ -382,23 +402,23 @@ def measure(
   numbers_of_children: Sequence[int],
   chain_length: int,
 ) -> dict[str, Any]:
-  """Decodes all prompts by every rule.
+  """Measures how often each rule of verification accepts.
 
   Args:
     generator: with a draft; its drafter is not used.
-    prompts: texts; a last batch that would not be full is left out.
-    sampling: not greedy, where all rules are one.
-    seed: of the first batch; the next has the next.
+    prompts: texts; a last batch that is not full is left out.
+    sampling: at a temperature above 0; all rules are equal at 0.
+    seed: of the first batch; that of the batch from prompt i on is seed + i.
     batch_size: prompts decoded together.
     max_new_tokens: the limit per row.
-    numbers_of_children: of the trees of depth 1.
-    chain_length: of the chains that block efficiency is measured on.
+    numbers_of_children: of trees of depth 1.
+    chain_length: of the chain for block efficiency.
 
   Returns:
     `acceptance` by number of children and rule: `measured`, the share of target
-    forwards in which a guess stood, `standard_error` and `forwards`; for one
-    child also `theory`, the means of `theory` over the positions that were
-    tried. And `block_efficiency` of the chain by rule.
+    forwards that accepted a draft token, `standard_error` and `forwards`; for
+    one child also `theory`, the means of `theory` over the same positions. And
+    `block_efficiency` of the chain by rule.
 
   Raises:
     ValueError: there is no draft, or decoding is greedy.
@@ -406,11 +426,12 @@ def measure(
   if not np.all(np.asarray(sampling.temperature) > 0):
     raise ValueError('acceptance of sampling needs --temperature above 0')
   starts = range(0, len(prompts) - batch_size + 1, batch_size)
+  pair = generator.pair
 
   def decode(topology, rule):
     drafted = _with_topology(generator, topology)
-    what = f'{topology.branching} x {topology.depth}, {rule}'
-    for start in tqdm.tqdm(starts, desc=what, unit='batch', file=sys.stderr):
+    title = f'{topology.branching} x {topology.max_depth}, {rule}'
+    for start in tqdm.tqdm(starts, desc=title, unit='batch', file=sys.stderr):
       yield drafted.generate(
         prompts[start : start + batch_size],
         seed=seed + start,
@@ -421,84 +442,45 @@ def measure(
         eos_ids=(),
       )
 
-  def probs_of(model, ids):
-    one = check_sampling(sampling, 1, model.spec.vocab_size)
-    return law.distributions(model, law.padded(ids), one)
+  def probs_of(ids):
+    arrays = check_sampling(sampling, 1, pair.target.spec.vocab_size)
+    text = exactness.padded(ids)
+    for model in (pair.target, pair.draft):
+      yield exactness.distributions(model, text, arrays)
 
-  def expected(result, row, tried):
-    """The theory at the positions of a row that were tried."""
-    ids = [*result.prompt_tokens[row], *result.tokens[row]]
-    at = len(result.prompt_tokens[row]) - 1 + np.flatnonzero(tried)
-    target = probs_of(generator.pair.target, ids)[at]
-    return theory(target, probs_of(generator.pair.draft, ids)[at])
-
-  acceptance: dict[str, dict[str, Any]] = {}
-  for number in numbers_of_children:
-    acceptance[str(number)] = by_rule = {}
-    for rule in RULES:
-      stood, chances = [], []
-      for result in decode(k_ary(number, 1), rule):
-        for row, origins in enumerate(result.origins):
-          tried = _tried(origins)
-          stood.append(np.asarray(origins)[tried] > 0)
-          if number == 1:
-            chances.append(jax.device_get(expected(result, row, tried)))
-      all_stood = np.concatenate(stood)
-      found: dict[str, Any] = {
-        'measured': float(all_stood.mean()),
-        'standard_error': float(all_stood.std() / np.sqrt(all_stood.size)),
-        'forwards': all_stood.size,
+  return {
+    'acceptance': {
+      str(number): {
+        str(rule): _acceptance(
+          decode(k_ary(number, 1), rule), probs_of, with_theory=number == 1
+        )
+        for rule in RULES
       }
-      by_rule[str(rule)] = found
-      if chances:
-        found['theory'] = {
-          name: float(np.concatenate([one[name] for one in chances]).mean())
-          for name in chances[0]
-        }
-  efficiency = {}
-  for rule in (*RULES, BLOCK):
-    results = list(decode(chain(chain_length), rule))
-    total = lambda name: sum(one.stats[name] for one in results)  # noqa: B023
-    efficiency[str(rule)] = total('new_tokens') / total('target_forwards')
-  return {'acceptance': acceptance, 'block_efficiency': efficiency}
+      for number in numbers_of_children
+    },
+    'block_efficiency': {
+      str(rule): _rate(list(decode(chain(chain_length), rule)))
+      for rule in (*RULES, BLOCK)
+    },
+  }
 
 
-# What the theory of each rule is, for one child.
-_THEORY = {
-  'match': 'coupled',
-  f'rejection, {WITHOUT_REPLACEMENT}': '1 - TV',
-  f'rejection, {WITH_REPLACEMENT}': '1 - TV',
-  f'rejection, {BEST}': 'p(best)',
-}
-
-
-def table(figures: dict[str, Any]) -> str:
-  """The figures as Markdown."""
-  numbers = list(figures['acceptance'])
-  rows = [
-    [
-      'rule',
-      'theory, 1 child',
-      *(f'measured, {number} children' for number in numbers),
-      'chain: tokens per forward',
-    ]
-  ]
-  rows.append(['---'] * len(rows[0]))
+def acceptance_rows(figures: dict[str, Any]) -> list[dict[str, str]]:
+  """The rows of a table of the figures of `measure`."""
+  names = {str(rule): name for rule, name in RULES.items()}
+  rows = []
   for rule, efficiency in figures['block_efficiency'].items():
-    cells = []
-    for number in numbers:
-      one = figures['acceptance'][number].get(rule)
-      cells.append(
-        f'{one["measured"]:.3f} ± {one["standard_error"]:.3f}' if one else ''
+    row = {'rule': rule, 'theory, 1 child': ''}
+    for number, by_rule in figures['acceptance'].items():
+      found = by_rule.get(rule, {})
+      if 'theory' in found:
+        value = found['theory'][names[rule]]
+        row['theory, 1 child'] = f'{names[rule]} = {value:.3f}'
+      row[f'measured, {number} children'] = (
+        f'{found["measured"]:.3f} ± {found["standard_error"]:.3f}'
+        if found
+        else ''
       )
-    theory_of = figures['acceptance'].get('1', {}).get(rule, {}).get('theory')
-    name = _THEORY.get(rule)
-    expected = f'{name} = {theory_of[name]:.3f}' if theory_of and name else ''
-    rows.append([rule, expected, *cells, f'{efficiency:.2f}'])
-  lines = [f'| {" | ".join(row)} |' for row in rows]
-  first = figures['acceptance'].get('1', {}).get('match', {}).get('theory')
-  if first:
-    lines += ['', 'Means over the positions that match tried: '] + [
-      ', '.join(f'{name} = {value:.3f}' for name, value in first.items())
-    ]
-  return '\n'.join(lines)
+    row['chain: tokens per forward'] = f'{efficiency:.2f}'
+    rows.append(row)
+  return rows

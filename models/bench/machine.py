@@ -1,8 +1,9 @@
-"""What the machine can do at best, measured beside what it is asked to do.
+"""The limits of the machine (roofline), and the peak memory of a call.
 
-Memory: reading a large array flat out, by the faster of two readers.
-Arithmetic: a large matrix product. Machines drift, so both are measured again
-before every batch of a benchmark, and the medians count.
+Peak bandwidth is that of reading a large array by the faster of two kernels,
+peak arithmetic that of a large matrix product. The speed of a machine drifts,
+so that both are measured again before every batch of a benchmark, and the
+medians are used.
 """
 
 from collections.abc import Callable
@@ -25,47 +26,41 @@ import numpy as np
 from specdec.cost_model import Hardware
 from specdec.model import LanguageModel
 
-# Beyond what caches hold, small enough to be had beside the models.
+# Larger than the caches of a processor, small enough to fit beside the models.
 _READ_BYTES = {'cpu': 256 << 20, 'default': 2 << 30}
 _MATRIX_WIDTH = {'cpu': 2048, 'default': 8192}
 _COLUMNS = 1024
-_REPEATS = 4  # per sample, in one go
+_REPEATS = 4  # per sample
 
 
 def _rate(work: float, run: Callable[[], jax.Array]) -> float:
   start = time.perf_counter()
-  results = [run() for _ in range(_REPEATS)]
-  jax.block_until_ready(results)
+  jax.block_until_ready([run() for _ in range(_REPEATS)])
   return work * _REPEATS / (time.perf_counter() - start)
 
 
 @jax.jit
-def _product(array, vector):
-  """One product of every row with a vector, as decoding reads weights."""
-  dims = (((1,), (0,)), ((), ()))
-  return lax.dot_general(array, vector, dims)
+def _matvec(array, vector):
+  """Reads the array as decoding reads weights."""
+  return lax.dot_general(array, vector, (((1,), (0,)), ((), ())))
 
 
 @jax.jit
-def _sum(array):
-  return jnp.sum(array)
-
-
-@jax.jit
-def _square(left, right):
-  # Whole numbers are summed in whole numbers, the rest in float32.
-  is_integer = jnp.issubdtype(left.dtype, jnp.integer)
-  dims = (((1,), (1,)), ((), ()))
+def _square(matrix):
+  is_integer = jnp.issubdtype(matrix.dtype, jnp.integer)
   return lax.dot_general(
-    left,
-    right,
-    dims,
+    matrix,
+    matrix,
+    (((1,), (1,)), ((), ())),
     preferred_element_type=jnp.int32 if is_integer else jnp.float32,
   )
 
 
+_sum = jax.jit(jnp.sum)
+
+
 class MachineLimits:
-  """Measures the limits of the default device, sample by sample.
+  """Measures the peak rates of the default device, sample by sample.
 
   Args:
     dtypes: of the matrix products.
@@ -78,39 +73,37 @@ class MachineLimits:
     width = pick(_MATRIX_WIDTH)
     self._array = jnp.ones((rows, _COLUMNS), jnp.float32)
     self._vector = jnp.ones(_COLUMNS, jnp.float32)
-    self._matrices = {
-      dtype: jnp.ones((width, width), dtype) for dtype in dtypes
-    }
+    self._matrices = {name: jnp.ones((width, width), name) for name in dtypes}
     self._bytes_per_second: list[float] = []
     self._flops_per_second: dict[str, list[float]] = {
       dtype: [] for dtype in dtypes
     }
-    self.sample()  # compiles, and does not count
-    self._bytes_per_second.clear()
-    for samples in self._flops_per_second.values():
-      samples.clear()
+    self._rates()  # compiles
 
-  def sample(self) -> None:
-    """Takes one sample of everything."""
+  def _rates(self) -> tuple[float, dict[str, float]]:
     readers = (
-      functools.partial(_product, self._array, self._vector),
+      functools.partial(_matvec, self._array, self._vector),
       functools.partial(_sum, self._array),
     )
-    self._bytes_per_second.append(
-      max(_rate(self._array.nbytes, reader) for reader in readers)
-    )
-    for dtype, matrix in self._matrices.items():
-      work = 2 * matrix.shape[0] ** 3
-      self._flops_per_second[dtype].append(
-        _rate(work, functools.partial(_square, matrix, matrix))
-      )
+    memory = max(_rate(self._array.nbytes, reader) for reader in readers)
+    return memory, {
+      dtype: _rate(2 * len(matrix) ** 3, functools.partial(_square, matrix))
+      for dtype, matrix in self._matrices.items()
+    }
+
+  def sample(self) -> None:
+    """Measures every rate once."""
+    memory, arithmetic = self._rates()
+    self._bytes_per_second.append(memory)
+    for dtype, rate in arithmetic.items():
+      self._flops_per_second[dtype].append(rate)
 
   def summary(self) -> dict[str, Any]:
-    """The medians, and all samples.
+    """The medians and all samples.
 
     Returns:
-      `bytes_per_second`, and `flops_per_second` by dtype, two per
-      multiplication and addition; both with `..._samples`.
+      `bytes_per_second`, and `flops_per_second` by dtype, where a
+      multiply-add is two operations; both also with `..._samples`.
     """
     return {
       'bytes_per_second': float(np.median(self._bytes_per_second)),
@@ -126,11 +119,11 @@ class MachineLimits:
 def this_machine(
   dtypes: Sequence[str] = ('float32', 'bfloat16'), *, samples: int = 5
 ) -> Hardware:
-  """The default device, as the cost model wants to know it.
+  """The default device as a `Hardware` of the cost model.
 
   Args:
     dtypes: of the matrix products.
-    samples: whose medians count.
+    samples: number of measurements, of which the medians are used.
   """
   limits = MachineLimits(dtypes)
   for _ in range(samples):
@@ -145,11 +138,11 @@ def this_machine(
 
 @dataclasses.dataclass(frozen=True)
 class ModelSize:
-  """What a forward computes with.
+  """The sizes that determine the arithmetic of a forward.
 
   Attributes:
-    parameters: that are multiplied with every position.
-    cache_per_slot: elements of the cache, keys and values, in one slot.
+    parameters: number of weights that each position is multiplied with.
+    cache_per_slot: elements of keys and values in one slot of the cache.
   """
 
   parameters: int
@@ -157,7 +150,7 @@ class ModelSize:
 
 
 def model_size(model: LanguageModel) -> ModelSize:
-  """The size of a model of `models.language_model.as_model`."""
+  """The size of a model made by `models.nn.contract.as_model`."""
   cache = jax.eval_shape(lambda: model.spec.init_cache(1, 1))
   return ModelSize(
     parameters=model.spec.parameters,
@@ -171,11 +164,11 @@ def bytes_read(
   reads: Mapping[str, Mapping[str, float]],
   costs: Mapping[str, Mapping[str, float]],
 ) -> float:
-  """Weights and visible cache slots, once per forward, of all models.
+  """Bytes of weights and visible cache slots that all models read.
 
   Args:
-    reads: see `specdec.statistics.summarize`.
-    costs: likewise.
+    reads: the counts `reads` of `specdec.statistics.summarize`.
+    costs: the `costs` of the same function.
   """
   return sum(
     count['forwards'] * costs[name]['per_forward']
@@ -186,16 +179,15 @@ def bytes_read(
 
 
 def flops(figures: Mapping[str, Any], sizes: Mapping[str, ModelSize]) -> float:
-  """Operations of all models: two per multiplication and addition.
+  """Operations of all models; a multiply-add is two.
+
+  Every counted position is multiplied with all weights, and with the cache
+  slots that are visible to its forward.
 
   Args:
     figures: of an arm, with the counts of `specdec.statistics.summarize`.
-    sizes: of the target and of each stage that is a language model; others
-      compute next to nothing.
-
-  Returns:
-    Operations on the positions counted, each of which multiplies all weights,
-    and the slots of the cache that its forward saw.
+    sizes: of the target and of each stage that is a language model; the
+      arithmetic of other stages is neglected.
   """
   forwards = {'target': figures['target_forwards']} | figures['stage_forwards']
   total = 0.0
@@ -212,21 +204,22 @@ def place(
   sizes: Mapping[str, ModelSize],
   limits: Mapping[str, Any],
 ) -> dict[str, float]:
-  """An arm beside the limits of the machine.
+  """The point of an arm in the roofline diagram.
 
-  Time is that of decoding, prefill apart, whatever it was spent on.
+  The time is that of decoding without prefill, all overhead included.
 
   Args:
-    figures: of `specdec.benchmarking.summarize_arms`.
-    costs: of `specdec.statistics.summarize`.
+    figures: of `specdec.study.timing.summarize_arms`.
+    costs: the `costs` of `specdec.statistics.summarize`.
     sizes: see `flops`.
-    limits: of `models.machine_limits`.
+    limits: of `MachineLimits.summary`.
 
   Returns:
     `arithmetic_intensity` (operations per byte) and `flops_per_second`;
-    `seconds_per_target_forward` and `ideal_seconds_per_target_forward`, what
-    reading the weights and filled cache, those of drafts included, would take
-    flat out; `of_memory_limit`, the second over the first.
+    `seconds_per_target_forward`; `ideal_seconds_per_target_forward`, the time
+    of reading all weights and the filled cache, those of drafting models
+    included, at peak bandwidth; `of_memory_limit`, the ideal over the actual
+    time.
   """
   steps = max(figures['reads']['target']['forwards'], 1)
   seconds = max(figures['seconds'] - figures['prefill_seconds'], 1e-9)
@@ -243,8 +236,8 @@ def place(
 
 
 _PROC = pathlib.Path('/proc/self')
-_RESET_PEAK = '5'  # `man 5 proc`, clear_refs: the peak becomes what is resident
-_SECONDS_BETWEEN_LOOKS = 1e-3
+_RESET_PEAK = '5'  # `man 5 proc`, clear_refs: VmHWM is set to VmRSS
+_POLL_SECONDS = 1e-3
 
 
 def _resident(key: str) -> int:
@@ -256,9 +249,14 @@ def _resident(key: str) -> int:
   raise OSError(f'/proc/self/status has no {key}')
 
 
-def _host_peak(run: Callable[[], Any]) -> int:
+def host_peak(run: Callable[[], Any]) -> int:
+  """The peak of resident memory during a call, in bytes (Linux only).
+
+  Raises:
+    OSError: `/proc/self/clear_refs` or `/proc/self/status` is missing.
+  """
   with contextlib.suppress(OSError, AttributeError):
-    # What was freed but is still resident would hide that it is needed again.
+    # Memory that is free but resident would not be counted when it is reused.
     ctypes.CDLL(None).malloc_trim(0)
   (_PROC / 'clear_refs').write_text(_RESET_PEAK)
   before = _resident('VmRSS')
@@ -266,20 +264,17 @@ def _host_peak(run: Callable[[], Any]) -> int:
   return max(_resident('VmHWM') - before, 0)
 
 
-def _in_use(device: jax.Device) -> int:
-  return device.memory_stats()['bytes_in_use']
-
-
 def _device_peak(run: Callable[[], Any], device: jax.Device) -> int:
-  # The device's own high-water mark cannot be reset, so look often.
-  before = peak = _in_use(device)
+  # The high-water mark of a device cannot be reset, so memory in use is polled.
+  in_use = lambda: device.memory_stats()['bytes_in_use']
+  before = peak = in_use()
   done = threading.Event()
 
   def watch():
     nonlocal peak
     while not done.is_set():
-      peak = max(peak, _in_use(device))
-      time.sleep(_SECONDS_BETWEEN_LOOKS)
+      peak = max(peak, in_use())
+      time.sleep(_POLL_SECONDS)
 
   watcher = threading.Thread(target=watch, daemon=True)
   watcher.start()
@@ -292,20 +287,20 @@ def _device_peak(run: Callable[[], Any], device: jax.Device) -> int:
 
 
 def peak_beyond(run: Callable[[], Any]) -> int | None:
-  """The most memory in use during a call, beyond that before it.
+  """The peak memory of a call minus the memory in use before it.
 
   Args:
-    run: done once before, so that it does not compile; not to be timed.
+    run: the call; if compiling should not count, call it once before.
 
   Returns:
-    Bytes: of the process on CPU, else those of the first device that JAX has in
-    use. None where the platform does not say (CPU without Linux, or a container
-    without `/proc/self/clear_refs`).
+    Bytes: of the process if the first device is a CPU, else of that device.
+    None where the platform does not report it (CPU without Linux, or a
+    container without `/proc/self/clear_refs`).
   """
   device = jax.devices()[0]
   try:
     if device.platform == 'cpu':
-      return _host_peak(run)
+      return host_peak(run)
     return _device_peak(run, device)
   except (OSError, TypeError, KeyError):
     return None

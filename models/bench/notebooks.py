@@ -1,10 +1,10 @@
-"""Runs notebooks, and keeps of them what does not change from run to run."""
+"""Executes notebooks, and removes what changes from run to run."""
 
 import os
 import pathlib
 from typing import Any
 
-_ROOT = pathlib.Path(__file__).parents[1]
+_ROOT = pathlib.Path(__file__).parents[2]
 _METADATA = {
   'kernelspec': {
     'display_name': 'Python 3',
@@ -16,17 +16,17 @@ _METADATA = {
 
 
 def execute(path: pathlib.Path, *, timeout: int) -> Any:
-  """Runs a notebook from top to bottom, in a kernel and a folder of its own.
+  """Runs a notebook from top to bottom in its folder and a new kernel.
 
   Args:
-    path: of the notebook; runs in the folder that it is in.
+    path: of the notebook.
     timeout: of each cell, in seconds.
 
   Returns:
     The notebook with its outputs, see `stripped`.
 
   Raises:
-    ValueError: nbclient is not there, or the file is no notebook.
+    ValueError: nbclient is not installed, or the file is not a notebook.
     nbclient.exceptions.CellExecutionError: a cell fails; has its traceback.
   """
   try:
@@ -40,24 +40,20 @@ def execute(path: pathlib.Path, *, timeout: int) -> Any:
   try:
     notebook = nbformat.read(path, as_version=4)
   except (OSError, nbformat.reader.NotJSONError) as error:
-    raise ValueError(f'{path} is no notebook: {error}') from error
+    raise ValueError(f'{path} is not a notebook: {error}') from error
   notebook.metadata = _METADATA
-  # The library is the one beside this file, whatever else is installed.
-  paths = [str(_ROOT), os.environ.get('PYTHONPATH', '')]
-  environment = os.environ | {
-    'PYTHONPATH': os.pathsep.join(filter(None, paths))
-  }
-  client = nbclient.NotebookClient(
+  # The kernel imports this library, even if another version is installed.
+  paths = filter(None, [str(_ROOT), os.environ.get('PYTHONPATH')])
+  nbclient.NotebookClient(
     notebook,
     timeout=timeout,
     resources={'metadata': {'path': str(path.parent)}},
-  )
-  client.execute(env=environment)
+  ).execute(env=os.environ | {'PYTHONPATH': os.pathsep.join(paths)})
   return stripped(notebook)
 
 
 def update(path: pathlib.Path, *, timeout: int) -> None:
-  """Runs a notebook, and keeps its outputs in the file; see `execute`."""
+  """Runs a notebook, and writes its outputs into the file; see `execute`."""
   notebook = execute(path, timeout=timeout)
   import nbformat
 
@@ -65,27 +61,18 @@ def update(path: pathlib.Path, *, timeout: int) -> None:
 
 
 def stripped(notebook: Any) -> Any:
-  """Without what changes with every run.
-
-  That is times, versions, warnings, and how a text happened to arrive in parts.
-  """
+  """Removes times, versions and stderr, and joins consecutive printing."""
   notebook.metadata = _METADATA
   for number, cell in enumerate(notebook.cells):
     cell.id = f'cell-{number:02}'
     cell.metadata = {}
+    outputs: list[Any] = []
+    for output in cell.get('outputs', ()):
+      name = output.get('name')
+      if name == 'stdout' and outputs and outputs[-1].get('name') == 'stdout':
+        outputs[-1].text += output.text
+      elif name != 'stderr':
+        outputs.append(output)
     if cell.cell_type == 'code':
-      cell.outputs = _joined(cell.outputs)
+      cell.outputs = outputs
   return notebook
-
-
-def _joined(outputs: list[Any]) -> list[Any]:
-  """Without stderr, and what was printed without a break as one output."""
-  kept: list[Any] = []
-  for one in outputs:
-    if one.get('name') == 'stderr':
-      continue
-    if kept and one.get('name') == kept[-1].get('name') == 'stdout':
-      kept[-1].text += one.text
-    else:
-      kept.append(one)
-  return kept

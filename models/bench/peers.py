@@ -1,8 +1,8 @@
-"""The same decoding by transformers on torch, which users install themselves.
+"""Decoding by transformers on torch, which users install themselves.
 
-Greedy or sampled, plain, with an assistant model, or with prompt lookup: on the
-same weights, prompts and limits, with the same tokens at which to stop, and
-counted in the same way. All else is as transformers has it by default.
+Greedy or sampled decoding, plain, with an assistant model, or with prompt
+lookup: on the same weights, prompts, limits and EOS tokens, with the same
+counts. Everything else has the defaults of transformers.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import transformers
 
-from models.bench import machine as peak_memory
+from models.bench import machine
 from models.bench.arms import ArmSpec
 from models.bench.arms import ReadyArm
 from models.bench.machine import ModelSize
@@ -26,16 +26,12 @@ from specdec.generation import Generation
 from specdec.sampling import Sampling
 from specdec.statistics import relative_bandwidth
 
-# Transformers has no default for it; this is what its documentation shows.
+# Transformers has no default; this value is that of its documentation.
 _LOOKUP = {'prompt_lookup_num_tokens': 10}
 
 
 def import_torch() -> Any:
-  """Torch, which nothing else here needs.
-
-  Raises:
-    ValueError: it is not installed; says how to.
-  """
+  """Torch, an optional package; ValueError if it is not installed."""
   try:
     import torch
   except ImportError as error:
@@ -53,13 +49,13 @@ def _device(torch) -> str:
     return 'cuda'
   raise ValueError(
     f'JAX decodes on {jax.default_backend()}, which this torch'
-    f' ({torch.__version__}) does not see; install a torch for it, or leave out'
+    f' ({torch.__version__}) cannot use; install a torch for it, or leave out'
     ' the transformers arms'
   )
 
 
 def describe_torch() -> dict[str, Any]:
-  """What the figures of peers depend on."""
+  """Version, threads and device of torch, for the record of a result."""
   torch = import_torch()
   return {
     'torch': torch.__version__,
@@ -69,16 +65,16 @@ def describe_torch() -> dict[str, Any]:
 
 
 def load_peer(name: str, dtype: str, revision: str | None) -> Any:
-  """The model as transformers has it; see `hub.locate`.
+  """A model of transformers; see `hub.locate` for its name.
 
   Raises:
-    ValueError: torch is not installed, or sees another device than JAX.
+    ValueError: torch is not installed, or cannot use the device that JAX uses.
   """
   torch = import_torch()
   model: Any = transformers.AutoModelForCausalLM.from_pretrained(
     hub.locate(name, revision=revision), dtype=getattr(torch, dtype)
   )
-  # Its checkpoint's own settings would fill in what is left open here.
+  # The settings of the checkpoint would replace defaults.
   model.generation_config = transformers.GenerationConfig()
   return model.to(_device(torch)).eval()
 
@@ -86,9 +82,9 @@ def load_peer(name: str, dtype: str, revision: str | None) -> Any:
 def _settings(
   sampling: Sampling, eos_ids: Sequence[int], limit: int
 ) -> dict[str, Any]:
-  """What `sampling` says, in the words of transformers."""
+  """The arguments of `generate` of transformers for a `Sampling`."""
   if sampling.logit_bias is not None:
-    raise ValueError('transformers arms know no --logit_bias; leave it out')
+    raise ValueError('transformers arms have no --logit_bias; leave it out')
   settings: dict[str, Any] = {
     'max_new_tokens': limit,
     'do_sample': sampling.temperature > 0,
@@ -112,7 +108,7 @@ def _until_eos(row: list[int], eos_ids: Sequence[int]) -> list[int]:
 
 
 def _options(spec: ArmSpec) -> dict[str, Any]:
-  """Those of an arm, as numbers."""
+  """The options of an arm as numbers."""
   options: dict[str, Any] = {}
   if spec.method == 'transformers-lookup':
     options |= _LOOKUP
@@ -131,7 +127,7 @@ def _options(spec: ArmSpec) -> dict[str, Any]:
 
 
 class _Peer:
-  """Decodes with transformers; see `specdec.benchmarking.Arm`."""
+  """Decodes with transformers; a `specdec.study.timing.Arm`."""
 
   def __init__(self, spec, target, draft, *, sampling, eos_ids, seed):
     self._target, self._draft = target, draft
@@ -144,14 +140,14 @@ class _Peer:
   def _how(self) -> dict[str, Any]:
     if self._draft is None:
       return self._options
-    # Anew for every call: transformers adapts it as it goes.
+    # New for every call, because transformers changes it while decoding.
     self._draft.generation_config = transformers.GenerationConfig(
       **self._options
     )
     return {'assistant_model': self._draft}
 
   def _tensors(self, prompts) -> dict[str, Any]:
-    """Padded on the left, as transformers wants it."""
+    """Ids and mask, padded on the left."""
     torch = import_torch()
     longest = max(map(len, prompts))
     ids = np.zeros((len(prompts), longest), np.int64)
@@ -186,7 +182,7 @@ class _Peer:
       if limit == 0:
         with torch.inference_mode():
           outputs = self._target(**tensors, use_cache=True, logits_to_keep=1)
-          outputs.logits[0, 0, 0].item()  # waits for it
+          outputs.logits[0, 0, 0].item()  # waits for the device
         rows: list[list[int]] = [[] for _ in prompts]
       else:
         torch.manual_seed(self._seed)
@@ -217,7 +213,7 @@ class _Peer:
 def _peak_beyond(run: Callable[[], Any]) -> int | None:
   torch = import_torch()
   if _device(torch) == 'cpu':
-    return peak_memory.peak_beyond(run)
+    return machine.peak_beyond(run)
   before = torch.cuda.memory_allocated()
   torch.cuda.reset_peak_memory_stats()
   run()
@@ -235,31 +231,31 @@ def make_arms(
   seed: int,
   batch_size: int,
 ) -> dict[ArmSpec, ReadyArm]:
-  """Loads what some arms of transformers need, each model once per dtype.
+  """Loads the models of arms of transformers, each model once per dtype.
 
   Args:
     specs: arms with `is_peer`.
-    target: see `models.pair.load_pair`.
-    draft: likewise.
+    target: see `models.text.pair.load_pair`.
+    draft: see `models.text.pair.load_pair`.
     revision: of the target, on the hub.
-    sampling: how to choose tokens; the draws are torch's own.
+    sampling: see `specdec.generate`; the random draws are those of torch.
     eos_ids: tokens that end a text.
-    seed: of the draws, for every batch anew.
+    seed: of the draws, set again for every batch.
     batch_size: prompts decoded together.
 
   Raises:
-    ValueError: torch is not there, or cannot do what is asked; says what to do.
+    ValueError: torch is missing, or an arm is not supported.
   """
-  transformers.logging.set_verbosity_error()  # It warns of its own calls.
+  transformers.logging.set_verbosity_error()  # warns of its own calls
   transformers.logging.disable_progress_bar()
-  # Of one folder too: their forwards are counted apart.
+  # Two caches, because forwards of target and draft are counted separately.
   load, load_draft = functools.cache(load_peer), functools.cache(load_peer)
   arms = {}
   for spec in specs:
     if batch_size > 1 and spec.method != 'transformers':
       raise ValueError(
         f'arm {str(spec)!r}: assisted generation of transformers has a batch'
-        f' size of 1, not {batch_size}; leave the arm out, or --batch_size'
+        f' size of 1, not {batch_size}; leave out the arm or --batch_size'
       )
     if spec.method == 'transformers-assisted' and draft is None:
       raise ValueError(f'arm {str(spec)!r} needs a draft; give --draft')
@@ -280,25 +276,27 @@ def make_arms(
       decode=_Peer(
         spec, model, assistant, sampling=sampling, eos_ids=eos_ids, seed=seed
       ),
-      sizes={name: model_size(one) for name, one in models.items()},
-      weight_bytes=sum(num_bytes(one.parameters()) for one in models.values()),
+      sizes={name: model_size(part) for name, part in models.items()},
+      weight_bytes=sum(
+        num_bytes(part.parameters()) for part in models.values()
+      ),
       peak_beyond=_peak_beyond,
     )
   return arms
 
 
 def _read_parameters(model: Any) -> list[Any]:
-  """The tensors that a forward reads: not embeddings it looks up in."""
+  """The tensors that a forward reads, without embedding tables."""
   looked_up = {
     id(module.weight)
     for module in model.modules()
     if type(module).__name__ == 'Embedding'
   } - {id(model.get_output_embeddings().weight)}
-  return [one for one in model.parameters() if id(one) not in looked_up]
+  return [p for p in model.parameters() if id(p) not in looked_up]
 
 
 def _share_read(model: Any, parameter: Any) -> float:
-  """How much of a tensor a forward of one position reads.
+  """The share of a tensor that a forward of one position reads.
 
   The experts of a layer are one tensor `[experts, out, in]`.
   """
@@ -308,8 +306,8 @@ def _share_read(model: Any, parameter: Any) -> float:
 
 
 def num_bytes(tensors: Iterable[Any]) -> int:
-  """Of all of them, those that are shared only once if they are listed once."""
-  return sum(one.numel() * one.element_size() for one in tensors)
+  """The size of all tensors together."""
+  return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def read_costs(model: Any) -> dict[str, int]:
@@ -317,8 +315,8 @@ def read_costs(model: Any) -> dict[str, int]:
   return {
     'per_forward': round(
       sum(
-        _share_read(model, one) * num_bytes([one])
-        for one in _read_parameters(model)
+        _share_read(model, parameter) * num_bytes([parameter])
+        for parameter in _read_parameters(model)
       )
     ),
     'per_slot': model_size(model).cache_per_slot * model.dtype.itemsize,
@@ -326,7 +324,7 @@ def read_costs(model: Any) -> dict[str, int]:
 
 
 def model_size(model: Any) -> ModelSize:
-  """See `models.roofline.ModelSize`."""
+  """The size of a model of transformers."""
   config = model.config
   heads = config.num_attention_heads
   width = getattr(config, 'head_dim', None) or config.hidden_size // heads
@@ -334,9 +332,9 @@ def model_size(model: Any) -> ModelSize:
   return ModelSize(
     parameters=round(
       sum(
-        _share_read(model, one) * one.numel()
-        for one in _read_parameters(model)
-        if one.ndim > 1
+        _share_read(model, parameter) * parameter.numel()
+        for parameter in _read_parameters(model)
+        if parameter.ndim > 1
       )
     ),
     cache_per_slot=2 * config.num_hidden_layers * heads * width,
@@ -345,14 +343,14 @@ def model_size(model: Any) -> ModelSize:
 
 @dataclasses.dataclass
 class Forwards:
-  """Counts the forwards of a model, as a hook called before each.
+  """A hook that counts the forwards of a model.
 
   Attributes:
-    prompt_length: all of the prompt but its last token is prefill, and does not
-      count.
+    prompt_length: padded length of the prompts, of which all but the last token
+      are prefill and not counted.
     forwards: of the batch.
     positions: of all rows.
-    slots: of the cache that were seen, padding included.
+    slots: visible slots of the cache, padding included.
   """
 
   prompt_length: int
@@ -380,13 +378,13 @@ def statistics(
   draft: Forwards | None,
   costs: Mapping[str, Mapping[str, float]],
 ) -> dict[str, Any]:
-  """Those of `specdec.statistics.summarize` that can be known from outside.
+  """The figures of `specdec.statistics.summarize`, as far as known.
 
   Args:
     prompts: of the rows.
-    tokens: new ones of the rows, up to what ended them.
-    target: its forwards, counted from the prompt on.
-    draft: likewise, or None.
+    tokens: new tokens of the rows, including EOS.
+    target: the counted forwards of the target.
+    draft: the counted forwards of the draft, or None.
     costs: by model, see `read_costs`.
   """
   new_tokens = np.array([len(row) for row in tokens])
@@ -396,16 +394,16 @@ def statistics(
   plain = new_tokens * lengths + new_tokens * (new_tokens - 1) // 2
   reads = {'plain': count(new_tokens.max(initial=0), int(plain.sum()))}
   reads |= {
-    name: count(one.forwards, one.slots) for name, one in counted.items()
+    name: count(hook.forwards, hook.slots) for name, hook in counted.items()
   }
   return {
     'new_tokens': int(new_tokens.sum()),
-    # A row of a batch may be done before the others are.
+    # A row of a batch may end before the others.
     'target_forwards': int(np.minimum(new_tokens, target.forwards).sum()),
     'accepted_histogram': None,
     'stage_forwards': {} if draft is None else {'draft': draft.forwards},
     'origins': None,
-    'positions': {name: one.positions for name, one in counted.items()},
+    'positions': {name: hook.positions for name, hook in counted.items()},
     'relative_bandwidth': relative_bandwidth(reads, costs),
     'reads': reads,
     'costs': costs,

@@ -1,6 +1,7 @@
-"""Files of measured figures, with what they depend on."""
+"""Result files: measured figures with the machine, versions and settings."""
 
 from collections.abc import Iterable
+from collections.abc import Mapping
 from collections.abc import Sequence
 import importlib.metadata
 import json
@@ -13,7 +14,7 @@ import jax
 
 
 def prepare_output(path: str) -> None:
-  """Fails now, not after the measurements, where a file cannot be written."""
+  """Raises OSError before measuring if the file cannot be written."""
   file = pathlib.Path(path)
   file.parent.mkdir(parents=True, exist_ok=True)
   file.touch()
@@ -22,18 +23,18 @@ def prepare_output(path: str) -> None:
 def write_record(
   path: str, settings: dict[str, Any], figures: dict[str, Any]
 ) -> None:
-  """Writes figures as JSON, with what they depend on."""
+  """Writes `record` as JSON."""
   text = json.dumps(record(settings, figures), indent=1)
   pathlib.Path(path).write_text(f'{text}\n')
 
 
 def record(settings: dict[str, Any], figures: dict[str, Any]) -> dict[str, Any]:
-  """Figures with what they depend on."""
+  """Figures together with the machine and the settings."""
   return {'machine': describe_machine(), 'settings': settings} | figures
 
 
 def describe_machine() -> dict[str, Any]:
-  """What the figures depend on besides the code."""
+  """Device, processor, and versions of Python and packages."""
   processor = platform.processor()
   cpuinfo = pathlib.Path('/proc/cpuinfo')
   if cpuinfo.exists():
@@ -56,15 +57,25 @@ def describe_machine() -> dict[str, Any]:
 
 
 def to_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-  """A Markdown table with columns padded to the same width.
+  """A Markdown table whose columns are padded to equal width.
 
   Args:
-    head: of each column.
-    rows: as many cells each.
+    head: the titles of the columns.
+    rows: each with one cell per column.
   """
   table = [head, *rows]
   widths = [max(map(len, column)) for column in zip(*table, strict=True)]
   table.insert(1, ['-' * width for width in widths])
   return '\n'.join(
     f'| {" | ".join(map(str.ljust, row, widths))} |' for row in table
+  )
+
+
+def rows_to_table(rows: Sequence[Mapping[str, Any]]) -> str:
+  """A Markdown table of dictionaries with the same keys."""
+  show = lambda value: (
+    f'{value:.4g}' if isinstance(value, float) else f'{value}'
+  )
+  return to_table(
+    list(rows[0]), [[show(value) for value in row.values()] for row in rows]
   )

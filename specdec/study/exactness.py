@@ -1,18 +1,19 @@
-"""Whether tokens have the law they should have: a test without a second sample.
+"""Goodness-of-fit tests of sampled tokens, and margins of near-ties.
 
 If the token x at some position was drawn from the distribution p that the
-target has there, given the text before, then
+target has there given the text before it, then
 
     u = sum of p over all tokens before x in some order + v p(x)
 
-with v uniform is uniform on [0, 1), and independent of all u before
-(Rosenblatt, 1952). So a text has the target's law if and only if its u are
-independent and uniform, and every single token takes part in the test, whatever
-its distribution was.
+with v uniform is uniform on [0, 1) and independent of all earlier u
+(Rosenblatt, 1952). So a text is distributed as the target if and only if its u
+are independent and uniform. Every token takes part in the test, whatever its
+own distribution is, and no second sample is needed.
 
-What can be seen depends on the order. The bias of a wrong rule is mostly
-towards what the draft likes better than the target does, or away from it, so
-sorting by that ratio sees it best; sorted by anything else, it may average out.
+The power of the test depends on the order. The bias of a wrong verification
+rule is mostly towards or away from tokens that the draft prefers more than the
+target does, so that sorting by the ratio of draft to target detects it best; in
+another order it may average out.
 """
 
 from collections.abc import Sequence
@@ -24,7 +25,6 @@ import numpy as np
 
 from specdec.checks import check_sampling
 from specdec.model import LanguageModel
-from specdec.sampling import add_seen
 from specdec.sampling import adjust_logits
 from specdec.sampling import filter_logits
 from specdec.sampling import position_noise
@@ -36,41 +36,42 @@ _BINS = 20
 _PAIR_BINS = 5
 
 ORDERS = ('by probability', 'by token', 'by draft')
-"""By the target's probability; without meaning; by draft over target."""
+"""By the target's probability; at random; by draft over target."""
 
 
-def _seen(tokens: jax.Array, vocab_size: int) -> jax.Array:
-  """`[1, S, V]` bool: what the text has up to each of `tokens [1, S]`."""
-  said = jax.nn.one_hot(tokens, vocab_size, dtype=jnp.int32)
-  return jnp.cumsum(said, axis=1) > 0
+def _logits(
+  model: LanguageModel, tokens: jax.Array, sampling: SamplingParams
+) -> jax.Array:
+  """`[1, S, V]`, adjusted logits after each token of `tokens [1, S]`."""
+  seen = None
+  if sampling.repetition_penalty is not None:
+    occurs = jax.nn.one_hot(tokens, model.spec.vocab_size, dtype=jnp.int32)
+    seen = jnp.cumsum(occurs, axis=1) > 0
+  return adjust_logits(model.logits(tokens), sampling, seen)
 
 
 @jax.jit
 def distributions(
   model: LanguageModel, tokens: jax.Array, sampling: SamplingParams
 ) -> jax.Array:
-  """What each token of a text would be drawn from.
+  """The distributions that the tokens of a text should be drawn from.
 
   Args:
-    model: whose law it is.
+    model: the model that defines them.
     tokens: `[1, S]` int32, padded at the end with any valid token.
-    sampling: validated; of this row.
+    sampling: of this row.
 
   Returns:
-    `[S, V]` float32; entry t is of the token after the first t + 1.
+    `[S, V]` float32; entry t is the distribution of token t + 1.
   """
-  seen = None
-  if sampling.repetition_penalty is not None:
-    seen = _seen(tokens, model.spec.vocab_size)
-  logits = adjust_logits(model.logits(tokens), sampling, seen)
-  return token_probs(logits, sampling)[0]
+  return token_probs(_logits(model, tokens, sampling), sampling)[0]
 
 
 @jax.jit
 def _transform(probs, draft_probs, tokens, key):
-  """`[n, orders]`: u of `tokens [n]` in each order; and `[n]`: their p."""
+  """`[n, orders]`, u of `tokens [n]` in each order; `[n]`, their p."""
   of_token = lambda array: jnp.take_along_axis(array, tokens[:, None], axis=1)
-  chance_key, order_key = jax.random.split(key)
+  uniform_key, order_key = jax.random.split(key)
   number = jax.random.permutation(order_key, probs.shape[1])[None]
   number = jnp.broadcast_to(number, probs.shape)
   own = of_token(probs)
@@ -79,15 +80,15 @@ def _transform(probs, draft_probs, tokens, key):
     sort_by.append(-draft_probs / jnp.maximum(probs, 1e-37))
   columns = []
   for value in sort_by:
-    same = (value == of_token(value)) & (number < of_token(number))
-    is_before = (value < of_token(value)) | same
+    tie = (value == of_token(value)) & (number < of_token(number))
+    is_before = (value < of_token(value)) | tie
     columns.append(jnp.sum(jnp.where(is_before, probs, 0.0), axis=1))
-  chance = jax.random.uniform(chance_key, own.shape)
-  return jnp.stack(columns, axis=1) + chance * own, own[:, 0]
+  uniform = jax.random.uniform(uniform_key, own.shape)
+  return jnp.stack(columns, axis=1) + uniform * own, own[:, 0]
 
 
 def padded(tokens: Sequence[int]) -> np.ndarray:
-  """`[1, S]` int32, S a power of two: few shapes for many texts."""
+  """`[1, S]` int32, padded to a power of two so that few shapes compile."""
   array = np.zeros((1, 1 << (len(tokens) - 1).bit_length()), np.int32)
   array[0, : len(tokens)] = tokens
   return array
@@ -101,63 +102,59 @@ def transform(
   key: jax.Array,
   draft: LanguageModel | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-  """The numbers u of a row's new tokens.
+  """The numbers u of the new tokens of a row.
 
   Args:
-    model: whose law they should have.
-    prompt: its tokens.
-    new: the tokens that were generated, at least one.
+    model: the target.
+    prompt: token ids of the prompt.
+    new: the generated tokens, at least one.
     sampling: of this row.
-    key: for v and for the order without meaning.
-    draft: who guessed, if it is a model.
+    key: for v and for the random order.
+    draft: the drafting model, if there is one.
 
   Returns:
-    `[n, orders]` float32, u in the `ORDERS`, the last only if there is a draft;
-    and `[n]` float32, the probability of each token: 0 where it could not have
-    been drawn.
+    `[n, orders]` float32, u in the `ORDERS`, of which the last needs a draft;
+    and `[n]` float32, the target's probability of each token, which is 0 for a
+    token that the target cannot emit.
   """
   text = padded([*prompt, *new])
-  sampling = check_sampling(sampling, 1, model.spec.vocab_size)
-  probs = distributions(model, text, sampling)
-  draft_probs = None if draft is None else distributions(draft, text, sampling)
+  params = check_sampling(sampling, 1, model.spec.vocab_size)
+  probs = distributions(model, text, params)
+  draft_probs = None if draft is None else distributions(draft, text, params)
   tokens = jnp.asarray(np.roll(text[0], -1))
   values, own = jax.device_get(_transform(probs, draft_probs, tokens, key))
   span = slice(len(prompt) - 1, len(prompt) - 1 + len(new))
   return values[span], own[span]
 
 
-def _tail(statistic: float, degrees: int) -> float:
-  """The probability that chi-square is at least as large."""
-  return float(jax.scipy.special.gammaincc(degrees / 2, statistic / 2))
-
-
 def _chi_square(counts: np.ndarray) -> float:
+  """The p-value of counts that should be equal."""
   expected = counts.sum() / counts.size
   statistic = ((counts - expected) ** 2 / expected).sum()
-  return _tail(statistic, counts.size - 1)
+  half_freedom = (counts.size - 1) / 2
+  return float(jax.scipy.special.gammaincc(half_freedom, statistic / 2))
 
 
 def p_values(rows: Sequence[np.ndarray]) -> dict[str, float]:
-  """How likely such u, or worse, would be, if the law is right.
+  """P-values under the hypothesis that the tokens follow the target.
 
   Args:
-    rows: of each row `[n, orders]`, from `transform`; some hundred tokens in
+    rows: for each row `[n, orders]`, from `transform`; some hundred tokens in
       all.
 
   Returns:
-    A p-value for each of two tests per order: that u is uniform, and that it
-    does not depend on the u before.
+    The p-values of two chi-square tests per order: that u is uniform, and that
+    it is independent of the u before it.
   """
   values = {}
   for column in range(rows[0].shape[1]):
     order = ORDERS[column]
     scaled = [np.clip(row[:, column], 0, 1 - 1e-7) for row in rows]
-    single = np.concatenate(scaled)
-    counts = np.bincount((single * _BINS).astype(int), minlength=_BINS)
+    bins = (np.concatenate(scaled) * _BINS).astype(int)
+    counts = np.bincount(bins, minlength=_BINS)
     values[f'uniform, {order}'] = _chi_square(counts)
-    pairs = np.concatenate(
-      [_PAIR_BINS * (row[:-1] * _PAIR_BINS).astype(int) for row in scaled]
-    ) + np.concatenate([(row[1:] * _PAIR_BINS).astype(int) for row in scaled])
+    coarse = [(row * _PAIR_BINS).astype(int) for row in scaled]
+    pairs = np.concatenate([_PAIR_BINS * row[:-1] + row[1:] for row in coarse])
     counts = np.bincount(pairs, minlength=_PAIR_BINS**2)
     values[f'independent, {order}'] = _chi_square(counts)
   return values
@@ -165,18 +162,13 @@ def p_values(rows: Sequence[np.ndarray]) -> dict[str, float]:
 
 @jax.jit
 def _margin(model, row_key, tokens, length, sampling):
-  vocab_size = model.spec.vocab_size
-  noise = position_noise(
-    row_key[None], length[None, None], vocab_size, sampling
+  logits = lax.dynamic_slice_in_dim(
+    _logits(model, tokens, sampling), length - 1, 1, axis=1
   )
-  logits = model.logits(tokens)
-  last = lax.dynamic_slice_in_dim(logits, length - 1, 1, axis=1)
-  seen = None
-  if sampling.repetition_penalty is not None:
-    nothing = jnp.zeros((1, vocab_size), bool)
-    seen = add_seen(nothing, tokens, length[None])[:, None]
-  last = adjust_logits(last, sampling, seen)
-  best = lax.top_k(filter_logits(last, sampling) + noise, 2)[0][0, 0]
+  noise = position_noise(
+    row_key[None], length[None, None], model.spec.vocab_size, sampling
+  )
+  best = lax.top_k(filter_logits(logits, sampling) + noise, 2)[0][0, 0]
   return best[0] - best[1]
 
 
@@ -186,23 +178,20 @@ def choice_margin(
   tokens: Sequence[int],
   sampling: Sampling,
 ) -> float:
-  """The gap between the best two scores for the token after `tokens`.
+  """The margin between the two best scores for the token after `tokens`.
 
-  A score is a logit over the temperature plus noise (`specdec.sampling`), so at
-  temperature 0 this is the gap between the best two logits, in nats.
+  A score is a logit over the temperature plus noise (`specdec.sampling`); at
+  temperature 0 this is the difference of the two largest logits, in nats.
 
   Args:
-    model: whose choice it is.
-    row_key: the row's key, as `specdec.decode` has it.
+    model: the target.
+    row_key: the random key of the row, see `specdec.decode`.
     tokens: the sequence so far.
-    sampling: as decoded with; of this row, see `Sampling.of_row`.
+    sampling: of this row, see `Sampling.of_row`.
 
   Returns:
-    At least 0.
+    The margin, at least 0.
   """
-  size = 1 << (len(tokens) - 1).bit_length()
-  padded = np.zeros((1, size), np.int32)
-  padded[0, : len(tokens)] = tokens
   length = jnp.array(len(tokens), jnp.int32)
-  sampling = check_sampling(sampling, 1, model.spec.vocab_size)
-  return float(_margin(model, row_key, padded, length, sampling))
+  params = check_sampling(sampling, 1, model.spec.vocab_size)
+  return float(_margin(model, row_key, padded(tokens), length, params))

@@ -1,8 +1,9 @@
-"""Times several ways of decoding the same prompts, interleaved.
+"""Interleaved timing of several ways of decoding the same prompts.
 
-Machines drift, so only ratios within one run mean something: every prompt is
-decoded by every arm before the next prompt, in an order that is reversed from
-one prompt to the next, and nothing counts before everything is compiled.
+The speed of a machine drifts, so that only ratios within one run are reliable.
+Each batch of prompts is decoded by every arm before the next batch begins, the
+order of the arms is reversed from batch to batch, and everything is compiled
+before the first measurement.
 """
 
 from collections.abc import Callable
@@ -19,8 +20,8 @@ from specdec.checks import padded_shape
 from specdec.generation import Generation
 from specdec.statistics import relative_bandwidth
 
-# (prompts, limit) -> Generation; a limit of 0 compiles, does all that comes
-# before the first new token, and decodes nothing.
+# (prompts, limit) -> Generation. A call with limit 0 compiles, reads the
+# prompts and emits nothing.
 Arm = Callable[[Sequence[Sequence[int]], int], Generation]
 
 
@@ -29,10 +30,10 @@ class Measurement:
   """One decode of one batch of prompts by one arm.
 
   Attributes:
-    seconds: from the prompts to all new tokens.
-    generation: what came of it.
-    prefill_seconds: of the same with a limit of 0: the prompts' own forward and
-      what a call costs in any case.
+    seconds: from the prompts to the last new token.
+    generation: the result.
+    prefill_seconds: of the same call with limit 0, that is, of reading the
+      prompts and of the fixed cost of a call.
   """
 
   seconds: float
@@ -40,9 +41,14 @@ class Measurement:
   prefill_seconds: float = 0.0
 
   @property
+  def new_tokens(self) -> int:
+    """Emitted tokens of all rows."""
+    return self.generation.stats['new_tokens']
+
+  @property
   def seconds_per_token(self) -> float:
     """Wall time over emitted tokens."""
-    return self.seconds / max(self.generation.stats['new_tokens'], 1)
+    return self.seconds / max(self.new_tokens, 1)
 
 
 def _timed(
@@ -60,7 +66,7 @@ def warm_up(
   max_new_tokens: int,
   report: Callable[[], Any] = lambda: None,
 ) -> dict[str, float]:
-  """Compiles every arm for every shape of a batch.
+  """Compiles every arm for every padded shape of the batches.
 
   Args:
     arms: by name.
@@ -69,9 +75,9 @@ def warm_up(
     report: called after every arm.
 
   Returns:
-    By arm, the seconds that the first calls took beyond what the same calls
-    took again: tracing and compiling. What an earlier arm has compiled is not
-    compiled again.
+    By arm, the time of its first calls minus the time of the same calls
+    repeated, in seconds: tracing and compiling. Programs that an earlier arm
+    has compiled are not compiled again.
   """
   shape = lambda batch: (len(batch), *padded_shape(batch, max_new_tokens))
   first_of_shape = {shape(batch): batch for batch in reversed(batches)}
@@ -102,12 +108,12 @@ def measure(
     arms: by name.
     batches: lists of prompts; each list is decoded as one batch.
     max_new_tokens: the limit per row.
-    before_batch: called before every batch, to measure the machine meanwhile.
-    max_seconds: no batch is begun after so long, the first one apart.
+    before_batch: called before every batch, e.g. to measure the machine.
+    max_seconds: after that time no batch begins, except for the first.
     report: called after every decode.
 
   Returns:
-    One measurement per batch that was decoded, by arm.
+    By arm, one measurement per batch that was decoded.
   """
   start = time.perf_counter()
   results: dict[str, list[Measurement]] = {name: [] for name in arms}
@@ -116,8 +122,7 @@ def measure(
     if index and max_seconds is not None and elapsed > max_seconds:
       break
     before_batch()
-    order = list(arms) if index % 2 == 0 else list(arms)[::-1]
-    for name in order:
+    for name in list(arms)[:: 1 if index % 2 == 0 else -1]:
       prefill, _ = _timed(arms[name], batch, 0)
       seconds, generation = _timed(arms[name], batch, max_new_tokens)
       results[name].append(Measurement(seconds, generation, prefill))
@@ -127,28 +132,39 @@ def measure(
 
 @dataclasses.dataclass(frozen=True)
 class Flip:
-  """A row whose tokens leave those of the reference at `offset`."""
+  """A row whose tokens differ from those of the reference from `offset` on."""
 
   batch: int
   row: int
   offset: int
 
 
+def first_difference(
+  tokens: Sequence[int], expected: Sequence[int]
+) -> int | None:
+  """The first index at which two sequences differ; None if they are equal.
+
+  If one is a prefix of the other, that is the length of the shorter.
+  """
+  if list(tokens) == list(expected):
+    return None
+  pairs = enumerate(zip(tokens, expected, strict=False))
+  shorter = min(len(tokens), len(expected))
+  return next((index for index, (a, b) in pairs if a != b), shorter)
+
+
 def find_flips(
   measurements: Sequence[Measurement], reference: Sequence[Measurement]
 ) -> list[Flip]:
-  """Where an arm's tokens first differ from the reference's, row by row."""
+  """The rows of an arm that differ from the reference, and where."""
   flips = []
   pairs = zip(measurements, reference, strict=True)
-  for index, (one, other) in enumerate(pairs):
-    rows = zip(one.generation.tokens, other.generation.tokens, strict=True)
+  for index, (measured, other) in enumerate(pairs):
+    rows = zip(measured.generation.tokens, other.generation.tokens, strict=True)
     for row, (tokens, expected) in enumerate(rows):
-      if tokens == expected:
-        continue
-      shared = min(len(tokens), len(expected))
-      differs = np.array(tokens[:shared]) != np.array(expected[:shared])
-      offset = int(np.argmax(differs)) if differs.any() else shared
-      flips.append(Flip(index, row, offset))
+      offset = first_difference(tokens, expected)
+      if offset is not None:
+        flips.append(Flip(index, row, offset))
   return flips
 
 
@@ -163,20 +179,8 @@ _COUNTS = (
 )
 
 
-def _pool(counts: Sequence[Any]) -> Any:
-  """Adds numbers, lists or dictionaries of one structure, entry by entry."""
-  return jax.tree.map(lambda *values: sum(values), *counts)
-
-
-def _columns(measurements: Sequence[Measurement]) -> tuple[list, list]:
-  tokens = [one.generation.stats['new_tokens'] for one in measurements]
-  return tokens, [one.seconds for one in measurements]
-
-
 def summarize_arms(
-  results: Mapping[str, Sequence[Measurement]],
-  *,
-  baseline: str,
+  results: Mapping[str, Sequence[Measurement]], *, baseline: str
 ) -> dict[str, dict[str, Any]]:
   """Pools the measurements of each arm.
 
@@ -185,45 +189,55 @@ def summarize_arms(
     baseline: the arm that speed ratios refer to.
 
   Returns:
-    Per arm: the counts of `specdec.statistics.summarize`, pooled, and the
-    ratios that follow; `seconds`, and `prefill_seconds` of them;
-    `tokens_per_second`; `speed`, the baseline's seconds per token over the
-    arm's, pooled; `speed_per_batch`, the same batch by batch; of the two pooled
-    figures `..._interval`, 95 % over batches (`specdec.bootstrap`), None for a
-    single batch.
+    By arm: the counts of `specdec.statistics.summarize`, pooled, and the
+    ratios that follow from them; `seconds` and the `prefill_seconds` among
+    them; `tokens_per_second`; `speed`, the baseline's seconds per token over
+    the arm's, pooled; `speed_per_batch`, the same for each batch; for the two
+    pooled figures `..._interval`, the 95 % interval over batches
+    (`pooled_interval`), None for a single batch.
   """
-  arms = {}
-  base_tokens, base_seconds = _columns(results[baseline])
-  for name, measurements in results.items():
-    stats = [one.generation.stats for one in measurements]
-    pooled = {key: _pool([one[key] for one in stats]) for key in _COUNTS}
-    tokens = pooled['new_tokens']
-    forwards = max(pooled['target_forwards'], 1)
-    columns = _columns(measurements)
-    seconds = sum(columns[1])
-    arms[name] = pooled | {
-      'block_efficiency': tokens / forwards,
-      'nodes_per_forward': pooled['positions']['target'] / forwards,
-      'relative_bandwidth': relative_bandwidth(
-        pooled['reads'], stats[0]['costs']
-      ),
-      'seconds': seconds,
-      'prefill_seconds': sum(one.prefill_seconds for one in measurements),
-      'tokens_per_second': tokens / seconds,
-      'tokens_per_second_interval': pooled_interval(columns, np.divide),
-      'speed': tokens / seconds / (sum(base_tokens) / sum(base_seconds)),
-      'speed_interval': pooled_interval(
-        (*columns, base_tokens, base_seconds),
-        lambda tokens, seconds, base_tokens, base_seconds: (
-          tokens / seconds / (base_tokens / base_seconds)
-        ),
-      ),
-      'speed_per_batch': [
-        base.seconds_per_token / one.seconds_per_token
-        for base, one in zip(results[baseline], measurements, strict=True)
-      ],
-    }
-  return arms
+  return {
+    name: _summarize(measurements, results[baseline])
+    for name, measurements in results.items()
+  }
+
+
+def _summarize(
+  measurements: Sequence[Measurement], baseline: Sequence[Measurement]
+) -> dict[str, Any]:
+  stats = [measured.generation.stats for measured in measurements]
+  counts = [{key: entry[key] for key in _COUNTS} for entry in stats]
+  # Numbers, lists and dictionaries are added entry by entry.
+  pooled = jax.tree.map(lambda *values: sum(values), *counts)
+  tokens, forwards = pooled['new_tokens'], max(pooled['target_forwards'], 1)
+  columns = [
+    values
+    for arm in (measurements, baseline)
+    for values in ([m.new_tokens for m in arm], [m.seconds for m in arm])
+  ]
+  speed = lambda tokens, seconds, base_tokens, base_seconds: (
+    tokens / seconds / (base_tokens / base_seconds)
+  )
+  return pooled | {
+    'block_efficiency': tokens / forwards,
+    'nodes_per_forward': pooled['positions']['target'] / forwards,
+    'relative_bandwidth': relative_bandwidth(
+      pooled['reads'], stats[0]['costs']
+    ),
+    'seconds': sum(columns[1]),
+    'prefill_seconds': sum(m.prefill_seconds for m in measurements),
+    'tokens_per_second': tokens / sum(columns[1]),
+    'tokens_per_second_interval': pooled_interval(columns[:2], np.divide),
+    'speed': speed(*map(sum, columns)),
+    'speed_interval': pooled_interval(columns, speed),
+    'speed_per_batch': [
+      base.seconds_per_token / measured.seconds_per_token
+      for base, measured in zip(baseline, measurements, strict=True)
+    ],
+  }
+
+
+_RESAMPLES = 10_000
 
 
 def pooled_interval(
@@ -231,37 +245,32 @@ def pooled_interval(
   statistic: Callable[..., np.ndarray],
   *,
   level: float = 0.95,
-  num_resamples: int = 10_000,
-  seed: int = 0,
 ) -> tuple[float, float] | None:
-  """The interval of a figure that depends on sums over prompts.
+  """The percentile bootstrap interval of a function of sums over prompts.
 
   Args:
-    columns: sequences of n numbers, one per prompt (or batch of prompts, what
-      is drawn as one).
-    statistic: takes the sums of the columns, each `[num_resamples]`, and gives
-      the figure of each resample, e.g. tokens over seconds.
-    level: the share of the resamples between the ends.
-    num_resamples: how often n prompts are drawn from the n.
-    seed: of the draws.
+    columns: sequences of n numbers, one per prompt, or per batch of prompts if
+      batches are resampled as a whole.
+    statistic: maps the sums of the columns over each resample of n prompts,
+      arrays of one length, to the figure, e.g. tokens over seconds.
+    level: the share of the resamples inside the interval.
 
   Returns:
-    Its ends; None where there are fewer than two prompts, which say nothing
-    about others.
+    Both ends; None for fewer than two prompts.
 
   Raises:
-    ValueError: columns of different lengths, or a level that is no share.
+    ValueError: the columns differ in length, or `level` is not in (0, 1).
   """
   if len({len(column) for column in columns}) != 1:
     raise ValueError(f'columns must be of one length, got {columns}')
-  values = np.asarray(columns, np.float64)
   if not 0 < level < 1:
     raise ValueError(f'level must be between 0 and 1, got {level}')
+  values = np.asarray(columns, np.float64)
   size = values.shape[1]
   if size < 2:
     return None
-  rng = np.random.default_rng(seed)
-  times_drawn = rng.multinomial(size, np.full(size, 1 / size), num_resamples)
+  rng = np.random.default_rng(0)
+  times_drawn = rng.multinomial(size, np.full(size, 1 / size), _RESAMPLES)
   figures = statistic(*(times_drawn @ column for column in values))
   tail = (1 - level) / 2
   low, high = np.quantile(figures, (tail, 1 - tail))

@@ -1,0 +1,324 @@
+"""Measurements of single parts of decoding: what scripts/measure.py calls.
+
+Each function returns the rows of a table as dictionaries. Alternatives are
+timed in turns, because the speed of a machine drifts.
+"""
+
+from collections.abc import Callable
+from collections.abc import Hashable
+from collections.abc import Mapping
+from collections.abc import Sequence
+import functools
+import pathlib
+import statistics
+import time
+from typing import Any
+from typing import TypeVar
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from models.bench import machine
+from models.bench import peers
+from models.checkpoints import hub
+from models.nn.attention import attend
+from models.text.generator import Generator
+from models.text.pair import load_pair
+import specdec
+from specdec.study.costs import measure_step_costs
+
+Row = dict[str, Any]
+_Key = TypeVar('_Key', bound=Hashable)
+
+
+def best_seconds(
+  runs: Mapping[_Key, Callable[[], Any]], repeats: int
+) -> dict[_Key, float]:
+  """The shortest time of each run over interleaved repeats, in seconds."""
+  for run in runs.values():
+    jax.block_until_ready(run())  # compiles
+  best = dict.fromkeys(runs, float('inf'))
+  for _ in range(repeats):
+    for name, run in runs.items():
+      start = time.perf_counter()
+      jax.block_until_ready(run())
+      best[name] = min(best[name], time.perf_counter() - start)
+  return best
+
+
+@functools.partial(jax.jit, static_argnames=('axis', 'result'))
+def _products(x, weights, *, axis, result):
+  product = lambda weight: lax.dot_general(
+    x,
+    weight,
+    (((1,), (axis,)), ((), ())),
+    preferred_element_type=jnp.dtype(result),
+  )
+  return sum(map(product, weights))
+
+
+def matmul(
+  num_rows: Sequence[int],
+  repeats: int,
+  *,
+  matrices: int = 24,
+  features_in: int = 1280,
+  features_out: int = 5120,
+) -> list[Row]:
+  """Milliseconds of a forward's matrix products, by the number of rows of x."""
+  table = []
+  for weights_in, result, axis in (
+    ('float32', 'float32', 1),
+    ('float32', 'float32', 0),
+    ('bfloat16', 'float32', 1),
+    ('bfloat16', 'float32', 0),
+    ('bfloat16', 'bfloat16', 1),
+  ):
+    shape = (features_out, features_in)[:: 1 if axis else -1]
+    weights = [jnp.full(shape, 0.01, weights_in) for _ in range(matrices)]
+    product = functools.partial(_products, axis=axis, result=result)
+    runs = {
+      f'm = {n}': functools.partial(
+        product, jnp.ones((n, features_in), weights_in), weights
+      )
+      for n in num_rows
+    }
+    times = best_seconds(runs, repeats)
+    stored = '[out, in]' if axis else '[in, out]'
+    row: Row = {'weights': weights_in, 'result': result, 'stored': stored}
+    table.append(row | {name: 1e3 * best for name, best in times.items()})
+  return table
+
+
+def _attend_slots_first(query, key, value, mask, *, scale):
+  """Attention over keys and values `[B, S, H, Dh]`."""
+  contract = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+  scores = scale * contract('bhld,bshd->bhls', query, key)
+  scores = jnp.where(mask[:, None], scores, -1e30)
+  probs = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+  return contract('bhls,bshd->bhld', probs, value)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _attend_layers(way, query, caches, mask):
+  pairs = zip(caches[::2], caches[1::2], strict=True)
+  return sum(way(query, *pair, mask, scale=0.1) for pair in pairs)
+
+
+def attention(
+  num_queries: Sequence[int],
+  repeats: int,
+  *,
+  slots: int = 448,
+  layers: int = 24,
+  heads: int = 20,
+  head_width: int = 64,
+) -> list[Row]:
+  """Milliseconds of attention per layer, by queries and layout of the cache."""
+  table: list[Row] = []
+  for dtype in (jnp.bfloat16, jnp.float32):
+    for n in num_queries:
+      draw = lambda tokens, seed: jax.random.normal(
+        jax.random.key(seed),
+        (1, heads, tokens, head_width),
+        dtype,  # noqa: B023
+      )
+      caches = [draw(slots, seed) for seed in range(2 * layers)]
+      swapped = [array.swapaxes(1, 2) for array in caches]
+      query, mask = draw(n, 0), jnp.ones((1, n, slots), bool)
+      run = functools.partial(functools.partial, _attend_layers)
+      times = best_seconds(
+        {
+          'slots first': run(_attend_slots_first, query, swapped, mask),
+          'heads first': run(attend, query, caches, mask),
+        },
+        repeats,
+      )
+      table.append(
+        {'dtype': dtype.__name__, 'queries': n}
+        | {name: 1e3 * best / layers for name, best in times.items()}
+      )
+  return table
+
+
+_STEPS = 4  # forwards per measurement
+
+
+def _our_forwards(name, dtype, widths, context) -> Callable[[], Mapping]:
+  """A function that measures V(N) for every N."""
+  target = load_pair(name, None, dtype=dtype).target
+  return lambda: (
+    measure_step_costs(
+      target,
+      [list(range(target.spec.vocab_size))],
+      prompt_slots=context,
+      max_new_tokens=64,
+      context=context,
+      num_steps=_STEPS,
+      sampling=specdec.Sampling(),
+      node_counts=widths,
+      repeats=1,
+    ).verification
+  )
+
+
+def _peer_forwards(name, dtype, widths, context) -> Callable[[], Mapping]:
+  """The same for transformers on torch."""
+  torch = peers.import_torch()
+  model = peers.load_peer(name, dtype, None)
+  ids = torch.zeros((1, context), dtype=torch.long, device=model.device)
+  with torch.inference_mode():
+    cache = model(ids, use_cache=True).past_key_values
+
+  def seconds(width: int) -> float:
+    start = time.perf_counter()
+    for _ in range(_STEPS):
+      logits = model(ids[:, :width], past_key_values=cache).logits
+      logits[0, -1, 0].item()  # waits for the device
+      cache.crop(-width)
+    return (time.perf_counter() - start) / _STEPS
+
+  def measure() -> dict[int, float]:
+    with torch.inference_mode():
+      return {width: seconds(width) for width in widths}
+
+  return measure
+
+
+def forward(
+  name: str,
+  widths: Sequence[int],
+  repeats: int,
+  *,
+  dtype: str,
+  context: int = 192,
+  peer: bool = False,
+) -> list[Row]:
+  """V(N), the time of a forward over N tokens, as median milliseconds.
+
+  Args:
+    name: of the model, see `hub.locate`.
+    widths: N; 1 is added.
+    repeats: number of measurements.
+    dtype: of the weights.
+    context: tokens in the cache.
+    peer: whether transformers is measured in turns with this library.
+
+  Raises:
+    ValueError: a width is below 1.
+  """
+  widths = sorted({1, *widths})
+  if widths[0] < 1:
+    raise ValueError(f'--sizes={widths}: expected integers of at least 1')
+  arms = {'ms': _our_forwards(name, dtype, widths, context)}
+  if peer:
+    arms['ms, transformers'] = _peer_forwards(name, dtype, widths, context)
+  for arm in arms.values():
+    arm()  # compiles, and reads all weights once
+  rounds = [{key: arm() for key, arm in arms.items()} for _ in range(repeats)]
+  median = lambda key, n: statistics.median(times[key][n] for times in rounds)
+  return [
+    {'dtype': dtype, 'N': n} | {key: 1e3 * median(key, n) for key in arms}
+    for n in widths
+  ]
+
+
+def memory(name: str, *, dtype: str) -> list[Row]:
+  """The peak of host memory while a model is loaded (Linux only)."""
+  folder = hub.locate(name)
+  files = sum(file.stat().st_size for file in folder.glob('*.safetensors'))
+  jax.devices()  # the memory of the backend itself does not count
+  modules: list[Any] = []
+
+  def load() -> None:
+    modules.append(hub.load_module(folder, dtype=jnp.dtype(dtype)))
+    jax.block_until_ready(jax.tree.leaves(modules))
+
+  peak = machine.host_peak(load)
+  return [
+    {
+      'model': pathlib.Path(name).name,
+      'dtype': dtype,
+      'checkpoint_bytes': files,
+      'loaded_bytes': sum(leaf.nbytes for leaf in jax.tree.leaves(modules)),
+      'peak_bytes': peak,
+      'peak_per_checkpoint_byte': round(peak / files, 3),
+    }
+  ]
+
+
+_TURN = 8  # steps
+
+
+def _seconds_in_turns(decodings: Mapping[str, specdec.Decoding]) -> Row:
+  """Seconds of each decoding from its first to its last new token."""
+  seconds = dict.fromkeys(decodings, 0.0)
+  while not all(decoding.done for decoding in decodings.values()):
+    for name, decoding in decodings.items():
+      start = time.perf_counter()
+      if not decoding.done:
+        decoding.step(_TURN)
+        seconds[name] += time.perf_counter() - start
+  return seconds
+
+
+def fallback(
+  generator: Generator,
+  prompts: Sequence[str],
+  *,
+  break_even: float | None,
+  max_new_tokens: int,
+  sampling: specdec.Sampling,
+  seed: int,
+) -> list[Row]:
+  """Decodes with the adaptive fallback and plainly, in turns of some steps.
+
+  Args:
+    generator: with the drafter that the fallback may switch off.
+    prompts: texts, decoded one at a time.
+    break_even: see `specdec.generate`.
+    max_new_tokens: the limit.
+    sampling: see `specdec.generate`.
+    seed: of the sampling.
+
+  Returns:
+    For each prompt `seconds`, those with the fallback over those of plain
+    decoding; `plain_ms_per_token`; `new_tokens`; `speculative_steps`;
+    `same_tokens`.
+
+  Raises:
+    ValueError: `break_even` is None, which disables the fallback.
+  """
+  if break_even is None:
+    raise ValueError('--break_even is needed; it enables the fallback')
+  pair, table = generator.pair, []
+  decoding = functools.partial(
+    specdec.Decoding,
+    pair.target,
+    jax.random.key(seed),
+    room_for_new_tokens=max_new_tokens,
+    sampling=sampling,
+    eos_ids=pair.eos_ids,
+  )
+  for ids in map(pair.encode, prompts):
+    for limit in (min(24, max_new_tokens), max_new_tokens):  # compiles first
+      plain = decoding([ids], max_new_tokens=limit)
+      other = decoding(
+        [ids],
+        max_new_tokens=limit,
+        drafter=generator.drafter,
+        break_even=break_even,
+      )
+      seconds = _seconds_in_turns({'plain': plain, 'other': other})
+    stats, tokens = other.result().stats, plain.result().tokens
+    table.append(
+      {
+        'seconds': seconds['other'] / seconds['plain'],
+        'plain_ms_per_token': 1e3 * seconds['plain'] / len(tokens[0]),
+        'new_tokens': stats['new_tokens'],
+        'speculative_steps': stats['target_forwards'] - stats['plain_steps'],
+        'same_tokens': other.result().tokens == tokens,
+      }
+    )
+  return table

@@ -1,0 +1,126 @@
+"""Measures one part of decoding, and prints a table.
+
+  python scripts/measure.py WHAT [flags]
+
+WHAT: matmul, attention (at the shapes of GPT-2 Large), forward (V(N) of
+--target, with --peer beside transformers), memory (of loading --target), loss
+(of --target on a corpus), fallback (its cost, given --break_even), acceptance
+(by each rule of verification).
+"""
+
+import functools
+import sys
+from typing import Any
+
+from absl import flags
+import command_line
+import decoding_flags as options
+import planned
+
+flags.adopt_module_key_flags(options)  # Listed by --help.
+
+_SIZES = {
+  'matmul': [1, 2, 4, 8, 16, 32, 64],  # rows
+  'attention': [1, 2, 5, 8, 16],  # queries
+  'forward': [1, 2, 5, 8, 12, 16, 24, 32, 64],  # N
+  'memory': [],
+  'loss': [256, 512, 1024],  # length of windows
+  'fallback': [],
+  'acceptance': [1, 2, 4],  # children
+}
+_LIST = flags.DEFINE_list(
+  'sizes', None, 'rows, queries, N, window lengths or numbers of children'
+)
+_REPEATS = flags.DEFINE_integer('repeats', 7, 'interleaved measurements')
+_CONTEXT = flags.DEFINE_integer('context', 192, 'forward: tokens in the cache')
+_PEER = flags.DEFINE_bool('peer', False, 'forward: also transformers on torch')
+_METHOD = flags.DEFINE_string('method', 'chain', 'fallback: how to draft')
+_NUM_PROMPTS = flags.DEFINE_integer('num_prompts', None, 'default: all')
+_BATCH_SIZE = flags.DEFINE_integer('batch_size', 4, 'of acceptance')
+_CORPUS = flags.DEFINE_string('corpus', '', 'default: the standard library')
+_PATTERN = flags.DEFINE_string('pattern', '*.py', 'file names of the corpus')
+_OUTPUT = flags.DEFINE_string('output', None, 'JSON file to write')
+
+
+def _loss(lengths: list[int]) -> list[dict]:
+  import transformers
+
+  from models.checkpoints import hub
+  from models.training.corpus import Corpus
+  from models.training.loss import held_out_loss
+
+  folder = hub.locate(options.TARGET.value)
+  corpus = Corpus(folder=_CORPUS.value, pattern=_PATTERN.value)
+  tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+  tokens = corpus.tokens(tokenizer, held_out=True)
+  module = hub.load_module(folder, dtype=options.DTYPE.value)
+  loss = functools.partial(held_out_loss, module, tokens)
+  return [{'window': n, 'nats_per_token': loss(length=n)} for n in lengths]
+
+
+def _decode(what: str, numbers_of_children: list[int]):
+  from models.bench import lossless
+  from models.bench import measure
+
+  if options.PROMPT_FILE.value is None:
+    raise ValueError('--prompt_file is needed: a file of prompts')
+  prompts = options.read_prompts(options.PROMPT_FILE.value, _NUM_PROMPTS.value)
+  generator = planned.generator(_METHOD, prompts, 1)
+  common: dict[str, Any] = {
+    'max_new_tokens': options.MAX_NEW_TOKENS.value,
+    'sampling': options.sampling(),
+    'seed': options.SEED.value,
+  }
+  if what == 'fallback':
+    even = options.BREAK_EVEN.value
+    rows = measure.fallback(generator, prompts, break_even=even, **common)
+    return rows, {'prompts': rows}
+  figures = lossless.measure(
+    generator,
+    prompts,
+    batch_size=_BATCH_SIZE.value,
+    numbers_of_children=numbers_of_children,
+    chain_length=options.NUM_DRAFT_TOKENS.value,
+    **common,
+  )
+  return lossless.acceptance_rows(figures), figures
+
+
+def main(what: str) -> None:
+  from models.bench import measure
+  from models.bench import record
+
+  if what not in _SIZES:
+    raise ValueError(f'{what!r} is none of {", ".join(_SIZES)}; see --help')
+  if _OUTPUT.value:
+    record.prepare_output(_OUTPUT.value)
+  figures: dict = {}
+  sizes = [int(size) for size in _LIST.value or _SIZES[what]]
+  target, dtype = options.TARGET.value, options.DTYPE.value
+  if what in ('matmul', 'attention'):
+    rows = getattr(measure, what)(sizes, _REPEATS.value)
+  elif what == 'forward':
+    rows = measure.forward(
+      target,
+      sizes,
+      _REPEATS.value,
+      dtype=dtype,
+      context=_CONTEXT.value,
+      peer=_PEER.value,
+    )
+  elif what == 'memory':
+    rows = measure.memory(target, dtype=dtype)
+  elif what == 'loss':
+    rows = _loss(sizes)
+  else:
+    rows, figures = _decode(what, sizes)
+  print(record.rows_to_table(rows))
+  if _OUTPUT.value:
+    settings = {'what': what} | options.as_dict()
+    record.write_record(_OUTPUT.value, settings, figures or {'rows': rows})
+
+
+if __name__ == '__main__':
+  # The flags library takes no positional argument here.
+  _what = sys.argv.pop(1) if sys.argv[1:] and sys.argv[1][0] != '-' else ''
+  command_line.run(functools.partial(main, _what))

@@ -1,0 +1,73 @@
+"""Predicted speeds, from costs and counts made by hand."""
+
+import types
+
+import pytest
+
+from models.bench import predict
+from models.bench.arms import ReadyArm
+
+_TARGET, _DRAFT = object(), object()
+# Seconds of a forward over so many tokens per row.
+_COSTS = {_TARGET: {1: 2.0, 5: 3.0}, _DRAFT: {4: 0.25}}
+
+
+def _arm(models, num_nodes=1):
+  return ReadyArm(
+    decode=lambda batch, limit: None,
+    sizes={},
+    weight_bytes=0,
+    models=models,
+    num_nodes=num_nodes,
+  )
+
+
+def _figures(tokens, **forwards):
+  return {
+    'new_tokens': tokens,
+    'prefill_seconds': 4.0,
+    'stage_forwards': {'draft': 24},
+    'positions': {'target': 99, 'draft': 24 * 4},
+    'reads': {name: {'forwards': count} for name, count in forwards.items()},
+  }
+
+
+@pytest.fixture
+def _known_costs(monkeypatch):
+  def measure(model, texts, *, node_counts, context, **_):
+    assert 1 < context <= 32 + 64 - 8
+    costs = {width: _COSTS[model][width] for width in node_counts}
+    return types.SimpleNamespace(verification=costs)
+
+  monkeypatch.setattr(predict, 'measure_step_costs', measure)
+
+
+def _predict(arms, figures):
+  return predict.predicted_speeds(
+    arms, figures, prompts=[[1] * 9], texts=[[1] * 50], max_new_tokens=40
+  )
+
+
+@pytest.mark.usefixtures('_known_costs')
+def test_a_decode_is_its_prefill_and_its_forwards():
+  arms = {
+    'plain': _arm({'target': _TARGET}),
+    'tree': _arm({'target': _TARGET, 'draft': _DRAFT}, num_nodes=5),
+    'peer': _arm({}),
+  }
+  figures = {
+    'plain': _figures(48, target=48),
+    'tree': _figures(48, target=12, draft=24),
+    'peer': _figures(48),
+  }
+  speeds = _predict(arms, figures)
+  plain = 4 + 48 * 2
+  tree = 4 + 12 * 3 + 24 * 0.25
+  assert speeds == {'plain': 1, 'tree': pytest.approx(plain / tree)}
+
+
+@pytest.mark.usefixtures('_known_costs')
+def test_there_is_no_prediction_over_a_peer():
+  arms = {'peer': _arm({}), 'plain': _arm({'target': _TARGET})}
+  figures = {'peer': _figures(48), 'plain': _figures(48, target=48)}
+  assert _predict(arms, figures) == {}
