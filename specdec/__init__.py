@@ -19,7 +19,6 @@ from specdec.draft.ngram import recent_tokens
 from specdec.generation import Decoding
 from specdec.generation import generate
 from specdec.generation import Generation
-from specdec.generation import trace
 from specdec.loop import advance
 from specdec.loop import decode
 from specdec.loop import start
@@ -81,5 +80,4 @@ __all__ = (
   'recent_tokens',
   'staged',
   'start',
-  'trace',
 )

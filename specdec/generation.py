@@ -90,30 +90,7 @@ class Decoding:
   of 64, so that few shapes are compiled and short prompts do not pay for the
   longest context.
 
-  Args:
-    target: the model whose output is kept exactly.
-    rng_key: one key, which is folded with the row number, or `[B]` keys: a row
-      with a given key has the same tokens in any batch.
-    prompts: B lists of token ids, of any lengths, none empty.
-    max_new_tokens: the limit, one for all or one per row; 0 compiles and
-      decodes nothing.
-    room_for_new_tokens: size of the buffers, at least `max_new_tokens`, which
-      is the default. Calls with the same room share a program, whatever the
-      limit.
-    drafter: drafts for the target; `PLAIN` is plain decoding.
-    sampling: how to choose tokens; greedy by default.
-    eos_ids: tokens that end a row.
-    stop: stop strings, from `specdec.verify.stop_strings.build_stop_table`.
-    verify: `match`, `rejection` or `block`, see `specdec.verify`.
-    children: how the drafter chooses children if they are not to match, one of
-      `specdec.sampling.CHILDREN`. By default they are drawn without replacement
-      where the topology is fixed and the drafter has a distribution, and the
-      best ones elsewhere.
-    log_probs: whether to return the log-probabilities of the new tokens.
-    break_even: the time of a speculative step on this machine in plain steps,
-      as scripts/tune.py measures it. Decoding then goes on plainly wherever
-      speculation emits fewer tokens per step; the tokens are the same. None:
-      it always speculates.
+  The arguments are those of `generate`.
 
   Raises:
     ValueError: an argument cannot be used; says which and why.
@@ -226,6 +203,36 @@ class Decoding:
           blocks.append(block)
     return rows
 
+  def trace(self) -> list[Trace]:
+    """To the end by `step_recorded`; the trace of each row.
+
+    Without a tokenizer the text of a token is its number;
+    `models.Generator.trace` has the real texts.
+    """
+    rows, result = self.record(), self.result()
+    prompts = self._request.prompt, self._prompt_lengths
+    traces = []
+    for row, (blocks, prompt, length) in enumerate(
+      zip(rows, *map(np.asarray, prompts), strict=True)
+    ):
+      ids = {
+        token for block in blocks for token in (*block.tokens, *block.emitted)
+      }
+      log_probs = result.log_probs and tuple(result.log_probs[row])
+      traces.append(
+        Trace(
+          prompt=''.join(f'{token} ' for token in prompt[:length]),
+          prompt_tokens=tuple(prompt[:length].tolist()),
+          labels=result.labels,
+          blocks=tuple(blocks),
+          pieces=tuple(f'{token} ' for token in result.tokens[row]),
+          texts={token: str(token) for token in sorted(ids)},
+          finish_reason=result.finish_reasons[row],
+          log_probs=log_probs,
+        )
+      )
+    return traces
+
   def _new_tokens(self) -> list[list[int]]:
     """Of each row, since the last look."""
     tokens, ends, self._reasons = jax.device_get(
@@ -305,22 +312,30 @@ def generate(
 ) -> Generation:
   """Continues each prompt; the drafter changes the speed, never the tokens.
 
-  Arguments not described here are those of `Decoding`.
-
   Args:
     target: the model whose output is kept exactly.
-    rng_key: one key, or one per row.
-    prompts: B lists of token ids.
-    max_new_tokens: the limit, one for all or one per row.
-    room_for_new_tokens: size of the buffers.
-    drafter: drafts for the target.
-    sampling: how to choose tokens.
+    rng_key: one key, which is folded with the row number, or `[B]` keys: a row
+      with a given key has the same tokens in any batch.
+    prompts: B lists of token ids, of any lengths, none empty.
+    max_new_tokens: the limit, one for all or one per row; 0 compiles and
+      decodes nothing.
+    room_for_new_tokens: size of the buffers, at least `max_new_tokens`, which
+      is the default. Calls with the same room share a program, whatever the
+      limit.
+    drafter: drafts for the target; `PLAIN` is plain decoding.
+    sampling: how to choose tokens; greedy by default.
     eos_ids: tokens that end a row.
-    stop: stop strings.
-    verify: the rule of verification.
-    children: how the drafter chooses children.
-    log_probs: whether to return log-probabilities.
-    break_even: the time of a speculative step in plain ones.
+    stop: stop strings, from `specdec.verify.stop_strings.build_stop_table`.
+    verify: `match`, `rejection` or `block`, see `specdec.verify`.
+    children: how the drafter chooses children if they are not to match, one of
+      `specdec.sampling.CHILDREN`. By default they are drawn without replacement
+      where the topology is fixed and the drafter has a distribution, and the
+      best ones elsewhere.
+    log_probs: whether to return the log-probabilities of the new tokens.
+    break_even: the time of a speculative step on this machine in plain steps,
+      as scripts/tune.py measures it. Decoding then goes on plainly wherever
+      speculation emits fewer tokens per step; the tokens are the same. None:
+      it always speculates.
     should_stop: called now and then, from this thread; if it returns true, rows
       that are not done are cancelled, and have the tokens decoded so far.
 
@@ -348,68 +363,3 @@ def generate(
   decoding.run(should_stop)
   return decoding.result()
 
-
-def trace(
-  target: LanguageModel,
-  rng_key: jax.Array,
-  prompts: Sequence[Sequence[int]],
-  *,
-  max_new_tokens: int | Sequence[int],
-  room_for_new_tokens: int | None = None,
-  drafter: Drafter = PLAIN,
-  sampling: Sampling = Sampling(),
-  eos_ids: Sequence[int] = (),
-  stop: StopTable | None = None,
-  verify: str = 'match',
-  children: str | None = None,
-  log_probs: bool = False,
-  break_even: float | None = None,
-) -> list[Trace]:
-  """Decodes like `generate`, and records what happened in every step.
-
-  The tokens are the same. It is slower: every step returns to the host. For the
-  arguments see `Decoding`.
-
-  Returns:
-    The trace of each row. Without a tokenizer the text of a token is its
-    number; `models.Generator.trace` has the real texts.
-
-  Raises:
-    ValueError: an argument cannot be used; says which and why.
-  """
-  decoding = Decoding(
-    target,
-    rng_key,
-    prompts,
-    max_new_tokens=max_new_tokens,
-    room_for_new_tokens=room_for_new_tokens,
-    drafter=drafter,
-    sampling=sampling,
-    eos_ids=eos_ids,
-    stop=stop,
-    verify=verify,
-    children=children,
-    log_probs=log_probs,
-    break_even=break_even,
-  )
-  rows = decoding.record()
-  result = decoding.result()
-  traces = []
-  for row, blocks in enumerate(rows):
-    prompt = [int(token) for token in prompts[row]]
-    ids = {
-      token for block in blocks for token in (*block.tokens, *block.emitted)
-    }
-    traces.append(
-      Trace(
-        prompt=''.join(f'{token} ' for token in prompt),
-        prompt_tokens=tuple(prompt),
-        labels=result.labels,
-        blocks=tuple(blocks),
-        pieces=tuple(f'{token} ' for token in result.tokens[row]),
-        texts={token: str(token) for token in sorted(ids)},
-        finish_reason=result.finish_reasons[row],
-        log_probs=tuple(result.log_probs[row]) if log_probs else None,
-      )
-    )
-  return traces

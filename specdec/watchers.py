@@ -72,10 +72,6 @@ class Watcher(Protocol):
   def observe(self, state: Any, seen: Observation) -> tuple[jax.Array, Any]:
     """Looks at the chosen tokens of a step.
 
-    Args:
-      state: before the step.
-      seen: the step.
-
     Returns:
       `[B, D + 1]` int32, why the text ends with each token (`EOS`, `STOP`, or
       `RUNNING` if it does not), and what `keep` needs.
@@ -85,11 +81,23 @@ class Watcher(Protocol):
     """The state after the step, of whose tokens `emitted [B]` were emitted."""
 
 
+class Stateless:
+  """Base of watchers without a state, and default of `init`."""
+
+  def init(self, prompt, prompt_length, num_slots) -> Any:
+    del prompt, prompt_length, num_slots
+    return ()
+
+  def keep(self, pending, emitted) -> Any:
+    del emitted
+    return pending
+
+
 def _no_end(seen: Observation) -> jax.Array:
   return jnp.full(seen.verdict.chosen.shape, RUNNING)
 
 
-class EndOfText(flax.struct.PyTreeNode):
+class EndOfText(flax.struct.PyTreeNode, Stateless):
   """Ends a row after any of some tokens.
 
   Attributes:
@@ -98,18 +106,10 @@ class EndOfText(flax.struct.PyTreeNode):
 
   ids: tuple[int, ...] = flax.struct.field(pytree_node=False)
 
-  def init(self, prompt, prompt_length, num_slots):
-    del prompt, prompt_length, num_slots
-    return ()
-
   def observe(self, state, seen):
     chosen = seen.verdict.chosen
     is_eos = jnp.isin(chosen, jnp.array(self.ids, jnp.int32))
     return jnp.where(is_eos, EOS, RUNNING), state
-
-  def keep(self, pending, emitted):
-    del emitted
-    return pending
 
 
 class StopStrings(flax.struct.PyTreeNode):

@@ -81,7 +81,7 @@ def _both(shape, **more):
     _PROMPTS,
   )
   options = _options(shape, **more)
-  traces = specdec.trace(*arguments, **options)
+  traces = specdec.Decoding(*arguments, **options).trace()
   return traces, specdec.generate(*arguments, **options)
 
 

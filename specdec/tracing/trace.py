@@ -1,6 +1,7 @@
 """The trace of a decode: the tree, accepted path and output of each forward.
 
-trace = specdec.trace(target, key, [prompt], drafter=..., max_new_tokens=64)
+decoding = specdec.Decoding(target, key, [prompt], max_new_tokens=64)
+trace = decoding.trace()
 trace[0].blocks[3].tokens      # the tree that the target verified
 """
 
