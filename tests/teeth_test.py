@@ -234,8 +234,8 @@ _BUGS = [
     'target keeps the first nodes, not those of the path',
     'step',
     'commit(target_state, path, emitted - 1)',
-    'commit(target_state, jnp.where(path >= 0, nodes[:, : path.shape[1]], path),'
-    ' emitted - 1)',
+    'commit(target_state,'
+    ' jnp.where(path >= 0, nodes[:, : path.shape[1]], path), emitted - 1)',
     _GPT2,
   ),
   _bug(
@@ -292,7 +292,8 @@ _BUGS = [
     'the best nodes are not connected',
     'tree.tree',
     'best_nodes(tree, jnp.arange(capacity)',
-    'best_nodes(tree.replace(log_prob=tree.cond_log_prob), jnp.arange(capacity)',
+    'best_nodes(tree.replace(log_prob=tree.cond_log_prob),'
+    ' jnp.arange(capacity)',
     ('tree.test_the_best_nodes_are_a_connected_subtree', 6, False),
   ),
   _bug(
