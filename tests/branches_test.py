@@ -14,9 +14,11 @@ import tiny_models
 from specdec import decode
 from specdec import DecodeConfig
 from specdec import NGram
+from specdec import PLAIN
 from specdec import PromptLookup
 from specdec import Request
 from specdec import staged
+from specdec.checks import check_sampling
 from specdec.tree.tree import _looked_up
 from specdec.tree.tree import _looked_up_sums
 from specdec.tree.tree import _scattered
@@ -26,7 +28,7 @@ _TREE = Settings(num_nodes=6, width=2, branching=2, rounds=2, capacity=16)
 
 
 def _take(monkeypatch, platform):
-  """Makes programs as they are on another platform; what it has chosen."""
+  """Makes programs of another platform; returns the branches chosen."""
   taken = []
 
   def choose(*args, default=None, **branches):
@@ -38,7 +40,7 @@ def _take(monkeypatch, platform):
 
 
 def _decode(method, rows):
-  """With a jit of its own, that knows no program traced before."""
+  """With a jit of its own, which has no program traced before."""
   target, draft = (tiny_models.gpt2(seed=i, num_heads=1) for i in range(2))
   vocab_size = target.spec.vocab_size
   text = np.random.default_rng(0).integers(vocab_size, size=80).tolist()
@@ -55,12 +57,14 @@ def _decode(method, rows):
     prompt_length=jnp.asarray(lengths),
     limit=jnp.full(rows, 24, jnp.int32),
     row_keys=tiny_models.row_keys(rows),
-    sampling=tiny_models.sampling(*(0.0, 1.0)[:rows]).validated(),
+    sampling=check_sampling(
+      tiny_models.sampling(*(0.0, 1.0)[:rows]), rows, vocab_size
+    ),
   )
   run = jax.jit(functools.partial(decode.__wrapped__), static_argnames='config')
   return run(
     target,
-    None if method == 'plain' else drafter,
+    PLAIN if method == 'plain' else drafter,
     request,
     config=DecodeConfig(max_new_tokens=32),
   )

@@ -18,18 +18,21 @@ from specdec import decode
 from specdec import DecodeConfig
 from specdec import generate
 from specdec import NGram
+from specdec import PLAIN
 from specdec import PromptLookup
 from specdec import Request
 from specdec import Sampling
 from specdec import staged
+from specdec.checks import check_sampling
 from specdec.loop import advance
 from specdec.loop import start
+from specdec.watchers import make_watchers
 
 TREE = Settings(num_nodes=5, width=2, branching=2, rounds=2, capacity=12)
 
 
 def _staged(draft):
-  """All there is: a model, a table and lookup."""
+  """A drafter with a model, a table and lookup."""
   vocab_size = draft.spec.vocab_size
   text = np.random.default_rng(0).integers(vocab_size, size=50).tolist()
   table = tiny_drafters.ngram_table(
@@ -100,21 +103,26 @@ def test_one_program_for_all_prompts_limits_seeds_and_temperatures():
 
 def _arguments(model, drafter, batch_size):
   prompt, lengths = tiny_models.pad(tiny_models.prompts(batch_size))
-  # Tokens of the tiny models do not all fit the table.
+  # The table has fewer tokens than the tiny models.
   prompt %= model.spec.vocab_size
   request = Request(
     prompt=jnp.asarray(prompt),
     prompt_length=jnp.asarray(lengths),
     limit=jnp.full(batch_size, 20, jnp.int32),
     row_keys=tiny_models.row_keys(batch_size),
-    sampling=tiny_models.sampling(*[1.0] * batch_size).validated(),
+    sampling=check_sampling(
+      tiny_models.sampling(*[1.0] * batch_size),
+      batch_size,
+      model.spec.vocab_size,
+    ),
+    watchers=make_watchers(eos_ids=(1,)),
   )
   return model, drafter, request
 
 
 def test_no_transfer_between_host_and_device_in_a_decode():
   arguments = _arguments(_table(0), _staged(_table(1)), 2)
-  config = DecodeConfig(max_new_tokens=32, eos_ids=(1,))
+  config = DecodeConfig(max_new_tokens=32)
   with jax.transfer_guard('disallow'):
     result = decode(*arguments, config=config)
     jax.block_until_ready(result)
@@ -128,13 +136,11 @@ _PLATFORMS = ('cpu', 'cuda', 'tpu')
 
 
 def _export(dtype, is_drafted, platforms):
-  """The lowered decode loop of a tiny GPT-2, for machines that are not here."""
+  """The lowered decode loop of a tiny GPT-2, for any platforms."""
   model = tiny_models.gpt2(dtype=jnp.dtype(dtype))
-  drafter = _staged(model) if is_drafted else None
-  config = DecodeConfig(max_new_tokens=32, eos_ids=(1,))
-  # What is exported may be kept for years; our kernels are not meant for that.
-  ours = export.DisabledSafetyCheck.custom_call('__gpu$xla.gpu.triton')
-  return export.export(decode, platforms=platforms, disabled_checks=[ours])(
+  drafter = _staged(model) if is_drafted else PLAIN
+  config = DecodeConfig(max_new_tokens=32)
+  return export.export(decode, platforms=platforms)(
     *_arguments(model, drafter, 1), config=config
   )
 
@@ -153,10 +159,10 @@ def test_the_decode_loop_lowers_for_every_platform(dtype, platform):
   assert 'callback' not in text
 
 
+@pytest.mark.parametrize('is_drafted', [False, True])
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
-def test_plain_decoding_lowers_for_all_platforms_at_once(dtype):
-  """With our kernels it does not: Pallas lowers each for every platform."""
-  exported = _export(dtype, False, _PLATFORMS)
+def test_decoding_lowers_for_all_platforms_at_once(dtype, is_drafted):
+  exported = _export(dtype, is_drafted, _PLATFORMS)
   assert exported.platforms == _PLATFORMS
   assert '_platform_index' in exported.mlir_module()
 

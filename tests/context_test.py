@@ -1,8 +1,8 @@
 """A draft whose context is shorter than that of its target.
 
-It drafts up to the last position that it has, exactly, and no further; the text
-goes on as that of plain decoding. Drafts here are perfect, so who proposed what
-follows from lengths alone, as the slow loop below has it.
+It drafts up to its last position and no further; the text is that of plain
+decoding. Drafts here are perfect, so the origins of tokens follow from lengths
+alone, as in the slow loop below.
 """
 
 import functools
@@ -49,7 +49,7 @@ def _target():
   return _model(200)
 
 
-# A tree that is a chain, but grown until nothing pays.
+# A tree that grows as a chain.
 _TREE = Settings(
   num_nodes=G + 1, width=1, branching=1, rounds=G, capacity=8, cost_ratio=0
 )
@@ -75,7 +75,7 @@ def _slow(prompts, is_fixed):
   histogram, forwards, nodes = [0] * (G + 1), 0, 0
   while lengths != ends:
     active = [row for row in range(len(prompts)) if lengths[row] < ends[row]]
-    # A guess for position q needs the node before it, at q - 1, scored.
+    # A draft token for position q needs the node before it, at q - 1, scored.
     depths = {row: np.clip(CONTEXT + 1 - lengths[row], 0, G) for row in active}
     deepest = max(depths.values())
     forwards += len(active) * (G * (deepest > 0) if is_fixed else deepest)
@@ -119,7 +119,7 @@ def test_it_drafts_up_to_its_last_position_exactly(config):
 
 
 def test_a_stage_inside_goes_on():
-  """Whoever knows no more has no say, and costs nothing."""
+  """The draft beyond its context does not hold it up, and costs nothing."""
   rng = np.random.default_rng(0)
   bigram = tiny_drafters.exact(2 * rng.normal(size=(VOCAB_SIZE, VOCAB_SIZE)))
   inner = tiny_drafters.candidates(bigram, config=_TREE)

@@ -1,15 +1,15 @@
-"""The law of whole sequences under rejection, without chance: all is summed.
+"""The distribution of whole sequences under rejection: every branch is summed.
 
-Chance enters in three places: which children are drawn, which of them stand,
+Three things are random: which children are drawn, which of them are accepted,
 and the bonus token. Here every branch of each is followed, with the probability
 that the functions of `specdec` give it, over as many steps as it takes. That
-the compiled loop branches in this way and with these probabilities is another
-matter, see `enumeration_test`.
+the compiled loop branches in this way and with these probabilities is shown by
+`enumeration_test`.
 
-A *state* is a context: what has been said since the prompt, which is one token,
-0. A *world* is a target and a draft, both of which know the whole context, with
-some sampling. All states of all worlds are in one array; the functions here
-follow them at once.
+A *state* is a context: the tokens since the prompt, which is one token, 0. A
+*world* is a target and a draft, both functions of the whole context, with some
+sampling. All states of all worlds are in one array; the functions here follow
+them at once.
 """
 
 import dataclasses
@@ -20,12 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec import Sampling
+from specdec.checks import check_sampling
 from specdec.draft.ranking import draw_children
-from specdec.draft.ranking import Draws
 from specdec.draft.ranking import rank_logits
 from specdec.sampling import adjust_logits
 from specdec.sampling import BEST
-from specdec.sampling import EXCLUDED
+from specdec.sampling import is_possible
+from specdec.sampling import SamplingParams
 from specdec.sampling import token_probs
 from specdec.sampling import WITHOUT_REPLACEMENT
 from specdec.verify import block
@@ -36,7 +37,7 @@ PROMPT = 0
 quick_jit = functools.partial(
   jax.jit, compiler_options={'xla_backend_optimization_level': 0}
 )
-"""For what runs for a moment: compiles several times as fast."""
+"""For programs that run for a moment: compiles several times as fast."""
 
 _CHUNK = 4096  # rows at a time, so that few shapes are compiled
 
@@ -78,13 +79,12 @@ DRAFTS = (
   'peaked',
   'identical',
 )
-"""The adversarial one never says what the target likes best; the peaked one is
-so sure of its first and second token that float32 has no room for the others.
-"""
+"""The adversarial draft never proposes the target's likeliest token; the peaked
+one has two tokens so likely that float32 has no room for the others."""
 
 
 def draft_logits(kind: str, target: np.ndarray, rng) -> np.ndarray:
-  """Those of a draft of one of `DRAFTS`, for `target [..., V]`."""
+  """The logits of one of `DRAFTS`, for `target [..., V]`."""
   shape, vocab_size = target.shape, target.shape[-1]
   if kind == 'similar':
     return target + rng.normal(size=shape)
@@ -101,45 +101,51 @@ def draft_logits(kind: str, target: np.ndarray, rng) -> np.ndarray:
   return -np.array([0.0, 30.0, 130.0, 131.0, 131.5])[order]  # peaked
 
 
-def full_sampling(values: dict, vocab_size: int) -> Sampling:
-  """One of `SAMPLINGS` with every field set; not validated."""
+def full_sampling(values: dict, vocab_size: int) -> SamplingParams:
+  """One of `SAMPLINGS` with every parameter set, for one row."""
   values = NEUTRAL | values
   bias = np.zeros(vocab_size, np.float32)
   bias[1] = values['logit_bias']
-  return Sampling(**(values | {'logit_bias': bias}))
+  return params(values | {'logit_bias': bias}, 1, vocab_size)
+
+
+def params(values: dict, batch_size: int, vocab_size: int) -> SamplingParams:
+  """Checked parameters, whose static part does not depend on their values."""
+  checked = check_sampling(Sampling(**values), batch_size, vocab_size)
+  return checked.replace(max_top_k=None)
 
 
 def exact_probs(
   logits: np.ndarray, seen: np.ndarray, values: dict
 ) -> np.ndarray:
-  """The law of one token in float64, independent of `specdec`.
+  """The distribution of one token in float64, independent of `specdec`.
 
   Args:
     logits: `[S, V]`.
     seen: `[S, V]` bool, tokens that the context has.
     values: one of `SAMPLINGS`.
   """
-  one = {
+  exact = {
     name: np.float64(np.float32(value))
     for name, value in (NEUTRAL | values).items()
   }
   rows = np.arange(len(logits))[:, None]
   logits = np.array(logits, np.float64)
-  logits[:, 1] += one['logit_bias']
+  logits[:, 1] += exact['logit_bias']
   penalty = np.where(
-    logits > 0, 1 / one['repetition_penalty'], one['repetition_penalty']
+    logits > 0, 1 / exact['repetition_penalty'], exact['repetition_penalty']
   )
   logits = np.where(seen, logits * penalty, logits)
-  if one['temperature'] == 0:
+  if exact['temperature'] == 0:
     return np.eye(logits.shape[1])[logits.argmax(1)]
   order = np.argsort(-logits, axis=1, kind='stable')
-  ranked = logits[rows, order] / one['temperature']
-  ranked[:, int(one['top_k']) :] = -np.inf
+  ranked = logits[rows, order] / exact['temperature']
+  ranked[:, int(exact['top_k']) :] = -np.inf
   probs = np.exp(ranked - ranked[:, :1])
   probs /= probs.sum(1, keepdims=True)
   before = np.cumsum(probs, axis=1) - probs
-  keep = (before < one['top_p']) | (one['top_p'] == 1)
-  keep &= probs >= one['min_p'] * probs[:, :1]
+  keep = (before < exact['top_p']) | (exact['top_p'] == 1)
+  keep &= probs >= exact['min_p'] * probs[:, :1]
   probs = np.where(keep, probs, 0.0)
   back = np.empty_like(probs)
   back[rows, order] = probs / probs.sum(1, keepdims=True)
@@ -154,11 +160,11 @@ class Worlds:
     names: `[W]`, draft and sampling.
     vocab_size: V.
     contexts: all of them, the shortest first.
-    exact: `[W * C, V]`, the target's law, see `exact_probs`.
-    target: `[W * C, V]`, what `specdec` says that it is.
+    exact: `[W * C, V]`, the target's distributions, see `exact_probs`.
+    target: `[W * C, V]`, the same by `specdec`.
     draft: `[W * C, V]`, the distributions that children are drawn from.
     ranked: `[W * C, V]`, the best children, -1 where there are no more.
-    hot: `[W * C]` bool.
+    stochastic: `[W * C]` bool, whether the temperature is above 0.
   """
 
   names: list[str]
@@ -168,7 +174,7 @@ class Worlds:
   target: np.ndarray
   draft: np.ndarray
   ranked: np.ndarray
-  hot: np.ndarray
+  stochastic: np.ndarray
 
   @functools.cached_property
   def length(self) -> np.ndarray:
@@ -177,7 +183,7 @@ class Worlds:
     return np.tile(lengths, len(self.names))
 
   def following(self, states: np.ndarray) -> np.ndarray:
-    """The states after each token, `[n, V]`; those in front say anything."""
+    """`[n, V]`, the state after each token; arbitrary after the longest."""
     # Shortest first, then by value: a V-ary heap.
     world, context = np.divmod(states, len(self.contexts))
     child = context[:, None] * self.vocab_size + 1 + np.arange(self.vocab_size)
@@ -185,13 +191,13 @@ class Worlds:
     return world[:, None] * len(self.contexts) + child
 
   def begin(self) -> np.ndarray:
-    """The mass of each state before anything has been said."""
+    """The mass of each state at the start: all of it on the prompt."""
     mass = np.zeros(len(self.length))
     mass[:: len(self.contexts)] = 1.0
     return mass
 
   def exact_law(self, length: int) -> np.ndarray:
-    """`[W, V ** length]`, that of whole sequences."""
+    """`[W, V ** length]`, the distribution of whole sequences."""
     mass = self.begin()
     for depth in range(length):
       states = np.flatnonzero((self.length == depth) & (mass > 0))
@@ -205,13 +211,13 @@ class Worlds:
     return mass[self.length == length].reshape(len(self.names), -1)
 
   def next_draw(self, states, drawn, rank, children) -> np.ndarray:
-    """The law of the next child, `[n, V]`; zeros if there is none.
+    """The distribution of the next child, `[n, V]`; zeros if there is none.
 
     Args:
       states: `[n]`, of the parents.
       drawn: `[n, V]` bool, the siblings drawn before.
       rank: of the child.
-      children: as in `rejection`; cold states have the best ones.
+      children: one of `CHILDREN`; greedy states have the best ones.
     """
     law = self.draft[states].astype(np.float64)
     if children == WITHOUT_REPLACEMENT:
@@ -222,7 +228,7 @@ class Worlds:
     if rank < self.vocab_size:
       best = self.ranked[states, rank]
     best = best[:, None] == np.arange(self.vocab_size)
-    is_drawn = self.hot[states] & (children != BEST)
+    is_drawn = self.stochastic[states] & (children != BEST)
     return np.where(is_drawn[:, None], law, best)
 
 
@@ -241,18 +247,19 @@ def _seen(contexts, vocab_size):
 
 
 @quick_jit
-def _laws(target, draft, seen, sampling, keys):
+def _distributions(target, draft, seen, sampling, keys):
   """Of `[S, V]` logits: distributions, and the best tokens with their ranks."""
   adjust = lambda logits: adjust_logits(
     logits[:, None], sampling, seen[:, None]
   )
   target, draft = adjust(target), adjust(draft)
   nodes = jnp.zeros((target.shape[0], 1), jnp.int32)
-  draws = Draws(keys=keys, replacement=False)
-  _, _, drawn_from = draw_children(draft, nodes, draws, sampling, 1)
-  ranking = rank_logits(draft, None, sampling, 1.0, draft.shape[-1])
-  edges = ranking.log_probs(ranking.best)
-  best = jnp.where(edges > EXCLUDED / 2, ranking.tokens, -1)
+  _, _, drawn_from = draw_children(
+    draft, nodes, keys, sampling, 1, replacement=False
+  )
+  noise = jnp.zeros_like(draft)
+  ranking = rank_logits(draft, noise, sampling, 1.0, draft.shape[-1])
+  best = jnp.where(is_possible(ranking.best_log_probs), ranking.tokens, -1)
   return token_probs(target, sampling)[:, 0], drawn_from[:, 0], best[:, 0]
 
 
@@ -289,11 +296,11 @@ def make_worlds(
   bias[:, 1] = repeat('logit_bias')
   arrays = {name: repeat(name) for name in NEUTRAL} | {'logit_bias': bias}
   target, draft = np.concatenate(targets), np.concatenate(draft_list)
-  probs, drawn_from, ranked = _laws(
+  probs, drawn_from, ranked = _distributions(
     target.astype(dtype),
     draft.astype(dtype),
     np.tile(seen, (len(names), 1)),
-    Sampling(**arrays).validated(),
+    params(arrays, len(target), vocab_size),
     jax.random.split(jax.random.key(0), len(target)),
   )
   return Worlds(
@@ -304,7 +311,7 @@ def make_worlds(
     target=np.asarray(probs),
     draft=np.asarray(drawn_from),
     ranked=np.asarray(ranked),
-    hot=repeat('temperature') > 0,
+    stochastic=repeat('temperature') > 0,
   )
 
 
@@ -330,19 +337,19 @@ def _in_chunks(function, *arrays):
 
 @functools.partial(quick_jit, static_argnames='children')
 def _attempt(target, draft, token, *, children):
-  chance = rejection.acceptance(target, draft, token)
-  return chance, *rejection.after_rejection(target, draft, token, children)
+  probs = rejection.acceptance_probs(target, draft, token)
+  return probs, *rejection.after_rejection(target, draft, token, children)
 
 
 def _try_children(worlds, states, mass, ranks, children):
-  """All that can happen at some states, where as many nodes are.
+  """All that can happen at some states, where a node is.
 
   Args:
     worlds: all of them.
     states: `[n]`.
-    mass: `[n]`, of being there.
+    mass: `[n]`, their probabilities.
     ranks: of the children, in the order in which they are tried.
-    children: as in `rejection`.
+    children: one of `CHILDREN`.
 
   Returns:
     For each child the mass of all states after it, and the mass of all states
@@ -356,7 +363,7 @@ def _try_children(worlds, states, mass, ranks, children):
     law = worlds.next_draw(states, drawn, rank, children)
     rows, tokens = np.nonzero(law)
     here = states[rows]
-    is_drawn = worlds.hot[here] & (children != BEST)
+    is_drawn = worlds.stochastic[here] & (children != BEST)
     certain = np.eye(worlds.vocab_size, dtype=draft.dtype)[tokens]
     given = np.where(is_drawn[:, None], draft[rows], certain)
     chance, left, after = _in_chunks(
@@ -371,7 +378,7 @@ def _try_children(worlds, states, mass, ranks, children):
       of_child, worlds.following(here)[range(len(rows)), tokens], tried * chance
     )
     arrived.append(of_child)
-    # Where there was no child, all stays as it was.
+    # States without such a child stay as they are.
     none = law.sum(1) == 0
     join = lambda old, new, none=none: np.concatenate([old[none], new])
     now_drawn = drawn[rows]
@@ -389,11 +396,11 @@ def _try_children(worlds, states, mass, ranks, children):
 
 
 def tree_law(worlds: Worlds, topology, children: str, length: int):
-  """Of sequences of a length by rejection with a fixed topology.
+  """The distribution by rejection with a fixed topology.
 
   Returns:
-    `[W, V ** length]`, and `[W]`, how many tokens the first step is expected to
-    emit, cut at the length.
+    `[W, V ** length]`, of sequences of a length, and `[W]`, the expected number
+    of tokens that the first step emits, cut at the length.
   """
   paths = [(), *topology.paths]
   ranks = {
@@ -409,7 +416,7 @@ def tree_law(worlds: Worlds, topology, children: str, length: int):
       if here is None:
         continue
       if first + len(path) == length:
-        mass += here  # enough has been said
+        mass += here  # the sequences are complete
         continue
       states = np.flatnonzero(here)
       of_children, bonus = _try_children(
@@ -419,17 +426,18 @@ def tree_law(worlds: Worlds, topology, children: str, length: int):
       for rank, of_child in zip(ranks[path], of_children, strict=True):
         arrived[*path, rank] = of_child
       if first == 0:
-        said = bonus + sum(of_children)
-        expected += said.reshape(len(worlds.names), -1).sum(1)
+        emitted = bonus + sum(of_children)
+        expected += emitted.reshape(len(worlds.names), -1).sum(1)
   return worlds.of_length(mass, length), expected
 
 
 def grown_law(worlds: Worlds, trees, length: int) -> np.ndarray:
-  """Of sequences by rejection, where every state has a tree of its own.
+  """The distribution by rejection, where every state has a tree of its own.
 
   Args:
     worlds: all of them.
-    trees: `[W * C, N]` per field; of states of fewer than `length` tokens.
+    trees: `[W * C, M]` per field, for states of fewer than `length` tokens; the
+      parent of nodes that are not verified is -1.
     length: of the sequences.
   """
   token, parent = np.asarray(trees.token), np.asarray(trees.parent)
@@ -452,10 +460,10 @@ def grown_law(worlds: Worlds, trees, length: int) -> np.ndarray:
         tokens,
       )
       after = worlds.following(states[tried])[range(len(tokens)), tokens]
-      fallen = here[tried] * (1.0 - chance)
+      rejected = here[tried] * (1.0 - chance)
       join = lambda *arrays: np.concatenate(arrays)
       target = join(keep(target), worlds.target[after], left)
-      here = join(keep(here), here[tried] * chance, fallen)
+      here = join(keep(here), here[tried] * chance, rejected)
       node = join(keep(node), np.full(len(tokens), index), node[tried])
       states = join(keep(states), after, states[tried])
       roots = join(keep(roots), roots[tried], roots[tried])
@@ -468,24 +476,24 @@ def grown_law(worlds: Worlds, trees, length: int) -> np.ndarray:
 
 @quick_jit
 def judge_block(target, draft, tokens, size):
-  """`[B, D + 1]` chances to stand, and `[B, D, V]`, what is left behind."""
+  """`[B, D + 1]` acceptance probabilities, and `[B, D, V]` residuals."""
   weights = block.prefix_weights(target, draft, tokens)
   residual = block.residuals(target, draft, weights)
-  chances = block.stand_chances(weights, residual, size)
-  return chances, rejection.normalized(residual, target[:, :-1])
+  probs = block.acceptance_probs(weights, residual, size)
+  return probs, rejection.normalized(residual, target[:, :-1])
 
 
 def block_law(
   worlds: Worlds, num_tokens: int, children: str, length: int, size: int
 ):
-  """Of sequences by block verification; like `tree_law`.
+  """The distribution by block verification; like `tree_law`.
 
   Args:
     worlds: contexts of `length - 1 + num_tokens` tokens among them.
-    num_tokens: the chain has room for so many.
-    children: as in `rejection`.
+    num_tokens: tokens for which the chain has room.
+    children: one of `CHILDREN`.
     length: of the sequences.
-    size: how many tokens the chain has; what is behind them is garbage.
+    size: tokens that the chain has; those behind are arbitrary.
   """
   mass = worlds.begin()
   expected = np.zeros(len(worlds.names))
@@ -508,7 +516,7 @@ def block_law(
       states + [start[:1].repeat(len(here))] * (num_tokens - size), axis=1
     )
     certain = np.eye(worlds.vocab_size, dtype=worlds.draft.dtype)[in_chain]
-    is_drawn = worlds.hot[states[0]] & (children != BEST)
+    is_drawn = worlds.stochastic[states[0]] & (children != BEST)
     draft = worlds.draft[of_node[:, :-1]]
     chances, left = _in_chunks(
       judge_block,
@@ -517,17 +525,17 @@ def block_law(
       in_chain.astype(np.int32),
       np.full(len(here), size, np.int32),
     )
-    for accepted in reversed(range(size + 1)):  # the longest that stands
-      stands = here * chances[:, accepted]
+    for accepted in reversed(range(size + 1)):  # the longest accepted prefix
+      kept = here * chances[:, accepted]
       here = here * (1.0 - chances[:, accepted])
       if first + accepted >= length:
-        spread(mass, states[length - first], stands)
+        spread(mass, states[length - first], kept)
       else:
         at = states[accepted]
         bonus = worlds.target[at] if accepted == size else left[:, accepted]
-        spread(mass, worlds.following(at), stands[:, None] * bonus)
+        spread(mass, worlds.following(at), kept[:, None] * bonus)
       if first == 0:
         world = states[0] // len(worlds.contexts)
-        spread(expected, world, stands * min(accepted + 1, length))
+        spread(expected, world, kept * min(accepted + 1, length))
     np.testing.assert_allclose(here, 0.0, atol=1e-12)
   return worlds.of_length(mass, length), expected

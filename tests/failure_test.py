@@ -1,8 +1,7 @@
-"""Models that break: a row says so and stops, and no other row notices.
+"""Models that break: the row ends with an error, and no other row changes.
 
-A target's logits are its own, so a row whose logits are not finite ends with an
-error. A draft's are guesses, so whatever it says, the text is that of plain
-decoding.
+A row whose target gives logits that are not finite ends with an error. Whatever
+a draft gives, the text is that of plain decoding.
 """
 
 import dataclasses
@@ -52,7 +51,7 @@ def _definition():
 
 
 def _model(table, extra=None):
-  """A table, to whose logits something is added at each position.
+  """A table, with an addition to its logits at each position.
 
   Args:
     table: `[V, V]`.
@@ -74,7 +73,7 @@ def _drafter(name, model):
   bigram = tiny_drafters.exact(_table(0))
   inner = tiny_drafters.candidates(bigram, config=tiny_drafters.INNER)
   return {
-    'plain': None,
+    'plain': PLAIN,
     'chain': with_settings(draft, Settings(topology=chain(3))),
     'tree': draft,
     'staged': staged(draft, inner),
@@ -82,7 +81,7 @@ def _drafter(name, model):
 
 
 def _generate(target, drafter=PLAIN):
-  """All options, so that broken logits go through all that is done to them."""
+  """All options, so that broken logits pass through all filters."""
   bias = np.zeros(VOCAB_SIZE, np.float32)
   bias[3] = -np.inf
   return generate(
@@ -111,7 +110,7 @@ def _similar():
   return _table(0) + 0.4 * _table(1)
 
 
-# What is wrong with the logits of one forward, whatever they were.
+# Added to the logits of one forward.
 _BROKEN = {
   'nan': np.full(VOCAB_SIZE, np.nan),
   'one nan': np.where(np.arange(VOCAB_SIZE) == 9, np.nan, 0.0),
@@ -123,7 +122,7 @@ _BROKEN = {
 
 
 def _assert_ends(generation, ends):
-  """Each row has so many new tokens of the healthy text, or all of them."""
+  """Each row has `ends` new tokens of the healthy text, or all of them."""
   for row, prompt in enumerate(_PROMPTS):
     end = ends[row]
     assert generation.tokens[row] == _healthy().tokens[row][:end]
@@ -151,7 +150,7 @@ def test_a_row_ends_where_its_target_breaks(name):
       extra[position] = _BROKEN[kind]
       # Logits at a position are those of the token behind it.
       numbers = [position + 1 - len(prompt) for prompt in _PROMPTS]
-      ends = [one if 0 <= one < LIMIT else None for one in numbers]
+      ends = [end if 0 <= end < LIMIT else None for end in numbers]
       for draft in (_table(0), _similar()):
         drafter = _drafter(name, _model(draft))
         generation = _generate(_model(_table(0), extra), drafter)
@@ -162,9 +161,9 @@ def test_a_row_ends_where_its_target_breaks(name):
 
 @pytest.mark.parametrize('name', _DRAFTERS)
 def test_a_row_ends_with_the_token_that_breaks_its_target(name):
-  """The others, which never say it, go on to their end.
+  """The others, which do not have it, go on to their end.
 
-  Guesses that contain it are made all the time: its draft likes it best.
+  The draft proposes the token often.
   """
   for kind in ('nan', 'inf', 'all -inf'):
     for token in range(0, VOCAB_SIZE, 3):
@@ -173,10 +172,10 @@ def test_a_row_ends_with_the_token_that_breaks_its_target(name):
       draft[:, token] += 3
       ends = []
       for prompt, new in zip(_PROMPTS, _healthy().tokens, strict=True):
-        said = [prompt[-1], *new[:-1]]
-        ends.append(said.index(token) if token in said else None)
-      for guess in (draft, table + draft):  # sound, and as broken
-        drafter = _drafter(name, _model(guess))
+        scored = [prompt[-1], *new[:-1]]
+        ends.append(scored.index(token) if token in scored else None)
+      for logits in (draft, table + draft):  # sound, and as broken
+        drafter = _drafter(name, _model(logits))
         _assert_ends(_generate(_model(table), drafter), ends)
 
 
@@ -188,7 +187,9 @@ def test_logits_of_minus_infinity_are_those_of_tokens_never_said(name):
   target = _model(_table(0), extra)
   plain = _generate(target)
   assert plain.finish_reasons == ['length'] * 4
-  assert {one for row in plain.tokens for one in row} == set(allowed.tolist())
+  assert {token for row in plain.tokens for token in row} == set(
+    allowed.tolist()
+  )
   for draft in (target, _model(_table(0))):
     generation = _generate(target, _drafter(name, draft))
     assert generation.tokens == plain.tokens
@@ -214,18 +215,18 @@ def test_a_draft_may_break_as_it_likes(name):
       assert generation.tokens == _healthy().tokens, (kind, when)
       assert generation.finish_reasons == ['length'] * 4
       efficiency[when] = generation.stats['block_efficiency']
-      if when == 'always':  # nothing follows from it
+      if when == 'always':  # no token is the draft's
         assert generation.stats['origins']['draft'] == 0
         assert name == 'staged' or generation.stats['nodes_per_forward'] == 1
-    if name == 'staged':  # what others guessed is still there
+    if name == 'staged':  # the other stages still draft
       assert efficiency['always'] > 1.2
     if name == 'chain' and 'banned' not in kind:
       assert efficiency['never'] == LIMIT / (LIMIT // 4)
       assert efficiency['never'] > efficiency['sometimes'] > 1.1
 
 
-# With a cache, a guess that was rejected could spoil what is right. One layer
-# will do, and compiles fast.
+# With a cache, a rejected node could spoil others. One layer is enough, and
+# compiles fast.
 
 
 def _draft(kind):
@@ -233,7 +234,7 @@ def _draft(kind):
 
 
 def _gpt2_run(target, draft, name, prompts):
-  drafter = None if name == 'plain' else _drafter(name, draft)
+  drafter = PLAIN if name == 'plain' else _drafter(name, draft)
   return generate(
     target,
     tiny_models.row_keys(2),
@@ -245,7 +246,7 @@ def _gpt2_run(target, draft, name, prompts):
 
 
 def _with_broken_token(model, token, value):
-  """Its embedding is not finite, and so all that the model says after it."""
+  """Its embedding is not finite, nor are the logits after it."""
   params = jax.tree.map(lambda leaf: leaf, model.params)
   embedding = params['gpt2']['wte']['embedding']
   params['gpt2']['wte']['embedding'] = embedding.at[token].set(value)
@@ -254,19 +255,19 @@ def _with_broken_token(model, token, value):
 
 @pytest.mark.parametrize('name', ['plain', 'tree'])
 def test_a_guess_that_is_not_finite_spoils_nothing(name):
-  """No plain text has the token, but the draft guesses it all the time."""
+  """No plain text has the token, but the draft often proposes it."""
   target, draft = tiny_models.gpt2(num_layers=1), _draft('hopeless')
   prompts = tiny_models.prompts(2)
   healthy = _gpt2_run(target, None, 'plain', prompts)
   for value in (np.nan, np.inf):
     broken = _with_broken_token(target, tiny_models.TABOO, value)
-    for guesser in (
+    for broken_draft in (
       draft,
       _with_broken_token(draft, tiny_models.TABOO, value),
-      # One that is right where the other is wrong.
+      # A draft that is right where the other is wrong.
       _with_broken_token(_draft('similar'), tiny_models.TABOO, value),
     ):
-      generation = _gpt2_run(broken, guesser, name, prompts)
+      generation = _gpt2_run(broken, broken_draft, name, prompts)
       assert generation.finish_reasons == ['length', 'length']
       assert generation.tokens == healthy.tokens
       if name == 'plain':
@@ -294,7 +295,7 @@ def test_a_broken_row_leaves_the_cache_of_others_alone():
   prompts = tiny_models.prompts(2)
   healthy = _gpt2_run(target, None, 'plain', prompts)
   token = next(
-    one for one in healthy.tokens[0][6:] if one not in healthy.tokens[1]
+    new for new in healthy.tokens[0][6:] if new not in healthy.tokens[1]
   )
   end = healthy.tokens[0].index(token) + 1
   broken = _with_broken_token(target, token, np.nan)
@@ -306,7 +307,7 @@ def test_a_broken_row_leaves_the_cache_of_others_alone():
 
 
 def test_a_cache_holds_numbers_only():
-  """What is masked is multiplied by zero, and that would be NaN."""
+  """Masked values are multiplied by zero, and NaN would remain."""
   cache = init_cache(
     2, 5, num_layers=1, num_heads=1, head_width=2, dtype=jnp.float32
   ).replace(length=jnp.array([0, 2], jnp.int32))

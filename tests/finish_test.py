@@ -1,7 +1,7 @@
-"""Why a row ends: its limit, an EOS, a stop string, or somebody's wish.
+"""Why a row ends: its limit, an EOS, a stop string, or a cancellation.
 
-A counting table says i + 1 after i, so what a row has when it ends follows from
-its prompt and a few lines of Python.
+A counting table predicts i + 1 after i, so the tokens of a row follow from its
+prompt by a few lines of Python.
 """
 
 import itertools
@@ -16,6 +16,7 @@ from tiny_drafters import Settings
 from models.nn.table_model import table_model
 from specdec import Decoding
 from specdec import generate
+from specdec import PLAIN
 from specdec import Sampling
 from specdec.tree.topology import chain
 from specdec.verify.stop_strings import build_stop_table
@@ -29,7 +30,7 @@ MAX_POSITIONS = 2 + OFFSETS[-1] + 2
 
 
 def _model(step=1):
-  """Says i + step after i."""
+  """Predicts i + step after i."""
   table = np.zeros((VOCAB_SIZE, VOCAB_SIZE), np.float32)
   rows = np.arange(VOCAB_SIZE)
   table[rows, (rows + step) % VOCAB_SIZE] = 10.0
@@ -38,15 +39,15 @@ def _model(step=1):
 
 def _drafter(name, step=1):
   if name == 'plain':
-    return None
+    return PLAIN
   return tiny_drafters.model(_model(step), Settings(topology=chain(G)))
 
 
 def _rows():
   """Prompts, limits, and the last byte of the stop string of each row.
 
-  The EOS is at each offset behind the prompt, with all limits that are of any
-  interest there, and a stop string ends before, with, or behind it.
+  The EOS is at each offset behind the prompt, with all limits around it, and a
+  stop string ends before, with, or behind it.
   """
   prompts, limits, stops = [], [], []
   for offset in OFFSETS:
@@ -108,7 +109,7 @@ def test_every_end_at_every_offset_of_a_block(name):
 
 
 def _check_counts(generation):
-  """What must fit whatever happened."""
+  """Figures that must agree in any case."""
   stats, total = generation.stats, sum(map(len, generation.tokens))
   histogram = np.array(stats['accepted_histogram'])
   assert stats['new_tokens'] == total
@@ -124,17 +125,16 @@ def _check_counts(generation):
     assert len(tokens) == len(origins)
 
 
-# A table that never ends, for those who do not wait for it.
+# A table whose texts do not end, for decodes that are stopped.
 
 
 def _endless(name, **kw):
-  """Rows that could go on for long; the last is done at once."""
+  """Rows of many tokens; the last is done at once."""
   table = np.random.default_rng(3).normal(size=(VOCAB_SIZE, VOCAB_SIZE)) * 2
   target = table_model(jnp.asarray(table, jnp.float32), max_positions=200)
   drafter = _drafter(name)
-  if drafter is not None:
-    scorer = drafter.scorer.replace(model=target)
-    drafter = drafter.replace(scorer=scorer)
+  if name == 'chain':
+    drafter = tiny_drafters.model(target, Settings(topology=chain(G)))
   arguments = {
     'max_new_tokens': [120, 30, 120, 0],
     'drafter': drafter,
@@ -149,7 +149,7 @@ def _run(name, *, should_stop=None):
 
 
 class _After:
-  """Wants to stop when it is asked for the n-th time."""
+  """Stops when it is called for the n-th time."""
 
   def __init__(self, number):
     self.number, self.asked = number, 0
@@ -180,7 +180,7 @@ def test_a_cancelled_row_has_the_beginning_of_its_text(name):
     if not number:
       assert cut.stats['block_efficiency'] == 0.0
       assert cut.stats['relative_bandwidth'] == 1.0
-  # Asked again before long, and each time there is more.
+  # It is called again soon, and each time there are more tokens.
   assert counts[0] == 0 < counts[1] <= 8 * (G + 1)
   assert np.all(np.diff(counts) > 0)
   assert {'cancelled', 'length'} == set(cut.finish_reasons)
@@ -201,7 +201,7 @@ def test_a_decode_can_be_watched(name):
   so_far = [[], [], [], []]
   for steps, new in enumerate(decoding, 1):
     so_far = list(map(list.__add__, so_far, new))
-    assert all(len(one) <= G + 1 for one in new)
+    assert all(len(tokens) <= G + 1 for tokens in new)
     result = decoding.result()
     assert result.tokens == so_far
     ended = [
@@ -209,7 +209,7 @@ def test_a_decode_can_be_watched(name):
       for row, all_of_it in zip(so_far, whole.tokens, strict=True)
     ]
     assert decoding.finish_reasons == ended
-    assert result.finish_reasons == [one or 'cancelled' for one in ended]
+    assert result.finish_reasons == [reason or 'cancelled' for reason in ended]
     _check_counts(result)
     if steps == 20:
       break

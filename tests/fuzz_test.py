@@ -35,12 +35,12 @@ def test_good_calls(block, request):
 
 def test_bad_calls(block, request):
   number = _number_of_shapes(request.config)
-  said = {fuzzing.run_bad(seed, number) for seed in _seeds(block)}
-  assert len(said) > 10
+  messages = {fuzzing.run_bad(seed, number) for seed in _seeds(block)}
+  assert len(messages) > 10
 
 
 @pytest.mark.parametrize(
-  'error', [ValueError('from somewhere else'), TypeError('likewise')]
+  'error', [ValueError('from somewhere else'), TypeError('and another')]
 )
 def test_errors_of_others_are_not_clear(error):
   def fail():

@@ -1,7 +1,7 @@
 """Random calls of the text API, good and bad, and what must hold for each.
 
-What is static about a call is drawn from a short list, so that thousands of
-calls share some dozens of programs; everything else is random.
+Static arguments are drawn from a short list, so that thousands of calls share
+some dozens of programs; everything else is random.
 """
 
 import dataclasses
@@ -20,6 +20,7 @@ from models.nn.table_model import table_model
 from models.text.generator import Generator
 from models.text.pair import Pair
 from specdec import NGram
+from specdec import PLAIN
 from specdec import PromptLookup
 from specdec import Sampling
 from specdec import staged
@@ -151,7 +152,7 @@ def shapes(number: int) -> tuple[Shape, ...]:
         batch_size=int(rng.choice([1, 1, 2, 3])),
         verify=verify,
         children=kinds[rng.integers(len(kinds))],
-        on=frozenset(one for one in _SWITCHES if rng.random() < 0.4),
+        on=frozenset(name for name in _SWITCHES if rng.random() < 0.4),
         room=int(rng.choice([64, 128])),
         long_prompt=bool(rng.random() < 0.2),
       )
@@ -166,13 +167,13 @@ def _random_text(rng, least, most):
 
 @functools.cache
 def _successors():
-  """Of each token the likeliest to follow, `[V, 3]`."""
+  """`[V, 3]`, the likeliest tokens after each token."""
   logits = np.asarray(pair().target.params['logits'])
   return np.argsort(-logits, axis=1)[:, :3]
 
 
 def _likely_text(rng):
-  """What the target may well say; begins and ends within tokens, or not."""
+  """A text that the target is likely to emit; may cut its tokens."""
   tokens = [int(rng.integers(1, len(_tokenizer())))]
   for _ in range(rng.integers(1, 3)):
     tokens.append(int(rng.choice(_successors()[tokens[-1]])))
@@ -220,9 +221,9 @@ def good_call(rng, shape: Shape) -> tuple[list, dict]:
   sampling = Sampling(**{k: v for k, v in values.items() if k in on})
   if isinstance(sampling.top_k, list):
     # All entries but one bucket would be programs of their own.
-    sampling = sampling.replace(top_k=[*sampling.top_k[:-1], 100])
+    sampling = dataclasses.replace(sampling, top_k=[*sampling.top_k[:-1], 100])
   elif 'top_k' in on:
-    sampling = sampling.replace(top_k=100)
+    sampling = dataclasses.replace(sampling, top_k=100)
   options = {
     'max_new_tokens': each(limit),
     'room_for_new_tokens': shape.room,
@@ -292,7 +293,7 @@ def bad_call(rng, shape: Shape) -> tuple[object, dict]:
     value = dict.fromkeys(range(size), -np.inf)
   if table is _BAD:
     return prompts, options | {name: value}
-  sampling = options['sampling'].replace(**{name: value})
+  sampling = dataclasses.replace(options['sampling'], **{name: value})
   return prompts, options | {'sampling': sampling}
 
 
@@ -301,7 +302,7 @@ def _timed_out(signum, frame):
 
 
 def _call(generator, prompts, options):
-  """The result, or the error; other exceptions than clear ones pass."""
+  """The result, or the ValueError or TypeError; others propagate."""
   signal.signal(signal.SIGALRM, _timed_out)
   signal.alarm(_SECONDS_PER_CALL)
   try:
@@ -317,7 +318,7 @@ def _generator(drafter) -> Generator:
 
 
 def check_clear(error: Exception) -> None:
-  """Raised on purpose, by this project, and with something to say."""
+  """Asserts that this project raised it, on purpose and with a message."""
   last = traceback.extract_tb(error.__traceback__)[-1]
   ours = any(f'/{part}/' in last.filename for part in ('specdec', 'models'))
   where = f'{error!r} from {last.filename}:{last.lineno}'
@@ -327,7 +328,7 @@ def check_clear(error: Exception) -> None:
 
 
 def run_bad(seed: int, number_of_shapes: int) -> str:
-  """A call that must be refused; what was said."""
+  """A call that must be refused; returns the message."""
   rng = np.random.default_rng((seed, 1))
   some = shapes(number_of_shapes)
   shape = some[rng.integers(len(some))]
@@ -335,7 +336,7 @@ def run_bad(seed: int, number_of_shapes: int) -> str:
   generator = _generator(_drafters()[shape.drafter])
   _, error = _call(generator, prompts, options)
   if error is None:
-    # The only one of them that some shapes can do.
+    # The only value among them that some shapes accept.
     assert options['children'] == 'without_replacement', (prompts, options)
     assert options['verify'] != 'match'
     return ''
@@ -344,7 +345,7 @@ def run_bad(seed: int, number_of_shapes: int) -> str:
 
 
 def run_good(seed: int, number_of_shapes: int) -> str:
-  """A call that must work; says what kind it was."""
+  """A call that must work; returns its kind."""
   rng = np.random.default_rng((seed, 0))
   some = shapes(number_of_shapes)
   shape = some[rng.integers(len(some))]
@@ -354,7 +355,7 @@ def run_good(seed: int, number_of_shapes: int) -> str:
   )
   if error is not None:
     raise AssertionError(f'{shape}, {prompts}, {options}') from error
-  plain, error = _call(_generator(None), prompts, options | {'children': None})
+  plain, error = _call(_generator(PLAIN), prompts, options | {'children': None})
   assert error is None, error
   where = f'seed {seed}: {shape}, {prompts!r}, {options!r}'
   _check_ends(result, options, where)
@@ -363,14 +364,14 @@ def run_good(seed: int, number_of_shapes: int) -> str:
     assert result.text == plain.text, where
     assert result.finish_reasons == plain.finish_reasons, where
     if result.log_probs is not None:
-      for one, other in zip(result.log_probs, plain.log_probs, strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-4, err_msg=where)
+      for row in zip(result.log_probs, plain.log_probs, strict=True):
+        np.testing.assert_allclose(*row, atol=1e-4, err_msg=where)
   else:
     temperature = np.broadcast_to(
       options['sampling'].temperature, len(plain.tokens)
     )
-    for row, hot in enumerate(temperature > 0):
-      assert hot or result.tokens[row] == plain.tokens[row], where
+    for row, stochastic in enumerate(temperature > 0):
+      assert stochastic or result.tokens[row] == plain.tokens[row], where
   if rng.random() < 0.2:
     _check_stream(shape, prompts, options, result, where)
   return f'{shape.verify}, {shape.drafter}'

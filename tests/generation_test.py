@@ -1,4 +1,4 @@
-"""The host boundary: what it refuses, and what it hands back."""
+"""The host boundary: what it refuses, and what it returns."""
 
 import re
 
@@ -6,13 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny_drafters
 from tiny_drafters import Settings
 
 from models.nn.table_model import table_model
-from specdec import CandidateScorer
-from specdec import Drafter
 from specdec import generate
-from specdec import LanguageModelScorer
 from specdec import PromptLookup
 from specdec import Sampling
 from specdec import staged
@@ -22,7 +20,7 @@ VOCAB_SIZE = 6
 
 
 def _model(vocab_size=VOCAB_SIZE, max_positions=50):
-  table = np.roll(np.eye(vocab_size), 1, axis=1)  # says i + 1 after i
+  table = np.roll(np.eye(vocab_size), 1, axis=1)  # predicts i + 1 after i
   return table_model(table, max_positions=max_positions)
 
 
@@ -31,11 +29,11 @@ _TREE = Settings(num_nodes=6, width=2, branching=2, rounds=2)
 
 
 def _draft(config=_CHAIN, name='draft', **kw):
-  return Drafter(LanguageModelScorer(_model(**kw), name), config)
+  return tiny_drafters.model(_model(**kw), config, name)
 
 
 def _lookup(*proposers):
-  return Drafter(CandidateScorer((*proposers, PromptLookup())), _TREE)
+  return tiny_drafters.candidates(*proposers, PromptLookup(), config=_TREE)
 
 
 def _generate(**kw):

@@ -1,4 +1,4 @@
-"""The guard: what it costs at worst, that it changes no token, and catching up.
+"""The adaptive fallback: its worst cost, unchanged tokens, and catching up.
 
 Counts only: a speculative step is taken to last `break_even` plain ones.
 """
@@ -10,10 +10,10 @@ import tiny_drafters
 from tiny_drafters import Settings
 import tiny_models
 
-from specdec import Drafter
-from specdec import fallback as guarding
+from specdec import Decoding
+from specdec import fallback
 from specdec import generate
-from specdec import LanguageModelScorer
+from specdec import PLAIN
 from specdec import Sampling
 from specdec import staged
 from specdec.tree.topology import chain
@@ -22,8 +22,8 @@ _DEPTH = 4
 
 
 def _chain(kind):
-  scorer = LanguageModelScorer(tiny_models.draft(kind))
-  return Drafter(scorer, Settings(topology=chain(_DEPTH)))
+  config = Settings(topology=chain(_DEPTH))
+  return tiny_drafters.model(tiny_models.draft(kind), config)
 
 
 def _run(drafter, break_even=None, *, rows=1, limit=128, temperature=0.0):
@@ -39,17 +39,17 @@ def _run(drafter, break_even=None, *, rows=1, limit=128, temperature=0.0):
 
 
 def _settle(emitted, break_even):
-  """The guard's account, for a draft that always has so many tokens."""
-  guard = guarding.init_guard()
+  """Time per token where every speculative step emits as many tokens."""
+  state = fallback.init_fallback()
   seconds = tokens = 0.0
   while tokens < 512:
-    if guard.speculating:
-      guard = guarding.after_speculative_step(
-        guard, np.array([emitted]), np.array([True]), np.float32(break_even)
+    if state.speculating:
+      state = fallback.after_speculative_step(
+        state, np.array([emitted]), np.array([True]), np.float32(break_even)
       )
       seconds, tokens = seconds + break_even, tokens + emitted
     else:
-      guard = guarding.after_plain_step(guard, np.float32(break_even))
+      state = fallback.after_plain_step(state, np.float32(break_even))
       seconds, tokens = seconds + 1.0, tokens + 1.0
   return seconds / tokens
 
@@ -64,30 +64,30 @@ def test_a_draft_that_pays_is_never_left():
 
 
 def test_a_lucky_draft_has_no_more_credit_than_any():
-  guard = guarding.init_guard()
+  state = fallback.init_fallback()
   for emitted, steps in ((9, 100), (1, 16)):
     for _ in range(steps):
-      assert guard.speculating
-      guard = guarding.after_speculative_step(
-        guard, np.array([emitted]), np.array([True]), np.float32(2.0)
+      assert state.speculating
+      state = fallback.after_speculative_step(
+        state, np.array([emitted]), np.array([True]), np.float32(2.0)
       )
-  assert not guard.speculating
+  assert not state.speculating
 
 
 def test_rows_that_are_done_have_no_say():
-  guard = guarding.init_guard()
-  settle = lambda emitted, active: guarding.after_speculative_step(
-    guard, np.array(emitted), np.array(active), np.float32(2.0)
+  state = fallback.init_fallback()
+  settle = lambda emitted, active: fallback.after_speculative_step(
+    state, np.array(emitted), np.array(active), np.float32(2.0)
   )
   both = settle([1, 5], [True, True])
-  assert float(both.credit) == float(guard.credit) + 1.0
+  assert float(both.credit) == float(state.credit) + 1.0
   one = settle([1, 0], [True, False])
-  assert float(one.credit) == float(guard.credit) - 1.0
+  assert float(one.credit) == float(state.credit) - 1.0
 
 
 @pytest.mark.parametrize('temperature', [0.0, 1.0])
 def test_a_hopeless_draft_is_left_and_no_token_changes(temperature):
-  plain = _run(None, rows=3, temperature=temperature)
+  plain = _run(PLAIN, rows=3, temperature=temperature)
   result = _run(_chain('hopeless'), 3.0, rows=3, temperature=temperature)
   assert result.tokens == plain.tokens
   stats = result.stats
@@ -111,8 +111,8 @@ def test_a_perfect_draft_is_kept():
 @pytest.fixture
 def many_trials(monkeypatch):
   """Premiums so high that a draft at rest is soon tried again."""
-  monkeypatch.setattr(guarding, '_PREMIUM', 0.9)
-  monkeypatch.setattr(guarding, '_INITIAL_CREDIT', 0.5)
+  monkeypatch.setattr(fallback, '_PREMIUM', 0.9)
+  monkeypatch.setattr(fallback, '_INITIAL_CREDIT', 0.5)
   jax.clear_caches()  # of programs with other premiums
   yield
   jax.clear_caches()
@@ -132,11 +132,14 @@ def test_after_a_rest_the_draft_knows_the_text(stages):
       max_depth=_DEPTH,
       cost_ratio=0,
     )
-    scorer = LanguageModelScorer(tiny_models.draft('perfect'))
-    inner = LanguageModelScorer(tiny_models.draft('perfect'), name='inner')
-    drafter = staged(Drafter(scorer, config), Drafter(inner, config))
+    drafter = staged(
+      *(
+        tiny_drafters.model(tiny_models.draft('perfect'), config, name)
+        for name in ('draft', 'inner')
+      )
+    )
   result = _run(drafter, 10.0, rows=2, limit=100)
-  assert result.tokens == _run(None, rows=2, limit=100).tokens
+  assert result.tokens == _run(PLAIN, rows=2, limit=100).tokens
   stats = result.stats
   speculative = stats['reads']['target']['forwards'] - stats['plain_steps']
   assert speculative > 3
@@ -149,8 +152,6 @@ def test_after_a_rest_the_draft_knows_the_text(stages):
 
 def test_rests_are_the_same_in_pieces():
   """Streaming makes one step at a time; the account goes on."""
-  from specdec import Decoding
-
   whole = _run(_chain('random'), 2.5, rows=2)
   decoding = Decoding(
     tiny_models.gpt2(),
@@ -172,14 +173,14 @@ def test_tables_need_no_catching_up():
   texts = [
     prompt + new
     for prompt, new in zip(
-      tiny_models.prompts(2), _run(None, rows=2).tokens, strict=True
+      tiny_models.prompts(2), _run(PLAIN, rows=2).tokens, strict=True
     )
   ]
   drafter = tiny_drafters.candidates(
     tiny_drafters.table_of(texts, 'perfect'), config=tiny_drafters.TREE
   )
   result = _run(drafter, 30.0, rows=2)
-  assert result.tokens == _run(None, rows=2).tokens
+  assert result.tokens == _run(PLAIN, rows=2).tokens
   assert result.stats['plain_steps'] > 0
 
 

@@ -1,9 +1,9 @@
-"""The law of rejection verification, by the compiled loop as users run it.
+"""The distribution of the tokens of the compiled loop, as users run it.
 
-Tens of thousands of rows of every rule, with the ways in which children come
-about, on every kind of tree; what they say is counted and compared with the
-exact law of whole sequences, which takes several steps. The first rows are also
-compared token by token with the loop in plain Python, where there is one.
+Tens of thousands of rows of every rule, with every way to choose children, on
+every kind of tree: their tokens are counted and compared with the exact
+distribution of whole sequences, which take several steps. The first rows are
+also compared token by token with a loop in plain Python, where there is one.
 """
 
 import dataclasses
@@ -24,8 +24,10 @@ from tiny_drafters import with_settings
 from models.nn.table_model import table_model
 from specdec import decode
 from specdec import DecodeConfig
+from specdec import PLAIN
 from specdec import Request
 from specdec import staged
+from specdec.checks import RULES
 from specdec.sampling import BEST
 from specdec.sampling import CHILDREN
 from specdec.sampling import WITH_REPLACEMENT
@@ -34,6 +36,7 @@ from specdec.tree.topology import chain
 from specdec.tree.topology import from_paths
 from specdec.tree.topology import k_ary
 from specdec.tree.tree import NO_NODE
+from specdec.watchers import make_watchers
 
 _VOCAB_SIZE = 4
 _LENGTH = 4
@@ -60,7 +63,7 @@ _SAMPLINGS = {
   },
   'greedy': {'temperature': 0.0},
 }
-_DRAWN = ('temperature 1', 'filters')  # those with a law to be tested
+_DRAWN = ('temperature 1', 'filters')  # those whose distribution is tested
 
 # Rule, children, shape.
 _CASES = [
@@ -110,7 +113,7 @@ def _model(table):
 
 def _drafter(shape, draft, other):
   if shape == 'none':
-    return None
+    return PLAIN
   model = tiny_drafters.model(_model(draft), _GROWN)
   table = tiny_drafters.candidates(tiny_drafters.exact(other), config=_GROWN)
   if shape in _TOPOLOGIES:
@@ -123,7 +126,7 @@ def _drafter(shape, draft, other):
   }[shape]
 
 
-# The same program as ever, its machine code less optimized: half the time.
+# The program of users, its machine code less optimized: half the time.
 @functools.partial(
   jax.jit,
   static_argnames='config',
@@ -134,25 +137,26 @@ def _run(target, drafter, samplings, keys, kinds, *, config):
 
   Args:
     target: a model.
-    drafter: or None.
+    drafter: the drafter.
     samplings: stacked.
     keys: `[n]`.
-    kinds: `[n]`, which of the samplings.
+    kinds: `[n]`, indices of the samplings.
     config: of the decode.
   """
 
-  def one(key, kind):
+  def decode_row(key, kind):
     request = Request(
       prompt=jnp.full((1, 1), enumeration.PROMPT, jnp.int32),
       prompt_length=jnp.ones(1, jnp.int32),
       limit=jnp.full(1, _LENGTH, jnp.int32),
       row_keys=key[None],
       sampling=jax.tree.map(lambda array: array[kind], samplings),
+      watchers=make_watchers(penalty_vocab_size=_VOCAB_SIZE),
     )
     result = decode(target, drafter, request, config=config)
     return result.tokens[0, 1:], result.counters.steps
 
-  return jax.vmap(one)(keys, kinds)
+  return jax.vmap(decode_row)(keys, kinds)
 
 
 def _decode(rule, children, shape, num_rows, *, chunk=_CHUNK, seed=0):
@@ -160,8 +164,6 @@ def _decode(rule, children, shape, num_rows, *, chunk=_CHUNK, seed=0):
   target, draft = _tables()
   samplings = [
     enumeration.full_sampling(values, _VOCAB_SIZE)
-    .validated()
-    .replace(max_top_k=_VOCAB_SIZE)
     for values in _SAMPLINGS.values()
   ]
   # Greedy rows need not be as many; they are the last.
@@ -173,21 +175,21 @@ def _decode(rule, children, shape, num_rows, *, chunk=_CHUNK, seed=0):
     _model(target),
     _drafter(shape, draft, other=target[::-1]),
     jax.tree.map(lambda *arrays: jnp.stack(arrays), *samplings),
-    config=DecodeConfig(max_new_tokens=_LENGTH, verify=rule, children=children),
+    config=DecodeConfig(max_new_tokens=_LENGTH, rule=RULES[rule](children)),
   )
   found = [
     run(keys[start : start + chunk], kinds[start : start + chunk])
     for start in range(0, len(kinds), chunk)
   ]
   split = lambda array: np.split(array, np.cumsum(sizes)[:-1])
-  tokens, steps = (np.concatenate(one) for one in zip(*found, strict=True))
+  tokens, steps = map(np.concatenate, zip(*found, strict=True))
   of_kind = [keys[kinds == kind] for kind in range(len(sizes))]
   return split(tokens), split(steps), of_kind
 
 
 @dataclasses.dataclass(frozen=True)
 class _Law:
-  """Of a table, in float64; the context is what has been said.
+  """The distribution of a table's tokens, in float64.
 
   Attributes:
     table: `[V, V]` logits.
@@ -201,16 +203,13 @@ class _Law:
   def _known(self):
     return {}
 
-  def after(self, text, *, cold_as_at_1=False):
-    """`[V]`, of the next token; if asked, temperature 0 is 1."""
+  def after(self, text):
+    """`[V]`, of the token after a text."""
     key = (text[-1], frozenset(text))
     if key not in self._known:
       seen = np.isin(np.arange(_VOCAB_SIZE), text)[None]
-      values = self.values
-      if cold_as_at_1 and values.get('temperature') == 0:
-        values = {**values, 'temperature': 1.0}
       row = self.table[text[-1]][None]
-      self._known[key] = enumeration.exact_probs(row, seen, values)[0]
+      self._known[key] = enumeration.exact_probs(row, seen, self.values)[0]
     return self._known[key]
 
   def of_sequences(self):
@@ -226,7 +225,7 @@ class _Law:
 
 
 def _counts(tokens):
-  """How often each sequence was said, `[V ** L]`."""
+  """The number of rows with each sequence, `[V ** L]`."""
   code = np.zeros(len(tokens), int)
   for place in range(tokens.shape[1]):
     code = code * _VOCAB_SIZE + tokens[:, place]
@@ -234,7 +233,7 @@ def _counts(tokens):
 
 
 def _cells(counts, law):
-  """Rare sequences together in one cell; counts and law of the cells."""
+  """Counts and probabilities of cells, one of which is all rare sequences."""
   rare = counts.sum() * law < 5
   join = lambda array: np.append(array[~rare], array[rare].sum())
   counts, law = join(counts), join(law)
@@ -253,10 +252,10 @@ def _p_value(counts, law):
 
 
 def _smallest_distance_seen(num_rows, num_cells, power=0.99):
-  """The total variation that is noticed so often, wherever it is.
+  """The total variation that is detected with this power, wherever it is.
 
-  Of all laws at a distance TV those are hardest to tell from p whose chi-square
-  is least: sum (q - p)^2 / p is at least (sum |q - p|)^2 = 4 TV^2.
+  Of all distributions at a distance TV those are hardest to tell from p whose
+  chi-square is least: sum (q - p)^2 / p is at least (sum |q - p|)^2 = 4 TV^2.
   """
   freedom = num_cells - 1
   threshold = stats.chi2.isf(_SIGNIFICANCE, freedom)
@@ -267,7 +266,7 @@ def _smallest_distance_seen(num_rows, num_cells, power=0.99):
 
 
 def _moved(law, amount):
-  """At this distance of the law; as hard to see as such a law can be."""
+  """The distribution at this distance that is hardest to detect."""
   order = np.argsort(law)
   below = np.zeros(len(law), bool)
   below[order[np.cumsum(law[order]) < 0.5]] = True
@@ -278,7 +277,7 @@ def _moved(law, amount):
   return moved
 
 
-def _draft_tree(topology, law, text, noise, *, children, hot):
+def _draft_tree(topology, law, text, noise, *, children, stochastic):
   """Tokens `[N]`, parents, all draft distributions, the margin."""
   paths = [(), *topology.paths]
   number = len(paths)
@@ -287,44 +286,52 @@ def _draft_tree(topology, law, text, noise, *, children, hot):
   for index, path in enumerate(paths):
     if path and parent[index] == NO_NODE:
       continue  # its parent could not be drawn
-    said = [token[paths.index(path[:end])] for end in range(1, len(path) + 1)]
-    draft[index] = law.after((*text, *said), cold_as_at_1=True)
+    above = [token[paths.index(path[:end])] for end in range(1, len(path) + 1)]
+    draft[index] = law.after((*text, *above))
     drawn, gap = slow_walks.pick_children(
       draft[index],
       noise[index],
       topology.branching,
-      hot=hot,
+      stochastic=stochastic,
       children=children,
     )
-    for rank, one in enumerate(drawn):
+    for rank, drawn_token in enumerate(drawn):
       if (*path, rank) in topology.paths:
         margin = min(margin, gap)
         child = paths.index((*path, rank))
-        token[child], parent[child] = one, index
+        token[child], parent[child] = drawn_token, index
   return token, parent, draft, margin
 
 
 def _slow_decode(keys, topology, rule, children, values):
-  """The whole loop in Python; texts, and whether all was clear."""
-  target, draft = (_Law(table, values) for table in _tables())
-  hot = values.get('temperature', 1.0) > 0
+  """The whole loop in Python; texts, and whether all margins are enough."""
+  stochastic = values.get('temperature', 1.0) > 0
+  kinds = {'stochastic': stochastic, 'children': children}
+  # Children of greedy rows are the best at temperature 1.
+  of_draft = values if stochastic else values | {'temperature': 1.0}
+  target, draft = map(_Law, _tables(), (values, of_draft))
   num_nodes = topology.num_nodes
+  shape = (_VOCAB_SIZE,)
+  if children == WITH_REPLACEMENT:
+    shape = (topology.branching, _VOCAB_SIZE)
   texts = [(enumeration.PROMPT,)] * len(keys)
   clear = np.ones(len(keys), bool)
   while any(len(text) <= _LENGTH for text in texts):
-    lots, bonus, noise = slow_walks.randomness(
+    draft_keys, uniforms, bonus_noise = slow_walks.randomness(
       keys,
       np.array([len(text) for text in texts], np.int32),
       num_nodes=num_nodes,
       vocab_size=_VOCAB_SIZE,
-      children=children,
-      number=topology.branching,
+    )
+    noise = slow_walks.child_noise(draft_keys, num_nodes=num_nodes, shape=shape)
+    uniforms, bonus_noise, noise = (
+      np.asarray(array, np.float64) for array in (uniforms, bonus_noise, noise)
     )
     for row, text in enumerate(texts):
       if len(text) > _LENGTH:
         continue
       token, parent, drafts, drawn_by = _draft_tree(
-        topology, draft, text, noise[row], children=children, hot=hot
+        topology, draft, text, noise[row], **kinds
       )
       wanted = np.zeros_like(drafts)
       for node in range(num_nodes):
@@ -333,13 +340,12 @@ def _slow_decode(keys, topology, rule, children, values):
           path, at = [token[at], *path], parent[at]
         if at == 0:
           wanted[node] = target.after((*text, *path))
-      arguments = (wanted, drafts, lots[row], bonus[row])
-      kinds = {'hot': hot, 'children': children}
+      arguments = (wanted, drafts, uniforms[row], bonus_noise[row])
       if rule == 'block':
-        said, _, margin = slow_walks.walk_block(token, *arguments, **kinds)
+        new, _, margin = slow_walks.walk_block(token, *arguments, **kinds)
       else:
-        said, _, margin = slow_walks.walk(parent, token, *arguments, **kinds)
-      texts[row] = (*text, *said)
+        new, _, margin = slow_walks.walk(parent, token, *arguments, **kinds)
+      texts[row] = (*text, *new)
       clear[row] &= min(margin, drawn_by) > slow_walks.ENOUGH
   return np.array([text[1 : _LENGTH + 1] for text in texts]), clear
 
@@ -366,17 +372,17 @@ def check_loop(rule, children, shape):
 def _check(rule, children, shape, num_rows=_NUM_ROWS, seed=0):
   tokens, steps, keys = _decode(rule, children, shape, num_rows, seed=seed)
   target, _ = _tables()
-  # The last of the samplings is greedy: all say the same.
+  # The last of the samplings is greedy: all rows have the same tokens.
   greedy = _Law(target, _SAMPLINGS['greedy']).of_sequences().argmax()
   assert _counts(tokens[-1])[greedy] == len(tokens[-1])
   for kind, name in enumerate(_DRAWN):
     law = _Law(target, _SAMPLINGS[name]).of_sequences()
     counts = _counts(tokens[kind])
     assert _p_value(counts, law) > _SIGNIFICANCE, name
-    # And the test is no weak one.
+    # And the test is powerful.
     moved = _moved(law, 0.03)
     assert _p_value(counts, moved) < _SIGNIFICANCE, name
-    # More than one step in most rows, or it would say nothing about several.
+    # More than one step in most rows, or it would not test several.
     assert np.mean(steps[kind]) > 1.5
   if rule != 'match' and shape in _TOPOLOGIES:
     _assert_as_in_python(tokens, keys, rule, children, shape)

@@ -1,7 +1,5 @@
 """Log-probabilities of the new tokens, against a forward over all of them."""
 
-import importlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,16 +11,21 @@ import tiny_models
 from specdec import decode
 from specdec import DecodeConfig
 from specdec import generate
+from specdec import PLAIN
 from specdec import Request
 from specdec import Sampling
+from specdec.checks import check_sampling
 from specdec.tree.topology import k_ary
+from specdec.watchers import LogProbs
+from specdec.watchers import make_watchers
+from specdec.watchers import state_of
 
 LIMITS = (30, 40)
 LENGTH = 64
 
 
 def _sampling():
-  """Everything that must not show in the log-probabilities."""
+  """Everything that must not change the log-probabilities."""
   bias = np.zeros(tiny_models.VOCAB_SIZE, np.float32)
   bias[3], bias[5] = 2.0, -np.inf
   return Sampling(
@@ -35,7 +38,7 @@ def _sampling():
 
 
 def _generate(kind, max_new_tokens=LIMITS):
-  drafter = None
+  drafter = PLAIN
   if kind is not None:
     config = Settings(topology=k_ary(2, 3))
     drafter = tiny_drafters.model(tiny_models.draft(kind, num_layers=1), config)
@@ -68,7 +71,7 @@ def test_they_are_those_of_a_forward_over_the_text(kind):
   for row, prompt in enumerate(tiny_models.prompts(2)):
     new, log_probs = generation.tokens[row], generation.log_probs[row]
     assert len(new) == len(log_probs) == LIMITS[row]
-    assert all(type(one) is float for one in log_probs)
+    assert all(type(log_prob) is float for log_prob in log_probs)
     text = np.zeros(LENGTH, np.int32)
     text[: len(prompt) + len(new)] = prompt + new
     everywhere = np.asarray(_forward(jnp.asarray(text)))
@@ -94,27 +97,31 @@ def test_what_is_cut_off_has_none():
 
 
 def test_they_are_computed_only_if_asked_for(monkeypatch):
-  def asked(logits, verdict):
-    raise AssertionError('asked')
+  def compute(self, state, seen):
+    raise AssertionError('computed')
 
-  module = importlib.import_module('specdec.step')
-  monkeypatch.setattr(module, '_log_probs', asked)
+  monkeypatch.setattr(LogProbs, 'observe', compute)
   prompt, lengths = tiny_models.pad(tiny_models.prompts(2))
-  request = Request(
-    prompt=prompt,
-    prompt_length=lengths,
-    limit=np.array(LIMITS, np.int32),
-    row_keys=tiny_models.row_keys(2),
-    sampling=_sampling().validated(),
-  )
+  model = tiny_models.gpt2(num_layers=1)
+  vocab_size = model.spec.vocab_size
 
   def trace(log_probs):
-    config = DecodeConfig(max_new_tokens=LENGTH, log_probs=log_probs)
-    run = lambda request: decode.__wrapped__(
-      tiny_models.gpt2(num_layers=1), None, request, config=config
+    watchers = make_watchers(penalty_vocab_size=vocab_size, log_probs=log_probs)
+    request = Request(
+      prompt=prompt,
+      prompt_length=lengths,
+      limit=np.array(LIMITS, np.int32),
+      row_keys=tiny_models.row_keys(2),
+      sampling=check_sampling(_sampling(), 2, vocab_size),
+      watchers=watchers,
     )
-    return jax.eval_shape(run, request)
+    config = DecodeConfig(max_new_tokens=LENGTH)
+    run = lambda request: decode.__wrapped__(
+      model, PLAIN, request, config=config
+    )
+    states = jax.eval_shape(run, request).watchers
+    return state_of(LogProbs, watchers, states)
 
-  assert trace(False).log_probs is None
-  with pytest.raises(AssertionError, match='asked'):
+  assert trace(False) is None
+  with pytest.raises(AssertionError, match='computed'):
     trace(True)

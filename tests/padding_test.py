@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_drafters
-from tiny_drafters import Settings
 
 from models.checkpoints import hub
 from models.nn.adapter import as_model
@@ -26,7 +25,10 @@ from models.text.generator import Generator
 from models.text.pair import load_pair
 from models.text.pair import vocabulary_digest
 from models.training.tokenizer import train_tokenizer
+from specdec import PLAIN
 from specdec import Sampling
+from specdec import StageConfig
+from specdec import TreeShape
 from specdec.ngram.table import save_table
 
 _TEXT = 'def add(first, second):\n  return first + second\n' * 20
@@ -39,9 +41,9 @@ def _train(text=_TEXT, vocab_size=280):
 
 
 def _module(vocab_size):
-  """One and the same model, but for the size of its vocabulary.
+  """The same model with any size of the vocabulary.
 
-  What the target lacks is what it would rather say than anything else.
+  The largest logits are of the tokens that the target does not have.
   """
   config = GPT2Config(
     vocab_size=vocab_size,
@@ -89,9 +91,9 @@ def _generate(pair, drafter):
 
 @pytest.fixture(scope='module')
 def plain(target):
-  generation = _generate(load_pair(target, None), None)
+  generation = _generate(load_pair(target, None), PLAIN)
   tokens = {token for row in generation.tokens for token in row}
-  assert any(token >= SMALLER for token in tokens)  # the small draft has not
+  assert any(token >= SMALLER for token in tokens)  # not in the small draft
   assert len(tokens) > 20
   return generation
 
@@ -107,7 +109,7 @@ def test_a_draft_may_have_other_padding(
   assert generation.tokens == plain.tokens
   assert generation.text == plain.text
   histogram = generation.stats['accepted_histogram']
-  if vocab_size >= SIZE:  # as good as the target, if what it adds is cut off
+  if vocab_size >= SIZE:  # the target itself, if the further logits are cut off
     assert histogram == [0, 0, 0, 2 * 40 // 4]
   else:
     assert sum(histogram[1:]) > 0
@@ -149,7 +151,7 @@ def test_a_draft_without_tokenizer_must_have_the_same_size(
 
 
 def test_a_tokenizer_larger_than_the_smaller_model(tokenizer, tmp_path):
-  """Then the difference is not padding."""
+  """In that case the difference is not padding."""
   larger = _save(tmp_path / 'target', SIZE, tokenizer)
   size = len(tokenizer) - 1
   smaller = _save(tmp_path / 'draft', size, tokenizer)
@@ -173,9 +175,10 @@ def test_another_tokenizer_of_the_same_size_is_refused(
   assert draft in str(error.value)
 
 
-_TREE = Settings(
-  num_nodes=6, width=2, branching=2, rounds=3, capacity=16, cost_ratio=0
-)
+_TREE = {
+  'tree': TreeShape(num_nodes=6, capacity=16),
+  'stage': StageConfig(width=2, branching=2, rounds=3, cost_ratio=0),
+}
 
 
 def _save_table(path, texts, vocab_size, tokenizer=None):
@@ -191,7 +194,7 @@ def _save_table(path, texts, vocab_size, tokenizer=None):
 
 
 def _settings(path, **kw):
-  return DraftSettings(ngram=path, tree=_TREE, inner_rounds_alone=3, **kw)
+  return DraftSettings(ngram=path, **_TREE, inner_rounds_alone=3, **kw)
 
 
 def _other_tokenizer():
@@ -199,7 +202,7 @@ def _other_tokenizer():
 
 
 def test_a_table_may_have_other_padding(target, plain, tokenizer, tmp_path):
-  """It guesses what the target does not even have, and then what comes."""
+  """It proposes tokens that the target does not have, and right ones."""
   texts = []
   for prompt, new in zip(plain.prompt_tokens, plain.tokens, strict=True):
     text = prompt + new
@@ -209,24 +212,24 @@ def test_a_table_may_have_other_padding(target, plain, tokenizer, tmp_path):
   pair = load_pair(target, None)
   drafter = make_drafter('ngram', pair, _settings(path))
   assert drafter.labels == ('ngram',)
-  assert drafter.scorer.vocab_size == SIZE
+  assert drafter.stages[0].scorer.vocab_size == SIZE
   generation = _generate(pair, drafter)
   assert generation.tokens == plain.tokens
   assert generation.finish_reasons == ['length'] * 2
   assert generation.stats['block_efficiency'] > 1.3
   path = _save_table(tmp_path / 'smaller', [[1, 2]], SMALLER, tokenizer)
   drafter = make_drafter('ngram', pair, _settings(path))
-  assert drafter.scorer.vocab_size == SIZE
+  assert drafter.stages[0].scorer.vocab_size == SIZE
 
 
 def test_a_table_of_another_tokenizer_is_refused(target, tmp_path):
-  """Though it has the size of the target."""
+  """Even if it has the size of the target."""
   path = _save_table(tmp_path / 'table', [[1, 2]], SIZE, _other_tokenizer())
   pair = load_pair(target, None)
   for method, inner in (
     ('ngram', None),
     ('ngram+lookup', None),
-    ('staged', None),  # asked for by its name
+    ('staged', None),  # the table is named
     ('staged', 'ngram'),
   ):
     with pytest.raises(ValueError, match='built with another tokenizer') as e:
@@ -242,7 +245,7 @@ def test_a_table_of_an_unknown_tokenizer_must_have_the_size(target, tmp_path):
   known = lambda size: make_drafter(
     'ngram', pair, _settings(_save_table(tmp_path / f'{size}', [[1, 2]], size))
   )
-  assert known(SIZE).scorer.vocab_size == SIZE
+  assert known(SIZE).stages[0].scorer.vocab_size == SIZE
   for size in (LARGER, SMALLER):
     with pytest.raises(ValueError, match='built with another tokenizer'):
       known(size)
@@ -259,7 +262,7 @@ def test_the_embedded_table_is_left_out_if_it_does_not_fit(
   assert labels() == ('draft', 'lookup')
   with pytest.raises(ValueError, match='built with another tokenizer'):
     labels('ngram+lookup')
-  # As if ours were embedded.
+  # With this table as the embedded one.
   path = _save_table(tmp_path / 'table', [[1, 2]], SMALLER, tokenizer)
   monkeypatch.setattr(drafters, 'DEMO_TABLE', path)
   assert labels() == ('draft', 'lookup', 'ngram')

@@ -1,8 +1,8 @@
-"""Rejection verification in plain Python, with the randomness of `specdec`.
+"""Rejection and block verification in plain Python, one row at a time.
 
-How that is keyed is spelled out here once more: streams that are not what they
-should be, or used twice, are noticed. Every function also says by how small a
-*margin* it decided, as the last figures of float32 are not those of float64.
+Every function also returns the smallest *margin* of its decisions, because the
+last digits of float32 are not those of float64. `randomness` derives the keys
+of a step independently of `specdec.sampling`.
 """
 
 import functools
@@ -13,56 +13,52 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec.sampling import BEST
-from specdec.sampling import WITH_REPLACEMENT
 from specdec.sampling import WITHOUT_REPLACEMENT
 
 ENOUGH = 1e-5
-"""A margin below this decides nothing."""
+"""A decision with a smaller margin is not compared."""
 
 # The last three of the numbers that `fold_in` takes as they are.
 _DRAFTING, _ACCEPTANCE, _RESIDUAL = 2147483647, 2147483646, 2147483645
 
 
-@functools.partial(quick_jit, static_argnames=('num_nodes', 'shape'))
-def _randomness(keys, length, *, num_nodes, shape):
-  """Of `[B]` rows that have `length [B]` tokens when the step begins."""
+@functools.partial(quick_jit, static_argnames=('num_nodes', 'vocab_size'))
+def randomness(keys, length, *, num_nodes, vocab_size):
+  """What a step draws from, by row keys `[B]` and lengths of the texts `[B]`.
+
+  Returns:
+    `[B]` keys for drawing children, `[B, N]` uniforms, and `[B, V]` noise of
+    the bonus token.
+  """
 
   def of_row(key, length):
     stream = lambda number: jax.random.fold_in(
       jax.random.fold_in(key, number), length
     )
-    of_node = lambda node: jax.random.gumbel(
-      jax.random.fold_in(stream(_DRAFTING), node), shape
-    )
     return (
+      stream(_DRAFTING),
       jax.random.uniform(stream(_ACCEPTANCE), (num_nodes,)),
-      jax.random.gumbel(stream(_RESIDUAL), shape[-1:]),
-      jax.vmap(of_node)(jnp.arange(num_nodes)),
+      jax.random.gumbel(stream(_RESIDUAL), (vocab_size,)),
     )
 
   return jax.vmap(of_row)(keys, length)
 
 
-def randomness(keys, length, *, num_nodes, vocab_size, children, number):
-  """What a step of each row draws from.
+@functools.partial(quick_jit, static_argnames=('num_nodes', 'shape'))
+def child_noise(keys, *, num_nodes, shape):
+  """Noise of the children of each node, `[B, N, *shape]`.
 
   Args:
-    keys: `[B]`.
-    length: `[B]`, of the texts.
+    keys: `[B]`, for drawing children.
     num_nodes: N.
-    vocab_size: V.
-    children: as in `rejection`.
-    number: of children of each node.
-
-  Returns:
-    `[B, N]` lots, `[B, V]` noise of the bonus token, and `[B, N, V]` noise of
-    the children of each node, `[B, N, number, V]` with replacement.
+    shape: `(V,)`, or `(K, V)` for K children drawn with replacement.
   """
-  shape = (vocab_size,)
-  if children == WITH_REPLACEMENT:
-    shape = (number, vocab_size)
-  found = _randomness(keys, length, num_nodes=num_nodes, shape=shape)
-  return [np.asarray(one, np.float64) for one in found]
+  of_node = lambda key, node: jax.random.gumbel(
+    jax.random.fold_in(key, node), shape
+  )
+  return jax.vmap(jax.vmap(of_node, (None, 0)), (0, None))(
+    keys, jnp.arange(num_nodes)
+  )
 
 
 def _best(scores, number=1):
@@ -70,7 +66,7 @@ def _best(scores, number=1):
   order = np.argsort(-scores, kind='stable')
   order = order[: np.sum(scores > -np.inf)]
   gaps = -np.diff(scores[order])[:number]
-  # Equal ones are meant to be equal: then it is the first.
+  # Entries that are equal are so on purpose: the first of them counts.
   gaps = gaps[gaps > 0]
   return order[:number].tolist(), gaps.min() if gaps.size else np.inf
 
@@ -79,94 +75,97 @@ def _log(probs):
   return np.log(probs, out=np.full(len(probs), -np.inf), where=probs > 0)
 
 
-def pick_children(probs, noise, number, *, hot, children):
-  """Tokens of at most `number` children, and the margin.
-
-  Args:
-    probs: `[V]`, the draft's.
-    noise: of the node, see `randomness`.
-    number: K.
-    hot: whether the temperature is above 0.
-    children: as in `rejection`.
-  """
-  if children == BEST or not hot:
-    return _best(_log(probs), number)
-  if children == WITHOUT_REPLACEMENT:
-    return _best(_log(probs) + noise, number)
-  drawn = [_best(_log(probs) + one) for one in noise[:number]]
-  return [one for [one], _ in drawn], min(margin for _, margin in drawn)
-
-
 def _choose(probs, noise):
   [token], margin = _best(_log(probs) + noise)
   return token, margin
 
 
-def walk(parent, token, target, draft, lots, noise, *, hot, children):
-  """Down a tree, from sibling to sibling.
+def pick_children(probs, noise, number, *, stochastic, children):
+  """Tokens of at most `number` children, and the margin.
 
   Args:
-    parent: `[N]`.
+    probs: `[V]`, the draft's.
+    noise: of the node, see `child_noise`.
+    number: K.
+    stochastic: whether the temperature is above 0.
+    children: one of `CHILDREN`.
+  """
+  if children == BEST or not stochastic:
+    return _best(_log(probs), number)
+  if children == WITHOUT_REPLACEMENT:
+    return _best(_log(probs) + noise, number)
+  drawn = [_choose(probs, of_child) for of_child in noise[:number]]
+  return [token for token, _ in drawn], min(margin for _, margin in drawn)
+
+
+def walk(
+  parent, token, target, draft, uniforms, noise, *, stochastic, children
+):
+  """Goes down a tree, from sibling to sibling.
+
+  Args:
+    parent: `[N]`, places of the parents.
     token: `[N]`.
-    target: `[N, V]`, the distributions.
-    draft: `[N, V]`, likewise.
-    lots: `[N]`.
+    target: `[N, V]`, its distributions.
+    draft: `[N, V]`, those that children were drawn from.
+    uniforms: `[N]`.
     noise: `[V]`, of the bonus token.
-    hot: whether the temperature is above 0.
-    children: as in `rejection`.
+    stochastic: whether the temperature is above 0.
+    children: one of `CHILDREN`.
 
   Returns:
-    The tokens, the path of nodes, and the margin.
+    The tokens, the places of the path, and the margin.
   """
-  node, path, said, margin = 0, [0], [], np.inf
+  node, path, emitted, margin = 0, [0], [], np.inf
   wanted, left = target[0], draft[0]
+  is_drawn = stochastic and children != BEST
   while True:
     for child in np.flatnonzero(parent == node):
-      guess = token[child]
-      given = left if hot and children != BEST else np.eye(len(wanted))[guess]
-      chance = wanted[guess] / given[guess]
-      if 0 < chance < 1 + ENOUGH:
-        margin = min(margin, abs(lots[child] - chance))
-      if lots[child] < chance:
-        said.append(int(guess))
+      proposed = token[child]
+      drawn_from = left if is_drawn else np.eye(len(wanted))[proposed]
+      prob = wanted[proposed] / drawn_from[proposed]
+      if 0 < prob < 1 + ENOUGH:
+        margin = min(margin, abs(uniforms[child] - prob))
+      if uniforms[child] < prob:
+        emitted.append(int(proposed))
         path.append(int(child))
         node, wanted, left = child, target[child], draft[child]
         break
-      rest = np.maximum(wanted - given, 0.0)
+      rest = np.maximum(wanted - drawn_from, 0.0)
       if rest.sum() < 1e-6:  # by rounding alone
         margin = 0.0
         rest = wanted
       wanted = rest / rest.sum()
       if children == WITHOUT_REPLACEMENT:
-        left = np.where(np.arange(len(left)) == guess, 0.0, left)
+        left = np.where(np.arange(len(left)) == proposed, 0.0, left)
         left = left / max(left.sum(), 1e-300)
     else:
       bonus, gap = _choose(wanted, noise)
-      return [*said, bonus], path, min(margin, gap)
+      return [*emitted, bonus], path, min(margin, gap)
 
 
-def walk_block(token, target, draft, lots, noise, *, hot, children):
+def walk_block(token, target, draft, uniforms, noise, *, stochastic, children):
   """Along a chain; see `walk`. Literally algorithm 2 of arXiv 2403.10444."""
   number = len(token) - 1
-  if not hot or children == BEST:
+  if not stochastic or children == BEST:
     draft = np.eye(target.shape[1])[[*token[1:], 0]]
   accepted, weight, margin = 0, 1.0, np.inf
   rest_of_0 = np.maximum(target[0] - draft[0], 0.0) if number else None
   for depth in range(1, number + 1):
-    guess = token[depth]
-    weight *= target[depth - 1, guess] / draft[depth - 1, guess]
+    proposed = token[depth]
+    weight *= target[depth - 1, proposed] / draft[depth - 1, proposed]
     weight = min(weight, 1.0)
     if depth == number:
-      chance = weight
+      prob = weight
     else:
       mass = np.maximum(weight * target[depth] - draft[depth], 0.0).sum()
       whole = mass + 1 - weight
       if 0 < whole < 1e-6:
         margin = 0.0
-      chance = mass / whole if whole > 0 else 1.0
-    if 0 < chance < 1 + ENOUGH:
-      margin = min(margin, abs(lots[depth] - chance))
-    if lots[depth] < chance:
+      prob = mass / whole if whole > 0 else 1.0
+    if 0 < prob < 1 + ENOUGH:
+      margin = min(margin, abs(uniforms[depth] - prob))
+    if uniforms[depth] < prob:
       accepted, weight_there = depth, weight
   if accepted == number:
     wanted = target[number]
@@ -178,5 +177,5 @@ def walk_block(token, target, draft, lots, noise, *, hot, children):
   if wanted.sum() < 1e-6:
     margin, wanted = 0.0, target[accepted]
   bonus, gap = _choose(wanted / wanted.sum(), noise)
-  said = [int(one) for one in token[1 : accepted + 1]]
-  return [*said, bonus], list(range(accepted + 1)), min(margin, gap)
+  emitted = token[1 : accepted + 1].tolist()
+  return [*emitted, bonus], list(range(accepted + 1)), min(margin, gap)
