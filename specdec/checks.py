@@ -307,15 +307,16 @@ def check_rule(verify: str, children: str | None, drafter: Drafter) -> Rule:
       f'verify=match wants the best children, got children={children};'
       ' choose verify=rejection to draw them'
     )
-  fixed = isinstance(drafter.shape, Topology)
-  is_chain = fixed and drafter.shape.branching == 1
+  shape = drafter.shape
+  fixed = isinstance(shape, Topology)
+  is_chain = isinstance(shape, Topology) and shape.branching == 1
   if verify == 'block' and drafter.stages and not is_chain:
     raise ValueError(
       'verify=block is for chains; choose a chain as the topology of the'
       ' drafter, or verify=rejection'
     )
   can_draw = fixed and drafter.stages[0].scorer.can_draw
-  in_order = fixed and drafter.shape.has_all_siblings
+  in_order = isinstance(shape, Topology) and shape.has_all_siblings
   if children is None:
     draws = can_draw and in_order and verify != 'match'
     children = WITHOUT_REPLACEMENT if draws else BEST

@@ -128,7 +128,7 @@ class Decoding:
     self._config = DecodeConfig(
       max_new_tokens=checks.padded_room(room),
       rule=checks.check_rule(verify, children, drafter),
-      fallback=bool(drafter.stages) and threshold > 0,
+      fallback=bool(drafter.stages and threshold > 0),
     )
     self._request = Request(
       prompt=jnp.asarray(padded),
@@ -218,7 +218,7 @@ class Decoding:
       ids = {
         token for block in blocks for token in (*block.tokens, *block.emitted)
       }
-      log_probs = result.log_probs and tuple(result.log_probs[row])
+      log_probs = tuple(result.log_probs[row]) if result.log_probs else None
       traces.append(
         Trace(
           prompt=''.join(f'{token} ' for token in prompt[:length]),

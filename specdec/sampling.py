@@ -98,11 +98,12 @@ class SamplingParams(flax.struct.PyTreeNode, kw_only=True):
 
   def of_row(self, row: int) -> 'SamplingParams':
     """The parameters of one row, as a batch of one."""
-    shared = self.logit_bias is None or self.logit_bias.ndim == 1
+    bias = self.logit_bias
+    if bias is not None and bias.ndim == 2:
+      bias = bias[row : row + 1]
     one_row = jax.tree.map(
       lambda array: array[row : row + 1], self.replace(logit_bias=None)
     )
-    bias = self.logit_bias if shared else self.logit_bias[row : row + 1]
     return one_row.replace(logit_bias=bias)
 
 
@@ -129,7 +130,7 @@ def adjust_logits(
     bias = sampling.logit_bias
     bias = bias[None, None] if bias.ndim == 1 else bias[:, None]
     logits = logits + bias
-  if seen is not None:
+  if seen is not None and sampling.repetition_penalty is not None:
     penalty = per_row(sampling.repetition_penalty, logits)
     weakened = jnp.where(logits > 0, logits / penalty, logits * penalty)
     logits = jnp.where(seen, weakened, logits)

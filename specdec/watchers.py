@@ -151,7 +151,8 @@ class SeenTokens(flax.struct.PyTreeNode):
     return _no_end(seen), (state, seen.verdict.chosen)
 
   def keep(self, pending, emitted):
-    return add_seen(*pending, emitted)
+    seen, chosen = pending
+    return add_seen(seen, chosen, emitted)
 
 
 class LogProbs(flax.struct.PyTreeNode):
@@ -173,7 +174,8 @@ class LogProbs(flax.struct.PyTreeNode):
     return _no_end(seen), (state, seen.length, chosen_log_probs)
 
   def keep(self, pending, emitted):
-    return append(*pending, emitted)
+    log_probs, length, new = pending
+    return append(log_probs, length, new, emitted)
 
 
 def make_watchers(
