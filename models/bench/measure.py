@@ -156,7 +156,6 @@ def _our_forwards(name, dtype, widths, context) -> Callable[[], Mapping]:
       max_new_tokens=64,
       context=context,
       num_steps=_STEPS,
-      sampling=specdec.Sampling(),
       node_counts=widths,
       repeats=1,
     ).verification

@@ -13,7 +13,6 @@ from typing import Any
 
 from models.bench.arms import ReadyArm
 from specdec.checks import padded_shape
-from specdec.sampling import Sampling
 from specdec.study.costs import measure_step_costs
 
 _STEPS = 4
@@ -63,7 +62,6 @@ def predicted_speeds(
       prompt_slots=prompt_slots,
       max_new_tokens=room,
       context=max(2, min(halfway, prompt_slots + room - 2 * _STEPS)),
-      sampling=Sampling(),
       node_counts=sorted(widths[key]),
       num_steps=_STEPS,
       repeats=3,
