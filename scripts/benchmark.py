@@ -15,8 +15,7 @@ import pathlib
 
 from absl import flags
 import command_line
-import decoding_flags as options
-import planned
+import options
 
 from models.text.drafters import METHODS
 
@@ -93,7 +92,7 @@ def _run(batch_size: int, prompts: list[str]):
       has_draft=options.draft_name() is not None,
       batch_size=batch_size,
     )
-  plan = planned.plan(batch_size, lambda: prompts)
+  plan = options.plan(batch_size, lambda: prompts)
   return benchmark.run(
     prompts,
     arms=specs,

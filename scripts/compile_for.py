@@ -17,7 +17,7 @@ import command_line
 # Before JAX starts: it is to run on nothing but the CPU, and quietly.
 os.environ['JAX_PLATFORMS'] = 'cpu'
 
-import decoding_flags as options
+import options
 
 _DEVICE = flags.DEFINE_enum(
   'device',

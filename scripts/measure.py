@@ -14,8 +14,7 @@ from typing import Any
 
 from absl import flags
 import command_line
-import decoding_flags as options
-import planned
+import options
 
 flags.adopt_module_key_flags(options)  # Listed by --help.
 
@@ -65,7 +64,7 @@ def _decode(what: str, numbers_of_children: list[int]):
   if options.PROMPT_FILE.value is None:
     raise ValueError('--prompt_file is needed: a file of prompts')
   prompts = options.read_prompts(options.PROMPT_FILE.value, _NUM_PROMPTS.value)
-  generator = planned.generator(_METHOD, prompts, 1)
+  generator = options.generator(_METHOD, prompts, 1)
   common: dict[str, Any] = {
     'max_new_tokens': options.MAX_NEW_TOKENS.value,
     'sampling': options.sampling(),

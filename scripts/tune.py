@@ -11,8 +11,7 @@ import sys
 
 from absl import flags
 import command_line
-import decoding_flags as options
-import planned
+import options
 
 flags.adopt_module_key_flags(options)  # Listed by --help.
 
@@ -27,7 +26,7 @@ _OUTPUT = flags.DEFINE_string(
 
 def main() -> None:
   from models.text.plan import cache_path
-  from models.text.plan import table
+  from models.tune.plan_lookup import table
   from models.tune.planner import make_plan
 
   if options.PROMPT_FILE.value is None:
@@ -39,7 +38,7 @@ def main() -> None:
       f'plans are for --verify=match, got {options.VERIFY.value}'
     )
   prompts = options.read_prompts(options.PROMPT_FILE.value, _NUM_PROMPTS.value)
-  setup = planned.plan_setup(_BATCH_SIZE.value)
+  setup = options.plan_setup(_BATCH_SIZE.value)
   context = setup.context()
   try:
     plan = make_plan(

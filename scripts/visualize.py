@@ -1,18 +1,17 @@
-"""Writes a page of HTML that shows a decode, to be stepped through.
+"""Writes an HTML page that shows a decode step by step.
 
 python scripts/visualize.py --output=report.html
 python scripts/visualize.py --trace=report.json --output=again.html
 
-The page needs no network and no server. Beside it goes the trace, as JSON, from
-which the second command makes the page anew.
+The page needs no network and no server. The trace is written beside it as JSON,
+from which the second command makes the page again.
 """
 
 import pathlib
 
 from absl import flags
 import command_line
-import decoding_flags as options
-import planned
+import options
 
 from models.text.drafters import METHODS
 import specdec
@@ -24,36 +23,11 @@ _METHOD = flags.DEFINE_enum(
   'method', 'staged', METHODS[:-1], 'how to decode; --plan chooses'
 )
 _OUTPUT = flags.DEFINE_string(
-  'output', None, 'HTML file to write; the trace goes beside it', required=True
+  'output', None, 'HTML file to write, with the trace beside it', required=True
 )
 _TRACE = flags.DEFINE_string(
   'trace', None, 'JSON file of an earlier run, instead of decoding'
 )
-
-
-def _decoded() -> specdec.Trace:
-  """What the flags say."""
-  if options.PROMPT_FILE.value is None:
-    prompts = [_PROMPT.value]
-  elif _PROMPT.present:
-    raise ValueError('give --prompt or --prompt_file, not both')
-  else:
-    prompts = options.read_prompts(options.PROMPT_FILE.value, 1)
-  generator = planned.generator(_METHOD, prompts, 1)
-  chosen = {}
-  if options.BREAK_EVEN.value is not None:
-    chosen['break_even'] = options.BREAK_EVEN.value
-  (trace,) = generator.trace(
-    prompts,
-    max_new_tokens=options.MAX_NEW_TOKENS.value,
-    sampling=options.sampling(),
-    seed=options.SEED.value,
-    verify=options.VERIFY.value,
-    children=options.CHILDREN.value,
-    log_probs=True,
-    **chosen,
-  )
-  return trace
 
 
 def _read(name: str) -> specdec.Trace:
@@ -64,20 +38,22 @@ def _read(name: str) -> specdec.Trace:
 
 
 def main() -> None:
-  from specdec import tracing as viz
+  from specdec import tracing
 
   page = pathlib.Path(_OUTPUT.value)
   if page.suffix not in ('.html', '.htm'):
     raise ValueError(f'--output={page} must end in .html')
   page.parent.mkdir(parents=True, exist_ok=True)
   if _TRACE.value is None:
-    trace = _decoded()
+    prompts = options.prompts(_PROMPT, 1)
+    generator = options.generator(_METHOD, prompts, 1)
+    (trace,) = generator.trace(prompts, log_probs=True, **options.decoding())
     data = page.with_suffix('.json')
     data.write_text(trace.to_json() + '\n', 'utf-8')
     print(data)
   else:
     trace = _read(_TRACE.value)
-  page.write_text(viz.report(trace), 'utf-8')
+  page.write_text(tracing.report(trace), 'utf-8')
   print(page)
 
 

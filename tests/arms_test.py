@@ -10,6 +10,7 @@ from models.bench.arms import peer_arms
 from models.text.drafters import DraftSettings
 from models.text.drafters import OPTIONS
 from models.text.drafters import with_options
+from specdec.tree.topology import chain
 
 
 def test_methods_dtypes_and_options_are_told_apart():
@@ -92,7 +93,8 @@ def test_options_change_what_they_name_and_nothing_else():
   assert changed.num_draft_tokens == 3
   assert with_options(settings, {}) == settings
   fixed = with_options(settings, {'topology': 'chain:3'})
-  assert fixed.topology.num_nodes == 4
+  assert fixed.topology == chain(3)
+  assert with_options(fixed, {'topology': None}) == settings
 
 
 def test_every_option_is_there():

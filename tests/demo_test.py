@@ -2,7 +2,6 @@
 
 import jax
 import pytest
-from tiny_drafters import Settings
 
 from models.checkpoints import hub
 from models.text.drafters import DEMO_TABLE
@@ -28,9 +27,10 @@ def _drafter(pair, method):
   """With the settings that the scripts have by default."""
   settings = DraftSettings(
     num_draft_tokens=4,
-    tree=Settings(num_nodes=64, width=16, branching=8, rounds=4, capacity=512),
+    tree=specdec.TreeShape(num_nodes=64, capacity=512),
+    stage=specdec.StageConfig(width=16, branching=8, rounds=4),
     inner='ngram+lookup',
-    inner_tree=Settings(width=8, branching=3, rounds=3),
+    inner_stage=specdec.StageConfig(width=8, branching=3, rounds=3),
     inner_rounds_alone=8,
     ngram='demo',
     lookup=specdec.PromptLookup(),

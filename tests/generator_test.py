@@ -7,6 +7,7 @@ of plain decoding without any stop strings.
 
 import dataclasses
 import functools
+import inspect
 import itertools
 import json
 
@@ -23,6 +24,7 @@ from models.nn.table_model import table_model
 from models.text.generator import Generator
 from models.text.pair import Pair
 from models.training.tokenizer import train_tokenizer
+from specdec import PLAIN
 from specdec import PromptLookup
 from specdec import Sampling
 from specdec import staged
@@ -72,7 +74,7 @@ def _generator(drafter='plain'):
   return Generator(
     Pair(target=_model(0), draft=None, tokenizer=_tokenizer(), eos_ids=(0,)),
     {
-      'plain': None,
+      'plain': PLAIN,
       'chain': with_settings(draft, Settings(topology=chain(3))),
       'staged': staged(draft, lookup),
     }[drafter],
@@ -382,8 +384,21 @@ def test_bad_arguments_are_refused(arguments, message):
 
 
 def test_unknown_arguments_are_refused():
-  with pytest.raises(TypeError, match=r"\['max_tokens'\]; there are"):
-    _generator().generate('a', max_tokens=3)
+  for call in ('generate', 'stream', 'trace', 'timed'):
+    with pytest.raises(TypeError, match=r"unexpected keyword .* 'max_tokens'"):
+      getattr(_generator(), call)('a', max_tokens=3)
+
+
+def test_every_argument_is_in_the_signature():
+  """`help` and editors show the arguments, alike in all four methods."""
+  parameters = inspect.signature(Generator.generate).parameters
+  shared = [name for name in parameters if name != 'should_stop']
+  for call in (Generator.stream, Generator.trace, Generator.timed):
+    assert list(inspect.signature(call).parameters) == shared
+    for name in shared:
+      assert inspect.signature(call).parameters[name] == parameters[name]
+  docs = inspect.getdoc(Generator.generate)
+  assert all(f'{name}: ' in docs for name in parameters if name != 'self')
 
 
 def test_stop_tables_are_kept():
@@ -452,4 +467,4 @@ def test_pieces_of_a_tokenizer_whose_text_loses_its_first_space():
   pair = dataclasses.replace(pair, tokenizer=tokenizer)
   assert pair.pieces([2, 2]) == ['cat', 'cat']
   with pytest.raises(ValueError, match='stop strings and streaming need'):
-    list(Generator(pair, None).stream([[2]], max_new_tokens=2))
+    list(Generator(pair, PLAIN).stream([[2]], max_new_tokens=2))

@@ -4,12 +4,14 @@ import dataclasses
 import json
 import shutil
 
+import huggingface_hub
 import pytest
-from tiny_drafters import Settings
 
+import models
 from models.checkpoints import hub
 from models.text.drafters import DraftSettings
 from models.text.drafters import make_drafter
+from models.text.pair import find_checkpoints
 from models.text.pair import load_pair
 from models.text.plan import cache_path
 from models.text.plan import Context
@@ -32,15 +34,12 @@ _SETTINGS = [
   DraftSettings(),
   DraftSettings(num_draft_tokens=7, inner='lookup', ngram='x.safetensors'),
   DraftSettings(
-    tree=dataclasses.replace(
-      DraftSettings().tree, num_nodes=16, width=4, cost_ratio=0.03
-    ),
-    inner_tree=dataclasses.replace(DraftSettings().inner_tree, rounds=1),
+    tree=dataclasses.replace(DraftSettings().tree, num_nodes=16),
+    stage=dataclasses.replace(DraftSettings().stage, width=4, cost_ratio=0.03),
+    inner_stage=dataclasses.replace(DraftSettings().inner_stage, rounds=1),
     lookup=PromptLookup(confidence=(0.0, 0.5)),
   ),
-  DraftSettings(
-    tree=Settings(topology=from_paths([(0,), (1,), (0, 0), (0, 2)]))
-  ),
+  DraftSettings(topology=from_paths([(0,), (1,), (0, 0), (0, 2)])),
 ]
 
 
@@ -76,6 +75,22 @@ def test_only_what_differs_is_written():
   tree = record['drafting']['tree']
   assert tree['topology'] == [[0], [1], [0, 0], [0, 2]]
   assert not {'num_nodes', 'rounds', 'capacity'} & tree.keys()
+
+
+def test_a_plan_of_the_nested_old_form_is_read(tmp_path):
+  """The calibration stood beside a topology, and `min_gain` if it was set."""
+  record = json.loads(_plan().to_json())
+  tree = {'topology': [[0], [0, 0]], 'calibration': 1.0}
+  path = tmp_path / 'plan.json'
+  path.write_text(json.dumps(record | {'drafting': {'tree': tree}}))
+  drafting = load_plan(path).drafting
+  assert drafting.topology == from_paths([(0,), (0, 0)])
+  assert drafting.stage.calibration == 1
+  assert drafting.tree == DraftSettings().tree
+  tree = {'min_gain': 0.1}
+  path.write_text(json.dumps(record | {'drafting': {'tree': tree}}))
+  with pytest.raises(ValueError, match=r"\['min_gain'\]; make the plan anew"):
+    load_plan(path)
 
 
 def _without(key):
@@ -186,13 +201,34 @@ def test_models_are_told_apart_by_what_is_in_their_files(tmp_path):
   copy = tmp_path / 'copy'
   shutil.copytree(original, copy)
   assert model_digest(copy) == model_digest(original)
-  digests = model_digests('demo', 'demo', vocabulary='v', revision=None)
+  digests = model_digests(*find_checkpoints('demo', 'demo'))
   assert digests['draft'] == model_digest(original) != digests['target']
   weights = copy / 'model.safetensors'
   content = bytearray(weights.read_bytes())
   content[-1] ^= 1
   weights.write_bytes(content)
   assert model_digest(copy) != model_digest(original)
+
+
+def test_a_model_of_the_hub_is_looked_up_once(monkeypatch):
+  folder = str(hub.locate('demo-draft'))
+  digests = model_digests(*find_checkpoints('demo-draft', 'demo'))
+  context = dataclasses.replace(_CONTEXT, models=digests)
+  asked = []
+  monkeypatch.setattr(
+    huggingface_hub,
+    'snapshot_download',
+    lambda name, **_: asked.append(name) or folder,
+  )
+  plan = _plan(method='chain', drafting=DraftSettings(), context=context)
+  generator = models.load('some/target', 'some/draft', plan=plan)
+  assert asked == ['some/target', 'some/draft']
+  assert generator.break_even == plan.min_block_efficiency
+  other = dataclasses.replace(context, models=digests | {'draft': 'other'})
+  with pytest.raises(ValueError, match='made for another draft'):
+    models.load(
+      'demo-draft', 'demo', plan=dataclasses.replace(plan, context=other)
+    )
 
 
 def test_the_method_plan_is_what_the_plan_says():
@@ -205,7 +241,8 @@ def test_the_method_plan_is_what_the_plan_says():
   )
   made = make_drafter('plan', pair, DraftSettings(plan=lookup))
   expected = make_drafter('lookup', pair, _SETTINGS[2])
-  assert made.config == expected.config
+  assert made.shape == expected.shape
+  assert made.stages[0].config == expected.stages[0].config
   assert made.labels == expected.labels
   with pytest.raises(ValueError, match='method plan needs'):
     make_drafter('plan', pair, DraftSettings())

@@ -17,13 +17,13 @@ from models.text.pair import Pair
 from models.text.plan import cache_path
 from models.text.plan import Context
 from models.text.plan import load_plan
-from models.text.plan import table
 from models.training.tokenizer import train_tokenizer
 from models.tune import candidates
 from models.tune import planner
 from models.tune.candidates import list_candidates
 from models.tune.plan_lookup import find_plan
 from models.tune.plan_lookup import Setup
+from models.tune.plan_lookup import table
 from models.tune.planner import choose
 from models.tune.planner import make_plan
 from models.tune.planner import PLAIN

@@ -257,7 +257,7 @@ sys.path.insert(0, script.rpartition('/')[0])
 for case in json.loads(sys.argv[2]):
   for name in set(flags.FLAGS) - known:
     delattr(flags.FLAGS, name)
-  for module in ('command_line', 'decoding_flags', 'planned'):
+  for module in ('command_line', 'options'):
     sys.modules.pop(module, None)
   sys.argv = [script, *case]
   output, errors, code = io.StringIO(), io.StringIO(), 0
@@ -460,6 +460,8 @@ def test_a_plan_says_how_to_decode(target, draft, plan):
         ['--batch_size=2'],
         ['--num_draft_tokens=3'],
         ['--method=tree'],
+        ['--inner_rounds=2'],
+        ['--lookup_confidence=0.5'],
         ['--verify=rejection'],
         ['--draft=none'],
         ['--plan=/no/such/plan'],
@@ -476,8 +478,10 @@ def test_a_plan_says_how_to_decode(target, draft, plan):
   assert json.loads(same[1])['tokens'] == output['tokens']
   assert 'plan: warning: batch_size is 2, the plan is for 1' in batch[2]
   messages = (
-    '--num_draft_tokens says 3',
-    '--method says tree',
+    '--num_draft_tokens=3 contradicts',
+    '--method=tree contradicts',
+    '--inner_rounds=2 contradicts',
+    '--lookup_confidence=(0.5,) contradicts',
     '--plan is for --verify=match, got rejection',
     'the plan was made for another draft',
     'plan /no/such/plan cannot be read',

@@ -1,11 +1,15 @@
-"""Drafters by name: what the flags of the decoding scripts stand for."""
+"""Drafters by name, and the settings that flags, arms and plans are made of.
 
-from collections.abc import Callable
+`DraftSettings` and the records in it are the only list of settings. `OPTIONS`
+has the fields of all of them by the names of their flags.
+"""
+
 from collections.abc import Mapping
 import dataclasses
 import pathlib
 from typing import Any
-from typing import Protocol
+from typing import get_args
+from typing import Literal
 
 from absl import logging
 
@@ -24,10 +28,12 @@ from specdec.ngram.table import load_table
 from specdec.tree.topology import chain
 from specdec.tree.topology import k_ary
 from specdec.tree.topology import load_topology
+from specdec.tree.topology import setting
 from specdec.tree.topology import Topology
 from specdec.tree.topology import TreeShape
 
-INNERS = ('none', 'ngram', 'lookup', 'ngram+lookup')
+Inner = Literal['none', 'ngram', 'lookup', 'ngram+lookup']
+INNERS: tuple[str, ...] = get_args(Inner)
 PLANNED = 'plan'
 METHODS = (
   'plain',
@@ -42,70 +48,11 @@ METHODS = (
 DEMO_TABLE = pathlib.Path(__file__).parents[1] / 'demo' / 'ngram.safetensors'
 
 
-_TREE = TreeShape(num_nodes=64, max_depth=16, capacity=512)
-_STAGE = StageConfig(width=16, branching=8, rounds=4, calibration=1.2)
-# Its forwards cost next to nothing.
-_INNER_STAGE = StageConfig(width=8, branching=3, rounds=3, cost_ratio=0.0)
-_LOOKUP = PromptLookup()
-
-
-class Planned(Protocol):
-  """A method and its settings; a `models.plan.Plan` is one."""
-
-  @property
-  def method(self) -> str: ...
-
-  @property
-  def drafting(self) -> 'DraftSettings': ...
-
-  @property
-  def min_block_efficiency(self) -> float: ...
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DraftSettings:
-  """How to draft, whatever the method; the defaults are those of the flags.
-
-  Attributes:
-    num_draft_tokens: of a chain.
-    tree: limits of the tree that grows best first.
-    stage: the outermost stage.
-    topology: a fixed shape of the tree instead of `tree`, and of the width,
-      children and rounds of `stage`; or None.
-    inner: one of `INNERS`, who guesses for the draft, or instead of it. None:
-      n-gram and lookup; the embedded n-gram only if it was built with the
-      tokenizer of the pair.
-    inner_stage: the inner drafter, in a stage.
-    inner_rounds_alone: of the inner drafter where there is no draft.
-    ngram: `demo` or a file made by scripts/build_ngram.py.
-    lookup: how prompt lookup matches.
-    plan: what the method `plan` stands for; the others do not look at it.
-  """
-
-  num_draft_tokens: int = 4
-  tree: TreeShape = _TREE
-  stage: StageConfig = _STAGE
-  topology: Topology | None = None
-  inner: str | None = None
-  inner_stage: StageConfig = _INNER_STAGE
-  inner_rounds_alone: int = 8
-  ngram: str = 'demo'
-  lookup: PromptLookup = _LOOKUP
-  plan: Planned | None = None
-
-
-def planned_break_even(method: str, settings: DraftSettings) -> float | None:
-  """As `specdec.generation.Options.break_even`; None where no plan says."""
-  if method != PLANNED or settings.plan is None:
-    return None
-  return settings.plan.min_block_efficiency
-
-
 def parse_topology(text: str) -> Topology:
-  """`chain:4`, `k_ary:2x3` (2 children, 3 levels) or a topology file.
+  """Reads `chain:4`, `k_ary:2x3` (2 children, 3 levels) or a topology file.
 
   Raises:
-    ValueError: it is none of these.
+    ValueError: the text is none of these.
   """
   kind, _, size = text.partition(':')
   try:
@@ -121,29 +68,116 @@ def parse_topology(text: str) -> Topology:
   return load_topology(text)
 
 
-_INNER_PREFIX = 'inner_'
+def _record(default: Any, prefix: str) -> Any:
+  """A field whose own fields are options, under their names with a prefix."""
+  return dataclasses.field(default=default, metadata={'prefix': prefix})
 
-# What each option is made of, where a text says what it is to be; the names are
-# those of the flags.
-OPTIONS: Mapping[str, Callable[[str], Any]] = {
-  'num_draft_tokens': int,
-  'num_nodes': int,
-  'width': int,
-  'branching': int,
-  'rounds': int,
-  'max_depth': int,
-  'capacity': int,
-  'calibration': float,
-  'cost_ratio': float,
-  'topology': parse_topology,
-  'inner': str,
-  'inner_width': int,
-  'inner_branching': int,
-  'inner_rounds': int,
-  'inner_calibration': float,
-  'inner_rounds_alone': int,
-  'ngram': str,
-}
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DraftSettings:
+  """How to draft, for every method; the defaults are those of the flags.
+
+  Attributes:
+    num_draft_tokens: length of a chain.
+    tree: limits of a tree that grows best first.
+    stage: settings of the draft model, the outermost stage.
+    topology: fixed shape in place of `tree` and of the width, branching and
+      rounds of `stage`; None for a tree that grows.
+    inner: one of `INNERS`, what drafts for the draft model, or in its place;
+      None for `ngram+lookup`, without the n-gram if it does not fit the pair.
+    inner_stage: settings of the inner drafter.
+    inner_rounds_alone: rounds of the inner drafter without a draft model.
+    ngram: `demo` or a file made by scripts/build_ngram.py.
+    lookup: settings of prompt lookup.
+    plan: the `models.Plan` of the method `plan`; other methods ignore it.
+
+  Raises:
+    ValueError: a value is out of range; names it.
+  """
+
+  num_draft_tokens: int = setting(
+    4, 'tokens drafted per target forward, in a chain'
+  )
+  tree: TreeShape = _record(TreeShape(num_nodes=64, capacity=512), '')
+  stage: StageConfig = _record(
+    StageConfig(width=16, branching=8, rounds=4, calibration=1.2), ''
+  )
+  topology: Topology | None = setting(
+    None,
+    'fixed tree in place of one that grows: chain:4, k_ary:2x3 (children x'
+    ' levels) or a JSON file of paths',
+  )
+  inner: Inner | None = setting(
+    None,
+    'what drafts for the draft model (--method=staged), or in its place'
+    ' (--draft=none); default: ngram+lookup if the n-gram has the vocabulary of'
+    ' the target, else lookup',
+  )
+  # The forwards of tables cost next to nothing.
+  inner_stage: StageConfig = _record(
+    StageConfig(width=8, branching=3, rounds=3, cost_ratio=0.0), 'inner_'
+  )
+  inner_rounds_alone: int = setting(
+    8, 'levels that --inner drafts without a draft model'
+  )
+  ngram: str = setting(
+    'demo', 'demo (embedded) or a file made by build_ngram.py'
+  )
+  lookup: PromptLookup = PromptLookup()
+  plan: Any = None
+
+  def __post_init__(self):
+    for name in ('num_draft_tokens', 'inner_rounds_alone'):
+      if getattr(self, name) < 1:
+        raise ValueError(
+          f'{name} must be at least 1, got {getattr(self, name)}'
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+  """A setting that has a flag.
+
+  Attributes:
+    record: the field of `DraftSettings` whose record has the setting; empty if
+      the setting is itself a field of `DraftSettings`.
+    field: the setting, with its type and help text.
+  """
+
+  record: str
+  field: dataclasses.Field
+
+  @property
+  def kind(self) -> Any:
+    """The type of its values other than None."""
+    kinds = get_args(self.field.type)
+    return kinds[0] if type(None) in kinds else self.field.type
+
+  def read(self, settings: DraftSettings) -> Any:
+    """Its value in the settings."""
+    record = getattr(settings, self.record) if self.record else settings
+    return getattr(record, self.field.name)
+
+  def parse(self, text: str) -> Any:
+    """Its value from a text; ValueError if the text is not of its kind."""
+    parsers: dict[Any, Any] = {Topology: parse_topology, Inner: str}
+    return parsers.get(self.kind, self.kind)(text)
+
+
+def _options() -> dict[str, Option]:
+  found, defaults = {}, DraftSettings()
+  for field in dataclasses.fields(defaults):
+    if 'help' in field.metadata:
+      found[field.name] = Option('', field)
+    elif 'prefix' in field.metadata:
+      for part in dataclasses.fields(getattr(defaults, field.name)):
+        name = field.metadata['prefix'] + part.name
+        found[name] = Option(field.name, part)
+  return found
+
+
+OPTIONS: Mapping[str, Option] = _options()
+"""All settings that have a flag, by the name of the flag."""
 
 
 def with_options(
@@ -152,60 +186,53 @@ def with_options(
   """Settings with some of them changed.
 
   Args:
-    settings: that the others are taken from.
-    options: by their names in `OPTIONS`; the values as texts, or as they are.
+    settings: the settings to begin with.
+    options: new values by their names in `OPTIONS`; texts are parsed.
 
   Raises:
-    ValueError: a value cannot be used; names it.
+    ValueError: a value cannot be used; names the option.
   """
-  own, tree, stage, inner = {}, {}, {}, {}
-  names_of = lambda record: {one.name for one in dataclasses.fields(record)}
-  fields, of_tree = names_of(DraftSettings), names_of(TreeShape)
+  changes: dict[str, dict[str, Any]] = {'': {}}
   for name, value in options.items():
+    option = OPTIONS[name]
     if isinstance(value, str):
       try:
-        value = OPTIONS[name](value)
+        value = option.parse(value)
       except ValueError as error:
         raise ValueError(f'{name}={value}: {error}') from error
-    if name in fields:
-      own[name] = value
-    elif name.startswith(_INNER_PREFIX):
-      inner[name.removeprefix(_INNER_PREFIX)] = value
-    elif name in of_tree:
-      tree[name] = value
-    else:
-      stage[name] = value
-  if own.get('num_draft_tokens', 1) < 1:
-    raise ValueError(
-      f'num_draft_tokens must be at least 1, got {own["num_draft_tokens"]}'
-    )
-  own['tree'] = dataclasses.replace(settings.tree, **tree)
-  own['stage'] = dataclasses.replace(settings.stage, **stage)
-  try:
-    own['inner_stage'] = dataclasses.replace(settings.inner_stage, **inner)
-  except ValueError as error:
-    raise ValueError(f'{_INNER_PREFIX}{error}') from error
+    changes.setdefault(option.record, {})[option.field.name] = value
+  own = changes.pop('')
+  for record, values in changes.items():
+    try:
+      own[record] = dataclasses.replace(getattr(settings, record), **values)
+    except ValueError as error:
+      prefix = 'inner_' if record == 'inner_stage' else ''
+      raise ValueError(f'{prefix}{error}') from error
   return dataclasses.replace(settings, **own)
 
 
-def _table_path(settings: DraftSettings) -> str | pathlib.Path:
-  return DEMO_TABLE if settings.ngram == 'demo' else settings.ngram
+def planned_break_even(method: str, settings: DraftSettings) -> float | None:
+  """The `break_even` of a method: that of its plan, else None."""
+  if method != PLANNED or settings.plan is None:
+    return None
+  return settings.plan.min_block_efficiency
 
 
 def _load_ngram(settings: DraftSettings, pair: Pair) -> NGram:
-  """The table, if it was built with the tokenizer of the pair.
+  """The n-gram table, if it was built with the tokenizer of the pair.
 
   Raises:
-    ValueError: it was not, and would guess tokens that mean other text.
+    ValueError: it was built with another tokenizer, so that its ids mean other
+      text.
   """
-  path = _table_path(settings)
+  path = DEMO_TABLE if settings.ngram == 'demo' else settings.ngram
   table, provenance = load_table(path)
   ours = pair.target.spec.vocab_size
   theirs = provenance.get('tokenizer_blake2b')
-  if theirs is None:  # Nobody knows; another size is certain to be wrong.
+  if theirs is None:  # Without a digest only the size can be compared.
     fits = table.vocab_size == ours
   else:
-    # Of one tokenizer, sizes can only differ by padding.
+    # Sizes of one tokenizer can only differ by padding.
     fits = theirs == vocabulary_digest(pair.tokenizer)
   if not fits:
     raise ValueError(
@@ -216,35 +243,9 @@ def _load_ngram(settings: DraftSettings, pair: Pair) -> NGram:
   return NGram(table.replace(vocab_size=ours))
 
 
-def _proposers(inner: str, settings: DraftSettings, pair: Pair) -> tuple:
-  # A match in the text itself is the better evidence, so it comes first.
-  proposers: list = []
-  if 'lookup' in inner.split('+'):
-    proposers.append(settings.lookup)
-  if 'ngram' in inner.split('+'):
-    proposers.append(_load_ngram(settings, pair))
-  return tuple(proposers)
-
-
-def _alone(inner: str, settings: DraftSettings, pair: Pair) -> Drafter:
-  """A table or the text itself as the only drafter, costing next to nothing."""
-  scorer = CandidateScorer(_proposers(inner, settings, pair))
-  if settings.topology is not None:
-    return fixed_drafter(
-      scorer, settings.topology, calibration=settings.stage.calibration
-    )
-  config = dataclasses.replace(
-    settings.stage,
-    rounds=settings.inner_rounds_alone,
-    cost_ratio=0.0,
-    calibration=settings.inner_stage.calibration,
-  )
-  return Drafter((Stage(scorer, config),), settings.tree)
-
-
 def _default_inner(settings: DraftSettings, pair: Pair) -> str:
   if settings.ngram != 'demo':
-    return 'ngram+lookup'  # asked for; if it does not fit, it is refused
+    return 'ngram+lookup'  # A chosen table that does not fit is refused.
   try:
     _load_ngram(settings, pair)
   except ValueError:
@@ -258,12 +259,43 @@ def _default_inner(settings: DraftSettings, pair: Pair) -> str:
   return 'ngram+lookup'
 
 
+def _tables(inner: str, settings: DraftSettings, pair: Pair) -> CandidateScorer:
+  # A match in the text itself is the better evidence, so it comes first.
+  proposers: list = []
+  if 'lookup' in inner.split('+'):
+    proposers.append(settings.lookup)
+  if 'ngram' in inner.split('+'):
+    proposers.append(_load_ngram(settings, pair))
+  return CandidateScorer(tuple(proposers))
+
+
+def _one_stage(
+  scorer: Any, config: StageConfig, settings: DraftSettings
+) -> Drafter:
+  if settings.topology is None:
+    return Drafter((Stage(scorer, config),), settings.tree)
+  return fixed_drafter(
+    scorer, settings.topology, calibration=settings.stage.calibration
+  )
+
+
+def _alone(inner: str, settings: DraftSettings, pair: Pair) -> Drafter:
+  """N-gram or prompt lookup as the only drafter, without a draft model."""
+  config = dataclasses.replace(
+    settings.stage,
+    rounds=settings.inner_rounds_alone,
+    cost_ratio=0.0,
+    calibration=settings.inner_stage.calibration,
+  )
+  return _one_stage(_tables(inner, settings, pair), config, settings)
+
+
 def make_drafter(method: str, pair: Pair, settings: DraftSettings) -> Drafter:
   """The drafter of a method.
 
   Args:
     method: one of `METHODS`.
-    pair: the target and perhaps a draft.
+    pair: the target, and the draft model if there is one.
     settings: see `DraftSettings`.
 
   Raises:
@@ -282,42 +314,33 @@ def make_drafter(method: str, pair: Pair, settings: DraftSettings) -> Drafter:
     return PLAIN
   if method in INNERS:
     return _alone(method, settings, pair)
-  draft = pair.draft
-  inner = settings.inner
-  if inner is None:
-    inner = _default_inner(settings, pair)
-  if draft is None:
+  inner = settings.inner or _default_inner(settings, pair)
+  if pair.draft is None:
     if method in ('tree', 'staged') and inner != 'none':
       return _alone(inner, settings, pair)
     raise ValueError(
       f'--method={method} with --inner={inner} needs a draft; give --draft,'
       ' or plain'
     )
-  scorer = LanguageModelScorer(draft)
+  scorer = LanguageModelScorer(pair.draft)
   length = settings.num_draft_tokens
   if method == 'chain':
     return fixed_drafter(scorer, chain(length))
-  if method == 'tree' and settings.topology is not None:
-    return fixed_drafter(
-      scorer, settings.topology, calibration=settings.stage.calibration
-    )
+  tree, config = settings.tree, settings.stage
   if method == 'tree':
-    return Drafter((Stage(scorer, settings.stage),), settings.tree)
+    return _one_stage(scorer, config, settings)
   if inner == 'none':
     raise ValueError(
-      '--method=staged with --inner=none is --method=tree; choose one of'
-      f' {INNERS[1:]}'
+      f'--method={method} with --inner=none has nothing to stage; choose one of'
+      f' {INNERS[1:]}, or --method=tree'
     )
   if settings.topology is not None:
     raise ValueError(
-      '--topology leaves no room for the candidates of an inner stage; leave'
-      ' out --topology, or choose --method=tree'
+      '--topology: a fixed topology leaves no room for the candidates of an'
+      ' inner stage; leave it out, or choose --method=tree'
     )
-  tree, config = settings.tree, settings.stage
   if method == 'staged_chain':
     tree = dataclasses.replace(tree, num_nodes=length + 1, max_depth=length)
     config = dataclasses.replace(config, width=length + 1, branching=1)
-  inner_scorer = CandidateScorer(_proposers(inner, settings, pair))
-  return Drafter(
-    (Stage(scorer, config), Stage(inner_scorer, settings.inner_stage)), tree
-  )
+  tables = Stage(_tables(inner, settings, pair), settings.inner_stage)
+  return Drafter((Stage(scorer, config), tables), tree)

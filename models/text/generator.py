@@ -1,4 +1,4 @@
-"""Text in, text out: load a target and whoever drafts for it, then decode.
+"""Text in, text out: a target, a drafter and a tokenizer.
 
 lm = models.load('demo', 'demo')
 result = lm.generate('import ', max_new_tokens=64)
@@ -12,12 +12,12 @@ from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
+import functools
+import inspect
 import numbers
 import os
 import time
 from typing import Any
-from typing import TypedDict
-from typing import Unpack
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +27,9 @@ from models.text.drafters import DraftSettings
 from models.text.drafters import make_drafter
 from models.text.drafters import PLANNED
 from models.text.drafters import planned_break_even
-from models.text.pair import load_pair
+from models.text.pair import find_checkpoints
+from models.text.pair import load_checkpoints
 from models.text.pair import Pair
-from models.text.pair import vocabulary_digest
 from models.text.plan import load_plan
 from models.text.plan import model_digests
 from models.text.plan import Plan
@@ -41,82 +41,43 @@ from specdec import checks
 from specdec.verify.stop_strings import build_stop_table
 from specdec.verify.stop_strings import StopTable
 
-# As the user may give them: one text, one list of ids, or several of either.
+# One text, one list of ids, or several of either.
 Prompts = str | Sequence[int] | Sequence[str | Sequence[int]]
-
-
+# One stop string, several, or a list of them per row.
 Stops = str | Sequence[str] | Sequence[Sequence[str]]
 
 
-class TextOptions(TypedDict, total=False):
-  """Keyword arguments of `Generator.generate` and `Generator.stream`.
-
-  Attributes:
-    max_new_tokens: the limit, one for all or one per row; 128 by default.
-    room_for_new_tokens: see `specdec.generation.Options`.
-    sampling: how to choose tokens, each value one for all or one per row;
-      greedy by default.
-    seed: of the sampling, 0 by default. One per row gives a row the same tokens
-      in any batch; row 0 of a single seed has those of that seed alone.
-    stop: stop strings: one, several, or a list of them per row. The text ends
-      before the first of them.
-    eos_ids: tokens that end a row; by default those of the target. `()` goes on
-      up to the limit.
-    verify: see `specdec.generation.Options`.
-    children: likewise.
-    log_probs: likewise.
-    break_even: likewise.
-  """
-
-  max_new_tokens: int | Sequence[int]
-  room_for_new_tokens: int | None
-  sampling: specdec.Sampling
-  seed: int | Sequence[int]
-  stop: Stops
-  eos_ids: Sequence[int]
-  verify: str
-  children: str | None
-  log_probs: bool
-  break_even: float | None
-
-
 def row_keys(seed: int | Sequence[int], batch_size: int) -> jax.Array:
-  """The keys of each row, `[B]`; see `TextOptions.seed`.
+  """The keys of each row, `[B]`, from one seed or one per row.
 
   Raises:
-    ValueError: there are other than B seeds, or one is no integer.
+    ValueError: there are other than B seeds, or a seed is no integer.
   """
-  seeds = list(seed) if isinstance(seed, Sequence) else [seed]
-  for one in seeds:
-    is_integer = isinstance(one, numbers.Integral) and not isinstance(one, bool)
-    # Of larger ones JAX would take the lower 32 bits without a word.
-    if not (is_integer and -(2**31) <= one < 2**32):
+  seeds = seed if isinstance(seed, Sequence) else [seed]
+  for value in seeds:
+    is_integer = isinstance(value, numbers.Integral)
+    # JAX takes the lower 32 bits of larger integers without an error.
+    fits = is_integer and -(2**31) <= value < 2**32
+    if not fits or isinstance(value, bool):
       raise ValueError(
         f'seed must be an integer of 32 bits, or one per row, got {seed!r}'
       )
   if not isinstance(seed, Sequence):
-    return checks.row_keys(jax.random.key(seeds[0]), batch_size)
+    return checks.row_keys(jax.random.key(seed), batch_size)
   if len(seeds) != batch_size:
     raise ValueError(
       f'seed must be one integer or one per row ({batch_size}), got'
       f' {len(seeds)}'
     )
-  one_key = lambda one: checks.row_keys(jax.random.key(one), 1)[0]
-  return jnp.stack([one_key(one) for one in seeds])
-
-
-def _is_ids(prompt) -> bool:
-  # Arrays say that they can be an index, whatever their shape.
-  return not isinstance(prompt, str) and all(
-    hasattr(token, '__index__') and np.ndim(token) == 0 for token in prompt
-  )
+  keys = [checks.row_keys(jax.random.key(value), 1)[0] for value in seeds]
+  return jnp.stack(keys)
 
 
 def as_list(prompts: Any) -> list[Any]:
   """`Prompts` as a list of texts and lists of ids.
 
   Raises:
-    ValueError: it is neither.
+    ValueError: the prompts are neither.
   """
   if isinstance(prompts, str):
     return [prompts]
@@ -126,111 +87,97 @@ def as_list(prompts: Any) -> list[Any]:
       f' {prompts!r}'
     )
   prompts = list(prompts)
-  return [prompts] if prompts and _is_ids(prompts) else prompts
-
-
-def _are_texts(values: Any) -> bool:
-  """Whether it is a list of strings."""
-  return (
-    isinstance(values, Sequence)
-    and not isinstance(values, str)
-    and all(isinstance(one, str) for one in values)
+  # Arrays of every shape have `__index__`.
+  are_ids = all(
+    hasattr(token, '__index__') and np.ndim(token) == 0 for token in prompts
   )
+  return [prompts] if prompts and are_ids else prompts
 
 
 def stops_of_rows(stop: Any, batch_size: int) -> tuple[tuple[str, ...], ...]:
   """`Stops` as the stop strings of each row.
 
   Raises:
-    ValueError: there are other than B lists, or one has what is no text.
+    ValueError: there are other than B lists, or a stop string is empty or not
+      Unicode.
   """
+  are_texts = lambda values: (
+    isinstance(values, Sequence)
+    and not isinstance(values, str)
+    and all(isinstance(text, str) for text in values)
+  )
   if isinstance(stop, str):
     stop = [stop]
-  if _are_texts(stop):
+  if are_texts(stop):
     stop = [stop] * batch_size
-  is_list = isinstance(stop, Sequence) and all(map(_are_texts, stop))
+  is_list = isinstance(stop, Sequence) and all(map(are_texts, stop))
   if not is_list or len(stop) != batch_size:
     raise ValueError(
       'stop must be a string, a list of strings, or one list of strings per row'
       f' ({batch_size}), got {stop!r}'
     )
   for row, strings in enumerate(stop):
-    for one in strings:
-      if not one or any('\ud800' <= letter <= '\udfff' for letter in one):
-        raise ValueError(f'row {row} has the stop string {one!r}; give text')
-  return tuple(tuple(strings) for strings in stop)
+    for text in strings:
+      if not text or any('\ud800' <= letter <= '\udfff' for letter in text):
+        raise ValueError(f'row {row} has the stop string {text!r}; give text')
+  return tuple(map(tuple, stop))
 
 
-_MAX_STOP_TABLES = 16
+# Building a table takes a moment where the vocabulary is large.
+@functools.lru_cache(maxsize=16)
+def _stop_table(
+  stops: tuple[tuple[str, ...], ...],
+  token_bytes: tuple[bytes, ...],
+  vocab_size: int,
+) -> StopTable:
+  encoded = [[stop.encode() for stop in row] for row in stops]
+  return build_stop_table(encoded, token_bytes, vocab_size)
 
 
 class TextDecoding:
-  """A decode whose text can be shown while it goes on; `Generator.stream`.
+  """A decode whose text can be shown while it grows; see `Generator.stream`.
 
   Iterating yields the new text of each row after every target forward: whole
-  characters, and nothing that may yet turn out to be part of a stop string. All
-  of it together is the text of `result`.
+  characters, and nothing that may turn out to be part of a stop string. Joined
+  it is the text of `result`.
   """
 
   def __init__(
     self,
-    generator: 'Generator',
-    prompts: Prompts,
-    **options: Unpack[TextOptions],
+    pair: Pair,
+    decoding: specdec.Decoding,
+    prompts: Sequence[Any],
+    ids: Sequence[Sequence[int]],
+    stops: tuple[tuple[str, ...], ...],
   ):
-    """Checks the arguments and feeds the prompts; see `Generator`."""
-    unknown = set(options) - set(TextOptions.__annotations__)
-    if unknown:
-      raise TypeError(
-        f'unexpected arguments {sorted(unknown)}; there are'
-        f' {sorted(TextOptions.__annotations__)}'
-      )
-    self._pair = pair = generator.pair
-    given = as_list(prompts)
-    for row, prompt in enumerate(given):
-      if isinstance(prompt, str) and not prompt:
-        raise ValueError(f'prompt {row} is empty; give at least one character')
-    self._ids = [
-      pair.encode(prompt) if isinstance(prompt, str) else prompt
-      for prompt in given
-    ]
-    self._stops = stops_of_rows(options.get('stop', ()), len(given))
-    self._streams: list[TextStream] | None = None
-    passed: dict[str, Any] = dict(options)
-    keys = row_keys(passed.pop('seed', 0), len(given))
-    passed['stop'] = generator.stop_table(self._stops)
-    passed.setdefault('max_new_tokens', 128)
-    passed.setdefault('eos_ids', pair.eos_ids)
-    passed.setdefault('break_even', generator.break_even)
-    self._decoding = specdec.Decoding(
-      pair.target, keys, self._ids, drafter=generator.drafter, **passed
-    )
-    # They are known to be token ids now.
-    self._ids = [list(map(int, ids)) for ids in self._ids]
+    """Wraps a decode of `ids`, which are the ids of `prompts`."""
+    self._pair, self._decoding, self._stops = pair, decoding, stops
+    self._ids = [list(map(int, row)) for row in ids]
     self._prompts = [
-      prompt if isinstance(prompt, str) else pair.decode(ids)
-      for prompt, ids in zip(given, self._ids, strict=True)
+      prompt if isinstance(prompt, str) else pair.decode(row)
+      for prompt, row in zip(prompts, self._ids, strict=True)
     ]
+    self._streams: list[TextStream] | None = None
 
   @property
   def done(self) -> bool:
-    """Whether all rows are."""
+    """Whether all rows have ended."""
     return self._decoding.done
 
   def compile(self) -> None:
-    """Compiles all that decoding needs, and decodes nothing."""
+    """Compiles everything that decoding needs, and decodes nothing."""
     self._decoding.step(0)
 
   def run(self, should_stop: Callable[[], bool] | None = None) -> None:
-    """To the end, without looking; see `specdec.Decoding.run`.
+    """Decodes to the end; see `specdec.Decoding.run`.
 
-    What comes meanwhile is in `result`, and not in what iterating yields later.
+    The new text is in `result`, and not in what iterating yields later.
     """
     self._decoding.run(should_stop)
 
   def __iter__(self) -> Iterator[list[str]]:
-    """The new text of each row, step by step, until all are done."""
-    # Kept, so that who breaks off can go on later, within a character too.
+    """Yields the new text of each row, step by step, until all have ended."""
+    # Kept, so that iterating can be resumed, also within a character.
     if self._streams is None:
       pieces = self._pair.token_bytes()
       self._streams = [TextStream(pieces, stops) for stops in self._stops]
@@ -243,7 +190,7 @@ class TextDecoding:
       yield texts
 
   def trace(self) -> list[specdec.Trace]:
-    """To the end, like `run`; what happened in every step, row by row."""
+    """Decodes to the end like `run`; a trace of every row."""
     rows = self._decoding.record()
     result = self.result()
     return [
@@ -259,31 +206,27 @@ class TextDecoding:
           for token in (*block.tokens, *block.emitted)
         },
         finish_reason=result.finish_reasons[row],
-        log_probs=None
-        if result.log_probs is None
-        else tuple(result.log_probs[row]),
+        log_probs=tuple(result.log_probs[row]) if result.log_probs else None,
       )
       for row, blocks in enumerate(rows)
     ]
 
   def result(self) -> TextGeneration:
-    """All that was generated so far."""
+    """Everything that was generated so far."""
     generation = self._decoding.result()
-    rows = list(zip(generation.tokens, self._stops, strict=True))
+    rows = zip(generation.tokens, self._stops, strict=True)
     texts = [_text(self._pair, tokens, stops) for tokens, stops in rows]
-    pieces = [self._pair.pieces(tokens) for tokens in generation.tokens]
+    pieces = map(self._pair.pieces, generation.tokens)
+    fields = {
+      field.name: getattr(generation, field.name)
+      for field in dataclasses.fields(generation)
+    }
     return TextGeneration(
       prompts=self._prompts,
       text=texts,
       prompt_tokens=self._ids,
-      tokens=generation.tokens,
       pieces=list(map(_cut, pieces, map(len, texts))),
-      origins=generation.origins,
-      labels=generation.labels,
-      log_probs=generation.log_probs,
-      finish_reasons=generation.finish_reasons,
-      errors=generation.errors,
-      stats=generation.stats,
+      **fields,
     )
 
 
@@ -293,11 +236,11 @@ def _text(pair: Pair, tokens: Sequence[int], stops: Sequence[str]) -> str:
   except ValueError:
     if stops:
       raise
-    return pair.decode(list(tokens))  # Any tokenizer will do for this.
+    return pair.decode(list(tokens))  # Works with every tokenizer.
 
 
 def _cut(pieces: Sequence[str], length: int) -> list[str]:
-  """As much of the pieces as there is text."""
+  """The pieces up to the given length of text."""
   cut = []
   for piece in pieces:
     cut.append(piece[:length])
@@ -305,122 +248,184 @@ def _cut(pieces: Sequence[str], length: int) -> list[str]:
   return cut
 
 
+def _passed(arguments: dict[str, Any]) -> dict[str, Any]:
+  """The arguments for `Generator.stream`, from the `locals()` of a method."""
+  names = set(inspect.signature(Generator.stream).parameters) - {'self'}
+  return {name: arguments[name] for name in names}
+
+
 @dataclasses.dataclass(frozen=True)
 class Generator:
-  """A target, whoever drafts for it, and a tokenizer: text in, text out.
+  """A target, a drafter and a tokenizer: text in, text out.
 
   Attributes:
     pair: the models and the tokenizer.
-    drafter: guesses for the target; None is plain decoding. It changes the
-      speed, never the text.
-    break_even: the default of that option: of the plan, or None.
+    drafter: drafts for the target; `specdec.PLAIN` is plain decoding. It
+      changes the speed, never the text.
+    break_even: the default of that argument: from the plan, or None.
   """
 
   pair: Pair
   drafter: specdec.Drafter
   break_even: float | None = None
-  _stop_tables: dict = dataclasses.field(
-    default_factory=dict, repr=False, compare=False
-  )
 
   def stop_table(self, stops: tuple[tuple[str, ...], ...]) -> StopTable | None:
-    """For the stop strings of each row; None if there are none.
-
-    Tables are kept: building one takes a moment where the vocabulary is large.
+    """The table of the stop strings of each row; None if there are none.
 
     Raises:
-      ValueError: a stop string is empty, or the tokenizer cannot say which
-        bytes its tokens have.
+      ValueError: a stop string is empty, or the tokens of the tokenizer have no
+        bytes of their own.
     """
     if not any(stops):
       return None
-    if stops not in self._stop_tables:
-      while len(self._stop_tables) >= _MAX_STOP_TABLES:
-        del self._stop_tables[next(iter(self._stop_tables))]
-      self._stop_tables[stops] = build_stop_table(
-        [[stop.encode() for stop in row] for row in stops],
-        self.pair.token_bytes(),
-        self.pair.target.spec.vocab_size,
-      )
-    return self._stop_tables[stops]
+    vocab_size = self.pair.target.spec.vocab_size
+    return _stop_table(stops, self.pair.token_bytes(), vocab_size)
 
   def stream(
-    self, prompts: Prompts, **options: Unpack[TextOptions]
+    self,
+    prompts: Prompts,
+    *,
+    max_new_tokens: int | Sequence[int] = 128,
+    room_for_new_tokens: int | None = None,
+    sampling: specdec.Sampling = specdec.Sampling(),
+    seed: int | Sequence[int] = 0,
+    stop: Stops = (),
+    eos_ids: Sequence[int] | None = None,
+    verify: str = 'match',
+    children: str | None = None,
+    log_probs: bool = False,
+    break_even: float | None = None,
   ) -> TextDecoding:
-    """Continues prompts, to be watched while it goes on.
+    """Continues prompts, and lets the text be shown while it grows.
 
-    Args:
-      prompts: a text, a list of ids, or several of them, in any mixture.
-      **options: see `TextOptions`.
-
-    Returns:
-      An iterable of the new text of each row, block by block. To cancel, stop
-      iterating; its `result` has what there is so far.
-
-    Raises:
-      TypeError: an argument is not known.
-      ValueError: an argument cannot be used; says which and why.
+    The arguments are those of `generate`. Iterating over what is returned
+    yields the new text of each row, block by block. To cancel, stop iterating;
+    its `result` has the text so far.
     """
-    return TextDecoding(self, prompts, **options)
+    given, ids = as_list(prompts), []
+    for row, prompt in enumerate(given):
+      if isinstance(prompt, str) and not prompt:
+        raise ValueError(f'prompt {row} is empty; give at least one character')
+      is_text = isinstance(prompt, str)
+      ids.append(self.pair.encode(prompt) if is_text else prompt)
+    stops = stops_of_rows(stop, len(given))
+    decoding = specdec.Decoding(
+      self.pair.target,
+      row_keys(seed, len(given)),
+      ids,
+      drafter=self.drafter,
+      max_new_tokens=max_new_tokens,
+      room_for_new_tokens=room_for_new_tokens,
+      sampling=sampling,
+      eos_ids=self.pair.eos_ids if eos_ids is None else eos_ids,
+      stop=self.stop_table(stops),
+      verify=verify,
+      children=children,
+      log_probs=log_probs,
+      break_even=self.break_even if break_even is None else break_even,
+    )
+    return TextDecoding(self.pair, decoding, given, ids, stops)
 
   def generate(
     self,
     prompts: Prompts,
     *,
+    max_new_tokens: int | Sequence[int] = 128,
+    room_for_new_tokens: int | None = None,
+    sampling: specdec.Sampling = specdec.Sampling(),
+    seed: int | Sequence[int] = 0,
+    stop: Stops = (),
+    eos_ids: Sequence[int] | None = None,
+    verify: str = 'match',
+    children: str | None = None,
+    log_probs: bool = False,
+    break_even: float | None = None,
     should_stop: Callable[[], bool] | None = None,
-    **options: Unpack[TextOptions],
   ) -> TextGeneration:
     """Continues prompts.
 
     Args:
-      prompts: see `stream`.
-      should_stop: see `specdec.generate`.
-      **options: see `TextOptions`.
+      prompts: a text, a list of ids, or several of them, in any mixture.
+      max_new_tokens: the limit, one for all rows or one per row.
+      room_for_new_tokens: size of the buffers, at least `max_new_tokens`, which
+        is the default. Calls with one size share a program.
+      sampling: how to choose tokens; each value one for all rows or one per
+        row. The default is greedy.
+      seed: of the sampling. One seed per row gives a row the same tokens in any
+        batch; row 0 of a single seed has those of that seed alone.
+      stop: stop strings: one, several, or a list of them per row. The text ends
+        before the first of them.
+      eos_ids: tokens that end a row. None: those of the target; `()`: none.
+      verify: `match`, `rejection` or `block`, see `specdec.verify`.
+      children: how the drafter chooses its candidates for the other rules than
+        `match`, one of `specdec.sampling.CHILDREN`; None for its default.
+      log_probs: whether to return the log-probabilities of the new tokens.
+      break_even: the time of a speculative step in plain steps; decoding goes
+        on plainly wherever speculation emits fewer tokens per step. None: that
+        of the generator.
+      should_stop: asked every few steps, from this thread; if it returns True,
+        rows that have not ended are cancelled and keep the tokens they have.
 
     Returns:
       Texts, ids and statistics.
 
     Raises:
-      TypeError: an argument is not known.
-      ValueError: an argument cannot be used; says which and why.
+      ValueError: an argument cannot be used; gives the reason.
     """
-    decoding = TextDecoding(self, prompts, **options)
+    decoding = self.stream(**_passed(locals()))
     decoding.run(should_stop)
     return decoding.result()
 
   def trace(
-    self, prompts: Prompts, **options: Unpack[TextOptions]
+    self,
+    prompts: Prompts,
+    *,
+    max_new_tokens: int | Sequence[int] = 128,
+    room_for_new_tokens: int | None = None,
+    sampling: specdec.Sampling = specdec.Sampling(),
+    seed: int | Sequence[int] = 0,
+    stop: Stops = (),
+    eos_ids: Sequence[int] | None = None,
+    verify: str = 'match',
+    children: str | None = None,
+    log_probs: bool = False,
+    break_even: float | None = None,
   ) -> list[specdec.Trace]:
-    """Continues prompts, and tells what happened in every step.
+    """Records every step, row by row; `specdec.tracing` draws it.
 
-    The texts are those of `generate`. It is slower: every step returns to the
-    host. `specdec.viz` draws what comes back.
-
-    Args:
-      prompts: see `stream`.
-      **options: see `TextOptions`.
-
-    Returns:
-      Of each row its trace.
-
-    Raises:
-      TypeError: an argument is not known.
-      ValueError: an argument cannot be used; says which and why.
+    The arguments and the texts are those of `generate`. It is slower, because
+    every step returns to the host.
     """
-    return TextDecoding(self, prompts, **options).trace()
+    return self.stream(**_passed(locals())).trace()
 
   def timed(
-    self, prompts: Prompts, **options: Unpack[TextOptions]
+    self,
+    prompts: Prompts,
+    *,
+    max_new_tokens: int | Sequence[int] = 128,
+    room_for_new_tokens: int | None = None,
+    sampling: specdec.Sampling = specdec.Sampling(),
+    seed: int | Sequence[int] = 0,
+    stop: Stops = (),
+    eos_ids: Sequence[int] | None = None,
+    verify: str = 'match',
+    children: str | None = None,
+    log_probs: bool = False,
+    break_even: float | None = None,
   ) -> TextGeneration:
     """`generate`, compiled before the clock starts.
 
-    Its statistics have `seconds` of decoding too (prompt included, compilation
-    not), `tokens_per_second` over all rows, and `compile_seconds`.
+    The arguments are those of `generate`. The statistics also have `seconds` of
+    decoding (with the prompt, without compilation), `tokens_per_second` over
+    all rows, and `compile_seconds`.
     """
+    make = functools.partial(self.stream, **_passed(locals()))
     start = time.perf_counter()
-    TextDecoding(self, prompts, **options).compile()
+    make().compile()
     compiled = time.perf_counter()
-    result = self.generate(prompts, **options)
+    decoding = make()
+    decoding.run()
+    result = decoding.result()
     seconds = time.perf_counter() - compiled
     timing = {
       'seconds': seconds,
@@ -441,41 +446,31 @@ def load(
   draft_dtype: jax.typing.DTypeLike | None = None,
   revision: str | None = None,
 ) -> Generator:
-  """Loads a target and whoever drafts for it.
+  """Loads a target and what drafts for it.
 
   Args:
     target: `demo` (embedded), a folder or the id of a model on the Hugging Face
       hub.
-    draft: likewise; None for none.
-    method: one of `models.drafters.METHODS`; `plain` drafts nothing.
-    drafting: see there.
-    plan: from `models.planner`, or a file made by scripts/tune.py; in place of
-      method and settings.
+    draft: the draft model, named in the same way; None for none.
+    method: one of `models.text.drafters.METHODS`; `plain` drafts nothing.
+    drafting: settings of the method.
+    plan: a `models.Plan` or its file, made by scripts/tune.py; takes the place
+      of `method` and `drafting`.
     dtype: of the target: float32, bfloat16 or int8, see `hub.load_module`.
-    draft_dtype: of the draft; default: as the target.
+    draft_dtype: of the draft; None for that of the target.
     revision: of the target, on the hub.
 
   Raises:
-    ValueError: a model cannot be used, or the two or the plan do not fit; says
-      why.
+    ValueError: a model cannot be used, or target, draft and plan do not fit
+      together; gives the reason.
   """
   if plan is not None:
     plan = plan if isinstance(plan, Plan) else load_plan(plan)
     method, drafting = PLANNED, DraftSettings(plan=plan)
-  pair = load_pair(
-    target,
-    None if method == 'plain' else draft,
-    dtype=dtype,
-    draft_dtype=draft_dtype,
-    revision=revision,
-  )
+  draft = None if method == 'plain' else draft
+  checkpoints = find_checkpoints(target, draft, revision=revision)
   if plan is not None:
-    vocabulary = vocabulary_digest(pair.tokenizer)
-    plan.check_models(
-      model_digests(target, draft, vocabulary=vocabulary, revision=revision)
-    )
-  return Generator(
-    pair,
-    make_drafter(method, pair, drafting),
-    break_even=planned_break_even(method, drafting),
-  )
+    plan.check_models(model_digests(*checkpoints))
+  pair = load_checkpoints(*checkpoints, dtype=dtype, draft_dtype=draft_dtype)
+  break_even = planned_break_even(method, drafting)
+  return Generator(pair, make_drafter(method, pair, drafting), break_even)

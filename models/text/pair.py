@@ -1,9 +1,10 @@
-"""A target and its draft, ready to decode text."""
+"""A target, its draft model and their tokenizer, from checkpoints."""
 
 import dataclasses
 import hashlib
 import json
 import pathlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +19,26 @@ from specdec.model import LanguageModel
 
 
 @dataclasses.dataclass(frozen=True)
+class Checkpoint:
+  """A model folder that was located, with its tokenizer.
+
+  Attributes:
+    folder: the folder, which has a `config.json`.
+    tokenizer: None if the folder has none.
+  """
+
+  folder: pathlib.Path
+  tokenizer: transformers.PreTrainedTokenizerBase | None
+
+
+@dataclasses.dataclass(frozen=True)
 class Pair:
-  """What it takes to go from text to text.
+  """The models and the tokenizer that continue a text.
 
   Attributes:
     target: the model whose output is kept.
-    draft: drafts for it, or None.
-    tokenizer: of both.
+    draft: the model that drafts for the target, or None.
+    tokenizer: of both models.
     eos_ids: tokens that end a text.
   """
 
@@ -35,11 +49,11 @@ class Pair:
 
   def encode(self, text: str) -> list[int]:
     """Text to token ids."""
-    # What is too long for a model is refused when it is decoded.
+    # `verbose=False`: a text that is too long is refused when it is decoded.
     return self.tokenizer(text, verbose=False)['input_ids']
 
   def decode(self, ids: list[int]) -> str:
-    """Token ids to text, as it is; special tokens are left out."""
+    """Token ids to text, without special tokens."""
     text = self.tokenizer.decode(
       ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
@@ -47,15 +61,15 @@ class Pair:
     return text
 
   def token_bytes(self) -> tuple[bytes, ...]:
-    """What each token adds to a text, see `models.token_bytes`."""
+    """The bytes of each token, see `models.text.token_bytes`."""
     return token_bytes(self.tokenizer, self.target.spec.vocab_size)
 
   def pieces(self, ids: list[int]) -> list[str]:
-    """The text of each token; together they are `token_bytes.text_of`.
+    """The text of each token; joined they are `token_bytes.text_of`.
 
-    A token that ends within a character has none, and the one that completes it
-    has all of it. If the tokenizer cannot say which bytes its tokens have, they
-    are `decode` together, as far as it decodes tokens one by one.
+    A character that spans several tokens is the text of the last of them. For a
+    tokenizer whose tokens have no bytes of their own the texts come from
+    `decode`.
     """
     try:
       stream = TextStream(self.token_bytes())
@@ -65,7 +79,7 @@ class Pair:
     return [*pieces[:-1], pieces[-1] + stream.flush()] if pieces else []
 
   def token_text(self, token: int) -> str:
-    """Of one token alone; U+FFFD for what is part of a character."""
+    """The text of a single token; U+FFFD for a part of a character."""
     try:
       return self.token_bytes()[token].decode('utf-8', 'replace')
     except ValueError:
@@ -81,31 +95,41 @@ class Pair:
     return pieces
 
 
-def load_tokenizer(
-  folder: pathlib.Path,
-) -> transformers.PreTrainedTokenizerBase:
-  """That of a model.
+def find_checkpoints(
+  target: str, draft: str | None, *, revision: str | None = None
+) -> tuple[Checkpoint, Checkpoint | None]:
+  """Locates a target and a draft, see `load_pair`, and loads their tokenizers.
 
   Raises:
-    ValueError: there is none that can be used.
+    ValueError: a model cannot be located, or its tokenizer cannot be loaded.
   """
+  folder = hub.locate(target, revision=revision)
   if not (folder / 'config.json').exists():
     raise ValueError(f'{folder} is no model folder: it has no config.json')
   if not hub.has_tokenizer(folder):
     raise ValueError(f'{folder} has no tokenizer; copy that of the model there')
+  if draft is None:
+    return _checkpoint(folder), None
+  return _checkpoint(folder), _checkpoint(hub.locate(hub.draft_name(draft)))
+
+
+def _checkpoint(folder: pathlib.Path) -> Checkpoint:
+  if not hub.has_tokenizer(folder):
+    return Checkpoint(folder, None)
   try:
-    return transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
   except (OSError, ValueError) as error:
     raise ValueError(f'{folder} has no usable tokenizer: {error}') from error
+  return Checkpoint(folder, tokenizer)
 
 
 def _eos_ids(
   folder: pathlib.Path, tokenizer, vocab_size: int
 ) -> tuple[int, ...]:
-  """From generation_config.json, else config.json, else the tokenizer.
+  """The EOS ids of generation_config.json, config.json or the tokenizer.
 
-  Ids outside the vocabulary are passed over: configs in the wild keep GPT-2's
-  50256 with smaller vocabularies.
+  Ids outside the vocabulary are skipped: published configs of small
+  vocabularies often keep GPT-2's 50256.
   """
   stated = []
   for name in ('generation_config.json', 'config.json'):
@@ -123,34 +147,58 @@ def _eos_ids(
   return ()
 
 
-def _check_padding(target, draft, tokenizer, draft_folder):
-  """Refuses vocabularies that differ by more than padding."""
-  sizes = (target.spec.vocab_size, draft.spec.vocab_size)
-  if sizes[0] == sizes[1]:
-    return
-  if not hub.has_tokenizer(draft_folder) or len(tokenizer) > min(sizes):
+def _check_same_tokens(target: Checkpoint, draft: Checkpoint) -> None:
+  """Refuses a draft whose token ids have other meanings."""
+  if target.tokenizer is None or draft.tokenizer is None:
+    return  # Then only the sizes can be compared, see `_check_padding`.
+  ours, theirs = target.tokenizer.get_vocab(), draft.tokenizer.get_vocab()
+  differing = sum(theirs.get(token) != index for token, index in ours.items())
+  if ours != theirs:
     raise ValueError(
-      f'the target has a vocabulary of {sizes[0]} tokens, the draft'
-      f' {draft_folder} of {sizes[1]}, and nothing says that the difference is'
-      f' padding (the tokenizer of the target has {len(tokenizer)} tokens);'
+      f'the tokenizers of the target {target.folder} ({len(ours)} tokens) and'
+      f' the draft {draft.folder} ({len(theirs)} tokens) differ in {differing}'
+      " of the target's tokens; choose a draft with the same tokenizer"
+    )
+
+
+def _check_padding(
+  target: int, draft: int, num_tokens: int, checkpoint: Checkpoint
+) -> None:
+  """Refuses vocabulary sizes that differ by more than padding."""
+  padded = checkpoint.tokenizer is not None and num_tokens <= min(target, draft)
+  if target != draft and not padded:
+    raise ValueError(
+      f'the target has a vocabulary of {target} tokens, the draft'
+      f' {checkpoint.folder} of {draft}, and nothing shows that the difference'
+      f' is padding (the tokenizer of the target has {num_tokens} tokens);'
       ' choose a draft with the same tokenizer, and its tokenizer in the folder'
     )
 
 
-def _check_same_tokens(target_folder, draft_folder, tokenizer):
-  """Refuses a draft whose token ids mean other text: it would never agree."""
-  if not hub.has_tokenizer(draft_folder):
-    return  # A bare draft; its vocabulary size is checked later.
-  ours = tokenizer.get_vocab()
-  theirs = load_tokenizer(draft_folder).get_vocab()
-  if ours == theirs:
-    return
-  differing = sum(theirs.get(token) != index for token, index in ours.items())
-  raise ValueError(
-    f'the tokenizers of the target {target_folder} ({len(ours)} tokens) and'
-    f' the draft {draft_folder} ({len(theirs)} tokens) differ in {differing}'
-    " of the target's tokens; choose a draft with the same tokenizer"
-  )
+def load_checkpoints(
+  target: Checkpoint,
+  draft: Checkpoint | None,
+  *,
+  dtype: jax.typing.DTypeLike = jnp.float32,
+  draft_dtype: jax.typing.DTypeLike | None = None,
+) -> Pair:
+  """Loads the weights of a target and a draft; see `load_pair`."""
+  tokenizer = target.tokenizer
+  assert tokenizer is not None
+  if draft is not None:
+    _check_same_tokens(target, draft)
+  model = as_model(hub.load_module(target.folder, dtype=dtype))
+  size = model.spec.vocab_size
+  draft_model = None
+  if draft is not None:
+    draft_model = as_model(
+      hub.load_module(draft.folder, dtype=draft_dtype or dtype)
+    )
+    own_size = draft_model.spec.vocab_size
+    _check_padding(size, own_size, len(tokenizer), draft)
+    draft_model = with_vocab_size(draft_model, size)
+  eos_ids = _eos_ids(target.folder, tokenizer, size)
+  return Pair(model, draft_model, tokenizer, eos_ids)
 
 
 def load_pair(
@@ -161,44 +209,26 @@ def load_pair(
   draft_dtype: jax.typing.DTypeLike | None = None,
   revision: str | None = None,
 ) -> Pair:
-  """Loads a target, its tokenizer and perhaps a draft.
+  """Loads a target, its tokenizer and a draft, if one is given.
 
   Args:
     target: `demo`, a folder or a hub id, see `hub.locate`.
-    draft: likewise, but `demo` is the embedded draft; or None.
+    draft: a name as for the target, except that `demo` is the embedded draft;
+      None for no draft.
     dtype: of the target's matrices: float32, bfloat16 or int8, see
       `hub.load_module`.
-    draft_dtype: of the draft's; default: as the target.
+    draft_dtype: of the draft's matrices; None for that of the target.
     revision: of the target, on the hub.
-
-  Returns:
-    The pair.
 
   Raises:
     ValueError: a folder cannot be used, or the tokenizers differ. Vocabularies
       of one tokenizer may differ by padding; the draft then gets the target's.
   """
-  folder = hub.locate(target, revision=revision)
-  tokenizer = load_tokenizer(folder)
-  draft_model = None
-  target_model = as_model(hub.load_module(folder, dtype=dtype))
-  if draft is not None:
-    draft_folder = hub.locate(hub.draft_name(draft))
-    _check_same_tokens(folder, draft_folder, tokenizer)
-    draft_model = as_model(
-      hub.load_module(draft_folder, dtype=draft_dtype or dtype)
-    )
-    _check_padding(target_model, draft_model, tokenizer, draft_folder)
-    draft_model = with_vocab_size(draft_model, target_model.spec.vocab_size)
-  return Pair(
-    target=target_model,
-    draft=draft_model,
-    tokenizer=tokenizer,
-    eos_ids=_eos_ids(folder, tokenizer, target_model.spec.vocab_size),
-  )
+  found = find_checkpoints(target, draft, revision=revision)
+  return load_checkpoints(*found, dtype=dtype, draft_dtype=draft_dtype)
 
 
-def vocabulary_digest(tokenizer: transformers.PreTrainedTokenizerBase) -> str:
-  """Equal for tokenizers whose ids mean the same tokens, 32 hex digits."""
+def vocabulary_digest(tokenizer: Any) -> str:
+  """A digest of a tokenizer's ids and tokens, 32 hex digits."""
   vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
   return hashlib.blake2b(vocabulary.encode(), digest_size=16).hexdigest()

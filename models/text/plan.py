@@ -1,7 +1,7 @@
-"""Plans: how to decode with these models on this machine, as a small file.
+"""Plans: saved settings of decoding for given models on a given machine.
 
-Made by `models.planner` (scripts/tune.py), read by `models.load(plan=...)` and
-by `--plan` of the decoding scripts.
+A plan is a small JSON file, made by `models.tune` (scripts/tune.py) and read by
+`models.load(plan=...)` and by `--plan` of the decoding scripts.
 """
 
 from collections.abc import Mapping
@@ -12,48 +12,45 @@ import os
 import pathlib
 from typing import Any
 
-from models.bench.record import to_table
-from models.checkpoints import hub
 from models.text.drafters import DraftSettings
 from models.text.drafters import INNERS
 from models.text.drafters import METHODS
+from models.text.drafters import OPTIONS
 from models.text.drafters import PLANNED
-from specdec.draft.drafter import StageConfig
+from models.text.drafters import with_options
+from models.text.pair import Checkpoint
+from models.text.pair import vocabulary_digest
 from specdec.draft.lookup import PromptLookup
 from specdec.tree.topology import Topology
-from specdec.tree.topology import TreeShape
 
 SCHEMA = 1
 
 _SAMPLE_BYTES = 1 << 16
-_OF_TOPOLOGY = (
-  'num_nodes',
-  'width',
-  'branching',
-  'rounds',
-  'max_depth',
-  'capacity',
-)
-_RECORDS = {
-  'tree': TreeShape,
-  'stage': StageConfig,
-  'inner_stage': StageConfig,
-  'lookup': PromptLookup,
-}
+
+
+def _entry(name: str) -> tuple[str, str]:
+  """The object of a plan's settings that holds an option, and its key there."""
+  record, field = OPTIONS[name].record, OPTIONS[name].field
+  if record == 'inner_stage':
+    return 'inner_tree', field.name
+  return 'tree' if record or name == 'topology' else '', field.name
+
+
+_ENTRIES = {_entry(name): name for name in OPTIONS}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Context:
-  """What a plan was made for.
+  """The models, machine and options that a plan was made for.
 
   Attributes:
-    models: digest of each of target, draft and vocabulary; None for no draft.
-      A plan for others is refused.
-    machine: as `models.results.describe_machine` says.
-    dtype: of the target.
-    draft_dtype: of the draft.
+    models: digests of target, draft and vocabulary; None for no draft. A plan
+      for other models is refused.
+    machine: the record of `models.bench.record.describe_machine`.
+    dtype: dtype of the target.
+    draft_dtype: dtype of the draft.
     batch_size: B.
-    sampling: name and value of all that is set.
+    sampling: name and value of every sampling option that is set.
   """
 
   models: dict[str, str | None]
@@ -64,30 +61,34 @@ class Context:
   sampling: dict[str, Any]
 
   def warnings(self, other: 'Context') -> list[str]:
-    """In what a plan for `other` may be off the mark here."""
-    found = []
-    for name in ('device', 'processor', 'cores'):
-      here, there = self.machine.get(name), other.machine.get(name)
-      if here != there:
-        found.append(f'{name} is {here}, the plan is for {there}')
-    for name in ('dtype', 'draft_dtype', 'batch_size', 'sampling'):
-      here, there = getattr(self, name), getattr(other, name)
-      if here != there:
-        found.append(f'{name} is {here}, the plan is for {there}')
-    return found
+    """The differences that make a plan for `other` less reliable here."""
+    names = ('dtype', 'draft_dtype', 'batch_size', 'sampling')
+    pairs = {
+      name: (getattr(self, name), getattr(other, name)) for name in names
+    }
+    machine = {
+      name: (self.machine.get(name), other.machine.get(name))
+      for name in ('device', 'processor', 'cores')
+    }
+    return [
+      f'{name} is {here}, the plan is for {there}'
+      for name, (here, there) in (machine | pairs).items()
+      if here != there
+    ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-  """How to decode, why, and what for.
+  """A method of decoding, its settings and the measurements behind the choice.
 
   Attributes:
-    method: one of `models.drafters.METHODS`.
-    drafting: the settings that go with it.
-    min_block_efficiency: seconds of one of its steps over those of a step of
-      plain decoding: with fewer tokens per step it loses. 1 for plain decoding.
-    context: what it was made for.
-    candidates: the figures of all that were tried, fastest first.
+    method: one of `models.text.drafters.METHODS`.
+    drafting: the settings of the method.
+    min_block_efficiency: the time of a step in steps of plain decoding; with
+      fewer tokens per step it is slower than plain decoding. 1 for plain
+      decoding.
+    context: the models, machine and options that the plan was made for.
+    candidates: the figures of all candidates, fastest first.
   """
 
   method: str
@@ -97,17 +98,10 @@ class Plan:
   candidates: tuple[dict[str, Any], ...] = ()
 
   def check_models(self, models: Mapping[str, str | None]) -> None:
-    """Refuses a plan for other models.
-
-    Args:
-      models: digests of those at hand, see `Context`.
-
-    Raises:
-      ValueError: one of them differs; says which.
-    """
+    """Raises ValueError if the digests of the models in use are others."""
     for name, digest in self.context.models.items():
       if name == 'draft' and self.method in ('plain', *INNERS[1:]):
-        continue  # it does not take part
+        continue  # These methods do not use the draft.
       if models.get(name) != digest:
         raise ValueError(
           f'the plan was made for another {name} ({digest}, here'
@@ -116,11 +110,11 @@ class Plan:
         )
 
   def to_json(self) -> str:
-    """All of it."""
+    """The plan as JSON; of the settings, those that are not the defaults."""
     record = {
       'schema': SCHEMA,
       'method': self.method,
-      'drafting': _differences(self.drafting, DraftSettings()),
+      'drafting': _to_record(self.drafting),
       'min_block_efficiency': self.min_block_efficiency,
       'context': dataclasses.asdict(self.context),
       'candidates': list(self.candidates),
@@ -128,54 +122,62 @@ class Plan:
     return json.dumps(record, indent=1) + '\n'
 
   def save(self, path: pathlib.Path) -> None:
-    """Writes it whole or not at all; folders are made."""
+    """Writes the file atomically; missing folders are made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f'{path.name}.{os.getpid()}.partial')
     partial.write_text(self.to_json(), 'utf-8')
     partial.replace(path)
 
 
-def _differences(record: Any, default: Any) -> dict[str, Any]:
-  """The fields that are not those of the default, as JSON."""
-  topology = getattr(record, 'topology', None)
-  found: dict[str, Any] = {}
-  for field in dataclasses.fields(record):
-    value, usual = (getattr(one, field.name) for one in (record, default))
-    if value == usual or (topology and field.name in _OF_TOPOLOGY):
-      continue
-    if isinstance(value, Topology):
-      value = [list(path) for path in value.paths]
-    elif dataclasses.is_dataclass(value):
-      value = _differences(value, usual)
-    found[field.name] = list(value) if isinstance(value, tuple) else value
-  return found
+def _to_record(settings: DraftSettings) -> dict[str, Any]:
+  """The settings that are not the defaults, as JSON."""
+  record: dict[str, Any] = {}
+  for (group, key), name in _ENTRIES.items():
+    value = OPTIONS[name].read(settings)
+    if value != OPTIONS[name].read(DraftSettings()):
+      if isinstance(value, Topology):
+        value = [list(path) for path in value.paths]
+      (record.setdefault(group, {}) if group else record)[key] = value
+  lookup, usual = map(dataclasses.asdict, (settings.lookup, PromptLookup()))
+  if lookup != usual:
+    changed = {key: lookup[key] for key in lookup if lookup[key] != usual[key]}
+    record['lookup'] = changed
+  return record
 
 
-def _restore(kind: Any, default: Any, changes: Any, name: str) -> Any:
-  """The inverse of `_differences`."""
-  if not isinstance(changes, dict):
-    raise ValueError(f'{name} must be an object, got {changes!r}')
-  fields = {field.name for field in dataclasses.fields(kind)}
-  unknown = changes.keys() - fields
-  if unknown:
-    raise ValueError(f'{name} has unknown entries {sorted(unknown)}')
-  values = {}
-  for key, value in changes.items():
-    if key in _RECORDS and kind is DraftSettings:
-      value = _restore(
-        _RECORDS[key], getattr(default, key), value, f'{name}.{key}'
+def _from_record(record: dict[str, Any]) -> DraftSettings:
+  """The inverse of `_to_record`."""
+  groups = {
+    name: record.pop(name, {}) for name in ('lookup', 'inner_tree', 'tree')
+  }
+  lookup: dict[str, Any] = {
+    key: tuple(value) if isinstance(value, list) else value
+    for key, value in groups.pop('lookup').items()
+  }
+  options: dict[str, Any] = {}
+  for group, values in {**groups, '': record}.items():
+    name = f'drafting.{group}'.rstrip('.')
+    if not isinstance(values, dict):
+      raise ValueError(f'{name} must be an object, got {values!r}')
+    unknown = sorted(key for key in values if (group, key) not in _ENTRIES)
+    if unknown:
+      raise ValueError(
+        f'{name} has unknown entries {unknown}; make the plan anew with'
+        ' scripts/tune.py'
       )
-    elif key == 'topology':
-      value = Topology(tuple(map(tuple, value)))
-    values[key] = tuple(value) if isinstance(value, list) else value
-  return dataclasses.replace(default, **values)
+    options |= {_ENTRIES[group, key]: values[key] for key in values}
+  if 'topology' in options:
+    paths = options['topology']
+    options['topology'] = Topology(tuple(tuple(path) for path in paths))
+  settings = with_options(DraftSettings(), options)
+  return dataclasses.replace(settings, lookup=PromptLookup(**lookup))
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
-  """Reads a plan.
+  """Reads a plan from a file.
 
   Raises:
-    ValueError: it cannot be read or is no plan; says why.
+    ValueError: the file cannot be read or is no plan; gives the reason.
   """
   try:
     record = json.loads(pathlib.Path(path).read_text('utf-8'))
@@ -192,7 +194,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     missing = {'target', 'draft', 'vocabulary'} - context.models.keys()
     if missing:
       raise ValueError(f'context.models lacks {sorted(missing)}')
-    methods = tuple(one for one in METHODS if one != PLANNED)
+    methods = tuple(method for method in METHODS if method != PLANNED)
     if record['method'] not in methods:
       raise ValueError(f'method {record["method"]!r} is none of {methods}')
     ratio = float(record['min_block_efficiency'])
@@ -200,9 +202,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
       raise ValueError(f'min_block_efficiency must be positive, got {ratio}')
     return Plan(
       method=record['method'],
-      drafting=_restore(
-        DraftSettings, DraftSettings(), record['drafting'], 'drafting'
-      ),
+      drafting=_from_record(record['drafting']),
       min_block_efficiency=ratio,
       context=context,
       candidates=tuple(record['candidates']),
@@ -214,10 +214,11 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
 
 
 def model_digest(folder: pathlib.Path) -> str:
-  """Tells models apart, whatever dtype they are loaded in; 32 hex digits.
+  """A digest of a model, independent of the dtype it is loaded in, 32 digits.
 
-  Of the config, and of size, beginning and end of every file of weights: they
-  hold names, shapes and some of the values, and gigabytes need not be read.
+  It is taken over the config, and over size, beginning and end of every file of
+  weights: these have names, shapes and some of the values, so that gigabytes
+  need not be read.
   """
   digest = hashlib.blake2b(digest_size=16)
   files = [folder / 'config.json', *sorted(folder.glob('*.safetensors'))]
@@ -232,58 +233,20 @@ def model_digest(folder: pathlib.Path) -> str:
 
 
 def model_digests(
-  target: str, draft: str | None, *, vocabulary: str, revision: str | None
+  target: Checkpoint, draft: Checkpoint | None
 ) -> dict[str, str | None]:
-  """As `Context.models`.
-
-  Args:
-    target: as `models.pair.load_pair` takes it.
-    draft: likewise.
-    vocabulary: digest of the tokenizer, see `models.vocabulary`.
-    revision: of the target, on the hub.
-  """
-  of_draft = None
-  if draft is not None:
-    of_draft = model_digest(hub.locate(hub.draft_name(draft)))
+  """The digests of `Context.models`."""
   return {
-    'target': model_digest(hub.locate(target, revision=revision)),
-    'draft': of_draft,
-    'vocabulary': vocabulary,
+    'target': model_digest(target.folder),
+    'draft': None if draft is None else model_digest(draft.folder),
+    'vocabulary': vocabulary_digest(target.tokenizer),
   }
 
 
 def cache_path(context: Context) -> pathlib.Path:
-  """Where the plan of this context is kept, in the user's cache folder."""
+  """The file of the plan for a context, in the user's cache folder."""
   root = os.environ.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache'
   record = dataclasses.asdict(context) | {'schema': SCHEMA}
   text = json.dumps(record, sort_keys=True)
   name = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
   return pathlib.Path(root) / 'specdec' / 'plans' / f'{name}.json'
-
-
-def table(plan: Plan) -> str:
-  """The candidates as Markdown, fastest first."""
-  head = (
-    'candidate',
-    'predicted tokens/s',
-    'measured',
-    'block eff.',
-    'pays above',
-    'ms drafting',
-    'ms verifying',
-  )
-  rows = []
-  for one in plan.candidates:
-    measured = one['measured']
-    rows.append(
-      (
-        one['name'],
-        f'{one["tokens_per_second"]:.1f}',
-        '' if measured is None else f'{measured:.1f}',
-        f'{one["block_efficiency"]:.2f}',
-        f'{one["min_block_efficiency"]:.2f}',
-        f'{one["drafting_milliseconds"]:.2f}',
-        f'{one["verification_milliseconds"]:.2f}',
-      )
-    )
-  return to_table(head, rows)

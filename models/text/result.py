@@ -1,7 +1,5 @@
-"""What was generated, as text, and how it is shown."""
+"""Generated text with its statistics, and how a terminal shows them."""
 
-from collections.abc import Mapping
-from collections.abc import Sequence
 import dataclasses
 import itertools
 import json
@@ -9,27 +7,25 @@ import os
 from typing import Any
 from typing import TextIO
 
-from models.text import result as origins
 from specdec.tracing.svg import mark_of
 
 
 @dataclasses.dataclass(frozen=True)
 class TextGeneration:
-  """Prompts, their continuations and what they cost.
+  """Prompts, their continuations and the statistics of a decode.
 
   Attributes:
     prompts: B texts.
-    text: B continuations; they end before the first stop string.
+    text: B continuations; each ends before the first stop string.
     prompt_tokens: the ids of each prompt.
     tokens: the new ids of each row.
-    pieces: the texts of these tokens, row by row, together the text; a token
-      that ends within a character has none, and the one that completes it has
-      all of it.
-    origins: who proposed each of them, an index of `labels`.
-    labels: see `specdec.Generation`.
-    log_probs: likewise.
-    finish_reasons: likewise.
-    errors: likewise.
+    pieces: the texts of the new tokens of each row, joined the text; a
+      character that spans several tokens is in the piece of the last of them.
+    origins: the source of each new token, an index of `labels`.
+    labels: names of the sources, see `specdec.Generation`.
+    log_probs: log-probability of each new token, see `specdec.Generation`.
+    finish_reasons: why each row ended, see `specdec.Generation`.
+    errors: the error of each row, or None.
     stats: see `specdec.statistics.summarize`, and `Generator.timed`.
   """
 
@@ -50,33 +46,40 @@ class TextGeneration:
     return json.dumps(dataclasses.asdict(self))
 
   def __str__(self):
-    texts = [
-      prompt + text
-      for prompt, text in zip(self.prompts, self.text, strict=True)
-    ]
-    return '\n\n'.join([*texts, self.table()])
+    rows = zip(self.prompts, self.text, strict=True)
+    return '\n\n'.join([*map(''.join, rows), self.table()])
 
   def with_origins(self, *, color: bool) -> str:
-    """The texts, each token marked by who proposed it, and a legend."""
-    rows = zip(self.prompts, self.pieces, self.origins, strict=True)
-    texts = [
-      prompt + origins.mark(pieces, proposed, color=color)
-      for prompt, pieces, proposed in rows
+    """The texts with every token marked by its source, a legend and the table.
+
+    Args:
+      color: whether to mark by background colours; otherwise a superscript
+        number precedes each run of tokens of one source, 0 for the target.
+    """
+    texts = []
+    for row, prompt in enumerate(self.prompts):
+      marked = [prompt]
+      tokens = zip(self.origins[row], self.pieces[row], strict=True)
+      for origin, run in itertools.groupby(tokens, lambda token: token[0]):
+        marked.append(_mark(''.join(piece for _, piece in run), origin, color))
+      texts.append(''.join(marked))
+    counts = self.stats['origins']
+    total = max(sum(counts.values()), 1)
+    legend = [
+      f'{_mark(f" {label} ", origin, color)} {counts[label] / total:.0%}'
+      for origin, label in enumerate(self.labels)
     ]
-    legend = origins.legend(self.labels, self.stats['origins'], color=color)
-    return '\n\n'.join([*texts, legend, self.table()])
+    texts.append('  '.join(['proposed by', *legend]))
+    return '\n\n'.join([*texts, self.table()])
 
   def table(self) -> str:
-    """The statistics."""
+    """The statistics, without those that the JSON is for."""
     shown: dict[str, Any] = {
       'finish_reasons': ', '.join(dict.fromkeys(self.finish_reasons))
     }
-    # What the figures follow from is in the JSON.
-    shown |= {
-      name: value
-      for name, value in self.stats.items()
-      if name not in ('reads', 'costs', 'beyond_context')
-    }
+    shown |= self.stats
+    for name in ('reads', 'costs', 'beyond_context'):
+      shown.pop(name, None)
     beyond = {k: n for k, n in self.stats['beyond_context'].items() if n}
     if beyond:
       shown['beyond_context'] = beyond
@@ -87,7 +90,7 @@ class TextGeneration:
     )
 
 
-def _formatted(value) -> str:
+def _formatted(value: Any) -> str:
   if isinstance(value, float):
     return f'{value:.3f}'
   if isinstance(value, dict):
@@ -95,13 +98,13 @@ def _formatted(value) -> str:
   return f'{value}'
 
 
-# Backgrounds, so that whitespace shows; the target's own tokens have none.
+# Backgrounds, so that whitespace is visible; tokens of the target have none.
 _COLORS = ('', '\x1b[30;42m', '\x1b[30;43m', '\x1b[30;46m', '\x1b[30;45m')
 _RESET = '\x1b[0m'
 
 
 def wants_color(stream: TextIO) -> bool:
-  """Whether to colour: a terminal, or FORCE_COLOR; never with NO_COLOR."""
+  """Whether to use colours: a terminal, or FORCE_COLOR; never with NO_COLOR."""
   if os.environ.get('NO_COLOR'):
     return False
   if os.environ.get('FORCE_COLOR'):
@@ -109,42 +112,12 @@ def wants_color(stream: TextIO) -> bool:
   return stream.isatty() and os.environ.get('TERM') != 'dumb'
 
 
-def _colored(text: str, origin: int) -> str:
-  color = _COLORS[origin % len(_COLORS)]
+def _mark(text: str, origin: int, color: bool) -> str:
   if not color:
+    return mark_of(origin) + text
+  background = _COLORS[origin % len(_COLORS)]
+  if not background:
     return text
-  # Line by line: a background would run on to the edge of the screen.
+  # Line by line, or a terminal fills the rest of the line with the background.
   lines = text.split('\n')
-  return '\n'.join(f'{color}{line}{_RESET}' if line else '' for line in lines)
-
-
-def mark(pieces: Sequence[str], origins: Sequence[int], *, color: bool) -> str:
-  """One text, marked.
-
-  Args:
-    pieces: the texts of its tokens.
-    origins: who proposed each; 0 is the target.
-    color: background colours; else a superscript number before every token, or
-      run of tokens of one origin, 0 for the target.
-  """
-  marked = []
-  runs = itertools.groupby(
-    zip(pieces, origins, strict=True), lambda one: one[1]
-  )
-  for origin, run in runs:
-    text = ''.join(piece for piece, _ in run)
-    marked.append(_colored(text, origin) if color else mark_of(origin) + text)
-  return ''.join(marked)
-
-
-def legend(
-  labels: Sequence[str], counts: Mapping[str, int], *, color: bool
-) -> str:
-  """Which mark is whose, and how many of the tokens."""
-  total = max(sum(counts.values()), 1)
-  entries = [
-    mark([f' {label} '], [origin], color=color)
-    + f' {counts[label] / total:.0%}'
-    for origin, label in enumerate(labels)
-  ]
-  return 'proposed by  ' + '  '.join(entries)
+  return '\n'.join(line and f'{background}{line}{_RESET}' for line in lines)

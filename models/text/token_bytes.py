@@ -1,8 +1,8 @@
-"""From tokens to text, one token at a time.
+"""The bytes of each token, and text that is built from them.
 
-`Pair.decode` gives the text of tokens that are all known. Here each token has
-its bytes, whatever comes before and after it, so that text can be cut at stop
-strings and shown while it grows.
+`Pair.decode` converts all tokens of a text at once. Here each token has bytes
+that do not depend on its neighbours, so that text can be cut at stop strings
+and shown while it grows.
 """
 
 import codecs
@@ -20,15 +20,15 @@ from specdec.verify.stop_strings import StopMatcher
 
 _BYTE_TOKEN = re.compile('<0x([0-9A-Fa-f]{2})>')
 
-# By tokenizer, then by what could have changed since.
+# By tokenizer, then by its size and its special tokens, which can change.
 _cache: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def _byte_alphabet() -> dict[str, int]:
-  """The byte that each character of a byte-level vocabulary stands for.
+  """The byte of each character of a byte-level vocabulary (GPT-2).
 
-  Printable bytes of Latin-1 stand for themselves, the others for the characters
-  from 256 on, in order (GPT-2).
+  Printable bytes of Latin-1 are written as themselves, the others as the
+  characters from 256 on, in order.
   """
   printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
   others = [byte for byte in range(256) if byte not in printable]
@@ -41,8 +41,8 @@ _BYTE_ALPHABET = _byte_alphabet()
 
 
 def _byte_level(token: str) -> bytes:
-  # One character outside the alphabet, and the token is text as it stands; so
-  # do `tokenizers` tell added tokens from others.
+  # A token with a character outside the alphabet was added as plain text, as in
+  # the `tokenizers` library.
   try:
     return bytes(_BYTE_ALPHABET[character] for character in token)
   except KeyError:
@@ -55,7 +55,7 @@ def _byte_fallback(token: str) -> bytes:
 
 
 def _steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
-  """A decoder as a flat list."""
+  """The steps of a decoder as a flat list."""
   if decoder is None or decoder['type'] != 'Sequence':
     return [] if decoder is None else [decoder]
   return [step for inner in decoder['decoders'] for step in _steps(inner)]
@@ -64,13 +64,13 @@ def _steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
 def _sentencepiece(
   steps: list[dict[str, Any]],
 ) -> Callable[[str], bytes] | None:
-  """What one token becomes in steps such as SentencePiece needs; else None."""
+  """A function from a token to its bytes; None for steps that are not known."""
   replaced: list[tuple[str, str]] = []
   to_bytes: Callable[[str], bytes] = str.encode
   done: set[str] = set()
   for step in steps:
     match step:
-      # Later than this, text would be replaced that no one token has.
+      # After other steps, text of several tokens could be replaced.
       case {'type': 'Replace', 'pattern': {'String': old}, 'content': new} if (
         not done
       ):
@@ -82,7 +82,7 @@ def _sentencepiece(
         done.add('ByteFallback')
       case {'type': 'Fuse'}:
         done.add('Fuse')
-      # The space that begins a text; of the text, as it is in one piece by now.
+      # After `Fuse` this removes the first space of the text, not of a token.
       case {'type': 'Strip', 'content': ' ', 'stop': 0} if 'Fuse' in done:
         pass
       case _:
@@ -97,14 +97,10 @@ def _sentencepiece(
 
 
 def _token_reader(decoder: dict[str, Any] | None) -> Callable[[str], bytes]:
-  """What a tokenizer's decoder makes of a single token.
-
-  Args:
-    decoder: as in tokenizer.json.
+  """A function from a token to its bytes, by a decoder of tokenizer.json.
 
   Raises:
-    ValueError: it is not of a kind that is known to give each token bytes of
-      its own.
+    ValueError: the decoder is not known to give each token its own bytes.
   """
   steps = _steps(decoder)
   if [step['type'] for step in steps] == ['ByteLevel']:
@@ -123,28 +119,27 @@ def _token_reader(decoder: dict[str, Any] | None) -> Callable[[str], bytes]:
 def token_bytes(
   tokenizer: transformers.PreTrainedTokenizerBase, vocab_size: int
 ) -> tuple[bytes, ...]:
-  """What each token adds to the text that `Pair.decode` gives.
+  """The bytes that each token adds to a text.
 
-  Tokenizers in the manner of SentencePiece leave out the space that begins a
-  text, but what is decoded goes on after a prompt: here it is not left out.
+  `Pair.decode` with a tokenizer such as SentencePiece removes the space that
+  begins a text. Here it is kept, because new text follows a prompt.
 
   Args:
     tokenizer: of the Hugging Face `tokenizers` library.
     vocab_size: V, of the model.
 
   Returns:
-    The bytes of each of V tokens. Special tokens and those that the tokenizer
-    lacks have none. Remembered as long as the tokenizer lives.
+    The bytes of each of V tokens; empty for special tokens and for tokens that
+    the tokenizer lacks. Cached as long as the tokenizer exists.
 
   Raises:
-    ValueError: the text of this tokenizer is not made of the bytes of its
-      tokens.
+    ValueError: the tokens of this tokenizer have no bytes of their own.
   """
   backend = getattr(tokenizer, 'backend_tokenizer', None)
   if backend is None or not hasattr(backend, 'to_str'):
     raise ValueError(
       'stop strings and streaming need a tokenizer of the tokenizers library;'
-      f' {type(tokenizer).__name__} is none and has no decoder to look at'
+      f' {type(tokenizer).__name__} has no decoder to read'
     )
   added = backend.get_added_tokens_decoder().values()
   special = frozenset(token.content for token in added if token.special)
@@ -161,19 +156,19 @@ def token_bytes(
 
 
 class TextStream:
-  """The text of one row while its tokens come in.
+  """The text of one row while its tokens arrive.
 
-  What `feed` and `flush` return is together the text up to the first stop
-  string, however the tokens were dealt out. It never has half a character:
-  bytes wait until they are one, and become U+FFFD only when they cannot.
+  The results of `feed` and `flush` are together the text up to the first stop
+  string, however the tokens are grouped. They end with whole characters: bytes
+  are held back until they complete a character, or become U+FFFD.
   """
 
   def __init__(self, token_bytes: Sequence[bytes], stops: Sequence[str] = ()):
-    """Before the first token.
+    """Starts an empty text.
 
     Args:
-      token_bytes: of each token; ids beyond are as if empty.
-      stops: the stop strings, perhaps none.
+      token_bytes: the bytes of each token; larger ids have no bytes.
+      stops: stop strings.
 
     Raises:
       ValueError: a stop string is empty or is not Unicode.
@@ -184,18 +179,18 @@ class TextStream:
 
   @property
   def stopped(self) -> bool:
-    """Whether a stop string was found; there is no more text then."""
+    """Whether a stop string was found, which ends the text."""
     return self._matcher.stopped
 
   def feed(self, ids: Iterable[int]) -> str:
-    """More tokens; returns the text that is now certain."""
+    """Adds tokens; returns the text that can no longer change."""
     known = len(self._token_bytes)
-    data = b''.join(self._token_bytes[one] for one in ids if one < known)
-    # A stop string begins a character, so what comes before it is complete.
+    data = b''.join(self._token_bytes[token] for token in ids if token < known)
+    # A stop string begins with a character, so the text before it is complete.
     return self._decoder.decode(self._matcher.feed(data), self.stopped)
 
   def flush(self) -> str:
-    """The row ends here: returns the rest of its text."""
+    """Ends the row; returns the rest of its text."""
     return self._decoder.decode(self._matcher.flush(), final=True)
 
 
@@ -204,17 +199,8 @@ def text_of(
 ) -> str:
   """The text of a finished row, up to the first stop string.
 
-  Args:
-    token_bytes: of each token; ids beyond are as if empty.
-    ids: new tokens.
-    stops: the stop strings, perhaps none.
-
-  Returns:
-    What a `TextStream` returns in all. Without stop strings and with a
-    byte-level tokenizer that is `Pair.decode`.
-
-  Raises:
-    ValueError: a stop string is empty or is not Unicode.
+  The arguments and errors are those of `TextStream`. Without stop strings and
+  with a byte-level tokenizer the text is that of `Pair.decode`.
   """
   stream = TextStream(token_bytes, stops)
   return stream.feed(ids) + stream.flush()

@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 
 from models.bench.record import describe_machine
-from models.checkpoints import hub
+from models.bench.record import to_table
 from models.text.drafters import DraftSettings
+from models.text.pair import find_checkpoints
 from models.text.pair import load_pair
-from models.text.pair import load_tokenizer
 from models.text.pair import Pair
-from models.text.pair import vocabulary_digest
 from models.text.plan import cache_path
 from models.text.plan import Context
 from models.text.plan import load_plan
@@ -80,17 +79,13 @@ class Setup:
     Raises:
       ValueError: a model cannot be found.
     """
-    tokenizer = load_tokenizer(hub.locate(self.target, revision=self.revision))
     sampling = {
       field.name: getattr(self.sampling, field.name)
       for field in dataclasses.fields(self.sampling)
     }
     return Context(
       models=model_digests(
-        self.target,
-        self.draft,
-        vocabulary=vocabulary_digest(tokenizer),
-        revision=self.revision,
+        *find_checkpoints(self.target, self.draft, revision=self.revision)
       ),
       machine=describe_machine(),
       dtype=self.dtype,
@@ -158,3 +153,31 @@ def find_plan(
   plan.save(path)
   report(f'{plan.method}, saved as {path}')
   return plan
+
+
+def table(plan: Plan) -> str:
+  """The candidates of a plan as Markdown, fastest first."""
+  head = (
+    'candidate',
+    'predicted tokens/s',
+    'measured',
+    'block eff.',
+    'pays above',
+    'ms drafting',
+    'ms verifying',
+  )
+  rows = []
+  for figures in plan.candidates:
+    measured = figures['measured']
+    rows.append(
+      (
+        figures['name'],
+        f'{figures["tokens_per_second"]:.1f}',
+        '' if measured is None else f'{measured:.1f}',
+        f'{figures["block_efficiency"]:.2f}',
+        f'{figures["min_block_efficiency"]:.2f}',
+        f'{figures["drafting_milliseconds"]:.2f}',
+        f'{figures["verification_milliseconds"]:.2f}',
+      )
+    )
+  return to_table(head, rows)

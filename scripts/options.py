@@ -1,0 +1,343 @@
+"""The flags that all decoding scripts share, and the objects made from them."""
+
+from collections.abc import Callable
+import dataclasses
+import hashlib
+import json
+import pathlib
+import sys
+from typing import Any
+from typing import get_args
+
+from absl import flags
+
+from models.checkpoints import hub
+from models.text import drafters
+import specdec
+from specdec.checks import RULES
+from specdec.sampling import CHILDREN as CHILDREN_KINDS
+
+_DEFAULTS = drafters.DraftSettings()
+
+DEFAULT_PROMPT = '''def copy_file(source, destination):
+    """Copy a file, and its permissions."""
+    if'''
+
+TARGET = flags.DEFINE_string(
+  'target', 'demo', 'demo (embedded), a model folder or a hub id'
+)
+DRAFT = flags.DEFINE_string(
+  'draft', 'demo', 'demo (embedded), a model folder, a hub id, or none'
+)
+PLAN = flags.DEFINE_string(
+  'plan',
+  None,
+  'how to decode: a file made by tune.py, or auto: the plan of this machine,'
+  ' these models, dtype, batch size and sampling, made first if there is none',
+)
+PLAN_SECONDS = flags.DEFINE_float(
+  'plan_seconds', 300.0, 'time budget for making a plan', lower_bound=1.0
+)
+REVISION = flags.DEFINE_string('revision', None, 'of the target, on the hub')
+PROMPT_FILE = flags.DEFINE_string(
+  'prompt_file',
+  None,
+  'prompts: one JSON object per line with the key prompt (*.jsonl), else one'
+  ' prompt per line',
+)
+MAX_NEW_TOKENS = flags.DEFINE_integer(
+  'max_new_tokens', 128, 'tokens to generate at most'
+)
+TEMPERATURE = flags.DEFINE_float('temperature', 0.0, '0 is greedy')
+TOP_K = flags.DEFINE_integer('top_k', None, 'keep the k likeliest tokens')
+TOP_P = flags.DEFINE_float(
+  'top_p', None, 'keep the likeliest tokens up to this probability'
+)
+MIN_P = flags.DEFINE_float(
+  'min_p', None, 'keep tokens this likely relative to the likeliest'
+)
+SEED = flags.DEFINE_integer('seed', 0, 'of the sampling')
+REPETITION_PENALTY = flags.DEFINE_float(
+  'repetition_penalty', None, 'above 1, repeating a token is less likely'
+)
+LOGIT_BIAS = flags.DEFINE_list(
+  'logit_bias', [], 'token:number, added to the logits; token:-inf bans it'
+)
+VERIFY = flags.DEFINE_enum(
+  'verify',
+  'match',
+  list(RULES),
+  'match: the tokens of plain decoding with the same seed; rejection, block'
+  ' (chains): other tokens of the same distribution',
+)
+CHILDREN = flags.DEFINE_enum(
+  'children',
+  None,
+  CHILDREN_KINDS,
+  'the candidates of --verify=rejection and block; default: drawn without'
+  ' replacement where the topology is fixed and the drafter is a model',
+)
+BREAK_EVEN = flags.DEFINE_float(
+  'break_even',
+  None,
+  'time of a speculative step on this machine, in plain steps: decoding goes on'
+  ' plainly while a step emits fewer tokens; default: as the plan, or never',
+)
+DTYPE = flags.DEFINE_enum(
+  'dtype',
+  'float32',
+  hub.DTYPES,
+  'of the target; int8 has eight-bit weights and computes the rest in bfloat16',
+)
+DRAFT_DTYPE = flags.DEFINE_enum(
+  'draft_dtype', None, hub.DTYPES, 'of the draft; default: as --dtype'
+)
+LOOKUP_CONFIDENCE = flags.DEFINE_list(
+  'lookup_confidence',
+  [str(value) for value in _DEFAULTS.lookup.confidence],
+  'probability that the text goes on as it did after a match of 1 token, 2'
+  ' tokens and so on; 0: ignore such matches',
+)
+
+
+def _define(name: str, option: drafters.Option) -> flags.FlagHolder:
+  """The flag of a setting."""
+  of_inner = 'of --inner: ' if option.record == 'inner_stage' else ''
+  text = of_inner + option.field.metadata['help']
+  default, choices = option.read(_DEFAULTS), get_args(option.kind)
+  if choices:
+    return flags.DEFINE_enum(name, default, choices, text)
+  kinds: dict[Any, Any] = {int: flags.DEFINE_integer, float: flags.DEFINE_float}
+  return kinds.get(option.kind, flags.DEFINE_string)(name, default, text)
+
+
+_DRAFTING = {
+  name: _define(name, drafters.OPTIONS[name]) for name in drafters.OPTIONS
+}
+NUM_DRAFT_TOKENS = _DRAFTING['num_draft_tokens']
+
+
+def _logit_bias() -> dict[int, float] | None:
+  try:
+    pairs = [text.split(':') for text in LOGIT_BIAS.value]
+    return {int(token): float(bias) for token, bias in pairs} or None
+  except ValueError as error:
+    raise ValueError(
+      f'--logit_bias={",".join(LOGIT_BIAS.value)}: expected token:number,'
+      ' separated by commas'
+    ) from error
+
+
+def sampling() -> specdec.Sampling:
+  """The sampling options of the flags."""
+  return specdec.Sampling(
+    logit_bias=_logit_bias(),
+    repetition_penalty=REPETITION_PENALTY.value,
+    temperature=TEMPERATURE.value,
+    top_k=TOP_K.value,
+    top_p=TOP_P.value,
+    min_p=MIN_P.value,
+  )
+
+
+def decoding() -> dict[str, Any]:
+  """The arguments of `models.Generator.generate` that the flags set."""
+  return {
+    'max_new_tokens': MAX_NEW_TOKENS.value,
+    'sampling': sampling(),
+    'seed': SEED.value,
+    'verify': VERIFY.value,
+    'children': CHILDREN.value,
+    'break_even': BREAK_EVEN.value,
+  }
+
+
+def draft_settings(plan: Any = None) -> drafters.DraftSettings:
+  """The drafting settings of the flags.
+
+  Args:
+    plan: the `models.Plan` of the method `plan`, or None.
+  """
+  try:
+    confidence = tuple(float(text) for text in LOOKUP_CONFIDENCE.value)
+    lookup = specdec.PromptLookup(confidence=confidence)
+  except ValueError as error:
+    raise ValueError(f'--lookup_confidence: {error}') from error
+  try:
+    settings = drafters.with_options(
+      _DEFAULTS, {name: flag.value for name, flag in _DRAFTING.items()}
+    )
+  except ValueError as error:
+    raise ValueError(f'--{error}') from error
+  return dataclasses.replace(settings, lookup=lookup, plan=plan)
+
+
+def draft_name() -> str | None:
+  """The `draft` argument of `models.load`."""
+  return None if DRAFT.value == 'none' else DRAFT.value
+
+
+def read_prompts(name: str | None, limit: int | None = None) -> list[str]:
+  """The first prompts of a file, see `--prompt_file`.
+
+  Args:
+    name: the value of `--prompt_file`.
+    limit: the number of prompts, or None for all.
+
+  Raises:
+    ValueError: the file cannot be read, or has fewer; names file and line.
+  """
+  if name is None:
+    raise ValueError('--prompt_file is needed: a file of prompts')
+  path = pathlib.Path(name)
+  try:
+    text = path.read_text('utf-8')
+  except (OSError, UnicodeDecodeError) as error:
+    raise ValueError(f'--prompt_file={path} cannot be read: {error}') from error
+  numbered = enumerate(text.split('\n'), 1)  # JSON may hold other line ends.
+  lines = [(number, line) for number, line in numbered if line.strip()]
+  if not lines or (limit and len(lines) < limit):
+    raise ValueError(
+      f'--prompt_file={path} has {len(lines)} prompts, {limit or 1} needed;'
+      ' see --batch_size and --num_prompts'
+    )
+  if path.suffix != '.jsonl':
+    return [line for _, line in lines[:limit]]
+  prompts = []
+  for number, line in lines[:limit]:
+    try:
+      prompts.append(json.loads(line)['prompt'])
+    except (ValueError, KeyError, TypeError):
+      prompts.append(None)
+    if not isinstance(prompts[-1], str):
+      raise ValueError(
+        f'--prompt_file={path}, line {number}: expected a JSON object with the'
+        ' key prompt and a string'
+      )
+  return prompts
+
+
+def prompts(prompt: flags.FlagHolder, number: int) -> list[str]:
+  """The prompts of a script that also has `--prompt`.
+
+  Args:
+    prompt: the flag `--prompt`.
+    number: of prompts of the file, or copies of the prompt.
+  """
+  if PROMPT_FILE.value is None:
+    return [prompt.value] * number
+  if prompt.present:
+    raise ValueError('give --prompt or --prompt_file, not both')
+  return read_prompts(PROMPT_FILE.value, number)
+
+
+def as_dict() -> dict[str, Any]:
+  """All flags of the running script, for result files."""
+  record = {
+    flag.name: flag.value
+    for flag in flags.FLAGS.get_key_flags_for_module(sys.argv[0])
+  } | {
+    flag.name: flag.value
+    for flag in flags.FLAGS.flags_by_module_dict()[__name__]
+  }
+  for name in ('output', 'plots'):  # These do not change results.
+    record.pop(name, None)
+  for name in ('target', 'draft'):
+    folder = pathlib.Path(str(record[name]))
+    record[name] = folder.name if folder.is_dir() else record[name]
+  if record['plan'] is not None:
+    record['plan'] = pathlib.Path(record['plan']).name
+  path = record.pop('prompt_file')
+  if path is not None:  # The folder may be private.
+    digest = hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()
+    record |= {'prompts': pathlib.Path(path).name, 'prompts_sha256': digest}
+  return record
+
+
+def _check_contradictions(plan: Any, method: flags.FlagHolder) -> None:
+  """Refuses flags that were given and differ from the plan."""
+  ours = draft_settings()
+  given = {
+    name: (option.read(ours), option.read(plan.drafting))
+    for name, option in drafters.OPTIONS.items()
+    if _DRAFTING[name].present
+  }
+  if LOOKUP_CONFIDENCE.present:
+    lookups = ours.lookup.confidence, plan.drafting.lookup.confidence
+    given['lookup_confidence'] = lookups
+  if method.present and method.value != 'plan':
+    given['method'] = method.value, plan.method
+  for name, (value, planned) in given.items():
+    if value != planned:
+      raise ValueError(
+        f'--{name}={value} contradicts --plan={PLAN.value}, which has'
+        f' {planned}; leave out one of the two'
+      )
+
+
+def _models() -> dict[str, Any]:
+  return {
+    'target': TARGET.value,
+    'draft': draft_name(),
+    'dtype': DTYPE.value,
+    'draft_dtype': DRAFT_DTYPE.value,
+    'revision': REVISION.value,
+  }
+
+
+def plan_setup(batch_size: int) -> Any:
+  """The `models.tune.plan_lookup.Setup` of the flags."""
+  from models.tune import plan_lookup
+
+  return plan_lookup.Setup(
+    **_models(), batch_size=batch_size, sampling=sampling()
+  )
+
+
+def plan(batch_size: int, samples: Callable[[], list[str]]) -> Any:
+  """The `models.Plan` of `--plan`, or None.
+
+  Args:
+    batch_size: of the decodes to come.
+    samples: returns prompts; called only if a plan has to be made.
+  """
+  if PLAN.value is None:
+    return None
+  if VERIFY.value != 'match':
+    raise ValueError(
+      f'--plan is for --verify=match, got {VERIFY.value}: other rules accept'
+      ' other numbers of tokens'
+    )
+  from models.tune import plan_lookup
+
+  return plan_lookup.find_plan(
+    PLAN.value,
+    samples,
+    plan_setup(batch_size),
+    drafting=draft_settings(),
+    seed=SEED.value,
+    max_new_tokens=MAX_NEW_TOKENS.value,
+    plan_seconds=PLAN_SECONDS.value,
+    report=lambda line: print(f'plan: {line}', file=sys.stderr),
+  )
+
+
+def generator(
+  method: flags.FlagHolder, samples: list[str], batch_size: int
+) -> Any:
+  """The `models.Generator` of the flags.
+
+  Args:
+    method: the flag `--method`.
+    samples: prompts, in case that a plan has to be made.
+    batch_size: of the decodes to come.
+  """
+  import models
+
+  found = plan(batch_size, lambda: samples)
+  if found is not None:
+    _check_contradictions(found, method)
+  drafting = draft_settings()
+  return models.load(
+    **_models(), method=method.value, drafting=drafting, plan=found
+  )
