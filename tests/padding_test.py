@@ -155,7 +155,7 @@ def test_a_tokenizer_larger_than_the_smaller_model(tokenizer, tmp_path):
   larger = _save(tmp_path / 'target', SIZE, tokenizer)
   size = len(tokenizer) - 1
   smaller = _save(tmp_path / 'draft', size, tokenizer)
-  message = f'{SIZE} tokens, the draft .* of {size}, and nothing says'
+  message = f'{SIZE} tokens, the draft .* of {size}, and nothing shows'
   with pytest.raises(ValueError, match=message) as error:
     load_pair(larger, smaller)
   assert f'has {len(tokenizer)} tokens' in str(error.value)

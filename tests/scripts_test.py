@@ -356,7 +356,7 @@ _BAD_INPUT = [
   (['--width=0'], '--width must be an integer of at least 1, got 0'),
   (['--inner_rounds=0'], '--inner_rounds must be an integer of at least 1'),
   (['--num_nodes=600'], '--capacity must be at least num_nodes=600'),
-  (['--calibration=0'], '--calibration must be positive, got 0'),
+  (['--calibration=0'], '--calibration must be a number above 0, got 0'),
   (['--ngram=/no/table'], 'there is no n-gram table /no/table'),
   (['--inner=ngram', '--ngram=demo'], 'was built with another tokenizer'),
   (['--lookup_confidence=2'], '--lookup_confidence: confidence needs'),
@@ -370,7 +370,11 @@ _BAD_INPUT = [
   (['--logit_bias=5:nan'], 'logit_bias must be numbers or -inf'),
   (['--repetition_penalty=0'], 'repetition_penalty must be above 0, got 0'),
   (['--verify=block'], 'verify=block is for chains'),
-  (['--children=without_replacement'], 'needs a drafter with a distribution'),
+  (['--children=without_replacement'], 'verify=match wants the best children'),
+  (
+    ['--verify=rejection', '--children=without_replacement'],
+    'needs a drafter with a distribution',
+  ),
   (
     ['--method=chain', '--children=with_replacement'],
     'verify=match wants the best children, got children=with_replacement',

@@ -379,5 +379,5 @@ def test_tokenizer_of_another_library_is_refused():
   class Other:
     pass
 
-  with pytest.raises(ValueError, match='Other is none'):
+  with pytest.raises(ValueError, match='Other has no decoder'):
     token_bytes(Other(), 1)
