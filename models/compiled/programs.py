@@ -1,7 +1,7 @@
 """The production decode loop, compiled for a device from shapes alone.
 
-No weight is read or allocated: models are their configs, and everything that
-`specdec.decode.advance` takes is abstract.
+The device need not be present. No weights are read or allocated: models are
+their configurations, and all arguments of `specdec.loop.advance` are abstract.
 """
 
 import dataclasses
@@ -32,29 +32,52 @@ from specdec.loop import start
 from specdec.model import LanguageModel
 from specdec.ngram.table import load_table
 
+METHODS = ('plain', 'chain', 'tree', 'staged')
+
 LIBTPU = pathlib.Path(__file__).parents[2] / 'build' / 'libtpu'
+"""Folder that scripts/install_libtpu.py installs the TPU compiler into."""
 
+_TPU_ENVIRONMENT = {
+  # Otherwise libtpu asks a metadata server and waits for the answer.
+  'TPU_SKIP_MDS_QUERY': '1',
+  'TPU_ACCELERATOR_TYPE': 'v5litepod-4',
+  'TPU_WORKER_HOSTNAMES': 'localhost',
+  'TPU_WORKER_ID': '0',
+  # Several processes may compile at the same time.
+  'ALLOW_MULTIPLE_LIBTPU_LOAD': 'true',
+  'TPU_MIN_LOG_LEVEL': '3',
+  'TF_CPP_MIN_LOG_LEVEL': '3',
+}
 
-"""Where scripts/install_libtpu.py puts it, in a folder of the same name."""
+# Counts must depend neither on a benchmark that the compiler runs on this
+# machine nor on the instruction set of its processor.
+_OPTIONS: dict[str, dict[str, Any]] = {
+  'cuda': {'xla_gpu_autotune_level': 0},
+  # Otherwise the compiler moves the cache of each layer onto the chip, writes
+  # the new entries there and copies all of it back. Programs that run on a TPU
+  # need the option in LIBTPU_INIT_ARGS (docs/accelerators.md).
+  'tpu': {'xla_vf_vmem_max_outstanding_evictions': 0},
+  'cpu': {'xla_cpu_max_isa': 'AVX2'},
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gpu:
-  """What XLA wants to know about a GPU; bytes, and per multiprocessor.
+  """The properties of a GPU that XLA asks for, beside those in `HARDWARE`.
 
   Attributes:
-    description: as the driver gives it.
-    capability: the major number of the compute capability; the minor is 0.
-    cores: multiprocessors.
-    lanes: float32 units.
-    level_2_bytes: of the cache.
-    clock: in GHz.
-    memory_bytes: of the device.
-    shared_bytes: shared memory; a block may have a KiB less.
-    bandwidth: bytes per second.
+    name: the name that the driver reports.
+    capability: major number of the compute capability; the minor one is 0.
+    cores: number of multiprocessors.
+    lanes: float32 units per multiprocessor.
+    level_2_bytes: size of the level-2 cache.
+    clock: GHz.
+    memory_bytes: size of the main memory.
+    shared_bytes: shared memory per multiprocessor; a block may use all but one
+      KiB of it.
   """
 
-  description: str
+  name: str
   capability: int
   cores: int
   lanes: int
@@ -62,10 +85,9 @@ class Gpu:
   clock: float
   memory_bytes: int
   shared_bytes: int
-  bandwidth: float
 
-  def target_config(self) -> str:
-    """XLA's `GpuTargetConfigProto`, as text."""
+  def target_config(self, bandwidth: float) -> str:
+    """XLA's `GpuTargetConfigProto` as text; `bandwidth` in bytes per second."""
     extension = 'ACCELERATED_FEATURES' if self.capability >= 9 else 'NONE'
     return f"""
       gpu_device_info {{
@@ -83,7 +105,7 @@ class Gpu:
         thread_dim_limit_x: 1024
         thread_dim_limit_y: 1024
         thread_dim_limit_z: 64
-        memory_bandwidth: {self.bandwidth:.0f}
+        memory_bandwidth: {bandwidth:.0f}
         l2_cache_size: {self.level_2_bytes}
         clock_rate_ghz: {self.clock}
         device_memory_size: {self.memory_bytes}
@@ -93,7 +115,7 @@ class Gpu:
           major: {self.capability} minor: 0 feature_extension: {extension}
         }}
         device_vendor: "NVIDIA Corporation"
-        name: "{self.description}"
+        name: "{self.name}"
         driver_version: "12.9.0"
         runtime_version: "12.9.0"
         compile_time_toolkit_version: "12.9.0"
@@ -101,31 +123,38 @@ class Gpu:
       }}
       platform_name: "CUDA"
       dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
-      device_description_str: "{self.description}"
+      device_description_str: "{self.name}"
     """
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Device:
-  """An accelerator; rates are those of its data sheet.
+  """A device to compile for, with the rates of its data sheet.
 
   Attributes:
-    platform: as JAX names it, `tpu`, `cuda` or `cpu`.
-    bandwidth: of main memory, bytes per second.
-    flops: of bfloat16 products, per second, without sparsity.
-    topology: of a TPU, the smallest that the compiler knows.
-    gpu: of a GPU.
+    platform: JAX's name of the platform: `tpu`, `cuda` or `cpu`.
+    bandwidth: of the main memory, bytes per second.
+    flops: bfloat16 operations per second, without sparsity.
+    model: properties of a GPU; the smallest topology of a TPU that the compiler
+      knows; empty for the CPU of this machine.
   """
 
   platform: str
   bandwidth: float
   flops: float
-  topology: str = ''
-  gpu: Gpu | None = None
+  model: Gpu | str = ''
+
+
+def _device(name: str, model: Gpu | str) -> Device:
+  limits = HARDWARE[name]
+  platform = 'cuda' if isinstance(model, Gpu) else 'tpu'
+  return Device(
+    platform, limits.bytes_per_second, limits.peak('bfloat16'), model
+  )
 
 
 _H200 = Gpu(
-  description='NVIDIA H200',
+  name='NVIDIA H200',
   capability=9,
   cores=132,
   lanes=128,
@@ -133,12 +162,9 @@ _H200 = Gpu(
   clock=1.98,
   memory_bytes=141 << 30,
   shared_bytes=228 << 10,
-  bandwidth=HARDWARE['h200'].bytes_per_second,
 )
-
-
 _A100 = Gpu(
-  description='NVIDIA A100-SXM4-80GB',
+  name='NVIDIA A100-SXM4-80GB',
   capability=8,
   cores=108,
   lanes=64,
@@ -146,50 +172,25 @@ _A100 = Gpu(
   clock=1.41,
   memory_bytes=79 << 30,
   shared_bytes=164 << 10,
-  bandwidth=HARDWARE['a100'].bytes_per_second,
 )
 
-
-def _device(name: str, *, topology: str = '', gpu: Gpu | None = None) -> Device:
-  limits = HARDWARE[name]
-  return Device(
-    platform='cuda' if gpu else 'tpu',
-    bandwidth=limits.bytes_per_second,
-    flops=limits.peak('bfloat16'),
-    topology=topology,
-    gpu=gpu,
-  )
-
-
 DEVICES = {
-  'h200': _device('h200', gpu=_H200),
-  'a100': _device('a100', gpu=_A100),
-  'v5e': _device('v5e', topology='v5e:2x2'),
-  'v5p': _device('v5p', topology='v5p:2x2x1'),
-  'v6e': _device('v6e', topology='v6e:2x2'),
-  # The machine at hand, if it is like that of docs/cpu.md.
-  'cpu': Device(platform='cpu', bandwidth=28e9, flops=2e12),
+  'h200': _device('h200', _H200),
+  'a100': _device('a100', _A100),
+  'v5e': _device('v5e', 'v5e:2x2'),
+  'v5p': _device('v5p', 'v5p:2x2x1'),
+  'v6e': _device('v6e', 'v6e:2x2'),
+  # Rates of the processor of docs/cpu.md.
+  'cpu': Device('cpu', bandwidth=28e9, flops=2e12),
 }
-
-
-"""By name."""
-
-
-_TPU_ENVIRONMENT = {
-  # Else it asks a server for what the machine is, and waits for an answer.
-  'TPU_SKIP_MDS_QUERY': '1',
-  'TPU_ACCELERATOR_TYPE': 'v5litepod-4',
-  'TPU_WORKER_HOSTNAMES': 'localhost',
-  'TPU_WORKER_ID': '0',
-  # Several processes may compile at a time.
-  'ALLOW_MULTIPLE_LIBTPU_LOAD': 'true',
-  'TPU_MIN_LOG_LEVEL': '3',
-  'TF_CPP_MIN_LOG_LEVEL': '3',
-}
+"""The devices that programs can be compiled for, by name."""
 
 
 def find_libtpu() -> pathlib.Path | None:
-  """The TPU compiler: `TPU_LIBRARY_PATH`, where we put it, or as installed."""
+  """Path of the TPU compiler, or None if it is not installed.
+
+  The places are `TPU_LIBRARY_PATH`, `LIBTPU` and the Python environment.
+  """
   candidates = [LIBTPU / 'libtpu' / 'libtpu.so']
   stated = os.environ.get('TPU_LIBRARY_PATH')
   if stated:
@@ -204,7 +205,7 @@ def _tpu(topology: str) -> jax.Device:
   library = find_libtpu()
   if library is None:
     raise ValueError(
-      'compiling for a TPU needs libtpu, which was not found; run'
+      'compiling for a TPU needs libtpu, which is not installed; run'
       ' python scripts/install_libtpu.py'
     )
   for name, value in _TPU_ENVIRONMENT.items():
@@ -215,36 +216,36 @@ def _tpu(topology: str) -> jax.Device:
   ).devices[0]
 
 
-def _gpu(gpu: Gpu) -> jax.Device:
+def _gpu(gpu: Gpu, bandwidth: float) -> jax.Device:
   try:
     description = topologies.get_topology_desc(
-      platform='cuda', topology='1x1x1', target_config=gpu.target_config()
+      platform='cuda',
+      topology='1x1x1',
+      target_config=gpu.target_config(bandwidth),
     )
   except (NotImplementedError, RuntimeError, KeyError) as error:
     raise ValueError(
-      'compiling for a GPU needs the CUDA plugin of JAX, of the same version;'
+      'compiling for a GPU needs the CUDA plugin of the same version as JAX;'
       f' run pip install "jax[cuda12]=={jax.__version__}" (5 GB; no GPU is'
       f' needed): {error}'
     ) from error
   return description.devices[0]
 
 
-def abstract_device(device: Device) -> jax.Device:
-  """A device to compile for, and for nothing else.
+def _abstract_device(device: Device) -> jax.Device:
+  """JAX's description of the device; nothing can run on it.
 
   Raises:
-    ValueError: the compiler is missing; says how to get it.
+    ValueError: the compiler is not installed; the message says how to get it.
   """
-  if device.platform == 'cpu':
-    return jax.devices('cpu')[0]
-  return _gpu(device.gpu) if device.gpu else _tpu(device.topology)
+  if isinstance(device.model, Gpu):
+    return _gpu(device.model, device.bandwidth)
+  return _tpu(device.model) if device.model else jax.devices('cpu')[0]
 
 
 _GPT2 = GPT2Config(
   vocab_size=50257, num_positions=1024, width=768, num_layers=12, num_heads=12
 )
-
-
 SHAPES = {
   'gpt2-large': dataclasses.replace(
     _GPT2, width=1280, num_layers=36, num_heads=20
@@ -254,46 +255,23 @@ SHAPES = {
   ),
   'draft-40m': dataclasses.replace(_GPT2, width=512, num_layers=8, num_heads=8),
 }
-
-
-"""Models that are a shape and nothing else; 40M: parameters as in the paper."""
-
-
-METHODS = ('plain', 'chain', 'tree', 'staged')
-
-
-TPU_OPTIONS = {
-  # Else the compiler takes each layer's cache onto the chip, writes the new
-  # entries there, and copies all of it back. Programs that run on a TPU need
-  # it in LIBTPU_INIT_ARGS (docs/accelerators.md).
-  'xla_vf_vmem_max_outstanding_evictions': 0
-}
-
-
-# The counts should not hang on what a benchmark on this machine would choose,
-# nor on its instruction set.
-_OPTIONS: dict[str, dict[str, Any]] = {
-  'cuda': {'xla_gpu_autotune_level': 0},
-  'tpu': TPU_OPTIONS,
-  'cpu': {'xla_cpu_max_isa': 'AVX2'},
-}
+"""Models without weights; `draft-40m` has the parameters of the paper's."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-  """What is decoded.
+  """The models and the sizes of a decode.
 
   Attributes:
-    target: a key of `SHAPES`, or what `hub.locate` takes; of a model only its
+    target: a key of `SHAPES`, or a name that `hub.locate` takes; only its
       config.json is read.
-    draft: likewise; `demo` is the embedded draft. It gets the vocabulary of the
-      target.
-    dtype: of weights and cache.
+    draft: a name as for `target`; `demo` is the embedded draft. The vocabulary
+      size is that of the target.
+    dtype: of weights and cache, a float.
     batch_size: B.
-    prompt_tokens: room for the prompt.
-    max_new_tokens: room for what is generated.
-    drafting: as for `models.drafters.make_drafter`; the n-gram has the shape of
-      the embedded one.
+    prompt_tokens: slots for the prompt.
+    max_new_tokens: slots for the new tokens.
+    drafting: settings of the drafter; the n-gram has the embedded one's shape.
   """
 
   target: str = 'demo'
@@ -307,25 +285,25 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-  """What a forward cannot do without.
+  """The least work of a forward; all 0 if no model runs.
 
   Attributes:
-    bytes: the weights once, and the cache once when it is full.
-    flops: of the weights, two for each and for each position.
+    bytes: the weights once, and the full cache once.
+    flops: two operations per weight and position.
   """
 
-  bytes: int
-  flops: int
+  bytes: int = 0
+  flops: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-  """A decode loop for a device.
+  """A decode loop that was compiled for a device.
 
   Attributes:
     text: the optimised program.
-    temporary_bytes: of memory that the program wants besides its arguments.
-    work: of one forward, by who does it: `target` or the name of a stage.
+    temporary_bytes: memory that the program needs besides its arguments.
+    work: the work of one forward of `target` and of each stage, by its name.
   """
 
   text: str
@@ -334,11 +312,11 @@ class Compiled:
 
 
 def config_of(name: str, vocab_size: int | None = None) -> Config:
-  """The shape of a model.
+  """The configuration of a model.
 
   Args:
     name: see `Workload.target`.
-    vocab_size: instead of its own.
+    vocab_size: replaces the model's own, if given.
 
   Raises:
     ValueError: there is no such model.
@@ -347,13 +325,14 @@ def config_of(name: str, vocab_size: int | None = None) -> Config:
   return dataclasses.replace(config, vocab_size=vocab_size or config.vocab_size)
 
 
-def abstract_model(config: Config, dtype: jnp.dtype) -> LanguageModel:
+def _model(name: str, dtype: str, vocab_size: int | None = None) -> Model:
   """A model whose weights are shapes."""
-  return as_model(hub.shape_module(config, dtype))
+  config = config_of(name, vocab_size)
+  return as_model(hub.shape_module(config, jnp.dtype(dtype)))
 
 
 def _with_table(drafter: Drafter, vocab_size: int) -> Drafter:
-  """Adds an n-gram of the embedded one's shape to the innermost stage."""
+  """Adds an abstract n-gram table to the innermost stage."""
   inner = drafter.inner
   if inner is not None:
     return drafter.replace(inner=_with_table(inner, vocab_size))
@@ -372,8 +351,8 @@ def _drafter(
     return None
   vocab_size = target.spec.vocab_size
   name = hub.draft_name(workload.draft)
-  draft = abstract_model(config_of(name, vocab_size), jnp.dtype(workload.dtype))
-  # Nothing is encoded, so nobody asks for the tokenizer.
+  draft = _model(name, workload.dtype, vocab_size)
+  # No text is encoded, so the tokenizer is not used.
   pair = Pair(target, draft, None, ())  # type: ignore[arg-type]
   settings = dataclasses.replace(workload.drafting, inner='lookup')
   drafter = make_drafter(method, pair, settings)
@@ -384,39 +363,35 @@ def _drafter(
 
 def _request(workload: Workload) -> specdec.Request:
   rows = workload.batch_size
-
-  def make():
-    return specdec.Request(
+  return jax.eval_shape(
+    lambda: specdec.Request(
       prompt=jnp.zeros((rows, workload.prompt_tokens), jnp.int32),
       prompt_length=jnp.ones(rows, jnp.int32),
       limit=jnp.ones(rows, jnp.int32),
       row_keys=specdec.row_keys(jax.random.key(0), rows),
       sampling=specdec.Sampling().validated(),
     )
-
-  return jax.eval_shape(make)
+  )
 
 
 def _work(model: LanguageModel, cache: specdec.KVCache, positions: int) -> Work:
   definition = model.spec
   rows = cache.length.shape[0]
   slots = rows * cache.num_slots
-  leaves = jax.tree.leaves(model.params)
-  itemsize = min(leaf.dtype.itemsize for leaf in leaves)
+  itemsize = min(leaf.dtype.itemsize for leaf in jax.tree.leaves(model.params))
   return Work(
     bytes=definition.weight_bytes + slots * definition.cache_bytes_per_slot,
     flops=2 * rows * positions * definition.weight_bytes // itemsize,
   )
 
 
-def _works(
-  target: LanguageModel, drafter: Drafter | None, state
-) -> dict[str, Work]:
-  num_nodes = 1 if drafter is None else drafter.config.num_nodes
-  works = {'target': _work(target, state.target_cache, num_nodes)}
+def _works(target: Model, drafter: Drafter | None, state) -> dict[str, Work]:
   if drafter is None:
-    return works
+    return {'target': _work(target, state.target_cache, 1)}
+  num_nodes = drafter.config.num_nodes
+  works = {'target': _work(target, state.target_cache, num_nodes)}
   for stage, carried in zip(drafter.stages, state.stages.stages, strict=True):
+    works[stage.name] = Work()
     if isinstance(stage.scorer, specdec.LanguageModelScorer):
       works[stage.name] = _work(
         stage.scorer.model, carried.scorer.cache, stage.config.width
@@ -430,34 +405,35 @@ def compile_program(
   """Compiles the decode loop of a method.
 
   Args:
-    method: one of `METHODS`.
-    workload: what is decoded.
-    device: need not be there.
+    method: a value of `METHODS`.
+    workload: the models and the sizes.
+    device: need not be present.
 
   Raises:
-    ValueError: the method or a model is not known, or the compiler is missing.
+    ValueError: the method or a model is not known, or the compiler is not
+      installed.
   """
   if method not in METHODS:
     raise ValueError(f'method {method!r} is not known; choose from {METHODS}')
-  config = config_of(workload.target)
-  target = abstract_model(config, jnp.dtype(workload.dtype))
+  target = _model(workload.target, workload.dtype)
   drafter = _drafter(method, workload, target)
   request = _request(workload)
-  decoding = specdec.DecodeConfig(
+  config = specdec.DecodeConfig(
     max_new_tokens=workload.max_new_tokens, eos_ids=(0,)
   )
   state = jax.eval_shape(
-    lambda *args: start(*args, config=decoding), target, drafter, request
+    lambda *args: start(*args, config=config), target, drafter, request
   )
-  sharding = SingleDeviceSharding(abstract_device(device))
+  num_steps = jax.eval_shape(lambda: jnp.int32(0))
+  sharding = SingleDeviceSharding(_abstract_device(device))
   arguments = jax.tree.map(
     lambda leaf: jax.ShapeDtypeStruct(
       leaf.shape, leaf.dtype, sharding=sharding
     ),
-    (target, drafter, request, state, jax.eval_shape(lambda: jnp.int32(0))),
+    (target, drafter, request, state, num_steps),
   )
   compiled = (
-    advance.trace(*arguments, config=decoding)
+    advance.trace(*arguments, config=config)
     .lower(lowering_platforms=(device.platform,))
     .compile(compiler_options=_OPTIONS[device.platform])
   )
