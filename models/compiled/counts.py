@@ -6,7 +6,7 @@ decode step, and within it the growth round of each stage. Of the branches of a
 conditional, only the one with the most kernels is counted.
 """
 
-import collections
+from collections import Counter
 import dataclasses
 import re
 
@@ -38,17 +38,17 @@ class Loop:
   """The work of one round of a loop, without the loops within it.
 
   Attributes:
-    name: `op_name` of the loop, the path of the traced operation.
-    kernels: number of kernels that the device launches: fusions, library calls,
-      sorts, copies and so on. Asynchronous copies are not included.
+    name: `op_name` of the loop; empty outside of loops.
+    kernels: number of kernels that the device launches, such as fusions,
+      library calls, sorts and copies; without asynchronous copies.
     forward_kernels: the kernels among them that belong to a model's forward.
     layer_kernels: number of forward kernels by layer.
     prefetches: number of asynchronous copies.
     copies: number of copies larger than `LARGE_COPY` that end in main memory,
       by shape.
     host_transfers: names of the instructions that communicate with the host.
-    branches: number of conditionals, and of loops within this loop. A GPU waits
-      for the host at each of them, unless it is part of a command buffer.
+    branches: number of conditionals and inner loops. A GPU waits for the host
+      at each of them, unless it is part of a command buffer.
     bytes: bytes of main memory that are read or written.
     cycles: cycles that the compiler expects; 0 except on TPUs.
     loops: the loops within it whose trip count is not known.
@@ -57,13 +57,9 @@ class Loop:
   name: str = ''
   kernels: int = 0
   forward_kernels: int = 0
-  layer_kernels: collections.Counter = dataclasses.field(
-    default_factory=collections.Counter
-  )
+  layer_kernels: Counter = dataclasses.field(default_factory=Counter)
   prefetches: int = 0
-  copies: collections.Counter = dataclasses.field(
-    default_factory=collections.Counter
-  )
+  copies: Counter = dataclasses.field(default_factory=Counter)
   host_transfers: list[str] = dataclasses.field(default_factory=list)
   branches: int = 0
   bytes: int = 0
@@ -87,7 +83,7 @@ class Loop:
       ours, theirs = getattr(self, field.name), getattr(other, field.name)
       if isinstance(ours, int):
         setattr(self, field.name, ours + times * theirs)
-      elif isinstance(ours, collections.Counter):
+      elif isinstance(ours, Counter):
         ours.update({key: times * number for key, number in theirs.items()})
       elif isinstance(ours, list):
         ours.extend(theirs)
@@ -95,8 +91,7 @@ class Loop:
 
 def count(program: Program) -> Loop:
   """Counts of a program outside of its loops, with the loops in `loops`."""
-  total = _count_computation(program, program.entry)
-  return dataclasses.replace(total, name=program.entry)
+  return _count_computation(program, program.entry)
 
 
 def _count_computation(program: Program, name: str) -> Loop:
@@ -143,8 +138,7 @@ def _count_instruction(
     total.host_transfers.append(instruction.name)
   if is_kernel and '/forward/' in f'{instruction.op_name}/':
     total.forward_kernels = 1
-    layer = _LAYER.search(instruction.op_name)
-    if layer:
+    if layer := _LAYER.search(instruction.op_name):
       total.layer_kernels[int(layer.group(1))] = 1
   elif starts:
     total.prefetches = 1
@@ -167,13 +161,11 @@ def _is_kernel(instruction: Instruction) -> bool:
 
 def _is_host_transfer(instruction: Instruction) -> bool:
   opcode = instruction.opcode
-  if opcode.removesuffix('-start') in _HOST_OPCODES:
-    return True
-  if any(name in instruction.target for name in _HOST_TARGETS):
-    return True
+  named = any(name in instruction.target for name in _HOST_TARGETS)
   spaces = {array.memory_space for array in instruction.arrays}
   runs = _is_kernel(instruction) or opcode.endswith('-start')
-  return runs and _HOST_SPACE in spaces
+  moves = runs and _HOST_SPACE in spaces
+  return opcode.removesuffix('-start') in _HOST_OPCODES or named or moves
 
 
 def _is_copy(program: Program, instruction: Instruction) -> bool:
@@ -181,9 +173,15 @@ def _is_copy(program: Program, instruction: Instruction) -> bool:
     return True
   if instruction.opcode != 'fusion':
     return False
-  (called,) = instruction.called['calls']
-  opcodes = {inner.opcode for inner in program.computations[called].values()}
+  fused = program.computations[_fused(instruction)].values()
+  opcodes = {inner.opcode for inner in fused}
   return bool(opcodes & {'copy', 'transpose'}) and opcodes <= _RELAYOUT
+
+
+def _fused(fusion: Instruction) -> str:
+  """Name of the computation of a fusion."""
+  (called,) = fusion.called['calls']
+  return called
 
 
 def bytes_of(arrays: tuple[Array, ...]) -> int:
@@ -199,18 +197,11 @@ def _size(arrays: tuple[Array, ...]) -> int:
 def traffic(
   program: Program, computation: str, instruction: Instruction
 ) -> int:
-  """Bytes of main memory that one run of an instruction reads and writes.
+  """Bytes of main memory that an instruction of a computation moves.
 
-  Slices count as the part that they read, updates as the part that they write,
-  also inside fusions. Everything else reads its operands and writes its result.
-
-  Args:
-    program: the program.
-    computation: name of the computation that contains the instruction.
-    instruction: may call a fusion; other computations are not counted.
-
-  Returns:
-    Bytes, including the padding of tiled layouts.
+  A slice reads, and an update in place writes, only a part of an array, also
+  inside a fusion. All else reads its operands and writes its result. The bytes
+  include the padding of tiled layouts.
   """
   opcode = instruction.opcode
   siblings = program.computations[computation]
@@ -230,58 +221,51 @@ def traffic(
     return min(sizes[0], _size(instruction.arrays)) + result
   if opcode == 'dynamic-update-slice':
     return 2 * sizes[1]
-  if opcode == 'fusion':
-    read = sum(
-      min(size, _read_of_operand(program, instruction, index))
-      for index, size in enumerate(sizes)
-    )
-    return int(read + _written_by_fusion(program, instruction))
-  return sum(sizes) + result
+  if opcode != 'fusion':
+    return sum(sizes) + result
+  called = _fused(instruction)
+  read = sum(
+    min(size, _read_of_operand(program, called, index))
+    for index, size in enumerate(sizes)
+  )
+  root = program.root(called)
+  names = root.operands if root.opcode == 'tuple' else (root.name,)
+  written = sum(
+    min(_written(program, called, name), array.num_bytes)
+    for array, name in zip(instruction.arrays, names, strict=False)
+    if array.memory_space == 0
+  )
+  return int(read + written)
 
 
-def _read_of_operand(
-  program: Program, fusion: Instruction, index: int
-) -> float:
+def _read_of_operand(program: Program, fused: str, index: int) -> float:
   """Bytes of an operand that a fusion reads, or `_ALL`."""
-  (called,) = fusion.called['calls']
-  for inner in program.computations[called].values():
+  for inner in program.computations[fused].values():
     if inner.opcode == 'parameter' and inner.literal == str(index):
-      return _read_of_parameter(program, called, inner.name)
+      return _read(program, fused, inner.name)
   return _ALL
 
 
-def _read_of_parameter(program: Program, computation: str, name: str) -> float:
+def _read(program: Program, computation: str, name: str) -> float:
+  """Bytes of an instruction's result that a computation reads, or `_ALL`."""
   total = 0.0
   for user in program.computations[computation].values():
     if name not in user.operands:
       continue
     only_first = name not in user.operands[1:]
     if user.opcode in _VIEWS:
-      total += _read_of_parameter(program, computation, user.name)
+      total += _read(program, computation, user.name)
     elif user.opcode in _SLICES and only_first:
       total += _size(user.arrays)
     elif user.opcode == 'dynamic-update-slice' and only_first:
       pass  # The update is written in place.
     elif user.opcode == 'fusion':
-      total += sum(
-        _read_of_operand(program, user, index)
-        for index, operand in enumerate(user.operands)
-        if operand == name
-      )
+      for index, operand in enumerate(user.operands):
+        if operand == name:
+          total += _read_of_operand(program, _fused(user), index)
     else:
       return _ALL
   return total
-
-
-def _written_by_fusion(program: Program, fusion: Instruction) -> float:
-  (called,) = fusion.called['calls']
-  root = program.root(called)
-  names = root.operands if root.opcode == 'tuple' else (root.name,)
-  return sum(
-    min(_written(program, called, name), array.num_bytes)
-    for array, name in zip(fusion.arrays, names, strict=False)
-    if array.memory_space == 0
-  )
 
 
 def _written(program: Program, computation: str, name: str) -> float:
@@ -291,7 +275,7 @@ def _written(program: Program, computation: str, name: str) -> float:
   if instruction.opcode == 'dynamic-update-slice':
     return _size(siblings[instruction.operands[1]].arrays)
   if instruction.opcode == 'fusion':
-    (called,) = instruction.called['calls']
+    called = _fused(instruction)
     return _written(program, called, program.root(called).name)
   if instruction.opcode in ('bitcast', 'reshape'):
     return _written(program, computation, instruction.operands[0])

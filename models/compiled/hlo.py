@@ -7,8 +7,6 @@ in which they run:
       %x = f32[8]{0} get-tuple-element(%arg), index=1
       ROOT %sum = f32[8]{0} fusion(%x), kind=kLoop, calls=%fused
     }
-
-This module depends neither on a device nor on JAX.
 """
 
 import dataclasses

@@ -49,8 +49,8 @@ _TPU_ENVIRONMENT = {
   'TF_CPP_MIN_LOG_LEVEL': '3',
 }
 
-# Counts must depend neither on a benchmark that the compiler runs on this
-# machine nor on the instruction set of its processor.
+# Counts must depend neither on benchmarks of the compiler on this machine nor
+# on the instruction set of its processor.
 _OPTIONS: dict[str, dict[str, Any]] = {
   'cuda': {'xla_gpu_autotune_level': 0},
   # Otherwise the compiler moves the cache of each layer onto the chip, writes
@@ -61,72 +61,6 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Gpu:
-  """The properties of a GPU that XLA asks for, beside those in `HARDWARE`.
-
-  Attributes:
-    name: the name that the driver reports.
-    capability: major number of the compute capability; the minor one is 0.
-    cores: number of multiprocessors.
-    lanes: float32 units per multiprocessor.
-    level_2_bytes: size of the level-2 cache.
-    clock: GHz.
-    memory_bytes: size of the main memory.
-    shared_bytes: shared memory per multiprocessor; a block may use all but one
-      KiB of it.
-  """
-
-  name: str
-  capability: int
-  cores: int
-  lanes: int
-  level_2_bytes: int
-  clock: float
-  memory_bytes: int
-  shared_bytes: int
-
-  def target_config(self, bandwidth: float) -> str:
-    """XLA's `GpuTargetConfigProto` as text; `bandwidth` in bytes per second."""
-    extension = 'ACCELERATED_FEATURES' if self.capability >= 9 else 'NONE'
-    return f"""
-      gpu_device_info {{
-        threads_per_block_limit: 1024
-        threads_per_warp: 32
-        shared_memory_per_block: 49152
-        shared_memory_per_core: {self.shared_bytes}
-        shared_memory_per_block_optin: {self.shared_bytes - 1024}
-        threads_per_core_limit: 2048
-        core_count: {self.cores}
-        fpus_per_core: {self.lanes}
-        block_dim_limit_x: 2147483647
-        block_dim_limit_y: 65535
-        block_dim_limit_z: 65535
-        thread_dim_limit_x: 1024
-        thread_dim_limit_y: 1024
-        thread_dim_limit_z: 64
-        memory_bandwidth: {bandwidth:.0f}
-        l2_cache_size: {self.level_2_bytes}
-        clock_rate_ghz: {self.clock}
-        device_memory_size: {self.memory_bytes}
-        registers_per_core_limit: 65536
-        registers_per_block_limit: 65536
-        cuda_compute_capability {{
-          major: {self.capability} minor: 0 feature_extension: {extension}
-        }}
-        device_vendor: "NVIDIA Corporation"
-        name: "{self.name}"
-        driver_version: "12.9.0"
-        runtime_version: "12.9.0"
-        compile_time_toolkit_version: "12.9.0"
-        dnn_version: "9.10.0"
-      }}
-      platform_name: "CUDA"
-      dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
-      device_description_str: "{self.name}"
-    """
-
-
 @dataclasses.dataclass(frozen=True)
 class Device:
   """A device to compile for, with the rates of its data sheet.
@@ -135,51 +69,67 @@ class Device:
     platform: JAX's name of the platform: `tpu`, `cuda` or `cpu`.
     bandwidth: of the main memory, bytes per second.
     flops: bfloat16 operations per second, without sparsity.
-    model: properties of a GPU; the smallest topology of a TPU that the compiler
-      knows; empty for the CPU of this machine.
+    description: for a GPU XLA's `GpuTargetConfigProto` as text, for a TPU the
+      smallest topology that the compiler knows.
   """
 
   platform: str
   bandwidth: float
   flops: float
-  model: Gpu | str = ''
+  description: str = ''
 
 
-def _device(name: str, model: Gpu | str) -> Device:
+def _device(name: str, platform: str, description: str) -> Device:
   limits = HARDWARE[name]
-  platform = 'cuda' if isinstance(model, Gpu) else 'tpu'
-  return Device(
-    platform, limits.bytes_per_second, limits.peak('bfloat16'), model
-  )
+  flops = limits.peak('bfloat16')
+  return Device(platform, limits.bytes_per_second, flops, description)
 
 
-_H200 = Gpu(
-  name='NVIDIA H200',
-  capability=9,
-  cores=132,
-  lanes=128,
-  level_2_bytes=50 << 20,
-  clock=1.98,
-  memory_bytes=141 << 30,
-  shared_bytes=228 << 10,
-)
-_A100 = Gpu(
-  name='NVIDIA A100-SXM4-80GB',
-  capability=8,
-  cores=108,
-  lanes=64,
-  level_2_bytes=40 << 20,
-  clock=1.41,
-  memory_bytes=79 << 30,
-  shared_bytes=164 << 10,
-)
+def _gpu(key: str, name: str, limits: str) -> Device:
+  """A GPU, by its name in `HARDWARE`, that of its driver, and its own limits.
 
+  To XLA, cores are multiprocessors, and FPUs are float32 units.
+  """
+  description = f"""
+    gpu_device_info {{
+      threads_per_block_limit: 1024 threads_per_warp: 32
+      threads_per_core_limit: 2048
+      block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
+      block_dim_limit_z: 65535
+      thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+      registers_per_core_limit: 65536 registers_per_block_limit: 65536
+      shared_memory_per_block: 49152
+      memory_bandwidth: {HARDWARE[key].bytes_per_second:.0f}
+      {limits}
+      device_vendor: "NVIDIA Corporation" name: "{name}"
+      driver_version: "12.9.0" runtime_version: "12.9.0"
+      compile_time_toolkit_version: "12.9.0" dnn_version: "9.10.0"
+    }}
+    platform_name: "CUDA"
+    dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+    device_description_str: "{name}"
+  """
+  return _device(key, 'cuda', description)
+
+
+_H200 = """
+  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+  l2_cache_size: 52428800 device_memory_size: 151397597184
+  shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+"""
+_A100 = """
+  core_count: 108 fpus_per_core: 64 clock_rate_ghz: 1.41
+  l2_cache_size: 41943040 device_memory_size: 84825604096
+  shared_memory_per_core: 167936 shared_memory_per_block_optin: 166912
+  cuda_compute_capability { major: 8 feature_extension: NONE }
+"""
 DEVICES = {
-  'h200': _device('h200', _H200),
-  'a100': _device('a100', _A100),
-  'v5e': _device('v5e', 'v5e:2x2'),
-  'v5p': _device('v5p', 'v5p:2x2x1'),
-  'v6e': _device('v6e', 'v6e:2x2'),
+  'h200': _gpu('h200', 'NVIDIA H200', _H200),
+  'a100': _gpu('a100', 'NVIDIA A100-SXM4-80GB', _A100),
+  'v5e': _device('v5e', 'tpu', 'v5e:2x2'),
+  'v5p': _device('v5p', 'tpu', 'v5p:2x2x1'),
+  'v6e': _device('v6e', 'tpu', 'v6e:2x2'),
   # Rates of the processor of docs/cpu.md.
   'cpu': Device('cpu', bandwidth=28e9, flops=2e12),
 }
@@ -189,73 +139,61 @@ DEVICES = {
 def find_libtpu() -> pathlib.Path | None:
   """Path of the TPU compiler, or None if it is not installed.
 
-  The places are `TPU_LIBRARY_PATH`, `LIBTPU` and the Python environment.
+  It is that of `TPU_LIBRARY_PATH`, in `LIBTPU` or in the Python environment.
   """
-  candidates = [LIBTPU / 'libtpu' / 'libtpu.so']
-  stated = os.environ.get('TPU_LIBRARY_PATH')
-  if stated:
-    candidates.insert(0, pathlib.Path(stated))
   installed = importlib.util.find_spec('libtpu')
-  if installed is not None and installed.origin is not None:
-    candidates.append(pathlib.Path(installed.origin).with_name('libtpu.so'))
+  installed_in = installed.submodule_search_locations if installed else ()
+  folders = (LIBTPU / 'libtpu', *map(pathlib.Path, installed_in or ()))
+  stated = os.environ.get('TPU_LIBRARY_PATH', '')
+  candidates = (pathlib.Path(stated), *(at / 'libtpu.so' for at in folders))
   return next((path for path in candidates if path.is_file()), None)
 
 
-def _tpu(topology: str) -> jax.Device:
-  library = find_libtpu()
-  if library is None:
-    raise ValueError(
-      'compiling for a TPU needs libtpu, which is not installed; run'
-      ' python scripts/install_libtpu.py'
-    )
-  for name, value in _TPU_ENVIRONMENT.items():
-    os.environ.setdefault(name, value)
-  os.environ['TPU_LIBRARY_PATH'] = str(library)
-  return topologies.get_topology_desc(
-    platform='tpu', topology_name=topology
-  ).devices[0]
-
-
-def _gpu(gpu: Gpu, bandwidth: float) -> jax.Device:
+def _abstract_device(device: Device) -> jax.Device:
+  """JAX's description of a device, on which nothing can run."""
+  if device.platform == 'cpu':
+    return jax.devices('cpu')[0]
+  if device.platform == 'tpu':
+    library = find_libtpu()
+    if library is None:
+      raise ValueError(
+        'compiling for a TPU needs libtpu, which is not installed; run'
+        ' python scripts/install_libtpu.py'
+      )
+    for name, value in _TPU_ENVIRONMENT.items():
+      os.environ.setdefault(name, value)
+    os.environ['TPU_LIBRARY_PATH'] = str(library)
+    return topologies.get_topology_desc(
+      platform='tpu', topology_name=device.description
+    ).devices[0]
   try:
-    description = topologies.get_topology_desc(
-      platform='cuda',
-      topology='1x1x1',
-      target_config=gpu.target_config(bandwidth),
-    )
+    return topologies.get_topology_desc(
+      platform='cuda', topology='1x1x1', target_config=device.description
+    ).devices[0]
   except (NotImplementedError, RuntimeError, KeyError) as error:
     raise ValueError(
       'compiling for a GPU needs the CUDA plugin of the same version as JAX;'
       f' run pip install "jax[cuda12]=={jax.__version__}" (5 GB; no GPU is'
       f' needed): {error}'
     ) from error
-  return description.devices[0]
 
 
-def _abstract_device(device: Device) -> jax.Device:
-  """JAX's description of the device; nothing can run on it.
+def _gpt2(width: int, num_layers: int, num_heads: int) -> GPT2Config:
+  return GPT2Config(
+    vocab_size=50257,
+    num_positions=1024,
+    width=width,
+    num_layers=num_layers,
+    num_heads=num_heads,
+  )
 
-  Raises:
-    ValueError: the compiler is not installed; the message says how to get it.
-  """
-  if isinstance(device.model, Gpu):
-    return _gpu(device.model, device.bandwidth)
-  return _tpu(device.model) if device.model else jax.devices('cpu')[0]
 
-
-_GPT2 = GPT2Config(
-  vocab_size=50257, num_positions=1024, width=768, num_layers=12, num_heads=12
-)
 SHAPES = {
-  'gpt2-large': dataclasses.replace(
-    _GPT2, width=1280, num_layers=36, num_heads=20
-  ),
-  'gpt2-xl': dataclasses.replace(
-    _GPT2, width=1600, num_layers=48, num_heads=25
-  ),
-  'draft-40m': dataclasses.replace(_GPT2, width=512, num_layers=8, num_heads=8),
+  'gpt2-large': _gpt2(1280, 36, 20),
+  'gpt2-xl': _gpt2(1600, 48, 25),
+  'draft-40m': _gpt2(512, 8, 8),
 }
-"""Models without weights; `draft-40m` has the parameters of the paper's."""
+"""Models without weights; `draft-40m` has as many parameters as the paper's."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -312,11 +250,7 @@ class Compiled:
 
 
 def config_of(name: str, vocab_size: int | None = None) -> Config:
-  """The configuration of a model.
-
-  Args:
-    name: see `Workload.target`.
-    vocab_size: replaces the model's own, if given.
+  """The configuration of a model, with another vocabulary size if given.
 
   Raises:
     ValueError: there is no such model.
@@ -338,10 +272,8 @@ def _with_table(drafter: Drafter, vocab_size: int) -> Drafter:
     return drafter.replace(inner=_with_table(inner, vocab_size))
   table = jax.eval_shape(lambda: load_table(DEMO_TABLE)[0])
   ngram = NGram(table.replace(vocab_size=vocab_size))
-  scorer = drafter.scorer
-  return drafter.replace(
-    scorer=scorer.replace(proposers=(*scorer.proposers, ngram))
-  )
+  proposers = (*drafter.scorer.proposers, ngram)
+  return drafter.replace(scorer=drafter.scorer.replace(proposers=proposers))
 
 
 def _drafter(
@@ -349,16 +281,15 @@ def _drafter(
 ) -> Drafter | None:
   if method == 'plain':
     return None
-  vocab_size = target.spec.vocab_size
-  name = hub.draft_name(workload.draft)
-  draft = _model(name, workload.dtype, vocab_size)
-  # No text is encoded, so the tokenizer is not used.
+  vocab_size = target.definition.vocab_size
+  draft = _model(hub.draft_name(workload.draft), workload.dtype, vocab_size)
+  # The tokenizer is not used, because no text is encoded.
   pair = Pair(target, draft, None, ())  # type: ignore[arg-type]
   settings = dataclasses.replace(workload.drafting, inner='lookup')
   drafter = make_drafter(method, pair, settings)
-  if drafter is None or method != 'staged':
-    return drafter
-  return _with_table(drafter, vocab_size)
+  if drafter is not None and method == 'staged':
+    drafter = _with_table(drafter, vocab_size)
+  return drafter
 
 
 def _request(workload: Workload) -> specdec.Request:
@@ -377,15 +308,16 @@ def _request(workload: Workload) -> specdec.Request:
 def _work(model: LanguageModel, cache: specdec.KVCache, positions: int) -> Work:
   definition = model.spec
   rows = cache.length.shape[0]
-  slots = rows * cache.num_slots
   itemsize = min(leaf.dtype.itemsize for leaf in jax.tree.leaves(model.params))
   return Work(
-    bytes=definition.weight_bytes + slots * definition.cache_bytes_per_slot,
+    bytes=definition.weight_bytes
+    + rows * cache.num_slots * definition.cache_bytes_per_slot,
     flops=2 * rows * positions * definition.weight_bytes // itemsize,
   )
 
 
 def _works(target: Model, drafter: Drafter | None, state) -> dict[str, Work]:
+  """The work of the target and of each stage, by name."""
   if drafter is None:
     return {'target': _work(target, state.target_cache, 1)}
   num_nodes = drafter.config.num_nodes
@@ -393,21 +325,15 @@ def _works(target: Model, drafter: Drafter | None, state) -> dict[str, Work]:
   for stage, carried in zip(drafter.stages, state.stages.stages, strict=True):
     works[stage.name] = Work()
     if isinstance(stage.scorer, specdec.LanguageModelScorer):
-      works[stage.name] = _work(
-        stage.scorer.model, carried.scorer.cache, stage.config.width
-      )
+      cache, width = carried.scorer.cache, stage.config.width
+      works[stage.name] = _work(stage.scorer.model, cache, width)
   return works
 
 
 def compile_program(
   method: str, workload: Workload, device: Device
 ) -> Compiled:
-  """Compiles the decode loop of a method.
-
-  Args:
-    method: a value of `METHODS`.
-    workload: the models and the sizes.
-    device: need not be present.
+  """Compiles the decode loop of a method, one of `METHODS`.
 
   Raises:
     ValueError: the method or a model is not known, or the compiler is not
@@ -418,19 +344,17 @@ def compile_program(
   target = _model(workload.target, workload.dtype)
   drafter = _drafter(method, workload, target)
   request = _request(workload)
-  config = specdec.DecodeConfig(
-    max_new_tokens=workload.max_new_tokens, eos_ids=(0,)
-  )
+  limit = workload.max_new_tokens
+  config = specdec.DecodeConfig(max_new_tokens=limit, eos_ids=(0,))
   state = jax.eval_shape(
     lambda *args: start(*args, config=config), target, drafter, request
   )
-  num_steps = jax.eval_shape(lambda: jnp.int32(0))
   sharding = SingleDeviceSharding(_abstract_device(device))
   arguments = jax.tree.map(
     lambda leaf: jax.ShapeDtypeStruct(
       leaf.shape, leaf.dtype, sharding=sharding
     ),
-    (target, drafter, request, state, num_steps),
+    (target, drafter, request, state, jax.ShapeDtypeStruct((), jnp.int32)),
   )
   compiled = (
     advance.trace(*arguments, config=config)

@@ -1,7 +1,6 @@
-"""Counts of compiled decode loops as a table and as JSON."""
+"""Counts of compiled decode loops: records, and a table of them."""
 
 import dataclasses
-from typing import Any
 
 from models.compiled.counts import count
 from models.compiled.counts import Loop
@@ -18,6 +17,7 @@ class LoopReport:
   """One round of a loop, without the loops within it.
 
   Attributes:
+    method: the method of decoding.
     loop: `STEP`, or the name of the stage whose growth round it is.
     kernels: number of kernels; for the counts see also `counts.Loop`.
     kernels_per_layer: mean over the layers of the forward.
@@ -33,6 +33,7 @@ class LoopReport:
     cycles: cycles that the compiler expects; 0 except on TPUs.
   """
 
+  method: str
   loop: str
   kernels: int
   kernels_per_layer: float
@@ -61,38 +62,25 @@ class ProgramReport:
   temporary_bytes: int
   loops: tuple[LoopReport, ...]
 
-  def as_dict(self) -> dict[str, Any]:
-    """The record for JSON."""
-    return dataclasses.asdict(self)
-
 
 def _report(
-  loop: Loop, depth: int, compiled: Compiled, device: Device
+  method: str, loop: Loop, depth: int, compiled: Compiled, device: Device
 ) -> list[LoopReport]:
-  """Reports of a loop and of all loops within it.
-
-  Args:
-    loop: the outermost loop, or one within it.
-    depth: 0 for the outermost loop, which is the decode step.
-    compiled: the program.
-    device: what it was compiled for.
-  """
-  # Growth runs in the scope `grow_` and the name of the stage. Loops within a
-  # growth round that are no growth loops keep their path as a label.
-  stages = [name for name in compiled.work if name != 'target']
+  """Reports of a loop, at `depth` of the program, and of the loops within."""
+  # Growth runs in the scope `grow_` and the name of the stage. Other loops
+  # within the decode step keep their path as a label.
   growing = [
-    name for name in stages if loop.name.endswith(f'grow_{name}/while')
+    name for name in compiled.work if loop.name.endswith(f'grow_{name}/while')
   ]
-  label, worker = loop.name, ''
-  if depth == 0:
-    label, worker = STEP, 'target'
-  elif growing:
-    (worker,) = growing
+  label, worker = (STEP, 'target') if depth == 0 else (loop.name, '')
+  if growing:
+    worker = growing[0]
     where = 'before' if depth == 1 else 'within'
     label = f'growth round of {worker}, {where}'
   work = compiled.work.get(worker, Work())
   floor = max(work.bytes / device.bandwidth, work.flops / device.flops)
   report = LoopReport(
+    method=method,
     loop=label,
     kernels=loop.kernels,
     kernels_per_layer=round(loop.kernels_per_layer, 2),
@@ -108,7 +96,7 @@ def _report(
   )
   reports = [report]
   for inner in loop.loops:
-    reports += _report(inner, depth + 1, compiled, device)
+    reports += _report(method, inner, depth + 1, compiled, device)
   return reports
 
 
@@ -119,59 +107,41 @@ def analyse(method: str, compiled: Compiled, device: Device) -> ProgramReport:
     ValueError: the program does not have exactly one outermost loop.
   """
   top = count(parse(compiled.text))
-  if len(top.loops) != 1:
-    names = [loop.name for loop in top.loops]
+  names = [loop.name for loop in top.loops]
+  if len(names) != 1:
     raise ValueError(f'expected one decode loop, the program has {names}')
-  loops = _report(top.loops[0], 0, compiled, device)
+  loops = _report(method, top.loops[0], 0, compiled, device)
   return ProgramReport(method, compiled.temporary_bytes, tuple(loops))
 
 
-_HEADER = (
-  'method',
-  'loop (one round)',
-  'kernels',
-  'per layer',
-  'bookkeeping',
-  'copies > 64 KB',
-  'host transfers',
-  'branches',
-  'MB moved',
-  'of ideal',
-  'floor ms',
-  'at bandwidth ms',
-  'compiler Mcycles',
-)
-
-
-def _row(method: str, report: LoopReport) -> list[str]:
+def _columns(report: LoopReport) -> dict[str, str]:
   copies = ', '.join(f'{n} {shape}' for shape, n in report.copies.items())
-  ideal = report.ideal_bytes
-  return [
-    method,
-    report.loop,
-    str(report.kernels),
-    f'{report.kernels_per_layer:.1f}' if report.kernels_per_layer else '',
-    str(report.bookkeeping),
-    copies or '0',
-    str(report.host_transfers),
-    str(report.branches),
-    f'{report.bytes / 1e6:.1f}',
-    f'{report.bytes / ideal:.2f}' if ideal else '',
-    f'{report.floor_ms:.3f}' if ideal else '',
-    f'{report.bandwidth_ms:.3f}',
-    f'{report.cycles / 1e6:.2f}' if report.cycles else '',
-  ]
+  ideal, layers = report.ideal_bytes, report.kernels_per_layer
+  return {
+    'method': report.method,
+    'loop (one round)': report.loop,
+    'kernels': str(report.kernels),
+    'per layer': f'{layers:.1f}' if layers else '',
+    'bookkeeping': str(report.bookkeeping),
+    'copies > 64 KB': copies or '0',
+    'host transfers': str(report.host_transfers),
+    'branches': str(report.branches),
+    'MB moved': f'{report.bytes / 1e6:.1f}',
+    'of ideal': f'{report.bytes / ideal:.2f}' if ideal else '',
+    'floor ms': f'{report.floor_ms:.3f}' if ideal else '',
+    'at bandwidth ms': f'{report.bandwidth_ms:.3f}',
+    'compiler Mcycles': f'{report.cycles / 1e6:.2f}' if report.cycles else '',
+  }
 
 
 def to_markdown(reports: list[ProgramReport]) -> str:
   """A table of all loops, and a line about temporary memory."""
-  rows = [list(_HEADER), ['---'] * len(_HEADER)]
-  rows += [
-    _row(report.method, loop) for report in reports for loop in report.loops
-  ]
-  lines = ['| ' + ' | '.join(row) + ' |' for row in rows]
+  loops = [_columns(loop) for report in reports for loop in report.loops]
+  rows = [list(loops[0]), ['---'] * len(loops[0])]
+  rows += [list(columns.values()) for columns in loops]
   temporary = ', '.join(
     f'{report.method} {report.temporary_bytes / 1e6:.1f} MB'
     for report in reports
   )
+  lines = ['| ' + ' | '.join(row) + ' |' for row in rows]
   return '\n'.join([*lines, '', f'Temporary memory: {temporary}.'])
