@@ -20,8 +20,10 @@ from specdec import PromptLookup
 from specdec import Request
 from specdec import Sampling
 from specdec import staged
+from specdec.checks import check_sampling
 from specdec.loop import advance
 from specdec.loop import start
+from specdec.watchers import EndOfText
 
 TREE = Settings(num_nodes=5, width=2, branching=2, rounds=2, capacity=12)
 
@@ -105,14 +107,19 @@ def _arguments(model, drafter, batch_size):
     prompt_length=jnp.asarray(lengths),
     limit=jnp.full(batch_size, 20, jnp.int32),
     row_keys=tiny_models.row_keys(batch_size),
-    sampling=tiny_models.sampling(*[1.0] * batch_size).validated(),
+    sampling=check_sampling(
+      tiny_models.sampling(*[1.0] * batch_size),
+      batch_size,
+      model.spec.vocab_size,
+    ),
+    watchers=(EndOfText((1,)),),
   )
   return model, drafter, request
 
 
 def test_no_transfer_between_host_and_device_in_a_decode():
   arguments = _arguments(_table(0), _staged(_table(1)), 2)
-  config = DecodeConfig(max_new_tokens=32, eos_ids=(1,))
+  config = DecodeConfig(max_new_tokens=32)
   with jax.transfer_guard('disallow'):
     result = decode(*arguments, config=config)
     jax.block_until_ready(result)

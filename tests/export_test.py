@@ -12,20 +12,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_drafters
+from tiny_drafters import Settings
 import tiny_models
 
 from specdec import decode
 from specdec import DecodeConfig
 from specdec import NGram
+from specdec import PLAIN
 from specdec import PromptLookup
 from specdec import Request
 from specdec import staged
-from specdec import TreeConfig
+from specdec.checks import check_sampling
 from specdec.tree.topology import chain
+from specdec.watchers import EndOfText
 
 _PLATFORMS = ('cpu', 'cuda', 'tpu')
-_CONFIG = DecodeConfig(max_new_tokens=32, eos_ids=(1,))
-_TREE = TreeConfig(num_nodes=5, width=2, branching=2, rounds=2, capacity=12)
+_CONFIG = DecodeConfig(max_new_tokens=32)
+_TREE = Settings(num_nodes=5, width=2, branching=2, rounds=2, capacity=12)
 _TEMPERATURES = (0.0, 1.0)  # of the rows: greedy, sampled
 _METHODS = ('plain', 'chain', 'tree', 'staged')
 
@@ -33,13 +36,13 @@ _METHODS = ('plain', 'chain', 'tree', 'staged')
 def _drafter(method, model):
   """The drafter of a method; `staged` has a model, a table and lookup."""
   if method == 'plain':
-    return None
+    return PLAIN
   if method == 'chain':
-    return tiny_drafters.model(model, TreeConfig(topology=chain(3)))
+    return tiny_drafters.model(model, Settings(topology=chain(3)))
   tree = tiny_drafters.model(model, _TREE)
   if method == 'tree':
     return tree
-  vocab_size = model.definition.vocab_size
+  vocab_size = model.spec.vocab_size
   text = np.random.default_rng(0).integers(vocab_size, size=50).tolist()
   table = tiny_drafters.ngram_table(
     [text], vocab_size, order=3, num_continuations=2
@@ -58,7 +61,10 @@ def _arguments(method, dtype, temperatures):
     prompt_length=jnp.asarray(lengths),
     limit=jnp.full(rows, 20, jnp.int32),
     row_keys=tiny_models.row_keys(rows),
-    sampling=tiny_models.sampling(*temperatures).validated(),
+    sampling=check_sampling(
+      tiny_models.sampling(*temperatures), rows, model.spec.vocab_size
+    ),
+    watchers=(EndOfText((1,)),),
   )
   return model, _drafter(method, tiny_models.perturbed(model, 0.1)), request
 

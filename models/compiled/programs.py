@@ -24,6 +24,8 @@ from models.text.drafters import DraftSettings
 from models.text.drafters import make_drafter
 from models.text.pair import Pair
 import specdec
+from specdec.checks import check_sampling
+from specdec.checks import row_keys
 from specdec.cost_model import HARDWARE
 from specdec.draft.drafter import Drafter
 from specdec.draft.ngram import NGram
@@ -31,6 +33,8 @@ from specdec.loop import advance
 from specdec.loop import start
 from specdec.model import LanguageModel
 from specdec.ngram.table import load_table
+from specdec.step import DecodeState
+from specdec.watchers import EndOfText
 
 METHODS = ('plain', 'chain', 'tree', 'staged')
 
@@ -259,37 +263,28 @@ def config_of(name: str, vocab_size: int | None = None) -> Config:
   return dataclasses.replace(config, vocab_size=vocab_size or config.vocab_size)
 
 
-def _model(name: str, dtype: str, vocab_size: int | None = None) -> Model:
+def _model(
+  name: str, dtype: str, vocab_size: int | None = None
+) -> LanguageModel:
   """A model whose weights are shapes."""
   config = config_of(name, vocab_size)
   return as_model(hub.shape_module(config, jnp.dtype(dtype)))
 
 
-def _with_table(drafter: Drafter, vocab_size: int) -> Drafter:
-  """Adds an abstract n-gram table to the innermost stage."""
-  inner = drafter.inner
-  if inner is not None:
-    return drafter.replace(inner=_with_table(inner, vocab_size))
-  table = jax.eval_shape(lambda: load_table(DEMO_TABLE)[0])
-  ngram = NGram(table.replace(vocab_size=vocab_size))
-  proposers = (*drafter.scorer.proposers, ngram)
-  return drafter.replace(scorer=drafter.scorer.replace(proposers=proposers))
-
-
-def _drafter(
-  method: str, workload: Workload, target: LanguageModel
-) -> Drafter | None:
-  if method == 'plain':
-    return None
-  vocab_size = target.definition.vocab_size
+def _drafter(method: str, workload: Workload, target: LanguageModel) -> Drafter:
+  vocab_size = target.spec.vocab_size
   draft = _model(hub.draft_name(workload.draft), workload.dtype, vocab_size)
   # The tokenizer is not used, because no text is encoded.
   pair = Pair(target, draft, None, ())  # type: ignore[arg-type]
   settings = dataclasses.replace(workload.drafting, inner='lookup')
   drafter = make_drafter(method, pair, settings)
-  if drafter is not None and method == 'staged':
-    drafter = _with_table(drafter, vocab_size)
-  return drafter
+  if method != 'staged':
+    return drafter
+  table = jax.eval_shape(lambda: load_table(DEMO_TABLE)[0])
+  ngram = NGram(table.replace(vocab_size=vocab_size))
+  *outer, inner = drafter.stages
+  scorer = inner.scorer.replace(proposers=(*inner.scorer.proposers, ngram))
+  return drafter.replace(stages=(*outer, inner.replace(scorer=scorer)))
 
 
 def _request(workload: Workload) -> specdec.Request:
@@ -299,30 +294,31 @@ def _request(workload: Workload) -> specdec.Request:
       prompt=jnp.zeros((rows, workload.prompt_tokens), jnp.int32),
       prompt_length=jnp.ones(rows, jnp.int32),
       limit=jnp.ones(rows, jnp.int32),
-      row_keys=specdec.row_keys(jax.random.key(0), rows),
-      sampling=specdec.Sampling().validated(),
+      row_keys=row_keys(jax.random.key(0), rows),
+      sampling=check_sampling(specdec.Sampling(), rows, 2),
+      watchers=(EndOfText((0,)),),
     )
   )
 
 
 def _work(model: LanguageModel, cache: specdec.KVCache, positions: int) -> Work:
-  definition = model.spec
+  spec = model.spec
   rows = cache.length.shape[0]
   itemsize = min(leaf.dtype.itemsize for leaf in jax.tree.leaves(model.params))
   return Work(
-    bytes=definition.weight_bytes
-    + rows * cache.num_slots * definition.cache_bytes_per_slot,
-    flops=2 * rows * positions * definition.weight_bytes // itemsize,
+    bytes=spec.weight_bytes
+    + rows * cache.num_slots * spec.cache_bytes_per_slot,
+    flops=2 * rows * positions * spec.weight_bytes // itemsize,
   )
 
 
-def _works(target: Model, drafter: Drafter | None, state) -> dict[str, Work]:
+def _works(
+  target: LanguageModel, drafter: Drafter, state: DecodeState
+) -> dict[str, Work]:
   """The work of the target and of each stage, by name."""
-  if drafter is None:
-    return {'target': _work(target, state.target_cache, 1)}
-  num_nodes = drafter.config.num_nodes
-  works = {'target': _work(target, state.target_cache, num_nodes)}
-  for stage, carried in zip(drafter.stages, state.stages.stages, strict=True):
+  num_nodes = drafter.shape.num_nodes
+  works = {'target': _work(target, state.target.cache, num_nodes)}
+  for stage, carried in zip(drafter.stages, state.stages, strict=True):
     works[stage.name] = Work()
     if isinstance(stage.scorer, specdec.LanguageModelScorer):
       cache, width = carried.scorer.cache, stage.config.width
@@ -344,8 +340,7 @@ def compile_program(
   target = _model(workload.target, workload.dtype)
   drafter = _drafter(method, workload, target)
   request = _request(workload)
-  limit = workload.max_new_tokens
-  config = specdec.DecodeConfig(max_new_tokens=limit, eos_ids=(0,))
+  config = specdec.DecodeConfig(max_new_tokens=workload.max_new_tokens)
   state = jax.eval_shape(
     lambda *args: start(*args, config=config), target, drafter, request
   )
