@@ -1,26 +1,22 @@
-"""Puts the TPU compiler into build/libtpu, for compile_for.py and its tests.
+"""Installs the TPU compiler for compile_for.py and its tests.
 
 python scripts/install_libtpu.py
 
-Not into the environment: where libtpu is installed, JAX looks for a TPU
-whenever it starts, and complains that there is none. The version is the one
-that the installed JAX asks for.
+The version is the one that the installed JAX requires. It goes to build/libtpu,
+because JAX looks for a TPU at every start if libtpu is in the environment.
 """
 
 import importlib.metadata
 import pathlib
-import re
 import subprocess
 import sys
 
 
 def main() -> None:
   folder = pathlib.Path(__file__).parents[1] / 'build' / 'libtpu'
-  stated = importlib.metadata.requires('jax') or []
-  wanted = [one for one in stated if re.match(r'libtpu\b', one)]
-  if not wanted:
-    sys.exit('install_libtpu.py: the installed JAX names no libtpu')
-  requirement = wanted[0].split(';')[0].strip()
+  required = importlib.metadata.requires('jax') or []
+  wanted = next(text for text in required if text.startswith('libtpu'))
+  requirement = wanted.split(';')[0].strip()
   installed = folder / 'requirement.txt'
   if installed.is_file() and installed.read_text('utf-8') == requirement:
     return

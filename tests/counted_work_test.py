@@ -132,10 +132,10 @@ def test_a_cpu_does_not_sort_the_vocabulary():
   """As XLA would where only a part of a top-k is used."""
   program = parse(_compiled('cpu', 'staged').text)
   sizes = {
-    max(one.arrays[0].dims)
+    max(instruction.arrays[0].dims)
     for instructions in program.computations.values()
-    for one in instructions
-    if one.opcode == 'sort'
+    for instruction in instructions.values()
+    if instruction.opcode == 'sort'
   }
   assert max(sizes, default=0) < config_of('demo').vocab_size
 

@@ -1,1 +1,1 @@
-"""Compiles decoding for accelerators that need not be there, and counts."""
+"""Decode loops compiled for accelerators that need not be present, counted."""

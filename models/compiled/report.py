@@ -1,38 +1,36 @@
-"""Counts of compiled decode loops as a table and as JSON."""
+"""Counts of compiled decode loops: records, and a table of them."""
 
 import dataclasses
-import re
-from typing import Any
 
 from models.compiled.counts import count
 from models.compiled.counts import Loop
 from models.compiled.hlo import parse
 from models.compiled.programs import Compiled
 from models.compiled.programs import Device
+from models.compiled.programs import Work
 
-_GROWTH = re.compile(r'grow_([^/]+)/while$')
 STEP = 'decode step'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoopReport:
-  """One round of a loop; times are in milliseconds.
+  """One round of a loop, without the loops within it.
 
   Attributes:
-    method: of the program.
-    loop: `STEP`, or whose growth round it is.
-    kernels: see `counts.Loop`; likewise what follows.
-    kernels_per_layer: of the model, the mean.
-    bookkeeping: kernels that belong to no forward.
-    copies: the large ones, shape and number.
-    host_transfers: how many.
-    branches: conditionals and loops within.
-    bytes: of main memory moved.
-    ideal_bytes: weights once and full cache once; 0 where no model runs.
-    floor_ms: what the ideal takes at full bandwidth, or the products at the
-      full rate, whichever is longer.
-    bandwidth_ms: what `bytes` take at full bandwidth.
-    cycles: that the compiler expects, 0 where it does not say.
+    method: the method of decoding.
+    loop: `STEP`, or the name of the stage whose growth round it is.
+    kernels: number of kernels; for the counts see also `counts.Loop`.
+    kernels_per_layer: mean over the layers of the forward.
+    bookkeeping: number of kernels outside of forwards.
+    copies: number of large copies, by shape.
+    host_transfers: number of instructions that communicate with the host.
+    branches: number of conditionals and inner loops.
+    bytes: bytes of main memory that are read or written.
+    ideal_bytes: weights once and full cache once; 0 if no model runs.
+    floor_ms: milliseconds for `ideal_bytes` at peak bandwidth, or for the
+      products at the peak rate, whichever is longer.
+    bandwidth_ms: milliseconds for `bytes` at peak bandwidth.
+    cycles: cycles that the compiler expects; 0 except on TPUs.
   """
 
   method: str
@@ -52,123 +50,98 @@ class LoopReport:
 
 @dataclasses.dataclass(frozen=True)
 class ProgramReport:
-  """A compiled decode loop.
+  """The counts of a compiled decode loop.
 
   Attributes:
-    method: of decoding.
-    temporary_bytes: see `programs.Compiled`.
-    loops: the decode step, then the growth rounds within.
+    method: the method of decoding.
+    temporary_bytes: memory that the program needs besides its arguments.
+    loops: the decode step, then the growth rounds within it.
   """
 
   method: str
   temporary_bytes: int
   loops: tuple[LoopReport, ...]
 
-  def as_dict(self) -> dict[str, Any]:
-    """For JSON."""
-    return dataclasses.asdict(self)
 
-
-def _label(loop: Loop, is_step: bool, depth: int) -> tuple[str, str]:
-  """Name of a loop, and of the stage whose forward it runs."""
-  if is_step:
-    return STEP, 'target'
-  growth = _GROWTH.search(loop.name)
-  if not growth:
-    return loop.name, ''
-  where = ', before' if depth == 1 else ', within'
-  return f'growth round of {growth.group(1)}{where}', growth.group(1)
-
-
-def _labelled(loop: Loop, depth: int = 0) -> list[tuple[str, str, Loop]]:
-  label, worker = _label(loop, depth == 0, depth)
-  rows = [(label, worker, loop)]
+def _report(
+  method: str, loop: Loop, depth: int, compiled: Compiled, device: Device
+) -> list[LoopReport]:
+  """Reports of a loop, at `depth` of the program, and of the loops within."""
+  # Growth runs in the scope `grow_` and the name of the stage. Other loops
+  # within the decode step keep their path as a label.
+  growing = [
+    name for name in compiled.work if loop.name.endswith(f'grow_{name}/while')
+  ]
+  label, worker = (STEP, 'target') if depth == 0 else (loop.name, '')
+  if growing:
+    worker = growing[0]
+    where = 'before' if depth == 1 else 'within'
+    label = f'growth round of {worker}, {where}'
+  work = compiled.work.get(worker, Work())
+  floor = max(work.bytes / device.bandwidth, work.flops / device.flops)
+  report = LoopReport(
+    method=method,
+    loop=label,
+    kernels=loop.kernels,
+    kernels_per_layer=round(loop.kernels_per_layer, 2),
+    bookkeeping=loop.other_kernels,
+    copies=dict(loop.copies),
+    host_transfers=len(loop.host_transfers),
+    branches=loop.branches,
+    bytes=loop.bytes,
+    ideal_bytes=work.bytes,
+    floor_ms=round(1000 * floor, 4),
+    bandwidth_ms=round(1000 * loop.bytes / device.bandwidth, 4),
+    cycles=loop.cycles,
+  )
+  reports = [report]
   for inner in loop.loops:
-    rows += _labelled(inner, depth + 1)
-  return rows
+    reports += _report(method, inner, depth + 1, compiled, device)
+  return reports
 
 
 def analyse(method: str, compiled: Compiled, device: Device) -> ProgramReport:
-  """Counts what a compiled decode loop does.
+  """Counts the work of a compiled decode loop.
 
   Raises:
-    ValueError: it has not one outermost loop.
+    ValueError: the program does not have exactly one outermost loop.
   """
   top = count(parse(compiled.text))
-  if len(top.loops) != 1:
-    names = [loop.name for loop in top.loops]
+  names = [loop.name for loop in top.loops]
+  if len(names) != 1:
     raise ValueError(f'expected one decode loop, the program has {names}')
-  reports = []
-  for label, worker, loop in _labelled(top.loops[0]):
-    work = compiled.work.get(worker)
-    floor = 0.0
-    if work is not None:
-      seconds = (work.bytes / device.bandwidth, work.flops / device.flops)
-      floor = 1000 * max(seconds)
-    reports.append(
-      LoopReport(
-        method=method,
-        loop=label,
-        kernels=loop.kernels,
-        kernels_per_layer=round(loop.kernels_per_layer, 2),
-        bookkeeping=loop.other_kernels,
-        copies=dict(loop.copies),
-        host_transfers=len(loop.host_transfers),
-        branches=loop.branches,
-        bytes=loop.bytes,
-        ideal_bytes=0 if work is None else work.bytes,
-        floor_ms=round(floor, 4),
-        bandwidth_ms=round(1000 * loop.bytes / device.bandwidth, 4),
-        cycles=loop.cycles,
-      )
-    )
-  return ProgramReport(method, compiled.temporary_bytes, tuple(reports))
+  loops = _report(method, top.loops[0], 0, compiled, device)
+  return ProgramReport(method, compiled.temporary_bytes, tuple(loops))
 
 
-_HEADER = (
-  'method',
-  'loop (one round)',
-  'kernels',
-  'per layer',
-  'bookkeeping',
-  'copies > 64 KB',
-  'host transfers',
-  'branches',
-  'MB moved',
-  'of ideal',
-  'floor ms',
-  'at bandwidth ms',
-  'compiler Mcycles',
-)
-
-
-def _row(report: LoopReport) -> list[str]:
+def _columns(report: LoopReport) -> dict[str, str]:
   copies = ', '.join(f'{n} {shape}' for shape, n in report.copies.items())
-  ideal = report.ideal_bytes
-  return [
-    report.method,
-    report.loop,
-    str(report.kernels),
-    f'{report.kernels_per_layer:.1f}' if report.kernels_per_layer else '',
-    str(report.bookkeeping),
-    copies or '0',
-    str(report.host_transfers),
-    str(report.branches),
-    f'{report.bytes / 1e6:.1f}',
-    f'{report.bytes / ideal:.2f}' if ideal else '',
-    f'{report.floor_ms:.3f}' if ideal else '',
-    f'{report.bandwidth_ms:.3f}',
-    f'{report.cycles / 1e6:.2f}' if report.cycles else '',
-  ]
+  ideal, layers = report.ideal_bytes, report.kernels_per_layer
+  return {
+    'method': report.method,
+    'loop (one round)': report.loop,
+    'kernels': str(report.kernels),
+    'per layer': f'{layers:.1f}' if layers else '',
+    'bookkeeping': str(report.bookkeeping),
+    'copies > 64 KB': copies or '0',
+    'host transfers': str(report.host_transfers),
+    'branches': str(report.branches),
+    'MB moved': f'{report.bytes / 1e6:.1f}',
+    'of ideal': f'{report.bytes / ideal:.2f}' if ideal else '',
+    'floor ms': f'{report.floor_ms:.3f}' if ideal else '',
+    'at bandwidth ms': f'{report.bandwidth_ms:.3f}',
+    'compiler Mcycles': f'{report.cycles / 1e6:.2f}' if report.cycles else '',
+  }
 
 
 def to_markdown(reports: list[ProgramReport]) -> str:
-  """A table of all loops, and one line on temporary memory."""
-  rows = [list(_HEADER), ['---'] * len(_HEADER)]
-  rows += [_row(loop) for report in reports for loop in report.loops]
-  lines = ['| ' + ' | '.join(row) + ' |' for row in rows]
+  """A table of all loops, and a line about temporary memory."""
+  loops = [_columns(loop) for report in reports for loop in report.loops]
+  rows = [list(loops[0]), ['---'] * len(loops[0])]
+  rows += [list(columns.values()) for columns in loops]
   temporary = ', '.join(
     f'{report.method} {report.temporary_bytes / 1e6:.1f} MB'
     for report in reports
   )
+  lines = ['| ' + ' | '.join(row) + ' |' for row in rows]
   return '\n'.join([*lines, '', f'Temporary memory: {temporary}.'])

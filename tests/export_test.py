@@ -1,0 +1,136 @@
+"""One exported artifact of every method runs on CPU, GPU and TPU.
+
+GPU and TPU are lowered for, but only the CPU runs.
+"""
+
+import functools
+import re
+
+import jax
+from jax import export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_drafters
+from tiny_drafters import Settings
+import tiny_models
+
+from specdec import decode
+from specdec import DecodeConfig
+from specdec import NGram
+from specdec import PLAIN
+from specdec import PromptLookup
+from specdec import Request
+from specdec import staged
+from specdec.checks import check_sampling
+from specdec.tree.topology import chain
+from specdec.watchers import EndOfText
+
+_PLATFORMS = ('cpu', 'cuda', 'tpu')
+_CONFIG = DecodeConfig(max_new_tokens=32)
+_TREE = Settings(num_nodes=5, width=2, branching=2, rounds=2, capacity=12)
+_TEMPERATURES = (0.0, 1.0)  # of the rows: greedy, sampled
+_METHODS = ('plain', 'chain', 'tree', 'staged')
+
+
+def _drafter(method, model):
+  """The drafter of a method; `staged` has a model, a table and lookup."""
+  if method == 'plain':
+    return PLAIN
+  if method == 'chain':
+    return tiny_drafters.model(model, Settings(topology=chain(3)))
+  tree = tiny_drafters.model(model, _TREE)
+  if method == 'tree':
+    return tree
+  vocab_size = model.spec.vocab_size
+  text = np.random.default_rng(0).integers(vocab_size, size=50).tolist()
+  table = tiny_drafters.ngram_table(
+    [text], vocab_size, order=3, num_continuations=2
+  )
+  inner = tiny_drafters.candidates(NGram(table), PromptLookup(), config=_TREE)
+  return staged(tree, inner)
+
+
+def _arguments(method, dtype, temperatures):
+  """Target, drafter and request of one row for each temperature."""
+  rows = len(temperatures)
+  model = tiny_models.gpt2(dtype=jnp.dtype(dtype))
+  prompt, lengths = tiny_models.pad(tiny_models.prompts(rows))
+  request = Request(
+    prompt=jnp.asarray(prompt),
+    prompt_length=jnp.asarray(lengths),
+    limit=jnp.full(rows, 20, jnp.int32),
+    row_keys=tiny_models.row_keys(rows),
+    sampling=check_sampling(
+      tiny_models.sampling(*temperatures), rows, model.spec.vocab_size
+    ),
+    watchers=(EndOfText((1,)),),
+  )
+  return model, _drafter(method, tiny_models.perturbed(model, 0.1)), request
+
+
+@functools.cache
+def _export(method, dtype):
+  """The decode loop for all platforms, on the leaves of its arguments.
+
+  An artifact can be stored if its arguments and results are plain arrays.
+  """
+  leaves, tree = jax.tree.flatten(_arguments(method, dtype, _TEMPERATURES))
+
+  def run(*leaves):
+    result = decode(*jax.tree.unflatten(tree, leaves), config=_CONFIG)
+    return result.tokens, result.length
+
+  return export.export(jax.jit(run), platforms=_PLATFORMS)(*leaves)
+
+
+@pytest.mark.parametrize(
+  ('method', 'dtype'),
+  [
+    *((method, 'float32') for method in _METHODS),
+    # Products of bfloat16 differ by platform.
+    ('plain', 'bfloat16'),
+    ('staged', 'bfloat16'),
+  ],
+)
+def test_one_artifact_has_the_loop_for_every_platform(method, dtype):
+  exported = _export(method, dtype)
+  assert exported.platforms == _PLATFORMS
+  text = exported.mlir_module()
+  # The steps, and within a step the growth rounds of each stage.
+  loops = {'plain': 1, 'chain': 2, 'tree': 2, 'staged': 3}
+  assert text.count('stablehlo.while') >= loops[method]
+  assert not exported.ordered_effects
+  assert not exported.unordered_effects
+  assert 'callback' not in text
+
+
+@pytest.mark.parametrize('method', _METHODS)
+def test_a_stored_artifact_decodes_the_same_tokens(method):
+  stored = export.deserialize(_export(method, 'float32').serialize())
+  arguments = _arguments(method, 'float32', _TEMPERATURES)
+  tokens, length = stored.call(*jax.tree.leaves(arguments))
+  expected = decode(*arguments, config=_CONFIG)
+  np.testing.assert_array_equal(length, expected.length)
+  assert np.all(length > arguments[2].prompt_length)
+  for row, end in enumerate(expected.length):
+    np.testing.assert_array_equal(tokens[row, :end], expected.tokens[row, :end])
+
+
+def _rows_of_products(platform, dtype):
+  """Row counts of the two-dimensional matrix products of plain decoding."""
+  element = {'float32': 'f32', 'bfloat16': 'bf16'}[dtype]
+  shape = rf'tensor<(\d+)x\d+x{element}>'
+  arguments = _arguments('plain', dtype, [1.0])
+  exported = export.export(decode, platforms=(platform,))
+  text = exported(*arguments, config=_CONFIG).mlir_module()
+  products = re.findall(rf'dot_general.*: \({shape}, {shape}\)', text)
+  return {int(rows) for rows, _ in products}
+
+
+def test_a_single_bfloat16_row_is_padded_as_the_machine_likes():
+  few = {1, 2, 8}
+  assert few & _rows_of_products('cpu', 'bfloat16') == {2}
+  assert few & _rows_of_products('cuda', 'bfloat16') == {1}
+  assert few & _rows_of_products('tpu', 'bfloat16') == {8}
+  assert 1 in _rows_of_products('cpu', 'float32')
