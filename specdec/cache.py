@@ -131,14 +131,11 @@ def keep(
       and `start` is kept as well.
     offsets: `[B, n]` int32, where they are, counted from `length`.
     count: `[B]` int32, how many of them to keep.
-    window: its size, larger than any offset; `length + window <= S`. In a
-      window of one slot the entry is in place already, and nothing is moved.
+    window: its size, larger than any offset; `length + window <= S`.
 
   Returns:
     The cache, its `length` now `start + count`.
   """
-  if window == 1:
-    return cache.replace(length=start + count)
   taken = offsets[:, :, None] == jnp.arange(window)[None, None]
 
   def move(array):

@@ -362,4 +362,3 @@ def generate(
   )
   decoding.run(should_stop)
   return decoding.result()
-

@@ -170,6 +170,8 @@ def forward_nodes(
   tree: TokenTree,
   nodes: jax.Array,
   ctx: StepContext,
+  *,
+  may_lag: bool,
 ) -> tuple[NodeScores, ModelState]:
   """One forward over the missing text and the nodes, as far as they fit.
 
@@ -183,34 +185,40 @@ def forward_nodes(
     nodes: `[B, W]` int32, ancestors first; `NO_NODE` where there is nothing to
       score. Missing text takes their places, and pushes out the last of them.
     ctx: of the step.
+    may_lag: whether text may be missing; static. If not, as for the target, the
+      program has nothing to do with it.
   """
   at = jax.vmap(pick)
-  length = ctx.length
   cached = state.cache.length
-  known = cached + state.num_text
   place = jnp.arange(nodes.shape[1])[None]
-  missing = jnp.minimum(length - 1 - known, nodes.shape[1])[:, None]
-  is_text = place < missing
-  nodes = jnp.take_along_axis(nodes, jnp.maximum(place - missing, 0), axis=1)
-  nodes = jnp.where(is_text, NO_NODE, nodes)
+  num_text = state.num_text
+  if may_lag:
+    known = cached + num_text
+    missing = jnp.minimum(ctx.length - 1 - known, nodes.shape[1])[:, None]
+    is_text = place < missing
+    nodes = jnp.take_along_axis(nodes, jnp.maximum(place - missing, 0), axis=1)
+    nodes = jnp.where(is_text, NO_NODE, nodes)
+    num_text = num_text + missing[:, 0]
   start = jnp.zeros((), state.used.dtype)
   window = lax.dynamic_update_slice(state.window, nodes, (start, state.used))
-  num_text = state.num_text + missing[:, 0]
-
-  text_position = known[:, None] + place
-  node_position = (length - 1)[:, None] + at(tree.depth, nodes)
-  slot = jnp.arange(window.shape[1])[None, None]
-  before = (state.num_text[:, None] + place + 1)[:, :, None]
-  sees_text = jnp.where(
-    is_text[:, :, None], slot < before, slot < num_text[:, None, None]
-  )
-  sees_path = jax.vmap(ancestor_mask, (0, 0, 0, None))(
+  sees = jax.vmap(ancestor_mask, (0, 0, 0, None))(
     tree.parent, nodes, window, ctx.max_depth
   )
+  tokens = at(tree.token, nodes)
+  positions = (ctx.length - 1)[:, None] + at(tree.depth, nodes)
+  if may_lag:
+    slot = jnp.arange(window.shape[1])[None, None]
+    before = (state.num_text[:, None] + place + 1)[:, :, None]
+    sees |= jnp.where(
+      is_text[:, :, None], slot < before, slot < num_text[:, None, None]
+    )
+    text_positions = known[:, None] + place
+    tokens = jnp.where(is_text, at(ctx.tokens, text_positions), tokens)
+    positions = jnp.where(is_text, text_positions, positions)
   logits, cache = model.apply(
-    jnp.where(is_text, at(ctx.tokens, text_position), at(tree.token, nodes)),
-    jnp.where(is_text, text_position, node_position),
-    window_mask(cached, sees_text | sees_path, state.cache.num_slots),
+    tokens,
+    positions,
+    window_mask(cached, sees, state.cache.num_slots),
     state.cache.replace(length=cached + state.used),
   )
   scores = NodeScores(
@@ -237,6 +245,9 @@ def commit(
     num_kept: `[B]` int32, the number of them, the root not counted, that are
       now part of the text; -1 for a row that is done and stays as it is.
   """
+  if state.window.shape[1] == 1:  # the root alone, which is in place
+    cache = state.cache.replace(length=state.cache.length + num_kept + 1)
+    return state.replace(cache=cache, used=jnp.zeros_like(state.used))
   in_slot = path[:, :, None] == state.window[:, None]
   in_slot &= (path >= 0)[:, :, None]
   scored = jnp.any(in_slot, axis=2)

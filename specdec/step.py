@@ -194,7 +194,9 @@ def step(
   tree = ctx.root_trees()
   stages, tree = grow(drafter.stages, state.stages, tree, ctx)
   nodes = drafter.shape.select(tree)
-  scores, target_state = forward_nodes(target, state.target, tree, nodes, ctx)
+  scores, target_state = forward_nodes(
+    target, state.target, tree, nodes, ctx, may_lag=False
+  )
   logits = ctx.adjusted(scores.logits, tree, nodes)
   proposals = proposals_of(drafter, stages, tree)
   verdict = config.rule(

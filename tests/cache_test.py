@@ -348,7 +348,7 @@ def _steps(name):
     )
     stages, tree = grow(drafter.stages, stages, ctx.root_trees(), ctx)
     nodes = drafter.shape.select(tree)
-    _, state = forward_nodes(target, state, tree, nodes, ctx)
+    _, state = forward_nodes(target, state, tree, nodes, ctx, may_lag=False)
     return stages, tree, nodes, state
 
   @jax.jit

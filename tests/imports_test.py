@@ -48,10 +48,7 @@ def _imports(path):
   tree = ast.parse((_ROOT / path).read_text('utf-8'))
   kinds = (ast.Import, ast.ImportFrom)
   find = lambda nodes: {
-    name
-    for node in nodes
-    if isinstance(node, kinds)
-    for name in _ours(node)
+    name for node in nodes if isinstance(node, kinds) for name in _ours(node)
   }
   within = [
     node
@@ -94,9 +91,7 @@ def _rooms(graph):
   for name, others in graph.items():
     if _MODULES[name].name != '__init__.py':  # which collects what it exports
       rooms[room(name)] |= {
-        room(other)
-        for other in others
-        if _MODULES[other].name != '__init__.py'
+        room(other) for other in others if _MODULES[other].name != '__init__.py'
       }
   return {name: others - {name} for name, others in rooms.items()}
 

@@ -77,7 +77,7 @@ def _verify_with_logits(target, tokens, length, tree, noise, sampling):
   )
   used = jnp.arange(NUM_NODES)[None] < tree.size[:, None]
   nodes = jnp.where(used, jnp.arange(NUM_NODES)[None], NO_NODE)
-  scores, state = forward_nodes(target, state, tree, nodes, ctx)
+  scores, state = forward_nodes(target, state, tree, nodes, ctx, may_lag=False)
   logits = scores.logits
   verdict = MatchRule()(tree, nodes, logits, None, randomness, sampling)
   return verdict, logits, state.cache

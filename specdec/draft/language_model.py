@@ -101,7 +101,9 @@ class LanguageModelScorer(flax.struct.PyTreeNode, Scorer):
     config: StageConfig,
   ) -> tuple[Scores, ModelState]:
     """One forward over missing text and nodes, as far as they fit."""
-    found, state = forward_nodes(self.model, state, tree, nodes, ctx)
+    found, state = forward_nodes(
+      self.model, state, tree, nodes, ctx, may_lag=True
+    )
     nodes = found.nodes
     logits = ctx.adjusted(found.logits, tree, nodes)
     noise = ctx.randomness.noise_at(jax.vmap(pick)(tree.depth, nodes))

@@ -316,13 +316,11 @@ def accepted_path(
     the root first, `NO_NODE` from where the target disagrees; and `[]` int32,
     the number of accepted nodes, the root not counted.
   """
-  choice = jnp.zeros(tree.capacity, jnp.int32)
-  at = jnp.where(nodes >= 0, nodes, tree.capacity)
-  choice = choice.at[at].set(chosen, mode='drop')
-  is_child = tree.parent >= 0
-  agrees = ~is_child | (tree.token == choice[tree.parent])
-  walk = walk_up(tree.parent, nodes, max_depth)
-  accepted = jnp.all(agrees[walk] | (walk < 0), axis=1) & (nodes >= 0)
+  is_parent = pick(tree.parent, nodes)[:, None] == nodes[None]
+  wanted = jnp.max(jnp.where(is_parent, chosen[None], -1), axis=1)
+  agrees = (nodes == ROOT) | (pick(tree.token, nodes) == wanted)
+  is_above = ancestor_mask(tree.parent, nodes, nodes, max_depth)
+  accepted = jnp.all(agrees[None] | ~is_above, axis=1) & (nodes >= 0)
   at_depth = pick(tree.depth, nodes)[None] == jnp.arange(max_depth + 1)[:, None]
   match = accepted[None] & at_depth
   path = jnp.where(jnp.any(match, axis=1), jnp.argmax(match, axis=1), NO_NODE)
