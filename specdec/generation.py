@@ -314,30 +314,21 @@ def generate(
 
   Args:
     target: the model whose output is kept exactly.
-    rng_key: one key, which is folded with the row number, or `[B]` keys: a row
-      with a given key has the same tokens in any batch.
+    rng_key: one key, or `[B]`: a row's tokens depend on its key alone.
     prompts: B lists of token ids, of any lengths, none empty.
-    max_new_tokens: the limit, one for all or one per row; 0 compiles and
-      decodes nothing.
-    room_for_new_tokens: size of the buffers, at least `max_new_tokens`, which
-      is the default. Calls with the same room share a program, whatever the
-      limit.
+    max_new_tokens: the limit, one for all or one per row.
+    room_for_new_tokens: size of the buffers; calls of one size share a program.
     drafter: drafts for the target; `PLAIN` is plain decoding.
     sampling: how to choose tokens; greedy by default.
     eos_ids: tokens that end a row.
-    stop: stop strings, from `specdec.verify.stop_strings.build_stop_table`.
+    stop: stop strings, see `specdec.verify.stop_strings`.
     verify: `match`, `rejection` or `block`, see `specdec.verify`.
-    children: how the drafter chooses children if they are not to match, one of
-      `specdec.sampling.CHILDREN`. By default they are drawn without replacement
-      where the topology is fixed and the drafter has a distribution, and the
-      best ones elsewhere.
+    children: how the drafter chooses children, see `checks.check_rule`.
     log_probs: whether to return the log-probabilities of the new tokens.
-    break_even: the time of a speculative step on this machine in plain steps,
-      as scripts/tune.py measures it. Decoding then goes on plainly wherever
-      speculation emits fewer tokens per step; the tokens are the same. None:
-      it always speculates.
-    should_stop: called now and then, from this thread; if it returns true, rows
-      that are not done are cancelled, and have the tokens decoded so far.
+    break_even: the time of a speculative step in plain ones, as scripts/tune.py
+      measures it: decoding goes on plainly wherever speculation emits fewer
+      tokens per step. None: it always speculates.
+    should_stop: called now and then; true cancels the rows that are not done.
 
   Returns:
     The new tokens and the statistics.

@@ -20,6 +20,7 @@ nothing.
 from collections.abc import Callable
 import dataclasses
 from typing import Any
+from typing import NamedTuple
 
 import flax.struct
 import jax
@@ -185,52 +186,74 @@ def forward_nodes(
     nodes: `[B, W]` int32, ancestors first; `NO_NODE` where there is nothing to
       score. Missing text takes their places, and pushes out the last of them.
     ctx: of the step.
-    may_lag: whether text may be missing; static. If not, as for the target, the
-      program has nothing to do with it.
+    may_lag: whether text may be missing; static. If not, as for the target,
+      nothing is computed for it.
   """
   at = jax.vmap(pick)
-  cached = state.cache.length
-  place = jnp.arange(nodes.shape[1])[None]
-  num_text = state.num_text
-  if may_lag:
-    known = cached + num_text
-    missing = jnp.minimum(ctx.length - 1 - known, nodes.shape[1])[:, None]
-    is_text = place < missing
-    nodes = jnp.take_along_axis(nodes, jnp.maximum(place - missing, 0), axis=1)
-    nodes = jnp.where(is_text, NO_NODE, nodes)
-    num_text = num_text + missing[:, 0]
-  start = jnp.zeros((), state.used.dtype)
-  window = lax.dynamic_update_slice(state.window, nodes, (start, state.used))
+  text = _missing_text(state, nodes, ctx) if may_lag else None
+  nodes = text.nodes if text else nodes
+  num_text = text.num_text if text else state.num_text
+  zero = jnp.zeros((), state.used.dtype)
+  window = lax.dynamic_update_slice(state.window, nodes, (zero, state.used))
   sees = jax.vmap(ancestor_mask, (0, 0, 0, None))(
     tree.parent, nodes, window, ctx.max_depth
   )
   tokens = at(tree.token, nodes)
   positions = (ctx.length - 1)[:, None] + at(tree.depth, nodes)
-  if may_lag:
+  if text:
     slot = jnp.arange(window.shape[1])[None, None]
-    before = (state.num_text[:, None] + place + 1)[:, :, None]
-    sees |= jnp.where(
-      is_text[:, :, None], slot < before, slot < num_text[:, None, None]
-    )
-    text_positions = known[:, None] + place
-    tokens = jnp.where(is_text, at(ctx.tokens, text_positions), tokens)
-    positions = jnp.where(is_text, text_positions, positions)
+    sees |= slot < text.num_seen[:, :, None]
+    tokens = jnp.where(text.is_text, at(ctx.tokens, text.positions), tokens)
+    positions = jnp.where(text.is_text, text.positions, positions)
+  length = state.cache.length
   logits, cache = model.apply(
     tokens,
     positions,
-    window_mask(cached, sees, state.cache.num_slots),
-    state.cache.replace(length=cached + state.used),
+    window_mask(length, sees, state.cache.num_slots),
+    state.cache.replace(length=length + state.used),
   )
-  scores = NodeScores(
-    nodes=nodes,
-    logits=logits,
-    slots_read=cached + num_text + jnp.sum(window >= 0, axis=1),
-  )
+  slots_read = length + num_text + jnp.sum(window >= 0, axis=1)
+  scores = NodeScores(nodes=nodes, logits=logits, slots_read=slots_read)
   return scores, ModelState(
-    cache=cache.replace(length=cached),
+    cache=cache.replace(length=length),
     num_text=num_text,
     window=window,
     used=state.used + nodes.shape[1],
+  )
+
+
+class _MissingText(NamedTuple):
+  """Text that a forward reads in place of nodes.
+
+  Attributes:
+    nodes: `[B, W]` int32, the nodes behind it; `NO_NODE` where there is text.
+    is_text: `[B, W]` bool.
+    positions: `[B, W]` int32, of the text.
+    num_seen: `[B, W]` int32, slots of the window with text that each query
+      sees.
+    num_text: `[B]` int32, slots of the window with text, after the forward.
+  """
+
+  nodes: jax.Array
+  is_text: jax.Array
+  positions: jax.Array
+  num_seen: jax.Array
+  num_text: jax.Array
+
+
+def _missing_text(state, nodes, ctx) -> _MissingText:
+  place = jnp.arange(nodes.shape[1])[None]
+  known = state.cache.length + state.num_text
+  missing = jnp.minimum(ctx.length - 1 - known, nodes.shape[1])[:, None]
+  is_text = place < missing
+  nodes = jnp.take_along_axis(nodes, jnp.maximum(place - missing, 0), axis=1)
+  num_text = state.num_text[:, None] + missing
+  return _MissingText(
+    nodes=jnp.where(is_text, NO_NODE, nodes),
+    is_text=is_text,
+    positions=known[:, None] + place,
+    num_seen=jnp.where(is_text, state.num_text[:, None] + place + 1, num_text),
+    num_text=num_text[:, 0],
   )
 
 

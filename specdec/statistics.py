@@ -146,6 +146,28 @@ def _costs(target, stages):
   }
 
 
+def _by_stage(stages, prompt_lengths, new_tokens, verified):
+  """The figures of `summarize` that are mappings from stages."""
+  forwards = {
+    stage.name: int(counted.row_forwards.sum()) for stage, counted in stages
+  }
+  return {
+    'beyond_context': {
+      stage.name: _beyond(
+        stage.scorer.max_positions, prompt_lengths, new_tokens
+      )
+      for stage, _ in stages
+      if stage.scorer.max_positions
+    },
+    'stage_forwards': forwards,
+    'positions': {'target': verified}
+    | {
+      stage.name: stage.config.width * forwards[stage.name]
+      for stage, _ in stages
+    },
+  }
+
+
 def summarize(
   result: DecodeCounts,
   origins: np.ndarray,
@@ -166,21 +188,17 @@ def summarize(
     drafter: for names and sizes in bytes.
 
   Returns:
-    `new_tokens` and `target_forwards`, summed over rows; `block_efficiency`,
-    tokens per target forward (0 if none were asked for);
-    `nodes_per_forward`, verified on average, the root included;
-    `accepted_histogram`, whose entry i counts the forwards that emitted i + 1
-    tokens, after the stop rule (a row that failed may have emitted none);
-    `beyond_context`, by stage the emitted tokens that it could not have
-    drafted because the text had outgrown its context; `stage_forwards`, by
-    stage; `origins`, the emitted tokens by source;
-    `positions`, of the target (nodes verified) and by stage (the W of each of
-    its forwards, used or not), summed over rows;
-    `relative_bandwidth`, see there, and what it follows from: `reads`, batched
-    forwards and visible cache slots (summed over rows) of the target, of each
-    stage and of plain decoding, and `costs`, the bytes per forward and per slot
-    of the target and each stage; `plain_steps`, batched target forwards for
-    which the fallback drafted nothing.
+    `new_tokens`, `target_forwards`: summed over rows; `block_efficiency`:
+    tokens per target forward, or 0; `nodes_per_forward`: verified, the root
+    included; `accepted_histogram`: entry i counts the forwards that emitted i +
+    1 tokens; `beyond_context`: by stage, the tokens that its context was too
+    short to draft; `stage_forwards`: by stage; `origins`: emitted tokens by
+    source; `positions`: nodes verified, and by stage W per forward, summed over
+    rows; `reads`: batched forwards and visible cache slots (summed over rows)
+    of the target, of each stage and of plain decoding; `costs`: bytes per
+    forward and
+    per slot; `relative_bandwidth`, which follows from the two; `plain_steps`:
+    batched target forwards for which the fallback drafted nothing.
   """
   counters, stage_counters, plain_steps = jax.device_get(
     (result.counters, result.stage_counters, result.plain_steps)
@@ -190,31 +208,16 @@ def summarize(
   costs = _costs(target, drafter.stages)
   forwards = int(counters.target_forwards.sum())
   emitted, verified = int(new_tokens.sum()), int(counters.nodes_verified.sum())
-  stage_forwards = {
-    stage.name: int(counted.row_forwards.sum()) for stage, counted in stages
-  }
   return {
     'new_tokens': emitted,
     'target_forwards': forwards,
     'block_efficiency': emitted / forwards if forwards else 0.0,
     'nodes_per_forward': verified / forwards if forwards else 0.0,
     'accepted_histogram': counters.emitted_histogram.sum(axis=0).tolist(),
-    'beyond_context': {
-      stage.name: _beyond(
-        stage.scorer.max_positions, prompt_lengths, new_tokens
-      )
-      for stage in drafter.stages
-      if stage.scorer.max_positions
-    },
-    'stage_forwards': stage_forwards,
+    **_by_stage(stages, prompt_lengths, new_tokens, verified),
     'origins': {
       label: int(np.sum(origins == index))
       for index, label in enumerate(('target', *drafter.labels))
-    },
-    'positions': {'target': verified}
-    | {
-      stage.name: stage.config.width * stage_forwards[stage.name]
-      for stage in drafter.stages
     },
     'relative_bandwidth': relative_bandwidth(reads, costs),
     'plain_steps': int(plain_steps),

@@ -105,6 +105,20 @@ class _Walk(flax.struct.PyTreeNode):
   chosen: jax.Array
 
 
+def _init_walk(batch_size: int, vocab_size: int, path_length: int) -> _Walk:
+  """A walk at the root, which is not entered yet."""
+  nothing = jnp.zeros((batch_size, vocab_size))
+  path_shape = (batch_size, path_length)
+  return _Walk(
+    node=jnp.full(batch_size, ROOT, jnp.int32),
+    accepted=jnp.zeros(batch_size, jnp.int32),
+    target=nothing,
+    draft=nothing,
+    place=jnp.full(path_shape, NO_NODE, jnp.int32),
+    chosen=jnp.zeros(path_shape, jnp.int32),
+  )
+
+
 def _put(array: jax.Array, at: jax.Array, value: jax.Array, where: jax.Array):
   """Sets `array [B, n]` at `at [B]` in some rows."""
   here = jnp.arange(array.shape[1])[None] == at[:, None]
@@ -177,19 +191,9 @@ class RejectionRule:
       reached = jnp.any(parents[:, index] == walk.node)
       return lax.cond(reached, attempt, lambda _, walk: walk, index, walk)
 
-    nothing = jnp.zeros((batch_size, vocab_size))
-    path_shape = (batch_size, randomness.noise.shape[1])
-    root = jnp.full(batch_size, ROOT, jnp.int32)
     everywhere = jnp.ones(batch_size, bool)
-    walk = _Walk(
-      node=root,
-      accepted=jnp.zeros(batch_size, jnp.int32),
-      target=nothing,
-      draft=nothing,
-      place=jnp.full(path_shape, NO_NODE, jnp.int32),
-      chosen=jnp.zeros(path_shape, jnp.int32),
-    )
-    walk = enter(walk, root, everywhere)
+    walk = _init_walk(batch_size, vocab_size, randomness.noise.shape[1])
+    walk = enter(walk, walk.node, everywhere)
     walk = lax.fori_loop(1, num_nodes, body, walk)
     bonus = draw(walk.target, randomness.residual_noise)
     return Verdict(
