@@ -10,6 +10,7 @@ import importlib
 import importlib.machinery
 import sys
 
+import numpy as np
 import pytest
 
 _ROOTS = ('specdec', 'models')
@@ -93,6 +94,10 @@ def _run(test, *arguments):
 _TWO_TOKENS = ('decode.test_two_tokens', 'tree')
 _SEARCH = ('growth.test_growth_is_a_best_first_search', 'model, table')
 _NEXT_STEP = ('growth.test_growth_after_a_step_is_growth_after_a_prefill',)
+_SUMS = (
+  'tree.test_accumulating_new_edges',
+  lambda rng: float(np.float32(rng.choice([-1.0, -3e-8]))),
+)
 _PATHS = ('verification.test_logits_in_a_tree_are_those_of_each_path_alone',)
 _COMMIT = ('verification.test_commit_by_hand',)
 _GPT2 = ('decode.test_drafted_equals_plain', 1, 'tree')
@@ -305,7 +310,7 @@ _BUGS = [
     '  for above in walk.T:\n'
     '    summed += jnp.where(above >= 0, tree.cond_log_prob[above], 0.0)\n'
     '  log_prob = jnp.where(is_child, summed, log_prob)\n',
-    ('tree.test_accumulating_new_edges', lambda rng: rng.choice([-1.0, -1e-8])),
+    _SUMS,
   ),
   _bug(
     'a context of the text instead of the path',
@@ -522,7 +527,21 @@ _BUGS = [
     '_put(walk.chosen, walk.accepted - 1, bonus, everywhere)',
     _WALKS,
   ),
+  _bug(
+    'tokens of the first nodes, not of the verified ones',
+    'verify.rejection',
+    'at(tree.token, nodes), at(tree.parent, nodes)',
+    'tree.token[:, :num_nodes], at(tree.parent, nodes)',
+    _WALKS,
+  ),
   # Block verification.
+  _bug(
+    'a block: proposals of the first nodes, not of the verified ones',
+    'verify.block',
+    'at(proposals, nodes[:, :-1])',
+    'proposals[:, : num_nodes - 1]',
+    _CUTS,
+  ),
   _bug(
     'a block: weights above 1',
     'verify.block',
@@ -651,7 +670,7 @@ def test_a_bug_is_noticed(module, old, new, test):
 
 
 @pytest.mark.parametrize(
-  'test', [_TWO_TOKENS, _COMMIT, ('tree.test_histories_by_hand',)]
+  'test', [_TWO_TOKENS, _COMMIT, _SUMS, ('tree.test_histories_by_hand',)]
 )
 def test_without_a_bug_nothing_fails(test):
   """Nor does the way in which they are planted break anything."""
