@@ -653,6 +653,6 @@ def test_a_decode_is_shown_and_shown_again(target, draft, tmp_path):
   assert trace.log_probs is not None
   assert page.read_text('utf-8') == again.read_text('utf-8')
   assert '<b>add' not in page.read_text('utf-8')
-  assert "format is 'else'" in errors[2]
+  assert "no JSON object of format 'specdec trace 1'" in errors[2]
   assert f'--trace={tmp_path / "none.json"} cannot be read' in errors[3]
   assert 'one.txt must end in .html' in errors[4]
