@@ -168,15 +168,9 @@ def advance(
   *,
   config: DecodeConfig,
 ) -> DecodeState:
-  """Some steps of all rows that are not done; see `decode`.
+  """At most `num_steps` steps of all rows that are not done; see `decode`.
 
-  Args:
-    target: as for `start`.
-    drafter: as for `start`.
-    request: as for `start`.
-    state: from `start` or `advance`; consumed, its buffers are used again.
-    num_steps: the largest number of steps.
-    config: as for `start`.
+  The state, from `start` or `advance`, is consumed: its buffers are used again.
   """
   return _advance(target, drafter, request, state, num_steps, config=config)
 
@@ -195,18 +189,9 @@ def advance_recorded(
   speculate: bool,
   config: DecodeConfig,
 ) -> tuple[DecodeState, StepRecord]:
-  """One step, and its trace data; see `advance`.
+  """`advance` by one step, and its trace data.
 
-  Args:
-    target: as for `start`.
-    drafter: as for `start`.
-    request: as for `start`.
-    state: consumed, as by `advance`.
-    speculate: the value of `state.fallback.speculating`.
-    config: as for `start`.
-
-  Returns:
-    The state that `advance` gives with one step, and the record.
+  `speculate` is the value of `state.fallback.speculating`.
   """
   if not speculate:
     return step(target, PLAIN, request, state, config)

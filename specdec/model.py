@@ -151,18 +151,12 @@ def prefill(
   )
 
 
-class NodeScores(flax.struct.PyTreeNode):
-  """The result of one forward over nodes.
+class NodeScores(NamedTuple):
+  """The result of one forward over nodes."""
 
-  Attributes:
-    nodes: `[B, W]` int32, the nodes that were scored; `NO_NODE` for the others.
-    logits: `[B, W, V]` float32.
-    slots_read: `[B]` int32, visible cache slots.
-  """
-
-  nodes: jax.Array
-  logits: jax.Array
-  slots_read: jax.Array
+  nodes: jax.Array  # [B, W] int32, those scored; NO_NODE for the others
+  logits: jax.Array  # [B, W, V] float32
+  slots_read: jax.Array  # [B] int32, visible cache slots
 
 
 def forward_nodes(
@@ -223,22 +217,13 @@ def forward_nodes(
 
 
 class _MissingText(NamedTuple):
-  """Text that a forward reads in place of nodes.
+  """Text that a forward reads in place of nodes."""
 
-  Attributes:
-    nodes: `[B, W]` int32, the nodes behind it; `NO_NODE` where there is text.
-    is_text: `[B, W]` bool.
-    positions: `[B, W]` int32, of the text.
-    num_seen: `[B, W]` int32, slots of the window with text that each query
-      sees.
-    num_text: `[B]` int32, slots of the window with text, after the forward.
-  """
-
-  nodes: jax.Array
-  is_text: jax.Array
-  positions: jax.Array
-  num_seen: jax.Array
-  num_text: jax.Array
+  nodes: jax.Array  # [B, W] int32, behind the text; NO_NODE where there is text
+  is_text: jax.Array  # [B, W] bool
+  positions: jax.Array  # [B, W] int32, of the text
+  num_seen: jax.Array  # [B, W] int32, slots of text that each query sees
+  num_text: jax.Array  # [B] int32, slots of text after the forward
 
 
 def _missing_text(state, nodes, ctx) -> _MissingText:

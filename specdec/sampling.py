@@ -371,16 +371,10 @@ def step_randomness(
   vocab_size: int,
   shares_noise: bool,
 ) -> Randomness:
-  """The randomness of the step that begins at some lengths of the texts.
+  """The randomness of the step that begins at `length [B]` of the texts.
 
-  Args:
-    row_keys: `[B]` keys; not consumed.
-    length: `[B]` int32.
-    sampling: the parameters.
-    max_depth: D.
-    num_nodes: N.
-    vocab_size: V.
-    shares_noise: whether the noise belongs to positions, see `Randomness`.
+  D, N and V give the sizes; `shares_noise` is that of the rule, and `row_keys
+  [B]` are not consumed.
   """
   positions = length[:, None] + jnp.arange(max_depth + 1)[None]
   if shares_noise:

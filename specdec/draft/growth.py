@@ -61,16 +61,11 @@ def grow(
 
 
 def _grow(stages, states, tree, ctx, expanded, first_origin):
-  """See `grow`.
+  """`grow`, within other stages.
 
-  Args:
-    stages: as for `grow`.
-    states: as for `grow`.
-    tree: as for `grow`.
-    ctx: as for `grow`.
-    expanded: `[B, M]` bool, nodes that need no more children, because a stage
-      outside of these has scored them.
-    first_origin: origin of the nodes that the first label proposes.
+  `expanded [B, M]` bool are nodes that need no more children, because a stage
+  outside of these has scored them; `first_origin` is the origin of the nodes
+  that the first label proposes.
   """
   if not stages:
     return states, tree
@@ -309,19 +304,10 @@ def _frontier(
   num_nodes: int,
   needs_ancestors: bool,
 ) -> Frontier:
-  """The frontier of one row.
+  """The frontier of one row; `[M]` per field of the tree.
 
-  Args:
-    tree: `[M]` per field.
-    scored: `[M]` bool, nodes that the stage has scored.
-    expanded: `[M]` bool, see `_grow`. The stage scores them only if it needs
-      them as ancestors: their keys and values are seen by their descendants.
-    depth_limit: `[]` int32, see `_depth_limit`.
-    active: `[]` bool, whether the row is not done.
-    max_depth: D.
-    width: W.
-    num_nodes: N.
-    needs_ancestors: see `Scorer`.
+  Nodes that are `expanded [M]` (see `_grow`) are scored only if the stage needs
+  them as ancestors: their keys and values are seen by their descendants.
   """
   used = tree.log_prob > -jnp.inf
   candidates = used & ~scored & (tree.depth <= depth_limit)

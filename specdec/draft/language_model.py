@@ -38,39 +38,17 @@ class LanguageModelScorer(flax.struct.PyTreeNode, Scorer):
   needs_ancestors = True
   can_draw = True
 
-  @property
-  def labels(self) -> tuple[str, ...]:
-    """The name alone."""
-    return (self.name,)
-
-  @property
-  def vocab_size(self) -> int:
-    """V of the model."""
-    return self.model.spec.vocab_size
-
-  @property
-  def max_positions(self) -> int:
-    """The context of the model."""
-    return self.model.spec.max_positions
-
-  @property
-  def bytes_per_slot(self) -> int:
-    """Bytes per slot of the model's cache."""
-    return self.model.spec.cache_bytes_per_slot
+  labels = property(lambda self: (self.name,))
+  vocab_size = property(lambda self: self.model.spec.vocab_size)
+  max_positions = property(lambda self: self.model.spec.max_positions)
+  bytes_per_slot = property(lambda self: self.model.spec.cache_bytes_per_slot)
 
   def bytes_per_forward(self, width: int) -> int:
     """Bytes of the weights, however many nodes there are."""
     del width
     return self.model.spec.weight_bytes
 
-  def init(
-    self,
-    prompt: jax.Array,
-    prompt_length: jax.Array,
-    *,
-    num_slots: int,
-    num_scored: int,
-  ) -> ModelState:
+  def init(self, prompt, prompt_length, *, num_slots, num_scored) -> ModelState:
     """Prefills the prompts."""
     return prefill(
       self.model,
@@ -80,14 +58,7 @@ class LanguageModelScorer(flax.struct.PyTreeNode, Scorer):
       window_size=num_scored,
     )
 
-  def catch_up(
-    self,
-    state: ModelState,
-    tokens: jax.Array,
-    length: jax.Array,
-    *,
-    num_scored: int,
-  ) -> tuple[ModelState, jax.Array]:
+  def catch_up(self, state, tokens, length, *, num_scored):
     """Feeds the missing text, see `specdec.model.read_text`."""
     del num_scored
     return read_text(self.model, state, tokens, length)
@@ -134,8 +105,6 @@ class LanguageModelScorer(flax.struct.PyTreeNode, Scorer):
     )
     return scores, state
 
-  def commit(
-    self, state: ModelState, path: jax.Array, num_kept: jax.Array
-  ) -> ModelState:
+  def commit(self, state, path, num_kept) -> ModelState:
     """Keeps the entries of accepted nodes, see `specdec.model.commit`."""
     return commit(state, path, num_kept)

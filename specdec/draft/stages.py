@@ -94,14 +94,7 @@ def catch_up_stages(
   tokens: jax.Array,
   length: jax.Array,
 ) -> tuple[StageState, ...]:
-  """Between steps: all stages take in text that was decoded without them.
-
-  Args:
-    drafter: the drafter.
-    states: of its stages.
-    tokens: `[B, T]` int32, the texts.
-    length: `[B]` int32, of the texts; 0 in all rows if nothing is missing.
-  """
+  """`Scorer.catch_up` of all stages."""
 
   def catch_up(stage, state, num_scored):
     scorer, forwards = stage.scorer.catch_up(
@@ -122,7 +115,7 @@ def commit_stages(
   path: jax.Array,
   num_kept: jax.Array,
 ) -> tuple[StageState, ...]:
-  """Ends a step of all stages, see `Scorer.commit`.
+  """`Scorer.commit` of all stages.
 
   The states of stages that the drafter does not have stay as they are: a plain
   step between speculative ones.

@@ -158,15 +158,9 @@ def histories(
 def find_children(
   tree: TokenTree, parents: jax.Array, tokens: jax.Array
 ) -> jax.Array:
-  """The child of each parent that has a given token.
+  """`[W, K]` int32, the children of `parents [W]` with some `tokens [W, K]`.
 
-  Args:
-    tree: the tree.
-    parents: `[W]` int32.
-    tokens: `[W, K]` int32.
-
-  Returns:
-    `[W, K]` int32, `NO_NODE` where there is no such child.
+  `NO_NODE` where there is no such child.
   """
   same_parent = tree.parent[None] == parents[:, None]
   same = same_parent[:, None] & (tree.token[None, None] == tokens[:, :, None])
@@ -376,15 +370,9 @@ def _looked_up_sums(index, values, size):
 
 
 def scatter_sum(index: jax.Array, values: jax.Array, size: int) -> jax.Array:
-  """Sums values by the entry that they belong to.
+  """`[M]`, the sums of `values [n]` by the entry `index [n]` they belong to.
 
-  Args:
-    index: `[n]` int32; M or more counts nowhere.
-    values: `[n]`.
-    size: M.
-
-  Returns:
-    `[M]`, of the dtype of `values`; the order of summation is not defined.
+  An index of M or more counts nowhere; the order of summation is not defined.
   """
   return lax.platform_dependent(
     index,

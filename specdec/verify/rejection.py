@@ -86,23 +86,14 @@ def draw(probs: jax.Array, noise: jax.Array) -> jax.Array:
 
 
 class _Walk(flax.struct.PyTreeNode):
-  """Where each row is on its way down the tree.
+  """Where each row is on its way down the tree."""
 
-  Attributes:
-    node: `[B]` int32, the last accepted node.
-    accepted: `[B]` int32, the number of accepted nodes.
-    target: `[B, V]`, what is left of the target's distribution after the node.
-    draft: `[B, V]`, the distribution that its next child was drawn from.
-    place: `[B, D + 1]` int32, see `Verdict`.
-    chosen: `[B, D + 1]` int32, see `Verdict`.
-  """
-
-  node: jax.Array
-  accepted: jax.Array
-  target: jax.Array
-  draft: jax.Array
-  place: jax.Array
-  chosen: jax.Array
+  node: jax.Array  # [B] int32, the last accepted node
+  accepted: jax.Array  # [B] int32, the number of accepted nodes
+  target: jax.Array  # [B, V], what is left of the target's distribution
+  draft: jax.Array  # [B, V], what the next child was drawn from
+  place: jax.Array  # [B, D + 1] int32, see `Verdict`
+  chosen: jax.Array  # [B, D + 1] int32, see `Verdict`
 
 
 def _init_walk(batch_size: int, vocab_size: int, path_length: int) -> _Walk:
