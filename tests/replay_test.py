@@ -13,7 +13,7 @@ from specdec import generate
 from specdec import PLAIN
 from specdec.checks import check_sampling
 from specdec.study.replay import next_token_ranks
-from specdec.study.replay import stand_in
+from specdec.study.replay import oracle_target
 from specdec.tree.topology import k_ary
 
 _LIMIT = 40
@@ -44,7 +44,7 @@ def _compare(batch_size, sampling, texts, drafter, **options):
   target = tiny_models.gpt2()
   real = _decode(target, batch_size, sampling, drafter, **options)
   replayed = _decode(
-    stand_in(target.spec, texts), batch_size, sampling, drafter, **options
+    oracle_target(target.spec, texts), batch_size, sampling, drafter, **options
   )
   assert replayed == real  # tokens, origins, reasons, and all statistics
   return real
@@ -107,8 +107,8 @@ def test_eos_bias_and_penalty_end_the_same_way():
 
 def test_other_texts_share_the_program():
   definition = tiny_models.gpt2().spec
-  one = stand_in(definition, [[1, 2, 3]])
-  other = stand_in(definition, [[4], [5, 6]])
+  one = oracle_target(definition, [[1, 2, 3]])
+  other = oracle_target(definition, [[4], [5, 6]])
   assert one.spec is other.spec
   assert one.spec.weight_bytes == definition.weight_bytes
 
@@ -117,7 +117,7 @@ def test_a_text_beyond_the_context_is_refused():
   definition = tiny_models.gpt2().spec
   long = [0] * (definition.max_positions + 1)
   with pytest.raises(ValueError, match='exceeds the context'):
-    stand_in(definition, [long])
+    oracle_target(definition, [long])
 
 
 def _padded(texts):

@@ -1,8 +1,8 @@
 """Predicted cost of decoding from the sizes of models and machines alone.
 
-Nothing is run. `ModelShape` and `Hardware` (presets: `MODELS`, `HARDWARE`) give
-the FLOP, bytes and seconds of a forward. `predict` gives the speed of a
-`SpeculativeStep` on a `Deployment`, and `claims` has tables of predictions.
+`ModelShape` and `Hardware` (presets: `MODELS`, `HARDWARE`) give the FLOP, bytes
+and seconds of a forward. `predict` gives the speed of a `SpeculativeStep` on a
+`Deployment`, and `claims` has tables of predictions.
 """
 
 from specdec.cost_model.forward import forward_cost

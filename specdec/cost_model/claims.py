@@ -1,8 +1,8 @@
 """Claims about speculative decoding as tables of predictions.
 
-A table is a list of rows, and a row maps names of columns to values. A speedup
-is None where weights and caches exceed the memory. The tables are discussed in
-docs/cost_model.md.
+A table is a list of rows, which map names of columns to values. A speedup is
+missing (None) where weights and caches exceed the memory. The tables are
+discussed in docs/cost_model.md.
 """
 
 import dataclasses
@@ -62,9 +62,9 @@ def options(
 ) -> Tables:
   """Option 1, one query verifying n tokens; option 2, n queries of one token.
 
-  `bytes` has the GB of both by context; `break_even` how many of the n tokens
-  option 1 must emit to move as few bytes per token as option 2; `contexts_for`
-  the contexts where option 2 moves 1.5 and 2 times the bytes.
+  `break_even`: the number of the n tokens that option 1 must emit to move as few
+  bytes per token as option 2; `contexts_for`: the contexts where option 2 moves
+  1.5 and 2 times the bytes.
   """
   rows, break_even = [], []
   for context in contexts:
@@ -122,10 +122,11 @@ def by_batch_size(
       'tokens/s': fastest.throughput,
     }
     rates.append(row)
-  break_even = []
-  for n, step in steps.items():
-    end = break_even_batch_size(deployment, step, context=context)
-    break_even.append({'drafted': n, 'break-even batch size': end})
+  end_of = lambda step: break_even_batch_size(deployment, step, context=context)
+  break_even = [
+    {'drafted': n, 'break-even batch size': end_of(step)}
+    for n, step in steps.items()
+  ]
   return {'speedup': speedup, 'break_even': break_even, 'rates': rates}
 
 
@@ -148,10 +149,7 @@ def by_context(deployment: Deployment, acceptance: float) -> Tables:
 def by_experts(
   deployment: Deployment, acceptance: float, *, context: int
 ) -> Tables:
-  """A chain of 4 from a free draft, for mixtures and their dense baselines.
-
-  Only the machine of the deployment is used.
-  """
+  """A chain of 4 from a free draft, for mixtures and their dense baselines."""
   step = tree_step(chain(4), [acceptance])
   rows, columns = [], {}
   for shape in (MODELS['mixtral-8x7b'], MODELS['qwen3-30b-a3b']):
@@ -181,9 +179,9 @@ def by_experts(
 def paper() -> Tables:
   """Both tables of the paper, and predictions at its sizes.
 
-  `published` compares the speedup that the bytes alone would give with the
-  published one; `counted` has predictions from the counts of the embedded pair;
-  `plain` has tokens per second of plain decoding.
+  `published` compares the published speedup with that of the bytes alone;
+  `counted` has predictions from the counts of the embedded pair; `plain` has
+  tokens per second of plain decoding.
   """
   published = [
     {

@@ -25,11 +25,7 @@ class Hardware:
   memory_bytes: float = math.inf
 
   def peak(self, dtype: str) -> float:
-    """Peak FLOP per second.
-
-    Raises:
-      ValueError: the peak rate of this dtype is not known.
-    """
+    """Peak FLOP per second; ValueError if the dtype has no known rate."""
     if dtype not in self.flops_per_second:
       raise ValueError(
         f'dtype={dtype!r} has no peak rate on {self.name}; choose from'
@@ -42,11 +38,7 @@ class Hardware:
     return self.peak(dtype) / self.bytes_per_second
 
   def times(self, devices: int) -> 'Hardware':
-    """Several devices with ideal sharding; communication is ignored.
-
-    Raises:
-      ValueError: `devices` is less than 1.
-    """
+    """Several devices with ideal sharding; communication is ignored."""
     if devices < 1:
       raise ValueError(f'devices must be at least 1, got {devices}')
     return dataclasses.replace(
@@ -67,7 +59,7 @@ class ForwardCost:
   Attributes:
     matmul_flops: of the products with weights.
     attention_flops: of scores and of weighted sums of values.
-    weight_bytes: read; only the experts that are expected to be used count.
+    weight_bytes: read; of the experts, those expected to be used.
     cache_read_bytes: keys and values that were in the cache before.
     cache_write_bytes: keys and values of the new tokens.
     activation_bytes: inputs and outputs of the products with weights; a
@@ -96,22 +88,14 @@ class ForwardCost:
   @property
   def bytes(self) -> float:
     """All bytes moved."""
-    written = self.cache_write_bytes + self.activation_bytes
-    return self.read_bytes + written
+    return self.read_bytes + (self.cache_write_bytes + self.activation_bytes)
 
   def seconds(self, hardware: Hardware, *, overlap: bool = True) -> float:
     """Lower bound of the time of the forward, by the roofline model.
 
-    Products with weights and attention run one after the other, and each of
-    them is limited by memory or by arithmetic (Williams et al. 2009).
-
-    Args:
-      hardware: the machine.
-      overlap: whether a kernel computes while it reads, so that its time is the
-        larger of both times; otherwise it is their sum.
-
-    Raises:
-      ValueError: the machine has no peak rate for the dtype.
+    Products with weights and attention run one after the other, and each is
+    limited by memory or by arithmetic (Williams et al. 2009). Without `overlap`
+    a kernel does not compute while it reads, so both times add up.
     """
     peak = hardware.peak(self.dtype)
     cache_bytes = self.cache_read_bytes + self.cache_write_bytes
@@ -136,13 +120,7 @@ def forward_cost(
   """Counts a forward over B rows of L tokens with C tokens in each row's cache.
 
   The weights are read once for all rows, a cache once for all tokens of its
-  row.
-
-  Args:
-    shape: sizes of the model.
-    batch_size: B.
-    num_tokens: L; may be a mean.
-    context: C, before the forward; may be a mean.
+  row. B is `batch_size`, L `num_tokens`, C `context`; L and C may be means.
 
   Raises:
     ValueError: B or L is less than 1, or C is negative.

@@ -23,7 +23,7 @@ class ModelShape:
     gated: whether an MLP has three matrices (SwiGLU) instead of two.
     tied: whether the output head is the token embedding.
     num_experts: E, per layer; 1 for a dense model, which has no router.
-    experts_per_token: k, the number of experts that a token is routed to.
+    experts_per_token: k, the number of experts of a token.
     weight_bytes: bytes per weight.
     cache_bytes: bytes per element of the KV cache.
     activation_bytes: bytes per element of an activation.
@@ -31,8 +31,7 @@ class ModelShape:
       counts as bfloat16.
 
   Raises:
-    ValueError: `num_heads` is not a multiple of `num_kv_heads`, or
-      `experts_per_token` is not between 1 and `num_experts`.
+    ValueError: the numbers of heads or of experts do not fit together.
   """
 
   name: str
@@ -82,9 +81,8 @@ class ModelShape:
   @property
   def active_parameters(self) -> int:
     """Weights that one token is multiplied with; no embedding table."""
-    return (
-      self.shared_parameters + self.experts_per_token * self.expert_parameters
-    )
+    experts = self.experts_per_token * self.expert_parameters
+    return self.shared_parameters + experts
 
   @property
   def parameters(self) -> int:
@@ -112,13 +110,10 @@ class ModelShape:
   def expected_experts(self, num_tokens: float) -> float:
     """Expected number of different experts of a layer that n tokens use.
 
-    The router is assumed to choose uniformly and independently for every token:
-    E (1 - (1 - k / E)^n). This is an upper bound, because a trained router
-    prefers some experts and chooses alike for neighbouring tokens (Mixtral,
-    arXiv 2401.04088, section 5).
-
-    Args:
-      num_tokens: n, of all rows; may be a mean.
+    n, `num_tokens`, is that of all rows and may be a mean. For a router that
+    chooses uniformly and independently: E (1 - (1 - k / E)^n), an upper bound,
+    because a trained router prefers some experts and chooses alike for
+    neighbouring tokens (Mixtral, arXiv 2401.04088, section 5).
     """
     share = self.experts_per_token / self.num_experts
     return self.num_experts * (1 - (1 - share) ** num_tokens)

@@ -27,8 +27,7 @@ class Deployment:
 
   Attributes:
     target: the model that verifies.
-    draft: the model that drafts; None if drafting costs nothing beside the
-      target (n-grams, prompt lookup).
+    draft: the model that drafts; None if drafting costs nothing (n-grams).
     hardware: the machine that runs both.
     overlap: see `ForwardCost.seconds`.
   """
@@ -70,8 +69,7 @@ class SpeculativeStep:
 
   def __post_init__(self):
     at_least_1 = (self.num_nodes, self.tokens, self.draft_width)
-    in_range = all(value >= 1 for value in at_least_1)
-    if not (in_range and self.draft_forwards >= 0):
+    if not (all(x >= 1 for x in at_least_1) and self.draft_forwards >= 0):
       raise ValueError(
         'num_nodes, tokens and draft_width must be at least 1 and'
         f' draft_forwards at least 0, got {self}'
@@ -83,13 +81,10 @@ def tree_step(
 ) -> SpeculativeStep:
   """The step of a fixed tree with one draft forward per level.
 
-  A chain of n tokens with acceptance a is `tree_step(chain(n), [a])`; it emits
+  `acceptance` is the probability that the target emits the candidate of each
+  rank (`specdec.tree.optimal.acceptance_by_rank`). A chain of n tokens with
+  acceptance a is `tree_step(chain(n), [a])`; it emits
   1 + a + ... + a^n = (1 - a^(n + 1)) / (1 - a) tokens.
-
-  Args:
-    topology: of the tree.
-    acceptance: probability that the target emits the candidate of each rank,
-      for example from `specdec.tree.optimal.acceptance_by_rank`.
 
   Raises:
     ValueError: the tree has more ranks than `acceptance`, or the probabilities
@@ -169,8 +164,7 @@ def predict(
     context: tokens in each row's cache.
 
   Raises:
-    ValueError: a size is out of range, or the machine has no peak rate for the
-      dtype of a model.
+    ValueError: a size is out of range, or a dtype has no peak rate.
   """
   cost = functools.partial(forward_cost, batch_size=batch_size, context=context)
   plain = cost(deployment.target)
@@ -202,9 +196,9 @@ def break_even_batch_size(
 ) -> int | None:
   """The batch size from which on plain decoding is at least as fast.
 
-  The speedup of a mixture of experts may cross 1 several times; the result is
-  the last crossing. It is 1 if speculation is faster at no batch size, and None
-  if it is still faster at `limit`, the largest that is tried.
+  It is the last crossing of speedup 1, which a mixture of experts may cross
+  several times; 1 if speculation is faster at no batch size, and None if it is
+  still faster at `limit`, the largest that is tried.
   """
   for batch_size in range(limit, 0, -1):
     found = predict(deployment, step, batch_size=batch_size, context=context)
@@ -225,8 +219,8 @@ def best_tree(
   """The fixed tree with the most predicted tokens per second.
 
   Arguments are those of `tree_step` and `predict`; `num_nodes` (root included)
-  and `max_depth` are limits. With acceptance of one rank the tree is a chain of
-  the best draft length. It is None if plain decoding is faster.
+  and `max_depth` are limits. With acceptance of one rank the tree is a chain.
+  Returns None if plain decoding is faster.
   """
 
   def seconds(size: int, depth: int) -> float:
@@ -235,9 +229,8 @@ def best_tree(
     step = SpeculativeStep(
       num_nodes=size, draft_forwards=depth, draft_width=width
     )
-    return predict(
-      deployment, step, batch_size=batch_size, context=context
-    ).seconds
+    sizes = {'batch_size': batch_size, 'context': context}
+    return predict(deployment, step, **sizes).seconds
 
   return optimal.fastest_tree(
     acceptance, num_nodes=num_nodes, max_depth=max_depth, seconds=seconds

@@ -1,14 +1,13 @@
-"""What decoding costs: V(N) as measured, and the speed that follows from it.
+"""Costs of decoding: the measured V(N), and the speed predicted from it.
 
-V(N) is the time of one target forward over N tree nodes of each row. Together
-with the counts and the time of a replay (`specdec.study.replay`), which decodes
-without the target, it predicts the time of a decode:
+V(N) is the time of one target forward over N tree nodes of each row. With the
+counts and the time of a replay (`specdec.study.replay`), which contains
+drafting, the loop and the host, it predicts the time of a decode:
 
     replay seconds + prompts * prompt seconds + steps * V(N)
 
-A replay contains drafting, the loop and the host. The models were timed apart,
-so the prediction leaves out that they evict each other from the caches of the
-processor: it is a lower bound.
+The models were timed apart, so the prediction leaves out that they evict each
+other from the caches of the processor: it is a lower bound.
 """
 
 from collections.abc import Callable
@@ -25,7 +24,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec.cache import causal_mask
-from specdec.cache import KVCache
 from specdec.cache import window_mask
 from specdec.model import LanguageModel
 
@@ -35,11 +33,11 @@ class StepCosts:
   """Seconds of target forwards, at one batch size, dtype and context length.
 
   Attributes:
-    prompt: seconds in which the target reads a batch of prompts.
-    verification: V in seconds, by N; V(1), plain decoding, must be included.
+    prompt: of reading a batch of prompts.
+    verification: V by N.
 
   Raises:
-    ValueError: V(1) is missing.
+    ValueError: V(1), plain decoding, is missing.
   """
 
   prompt: float
@@ -142,37 +140,6 @@ def _verify(target: LanguageModel, text, cache, num_steps, *, num_nodes: int):
   return lax.fori_loop(0, num_steps, forward, (cache, chosen))
 
 
-def _seconds(run: Callable[[], object]) -> float:
-  begin = time.perf_counter()
-  jax.block_until_ready(run())
-  return time.perf_counter() - begin
-
-
-def _verifier(
-  target: LanguageModel, text: jax.Array, cache: KVCache, num_steps: int
-) -> Callable[[int], float]:
-  """A function that returns the seconds of a forward over N nodes."""
-  caches = [cache]
-
-  def verify(num_nodes: int) -> float:
-    def run():
-      length = jnp.copy(cache_length)
-      cache, chosen = _verify(
-        target,
-        text,
-        caches.pop().replace(length=length),
-        num_steps,
-        num_nodes=num_nodes,
-      )
-      caches.append(cache)
-      return chosen
-
-    return _seconds(run) / num_steps
-
-  cache_length = jnp.copy(cache.length)
-  return verify
-
-
 def _median_seconds(
   verify: Callable[[int], float],
   sizes: Sequence[int],
@@ -180,7 +147,7 @@ def _median_seconds(
   most_tokens: float,
   is_late: Callable[[], bool],
 ) -> dict[int, float]:
-  """Medians by N; see `measure_step_costs`."""
+  """Medians of the seconds by N; see `measure_step_costs`."""
   measured: dict[int, list[float]] = {}
   for size in sizes:
     if len(measured) >= 2 and is_late():
@@ -218,16 +185,16 @@ def measure_step_costs(
 
   Args:
     target: the target model.
-    texts: tokens such as will be decoded, for each of the B rows; short texts
+    texts: tokens like those to be decoded, for each of the B rows; short texts
       are repeated.
-    prompt_slots: P, the padded length of the prompts; P tokens are read.
+    prompt_slots: P, the padded length of the prompts.
     max_new_tokens: room for new tokens, as padded by `specdec.generate`.
-    context: tokens in the cache, such as in the middle of a decode.
+    context: tokens in the cache during verification.
     node_counts: the N to measure; 1 is added.
     num_steps: forwards per measurement.
     repeats: measurements of each N.
-    most_tokens: most tokens of a step. N whose forwards take longer than so
-      many plain forwards are left out, except the smallest two.
+    most_tokens: N whose forwards take longer than this number of plain forwards
+      are left out, except the smallest two.
     is_late: once it returns true, further N and repeats are left out, except
       the smallest two N and one repeat.
 
@@ -245,11 +212,26 @@ def measure_step_costs(
     np.stack([np.resize(np.array(row, np.int32), length) for row in texts])
   )
   read = lambda: _read_prompts(target, text[:, :prompt_slots], length)
-  cache = read()
-  prompt = _seconds(read)
+  cache = jax.block_until_ready(read())  # compiles
+  begin = time.perf_counter()
+  jax.block_until_ready(read())
+  prompt = time.perf_counter() - begin
   # Slots behind the prompts stay zero; reading them takes as long.
-  cache = cache.replace(length=jnp.full(len(texts), context, jnp.int32))
-  verify = _verifier(target, text, cache, num_steps)
+  at_context = lambda: jnp.full(len(texts), context, jnp.int32)
+
+  def verify(num_nodes: int) -> float:
+    nonlocal cache  # It is donated, its length included.
+    begin = time.perf_counter()
+    cache, chosen = _verify(
+      target,
+      text,
+      cache.replace(length=at_context()),
+      num_steps,
+      num_nodes=num_nodes,
+    )
+    jax.block_until_ready(chosen)
+    return (time.perf_counter() - begin) / num_steps
+
   return StepCosts(
     prompt=prompt,
     verification=_median_seconds(verify, sizes, repeats, most_tokens, is_late),

@@ -1,15 +1,15 @@
 """Interleaved timing of several ways of decoding the same prompts.
 
-The speed of a machine drifts, so that only ratios within one run are reliable.
-Each batch of prompts is decoded by every arm before the next batch begins, the
-order of the arms is reversed from batch to batch, and everything is compiled
-before the first measurement.
+The speed of a machine drifts, so only ratios within one run are reliable. Every
+arm decodes a batch of prompts before the next batch begins, the order of the
+arms is reversed from batch to batch, and everything is compiled beforehand.
 """
 
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
+import math
 import time
 from typing import Any
 
@@ -30,10 +30,10 @@ class Measurement:
   """One decode of one batch of prompts by one arm.
 
   Attributes:
-    seconds: from the prompts to the last new token.
-    generation: the result.
-    prefill_seconds: of the same call with limit 0, that is, of reading the
-      prompts and of the fixed cost of a call.
+    seconds: wall time of the call.
+    generation: its result.
+    prefill_seconds: of the same call with limit 0: reading the prompts and the
+      fixed cost of a call.
   """
 
   seconds: float
@@ -75,9 +75,8 @@ def warm_up(
     report: called after every arm.
 
   Returns:
-    By arm, the time of its first calls minus the time of the same calls
-    repeated, in seconds: tracing and compiling. Programs that an earlier arm
-    has compiled are not compiled again.
+    By arm, the seconds of tracing and compiling: of its first calls minus those
+    of the same calls repeated. Earlier arms may have compiled its programs.
   """
   shape = lambda batch: (len(batch), *padded_shape(batch, max_new_tokens))
   first_of_shape = {shape(batch): batch for batch in reversed(batches)}
@@ -109,17 +108,17 @@ def measure(
     batches: lists of prompts; each list is decoded as one batch.
     max_new_tokens: the limit per row.
     before_batch: called before every batch, e.g. to measure the machine.
-    max_seconds: after that time no batch begins, except for the first.
+    max_seconds: after that time only the first batch begins.
     report: called after every decode.
 
   Returns:
     By arm, one measurement per batch that was decoded.
   """
+  most_seconds = math.inf if max_seconds is None else max_seconds
   start = time.perf_counter()
   results: dict[str, list[Measurement]] = {name: [] for name in arms}
   for index, batch in enumerate(batches):
-    elapsed = time.perf_counter() - start
-    if index and max_seconds is not None and elapsed > max_seconds:
+    if index and time.perf_counter() - start > most_seconds:
       break
     before_batch()
     for name in list(arms)[:: 1 if index % 2 == 0 else -1]:
@@ -144,7 +143,7 @@ def first_difference(
 ) -> int | None:
   """The first index at which two sequences differ; None if they are equal.
 
-  If one is a prefix of the other, that is the length of the shorter.
+  If a sequence is a prefix of the other, that is the length of the shorter.
   """
   if list(tokens) == list(expected):
     return None
@@ -169,13 +168,8 @@ def find_flips(
 
 
 _COUNTS = (
-  'new_tokens',
-  'target_forwards',
-  'accepted_histogram',
-  'stage_forwards',
-  'origins',
-  'reads',
-  'positions',
+  *('new_tokens', 'target_forwards', 'accepted_histogram', 'stage_forwards'),
+  *('origins', 'reads', 'positions'),
 )
 
 
@@ -186,15 +180,14 @@ def summarize_arms(
 
   Args:
     results: from `measure`.
-    baseline: the arm that speed ratios refer to.
+    baseline: the arm to which speed ratios refer.
 
   Returns:
-    By arm: the counts of `specdec.statistics.summarize`, pooled, and the
-    ratios that follow from them; `seconds` and the `prefill_seconds` among
-    them; `tokens_per_second`; `speed`, the baseline's seconds per token over
-    the arm's, pooled; `speed_per_batch`, the same for each batch; for the two
-    pooled figures `..._interval`, the 95 % interval over batches
-    (`pooled_interval`), None for a single batch.
+    By arm: pooled counts and ratios of `specdec.statistics.summarize`;
+    `seconds` and the `prefill_seconds` among them; `tokens_per_second`;
+    `speed`, the baseline's seconds per token over the arm's, pooled, and
+    `speed_per_batch`; for the two pooled figures `..._interval`, the 95 %
+    interval over batches (`pooled_interval`), None for a single batch.
   """
   return {
     name: _summarize(measurements, results[baseline])
@@ -249,14 +242,13 @@ def pooled_interval(
   """The percentile bootstrap interval of a function of sums over prompts.
 
   Args:
-    columns: sequences of n numbers, one per prompt, or per batch of prompts if
-      batches are resampled as a whole.
-    statistic: maps the sums of the columns over each resample of n prompts,
-      arrays of one length, to the figure, e.g. tokens over seconds.
+    columns: sequences of n numbers, one per prompt or batch of prompts.
+    statistic: maps the sums of the columns over each resample, arrays of equal
+      length, to the figure, e.g. tokens over seconds.
     level: the share of the resamples inside the interval.
 
   Returns:
-    Both ends; None for fewer than two prompts.
+    Both ends; None for n < 2.
 
   Raises:
     ValueError: the columns differ in length, or `level` is not in (0, 1).
