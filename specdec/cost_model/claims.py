@@ -62,9 +62,9 @@ def options(
 ) -> Tables:
   """Option 1, one query verifying n tokens; option 2, n queries of one token.
 
-  `break_even`: the number of the n tokens that option 1 must emit to move as few
-  bytes per token as option 2; `contexts_for`: the contexts where option 2 moves
-  1.5 and 2 times the bytes.
+  `break_even`: how many of the n tokens option 1 must emit to move as few bytes
+  per token as option 2; `contexts_for`: the contexts where option 2 moves 1.5
+  and 2 times the bytes.
   """
   rows, break_even = [], []
   for context in contexts:
