@@ -4,11 +4,10 @@
     row 0    [a   b   c   d]  .   .   .   .      length 4
     row 1    [a   b]  x   y   .   .   .   .      length 2; x, y are stale
 
-A forward writes its L new entries to the slots from `length` on; what may be
-seen is decided by the attention mask alone. So entries are kept by adding to
-`length`, and forgotten by not doing so: stale slots are masked, then
-overwritten. After a token tree was verified, the entries of the accepted path
-move to the front of the tree's; nothing else is ever moved.
+A forward writes its L new entries to the slots from `length` on. The attention
+mask decides what may be seen, so entries are kept by adding to `length`; stale
+slots are masked, then overwritten. After a token tree was verified, the entries
+of the accepted path move to the front of the tree's.
 """
 
 import functools
@@ -44,7 +43,7 @@ def init_cache(
   head_width: int,
   dtype: jnp.dtype,
 ) -> KVCache:
-  """An empty cache. Zeros, not garbage: a masked NaN would still spread."""
+  """An empty cache, of zeros because a masked NaN would still spread."""
   shape = (batch_size, num_heads, num_slots, head_width)
   empty = lambda: tuple(jnp.zeros(shape, dtype) for _ in range(num_layers))
   return KVCache(
@@ -71,37 +70,32 @@ def _write(slots: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
       slots = write_row(row, slots)
     return slots
 
-  # XLA's CPU backend makes a pass over the whole array for each of several
-  # updates in a row. On accelerators every iteration of a loop costs launches.
-  def looped(slots):
-    return lax.fori_loop(0, slots.shape[0], write_row, slots)
-
   if slots.shape[0] == 1:
     return unrolled(slots)
+  # XLA's CPU backend makes a pass over the whole array for each of several
+  # updates in a row. On accelerators every iteration of a loop costs launches.
+  looped = lambda slots: lax.fori_loop(0, slots.shape[0], write_row, slots)
   return lax.platform_dependent(slots, cpu=looped, default=unrolled)
 
 
 def write(
   cache: KVCache, layer: int, key: jax.Array, value: jax.Array
 ) -> KVCache:
-  """Writes one layer's L new entries to the slots `length ... length + L - 1`.
+  """Writes a layer's L new entries to the slots `length ... length + L - 1`.
+
+  NaN and inf are written as zeros. `length` stays, see `keep`.
 
   Args:
-    cache: the cache; there must be room, `length + L <= S` in every row
+    cache: the cache; `length + L <= S` must hold in every row
       (`dynamic_update_slice` would otherwise shift the write silently).
-    layer: which layer.
+    layer: the index of the layer.
     key: `[B, H, L, Dh]`, in the dtype of the cache.
     value: `[B, H, L, Dh]`, in the dtype of the cache.
-
-  Returns:
-    The cache with the entries written and `length` as it was: only the caller
-    knows which of them will be kept. NaN and inf are written as zeros.
   """
 
   def put(arrays, new):
-    # A masked NaN would still spread, since 0 x NaN is NaN: one bad candidate
-    # would spoil the whole tree. Zeros hide nothing: the token to which they
-    # belong is NaN all the way to its own logits.
+    # A masked NaN would still spread, since 0 x NaN is NaN, from a candidate to
+    # the whole tree. The logits of the candidate itself remain NaN.
     new = jnp.where(jnp.isfinite(new), new, 0)
     array = _write(arrays[layer], new, cache.length)
     return (*arrays[:layer], array, *arrays[layer + 1 :])
@@ -126,10 +120,10 @@ def keep(
       after          r   a   b   x   .     length 7
 
   Args:
-    cache: the cache; there must be room, `start + n <= S` in every row.
-    start: `[B]` int32, where the kept entries go; what lies between `length`
-      and `start` is kept as well.
-    offsets: `[B, n]` int32, where they are, counted from `length`.
+    cache: the cache; `start + n <= S` must hold in every row.
+    start: `[B]` int32, the slot of the first kept entry; the slots between
+      `length` and `start` are kept as well.
+    offsets: `[B, n]` int32, their slots, counted from `length`.
     count: `[B]` int32, how many of them to keep.
     window: its size, larger than any offset; `length + window <= S`.
 
@@ -164,22 +158,9 @@ def keep(
 
 
 def causal_mask(start: jax.Array, length: int, num_slots: int) -> jax.Array:
-  """Queries at consecutive slots see every slot up to their own.
+  """`[B, L, S]` bool: queries at L consecutive slots see the slots up to theirs.
 
-  For `start = 2`, `length = 3`, `num_slots = 6`:
-
-      slot     0 1 2 3 4 5
-      query 0  x x x . . .
-      query 1  x x x x . .
-      query 2  x x x x x .
-
-  Args:
-    start: `[B]` int32, the slot of each row's first query.
-    length: L.
-    num_slots: S.
-
-  Returns:
-    `[B, L, S]` bool.
+  `start`: `[B]` int32, the slot of each row's first query.
   """
   last = start[:, None, None] + jnp.arange(length)[None, :, None]
   return jnp.arange(num_slots)[None, None] <= last
@@ -210,7 +191,7 @@ def window_mask(
 ) -> jax.Array:
   """Queries see all slots before a window, and some slots of the window.
 
-  This is how the nodes of a tree see the text so far and their ancestors. For
+  For example the nodes of a tree see the text so far and their ancestors. For
   `start = 2`, a root with two children and `num_slots = 6`:
 
       slot     0 1 2 3 4 5

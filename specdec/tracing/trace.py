@@ -38,8 +38,7 @@ class Block:
     probs: the estimated probability that the target accepts each node, given
       that it accepts the parent; rounded to six digits.
     path: the accepted nodes, the root first.
-    emitted: the new tokens: those of the accepted nodes and the bonus token,
-      cut where the text ends.
+    emitted: the accepted tokens and the bonus token, cut where the text ends.
     forwards: the number of forwards of each stage, the target first, then the
       drafters from the outermost to the innermost.
   """
@@ -91,7 +90,7 @@ class Trace:
     labels: the name of each source of tokens, see `specdec.Generation`.
     blocks: one block per target forward, without the prefill.
     pieces: the text of each emitted token, see `models.TextGeneration`.
-    texts: the text of each token id; U+FFFD stands for a part of a character.
+    texts: the text of each token id; U+FFFD for a part of a character.
     finish_reason: see `specdec.Generation`.
     log_probs: of each emitted token; None if the decode did not ask for them.
   """
@@ -143,7 +142,7 @@ class Trace:
     """Reads a string that `to_json` wrote.
 
     Raises:
-      ValueError: the string is not a consistent trace; the message says why.
+      ValueError: the string is not a consistent trace.
     """
     try:
       record = json.loads(text)
@@ -197,7 +196,7 @@ def row_forwards(state: DecodeState, drafter: Drafter) -> dict[str, np.ndarray]:
     stage.name: stage_state.counters.row_forwards
     for stage, stage_state in zip(drafter.stages, state.stages, strict=True)
   }
-  # One by one: `device_get` of the mapping would sort it by name.
+  # Separately: `device_get` of the mapping would sort it by name.
   return {name: jax.device_get(rows) for name, rows in counted.items()}
 
 
@@ -208,7 +207,7 @@ def blocks_of(
   before: Mapping[str, np.ndarray],
   after: Mapping[str, np.ndarray],
 ) -> list[Block | None]:
-  """The block of each row in one step; None for rows that were finished.
+  """The block of each row in a step; None for rows that were finished.
 
   Args:
     record: the record of the step.

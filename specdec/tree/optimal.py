@@ -1,14 +1,11 @@
 """The best fixed tree, from acceptance probabilities by rank and step times.
 
 Let p_i be the probability that the draft token of rank i after an accepted
-token is accepted. A tree then emits one token for its root (the target's own)
-plus, for each child of rank i, p_i times the tokens of the subtree below it.
-The best tree of n nodes follows by dynamic programming over how the nodes are
-distributed among the children (Sequoia, arXiv 2402.12374). The best n and the
-best depth follow from the time of a step: each level is a draft forward, so the
-tree that emits most tokens is not the fastest.
-
-The computation is plain numpy on the host.
+token is accepted. A tree emits one token for its root (the target's own) plus,
+for each child of rank i, p_i times the tokens of the subtree below it. The best
+tree of n nodes follows by dynamic programming over how the nodes are
+distributed among the children (Sequoia, arXiv 2402.12374). The best n and depth
+follow from the time of a step, in which each level is a draft forward.
 """
 
 from collections.abc import Callable
@@ -26,7 +23,7 @@ class TreeTable:
   """The best trees of all sizes and depths.
 
   Attributes:
-    acceptance: `[K]` float64, acceptance probability p of each rank.
+    acceptance: `[K]` float64, acceptance probability of each rank.
     tokens: `[N + 1, D + 1]` float64; entry n, d is the expected number of
       tokens of the best tree of n nodes (root included) and depth at most d;
       -inf where there is no such tree.
@@ -57,7 +54,7 @@ def check_acceptance(acceptance: Sequence[float]) -> np.ndarray:
   """Acceptance probabilities by rank as `[K]` float64.
 
   Raises:
-    ValueError: one is below 0, or their sum exceeds 1.
+    ValueError: a probability is below 0, or their sum exceeds 1.
   """
   p = np.asarray(acceptance, np.float64)
   sums_to = p.sum() if p.ndim == 1 else np.nan
@@ -72,18 +69,10 @@ def check_acceptance(acceptance: Sequence[float]) -> np.ndarray:
 def best_trees(
   acceptance: Sequence[float], *, num_nodes: int, max_depth: int
 ) -> TreeTable:
-  """The best trees of all sizes up to N and all depths up to D.
+  """The best trees of all sizes up to N, `num_nodes`, and depths up to D.
 
-  A child of some rank has siblings of all lower ranks.
-
-  Args:
-    acceptance: acceptance probabilities by rank, each at least 0 and together
-      at most 1.
-    num_nodes: N, the root included.
-    max_depth: D.
-
-  Raises:
-    ValueError: an argument is out of range.
+  A child of some rank has siblings of all lower ranks. Raises ValueError if an
+  argument is out of range; see `check_acceptance`.
   """
   p = check_acceptance(acceptance)
   if num_nodes < 1 or max_depth < 1:
@@ -122,7 +111,7 @@ def fastest_tree(
   max_depth: int,
   seconds: Callable[[int, int], float],
 ) -> Topology | None:
-  """The tree that emits most tokens per second.
+  """The tree that emits most tokens per second; None for plain decoding.
 
   Args:
     acceptance: acceptance probabilities by rank; see `best_trees`.
@@ -131,9 +120,6 @@ def fastest_tree(
     seconds: returns the seconds of a step, given the number of nodes (root
       included) and the depth, which is the number of draft forwards; (1, 0) is
       plain decoding.
-
-  Returns:
-    The topology, or None if plain decoding is faster than all trees.
 
   Raises:
     ValueError: an argument is out of range.
@@ -153,17 +139,10 @@ def fastest_tree(
 
 
 def acceptance_by_rank(ranks: np.ndarray, max_branching: int) -> np.ndarray:
-  """The share of positions at which the next token has each rank.
+  """`[K]` float64, the share of positions at which the next token has each rank.
 
-  Args:
-    ranks: ranks from `replay.next_token_ranks`, of any shape.
-    max_branching: K.
-
-  Returns:
-    `[K]` float64.
-
-  Raises:
-    ValueError: there are no positions.
+  `ranks` are from `replay.next_token_ranks`, of any shape, K is
+  `max_branching`. Raises ValueError if there are no positions.
   """
   ranks = np.ravel(ranks)
   if not ranks.size:
