@@ -19,18 +19,12 @@ import jax.numpy as jnp
 
 
 class KVCache(flax.struct.PyTreeNode):
-  """Keys and values of the tokens a model has seen.
+  """Keys and values of the tokens that a model has seen."""
 
-  Attributes:
-    keys: one `[B, H, S, Dh]` array per layer.
-    values: one `[B, H, S, Dh]` array per layer.
-    length: `[B]` int32, how many leading slots of a row are kept.
-    num_slots: S; static, and known even of a model that keeps no layers.
-  """
-
-  keys: tuple[jax.Array, ...]
-  values: tuple[jax.Array, ...]
-  length: jax.Array
+  keys: tuple[jax.Array, ...]  # `[B, H, S, Dh]` per layer.
+  values: tuple[jax.Array, ...]  # `[B, H, S, Dh]` per layer.
+  length: jax.Array  # `[B]` int32, the number of leading slots that are kept.
+  # S; static, and known even of a model that keeps no layers.
   num_slots: int = flax.struct.field(pytree_node=False)
 
 
@@ -83,14 +77,9 @@ def write(
 ) -> KVCache:
   """Writes a layer's L new entries to the slots `length ... length + L - 1`.
 
-  NaN and inf are written as zeros. `length` stays, see `keep`.
-
-  Args:
-    cache: the cache; `length + L <= S` must hold in every row
-      (`dynamic_update_slice` would otherwise shift the write silently).
-    layer: the index of the layer.
-    key: `[B, H, L, Dh]`, in the dtype of the cache.
-    value: `[B, H, L, Dh]`, in the dtype of the cache.
+  `key` and `value` are `[B, H, L, Dh]`, in the dtype of the cache; NaN and inf
+  are written as zeros. `length` stays, see `keep`. `length + L <= S` must hold
+  in every row (`dynamic_update_slice` would shift the write silently).
   """
 
   def put(arrays, new):
@@ -158,7 +147,7 @@ def keep(
 
 
 def causal_mask(start: jax.Array, length: int, num_slots: int) -> jax.Array:
-  """`[B, L, S]` bool: queries at L consecutive slots see the slots up to theirs.
+  """`[B, L, S]` bool: L queries at consecutive slots see those up to theirs.
 
   `start`: `[B]` int32, the slot of each row's first query.
   """
@@ -201,7 +190,7 @@ def window_mask(
 
   Args:
     start: `[B]` int32, the first slot of each row's window.
-    window: `[B, L, T]` bool, which of the T slots from there each query sees.
+    window: `[B, L, T]` bool, the slots of the window that each query sees.
     num_slots: S; at least `start + T` in every row.
 
   Returns:

@@ -80,10 +80,11 @@ def test_the_stop_rule_sees_the_bytes_of_the_target():
   """It stops for cost; with other bytes there would be other rounds."""
   texts = _texts(*_RAGGED)
   drafter = tiny_drafters.make('tree', 'similar', 'perfect', texts)
-  drafter = drafter.replace(
-    config=Settings(
+  drafter = tiny_drafters.with_settings(
+    drafter,
+    Settings(
       num_nodes=12, width=4, branching=3, rounds=3, capacity=48, cost_ratio=None
-    )
+    ),
   )
   real = _compare(3, tiny_models.sampling(*_RAGGED), texts, drafter)
   rounds = real.stats['stage_forwards']['draft']

@@ -8,9 +8,9 @@ and seconds of a forward. `predict` gives the speed of a `SpeculativeStep` on a
 from specdec.cost_model.forward import forward_cost
 from specdec.cost_model.forward import ForwardCost
 from specdec.cost_model.forward import Hardware
+from specdec.cost_model.forward import ModelShape
 from specdec.cost_model.presets import HARDWARE
 from specdec.cost_model.presets import MODELS
-from specdec.cost_model.shapes import ModelShape
 from specdec.cost_model.speculation import best_tree
 from specdec.cost_model.speculation import break_even_batch_size
 from specdec.cost_model.speculation import Deployment

@@ -9,9 +9,9 @@ import dataclasses
 from typing import Any
 
 from specdec.cost_model.forward import forward_cost
+from specdec.cost_model.forward import ModelShape
 from specdec.cost_model.presets import HARDWARE
 from specdec.cost_model.presets import MODELS
-from specdec.cost_model.shapes import ModelShape
 from specdec.cost_model.speculation import best_tree
 from specdec.cost_model.speculation import break_even_batch_size
 from specdec.cost_model.speculation import Deployment

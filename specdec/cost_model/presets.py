@@ -5,7 +5,7 @@ Weights and caches of all models have 16 bits; for other sizes use
 """
 
 from specdec.cost_model.forward import Hardware
-from specdec.cost_model.shapes import ModelShape
+from specdec.cost_model.forward import ModelShape
 
 # Layers, width, heads, KV heads, MLP width, vocabulary, experts and experts per
 # token. Heads of a GPT-2 have 64 columns, those of the others 128.

@@ -16,26 +16,19 @@ import functools
 
 from specdec.cost_model.forward import forward_cost
 from specdec.cost_model.forward import Hardware
-from specdec.cost_model.shapes import ModelShape
+from specdec.cost_model.forward import ModelShape
 from specdec.tree import optimal
 from specdec.tree.topology import Topology
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Deployment:
-  """The models and the machine of a prediction.
+  """The models and the machine of a prediction."""
 
-  Attributes:
-    target: the model that verifies.
-    draft: the model that drafts; None if drafting costs nothing (n-grams).
-    hardware: the machine that runs both.
-    overlap: see `ForwardCost.seconds`.
-  """
-
-  target: ModelShape
-  draft: ModelShape | None
-  hardware: Hardware
-  overlap: bool = True
+  target: ModelShape  #: The model that verifies.
+  draft: ModelShape | None  #: None if drafting costs nothing (n-grams).
+  hardware: Hardware  #: The machine that runs both.
+  overlap: bool = True  #: See `ForwardCost.seconds`.
 
   def fits(self, *, batch_size: int, context: float) -> bool:
     """Whether weights and caches of both models fit the memory."""
@@ -52,20 +45,16 @@ class Deployment:
 class SpeculativeStep:
   """Work and yield of a decoding step per row; all values may be means.
 
-  Attributes:
-    num_nodes: N, nodes verified, the root included; 1 is plain decoding.
-    tokens: tau, tokens emitted.
-    draft_forwards: number of draft forwards, one after the other.
-    draft_width: tokens per draft forward.
-
   Raises:
     ValueError: a value is out of range.
   """
 
-  num_nodes: float = 1
-  tokens: float = 1
-  draft_forwards: float = 0
-  draft_width: float = 1
+  num_nodes: float = (
+    1  #: N, nodes verified with the root; 1 for plain decoding.
+  )
+  tokens: float = 1  #: tau, tokens emitted.
+  draft_forwards: float = 0  #: Number of draft forwards, in sequence.
+  draft_width: float = 1  #: Tokens per draft forward.
 
   def __post_init__(self):
     at_least_1 = (self.num_nodes, self.tokens, self.draft_width)
@@ -106,25 +95,15 @@ def tree_step(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prediction:
-  """Predicted cost of a step at one batch size and context.
+  """Predicted cost of a step at one batch size and context."""
 
-  Attributes:
-    batch_size: B.
-    tokens: emitted per row and step.
-    seconds: per step.
-    plain_seconds: per step of plain decoding.
-    flops: per step, of all models.
-    bytes: moved per step, by all models.
-    relative_bandwidth: bytes of weights and caches read per emitted token,
-      relative to plain decoding.
-  """
-
-  batch_size: int
-  tokens: float
-  seconds: float
-  plain_seconds: float
-  flops: float
-  bytes: float
+  batch_size: int  #: B.
+  tokens: float  #: Emitted per row and step.
+  seconds: float  #: Per step.
+  plain_seconds: float  #: Per step of plain decoding.
+  flops: float  #: Per step, of all models.
+  bytes: float  #: Moved per step, by all models.
+  #: Bytes of weights and caches read per token, relative to plain decoding.
   relative_bandwidth: float
 
   @property
@@ -157,11 +136,8 @@ def predict(
 ) -> Prediction:
   """Predicts time and traffic of a step and of plain decoding.
 
-  Args:
-    deployment: models and machine.
-    step: work and yield of the step; `SpeculativeStep()` is plain decoding.
-    batch_size: B; rows do not wait for each other, each emits tau on average.
-    context: tokens in each row's cache.
+  B (`batch_size`) rows do not wait for each other, each emits tau on average;
+  `context` is the number of tokens in the cache of each row.
 
   Raises:
     ValueError: a size is out of range, or a dtype has no peak rate.

@@ -28,22 +28,15 @@ _NO_TOKEN = -1
 
 @dataclasses.dataclass(frozen=True)
 class Level:
-  """The C contexts of one length, and the N n-grams that extend them.
+  """The C contexts of one length, and the N n-grams that extend them."""
 
-  Attributes:
-    parents: `[C]` int32, ascending, the index of each context without its first
-      token, in the level of that length; 0 at the root, which has no parent.
-    edge_token: `[C]` int32, that first token, ascending among siblings.
-    sizes: `[C]` int64, the number of n-grams of each context, at least 1.
-    tokens: `[N]` int32, the last token of each n-gram, ascending in a context.
-    counts: `[N]` int32, the number of occurrences of each n-gram.
-  """
-
+  # `[C]` int32, ascending, the index of each context without its first token,
+  # in the level of that length; 0 at the root, which has no parent.
   parents: np.ndarray
-  edge_token: np.ndarray
-  sizes: np.ndarray
-  tokens: np.ndarray
-  counts: np.ndarray
+  edge_token: np.ndarray  # `[C]` int32, that token, ascending among siblings.
+  sizes: np.ndarray  # `[C]` int64, the number of n-grams, at least 1.
+  tokens: np.ndarray  # `[N]` int32, last tokens, ascending in a context.
+  counts: np.ndarray  # `[N]` int32, the number of occurrences of each n-gram.
 
   @functools.cached_property
   def first(self) -> np.ndarray:
@@ -53,17 +46,11 @@ class Level:
 
 @dataclasses.dataclass(frozen=True)
 class NGramCounts:
-  """The result of `count_ngrams`.
+  """The result of `count_ngrams`."""
 
-  Attributes:
-    levels: of context length 0, 1, ... order - 1.
-    counts_of_counts: `[order, HIGHEST_COUNT + 1]` int64; entry r of a row is
-      the number of n-grams of that order that occur r times, in all contexts.
-    vocab_size: V.
-    num_tokens: the number of tokens counted.
-  """
-
-  levels: tuple[Level, ...]
+  levels: tuple[Level, ...]  # Of context length 0, 1, ... order - 1.
+  # `[order, HIGHEST_COUNT + 1]` int64; entry r of a row is the number of
+  # n-grams of that order that occur r times, in all contexts.
   counts_of_counts: np.ndarray
   vocab_size: int
   num_tokens: int

@@ -43,14 +43,10 @@ _CANDIDATE = np.dtype([('token', np.int32), ('prob', np.float32)])
 
 @dataclasses.dataclass(frozen=True)
 class Discounts:
-  """The amounts that are subtracted from the counts of one order.
+  """The amounts that are subtracted from the counts of one order."""
 
-  Attributes:
-    method: `good-turing`, `absolute` or `constant`.
-    amounts: r (1 - d(r)) for r = 1, 2, ... k and, last, for all r above k.
-  """
-
-  method: str
+  method: str  # 'good-turing', 'absolute' or 'constant'.
+  # r (1 - d(r)) for r = 1, 2, ... k and, last, for all r above k.
   amounts: tuple[float, ...]
 
   def apply(self, counts: np.ndarray) -> np.ndarray:

@@ -37,23 +37,19 @@ class NGramTable(flax.struct.PyTreeNode, kw_only=True):
 
   Contexts are numbered breadth first, so the children of a context are
   consecutive. Context 0 is the empty context.
-
-  Attributes:
-    edge_token: `[C]` int32, the first token of a context in reading order, by
-      which it is longer than its parent; 0, unused, at the root.
-    first_child: `[C + 1]` int32; the children of context c are `first_child[c]`
-      to `first_child[c + 1] - 1`, in ascending order of `edge_token`.
-    next_tokens: `[C, K]` int32, most probable first; 0 where missing.
-    next_log_probs: `[C, K]` float32, of the whole back-off distribution;
-      `MISSING` where missing.
-    order: n; a context has at most n - 1 tokens. Static.
-    vocab_size: V. Static.
   """
 
+  # `[C]` int32, the first token of a context in reading order, by which it is
+  # longer than its parent; 0, unused, at the root.
   edge_token: jax.Array
+  # `[C + 1]` int32; the children of context c are `first_child[c]` to
+  # `first_child[c + 1] - 1`, in ascending order of `edge_token`.
   first_child: jax.Array
+  # `[C, K]` int32, most probable first; 0 where missing.
   next_tokens: jax.Array
+  # `[C, K]` float32, of the whole back-off distribution, or `MISSING`.
   next_log_probs: jax.Array
+  # n; a context has at most n - 1 tokens.
   order: int = flax.struct.field(pytree_node=False)
   vocab_size: int = flax.struct.field(pytree_node=False)
 

@@ -32,16 +32,12 @@ from specdec.model import LanguageModel
 class StepCosts:
   """Seconds of target forwards, at one batch size, dtype and context length.
 
-  Attributes:
-    prompt: of reading a batch of prompts.
-    verification: V by N.
-
   Raises:
     ValueError: V(1), plain decoding, is missing.
   """
 
-  prompt: float
-  verification: Mapping[int, float]
+  prompt: float  # Of reading a batch of prompts.
+  verification: Mapping[int, float]  # V by N.
 
   def __post_init__(self):
     if 1 not in self.verification:
@@ -68,23 +64,14 @@ class StepCosts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trial:
-  """Counts and time of a replay of sample texts with one drafter.
+  """Counts and time of a replay of sample texts with one drafter."""
 
-  Attributes:
-    num_nodes: N of the trees; 1 for plain decoding.
-    tokens: emitted tokens of all rows.
-    forwards: target forwards, summed over the rows that were not done.
-    steps: batched target forwards.
-    prompts: batches that were decoded.
-    seconds: wall time of the replay.
-  """
-
-  num_nodes: int
-  tokens: int
-  forwards: int
-  steps: int
-  prompts: int
-  seconds: float
+  num_nodes: int  # N of the trees; 1 for plain decoding.
+  tokens: int  # Emitted tokens of all rows.
+  forwards: int  # Target forwards, summed over the rows that were not done.
+  steps: int  # Batched target forwards.
+  prompts: int  # Batches that were decoded.
+  seconds: float  # Wall time of the replay.
 
   @property
   def block_efficiency(self) -> float:

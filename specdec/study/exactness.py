@@ -54,10 +54,7 @@ def distributions(
 ) -> jax.Array:
   """The distributions from which the tokens of a text should be drawn.
 
-  Args:
-    model: the model that defines them.
-    tokens: `[1, S]` int32, padded at the end with any valid token.
-    sampling: of this row.
+  `tokens`: `[1, S]` int32, padded at the end with any valid token.
 
   Returns:
     `[S, V]` float32; entry t is the distribution of token t + 1.
@@ -106,7 +103,7 @@ def transform(
 
   Args:
     model: the target.
-    prompt: token ids of the prompt.
+    prompt: token ids.
     new: the generated tokens.
     sampling: of this row.
     key: for v and for the random order.
@@ -137,13 +134,8 @@ def _chi_square(values: np.ndarray, bins: int) -> float:
 def p_values(rows: Sequence[np.ndarray]) -> dict[str, float]:
   """P-values under the hypothesis that the tokens follow the target.
 
-  Args:
-    rows: for each row `[n, orders]`, from `transform`; some hundred tokens in
-      all.
-
-  Returns:
-    The p-values of two chi-square tests per order: that u is uniform, and that
-    it is independent of the u before it.
+  Two chi-square tests per order: that u is uniform, and that it is independent
+  of the u before it. `rows` are from `transform`, some hundred tokens in all.
   """
   values = {}
   for column, order in enumerate(ORDERS[: rows[0].shape[1]]):
@@ -179,11 +171,7 @@ def choice_margin(
   A score is a logit over the temperature plus noise (`specdec.sampling`); at
   temperature 0 the margin is the difference of two logits, in nats.
 
-  Args:
-    model: the target.
-    row_key: the random key of the row.
-    tokens: the sequence so far.
-    sampling: of this row, see `Sampling.of_row`.
+  `tokens` is the sequence so far; `row_key` and `sampling` are those of the row.
   """
   length = jnp.array(len(tokens), jnp.int32)
   params = check_sampling(sampling, 1, model.spec.vocab_size)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
+import functools
 import math
 import time
 from typing import Any
@@ -27,17 +28,11 @@ Arm = Callable[[Sequence[Sequence[int]], int], Generation]
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-  """One decode of one batch of prompts by one arm.
+  """One decode of one batch of prompts by one arm."""
 
-  Attributes:
-    seconds: wall time of the call.
-    generation: its result.
-    prefill_seconds: of the same call with limit 0: reading the prompts and the
-      fixed cost of a call.
-  """
-
-  seconds: float
+  seconds: float  # Wall time of the call.
   generation: Generation
+  # Of the same call with limit 0: the prefill and the fixed cost of a call.
   prefill_seconds: float = 0.0
 
   @property
@@ -66,13 +61,7 @@ def warm_up(
   max_new_tokens: int,
   report: Callable[[], Any] = lambda: None,
 ) -> dict[str, float]:
-  """Compiles every arm for every padded shape of the batches.
-
-  Args:
-    arms: by name.
-    batches: lists of prompts; each list is decoded as one batch.
-    max_new_tokens: the limit per row.
-    report: called after every arm.
+  """Compiles every arm for every padded shape of the batches (see `measure`).
 
   Returns:
     By arm, the seconds of tracing and compiling: of its first calls minus those
@@ -176,11 +165,7 @@ _COUNTS = (
 def summarize_arms(
   results: Mapping[str, Sequence[Measurement]], *, baseline: str
 ) -> dict[str, dict[str, Any]]:
-  """Pools the measurements of each arm.
-
-  Args:
-    results: from `measure`.
-    baseline: the arm to which speed ratios refer.
+  """Pools the measurements of each arm; speed ratios refer to `baseline`.
 
   Returns:
     By arm: pooled counts and ratios of `specdec.statistics.summarize`;
@@ -189,10 +174,8 @@ def summarize_arms(
     `speed_per_batch`; for the two pooled figures `..._interval`, the 95 %
     interval over batches (`pooled_interval`), None for a single batch.
   """
-  return {
-    name: _summarize(measurements, results[baseline])
-    for name, measurements in results.items()
-  }
+  summary = functools.partial(_summarize, baseline=results[baseline])
+  return {name: summary(found) for name, found in results.items()}
 
 
 def _summarize(
@@ -208,15 +191,14 @@ def _summarize(
     for arm in (measurements, baseline)
     for values in ([m.new_tokens for m in arm], [m.seconds for m in arm])
   ]
+  bandwidth = relative_bandwidth(pooled['reads'], stats[0]['costs'])
   speed = lambda tokens, seconds, base_tokens, base_seconds: (
     tokens / seconds / (base_tokens / base_seconds)
   )
   return pooled | {
     'block_efficiency': tokens / forwards,
     'nodes_per_forward': pooled['positions']['target'] / forwards,
-    'relative_bandwidth': relative_bandwidth(
-      pooled['reads'], stats[0]['costs']
-    ),
+    'relative_bandwidth': bandwidth,
     'seconds': sum(columns[1]),
     'prefill_seconds': sum(m.prefill_seconds for m in measurements),
     'tokens_per_second': tokens / sum(columns[1]),

@@ -28,28 +28,24 @@ _FORMAT = 'specdec trace 1'
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-  """One target forward of one row.
+  """One target forward of one row."""
 
-  Attributes:
-    start: the number of tokens before the block; the root is the last of them.
-    tokens: the token of each node, the root first.
-    parents: the parent of each node, which precedes it; -1 for the root.
-    origins: the source of each node, an index into `Trace.labels`.
-    probs: the estimated probability that the target accepts each node, given
-      that it accepts the parent; rounded to six digits.
-    path: the accepted nodes, the root first.
-    emitted: the accepted tokens and the bonus token, cut where the text ends.
-    forwards: the number of forwards of each stage, the target first, then the
-      drafters from the outermost to the innermost.
-  """
-
-  start: int
-  tokens: tuple[int, ...]
-  parents: tuple[int, ...]
-  origins: tuple[int, ...]
+  start: (
+    int  #: Number of tokens before the block; the root is the last of them.
+  )
+  tokens: tuple[int, ...]  #: The token of each node, the root first.
+  parents: tuple[
+    int, ...
+  ]  #: The preceding parent of each node; -1 at the root.
+  origins: tuple[int, ...]  #: The source of each node, indexes `Trace.labels`.
+  #: The estimated probability that the target accepts each node, given that it
+  #: accepts the parent; rounded to six digits.
   probs: tuple[float, ...]
-  path: tuple[int, ...]
+  path: tuple[int, ...]  #: The accepted nodes, the root first.
+  #: The accepted tokens and the bonus token, cut where the text ends.
   emitted: tuple[int, ...]
+  #: The number of forwards of each stage, the target first, then the drafters
+  #: from the outermost to the innermost.
   forwards: Mapping[str, int]
 
   @functools.cached_property
@@ -82,26 +78,16 @@ class Block:
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-  """All blocks of one row.
+  """All blocks of one row."""
 
-  Attributes:
-    prompt: the text of the prompt.
-    prompt_tokens: the ids of the prompt.
-    labels: the name of each source of tokens, see `specdec.Generation`.
-    blocks: one block per target forward, without the prefill.
-    pieces: the text of each emitted token, see `models.TextGeneration`.
-    texts: the text of each token id; U+FFFD for a part of a character.
-    finish_reason: see `specdec.Generation`.
-    log_probs: of each emitted token; None if the decode did not ask for them.
-  """
-
-  prompt: str
-  prompt_tokens: tuple[int, ...]
-  labels: tuple[str, ...]
-  blocks: tuple[Block, ...]
-  pieces: tuple[str, ...]
-  texts: Mapping[int, str]
-  finish_reason: str
+  prompt: str  #: The text of the prompt.
+  prompt_tokens: tuple[int, ...]  #: The ids of the prompt.
+  labels: tuple[str, ...]  #: Sources of tokens, see `specdec.Generation`.
+  blocks: tuple[Block, ...]  #: One per target forward, without the prefill.
+  pieces: tuple[str, ...]  #: See `models.TextGeneration`.
+  texts: Mapping[int, str]  #: By token id; U+FFFD for a part of a character.
+  finish_reason: str  #: See `specdec.Generation`.
+  #: Of each emitted token; None if the decode did not ask for them.
   log_probs: tuple[float, ...] | None = None
 
   @property
@@ -209,12 +195,8 @@ def blocks_of(
 ) -> list[Block | None]:
   """The block of each row in a step; None for rows that were finished.
 
-  Args:
-    record: the record of the step.
-    starts: `[B]`, the number of tokens of each row before the step.
-    emitted: the new tokens of each row.
-    before: `row_forwards` before the step.
-    after: `row_forwards` after the step.
+  `starts [B]` are the numbers of tokens before the step, `emitted` the new
+  tokens, `before` and `after` are from `row_forwards`.
   """
   tree, nodes, paths = jax.device_get((record.tree, record.nodes, record.path))
   blocks: list[Block | None] = [None] * len(starts)

@@ -20,20 +20,15 @@ from specdec.tree.topology import Topology
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TreeTable:
-  """The best trees of all sizes and depths.
+  """The best trees of all sizes and depths."""
 
-  Attributes:
-    acceptance: `[K]` float64, acceptance probability of each rank.
-    tokens: `[N + 1, D + 1]` float64; entry n, d is the expected number of
-      tokens of the best tree of n nodes (root included) and depth at most d;
-      -inf where there is no such tree.
-    first: `[N + 1, D + 1, K + 1]` int; where the ranks from i on share m nodes
-      and subtrees have depth at most d, entry m, d, i is the number of nodes
-      in the subtree of the child of rank i; 0 if no node is left.
-  """
-
-  acceptance: np.ndarray
+  acceptance: np.ndarray  # `[K]` float64, acceptance probability of each rank.
+  # `[N + 1, D + 1]` float64; entry n, d is the expected number of tokens of the
+  # best tree of n nodes (root included) and depth at most d; -inf for no tree.
   tokens: np.ndarray
+  # `[N + 1, D + 1, K + 1]` int; where the ranks from i on share m nodes and
+  # subtrees have depth at most d, entry m, d, i is the number of nodes in the
+  # subtree of the child of rank i; 0 if no node is left.
   first: np.ndarray
 
   def paths(self, num_nodes: int, depth: int) -> list[tuple[int, ...]]:
@@ -139,7 +134,7 @@ def fastest_tree(
 
 
 def acceptance_by_rank(ranks: np.ndarray, max_branching: int) -> np.ndarray:
-  """`[K]` float64, the share of positions at which the next token has each rank.
+  """`[K]` float64, the share of positions whose next token has each rank.
 
   `ranks` are from `replay.next_token_ranks`, of any shape, K is
   `max_branching`. Raises ValueError if there are no positions.

@@ -24,16 +24,12 @@ _STATE_BLOCK = 16
 
 
 class StopTable(flax.struct.PyTreeNode):
-  """The transition of each state by each token; rows have their own strings.
+  """The transition of each state by each token; rows have their own strings."""
 
-  Attributes:
-    next_state: `[Q, V]` int16, or int32 if Q is large: the state after a token;
-      `STOPPED` if a stop string ends within the token or at its end.
-    start: `[B]` int32, the state of each row before its first new token.
-  """
-
+  # `[Q, V]` int16, or int32 if Q is large: the state after a token; `STOPPED`
+  # if a stop string ends within the token or at its end.
   next_state: jax.Array
-  start: jax.Array
+  start: jax.Array  # `[B]` int32, the state before the first new token.
 
   def follow(
     self, state: jax.Array, tokens: jax.Array
