@@ -108,16 +108,15 @@ def keep(
       before         r   x   a   y   b     count 2, window 5
       after          r   a   b   x   .     length 7
 
+  The new length is `start + count`.
+
   Args:
     cache: the cache; `start + n <= S` must hold in every row.
-    start: `[B]` int32, the slot of the first kept entry; the slots between
-      `length` and `start` are kept as well.
-    offsets: `[B, n]` int32, their slots, counted from `length`.
-    count: `[B]` int32, how many of them to keep.
+    start: `[B]` int32, the new slot of the first kept entry, at or after
+      `length`; slots between are kept as well.
+    offsets: `[B, n]` int32, old slots of the entries, counted from `length`.
+    count: `[B]` int32, the number of entries to keep.
     window: its size, larger than any offset; `length + window <= S`.
-
-  Returns:
-    The cache, its `length` now `start + count`.
   """
   taken = offsets[:, :, None] == jnp.arange(window)[None, None]
 
@@ -178,7 +177,7 @@ def _looked_up(start, window, *, num_slots):
 def window_mask(
   start: jax.Array, window: jax.Array, num_slots: int
 ) -> jax.Array:
-  """Queries see all slots before a window, and some slots of the window.
+  """`[B, L, S]` bool: queries see all slots before a window, and some within.
 
   For example the nodes of a tree see the text so far and their ancestors. For
   `start = 2`, a root with two children and `num_slots = 6`:
@@ -192,9 +191,6 @@ def window_mask(
     start: `[B]` int32, the first slot of each row's window.
     window: `[B, L, T]` bool, the slots of the window that each query sees.
     num_slots: S; at least `start + T` in every row.
-
-  Returns:
-    `[B, L, S]` bool.
   """
   return lax.platform_dependent(
     start,

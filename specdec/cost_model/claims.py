@@ -136,14 +136,11 @@ def by_context(deployment: Deployment, acceptance: float) -> Tables:
   draft = deployment.draft.name if deployment.draft else 'free draft'
   free = dataclasses.replace(deployment, draft=None)
   columns = {draft: (deployment, step), 'free draft': (free, step)}
-  return {
-    f'batch_size_{batch_size}': [
-      {'context': context}
-      | _speedups(columns, batch_size=batch_size, context=context)
-      for context in _CONTEXTS
-    ]
-    for batch_size in (1, 32, 128)
-  }
+  rows = lambda size: [
+    {'context': context} | _speedups(columns, batch_size=size, context=context)
+    for context in _CONTEXTS
+  ]
+  return {f'batch_size_{size}': rows(size) for size in (1, 32, 128)}
 
 
 def by_experts(

@@ -1,8 +1,7 @@
 """Predicted speed and traffic of speculative decoding.
 
-A step runs some draft forwards, one after the other, and one target forward
-over N nodes of every row. It emits tau tokens per row (the block efficiency),
-where plain decoding emits one token:
+A step runs some draft forwards in sequence and a target forward over N nodes of
+every row. It emits tau tokens per row (the block efficiency):
 
     speedup = tau * plain / (draft forwards * draft + target over N)
 

@@ -84,13 +84,12 @@ def _windows(shards, order: int) -> Iterator[np.ndarray]:
       yield np.pad(window, (history - known, 0), constant_values=_NO_TOKEN)
 
 
-def _count_tokens(shards, order, vocab_size) -> np.ndarray:
+def _count_tokens(shards, vocab_size) -> np.ndarray:
   """The number of occurrences of each token, `[V]` int64."""
   counts = np.zeros(vocab_size, np.int64)
   for shard in shards:
-    for window in _windows([shard], order):
-      tokens = window[order - 1 :]
-      tokens = tokens[tokens != _NO_TOKEN]
+    for window in _windows([shard], 1):
+      tokens = window[window != _NO_TOKEN]
       low, high = tokens.min(initial=0), tokens.max(initial=0)
       if low < 0 or high >= vocab_size:
         raise ValueError(
@@ -203,14 +202,13 @@ def count_ngrams(
     vocab_size: V.
     min_count: contexts with fewer occurrences are left out of the levels.
     partition_tokens: the number of n-grams that are counted at once.
-    progress: called after each partition with the numbers of tokens counted and
-      of all tokens.
+    progress: called after each partition with the numbers of counted and all
+      tokens.
 
   Raises:
-    ValueError: a file cannot be used, or the number of tokens is 0 or at least
-      2^31.
+    ValueError: a file cannot be used, or there are no tokens or 2^31 or more.
   """
-  token_counts = _count_tokens(shards, order, vocab_size)
+  token_counts = _count_tokens(shards, vocab_size)
   num_tokens = int(token_counts.sum())
   if not 0 < num_tokens < 1 << 31:
     raise ValueError(

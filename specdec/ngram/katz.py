@@ -115,17 +115,6 @@ def _ngram_keys(level: Level, owners, start, stop, vocab_size) -> np.ndarray:
   return repeated.astype(np.int64) * vocab_size + level.tokens[ngrams]
 
 
-def _shorter_probs(level, start, stop, shorter: KatzLevel, vocab_size):
-  """P(w | c') of every n-gram c w of contexts `[start, stop)`."""
-  parents = level.parents[start:stop]
-  low, high = int(parents[0]), int(parents[-1]) + 1
-  parent_range = np.arange(low, high)
-  known = _ngram_keys(shorter.counts, parent_range, low, high, vocab_size)
-  # What follows a context follows c' too, so every key is known.
-  keys = _ngram_keys(level, parents, start, stop, vocab_size)
-  return shorter.probs[shorter.counts.first[low] + np.searchsorted(known, keys)]
-
-
 def _estimate_level(
   level: Level, shorter: list[KatzLevel], discounts: Discounts, vocab_size: int
 ) -> KatzLevel:
@@ -137,7 +126,14 @@ def _estimate_level(
     begins = level.first[start:stop] - level.first[start]
     sizes = level.sizes[start:stop]
     if shorter:
-      below = _shorter_probs(level, start, stop, shorter[-1], vocab_size)
+      parents, above = level.parents[start:stop], shorter[-1]
+      low, high = int(parents[0]), int(parents[-1]) + 1
+      owners = np.arange(low, high)
+      known = _ngram_keys(above.counts, owners, low, high, vocab_size)
+      # What follows a context follows its parent, too: every key is known.
+      keys = _ngram_keys(level, parents, start, stop, vocab_size)
+      found = np.searchsorted(known, keys)
+      below = above.probs[above.counts.first[low] + found]
     else:
       below = np.full(sizes.sum(), 1 / vocab_size)
     discounted = discounts.apply(level.counts[ngrams])
@@ -165,13 +161,7 @@ class KatzModel:
   vocab_size: int
 
   def distributions(self, length: int, contexts: np.ndarray) -> np.ndarray:
-    """The distributions of the next token after known contexts.
-
-    `contexts`: `[b]` integers, indices into `levels[length]`.
-
-    Returns:
-      `[b, V]` float64; rows sum to 1.
-    """
+    """The distributions `[b, V]` float64 after contexts `[b]` of one length."""
     level = self.levels[length]
     if length == 0:
       shape = (len(contexts), self.vocab_size)

@@ -7,7 +7,6 @@ until a child is missing, and so reaches the longest known context.
 """
 
 from collections.abc import Mapping
-import functools
 import hashlib
 import json
 import os
@@ -76,55 +75,38 @@ class NGramTable(flax.struct.PyTreeNode, kw_only=True):
     return 4 * ((self.order - 1) * per_level + 2 * self.num_continuations)
 
 
-def _halve(table, end, token, step, child):
-  """A step, one bit, of the search for the last child with token <= `token`.
-
-  Keys of (parent, token) would need 64 bits, so tokens are compared.
-  """
-  probe = child + ((1 << table.num_probes) >> (step + 1))
-  fits = jnp.take(table.edge_token, probe, mode='clip') <= token
-  return jnp.where((probe < end) & fits, probe, child)
-
-
-def _search_in_a_loop(table, start, end, token):
-  step = functools.partial(_halve, table, end, token)
-  return lax.fori_loop(0, table.num_probes, step, start)
-
-
-def _search_unrolled(table, start, end, token):
-  """The same search; XLA fuses several steps into a kernel."""
-  child = start
-  for step in range(table.num_probes):
-    child = _halve(table, end, token, step, child)
-  return child
-
-
 def _find_child(
   table: NGramTable, context: jax.Array, token: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
   """The child of each context by each token, and whether it exists."""
   start, end = table.first_child[context], table.first_child[context + 1]
-  # On a CPU the unrolled search compiles five times slower and is not faster.
-  child = lax.platform_dependent(
-    table, start, end, token, cpu=_search_in_a_loop, default=_search_unrolled
-  )
+
+  # Finds the last child with at most the token, bit by bit; by tokens, because
+  # keys of (parent, token) would need 64 bits.
+  def halve(step, child):
+    probe = child + ((1 << table.num_probes) >> (step + 1))
+    fits = jnp.take(table.edge_token, probe, mode='clip') <= token
+    return jnp.where((probe < end) & fits, probe, child)
+
+  # On a CPU the unrolled search compiles five times slower and is not faster;
+  # elsewhere XLA fuses several of its steps into a kernel.
+  def unrolled(child):
+    for step in range(table.num_probes):
+      child = halve(step, child)
+    return child
+
+  looped = lambda start: lax.fori_loop(0, table.num_probes, halve, start)
+  child = lax.platform_dependent(start, cpu=looped, default=unrolled)
   found = jnp.take(table.edge_token, child, mode='clip') == token
   return child, found & (start < end)
 
 
 def find_context(table: NGramTable, history: jax.Array) -> jax.Array:
-  """The longest known context of each text.
+  """The longest known context of each text, `[...]` int32; 0 is the empty context.
 
-  Args:
-    table: the table, of order n.
-    history: `[..., n - 1]` int32, the last tokens of each text, the most recent
-      FIRST; -1 before the start of the text.
-
-  Returns:
-    `[...]` int32, below C; 0 is the empty context.
-
-  Raises:
-    ValueError: the last axis of the history is not n - 1.
+  `history`: `[..., n - 1]` int32, the last tokens of each text for a table of
+  order n, the most recent FIRST; -1 before the start of the text. Raises
+  ValueError if the last axis is not n - 1.
   """
   if history.shape[-1] != table.order - 1:
     raise ValueError(
@@ -184,8 +166,7 @@ def save_table(
 def load_table(path: str | os.PathLike[str]) -> tuple[NGramTable, dict]:
   """Reads the table (to the default device) and provenance of `save_table`.
 
-  Raises:
-    ValueError: the file does not exist, is not a table, or is damaged.
+  Raises ValueError if the file does not exist, is not a table, or is damaged.
   """
   remedy = 'build one with scripts/build_ngram.py'
   if not pathlib.Path(path).is_file():

@@ -23,9 +23,9 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec.cache import causal_mask
 from specdec.cache import window_mask
 from specdec.model import LanguageModel
+from specdec.model import prefill
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,11 +47,7 @@ class StepCosts:
       )
 
   def of_nodes(self, num_nodes: int) -> float:
-    """V(N) in seconds, interpolated linearly between the measured N.
-
-    Raises:
-      ValueError: N is larger than any N that was measured.
-    """
+    """V(N) in seconds, interpolated; ValueError beyond the measured N."""
     sizes = sorted(self.verification)
     if not 1 <= num_nodes <= sizes[-1]:
       raise ValueError(
@@ -94,14 +90,7 @@ class Trial:
     return self.tokens / seconds
 
 
-@functools.partial(jax.jit, static_argnames='num_slots')
-def _read_prompts(target: LanguageModel, prompts: jax.Array, num_slots: int):
-  """The cache with the prompts `[B, P]`; no logits are computed."""
-  batch_size, length = prompts.shape
-  cache = target.spec.init_cache(batch_size, num_slots)
-  positions = jnp.broadcast_to(jnp.arange(length)[None], prompts.shape)
-  mask = causal_mask(cache.length, length, num_slots)
-  return target.apply(prompts, positions, mask, cache)[1]
+_read_prompts = jax.jit(prefill, static_argnames=('num_slots', 'window_size'))
 
 
 @functools.partial(
@@ -172,8 +161,7 @@ def measure_step_costs(
 
   Args:
     target: the target model.
-    texts: tokens like those to be decoded, for each of the B rows; short texts
-      are repeated.
+    texts: tokens like those to be decoded, for each row; repeated if short.
     prompt_slots: P, the padded length of the prompts.
     max_new_tokens: room for new tokens, as padded by `specdec.generate`.
     context: tokens in the cache during verification.
@@ -198,28 +186,24 @@ def measure_step_costs(
   text = jnp.asarray(
     np.stack([np.resize(np.array(row, np.int32), length) for row in texts])
   )
-  read = lambda: _read_prompts(target, text[:, :prompt_slots], length)
-  cache = jax.block_until_ready(read())  # compiles
+  full = jnp.full(len(texts), context, jnp.int32)
+  sizes_of = {'num_slots': num_slots, 'window_size': sizes[-1]}
+  read = lambda: jax.block_until_ready(
+    _read_prompts(target, text[:, :prompt_slots], full, **sizes_of)
+  )
+  cache = read().cache  # compiles
   begin = time.perf_counter()
-  jax.block_until_ready(read())
+  read()
   prompt = time.perf_counter() - begin
-  # Slots behind the prompts stay zero; reading them takes as long.
-  at_context = lambda: jnp.full(len(texts), context, jnp.int32)
 
+  # Slots between the prompts and the context are zero; reading takes as long.
   def verify(num_nodes: int) -> float:
     nonlocal cache  # It is donated, its length included.
+    cache = cache.replace(length=jnp.copy(full))
     begin = time.perf_counter()
-    cache, chosen = _verify(
-      target,
-      text,
-      cache.replace(length=at_context()),
-      num_steps,
-      num_nodes=num_nodes,
-    )
+    cache, chosen = _verify(target, text, cache, num_steps, num_nodes=num_nodes)
     jax.block_until_ready(chosen)
     return (time.perf_counter() - begin) / num_steps
 
-  return StepCosts(
-    prompt=prompt,
-    verification=_median_seconds(verify, sizes, repeats, most_tokens, is_late),
-  )
+  seconds = _median_seconds(verify, sizes, repeats, most_tokens, is_late)
+  return StepCosts(prompt=prompt, verification=seconds)

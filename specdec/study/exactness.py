@@ -5,9 +5,8 @@ the text before it, then
 
     u = sum of p over all tokens before x in some order + v p(x)
 
-with v uniform is uniform on [0, 1) and independent of all earlier u
-(Rosenblatt, 1952). So a text is distributed as the target if and only if its u
-are independent and uniform.
+with v uniform is uniform on [0, 1) and independent of all earlier u, if and
+only if the text is distributed as the target (Rosenblatt, 1952).
 
 The power of the test depends on the order. A wrong verification rule mostly
 favours or disfavours tokens that the draft prefers more than the target does,
@@ -99,15 +98,7 @@ def transform(
   key: jax.Array,
   draft: LanguageModel | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-  """The numbers u of the new tokens of a row.
-
-  Args:
-    model: the target.
-    prompt: token ids.
-    new: the generated tokens.
-    sampling: of this row.
-    key: for v and for the random order.
-    draft: the drafting model, if any.
+  """The numbers u of the new tokens of a row; `key` is for v and random order.
 
   Returns:
     `[n, orders]` float32, u in the `ORDERS`, the last only with a draft; and
@@ -171,7 +162,7 @@ def choice_margin(
   A score is a logit over the temperature plus noise (`specdec.sampling`); at
   temperature 0 the margin is the difference of two logits, in nats.
 
-  `tokens` is the sequence so far; `row_key` and `sampling` are those of the row.
+  `tokens` is the text so far; `row_key` and `sampling` are those of the row.
   """
   length = jnp.array(len(tokens), jnp.int32)
   params = check_sampling(sampling, 1, model.spec.vocab_size)

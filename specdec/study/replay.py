@@ -52,13 +52,9 @@ def oracle_target(
 ) -> LanguageModel:
   """A target that predicts the known next token, at almost no cost.
 
-  To have the counts of the real target, decode with its row keys, sampling and
-  limits. Its size in bytes is that of the real target.
-
-  Args:
-    spec: of the real target.
-    texts: of each row of the batch, the prompt and the tokens that the target
-      emitted. Tokens behind their end are arbitrary.
+  Its counts are those of the real target, whose `spec` it takes, for the same
+  row keys, sampling and limits. `texts` are the prompts and the tokens that the
+  target emitted; tokens behind their end are arbitrary.
 
   Raises:
     ValueError: a text is longer than the context of the target.
@@ -93,7 +89,7 @@ def next_token_ranks(
     tokens: `[B, T]` int32, texts, padded at the end with any valid token; T is
       at most the context of the draft.
     row_keys: `[B]` keys of the decode that gave the texts.
-    sampling: of the same decode.
+    sampling: of that decode.
 
   Returns:
     `[B, T - 1]` int32; entry t of a row is the rank, from 0, of its token

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
-import functools
 import math
 import time
 from typing import Any
@@ -39,11 +38,6 @@ class Measurement:
   def new_tokens(self) -> int:
     """Emitted tokens of all rows."""
     return self.generation.stats['new_tokens']
-
-  @property
-  def seconds_per_token(self) -> float:
-    """Wall time over emitted tokens."""
-    return self.seconds / max(self.new_tokens, 1)
 
 
 def _timed(
@@ -90,7 +84,7 @@ def measure(
   max_seconds: float | None = None,
   report: Callable[[], Any] = lambda: None,
 ) -> dict[str, list[Measurement]]:
-  """Decodes every batch with every arm; call `warm_up` first.
+  """By arm, the measurement of each batch; call `warm_up` first.
 
   Args:
     arms: by name.
@@ -99,9 +93,6 @@ def measure(
     before_batch: called before every batch, e.g. to measure the machine.
     max_seconds: after that time only the first batch begins.
     report: called after every decode.
-
-  Returns:
-    By arm, one measurement per batch that was decoded.
   """
   most_seconds = math.inf if max_seconds is None else max_seconds
   start = time.perf_counter()
@@ -174,8 +165,8 @@ def summarize_arms(
     `speed_per_batch`; for the two pooled figures `..._interval`, the 95 %
     interval over batches (`pooled_interval`), None for a single batch.
   """
-  summary = functools.partial(_summarize, baseline=results[baseline])
-  return {name: summary(found) for name, found in results.items()}
+  base = results[baseline]
+  return {name: _summarize(found, base) for name, found in results.items()}
 
 
 def _summarize(
@@ -191,6 +182,7 @@ def _summarize(
     for arm in (measurements, baseline)
     for values in ([m.new_tokens for m in arm], [m.seconds for m in arm])
   ]
+  per_token = lambda measured: measured.seconds / max(measured.new_tokens, 1)
   bandwidth = relative_bandwidth(pooled['reads'], stats[0]['costs'])
   speed = lambda tokens, seconds, base_tokens, base_seconds: (
     tokens / seconds / (base_tokens / base_seconds)
@@ -206,7 +198,7 @@ def _summarize(
     'speed': speed(*map(sum, columns)),
     'speed_interval': pooled_interval(columns, speed),
     'speed_per_batch': [
-      base.seconds_per_token / measured.seconds_per_token
+      per_token(base) / per_token(measured)
       for base, measured in zip(baseline, measurements, strict=True)
     ],
   }
@@ -218,27 +210,18 @@ _RESAMPLES = 10_000
 def pooled_interval(
   columns: Sequence[Sequence[float]],
   statistic: Callable[..., np.ndarray],
-  *,
-  level: float = 0.95,
 ) -> tuple[float, float] | None:
-  """The percentile bootstrap interval of a function of sums over prompts.
+  """The 95 % percentile bootstrap interval of a function of sums over prompts.
 
-  Args:
-    columns: sequences of n numbers, one per prompt or batch of prompts.
-    statistic: maps the sums of the columns over each resample, arrays of equal
-      length, to the figure, e.g. tokens over seconds.
-    level: the share of the resamples inside the interval.
-
-  Returns:
-    Both ends; None for n < 2.
+  `columns` have n numbers each, one per prompt or batch of prompts; `statistic`
+  maps the sums of the columns over each resample, arrays of equal length, to
+  the figure, e.g. tokens over seconds. Returns both ends; None for n < 2.
 
   Raises:
-    ValueError: the columns differ in length, or `level` is not in (0, 1).
+    ValueError: the columns differ in length.
   """
   if len({len(column) for column in columns}) != 1:
     raise ValueError(f'columns must be of one length, got {columns}')
-  if not 0 < level < 1:
-    raise ValueError(f'level must be between 0 and 1, got {level}')
   values = np.asarray(columns, np.float64)
   size = values.shape[1]
   if size < 2:
@@ -246,6 +229,6 @@ def pooled_interval(
   rng = np.random.default_rng(0)
   times_drawn = rng.multinomial(size, np.full(size, 1 / size), _RESAMPLES)
   figures = statistic(*(times_drawn @ column for column in values))
-  tail = (1 - level) / 2
+  tail = (1 - 0.95) / 2
   low, high = np.quantile(figures, (tail, 1 - tail))
   return float(low), float(high)

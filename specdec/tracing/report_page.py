@@ -167,13 +167,10 @@ def _summary(trace: Trace) -> str:
 
 
 def report(trace: Trace, *, title: str = 'Decoding, block by block') -> Html:
-  """A page (UTF-8) that steps through the blocks of a decode.
-
-  Its element `trace` contains the trace as `Trace.to_json` gives it.
-  """
-  forwards = plural(len(trace.blocks), 'target forward')
+  """A page (UTF-8) of all blocks; its element `trace` has `Trace.to_json`."""
   figures = (
-    f'{plural(len(trace.tokens), "token")} in {forwards}:'
+    f'{plural(len(trace.tokens), "token")} in'
+    f' {plural(len(trace.blocks), "target forward")}:'
     f' {trace.block_efficiency:.2f} per forward. Finish reason:'
     f' {trace.finish_reason}.'
   )

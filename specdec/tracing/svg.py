@@ -64,6 +64,7 @@ class Svg(_Markup):
 # The contrast of black text on `fill` is at least 10, of `edge` on white 4.
 Style = collections.namedtuple('Style', 'fill edge line')
 _STYLES = (
+  Style('#ffffff', '#ffffff', 'none'),
   Style('#b5e3b5', '#1b6e2a', 'solid'),
   Style('#ffe08a', '#7a5b00', 'dotted'),
   Style('#a9def2', '#0b5c7a', 'dashed'),
@@ -73,9 +74,7 @@ _STYLES = (
 
 def style_of(source: int) -> Style:
   """The style of a source; 0 is the target."""
-  if source == 0:
-    return Style('#ffffff', '#ffffff', 'none')
-  return _STYLES[(source - 1) % len(_STYLES)]
+  return _STYLES[(source - 1) % (len(_STYLES) - 1) + 1 if source else 0]
 
 
 def mark_of(source: int) -> str:

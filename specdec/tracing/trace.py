@@ -125,11 +125,7 @@ class Trace:
 
   @classmethod
   def from_json(cls, text: str) -> 'Trace':
-    """Reads a string that `to_json` wrote.
-
-    Raises:
-      ValueError: the string is not a consistent trace.
-    """
+    """Reads what `to_json` wrote; ValueError if it is not consistent."""
     try:
       record = json.loads(text)
       if not isinstance(record, dict) or record.pop('format', '') != _FORMAT:
@@ -201,30 +197,22 @@ def blocks_of(
   tree, nodes, paths = jax.device_get((record.tree, record.nodes, record.path))
   blocks: list[Block | None] = [None] * len(starts)
   for row in np.flatnonzero(after['target'] > before['target']).tolist():
-    blocks[row] = _block(
-      jax.tree.map(lambda array, row=row: array[row], tree),
-      nodes[row],
-      paths[row],
+    of_row = jax.tree.map(lambda array, row=row: array[row], tree)
+    used = nodes[row][nodes[row] >= 0]
+    # Indices within the block; ascending, so a parent precedes its children.
+    number = np.full(of_row.capacity + 1, NO_NODE)
+    number[used] = np.arange(used.size)
+    probs = np.exp(np.minimum(of_row.cond_log_prob[used].astype(float), 0.0))
+    blocks[row] = Block(
       start=int(starts[row]),
+      tokens=tuple(of_row.token[used].tolist()),
+      parents=tuple(number[of_row.parent[used]].tolist()),
+      origins=tuple(of_row.origin[used].tolist()),
+      probs=tuple(np.round(probs, 6).tolist()),
+      path=tuple(number[paths[row][paths[row] >= 0]].tolist()),
       emitted=tuple(emitted[row]),
       forwards={
         name: int(after[name][row] - before[name][row]) for name in after
       },
     )
   return blocks
-
-
-def _block(tree, nodes, path, **fields) -> Block:
-  used = nodes[nodes >= 0]
-  # Indices within the block; ascending, so a parent precedes its children.
-  number = np.full(tree.capacity + 1, NO_NODE)
-  number[used] = np.arange(used.size)
-  probs = np.exp(np.minimum(tree.cond_log_prob[used].astype(float), 0.0))
-  return Block(
-    tokens=tuple(tree.token[used].tolist()),
-    parents=tuple(number[tree.parent[used]].tolist()),
-    origins=tuple(tree.origin[used].tolist()),
-    probs=tuple(np.round(probs, 6).tolist()),
-    path=tuple(number[path[path >= 0]].tolist()),
-    **fields,
-  )

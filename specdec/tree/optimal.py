@@ -46,11 +46,7 @@ class TreeTable:
 
 
 def check_acceptance(acceptance: Sequence[float]) -> np.ndarray:
-  """Acceptance probabilities by rank as `[K]` float64.
-
-  Raises:
-    ValueError: a probability is below 0, or their sum exceeds 1.
-  """
+  """`[K]` float64; ValueError if a value is negative or the sum exceeds 1."""
   p = np.asarray(acceptance, np.float64)
   sums_to = p.sum() if p.ndim == 1 else np.nan
   if not (p.size and np.all(p >= 0) and sums_to <= 1 + 1e-6):
@@ -108,16 +104,9 @@ def fastest_tree(
 ) -> Topology | None:
   """The tree that emits most tokens per second; None for plain decoding.
 
-  Args:
-    acceptance: acceptance probabilities by rank; see `best_trees`.
-    num_nodes: largest number of nodes, root included.
-    max_depth: largest depth.
-    seconds: returns the seconds of a step, given the number of nodes (root
-      included) and the depth, which is the number of draft forwards; (1, 0) is
-      plain decoding.
-
-  Raises:
-    ValueError: an argument is out of range.
+  Arguments and errors are those of `best_trees`. `seconds` returns the seconds
+  of a step, given the number of nodes (root included) and the depth, which is
+  the number of draft forwards; (1, 0) is plain decoding.
   """
   table = best_trees(acceptance, num_nodes=num_nodes, max_depth=max_depth)
   rates = {
@@ -136,8 +125,7 @@ def fastest_tree(
 def acceptance_by_rank(ranks: np.ndarray, max_branching: int) -> np.ndarray:
   """`[K]` float64, the share of positions whose next token has each rank.
 
-  `ranks` are from `replay.next_token_ranks`, of any shape, K is
-  `max_branching`. Raises ValueError if there are no positions.
+  `ranks` are from `replay.next_token_ranks`; ValueError if there are none.
   """
   ranks = np.ravel(ranks)
   if not ranks.size:

@@ -37,9 +37,8 @@ class StopTable(flax.struct.PyTreeNode):
     """Reads `tokens [B, n]` from `state [B]`, both int32.
 
     Returns:
-      `[B, n]` bool, true for the token that completes a stop string and all
-      tokens after it, and `[B, n + 1]` int32, the state before the first token
-      and after each token.
+      `[B, n]` bool, true from the token on that completes a stop string, and
+      `[B, n + 1]` int32, the state before the first and after each token.
     """
     states = [state]
     for index in range(tokens.shape[1]):
@@ -116,22 +115,6 @@ def _token_trie(token_bytes: Sequence[bytes], vocab_size: int):
   return levels, node
 
 
-def _read_tokens(delta: np.ndarray, levels, states: np.ndarray) -> np.ndarray:
-  """`[states, nodes]` int32: the state after each node of a token trie.
-
-  The last row of delta, `[Q + 1, 256]`, is that of `STOPPED` (index -1).
-  """
-  num_nodes = 1 + sum(len(parents) for parents, _ in levels)
-  after = np.empty((len(states), num_nodes), np.int32)
-  after[:, 0] = states
-  start = 1
-  for parents, byte in levels:
-    stop = start + len(parents)
-    after[:, start:stop] = delta.take(after[:, parents] * 256 + byte[None])
-    start = stop
-  return after
-
-
 def build_stop_table(
   stops: Sequence[Sequence[bytes]],
   token_bytes: Sequence[bytes],
@@ -142,10 +125,8 @@ def build_stop_table(
   Q is about the number of bytes of the distinct stop strings: each distinct
   set of stop strings has its own automaton in a common state space.
 
-  Args:
-    stops: the stop strings of each row; a row may have none.
-    token_bytes: the bytes of each token; those beyond its end are empty.
-    vocab_size: V.
+  `stops` are those of each row; `token_bytes` ends before the tokens at the end
+  of the vocabulary that have no bytes.
 
   Raises:
     ValueError: a stop string is empty.
@@ -169,11 +150,18 @@ def build_stop_table(
   levels, node = _token_trie(token_bytes, vocab_size)
   dtype = np.int16 if padded < 2**15 else np.int32
   next_state = np.empty((padded, vocab_size), dtype)
+  num_nodes = 1 + sum(len(parents) for parents, _ in levels)
+  after = np.empty((_STATE_BLOCK, num_nodes), np.int32)
   for first in range(0, padded, _STATE_BLOCK):
-    states = np.arange(first, first + _STATE_BLOCK, dtype=np.int32)
-    next_state[states] = _read_tokens(delta, levels, states)[:, node]
-  start = jnp.array([offsets[strings] for strings in sets], jnp.int32)
-  return StopTable(next_state=jnp.asarray(next_state), start=start)
+    states = np.arange(first, first + _STATE_BLOCK)
+    after[:, 0], start = states, 1
+    for parents, byte in levels:
+      stop = start + len(parents)
+      after[:, start:stop] = delta.take(after[:, parents] * 256 + byte[None])
+      start = stop
+    next_state[states] = after[:, node]
+  starts = jnp.array([offsets[strings] for strings in sets], jnp.int32)
+  return StopTable(next_state=jnp.asarray(next_state), start=starts)
 
 
 class StopMatcher:
