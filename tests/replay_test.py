@@ -1,5 +1,6 @@
 """A decode without the target has the counts of the decode with it, exactly."""
 
+import dataclasses
 import functools
 
 import jax.numpy as jnp
@@ -92,8 +93,10 @@ def test_the_stop_rule_sees_the_bytes_of_the_target():
 
 
 def test_eos_bias_and_penalty_end_the_same_way():
-  sampling = tiny_models.sampling(*_RAGGED).replace(
-    logit_bias={3: 4.0, 5: -float('inf'), 7: -3.0}, repetition_penalty=1.3
+  sampling = dataclasses.replace(
+    tiny_models.sampling(*_RAGGED),
+    logit_bias={3: 4.0, 5: -float('inf'), 7: -3.0},
+    repetition_penalty=1.3,
   )
   target = tiny_models.gpt2()
   plain = _decode(target, 3, sampling)
@@ -107,18 +110,18 @@ def test_eos_bias_and_penalty_end_the_same_way():
 
 
 def test_other_texts_share_the_program():
-  definition = tiny_models.gpt2().spec
-  one = oracle_target(definition, [[1, 2, 3]])
-  other = oracle_target(definition, [[4], [5, 6]])
+  spec = tiny_models.gpt2().spec
+  one = oracle_target(spec, [[1, 2, 3]])
+  other = oracle_target(spec, [[4], [5, 6]])
   assert one.spec is other.spec
-  assert one.spec.weight_bytes == definition.weight_bytes
+  assert one.spec.weight_bytes == spec.weight_bytes
 
 
 def test_a_text_beyond_the_context_is_refused():
-  definition = tiny_models.gpt2().spec
-  long = [0] * (definition.max_positions + 1)
+  spec = tiny_models.gpt2().spec
+  long = [0] * (spec.max_positions + 1)
   with pytest.raises(ValueError, match='exceeds the context'):
-    oracle_target(definition, [long])
+    oracle_target(spec, [long])
 
 
 def _padded(texts):

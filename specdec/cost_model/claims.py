@@ -131,7 +131,7 @@ def by_batch_size(
 
 
 def by_context(deployment: Deployment, acceptance: float) -> Tables:
-  """Speedup of a chain of 4 by context, with the draft and with a free one."""
+  """Speedup of a chain of 4 by context, with the draft and a free draft."""
   step = tree_step(chain(4), [acceptance])
   draft = deployment.draft.name if deployment.draft else 'free draft'
   free = dataclasses.replace(deployment, draft=None)

@@ -204,8 +204,8 @@ def best_tree(
     step = SpeculativeStep(
       num_nodes=size, draft_forwards=depth, draft_width=width
     )
-    sizes = {'batch_size': batch_size, 'context': context}
-    return predict(deployment, step, **sizes).seconds
+    found = predict(deployment, step, batch_size=batch_size, context=context)
+    return found.seconds
 
   return optimal.fastest_tree(
     acceptance, num_nodes=num_nodes, max_depth=max_depth, seconds=seconds

@@ -237,6 +237,6 @@ def count_ngrams(
   names = [field.name for field in dataclasses.fields(Level)]
   while parts:  # Frees the partitions of a level before the next level.
     level_parts = parts.pop(0)
-    columns = [[getattr(part, x) for part in level_parts] for x in names]
-    levels.append(Level(*map(np.concatenate, columns)))
+    arrays = [[getattr(part, x) for part in level_parts] for x in names]
+    levels.append(Level(*map(np.concatenate, arrays)))
   return NGramCounts(tuple(levels), counts_of_counts, vocab_size, num_tokens)

@@ -102,7 +102,7 @@ def _find_child(
 
 
 def find_context(table: NGramTable, history: jax.Array) -> jax.Array:
-  """The longest known context of each text, `[...]` int32; 0 is the empty context.
+  """The longest known context of each text, `[...]` int32; 0 if it is empty.
 
   `history`: `[..., n - 1]` int32, the last tokens of each text for a table of
   order n, the most recent FIRST; -1 before the start of the text. Raises

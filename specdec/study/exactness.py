@@ -107,7 +107,7 @@ def transform(
   text = padded([*prompt, *new])
   params = check_sampling(sampling, 1, model.spec.vocab_size)
   models = [model, draft] if draft else [model]
-  probs = [distributions(one, text, params) for one in models]
+  probs = [distributions(x, text, params) for x in models]
   tokens = jnp.asarray(np.roll(text[0], -1))
   values, own = jax.device_get(_transform(probs, tokens, key))
   span = slice(len(prompt) - 1, len(prompt) - 1 + len(new))

@@ -172,7 +172,7 @@ class StopMatcher:
   """
 
   def __init__(self, stops: Sequence[bytes]):
-    """Raises ValueError if one of the stop strings is empty."""
+    """Raises ValueError if a stop string is empty."""
     if not all(stops):
       raise ValueError(f'a stop string is empty: {list(stops)}')
     self.stopped = False
