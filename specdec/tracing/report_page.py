@@ -1,7 +1,6 @@
 """HTML pictures of a whole decode: its text by source, and a page of blocks.
 
-The page contains its styles, its script and the trace, and loads nothing.
-Without JavaScript it shows all blocks.
+The page loads nothing. Without JavaScript it shows all blocks.
 """
 
 from collections.abc import Iterable

@@ -1,7 +1,6 @@
 """SVG pictures of one block: the token tree and the attention mask.
 
-All text is escaped. Sources of tokens differ in colours, superscript marks and
-line styles.
+All text is escaped. Sources differ in colours, superscripts and line styles.
 """
 
 import collections
