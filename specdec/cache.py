@@ -4,11 +4,10 @@
     row 0    [a   b   c   d]  .   .   .   .      length 4
     row 1    [a   b]  x   y   .   .   .   .      length 2; x, y are stale
 
-A forward writes its L new entries to the slots from `length` on; what may be
-seen is decided by the attention mask alone. So entries are kept by adding to
-`length`, and forgotten by not doing so: stale slots are masked, then
-overwritten. After a token tree was verified, the entries of the accepted path
-move to the front of the tree's; nothing else is ever moved.
+A forward writes its L new entries to the slots from `length` on. The attention
+mask decides what may be seen, so entries are kept by adding to `length`; stale
+slots are masked, then overwritten. After a token tree was verified, the entries
+of the accepted path move to the front of the tree's.
 """
 
 import functools
@@ -20,18 +19,12 @@ import jax.numpy as jnp
 
 
 class KVCache(flax.struct.PyTreeNode):
-  """Keys and values of the tokens a model has seen.
+  """Keys and values of the tokens that a model has seen."""
 
-  Attributes:
-    keys: one `[B, H, S, Dh]` array per layer.
-    values: one `[B, H, S, Dh]` array per layer.
-    length: `[B]` int32, how many leading slots of a row are kept.
-    num_slots: S; static, and known even of a model that keeps no layers.
-  """
-
-  keys: tuple[jax.Array, ...]
-  values: tuple[jax.Array, ...]
-  length: jax.Array
+  keys: tuple[jax.Array, ...]  # `[B, H, S, Dh]` per layer.
+  values: tuple[jax.Array, ...]  # `[B, H, S, Dh]` per layer.
+  length: jax.Array  # `[B]` int32, the number of leading slots that are kept.
+  # S; static, and known even of a model that keeps no layers.
   num_slots: int = flax.struct.field(pytree_node=False)
 
 
@@ -44,7 +37,7 @@ def init_cache(
   head_width: int,
   dtype: jnp.dtype,
 ) -> KVCache:
-  """An empty cache. Zeros, not garbage: a masked NaN would still spread."""
+  """An empty cache, of zeros because a masked NaN would still spread."""
   shape = (batch_size, num_heads, num_slots, head_width)
   empty = lambda: tuple(jnp.zeros(shape, dtype) for _ in range(num_layers))
   return KVCache(
@@ -71,37 +64,27 @@ def _write(slots: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
       slots = write_row(row, slots)
     return slots
 
-  # XLA's CPU backend makes a pass over the whole array for each of several
-  # updates in a row. On accelerators every iteration of a loop costs launches.
-  def looped(slots):
-    return lax.fori_loop(0, slots.shape[0], write_row, slots)
-
   if slots.shape[0] == 1:
     return unrolled(slots)
+  # XLA's CPU backend makes a pass over the whole array for each of several
+  # updates in a row. On accelerators every iteration of a loop costs launches.
+  looped = lambda slots: lax.fori_loop(0, slots.shape[0], write_row, slots)
   return lax.platform_dependent(slots, cpu=looped, default=unrolled)
 
 
 def write(
   cache: KVCache, layer: int, key: jax.Array, value: jax.Array
 ) -> KVCache:
-  """Writes one layer's L new entries to the slots `length ... length + L - 1`.
+  """Writes a layer's L new entries to the slots `length ... length + L - 1`.
 
-  Args:
-    cache: the cache; there must be room, `length + L <= S` in every row
-      (`dynamic_update_slice` would otherwise shift the write silently).
-    layer: which layer.
-    key: `[B, H, L, Dh]`, in the dtype of the cache.
-    value: `[B, H, L, Dh]`, in the dtype of the cache.
-
-  Returns:
-    The cache with the entries written and `length` as it was: only the caller
-    knows which of them will be kept. NaN and inf are written as zeros.
+  `key` and `value` are `[B, H, L, Dh]`, in the dtype of the cache; NaN and inf
+  are written as zeros. `length` stays, see `keep`. `length + L <= S` must hold
+  in every row (`dynamic_update_slice` would shift the write silently).
   """
 
   def put(arrays, new):
-    # A masked NaN would still spread, since 0 x NaN is NaN: one bad candidate
-    # would spoil the whole tree. Zeros hide nothing: the token to which they
-    # belong is NaN all the way to its own logits.
+    # A masked NaN would still spread, since 0 x NaN is NaN, from a candidate to
+    # the whole tree. The logits of the candidate itself remain NaN.
     new = jnp.where(jnp.isfinite(new), new, 0)
     array = _write(arrays[layer], new, cache.length)
     return (*arrays[:layer], array, *arrays[layer + 1 :])
@@ -125,16 +108,15 @@ def keep(
       before         r   x   a   y   b     count 2, window 5
       after          r   a   b   x   .     length 7
 
-  Args:
-    cache: the cache; there must be room, `start + n <= S` in every row.
-    start: `[B]` int32, where the kept entries go; what lies between `length`
-      and `start` is kept as well.
-    offsets: `[B, n]` int32, where they are, counted from `length`.
-    count: `[B]` int32, how many of them to keep.
-    window: its size, larger than any offset; `length + window <= S`.
+  The new length is `start + count`.
 
-  Returns:
-    The cache, its `length` now `start + count`.
+  Args:
+    cache: the cache; `start + n <= S` must hold in every row.
+    start: `[B]` int32, the new slot of the first kept entry, at or after
+      `length`; slots between are kept as well.
+    offsets: `[B, n]` int32, old slots of the entries, counted from `length`.
+    count: `[B]` int32, the number of entries to keep.
+    window: its size, larger than any offset; `length + window <= S`.
   """
   taken = offsets[:, :, None] == jnp.arange(window)[None, None]
 
@@ -164,22 +146,9 @@ def keep(
 
 
 def causal_mask(start: jax.Array, length: int, num_slots: int) -> jax.Array:
-  """Queries at consecutive slots see every slot up to their own.
+  """`[B, L, S]` bool: L queries at consecutive slots see those up to theirs.
 
-  For `start = 2`, `length = 3`, `num_slots = 6`:
-
-      slot     0 1 2 3 4 5
-      query 0  x x x . . .
-      query 1  x x x x . .
-      query 2  x x x x x .
-
-  Args:
-    start: `[B]` int32, the slot of each row's first query.
-    length: L.
-    num_slots: S.
-
-  Returns:
-    `[B, L, S]` bool.
+  `start`: `[B]` int32, the slot of each row's first query.
   """
   last = start[:, None, None] + jnp.arange(length)[None, :, None]
   return jnp.arange(num_slots)[None, None] <= last
@@ -208,9 +177,9 @@ def _looked_up(start, window, *, num_slots):
 def window_mask(
   start: jax.Array, window: jax.Array, num_slots: int
 ) -> jax.Array:
-  """Queries see all slots before a window, and some slots of the window.
+  """`[B, L, S]` bool: queries see all slots before a window, and some within.
 
-  This is how the nodes of a tree see the text so far and their ancestors. For
+  For example the nodes of a tree see the text so far and their ancestors. For
   `start = 2`, a root with two children and `num_slots = 6`:
 
       slot     0 1 2 3 4 5
@@ -220,11 +189,8 @@ def window_mask(
 
   Args:
     start: `[B]` int32, the first slot of each row's window.
-    window: `[B, L, T]` bool, which of the T slots from there each query sees.
+    window: `[B, L, T]` bool, the slots of the window that each query sees.
     num_slots: S; at least `start + T` in every row.
-
-  Returns:
-    `[B, L, S]` bool.
   """
   return lax.platform_dependent(
     start,

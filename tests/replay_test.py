@@ -1,5 +1,6 @@
 """A decode without the target has the counts of the decode with it, exactly."""
 
+import dataclasses
 import functools
 
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from specdec import generate
 from specdec import PLAIN
 from specdec.checks import check_sampling
 from specdec.study.replay import next_token_ranks
-from specdec.study.replay import stand_in
+from specdec.study.replay import oracle_target
 from specdec.tree.topology import k_ary
 
 _LIMIT = 40
@@ -44,7 +45,7 @@ def _compare(batch_size, sampling, texts, drafter, **options):
   target = tiny_models.gpt2()
   real = _decode(target, batch_size, sampling, drafter, **options)
   replayed = _decode(
-    stand_in(target.spec, texts), batch_size, sampling, drafter, **options
+    oracle_target(target.spec, texts), batch_size, sampling, drafter, **options
   )
   assert replayed == real  # tokens, origins, reasons, and all statistics
   return real
@@ -80,10 +81,11 @@ def test_the_stop_rule_sees_the_bytes_of_the_target():
   """It stops for cost; with other bytes there would be other rounds."""
   texts = _texts(*_RAGGED)
   drafter = tiny_drafters.make('tree', 'similar', 'perfect', texts)
-  drafter = drafter.replace(
-    config=Settings(
+  drafter = tiny_drafters.with_settings(
+    drafter,
+    Settings(
       num_nodes=12, width=4, branching=3, rounds=3, capacity=48, cost_ratio=None
-    )
+    ),
   )
   real = _compare(3, tiny_models.sampling(*_RAGGED), texts, drafter)
   rounds = real.stats['stage_forwards']['draft']
@@ -91,8 +93,10 @@ def test_the_stop_rule_sees_the_bytes_of_the_target():
 
 
 def test_eos_bias_and_penalty_end_the_same_way():
-  sampling = tiny_models.sampling(*_RAGGED).replace(
-    logit_bias={3: 4.0, 5: -float('inf'), 7: -3.0}, repetition_penalty=1.3
+  sampling = dataclasses.replace(
+    tiny_models.sampling(*_RAGGED),
+    logit_bias={3: 4.0, 5: -float('inf'), 7: -3.0},
+    repetition_penalty=1.3,
   )
   target = tiny_models.gpt2()
   plain = _decode(target, 3, sampling)
@@ -106,18 +110,18 @@ def test_eos_bias_and_penalty_end_the_same_way():
 
 
 def test_other_texts_share_the_program():
-  definition = tiny_models.gpt2().spec
-  one = stand_in(definition, [[1, 2, 3]])
-  other = stand_in(definition, [[4], [5, 6]])
+  spec = tiny_models.gpt2().spec
+  one = oracle_target(spec, [[1, 2, 3]])
+  other = oracle_target(spec, [[4], [5, 6]])
   assert one.spec is other.spec
-  assert one.spec.weight_bytes == definition.weight_bytes
+  assert one.spec.weight_bytes == spec.weight_bytes
 
 
 def test_a_text_beyond_the_context_is_refused():
-  definition = tiny_models.gpt2().spec
-  long = [0] * (definition.max_positions + 1)
+  spec = tiny_models.gpt2().spec
+  long = [0] * (spec.max_positions + 1)
   with pytest.raises(ValueError, match='exceeds the context'):
-    stand_in(definition, [long])
+    oracle_target(spec, [long])
 
 
 def _padded(texts):

@@ -2,7 +2,6 @@
 
 import collections
 from html.parser import HTMLParser
-import importlib.util
 import itertools
 import json
 import pathlib
@@ -19,7 +18,7 @@ import pytest
 from specdec import Trace
 from specdec import tracing as viz
 from specdec.tracing import Block
-from specdec.tracing import charts
+from specdec.tracing import report_page
 from specdec.tracing import svg
 from specdec.tracing.svg import ancestors
 from specdec.tracing.svg import visible
@@ -408,29 +407,9 @@ def test_the_sentence_has_the_reason_why_a_block_is_cut(number, reason, end):
 
 def test_survival_by_hand():
   histogram = [2, 0, 1, 1, 0]
-  assert charts.shares(histogram) == [0.5, 0, 0.25, 0.25, 0]
-  assert charts.survivors(histogram) == [0.5, 0.5, 0.25, 0]
-  assert charts.survivors([]) == []
-
-
-def test_the_chart_shows_the_shares():
-  pytest.importorskip('matplotlib')
-  histograms = {'chain': [2, 0, 1, 1, 0], 'plain': [8]}
-  bars, lines = viz.accepted_lengths(histograms).axes
-  heights = [[bar.get_height() for bar in one] for one in bars.containers]
-  assert heights == [[0.5, 0, 0.25, 0.25], [1, 0, 0, 0]]
-  labels = [text.get_text() for text in bars.get_legend().get_texts()]
-  assert labels == ['chain: 2.25 on average', 'plain: 1.00 on average']
-  drawn = [line.get_ydata().tolist() for line in lines.lines]
-  assert drawn == [[1, 0.5, 0.5, 0.25], [1, 0, 0, 0]]
-  with pytest.raises(ValueError, match='histograms is empty'):
-    viz.accepted_lengths({})
-
-
-def test_without_matplotlib_the_remedy_is_named(monkeypatch):
-  monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
-  with pytest.raises(ValueError, match=r"'specdec-jax\[plot\]'"):
-    viz.accepted_lengths({'one': [1]})
+  assert report_page.shares(histogram) == [0.5, 0, 0.25, 0.25, 0]
+  assert report_page.survivors(histogram) == [0.5, 0.5, 0.25, 0]
+  assert report_page.survivors([]) == []
 
 
 def test_matplotlib_and_models_are_not_imported():

@@ -42,7 +42,7 @@ from specdec.study.costs import measure_step_costs
 from specdec.study.costs import StepCosts
 from specdec.study.costs import Trial
 from specdec.study.replay import next_token_ranks
-from specdec.study.replay import stand_in
+from specdec.study.replay import oracle_target
 from specdec.tree.optimal import acceptance_by_rank
 from specdec.tree.optimal import fastest_tree
 
@@ -276,7 +276,7 @@ class _Search:
     for sample in self.samples * _PASSES:
       if stats and self._is_late(_REPLAYS_END):
         break
-      oracle = stand_in(self._pair.target.spec, sample.texts)
+      oracle = oracle_target(self._pair.target.spec, sample.texts)
       if not stats:  # compiles
         self._decode(oracle, drafter, sample, 1, _REPLAYS_END)
       seconds, generation = self._decode(

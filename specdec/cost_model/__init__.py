@@ -1,16 +1,16 @@
 """Predicted cost of decoding from the sizes of models and machines alone.
 
-Nothing is run. `ModelShape` and `Hardware` (presets: `MODELS`, `HARDWARE`) give
-the FLOP, bytes and seconds of a forward. `predict` gives the speed of a
-`SpeculativeStep` on a `Deployment`, and `claims` has tables of predictions.
+`ModelShape` and `Hardware` (presets: `MODELS`, `HARDWARE`) give the FLOP, bytes
+and seconds of a forward. `predict` gives the speed of a `SpeculativeStep` on a
+`Deployment`, and `claims` has tables of predictions.
 """
 
 from specdec.cost_model.forward import forward_cost
 from specdec.cost_model.forward import ForwardCost
 from specdec.cost_model.forward import Hardware
+from specdec.cost_model.forward import ModelShape
 from specdec.cost_model.presets import HARDWARE
 from specdec.cost_model.presets import MODELS
-from specdec.cost_model.shapes import ModelShape
 from specdec.cost_model.speculation import best_tree
 from specdec.cost_model.speculation import break_even_batch_size
 from specdec.cost_model.speculation import Deployment

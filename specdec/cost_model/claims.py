@@ -1,17 +1,17 @@
 """Claims about speculative decoding as tables of predictions.
 
-A table is a list of rows, and a row maps names of columns to values. A speedup
-is None where weights and caches exceed the memory. The tables are discussed in
-docs/cost_model.md.
+A table is a list of rows, which map names of columns to values. A speedup is
+missing (None) where weights and caches exceed the memory. The tables are
+discussed in docs/cost_model.md.
 """
 
 import dataclasses
 from typing import Any
 
 from specdec.cost_model.forward import forward_cost
+from specdec.cost_model.forward import ModelShape
 from specdec.cost_model.presets import HARDWARE
 from specdec.cost_model.presets import MODELS
-from specdec.cost_model.shapes import ModelShape
 from specdec.cost_model.speculation import best_tree
 from specdec.cost_model.speculation import break_even_batch_size
 from specdec.cost_model.speculation import Deployment
@@ -62,9 +62,9 @@ def options(
 ) -> Tables:
   """Option 1, one query verifying n tokens; option 2, n queries of one token.
 
-  `bytes` has the GB of both by context; `break_even` how many of the n tokens
-  option 1 must emit to move as few bytes per token as option 2; `contexts_for`
-  the contexts where option 2 moves 1.5 and 2 times the bytes.
+  `break_even`: how many of the n tokens option 1 must emit to move as few bytes
+  per token as option 2; `contexts_for`: the contexts where option 2 moves 1.5
+  and 2 times the bytes.
   """
   rows, break_even = [], []
   for context in contexts:
@@ -122,36 +122,31 @@ def by_batch_size(
       'tokens/s': fastest.throughput,
     }
     rates.append(row)
-  break_even = []
-  for n, step in steps.items():
-    end = break_even_batch_size(deployment, step, context=context)
-    break_even.append({'drafted': n, 'break-even batch size': end})
+  end_of = lambda step: break_even_batch_size(deployment, step, context=context)
+  break_even = [
+    {'drafted': n, 'break-even batch size': end_of(step)}
+    for n, step in steps.items()
+  ]
   return {'speedup': speedup, 'break_even': break_even, 'rates': rates}
 
 
 def by_context(deployment: Deployment, acceptance: float) -> Tables:
-  """Speedup of a chain of 4 by context, with the draft and with a free one."""
+  """Speedup of a chain of 4 by context, with the draft and a free draft."""
   step = tree_step(chain(4), [acceptance])
   draft = deployment.draft.name if deployment.draft else 'free draft'
   free = dataclasses.replace(deployment, draft=None)
   columns = {draft: (deployment, step), 'free draft': (free, step)}
-  return {
-    f'batch_size_{batch_size}': [
-      {'context': context}
-      | _speedups(columns, batch_size=batch_size, context=context)
-      for context in _CONTEXTS
-    ]
-    for batch_size in (1, 32, 128)
-  }
+  rows = lambda size: [
+    {'context': context} | _speedups(columns, batch_size=size, context=context)
+    for context in _CONTEXTS
+  ]
+  return {f'batch_size_{size}': rows(size) for size in (1, 32, 128)}
 
 
 def by_experts(
   deployment: Deployment, acceptance: float, *, context: int
 ) -> Tables:
-  """A chain of 4 from a free draft, for mixtures and their dense baselines.
-
-  Only the machine of the deployment is used.
-  """
+  """A chain of 4 from a free draft, for mixtures and their dense baselines."""
   step = tree_step(chain(4), [acceptance])
   rows, columns = [], {}
   for shape in (MODELS['mixtral-8x7b'], MODELS['qwen3-30b-a3b']):
@@ -181,9 +176,9 @@ def by_experts(
 def paper() -> Tables:
   """Both tables of the paper, and predictions at its sizes.
 
-  `published` compares the speedup that the bytes alone would give with the
-  published one; `counted` has predictions from the counts of the embedded pair;
-  `plain` has tokens per second of plain decoding.
+  `published` compares the published speedup with that of the bytes alone;
+  `counted` has predictions from the counts of the embedded pair; `plain` has
+  tokens per second of plain decoding.
   """
   published = [
     {

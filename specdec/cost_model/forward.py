@@ -1,35 +1,131 @@
-"""Cost of one forward on a machine: FLOP, bytes and seconds (the roofline)."""
+"""Cost of one forward on a machine: FLOP, bytes and seconds (the roofline).
+
+Only matrices count. Norms, biases and learned positions are below 1 % of every
+preset.
+"""
 
 from collections.abc import Mapping
 import dataclasses
 import math
 
-from specdec.cost_model.shapes import ModelShape
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelShape:
+  """Sizes of a decoder-only transformer, dense or a mixture of experts.
+
+  Raises:
+    ValueError: the numbers of heads or of experts do not fit together.
+  """
+
+  name: str  #: Shown in tables.
+  num_layers: int  #: Number of transformer blocks.
+  width: int  #: Of the residual stream.
+  num_heads: int  #: Number of query heads.
+  num_kv_heads: int  #: Number of key and value heads.
+  head_width: int  #: Of a query, key or value head.
+  mlp_width: int  #: Hidden width of the MLP, or of an expert.
+  vocab_size: int  #: V.
+  gated: bool = True  #: Whether an MLP has 3 matrices (SwiGLU) instead of 2.
+  tied: bool = False  #: Whether the output head is the token embedding.
+  num_experts: int = 1  #: E, per layer; a dense model has no router.
+  experts_per_token: int = 1  #: k, the number of experts of a token.
+  weight_bytes: float = 2.0  #: Bytes per weight.
+  cache_bytes: float = 2.0  #: Bytes per element of the KV cache.
+  activation_bytes: float = 2.0  #: Bytes per element of an activation.
+  #: Of the matrix products, a key of `Hardware.flops_per_second`.
+  dtype: str = 'bfloat16'
+
+  def __post_init__(self):
+    if self.num_heads % self.num_kv_heads:
+      raise ValueError(
+        f'num_heads={self.num_heads} must be a multiple of'
+        f' num_kv_heads={self.num_kv_heads}'
+      )
+    if not 1 <= self.experts_per_token <= self.num_experts:
+      raise ValueError(
+        f'experts_per_token={self.experts_per_token} must be between 1 and'
+        f' num_experts={self.num_experts}'
+      )
+
+  @property
+  def shared_parameters(self) -> int:
+    """Weights that every token is multiplied with, the head included."""
+    heads = self.num_heads + self.num_kv_heads
+    attention = 2 * self.width * heads * self.head_width
+    router = self.width * self.num_experts if self.num_experts > 1 else 0
+    in_layers = self.num_layers * (attention + router)
+    return in_layers + self.width * self.vocab_size
+
+  @property
+  def expert_parameters(self) -> int:
+    """Weights of one expert (or of the MLP) of every layer."""
+    matrices = 3 if self.gated else 2
+    return self.num_layers * matrices * self.width * self.mlp_width
+
+  @property
+  def active_parameters(self) -> int:
+    """Weights that one token is multiplied with; no embedding table."""
+    experts = self.experts_per_token * self.expert_parameters
+    return self.shared_parameters + experts
+
+  @property
+  def parameters(self) -> int:
+    """All weights."""
+    embedding = 0 if self.tied else self.vocab_size * self.width
+    experts = self.num_experts * self.expert_parameters
+    return embedding + self.shared_parameters + experts
+
+  @property
+  def activations_per_token(self) -> int:
+    """Elements of the inputs and outputs of all products of one token."""
+    heads = self.num_heads + self.num_kv_heads
+    attention = 4 * self.width + 2 * heads * self.head_width
+    router = self.width + self.num_experts if self.num_experts > 1 else 0
+    expert = (3 if self.gated else 2) * (self.width + self.mlp_width)
+    in_layer = attention + router + self.experts_per_token * expert
+    return self.num_layers * in_layer + self.width + self.vocab_size
+
+  @property
+  def kv_bytes_per_token(self) -> float:
+    """Bytes of keys and values that one token has in the cache."""
+    in_layer = 2 * self.num_kv_heads * self.head_width
+    return self.num_layers * in_layer * self.cache_bytes
+
+  def expected_experts(self, num_tokens: float) -> float:
+    """Expected number of different experts of a layer that n tokens use.
+
+    n, `num_tokens`, is that of all rows and may be a mean. For a router that
+    chooses uniformly and independently: E (1 - (1 - k / E)^n), an upper bound,
+    because a trained router prefers some experts and chooses alike for
+    neighbouring tokens (Mixtral, arXiv 2401.04088, section 5).
+    """
+    share = self.experts_per_token / self.num_experts
+    return self.num_experts * (1 - (1 - share) ** num_tokens)
+
+  def dense_baseline(self) -> 'ModelShape':
+    """The dense model with as many active parameters, except for routers."""
+    return dataclasses.replace(
+      self,
+      name=f'dense baseline of {self.name}',
+      mlp_width=self.experts_per_token * self.mlp_width,
+      num_experts=1,
+      experts_per_token=1,
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hardware:
-  """Peak rates and memory of one machine.
+  """Peak rates and memory of one machine."""
 
-  Attributes:
-    name: shown in tables.
-    bytes_per_second: peak bandwidth of the main memory.
-    flops_per_second: peak rate of dense matrix products by dtype; a
-      multiplication and an addition count as two.
-    memory_bytes: size of the main memory.
-  """
-
-  name: str
-  bytes_per_second: float
+  name: str  #: Shown in tables.
+  bytes_per_second: float  #: Peak bandwidth of the main memory.
+  #: Peak rate of dense matrix products by dtype; a multiplication and an
+  #: addition count as two.
   flops_per_second: Mapping[str, float]
-  memory_bytes: float = math.inf
+  memory_bytes: float = math.inf  #: Size of the main memory.
 
   def peak(self, dtype: str) -> float:
-    """Peak FLOP per second.
-
-    Raises:
-      ValueError: the peak rate of this dtype is not known.
-    """
+    """Peak FLOP per second; ValueError if the dtype has no known rate."""
     if dtype not in self.flops_per_second:
       raise ValueError(
         f'dtype={dtype!r} has no peak rate on {self.name}; choose from'
@@ -42,11 +138,7 @@ class Hardware:
     return self.peak(dtype) / self.bytes_per_second
 
   def times(self, devices: int) -> 'Hardware':
-    """Several devices with ideal sharding; communication is ignored.
-
-    Raises:
-      ValueError: `devices` is less than 1.
-    """
+    """Several devices with ideal sharding; communication is ignored."""
     if devices < 1:
       raise ValueError(f'devices must be at least 1, got {devices}')
     return dataclasses.replace(
@@ -62,26 +154,17 @@ class Hardware:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ForwardCost:
-  """FLOP and bytes of one forward, summed over all layers.
+  """FLOP and bytes of one forward, summed over all layers."""
 
-  Attributes:
-    matmul_flops: of the products with weights.
-    attention_flops: of scores and of weighted sums of values.
-    weight_bytes: read; only the experts that are expected to be used count.
-    cache_read_bytes: keys and values that were in the cache before.
-    cache_write_bytes: keys and values of the new tokens.
-    activation_bytes: inputs and outputs of the products with weights; a
-      compiler that fuses more moves fewer.
-    dtype: of the products.
-  """
-
-  matmul_flops: float
-  attention_flops: float
-  weight_bytes: float
-  cache_read_bytes: float
-  cache_write_bytes: float
+  matmul_flops: float  #: Of the products with weights.
+  attention_flops: float  #: Of scores and of weighted sums of values.
+  weight_bytes: float  #: Read; of the experts, those expected to be used.
+  cache_read_bytes: float  #: Keys and values that were in the cache before.
+  cache_write_bytes: float  #: Keys and values of the new tokens.
+  #: Inputs and outputs of the products with weights; a compiler that fuses more
+  #: moves fewer.
   activation_bytes: float
-  dtype: str
+  dtype: str  #: Of the products.
 
   @property
   def flops(self) -> float:
@@ -96,22 +179,14 @@ class ForwardCost:
   @property
   def bytes(self) -> float:
     """All bytes moved."""
-    written = self.cache_write_bytes + self.activation_bytes
-    return self.read_bytes + written
+    return self.read_bytes + (self.cache_write_bytes + self.activation_bytes)
 
   def seconds(self, hardware: Hardware, *, overlap: bool = True) -> float:
     """Lower bound of the time of the forward, by the roofline model.
 
-    Products with weights and attention run one after the other, and each of
-    them is limited by memory or by arithmetic (Williams et al. 2009).
-
-    Args:
-      hardware: the machine.
-      overlap: whether a kernel computes while it reads, so that its time is the
-        larger of both times; otherwise it is their sum.
-
-    Raises:
-      ValueError: the machine has no peak rate for the dtype.
+    Products with weights and attention run one after the other, and each is
+    limited by memory or by arithmetic (Williams et al. 2009). Without `overlap`
+    a kernel does not compute while it reads, so both times add up.
     """
     peak = hardware.peak(self.dtype)
     cache_bytes = self.cache_read_bytes + self.cache_write_bytes
@@ -136,13 +211,7 @@ def forward_cost(
   """Counts a forward over B rows of L tokens with C tokens in each row's cache.
 
   The weights are read once for all rows, a cache once for all tokens of its
-  row.
-
-  Args:
-    shape: sizes of the model.
-    batch_size: B.
-    num_tokens: L; may be a mean.
-    context: C, before the forward; may be a mean.
+  row. B is `batch_size`, L `num_tokens`, C `context`; L and C may be means.
 
   Raises:
     ValueError: B or L is less than 1, or C is negative.

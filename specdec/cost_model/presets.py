@@ -4,11 +4,15 @@ Weights and caches of all models have 16 bits; for other sizes use
 `dataclasses.replace(MODELS[name], weight_bytes=1)`.
 """
 
-from specdec.cost_model.forward import Hardware
-from specdec.cost_model.shapes import ModelShape
+from typing import Any
 
-# Layers, width, heads, KV heads, MLP width, vocabulary, experts and experts per
-# token. Heads of a GPT-2 have 64 columns, those of the others 128.
+from specdec.cost_model.forward import Hardware
+from specdec.cost_model.forward import ModelShape
+
+_SIZES = (
+  *('num_layers', 'width', 'num_heads', 'num_kv_heads', 'mlp_width'),
+  *('vocab_size', 'num_experts', 'experts_per_token'),
+)
 _GPT2S = {
   # Radford et al. 2019, table 2, and config.json on the Hugging Face hub.
   'gpt2': (12, 768, 12, 12, 3072, 50257, 1, 1),
@@ -36,22 +40,10 @@ _LLAMAS = {
 
 
 def _model(name: str, sizes: tuple[int, ...]) -> ModelShape:
-  layers, width, heads, kv_heads, mlp, vocabulary, experts, per_token = sizes
-  is_gpt2 = name in _GPT2S
-  return ModelShape(
-    name=name,
-    num_layers=layers,
-    width=width,
-    num_heads=heads,
-    num_kv_heads=kv_heads,
-    head_width=64 if is_gpt2 else 128,
-    mlp_width=mlp,
-    vocab_size=vocabulary,
-    gated=not is_gpt2,
-    tied=is_gpt2,
-    num_experts=experts,
-    experts_per_token=per_token,
-  )
+  named: dict[str, Any] = dict(zip(_SIZES, sizes, strict=True))
+  if name in _GPT2S:
+    return ModelShape(name=name, head_width=64, gated=False, tied=True, **named)
+  return ModelShape(name=name, head_width=128, **named)
 
 
 MODELS = {name: _model(name, row) for name, row in (_GPT2S | _LLAMAS).items()}

@@ -1,8 +1,7 @@
 """Predicted speed and traffic of speculative decoding.
 
-A step runs some draft forwards, one after the other, and one target forward
-over N nodes of every row. It emits tau tokens per row (the block efficiency),
-where plain decoding emits one token:
+A step runs some draft forwards in sequence and a target forward over N nodes of
+every row. It emits tau tokens per row (the block efficiency):
 
     speedup = tau * plain / (draft forwards * draft + target over N)
 
@@ -16,27 +15,19 @@ import functools
 
 from specdec.cost_model.forward import forward_cost
 from specdec.cost_model.forward import Hardware
-from specdec.cost_model.shapes import ModelShape
+from specdec.cost_model.forward import ModelShape
 from specdec.tree import optimal
 from specdec.tree.topology import Topology
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Deployment:
-  """The models and the machine of a prediction.
+  """The models and the machine of a prediction."""
 
-  Attributes:
-    target: the model that verifies.
-    draft: the model that drafts; None if drafting costs nothing beside the
-      target (n-grams, prompt lookup).
-    hardware: the machine that runs both.
-    overlap: see `ForwardCost.seconds`.
-  """
-
-  target: ModelShape
-  draft: ModelShape | None
-  hardware: Hardware
-  overlap: bool = True
+  target: ModelShape  #: The model that verifies.
+  draft: ModelShape | None  #: None if drafting costs nothing (n-grams).
+  hardware: Hardware  #: The machine that runs both.
+  overlap: bool = True  #: See `ForwardCost.seconds`.
 
   def fits(self, *, batch_size: int, context: float) -> bool:
     """Whether weights and caches of both models fit the memory."""
@@ -53,25 +44,20 @@ class Deployment:
 class SpeculativeStep:
   """Work and yield of a decoding step per row; all values may be means.
 
-  Attributes:
-    num_nodes: N, nodes verified, the root included; 1 is plain decoding.
-    tokens: tau, tokens emitted.
-    draft_forwards: number of draft forwards, one after the other.
-    draft_width: tokens per draft forward.
-
   Raises:
     ValueError: a value is out of range.
   """
 
-  num_nodes: float = 1
-  tokens: float = 1
-  draft_forwards: float = 0
-  draft_width: float = 1
+  num_nodes: float = (
+    1  #: N, nodes verified with the root; 1 for plain decoding.
+  )
+  tokens: float = 1  #: tau, tokens emitted.
+  draft_forwards: float = 0  #: Number of draft forwards, in sequence.
+  draft_width: float = 1  #: Tokens per draft forward.
 
   def __post_init__(self):
     at_least_1 = (self.num_nodes, self.tokens, self.draft_width)
-    in_range = all(value >= 1 for value in at_least_1)
-    if not (in_range and self.draft_forwards >= 0):
+    if not (all(x >= 1 for x in at_least_1) and self.draft_forwards >= 0):
       raise ValueError(
         'num_nodes, tokens and draft_width must be at least 1 and'
         f' draft_forwards at least 0, got {self}'
@@ -83,13 +69,10 @@ def tree_step(
 ) -> SpeculativeStep:
   """The step of a fixed tree with one draft forward per level.
 
-  A chain of n tokens with acceptance a is `tree_step(chain(n), [a])`; it emits
+  `acceptance` is the probability that the target emits the candidate of each
+  rank (`specdec.tree.optimal.acceptance_by_rank`). A chain of n tokens with
+  acceptance a is `tree_step(chain(n), [a])`; it emits
   1 + a + ... + a^n = (1 - a^(n + 1)) / (1 - a) tokens.
-
-  Args:
-    topology: of the tree.
-    acceptance: probability that the target emits the candidate of each rank,
-      for example from `specdec.tree.optimal.acceptance_by_rank`.
 
   Raises:
     ValueError: the tree has more ranks than `acceptance`, or the probabilities
@@ -111,25 +94,15 @@ def tree_step(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prediction:
-  """Predicted cost of a step at one batch size and context.
+  """Predicted cost of a step at one batch size and context."""
 
-  Attributes:
-    batch_size: B.
-    tokens: emitted per row and step.
-    seconds: per step.
-    plain_seconds: per step of plain decoding.
-    flops: per step, of all models.
-    bytes: moved per step, by all models.
-    relative_bandwidth: bytes of weights and caches read per emitted token,
-      relative to plain decoding.
-  """
-
-  batch_size: int
-  tokens: float
-  seconds: float
-  plain_seconds: float
-  flops: float
-  bytes: float
+  batch_size: int  #: B.
+  tokens: float  #: Emitted per row and step.
+  seconds: float  #: Per step.
+  plain_seconds: float  #: Per step of plain decoding.
+  flops: float  #: Per step, of all models.
+  bytes: float  #: Moved per step, by all models.
+  #: Bytes of weights and caches read per token, relative to plain decoding.
   relative_bandwidth: float
 
   @property
@@ -162,15 +135,11 @@ def predict(
 ) -> Prediction:
   """Predicts time and traffic of a step and of plain decoding.
 
-  Args:
-    deployment: models and machine.
-    step: work and yield of the step; `SpeculativeStep()` is plain decoding.
-    batch_size: B; rows do not wait for each other, each emits tau on average.
-    context: tokens in each row's cache.
+  B (`batch_size`) rows do not wait for each other, each emits tau on average;
+  `context` is the number of tokens in the cache of each row.
 
   Raises:
-    ValueError: a size is out of range, or the machine has no peak rate for the
-      dtype of a model.
+    ValueError: a size is out of range, or a dtype has no peak rate.
   """
   cost = functools.partial(forward_cost, batch_size=batch_size, context=context)
   plain = cost(deployment.target)
@@ -202,9 +171,9 @@ def break_even_batch_size(
 ) -> int | None:
   """The batch size from which on plain decoding is at least as fast.
 
-  The speedup of a mixture of experts may cross 1 several times; the result is
-  the last crossing. It is 1 if speculation is faster at no batch size, and None
-  if it is still faster at `limit`, the largest that is tried.
+  It is the last crossing of speedup 1, which a mixture of experts may cross
+  several times; 1 if speculation is faster at no batch size, and None if it is
+  still faster at `limit`, the largest that is tried.
   """
   for batch_size in range(limit, 0, -1):
     found = predict(deployment, step, batch_size=batch_size, context=context)
@@ -225,8 +194,8 @@ def best_tree(
   """The fixed tree with the most predicted tokens per second.
 
   Arguments are those of `tree_step` and `predict`; `num_nodes` (root included)
-  and `max_depth` are limits. With acceptance of one rank the tree is a chain of
-  the best draft length. It is None if plain decoding is faster.
+  and `max_depth` are limits. With acceptance of one rank the tree is a chain.
+  Returns None if plain decoding is faster.
   """
 
   def seconds(size: int, depth: int) -> float:
@@ -235,9 +204,8 @@ def best_tree(
     step = SpeculativeStep(
       num_nodes=size, draft_forwards=depth, draft_width=width
     )
-    return predict(
-      deployment, step, batch_size=batch_size, context=context
-    ).seconds
+    found = predict(deployment, step, batch_size=batch_size, context=context)
+    return found.seconds
 
   return optimal.fastest_tree(
     acceptance, num_nodes=num_nodes, max_depth=max_depth, seconds=seconds

@@ -1,14 +1,13 @@
 """Counting of n-grams in texts that are larger than memory.
 
 An n-gram is a context and the token after it. N-grams are counted in partitions
-by the last token of the context: all contexts that end in one token are a
-subtree of the backward trie of `specdec.ngram.table`, so each partition gives
-whole subtrees, which are appended.
+by the last token of the context: all contexts that end in a token are a subtree
+of the backward trie of `specdec.ngram.table`, so partitions are concatenated.
 
-Memory: about 20 (order + 3) bytes per token of the largest partition, whose
-size is at least the number of occurrences of the most frequent token, and 8
-bytes per distinct n-gram kept, 16 while partitions are concatenated. Counting
-the trigrams of 120 million tokens takes about 2 GB, estimating them 3 GB.
+Memory: about 20 (order + 3) bytes per token of the largest partition, which has
+at least the occurrences of the most frequent token, and 8 bytes per distinct
+n-gram kept, 16 during concatenation. Counting the trigrams of 120 million
+tokens takes about 2 GB, estimating them 3 GB.
 """
 
 from collections.abc import Callable
@@ -29,22 +28,15 @@ _NO_TOKEN = -1
 
 @dataclasses.dataclass(frozen=True)
 class Level:
-  """The C contexts of one length, and the N n-grams that extend them.
+  """The C contexts of one length, and the N n-grams that extend them."""
 
-  Attributes:
-    parents: `[C]` int32, ascending, the index of each context without its first
-      token, in the level of that length; 0 at the root, which has no parent.
-    edge_token: `[C]` int32, that first token, ascending among siblings.
-    sizes: `[C]` int64, the number of n-grams of each context, at least 1.
-    tokens: `[N]` int32, the last token of each n-gram, ascending in a context.
-    counts: `[N]` int32, the number of occurrences of each n-gram.
-  """
-
+  # `[C]` int32, ascending, the index of each context without its first token,
+  # in the level of that length; 0 at the root, which has no parent.
   parents: np.ndarray
-  edge_token: np.ndarray
-  sizes: np.ndarray
-  tokens: np.ndarray
-  counts: np.ndarray
+  edge_token: np.ndarray  # `[C]` int32, that token, ascending among siblings.
+  sizes: np.ndarray  # `[C]` int64, the number of n-grams, at least 1.
+  tokens: np.ndarray  # `[N]` int32, last tokens, ascending in a context.
+  counts: np.ndarray  # `[N]` int32, the number of occurrences of each n-gram.
 
   @functools.cached_property
   def first(self) -> np.ndarray:
@@ -54,18 +46,11 @@ class Level:
 
 @dataclasses.dataclass(frozen=True)
 class NGramCounts:
-  """The result of `count_ngrams`.
+  """The result of `count_ngrams`."""
 
-  Attributes:
-    levels: the levels of context length 0, 1, ... order - 1.
-    counts_of_counts: `[order, HIGHEST_COUNT + 1]` int64; entry r of a row is
-      the number of n-grams of that order that occur r times, including the
-      n-grams of contexts that `min_count` leaves out.
-    vocab_size: V.
-    num_tokens: the number of tokens counted.
-  """
-
-  levels: tuple[Level, ...]
+  levels: tuple[Level, ...]  # Of context length 0, 1, ... order - 1.
+  # `[order, HIGHEST_COUNT + 1]` int64; entry r of a row is the number of
+  # n-grams of that order that occur r times, in all contexts.
   counts_of_counts: np.ndarray
   vocab_size: int
   num_tokens: int
@@ -87,8 +72,8 @@ def _open(shard) -> np.ndarray:
 def _windows(shards, order: int) -> Iterator[np.ndarray]:
   """The shards as `[...]` int32, in chunks.
 
-  The first order - 1 entries of a window are history: the end of the window
-  before, or -1 at the start of a shard.
+  Before each chunk comes its history, the last order - 1 tokens before it, -1
+  before the start of a shard.
   """
   history = order - 1
   for shard in shards:
@@ -99,13 +84,12 @@ def _windows(shards, order: int) -> Iterator[np.ndarray]:
       yield np.pad(window, (history - known, 0), constant_values=_NO_TOKEN)
 
 
-def _count_tokens(shards, order, vocab_size) -> np.ndarray:
+def _count_tokens(shards, vocab_size) -> np.ndarray:
   """The number of occurrences of each token, `[V]` int64."""
   counts = np.zeros(vocab_size, np.int64)
   for shard in shards:
-    for window in _windows([shard], order):
-      tokens = window[order - 1 :]
-      tokens = tokens[tokens != _NO_TOKEN]
+    for window in _windows([shard], 1):
+      tokens = window[window != _NO_TOKEN]
       low, high = tokens.min(initial=0), tokens.max(initial=0)
       if low < 0 or high >= vocab_size:
         raise ValueError(
@@ -126,10 +110,10 @@ def _partitions(token_counts, partition_tokens) -> Iterator[tuple[int, int]]:
 
 
 def _extract(shards, order, low, high) -> list[np.ndarray]:
-  """The n-grams whose context ends in a token of `[low, high)`, as columns.
+  """The n-grams whose context ends in a token of `[low, high)`.
 
-  The first column holds the last tokens, the next one the tokens before them,
-  and so on, int32; -1 before the start of a text.
+  An int32 array of the last tokens, an array of the tokens before them, and so
+  on; -1 before the start of a text.
   """
   columns: list[list[np.ndarray]] = [[] for _ in range(order)]
   for window in _windows(shards, order):
@@ -179,11 +163,9 @@ def _prune(
 ) -> tuple[Level, np.ndarray]:
   """Removes contexts that occur fewer than `min_count` times.
 
-  The longer contexts that end in them go too: they cannot occur more often.
-  `parent_ids` holds the new index of each context of the shorter level.
-
-  Returns:
-    The pruned level, and the new index of each of its old contexts.
+  Longer contexts that end in them cannot occur more often. `parent_ids` holds
+  the new index of each context of the shorter level; the second result holds
+  those of this level.
   """
   kept = np.add.reduceat(level.counts, level.first[:-1], dtype=int) >= min_count
   ngrams = np.repeat(kept, level.sizes)
@@ -195,20 +177,6 @@ def _prune(
     counts=level.counts[ngrams],
   )
   return pruned, (np.cumsum(kept) - 1).astype(np.int32)
-
-
-def _concatenate(parts: list[Level]) -> Level:
-  """Concatenates the partitions of one level, whose parents are final."""
-  names = [field.name for field in dataclasses.fields(Level)]
-  columns = [[getattr(part, name) for part in parts] for name in names]
-  return Level(*map(np.concatenate, columns))
-
-
-def _root(token_counts: np.ndarray) -> Level:
-  tokens = np.flatnonzero(token_counts).astype(np.int32)
-  none = np.zeros(1, np.int32)
-  counts = token_counts[tokens].astype(np.int32)
-  return Level(none, none, np.array([len(tokens)]), tokens, counts)
 
 
 def _count_counts(counts: np.ndarray) -> np.ndarray:
@@ -228,28 +196,29 @@ def count_ngrams(
   """Counts all n-grams of up to `order` tokens.
 
   Args:
-    shards: `.npy` files of token ids, `[tokens]` of any integer type, which are
-      memory-mapped. No n-gram spans two shards, or a -1, which ends a text
-      without being counted. An end-of-text token is counted like any other.
+    shards: `.npy` files of token ids, `[tokens]` of any integer type. No n-gram
+      spans two shards, or a -1, which ends a text and is not counted.
     order: n, at least 1.
     vocab_size: V.
     min_count: contexts with fewer occurrences are left out of the levels.
     partition_tokens: the number of n-grams that are counted at once.
-    progress: called after each partition with the number of tokens counted and
-      that of all tokens.
+    progress: called after each partition with the numbers of counted and all
+      tokens.
 
   Raises:
-    ValueError: a file cannot be used, or the number of tokens is 0 or at least
-      2^31.
+    ValueError: a file cannot be used, or there are no tokens or 2^31 or more.
   """
-  token_counts = _count_tokens(shards, order, vocab_size)
+  token_counts = _count_tokens(shards, vocab_size)
   num_tokens = int(token_counts.sum())
   if not 0 < num_tokens < 1 << 31:
     raise ValueError(
       f'the shards have {num_tokens} tokens; between 1 and {(1 << 31) - 1} can'
       ' be counted'
     )
-  levels = [_root(token_counts)]
+  tokens = np.flatnonzero(token_counts).astype(np.int32)
+  none, sizes = np.zeros(1, np.int32), np.array([len(tokens)])
+  counts = token_counts[tokens].astype(np.int32)
+  levels = [Level(none, none, sizes, tokens, counts)]
   counts_of_counts = np.zeros((order, HIGHEST_COUNT + 1), np.int64)
   counts_of_counts[0] = _count_counts(levels[0].counts)
   parts: list[list[Level]] = [[] for _ in range(order - 1)]
@@ -265,6 +234,9 @@ def count_ngrams(
       parent_ids = ids + np.int32(num_contexts[length])
       num_contexts[length] += len(kept.parents)
     progress(int(token_counts[:high].sum()), num_tokens)
+  names = [field.name for field in dataclasses.fields(Level)]
   while parts:  # Frees the partitions of a level before the next level.
-    levels.append(_concatenate(parts.pop(0)))
+    level_parts = parts.pop(0)
+    arrays = [[getattr(part, x) for part in level_parts] for x in names]
+    levels.append(Level(*map(np.concatenate, arrays)))
   return NGramCounts(tuple(levels), counts_of_counts, vocab_size, num_tokens)

@@ -43,38 +43,30 @@ _CANDIDATE = np.dtype([('token', np.int32), ('prob', np.float32)])
 
 @dataclasses.dataclass(frozen=True)
 class Discounts:
-  """The amounts that are subtracted from the counts of one order.
+  """The amounts that are subtracted from the counts of one order."""
 
-  Attributes:
-    method: `good-turing`, `absolute` or `constant`.
-    amounts: r (1 - d(r)) for r = 1, 2, ... k and, last, for all r above k.
-  """
-
-  method: str
+  method: str  # 'good-turing', 'absolute' or 'constant'.
+  # r (1 - d(r)) for r = 1, 2, ... k and, last, for all r above k.
   amounts: tuple[float, ...]
 
   def apply(self, counts: np.ndarray) -> np.ndarray:
-    """Discounted counts, float64 of the shape of `counts` (positive)."""
+    """Discounted counts, float64, of positive `counts`."""
     amounts = np.array(self.amounts)
     return counts - amounts[np.minimum(counts, len(amounts)) - 1]
 
 
-def _good_turing(n: np.ndarray) -> np.ndarray | None:
-  """Katz's d(1), ... d(k); None if they are not all in (0, 1].
+def _good_turing(n: np.ndarray) -> np.ndarray:
+  """Katz's d(1), ... d(k); NaN or outside (0, 1] if they do not exist.
 
   The correction term keeps d(r) at 1 above k, and makes the total of what is
   subtracted n(1), the mass that Good-Turing gives to all unseen n-grams.
   """
   k = len(n) - 2
   r = np.arange(1, k + 1)
-  if np.any(n[1 : k + 1] == 0):
-    return None
-  ratios = (r + 1) * n[2:] / (r * n[1 : k + 1])
-  correction = (k + 1) * n[k + 1] / n[1]
-  if correction == 1:
-    return None
-  discounts = (ratios - correction) / (1 - correction)
-  return discounts if np.all((discounts > 0) & (discounts <= 1)) else None
+  with np.errstate(divide='ignore', invalid='ignore'):
+    ratios = (r + 1) * n[2:] / (r * n[1 : k + 1])
+    correction = (k + 1) * n[k + 1] / n[1]
+    return (ratios - correction) / (1 - correction)
 
 
 def discounts_of(counts_of_counts: np.ndarray) -> Discounts:
@@ -86,10 +78,9 @@ def discounts_of(counts_of_counts: np.ndarray) -> Discounts:
   stochastic language modelling", 1994. If that is 0 or 1, 1/2 is subtracted.
   `counts_of_counts`: `[k + 2]`; entry r is the number of n-grams of count r.
   """
-  k = len(counts_of_counts) - 2
   discounts = _good_turing(counts_of_counts)
-  if discounts is not None:
-    amounts = np.arange(1, k + 1) * (1 - discounts)
+  if np.all((discounts > 0) & (discounts <= 1)):
+    amounts = np.arange(1, len(discounts) + 1) * (1 - discounts)
     return Discounts('good-turing', (*amounts.tolist(), 0.0))
   once, twice = counts_of_counts[1:3].tolist()
   if once and twice:
@@ -118,24 +109,10 @@ def _blocks(first: np.ndarray) -> Iterator[tuple[int, int]]:
 
 
 def _ngram_keys(level: Level, owners, start, stop, vocab_size) -> np.ndarray:
-  """Owner * V + token of each n-gram of contexts `[start, stop)`, int64.
-
-  `owners`: `[stop - start]` integers; the keys ascend if these ascend.
-  """
+  """Owner * V + token of each n-gram of contexts `[start, stop)`, int64."""
   repeated = np.repeat(owners, level.sizes[start:stop])
   ngrams = slice(level.first[start], level.first[stop])
   return repeated.astype(np.int64) * vocab_size + level.tokens[ngrams]
-
-
-def _shorter_probs(level, start, stop, shorter: KatzLevel, vocab_size):
-  """P(w | c') of every n-gram c w of contexts `[start, stop)`."""
-  parents = level.parents[start:stop]
-  low, high = int(parents[0]), int(parents[-1]) + 1
-  parent_range = np.arange(low, high)
-  known = _ngram_keys(shorter.counts, parent_range, low, high, vocab_size)
-  # What follows a context follows c' too, so every key is known.
-  keys = _ngram_keys(level, parents, start, stop, vocab_size)
-  return shorter.probs[shorter.counts.first[low] + np.searchsorted(known, keys)]
 
 
 def _estimate_level(
@@ -149,7 +126,14 @@ def _estimate_level(
     begins = level.first[start:stop] - level.first[start]
     sizes = level.sizes[start:stop]
     if shorter:
-      below = _shorter_probs(level, start, stop, shorter[-1], vocab_size)
+      parents, above = level.parents[start:stop], shorter[-1]
+      low, high = int(parents[0]), int(parents[-1]) + 1
+      owners = np.arange(low, high)
+      known = _ngram_keys(above.counts, owners, low, high, vocab_size)
+      # What follows a context follows its parent, too: every key is known.
+      keys = _ngram_keys(level, parents, start, stop, vocab_size)
+      found = np.searchsorted(known, keys)
+      below = above.probs[above.counts.first[low] + found]
     else:
       below = np.full(sizes.sum(), 1 / vocab_size)
     discounted = discounts.apply(level.counts[ngrams])
@@ -177,15 +161,7 @@ class KatzModel:
   vocab_size: int
 
   def distributions(self, length: int, contexts: np.ndarray) -> np.ndarray:
-    """The distributions of the next token after some known contexts.
-
-    Args:
-      length: the number of tokens of each context.
-      contexts: `[b]` integers, indices into `levels[length]`.
-
-    Returns:
-      `[b, V]` float64; rows sum to 1.
-    """
+    """The distributions `[b, V]` float64 after contexts `[b]` of one length."""
     level = self.levels[length]
     if length == 0:
       shape = (len(contexts), self.vocab_size)
@@ -207,8 +183,8 @@ class KatzModel:
 def estimate(counts: NGramCounts) -> KatzModel:
   """Estimates all probabilities.
 
-  Contexts that `min_count` left out of the counts have the distribution of
-  their longest suffix that was not left out.
+  Contexts left out by `min_count` have the distribution of their longest suffix
+  that was not.
   """
   discounts = tuple(discounts_of(row) for row in counts.counts_of_counts)
   levels: list[KatzLevel] = []
@@ -220,8 +196,8 @@ def estimate(counts: NGramCounts) -> KatzModel:
 def _rank(rows, tokens, probs, shape) -> np.ndarray:
   """The K most probable of n candidates for each row, of shape `[rows, K]`.
 
-  `rows`, `tokens` and `probs` (float32) are `[n]`. Of equally probable
-  candidates the earlier is ranked first; those of probability 0 are dropped.
+  `rows`, `tokens` and `probs` (float32) are `[n]`; ties keep their order, and
+  candidates of probability 0 are dropped.
   """
   # One integer sort key: the bits of positive floats ascend as the floats do.
   keys = (rows.astype(np.int64) << 32) - probs.view(np.int32)
@@ -283,10 +259,7 @@ def _from_distributions(
 def _best_of_level(
   model: KatzModel, length: int, shorter: np.ndarray, k: int
 ) -> np.ndarray:
-  """The k best tokens of every context of one length.
-
-  `shorter`: the best tokens of every context that is one token shorter.
-  """
+  """The k best tokens of every context of one length, given the `shorter`."""
   first = model.levels[length].counts.first
   best = np.zeros((len(first) - 1, k), _CANDIDATE)
   uncertain = np.ones(len(best), bool)

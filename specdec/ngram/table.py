@@ -1,14 +1,12 @@
 """N-gram tables: known contexts and the K most probable next tokens of each.
 
-The contexts form a trie that is read backwards, last token first, because a
-context backs off by losing its first token: the parent of "the old cat" is "old
-cat", then "cat", then the empty context, which is the root. A lookup walks down
-from the root until a child is missing; the node that it reached is the longest
-known context.
+The contexts form a trie that is read backwards, because a context backs off by
+losing its first token: the parent of "the old cat" is "old cat", then "cat",
+then the empty context, which is the root. A lookup walks down from the root
+until a child is missing, and so reaches the longest known context.
 """
 
 from collections.abc import Mapping
-import functools
 import hashlib
 import json
 import os
@@ -38,23 +36,19 @@ class NGramTable(flax.struct.PyTreeNode, kw_only=True):
 
   Contexts are numbered breadth first, so the children of a context are
   consecutive. Context 0 is the empty context.
-
-  Attributes:
-    edge_token: `[C]` int32, the token by which a context is longer than its
-      parent, which is its first token in reading order; 0, unused, at the root.
-    first_child: `[C + 1]` int32; the children of context c are `first_child[c]`
-      to `first_child[c + 1] - 1`, in ascending order of `edge_token`.
-    next_tokens: `[C, K]` int32, most probable first; 0 where missing.
-    next_log_probs: `[C, K]` float32, of the whole back-off distribution;
-      `MISSING` where missing.
-    order: n; a context has at most n - 1 tokens. Static.
-    vocab_size: V. Static.
   """
 
+  # `[C]` int32, the first token of a context in reading order, by which it is
+  # longer than its parent; 0, unused, at the root.
   edge_token: jax.Array
+  # `[C + 1]` int32; the children of context c are `first_child[c]` to
+  # `first_child[c + 1] - 1`, in ascending order of `edge_token`.
   first_child: jax.Array
+  # `[C, K]` int32, most probable first; 0 where missing.
   next_tokens: jax.Array
+  # `[C, K]` float32, of the whole back-off distribution, or `MISSING`.
   next_log_probs: jax.Array
+  # n; a context has at most n - 1 tokens.
   order: int = flax.struct.field(pytree_node=False)
   vocab_size: int = flax.struct.field(pytree_node=False)
 
@@ -77,33 +71,8 @@ class NGramTable(flax.struct.PyTreeNode, kw_only=True):
   @property
   def lookup_bytes(self) -> int:
     """The bytes that one lookup reads; whole cache lines are not counted."""
-    # Both ends of the range of children, the probes, and the child found.
-    per_level = 2 + self.num_probes + 1
+    per_level = 2 + self.num_probes + 1  # range of children, probes, child
     return 4 * ((self.order - 1) * per_level + 2 * self.num_continuations)
-
-
-def _halve(table, end, token, step, child):
-  """One step of the search for the last child whose token is at most `token`.
-
-  The offset of the child is found bit by bit. The search compares tokens and
-  not keys of (parent, token), because such keys would need 64 bits.
-  """
-  probe = child + ((1 << table.num_probes) >> (step + 1))
-  fits = jnp.take(table.edge_token, probe, mode='clip') <= token
-  return jnp.where((probe < end) & fits, probe, child)
-
-
-def _search_in_a_loop(table, start, end, token):
-  step = functools.partial(_halve, table, end, token)
-  return lax.fori_loop(0, table.num_probes, step, start)
-
-
-def _search_unrolled(table, start, end, token):
-  """The same search; XLA fuses several steps into a kernel."""
-  child = start
-  for step in range(table.num_probes):
-    child = _halve(table, end, token, step, child)
-  return child
 
 
 def _find_child(
@@ -111,30 +80,33 @@ def _find_child(
 ) -> tuple[jax.Array, jax.Array]:
   """The child of each context by each token, and whether it exists."""
   start, end = table.first_child[context], table.first_child[context + 1]
-  # On a CPU the unrolled search compiles five times slower and is not faster.
-  child = lax.platform_dependent(
-    table, start, end, token, cpu=_search_in_a_loop, default=_search_unrolled
-  )
+
+  # Finds the last child with at most the token, bit by bit; by tokens, because
+  # keys of (parent, token) would need 64 bits.
+  def halve(step, child):
+    probe = child + ((1 << table.num_probes) >> (step + 1))
+    fits = jnp.take(table.edge_token, probe, mode='clip') <= token
+    return jnp.where((probe < end) & fits, probe, child)
+
+  # On a CPU the unrolled search compiles five times slower and is not faster;
+  # elsewhere XLA fuses several of its steps into a kernel.
+  def unrolled(child):
+    for step in range(table.num_probes):
+      child = halve(step, child)
+    return child
+
+  looped = lambda start: lax.fori_loop(0, table.num_probes, halve, start)
+  child = lax.platform_dependent(start, cpu=looped, default=unrolled)
   found = jnp.take(table.edge_token, child, mode='clip') == token
   return child, found & (start < end)
 
 
 def find_context(table: NGramTable, history: jax.Array) -> jax.Array:
-  """The longest known context of each text.
+  """The longest known context of each text, `[...]` int32; 0 if it is empty.
 
-  The number of steps depends only on the static sizes of the table.
-
-  Args:
-    table: the table, of order n.
-    history: `[..., n - 1]` int32, the last tokens of each text, the most recent
-      FIRST; -1 before the start of the text.
-
-  Returns:
-    `[...]` int32, below C; 0, the empty context, if the most recent token is
-    not known.
-
-  Raises:
-    ValueError: the last axis of the history is not n - 1.
+  `history`: `[..., n - 1]` int32, the last tokens of each text for a table of
+  order n, the most recent FIRST; -1 before the start of the text. Raises
+  ValueError if the last axis is not n - 1.
   """
   if history.shape[-1] != table.order - 1:
     raise ValueError(
@@ -162,13 +134,9 @@ def save_table(
 ) -> None:
   """Writes a table to a safetensors file, atomically.
 
-  Log-probabilities are rounded to float16 (relative error 0.1 %). Tokens are
-  stored in 16 bits if the vocabulary allows.
-
-  Args:
-    path: the file; its folder is created if it does not exist.
-    table: the table to write.
-    provenance: what the table was built from, serializable as JSON.
+  Log-probabilities are rounded to float16 (relative error 0.1 %). The folder is
+  created if it does not exist; `provenance`, what the table was built from,
+  must be serializable as JSON.
   """
   path = pathlib.Path(path)
   token_dtype = np.uint16 if table.vocab_size <= 1 << 16 else np.int32
@@ -196,14 +164,9 @@ def save_table(
 
 
 def load_table(path: str | os.PathLike[str]) -> tuple[NGramTable, dict]:
-  """Reads a file that `save_table` wrote.
+  """Reads the table (to the default device) and provenance of `save_table`.
 
-  Returns:
-    The table on the default device, and its provenance.
-
-  Raises:
-    ValueError: the file does not exist, is not a table, or is damaged; the
-      message names the file and the remedy.
+  Raises ValueError if the file does not exist, is not a table, or is damaged.
   """
   remedy = 'build one with scripts/build_ngram.py'
   if not pathlib.Path(path).is_file():

@@ -1,14 +1,13 @@
-"""What decoding costs: V(N) as measured, and the speed that follows from it.
+"""Costs of decoding: the measured V(N), and the speed predicted from it.
 
-V(N) is the time of one target forward over N tree nodes of each row. Together
-with the counts and the time of a replay (`specdec.study.replay`), which decodes
-without the target, it predicts the time of a decode:
+V(N) is the time of one target forward over N tree nodes of each row. With the
+counts and the time of a replay (`specdec.study.replay`), which contains
+drafting, the loop and the host, it predicts the time of a decode:
 
     replay seconds + prompts * prompt seconds + steps * V(N)
 
-A replay contains drafting, the loop and the host. The models were timed apart,
-so the prediction leaves out that they evict each other from the caches of the
-processor: it is a lower bound.
+The models were timed apart, so the prediction leaves out that they evict each
+other from the caches of the processor: it is a lower bound.
 """
 
 from collections.abc import Callable
@@ -24,26 +23,21 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec.cache import causal_mask
-from specdec.cache import KVCache
 from specdec.cache import window_mask
 from specdec.model import LanguageModel
+from specdec.model import prefill
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepCosts:
   """Seconds of target forwards, at one batch size, dtype and context length.
 
-  Attributes:
-    prompt: seconds in which the target reads a batch of prompts.
-    verification: V in seconds, by N; V(1), plain decoding, must be included.
-
   Raises:
-    ValueError: V(1) is missing.
+    ValueError: V(1), plain decoding, is missing.
   """
 
-  prompt: float
-  verification: Mapping[int, float]
+  prompt: float  # Of reading a batch of prompts.
+  verification: Mapping[int, float]  # V by N.
 
   def __post_init__(self):
     if 1 not in self.verification:
@@ -53,11 +47,7 @@ class StepCosts:
       )
 
   def of_nodes(self, num_nodes: int) -> float:
-    """V(N) in seconds, interpolated linearly between the measured N.
-
-    Raises:
-      ValueError: N is larger than any N that was measured.
-    """
+    """V(N) in seconds, interpolated; ValueError beyond the measured N."""
     sizes = sorted(self.verification)
     if not 1 <= num_nodes <= sizes[-1]:
       raise ValueError(
@@ -70,23 +60,14 @@ class StepCosts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trial:
-  """Counts and time of a replay of sample texts with one drafter.
+  """Counts and time of a replay of sample texts with one drafter."""
 
-  Attributes:
-    num_nodes: N of the trees; 1 for plain decoding.
-    tokens: emitted tokens of all rows.
-    forwards: target forwards, summed over the rows that were not done.
-    steps: batched target forwards.
-    prompts: batches that were decoded.
-    seconds: wall time of the replay.
-  """
-
-  num_nodes: int
-  tokens: int
-  forwards: int
-  steps: int
-  prompts: int
-  seconds: float
+  num_nodes: int  # N of the trees; 1 for plain decoding.
+  tokens: int  # Emitted tokens of all rows.
+  forwards: int  # Target forwards, summed over the rows that were not done.
+  steps: int  # Batched target forwards.
+  prompts: int  # Batches that were decoded.
+  seconds: float  # Wall time of the replay.
 
   @property
   def block_efficiency(self) -> float:
@@ -109,14 +90,7 @@ class Trial:
     return self.tokens / seconds
 
 
-@functools.partial(jax.jit, static_argnames='num_slots')
-def _read_prompts(target: LanguageModel, prompts: jax.Array, num_slots: int):
-  """The cache with the prompts `[B, P]`; no logits are computed."""
-  batch_size, length = prompts.shape
-  cache = target.spec.init_cache(batch_size, num_slots)
-  positions = jnp.broadcast_to(jnp.arange(length)[None], prompts.shape)
-  mask = causal_mask(cache.length, length, num_slots)
-  return target.apply(prompts, positions, mask, cache)[1]
+_read_prompts = jax.jit(prefill, static_argnames=('num_slots', 'window_size'))
 
 
 @functools.partial(
@@ -142,37 +116,6 @@ def _verify(target: LanguageModel, text, cache, num_steps, *, num_nodes: int):
   return lax.fori_loop(0, num_steps, forward, (cache, chosen))
 
 
-def _seconds(run: Callable[[], object]) -> float:
-  begin = time.perf_counter()
-  jax.block_until_ready(run())
-  return time.perf_counter() - begin
-
-
-def _verifier(
-  target: LanguageModel, text: jax.Array, cache: KVCache, num_steps: int
-) -> Callable[[int], float]:
-  """A function that returns the seconds of a forward over N nodes."""
-  caches = [cache]
-
-  def verify(num_nodes: int) -> float:
-    def run():
-      length = jnp.copy(cache_length)
-      cache, chosen = _verify(
-        target,
-        text,
-        caches.pop().replace(length=length),
-        num_steps,
-        num_nodes=num_nodes,
-      )
-      caches.append(cache)
-      return chosen
-
-    return _seconds(run) / num_steps
-
-  cache_length = jnp.copy(cache.length)
-  return verify
-
-
 def _median_seconds(
   verify: Callable[[int], float],
   sizes: Sequence[int],
@@ -180,7 +123,7 @@ def _median_seconds(
   most_tokens: float,
   is_late: Callable[[], bool],
 ) -> dict[int, float]:
-  """Medians by N; see `measure_step_costs`."""
+  """Medians of the seconds by N; see `measure_step_costs`."""
   measured: dict[int, list[float]] = {}
   for size in sizes:
     if len(measured) >= 2 and is_late():
@@ -218,16 +161,15 @@ def measure_step_costs(
 
   Args:
     target: the target model.
-    texts: tokens such as will be decoded, for each of the B rows; short texts
-      are repeated.
-    prompt_slots: P, the padded length of the prompts; P tokens are read.
+    texts: tokens like those to be decoded, for each row; repeated if short.
+    prompt_slots: P, the padded length of the prompts.
     max_new_tokens: room for new tokens, as padded by `specdec.generate`.
-    context: tokens in the cache, such as in the middle of a decode.
+    context: tokens in the cache during verification.
     node_counts: the N to measure; 1 is added.
     num_steps: forwards per measurement.
     repeats: measurements of each N.
-    most_tokens: most tokens of a step. N whose forwards take longer than so
-      many plain forwards are left out, except the smallest two.
+    most_tokens: N whose forwards take longer than this number of plain forwards
+      are left out, except the smallest two.
     is_late: once it returns true, further N and repeats are left out, except
       the smallest two N and one repeat.
 
@@ -244,13 +186,24 @@ def measure_step_costs(
   text = jnp.asarray(
     np.stack([np.resize(np.array(row, np.int32), length) for row in texts])
   )
-  read = lambda: _read_prompts(target, text[:, :prompt_slots], length)
-  cache = read()
-  prompt = _seconds(read)
-  # Slots behind the prompts stay zero; reading them takes as long.
-  cache = cache.replace(length=jnp.full(len(texts), context, jnp.int32))
-  verify = _verifier(target, text, cache, num_steps)
-  return StepCosts(
-    prompt=prompt,
-    verification=_median_seconds(verify, sizes, repeats, most_tokens, is_late),
+  full = jnp.full(len(texts), context, jnp.int32)
+  sizes_of = {'num_slots': num_slots, 'window_size': sizes[-1]}
+  read = lambda: jax.block_until_ready(
+    _read_prompts(target, text[:, :prompt_slots], full, **sizes_of)
   )
+  cache = read().cache  # compiles
+  begin = time.perf_counter()
+  read()
+  prompt = time.perf_counter() - begin
+
+  # Slots between the prompts and the context are zero; reading takes as long.
+  def verify(num_nodes: int) -> float:
+    nonlocal cache  # It is donated, its length included.
+    cache = cache.replace(length=jnp.copy(full))
+    begin = time.perf_counter()
+    cache, chosen = _verify(target, text, cache, num_steps, num_nodes=num_nodes)
+    jax.block_until_ready(chosen)
+    return (time.perf_counter() - begin) / num_steps
+
+  seconds = _median_seconds(verify, sizes, repeats, most_tokens, is_late)
+  return StepCosts(prompt=prompt, verification=seconds)

@@ -1,19 +1,16 @@
 """Goodness-of-fit tests of sampled tokens, and margins of near-ties.
 
-If the token x at some position was drawn from the distribution p that the
-target has there given the text before it, then
+If the token x at some position was drawn from the target's distribution p given
+the text before it, then
 
     u = sum of p over all tokens before x in some order + v p(x)
 
-with v uniform is uniform on [0, 1) and independent of all earlier u
-(Rosenblatt, 1952). So a text is distributed as the target if and only if its u
-are independent and uniform. Every token takes part in the test, whatever its
-own distribution is, and no second sample is needed.
+with v uniform is uniform on [0, 1) and independent of all earlier u, if and
+only if the text is distributed as the target (Rosenblatt, 1952).
 
-The power of the test depends on the order. The bias of a wrong verification
-rule is mostly towards or away from tokens that the draft prefers more than the
-target does, so that sorting by the ratio of draft to target detects it best; in
-another order it may average out.
+The power of the test depends on the order. A wrong verification rule mostly
+favours or disfavours tokens that the draft prefers more than the target does,
+so sorting by the ratio of draft to target detects its bias best.
 """
 
 from collections.abc import Sequence
@@ -54,12 +51,9 @@ def _logits(
 def distributions(
   model: LanguageModel, tokens: jax.Array, sampling: SamplingParams
 ) -> jax.Array:
-  """The distributions that the tokens of a text should be drawn from.
+  """The distributions from which the tokens of a text should be drawn.
 
-  Args:
-    model: the model that defines them.
-    tokens: `[1, S]` int32, padded at the end with any valid token.
-    sampling: of this row.
+  `tokens`: `[1, S]` int32, padded at the end with any valid token.
 
   Returns:
     `[S, V]` float32; entry t is the distribution of token t + 1.
@@ -68,18 +62,20 @@ def distributions(
 
 
 @jax.jit
-def _transform(probs, draft_probs, tokens, key):
-  """`[n, orders]`, u of `tokens [n]` in each order; `[n]`, their p."""
+def _transform(all_probs, tokens, key):
+  """`[n, orders]`, u of `tokens [n]` in each order; `[n]`, their p.
+
+  `all_probs`: `[n, V]` of the target and, if there is one, of the draft.
+  """
   of_token = lambda array: jnp.take_along_axis(array, tokens[:, None], axis=1)
+  probs = all_probs[0]
   uniform_key, order_key = jax.random.split(key)
   number = jax.random.permutation(order_key, probs.shape[1])[None]
   number = jnp.broadcast_to(number, probs.shape)
   own = of_token(probs)
-  sort_by = [-probs, number]
-  if draft_probs is not None:
-    sort_by.append(-draft_probs / jnp.maximum(probs, 1e-37))
+  ratios = [-draft / jnp.maximum(probs, 1e-37) for draft in all_probs[1:]]
   columns = []
-  for value in sort_by:
+  for value in (-probs, number, *ratios):
     tie = (value == of_token(value)) & (number < of_token(number))
     is_before = (value < of_token(value)) | tie
     columns.append(jnp.sum(jnp.where(is_before, probs, 0.0), axis=1))
@@ -102,61 +98,44 @@ def transform(
   key: jax.Array,
   draft: LanguageModel | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-  """The numbers u of the new tokens of a row.
-
-  Args:
-    model: the target.
-    prompt: token ids of the prompt.
-    new: the generated tokens, at least one.
-    sampling: of this row.
-    key: for v and for the random order.
-    draft: the drafting model, if there is one.
+  """The numbers u of the new tokens of a row; `key` is for v and random order.
 
   Returns:
-    `[n, orders]` float32, u in the `ORDERS`, of which the last needs a draft;
-    and `[n]` float32, the target's probability of each token, which is 0 for a
-    token that the target cannot emit.
+    `[n, orders]` float32, u in the `ORDERS`, the last only with a draft; and
+    `[n]` float32, the target's probability of each token.
   """
   text = padded([*prompt, *new])
   params = check_sampling(sampling, 1, model.spec.vocab_size)
-  probs = distributions(model, text, params)
-  draft_probs = None if draft is None else distributions(draft, text, params)
+  models = [model, draft] if draft else [model]
+  probs = [distributions(x, text, params) for x in models]
   tokens = jnp.asarray(np.roll(text[0], -1))
-  values, own = jax.device_get(_transform(probs, draft_probs, tokens, key))
+  values, own = jax.device_get(_transform(probs, tokens, key))
   span = slice(len(prompt) - 1, len(prompt) - 1 + len(new))
   return values[span], own[span]
 
 
-def _chi_square(counts: np.ndarray) -> float:
-  """The p-value of counts that should be equal."""
-  expected = counts.sum() / counts.size
+def _chi_square(values: np.ndarray, bins: int) -> float:
+  """The p-value of integers below `bins` that should be uniform."""
+  counts = np.bincount(values, minlength=bins)
+  expected = counts.sum() / bins
   statistic = ((counts - expected) ** 2 / expected).sum()
-  half_freedom = (counts.size - 1) / 2
-  return float(jax.scipy.special.gammaincc(half_freedom, statistic / 2))
+  return float(jax.scipy.special.gammaincc((bins - 1) / 2, statistic / 2))
 
 
 def p_values(rows: Sequence[np.ndarray]) -> dict[str, float]:
   """P-values under the hypothesis that the tokens follow the target.
 
-  Args:
-    rows: for each row `[n, orders]`, from `transform`; some hundred tokens in
-      all.
-
-  Returns:
-    The p-values of two chi-square tests per order: that u is uniform, and that
-    it is independent of the u before it.
+  Two chi-square tests per order: that u is uniform, and that it is independent
+  of the u before it. `rows` are from `transform`, some hundred tokens in all.
   """
   values = {}
-  for column in range(rows[0].shape[1]):
-    order = ORDERS[column]
+  for column, order in enumerate(ORDERS[: rows[0].shape[1]]):
     scaled = [np.clip(row[:, column], 0, 1 - 1e-7) for row in rows]
-    bins = (np.concatenate(scaled) * _BINS).astype(int)
-    counts = np.bincount(bins, minlength=_BINS)
-    values[f'uniform, {order}'] = _chi_square(counts)
+    fine = (np.concatenate(scaled) * _BINS).astype(int)
+    values[f'uniform, {order}'] = _chi_square(fine, _BINS)
     coarse = [(row * _PAIR_BINS).astype(int) for row in scaled]
     pairs = np.concatenate([_PAIR_BINS * row[:-1] + row[1:] for row in coarse])
-    counts = np.bincount(pairs, minlength=_PAIR_BINS**2)
-    values[f'independent, {order}'] = _chi_square(counts)
+    values[f'independent, {order}'] = _chi_square(pairs, _PAIR_BINS**2)
   return values
 
 
@@ -178,19 +157,12 @@ def choice_margin(
   tokens: Sequence[int],
   sampling: Sampling,
 ) -> float:
-  """The margin between the two best scores for the token after `tokens`.
+  """The margin, at least 0, of the two best scores of the next token.
 
   A score is a logit over the temperature plus noise (`specdec.sampling`); at
-  temperature 0 this is the difference of the two largest logits, in nats.
+  temperature 0 the margin is the difference of two logits, in nats.
 
-  Args:
-    model: the target.
-    row_key: the random key of the row, see `specdec.decode`.
-    tokens: the sequence so far.
-    sampling: of this row, see `Sampling.of_row`.
-
-  Returns:
-    The margin, at least 0.
+  `tokens` is the text so far; `row_key` and `sampling` are those of the row.
   """
   length = jnp.array(len(tokens), jnp.int32)
   params = check_sampling(sampling, 1, model.spec.vocab_size)

@@ -1,15 +1,13 @@
-"""Decoding a text that is known already: drafting without the target.
+"""Replays of known texts: decoding without the target, to try drafters.
 
-With `verify='match'` the text does not depend on who drafts. So, once the
-target has said it, any number of drafters can be tried on it with a stand-in
-for the target that just knows the next token. The decode loop is the production
-one, and so are the tokens, the steps and all other counts; what it takes is the
-time of drafting.
+With `verify='match'` the text does not depend on the drafter. So any drafter
+can be tried on a text of the target with an oracle target, which knows the next
+token. All counts are those of the real decode; the time is that of drafting.
 
     known = specdec.generate(target, key, prompts, ...).tokens
     texts = [prompt + new for prompt, new in zip(prompts, known)]
-    stand_in = replay.stand_in(target.spec, texts)
-    specdec.generate(stand_in, key, prompts, drafter=any_drafter, ...).stats
+    oracle = replay.oracle_target(target.spec, texts)
+    specdec.generate(oracle, key, prompts, drafter=any_drafter, ...).stats
 """
 
 from collections.abc import Sequence
@@ -28,65 +26,50 @@ from specdec.sampling import adjust_logits
 from specdec.sampling import position_noise
 from specdec.sampling import SamplingParams
 
-
-def _init_cache(batch_size: int, num_slots: int) -> kv.KVCache:
-  return kv.init_cache(
-    batch_size,
-    num_slots,
-    num_layers=0,
-    num_heads=1,
-    head_width=1,
-    dtype=jnp.float32,
-  )
+_init_cache = functools.partial(
+  kv.init_cache, num_layers=0, num_heads=1, head_width=1, dtype=jnp.float32
+)
 
 
 @functools.cache
-def _stand_in(definition: ModelSpec) -> ModelSpec:
-  """One record per target, so that other texts do not recompile."""
+def _oracle_spec(spec: ModelSpec) -> ModelSpec:
+  """The same object for all texts, so that other texts do not recompile."""
 
   def apply(params, tokens, positions, mask, cache):
     del tokens, mask
     texts = params['texts']
-    last = texts.shape[1] - 1
-    following = jnp.take_along_axis(
-      texts, jnp.minimum(positions + 1, last), axis=1
-    )
-    known = jax.nn.one_hot(following, definition.vocab_size, dtype=bool)
+    next_positions = jnp.minimum(positions + 1, texts.shape[1] - 1)
+    following = jnp.take_along_axis(texts, next_positions, axis=1)
+    known = jax.nn.one_hot(following, spec.vocab_size, dtype=bool)
     # No bias, penalty, temperature or noise makes another token likelier.
     return jnp.where(known, 0.0, -jnp.inf), cache
 
-  return dataclasses.replace(definition, apply=apply, init_cache=_init_cache)
+  return dataclasses.replace(spec, apply=apply, init_cache=_init_cache)
 
 
-def stand_in(
-  definition: ModelSpec, texts: Sequence[Sequence[int]]
+def oracle_target(
+  spec: ModelSpec, texts: Sequence[Sequence[int]]
 ) -> LanguageModel:
-  """A target that says what is known already, and costs next to nothing.
+  """A target that predicts the known next token, at almost no cost.
 
-  To have the counts of the real target, decode with its row keys, sampling and
-  limits. Its sizes in bytes are those of the real target: drafters that stop
-  early look at them, and so does `relative_bandwidth`.
-
-  Args:
-    definition: of the real target.
-    texts: of each row, the prompt and the tokens that the target said, in the
-      order of the batch. What comes behind their end is arbitrary.
+  Its counts are those of the real target, whose `spec` it takes, for the same
+  row keys, sampling and limits. `texts` are the prompts and the tokens that the
+  target emitted; tokens behind their end are arbitrary.
 
   Raises:
     ValueError: a text is longer than the context of the target.
   """
   longest = max(map(len, texts))
-  if longest > definition.max_positions:
+  if longest > spec.max_positions:
     raise ValueError(
       f'a text of {longest} tokens exceeds the context of the target,'
-      f' {definition.max_positions} tokens'
+      f' {spec.max_positions} tokens'
     )
-  padded = np.zeros((len(texts), definition.max_positions), np.int32)
+  padded = np.zeros((len(texts), spec.max_positions), np.int32)
   for row, text in enumerate(texts):
     padded[row, : len(text)] = text
-  return LanguageModel(
-    params={'texts': jnp.asarray(padded)}, spec=_stand_in(definition)
-  )
+  params = {'texts': jnp.asarray(padded)}
+  return LanguageModel(params=params, spec=_oracle_spec(spec))
 
 
 @jax.jit
@@ -96,21 +79,21 @@ def next_token_ranks(
   row_keys: jax.Array,
   sampling: SamplingParams,
 ) -> jax.Array:
-  """As which of the draft's guesses each next token of a text comes.
+  """The rank of each next token of a text among the draft's candidates.
 
-  The guesses are those of match verification, ranked with the noise of their
+  Candidates are those of match verification, ranked with the noise of their
   positions. A repetition penalty is left out.
 
   Args:
     draft: a language model.
     tokens: `[B, T]` int32, texts, padded at the end with any valid token; T is
       at most the context of the draft.
-    row_keys: `[B]` keys, of the decode that gave the texts.
-    sampling: validated; likewise.
+    row_keys: `[B]` keys of the decode that gave the texts.
+    sampling: of that decode.
 
   Returns:
     `[B, T - 1]` int32; entry t of a row is the rank, from 0, of its token
-    t + 1 among the guesses of what follows the first t + 1 tokens.
+    t + 1 after the first t + 1 tokens.
   """
   positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
   logits = adjust_logits(draft.logits(tokens)[:, :-1], sampling, None)

@@ -1,15 +1,15 @@
 """Interleaved timing of several ways of decoding the same prompts.
 
-The speed of a machine drifts, so that only ratios within one run are reliable.
-Each batch of prompts is decoded by every arm before the next batch begins, the
-order of the arms is reversed from batch to batch, and everything is compiled
-before the first measurement.
+The speed of a machine drifts, so only ratios within one run are reliable. Every
+arm decodes a batch of prompts before the next batch begins, the order of the
+arms is reversed from batch to batch, and everything is compiled beforehand.
 """
 
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
+import math
 import time
 from typing import Any
 
@@ -27,28 +27,17 @@ Arm = Callable[[Sequence[Sequence[int]], int], Generation]
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-  """One decode of one batch of prompts by one arm.
+  """One decode of one batch of prompts by one arm."""
 
-  Attributes:
-    seconds: from the prompts to the last new token.
-    generation: the result.
-    prefill_seconds: of the same call with limit 0, that is, of reading the
-      prompts and of the fixed cost of a call.
-  """
-
-  seconds: float
+  seconds: float  # Wall time of the call.
   generation: Generation
+  # Of the same call with limit 0: the prefill and the fixed cost of a call.
   prefill_seconds: float = 0.0
 
   @property
   def new_tokens(self) -> int:
     """Emitted tokens of all rows."""
     return self.generation.stats['new_tokens']
-
-  @property
-  def seconds_per_token(self) -> float:
-    """Wall time over emitted tokens."""
-    return self.seconds / max(self.new_tokens, 1)
 
 
 def _timed(
@@ -66,18 +55,11 @@ def warm_up(
   max_new_tokens: int,
   report: Callable[[], Any] = lambda: None,
 ) -> dict[str, float]:
-  """Compiles every arm for every padded shape of the batches.
-
-  Args:
-    arms: by name.
-    batches: lists of prompts; each list is decoded as one batch.
-    max_new_tokens: the limit per row.
-    report: called after every arm.
+  """Compiles every arm for every padded shape of the batches (see `measure`).
 
   Returns:
-    By arm, the time of its first calls minus the time of the same calls
-    repeated, in seconds: tracing and compiling. Programs that an earlier arm
-    has compiled are not compiled again.
+    By arm, the seconds of tracing and compiling: of its first calls minus those
+    of the same calls repeated. Earlier arms may have compiled its programs.
   """
   shape = lambda batch: (len(batch), *padded_shape(batch, max_new_tokens))
   first_of_shape = {shape(batch): batch for batch in reversed(batches)}
@@ -102,24 +84,21 @@ def measure(
   max_seconds: float | None = None,
   report: Callable[[], Any] = lambda: None,
 ) -> dict[str, list[Measurement]]:
-  """Decodes every batch with every arm; call `warm_up` first.
+  """By arm, the measurement of each batch; call `warm_up` first.
 
   Args:
     arms: by name.
     batches: lists of prompts; each list is decoded as one batch.
     max_new_tokens: the limit per row.
     before_batch: called before every batch, e.g. to measure the machine.
-    max_seconds: after that time no batch begins, except for the first.
+    max_seconds: after that time only the first batch begins.
     report: called after every decode.
-
-  Returns:
-    By arm, one measurement per batch that was decoded.
   """
+  most_seconds = math.inf if max_seconds is None else max_seconds
   start = time.perf_counter()
   results: dict[str, list[Measurement]] = {name: [] for name in arms}
   for index, batch in enumerate(batches):
-    elapsed = time.perf_counter() - start
-    if index and max_seconds is not None and elapsed > max_seconds:
+    if index and time.perf_counter() - start > most_seconds:
       break
     before_batch()
     for name in list(arms)[:: 1 if index % 2 == 0 else -1]:
@@ -144,7 +123,7 @@ def first_difference(
 ) -> int | None:
   """The first index at which two sequences differ; None if they are equal.
 
-  If one is a prefix of the other, that is the length of the shorter.
+  If a sequence is a prefix of the other, that is the length of the shorter.
   """
   if list(tokens) == list(expected):
     return None
@@ -169,37 +148,25 @@ def find_flips(
 
 
 _COUNTS = (
-  'new_tokens',
-  'target_forwards',
-  'accepted_histogram',
-  'stage_forwards',
-  'origins',
-  'reads',
-  'positions',
+  *('new_tokens', 'target_forwards', 'accepted_histogram', 'stage_forwards'),
+  *('origins', 'reads', 'positions'),
 )
 
 
 def summarize_arms(
   results: Mapping[str, Sequence[Measurement]], *, baseline: str
 ) -> dict[str, dict[str, Any]]:
-  """Pools the measurements of each arm.
-
-  Args:
-    results: from `measure`.
-    baseline: the arm that speed ratios refer to.
+  """Pools the measurements of each arm; speed ratios refer to `baseline`.
 
   Returns:
-    By arm: the counts of `specdec.statistics.summarize`, pooled, and the
-    ratios that follow from them; `seconds` and the `prefill_seconds` among
-    them; `tokens_per_second`; `speed`, the baseline's seconds per token over
-    the arm's, pooled; `speed_per_batch`, the same for each batch; for the two
-    pooled figures `..._interval`, the 95 % interval over batches
-    (`pooled_interval`), None for a single batch.
+    By arm: pooled counts and ratios of `specdec.statistics.summarize`;
+    `seconds` and the `prefill_seconds` among them; `tokens_per_second`;
+    `speed`, the baseline's seconds per token over the arm's, pooled, and
+    `speed_per_batch`; for the two pooled figures `..._interval`, the 95 %
+    interval over batches (`pooled_interval`), None for a single batch.
   """
-  return {
-    name: _summarize(measurements, results[baseline])
-    for name, measurements in results.items()
-  }
+  base = results[baseline]
+  return {name: _summarize(found, base) for name, found in results.items()}
 
 
 def _summarize(
@@ -215,15 +182,15 @@ def _summarize(
     for arm in (measurements, baseline)
     for values in ([m.new_tokens for m in arm], [m.seconds for m in arm])
   ]
+  per_token = lambda measured: measured.seconds / max(measured.new_tokens, 1)
+  bandwidth = relative_bandwidth(pooled['reads'], stats[0]['costs'])
   speed = lambda tokens, seconds, base_tokens, base_seconds: (
     tokens / seconds / (base_tokens / base_seconds)
   )
   return pooled | {
     'block_efficiency': tokens / forwards,
     'nodes_per_forward': pooled['positions']['target'] / forwards,
-    'relative_bandwidth': relative_bandwidth(
-      pooled['reads'], stats[0]['costs']
-    ),
+    'relative_bandwidth': bandwidth,
     'seconds': sum(columns[1]),
     'prefill_seconds': sum(m.prefill_seconds for m in measurements),
     'tokens_per_second': tokens / sum(columns[1]),
@@ -231,7 +198,7 @@ def _summarize(
     'speed': speed(*map(sum, columns)),
     'speed_interval': pooled_interval(columns, speed),
     'speed_per_batch': [
-      base.seconds_per_token / measured.seconds_per_token
+      per_token(base) / per_token(measured)
       for base, measured in zip(baseline, measurements, strict=True)
     ],
   }
@@ -243,28 +210,18 @@ _RESAMPLES = 10_000
 def pooled_interval(
   columns: Sequence[Sequence[float]],
   statistic: Callable[..., np.ndarray],
-  *,
-  level: float = 0.95,
 ) -> tuple[float, float] | None:
-  """The percentile bootstrap interval of a function of sums over prompts.
+  """The 95 % percentile bootstrap interval of a function of sums over prompts.
 
-  Args:
-    columns: sequences of n numbers, one per prompt, or per batch of prompts if
-      batches are resampled as a whole.
-    statistic: maps the sums of the columns over each resample of n prompts,
-      arrays of one length, to the figure, e.g. tokens over seconds.
-    level: the share of the resamples inside the interval.
-
-  Returns:
-    Both ends; None for fewer than two prompts.
+  `columns` have n numbers each, one per prompt or batch of prompts; `statistic`
+  maps the sums of the columns over each resample, arrays of equal length, to
+  the figure, e.g. tokens over seconds. Returns both ends; None for n < 2.
 
   Raises:
-    ValueError: the columns differ in length, or `level` is not in (0, 1).
+    ValueError: the columns differ in length.
   """
   if len({len(column) for column in columns}) != 1:
     raise ValueError(f'columns must be of one length, got {columns}')
-  if not 0 < level < 1:
-    raise ValueError(f'level must be between 0 and 1, got {level}')
   values = np.asarray(columns, np.float64)
   size = values.shape[1]
   if size < 2:
@@ -272,6 +229,6 @@ def pooled_interval(
   rng = np.random.default_rng(0)
   times_drawn = rng.multinomial(size, np.full(size, 1 / size), _RESAMPLES)
   figures = statistic(*(times_drawn @ column for column in values))
-  tail = (1 - level) / 2
+  tail = (1 - 0.95) / 2
   low, high = np.quantile(figures, (tail, 1 - tail))
   return float(low), float(high)

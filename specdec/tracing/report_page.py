@@ -1,8 +1,6 @@
 """HTML pictures of a whole decode: its text by source, and a page of blocks.
 
-The page needs no network, no server and no other file: it contains its styles,
-its script and the trace. Without JavaScript it shows all blocks, one below the
-other.
+The page loads nothing. Without JavaScript it shows all blocks.
 """
 
 from collections.abc import Iterable
@@ -11,8 +9,6 @@ from importlib import resources
 import itertools
 
 from specdec.tracing import svg
-from specdec.tracing.charts import shares
-from specdec.tracing.charts import survivors
 from specdec.tracing.svg import escape
 from specdec.tracing.svg import Html
 from specdec.tracing.svg import plural
@@ -61,11 +57,8 @@ def text(trace: Trace) -> Html:
   """The prompt and the new text, whose tokens are coloured by their sources.
 
   This is figure 3 of the staged speculative decoding paper (arXiv 2308.04623).
-
-  Returns:
-    HTML. Hovering over a token shows its id, position, block, source and, if
-    the trace has it, log-probability. A list has the share of each source and
-    the style of the line below its tokens.
+  Hovering over a token shows its id, position, block, source and, if the trace
+  has it, log-probability.
   """
   total = max(len(trace.tokens), 1)
   entries = [
@@ -104,6 +97,21 @@ def _table(caption: str, head: str, rows: Iterable[Sequence]) -> str:
     f'<table><caption>{escape(caption)}</caption><thead><tr>{columns}</tr>'
     f'</thead><tbody>{body}</tbody></table>'
   )
+
+
+def shares(histogram: Sequence[int]) -> list[float]:
+  """The fractions of the forwards in each entry."""
+  total = max(sum(histogram), 1)
+  return [count / total for count in histogram]
+
+
+def survivors(histogram: Sequence[int]) -> list[float]:
+  """The fractions of the forwards that accepted at least 1, 2, ... tokens.
+
+  Entry i of the histogram is the number of forwards that accepted i tokens.
+  """
+  parts = shares(histogram)
+  return [sum(parts[depth:]) for depth in range(1, len(parts))]
 
 
 def _bar(share: float) -> Html:
@@ -158,15 +166,10 @@ def _summary(trace: Trace) -> str:
 
 
 def report(trace: Trace, *, title: str = 'Decoding, block by block') -> Html:
-  """A page that steps through the blocks of a decode with keys or buttons.
-
-  Returns:
-    HTML for a file in UTF-8. It loads nothing. Its element `trace` contains the
-    trace as `Trace.to_json` gives it.
-  """
-  forwards = plural(len(trace.blocks), 'target forward')
+  """A page (UTF-8) of all blocks; its element `trace` has `Trace.to_json`."""
   figures = (
-    f'{plural(len(trace.tokens), "token")} in {forwards}:'
+    f'{plural(len(trace.tokens), "token")} in'
+    f' {plural(len(trace.blocks), "target forward")}:'
     f' {trace.block_efficiency:.2f} per forward. Finish reason:'
     f' {trace.finish_reason}.'
   )

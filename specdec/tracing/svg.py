@@ -1,14 +1,12 @@
 """SVG pictures of one block: the token tree and the attention mask.
 
-All text is escaped. Sources of tokens differ in their colours, superscript
-marks and line styles.
+All text is escaped. Sources differ in colours, superscripts and line styles.
 """
 
 import collections
 from collections.abc import Sequence
 import html
 import itertools
-from typing import NamedTuple
 import unicodedata
 
 from specdec.tracing.trace import Block
@@ -61,16 +59,11 @@ class Svg(_Markup):
     return str(self)
 
 
-class Style(NamedTuple):
-  """The background of a source, and the colour and style of its underline."""
-
-  fill: str
-  edge: str
-  line: str
-
-
+# The background of a source, and the colour and style of its underline.
 # The contrast of black text on `fill` is at least 10, of `edge` on white 4.
+Style = collections.namedtuple('Style', 'fill edge line')
 _STYLES = (
+  Style('#ffffff', '#ffffff', 'none'),
   Style('#b5e3b5', '#1b6e2a', 'solid'),
   Style('#ffe08a', '#7a5b00', 'dotted'),
   Style('#a9def2', '#0b5c7a', 'dashed'),
@@ -80,9 +73,7 @@ _STYLES = (
 
 def style_of(source: int) -> Style:
   """The style of a source; 0 is the target."""
-  if source == 0:
-    return Style('#ffffff', '#ffffff', 'none')
-  return _STYLES[(source - 1) % len(_STYLES)]
+  return _STYLES[(source - 1) % (len(_STYLES) - 1) + 1 if source else 0]
 
 
 def mark_of(source: int) -> str:
@@ -102,10 +93,7 @@ def escape(text: str) -> str:
 
 
 def visible(text: str, limit: int = 16) -> str:
-  """A token as a label with visible white space; not escaped.
-
-  The middle of a label with more than `limit` characters is left out.
-  """
+  """A token with visible white space, shortened to `limit`; not escaped."""
   text = _printable(text.translate(_VISIBLE), '')
   if len(text) > limit:
     half = (limit - 1) // 2
@@ -215,17 +203,10 @@ def _rows(boxes: list[_Box], probs: Sequence[float]) -> list[int]:
 def tree(trace: Trace, number: int) -> Svg:
   """Draws the tree that the target verified in a block.
 
-  Depth grows to the right. The first child of a node is in the row of the node,
-  and an accepted child is the first, so the accepted path is the upper edge.
-
-  Args:
-    trace: the trace of a decode.
-    number: the index of the block, from 0; negative indices count from the end.
-
-  Returns:
-    A picture. A box shows the source of a token (mark and colour), the token
-    with visible white space, and the estimated probability that the target
-    accepts it, given that it accepts the parent. Hovering shows more.
+  Depth grows to the right; the accepted path is the upper edge. A box shows the
+  source of a token (mark and colour), the token, and the estimated probability
+  that the target accepts it, given that it accepts the parent. `number` is the
+  index of the block, from 0, or from the end if it is negative.
 
   Raises:
     ValueError: the block does not exist.
@@ -283,9 +264,7 @@ def ancestors(block: Block) -> list[list[int]]:
 def mask(trace: Trace, number: int) -> Svg:
   """Draws the attention mask of the nodes of a block; arguments as in `tree`.
 
-  Returns:
-    A picture with a row per node, a column for the text before the root, which
-    all nodes see, and a column per node. Accepted nodes are bold.
+  A row per node; a column for the text before the root, and a column per node.
   """
   block = _block_of(trace, number)
   labels = [

@@ -28,29 +28,24 @@ _FORMAT = 'specdec trace 1'
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-  """One target forward of one row.
+  """One target forward of one row."""
 
-  Attributes:
-    start: the number of tokens before the block; the root is the last of them.
-    tokens: the token of each node, the root first.
-    parents: the parent of each node, which precedes it; -1 for the root.
-    origins: the source of each node, an index into `Trace.labels`.
-    probs: the estimated probability that the target accepts each node, given
-      that it accepts the parent; rounded to six digits.
-    path: the accepted nodes, the root first.
-    emitted: the new tokens: those of the accepted nodes and the bonus token,
-      cut where the text ends.
-    forwards: the number of forwards of each stage, the target first, then the
-      drafters from the outermost to the innermost.
-  """
-
-  start: int
-  tokens: tuple[int, ...]
-  parents: tuple[int, ...]
-  origins: tuple[int, ...]
+  start: (
+    int  #: Number of tokens before the block; the root is the last of them.
+  )
+  tokens: tuple[int, ...]  #: The token of each node, the root first.
+  parents: tuple[
+    int, ...
+  ]  #: The preceding parent of each node; -1 at the root.
+  origins: tuple[int, ...]  #: The source of each node, indexes `Trace.labels`.
+  #: The estimated probability that the target accepts each node, given that it
+  #: accepts the parent; rounded to six digits.
   probs: tuple[float, ...]
-  path: tuple[int, ...]
+  path: tuple[int, ...]  #: The accepted nodes, the root first.
+  #: The accepted tokens and the bonus token, cut where the text ends.
   emitted: tuple[int, ...]
+  #: The number of forwards of each stage, the target first, then the drafters
+  #: from the outermost to the innermost.
   forwards: Mapping[str, int]
 
   @functools.cached_property
@@ -83,26 +78,16 @@ class Block:
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-  """All blocks of one row.
+  """All blocks of one row."""
 
-  Attributes:
-    prompt: the text of the prompt.
-    prompt_tokens: the ids of the prompt.
-    labels: the name of each source of tokens, see `specdec.Generation`.
-    blocks: one block per target forward, without the prefill.
-    pieces: the text of each emitted token, see `models.TextGeneration`.
-    texts: the text of each token id; U+FFFD stands for a part of a character.
-    finish_reason: see `specdec.Generation`.
-    log_probs: of each emitted token; None if the decode did not ask for them.
-  """
-
-  prompt: str
-  prompt_tokens: tuple[int, ...]
-  labels: tuple[str, ...]
-  blocks: tuple[Block, ...]
-  pieces: tuple[str, ...]
-  texts: Mapping[int, str]
-  finish_reason: str
+  prompt: str  #: The text of the prompt.
+  prompt_tokens: tuple[int, ...]  #: The ids of the prompt.
+  labels: tuple[str, ...]  #: Sources of tokens, see `specdec.Generation`.
+  blocks: tuple[Block, ...]  #: One per target forward, without the prefill.
+  pieces: tuple[str, ...]  #: See `models.TextGeneration`.
+  texts: Mapping[int, str]  #: By token id; U+FFFD for a part of a character.
+  finish_reason: str  #: See `specdec.Generation`.
+  #: Of each emitted token; None if the decode did not ask for them.
   log_probs: tuple[float, ...] | None = None
 
   @property
@@ -140,11 +125,7 @@ class Trace:
 
   @classmethod
   def from_json(cls, text: str) -> 'Trace':
-    """Reads a string that `to_json` wrote.
-
-    Raises:
-      ValueError: the string is not a consistent trace; the message says why.
-    """
+    """Reads what `to_json` wrote; ValueError if it is not consistent."""
     try:
       record = json.loads(text)
       if not isinstance(record, dict) or record.pop('format', '') != _FORMAT:
@@ -197,7 +178,7 @@ def row_forwards(state: DecodeState, drafter: Drafter) -> dict[str, np.ndarray]:
     stage.name: stage_state.counters.row_forwards
     for stage, stage_state in zip(drafter.stages, state.stages, strict=True)
   }
-  # One by one: `device_get` of the mapping would sort it by name.
+  # Separately: `device_get` of the mapping would sort it by name.
   return {name: jax.device_get(rows) for name, rows in counted.items()}
 
 
@@ -208,42 +189,30 @@ def blocks_of(
   before: Mapping[str, np.ndarray],
   after: Mapping[str, np.ndarray],
 ) -> list[Block | None]:
-  """The block of each row in one step; None for rows that were finished.
+  """The block of each row in a step; None for rows that were finished.
 
-  Args:
-    record: the record of the step.
-    starts: `[B]`, the number of tokens of each row before the step.
-    emitted: the new tokens of each row.
-    before: `row_forwards` before the step.
-    after: `row_forwards` after the step.
+  `starts [B]` are the numbers of tokens before the step, `emitted` the new
+  tokens, `before` and `after` are from `row_forwards`.
   """
   tree, nodes, paths = jax.device_get((record.tree, record.nodes, record.path))
   blocks: list[Block | None] = [None] * len(starts)
   for row in np.flatnonzero(after['target'] > before['target']).tolist():
-    blocks[row] = _block(
-      jax.tree.map(lambda array, row=row: array[row], tree),
-      nodes[row],
-      paths[row],
+    of_row = jax.tree.map(lambda array, row=row: array[row], tree)
+    used = nodes[row][nodes[row] >= 0]
+    # Indices within the block; ascending, so a parent precedes its children.
+    number = np.full(of_row.capacity + 1, NO_NODE)
+    number[used] = np.arange(used.size)
+    probs = np.exp(np.minimum(of_row.cond_log_prob[used].astype(float), 0.0))
+    blocks[row] = Block(
       start=int(starts[row]),
+      tokens=tuple(of_row.token[used].tolist()),
+      parents=tuple(number[of_row.parent[used]].tolist()),
+      origins=tuple(of_row.origin[used].tolist()),
+      probs=tuple(np.round(probs, 6).tolist()),
+      path=tuple(number[paths[row][paths[row] >= 0]].tolist()),
       emitted=tuple(emitted[row]),
       forwards={
         name: int(after[name][row] - before[name][row]) for name in after
       },
     )
   return blocks
-
-
-def _block(tree, nodes, path, **fields) -> Block:
-  used = nodes[nodes >= 0]
-  # Indices within the block; ascending, so a parent precedes its children.
-  number = np.full(tree.capacity + 1, NO_NODE)
-  number[used] = np.arange(used.size)
-  probs = np.exp(np.minimum(tree.cond_log_prob[used].astype(float), 0.0))
-  return Block(
-    tokens=tuple(tree.token[used].tolist()),
-    parents=tuple(number[tree.parent[used]].tolist()),
-    origins=tuple(tree.origin[used].tolist()),
-    probs=tuple(np.round(probs, 6).tolist()),
-    path=tuple(number[path[path >= 0]].tolist()),
-    **fields,
-  )

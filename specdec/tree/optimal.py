@@ -1,14 +1,11 @@
 """The best fixed tree, from acceptance probabilities by rank and step times.
 
 Let p_i be the probability that the draft token of rank i after an accepted
-token is accepted. A tree then emits one token for its root (the target's own)
-plus, for each child of rank i, p_i times the tokens of the subtree below it.
-The best tree of n nodes follows by dynamic programming over how the nodes are
-distributed among the children (Sequoia, arXiv 2402.12374). The best n and the
-best depth follow from the time of a step: each level is a draft forward, so the
-tree that emits most tokens is not the fastest.
-
-The computation is plain numpy on the host.
+token is accepted. A tree emits one token for its root (the target's own) plus,
+for each child of rank i, p_i times the tokens of the subtree below it. The best
+tree of n nodes follows by dynamic programming over how the nodes are
+distributed among the children (Sequoia, arXiv 2402.12374). The best n and depth
+follow from the time of a step, in which each level is a draft forward.
 """
 
 from collections.abc import Callable
@@ -23,20 +20,15 @@ from specdec.tree.topology import Topology
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TreeTable:
-  """The best trees of all sizes and depths.
+  """The best trees of all sizes and depths."""
 
-  Attributes:
-    acceptance: `[K]` float64, acceptance probability p of each rank.
-    tokens: `[N + 1, D + 1]` float64; entry n, d is the expected number of
-      tokens of the best tree of n nodes (root included) and depth at most d;
-      -inf where there is no such tree.
-    first: `[N + 1, D + 1, K + 1]` int; where the ranks from i on share m nodes
-      and subtrees have depth at most d, entry m, d, i is the number of nodes
-      in the subtree of the child of rank i; 0 if no node is left.
-  """
-
-  acceptance: np.ndarray
+  acceptance: np.ndarray  # `[K]` float64, acceptance probability of each rank.
+  # `[N + 1, D + 1]` float64; entry n, d is the expected number of tokens of the
+  # best tree of n nodes (root included) and depth at most d; -inf for no tree.
   tokens: np.ndarray
+  # `[N + 1, D + 1, K + 1]` int; where the ranks from i on share m nodes and
+  # subtrees have depth at most d, entry m, d, i is the number of nodes in the
+  # subtree of the child of rank i; 0 if no node is left.
   first: np.ndarray
 
   def paths(self, num_nodes: int, depth: int) -> list[tuple[int, ...]]:
@@ -54,11 +46,7 @@ class TreeTable:
 
 
 def check_acceptance(acceptance: Sequence[float]) -> np.ndarray:
-  """Acceptance probabilities by rank as `[K]` float64.
-
-  Raises:
-    ValueError: one is below 0, or their sum exceeds 1.
-  """
+  """`[K]` float64; ValueError if a value is negative or the sum exceeds 1."""
   p = np.asarray(acceptance, np.float64)
   sums_to = p.sum() if p.ndim == 1 else np.nan
   if not (p.size and np.all(p >= 0) and sums_to <= 1 + 1e-6):
@@ -72,18 +60,10 @@ def check_acceptance(acceptance: Sequence[float]) -> np.ndarray:
 def best_trees(
   acceptance: Sequence[float], *, num_nodes: int, max_depth: int
 ) -> TreeTable:
-  """The best trees of all sizes up to N and all depths up to D.
+  """The best trees of all sizes up to N, `num_nodes`, and depths up to D.
 
-  A child of some rank has siblings of all lower ranks.
-
-  Args:
-    acceptance: acceptance probabilities by rank, each at least 0 and together
-      at most 1.
-    num_nodes: N, the root included.
-    max_depth: D.
-
-  Raises:
-    ValueError: an argument is out of range.
+  A child of some rank has siblings of all lower ranks. Raises ValueError if an
+  argument is out of range; see `check_acceptance`.
   """
   p = check_acceptance(acceptance)
   if num_nodes < 1 or max_depth < 1:
@@ -122,21 +102,11 @@ def fastest_tree(
   max_depth: int,
   seconds: Callable[[int, int], float],
 ) -> Topology | None:
-  """The tree that emits most tokens per second.
+  """The tree that emits most tokens per second; None for plain decoding.
 
-  Args:
-    acceptance: acceptance probabilities by rank; see `best_trees`.
-    num_nodes: largest number of nodes, root included.
-    max_depth: largest depth.
-    seconds: returns the seconds of a step, given the number of nodes (root
-      included) and the depth, which is the number of draft forwards; (1, 0) is
-      plain decoding.
-
-  Returns:
-    The topology, or None if plain decoding is faster than all trees.
-
-  Raises:
-    ValueError: an argument is out of range.
+  Arguments and errors are those of `best_trees`. `seconds` returns the seconds
+  of a step, given the number of nodes (root included) and the depth, which is
+  the number of draft forwards; (1, 0) is plain decoding.
   """
   table = best_trees(acceptance, num_nodes=num_nodes, max_depth=max_depth)
   rates = {
@@ -153,17 +123,9 @@ def fastest_tree(
 
 
 def acceptance_by_rank(ranks: np.ndarray, max_branching: int) -> np.ndarray:
-  """The share of positions at which the next token has each rank.
+  """`[K]` float64, the share of positions whose next token has each rank.
 
-  Args:
-    ranks: ranks from `replay.next_token_ranks`, of any shape.
-    max_branching: K.
-
-  Returns:
-    `[K]` float64.
-
-  Raises:
-    ValueError: there are no positions.
+  `ranks` are from `replay.next_token_ranks`; ValueError if there are none.
   """
   ranks = np.ravel(ranks)
   if not ranks.size:

@@ -1,13 +1,10 @@
 """Exact matching of stop strings: an Aho-Corasick automaton over bytes.
 
-A state of the automaton is the longest prefix of a stop string that the text
-read so far ends with, so a decode carries one integer per row. The automaton
-reads bytes and not tokens, because a stop string can be split into tokens in
-many ways, can end within a token, and characters can be split as well.
-
-The device reads whole tokens with `StopTable`. The host reads bytes with
-`StopMatcher`, to know which text can be shown already. Both use the transitions
-of the same automaton.
+A state of the automaton is the longest prefix of a stop string with which the
+text so far ends, so a decode carries one integer per row. The automaton reads
+bytes, because a stop string can be split into tokens in many ways and can end
+within a token. The device reads whole tokens with `StopTable`; the host reads
+bytes with `StopMatcher`, to know which text can be shown already.
 """
 
 import collections
@@ -27,30 +24,21 @@ _STATE_BLOCK = 16
 
 
 class StopTable(flax.struct.PyTreeNode):
-  """The transition of each state by each token; rows have their own strings.
+  """The transition of each state by each token; rows have their own strings."""
 
-  Attributes:
-    next_state: `[Q, V]` int16, or int32 if Q is large: the state after a token;
-      `STOPPED` if a stop string ends within the token or at its end.
-    start: `[B]` int32, the state of each row before its first new token.
-  """
-
+  # `[Q, V]` int16, or int32 if Q is large: the state after a token; `STOPPED`
+  # if a stop string ends within the token or at its end.
   next_state: jax.Array
-  start: jax.Array
+  start: jax.Array  # `[B]` int32, the state before the first new token.
 
   def follow(
     self, state: jax.Array, tokens: jax.Array
   ) -> tuple[jax.Array, jax.Array]:
-    """Reads n tokens in each row.
-
-    Args:
-      state: `[B]` int32, the state before the first token.
-      tokens: `[B, n]` int32.
+    """Reads `tokens [B, n]` from `state [B]`, both int32.
 
     Returns:
-      `[B, n]` bool, true for the token that completes a stop string and all
-      tokens after it, and `[B, n + 1]` int32, the state before the first token
-      and after each token.
+      `[B, n]` bool, true from the token on that completes a stop string, and
+      `[B, n + 1]` int32, the state before the first and after each token.
     """
     states = [state]
     for index in range(tokens.shape[1]):
@@ -64,7 +52,7 @@ class StopTable(flax.struct.PyTreeNode):
 
 @dataclasses.dataclass(frozen=True)
 class _Automaton:
-  """The automaton of one set of stop strings; state 0 is the empty prefix."""
+  """The automaton of a set of stop strings; state 0 is the empty prefix."""
 
   delta: np.ndarray  # [states, 256] int32, the state after a byte.
   depth: np.ndarray  # [states] int32, the length of the prefix.
@@ -92,8 +80,8 @@ def _build_automaton(stops: Sequence[bytes]) -> _Automaton:
   queue = collections.deque([0])
   while queue:
     state = queue.popleft()
-    # A stop string that ends the fail state ends this state too. If this state
-    # is a stop string itself, it is longer.
+    # A stop string that ends the fail state ends this state, too, but is
+    # shorter than a stop string which is this state.
     stop_lengths[state] = stop_lengths[state] or stop_lengths[fail[state]]
     delta[state] = delta[fail[state]]
     for byte, child in children[state].items():
@@ -103,23 +91,12 @@ def _build_automaton(stops: Sequence[bytes]) -> _Automaton:
   return _Automaton(delta, *np.array([depths, stop_lengths], np.int32))
 
 
-def _live_transitions(automaton: _Automaton, offset: int) -> np.ndarray:
-  """`[n, 256]` int32: transitions of the n states in which no stop string ends.
-
-  The n states are numbered from `offset`; all other states are `STOPPED`.
-  """
-  live = automaton.stop_length == 0
-  renamed = np.where(live, offset + np.cumsum(live) - 1, STOPPED)
-  return renamed[automaton.delta[live]].astype(np.int32)
-
-
 def _token_trie(token_bytes: Sequence[bytes], vocab_size: int):
   """The trie of all tokens, so that each distinct prefix is read only once.
 
-  Returns:
-    A list with, for each prefix length from 1, `[nodes]` parents and `[nodes]`
-    last bytes; and `[V]`, the node of each token. Nodes are numbered in the
-    order of the list, after node 0, the empty prefix.
+  A list with, for each prefix length from 1, `[nodes]` parents and `[nodes]`
+  last bytes; and `[V]`, the node of each token. Nodes are numbered in the order
+  of the list, after node 0, the empty prefix.
   """
   tokens = token_bytes[:vocab_size]
   lengths = np.zeros(vocab_size, np.int64)
@@ -138,22 +115,6 @@ def _token_trie(token_bytes: Sequence[bytes], vocab_size: int):
   return levels, node
 
 
-def _read_tokens(delta: np.ndarray, levels, states: np.ndarray) -> np.ndarray:
-  """`[states, nodes]` int32: the state after each node of a token trie.
-
-  The last row of delta, `[Q + 1, 256]`, is that of `STOPPED` (index -1).
-  """
-  num_nodes = 1 + sum(len(parents) for parents, _ in levels)
-  after = np.empty((len(states), num_nodes), np.int32)
-  after[:, 0] = states
-  start = 1
-  for parents, byte in levels:
-    stop = start + len(parents)
-    after[:, start:stop] = delta.take(after[:, parents] * 256 + byte[None])
-    start = stop
-  return after
-
-
 def build_stop_table(
   stops: Sequence[Sequence[bytes]],
   token_bytes: Sequence[bytes],
@@ -162,13 +123,10 @@ def build_stop_table(
   """Builds the table that a decode reads; it takes 2 Q V bytes.
 
   Q is about the number of bytes of the distinct stop strings: each distinct
-  set of stop strings has its own automaton, and all share one state space.
+  set of stop strings has its own automaton in a common state space.
 
-  Args:
-    stops: the stop strings of each row; a row may have none.
-    token_bytes: the bytes of each token, which may be empty; tokens with ids
-      beyond its end are empty.
-    vocab_size: V.
+  `stops` are those of each row; `token_bytes` ends before the tokens at the end
+  of the vocabulary that have no bytes.
 
   Raises:
     ValueError: a stop string is empty.
@@ -180,35 +138,41 @@ def build_stop_table(
   offsets, blocks, num_states = {}, [], 0
   for strings in dict.fromkeys(sets):
     offsets[strings] = num_states
-    blocks.append(_live_transitions(_build_automaton(strings), num_states))
+    automaton = _build_automaton(strings)
+    live = automaton.stop_length == 0  # No stop string ends in these states.
+    renamed = np.where(live, num_states + np.cumsum(live) - 1, STOPPED)
+    blocks.append(renamed[automaton.delta[live]].astype(np.int32))
     num_states += len(blocks[-1])
   padded = -(-num_states // _STATE_BLOCK) * _STATE_BLOCK
-  # The additional last row is that of `STOPPED`, which is never left.
+  # The last row (index -1) is that of `STOPPED`, which is never left.
   rest = np.full((padded + 1 - num_states, 256), STOPPED, np.int32)
   delta = np.concatenate([*blocks, rest])
   levels, node = _token_trie(token_bytes, vocab_size)
   dtype = np.int16 if padded < 2**15 else np.int32
   next_state = np.empty((padded, vocab_size), dtype)
+  num_nodes = 1 + sum(len(parents) for parents, _ in levels)
+  after = np.empty((_STATE_BLOCK, num_nodes), np.int32)
   for first in range(0, padded, _STATE_BLOCK):
-    states = np.arange(first, first + _STATE_BLOCK, dtype=np.int32)
-    next_state[states] = _read_tokens(delta, levels, states)[:, node]
-  start = jnp.array([offsets[strings] for strings in sets], jnp.int32)
-  return StopTable(next_state=jnp.asarray(next_state), start=start)
+    states = np.arange(first, first + _STATE_BLOCK)
+    after[:, 0], start = states, 1
+    for parents, byte in levels:
+      stop = start + len(parents)
+      after[:, start:stop] = delta.take(after[:, parents] * 256 + byte[None])
+      start = stop
+    next_state[states] = after[:, node]
+  starts = jnp.array([offsets[strings] for strings in sets], jnp.int32)
+  return StopTable(next_state=jnp.asarray(next_state), start=starts)
 
 
 class StopMatcher:
   """Cuts a text that arrives in pieces before its first stop string.
 
   The first stop string is that which ends first; of those that end at the same
-  byte, the longest. How the text is split into pieces does not change the total
-  of what is returned.
-
-  Attributes:
-    stopped: whether a stop string was found; nothing is returned after it.
+  byte, the longest. Once it was found (`stopped`), nothing more is returned.
   """
 
   def __init__(self, stops: Sequence[bytes]):
-    """Raises ValueError if one of the stop strings is empty."""
+    """Raises ValueError if a stop string is empty."""
     if not all(stops):
       raise ValueError(f'a stop string is empty: {list(stops)}')
     self.stopped = False
