@@ -21,7 +21,7 @@ html_copy_source = False
 
 myst_heading_anchors = 3  # as GitHub has them: `page.md#a-heading`
 
-# What stands in single backticks in a docstring is code, and a link where the
+# Single backticks in a docstring mark code, which is a link where the
 # reference has something of that name.
 default_role = 'py:obj'
 autodoc_member_order = 'bysource'

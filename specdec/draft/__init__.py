@@ -1,1 +1,1 @@
-"""Who can guess: each module is one kind of scorer, see `specdec.drafter`."""
+"""Drafters: stages, growth of the tree, and one module per kind of scorer."""

@@ -137,7 +137,7 @@ class Topology:
 
   @property
   def capacity(self) -> int:
-    """M: every node has its place, so it equals N."""
+    """M, equal to N because every node has its place."""
     return self.num_nodes
 
   @property

@@ -1,5 +1,5 @@
-"""How the target checks a tree: `verdict` scores it and cuts what is emitted.
+"""Rules of verification, and what a step emits.
 
-Each of the other modules is one rule for how far down the tree to go: `match`
-(the default), `rejection` and `block`.
+`accept` has what all rules share; `match` (the default), `rejection` and
+`block` are the rules; `stop_strings` finds ends of texts.
 """
