@@ -130,8 +130,8 @@ _BUGS = [
   _bug(
     'accepts tokens behind a rejected one',
     'tree.tree',
-    'jnp.all(agrees[walk] | (walk < 0), axis=1)',
-    'pick(agrees, nodes)',
+    'jnp.all(agrees[None] | ~is_above, axis=1)',
+    'agrees',
     ('decode.test_two_tokens', 'chain'),
   ),
   _bug(
@@ -209,15 +209,15 @@ _BUGS = [
   _bug(
     'nodes see all that is in front of them, as in a chain',
     'model',
-    'sees_text | sees_path,',
-    'jnp.tril(sees_text | True),',
+    'window_mask(length, sees,',
+    'window_mask(length, jnp.tril(sees | True),',
     _PATHS,
   ),
   _bug(
     'positions by index instead of depth',
     'model',
-    '(length - 1)[:, None] + at(tree.depth, nodes)',
-    '(length - 1)[:, None] + nodes',
+    '(ctx.length - 1)[:, None] + at(tree.depth, nodes)',
+    '(ctx.length - 1)[:, None] + nodes',
     _PATHS,
   ),
   _bug(
@@ -230,8 +230,8 @@ _BUGS = [
   _bug(
     'draft forgets the text that it could not read in time',
     'model',
-    'sees_text | sees_path,',
-    'sees_path,',
+    'sees |= slot < text.num_seen[:, :, None]',
+    'pass',
     _NEXT_STEP,
   ),
   # The caches.
