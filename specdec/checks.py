@@ -85,14 +85,7 @@ def check_limits(
   room: Any,
   context: int,
 ) -> tuple[np.ndarray, int]:
-  """The limits as `[B]` int32, and the room for new tokens.
-
-  Args:
-    prompts: B of them, checked.
-    max_new_tokens: one limit, or one per row.
-    room: for new tokens, or None.
-    context: of the target.
-  """
+  """The limits as `[B]` int32, and the room for new tokens."""
   limits = np.asarray(max_new_tokens)
   if limits.shape not in ((), (len(prompts),)) or limits.dtype.kind not in 'iu':
     raise ValueError(
@@ -222,11 +215,6 @@ def check_sampling(
   sampling: Sampling, batch_size: int, vocab_size: int
 ) -> SamplingParams:
   """As `decode` takes it: one value per row, biases as arrays.
-
-  Args:
-    sampling: as users state it.
-    batch_size: B.
-    vocab_size: V.
 
   Raises:
     ValueError: a value is out of range or of another shape; says which.
@@ -368,12 +356,7 @@ def padded_room(room: int) -> int:
 def padded_shape(
   prompts: Sequence[Sequence[int]], room: int
 ) -> tuple[int, int]:
-  """The slots of the prompts of a decode, P, and those of its new tokens.
-
-  Args:
-    prompts: of one batch.
-    room: for new tokens, see `specdec.generate`.
-  """
+  """The slots of the prompts of a batch, P, and those of its new tokens."""
   return _prompt_bucket(max(map(len, prompts))), padded_room(room)
 
 

@@ -327,7 +327,7 @@ DRAFTING, ACCEPTANCE, RESIDUAL = (2**31 - 1 - stream for stream in range(3))
 
 
 def step_keys(row_keys: jax.Array, stream: int, length: jax.Array) -> jax.Array:
-  """Keys that no other step and no other stream has.
+  """`[B]` keys that no other step and no other stream has.
 
   Args:
     row_keys: `[B]` keys; not consumed.

@@ -180,15 +180,9 @@ def step(
   state: DecodeState,
   config: DecodeConfig,
 ) -> tuple[DecodeState, StepRecord]:
-  """Takes all rows on that are not done.
+  """Takes all rows on that are not done; see `loop.decode`.
 
-  Args:
-    target: the model whose output is kept.
-    drafter: drafts for it; `PLAIN` is a plain step, whatever stages the state
-      has.
-    request: what is decoded.
-    state: before the step.
-    config: what is static about the decode.
+  The drafter `PLAIN` makes it a plain step, whatever stages the state has.
   """
   ctx = step_context(target, drafter, request, state, config)
   tree = ctx.root_trees()

@@ -202,12 +202,7 @@ class Scorer:
 
 
 class Stage(flax.struct.PyTreeNode):
-  """One level of drafting.
-
-  Attributes:
-    scorer: a `Scorer`.
-    config: how it grows the tree; static.
-  """
+  """One level of drafting: a `Scorer`, and how it grows the tree (static)."""
 
   scorer: Any
   config: StageConfig = flax.struct.field(
@@ -280,10 +275,7 @@ def fixed_drafter(
 ) -> Drafter:
   """A drafter of one stage that fills a fixed topology.
 
-  Args:
-    scorer: a `Scorer`.
-    topology: sets the width, the children per node and the rounds of the stage.
-    calibration: see `StageConfig`.
+  The topology sets the width, the children per node and the rounds.
   """
   config = StageConfig(
     width=topology.schedule.shape[1],

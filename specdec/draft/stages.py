@@ -61,14 +61,9 @@ def init_stages(
   num_slots: int,
   drawn_from: int = 0,
 ) -> tuple[StageState, ...]:
-  """The states of all stages before the first step.
+  """The states of all stages before the first step; see `Scorer.init`.
 
-  Args:
-    drafter: the drafter.
-    prompt: `[B, P]` int32.
-    prompt_length: `[B]` int32.
-    num_slots: the longest text, in tokens.
-    drawn_from: V if children are drawn, else 0.
+  `drawn_from` is V if children are drawn, else 0.
   """
   batch_size, capacity = prompt.shape[0], drafter.shape.capacity
   zeros = jnp.zeros(batch_size, jnp.int32)

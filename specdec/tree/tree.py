@@ -56,12 +56,7 @@ class TokenTree(flax.struct.PyTreeNode):
 
 
 def init_tree(root_token: jax.Array, capacity: int) -> TokenTree:
-  """A tree of the root alone.
-
-  Args:
-    root_token: `[]` int32, the last token of the row.
-    capacity: M, at least 1.
-  """
+  """A tree of M = `capacity` entries with the root alone."""
   zeros = jnp.zeros(capacity, jnp.int32)
   is_root = jnp.arange(capacity) == ROOT
   return TokenTree(
@@ -85,16 +80,9 @@ def pick(array: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def walk_up(parent: jax.Array, nodes: jax.Array, num_steps: int) -> jax.Array:
-  """The nodes and their ancestors.
+  """`[W, num_steps + 1]` int32: each of `nodes [W]`, its parent, and so on.
 
-  Args:
-    parent: `[M]` int32.
-    nodes: `[W]` int32; `NO_NODE` is allowed.
-    num_steps: the number of ancestors.
-
-  Returns:
-    `[W, num_steps + 1]` int32: the node, its parent, and so on; `NO_NODE`
-    above the root.
+  `NO_NODE` above the root, and for nodes that are `NO_NODE`.
   """
   walk = [nodes]
   for _ in range(num_steps):
@@ -344,16 +332,9 @@ def _looked_up(old, index, new):
 def scatter(
   old: tuple[jax.Array, ...], index: jax.Array, new: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, ...]:
-  """Writes the same entries of several arrays.
+  """Writes `new [n]` to the entries `index [n]` of several arrays `[M]`.
 
-  Args:
-    old: `[M]` each.
-    index: `[n]` int32, the entries to write; distinct, M or more writes
-      nothing.
-    new: `[n]` each, of the dtypes of `old`.
-
-  Returns:
-    `[M]` each.
+  The entries are distinct; M or more writes nothing.
   """
   return lax.platform_dependent(
     old, index, new, cpu=_scattered, default=_looked_up

@@ -47,10 +47,7 @@ def residuals(
 ) -> jax.Array:
   """What each prefix leaves to be drawn behind it, not normalised.
 
-  Args:
-    target: as for `prefix_weights`.
-    draft: as for `prefix_weights`.
-    weights: from there.
+  The arguments are those of `prefix_weights` and its result.
 
   Returns:
     `[B, D, V]` float32, of all prefixes but the whole chain.

@@ -63,11 +63,7 @@ def after_rejection(
 ) -> tuple[jax.Array, jax.Array]:
   """What is left of both distributions when a draft token was rejected.
 
-  Args:
-    target: as for `acceptance_probs`.
-    draft: as for `acceptance_probs`.
-    token: as for `acceptance_probs`.
-    children: one of `sampling.CHILDREN`.
+  The arguments are those of `acceptance_probs`.
 
   Returns:
     `[B, V]` float32, the target's, and `[B, V]` float32, the one that the next
