@@ -13,8 +13,11 @@ from typing import Any
 import numpy as np
 
 from models.bench.arms import PEER_METHODS
-from specdec.tracing.charts import COLORS
 
+COLORS = (
+  *('#4477aa', '#ee6677', '#228833', '#ccbb44'),
+  *('#aa3377', '#66ccee', '#994f00', '#117777'),
+)
 _PEER_COLORS = ('#777777', '#a5a5a5', '#404040')
 _MARKERS, _PEER_MARKERS = 'oD^v<>', 'sXP*'
 _HOW_TO_INSTALL = "pip install matplotlib (or the extra: 'specdec-jax[plot]')"
