@@ -13,11 +13,13 @@ import tiny_modules
 
 from models.bench import peers
 from models.bench.arms import parse_arms
+from models.bench.arms import Task
 from models.bench.machine import model_size
 from models.bench.peers import Forwards
 from models.bench.peers import statistics
 from models.checkpoints import hub
 from models.nn.adapter import as_model
+from models.text.drafters import DraftSettings
 import specdec
 from specdec import Sampling
 
@@ -59,7 +61,7 @@ def test_guesses_that_come_with_the_prompt_count():
 def test_rows_that_are_done_have_no_more_forwards():
   target = Forwards(2, forwards=3, positions=6, slots=18)
   costs = {'target': {'per_forward': 10, 'per_slot': 1}}
-  stats = statistics([[1, 2], [3]], [[4, 5, 6], [7]], target, None, costs)
+  stats = statistics([[1, 2], [3]], [[4, 5, 6], [7]], {'target': target}, costs)
   assert stats['new_tokens'] == 4
   assert stats['target_forwards'] == 3 + 1
   # Plain decoding reads 2, 3 and 4 slots of the first row, 1 of the other.
@@ -83,18 +85,17 @@ def folders(tmp_path_factory):
   return folder
 
 
-def _arms(folders, text, **changes):
+def _arms(folders, text, *, eos_ids=(), **changes):
   settings = {
     'target': str(folders / 'target'),
     'draft': str(folders / 'draft'),
-    'revision': None,
+    'drafting': DraftSettings(),
     'sampling': Sampling(),
-    'eos_ids': (),
     'seed': 3,
-    'batch_size': 1,
   }
   specs = parse_arms(text, 'float32')
-  arms = peers.make_arms(specs, **settings | changes)
+  task = Task(**settings | changes)
+  arms = peers.make_arms(specs, task, eos_ids=eos_ids)
   return [arms[spec] for spec in specs]
 
 

@@ -11,22 +11,18 @@ from typing import Any
 from models.bench import machine
 from models.bench.machine import ModelSize
 from models.checkpoints.hub import DTYPES
+from models.text.drafters import DraftSettings
 from models.text.drafters import METHODS
 from models.text.drafters import OPTIONS
 from specdec.model import LanguageModel
+from specdec.sampling import Sampling
 from specdec.study.timing import Arm
 
 # Decoded by transformers with the same weights, see models/bench/peers.py.
-PEER_METHODS = (
-  'transformers',
-  'transformers-assisted',
-  'transformers-lookup',
-)
+PEER_METHODS = ('transformers', 'transformers-assisted', 'transformers-lookup')
 PEER_DTYPES = ('float32', 'bfloat16')
 
-_INNER = tuple(name for name in OPTIONS if name.startswith('inner')) + (
-  'ngram',
-)
+_INNER = (*(name for name in OPTIONS if name.startswith('inner')), 'ngram')
 _STOPPING = ('rounds', 'calibration', 'cost_ratio')
 _TREE = tuple(
   name for name in OPTIONS if name not in (*_INNER, 'num_draft_tokens')
@@ -40,9 +36,7 @@ _OPTIONS: Mapping[str, tuple[str, ...]] = {
   'tree': (*_TREE, *_INNER),
   'staged': tuple(name for name in (*_TREE, *_INNER) if name != 'topology'),
   'staged_chain': ('num_draft_tokens', *_STOPPING, *_INNER),
-  'ngram': _TABLE,
-  'lookup': _TABLE,
-  'ngram+lookup': _TABLE,
+  **dict.fromkeys(('ngram', 'lookup', 'ngram+lookup'), _TABLE),
   'transformers-assisted': (
     'num_assistant_tokens',
     'assistant_confidence_threshold',
@@ -77,7 +71,7 @@ class ArmSpec:
 
 def _parse_options(arm: str, method: str, text: str) -> list[list]:
   """For each option, a list of pairs: its name and an alternative value."""
-  parsed = []
+  parsed: dict[str, list] = {}
   known = _OPTIONS.get(method, ())
   for option in text.split(','):
     name, equals, values = option.partition('=')
@@ -86,26 +80,18 @@ def _parse_options(arm: str, method: str, text: str) -> list[list]:
         f'arm {arm!r}: option {option!r} is not known; {method} has'
         f' {", ".join(known) or "none"}, each as name=value'
       )
-    parsed.append([(name, value) for value in values.split('|')])
-  names = [alternatives[0][0] for alternatives in parsed]
-  if len(set(names)) < len(names):
-    raise ValueError(f'arm {arm!r} has an option twice')
-  return parsed
+    if name in parsed:
+      raise ValueError(f'arm {arm!r} has an option twice')
+    parsed[name] = [(name, value) for value in values.split('|')]
+  return list(parsed.values())
 
 
 def parse_arms(text: str, default_dtype: str) -> list[ArmSpec]:
-  """Parses a list of arms.
+  """Parses a list of arms, separated by commas.
 
-  Args:
-    text: arms separated by commas. An arm is a method, then optionally options
-      in parentheses, named as the flags, then optionally a dtype:
-      `plain,tree(num_nodes=16,rounds=2):bfloat16`. Alternative values are
-      separated by `|`; every combination is an arm:
-      `tree(num_nodes=8|16,rounds=2|4)` are four.
-    default_dtype: of arms without a dtype.
-
-  Returns:
-    The arms in the same order.
+  An arm is a method, then optionally options in parentheses, named as the
+  flags, then optionally a dtype: `plain,tree(num_nodes=16,rounds=2):bfloat16`.
+  Alternative values are separated by `|`; every combination is an arm.
 
   Raises:
     ValueError: a name is unknown or repeated; lists the choices.
@@ -128,10 +114,8 @@ def parse_arms(text: str, default_dtype: str) -> list[ArmSpec]:
         f' of them, e.g. {method}:{PEER_DTYPES[0]}'
       )
     alternatives = _parse_options(arm, method, options) if options else []
-    arms += [
-      ArmSpec(method, dtype, chosen)
-      for chosen in itertools.product(*alternatives)
-    ]
+    combinations = itertools.product(*alternatives)
+    arms += [ArmSpec(method, dtype, chosen) for chosen in combinations]
   if not arms:
     raise ValueError('no arm is given; e.g. plain,staged')
   if len(set(arms)) < len(arms):
@@ -142,26 +126,41 @@ def parse_arms(text: str, default_dtype: str) -> list[ArmSpec]:
 def peer_arms(
   arms: Sequence[ArmSpec], *, has_draft: bool, batch_size: int
 ) -> list[ArmSpec]:
-  """The arms of transformers to compare with, in those dtypes torch supports.
+  """The arms of transformers that torch supports and that are not in `arms`.
 
-  Args:
-    arms: the other arms; none of them is repeated.
-    has_draft: whether there is a draft, to be the assistant model.
-    batch_size: must be 1 for assisted generation and for prompt lookup.
+  Assisted generation needs a draft, and as prompt lookup a batch size of 1.
   """
-  possible = {
-    'transformers': True,
-    'transformers-assisted': has_draft and batch_size == 1,
-    'transformers-lookup': batch_size == 1,
-  }
+  possible = (True, has_draft and batch_size == 1, batch_size == 1)
   peers = [
     ArmSpec(method, dtype)
     for dtype in dict.fromkeys(arm.dtype for arm in arms)
     if dtype in PEER_DTYPES
-    for method in PEER_METHODS
-    if possible[method]
+    for method in itertools.compress(PEER_METHODS, possible)
   ]
   return [arm for arm in peers if arm not in arms]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+  """The decoding task that all arms share.
+
+  Target, draft (None if no arm needs it), revision and `draft_dtype` (None: the
+  dtype of the arm) are those of `models.text.pair.load_pair`; `drafting` of
+  `models.text.drafters.make_drafter`, but arms may differ from it; `sampling`,
+  `max_new_tokens` and the entries `verify`, `children` and `break_even` of
+  `verification` of `specdec.generate`.
+  """
+
+  target: str
+  draft: str | None
+  drafting: DraftSettings
+  sampling: Sampling
+  revision: str | None = None
+  draft_dtype: str | None = None
+  verification: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  seed: int = 0
+  batch_size: int = 1
+  max_new_tokens: int = 128
 
 
 @dataclasses.dataclass(frozen=True)

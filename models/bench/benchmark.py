@@ -1,5 +1,6 @@
-"""Benchmarks of text prompts: what scripts/benchmark.py calls."""
+"""Benchmarks of decoding methods on text prompts, for scripts/benchmark.py."""
 
+from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
@@ -16,10 +17,10 @@ from models.bench import machine
 from models.bench import peers
 from models.bench.arms import ArmSpec
 from models.bench.arms import ReadyArm
+from models.bench.arms import Task
 from models.bench.predict import predicted_speeds
 from models.bench.record import to_table
 from models.bench.record import write_record
-from models.text.drafters import DraftSettings
 from models.text.drafters import make_drafter
 from models.text.drafters import planned_break_even
 from models.text.drafters import with_options
@@ -32,7 +33,62 @@ from specdec.statistics import relative_bandwidth
 from specdec.study import timing
 from specdec.study.exactness import choice_margin
 
-_MISSING = '-'
+Figures = Mapping[str, Any]
+Batches = Sequence[Sequence[Sequence[int]]]
+
+
+def _optional(form: str, value: float | None, scale: float = 1.0) -> str:
+  return '-' if value is None else form.format(value / scale)
+
+
+def _interval(arm: Figures, name: str, unit: str = '') -> str:
+  value, ends = f'{arm[name]:.2f}{unit}', arm[f'{name}_interval']
+  return value if ends is None else f'{value} ({ends[0]:.2f}-{ends[1]:.2f})'
+
+
+def _forwards_per_token(arm: Figures) -> str:
+  counts = {'target': arm['target_forwards']} | arm['stage_forwards']
+  tokens = max(arm['new_tokens'], 1)
+  return ', '.join(f'{name} {n / tokens:.2f}' for name, n in counts.items())
+
+
+_Columns = Mapping[str, Callable[[Figures], str]]
+_SPEED: _Columns = {
+  'tokens/s (95 %)': lambda arm: _interval(arm, 'tokens_per_second'),
+  'speed (95 %)': lambda arm: _interval(arm, 'speed', 'x'),
+  'predicted': lambda arm: _optional('{:.2f}x', arm['predicted_speed']),
+  'per batch: least, median, most': lambda arm: '{:.2f} {:.2f} {:.2f}'.format(
+    *np.quantile(arm['speed_per_batch'], (0, 0.5, 1))
+  ),
+  'block eff.': lambda arm: f'{arm["block_efficiency"]:.2f}',
+  'nodes': lambda arm: f'{arm["nodes_per_forward"]:.1f}',
+  'forwards per token': _forwards_per_token,
+  'flips': lambda arm: '-' if arm['flips'] is None else f'{len(arm["flips"])}',
+}
+_WORK: _Columns = {
+  'ms per target forward': lambda arm: (
+    f'{1e3 * arm["seconds_per_target_forward"]:.2f}'
+  ),
+  'of memory limit': lambda arm: f'{arm["of_memory_limit"]:.0%}',
+  'FLOP/byte': lambda arm: f'{arm["arithmetic_intensity"]:.2f}',
+  'GFLOP/s': lambda arm: f'{arm["flops_per_second"] / 1e9:.1f}',
+  'relative bandwidth': lambda arm: f'{arm["relative_bandwidth"]:.3f}',
+  'at paper costs': lambda arm: (
+    f'{arm["relative_bandwidth_at_paper_costs"]:.3f}'
+  ),
+  'memory, MB: weights + beyond': lambda arm: (
+    f'{arm["weight_bytes"] / 1e6:.1f} + '
+    + _optional('{:.1f}', arm['beyond_weights_bytes'], 1e6)
+  ),
+  'compile, s': lambda arm: f'{arm["compile_seconds"]:.1f}',
+}
+
+
+def _rows(arms: Mapping[str, Figures], columns: _Columns) -> list[list[str]]:
+  return [
+    [name, *(column(arm) for column in columns.values())]
+    for name, arm in arms.items()
+  ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,12 +98,19 @@ class Report:
   Attributes:
     settings: of the run.
     limits: of `models.bench.machine.MachineLimits.summary`.
-    arms: figures by arm, see `run`.
+    arms: by name the figures of `timing.summarize_arms` and `machine.place`;
+      `relative_bandwidth_at_paper_costs`, that of the same forwards at
+      `PAPER_COSTS`; `predicted_speed`, see `models.bench.predict`;
+      `compile_seconds`; `weight_bytes`; `beyond_weights_bytes`, the peak memory
+      of decoding the longest prompts without the weights; `flips`, the rows
+      whose tokens differ from those of the plain arm of the same dtype, each
+      with the margin of the choice, or None without such an arm or if tokens
+      may differ.
   """
 
-  settings: Mapping[str, Any]
-  limits: Mapping[str, Any]
-  arms: Mapping[str, Mapping[str, Any]]
+  settings: Figures
+  limits: Figures
+  arms: Mapping[str, Figures]
 
   @property
   def figures(self) -> dict[str, Any]:
@@ -60,95 +123,27 @@ class Report:
     pathlib.Path(path).with_suffix('.md').write_text(f'{self}\n')
 
   def __str__(self):
+    tables = [
+      to_table(('arm', *columns), _rows(self.arms, columns))
+      for columns in (_SPEED, _WORK)
+    ]
     rates = ', '.join(
       f'{rate / 1e9:.0f} GFLOP/s {name}'
       for name, rate in self.limits['flops_per_second'].items()
     )
     memory = self.limits['bytes_per_second'] / 1e9
-    columns = self.arms.keys(), self.arms.values()
-    return (
-      f'{to_table(_SPEED_HEAD, map(_speed_row, *columns))}\n\n'
-      f'{to_table(_WORK_HEAD, map(_work_row, *columns))}\n\n'
-      f'In this run the machine read {memory:.1f} GB/s and computed {rates}.'
-    )
+    limits = f'In this run the machine read {memory:.1f} GB/s and computed'
+    return '\n\n'.join([*tables, f'{limits} {rates}.'])
 
 
 def table_by_batch_size(reports: Mapping[int, Report]) -> str:
   """One Markdown table with the speeds at several batch sizes."""
   rows = [
-    (f'{size}', *_speed_row(name, arm))
+    [f'{size}', *row]
     for size, report in reports.items()
-    for name, arm in report.arms.items()
+    for row in _rows(report.arms, _SPEED)
   ]
-  return to_table(('batch', *_SPEED_HEAD), rows)
-
-
-def _with_interval(value: float, interval: Any, unit: str = '') -> str:
-  if interval is None:
-    return f'{value:.2f}{unit}'
-  return f'{value:.2f}{unit} ({interval[0]:.2f}-{interval[1]:.2f})'
-
-
-_SPEED_HEAD = (
-  'arm',
-  'tokens/s (95 %)',
-  'speed (95 %)',
-  'predicted',
-  'per batch: least, median, most',
-  'block eff.',
-  'nodes',
-  'forwards per token',
-  'flips',
-)
-
-
-def _speed_row(name: str, arm: Mapping[str, Any]) -> tuple[str, ...]:
-  per_batch = np.quantile(arm['speed_per_batch'], (0, 0.5, 1))
-  tokens = max(arm['new_tokens'], 1)
-  forwards = {'target': arm['target_forwards']} | arm['stage_forwards']
-  predicted = arm['predicted_speed']
-  return (
-    name,
-    _with_interval(arm['tokens_per_second'], arm['tokens_per_second_interval']),
-    _with_interval(arm['speed'], arm['speed_interval'], 'x'),
-    _MISSING if predicted is None else f'{predicted:.2f}x',
-    ' '.join(f'{speed:.2f}' for speed in per_batch),
-    f'{arm["block_efficiency"]:.2f}',
-    f'{arm["nodes_per_forward"]:.1f}',
-    ', '.join(
-      f'{model} {count / tokens:.2f}' for model, count in forwards.items()
-    ),
-    _MISSING if arm['flips'] is None else f'{len(arm["flips"])}',
-  )
-
-
-_WORK_HEAD = (
-  'arm',
-  'ms per target forward',
-  'of memory limit',
-  'FLOP/byte',
-  'GFLOP/s',
-  'relative bandwidth',
-  'at paper costs',
-  'memory, MB: weights + beyond',
-  'compile, s',
-)
-
-
-def _work_row(name: str, arm: Mapping[str, Any]) -> tuple[str, ...]:
-  beyond = arm['beyond_weights_bytes']
-  return (
-    name,
-    f'{1e3 * arm["seconds_per_target_forward"]:.2f}',
-    f'{arm["of_memory_limit"]:.0%}',
-    f'{arm["arithmetic_intensity"]:.2f}',
-    f'{arm["flops_per_second"] / 1e9:.1f}',
-    f'{arm["relative_bandwidth"]:.3f}',
-    f'{arm["relative_bandwidth_at_paper_costs"]:.3f}',
-    f'{arm["weight_bytes"] / 1e6:.1f} + '
-    + (_MISSING if beyond is None else f'{beyond / 1e6:.1f}'),
-    f'{arm["compile_seconds"]:.1f}',
-  )
+  return to_table(('batch', 'arm', *_SPEED), rows)
 
 
 # The models of the staged speculative decoding paper (arXiv 2308.04623): GPT-2
@@ -158,36 +153,6 @@ PAPER_COSTS = {
   'target': {'per_forward': 2 * 773e6, 'per_slot': 2 * 2 * 36 * 1280},
   'draft': {'per_forward': 2 * 40e6, 'per_slot': 2 * 2 * 8 * 512},
 }
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Task:
-  """The decoding task that all arms share.
-
-  Attributes:
-    target: see `models.text.pair.load_pair`.
-    draft: see `models.text.pair.load_pair`; None if no arm needs a draft.
-    drafting: see `models.text.drafters.make_drafter`; arms may differ from it.
-    sampling: see `specdec.generate`.
-    revision: of the target, on the hub.
-    draft_dtype: of the draft; None: the dtype of the arm.
-    verification: the arguments `verify`, `children` and `break_even` of
-      `specdec.generate`.
-    seed: of the sampling.
-    batch_size: prompts decoded together.
-    max_new_tokens: the limit per row.
-  """
-
-  target: str
-  draft: str | None
-  drafting: DraftSettings
-  sampling: specdec.Sampling
-  revision: str | None = None
-  draft_dtype: str | None = None
-  verification: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  seed: int = 0
-  batch_size: int = 1
-  max_new_tokens: int = 128
 
 
 def _our_arm(spec: ArmSpec, pair: Pair, task: Task) -> ReadyArm:
@@ -233,13 +198,10 @@ def _our_arm(spec: ArmSpec, pair: Pair, task: Task) -> ReadyArm:
 def make_batches(
   ids: Sequence[list[int]], *, batch_size: int, bucket: int | None
 ) -> list[list[list[int]]]:
-  """Prompts in full batches; those that do not fill a batch are left out.
+  """Token ids in full batches; those that do not fill a batch are left out.
 
-  Args:
-    ids: token ids of the prompts.
-    batch_size: prompts per batch.
-    bucket: keep only prompts of bucket / 2 < length <= bucket tokens, which
-      share their programs. None: keep all.
+  Only prompts of bucket / 2 < length <= bucket tokens are kept, which share
+  their programs; all if `bucket` is None.
 
   Raises:
     ValueError: there are fewer prompts than `batch_size`.
@@ -247,15 +209,11 @@ def make_batches(
   if bucket is not None:
     ids = [row for row in ids if bucket // 2 < len(row) <= bucket]
     if not ids:
-      raise ValueError(
-        f'no prompt has {bucket // 2 + 1} to {bucket} tokens; choose another'
-        ' --prompt_bucket'
-      )
+      found = f'no prompt has {bucket // 2 + 1} to {bucket} tokens'
+      raise ValueError(f'{found}; choose another --prompt_bucket')
   if not 1 <= batch_size <= len(ids):
-    raise ValueError(
-      f'--batch_size must be between 1 and the number of prompts,'
-      f' {len(ids)}; got {batch_size}'
-    )
+    most = f'1 and the number of prompts, {len(ids)}'
+    raise ValueError(f'--batch_size must be between {most}; got {batch_size}')
   starts = range(0, len(ids) - batch_size + 1, batch_size)
   return [list(ids[start : start + batch_size]) for start in starts]
 
@@ -263,7 +221,7 @@ def make_batches(
 def _find_flips(
   spec: ArmSpec,
   results: Mapping[str, Sequence[timing.Measurement]],
-  batches: Sequence[Sequence[Sequence[int]]],
+  batches: Batches,
   pairs: Mapping[str, Pair],
   task: Task,
 ) -> list[dict[str, Any]] | None:
@@ -290,12 +248,13 @@ def _find_flips(
 
 def _load(
   specs: Sequence[ArmSpec], task: Task
-) -> tuple[dict[str, Pair], dict[ArmSpec, ReadyArm]]:
-  """The pairs by dtype, and all arms in the order of `specs`."""
-  dtypes = sorted({spec.dtype for spec in specs if not spec.is_peer})
-  if not dtypes:
+) -> tuple[dict[str, Pair], dict[str, ReadyArm]]:
+  """The pairs by dtype, and all arms by name in the order of `specs`."""
+  ours = [spec for spec in specs if not spec.is_peer]
+  theirs = [spec for spec in specs if spec.is_peer]
+  if not ours:
     raise ValueError('--arms needs an arm other than transformers, e.g. plain')
-  if any(spec.is_peer for spec in specs):
+  if theirs:
     peers.describe_torch()  # raises before loading if torch is missing
   pairs = {
     dtype: load_pair(
@@ -305,23 +264,46 @@ def _load(
       draft_dtype=task.draft_dtype,
       revision=task.revision,
     )
-    for dtype in dtypes
+    for dtype in sorted({spec.dtype for spec in ours})
   }
-  arms = {
-    spec: _our_arm(spec, pairs[spec.dtype], task)
-    for spec in specs
-    if not spec.is_peer
-  } | peers.make_arms(
-    [spec for spec in specs if spec.is_peer],
-    target=task.target,
-    draft=task.draft,
-    revision=task.revision,
-    sampling=task.sampling,
-    eos_ids=pairs[dtypes[0]].eos_ids,
-    seed=task.seed,
-    batch_size=task.batch_size,
-  )
-  return pairs, {spec: arms[spec] for spec in specs}
+  arms = {spec: _our_arm(spec, pairs[spec.dtype], task) for spec in ours}
+  if theirs:
+    eos_ids = next(iter(pairs.values())).eos_ids
+    arms |= peers.make_arms(theirs, task, eos_ids=eos_ids)
+  return pairs, {str(spec): arms[spec] for spec in specs}
+
+
+def _decode(
+  arms: Mapping[str, ReadyArm],
+  batches: Batches,
+  limits: machine.MachineLimits,
+  max_new_tokens: int,
+  max_seconds: float | None,
+) -> tuple[
+  dict[str, list[timing.Measurement]], dict[str, float], dict[str, int | None]
+]:
+  """By arm: measurements, seconds of compiling, peak memory beyond weights."""
+  decoders = {name: arm.decode for name, arm in arms.items()}
+  total = len(arms) * (len(batches) + 1)
+  longest = max(batches, key=lambda batch: max(map(len, batch)))
+  few = min(8, max_new_tokens)
+  with tqdm.tqdm(total=total, unit='batch', file=sys.stderr) as bar:
+    compile_seconds = timing.warm_up(
+      decoders, batches, max_new_tokens=max_new_tokens, report=bar.update
+    )
+    beyond = {
+      name: arm.peak_beyond(functools.partial(arm.decode, longest, few))
+      for name, arm in arms.items()
+    }
+    results = timing.measure(
+      decoders,
+      batches,
+      max_new_tokens=max_new_tokens,
+      before_batch=limits.sample,
+      max_seconds=max_seconds,
+      report=bar.update,
+    )
+  return results, compile_seconds, beyond
 
 
 def run(
@@ -329,102 +311,58 @@ def run(
   *,
   arms: Sequence[ArmSpec],
   task: Task,
-  settings: Mapping[str, Any],
+  settings: Figures,
   prompt_bucket: int | None = None,
   max_seconds: float | None = None,
   predict: bool = True,
 ) -> Report:
   """Decodes every prompt with every arm, interleaved.
 
-  Args:
-    prompts: texts; a last batch that is not full is left out.
-    arms: different arms, of which the first is the baseline.
-    task: the decoding task.
-    settings: recorded unchanged.
-    prompt_bucket: see `make_batches`.
-    max_seconds: no batch begins after that time.
-    predict: whether to measure V(N) and to predict the speeds.
-
-  Returns:
-    The report. For each arm it has the figures of
-    `specdec.study.timing.summarize_arms` and `models.bench.machine.place`, and
-    `relative_bandwidth_at_paper_costs`, that of the same forwards at
-    `PAPER_COSTS`; `predicted_speed`, see `models.bench.predict`;
-    `compile_seconds`; `weight_bytes`; `beyond_weights_bytes`, the peak memory
-    of decoding the longest prompts without the weights; `flips`, the rows whose
-    tokens differ from those of the plain arm of the same dtype, each with the
-    margin of the choice, or None if there is no such arm or if tokens may
-    differ.
+  The first arm is the baseline. `settings` are recorded unchanged. No batch
+  begins after `max_seconds`. With `predict` V(N) is measured and the speeds are
+  predicted. For the prompts see `make_batches`.
 
   Raises:
     ValueError: an argument is out of range; the message names it.
   """
-  if task.max_new_tokens < 1:
-    raise ValueError(
-      f'--max_new_tokens must be at least 1, got {task.max_new_tokens}'
-    )
+  limit, baseline = task.max_new_tokens, str(arms[0])
+  if limit < 1:
+    raise ValueError(f'--max_new_tokens must be at least 1, got {limit}')
   pairs, ready = _load(arms, task)
-  encode = next(iter(pairs.values())).encode
   batches = make_batches(
-    [encode(prompt) for prompt in prompts],
+    [*map(next(iter(pairs.values())).encode, prompts)],
     batch_size=task.batch_size,
     bucket=prompt_bucket,
   )
   limits = machine.MachineLimits(list(pairs))
-  decoders = {str(spec): arm.decode for spec, arm in ready.items()}
-  with tqdm.tqdm(
-    total=len(arms) * (len(batches) + 1), unit='batch', file=sys.stderr
-  ) as bar:
-    compile_seconds = timing.warm_up(
-      decoders, batches, max_new_tokens=task.max_new_tokens, report=bar.update
-    )
-    longest = max(batches, key=lambda batch: max(map(len, batch)))
-    beyond = {
-      spec: arm.peak_beyond(
-        functools.partial(arm.decode, longest, min(8, task.max_new_tokens))
-      )
-      for spec, arm in ready.items()
-    }
-    results = timing.measure(
-      decoders,
-      batches,
-      max_new_tokens=task.max_new_tokens,
-      before_batch=limits.sample,
-      max_seconds=max_seconds,
-      report=bar.update,
-    )
-  figures = timing.summarize_arms(results, baseline=str(arms[0]))
-  summary = limits.summary()
-  predicted = {}
+  results, compile_seconds, beyond = _decode(
+    ready, batches, limits, limit, max_seconds
+  )
+  figures = timing.summarize_arms(results, baseline=baseline)
+  summary, predicted = limits.summary(), dict[str, float]()
   if predict:
-    first = results[str(arms[0])][0].generation.tokens
-    texts = [[*row, *new] for row, new in zip(batches[0], first, strict=True)]
+    rows = zip(batches[0], results[baseline][0].generation.tokens, strict=True)
+    texts = [[*prompt, *new] for prompt, new in rows]
     predicted = predicted_speeds(
-      {str(spec): arm for spec, arm in ready.items()},
-      figures,
-      prompts=batches[0],
-      texts=texts,
-      max_new_tokens=task.max_new_tokens,
+      ready, figures, prompts=batches[0], texts=texts, max_new_tokens=limit
     )
-  for spec, arm in ready.items():
-    own = figures[str(spec)]
-    costs = results[str(spec)][0].generation.stats['costs']
-    own |= machine.place(own, costs, arm.sizes, summary)
-    own |= {
-      'relative_bandwidth_at_paper_costs': relative_bandwidth(
-        own['reads'], costs | PAPER_COSTS
-      ),
-      'predicted_speed': predicted.get(str(spec)),
-      'compile_seconds': compile_seconds[str(spec)],
+  for spec in arms:
+    name = str(spec)
+    own, arm = figures[name], ready[name]
+    costs = results[name][0].generation.stats['costs']
+    paper = relative_bandwidth(own['reads'], costs | PAPER_COSTS)
+    own |= machine.place(own, costs, arm.sizes, summary) | {
+      'relative_bandwidth_at_paper_costs': paper,
+      'predicted_speed': predicted.get(name),
+      'compile_seconds': compile_seconds[name],
       'weight_bytes': arm.weight_bytes,
-      'beyond_weights_bytes': beyond[spec],
+      'beyond_weights_bytes': beyond[name],
       'flips': _find_flips(spec, results, batches, pairs, task),
     }
-  run_settings = {
+  of_run = {
     'arms': [str(spec) for spec in arms],
     'batch_size': task.batch_size,
-    'batches_measured': len(results[str(arms[0])]),
+    'batches_measured': len(results[baseline]),
   }
-  if any(spec.is_peer for spec in arms):
-    run_settings |= peers.describe_torch()
-  return Report(dict(settings) | run_settings, summary, figures)
+  torch = any(spec.is_peer for spec in arms) and peers.describe_torch()
+  return Report(dict(settings) | of_run | (torch or {}), summary, figures)

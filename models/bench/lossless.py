@@ -5,7 +5,7 @@ other rules their distribution must be that of the target. `measure` compares
 the acceptance rates of the rules with theory.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from collections.abc import Sequence
 import dataclasses
 import sys
@@ -25,6 +25,7 @@ from specdec.sampling import BEST
 from specdec.sampling import WITH_REPLACEMENT
 from specdec.sampling import WITHOUT_REPLACEMENT
 from specdec.study import exactness
+from specdec.study.exactness import choice_margin
 from specdec.study.timing import first_difference
 from specdec.tree.topology import chain
 from specdec.tree.topology import k_ary
@@ -39,13 +40,9 @@ _FEWEST_TOKENS = 500
 class Divergence:
   """The first difference of a row from plain decoding.
 
-  Attributes:
-    prompt: its number.
-    offset: of the first new token that differs.
-    plain: at most three tokens of plain decoding from there on.
-    drafted: at most three tokens of speculative decoding from there on.
-    margin: between the two best scores there; rounding can reverse their order
-      if it is small.
+  The offset is that of the first new token that differs; `plain` and `drafted`
+  are at most three tokens from there on; rounding can reverse the order of the
+  two best scores there if `margin`, their difference, is small.
   """
 
   prompt: int
@@ -61,23 +58,25 @@ class Divergence:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class TokenCheck:
-  """Comparison of tokens with those of plain decoding, at one batch size.
-
-  Attributes:
-    batch_size: of speculative decoding; plain decoding has 1.
-    num_prompts: number of prompts.
-    num_tokens: of plain decoding.
-    block_efficiency: tokens per target forward of speculative decoding.
-    divergences: rows that differ.
-    max_margin: the largest margin that rounding may explain.
-  """
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Check:
+  """A check at one batch size; block efficiency is tokens per forward."""
 
   batch_size: int
-  num_prompts: int
   num_tokens: int
   block_efficiency: float
+
+  def _line(self, passed: bool, rest: str) -> str:
+    rate = f'{self.block_efficiency:.2f} per target forward'
+    batch = f'batch {self.batch_size}, {self.num_tokens} tokens, {rate}'
+    return f'{"ok" if passed else "FAILED"}: {batch}: {rest}'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenCheck(Check):
+  """Comparison with plain decoding; rounding may explain `max_margin`."""
+
+  num_prompts: int
   divergences: list[Divergence]
   max_margin: float
 
@@ -87,30 +86,18 @@ class TokenCheck:
     return all(row.margin <= self.max_margin for row in self.divergences)
 
   def __str__(self):
-    first = (
-      f'{"ok" if self.passed else "FAILED"}: batch {self.batch_size},'
-      f' {self.num_prompts} prompts, {self.num_tokens} tokens,'
-      f' {self.block_efficiency:.2f} per target forward:'
-      f' {len(self.divergences)} divergences'
-    )
+    count = f'{len(self.divergences)} divergences of {self.num_prompts} prompts'
+    first = self._line(self.passed, count)
     return '\n  '.join([first, *map(str, self.divergences)])
 
 
-@dataclasses.dataclass(frozen=True)
-class DistributionCheck:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DistributionCheck(Check):
   """Goodness-of-fit tests of the tokens, see `specdec.study.exactness`.
 
-  Attributes:
-    batch_size: prompts decoded together.
-    num_tokens: tested.
-    block_efficiency: tokens per target forward.
-    p_values: by test.
-    impossible: prompt and offset of tokens with target probability 0.
+  Impossible tokens, by prompt and offset, have target probability 0.
   """
 
-  batch_size: int
-  num_tokens: int
-  block_efficiency: float
   p_values: dict[str, float]
   impossible: list[tuple[int, int]]
 
@@ -123,12 +110,8 @@ class DistributionCheck:
   def __str__(self):
     tests = ', '.join(f'{name} {p:.3g}' for name, p in self.p_values.items())
     first = f', the first at {self.impossible[0]}' if self.impossible else ''
-    return (
-      f'{"ok" if self.passed else "FAILED"}: batch {self.batch_size},'
-      f' {self.num_tokens} tokens, {self.block_efficiency:.2f} per target'
-      f' forward: p-values: {tests}; {len(self.impossible)} impossible'
-      f' tokens{first}'
-    )
+    impossible = f'{len(self.impossible)} impossible tokens{first}'
+    return self._line(self.passed, f'p-values: {tests}; {impossible}')
 
 
 def _decode(
@@ -148,13 +131,9 @@ def _decode(
   for start in tqdm.tqdm(starts, desc=title, unit='batch', file=sys.stderr):
     # The last batch is filled up, because another size would compile again.
     numbers = [(start + row) % len(prompts) for row in range(batch_size)]
-    results.append(
-      generator.generate(
-        [prompts[number] for number in numbers],
-        seed=[seed + number for number in numbers],
-        **options,
-      )
-    )
+    texts = [prompts[number] for number in numbers]
+    seeds = [seed + number for number in numbers]
+    results.append(generator.generate(texts, seed=seeds, **options))
   errors = [error for result in results for error in result.errors if error]
   if errors:
     raise ValueError(f'{title}: {errors[0]}')
@@ -180,17 +159,8 @@ def check_tokens(
 ) -> list[TokenCheck]:
   """Compares the tokens with plain decoding of one prompt at a time.
 
-  Args:
-    generator: to be checked.
-    prompts: texts.
-    batch_sizes: of speculative decoding.
-    sampling: the same for all rows.
-    seed: of the first prompt; that of prompt i is seed + i.
-    max_margin: see `TokenCheck`.
-    **options: other arguments of `Generator.generate`.
-
-  Returns:
-    A check per batch size.
+  There is a check for each batch size of speculative decoding. The seed of
+  prompt i is seed + i. Options are other arguments of `Generator.generate`.
 
   Raises:
     ValueError: the logits of the target are not finite.
@@ -199,31 +169,24 @@ def check_tokens(
   plain = dataclasses.replace(generator, drafter=specdec.PLAIN)
   ids, expected, _ = _decode(plain, prompts, seed, 1, 'plain', **options)
   checks = []
-  for batch_size in batch_sizes:
-    _, found, efficiency = _decode(
-      generator, prompts, seed, batch_size, f'batch {batch_size}', **options
-    )
+  for size in batch_sizes:
+    title = f'batch {size}'
+    _, found, rate = _decode(generator, prompts, seed, size, title, **options)
     divergences = []
     for number, (row, other) in enumerate(zip(expected, found, strict=True)):
-      offset = first_difference(other, row)
-      if offset is None:
+      at = first_difference(other, row)
+      if at is None:
         continue
-      margin = exactness.choice_margin(
-        generator.pair.target,
-        row_keys([seed + number], 1)[0],
-        ids[number] + row[:offset],
-        sampling,
-      )
-      shown = slice(offset, offset + 3)
-      divergences.append(
-        Divergence(number, offset, row[shown], other[shown], margin)
-      )
+      text, key = ids[number] + row[:at], row_keys([seed + number], 1)[0]
+      margin = choice_margin(generator.pair.target, key, text, sampling)
+      tokens = row[at : at + 3], other[at : at + 3]
+      divergences.append(Divergence(number, at, *tokens, margin))
     checks.append(
       TokenCheck(
-        batch_size=batch_size,
+        batch_size=size,
         num_prompts=len(prompts),
         num_tokens=sum(map(len, expected)),
-        block_efficiency=efficiency,
+        block_efficiency=rate,
         divergences=divergences,
         max_margin=max_margin,
       )
@@ -240,30 +203,17 @@ def check_distribution(
   seed: int,
   **options: Any,
 ) -> list[DistributionCheck]:
-  """Tests whether the tokens are distributed as the target.
-
-  Args:
-    generator: to be checked.
-    prompts: texts.
-    batch_sizes: numbers of prompts decoded together, one check for each.
-    sampling: the same for all rows.
-    seed: of the first prompt; that of prompt i is seed + i.
-    **options: other arguments of `Generator.generate`.
-
-  Returns:
-    A check per batch size.
+  """Tests whether the tokens are distributed as the target; see `check_tokens`.
 
   Raises:
     ValueError: there are too few tokens for a test, or the logits of the target
       are not finite.
   """
   options |= {'sampling': sampling}
-  key = jax.random.key(seed)
-  checks = []
-  for batch_size in batch_sizes:
-    ids, new, efficiency = _decode(
-      generator, prompts, seed, batch_size, f'batch {batch_size}', **options
-    )
+  pair, checks = generator.pair, []
+  for size in batch_sizes:
+    title = f'batch {size}'
+    ids, new, rate = _decode(generator, prompts, seed, size, title, **options)
     num_tokens = sum(map(len, new))
     if num_tokens < _FEWEST_TOKENS:
       raise ValueError(
@@ -272,27 +222,21 @@ def check_distribution(
       )
     rows, impossible = [], []
     for number, (prompt, tokens) in enumerate(zip(ids, new, strict=True)):
-      if not tokens:
-        continue
-      values, probs = exactness.transform(
-        generator.pair.target,
-        prompt,
-        tokens,
-        sampling,
-        jax.random.fold_in(key, number),
-        generator.pair.draft,
-      )
-      rows.append(values)
-      impossible += [(number, int(at)) for at in np.flatnonzero(probs <= 0)]
-    checks.append(
-      DistributionCheck(
-        batch_size=batch_size,
-        num_tokens=num_tokens,
-        block_efficiency=efficiency,
-        p_values=exactness.p_values(rows),
-        impossible=impossible,
-      )
+      if tokens:
+        key = jax.random.fold_in(jax.random.key(seed), number)
+        values, probs = exactness.transform(
+          pair.target, prompt, tokens, sampling, key, pair.draft
+        )
+        rows.append(values)
+        impossible += [(number, int(at)) for at in np.flatnonzero(probs <= 0)]
+    check = DistributionCheck(
+      batch_size=size,
+      num_tokens=num_tokens,
+      block_efficiency=rate,
+      p_values=exactness.p_values(rows),
+      impossible=impossible,
     )
+    checks.append(check)
   return checks
 
 
@@ -337,8 +281,7 @@ def theory(target: jax.Array, draft: jax.Array) -> dict[str, jax.Array]:
   # p_i / q_i >= p_j / q_j, so that sorting by that ratio gives all sums.
   ratio = jnp.where(draft > 0, target / jnp.maximum(draft, 1e-37), jnp.inf)
   order = jnp.argsort(ratio, axis=1)
-  p = jnp.take_along_axis(target, order, axis=1)
-  q = jnp.take_along_axis(draft, order, axis=1)
+  p, q = (jnp.take_along_axis(x, order, axis=1) for x in (target, draft))
   p_from = jnp.flip(jnp.cumsum(jnp.flip(p, 1), axis=1), 1)
   q_before = jnp.cumsum(q, axis=1) - q
   both = (p > 0) & (q > 0)
@@ -353,16 +296,8 @@ def theory(target: jax.Array, draft: jax.Array) -> dict[str, jax.Array]:
   }
 
 
-def _with_topology(generator: Generator, topology: Topology) -> Generator:
-  draft = generator.pair.draft
-  if draft is None:
-    raise ValueError('acceptance needs a draft; give --draft')
-  drafter = specdec.fixed_drafter(specdec.LanguageModelScorer(draft), topology)
-  return dataclasses.replace(generator, drafter=drafter)
-
-
 def _acceptance(
-  results: Iterator[TextGeneration], probs_of: Any, *, with_theory: bool
+  results: Iterable[TextGeneration], probs_of: Any, *, with_theory: bool
 ) -> dict[str, Any]:
   """Acceptance of the first draft token of each target forward."""
   accepted: list[np.ndarray] = []
@@ -384,10 +319,8 @@ def _acceptance(
     'forwards': pooled.size,
   }
   if with_theory:
-    figures['theory'] = {
-      name: float(np.concatenate([row[name] for row in expected]).mean())
-      for name in expected[0]
-    }
+    means = jax.tree.map(lambda *rows: np.concatenate(rows).mean(), *expected)
+    figures['theory'] = {name: float(mean) for name, mean in means.items()}
   return figures
 
 
@@ -404,15 +337,9 @@ def measure(
 ) -> dict[str, Any]:
   """Measures how often each rule of verification accepts.
 
-  Args:
-    generator: with a draft; its drafter is not used.
-    prompts: texts; a last batch that is not full is left out.
-    sampling: at a temperature above 0; all rules are equal at 0.
-    seed: of the first batch; that of the batch from prompt i on is seed + i.
-    batch_size: prompts decoded together.
-    max_new_tokens: the limit per row.
-    numbers_of_children: of trees of depth 1.
-    chain_length: of the chain for block efficiency.
+  The drafter of the generator is not used: trees of depth 1 have the numbers of
+  children, a chain measures block efficiency. A last batch that is not full is
+  left out. The seed of the batch from prompt i on is seed + i.
 
   Returns:
     `acceptance` by number of children and rule: `measured`, the share of target
@@ -425,11 +352,15 @@ def measure(
   """
   if not np.all(np.asarray(sampling.temperature) > 0):
     raise ValueError('acceptance of sampling needs --temperature above 0')
-  starts = range(0, len(prompts) - batch_size + 1, batch_size)
   pair = generator.pair
+  if pair.draft is None:
+    raise ValueError('acceptance needs a draft; give --draft')
+  scorer = specdec.LanguageModelScorer(pair.draft)
+  starts = range(0, len(prompts) - batch_size + 1, batch_size)
 
-  def decode(topology, rule):
-    drafted = _with_topology(generator, topology)
+  def decode(topology: Topology, rule: Rule) -> Iterable[TextGeneration]:
+    drafter = specdec.fixed_drafter(scorer, topology)
+    drafted = dataclasses.replace(generator, drafter=drafter)
     title = f'{topology.branching} x {topology.max_depth}, {rule}'
     for start in tqdm.tqdm(starts, desc=title, unit='batch', file=sys.stderr):
       yield drafted.generate(
@@ -443,20 +374,18 @@ def measure(
       )
 
   def probs_of(ids):
-    arrays = check_sampling(sampling, 1, pair.target.spec.vocab_size)
+    params = check_sampling(sampling, 1, pair.target.spec.vocab_size)
     text = exactness.padded(ids)
     for model in (pair.target, pair.draft):
-      yield exactness.distributions(model, text, arrays)
+      yield exactness.distributions(model, text, params)
 
+  acceptance = lambda n, rule: _acceptance(
+    decode(k_ary(n, 1), rule), probs_of, with_theory=n == 1
+  )
   return {
     'acceptance': {
-      str(number): {
-        str(rule): _acceptance(
-          decode(k_ary(number, 1), rule), probs_of, with_theory=number == 1
-        )
-        for rule in RULES
-      }
-      for number in numbers_of_children
+      str(n): {str(rule): acceptance(n, rule) for rule in RULES}
+      for n in numbers_of_children
     },
     'block_efficiency': {
       str(rule): _rate(list(decode(chain(chain_length), rule)))
@@ -472,15 +401,13 @@ def acceptance_rows(figures: dict[str, Any]) -> list[dict[str, str]]:
   for rule, efficiency in figures['block_efficiency'].items():
     row = {'rule': rule, 'theory, 1 child': ''}
     for number, by_rule in figures['acceptance'].items():
-      found = by_rule.get(rule, {})
-      if 'theory' in found:
-        value = found['theory'][names[rule]]
-        row['theory, 1 child'] = f'{names[rule]} = {value:.3f}'
-      row[f'measured, {number} children'] = (
-        f'{found["measured"]:.3f} ± {found["standard_error"]:.3f}'
-        if found
-        else ''
-      )
-    row['chain: tokens per forward'] = f'{efficiency:.2f}'
-    rows.append(row)
+      found, column = by_rule.get(rule), f'measured, {number} children'
+      row[column] = ''
+      if found:
+        error = f'{found["standard_error"]:.3f}'
+        row[column] = f'{found["measured"]:.3f} ± {error}'
+        if 'theory' in found:
+          value = found['theory'][names[rule]]
+          row['theory, 1 child'] = f'{names[rule]} = {value:.3f}'
+    rows.append(row | {'chain: tokens per forward': f'{efficiency:.2f}'})
   return rows

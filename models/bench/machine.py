@@ -14,6 +14,7 @@ import ctypes
 import dataclasses
 import functools
 import pathlib
+import re
 import threading
 import time
 from typing import Any
@@ -39,21 +40,11 @@ def _rate(work: float, run: Callable[[], jax.Array]) -> float:
   return work * _REPEATS / (time.perf_counter() - start)
 
 
-@jax.jit
-def _matvec(array, vector):
-  """Reads the array as decoding reads weights."""
-  return lax.dot_general(array, vector, (((1,), (0,)), ((), ())))
-
-
-@jax.jit
-def _square(matrix):
-  is_integer = jnp.issubdtype(matrix.dtype, jnp.integer)
-  return lax.dot_general(
-    matrix,
-    matrix,
-    (((1,), (1,)), ((), ())),
-    preferred_element_type=jnp.int32 if is_integer else jnp.float32,
-  )
+@functools.partial(jax.jit, static_argnames=('axis', 'result'))
+def _product(x, y, *, axis, result):
+  """Contracts the last axis of x with an axis of y."""
+  axes = (((1,), (axis,)), ((), ()))
+  return lax.dot_general(x, y, axes, preferred_element_type=jnp.dtype(result))
 
 
 _sum = jax.jit(jnp.sum)
@@ -62,41 +53,38 @@ _sum = jax.jit(jnp.sum)
 class MachineLimits:
   """Measures the peak rates of the default device, sample by sample.
 
-  Args:
-    dtypes: of the matrix products.
+  The matrix products are those of `dtypes`.
   """
 
   def __init__(self, dtypes: Sequence[str]):
     platform = jax.default_backend()
     pick = lambda sizes: sizes.get(platform, sizes['default'])
-    rows = pick(_READ_BYTES) // (4 * _COLUMNS)
+    shape = (pick(_READ_BYTES) // (4 * _COLUMNS), _COLUMNS)
     width = pick(_MATRIX_WIDTH)
-    self._array = jnp.ones((rows, _COLUMNS), jnp.float32)
+    self._array = jnp.ones(shape, jnp.float32)
     self._vector = jnp.ones(_COLUMNS, jnp.float32)
     self._matrices = {name: jnp.ones((width, width), name) for name in dtypes}
-    self._bytes_per_second: list[float] = []
-    self._flops_per_second: dict[str, list[float]] = {
-      dtype: [] for dtype in dtypes
-    }
-    self._rates()  # compiles
-
-  def _rates(self) -> tuple[float, dict[str, float]]:
-    readers = (
-      functools.partial(_matvec, self._array, self._vector),
-      functools.partial(_sum, self._array),
-    )
-    memory = max(_rate(self._array.nbytes, reader) for reader in readers)
-    return memory, {
-      dtype: _rate(2 * len(matrix) ** 3, functools.partial(_square, matrix))
-      for dtype, matrix in self._matrices.items()
-    }
+    self._memory: list[float] = []
+    self._arithmetic: dict[str, list[float]] = {name: [] for name in dtypes}
+    self.sample()  # compiles
+    for samples in (self._memory, *self._arithmetic.values()):
+      samples.clear()
 
   def sample(self) -> None:
     """Measures every rate once."""
-    memory, arithmetic = self._rates()
-    self._bytes_per_second.append(memory)
-    for dtype, rate in arithmetic.items():
-      self._flops_per_second[dtype].append(rate)
+    # The product reads the array as decoding reads weights.
+    product = functools.partial(_product, axis=0, result='float32')
+    readers = (
+      functools.partial(product, self._array, self._vector),
+      functools.partial(_sum, self._array),
+    )
+    rates = [_rate(self._array.nbytes, reader) for reader in readers]
+    self._memory.append(max(rates))
+    for dtype, matrix in self._matrices.items():
+      is_integer = jnp.issubdtype(matrix.dtype, jnp.integer)
+      result = 'int32' if is_integer else 'float32'
+      run = functools.partial(_product, matrix, matrix, axis=1, result=result)
+      self._arithmetic[dtype].append(_rate(2 * len(matrix) ** 3, run))
 
   def summary(self) -> dict[str, Any]:
     """The medians and all samples.
@@ -105,26 +93,19 @@ class MachineLimits:
       `bytes_per_second`, and `flops_per_second` by dtype, where a
       multiply-add is two operations; both also with `..._samples`.
     """
+    medians = {k: float(np.median(v)) for k, v in self._arithmetic.items()}
     return {
-      'bytes_per_second': float(np.median(self._bytes_per_second)),
-      'bytes_per_second_samples': self._bytes_per_second,
-      'flops_per_second': {
-        dtype: float(np.median(samples))
-        for dtype, samples in self._flops_per_second.items()
-      },
-      'flops_per_second_samples': self._flops_per_second,
+      'bytes_per_second': float(np.median(self._memory)),
+      'bytes_per_second_samples': self._memory,
+      'flops_per_second': medians,
+      'flops_per_second_samples': self._arithmetic,
     }
 
 
 def this_machine(
   dtypes: Sequence[str] = ('float32', 'bfloat16'), *, samples: int = 5
 ) -> Hardware:
-  """The default device as a `Hardware` of the cost model.
-
-  Args:
-    dtypes: of the matrix products.
-    samples: number of measurements, of which the medians are used.
-  """
+  """The default device as a `Hardware` of the cost model."""
   limits = MachineLimits(dtypes)
   for _ in range(samples):
     limits.sample()
@@ -150,14 +131,10 @@ class ModelSize:
 
 
 def model_size(model: LanguageModel) -> ModelSize:
-  """The size of a model made by `models.nn.contract.as_model`."""
-  cache = jax.eval_shape(lambda: model.spec.init_cache(1, 1))
-  return ModelSize(
-    parameters=model.spec.parameters,
-    cache_per_slot=sum(
-      leaf.size for leaf in jax.tree.leaves(cache) if leaf.ndim > 1
-    ),
-  )
+  """The size of a model made by `models.nn.adapter.as_model`."""
+  cache = jax.tree.leaves(jax.eval_shape(lambda: model.spec.init_cache(1, 1)))
+  slot = sum(leaf.size for leaf in cache if leaf.ndim > 1)
+  return ModelSize(model.spec.parameters, slot)
 
 
 def bytes_read(
@@ -166,9 +143,7 @@ def bytes_read(
 ) -> float:
   """Bytes of weights and visible cache slots that all models read.
 
-  Args:
-    reads: the counts `reads` of `specdec.statistics.summarize`.
-    costs: the `costs` of the same function.
+  The arguments are `reads` and `costs` of `specdec.statistics.summarize`.
   """
   return sum(
     count['forwards'] * costs[name]['per_forward']
@@ -182,12 +157,8 @@ def flops(figures: Mapping[str, Any], sizes: Mapping[str, ModelSize]) -> float:
   """Operations of all models; a multiply-add is two.
 
   Every counted position is multiplied with all weights, and with the cache
-  slots that are visible to its forward.
-
-  Args:
-    figures: of an arm, with the counts of `specdec.statistics.summarize`.
-    sizes: of the target and of each stage that is a language model; the
-      arithmetic of other stages is neglected.
+  slots that are visible to its forward. The arithmetic of stages that are not
+  in `sizes` (other than language models) is neglected.
   """
   forwards = {'target': figures['target_forwards']} | figures['stage_forwards']
   total = 0.0
@@ -206,13 +177,9 @@ def place(
 ) -> dict[str, float]:
   """The point of an arm in the roofline diagram.
 
-  The time is that of decoding without prefill, all overhead included.
-
-  Args:
-    figures: of `specdec.study.timing.summarize_arms`.
-    costs: the `costs` of `specdec.statistics.summarize`.
-    sizes: see `flops`.
-    limits: of `MachineLimits.summary`.
+  The time is that of decoding without prefill, all overhead included. Figures
+  are those of `timing.summarize_arms`, costs of `specdec.statistics.summarize`,
+  limits of `MachineLimits.summary`.
 
   Returns:
     `arithmetic_intensity` (operations per byte) and `flops_per_second`;
@@ -236,17 +203,14 @@ def place(
 
 
 _PROC = pathlib.Path('/proc/self')
-_RESET_PEAK = '5'  # `man 5 proc`, clear_refs: VmHWM is set to VmRSS
-_POLL_SECONDS = 1e-3
 
 
 def _resident(key: str) -> int:
   """A size in `/proc/self/status`, in bytes."""
-  for line in (_PROC / 'status').read_text().splitlines():
-    name, _, value = line.partition(':')
-    if name == key:
-      return 1024 * int(value.removesuffix('kB'))
-  raise OSError(f'/proc/self/status has no {key}')
+  found = re.search(rf'{key}:\s*(\d+) kB', (_PROC / 'status').read_text())
+  if found is None:
+    raise OSError(f'/proc/self/status has no {key}')
+  return 1024 * int(found[1])
 
 
 def host_peak(run: Callable[[], Any]) -> int:
@@ -258,7 +222,7 @@ def host_peak(run: Callable[[], Any]) -> int:
   with contextlib.suppress(OSError, AttributeError):
     # Memory that is free but resident would not be counted when it is reused.
     ctypes.CDLL(None).malloc_trim(0)
-  (_PROC / 'clear_refs').write_text(_RESET_PEAK)
+  (_PROC / 'clear_refs').write_text('5')  # VmHWM is set to VmRSS, `man 5 proc`
   before = _resident('VmRSS')
   run()
   return max(_resident('VmHWM') - before, 0)
@@ -272,9 +236,8 @@ def _device_peak(run: Callable[[], Any], device: jax.Device) -> int:
 
   def watch():
     nonlocal peak
-    while not done.is_set():
+    while not done.wait(1e-3):
       peak = max(peak, in_use())
-      time.sleep(_POLL_SECONDS)
 
   watcher = threading.Thread(target=watch, daemon=True)
   watcher.start()
@@ -287,15 +250,12 @@ def _device_peak(run: Callable[[], Any], device: jax.Device) -> int:
 
 
 def peak_beyond(run: Callable[[], Any]) -> int | None:
-  """The peak memory of a call minus the memory in use before it.
+  """The peak memory of a call minus the memory in use before it, in bytes.
 
-  Args:
-    run: the call; if compiling should not count, call it once before.
-
-  Returns:
-    Bytes: of the process if the first device is a CPU, else of that device.
-    None where the platform does not report it (CPU without Linux, or a
-    container without `/proc/self/clear_refs`).
+  It is that of the process if the first device is a CPU, else of that device,
+  and None where the platform does not report it (CPU without Linux, or a
+  container without `/proc/self/clear_refs`). If compiling should not count,
+  call `run` once before.
   """
   device = jax.devices()[0]
   try:

@@ -1,11 +1,10 @@
-"""Measurements of single parts of decoding: what scripts/measure.py calls.
+"""Measurements of single parts of decoding, for scripts/measure.py.
 
 Each function returns the rows of a table as dictionaries. Alternatives are
 timed in turns, because the speed of a machine drifts.
 """
 
 from collections.abc import Callable
-from collections.abc import Hashable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import functools
@@ -13,7 +12,6 @@ import pathlib
 import statistics
 import time
 from typing import Any
-from typing import TypeVar
 
 import jax
 from jax import lax
@@ -29,13 +27,12 @@ import specdec
 from specdec.study.costs import measure_step_costs
 
 Row = dict[str, Any]
-_Key = TypeVar('_Key', bound=Hashable)
 
 
-def best_seconds(
-  runs: Mapping[_Key, Callable[[], Any]], repeats: int
-) -> dict[_Key, float]:
-  """The shortest time of each run over interleaved repeats, in seconds."""
+def best_milliseconds(
+  runs: Mapping[str, Callable[[], Any]], repeats: int
+) -> dict[str, float]:
+  """The shortest time of each run over interleaved repeats."""
   for run in runs.values():
     jax.block_until_ready(run())  # compiles
   best = dict.fromkeys(runs, float('inf'))
@@ -43,32 +40,24 @@ def best_seconds(
     for name, run in runs.items():
       start = time.perf_counter()
       jax.block_until_ready(run())
-      best[name] = min(best[name], time.perf_counter() - start)
+      best[name] = min(best[name], 1e3 * (time.perf_counter() - start))
   return best
 
 
 @functools.partial(jax.jit, static_argnames=('axis', 'result'))
 def _products(x, weights, *, axis, result):
-  product = lambda weight: lax.dot_general(
-    x,
-    weight,
-    (((1,), (axis,)), ((), ())),
-    preferred_element_type=jnp.dtype(result),
+  axes = (((1,), (axis,)), ((), ()))
+  product = functools.partial(
+    lax.dot_general, x, preferred_element_type=jnp.dtype(result)
   )
-  return sum(map(product, weights))
+  return sum(product(weight, dimension_numbers=axes) for weight in weights)
 
 
-def matmul(
-  num_rows: Sequence[int],
-  repeats: int,
-  *,
-  matrices: int = 24,
-  features_in: int = 1280,
-  features_out: int = 5120,
-) -> list[Row]:
+def matmul(num_rows: Sequence[int], repeats: int) -> list[Row]:
   """Milliseconds of a forward's matrix products, by the number of rows of x."""
+  matrices, features_in, features_out = 24, 1280, 5120  # of GPT-2 Large
   table = []
-  for weights_in, result, axis in (
+  for dtype, result, axis in (
     ('float32', 'float32', 1),
     ('float32', 'float32', 0),
     ('bfloat16', 'float32', 1),
@@ -76,18 +65,17 @@ def matmul(
     ('bfloat16', 'bfloat16', 1),
   ):
     shape = (features_out, features_in)[:: 1 if axis else -1]
-    weights = [jnp.full(shape, 0.01, weights_in) for _ in range(matrices)]
-    product = functools.partial(_products, axis=axis, result=result)
+    weights = [jnp.full(shape, 0.01, dtype) for _ in range(matrices)]
+    product = functools.partial(
+      _products, weights=weights, axis=axis, result=result
+    )
     runs = {
-      f'm = {n}': functools.partial(
-        product, jnp.ones((n, features_in), weights_in), weights
-      )
+      f'm = {n}': functools.partial(product, jnp.ones((n, features_in), dtype))
       for n in num_rows
     }
-    times = best_seconds(runs, repeats)
     stored = '[out, in]' if axis else '[in, out]'
-    row: Row = {'weights': weights_in, 'result': result, 'stored': stored}
-    table.append(row | {name: 1e3 * best for name, best in times.items()})
+    row: Row = {'weights': dtype, 'result': result, 'stored': stored}
+    table.append(row | best_milliseconds(runs, repeats))
   return table
 
 
@@ -106,39 +94,26 @@ def _attend_layers(way, query, caches, mask):
   return sum(way(query, *pair, mask, scale=0.1) for pair in pairs)
 
 
-def attention(
-  num_queries: Sequence[int],
-  repeats: int,
-  *,
-  slots: int = 448,
-  layers: int = 24,
-  heads: int = 20,
-  head_width: int = 64,
-) -> list[Row]:
+def attention(num_queries: Sequence[int], repeats: int) -> list[Row]:
   """Milliseconds of attention per layer, by queries and layout of the cache."""
+  slots, layers, heads, width = 448, 24, 20, 64  # of GPT-2 Large
   table: list[Row] = []
-  for dtype in (jnp.bfloat16, jnp.float32):
+  for dtype in ('bfloat16', 'float32'):
     for n in num_queries:
-      draw = lambda tokens, seed: jax.random.normal(
-        jax.random.key(seed),
-        (1, heads, tokens, head_width),
-        dtype,  # noqa: B023
+      draw = lambda tokens, seed, dtype=dtype: jax.random.normal(
+        jax.random.key(seed), (1, heads, tokens, width), dtype
       )
       caches = [draw(slots, seed) for seed in range(2 * layers)]
       swapped = [array.swapaxes(1, 2) for array in caches]
       query, mask = draw(n, 0), jnp.ones((1, n, slots), bool)
       run = functools.partial(functools.partial, _attend_layers)
-      times = best_seconds(
-        {
-          'slots first': run(_attend_slots_first, query, swapped, mask),
-          'heads first': run(attend, query, caches, mask),
-        },
-        repeats,
-      )
-      table.append(
-        {'dtype': dtype.__name__, 'queries': n}
-        | {name: 1e3 * best / layers for name, best in times.items()}
-      )
+      runs = {
+        'slots first': run(_attend_slots_first, query, swapped, mask),
+        'heads first': run(attend, query, caches, mask),
+      }
+      times = best_milliseconds(runs, repeats)
+      per_layer = {name: best / layers for name, best in times.items()}
+      table.append({'dtype': dtype, 'queries': n} | per_layer)
   return table
 
 
@@ -191,18 +166,13 @@ def forward(
   repeats: int,
   *,
   dtype: str,
-  context: int = 192,
-  peer: bool = False,
+  context: int,
+  peer: bool,
 ) -> list[Row]:
-  """V(N), the time of a forward over N tokens, as median milliseconds.
+  """V(N) as median milliseconds by N, which are 1 and the `widths`.
 
-  Args:
-    name: of the model, see `hub.locate`.
-    widths: N; 1 is added.
-    repeats: number of measurements.
-    dtype: of the weights.
-    context: tokens in the cache.
-    peer: whether transformers is measured in turns with this library.
+  The context is the number of tokens in the cache. With `peer` transformers is
+  measured in turns with this library.
 
   Raises:
     ValueError: a width is below 1.
@@ -228,11 +198,11 @@ def memory(name: str, *, dtype: str) -> list[Row]:
   folder = hub.locate(name)
   files = sum(file.stat().st_size for file in folder.glob('*.safetensors'))
   jax.devices()  # the memory of the backend itself does not count
-  modules: list[Any] = []
+  loaded: list[jax.Array] = []
 
   def load() -> None:
-    modules.append(hub.load_module(folder, dtype=jnp.dtype(dtype)))
-    jax.block_until_ready(jax.tree.leaves(modules))
+    module = hub.load_module(folder, dtype=jnp.dtype(dtype))
+    loaded.extend(jax.block_until_ready(jax.tree.leaves(module)))
 
   peak = machine.host_peak(load)
   return [
@@ -240,25 +210,22 @@ def memory(name: str, *, dtype: str) -> list[Row]:
       'model': pathlib.Path(name).name,
       'dtype': dtype,
       'checkpoint_bytes': files,
-      'loaded_bytes': sum(leaf.nbytes for leaf in jax.tree.leaves(modules)),
+      'loaded_bytes': sum(leaf.nbytes for leaf in loaded),
       'peak_bytes': peak,
       'peak_per_checkpoint_byte': round(peak / files, 3),
     }
   ]
 
 
-_TURN = 8  # steps
-
-
-def _seconds_in_turns(decodings: Mapping[str, specdec.Decoding]) -> Row:
-  """Seconds of each decoding from its first to its last new token."""
-  seconds = dict.fromkeys(decodings, 0.0)
-  while not all(decoding.done for decoding in decodings.values()):
-    for name, decoding in decodings.items():
+def _seconds_in_turns(decodings: list[specdec.Decoding]) -> list[float]:
+  """Seconds of each decoding, all of which take turns of eight steps."""
+  seconds = [0.0] * len(decodings)
+  while not all(decoding.done for decoding in decodings):
+    for index, decoding in enumerate(decodings):
       start = time.perf_counter()
       if not decoding.done:
-        decoding.step(_TURN)
-        seconds[name] += time.perf_counter() - start
+        decoding.step(8)
+        seconds[index] += time.perf_counter() - start
   return seconds
 
 
@@ -271,15 +238,7 @@ def fallback(
   sampling: specdec.Sampling,
   seed: int,
 ) -> list[Row]:
-  """Decodes with the adaptive fallback and plainly, in turns of some steps.
-
-  Args:
-    generator: with the drafter that the fallback may switch off.
-    prompts: texts, decoded one at a time.
-    break_even: see `specdec.generate`.
-    max_new_tokens: the limit.
-    sampling: see `specdec.generate`.
-    seed: of the sampling.
+  """Decodes prompts with the adaptive fallback and plainly, in turns.
 
   Returns:
     For each prompt `seconds`, those with the fallback over those of plain
@@ -292,29 +251,29 @@ def fallback(
   if break_even is None:
     raise ValueError('--break_even is needed; it enables the fallback')
   pair, table = generator.pair, []
-  decoding = functools.partial(
-    specdec.Decoding,
-    pair.target,
-    jax.random.key(seed),
-    room_for_new_tokens=max_new_tokens,
-    sampling=sampling,
-    eos_ids=pair.eos_ids,
-  )
+  arms = ((specdec.PLAIN, None), (generator.drafter, break_even))
   for ids in map(pair.encode, prompts):
     for limit in (min(24, max_new_tokens), max_new_tokens):  # compiles first
-      plain = decoding([ids], max_new_tokens=limit)
-      other = decoding(
-        [ids],
-        max_new_tokens=limit,
-        drafter=generator.drafter,
-        break_even=break_even,
+      plain, other = (
+        specdec.Decoding(
+          pair.target,
+          jax.random.key(seed),
+          [ids],
+          max_new_tokens=limit,
+          room_for_new_tokens=max_new_tokens,
+          sampling=sampling,
+          eos_ids=pair.eos_ids,
+          drafter=drafter,
+          break_even=threshold,
+        )
+        for drafter, threshold in arms
       )
-      seconds = _seconds_in_turns({'plain': plain, 'other': other})
+      plain_seconds, seconds = _seconds_in_turns([plain, other])
     stats, tokens = other.result().stats, plain.result().tokens
     table.append(
       {
-        'seconds': seconds['other'] / seconds['plain'],
-        'plain_ms_per_token': 1e3 * seconds['plain'] / len(tokens[0]),
+        'seconds': seconds / plain_seconds,
+        'plain_ms_per_token': 1e3 * plain_seconds / len(tokens[0]),
         'new_tokens': stats['new_tokens'],
         'speculative_steps': stats['target_forwards'] - stats['plain_steps'],
         'same_tokens': other.result().tokens == tokens,

@@ -5,25 +5,16 @@ import pathlib
 from typing import Any
 
 _ROOT = pathlib.Path(__file__).parents[2]
-_METADATA = {
-  'kernelspec': {
-    'display_name': 'Python 3',
-    'language': 'python',
-    'name': 'python3',
-  },
-  'language_info': {'name': 'python'},
-}
+_KERNEL = {'display_name': 'Python 3', 'language': 'python', 'name': 'python3'}
+_METADATA = {'kernelspec': _KERNEL, 'language_info': {'name': 'python'}}
 
 
 def execute(path: pathlib.Path, *, timeout: int) -> Any:
-  """Runs a notebook from top to bottom in its folder and a new kernel.
+  """Runs a notebook in its folder and a new kernel; returns it `stripped`.
 
   Args:
     path: of the notebook.
     timeout: of each cell, in seconds.
-
-  Returns:
-    The notebook with its outputs, see `stripped`.
 
   Raises:
     ValueError: nbclient is not installed, or the file is not a notebook.
@@ -44,11 +35,12 @@ def execute(path: pathlib.Path, *, timeout: int) -> Any:
   notebook.metadata = _METADATA
   # The kernel imports this library, even if another version is installed.
   paths = filter(None, [str(_ROOT), os.environ.get('PYTHONPATH')])
-  nbclient.NotebookClient(
-    notebook,
-    timeout=timeout,
-    resources={'metadata': {'path': str(path.parent)}},
-  ).execute(env=os.environ | {'PYTHONPATH': os.pathsep.join(paths)})
+  environment = os.environ | {'PYTHONPATH': os.pathsep.join(paths)}
+  resources = {'metadata': {'path': str(path.parent)}}
+  client = nbclient.NotebookClient(
+    notebook, timeout=timeout, resources=resources
+  )
+  client.execute(env=environment)
   return stripped(notebook)
 
 
@@ -64,8 +56,7 @@ def stripped(notebook: Any) -> Any:
   """Removes times, versions and stderr, and joins consecutive printing."""
   notebook.metadata = _METADATA
   for number, cell in enumerate(notebook.cells):
-    cell.id = f'cell-{number:02}'
-    cell.metadata = {}
+    cell.id, cell.metadata = f'cell-{number:02}', {}
     outputs: list[Any] = []
     for output in cell.get('outputs', ()):
       name = output.get('name')

@@ -18,14 +18,6 @@ from specdec.study.costs import measure_step_costs
 _STEPS = 4
 
 
-def _width(stage: str, arm: ReadyArm, figures: Mapping[str, Any]) -> int:
-  """Tokens per row and forward of a model."""
-  if stage == 'target':
-    return arm.num_nodes
-  forwards = max(figures['stage_forwards'][stage], 1)
-  return max(figures['positions'][stage] // forwards, 1)
-
-
 def predicted_speeds(
   arms: Mapping[str, ReadyArm],
   figures: Mapping[str, Mapping[str, Any]],
@@ -34,49 +26,45 @@ def predicted_speeds(
   texts: Sequence[Sequence[int]],
   max_new_tokens: int,
 ) -> dict[str, float]:
-  """The predicted speed of each arm over the first.
+  """The predicted tokens per second of each arm over those of the first.
 
-  Args:
-    arms: by name; those without models (peers) are not predicted.
-    figures: by name, of `specdec.study.timing.summarize_arms`.
-    prompts: a batch.
-    texts: the same prompts, continued; V(N) is measured on their tokens.
-    max_new_tokens: the limit per row.
-
-  Returns:
-    Ratios of tokens per second; empty if the first arm has no models.
+  Arms without models (peers) are not predicted; if the first has none, no arm
+  is. V(N) is measured on the tokens of `texts`, which are the prompts of a
+  batch, continued. Figures are those of `timing.summarize_arms`, by name.
   """
-  widths: dict[int, set[int]] = {}
-  models = {}
+  slots, room = padded_shape(prompts, max_new_tokens)
+  halfway = sum(map(len, prompts)) // len(prompts) + max_new_tokens // 2
+  # By arm: model, number of forwards, and tokens per row of each.
+  forwards: dict[str, list[tuple[Any, int, int]]] = {}
   for name, arm in arms.items():
+    own, forwards[name] = figures[name], []
     for stage, model in arm.models.items():
-      models[id(model)] = model
-      widths.setdefault(id(model), set()).add(_width(stage, arm, figures[name]))
-  prompt_slots, room = padded_shape(prompts, max_new_tokens)
-  mean_length = sum(map(len, prompts)) // len(prompts)
-  halfway = mean_length + max_new_tokens // 2
+      width = arm.num_nodes
+      if stage != 'target':
+        count = max(own['stage_forwards'][stage], 1)
+        width = max(own['positions'][stage] // count, 1)
+      count = own['reads'][stage]['forwards']
+      forwards[name].append((model, count, width))
+  used = [use for uses in forwards.values() for use in uses]
   costs = {
-    key: measure_step_costs(
+    id(model): measure_step_costs(
       model,
       texts,
-      prompt_slots=prompt_slots,
+      prompt_slots=slots,
       max_new_tokens=room,
-      context=max(2, min(halfway, prompt_slots + room - 2 * _STEPS)),
-      node_counts=sorted(widths[key]),
+      context=max(2, min(halfway, slots + room - 2 * _STEPS)),
+      node_counts=sorted({width for other, _, width in used if other is model}),
       num_steps=_STEPS,
       repeats=3,
     ).verification
-    for key, model in models.items()
+    for model in {id(model): model for model, _, _ in used}.values()
   }
   rates = {}
-  for name, arm in arms.items():
-    own = figures[name]
-    seconds = own['prefill_seconds'] + sum(
-      own['reads'][stage]['forwards']
-      * costs[id(model)][_width(stage, arm, own)]
-      for stage, model in arm.models.items()
+  for name, uses in forwards.items():
+    seconds = figures[name]['prefill_seconds'] + sum(
+      count * costs[id(model)][width] for model, count, width in uses
     )
-    if arm.models:
-      rates[name] = own['new_tokens'] / max(seconds, 1e-9)
+    if uses:
+      rates[name] = figures[name]['new_tokens'] / max(seconds, 1e-9)
   baseline = rates.get(next(iter(arms)))
   return {name: rate / baseline for name, rate in rates.items() if baseline}

@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import platform
+import re
 from typing import Any
 
 import jax
@@ -35,34 +36,21 @@ def record(settings: dict[str, Any], figures: dict[str, Any]) -> dict[str, Any]:
 
 def describe_machine() -> dict[str, Any]:
   """Device, processor, and versions of Python and packages."""
-  processor = platform.processor()
   cpuinfo = pathlib.Path('/proc/cpuinfo')
-  if cpuinfo.exists():
-    names = [
-      line.partition(':')[2].strip()
-      for line in cpuinfo.read_text().splitlines()
-      if line.startswith('model name')
-    ]
-    processor = names[0] if names else processor
+  text = cpuinfo.read_text() if cpuinfo.exists() else ''
+  named = re.search(r'^model name[^:]*:\s*(.*?)\s*$', text, re.MULTILINE)
+  packages = ('jax', 'jaxlib', 'flax', 'transformers')
   return {
     'device': jax.devices()[0].device_kind,
     'platform': jax.devices()[0].platform,
-    'processor': processor,
+    'processor': named[1] if named else platform.processor(),
     'cores': os.cpu_count(),
     'python': platform.python_version(),
-  } | {
-    package: importlib.metadata.version(package)
-    for package in ('jax', 'jaxlib', 'flax', 'transformers')
-  }
+  } | {package: importlib.metadata.version(package) for package in packages}
 
 
 def to_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-  """A Markdown table whose columns are padded to equal width.
-
-  Args:
-    head: the titles of the columns.
-    rows: each with one cell per column.
-  """
+  """A Markdown table whose columns are padded to equal width."""
   table = [head, *rows]
   widths = [max(map(len, column)) for column in zip(*table, strict=True)]
   table.insert(1, ['-' * width for width in widths])
@@ -73,9 +61,5 @@ def to_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def rows_to_table(rows: Sequence[Mapping[str, Any]]) -> str:
   """A Markdown table of dictionaries with the same keys."""
-  show = lambda value: (
-    f'{value:.4g}' if isinstance(value, float) else f'{value}'
-  )
-  return to_table(
-    list(rows[0]), [[show(value) for value in row.values()] for row in rows]
-  )
+  show = lambda value: f'{value:.4g}' if type(value) is float else f'{value}'
+  return to_table(list(rows[0]), [[*map(show, row.values())] for row in rows])

@@ -32,15 +32,9 @@ _CANDIDATES: tuple[tuple[str, str, Mapping[str, int]], ...] = (
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Candidate:
-  """A way of decoding.
-
-  Attributes:
-    name: shown to users; unique in a plan.
-    method: one of `models.text.drafters.METHODS`.
-    drafting: the settings of the method.
-  """
+  """A method of decoding with its settings; the name is unique in a plan."""
 
   name: str
   method: str
@@ -50,21 +44,15 @@ class Candidate:
 def list_candidates(base: DraftSettings, *, has_draft: bool) -> list[Candidate]:
   """The candidates in the order in which they are tried, plain decoding first.
 
-  Args:
-    base: settings that the candidates do not vary. If it names an inner
-      drafter, candidates with other inner drafters are left out.
-    has_draft: whether there is a draft model.
+  `base` has the settings that the candidates do not vary. If it names an inner
+  drafter, candidates with other inner drafters are left out.
   """
   methods = {PLAIN, *(INNERS[1:] if base.inner is None else [base.inner])}
   if has_draft:
     methods |= {'chain', 'tree'}
     methods |= {'staged'} if base.inner != 'none' else set()
   return [
-    Candidate(
-      name=name,
-      method=method,
-      drafting=with_options(base, {**options, 'topology': None}),
-    )
+    Candidate(name, method, with_options(base, {**options, 'topology': None}))
     for name, method, options in _CANDIDATES
     if method in methods
   ]

@@ -11,7 +11,6 @@ import numpy as np
 
 from models.bench.record import describe_machine
 from models.bench.record import to_table
-from models.text.drafters import DraftSettings
 from models.text.pair import find_checkpoints
 from models.text.pair import load_pair
 from models.text.pair import Pair
@@ -36,14 +35,8 @@ def _as_json(value: Any) -> Any:
 class Setup:
   """The models and options that a plan depends on.
 
-  Attributes:
-    target: `demo`, a folder or a hub id; see `models.text.pair.load_pair`.
-    draft: the draft model, named in the same way, or None.
-    revision: of the target, on the hub.
-    dtype: dtype of the target.
-    draft_dtype: dtype of the draft; None for that of the target.
-    batch_size: B, at least 1.
-    sampling: options of all rows.
+  The models are those of `models.text.pair.load_pair`; `sampling` is the same
+  for all rows.
 
   Raises:
     ValueError: the batch size is below 1.
@@ -79,9 +72,9 @@ class Setup:
     Raises:
       ValueError: a model cannot be found.
     """
+    fields = dataclasses.fields(self.sampling)
     sampling = {
-      field.name: getattr(self.sampling, field.name)
-      for field in dataclasses.fields(self.sampling)
+      field.name: getattr(self.sampling, field.name) for field in fields
     }
     return Context(
       models=model_digests(
@@ -104,11 +97,8 @@ def find_plan(
   prompts: Callable[[], Sequence[str]],
   setup: Setup,
   *,
-  drafting: DraftSettings,
-  seed: int,
-  max_new_tokens: int,
-  plan_seconds: float = PLAN_SECONDS,
   report: Callable[[str], None],
+  **options: Any,
 ) -> Plan:
   """Reads a plan; makes and saves that of this machine if there is none.
 
@@ -116,12 +106,9 @@ def find_plan(
     name: a file, or `auto`.
     prompts: returns sample prompts; called only to make a plan.
     setup: what the plan is for.
-    drafting: settings that `make_plan` does not vary.
-    seed: random seed of the sampling in `make_plan`.
-    max_new_tokens: limit per row in `make_plan`.
-    plan_seconds: time budget of `make_plan`.
     report: called with each line of progress, and with warnings where the plan
       was made for another context.
+    **options: other arguments of `make_plan`.
 
   Raises:
     ValueError: the plan cannot be read or is for other models.
@@ -135,21 +122,13 @@ def find_plan(
       report(f'warning: {line}')
     report(f'{plan.method}, from {path}')
     return plan
+  seconds = options.setdefault('plan_seconds', PLAN_SECONDS)
   report(
-    f'there is none yet for this machine, these models and options; making it'
-    f' in about {plan_seconds:.0f} s (Ctrl-C: from what is known by then)'
+    'there is no plan yet for this machine, these models and options; making it'
+    f' in about {seconds:.0f} s (Ctrl-C: from what is known by then)'
   )
-  plan = make_plan(
-    setup.load(),
-    prompts(),
-    context=context,
-    sampling=setup.sampling,
-    drafting=drafting,
-    seed=seed,
-    max_new_tokens=max_new_tokens,
-    plan_seconds=plan_seconds,
-    report=report,
-  )
+  options |= {'sampling': setup.sampling, 'context': context}
+  plan = make_plan(setup.load(), prompts(), report=report, **options)
   plan.save(path)
   report(f'{plan.method}, saved as {path}')
   return plan
@@ -157,27 +136,17 @@ def find_plan(
 
 def table(plan: Plan) -> str:
   """The candidates of a plan as Markdown, fastest first."""
-  head = (
-    'candidate',
-    'predicted tokens/s',
-    'measured',
-    'block eff.',
-    'pays above',
-    'ms drafting',
-    'ms verifying',
-  )
-  rows = []
-  for figures in plan.candidates:
-    measured = figures['measured']
-    rows.append(
-      (
-        figures['name'],
-        f'{figures["tokens_per_second"]:.1f}',
-        '' if measured is None else f'{measured:.1f}',
-        f'{figures["block_efficiency"]:.2f}',
-        f'{figures["min_block_efficiency"]:.2f}',
-        f'{figures["drafting_milliseconds"]:.2f}',
-        f'{figures["verification_milliseconds"]:.2f}',
-      )
-    )
-  return to_table(head, rows)
+  columns = {
+    'predicted tokens/s': ('tokens_per_second', '.1f'),
+    'measured': ('measured', '.1f'),
+    'block eff.': ('block_efficiency', '.2f'),
+    'pays above': ('min_block_efficiency', '.2f'),
+    'ms drafting': ('drafting_milliseconds', '.2f'),
+    'ms verifying': ('verification_milliseconds', '.2f'),
+  }
+  show = lambda value, form: '' if value is None else format(value, form)
+  rows = [
+    [figures['name'], *(show(figures[key], f) for key, f in columns.values())]
+    for figures in plan.candidates
+  ]
+  return to_table(['candidate', *columns], rows)

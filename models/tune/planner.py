@@ -17,7 +17,9 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
+import dataclasses
 import itertools
+import sys
 import time
 from typing import Any
 from typing import NamedTuple
@@ -41,6 +43,7 @@ from specdec.checks import row_keys
 from specdec.study.costs import measure_step_costs
 from specdec.study.costs import StepCosts
 from specdec.study.costs import Trial
+from specdec.study.exactness import padded
 from specdec.study.replay import next_token_ranks
 from specdec.study.replay import oracle_target
 from specdec.tree.optimal import acceptance_by_rank
@@ -70,46 +73,32 @@ def choose(*accounts: Mapping[str, float], margin: float) -> str:
 
   Args:
     *accounts: tokens per second by name, `PLAIN` included, from independent
-      sources such as measured and predicted. The candidates are those of the
-      first account, which also ranks them.
+      sources such as measured and predicted. The first ranks its candidates.
     margin: relative margin by which speculation must beat plain decoding in
       every account.
-
-  Returns:
-    A name; the first of equals.
   """
   first = accounts[0]
-  winners = [
-    name
-    for name in first
-    if all(rate[name] > (1.0 + margin) * rate[PLAIN] for rate in accounts)
-  ]
-  return max(winners, key=first.__getitem__, default=PLAIN)
+  wins = lambda name: all(
+    rates[name] > (1.0 + margin) * rates[PLAIN] for rates in accounts
+  )
+  return max(filter(wins, first), key=first.__getitem__, default=PLAIN)
 
 
 def sample_batches(
   prompts: Sequence[Sequence[int]], batch_size: int
 ) -> list[list[list[int]]]:
-  """Full batches of prompts that share a compiled program.
+  """Full batches of prompts (token ids) that share a compiled program.
 
   Prompts are padded to powers of two, and each padded length is a program. Only
   prompts of the most frequent padded length are used; some are repeated where
   they do not fill the last batch.
-
-  Args:
-    prompts: token ids.
-    batch_size: B.
   """
   slots = [padded_shape([prompt], 1)[0] for prompt in prompts]
   frequent = max(sorted(set(slots)), key=slots.count)
-  usable = [
-    list(prompt)
-    for prompt, size in zip(prompts, slots, strict=True)
-    if size == frequent
-  ]
-  num_batches = -(-len(usable) // batch_size)
-  cycle = itertools.cycle(usable)
-  return [list(itertools.islice(cycle, batch_size)) for _ in range(num_batches)]
+  usable = itertools.compress(prompts, (size == frequent for size in slots))
+  cycle = itertools.cycle(map(list, usable))
+  starts = range(0, slots.count(frequent), batch_size)
+  return [list(itertools.islice(cycle, batch_size)) for _ in starts]
 
 
 class _Sample(NamedTuple):
@@ -125,84 +114,56 @@ class _Sample(NamedTuple):
 
 
 class _Tried(NamedTuple):
-  """A candidate, its drafter, its replay, and its decodes with the target.
-
-  The decodes are pairs of seconds and tokens.
-  """
+  """A candidate that was replayed; `decodes` are seconds and tokens."""
 
   candidate: Candidate
   drafter: specdec.Drafter
   trial: Trial
   decodes: list[tuple[float, int]]
 
-  @property
-  def rate(self) -> float:
-    """Tokens per second with the target."""
-    seconds, tokens = np.sum(self.decodes, axis=0)
-    return float(tokens / seconds)
 
-
+@dataclasses.dataclass
 class _Search:
-  """What is known so far; a plan can be made from it at any time.
+  """The state of a search; a plan can be made from it at any time.
 
-  Attributes:
-    samples: known texts.
-    costs: V(N) of the target.
-    tried: the candidates that were replayed, by name; plain decoding first.
+  `options` are arguments of `specdec.generate`, and `seconds_left` returns the
+  seconds until a share of the budget is spent. `costs` has V(N), and `tried`
+  the candidates that were replayed, by name, plain decoding first.
   """
 
-  def __init__(
-    self,
-    pair: Pair,
-    options: dict[str, Any],
-    *,
-    seed: int,
-    drafting: DraftSettings,
-    seconds_left: Callable[[float], float],
-    report: Callable[[str], None],
-  ):
-    """Creates an empty search.
-
-    Args:
-      pair: the models.
-      options: arguments of `specdec.generate` that all decodes share.
-      seed: random seed of all decodes.
-      drafting: settings that the candidates do not vary.
-      seconds_left: returns the seconds until a share of the budget is spent.
-      report: called with each line of progress.
-    """
-    self._pair, self._options, self._drafting = pair, options, drafting
-    self._key = jax.random.key(seed)
-    self._seconds_left, self._report = seconds_left, report
-    self._room: int = options['room_for_new_tokens']
-    self.samples: list[_Sample] = []
-    self.costs = StepCosts(prompt=0.0, verification={1: 0.0})
-    self.tried: dict[str, _Tried] = {}
+  pair: Pair
+  options: dict[str, Any]
+  key: jax.Array
+  drafting: DraftSettings
+  seconds_left: Callable[[float], float]
+  report: Callable[[str], None]
+  samples: list[_Sample] = dataclasses.field(default_factory=list)
+  costs: StepCosts = dataclasses.field(init=False)
+  tried: dict[str, _Tried] = dataclasses.field(default_factory=dict)
 
   def _is_late(self, share: float) -> bool:
-    return self._seconds_left(share) <= 0
+    return self.seconds_left(share) <= 0
 
   def _decode(
     self,
     target: specdec.LanguageModel,
     drafter: specdec.Drafter,
     sample: _Sample,
-    limit: int,
     share: float,
+    limit: int = sys.maxsize,
   ) -> tuple[float, specdec.Generation]:
     """Seconds and result of a decode, cut short when a share is spent."""
     checks = itertools.count()
+    is_late = lambda: next(checks) >= _LEAST_CHECKS and self._is_late(share)
     start = time.perf_counter()
     generation = specdec.generate(
       target,
-      self._key,
+      self.key,
       sample.prompts,
       drafter=drafter,
       max_new_tokens=[min(len(new), limit) for new in sample.new],
-      should_stop=lambda: (
-        next(checks) >= _LEAST_CHECKS and self._is_late(share)
-      ),
-      **self._options,
+      should_stop=is_late,
+      **self.options,
     )
     return time.perf_counter() - start, generation
 
@@ -210,26 +171,27 @@ class _Search:
     """Everything but the choice."""
     self._decode_samples(batches)
     self._measure_costs()
-    has_draft = self._pair.draft is not None
-    candidates = list_candidates(self._drafting, has_draft=has_draft)
+    has_draft = self.pair.draft is not None
+    candidates = list_candidates(self.drafting, has_draft=has_draft)
     for candidate in itertools.chain(candidates, self._fixed_trees()):
       if len(self.tried) > 1 and self._is_late(_REPLAYS_END):
-        self._report('out of time for replays; other candidates are left out')
+        self.report('out of time for replays; other candidates are left out')
         break
       self._replay(candidate)
     self._decode_finalists()
 
   def _decode_samples(self, batches: list[list[list[int]]]) -> None:
     """Decodes the prompts plainly."""
+    room = self.options['room_for_new_tokens']
     for batch in batches:
       if self.samples and self._is_late(_SAMPLING_ENDS):
         break
-      any_text = _Sample(batch, [[0] * self._room for _ in batch])
+      any_text = _Sample(batch, [[0] * room for _ in batch])
       seconds, generation = self._decode(
-        self._pair.target, specdec.PLAIN, any_text, self._room, _SAMPLING_ENDS
+        self.pair.target, specdec.PLAIN, any_text, _SAMPLING_ENDS
       )
       self.samples.append(_Sample(batch, generation.tokens))
-      self._report(
+      self.report(
         f'sample batch {len(self.samples)} of {len(batches)}:'
         f' {generation.stats["new_tokens"]} tokens in {seconds:.1f} s'
       )
@@ -241,10 +203,11 @@ class _Search:
   def _measure_costs(self) -> None:
     """Measures V(N) halfway through the first texts."""
     first = self.samples[0]
-    slots, room = padded_shape(first.prompts, self._room)
+    limit = self.options['room_for_new_tokens']
+    slots, room = padded_shape(first.prompts, limit)
     halfway = np.mean([*map(len, first.prompts), *map(len, first.texts)])
     self.costs = measure_step_costs(
-      self._pair.target,
+      self.pair.target,
       first.texts,
       prompt_slots=slots,
       max_new_tokens=room,
@@ -255,35 +218,35 @@ class _Search:
       is_late=lambda: self._is_late(_COSTS_END),
     )
     times = self.costs.verification.items()
-    self._report(
-      'milliseconds of a target forward by number of nodes: '
-      + ', '.join(f'{size}: {1e3 * seconds:.2f}' for size, seconds in times)
+    listed = ', '.join(
+      f'{size}: {1e3 * seconds:.2f}' for size, seconds in times
+    )
+    self.report(
+      f'milliseconds of a target forward by number of nodes: {listed}'
     )
 
   def _replay(self, candidate: Candidate) -> None:
     """Counts and times the decodes of a candidate, without the target."""
     name = candidate.name
     try:
-      drafter = make_drafter(candidate.method, self._pair, candidate.drafting)
+      drafter = make_drafter(candidate.method, self.pair, candidate.drafting)
     except ValueError as error:  # such as an n-gram with another tokenizer
-      self._report(f'{name} is left out: {error}')
+      self.report(f'{name} is left out: {error}')
       return
     num_nodes = drafter.shape.num_nodes
     if num_nodes > max(self.costs.verification):
-      self._report(f'{name} is left out: V({num_nodes}) was not measured')
+      self.report(f'{name} is left out: V({num_nodes}) was not measured')
       return
     total, stats = 0.0, list[dict[str, Any]]()
     for sample in self.samples * _PASSES:
       if stats and self._is_late(_REPLAYS_END):
         break
-      oracle = oracle_target(self._pair.target.spec, sample.texts)
+      oracle = oracle_target(self.pair.target.spec, sample.texts)
       if not stats:  # compiles
-        self._decode(oracle, drafter, sample, 1, _REPLAYS_END)
-      seconds, generation = self._decode(
-        oracle, drafter, sample, self._room, _REPLAYS_END
-      )
+        self._decode(oracle, drafter, sample, _REPLAYS_END, 1)
+      seconds, found = self._decode(oracle, drafter, sample, _REPLAYS_END)
       total += seconds
-      stats.append(generation.stats)
+      stats.append(found.stats)
     trial = Trial(
       num_nodes=num_nodes,
       tokens=sum(counts['new_tokens'] for counts in stats),
@@ -293,26 +256,22 @@ class _Search:
       seconds=total,
     )
     self.tried[name] = _Tried(candidate, drafter, trial, [])
-    self._report(
+    self.report(
       f'{name}: {trial.tokens_per_second(self.costs):.1f} tokens/s predicted,'
       f' block efficiency {trial.block_efficiency:.2f}'
     )
 
   def _fixed_trees(self) -> Iterator[Candidate]:
     """The best fixed tree, if it is predicted to be faster than plain."""
-    chains = [
-      tried.trial
-      for tried in self.tried.values()
-      if tried.candidate.method == 'chain'
-    ]
+    chains = [name for name in self.tried if name.startswith('chain')]
     if not chains:
       return
+    chain = self.tried[chains[0]].trial
     # The rest of a step is small and is counted as drafting.
-    forward = chains[0].drafting_seconds / (chains[0].num_nodes - 1)
+    forward = chain.drafting_seconds / (chain.num_nodes - 1)
     plain = self.tried[PLAIN].trial.step_seconds(self.costs)
-    ranks = np.concatenate([*map(self._token_ranks, self.samples)])
     topology = fastest_tree(
-      acceptance_by_rank(ranks, _MAX_BRANCHING).tolist(),
+      acceptance_by_rank(self._token_ranks(), _MAX_BRANCHING).tolist(),
       num_nodes=max(self.costs.verification),
       max_depth=_MAX_DEPTH,
       seconds=lambda nodes, depth: (
@@ -323,76 +282,69 @@ class _Search:
       yield Candidate(
         name=f'fixed tree N={topology.num_nodes} depth={topology.max_depth}',
         method='tree',
-        drafting=with_options(self._drafting, {'topology': topology}),
+        drafting=with_options(self.drafting, {'topology': topology}),
       )
 
-  def _token_ranks(self, sample: _Sample) -> np.ndarray:
-    """Ranks of the new tokens of a batch among the predictions of the draft."""
-    draft, size = self._pair.draft, len(sample.new)
+  def _token_ranks(self) -> np.ndarray:
+    """Ranks of the new tokens of all texts among the draft's predictions."""
+    draft, ranks = self.pair.draft, []
     assert draft is not None
-    slots = sum(padded_shape(sample.prompts, self._room))
-    tokens = np.zeros((size, slots), np.int32)
-    for row, text in zip(tokens, sample.texts, strict=True):
-      row[: len(text)] = text
-    ranks = next_token_ranks(
-      draft,
-      tokens[:, : draft.spec.max_positions],
-      row_keys(self._key, size),
-      check_sampling(self._options['sampling'], size, draft.spec.vocab_size),
-    )
-    rows = zip(np.asarray(ranks), sample.prompts, sample.texts, strict=True)
-    return np.concatenate(
-      [row[len(prompt) - 1 : len(text) - 1] for row, prompt, text in rows]
-    )
+    params = check_sampling(self.options['sampling'], 1, draft.spec.vocab_size)
+    for prompts, texts in ((s.prompts, s.texts) for s in self.samples):
+      keys = row_keys(self.key, len(texts))
+      for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+        tokens = padded(text)[:, : draft.spec.max_positions]
+        found = next_token_ranks(draft, tokens, keys[row : row + 1], params)
+        ranks.append(np.asarray(found)[0, len(prompt) - 1 : len(text) - 1])
+    return np.concatenate(ranks)
 
   def _decode_finalists(self) -> None:
     """Decodes plainly and with the fastest candidates, interleaved."""
-    rates, target = self.predicted(), self._pair.target
+    rates, target = self.predicted(), self.pair.target
     faster = [rate > (1 + _MARGIN) * rates[PLAIN] for rate in rates.values()]
     if not any(faster):
-      self._report('no candidate is predicted to be faster than plain decoding')
+      self.report('no candidate is predicted to be faster than plain decoding')
       return
-    finalists: list[_Tried] = []
+    first, finalists = self.samples[0], list[_Tried]()
     for name in (PLAIN, *list(rates)[: min(sum(faster), _FINALISTS)]):
       if len(finalists) > 1 and self._is_late(_COMPILING_ENDS):
         break
-      self._report(f'compiling {name}')
-      tried = self.tried[name]
-      self._decode(target, tried.drafter, self.samples[0], 1, _DECODING_ENDS)
-      finalists.append(tried)
+      self.report(f'compiling {name}')
+      finalists.append(self.tried[name])
+      self._decode(target, finalists[-1].drafter, first, _DECODING_ENDS, 1)
     # Tokens per row for which the time suffices.
-    rows = len(self.samples[0].new)
-    per_token = sum(rows / rates[tried.candidate.name] for tried in finalists)
-    limit = int(self._seconds_left(_DECODING_ENDS) / per_token)
-    self._report('decoding with the target, interleaved')
+    names = [tried.candidate.name for tried in finalists]
+    per_token = len(first.new) * sum(1 / rates[name] for name in names)
+    limit = int(self.seconds_left(_DECODING_ENDS) / per_token)
+    limit = max(limit, _LEAST_TOKENS)
+    self.report('decoding with the target, interleaved')
     for index, sample in enumerate(self.samples * _PASSES):
       if index and self._is_late(_DECODING_ENDS):
         break
       for tried in finalists[:: 1 if index % 2 == 0 else -1]:
         seconds, generation = self._decode(
-          target,
-          tried.drafter,
-          sample,
-          max(limit, _LEAST_TOKENS),
-          _DECODING_ENDS,
+          target, tried.drafter, sample, _DECODING_ENDS, limit
         )
         tried.decodes.append((seconds, generation.stats['new_tokens']))
     for name, rate in self.measured().items():
-      self._report(f'{name}: {rate:.1f} tokens/s measured')
+      self.report(f'{name}: {rate:.1f} tokens/s measured')
 
   def predicted(self) -> dict[str, float]:
     """Predicted tokens per second, by name, fastest first."""
-    rates = [
-      (name, tried.trial.tokens_per_second(self.costs))
+    rates = {
+      name: tried.trial.tokens_per_second(self.costs)
       for name, tried in self.tried.items()
-    ]
-    return dict(sorted(rates, key=lambda item: -item[1]))
+    }
+    return dict(sorted(rates.items(), key=lambda item: -item[1]))
 
   def measured(self) -> dict[str, float]:
     """Tokens per second with the target, by name."""
-    return {
-      name: tried.rate for name, tried in self.tried.items() if tried.decodes
+    totals = {
+      name: np.sum(tried.decodes, axis=0)
+      for name, tried in self.tried.items()
+      if tried.decodes
     }
+    return {n: float(tokens / time) for n, (time, tokens) in totals.items()}
 
   def plan(self, context: Context) -> Plan:
     """The choice, from what is known so far; plain decoding must be tried."""
@@ -402,30 +354,26 @@ class _Search:
     else:
       choice = choose(predicted, margin=_UNCONFIRMED_MARGIN)
     plain = self.tried[PLAIN].trial.step_seconds(self.costs)
-    trials = {name: self.tried[name].trial for name in predicted}
-    ratios = {
-      name: trial.step_seconds(self.costs) / plain
-      for name, trial in trials.items()
-    }
+    figures: dict[str, dict[str, Any]] = {}
+    for name, rate in predicted.items():
+      trial = self.tried[name].trial
+      verification = self.costs.of_nodes(trial.num_nodes)
+      figures[name] = {
+        'name': name,
+        'tokens_per_second': rate,
+        'measured': measured.get(name),
+        'block_efficiency': trial.block_efficiency,
+        'min_block_efficiency': trial.step_seconds(self.costs) / plain,
+        'drafting_milliseconds': 1e3 * trial.drafting_seconds,
+        'verification_milliseconds': 1e3 * verification,
+      }
+    chosen = self.tried[choice].candidate
     return Plan(
-      method=self.tried[choice].candidate.method,
-      drafting=self.tried[choice].candidate.drafting,
-      min_block_efficiency=ratios[choice],
+      method=chosen.method,
+      drafting=chosen.drafting,
+      min_block_efficiency=figures[choice]['min_block_efficiency'],
       context=context,
-      candidates=tuple(
-        {
-          'name': name,
-          'tokens_per_second': predicted[name],
-          'measured': measured.get(name),
-          'block_efficiency': trial.block_efficiency,
-          'min_block_efficiency': ratios[name],
-          'drafting_milliseconds': 1e3 * trial.drafting_seconds,
-          'verification_milliseconds': (
-            1e3 * self.costs.of_nodes(trial.num_nodes)
-          ),
-        }
-        for name, trial in trials.items()
-      ),
+      candidates=tuple(figures.values()),
     )
 
 
@@ -444,38 +392,29 @@ def make_plan(
 ) -> Plan:
   """Measures, tries the candidates and chooses one; see the module.
 
-  Args:
-    pair: the models.
-    prompts: samples of what will be decoded; see `sample_batches`.
-    context: what the plan is for; its batch size is used.
-    sampling: options of all rows.
-    drafting: settings that the candidates do not vary.
-    seed: random seed of the sampling.
-    max_new_tokens: limit per row.
-    plan_seconds: time budget; a compilation that has begun may exceed it.
-    clock: returns the time in seconds.
-    report: called with each line of progress.
+  The prompts are samples of what will be decoded, see `sample_batches`, in the
+  batch size of the context. The candidates vary some settings of `drafting`.
+  A compilation that has begun may exceed the time budget `plan_seconds`. The
+  clock returns seconds; `report` is called with each line of progress.
 
   Raises:
     ValueError: an argument cannot be used.
     KeyboardInterrupt: the user interrupts before any drafter was tried.
   """
   if max_new_tokens < _LEAST_TOKENS:
-    raise ValueError(
-      f'max_new_tokens must be at least {_LEAST_TOKENS} to plan, got'
-      f' {max_new_tokens}'
-    )
+    least = f'max_new_tokens must be at least {_LEAST_TOKENS} to plan'
+    raise ValueError(f'{least}, got {max_new_tokens}')
   if not plan_seconds > 0:
     raise ValueError(f'plan_seconds must be positive, got {plan_seconds}')
   start = clock()
   search = _Search(
-    pair,
-    {
+    pair=pair,
+    options={
       'room_for_new_tokens': max_new_tokens,
       'sampling': sampling,
       'eos_ids': pair.eos_ids,
     },
-    seed=seed,
+    key=jax.random.key(seed),
     drafting=drafting,
     seconds_left=lambda share: share * plan_seconds - (clock() - start),
     report=lambda line: report(f'{clock() - start:.0f} s: {line}'),
