@@ -18,9 +18,9 @@ from models.text.plan import cache_path
 from models.text.plan import Context
 from models.text.plan import load_plan
 from models.training.tokenizer import train_tokenizer
-from models.tune import candidates
+from models.tune import candidate_methods as candidates
 from models.tune import planner
-from models.tune.candidates import list_candidates
+from models.tune.candidate_methods import list_candidates
 from models.tune.plan_lookup import find_plan
 from models.tune.plan_lookup import Setup
 from models.tune.plan_lookup import table

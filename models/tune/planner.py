@@ -33,9 +33,9 @@ from models.text.drafters import with_options
 from models.text.pair import Pair
 from models.text.plan import Context
 from models.text.plan import Plan
-from models.tune.candidates import Candidate
-from models.tune.candidates import list_candidates
-from models.tune.candidates import PLAIN
+from models.tune.candidate_methods import Candidate
+from models.tune.candidate_methods import list_candidates
+from models.tune.candidate_methods import PLAIN
 import specdec
 from specdec.checks import check_sampling
 from specdec.checks import padded_shape
