@@ -15,32 +15,24 @@ from specdec.tree.tree import TokenTree
 
 
 class StepContext(flax.struct.PyTreeNode):
-  """What is known about one step.
+  """What is known about one step."""
 
-  Attributes:
-    tokens: `[B, T]` int32, the text so far.
-    length: `[B]` int32, its lengths; the root is the last token.
-    active: `[B]` bool, rows that are not done.
-    seen: `[B, V]` bool, tokens of the text; None without repetition penalty.
-    sampling: the parameters, of target and drafts alike.
-    randomness: of the step.
-    shape: of the tree; static.
-    max_depth: D, the largest depth of a node; static.
-    target_bytes: bytes that one target forward reads; static.
-    shares_noise: whether drafts rank tokens with the target's noise; static.
-    children: how children are chosen, one of `sampling.CHILDREN`; static.
-  """
-
-  tokens: jax.Array
-  length: jax.Array
-  active: jax.Array
+  tokens: jax.Array  #: `[B, T]` int32, the text so far.
+  length: jax.Array  #: `[B]` int32, its lengths; the root is the last token.
+  active: jax.Array  #: `[B]` bool, rows that are not done.
+  #: `[B, V]` bool, tokens of the text; None without repetition penalty.
   seen: jax.Array | None
-  sampling: SamplingParams
-  randomness: Randomness
+  sampling: SamplingParams  #: The parameters, of target and drafts alike.
+  randomness: Randomness  #: Of the step.
+  #: Of the tree; static.
   shape: TreeShape | Topology = flax.struct.field(pytree_node=False)
+  #: D, the largest depth of a node; static.
   max_depth: int = flax.struct.field(pytree_node=False)
+  #: Bytes that one target forward reads; static.
   target_bytes: int = flax.struct.field(pytree_node=False)
+  #: Whether drafts rank tokens with the target's noise; static.
   shares_noise: bool = flax.struct.field(pytree_node=False)
+  #: How children are chosen, one of `sampling.CHILDREN`; static.
   children: str = flax.struct.field(pytree_node=False)
 
   def root_trees(self) -> TokenTree:

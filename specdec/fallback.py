@@ -27,17 +27,11 @@ _STEPS_PER_TRIAL = 2.0
 
 
 class FallbackState(flax.struct.PyTreeNode):
-  """The account of a batch, whose rows step together.
+  """The account of a batch, whose rows step together."""
 
-  Attributes:
-    credit: `[]` float32, tokens per row.
-    speculating: `[]` bool, whether the next step is speculative.
-    plain_steps: `[]` int32, plain steps so far.
-  """
-
-  credit: jax.Array
-  speculating: jax.Array
-  plain_steps: jax.Array
+  credit: jax.Array  #: `[]` float32, tokens per row.
+  speculating: jax.Array  #: `[]` bool, whether the next step is speculative.
+  plain_steps: jax.Array  #: `[]` int32, plain steps so far.
 
 
 def init_fallback() -> FallbackState:

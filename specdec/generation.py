@@ -51,29 +51,22 @@ _FINISH_REASONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-  """The result of a decode.
+  """The result of a decode."""
 
-  Attributes:
-    tokens: the new ids of each row; if an EOS or a stop string ended it, that
-      is included.
-    origins: the source of each of them, an index of `labels`.
-    labels: the sources of tokens: `target`, then those of each stage, outermost
-      first.
-    log_probs: of each of them in the target's own distribution, before bias,
-      penalty, temperature and filters; None if they were not asked for.
-    finish_reasons: of each row `length` (the limit), `eos`, `stop` (a stop
-      string), `cancelled`, or `error`.
-    errors: of each row, what is wrong with it, or None.
-    stats: the figures of `specdec.statistics.summarize`.
-  """
-
+  #: The new ids of each row; if an EOS or a stop string ended it, that is
+  #: included.
   tokens: list[list[int]]
-  origins: list[list[int]]
+  origins: list[list[int]]  #: The source of each of them, an index of `labels`.
+  #: The sources of tokens: `target`, then those of each stage, outermost first.
   labels: tuple[str, ...]
+  #: Of each of them in the target's own distribution, before bias, penalty,
+  #: temperature and filters; None if they were not asked for.
   log_probs: list[list[float]] | None
+  #: Of each row `length` (the limit), `eos`, `stop` (a stop string),
+  #: `cancelled`, or `error`.
   finish_reasons: list[str]
-  errors: list[str | None]
-  stats: dict[str, Any]
+  errors: list[str | None]  #: Of each row, what is wrong with it, or None.
+  stats: dict[str, Any]  #: The figures of `specdec.statistics.summarize`.
 
 
 class Decoding:

@@ -43,27 +43,19 @@ ALL_STEPS = np.iinfo(np.int32).max
 
 
 class DecodeResult(flax.struct.PyTreeNode):
-  """What a decode returns.
+  """What a decode returns."""
 
-  Attributes:
-    tokens: `[B, T]` int32, prompt and new tokens of each row, then garbage.
-    length: `[B]` int32, the number of valid tokens.
-    reason: `[B]` int32, why each row ended, see `verify.accept`.
-    origins: `[B, T]` int32, the source of each new token: 0 the target itself;
-      i the i-th of `Drafter.labels`.
-    watchers: the states of the request's watchers.
-    counters: see `specdec.statistics`.
-    stage_counters: of each stage, outermost first.
-    plain_steps: `[]` int32, steps in which the fallback drafted nothing.
-  """
-
+  #: `[B, T]` int32, prompt and new tokens of each row, then garbage.
   tokens: jax.Array
-  length: jax.Array
-  reason: jax.Array
+  length: jax.Array  #: `[B]` int32, the number of valid tokens.
+  reason: jax.Array  #: `[B]` int32, why each row ended, see `verify.accept`.
+  #: `[B, T]` int32, the source of each new token: 0 the target itself; i the
+  #: i-th of `Drafter.labels`.
   origins: jax.Array
-  watchers: tuple[Any, ...]
-  counters: Counters
-  stage_counters: tuple[StageCounters, ...]
+  watchers: tuple[Any, ...]  #: The states of the request's watchers.
+  counters: Counters  #: See `specdec.statistics`.
+  stage_counters: tuple[StageCounters, ...]  #: Of each stage, outermost first.
+  #: `[]` int32, steps in which the fallback drafted nothing.
   plain_steps: jax.Array
 
 

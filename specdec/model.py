@@ -40,41 +40,31 @@ from specdec.tree.tree import TokenTree
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-  """A language model as pure functions; hashable, so static under `jit`.
+  """A language model as pure functions; hashable, so static under `jit`."""
 
-  Attributes:
-    apply: `(params, tokens [B, L], positions [B, L], mask [B, L, S], cache) ->
-      (logits [B, L, V] float32, cache)`. Writes its L entries to the cache and
-      attends only where the mask is true. Positions and mask are arguments, so
-      prefill, a chain, a tree and plain decoding are the same forward.
-      Positions beyond the context must not give NaN: padding has them.
-    init_cache: `(batch_size, num_slots) -> KVCache`, empty.
-    vocab_size: V.
-    max_positions: the length of the context.
-    weight_bytes: bytes of weights that one forward reads from memory. Where
-      that depends on the tokens (a mixture of experts), those for one token.
-    cache_bytes_per_slot: bytes read per row, forward and visible slot.
-    parameters: the number of parameters that each position is multiplied with.
-  """
-
+  #: `(params, tokens [B, L], positions [B, L], mask [B, L, S], cache) ->
+  #: (logits [B, L, V] float32, cache)`. Writes its L entries to the cache and
+  #: attends only where the mask is true. Positions and mask are arguments, so
+  #: prefill, a chain, a tree and plain decoding are the same forward. Positions
+  #: beyond the context must not give NaN: padding has them.
   apply: Callable[..., tuple[jax.Array, KVCache]]
+  #: `(batch_size, num_slots) -> KVCache`, empty.
   init_cache: Callable[[int, int], KVCache]
-  vocab_size: int
-  max_positions: int
+  vocab_size: int  #: V.
+  max_positions: int  #: The length of the context.
+  #: Bytes of weights that one forward reads from memory. Where that depends on
+  #: the tokens (a mixture of experts), those for one token.
   weight_bytes: int
-  cache_bytes_per_slot: int
+  cache_bytes_per_slot: int  #: Bytes read per row, forward and visible slot.
+  #: The number of parameters that each position is multiplied with.
   parameters: int = 0
 
 
 class LanguageModel(flax.struct.PyTreeNode):
-  """A language model with its weights: a pytree whose structure is static.
+  """A language model with its weights: a pytree whose structure is static."""
 
-  Attributes:
-    params: any pytree of arrays.
-    spec: the functions that use them; static.
-  """
-
-  params: Any
+  params: Any  #: Any pytree of arrays.
+  #: The functions that use them; static.
   spec: ModelSpec = flax.struct.field(pytree_node=False)
 
   def apply(
@@ -103,20 +93,16 @@ class LanguageModel(flax.struct.PyTreeNode):
 
 
 class ModelState(flax.struct.PyTreeNode):
-  """What a model carries from forward to forward.
+  """What a model carries from forward to forward."""
 
-  Attributes:
-    cache: its `length` is that of the text it held when the step began.
-    num_text: `[B]` int32, slots of the window that hold text, at its start.
-    window: `[B, T]` int32, the node in each slot of the window; `NO_NODE` for
-      text, padding and unused slots.
-    used: `[]` int32, slots of the window in use.
-  """
-
+  #: Its `length` is that of the text it held when the step began.
   cache: KVCache
+  #: `[B]` int32, slots of the window that hold text, at its start.
   num_text: jax.Array
+  #: `[B, T]` int32, the node in each slot of the window; `NO_NODE` for text,
+  #: padding and unused slots.
   window: jax.Array
-  used: jax.Array
+  used: jax.Array  #: `[]` int32, slots of the window in use.
 
 
 def prefill(

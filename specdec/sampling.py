@@ -44,51 +44,38 @@ class Sampling:
   What is set applies in the order of the fields. Each value is for all rows, or
   there is one per row `[B]`. Changing a value does not recompile; setting one
   that was None does, so that what is not used costs nothing.
-
-  Attributes:
-    logit_bias: added to the logits: a mapping from token to bias, one per row
-      (or None), or an array `[V]` or `[B, V]`; -inf bans a token.
-    repetition_penalty: above 0; the logits of tokens that the row has, prompt
-      included, are divided by it where they are positive, multiplied where not
-      (CTRL, arXiv 1909.05858, section 4.1, as transformers does it).
-    temperature: at least 0; 0 is greedy.
-    top_k: keep the k most likely tokens, and ties with the last of them; an
-      entry None keeps all.
-    top_p: keep the most likely tokens until their probability reaches top_p, in
-      (0, 1].
-    min_p: keep tokens at least min_p times as likely as the likeliest, in
-      [0, 1].
   """
 
+  #: Added to the logits: a mapping from token to bias, one per row (or None),
+  #: or an array `[V]` or `[B, V]`; -inf bans a token.
   logit_bias: (
     Mapping[int, float] | Sequence[Mapping[int, float] | None] | Any | None
   ) = None
+  #: Above 0; the logits of tokens that the row has, prompt included, are
+  #: divided by it where they are positive, multiplied where not (CTRL, arXiv
+  #: 1909.05858, section 4.1, as transformers does it).
   repetition_penalty: Any = None
-  temperature: Any = 0.0
+  temperature: Any = 0.0  #: At least 0; 0 is greedy.
+  #: Keep the k most likely tokens, and ties with the last of them; an entry
+  #: None keeps all.
   top_k: Any = None
+  #: Keep the most likely tokens until their probability reaches top_p, in (0,
+  #: 1].
   top_p: Any = None
+  #: Keep tokens at least min_p times as likely as the likeliest, in [0, 1].
   min_p: Any = None
 
 
 class SamplingParams(flax.struct.PyTreeNode, kw_only=True):
-  """`Sampling` as arrays, made by `checks.check_sampling`.
+  """`Sampling` as arrays, made by `checks.check_sampling`."""
 
-  Attributes:
-    temperature: `[B]` float32.
-    logit_bias: `[V]` or `[B, V]` float32, or None.
-    repetition_penalty: `[B]` float32, or None.
-    top_k: `[B]` int32, or None.
-    top_p: `[B]` float32, or None.
-    min_p: `[B]` float32, or None.
-    max_top_k: at least as large as any `top_k`; None: the vocabulary; static.
-  """
-
-  temperature: jax.Array
-  logit_bias: jax.Array | None = None
-  repetition_penalty: jax.Array | None = None
-  top_k: jax.Array | None = None
-  top_p: jax.Array | None = None
-  min_p: jax.Array | None = None
+  temperature: jax.Array  #: `[B]` float32.
+  logit_bias: jax.Array | None = None  #: `[V]` or `[B, V]` float32, or None.
+  repetition_penalty: jax.Array | None = None  #: `[B]` float32, or None.
+  top_k: jax.Array | None = None  #: `[B]` int32, or None.
+  top_p: jax.Array | None = None  #: `[B]` float32, or None.
+  min_p: jax.Array | None = None  #: `[B]` float32, or None.
+  #: At least as large as any `top_k`; None: the vocabulary; static.
   max_top_k: int | None = flax.struct.field(default=None, pytree_node=False)
 
   @property
@@ -340,20 +327,15 @@ def step_keys(row_keys: jax.Array, stream: int, length: jax.Array) -> jax.Array:
 
 
 class Randomness(flax.struct.PyTreeNode):
-  """All that is random in one step; what a rule does not use is not computed.
+  """All that is random in one step; what a rule does not use is not computed."""
 
-  Attributes:
-    noise: `[B, D + 1, V]` float32; entry d is of the position that follows
-      nodes of depth d. Drafts share it with the target; zeros under a rule that
-      does not (`verify.accept.Rule.shares_noise`).
-    draft_keys: `[B]` keys, for drawing children.
-    uniforms: `[B, N]` float32 in [0, 1), for accepting the nodes.
-    residual_noise: `[B, V]` float32, standard Gumbel, for the bonus token.
-  """
-
+  #: `[B, D + 1, V]` float32; entry d is of the position that follows nodes of
+  #: depth d. Drafts share it with the target; zeros under a rule that does not
+  #: (`verify.accept.Rule.shares_noise`).
   noise: jax.Array
-  draft_keys: jax.Array
-  uniforms: jax.Array
+  draft_keys: jax.Array  #: `[B]` keys, for drawing children.
+  uniforms: jax.Array  #: `[B, N]` float32 in [0, 1), for accepting the nodes.
+  #: `[B, V]` float32, standard Gumbel, for the bonus token.
   residual_noise: jax.Array
 
   def noise_at(self, depth: jax.Array) -> jax.Array:

@@ -28,21 +28,14 @@ class DecodeCounts(Protocol):
 
 
 class Counters(flax.struct.PyTreeNode):
-  """Counters that the loop carries, read once at the end; int32.
+  """Counters that the loop carries, read once at the end; int32."""
 
-  Attributes:
-    steps: `[]` batched target forwards, prefill apart.
-    target_forwards: `[B]`, those in which the row was not done yet.
-    emitted_histogram: `[B, D + 1]`; entry i counts the forwards that emitted
-      i + 1 tokens.
-    nodes_verified: `[B]`, roots included.
-    slots_read: `[B]` visible cache slots, summed over target forwards.
-  """
-
-  steps: jax.Array
-  target_forwards: jax.Array
+  steps: jax.Array  #: `[]` batched target forwards, prefill apart.
+  target_forwards: jax.Array  #: `[B]`, those in which the row was not done yet.
+  #: `[B, D + 1]`; entry i counts the forwards that emitted i + 1 tokens.
   emitted_histogram: jax.Array
-  nodes_verified: jax.Array
+  nodes_verified: jax.Array  #: `[B]`, roots included.
+  #: `[B]` visible cache slots, summed over target forwards.
   slots_read: jax.Array
 
 

@@ -51,44 +51,32 @@ from specdec.watchers import Watcher
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeConfig:
-  """What is static about a decode: changing it recompiles.
+  """What is static about a decode: changing it recompiles."""
 
-  Attributes:
-    max_new_tokens: room in the buffers. The limit itself is dynamic and may be
-      anything up to this.
-    rule: of verification, see `specdec.verify`.
-    fallback: whether decoding may go on plainly where speculation does not pay,
-      see `Request.break_even`.
-  """
-
+  #: Room in the buffers. The limit itself is dynamic and may be anything up to
+  #: this.
   max_new_tokens: int = 128
+  #: Of verification, see `specdec.verify`.
   rule: Rule = dataclasses.field(default_factory=MatchRule)
+  #: Whether decoding may go on plainly where speculation does not pay, see
+  #: `Request.break_even`.
   fallback: bool = False
 
 
 class Request(flax.struct.PyTreeNode):
-  """What to decode: a batch of prompts, all of it dynamic.
+  """What to decode: a batch of prompts, all of it dynamic."""
 
-  Attributes:
-    prompt: `[B, P]` int32, padded at the end with any valid token.
-    prompt_length: `[B]` int32, at least 1.
-    limit: `[B]` int32, new tokens per row, at most
-      `DecodeConfig.max_new_tokens`.
-    row_keys: `[B]` keys, one per row; consumed.
-    sampling: the parameters. A repetition penalty needs `SeenTokens` among the
-      watchers.
-    watchers: of the text, see `specdec.watchers`.
-    break_even: `[]` float32, the time of a speculative step in plain ones:
-      decoding goes on plainly while speculation emits fewer tokens per step;
-      used if `DecodeConfig.fallback` is set, see `specdec.fallback`.
-  """
-
-  prompt: jax.Array
-  prompt_length: jax.Array
+  prompt: jax.Array  #: `[B, P]` int32, padded at the end with any valid token.
+  prompt_length: jax.Array  #: `[B]` int32, at least 1.
+  #: `[B]` int32, new tokens per row, at most `DecodeConfig.max_new_tokens`.
   limit: jax.Array
-  row_keys: jax.Array
+  row_keys: jax.Array  #: `[B]` keys, one per row; consumed.
+  #: The parameters. A repetition penalty needs `SeenTokens` among the watchers.
   sampling: SamplingParams
-  watchers: tuple[Watcher, ...] = ()
+  watchers: tuple[Watcher, ...] = ()  #: Of the text, see `specdec.watchers`.
+  #: `[]` float32, the time of a speculative step in plain ones: decoding goes
+  #: on plainly while speculation emits fewer tokens per step; used if
+  #: `DecodeConfig.fallback` is set, see `specdec.fallback`.
   break_even: jax.typing.ArrayLike = 0.0
 
 
@@ -96,28 +84,18 @@ class DecodeState(flax.struct.PyTreeNode):
   """What is carried from step to step.
 
   Between steps the target's cache holds all tokens but the last, the root.
-
-  Attributes:
-    tokens: `[B, T]` int32, prompt and new tokens of each row, then garbage.
-    origins: `[B, T]` int32, see `DecodeResult`.
-    length: `[B]` int32, the number of valid tokens.
-    reason: `[B]` int32, why the row is done, see `verify.accept`.
-    target: of the target.
-    stages: of the drafter.
-    watchers: of the request's watchers.
-    counters: so far.
-    fallback: whether speculation pays.
   """
 
+  #: `[B, T]` int32, prompt and new tokens of each row, then garbage.
   tokens: jax.Array
-  origins: jax.Array
-  length: jax.Array
-  reason: jax.Array
-  target: ModelState
-  stages: tuple[StageState, ...]
-  watchers: tuple[Any, ...]
-  counters: Counters
-  fallback: FallbackState
+  origins: jax.Array  #: `[B, T]` int32, see `DecodeResult`.
+  length: jax.Array  #: `[B]` int32, the number of valid tokens.
+  reason: jax.Array  #: `[B]` int32, why the row is done, see `verify.accept`.
+  target: ModelState  #: Of the target.
+  stages: tuple[StageState, ...]  #: Of the drafter.
+  watchers: tuple[Any, ...]  #: Of the request's watchers.
+  counters: Counters  #: So far.
+  fallback: FallbackState  #: Whether speculation pays.
 
   @property
   def done(self) -> jax.Array:
@@ -126,18 +104,13 @@ class DecodeState(flax.struct.PyTreeNode):
 
 
 class StepRecord(flax.struct.PyTreeNode):
-  """Trace data of a step; XLA removes it where it is not returned.
+  """Trace data of a step; XLA removes it where it is not returned."""
 
-  Attributes:
-    tree: `[B, M]` per field.
-    nodes: `[B, N]` int32, the verified nodes; `NO_NODE` for entries without.
-    path: `[B, D + 1]` int32, the accepted nodes, then `NO_NODE`.
-    emitted: `[B]` int32, the number of tokens; 0 for a row that was done.
-  """
-
-  tree: TokenTree
+  tree: TokenTree  #: `[B, M]` per field.
+  #: `[B, N]` int32, the verified nodes; `NO_NODE` for entries without.
   nodes: jax.Array
-  path: jax.Array
+  path: jax.Array  #: `[B, D + 1]` int32, the accepted nodes, then `NO_NODE`.
+  #: `[B]` int32, the number of tokens; 0 for a row that was done.
   emitted: jax.Array
 
 

@@ -42,17 +42,12 @@ def append(
 
 
 class Observation(flax.struct.PyTreeNode):
-  """What a step shows to the watchers.
+  """What a step shows to the watchers."""
 
-  Attributes:
-    verdict: its `chosen` tokens are those that may be emitted.
-    logits: `[B, N, V]` float32, the target's, as the model gave them.
-    length: `[B]` int32, of the texts before the step.
-  """
-
-  verdict: Verdict
+  verdict: Verdict  #: Its `chosen` tokens are those that may be emitted.
+  #: `[B, N, V]` float32, the target's, as the model gave them.
   logits: jax.Array
-  length: jax.Array
+  length: jax.Array  #: `[B]` int32, of the texts before the step.
 
 
 class Watcher(Protocol):
@@ -98,12 +93,9 @@ def _no_end(seen: Observation) -> jax.Array:
 
 
 class EndOfText(flax.struct.PyTreeNode, Stateless):
-  """Ends a row after any of some tokens.
+  """Ends a row after any of some tokens."""
 
-  Attributes:
-    ids: the tokens; static.
-  """
-
+  #: The tokens; static.
   ids: tuple[int, ...] = flax.struct.field(pytree_node=False)
 
   def observe(self, state, seen):
@@ -113,13 +105,9 @@ class EndOfText(flax.struct.PyTreeNode, Stateless):
 
 
 class StopStrings(flax.struct.PyTreeNode):
-  """Ends a row when a stop string is complete; the state is `[B]` int32.
+  """Ends a row when a stop string is complete; the state is `[B]` int32."""
 
-  Attributes:
-    table: see `specdec.verify.stop_strings`.
-  """
-
-  table: StopTable
+  table: StopTable  #: See `specdec.verify.stop_strings`.
 
   def init(self, prompt, prompt_length, num_slots):
     del prompt, prompt_length, num_slots
@@ -134,13 +122,9 @@ class StopStrings(flax.struct.PyTreeNode):
 
 
 class SeenTokens(flax.struct.PyTreeNode):
-  """The tokens of each text, for the repetition penalty; `[B, V]` bool.
+  """The tokens of each text, for the repetition penalty; `[B, V]` bool."""
 
-  Attributes:
-    vocab_size: V; static.
-  """
-
-  vocab_size: int = flax.struct.field(pytree_node=False)
+  vocab_size: int = flax.struct.field(pytree_node=False)  #: V; static.
 
   def init(self, prompt, prompt_length, num_slots):
     del num_slots

@@ -23,17 +23,11 @@ from specdec.tree.tree import TokenTree
 
 
 class Proposer(Protocol):
-  """A pure function from a node to likely next tokens, and what it needs.
+  """A pure function from a node to likely next tokens, and what it needs."""
 
-  Attributes:
-    name: for the origin of tokens.
-    vocab_size: V, or None if it has none of its own.
-    bytes_per_node: bytes read from memory to look up one node.
-  """
-
-  name: str
-  vocab_size: int | None
-  bytes_per_node: int
+  name: str  #: For the origin of tokens.
+  vocab_size: int | None  #: V, or None if it has none of its own.
+  bytes_per_node: int  #: Bytes read from memory to look up one node.
 
   def propose(
     self,
@@ -58,13 +52,9 @@ class Proposer(Protocol):
 
 
 class CandidateScorer(flax.struct.PyTreeNode, Scorer):
-  """One or more proposers as a scorer; see `Scorer`.
+  """One or more proposers as a scorer; see `Scorer`."""
 
-  Attributes:
-    proposers: the most reliable first.
-  """
-
-  proposers: tuple[Any, ...]
+  proposers: tuple[Any, ...]  #: The most reliable first.
 
   @property
   def labels(self) -> tuple[str, ...]:

@@ -31,29 +31,26 @@ from specdec.tree.tree import TokenTree
 class StageConfig:
   """Settings of one stage; hashable, so static under `jit`.
 
-  Attributes:
-    width: W, nodes that the stage scores in one forward.
-    branching: K, children that a scored node gets from the stage.
-    rounds: the largest number of forwards per growth; without an inner stage
-      each goes one level deeper.
-    calibration: exponent of the stage's probabilities. Above 1 the stage is
-      trusted more than its own probabilities say, and the tree grows deep;
-      below 1, broad.
-    cost_ratio: cost of one forward of the stage, in target forwards. Growth
-      stops when another round is expected to bring fewer accepted tokens than
-      the same time spent at the rate so far. None: the ratio of the bytes that
-      the two read. 0: all rounds, as long as there is anything to score.
-
   Raises:
     ValueError: a value is out of range; names it.
   """
 
+  #: W, nodes that the stage scores in one forward.
   width: int = setting(8, 'nodes per forward of the stage')
+  #: K, children that a scored node gets from the stage.
   branching: int = setting(4, 'children per node')
+  #: The largest number of forwards per growth; without an inner stage each goes
+  #: one level deeper.
   rounds: int = setting(4, 'forwards of the stage per tree, at most')
+  #: Exponent of the stage's probabilities. Above 1 the stage is trusted more
+  #: than its own probabilities say, and the tree grows deep; below 1, broad.
   calibration: float = setting(
     1.0, 'exponent of the probabilities of the stage', low=1e-30
   )
+  #: Cost of one forward of the stage, in target forwards. Growth stops when
+  #: another round is expected to bring fewer accepted tokens than the same time
+  #: spent at the rate so far. None: the ratio of the bytes that the two read.
+  #: 0: all rounds, as long as there is anything to score.
   cost_ratio: float | None = setting(
     None,
     'cost of a forward of the stage in target forwards, for stopping early; 0:'
@@ -67,51 +64,40 @@ class StageConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-  """What a scorer estimates about W nodes; see `specdec.draft.ranking`.
+  """What a scorer estimates about W nodes; see `specdec.draft.ranking`."""
 
-  Attributes:
-    nodes: `[B, W]` int32, those that were scored; `NO_NODE` for the others.
-    tokens: `[B, W, K]` int32, the likeliest tokens to follow, best first and
-      distinct.
-    cond_log_probs: `[B, W, K]` float32, their log-probabilities, at most 0;
-      `sampling.EXCLUDED` for entries that are no candidates.
-    sources: `[B, W, K]` int32, indices of the scorer's `labels`.
-    log_prob_of: `(place [B, M], tokens [B, M]) -> [B, M]` float32, the
-      log-probability, at most 0, of any token after the node at a place of W.
-      Asked only for children that another stage drafted.
-    slots_read: `[B]` int32, visible cache slots.
-    drawn_from: `[B, W, V]` float32, the distributions that `tokens` were drawn
-      from; of size 0 if they were not drawn.
-  """
-
+  #: `[B, W]` int32, those that were scored; `NO_NODE` for the others.
   nodes: jax.Array
+  #: `[B, W, K]` int32, the likeliest tokens to follow, best first and distinct.
   tokens: jax.Array
+  #: `[B, W, K]` float32, their log-probabilities, at most 0;
+  #: `sampling.EXCLUDED` for entries that are no candidates.
   cond_log_probs: jax.Array
-  sources: jax.Array
+  sources: jax.Array  #: `[B, W, K]` int32, indices of the scorer's `labels`.
+  #: `(place [B, M], tokens [B, M]) -> [B, M]` float32, the log-probability, at
+  #: most 0, of any token after the node at a place of W. Asked only for
+  #: children that another stage drafted.
   log_prob_of: Callable[[jax.Array, jax.Array], jax.Array]
-  slots_read: jax.Array
+  slots_read: jax.Array  #: `[B]` int32, visible cache slots.
+  #: `[B, W, V]` float32, the distributions that `tokens` were drawn from; of
+  #: size 0 if they were not drawn.
   drawn_from: jax.Array
 
 
 class Scorer:
-  """Base of scorers: pure functions, and a pytree of what they need; batched.
+  """Base of scorers: pure functions, and a pytree of what they need; batched."""
 
-  Attributes:
-    labels: names of the sources of its candidates, for the origin of tokens.
-    vocab_size: V, or None if it has none of its own.
-    max_positions: the longest context, or None if there is no limit.
-    needs_ancestors: whether a node can be scored only after its ancestors.
-    can_draw: whether it has a distribution to draw children from; if not, it
-      always proposes the best.
-    bytes_per_slot: bytes read from memory per visible cache slot.
-  """
-
+  #: Names of the sources of its candidates, for the origin of tokens.
   labels: Any  # a tuple of strings
-  vocab_size: Any = None
+  vocab_size: Any = None  #: V, or None if it has none of its own.
+  #: The longest context, or None if there is no limit.
   max_positions: Any = None
+  #: Whether a node can be scored only after its ancestors.
   needs_ancestors: Any = False
+  #: Whether it has a distribution to draw children from; if not, it always
+  #: proposes the best.
   can_draw: Any = False
-  bytes_per_slot: Any = 0
+  bytes_per_slot: Any = 0  #: Bytes read from memory per visible cache slot.
 
   def bytes_per_forward(self, width: int) -> int:
     """Bytes read from memory by scoring `width` nodes, the cache apart."""
@@ -223,16 +209,14 @@ class Stage(flax.struct.PyTreeNode):
 class Drafter(flax.struct.PyTreeNode):
   """All stages of drafting, and the shape of the tree that they grow.
 
-  Attributes:
-    stages: outermost first: each drafts for the one before it, the first for
-      the target. Without stages decoding is plain.
-    shape: of the tree; static.
-
   Raises:
     ValueError: stages and shape do not go together.
   """
 
+  #: Outermost first: each drafts for the one before it, the first for the
+  #: target. Without stages decoding is plain.
   stages: tuple[Stage, ...]
+  #: Of the tree; static.
   shape: TreeShape | Topology = flax.struct.field(
     pytree_node=False, default=TreeShape()
   )

@@ -202,20 +202,16 @@ class _FixedPlaces:
 
 
 class Frontier(flax.struct.PyTreeNode):
-  """What another round of a stage would score, and what it should bring.
+  """What another round of a stage would score, and what it should bring."""
 
-  Attributes:
-    nodes: `[B, W]` int32, the likeliest nodes to score; `NO_NODE` where there
-      are fewer.
-    can_grow: `[B]` bool, whether any node could get children.
-    gain: `[B]` float32, tokens that scoring the nodes is expected to add.
-    expected: `[B]` float32, tokens that the tree is expected to yield as it is.
-      The root is certain, and stands for the target's bonus token.
-  """
-
+  #: `[B, W]` int32, the likeliest nodes to score; `NO_NODE` where there are
+  #: fewer.
   nodes: jax.Array
-  can_grow: jax.Array
+  can_grow: jax.Array  #: `[B]` bool, whether any node could get children.
+  #: `[B]` float32, tokens that scoring the nodes is expected to add.
   gain: jax.Array
+  #: `[B]` float32, tokens that the tree is expected to yield as it is. The root
+  #: is certain, and stands for the target's bonus token.
   expected: jax.Array
 
 

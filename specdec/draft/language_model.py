@@ -25,14 +25,10 @@ from specdec.tree.tree import TokenTree
 
 
 class LanguageModelScorer(flax.struct.PyTreeNode, Scorer):
-  """A language model with its own cache; see `Scorer`.
+  """A language model with its own cache; see `Scorer`."""
 
-  Attributes:
-    model: a language model with the target's vocabulary.
-    name: of the stage; static.
-  """
-
-  model: LanguageModel
+  model: LanguageModel  #: A language model with the target's vocabulary.
+  #: Of the stage; static.
   name: str = flax.struct.field(pytree_node=False, default='draft')
 
   needs_ancestors = True

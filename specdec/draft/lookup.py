@@ -20,19 +20,17 @@ from specdec.tree.tree import TokenTree
 class PromptLookup(flax.struct.PyTreeNode):
   """A `Proposer` of what followed earlier in the text.
 
-  Attributes:
-    confidence: the probability that a match continues as it did, by the length
-      of the match: 1 token, 2 tokens and so on; 0 ignores matches of that
-      length. The last entry is for matches of that length or longer. Static.
-    num_matches: the number of matches that are used for a node. Static.
-
   Raises:
     ValueError: a value is out of range.
   """
 
+  #: The probability that a match continues as it did, by the length of the
+  #: match: 1 token, 2 tokens and so on; 0 ignores matches of that length. The
+  #: last entry is for matches of that length or longer. Static.
   confidence: tuple[float, ...] = flax.struct.field(
     pytree_node=False, default=(0.1, 0.4, 0.6, 0.75)
   )
+  #: The number of matches that are used for a node. Static.
   num_matches: int = flax.struct.field(pytree_node=False, default=4)
 
   name = 'lookup'

@@ -28,13 +28,9 @@ def recent_tokens(
 
 
 class NGram(flax.struct.PyTreeNode):
-  """A `Proposer` that looks contexts up in a table.
+  """A `Proposer` that looks contexts up in a table."""
 
-  Attributes:
-    table: from `specdec.ngram`.
-  """
-
-  table: NGramTable
+  table: NGramTable  #: From `specdec.ngram`.
 
   name = 'ngram'
 

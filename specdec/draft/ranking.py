@@ -44,19 +44,15 @@ class Ranking(flax.struct.PyTreeNode):
   """How likely every token is to be the target's choice.
 
   Vocabularies are large, so scores are normalised only where they are wanted.
-
-  Attributes:
-    scores: `[B, W, V]` float32, the log-probabilities up to a constant.
-    log_total: `[B, W, 1]` float32, that constant; not finite where the logits
-      were not.
-    best: `[B, W, K]` float32, the highest scores, in descending order.
-    tokens: `[B, W, K]` int32, the tokens that have them.
   """
 
+  #: `[B, W, V]` float32, the log-probabilities up to a constant.
   scores: jax.Array
+  #: `[B, W, 1]` float32, that constant; not finite where the logits were not.
   log_total: jax.Array
+  #: `[B, W, K]` float32, the highest scores, in descending order.
   best: jax.Array
-  tokens: jax.Array
+  tokens: jax.Array  #: `[B, W, K]` int32, the tokens that have them.
 
   @property
   def best_log_probs(self) -> jax.Array:

@@ -12,34 +12,22 @@ from specdec.tree.tree import TokenTree
 
 
 class StageCounters(flax.struct.PyTreeNode):
-  """What a stage counts; int32.
+  """What a stage counts; int32."""
 
-  Attributes:
-    forwards: `[]`, batched forwards.
-    row_forwards: `[B]`, those in which the row was not done.
-    slots_read: `[B]`, visible cache slots, summed over these.
-  """
-
-  forwards: jax.Array
-  row_forwards: jax.Array
-  slots_read: jax.Array
+  forwards: jax.Array  #: `[]`, batched forwards.
+  row_forwards: jax.Array  #: `[B]`, those in which the row was not done.
+  slots_read: jax.Array  #: `[B]`, visible cache slots, summed over these.
 
 
 class StageState(flax.struct.PyTreeNode):
-  """What one stage carries from step to step.
+  """What one stage carries from step to step."""
 
-  Attributes:
-    scorer: the state of the scorer.
-    scored: `[B, M]` bool, nodes that it has scored in this step.
-    proposals: `[B, M, V]` float32, the distributions that the children of each
-      node were drawn from in this step; of size 0 if none are drawn.
-    counters: so far.
-  """
-
-  scorer: Any
-  scored: jax.Array
+  scorer: Any  #: The state of the scorer.
+  scored: jax.Array  #: `[B, M]` bool, nodes that it has scored in this step.
+  #: `[B, M, V]` float32, the distributions that the children of each node were
+  #: drawn from in this step; of size 0 if none are drawn.
   proposals: jax.Array
-  counters: StageCounters
+  counters: StageCounters  #: So far.
 
 
 def _num_scored(drafter: Drafter) -> list[int]:

@@ -71,21 +71,19 @@ def check_settings(record: Any) -> None:
 class TreeShape:
   """Limits of a tree that grows best first; hashable, so static under `jit`.
 
-  Attributes:
-    num_nodes: N, nodes that the target verifies, the root included.
-    max_depth: D, the largest depth of a node.
-    capacity: M, nodes that the tree can hold while it grows, of all stages
-      together; further candidates are dropped. A tree larger than N lets later
-      rounds replace earlier candidates.
-
   Raises:
     ValueError: a value is out of range; names it.
   """
 
+  #: N, nodes that the target verifies, the root included.
   num_nodes: int = setting(
     32, 'nodes of the tree that the target verifies, the root included'
   )
+  #: D, the largest depth of a node.
   max_depth: int = setting(16, 'largest depth of a node')
+  #: M, nodes that the tree can hold while it grows, of all stages together;
+  #: further candidates are dropped. A tree larger than N lets later rounds
+  #: replace earlier candidates.
   capacity: int = setting(256, 'nodes that the tree can hold while it grows')
 
   def __post_init__(self):
@@ -105,14 +103,12 @@ class TreeShape:
 class Topology:
   """A fixed shape; hashable, so static under `jit`.
 
-  Attributes:
-    paths: the path of every node but the root, in any order; kept in the order
-      of the nodes, in which a parent comes before its children.
-
   Raises:
     ValueError: a path is empty, has a negative rank or lacks its parent.
   """
 
+  #: The path of every node but the root, in any order; kept in the order of the
+  #: nodes, in which a parent comes before its children.
   paths: tuple[tuple[int, ...], ...]
 
   def __post_init__(self):

@@ -26,28 +26,23 @@ class TokenTree(flax.struct.PyTreeNode):
   """A tree of at most M nodes; entries from `size` on are unused.
 
   In a tree of fixed topology the used entries may have gaps between them.
-
-  Attributes:
-    token: `[M]` int32.
-    parent: `[M]` int32; `NO_NODE` at the root and in unused entries.
-    depth: `[M]` int32; 0 at the root.
-    cond_log_prob: `[M]` float32, the estimated log-probability that the target
-      accepts the node, given that it accepts the parent; at most 0.
-    log_prob: `[M]` float32, the estimated log-probability that the target
-      accepts the node: `cond_log_prob` summed from the root. It never exceeds
-      that of the parent; -inf in unused entries.
-    origin: `[M]` int32, the source that proposed the node first, see
-      `Drafter.labels`; 0 at the root.
-    size: `[]` int32.
   """
 
-  token: jax.Array
+  token: jax.Array  #: `[M]` int32.
+  #: `[M]` int32; `NO_NODE` at the root and in unused entries.
   parent: jax.Array
-  depth: jax.Array
+  depth: jax.Array  #: `[M]` int32; 0 at the root.
+  #: `[M]` float32, the estimated log-probability that the target accepts the
+  #: node, given that it accepts the parent; at most 0.
   cond_log_prob: jax.Array
+  #: `[M]` float32, the estimated log-probability that the target accepts the
+  #: node: `cond_log_prob` summed from the root. It never exceeds that of the
+  #: parent; -inf in unused entries.
   log_prob: jax.Array
+  #: `[M]` int32, the source that proposed the node first, see `Drafter.labels`;
+  #: 0 at the root.
   origin: jax.Array
-  size: jax.Array
+  size: jax.Array  #: `[]` int32.
 
   @property
   def capacity(self) -> int:

@@ -17,20 +17,15 @@ RUNNING, LIMIT, EOS, STOP, NOT_FINITE = range(5)
 
 
 class Verdict(flax.struct.PyTreeNode):
-  """How far down its tree the target goes in each row.
+  """How far down its tree the target goes in each row."""
 
-  Attributes:
-    place: `[B, D + 1]` int32, the index among the verified nodes of the
-      accepted node of each depth, the root first; `NO_NODE` from where the
-      target disagrees.
-    accepted: `[B]` int32, the number of accepted nodes, the root not counted;
-      at most D.
-    chosen: `[B, D + 1]` int32, the target's token after each node of the path;
-      the tokens to emit are the first `accepted + 1`, the bonus token included.
-  """
-
+  #: `[B, D + 1]` int32, the index among the verified nodes of the accepted node
+  #: of each depth, the root first; `NO_NODE` from where the target disagrees.
   place: jax.Array
+  #: `[B]` int32, the number of accepted nodes, the root not counted; at most D.
   accepted: jax.Array
+  #: `[B, D + 1]` int32, the target's token after each node of the path; the
+  #: tokens to emit are the first `accepted + 1`, the bonus token included.
   chosen: jax.Array
 
   def along_path(self, array: jax.Array) -> jax.Array:

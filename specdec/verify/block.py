@@ -87,12 +87,10 @@ class BlockRule:
   """Accepts a prefix of a chain; see `Rule`.
 
   Node d of the tree is at depth d.
-
-  Attributes:
-    children: one of `sampling.CHILDREN`; in rows at temperature 0 the tokens
-      are the best.
   """
 
+  #: One of `sampling.CHILDREN`; in rows at temperature 0 the tokens are the
+  #: best.
   children: str = BEST
 
   shares_noise = False

@@ -118,12 +118,10 @@ class RejectionRule:
 
   The children of a node all come after it, so one pass over the nodes in order
   tries every child of every node that is reached.
-
-  Attributes:
-    children: one of `sampling.CHILDREN`. Siblings must come in the order in
-      which they were drawn. In rows at temperature 0 children are the best.
   """
 
+  #: One of `sampling.CHILDREN`. Siblings must come in the order in which they
+  #: were drawn. In rows at temperature 0 children are the best.
   children: str = BEST
 
   shares_noise = False
