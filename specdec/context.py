@@ -23,8 +23,8 @@ class StepContext(flax.struct.PyTreeNode):
   #: `[B, V]` bool, tokens of the text; None without repetition penalty.
   seen: jax.Array | None
   sampling: SamplingParams  #: The parameters, of target and drafts alike.
-  randomness: Randomness  #: Of the step.
-  #: Of the tree; static.
+  randomness: Randomness  #: The randomness of the step.
+  #: The shape of the tree; static.
   shape: TreeShape | Topology = flax.struct.field(pytree_node=False)
   #: D, the largest depth of a node; static.
   max_depth: int = flax.struct.field(pytree_node=False)

@@ -49,13 +49,10 @@ def after_speculative_step(
   active: jax.Array,
   break_even: jax.Array,
 ) -> FallbackState:
-  """The state after a speculative step.
+  """The state after a speculative step that emitted `emitted [B]` tokens.
 
-  Args:
-    state: before the step.
-    emitted: `[B]` int32, new tokens.
-    active: `[B]` bool, rows that were not done before.
-    break_even: `[]` float32, the time of a speculative step in plain ones.
+  `active`: `[B]` bool, rows that were not done before; `break_even`: `[]`
+  float32, the time of a speculative step in plain ones.
   """
   rows = jnp.maximum(jnp.sum(active), 1)
   per_row = jnp.sum(jnp.where(active, emitted, 0)) / rows

@@ -53,20 +53,19 @@ _FINISH_REASONS = {
 class Generation:
   """The result of a decode."""
 
-  #: The new ids of each row; if an EOS or a stop string ended it, that is
-  #: included.
+  #: The new ids of each row, with the EOS or stop string that ended it.
   tokens: list[list[int]]
-  origins: list[list[int]]  #: The source of each of them, an index of `labels`.
+  origins: list[list[int]]  #: The source of each token, an index of `labels`.
   #: The sources of tokens: `target`, then those of each stage, outermost first.
   labels: tuple[str, ...]
-  #: Of each of them in the target's own distribution, before bias, penalty,
-  #: temperature and filters; None if they were not asked for.
+  #: The log-probability of each token in the target's own distribution, before
+  #: bias, penalty, temperature and filters; None if they were not requested.
   log_probs: list[list[float]] | None
-  #: Of each row `length` (the limit), `eos`, `stop` (a stop string),
+  #: For each row `length` (the limit), `eos`, `stop` (a stop string),
   #: `cancelled`, or `error`.
   finish_reasons: list[str]
-  errors: list[str | None]  #: Of each row, what is wrong with it, or None.
-  stats: dict[str, Any]  #: The figures of `specdec.statistics.summarize`.
+  errors: list[str | None]  #: For each row an error message, or None.
+  stats: dict[str, Any]  #: See `specdec.statistics.summarize`.
 
 
 class Decoding:

@@ -54,7 +54,7 @@ class DecodeResult(flax.struct.PyTreeNode):
   origins: jax.Array
   watchers: tuple[Any, ...]  #: The states of the request's watchers.
   counters: Counters  #: See `specdec.statistics`.
-  stage_counters: tuple[StageCounters, ...]  #: Of each stage, outermost first.
+  stage_counters: tuple[StageCounters, ...]  #: For each stage, outermost first.
   #: `[]` int32, steps in which the fallback drafted nothing.
   plain_steps: jax.Array
 
@@ -216,19 +216,10 @@ def decode(
 ) -> DecodeResult:
   """Decodes a batch; the pure function under `specdec.generate`.
 
-  Arguments are trusted: `specdec.generate` checks them, and pads prompts to
-  buckets so that few shapes are compiled.
-
-  Args:
-    target: the model whose output is kept exactly.
-    drafter: drafts for it; `PLAIN` is plain decoding.
-    request: see `Request`.
-    config: see `DecodeConfig`.
-
-  Returns:
-    Tokens, lengths and counters. For equal requests and the rule `MatchRule`,
-    every drafter gives equal tokens; under the other rules, tokens of equal
-    distribution.
+  Arguments are not checked: `specdec.generate` does that, and pads prompts so
+  that few shapes are compiled. For equal requests and the rule `MatchRule`,
+  every drafter gives the target's tokens exactly; under the other rules, tokens
+  of the target's distribution. `PLAIN` is plain decoding.
   """
   state = _start(target, drafter, request, config=config)
   return result_of(

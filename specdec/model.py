@@ -270,16 +270,9 @@ def read_text(
   """Between steps: feeds the text that the cache lacks, all but the root.
 
   It is fed in chunks of the window's size, for which there is room behind any
-  text.
-
-  Args:
-    model: the model.
-    state: between steps.
-    tokens: `[B, T]` int32, the texts.
-    length: `[B]` int32, of the texts; 0 for a row that has to read nothing.
-
-  Returns:
-    The state, and `[]` int32, the number of forwards.
+  text. `tokens`: `[B, T]` int32, the texts; `length`: `[B]` int32, 0 for a row
+  that has nothing to read. Returns the state, and the number of forwards,
+  `[]` int32.
   """
   size = state.window.shape[1]
   end = jnp.minimum(length - 1, model.spec.max_positions)

@@ -56,11 +56,9 @@ class Sampling:
   #: 1909.05858, section 4.1, as transformers does it).
   repetition_penalty: Any = None
   temperature: Any = 0.0  #: At least 0; 0 is greedy.
-  #: Keep the k most likely tokens, and ties with the last of them; an entry
-  #: None keeps all.
+  #: Keep the k most likely, and ties with the last; an entry None keeps all.
   top_k: Any = None
-  #: Keep the most likely tokens until their probability reaches top_p, in (0,
-  #: 1].
+  #: Above 0, at most 1; keep the most likely until they reach that probability.
   top_p: Any = None
   #: Keep tokens at least min_p times as likely as the likeliest, in [0, 1].
   min_p: Any = None
@@ -102,16 +100,10 @@ def per_row(values: jax.Array, like: jax.Array) -> jax.Array:
 def adjust_logits(
   logits: jax.Array, sampling: SamplingParams, seen: jax.Array | None
 ) -> jax.Array:
-  """The logits with bias and repetition penalty.
+  """`logits [B, W, V]` float32 of a model, with bias and repetition penalty.
 
-  Args:
-    logits: `[B, W, V]` float32, as the model gave them.
-    sampling: the parameters.
-    seen: `[B, W, V]` bool, the tokens that each sequence has; None if there is
-      no penalty.
-
-  Returns:
-    `[B, W, V]` float32.
+  `seen`: `[B, W, V]` bool, the tokens that each sequence has; None if there is
+  no penalty.
   """
   if sampling.logit_bias is not None:
     bias = sampling.logit_bias
@@ -137,14 +129,13 @@ def seen_by_nodes(
 ) -> jax.Array:
   """The tokens that the sequence of each node has, its own included.
 
-  So a repetition penalty composes with speculation: every node is judged as
-  plain decoding would judge it there.
+  A repetition penalty then has the same effect on a node as in plain decoding.
 
   Args:
     tree: `[B, M]` per field.
     nodes: `[B, W]` int32; entries of `NO_NODE` get the tokens of the text.
     seen: `[B, V]` bool, the tokens of the text.
-    max_depth: the largest depth of a node.
+    max_depth: D.
 
   Returns:
     `[B, W, V]` bool.
@@ -167,12 +158,8 @@ def _top_p_threshold(logits: jax.Array, top_p: jax.Array) -> jax.Array:
   one sign are in the order of their bits, so as many bisections as there are
   bits find the threshold. Sorting a vocabulary takes several times longer.
 
-  Args:
-    logits: `[..., V]` float32, the best is 0; -inf takes no part.
-    top_p: `[..., 1]` float32; from 1 on all are kept.
-
-  Returns:
-    `[..., 1]` float32.
+  `logits [..., V]` have a maximum of 0, and -inf is left out. From `top_p [...,
+  1]` of 1 on all tokens are kept. Returns `[..., 1]` float32.
   """
   probs = jax.nn.softmax(logits, axis=-1)
   num_bits = jnp.finfo(logits.dtype).bits
@@ -198,11 +185,7 @@ def filter_logits(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
 
   Every filter keeps the tokens whose logit reaches some threshold, so together
   they are one threshold. At temperature 0 the logits are filtered as at 1,
-  which leaves the argmax what it was.
-
-  Args:
-    logits: `[B, ..., V]` float32, adjusted.
-    sampling: the parameters.
+  which leaves the argmax what it was. `logits [B, ..., V]` are adjusted.
 
   Returns:
     `[B, ..., V]` float32: the log-probabilities up to a constant, `EXCLUDED`
@@ -234,15 +217,10 @@ def filter_logits(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
 
 
 def token_probs(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
-  """The distribution that a token is drawn from.
+  """The distributions that tokens are drawn from, `[B, ..., V]` float32.
 
-  Args:
-    logits: `[B, ..., V]` float32, adjusted.
-    sampling: the parameters.
-
-  Returns:
-    `[B, ..., V]` float32, each adding up to 1; at temperature 0 all of it is on
-    the token that greedy decoding chooses.
+  `logits [B, ..., V]` are adjusted. At temperature 0 the token that greedy
+  decoding chooses has probability 1.
   """
   stochastic = per_row(sampling.is_stochastic, logits)
   greedy = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1])
@@ -254,16 +232,10 @@ def token_probs(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
 def choose(
   logits: jax.Array, noise: jax.Array, sampling: SamplingParams
 ) -> jax.Array:
-  """The token of each position; target and drafts choose alike.
+  """The token of each position, `[B, ...]` int32; for target and drafts alike.
 
-  Args:
-    logits: `[B, ..., V]` float32, adjusted.
-    noise: `[B, ..., V]` float32 from `position_noise`, for the position of the
-      token to be chosen.
-    sampling: the parameters.
-
-  Returns:
-    `[B, ...]` int32.
+  `logits [B, ..., V]` are adjusted; `noise [B, ..., V]` is from
+  `position_noise`, for the position of the token to be chosen.
   """
   scores = filter_logits(logits, sampling) + noise
   return jnp.argmax(scores, axis=-1).astype(jnp.int32)
@@ -316,18 +288,15 @@ DRAFTING, ACCEPTANCE, RESIDUAL = (2**31 - 1 - stream for stream in range(3))
 def step_keys(row_keys: jax.Array, stream: int, length: jax.Array) -> jax.Array:
   """`[B]` keys that no other step and no other stream has.
 
-  Args:
-    row_keys: `[B]` keys; not consumed.
-    stream: `DRAFTING`, `ACCEPTANCE` or `RESIDUAL`.
-    length: `[B]` int32, of the text when the step begins; every step adds to
-      it.
+  `stream` is `DRAFTING`, `ACCEPTANCE` or `RESIDUAL`. `length [B]` is that of
+  the text when the step begins; every step increases it.
   """
   of_stream = jax.vmap(jax.random.fold_in, (0, None))(row_keys, stream)
   return jax.vmap(jax.random.fold_in)(of_stream, length)
 
 
 class Randomness(flax.struct.PyTreeNode):
-  """All that is random in one step; what a rule does not use is not computed."""
+  """The randomness of a step; what a rule does not use is not computed."""
 
   #: `[B, D + 1, V]` float32; entry d is of the position that follows nodes of
   #: depth d. Drafts share it with the target; zeros under a rule that does not

@@ -54,14 +54,7 @@ def init_counters(batch_size: int, max_depth: int) -> Counters:
 def count_step(
   counters: Counters, nodes: jax.Array, emitted: jax.Array, ctx: StepContext
 ) -> Counters:
-  """Counts one target forward.
-
-  Args:
-    counters: before the step.
-    nodes: `[B, N]` int32, the verified nodes; `NO_NODE` for entries without.
-    emitted: `[B]` int32, new tokens.
-    ctx: of the step.
-  """
+  """Counts one target forward over `nodes [B, N]`; `emitted [B]` new tokens."""
   sizes = jnp.arange(1, counters.emitted_histogram.shape[1] + 1)[None]
   active = ctx.active.astype(jnp.int32)
   num_nodes = jnp.sum(nodes >= 0, axis=1)
@@ -80,16 +73,10 @@ def relative_bandwidth(
 ) -> float:
   """Bytes read by all models, over what plain decoding would have read.
 
-  Plain decoding of the same tokens: one target forward per token, rows of a
-  batch sharing the weights. (The measure of arXiv 2308.04623, table 1, which
-  gives no formula; here the caches count.)
-
-  Args:
-    reads: see `summarize`.
-    costs: see `summarize`; those of the models that ran, or of any others.
-
-  Returns:
-    The ratio; 1 if nothing was decoded.
+  Plain decoding takes one target forward per token, and the rows of a batch
+  share the weights. (The measure of arXiv 2308.04623, table 1, which gives no
+  formula; here the caches count.) 1 if nothing was decoded. `reads` and `costs`
+  are those of `summarize`; the costs may be those of other models.
   """
   total = lambda count, cost: (
     count['forwards'] * cost['per_forward'] + count['slots'] * cost['per_slot']
@@ -189,9 +176,9 @@ def summarize(
     source; `positions`: nodes verified, and by stage W per forward, summed over
     rows; `reads`: batched forwards and visible cache slots (summed over rows)
     of the target, of each stage and of plain decoding; `costs`: bytes per
-    forward and
-    per slot; `relative_bandwidth`, which follows from the two; `plain_steps`:
-    batched target forwards for which the fallback drafted nothing.
+    forward and per slot; `relative_bandwidth`, which follows from the two;
+    `plain_steps`: batched target forwards for which the fallback drafted
+    nothing.
   """
   counters, stage_counters, plain_steps = jax.device_get(
     (result.counters, result.stage_counters, result.plain_steps)

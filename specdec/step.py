@@ -53,10 +53,9 @@ from specdec.watchers import Watcher
 class DecodeConfig:
   """What is static about a decode: changing it recompiles."""
 
-  #: Room in the buffers. The limit itself is dynamic and may be anything up to
-  #: this.
+  #: Room in the buffers; the limit itself is dynamic and at most this.
   max_new_tokens: int = 128
-  #: Of verification, see `specdec.verify`.
+  #: The rule of verification, see `specdec.verify`.
   rule: Rule = dataclasses.field(default_factory=MatchRule)
   #: Whether decoding may go on plainly where speculation does not pay, see
   #: `Request.break_even`.
@@ -73,7 +72,7 @@ class Request(flax.struct.PyTreeNode):
   row_keys: jax.Array  #: `[B]` keys, one per row; consumed.
   #: The parameters. A repetition penalty needs `SeenTokens` among the watchers.
   sampling: SamplingParams
-  watchers: tuple[Watcher, ...] = ()  #: Of the text, see `specdec.watchers`.
+  watchers: tuple[Watcher, ...] = ()  #: See `specdec.watchers`.
   #: `[]` float32, the time of a speculative step in plain ones: decoding goes
   #: on plainly while speculation emits fewer tokens per step; used if
   #: `DecodeConfig.fallback` is set, see `specdec.fallback`.
@@ -91,11 +90,11 @@ class DecodeState(flax.struct.PyTreeNode):
   origins: jax.Array  #: `[B, T]` int32, see `DecodeResult`.
   length: jax.Array  #: `[B]` int32, the number of valid tokens.
   reason: jax.Array  #: `[B]` int32, why the row is done, see `verify.accept`.
-  target: ModelState  #: Of the target.
-  stages: tuple[StageState, ...]  #: Of the drafter.
-  watchers: tuple[Any, ...]  #: Of the request's watchers.
-  counters: Counters  #: So far.
-  fallback: FallbackState  #: Whether speculation pays.
+  target: ModelState  #: The state of the target.
+  stages: tuple[StageState, ...]  #: The states of the drafter's stages.
+  watchers: tuple[Any, ...]  #: The states of the request's watchers.
+  counters: Counters  #: The counters so far.
+  fallback: FallbackState  #: The account of the fallback.
 
   @property
   def done(self) -> jax.Array:

@@ -26,11 +26,7 @@ def append(
 ) -> jax.Array:
   """Writes the first `count [B]` of `new [B, n]` behind `array [B, T]`.
 
-  Args:
-    array: one entry per token of the text.
-    length: `[B]` int32, entries in use.
-    new: entries to append.
-    count: how many of them.
+  `length`: `[B]` int32, the entries of the array that are in use.
   """
   offsets = jnp.arange(new.shape[1])[None]
   # What is out of range is dropped.
@@ -58,10 +54,8 @@ class Watcher(Protocol):
   ) -> Any:
     """The state before the first step.
 
-    Args:
-      prompt: `[B, P]` int32.
-      prompt_length: `[B]` int32.
-      num_slots: T, the longest text, in tokens.
+    From `prompt [B, P]` and `prompt_length [B]` int32; `num_slots` is T, the
+    longest text, in tokens.
     """
 
   def observe(self, state: Any, seen: Observation) -> tuple[jax.Array, Any]:
@@ -171,11 +165,7 @@ def make_watchers(
 ) -> tuple[Watcher, ...]:
   """The watchers that a request needs.
 
-  Args:
-    eos_ids: tokens that end a row.
-    stop: stop strings, if any.
-    penalty_vocab_size: V if there is a repetition penalty, else 0.
-    log_probs: whether log-probabilities are wanted.
+  `penalty_vocab_size` is V if there is a repetition penalty, else 0.
   """
   watchers: list[Watcher] = []
   if eos_ids:

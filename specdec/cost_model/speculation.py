@@ -48,9 +48,7 @@ class SpeculativeStep:
     ValueError: a value is out of range.
   """
 
-  num_nodes: float = (
-    1  #: N, nodes verified with the root; 1 for plain decoding.
-  )
+  num_nodes: float = 1  #: N, the root included; 1 for plain decoding.
   tokens: float = 1  #: tau, tokens emitted.
   draft_forwards: float = 0  #: Number of draft forwards, in sequence.
   draft_width: float = 1  #: Tokens per draft forward.

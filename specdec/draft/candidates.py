@@ -25,7 +25,7 @@ from specdec.tree.tree import TokenTree
 class Proposer(Protocol):
   """A pure function from a node to likely next tokens, and what it needs."""
 
-  name: str  #: For the origin of tokens.
+  name: str  #: The name of the source of its tokens.
   vocab_size: int | None  #: V, or None if it has none of its own.
   bytes_per_node: int  #: Bytes read from memory to look up one node.
 
@@ -54,7 +54,7 @@ class Proposer(Protocol):
 class CandidateScorer(flax.struct.PyTreeNode, Scorer):
   """One or more proposers as a scorer; see `Scorer`."""
 
-  proposers: tuple[Any, ...]  #: The most reliable first.
+  proposers: tuple[Any, ...]  #: The proposers, the most reliable first.
 
   @property
   def labels(self) -> tuple[str, ...]:

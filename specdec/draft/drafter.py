@@ -85,7 +85,7 @@ class Scores:
 
 
 class Scorer:
-  """Base of scorers: pure functions, and a pytree of what they need; batched."""
+  """Base of scorers: batched pure functions, and a pytree of what they need."""
 
   #: Names of the sources of its candidates, for the origin of tokens.
   labels: Any  # a tuple of strings
@@ -216,7 +216,7 @@ class Drafter(flax.struct.PyTreeNode):
   #: Outermost first: each drafts for the one before it, the first for the
   #: target. Without stages decoding is plain.
   stages: tuple[Stage, ...]
-  #: Of the tree; static.
+  #: The shape of the tree; static.
   shape: TreeShape | Topology = flax.struct.field(
     pytree_node=False, default=TreeShape()
   )

@@ -42,17 +42,9 @@ def grow(
   tree: TokenTree,
   ctx: StepContext,
 ) -> tuple[tuple[StageState, ...], TokenTree]:
-  """Grows the trees of a batch.
+  """Grows the trees of a batch, `[B, M]` per field; returns states and trees.
 
-  Args:
-    stages: those that draft, outermost first; without any the trees stay as
-      they are.
-    states: of the stages.
-    tree: `[B, M]` per field.
-    ctx: of the step.
-
-  Returns:
-    The states and the trees.
+  `stages` are outermost first; without any the trees stay as they are.
   """
   if not ctx.max_depth:
     return states, tree
@@ -204,8 +196,7 @@ class _FixedPlaces:
 class Frontier(flax.struct.PyTreeNode):
   """What another round of a stage would score, and what it should bring."""
 
-  #: `[B, W]` int32, the likeliest nodes to score; `NO_NODE` where there are
-  #: fewer.
+  #: `[B, W]` int32, the likeliest nodes to score, then `NO_NODE`.
   nodes: jax.Array
   can_grow: jax.Array  #: `[B]` bool, whether any node could get children.
   #: `[B]` float32, tokens that scoring the nodes is expected to add.

@@ -28,7 +28,7 @@ class LanguageModelScorer(flax.struct.PyTreeNode, Scorer):
   """A language model with its own cache; see `Scorer`."""
 
   model: LanguageModel  #: A language model with the target's vocabulary.
-  #: Of the stage; static.
+  #: The name of the stage; static.
   name: str = flax.struct.field(pytree_node=False, default='draft')
 
   needs_ancestors = True

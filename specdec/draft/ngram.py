@@ -13,15 +13,9 @@ from specdec.tree.tree import TokenTree
 def recent_tokens(
   tokens: jax.Array, length: jax.Array, number: int
 ) -> jax.Array:
-  """The last tokens of a text, the last one first.
+  """`[number]` int32, the last tokens of a text, the last token first.
 
-  Args:
-    tokens: `[T]` int32.
-    length: `[]` int32.
-    number: of tokens.
-
-  Returns:
-    `[number]` int32; -1 where the text has no more.
+  `tokens`: `[T]` int32; `length`: `[]` int32. -1 where the text has no more.
   """
   index = length - 1 - jnp.arange(number)
   return jnp.where(index >= 0, tokens[index], -1)

@@ -27,7 +27,7 @@ class StageState(flax.struct.PyTreeNode):
   #: `[B, M, V]` float32, the distributions that the children of each node were
   #: drawn from in this step; of size 0 if none are drawn.
   proposals: jax.Array
-  counters: StageCounters  #: So far.
+  counters: StageCounters  #: The counters so far.
 
 
 def _num_scored(drafter: Drafter) -> list[int]:

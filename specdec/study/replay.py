@@ -54,10 +54,8 @@ def oracle_target(
 
   Its counts are those of the real target, whose `spec` it takes, for the same
   row keys, sampling and limits. `texts` are the prompts and the tokens that the
-  target emitted; tokens behind their end are arbitrary.
-
-  Raises:
-    ValueError: a text is longer than the context of the target.
+  target emitted; tokens behind their end are arbitrary. ValueError if a text is
+  longer than the context of the target.
   """
   longest = max(map(len, texts))
   if longest > spec.max_positions:

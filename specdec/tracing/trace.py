@@ -30,13 +30,9 @@ _FORMAT = 'specdec trace 1'
 class Block:
   """One target forward of one row."""
 
-  start: (
-    int  #: Number of tokens before the block; the root is the last of them.
-  )
+  start: int  #: Number of tokens before the block, the root the last of them.
   tokens: tuple[int, ...]  #: The token of each node, the root first.
-  parents: tuple[
-    int, ...
-  ]  #: The preceding parent of each node; -1 at the root.
+  parents: tuple[int, ...]  #: Parents, which come first; -1 at the root.
   origins: tuple[int, ...]  #: The source of each node, indexes `Trace.labels`.
   #: The estimated probability that the target accepts each node, given that it
   #: accepts the parent; rounded to six digits.

@@ -41,15 +41,10 @@ def setting(default: Any, help_text: str, low: float = 1) -> Any:
 
 
 def check_settings(record: Any) -> None:
-  """Refuses values that are no numbers of the right kind or too small.
+  """Checks a dataclass of `setting` fields; ValueError names the wrong field.
 
-  Args:
-    record: a dataclass whose fields were made by `setting`. A field whose
-      default is an integer takes integers; one whose default is None takes
-      None, too.
-
-  Raises:
-    ValueError: a value is out of range; names the field.
+  A field whose default is an integer takes integers; a field whose default is
+  None takes None, too.
   """
   for field in dataclasses.fields(record):
     value, low = getattr(record, field.name), field.metadata['low']
@@ -187,11 +182,7 @@ class Topology:
 
 
 def chain(num_tokens: int) -> Topology:
-  """A topology of one path: the likeliest child of each node.
-
-  Raises:
-    ValueError: `num_tokens` is below 1.
-  """
+  """One path of `num_tokens` likeliest children; ValueError if below 1."""
   if num_tokens < 1:
     raise ValueError(f'a chain needs at least one token, got {num_tokens}')
   return Topology(tuple((0,) * depth for depth in range(1, num_tokens + 1)))
@@ -224,19 +215,14 @@ def k_ary(branching: int, depth: int) -> Topology:
 
 
 def from_paths(paths: Iterable[Sequence[int]]) -> Topology:
-  """A topology from a list of paths in any order.
-
-  Raises:
-    ValueError: a path is empty, has a negative rank or lacks its parent.
-  """
+  """A topology from paths in any order; raises the errors of `Topology`."""
   return Topology(tuple(tuple(path) for path in paths))
 
 
 def load_topology(name: str) -> Topology:
   """Reads a topology file: a JSON list of paths, `[[0], [0, 0], [1]]`.
 
-  Raises:
-    ValueError: the file cannot be read or is no such list.
+  Raises ValueError if the file cannot be read or is no such list.
   """
   file = pathlib.Path(name)
   try:

@@ -99,14 +99,8 @@ def ancestor_mask(
       node 3   x x . x .
       node 4   x x . . x
 
-  Args:
-    parent: `[M]` int32.
-    nodes: `[W]` int32.
-    others: `[T]` int32. `NO_NODE` in either has and is no ancestor.
-    max_depth: the largest depth of a node.
-
-  Returns:
-    `[W, T]` bool.
+  `[W, T]` bool, from `parent [M]`, `nodes [W]` and `others [T]` int32;
+  `NO_NODE` has no ancestor and is none.
   """
   walk = walk_up(parent, nodes, max_depth)
   same = walk[:, :, None] == others[None, None]
@@ -119,8 +113,8 @@ def histories(
   """The tokens that end at each node, the token of the node first.
 
   Args:
-    tree: the tree.
-    nodes: `[W]` int32 nodes.
+    tree: `[M]` per field.
+    nodes: `[W]` int32.
     recent: `[n]` int32, the last tokens of the text, the root's first; -1 where
       the text has no more.
 
@@ -233,14 +227,9 @@ def accumulate(tree: TokenTree, max_depth: int) -> TokenTree:
 def best_nodes(
   tree: TokenTree, allowed: jax.Array, number: int
 ) -> tuple[jax.Array, jax.Array]:
-  """The likeliest of the allowed nodes, in descending order.
+  """The likeliest of the nodes that are `allowed [M]`, in descending order.
 
   Among equals the smaller index comes first, hence a parent before its child.
-
-  Args:
-    tree: the tree.
-    allowed: `[M]` bool.
-    number: the number of nodes to return.
 
   Returns:
     `[number]` int32 nodes, `NO_NODE` where there are fewer, and `[number]`
@@ -260,13 +249,8 @@ def best_nodes(
 def select_best(tree: TokenTree, num_nodes: int) -> jax.Array:
   """The N likeliest nodes; a connected subtree, the root included.
 
-  Args:
-    tree: the tree.
-    num_nodes: N, at most M.
-
-  Returns:
-    `[N]` int32, ascending, so that parents come before their children;
-    `NO_NODE` at the end where there are fewer.
+  `[N]` int32, ascending, so that parents come before their children, then
+  `NO_NODE`; N is at most M.
   """
   capacity = tree.capacity
   nodes, _ = best_nodes(tree, jnp.arange(capacity) < tree.size, num_nodes)
@@ -282,11 +266,11 @@ def accepted_path(
   """The path from the root along which every node is the target's choice.
 
   Args:
-    tree: the tree.
+    tree: `[M]` per field.
     nodes: `[N]` int32, the verified nodes: a connected subtree with the root;
       `NO_NODE` for entries without a node.
     chosen: `[N]` int32, the target's choice after each of them.
-    max_depth: D, the largest depth of a node.
+    max_depth: D.
 
   Returns:
     `[D + 1]` int32, the index into `nodes` of the accepted node of each depth,

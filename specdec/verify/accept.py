@@ -83,13 +83,7 @@ def count_valid(logits: jax.Array, verdict: Verdict) -> jax.Array:
 
   Logits of -inf are those of tokens that are never chosen. NaN, inf, or -inf
   for all tokens come from a broken model, and no choice follows from them.
-
-  Args:
-    logits: `[B, N, V]` float32, as the target gave them.
-    verdict: of the step.
-
-  Returns:
-    `[B]` int32; D + 1 if all have.
+  `logits`: `[B, N, V]` float32 of the target. `[B]` int32; D + 1 if all have.
   """
   largest = verdict.along_path(jnp.max(logits, axis=-1))  # NaN if any is
   usable = jnp.isfinite(largest) | (verdict.place < 0)
@@ -137,10 +131,7 @@ def emitted_origins(
 ) -> jax.Array:
   """The origins of `Verdict.chosen`, `[B, D + 1]` int32; 0: the target's own.
 
-  Args:
-    tree: `[B, M]` per field.
-    nodes: `[B, N]` int32, the verified nodes.
-    verdict: of the step.
+  `tree` is `[B, M]` per field; `nodes` are the verified nodes, `[B, N]` int32.
   """
   # The token after a node was proposed as the next node of the path, if any.
   following = jnp.pad(

@@ -89,8 +89,7 @@ class BlockRule:
   Node d of the tree is at depth d.
   """
 
-  #: One of `sampling.CHILDREN`; in rows at temperature 0 the tokens are the
-  #: best.
+  #: One of `sampling.CHILDREN`; at temperature 0 the tokens are the best.
   children: str = BEST
 
   shares_noise = False
