@@ -168,10 +168,9 @@ def measure_step_costs(
     node_counts: the N to measure; 1 is added.
     num_steps: forwards per measurement.
     repeats: measurements of each N.
-    most_tokens: N whose forwards take longer than this number of plain forwards
-      are left out, except the smallest two.
-    is_late: once it returns true, further N and repeats are left out, except
-      the smallest two N and one repeat.
+    most_tokens: larger N than two are left out if slower than so many plain
+      forwards.
+    is_late: once it returns true, larger N than two and repeats are left out.
 
   Raises:
     ValueError: a text is empty, or the context does not fit into the slots.
@@ -183,20 +182,19 @@ def measure_step_costs(
     raise ValueError(f'context must be 2 to {num_slots} tokens, got {context}')
   sizes = sorted({1, *node_counts})
   length = num_slots + sizes[-1]
-  text = jnp.asarray(
-    np.stack([np.resize(np.array(row, np.int32), length) for row in texts])
-  )
+  resized = [np.resize(np.array(row, np.int32), length) for row in texts]
+  text = jnp.asarray(np.stack(resized))
   full = jnp.full(len(texts), context, jnp.int32)
-  sizes_of = {'num_slots': num_slots, 'window_size': sizes[-1]}
+  slots = {'num_slots': num_slots, 'window_size': sizes[-1]}
   read = lambda: jax.block_until_ready(
-    _read_prompts(target, text[:, :prompt_slots], full, **sizes_of)
+    _read_prompts(target, text[:, :prompt_slots], full, **slots)
   )
   cache = read().cache  # compiles
   begin = time.perf_counter()
   read()
   prompt = time.perf_counter() - begin
 
-  # Slots between the prompts and the context are zero; reading takes as long.
+  # Slots between prompts and context are zero, which take as long to read.
   def verify(num_nodes: int) -> float:
     nonlocal cache  # It is donated, its length included.
     cache = cache.replace(length=jnp.copy(full))
