@@ -153,7 +153,7 @@ def test_forward_cost_by_hand():
   )
   parts = dataclasses.astuple(cost)
   assert cost.flops == sum(parts[:2])
-  assert cost.bytes == sum(parts[2:6])
+  assert cost.num_bytes == sum(parts[2:6])
   assert cost.read_bytes == cost.weight_bytes + cost.cache_read_bytes
 
 
@@ -211,7 +211,7 @@ def test_every_kernel_has_its_own_roofline():
   cost = forward_cost(_SMALL, batch_size=2, context=1000)
   cache_bytes = cost.cache_read_bytes + cost.cache_write_bytes
   work = (
-    ((cost.bytes - cache_bytes) / 100, cost.matmul_flops / 1e3),
+    ((cost.num_bytes - cache_bytes) / 100, cost.matmul_flops / 1e3),
     (cache_bytes / 100, cost.attention_flops / 1e3),
   )
   assert cost.seconds(_MACHINE) == pytest.approx(sum(map(max, work)))
@@ -300,7 +300,9 @@ def test_predictions_add_up():
   assert found.speedup == pytest.approx(3 * seconds[0] / took)
   assert found.latency == pytest.approx(took / 3)
   assert found.throughput == pytest.approx(6 * 3 / took)
-  assert found.bytes == pytest.approx(verify.bytes + 2.5 * draft.bytes)
+  assert found.num_bytes == pytest.approx(
+    verify.num_bytes + 2.5 * draft.num_bytes
+  )
   assert found.flops == pytest.approx(verify.flops + 2.5 * draft.flops)
   read = verify.read_bytes + 2.5 * draft.read_bytes
   assert found.relative_bandwidth == pytest.approx(read / 3 / plain.read_bytes)
@@ -503,7 +505,7 @@ def test_this_machine_is_measured(monkeypatch):
   monkeypatch.setattr(machine_limits, 'MachineLimits', Limits)
   found = machine_limits.this_machine(['float32'], samples=4)
   assert Limits.samples == 4
-  assert found.bytes_per_second == 3
+  assert found.num_bytes_per_second == 3
   assert found.flops_per_second == {'float32': 7}
 
 

@@ -75,10 +75,10 @@ def options(
       gb = [getattr(cost, field) / 1e9 for cost in (first, second)]
       row = {'context': context, 'GB': name, 'option 1': gb[0]}
       rows.append(row | {'option 2': gb[1], 'ratio': gb[1] / gb[0]})
-    emitted = num_tokens * first.bytes / second.bytes
+    emitted = num_tokens * first.num_bytes / second.num_bytes
     break_even.append({'context': context, 'emitted tokens': emitted})
   # With F bytes of other traffic and s of one cache, (F + n s) / (F + s) = r.
-  other = forward_cost(shape, num_tokens=num_tokens).bytes
+  other = forward_cost(shape, num_tokens=num_tokens).num_bytes
   context_for = lambda r: (
     other * (r - 1) / ((num_tokens - r) * shape.kv_bytes_per_token)
   )

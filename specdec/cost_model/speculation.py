@@ -99,7 +99,7 @@ class Prediction:
   seconds: float  #: Per step.
   plain_seconds: float  #: Per step of plain decoding.
   flops: float  #: Per step, of all models.
-  bytes: float  #: Moved per step, by all models.
+  num_bytes: float  #: Moved per step, by all models.
   #: Bytes of weights and caches read per token, relative to plain decoding.
   relative_bandwidth: float
 
@@ -121,7 +121,7 @@ class Prediction:
   @property
   def arithmetic_intensity(self) -> float:
     """FLOP per byte moved."""
-    return self.flops / self.bytes
+    return self.flops / self.num_bytes
 
 
 def predict(
@@ -155,7 +155,7 @@ def predict(
     seconds=sum(count * seconds(forward) for count, forward in forwards),
     plain_seconds=seconds(plain),
     flops=sum(count * forward.flops for count, forward in forwards),
-    bytes=sum(count * forward.bytes for count, forward in forwards),
+    num_bytes=sum(count * forward.num_bytes for count, forward in forwards),
     relative_bandwidth=read_bytes / step.tokens / plain.read_bytes,
   )
 

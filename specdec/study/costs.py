@@ -155,9 +155,7 @@ def measure_step_costs(
   most_tokens: float = math.inf,
   is_late: Callable[[], bool] = lambda: False,
 ) -> StepCosts:
-  """Times target forwards; medians of interleaved repeats.
-
-  Nodes are different tokens: a mixture of experts reads what any of them needs.
+  """Times target forwards over different tokens; medians of repeats.
 
   Args:
     target: the target model.
