@@ -71,7 +71,7 @@ def options(
     first = forward_cost(shape, num_tokens=num_tokens, context=context)
     second = forward_cost(shape, batch_size=num_tokens, context=context)
     for name in ('weight', 'activation', 'cache_read', 'cache_write', 'all'):
-      field = 'bytes' if name == 'all' else f'{name}_bytes'
+      field = 'num_bytes' if name == 'all' else f'{name}_bytes'
       gb = [getattr(cost, field) / 1e9 for cost in (first, second)]
       row = {'context': context, 'GB': name, 'option 1': gb[0]}
       rows.append(row | {'option 2': gb[1], 'ratio': gb[1] / gb[0]})

@@ -135,7 +135,7 @@ class Hardware:
 
   def ridge(self, dtype: str) -> float:
     """FLOP per byte above which arithmetic is the limit instead of memory."""
-    return self.peak(dtype) / self.num_bytes_per_second
+    return self.peak(dtype) / self.bytes_per_second
 
   def times(self, devices: int) -> 'Hardware':
     """Several devices with ideal sharding; communication is ignored."""
@@ -144,7 +144,7 @@ class Hardware:
     return dataclasses.replace(
       self,
       name=f'{devices} x {self.name}' if devices > 1 else self.name,
-      bytes_per_second=devices * self.num_bytes_per_second,
+      bytes_per_second=devices * self.bytes_per_second,
       flops_per_second={
         dtype: devices * rate for dtype, rate in self.flops_per_second.items()
       },

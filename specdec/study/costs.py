@@ -165,7 +165,7 @@ def measure_step_costs(
     context: tokens in the cache during verification.
     node_counts: the N to measure; 1 is added.
     num_steps: forwards per measurement.
-    repeats: measurements of each N.
+    repeats: of each measurement.
     most_tokens: larger N than two are left out if slower than so many plain
       forwards.
     is_late: once it returns true, larger N than two and repeats are left out.
@@ -179,9 +179,8 @@ def measure_step_costs(
   if not 1 < context <= num_slots:
     raise ValueError(f'context must be 2 to {num_slots} tokens, got {context}')
   sizes = sorted({1, *node_counts})
-  length = num_slots + sizes[-1]
-  resized = [np.resize(np.array(row, np.int32), length) for row in texts]
-  text = jnp.asarray(np.stack(resized))
+  resize = lambda row: np.resize(np.int32(row), num_slots + sizes[-1])
+  text = jnp.asarray(np.stack(list(map(resize, texts))))
   full = jnp.full(len(texts), context, jnp.int32)
   slots = {'num_slots': num_slots, 'window_size': sizes[-1]}
   read = lambda: jax.block_until_ready(
