@@ -505,7 +505,7 @@ def test_this_machine_is_measured(monkeypatch):
   monkeypatch.setattr(machine_limits, 'MachineLimits', Limits)
   found = machine_limits.this_machine(['float32'], samples=4)
   assert Limits.samples == 4
-  assert found.num_bytes_per_second == 3
+  assert found.bytes_per_second == 3
   assert found.flops_per_second == {'float32': 7}
 
 
