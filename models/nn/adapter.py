@@ -40,7 +40,10 @@ def _resized(spec: ModelSpec, vocab_size: int) -> ModelSpec:
 
 
 def with_vocab_size(model: LanguageModel, vocab_size: int) -> LanguageModel:
-  """Pads the logits of a model with -inf, or cuts off their padding."""
+  """Pads the logits `[..., V]` of a model with -inf, or cuts off padding.
+
+  The vocabulary of the model must differ from the new one by padding only.
+  """
   if model.spec.vocab_size == vocab_size:
     return model
   return model.replace(spec=_resized(model.spec, vocab_size))
