@@ -47,17 +47,11 @@ _OPTIONS: Mapping[str, tuple[str, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class ArmSpec:
-  """A method of decoding with its settings.
+  """A method of decoding, with the options that differ from the common ones."""
 
-  Attributes:
-    method: one of `models.text.drafters.METHODS` or `PEER_METHODS`.
-    dtype: of weights and cache.
-    options: pairs of name and value that differ from the common settings.
-  """
-
-  method: str
-  dtype: str
-  options: tuple[tuple[str, str], ...] = ()
+  method: str  # One of `models.text.drafters.METHODS` or `PEER_METHODS`.
+  dtype: str  # Of weights and cache.
+  options: tuple[tuple[str, str], ...] = ()  # Pairs of name and value.
 
   @property
   def is_peer(self) -> bool:

@@ -119,15 +119,10 @@ def this_machine(
 
 @dataclasses.dataclass(frozen=True)
 class ModelSize:
-  """The sizes that determine the arithmetic of a forward.
+  """The sizes that determine the arithmetic of a forward."""
 
-  Attributes:
-    parameters: number of weights that each position is multiplied with.
-    cache_per_slot: elements of keys and values in one slot of the cache.
-  """
-
-  parameters: int
-  cache_per_slot: int
+  parameters: int  # Number of weights that each position is multiplied with.
+  cache_per_slot: int  # Elements of keys and values in one slot of the cache.
 
 
 def model_size(model: LanguageModel) -> ModelSize:

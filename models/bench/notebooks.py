@@ -12,9 +12,7 @@ _METADATA = {'kernelspec': _KERNEL, 'language_info': {'name': 'python'}}
 def execute(path: pathlib.Path, *, timeout: int) -> Any:
   """Runs a notebook in its folder and a new kernel; returns it `stripped`.
 
-  Args:
-    path: of the notebook.
-    timeout: of each cell, in seconds.
+  The timeout is that of each cell, in seconds.
 
   Raises:
     ValueError: nbclient is not installed, or the file is not a notebook.

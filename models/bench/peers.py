@@ -284,18 +284,14 @@ def model_size(model: Any) -> ModelSize:
 class Forwards:
   """A hook that counts the forwards of a model.
 
-  Attributes:
-    prompt_length: padded length of the prompts, of which all but the last token
-      are prefill and not counted.
-    forwards: of the batch.
-    positions: of all rows.
-    slots: visible slots of the cache, padding included.
+  All but the last token of the prompts are prefill, whose positions are not
+  counted.
   """
 
-  prompt_length: int
-  forwards: int = 0
-  positions: int = 0
-  slots: int = 0
+  prompt_length: int  # Padded.
+  forwards: int = 0  # Of the batch.
+  positions: int = 0  # Of all rows.
+  slots: int = 0  # Visible slots of the cache, padding included.
 
   def __call__(self, module, args, kwargs):
     del module

@@ -133,16 +133,9 @@ def expand_pretrained(
 ) -> GPT2Config:
   """Expands a model and copies its tokenizer, if any, into a new folder.
 
-  Args:
-    name: name of the model, see `hub.locate`.
-    output: the Hugging Face folder to write.
-    width_factor: see `expand`.
-    num_layers: see `expand`.
-    seed: see `expand`.
-    dtype: dtype of the stored tensors; the expansion is done in float32.
-
-  Returns:
-    The shape of the expanded model.
+  For the name see `hub.locate`, for the other arguments `expand`. The expansion
+  is done in float32; `dtype` is that of the stored tensors. Returns the shape
+  of the expanded model.
   """
   folder = hub.locate(name)
   tokenizer = None

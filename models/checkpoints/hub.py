@@ -265,11 +265,8 @@ def save_pretrained(
 ) -> None:
   """Writes a folder that both `load_module` and transformers read.
 
-  Args:
-    module: the module to save.
-    folder: created if it does not exist.
-    tokenizer: saved beside the weights.
-    dtype: dtype of all stored tensors; the default keeps theirs.
+  The folder is made if it does not exist, and the tokenizer saved beside the
+  weights. Without a dtype every tensor keeps its own.
 
   Raises:
     ValueError: the matrices are in eight bits, or no model of transformers has

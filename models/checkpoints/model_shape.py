@@ -7,12 +7,7 @@ from specdec.cost_model import ModelShape
 
 
 def model_shape(config: Config, *, name: str) -> ModelShape:
-  """The sizes of a model with 16-bit weights and caches.
-
-  Args:
-    config: of the model.
-    name: shown in tables.
-  """
+  """The sizes of a model with 16-bit weights and caches, named in tables."""
   heads, is_gpt2 = config.num_heads, isinstance(config, GPT2Config)
   experts, per_token = 1, 1
   if isinstance(config, MixtralConfig):

@@ -37,33 +37,24 @@ _ALL = float('inf')  # Bytes of a whole array, however large it is.
 class Loop:
   """The work of one round of a loop, without the loops within it.
 
-  Attributes:
-    name: `op_name` of the loop; empty outside of loops.
-    kernels: number of kernels that the device launches, such as fusions,
-      library calls, sorts and copies; without asynchronous copies.
-    forward_kernels: the kernels among them that belong to a model's forward.
-    layer_kernels: number of forward kernels by layer.
-    prefetches: number of asynchronous copies.
-    copies: number of copies larger than `LARGE_COPY` that end in main memory,
-      by shape.
-    host_transfers: names of the instructions that communicate with the host.
-    branches: number of conditionals and inner loops. A GPU waits for the host
-      at each of them, unless it is part of a command buffer.
-    bytes: bytes of main memory that are read or written.
-    cycles: cycles that the compiler expects; 0 except on TPUs.
-    loops: the loops within it whose trip count is not known.
+  Kernels are what the device launches, such as fusions, library calls, sorts
+  and copies, except asynchronous copies (`prefetches`). `copies` counts, by
+  shape, those that are larger than `LARGE_COPY` and end in main memory;
+  `host_transfers` names the instructions that communicate with the host. At
+  each of the `branches` a GPU waits for the host, unless it is part of a
+  command buffer. `loops` are those within it whose trip count is not known.
   """
 
-  name: str = ''
+  name: str = ''  # `op_name` of the loop; empty outside of loops.
   kernels: int = 0
-  forward_kernels: int = 0
+  forward_kernels: int = 0  # Those that belong to a model's forward.
   layer_kernels: Counter = dataclasses.field(default_factory=Counter)
   prefetches: int = 0
   copies: Counter = dataclasses.field(default_factory=Counter)
   host_transfers: list[str] = dataclasses.field(default_factory=list)
-  branches: int = 0
-  bytes: int = 0
-  cycles: int = 0
+  branches: int = 0  # Conditionals and inner loops.
+  bytes: int = 0  # Of main memory, read or written.
+  cycles: int = 0  # As the compiler expects; 0 except on TPUs.
   loops: list['Loop'] = dataclasses.field(default_factory=list)
 
   @property

@@ -28,17 +28,11 @@ _CALLED = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-  """The shape and the memory layout of one array.
+  """The shape and the memory layout of one array."""
 
-  Attributes:
-    element: type of the elements, such as `bf16`.
-    dims: sizes of the dimensions.
-    layout: the text in braces, such as `1,0:T(8,128)S(1)`; may be empty.
-  """
-
-  element: str
+  element: str  # Type of the elements, such as `bf16`.
   dims: tuple[int, ...]
-  layout: str = ''
+  layout: str = ''  # The text in braces, such as `1,0:T(8,128)S(1)`.
 
   @property
   def memory_space(self) -> int:
@@ -67,47 +61,27 @@ class Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Instruction:
-  """One instruction of a computation.
+  """One instruction of a computation."""
 
-  Attributes:
-    name: unique within the program.
-    opcode: such as `fusion`.
-    arrays: the result; a tuple, also a nested one, is flattened.
-    operands: names of the instructions whose results it takes.
-    is_root: whether its result is the result of the computation.
-    literal: the value of a constant, or the number of a parameter.
-    called: names of the computations that it calls, by attribute.
-    op_name: path of the traced operation, such as `jit(f)/while/body/add`.
-    target: the function that a custom call runs.
-    cycles: cycles that the compiler expects; 0 except on TPUs.
-    attributes: the text behind the operands.
-  """
-
-  name: str
-  opcode: str
-  arrays: tuple[Array, ...]
-  operands: tuple[str, ...]
-  is_root: bool
-  literal: str
-  called: dict[str, tuple[str, ...]]
-  op_name: str
-  target: str
-  cycles: int
-  attributes: str
+  name: str  # Unique within the program.
+  opcode: str  # Such as `fusion`.
+  arrays: tuple[Array, ...]  # The result; tuples are flattened.
+  operands: tuple[str, ...]  # Names of instructions whose results it takes.
+  is_root: bool  # Whether its result is the result of the computation.
+  literal: str  # The value of a constant, or the number of a parameter.
+  called: dict[str, tuple[str, ...]]  # Names of computations, by attribute.
+  op_name: str  # The traced operation, such as `jit(f)/while/body/add`.
+  target: str  # The function that a custom call runs.
+  cycles: int  # As the compiler expects; 0 except on TPUs.
+  attributes: str  # The text behind the operands.
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-  """A compiled program.
-
-  Attributes:
-    computations: the instructions of each computation in the order in which
-      they run; both by name.
-    entry: name of the computation that the program starts with.
-  """
+  """A compiled program: computations, and instructions in them, by name."""
 
   computations: dict[str, dict[str, Instruction]]
-  entry: str
+  entry: str  # Name of the computation that the program starts with.
 
   def root(self, computation: str) -> Instruction:
     """The instruction whose result is the result of a computation."""

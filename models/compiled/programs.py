@@ -69,17 +69,13 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 class Device:
   """A device to compile for, with the rates of its data sheet.
 
-  Attributes:
-    platform: JAX's name of the platform: `tpu`, `cuda` or `cpu`.
-    bandwidth: of the main memory, bytes per second.
-    flops: bfloat16 operations per second, without sparsity.
-    description: for a GPU XLA's `GpuTargetConfigProto` as text, for a TPU the
-      smallest topology that the compiler knows.
+  The description of a GPU is XLA's `GpuTargetConfigProto` as text, that of a
+  TPU the smallest topology that the compiler knows.
   """
 
-  platform: str
-  bandwidth: float
-  flops: float
+  platform: str  # For JAX: `tpu`, `cuda` or `cpu`.
+  bandwidth: float  # Of the main memory, bytes per second.
+  flops: float  # bfloat16 operations per second, without sparsity.
   description: str = ''
 
 
@@ -204,53 +200,35 @@ SHAPES = {
 class Workload:
   """The models and the sizes of a decode.
 
-  Attributes:
-    target: a key of `SHAPES`, or a name that `hub.locate` takes; only its
-      config.json is read.
-    draft: a name as for `target`; `demo` is the embedded draft. The vocabulary
-      size is that of the target.
-    dtype: of weights and cache, a float.
-    batch_size: B.
-    prompt_tokens: slots for the prompt.
-    max_new_tokens: slots for the new tokens.
-    drafting: settings of the drafter; the n-gram has the embedded one's shape.
+  A model is a key of `SHAPES` or a name that `hub.locate` takes, of which only
+  the config.json is read. The draft gets the vocabulary size of the target, and
+  the n-gram has the shape of the embedded n-gram.
   """
 
   target: str = 'demo'
   draft: str = 'demo'
-  dtype: str = 'bfloat16'
+  dtype: str = 'bfloat16'  # Of weights and cache, a float.
   batch_size: int = 1
-  prompt_tokens: int = 256
-  max_new_tokens: int = 192
+  prompt_tokens: int = 256  # Slots for the prompt.
+  max_new_tokens: int = 192  # Slots for the new tokens.
   drafting: DraftSettings = dataclasses.field(default_factory=DraftSettings)
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-  """The least work of a forward; all 0 if no model runs.
+  """The least work of a forward; all 0 if no model runs."""
 
-  Attributes:
-    bytes: the weights once, and the full cache once.
-    flops: two operations per weight and position.
-  """
-
-  bytes: int = 0
-  flops: int = 0
+  bytes: int = 0  # The weights once, and the full cache once.
+  flops: int = 0  # Two operations per weight and position.
 
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-  """A decode loop that was compiled for a device.
+  """A decode loop that was compiled for a device."""
 
-  Attributes:
-    text: the optimised program.
-    temporary_bytes: memory that the program needs besides its arguments.
-    work: the work of one forward of `target` and of each stage, by its name.
-  """
-
-  text: str
-  temporary_bytes: int
-  work: dict[str, Work]
+  text: str  # The optimised program.
+  temporary_bytes: int  # Memory that it needs besides its arguments.
+  work: dict[str, Work]  # Of a forward of `target` and of each stage, by name.
 
 
 def config_of(name: str, vocab_size: int | None = None) -> Config:

@@ -14,35 +14,23 @@ STEP = 'decode step'
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoopReport:
-  """One round of a loop, without the loops within it.
+  """One round of a loop, without the loops within it; see `counts.Loop`.
 
-  Attributes:
-    method: the method of decoding.
-    loop: `STEP`, or the name of the stage whose growth round it is.
-    kernels: number of kernels; for the counts see also `counts.Loop`.
-    kernels_per_layer: mean over the layers of the forward.
-    bookkeeping: number of kernels outside of forwards.
-    copies: number of large copies, by shape.
-    host_transfers: number of instructions that communicate with the host.
-    branches: number of conditionals and inner loops.
-    bytes: bytes of main memory that are read or written.
-    ideal_bytes: weights once and full cache once; 0 if no model runs.
-    floor_ms: milliseconds for `ideal_bytes` at peak bandwidth, or for the
-      products at the peak rate, whichever is longer.
-    bandwidth_ms: milliseconds for `bytes` at peak bandwidth.
-    cycles: cycles that the compiler expects; 0 except on TPUs.
+  `floor_ms` is the time for `ideal_bytes` at peak bandwidth, or for the
+  products at the peak rate, whichever is longer; `bandwidth_ms` is the time for
+  `bytes` at peak bandwidth. Both are in milliseconds.
   """
 
   method: str
-  loop: str
+  loop: str  # `STEP`, or the name of the stage whose growth round it is.
   kernels: int
   kernels_per_layer: float
-  bookkeeping: int
+  bookkeeping: int  # Kernels outside of forwards.
   copies: dict[str, int]
   host_transfers: int
   branches: int
   bytes: int
-  ideal_bytes: int
+  ideal_bytes: int  # Weights once and full cache once; 0 if no model runs.
   floor_ms: float
   bandwidth_ms: float
   cycles: int
@@ -50,17 +38,11 @@ class LoopReport:
 
 @dataclasses.dataclass(frozen=True)
 class ProgramReport:
-  """The counts of a compiled decode loop.
-
-  Attributes:
-    method: the method of decoding.
-    temporary_bytes: memory that the program needs besides its arguments.
-    loops: the decode step, then the growth rounds within it.
-  """
+  """The counts of a compiled decode loop."""
 
   method: str
-  temporary_bytes: int
-  loops: tuple[LoopReport, ...]
+  temporary_bytes: int  # Memory that the program needs besides its arguments.
+  loops: tuple[LoopReport, ...]  # The decode step, then its growth rounds.
 
 
 def _report(

@@ -40,12 +40,9 @@ def _resized(spec: ModelSpec, vocab_size: int) -> ModelSpec:
 
 
 def with_vocab_size(model: LanguageModel, vocab_size: int) -> LanguageModel:
-  """Pads or cuts the vocabulary of a model.
+  """Pads the logits `[..., V]` of a model with -inf, or cuts off padding.
 
-  Args:
-    model: a model whose vocabulary differs from the wanted one by padding only.
-    vocab_size: V; logits beyond those of the model are -inf, logits beyond V
-      are cut off.
+  The vocabulary of the model must differ from the new one by padding only.
   """
   if model.spec.vocab_size == vocab_size:
     return model
@@ -104,9 +101,7 @@ def _spec(
 def as_model(module: Module) -> LanguageModel:
   """Splits a module into the parameters and functions that `specdec` decodes.
 
-  Args:
-    module: a module with its weights, or with shapes only; the result shares
-      its arrays.
+  The module has weights, or shapes only; the result shares its arrays.
   """
   config = module.config
   graph, variables = nnx.split(module)

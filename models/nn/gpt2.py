@@ -26,33 +26,19 @@ from specdec import cache as kv
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GPT2Config:
-  """Shape of a GPT-2: everything that changes what it computes.
-
-  Attributes:
-    vocab_size: V.
-    num_positions: longest context.
-    width: width of the residual stream.
-    num_layers: number of transformer blocks.
-    num_heads: number of attention heads; must divide `width`.
-    inner_width: width of the feed-forward layer; None means 4 times `width`.
-    activation: a key of `models.nn.layers.ACTIVATIONS`.
-    norm_epsilon: added to the variance in every layer norm.
-    scale_attention: divide scores by the square root of the head width.
-    scale_attention_by_layer: divide scores by the layer's number, from 1.
-    tie_embeddings: use the token embedding as the head.
-  """
+  """Shape of a GPT-2: everything that changes what it computes."""
 
   vocab_size: int
-  num_positions: int
-  width: int
+  num_positions: int  # Longest context.
+  width: int  # Of the residual stream.
   num_layers: int
-  num_heads: int
-  inner_width: int | None = None
-  activation: str = 'gelu_new'
-  norm_epsilon: float = 1e-5
-  scale_attention: bool = True
-  scale_attention_by_layer: bool = False
-  tie_embeddings: bool = True
+  num_heads: int  # Must divide `width`.
+  inner_width: int | None = None  # Of feed-forward layers; None: 4 * `width`.
+  activation: str = 'gelu_new'  # A key of `models.nn.layers.ACTIVATIONS`.
+  norm_epsilon: float = 1e-5  # Added to the variance in every layer norm.
+  scale_attention: bool = True  # By 1 / sqrt(`head_width`).
+  scale_attention_by_layer: bool = False  # By 1 / number of the layer, from 1.
+  tie_embeddings: bool = True  # Use the token embedding as the head.
 
   def __post_init__(self):
     check_config(self)
@@ -63,7 +49,6 @@ class GPT2Config:
 
   @property
   def num_kv_heads(self) -> int:
-    """Number of heads in the cache."""
     return self.num_heads
 
   @property

@@ -32,42 +32,26 @@ from specdec import cache as kv
 class LlamaConfig:
   """Shape of a Llama: everything that changes what it computes.
 
-  Attributes:
-    vocab_size: V.
-    num_positions: longest context.
-    width: width of the residual stream.
-    num_layers: number of transformer blocks.
-    num_heads: number of query heads.
-    num_kv_heads: number of key and value heads, each shared by a group of query
-      heads (grouped-query attention, arXiv 2305.13245); divides `num_heads`.
-    head_width: Dh, even; need not be `width / num_heads`.
-    inner_width: width of the feed-forward layer, or of one expert.
-    activation: activation of the gate, a key of `models.nn.layers.ACTIVATIONS`.
-    norm_epsilon: added to the mean square in every norm.
-    rope: rotary position embedding.
-    qkv_bias: whether queries, keys and values have biases.
-    output_bias: whether the output projection of attention has a bias.
-    mlp_bias: whether the feed-forward layer has biases.
-    qk_norm: whether every head of queries and keys is normalised (Qwen 3).
-    tie_embeddings: use the token embedding as the head.
+  Each key and value head is shared by a group of query heads (grouped-query
+  attention, arXiv 2305.13245).
   """
 
   vocab_size: int
-  num_positions: int
-  width: int
+  num_positions: int  # Longest context.
+  width: int  # Of the residual stream.
   num_layers: int
-  num_heads: int
-  num_kv_heads: int
-  head_width: int
-  inner_width: int
-  activation: str = 'silu'
-  norm_epsilon: float = 1e-6
+  num_heads: int  # Of queries.
+  num_kv_heads: int  # Divides `num_heads`.
+  head_width: int  # Dh, even; need not be `width / num_heads`.
+  inner_width: int  # Of the feed-forward layer, or of one expert.
+  activation: str = 'silu'  # Of the gate, a key of `layers.ACTIVATIONS`.
+  norm_epsilon: float = 1e-6  # Added to the mean square in every norm.
   rope: Rope = dataclasses.field(default_factory=Rope)
   qkv_bias: bool = False
-  output_bias: bool = False
+  output_bias: bool = False  # Of the output projection of attention.
   mlp_bias: bool = False
-  qk_norm: bool = False
-  tie_embeddings: bool = False
+  qk_norm: bool = False  # Whether queries and keys are normalised (Qwen 3).
+  tie_embeddings: bool = False  # Use the token embedding as the head.
 
   def __post_init__(self):
     check_config(self)

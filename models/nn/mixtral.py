@@ -22,17 +22,11 @@ from models.nn.matmul import matmul
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MixtralConfig(LlamaConfig):
-  """Shape of a Mixtral: the shape of a Llama, and its experts.
+  """Shape of a Mixtral: the shape of a Llama, and its experts."""
 
-  Attributes:
-    num_experts: E, in every layer.
-    experts_per_token: k.
-    renormalize: whether the weights of the k experts sum to 1.
-  """
-
-  num_experts: int
-  experts_per_token: int
-  renormalize: bool = True
+  num_experts: int  # E, in every layer.
+  experts_per_token: int  # k.
+  renormalize: bool = True  # Whether the weights of the k experts sum to 1.
 
   def __post_init__(self):
     super().__post_init__()

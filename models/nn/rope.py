@@ -28,13 +28,9 @@ class _Scaling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearScaling(_Scaling):
-  """Position interpolation (Chen et al. 2023, arXiv 2306.15595).
+  """Position interpolation (Chen et al. 2023, arXiv 2306.15595)."""
 
-  Attributes:
-    factor: divisor of every frequency.
-  """
-
-  factor: float
+  factor: float  # Divisor of every frequency.
   rope_type = 'linear'
   attention_factor = 1.0
 
@@ -146,14 +142,9 @@ SCALINGS: dict[str, type[Scaling]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rope:
-  """Rotation of heads by their positions.
+  """Rotation of heads by their positions."""
 
-  Attributes:
-    theta: base of the frequencies, above 1.
-    scaling: scaling of the frequencies, or None.
-  """
-
-  theta: float = 10000.0
+  theta: float = 10000.0  # Base of the frequencies, above 1.
   scaling: Scaling | None = None
 
   def __post_init__(self):

@@ -26,14 +26,8 @@ _init_cache = functools.partial(
 def table_model(logits: jax.Array, *, max_positions: int) -> LanguageModel:
   """A Markov chain of order 1 as a model.
 
-  Tables of one size share their spec, and so their compiled programs.
-
-  Args:
-    logits: `[V, V]`; row i holds the logits of the token after token i.
-    max_positions: the longest context; the table itself has no limit.
-
-  Returns:
-    The model. Its `weight_bytes` are those of the whole table.
+  Row i of the logits `[V, V]` is for the token after token i. Tables of one
+  size share their spec, and so their compiled programs.
 
   Raises:
     ValueError: `logits` is not square.

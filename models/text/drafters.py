@@ -77,19 +77,10 @@ def _record(default: Any, prefix: str) -> Any:
 class DraftSettings:
   """How to draft, for every method; the defaults are those of the flags.
 
-  Attributes:
-    num_draft_tokens: length of a chain.
-    tree: limits of a tree that grows best first.
-    stage: settings of the draft model, the outermost stage.
-    topology: fixed shape in place of `tree` and of the width, branching and
-      rounds of `stage`; None for a tree that grows.
-    inner: one of `INNERS`, what drafts for the draft model, or in its place;
-      None for `ngram+lookup`, without the n-gram if it does not fit the pair.
-    inner_stage: settings of the inner drafter.
-    inner_rounds_alone: rounds of the inner drafter without a draft model.
-    ngram: `demo` or a file made by scripts/build_ngram.py.
-    lookup: settings of prompt lookup.
-    plan: the `models.Plan` of the method `plan`; other methods ignore it.
+  Most fields have a help text. Of the others, `tree` limits a tree that grows
+  best first, `stage` and `inner_stage` are for the draft model and the inner
+  drafter, and `plan` is the `models.Plan` of the method `plan`. A `topology`
+  replaces `tree` and the width, branching and rounds of `stage`.
 
   Raises:
     ValueError: a value is out of range; names it.
@@ -136,16 +127,10 @@ class DraftSettings:
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-  """A setting that has a flag.
+  """A setting that has a flag."""
 
-  Attributes:
-    record: the field of `DraftSettings` whose record has the setting; empty if
-      the setting is itself a field of `DraftSettings`.
-    field: the setting, with its type and help text.
-  """
-
-  record: str
-  field: dataclasses.Field
+  record: str  # The field of `DraftSettings` that holds it; '' if it is one.
+  field: dataclasses.Field  # Its name, type and help text.
 
   @property
   def kind(self) -> Any:
@@ -183,11 +168,7 @@ OPTIONS: Mapping[str, Option] = _options()
 def with_options(
   settings: DraftSettings, options: Mapping[str, Any]
 ) -> DraftSettings:
-  """Settings with some of them changed.
-
-  Args:
-    settings: the settings to begin with.
-    options: new values by their names in `OPTIONS`; texts are parsed.
+  """Settings with new values by their names in `OPTIONS`; texts are parsed.
 
   Raises:
     ValueError: a value cannot be used; names the option.
@@ -219,12 +200,7 @@ def planned_break_even(method: str, settings: DraftSettings) -> float | None:
 
 
 def _load_ngram(settings: DraftSettings, pair: Pair) -> NGram:
-  """The n-gram table, if it was built with the tokenizer of the pair.
-
-  Raises:
-    ValueError: it was built with another tokenizer, so that its ids mean other
-      text.
-  """
+  """The n-gram table; ValueError if it was built with another tokenizer."""
   path = DEMO_TABLE if settings.ngram == 'demo' else settings.ngram
   table, provenance = load_table(path)
   ours = pair.target.spec.vocab_size
@@ -291,12 +267,7 @@ def _alone(inner: str, settings: DraftSettings, pair: Pair) -> Drafter:
 
 
 def make_drafter(method: str, pair: Pair, settings: DraftSettings) -> Drafter:
-  """The drafter of a method.
-
-  Args:
-    method: one of `METHODS`.
-    pair: the target, and the draft model if there is one.
-    settings: see `DraftSettings`.
+  """The drafter of a method, one of `METHODS`.
 
   Raises:
     ValueError: the method is not known or does not fit the settings.

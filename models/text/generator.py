@@ -150,7 +150,6 @@ class TextDecoding:
     ids: Sequence[Sequence[int]],
     stops: tuple[tuple[str, ...], ...],
   ):
-    """Wraps a decode of `ids`, which are the ids of `prompts`."""
     self._pair, self._decoding, self._stops = pair, decoding, stops
     self._ids = [list(map(int, row)) for row in ids]
     self._prompts = [
@@ -217,16 +216,12 @@ class TextDecoding:
     rows = zip(generation.tokens, self._stops, strict=True)
     texts = [_text(self._pair, tokens, stops) for tokens, stops in rows]
     pieces = map(self._pair.pieces, generation.tokens)
-    fields = {
-      field.name: getattr(generation, field.name)
-      for field in dataclasses.fields(generation)
-    }
     return TextGeneration(
       prompts=self._prompts,
       text=texts,
       prompt_tokens=self._ids,
       pieces=list(map(_cut, pieces, map(len, texts))),
-      **fields,
+      **vars(generation),
     )
 
 
@@ -258,11 +253,8 @@ def _passed(arguments: dict[str, Any]) -> dict[str, Any]:
 class Generator:
   """A target, a drafter and a tokenizer: text in, text out.
 
-  Attributes:
-    pair: the models and the tokenizer.
-    drafter: drafts for the target; `specdec.PLAIN` is plain decoding. It
-      changes the speed, never the text.
-    break_even: the default of that argument: from the plan, or None.
+  The drafter changes the speed, never the text; that of plain decoding is
+  `specdec.PLAIN`. `break_even` is the default of that argument of `generate`.
   """
 
   pair: Pair

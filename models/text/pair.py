@@ -20,26 +20,17 @@ from specdec.model import LanguageModel
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-  """A model folder that was located, with its tokenizer.
+  """A model folder that was located, with its tokenizer if it has one."""
 
-  Attributes:
-    folder: the folder, which has a `config.json`.
-    tokenizer: None if the folder has none.
-  """
-
-  folder: pathlib.Path
+  folder: pathlib.Path  # Has a `config.json`.
   tokenizer: transformers.PreTrainedTokenizerBase | None
 
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-  """The models and the tokenizer that continue a text.
+  """A target, a draft model that drafts for it, and the tokenizer of both.
 
-  Attributes:
-    target: the model whose output is kept.
-    draft: the model that drafts for the target, or None.
-    tokenizer: of both models.
-    eos_ids: tokens that end a text.
+  `eos_ids` are the tokens that end a text.
   """
 
   target: LanguageModel

@@ -43,22 +43,15 @@ _ENTRIES = {_entry(name): name for name in OPTIONS}
 class Context:
   """The models, machine and options that a plan was made for.
 
-  Attributes:
-    models: digests of target, draft and vocabulary; None for no draft. A plan
-      for other models is refused.
-    machine: the record of `models.bench.record.describe_machine`.
-    dtype: dtype of the target.
-    draft_dtype: dtype of the draft.
-    batch_size: B.
-    sampling: name and value of every sampling option that is set.
+  A plan for other models is refused, other differences give `warnings`.
   """
 
-  models: dict[str, str | None]
-  machine: dict[str, Any]
-  dtype: str
+  models: dict[str, str | None]  # Digests of target, draft and vocabulary.
+  machine: dict[str, Any]  # See `models.bench.record.describe_machine`.
+  dtype: str  # Of the target.
   draft_dtype: str
   batch_size: int
-  sampling: dict[str, Any]
+  sampling: dict[str, Any]  # The sampling options that are set.
 
   def warnings(self, other: 'Context') -> list[str]:
     """The differences that make a plan for `other` less reliable here."""
@@ -84,10 +77,9 @@ class Plan:
   Attributes:
     method: one of `models.text.drafters.METHODS`.
     drafting: the settings of the method.
-    min_block_efficiency: the time of a step in steps of plain decoding; with
-      fewer tokens per step it is slower than plain decoding. 1 for plain
-      decoding.
-    context: the models, machine and options that the plan was made for.
+    min_block_efficiency: the time of a step, in steps of plain decoding. With
+      fewer tokens per step the method is slower than plain decoding.
+    context: what the plan was made for.
     candidates: the figures of all candidates, fastest first.
   """
 

@@ -14,18 +14,14 @@ from specdec.tracing.svg import mark_of
 class TextGeneration:
   """Prompts, their continuations and the statistics of a decode.
 
+  The fields that are not listed are those of `specdec.Generation`.
+
   Attributes:
     prompts: B texts.
     text: B continuations; each ends before the first stop string.
     prompt_tokens: the ids of each prompt.
-    tokens: the new ids of each row.
     pieces: the texts of the new tokens of each row, joined the text; a
       character that spans several tokens is in the piece of the last of them.
-    origins: the source of each new token, an index of `labels`.
-    labels: names of the sources, see `specdec.Generation`.
-    log_probs: log-probability of each new token, see `specdec.Generation`.
-    finish_reasons: why each row ended, see `specdec.Generation`.
-    errors: the error of each row, or None.
     stats: see `specdec.statistics.summarize`, and `Generator.timed`.
   """
 

@@ -124,13 +124,8 @@ def token_bytes(
   `Pair.decode` with a tokenizer such as SentencePiece removes the space that
   begins a text. Here it is kept, because new text follows a prompt.
 
-  Args:
-    tokenizer: of the Hugging Face `tokenizers` library.
-    vocab_size: V, of the model.
-
-  Returns:
-    The bytes of each of V tokens; empty for special tokens and for tokens that
-    the tokenizer lacks. Cached as long as the tokenizer exists.
+  Special tokens, and ids below `vocab_size` that the tokenizer lacks, have no
+  bytes. The result is cached as long as the tokenizer exists.
 
   Raises:
     ValueError: the tokens of this tokenizer have no bytes of their own.
@@ -160,19 +155,14 @@ class TextStream:
 
   The results of `feed` and `flush` are together the text up to the first stop
   string, however the tokens are grouped. They end with whole characters: bytes
-  are held back until they complete a character, or become U+FFFD.
+  are held back until they complete a character, or become U+FFFD. Ids beyond
+  `token_bytes` have no bytes.
+
+  Raises:
+    ValueError: a stop string is empty or is not Unicode.
   """
 
   def __init__(self, token_bytes: Sequence[bytes], stops: Sequence[str] = ()):
-    """Starts an empty text.
-
-    Args:
-      token_bytes: the bytes of each token; larger ids have no bytes.
-      stops: stop strings.
-
-    Raises:
-      ValueError: a stop string is empty or is not Unicode.
-    """
     self._token_bytes = token_bytes
     self._matcher = StopMatcher([stop.encode() for stop in stops])
     self._decoder = codecs.getincrementaldecoder('utf-8')('replace')

@@ -41,22 +41,14 @@ def _check_at_least(low: int, **flags: int | None) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Samples:
-  """What to sample from the draft.
+  """What to sample from the draft: whole shards of 256 texts.
 
-  Attributes:
-    num_tokens: number of tokens, rounded up to whole shards of 256 texts; 0
-      samples nothing.
-    length: tokens per text.
-    batch_size: texts sampled at once, a divisor of 256. A CPU prefers small
-      batches: the compile time grows with the batch.
-    temperature: temperature, above 0.
-    top_k: number of most probable tokens to sample from; None keeps all.
-    seed: seed of the sampling.
+  The compile time grows with the batch size, so a CPU prefers small batches.
   """
 
-  num_tokens: int
-  length: int = 256
-  batch_size: int = 16
+  num_tokens: int  # Rounded up to whole shards; 0 samples nothing.
+  length: int = 256  # Tokens per text.
+  batch_size: int = 16  # Texts sampled at once, a divisor of 256.
   temperature: float = 1.5
   top_k: int | None = None
   seed: int = 0
@@ -81,28 +73,20 @@ class Samples:
 
   @property
   def shard_tokens(self) -> int:
-    """Number of sampled tokens per shard."""
     return self.length * _TEXTS_PER_SHARD
 
   @property
   def num_shards(self) -> int:
-    """Number of shards."""
     return -(-self.num_tokens // self.shard_tokens)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TableConfig:
-  """Size of the table.
+  """Size of the table."""
 
-  Attributes:
-    order: n, from 1 to 5.
-    num_continuations: K, next tokens kept per context.
-    min_count: contexts with fewer occurrences are dropped.
-  """
-
-  order: int = 3
-  num_continuations: int = 8
-  min_count: int = 2
+  order: int = 3  # n, from 1 to 5.
+  num_continuations: int = 8  # K, next tokens kept per context.
+  min_count: int = 2  # Contexts with fewer occurrences are dropped.
 
   def __post_init__(self):
     if not 1 <= self.order <= _MAX_ORDER:
@@ -219,15 +203,9 @@ def build(
   """Samples (or resumes), tokenizes, counts, estimates and writes `output`.
 
   The file depends on the arguments and the weights alone, even if the run was
-  killed and resumed.
-
-  Args:
-    draft: `demo`, a folder or a hub id, with its tokenizer.
-    corpus: corpus whose training split is counted too, or None.
-    samples: what to sample from the draft.
-    table: size of the table.
-    workdir: keeps the tokens.
-    output: the file to write, see `specdec.ngram.table`.
+  killed and resumed. `draft` is `demo`, a folder or a hub id, with a tokenizer.
+  The training split of a corpus is counted too. `workdir` keeps the tokens. For
+  the file see `specdec.ngram.table`.
 
   Raises:
     ValueError: there is nothing to count, or an argument is not usable; the

@@ -18,12 +18,9 @@ _SKIPPED_FOLDERS = frozenset({'site-packages', '__pycache__', '.git'})
 class Corpus:
   """A set of text files, split into training and held-out files.
 
-  Attributes:
-    folder: folder that is searched recursively; empty means the standard
-      library of the running interpreter.
-    pattern: pattern of file names, e.g. `*.py`.
-    held_out_percent: percentage of files held out, chosen by a hash of their
-      relative path, so that other files do not change the split.
+  The folder is searched recursively; empty means the standard library of the
+  running interpreter. Held-out files are chosen by a hash of their relative
+  path, so that other files do not change the split.
   """
 
   folder: str = ''

@@ -18,14 +18,9 @@ from models.training import corpus
 
 @dataclasses.dataclass(frozen=True)
 class Teacher:
-  """A trained model whose distribution a draft learns.
+  """A trained model whose distribution a draft learns."""
 
-  Attributes:
-    name: folder or hub id, for the record of the run.
-    model: a module of any family.
-  """
-
-  name: str
+  name: str  # Folder or hub id, for the record of the run.
   model: Module
 
 
@@ -56,13 +51,9 @@ def make_loss(
   Without a teacher it is the cross-entropy with the next token, with a teacher
   the cross-entropy with its next-token distribution, which has the gradient of
   the forward Kullback-Leibler divergence (DistillSpec, Zhou et al. 2023,
-  arXiv 2310.08461, section 4).
-
-  Args:
-    graph: graph of the module that `params` belong to.
-    dtype: dtype of the matrices during the forward and backward pass.
-    teacher: see above.
-    balance_weight: weight of `models.nn.experts.balance_loss`, which is added.
+  arXiv 2310.08461, section 4). `models.nn.experts.balance_loss` is added with
+  its weight. `graph` is that of the module that `params` belong to, and `dtype`
+  that of the matrices during the forward and backward pass.
 
   Returns:
     A function of float32 params and `[B, L + 1]` int32 windows.
@@ -96,11 +87,8 @@ def held_out_loss(
 ) -> float:
   """Mean loss over consecutive windows, in nats per token, in float32.
 
-  Args:
-    module: the model.
-    tokens: `[tokens]` int32, see `Corpus.tokens`.
-    length: length of a window in tokens; at most the context of the model.
-    batch_tokens: number of tokens that are evaluated at once.
+  `tokens` are `[tokens]` int32, see `Corpus.tokens`. Windows have `length`
+  tokens; `batch_tokens` are evaluated at once.
 
   Raises:
     ValueError: a window is longer than the context or than the tokens.

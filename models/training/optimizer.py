@@ -20,12 +20,7 @@ def make_optimizer(
   """Muon (Jordan et al. 2024) with linear warm-up and linear decay to zero.
 
   Updates are scaled to a common root mean square (Liu et al. 2025,
-  arXiv 2502.16982, eq. 4), so one learning rate serves both parts.
-
-  Args:
-    learning_rate: peak learning rate.
-    warmup_steps: number of steps of linear warm-up from zero.
-    num_steps: number of steps of the run; the rate is zero after the last.
+  arXiv 2502.16982, eq. 4), so one learning rate, the peak, serves both parts.
   """
   rate = optax.join_schedules(
     [

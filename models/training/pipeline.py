@@ -28,26 +28,16 @@ FAMILIES = ('gpt2', 'llama', 'mixtral')
 class Shape:
   """The part of a model's shape that does not depend on the tokenizer.
 
-  Attributes:
-    family: one of `FAMILIES`.
-    width: width of the residual stream.
-    num_layers: number of transformer blocks.
-    num_heads: number of query heads.
-    num_positions: longest context.
-    num_kv_heads: number of key and value heads; None means `num_heads`.
-    inner_width: width of the feed-forward layer, or of an expert; None means
-      the default of the family.
-    num_experts: number of experts of a mixtral.
-    experts_per_token: number of experts of a mixtral that compute a token.
+  See `GPT2Config`, `LlamaConfig` and `MixtralConfig`.
   """
 
   width: int
   num_layers: int
   num_heads: int
   num_positions: int
-  family: str = 'gpt2'
-  num_kv_heads: int | None = None
-  inner_width: int | None = None
+  family: str = 'gpt2'  # One of `FAMILIES`.
+  num_kv_heads: int | None = None  # None means `num_heads`.
+  inner_width: int | None = None  # None means the default of the family.
   num_experts: int = 8
   experts_per_token: int = 2
 
@@ -140,16 +130,10 @@ def run(
 ) -> None:
   """Tokenizes, trains (or resumes) and writes `output`.
 
-  Args:
-    corpus: text to learn from.
-    config: settings of the run; windows longer than the context are cut.
-    shape: shape of the model.
-    vocab_size: size of the tokenizer, if one is trained.
-    tokenizer_folder: a tokenizer to use instead of training one.
-    teacher_folder: a model to distil from; its tokenizer is used.
-    workdir: holds everything that a resumed run needs.
-    output: the Hugging Face folder to write at the end, with the loss curve.
-    output_dtype: dtype of the stored weights.
+  Windows longer than the context are cut. A tokenizer of `vocab_size` is
+  trained unless a folder of one is given, or of a teacher to distil from, whose
+  tokenizer is used. `workdir` holds everything that a resumed run needs, and
+  `output` is a Hugging Face folder, with the loss curve.
   """
   tokenizer_folder = teacher_folder or tokenizer_folder
   context = shape.num_positions

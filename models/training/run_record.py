@@ -13,9 +13,7 @@ from typing import Any
 def save_whole(path: pathlib.Path, save: Callable[[pathlib.Path], Any]) -> None:
   """Writes a file or folder completely or not at all.
 
-  Args:
-    path: path of the result.
-    save: called with a path beside it, with the same suffix, to write to.
+  `save` is called with a path beside it, with the same suffix, to write to.
   """
   path.parent.mkdir(parents=True, exist_ok=True)
   partial = path.with_name(f'partial_{path.name}')
@@ -31,10 +29,6 @@ def save_json(path: pathlib.Path, record: Any) -> None:
 
 def write_once(path: pathlib.Path, record: dict[str, Any]) -> None:
   """Saves the settings and data of a run; refuses to resume a different run.
-
-  Args:
-    path: path of the JSON file, in the workdir.
-    record: the settings and data, in types of JSON.
 
   Raises:
     ValueError: the file holds another record; the message lists the changes.

@@ -16,13 +16,10 @@ def train_tokenizer(
 ) -> transformers.PreTrainedTokenizerFast:
   """Trains byte-level BPE like that of GPT-2: every text round-trips.
 
-  Args:
-    texts: texts in which pairs are counted.
-    vocab_size: V, at least 257 (all bytes and `<|endoftext|>`).
-    context: `model_max_length`, in tokens.
+  `context` is its `model_max_length`, in tokens.
 
   Raises:
-    ValueError: `vocab_size` is too small.
+    ValueError: `vocab_size` is below 257 (all bytes and `<|endoftext|>`).
   """
   alphabet = pre_tokenizers.ByteLevel.alphabet()
   if vocab_size <= len(alphabet):

@@ -30,37 +30,28 @@ from models.training.run_record import write_once
 class TrainConfig:
   """Settings of a training run.
 
-  Attributes:
-    num_steps: number of optimizer steps of the run.
-    batch_tokens: tokens per step.
-    phases: `(fraction of the steps, window length)` in order. Short windows
-      come first, because attention is most of the cost of long windows, and the
-      last phase is enough to learn far positions.
-    learning_rate: peak, reached after `warmup_steps`; then it falls to zero.
-    warmup_steps: number of steps of linear warm-up.
-    seed: seed of the weights and of the batches.
-    dtype: dtype of the matrix products; weights and optimizer are float32.
-    eval_every: steps between held-out losses (over windows of the current
-      length), each with a checkpoint.
-    eval_tokens: number of held-out tokens per held-out loss, at most.
-    balance_weight: weight of the load-balancing loss of a mixture of experts;
-      the default is that of arXiv 2101.03961, section 2.2.
+  Every phase is `(fraction of the steps, window length)`. Short windows come
+  first, because attention is most of the cost of long windows, and the last
+  phase is enough to learn far positions. The learning rate rises linearly to
+  its peak, then falls to zero. With every held-out loss, over windows of the
+  current length, a checkpoint is saved. `balance_weight` is that of the
+  load-balancing loss of a mixture of experts (arXiv 2101.03961, section 2.2).
   """
 
   num_steps: int = 2400
-  batch_tokens: int = 4096
+  batch_tokens: int = 4096  # Tokens per step.
   phases: tuple[tuple[float, int], ...] = (
     (0.65, 128),
     (0.20, 256),
     (0.10, 512),
     (0.05, 1024),
   )
-  learning_rate: float = 5e-3
+  learning_rate: float = 5e-3  # Peak, reached after `warmup_steps`.
   warmup_steps: int = 50
-  seed: int = 0
-  dtype: str = 'bfloat16'
-  eval_every: int = 100
-  eval_tokens: int = 32768
+  seed: int = 0  # Of the weights and of the batches.
+  dtype: str = 'bfloat16'  # Of matrix products; weights and optimizer: float32.
+  eval_every: int = 100  # Steps between held-out losses.
+  eval_tokens: int = 32768  # Per held-out loss, at most.
   balance_weight: float = 0.01
 
   def __post_init__(self):
@@ -175,16 +166,10 @@ def train(
 ) -> tuple[Module, list[Progress]]:
   """Trains to `config.num_steps`, from the last checkpoint if there is one.
 
-  Args:
-    model_config: shape of the model.
-    config: settings of the run.
-    train_tokens: `[tokens]` int32, see `Corpus.tokens`.
-    held_out_tokens: `[tokens]` int32 of other files.
-    workdir: holds `run.json`, `checkpoints/` and `loss_curve.json`.
-    teacher: if given, the model learns the teacher's distribution instead of
-      the next token (see `models.training.loss`), and starts with the teacher's
-      token embedding if that has the same shape.
-    report: called with every `Progress`.
+  Tokens are `[tokens]` int32, see `Corpus.tokens`. `workdir` holds `run.json`,
+  `checkpoints/` and `loss_curve.json`. With a teacher the model learns its
+  distribution instead of the next token (see `models.training.loss`), and
+  starts with its token embedding if that has the same shape.
 
   Returns:
     The trained model in float32, and the loss curve.

@@ -72,10 +72,6 @@ class Setup:
     Raises:
       ValueError: a model cannot be found.
     """
-    fields = dataclasses.fields(self.sampling)
-    sampling = {
-      field.name: getattr(self.sampling, field.name) for field in fields
-    }
     return Context(
       models=model_digests(
         *find_checkpoints(self.target, self.draft, revision=self.revision)
@@ -86,7 +82,7 @@ class Setup:
       batch_size=self.batch_size,
       sampling={
         name: _as_json(value)
-        for name, value in sampling.items()
+        for name, value in vars(self.sampling).items()
         if value is not None
       },
     )
@@ -102,13 +98,10 @@ def find_plan(
 ) -> Plan:
   """Reads a plan; makes and saves that of this machine if there is none.
 
-  Args:
-    name: a file, or `auto`.
-    prompts: returns sample prompts; called only to make a plan.
-    setup: what the plan is for.
-    report: called with each line of progress, and with warnings where the plan
-      was made for another context.
-    **options: other arguments of `make_plan`.
+  The name is that of a file, or `auto`. `prompts` returns sample prompts and is
+  called only to make a plan. `report` is called with each line of progress, and
+  with warnings where the plan was made for another context. The options are
+  other arguments of `make_plan`.
 
   Raises:
     ValueError: the plan cannot be read or is for other models.
