@@ -7,9 +7,9 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 import tiny_drafters
 from tiny_drafters import Settings
-import tiny_models
 
 from specdec import decode
 from specdec import DecodeConfig
@@ -41,7 +41,7 @@ def _take(monkeypatch, platform):
 
 def _decode(method, rows):
   """With a jit of its own, which has no program traced before."""
-  target, draft = (tiny_models.gpt2(seed=i, num_heads=1) for i in range(2))
+  target, draft = (tiny.gpt2(seed=i, num_heads=1) for i in range(2))
   vocab_size = target.spec.vocab_size
   text = np.random.default_rng(0).integers(vocab_size, size=80).tolist()
   table = tiny_drafters.ngram_table(
@@ -51,14 +51,14 @@ def _decode(method, rows):
     tiny_drafters.model(draft, _TREE),
     tiny_drafters.candidates(NGram(table), PromptLookup(), config=_TREE),
   )
-  prompt, lengths = tiny_models.pad(tiny_models.prompts(rows))
+  prompt, lengths = tiny.pad(tiny.prompts(rows))
   request = Request(
     prompt=jnp.asarray(prompt),
     prompt_length=jnp.asarray(lengths),
     limit=jnp.full(rows, 24, jnp.int32),
-    row_keys=tiny_models.row_keys(rows),
+    row_keys=tiny.row_keys(rows),
     sampling=check_sampling(
-      tiny_models.sampling(*(0.0, 1.0)[:rows]), rows, vocab_size
+      tiny.sampling(*(0.0, 1.0)[:rows]), rows, vocab_size
     ),
   )
   run = jax.jit(functools.partial(decode.__wrapped__), static_argnames='config')

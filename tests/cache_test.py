@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 import tiny_drafters
 from tiny_drafters import Settings
-import tiny_models
 
 from specdec import cache as kv
 from specdec import PromptLookup
@@ -207,7 +207,7 @@ def test_write_puts_every_row_at_its_own_length(layer):
 @functools.cache
 def _forward(num_tokens):
   """A forward of `num_tokens` tokens behind what each row keeps."""
-  model = tiny_models.gpt2()
+  model = tiny.gpt2()
 
   @jax.jit
   def forward(tokens, cache):
@@ -222,11 +222,11 @@ def _forward(num_tokens):
 def test_random_accepts_and_rollbacks_equal_a_fresh_prefill():
   rng = np.random.default_rng(0)
   batch_size = 3
-  model = tiny_models.gpt2()
+  model = tiny.gpt2()
   cache = model.spec.init_cache(batch_size, NUM_SLOTS)
   kept = [[] for _ in range(batch_size)]
   block = lambda length: rng.integers(
-    tiny_models.VOCAB_SIZE, size=(batch_size, length)
+    tiny.VOCAB_SIZE, size=(batch_size, length)
   ).astype(np.int32)
   longest = 24
   for _ in range(25):
@@ -283,19 +283,19 @@ _LENGTHS = (3, 1, 12)  # of the texts at the start
 _TEXT_SLOTS = 40  # filled to the last
 _DRAFTERS = {
   'chain': lambda: tiny_drafters.model(
-    tiny_models.draft('similar'), Settings(topology=chain(3))
+    tiny.draft('similar'), Settings(topology=chain(3))
   ),
   # What is inside guesses so far ahead that the draft cannot catch up.
   'staged': lambda: staged(
     tiny_drafters.model(
-      tiny_models.draft('similar'),
+      tiny.draft('similar'),
       Settings(
         num_nodes=10, width=1, branching=2, rounds=2, capacity=32, cost_ratio=0
       ),
     ),
     staged(
       tiny_drafters.model(
-        tiny_models.draft('random'),
+        tiny.draft('random'),
         Settings(width=3, branching=2, rounds=2, cost_ratio=0),
         'small',
       ),
@@ -310,12 +310,12 @@ _DRAFTERS = {
 @functools.cache
 def _steps(name):
   """The two halves of a step: trees and a verdict, then what is kept."""
-  drafter, target = _DRAFTERS[name](), tiny_models.gpt2()
+  drafter, target = _DRAFTERS[name](), tiny.gpt2()
   batch_size = len(_LENGTHS)
-  sampling = tiny_models.sampling_params(0.0, 1.0, 1.0)
+  sampling = tiny.sampling_params(0.0, 1.0, 1.0)
   noise = jax.random.gumbel(
     jax.random.key(0),
-    (batch_size, drafter.max_depth + 1, tiny_models.VOCAB_SIZE),
+    (batch_size, drafter.max_depth + 1, tiny.VOCAB_SIZE),
   )
 
   @jax.jit
@@ -417,9 +417,9 @@ def _check_random_steps(name, seed):
   """Returns how far the stages lagged, and how many were accepted."""
   rng = np.random.default_rng(seed)
   drafter, start, draft, end = _steps(name)
-  target = tiny_models.gpt2()
+  target = tiny.gpt2()
   tokens = rng.integers(
-    tiny_models.VOCAB_SIZE, size=(len(_LENGTHS), _TEXT_SLOTS)
+    tiny.VOCAB_SIZE, size=(len(_LENGTHS), _TEXT_SLOTS)
   ).astype(np.int32)
   tokens[2] = np.resize(tokens[2, :3], _TEXT_SLOTS)  # for lookup
   length = np.array(_LENGTHS, np.int32)
@@ -443,7 +443,7 @@ def _check_random_steps(name, seed):
     chosen = np.take_along_axis(np.asarray(tree.token), np.maximum(path, 0), 1)
     chosen = np.roll(chosen, -1, axis=1)
     rows = np.arange(len(_LENGTHS))
-    chosen[rows, accepted] = tiny_models.TABOO
+    chosen[rows, accepted] = tiny.TABOO
     # A limit may cut some of them; rows that are done emit nothing.
     cut = rng.integers(accepted + 1) * (rng.random(len(_LENGTHS)) < 0.2)
     emitted = np.minimum(accepted + 1 - cut, _TEXT_SLOTS - length)

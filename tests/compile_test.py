@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 import tiny_drafters
 from tiny_drafters import Settings
-import tiny_models
 
 from models.nn.table_model import table_model
 from specdec import decode
@@ -99,16 +99,16 @@ def test_one_program_for_all_prompts_limits_seeds_and_temperatures():
 
 
 def _arguments(model, drafter, batch_size):
-  prompt, lengths = tiny_models.pad(tiny_models.prompts(batch_size))
+  prompt, lengths = tiny.pad(tiny.prompts(batch_size))
   # Tokens of the tiny models do not all fit the table.
   prompt %= model.spec.vocab_size
   request = Request(
     prompt=jnp.asarray(prompt),
     prompt_length=jnp.asarray(lengths),
     limit=jnp.full(batch_size, 20, jnp.int32),
-    row_keys=tiny_models.row_keys(batch_size),
+    row_keys=tiny.row_keys(batch_size),
     sampling=check_sampling(
-      tiny_models.sampling(*[1.0] * batch_size),
+      tiny.sampling(*[1.0] * batch_size),
       batch_size,
       model.spec.vocab_size,
     ),

@@ -1,21 +1,24 @@
 """Set before anything else imports JAX: the platform, and strict shapes."""
 
 import collections
+import dataclasses
 import gc
+import json
 import os
 import pathlib
-import tempfile
 from unittest import mock
 
 # An explicit choice wins, so the suite can be tried on an accelerator.
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 
 # Compiling takes long. What one process has compiled serves others that compile
-# alike: workers, and one script after another.
+# alike: workers, one script after another, and the next run.
 if 'JAX_COMPILATION_CACHE_DIR' not in os.environ:
-  _programs = tempfile.TemporaryDirectory(prefix='specdec-tests-')
-  os.environ['JAX_COMPILATION_CACHE_DIR'] = _programs.name
-  os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.3'
+  os.environ['JAX_COMPILATION_CACHE_DIR'] = str(
+    pathlib.Path(__file__).parents[1] / 'build/programs'
+  )
+  os.environ['JAX_COMPILATION_CACHE_MAX_SIZE'] = str(2**30)
+  os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.1'
 
 import durations
 import jax
@@ -24,17 +27,26 @@ import pytest
 # Silent broadcasting of a `[V]` or `[B]` array is how batches get mixed up.
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 
-
 # A process may have 65,530 memory mappings, and compiled programs need many.
 _MAX_MAPPINGS = 25_000
 
+# By test file: how many programs it may have compiled, and the seconds it took
+# when that was counted (for the order of files, longest first).
+_BUDGETS = pathlib.Path(__file__).parent / 'golden/budgets.json'
 
-@pytest.fixture(autouse=True)
-def _few_mappings():
-  """Forgets compiled programs before the process dies of them."""
-  yield
+_STARTED = pytest.StashKey[durations.Times]()
+
+
+@pytest.fixture(autouse=True, scope='module')
+def _few_mappings(request):
+  """Forgets compiled programs before the process dies of them.
+
+  Between files, so that no file has a program of its own compiled twice; and
+  before each, if budgets are counted, which must not depend on other files.
+  """
   maps = pathlib.Path('/proc/self/maps')
-  if maps.exists() and maps.read_bytes().count(b'\n') > _MAX_MAPPINGS:
+  many = maps.exists() and maps.read_bytes().count(b'\n') > _MAX_MAPPINGS
+  if many or request.config.getoption('--update_limits'):
     jax.clear_caches()
     gc.collect()
 
@@ -46,6 +58,7 @@ def pytest_configure(config):
     flags += ' --xla_backend_optimization_level=0'
     with mock.patch.dict(os.environ, XLA_FLAGS=flags):
       jax.devices()  # XLA reads its flags once
+  durations.listen()
 
 
 def pytest_addoption(parser):
@@ -60,7 +73,8 @@ def pytest_addoption(parser):
   parser.addoption(
     '--update_limits',
     action='store_true',
-    help='of counted_work_test.py: make the limits what is counted now',
+    help='make what is counted now the limits: of counted work (in'
+    ' counted_work_test.py) and of programs per file',
   )
 
 
@@ -78,6 +92,10 @@ def pytest_report_header(config):
   return f'--fast: without {len(slow)} files that were slow the last time'
 
 
+def _file_of(item):
+  return item.nodeid.split('::')[0]
+
+
 def pytest_collection_modifyitems(config, items):
   if not config.getoption('--long'):
     for item in items:
@@ -85,23 +103,74 @@ def pytest_collection_modifyitems(config, items):
         item.add_marker(pytest.mark.skip(reason='takes minutes; --long'))
   if config.getoption('--fast'):
     slow = _slow_files(config)
-    file_of = lambda item: item.nodeid.split('::')[0]
     config.hook.pytest_deselected(
-      items=[item for item in items if file_of(item) in slow]
+      items=[item for item in items if _file_of(item) in slow]
     )
-    items[:] = [item for item in items if file_of(item) not in slow]
+    items[:] = [item for item in items if _file_of(item) not in slow]
+  # Two workers end at about the same time only if long files come first.
+  known = json.loads(_BUDGETS.read_text())
+  seconds = lambda item: known.get(_file_of(item), {}).get('seconds', 0)
+  items.sort(key=lambda item: -seconds(item))
 
 
-_seconds = collections.Counter()
+def pytest_runtest_setup(item):
+  item.stash.setdefault(_STARTED, durations.now())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+  report = yield
+  if call.when == 'teardown':
+    # Of the process that ran it; xdist carries it to the one that reports.
+    report.times = dataclasses.asdict(
+      durations.now() - item.stash.get(_STARTED, durations.now())
+    )
+  return report
+
+
+_seconds = collections.Counter[str]()
+_times: dict[str, durations.Times] = {}
 
 
 def pytest_runtest_logreport(report):
   _seconds[report.nodeid] += report.duration
+  if hasattr(report, 'times'):
+    _times[report.nodeid] = durations.Times(
+      **(report.times | {'total': _seconds[report.nodeid]})
+    )
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session):
-  cache = getattr(session.config, 'cache', None)
-  # Of several processes the one that hears from all.
-  if cache and _seconds and not hasattr(session.config, 'workerinput'):
+  if hasattr(session.config, 'workerinput'):
+    return  # Of several processes the one that hears from all.
+  files = durations.by_file(_times.items())
+  if cache := getattr(session.config, 'cache', None):
     known = cache.get(durations.KEY, {})
-    cache.set(durations.KEY, known | dict(_seconds))
+    seconds = {file: times.total for file, times in files.items()}
+    cache.set(durations.KEY, known | seconds)
+  budgets = json.loads(_BUDGETS.read_text())
+  if session.config.getoption('--update_limits'):
+    budgets |= {
+      file: {'programs': times.programs, 'seconds': round(times.total)}
+      for file, times in files.items()
+    }
+    _BUDGETS.write_text(json.dumps(budgets, indent=1, sort_keys=True) + '\n')
+  elif not session.config.getoption('--long'):
+    programs = {file: budget['programs'] for file, budget in budgets.items()}
+    _complaints[:] = durations.over_budget(files, programs)
+    if _complaints and session.exitstatus == pytest.ExitCode.OK:
+      session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+_complaints: list[str] = []
+
+
+def pytest_terminal_summary(terminalreporter):
+  files = durations.by_file(_times.items())
+  if len(files) > 1:
+    terminalreporter.section('seconds by file')
+    for line in durations.table(files):
+      terminalreporter.line(line)
+  for complaint in _complaints:
+    terminalreporter.line(complaint, red=True)

@@ -10,9 +10,9 @@ import functools
 import jax
 import numpy as np
 import pytest
+import tiny
 import tiny_drafters
 from tiny_drafters import Settings
-import tiny_modules
 
 from models.nn.adapter import as_model
 from models.nn.table_model import table_model
@@ -141,13 +141,13 @@ def test_a_stage_inside_goes_on():
 
 
 def _gpt2(num_positions):
-  module = tiny_modules.make(
+  module = tiny.module(
     vocab_size=VOCAB_SIZE,
     num_positions=num_positions,
     num_layers=1,
     tie_embeddings=False,
   )
-  # Something to say, see `tiny_models`.
+  # Something to say, see `tiny`.
   module.lm_head[...] *= 2
   module.ln_f.bias[...] *= 0
   for embedding in (module.wte.embedding, module.wpe.embedding):

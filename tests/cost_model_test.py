@@ -9,7 +9,7 @@ import sys
 
 import numpy as np
 import pytest
-import tiny_modules
+import tiny
 
 from models.bench import machine as machine_limits
 from models.checkpoints.families import read_config
@@ -100,7 +100,7 @@ def test_mixtures_have_the_published_active_size(name, billions, tolerance):
 
 @pytest.mark.parametrize('tied', [True, False])
 def test_shape_counts_match_a_real_model(tied):
-  module = tiny_modules.make(
+  module = tiny.module(
     width=16, num_layers=2, vocab_size=40, tie_embeddings=tied
   )
   size = machine_limits.model_size(as_model(module))

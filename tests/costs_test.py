@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-import tiny_models
+import tiny
 
 from models.tune.planner import choose
 from models.tune.planner import PLAIN
@@ -96,7 +96,7 @@ def test_with_the_batch_the_tree_shrinks_until_there_is_none():
 
 def _measure(target=None, texts=((1, 2, 3),), context=40, **options):
   return measure_step_costs(
-    tiny_models.gpt2() if target is None else target,
+    tiny.gpt2() if target is None else target,
     texts,
     prompt_slots=32,
     max_new_tokens=64,
@@ -132,7 +132,7 @@ def test_two_sizes_are_measured_when_it_is_late():
 def test_nodes_are_different_tokens_of_the_text():
   """Equal tokens would need too few experts of a mixture."""
   seen = []
-  target = tiny_models.gpt2()
+  target = tiny.gpt2()
   spec = target.spec
 
   def apply(params, tokens, *rest):

@@ -18,9 +18,9 @@ import pathlib
 
 import jax
 import pytest
+import tiny
 import tiny_drafters
 from tiny_drafters import Settings
-import tiny_models
 
 from models.compiled.hlo import parse
 from models.compiled.programs import compile_program
@@ -142,7 +142,7 @@ def test_a_cpu_does_not_sort_the_vocabulary():
 
 def test_forwards_of_a_decode(update):
   """The draft is the target, so how many forwards it takes is up to us."""
-  model = tiny_models.gpt2()
+  model = tiny.gpt2()
   tree = Settings(
     num_nodes=8, width=4, branching=2, rounds=3, capacity=32, cost_ratio=0.0
   )
@@ -153,7 +153,7 @@ def test_forwards_of_a_decode(update):
   stats = specdec.generate(
     model,
     jax.random.key(0),
-    tiny_models.prompts(2),
+    tiny.prompts(2),
     drafter=drafter,
     max_new_tokens=40,
   ).stats

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 import tiny_drafters
 from tiny_drafters import Settings
 from tiny_drafters import with_settings
-import tiny_models
 
 from models.nn.table_model import table_model
 from specdec import decode
@@ -30,17 +30,17 @@ from specdec.sampling import position_noise
 from specdec.tree.topology import chain
 from specdec.tree.topology import k_ary
 
-LIMIT = tiny_models.MAX_NEW_TOKENS
+LIMIT = tiny.MAX_NEW_TOKENS
 TEMPERATURES = (0.0, 1.0)
 
 
 def _generate(batch_size, temperatures, drafter=PLAIN, *, limit=LIMIT, **kw):
   """`generate` with the defaults of this file."""
   kw = {
-    'target': tiny_models.gpt2(),
-    'prompts': tiny_models.prompts(batch_size),
-    'rng_key': tiny_models.row_keys(batch_size),
-    'sampling': tiny_models.sampling(*temperatures),
+    'target': tiny.gpt2(),
+    'prompts': tiny.prompts(batch_size),
+    'rng_key': tiny.row_keys(batch_size),
+    'sampling': tiny.sampling(*temperatures),
     'drafter': drafter,
   } | kw
   return generate(max_new_tokens=limit, **kw)
@@ -53,7 +53,7 @@ def _plain(batch_size, temperature):
 
 def _make(shape, batch_size, temperature, kind='similar', inner='perfect'):
   """A drafter whose tables, if perfect, know this very text by heart."""
-  prompts = tiny_models.prompts(batch_size)
+  prompts = tiny.prompts(batch_size)
   new = _plain(batch_size, temperature)
   texts = [prompt + row for prompt, row in zip(prompts, new, strict=True)]
   return tiny_drafters.make(shape, kind, inner, texts)
@@ -71,19 +71,19 @@ def _logits_without_cache(model, tokens):
 @pytest.mark.parametrize('temperature', TEMPERATURES)
 def test_plain_decoding_equals_a_loop_without_cache(temperature):
   batch_size = 5
-  sampling = tiny_models.sampling_params(*[temperature] * batch_size)
-  everywhere = np.tile(np.arange(tiny_models.MAX_POSITIONS), (batch_size, 1))
-  keys = tiny_models.row_keys(batch_size)
+  sampling = tiny.sampling_params(*[temperature] * batch_size)
+  everywhere = np.tile(np.arange(tiny.MAX_POSITIONS), (batch_size, 1))
+  keys = tiny.row_keys(batch_size)
   noise = np.asarray(
-    position_noise(keys, everywhere, tiny_models.VOCAB_SIZE, sampling)
+    position_noise(keys, everywhere, tiny.VOCAB_SIZE, sampling)
   )
   select = jax.jit(choose)
-  tokens = np.zeros((batch_size, tiny_models.MAX_POSITIONS), np.int32)
-  padded, starts = tiny_models.pad(tiny_models.prompts(batch_size))
+  tokens = np.zeros((batch_size, tiny.MAX_POSITIONS), np.int32)
+  padded, starts = tiny.pad(tiny.prompts(batch_size))
   tokens[:, : padded.shape[1]] = padded
   rows = np.arange(batch_size)
   for ends in starts[None] + np.arange(LIMIT)[:, None]:
-    logits = np.asarray(_logits_without_cache(tiny_models.gpt2(), tokens))
+    logits = np.asarray(_logits_without_cache(tiny.gpt2(), tokens))
     tokens[rows, ends] = select(
       logits[rows, ends - 1], noise[rows, ends], sampling
     )
@@ -143,8 +143,8 @@ def test_every_shape_is_tested():
       if size == batch_size
     }
     assert len(stages) >= 2
-  longest = max(map(len, tiny_models.prompts(5)))
-  assert longest + LIMIT == tiny_models.MAX_POSITIONS
+  longest = max(map(len, tiny.prompts(5)))
+  assert longest + LIMIT == tiny.MAX_POSITIONS
 
 
 @pytest.mark.parametrize('temperature', TEMPERATURES)
@@ -222,7 +222,7 @@ _MIXED = (0.0, 1.0, 0.7, 1.0, 0.0)
 def test_each_row_equals_its_own_run(shape):
   drafter = PLAIN if shape is None else _make(shape, 5, 0.0)
   batch = _generate(5, _MIXED, drafter).tokens
-  keys, prompts = tiny_models.row_keys(5), tiny_models.prompts(5)
+  keys, prompts = tiny.row_keys(5), tiny.prompts(5)
   for row, temperature in enumerate(_MIXED):
     alone = _generate(
       1,
@@ -237,20 +237,20 @@ def test_each_row_equals_its_own_run(shape):
 def _decode(drafter, prompts, temperatures, *, keys=None, fill=0, limits=None):
   """The function under `generate`, for what that hides."""
   batch_size = len(prompts)
-  padded, lengths = tiny_models.pad(prompts, fill)
+  padded, lengths = tiny.pad(prompts, fill)
   result = decode(
-    tiny_models.gpt2(),
+    tiny.gpt2(),
     drafter,
     Request(
       prompt=padded,
       prompt_length=lengths,
       limit=np.array(limits or [LIMIT] * batch_size, np.int32),
-      row_keys=tiny_models.row_keys(batch_size) if keys is None else keys,
-      sampling=tiny_models.sampling_params(*temperatures),
+      row_keys=tiny.row_keys(batch_size) if keys is None else keys,
+      sampling=tiny.sampling_params(*temperatures),
     ),
     config=DecodeConfig(max_new_tokens=LIMIT),
   )
-  return jax.device_get(result), tiny_models.new_tokens(result, lengths)
+  return jax.device_get(result), tiny.new_tokens(result, lengths)
 
 
 @pytest.mark.parametrize('shape', ['chain of 4', 'model, model, tables'])
@@ -258,7 +258,7 @@ def test_permuting_rows_permutes_the_output(shape):
   """And what is counted: a row's guesses are its own as well."""
   order = np.array([3, 0, 4, 2, 1])
   drafter = _make(shape, 5, 0.0)
-  keys, prompts = tiny_models.row_keys(5), tiny_models.prompts(5)
+  keys, prompts = tiny.row_keys(5), tiny.prompts(5)
   batch, tokens = _decode(drafter, prompts, _MIXED, keys=keys)
   permuted, permuted_tokens = _decode(
     drafter,
@@ -278,7 +278,7 @@ def test_permuting_rows_permutes_the_output(shape):
 
 @pytest.mark.parametrize('shape', [None, 'chain of 4'])
 def test_seeds(shape):
-  same_prompt = [tiny_models.prompts(1)[0]] * 5
+  same_prompt = [tiny.prompts(1)[0]] * 5
   run = lambda seed: (
     _generate(
       5,
@@ -301,7 +301,7 @@ def test_padding_is_never_read(shape):
   drafter = _make(shape, 5, 1.0, 'similar', 'random')
   temperatures = (0.0, 1.0, 1.0, 0.0, 0.0)
   (one, tokens), (other, other_tokens) = (
-    _decode(drafter, tiny_models.prompts(5), temperatures, fill=fill)
+    _decode(drafter, tiny.prompts(5), temperatures, fill=fill)
     for fill in (0, 17)
   )
   assert tokens == other_tokens
@@ -319,10 +319,10 @@ def test_padding_is_never_read(shape):
 def test_limits_around_a_block_of_five(shape, limits):
   """Rows that finish early, or never start, leave the others alone."""
   for temperature in TEMPERATURES:
-    for kind in tiny_models.DRAFTS:
+    for kind in tiny.DRAFTS:
       drafter = PLAIN if shape is None else _make(shape, 5, temperature, kind)
       result, tokens = _decode(
-        drafter, tiny_models.prompts(5), [temperature] * 5, limits=limits
+        drafter, tiny.prompts(5), [temperature] * 5, limits=limits
       )
       assert tokens == [
         row[:limit]
@@ -341,8 +341,8 @@ def test_limits_around_a_block_of_five(shape, limits):
 
 def test_one_row_that_fills_the_context():
   """Trees that would reach beyond the last position change nothing."""
-  prompts = [tiny_models.prompts(3)[2]]
-  assert len(prompts[0]) + LIMIT == tiny_models.MAX_POSITIONS
+  prompts = [tiny.prompts(3)[2]]
+  assert len(prompts[0]) + LIMIT == tiny.MAX_POSITIONS
   for temperature in TEMPERATURES:
     plain = _generate(1, [temperature], prompts=prompts).tokens
     assert len(plain[0]) == LIMIT
@@ -353,7 +353,7 @@ def test_one_row_that_fills_the_context():
 
 
 def test_a_draft_of_another_shape():
-  draft = tiny_models.gpt2(seed=3, num_layers=1, num_heads=1, width=8)
+  draft = tiny.gpt2(seed=3, num_layers=1, num_heads=1, width=8)
   drafter = tiny_drafters.model(draft, Settings(topology=chain(2)))
   for temperature in TEMPERATURES:
     run = _generate(1, [temperature], drafter)
@@ -493,8 +493,8 @@ def test_eos_in_the_middle_of_gpt2_text():
   for temperature in TEMPERATURES:
     for seed in range(5):
       arguments = {
-        'prompts': tiny_models.prompts(2, seed),
-        'rng_key': tiny_models.row_keys(2, seed),
+        'prompts': tiny.prompts(2, seed),
+        'rng_key': tiny.row_keys(2, seed),
       }
       plain = _generate(2, [temperature] * 2, **arguments).tokens
       drafter = _make('ragged tree', 2, temperature)
@@ -518,7 +518,7 @@ def _assert_equals_plain(target, drafter, vocab_size):
   for temperature in TEMPERATURES:
     run = lambda drafter, temperature=temperature: generate(
       target,
-      tiny_models.row_keys(2),
+      tiny.row_keys(2),
       [[1], [0, vocab_size - 1, 0]],
       max_new_tokens=40,
       drafter=drafter,

@@ -1,18 +1,48 @@
-"""What `--fast` leaves out."""
+"""The report about the tests' own time, and its budgets."""
 
 import durations
+from durations import Times
+import jax
+import jax.numpy as jnp
 
 
 def test_files_are_slow_as_a_whole():
-  seconds = {
-    'tests/a_test.py::test_one': 6.0,
-    'tests/a_test.py::test_two[x::y]': 5.0,
-    'tests/b_test.py::test_one': 9.0,
-    'tests/c_test.py::test_one': 11.0,
-  }
+  files = durations.by_file(
+    [
+      ('tests/a_test.py::test_one', Times(total=6.0)),
+      ('tests/c_test.py::test_one', Times(total=12.0)),
+      ('tests/a_test.py::test_two[x::y]', Times(total=5.0, programs=2)),
+      ('tests/b_test.py::test_one', Times(total=9.0)),
+    ]
+  )
+  assert list(files) == [f'tests/{name}_test.py' for name in 'cab']
+  assert files['tests/a_test.py'] == Times(total=11.0, programs=2)
+  seconds = {file: times.total for file, times in files.items()}
   assert durations.slow_files(seconds, limit=10) == {
     'tests/a_test.py',
     'tests/c_test.py',
   }
-  assert durations.slow_files(seconds, limit=11) == frozenset()
+  assert durations.slow_files(seconds, limit=12) == frozenset()
   assert durations.slow_files({}) == frozenset()
+  last = durations.table(files)[-1].split()
+  assert last == ['all', 'files', '32', '0', '0', '0', '0', '2']
+
+
+def test_a_program_is_counted_once():
+  before = durations.now()
+  double = jax.jit(lambda x: 2 * x + jnp.sin(x))
+  for _ in range(3):
+    double(1.0)
+  spent = durations.now() - before
+  assert spent.programs == 1
+  assert min(spent.traced, spent.lowered, spent.compiled) > 0
+  double(jnp.ones(3))
+  assert (durations.now() - before).programs >= 2
+
+
+def test_a_file_above_its_budget_is_named():
+  files = {'a': Times(programs=3), 'b': Times(programs=4), 'c': Times()}
+  assert durations.over_budget(files, {'a': 3, 'b': 4}) == []
+  [line] = durations.over_budget(files, {'a': 3, 'b': 3})
+  assert line.startswith('b had 4 programs compiled; its budget is 3.')
+  assert len(durations.over_budget(files, {})) == 2

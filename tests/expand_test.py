@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors
-import tiny_modules
+import tiny
 import transformers
 
 from models.checkpoints import expand
@@ -44,12 +44,12 @@ _ROUNDING = 1e-4
   ],
 )
 def test_logits_stay_the_same(shape, factor, num_layers):
-  module = tiny_modules.make(**SHAPES[shape])
-  tokens = tiny_modules.tokens()
+  module = tiny.module(**SHAPES[shape])
+  tokens = tiny.tokens()
   expanded = expand.expand(module, width_factor=factor, num_layers=num_layers)
   np.testing.assert_allclose(
-    tiny_modules.logits(expanded, tokens),
-    tiny_modules.logits(module, tokens),
+    tiny.logits(expanded, tokens),
+    tiny.logits(module, tokens),
     rtol=0,
     atol=_ROUNDING,
   )
@@ -57,18 +57,17 @@ def test_logits_stay_the_same(shape, factor, num_layers):
 
 def test_bfloat16_weights_stay_the_same():
   # Dividing by a power of two is exact, so only the order of sums differs.
-  module = tiny_modules.make(dtype=jnp.bfloat16)
-  tokens = tiny_modules.tokens()
+  module = tiny.module(dtype=jnp.bfloat16)
+  tokens = tiny.tokens()
   expanded = expand.expand(module, width_factor=4, num_layers=3)
   dtypes = {
-    name: array.dtype
-    for name, array in tiny_modules.parameters(expanded).items()
+    name: array.dtype for name, array in tiny.parameters(expanded).items()
   }
   assert dtypes['h.2.attn.c_attn.weight'] == jnp.bfloat16
   assert dtypes['h.2.ln_1.scale'] == jnp.float32
   np.testing.assert_allclose(
-    tiny_modules.logits(expanded, tokens),
-    tiny_modules.logits(module, tokens),
+    tiny.logits(expanded, tokens),
+    tiny.logits(module, tokens),
     rtol=0,
     atol=0.05,
   )
@@ -78,7 +77,7 @@ def test_bfloat16_weights_stay_the_same():
   ('inner_width', 'expanded_inner'), [(None, None), (24, 72)]
 )
 def test_shape(inner_width, expanded_inner):
-  module = tiny_modules.make(inner_width=inner_width)
+  module = tiny.module(inner_width=inner_width)
   expanded = expand.expand(module, width_factor=3, num_layers=5)
   config = expanded.config
   assert config.width == 48
@@ -94,11 +93,11 @@ def test_shape(inner_width, expanded_inner):
 
 
 def test_added_blocks_are_work_and_depend_on_the_seed_alone():
-  module = tiny_modules.make()
+  module = tiny.module()
 
   def added(seed):
     expanded = expand.expand(module, width_factor=2, num_layers=3, seed=seed)
-    return tiny_modules.parameters(expanded)
+    return tiny.parameters(expanded)
 
   first, again, other = added(0), added(0), added(1)
   for name, array in first.items():
@@ -119,9 +118,7 @@ def test_added_blocks_are_work_and_depend_on_the_seed_alone():
 )
 def test_bad_arguments(factor, num_layers, message):
   with pytest.raises(ValueError, match=message):
-    expand.expand(
-      tiny_modules.make(), width_factor=factor, num_layers=num_layers
-    )
+    expand.expand(tiny.module(), width_factor=factor, num_layers=num_layers)
 
 
 @pytest.mark.parametrize('shape', SHAPES)
@@ -129,20 +126,20 @@ def test_transformers_agrees(shape, tmp_path):
   pytest.importorskip('torch')
   from golden import make_gpt2_variants
 
-  module = tiny_modules.make(**SHAPES[shape])
-  tokens = tiny_modules.tokens()
+  module = tiny.module(**SHAPES[shape])
+  tokens = tiny.tokens()
   expanded = expand.expand(module, width_factor=3, num_layers=4)
   hub.save_pretrained(expanded, tmp_path)
   np.testing.assert_allclose(
     make_gpt2_variants.reference_logits(tmp_path, tokens),
-    tiny_modules.logits(module, tokens),
+    tiny.logits(module, tokens),
     rtol=0,
     atol=_ROUNDING,
   )
 
 
 def test_folder_with_tokenizer(tmp_path):
-  module = tiny_modules.make(vocab_size=260)
+  module = tiny.module(vocab_size=260)
   tokenizer = train_tokenizer(['a b c d'], vocab_size=260, context=8)
   hub.save_pretrained(module, tmp_path / 'small', tokenizer=tokenizer)
   shape = expand.expand_pretrained(
@@ -163,17 +160,17 @@ def test_folder_with_tokenizer(tmp_path):
   assert copied.get_vocab() == tokenizer.get_vocab()
   assert copied.eos_token_id == tokenizer.eos_token_id
   assert copied.model_max_length == 8
-  tokens = tiny_modules.tokens()
+  tokens = tiny.tokens()
   np.testing.assert_allclose(
-    tiny_modules.logits(loaded, tokens),
-    tiny_modules.logits(module, tokens),
+    tiny.logits(loaded, tokens),
+    tiny.logits(module, tokens),
     rtol=0,
     atol=0.05,
   )
 
 
 def test_script(tmp_path):
-  hub.save_pretrained(tiny_modules.make(), tmp_path / 'small')
+  hub.save_pretrained(tiny.module(), tmp_path / 'small')
   script = pathlib.Path(__file__).parents[1] / 'scripts' / 'expand_model.py'
   result = subprocess.run(
     [

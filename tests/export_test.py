@@ -11,9 +11,9 @@ from jax import export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 import tiny_drafters
 from tiny_drafters import Settings
-import tiny_models
 
 from specdec import decode
 from specdec import DecodeConfig
@@ -54,19 +54,19 @@ def _drafter(method, model):
 def _arguments(method, dtype, temperatures):
   """Target, drafter and request of one row for each temperature."""
   rows = len(temperatures)
-  model = tiny_models.gpt2(dtype=jnp.dtype(dtype))
-  prompt, lengths = tiny_models.pad(tiny_models.prompts(rows))
+  model = tiny.gpt2(dtype=jnp.dtype(dtype))
+  prompt, lengths = tiny.pad(tiny.prompts(rows))
   request = Request(
     prompt=jnp.asarray(prompt),
     prompt_length=jnp.asarray(lengths),
     limit=jnp.full(rows, 20, jnp.int32),
-    row_keys=tiny_models.row_keys(rows),
+    row_keys=tiny.row_keys(rows),
     sampling=check_sampling(
-      tiny_models.sampling(*temperatures), rows, model.spec.vocab_size
+      tiny.sampling(*temperatures), rows, model.spec.vocab_size
     ),
     watchers=(EndOfText((1,)),),
   )
-  return model, _drafter(method, tiny_models.perturbed(model, 0.1)), request
+  return model, _drafter(method, tiny.perturbed(model, 0.1)), request
 
 
 @functools.cache

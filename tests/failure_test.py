@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 import tiny_drafters
 from tiny_drafters import Settings
 from tiny_drafters import with_settings
-import tiny_models
 
 from models.nn.table_model import table_model
 from specdec import generate
@@ -230,14 +230,14 @@ def test_a_draft_may_break_as_it_likes(name):
 
 
 def _draft(kind):
-  return tiny_models.draft(kind, num_layers=1)
+  return tiny.draft(kind, num_layers=1)
 
 
 def _gpt2_run(target, draft, name, prompts):
   drafter = PLAIN if name == 'plain' else _drafter(name, draft)
   return generate(
     target,
-    tiny_models.row_keys(2),
+    tiny.row_keys(2),
     prompts,
     max_new_tokens=40,
     sampling=Sampling(temperature=[0.0, 1.0]),
@@ -256,16 +256,16 @@ def _with_broken_token(model, token, value):
 @pytest.mark.parametrize('name', ['plain', 'tree'])
 def test_a_guess_that_is_not_finite_spoils_nothing(name):
   """No plain text has the token, but the draft often proposes it."""
-  target, draft = tiny_models.gpt2(num_layers=1), _draft('hopeless')
-  prompts = tiny_models.prompts(2)
+  target, draft = tiny.gpt2(num_layers=1), _draft('hopeless')
+  prompts = tiny.prompts(2)
   healthy = _gpt2_run(target, None, 'plain', prompts)
   for value in (np.nan, np.inf):
-    broken = _with_broken_token(target, tiny_models.TABOO, value)
+    broken = _with_broken_token(target, tiny.TABOO, value)
     for broken_draft in (
       draft,
-      _with_broken_token(draft, tiny_models.TABOO, value),
+      _with_broken_token(draft, tiny.TABOO, value),
       # A draft that is right where the other is wrong.
-      _with_broken_token(_draft('similar'), tiny_models.TABOO, value),
+      _with_broken_token(_draft('similar'), tiny.TABOO, value),
     ):
       generation = _gpt2_run(broken, broken_draft, name, prompts)
       assert generation.finish_reasons == ['length', 'length']
@@ -277,9 +277,9 @@ def test_a_guess_that_is_not_finite_spoils_nothing(name):
 def test_padding_that_is_not_finite_spoils_nothing():
   """Prompts are padded with token 0."""
   prompts = [[5, 9, 2], [7]]
-  bias = np.zeros(tiny_models.VOCAB_SIZE, np.float32)
-  bias[[0, tiny_models.TABOO]] = -1e6
-  target = tiny_models.gpt2(num_layers=1)
+  bias = np.zeros(tiny.VOCAB_SIZE, np.float32)
+  bias[[0, tiny.TABOO]] = -1e6
+  target = tiny.gpt2(num_layers=1)
   target = target.replace(params=target.params | {'bias': jnp.asarray(bias)})
   healthy = _gpt2_run(target, None, 'plain', prompts)
   broken = _with_broken_token(target, 0, np.nan)
@@ -291,8 +291,8 @@ def test_padding_that_is_not_finite_spoils_nothing():
 
 def test_a_broken_row_leaves_the_cache_of_others_alone():
   """And has the beginning of its own text."""
-  target = tiny_models.gpt2(num_layers=1)
-  prompts = tiny_models.prompts(2)
+  target = tiny.gpt2(num_layers=1)
+  prompts = tiny.prompts(2)
   healthy = _gpt2_run(target, None, 'plain', prompts)
   token = next(
     new for new in healthy.tokens[0][6:] if new not in healthy.tokens[1]

@@ -31,11 +31,11 @@ from list_trees import Node
 from list_trees import ranking
 import numpy as np
 import pytest
+import tiny
 import tiny_drafters
 from tiny_drafters import candidates
 from tiny_drafters import Settings
 from tiny_drafters import with_settings
-import tiny_models
 
 from specdec import staged
 from specdec.draft.stages import commit_stages
@@ -197,11 +197,11 @@ def _gpt2_logits(model):
 
 
 def test_gpt2_sees_the_text_and_the_path_and_nothing_else():
-  outer, inner = tiny_models.gpt2(), tiny_models.draft('similar')
+  outer, inner = tiny.gpt2(), tiny.draft('similar')
   drafter = staged(
     tiny_drafters.model(outer, TREE), tiny_drafters.model(inner, TINY, 'small')
   )
-  vocab_size = tiny_models.VOCAB_SIZE
+  vocab_size = tiny.VOCAB_SIZE
   for temperature in (0.0, 1.0):
     slow = SlowStage(
       _gpt2_logits(outer), TREE, SlowStage(_gpt2_logits(inner), TINY)
@@ -223,9 +223,9 @@ def test_gpt2_sees_the_text_and_the_path_and_nothing_else():
 def test_growth_after_a_step_is_growth_after_a_prefill():
   """Also where the draft has yet to read what it did not guess itself."""
   rng = np.random.default_rng(2)
-  vocab_size = tiny_models.VOCAB_SIZE
+  vocab_size = tiny.VOCAB_SIZE
   drafter = tiny_drafters.model(
-    tiny_models.draft('similar'), Settings(topology=k_ary(2, 2))
+    tiny.draft('similar'), Settings(topology=k_ary(2, 2))
   )
   tokens = np.zeros((BATCH_SIZE, TEXT_SLOTS), np.int32)
   length = np.array([4, 1, 9], np.int32)
@@ -233,7 +233,7 @@ def test_growth_after_a_step_is_growth_after_a_prefill():
     tokens[row, :size] = rng.integers(vocab_size, size=size)
   active = np.ones(BATCH_SIZE, bool)
   noise = random_noise(rng, 2, 1.0, vocab_size)
-  sampling = tiny_models.sampling_params(1.0, 0.0, 1.0)
+  sampling = tiny.sampling_params(1.0, 0.0, 1.0)
   commit = jax.jit(commit_stages)
   stages, tree = grown(drafter, tokens, length, active, noise, sampling)
   grow_again = jax.jit(grown_from)

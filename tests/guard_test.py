@@ -6,9 +6,9 @@ Counts only: a speculative step is taken to last `break_even` plain ones.
 import jax
 import numpy as np
 import pytest
+import tiny
 import tiny_drafters
 from tiny_drafters import Settings
-import tiny_models
 
 from specdec import Decoding
 from specdec import fallback
@@ -23,14 +23,14 @@ _DEPTH = 4
 
 def _chain(kind):
   config = Settings(topology=chain(_DEPTH))
-  return tiny_drafters.model(tiny_models.draft(kind), config)
+  return tiny_drafters.model(tiny.draft(kind), config)
 
 
 def _run(drafter, break_even=None, *, rows=1, limit=128, temperature=0.0):
   return generate(
-    tiny_models.gpt2(),
-    tiny_models.row_keys(rows),
-    tiny_models.prompts(rows),
+    tiny.gpt2(),
+    tiny.row_keys(rows),
+    tiny.prompts(rows),
     drafter=drafter,
     max_new_tokens=limit,
     sampling=Sampling(temperature=temperature),
@@ -134,7 +134,7 @@ def test_after_a_rest_the_draft_knows_the_text(stages):
     )
     drafter = staged(
       *(
-        tiny_drafters.model(tiny_models.draft('perfect'), config, name)
+        tiny_drafters.model(tiny.draft('perfect'), config, name)
         for name in ('draft', 'inner')
       )
     )
@@ -154,9 +154,9 @@ def test_rests_are_the_same_in_pieces():
   """Streaming makes one step at a time; the account goes on."""
   whole = _run(_chain('random'), 2.5, rows=2)
   decoding = Decoding(
-    tiny_models.gpt2(),
-    tiny_models.row_keys(2),
-    tiny_models.prompts(2),
+    tiny.gpt2(),
+    tiny.row_keys(2),
+    tiny.prompts(2),
     drafter=_chain('random'),
     max_new_tokens=128,
     sampling=Sampling(temperature=0.0),
@@ -173,7 +173,7 @@ def test_tables_need_no_catching_up():
   texts = [
     prompt + new
     for prompt, new in zip(
-      tiny_models.prompts(2), _run(PLAIN, rows=2).tokens, strict=True
+      tiny.prompts(2), _run(PLAIN, rows=2).tokens, strict=True
     )
   ]
   drafter = tiny_drafters.candidates(

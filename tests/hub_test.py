@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import safetensors
 from safetensors import numpy as safetensors_numpy
-import tiny_modules
+import tiny
 
 from models.checkpoints import hub
 from models.nn.adapter import as_model
@@ -52,7 +52,7 @@ INDEX = 'model.safetensors.index.json'
 def test_logits_are_those_stored_by_transformers(variant):
   reference = np.load(GOLDEN / variant / 'reference.npz')
   module = hub.load_module(GOLDEN / variant)
-  logits = tiny_modules.logits(module, reference['tokens'])
+  logits = tiny.logits(module, reference['tokens'])
   np.testing.assert_allclose(logits, reference['logits'], rtol=0, atol=1e-5)
 
 
@@ -70,9 +70,9 @@ def test_logits_are_those_of_the_installed_transformers(reference, tmp_path):
   for seed, (name, variant) in enumerate(variants.items(), 1000):
     reference.write_checkpoint(variant, tmp_path / name, seed=seed)
     length = variant.config.get('n_positions', 8)
-    tokens = tiny_modules.tokens(length=length, seed=seed)
+    tokens = tiny.tokens(length=length, seed=seed)
     np.testing.assert_allclose(
-      tiny_modules.logits(hub.load_module(tmp_path / name), tokens),
+      tiny.logits(hub.load_module(tmp_path / name), tokens),
       reference.reference_logits(tmp_path / name, tokens),
       rtol=0,
       atol=1e-5,
@@ -98,12 +98,12 @@ SHAPES = {
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 @pytest.mark.parametrize('shape', SHAPES)
 def test_saving_and_loading_changes_no_bit(shape, dtype, tmp_path):
-  module = tiny_modules.make(dtype=dtype, **SHAPES[shape])
+  module = tiny.module(dtype=dtype, **SHAPES[shape])
   hub.save_pretrained(module, tmp_path)
   loaded = hub.load_module(tmp_path, dtype=jnp.dtype(dtype))
   assert loaded.config == module.config
-  expected = tiny_modules.parameters(module)
-  actual = tiny_modules.parameters(loaded)
+  expected = tiny.parameters(module)
+  actual = tiny.parameters(loaded)
   assert actual.keys() == expected.keys()
   for name, array in expected.items():
     assert actual[name].dtype == array.dtype, name
@@ -113,18 +113,18 @@ def test_saving_and_loading_changes_no_bit(shape, dtype, tmp_path):
 def test_a_model_can_be_saved_where_it_was_loaded_from(tmp_path):
   folder = tmp_path / 'model'
   shutil.copytree(GOLDEN / 'tied', folder)
-  before = tiny_modules.parameters(hub.load_module(folder))
+  before = tiny.parameters(hub.load_module(folder))
   hub.save_pretrained(hub.load_module(folder), folder)
-  after = tiny_modules.parameters(hub.load_module(folder))
+  after = tiny.parameters(hub.load_module(folder))
   for name, array in before.items():
     np.testing.assert_array_equal(after[name], array, err_msg=name)
 
 
 @pytest.mark.parametrize('variant', ['untied', 'bfloat16', 'sharded_float16'])
 def test_large_tensors_are_read_in_blocks(variant, monkeypatch):
-  expected = tiny_modules.parameters(hub.load_module(GOLDEN / variant))
+  expected = tiny.parameters(hub.load_module(GOLDEN / variant))
   monkeypatch.setattr(hub, '_BLOCK_BYTES', 200)  # Three rows, in float32.
-  actual = tiny_modules.parameters(hub.load_module(GOLDEN / variant))
+  actual = tiny.parameters(hub.load_module(GOLDEN / variant))
   for name, array in expected.items():
     np.testing.assert_array_equal(actual[name], array, err_msg=name)
 
@@ -138,14 +138,14 @@ def test_large_tensors_are_read_in_blocks(variant, monkeypatch):
   ],
 )
 def test_saved_dtype(dtype, stored, rounding, tmp_path):
-  module = tiny_modules.make(tie_embeddings=False)
+  module = tiny.module(tie_embeddings=False)
   hub.save_pretrained(module, tmp_path, dtype=jnp.dtype(dtype))
   assert json.loads((tmp_path / 'config.json').read_text())['dtype'] == dtype
   with safetensors.safe_open(tmp_path / WEIGHTS, 'numpy') as file:
     dtypes = {file.get_slice(name).get_dtype() for name in file.offset_keys()}
   assert dtypes == {stored}
-  loaded = tiny_modules.parameters(hub.load_module(tmp_path))
-  for name, array in tiny_modules.parameters(module).items():
+  loaded = tiny.parameters(hub.load_module(tmp_path))
+  for name, array in tiny.parameters(module).items():
     np.testing.assert_allclose(
       loaded[name], array, rtol=rounding, atol=1e-7, err_msg=name
     )
@@ -154,14 +154,14 @@ def test_saved_dtype(dtype, stored, rounding, tmp_path):
 @pytest.mark.parametrize('dtype', ['float32', 'float16', 'bfloat16'])
 @pytest.mark.parametrize('shape', SHAPES)
 def test_transformers_loads_what_is_saved(shape, dtype, reference, tmp_path):
-  module = tiny_modules.make(**SHAPES[shape])
+  module = tiny.module(**SHAPES[shape])
   hub.save_pretrained(module, tmp_path, dtype=jnp.dtype(dtype))
-  tokens = tiny_modules.tokens()
+  tokens = tiny.tokens()
   if dtype != 'float32':
     module = hub.load_module(tmp_path)
   np.testing.assert_allclose(
     reference.reference_logits(tmp_path, tokens),
-    tiny_modules.logits(module, tokens),
+    tiny.logits(module, tokens),
     rtol=0,
     atol=1e-5,
   )
@@ -169,7 +169,7 @@ def test_transformers_loads_what_is_saved(shape, dtype, reference, tmp_path):
 
 def test_in_bfloat16_norms_stay_float32():
   module = hub.load_module(GOLDEN / 'untied', dtype=jnp.bfloat16)
-  for name, array in tiny_modules.parameters(module).items():
+  for name, array in tiny.parameters(module).items():
     is_norm = '.ln_' in f'.{name}'
     assert array.dtype == (jnp.float32 if is_norm else jnp.bfloat16), name
 
@@ -361,10 +361,10 @@ def test_revision_of_a_folder(folder):
   ('dtype', 'tolerance'), [('float32', 1e-5), ('bfloat16', 0.05)]
 )
 def test_logits_do_not_depend_on_how_the_cache_was_filled(dtype, tolerance):
-  module = tiny_modules.make(dtype=dtype, scale_attention_by_layer=True)
+  module = tiny.module(dtype=dtype, scale_attention_by_layer=True)
   model = as_model(module)
-  tokens = tiny_modules.tokens()
-  expected = tiny_modules.logits(module, tokens)
+  tokens = tiny.tokens()
+  expected = tiny.logits(module, tokens)
   batch_size, length = tokens.shape
   num_slots = length + 3
   positions = np.broadcast_to(np.arange(length), tokens.shape)
@@ -397,8 +397,8 @@ def test_logits_do_not_depend_on_how_the_cache_was_filled(dtype, tolerance):
 
 
 def test_positions_beyond_the_context_are_finite():
-  module = tiny_modules.make()
-  tokens = tiny_modules.tokens()
+  module = tiny.module()
+  tokens = tiny.tokens()
   mask = np.ones((2, 8, 8), bool)
   positions = np.broadcast_to(np.arange(8) + 5, tokens.shape)
   logits, _ = module(jnp.asarray(tokens), jnp.asarray(positions), mask)
@@ -406,8 +406,8 @@ def test_positions_beyond_the_context_are_finite():
 
 
 def test_a_token_that_sees_nothing_is_finite():
-  module = tiny_modules.make()
-  tokens = jnp.asarray(tiny_modules.tokens())
+  module = tiny.module()
+  tokens = jnp.asarray(tiny.tokens())
   mask = np.zeros((2, 8, 8), bool)
   logits, _ = module(tokens, jnp.zeros_like(tokens), mask)
   assert np.all(np.isfinite(logits))

@@ -6,10 +6,9 @@ Everything is float32 on CPU and compared token for token.
 import functools
 
 import pytest
+import tiny
 import tiny_drafters
 from tiny_drafters import Settings
-import tiny_llamas
-import tiny_models
 
 import specdec
 from specdec import PLAIN
@@ -24,9 +23,9 @@ _INNER = Settings(width=3, branching=2, rounds=2, cost_ratio=0)
 
 def _generate(name, rows, temperature, drafter=PLAIN):
   return specdec.generate(
-    tiny_llamas.target(name),
-    tiny_models.row_keys(3)[rows],
-    tiny_models.prompts(3)[rows],
+    tiny.llama(name),
+    tiny.row_keys(3)[rows],
+    tiny.prompts(3)[rows],
     max_new_tokens=_LIMIT,
     sampling=specdec.Sampling(temperature=temperature, top_k=20),
     drafter=drafter,
@@ -39,7 +38,7 @@ def _plain(name, temperature):
 
 
 def _drafter(name, shape):
-  draft = tiny_llamas.draft(name)
+  draft = tiny.llama_draft(name)
   if shape == 'chain':
     config = Settings(topology=chain(4))
     return tiny_drafters.model(draft, config)

@@ -10,7 +10,7 @@ import llama_variants
 import numpy as np
 import pytest
 from safetensors import numpy as safetensors_numpy
-import tiny_modules
+import tiny
 
 from models.bench import machine as roofline
 from models.bench import peers as peer_counts
@@ -87,8 +87,8 @@ def test_saving_and_loading_changes_no_bit(folder, tmp_path):
   hub.save_pretrained(module, tmp_path)
   loaded = hub.load_module(tmp_path)
   assert loaded.config == module.config
-  expected = tiny_modules.parameters(module)
-  actual = tiny_modules.parameters(loaded)
+  expected = tiny.parameters(module)
+  actual = tiny.parameters(loaded)
   assert actual.keys() == expected.keys()
   for name, array in expected.items():
     np.testing.assert_array_equal(actual[name], array, err_msg=name)
@@ -168,7 +168,7 @@ def test_positions_beyond_the_context_are_finite(tmp_path):
 def test_bfloat16_is_near_and_norms_stay_float32(name, tmp_path):
   folder = _write(tmp_path, name)
   module = hub.load_module(folder, dtype=jnp.bfloat16)
-  for path, array in tiny_modules.parameters(module).items():
+  for path, array in tiny.parameters(module).items():
     assert (array.dtype == jnp.float32) == ('norm' in path), path
   error = np.abs(_logits(folder, 'bfloat16') - _logits(folder))
   assert 0 < np.median(error) < 0.1

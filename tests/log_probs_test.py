@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 import tiny_drafters
 from tiny_drafters import Settings
-import tiny_models
 
 from specdec import decode
 from specdec import DecodeConfig
@@ -26,7 +26,7 @@ LENGTH = 64
 
 def _sampling():
   """Everything that must not change the log-probabilities."""
-  bias = np.zeros(tiny_models.VOCAB_SIZE, np.float32)
+  bias = np.zeros(tiny.VOCAB_SIZE, np.float32)
   bias[3], bias[5] = 2.0, -np.inf
   return Sampling(
     logit_bias=bias,
@@ -41,11 +41,11 @@ def _generate(kind, max_new_tokens=LIMITS):
   drafter = PLAIN
   if kind is not None:
     config = Settings(topology=k_ary(2, 3))
-    drafter = tiny_drafters.model(tiny_models.draft(kind, num_layers=1), config)
+    drafter = tiny_drafters.model(tiny.draft(kind, num_layers=1), config)
   return generate(
-    tiny_models.gpt2(num_layers=1),
-    tiny_models.row_keys(2),
-    tiny_models.prompts(2),
+    tiny.gpt2(num_layers=1),
+    tiny.row_keys(2),
+    tiny.prompts(2),
     max_new_tokens=max_new_tokens,
     sampling=_sampling(),
     drafter=drafter,
@@ -57,7 +57,7 @@ def _generate(kind, max_new_tokens=LIMITS):
 def _forward(tokens):
   """Log-probabilities `[T, V]` after each token, without a cache."""
   mask = jnp.tril(jnp.ones((LENGTH, LENGTH), bool))[None]
-  logits, _ = tiny_models.gpt2(num_layers=1).apply(
+  logits, _ = tiny.gpt2(num_layers=1).apply(
     tokens[None], jnp.arange(LENGTH)[None], mask, None
   )
   return jax.nn.log_softmax(logits[0])
@@ -68,7 +68,7 @@ def test_they_are_those_of_a_forward_over_the_text(kind):
   generation = _generate(kind)
   plain = _generate(None)
   assert generation.tokens == plain.tokens
-  for row, prompt in enumerate(tiny_models.prompts(2)):
+  for row, prompt in enumerate(tiny.prompts(2)):
     new, log_probs = generation.tokens[row], generation.log_probs[row]
     assert len(new) == len(log_probs) == LIMITS[row]
     assert all(type(log_prob) is float for log_prob in log_probs)
@@ -101,8 +101,8 @@ def test_they_are_computed_only_if_asked_for(monkeypatch):
     raise AssertionError('computed')
 
   monkeypatch.setattr(LogProbs, 'observe', compute)
-  prompt, lengths = tiny_models.pad(tiny_models.prompts(2))
-  model = tiny_models.gpt2(num_layers=1)
+  prompt, lengths = tiny.pad(tiny.prompts(2))
+  model = tiny.gpt2(num_layers=1)
   vocab_size = model.spec.vocab_size
 
   def trace(log_probs):
@@ -111,7 +111,7 @@ def test_they_are_computed_only_if_asked_for(monkeypatch):
       prompt=prompt,
       prompt_length=lengths,
       limit=np.array(LIMITS, np.int32),
-      row_keys=tiny_models.row_keys(2),
+      row_keys=tiny.row_keys(2),
       sampling=check_sampling(_sampling(), 2, vocab_size),
       watchers=watchers,
     )

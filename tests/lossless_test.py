@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 import tiny_drafters
 from tiny_drafters import Settings
-import tiny_models
 
 from models.bench import lossless
 from models.bench import lossless as acceptance
@@ -121,18 +121,18 @@ def test_a_token_that_was_filtered_out_is_impossible():
 
 def test_distributions_are_those_of_a_loop():
   """With what a penalty knows at each position."""
-  target = tiny_models.gpt2()
+  target = tiny.gpt2()
   sampling = Sampling(
     temperature=0.7,
     top_p=0.9,
     repetition_penalty=1.5,
-    logit_bias=np.linspace(-1, 1, tiny_models.VOCAB_SIZE),
+    logit_bias=np.linspace(-1, 1, tiny.VOCAB_SIZE),
   )
-  tokens = tiny_models.prompts(3)[2]
+  tokens = tiny.prompts(3)[2]
   found = law.distributions(
     target,
     law.padded(tokens),
-    check_sampling(sampling, 1, tiny_models.VOCAB_SIZE),
+    check_sampling(sampling, 1, tiny.VOCAB_SIZE),
   )
   mask = jnp.tril(jnp.ones((len(tokens), len(tokens)), bool))[None]
   positions = jnp.arange(len(tokens))[None]
@@ -144,7 +144,7 @@ def test_distributions_are_those_of_a_loop():
       value = logits[index, token]
       logits[index, token] = value / 1.5 if value > 0 else value * 1.5
   plain = check_sampling(
-    Sampling(temperature=0.7, top_p=0.9), 1, tiny_models.VOCAB_SIZE
+    Sampling(temperature=0.7, top_p=0.9), 1, tiny.VOCAB_SIZE
   )
   expected = token_probs(jnp.asarray(logits, jnp.float32), plain)
   np.testing.assert_allclose(found[: len(tokens)], expected, atol=2e-5)

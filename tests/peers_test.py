@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny_modules
+import tiny
 
 from models.bench import peers
 from models.bench.arms import parse_arms
@@ -80,7 +80,7 @@ def folders(tmp_path_factory):
   pytest.importorskip('torch')
   folder = tmp_path_factory.mktemp('pair')
   for name, seed in (('target', 0), ('draft', 1)):
-    module = tiny_modules.make(num_positions=_CONTEXT, seed=seed)
+    module = tiny.module(num_positions=_CONTEXT, seed=seed)
     hub.save_pretrained(module, folder / name)
   return folder
 

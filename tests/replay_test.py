@@ -6,9 +6,9 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 import tiny_drafters
 from tiny_drafters import Settings
-import tiny_models
 
 from specdec import generate
 from specdec import PLAIN
@@ -23,8 +23,8 @@ _LIMIT = 40
 def _decode(target, batch_size, sampling, drafter=PLAIN, **options):
   return generate(
     target,
-    tiny_models.row_keys(batch_size),
-    tiny_models.prompts(batch_size),
+    tiny.row_keys(batch_size),
+    tiny.prompts(batch_size),
     max_new_tokens=_LIMIT,
     sampling=sampling,
     drafter=drafter,
@@ -35,14 +35,14 @@ def _decode(target, batch_size, sampling, drafter=PLAIN, **options):
 @functools.cache
 def _texts(*temperatures):
   batch_size = len(temperatures)
-  sampling = tiny_models.sampling(*temperatures)
-  new = _decode(tiny_models.gpt2(), batch_size, sampling).tokens
-  prompts = tiny_models.prompts(batch_size)
+  sampling = tiny.sampling(*temperatures)
+  new = _decode(tiny.gpt2(), batch_size, sampling).tokens
+  prompts = tiny.prompts(batch_size)
   return [prompt + row for prompt, row in zip(prompts, new, strict=True)]
 
 
 def _compare(batch_size, sampling, texts, drafter, **options):
-  target = tiny_models.gpt2()
+  target = tiny.gpt2()
   real = _decode(target, batch_size, sampling, drafter, **options)
   replayed = _decode(
     oracle_target(target.spec, texts), batch_size, sampling, drafter, **options
@@ -70,9 +70,7 @@ _RAGGED = (1.0, 0.0, 1.0)  # a batch of sampled rows and a greedy one
 def test_counts_are_those_of_the_target(shape, temperatures):
   texts = _texts(*temperatures)
   drafter = tiny_drafters.make(shape, 'similar', 'perfect', texts)
-  real = _compare(
-    len(texts), tiny_models.sampling(*temperatures), texts, drafter
-  )
+  real = _compare(len(texts), tiny.sampling(*temperatures), texts, drafter)
   counts = real.stats['accepted_histogram']
   assert sum(count > 0 for count in counts) > 1, 'nothing to tell apart'
 
@@ -87,22 +85,22 @@ def test_the_stop_rule_sees_the_bytes_of_the_target():
       num_nodes=12, width=4, branching=3, rounds=3, capacity=48, cost_ratio=None
     ),
   )
-  real = _compare(3, tiny_models.sampling(*_RAGGED), texts, drafter)
+  real = _compare(3, tiny.sampling(*_RAGGED), texts, drafter)
   rounds = real.stats['stage_forwards']['draft']
   assert 0 < rounds < 3 * real.stats['target_forwards']
 
 
 def test_eos_bias_and_penalty_end_the_same_way():
   sampling = dataclasses.replace(
-    tiny_models.sampling(*_RAGGED),
+    tiny.sampling(*_RAGGED),
     logit_bias={3: 4.0, 5: -float('inf'), 7: -3.0},
     repetition_penalty=1.3,
   )
-  target = tiny_models.gpt2()
+  target = tiny.gpt2()
   plain = _decode(target, 3, sampling)
   eos = plain.tokens[0][9]
   new = _decode(target, 3, sampling, eos_ids=[eos]).tokens
-  prompts = tiny_models.prompts(3)
+  prompts = tiny.prompts(3)
   texts = [prompt + row for prompt, row in zip(prompts, new, strict=True)]
   drafter = tiny_drafters.make('chain of 4', 'similar', 'perfect', texts)
   real = _compare(3, sampling, texts, drafter, eos_ids=[eos])
@@ -110,7 +108,7 @@ def test_eos_bias_and_penalty_end_the_same_way():
 
 
 def test_other_texts_share_the_program():
-  spec = tiny_models.gpt2().spec
+  spec = tiny.gpt2().spec
   one = oracle_target(spec, [[1, 2, 3]])
   other = oracle_target(spec, [[4], [5, 6]])
   assert one.spec is other.spec
@@ -118,7 +116,7 @@ def test_other_texts_share_the_program():
 
 
 def test_a_text_beyond_the_context_is_refused():
-  spec = tiny_models.gpt2().spec
+  spec = tiny.gpt2().spec
   long = [0] * (spec.max_positions + 1)
   with pytest.raises(ValueError, match='exceeds the context'):
     oracle_target(spec, [long])
@@ -137,21 +135,21 @@ def test_ranks_are_those_of_the_drafter():
   One position is tried per forward, that after the token emitted last.
   """
   texts = _texts(*_RAGGED)
-  sampling = tiny_models.sampling(*_RAGGED)
-  draft = tiny_models.draft('similar')
+  sampling = tiny.sampling(*_RAGGED)
+  draft = tiny.draft('similar')
   ranks = np.asarray(
     next_token_ranks(
       draft,
       _padded(texts),
-      tiny_models.row_keys(3),
-      check_sampling(sampling, 3, tiny_models.VOCAB_SIZE),
+      tiny.row_keys(3),
+      check_sampling(sampling, 3, tiny.VOCAB_SIZE),
     )
   )
   for branching in (1, 3):
     drafter = tiny_drafters.model(draft, Settings(topology=k_ary(branching, 1)))
-    real = _decode(tiny_models.gpt2(), 3, sampling, drafter)
+    real = _decode(tiny.gpt2(), 3, sampling, drafter)
     for row, origins in enumerate(real.origins):
-      begin = len(tiny_models.prompts(3)[row])
+      begin = len(tiny.prompts(3)[row])
       # After a token of the target itself a new forward begins.
       tried = np.concatenate([[True], np.array(origins[:-1]) == 0])
       at = begin - 1 + np.flatnonzero(tried)
@@ -161,13 +159,9 @@ def test_ranks_are_those_of_the_drafter():
 
 def test_the_target_itself_is_always_right():
   texts = _texts(*_RAGGED)
-  sampling = check_sampling(
-    tiny_models.sampling(*_RAGGED), 3, tiny_models.VOCAB_SIZE
-  )
+  sampling = check_sampling(tiny.sampling(*_RAGGED), 3, tiny.VOCAB_SIZE)
   ranks = np.asarray(
-    next_token_ranks(
-      tiny_models.gpt2(), _padded(texts), tiny_models.row_keys(3), sampling
-    )
+    next_token_ranks(tiny.gpt2(), _padded(texts), tiny.row_keys(3), sampling)
   )
-  for row, prompt in enumerate(tiny_models.prompts(3)):
+  for row, prompt in enumerate(tiny.prompts(3)):
     assert not ranks[row, len(prompt) - 1 : len(texts[row]) - 1].any()

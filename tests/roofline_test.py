@@ -1,7 +1,7 @@
 """Bytes, operations and the roofs, beside figures made by hand."""
 
 import pytest
-import tiny_modules
+import tiny
 
 from models.bench import machine as machine_limits
 from models.bench.machine import bytes_read
@@ -59,7 +59,7 @@ def test_an_arm_is_placed_under_the_roofs():
 def test_the_size_is_what_a_forward_multiplies(tied):
   width, layers, vocab = 16, 2, 40
   model = as_model(
-    tiny_modules.make(
+    tiny.module(
       width=width, num_layers=layers, vocab_size=vocab, tie_embeddings=tied
     )
   )

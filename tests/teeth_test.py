@@ -21,8 +21,8 @@ _HELPERS = (
   'list_trees',
   'slow_walks',
   'tiny_drafters',
-  'tiny_models',
-  'tiny_modules',
+  'tiny',
+  'tiny',
 )
 
 

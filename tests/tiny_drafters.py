@@ -12,7 +12,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tiny_models
+import tiny
 
 from specdec import CandidateScorer
 from specdec import Drafter
@@ -118,12 +118,12 @@ def table_of(texts: Sequence[Sequence[int]], kind: str) -> NGram:
   """Of some texts of the tiny models; all kinds have one shape."""
   table = ngram_table(
     texts,
-    tiny_models.VOCAB_SIZE,
+    tiny.VOCAB_SIZE,
     order=_ORDER,
     num_continuations=_NUM_CONTINUATIONS,
     num_contexts=_NUM_CONTEXTS * -(-len(texts) // 2),
   )
-  return NGram(spoiled(table, kind, tiny_models.TABOO))
+  return NGram(spoiled(table, kind, tiny.TABOO))
 
 
 class BigramTable(flax.struct.PyTreeNode):
@@ -238,16 +238,16 @@ SHAPES = (
 
 
 def make(shape: str, kind: str, inner: str, texts) -> Drafter:
-  """A drafter for `tiny_models.gpt2()`.
+  """A drafter for `tiny.gpt2()`.
 
   Args:
     shape: of `SHAPES`.
-    kind: of the outermost model, see `tiny_models.DRAFTS`.
+    kind: of the outermost model, see `tiny.DRAFTS`.
     inner: of everything else, see `TABLES`; stands for the similar model of a
       model's kinds.
     texts: what the table of that kind would know by heart.
   """
-  outer = model(tiny_models.draft(kind), TREE)
+  outer = model(tiny.draft(kind), TREE)
   if shape in TOPOLOGIES:
     return with_settings(outer, Settings(topology=TOPOLOGIES[shape]))
   inner_model = {
@@ -256,7 +256,7 @@ def make(shape: str, kind: str, inner: str, texts) -> Drafter:
     'wrong': 'hopeless',
     'empty': 'similar',
   }[inner]
-  small = model(tiny_models.draft(inner_model), INNER, 'small')
+  small = model(tiny.draft(inner_model), INNER, 'small')
   if shape == 'tree':
     return outer
   if shape == 'model, model':

@@ -5,9 +5,9 @@ import math
 
 import numpy as np
 import pytest
+import tiny
 import tiny_drafters
 from tiny_drafters import Settings
-import tiny_models
 
 from specdec import fixed_drafter
 from specdec import PromptLookup
@@ -200,7 +200,7 @@ def test_sizes_must_be_integers(settings):
 
 
 def test_a_fixed_shape_and_an_inner_stage_exclude_each_other():
-  draft = tiny_models.gpt2()
+  draft = tiny.gpt2()
   fixed = tiny_drafters.model(draft, Settings(topology=chain(2)), 'fixed')
   grown = tiny_drafters.model(draft, Settings(), 'grown')
   with pytest.raises(ValueError, match='a fixed topology leaves no room'):
@@ -210,7 +210,7 @@ def test_a_fixed_shape_and_an_inner_stage_exclude_each_other():
 
 
 def test_staging_is_associative():
-  draft = tiny_models.gpt2()
+  draft = tiny.gpt2()
   one, two, three = (
     tiny_drafters.model(draft, Settings(rounds=rounds), name)
     for rounds, name in ((2, 'one'), (3, 'two'), (1, 'three'))
@@ -242,7 +242,7 @@ def test_how_deep_a_tree_can_grow(rounds, settings, expected):
   settings = {'max_depth': 100} | settings
   drafters = [
     tiny_drafters.model(
-      tiny_models.gpt2(), Settings(rounds=count, **settings), str(index)
+      tiny.gpt2(), Settings(rounds=count, **settings), str(index)
     )
     for index, count in enumerate(rounds)
   ]

@@ -12,8 +12,7 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny_llamas
-import tiny_modules
+import tiny
 import transformers
 
 from models.checkpoints import hub
@@ -86,7 +85,7 @@ def test_frequent_text_is_short(tokenizer):
 @pytest.mark.parametrize('with_model', [False, True])
 def test_saved_tokenizer_gives_the_same_ids(with_model, tokenizer, tmp_path):
   if with_model:
-    module = tiny_modules.make(vocab_size=len(tokenizer))
+    module = tiny.module(vocab_size=len(tokenizer))
     hub.save_pretrained(module, tmp_path, tokenizer=tokenizer)
     config = json.loads((tmp_path / 'config.json').read_text())
     assert config['eos_token_id'] == tokenizer.eos_token_id
@@ -293,7 +292,7 @@ def _pure(module):
 
 
 def test_muon_is_for_the_matrices_of_blocks_alone():
-  _, params = _pure(tiny_modules.make(tie_embeddings=False, num_layers=1))
+  _, params = _pure(tiny.module(tie_embeddings=False, num_layers=1))
   # At zero there is no weight decay to see.
   params = jax.tree.map(jnp.zeros_like, params)
   optimizer = _optimizer(10)
@@ -340,15 +339,15 @@ def test_learning_rate_rises_then_falls_to_zero():
 
 
 def _windows(seed=0):
-  return jnp.asarray(tiny_modules.tokens(length=9, seed=seed))
+  return jnp.asarray(tiny.tokens(length=9, seed=seed))
 
 
 def test_loss_is_that_of_the_next_token():
-  module = tiny_modules.make()
+  module = tiny.module()
   graph, params = _pure(module)
   windows = _windows()
   loss = jax.jit(losses.make_loss(graph, dtype=jnp.float32))(params, windows)
-  logits = tiny_modules.logits(module, np.asarray(windows)[:, :-1])
+  logits = tiny.logits(module, np.asarray(windows)[:, :-1])
   log_probs = np.asarray(jax.nn.log_softmax(logits))
   targets = np.asarray(windows)[:, 1:, None]
   expected = -np.take_along_axis(log_probs, targets, axis=-1).mean()
@@ -356,7 +355,7 @@ def test_loss_is_that_of_the_next_token():
 
 
 def test_low_precision_rounds_the_products_not_the_gradients():
-  graph, params = _pure(tiny_modules.make())
+  graph, params = _pure(tiny.module())
   exact, rounded = (
     jax.jit(jax.value_and_grad(losses.make_loss(graph, dtype=dtype)))(
       params, _windows()
@@ -369,7 +368,7 @@ def test_low_precision_rounds_the_products_not_the_gradients():
 
 
 def test_a_student_equal_to_its_teacher_has_nothing_to_learn():
-  module = tiny_modules.make()
+  module = tiny.module()
   graph, params = _pure(module)
   loss = losses.make_loss(
     graph, dtype=jnp.float32, teacher=losses.Teacher('t', module)
@@ -379,7 +378,7 @@ def test_a_student_equal_to_its_teacher_has_nothing_to_learn():
   assert largest < 1e-5
   assert value > 0.1  # The entropy of the teacher: not zero.
 
-  other = _pure(tiny_modules.make(seed=1))[1]
+  other = _pure(tiny.module(seed=1))[1]
   other_value, grads = jax.jit(jax.value_and_grad(loss))(other, _windows())
   largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(grads))
   assert largest > 1e-2
@@ -387,7 +386,7 @@ def test_a_student_equal_to_its_teacher_has_nothing_to_learn():
 
 
 def test_a_mixture_also_learns_to_use_its_experts_alike():
-  module = tiny_llamas.module('mixtral')
+  module = tiny.llama_module('mixtral')
   graph, params = _pure(module)
   windows = _windows()
   loss = lambda weight: jax.jit(
@@ -461,8 +460,8 @@ def _essence(curve):
 
 def _assert_same_run(actual, expected):
   assert _essence(actual[1]) == _essence(expected[1])
-  parameters = tiny_modules.parameters(actual[0])
-  for name, array in tiny_modules.parameters(expected[0]).items():
+  parameters = tiny.parameters(actual[0])
+  for name, array in tiny.parameters(expected[0]).items():
     np.testing.assert_array_equal(parameters[name], array, err_msg=name)
 
 
@@ -568,7 +567,7 @@ def test_windows_longer_than_the_context(tmp_path):
 
 
 def test_distilling_approaches_the_teacher(tmp_path):
-  module = tiny_modules.make(vocab_size=16, num_layers=1)
+  module = tiny.module(vocab_size=16, num_layers=1)
   teacher = losses.Teacher('t', module)
   student, curve = _train(
     tmp_path, teacher=teacher, num_steps=40, eval_every=20, learning_rate=0.02

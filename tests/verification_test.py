@@ -11,7 +11,7 @@ from list_trees import to_arrays
 from list_trees import up
 import numpy as np
 import pytest
-import tiny_models
+import tiny
 
 from specdec import KVCache
 from specdec import Sampling
@@ -96,7 +96,7 @@ def _random_nodes(rng, root, size):
       rng.integers(max(0, len(nodes) - rng.integers(1, 8)), len(nodes))
     )
     if nodes[parent].depth < MAX_DEPTH:
-      token = int(rng.integers(tiny_models.VOCAB_SIZE))
+      token = int(rng.integers(tiny.VOCAB_SIZE))
       nodes.append(child(nodes, parent, token, -1.0, 1))
   return nodes
 
@@ -108,14 +108,14 @@ def _stack(items):
 def _case(seed):
   """Texts of three lengths, and a tree below each: full, ragged, root alone."""
   rng = np.random.default_rng(seed)
-  tokens = rng.integers(tiny_models.VOCAB_SIZE, size=(3, TEXT_LENGTH))
+  tokens = rng.integers(tiny.VOCAB_SIZE, size=(3, TEXT_LENGTH))
   length = np.array([TEXT_LENGTH, 1, 7])
   sizes = (NUM_NODES, int(rng.integers(2, NUM_NODES)), 1)
   lists = [
     _random_nodes(rng, int(tokens[row, length[row] - 1]), size)
     for row, size in enumerate(sizes)
   ]
-  noise = rng.gumbel(size=(3, MAX_DEPTH + 1, tiny_models.VOCAB_SIZE))
+  noise = rng.gumbel(size=(3, MAX_DEPTH + 1, tiny.VOCAB_SIZE))
   return (
     tokens.astype(np.int32),
     length.astype(np.int32),
@@ -142,9 +142,9 @@ def _logits_of_paths(target, tokens, length, lists):
 
 
 def test_logits_in_a_tree_are_those_of_each_path_alone():
-  target = tiny_models.gpt2()
+  target = tiny.gpt2()
   sampling = check_sampling(
-    Sampling(temperature=[0.0, 1.0, 0.7]), 3, tiny_models.VOCAB_SIZE
+    Sampling(temperature=[0.0, 1.0, 0.7]), 3, tiny.VOCAB_SIZE
   )
   depths_seen = set()
   for seed in range(6):
@@ -177,10 +177,10 @@ def test_logits_in_a_tree_are_those_of_each_path_alone():
 
 def test_what_the_target_chose_is_accepted_as_far_as_it_was_guessed():
   """Trees with the target's own text in them, among other branches."""
-  target = tiny_models.gpt2()
+  target = tiny.gpt2()
   rng = np.random.default_rng(0)
   sampling = check_sampling(
-    Sampling(temperature=[0.0, 1.0, 0.7]), 3, tiny_models.VOCAB_SIZE
+    Sampling(temperature=[0.0, 1.0, 0.7]), 3, tiny.VOCAB_SIZE
   )
   tokens, length, _, noise = _case(0)
   # One token at a time, without trees.
@@ -204,12 +204,12 @@ def test_what_the_target_chose_is_accepted_as_far_as_it_was_guessed():
       new = text[row][length[row] :]
       nodes, parent = [Node(text[row][length[row] - 1])], 0
       for token in new[: guessed[row]]:
-        other = (token + 1 + int(rng.integers(40))) % tiny_models.VOCAB_SIZE
+        other = (token + 1 + int(rng.integers(40))) % tiny.VOCAB_SIZE
         nodes.append(child(nodes, parent, other, -1.0, 2))
         nodes.append(child(nodes, parent, token, -1.0, 1))
         parent = len(nodes) - 1
       # Guesses behind the last right one are wrong.
-      wrong = (new[guessed[row]] + 1) % tiny_models.VOCAB_SIZE
+      wrong = (new[guessed[row]] + 1) % tiny.VOCAB_SIZE
       nodes.append(child(nodes, parent, wrong, -1.0, 3))
       lists.append(nodes)
     tree = _stack([to_arrays(nodes, NUM_NODES) for nodes in lists])

@@ -1,4 +1,4 @@
-"""Random tiny GPT-2s with something to say, and drafts for them.
+"""Tiny models with random weights, and prompts for them.
 
 Compiling takes most of the time of these tests, so models of one shape share
 their definition, and so their programs: perfect and hopeless drafts differ in
@@ -8,12 +8,20 @@ their weights alone.
 import dataclasses
 import functools
 
+from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tiny_modules
 
+from models.checkpoints.families import family_of
 from models.nn.adapter import as_model
+from models.nn.adapter import Module
+from models.nn.gpt2 import GPT2
+from models.nn.gpt2 import GPT2Config
+from models.nn.llama import LlamaConfig
+from models.nn.mixtral import MixtralConfig
+from models.nn.rope import Llama3Scaling
+from models.nn.rope import Rope
 from specdec import LanguageModel
 from specdec import ModelSpec
 from specdec import Sampling
@@ -31,6 +39,56 @@ TABOO = VOCAB_SIZE - 1
 
 DRAFTS = ('perfect', 'similar', 'random', 'hopeless')
 
+MODULE_SHAPE = {
+  'vocab_size': 40,
+  'num_positions': 8,
+  'width': 16,
+  'num_layers': 2,
+  'num_heads': 2,
+}
+
+
+def module(*, dtype=jnp.float32, seed: int = 0, **config) -> GPT2:
+  """A GPT-2 of `MODULE_SHAPE | config`; no bias is zero, no scale one."""
+  rng = np.random.default_rng(seed)
+  shape = GPT2Config(**(MODULE_SHAPE | config))
+  # Its weights are replaced, so do not spend time on drawing them.
+  shapes = nnx.eval_shape(lambda: GPT2(shape, dtype=dtype, rngs=nnx.Rngs(0)))
+  graph, variables = nnx.split(shapes)
+
+  def draw(path, leaf):
+    noise = 0.3 * rng.standard_normal(leaf.shape)
+    is_scale = path[-1].key == 'scale'
+    return jnp.asarray(noise + is_scale, leaf.dtype)
+
+  params = jax.tree_util.tree_map_with_path(draw, nnx.to_pure_dict(variables))
+  return nnx.merge(graph, params)
+
+
+def parameters(module: GPT2) -> dict[str, np.ndarray]:
+  """Every parameter by its path."""
+  leaves, _ = jax.tree_util.tree_flatten_with_path(
+    nnx.to_pure_dict(nnx.split(module)[1])
+  )
+  return {
+    jax.tree_util.keystr(path, simple=True, separator='.'): np.asarray(leaf)
+    for path, leaf in leaves
+  }
+
+
+def tokens(batch_size: int = 2, length: int = 8, seed: int = 0) -> np.ndarray:
+  rng = np.random.default_rng(seed)
+  return rng.integers(MODULE_SHAPE['vocab_size'], size=(batch_size, length))
+
+
+def logits(module: GPT2, tokens: np.ndarray) -> np.ndarray:
+  """Those of the plain causal forward."""
+  batch_size, length = tokens.shape
+  positions = jnp.broadcast_to(jnp.arange(length)[None], tokens.shape)
+  causal = jnp.tril(jnp.ones((length, length), bool))
+  mask = jnp.broadcast_to(causal[None], (batch_size, length, length))
+  return np.asarray(module(jnp.asarray(tokens), positions, mask)[0])
+
 
 def _bias(sign: float) -> jax.Array:
   bias = np.zeros(VOCAB_SIZE, np.float32)
@@ -40,7 +98,7 @@ def _bias(sign: float) -> jax.Array:
 
 @functools.cache
 def _base(num_layers, num_heads, width, dtype, seed) -> LanguageModel:
-  module = tiny_modules.make(
+  made = module(
     dtype=dtype,
     seed=seed,
     vocab_size=VOCAB_SIZE,
@@ -52,11 +110,11 @@ def _base(num_layers, num_heads, width, dtype, seed) -> LanguageModel:
     tie_embeddings=False,
   )
   # Far from flat logits, from tokens and positions rather than from biases.
-  module.lm_head[...] *= 2
-  module.ln_f.bias[...] *= 0
-  for embedding in (module.wte.embedding, module.wpe.embedding):
+  made.lm_head[...] *= 2
+  made.ln_f.bias[...] *= 0
+  for embedding in (made.wte.embedding, made.wpe.embedding):
     embedding[...] *= 4
-  return as_model(module)
+  return as_model(made)
 
 
 @functools.cache
@@ -161,3 +219,73 @@ def new_tokens(result, prompt_lengths) -> list[list[int]]:
     row[start:end].tolist()
     for row, start, end in zip(tokens, prompt_lengths, ends, strict=True)
   ]
+
+
+_LLAMA_SHAPE = {
+  'vocab_size': VOCAB_SIZE,
+  'num_positions': MAX_POSITIONS,
+  'width': 16,
+  'num_layers': 2,
+  'num_heads': 4,
+  'num_kv_heads': 2,
+  'head_width': 8,
+  'inner_width': 24,
+}
+LLAMA_CONFIGS = {
+  'llama': LlamaConfig(
+    **_LLAMA_SHAPE,
+    qk_norm=True,
+    rope=Rope(
+      theta=1000.0,
+      scaling=Llama3Scaling(
+        factor=4.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=64,
+      ),
+    ),
+  ),
+  # One layer: every expert has a loop of its own to compile.
+  'mixtral': MixtralConfig(
+    **(_LLAMA_SHAPE | {'num_layers': 1}), num_experts=4, experts_per_token=2
+  ),
+}
+
+
+_LLAMA_SEED = 9000  # Of models that do not repeat themselves.
+
+
+def _noise(seed, leaf):
+  return np.random.default_rng(seed).standard_normal(leaf.shape)
+
+
+@functools.cache
+def llama_module(name: str, noise: float = 0.0) -> Module:
+  """A random model whose greedy text is varied.
+
+  Args:
+    name: of `LLAMA_CONFIGS`.
+    noise: every weight is changed by about this fraction of itself.
+  """
+  config = LLAMA_CONFIGS[name]
+  make = family_of(config).module
+  graph, variables = nnx.split(
+    nnx.eval_shape(lambda: make(config, rngs=nnx.Rngs(0)))
+  )
+  leaves, structure = jax.tree.flatten(nnx.to_pure_dict(variables))
+  drawn = []
+  for index, leaf in enumerate(leaves):
+    values = 0.5 * _noise(_LLAMA_SEED + index, leaf) + (leaf.ndim == 1)
+    values = values * (1 + noise * _noise(index, leaf))
+    drawn.append(jnp.asarray(values, leaf.dtype))
+  return nnx.merge(graph, jax.tree.unflatten(structure, drawn))
+
+
+def llama(name: str) -> LanguageModel:
+  """The model without noise."""
+  return as_model(llama_module(name))
+
+
+def llama_draft(name: str, noise: float = 0.05) -> LanguageModel:
+  """One that agrees with the target now and then; same definition."""
+  return as_model(llama_module(name, noise))
