@@ -3,8 +3,9 @@
 import collections
 import fractions
 import functools
-import itertools
 
+import hypothesis
+from hypothesis import strategies as st
 import jax
 import numpy as np
 import pytest
@@ -78,13 +79,18 @@ class _Reference:
     return left * lower(w) / (1 - sum(map(lower, seen)))
 
 
-def _text(length, vocab_size, seed=0, skew=3):
+def _text(vocab_size, length, seed=0, skew=3):
   """Skewed, and dependent on the last token, as text is."""
   rng = np.random.default_rng(seed)
   tokens = [0]
   for draw in rng.random(length - 1) ** skew:
     tokens.append(int(vocab_size * draw + 7 * tokens[-1]) % vocab_size)
   return tokens
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+  return tmp_path_factory.mktemp('shards')
 
 
 def _estimate(folder, texts, **arguments):
@@ -108,46 +114,77 @@ def _distribution(model, history):
   return model.distributions(length, np.array([context]))[0]
 
 
-def _all_contexts(vocab_size, order, limit=400):
-  """Known or not, of all lengths, in reading order."""
-  rng = np.random.default_rng(1)
-  for length in range(order):
-    contexts = list(itertools.product(range(vocab_size), repeat=length))
-    for index in rng.permutation(len(contexts))[:limit]:
-      yield contexts[index]
+def _texts(vocab_size):
+  repeated = st.builds(
+    lambda period, times: period * times,
+    st.lists(st.integers(0, vocab_size - 1), min_size=1, max_size=4),
+    st.integers(1, 20),
+  )
+  drawn = st.builds(
+    _text,
+    st.sampled_from(sorted({max(vocab_size - 1, 1), vocab_size})),
+    st.integers(1, 300),
+    seed=st.integers(0, 99),
+    skew=st.sampled_from([1, 3]),
+  )
+  return st.lists(repeated | drawn, min_size=1, max_size=3)
 
 
-@pytest.mark.parametrize('order', [1, 2, 3, 4, 5])
-@pytest.mark.parametrize(
-  ('vocab_size', 'length', 'min_count'),
-  [(7, 600, 1), (7, 600, 3), (40, 700, 1), (11, 4, 1)],
-)
-def test_probabilities_are_those_of_the_formulas(
-  order, vocab_size, length, min_count, tmp_path
-):
-  # The last token never occurs.
-  texts = [_text(length, vocab_size - 1), _text(9, vocab_size - 1, seed=1)]
-  sizes = {'order': order, 'vocab_size': vocab_size, 'min_count': min_count}
-  model = _estimate(tmp_path, texts, **sizes)
-  reference = _Reference(texts, **sizes)
+def _case(vocab_size):
+  return st.fixed_dictionaries(
+    {
+      'texts': _texts(vocab_size),
+      'order': st.integers(1, 5),
+      'vocab_size': st.just(vocab_size),
+      'min_count': st.integers(1, 3),
+    }
+  )
+
+
+_CASES = st.sampled_from([2, 3, 7, 12, 40]).flatmap(_case)
+
+# Long enough for every kind of discount; the last token never occurs.
+_LONG = [
+  {
+    'texts': [_text(vocab_size - 1, length), _text(vocab_size - 1, 9, seed=1)],
+    'order': 5,
+    'vocab_size': vocab_size,
+    'min_count': min_count,
+  }
+  for vocab_size, length, min_count in ((7, 600, 1), (7, 600, 3), (40, 700, 1))
+]
+
+
+def _assert_as_the_formulas_say(folder, case):
+  model, reference = _estimate(folder, **case), _Reference(**case)
   for n, discounts in enumerate(model.discounts, 1):
     assert discounts.method == reference.method(n)[0]
-  seen = [c for c in reference.following if len(c) < order]
-  others = _all_contexts(vocab_size, order, limit=50)
-  for context in itertools.chain(seen[:300], others):
+  # Known contexts, and others of all lengths.
+  contexts = [c for c in reference.following if len(c) < case['order']][:60]
+  rng = np.random.default_rng(0)
+  for length in range(case['order']):
+    others = rng.integers(case['vocab_size'], size=(6, length))
+    contexts += [tuple(context) for context in others.tolist()]
+  for context in contexts:
     found = _distribution(model, context[::-1])
-    expected = [reference.prob(context, w) for w in range(vocab_size)]
+    expected = [reference.prob(context, w) for w in range(case['vocab_size'])]
     np.testing.assert_allclose(found, expected, rtol=1e-9)
     assert abs(found.sum() - 1) < 1e-9
-    assert np.all(found > 0)
+    assert np.all(found >= 0)
 
 
-def test_the_formulas_are_tried_with_every_kind_of_discount(tmp_path):
-  model = _estimate(tmp_path, [_text(600, 6)], order=5, vocab_size=7)
-  methods = [discounts.method for discounts in model.discounts]
-  model = _estimate(tmp_path, [_text(700, 39)], order=5, vocab_size=40)
-  methods += [discounts.method for discounts in model.discounts]
-  assert set(methods) == {'good-turing', 'absolute', 'constant'}
+@hypothesis.given(case=_CASES)
+def test_probabilities_are_those_of_the_formulas(case, folder):
+  _assert_as_the_formulas_say(folder, case)
+
+
+def test_the_formulas_are_tried_with_every_kind_of_discount(folder):
+  methods = set()
+  for case in _LONG:
+    _assert_as_the_formulas_say(folder, case)
+    model = _estimate(folder, **case)
+    methods |= {discounts.method for discounts in model.discounts}
+  assert methods == {'good-turing', 'absolute', 'constant'}
 
 
 def test_good_turing_by_hand():
@@ -186,33 +223,12 @@ def test_fallback_discounts(counts, method, amount):
   np.testing.assert_allclose(discounts.apply(seen), seen - amount)
 
 
-@pytest.mark.parametrize('order', [1, 2, 3, 5])
-@pytest.mark.parametrize(
-  'text',
-  [
-    [0],
-    [0, 0, 0, 0],
-    [0, 1] * 20,
-    [0, 1, 1] * 9,
-    np.random.default_rng(0).integers(2, size=500).tolist(),
-  ],
-)
-def test_two_tokens_are_a_vocabulary(order, text, tmp_path):
-  model = _estimate(tmp_path, [text], order=order, vocab_size=2)
-  reference = _Reference([text], order=order, vocab_size=2)
-  for context in _all_contexts(2, order):
-    found = _distribution(model, context[::-1])
-    expected = [reference.prob(context, w) for w in range(2)]
-    np.testing.assert_allclose(found, expected, rtol=1e-9)
-    assert found.sum() == pytest.approx(1)
-
-
-def test_frequent_n_grams_alone_leave_something_for_the_others(tmp_path):
+def test_frequent_n_grams_alone_leave_something_for_the_others(folder):
   # Good-Turing discounts of the bigrams, none of which apply after token 0.
   rng = np.random.default_rng(0)
   others = (4 + 36 * rng.random(700) ** 3).astype(int).tolist()
   model = _estimate(
-    tmp_path, [[0, 1] * 50, others], order=2, vocab_size=41, min_count=1
+    folder, [[0, 1] * 50, others], order=2, vocab_size=41, min_count=1
   )
   assert model.discounts[1].method == 'good-turing'
   after = _distribution(model, [0])
@@ -231,47 +247,48 @@ def _table_contexts(table):
   return names
 
 
-@pytest.mark.parametrize('order', [1, 2, 3, 4, 5])
-@pytest.mark.parametrize(
-  ('vocab_size', 'k', 'min_count'), [(7, 3, 1), (30, 2, 2), (5, 8, 1)]
-)
-def test_the_table_holds_the_likeliest_of_all_tokens(
-  order, vocab_size, k, min_count, tmp_path
-):
-  model = _estimate(
-    tmp_path,
-    [_text(500, vocab_size - 1, skew=1)],
-    order=order,
-    vocab_size=vocab_size,
-    min_count=min_count,
-  )
+def _assert_likeliest(folder, case, k):
+  model = _estimate(folder, **case)
   table = jax.device_get(build_table(model, k))
   names = _table_contexts(table)
+  # Distinct, and in the order in which they are looked up.
+  assert names == sorted(set(names), key=lambda name: (len(name), name))
   assert table.num_continuations == k
-  assert table.num_contexts == len(set(names))
   assert table.num_contexts == sum(len(x.backoff) for x in model.levels)
-  for context, name in enumerate(names):
-    expected = _distribution(model, name)
+  known = min(k, case['vocab_size'])
+  for context in range(0, len(names), max(1, len(names) // 60)):
+    expected = _distribution(model, names[context])
     tokens = table.next_tokens[context]
-    log_probs = table.next_log_probs[context]
-    known = min(k, vocab_size)
-    assert len(set(tokens[:known].tolist())) == known
+    probs = np.exp(table.next_log_probs[context])
+    # As many as there are, each once; none where nothing can follow.
+    number = min(known, np.count_nonzero(expected))
+    assert len(set(tokens[:number].tolist())) == number
+    best = np.sort(expected)[::-1][:number]
+    np.testing.assert_allclose(probs[:number], best, rtol=1e-5)
     np.testing.assert_allclose(
-      np.exp(log_probs[:known]), np.sort(expected)[::-1][:known], rtol=1e-5
+      probs[:number], expected[tokens[:number]], rtol=1e-5
     )
-    np.testing.assert_allclose(
-      np.exp(log_probs[:known]), expected[tokens[:known]], rtol=1e-5
-    )
-    assert np.all(tokens[known:] == 0)
-    assert np.all(log_probs[known:] == np.float32(MISSING))
-  histories = np.full((len(names), order - 1), -1, np.int32)
+    assert np.all(tokens[number:] == 0)
+    missing = table.next_log_probs[context, number:]
+    assert np.all(missing == np.float32(MISSING))
+  return table, names
+
+
+@hypothesis.given(case=_CASES, k=st.sampled_from([1, 2, 3, 8]))
+def test_the_table_holds_the_likeliest_of_all_tokens(case, k, folder):
+  _assert_likeliest(folder, case, k)
+
+
+def test_the_contexts_of_a_table_are_found(folder):
+  table, names = _assert_likeliest(folder, _LONG[0], 3)
+  histories = np.full((len(names), 4), -1, np.int32)
   for row, name in enumerate(names):
     histories[row, : len(name)] = name
   found = find_context(table, histories)
   assert np.array_equal(found, np.arange(len(names)))
 
 
-def test_tokens_beyond_the_candidates_are_found(tmp_path, monkeypatch):
+def test_tokens_beyond_the_candidates_are_found(folder, monkeypatch):
   looked_through = []
   original = katz._from_distributions
 
@@ -280,9 +297,7 @@ def test_tokens_beyond_the_candidates_are_found(tmp_path, monkeypatch):
     return original(model, length, contexts, k)
 
   monkeypatch.setattr(katz, '_from_distributions', spy)
-  model = _estimate(
-    tmp_path, [_text(3000, 200, skew=1)], order=2, vocab_size=200
-  )
+  model = _estimate(folder, [_text(200, 3000, skew=1)], order=2, vocab_size=200)
   # Seen once, and so discounted below many that were not seen.
   level = model.levels[1]
   table = jax.device_get(build_table(model, 2))
@@ -295,11 +310,11 @@ def test_tokens_beyond_the_candidates_are_found(tmp_path, monkeypatch):
     )
 
 
-def test_parts_of_the_work_do_not_show(tmp_path, monkeypatch):
-  texts = [_text(500, 30)]
+def test_parts_of_the_work_do_not_show(folder, monkeypatch):
+  texts = [_text(30, 500)]
   sizes = {'order': 4, 'vocab_size': 31}
-  whole = build_table(_estimate(tmp_path, texts, **sizes), 3)
+  whole = build_table(_estimate(folder, texts, **sizes), 3)
   monkeypatch.setattr(katz, '_BLOCK_NGRAMS', 13)
   monkeypatch.setattr(katz, '_BLOCK_PROBS', 62)
-  parts = build_table(_estimate(tmp_path, texts, **sizes), 3)
+  parts = build_table(_estimate(folder, texts, **sizes), 3)
   jax.tree.map(np.testing.assert_array_equal, whole, parts)
