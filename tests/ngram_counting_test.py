@@ -5,6 +5,7 @@ from unittest import mock
 
 import hypothesis
 from hypothesis import strategies as st
+import ngram_texts
 import numpy as np
 import pytest
 
@@ -12,17 +13,6 @@ from specdec.ngram import counting
 from specdec.ngram.counting import count_ngrams
 
 _LARGE = 1 << 20  # More than there is in a text here.
-
-
-def _save(folder, texts):
-  shards = []
-  for number, tokens in enumerate(texts):
-    # Narrow and wide, as the shards of different sources are.
-    fits = all(0 <= token < 1 << 16 for token in tokens)
-    dtype = np.uint16 if fits and number % 2 else np.int32
-    shards.append(folder / f'{number}.npy')
-    np.save(shards[-1], np.array(tokens, dtype))
-  return shards
 
 
 def _expected(texts, order):
@@ -65,24 +55,13 @@ def _found(counts):
   return levels
 
 
-def _skewed(length, seed):
-  """Of nine tokens, few of which are most of the text."""
-  rng = np.random.default_rng(seed)
-  return (9 * rng.random(length) ** 3).astype(int).tolist()
-
-
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory):
   return tmp_path_factory.mktemp('shards')
 
 
-_TEXTS = st.lists(
-  st.builds(_skewed, st.integers(0, 90), st.integers(0, 99)), max_size=5
-)
-
-
 @hypothesis.given(
-  texts=_TEXTS.filter(any),
+  texts=ngram_texts.texts(9),
   order=st.integers(1, 5),
   vocab_size=st.sampled_from([9, 1 << 16, 1 << 18]),
   joined=st.booleans(),
@@ -95,9 +74,9 @@ def test_counts_are_those_of_a_counter(
 ):
   # The largest ids of the vocabulary.
   texts = [[vocab_size - 1 - token for token in text] for text in texts]
-  shards = _save(folder, texts)
-  if joined:  # A negative token ends a text.
-    shards = _save(folder, [[id for text in texts for id in (*text, -1)]])
+  # A negative token ends a text, as the end of a shard does.
+  one = [token for text in texts for token in (*text, -1)]
+  shards = ngram_texts.save(folder, [one] if joined else texts)
   calls = []
   with mock.patch.object(counting, '_CHUNK_TOKENS', chunk):
     counts = count_ngrams(
@@ -126,7 +105,7 @@ def test_counts_are_those_of_a_counter(
 def test_partitions_have_about_their_number_of_tokens(folder):
   calls = []
   count_ngrams(
-    _save(folder, [[*range(9)] * 10]),
+    ngram_texts.save(folder, [[*range(9)] * 10]),
     order=2,
     vocab_size=9,
     partition_tokens=20,
