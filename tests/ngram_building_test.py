@@ -25,12 +25,7 @@ from specdec.ngram.table import load_table
 
 _SCRIPT = pathlib.Path(__file__).parents[1] / 'scripts' / 'build_ngram.py'
 _TEXT = 'def add(first, second):\n  return first + second\n'
-_SETTINGS = {
-  'num_tokens': 3 * 256 * 4,
-  'length': 4,
-  'batch_size': 4,
-  'seed': 5,
-}
+_SETTINGS = {'num_tokens': 3 * 256 * 4, 'length': 4, 'batch_size': 4, 'seed': 5}
 _SAMPLES = Samples(**_SETTINGS)
 
 

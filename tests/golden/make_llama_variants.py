@@ -96,14 +96,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]] | tuple[str, dict, dict]] = {
     'mixtral',
     {'num_local_experts': 3, 'num_experts_per_tok': 3},
   ),
-  'mixture_multi_query': (
-    'mixtral',
-    {'num_key_value_heads': 1, 'head_dim': 8},
-  ),
-  'mixture_of_windows': (
-    'mixtral',
-    {'sliding_window': llama_variants.LENGTH},
-  ),
+  'mixture_multi_query': ('mixtral', {'num_key_value_heads': 1, 'head_dim': 8}),
+  'mixture_of_windows': ('mixtral', {'sliding_window': llama_variants.LENGTH}),
   'mixture_tied': ('mixtral', _TIED),
   'mixture_llama3': ('mixtral', _LLAMA3),
   'mixture_sharded': ('mixtral', {}, {'shards': 4}),
