@@ -136,7 +136,7 @@ def _check_table(model, k):
   assert names == sorted(set(names), key=lambda name: (len(name), name))
   assert table.num_continuations == k
   assert table.num_contexts == sum(len(x.backoff) for x in model.levels)
-  for context in range(0, len(names), max(1, len(names) // 60)):
+  for context in range(0, len(names), max(1, len(names) // 300)):
     expected = _distribution(model, names[context])
     tokens, log_probs = (
       table.next_tokens[context],
