@@ -384,7 +384,7 @@ MIXTURE = MixtralConfig(
   num_kv_heads=1,
   head_width=8,
   inner_width=12,
-  num_experts=4,
+  num_experts=3,
   experts_per_token=2,
 )
 SETTINGS = {
@@ -400,24 +400,11 @@ SETTINGS = {
 TOKENS = np.tile(np.arange(12, dtype=np.int32), 40)
 
 
-def _train(
-  workdir,
-  *,
-  model=MODEL,
-  tokens=TOKENS,
-  report=lambda progress: None,
-  teacher=None,
-  **changes,
-):
-  return trainer.train(
-    model,
-    TrainConfig(**(SETTINGS | changes)),
-    tokens,
-    TOKENS[5:200],
-    workdir=workdir,
-    report=report,
-    teacher=teacher,
-  )
+def _train(workdir, *, model=MODEL, tokens=TOKENS, **kw):
+  others = {'workdir': workdir, 'report': lambda progress: None}
+  others |= {name: kw.pop(name) for name in ('report', 'teacher') if name in kw}
+  config = TrainConfig(**(SETTINGS | kw))
+  return trainer.train(model, config, tokens, TOKENS[5:200], **others)
 
 
 def _assert_same_run(actual, expected):
