@@ -21,11 +21,18 @@ if 'JAX_COMPILATION_CACHE_DIR' not in os.environ:
   os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.1'
 
 import durations
+import hypothesis
 import jax
 import pytest
 
 # Silent broadcasting of a `[V]` or `[B]` array is how batches get mixed up.
 jax.config.update('jax_numpy_rank_promotion', 'raise')
+
+# The same examples every time; a busy machine may be slow.
+hypothesis.settings.register_profile(
+  'suite', derandomize=True, deadline=None, max_examples=100, database=None
+)
+hypothesis.settings.load_profile('suite')
 
 # A process may have 65,530 memory mappings, and compiled programs need many.
 _MAX_MAPPINGS = 25_000

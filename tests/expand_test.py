@@ -1,9 +1,11 @@
 """Expanded models: another shape, the same function."""
 
+import functools
 import pathlib
 import subprocess
 import sys
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -28,49 +30,49 @@ SHAPES = {
 _ROUNDING = 1e-4
 
 
+def _logits(module):
+  tokens = tiny.tokens()
+  size, length = tokens.shape
+  positions = np.broadcast_to(np.arange(length), tokens.shape)
+  mask = np.tril(np.ones((length, length), bool))[None].repeat(size, 0)
+  return jax.jit(lambda: module(jnp.asarray(tokens), positions, mask)[0])()
+
+
+@functools.cache
+def _base(shape):
+  module = tiny.module(**SHAPES[shape])
+  return module, _logits(module)
+
+
+_assert_close = functools.partial(np.testing.assert_allclose, rtol=0)
+
+
 @pytest.mark.parametrize(
   ('shape', 'factor', 'num_layers'),
   [
-    ('tied', 1, 2),
     ('tied', 1, 4),
     ('tied', 2, 2),
     ('tied', 3, 3),
-    ('tied', 4, 4),
     ('untied', 2, 4),
-    ('untied', 3, 3),
     ('inner', 3, 3),
     ('by_layer', 3, 3),
     ('unscaled', 3, 3),
   ],
 )
 def test_logits_stay_the_same(shape, factor, num_layers):
-  module = tiny.module(**SHAPES[shape])
-  tokens = tiny.tokens()
+  module, logits = _base(shape)
   expanded = expand.expand(module, width_factor=factor, num_layers=num_layers)
-  np.testing.assert_allclose(
-    tiny.logits(expanded, tokens),
-    tiny.logits(module, tokens),
-    rtol=0,
-    atol=_ROUNDING,
-  )
+  _assert_close(_logits(expanded), logits, atol=_ROUNDING)
 
 
 def test_bfloat16_weights_stay_the_same():
   # Dividing by a power of two is exact, so only the order of sums differs.
   module = tiny.module(dtype=jnp.bfloat16)
-  tokens = tiny.tokens()
   expanded = expand.expand(module, width_factor=4, num_layers=3)
-  dtypes = {
-    name: array.dtype for name, array in tiny.parameters(expanded).items()
-  }
-  assert dtypes['h.2.attn.c_attn.weight'] == jnp.bfloat16
-  assert dtypes['h.2.ln_1.scale'] == jnp.float32
-  np.testing.assert_allclose(
-    tiny.logits(expanded, tokens),
-    tiny.logits(module, tokens),
-    rtol=0,
-    atol=0.05,
-  )
+  parameters = tiny.parameters(expanded)
+  assert parameters['h.2.attn.c_attn.weight'].dtype == jnp.bfloat16
+  assert parameters['h.2.ln_1.scale'].dtype == jnp.float32
+  _assert_close(_logits(expanded), _logits(module), atol=0.05)
 
 
 @pytest.mark.parametrize(
@@ -126,65 +128,44 @@ def test_transformers_agrees(shape, tmp_path):
   pytest.importorskip('torch')
   from golden import make_gpt2_variants
 
-  module = tiny.module(**SHAPES[shape])
-  tokens = tiny.tokens()
+  module, logits = _base(shape)
   expanded = expand.expand(module, width_factor=3, num_layers=4)
   hub.save_pretrained(expanded, tmp_path)
-  np.testing.assert_allclose(
-    make_gpt2_variants.reference_logits(tmp_path, tokens),
-    tiny.logits(module, tokens),
-    rtol=0,
-    atol=_ROUNDING,
-  )
+  actual = make_gpt2_variants.reference_logits(tmp_path, tiny.tokens())
+  _assert_close(actual, logits, atol=_ROUNDING)
 
 
-def test_folder_with_tokenizer(tmp_path):
+def test_the_script_expands_a_folder_with_tokenizer(tmp_path):
+  small, large = tmp_path / 'small', tmp_path / 'large'
   module = tiny.module(vocab_size=260)
   tokenizer = train_tokenizer(['a b c d'], vocab_size=260, context=8)
-  hub.save_pretrained(module, tmp_path / 'small', tokenizer=tokenizer)
-  shape = expand.expand_pretrained(
-    str(tmp_path / 'small'),
-    tmp_path / 'large',
-    width_factor=2,
-    num_layers=3,
-    dtype=jnp.dtype('float16'),
-  )
-  loaded = hub.load_module(tmp_path / 'large')
-  assert loaded.config == shape
-  with safetensors.safe_open(
-    tmp_path / 'large' / 'model.safetensors', 'numpy'
-  ) as file:
-    name = 'transformer.wte.weight'
-    assert file.get_slice(name).get_dtype() == 'F16'
-  copied = transformers.AutoTokenizer.from_pretrained(tmp_path / 'large')
-  assert copied.get_vocab() == tokenizer.get_vocab()
-  assert copied.eos_token_id == tokenizer.eos_token_id
-  assert copied.model_max_length == 8
-  tokens = tiny.tokens()
-  np.testing.assert_allclose(
-    tiny.logits(loaded, tokens),
-    tiny.logits(module, tokens),
-    rtol=0,
-    atol=0.05,
-  )
-
-
-def test_script(tmp_path):
-  hub.save_pretrained(tiny.module(), tmp_path / 'small')
+  hub.save_pretrained(module, small, tokenizer=tokenizer)
   script = pathlib.Path(__file__).parents[1] / 'scripts' / 'expand_model.py'
+  flags = [f'--model={small}', f'--output={large}', '--dtype=float16']
   result = subprocess.run(
-    [
-      sys.executable,
-      script,
-      f'--model={tmp_path / "small"}',
-      f'--output={tmp_path / "large"}',
-      '--width_factor=2',
-      '--layers=3',
-    ],
+    [sys.executable, script, *flags, '--width_factor=2', '--layers=3'],
     capture_output=True,
     text=True,
     check=False,
   )
   assert result.returncode == 0, result.stderr
-  config = hub.load_module(tmp_path / 'large').config
-  assert (config.width, config.num_layers) == (32, 3)
+  loaded = hub.load_module(large)
+  assert str(loaded.config) in result.stdout
+  assert (loaded.config.width, loaded.config.num_layers) == (32, 3)
+  with safetensors.safe_open(large / 'model.safetensors', 'numpy') as file:
+    stored = file.get_slice('transformer.wte.weight').get_dtype()
+  assert stored == 'F16'
+  copied = transformers.AutoTokenizer.from_pretrained(large)
+  assert copied.get_vocab() == tokenizer.get_vocab()
+  assert copied.eos_token_id == tokenizer.eos_token_id
+  assert copied.model_max_length == 8
+  _assert_close(_logits(loaded), _logits(module), atol=0.05)
+
+
+def test_a_folder_without_tokenizer(tmp_path):
+  hub.save_pretrained(tiny.module(num_layers=1), tmp_path / 'small')
+  shape = expand.expand_pretrained(
+    tmp_path / 'small', tmp_path / 'large', width_factor=2, num_layers=1
+  )
+  assert hub.config_of(tmp_path / 'large') == shape
+  assert not hub.has_tokenizer(tmp_path / 'large')

@@ -1,5 +1,6 @@
 """Hugging Face folders: what is read, what is written, what is refused."""
 
+import functools
 import json
 import pathlib
 import shutil
@@ -7,10 +8,10 @@ import shutil
 import huggingface_hub
 import jax
 import jax.numpy as jnp
+import llama_variants
 import numpy as np
 import pytest
 import safetensors
-from safetensors import numpy as safetensors_numpy
 import tiny
 
 from models.checkpoints import hub
@@ -20,29 +21,7 @@ from specdec.cache import causal_mask
 # Remade with tests/golden/make_gpt2_variants.py.
 GOLDEN = pathlib.Path(__file__).parent / 'golden' / 'gpt2_variants'
 
-VARIANTS = (
-  'bare',
-  'bfloat16',
-  'buffers',
-  'default_inner',
-  'epsilon',
-  'float16',
-  'gelu',
-  'quick_gelu',
-  'relu',
-  'reordered',
-  'scaled_by_layer',
-  'sharded',
-  'sharded_float16',
-  'short_context',
-  'silu',
-  'tanh',
-  'tied',
-  'unscaled',
-  'unscaled_but_by_layer',
-  'untied',
-  'untied_buffers',
-)
+VARIANTS = sorted(path.name for path in GOLDEN.iterdir())
 
 WEIGHTS = 'model.safetensors'
 INDEX = 'model.safetensors.index.json'
@@ -56,6 +35,10 @@ def test_logits_are_those_stored_by_transformers(variant):
   np.testing.assert_allclose(logits, reference['logits'], rtol=0, atol=1e-5)
 
 
+def test_there_are_enough_variants():
+  assert len(VARIANTS) == 21
+
+
 @pytest.fixture(scope='module')
 def reference():
   pytest.importorskip('torch')
@@ -66,7 +49,6 @@ def reference():
 
 def test_logits_are_those_of_the_installed_transformers(reference, tmp_path):
   variants = reference.VARIANTS | reference.MORE_ACTIVATIONS
-  assert set(variants) >= set(VARIANTS)
   for seed, (name, variant) in enumerate(variants.items(), 1000):
     reference.write_checkpoint(variant, tmp_path / name, seed=seed)
     length = variant.config.get('n_positions', 8)
@@ -177,18 +159,19 @@ def test_in_bfloat16_norms_stay_float32():
 # What is refused.
 
 
+def _copy(name, tmp_path):
+  """A good checkpoint, to be broken."""
+  return pathlib.Path(shutil.copytree(GOLDEN / name, tmp_path / 'model'))
+
+
 @pytest.fixture
 def folder(tmp_path):
-  """A good checkpoint, to be broken."""
-  copy = tmp_path / 'model'
-  shutil.copytree(GOLDEN / 'tied', copy)
-  return copy
+  return _copy('tied', tmp_path)
 
 
-def _edit_tensors(folder, edit):
-  tensors = safetensors_numpy.load_file(folder / WEIGHTS)
-  edit(tensors)
-  safetensors_numpy.save_file(tensors, folder / WEIGHTS)
+@pytest.fixture
+def sharded(tmp_path):
+  return _copy('sharded', tmp_path)
 
 
 def _edit_config(folder, **changes):
@@ -197,54 +180,47 @@ def _edit_config(folder, **changes):
 
 
 C_FC = 'transformer.h.1.mlp.c_fc'
+WTE = 'transformer.wte.weight'
 
-BAD_TENSORS = {
-  'missing': (
-    lambda tensors: tensors.pop(f'{C_FC}.bias'),
+BAD_TENSORS = [
+  (
+    f'{C_FC}.bias',
+    None,
     r'lacks 1 tensors, the first is h\.1\.mlp\.c_fc\.bias',
   ),
-  'left over': (
-    lambda tensors: tensors.update(
-      {'transformer.h.2.ln_1.bias': tensors['transformer.h.1.ln_1.bias']}
-    ),
+  (
+    'transformer.h.2.ln_1.bias',
+    lambda _: np.ones(16, np.float32),
     r'transformer\.h\.2\.ln_1\.bias is not part of a GPT-2',
   ),
-  'transposed': (
-    lambda tensors: tensors.update(
-      {f'{C_FC}.weight': tensors[f'{C_FC}.weight'].T.copy()}
-    ),
+  (
+    f'{C_FC}.weight',
+    lambda tensors: tensors[f'{C_FC}.weight'].T.copy(),
     r'h\.1\.mlp\.c_fc\.weight has shape \(24, 16\), expected \(16, 24\)',
   ),
-  'integers': (
-    lambda tensors: tensors.update(
-      {f'{C_FC}.weight': tensors[f'{C_FC}.weight'].astype(np.int8)}
-    ),
+  (
+    f'{C_FC}.weight',
+    lambda tensors: tensors[f'{C_FC}.weight'].astype(np.int8),
     r'h\.1\.mlp\.c_fc\.weight has dtype I8, expected one of',
   ),
-  'another head': (
-    lambda tensors: tensors.update(
-      {'lm_head.weight': tensors['transformer.wte.weight'] + 1}
-    ),
+  (
+    'lm_head.weight',
+    lambda tensors: tensors[WTE] + 1,
     r'tensors lm_head\.weight and transformer\.wte\.weight should be equal',
   ),
-}
+]
 
 
-@pytest.mark.parametrize('name', BAD_TENSORS)
-def test_bad_tensor(name, folder):
-  edit, message = BAD_TENSORS[name]
-  _edit_tensors(folder, edit)
+@pytest.mark.parametrize(('name', 'edit', 'message'), BAD_TENSORS)
+def test_bad_tensor(name, edit, message, folder):
+  llama_variants.edit_tensors(folder, {name: edit})
   with pytest.raises(ValueError, match=message):
     hub.load_module(folder)
 
 
 def test_a_tied_head_may_be_stored_twice(folder):
-  _edit_tensors(
-    folder,
-    lambda tensors: tensors.update(
-      {'lm_head.weight': tensors['transformer.wte.weight'].copy()}
-    ),
-  )
+  head = {'lm_head.weight': lambda tensors: tensors[WTE].copy()}
+  llama_variants.edit_tensors(folder, head)
   hub.load_module(folder)
 
 
@@ -279,28 +255,18 @@ def test_config_that_is_no_json_object(text, folder):
     hub.load_module(folder)
 
 
-def test_no_config(folder):
-  (folder / 'config.json').unlink()
-  with pytest.raises(ValueError, match=r'has no config\.json'):
-    hub.load_module(folder)
-
-
-def test_missing_shard(tmp_path):
-  folder = tmp_path / 'model'
-  shutil.copytree(GOLDEN / 'sharded', folder)
-  shard = sorted(folder.glob('*.safetensors'))[1]
+def test_missing_shard(sharded):
+  shard = sorted(sharded.glob('*.safetensors'))[1]
   shard.unlink()
   with pytest.raises(ValueError, match=f'lacks the shards .*{shard.name}'):
-    hub.load_module(folder)
+    hub.load_module(sharded)
 
 
 @pytest.mark.parametrize('text', ['{', '{}', '[]', '{"weight_map": null}'])
-def test_bad_index_of_shards(text, tmp_path):
-  folder = tmp_path / 'model'
-  shutil.copytree(GOLDEN / 'sharded', folder)
-  (folder / INDEX).write_text(text)
+def test_bad_index_of_shards(text, sharded):
+  (sharded / INDEX).write_text(text)
   with pytest.raises(ValueError, match=f'{INDEX} is not an index of shards'):
-    hub.load_module(folder)
+    hub.load_module(sharded)
 
 
 @pytest.mark.parametrize('size', [0, 4, 100, -1])
@@ -322,9 +288,12 @@ def test_pickled_weights_are_not_read_but_can_be_converted(folder):
   assert '.save_pretrained(' in str(caught.value)
 
 
-def test_no_weights(folder):
+def test_what_is_missing(folder):
   (folder / WEIGHTS).unlink()
   with pytest.raises(ValueError, match=f'has no {WEIGHTS} and no {INDEX}'):
+    hub.load_module(folder)
+  (folder / 'config.json').unlink()
+  with pytest.raises(ValueError, match=r'has no config\.json'):
     hub.load_module(folder)
 
 
@@ -357,57 +326,54 @@ def test_revision_of_a_folder(folder):
 # The forward itself.
 
 
-@pytest.mark.parametrize(
-  ('dtype', 'tolerance'), [('float32', 1e-5), ('bfloat16', 0.05)]
-)
-def test_logits_do_not_depend_on_how_the_cache_was_filled(dtype, tolerance):
-  module = tiny.module(dtype=dtype, scale_attention_by_layer=True)
+MODELS = {
+  'float32': lambda: tiny.module(scale_attention_by_layer=True),
+  'bfloat16': lambda: tiny.module(dtype='bfloat16'),
+  'llama': lambda: tiny.llama_module('llama'),
+  'mixtral': lambda: tiny.llama_module('mixtral'),
+}
+
+
+@pytest.mark.parametrize('name', MODELS)
+def test_logits_do_not_depend_on_how_the_cache_was_filled(name):
+  module = MODELS[name]()
   model = as_model(module)
   tokens = tiny.tokens()
-  expected = tiny.logits(module, tokens)
   batch_size, length = tokens.shape
   num_slots = length + 3
   positions = np.broadcast_to(np.arange(length), tokens.shape)
-  apply = jax.jit(model.spec.apply)
-
   start = np.zeros(batch_size, np.int32)
-  at_once, _ = apply(
-    model.params,
-    tokens,
-    positions,
-    causal_mask(start, length, num_slots),
-    model.spec.init_cache(batch_size, num_slots),
+  same = functools.partial(
+    np.testing.assert_allclose,
+    rtol=0,
+    atol=0.05 if name == 'bfloat16' else 1e-5,
   )
-  np.testing.assert_allclose(at_once, expected, rtol=0, atol=tolerance)
 
+  @jax.jit
+  def without_a_cache():
+    mask = causal_mask(start, length, length)
+    return module(tokens, positions, mask)[0]
+
+  expected = without_a_cache()
+  apply = jax.jit(model.spec.apply)
   cache = model.spec.init_cache(batch_size, num_slots)
+  mask = causal_mask(start, length, num_slots)
+  same(apply(model.params, tokens, positions, mask, cache)[0], expected)
   for position in range(length):
     now = slice(position, position + 1)
+    mask = causal_mask(cache.length, 1, num_slots)
     logits, cache = apply(
-      model.params,
-      tokens[:, now],
-      positions[:, now],
-      causal_mask(cache.length, 1, num_slots),
-      cache,
+      model.params, tokens[:, now], positions[:, now], mask, cache
     )
     cache = cache.replace(length=cache.length + 1)
-    np.testing.assert_allclose(
-      logits, expected[:, now], rtol=0, atol=tolerance, err_msg=f'{position=}'
-    )
+    same(logits, expected[:, now], err_msg=f'{position=}')
 
 
-def test_positions_beyond_the_context_are_finite():
-  module = tiny.module()
-  tokens = tiny.tokens()
-  mask = np.ones((2, 8, 8), bool)
-  positions = np.broadcast_to(np.arange(8) + 5, tokens.shape)
-  logits, _ = module(jnp.asarray(tokens), jnp.asarray(positions), mask)
-  assert np.all(np.isfinite(logits))
-
-
-def test_a_token_that_sees_nothing_is_finite():
+def test_positions_beyond_the_context_and_tokens_that_see_nothing_are_finite():
   module = tiny.module()
   tokens = jnp.asarray(tiny.tokens())
-  mask = np.zeros((2, 8, 8), bool)
-  logits, _ = module(tokens, jnp.zeros_like(tokens), mask)
-  assert np.all(np.isfinite(logits))
+  beyond = np.broadcast_to(np.arange(8) + 5, tokens.shape)
+  for sees, positions in ((True, beyond), (False, 0 * beyond)):
+    mask = np.full((2, 8, 8), sees)
+    logits, _ = module(tokens, jnp.asarray(positions), mask)
+    assert np.all(np.isfinite(logits))

@@ -1,15 +1,13 @@
 """Eight-bit weights: exact products, bounded rounding, and whole models."""
 
-from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 
 import models
 from models.checkpoints import hub
-from models.nn.gpt2 import GPT2
-from models.nn.gpt2 import GPT2Config
 from models.nn.matmul import int8_matmul
 from models.nn.matmul import Int8Matrix
 from models.nn.matmul import matmul
@@ -67,9 +65,9 @@ def test_a_row_does_not_depend_on_those_beside_it(rows):
 def test_a_row_that_is_not_finite_stays_so_and_alone():
   weight = quantize(_matrix(4, 8))
   x = jnp.asarray(_matrix(3, 8)).at[1, 2].set(jnp.nan)
-  result = int8_matmul(x, weight)
+  result = np.asarray(int8_matmul(x, weight))
   assert np.isnan(result[1]).all()
-  assert np.isfinite(result[jnp.array([0, 2])]).all()
+  assert np.isfinite(result[[0, 2]]).all()
   x = x.at[1, 2].set(jnp.inf)
   assert not np.isfinite(int8_matmul(x, weight)[1]).any()
 
@@ -107,18 +105,20 @@ def test_a_quantised_model_says_nearly_what_the_float_one_does(demo):
   exact = models.load('demo', None, method='plain')
   text = 'def read(path):\n  """Reads a file."""\n  with open(path) as file:\n'
   ids = jnp.array([demo.pair.encode(text)])
-  positions = jnp.arange(ids.shape[1])[None]
-  mask = jnp.tril(jnp.ones((1, ids.shape[1], ids.shape[1]), bool))
+  positions = np.arange(ids.shape[1])[None]
+  mask = np.tril(np.ones((1, ids.shape[1], ids.shape[1]), bool))
 
-  def log_probs(generator):
-    model = generator.pair.target
+  def log_probs(model):
     cache = model.spec.init_cache(1, ids.shape[1])
     logits, _ = model.apply(ids, positions, mask, cache)
     return jax.nn.log_softmax(logits)
 
-  ours, theirs = log_probs(demo), log_probs(exact)
-  divergence = jnp.sum(jnp.exp(theirs) * (theirs - ours), axis=-1)
-  assert 0 < jnp.mean(divergence) < 0.02
+  @jax.jit
+  def divergence(ours, theirs):
+    ours, theirs = log_probs(ours), log_probs(theirs)
+    return jnp.mean(jnp.sum(jnp.exp(theirs) * (theirs - ours), axis=-1))
+
+  assert 0 < divergence(demo.pair.target, exact.pair.target) < 0.02
 
 
 def test_target_and_draft_are_quantised_independently():
@@ -130,10 +130,8 @@ def test_target_and_draft_are_quantised_independently():
 
 
 def test_eight_bits_are_not_saved(tmp_path):
-  folder = tmp_path / 'model'
-  config = GPT2Config(
-    vocab_size=8, num_positions=4, width=4, num_layers=1, num_heads=1
-  )
-  hub.save_pretrained(GPT2(config, rngs=nnx.Rngs(0)), folder)
+  hub.save_pretrained(tiny.module(num_layers=1), tmp_path / 'a')
   with pytest.raises(ValueError, match='dtype=int8 cannot be saved'):
-    hub.save_pretrained(hub.load_module(folder, dtype='int8'), tmp_path / 'b')
+    hub.save_pretrained(
+      hub.load_module(tmp_path / 'a', dtype='int8'), tmp_path / 'b'
+    )

@@ -5,7 +5,6 @@ import json
 
 import jax
 import jax.numpy as jnp
-import llama_reference
 import llama_variants
 import numpy as np
 import pytest
@@ -20,20 +19,12 @@ from models.nn.adapter import as_model
 from models.nn.matmul import Int8Matrix
 from specdec.cache import causal_mask
 
-WEIGHTS = 'model.safetensors'
-
-
-@pytest.fixture(scope='module', params=llama_variants.VARIANTS)
-def folder(request, tmp_path_factory):
-  """Of a checkpoint of each kind."""
-  folder = tmp_path_factory.mktemp('variant') / request.param
-  llama_variants.write(llama_variants.VARIANTS[request.param], folder)
-  return folder
+_VARIANTS = llama_variants.VARIANTS
 
 
 def _write(tmp_path, name):
   folder = tmp_path / name
-  llama_variants.write(llama_variants.VARIANTS[name], folder)
+  llama_variants.write(_VARIANTS[name], folder)
   return folder
 
 
@@ -47,11 +38,15 @@ def _cached_logits(model, tokens):
   return model.apply(tokens, positions, mask, cache)[0]
 
 
-@functools.cache
 def _logits(folder, dtype='float32'):
   module = hub.load_module(folder, dtype=dtype)
   tokens = jnp.asarray(llama_variants.tokens())
   return np.asarray(_cached_logits(as_model(module), tokens))
+
+
+@functools.cache
+def _stored_logits():
+  return np.load(llama_variants.RESULTS)
 
 
 def _assert_same(actual, expected):
@@ -59,80 +54,54 @@ def _assert_same(actual, expected):
   np.testing.assert_array_equal(actual.argmax(-1), expected.argmax(-1))
 
 
-def _transformers_logits(folder):
-  torch = pytest.importorskip('torch')
-  import transformers
+@pytest.fixture(scope='module')
+def reference():
+  pytest.importorskip('torch')
+  from golden import make_llama_variants
 
-  model = transformers.AutoModelForCausalLM.from_pretrained(
-    folder, dtype=torch.float32, attn_implementation='eager'
-  )
-  with torch.no_grad():
-    tokens = torch.from_numpy(llama_variants.tokens())
-    return model.eval()(tokens).logits.numpy()
+  return make_llama_variants
 
 
-def test_logits_are_those_of_the_slow_reference(folder):
-  logits = _logits(folder)
-  expected = llama_reference.Reference(folder).logits(llama_variants.tokens())
-  _assert_same(logits, expected)
-  assert len(np.unique(logits.argmax(-1))) > 3, 'not a trivial text'
-
-
-def test_logits_are_those_of_transformers(folder):
-  _assert_same(_logits(folder), _transformers_logits(folder))
-
-
-def test_saving_and_loading_changes_no_bit(folder, tmp_path):
+@pytest.mark.parametrize('name', _VARIANTS)
+def test_logits_and_tensors_are_those_of_transformers(name, tmp_path):
+  folder, saved = _write(tmp_path, name), tmp_path / 'saved'
+  _assert_same(_logits(folder), _stored_logits()[name])
   module = hub.load_module(folder)
-  hub.save_pretrained(module, tmp_path)
-  loaded = hub.load_module(tmp_path)
-  assert loaded.config == module.config
-  expected = tiny.parameters(module)
-  actual = tiny.parameters(loaded)
-  assert actual.keys() == expected.keys()
-  for name, array in expected.items():
-    np.testing.assert_array_equal(actual[name], array, err_msg=name)
+  hub.save_pretrained(module, saved)
+  assert hub.load_module(saved).config == module.config
+  tensors = safetensors_numpy.load_file(saved / 'model.safetensors')
+  with_prefix = lambda name: (
+    name if name.startswith(('model.', 'lm_head.')) else f'model.{name}'
+  )
+  expected = {with_prefix(name) for name in _VARIANTS[name]['tensors']}
+  assert tensors.keys() == expected
+  stored = {
+    with_prefix(name): array
+    for file in folder.glob('*.safetensors')
+    for name, array in safetensors_numpy.load_file(file).items()
+  }
+  for name, array in stored.items():
+    np.testing.assert_array_equal(tensors[name], array.astype(np.float32), name)
 
 
 # One of each model_type that is written, and a scaling.
 @pytest.mark.parametrize(
   'name', ['yarn_in_full', 'biases', 'qwen3_biases', 'mixtral', 'qwen3_moe']
 )
-def test_transformers_loads_what_is_saved(name, tmp_path):
-  folder = _write(tmp_path, name)
-  tmp_path = tmp_path / 'saved'
-  hub.save_pretrained(hub.load_module(folder), tmp_path)
-  _assert_same(_transformers_logits(tmp_path), _logits(folder))
+def test_transformers_loads_what_is_saved(name, reference, tmp_path):
+  saved = tmp_path / 'saved'
+  hub.save_pretrained(hub.load_module(_write(tmp_path, name)), saved)
+  _assert_same(reference.reference_logits(saved), _stored_logits()[name])
 
 
 def test_every_family_has_enough_variants():
-  assert len(llama_variants.LLAMAS) >= 8
-  assert len(llama_variants.MIXTURES) >= 8
+  kinds = [variant['config']['model_type'] for variant in _VARIANTS.values()]
+  mixtures = [kind for kind in kinds if kind in ('mixtral', 'qwen3_moe')]
+  assert (len(kinds) - len(mixtures), len(mixtures)) == (17, 11)
+  assert len(set(kinds)) == 6
 
 
 # Details of the forward.
-
-
-@pytest.mark.parametrize('name', ['qwen3', 'mixtral'])
-def test_logits_do_not_depend_on_how_the_cache_was_filled(name, tmp_path):
-  folder = _write(tmp_path, name)
-  expected = _logits(folder)
-  model = as_model(hub.load_module(folder))
-  tokens = llama_variants.tokens()
-  batch_size, length = tokens.shape
-  cache = model.spec.init_cache(batch_size, length)
-  apply = jax.jit(model.spec.apply)
-  for position in range(length):
-    now = slice(position, position + 1)
-    logits, cache = apply(
-      model.params,
-      tokens[:, now],
-      np.full((batch_size, 1), position),
-      causal_mask(cache.length, 1, length),
-      cache,
-    )
-    cache = cache.replace(length=cache.length + 1)
-    _assert_same(np.asarray(logits), expected[:, now])
 
 
 def test_the_cache_has_key_and_value_heads_only(tmp_path):
@@ -170,7 +139,7 @@ def test_bfloat16_is_near_and_norms_stay_float32(name, tmp_path):
   module = hub.load_module(folder, dtype=jnp.bfloat16)
   for path, array in tiny.parameters(module).items():
     assert (array.dtype == jnp.float32) == ('norm' in path), path
-  error = np.abs(_logits(folder, 'bfloat16') - _logits(folder))
+  error = np.abs(_logits(folder, 'bfloat16') - _stored_logits()[name])
   assert 0 < np.median(error) < 0.1
 
 
@@ -185,134 +154,106 @@ def test_eight_bits(name, tmp_path):
     is_router = path[-2].key == 'gate' if len(path) > 1 else False
     is_matrix = len(leaf.shape) == 2 and not is_router
     assert isinstance(leaf, Int8Matrix) == is_matrix, path
-  error = np.abs(_logits(folder, 'int8') - _logits(folder))
+  error = np.abs(_logits(folder, 'int8') - _stored_logits()[name])
   assert 0 < np.median(error) < 0.2
 
 
 # What is refused.
 
-
-def _edit_tensors(folder, edit):
-  tensors = safetensors_numpy.load_file(folder / WEIGHTS)
-  edit(tensors)
-  safetensors_numpy.save_file(tensors, folder / WEIGHTS)
-
-
 _EXPERT = 'model.layers.1.block_sparse_moe.experts.2'
 
-BAD_TENSORS = {
-  'missing': (
-    lambda tensors: tensors.pop(f'{_EXPERT}.w2.weight'),
+BAD_TENSORS = [
+  (
+    f'{_EXPERT}.w2.weight',
+    None,
     r'lacks 1 tensors, the first is layers\.1\.mlp\.experts\.2\.down_proj\.wei',
   ),
-  'left over': (
-    lambda tensors: tensors.update(
-      {
-        'model.layers.1.block_sparse_moe.experts.4.w1.weight': (
-          tensors[f'{_EXPERT}.w1.weight']
-        )
-      }
-    ),
+  (
+    'model.layers.1.block_sparse_moe.experts.4.w1.weight',
+    lambda tensors: tensors[f'{_EXPERT}.w1.weight'].copy(),
     r'experts\.4\.w1\.weight is not part of a Mixtral',
   ),
-  'a bias': (
-    lambda tensors: tensors.update(
-      {'model.layers.0.self_attn.q_proj.bias': np.zeros(16, np.float32)}
-    ),
+  (
+    'model.layers.0.self_attn.q_proj.bias',
+    lambda _: np.zeros(16, np.float32),
     r'q_proj\.bias is not part of a Mixtral',
   ),
-  'misshapen': (
-    lambda tensors: tensors.update(
-      {f'{_EXPERT}.w2.weight': tensors[f'{_EXPERT}.w1.weight']}
-    ),
+  (
+    f'{_EXPERT}.w2.weight',
+    lambda tensors: tensors[f'{_EXPERT}.w1.weight'].copy(),
     r'experts\.2\.w2\.weight has shape \(24, 16\), expected \(16, 24\)',
   ),
-  'eight bits': (
-    lambda tensors: tensors.update(
-      {f'{_EXPERT}.w1.weight': tensors[f'{_EXPERT}.w1.weight'].astype(np.int8)}
-    ),
+  (
+    f'{_EXPERT}.w1.weight',
+    lambda tensors: tensors[f'{_EXPERT}.w1.weight'].astype(np.int8),
     r'experts\.2\.w1\.weight has dtype I8, expected one of',
   ),
-}
+]
 
 
-@pytest.mark.parametrize('name', BAD_TENSORS)
-def test_bad_tensor(name, tmp_path):
+@pytest.mark.parametrize(('name', 'edit', 'message'), BAD_TENSORS)
+def test_bad_tensor(name, edit, message, tmp_path):
   folder = _write(tmp_path, 'mixtral')
-  edit, message = BAD_TENSORS[name]
-  _edit_tensors(folder, edit)
+  llama_variants.edit_tensors(folder, {name: edit})
   with pytest.raises(ValueError, match=message):
     hub.load_module(folder)
 
 
 def test_old_buffers_and_a_head_stored_twice_are_fine(tmp_path):
   folder = _write(tmp_path, 'tied')
-  expected = _logits(folder)
+  expected = tiny.parameters(hub.load_module(folder))
+  embedding = lambda tensors: tensors['model.embed_tokens.weight'].copy()
   frequencies = 'model.layers.0.self_attn.rotary_emb.inv_freq'
-  _edit_tensors(
-    folder,
-    lambda tensors: tensors.update(
-      {
-        frequencies: np.ones(2, np.float32),
-        'lm_head.weight': tensors['model.embed_tokens.weight'].copy(),
-      }
-    ),
-  )
-  again = _logits.__wrapped__(folder)
-  np.testing.assert_array_equal(again, expected)
-  _edit_tensors(
-    folder,
-    lambda tensors: tensors.update(
-      {'lm_head.weight': tensors['lm_head.weight'] + 1}
-    ),
-  )
+  edits = {frequencies: lambda _: np.ones(2, np.float32)}
+  llama_variants.edit_tensors(folder, edits | {'lm_head.weight': embedding})
+  again = tiny.parameters(hub.load_module(folder))
+  assert again.keys() == expected.keys()
+  for name, array in expected.items():
+    np.testing.assert_array_equal(again[name], array, name)
+  other = {'lm_head.weight': lambda tensors: tensors['lm_head.weight'] + 1}
+  llama_variants.edit_tensors(folder, other)
   with pytest.raises(ValueError, match='should be equal but differ'):
     hub.load_module(folder)
 
 
-_SCALED = {'rope_theta': 10.0, 'factor': 2.0}
+_NO = 'is not supported'
+
+
+def _rope(kind, **values):
+  return {'rope_parameters': {'rope_theta': 10.0, 'rope_type': kind} | values}
+
+
 BAD_CONFIGS = [
   (
     'llama',
-    {'rope_parameters': _SCALED | {'rope_type': 'dynamic'}},
-    r"rope_type='dynamic' is not supported; choose from \['default', 'linear'",
+    _rope('dynamic', factor=2.0),
+    rf"rope_type='dynamic' {_NO}; choose from \['default', 'linear'",
   ),
   (
     'llama',
     {'rope_scaling': {'type': 'dynamic', 'factor': 2.0}},
-    "rope_type='dynamic' is not supported",
+    f"rope_type='dynamic' {_NO}",
   ),
   (
     'qwen2',
-    {
-      'rope_parameters': _SCALED
-      | {
-        'rope_type': 'yarn',
-        'mscale': 1.0,
-        'original_max_position_embeddings': 32,
-      }
-    },
+    _rope('yarn', factor=2.0, mscale=1.0, original_max_position_embeddings=32),
     "mscale is not supported with rope_type='yarn'",
   ),
+  ('llama', _rope('linear'), 'factor'),
   (
     'llama',
-    {'rope_parameters': {'rope_type': 'linear', 'rope_theta': 10.0}},
-    'factor',
-  ),
-  (
-    'llama',
-    {'rope_parameters': _SCALED | {'rope_type': 'linear', 'factor': -1.0}},
+    _rope('linear', factor=-1.0),
     r'factor must be a positive number, got -1\.0',
   ),
   (
     'llama',
-    {'rope_parameters': {'rope_type': 'default', 'rope_theta': 0.5}},
+    _rope('default', rope_theta=0.5),
     r'rope_theta must be above 1, got 0\.5',
   ),
   (
     'llama',
     {'partial_rotary_factor': 0.5},
-    r'partial_rotary_factor=0\.5 is not supported',
+    rf'partial_rotary_factor=0\.5 {_NO}',
   ),
   ('llama', {'hidden_act': 'prelu'}, "hidden_act='prelu' is not known; choose"),
   (
@@ -323,11 +264,11 @@ BAD_CONFIGS = [
   ('llama', {'num_attention_heads': 0}, 'num_attention_heads must be positive'),
   ('llama', {'num_hidden_layers': 0}, 'num_layers must be positive, got 0'),
   ('llama', {'hidden_size': 'wide'}, 'hidden_size'),
-  ('llama', {'auto_map': {'AutoModel': 'code.M'}}, 'auto_map=.* is not suppor'),
+  ('llama', {'auto_map': {'AutoModel': 'code.M'}}, f'auto_map=.* {_NO}'),
   (
     'llama',
     {'quantization_config': {'quant_method': 'awq'}},
-    'quantization_config=.*awq.* is not supported',
+    f'quantization_config=.*awq.* {_NO}',
   ),
   ('gemma2', {}, "model_type 'gemma2' is not known; choose from"),
   (
@@ -343,13 +284,20 @@ BAD_CONFIGS = [
 ]
 
 
+# Variants whose config.json has the plain keys of a model_type.
+_OF_TYPE = {'llama': 'tied', 'gemma2': 'tied'}
+
+
+def _config(tmp_path, kind, **changes):
+  config = _VARIANTS[_OF_TYPE.get(kind, kind)]['config'] | {'model_type': kind}
+  (tmp_path / 'config.json').write_text(json.dumps(config | changes))
+  return hub.config_of(str(tmp_path))
+
+
 @pytest.mark.parametrize(('kind', 'changes', 'message'), BAD_CONFIGS)
 def test_bad_config(kind, changes, message, tmp_path):
-  config = llama_variants.config_of(llama_variants.Variant(kind, changes))
-  path = tmp_path / 'config.json'
-  path.write_text(json.dumps(config))
   with pytest.raises(ValueError, match=r'config\.json(.|\n)*' + message):
-    hub.config_of(str(tmp_path))
+    _config(tmp_path, kind, **changes)
 
 
 @pytest.mark.parametrize(
@@ -359,25 +307,16 @@ def test_bad_config(kind, changes, message, tmp_path):
     ('mistral', {'sliding_window': 100}, 64),
     ('mistral', {'sliding_window': None}, 64),
     ('mixtral', {'sliding_window': 8}, 8),
-    ('qwen2', {'sliding_window': 8, 'use_sliding_window': False}, 64),
-    (
-      'qwen2',
-      {'sliding_window': 8, 'use_sliding_window': True, 'max_window_layers': 1},
-      8,
-    ),
-    (
-      'qwen2',
-      {'sliding_window': 8, 'use_sliding_window': True, 'max_window_layers': 2},
-      64,
-    ),
+    ('qwen2', {'use_sliding_window': False}, 64),
+    ('qwen2', {'use_sliding_window': True, 'max_window_layers': 1}, 8),
+    ('qwen2', {'use_sliding_window': True, 'max_window_layers': 2}, 64),
   ],
 )
 def test_the_context_ends_where_a_window_would_slide(
   kind, changes, context, tmp_path
 ):
-  config = llama_variants.config_of(llama_variants.Variant(kind, changes, 2))
-  (tmp_path / 'config.json').write_text(json.dumps(config))
-  assert hub.config_of(str(tmp_path)).num_positions == context
+  changes = {'sliding_window': 8, 'num_hidden_layers': 2} | changes
+  assert _config(tmp_path, kind, **changes).num_positions == context
 
 
 def test_a_shape_that_transformers_has_not_is_not_saved(tmp_path):

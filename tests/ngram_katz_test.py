@@ -3,9 +3,13 @@
 import collections
 import fractions
 import functools
-import itertools
+from unittest import mock
 
+import hypothesis
+from hypothesis import strategies as st
 import jax
+import ngram_texts
+from ngram_texts import text
 import numpy as np
 import pytest
 
@@ -78,20 +82,13 @@ class _Reference:
     return left * lower(w) / (1 - sum(map(lower, seen)))
 
 
-def _text(length, vocab_size, seed=0, skew=3):
-  """Skewed, and dependent on the last token, as text is."""
-  rng = np.random.default_rng(seed)
-  tokens = [0]
-  for draw in rng.random(length - 1) ** skew:
-    tokens.append(int(vocab_size * draw + 7 * tokens[-1]) % vocab_size)
-  return tokens
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+  return tmp_path_factory.mktemp('shards')
 
 
 def _estimate(folder, texts, **arguments):
-  shards = []
-  for number, tokens in enumerate(texts):
-    shards.append(folder / f'{number}.npy')
-    np.save(shards[-1], np.array(tokens, np.int32))
+  shards = ngram_texts.save(folder, texts)
   return estimate(count_ngrams(shards, **arguments))
 
 
@@ -108,33 +105,21 @@ def _distribution(model, history):
   return model.distributions(length, np.array([context]))[0]
 
 
-def _all_contexts(vocab_size, order, limit=400):
-  """Known or not, of all lengths, in reading order."""
-  rng = np.random.default_rng(1)
-  for length in range(order):
-    contexts = list(itertools.product(range(vocab_size), repeat=length))
-    for index in rng.permutation(len(contexts))[:limit]:
-      yield contexts[index]
+def _table_contexts(table):
+  """Each context's tokens, the most recent first."""
+  names = [()] * table.num_contexts
+  for parent in range(table.num_contexts):
+    first, end = table.first_child[parent], table.first_child[parent + 1]
+    for child in range(int(first), int(end)):
+      names[child] = (*names[parent], int(table.edge_token[child]))
+  return names
 
 
-@pytest.mark.parametrize('order', [1, 2, 3, 4, 5])
-@pytest.mark.parametrize(
-  ('vocab_size', 'length', 'min_count'),
-  [(7, 600, 1), (7, 600, 3), (40, 700, 1), (11, 4, 1)],
-)
-def test_probabilities_are_those_of_the_formulas(
-  order, vocab_size, length, min_count, tmp_path
-):
-  # The last token never occurs.
-  texts = [_text(length, vocab_size - 1), _text(9, vocab_size - 1, seed=1)]
-  sizes = {'order': order, 'vocab_size': vocab_size, 'min_count': min_count}
-  model = _estimate(tmp_path, texts, **sizes)
-  reference = _Reference(texts, **sizes)
+def _check_model(model, reference, contexts):
+  vocab_size = reference.vocab_size
   for n, discounts in enumerate(model.discounts, 1):
     assert discounts.method == reference.method(n)[0]
-  seen = [c for c in reference.following if len(c) < order]
-  others = _all_contexts(vocab_size, order, limit=50)
-  for context in itertools.chain(seen[:300], others):
+  for context in contexts:
     found = _distribution(model, context[::-1])
     expected = [reference.prob(context, w) for w in range(vocab_size)]
     np.testing.assert_allclose(found, expected, rtol=1e-9)
@@ -142,12 +127,82 @@ def test_probabilities_are_those_of_the_formulas(
     assert np.all(found > 0)
 
 
-def test_the_formulas_are_tried_with_every_kind_of_discount(tmp_path):
-  model = _estimate(tmp_path, [_text(600, 6)], order=5, vocab_size=7)
-  methods = [discounts.method for discounts in model.discounts]
-  model = _estimate(tmp_path, [_text(700, 39)], order=5, vocab_size=40)
-  methods += [discounts.method for discounts in model.discounts]
-  assert set(methods) == {'good-turing', 'absolute', 'constant'}
+def _check_table(model, k):
+  # JAX would compile a program for every shape of an array.
+  with mock.patch.object(katz, 'jnp', np):
+    table = build_table(model, k)
+  names = _table_contexts(table)
+  # Distinct, and in the order in which they are looked up.
+  assert names == sorted(set(names), key=lambda name: (len(name), name))
+  assert table.num_continuations == k
+  assert table.num_contexts == sum(len(x.backoff) for x in model.levels)
+  for context in range(0, len(names), max(1, len(names) // 300)):
+    expected = _distribution(model, names[context])
+    tokens, log_probs = (
+      table.next_tokens[context],
+      table.next_log_probs[context],
+    )
+    best = np.sort(expected[expected > 0])[::-1][:k]
+    known = len(best)
+    assert len(set(tokens[:known].tolist())) == known
+    for probs in (best, expected[tokens[:known]]):
+      np.testing.assert_allclose(np.exp(log_probs[:known]), probs, rtol=1e-5)
+    assert np.all(tokens[known:] == 0)
+    assert np.all(log_probs[known:] == np.float32(MISSING))
+  return table, names
+
+
+def _case(vocab_size):
+  return st.fixed_dictionaries(
+    {
+      'texts': ngram_texts.texts(vocab_size),
+      'order': st.integers(1, 5),
+      'vocab_size': st.just(vocab_size),
+      'min_count': st.integers(1, 3),
+    }
+  )
+
+
+def _long(vocab_size, length, **arguments):
+  """The last token never occurs."""
+  texts = [text(vocab_size - 1, length), text(vocab_size - 1, 9, seed=1)]
+  return {'texts': texts, 'order': 5, 'vocab_size': vocab_size} | arguments
+
+
+@hypothesis.given(
+  case=st.sampled_from([2, 3, 7, 12, 40]).flatmap(_case),
+  k=st.sampled_from([1, 2, 3, 8]),
+)
+@hypothesis.example(case=_long(7, 600, min_count=1), k=3)
+@hypothesis.example(case=_long(7, 600, min_count=3), k=8)
+@hypothesis.example(case=_long(40, 700, min_count=1), k=2)
+def test_probabilities_and_tables_are_those_of_the_formulas(case, k, folder):
+  model, reference = _estimate(folder, **case), _Reference(**case)
+  # Known contexts, and others of all lengths.
+  contexts = [c for c in reference.following if len(c) < case['order']][:60]
+  rng = np.random.default_rng(0)
+  for length in range(case['order']):
+    others = rng.integers(case['vocab_size'], size=(6, length))
+    contexts += [tuple(context) for context in others.tolist()]
+  _check_model(model, reference, contexts)
+  _check_table(model, k)
+
+
+def test_the_formulas_are_tried_with_every_kind_of_discount(folder):
+  methods = set()
+  for case in (_long(7, 600), _long(40, 700)):
+    discounts = _estimate(folder, **case).discounts
+    methods |= {one.method for one in discounts}
+  assert methods == {'good-turing', 'absolute', 'constant'}
+
+
+def test_the_contexts_of_a_table_are_found(folder):
+  table, names = _check_table(_estimate(folder, **_long(7, 600)), 3)
+  histories = np.full((len(names), 4), -1, np.int32)
+  for row, name in enumerate(names):
+    histories[row, : len(name)] = name
+  found = find_context(table, histories)
+  assert np.array_equal(found, np.arange(len(names)))
 
 
 def test_good_turing_by_hand():
@@ -186,33 +241,12 @@ def test_fallback_discounts(counts, method, amount):
   np.testing.assert_allclose(discounts.apply(seen), seen - amount)
 
 
-@pytest.mark.parametrize('order', [1, 2, 3, 5])
-@pytest.mark.parametrize(
-  'text',
-  [
-    [0],
-    [0, 0, 0, 0],
-    [0, 1] * 20,
-    [0, 1, 1] * 9,
-    np.random.default_rng(0).integers(2, size=500).tolist(),
-  ],
-)
-def test_two_tokens_are_a_vocabulary(order, text, tmp_path):
-  model = _estimate(tmp_path, [text], order=order, vocab_size=2)
-  reference = _Reference([text], order=order, vocab_size=2)
-  for context in _all_contexts(2, order):
-    found = _distribution(model, context[::-1])
-    expected = [reference.prob(context, w) for w in range(2)]
-    np.testing.assert_allclose(found, expected, rtol=1e-9)
-    assert found.sum() == pytest.approx(1)
-
-
-def test_frequent_n_grams_alone_leave_something_for_the_others(tmp_path):
+def test_frequent_n_grams_alone_leave_something_for_the_others(folder):
   # Good-Turing discounts of the bigrams, none of which apply after token 0.
   rng = np.random.default_rng(0)
   others = (4 + 36 * rng.random(700) ** 3).astype(int).tolist()
   model = _estimate(
-    tmp_path, [[0, 1] * 50, others], order=2, vocab_size=41, min_count=1
+    folder, [[0, 1] * 50, others], order=2, vocab_size=41, min_count=1
   )
   assert model.discounts[1].method == 'good-turing'
   after = _distribution(model, [0])
@@ -221,57 +255,7 @@ def test_frequent_n_grams_alone_leave_something_for_the_others(tmp_path):
   assert after.sum() == pytest.approx(1)
 
 
-def _table_contexts(table):
-  """Each context's tokens, the most recent first."""
-  names = [()] * table.num_contexts
-  for parent in range(table.num_contexts):
-    first, end = table.first_child[parent], table.first_child[parent + 1]
-    for child in range(int(first), int(end)):
-      names[child] = (*names[parent], int(table.edge_token[child]))
-  return names
-
-
-@pytest.mark.parametrize('order', [1, 2, 3, 4, 5])
-@pytest.mark.parametrize(
-  ('vocab_size', 'k', 'min_count'), [(7, 3, 1), (30, 2, 2), (5, 8, 1)]
-)
-def test_the_table_holds_the_likeliest_of_all_tokens(
-  order, vocab_size, k, min_count, tmp_path
-):
-  model = _estimate(
-    tmp_path,
-    [_text(500, vocab_size - 1, skew=1)],
-    order=order,
-    vocab_size=vocab_size,
-    min_count=min_count,
-  )
-  table = jax.device_get(build_table(model, k))
-  names = _table_contexts(table)
-  assert table.num_continuations == k
-  assert table.num_contexts == len(set(names))
-  assert table.num_contexts == sum(len(x.backoff) for x in model.levels)
-  for context, name in enumerate(names):
-    expected = _distribution(model, name)
-    tokens = table.next_tokens[context]
-    log_probs = table.next_log_probs[context]
-    known = min(k, vocab_size)
-    assert len(set(tokens[:known].tolist())) == known
-    np.testing.assert_allclose(
-      np.exp(log_probs[:known]), np.sort(expected)[::-1][:known], rtol=1e-5
-    )
-    np.testing.assert_allclose(
-      np.exp(log_probs[:known]), expected[tokens[:known]], rtol=1e-5
-    )
-    assert np.all(tokens[known:] == 0)
-    assert np.all(log_probs[known:] == np.float32(MISSING))
-  histories = np.full((len(names), order - 1), -1, np.int32)
-  for row, name in enumerate(names):
-    histories[row, : len(name)] = name
-  found = find_context(table, histories)
-  assert np.array_equal(found, np.arange(len(names)))
-
-
-def test_tokens_beyond_the_candidates_are_found(tmp_path, monkeypatch):
+def test_tokens_beyond_the_candidates_are_found(folder, monkeypatch):
   looked_through = []
   original = katz._from_distributions
 
@@ -280,26 +264,19 @@ def test_tokens_beyond_the_candidates_are_found(tmp_path, monkeypatch):
     return original(model, length, contexts, k)
 
   monkeypatch.setattr(katz, '_from_distributions', spy)
-  model = _estimate(
-    tmp_path, [_text(3000, 200, skew=1)], order=2, vocab_size=200
-  )
   # Seen once, and so discounted below many that were not seen.
-  level = model.levels[1]
-  table = jax.device_get(build_table(model, 2))
+  texts = [text(200, 3000, skew=1)]
+  model = _estimate(folder, texts, order=2, vocab_size=200)
+  _check_table(model, 2)
   checked = sum(size for length, size in looked_through if length == 1)
-  assert 0 < checked < len(level.backoff)
-  for context, name in enumerate(_table_contexts(table)):
-    best = np.sort(_distribution(model, name))[::-1][:2]
-    np.testing.assert_allclose(
-      np.exp(table.next_log_probs[context]), best, rtol=1e-5
-    )
+  assert 0 < checked < len(model.levels[1].backoff)
 
 
-def test_parts_of_the_work_do_not_show(tmp_path, monkeypatch):
-  texts = [_text(500, 30)]
+def test_parts_of_the_work_do_not_show(folder, monkeypatch):
+  texts = [text(30, 500)]
   sizes = {'order': 4, 'vocab_size': 31}
-  whole = build_table(_estimate(tmp_path, texts, **sizes), 3)
+  whole = build_table(_estimate(folder, texts, **sizes), 3)
   monkeypatch.setattr(katz, '_BLOCK_NGRAMS', 13)
   monkeypatch.setattr(katz, '_BLOCK_PROBS', 62)
-  parts = build_table(_estimate(tmp_path, texts, **sizes), 3)
+  parts = build_table(_estimate(folder, texts, **sizes), 3)
   jax.tree.map(np.testing.assert_array_equal, whole, parts)

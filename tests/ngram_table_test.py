@@ -26,15 +26,19 @@ def _table(contexts, *, order, vocab_size, k=2):
   rng = np.random.default_rng(0)
   log_probs = np.sort(-9 * rng.random(shape))[:, ::-1].astype(np.float32)
   log_probs[0, -1] = MISSING
+  # NumPy arrays, because JAX would compile a program for every shape.
   table = NGramTable(
-    edge_token=jnp.array([name[-1] if name else 0 for name in names]),
-    first_child=jnp.array(first_child, jnp.int32),
-    next_tokens=jnp.array(rng.integers(vocab_size, size=shape), jnp.int32),
-    next_log_probs=jnp.array(log_probs),
+    edge_token=np.array([name[-1] if name else 0 for name in names], np.int32),
+    first_child=first_child.astype(np.int32),
+    next_tokens=rng.integers(vocab_size, size=shape, dtype=np.int32),
+    next_log_probs=log_probs,
     order=order,
     vocab_size=vocab_size,
   )
   return table, index
+
+
+_find = jax.jit(find_context)
 
 
 def _expected(index, histories):
@@ -67,29 +71,36 @@ def _random(order, vocab_size, low, num_contexts=150):
   return table, index, histories.astype(np.int32)
 
 
-@pytest.mark.parametrize('order', [1, 2, 3, 4, 5])
 @pytest.mark.parametrize(
-  ('vocab_size', 'low'), [(6, 0), (300, 0), (262144, 262100), (262144, 0)]
+  ('order', 'vocab_size', 'low'),
+  [
+    (1, 6, 0),
+    (2, 300, 0),
+    (3, 300, 0),
+    (3, 262144, 262100),
+    (4, 6, 0),
+    (5, 6, 0),
+    (5, 262144, 0),
+  ],
 )
 def test_the_longest_known_context_is_found(order, vocab_size, low):
   table, index, histories = _random(order, vocab_size, low)
   expected = _expected(index, histories)
-  found = jax.jit(find_context)(table, histories)
+  found = _find(table, histories)
   assert found.dtype == jnp.int32
   assert found.tolist() == expected
-  if order > 2:
-    lengths = {len(name) for name in np.array([*index], object)[expected]}
-    assert lengths == set(range(order))
+  names = [*index]
+  assert {len(names[context]) for context in expected} == set(range(order))
 
 
 def test_any_leading_shape_and_vmap():
   table, index, histories = _random(3, 300, 0)
   expected = np.array(_expected(index, histories))
-  shaped = find_context(table, histories.reshape(5, 6, 10, 2))
+  shaped = _find(table, histories.reshape(5, 6, 10, 2))
   assert np.array_equal(shaped, expected.reshape(5, 6, 10))
-  mapped = jax.vmap(lambda history: find_context(table, history))(histories)
+  mapped = jax.jit(jax.vmap(find_context, (None, 0)))(table, histories)
   assert np.array_equal(mapped, expected)
-  one = find_context(table, jnp.array(histories[7]))
+  one = _find(table, histories[7])
   assert one.shape == ()
   assert one == expected[7]
 
@@ -98,7 +109,7 @@ def test_no_context_is_known_but_the_empty_one():
   table, _ = _table([()], order=3, vocab_size=9)
   assert table.num_contexts == 1
   histories = np.array([[0, 0], [-1, -1], [8, 3]], np.int32)
-  assert find_context(table, histories).tolist() == [0, 0, 0]
+  assert _find(table, histories).tolist() == [0, 0, 0]
 
 
 def test_a_lookup_takes_the_same_steps_whatever_the_text():
@@ -125,7 +136,7 @@ def test_bytes_of_a_lookup():
   assert table.lookup_bytes == 4 * 2 * 4
 
 
-@pytest.mark.parametrize('vocab_size', [300, 1 << 16, 1 << 18])
+@pytest.mark.parametrize('vocab_size', [300, 1 << 16, (1 << 16) + 1])
 def test_a_file_holds_the_table(vocab_size, tmp_path):
   table, _, _ = _random(4, vocab_size, vocab_size - 200)
   path = tmp_path / 'new' / 'table.safetensors'
@@ -147,17 +158,11 @@ def test_a_file_holds_the_table(vocab_size, tmp_path):
   save_table(again, loaded, provenance)
   assert again.read_bytes() == path.read_bytes()
   assert {file.name for file in path.parent.iterdir()} == {path.name}
-
-
-def test_small_vocabularies_give_small_files(tmp_path):
-  path = tmp_path / 'table'
-  sizes = []
-  for vocab_size in (1 << 16, (1 << 16) + 1):
-    table, _, _ = _random(3, 300, 0)
-    save_table(path, table.replace(vocab_size=vocab_size), {})
-    sizes.append(path.stat().st_size)
-  # Per context an edge and two next tokens.
-  assert sizes[1] - sizes[0] == pytest.approx(6 * table.num_contexts, abs=16)
+  # Small vocabularies give small files: per context an edge and two tokens.
+  bytes_per_id = 2 if vocab_size <= 1 << 16 else 4
+  floats = 2 * 2 * table.num_contexts + 4 * (table.num_contexts + 1)
+  content = path.stat().st_size - 3 * bytes_per_id * table.num_contexts - floats
+  assert 0 < content < 1000  # What describes it.
 
 
 def _refused(path, message):

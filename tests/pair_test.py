@@ -1,33 +1,30 @@
 """What is read beside the weights: tokenizer and end-of-text tokens."""
 
 import json
+import shutil
 
-from flax import nnx
 import pytest
+import tiny
 
 from models.checkpoints import hub
-from models.nn.gpt2 import GPT2
-from models.nn.gpt2 import GPT2Config
 from models.text.pair import load_pair
 from models.training.tokenizer import train_tokenizer
 
 _TEXT = 'def add(first, second):\n  return first + second\n' * 20
 
 
+@pytest.fixture(scope='module')
+def saved(tmp_path_factory):
+  folder = tmp_path_factory.mktemp('saved')
+  tokenizer = train_tokenizer([_TEXT], vocab_size=280, context=8)
+  module = tiny.module(vocab_size=len(tokenizer), width=8, num_layers=1)
+  hub.save_pretrained(module, folder, tokenizer=tokenizer)
+  return folder
+
+
 @pytest.fixture
-def folder(tmp_path):
-  tokenizer = train_tokenizer([_TEXT], vocab_size=280, context=64)
-  config = GPT2Config(
-    vocab_size=len(tokenizer),
-    num_positions=64,
-    width=8,
-    num_layers=1,
-    num_heads=2,
-  )
-  hub.save_pretrained(
-    GPT2(config, rngs=nnx.Rngs(0)), tmp_path, tokenizer=tokenizer
-  )
-  return tmp_path
+def folder(saved, tmp_path):
+  return shutil.copytree(saved, tmp_path / 'model')
 
 
 def _state_eos(folder, eos, *, file='config.json'):
@@ -64,12 +61,11 @@ def test_target_without_tokenizer_is_refused(folder):
     load_pair(str(folder), None)
 
 
-def test_loading_again_shares_the_definition(folder):
-  first, second = (load_pair(str(folder), None) for _ in range(2))
+def test_loading_again_shares_the_definition(saved):
+  first, second = (load_pair(str(saved), None) for _ in range(2))
   assert first.target.spec is second.target.spec
 
 
 def test_demo_as_draft_is_the_embedded_draft():
   pair = load_pair('demo', 'demo')
-  draft, target = pair.draft.spec, pair.target.spec
-  assert draft.weight_bytes < target.weight_bytes
+  assert pair.draft.spec.weight_bytes < pair.target.spec.weight_bytes

@@ -1,14 +1,12 @@
 """Training: the corpus, the tokenizer, the optimizer, and resuming."""
 
+import contextlib
+import functools
 import json
-import pathlib
-import signal
-import subprocess
-import sys
+import shutil
 
 from flax import nnx
 import jax
-from jax.experimental.compilation_cache.compilation_cache import reset_cache
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -23,31 +21,21 @@ from models.nn.mixtral import MixtralConfig
 from models.training import corpus as corpora
 from models.training import loss as losses
 from models.training import pipeline
+from models.training import trainer
 from models.training.corpus import Corpus
 from models.training.optimizer import make_optimizer
 from models.training.tokenizer import END_OF_TEXT
 from models.training.tokenizer import train_tokenizer
-from models.training.trainer import train
 from models.training.trainer import TrainConfig
 
 
 @pytest.fixture(scope='module', autouse=True)
-def compilation_cache(tmp_path_factory):
-  """Most runs here compile one and the same program; once is enough."""
-  options = {
-    'jax_compilation_cache_dir': str(tmp_path_factory.mktemp('programs')),
-    'jax_persistent_cache_min_compile_time_secs': 0,
-    'jax_persistent_cache_min_entry_size_bytes': -1,
-  }
-  before = {name: getattr(jax.config, name) for name in options}
+def _shared_programs():
+  """Runs of one configuration share their compiled training step."""
   with pytest.MonkeyPatch.context() as patch:
-    for name, value in options.items():
-      jax.config.update(name, value)
-      patch.setenv(name.upper(), str(value))  # For subprocesses.
+    make = functools.cache(trainer._make_train_step)
+    patch.setattr(trainer, '_make_train_step', make)
     yield
-  for name, value in before.items():
-    jax.config.update(name, value)
-  reset_cache()
 
 
 # The tokenizer.
@@ -70,14 +58,11 @@ def tokenizer():
   return train_tokenizer([CODE] * 20, vocab_size=300, context=64)
 
 
-@pytest.mark.parametrize('text', TEXTS)
-def test_any_text_round_trips(text, tokenizer):
-  ids = tokenizer(text)['input_ids']
-  assert tokenizer.decode(ids) == text
-  assert max(ids, default=0) < len(tokenizer)
-
-
-def test_frequent_text_is_short(tokenizer):
+def test_any_text_round_trips_and_frequent_text_is_short(tokenizer):
+  for text in TEXTS:
+    ids = tokenizer(text)['input_ids']
+    assert tokenizer.decode(ids) == text
+    assert max(ids, default=0) < len(tokenizer)
   assert len(tokenizer) <= 300
   assert len(tokenizer(CODE)['input_ids']) < len(CODE) / 2
 
@@ -125,63 +110,41 @@ def root(tmp_path):
   return tmp_path / 'root'
 
 
-def test_every_file_is_in_exactly_one_split(root):
+def test_files_are_split_by_their_relative_path_alone(root, tmp_path):
   corpus = Corpus(folder=str(root), held_out_percent=20)
-  training = list(corpus.texts(held_out=False))
-  held_out = list(corpus.texts(held_out=True))
+  training, held_out = (list(corpus.texts(held_out=h)) for h in (False, True))
   assert 5 < len(held_out) < 50
   assert sorted(training + held_out) == sorted(f'text of {n}' for n in NAMES)
-
-
-def test_split_depends_on_the_relative_path_alone(root, tmp_path):
-  corpus = Corpus(folder=str(root), held_out_percent=20)
-  held_out = set(corpus.texts(held_out=True))
-  assert list(corpus.texts(held_out=True)) == list(corpus.texts(held_out=True))
+  assert list(corpus.texts(held_out=True)) == held_out
 
   _write_files(tmp_path / 'elsewhere', NAMES + ['new.py', 'a/new.py'])
   for name in NAMES:  # Other contents; the same names.
     path = tmp_path / 'elsewhere' / name
     path.write_text(path.read_text() + '!')
   moved = Corpus(folder=str(tmp_path / 'elsewhere'), held_out_percent=20)
-  texts = set(moved.texts(held_out=True))
-  assert {text + '!' for text in held_out} == {
-    text for text in texts if text.endswith('!')
-  }
+  known = [text for text in moved.texts(held_out=True) if text.endswith('!')]
+  assert sorted(known) == sorted(text + '!' for text in held_out)
 
   # Models trained at different times must agree on what none of them saw.
-  numbers = [5, 14, 21, 24, 32]
   assert {text for text in held_out if 'b/c' in text} == {
-    f'text of b/c/{number}.py' for number in numbers
+    f'text of b/c/{number}.py' for number in (5, 14, 21, 24, 32)
   }
-
   # A larger share only adds files.
   larger = Corpus(folder=str(root), held_out_percent=40)
-  assert held_out < set(larger.texts(held_out=True))
+  assert set(held_out) < set(larger.texts(held_out=True))
 
 
 def test_what_is_not_a_text_of_the_corpus(root):
-  _write_files(
-    root,
-    [
-      'site-packages/x.py',
-      'lib/site-packages/deep/x.py',
-      '__pycache__/x.py',
-      '.git/x.py',
-      'readme.txt',
-    ],
-  )
+  names = ['site-packages/x.py', 'lib/site-packages/deep/x.py', 'readme.txt']
+  _write_files(root, [*names, '__pycache__/x.py', '.git/x.py'])
   (root / 'latin1.py').write_bytes('café'.encode('latin-1'))
   (root / 'folder.py').mkdir()
   corpus = Corpus(folder=str(root), held_out_percent=20)
   texts = [*corpus.texts(held_out=False), *corpus.texts(held_out=True)]
   assert sorted(texts) == sorted(f'text of {name}' for name in NAMES)
-
-
-def test_a_folder_called_like_a_skipped_one_may_be_the_root(tmp_path):
-  root = tmp_path / 'site-packages'
-  _write_files(root, NAMES)
-  corpus = Corpus(folder=str(root), held_out_percent=20)
-  assert list(corpus.texts(held_out=False))
+  # The folder itself may be called like one that is skipped.
+  packages = Corpus(folder=str(root / 'site-packages'))
+  assert list(packages.texts(held_out=False)) == ['text of site-packages/x.py']
 
 
 def test_tokens_end_every_file(root, tokenizer):
@@ -322,14 +285,12 @@ def test_muon_is_for_the_matrices_of_blocks_alone():
 def test_learning_rate_rises_then_falls_to_zero():
   params = {'wte': jnp.zeros((4, 4))}
   optimizer = _optimizer(8, warmup_steps=2)
-  state = optimizer.init(params)
+  state, update = optimizer.init(params), jax.jit(optimizer.update)
   rates = []
   for _ in range(9):
     # A constant gradient makes every Adam update the rate itself, but for
     # Nesterov momentum in the first steps.
-    updates, state = optimizer.update(
-      jax.tree.map(jnp.ones_like, params), state, params
-    )
+    updates, state = update(jax.tree.map(jnp.ones_like, params), state, params)
     rates.append(-float(updates['wte'][0, 0]))
   expected = np.array([0, 3, 6, 5, 4, 3, 2, 1, 0]) / 6 * 0.1
   np.testing.assert_allclose(rates, expected, rtol=0.2)
@@ -355,33 +316,33 @@ def test_loss_is_that_of_the_next_token():
 
 
 def test_low_precision_rounds_the_products_not_the_gradients():
-  graph, params = _pure(tiny.module())
-  exact, rounded = (
-    jax.jit(jax.value_and_grad(losses.make_loss(graph, dtype=dtype)))(
-      params, _windows()
-    )
-    for dtype in (jnp.float32, jnp.bfloat16)
-  )
+  graph, params = _pure(tiny.module(num_layers=1))
+  gradients = lambda dtype: jax.value_and_grad(
+    losses.make_loss(graph, dtype=dtype)
+  )(params, _windows())
+  exact, rounded = jax.jit(
+    lambda: (gradients('float32'), gradients('bfloat16'))
+  )()
   assert 0 < abs(float(rounded[0] - exact[0])) < 0.05
   for leaf in jax.tree.leaves(rounded[1]):
     assert leaf.dtype == jnp.float32
 
 
 def test_a_student_equal_to_its_teacher_has_nothing_to_learn():
-  module = tiny.module()
+  module = tiny.module(num_layers=1)
   graph, params = _pure(module)
-  loss = losses.make_loss(
-    graph, dtype=jnp.float32, teacher=losses.Teacher('t', module)
+  teacher = losses.Teacher('t', module)
+  loss = losses.make_loss(graph, dtype=jnp.float32, teacher=teacher)
+  loss = jax.jit(jax.value_and_grad(loss))
+  largest = lambda grads: max(
+    float(np.abs(leaf).max()) for leaf in jax.tree.leaves(grads)
   )
-  value, grads = jax.jit(jax.value_and_grad(loss))(params, _windows())
-  largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(grads))
-  assert largest < 1e-5
+  value, grads = loss(params, _windows())
+  assert largest(grads) < 1e-5
   assert value > 0.1  # The entropy of the teacher: not zero.
-
-  other = _pure(tiny.module(seed=1))[1]
-  other_value, grads = jax.jit(jax.value_and_grad(loss))(other, _windows())
-  largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(grads))
-  assert largest > 1e-2
+  other = _pure(tiny.module(num_layers=1, seed=1))[1]
+  other_value, grads = loss(other, _windows())
+  assert largest(grads) > 1e-2
   assert other_value > value
 
 
@@ -389,17 +350,24 @@ def test_a_mixture_also_learns_to_use_its_experts_alike():
   module = tiny.llama_module('mixtral')
   graph, params = _pure(module)
   windows = _windows()
-  loss = lambda weight: jax.jit(
-    losses.make_loss(graph, dtype=jnp.float32, balance_weight=weight)
-  )(params, windows)
   tokens = windows[:, :-1]
   size, length = tokens.shape
-  positions = jnp.arange(length)[None].repeat(size, 0)
-  mask = jnp.tril(jnp.ones((length, length), bool))[None].repeat(size, 0)
-  *_, routings = module.with_routing(tokens, positions, mask)
-  balance = np.mean([balance_loss(one) for one in routings])
+  positions = np.broadcast_to(np.arange(length), tokens.shape)
+  mask = np.tril(np.ones((length, length), bool))[None].repeat(size, 0)
+
+  @jax.jit
+  def losses_and_routings(weights):
+    of = lambda weight: losses.make_loss(
+      graph, dtype=jnp.float32, balance_weight=weight
+    )(params, windows)
+    return jax.lax.map(of, weights), module.with_routing(
+      tokens, positions, mask
+    )[-1]
+
+  (plain, weighted), routings = losses_and_routings(jnp.array([0.0, 2.0]))
+  balance = np.mean([jax.jit(balance_loss)(one) for one in routings])
   assert balance > 1.0
-  np.testing.assert_allclose(loss(2.0) - loss(0.0), 2 * balance, rtol=1e-4)
+  np.testing.assert_allclose(weighted - plain, 2 * balance, rtol=1e-4)
 
 
 # The loop.
@@ -416,50 +384,35 @@ MIXTURE = MixtralConfig(
   num_kv_heads=1,
   head_width=8,
   inner_width=12,
-  num_experts=4,
+  num_experts=3,
   experts_per_token=2,
 )
 SETTINGS = {
-  'num_steps': 4,
+  'num_steps': 40,
   'batch_tokens': 32,
   'phases': ((1.0, 8),),
-  'learning_rate': 0.01,
+  'learning_rate': 0.03,
   'warmup_steps': 1,
   'dtype': 'float32',
-  'eval_every': 2,
+  'eval_every': 20,
   'eval_tokens': 64,
 }
 TOKENS = np.tile(np.arange(12, dtype=np.int32), 40)
 
 
-def _train(
-  workdir,
-  *,
-  model=MODEL,
-  report=lambda progress: None,
-  teacher=None,
-  **changes,
-):
-  return train(
-    model,
-    TrainConfig(**(SETTINGS | changes)),
-    TOKENS,
-    TOKENS[5:200],
-    workdir=workdir,
-    report=report,
-    teacher=teacher,
-  )
-
-
-def _essence(curve):
-  return [
-    (line.step, line.tokens, line.train_loss, line.held_out_loss)
-    for line in curve
-  ]
+def _train(workdir, *, model=MODEL, tokens=TOKENS, **kw):
+  others = {'workdir': workdir, 'report': lambda progress: None}
+  others |= {name: kw.pop(name) for name in ('report', 'teacher') if name in kw}
+  config = TrainConfig(**(SETTINGS | kw))
+  return trainer.train(model, config, tokens, TOKENS[5:200], **others)
 
 
 def _assert_same_run(actual, expected):
-  assert _essence(actual[1]) == _essence(expected[1])
+  essence = lambda curve: [
+    (line.step, line.tokens, line.train_loss, line.held_out_loss)
+    for line in curve
+  ]
+  assert essence(actual[1]) == essence(expected[1])
   parameters = tiny.parameters(actual[0])
   for name, array in tiny.parameters(expected[0]).items():
     np.testing.assert_array_equal(parameters[name], array, err_msg=name)
@@ -475,90 +428,85 @@ def uninterrupted(workdir):
   return _train(workdir)
 
 
-@pytest.mark.parametrize('model', [MODEL, MIXTURE], ids=['gpt2', 'mixtral'])
-def test_loss_falls_on_a_repetitive_corpus(model, tmp_path):
-  _, curve = _train(
-    tmp_path, model=model, num_steps=60, eval_every=30, learning_rate=0.02
-  )
-  assert [line.step for line in curve] == [30, 60]
-  assert [line.tokens for line in curve] == [960, 1920]
+def _copy_what_there_is(source, target):
+  """What a killed process leaves; files may vanish while they are copied."""
+
+  def copy(one, other):
+    with contextlib.suppress(FileNotFoundError):
+      shutil.copy2(one, other)
+
+  shutil.copytree(source, target, copy_function=copy)
+
+
+def _assert_learned(curve, workdir):
+  assert [line.step for line in curve] == [20, 40]
+  assert [line.tokens for line in curve] == [640, 1280]
   assert curve[-1].held_out_loss < 0.3 < np.log(12)
   assert curve[-1].train_loss < curve[0].train_loss
-  stored = json.loads((tmp_path / 'loss_curve.json').read_text())
-  assert [line['step'] for line in stored] == [30, 60]
+  stored = json.loads((workdir / 'loss_curve.json').read_text())
+  assert [line['step'] for line in stored] == [20, 40]
 
 
-def test_interrupted_run_resumes_to_the_same_bits(uninterrupted, tmp_path):
+def test_loss_falls_on_a_repetitive_corpus(uninterrupted, workdir):
+  _assert_learned(uninterrupted[1], workdir)
+
+
+def test_a_mixture_learns_a_repetitive_corpus(tmp_path):
+  _, curve = _train(tmp_path, model=MIXTURE)
+  _assert_learned(curve, tmp_path)
+
+
+def test_interrupted_and_killed_runs_resume_to_the_same_bits(
+  uninterrupted, tmp_path
+):
+  interrupted, killed = tmp_path / 'interrupted', tmp_path / 'killed'
   steps = []
 
   def interrupt(progress):
     steps.append(progress.step)
-    if progress.step == 4:
+    if progress.step == 40:
+      _copy_what_there_is(interrupted, killed)
       raise KeyboardInterrupt
 
   with pytest.raises(KeyboardInterrupt):
-    _train(tmp_path, report=interrupt)
-  resumed = _train(tmp_path, report=lambda p: steps.append(p.step))
-  assert steps == [2, 4, 4]
+    _train(interrupted, report=interrupt)
+  resumed = _train(interrupted, report=lambda p: steps.append(p.step))
+  assert steps == [20, 40, 40]
   _assert_same_run(resumed, uninterrupted)
-
+  _assert_same_run(_train(killed), uninterrupted)
   # A finished run does nothing more.
-  _assert_same_run(_train(tmp_path, report=pytest.fail), uninterrupted)
-
-
-_KILLED = """
-import os, pathlib, signal, sys
-import conftest, training_test
-
-def kill(progress):
-  if progress.step == 4:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-training_test._train(pathlib.Path(sys.argv[1]), report=kill)
-"""
-
-
-def test_killed_run_resumes_to_the_same_bits(uninterrupted, tmp_path):
-  result = subprocess.run(
-    [sys.executable, '-c', _KILLED, tmp_path],
-    cwd=pathlib.Path(__file__).parent,
-    capture_output=True,
-    text=True,
-    check=False,
-  )
-  assert result.returncode == -signal.SIGKILL, result.stderr
-  _assert_same_run(_train(tmp_path), uninterrupted)
+  _assert_same_run(_train(interrupted, report=pytest.fail), uninterrupted)
 
 
 def test_other_settings_do_not_resume(uninterrupted, workdir):
   del uninterrupted  # It is in the folder.
   with pytest.raises(
-    ValueError, match=r'holds another run \(train: .*0\.01.*0\.02'
+    ValueError, match=r'holds another run \(train: .*0\.03.*0\.02'
   ):
     _train(workdir, learning_rate=0.02)
   with pytest.raises(ValueError, match=r'data: 480 tokens.*479 tokens'):
-    train(
-      MODEL,
-      TrainConfig(**SETTINGS),
-      TOKENS[1:],
-      TOKENS,
-      workdir=workdir,
-    )
+    _train(workdir, tokens=TOKENS[1:])
 
 
-def test_run_that_diverges_names_the_step(tmp_path):
-  with pytest.raises(
-    FloatingPointError, match='the loss of step 2 is not a number'
+def test_a_loss_that_is_not_a_number_ends_the_run(tmp_path, monkeypatch):
+  make = trainer._make_train_step
+
+  def diverge(*args):
+    """At the second step the loss; at the first already the weights."""
+    init, _ = make(*args)
+    numbers = iter([1.0, np.nan])
+    spoil = lambda state: jax.tree.map(lambda leaf: leaf * np.nan, state)
+    return init, lambda state, _: (spoil(state), next(numbers))
+
+  monkeypatch.setattr(trainer, '_make_train_step', diverge)
+  for eval_every, message in (
+    (2, 'the loss of step 2 is not a number'),
+    (1, 'the held-out loss after step 1 is not a number'),
   ):
-    _train(tmp_path, learning_rate=1e30, warmup_steps=0)
-
-
-def test_weights_that_are_not_numbers_are_not_saved(tmp_path):
-  with pytest.raises(
-    FloatingPointError, match='the held-out loss after step 1 is not a number'
-  ):
-    _train(tmp_path, learning_rate=1e30, warmup_steps=0, eval_every=1)
-  assert not (tmp_path / 'loss_curve.json').exists()
+    workdir = tmp_path / f'{eval_every}'
+    with pytest.raises(FloatingPointError, match=message):
+      _train(workdir, eval_every=eval_every)
+    assert not (workdir / 'loss_curve.json').exists()
 
 
 def test_windows_longer_than_the_context(tmp_path):
@@ -569,9 +517,7 @@ def test_windows_longer_than_the_context(tmp_path):
 def test_distilling_approaches_the_teacher(tmp_path):
   module = tiny.module(vocab_size=16, num_layers=1)
   teacher = losses.Teacher('t', module)
-  student, curve = _train(
-    tmp_path, teacher=teacher, num_steps=40, eval_every=20, learning_rate=0.02
-  )
+  student, curve = _train(tmp_path, teacher=teacher, learning_rate=0.02)
   assert curve[-1].train_loss < curve[0].train_loss
   windows = jnp.asarray(TOKENS[:9])[None]
   distance = jax.jit(
@@ -586,15 +532,16 @@ def test_distilling_approaches_the_teacher(tmp_path):
 # All of it, as scripts/train.py calls it.
 
 
-def test_run_writes_a_folder_and_refuses_another_corpus(root, tmp_path):
+def test_run_writes_a_folder_and_refuses_another_corpus(
+  root, tmp_path, monkeypatch
+):
   (root / 'a' / '0.py').write_text(CODE * 30)
+  shape = {'width': 16, 'num_layers': 1, 'num_heads': 2}
   arguments = {
     'corpus': Corpus(folder=str(root), held_out_percent=20),
-    'config': TrainConfig(**(SETTINGS | {'num_steps': 2})),
+    'config': TrainConfig(**(SETTINGS | {'num_steps': 2, 'eval_every': 2})),
     # The windows of 8 tokens are cut to this context.
-    'shape': pipeline.Shape(
-      width=16, num_layers=1, num_heads=2, num_positions=6
-    ),
+    'shape': pipeline.Shape(**shape, num_positions=6),
     'vocab_size': 270,
     'tokenizer_folder': None,
     'teacher_folder': None,
@@ -619,9 +566,28 @@ def test_run_writes_a_folder_and_refuses_another_corpus(root, tmp_path):
     'workdir': tmp_path / 'draft_work',
     'output': tmp_path / 'draft',
   }
-  longer = pipeline.Shape(width=16, num_layers=1, num_heads=2, num_positions=7)
+  longer = pipeline.Shape(**shape, num_positions=7)
   with pytest.raises(ValueError, match='--context=7 exceeds the context of'):
     pipeline.run(**draft | {'shape': longer})
+  seen = []
+
+  def spy(model_config, config, *tokens, teacher, **kw):
+    del kw
+    seen.extend([model_config, config.phases, teacher])
+    assert all(text.max() < len(tokenizer) for text in tokens)
+    return module, []
+
+  # It learns from a teacher in test_distilling_approaches_the_teacher.
+  monkeypatch.setattr(pipeline, 'train', spy)
   pipeline.run(**draft)
+  config, phases, teacher = seen
+  assert config == module.config
+  assert phases == ((1.0, 6),)
+  assert teacher.name == draft['teacher_folder']
+  jax.tree.map(
+    np.testing.assert_array_equal,
+    tiny.parameters(teacher.model),
+    tiny.parameters(module),
+  )
   drafted = transformers.AutoTokenizer.from_pretrained(tmp_path / 'draft')
   assert drafted.get_vocab() == tokenizer.get_vocab()

@@ -52,16 +52,10 @@ VARIANTS = {
   'scaled_by_layer': Variant({'scale_attn_by_inverse_layer_idx': True}),
   'unscaled': Variant({'scale_attn_weights': False}),
   'unscaled_but_by_layer': Variant(
-    {
-      'scale_attn_weights': False,
-      'scale_attn_by_inverse_layer_idx': True,
-    }
+    {'scale_attn_weights': False, 'scale_attn_by_inverse_layer_idx': True}
   ),
   'reordered': Variant(
-    {
-      'reorder_and_upcast_attn': True,
-      'scale_attn_by_inverse_layer_idx': True,
-    }
+    {'reorder_and_upcast_attn': True, 'scale_attn_by_inverse_layer_idx': True}
   ),
   'epsilon': Variant({'layer_norm_epsilon': 0.1}),
   'short_context': Variant({'n_positions': 3}),
@@ -106,10 +100,7 @@ def write_checkpoint(
   config |= {'n_inner': 24} | variant.config
   model = transformers.GPT2LMHeadModel(
     transformers.GPT2Config(
-      vocab_size=VOCAB_SIZE,
-      bos_token_id=0,
-      eos_token_id=0,
-      **config,
+      vocab_size=VOCAB_SIZE, bos_token_id=0, eos_token_id=0, **config
     )
   )
   with torch.no_grad():

@@ -1,0 +1,171 @@
+"""Makes tests/golden/llama_variants.*: what transformers says of many Llamas.
+
+The JSON file has the config.json of each variant, and the names and shapes of
+the tensors that transformers stores; the NumPy file has the float32 logits that
+it computes. Weights are in neither: `llama_variants.py` draws them by name.
+
+  PYTHONPATH=tests python tests/golden/make_llama_variants.py
+
+Made with torch 2.13.0+cpu and transformers 5.23.0.
+"""
+
+import json
+import pathlib
+import tempfile
+from typing import Any
+
+import llama_variants
+import numpy as np
+import safetensors.torch
+import torch
+import transformers
+
+_PLAIN = {
+  'vocab_size': llama_variants.VOCAB_SIZE,
+  'hidden_size': 16,
+  'intermediate_size': 24,
+  'num_hidden_layers': 1,  # Few, to be quick.
+  'num_attention_heads': 4,
+  'num_key_value_heads': 2,
+  'max_position_embeddings': 64,
+  'rms_norm_eps': 1e-6,
+  'rope_theta': 1e4,  # Written out: model types have defaults of their own.
+  'tie_word_embeddings': False,
+  'bos_token_id': 0,
+  'eos_token_id': 0,
+}
+_OF_TYPE = {
+  'mixtral': {'num_local_experts': 4, 'num_experts_per_tok': 2},
+  'qwen3_moe': {
+    'num_experts': 4,
+    'num_experts_per_tok': 2,
+    'moe_intermediate_size': 20,
+    'norm_topk_prob': False,
+  },
+}
+
+
+def _rope(kind: str, **values: Any) -> dict[str, Any]:
+  # A small base, so that scaling meets fast pairs and slow ones.
+  values = {'rope_theta': 100.0, 'rope_type': kind} | values
+  if kind != 'linear':
+    values['original_max_position_embeddings'] = 16
+  return {'rope_parameters': values}
+
+
+_LLAMA3 = _rope('llama3', factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+_DEEP = {'num_hidden_layers': 2}
+_TIED = {'tie_word_embeddings': True}
+_IN_FULL = {'beta_fast': 2.0, 'beta_slow': 0.5, 'attention_factor': 1.5}
+
+# The model_type of each variant, how its config.json differs from the plain
+# one, and how its files do.
+VARIANTS: dict[str, tuple[str, dict[str, Any]] | tuple[str, dict, dict]] = {
+  'grouped': ('llama', _DEEP),
+  'multi_head': ('llama', {'num_key_value_heads': 4}),
+  'multi_query': ('llama', {'num_key_value_heads': 1} | _DEEP),
+  'llama3': ('llama', _LLAMA3 | {'head_dim': 16}),
+  'linear': ('llama', _rope('linear', factor=2.0)),
+  'yarn': ('llama', _rope('yarn', factor=4.0) | {'head_dim': 16}),
+  'yarn_in_full': (
+    'qwen2',
+    _rope('yarn', factor=4.0, truncate=False, **_IN_FULL) | {'head_dim': 16},
+  ),
+  'old_keys': (
+    'llama',
+    {'rope_theta': 50.0, 'rope_scaling': {'type': 'linear', 'factor': 3.0}},
+  ),
+  'biases': ('llama', {'attention_bias': True, 'mlp_bias': True}),
+  'tied': ('llama', _TIED),
+  'bare': ('llama', _TIED, {'bare': True, 'shards': 2}),
+  'epsilon': ('llama', {'rms_norm_eps': 0.3}),
+  'mistral': (
+    'mistral',
+    {'head_dim': 6, 'sliding_window': llama_variants.LENGTH},
+  ),
+  'qwen2': ('qwen2', _TIED, {'shards': 3}),
+  'qwen3': ('qwen3', {'head_dim': 8} | _DEEP),
+  'qwen3_biases': ('qwen3', {'head_dim': 4, 'attention_bias': True}),
+  'bfloat16': ('llama', {}, {'dtype': 'bfloat16'}),
+  'mixtral': ('mixtral', _DEEP),
+  'one_of_three': (
+    'mixtral',
+    {'num_local_experts': 3, 'num_experts_per_tok': 1},
+  ),
+  'all_of_three': (
+    'mixtral',
+    {'num_local_experts': 3, 'num_experts_per_tok': 3},
+  ),
+  'mixture_multi_query': ('mixtral', {'num_key_value_heads': 1, 'head_dim': 8}),
+  'mixture_of_windows': ('mixtral', {'sliding_window': llama_variants.LENGTH}),
+  'mixture_tied': ('mixtral', _TIED),
+  'mixture_llama3': ('mixtral', _LLAMA3),
+  'mixture_sharded': ('mixtral', {}, {'shards': 4}),
+  'mixture_float16': ('mixtral', {}, {'dtype': 'float16', 'shards': 2}),
+  'qwen3_moe': ('qwen3_moe', {'head_dim': 8}),
+  'qwen3_moe_renormalized': (
+    'qwen3_moe',
+    {'norm_topk_prob': True, 'attention_bias': True, 'head_dim': 4},
+  ),
+}
+
+
+def _load(folder: pathlib.Path):
+  return transformers.AutoModelForCausalLM.from_pretrained(
+    folder, dtype=torch.float32, attn_implementation='eager'
+  ).eval()
+
+
+def reference_logits(folder: pathlib.Path) -> np.ndarray:
+  """What transformers computes in float32 from the stored weights."""
+  with torch.no_grad():
+    tokens = torch.from_numpy(llama_variants.tokens())
+    return _load(folder)(tokens).logits.numpy()
+
+
+def _chosen_experts(folder: pathlib.Path, count: int) -> np.ndarray:
+  """Of each layer, row and token, those of the largest router logits."""
+  tokens = torch.from_numpy(llama_variants.tokens())
+  with torch.no_grad():
+    layers = _load(folder)(tokens, output_router_logits=True).router_logits
+  best = [layer.topk(count).indices.sort().values for layer in layers]
+  return torch.stack(best).view(len(best), *tokens.shape, count).numpy()
+
+
+def _describe(kind, changes, files=None) -> llama_variants.Variant:
+  files = dict(files or {})
+  config = {'model_type': kind} | _PLAIN | _OF_TYPE.get(kind, {}) | changes
+  made = transformers.AutoConfig.for_model(**config)
+  with tempfile.TemporaryDirectory() as folder:
+    model = transformers.AutoModelForCausalLM.from_config(made)
+    model.save_pretrained(folder)
+    stored = safetensors.torch.load_file(f'{folder}/model.safetensors')
+  prefix = 'model.' if files.pop('bare', False) else ''
+  shapes = {
+    name.removeprefix(prefix): list(array.shape)
+    for name, array in stored.items()
+  }
+  return {'config': config, 'tensors': shapes} | files
+
+
+def main() -> None:
+  described = {name: _describe(*row) for name, row in VARIANTS.items()}
+  results = {}
+  for name, variant in described.items():
+    with tempfile.TemporaryDirectory() as parent:
+      folder = pathlib.Path(parent) / name
+      llama_variants.write(variant, folder)
+      logits = results[name] = reference_logits(folder)
+      first, second = np.sort(logits)[..., [-1, -2]].reshape(-1, 2).T
+      # Rounding must not decide, and the text must not be trivial.
+      assert np.min(first - second) > 2e-4, name
+      assert len(np.unique(logits.argmax(-1))) > 3, name
+      if name == 'mixtral':
+        results['chosen_experts'] = _chosen_experts(folder, 2).astype(np.int8)
+  np.savez(llama_variants.RESULTS, **results)
+  lines = [f'{json.dumps(n)}: {json.dumps(v)}' for n, v in described.items()]
+  llama_variants.DESCRIBED.write_text('{\n' + ',\n'.join(lines) + '\n}\n')
+
+
+if __name__ == '__main__':
+  main()
