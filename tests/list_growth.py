@@ -10,6 +10,7 @@ import math
 
 import jax
 from list_trees import from_arrays
+from list_trees import match_context
 from list_trees import up
 import numpy as np
 import tiny_drafters
@@ -18,10 +19,8 @@ from tiny_drafters import Settings
 from models.nn.table_model import table_model
 from specdec import Sampling
 from specdec.checks import check_sampling
-from specdec.context import StepContext
 from specdec.draft.growth import grow
 from specdec.draft.stages import init_stages
-from specdec.sampling import Randomness
 
 VOCAB_SIZE = 7
 TEXT_SLOTS = 32
@@ -169,20 +168,14 @@ def grown(drafter, tokens, length, active, noise, sampling):
 
 
 def grown_from(drafter, stages, tokens, length, active, noise, sampling):
-  ctx = StepContext(
-    tokens=tokens,
-    length=length,
+  ctx = match_context(
+    tokens,
+    length,
+    noise,
+    sampling,
     active=active,
-    seen=None,
-    sampling=sampling,
-    randomness=Randomness(
-      noise=noise, draft_keys=None, uniforms=None, residual_noise=None
-    ),
     shape=drafter.shape,
-    max_depth=noise.shape[1] - 1,
     target_bytes=TARGET_BYTES,
-    shares_noise=True,
-    children='best',
   )
   return grow(drafter.stages, stages, ctx.root_trees(), ctx)
 
