@@ -4,6 +4,8 @@ After every token there is one that follows with probability p; a chain of
 guesses has 1, p, p^2, p^3 and so on.
 """
 
+import types
+
 import jax
 import jax.numpy as jnp
 from list_growth import BATCH_SIZE
@@ -184,3 +186,12 @@ def test_what_a_round_would_bring(kw, nodes, can_grow, gain):
   np.testing.assert_allclose(frontier.gain, gain, atol=1e-6)
   expected = sum(sorted(_PROBS, reverse=True)[: kw['num_nodes']])
   np.testing.assert_allclose(frontier.expected, expected, rtol=1e-6)
+
+
+def test_no_node_is_scored_beyond_the_context():
+  """The root is at position length - 1; of 10 the last is 9."""
+  stage = types.SimpleNamespace(scorer=types.SimpleNamespace(max_positions=10))
+  ctx = types.SimpleNamespace(length=jnp.array([1, 9, 10, 11, 12]), max_depth=4)
+  assert growth._depth_limit(stage, ctx).tolist() == [4, 1, 0, -1, -1]
+  stage.scorer.max_positions = None
+  assert growth._depth_limit(stage, ctx).tolist() == [4] * 5

@@ -31,22 +31,14 @@ _TESTS = {
   'COMMIT': 'verification.test_commit_by_hand()',
   'CUTS': 'enumeration.check_cuts(True)',
   'DRAWS': "enumeration.check_draws('without_replacement')",
-  'END': "decode.test_the_first_of_several_eos_ids_ends_a_row('chain')",
-  'GPT2': "decode.test_drafted_equals_plain(1, 'tree')",
   'MATCH': 'verification.test_match_by_hand()',
   'NEXT_STEP': ('growth.test_growth_after_a_step_is_growth_after_a_prefill()'),
   'NUMBERS': (
     'growth_stages.test_what_the_draft_scored_has_the_numbers_of_the_draft()'
   ),
-  'PATHS': (
-    'verification.test_logits_in_a_tree_are_those_of_each_path_alone()'
-  ),
   'RANDOMNESS': 'enumeration.test_the_randomness_of_a_step_is_of_these_keys()',
-  'STOPS': (
-    "generator.test_a_stop_may_begin_in_one_block_and_end_in_another('chain')"
-  ),
+  'STEP': 'step.test_a_decode_of_all_that_a_step_does()',
   'TREES': "enumeration.check_few_trees('without_replacement')",
-  'TWO_TOKENS': "decode.test_two_tokens('tree')",
   'WALKS': "enumeration.check_walks('without_replacement')",
 }
 
@@ -70,7 +62,7 @@ overshoots the limit
   - jnp.minimum(until_end, room)
   + until_end
 goes on with a row that is done
-  step: END
+  step: STEP
   - jnp.where(ctx.active, room, 0)
   + room
 the origin of a token is that of the token before
@@ -79,7 +71,7 @@ the origin of a token is that of the token before
   + verdict.path(nodes), ((0, 0), (0, 0))
 # The noise.
 noise keyed by step, not by position
-  step: TWO_TOKENS
+  step: STEP
   - request.row_keys,
   -       state.length,
   + request.row_keys,
@@ -102,11 +94,11 @@ mask forgets the farthest ancestor
   - for _ in range(num_steps):
   + for _ in range(num_steps - 1):
 nodes see all that is in front of them, as in a chain
-  model: PATHS
+  model: STEP
   - window_mask(length, sees,
   + window_mask(length, jnp.tril(sees | True),
 positions by index instead of depth
-  model: PATHS
+  model: STEP
   - (ctx.length - 1)[:, None] + at(tree.depth, nodes)
   + (ctx.length - 1)[:, None] + nodes
 nodes do not see the last token of the text
@@ -119,7 +111,7 @@ draft forgets the text that it could not read in time
   + pass
 # The caches.
 target keeps the first nodes, not those of the path
-  step: GPT2
+  step: STEP
   - commit(target_state, path, emitted - 1)
   + commit(target_state, jnp.where(path >= 0, nodes[:, : path.shape[1]], path),
   +   emitted - 1)
@@ -333,15 +325,15 @@ a block: the bonus token of the depth above
   +     left = jnp.concatenate([left[:, :1], left[:, :-1]], axis=1)
 # What is returned beside tokens.
 stop strings are forgotten between blocks
-  watchers: STOPS
+  watchers: step.test_stop_strings_go_on_where_the_emitted_tokens_led()
   - jnp.take_along_axis(pending, emitted[:, None], axis=1)[:, 0]
   + self.table.start
 a token is not seen before the next block
-  context: options.test_a_token_is_seen_as_soon_as_a_block_has_it()
+  context: STEP
   - seen_by_nodes(tree, nodes, seen, self.max_depth)
   + jnp.broadcast_to(seen[:, None], logits.shape)
 log-probabilities after bias and penalty
-  step: log_probs.test_they_are_those_of_a_forward_over_the_text('similar')
+  step: STEP
   - verdict=verdict, logits=scores.logits
   + verdict=verdict, logits=logits
 the fallback tries a hopeless draft too often
@@ -354,7 +346,7 @@ the fallback counts rows that are done
   + active.shape[0]
 # Broken models and short contexts.
 a node that is NaN spoils the tree
-  cache: failure.test_a_guess_that_is_not_finite_spoils_nothing('tree')
+  cache: STEP
   - jnp.where(jnp.isfinite(new), new, 0)
   + new
 a row goes on with choices from NaN
@@ -362,7 +354,7 @@ a row goes on with choices from NaN
   - emitted = jnp.minimum(wanted, valid)
   + emitted = wanted
 a draft goes on beyond its context
-  draft.growth: context.test_a_stage_inside_goes_on()
+  draft.growth: growth_stop.test_no_node_is_scored_beyond_the_context()
   - jnp.maximum(longest - ctx.length, -1)
   + jnp.maximum(longest - ctx.length, -1) + 1
 """
