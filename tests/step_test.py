@@ -28,14 +28,14 @@ from specdec.watchers import make_watchers
 from specdec.watchers import state_of
 from specdec.watchers import StopStrings
 
-_VOCAB_SIZE = 6
+_VOCAB_SIZE = 10
 _END, _BROKEN = 4, 5
 _PROMPTS = [[2, 3, 1], [0], [1, 2], [3]]
-_LIMITS = [14, 3, 14, 14]
+_LIMITS = [18, 3, 18, 18]
 _VALUES = [
-  {'repetition_penalty': 1.5, 'logit_bias': 0.7},
+  {'repetition_penalty': 2.5, 'logit_bias': 0.7},
   {},
-  {'temperature': 0.0},
+  {'temperature': 0.0, 'repetition_penalty': 4.0},
   {'temperature': 0.6, 'top_k': 3},
 ]
 
@@ -56,8 +56,9 @@ _init_cache = functools.partial(
 
 def _params():
   rng = np.random.default_rng(0)
-  table = rng.normal(size=(_VOCAB_SIZE,) * 2)
-  table[:, _END] -= 2.0
+  # What was said once is likely, unless it is penalized.
+  table = rng.normal(size=(_VOCAB_SIZE,) * 2) + 3 * np.eye(_VOCAB_SIZE)
+  table[:, _END] -= 1.0
   table[:, _BROKEN] = -1e9
   token = rng.normal(size=_VOCAB_SIZE)
   token[_BROKEN] = np.nan
@@ -91,7 +92,7 @@ def _slow_row(params, key, prompt, limit, values):
 
 
 def test_a_decode_of_all_that_a_step_does():
-  params, keys = _params(), jax.random.split(jax.random.key(3), len(_PROMPTS))
+  params, keys = _params(), jax.random.split(jax.random.key(4), len(_PROMPTS))
   target = LanguageModel(
     params=params,
     spec=ModelSpec(
