@@ -118,9 +118,9 @@ def test_the_cost_follows_from_bytes():
 
 
 # A tree by hand: 0 has the children 1 (0.5) and 2 (0.3), 1 has 3 (0.2), and
-# 3 has 4, which a stage inside thought as likely as 3 itself.
-_EDGES = [(0, 0.5), (0, 0.3), (1, 0.4), (3, 1.0)]
-_PROBS = [1.0, 0.5, 0.3, 0.2, 0.2]
+# 3 has 4 and 5, which a stage inside thought likelier together than 3 itself.
+_EDGES = [(0, 0.5), (0, 0.3), (1, 0.4), (3, 1.0), (3, 0.5)]
+_PROBS = [1.0, 0.5, 0.3, 0.2, 0.2, 0.1]
 
 
 _frontier = jax.jit(
@@ -133,10 +133,10 @@ _frontier = jax.jit(
   ('kw', 'nodes', 'can_grow', 'gain'),
   [
     # Of the probability of 0 and 1 their children have 0.8 + 0.2 of 1.5. So of
-    # 2 and 4 two thirds are new; of 3 nothing, as 4 has all that it has.
+    # 2 and 4 two thirds are new; of 3 nothing, as its children have it all.
     ({'width': 3}, [2, 3, 4], True, (0.3 + 0.2) * 2 / 3),
     ({'width': 2}, [2, 3], True, 0.3 * 2 / 3),
-    ({'width': 4}, [2, 3, 4, -1], True, (0.3 + 0.2) * 2 / 3),
+    ({'width': 5}, [2, 3, 4, 5, -1], True, (0.3 + 0.2 + 0.1) * 2 / 3),
     # Nothing is known of the share: all of it.
     ({'width': 2, 'scored': []}, [0, 1], True, 0.2 + 0.3),
     # Too deep for children, but their keys and values may be needed.

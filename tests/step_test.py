@@ -36,7 +36,7 @@ _VALUES = [
   {'repetition_penalty': 2.5, 'logit_bias': 0.7},
   {},
   {'temperature': 0.0, 'repetition_penalty': 4.0},
-  {'temperature': 0.6, 'top_k': 3},
+  {'temperature': 0.6, 'top_k': 3, 'repetition_penalty': 2.0},
 ]
 
 
@@ -92,7 +92,7 @@ def _slow_row(params, key, prompt, limit, values):
 
 
 def test_a_decode_of_all_that_a_step_does():
-  params, keys = _params(), jax.random.split(jax.random.key(4), len(_PROMPTS))
+  params, keys = _params(), jax.random.split(jax.random.key(6), len(_PROMPTS))
   target = LanguageModel(
     params=params,
     spec=ModelSpec(
@@ -107,7 +107,7 @@ def test_a_decode_of_all_that_a_step_does():
   guesses = params['table'].copy()
   guesses[::2, _BROKEN] = 2.0  # which the target never says
   drafter = tiny_drafters.candidates(
-    tiny_drafters.exact(guesses), config=Settings(topology=k_ary(3, 2))
+    tiny_drafters.exact(guesses), config=Settings(topology=k_ary(4, 2))
   )
   lengths = np.array([len(prompt) for prompt in _PROMPTS], np.int32)
   padded = np.zeros((len(_PROMPTS), lengths.max()), np.int32)
