@@ -465,6 +465,18 @@ def test_the_likeliest_token_is_the_one_that_is_chosen():
   )
 
 
+def test_what_is_no_candidate_stays_so():
+  log_probs = np.array([[[np.log(0.5), EXCLUDED]]], np.float32)
+  ranked = rank_candidates(
+    log_probs,
+    np.zeros_like(log_probs),
+    _params([2.0]),
+    0.5,
+    shares_noise=True,
+  )
+  assert ranked[0, 0, 1] == np.float32(EXCLUDED)
+
+
 def test_ranks_know_the_noise_of_the_candidates():
   """Which of them it would be, and how likely it is to be one of them."""
   rng = np.random.default_rng(3)
