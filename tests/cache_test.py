@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from list_trees import match_context
 import numpy as np
 import pytest
 import tiny
@@ -14,48 +15,31 @@ from specdec import cache as kv
 from specdec import PromptLookup
 from specdec import staged
 from specdec.cache import causal_mask
-from specdec.context import StepContext
 from specdec.draft.growth import grow
 from specdec.draft.stages import commit_stages
 from specdec.draft.stages import init_stages
 from specdec.model import commit
 from specdec.model import forward_nodes
 from specdec.model import prefill
-from specdec.sampling import Randomness
 from specdec.tree.topology import chain
 from specdec.tree.tree import NO_NODE
 
-NUM_SLOTS = 40
+
+def _assert_masks(masks, drawn):
+  """`drawn` are the rows of a batch, the slots of each query as digits."""
+  found = np.asarray(masks).astype(int)
+  assert [
+    ' '.join(''.join(map(str, query)) for query in row)
+    for row in found.tolist()
+  ] == drawn
 
 
 def test_causal_mask_by_hand():
-  mask = causal_mask(jnp.array([0, 2, 3]), 3, 6)
-  np.testing.assert_array_equal(
-    mask,
-    np.array(
-      [
-        [
-          [1, 0, 0, 0, 0, 0],
-          [1, 1, 0, 0, 0, 0],
-          [1, 1, 1, 0, 0, 0],
-        ],
-        [
-          [1, 1, 1, 0, 0, 0],
-          [1, 1, 1, 1, 0, 0],
-          [1, 1, 1, 1, 1, 0],
-        ],
-        [
-          [1, 1, 1, 1, 0, 0],
-          [1, 1, 1, 1, 1, 0],
-          [1, 1, 1, 1, 1, 1],
-        ],
-      ],
-      bool,
-    ),
+  _assert_masks(
+    causal_mask(jnp.array([0, 2, 3]), 3, 6),
+    ['100000 110000 111000', '111000 111100 111110', '111100 111110 111111'],
   )
-  np.testing.assert_array_equal(
-    causal_mask(jnp.array([1]), 1, 4), np.array([[[1, 1, 0, 0]]], bool)
-  )
+  _assert_masks(causal_mask(jnp.array([1]), 1, 4), ['1100'])
 
 
 _WINDOW_MASKS = pytest.mark.parametrize('how', ['_written', '_looked_up'])
@@ -66,37 +50,18 @@ def test_window_mask_by_hand(how):
   """The root and two children that is drawn there, then in front and behind."""
   window = np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], bool)
   make = getattr(kv, how)
-  mask = make(jnp.array([2, 0, 3]), jnp.asarray([window] * 3), num_slots=6)
-  np.testing.assert_array_equal(
-    mask,
-    np.array(
-      [
-        [
-          [1, 1, 1, 0, 0, 0],
-          [1, 1, 1, 1, 0, 0],
-          [1, 1, 1, 0, 1, 0],
-        ],
-        [
-          [1, 0, 0, 0, 0, 0],
-          [1, 1, 0, 0, 0, 0],
-          [1, 0, 1, 0, 0, 0],
-        ],
-        [
-          [1, 1, 1, 1, 0, 0],
-          [1, 1, 1, 1, 1, 0],
-          [1, 1, 1, 1, 0, 1],
-        ],
-      ],
-      bool,
-    ),
+  _assert_masks(
+    make(jnp.array([2, 0, 3]), jnp.asarray([window] * 3), num_slots=6),
+    ['111000 111100 111010', '100000 110000 101000', '111100 111110 111101'],
   )
 
 
 @_WINDOW_MASKS
 def test_fewer_queries_than_slots_of_a_window(how):
   window = jnp.array([[[True, False, True]]])
-  mask = getattr(kv, how)(jnp.array([1]), window, num_slots=5)
-  assert mask.astype(int).tolist() == [[[1, 1, 0, 1, 0]]]
+  _assert_masks(
+    getattr(kv, how)(jnp.array([1]), window, num_slots=5), ['11010']
+  )
 
 
 def _lettered(rows):
@@ -165,9 +130,8 @@ def test_what_is_kept_is_kept_exactly(dtype):
     np.testing.assert_array_equal(kept.values[0][row], -expected)
 
 
-@pytest.mark.parametrize('layer', [0, 1, 2])
-def test_write_puts_every_row_at_its_own_length(layer):
-  num_layers, batch_size, num_slots, heads, width = 3, 4, 7, 2, 3
+def test_write_puts_every_row_at_its_own_length():
+  layer, num_layers, batch_size, num_slots, heads, width = 1, 3, 4, 7, 2, 3
   rng = np.random.default_rng(0)
   shape = (batch_size, heads, num_slots, width)
   old = kv.init_cache(
@@ -202,79 +166,6 @@ def test_write_puts_every_row_at_its_own_length(layer):
       np.testing.assert_array_equal(arrays_new[other], expected)
   np.testing.assert_array_equal(new.length, length)
   assert new.num_slots == num_slots
-
-
-@functools.cache
-def _forward(num_tokens):
-  """A forward of `num_tokens` tokens behind what each row keeps."""
-  model = tiny.gpt2()
-
-  @jax.jit
-  def forward(tokens, cache):
-    start = cache.length
-    positions = start[:, None] + jnp.arange(num_tokens)[None]
-    mask = causal_mask(start, num_tokens, NUM_SLOTS)
-    return model.apply(tokens, positions, mask, cache)
-
-  return forward
-
-
-def test_random_accepts_and_rollbacks_equal_a_fresh_prefill():
-  rng = np.random.default_rng(0)
-  batch_size = 3
-  model = tiny.gpt2()
-  cache = model.spec.init_cache(batch_size, NUM_SLOTS)
-  kept = [[] for _ in range(batch_size)]
-  block = lambda length: rng.integers(
-    tiny.VOCAB_SIZE, size=(batch_size, length)
-  ).astype(np.int32)
-  longest = 24
-  for _ in range(25):
-    size = int(rng.choice([1, 3, 6]))
-    tokens = block(size)
-    _, cache = _forward(size)(tokens, cache)
-    accepted = rng.integers(size + 1, size=batch_size)
-    # Now and then a row gives up tokens that it had kept before.
-    lengths = np.array([len(row) for row in kept])
-    dropped = np.where(rng.random(batch_size) < 0.2, lengths // 2, 0)
-    accepted = np.where(dropped, 0, accepted)
-    accepted = np.minimum(accepted, longest - lengths)
-    for row in range(batch_size):
-      kept[row] += tokens[row, : accepted[row]].tolist()
-      del kept[row][lengths[row] - dropped[row] : lengths[row]]
-    cache = cache.replace(
-      length=cache.length + jnp.asarray(accepted - dropped, jnp.int32)
-    )
-  lengths = np.array([len(row) for row in kept])
-  assert cache.length.tolist() == lengths.tolist()
-  assert len(set(lengths.tolist())) == batch_size
-  assert min(lengths) > 3
-
-  padded = np.zeros((batch_size, longest), np.int32)
-  for row in range(batch_size):
-    padded[row, : lengths[row]] = kept[row]
-  fresh = model.spec.init_cache(batch_size, NUM_SLOTS)
-  _, fresh = _forward(longest)(padded, fresh)
-  fresh = fresh.replace(length=cache.length)
-  for array, expected in zip(
-    (*cache.keys, *cache.values), (*fresh.keys, *fresh.values), strict=True
-  ):
-    for row in range(batch_size):
-      np.testing.assert_allclose(
-        array[row, :, : lengths[row]],
-        expected[row, :, : lengths[row]],
-        rtol=1e-4,
-        atol=1e-5,
-      )
-  tokens = block(6)
-  actual, _ = _forward(6)(tokens, cache)
-  expected, _ = _forward(6)(tokens, fresh)
-  np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
-  # Stale slots were there to be ignored.
-  assert any(
-    np.abs(np.asarray(cache.keys[0][row, :, lengths[row] :])).max() > 0
-    for row in range(batch_size)
-  )
 
 
 # Steps of a decode, with paths accepted at random instead of by the target.
@@ -331,20 +222,14 @@ def _steps(name):
 
   @jax.jit
   def draft(stages, state, tokens, length, active):
-    ctx = StepContext(
-      tokens=tokens,
-      length=length,
+    ctx = match_context(
+      tokens,
+      length,
+      noise,
+      sampling,
       active=active,
-      seen=None,
-      sampling=sampling,
-      randomness=Randomness(
-        noise=noise, draft_keys=None, uniforms=None, residual_noise=None
-      ),
       shape=drafter.shape,
-      max_depth=drafter.max_depth,
       target_bytes=target.spec.weight_bytes,
-      shares_noise=True,
-      children='best',
     )
     stages, tree = grow(drafter.stages, stages, ctx.root_trees(), ctx)
     nodes = drafter.shape.select(tree)
@@ -476,7 +361,7 @@ def _check_random_steps(name, seed):
 @pytest.mark.parametrize('name', _DRAFTERS)
 def test_caches_of_all_stages_after_random_steps(name):
   """They equal a fresh prefill of the text, as far as they go."""
-  runs = [_check_random_steps(name, seed) for seed in range(3)]
+  runs = [_check_random_steps(name, seed) for seed in range(2)]
   lags, depths = zip(*runs, strict=True)
   outer, *inner = (set.union(*stage) for stage in zip(*lags, strict=True))
   if name == 'chain':

@@ -104,8 +104,15 @@ def update(request):
   return request.config.getoption('--update_limits')
 
 
-@pytest.mark.parametrize('method', ['plain', 'staged'])
-@pytest.mark.parametrize('device', ['cpu', 'v5e'])
+@pytest.mark.parametrize(
+  ('device', 'method'),
+  [
+    ('cpu', 'plain'),
+    ('cpu', 'staged'),
+    ('v5e', 'plain'),
+    pytest.param('v5e', 'staged', marks=pytest.mark.long),
+  ],
+)
 def test_the_compiled_loops_of_the_demo_pair(device, method, update):
   if device == 'v5e' and find_libtpu() is None:
     pytest.skip(_NO_LIBTPU)

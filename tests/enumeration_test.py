@@ -4,7 +4,7 @@ First the distributions of whole sequences, every branch summed (see
 `enumeration`); then that the rules and `draw_children` branch in that way,
 decision by decision (see `slow_walks`); then match verification, whose
 distribution follows from its being plain decoding for every noise. `law_test`
-does the same for the whole loop: decision by decision, and by counting.
+does the same for the whole loop, by counting.
 """
 
 import functools
@@ -82,28 +82,44 @@ def _assert_law(worlds, law, length, tolerance=_TOLERANCE):
   assert distances[worst] < tolerance, worlds.names[worst]
 
 
-def _check_trees(vocab_size, length, children, topologies):
-  worlds = _worlds(vocab_size, length)
-  for name in topologies:
-    law, _ = enumeration.tree_law(worlds, _TOPOLOGIES[name], children, length)
+def _check_trees(worlds, length, children):
+  for topology in _TOPOLOGIES.values():
+    law, _ = enumeration.tree_law(worlds, topology, children, length)
     _assert_law(worlds, law, length)
+
+
+def _check_blocks(worlds, length, children):
+  for room in range(1, _CHAIN + 1):
+    for size in range(room + 1):
+      law, _ = enumeration.block_law(worlds, room, children, length, size)
+      _assert_law(worlds, law, length)
 
 
 @pytest.mark.parametrize('children', CHILDREN)
 @pytest.mark.parametrize(('vocab_size', 'length'), _SIZES)
 def test_rejection_has_the_targets_law(vocab_size, length, children):
-  _check_trees(vocab_size, length, children, _TOPOLOGIES)
+  _check_trees(_worlds(vocab_size, length), length, children)
 
 
 @pytest.mark.parametrize('children', CHILDREN)
 @pytest.mark.parametrize(('vocab_size', 'length'), _SIZES)
 def test_block_verification_has_the_targets_law(vocab_size, length, children):
   """Chains cut short, as at the end of the draft's context, among them."""
-  worlds = _worlds(vocab_size, length)
-  for room in range(1, _CHAIN + 1):
-    for size in range(room + 1):
-      law, _ = enumeration.block_law(worlds, room, children, length, size)
-      _assert_law(worlds, law, length)
+  _check_blocks(_worlds(vocab_size, length), length, children)
+
+
+def _few_worlds():
+  kinds = {'drafts': ('similar',), 'samplings': ('temperature 1',)}
+  return enumeration.make_worlds(3, 5, seed=3, **kinds)
+
+
+def check_few_trees(children):
+  """A part of the above that takes a moment."""
+  _check_trees(_few_worlds(), 3, children)
+
+
+def check_few_blocks(children):
+  _check_blocks(_few_worlds(), 3, children)
 
 
 @pytest.mark.long
@@ -559,7 +575,7 @@ class _Agreement:
     assert np.all(counts[: depths + 1] >= 10)
 
 
-def _compare_walks(children, num_batches):
+def check_walks(children, num_batches=30):
   agreement = _Agreement()
   for seed in range(num_batches):
     case = _random_case(seed)
@@ -600,20 +616,18 @@ def _compare_walks(children, num_batches):
       )
       of_row = jax.tree.map(lambda array, row=row: array[row], verdict)
       agreement.compare(of_row, path[row], nodes[row], *found)
-  return agreement
+  agreement.check(num_batches * _BATCH_SIZE, depths=2)
 
 
 @pytest.mark.parametrize('children', CHILDREN)
 def test_the_compiled_walk_branches_as_the_slow_one(children):
-  num_batches = 30
-  agreement = _compare_walks(children, num_batches)
-  agreement.check(num_batches * _BATCH_SIZE, depths=2)
+  check_walks(children)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize('children', CHILDREN)
 def test_many_more_walks(children):
-  _compare_walks(children, 500).check(500 * _BATCH_SIZE, depths=2)
+  check_walks(children, num_batches=500)
 
 
 def _chains(case, is_drawn):
@@ -635,6 +649,10 @@ def _chains(case, is_drawn):
 
 @pytest.mark.parametrize('is_drawn', [True, False])
 def test_the_compiled_block_is_cut_as_the_slow_one(is_drawn):
+  check_cuts(is_drawn)
+
+
+def check_cuts(is_drawn):
   num_batches = 20
   agreement = _Agreement()
   children = WITH_REPLACEMENT if is_drawn else BEST
@@ -676,6 +694,10 @@ _draw = quick_jit(draw_children, static_argnames=('number', 'replacement'))
 @pytest.mark.parametrize('children', [WITHOUT_REPLACEMENT, WITH_REPLACEMENT])
 def test_children_are_drawn_from_what_is_said(children):
   """In order, from the filtered distribution, with noise of their own."""
+  check_draws(children)
+
+
+def check_draws(children):
   number, num_close = 3, 0
   for seed in range(4):
     case = _random_case(seed)
@@ -728,7 +750,7 @@ def test_children_are_drawn_from_what_is_said(children):
   assert num_close < 20
 
 
-def test_no_child_is_drawn_that_float32_gives_no_probability():
+def test_children_that_float32_gives_no_probability():
   """Or its probability, when likelier siblings are rejected, is unknown."""
   logits = np.array([0.0, -80.0, -100.0, -110.0, -110.0], np.float32)
   for scale in (0.1, 0.5, 0.8, 1.0, 1.1, 2.0):
@@ -750,19 +772,20 @@ def test_no_child_is_drawn_that_float32_gives_no_probability():
 
 def test_every_stream_of_every_step_has_keys_of_its_own():
   keys = jax.random.split(jax.random.key(0), 3)
-  streams = (2**31 - 1, 2**31 - 2, 2**31 - 3)
-  found = [
-    jax.random.key_data(step_keys(keys, stream, jnp.full(3, length)))
-    for stream in streams
-    for length in range(50)
-  ]
+  streams = jnp.array([2**31 - 1, 2**31 - 2, 2**31 - 3])
+  of_step = jax.vmap(
+    lambda stream, length: step_keys(keys, stream, jnp.full(3, length)),
+    (None, 0),
+  )
   # And those of `position_noise`.
-  found += [
-    jax.random.key_data(jax.vmap(jax.random.fold_in, (0, None))(keys, position))
-    for position in range(200)
+  of_position = jax.vmap(jax.random.fold_in, (0, None))
+  found = [
+    *jax.jit(jax.vmap(of_step, (0, None)))(streams, jnp.arange(50)),
+    jax.jit(jax.vmap(of_position, (None, 0)))(keys, jnp.arange(200)),
   ]
+  found = [np.asarray(jax.random.key_data(one)).reshape(-1, 2) for one in found]
   found = np.concatenate(found)
-  assert len(np.unique(found, axis=0)) == len(found)
+  assert len(np.unique(found, axis=0)) == len(found) == 3 * (3 * 50 + 200)
 
 
 def test_the_randomness_of_a_step_is_of_these_keys():
@@ -770,35 +793,33 @@ def test_the_randomness_of_a_step_is_of_these_keys():
   keys = jax.random.split(jax.random.key(1), 3)
   sizes = {'num_nodes': 6, 'vocab_size': 6}
   sampling = enumeration.params({'temperature': [1.0, 0.0, 0.5]}, 3, 6)
-  for length in ([1, 7, 3], [2, 8, 900]):
-    length = jnp.array(length, jnp.int32)
-    find = functools.partial(
-      step_randomness, keys, length, sampling, max_depth=2, **sizes
-    )
+  of_depth = lambda key, at: jax.random.gumbel(
+    jax.random.fold_in(key, at), (6,)
+  )
+  of_rows = jax.vmap(jax.vmap(of_depth, (None, 0)))
+  find = quick_jit(
+    functools.partial(step_randomness, max_depth=2, **sizes),
+    static_argnames='shares_noise',
+  )
+  for length in (np.array([1, 7, 3]), np.array([2, 8, 900])):
     draft_keys, uniforms, residual = slow_walks.randomness(
       keys, length, **sizes
     )
+    noise = of_rows(keys, length[:, None] + np.arange(3)[None])
+    drawn = noise * np.array([1, 0, 1])[:, None, None]
     for shares_noise in (True, False):
-      found = find(shares_noise=shares_noise)
+      found = find(keys, length, sampling, shares_noise=shares_noise)
       assert jnp.all(found.draft_keys == draft_keys)
       np.testing.assert_array_equal(found.uniforms, uniforms)
       np.testing.assert_array_equal(found.residual_noise, residual)
-      for row, key in enumerate(keys):
-        for depth in range(3):
-          at = jax.random.fold_in(key, length[row] + depth)
-          noise = jax.random.gumbel(at, (6,))
-          drawn = shares_noise and sampling.temperature[row] > 0
-          np.testing.assert_array_equal(
-            found.noise[row, depth], noise if drawn else np.zeros(6)
-          )
+      np.testing.assert_array_equal(found.noise, drawn * shares_noise)
 
 
 # Match verification: whatever the noise, it emits the tokens of plain decoding,
-# which are a sequence of the target's distribution.
+# the likeliest after the noise was added: draws from the target's distribution.
 
 _MATCH_LENGTH = 4
 _MATCH_VOCAB_SIZE = 3
-_NUM_NOISES = 3
 _DEEPEST = 6
 
 
@@ -820,39 +841,6 @@ def _match_drafters(draft, wrong):
   }
 
 
-def _conditional_noise(rng, probs, token):
-  """Gumbel noise, given that the token is chosen; `probs [V]`.
-
-  From the largest sum down: it is independent of which token has it.
-  """
-  noise = rng.gumbel(size=len(probs))
-  kept = probs > 0
-  largest = rng.gumbel()
-  log_probs = np.log(probs[kept])
-  # Smaller than the largest, otherwise Gumbel (truncated).
-  sums = -np.logaddexp(-largest, -(log_probs + noise[kept]))
-  noise[kept] = sums - log_probs
-  noise[token] = largest - np.log(probs[token])
-  return noise
-
-
-def _sequence_noise(rng, table, sequence, values):
-  """`[T, V]` by position, and the probability of the sequence."""
-  total = 1 + _MATCH_LENGTH + _DEEPEST
-  noise = rng.gumbel(size=(total, _MATCH_VOCAB_SIZE))
-  text, probability = [enumeration.PROMPT], 1.0
-  for token in sequence:
-    seen = np.isin(np.arange(_MATCH_VOCAB_SIZE), text)
-    probs = enumeration.exact_probs(table[text[-1]][None], seen[None], values)
-    probability *= probs[0, token]
-    if probability == 0:
-      return noise, 0.0
-    noise[len(text)] = _conditional_noise(rng, probs[0], token)
-    text.append(token)
-  stochastic = values.get('temperature', 1.0) > 0
-  return noise * stochastic, probability
-
-
 def _decode_with_noise(target, drafter, sampling, noise):
   """One row, whose noise is `[T, V]` by position while it is traced."""
   given = lambda keys, positions, vocab_size, sampling: noise[positions]
@@ -870,50 +858,54 @@ def _decode_with_noise(target, drafter, sampling, noise):
   return result.tokens[0, 1:], result.counters.steps
 
 
-@functools.cache
-def _noises(sampling, target):
-  """`[n, T, V]` noises, and `[n, L]` what they lead to.
+def _noises(table, values):
+  """`[n, T, V]` noises by position, `[n, L]` what they lead to.
 
-  Impossible sequences are included, as -1, so that all samplings have equally
-  many.
+  Every possible sequence is among these.
   """
-  table = np.frombuffer(target, np.float32).reshape((_MATCH_VOCAB_SIZE,) * 2)
-  values = enumeration.SAMPLINGS[sampling]
   rng = np.random.default_rng(0)
-  noises, sequences, law = [], [], 0.0
-  for sequence in itertools.product(
-    range(_MATCH_VOCAB_SIZE), repeat=_MATCH_LENGTH
-  ):
-    for _ in range(_NUM_NOISES):
-      noise, probability = _sequence_noise(rng, table, sequence, values)
-      noises.append(noise)
-      sequences.append(sequence if probability > 0 else [-1] * _MATCH_LENGTH)
-      law += probability / _NUM_NOISES
-  np.testing.assert_allclose(law, 1.0, atol=1e-9)  # no sequence is missing
-  return np.stack(noises).astype(np.float32), np.array(sequences)
+  sequences = list(
+    itertools.product(range(_MATCH_VOCAB_SIZE), repeat=_MATCH_LENGTH)
+  )
+  total = 1 + _MATCH_LENGTH + _DEEPEST
+  noises = rng.gumbel(size=(3, len(sequences), total, _MATCH_VOCAB_SIZE))
+  for index, sequence in enumerate(sequences):
+    for place, token in enumerate(sequence, start=1):
+      noises[0, index, place, token] += 20.0  # more than any token is unlikely
+  noises = noises.reshape(-1, total, _MATCH_VOCAB_SIZE).astype(np.float32)
+  noises *= values.get('temperature', 1.0) > 0
+  texts = np.full((len(noises), 1), enumeration.PROMPT)
+  for place in range(1, _MATCH_LENGTH + 1):
+    seen = (texts[:, :, None] == np.arange(_MATCH_VOCAB_SIZE)).any(1)
+    probs = enumeration.exact_probs(table[texts[:, -1]], seen, values)
+    with np.errstate(divide='ignore'):
+      best = np.argmax(np.log(probs) + noises[:, place], axis=1)
+    texts = np.concatenate([texts, best[:, None]], axis=1)
+  return noises, texts[:, 1:]
 
 
 @pytest.mark.parametrize(
   'name',
   [
     'none',
-    'ragged tree',
     'staged',
-    'tables',
-    pytest.param('chain', marks=pytest.mark.long),
-    pytest.param('tree', marks=pytest.mark.long),
+    *(
+      pytest.param(name, marks=pytest.mark.long)
+      for name in ('chain', 'ragged tree', 'tables', 'tree')
+    ),
   ],
 )
-def test_match_says_every_sequence_when_plain_decoding_does(name):
-  """Each sequence with several noises that lead to it."""
+def test_match_says_what_plain_decoding_does(name):
+  """All sequences that are possible, with noises that lead to them."""
   run = quick_jit(jax.vmap(_decode_with_noise, (None, None, None, 0)))
   steps = []
   for number, (sampling, values) in enumerate(enumeration.SAMPLINGS.items()):
     rng = np.random.default_rng(number)
-    target = (1.3 * rng.normal(size=(_MATCH_VOCAB_SIZE,) * 2)).astype(
-      np.float32
-    )
-    noise, expected = _noises(sampling, target.tobytes())
+    target = 1.3 * rng.normal(size=(_MATCH_VOCAB_SIZE,) * 2)
+    target = target.astype(np.float32)
+    noises, expected = _noises(target, values)
+    if sampling == 'temperature 1':
+      assert len(np.unique(expected, axis=0)) == 3**_MATCH_LENGTH
     for kind in ('similar', 'adversarial'):
       draft = enumeration.draft_logits(kind, target, rng)
       drafter = _match_drafters(draft, wrong=target.T)[name]
@@ -921,12 +913,9 @@ def test_match_says_every_sequence_when_plain_decoding_does(name):
         table_model(target, max_positions=1000),
         drafter,
         enumeration.full_sampling(values, _MATCH_VOCAB_SIZE),
-        noise,
+        noises,
       )
-      possible = expected[:, 0] >= 0
-      np.testing.assert_array_equal(
-        np.asarray(emitted)[possible], expected[possible], err_msg=sampling
-      )
-      steps += np.asarray(num_steps)[possible].tolist()
+      np.testing.assert_array_equal(emitted, expected, err_msg=sampling)
+      steps += np.asarray(num_steps).tolist()
   # More than one step, and fewer than in plain decoding.
   assert name == 'none' or 1.2 < np.mean(steps) < 0.9 * _MATCH_LENGTH

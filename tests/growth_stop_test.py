@@ -4,6 +4,9 @@ After every token there is one that follows with probability p; a chain of
 guesses has 1, p, p^2, p^3 and so on.
 """
 
+import types
+
+import jax
 import jax.numpy as jnp
 from list_growth import BATCH_SIZE
 from list_growth import chain_config
@@ -11,13 +14,18 @@ from list_growth import model_stage
 from list_growth import random_step
 from list_growth import random_table
 from list_growth import run
-from list_growth import SlowStep
+from list_growth import Step
 from list_growth import VOCAB_SIZE
+from list_trees import CAPACITY
+from list_trees import child
+from list_trees import Node
+from list_trees import to_arrays
 import numpy as np
 import pytest
 import tiny_drafters
 from tiny_drafters import candidates
 
+from specdec.draft import growth
 from specdec.sampling import EXCLUDED
 
 
@@ -33,7 +41,7 @@ def _forwards(probs, config, active=None):
       others = (1 - p) / (size - 1)
       table[here, size * row : size * (row + 1)] = np.log(others)
       table[here, size * row + (place + 1) % size] = np.log(p)
-  step = SlowStep(
+  step = Step(
     texts=[[0], [size], [2 * size]],
     active=active,
     noise=np.zeros((3, config.rounds + 1, 3 * size), np.float32),
@@ -92,7 +100,7 @@ def test_rows_that_are_done_have_no_say_without_a_cost_either():
     ((True, True, False), 4),
     ((True, False, True), 1),
   ):
-    step = SlowStep(
+    step = Step(
       texts=[[0], [3], [1]],
       active=np.array(active),
       noise=np.zeros((3, 5, VOCAB_SIZE), np.float32),
@@ -102,7 +110,88 @@ def test_rows_that_are_done_have_no_say_without_a_cost_either():
 
 
 def test_the_cost_follows_from_bytes():
-  """If none is given; here 30 x 30 x 4 bytes for a target of 1000."""
-  by_bytes = _forwards((0.5, 0.5, 0.5), chain_config(cost_ratio=None))
-  assert by_bytes == _forwards((0.5, 0.5, 0.5), chain_config(cost_ratio=3.6))
-  assert by_bytes == 1
+  """If none is given; here 30 x 30 x 4 bytes for a target of 40,000: 0.09."""
+  forwards = lambda cost_ratio: _forwards(
+    (0.5, 0.5, 0.5), chain_config(cost_ratio=cost_ratio)
+  )
+  assert [forwards(0.25), forwards(None), forwards(0.08)] == [1, 2, 3]
+
+
+# A tree by hand: 0 has the children 1 (0.5) and 2 (0.3), 1 has 3 (0.2), and
+# 3 has 4 and 5, which a stage inside thought likelier together than 3 itself.
+_EDGES = [(0, 0.5), (0, 0.3), (1, 0.4), (3, 1.0), (3, 0.5)]
+_PROBS = [1.0, 0.5, 0.3, 0.2, 0.2, 0.1]
+
+
+_frontier = jax.jit(
+  growth._frontier,
+  static_argnames=('max_depth', 'width', 'num_nodes', 'needs_ancestors'),
+)
+
+
+@pytest.mark.parametrize(
+  ('kw', 'nodes', 'can_grow', 'gain'),
+  [
+    # Of the probability of 0 and 1 their children have 0.8 + 0.2 of 1.5. So of
+    # 2 and 4 two thirds are new; of 3 nothing, as its children have it all.
+    ({'width': 3}, [2, 3, 4], True, (0.3 + 0.2) * 2 / 3),
+    ({'width': 2}, [2, 3], True, 0.3 * 2 / 3),
+    ({'width': 5}, [2, 3, 4, 5, -1], True, (0.3 + 0.2 + 0.1) * 2 / 3),
+    # Nothing is known of the share: all of it.
+    ({'width': 2, 'scored': []}, [0, 1], True, 0.2 + 0.3),
+    # Too deep for children, but their keys and values may be needed.
+    ({'width': 2, 'max_depth': 1}, [2, 3], False, 0.0),
+    ({'width': 3, 'max_depth': 2}, [2, 3, 4], True, 0.3 * 2 / 3),
+    # Beyond the context of the stage.
+    ({'width': 3, 'depth_limit': 1}, [2, -1, -1], True, 0.3 * 2 / 3),
+    # Scored outside: only to be seen by those below, or not at all.
+    ({'width': 2, 'expanded': [2]}, [2, 3], True, 0.2 * 2 / 3),
+    (
+      {'width': 2, 'expanded': [2], 'needs_ancestors': False},
+      [3, 4],
+      True,
+      0.2 * 2 / 3,
+    ),
+    ({'width': 2, 'active': False}, [2, 3], False, 0.0),
+    # A node counts as much as its children have, but not more than itself.
+    ({'width': 1, 'scored': [0, 1, 3]}, [2], True, 0.3 * 1.2 / 1.7),
+    # Only the likeliest are verified.
+    ({'width': 2, 'num_nodes': 3}, [2, 3], True, 0.3 * 2 / 3),
+  ],
+)
+def test_what_a_round_would_bring(kw, nodes, can_grow, gain):
+  tree = [Node(9)]
+  for token, (parent, p) in enumerate(_EDGES):
+    tree.append(child(tree, parent, token, np.log(p), 1))
+  kw = {
+    'scored': [0, 1],
+    'expanded': [],
+    'depth_limit': 9,
+    'active': True,
+    'max_depth': 9,
+    'num_nodes': 5,
+    'needs_ancestors': True,
+  } | kw
+  mask = lambda name: np.isin(np.arange(CAPACITY), kw.pop(name))
+  frontier = _frontier(
+    to_arrays(tree),
+    mask('scored'),
+    mask('expanded'),
+    kw.pop('depth_limit'),
+    kw.pop('active'),
+    **kw,
+  )
+  assert frontier.nodes.tolist() == nodes
+  assert bool(frontier.can_grow) == can_grow
+  np.testing.assert_allclose(frontier.gain, gain, atol=1e-6)
+  expected = sum(sorted(_PROBS, reverse=True)[: kw['num_nodes']])
+  np.testing.assert_allclose(frontier.expected, expected, rtol=1e-6)
+
+
+def test_no_node_is_scored_beyond_the_context():
+  """The root is at position length - 1; of 10 the last is 9."""
+  stage = types.SimpleNamespace(scorer=types.SimpleNamespace(max_positions=10))
+  ctx = types.SimpleNamespace(length=jnp.array([1, 9, 10, 11, 12]), max_depth=4)
+  assert growth._depth_limit(stage, ctx).tolist() == [4, 1, 0, -1, -1]
+  stage.scorer.max_positions = None
+  assert growth._depth_limit(stage, ctx).tolist() == [4] * 5

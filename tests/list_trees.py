@@ -1,10 +1,13 @@
-"""Token trees as lists, for references in plain Python."""
+"""Token trees as lists, for references in plain Python; contexts of steps."""
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec.context import StepContext
+from specdec.sampling import Randomness
 from specdec.tree.tree import NO_NODE
 from specdec.tree.tree import TokenTree
 
@@ -112,3 +115,31 @@ def ranking(one, allowed, number) -> list[int]:
     key=lambda index: -one[index].log_prob,
   )[:number]
   return order + [NO_NODE] * (number - len(order))
+
+
+def stack(items):
+  """A batch of rows."""
+  return jax.tree.map(lambda *leaves: np.stack(leaves), *items)
+
+
+def shared_noise(noise) -> Randomness:
+  """That of match verification alone."""
+  return Randomness(
+    noise=noise, draft_keys=None, uniforms=None, residual_noise=None
+  )
+
+
+def match_context(tokens, length, noise, sampling, **kw) -> StepContext:
+  """Of a step with match verification; `noise [B, D + 1, V]`."""
+  kw = {'active': length > 0, 'target_bytes': 1} | kw
+  return StepContext(
+    tokens=tokens,
+    length=length,
+    seen=None,
+    sampling=sampling,
+    randomness=shared_noise(noise),
+    max_depth=noise.shape[1] - 1,
+    shares_noise=True,
+    children='best',
+    **kw,
+  )

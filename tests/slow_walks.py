@@ -1,8 +1,9 @@
 """Rejection and block verification in plain Python, one row at a time.
 
-Every function also returns the smallest *margin* of its decisions, because the
-last digits of float32 are not those of float64. `randomness` derives the keys
-of a step independently of `specdec.sampling`.
+Randomness is data: uniforms, and Gumbel noise. Every function also returns the
+smallest *margin* of its decisions, because the last digits of float32 are not
+those of float64. `randomness` and `child_noise` derive it from the keys of a
+step, independently of `specdec.sampling`.
 """
 
 import functools
@@ -24,7 +25,7 @@ _DRAFTING, _ACCEPTANCE, _RESIDUAL = 2147483647, 2147483646, 2147483645
 
 @functools.partial(quick_jit, static_argnames=('num_nodes', 'vocab_size'))
 def randomness(keys, length, *, num_nodes, vocab_size):
-  """What a step draws from, by row keys `[B]` and lengths of the texts `[B]`.
+  """By row keys `[B]` and lengths of the texts `[B]`, what a step draws from.
 
   Returns:
     `[B]` keys for drawing children, `[B, N]` uniforms, and `[B, V]` noise of
@@ -46,12 +47,9 @@ def randomness(keys, length, *, num_nodes, vocab_size):
 
 @functools.partial(quick_jit, static_argnames=('num_nodes', 'shape'))
 def child_noise(keys, *, num_nodes, shape):
-  """Noise of the children of each node, `[B, N, *shape]`.
+  """`[B, N, *shape]` of the children of each node, by keys `[B]` for drawing.
 
-  Args:
-    keys: `[B]`, for drawing children.
-    num_nodes: N.
-    shape: `(V,)`, or `(K, V)` for K children drawn with replacement.
+  The shape is `(V,)`, or `(K, V)` for K children drawn with replacement.
   """
   of_node = lambda key, node: jax.random.gumbel(
     jax.random.fold_in(key, node), shape
@@ -67,8 +65,7 @@ def _best(scores, number=1):
   order = order[: np.sum(scores > -np.inf)]
   gaps = -np.diff(scores[order])[:number]
   # Entries that are equal are so on purpose: the first of them counts.
-  gaps = gaps[gaps > 0]
-  return order[:number].tolist(), gaps.min() if gaps.size else np.inf
+  return order[:number].tolist(), min(gaps[gaps > 0], default=np.inf)
 
 
 def _log(probs):
@@ -76,19 +73,14 @@ def _log(probs):
 
 
 def _choose(probs, noise):
-  [token], margin = _best(_log(probs) + noise)
+  [token], margin = _best(_log(probs / probs.sum()) + noise)
   return token, margin
 
 
 def pick_children(probs, noise, number, *, stochastic, children):
   """Tokens of at most `number` children, and the margin.
 
-  Args:
-    probs: `[V]`, the draft's.
-    noise: of the node, see `child_noise`.
-    number: K.
-    stochastic: whether the temperature is above 0.
-    children: one of `CHILDREN`.
+  `probs [V]` are the draft's, `noise` that of the node, see `child_noise`.
   """
   if children == BEST or not stochastic:
     return _best(_log(probs), number)
@@ -96,6 +88,12 @@ def pick_children(probs, noise, number, *, stochastic, children):
     return _best(_log(probs) + noise, number)
   drawn = [_choose(probs, of_child) for of_child in noise[:number]]
   return [token for token, _ in drawn], min(margin for _, margin in drawn)
+
+
+def _is_accepted(uniform, prob):
+  """Also the margin of that."""
+  close = 0 < prob < 1 + ENOUGH
+  return uniform < prob, abs(uniform - prob) if close else np.inf
 
 
 def walk(
@@ -116,32 +114,32 @@ def walk(
   Returns:
     The tokens, the places of the path, and the margin.
   """
-  node, path, emitted, margin = 0, [0], [], np.inf
+  path, margin = [0], np.inf
   wanted, left = target[0], draft[0]
-  is_drawn = stochastic and children != BEST
   while True:
-    for child in np.flatnonzero(parent == node):
+    for child in np.flatnonzero(parent == path[-1]):
       proposed = token[child]
-      drawn_from = left if is_drawn else np.eye(len(wanted))[proposed]
-      prob = wanted[proposed] / drawn_from[proposed]
-      if 0 < prob < 1 + ENOUGH:
-        margin = min(margin, abs(uniforms[child] - prob))
-      if uniforms[child] < prob:
-        emitted.append(int(proposed))
+      drawn_from = np.eye(len(wanted))[proposed]
+      if stochastic and children != BEST:
+        drawn_from = left
+      accepted, gap = _is_accepted(
+        uniforms[child], wanted[proposed] / drawn_from[proposed]
+      )
+      margin = min(margin, gap)
+      if accepted:
         path.append(int(child))
-        node, wanted, left = child, target[child], draft[child]
+        wanted, left = target[child], draft[child]
         break
       rest = np.maximum(wanted - drawn_from, 0.0)
       if rest.sum() < 1e-6:  # by rounding alone
-        margin = 0.0
-        rest = wanted
+        margin, rest = 0.0, wanted
       wanted = rest / rest.sum()
       if children == WITHOUT_REPLACEMENT:
         left = np.where(np.arange(len(left)) == proposed, 0.0, left)
         left = left / max(left.sum(), 1e-300)
     else:
       bonus, gap = _choose(wanted, noise)
-      return [*emitted, bonus], path, min(margin, gap)
+      return [*token[path[1:]].tolist(), bonus], path, min(margin, gap)
 
 
 def walk_block(token, target, draft, uniforms, noise, *, stochastic, children):
@@ -149,33 +147,27 @@ def walk_block(token, target, draft, uniforms, noise, *, stochastic, children):
   number = len(token) - 1
   if not stochastic or children == BEST:
     draft = np.eye(target.shape[1])[[*token[1:], 0]]
-  accepted, weight, margin = 0, 1.0, np.inf
-  rest_of_0 = np.maximum(target[0] - draft[0], 0.0) if number else None
+  left = lambda weight, at: np.maximum(weight * target[at] - draft[at], 0.0)
+  accepted, weight, weight_there, margin = 0, 1.0, 1.0, np.inf
   for depth in range(1, number + 1):
     proposed = token[depth]
-    weight *= target[depth - 1, proposed] / draft[depth - 1, proposed]
-    weight = min(weight, 1.0)
-    if depth == number:
-      prob = weight
-    else:
-      mass = np.maximum(weight * target[depth] - draft[depth], 0.0).sum()
+    ratio = target[depth - 1, proposed] / draft[depth - 1, proposed]
+    prob = weight = min(weight * ratio, 1.0)
+    if depth < number:
+      mass = left(weight, depth).sum()
       whole = mass + 1 - weight
       if 0 < whole < 1e-6:
         margin = 0.0
       prob = mass / whole if whole > 0 else 1.0
-    if 0 < prob < 1 + ENOUGH:
-      margin = min(margin, abs(uniforms[depth] - prob))
-    if uniforms[depth] < prob:
+    here, gap = _is_accepted(uniforms[depth], prob)
+    margin = min(margin, gap)
+    if here:
       accepted, weight_there = depth, weight
-  if accepted == number:
-    wanted = target[number]
-  elif accepted == 0:
-    wanted = rest_of_0
-  else:
-    wanted = weight_there * target[accepted] - draft[accepted]
-    wanted = np.maximum(wanted, 0.0)
+  wanted = target[number]
+  if accepted < number:
+    wanted = left(weight_there, accepted)
   if wanted.sum() < 1e-6:
     margin, wanted = 0.0, target[accepted]
-  bonus, gap = _choose(wanted / wanted.sum(), noise)
-  emitted = token[1 : accepted + 1].tolist()
-  return [*emitted, bonus], list(range(accepted + 1)), min(margin, gap)
+  bonus, gap = _choose(wanted, noise)
+  new = [*token[1 : accepted + 1].tolist(), bonus]
+  return new, list(range(accepted + 1)), min(margin, gap)

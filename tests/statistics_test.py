@@ -1,8 +1,10 @@
 """The figures of a decode, recounted by a decoder in plain Python."""
 
 import dataclasses
+import itertools
 
 import jax
+from list_growth import chain_table
 import numpy as np
 import pytest
 import tiny_drafters
@@ -98,10 +100,7 @@ def _decode_slowly(target, draft, prompts, noise, temperature, g):
   return new, counts
 
 
-_PROMPTS = [[[1, 2, 3]], [[4], [5, 6, 8, 9], [1] * 20]]
-_CASES = [
-  (temperature, ends) for temperature in (0.0, 1.0) for ends in (False, True)
-]
+_ROWS = [[4], [5, 6, 8, 9], [1] * 20]
 
 
 def _both(prompts, g, temperature, ends):
@@ -110,14 +109,8 @@ def _both(prompts, g, temperature, ends):
   keys = jax.random.split(jax.random.key(2), len(prompts))
   sampling = Sampling(temperature=temperature)
   everywhere = np.tile(np.arange(MAX_POSITIONS), (len(prompts), 1))
-  noise = np.asarray(
-    position_noise(
-      keys,
-      everywhere,
-      VOCAB_SIZE,
-      check_sampling(sampling, len(prompts), VOCAB_SIZE),
-    )
-  )
+  checked = check_sampling(sampling, len(prompts), VOCAB_SIZE)
+  noise = np.asarray(position_noise(keys, everywhere, VOCAB_SIZE, checked))
   slow = lambda g: _decode_slowly(target, draft, prompts, noise, temperature, g)
   drafter = PLAIN
   if g:
@@ -134,72 +127,57 @@ def _both(prompts, g, temperature, ends):
     eos_ids=EOS_IDS,
   )
   tokens, counts = slow(g)
-  _, plain = slow(0)
   assert generation.tokens == tokens
-  return generation, counts, plain
+  return generation, counts, slow(0)[1]
 
 
 # One test for all cases of a program.
-@pytest.mark.parametrize(
-  ('prompts', 'g'), [(_PROMPTS[1], 0), (_PROMPTS[1], 1), (_PROMPTS[0], 4)]
-)
+@pytest.mark.parametrize(('prompts', 'g'), [(_ROWS, 0), (_ROWS, 1), ([[1]], 4)])
 def test_against_a_slow_decoder(prompts, g):
-  for temperature, ends in _CASES:
+  cases = itertools.product((0.0, 1.0), (False, True))
+  for temperature, ends in cases:
     generation, counts, plain = _both(prompts, g, temperature, ends)
-    stats = generation.stats
-    assert stats['target_forwards'] == counts['target_forwards']
-    assert stats['accepted_histogram'] == counts['histogram']
-    drafts = {'draft': counts['draft_forwards']} if g else {}
-    assert stats['stage_forwards'] == drafts
-    assert stats['nodes_per_forward'] == g + 1
+    stats, reads = generation.stats, generation.stats['reads']
     new_tokens = sum(len(row) for row in generation.tokens)
+    drafts = {'draft': counts['draft_forwards']} if g else {}
     from_draft = {'draft': counts['from_draft']} if g else {}
-    assert stats['origins'] == from_draft | {
-      'target': new_tokens - counts['from_draft']
+    forwards = counts['target_forwards']
+    expected = {
+      'target_forwards': forwards,
+      'accepted_histogram': counts['histogram'],
+      'stage_forwards': drafts,
+      'nodes_per_forward': g + 1,
+      'origins': from_draft | {'target': new_tokens - counts['from_draft']},
+      # One in each forward of the draft.
+      'positions': {'target': (g + 1) * forwards} | drafts,
+      'new_tokens': new_tokens,
+      'block_efficiency': new_tokens / forwards,
     }
-    positions = {'target': (g + 1) * counts['target_forwards']}
-    assert stats['positions'] == positions | drafts  # one in each of those
-    reads = stats['reads']
-    assert reads['plain'] == {
-      'forwards': plain['steps'],
-      'slots': plain['target_slots'],
-    }
-    assert reads['target'] == {
-      'forwards': counts['steps'],
-      'slots': counts['target_slots'],
-    }
+    assert {name: stats[name] for name in expected} == expected
+    of = lambda forwards, slots: {'forwards': forwards, 'slots': slots}
+    assert reads['plain'] == of(plain['steps'], plain['target_slots'])
+    assert reads['target'] == of(counts['steps'], counts['target_slots'])
     if g:
       assert reads['draft']['forwards'] == g * counts['steps']
 
     # What must hold of these figures whatever the reference says.
     histogram = np.array(stats['accepted_histogram'])
-    assert stats['new_tokens'] == new_tokens
-    assert histogram.sum() == stats['target_forwards']
+    assert histogram.sum() == forwards
     assert histogram @ np.arange(1, g + 2) == new_tokens
-    assert stats['block_efficiency'] == new_tokens / stats['target_forwards']
-    if g == 0:
-      assert stats['block_efficiency'] == 1.0
-      assert stats['relative_bandwidth'] == 1.0
     if temperature and not ends:
       assert min(histogram) > 0, 'the draft should be right now and then'
     assert (new_tokens < LIMIT * len(prompts)) == ends
-
-
-def test_bandwidth_counts_what_each_forward_sees():
-  """Weights once per forward, of the caches the slots that are visible."""
-  g = 4
-  for temperature, ends in _CASES:
-    generation, counts, plain = _both(_PROMPTS[0], g, temperature, ends)
-    stats = generation.stats
-    assert stats['reads']['draft']['slots'] == counts['draft_slots']
-    weights = _target().nbytes
-    read = counts['steps'] * weights
-    read += counts['target_slots'] * TARGET_BYTES_PER_SLOT
-    read += g * counts['steps'] * weights
-    read += counts['draft_slots'] * DRAFT_BYTES_PER_SLOT
-    without = plain['steps'] * weights
-    without += plain['target_slots'] * TARGET_BYTES_PER_SLOT
-    np.testing.assert_allclose(stats['relative_bandwidth'], read / without)
+    if g == 0:
+      assert stats['block_efficiency'] == stats['relative_bandwidth'] == 1.0
+    elif len(prompts) == 1:
+      # Weights once per forward, of the caches the slots that are visible.
+      assert reads['draft']['slots'] == counts['draft_slots']
+      read = (1 + g) * counts['steps'] * _target().nbytes
+      read += counts['target_slots'] * TARGET_BYTES_PER_SLOT
+      read += counts['draft_slots'] * DRAFT_BYTES_PER_SLOT
+      without = plain['steps'] * _target().nbytes
+      without += plain['target_slots'] * TARGET_BYTES_PER_SLOT
+      np.testing.assert_allclose(stats['relative_bandwidth'], read / without)
 
 
 def test_relative_bandwidth_by_hand():
@@ -221,18 +199,9 @@ def test_relative_bandwidth_by_hand():
   assert relative_bandwidth(nothing, costs) == 1.0
 
 
-def _counting(p):
-  """Says i + 1 after i with probability p."""
-  rest = (1 - p) / (VOCAB_SIZE - 1)
-  table = np.full((VOCAB_SIZE, VOCAB_SIZE), np.log(rest), np.float32)
-  rows = np.arange(VOCAB_SIZE)
-  table[rows, (rows + 1) % VOCAB_SIZE] = np.log(p)
-  return table
-
-
 def test_tokens_behind_an_eos_are_not_counted():
   """The draft is right about six tokens; the second ends the row."""
-  table = _counting(0.9)
+  table = chain_table(0.9, VOCAB_SIZE)
   generation = generate(
     _model(table, 0),
     jax.random.key(0),
@@ -258,7 +227,7 @@ def test_stages_are_counted_by_stage():
   each of the two; the target adds the last token. A forward of the draft has
   room for four nodes and for the four that it had no time to look at before.
   """
-  table = _counting(0.9)
+  table = chain_table(0.9, VOCAB_SIZE)
   config = Settings(
     num_nodes=12, width=8, branching=1, rounds=2, capacity=20, cost_ratio=0
   )

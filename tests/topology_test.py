@@ -1,8 +1,11 @@
-"""Fixed shapes by hand, and what shapes and settings are refused."""
+"""Fixed shapes, by hand and by their properties; and settings refused."""
 
 import json
 import math
+import random
 
+import hypothesis
+from hypothesis import strategies
 import numpy as np
 import pytest
 import tiny
@@ -21,73 +24,67 @@ from specdec.tree.topology import load_topology
 
 NOWHERE = np.iinfo(np.int32).max
 
+_PATHS = strategies.lists(
+  strategies.lists(strategies.integers(0, 3), min_size=1, max_size=4).map(
+    tuple
+  ),
+  min_size=1,
+  max_size=8,
+).map(lambda paths: [one[:end] for one in paths for end in range(1, 5)])
 
-def test_a_chain():
-  shape = chain(3)
-  assert shape.paths == ((0,), (0, 0), (0, 0, 0))
-  assert (shape.num_nodes, shape.max_depth, shape.branching) == (4, 3, 1)
-  assert shape.schedule.tolist() == [[0], [1], [2]]
-  assert shape.children.tolist() == [[1], [2], [3], [NOWHERE]]
 
-
-def test_a_binary_tree():
-  shape = k_ary(2, 2)
-  assert shape.paths == ((0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1))
-  assert (shape.num_nodes, shape.max_depth, shape.branching) == (7, 2, 2)
-  assert shape.schedule.tolist() == [[0, -1], [1, 2]]
+@hypothesis.settings(derandomize=True, deadline=None, max_examples=100)
+@hypothesis.given(_PATHS, strategies.randoms(use_true_random=False))
+def test_any_tree(paths, rng: random.Random):
+  """However its paths are ordered, and however often one is named."""
+  shape = from_paths([list(path) for path in paths])
+  rng.shuffle(paths)
+  assert (shape, hash(shape)) == (from_paths(paths), hash(from_paths(paths)))
+  assert shape == Topology(tuple(paths))
+  assert shape.paths == tuple(
+    sorted(set(paths), key=lambda path: (len(path), path))
+  )
+  nodes = [(), *shape.paths]
+  assert shape.num_nodes == len(nodes)
+  assert shape.max_depth == max(map(len, paths))
+  assert shape.branching == 1 + max(rank for path in paths for rank in path)
+  # Where each child goes, and nowhere else.
+  assert shape.children.shape == (len(nodes), shape.branching)
   assert shape.children.tolist() == [
-    [1, 2],
-    [3, 4],
-    [5, 6],
-    *[[NOWHERE, NOWHERE]] * 4,
+    [
+      nodes.index((*path, rank)) if (*path, rank) in nodes else NOWHERE
+      for rank in range(shape.branching)
+    ]
+    for path in nodes
   ]
-  assert k_ary(1, 3) == chain(3)
+  # Level by level all nodes with children, each once.
+  parents = [
+    [at for at, path in enumerate(nodes) if len(path) == level]
+    for level in range(shape.max_depth)
+  ]
+  parents = [
+    [at for at in level if min(shape.children[at]) != NOWHERE]
+    for level in parents
+  ]
+  assert [[at for at in row if at >= 0] for row in shape.schedule] == parents
+  assert shape.schedule.shape[1] == max(map(len, parents))
+  # Every path but a leaf's is needed.
+  missing = rng.choice(shape.paths)
+  others = [path for path in shape.paths if path != missing]
+  if any(path[:-1] == missing for path in others):
+    with pytest.raises(ValueError, match='but not its parent'):
+      from_paths(others)
+
+
+def test_a_chain_and_a_binary_tree():
+  assert chain(3).paths == ((0,), (0, 0), (0, 0, 0))
+  assert chain(3).schedule.tolist() == [[0], [1], [2]]
+  assert chain(3).children.tolist() == [[1], [2], [3], [NOWHERE]]
+  assert k_ary(2, 2).paths == ((0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1))
+  assert k_ary(2, 2).schedule.tolist() == [[0, -1], [1, 2]]
+  assert k_ary(1, 3) == chain(3) != k_ary(2, 2)
   assert k_ary(3, 3).num_nodes == 1 + 3 + 9 + 27
   assert k_ary(2, 11).num_nodes == 4095
-
-
-def test_any_paths_in_any_order():
-  """The second child of the root has one that is third; others have none.
-
-    0
-  ├─ 1
-  ├─ 2 ── 4 (rank 2) ── 5
-  └─ 3 (rank 3)
-  """
-  paths = [(1, 2, 0), (3,), (1,), (0,), (1, 2), (0,)]
-  shape = from_paths(paths)
-  assert shape.paths == ((0,), (1,), (3,), (1, 2), (1, 2, 0))
-  assert (shape.num_nodes, shape.max_depth, shape.branching) == (6, 3, 4)
-  assert shape.schedule.tolist() == [[0], [2], [4]]
-  x = NOWHERE
-  assert shape.children.tolist() == [
-    [1, 2, x, 3],
-    [x, x, x, x],
-    [x, x, 4, x],
-    [x, x, x, x],
-    [5, x, x, x],
-    [x, x, x, x],
-  ]
-  assert shape == from_paths([list(path) for path in reversed(paths)])
-  assert hash(shape) == hash(from_paths(reversed(paths)))
-  assert shape != chain(3)
-
-
-@pytest.mark.parametrize(
-  ('paths', 'message'),
-  [
-    ([], 'topology has no path'),
-    ([()], r'one or more ranks from 0, got \(\)'),
-    ([(0,), (0, -1)], r'one or more ranks from 0, got \(0, -1\)'),
-    ([(0,), (1, 0)], r'the path \(1, 0\) but not its parent \(1,\)'),
-    ([(0, 0)], r'the path \(0, 0\) but not its parent \(0,\)'),
-  ],
-)
-def test_paths_that_are_no_tree(paths, message):
-  with pytest.raises(ValueError, match=message):
-    from_paths(paths)
-  with pytest.raises(ValueError, match=message):
-    Topology(tuple(paths))
 
 
 @pytest.mark.parametrize(
@@ -96,13 +93,45 @@ def test_paths_that_are_no_tree(paths, message):
     (lambda: chain(0), 'at least one token, got 0'),
     (lambda: k_ary(0, 2), 'at least 1, got 0 and 2'),
     (lambda: k_ary(2, 0), 'at least 1, got 2 and 0'),
-    (lambda: k_ary(2, 12), 'binary|more than 4096 nodes'),
+    (lambda: k_ary(2, 12), 'a 2-ary tree of depth 12 has more than 4096 nodes'),
     (lambda: k_ary(5000, 1), 'more than 4096 nodes'),
+    (lambda: from_paths([]), 'topology has no path'),
+    (lambda: from_paths([()]), r'one or more ranks from 0, got \(\)'),
+    (lambda: Topology(((0,), (0, -1))), r'ranks from 0, got \(0, -1\)'),
+    (lambda: Topology(((0, 0),)), r'path \(0, 0\) but not its parent \(0,\)'),
   ],
 )
-def test_shapes_that_are_too_small_or_too_large(make, message):
+def test_shapes_that_are_refused(make, message):
   with pytest.raises(ValueError, match=message):
     make()
+
+
+_NO_LIST = 'must hold a JSON list of lists of ranks'
+
+
+@pytest.mark.parametrize(
+  ('content', 'message'),
+  [
+    (b'[[0], ', 'cannot be read'),
+    (b'\xff\xfe', 'cannot be read'),
+    (None, 'cannot be read'),
+    (b'{"0": 1}', _NO_LIST),
+    (b'[0, 1]', _NO_LIST),
+    (b'[["0"]]', _NO_LIST),
+    (b'[[0.5]]', _NO_LIST),
+    (b'[[true]]', _NO_LIST),
+    (b'[[0, 0]]', 'but not its parent'),
+    (b'[]', 'topology has no path'),
+    (b'[[-1]]', 'one or more ranks'),
+  ],
+)
+def test_bad_files(tmp_path, content, message):
+  path = tmp_path / 'shape.json'
+  if content is not None:
+    path.write_bytes(content)
+  with pytest.raises(ValueError, match=message) as error:
+    load_topology(str(path))
+  assert str(path) in str(error.value)
 
 
 def test_a_file(tmp_path):
@@ -110,36 +139,6 @@ def test_a_file(tmp_path):
   path.write_text(json.dumps([[0], [1], [1, 2], [1, 0]]))
   shape = load_topology(str(path))
   assert shape == from_paths([(0,), (1,), (1, 0), (1, 2)])
-
-
-@pytest.mark.parametrize(
-  ('text', 'message'),
-  [
-    ('[[0], ', 'cannot be read'),
-    ('{"0": 1}', 'must hold a JSON list of lists of ranks'),
-    ('[0, 1]', 'must hold a JSON list of lists of ranks'),
-    ('[["0"]]', 'must hold a JSON list of lists of ranks'),
-    ('[[0.5]]', 'must hold a JSON list of lists of ranks'),
-    ('[[true]]', 'must hold a JSON list of lists of ranks'),
-    ('[[0, 0]]', 'but not its parent'),
-    ('[]', 'topology has no path'),
-    ('[[-1]]', 'one or more ranks'),
-  ],
-)
-def test_bad_files(tmp_path, text, message):
-  path = tmp_path / 'shape.json'
-  path.write_text(text)
-  with pytest.raises(ValueError, match=message) as error:
-    load_topology(str(path))
-  assert str(path) in str(error.value)
-
-
-def test_files_that_are_not_there_or_no_text(tmp_path):
-  with pytest.raises(ValueError, match='cannot be read'):
-    load_topology(str(tmp_path / 'nothing.json'))
-  (tmp_path / 'binary').write_bytes(b'\xff\xfe')
-  with pytest.raises(ValueError, match='cannot be read'):
-    load_topology(str(tmp_path / 'binary'))
 
 
 # Settings of a stage.
@@ -153,7 +152,10 @@ def test_settings_follow_from_a_topology():
     width=2, branching=4, rounds=2, calibration=1.5
   )
   assert drafter.max_depth == shape.max_depth == 2
-  assert hash(shape) == hash(from_paths(shape.paths))
+
+
+_INTEGERS = ('num_nodes', 'width', 'branching', 'rounds', 'max_depth')
+_RATIO = 'cost_ratio must be a number of at least 0, or None, got '
 
 
 @pytest.mark.parametrize(
@@ -161,41 +163,25 @@ def test_settings_follow_from_a_topology():
   [
     *[
       ({name: value}, f'{name} must be an integer of at least 1, got {value}')
-      for name in ('num_nodes', 'width', 'branching', 'rounds', 'max_depth')
-      for value in (0, -3, 2.5, True)
+      for name in _INTEGERS
+      for value in (0, -3, 2.5, 4.0, True, math.inf, math.nan)
     ],
+    ({'capacity': 64.5}, 'capacity must be an integer'),
     ({'capacity': 31}, 'capacity must be at least num_nodes=32, got 31'),
     ({'num_nodes': 300}, 'at least num_nodes=300, got 256'),
-    ({'calibration': 0.0}, 'calibration must be a number above 0, got 0.0'),
-    ({'calibration': -1.0}, 'calibration must be a number above 0'),
-    ({'calibration': math.inf}, 'calibration must be a number above 0'),
-    ({'calibration': math.nan}, 'calibration must be a number above 0'),
-    (
-      {'cost_ratio': -0.1},
-      'cost_ratio must be a number of at least 0, or None, got -0.1',
-    ),
-    ({'cost_ratio': math.nan}, 'cost_ratio must be a number of at least 0'),
-    ({'cost_ratio': math.inf}, 'cost_ratio must be a number of at least 0'),
+    *[
+      ({'calibration': value}, f'calibration must be a number above 0, {got}')
+      for value in (0.0, -1.0, math.inf, math.nan)
+      for got in (f'got {value}',)
+    ],
+    *[
+      ({'cost_ratio': value}, f'{_RATIO}{value}')
+      for value in (-0.1, math.nan, math.inf)
+    ],
   ],
 )
 def test_settings_out_of_range(settings, message):
   with pytest.raises(ValueError, match=message):
-    Settings(**settings).drafter(PromptLookup())
-
-
-@pytest.mark.parametrize(
-  'settings',
-  [
-    {'width': 4.0},
-    {'rounds': math.inf},
-    {'rounds': math.nan},
-    {'capacity': 64.5},
-    {'capacity': math.inf},
-  ],
-)
-def test_sizes_must_be_integers(settings):
-  name = next(iter(settings))
-  with pytest.raises(ValueError, match=f'{name} must be an integer'):
     Settings(**settings).drafter(PromptLookup())
 
 
@@ -209,20 +195,24 @@ def test_a_fixed_shape_and_an_inner_stage_exclude_each_other():
     grown.replace(shape=chain(2), stages=(*grown.stages, *fixed.stages))
 
 
+def _models(rounds, **settings):
+  return [
+    tiny_drafters.model(
+      tiny.gpt2(), Settings(rounds=count, **settings), str(index)
+    )
+    for index, count in enumerate(rounds)
+  ]
+
+
 def test_staging_is_associative():
-  draft = tiny.gpt2()
-  one, two, three = (
-    tiny_drafters.model(draft, Settings(rounds=rounds), name)
-    for rounds, name in ((2, 'one'), (3, 'two'), (1, 'three'))
-  )
+  one, two, three = _models((2, 3, 1))
   nested = staged(one, staged(two, three))
-  assert [stage.name for stage in nested.stages] == ['one', 'two', 'three']
-  assert nested.labels == ('one', 'two', 'three')
+  assert [stage.name for stage in nested.stages] == ['0', '1', '2']
   other = staged(staged(one, two), three)
   assert [stage.config for stage in other.stages] == [
     stage.config for stage in nested.stages
   ]
-  assert other.labels == nested.labels
+  assert other.labels == nested.labels == ('0', '1', '2')
 
 
 @pytest.mark.parametrize(
@@ -239,11 +229,5 @@ def test_staging_is_associative():
   ],
 )
 def test_how_deep_a_tree_can_grow(rounds, settings, expected):
-  settings = {'max_depth': 100} | settings
-  drafters = [
-    tiny_drafters.model(
-      tiny.gpt2(), Settings(rounds=count, **settings), str(index)
-    )
-    for index, count in enumerate(rounds)
-  ]
+  drafters = _models(rounds, **({'max_depth': 100} | settings))
   assert staged(*drafters).max_depth == expected

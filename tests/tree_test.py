@@ -14,6 +14,7 @@ from list_trees import NUM_TOKENS
 from list_trees import random_edge
 from list_trees import random_tree
 from list_trees import ranking
+from list_trees import stack
 from list_trees import to_arrays
 from list_trees import up
 import numpy as np
@@ -30,10 +31,6 @@ def _assert_unused_entries_are_blank(tree: TokenTree):
   unused = np.arange(tree.capacity) >= int(tree.size)
   assert (np.asarray(tree.parent)[unused] == NO_NODE).all()
   assert (np.asarray(tree.log_prob)[unused] == -np.inf).all()
-
-
-def _stack(items):
-  return jax.tree.map(lambda *leaves: np.stack(leaves), *items)
 
 
 def _unstack(batch, row):
@@ -116,7 +113,7 @@ def test_walks_and_masks():
   lists = _random_trees(1)
   nodes = np.stack([_with_gaps(rng, one, 6) for one in lists])
   others = np.stack([_with_gaps(rng, one, 8) for one in lists])
-  parents = _stack([to_arrays(one).parent for one in lists])
+  parents = stack([to_arrays(one).parent for one in lists])
   walks = _batched(trees.walk_up, CAPACITY)(parents, nodes)
   masks = _batched(trees.ancestor_mask, CAPACITY)(parents, nodes, others)
   for row, one in enumerate(lists):
@@ -130,29 +127,12 @@ def test_walks_and_masks():
   assert masks.any(axis=(1, 2)).mean() > 0.9
 
 
-def test_histories():
-  rng = np.random.default_rng(2)
-  lists = _random_trees(2)
-  nodes = np.stack([rng.integers(len(one), size=5) for one in lists])
-  recent = rng.integers(10, 20, size=(NUM_TREES, 4))
-  recent[:, 0] = [one[0].token for one in lists]
-  starts = rng.integers(1, 6, size=NUM_TREES)
-  recent[np.arange(4)[None] >= starts[:, None]] = -1  # where the text starts
-  batch = _stack([to_arrays(one) for one in lists])
-  histories = _batched(trees.histories)(batch, nodes, recent)
-  for row, one in enumerate(lists):
-    for place, node in enumerate(nodes[row]):
-      path = [one[index].token for index in up(one, node)]
-      expected = [*path, *recent[row, 1:].tolist()][:4]
-      assert histories[row, place].tolist() == expected
-
-
 def test_children_are_found():
   rng = np.random.default_rng(3)
   lists = _random_trees(3)
   parents = np.stack([_with_gaps(rng, one, 5) for one in lists])
   tokens = rng.integers(NUM_TOKENS, size=(NUM_TREES, 5, 3))
-  batch = _stack([to_arrays(one) for one in lists])
+  batch = stack([to_arrays(one) for one in lists])
   found = _batched(trees.find_children)(batch, parents, tokens)
   expected = [
     [
@@ -177,7 +157,7 @@ def test_adding_children():
   edges = -rng.exponential(size=shape).astype(np.float32)
   origins = rng.integers(1, 5, size=shape)
   wanted = (rng.random(shape) < 0.7) & (parents >= 0)[..., None]
-  batch = _stack([to_arrays(one) for one in lists])
+  batch = stack([to_arrays(one) for one in lists])
   grown = jax.device_get(
     _batched(trees.add_children)(batch, parents, tokens, edges, origins, wanted)
   )
@@ -210,24 +190,7 @@ def test_adding_children():
   assert doubled > 100
 
 
-def test_a_full_tree_drops_the_least_important():
-  nodes = [Node(0), Node(1, 0, 1, -1.0, -1.0, 1)]
-  tree = trees.add_children(
-    to_arrays(nodes, capacity=4),
-    jnp.array([1, 0]),
-    jnp.array([[5, 6], [1, 7]]),
-    jnp.array([[-1.0, -2.0], [-9.0, -3.0]]),
-    jnp.full((2, 2), 2),
-    jnp.ones((2, 2), bool),
-  )
-  assert from_arrays(tree) == [
-    *nodes,
-    Node(5, 1, 2, -1.0, -2.0, 2),
-    Node(6, 1, 2, -2.0, -3.0, 2),
-  ]
-
-
-def test_a_child_that_exists_keeps_its_place_its_number_and_its_origin():
+def test_a_child_that_exists_keeps_what_it_has():
   nodes = [Node(0), Node(1, 0, 1, -1.0, -1.0, 1)]
   tree = trees.add_children(
     to_arrays(nodes, capacity=4),
@@ -271,13 +234,19 @@ def _huge_or_tiny(rng) -> float:
   return float(np.float32(rng.choice([-1e30, -1e6, -1.0, -1e-3, -1e-9, 0.0])))
 
 
-@pytest.mark.parametrize(
-  'edge', [lambda rng: random_edge(rng, ties=False), _huge_or_tiny]
-)
+_NEW_EDGES = {
+  'random': lambda rng: random_edge(rng, ties=False),
+  'huge': _huge_or_tiny,
+  'tiny': lambda rng: float(np.float32(rng.choice([-1.0, -3e-8]))),
+}
+
+
+@pytest.mark.parametrize('edge', _NEW_EDGES)
 def test_accumulating_new_edges(edge):
+  edge = _NEW_EDGES[edge]
   rng = np.random.default_rng(5)
   lists = [_rescored(rng, one, edge) for one in _random_trees(5)]
-  batch = _stack([to_arrays(one) for one in lists])
+  batch = stack([to_arrays(one) for one in lists])
   summed = jax.device_get(_batched(trees.accumulate, CAPACITY)(batch))
   for row, one in enumerate(lists):
     expected = [one[0]]
@@ -300,7 +269,7 @@ def test_the_best_nodes(number, ties):
   rng = np.random.default_rng(6)
   lists = _random_trees(6, ties=ties)
   allowed = rng.random((NUM_TREES, CAPACITY)) < 0.7
-  batch = _stack([to_arrays(one) for one in lists])
+  batch = stack([to_arrays(one) for one in lists])
   nodes, log_probs = _batched(trees.best_nodes, number)(batch, allowed)
   assert nodes.dtype == jnp.int32
   for row, one in enumerate(lists):
@@ -325,7 +294,7 @@ def _assert_best_subtree(one, kept, number):
 @pytest.mark.parametrize('number', [1, 2, 6, CAPACITY])
 def test_the_best_nodes_are_a_connected_subtree(number, ties):
   lists = _random_trees(7, ties=ties)
-  batch = _stack([to_arrays(one) for one in lists])
+  batch = stack([to_arrays(one) for one in lists])
   kept = _batched(trees.select_best, number)(batch)
   assert kept.dtype == jnp.int32
   for row, one in enumerate(lists):
@@ -337,7 +306,7 @@ def test_they_are_connected_after_rescoring_too():
   number = 6
   rng = np.random.default_rng(8)
   lists = [_rescored(rng, one, _huge_or_tiny) for one in _random_trees(8)]
-  batch = _stack([to_arrays(one) for one in lists])
+  batch = stack([to_arrays(one) for one in lists])
   summed = _batched(trees.accumulate, CAPACITY)(batch)
   kept = _batched(trees.select_best, number)(summed)
   summed = jax.device_get(summed)
@@ -367,7 +336,7 @@ def test_the_accepted_path():
     for node in one[1:]:
       if rng.random() < 0.5:
         chosen[row, node.parent] = node.token
-  batch = _stack([to_arrays(one) for one in lists])
+  batch = stack([to_arrays(one) for one in lists])
   for number in (CAPACITY, 5):
     nodes = np.asarray(_batched(trees.select_best, number)(batch))
     at = np.maximum(nodes, 0)
@@ -409,48 +378,3 @@ def test_equal_children_are_one_guess():
   )
   assert accepted == 2
   assert [nodes[node].token for node in path.tolist() if node >= 0] == [0, 1, 2]
-
-
-def _call(name, static, *arguments):
-  return getattr(trees, name)(*arguments, *static)
-
-
-def test_batches_are_rows():
-  """Of trees of all sizes, what is vmapped is what it is for one."""
-  rng = np.random.default_rng(10)
-  lists = [random_tree(rng, size=size) for size in (1, 5, CAPACITY)]
-  batch = _stack([to_arrays(one) for one in lists])
-  nodes = np.array([[0, -1], [3, 0], [9, 2]], np.int32)
-  tokens = rng.integers(NUM_TOKENS, size=(3, CAPACITY)).astype(np.int32)
-  pairs = np.stack([tokens[:, :2], (tokens[:, :2] + 1) % NUM_TOKENS], axis=2)
-  edges = -rng.random((3, 2, 2)).astype(np.float32)
-  everything = np.tile(np.arange(CAPACITY), (3, 1))
-  ones = np.ones((3, 2, 2), np.int32)
-  calls = {
-    'walk_up': ((batch.parent, nodes), (4,)),
-    'ancestor_mask': ((batch.parent, nodes, nodes), (CAPACITY,)),
-    'histories': ((batch, nodes, tokens[:, :3]), ()),
-    'find_children': ((batch, nodes, pairs), ()),
-    'place_children': ((batch, ones * CAPACITY, nodes, pairs, edges, ones), ()),
-    'add_children': (
-      (batch, nodes, pairs, edges, ones, (nodes >= 0)[..., None] & (ones > 0)),
-      (),
-    ),
-    'accumulate': ((batch,), (CAPACITY,)),
-    'best_nodes': ((batch, tokens > 0), (5,)),
-    'select_best': ((batch,), (5,)),
-    'accepted_path': ((batch, everything, tokens), (CAPACITY,)),
-  }
-  run = lambda arguments, vmap: {
-    name: vmap(functools.partial(_call, name, static))(*arguments[name])
-    for name, (_, static) in calls.items()
-  }
-  arguments = {name: batched for name, (batched, _) in calls.items()}
-  together = jax.jit(lambda batched: run(batched, jax.vmap))(arguments)
-  alone = jax.jit(lambda one: run(one, lambda function: function))
-  for row in range(3):
-    jax.tree.map(
-      np.testing.assert_array_equal,
-      alone(_unstack(arguments, row)),
-      _unstack(together, row),
-    )

@@ -6,7 +6,10 @@ The logits of every node must be those of its path alone.
 import jax
 import jax.numpy as jnp
 from list_trees import child
+from list_trees import match_context
 from list_trees import Node
+from list_trees import shared_noise
+from list_trees import stack
 from list_trees import to_arrays
 from list_trees import up
 import numpy as np
@@ -16,13 +19,11 @@ import tiny
 from specdec import KVCache
 from specdec import Sampling
 from specdec.checks import check_sampling
-from specdec.context import StepContext
 from specdec.model import commit
 from specdec.model import forward_nodes
 from specdec.model import ModelState
 from specdec.model import prefill
 from specdec.sampling import choose
-from specdec.sampling import Randomness
 from specdec.tree.topology import TreeShape
 from specdec.tree.tree import NO_NODE
 from specdec.verify.accept import count_emitted
@@ -40,7 +41,6 @@ NUM_NODES = 16
 MAX_DEPTH = 6
 TEXT_LENGTH = 12
 NUM_SLOTS = TEXT_LENGTH + NUM_NODES
-_ALL_NODES = np.tile(np.arange(NUM_NODES), (3, 1))
 
 
 @jax.jit
@@ -52,22 +52,7 @@ def _count_emitted(accepted, chosen, room, is_eos, is_stop, valid):
 
 @jax.jit
 def _verify_with_logits(target, tokens, length, tree, noise, sampling):
-  randomness = Randomness(
-    noise=noise, draft_keys=None, uniforms=None, residual_noise=None
-  )
-  ctx = StepContext(
-    tokens=tokens,
-    length=length,
-    active=length > 0,
-    seen=None,
-    sampling=sampling,
-    randomness=randomness,
-    shape=TreeShape(),
-    max_depth=MAX_DEPTH,
-    target_bytes=1,
-    shares_noise=True,
-    children='best',
-  )
+  ctx = match_context(tokens, length, noise, sampling, shape=TreeShape())
   state = prefill(
     target,
     tokens,
@@ -79,7 +64,7 @@ def _verify_with_logits(target, tokens, length, tree, noise, sampling):
   nodes = jnp.where(used, jnp.arange(NUM_NODES)[None], NO_NODE)
   scores, state = forward_nodes(target, state, tree, nodes, ctx, may_lag=False)
   logits = scores.logits
-  verdict = MatchRule()(tree, nodes, logits, None, randomness, sampling)
+  verdict = MatchRule()(tree, nodes, logits, None, ctx.randomness, sampling)
   return verdict, logits, state.cache
 
 
@@ -99,10 +84,6 @@ def _random_nodes(rng, root, size):
       token = int(rng.integers(tiny.VOCAB_SIZE))
       nodes.append(child(nodes, parent, token, -1.0, 1))
   return nodes
-
-
-def _stack(items):
-  return jax.tree.map(lambda *leaves: jnp.stack(leaves), *items)
 
 
 def _case(seed):
@@ -147,9 +128,9 @@ def test_logits_in_a_tree_are_those_of_each_path_alone():
     Sampling(temperature=[0.0, 1.0, 0.7]), 3, tiny.VOCAB_SIZE
   )
   depths_seen = set()
-  for seed in range(6):
+  for seed in range(3):
     tokens, length, lists, noise = _case(seed)
-    tree = _stack([to_arrays(nodes, NUM_NODES) for nodes in lists])
+    tree = stack([to_arrays(nodes, NUM_NODES) for nodes in lists])
     verdict, logits, cache = _verify_with_logits(
       target, tokens, length, tree, noise, sampling
     )
@@ -175,59 +156,6 @@ def test_logits_in_a_tree_are_those_of_each_path_alone():
   assert depths_seen == set(range(MAX_DEPTH + 1))
 
 
-def test_what_the_target_chose_is_accepted_as_far_as_it_was_guessed():
-  """Trees with the target's own text in them, among other branches."""
-  target = tiny.gpt2()
-  rng = np.random.default_rng(0)
-  sampling = check_sampling(
-    Sampling(temperature=[0.0, 1.0, 0.7]), 3, tiny.VOCAB_SIZE
-  )
-  tokens, length, _, noise = _case(0)
-  # One token at a time, without trees.
-  text = [tokens[row, : length[row]].tolist() for row in range(3)]
-  for depth in range(MAX_DEPTH + 1):
-    lists = [[Node(row[-1])] for row in text]
-    starts = np.array([len(row) for row in text])
-    padded = np.zeros((3, NUM_SLOTS), np.int32)
-    for row in range(3):
-      padded[row, : starts[row]] = text[row]
-    logits = _logits_of_paths(target, padded, starts, lists)[:, :1]
-    if depth == 0:
-      noise *= np.array([0, 1, 1], np.float32)[:, None, None]
-    chosen = choose(logits, noise[:, depth : depth + 1], sampling)
-    for row in range(3):
-      text[row].append(int(chosen[row, 0]))
-
-  for guessed in ([0, 3, 5], [4, 1, 0], [2, 2, 5]):
-    lists = []
-    for row in range(3):
-      new = text[row][length[row] :]
-      nodes, parent = [Node(text[row][length[row] - 1])], 0
-      for token in new[: guessed[row]]:
-        other = (token + 1 + int(rng.integers(40))) % tiny.VOCAB_SIZE
-        nodes.append(child(nodes, parent, other, -1.0, 2))
-        nodes.append(child(nodes, parent, token, -1.0, 1))
-        parent = len(nodes) - 1
-      # Guesses behind the last right one are wrong.
-      wrong = (new[guessed[row]] + 1) % tiny.VOCAB_SIZE
-      nodes.append(child(nodes, parent, wrong, -1.0, 3))
-      lists.append(nodes)
-    tree = _stack([to_arrays(nodes, NUM_NODES) for nodes in lists])
-    verdict, _, _ = _verify_with_logits(
-      target, tokens, length, tree, noise, sampling
-    )
-    assert verdict.accepted.tolist() == guessed
-    origins = emitted_origins(tree, _ALL_NODES, verdict)
-    for row, count in enumerate(guessed):
-      new = text[row][length[row] :]
-      assert verdict.chosen[row, : count + 1].tolist() == new[: count + 1]
-      assert origins[row, : count + 1].tolist() == [1] * count + [0]
-      assert verdict.place[row].tolist() == [
-        2 * depth if depth <= count else NO_NODE
-        for depth in range(MAX_DEPTH + 1)
-      ]
-
-
 def test_origins_by_hand():
   """Whoever proposed the next node of the path; nobody the bonus token."""
   nodes = [
@@ -236,7 +164,7 @@ def test_origins_by_hand():
     Node(2, 0, 1, 0, 0, 1),
     Node(3, 2, 2, 0, 0, 2),
   ]
-  tree = _stack([to_arrays(nodes, 6)] * 3)
+  tree = stack([to_arrays(nodes, 6)] * 3)
   verdict = Verdict(
     place=jnp.array([[0, 2, 3], [0, 1, NO_NODE], [0, NO_NODE, NO_NODE]]),
     accepted=jnp.array([2, 1, 0]),
@@ -250,32 +178,70 @@ def test_origins_by_hand():
   ]
 
 
+@jax.jit
+def _commit(state, path, num_kept):
+  return commit(state, path, num_kept).cache
+
+
+_COMMITS = [
+  # Of nodes r, a, b, c, d, scored in this order, the path is r, b, d.
+  ([0, 1, 2, 3, 4], 0, ['', 'r', 'rb', 'rbd']),
+  # In another order; behind two tokens of text that were read late.
+  ([-1, -1, 4, 0, 2], 2, ['xx', 'xxr', 'xxrb', 'xxrbd']),
+  # The last was not scored in time.
+  ([2, 0, 3, 1, -1], 0, ['', 'r', 'rb', 'rb']),
+]
+
+
 def test_commit_by_hand():
-  """Of nodes r, a, b, c, d the path is r, b, d; of it 0 to 3 are emitted."""
-  text, nodes = 'text', 'rabcd'
-  letters = jnp.array([[ord(one) for one in text + nodes + '..']] * 4)
+  """Of a path of three nodes 0 to 3 are emitted."""
+  for window, read, kept in _COMMITS:
+    _check_commit(window, read, kept)
+
+
+def _check_commit(window, read, kept):
+  slots = ''.join('x' if node < 0 else 'rabcd'[node] for node in window)
+  letters = jnp.array([[ord(one) for one in f'text{slots}..']] * 4)
   array = letters[:, None, :, None].astype(jnp.float32)
   cache = KVCache(
     keys=(array,),
     values=(-array,),
-    length=jnp.full(4, len(text), jnp.int32),
+    length=jnp.full(4, 4, jnp.int32),
     num_slots=array.shape[2],
   )
   state = ModelState(
     cache=cache,
-    num_text=jnp.zeros(4, jnp.int32),
-    window=jnp.tile(jnp.arange(len(nodes)), (4, 1)),
-    used=jnp.array(len(nodes)),
+    num_text=jnp.full(4, read, jnp.int32),
+    window=jnp.tile(jnp.array(window), (4, 1)),
+    used=jnp.array(len(window)),
   )
-  path = jnp.array([[0, 2, 4]] * 4)
-  after = commit(state, path, jnp.array([-1, 0, 1, 2])).cache
-  assert after.length.tolist() == [4, 5, 6, 7]
-  kept = [
+  after = _commit(state, jnp.array([[0, 2, 4]] * 4), jnp.array([-1, 0, 1, 2]))
+  found = [
     ''.join(chr(int(one)) for one in row[0, :length, 0])
     for row, length in zip(after.keys[0], after.length, strict=True)
   ]
-  assert kept == ['text', 'textr', 'textrb', 'textrbd']
+  assert found == [f'text{one}' for one in kept]
   np.testing.assert_array_equal(after.values[0], -after.keys[0])
+
+
+def test_match_by_hand():
+  """A path of two; choices depend on logits at 0, else on the depth's noise."""
+  nodes = [Node(0), Node(1, 0, 1), Node(2, 0, 1), Node(3, 2, 2), Node(3, 1, 2)]
+  tree = stack([to_arrays(nodes, 6)] * 2)
+  # The choice after each node by its logits, and at each depth by noise.
+  logits = 9 * jax.nn.one_hot(jnp.array([[2, 3, 3, 1, 5, 0]] * 2), 6)
+  noise = 99 * jax.nn.one_hot(jnp.array([[0] * 3, [1, 3, 5]]), 6)
+  verdict = MatchRule()(
+    tree,
+    jnp.tile(jnp.array([0, 1, 2, 3, 4, NO_NODE]), (2, 1)),
+    logits,
+    None,
+    shared_noise(noise.at[0].set(0.0)),
+    check_sampling(Sampling(temperature=[0.0, 1.0]), 2, 6),
+  )
+  assert verdict.accepted.tolist() == [2, 2]
+  assert verdict.place.tolist() == [[0, 2, 3], [0, 1, 4]]
+  assert verdict.chosen.tolist() == [[2, 3, 1], [1, 3, 5]]
 
 
 def _slow_step(accepted, valid, room, tokens):
@@ -330,6 +296,7 @@ def test_the_stop_rule_by_hand():
     (2, 9, None, 3, RUNNING),
     (0, 9, None, 1, RUNNING),
     (1, 9, 1, 2, EOS),  # as the bonus token
+    (3, 9, 1, 2, EOS),  # within the block
     (3, 2, None, 2, LIMIT),  # within the block
     (3, 0, None, 0, LIMIT),  # a row that is done
     (3, 9, 3, 4, EOS),  # the last token of a full block
