@@ -112,6 +112,7 @@ def _generate(rows, drafter=PLAIN, **changed):
     'room_for_new_tokens': 44,
     'sampling': Sampling(**options),
     'drafter': drafter,
+    'log_probs': True,
   }
   return generate(**arguments | changed)
 
@@ -161,7 +162,7 @@ def test_rows_are_those_of_a_slow_loop(name, orders):
   """The log-probabilities are of the target itself, whatever is asked for."""
   tables = [_TARGET] if name == 'plain' else [_SIMILAR, _TARGET, -_TARGET]
   for table, rows in itertools.product(tables, orders):
-    generation = _generate(rows, _drafter(name, table), log_probs=True)
+    generation = _generate(rows, _drafter(name, table))
     assert generation.tokens == _slow(rows)
     for row, log_probs in zip(rows, generation.log_probs, strict=True):
       assert all(type(log_prob) is float for log_prob in log_probs)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -24,13 +25,20 @@ class Options:
   repetition_penalty: float = 1.0
 
 
-def noise(row_key: jax.Array, end: int, vocab_size: int) -> np.ndarray:
-  """`[end, V]` Gumbel noise: that of a position depends on nothing else."""
-  keys = [jax.random.fold_in(row_key, position) for position in range(end)]
-  draw = jax.jit(
-    jax.vmap(lambda key: jax.random.gumbel(key, (vocab_size,), np.float32))
+_MOST_POSITIONS = 128  # One program for texts of any length.
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _noise(row_key, vocab_size):
+  draw = lambda position: jax.random.gumbel(
+    jax.random.fold_in(row_key, position), (vocab_size,)
   )
-  return np.asarray(draw(jax.numpy.stack(keys)), np.float64)
+  return jax.vmap(draw)(np.arange(_MOST_POSITIONS))
+
+
+def noise(row_key: jax.Array, vocab_size: int) -> np.ndarray:
+  """`[positions, V]` Gumbel noise, of each position from a key of its own."""
+  return np.asarray(_noise(row_key, vocab_size), np.float64)
 
 
 def adjusted(logits: np.ndarray, options: Options, text) -> np.ndarray:
@@ -89,7 +97,7 @@ def decode(
     scores = adjusted(logits, options, text)
     if options.temperature:
       if every is None:
-        every = noise(row_key, len(prompt) + limit, len(logits))
+        every = noise(row_key, len(logits))
       scores = filtered(scores, options) + every[position]
     text.append(int(np.argmax(scores)))
     log_probs.append(log_prob(logits, text[-1]))
