@@ -1,42 +1,38 @@
-"""Random calls end in equality with plain decoding, or in a clear error.
+"""Random calls end in equality with plain decoding, bad ones in clear errors.
 
-Here a few; `--long` makes some thousands.
+Here some hundreds of calls; `--long` makes 2,000.
 """
 
 import fuzzing
+import numpy as np
 import pytest
-
-_CALLS_PER_TEST = 25
-
-
-def _blocks(long: bool) -> int:
-  return 100 if long else 4
 
 
 def pytest_generate_tests(metafunc):
-  if 'block' in metafunc.fixturenames:
-    blocks = _blocks(metafunc.config.getoption('--long'))
-    metafunc.parametrize('block', range(blocks))
+  if 'calls' in metafunc.fixturenames:
+    calls = 168 if metafunc.config.getoption('--long') else 26
+    metafunc.parametrize('calls', [calls])
 
 
-def _seeds(block):
-  return range(block * _CALLS_PER_TEST, (block + 1) * _CALLS_PER_TEST)
+# One test per shape: it has programs of its own.
+@pytest.mark.parametrize('index', range(len(fuzzing.SHAPES)))
+def test_good_calls(index, calls):
+  seeds = index + len(fuzzing.SHAPES) * np.arange(calls)
+  histogram = sum(fuzzing.run_good(int(seed)) for seed in seeds)
+  assert all(histogram[:2]), 'drafts that are always or never right'
 
 
-def _number_of_shapes(config):
-  return 30 if config.getoption('--long') else 4
-
-
-def test_good_calls(block, request):
-  number = _number_of_shapes(request.config)
-  kinds = {fuzzing.run_good(seed, number) for seed in _seeds(block)}
-  assert len(kinds) > 1
-
-
-def test_bad_calls(block, request):
-  number = _number_of_shapes(request.config)
-  messages = {fuzzing.run_bad(seed, number) for seed in _seeds(block)}
-  assert len(messages) > 10
+@pytest.mark.parametrize(
+  ('name', 'value', 'message'),
+  [
+    pytest.param(name, value, message, id=f'{name}={value!r:.30}')
+    for name, values, message in fuzzing.BAD
+    for value in values
+  ],
+)
+def test_bad_calls(name, value, message):
+  with pytest.raises((ValueError, TypeError), match=message):
+    raise fuzzing.run_bad(name, value, seed=len(message))
 
 
 @pytest.mark.parametrize(

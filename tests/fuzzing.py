@@ -1,24 +1,27 @@
 """Random calls of the text API, good and bad, and what must hold for each.
 
-Static arguments are drawn from a short list, so that thousands of calls share
-some dozens of programs; everything else is random.
+What is static about a call is one of a short list, so that any number of calls
+shares some dozens of programs; everything else is random.
 """
 
 import dataclasses
 import functools
-import signal
 import traceback
 
+import jax.numpy as jnp
 import numpy as np
+import tiny
 import tiny_drafters
 from tiny_drafters import Settings
 from tiny_drafters import with_settings
 import tokenizers
 import transformers
 
+from models.nn.adapter import as_model
 from models.nn.table_model import table_model
 from models.text.generator import Generator
 from models.text.pair import Pair
+from specdec import LanguageModel
 from specdec import NGram
 from specdec import PLAIN
 from specdec import PromptLookup
@@ -31,8 +34,7 @@ from specdec.tree.topology import from_paths
 _PIECES = (
   *('a', 'b', 'ab', 'ba', 'aab', ' ', '\n', 'b\n', 'é', 'né', '日本', '😀'),
 )
-_SECONDS_PER_CALL = 240
-_CONTEXT = 200
+_CONTEXT = 110
 _DRAFT_CONTEXT = 60
 
 
@@ -64,26 +66,73 @@ def _tokenizer():
 
 
 @functools.cache
-def pair() -> Pair:
+def _tables():
+  """Logits `[V, V]` of the target and of its draft."""
   size = len(_tokenizer())
   rng = np.random.default_rng(0)
   logits = 2 * rng.normal(size=(size, size))
   logits[:, 0] -= 2  # the end comes seldom
-  similar = logits + rng.normal(size=logits.shape)
+  return logits, logits + rng.normal(size=logits.shape)
+
+
+def _with_table(model: LanguageModel, table) -> LanguageModel:
+  """A model with a cache, and so much of a table that a draft is often right.
+
+  Args:
+    model: whose logits are changed.
+    table: `[V, V]` logits by the last token.
+  """
+  base = model.spec
+
+  def apply(params, tokens, positions, mask, cache):
+    logits, cache = base.apply(params['model'], tokens, positions, mask, cache)
+    return 0.3 * logits + params['table'][tokens], cache
+
+  return LanguageModel(
+    params={'model': model.params, 'table': jnp.asarray(table, jnp.float32)},
+    spec=dataclasses.replace(base, apply=apply),
+  )
+
+
+@functools.cache
+def _model(name: str, kind: str = 'target') -> LanguageModel:
+  """A target, or a draft, of the vocabulary of the tokenizer."""
+  table = _tables()[kind == 'draft']
+  context = _DRAFT_CONTEXT if kind == 'draft' else _CONTEXT
+  size = len(_tokenizer())
+  if name == 'table':
+    return table_model(table, max_positions=context)
+  if name == 'gpt2':
+    # The draft has a cache of another shape.
+    module = tiny.module(
+      vocab_size=size,
+      num_positions=context,
+      num_layers=1 if kind == 'draft' else 2,
+      num_heads=1 if kind == 'draft' else 2,
+      width=8,
+    )
+  else:
+    module = tiny.llama_module(name, vocab_size=size, num_positions=context)
+  return _with_table(as_model(module), table)
+
+
+@functools.cache
+def pair(name: str = 'table') -> Pair:
   return Pair(
-    target=table_model(logits, max_positions=_CONTEXT),
-    draft=table_model(similar, max_positions=_DRAFT_CONTEXT),
+    target=_model(name),
+    draft=_model('gpt2' if name == 'gpt2' else 'table', 'draft'),
     tokenizer=_tokenizer(),
     eos_ids=(0,),
   )
 
 
 @functools.cache
-def _drafters():
-  models = pair()
+def _drafter(name: str, target: str):
   rng = np.random.default_rng(1)
-  size = models.target.spec.vocab_size
-  text = rng.integers(size, size=80).tolist()
+  size = len(_tokenizer())
+  text = [1]  # such as the target emits
+  for _ in range(80):
+    text.append(int(np.argmax(_tables()[0][text[-1]] + rng.gumbel(size=size))))
   table = tiny_drafters.ngram_table([text], size, order=3, num_continuations=3)
   both = tiny_drafters.candidates(
     PromptLookup((0.2, 0.5), num_matches=2),
@@ -94,70 +143,53 @@ def _drafters():
     num_nodes=8, width=3, branching=2, rounds=2, capacity=24, cost_ratio=0
   )
   ragged = from_paths([(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 0, 0)])
-  drafted = lambda config: tiny_drafters.model(models.draft, config)
+  drafted = lambda config: tiny_drafters.model(pair(target).draft, config)
   return {
-    'chain of 1': drafted(Settings(topology=chain(1))),
-    'chain of 3': drafted(Settings(topology=chain(3))),
-    'ragged': drafted(Settings(topology=ragged)),
-    'tree': drafted(tree),
-    'tables': with_settings(both, tree),
-    'staged': staged(drafted(tree), both),
-  }
+    'plain': lambda: PLAIN,
+    'chain of 1': lambda: drafted(Settings(topology=chain(1))),
+    'chain of 3': lambda: drafted(Settings(topology=chain(3))),
+    'ragged': lambda: drafted(Settings(topology=ragged)),
+    'tree': lambda: drafted(tree),
+    'tables': lambda: with_settings(both, tree),
+    'staged': lambda: staged(drafted(tree), both),
+  }[name]()
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
   """What is static about a call."""
 
+  target: str
   drafter: str
   batch_size: int
-  verify: str
-  children: str | None
-  on: frozenset[str]
-  room: int
-  long_prompt: bool
+  on: frozenset[str] = frozenset()
+  verify: str = 'match'
+  children: str | None = None
+  long_prompt: bool = False
+
+  def generator(self, drafter: str | None = None) -> Generator:
+    chosen = _drafter(drafter or self.drafter, self.target)
+    return Generator(pair(self.target), chosen)
 
 
-_SWITCHES = (
-  'stop',
-  'logit_bias',
-  'repetition_penalty',
-  'top_k',
-  'top_p',
-  'min_p',
-  'log_probs',
+_FILTERS = frozenset({'top_k', 'top_p', 'min_p'})
+_TEXT = frozenset({'stop', 'logit_bias', 'repetition_penalty', 'log_probs'})
+_EVERYTHING = _FILTERS | _TEXT
+# Shapes of one target, batch size and options share a plain program.
+SHAPES = (
+  Shape('table', 'chain of 1', 1, _EVERYTHING),
+  Shape('table', 'tree', 1, _EVERYTHING, children='best'),
+  Shape('table', 'ragged', 1, _EVERYTHING, verify='rejection'),
+  Shape('table', 'staged', 3, _TEXT, long_prompt=True),
+  Shape('table', 'chain of 3', 3, _TEXT, verify='block', long_prompt=True),
+  Shape('table', 'tables', 2),
+  Shape('table', 'tree', 2, verify='rejection'),
+  Shape('table', 'chain of 3', 2, verify='block', children='with_replacement'),
+  Shape('gpt2', 'ragged', 2, _EVERYTHING),
+  Shape('gpt2', 'staged', 2, _EVERYTHING),
+  Shape('llama', 'tree', 1, _TEXT),
+  Shape('mixtral', 'chain of 3', 3, _FILTERS),
 )
-
-
-@functools.cache
-def shapes(number: int) -> tuple[Shape, ...]:
-  """A list whose beginning does not depend on its length.
-
-  The seed is one with which the first four have every option.
-  """
-  rng = np.random.default_rng(24)
-  result = []
-  for _ in range(number):
-    drafter = str(rng.choice(list(_drafters())))
-    verify = str(rng.choice(['match', 'match', 'match', 'rejection', 'block']))
-    if verify == 'block' and 'chain' not in drafter:
-      verify = 'rejection'
-    fixed = drafter in ('chain of 1', 'chain of 3', 'ragged')
-    kinds = [None, 'best']
-    if verify != 'match' and fixed:
-      kinds += ['without_replacement', 'with_replacement']
-    result.append(
-      Shape(
-        drafter=drafter,
-        batch_size=int(rng.choice([1, 1, 2, 3])),
-        verify=verify,
-        children=kinds[rng.integers(len(kinds))],
-        on=frozenset(name for name in _SWITCHES if rng.random() < 0.4),
-        room=int(rng.choice([64, 128])),
-        long_prompt=bool(rng.random() < 0.2),
-      )
-    )
-  return tuple(result)
 
 
 def _random_text(rng, least, most):
@@ -168,8 +200,7 @@ def _random_text(rng, least, most):
 @functools.cache
 def _successors():
   """`[V, 3]`, the likeliest tokens after each token."""
-  logits = np.asarray(pair().target.params['logits'])
-  return np.argsort(-logits, axis=1)[:, :3]
+  return np.argsort(-_tables()[0], axis=1)[:, :3]
 
 
 def _likely_text(rng):
@@ -199,7 +230,7 @@ def _prompt(rng, shape):
 
 def good_call(rng, shape: Shape) -> tuple[list, dict]:
   """Prompts and options that must work."""
-  size, batch_size = pair().target.spec.vocab_size, shape.batch_size
+  size, batch_size = len(_tokenizer()), shape.batch_size
   each = functools.partial(_each, rng, batch_size)
   prompts = [_prompt(rng, shape) for _ in range(batch_size)]
   limit = lambda: int(rng.choice([0, 1, 2, 3, rng.integers(4, 64)]))
@@ -226,7 +257,7 @@ def good_call(rng, shape: Shape) -> tuple[list, dict]:
     sampling = dataclasses.replace(sampling, top_k=100)
   options = {
     'max_new_tokens': each(limit),
-    'room_for_new_tokens': shape.room,
+    'room_for_new_tokens': 64,
     'sampling': sampling,
     'seed': each(lambda: int(rng.integers(1000))),
     'verify': shape.verify,
@@ -241,80 +272,6 @@ def good_call(rng, shape: Shape) -> tuple[list, dict]:
     if not any(options['stop']):
       options['stop'][0] = [stop()]
   return prompts, options
-
-
-_BAD = {
-  'max_new_tokens': [-1, 10**6, 2.5, 'many', [1] * 9, None, [[1]], [-1]],
-  'room_for_new_tokens': [-1, 1.5, 'x', 10**9],
-  'seed': ['x', 1.5, [1] * 9, None, True, [0.5], 2**32, -(10**30)],
-  'stop': ['', [''], [1], [['a']] * 9, [['']], 5, [None], '\ud800'],
-  'eos_ids': [[10**6], [-1], ['x'], 3, [None], [1.5]],
-  'verify': ['mtch', None, 3],
-  'children': ['bst', 'without_replacement', 7],
-  'temprature': [1.0],
-  'drafter': [None],
-}
-_BAD_SAMPLING = {
-  'temperature': [-1, np.nan, np.inf, 'hot', [1.0] * 9, [[1.0]], None],
-  'top_k': [0, -1, 2.5, 'x', [5] * 9, True, [0], [[5]]],
-  'top_p': [0, 1.5, -1, np.nan, 'x', [0.5] * 9],
-  'min_p': [-0.1, 1.5, np.nan, 'x', [0.5] * 9],
-  'repetition_penalty': [0, -1, np.nan, np.inf, 'x', [1.0] * 9],
-  'logit_bias': [
-    {10**6: 1},
-    {-1: 1},
-    {0: np.nan},
-    {0: np.inf},
-    {'x': 1},
-    {0: 'x'},
-    [{0: 1}] * 9,
-    np.zeros(3),
-    'x',
-    5,
-    'all',
-  ],
-}
-_BAD_PROMPTS = [
-  *('', [], [''], [[]], [[10**6]], [[-1]], [None], 5, [[1.5]], [[1], 5]),
-]
-
-
-def bad_call(rng, shape: Shape) -> tuple[object, dict]:
-  """One thing about it is wrong."""
-  prompts, options = good_call(rng, shape)
-  size = pair().target.spec.vocab_size
-  kind = rng.random()
-  if kind < 0.15:
-    return _BAD_PROMPTS[rng.integers(len(_BAD_PROMPTS))], options
-  table = _BAD if kind < 0.55 else _BAD_SAMPLING
-  name = str(rng.choice(list(table)))
-  value = table[name][rng.integers(len(table[name]))]
-  if isinstance(value, str) and value == 'all':
-    value = dict.fromkeys(range(size), -np.inf)
-  if table is _BAD:
-    return prompts, options | {name: value}
-  sampling = dataclasses.replace(options['sampling'], **{name: value})
-  return prompts, options | {'sampling': sampling}
-
-
-def _timed_out(signum, frame):
-  raise TimeoutError(f'a call took more than {_SECONDS_PER_CALL} s')
-
-
-def _call(generator, prompts, options):
-  """The result, or the ValueError or TypeError; others propagate."""
-  signal.signal(signal.SIGALRM, _timed_out)
-  signal.alarm(_SECONDS_PER_CALL)
-  try:
-    return generator.generate(prompts, **options), None
-  except (ValueError, TypeError) as error:
-    return None, error
-  finally:
-    signal.alarm(0)
-
-
-def _generator(drafter) -> Generator:
-  return Generator(pair(), drafter)
 
 
 def check_clear(error: Exception) -> None:
@@ -332,37 +289,123 @@ def check_clear(error: Exception) -> None:
   assert len(str(error)) > 20, where
 
 
-def run_bad(seed: int, number_of_shapes: int) -> str:
-  """A call that must be refused; returns the message."""
+_NAN, _INF = np.nan, np.inf
+_LIMIT = 'max_new_tokens must be an integer, or one per row'
+_ROOM = 'room_for_new_tokens must be an integer from max_new_tokens='
+_SEED = 'seed must be an integer of 32 bits, or one per row'
+_ROWS = r'one list of strings per row \(2\)'
+_EOS = 'eos_ids must be a list of token ids'
+_NOT_PER_ROW = 'must be one number or one per row'
+_NOT_A_NUMBER = 'must be a number or one per row'
+_BIAS_SHAPE = 'logit_bias must be a mapping .* got shape'
+# For two prompts: the argument, bad values, and words of the message. Those of
+# `Sampling` are marked by a dot.
+BAD = (
+  ('prompts', ('', [''], [[]], ['a', '']), 'prompt . is empty'),
+  ('prompts', ([],), 'prompts is empty'),
+  ('prompts', ([[1], [10**6]],), 'prompt 1 has token 1000000, outside'),
+  ('prompts', ([[-1], [1]],), 'prompt 0 has token -1, outside'),
+  (
+    'prompts',
+    ([None, 'a'], [[1.5], 'a'], ['a', 5]),
+    'prompt . must be a list of token ids',
+  ),
+  ('prompts', (5,), 'prompts must be a text, a list of ids or several'),
+  (
+    'prompts',
+    (['a', [1] * 200],),
+    'prompt 1 of 200 tokens .* exceed the context',
+  ),
+  ('max_new_tokens', (-1, [3, -1]), 'max_new_tokens must be at least 0, got'),
+  ('max_new_tokens', (2.5, 'many', [1] * 9, None, [[1], [1]]), _LIMIT),
+  ('room_for_new_tokens', (-1, 1.5, 'x', 10**9), _ROOM),
+  ('max_new_tokens', (10**6,), _ROOM),
+  ('seed', ('x', 1.5, [1, None], None, True, [0.5, 1]), _SEED),
+  ('seed', (2**32, -(10**30)), _SEED),
+  ('seed', ([1], [1] * 9), r'one integer or one per row \(2\), got [19]'),
+  ('stop', ('', [''], '\ud800'), "row 0 has the stop string '"),
+  ('stop', ([['a'], ['a', '']],), "row 1 has the stop string ''"),
+  ('stop', ([['a']], [['a']] * 9, [['a'], 'b'], [1], 5, [None]), _ROWS),
+  ('eos_ids', ([10**6], [1, -1]), 'eos_ids has token .*, outside'),
+  ('eos_ids', (['x'], 3, [None], [1.5]), _EOS),
+  ('verify', ('mtch', None, 3), 'verify must be one of'),
+  ('children', ('bst', 7), 'children must be one of'),
+  ('children', ('without_replacement',), 'verify=match wants the best'),
+  ('temprature', (1.0,), "unexpected keyword .* 'temprature'"),
+  ('drafter', (None,), "unexpected keyword .* 'drafter'"),
+  ('.temperature', (-1, _NAN, _INF), 'temperature must be at least 0, got'),
+  ('.temperature', ('hot', None), f'temperature {_NOT_A_NUMBER}'),
+  ('.temperature', ([1.0] * 9, [[1.0], [1.0]]), f'temperature {_NOT_PER_ROW}'),
+  ('.top_k', (0, -1, 2.5, True, 'x'), 'top_k must be a positive integer, got'),
+  ('.top_k', ([3, 0],), r'top_k must be a positive integer, got \[3, 0\]'),
+  ('.top_k', ([3, 1.5], [[5], [5]]), 'top_k must be a positive integer'),
+  ('.top_k', ([3, None, 4],), r'top_k must be one number .* shape \(3,\)'),
+  ('.top_p', (0, 1.5, -1, _NAN), 'top_p must be above 0 and at most 1, got'),
+  ('.top_p', ('x',), f'top_p {_NOT_A_NUMBER}'),
+  ('.top_p', ([0.5] * 9, [0.5]), f'top_p {_NOT_PER_ROW}'),
+  ('.min_p', (-0.1, 1.5, _NAN), 'min_p must be between 0 and 1, got'),
+  ('.min_p', ('x',), f'min_p {_NOT_A_NUMBER}'),
+  ('.min_p', ([0.5] * 9,), f'min_p {_NOT_PER_ROW}'),
+  (
+    '.repetition_penalty',
+    (0, -1, _NAN, _INF),
+    'repetition_penalty must be above 0, got',
+  ),
+  ('.repetition_penalty', ('x',), f'repetition_penalty {_NOT_A_NUMBER}'),
+  ('.repetition_penalty', ([1.0],), r'repetition_penalty .* per row \(2\)'),
+  ('.logit_bias', ({10**6: 1.0},), 'logit_bias has token 1000000, outside'),
+  ('.logit_bias', ({-1: 1.0},), 'logit_bias has token -1, outside'),
+  ('.logit_bias', ({'x': 1},), 'logit_bias must be a list of token ids'),
+  ('.logit_bias', ({0: 'x'},), 'logit_bias must map tokens to numbers'),
+  ('.logit_bias', ({0: _NAN}, {0: _INF}), 'must be numbers or -inf'),
+  ('.logit_bias', ([{0: 1.0}],), r'one mapping or one per row \(2\), got 1'),
+  ('.logit_bias', (np.zeros(3), 'x', 5), _BIAS_SHAPE),
+  ('.logit_bias', ('all', [None, 'all']), 'logit_bias bans every token'),
+)
+_BAD_SHAPE = next(
+  shape for shape in SHAPES if shape.batch_size == 2 and shape.on
+)
+
+
+def run_bad(name: str, value: object, seed: int) -> Exception:
+  """A good call but for one thing; the error."""
   rng = np.random.default_rng((seed, 1))
-  some = shapes(number_of_shapes)
-  shape = some[rng.integers(len(some))]
-  prompts, options = bad_call(rng, shape)
-  generator = _generator(_drafters()[shape.drafter])
-  _, error = _call(generator, prompts, options)
-  if error is None:
-    # The only value among them that some shapes accept.
-    assert options['children'] == 'without_replacement', (prompts, options)
-    assert options['verify'] != 'match'
-    return ''
-  check_clear(error)
-  return str(error)
+  prompts, options = good_call(rng, _BAD_SHAPE)
+  nothing = dict.fromkeys(range(len(_tokenizer())), -np.inf)
+  if isinstance(value, str) and value == 'all':
+    value = nothing
+  elif isinstance(value, list) and 'all' in value:
+    value = [None, nothing]
+  if name == 'prompts':
+    prompts = value
+    # An option per row would be refused for the number of rows.
+    options = {'max_new_tokens': 1}
+  elif name.startswith('.'):
+    change = {name[1:]: value}
+    options['sampling'] = dataclasses.replace(options['sampling'], **change)
+  else:
+    options[name] = value
+  try:
+    result = _BAD_SHAPE.generator().generate(prompts, **options)
+  except (ValueError, TypeError) as error:
+    check_clear(error)
+    return error
+  raise AssertionError(f'{name}={value!r} was accepted: {result.tokens}')
 
 
-def run_good(seed: int, number_of_shapes: int) -> str:
-  """A call that must work; returns its kind."""
+def run_good(seed: int) -> np.ndarray:
+  """A call that must work; how many steps emitted 1, 2, ... tokens."""
   rng = np.random.default_rng((seed, 0))
-  some = shapes(number_of_shapes)
-  shape = some[rng.integers(len(some))]
+  shape = SHAPES[seed % len(SHAPES)]
   prompts, options = good_call(rng, shape)
-  result, error = _call(
-    _generator(_drafters()[shape.drafter]), prompts, options
-  )
-  if error is not None:
-    raise AssertionError(f'{shape}, {prompts}, {options}') from error
-  plain, error = _call(_generator(PLAIN), prompts, options | {'children': None})
-  assert error is None, error
   where = f'seed {seed}: {shape}, {prompts!r}, {options!r}'
+  try:
+    result = shape.generator().generate(prompts, **options)
+    plain = shape.generator('plain').generate(
+      prompts, **options | {'children': None, 'verify': 'match'}
+    )
+  except (ValueError, TypeError) as error:
+    raise AssertionError(where) from error
   _check_ends(result, options, where)
   if shape.verify == 'match':
     assert result.tokens == plain.tokens, where
@@ -379,7 +422,7 @@ def run_good(seed: int, number_of_shapes: int) -> str:
       assert stochastic or result.tokens[row] == plain.tokens[row], where
   if rng.random() < 0.2:
     _check_stream(shape, prompts, options, result, where)
-  return f'{shape.verify}, {shape.drafter}'
+  return np.array(result.stats['accepted_histogram'])
 
 
 def _check_ends(result, options, where):
@@ -389,6 +432,7 @@ def _check_ends(result, options, where):
   rows = zip(result.tokens, result.text, result.finish_reasons, strict=True)
   for row, (tokens, text, reason) in enumerate(rows):
     assert len(tokens) <= limits[row], where
+    assert len(tokens) == len((result.log_probs or result.tokens)[row]), where
     assert 0 not in tokens[:-1], where
     assert (reason == 'eos') == (tokens[-1:] == [0]), where
     whole = b''.join(models.token_bytes()[token] for token in tokens)
@@ -404,7 +448,7 @@ def _check_ends(result, options, where):
 
 
 def _check_stream(shape, prompts, options, result, where):
-  stream = _generator(_drafters()[shape.drafter]).stream(prompts, **options)
+  stream = shape.generator().stream(prompts, **options)
   texts = [''] * len(prompts)
   for new in stream:
     texts = [text + more for text, more in zip(texts, new, strict=True)]

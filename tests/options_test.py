@@ -1,32 +1,40 @@
 """What each row asks for: temperature, filters, bias, penalty, key and limit.
 
-The tokens are those of a slow loop in numpy, one row at a time, whoever drafts
-and whatever else is in the batch.
+The tokens and their log-probabilities are those of a slow loop in numpy, one
+row at a time, whoever drafts and whatever else is in the batch.
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import reference
 import tiny_drafters
 from tiny_drafters import Settings
 from tiny_drafters import with_settings
 
 from models.nn.table_model import table_model
+from specdec import decode
+from specdec import DecodeConfig
 from specdec import generate
 from specdec import NGram
 from specdec import PLAIN
 from specdec import PromptLookup
+from specdec import Request
 from specdec import Sampling
 from specdec import staged
 from specdec.checks import check_sampling
+from specdec.checks import pad
 from specdec.sampling import add_seen
 from specdec.sampling import adjust_logits
 from specdec.sampling import filter_logits
-from specdec.sampling import position_noise
 from specdec.tree.topology import chain
+from specdec.watchers import LogProbs
+from specdec.watchers import make_watchers
+from specdec.watchers import state_of
 
 VOCAB_SIZE = 24
 MAX_POSITIONS = 64
@@ -71,7 +79,7 @@ def _drafter(name, table=_SIMILAR):
   draft = tiny_drafters.model(_model(table), config)
   ngram = NGram(
     tiny_drafters.ngram_table(
-      [_slow_row(row) for row in (0, 2)],
+      _slow((0, 2)),
       VOCAB_SIZE,
       order=3,
       num_continuations=2,
@@ -104,105 +112,90 @@ def _generate(rows, drafter=PLAIN, **changed):
     'room_for_new_tokens': 44,
     'sampling': Sampling(**options),
     'drafter': drafter,
+    'log_probs': True,
   }
   return generate(**arguments | changed)
 
 
 @functools.cache
-def _noise():
-  everywhere = np.tile(np.arange(MAX_POSITIONS), (5, 1))
-  hot = check_sampling(Sampling(temperature=1.0), 5, VOCAB_SIZE)
-  return np.asarray(position_noise(_keys(), everywhere, VOCAB_SIZE, hot))
+def _slow_row(row, neutral=None):
+  """New tokens of one row, and their log-probabilities.
 
-
-def _adjusted(logits, bias, penalty, text):
-  """Bias, then penalty."""
-  logits = logits.astype(np.float64)
-  for token, value in (bias or {}).items():
-    logits[token] += value
-  for token in set(text):
-    positive = logits[token] > 0
-    logits[token] *= 1 / penalty if positive else penalty
-  return logits
-
-
-def _filtered(logits, temperature, top_k, top_p, min_p):
-  """Token by token, from the likeliest on."""
-  logits = (logits - logits.max()) / temperature
-  order = np.argsort(-logits)[:top_k]
-  probs = np.exp(logits[order])
-  probs /= probs.sum()
-  kept = np.full(logits.shape, -np.inf)
-  total = 0.0
-  for token, prob in zip(order, probs, strict=True):
-    if total < top_p and np.exp(logits[token]) >= min_p:
-      kept[token] = logits[token]
-    total += prob
-  return kept
-
-
-@functools.cache
-def _slow_row(row):
-  """New tokens of one row."""
+  Args:
+    row: of the batch.
+    neutral: an option that the row does without.
+  """
   one = {name: values[row] for name, values in _OPTIONS.items()}
-  bias, penalty = one.pop('logit_bias'), one.pop('repetition_penalty')
-  text = list(_PROMPTS[row])
-  for position in range(len(text), len(text) + _LIMITS[row]):
-    scores = _adjusted(_TARGET[text[-1]], bias, penalty, text)
-    if one['temperature']:
-      scores = _filtered(scores, **one) + _noise()[row, position]
-    text.append(int(np.argmax(scores)))
-  return text[len(_PROMPTS[row]) :]
+  one.pop(neutral, None)
+  return reference.decode(
+    lambda text: _TARGET[text[-1]],
+    _PROMPTS[row],
+    _LIMITS[row],
+    _keys()[row],
+    reference.Options(**one),
+  )
 
 
 def _slow(rows):
-  return [_slow_row(row) for row in rows]
+  return [_slow_row(row)[0] for row in rows]
 
 
 def test_every_option_changes_the_text():
   """Otherwise those below would prove nothing."""
-  batch = _generate(_ROWS)
-  neutral = {
-    'logit_bias': [None] * 5,
-    'repetition_penalty': [1.0] * 5,
-    'temperature': [0.0] * 5,
-    'top_k': [VOCAB_SIZE] * 4 + [None],
-    'top_p': [1.0] * 5,
-    'min_p': [0.0] * 5,
-  }
-  for name, values in neutral.items():
-    other = _generate(_ROWS, options={name: values})
-    changed = [a != b for a, b in zip(batch.tokens, other.tokens, strict=True)]
-    assert any(changed), name
-  banned = {7} & set(_slow_row(1)) | set(range(10, 24)) & set(_slow_row(4))
-  assert not banned
+  for name in _OPTIONS:
+    assert any(_slow_row(row) != _slow_row(row, name) for row in _ROWS), name
+  tokens = _slow(_ROWS)
+  assert not {7} & set(tokens[1]) | set(range(10, 24)) & set(tokens[4])
 
 
-# Each batch size with and without a drafter; few programs.
+# Few programs: rows alone are drafted for in `fuzz_test`.
 @pytest.mark.parametrize(
-  ('name', 'rows'),
+  ('name', 'orders'),
   [
-    ('plain', (0, 1, 2, 3, 4)),
-    ('plain', (4, 0)),
-    *(('plain', (row,)) for row in _ROWS),
-    ('chain', (0, 1, 2, 3, 4)),
-    ('chain', (4, 0)),
-    ('staged', (0, 1, 2, 3, 4)),
-    *(('staged', (row,)) for row in (0, 2, 3)),
+    ('plain', ((0, 1, 2, 3, 4),)),
+    ('plain', [(row,) for row in _ROWS]),
+    ('chain', ((0, 1, 2, 3, 4),)),
+    ('staged', ((0, 1, 2, 3, 4), (3, 0, 4, 2, 1))),
   ],
 )
-def test_rows_are_those_of_a_slow_loop(name, rows):
-  for table in (_SIMILAR, _TARGET, -_TARGET):
-    drafter = _drafter(name, table)
-    assert _generate(rows, drafter).tokens == _slow(rows)
-    if drafter is None:
-      break
+def test_rows_are_those_of_a_slow_loop(name, orders):
+  """The log-probabilities are of the target itself, whatever is asked for."""
+  tables = [_TARGET] if name == 'plain' else [_SIMILAR, _TARGET, -_TARGET]
+  for table, rows in itertools.product(tables, orders):
+    generation = _generate(rows, _drafter(name, table))
+    assert generation.tokens == _slow(rows)
+    for row, log_probs in zip(rows, generation.log_probs, strict=True):
+      assert all(type(log_prob) is float for log_prob in log_probs)
+      np.testing.assert_allclose(log_probs, _slow_row(row)[1], atol=1e-4)
 
 
-@pytest.mark.parametrize('name', ['plain', 'staged'])
-def test_permuting_rows_permutes_the_output(name):
-  for order in ((3, 0, 4, 2, 1), (1, 2, 3, 4, 0)):
-    assert _generate(order, _drafter(name)).tokens == _slow(order)
+def test_log_probs_are_computed_only_if_asked_for(monkeypatch):
+  def compute(self, state, seen):
+    raise AssertionError('computed')
+
+  monkeypatch.setattr(LogProbs, 'observe', compute)
+  model = _model(_TARGET)
+  padded, lengths = pad(_PROMPTS)
+
+  def trace(log_probs):
+    watchers = make_watchers(penalty_vocab_size=0, log_probs=log_probs)
+    request = Request(
+      prompt=padded,
+      prompt_length=lengths,
+      limit=np.array(_LIMITS, np.int32),
+      row_keys=_keys(),
+      sampling=check_sampling(Sampling(), 5, VOCAB_SIZE),
+      watchers=watchers,
+    )
+    run = lambda request: decode.__wrapped__(
+      model, PLAIN, request, config=DecodeConfig(max_new_tokens=44)
+    )
+    states = jax.eval_shape(run, request).watchers
+    return state_of(LogProbs, watchers, states)
+
+  assert trace(False) is None
+  with pytest.raises(AssertionError, match='computed'):
+    trace(True)
 
 
 def test_the_same_guess_is_judged_alike_by_draft_and_target():
@@ -358,29 +351,3 @@ def test_the_penalty_is_that_of_transformers(penalty):
     process = RepetitionPenaltyLogitsProcessor(penalty if row else 1.0)
     expected = process(torch.tensor([text]), torch.from_numpy(logits[row]))
     np.testing.assert_allclose(adjusted[row], expected.numpy(), rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-  ('options', 'message'),
-  [
-    ({'repetition_penalty': 0.0}, 'repetition_penalty must be above 0, got'),
-    ({'repetition_penalty': np.inf}, 'repetition_penalty must be above 0'),
-    ({'repetition_penalty': [1.0]}, r'repetition_penalty .* per row \(2\)'),
-    ({'top_k': [3, 0]}, r'top_k must be a positive integer, got \[3, 0\]'),
-    ({'top_k': [3, 1.5]}, 'top_k must be a positive integer'),
-    ({'top_k': [3, None, 4]}, r'top_k must be one number .* shape \(3,\)'),
-    ({'logit_bias': {24: 1.0}}, 'logit_bias has token 24, outside'),
-    ({'logit_bias': {-1: 1.0}}, 'logit_bias has token -1, outside'),
-    ({'logit_bias': [{0: 1.0}]}, r'one mapping or one per row \(2\), got 1'),
-    ({'logit_bias': {0: np.nan}}, 'logit_bias must be numbers or -inf'),
-    ({'logit_bias': {0: np.inf}}, 'logit_bias must be numbers or -inf'),
-    ({'logit_bias': np.zeros(23)}, r'logit_bias must be .* shape \(23,\)'),
-    (
-      {'logit_bias': [None, dict.fromkeys(range(24), -np.inf)]},
-      'logit_bias bans every token',
-    ),
-  ],
-)
-def test_bad_options_are_refused(options, message):
-  with pytest.raises(ValueError, match=message):
-    _generate((0, 2), options=options)

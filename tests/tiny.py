@@ -29,9 +29,8 @@ from specdec.checks import check_sampling
 from specdec.sampling import SamplingParams
 
 VOCAB_SIZE = 48
-# Just the longest prompt of a bucket and the limit of another.
-MAX_PROMPT = 32
-MAX_NEW_TOKENS = 128
+MAX_PROMPT = 32  # The longest of its bucket.
+MAX_NEW_TOKENS = 48
 MAX_POSITIONS = MAX_PROMPT + MAX_NEW_TOKENS
 
 # No target ever says it, and the hopeless draft says nothing else.
@@ -255,19 +254,15 @@ LLAMA_CONFIGS = {
 _LLAMA_SEED = 9000  # Of models that do not repeat themselves.
 
 
-def _noise(seed, leaf):
-  return np.random.default_rng(seed).standard_normal(leaf.shape)
-
-
 @functools.cache
-def llama_module(name: str, noise: float = 0.0) -> Module:
+def llama_module(name: str, **changes) -> Module:
   """A random model whose greedy text is varied.
 
   Args:
     name: of `LLAMA_CONFIGS`.
-    noise: every weight is changed by about this fraction of itself.
+    **changes: of its config.
   """
-  config = LLAMA_CONFIGS[name]
+  config = dataclasses.replace(LLAMA_CONFIGS[name], **changes)
   make = family_of(config).module
   graph, variables = nnx.split(
     nnx.eval_shape(lambda: make(config, rngs=nnx.Rngs(0)))
@@ -275,17 +270,7 @@ def llama_module(name: str, noise: float = 0.0) -> Module:
   leaves, structure = jax.tree.flatten(nnx.to_pure_dict(variables))
   drawn = []
   for index, leaf in enumerate(leaves):
-    values = 0.5 * _noise(_LLAMA_SEED + index, leaf) + (leaf.ndim == 1)
-    values = values * (1 + noise * _noise(index, leaf))
+    rng = np.random.default_rng(_LLAMA_SEED + index)
+    values = 0.5 * rng.standard_normal(leaf.shape) + (leaf.ndim == 1)
     drawn.append(jnp.asarray(values, leaf.dtype))
   return nnx.merge(graph, jax.tree.unflatten(structure, drawn))
-
-
-def llama(name: str) -> LanguageModel:
-  """The model without noise."""
-  return as_model(llama_module(name))
-
-
-def llama_draft(name: str, noise: float = 0.05) -> LanguageModel:
-  """One that agrees with the target now and then; same definition."""
-  return as_model(llama_module(name, noise))

@@ -30,7 +30,6 @@ from specdec.ngram.table import NGramTable
 from specdec.sampling import EXCLUDED
 from specdec.tree.topology import chain
 from specdec.tree.topology import from_paths
-from specdec.tree.topology import k_ary
 
 # How good a table is: it knows the text by heart, says anything, says what no
 # target ever says, or says nothing.
@@ -218,9 +217,7 @@ TREE = Settings(
 )
 INNER = Settings(width=4, branching=2, rounds=2, cost_ratio=0)
 TOPOLOGIES = {
-  'chain of 1': chain(1),
   'chain of 4': chain(4),
-  'binary tree': k_ary(2, 3),
   # The third child, but not the first two, goes on.
   'ragged tree': from_paths(
     [(0,), (1,), (2,), (2, 0), (2, 1), (2, 1, 0), (2, 1, 0, 0), (0, 3)]
