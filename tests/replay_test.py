@@ -38,9 +38,8 @@ def _decode(target, drafter, **options):
 
 
 def _texts(generation):
-  return [
-    prompt + row for prompt, row in zip(_PROMPTS, generation.tokens, strict=True)
-  ]
+  rows = zip(_PROMPTS, generation.tokens, strict=True)
+  return [prompt + new for prompt, new in rows]
 
 
 def _check_replay(real, drafter, **options):
@@ -70,9 +69,7 @@ def test_stages_have_the_counts_of_the_target():
 
   All that a target has to do with it: a penalty changes its logits.
   """
-  options = {
-    'sampling': dataclasses.replace(_SAMPLING, repetition_penalty=1.3)
-  }
+  options = {'sampling': dataclasses.replace(_SAMPLING, repetition_penalty=1.3)}
   config = Settings(
     num_nodes=8, width=3, branching=2, rounds=3, capacity=24, cost_ratio=None
   )
@@ -112,9 +109,7 @@ def _ranks(draft, texts):
     tokens[row, : len(text)] = text
   sampling = check_sampling(_SAMPLING, _ROWS, tiny.VOCAB_SIZE)
   return np.asarray(
-    next_token_ranks(
-      draft, jnp.asarray(tokens), tiny.row_keys(_ROWS), sampling
-    )
+    next_token_ranks(draft, jnp.asarray(tokens), tiny.row_keys(_ROWS), sampling)
   )
 
 
