@@ -34,6 +34,7 @@ from specdec.ngram.table import save_table
 _TEXT = 'def add(first, second):\n  return first + second\n' * 20
 SIZE = 296
 LARGER, SMALLER = 320, 284
+_LIMIT = 24
 
 
 def _train(text=_TEXT, vocab_size=280):
@@ -83,7 +84,7 @@ def target(tmp_path_factory, tokenizer):
 def _generate(pair, drafter):
   return Generator(pair, drafter).generate(
     ['def add(', 'return'],
-    max_new_tokens=40,
+    max_new_tokens=_LIMIT,
     sampling=Sampling(temperature=[0.0, 1.0]),
     eos_ids=(),
   )
@@ -94,11 +95,11 @@ def plain(target):
   generation = _generate(load_pair(target, None), PLAIN)
   tokens = {token for row in generation.tokens for token in row}
   assert any(token >= SMALLER for token in tokens)  # not in the small draft
-  assert len(tokens) > 20
+  assert len(tokens) > 15
   return generation
 
 
-@pytest.mark.parametrize('vocab_size', [LARGER, SMALLER, SIZE])
+@pytest.mark.parametrize('vocab_size', [LARGER, SMALLER])
 def test_a_draft_may_have_other_padding(
   target, plain, tokenizer, tmp_path, vocab_size
 ):
@@ -109,8 +110,8 @@ def test_a_draft_may_have_other_padding(
   assert generation.tokens == plain.tokens
   assert generation.text == plain.text
   histogram = generation.stats['accepted_histogram']
-  if vocab_size >= SIZE:  # the target itself, if the further logits are cut off
-    assert histogram == [0, 0, 0, 2 * 40 // 4]
+  if vocab_size > SIZE:  # the target itself, if the further logits are cut off
+    assert histogram == [0, 0, 0, 2 * _LIMIT // 4]
   else:
     assert sum(histogram[1:]) > 0
 
@@ -136,15 +137,9 @@ def test_logits_are_cut_off_or_impossible(vocab_size):
   assert np.all(logits[..., size:] == -np.inf)
 
 
-def test_a_draft_without_tokenizer_must_have_the_same_size(
-  target, plain, tmp_path
-):
-  bare = _save(tmp_path / 'bare', SIZE)
-  pair = load_pair(target, bare)
-  generation = _generate(
-    pair, make_drafter('chain', pair, DraftSettings(num_draft_tokens=3))
-  )
-  assert generation.tokens == plain.tokens
+def test_a_draft_without_tokenizer_must_have_the_same_size(target, tmp_path):
+  pair = load_pair(target, _save(tmp_path / 'bare', SIZE))
+  assert pair.draft.spec.vocab_size == SIZE
   for size in (LARGER, SMALLER):
     with pytest.raises(ValueError, match=f'{SIZE} tokens, .* of {size}, and'):
       load_pair(target, _save(tmp_path / str(size), size))
