@@ -313,7 +313,7 @@ def test_a_cache_holds_numbers_only():
   ).replace(length=jnp.array([0, 2], jnp.int32))
   new = np.array([[np.nan, 1.0], [np.inf, -np.inf], [2.0, 3.0]], np.float32)
   new = jnp.asarray(np.stack([new, new]))[:, None]
-  cache = write(cache, 0, new, -new)
+  cache = jax.jit(lambda cache: write(cache, 0, new, -new))(cache)
   kept = np.array([[0.0, 1.0], [0.0, 0.0], [2.0, 3.0]])
   for array, sign in ((cache.keys[0], 1), (cache.values[0], -1)):
     np.testing.assert_array_equal(array[0, 0, :3], sign * kept)
