@@ -93,37 +93,27 @@ def test_one_program_for_all_prompts_limits_seeds_and_temperatures():
   np.testing.assert_array_equal(programs(), before + 1)
   assert sum(counts.values()) == 4
 
-  # Another bucket does compile, so compiling would have been noticed.
-  run([[1] * 33, [2]], 65, 0, 1.0, 0.9)
-  np.testing.assert_array_equal(programs(), before + 2)
 
-
-def _arguments(model, drafter, batch_size):
-  prompt, lengths = tiny.pad(tiny.prompts(batch_size))
-  # Tokens of the tiny models do not all fit the table.
-  prompt %= model.spec.vocab_size
+def test_no_transfer_between_host_and_device_in_a_decode():
+  target, rows = _table(0), 2
+  prompt, lengths = tiny.pad(tiny.prompts(rows))
   request = Request(
-    prompt=jnp.asarray(prompt),
+    # Tokens of the tiny models do not all fit the table.
+    prompt=jnp.asarray(prompt % target.spec.vocab_size),
     prompt_length=jnp.asarray(lengths),
-    limit=jnp.full(batch_size, 20, jnp.int32),
-    row_keys=tiny.row_keys(batch_size),
+    limit=jnp.full(rows, 20, jnp.int32),
+    row_keys=tiny.row_keys(rows),
     sampling=check_sampling(
-      tiny.sampling(*[1.0] * batch_size),
-      batch_size,
-      model.spec.vocab_size,
+      tiny.sampling(1.0, 1.0), rows, target.spec.vocab_size
     ),
     watchers=(EndOfText((1,)),),
   )
-  return model, drafter, request
-
-
-def test_no_transfer_between_host_and_device_in_a_decode():
-  arguments = _arguments(_table(0), _staged(_table(1)), 2)
+  drafter = _staged(_table(1))
   config = DecodeConfig(max_new_tokens=32)
   with jax.transfer_guard('disallow'):
-    result = decode(*arguments, config=config)
+    result = decode(target, drafter, request, config=config)
     jax.block_until_ready(result)
     # The guard is on: this would have to fetch an array.
     with pytest.raises(Exception, match=r'[Dd]isallow'):
       jnp.zeros(3) + np.ones(3, np.float32)
-  assert np.all(result.length > arguments[2].prompt_length)
+  assert np.all(result.length > lengths)

@@ -145,7 +145,7 @@ def _assert_ends(generation, ends):
 def test_a_row_ends_where_its_target_breaks(name):
   """At every position, from the first new token to behind the last."""
   for number, kind in enumerate(_BROKEN):
-    for position in (0, 1, 3, 4, *range(5 + number, 26, 5)):
+    for position in (0, 3, *range(5 + number, 26, 10)):
       extra = np.zeros((MAX_POSITIONS, VOCAB_SIZE), np.float32)
       extra[position] = _BROKEN[kind]
       # Logits at a position are those of the token behind it.
@@ -166,7 +166,7 @@ def test_a_row_ends_with_the_token_that_breaks_its_target(name):
   The draft proposes the token often.
   """
   for kind in ('nan', 'inf', 'all -inf'):
-    for token in range(0, VOCAB_SIZE, 3):
+    for token in range(0, VOCAB_SIZE, 5):
       table, draft = _table(0), _similar()
       table[token] += _BROKEN[kind]
       draft[:, token] += 3
@@ -313,7 +313,7 @@ def test_a_cache_holds_numbers_only():
   ).replace(length=jnp.array([0, 2], jnp.int32))
   new = np.array([[np.nan, 1.0], [np.inf, -np.inf], [2.0, 3.0]], np.float32)
   new = jnp.asarray(np.stack([new, new]))[:, None]
-  cache = write(cache, 0, new, -new)
+  cache = jax.jit(lambda cache: write(cache, 0, new, -new))(cache)
   kept = np.array([[0.0, 1.0], [0.0, 0.0], [2.0, 3.0]])
   for array, sign in ((cache.keys[0], 1), (cache.values[0], -1)):
     np.testing.assert_array_equal(array[0, 0, :3], sign * kept)

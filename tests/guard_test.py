@@ -3,6 +3,8 @@
 Counts only: a speculative step is taken to last `break_even` plain ones.
 """
 
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -19,23 +21,40 @@ from specdec import staged
 from specdec.tree.topology import chain
 
 _DEPTH = 4
+_ROWS = 3
+_LIMIT = 40
+
+
+def _draft(kind):
+  return tiny.draft(kind, num_layers=1)
 
 
 def _chain(kind):
-  config = Settings(topology=chain(_DEPTH))
-  return tiny_drafters.model(tiny.draft(kind), config)
+  return tiny_drafters.model(_draft(kind), Settings(topology=chain(_DEPTH)))
 
 
-def _run(drafter, break_even=None, *, rows=1, limit=128, temperature=0.0):
-  return generate(
-    tiny.gpt2(),
-    tiny.row_keys(rows),
-    tiny.prompts(rows),
-    drafter=drafter,
-    max_new_tokens=limit,
-    sampling=Sampling(temperature=temperature),
-    break_even=break_even,
+def _arguments(drafter, break_even=None):
+  arguments = (
+    tiny.gpt2(num_layers=1),
+    tiny.row_keys(_ROWS),
+    tiny.prompts(_ROWS),
   )
+  return arguments, {
+    'drafter': drafter,
+    'max_new_tokens': _LIMIT,
+    'sampling': Sampling(temperature=[0.0, 1.0, 0.7]),
+    'break_even': break_even,
+  }
+
+
+def _run(*args):
+  arguments, options = _arguments(*args)
+  return generate(*arguments, **options)
+
+
+@functools.cache
+def _plain():
+  return _run(PLAIN)
 
 
 def _settle(emitted, break_even):
@@ -85,103 +104,37 @@ def test_rows_that_are_done_have_no_say():
   assert float(one.credit) == float(state.credit) - 1.0
 
 
-@pytest.mark.parametrize('temperature', [0.0, 1.0])
-def test_a_hopeless_draft_is_left_and_no_token_changes(temperature):
-  plain = _run(PLAIN, rows=3, temperature=temperature)
-  result = _run(_chain('hopeless'), 3.0, rows=3, temperature=temperature)
-  assert result.tokens == plain.tokens
+def test_a_hopeless_draft_is_left_and_no_token_changes():
+  result = _run(_chain('hopeless'), 3.0)
+  assert result.tokens == _plain().tokens
   stats = result.stats
   steps = stats['reads']['target']['forwards']
-  speculative = steps - stats['plain_steps']
-  assert steps == 128  # one token each, whatever the step
+  assert steps == _LIMIT  # one token each, whatever the step
   # Credit 8 is gone in 4 steps; premiums do not allow another before 200 more.
-  assert speculative == 4
+  assert steps - stats['plain_steps'] == 4
   assert stats['origins']['draft'] == 0
 
 
 def test_a_perfect_draft_is_kept():
-  with_guard = _run(_chain('perfect'), 3.0, rows=3)
-  without = _run(_chain('perfect'), rows=3)
-  assert with_guard.tokens == without.tokens
-  assert with_guard.stats['plain_steps'] == 0
-  # The guard's catching up changes nothing where nothing is missing.
-  assert with_guard.stats['stage_forwards'] == without.stats['stage_forwards']
-
-
-@pytest.fixture
-def many_trials(monkeypatch):
-  """Premiums so high that a draft at rest is soon tried again."""
-  monkeypatch.setattr(fallback, '_PREMIUM', 0.9)
-  monkeypatch.setattr(fallback, '_INITIAL_CREDIT', 0.5)
-  jax.clear_caches()  # of programs with other premiums
-  yield
-  jax.clear_caches()
-
-
-@pytest.mark.usefixtures('many_trials')
-@pytest.mark.parametrize('stages', [1, 2])
-def test_after_a_rest_the_draft_knows_the_text(stages):
-  """A perfect draft that is sent to rest again and again misses nothing."""
-  drafter = _chain('perfect')
-  if stages == 2:
-    config = Settings(
-      num_nodes=_DEPTH + 1,
-      width=3,
-      branching=1,
-      rounds=4,
-      max_depth=_DEPTH,
-      cost_ratio=0,
-    )
-    drafter = staged(
-      *(
-        tiny_drafters.model(tiny.draft('perfect'), config, name)
-        for name in ('draft', 'inner')
-      )
-    )
-  result = _run(drafter, 10.0, rows=2, limit=100)
-  assert result.tokens == _run(PLAIN, rows=2, limit=100).tokens
-  stats = result.stats
-  speculative = stats['reads']['target']['forwards'] - stats['plain_steps']
-  assert speculative > 3
-  assert stats['plain_steps'] > 3 * 2 * _DEPTH  # more than a window each time
-  histogram = np.array(stats['accepted_histogram'])
-  # All of each guess was accepted, but for the rows' last steps.
-  assert histogram[_DEPTH] >= 2 * (speculative - 1)
-  assert histogram[1:_DEPTH].sum() <= 2
+  result = _run(_chain('perfect'), 3.0)
+  assert result.tokens == _plain().tokens
+  assert result.stats['plain_steps'] == 0
+  # All forwards are for drafting: nothing is missing to be caught up on.
+  steps = _LIMIT // (_DEPTH + 1)
+  assert result.stats['target_forwards'] == _ROWS * steps
+  assert result.stats['stage_forwards'] == {'draft': _ROWS * steps * _DEPTH}
 
 
 def test_rests_are_the_same_in_pieces():
   """Streaming makes one step at a time; the account goes on."""
-  whole = _run(_chain('random'), 2.5, rows=2)
-  decoding = Decoding(
-    tiny.gpt2(),
-    tiny.row_keys(2),
-    tiny.prompts(2),
-    drafter=_chain('random'),
-    max_new_tokens=128,
-    sampling=Sampling(temperature=0.0),
-    break_even=2.5,
-  )
+  whole = _run(_chain('random'), 2.5)
+  arguments, options = _arguments(_chain('random'), 2.5)
+  decoding = Decoding(*arguments, **options)
   for _ in decoding:
     pass
   pieces = decoding.result()
   assert pieces.tokens == whole.tokens
   assert pieces.stats['plain_steps'] == whole.stats['plain_steps'] > 0
-
-
-def test_tables_need_no_catching_up():
-  texts = [
-    prompt + new
-    for prompt, new in zip(
-      tiny.prompts(2), _run(PLAIN, rows=2).tokens, strict=True
-    )
-  ]
-  drafter = tiny_drafters.candidates(
-    tiny_drafters.table_of(texts, 'perfect'), config=tiny_drafters.TREE
-  )
-  result = _run(drafter, 30.0, rows=2)
-  assert result.tokens == _run(PLAIN, rows=2).tokens
-  assert result.stats['plain_steps'] > 0
 
 
 @pytest.mark.parametrize(
@@ -190,3 +143,55 @@ def test_tables_need_no_catching_up():
 def test_what_is_no_ratio_is_refused(bad):
   with pytest.raises(ValueError, match='break_even must be a positive number'):
     _run(_chain('perfect'), bad)
+
+
+# At the end, as it forgets all programs.
+
+
+@pytest.fixture
+def many_trials(monkeypatch):
+  """Premiums so high that a draft at rest is soon tried again."""
+  monkeypatch.setattr(fallback, '_PREMIUM', 0.9)
+  monkeypatch.setattr(fallback, '_INITIAL_CREDIT', 0.5)
+  monkeypatch.setattr(fallback, '_STEPS_PER_TRIAL', 0.5)
+  jax.clear_caches()  # of programs with other premiums
+  yield
+  jax.clear_caches()
+
+
+@pytest.mark.usefixtures('many_trials')
+def test_after_a_rest_all_stages_know_the_text():
+  """Perfect drafts that are sent to rest again and again miss nothing.
+
+  A table has nothing to catch up on.
+  """
+  config = Settings(
+    num_nodes=_DEPTH + 1,
+    width=3,
+    branching=1,
+    rounds=4,
+    max_depth=_DEPTH,
+    cost_ratio=0,
+  )
+  prompts = tiny.prompts(_ROWS)
+  rows = zip(prompts, _plain().tokens, strict=True)
+  table = tiny_drafters.table_of([one + new for one, new in rows], 'perfect')
+  models = (
+    tiny_drafters.model(_draft('perfect'), config, name)
+    for name in ('draft', 'inner')
+  )
+  tables = tiny_drafters.candidates(table, config=config)
+  drafter = functools.reduce(staged, [*models, tables])
+  result = _run(drafter, 14.0)
+  assert result.tokens == _plain().tokens
+  assert result.labels == ('target', 'draft', 'inner', 'ngram')
+  stats = result.stats
+  assert list(stats['stage_forwards']) == ['draft', 'inner', 'ngram']
+  speculative = stats['reads']['target']['forwards'] - stats['plain_steps']
+  assert speculative >= 3
+  # More than a window each time.
+  assert stats['plain_steps'] > (speculative - 1) * 2 * _DEPTH
+  histogram = np.array(stats['accepted_histogram'])
+  # All of each guess was accepted, but for the rows' last steps.
+  assert histogram[_DEPTH] >= _ROWS * (speculative - 1)
+  assert histogram[1:_DEPTH].sum() <= _ROWS

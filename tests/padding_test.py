@@ -5,19 +5,20 @@ all sizes of a family the same number.
 """
 
 import dataclasses
+import functools
 import itertools
 
 from flax import nnx
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 import tiny_drafters
 
 from models.checkpoints import hub
 from models.nn.adapter import as_model
 from models.nn.adapter import with_vocab_size
-from models.nn.gpt2 import GPT2
-from models.nn.gpt2 import GPT2Config
 from models.text import drafters
 from models.text.drafters import DraftSettings
 from models.text.drafters import make_drafter
@@ -34,6 +35,7 @@ from specdec.ngram.table import save_table
 _TEXT = 'def add(first, second):\n  return first + second\n' * 20
 SIZE = 296
 LARGER, SMALLER = 320, 284
+_LIMIT = 24
 
 
 def _train(text=_TEXT, vocab_size=280):
@@ -45,22 +47,18 @@ def _module(vocab_size):
 
   The largest logits are of the tokens that the target does not have.
   """
-  config = GPT2Config(
-    vocab_size=vocab_size,
-    num_positions=96,
-    width=16,
-    num_layers=1,
-    num_heads=2,
-    tie_embeddings=False,
+  of_size = functools.partial(
+    tiny.module, num_positions=96, num_layers=1, tie_embeddings=False
   )
-  module = GPT2(config, rngs=nnx.Rngs(0))
+  _, params = nnx.split(of_size(vocab_size=LARGER))
+  params = nnx.to_pure_dict(params)
   rng = np.random.default_rng(0)
   embeddings, head = rng.normal(size=(2, LARGER, 16)).astype(np.float32)
   head[SMALLER:SIZE] *= 1.3
   head[SIZE:] *= 100
-  module.wte.embedding[...] = jnp.asarray(embeddings[:vocab_size])
-  module.lm_head[...] = jnp.asarray(head[:vocab_size])
-  return module
+  params['wte']['embedding'] = jnp.asarray(embeddings[:vocab_size])
+  params['lm_head'] = jnp.asarray(head[:vocab_size])
+  return nnx.merge(nnx.split(of_size(vocab_size=vocab_size))[0], params)
 
 
 def _save(folder, vocab_size, tokenizer=None):
@@ -83,7 +81,7 @@ def target(tmp_path_factory, tokenizer):
 def _generate(pair, drafter):
   return Generator(pair, drafter).generate(
     ['def add(', 'return'],
-    max_new_tokens=40,
+    max_new_tokens=_LIMIT,
     sampling=Sampling(temperature=[0.0, 1.0]),
     eos_ids=(),
   )
@@ -94,11 +92,11 @@ def plain(target):
   generation = _generate(load_pair(target, None), PLAIN)
   tokens = {token for row in generation.tokens for token in row}
   assert any(token >= SMALLER for token in tokens)  # not in the small draft
-  assert len(tokens) > 20
+  assert len(tokens) > 15
   return generation
 
 
-@pytest.mark.parametrize('vocab_size', [LARGER, SMALLER, SIZE])
+@pytest.mark.parametrize('vocab_size', [LARGER, SMALLER])
 def test_a_draft_may_have_other_padding(
   target, plain, tokenizer, tmp_path, vocab_size
 ):
@@ -109,8 +107,8 @@ def test_a_draft_may_have_other_padding(
   assert generation.tokens == plain.tokens
   assert generation.text == plain.text
   histogram = generation.stats['accepted_histogram']
-  if vocab_size >= SIZE:  # the target itself, if the further logits are cut off
-    assert histogram == [0, 0, 0, 2 * 40 // 4]
+  if vocab_size > SIZE:  # the target itself, if the further logits are cut off
+    assert histogram == [0, 0, 0, 2 * _LIMIT // 4]
   else:
     assert sum(histogram[1:]) > 0
 
@@ -124,9 +122,10 @@ def test_logits_are_cut_off_or_impossible(vocab_size):
   assert with_vocab_size(model, SIZE).spec is resized.spec
   tokens = jnp.array([[0, 5, SIZE - 1]])
   mask = jnp.ones((1, 3, 3), bool)
-  forward = lambda model, tokens: np.asarray(
-    model.apply(tokens, jnp.arange(3)[None], mask, None)[0]
+  apply = jax.jit(
+    lambda *args: args[0].apply(args[1], jnp.arange(3)[None], mask, None)[0]
   )
+  forward = lambda *args: np.asarray(apply(*args))
   logits = forward(resized, tokens)
   known = jnp.minimum(tokens, vocab_size - 1)
   expected = forward(model, known)[..., :SIZE]
@@ -136,15 +135,9 @@ def test_logits_are_cut_off_or_impossible(vocab_size):
   assert np.all(logits[..., size:] == -np.inf)
 
 
-def test_a_draft_without_tokenizer_must_have_the_same_size(
-  target, plain, tmp_path
-):
-  bare = _save(tmp_path / 'bare', SIZE)
-  pair = load_pair(target, bare)
-  generation = _generate(
-    pair, make_drafter('chain', pair, DraftSettings(num_draft_tokens=3))
-  )
-  assert generation.tokens == plain.tokens
+def test_a_draft_without_tokenizer_must_have_the_same_size(target, tmp_path):
+  pair = load_pair(target, _save(tmp_path / 'bare', SIZE))
+  assert pair.draft.spec.vocab_size == SIZE
   for size in (LARGER, SMALLER):
     with pytest.raises(ValueError, match=f'{SIZE} tokens, .* of {size}, and'):
       load_pair(target, _save(tmp_path / str(size), size))

