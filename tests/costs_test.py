@@ -94,7 +94,7 @@ def test_with_the_batch_the_tree_shrinks_until_there_is_none():
   assert chosen == [64, 32, 16, 8, 4, 4, 2, 1, 1]
 
 
-def _measure(target=None, texts=((1, 2, 3),), context=40, **options):
+def _measure(target=None, texts=((1, 2, 3), (4,)), context=40, **options):
   return measure_step_costs(
     tiny.gpt2() if target is None else target,
     texts,
@@ -106,7 +106,7 @@ def _measure(target=None, texts=((1, 2, 3),), context=40, **options):
 
 
 def test_costs_are_measured_for_every_size():
-  costs = _measure(texts=[[1, 2, 3], [4]], node_counts=(4,))
+  costs = _measure(node_counts=(4,))
   assert costs.verification.keys() == {1, 4}
   assert min(costs.verification.values()) > 0
   assert costs.prompt > 0

@@ -15,7 +15,8 @@ _PROMPTS = (
   'def read_lines(path):\n    """Yield the lines of a file."""\n',
   'class Stack:\n    """Last in, first out."""\n\n    def __init__(self):\n',
 )
-_LIMIT = 48
+_ROWS = _PROMPTS[:2] + _PROMPTS[1:]  # Two greedy, two sampled.
+_LIMIT = 32
 
 
 @pytest.fixture(scope='module')
@@ -23,48 +24,34 @@ def pair():
   return load_pair('demo', 'demo-draft')
 
 
-def _drafter(pair, method):
-  """With the settings that the scripts have by default."""
-  settings = DraftSettings(
-    num_draft_tokens=4,
-    tree=specdec.TreeShape(num_nodes=64, capacity=512),
-    stage=specdec.StageConfig(width=16, branching=8, rounds=4),
-    inner='ngram+lookup',
-    inner_stage=specdec.StageConfig(width=8, branching=3, rounds=3),
-    inner_rounds_alone=8,
-    ngram='demo',
-    lookup=specdec.PromptLookup(),
-  )
-  return make_drafter(method, pair, settings)
-
-
-def _generate(pair, *, method, sampling):
+def _generate(pair, method):
+  """Greedy and sampled rows, with the settings that scripts have by default."""
   return specdec.generate(
     pair.target,
     jax.random.key(3),
-    [pair.encode(prompt) for prompt in _PROMPTS],
-    drafter=_drafter(pair, method),
+    [pair.encode(prompt) for prompt in _ROWS],
+    drafter=make_drafter(method, pair, DraftSettings()),
     max_new_tokens=_LIMIT,
-    sampling=sampling,
+    sampling=specdec.Sampling(
+      temperature=[0.0, 0.0, 1.0, 1.0], top_k=[None, None, 50, 50]
+    ),
     eos_ids=pair.eos_ids,
   )
 
 
-@pytest.mark.parametrize(
-  'sampling',
-  [specdec.Sampling(), specdec.Sampling(temperature=1.0, top_k=50)],
-  ids=['greedy', 'sampled'],
-)
-def test_every_method_helps_and_changes_nothing(pair, sampling):
-  plain = _generate(pair, method='plain', sampling=sampling)
+@pytest.fixture(scope='module')
+def plain(pair):
+  return _generate(pair, 'plain')
+
+
+def test_every_method_helps_and_changes_nothing(pair, plain):
   tau = {}
-  for method in ('chain', 'tree', 'staged', 'ngram', 'ngram+lookup'):
-    result = _generate(pair, method=method, sampling=sampling)
+  for method in ('chain', 'staged', 'ngram'):
+    result = _generate(pair, method)
     assert result.tokens == plain.tokens
     assert result.stats['relative_bandwidth'] < 1
     tau[method] = result.stats['block_efficiency']
   assert tau['chain'] > 1.5
-  assert tau['tree'] > 1.1 * tau['chain']
   assert tau['staged'] > 1.1 * tau['chain']
   assert tau['ngram'] > 1.4
 
@@ -86,14 +73,13 @@ def test_tokenizer_round_trips(pair, text):
   assert pair.decode(pair.encode(text)) == text
 
 
-def test_plain_greedy_is_what_transformers_says(pair):
+def test_plain_greedy_is_what_transformers_says(pair, plain):
   torch = pytest.importorskip('torch')
   transformers = pytest.importorskip('transformers')
   peer = transformers.AutoModelForCausalLM.from_pretrained(
     hub.locate('demo'), dtype=torch.float32
   )
-  ours = _generate(pair, method='plain', sampling=specdec.Sampling())
-  for prompt, tokens in zip(_PROMPTS, ours.tokens, strict=True):
+  for prompt, tokens in zip(_ROWS[:2], plain.tokens[:2], strict=True):
     ids = pair.encode(prompt)
     output = peer.generate(
       torch.tensor([ids]), max_new_tokens=_LIMIT, do_sample=False

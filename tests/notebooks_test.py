@@ -6,6 +6,7 @@ import re
 import sys
 
 import pytest
+import tiny_demo
 
 from models.bench import notebooks
 
@@ -19,11 +20,26 @@ def test_there_are_notebooks():
   assert len(_FILES) >= 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('file', _FILES, ids=_IDS)
-def test_it_runs(file, monkeypatch):
-  # What is compiled runs for moments, here.
-  monkeypatch.setenv('XLA_FLAGS', '--xla_backend_optimization_level=0')
+def test_it_runs_in_a_kernel(file):
   notebooks.execute(file, timeout=300)
+
+
+@pytest.mark.parametrize('file', _FILES, ids=_IDS)
+def test_its_cells_run(file, monkeypatch, tmp_path):
+  """In this process, whose programs they share, and with a tiny pair."""
+  from IPython.core.interactiveshell import InteractiveShell
+
+  tiny_demo.stand_in(monkeypatch, tmp_path)
+  monkeypatch.setenv('IPYTHONDIR', str(tmp_path))
+  monkeypatch.chdir(_FOLDER)
+  shell = InteractiveShell()
+  shell.enable_gui = lambda gui=None: None  # For `%matplotlib inline`.
+  cells = json.loads(file.read_text('utf-8'))['cells']
+  code = [cell for cell in cells if cell['cell_type'] == 'code']
+  for cell in code:
+    shell.run_cell(''.join(cell['source'])).raise_error()
 
 
 @pytest.mark.parametrize('file', _FILES, ids=_IDS)

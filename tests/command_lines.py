@@ -1,0 +1,73 @@
+"""Runs scripts in this process, because importing takes longer than running."""
+
+import contextlib
+import io
+import os
+import pathlib
+import runpy
+import subprocess
+import sys
+from typing import NamedTuple
+from unittest import mock
+
+from absl import app
+from absl import flags
+
+_FOLDER = pathlib.Path(__file__).parents[1] / 'scripts'
+
+app.define_help_flags()  # Once; they are no script's.
+
+
+class Ended(NamedTuple):
+  """A script that has ended: its status, and what it printed."""
+
+  code: int
+  output: str
+  errors: str
+
+
+def run(script: str, *arguments) -> Ended:
+  """As a command line would; flags are defined anew by each run."""
+  path = _FOLDER / script
+  argv = [str(path), *map(str, arguments)]
+  output, errors, code = io.StringIO(), io.StringIO(), 0
+  try:
+    with (
+      mock.patch.object(sys, 'argv', argv),
+      mock.patch.object(sys, 'path', [str(_FOLDER), *sys.path]),
+      contextlib.redirect_stdout(output),
+      contextlib.redirect_stderr(errors),
+    ):
+      runpy.run_path(str(path), run_name='__main__')
+  except SystemExit as end:
+    code = end.code or 0
+  finally:
+    # Those of libraries stay, which are imported once.
+    for module in (argv[0], 'options'):
+      for flag in [*flags.FLAGS.flags_by_module_dict().get(module, ())]:
+        delattr(flags.FLAGS, flag.name)
+    for module in ('command_line', 'options'):
+      sys.modules.pop(module, None)
+  return Ended(code, output.getvalue(), errors.getvalue())
+
+
+def refusal(script: str, *arguments) -> str:
+  """The one line in which a script refuses its arguments."""
+  ended = run(script, *arguments)
+  assert (ended.code, ended.output) == (2, ''), ended
+  assert 'Traceback' not in ended.errors
+  last = ended.errors.strip().splitlines()[-1]
+  assert last.startswith(f'{script}: ')
+  return last
+
+
+def run_alone(script: str, *arguments) -> Ended:
+  """In a process of its own, which compiles fast."""
+  ended = subprocess.run(
+    [sys.executable, _FOLDER / script, *map(str, arguments)],
+    capture_output=True,
+    text=True,
+    check=False,
+    env=os.environ | {'XLA_FLAGS': '--xla_backend_optimization_level=0'},
+  )
+  return Ended(ended.returncode, ended.stdout, ended.stderr)
