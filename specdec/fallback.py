@@ -37,7 +37,7 @@ class FallbackState(flax.struct.PyTreeNode):
 def init_fallback() -> FallbackState:
   """The state before the first step: speculating, with some credit."""
   return FallbackState(
-    credit=jnp.full((), _INITIAL_CREDIT),
+    credit=jnp.full((), _INITIAL_CREDIT, jnp.float32),
     speculating=jnp.ones((), bool),
     plain_steps=jnp.zeros((), jnp.int32),
   )
