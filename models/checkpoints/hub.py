@@ -16,6 +16,9 @@ import safetensors
 from safetensors import numpy as safetensors_numpy
 import transformers
 
+from models.checkpoints import gguf
+from models.checkpoints.families import config_from_keys
+from models.checkpoints.families import Family
 from models.checkpoints.families import family_of
 from models.checkpoints.families import parameter_name
 from models.checkpoints.families import read_config
@@ -40,26 +43,30 @@ _HUB_FILES = ('*.json', '*.safetensors', '*.txt', '*.model')
 def locate(
   name: str | pathlib.Path, *, revision: str | None = None
 ) -> pathlib.Path:
-  """Resolves the name of a model to its folder.
+  """Resolves the name of a model to its folder or GGUF file.
 
   Args:
-    name: `demo` or `demo-draft` (the embedded pair), a folder, or the id of a
-      model on the Hugging Face hub, which is downloaded (weights in
-      safetensors, config and tokenizer only). A `pathlib.Path` is always a
-      folder, so a result of this function is never looked up again.
+    name: `demo` or `demo-draft` (the embedded pair), a folder, a file
+      `*.gguf`, or the id of a model on the Hugging Face hub, which is
+      downloaded (weights in safetensors, config and tokenizer only). A
+      `pathlib.Path` is always a folder or a file, so a result of this function
+      is never looked up again.
     revision: branch, tag or commit on the hub.
 
   Returns:
-    A folder with a `config.json`.
+    A folder with a `config.json`, or a GGUF file.
 
   Raises:
-    ValueError: there is no such folder and no such model can be downloaded.
+    ValueError: there is no such folder or file, and no such model can be
+      downloaded.
   """
   folder = _EMBEDDED.get(str(name), pathlib.Path(name).expanduser())
-  if folder.is_dir():
+  if folder.is_dir() or (gguf.is_gguf(folder) and folder.is_file()):
     if revision is not None:
-      raise ValueError(f'{name} is a folder; a revision needs a hub id')
+      raise ValueError(f'{name} is not a hub id, and a revision needs one')
     return folder
+  if gguf.is_gguf(folder):
+    raise ValueError(f'there is no file {name}')
   if isinstance(name, pathlib.Path) or name.startswith(('/', '.', '~')):
     raise ValueError(f'there is no folder {name}')
   try:
@@ -86,7 +93,9 @@ def draft_name(name: str) -> str:
 
 
 def has_tokenizer(folder: pathlib.Path) -> bool:
-  """Whether a folder holds a tokenizer; transformers may invent one if not."""
+  """Whether a model has a tokenizer; transformers may invent one if not."""
+  if gguf.is_gguf(folder):
+    return gguf.has_tokenizer(folder)
   names = ('tokenizer.json', 'vocab.json', 'tokenizer_config.json')
   return any((folder / name).exists() for name in names)
 
@@ -157,8 +166,14 @@ class _Tensor:
     return array
 
 
-def _tensors(folder: pathlib.Path) -> Iterator[_Tensor]:
-  """Yields all tensors of a folder, in the order of its files."""
+def _tensors(
+  folder: pathlib.Path, family: Family, config: Config
+) -> Iterator[tuple[str, _Tensor | gguf.Tensor, bool]]:
+  """Yields canonical names, tensors, and whether they are transposed."""
+  if gguf.is_gguf(folder):
+    for key, stored in gguf.tensors(folder):
+      yield key, stored, False
+    return
   for file in _weight_files(folder):
     try:
       with safetensors.safe_open(file, 'numpy') as mapped:
@@ -169,7 +184,10 @@ def _tensors(folder: pathlib.Path) -> Iterator[_Tensor]:
         ]
     except safetensors.SafetensorError as error:
       raise ValueError(f'{file} is not a safetensors file: {error}') from error
-    yield from described
+    for tensor in described:
+      key = family.canonical_name(tensor.name, config)
+      if key is not None:
+        yield key, tensor, family.is_transposed(key)
 
 
 def config_of(name: str | pathlib.Path) -> Config:
@@ -179,6 +197,8 @@ def config_of(name: str | pathlib.Path) -> Config:
     ValueError: there is no such model, or no family supports it.
   """
   folder = locate(name)
+  if gguf.is_gguf(folder):
+    return config_from_keys(gguf.config_keys(folder), folder)
   if not (folder / 'config.json').exists():
     raise ValueError(f'{folder} has no config.json')
   return read_config(folder / 'config.json')
@@ -226,15 +246,12 @@ def load_module(
   graph, expected = flat_params(shape_module(config, float_dtype))
   paths = {parameter_name(path): path for path in expected}
   loaded, origin = {}, {}
-  for tensor in _tensors(folder):
-    key = family.canonical_name(tensor.name, config)
-    if key is None:
-      continue
+  for key, tensor, transposed in _tensors(folder, family, config):
     if key not in paths:
       raise ValueError(
         f'{folder}: tensor {tensor.name} is not part of a {family.name}'
       )
-    leaf, transposed = expected[paths[key]], family.is_transposed(key)
+    leaf = expected[paths[key]]
     tensor.check(leaf.shape[::-1] if transposed else leaf.shape)
     if in_int8 and leaf.ndim == 2 and not family.stays_float(key):
       final = quantize(tensor.read(np.float32, transposed=transposed))

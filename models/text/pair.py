@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import transformers
 
+from models.checkpoints import gguf
 from models.checkpoints import hub
 from models.nn.adapter import as_model
 from models.nn.adapter import with_vocab_size
@@ -22,7 +23,7 @@ from specdec.model import LanguageModel
 class Checkpoint:
   """A model folder that was located, with its tokenizer if it has one."""
 
-  folder: pathlib.Path  # Has a `config.json`.
+  folder: pathlib.Path  # Has a `config.json`; or a GGUF file.
   tokenizer: transformers.PreTrainedTokenizerBase | None
 
 
@@ -95,7 +96,7 @@ def find_checkpoints(
     ValueError: a model cannot be located, or its tokenizer cannot be loaded.
   """
   folder = hub.locate(target, revision=revision)
-  if not (folder / 'config.json').exists():
+  if folder.is_dir() and not (folder / 'config.json').exists():
     raise ValueError(f'{folder} is no model folder: it has no config.json')
   if not hub.has_tokenizer(folder):
     raise ValueError(f'{folder} has no tokenizer; copy that of the model there')
@@ -107,6 +108,8 @@ def find_checkpoints(
 def _checkpoint(folder: pathlib.Path) -> Checkpoint:
   if not hub.has_tokenizer(folder):
     return Checkpoint(folder, None)
+  if gguf.is_gguf(folder):
+    return Checkpoint(folder, gguf.tokenizer(folder))
   try:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
   except (OSError, ValueError) as error:
@@ -122,7 +125,9 @@ def _eos_ids(
   Ids outside the vocabulary are skipped: published configs of small
   vocabularies often keep GPT-2's 50256.
   """
-  stated = []
+  stated: list[Any] = []
+  if gguf.is_gguf(folder):
+    stated.append(gguf.eos_ids(folder))
   for name in ('generation_config.json', 'config.json'):
     path = folder / name
     if path.exists():
@@ -203,7 +208,7 @@ def load_pair(
   """Loads a target, its tokenizer and a draft, if one is given.
 
   Args:
-    target: `demo`, a folder or a hub id, see `hub.locate`.
+    target: `demo`, a folder, a GGUF file or a hub id, see `hub.locate`.
     draft: a name as for the target, except that `demo` is the embedded draft;
       None for no draft.
     dtype: of the target's matrices: float32, bfloat16 or int8, see
