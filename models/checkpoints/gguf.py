@@ -200,6 +200,11 @@ def _llama3_factor(path: pathlib.Path, header: Header, theta: float) -> float:
   return factor
 
 
+def _shortest(value: Any) -> Any:
+  """1e-05 in place of 9.99999974737875e-06, which is the same in float32."""
+  return float(str(np.float32(value))) if isinstance(value, float) else value
+
+
 def config_keys(path: pathlib.Path) -> dict[str, Any]:
   """What the `config.json` of the same model would have.
 
@@ -210,7 +215,7 @@ def config_keys(path: pathlib.Path) -> dict[str, Any]:
   header = read_header(path)
   name = _architecture(path, header)
   metadata = {
-    key.removeprefix(f'{name}.'): value
+    key.removeprefix(f'{name}.'): _shortest(value)
     for key, value in header.metadata.items()
     if key.startswith(f'{name}.')
   }
@@ -409,16 +414,13 @@ _SPECIAL = {
 _UNUSED = 5  # Type of tokens that only fill the vocabulary up.
 
 
-def has_tokenizer(path: pathlib.Path) -> bool:
-  """Whether a file has one."""
-  return 'tokenizer.ggml.tokens' in read_header(path).metadata
-
-
-def tokenizer(path: pathlib.Path) -> transformers.PreTrainedTokenizerBase:
-  """The tokenizer that the metadata describes.
+def load_tokenizer(
+  path: pathlib.Path,
+) -> transformers.PreTrainedTokenizerBase | None:
+  """The tokenizer that the metadata describes, or None if there is none.
 
   Raises:
-    ValueError: there is none, or transformers cannot build it.
+    ValueError: transformers cannot build it.
   """
   from transformers.integrations.gguf import convert_gguf_tokenizer
 
@@ -429,6 +431,8 @@ def tokenizer(path: pathlib.Path) -> transformers.PreTrainedTokenizerBase:
     for key, value in header.metadata.items()
     if key.startswith(prefix)
   }
+  if 'tokens' not in found:
+    return None
   words = found['tokens']
   kinds = found.get('token_type') or [1] * len(words)
   special = {

@@ -92,15 +92,34 @@ def draft_name(name: str) -> str:
   return 'demo-draft' if name == 'demo' else name
 
 
-def has_tokenizer(folder: pathlib.Path) -> bool:
-  """Whether a model has a tokenizer; transformers may invent one if not."""
-  if gguf.is_gguf(folder):
-    return gguf.has_tokenizer(folder)
+def load_tokenizer(
+  path: pathlib.Path,
+) -> transformers.PreTrainedTokenizerBase | None:
+  """The tokenizer of a located model, or None if it has none.
+
+  Raises:
+    ValueError: it cannot be loaded.
+  """
+  if gguf.is_gguf(path):
+    return gguf.load_tokenizer(path)
+  # Without one of these transformers may invent a tokenizer.
   names = ('tokenizer.json', 'vocab.json', 'tokenizer_config.json')
-  return any((folder / name).exists() for name in names)
+  if not any((path / name).exists() for name in names):
+    return None
+  try:
+    return transformers.AutoTokenizer.from_pretrained(path)
+  except (OSError, ValueError) as error:
+    raise ValueError(f'{path} has no usable tokenizer: {error}') from error
 
 
-def _weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
+def weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
+  """The files with the weights of a located model.
+
+  Raises:
+    ValueError: there are none, or some are missing.
+  """
+  if gguf.is_gguf(folder):
+    return [folder]
   if (folder / _SINGLE).exists():
     return [folder / _SINGLE]
   if (folder / _INDEX).exists():
@@ -174,7 +193,7 @@ def _tensors(
     for key, stored in gguf.tensors(folder):
       yield key, stored, False
     return
-  for file in _weight_files(folder):
+  for file in weight_files(folder):
     try:
       with safetensors.safe_open(file, 'numpy') as mapped:
         described = [

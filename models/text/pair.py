@@ -98,23 +98,13 @@ def find_checkpoints(
   folder = hub.locate(target, revision=revision)
   if folder.is_dir() and not (folder / 'config.json').exists():
     raise ValueError(f'{folder} is no model folder: it has no config.json')
-  if not hub.has_tokenizer(folder):
+  found = Checkpoint(folder, hub.load_tokenizer(folder))
+  if found.tokenizer is None:
     raise ValueError(f'{folder} has no tokenizer; copy that of the model there')
   if draft is None:
-    return _checkpoint(folder), None
-  return _checkpoint(folder), _checkpoint(hub.locate(hub.draft_name(draft)))
-
-
-def _checkpoint(folder: pathlib.Path) -> Checkpoint:
-  if not hub.has_tokenizer(folder):
-    return Checkpoint(folder, None)
-  if gguf.is_gguf(folder):
-    return Checkpoint(folder, gguf.tokenizer(folder))
-  try:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-  except (OSError, ValueError) as error:
-    raise ValueError(f'{folder} has no usable tokenizer: {error}') from error
-  return Checkpoint(folder, tokenizer)
+    return found, None
+  folder = hub.locate(hub.draft_name(draft))
+  return found, Checkpoint(folder, hub.load_tokenizer(folder))
 
 
 def _eos_ids(
