@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 import dataclasses
+import functools
 import hashlib
 import json
 import pathlib
@@ -24,10 +25,12 @@ DEFAULT_PROMPT = '''def copy_file(source, destination):
     if'''
 
 TARGET = flags.DEFINE_string(
-  'target', 'demo', 'demo (embedded), a model folder or a hub id'
+  'target', 'demo', 'demo (embedded), a model folder, a GGUF file or a hub id'
 )
 DRAFT = flags.DEFINE_string(
-  'draft', 'demo', 'demo (embedded), a model folder, a hub id, or none'
+  'draft',
+  'demo',
+  'demo (embedded), a model folder, a GGUF file, a hub id, or none',
 )
 PLAN = flags.DEFINE_string(
   'plan',
@@ -85,9 +88,11 @@ BREAK_EVEN = flags.DEFINE_float(
 )
 DTYPE = flags.DEFINE_enum(
   'dtype',
-  'float32',
-  hub.DTYPES,
-  'of the target; int8 has eight-bit weights and computes the rest in bfloat16',
+  hub.AUTO,
+  (hub.AUTO, *hub.DTYPES),
+  'of the target; auto: the 16-bit type of the checkpoint where this platform'
+  ' computes in it natively, else float32; int8: eight-bit weights, the rest'
+  ' computed in bfloat16',
 )
 DRAFT_DTYPE = flags.DEFINE_enum(
   'draft_dtype', None, hub.DTYPES, 'of the draft; default: as --dtype'
@@ -275,11 +280,22 @@ def _check_contradictions(plan: Any, method: flags.FlagHolder) -> None:
       )
 
 
+@functools.cache
+def dtype() -> str:
+  """The dtype of the target; what `auto` stands for is printed."""
+  name = DTYPE.value
+  if name == hub.AUTO:
+    folder = hub.locate(TARGET.value, revision=REVISION.value)
+    name = hub.resolve_dtype(name, folder)
+    print(f'--dtype=auto: {name}', file=sys.stderr)
+  return name
+
+
 def _models() -> dict[str, Any]:
   return {
     'target': TARGET.value,
     'draft': draft_name(),
-    'dtype': DTYPE.value,
+    'dtype': dtype(),
     'draft_dtype': DRAFT_DTYPE.value,
     'revision': REVISION.value,
   }

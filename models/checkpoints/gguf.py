@@ -466,3 +466,23 @@ def eos_ids(path: pathlib.Path) -> list[int]:
   metadata = read_header(path).metadata
   keys = (f'tokenizer.ggml.{kind}_token_id' for kind in ('eos', 'eot', 'eom'))
   return list(dict.fromkeys(metadata[key] for key in keys if key in metadata))
+
+
+def stored_dtypes(path: pathlib.Path) -> list[str]:
+  """Dtypes that the matrices of a file can be loaded as without much loss.
+
+  Blocks of few bits have scales in float16 and are made from models in either
+  16-bit type.
+  """
+  gguf = _quants()
+  kinds = {
+    tensor.kind
+    for tensor in read_header(path).tensors.values()
+    if len(tensor.shape) > 1
+  }
+  kind = gguf.GGMLQuantizationType
+  if kinds == {kind.F32}:
+    return ['float32']
+  exact = {kind.BF16: 'bfloat16', kind.F16: 'float16'}
+  known = [exact[one] for one in exact if one in kinds]
+  return known if kinds <= {*exact, kind.F32} else ['bfloat16', 'float16']

@@ -24,6 +24,7 @@ from models.checkpoints.families import parameter_name
 from models.checkpoints.families import read_config
 from models.nn.adapter import Config
 from models.nn.adapter import Module
+from models.nn.dtypes import native_dtypes
 from models.nn.matmul import Int8Matrix
 from models.nn.matmul import quantize
 
@@ -32,10 +33,18 @@ _EMBEDDED = {'demo': _DEMO / 'target', 'demo-draft': _DEMO / 'draft'}
 
 _INDEX = 'model.safetensors.index.json'
 _SINGLE = 'model.safetensors'
-DTYPES = ('float32', 'bfloat16', 'int8')
+DTYPES = ('float32', 'bfloat16', 'float16', 'int8')
 """Dtypes that the matrices of a model may be loaded as, see `load_module`."""
 
-_FLOATS = {'F32', 'F16', 'BF16', 'F64'}
+AUTO = 'auto'
+"""In place of a dtype: see `resolve_dtype`."""
+
+_FLOATS = {
+  'F32': 'float32',
+  'F16': 'float16',
+  'BF16': 'bfloat16',
+  'F64': 'float64',
+}
 _BLOCK_BYTES = 1 << 24  # Bytes of a tensor read at once.
 _HUB_FILES = ('*.json', '*.safetensors', '*.txt', '*.model')
 
@@ -193,6 +202,14 @@ def _tensors(
     for key, stored in gguf.tensors(folder):
       yield key, stored, False
     return
+  for tensor in _described(folder):
+    key = family.canonical_name(tensor.name, config)
+    if key is not None:
+      yield key, tensor, family.is_transposed(key)
+
+
+def _described(folder: pathlib.Path) -> Iterator[_Tensor]:
+  """Yields the stored tensors of a folder, in the order of its files."""
   for file in weight_files(folder):
     try:
       with safetensors.safe_open(file, 'numpy') as mapped:
@@ -203,10 +220,7 @@ def _tensors(
         ]
     except safetensors.SafetensorError as error:
       raise ValueError(f'{file} is not a safetensors file: {error}') from error
-    for tensor in described:
-      key = family.canonical_name(tensor.name, config)
-      if key is not None:
-        yield key, tensor, family.is_transposed(key)
+    yield from described
 
 
 def config_of(name: str | pathlib.Path) -> Config:
@@ -221,6 +235,32 @@ def config_of(name: str | pathlib.Path) -> Config:
   if not (folder / 'config.json').exists():
     raise ValueError(f'{folder} has no config.json')
   return read_config(folder / 'config.json')
+
+
+def _stored_dtypes(path: pathlib.Path) -> list[str]:
+  """Dtypes of the matrices as they are stored, each once."""
+  if gguf.is_gguf(path):
+    return gguf.stored_dtypes(path)
+  kinds = (tensor.dtype for tensor in _described(path) if len(tensor.shape) > 1)
+  return list(dict.fromkeys(_FLOATS.get(kind, kind) for kind in kinds))
+
+
+def resolve_dtype(dtype: jax.typing.DTypeLike, name: str | pathlib.Path) -> str:
+  """The name of a dtype, where `auto` is chosen for a checkpoint.
+
+  It is the 16-bit type of the checkpoint's matrices if this platform computes
+  in it natively, else float32. The weights of few bits that GGUF files hold
+  fit either 16-bit type.
+
+  Args:
+    dtype: `auto` or a dtype.
+    name: of the checkpoint, see `locate`.
+  """
+  if dtype != AUTO:
+    return jnp.dtype(dtype).name
+  stored, native = _stored_dtypes(locate(name)), native_dtypes()
+  usable = [one for one in ('bfloat16', 'float16') if one in {*stored} & native]
+  return usable[0] if usable else 'float32'
 
 
 def shape_module(config: Config, dtype: jnp.dtype) -> Module:
@@ -248,9 +288,9 @@ def load_module(
 
   Args:
     name: see `locate`.
-    dtype: dtype of the matrices; norms are always float32. `int8` rounds all
-      matrices to eight bits, except position embeddings and routers, and the
-      rest is computed in bfloat16.
+    dtype: of the matrices, one of `DTYPES`; norms are always float32. `int8`
+      rounds all matrices to eight bits, except position embeddings and routers,
+      and the rest is computed in bfloat16.
     revision: see `locate`.
 
   Raises:

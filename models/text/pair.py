@@ -7,7 +7,6 @@ import pathlib
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import transformers
 
 from models.checkpoints import gguf
@@ -165,10 +164,11 @@ def load_checkpoints(
   target: Checkpoint,
   draft: Checkpoint | None,
   *,
-  dtype: jax.typing.DTypeLike = jnp.float32,
+  dtype: jax.typing.DTypeLike = hub.AUTO,
   draft_dtype: jax.typing.DTypeLike | None = None,
 ) -> Pair:
   """Loads the weights of a target and a draft; see `load_pair`."""
+  dtype = hub.resolve_dtype(dtype, target.folder)
   tokenizer = target.tokenizer
   assert tokenizer is not None
   if draft is not None:
@@ -177,9 +177,8 @@ def load_checkpoints(
   size = model.spec.vocab_size
   draft_model = None
   if draft is not None:
-    draft_model = as_model(
-      hub.load_module(draft.folder, dtype=draft_dtype or dtype)
-    )
+    own_dtype = hub.resolve_dtype(draft_dtype or dtype, draft.folder)
+    draft_model = as_model(hub.load_module(draft.folder, dtype=own_dtype))
     own_size = draft_model.spec.vocab_size
     _check_padding(size, own_size, len(tokenizer), draft)
     draft_model = with_vocab_size(draft_model, size)
@@ -191,7 +190,7 @@ def load_pair(
   target: str,
   draft: str | None,
   *,
-  dtype: jax.typing.DTypeLike = jnp.float32,
+  dtype: jax.typing.DTypeLike = hub.AUTO,
   draft_dtype: jax.typing.DTypeLike | None = None,
   revision: str | None = None,
 ) -> Pair:
@@ -201,8 +200,8 @@ def load_pair(
     target: `demo`, a folder, a GGUF file or a hub id, see `hub.locate`.
     draft: a name as for the target, except that `demo` is the embedded draft;
       None for no draft.
-    dtype: of the target's matrices: float32, bfloat16 or int8, see
-      `hub.load_module`.
+    dtype: of the target's matrices: float32, bfloat16, float16 or int8, see
+      `hub.load_module`, or auto, see `hub.resolve_dtype`.
     draft_dtype: of the draft's matrices; None for that of the target.
     revision: of the target, on the hub.
 
