@@ -450,8 +450,8 @@ def load(
       of `method` and `drafting`.
     dtype: of the target: float32, bfloat16, float16 or int8; auto: the 16-bit
       type of the checkpoint where this platform computes in it natively, else
-      float32. In float32 the tokens of all methods are equal except by
-      rounding of about 1e-6; in 16 bits rare ties may fall otherwise.
+      float32. In float32 drafted and plain tokens are equal; in 16 bits they
+      may differ where two logits are as close as rounding (docs/faq.md).
     draft_dtype: of the draft; None for that of the target.
     revision: of the target, on the hub.
 
