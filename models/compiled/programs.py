@@ -130,7 +130,7 @@ DEVICES = {
   'v5e': _device('v5e', 'tpu', 'v5e:2x2'),
   'v5p': _device('v5p', 'tpu', 'v5p:2x2x1'),
   'v6e': _device('v6e', 'tpu', 'v6e:2x2'),
-  # Rates of the processor of docs/cpu.md.
+  # Rough rates of a virtual machine with two cores.
   'cpu': Device('cpu', bandwidth=28e9, flops=2e12),
 }
 """The devices that programs can be compiled for, by name."""
