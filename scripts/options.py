@@ -291,7 +291,8 @@ def dtype() -> str:
   return name
 
 
-def _models() -> dict[str, Any]:
+def models() -> dict[str, Any]:
+  """The models of the flags, as arguments of `models.load`."""
   return {
     'target': TARGET.value,
     'draft': draft_name(),
@@ -306,7 +307,7 @@ def plan_setup(batch_size: int) -> Any:
   from models.tune import plan_lookup
 
   return plan_lookup.Setup(
-    **_models(), batch_size=batch_size, sampling=sampling()
+    **models(), batch_size=batch_size, sampling=sampling()
   )
 
 
@@ -348,12 +349,10 @@ def generator(
     samples: prompts, in case that a plan has to be made.
     batch_size: of the decodes to come.
   """
-  import models
+  from models.text.generator import load
 
   found = plan(batch_size, lambda: samples)
   if found is not None:
     _check_contradictions(found, method)
   drafting = draft_settings()
-  return models.load(
-    **_models(), method=method.value, drafting=drafting, plan=found
-  )
+  return load(**models(), method=method.value, drafting=drafting, plan=found)
