@@ -85,7 +85,7 @@ def _run(batch_size: int, prompts: list[str]):
   from models.bench import arms
   from models.bench import benchmark
 
-  specs = arms.parse_arms(_ARMS.value, options.DTYPE.value)
+  specs = arms.parse_arms(_ARMS.value, options.dtype())
   if _PEER.value == 'transformers':
     specs += arms.peer_arms(
       specs,

@@ -52,7 +52,7 @@ def main() -> None:
   if options.VERIFY.value == 'match' or options.TEMPERATURE.value == 0:
     margin = _MAX_MARGIN.value
     if margin is None:
-      margin = 0.0 if options.DTYPE.value == 'float32' else 0.1
+      margin = 0.0 if options.dtype() == 'float32' else 0.1
     checks = lossless.check_tokens(
       generator, prompts, batch_sizes=sizes, max_margin=margin, **arguments
     )

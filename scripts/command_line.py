@@ -6,15 +6,40 @@ import pathlib
 import sys
 
 from absl import app
+from absl import flags
 from absl import logging
 
 # Without it transformers advises to install torch when it is imported; only its
 # configs and tokenizers are used here.
 os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
 
+_COMPILATION_CACHE = flags.DEFINE_string(
+  'compilation_cache',
+  None,
+  'folder that keeps compiled programs for the next run, or none; default:'
+  ' JAX_COMPILATION_CACHE_DIR, else ~/.cache/specdec/programs',
+)
+_CACHE_BYTES = 2 << 30  # Of the default folder; what was not used goes first.
+
 # Bad values, files that cannot be written, integers of too many digits, and
 # training that diverges.
 _BAD_INPUT = (ValueError, OSError, OverflowError, FloatingPointError)
+
+
+def _keep_programs() -> None:
+  """Lets JAX keep compiled programs on disk; processes may share the folder."""
+  import jax
+
+  folder = _COMPILATION_CACHE.value
+  if folder is None and jax.config.jax_compilation_cache_dir is None:
+    root = os.environ.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache'
+    folder = str(pathlib.Path(root) / 'specdec' / 'programs')
+    jax.config.update('jax_compilation_cache_max_size', _CACHE_BYTES)
+    jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.1)
+  if folder is not None:
+    jax.config.update(
+      'jax_compilation_cache_dir', None if folder == 'none' else folder
+    )
 
 
 def run(main: Callable[[], None]) -> None:
@@ -28,6 +53,7 @@ def run(main: Callable[[], None]) -> None:
     if len(argv) > 1:
       raise app.UsageError(f'unexpected argument {argv[1]!r}')
     try:
+      _keep_programs()
       main()
     except _BAD_INPUT as error:
       message = ' '.join(str(error).split())

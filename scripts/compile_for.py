@@ -52,8 +52,8 @@ def main() -> None:
   workload = programs.Workload(
     target=options.TARGET.value,
     draft=options.DRAFT.value,
-    # The flag's default, float32, is not what accelerators are used with.
-    dtype=options.DTYPE.value if options.DTYPE.present else 'bfloat16',
+    # What accelerators are used with, whatever this machine computes in.
+    dtype='bfloat16' if options.DTYPE.value == 'auto' else options.DTYPE.value,
     batch_size=_BATCH_SIZE.value,
     prompt_tokens=_PROMPT_TOKENS.value,
     max_new_tokens=options.MAX_NEW_TOKENS.value,

@@ -42,17 +42,15 @@ _OUTPUT = flags.DEFINE_string('output', None, 'JSON file to write')
 
 
 def _loss(lengths: list[int]) -> list[dict]:
-  import transformers
-
   from models.checkpoints import hub
   from models.training.corpus import Corpus
   from models.training.loss import held_out_loss
 
   folder = hub.locate(options.TARGET.value)
   corpus = Corpus(folder=_CORPUS.value, pattern=_PATTERN.value)
-  tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+  tokenizer = hub.load_tokenizer(folder)
   tokens = corpus.tokens(tokenizer, held_out=True)
-  module = hub.load_module(folder, dtype=options.DTYPE.value)
+  module = hub.load_module(folder, dtype=options.dtype())
   loss = functools.partial(held_out_loss, module, tokens)
   return [{'window': n, 'nats_per_token': loss(length=n)} for n in lengths]
 
@@ -95,7 +93,7 @@ def main(what: str) -> None:
     record.prepare_output(_OUTPUT.value)
   figures: dict = {}
   sizes = [int(size) for size in _LIST.value or _SIZES[what]]
-  target, dtype = options.TARGET.value, options.DTYPE.value
+  target, dtype = options.TARGET.value, options.dtype()
   if what in ('matmul', 'attention'):
     rows = getattr(measure, what)(sizes, _REPEATS.value)
   elif what == 'forward':

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 import dataclasses
+import functools
 import hashlib
 import json
 import pathlib
@@ -24,10 +25,12 @@ DEFAULT_PROMPT = '''def copy_file(source, destination):
     if'''
 
 TARGET = flags.DEFINE_string(
-  'target', 'demo', 'demo (embedded), a model folder or a hub id'
+  'target', 'demo', 'demo (embedded), a model folder, a GGUF file or a hub id'
 )
 DRAFT = flags.DEFINE_string(
-  'draft', 'demo', 'demo (embedded), a model folder, a hub id, or none'
+  'draft',
+  'demo',
+  'demo (embedded), a model folder, a GGUF file, a hub id, or none',
 )
 PLAN = flags.DEFINE_string(
   'plan',
@@ -85,9 +88,11 @@ BREAK_EVEN = flags.DEFINE_float(
 )
 DTYPE = flags.DEFINE_enum(
   'dtype',
-  'float32',
-  hub.DTYPES,
-  'of the target; int8 has eight-bit weights and computes the rest in bfloat16',
+  hub.AUTO,
+  (hub.AUTO, *hub.DTYPES),
+  'of the target; auto: the 16-bit type of the checkpoint where this platform'
+  ' computes in it natively, else float32; int8: eight-bit weights, the rest'
+  ' computed in bfloat16',
 )
 DRAFT_DTYPE = flags.DEFINE_enum(
   'draft_dtype', None, hub.DTYPES, 'of the draft; default: as --dtype'
@@ -275,11 +280,23 @@ def _check_contradictions(plan: Any, method: flags.FlagHolder) -> None:
       )
 
 
-def _models() -> dict[str, Any]:
+@functools.cache
+def dtype() -> str:
+  """The dtype of the target; what `auto` stands for is printed."""
+  name = DTYPE.value
+  if name == hub.AUTO:
+    folder = hub.locate(TARGET.value, revision=REVISION.value)
+    name = hub.resolve_dtype(name, folder)
+    print(f'--dtype=auto: {name}', file=sys.stderr)
+  return name
+
+
+def models() -> dict[str, Any]:
+  """The models of the flags, as arguments of `models.load`."""
   return {
     'target': TARGET.value,
     'draft': draft_name(),
-    'dtype': DTYPE.value,
+    'dtype': dtype(),
     'draft_dtype': DRAFT_DTYPE.value,
     'revision': REVISION.value,
   }
@@ -290,7 +307,7 @@ def plan_setup(batch_size: int) -> Any:
   from models.tune import plan_lookup
 
   return plan_lookup.Setup(
-    **_models(), batch_size=batch_size, sampling=sampling()
+    **models(), batch_size=batch_size, sampling=sampling()
   )
 
 
@@ -332,12 +349,10 @@ def generator(
     samples: prompts, in case that a plan has to be made.
     batch_size: of the decodes to come.
   """
-  import models
+  from models.text.generator import load
 
   found = plan(batch_size, lambda: samples)
   if found is not None:
     _check_contradictions(found, method)
   drafting = draft_settings()
-  return models.load(
-    **_models(), method=method.value, drafting=drafting, plan=found
-  )
+  return load(**models(), method=method.value, drafting=drafting, plan=found)

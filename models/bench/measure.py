@@ -196,7 +196,7 @@ def forward(
 def memory(name: str, *, dtype: str) -> list[Row]:
   """The peak of host memory while a model is loaded (Linux only)."""
   folder = hub.locate(name)
-  files = sum(file.stat().st_size for file in folder.glob('*.safetensors'))
+  files = sum(file.stat().st_size for file in hub.weight_files(folder))
   jax.devices()  # the memory of the backend itself does not count
   loaded: list[jax.Array] = []
 

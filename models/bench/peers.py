@@ -70,8 +70,10 @@ def load_peer(name: str, dtype: str, revision: str | None) -> Any:
     ValueError: torch is not installed, or cannot use the device that JAX uses.
   """
   torch = import_torch()
+  path = hub.locate(name, revision=revision)
+  where = {'gguf_file': path.name} if path.is_file() else {}
   model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-    hub.locate(name, revision=revision), dtype=getattr(torch, dtype)
+    path.parent if where else path, dtype=getattr(torch, dtype), **where
   )
   # The settings of the checkpoint would replace defaults.
   model.generation_config = transformers.GenerationConfig()

@@ -20,7 +20,6 @@ from flax import traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
-import transformers
 
 from models.checkpoints import hub
 from models.nn.adapter import Module
@@ -138,9 +137,7 @@ def expand_pretrained(
   of the expanded model.
   """
   folder = hub.locate(name)
-  tokenizer = None
-  if hub.has_tokenizer(folder):
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+  tokenizer = hub.load_tokenizer(folder)
   expanded = expand(
     hub.load_module(folder),
     width_factor=width_factor,

@@ -135,6 +135,15 @@ def read_config(path: pathlib.Path) -> Config:
     raw = json.loads(path.read_text('utf-8'))
   except ValueError as error:
     raise ValueError(f'{path} is not valid JSON: {error}') from error
+  return config_from_keys(raw, path)
+
+
+def config_from_keys(raw: Any, path: pathlib.Path) -> Config:
+  """The shape that the keys of a `config.json` describe.
+
+  Raises:
+    ValueError: see `read_config`; the message begins with the path.
+  """
   kind = raw.get('model_type') if isinstance(raw, dict) else raw
   by_type = {kind: family for family in FAMILIES for kind in family.model_types}
   if not isinstance(raw, dict) or kind not in by_type:

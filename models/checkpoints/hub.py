@@ -16,11 +16,15 @@ import safetensors
 from safetensors import numpy as safetensors_numpy
 import transformers
 
+from models.checkpoints import gguf
+from models.checkpoints.families import config_from_keys
+from models.checkpoints.families import Family
 from models.checkpoints.families import family_of
 from models.checkpoints.families import parameter_name
 from models.checkpoints.families import read_config
 from models.nn.adapter import Config
 from models.nn.adapter import Module
+from models.nn.dtypes import native_dtypes
 from models.nn.matmul import Int8Matrix
 from models.nn.matmul import quantize
 
@@ -29,10 +33,18 @@ _EMBEDDED = {'demo': _DEMO / 'target', 'demo-draft': _DEMO / 'draft'}
 
 _INDEX = 'model.safetensors.index.json'
 _SINGLE = 'model.safetensors'
-DTYPES = ('float32', 'bfloat16', 'int8')
+DTYPES = ('float32', 'bfloat16', 'float16', 'int8')
 """Dtypes that the matrices of a model may be loaded as, see `load_module`."""
 
-_FLOATS = {'F32', 'F16', 'BF16', 'F64'}
+AUTO = 'auto'
+"""In place of a dtype: see `resolve_dtype`."""
+
+_FLOATS = {
+  'F32': 'float32',
+  'F16': 'float16',
+  'BF16': 'bfloat16',
+  'F64': 'float64',
+}
 _BLOCK_BYTES = 1 << 24  # Bytes of a tensor read at once.
 _HUB_FILES = ('*.json', '*.safetensors', '*.txt', '*.model')
 
@@ -40,26 +52,30 @@ _HUB_FILES = ('*.json', '*.safetensors', '*.txt', '*.model')
 def locate(
   name: str | pathlib.Path, *, revision: str | None = None
 ) -> pathlib.Path:
-  """Resolves the name of a model to its folder.
+  """Resolves the name of a model to its folder or GGUF file.
 
   Args:
-    name: `demo` or `demo-draft` (the embedded pair), a folder, or the id of a
-      model on the Hugging Face hub, which is downloaded (weights in
-      safetensors, config and tokenizer only). A `pathlib.Path` is always a
-      folder, so a result of this function is never looked up again.
+    name: `demo` or `demo-draft` (the embedded pair), a folder, a file
+      `*.gguf`, or the id of a model on the Hugging Face hub, which is
+      downloaded (weights in safetensors, config and tokenizer only). A
+      `pathlib.Path` is always a folder or a file, so a result of this function
+      is never looked up again.
     revision: branch, tag or commit on the hub.
 
   Returns:
-    A folder with a `config.json`.
+    A folder with a `config.json`, or a GGUF file.
 
   Raises:
-    ValueError: there is no such folder and no such model can be downloaded.
+    ValueError: there is no such folder or file, and no such model can be
+      downloaded.
   """
   folder = _EMBEDDED.get(str(name), pathlib.Path(name).expanduser())
-  if folder.is_dir():
+  if folder.is_dir() or (gguf.is_gguf(folder) and folder.is_file()):
     if revision is not None:
-      raise ValueError(f'{name} is a folder; a revision needs a hub id')
+      raise ValueError(f'{name} is not a hub id, and a revision needs one')
     return folder
+  if gguf.is_gguf(folder):
+    raise ValueError(f'there is no file {name}')
   if isinstance(name, pathlib.Path) or name.startswith(('/', '.', '~')):
     raise ValueError(f'there is no folder {name}')
   try:
@@ -85,13 +101,34 @@ def draft_name(name: str) -> str:
   return 'demo-draft' if name == 'demo' else name
 
 
-def has_tokenizer(folder: pathlib.Path) -> bool:
-  """Whether a folder holds a tokenizer; transformers may invent one if not."""
+def load_tokenizer(
+  path: pathlib.Path,
+) -> transformers.PreTrainedTokenizerBase | None:
+  """The tokenizer of a located model, or None if it has none.
+
+  Raises:
+    ValueError: it cannot be loaded.
+  """
+  if gguf.is_gguf(path):
+    return gguf.load_tokenizer(path)
+  # Without one of these transformers may invent a tokenizer.
   names = ('tokenizer.json', 'vocab.json', 'tokenizer_config.json')
-  return any((folder / name).exists() for name in names)
+  if not any((path / name).exists() for name in names):
+    return None
+  try:
+    return transformers.AutoTokenizer.from_pretrained(path)
+  except (OSError, ValueError) as error:
+    raise ValueError(f'{path} has no usable tokenizer: {error}') from error
 
 
-def _weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
+def weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
+  """The files with the weights of a located model.
+
+  Raises:
+    ValueError: there are none, or some are missing.
+  """
+  if gguf.is_gguf(folder):
+    return [folder]
   if (folder / _SINGLE).exists():
     return [folder / _SINGLE]
   if (folder / _INDEX).exists():
@@ -157,9 +194,23 @@ class _Tensor:
     return array
 
 
-def _tensors(folder: pathlib.Path) -> Iterator[_Tensor]:
-  """Yields all tensors of a folder, in the order of its files."""
-  for file in _weight_files(folder):
+def _tensors(
+  folder: pathlib.Path, family: Family, config: Config
+) -> Iterator[tuple[str, _Tensor | gguf.Tensor, bool]]:
+  """Yields canonical names, tensors, and whether they are transposed."""
+  if gguf.is_gguf(folder):
+    for key, stored in gguf.tensors(folder):
+      yield key, stored, False
+    return
+  for tensor in _described(folder):
+    key = family.canonical_name(tensor.name, config)
+    if key is not None:
+      yield key, tensor, family.is_transposed(key)
+
+
+def _described(folder: pathlib.Path) -> Iterator[_Tensor]:
+  """Yields the stored tensors of a folder, in the order of its files."""
+  for file in weight_files(folder):
     try:
       with safetensors.safe_open(file, 'numpy') as mapped:
         described = [
@@ -179,9 +230,37 @@ def config_of(name: str | pathlib.Path) -> Config:
     ValueError: there is no such model, or no family supports it.
   """
   folder = locate(name)
+  if gguf.is_gguf(folder):
+    return config_from_keys(gguf.config_keys(folder), folder)
   if not (folder / 'config.json').exists():
     raise ValueError(f'{folder} has no config.json')
   return read_config(folder / 'config.json')
+
+
+def _stored_dtypes(path: pathlib.Path) -> list[str]:
+  """Dtypes of the matrices as they are stored, each once."""
+  if gguf.is_gguf(path):
+    return gguf.stored_dtypes(path)
+  kinds = (tensor.dtype for tensor in _described(path) if len(tensor.shape) > 1)
+  return list(dict.fromkeys(_FLOATS.get(kind, kind) for kind in kinds))
+
+
+def resolve_dtype(dtype: jax.typing.DTypeLike, name: str | pathlib.Path) -> str:
+  """The name of a dtype, where `auto` is chosen for a checkpoint.
+
+  It is the 16-bit type of the checkpoint's matrices if this platform computes
+  in it natively, else float32. The weights of few bits that GGUF files hold
+  fit either 16-bit type.
+
+  Args:
+    dtype: `auto` or a dtype.
+    name: of the checkpoint, see `locate`.
+  """
+  if dtype != AUTO:
+    return jnp.dtype(dtype).name
+  stored, native = _stored_dtypes(locate(name)), native_dtypes()
+  usable = [one for one in ('bfloat16', 'float16') if one in {*stored} & native]
+  return usable[0] if usable else 'float32'
 
 
 def shape_module(config: Config, dtype: jnp.dtype) -> Module:
@@ -209,9 +288,9 @@ def load_module(
 
   Args:
     name: see `locate`.
-    dtype: dtype of the matrices; norms are always float32. `int8` rounds all
-      matrices to eight bits, except position embeddings and routers, and the
-      rest is computed in bfloat16.
+    dtype: of the matrices, one of `DTYPES`; norms are always float32. `int8`
+      rounds all matrices to eight bits, except position embeddings and routers,
+      and the rest is computed in bfloat16.
     revision: see `locate`.
 
   Raises:
@@ -226,15 +305,12 @@ def load_module(
   graph, expected = flat_params(shape_module(config, float_dtype))
   paths = {parameter_name(path): path for path in expected}
   loaded, origin = {}, {}
-  for tensor in _tensors(folder):
-    key = family.canonical_name(tensor.name, config)
-    if key is None:
-      continue
+  for key, tensor, transposed in _tensors(folder, family, config):
     if key not in paths:
       raise ValueError(
         f'{folder}: tensor {tensor.name} is not part of a {family.name}'
       )
-    leaf, transposed = expected[paths[key]], family.is_transposed(key)
+    leaf = expected[paths[key]]
     tensor.check(leaf.shape[::-1] if transposed else leaf.shape)
     if in_int8 and leaf.ndim == 2 and not family.stays_float(key):
       final = quantize(tensor.read(np.float32, transposed=transposed))

@@ -434,21 +434,24 @@ def load(
   method: str = 'staged',
   drafting: DraftSettings = DraftSettings(),
   plan: Plan | str | os.PathLike[str] | None = None,
-  dtype: jax.typing.DTypeLike = jnp.float32,
+  dtype: jax.typing.DTypeLike = 'auto',
   draft_dtype: jax.typing.DTypeLike | None = None,
   revision: str | None = None,
 ) -> Generator:
   """Loads a target and what drafts for it.
 
   Args:
-    target: `demo` (embedded), a folder or the id of a model on the Hugging Face
-      hub.
+    target: `demo` (embedded), a folder, a GGUF file or the id of a model on the
+      Hugging Face hub.
     draft: the draft model, named in the same way; None for none.
     method: one of `models.text.drafters.METHODS`; `plain` drafts nothing.
     drafting: settings of the method.
     plan: a `models.Plan` or its file, made by scripts/tune.py; takes the place
       of `method` and `drafting`.
-    dtype: of the target: float32, bfloat16 or int8, see `hub.load_module`.
+    dtype: of the target: float32, bfloat16, float16 or int8; auto: the 16-bit
+      type of the checkpoint where this platform computes in it natively, else
+      float32. In float32 drafted and plain tokens are equal; in 16 bits they
+      may differ where two logits are as close as rounding (docs/faq.md).
     draft_dtype: of the draft; None for that of the target.
     revision: of the target, on the hub.
 

@@ -7,9 +7,9 @@ import pathlib
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import transformers
 
+from models.checkpoints import gguf
 from models.checkpoints import hub
 from models.nn.adapter import as_model
 from models.nn.adapter import with_vocab_size
@@ -22,7 +22,7 @@ from specdec.model import LanguageModel
 class Checkpoint:
   """A model folder that was located, with its tokenizer if it has one."""
 
-  folder: pathlib.Path  # Has a `config.json`.
+  folder: pathlib.Path  # Has a `config.json`; or a GGUF file.
   tokenizer: transformers.PreTrainedTokenizerBase | None
 
 
@@ -95,23 +95,15 @@ def find_checkpoints(
     ValueError: a model cannot be located, or its tokenizer cannot be loaded.
   """
   folder = hub.locate(target, revision=revision)
-  if not (folder / 'config.json').exists():
+  if folder.is_dir() and not (folder / 'config.json').exists():
     raise ValueError(f'{folder} is no model folder: it has no config.json')
-  if not hub.has_tokenizer(folder):
+  found = Checkpoint(folder, hub.load_tokenizer(folder))
+  if found.tokenizer is None:
     raise ValueError(f'{folder} has no tokenizer; copy that of the model there')
   if draft is None:
-    return _checkpoint(folder), None
-  return _checkpoint(folder), _checkpoint(hub.locate(hub.draft_name(draft)))
-
-
-def _checkpoint(folder: pathlib.Path) -> Checkpoint:
-  if not hub.has_tokenizer(folder):
-    return Checkpoint(folder, None)
-  try:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-  except (OSError, ValueError) as error:
-    raise ValueError(f'{folder} has no usable tokenizer: {error}') from error
-  return Checkpoint(folder, tokenizer)
+    return found, None
+  folder = hub.locate(hub.draft_name(draft))
+  return found, Checkpoint(folder, hub.load_tokenizer(folder))
 
 
 def _eos_ids(
@@ -122,7 +114,9 @@ def _eos_ids(
   Ids outside the vocabulary are skipped: published configs of small
   vocabularies often keep GPT-2's 50256.
   """
-  stated = []
+  stated: list[Any] = []
+  if gguf.is_gguf(folder):
+    stated.append(gguf.eos_ids(folder))
   for name in ('generation_config.json', 'config.json'):
     path = folder / name
     if path.exists():
@@ -170,10 +164,11 @@ def load_checkpoints(
   target: Checkpoint,
   draft: Checkpoint | None,
   *,
-  dtype: jax.typing.DTypeLike = jnp.float32,
+  dtype: jax.typing.DTypeLike = hub.AUTO,
   draft_dtype: jax.typing.DTypeLike | None = None,
 ) -> Pair:
   """Loads the weights of a target and a draft; see `load_pair`."""
+  dtype = hub.resolve_dtype(dtype, target.folder)
   tokenizer = target.tokenizer
   assert tokenizer is not None
   if draft is not None:
@@ -182,9 +177,8 @@ def load_checkpoints(
   size = model.spec.vocab_size
   draft_model = None
   if draft is not None:
-    draft_model = as_model(
-      hub.load_module(draft.folder, dtype=draft_dtype or dtype)
-    )
+    own_dtype = hub.resolve_dtype(draft_dtype or dtype, draft.folder)
+    draft_model = as_model(hub.load_module(draft.folder, dtype=own_dtype))
     own_size = draft_model.spec.vocab_size
     _check_padding(size, own_size, len(tokenizer), draft)
     draft_model = with_vocab_size(draft_model, size)
@@ -196,18 +190,18 @@ def load_pair(
   target: str,
   draft: str | None,
   *,
-  dtype: jax.typing.DTypeLike = jnp.float32,
+  dtype: jax.typing.DTypeLike = hub.AUTO,
   draft_dtype: jax.typing.DTypeLike | None = None,
   revision: str | None = None,
 ) -> Pair:
   """Loads a target, its tokenizer and a draft, if one is given.
 
   Args:
-    target: `demo`, a folder or a hub id, see `hub.locate`.
+    target: `demo`, a folder, a GGUF file or a hub id, see `hub.locate`.
     draft: a name as for the target, except that `demo` is the embedded draft;
       None for no draft.
-    dtype: of the target's matrices: float32, bfloat16 or int8, see
-      `hub.load_module`.
+    dtype: of the target's matrices: float32, bfloat16, float16 or int8, see
+      `hub.load_module`, or auto, see `hub.resolve_dtype`.
     draft_dtype: of the draft's matrices; None for that of the target.
     revision: of the target, on the hub.
 

@@ -12,6 +12,7 @@ import os
 import pathlib
 from typing import Any
 
+from models.checkpoints import hub
 from models.text.drafters import DraftSettings
 from models.text.drafters import INNERS
 from models.text.drafters import METHODS
@@ -210,11 +211,11 @@ def model_digest(folder: pathlib.Path) -> str:
 
   It is taken over the config, and over size, beginning and end of every file of
   weights: these have names, shapes and some of the values, so that gigabytes
-  need not be read.
+  need not be read. The config of a GGUF file is at its beginning.
   """
   digest = hashlib.blake2b(digest_size=16)
-  files = [folder / 'config.json', *sorted(folder.glob('*.safetensors'))]
-  for file in files:
+  config = [folder / 'config.json'] if folder.is_dir() else []
+  for file in (*config, *hub.weight_files(folder)):
     with file.open('rb') as opened:
       size = opened.seek(0, os.SEEK_END)
       digest.update(f'{file.name} {size}\n'.encode())

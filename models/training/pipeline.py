@@ -5,7 +5,6 @@ import pathlib
 from typing import Any
 
 import jax.numpy as jnp
-import transformers
 
 from models.checkpoints import hub
 from models.nn.adapter import Config
@@ -101,9 +100,10 @@ def _tokenizer(folder, corpus, workdir, *, vocab_size, context):
     texts = corpus.texts(held_out=False)
     trained = train_tokenizer(texts, vocab_size=vocab_size, context=context)
     save_whole(own, trained.save_pretrained)
-  return transformers.AutoTokenizer.from_pretrained(
-    hub.locate(folder) if folder else own
-  )
+  found = hub.load_tokenizer(hub.locate(folder) if folder else own)
+  if found is None:
+    raise ValueError(f'--tokenizer={folder} has no tokenizer')
+  return found
 
 
 def _load_teacher(folder: str, num_positions: int) -> Teacher:

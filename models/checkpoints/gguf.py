@@ -1,0 +1,488 @@
+"""Models in GGUF files: their shape, tensors and tokenizer.
+
+Names and layouts are those that llama.cpp's converters write
+(github.com/ggml-org/llama.cpp, convert_hf_to_gguf.py). Matrices are stored
+`[out, in]`, in blocks of numbers of few bits along the last axis.
+"""
+
+from collections.abc import Iterator
+from collections.abc import Mapping
+import dataclasses
+import math
+import pathlib
+import re
+from typing import Any
+
+import numpy as np
+import transformers
+
+from models.checkpoints.gguf_header import Header
+from models.checkpoints.gguf_header import read_header
+from models.checkpoints.gguf_header import TensorInfo
+from models.nn.rope import Llama3Scaling
+
+_BLOCK_BYTES = 1 << 24  # Bytes of a tensor, as float32, converted at once.
+
+# By architecture: the `model_type` without and with experts.
+_MODEL_TYPES = {
+  'gpt2': ('gpt2', None),
+  'llama': ('llama', 'mixtral'),
+  'qwen2': ('qwen2', None),
+  'qwen3': ('qwen3', None),
+  'qwen3moe': (None, 'qwen3_moe'),
+}
+
+# Keys of the metadata, after the architecture, and those of config.json.
+_GPT2_KEYS = {
+  'context_length': 'n_positions',
+  'embedding_length': 'n_embd',
+  'block_count': 'n_layer',
+  'attention.head_count': 'n_head',
+  'feed_forward_length': 'n_inner',
+  'attention.layer_norm_epsilon': 'layer_norm_epsilon',
+}
+_LLAMA_KEYS = {
+  'context_length': 'max_position_embeddings',
+  'embedding_length': 'hidden_size',
+  'block_count': 'num_hidden_layers',
+  'attention.head_count': 'num_attention_heads',
+  'attention.head_count_kv': 'num_key_value_heads',
+  'attention.layer_norm_rms_epsilon': 'rms_norm_eps',
+  'attention.key_length': 'head_dim',
+  'attention.sliding_window': 'sliding_window',
+  'feed_forward_length': 'intermediate_size',
+  'expert_count': 'num_local_experts',
+  'expert_used_count': 'num_experts_per_tok',
+  'expert_feed_forward_length': 'moe_intermediate_size',
+}
+# Keys that are read elsewhere, or that change nothing.
+_OTHER_KEYS = {
+  'attention.value_length',
+  'rope.dimension_count',
+  'rope.freq_base',
+  'rope.scaling.attn_factor',
+  'rope.scaling.factor',
+  'rope.scaling.finetuned',
+  'rope.scaling.original_context_length',
+  'rope.scaling.type',
+  'rope.scaling.yarn_beta_fast',
+  'rope.scaling.yarn_beta_slow',
+  'tensor_data_layout',
+  'vocab_size',
+}
+
+_ROPE_FACTORS = 'rope_freqs.weight'
+# Of the scaling of Llama 3.1 and later; a file has only what follows from them.
+_LLAMA3 = {
+  'low_freq_factor': 1.0,
+  'high_freq_factor': 4.0,
+  'original_max_position_embeddings': 8192,
+}
+
+# Names of tensors, and their canonical names (`models.checkpoints.families`).
+_GPT2_NAMES = {
+  'token_embd': 'wte',
+  'position_embd': 'wpe',
+  'output_norm': 'ln_f',
+  'output': 'lm_head',
+  'attn_norm': 'ln_1',
+  'attn_qkv': 'attn.c_attn',
+  'attn_output': 'attn.c_proj',
+  'ffn_norm': 'ln_2',
+  'ffn_up': 'mlp.c_fc',
+  'ffn_down': 'mlp.c_proj',
+}
+_LLAMA_NAMES = {
+  'token_embd': 'embed_tokens',
+  'output_norm': 'norm',
+  'output': 'lm_head',
+  'attn_norm': 'input_layernorm',
+  'attn_q': 'self_attn.q_proj',
+  'attn_k': 'self_attn.k_proj',
+  'attn_v': 'self_attn.v_proj',
+  'attn_output': 'self_attn.o_proj',
+  'attn_q_norm': 'self_attn.q_norm',
+  'attn_k_norm': 'self_attn.k_norm',
+  'ffn_norm': 'post_attention_layernorm',
+  'ffn_gate': 'mlp.gate_proj',
+  'ffn_up': 'mlp.up_proj',
+  'ffn_down': 'mlp.down_proj',
+  'ffn_gate_inp': 'mlp.gate',
+}
+_EXPERT_NAMES = {
+  'ffn_gate_exps': 'gate_proj',
+  'ffn_up_exps': 'up_proj',
+  'ffn_down_exps': 'down_proj',
+}
+_NAME = re.compile(r'(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)')
+
+
+def _quants():
+  """The optional `gguf` package, which knows how numbers are stored."""
+  try:
+    import gguf
+  except ImportError as error:
+    raise ValueError(
+      "a GGUF file needs the package gguf: pip install -e '.[gguf]'"
+    ) from error
+  return gguf
+
+
+def is_gguf(path: pathlib.Path) -> bool:
+  """Whether a path is named as GGUF files are."""
+  return path.suffix == '.gguf'
+
+
+def _architecture(path: pathlib.Path, header: Header) -> str:
+  found = header.metadata.get('general.architecture')
+  if found not in _MODEL_TYPES:
+    raise ValueError(
+      f'{path}: architecture {found!r} is not known; choose from'
+      f' {sorted(_MODEL_TYPES)}'
+    )
+  if header.metadata.get('split.count', 1) != 1:
+    raise ValueError(
+      f'{path} is one of {header.metadata["split.count"]} parts of a model;'
+      ' merge them with llama-gguf-split --merge'
+    )
+  return found
+
+
+def _rope_parameters(metadata: Mapping[str, Any], header: Header) -> dict:
+  """What transformers calls `rope_parameters`.
+
+  Args:
+    metadata: of the architecture, without its name before the keys.
+    header: of the file.
+  """
+  parameters = {'rope_theta': metadata.get('rope.freq_base', 10000.0)}
+  kind = metadata.get('rope.scaling.type', 'none')
+  if kind == 'linear':
+    parameters |= {
+      'rope_type': 'linear',
+      'factor': metadata['rope.scaling.factor'],
+    }
+  elif kind == 'yarn':
+    keys = {
+      'rope.scaling.factor': 'factor',
+      'rope.scaling.original_context_length': (
+        'original_max_position_embeddings'
+      ),
+      'rope.scaling.yarn_beta_fast': 'beta_fast',
+      'rope.scaling.yarn_beta_slow': 'beta_slow',
+    }
+    found = {keys[key]: metadata[key] for key in keys if key in metadata}
+    parameters |= {'rope_type': 'yarn', **found}
+  elif kind != 'none':
+    raise ValueError(f'rope.scaling.type {kind!r} is not supported')
+  if _ROPE_FACTORS in header.tensors:
+    parameters |= {'rope_type': 'llama3', **_LLAMA3}
+  return parameters
+
+
+def _llama3_factor(path: pathlib.Path, header: Header, theta: float) -> float:
+  """The factor of a Llama 3 scaling, of which a file has the result.
+
+  Raises:
+    ValueError: no such scaling has that result.
+  """
+  stored = Tensor(path, header.tensors[_ROPE_FACTORS]).read(np.float32)
+  exponents = np.arange(len(stored), dtype=np.float32) / len(stored)
+  frequencies = np.float32(1) / np.float32(theta) ** exponents
+  factor = float(np.max(stored))
+  scaling = Llama3Scaling(factor=factor, **_LLAMA3)
+  scaled = frequencies / scaling.scale(frequencies, theta)
+  if not np.allclose(stored, scaled, rtol=1e-3):
+    raise ValueError(
+      f'{path}: {_ROPE_FACTORS} holds factors {stored[:4]}... that are not'
+      " those of Llama 3's scaling, and no others are supported"
+    )
+  return factor
+
+
+def _shortest(value: Any) -> Any:
+  """1e-05 in place of 9.99999974737875e-06, which is the same in float32."""
+  return float(str(np.float32(value))) if isinstance(value, float) else value
+
+
+def config_keys(path: pathlib.Path) -> dict[str, Any]:
+  """What the `config.json` of the same model would have.
+
+  Raises:
+    ValueError: the architecture or one of its keys is not known, or a key is
+      missing; the message names it.
+  """
+  header = read_header(path)
+  name = _architecture(path, header)
+  metadata = {
+    key.removeprefix(f'{name}.'): _shortest(value)
+    for key, value in header.metadata.items()
+    if key.startswith(f'{name}.')
+  }
+  plain, mixture = _MODEL_TYPES[name]
+  has_experts = metadata.get('expert_count', 0) > 0
+  model_type = mixture if has_experts else plain
+  if model_type is None:
+    raise ValueError(
+      f'{path}: {name} with {metadata.get("expert_count", 0)} experts is not'
+      ' supported'
+    )
+  keys = _GPT2_KEYS if name == 'gpt2' else _LLAMA_KEYS
+  if unknown := sorted(metadata.keys() - keys.keys() - _OTHER_KEYS):
+    raise ValueError(f'{path}: {name}.{unknown[0]} is not supported')
+  optional = {'attention.key_length', 'attention.sliding_window'}
+  optional |= {key for key in keys if key.startswith('expert_')}
+  if missing := sorted(keys.keys() - metadata.keys() - optional):
+    raise ValueError(f'{path} lacks the key {name}.{missing[0]}')
+  if 'token_embd.weight' not in header.tensors:
+    raise ValueError(f'{path} lacks the tensor token_embd.weight')
+  raw = {keys[key]: metadata[key] for key in keys if key in metadata} | {
+    'model_type': model_type,
+    'vocab_size': header.tensors['token_embd.weight'].shape[0],
+    'tie_word_embeddings': 'output.weight' not in header.tensors,
+  }
+  if name == 'gpt2':
+    return raw
+  if not has_experts:
+    for key in ('num_local_experts', 'num_experts_per_tok'):
+      raw.pop(key, None)
+  rope = _rope_parameters(metadata, header)
+  if _ROPE_FACTORS in header.tensors:
+    rope['factor'] = _llama3_factor(path, header, rope['rope_theta'])
+  head_width = raw.setdefault(
+    'head_dim', raw['hidden_size'] // max(raw['num_attention_heads'], 1)
+  )
+  for key in ('rope.dimension_count', 'attention.value_length'):
+    if metadata.get(key, head_width) != head_width:
+      raise ValueError(
+        f'{path}: {name}.{key}={metadata[key]} is not the width of a head,'
+        f' {head_width}'
+      )
+  raw |= {'rope_parameters': rope}
+  if model_type == 'qwen3_moe':
+    raw |= {'norm_topk_prob': True, 'num_experts': raw['num_local_experts']}
+  if model_type in ('llama', 'qwen3', 'qwen3_moe'):
+    raw['attention_bias'] = 'blk.0.attn_q.bias' in header.tensors
+  # No module here slides a window: the context ends where it would begin to.
+  window = raw.pop('sliding_window', raw['max_position_embeddings'])
+  raw['max_position_embeddings'] = min(raw['max_position_embeddings'], window)
+  return raw
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+  """A tensor of a file, or that of one expert in a stack of them."""
+
+  file: pathlib.Path
+  info: TensorInfo
+  expert: int | None = None
+  num_heads: int | None = None  # Of rows in the order of llama.cpp's Llama.
+
+  @property
+  def name(self) -> str:
+    return self.info.name
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    return self.info.shape[self.expert is not None :]
+
+  def check(self, expected: tuple[int, ...]) -> None:
+    """Raises ValueError on another shape, or a type that cannot be read."""
+    where = f'{self.file}: tensor {self.name}'
+    if self.shape != expected:
+      raise ValueError(f'{where} has shape {self.shape}, expected {expected}')
+    gguf = _quants()
+    try:
+      kind = gguf.GGMLQuantizationType(self.info.kind)
+    except ValueError as error:
+      raise ValueError(
+        f'{where} is of type {self.info.kind}, which gguf does not know'
+      ) from error
+    per_block, _ = gguf.GGML_QUANT_SIZES[kind]
+    if self.shape[-1] % per_block:
+      raise ValueError(
+        f'{where} is of type {kind.name}, in blocks of {per_block} numbers,'
+        f' which do not divide {self.shape[-1]}'
+      )
+    num_rows, size = math.prod(self.info.shape[:-1]), self.file.stat().st_size
+    end = self.info.offset + self._row_bytes(gguf) * num_rows
+    if size < end:
+      raise ValueError(
+        f'{where} would end at byte {end}, but the file has {size}; was it'
+        ' downloaded completely?'
+      )
+    try:
+      self._block(gguf, 0, 1)
+    except (AttributeError, NotImplementedError) as error:
+      raise ValueError(
+        f'{where} is of type {kind.name}, which gguf cannot read'
+      ) from error
+
+  def _row_bytes(self, gguf) -> int:
+    per_block, block_bytes = gguf.GGML_QUANT_SIZES[self.info.kind]
+    return self.shape[-1] // per_block * block_bytes
+
+  def _block(self, gguf, start: int, count: int) -> np.ndarray:
+    """Rows of the tensor, as float32."""
+    row_bytes = self._row_bytes(gguf)
+    start += (self.expert or 0) * math.prod(self.shape[:-1])
+    raw = np.fromfile(
+      self.file,
+      np.uint8,
+      count * row_bytes,
+      offset=self.info.offset + start * row_bytes,
+    )
+    kind = gguf.GGMLQuantizationType(self.info.kind)
+    return gguf.dequantize(raw.reshape(count, row_bytes), kind)
+
+  def read(self, dtype, *, transposed: bool = False) -> np.ndarray:
+    """Reads the tensor into its final dtype, block by block."""
+    assert not transposed, 'GGUF has all matrices as [out, in]'
+    gguf = _quants()
+    array = np.empty(self.shape, dtype)
+    rows = array.reshape(-1, self.shape[-1])
+    order = self._order(math.prod(self.shape) if array.ndim == 1 else len(rows))
+    block = max(1, _BLOCK_BYTES // (4 * self.shape[-1]))
+    for start in range(0, len(rows), block):
+      end = min(start + block, len(rows))
+      values = self._block(gguf, start, end - start)
+      if array.ndim == 1:
+        array[order] = values[0]
+      else:
+        rows[order[start:end]] = values
+    return array
+
+  def _order(self, length: int) -> np.ndarray:
+    """Where each stored row goes.
+
+    llama.cpp rotates neighbours `2 i` and `2 i + 1` of a head, transformers
+    and `models.nn.rope` rotate `i` and `i + Dh / 2`.
+    """
+    order = np.arange(length)
+    if self.num_heads is None:
+      return order
+    return order.reshape(self.num_heads, 2, -1).swapaxes(1, 2).reshape(-1)
+
+
+def _canonical(name: str, arch: str) -> str | None:
+  """The canonical name of a tensor, with `{}` for the number of an expert."""
+  found = _NAME.fullmatch(name)
+  if found is None:
+    return None
+  layer, part, leaf = found.groups()
+  names = _GPT2_NAMES if arch == 'gpt2' else _LLAMA_NAMES
+  prefix = '' if layer is None else ('h.' if arch == 'gpt2' else 'layers.')
+  prefix += '' if layer is None else f'{layer}.'
+  if part in _EXPERT_NAMES:
+    return f'{prefix}mlp.experts.{{}}.{_EXPERT_NAMES[part]}.{leaf}'
+  return f'{prefix}{names[part]}.{leaf}' if part in names else None
+
+
+def tensors(path: pathlib.Path) -> Iterator[tuple[str, Tensor]]:
+  """Yields canonical names and tensors, in the order of the file.
+
+  Raises:
+    ValueError: the name of a tensor is not known.
+  """
+  header = read_header(path)
+  arch = _architecture(path, header)
+  heads = {
+    'attn_q': header.metadata.get(f'{arch}.attention.head_count'),
+    'attn_k': header.metadata.get(f'{arch}.attention.head_count_kv'),
+  }
+  for name, info in header.tensors.items():
+    if name == _ROPE_FACTORS:
+      continue
+    canonical = _canonical(name, arch)
+    if canonical is None:
+      raise ValueError(f'{path}: tensor {name} is not part of a {arch}')
+    if '{}' in canonical:
+      for expert in range(info.shape[0]):
+        yield canonical.format(expert), Tensor(path, info, expert)
+      continue
+    part = name.split('.')[-2]
+    rotated = heads.get(part) if arch == 'llama' else None
+    yield canonical, Tensor(path, info, num_heads=rotated)
+
+
+_SPECIAL = {
+  'bos_token': 'bos_token_id',
+  'eos_token': 'eos_token_id',
+  'unk_token': 'unknown_token_id',
+  'pad_token': 'padding_token_id',
+}
+_UNUSED = 5  # Type of tokens that only fill the vocabulary up.
+
+
+def load_tokenizer(
+  path: pathlib.Path,
+) -> transformers.PreTrainedTokenizerBase | None:
+  """The tokenizer that the metadata describes, or None if there is none.
+
+  Raises:
+    ValueError: transformers cannot build it.
+  """
+  from transformers.integrations.gguf import convert_gguf_tokenizer
+
+  header = read_header(path)
+  prefix = 'tokenizer.ggml.'
+  found = {
+    key.removeprefix(prefix): value
+    for key, value in header.metadata.items()
+    if key.startswith(prefix)
+  }
+  if 'tokens' not in found:
+    return None
+  words = found['tokens']
+  kinds = found.get('token_type') or [1] * len(words)
+  special = {
+    name: words[found[key]] for name, key in _SPECIAL.items() if key in found
+  }
+  used = len(words)
+  while used and kinds[used - 1] == _UNUSED:
+    used -= 1
+  described = found | {
+    'tokenizer_type': found.get('model'),
+    'pre_tokenizer_type': found.get('pre'),
+    'tokens': words[:used],
+    'token_type': kinds[:used],
+  }
+  try:
+    backend, _ = convert_gguf_tokenizer(_architecture(path, header), described)
+  except (KeyError, TypeError, ValueError) as error:
+    raise ValueError(f'{path} has no usable tokenizer: {error}') from error
+  return transformers.PreTrainedTokenizerFast(
+    tokenizer_object=backend,
+    # llama.cpp adds it for SentencePiece vocabularies that do not say.
+    add_bos_token=found.get('add_bos_token', found.get('model') == 'llama'),
+    add_eos_token=found.get('add_eos_token', False),
+    chat_template=header.metadata.get('tokenizer.chat_template'),
+    **special,
+  )
+
+
+def eos_ids(path: pathlib.Path) -> list[int]:
+  """Tokens that end a text or a turn of a conversation."""
+  metadata = read_header(path).metadata
+  keys = (f'tokenizer.ggml.{kind}_token_id' for kind in ('eos', 'eot', 'eom'))
+  return list(dict.fromkeys(metadata[key] for key in keys if key in metadata))
+
+
+def stored_dtypes(path: pathlib.Path) -> list[str]:
+  """Dtypes that the matrices of a file can be loaded as without much loss.
+
+  Blocks of few bits have scales in float16 and are made from models in either
+  16-bit type.
+  """
+  gguf = _quants()
+  kinds = {
+    tensor.kind
+    for tensor in read_header(path).tensors.values()
+    if len(tensor.shape) > 1
+  }
+  kind = gguf.GGMLQuantizationType
+  if kinds == {kind.F32}:
+    return ['float32']
+  exact = {kind.BF16: 'bfloat16', kind.F16: 'float16'}
+  known = [exact[one] for one in exact if one in kinds]
+  return known if kinds <= {*exact, kind.F32} else ['bfloat16', 'float16']

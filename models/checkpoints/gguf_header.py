@@ -1,0 +1,140 @@
+"""Reads the header of a GGUF file: metadata, and where each tensor lies.
+
+The format is that of llama.cpp (github.com/ggml-org/ggml, docs/gguf.md). The
+`gguf` package has a reader, too; it makes four arrays of numpy per string, and
+takes SECONDS_OLD s for a vocabulary of 152k tokens where this one takes
+SECONDS_NEW s.
+"""
+
+import dataclasses
+import functools
+import math
+import mmap
+import os
+import pathlib
+import struct
+from typing import Any
+
+_MAGIC = b'GGUF'
+_VERSIONS = (2, 3)
+_ALIGNMENT = 32  # Of the data, unless the metadata has another.
+
+# Types of metadata, by their numbers.
+_SCALARS = dict(enumerate(['<B', '<b', '<H', '<h', '<I', '<i', '<f', '<?'])) | {
+  10: '<Q',
+  11: '<q',
+  12: '<d',
+}
+_STRING, _ARRAY = 8, 9
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorInfo:
+  """Location and type of a stored tensor."""
+
+  name: str
+  shape: tuple[int, ...]  # The last axis is contiguous, as in numpy.
+  kind: int  # Number of its `gguf.GGMLQuantizationType`.
+  offset: int  # In bytes, from the beginning of the file.
+
+
+@dataclasses.dataclass(frozen=True)
+class Header:
+  """What a GGUF file says before its data."""
+
+  metadata: dict[str, Any]
+  tensors: dict[str, TensorInfo]
+
+
+class _Reader:
+  """Reads values from a buffer, one after the other."""
+
+  def __init__(self, buffer: mmap.mmap):
+    self.buffer = buffer
+    self.offset = 0
+
+  def scalar(self, code: str) -> Any:
+    (value,) = struct.unpack_from(code, self.buffer, self.offset)
+    self.offset += struct.calcsize(code)
+    return value
+
+  def text(self) -> str:
+    length = self.scalar('<Q')
+    start, self.offset = self.offset, self.offset + length
+    if self.offset > len(self.buffer):
+      raise ValueError('it ends within a text')
+    return self.buffer[start : self.offset].decode('utf-8', 'replace')
+
+  def value(self, kind: int) -> Any:
+    if kind == _STRING:
+      return self.text()
+    if kind == _ARRAY:
+      kind, length = self.scalar('<I'), self.scalar('<Q')
+      if kind in _SCALARS:
+        code = f'<{length}{_SCALARS[kind][1]}'
+        values = list(struct.unpack_from(code, self.buffer, self.offset))
+        self.offset += struct.calcsize(code)
+        return values
+      return [self.value(kind) for _ in range(length)]
+    if kind not in _SCALARS:
+      raise ValueError(f'type {kind} of a value is not known')
+    return self.scalar(_SCALARS[kind])
+
+
+def _parse(reader: _Reader) -> Header:
+  version = reader.scalar('<I')
+  if version not in _VERSIONS:
+    raise ValueError(f'version {version} is not known, only {_VERSIONS}')
+  num_tensors, num_keys = reader.scalar('<Q'), reader.scalar('<Q')
+  metadata = {}
+  for _ in range(num_keys):
+    key = reader.text()
+    metadata[key] = reader.value(reader.scalar('<I'))
+  tensors = {}
+  for _ in range(num_tensors):
+    name = reader.text()
+    shape = [reader.scalar('<Q') for _ in range(reader.scalar('<I'))]
+    kind, offset = reader.scalar('<I'), reader.scalar('<Q')
+    if name in tensors:
+      raise ValueError(f'tensor {name} is there twice')
+    tensors[name] = TensorInfo(name, tuple(reversed(shape)), kind, offset)
+  alignment = metadata.get('general.alignment', _ALIGNMENT)
+  data = math.ceil(reader.offset / alignment) * alignment
+  return Header(
+    metadata,
+    {
+      name: dataclasses.replace(tensor, offset=data + tensor.offset)
+      for name, tensor in tensors.items()
+    },
+  )
+
+
+@functools.lru_cache(maxsize=4)
+def _read(path: pathlib.Path, size: int, modified: int) -> Header:
+  del size, modified
+  with path.open('rb') as file:
+    if file.read(len(_MAGIC)) != _MAGIC:
+      raise ValueError(f'{path} is not a GGUF file: it begins with other bytes')
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as buffer:
+      reader = _Reader(buffer)
+      reader.offset = len(_MAGIC)
+      try:
+        return _parse(reader)
+      except (MemoryError, OverflowError, ValueError, struct.error) as error:
+        raise ValueError(
+          f'{path} is not a complete GGUF file: {error}'
+        ) from error
+
+
+def read_header(path: pathlib.Path) -> Header:
+  """Reads the header of a file, once as long as the file does not change.
+
+  Raises:
+    ValueError: it is not a GGUF file, or it is cut off; the message has its
+      name.
+  """
+  try:
+    found = os.stat(path)
+    return _read(path, found.st_size, found.st_mtime_ns)
+  except OSError as error:
+    raise ValueError(f'{path} cannot be read: {error}') from error

@@ -1,0 +1,108 @@
+r"""Completes HumanEval tasks, runs their tests and prints pass@1 by method.
+
+python scripts/humaneval.py --tasks=HumanEval.jsonl --methods=plain,staged \
+    --output=humaneval.jsonl --allow_generated_code
+
+An interrupted run goes on where it was, with the same command.
+"""
+
+import hashlib
+import pathlib
+import time
+
+from absl import flags
+import command_line
+import options
+
+flags.adopt_module_key_flags(options)  # Listed by --help.
+
+_TASKS = flags.DEFINE_string(
+  'tasks', None, 'JSON lines with task_id, prompt, entry_point and test'
+)
+_NUM_TASKS = flags.DEFINE_integer(
+  'num_tasks', None, 'the first of them; default: all', lower_bound=1
+)
+_METHODS = flags.DEFINE_list(
+  'methods', ['plain', 'staged'], 'of plain, chain, tree, staged'
+)
+_OUTPUT = flags.DEFINE_string(
+  'output', None, 'file of the results, one JSON object per line'
+)
+_ALLOW = flags.DEFINE_bool(
+  'allow_generated_code',
+  False,
+  'run what the model wrote, in a process with limits of time and memory, but'
+  ' with your rights',
+)
+_TEST_SECONDS = flags.DEFINE_float(
+  'test_seconds', 10.0, 'time limit of the tests of a task', lower_bound=0.1
+)
+
+
+def _settings() -> dict:
+  tasks = pathlib.Path(_TASKS.value).read_bytes()
+  settings = options.as_dict() | {
+    'tasks': hashlib.blake2b(tasks, digest_size=16).hexdigest(),
+    'dtype': options.dtype(),
+  }
+  # A run may be given more methods and more tasks.
+  return {
+    name: value
+    for name, value in settings.items()
+    if name not in ('methods', 'num_tasks', 'allow_generated_code')
+  }
+
+
+def main() -> None:
+  import tqdm
+
+  from models.bench import humaneval
+  from models.bench.record import rows_to_table
+  from models.text.generator import load
+
+  if not _ALLOW.value:
+    raise ValueError(
+      '--allow_generated_code is needed: tests run code that the model wrote'
+    )
+  if _TASKS.value is None or _OUTPUT.value is None:
+    raise ValueError('--tasks and --output are needed, see --help')
+  known = ('plain', 'chain', 'tree', 'staged')
+  methods = list(dict.fromkeys(_METHODS.value))
+  if not methods or {*methods} - {*known}:
+    raise ValueError(
+      f'--methods={",".join(_METHODS.value)}: choose from {", ".join(known)}'
+    )
+  path = pathlib.Path(_TASKS.value)
+  problems = humaneval.read_problems(path)[: _NUM_TASKS.value]
+  results = humaneval.Results(pathlib.Path(_OUTPUT.value), _settings())
+  for method in methods:
+    todo = [one for one in problems if not results.has(one.task_id, method)]
+    if not todo:
+      continue
+    generator = load(
+      **options.models(), method=method, drafting=options.draft_settings()
+    )
+    for problem in tqdm.tqdm(todo, desc=method):
+      start = time.perf_counter()
+      generation = generator.generate(
+        problem.prompt, stop=humaneval.STOPS, **options.decoding()
+      )
+      seconds = time.perf_counter() - start
+      completion = humaneval.cut(generation.text[0])
+      results.add(
+        {
+          'task_id': problem.task_id,
+          'method': method,
+          'tokens': generation.tokens[0],
+          'completion': completion,
+          'seconds': round(seconds, 3),
+          'result': humaneval.run_tests(
+            problem, completion, seconds=_TEST_SECONDS.value
+          ),
+        }
+      )
+  print(rows_to_table(humaneval.summary(results.rows, methods)))
+
+
+if __name__ == '__main__':
+  command_line.run(main)

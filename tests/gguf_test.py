@@ -1,0 +1,344 @@
+"""GGUF files give the same models as the folders that they were made from."""
+
+import dataclasses
+import json
+import re
+import sys
+
+from flax import nnx
+from flax import traverse_util
+import gguf
+from gguf import GGMLQuantizationType as Kind
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.checkpoints import hub
+from models.checkpoints.families import family_of
+from models.checkpoints.families import parameter_name
+from models.nn.gpt2 import GPT2Config
+from models.nn.llama import LlamaConfig
+from models.nn.mixtral import MixtralConfig
+from models.nn.rope import Llama3Scaling
+from models.nn.rope import Rope
+from models.nn.rope import YarnScaling
+from models.text.pair import load_pair
+from models.training.tokenizer import train_tokenizer
+
+# Rows of 256 numbers, the longest block of any type.
+_LLAMA = {
+  'vocab_size': 40,
+  'num_positions': 64,
+  'width': 256,
+  'num_layers': 2,
+  'num_heads': 4,
+  'num_kv_heads': 2,
+  'head_width': 64,
+  'inner_width': 256,
+  'tie_embeddings': False,
+}
+_ROPE = Rope(theta=500000.0)
+_LLAMA3 = Llama3Scaling(
+  factor=8.0,
+  low_freq_factor=1.0,
+  high_freq_factor=4.0,
+  original_max_position_embeddings=8192,
+)
+_YARN = YarnScaling(factor=4.0, original_max_position_embeddings=16)
+_EXPERTS = {'num_experts': 3, 'experts_per_token': 2}
+_CONFIGS = {
+  'gpt2': GPT2Config(
+    vocab_size=40,
+    num_positions=16,
+    width=256,
+    num_layers=2,
+    num_heads=4,
+    inner_width=512,
+  ),
+  'llama': LlamaConfig(**_LLAMA, rope=_ROPE),
+  'llama, tied': LlamaConfig(**(_LLAMA | {'tie_embeddings': True})),
+  'llama, llama3': LlamaConfig(
+    **_LLAMA, rope=dataclasses.replace(_ROPE, scaling=_LLAMA3)
+  ),
+  'llama, mixture': MixtralConfig(**_LLAMA, **_EXPERTS),
+  'qwen2': LlamaConfig(**_LLAMA, qkv_bias=True),
+  'qwen2, yarn': LlamaConfig(**_LLAMA, qkv_bias=True, rope=Rope(scaling=_YARN)),
+  'qwen3': LlamaConfig(**_LLAMA, qk_norm=True),
+  'qwen3moe': MixtralConfig(**_LLAMA, **_EXPERTS, qk_norm=True),
+  'vocabulary': LlamaConfig(**(_LLAMA | {'vocab_size': 293})),
+}
+_PART = re.compile(r'\.experts\.(\d+)\.')
+
+
+def _metadata(writer, config, arch):
+  writer.add_context_length(config.num_positions)
+  writer.add_embedding_length(config.width)
+  writer.add_block_count(config.num_layers)
+  writer.add_head_count(config.num_heads)
+  if arch == 'gpt2':
+    writer.add_feed_forward_length(config.inner_width)
+    writer.add_layer_norm_eps(config.norm_epsilon)
+    return
+  writer.add_head_count_kv(config.num_kv_heads)
+  writer.add_layer_norm_rms_eps(config.norm_epsilon)
+  writer.add_rope_freq_base(config.rope.theta)
+  writer.add_rope_dimension_count(config.head_width)
+  writer.add_key_length(config.head_width)
+  writer.add_value_length(config.head_width)
+  writer.add_feed_forward_length(config.inner_width)
+  if isinstance(config, MixtralConfig):
+    writer.add_expert_count(config.num_experts)
+    writer.add_expert_used_count(config.experts_per_token)
+    writer.add_expert_feed_forward_length(config.inner_width)
+  if isinstance(config.rope.scaling, YarnScaling):
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(config.rope.scaling.factor)
+    writer.add_rope_scaling_orig_ctx_len(
+      config.rope.scaling.original_max_position_embeddings
+    )
+
+
+def _permuted(array, num_heads):
+  """As the converter of llama.cpp writes queries and keys of a Llama."""
+  halves = array.reshape(num_heads, 2, -1, *array.shape[1:])
+  return halves.swapaxes(1, 2).reshape(array.shape)
+
+
+def _stored(module, arch):
+  """Names and arrays of a file, by gguf's own table of names."""
+  config, family = module.config, family_of(module.config)
+  table = gguf.get_tensor_name_map(
+    next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch),
+    config.num_layers,
+  )
+  stacks: dict[str, list] = {}
+  for path, leaf in hub.flat_params(module)[1].items():
+    name = parameter_name(path)
+    array = np.asarray(leaf, np.float32)
+    for part, heads in (('q', config.num_heads), ('k', config.num_kv_heads)):
+      if arch == 'llama' and f'.{part}_proj.' in name:
+        array = _permuted(array, heads)
+    stem, leaf_name = family.stored_name(name, config).rsplit('.', 1)
+    if found := _PART.search(f'{stem}.'):
+      stem = stem.replace('block_sparse_moe', 'mlp')
+      for ours, theirs in (('w1', 'gate'), ('w2', 'down'), ('w3', 'up')):
+        stem = re.sub(rf'\.{ours}$', f'.{theirs}_proj', stem)
+      stem = stem.replace(f'experts.{found[1]}.', 'experts.')
+    known = table.get_name(stem)
+    assert known, stem
+    stacks.setdefault(f'{known}.{leaf_name}', []).append((found, array))
+  for name, entries in stacks.items():
+    is_stack = entries[0][0] is not None
+    yield name, np.stack([a for _, a in entries]) if is_stack else entries[0][1]
+
+
+def _random_q4_k(rng, shape):
+  """Bytes of type Q4_K with scales of a sensible size."""
+  blocks = rng.integers(256, size=(*shape[:-1], shape[-1] // 256, 144))
+  blocks = blocks.astype(np.uint8)
+  blocks[..., :4] = np.frombuffer(np.float16([1e-3, 5e-3]).tobytes(), np.uint8)
+  return blocks.reshape(*shape[:-1], -1)
+
+
+def _write(path, name, kind=Kind.F32, *, change=None, tokenizer=None):
+  """Writes a model of `_CONFIGS`; returns the tensors, rounded as in the file.
+
+  Args:
+    path: of the file.
+    name: of the configuration, beginning with the architecture.
+    kind: of the matrices; the rest is float32.
+    change: gets the tensors by name, and may change them.
+    tokenizer: is stored as well.
+  """
+  arch = 'llama' if name == 'vocabulary' else name.split(',')[0]
+  config = _CONFIGS[name]
+  writer = gguf.GGUFWriter(path, arch)
+  _metadata(writer, config, arch)
+  if tokenizer is not None:
+    _add_tokenizer(writer, tokenizer)
+  rng = np.random.default_rng(0)
+  tensors = dict(_stored(_random(config), arch))
+  if 'llama3' in name:
+    plain = Rope(theta=config.rope.theta).frequencies(config.head_width)
+    scaled = config.rope.frequencies(config.head_width)
+    tensors['rope_freqs.weight'] = plain / scaled
+  expected = {}
+  for key, array in tensors.items():
+    own = kind if array.ndim > 1 else Kind.F32
+    if own == Kind.Q4_K:
+      data = _random_q4_k(rng, array.shape)
+    else:
+      data = gguf.quantize(array, own)
+    expected[key] = gguf.dequantize(data, own)
+    tensors[key] = (data, own)
+  for key, (data, own) in (change or (lambda all_: all_))(tensors).items():
+    writer.add_tensor(key, data, raw_dtype=own)
+  writer.write_header_to_file()
+  writer.write_kv_data_to_file()
+  writer.write_tensors_to_file()
+  writer.close()
+  return expected
+
+
+def _random(config):
+  """A module in which hardly two numbers are equal."""
+  graph, shapes = hub.flat_params(hub.shape_module(config, jnp.float32))
+  rng = np.random.default_rng(3)
+  draw = lambda leaf: jnp.asarray(0.1 * rng.standard_normal(leaf.shape))
+  values = {path: draw(leaf) for path, leaf in shapes.items()}
+  return nnx.merge(graph, traverse_util.unflatten_dict(values))
+
+
+def _add_tokenizer(writer, tokenizer):
+  words = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+  merges = json.loads(tokenizer.backend_tokenizer.to_str())['model']['merges']
+  filling = [f'[PAD{index}]' for index in range(3)]
+  writer.add_tokenizer_model('gpt2')
+  writer.add_tokenizer_pre('gpt-2')
+  writer.add_token_list([*words, *filling])
+  special = {*tokenizer.all_special_tokens}
+  kinds = [3 if word in special else 1 for word in words]
+  writer.add_token_types([*kinds, *(5 for _ in filling)])
+  writer.add_token_merges([' '.join(pair) for pair in merges])
+  writer.add_eos_token_id(tokenizer.eos_token_id)
+  writer.add_eot_token_id(7)
+  writer.add_chat_template('{{ messages }}')
+
+
+def _in_file(module, arch):
+  """The parameters of a module as `_write` returns those that it wrote."""
+  return dict(_stored(module, arch))
+
+
+@pytest.mark.parametrize('name', [n for n in _CONFIGS if n != 'vocabulary'])
+def test_parameters_and_shape_are_those_that_were_written(name, tmp_path):
+  path = tmp_path / 'model.gguf'
+  expected = _write(path, name)
+  module = hub.load_module(path)
+  assert module.config == _CONFIGS[name]
+  expected.pop('rope_freqs.weight', None)
+  found = _in_file(module, name.split(',')[0])
+  assert found.keys() == expected.keys()
+  for key, array in found.items():
+    np.testing.assert_array_equal(array, expected[key], err_msg=key)
+
+
+@pytest.mark.parametrize('kind', [Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_K])
+@pytest.mark.parametrize('name', ['gpt2', 'llama', 'llama, mixture'])
+def test_numbers_of_few_bits(name, kind, tmp_path):
+  path = tmp_path / 'model.gguf'
+  expected = _write(path, name, kind)
+  found = _in_file(hub.load_module(path), name.split(',')[0])
+  for key, array in found.items():
+    np.testing.assert_array_equal(array, expected[key], err_msg=key)
+
+
+@pytest.mark.parametrize('dtype', ['bfloat16', 'int8'])
+def test_final_dtypes_are_those_of_a_folder(dtype, tmp_path):
+  path = tmp_path / 'model.gguf'
+  _write(path, 'llama', Kind.Q8_0)
+  hub.save_pretrained(hub.load_module(path), tmp_path / 'folder')
+  from_file, from_folder = (
+    nnx.to_pure_dict(nnx.split(hub.load_module(one, dtype=dtype))[1])
+    for one in (path, tmp_path / 'folder')
+  )
+  jax.tree.map(np.testing.assert_array_equal, from_file, from_folder)
+
+
+def test_tokenizer_and_ends(tmp_path):
+  text = 'def add(a, b):\n  return a + b\n' * 9 + 'naïve 日本 \n\n  x'
+  tokenizer = train_tokenizer([text], vocab_size=290, context=64)
+  path = tmp_path / 'model.gguf'
+  _write(path, 'vocabulary', tokenizer=tokenizer)
+  pair = load_pair(str(path), None)
+  assert pair.eos_ids == (tokenizer.eos_token_id, 7)
+  assert pair.tokenizer.get_vocab() == tokenizer.get_vocab()
+  assert pair.encode(text) == tokenizer(text)['input_ids']
+  assert pair.decode(pair.encode(text)) == text
+  assert pair.tokenizer.chat_template == '{{ messages }}'
+
+
+def _without(key):
+  return lambda tensors: {k: v for k, v in tensors.items() if k != key}
+
+
+def _with(key, array):
+  return lambda tensors: tensors | {key: (array, Kind.F32)}
+
+
+_ROW = np.ones((40, 256), np.float32)
+
+
+@pytest.mark.parametrize(
+  ('change', 'message'),
+  [
+    (_without('blk.1.attn_k.weight'), 'lacks 1 tensors.*1.self_attn.k_proj'),
+    (_without('token_embd.weight'), 'lacks the tensor token_embd.weight'),
+    (_with('blk.0.ssm_in.weight', _ROW), 'blk.0.ssm_in.weight is not part of'),
+    (_with('blk.2.attn_k.weight', _ROW), 'blk.2.attn_k.weight is not part of'),
+    (_with('output.weight', _ROW[:, :128]), r'\(40, 128\), expected \(40, 256'),
+    (_with('rope_freqs.weight', _ROW[0, :32] * 3), "not those of Llama 3's"),
+  ],
+)
+def test_tensors_that_do_not_fit(change, message, tmp_path):
+  path = tmp_path / 'model.gguf'
+  _write(path, 'llama', change=change)
+  with pytest.raises(ValueError, match=f'{path}.*{message}'):
+    hub.load_module(path)
+
+
+@pytest.mark.parametrize(
+  ('old', 'new', 'message'),
+  [
+    (b'GGUF', b'GGML', 'is not a GGUF file'),
+    (b'GGUF\x03', b'GGUF\x09', 'version 9 is not known'),
+    (b'llama', b'lamma', "architecture 'lamma' is not known; choose from"),
+    (b'.rope.freq_base', b'.rope.freq_bass', 'rope.freq_bass is not supported'),
+    (b'.block_count', b'.block_cOunt', 'block_cOunt is not supported'),
+  ],
+)
+def test_headers_that_say_something_else(old, new, message, tmp_path):
+  path = tmp_path / 'model.gguf'
+  _write(path, 'llama')
+  path.write_bytes(path.read_bytes().replace(old, new))
+  with pytest.raises(ValueError, match=f'{path}.*{message}'):
+    hub.load_module(path)
+
+
+def test_a_file_that_is_cut_off_is_noticed_at_every_length(tmp_path):
+  path = tmp_path / 'model.gguf'
+  _write(path, 'qwen2')
+  whole = path.read_bytes()
+  lengths = np.random.default_rng(0).integers(1, len(whole), size=20)
+  for length in (0, 3, 20, 200, *lengths, len(whole) - 1000):
+    path.write_bytes(whole[:length])
+    with pytest.raises(ValueError, match=f'{path}'):
+      hub.load_module(path)
+
+
+def test_a_type_that_nobody_knows(tmp_path):
+  path = tmp_path / 'model.gguf'
+  _write(path, 'gpt2')
+  name = b'blk.0.attn_qkv.weight'
+  data = bytearray(path.read_bytes())
+  # After the name: the number of axes, two lengths, the type.
+  at = data.index(name) + len(name) + 4 + 16
+  for kind, message in ((250, 'type 250, which gguf does not know'),):
+    data[at] = kind
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=f'attn_qkv.weight is of {message}'):
+      hub.load_module(path)
+
+
+def test_what_is_not_there(tmp_path, monkeypatch):
+  with pytest.raises(ValueError, match=r'there is no file .*none\.gguf'):
+    hub.load_module(str(tmp_path / 'none.gguf'))
+  _write(tmp_path / 'a.gguf', 'gpt2')
+  with pytest.raises(ValueError, match='is not a hub id'):
+    hub.load_module(tmp_path / 'a.gguf', revision='main')
+  with pytest.raises(ValueError, match=r'a\.gguf has no tokenizer'):
+    load_pair(str(tmp_path / 'a.gguf'), None)
+  monkeypatch.setitem(sys.modules, 'gguf', None)
+  with pytest.raises(ValueError, match=re.escape("pip install -e '.[gguf]'")):
+    hub.load_module(tmp_path / 'a.gguf')

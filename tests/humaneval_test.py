@@ -1,0 +1,116 @@
+"""Completions are cut, tested within limits, and counted."""
+
+import json
+import pathlib
+import re
+
+import pytest
+
+from models.bench import humaneval
+from models.bench.humaneval import Problem
+from models.bench.humaneval import run_tests
+
+_PROBLEM = Problem(
+  task_id='T/0',
+  prompt='def double(x):\n  """Twice x."""\n',
+  entry_point='double',
+  test='def check(f):\n  assert f(2) == 4\n  assert f(-1) == -2\n',
+)
+
+
+@pytest.mark.parametrize(
+  ('completion', 'result'),
+  [
+    ('  return 2 * x', 'passed'),
+    ('  return x + 2', 'AssertionError'),
+    ('  return y', "NameError: name 'y' is not defined"),
+    ('  return 2 * x)', r'SyntaxError: unmatched'),
+    ('  print("passed")\n  raise SystemExit(0)', 'ended with status 0'),
+    ('  import os\n  os._exit(0)', 'ended with status 0'),
+    ('  return 2 * x if bytearray(1 << 33) else 0', 'MemoryError'),
+    ('  import socket\n  socket.socket()', 'OSError: there is no network'),
+    ('  open("f", "w").write("a" * (1 << 21))', 'OSError.*File too large'),
+  ],
+)
+def test_what_becomes_of_a_completion(completion, result):
+  found = run_tests(_PROBLEM, completion, megabytes=512)
+  assert re.match(result, found), found
+
+
+def test_a_completion_that_never_ends_is_stopped():
+  loop = '  while True:\n    pass'
+  assert run_tests(_PROBLEM, loop, seconds=1) == 'timed out'
+
+
+def test_its_folder_is_its_own_and_goes(tmp_path):
+  mark = tmp_path / 'mark'
+  code = (
+    '  import os, pathlib\n'
+    f'  pathlib.Path({str(mark)!r}).write_text(os.getcwd())\n'
+    '  pathlib.Path("left").write_text("x")\n  return 2 * x'
+  )
+  assert run_tests(_PROBLEM, code) == 'passed'
+  assert not pathlib.Path(mark.read_text()).exists()
+
+
+@pytest.mark.parametrize(
+  ('text', 'expected'),
+  [
+    ('  return 1\n\ndef other():', '  return 1\n'),
+    ('  return 1\n# next\ndef f', '  return 1'),
+    ('  if x:\n    print(1)\n', '  if x:\n    print(1)\n'),
+    ('', ''),
+  ],
+)
+def test_a_completion_ends_where_the_function_does(text, expected):
+  assert humaneval.cut(text) == expected
+
+
+def _row(method, tokens, result):
+  return {
+    'task_id': 'T/0',
+    'method': method,
+    'tokens': tokens,
+    'result': result,
+    'seconds': 0.5,
+  }
+
+
+def test_results_go_on_after_a_run_that_was_killed(tmp_path):
+  path = tmp_path / 'results.jsonl'
+  results = humaneval.Results(path, {'seed': 0})
+  results.add(_row('plain', [1, 2], 'passed'))
+  with path.open('a') as file:
+    file.write('{"task_id": "T/1", "met')
+  again = humaneval.Results(path, {'seed': 0})
+  assert again.rows == results.rows
+  assert again.has('T/0', 'plain')
+  assert not again.has('T/0', 'staged')
+  again.add(_row('staged', [1, 3], 'AssertionError'))
+  plain, staged = humaneval.summary(again.rows, ['plain', 'staged'])
+  assert (plain['pass@1'], plain['other tokens']) == (1.0, 0)
+  assert (staged['pass@1'], staged['other tokens']) == (0.0, 1)
+  with pytest.raises(ValueError, match=r'other settings \(seed\); give'):
+    humaneval.Results(path, {'seed': 1})
+
+
+@pytest.mark.parametrize(
+  ('lines', 'message'),
+  [
+    (['{"task_id": "a"}'], 'line 1: expected a JSON object .* KeyError'),
+    (['3'], 'line 1: expected a JSON object'),
+    ([], 'has no tasks'),
+    ([json.dumps(vars(_PROBLEM))] * 2, 'line 2: T/0 comes twice'),
+  ],
+)
+def test_files_that_are_no_tasks(lines, message, tmp_path):
+  path = tmp_path / 'tasks.jsonl'
+  path.write_text('\n'.join(lines))
+  with pytest.raises(ValueError, match=message):
+    humaneval.read_problems(path)
+
+
+def test_a_file_of_tasks(tmp_path):
+  path = tmp_path / 'tasks.jsonl'
+  path.write_text(json.dumps(vars(_PROBLEM) | {'canonical_solution': ''}))
+  assert humaneval.read_problems(path) == [_PROBLEM]
