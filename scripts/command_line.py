@@ -31,7 +31,8 @@ def _keep_programs() -> None:
   import jax
 
   folder = _COMPILATION_CACHE.value
-  if folder is None and jax.config.jax_compilation_cache_dir is None:
+  known = jax.config.read('jax_compilation_cache_dir')
+  if folder is None and known is None:
     root = os.environ.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache'
     folder = str(pathlib.Path(root) / 'specdec' / 'programs')
     jax.config.update('jax_compilation_cache_max_size', _CACHE_BYTES)

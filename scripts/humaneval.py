@@ -39,8 +39,7 @@ _TEST_SECONDS = flags.DEFINE_float(
 )
 
 
-def _settings() -> dict:
-  tasks = pathlib.Path(_TASKS.value).read_bytes()
+def _settings(tasks: bytes) -> dict:
   settings = options.as_dict() | {
     'tasks': hashlib.blake2b(tasks, digest_size=16).hexdigest(),
     'dtype': options.dtype(),
@@ -74,7 +73,9 @@ def main() -> None:
     )
   path = pathlib.Path(_TASKS.value)
   problems = humaneval.read_problems(path)[: _NUM_TASKS.value]
-  results = humaneval.Results(pathlib.Path(_OUTPUT.value), _settings())
+  results = humaneval.Results(
+    pathlib.Path(_OUTPUT.value), _settings(path.read_bytes())
+  )
   for method in methods:
     todo = [one for one in problems if not results.has(one.task_id, method)]
     if not todo:

@@ -49,6 +49,8 @@ def _loss(lengths: list[int]) -> list[dict]:
   folder = hub.locate(options.TARGET.value)
   corpus = Corpus(folder=_CORPUS.value, pattern=_PATTERN.value)
   tokenizer = hub.load_tokenizer(folder)
+  if tokenizer is None:
+    raise ValueError(f'--target={options.TARGET.value} has no tokenizer')
   tokens = corpus.tokens(tokenizer, held_out=True)
   module = hub.load_module(folder, dtype=options.dtype())
   loss = functools.partial(held_out_loss, module, tokens)

@@ -73,7 +73,7 @@ _OTHER_KEYS = {
 
 _ROPE_FACTORS = 'rope_freqs.weight'
 # Of the scaling of Llama 3.1 and later; a file has only what follows from them.
-_LLAMA3 = {
+_LLAMA3: dict[str, Any] = {
   'low_freq_factor': 1.0,
   'high_freq_factor': 4.0,
   'original_max_position_embeddings': 8192,

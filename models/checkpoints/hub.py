@@ -203,9 +203,9 @@ def _tensors(
       yield key, stored, False
     return
   for tensor in _described(folder):
-    key = family.canonical_name(tensor.name, config)
-    if key is not None:
-      yield key, tensor, family.is_transposed(key)
+    known = family.canonical_name(tensor.name, config)
+    if known is not None:
+      yield known, tensor, family.is_transposed(key)
 
 
 def _described(folder: pathlib.Path) -> Iterator[_Tensor]:
