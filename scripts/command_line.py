@@ -31,8 +31,7 @@ def _keep_programs() -> None:
   import jax
 
   folder = _COMPILATION_CACHE.value
-  known = jax.config.read('jax_compilation_cache_dir')
-  if folder is None and known is None:
+  if folder is None and 'JAX_COMPILATION_CACHE_DIR' not in os.environ:
     root = os.environ.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache'
     folder = str(pathlib.Path(root) / 'specdec' / 'programs')
     jax.config.update('jax_compilation_cache_max_size', _CACHE_BYTES)
