@@ -173,9 +173,8 @@ def test_after_a_rest_all_stages_know_the_text():
     max_depth=_DEPTH,
     cost_ratio=0,
   )
-  prompts = tiny.prompts(_ROWS)
-  rows = zip(prompts, _plain().tokens, strict=True)
-  table = tiny_drafters.table_of([one + new for one, new in rows], 'perfect')
+  # It has nothing to say, so that it does not make up for what models miss.
+  table = tiny_drafters.table_of(tiny.prompts(_ROWS), 'empty')
   models = (
     tiny_drafters.model(_draft('perfect'), config, name)
     for name in ('draft', 'inner')
