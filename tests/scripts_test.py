@@ -400,7 +400,6 @@ def test_a_tuned_plan_is_found_again(target, prompts, tmp_path, monkeypatch):
   common = (f'--target={target}', '--draft=none', '--max_new_tokens=16')
   tuned = _output('tune.py', *common, f'--prompt_file={prompts}')
   assert '| plain ' in tuned
-  assert '| lookup N=' in tuned
   planned = command_lines.run('generate.py', *common, '--plan=auto', '--json')
   assert planned.code == 0, planned.errors
   assert 'making it' not in planned.errors
