@@ -25,4 +25,4 @@ if ! $fast; then
   # Anew, because what was read before does not warn again.
   python -m sphinx --fresh-env -W --keep-going --quiet docs build/docs
 fi
-python -m pytest --numprocesses=2 --dist=loadfile "$@"
+python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder "$@"

@@ -205,7 +205,7 @@ def _tensors(
   for tensor in _described(folder):
     known = family.canonical_name(tensor.name, config)
     if known is not None:
-      yield known, tensor, family.is_transposed(key)
+      yield known, tensor, family.is_transposed(known)
 
 
 def _described(folder: pathlib.Path) -> Iterator[_Tensor]:
