@@ -18,6 +18,7 @@ from specdec import generate
 from specdec import PLAIN
 from specdec import Sampling
 from specdec import staged
+from specdec.loop import advance
 from specdec.tree.topology import chain
 
 _DEPTH = 4
@@ -206,3 +207,16 @@ def test_after_a_rest_all_stages_know_the_text():
   names = list(result.stats['stage_forwards'])
   assert names == ['draft', 'inner', 'ngram']
   _check_rests(result)
+
+
+def test_streaming_compiles_once():
+  """Also where the first state has what the program makes in later ones."""
+  arguments, options = _arguments(_chain('similar'), break_even=2.0)
+  decoding = Decoding(*arguments, **options)
+  before = advance._cache_size()
+  decoding.step()
+  decoding.step()
+  assert advance._cache_size() <= before + 1
+  fresh = Decoding(*arguments, **options)
+  fresh.step()
+  assert advance._cache_size() <= before + 1
