@@ -55,7 +55,7 @@ def _settings(tasks: bytes) -> dict:
 def main() -> None:
   import tqdm
 
-  from models.bench import humaneval
+  from models.bench import completions
   from models.bench.record import rows_to_table
   from models.text.generator import load
 
@@ -72,8 +72,8 @@ def main() -> None:
       f'--methods={",".join(_METHODS.value)}: choose from {", ".join(known)}'
     )
   path = pathlib.Path(_TASKS.value)
-  problems = humaneval.read_problems(path)[: _NUM_TASKS.value]
-  results = humaneval.Results(
+  problems = completions.read_problems(path)[: _NUM_TASKS.value]
+  results = completions.Results(
     pathlib.Path(_OUTPUT.value), _settings(path.read_bytes())
   )
   for method in methods:
@@ -86,10 +86,10 @@ def main() -> None:
     for problem in tqdm.tqdm(todo, desc=method):
       start = time.perf_counter()
       generation = generator.generate(
-        problem.prompt, stop=humaneval.STOPS, **options.decoding()
+        problem.prompt, stop=completions.STOPS, **options.decoding()
       )
       seconds = time.perf_counter() - start
-      completion = humaneval.cut(generation.text[0])
+      completion = completions.cut(generation.text[0])
       results.add(
         {
           'task_id': problem.task_id,
@@ -97,12 +97,12 @@ def main() -> None:
           'tokens': generation.tokens[0],
           'completion': completion,
           'seconds': round(seconds, 3),
-          'result': humaneval.run_tests(
+          'result': completions.run_tests(
             problem, completion, seconds=_TEST_SECONDS.value
           ),
         }
       )
-  print(rows_to_table(humaneval.summary(results.rows, methods)))
+  print(rows_to_table(completions.summary(results.rows, methods)))
 
 
 if __name__ == '__main__':

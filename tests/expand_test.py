@@ -168,4 +168,4 @@ def test_a_folder_without_tokenizer(tmp_path):
     tmp_path / 'small', tmp_path / 'large', width_factor=2, num_layers=1
   )
   assert hub.config_of(tmp_path / 'large') == shape
-  assert not hub.has_tokenizer(tmp_path / 'large')
+  assert hub.load_tokenizer(tmp_path / 'large') is None

@@ -319,7 +319,9 @@ def test_path_of_no_folder_is_not_asked_of_the_hub(name, monkeypatch):
 
 
 def test_revision_of_a_folder(folder):
-  with pytest.raises(ValueError, match='is a folder; a revision needs a hub'):
+  with pytest.raises(
+    ValueError, match='is not a hub id, and a revision needs one'
+  ):
     hub.load_module(folder, revision='main')
 
 

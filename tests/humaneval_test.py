@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from models.bench import humaneval
-from models.bench.humaneval import Problem
-from models.bench.humaneval import run_tests
+from models.bench import completions
+from models.bench.completions import Problem
+from models.bench.completions import run_tests
 
 _PROBLEM = Problem(
   task_id='T/0',
@@ -63,7 +63,7 @@ def test_its_folder_is_its_own_and_goes(tmp_path):
   ],
 )
 def test_a_completion_ends_where_the_function_does(text, expected):
-  assert humaneval.cut(text) == expected
+  assert completions.cut(text) == expected
 
 
 def _row(method, tokens, result):
@@ -78,20 +78,20 @@ def _row(method, tokens, result):
 
 def test_results_go_on_after_a_run_that_was_killed(tmp_path):
   path = tmp_path / 'results.jsonl'
-  results = humaneval.Results(path, {'seed': 0})
+  results = completions.Results(path, {'seed': 0})
   results.add(_row('plain', [1, 2], 'passed'))
   with path.open('a') as file:
     file.write('{"task_id": "T/1", "met')
-  again = humaneval.Results(path, {'seed': 0})
+  again = completions.Results(path, {'seed': 0})
   assert again.rows == results.rows
   assert again.has('T/0', 'plain')
   assert not again.has('T/0', 'staged')
   again.add(_row('staged', [1, 3], 'AssertionError'))
-  plain, staged = humaneval.summary(again.rows, ['plain', 'staged'])
+  plain, staged = completions.summary(again.rows, ['plain', 'staged'])
   assert (plain['pass@1'], plain['other tokens']) == (1.0, 0)
   assert (staged['pass@1'], staged['other tokens']) == (0.0, 1)
   with pytest.raises(ValueError, match=r'other settings \(seed\); give'):
-    humaneval.Results(path, {'seed': 1})
+    completions.Results(path, {'seed': 1})
 
 
 @pytest.mark.parametrize(
@@ -107,10 +107,10 @@ def test_files_that_are_no_tasks(lines, message, tmp_path):
   path = tmp_path / 'tasks.jsonl'
   path.write_text('\n'.join(lines))
   with pytest.raises(ValueError, match=message):
-    humaneval.read_problems(path)
+    completions.read_problems(path)
 
 
 def test_a_file_of_tasks(tmp_path):
   path = tmp_path / 'tasks.jsonl'
   path.write_text(json.dumps(vars(_PROBLEM) | {'canonical_solution': ''}))
-  assert humaneval.read_problems(path) == [_PROBLEM]
+  assert completions.read_problems(path) == [_PROBLEM]

@@ -172,11 +172,14 @@ _PROMPTS = ['ab', 'b a', 'né', 'aab', '日本', 'b\n']
 def _generator(num_tokens=3):
   pair = fuzzing.pair()
   config = Settings(topology=chain(num_tokens))
-  # A context as long as that of the target.
-  logits = pair.draft.params['logits']
-  draft = table_model(logits, max_positions=pair.target.spec.max_positions)
+  # Longer contexts, of one length.
+  target, draft = (
+    table_model(model.params['logits'], max_positions=200)
+    for model in (pair.target, pair.draft)
+  )
   return Generator(
-    dataclasses.replace(pair, draft=draft), tiny_drafters.model(draft, config)
+    dataclasses.replace(pair, target=target, draft=draft),
+    tiny_drafters.model(draft, config),
   )
 
 

@@ -165,11 +165,18 @@ def matmul(x: jax.Array, weight: Matrix) -> jax.Array:
 
 def take_rows(weight: Matrix, index: jax.Array) -> jax.Array:
   """Rows `[..., in]` float32 of a matrix `[out, in]`, for `index [...]`."""
+  if isinstance(weight, Int8Matrix):
+    return weight.values[index] * weight.scale[index][..., None]
+  take = lambda weight, index: weight[index].astype(jnp.float32)
+  if weight.dtype == jnp.float32:
+    return take(weight, index)
   # XLA's CPU backend gathers 16-bit floats as float32. In a loop it converts
   # the whole matrix, once, before the loop (933 MB for 151,936 rows of 1,536).
   # A barrier ties the matrix to the index, which changes in the loop, so that
   # rows are converted when they are gathered.
-  weight, index = lax.optimization_barrier((weight, index))
-  if isinstance(weight, Int8Matrix):
-    return weight.values[index] * weight.scale[index][..., None]
-  return weight[index].astype(jnp.float32)
+  return lax.platform_dependent(
+    weight,
+    index,
+    cpu=lambda *args: take(*lax.optimization_barrier(args)),
+    default=take,
+  )
