@@ -1,9 +1,9 @@
 """Reads the header of a GGUF file: metadata, and where each tensor lies.
 
 The format is that of llama.cpp (github.com/ggml-org/ggml, docs/gguf.md). The
-`gguf` package has a reader, too; it makes four arrays of numpy per string, and
-takes SECONDS_OLD s for a vocabulary of 152k tokens where this one takes
-SECONDS_NEW s.
+`gguf` package has a reader, too, but it makes several numpy arrays per string:
+it took 37.6 s for a vocabulary of 152k tokens (Qwen2.5) where this one took
+0.9 s, one after the other on a busy machine.
 """
 
 import dataclasses
