@@ -59,7 +59,7 @@ def _few_mappings(request):
 
 
 def pytest_configure(config):
-  """Here programs run for moments; scripts and `--long` compile as users do."""
+  """Here programs run for moments; with `--long` they compile as for users."""
   if not config.getoption('--long'):
     flags = os.environ.get('XLA_FLAGS', '')
     flags += ' --xla_backend_optimization_level=0'

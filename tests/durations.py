@@ -14,7 +14,7 @@ import resource
 import jax
 
 KEY = 'specdec/seconds'
-"""Of pytest's cache: seconds by test file, setup and all."""
+"""The key in pytest's cache of the seconds by test file."""
 
 LIMIT = 10.0
 
@@ -27,7 +27,7 @@ _EVENTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-  """Of some tests: seconds, and how many programs they had compiled.
+  """Seconds that tests took, and how many programs they had compiled.
 
   What a persistent cache compiles in no time counts as a program, too.
   """

@@ -324,11 +324,31 @@ def test_a_type_that_nobody_knows(tmp_path):
   data = bytearray(path.read_bytes())
   # After the name: the number of axes, two lengths, the type.
   at = data.index(name) + len(name) + 4 + 16
-  for kind, message in ((250, 'type 250, which gguf does not know'),):
-    data[at] = kind
-    path.write_bytes(data)
-    with pytest.raises(ValueError, match=f'attn_qkv.weight is of {message}'):
-      hub.load_module(path)
+  data[at] = 250
+  path.write_bytes(data)
+  with pytest.raises(ValueError, match='weight is of type 250, which gguf'):
+    hub.load_module(path)
+
+
+@pytest.mark.parametrize(
+  ('kind', 'native', 'dtype'),
+  [
+    (Kind.F16, {'float16', 'bfloat16'}, 'float16'),
+    (Kind.F16, {'bfloat16'}, 'float32'),
+    (Kind.BF16, {'bfloat16'}, 'bfloat16'),
+    (Kind.Q8_0, {'float16', 'bfloat16'}, 'bfloat16'),
+    (Kind.Q8_0, {'float16'}, 'float16'),
+    (Kind.Q8_0, set(), 'float32'),
+    (Kind.F32, {'float16', 'bfloat16'}, 'float32'),
+  ],
+)
+def test_auto_is_what_is_stored_and_native(
+  kind, native, dtype, tmp_path, monkeypatch
+):
+  monkeypatch.setattr(hub, 'native_dtypes', lambda: frozenset(native))
+  _write(tmp_path / 'a.gguf', 'gpt2', kind)
+  assert hub.resolve_dtype('auto', tmp_path / 'a.gguf') == dtype
+  assert hub.resolve_dtype('int8', tmp_path / 'a.gguf') == 'int8'
 
 
 def test_what_is_not_there(tmp_path, monkeypatch):

@@ -68,7 +68,7 @@ def filtered(logits: np.ndarray, options: Options) -> np.ndarray:
 
 
 def log_prob(logits: np.ndarray, token: int) -> float:
-  """Of the target itself, whatever is asked for."""
+  """The log-probability of a token by the target's own `logits [V]`."""
   logits = np.asarray(logits, np.float64)
   largest = logits.max()
   return float(logits[token] - largest - np.log(np.exp(logits - largest).sum()))

@@ -147,12 +147,12 @@ class Results:
     if not lines:
       self._append(settings)
       return
-    found = json.loads(lines[0])
-    if found != json.loads(json.dumps(settings)):
+    found, settings = json.loads(lines[0]), json.loads(json.dumps(settings))
+    if found != settings:
       different = sorted(
         key
         for key in {*found, *settings}
-        if found.get(key) != json.loads(json.dumps(settings)).get(key)
+        if found.get(key) != settings.get(key)
       )
       raise ValueError(
         f'{path} is of a run with other settings ({", ".join(different)});'

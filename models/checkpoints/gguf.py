@@ -157,6 +157,11 @@ def _rope_parameters(metadata: Mapping[str, Any], header: Header) -> dict:
   """
   parameters = {'rope_theta': metadata.get('rope.freq_base', 10000.0)}
   kind = metadata.get('rope.scaling.type', 'none')
+  if metadata.get('rope.scaling.attn_factor', 1.0) != 1.0:
+    raise ValueError(
+      f'rope.scaling.attn_factor={metadata["rope.scaling.attn_factor"]} is not'
+      ' supported'
+    )
   if kind == 'linear':
     parameters |= {
       'rope_type': 'linear',
