@@ -115,11 +115,15 @@ def table(files: Mapping[str, Times], least: float = 2.0) -> list[str]:
 def over_budget(
   files: Mapping[str, Times], budgets: Mapping[str, int]
 ) -> list[str]:
-  """One line per file that had more programs compiled than its budget."""
+  """One line per file that had more programs compiled than its budget.
+
+  A tenth more, and five, pass: single operations that JAX forgot meanwhile
+  are compiled again, which depends on the files that the worker ran before.
+  """
   return [
     f'{file} had {times.programs} programs compiled; its budget is'
     f' {budgets.get(file, 0)}. Share programs that other tests have, or raise'
     ' the budget with --update_limits.'
     for file, times in files.items()
-    if times.programs > budgets.get(file, 0)
+    if times.programs > 1.1 * budgets.get(file, 0) + 5
   ]

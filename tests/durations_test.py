@@ -41,8 +41,9 @@ def test_a_program_is_counted_once():
 
 
 def test_a_file_above_its_budget_is_named():
-  files = {'a': Times(programs=3), 'b': Times(programs=4), 'c': Times()}
-  assert durations.over_budget(files, {'a': 3, 'b': 4}) == []
-  [line] = durations.over_budget(files, {'a': 3, 'b': 3})
-  assert line.startswith('b had 4 programs compiled; its budget is 3.')
-  assert len(durations.over_budget(files, {})) == 2
+  files = {'a': Times(programs=5), 'b': Times(programs=50), 'c': Times()}
+  assert durations.over_budget(files, {'a': 5, 'b': 50}) == []
+  assert durations.over_budget(files, {'a': 0, 'b': 41}) == []
+  [line] = durations.over_budget(files, {'a': 0, 'b': 40})
+  assert line.startswith('b had 50 programs compiled; its budget is 40.')
+  assert len(durations.over_budget(files, {})) == 1
