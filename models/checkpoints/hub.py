@@ -26,6 +26,8 @@ from models.nn.adapter import Config
 from models.nn.adapter import Module
 from models.nn.dtypes import native_dtypes
 from models.nn.matmul import Int8Matrix
+from models.nn.matmul import Matrix
+from models.nn.matmul import pack
 from models.nn.matmul import quantize
 
 _DEMO = pathlib.Path(__file__).parents[1] / 'demo'
@@ -280,6 +282,7 @@ def load_module(
   *,
   dtype: jax.typing.DTypeLike = jnp.float32,
   revision: str | None = None,
+  packed: bool = False,
 ) -> Module:
   """Loads a model.
 
@@ -292,6 +295,8 @@ def load_module(
       rounds all matrices to eight bits, except position embeddings and routers,
       and the rest is computed in bfloat16.
     revision: see `locate`.
+    packed: whether matrices are packed for the kernels of `models.nn.cpu`,
+      which must be available; those of float16 are not.
 
   Raises:
     ValueError: a config or tensor is unknown, missing, left over or misshapen;
@@ -313,9 +318,12 @@ def load_module(
     leaf = expected[paths[key]]
     tensor.check(leaf.shape[::-1] if transposed else leaf.shape)
     if in_int8 and leaf.ndim == 2 and not family.stays_float(key):
-      final = quantize(tensor.read(np.float32, transposed=transposed))
+      final: Matrix = quantize(tensor.read(np.float32, transposed=transposed))
     else:
       final = jax.device_put(tensor.read(leaf.dtype, transposed=transposed))
+    # Position embeddings are added, not multiplied.
+    if packed and leaf.ndim == 2 and paths[key][0] != 'wpe':
+      final = pack(final)
     if key not in loaded:
       loaded[key] = jax.block_until_ready(final)
       origin[key] = tensor.name

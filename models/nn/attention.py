@@ -10,6 +10,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from models.nn.cpu import ops
 from models.nn.matmul import precision
 from specdec import cache as kv
 
@@ -85,6 +86,7 @@ def self_attention(
   layer: int,
   *,
   scale: float,
+  kernels: bool,
 ) -> tuple[jax.Array, kv.KVCache | None]:
   """Writes the keys and values of L positions to a cache, then attends to it.
 
@@ -99,6 +101,7 @@ def self_attention(
       attend to one another only.
     layer: index of the layer in the cache.
     scale: factor of the scores.
+    kernels: whether to use those of `models.nn.cpu`.
 
   Returns:
     `[B, Hq, L, Dh]` float32, and the cache with the new entries.
@@ -106,4 +109,5 @@ def self_attention(
   if cache is not None:
     cache = kv.write(cache, layer, key, value)
     key, value = cache.keys[layer], cache.values[layer]
-  return attend(query, key, value, mask, scale=scale), cache
+  compute = ops.attend if kernels else attend
+  return compute(query, key, value, mask, scale=scale), cache

@@ -15,8 +15,10 @@ import jax
 import jax.numpy as jnp
 
 from models.nn.attention import self_attention
+from models.nn.cpu.ops import PackedMatrix
 from models.nn.layers import ACTIVATIONS
 from models.nn.layers import check_config
+from models.nn.layers import LayerNorm
 from models.nn.layers import Linear
 from models.nn.layers import residual_stddev
 from models.nn.matmul import matmul
@@ -57,15 +59,6 @@ class GPT2Config:
     return self.width // self.num_heads
 
 
-def _layer_norm(config: GPT2Config, rngs: nnx.Rngs) -> nnx.LayerNorm:
-  return nnx.LayerNorm(
-    config.width,
-    epsilon=config.norm_epsilon,
-    use_fast_variance=False,
-    rngs=rngs,
-  )
-
-
 class Attention(nnx.Module):
   """Multi-head self-attention of one block."""
 
@@ -88,7 +81,14 @@ class Attention(nnx.Module):
       self.c_attn(x).astype(self.dtype).reshape(heads).transpose(2, 0, 3, 1, 4)
     )
     out, cache = self_attention(
-      query, key, value, mask, cache, self.layer, scale=self.scale
+      query,
+      key,
+      value,
+      mask,
+      cache,
+      self.layer,
+      scale=self.scale,
+      kernels=self.c_proj.is_packed,
     )
     return self.c_proj(out.swapaxes(1, 2).reshape(x.shape)), cache
 
@@ -112,15 +112,17 @@ class Block(nnx.Module):
   """Pre-norm transformer block."""
 
   def __init__(self, config: GPT2Config, layer: int, *, dtype, rngs):
-    self.ln_1 = _layer_norm(config, rngs)
+    self.ln_1 = LayerNorm(config.width, config.norm_epsilon)
     self.attn = Attention(config, layer, dtype=dtype, rngs=rngs)
-    self.ln_2 = _layer_norm(config, rngs)
+    self.ln_2 = LayerNorm(config.width, config.norm_epsilon)
     self.mlp = FeedForward(config, dtype=dtype, rngs=rngs)
 
   def __call__(self, x, mask, cache):
-    attended, cache = self.attn(self.ln_1(x), mask, cache)
+    kernels = self.attn.c_proj.is_packed
+    normalized = self.ln_1(x, kernels=kernels)
+    attended, cache = self.attn(normalized, mask, cache)
     x = x + attended
-    return x + self.mlp(self.ln_2(x)), cache
+    return x + self.mlp(self.ln_2(x, kernels=kernels)), cache
 
 
 class GPT2(nnx.Module):
@@ -149,7 +151,7 @@ class GPT2(nnx.Module):
         for layer in range(config.num_layers)
       ]
     )
-    self.ln_f = _layer_norm(config, rngs)
+    self.ln_f = LayerNorm(config.width, config.norm_epsilon)
     if not config.tie_embeddings:
       shape = (config.vocab_size, config.width)
       self.lm_head = nnx.Param(init(0.02)(rngs.params(), shape, dtype))
@@ -182,4 +184,5 @@ class GPT2(nnx.Module):
         x, cache = block(x, mask, cache)
     tied = self.config.tie_embeddings
     head = embedding if tied else self.lm_head.get_value()
-    return matmul(self.ln_f(x), head), cache
+    x = self.ln_f(x, kernels=isinstance(head, PackedMatrix))
+    return matmul(x, head), cache

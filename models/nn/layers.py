@@ -8,8 +8,11 @@ from typing import Any
 
 from flax import nnx
 import jax
+from jax import lax
 import jax.numpy as jnp
 
+from models.nn.cpu import ops
+from models.nn.cpu.ops import PackedMatrix
 from models.nn.matmul import matmul
 
 _gelu_tanh = functools.partial(jax.nn.gelu, approximate=True)
@@ -69,9 +72,53 @@ class Linear(nnx.Module):
     )
     self.bias = nnx.Param(jnp.zeros(features_out, dtype)) if use_bias else None
 
+  @property
+  def is_packed(self) -> bool:
+    """Whether the weight is packed for the kernels of `models.nn.cpu`."""
+    return isinstance(self.weight.get_value(), PackedMatrix)
+
   def __call__(self, x: jax.Array) -> jax.Array:
     out = matmul(x, self.weight.get_value())
     if self.bias is None:
       return out
     bias = self.bias[...].astype(jnp.float32)
     return out + jnp.expand_dims(bias, range(x.ndim - 1))
+
+
+class LayerNorm(nnx.Module):
+  """Layer norm (arXiv 1607.06450) over the last axis, in float32."""
+
+  def __init__(self, width: int, epsilon: float):
+    self.epsilon = epsilon
+    self.scale = nnx.Param(jnp.ones(width, jnp.float32))
+    self.bias = nnx.Param(jnp.zeros(width, jnp.float32))
+
+  def __call__(self, x: jax.Array, *, kernels: bool) -> jax.Array:
+    """Normalizes `[..., width]`, with the kernels of `models.nn.cpu` or not."""
+    scale, bias = self.scale[...], self.bias[...]
+    expand = lambda array: jnp.expand_dims(array, range(x.ndim - 1))
+    if kernels:
+      out = ops.normalize(x, scale, epsilon=self.epsilon, center=True)
+      return out + expand(bias)
+    mean = jnp.mean(x, axis=-1, keepdims=True)
+    # Two passes: a difference of squares would cancel.
+    variance = jnp.mean(jnp.square(x - mean), axis=-1, keepdims=True)
+    factor = lax.rsqrt(variance + self.epsilon) * expand(scale)
+    return (x - mean) * factor + expand(bias)
+
+
+class RMSNorm(nnx.Module):
+  """Root mean square norm (arXiv 1910.07467) over the last axis, in float32."""
+
+  def __init__(self, width: int, epsilon: float):
+    self.epsilon = epsilon
+    self.scale = nnx.Param(jnp.ones(width, jnp.float32))
+
+  def __call__(self, x: jax.Array, *, kernels: bool) -> jax.Array:
+    """Normalizes `[..., width]`, with the kernels of `models.nn.cpu` or not."""
+    scale = self.scale[...]
+    if kernels:
+      return ops.normalize(x, scale, epsilon=self.epsilon, center=False)
+    mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+    normalized = x * lax.rsqrt(mean_square + self.epsilon)
+    return normalized * jnp.expand_dims(scale, range(x.ndim - 1))

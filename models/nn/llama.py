@@ -13,14 +13,15 @@ from typing import Any
 
 from flax import nnx
 import jax
-from jax import lax
 import jax.numpy as jnp
 
 from models.nn.attention import self_attention
+from models.nn.cpu.ops import PackedMatrix
 from models.nn.layers import ACTIVATIONS
 from models.nn.layers import check_config
 from models.nn.layers import Linear
 from models.nn.layers import residual_stddev
+from models.nn.layers import RMSNorm
 from models.nn.matmul import matmul
 from models.nn.matmul import take_rows
 from models.nn.rope import Rope
@@ -64,19 +65,6 @@ class LlamaConfig:
       raise ValueError(f'head_width must be even, got {self.head_width}')
 
 
-class RMSNorm(nnx.Module):
-  """Root mean square norm (arXiv 1910.07467) over the last axis, in float32."""
-
-  def __init__(self, width: int, epsilon: float):
-    self.epsilon = epsilon
-    self.scale = nnx.Param(jnp.ones(width, jnp.float32))
-
-  def __call__(self, x: jax.Array) -> jax.Array:
-    mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
-    scale = jnp.expand_dims(self.scale[...], range(x.ndim - 1))
-    return x * lax.rsqrt(mean_square + self.epsilon) * scale
-
-
 class Attention(nnx.Module):
   """Grouped-query self-attention of one block."""
 
@@ -104,15 +92,24 @@ class Attention(nnx.Module):
     return x.reshape(heads).swapaxes(1, 2)
 
   def __call__(self, x, rotation, mask, cache):
+    kernels = self.o_proj.is_packed
     query, key = self._heads(self.q_proj(x)), self._heads(self.k_proj(x))
     if self.config.qk_norm:
-      query, key = self.q_norm(query), self.k_norm(key)
+      query = self.q_norm(query, kernels=kernels)
+      key = self.k_norm(key, kernels=kernels)
     query = rotate(query, rotation).astype(self.dtype)
     key = rotate(key, rotation).astype(self.dtype)
     value = self._heads(self.v_proj(x)).astype(self.dtype)
     scale = 1 / math.sqrt(self.config.head_width)
     out, cache = self_attention(
-      query, key, value, mask, cache, self.layer, scale=scale
+      query,
+      key,
+      value,
+      mask,
+      cache,
+      self.layer,
+      scale=scale,
+      kernels=kernels,
     )
     out = out.swapaxes(1, 2).reshape(*x.shape[:-1], -1)
     return self.o_proj(out), cache
@@ -150,11 +147,12 @@ class Block(nnx.Module):
     self.mlp = feed_forward(config, dtype=dtype, rngs=rngs)
 
   def __call__(self, x, rotation, mask, cache):
-    attended, cache = self.self_attn(
-      self.input_layernorm(x), rotation, mask, cache
-    )
+    kernels = self.self_attn.o_proj.is_packed
+    normalized = self.input_layernorm(x, kernels=kernels)
+    attended, cache = self.self_attn(normalized, rotation, mask, cache)
     x = x + attended
-    out, routing = self.mlp(self.post_attention_layernorm(x))
+    normalized = self.post_attention_layernorm(x, kernels=kernels)
+    out, routing = self.mlp(normalized)
     return x + out, cache, routing
 
 
@@ -198,16 +196,18 @@ class Llama(nnx.Module):
       `[B, L, V]` float32 logits, the cache, and for each layer the
       `models.nn.experts.Routing`, of shapes `[B, L, ...]`; () without experts.
     """
-    embedding = self.embed_tokens.embedding
-    x = take_rows(embedding.get_value(), tokens)
+    embedding = self.embed_tokens.embedding.get_value()
+    x = take_rows(embedding, tokens)
     rotation = self.config.rope.rotation(positions, self.config.head_width)
     routings = []
     for layer, block in enumerate(self.layers):
       with jax.named_scope(f'layer_{layer}'):
         x, cache, routing = block(x, rotation, mask, cache)
       routings.append(routing)
-    head = embedding if self.config.tie_embeddings else self.lm_head
-    return matmul(self.norm(x), head.get_value()), cache, tuple(routings)
+    tied = self.config.tie_embeddings
+    head = embedding if tied else self.lm_head.get_value()
+    x = self.norm(x, kernels=isinstance(head, PackedMatrix))
+    return matmul(x, head), cache, tuple(routings)
 
   def __call__(self, tokens, positions, mask, cache=None):
     return self.with_routing(tokens, positions, mask, cache)[:2]

@@ -13,6 +13,9 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
+from models.nn.cpu import ops
+from models.nn.cpu.ops import PackedMatrix
+
 # -128 has no counterpart, so rounding is symmetric without it.
 _LARGEST = 127.0
 
@@ -34,7 +37,7 @@ class Int8Matrix(flax.struct.PyTreeNode):
     return self.values.shape
 
 
-Matrix = jax.Array | Int8Matrix
+Matrix = jax.Array | Int8Matrix | PackedMatrix
 
 
 def quantize_rows(rows, xp=jnp):
@@ -66,6 +69,15 @@ def quantize(matrix: np.ndarray) -> Int8Matrix:
   return Int8Matrix(
     values=jnp.asarray(values), scale=jnp.asarray(scale, jnp.float32)
   )
+
+
+def pack(weight: Matrix) -> Matrix:
+  """A matrix as the kernels of `models.nn.cpu` read it, if they can."""
+  if isinstance(weight, Int8Matrix):
+    return ops.pack(np.asarray(weight.values), np.asarray(weight.scale))
+  if isinstance(weight, PackedMatrix) or weight.dtype.name not in ops.DTYPES:
+    return weight
+  return ops.pack(np.asarray(weight))
 
 
 def precision(dtype: jnp.dtype) -> lax.Precision:
@@ -150,13 +162,15 @@ def matmul(x: jax.Array, weight: Matrix) -> jax.Array:
 
   Args:
     x: `[..., in]` of any float dtype; rounded to the dtype of the weights.
-    weight: `[out, in]`, float32, bfloat16 or an `Int8Matrix`.
+    weight: `[out, in]`, float32, bfloat16 or another `Matrix`.
 
   Returns:
     `[..., out]` float32.
   """
   rows = x.reshape(-1, x.shape[-1])
-  if isinstance(weight, Int8Matrix):
+  if isinstance(weight, PackedMatrix):
+    out = ops.multiply(rows, weight)
+  elif isinstance(weight, Int8Matrix):
     out = int8_matmul(rows, weight)
   else:
     out = _linear(rows.astype(weight.dtype), weight)
@@ -165,6 +179,8 @@ def matmul(x: jax.Array, weight: Matrix) -> jax.Array:
 
 def take_rows(weight: Matrix, index: jax.Array) -> jax.Array:
   """Rows `[..., in]` float32 of a matrix `[out, in]`, for `index [...]`."""
+  if isinstance(weight, PackedMatrix):
+    return ops.take_rows(weight, index)
   if isinstance(weight, Int8Matrix):
     return weight.values[index] * weight.scale[index][..., None]
   take = lambda weight, index: weight[index].astype(jnp.float32)

@@ -436,6 +436,7 @@ def load(
   plan: Plan | str | os.PathLike[str] | None = None,
   dtype: jax.typing.DTypeLike = 'auto',
   draft_dtype: jax.typing.DTypeLike | None = None,
+  cpu_kernels: bool = True,
   revision: str | None = None,
 ) -> Generator:
   """Loads a target and what drafts for it.
@@ -453,6 +454,8 @@ def load(
       float32. In float32 drafted and plain tokens are equal; in 16 bits they
       may differ where two logits are as close as rounding (docs/faq.md).
     draft_dtype: of the draft; None for that of the target.
+    cpu_kernels: whether the kernels of `models.nn.cpu` are used on CPU, if they
+      can be compiled.
     revision: of the target, on the hub.
 
   Raises:
@@ -466,6 +469,11 @@ def load(
   checkpoints = find_checkpoints(target, draft, revision=revision)
   if plan is not None:
     plan.check_models(model_digests(*checkpoints))
-  pair = load_checkpoints(*checkpoints, dtype=dtype, draft_dtype=draft_dtype)
+  pair = load_checkpoints(
+    *checkpoints,
+    dtype=dtype,
+    draft_dtype=draft_dtype,
+    cpu_kernels=cpu_kernels,
+  )
   break_even = planned_break_even(method, drafting)
   return Generator(pair, make_drafter(method, pair, drafting), break_even)

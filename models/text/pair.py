@@ -13,6 +13,7 @@ from models.checkpoints import gguf
 from models.checkpoints import hub
 from models.nn.adapter import as_model
 from models.nn.adapter import with_vocab_size
+from models.nn.cpu import build
 from models.text.token_bytes import TextStream
 from models.text.token_bytes import token_bytes
 from specdec.model import LanguageModel
@@ -166,19 +167,23 @@ def load_checkpoints(
   *,
   dtype: jax.typing.DTypeLike = hub.AUTO,
   draft_dtype: jax.typing.DTypeLike | None = None,
+  cpu_kernels: bool = True,
 ) -> Pair:
   """Loads the weights of a target and a draft; see `load_pair`."""
+  packed = cpu_kernels and build.is_available()
   dtype = hub.resolve_dtype(dtype, target.folder)
   tokenizer = target.tokenizer
   assert tokenizer is not None
   if draft is not None:
     _check_same_tokens(target, draft)
-  model = as_model(hub.load_module(target.folder, dtype=dtype))
+  model = as_model(hub.load_module(target.folder, dtype=dtype, packed=packed))
   size = model.spec.vocab_size
   draft_model = None
   if draft is not None:
     own_dtype = hub.resolve_dtype(draft_dtype or dtype, draft.folder)
-    draft_model = as_model(hub.load_module(draft.folder, dtype=own_dtype))
+    draft_model = as_model(
+      hub.load_module(draft.folder, dtype=own_dtype, packed=packed)
+    )
     own_size = draft_model.spec.vocab_size
     _check_padding(size, own_size, len(tokenizer), draft)
     draft_model = with_vocab_size(draft_model, size)
@@ -193,6 +198,7 @@ def load_pair(
   dtype: jax.typing.DTypeLike = hub.AUTO,
   draft_dtype: jax.typing.DTypeLike | None = None,
   revision: str | None = None,
+  cpu_kernels: bool = True,
 ) -> Pair:
   """Loads a target, its tokenizer and a draft, if one is given.
 
@@ -204,13 +210,17 @@ def load_pair(
       `hub.load_module`, or auto, see `hub.resolve_dtype`.
     draft_dtype: of the draft's matrices; None for that of the target.
     revision: of the target, on the hub.
+    cpu_kernels: whether the kernels of `models.nn.cpu` are used on CPU, if they
+      can be compiled.
 
   Raises:
     ValueError: a folder cannot be used, or the tokenizers differ. Vocabularies
       of one tokenizer may differ by padding; the draft then gets the target's.
   """
   found = find_checkpoints(target, draft, revision=revision)
-  return load_checkpoints(*found, dtype=dtype, draft_dtype=draft_dtype)
+  return load_checkpoints(
+    *found, dtype=dtype, draft_dtype=draft_dtype, cpu_kernels=cpu_kernels
+  )
 
 
 def vocabulary_digest(tokenizer: Any) -> str:

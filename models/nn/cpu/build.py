@@ -1,0 +1,131 @@
+"""Compiles `kernels.cc` on first use, and makes XLA know its functions."""
+
+import ctypes
+import functools
+import hashlib
+import os
+import pathlib
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+
+import jax
+import jaxlib
+
+_SOURCE = pathlib.Path(__file__).with_name('kernels.cc')
+_FLAGS = (
+  '-std=c++17',
+  '-O3',
+  '-march=native',
+  '-ffp-contract=fast',
+  '-fno-math-errno',
+  '-fno-trapping-math',
+  '-Wno-psabi',
+  '-fPIC',
+  '-shared',
+)
+_FUNCTIONS = (
+  'specdec_multiply_float32',
+  'specdec_multiply_bfloat16',
+  'specdec_multiply_int8',
+  'specdec_attend',
+  'specdec_normalize',
+)
+
+
+def _processor() -> str:
+  """What `-march=native` looks at: the name and the features."""
+  cpuinfo = pathlib.Path('/proc/cpuinfo')
+  if not cpuinfo.exists():
+    return platform.processor()
+  kinds = ('model name', 'flags', 'Features', 'CPU part')
+  lines = cpuinfo.read_text().splitlines()
+  return '\n'.join(sorted({line for line in lines if line.startswith(kinds)}))
+
+
+def cache_folder() -> pathlib.Path:
+  """The user's folder of compiled kernels."""
+  root = os.environ.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache'
+  return pathlib.Path(root) / 'specdec/kernels'
+
+
+def compile_library(
+  compiler: str, folder: pathlib.Path, flags: tuple[str, ...] = _FLAGS
+) -> pathlib.Path:
+  """Compiles the kernels unless the folder has them.
+
+  The file's name is a digest of all that it depends on. It is put in place in
+  one step, so several processes may compile at once.
+
+  Args:
+    compiler: a C++ compiler, such as `g++`.
+    folder: where the library is kept.
+    flags: of the compiler.
+
+  Raises:
+    OSError: the compiler cannot be run or the folder not written.
+    subprocess.CalledProcessError: it does not compile.
+  """
+  include = pathlib.Path(jaxlib.__file__).with_name('include')
+  version = subprocess.run(
+    [compiler, '--version'], capture_output=True, check=True
+  ).stdout
+  parts = (
+    _SOURCE.read_bytes(),
+    version,
+    ' '.join(flags).encode(),
+    _processor().encode(),
+    jaxlib.__version__.encode(),
+  )
+  digest = hashlib.sha256(b'\0'.join(parts)).hexdigest()[:16]
+  library = folder / f'kernels-{digest}.so'
+  if library.exists():
+    return library
+  print(f'Compiling the CPU kernels with {compiler}, once.', file=sys.stderr)
+  folder.mkdir(parents=True, exist_ok=True)
+  with tempfile.TemporaryDirectory(dir=folder) as scratch:
+    made = pathlib.Path(scratch) / 'kernels.so'
+    subprocess.run(
+      [compiler, *flags, '-isystem', include, _SOURCE, '-o', made],
+      check=True,
+      capture_output=True,
+    )
+    made.replace(library)
+  return library
+
+
+def register(library: pathlib.Path) -> None:
+  """Makes the functions of a compiled library known to XLA."""
+  loaded = ctypes.CDLL(str(library))
+  for name in _FUNCTIONS:
+    jax.ffi.register_ffi_target(
+      name, jax.ffi.pycapsule(getattr(loaded, name)), platform='cpu'
+    )
+
+
+@functools.cache
+def is_available() -> bool:
+  """Compiles and registers the kernels; False, with a line, if that fails."""
+  if jax.default_backend() != 'cpu':
+    return False
+  compiler = os.environ.get('CXX') or shutil.which('g++') or shutil.which('c++')
+  if compiler is None:
+    return _unavailable('there is no C++ compiler (g++)')
+  try:
+    register(compile_library(compiler, cache_folder()))
+  except (OSError, AttributeError) as error:
+    return _unavailable(str(error))
+  except subprocess.CalledProcessError as error:
+    lines = error.stderr.decode(errors='replace').strip().splitlines()
+    return _unavailable(f'{compiler} failed: {lines[0] if lines else error}')
+  return True
+
+
+def _unavailable(reason: str) -> bool:
+  print(
+    f'CPU kernels are off, which is about half as fast: {reason}.',
+    file=sys.stderr,
+  )
+  return False
