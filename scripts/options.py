@@ -97,6 +97,13 @@ DTYPE = flags.DEFINE_enum(
 DRAFT_DTYPE = flags.DEFINE_enum(
   'draft_dtype', None, hub.DTYPES, 'of the draft; default: as --dtype'
 )
+CPU_KERNELS = flags.DEFINE_enum(
+  'cpu_kernels',
+  'auto',
+  ('auto', 'off'),
+  'on CPU, whether products and attention use kernels that are compiled once'
+  ' with the C++ compiler of the system; auto: where there is one',
+)
 LOOKUP_CONFIDENCE = flags.DEFINE_list(
   'lookup_confidence',
   [str(value) for value in _DEFAULTS.lookup.confidence],
@@ -298,6 +305,7 @@ def models() -> dict[str, Any]:
     'draft': draft_name(),
     'dtype': dtype(),
     'draft_dtype': DRAFT_DTYPE.value,
+    'cpu_kernels': CPU_KERNELS.value == 'auto',
     'revision': REVISION.value,
   }
 

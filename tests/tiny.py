@@ -255,17 +255,18 @@ _LLAMA_SEED = 9000  # Of models that do not repeat themselves.
 
 
 @functools.cache
-def llama_module(name: str, **changes) -> Module:
+def llama_module(name: str, dtype: str = 'float32', **changes) -> Module:
   """A random model whose greedy text is varied.
 
   Args:
     name: of `LLAMA_CONFIGS`.
+    dtype: of the matrices.
     **changes: of its config.
   """
   config = dataclasses.replace(LLAMA_CONFIGS[name], **changes)
   make = family_of(config).module
   graph, variables = nnx.split(
-    nnx.eval_shape(lambda: make(config, rngs=nnx.Rngs(0)))
+    nnx.eval_shape(lambda: make(config, dtype=dtype, rngs=nnx.Rngs(0)))
   )
   leaves, structure = jax.tree.flatten(nnx.to_pure_dict(variables))
   drawn = []

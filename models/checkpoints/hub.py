@@ -24,6 +24,8 @@ from models.checkpoints.families import parameter_name
 from models.checkpoints.families import read_config
 from models.nn.adapter import Config
 from models.nn.adapter import Module
+from models.nn.cpu import ops
+from models.nn.cpu.ops import PackedMatrix
 from models.nn.dtypes import native_dtypes
 from models.nn.matmul import Int8Matrix
 from models.nn.matmul import Matrix
@@ -358,7 +360,12 @@ def save_pretrained(
   """
   family = family_of(module.config)
   _, params = flat_params(module)
-  if any(isinstance(leaf, Int8Matrix) for leaf in params.values()):
+  in_int8 = any(
+    isinstance(leaf, Int8Matrix)
+    or (isinstance(leaf, PackedMatrix) and leaf.dtype == 'int8')
+    for leaf in params.values()
+  )
+  if in_int8:
     raise ValueError(
       f'{folder}: a model loaded with dtype=int8 cannot be saved; load it as'
       ' float32 or bfloat16'
@@ -373,7 +380,8 @@ def save_pretrained(
   tensors = {}
   for path, leaf in params.items():
     name = parameter_name(path)
-    array = np.asarray(leaf, dtype=dtype or leaf.dtype)
+    values = ops.unpack(leaf) if isinstance(leaf, PackedMatrix) else leaf
+    array = np.asarray(values, dtype=dtype or values.dtype)
     if family.is_transposed(name):
       array = array.T
     stored = family.stored_name(name, module.config)

@@ -53,10 +53,11 @@ class Context:
   draft_dtype: str
   batch_size: int
   sampling: dict[str, Any]  # The sampling options that are set.
+  cpu_kernels: bool = False  # Whether those of `models.nn.cpu` were used.
 
   def warnings(self, other: 'Context') -> list[str]:
     """The differences that make a plan for `other` less reliable here."""
-    names = ('dtype', 'draft_dtype', 'batch_size', 'sampling')
+    names = ('dtype', 'draft_dtype', 'batch_size', 'sampling', 'cpu_kernels')
     pairs = {
       name: (getattr(self, name), getattr(other, name)) for name in names
     }

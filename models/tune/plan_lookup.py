@@ -11,6 +11,7 @@ import numpy as np
 
 from models.bench.record import describe_machine
 from models.bench.record import to_table
+from models.nn.cpu import build
 from models.text.pair import find_checkpoints
 from models.text.pair import load_pair
 from models.text.pair import Pair
@@ -47,6 +48,7 @@ class Setup:
   revision: str | None = None
   dtype: str
   draft_dtype: str | None = None
+  cpu_kernels: bool = True
   batch_size: int
   sampling: specdec.Sampling
 
@@ -63,6 +65,7 @@ class Setup:
       self.draft,
       dtype=self.dtype,
       draft_dtype=self.draft_dtype,
+      cpu_kernels=self.cpu_kernels,
       revision=self.revision,
     )
 
@@ -79,6 +82,7 @@ class Setup:
       machine=describe_machine(),
       dtype=self.dtype,
       draft_dtype=self.draft_dtype or self.dtype,
+      cpu_kernels=self.cpu_kernels and build.is_available(),
       batch_size=self.batch_size,
       sampling={
         name: _as_json(value)

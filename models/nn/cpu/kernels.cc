@@ -90,12 +90,16 @@ float Sum(const Floats& vector) {
   return lanes[0];
 }
 
-// Calls `body(i)` for all i below `count`, on this thread and on the pool's.
+constexpr int64_t kMinBytes = 1 << 18;  // A thread takes longer to wake up.
+
+// Calls `body(i)` for all i below `count`, on this thread and, if `bytes` are
+// many, on the pool's.
 //
 // This thread works, too, and waits only for indices that another thread has
 // begun, so a pool that is busy or blocked delays nothing.
 template <typename Body>
-void ParallelFor(ffi::ThreadPool& pool, int64_t count, const Body& body) {
+void ParallelFor(ffi::ThreadPool& pool, int64_t count, int64_t bytes,
+                 const Body& body) {
   struct State {
     std::atomic<int64_t> next{0};
     std::atomic<int64_t> done{0};
@@ -108,7 +112,8 @@ void ParallelFor(ffi::ThreadPool& pool, int64_t count, const Body& body) {
       state->done.fetch_add(1, std::memory_order_release);
     }
   };
-  const int64_t tasks = std::min(pool.num_threads(), count) - 1;
+  const int64_t tasks =
+      bytes < kMinBytes ? 0 : std::min(pool.num_threads(), count) - 1;
   for (int64_t task = 0; task < tasks; ++task) {
     pool.Schedule(decltype(work)(work));
   }
@@ -120,7 +125,7 @@ void ParallelFor(ffi::ThreadPool& pool, int64_t count, const Body& body) {
 
 // Products.
 //
-// A packed matrix [out, in] has blocks of 16 outputs:
+// A packed matrix [out, in] has blocks of 16 outputs, in multiples of three:
 //
 //   words [out / 16, in / g, 16] of 32 bits, each with g consecutive weights of
 //   one output: 1 float32, 2 bfloat16 or 4 int8 (plus 128, so unsigned)
@@ -328,10 +333,10 @@ struct Columns {  // Outputs that are multiplied at once.
   int64_t stride;  // Of `out`, from row to row.
 };
 
-// Multiplies R rows from `first` on with the outputs of C blocks.
-template <typename Kind, int R, int C>
+// Multiplies R rows from `first` on with the outputs of kBlocks blocks.
+template <typename Kind, int R>
 void Tile(const Rows& rows, int64_t first, const Columns& columns) {
-  constexpr int kRegisters = C * kParts;
+  constexpr int kRegisters = kBlocks * kParts;
   typename Kind::Sums sums[R][kRegisters] = {};
   for (int r = 0; r < R; ++r) {
     for (auto& sum : sums[r]) {
@@ -341,7 +346,7 @@ void Tile(const Rows& rows, int64_t first, const Columns& columns) {
   const uint32_t* x = rows.packed.data() + first * rows.words * Kind::kFactors;
   for (int64_t word = 0; word < rows.words; ++word, x += R * Kind::kFactors) {
     Words weights[kRegisters];
-    for (int c = 0; c < C; ++c) {
+    for (int c = 0; c < kBlocks; ++c) {
       const uint32_t* from = columns.blocks + (c * rows.words + word) * kBlock;
       for (int part = 0; part < kParts; ++part) {
         weights[c * kParts + part] = Load<Words>(from + part * kLanes);
@@ -372,22 +377,14 @@ void Tile(const Rows& rows, int64_t first, const Columns& columns) {
   }
 }
 
-template <typename Kind, int C, int R = kRows>
+// Multiplies `count` rows, of which a tile may have fewer than kRows.
+template <typename Kind, int R = kRows>
 void TileOf(int64_t count, const Rows& rows, int64_t first,
             const Columns& columns) {
-  if (count == R) {
-    Tile<Kind, R, C>(rows, first, columns);
+  if (count >= R) {
+    Tile<Kind, R>(rows, first, columns);
   } else if constexpr (R > 1) {
-    TileOf<Kind, C, R - 1>(count, rows, first, columns);
-  }
-}
-
-// Multiplies all rows with C blocks, which stay in the processor's cache.
-template <typename Kind, int C>
-void MultiplyBlocks(const Rows& rows, const Columns& columns) {
-  for (int64_t first = 0; first < rows.count; first += kRows) {
-    TileOf<Kind, C>(std::min<int64_t>(kRows, rows.count - first), rows, first,
-                    columns);
+    TileOf<Kind, R - 1>(count, rows, first, columns);
   }
 }
 
@@ -404,17 +401,17 @@ ffi::Error Multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
   if (rows.words != words || outputs > num_blocks * kBlock) {
     return ffi::Error::InvalidArgument("shapes of a packed product differ");
   }
-  ParallelFor(pool, (num_blocks + kBlocks - 1) / kBlocks, [&](int64_t index) {
+  const int64_t tiles = (rows.count + kRows - 1) / kRows;
+  const int64_t bytes = tiles * packed.size_bytes();
+  ParallelFor(pool, num_blocks / kBlocks, bytes, [&](int64_t index) {
     const int64_t block = index * kBlocks, start = block * kBlock;
     const Columns columns{packed.typed_data() + block * words * kBlock,
                           scale.typed_data() + start, outputs - start,
                           out->typed_data() + start, outputs};
-    const auto multiply = num_blocks - block >= kBlocks
-                              ? MultiplyBlocks<Kind, kBlocks>
-                          : num_blocks - block == 2
-                              ? MultiplyBlocks<Kind, std::min(2, kBlocks)>
-                              : MultiplyBlocks<Kind, 1>;
-    multiply(rows, columns);
+    // The blocks stay in the processor's cache.
+    for (int64_t row = 0; row < rows.count; row += kRows) {
+      TileOf<Kind>(rows.count - row, rows, row, columns);
+    }
   });
   return ffi::Error::Success();
 }
@@ -523,7 +520,8 @@ void AttendAll(ffi::ThreadPool& pool, const Heads& heads, const void* query,
   const int64_t queries = heads.query_heads / heads.heads * heads.length;
   // The queries of a head of keys one after another: its keys stay in the
   // processor's cache.
-  ParallelFor(pool, heads.batch * heads.heads, [&](int64_t head) {
+  const int64_t count = heads.batch * heads.heads;
+  ParallelFor(pool, count, count * queries * size, [&](int64_t head) {
     const auto* const visible = runs.data() + head / heads.heads * heads.length;
     std::vector<float> scores;
     scores.reserve(heads.slots);

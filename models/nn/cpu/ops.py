@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 _BLOCK = 16  # Outputs that are stored together.
+_BLOCKS = 3  # Blocks that are multiplied together.
 DTYPES = ('float32', 'bfloat16', 'int8')
 """Dtypes of the matrices that the kernels multiply."""
 
@@ -19,8 +20,8 @@ class PackedMatrix(flax.struct.PyTreeNode):
   """A matrix as the kernels read it.
 
   Attributes:
-    words: `[ceil(out / 16), ceil(in / g), 16]` uint32, each with g consecutive
-      weights of one output (g is 1, 2 or 4). Those of int8 are 128 larger.
+    words: `[3 ceil(out / 48), ceil(in / g), 16]` uint32, each g consecutive
+      weights of an output (g is 1, 2 or 4). Those of int8 are 128 larger.
     scale: `[out]` float32 of int8, `[0]` of other dtypes.
     shape: the shape `(out, in)` of the matrix.
     dtype: a name of `DTYPES`.
@@ -41,7 +42,8 @@ def pack(values: np.ndarray, scale: np.ndarray | None = None) -> PackedMatrix:
   """
   num_outputs, num_inputs = values.shape
   per_word = 4 // values.dtype.itemsize
-  blocks, words = -(-num_outputs // _BLOCK), -(-num_inputs // per_word)
+  blocks = -(-num_outputs // (_BLOCK * _BLOCKS)) * _BLOCKS
+  words = -(-num_inputs // per_word)
   padded = values
   if values.shape != (blocks * _BLOCK, words * per_word):
     padded = np.zeros((blocks * _BLOCK, words * per_word), values.dtype)

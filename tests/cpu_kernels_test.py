@@ -1,0 +1,213 @@
+"""Kernels for CPU: against XLA, and the same bits whatever is computed beside.
+
+What is compared bit by bit is compared with what the same kernel computes for
+one row, one query or one token alone.
+"""
+
+import functools
+import subprocess
+
+from flax import nnx
+from flax import traverse_util
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from models.checkpoints import hub
+from models.nn import attention
+from models.nn.cpu import build
+from models.nn.cpu import ops
+from models.nn.matmul import matmul
+from models.nn.matmul import pack
+from models.nn.matmul import quantize
+from models.nn.matmul import take_rows
+from specdec import cache as kv
+
+pytestmark = pytest.mark.skipif(
+  not build.is_available(), reason='the CPU kernels need a C++ compiler'
+)
+
+_RNG = np.random.default_rng(0)
+# Outputs and inputs: one, parts of a block, and several blocks with a rest.
+_SHAPES = [(1, 1), (15, 3), (48, 64), (101, 37)]
+
+
+def _matrix(shape, dtype):
+  values = _RNG.standard_normal(shape, np.float32)
+  return quantize(values) if dtype == 'int8' else jnp.asarray(values, dtype)
+
+
+@pytest.mark.parametrize('shape', _SHAPES)
+@pytest.mark.parametrize('dtype', ops.DTYPES)
+def test_products_equal_those_of_xla(shape, dtype):
+  weight = _matrix(shape, dtype)
+  packed = pack(weight)
+  unpacked = weight.values if dtype == 'int8' else weight
+  np.testing.assert_array_equal(ops.unpack(packed), unpacked)
+  x = _RNG.standard_normal((19, shape[1]), np.float32)
+  multiply = jax.jit(ops.multiply)
+  alone = [np.asarray(multiply(x[i : i + 1], packed)) for i in range(19)]
+  for count in (2, 8, 11, 19):
+    result = multiply(x[:count], packed)
+    np.testing.assert_array_equal(result, np.concatenate(alone[:count]))
+  expected = matmul(x, weight)
+  np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
+  index = jnp.asarray(_RNG.integers(0, shape[0], (2, 3)))
+  rows = take_rows(packed, index)
+  np.testing.assert_array_equal(rows, take_rows(weight, index))
+
+
+@pytest.mark.parametrize('dtype', ops.DTYPES)
+@pytest.mark.parametrize('value', [np.nan, np.inf])
+def test_a_row_that_is_not_finite_spoils_no_other(value, dtype):
+  packed = pack(_matrix((20, 10), dtype))
+  x = jnp.ones((3, 10)).at[1, 4].set(value)
+  result = np.asarray(ops.multiply(x, packed))
+  assert not np.isfinite(result[1]).any()
+  np.testing.assert_array_equal(result[0], result[2])
+  assert np.isfinite(result[0]).all()
+
+
+def _attention(width, dtype, heads=(6, 2), slots=45, length=5):
+  make = lambda *shape: jnp.asarray(_RNG.standard_normal(shape), dtype)
+  query = make(2, heads[0], length, width)
+  key, value = make(2, heads[1], slots, width), make(2, heads[1], slots, width)
+  mask = jnp.asarray(_RNG.random((2, length, slots)) < 0.6)
+  return query, key, value, mask.at[:, :, 0].set(True)
+
+
+_attend = jax.jit(functools.partial(ops.attend, scale=0.2))
+
+
+@pytest.mark.parametrize('width', [4, 24, 80])
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_attention_equals_that_of_xla(width, dtype):
+  query, key, value, mask = _attention(width, dtype)
+  result = _attend(query, key, value, mask)
+  exact = [array.astype('float32') for array in (query, key, value)]
+  expected = attention.attend(*exact, mask, scale=0.2)
+  np.testing.assert_allclose(result, expected, rtol=2e-5, atol=2e-6)
+  nothing = _attend(query, key, value, jnp.zeros_like(mask))
+  assert not np.asarray(nothing).any()
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_a_query_has_the_same_bits_wherever_its_slots_are(dtype):
+  query, key, value, mask = map(np.asarray, _attention(24, dtype))
+  result = np.asarray(_attend(query, key, value, mask))
+  for row, place in np.ndindex(mask.shape[:2]):
+    seen = np.flatnonzero(mask[row, place])
+    alone = _attend(
+      query[row : row + 1, :, place : place + 1],
+      key[row : row + 1, :, seen],
+      value[row : row + 1, :, seen],
+      np.ones((1, 1, len(seen)), bool),
+    )
+    expected = result[row, :, place]
+    np.testing.assert_array_equal(np.asarray(alone)[0, :, 0], expected)
+
+
+def test_a_masked_nan_is_not_read():
+  query, key, value, mask = _attention(8, 'float32')
+  mask = mask.at[:, :, 7].set(False)
+  spoilt = [array.at[:, :, 7].set(np.nan) for array in (key, value)]
+  np.testing.assert_array_equal(
+    _attend(query, *spoilt, mask), _attend(query, key, value, mask)
+  )
+
+
+@pytest.mark.parametrize('width', [3, 40])
+@pytest.mark.parametrize('center', [True, False])
+def test_norms_equal_their_definition(width, center):
+  x = _RNG.standard_normal((4, 3, width)).astype(np.float32)
+  scale = _RNG.standard_normal(width).astype(np.float32)
+  normalize = functools.partial(ops.normalize, epsilon=0.1, center=center)
+  result = normalize(jnp.asarray(x), jnp.asarray(scale))
+  shifted = x - x.mean(-1, keepdims=True) if center else x
+  mean_square = np.square(shifted).mean(-1, keepdims=True)
+  expected = shifted / np.sqrt(mean_square + 0.1) * scale
+  np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
+  alone = normalize(jnp.asarray(x[2:3, :1]), jnp.asarray(scale))
+  np.testing.assert_array_equal(alone[0, 0], result[2, 0])
+
+
+def _packed(module, dtype):
+  """The module with packed matrices, of int8 or of its own dtype."""
+  graph, params = hub.flat_params(module)
+  for path, leaf in params.items():
+    if leaf.ndim == 2 and path[0] != 'wpe':
+      matrix = quantize(np.asarray(leaf)) if dtype == 'int8' else leaf
+      params[path] = pack(matrix)
+  return nnx.merge(graph, traverse_util.unflatten_dict(params))
+
+
+@pytest.mark.parametrize('dtype', ops.DTYPES)
+@pytest.mark.parametrize('family', ['gpt2', 'llama', 'mixtral'])
+def test_a_token_has_the_same_bits_in_any_forward(family, dtype):
+  """Read one by one, in chunks, in a batch of other orders: equal logits."""
+  float_dtype = 'float32' if dtype == 'float32' else 'bfloat16'
+  if family == 'gpt2':
+    module = tiny.module(dtype=jnp.dtype(float_dtype))
+  else:
+    module = tiny.llama_module(family, float_dtype)
+  config = module.config
+  graph, state = nnx.split(_packed(module, dtype))
+  apply = jax.jit(lambda state, *args: nnx.merge(graph, state)(*args))
+  tokens = _RNG.integers(0, config.vocab_size, (3, 12))
+
+  def logits(rows, chunk):
+    cache = kv.init_cache(
+      len(rows),
+      20,
+      num_layers=config.num_layers,
+      num_heads=config.num_kv_heads,
+      head_width=config.head_width,
+      dtype=float_dtype,
+    )
+    parts = []
+    for start in range(0, 12, chunk):
+      positions = np.tile(np.arange(start, start + chunk), (len(rows), 1))
+      mask = np.arange(20)[None, None] <= positions[:, :, None]
+      part, cache = apply(
+        state, tokens[rows][:, start : start + chunk], positions, mask, cache
+      )
+      end = np.full(len(rows), start + chunk, np.int32)
+      cache = cache.replace(length=end)
+      parts.append(np.asarray(part))
+    return np.concatenate(parts, axis=1)
+
+  alone = np.concatenate([logits([row], 1) for row in range(3)])
+  for rows, chunk in (([0, 1, 2], 1), ([2, 0, 1], 4), ([1], 12)):
+    np.testing.assert_array_equal(logits(rows, chunk), alone[rows])
+
+
+def test_without_a_compiler_xla_computes(monkeypatch, capsys):
+  monkeypatch.setattr(build.shutil, 'which', lambda name: None)
+  monkeypatch.delenv('CXX', raising=False)
+  assert not build.is_available.__wrapped__()
+  assert 'there is no C++ compiler' in capsys.readouterr().err
+  monkeypatch.setenv('CXX', '/nowhere/g++')
+  assert not build.is_available.__wrapped__()
+  assert '/nowhere/g++' in capsys.readouterr().err
+
+
+def test_a_library_is_compiled_once(monkeypatch, tmp_path, capsys):
+  calls = []
+
+  def run(command, **kw):
+    calls.append(command)
+    if '-o' in command:
+      command[-1].write_bytes(b'')
+    return subprocess.CompletedProcess(command, 0, stdout=b'g++ 1')
+
+  monkeypatch.setattr(build.subprocess, 'run', run)
+  first = build.compile_library('g++', tmp_path)
+  assert first == build.compile_library('g++', tmp_path)
+  assert first.exists()
+  assert [file.name for file in tmp_path.iterdir()] == [first.name]
+  assert sum('-o' in call for call in calls) == 1
+  other = build.compile_library('g++', tmp_path, flags=('-O2',))
+  assert other != first
+  assert capsys.readouterr().err.count('Compiling the CPU kernels') == 2
