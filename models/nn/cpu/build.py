@@ -15,7 +15,7 @@ import jax
 import jaxlib
 
 _SOURCE = pathlib.Path(__file__).with_name('kernels.cc')
-_FLAGS = (
+FLAGS = (
   '-std=c++17',
   '-O3',
   '-march=native',
@@ -52,7 +52,7 @@ def cache_folder() -> pathlib.Path:
 
 
 def compile_library(
-  compiler: str, folder: pathlib.Path, flags: tuple[str, ...] = _FLAGS
+  compiler: str, folder: pathlib.Path, flags: tuple[str, ...] = FLAGS
 ) -> pathlib.Path:
   """Compiles the kernels unless the folder has them.
 

@@ -40,6 +40,7 @@ constexpr int kLanes = 4;
 using Floats = float __attribute__((vector_size(4 * kLanes)));
 using Ints = int32_t __attribute__((vector_size(4 * kLanes)));
 using Words = uint32_t __attribute__((vector_size(4 * kLanes)));
+using Bytes = uint8_t __attribute__((vector_size(kLanes)));
 using Halves = uint16_t __attribute__((vector_size(2 * kLanes)));
 
 template <typename To, typename From>
@@ -66,6 +67,10 @@ Vector LoadFirst(const Value* from, int64_t count) {
   return vector;
 }
 
+void Store(float* to, const Floats& vector) {
+  std::memcpy(to, &vector, sizeof(vector));
+}
+
 void StoreFirst(float* to, const Floats& vector, int64_t count) {
   std::memcpy(to, &vector, std::min<int64_t>(count, kLanes) * sizeof(float));
 }
@@ -78,6 +83,12 @@ Floats LoadFloats(const float* from, int64_t count) {
 Floats LoadFloats(const uint16_t* from, int64_t count) {
   const Halves halves = LoadFirst<Halves>(from, count);
   return BitCast<Floats>(__builtin_convertvector(halves, Words) << 16);
+}
+
+float ToFloat(float value) { return value; }
+
+float ToFloat(uint16_t value) {
+  return BitCast<float>(static_cast<uint32_t>(value) << 16);
 }
 
 // The sum of the lanes, halves first.
@@ -437,102 +448,169 @@ Floats Exp(Floats x) {
   return is_low ? Floats{} : result;
 }
 
-struct Run {  // Slots from `start` to before `end` that a query sees.
-  int64_t start, end;
-};
-
-std::vector<Run> VisibleRuns(const bool* mask, int64_t num_slots) {
-  std::vector<Run> runs;
-  const bool* const end = mask + num_slots;
-  for (const bool* from = mask; from < end;) {
-    from = static_cast<const bool*>(std::memchr(from, 1, end - from));
-    if (from == nullptr) break;
-    const void* found = std::memchr(from, 0, end - from);
-    const bool* to = found ? static_cast<const bool*>(found) : end;
-    runs.push_back({from - mask, to - mask});
-    from = to;
-  }
-  return runs;
-}
-
-// Attention of one query to the slots of one head.
-//
-// Slots are numbered by how many visible ones come before, so the same tokens
-// give the same bits wherever their slots are.
-template <typename Value>
-void AttendOne(const Value* query, const Value* keys, const Value* values,
-               const std::vector<Run>& runs, int64_t width, float scale,
-               std::vector<float>& scores, float* out) {
-  constexpr int kChunks = 4;  // Registers of a query or of an output.
-  scores.clear();
-  float peak = -std::numeric_limits<float>::infinity();
-  for (const Run& run : runs) {
-    for (int64_t slot = run.start; slot < run.end; ++slot) {
-      Floats sum = {};
-      for (int64_t d = 0; d < width; d += kLanes) {
-        sum += LoadFloats(query + d, width - d) *
-               LoadFloats(keys + slot * width + d, width - d);
-      }
-      const float score = scale * Sum(sum);
-      // A NaN stays: it is not smaller than anything.
-      if (!(score <= peak)) peak = score;
-      scores.push_back(score);
-    }
-  }
-  const int64_t count = scores.size();
-  Floats total = {};
-  for (int64_t i = 0; i < count; i += kLanes) {
-    Floats lanes = LoadFloats(scores.data() + i, count - i) - peak;
-    lanes = Exp(lanes);
-    StoreFirst(scores.data() + i, lanes, count - i);
-    total += LoadFloats(scores.data() + i, count - i);
-  }
-  const float inverse = count ? 1.0f / Sum(total) : 0.0f;
-  for (int64_t first = 0; first < width; first += kChunks * kLanes) {
-    Floats sums[kChunks] = {};
-    const float* weight = scores.data();
-    for (const Run& run : runs) {
-      for (int64_t slot = run.start; slot < run.end; ++slot, ++weight) {
-        const Value* from = values + slot * width + first;
-        for (int c = 0; c < kChunks && first + c * kLanes < width; ++c) {
-          const int64_t left = width - first - c * kLanes;
-          sums[c] += LoadFloats(from + c * kLanes, left) * *weight;
-        }
-      }
-    }
-    for (int c = 0; c < kChunks && first + c * kLanes < width; ++c) {
-      StoreFirst(out + first + c * kLanes, sums[c] * inverse,
-                 width - first - c * kLanes);
-    }
-  }
-}
-
-struct Heads {  // Queries [B, Hq, L, Dh] to keys and values [B, H, S, Dh].
+// Queries [B, Hq, L, Dh], keys and values [B, H, S, Dh]. The queries of a head
+// of keys are those of its Hq / H query heads, one after another.
+struct Heads {
   int64_t batch, query_heads, length, width, heads, slots;
 };
 
+// Queries of one head of keys that are computed together, as float32.
+struct Queries {
+  int64_t count;
+  int64_t width;
+  std::vector<float> values;       // [count, width]
+  std::vector<const bool*> masks;  // [slots] of each query
+  std::vector<float> weights;      // [count, stride], scores, then exponentials
+  int64_t slots, stride;           // `stride` has room for a register more.
+};
+
+constexpr int kQueries = 32;      // At most, of Queries.
+constexpr int kScoreQueries = 8;  // Queries that share a register of keys.
+constexpr int kValueQueries = 4;  // Queries that share registers of values.
+constexpr int kValueParts = kLanes == 16 ? 4 : 2;  // Those registers.
+
+// Scores of R queries from `first` on at kLanes slots from `slot` on, whose
+// keys are transposed, [width, kLanes]; minus infinity where they are masked.
+template <int R>
+void Score(Queries& queries, int64_t first, const float* keys, int64_t slot,
+           float scale) {
+  Floats sums[R] = {};
+  const float* const x = queries.values.data() + first * queries.width;
+  for (int64_t d = 0; d < queries.width; ++d) {
+    const Floats key = Load<Floats>(keys + d * kLanes);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) sums[r] += key * x[r * queries.width + d];
+  }
+  const int64_t left = queries.slots - slot;
+  for (int r = 0; r < R; ++r) {
+    const auto seen = LoadFirst<Bytes>(queries.masks[first + r] + slot, left);
+    const Ints is_seen = __builtin_convertvector(seen, Ints) != 0;
+    const Floats lowest = Floats{} - std::numeric_limits<float>::infinity();
+    Store(queries.weights.data() + (first + r) * queries.stride + slot,
+          is_seen ? sums[r] * scale : lowest);
+  }
+}
+
+// Sums of the values, weighted for R queries from `first` on, over the sum of
+// the weights. A masked slot has weight zero, which changes no bit.
+template <typename Value, int R>
+void WeighValues(const Queries& queries, int64_t first, const Value* values,
+                 int64_t start, int64_t end, float* out) {
+  const float* const weights = queries.weights.data() + first * queries.stride;
+  const int64_t width = queries.width;
+  for (int64_t d = 0; d < width; d += kValueParts * kLanes) {
+    Floats sums[R][kValueParts] = {};
+    float totals[R] = {};
+    for (int64_t slot = start; slot < end; ++slot) {
+      Floats value[kValueParts] = {};
+      for (int i = 0; i < kValueParts && d + i * kLanes < width; ++i) {
+        const int64_t at = d + i * kLanes;
+        value[i] = LoadFloats(values + slot * width + at, width - at);
+      }
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+        const float weight = weights[r * queries.stride + slot];
+        totals[r] += weight;
+#pragma GCC unroll 4
+        for (int i = 0; i < kValueParts; ++i) sums[r][i] += value[i] * weight;
+      }
+    }
+    for (int r = 0; r < R; ++r) {
+      // A query that sees nothing (padding) gets zeros.
+      const float inverse = totals[r] == 0.0f ? 0.0f : 1.0f / totals[r];
+      for (int i = 0; i < kValueParts && d + i * kLanes < width; ++i) {
+        const int64_t at = d + i * kLanes;
+        StoreFirst(out + (first + r) * width + at, sums[r][i] * inverse,
+                   width - at);
+      }
+    }
+  }
+}
+
+// Calls `call(integral_constant<int, R>, first)` for runs of R queries.
+template <int R, typename Call>
+void ForQueries(int64_t first, int64_t count, const Call& call) {
+  for (; count - first >= R; first += R) {
+    call(std::integral_constant<int, R>(), first);
+  }
+  if constexpr (R > 1) ForQueries<R - 1>(first, count, call);
+}
+
+// The number of slots up to the last one that is seen.
+int64_t EndOfSeen(const bool* mask, int64_t slots) {
+  while (slots >= 8 && Load<uint64_t>(mask + slots - 8) == 0) slots -= 8;
+  while (slots > 0 && !mask[slots - 1]) --slots;
+  return slots;
+}
+
+// Attention of queries to the slots of one head, of which some are masked.
+template <typename Value>
+void AttendHead(Queries& queries, const Value* keys, const Value* values,
+                float scale, float* out) {
+  int64_t start = queries.slots, end = 0;
+  for (const bool* mask : queries.masks) {
+    const void* const seen = std::memchr(mask, 1, start);
+    if (seen != nullptr) start = static_cast<const bool*>(seen) - mask;
+    end = std::max(end, EndOfSeen(mask, queries.slots));
+  }
+  std::vector<float> transposed(queries.width * kLanes);
+  for (int64_t slot = start; slot < end; slot += kLanes) {
+    for (int64_t i = 0; i < std::min<int64_t>(kLanes, end - slot); ++i) {
+      const Value* const key = keys + (slot + i) * queries.width;
+      for (int64_t d = 0; d < queries.width; ++d) {
+        transposed[d * kLanes + i] = ToFloat(key[d]);
+      }
+    }
+    ForQueries<kScoreQueries>(0, queries.count, [&](auto r, int64_t first) {
+      Score<r>(queries, first, transposed.data(), slot, scale);
+    });
+  }
+  for (int64_t query = 0; query < queries.count; ++query) {
+    float* const weights = queries.weights.data() + query * queries.stride;
+    Floats peaks = Floats{} - std::numeric_limits<float>::max();
+    for (int64_t i = start; i < end; i += kLanes) {
+      const auto score = Load<Floats>(weights + i);
+      peaks = score > peaks ? score : peaks;
+    }
+    float peak = peaks[0];
+    for (int lane = 1; lane < kLanes; ++lane) peak = std::max(peak, peaks[lane]);
+    for (int64_t i = start; i < end; i += kLanes) {
+      Store(weights + i, Exp(Load<Floats>(weights + i) - peak));
+    }
+  }
+  ForQueries<kValueQueries>(0, queries.count, [&](auto r, int64_t first) {
+    WeighValues<Value, r>(queries, first, values, start, end, out);
+  });
+}
+
 template <typename Value>
 void AttendAll(ffi::ThreadPool& pool, const Heads& heads, const void* query,
-               const void* keys, const void* values,
-               const std::vector<std::vector<Run>>& runs, float scale,
-               float* out) {
+               const void* keys, const void* values, const bool* mask,
+               float scale, float* out) {
   const int64_t size = heads.slots * heads.width;
-  const int64_t queries = heads.query_heads / heads.heads * heads.length;
-  // The queries of a head of keys one after another: its keys stay in the
-  // processor's cache.
-  const int64_t count = heads.batch * heads.heads;
-  ParallelFor(pool, count, count * queries * size, [&](int64_t head) {
-    const auto* const visible = runs.data() + head / heads.heads * heads.length;
-    std::vector<float> scores;
-    scores.reserve(heads.slots);
-    for (int64_t i = 0; i < queries; ++i) {
-      const int64_t at = (head * queries + i) * heads.width;
-      AttendOne(static_cast<const Value*>(query) + at,
-                static_cast<const Value*>(keys) + head * size,
-                static_cast<const Value*>(values) + head * size,
-                visible[i % heads.length], heads.width, scale, scores,
-                out + at);
+  const int64_t per_head = heads.query_heads / heads.heads * heads.length;
+  const int64_t parts = (per_head + kQueries - 1) / kQueries;
+  const int64_t count = heads.batch * heads.heads * parts;
+  ParallelFor(pool, count, count * size * kQueries, [&](int64_t index) {
+    const int64_t head = index / parts, first = index % parts * kQueries;
+    Queries queries;
+    queries.count = std::min<int64_t>(kQueries, per_head - first);
+    queries.width = heads.width;
+    queries.slots = heads.slots;
+    queries.stride = heads.slots + kLanes;
+    queries.weights.resize(queries.count * queries.stride);
+    const int64_t at = (head * per_head + first) * heads.width;
+    const Value* const from = static_cast<const Value*>(query) + at;
+    for (int64_t i = 0; i < queries.count * heads.width; ++i) {
+      queries.values.push_back(ToFloat(from[i]));
     }
+    for (int64_t i = first; i < first + queries.count; ++i) {
+      const int64_t row = head / heads.heads * heads.length + i % heads.length;
+      queries.masks.push_back(mask + row * heads.slots);
+    }
+    AttendHead(queries, static_cast<const Value*>(keys) + head * size,
+               static_cast<const Value*>(values) + head * size, scale,
+               out + at);
   });
 }
 
@@ -543,14 +621,10 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::AnyBuffer query,
                   ffi::ResultBuffer<ffi::F32> out) {
   const auto dims = query.dimensions(), of_keys = keys.dimensions();
   const Heads heads{dims[0], dims[1], dims[2], dims[3], of_keys[1], of_keys[2]};
-  std::vector<std::vector<Run>> runs(heads.batch * heads.length);
-  for (size_t i = 0; i < runs.size(); ++i) {
-    runs[i] = VisibleRuns(mask.typed_data() + i * heads.slots, heads.slots);
-  }
   const auto attend = keys.element_type() == ffi::F32 ? AttendAll<float>
                                                       : AttendAll<uint16_t>;
   attend(pool, heads, query.untyped_data(), keys.untyped_data(),
-         values.untyped_data(), runs, scale, out->typed_data());
+         values.untyped_data(), mask.typed_data(), scale, out->typed_data());
   return ffi::Error::Success();
 }
 
