@@ -99,18 +99,17 @@ def _keys():
   return jax.random.split(jax.random.key(7), 5)
 
 
-def _generate(rows, drafter=PLAIN, **changed):
+def _generate(rows, drafter=PLAIN, *, options=None, **changed):
   """Some rows of the batch, in any order."""
   pick = lambda values: [values[row] for row in rows]
-  options = {name: pick(values) for name, values in _OPTIONS.items()}
-  options |= changed.pop('options', {})
+  chosen = {name: pick(values) for name, values in _OPTIONS.items()}
   arguments = {
     'target': _model(_TARGET),
     'rng_key': _keys()[jnp.array(rows)],
     'prompts': pick(_PROMPTS),
     'max_new_tokens': pick(_LIMITS),
     'room_for_new_tokens': 44,
-    'sampling': Sampling(**options),
+    'sampling': Sampling(**chosen | (options or {})),
     'drafter': drafter,
     'log_probs': True,
   }
@@ -199,36 +198,14 @@ def test_log_probs_are_computed_only_if_asked_for(monkeypatch):
 
 
 def test_the_same_guess_is_judged_alike_by_draft_and_target():
-  """Bias, penalty, filters and noise are the draft's too: all is accepted."""
+  """Bias, penalty, filters and noise are the draft's too: all is accepted.
+
+  The penalty counts tokens that were guessed in the same block.
+  """
   stats = _generate(
     _ROWS, _drafter('chain', _TARGET), max_new_tokens=[40, 16, 4, 0, 44]
   ).stats
   assert stats['accepted_histogram'] == [0, 0, 0, (40 + 16 + 4 + 44) // BLOCK]
-
-
-def test_a_token_is_seen_as_soon_as_a_block_has_it():
-  """A target that likes 0 best, then 1, and so on, and never repeats itself.
-
-  Tokens of one block are seen by those behind them, by the target and, if it is
-  to guess right, by the draft.
-  """
-  likes = np.tile(np.linspace(9, 3, VOCAB_SIZE, dtype=np.float32), (24, 1))
-  for table in (likes, _SIMILAR):
-    generation = _generate(
-      _ROWS,
-      _drafter('chain', table),
-      target=_model(likes),
-      prompts=[[23]] * 5,
-      max_new_tokens=20,
-      options={
-        'logit_bias': [None] * 5,
-        'repetition_penalty': [1e3] * 5,
-        'temperature': [0.0] * 5,
-      },
-    )
-    assert generation.tokens == [list(range(20))] * 5
-    efficiency = generation.stats['block_efficiency']
-    assert (efficiency == BLOCK) == (table is likes)
 
 
 def test_one_bias_in_every_notation():
@@ -241,33 +218,6 @@ def test_one_bias_in_every_notation():
   for bias in (dense, [mapping] * 5, np.stack([dense] * 5)):
     assert run(bias) == tokens
   assert not any(5 in row for row in tokens)
-  # By the row it is given for.
-  without = run([None] * 5)
-  mixed = run([mapping, None, mapping, {}, None])
-  assert mixed == [tokens[0], without[1], tokens[2], *without[3:]]
-  assert all(a != b for a, b in zip(tokens[:3], without[:3], strict=True))
-
-
-def test_a_ban_goes_to_the_next_best():
-  """Greedily, and where all but one are banned, at any temperature."""
-  order = np.argsort(-_TARGET[3])
-  best = lambda bias, temperature: (
-    _generate(
-      _ROWS,
-      prompts=[[3]] * 5,
-      max_new_tokens=1,
-      options={
-        'logit_bias': [bias, None, None, None, None],
-        'repetition_penalty': [1.0] * 5,
-        'temperature': [temperature, 0.0, 0.0, 0.0, 0.0],
-      },
-    ).tokens
-  )
-  for banned in range(VOCAB_SIZE):
-    bias = dict.fromkeys(order[:banned].tolist(), -np.inf)
-    assert best(bias, 0.0) == [[order[banned]]] + [[order[0]]] * 4
-  for temperature in (1e-3, 1.0, 100.0):
-    assert best(bias, temperature) == [[order[-1]]] + [[order[0]]] * 4
 
 
 _adjust = jax.jit(adjust_logits)
@@ -276,15 +226,13 @@ _filter = jax.jit(filter_logits)
 
 def test_top_k_of_each_row():
   logits = np.random.default_rng(0).normal(size=(5, 3, VOCAB_SIZE))
+  ranks = np.argsort(np.argsort(-logits))
   for top_k in ((1, 5, None, 24, 2), (3, 1, 4, 1, 5), (None, None, 30, 7, 7)):
     sampling = Sampling(temperature=1.0, top_k=top_k)
     sampling = check_sampling(sampling, 5, VOCAB_SIZE)
     kept = np.asarray(_filter(logits.astype(np.float32), sampling)) > -100
-    for row, k in enumerate(top_k):
-      for one, mask in zip(logits[row], kept[row], strict=True):
-        expected = np.zeros(VOCAB_SIZE, bool)
-        expected[np.argsort(-one)[:k]] = True
-        np.testing.assert_array_equal(mask, expected)
+    most = np.array([k or VOCAB_SIZE for k in top_k])
+    np.testing.assert_array_equal(kept, ranks < most[:, None, None])
 
 
 def test_of_row_is_what_the_row_has():
@@ -309,19 +257,6 @@ def test_of_row_is_what_the_row_has():
       np.testing.assert_array_equal(alone[0], batch[row])
 
 
-def _seen(prompts, new):
-  padded = np.zeros((len(prompts), 8), np.int32)
-  for row, prompt in enumerate(prompts):
-    padded[row, : len(prompt)] = prompt
-  lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-  nothing = jnp.zeros((len(prompts), VOCAB_SIZE), bool)
-  seen = add_seen(nothing, jnp.asarray(padded), jnp.asarray(lengths))
-  count = jnp.array([len(one) for one in new], jnp.int32)
-  width = max(map(len, new))
-  tokens = [one + [0] * (width - len(one)) for one in new]
-  return add_seen(seen, jnp.array(tokens, jnp.int32), count)
-
-
 def test_bias_comes_before_the_penalty():
   """The penalty weakens what the bias has made of a logit."""
   logits = np.full((1, 1, VOCAB_SIZE), -1.0, np.float32)
@@ -341,13 +276,17 @@ def test_the_penalty_is_that_of_transformers(penalty):
   from transformers import RepetitionPenaltyLogitsProcessor
 
   rng = np.random.default_rng(0)
-  prompts, new = [[3, 3, 1], [0, 9], [5]], [[], [4, 0], [6, 6]]
+  texts = np.array([[3, 3, 1, 7], [0, 9, 4, 0], [5, 6, 6, 6]], np.int32)
   logits = 3 * rng.normal(size=(3, 1, VOCAB_SIZE)).astype(np.float32)
   logits[0, 0, 1] = 0.0
+  seen = jnp.zeros((3, VOCAB_SIZE), bool)
+  for part in np.split(texts, 2, axis=1):
+    seen = add_seen(seen, part, np.array([2, 1, 2], np.int32))
   sampling = Sampling(repetition_penalty=[1.0, penalty, penalty])
   sampling = check_sampling(sampling, 3, VOCAB_SIZE)
-  adjusted = _adjust(logits, sampling, _seen(prompts, new)[:, None])
-  for row, text in enumerate(map(list.__add__, prompts, new)):
+  adjusted = _adjust(logits, sampling, seen[:, None])
+  for row, text in enumerate([texts[0], [0, 4], texts[2]]):
     process = RepetitionPenaltyLogitsProcessor(penalty if row else 1.0)
-    expected = process(torch.tensor([text]), torch.from_numpy(logits[row]))
+    tokens = torch.tensor([list(map(int, text))])
+    expected = process(tokens, torch.from_numpy(logits[row]))
     np.testing.assert_allclose(adjusted[row], expected.numpy(), rtol=1e-6)

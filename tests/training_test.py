@@ -67,15 +67,11 @@ def test_any_text_round_trips_and_frequent_text_is_short(tokenizer):
   assert len(tokenizer(CODE)['input_ids']) < len(CODE) / 2
 
 
-@pytest.mark.parametrize('with_model', [False, True])
-def test_saved_tokenizer_gives_the_same_ids(with_model, tokenizer, tmp_path):
-  if with_model:
-    module = tiny.module(vocab_size=len(tokenizer))
-    hub.save_pretrained(module, tmp_path, tokenizer=tokenizer)
-    config = json.loads((tmp_path / 'config.json').read_text())
-    assert config['eos_token_id'] == tokenizer.eos_token_id
-  else:
-    tokenizer.save_pretrained(tmp_path)
+def test_a_tokenizer_is_saved_with_its_model(tokenizer, tmp_path):
+  module = tiny.module(vocab_size=len(tokenizer))
+  hub.save_pretrained(module, tmp_path, tokenizer=tokenizer)
+  config = json.loads((tmp_path / 'config.json').read_text())
+  assert config['eos_token_id'] == tokenizer.eos_token_id
   loaded = transformers.AutoTokenizer.from_pretrained(tmp_path)
   assert loaded.eos_token == END_OF_TEXT
   assert loaded.eos_token_id == tokenizer.eos_token_id
@@ -86,9 +82,6 @@ def test_saved_tokenizer_gives_the_same_ids(with_model, tokenizer, tmp_path):
     assert loaded.decode(ids) == text
 
 
-def test_vocabulary_too_small_for_bytes():
-  with pytest.raises(ValueError, match='--vocab_size=256 must exceed 256'):
-    train_tokenizer([CODE], vocab_size=256, context=8)
 
 
 # The corpus.
@@ -129,7 +122,6 @@ def test_files_are_split_by_their_relative_path_alone(root, tmp_path):
   assert {text for text in held_out if 'b/c' in text} == {
     f'text of b/c/{number}.py' for number in (5, 14, 21, 24, 32)
   }
-  # A larger share only adds files.
   larger = Corpus(folder=str(root), held_out_percent=40)
   assert set(held_out) < set(larger.texts(held_out=True))
 
@@ -155,55 +147,36 @@ def test_tokens_end_every_file(root, tokenizer):
   assert texts == [*corpus.texts(held_out=True), '']
 
 
-def test_bad_corpus(root):
-  with pytest.raises(ValueError, match='--corpus=/no/such is not a folder'):
-    Corpus(folder='/no/such')
-  with pytest.raises(ValueError, match='held_out_percent must lie between'):
-    Corpus(folder=str(root), held_out_percent=0)
-  with pytest.raises(ValueError, match=r'no training files match \*\.c under'):
-    list(Corpus(folder=str(root), pattern='*.c').texts(held_out=False))
+def test_training_batches_are_windows_that_follow_from_the_arguments():
+  def draw(step=7, seed=3, length=9):
+    tokens = np.arange(12, dtype=np.int32)
+    return corpora.training_batch(
+      tokens, step=step, seed=seed, batch_size=200, length=length
+    )
 
-
-def test_training_batch_is_a_function_of_its_arguments():
-  tokens = np.arange(100, dtype=np.int32)
-  kw = {'seed': 3, 'batch_size': 4, 'length': 9}
-  first = corpora.training_batch(tokens, step=7, **kw)
-  assert first.shape == (4, 10)
+  first = draw()
+  assert first.shape == (200, 10)
   np.testing.assert_array_equal(np.diff(first, axis=1), 1)
-  np.random.seed(0)
-  np.testing.assert_array_equal(
-    first, corpora.training_batch(tokens, step=7, **kw)
-  )
-  for other in ({'step': 8}, {'seed': 4}):
-    batch = corpora.training_batch(tokens, **({'step': 7} | kw | other))
-    assert np.any(batch != first)
-
-
-def test_training_batches_reach_both_ends():
-  tokens = np.arange(12, dtype=np.int32)
-  batch = corpora.training_batch(
-    tokens, step=0, seed=0, batch_size=200, length=9
-  )
-  assert set(batch[:, 0]) == {0, 1, 2}
-  with pytest.raises(
-    ValueError, match='12 tokens, fewer than one window of 13'
-  ):
-    corpora.training_batch(tokens, step=0, seed=0, batch_size=1, length=12)
+  assert set(first[:, 0]) == {0, 1, 2}
+  np.testing.assert_array_equal(first, draw())
+  assert np.any(draw(step=8) != first)
+  assert np.any(draw(seed=4) != first)
+  with pytest.raises(ValueError, match='12 tokens, fewer than one window of 1'):
+    draw(length=12)
 
 
 def test_held_out_batches_are_consecutive_windows():
-  tokens = np.arange(22, dtype=np.int32)
-  kw = {'batch_size': 2, 'length': 4}
-  starts = [
-    batch[:, 0].tolist()
-    for batch in corpora.held_out_batches(tokens, limit=9, **kw)
+  draw = lambda tokens, limit: [
+    *corpora.held_out_batches(tokens, limit=limit, batch_size=2, length=4)
   ]
+  tokens = np.arange(22, dtype=np.int32)
   # Five windows; the last batch wraps around.
+  starts = [batch[:, 0].tolist() for batch in draw(tokens, 9)]
   assert starts == [[0, 4], [8, 12], [16, 0]]
-  (batch,) = corpora.held_out_batches(tokens, limit=1, **kw)
+  (batch,) = draw(tokens, 1)
   assert batch.tolist() == [[0, 1, 2, 3, 4], [4, 5, 6, 7, 8]]
   with pytest.raises(ValueError, match='4 tokens, fewer than one window of 5'):
-    list(corpora.held_out_batches(tokens[:4], limit=1, **kw))
+    draw(tokens[:4], 1)
 
 
 # The configuration.
@@ -221,32 +194,45 @@ def test_window_length_follows_the_phases(scale):
 
 
 @pytest.mark.parametrize(
-  ('changes', 'message'),
+  ('make', 'message'),
   [
-    ({'warmup_steps': 10, 'num_steps': 10}, 'warmup_steps must be below'),
-    ({'phases': ((0, 8),)}, 'every phase needs a positive fraction'),
-    ({'phases': ((1, 9000),)}, 'a length of at most batch_tokens=4096'),
+    (
+      lambda root: TrainConfig(warmup_steps=10, num_steps=10),
+      'warmup_steps must be below',
+    ),
+    (
+      lambda root: TrainConfig(phases=((0, 8),)),
+      'every phase needs a positive fraction',
+    ),
+    (
+      lambda root: TrainConfig(phases=((1, 9000),)),
+      'a length of at most batch_tokens=4096',
+    ),
+    (lambda root: Corpus(folder='/no'), '--corpus=/no is not a folder'),
+    (
+      lambda root: Corpus(folder=root, held_out_percent=0),
+      'held_out_percent must lie between',
+    ),
+    (
+      lambda root: list(Corpus(folder=root, pattern='*.c').texts(held_out=True)),
+      r'no training files match \*\.c under',
+    ),
+    (
+      lambda root: train_tokenizer([CODE], vocab_size=256, context=8),
+      '--vocab_size=256 must exceed 256',
+    ),
+    (
+      lambda root: _train(root, phases=((1.0, 16),)),
+      'windows of 16 tokens exceed the context',
+    ),
   ],
 )
-def test_bad_train_config(changes, message):
+def test_bad_input_is_refused(make, message, root):
   with pytest.raises(ValueError, match=message):
-    TrainConfig(**changes)
+    make(str(root))
 
 
 # The optimizer.
-
-
-def _optimizer(num_steps, **kw):
-  kw = {'learning_rate': 0.1, 'warmup_steps': 0} | kw
-  return make_optimizer(num_steps=num_steps, **kw)
-
-
-def _random_like(params, seed):
-  rng = np.random.default_rng(seed)
-  return jax.tree.map(
-    lambda leaf: jnp.asarray(rng.standard_normal(leaf.shape), leaf.dtype),
-    params,
-  )
 
 
 def _pure(module):
@@ -255,12 +241,12 @@ def _pure(module):
 
 
 def test_muon_is_for_the_matrices_of_blocks_alone():
-  _, params = _pure(tiny.module(tie_embeddings=False, num_layers=1))
+  _, gradients = _pure(tiny.module(tie_embeddings=False, num_layers=1))
   # At zero there is no weight decay to see.
-  params = jax.tree.map(jnp.zeros_like, params)
-  optimizer = _optimizer(10)
+  params = jax.tree.map(jnp.zeros_like, gradients)
+  optimizer = make_optimizer(num_steps=10, learning_rate=0.1, warmup_steps=0)
   updates, _ = jax.jit(optimizer.update)(
-    _random_like(params, 0), jax.jit(optimizer.init)(params), params
+    gradients, jax.jit(optimizer.init)(params), params
   )
   leaves, _ = jax.tree_util.tree_flatten_with_path(updates)
   num_matrices = 0
@@ -284,7 +270,7 @@ def test_muon_is_for_the_matrices_of_blocks_alone():
 
 def test_learning_rate_rises_then_falls_to_zero():
   params = {'wte': jnp.zeros((4, 4))}
-  optimizer = _optimizer(8, warmup_steps=2)
+  optimizer = make_optimizer(num_steps=8, learning_rate=0.1, warmup_steps=2)
   state, update = optimizer.init(params), jax.jit(optimizer.update)
   rates = []
   for _ in range(9):
@@ -413,9 +399,9 @@ def _assert_same_run(actual, expected):
     for line in curve
   ]
   assert essence(actual[1]) == essence(expected[1])
-  parameters = tiny.parameters(actual[0])
-  for name, array in tiny.parameters(expected[0]).items():
-    np.testing.assert_array_equal(parameters[name], array, err_msg=name)
+  jax.tree.map(
+    np.testing.assert_array_equal, *map(tiny.parameters, (actual[0], expected[0]))
+  )
 
 
 @pytest.fixture(scope='module')
@@ -428,32 +414,29 @@ def uninterrupted(workdir):
   return _train(workdir)
 
 
-def _copy_what_there_is(source, target):
-  """What a killed process leaves; files may vanish while they are copied."""
-
-  def copy(one, other):
-    with contextlib.suppress(FileNotFoundError):
-      shutil.copy2(one, other)
-
-  shutil.copytree(source, target, copy_function=copy)
-
-
-def _assert_learned(curve, workdir):
-  assert [line.step for line in curve] == [20, 40]
-  assert [line.tokens for line in curve] == [640, 1280]
-  assert curve[-1].held_out_loss < 0.3 < np.log(12)
-  assert curve[-1].train_loss < curve[0].train_loss
-  stored = json.loads((workdir / 'loss_curve.json').read_text())
-  assert [line['step'] for line in stored] == [20, 40]
+def test_a_mixture_and_a_gpt2_learn_a_repetitive_corpus(
+  uninterrupted, workdir, tmp_path
+):
+  _, mixture = _train(tmp_path, model=MIXTURE)
+  for curve, folder in ((uninterrupted[1], workdir), (mixture, tmp_path)):
+    assert [line.step for line in curve] == [20, 40]
+    assert [line.tokens for line in curve] == [640, 1280]
+    assert curve[-1].held_out_loss < 0.3 < np.log(12)
+    assert curve[-1].train_loss < curve[0].train_loss
+    stored = json.loads((folder / 'loss_curve.json').read_text())
+    assert [line['step'] for line in stored] == [20, 40]
 
 
-def test_loss_falls_on_a_repetitive_corpus(uninterrupted, workdir):
-  _assert_learned(uninterrupted[1], workdir)
+def _copy(source, target):
+  """As a killed process leaves it: files may vanish while they are copied."""
+  with contextlib.suppress(FileNotFoundError):
+    shutil.copy2(source, target)
 
 
-def test_a_mixture_learns_a_repetitive_corpus(tmp_path):
-  _, curve = _train(tmp_path, model=MIXTURE)
-  _assert_learned(curve, tmp_path)
+
+
+
+
 
 
 def test_interrupted_and_killed_runs_resume_to_the_same_bits(
@@ -465,7 +448,7 @@ def test_interrupted_and_killed_runs_resume_to_the_same_bits(
   def interrupt(progress):
     steps.append(progress.step)
     if progress.step == 40:
-      _copy_what_there_is(interrupted, killed)
+      shutil.copytree(interrupted, killed, copy_function=_copy)
       raise KeyboardInterrupt
 
   with pytest.raises(KeyboardInterrupt):
@@ -509,9 +492,6 @@ def test_a_loss_that_is_not_a_number_ends_the_run(tmp_path, monkeypatch):
     assert not (workdir / 'loss_curve.json').exists()
 
 
-def test_windows_longer_than_the_context(tmp_path):
-  with pytest.raises(ValueError, match='windows of 16 tokens exceed the conte'):
-    _train(tmp_path, phases=((1.0, 16),))
 
 
 def test_distilling_approaches_the_teacher(tmp_path):
