@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import shutil
+from unittest import mock
 
 from flax import nnx
 import jax
@@ -17,7 +18,6 @@ from models.checkpoints import hub
 from models.nn.experts import balance_loss
 from models.nn.gpt2 import GPT2
 from models.nn.gpt2 import GPT2Config
-from models.nn.mixtral import MixtralConfig
 from models.training import corpus as corpora
 from models.training import loss as losses
 from models.training import pipeline
@@ -80,8 +80,6 @@ def test_a_tokenizer_is_saved_with_its_model(tokenizer, tmp_path):
     ids = tokenizer(text)['input_ids']
     assert loaded(text)['input_ids'] == ids
     assert loaded.decode(ids) == text
-
-
 
 
 # The corpus.
@@ -214,7 +212,9 @@ def test_window_length_follows_the_phases(scale):
       'held_out_percent must lie between',
     ),
     (
-      lambda root: list(Corpus(folder=root, pattern='*.c').texts(held_out=True)),
+      lambda root: list(
+        Corpus(folder=root, pattern='*.c').texts(held_out=True)
+      ),
       r'no training files match \*\.c under',
     ),
     (
@@ -361,18 +361,6 @@ def test_a_mixture_also_learns_to_use_its_experts_alike():
 MODEL = GPT2Config(
   vocab_size=16, num_positions=8, width=16, num_layers=1, num_heads=2
 )
-MIXTURE = MixtralConfig(
-  vocab_size=16,
-  num_positions=8,
-  width=16,
-  num_layers=1,
-  num_heads=2,
-  num_kv_heads=1,
-  head_width=8,
-  inner_width=12,
-  num_experts=3,
-  experts_per_token=2,
-)
 SETTINGS = {
   'num_steps': 40,
   'batch_tokens': 32,
@@ -400,7 +388,8 @@ def _assert_same_run(actual, expected):
   ]
   assert essence(actual[1]) == essence(expected[1])
   jax.tree.map(
-    np.testing.assert_array_equal, *map(tiny.parameters, (actual[0], expected[0]))
+    np.testing.assert_array_equal,
+    *map(tiny.parameters, (actual[0], expected[0])),
   )
 
 
@@ -417,7 +406,7 @@ def uninterrupted(workdir):
 def test_a_mixture_and_a_gpt2_learn_a_repetitive_corpus(
   uninterrupted, workdir, tmp_path
 ):
-  _, mixture = _train(tmp_path, model=MIXTURE)
+  _, mixture = _train(tmp_path, model=tiny.LLAMA_CONFIGS['mixtral'])
   for curve, folder in ((uninterrupted[1], workdir), (mixture, tmp_path)):
     assert [line.step for line in curve] == [20, 40]
     assert [line.tokens for line in curve] == [640, 1280]
@@ -431,12 +420,6 @@ def _copy(source, target):
   """As a killed process leaves it: files may vanish while they are copied."""
   with contextlib.suppress(FileNotFoundError):
     shutil.copy2(source, target)
-
-
-
-
-
-
 
 
 def test_interrupted_and_killed_runs_resume_to_the_same_bits(
@@ -471,27 +454,26 @@ def test_other_settings_do_not_resume(uninterrupted, workdir):
     _train(workdir, tokens=TOKENS[1:])
 
 
-def test_a_loss_that_is_not_a_number_ends_the_run(tmp_path, monkeypatch):
-  make = trainer._make_train_step
-
-  def diverge(*args):
-    """At the second step the loss; at the first already the weights."""
-    init, _ = make(*args)
-    numbers = iter([1.0, np.nan])
-    spoil = lambda state: jax.tree.map(lambda leaf: leaf * np.nan, state)
-    return init, lambda state, _: (spoil(state), next(numbers))
-
-  monkeypatch.setattr(trainer, '_make_train_step', diverge)
-  for eval_every, message in (
+@pytest.mark.parametrize(
+  ('eval_every', 'message'),
+  [
     (2, 'the loss of step 2 is not a number'),
     (1, 'the held-out loss after step 1 is not a number'),
-  ):
-    workdir = tmp_path / f'{eval_every}'
-    with pytest.raises(FloatingPointError, match=message):
-      _train(workdir, eval_every=eval_every)
-    assert not (workdir / 'loss_curve.json').exists()
-
-
+  ],
+)
+def test_a_loss_that_is_not_a_number_ends_the_run(
+  tmp_path, monkeypatch, eval_every, message
+):
+  """At the second step the loss is none; at the first already the weights."""
+  make, numbers = trainer._make_train_step, iter([1.0, np.nan])
+  spoil = lambda state: jax.tree.map(lambda leaf: leaf * np.nan, state)
+  step = lambda state, _: (spoil(state), next(numbers))
+  monkeypatch.setattr(
+    trainer, '_make_train_step', lambda *args: (make(*args)[0], step)
+  )
+  with pytest.raises(FloatingPointError, match=message):
+    _train(tmp_path, eval_every=eval_every)
+  assert not (tmp_path / 'loss_curve.json').exists()
 
 
 def test_distilling_approaches_the_teacher(tmp_path):
@@ -517,11 +499,12 @@ def test_run_writes_a_folder_and_refuses_another_corpus(
 ):
   (root / 'a' / '0.py').write_text(CODE * 30)
   shape = {'width': 16, 'num_layers': 1, 'num_heads': 2}
+  # The windows of 8 tokens are cut to this context.
+  six, seven = (pipeline.Shape(**shape, num_positions=n) for n in (6, 7))
   arguments = {
     'corpus': Corpus(folder=str(root), held_out_percent=20),
     'config': TrainConfig(**(SETTINGS | {'num_steps': 2, 'eval_every': 2})),
-    # The windows of 8 tokens are cut to this context.
-    'shape': pipeline.Shape(**shape, num_positions=6),
+    'shape': six,
     'vocab_size': 270,
     'tokenizer_folder': None,
     'teacher_folder': None,
@@ -535,10 +518,9 @@ def test_run_writes_a_folder_and_refuses_another_corpus(
   assert module.config.vocab_size == len(tokenizer)
   assert (tmp_path / 'model' / 'loss_curve.json').exists()
 
+  other = Corpus(folder=str(root), pattern='*.txt')
   with pytest.raises(ValueError, match=r'holds another run \(corpus: '):
-    pipeline.run(
-      **arguments | {'corpus': Corpus(folder=str(root), pattern='*.txt')}
-    )
+    pipeline.run(**arguments | {'corpus': other})
 
   # A draft for it needs no more than a context that the teacher has.
   draft = arguments | {
@@ -546,28 +528,19 @@ def test_run_writes_a_folder_and_refuses_another_corpus(
     'workdir': tmp_path / 'draft_work',
     'output': tmp_path / 'draft',
   }
-  longer = pipeline.Shape(**shape, num_positions=7)
   with pytest.raises(ValueError, match='--context=7 exceeds the context of'):
-    pipeline.run(**draft | {'shape': longer})
-  seen = []
-
-  def spy(model_config, config, *tokens, teacher, **kw):
-    del kw
-    seen.extend([model_config, config.phases, teacher])
-    assert all(text.max() < len(tokenizer) for text in tokens)
-    return module, []
-
+    pipeline.run(**draft | {'shape': seven})
   # It learns from a teacher in test_distilling_approaches_the_teacher.
-  monkeypatch.setattr(pipeline, 'train', spy)
+  train = mock.Mock(return_value=(module, []))
+  monkeypatch.setattr(pipeline, 'train', train)
   pipeline.run(**draft)
-  config, phases, teacher = seen
+  config, settings, *texts = train.call_args.args
   assert config == module.config
-  assert phases == ((1.0, 6),)
+  assert settings.phases == ((1.0, 6),)
+  assert all(text.max() < len(tokenizer) for text in texts)
+  teacher = train.call_args.kwargs['teacher']
   assert teacher.name == draft['teacher_folder']
-  jax.tree.map(
-    np.testing.assert_array_equal,
-    tiny.parameters(teacher.model),
-    tiny.parameters(module),
-  )
+  parameters = map(tiny.parameters, (teacher.model, module))
+  jax.tree.map(np.testing.assert_array_equal, *parameters)
   drafted = transformers.AutoTokenizer.from_pretrained(tmp_path / 'draft')
   assert drafted.get_vocab() == tokenizer.get_vocab()
