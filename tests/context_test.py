@@ -39,10 +39,8 @@ _BATCHES = [[0, 4, 1], [2, 3, 0], [3, 4, 3], [1, 2, 1]]
 
 
 @functools.cache
-def _model(max_positions, seed=0):
-  rng = np.random.default_rng(seed)
-  table = 2 * rng.normal(size=(VOCAB_SIZE, VOCAB_SIZE))
-  return table_model(table, max_positions=max_positions)
+def _model(max_positions):
+  return table_model(tiny.table(VOCAB_SIZE), max_positions=max_positions)
 
 
 def _target():
@@ -118,8 +116,7 @@ def test_a_tree_grows_up_to_the_last_position_exactly(batch):
 
 def test_a_stage_inside_goes_on():
   """The draft beyond its context does not hold it up, and costs nothing."""
-  rng = np.random.default_rng(0)
-  bigram = tiny_drafters.exact(2 * rng.normal(size=(VOCAB_SIZE, VOCAB_SIZE)))
+  bigram = tiny_drafters.exact(tiny.table(VOCAB_SIZE))
   inner = tiny_drafters.candidates(bigram, config=_TREE)
   drafter = staged(tiny_drafters.model(_model(CONTEXT), _TREE), inner)
   for batch in _BATCHES:

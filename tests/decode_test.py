@@ -5,6 +5,7 @@ Greedy and sampled rows are in one batch, and all that differs in values alone
 shares a program: one per shape of a drafter. `fuzz_test` has random requests.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -17,15 +18,7 @@ import tiny_drafters
 from tiny_drafters import Settings
 
 from models.nn.table_model import table_model
-from specdec import decode
-from specdec import DecodeConfig
-from specdec import generate
-from specdec import NGram
-from specdec import PLAIN
-from specdec import PromptLookup
-from specdec import Request
-from specdec import Sampling
-from specdec import staged
+import specdec
 from specdec.tree.topology import k_ary
 
 LIMIT = tiny.MAX_NEW_TOKENS
@@ -65,7 +58,7 @@ def _expected(row):
 def _make(shape, kind='similar', inner='perfect'):
   """A drafter whose tables, if perfect, know these very texts by heart."""
   if shape is None:
-    return PLAIN
+    return specdec.PLAIN
   texts = [prompt + _expected(row) for row, prompt in enumerate(_PROMPTS)]
   return tiny_drafters.make(shape, kind, inner, texts)
 
@@ -73,15 +66,15 @@ def _make(shape, kind='similar', inner='perfect'):
 def _decode(drafter, rows=_ALL, fill=0):
   """Some of the rows, in any order; the function under `generate`."""
   padded, lengths = tiny.pad([_PROMPTS[row] for row in rows], fill)
-  request = Request(
+  request = specdec.Request(
     prompt=padded,
     prompt_length=lengths,
     limit=np.full(len(rows), LIMIT, np.int32),
     row_keys=_KEYS[np.array(rows)],
     sampling=tiny.sampling_params(*(TEMPERATURES[row] for row in rows)),
   )
-  config = DecodeConfig(max_new_tokens=LIMIT)
-  result = decode(tiny.gpt2(), drafter, request, config=config)
+  config = specdec.DecodeConfig(max_new_tokens=LIMIT)
+  result = specdec.decode(tiny.gpt2(), drafter, request, config=config)
   return jax.device_get(result), tiny.new_tokens(result, lengths)
 
 
@@ -99,7 +92,7 @@ def _histogram(result):
 def test_plain_decoding_equals_a_loop_without_cache():
   expected = [_expected(row) for row in _ALL]
   assert all(len(set(row)) > 10 for row in expected), 'not a trivial text'
-  assert _decode(PLAIN)[1] == expected
+  assert _decode(specdec.PLAIN)[1] == expected
   # The trees of a row that fills the context reach beyond its end.
   assert max(map(len, _PROMPTS)) + LIMIT == tiny.MAX_POSITIONS
 
@@ -182,18 +175,13 @@ def test_neither_order_nor_padding_matters(shape):
 _TABLE_LIMIT = 36
 
 
-def _random_table(vocab_size, seed):
-  rng = np.random.default_rng(seed)
-  return 2 * rng.normal(size=(vocab_size, vocab_size)).astype(np.float32)
-
-
 def _model(table):
   return table_model(table, max_positions=1000)
 
 
 def _staged(outer, inner, config):
   table = tiny_drafters.exact(inner)
-  return staged(
+  return specdec.staged(
     tiny_drafters.model(_model(outer), config),
     tiny_drafters.candidates(table, config=tiny_drafters.INNER),
   )
@@ -202,13 +190,13 @@ def _staged(outer, inner, config):
 def _checked(table, drafter):
   """The statistics of a greedy and a sampled row, if their tokens are right."""
   prompts = [[1], [0, len(table) - 1, 0]]
-  generation = generate(
+  generation = specdec.generate(
     _model(table),
     _KEYS[:2],
     prompts,
     max_new_tokens=_TABLE_LIMIT,
     drafter=drafter,
-    sampling=Sampling(temperature=np.array([0.0, 1.0])),
+    sampling=specdec.Sampling(temperature=np.array([0.0, 1.0])),
   )
   for row, prompt in enumerate(prompts):
     options = reference.Options(temperature=float(row))
@@ -219,7 +207,7 @@ def _checked(table, drafter):
   return generation.stats
 
 
-_TWO, _TWO_DRAFT = _random_table(2, 0), _random_table(2, 1)
+_TWO, _TWO_DRAFT = tiny.table(2, 0), tiny.table(2, 1)
 _GROWN = Settings(
   num_nodes=9, width=3, branching=4, rounds=3, capacity=9, cost_ratio=0
 )
@@ -234,11 +222,11 @@ _NGRAM = tiny_drafters.ngram_table(
   {
     'staged': _staged(_TWO_DRAFT, _TWO, _GROWN),
     'lookup': tiny_drafters.candidates(
-      PromptLookup(), NGram(_NGRAM), config=_GROWN
+      specdec.PromptLookup(), specdec.NGram(_NGRAM), config=_GROWN
     ),
     'fixed tree': tiny_drafters.model(_model(_TWO_DRAFT), _FIXED),
     'fixed lookup': tiny_drafters.candidates(
-      PromptLookup(num_matches=2), config=_FIXED
+      specdec.PromptLookup(num_matches=2), config=_FIXED
     ),
   }.items(),
 )
@@ -251,20 +239,21 @@ def test_two_tokens(name, drafter):
     assert stats['accepted_histogram'][2] == stats['target_forwards']
 
 
-def test_a_budget_of_one_node_is_plain_decoding():
-  config = Settings(num_nodes=1, width=3, branching=2, rounds=2)
-  tables = _random_table(5, 0), _random_table(5, 1)
-  drafter = _staged(*tables, config)
-  assert drafter.max_depth == 0
-  stats = _checked(tables[0], drafter)
-  assert stats['nodes_per_forward'] == stats['block_efficiency'] == 1.0
-  assert set(stats['stage_forwards'].values()) == {0}
+_FIVE, _FIVE_DRAFT = tiny.table(5, 0), tiny.table(5, 1)
 
 
-def test_a_drafter_that_never_guesses():
-  nothing = tiny_drafters.candidates(
-    tiny_drafters.empty(5, 3), config=tiny_drafters.TREE
-  )
-  stats = _checked(_random_table(5, 0), nothing)
+@pytest.mark.parametrize(
+  'drafter',
+  [
+    _staged(_FIVE, _FIVE_DRAFT, dataclasses.replace(_GROWN, num_nodes=1)),
+    tiny_drafters.candidates(
+      tiny_drafters.empty(5, 3), config=tiny_drafters.TREE
+    ),
+  ],
+  ids=['a budget of one node', 'never a guess'],
+)
+def test_without_guesses_it_is_plain_decoding(drafter):
+  stats = _checked(_FIVE, drafter)
   assert stats['nodes_per_forward'] == stats['block_efficiency'] == 1.0
-  assert stats['origins']['bigram'] == 0
+  assert {*stats['origins'].values()} == {0, 2 * _TABLE_LIMIT}
+  assert drafter.max_depth or not any(stats['stage_forwards'].values())

@@ -63,18 +63,6 @@ def test_what_it_returns(options, origins, labels):
     assert all(type(token) is int for row in rows for token in row)
 
 
-def test_prompts_may_be_any_sequences():
-  for prompts in (((0,), (1, 2)), [np.array([0]), np.array([1, 2])]):
-    assert _generate(prompts=prompts).tokens == _generate().tokens
-
-
-def test_a_limit_of_zero_gives_nothing():
-  generation = _generate(drafter=_draft(), max_new_tokens=0)
-  assert generation.tokens == [[], []]
-  assert generation.stats['new_tokens'] == 0
-  assert generation.stats['block_efficiency'] == 0.0
-
-
 # What all methods of `Generator` refuse alike is in `fuzzing.BAD`.
 @pytest.mark.parametrize(
   ('arguments', 'message'),
@@ -121,13 +109,6 @@ def test_a_limit_of_zero_gives_nothing():
 def test_bad_arguments_are_refused(arguments, message):
   with pytest.raises(ValueError, match=message):
     _generate(**arguments)
-
-
-def test_the_context_may_be_filled_to_the_last_token():
-  target = _model(max_positions=7)
-  assert _generate(target=target).tokens == _generate().tokens
-  with pytest.raises(ValueError, match='context of the target'):
-    _generate(target=target, max_new_tokens=6)
 
 
 def test_one_key_gives_every_row_its_own():

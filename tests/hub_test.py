@@ -160,11 +160,6 @@ def folder(tmp_path):
   return shutil.copytree(GOLDEN / 'tied', tmp_path / 'model')
 
 
-@pytest.fixture
-def sharded(tmp_path):
-  return shutil.copytree(GOLDEN / 'sharded', tmp_path / 'model')
-
-
 C_FC = 'transformer.h.1.mlp.c_fc'
 WTE = 'transformer.wte.weight'
 
@@ -231,25 +226,31 @@ def test_bad_config(key, folder):
     hub.load_module(folder)
 
 
-@pytest.mark.parametrize('text', ['{"model_type": ', '[]', '"gpt2"', '\x00'])
-def test_config_that_is_no_json_object(text, folder):
-  (folder / 'config.json').write_text(text)
-  with pytest.raises(ValueError, match=r'config\.json'):
+SHARD = 'model-00002-of-00005.safetensors'
+# A variant, one of its files, what is in it instead (None: it is gone).
+BAD_FILES = [
+  *(
+    ('tied', 'config.json', text, r'config\.json')
+    for text in ('{"model_type": ', '[]', '"gpt2"', '\x00')
+  ),
+  ('tied', 'config.json', None, r'has no config\.json'),
+  ('tied', WEIGHTS, None, f'has no {WEIGHTS} and no {INDEX}'),
+  *(
+    ('sharded', INDEX, text, f'{INDEX} is not an index of shards')
+    for text in ('{', '{}', '[]', '{"weight_map": null}')
+  ),
+  ('sharded', SHARD, None, f'lacks the shards .*{SHARD}'),
+]
+
+
+@pytest.mark.parametrize(('variant', 'name', 'text', 'message'), BAD_FILES)
+def test_bad_file(variant, name, text, message, tmp_path):
+  folder = shutil.copytree(GOLDEN / variant, tmp_path / 'model')
+  (folder / name).unlink()
+  if text is not None:
+    (folder / name).write_text(text)
+  with pytest.raises(ValueError, match=message):
     hub.load_module(folder)
-
-
-def test_missing_shard(sharded):
-  shard = sorted(sharded.glob('*.safetensors'))[1]
-  shard.unlink()
-  with pytest.raises(ValueError, match=f'lacks the shards .*{shard.name}'):
-    hub.load_module(sharded)
-
-
-@pytest.mark.parametrize('text', ['{', '{}', '[]', '{"weight_map": null}'])
-def test_bad_index_of_shards(text, sharded):
-  (sharded / INDEX).write_text(text)
-  with pytest.raises(ValueError, match=f'{INDEX} is not an index of shards'):
-    hub.load_module(sharded)
 
 
 @pytest.mark.parametrize('size', [0, 4, 100, -1])
@@ -267,15 +268,6 @@ def test_pickled_weights_are_not_read_but_can_be_converted(folder):
     hub.load_module(folder)
   for part in ('convert', f"from_pretrained('{folder}')", '.save_pretrained('):
     assert part in str(caught.value)
-
-
-def test_what_is_missing(folder):
-  (folder / WEIGHTS).unlink()
-  with pytest.raises(ValueError, match=f'has no {WEIGHTS} and no {INDEX}'):
-    hub.load_module(folder)
-  (folder / 'config.json').unlink()
-  with pytest.raises(ValueError, match=r'has no config\.json'):
-    hub.load_module(folder)
 
 
 @pytest.mark.parametrize(
@@ -316,37 +308,25 @@ MODELS = {
 
 @pytest.mark.parametrize('name', MODELS)
 def test_logits_do_not_depend_on_how_the_cache_was_filled(name):
+  """All at once or token by token; no cache gives the same."""
   module = MODELS[name]()
-  model = as_model(module)
-  tokens = tiny.tokens()
+  model, tokens = as_model(module), tiny.tokens()
   batch_size, length = tokens.shape
-  num_slots = length + 3
-  positions = np.broadcast_to(np.arange(length), tokens.shape)
-  start = np.zeros(batch_size, np.int32)
-  same = functools.partial(
-    np.testing.assert_allclose,
-    rtol=0,
-    atol=0.05 if name == 'bfloat16' else 1e-5,
-  )
-
-  @jax.jit
-  def without_a_cache():
-    mask = causal_mask(start, length, length)
-    return module(tokens, positions, mask)[0]
-
-  expected = without_a_cache()
+  atol = 0.05 if name == 'bfloat16' else 1e-5
+  every = np.broadcast_to(np.arange(length), tokens.shape)
+  causal = causal_mask(np.zeros(batch_size, np.int32), length, length)
+  expected = jax.jit(lambda: module(tokens, every, causal)[0])()
   apply = jax.jit(model.spec.apply)
-  cache = model.spec.init_cache(batch_size, num_slots)
-  mask = causal_mask(start, length, num_slots)
-  same(apply(model.params, tokens, positions, mask, cache)[0], expected)
-  for position in range(length):
-    now = slice(position, position + 1)
-    mask = causal_mask(cache.length, 1, num_slots)
-    logits, cache = apply(
-      model.params, tokens[:, now], positions[:, now], mask, cache
-    )
-    cache = cache.replace(length=cache.length + 1)
-    same(logits, expected[:, now], err_msg=f'{position=}')
+  for size in (length, 1):
+    cache = model.spec.init_cache(batch_size, length + 3)
+    for start in range(0, length, size):
+      now = slice(start, start + size)
+      mask = causal_mask(cache.length, size, length + 3)
+      logits, cache = apply(
+        model.params, tokens[:, now], every[:, now], mask, cache
+      )
+      cache = cache.replace(length=cache.length + size)
+      np.testing.assert_allclose(logits, expected[:, now], rtol=0, atol=atol)
 
 
 def test_positions_beyond_the_context_and_tokens_that_see_nothing_are_finite():

@@ -1,6 +1,7 @@
 """Pictures show what is in the trace, and no text can break them."""
 
 import collections
+import dataclasses
 from html.parser import HTMLParser
 import itertools
 import json
@@ -231,12 +232,10 @@ def test_origins_can_be_told_apart_without_colour():
   assert len(set(lines)) == 5
 
   def luminance(color):
-    parts = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
-    linear = [
-      one / 12.92 if one <= 0.04045 else ((one + 0.055) / 1.055) ** 2.4
-      for one in parts
-    ]
-    return np.dot([0.2126, 0.7152, 0.0722], linear)
+    rgb = np.array(list(bytes.fromhex(color[1:]))) / 255
+    dark = rgb <= 0.04045
+    linear = np.where(dark, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    return linear @ [0.2126, 0.7152, 0.0722]
 
   for origin in range(5):
     one = svg.style_of(origin)
@@ -312,11 +311,10 @@ def test_the_report_has_every_block_for_eyes_and_ears():
 
 
 def test_of_nothing_there_are_pictures_too():
-  fields = {'prompt': 'x', 'prompt_tokens': (6,), 'labels': ('target',)}
-  fields |= {'blocks': (), 'pieces': (), 'texts': {}, 'finish_reason': 'length'}
-  page = _Page(viz.report(Trace(**fields)))
+  empty = dataclasses.replace(_TRACE, blocks=(), pieces=(), log_probs=None)
+  page = _Page(viz.report(empty))
   assert '0 tokens in 0 target forwards' in page.found['p'][0]['text']
-  _Page(viz.text(Trace(**fields)))
+  _Page(viz.text(empty))
 
 
 def test_matplotlib_is_not_imported():
@@ -338,19 +336,19 @@ def test_the_script_can_be_parsed(tmp_path):
   subprocess.run(['node', '--check', str(file)], check=True)
 
 
-def _cut_after(number, reason='length'):
+def _cut_after(number, reason):
   """Two blocks, the second of which has three guesses accepted."""
   first = _block(1, (0,), (3,), [(6, -1, 0, 1.0), (1, 0, 1, 0.5)], draft=1)
   nodes = [(3, -1, 0, 1.0), (1, 0, 1, 0.5), (6, 1, 1, 0.5), (5, 2, 1, 0.5)]
   last = _block(2, (0, 1, 2, 3), (1, 6, 5, 1)[:number], nodes, draft=3)
-  return Trace(
-    prompt='x',
+  return dataclasses.replace(
+    _TRACE,
     prompt_tokens=(6,),
     labels=('target', 'draft'),
     blocks=(first, last),
     pieces=('a',) * (1 + number),
-    texts=_TEXTS,
     finish_reason=reason,
+    log_probs=None,
   )
 
 
