@@ -3,6 +3,7 @@
 import json
 import pathlib
 import random
+import types
 
 import numpy as np
 import pytest
@@ -33,7 +34,9 @@ def table(pair):
 
 
 def _pair_of(tokenizer):
-  return Pair(target=None, draft=None, tokenizer=tokenizer, eos_ids=())
+  spec = types.SimpleNamespace(vocab_size=len(tokenizer))
+  target = types.SimpleNamespace(spec=spec)
+  return Pair(target=target, draft=None, tokenizer=tokenizer, eos_ids=())
 
 
 def _random_ids(rng, table, size):
@@ -139,12 +142,8 @@ def _stream(table, stops, portions):
   return [*pieces, stream.flush()], stream.stopped
 
 
-def _one_by_one(ids):
-  return [[one] for one in ids]
-
-
 def test_when_streams_return_what(pair, table):
-  spell = lambda data: _one_by_one(_ids_of(table, data))
+  spell = lambda data: [[one] for one in _ids_of(table, data)]
   # No half characters.
   portions = spell('a€😀'.encode() + b'\xe2\x82')
   pieces = ['a', '', '', '€', '', '', '', '😀', '', '', '\ufffd']

@@ -206,7 +206,7 @@ def test_window_length_follows_the_phases(scale):
       'held_out_percent must lie between',
     ),
     (
-      lambda root: next(Corpus(root, pattern='*.c').texts(held_out=False)),
+      lambda it: next(Corpus(folder=it, pattern='*.c').texts(held_out=False)),
       r'no training files match \*\.c under',
     ),
     (
