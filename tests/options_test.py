@@ -188,6 +188,17 @@ _adjust = jax.jit(adjust_logits)
 _filter = jax.jit(filter_logits)
 
 
+def test_top_k_of_each_row():
+  logits = np.random.default_rng(0).normal(size=(5, 3, VOCAB_SIZE))
+  ranks = np.argsort(np.argsort(-logits))
+  for top_k in ((1, 5, None, 24, 2), (3, 1, 4, 1, 5), (None, None, 30, 7, 7)):
+    sampling = specdec.Sampling(temperature=1.0, top_k=top_k)
+    sampling = check_sampling(sampling, 5, VOCAB_SIZE)
+    kept = np.asarray(_filter(logits.astype(np.float32), sampling)) > -100
+    most = np.array([k or VOCAB_SIZE for k in top_k])
+    np.testing.assert_array_equal(kept, ranks < most[:, None, None])
+
+
 def test_of_row_is_what_the_row_has():
   """Whatever there is one of for all rows, it has as well."""
   rng = np.random.default_rng(0)
