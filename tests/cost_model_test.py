@@ -1,9 +1,12 @@
 """The cost model against enumeration, hand-counted and published figures."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import pathlib
+import re
+from unittest import mock
 
 import command_lines
 import numpy as np
@@ -11,7 +14,6 @@ import pytest
 import tiny
 
 from models.bench import machine as machine_limits
-from models.checkpoints.families import read_config
 from models.checkpoints.model_shape import model_shape
 from models.nn.adapter import as_model
 from models.nn.llama import LlamaConfig
@@ -45,6 +47,7 @@ _SMALL = ModelShape(
   mlp_width=10,
   vocab_size=50,
 )
+_small = functools.partial(dataclasses.replace, _SMALL)
 _ATTENTION = 8 * 12 + 2 * (8 * 6) + 12 * 8
 _HEAD = 8 * 50
 _MACHINE = Hardware(
@@ -79,16 +82,16 @@ _PUBLISHED = {
 @pytest.mark.parametrize('name', MODELS)
 def test_presets_have_the_published_sizes(name):
   shape, (millions, kv_bytes, billions) = MODELS[name], _PUBLISHED[name]
-  # Some are published to two digits.
-  near = lambda size, value, coarse: (
-    pytest.approx(value, rel=0.02 if coarse else 0.01) == size
+  # Two are published to two digits.
+  near = lambda value, coarse: pytest.approx(
+    value, rel=0.02 if name == coarse else 0.01
   )
-  assert near(shape.parameters / 1e6, millions, name == 'draft-40m')
+  assert shape.parameters / 1e6 == near(millions, 'draft-40m')
   assert shape.kv_bytes_per_token == kv_bytes
   assert (billions is None) == (shape.num_experts == 1)
   if billions is not None:
     active = shape.active_parameters + shape.vocab_size * shape.width
-    assert near(active / 1e9, billions, name == 'qwen3-30b-a3b')
+    assert active / 1e9 == near(billions, 'qwen3-30b-a3b')
     baseline = shape.dense_baseline()
     assert baseline.num_experts == 1
     assert baseline.active_parameters == pytest.approx(
@@ -108,9 +111,6 @@ def test_shape_counts_match_a_real_model(tied):
 
 
 def test_configs_give_shapes():
-  gpt2 = model_shape(read_config(_DEMO / 'target' / 'config.json'), name='demo')
-  assert (gpt2.gated, gpt2.tied, gpt2.num_experts) == (False, True, 1)
-  assert gpt2.mlp_width == 4 * gpt2.width
   sizes = {
     'vocab_size': 32000,
     'num_positions': 4096,
@@ -131,9 +131,7 @@ def test_configs_give_shapes():
 
 
 def test_forward_cost_by_hand():
-  shape = dataclasses.replace(
-    _SMALL, weight_bytes=0.5, cache_bytes=1, activation_bytes=4
-  )
+  shape = _small(weight_bytes=0.5, cache_bytes=1, activation_bytes=4)
   cost = forward_cost(shape, batch_size=3, num_tokens=5, context=7)
   weights = 2 * (_ATTENTION + 3 * 8 * 10) + _HEAD
   assert shape.parameters == weights + 50 * 8
@@ -156,9 +154,7 @@ def test_forward_cost_by_hand():
 
 
 def test_mixtures_read_only_the_experts_that_they_use():
-  shape = dataclasses.replace(
-    _SMALL, mlp_width=6, num_experts=4, experts_per_token=2
-  )
+  shape = _small(mlp_width=6, num_experts=4, experts_per_token=2)
   expert, router = 3 * 8 * 6, 8 * 4
   always = 2 * (_ATTENTION + router) + _HEAD
   assert shape.parameters == always + 2 * 4 * expert + 50 * 8
@@ -177,23 +173,12 @@ def test_mixtures_read_only_the_experts_that_they_use():
 
 @pytest.mark.parametrize('num_tokens', [1, 2, 4])
 def test_expected_experts_by_enumeration(num_tokens):
-  pairs = list(itertools.combinations(range(4), 2))
-  used = [
-    len(set(itertools.chain(*chosen)))
-    for chosen in itertools.product(pairs, repeat=num_tokens)
-  ]
-  shape = dataclasses.replace(_SMALL, num_experts=4, experts_per_token=2)
+  pairs = map(set, itertools.combinations(range(4), 2))
+  texts = itertools.product(pairs, repeat=num_tokens)
+  used = [len(set.union(*chosen)) for chosen in texts]
+  shape = _small(num_experts=4, experts_per_token=2)
   assert shape.expected_experts(num_tokens) == pytest.approx(np.mean(used))
   assert _SMALL.expected_experts(num_tokens) == 1
-
-
-def test_expected_experts_by_simulation():
-  rng = np.random.default_rng(0)
-  draws = rng.random((2000, 12, 128)).argsort(axis=-1)[..., :8]
-  counts = [len(np.unique(draw)) for draw in draws]
-  error = np.std(counts) / len(counts) ** 0.5
-  found = MODELS['qwen3-30b-a3b'].expected_experts(12)
-  assert abs(found - np.mean(counts)) < 4 * error
 
 
 def test_every_kernel_has_its_own_roofline():
@@ -309,11 +294,12 @@ def test_plain_decoding_has_speedup_1():
 
 
 def test_break_even_is_the_last_crossing():
-  speed = lambda deployment, size: (
-    predict(deployment, _CHAIN, batch_size=size, context=2048).speedup
-  )
   found = break_even_batch_size(_SERVER, _CHAIN, context=2048)
-  assert speed(_SERVER, found) <= 1 < speed(_SERVER, found - 1)
+  before, at = (
+    predict(_SERVER, _CHAIN, batch_size=size, context=2048).speedup
+    for size in (found - 1, found)
+  )
+  assert at <= 1 < before
   # Below 1 at few rows, which use most experts, and above it at many.
   mixture = dataclasses.replace(
     _SERVER, target=MODELS['qwen3-30b-a3b'], draft=None
@@ -334,8 +320,8 @@ def test_best_tree_finds_the_best_draft_length(batch_size):
     for n in range(1, 11)
   ]
   tree = best_tree(_SERVER, [0.8], num_nodes=11, max_depth=10, **where)
-  assert (tree.max_depth if tree else 0) == int(np.argmax(speeds))
-  assert tree is None or tree == topology.chain(tree.max_depth)
+  best = int(np.argmax(speeds))
+  assert tree == (topology.chain(best) if best else None)
 
 
 def test_best_tree_branches_where_drafting_is_free():
@@ -420,21 +406,9 @@ def test_the_script_prints_every_claim():
   assert result.code == 0, result.errors
   for part in 'abcdef':
     assert f'\n## ({part}) ' in result.output
-  rows = [
-    [cell.strip() for cell in line.split('|')[1:-1]]
-    for line in result.output.splitlines()
-    if line.startswith('|')
-  ]
-  for row in (
-    ['2048', 'cache_read', '0.671', '6.71', '10.00'],
-    ['131072', 'cache_read', '42.95', '429.50', '10.00'],
-    ['2048', 'all', '139.94', '145.98', '1.04'],
-    ['131072', 'all', '182.22', '568.77', '3.12'],
-    ['1.50', '25,001'],
-    ['2.00', '53,127'],
-    ['131072', '-', '-'],
-  ):
-    assert row in rows
+  rows = [re.findall(r'[^| ]+', line) for line in result.output.splitlines()]
+  for row in ('131072 all 182.22 568.77 3.12', '1.50 25,001', '131072 - -'):
+    assert row.split() in rows
 
 
 def test_the_script_takes_folders_and_writes_json(tmp_path):
@@ -467,42 +441,32 @@ def test_unknown_names_are_refused(flag, message):
 
 
 def test_this_machine_is_measured(monkeypatch):
-  class Limits:
-    samples = 0
-
-    def __init__(self, dtypes):
-      self.dtypes = dtypes
-
-    def sample(self):
-      Limits.samples += 1
-
-    def summary(self):
-      rates = dict.fromkeys(self.dtypes, 7.0)
-      return {'bytes_per_second': 3.0, 'flops_per_second': rates}
-
-  monkeypatch.setattr(machine_limits, 'MachineLimits', Limits)
+  limits = mock.Mock()
+  limits.return_value.summary.return_value = rates = {
+    'bytes_per_second': 3.0,
+    'flops_per_second': {'float32': 7.0},
+  }
+  monkeypatch.setattr(machine_limits, 'MachineLimits', limits)
   found = machine_limits.this_machine(['float32'], samples=4)
-  assert Limits.samples == 4
-  assert found.bytes_per_second == 3
-  assert found.flops_per_second == {'float32': 7}
+  limits.assert_called_once_with(['float32'])
+  assert limits.return_value.sample.call_count == 4
+  assert dataclasses.asdict(found).items() >= rates.items()
 
 
 @pytest.mark.parametrize(
   ('call', 'message'),
   [
     (
-      lambda: dataclasses.replace(_SMALL, experts_per_token=5),
+      lambda: _small(experts_per_token=5),
       'experts_per_token=5 must be between 1 and num_experts=1',
     ),
     (
-      lambda: dataclasses.replace(_SMALL, num_heads=5),
+      lambda: _small(num_heads=5),
       'num_heads=5 must be a multiple of num_kv_heads=2',
     ),
     (lambda: forward_cost(_SMALL, num_tokens=0), 'got 1, 0 and 0'),
     (
-      lambda: forward_cost(dataclasses.replace(_SMALL, dtype='int4')).seconds(
-        _MACHINE
-      ),
+      lambda: forward_cost(_small(dtype='int4')).seconds(_MACHINE),
       "dtype='int4' has no peak rate on machine; choose from bfloat16",
     ),
     (lambda: _MACHINE.times(0), 'devices must be at least 1, got 0'),

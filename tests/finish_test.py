@@ -5,11 +5,12 @@ prompt by a few lines of Python.
 """
 
 import itertools
+from unittest import mock
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 import tiny_drafters
 from tiny_drafters import Settings
 
@@ -128,47 +129,30 @@ def _check_counts(generation):
 # A table whose texts do not end, for decodes that are stopped.
 
 
-def _endless(name, **kw):
+def _run(name, make=generate, **kw):
   """Rows of many tokens; the last is done at once."""
-  table = np.random.default_rng(3).normal(size=(VOCAB_SIZE, VOCAB_SIZE)) * 2
-  target = table_model(jnp.asarray(table, jnp.float32), max_positions=200)
-  drafter = _drafter(name)
-  if name == 'chain':
-    drafter = tiny_drafters.model(target, Settings(topology=chain(G)))
-  arguments = {
-    'max_new_tokens': [120, 30, 120, 0],
-    'drafter': drafter,
-    'sampling': Sampling(temperature=1.0),
-  }
-  return target, jax.random.key(1), [[1], [2, 3], [4], [5]], arguments | kw
-
-
-def _run(name, *, should_stop=None):
-  *arguments, options = _endless(name)
-  return generate(*arguments, should_stop=should_stop, **options)
-
-
-class _After:
-  """Stops when it is called for the n-th time."""
-
-  def __init__(self, number):
-    self.number, self.asked = number, 0
-
-  def __call__(self):
-    self.asked += 1
-    return self.asked > self.number
+  target = table_model(tiny.table(VOCAB_SIZE, 3), max_positions=200)
+  drafter = tiny_drafters.model(target, Settings(topology=chain(G)))
+  return make(
+    target,
+    jax.random.key(1),
+    [[1], [2, 3], [4], [5]],
+    max_new_tokens=[120, 30, 120, 0],
+    drafter=drafter if name == 'chain' else PLAIN,
+    sampling=Sampling(temperature=1.0),
+    **kw,
+  )
 
 
 @pytest.mark.parametrize('name', ['plain', 'chain'])
 def test_a_cancelled_row_has_the_beginning_of_its_text(name):
   whole = _run(name)
   assert whole.finish_reasons == ['length'] * 4
-  assert whole.tokens == _run('plain').tokens
   counts = []
   for number in range(4):
-    after = _After(number)
+    after = mock.Mock(side_effect=[False] * number + [True])
     cut = _run(name, should_stop=after)
-    assert after.asked == number + 1
+    assert after.call_count == number + 1
     counts.append(len(cut.tokens[0]))
     for row, tokens in enumerate(cut.tokens):
       assert tokens == whole.tokens[row][: len(tokens)]
@@ -184,19 +168,15 @@ def test_a_cancelled_row_has_the_beginning_of_its_text(name):
   assert counts[0] == 0 < counts[1] <= 8 * (G + 1)
   assert np.all(np.diff(counts) > 0)
   assert {'cancelled', 'length'} == set(cut.finish_reasons)
-
-
-def test_nobody_is_asked_once_all_are_done():
-  after = _After(100)
-  assert _run('plain', should_stop=after).finish_reasons == ['length'] * 4
-  assert after.asked == 120 / 8
+  # Nobody is asked once all are done.
+  never = mock.Mock(return_value=False)
+  assert _run('plain', should_stop=never).tokens == whole.tokens
+  assert never.call_count == 120 / 8
 
 
 @pytest.mark.parametrize('name', ['plain', 'chain'])
 def test_a_decode_can_be_watched(name):
-  whole = _run(name)
-  *arguments, options = _endless(name)
-  decoding = Decoding(*arguments, **options)
+  whole, decoding = _run(name), _run(name, Decoding)
   assert decoding.finish_reasons == [None] * 3 + ['length']
   so_far = [[], [], [], []]
   for steps, new in enumerate(decoding, 1):
@@ -214,7 +194,7 @@ def test_a_decode_can_be_watched(name):
     if steps == 20:
       break
   assert not decoding.done
-  decoding.run(_After(2))
+  decoding.run(mock.Mock(side_effect=[False, False, True]))
   decoding.run()
   assert decoding.done
   assert decoding.result().tokens == whole.tokens

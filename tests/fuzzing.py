@@ -307,7 +307,7 @@ BAD = (
   ('prompts', ([[-1], [1]],), 'prompt 0 has token -1, outside'),
   (
     'prompts',
-    ([None, 'a'], [[1.5], 'a'], ['a', 5]),
+    ([None, 'a'], [[1.5], 'a'], ['a', 5], ['a', [[1]]]),
     'prompt . must be a list of token ids',
   ),
   ('prompts', (5,), 'prompts must be a text, a list of ids or several'),

@@ -34,28 +34,30 @@ def _chain(kind):
   return tiny_drafters.model(_draft(kind), Settings(topology=chain(_DEPTH)))
 
 
-def _arguments(drafter, break_even=None):
-  arguments = (
+def _run(drafter, break_even=None, run=generate):
+  return run(
     tiny.gpt2(num_layers=1),
     tiny.row_keys(_ROWS),
     tiny.prompts(_ROWS),
+    drafter=drafter,
+    max_new_tokens=_LIMIT,
+    sampling=Sampling(temperature=[0.0, 1.0, 0.7]),
+    break_even=break_even,
   )
-  return arguments, {
-    'drafter': drafter,
-    'max_new_tokens': _LIMIT,
-    'sampling': Sampling(temperature=[0.0, 1.0, 0.7]),
-    'break_even': break_even,
-  }
-
-
-def _run(*args):
-  arguments, options = _arguments(*args)
-  return generate(*arguments, **options)
 
 
 @functools.cache
 def _plain():
   return _run(PLAIN)
+
+
+def _after(state, emitted, break_even=2.0, active=True):
+  """What a speculative step makes of the state."""
+  emitted = np.atleast_1d(emitted)
+  active = np.broadcast_to(active, emitted.shape)
+  return fallback.after_speculative_step(
+    state, emitted, active, np.float32(break_even)
+  )
 
 
 def _settle(emitted, break_even):
@@ -64,9 +66,7 @@ def _settle(emitted, break_even):
   seconds = tokens = 0.0
   while tokens < 512:
     if state.speculating:
-      state = fallback.after_speculative_step(
-        state, np.array([emitted]), np.array([True]), np.float32(break_even)
-      )
+      state = _after(state, emitted, break_even)
       seconds, tokens = seconds + break_even, tokens + emitted
     else:
       state = fallback.after_plain_step(state, np.float32(break_even))
@@ -88,21 +88,14 @@ def test_a_lucky_draft_has_no_more_credit_than_any():
   for emitted, steps in ((9, 100), (1, 16)):
     for _ in range(steps):
       assert state.speculating
-      state = fallback.after_speculative_step(
-        state, np.array([emitted]), np.array([True]), np.float32(2.0)
-      )
+      state = _after(state, emitted)
   assert not state.speculating
 
 
 def test_rows_that_are_done_have_no_say():
   state = fallback.init_fallback()
-  settle = lambda emitted, active: fallback.after_speculative_step(
-    state, np.array(emitted), np.array(active), np.float32(2.0)
-  )
-  both = settle([1, 5], [True, True])
-  assert float(both.credit) == float(state.credit) + 1.0
-  one = settle([1, 0], [True, False])
-  assert float(one.credit) == float(state.credit) - 1.0
+  assert _after(state, [1, 5]).credit - state.credit == 1.0
+  assert _after(state, [1, 0], active=[True, False]).credit - state.credit == -1
 
 
 def test_a_hopeless_draft_is_left_and_no_token_changes():
@@ -129,10 +122,8 @@ def test_a_perfect_draft_is_kept():
 def test_rests_are_the_same_in_pieces():
   """Streaming makes one step at a time; the account goes on."""
   whole = _run(_chain('random'), 2.5)
-  arguments, options = _arguments(_chain('random'), 2.5)
-  decoding = Decoding(*arguments, **options)
-  for _ in decoding:
-    pass
+  decoding = _run(_chain('random'), 2.5, Decoding)
+  assert list(decoding)
   pieces = decoding.result()
   assert pieces.tokens == whole.tokens
   assert pieces.stats['plain_steps'] == whole.stats['plain_steps'] > 0
@@ -149,20 +140,17 @@ def test_what_is_no_ratio_is_refused(bad):
 # At the end, as it forgets all programs.
 
 
-@pytest.fixture
-def many_trials(monkeypatch):
-  """Premiums so high that a draft at rest is soon tried again."""
+def _check_rests(drafter, monkeypatch):
+  """All of each guess is accepted, however often there is a rest."""
+  # Premiums so high that a draft at rest is soon tried again.
   monkeypatch.setattr(fallback, '_PREMIUM', 0.9)
   monkeypatch.setattr(fallback, '_INITIAL_CREDIT', 0.5)
   monkeypatch.setattr(fallback, '_STEPS_PER_TRIAL', 0.5)
+  plain = _plain()
   jax.clear_caches()  # of programs with other premiums
-  yield
+  result = _run(drafter, 14.0)
   jax.clear_caches()
-
-
-def _check_rests(result):
-  """All of each guess was accepted, however often there was a rest."""
-  assert result.tokens == _plain().tokens
+  assert result.tokens == plain.tokens
   stats = result.stats
   speculative = stats['reads']['target']['forwards'] - stats['plain_steps']
   assert speculative >= 3
@@ -174,14 +162,12 @@ def _check_rests(result):
   assert histogram[1:_DEPTH].sum() <= _ROWS
 
 
-@pytest.mark.usefixtures('many_trials')
-def test_after_a_rest_a_fixed_chain_knows_the_text():
+def test_after_a_rest_a_fixed_chain_knows_the_text(monkeypatch):
   """Unlike stages that grow trees, it reads no missing text of its own."""
-  _check_rests(_run(_chain('perfect'), 14.0))
+  _check_rests(_chain('perfect'), monkeypatch)
 
 
-@pytest.mark.usefixtures('many_trials')
-def test_after_a_rest_all_stages_know_the_text():
+def test_after_a_rest_all_stages_know_the_text(monkeypatch):
   """Perfect drafts that are sent to rest again and again miss nothing.
 
   A table has nothing to catch up on.
@@ -202,21 +188,15 @@ def test_after_a_rest_all_stages_know_the_text():
   )
   tables = tiny_drafters.candidates(table, config=config)
   drafter = functools.reduce(staged, [*models, tables])
-  result = _run(drafter, 14.0)
-  assert result.labels == ('target', 'draft', 'inner', 'ngram')
-  names = list(result.stats['stage_forwards'])
-  assert names == ['draft', 'inner', 'ngram']
-  _check_rests(result)
+  assert drafter.labels == ('draft', 'inner', 'ngram')
+  _check_rests(drafter, monkeypatch)
 
 
 def test_streaming_compiles_once():
   """Also where the first state has what the program makes in later ones."""
-  arguments, options = _arguments(_chain('similar'), break_even=2.0)
-  decoding = Decoding(*arguments, **options)
   before = advance._cache_size()
-  decoding.step()
-  decoding.step()
-  assert advance._cache_size() <= before + 1
-  fresh = Decoding(*arguments, **options)
-  fresh.step()
+  for steps in (2, 1):
+    decoding = _run(_chain('similar'), 2.0, Decoding)
+    for _ in range(steps):
+      decoding.step()
   assert advance._cache_size() <= before + 1

@@ -27,16 +27,16 @@ WEIGHTS = 'model.safetensors'
 INDEX = 'model.safetensors.index.json'
 
 
+def test_there_are_enough_variants():
+  assert len(VARIANTS) == 21
+
+
 @pytest.mark.parametrize('variant', VARIANTS)
 def test_logits_are_those_stored_by_transformers(variant):
   reference = np.load(GOLDEN / variant / 'reference.npz')
   module = hub.load_module(GOLDEN / variant)
   logits = tiny.logits(module, reference['tokens'])
   np.testing.assert_allclose(logits, reference['logits'], rtol=0, atol=1e-5)
-
-
-def test_there_are_enough_variants():
-  assert len(VARIANTS) == 21
 
 
 @pytest.fixture(scope='module')
@@ -77,6 +77,15 @@ SHAPES = {
 }
 
 
+def _assert_same(actual, expected):
+  actual, expected = tiny.parameters(actual), tiny.parameters(expected)
+  jax.tree.map(
+    functools.partial(np.testing.assert_array_equal, strict=True),
+    actual,
+    expected,
+  )
+
+
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 @pytest.mark.parametrize('shape', SHAPES)
 def test_saving_and_loading_changes_no_bit(shape, dtype, tmp_path):
@@ -84,31 +93,17 @@ def test_saving_and_loading_changes_no_bit(shape, dtype, tmp_path):
   hub.save_pretrained(module, tmp_path)
   loaded = hub.load_module(tmp_path, dtype=jnp.dtype(dtype))
   assert loaded.config == module.config
-  expected = tiny.parameters(module)
-  actual = tiny.parameters(loaded)
-  assert actual.keys() == expected.keys()
-  for name, array in expected.items():
-    assert actual[name].dtype == array.dtype, name
-    np.testing.assert_array_equal(actual[name], array, err_msg=name)
-
-
-def test_a_model_can_be_saved_where_it_was_loaded_from(tmp_path):
-  folder = tmp_path / 'model'
-  shutil.copytree(GOLDEN / 'tied', folder)
-  before = tiny.parameters(hub.load_module(folder))
-  hub.save_pretrained(hub.load_module(folder), folder)
-  after = tiny.parameters(hub.load_module(folder))
-  for name, array in before.items():
-    np.testing.assert_array_equal(after[name], array, err_msg=name)
+  _assert_same(loaded, module)
+  # It can be saved where it was loaded from.
+  hub.save_pretrained(loaded, tmp_path)
+  _assert_same(hub.load_module(tmp_path, dtype=jnp.dtype(dtype)), module)
 
 
 @pytest.mark.parametrize('variant', ['untied', 'bfloat16', 'sharded_float16'])
 def test_large_tensors_are_read_in_blocks(variant, monkeypatch):
-  expected = tiny.parameters(hub.load_module(GOLDEN / variant))
+  expected = hub.load_module(GOLDEN / variant)
   monkeypatch.setattr(hub, '_BLOCK_BYTES', 200)  # Three rows, in float32.
-  actual = tiny.parameters(hub.load_module(GOLDEN / variant))
-  for name, array in expected.items():
-    np.testing.assert_array_equal(actual[name], array, err_msg=name)
+  _assert_same(hub.load_module(GOLDEN / variant), expected)
 
 
 @pytest.mark.parametrize(
@@ -159,54 +154,36 @@ def test_in_bfloat16_norms_stay_float32():
 # What is refused.
 
 
-def _copy(name, tmp_path):
-  """A good checkpoint, to be broken."""
-  return pathlib.Path(shutil.copytree(GOLDEN / name, tmp_path / 'model'))
-
-
 @pytest.fixture
 def folder(tmp_path):
-  return _copy('tied', tmp_path)
-
-
-@pytest.fixture
-def sharded(tmp_path):
-  return _copy('sharded', tmp_path)
-
-
-def _edit_config(folder, **changes):
-  path = folder / 'config.json'
-  path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+  """A good checkpoint, to be broken."""
+  return shutil.copytree(GOLDEN / 'tied', tmp_path / 'model')
 
 
 C_FC = 'transformer.h.1.mlp.c_fc'
 WTE = 'transformer.wte.weight'
 
 BAD_TENSORS = [
-  (
-    f'{C_FC}.bias',
-    None,
-    r'lacks 1 tensors, the first is h\.1\.mlp\.c_fc\.bias',
-  ),
+  (f'{C_FC}.bias', None, 'lacks 1 tensors, the first is h.1.mlp.c_fc.bias'),
   (
     'transformer.h.2.ln_1.bias',
-    lambda _: np.ones(16, np.float32),
-    r'transformer\.h\.2\.ln_1\.bias is not part of a GPT-2',
+    lambda t: np.ones(16, np.float32),
+    'transformer.h.2.ln_1.bias is not part of a GPT-2',
   ),
   (
     f'{C_FC}.weight',
-    lambda tensors: tensors[f'{C_FC}.weight'].T.copy(),
-    r'h\.1\.mlp\.c_fc\.weight has shape \(24, 16\), expected \(16, 24\)',
+    lambda t: t[f'{C_FC}.weight'].T.copy(),
+    r'c_fc.weight has shape \(24, 16\), expected \(16, 24\)',
   ),
   (
     f'{C_FC}.weight',
-    lambda tensors: tensors[f'{C_FC}.weight'].astype(np.int8),
-    r'h\.1\.mlp\.c_fc\.weight has dtype I8, expected one of',
+    lambda t: t[f'{C_FC}.weight'].astype(np.int8),
+    'h.1.mlp.c_fc.weight has dtype I8, expected one of',
   ),
   (
     'lm_head.weight',
-    lambda tensors: tensors[WTE] + 1,
-    r'tensors lm_head\.weight and transformer\.wte\.weight should be equal',
+    lambda t: t[WTE] + 1,
+    'tensors lm_head.weight and transformer.wte.weight should be equal',
   ),
 ]
 
@@ -243,30 +220,37 @@ BAD_CONFIGS = {
 @pytest.mark.parametrize('key', BAD_CONFIGS)
 def test_bad_config(key, folder):
   value, message = BAD_CONFIGS[key]
-  _edit_config(folder, **{key: value})
+  path = folder / 'config.json'
+  path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
   with pytest.raises(ValueError, match=r'config\.json(.|\n)*' + message):
     hub.load_module(folder)
 
 
-@pytest.mark.parametrize('text', ['{"model_type": ', '[]', '"gpt2"', '\x00'])
-def test_config_that_is_no_json_object(text, folder):
-  (folder / 'config.json').write_text(text)
-  with pytest.raises(ValueError, match=r'config\.json'):
+SHARD = 'model-00002-of-00005.safetensors'
+# A variant, one of its files, what is in it instead (None: it is gone).
+BAD_FILES = [
+  *(
+    ('tied', 'config.json', text, r'config\.json')
+    for text in ('{"model_type": ', '[]', '"gpt2"', '\x00')
+  ),
+  ('tied', 'config.json', None, r'has no config\.json'),
+  ('tied', WEIGHTS, None, f'has no {WEIGHTS} and no {INDEX}'),
+  *(
+    ('sharded', INDEX, text, f'{INDEX} is not an index of shards')
+    for text in ('{', '{}', '[]', '{"weight_map": null}')
+  ),
+  ('sharded', SHARD, None, f'lacks the shards .*{SHARD}'),
+]
+
+
+@pytest.mark.parametrize(('variant', 'name', 'text', 'message'), BAD_FILES)
+def test_bad_file(variant, name, text, message, tmp_path):
+  folder = shutil.copytree(GOLDEN / variant, tmp_path / 'model')
+  (folder / name).unlink()
+  if text is not None:
+    (folder / name).write_text(text)
+  with pytest.raises(ValueError, match=message):
     hub.load_module(folder)
-
-
-def test_missing_shard(sharded):
-  shard = sorted(sharded.glob('*.safetensors'))[1]
-  shard.unlink()
-  with pytest.raises(ValueError, match=f'lacks the shards .*{shard.name}'):
-    hub.load_module(sharded)
-
-
-@pytest.mark.parametrize('text', ['{', '{}', '[]', '{"weight_map": null}'])
-def test_bad_index_of_shards(text, sharded):
-  (sharded / INDEX).write_text(text)
-  with pytest.raises(ValueError, match=f'{INDEX} is not an index of shards'):
-    hub.load_module(sharded)
 
 
 @pytest.mark.parametrize('size', [0, 4, 100, -1])
@@ -279,22 +263,11 @@ def test_truncated_file(size, folder):
 
 def test_pickled_weights_are_not_read_but_can_be_converted(folder):
   (folder / WEIGHTS).rename(folder / 'pytorch_model.bin')
-  with pytest.raises(
-    ValueError, match=r'only pickled weights \(pytorch_model\.bin\)'
-  ) as caught:
+  message = r'only pickled weights \(pytorch_model\.bin\)'
+  with pytest.raises(ValueError, match=message) as caught:
     hub.load_module(folder)
-  assert 'convert' in str(caught.value)
-  assert f"from_pretrained('{folder}')" in str(caught.value)
-  assert '.save_pretrained(' in str(caught.value)
-
-
-def test_what_is_missing(folder):
-  (folder / WEIGHTS).unlink()
-  with pytest.raises(ValueError, match=f'has no {WEIGHTS} and no {INDEX}'):
-    hub.load_module(folder)
-  (folder / 'config.json').unlink()
-  with pytest.raises(ValueError, match=r'has no config\.json'):
-    hub.load_module(folder)
+  for part in ('convert', f"from_pretrained('{folder}')", '.save_pretrained('):
+    assert part in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -304,11 +277,9 @@ def test_name_that_is_neither_folder_nor_model(name, monkeypatch, tmp_path):
   monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_OFFLINE', True)
   monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_CACHE', str(tmp_path))
   monkeypatch.chdir(tmp_path)
-  with pytest.raises(
-    ValueError, match=f"^'{name}' is neither a folder nor a model that could"
-  ) as caught:
+  message = f"^'{name}' is neither a folder nor a model that could.*"
+  with pytest.raises(ValueError, match=message + r'\Z'):  # one line
     hub.load_module(name)
-  assert '\n' not in str(caught.value)
 
 
 @pytest.mark.parametrize('name', ['/no/such/folder', './none', '~/none here'])
@@ -319,9 +290,8 @@ def test_path_of_no_folder_is_not_asked_of_the_hub(name, monkeypatch):
 
 
 def test_revision_of_a_folder(folder):
-  with pytest.raises(
-    ValueError, match='is not a hub id, and a revision needs one'
-  ):
+  message = 'is not a hub id, and a revision needs one'
+  with pytest.raises(ValueError, match=message):
     hub.load_module(folder, revision='main')
 
 
@@ -338,37 +308,25 @@ MODELS = {
 
 @pytest.mark.parametrize('name', MODELS)
 def test_logits_do_not_depend_on_how_the_cache_was_filled(name):
+  """All at once or token by token; no cache gives the same."""
   module = MODELS[name]()
-  model = as_model(module)
-  tokens = tiny.tokens()
+  model, tokens = as_model(module), tiny.tokens()
   batch_size, length = tokens.shape
-  num_slots = length + 3
-  positions = np.broadcast_to(np.arange(length), tokens.shape)
-  start = np.zeros(batch_size, np.int32)
-  same = functools.partial(
-    np.testing.assert_allclose,
-    rtol=0,
-    atol=0.05 if name == 'bfloat16' else 1e-5,
-  )
-
-  @jax.jit
-  def without_a_cache():
-    mask = causal_mask(start, length, length)
-    return module(tokens, positions, mask)[0]
-
-  expected = without_a_cache()
+  atol = 0.05 if name == 'bfloat16' else 1e-5
+  every = np.broadcast_to(np.arange(length), tokens.shape)
+  causal = causal_mask(np.zeros(batch_size, np.int32), length, length)
+  expected = jax.jit(lambda: module(tokens, every, causal)[0])()
   apply = jax.jit(model.spec.apply)
-  cache = model.spec.init_cache(batch_size, num_slots)
-  mask = causal_mask(start, length, num_slots)
-  same(apply(model.params, tokens, positions, mask, cache)[0], expected)
-  for position in range(length):
-    now = slice(position, position + 1)
-    mask = causal_mask(cache.length, 1, num_slots)
-    logits, cache = apply(
-      model.params, tokens[:, now], positions[:, now], mask, cache
-    )
-    cache = cache.replace(length=cache.length + 1)
-    same(logits, expected[:, now], err_msg=f'{position=}')
+  for size in (length, 1):
+    cache = model.spec.init_cache(batch_size, length + 3)
+    for start in range(0, length, size):
+      now = slice(start, start + size)
+      mask = causal_mask(cache.length, size, length + 3)
+      logits, cache = apply(
+        model.params, tokens[:, now], every[:, now], mask, cache
+      )
+      cache = cache.replace(length=cache.length + size)
+      np.testing.assert_allclose(logits, expected[:, now], rtol=0, atol=atol)
 
 
 def test_positions_beyond_the_context_and_tokens_that_see_nothing_are_finite():

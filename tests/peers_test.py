@@ -4,6 +4,7 @@ Most of it needs torch, which is not among the requirements.
 """
 
 import sys
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -28,33 +29,24 @@ _LIMIT = 20
 _PROMPT = [1, 2, 3, 4, 5, 1, 2, 3]
 
 
-class _Ids:
-  def __init__(self, *shape):
-    self.shape = shape
-
-
-class _Cache:
-  def __init__(self, length):
-    self.length = length
-
-  def get_seq_length(self):
-    return self.length
+def _inputs(*shape, cached):
+  """What a forward of transformers is called with."""
+  cache = mock.Mock(**{'get_seq_length.return_value': cached})
+  return {'input_ids': np.zeros(shape), 'past_key_values': cache}
 
 
 def test_a_prompt_counts_as_its_last_token():
   """A prompt of 5, then a token, then three with two guesses."""
   counted = Forwards(5)
-  counted(None, (_Ids(2, 5),), {})
+  counted(None, (np.zeros((2, 5)),), {})
   assert (counted.forwards, counted.positions, counted.slots) == (1, 2, 10)
-  counted(None, (), {'input_ids': _Ids(2, 1), 'past_key_values': _Cache(5)})
-  counted(None, (), {'input_ids': _Ids(2, 3), 'past_key_values': _Cache(6)})
+  counted(None, (), _inputs(2, 1, cached=5))
+  counted(None, (), _inputs(2, 3, cached=6))
   assert (counted.forwards, counted.positions) == (3, 2 * (1 + 1 + 3))
   assert counted.slots == 2 * (5 + 6 + 9)
-
-
-def test_guesses_that_come_with_the_prompt_count():
+  # Guesses that come with the prompt count.
   counted = Forwards(5)
-  counted(None, (), {'input_ids': _Ids(1, 8), 'past_key_values': _Cache(0)})
+  counted(None, (), _inputs(1, 8, cached=0))
   assert (counted.forwards, counted.positions, counted.slots) == (1, 4, 8)
 
 
@@ -99,51 +91,34 @@ def _arms(folders, text, *, eos_ids=(), **changes):
   return [arms[spec] for spec in specs]
 
 
-def _ours(folders, prompts, eos_ids=()):
+def _ours(folders, prompts):
   target = as_model(hub.load_module(folders / 'target', dtype=jnp.float32))
   generation = specdec.generate(
-    target, jax.random.key(0), prompts, max_new_tokens=_LIMIT, eos_ids=eos_ids
+    target, jax.random.key(0), prompts, max_new_tokens=_LIMIT
   )
   return target, generation
 
 
 def test_greedy_tokens_are_ours_however_they_are_decoded(folders):
   _, ours = _ours(folders, [_PROMPT])
-  arms = _arms(
-    folders, 'transformers,transformers-assisted,transformers-lookup'
-  )
-  for arm in arms:
-    generation = arm.decode([_PROMPT], _LIMIT)
-    assert generation.tokens == ours.tokens
-    assert generation.finish_reasons == ['length']
   eos = ours.tokens[0][5]
   assert ours.tokens[0].index(eos) == 5
-  _, ours = _ours(folders, [_PROMPT], (eos,))
-  arms = _arms(
-    folders,
-    'transformers,transformers-assisted,transformers-lookup',
-    eos_ids=(eos,),
-  )
-  for arm in arms:
-    generation = arm.decode([_PROMPT], _LIMIT)
-    assert generation.tokens == ours.tokens
-    assert generation.finish_reasons == ['eos']
-    assert generation.stats['new_tokens'] == 6
+  names = 'transformers,transformers-assisted,transformers-lookup'
+  for eos_ids, size, reason in (((), _LIMIT, 'length'), ((eos,), 6, 'eos')):
+    for arm in _arms(folders, names, eos_ids=eos_ids):
+      generation = arm.decode([_PROMPT], _LIMIT)
+      assert generation.tokens == [ours.tokens[0][:size]]
+      assert generation.finish_reasons == [reason]
+      assert generation.stats['new_tokens'] == size
 
 
 def test_plain_decoding_is_counted_as_ours_is(folders):
   target, ours = _ours(folders, [_PROMPT])
   (arm,) = _arms(folders, 'transformers')
   theirs = arm.decode([_PROMPT], _LIMIT).stats
-  for name in (
-    'new_tokens',
-    'target_forwards',
-    'stage_forwards',
-    'positions',
-    'relative_bandwidth',
-    'reads',
-    'costs',
-  ):
+  names = {'new_tokens', 'target_forwards', 'stage_forwards', 'positions'}
+  names |= {'relative_bandwidth', 'reads', 'costs'}
+  for name in names:
     assert theirs[name] == ours.stats[name], name
   assert arm.sizes == {'target': model_size(target)}
 
@@ -177,10 +152,12 @@ def test_samples_follow_the_seed_and_stay_within_top_k(folders):
     (arm,) = _arms(folders, text, sampling=sampling)
     assert arm.decode([_PROMPT], _LIMIT).tokens == greedy.tokens
   hot = Sampling(temperature=3.0)
-  draw = lambda seed: _arms(folders, 'transformers', sampling=hot, seed=seed)[
-    0
-  ].decode([_PROMPT], _LIMIT)
-  assert draw(3).tokens == draw(3).tokens != draw(4).tokens
+
+  def draw(seed):
+    (arm,) = _arms(folders, 'transformers', sampling=hot, seed=seed)
+    return arm.decode([_PROMPT], _LIMIT).tokens
+
+  assert draw(3) == draw(3) != draw(4)
 
 
 def test_a_limit_of_zero_is_the_prompts_forward_alone(folders):
@@ -192,29 +169,25 @@ def test_a_limit_of_zero_is_the_prompts_forward_alone(folders):
 
 
 @pytest.mark.parametrize(
-  ('text', 'changes', 'message'),
+  ('text', 'changes', 'limit', 'message'),
   [
-    ('transformers-lookup', {'batch_size': 2}, 'has a batch size of 1'),
-    ('transformers-assisted', {'draft': None}, 'needs a draft'),
+    ('transformers-lookup', {'batch_size': 2}, 1, 'has a batch size of 1'),
+    ('transformers-assisted', {'draft': None}, 1, 'needs a draft'),
     (
       'transformers-assisted(num_assistant_tokens=0)',
       {},
+      1,
       'num_assistant_tokens must be an integer from 1',
+    ),
+    ('transformers', {}, _CONTEXT, 'exceed the context of the target'),
+    (
+      'transformers',
+      {'sampling': Sampling(logit_bias={1: 2})},
+      1,
+      'have no --logit_bias',
     ),
   ],
 )
-def test_what_it_cannot_do_is_refused(folders, text, changes, message):
+def test_what_it_cannot_do_is_refused(folders, text, changes, limit, message):
   with pytest.raises(ValueError, match=message):
-    _arms(folders, text, **changes)
-
-
-def test_more_than_the_context_is_refused(folders):
-  (arm,) = _arms(folders, 'transformers')
-  with pytest.raises(ValueError, match='exceed the context of the target'):
-    arm.decode([_PROMPT], _CONTEXT)
-
-
-def test_a_bias_is_refused(folders):
-  (arm,) = _arms(folders, 'transformers', sampling=Sampling(logit_bias={1: 2}))
-  with pytest.raises(ValueError, match='have no --logit_bias'):
-    arm.decode([_PROMPT], _LIMIT)
+    _arms(folders, text, **changes)[0].decode([_PROMPT], limit)

@@ -43,15 +43,23 @@ _SETTINGS = [
 ]
 
 
+_PLAN = Plan(
+  method='staged',
+  drafting=_SETTINGS[2],
+  min_block_efficiency=1.7,
+  context=_CONTEXT,
+  candidates=({'name': 'plain', 'tokens_per_second': 3.5},),
+)
+
+
 def _plan(**changes):
-  values = {
-    'method': 'staged',
-    'drafting': _SETTINGS[2],
-    'min_block_efficiency': 1.7,
-    'context': _CONTEXT,
-    'candidates': ({'name': 'plain', 'tokens_per_second': 3.5},),
-  }
-  return Plan(**(values | changes))
+  return dataclasses.replace(_PLAN, **changes)
+
+
+def _load(path, record):
+  path /= 'plan.json'
+  path.write_text(record if isinstance(record, str) else json.dumps(record))
+  return load_plan(path)
 
 
 @pytest.mark.parametrize('drafting', _SETTINGS)
@@ -78,76 +86,57 @@ def test_only_what_differs_is_written():
 
 
 def test_a_plan_of_the_nested_old_form_is_read(tmp_path):
-  """The calibration stood beside a topology, and `min_gain` if it was set."""
-  record = json.loads(_plan().to_json())
+  """The calibration stood beside a topology."""
   tree = {'topology': [[0], [0, 0]], 'calibration': 1.0}
-  path = tmp_path / 'plan.json'
-  path.write_text(json.dumps(record | {'drafting': {'tree': tree}}))
-  drafting = load_plan(path).drafting
+  record = json.loads(_plan().to_json()) | {'drafting': {'tree': tree}}
+  drafting = _load(tmp_path, record).drafting
   assert drafting.topology == from_paths([(0,), (0, 0)])
   assert drafting.stage.calibration == 1
   assert drafting.tree == DraftSettings().tree
-  tree = {'min_gain': 0.1}
-  path.write_text(json.dumps(record | {'drafting': {'tree': tree}}))
-  with pytest.raises(ValueError, match=r"\['min_gain'\]; make the plan anew"):
-    load_plan(path)
 
 
-def _without(key):
-  return lambda record: {k: v for k, v in record.items() if k != key}
+def _tree(**entries):
+  return {'drafting': {'tree': entries}}
 
 
 @pytest.mark.parametrize(
-  ('spoil', 'message'),
+  ('changes', 'message'),
   [
-    (lambda record: [record], 'has schema None'),
-    (lambda record: record | {'schema': 99}, 'has schema 99, expected 1'),
-    (lambda record: record | {'method': 'magic'}, "method 'magic' is none of"),
-    (lambda record: record | {'method': 'plan'}, "method 'plan' is none of"),
-    (_without('method'), "lacks the entry 'method'"),
-    (_without('context'), "lacks the entry 'context'"),
-    (_without('min_block_efficiency'), 'min_block_efficiency'),
-    (lambda record: record | {'min_block_efficiency': 0}, 'must be positive'),
-    (lambda record: record | {'min_block_efficiency': None}, 'is no plan'),
-    (lambda record: record | {'context': {'models': {}}}, 'is no plan'),
+    ([], 'has schema None'),
+    ('{', 'cannot be read'),
+    ({'schema': 99}, 'has schema 99, expected 1'),
+    ({'method': 'magic'}, "method 'magic' is none of"),
+    ({'method': 'plan'}, "method 'plan' is none of"),
+    ({'method': ...}, "lacks the entry 'method'"),
+    ({'context': ...}, "lacks the entry 'context'"),
+    ({'min_block_efficiency': ...}, 'min_block_efficiency'),
+    ({'min_block_efficiency': 0}, 'must be positive'),
+    ({'min_block_efficiency': None}, 'is no plan'),
+    ({'context': {'models': {}}}, 'is no plan'),
     (
-      lambda record: (
-        record | {'context': record['context'] | {'models': {'target': 't'}}}
-      ),
+      {'context': dataclasses.asdict(_CONTEXT) | {'models': {'target': 't'}}},
       'context.models lacks',
     ),
-    (
-      lambda record: record | {'drafting': {'tree': {'nodes': 3}}},
-      r"drafting.tree has unknown entries \['nodes'\]",
-    ),
-    (
-      lambda record: record | {'drafting': {'tree': {'num_nodes': 0}}},
-      'num_nodes must be an integer of at least 1',
-    ),
-    (
-      lambda record: record | {'drafting': {'tree': 3}},
-      'drafting.tree must be an object',
-    ),
-    (
-      lambda record: record | {'drafting': {'tree': {'topology': [[0, 0]]}}},
-      'not its parent',
-    ),
+    (_tree(nodes=3), r"drafting.tree has unknown entries \['nodes'\]"),
+    (_tree(min_gain=0.1), r"\['min_gain'\]; make the plan anew"),
+    (_tree(num_nodes=0), 'num_nodes must be an integer of at least 1'),
+    (_tree(topology=[[0, 0]]), 'not its parent'),
+    ({'drafting': {'tree': 3}}, 'drafting.tree must be an object'),
   ],
 )
-def test_bad_plans_are_refused(spoil, message, tmp_path):
-  path = tmp_path / 'plan.json'
-  path.write_text(json.dumps(spoil(json.loads(_plan().to_json()))))
+def test_bad_plans_are_refused(changes, message, tmp_path):
+  record = changes
+  if isinstance(changes, dict):
+    record = json.loads(_plan().to_json()) | changes
+    record = {key: one for key, one in record.items() if one is not ...}
   with pytest.raises(ValueError, match=message) as error:
-    load_plan(path)
-  assert str(path) in str(error.value)
+    _load(tmp_path, record)
+  assert str(tmp_path / 'plan.json') in str(error.value)
 
 
-def test_what_is_no_json_is_refused(tmp_path):
-  with pytest.raises(ValueError, match='cannot be read'):
+def test_a_plan_that_is_missing_is_refused(tmp_path):
+  with pytest.raises(ValueError, match=r'missing\.json cannot be read'):
     load_plan(tmp_path / 'missing.json')
-  (tmp_path / 'plan.json').write_text('{')
-  with pytest.raises(ValueError, match='cannot be read'):
-    load_plan(tmp_path / 'plan.json')
 
 
 def test_plans_for_other_models_are_refused():
@@ -180,19 +169,19 @@ def test_other_machines_batches_and_dtypes_are_warned_of():
 
 def test_every_context_has_a_file_of_its_own(monkeypatch, tmp_path):
   monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
-  changes = [
-    {},
-    {'dtype': 'bfloat16'},
-    {'batch_size': 3},
-    {'sampling': {}},
-    {'models': _CONTEXT.models | {'draft': None}},
-    {'machine': _CONTEXT.machine | {'jax': '2'}},
-  ]
-  paths = {
-    cache_path(dataclasses.replace(_CONTEXT, **change)) for change in changes
+  changes = {
+    'dtype': 'bfloat16',
+    'batch_size': 3,
+    'sampling': {},
+    'models': _CONTEXT.models | {'draft': None},
+    'machine': _CONTEXT.machine | {'jax': '2'},
   }
-  assert len(paths) == len(changes)
-  assert cache_path(_CONTEXT) in paths
+  contexts = [
+    dataclasses.replace(_CONTEXT, **{name: value})
+    for name, value in changes.items()
+  ]
+  paths = {cache_path(context) for context in (_CONTEXT, *contexts)}
+  assert len(paths) == len(contexts) + 1
   assert {path.parent for path in paths} == {tmp_path / 'specdec' / 'plans'}
 
 
@@ -233,13 +222,8 @@ def test_a_model_of_the_hub_is_looked_up_once(monkeypatch):
 
 def test_the_method_plan_is_what_the_plan_says():
   pair = load_pair('demo', None)
-  lookup = Plan(
-    method='lookup',
-    drafting=_SETTINGS[2],
-    min_block_efficiency=1.0,
-    context=_CONTEXT,
-  )
-  made = make_drafter('plan', pair, DraftSettings(plan=lookup))
+  settings = DraftSettings(plan=_plan(method='lookup'))
+  made = make_drafter('plan', pair, settings)
   expected = make_drafter('lookup', pair, _SETTINGS[2])
   assert made.shape == expected.shape
   assert made.stages[0].config == expected.stages[0].config

@@ -66,11 +66,31 @@ _CONTEXT = Context(
 @pytest.fixture
 def few(monkeypatch):
   """Three candidates and two sizes, which compile fast."""
-  kept = tuple(
-    candidate for candidate in candidates._CANDIDATES if candidate[0] in _FEW
-  )
+  kept = tuple(one for one in candidates._CANDIDATES if one[0] in _FEW)
   monkeypatch.setattr(candidates, '_CANDIDATES', kept)
   monkeypatch.setattr(planner, 'NODE_COUNTS', (1, 8))
+
+
+@pytest.fixture
+def winning(few, monkeypatch):
+  """V is the same for any N, so that speculation is predicted to win."""
+  costs = StepCosts(prompt=0.0, verification={1: 10.0, 8: 10.0})
+  monkeypatch.setattr(planner, 'measure_step_costs', lambda *_, **__: costs)
+
+
+def _interrupting(moment, lines):
+  """A report at which the user interrupts."""
+
+  def report(line):
+    lines.append(line)
+    if moment in line:
+      raise KeyboardInterrupt
+
+  return report
+
+
+def _by_name(plan):
+  return {figures['name']: figures for figures in plan.candidates}
 
 
 def _plan(**options):
@@ -127,19 +147,20 @@ def test_a_dozen_candidates_have_names_of_their_own():
     assert nodes <= max(planner.NODE_COUNTS)
 
 
-def test_without_a_draft_there_are_tables_and_the_text():
-  listed = list_candidates(DraftSettings(), has_draft=False)
-  methods = {candidate.method for candidate in listed}
-  assert methods == {PLAIN, 'ngram', 'lookup', 'ngram+lookup'}
+@pytest.mark.parametrize(
+  ('inner', 'has_draft', 'methods'),
+  [
+    (None, False, {PLAIN, 'ngram', 'lookup', 'ngram+lookup'}),
+    ('none', True, {PLAIN, 'chain', 'tree'}),
+    ('lookup', True, {PLAIN, 'chain', 'tree', 'staged', 'lookup'}),
+  ],
+)
+def test_only_what_is_there_and_wanted_is_tried(inner, has_draft, methods):
+  listed = list_candidates(DraftSettings(inner=inner), has_draft=has_draft)
+  assert {candidate.method for candidate in listed} == methods
 
 
 def test_what_the_user_chose_is_not_varied():
-  methods = lambda inner: {
-    candidate.method
-    for candidate in list_candidates(DraftSettings(inner=inner), has_draft=True)
-  }
-  assert methods('none') == {PLAIN, 'chain', 'tree'}
-  assert methods('lookup') == {PLAIN, 'chain', 'tree', 'staged', 'lookup'}
   base = candidates.with_options(
     DraftSettings(), {'calibration': 0.7, 'max_depth': 5, 'capacity': 400}
   )
@@ -167,7 +188,7 @@ def test_no_draft_token_is_dropped_for_want_of_room():
 def test_a_plan_is_made_of_what_was_counted(few):
   pair, lines = _pair(), []
   plan = _plan(report=lines.append)
-  figures = {figures['name']: figures for figures in plan.candidates}
+  figures = _by_name(plan)
   fixed = figures.keys() - _FEW
   assert figures.keys() >= _FEW
   assert all(name.startswith('fixed tree') for name in fixed)
@@ -203,54 +224,35 @@ def test_a_plan_is_made_of_what_was_counted(few):
   assert any('chain 2: ' in line for line in lines)
 
 
-def _with_costs(monkeypatch, seconds):
-  """V is `seconds` for any N, so that speculation is predicted to win."""
-  costs = StepCosts(prompt=0.0, verification={1: seconds, 8: seconds})
-  monkeypatch.setattr(planner, 'measure_step_costs', lambda *_, **__: costs)
-
-
-def test_the_finalists_are_decoded_and_one_is_chosen(few, monkeypatch):
-  _with_costs(monkeypatch, 10.0)
+@pytest.mark.usefixtures('winning')
+def test_the_finalists_are_decoded_and_one_is_chosen():
   plan = _plan()
-  figures = {figures['name']: figures for figures in plan.candidates}
+  figures = _by_name(plan)
   assert figures[PLAIN]['measured'] > 0
   assert figures['chain 2']['measured'] > 0
   best = plan.candidates[0]
   assert best['tokens_per_second'] > figures[PLAIN]['tokens_per_second']
 
 
-def test_when_the_budget_is_spent_a_plan_is_made_of_what_is_known(
-  few, monkeypatch
-):
+@pytest.mark.usefixtures('winning')
+def test_when_the_budget_is_spent_a_plan_is_made_of_what_is_known():
   """Each look at the clock takes a second of a budget of one."""
-  _with_costs(monkeypatch, 10.0)
-  clock, lines = itertools.count(), []
-  plan = _plan(
-    plan_seconds=1, clock=lambda: float(next(clock)), report=lines.append
-  )
-  names = [figures['name'] for figures in plan.candidates]
+  clock, lines = itertools.count(0.0), []
+  plan = _plan(plan_seconds=1, clock=lambda: next(clock), report=lines.append)
   # One sample, and plain decoding and one drafter were tried and decoded.
-  assert sorted(names) == ['lookup N=8', PLAIN]
-  assert all(figures['measured'] > 0 for figures in plan.candidates)
+  figures = _by_name(plan)
+  assert figures.keys() == {'lookup N=8', PLAIN}
+  assert all(one['measured'] > 0 for one in figures.values())
   assert sum('sample batch' in line for line in lines) == 1
   assert any('out of time for replays' in line for line in lines)
 
 
+@pytest.mark.usefixtures('winning')
 @pytest.mark.parametrize('moment', ['lookup N=8: ', 'compiling', 'decoding'])
-def test_when_the_user_interrupts_a_plan_is_made_of_what_is_known(
-  few, monkeypatch, moment
-):
-  _with_costs(monkeypatch, 10.0)
+def test_when_the_user_interrupts_a_plan_is_made_of_what_is_known(moment):
   lines = []
-
-  def report(line):
-    lines.append(line)
-    if moment in line:
-      raise KeyboardInterrupt
-
-  plan = _plan(report=report)
-  names = {figures['name'] for figures in plan.candidates}
-  assert {PLAIN, 'lookup N=8'} <= names
+  plan = _plan(report=_interrupting(moment, lines))
+  assert {PLAIN, 'lookup N=8'} <= _by_name(plan).keys()
   assert 'interrupted' in lines[-1]
   # Nothing was measured with the target, and the predictions are clear.
   assert all(figures['measured'] is None for figures in plan.candidates)
@@ -258,23 +260,12 @@ def test_when_the_user_interrupts_a_plan_is_made_of_what_is_known(
   assert plan.min_block_efficiency == pytest.approx(1.0, rel=0.1)
 
 
-def test_an_interrupted_plan_is_kept_for_the_next_time(
-  few, monkeypatch, tmp_path
-):
+@pytest.mark.usefixtures('winning')
+def test_an_interrupted_plan_is_kept_for_the_next_time(monkeypatch, tmp_path):
   monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
   monkeypatch.setattr(Setup, 'load', lambda self: _pair())
-  setup = Setup(
-    target='demo',
-    draft='demo',
-    dtype='float32',
-    batch_size=2,
-    sampling=_SAMPLING,
-  )
-
-  def report(line):
-    if 'lookup N=8: ' in line:
-      raise KeyboardInterrupt
-
+  names = dict.fromkeys(('target', 'draft'), 'demo')
+  setup = Setup(**names, dtype='float32', batch_size=2, sampling=_SAMPLING)
   find = lambda report: find_plan(
     'auto',
     lambda: _PROMPTS,
@@ -284,19 +275,15 @@ def test_an_interrupted_plan_is_kept_for_the_next_time(
     max_new_tokens=20,
     report=report,
   )
-  plan = find(report)
+  plan = find(_interrupting('lookup N=8: ', []))
   assert len(plan.candidates) == 2
   assert load_plan(cache_path(setup.context())) == plan
   assert find(print) == plan
 
 
 def test_an_interrupt_before_any_drafter_was_tried_leaves_no_plan(few):
-  def report(line):
-    if 'sample batch' in line:
-      raise KeyboardInterrupt
-
   with pytest.raises(KeyboardInterrupt):
-    _plan(report=report)
+    _plan(report=_interrupting('sample batch', []))
 
 
 def test_an_ngram_of_another_tokenizer_is_left_out(few, monkeypatch):
@@ -308,7 +295,7 @@ def test_an_ngram_of_another_tokenizer_is_left_out(few, monkeypatch):
   monkeypatch.setattr(planner, 'make_drafter', refuse)
   lines = []
   plan = _plan(report=lines.append)
-  assert 'lookup N=8' not in {one['name'] for one in plan.candidates}
+  assert 'lookup N=8' not in _by_name(plan)
   assert any('left out: another tokenizer' in line for line in lines)
 
 

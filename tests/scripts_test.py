@@ -23,16 +23,10 @@ _CHAIN = ('--method=chain', '--num_draft_tokens=2')
 
 def _save(folder, *, seed, vocab_size=280):
   tokenizer = train_tokenizer([_TEXT], vocab_size=vocab_size, context=128)
-  config = GPT2Config(
-    vocab_size=len(tokenizer),
-    num_positions=128,
-    width=16,
-    num_layers=1,
-    num_heads=2,
-  )
-  hub.save_pretrained(
-    GPT2(config, rngs=nnx.Rngs(seed)), folder, tokenizer=tokenizer
-  )
+  shape = {'width': 16, 'num_layers': 1, 'num_heads': 2, 'num_positions': 128}
+  config = GPT2Config(vocab_size=len(tokenizer), **shape)
+  module = GPT2(config, rngs=nnx.Rngs(seed))
+  hub.save_pretrained(module, folder, tokenizer=tokenizer)
   return folder
 
 
@@ -87,18 +81,12 @@ def test_json_holds_texts_tokens_and_statistics(pair):
   output = json.loads(ended.output)
   stats = output['stats']
   assert len(output['tokens'][0]) == stats['new_tokens'] == 9
-  assert output['prompt_tokens'][0]
-  assert len(output['text']) == 1
-  assert sum(stats['accepted_histogram']) == stats['target_forwards']
-  assert stats['stage_forwards'] == {'draft': 2 * stats['target_forwards']}
-  assert output['labels'] == ['target', 'draft']
-  counts = [output['origins'][0].count(origin) for origin in (0, 1)]
-  assert [stats['origins'][label] for label in output['labels']] == counts
   assert ''.join(output['pieces'][0]) == output['text'][0]
-  assert len(stats['accepted_histogram']) == 3
+  assert stats['stage_forwards'] == {'draft': 2 * stats['target_forwards']}
+  counts = [output['origins'][0].count(origin) for origin in (0, 1)]
+  assert stats['origins'] == dict(zip(output['labels'], counts, strict=True))
   rate = stats['new_tokens'] / stats['seconds']
   assert stats['tokens_per_second'] == pytest.approx(rate)
-  assert {'block_efficiency', 'relative_bandwidth'} <= stats.keys()
   refused = command_lines.run_alone('generate.py', *pair, '--top_k=0')
   assert (refused.code, refused.output) == (2, '')
   assert refused.errors.strip().endswith(
@@ -107,16 +95,15 @@ def test_json_holds_texts_tokens_and_statistics(pair):
   assert 'Traceback' not in refused.errors
 
 
-def test_methods_agree_through_every_sampling_flag(target, pair):
-  flags = (
-    '--temperature=0.9',
-    '--top_k=40',
-    '--top_p=0.9',
-    '--min_p=0.01',
-    '--seed=7',
-    '--batch_size=2',
-  )
+def test_methods_agree_through_every_sampling_flag(pair, tmp_path):
+  """Prompts of a file are the rows of a batch."""
+  file = tmp_path / 'prompts.jsonl'
+  lines = [json.dumps({'prompt': text}) for text in ('def', 'return', 'x')]
+  file.write_text('\n'.join(lines))
+  flags = [f'--prompt_file={file}', '--batch_size=2', '--seed=7']
+  flags += ['--temperature=0.9', '--top_k=40', '--top_p=0.9', '--min_p=0.01']
   plain = _generate(*pair, '--draft=none', '--method=plain', *flags)
+  assert plain['prompts'] == ['def', 'return']
   assert plain['tokens'][0] != plain['tokens'][1]  # a row has its own noise
   assert plain['stats']['stage_forwards'] == {}
   assert plain['stats']['block_efficiency'] == 1
@@ -153,6 +140,7 @@ def test_the_text_itself_drafts_without_a_draft_model(target, corpus, tmp_path):
 
 def test_a_table_follows_the_text_and_origins_are_marked(pair, monkeypatch):
   flags = ('generate.py', *pair, *_CHAIN, '--prompt=def add')
+  flags += ('--dtype=bfloat16',)
   text = _output(*flags)
   assert text.startswith('def add')
   assert 'block efficiency' in text
@@ -166,23 +154,6 @@ def test_a_table_follows_the_text_and_origins_are_marked(pair, monkeypatch):
   monkeypatch.delenv('NO_COLOR')
   monkeypatch.setenv('FORCE_COLOR', '1')
   assert '\x1b[30;42m draft \x1b[0m' in _output(*flags)
-
-
-def test_prompts_of_a_file_are_the_rows_of_a_batch(pair, tmp_path):
-  file = tmp_path / 'prompts.jsonl'
-  lines = [
-    json.dumps({'prompt': text}) for text in ('def', 'return first', 'x')
-  ]
-  file.write_text('\n'.join(lines))
-  output = _generate(
-    *pair,
-    *_CHAIN,
-    f'--prompt_file={file}',
-    '--batch_size=2',
-    '--dtype=bfloat16',
-  )
-  assert output['prompts'] == ['def', 'return first']
-  assert len(output['tokens']) == 2
 
 
 def test_what_is_asked_of_the_text(pair):
@@ -224,85 +195,85 @@ def test_what_is_asked_of_the_text(pair):
   assert 'stop' in table.partition('\n')[0]
 
 
-# What the library refuses is listed in the tests of its parts: here is how a
-# script says it, and what it refuses itself.
+# What the library refuses is listed in the tests of its parts: here is how
+# scripts say it, and what they refuse themselves.
 @pytest.mark.parametrize(
-  ('flags', 'message'),
+  ('script', 'flags', 'message'),
   [
-    (['--target=no/such-model'], "'no/such-model' is neither a folder nor"),
-    (['--temperature=nan'], 'temperature must be at least 0, got nan'),
-    (['--max_new_tokens=4000'], 'exceed the context of the target, 128'),
-    (['--batch_size=0'], '--batch_size must be at least 1, got 0'),
-    (['--prompt_file=/no/such/file'], '--prompt_file=/no/such/file cannot be'),
-    (['--method=chain', '--draft=none'], '--method=chain with --inner=lookup'),
-    (['--inner=none'], '--method=staged with --inner=none'),
-    (['--topology=chain:4'], 'a fixed topology leaves no room'),
-    (['--method=tree', '--topology=star:3'], 'topology file star:3 cannot be'),
-    (['--width=0'], '--width must be an integer of at least 1, got 0'),
-    (['--inner_rounds=0'], '--inner_rounds must be an integer of at least 1'),
-    (['--num_nodes=600'], '--capacity must be at least num_nodes=600'),
-    (['--inner=ngram', '--ngram=demo'], 'was built with another tokenizer'),
-    (['--lookup_confidence=2'], '--lookup_confidence: confidence needs'),
-    (['--show_origin'], 'give one of --stream, --show_origin and --json'),
-    (['--stream'], 'give one of --stream, --show_origin and --json'),
-    (['--nojson', '--stream', '--batch_size=2'], '--stream shows one prompt'),
-    (['--stop='], "the stop string ''"),
-    (['--logit_bias=5'], '--logit_bias=5: expected token:number'),
-    (['--logit_bias=5:1,x:2'], '--logit_bias=5:1,x:2: expected token:number'),
-    (['--verify=block'], 'verify=block is for chains'),
-    (['--children=without_replacement'], 'verify=match wants the best child'),
-    (
-      ['--verify=rejection', '--children=without_replacement'],
-      'needs a drafter with a distribution',
-    ),
-    (
-      ['--method=chain', '--children=with_replacement'],
-      'verify=match wants the best children, got children=with_replacement',
-    ),
+    pytest.param(script, flags.split(), message, id=f'{script} {flags}')
+    for script, cases in {
+      'generate.py --json': {
+        '--target=no/such-model': "'no/such-model' is neither a folder nor",
+        '--max_new_tokens=4000': 'exceed the context of the target, 128',
+        '--batch_size=0': '--batch_size must be at least 1, got 0',
+        '--prompt_file=/no/such/file': '--prompt_file=/no/such/file cannot be',
+        '--method=chain --draft=none': '--method=chain with --inner=lookup',
+        '--inner=none': '--method=staged with --inner=none',
+        '--topology=chain:4': 'a fixed topology leaves no room',
+        '--method=tree --topology=star:3': 'topology file star:3 cannot be',
+        '--width=0': '--width must be an integer of at least 1, got 0',
+        '--inner_rounds=0': '--inner_rounds must be an integer of at least 1',
+        '--num_nodes=600': '--capacity must be at least num_nodes=600',
+        '--inner=ngram --ngram=demo': 'was built with another tokenizer',
+        '--lookup_confidence=2': '--lookup_confidence: confidence needs',
+        '--show_origin': 'give one of --stream, --show_origin and --json',
+        '--stream': 'give one of --stream, --show_origin and --json',
+        '--nojson --stream --batch_size=2': '--stream shows one prompt',
+        '--stop=': "the stop string ''",
+        '--logit_bias=5': '--logit_bias=5: expected token:number',
+        '--logit_bias=5:1,x:2': '--logit_bias=5:1,x:2: expected token:number',
+        '--verify=block': 'verify=block is for chains',
+        '--children=without_replacement': 'verify=match wants the best child',
+        '--verify=rejection --children=without_replacement': (
+          'needs a drafter with a distribution'
+        ),
+      },
+      'benchmark.py': {
+        '--arms=plain,forest': "arm 'forest' is not known",
+        '--arms=tree(width=0)': "arm 'tree(width=0):float32': width must be",
+        '--arms=transformers': '--arms needs an arm other than transformers',
+        '--prompt_bucket=64': 'no prompt has 33 to 64 tokens',
+        '--batch_size=3': '--batch_size must be between 1 and',
+        '--batch_sizes=1,x': '--batch_sizes=1,x: expected integers',
+        '--max_new_tokens=0': '--max_new_tokens must be at least 1',
+      },
+      'tune.py': {
+        '--plan=auto': 'leave out --plan',
+        '--verify=rejection': 'plans are for --verify=match',
+        '--batch_size=0': '--batch_size must be at least 1',
+        '--max_new_tokens=2': 'must be at least 16 to plan',
+      },
+      'measure.py nothing': {'': "'nothing' is none of matmul, attention"},
+      'measure.py fallback': {'': '--break_even is needed'},
+    }.items()
+    for flags, message in cases.items()
   ],
 )
-def test_bad_input_is_one_line(pair, flags, message):
-  assert message in command_lines.refusal(
-    'generate.py', *pair, '--json', *flags
-  )
+def test_bad_input_is_one_line(pair, prompts, script, flags, message):
+  script, *always = script.split()
+  flags = [*always, *pair, f'--prompt_file={prompts}', *flags]
+  assert message in command_lines.refusal(script, *flags)
 
 
-@pytest.mark.parametrize('flag', ['--verify=hope', '--children=two'])
-def test_unknown_choices_are_listed(flag):
-  code, output, errors = command_lines.run('generate.py', flag)
-  assert (code, output) == (1, '')
-  assert 'should be one of' in errors
+def test_a_plan_needs_prompts():
+  assert '--prompt_file is needed' in command_lines.refusal('tune.py')
 
 
-@pytest.mark.parametrize(
-  ('flags', 'message'),
-  [
-    (['--arms=plain,forest'], "arm 'forest' is not known"),
-    (['--arms=tree(width=0)'], "arm 'tree(width=0):float32': width must be"),
-    (['--arms=transformers'], '--arms needs an arm other than transformers'),
-    (['--prompt_bucket=64'], 'no prompt has 33 to 64 tokens'),
-    (['--batch_size=3'], '--batch_size must be between 1 and'),
-    (['--batch_sizes=1,x'], '--batch_sizes=1,x: expected integers'),
-    (['--max_new_tokens=0'], '--max_new_tokens must be at least 1'),
-  ],
-)
-def test_bad_benchmarks_are_one_line(pair, prompts, flags, message):
-  flags = (*pair, f'--prompt_file={prompts}', *flags)
-  assert message in command_lines.refusal('benchmark.py', *flags)
+def test_vocabulary_mismatch_names_both_models(target, tmp_path):
+  other = _save(tmp_path / 'other', seed=2, vocab_size=270)
+  flags = f'--target={target}', f'--draft={other}'
+  refused = command_lines.refusal('generate.py', *flags)
+  assert str(target) in refused
+  assert str(other) in refused
 
 
 def test_benchmark_writes_what_it_prints(pair, prompts, tmp_path):
   output = tmp_path / 'results' / 'one.json'
-  printed = _output(
-    'benchmark.py',
-    *pair,
-    f'--prompt_file={prompts}',
-    '--arms=plain:float32,chain(num_draft_tokens=2):bfloat16,lookup',
-    f'--output={output}',
-  )
+  plain, chain = 'plain:float32', 'chain(num_draft_tokens=2):bfloat16'
+  flags = [*pair, f'--prompt_file={prompts}', f'--output={output}']
+  printed = _output('benchmark.py', *flags, f'--arms={plain},{chain},lookup')
   report = json.loads(output.read_text())
   arms = report['arms']
-  plain, chain = 'plain:float32', 'chain(num_draft_tokens=2):bfloat16'
   assert list(arms) == [plain, chain, 'lookup:float32']
   assert output.with_suffix('.md').read_text() == printed
   assert all(arm in printed for arm in arms)
@@ -322,26 +293,17 @@ def test_benchmark_writes_what_it_prints(pair, prompts, tmp_path):
     low, high = arm['speed_interval']
     assert low <= high
   assert report['settings']['prompts'] == 'prompts.txt'
-  assert str(tmp_path) not in json.dumps(report['settings']['prompts'])
 
 
 def test_batch_sizes_give_a_result_each_and_one_table(pair, prompts, tmp_path):
   output = tmp_path / 'one.json'
-  printed = _output(
-    'benchmark.py',
-    *pair,
-    f'--prompt_file={prompts}',
-    '--arms=plain,lookup',
-    '--batch_sizes=1,2',
-    f'--output={output}',
-  )
+  flags = [*pair, f'--prompt_file={prompts}', f'--output={output}']
+  flags += ['--arms=plain,lookup', '--batch_sizes=1,2']
+  printed = _output('benchmark.py', *flags)
   for size in (1, 2):
     report = json.loads((tmp_path / f'one_b{size}.json').read_text())
     assert report['settings']['batch_size'] == size
     assert report['settings']['batches_measured'] == 2 // size
-    plain, lookup = report['arms'].values()
-    assert plain['predicted_speed'] == 1
-    assert lookup['predicted_speed'] > 0
   assert not output.exists()
   table = printed.strip().rpartition('\n\n')[2].splitlines()
   assert [row.split('|')[1].strip() for row in table[2:]] == [*'1122']
@@ -382,18 +344,6 @@ def test_a_plan_says_how_to_decode(pair, tmp_path):
     assert message in command_lines.refusal('generate.py', *flags, flag)
 
 
-def test_what_cannot_be_tuned_is_refused(prompts):
-  assert '--prompt_file is needed' in command_lines.refusal('tune.py')
-  for flag, message in (
-    ('--plan=auto', 'leave out --plan'),
-    ('--verify=rejection', 'plans are for --verify=match'),
-    ('--batch_size=0', '--batch_size must be at least 1'),
-    ('--max_new_tokens=2', 'must be at least 16 to plan'),
-  ):
-    refused = command_lines.refusal('tune.py', f'--prompt_file={prompts}', flag)
-    assert message in refused
-
-
 @pytest.mark.long
 def test_a_tuned_plan_is_found_again(target, prompts, tmp_path, monkeypatch):
   monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
@@ -407,22 +357,11 @@ def test_a_tuned_plan_is_found_again(target, prompts, tmp_path, monkeypatch):
   assert json.loads(planned.output)['tokens'] == plain['tokens']
 
 
-def test_vocabulary_mismatch_names_both_models(target, tmp_path):
-  other = _save(tmp_path / 'other', seed=2, vocab_size=270)
-  refused = command_lines.refusal(
-    'generate.py', f'--target={target}', f'--draft={other}'
-  )
-  assert str(target) in refused
-  assert str(other) in refused
-
-
 def test_the_fallback_is_measured_against_plain_decoding(
   pair, prompts, tmp_path
 ):
   output = tmp_path / 'fallback.json'
   flags = [*pair, f'--prompt_file={prompts}', '--num_prompts=1']
-  refused = command_lines.refusal('measure.py', 'fallback', *flags)
-  assert '--break_even is needed' in refused
   flags += ['--break_even=1000', f'--output={output}']
   _output('measure.py', 'fallback', *flags)
   (row,) = json.loads(output.read_text())['prompts']
@@ -442,8 +381,6 @@ def test_each_part_is_measured_into_a_table(target, corpus):
     table = _output('measure.py', what, *flags)
     assert head in table
     assert len(table.strip().splitlines()) == 2 + rows
-  refused = command_lines.refusal('measure.py', 'nothing')
-  assert "'nothing' is none of matmul, attention" in refused
 
 
 def test_a_decode_is_shown_and_shown_again(pair, tmp_path):
@@ -464,11 +401,9 @@ def test_a_decode_is_shown_and_shown_again(pair, tmp_path):
   assert '<b>add' not in page.read_text('utf-8')
   (tmp_path / 'other.json').write_text('{"format": "else"}')
   for flag, message in (
-    (
-      f'--trace={tmp_path / "other.json"}',
-      "no JSON object of format 'specdec trace 1'",
-    ),
-    (f'--trace={tmp_path / "none.json"}', 'none.json cannot be read'),
-    (f'--output={tmp_path / "one.txt"}', 'one.txt must end in .html'),
+    ('--trace=other.json', "no JSON object of format 'specdec trace 1'"),
+    ('--trace=none.json', 'none.json cannot be read'),
+    ('--output=one.txt', 'one.txt must end in .html'),
   ):
+    flag = flag.replace('=', f'={tmp_path}/')
     assert message in command_lines.refusal(*show, flag)

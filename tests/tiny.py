@@ -220,6 +220,12 @@ def new_tokens(result, prompt_lengths) -> list[list[int]]:
   ]
 
 
+def table(vocab_size: int, seed: int = 0) -> np.ndarray:
+  """Random logits of a table model, `[V, V]` float32."""
+  rng = np.random.default_rng(seed)
+  return 2 * rng.normal(size=(vocab_size, vocab_size)).astype(np.float32)
+
+
 _LLAMA_SHAPE = {
   'vocab_size': VOCAB_SIZE,
   'num_positions': MAX_POSITIONS,

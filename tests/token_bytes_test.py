@@ -3,6 +3,7 @@
 import json
 import pathlib
 import random
+import types
 
 import numpy as np
 import pytest
@@ -33,7 +34,9 @@ def table(pair):
 
 
 def _pair_of(tokenizer):
-  return Pair(target=None, draft=None, tokenizer=tokenizer, eos_ids=())
+  spec = types.SimpleNamespace(vocab_size=len(tokenizer))
+  target = types.SimpleNamespace(spec=spec)
+  return Pair(target=target, draft=None, tokenizer=tokenizer, eos_ids=())
 
 
 def _random_ids(rng, table, size):
@@ -139,12 +142,8 @@ def _stream(table, stops, portions):
   return [*pieces, stream.flush()], stream.stopped
 
 
-def _one_by_one(ids):
-  return [[one] for one in ids]
-
-
 def test_when_streams_return_what(pair, table):
-  spell = lambda data: _one_by_one(_ids_of(table, data))
+  spell = lambda data: [[one] for one in _ids_of(table, data)]
   # No half characters.
   portions = spell('a€😀'.encode() + b'\xe2\x82')
   pieces = ['a', '', '', '€', '', '', '', '😀', '', '', '\ufffd']
@@ -161,9 +160,11 @@ def test_when_streams_return_what(pair, table):
   assert _stream(table, ['.'], portions) == (['one', '', ''], True)
 
 
-@pytest.mark.parametrize('stop', ['', '\ud800'])
-def test_unusable_stops_are_refused(table, stop):
-  with pytest.raises(ValueError, match=r'empty|surrogates'):
+@pytest.mark.parametrize(
+  ('stop', 'message'), [('', 'empty'), ('\ud800', 'surrogates')]
+)
+def test_unusable_stops_are_refused(table, stop, message):
+  with pytest.raises(ValueError, match=message):
     TextStream(table, ['a', stop])
 
 
@@ -220,13 +221,9 @@ def _sentencepiece(decoder):
   """A tokenizer as Llama's: pieces, and tokens for all bytes."""
   bytes_ = [f'<0x{byte:02X}>' for byte in range(256)]
   vocab = ['<unk>', '<s>', '</s>', *bytes_, *_PIECES]
+  ids = {token: index for index, token in enumerate(vocab)}
   backend = tokenizers.Tokenizer(
-    models.BPE(
-      {token: index for index, token in enumerate(vocab)},
-      [],
-      unk_token='<unk>',
-      byte_fallback=True,
-    )
+    models.BPE(ids, [], unk_token='<unk>', byte_fallback=True)
   )
   backend.decoder = decoder
   backend.add_special_tokens(['<unk>', '<s>', '</s>'])
@@ -261,46 +258,17 @@ def test_sentencepiece_text_is_what_the_pair_decodes(decoder):
     assert streamed + stream.flush() == text_of(table, ids)
 
 
-def test_sentencepiece_tokens():
-  tokenizer = _sentencepiece(LLAMA)
-  table = token_bytes(tokenizer, len(tokenizer) + 1)
-  expected = {
-    '<s>': b'',
-    '<unk>': b'',
-    '▁the': b' the',
-    '▁▁▁': b'   ',
-    's▁t': b's t',
-    '▁né': ' né'.encode(),
-    '<0x0A>': b'\n',
-    '<0xE2>': b'\xe2',
-    '<0x0g>': b'<0x0g>',
-    '<|tool|>': b'<|tool|>',
-    'a▁b': b'a b',
-  }
-  for token, data in expected.items():
-    assert table[tokenizer.convert_tokens_to_ids(token)] == data, token
-  assert table[len(tokenizer)] == b''
-
-
-def test_metaspace_alone_has_no_byte_tokens():
-  tokenizer = _sentencepiece(METASPACE)
-  table = token_bytes(tokenizer, len(tokenizer))
-  assert table[tokenizer.convert_tokens_to_ids('<0x0A>')] == b'<0x0A>'
-  assert table[tokenizer.convert_tokens_to_ids('▁the')] == b' the'
-
-
-def test_sentencepiece_streams():
+def test_the_space_that_begins_what_is_decoded_is_kept():
+  """What is generated goes on after a prompt."""
   tokenizer = _sentencepiece(LLAMA)
   table = token_bytes(tokenizer, len(tokenizer))
-  # The space that begins what is decoded is kept.
   ids = tokenizer.convert_tokens_to_ids(['▁the', 'cat'])
   assert text_of(table, ids) == ' thecat'
-  assert _pair_of(tokenizer).decode(ids) == 'thecat'
-  # Characters are split between tokens.
-  pieces, stopped = _stream(table, ['é€'], _one_by_one(_spell('aé€')))
-  assert (pieces, stopped) == (['a', *[''] * 6], True)
-  pieces, stopped = _stream(table, ['é€'], _one_by_one(_spell('éa')))
-  assert (pieces, stopped) == (['', '', 'éa', ''], False)
+  pair = _pair_of(tokenizer)
+  assert pair.decode(ids) == 'thecat'
+  pieces = pair.pieces([*ids, *_spell('é'), ids[0], _spell('é')[0]])
+  assert pieces == [' the', 'cat', '', 'é', ' the', '\ufffd']
+  assert pair.pieces([]) == []
 
 
 @pytest.mark.parametrize(
@@ -325,6 +293,12 @@ def test_other_decoders_are_refused(decoder):
   name = json.loads(tokenizer.backend_tokenizer.to_str())['decoder']['type']
   with pytest.raises(ValueError, match=f'streaming need .*{name}"'):
     token_bytes(tokenizer, 300)
+
+
+def test_pieces_of_a_tokenizer_that_does_not_say_what_its_tokens_are_made_of():
+  tokenizer = _sentencepiece(decoders.WordPiece())
+  cat = tokenizer.convert_tokens_to_ids('cat')
+  assert _pair_of(tokenizer).pieces([cat, cat]) == ['cat', 'cat']
 
 
 def test_tokenizers_without_a_decoder_are_refused():

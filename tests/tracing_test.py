@@ -1,13 +1,14 @@
 """A trace tells what really happened: the tree, the path, all counts."""
 
+import collections
 import dataclasses
 import functools
-import itertools
 import json
 
 import jax
 import numpy as np
 import pytest
+import tiny
 import tiny_drafters
 from tiny_drafters import Settings
 
@@ -29,13 +30,8 @@ _RAGGED = Settings(
 )
 
 
-def _logits(seed):
-  rng = np.random.default_rng(seed)
-  return 2 * rng.normal(size=(_VOCAB_SIZE,) * 2).astype(np.float32)
-
-
-_TABLE = _logits(0)
-_DRAFT = _TABLE + 0.5 * _logits(1)
+_TABLE = tiny.table(_VOCAB_SIZE)
+_DRAFT = _TABLE + 0.5 * tiny.table(_VOCAB_SIZE, 1)
 
 
 def _few(logits):
@@ -51,7 +47,7 @@ def _few(logits):
 @functools.cache
 def _drafter(shape):
   draft = table_model(_DRAFT, max_positions=96)
-  guesses = tiny_drafters.exact(_logits(2) + _TABLE)
+  guesses = tiny_drafters.exact(tiny.table(_VOCAB_SIZE, 2) + _TABLE)
   return {
     'ragged': lambda: tiny_drafters.model(draft, _RAGGED),
     'gaps': lambda: tiny_drafters.candidates(_few(_TABLE), config=_RAGGED),
@@ -97,17 +93,15 @@ def test_it_tells_what_generate_says(shape):
     assert list(trace.prompt_tokens) == _PROMPTS[row]
   assert not traces[1].blocks  # its limit is 0
   stats = result.stats
-  total = lambda name: sum(one.stage_forwards.get(name, 0) for one in traces)
-  assert total('target') == stats['target_forwards']
+  sums = collections.Counter()
+  for trace in traces:
+    sums.update(trace.stage_forwards)
+    sums.update(dict(enumerate(trace.accepted_histogram)))
+  assert sums['target'] == stats['target_forwards']
   for name, forwards in stats['stage_forwards'].items():
-    assert total(name) == forwards > 0
-  rows = itertools.zip_longest(
-    *(one.accepted_histogram for one in traces), fillvalue=0
-  )
-  histogram = [sum(counts) for counts in rows]
-  expected = stats['accepted_histogram']
-  assert histogram == expected[: len(histogram)]
-  assert not any(expected[len(histogram) :])
+    assert sums[name] == forwards > 0
+  for accepted, count in enumerate(stats['accepted_histogram']):
+    assert sums[accepted] == count
   nodes = sum(len(block.tokens) for one in traces for block in one.blocks)
   verified = stats['nodes_per_forward'] * stats['target_forwards']
   if shape != 'gaps':  # they are fed, but nobody guessed them
@@ -123,38 +117,22 @@ def test_the_path_is_the_walk_of_the_target(shape):
   traces, _ = _both(shape)
   says = _TABLE.argmax(1)
   text = list(_PROMPTS[0])
-  accepted = 0
   for block in traces[0].blocks:
-    assert block.start == len(text)
-    assert block.tokens[0] == text[-1]
-    node, path = 0, [0]
-    while True:
-      wanted = says[block.tokens[node]]
-      children = [
-        one
-        for one, parent in enumerate(block.parents)
-        if parent == node and block.tokens[one] == wanted
-      ]
-      if not children:
-        break
-      (node,) = children
-      path.append(node)
+    assert (block.start, block.tokens[0]) == (len(text), text[-1])
+    edges = list(zip(block.parents, block.tokens, strict=True))
+    path = [0]
+    while (edge := (path[-1], says[block.tokens[path[-1]]])) in edges:
+      path.append(edges.index(edge))
     assert list(block.path) == path
-    if block.bonus is not None:
-      assert block.bonus == says[block.tokens[node]]
-    accepted += len(path) - 1
+    assert block.bonus in (None, edge[1])
     text += block.emitted
-  assert accepted > 5
+  assert sum(len(block.path) - 1 for block in traces[0].blocks) > 5
 
 
 def test_probabilities_are_those_of_who_guessed():
   """A fixed topology of a table: the draft's softmax, to a power."""
   traces, _ = _both('ragged')
-  probs = np.exp(_DRAFT - _DRAFT.max(1, keepdims=True))
-  probs /= probs.sum(1, keepdims=True)
-  calibration = _RAGGED.calibration
-  powered = probs**calibration
-  powered /= powered.sum(1, keepdims=True)
+  powered = np.asarray(jax.nn.softmax(_RAGGED.calibration * _DRAFT, axis=1))
   for block in traces[0].blocks[:3]:
     for node in range(1, len(block.tokens)):
       parent = block.tokens[block.parents[node]]
@@ -168,50 +146,49 @@ def test_with_a_guard_plain_steps_are_told():
   assert max(sizes) > 1
 
 
-def _block(**changes):
-  fields = {
-    'start': 2,
-    'tokens': (7, 8, 9, 8, 5),
-    'parents': (-1, 0, 0, 1, 3),
-    'origins': (0, 1, 2, 1, 1),
-    'probs': (1.0, 0.5, 0.25, 0.5, 0.1),
-    'path': (0, 1, 3),
-    'emitted': (8, 8, 4),
-    'forwards': {'target': 1, 'draft': 2},
-  } | changes
-  return Block(**fields)
+_BLOCK = Block(
+  start=2,
+  tokens=(7, 8, 9, 8, 5),
+  parents=(-1, 0, 0, 1, 3),
+  origins=(0, 1, 2, 1, 1),
+  probs=(1.0, 0.5, 0.25, 0.5, 0.1),
+  path=(0, 1, 3),
+  emitted=(8, 8, 4),
+  forwards={'target': 1, 'draft': 2},
+)
+_block = functools.partial(dataclasses.replace, _BLOCK)
+_TRACE = Trace(
+  prompt='ab',
+  prompt_tokens=(1, 7),
+  labels=('target', 'draft', 'ngram'),
+  blocks=(_BLOCK, _block(start=5, emitted=(8,))),
+  pieces=tuple('xxxx'),
+  texts={token: str(token) for token in (4, 5, 7, 8, 9)},
+  finish_reason='length',
+)
 
 
-def _trace(*blocks, **changes):
-  blocks = blocks or (_block(), _block(start=5, emitted=(8,)))
-  number = sum(len(block.emitted) for block in blocks)
-  fields = {
-    'prompt': 'ab',
-    'prompt_tokens': (1, 7),
-    'labels': ('target', 'draft', 'ngram'),
-    'blocks': blocks,
-    'pieces': tuple('x' * number),
-    'texts': {token: str(token) for token in (4, 5, 7, 8, 9)},
-    'finish_reason': 'length',
-  } | changes
-  return Trace(**fields)
+def _refusal(changes):
+  """Why a record of a trace with these changes is refused."""
+  record = changes and json.loads(_TRACE.to_json()) | changes
+  with pytest.raises(ValueError, match='no trace of a decode') as error:
+    Trace.from_json(json.dumps(record))
+  return str(error.value)
 
 
 def test_what_follows_from_a_block_by_hand():
-  block = _block()
-  assert block.depths == (0, 1, 1, 2, 3)
-  assert block.path_probs == (1.0, 0.5, 0.25, 0.25, 0.025)
-  assert block.emitted_origins == (1, 1, 0)
-  assert block.bonus == 4
+  assert _BLOCK.depths == (0, 1, 1, 2, 3)
+  assert _BLOCK.path_probs == (1.0, 0.5, 0.25, 0.25, 0.025)
+  assert _BLOCK.emitted_origins == (1, 1, 0)
+  assert _BLOCK.bonus == 4
   cut = _block(emitted=(8,))
   assert cut.emitted_origins == (1,)
   assert cut.bonus is None
-  trace = _trace()
-  assert trace.tokens == (8, 8, 4, 8)
-  assert trace.origins == (1, 1, 0, 1)
-  assert trace.accepted_histogram == [1, 0, 1]
-  assert trace.stage_forwards == {'target': 2, 'draft': 4}
-  assert trace.block_efficiency == 2.0
+  assert _TRACE.tokens == (8, 8, 4, 8)
+  assert _TRACE.origins == (1, 1, 0, 1)
+  assert _TRACE.accepted_histogram == [1, 0, 1]
+  assert _TRACE.stage_forwards == {'target': 2, 'draft': 4}
+  assert _TRACE.block_efficiency == 2.0
 
 
 @pytest.mark.parametrize(
@@ -234,50 +211,37 @@ def test_what_follows_from_a_block_by_hand():
   ],
 )
 def test_inconsistent_blocks_are_refused(changes):
-  text = _trace(_block(), _block(**{'start': 5} | changes)).to_json()
-  with pytest.raises(ValueError, match='trace of a decode: block 1 is incons'):
-    Trace.from_json(text)
+  blocks = [_BLOCK, _block(**{'start': 5} | changes)]
+  refusal = _refusal({'blocks': list(map(dataclasses.asdict, blocks))})
+  assert 'block 1 is inconsistent' in refusal
 
 
 @pytest.mark.parametrize(
   ('changes', 'message'),
   [
-    ({'blocks': (_block(path=(0, 1, 9)),)}, 'index out of range'),
+    (
+      {'blocks': [dataclasses.asdict(_block(path=(0, 1, 9)))]},
+      'index out of range',
+    ),
     ({'prompt_tokens': (1,)}, 'block 0 is inconsistent'),
     ({'labels': ('target', 'draft')}, 'block 0 is inconsistent'),
     ({'texts': {}}, 'block 0 is inconsistent'),
     ({'pieces': ('x',)}, 'the number of pieces'),
     ({'log_probs': (0.0,)}, 'or log_probs'),
+    ({'format': 'else'}, "'specdec trace 1'"),
+    ({'blocks': [{}]}, 'missing'),
+    ({'blocks': 3}, 'not iterable'),
+    ({'more': 3}, 'more'),
+    (None, 'no JSON object'),
   ],
 )
-def test_inconsistent_traces_are_refused(changes, message):
-  text = _trace(**changes).to_json()
-  with pytest.raises(ValueError, match=f'no trace of a decode: .*{message}'):
-    Trace.from_json(text)
+def test_what_is_no_trace_is_refused(changes, message):
+  assert message in _refusal(changes)
 
 
 def test_json_there_and_back():
-  for trace in (_trace(), _trace(log_probs=(-1.0, -0.5, 0.0, -2.0))):
+  for trace in (_TRACE, _both('staged')[0][0]):
     assert Trace.from_json(trace.to_json()) == trace
     assert '\n' not in trace.to_json()
-  real = _both('staged')[0][0]
-  assert Trace.from_json(real.to_json()) == real
-
-
-@pytest.mark.parametrize(
-  ('spoil', 'message'),
-  [
-    (lambda record: '[1]', 'no JSON object'),
-    (lambda record: '{', 'Expecting'),
-    (lambda record: record | {'format': 'else'}, "'specdec trace 1'"),
-    (lambda record: record | {'blocks': [{}]}, 'missing'),
-    (lambda record: record | {'blocks': 3}, 'not iterable'),
-    (lambda record: record | {'more': 3}, 'more'),
-    (lambda record: record | {'pieces': []}, 'number of pieces'),
-  ],
-)  # fmt: skip
-def test_what_is_no_trace_is_refused(spoil, message):
-  spoiled = spoil(json.loads(_trace().to_json()))
-  text = spoiled if isinstance(spoiled, str) else json.dumps(spoiled)
-  with pytest.raises(ValueError, match=f'no trace of a decode.*{message}'):
-    Trace.from_json(text)
+  with pytest.raises(ValueError, match=r'no trace of a decode.*Expecting'):
+    Trace.from_json('{')

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import shutil
+from unittest import mock
 
 from flax import nnx
 import jax
@@ -17,7 +18,6 @@ from models.checkpoints import hub
 from models.nn.experts import balance_loss
 from models.nn.gpt2 import GPT2
 from models.nn.gpt2 import GPT2Config
-from models.nn.mixtral import MixtralConfig
 from models.training import corpus as corpora
 from models.training import loss as losses
 from models.training import pipeline
@@ -67,15 +67,11 @@ def test_any_text_round_trips_and_frequent_text_is_short(tokenizer):
   assert len(tokenizer(CODE)['input_ids']) < len(CODE) / 2
 
 
-@pytest.mark.parametrize('with_model', [False, True])
-def test_saved_tokenizer_gives_the_same_ids(with_model, tokenizer, tmp_path):
-  if with_model:
-    module = tiny.module(vocab_size=len(tokenizer))
-    hub.save_pretrained(module, tmp_path, tokenizer=tokenizer)
-    config = json.loads((tmp_path / 'config.json').read_text())
-    assert config['eos_token_id'] == tokenizer.eos_token_id
-  else:
-    tokenizer.save_pretrained(tmp_path)
+def test_a_tokenizer_is_saved_with_its_model(tokenizer, tmp_path):
+  module = tiny.module(vocab_size=len(tokenizer))
+  hub.save_pretrained(module, tmp_path, tokenizer=tokenizer)
+  config = json.loads((tmp_path / 'config.json').read_text())
+  assert config['eos_token_id'] == tokenizer.eos_token_id
   loaded = transformers.AutoTokenizer.from_pretrained(tmp_path)
   assert loaded.eos_token == END_OF_TEXT
   assert loaded.eos_token_id == tokenizer.eos_token_id
@@ -84,11 +80,6 @@ def test_saved_tokenizer_gives_the_same_ids(with_model, tokenizer, tmp_path):
     ids = tokenizer(text)['input_ids']
     assert loaded(text)['input_ids'] == ids
     assert loaded.decode(ids) == text
-
-
-def test_vocabulary_too_small_for_bytes():
-  with pytest.raises(ValueError, match='--vocab_size=256 must exceed 256'):
-    train_tokenizer([CODE], vocab_size=256, context=8)
 
 
 # The corpus.
@@ -129,7 +120,6 @@ def test_files_are_split_by_their_relative_path_alone(root, tmp_path):
   assert {text for text in held_out if 'b/c' in text} == {
     f'text of b/c/{number}.py' for number in (5, 14, 21, 24, 32)
   }
-  # A larger share only adds files.
   larger = Corpus(folder=str(root), held_out_percent=40)
   assert set(held_out) < set(larger.texts(held_out=True))
 
@@ -155,55 +145,36 @@ def test_tokens_end_every_file(root, tokenizer):
   assert texts == [*corpus.texts(held_out=True), '']
 
 
-def test_bad_corpus(root):
-  with pytest.raises(ValueError, match='--corpus=/no/such is not a folder'):
-    Corpus(folder='/no/such')
-  with pytest.raises(ValueError, match='held_out_percent must lie between'):
-    Corpus(folder=str(root), held_out_percent=0)
-  with pytest.raises(ValueError, match=r'no training files match \*\.c under'):
-    list(Corpus(folder=str(root), pattern='*.c').texts(held_out=False))
+def test_training_batches_are_windows_that_follow_from_the_arguments():
+  def draw(step=7, seed=3, length=9):
+    tokens = np.arange(12, dtype=np.int32)
+    return corpora.training_batch(
+      tokens, step=step, seed=seed, batch_size=200, length=length
+    )
 
-
-def test_training_batch_is_a_function_of_its_arguments():
-  tokens = np.arange(100, dtype=np.int32)
-  kw = {'seed': 3, 'batch_size': 4, 'length': 9}
-  first = corpora.training_batch(tokens, step=7, **kw)
-  assert first.shape == (4, 10)
+  first = draw()
+  assert first.shape == (200, 10)
   np.testing.assert_array_equal(np.diff(first, axis=1), 1)
-  np.random.seed(0)
-  np.testing.assert_array_equal(
-    first, corpora.training_batch(tokens, step=7, **kw)
-  )
-  for other in ({'step': 8}, {'seed': 4}):
-    batch = corpora.training_batch(tokens, **({'step': 7} | kw | other))
-    assert np.any(batch != first)
-
-
-def test_training_batches_reach_both_ends():
-  tokens = np.arange(12, dtype=np.int32)
-  batch = corpora.training_batch(
-    tokens, step=0, seed=0, batch_size=200, length=9
-  )
-  assert set(batch[:, 0]) == {0, 1, 2}
-  with pytest.raises(
-    ValueError, match='12 tokens, fewer than one window of 13'
-  ):
-    corpora.training_batch(tokens, step=0, seed=0, batch_size=1, length=12)
+  assert set(first[:, 0]) == {0, 1, 2}
+  np.testing.assert_array_equal(first, draw())
+  assert np.any(draw(step=8) != first)
+  assert np.any(draw(seed=4) != first)
+  with pytest.raises(ValueError, match='12 tokens, fewer than one window of 1'):
+    draw(length=12)
 
 
 def test_held_out_batches_are_consecutive_windows():
-  tokens = np.arange(22, dtype=np.int32)
-  kw = {'batch_size': 2, 'length': 4}
-  starts = [
-    batch[:, 0].tolist()
-    for batch in corpora.held_out_batches(tokens, limit=9, **kw)
+  draw = lambda tokens, limit: [
+    *corpora.held_out_batches(tokens, limit=limit, batch_size=2, length=4)
   ]
+  tokens = np.arange(22, dtype=np.int32)
   # Five windows; the last batch wraps around.
+  starts = [batch[:, 0].tolist() for batch in draw(tokens, 9)]
   assert starts == [[0, 4], [8, 12], [16, 0]]
-  (batch,) = corpora.held_out_batches(tokens, limit=1, **kw)
+  (batch,) = draw(tokens, 1)
   assert batch.tolist() == [[0, 1, 2, 3, 4], [4, 5, 6, 7, 8]]
   with pytest.raises(ValueError, match='4 tokens, fewer than one window of 5'):
-    list(corpora.held_out_batches(tokens[:4], limit=1, **kw))
+    draw(tokens[:4], 1)
 
 
 # The configuration.
@@ -221,32 +192,39 @@ def test_window_length_follows_the_phases(scale):
 
 
 @pytest.mark.parametrize(
-  ('changes', 'message'),
+  ('make', 'message'),
   [
-    ({'warmup_steps': 10, 'num_steps': 10}, 'warmup_steps must be below'),
-    ({'phases': ((0, 8),)}, 'every phase needs a positive fraction'),
-    ({'phases': ((1, 9000),)}, 'a length of at most batch_tokens=4096'),
+    (
+      lambda _: TrainConfig(warmup_steps=9, num_steps=9),
+      'warmup_steps must be',
+    ),
+    (lambda _: TrainConfig(phases=((0, 8),)), 'every phase needs a positive'),
+    (lambda _: TrainConfig(phases=((1, 9000),)), 'at most batch_tokens=4096'),
+    (lambda _: Corpus(folder='/no'), '--corpus=/no is not a folder'),
+    (
+      lambda root: Corpus(folder=root, held_out_percent=0),
+      'held_out_percent must lie between',
+    ),
+    (
+      lambda it: next(Corpus(folder=it, pattern='*.c').texts(held_out=False)),
+      r'no training files match \*\.c under',
+    ),
+    (
+      lambda _: train_tokenizer([CODE], vocab_size=256, context=8),
+      '--vocab_size=256 must exceed 256',
+    ),
+    (
+      lambda root: _train(root, phases=((1.0, 16),)),
+      'windows of 16 tokens exceed the context',
+    ),
   ],
 )
-def test_bad_train_config(changes, message):
+def test_bad_input_is_refused(make, message, root):
   with pytest.raises(ValueError, match=message):
-    TrainConfig(**changes)
+    make(str(root))
 
 
 # The optimizer.
-
-
-def _optimizer(num_steps, **kw):
-  kw = {'learning_rate': 0.1, 'warmup_steps': 0} | kw
-  return make_optimizer(num_steps=num_steps, **kw)
-
-
-def _random_like(params, seed):
-  rng = np.random.default_rng(seed)
-  return jax.tree.map(
-    lambda leaf: jnp.asarray(rng.standard_normal(leaf.shape), leaf.dtype),
-    params,
-  )
 
 
 def _pure(module):
@@ -255,12 +233,12 @@ def _pure(module):
 
 
 def test_muon_is_for_the_matrices_of_blocks_alone():
-  _, params = _pure(tiny.module(tie_embeddings=False, num_layers=1))
+  _, gradients = _pure(tiny.module(tie_embeddings=False, num_layers=1))
   # At zero there is no weight decay to see.
-  params = jax.tree.map(jnp.zeros_like, params)
-  optimizer = _optimizer(10)
+  params = jax.tree.map(jnp.zeros_like, gradients)
+  optimizer = make_optimizer(num_steps=10, learning_rate=0.1, warmup_steps=0)
   updates, _ = jax.jit(optimizer.update)(
-    _random_like(params, 0), jax.jit(optimizer.init)(params), params
+    gradients, jax.jit(optimizer.init)(params), params
   )
   leaves, _ = jax.tree_util.tree_flatten_with_path(updates)
   num_matrices = 0
@@ -284,7 +262,7 @@ def test_muon_is_for_the_matrices_of_blocks_alone():
 
 def test_learning_rate_rises_then_falls_to_zero():
   params = {'wte': jnp.zeros((4, 4))}
-  optimizer = _optimizer(8, warmup_steps=2)
+  optimizer = make_optimizer(num_steps=8, learning_rate=0.1, warmup_steps=2)
   state, update = optimizer.init(params), jax.jit(optimizer.update)
   rates = []
   for _ in range(9):
@@ -375,18 +353,6 @@ def test_a_mixture_also_learns_to_use_its_experts_alike():
 MODEL = GPT2Config(
   vocab_size=16, num_positions=8, width=16, num_layers=1, num_heads=2
 )
-MIXTURE = MixtralConfig(
-  vocab_size=16,
-  num_positions=8,
-  width=16,
-  num_layers=1,
-  num_heads=2,
-  num_kv_heads=1,
-  head_width=8,
-  inner_width=12,
-  num_experts=3,
-  experts_per_token=2,
-)
 SETTINGS = {
   'num_steps': 40,
   'batch_tokens': 32,
@@ -413,9 +379,8 @@ def _assert_same_run(actual, expected):
     for line in curve
   ]
   assert essence(actual[1]) == essence(expected[1])
-  parameters = tiny.parameters(actual[0])
-  for name, array in tiny.parameters(expected[0]).items():
-    np.testing.assert_array_equal(parameters[name], array, err_msg=name)
+  parameters = map(tiny.parameters, (actual[0], expected[0]))
+  jax.tree.map(np.testing.assert_array_equal, *parameters)
 
 
 @pytest.fixture(scope='module')
@@ -428,32 +393,23 @@ def uninterrupted(workdir):
   return _train(workdir)
 
 
-def _copy_what_there_is(source, target):
-  """What a killed process leaves; files may vanish while they are copied."""
-
-  def copy(one, other):
-    with contextlib.suppress(FileNotFoundError):
-      shutil.copy2(one, other)
-
-  shutil.copytree(source, target, copy_function=copy)
-
-
-def _assert_learned(curve, workdir):
-  assert [line.step for line in curve] == [20, 40]
-  assert [line.tokens for line in curve] == [640, 1280]
-  assert curve[-1].held_out_loss < 0.3 < np.log(12)
-  assert curve[-1].train_loss < curve[0].train_loss
-  stored = json.loads((workdir / 'loss_curve.json').read_text())
-  assert [line['step'] for line in stored] == [20, 40]
+def test_a_mixture_and_a_gpt2_learn_a_repetitive_corpus(
+  uninterrupted, workdir, tmp_path
+):
+  _, mixture = _train(tmp_path, model=tiny.LLAMA_CONFIGS['mixtral'])
+  for curve, folder in ((uninterrupted[1], workdir), (mixture, tmp_path)):
+    assert [line.step for line in curve] == [20, 40]
+    assert [line.tokens for line in curve] == [640, 1280]
+    assert curve[-1].held_out_loss < 0.3 < np.log(12)
+    assert curve[-1].train_loss < curve[0].train_loss
+    stored = json.loads((folder / 'loss_curve.json').read_text())
+    assert [line['step'] for line in stored] == [20, 40]
 
 
-def test_loss_falls_on_a_repetitive_corpus(uninterrupted, workdir):
-  _assert_learned(uninterrupted[1], workdir)
-
-
-def test_a_mixture_learns_a_repetitive_corpus(tmp_path):
-  _, curve = _train(tmp_path, model=MIXTURE)
-  _assert_learned(curve, tmp_path)
+def _copy(source, target):
+  """As a killed process leaves it: files may vanish while they are copied."""
+  with contextlib.suppress(FileNotFoundError):
+    shutil.copy2(source, target)
 
 
 def test_interrupted_and_killed_runs_resume_to_the_same_bits(
@@ -465,7 +421,7 @@ def test_interrupted_and_killed_runs_resume_to_the_same_bits(
   def interrupt(progress):
     steps.append(progress.step)
     if progress.step == 40:
-      _copy_what_there_is(interrupted, killed)
+      shutil.copytree(interrupted, killed, copy_function=_copy)
       raise KeyboardInterrupt
 
   with pytest.raises(KeyboardInterrupt):
@@ -488,30 +444,26 @@ def test_other_settings_do_not_resume(uninterrupted, workdir):
     _train(workdir, tokens=TOKENS[1:])
 
 
-def test_a_loss_that_is_not_a_number_ends_the_run(tmp_path, monkeypatch):
-  make = trainer._make_train_step
-
-  def diverge(*args):
-    """At the second step the loss; at the first already the weights."""
-    init, _ = make(*args)
-    numbers = iter([1.0, np.nan])
-    spoil = lambda state: jax.tree.map(lambda leaf: leaf * np.nan, state)
-    return init, lambda state, _: (spoil(state), next(numbers))
-
-  monkeypatch.setattr(trainer, '_make_train_step', diverge)
-  for eval_every, message in (
+@pytest.mark.parametrize(
+  ('eval_every', 'message'),
+  [
     (2, 'the loss of step 2 is not a number'),
     (1, 'the held-out loss after step 1 is not a number'),
-  ):
-    workdir = tmp_path / f'{eval_every}'
-    with pytest.raises(FloatingPointError, match=message):
-      _train(workdir, eval_every=eval_every)
-    assert not (workdir / 'loss_curve.json').exists()
-
-
-def test_windows_longer_than_the_context(tmp_path):
-  with pytest.raises(ValueError, match='windows of 16 tokens exceed the conte'):
-    _train(tmp_path, phases=((1.0, 16),))
+  ],
+)
+def test_a_loss_that_is_not_a_number_ends_the_run(
+  tmp_path, monkeypatch, eval_every, message
+):
+  """At the second step the loss is none; at the first already the weights."""
+  make, numbers = trainer._make_train_step, iter([1.0, np.nan])
+  spoil = lambda state: jax.tree.map(lambda leaf: leaf * np.nan, state)
+  step = lambda state, _: (spoil(state), next(numbers))
+  monkeypatch.setattr(
+    trainer, '_make_train_step', lambda *args: (make(*args)[0], step)
+  )
+  with pytest.raises(FloatingPointError, match=message):
+    _train(tmp_path, eval_every=eval_every)
+  assert not (tmp_path / 'loss_curve.json').exists()
 
 
 def test_distilling_approaches_the_teacher(tmp_path):
@@ -537,11 +489,12 @@ def test_run_writes_a_folder_and_refuses_another_corpus(
 ):
   (root / 'a' / '0.py').write_text(CODE * 30)
   shape = {'width': 16, 'num_layers': 1, 'num_heads': 2}
+  # The windows of 8 tokens are cut to this context.
+  six, seven = (pipeline.Shape(**shape, num_positions=n) for n in (6, 7))
   arguments = {
     'corpus': Corpus(folder=str(root), held_out_percent=20),
     'config': TrainConfig(**(SETTINGS | {'num_steps': 2, 'eval_every': 2})),
-    # The windows of 8 tokens are cut to this context.
-    'shape': pipeline.Shape(**shape, num_positions=6),
+    'shape': six,
     'vocab_size': 270,
     'tokenizer_folder': None,
     'teacher_folder': None,
@@ -555,10 +508,9 @@ def test_run_writes_a_folder_and_refuses_another_corpus(
   assert module.config.vocab_size == len(tokenizer)
   assert (tmp_path / 'model' / 'loss_curve.json').exists()
 
+  other = Corpus(folder=str(root), pattern='*.txt')
   with pytest.raises(ValueError, match=r'holds another run \(corpus: '):
-    pipeline.run(
-      **arguments | {'corpus': Corpus(folder=str(root), pattern='*.txt')}
-    )
+    pipeline.run(**arguments | {'corpus': other})
 
   # A draft for it needs no more than a context that the teacher has.
   draft = arguments | {
@@ -566,28 +518,19 @@ def test_run_writes_a_folder_and_refuses_another_corpus(
     'workdir': tmp_path / 'draft_work',
     'output': tmp_path / 'draft',
   }
-  longer = pipeline.Shape(**shape, num_positions=7)
   with pytest.raises(ValueError, match='--context=7 exceeds the context of'):
-    pipeline.run(**draft | {'shape': longer})
-  seen = []
-
-  def spy(model_config, config, *tokens, teacher, **kw):
-    del kw
-    seen.extend([model_config, config.phases, teacher])
-    assert all(text.max() < len(tokenizer) for text in tokens)
-    return module, []
-
+    pipeline.run(**draft | {'shape': seven})
   # It learns from a teacher in test_distilling_approaches_the_teacher.
-  monkeypatch.setattr(pipeline, 'train', spy)
+  train = mock.Mock(return_value=(module, []))
+  monkeypatch.setattr(pipeline, 'train', train)
   pipeline.run(**draft)
-  config, phases, teacher = seen
+  config, settings, *texts = train.call_args.args
   assert config == module.config
-  assert phases == ((1.0, 6),)
+  assert settings.phases == ((1.0, 6),)
+  assert all(text.max() < len(tokenizer) for text in texts)
+  teacher = train.call_args.kwargs['teacher']
   assert teacher.name == draft['teacher_folder']
-  jax.tree.map(
-    np.testing.assert_array_equal,
-    tiny.parameters(teacher.model),
-    tiny.parameters(module),
-  )
+  parameters = map(tiny.parameters, (teacher.model, module))
+  jax.tree.map(np.testing.assert_array_equal, *parameters)
   drafted = transformers.AutoTokenizer.from_pretrained(tmp_path / 'draft')
   assert drafted.get_vocab() == tokenizer.get_vocab()

@@ -1,6 +1,7 @@
 """Pictures show what is in the trace, and no text can break them."""
 
 import collections
+import dataclasses
 from html.parser import HTMLParser
 import itertools
 import json
@@ -24,15 +25,9 @@ from specdec.tracing.svg import visible
 from specdec.tree import tree
 
 _NASTY = '</script><!--<script>alert(1)</script>&amp;"\''
-_TEXTS = {
-  1: '\n',
-  2: _NASTY,
-  3: ' def',
-  4: '\x00\u202e\ud800',
-  5: '漢字',
-  6: '\t',
-  7: '',
-}
+_TEXTS = dict(
+  enumerate(('\n', _NASTY, ' def', '\x00\u202e\ud800', '漢字', '\t', ''), 1)
+)
 
 
 def _block(start, path, emitted, nodes, **forwards):
@@ -89,15 +84,6 @@ _TRACE = Trace(
   finish_reason='length',
   log_probs=(-0.5, -1.0, -1.5, -2.0, -2.5),
 )
-_EMPTY = Trace(
-  prompt='x',
-  prompt_tokens=(6,),
-  labels=('target',),
-  blocks=(),
-  pieces=(),
-  texts={},
-  finish_reason='length',
-)
 _VOID = {'meta', 'br', 'hr', 'img', 'input', 'link'}
 
 
@@ -135,26 +121,32 @@ def _svg(picture):
   return root, lambda tag: root.findall(f'.//{name}{tag}')
 
 
+def _of_kind(elements, kind):
+  return [one for one in elements if kind in one.get('class').split()]
+
+
 def test_every_node_is_a_box_and_the_accepted_ones_stand_out():
   for number, block in enumerate(_BLOCKS):
     root, find = _svg(viz.tree(_TRACE, number))
-    boxes = [one for one in find('rect') if 'box' in one.get('class')]
-    kinds = [one.get('class').split()[1:] for one in boxes]
-    assert kinds.count(['yes']) == len(block.path)
-    assert kinds.count(['bonus']) == (block.bonus is not None)
-    assert len(boxes) == len(block.tokens) + (block.bonus is not None)
-    edges = [one for one in find('path') if 'edge' in one.get('class')]
-    assert len(edges) == len(boxes) - 1
+    boxes = _of_kind(find('rect'), 'box')
+    bonus = block.bonus is not None
+    assert len(_of_kind(boxes, 'yes')) == len(block.path)
+    assert len(_of_kind(boxes, 'bonus')) == bonus
+    assert len(boxes) == len(block.tokens) + bonus
+    assert len(_of_kind(find('path'), 'edge')) == len(boxes) - 1
     fills = [svg.style_of(origin).fill for origin in block.origins]
     assert [one.get('fill') for one in boxes[: len(fills)]] == fills
     assert root.get('role') == 'img'
     assert 'Token tree' in root.get('aria-label')
   assert viz.tree(_TRACE, -1) == viz.tree(_TRACE, 2)
+  for draw in (viz.tree, viz.mask):
+    with pytest.raises(ValueError, match='block 3 does not exist; the trace'):
+      draw(_TRACE, 3)
 
 
 def test_boxes_do_not_overlap_and_what_was_accepted_is_one_line():
-  _, find = _svg(viz.tree(_TRACE, 0))
-  boxes = [one for one in find('rect') if 'box' in one.get('class')]
+  root, find = _svg(viz.tree(_TRACE, 0))
+  boxes = _of_kind(find('rect'), 'box')
   place = lambda one, name: float(one.get(name))
   spans = collections.defaultdict(list)
   for one in boxes:
@@ -168,6 +160,13 @@ def test_boxes_do_not_overlap_and_what_was_accepted_is_one_line():
   assert len(lines) == 1
   # Root, two accepted, bonus; below them 2 more lines of the first and root.
   assert len(spans) == 4
+  # The legend is above the tree.
+  legend = [place(one, 'y') for one in root.findall('./{*}text')]
+  (shifted,) = root.findall('./{*}g')
+  above = float(re.findall(r'[\d.]+', shifted.get('transform'))[1])
+  assert len(legend) == 2
+  assert max(legend) <= above
+  assert max(spans) + above < place(root, 'height')
 
 
 def test_labels_of_the_tree_show_sources_and_probabilities():
@@ -188,23 +187,6 @@ def test_labels_of_the_tree_show_sources_and_probabilities():
   assert '0.900 given its parent, 0.338 with its path' in hints[5]
   assert hints[1].endswith('; accepted')
   assert not hints[4].endswith('; accepted')
-
-
-def test_the_legend_is_above_the_tree():
-  root, _ = _svg(viz.tree(_TRACE, 0))
-  legend = [float(one.get('y')) for one in root.findall('./{*}text')]
-  (shifted,) = root.findall('./{*}g')
-  above = float(re.findall(r'[\d.]+', shifted.get('transform'))[1])
-  assert len(legend) == 2
-  assert max(legend) <= above
-  lowest = max(float(one.get('y')) for one in shifted.findall('.//{*}rect'))
-  assert lowest + above < float(root.get('height'))
-
-
-def test_blocks_that_do_not_exist_are_refused():
-  for draw in (viz.tree, viz.mask):
-    with pytest.raises(ValueError, match='block 3 does not exist; the trace'):
-      draw(_TRACE, 3)
 
 
 @pytest.mark.parametrize('number', range(3))
@@ -228,13 +210,11 @@ def test_the_mask_is_the_one_of_the_device(number):
 def test_the_text_is_the_text_with_its_origins():
   page = _Page(viz.text(_TRACE))
   blocks = [one for one in page.found['span'] if 'data-block' in one]
-  assert [(one['data-block'], one['text']) for one in blocks] == [
-    ('0', f'{_NASTY}\ufffd漢字'), ('1', ' def'), ('2', '\t')
-  ]  # fmt: skip
+  texts = [(one['data-block'], one['text']) for one in blocks]
+  assert texts == [('0', f'{_NASTY}\ufffd漢字'), ('1', ' def'), ('2', '\t')]
   spans = [one for one in page.found['span'] if 'title' in one]
-  assert [one['text'] for one in spans] == [
-    _NASTY, '\ufffd', '漢字', ' def', '\t',
-  ]  # fmt: skip
+  texts = [one['text'] for one in spans]
+  assert texts == [_NASTY, '\ufffd', '漢字', ' def', '\t']
   assert 'token 2, position 2, block 1, source: draft' in spans[0]['title']
   assert spans[0]['title'].endswith('log-probability -0.500')
   assert svg.style_of(1).fill in spans[0]['style']
@@ -252,12 +232,10 @@ def test_origins_can_be_told_apart_without_colour():
   assert len(set(lines)) == 5
 
   def luminance(color):
-    parts = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
-    linear = [
-      one / 12.92 if one <= 0.04045 else ((one + 0.055) / 1.055) ** 2.4
-      for one in parts
-    ]
-    return np.dot([0.2126, 0.7152, 0.0722], linear)
+    rgb = np.array(list(bytes.fromhex(color[1:]))) / 255
+    dark = rgb <= 0.04045
+    linear = np.where(dark, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    return linear @ [0.2126, 0.7152, 0.0722]
 
   for origin in range(5):
     one = svg.style_of(origin)
@@ -290,16 +268,15 @@ def test_the_report_is_one_page_that_needs_nothing():
     assert outside not in text.replace(_NASTY, '')
   (policy,) = [one for one in page.found['meta'] if 'http-equiv' in one]
   assert policy['content'].startswith("default-src 'none'")
-
-
-def test_the_report_holds_the_trace_itself():
-  page = _Page(viz.report(_TRACE))
   # Two scripts, whatever the texts say: the trace and what turns its pages.
   data, script = page.found['script']
   assert data['type'] == 'application/json'
   assert Trace.from_json(data['text']) == _TRACE
   assert data['text'] == _TRACE.to_json().replace('<', '\\u003c')
   assert script['text'].startswith("'use strict'")
+  css = page.found['style'][0]['text']
+  for feature in ('prefers-color-scheme: dark', '@media print', ':focus-visi'):
+    assert feature in css
 
 
 def test_the_report_has_every_block_for_eyes_and_ears():
@@ -333,20 +310,22 @@ def test_the_report_has_every_block_for_eyes_and_ears():
   assert 'target30.600draft30.600lookup+ngram81.600' in stages['text']
 
 
-def test_the_report_adapts_to_dark_screens_and_to_paper():
-  css = _Page(viz.report(_TRACE)).found['style'][0]['text']
-  for feature in (
-    'prefers-color-scheme: dark',
-    '@media print',
-    'focus-visible',
-  ):
-    assert feature in css
-
-
 def test_of_nothing_there_are_pictures_too():
-  page = _Page(viz.report(_EMPTY))
+  empty = dataclasses.replace(_TRACE, blocks=(), pieces=(), log_probs=None)
+  page = _Page(viz.report(empty))
   assert '0 tokens in 0 target forwards' in page.found['p'][0]['text']
-  _Page(viz.text(_EMPTY))
+  _Page(viz.text(empty))
+
+
+def test_matplotlib_is_not_imported():
+  for path in pathlib.Path(viz.__file__).parent.glob('*.py'):
+    assert 'matplotlib' not in path.read_text('utf-8')
+
+
+def test_notebooks_show_them():
+  assert viz.tree(_TRACE, 0)._repr_svg_().startswith('<svg')
+  assert viz.text(_TRACE)._repr_html_().startswith('<div')
+  assert json.loads(json.dumps(viz.tree(_TRACE, 0))) == viz.tree(_TRACE, 0)
 
 
 @pytest.mark.skipif(shutil.which('node') is None, reason='needs node')
@@ -357,19 +336,19 @@ def test_the_script_can_be_parsed(tmp_path):
   subprocess.run(['node', '--check', str(file)], check=True)
 
 
-def _cut_after(number, reason='length'):
+def _cut_after(number, reason):
   """Two blocks, the second of which has three guesses accepted."""
   first = _block(1, (0,), (3,), [(6, -1, 0, 1.0), (1, 0, 1, 0.5)], draft=1)
   nodes = [(3, -1, 0, 1.0), (1, 0, 1, 0.5), (6, 1, 1, 0.5), (5, 2, 1, 0.5)]
   last = _block(2, (0, 1, 2, 3), (1, 6, 5, 1)[:number], nodes, draft=3)
-  return Trace(
-    prompt='x',
+  return dataclasses.replace(
+    _TRACE,
     prompt_tokens=(6,),
     labels=('target', 'draft'),
     blocks=(first, last),
     pieces=('a',) * (1 + number),
-    texts=_TEXTS,
     finish_reason=reason,
+    log_probs=None,
   )
 
 
@@ -402,14 +381,3 @@ def test_survival_by_hand():
   assert report_page.shares(histogram) == [0.5, 0, 0.25, 0.25, 0]
   assert report_page.survivors(histogram) == [0.5, 0.5, 0.25, 0]
   assert report_page.survivors([]) == []
-
-
-def test_matplotlib_is_not_imported():
-  for path in pathlib.Path(viz.__file__).parent.glob('*.py'):
-    assert 'matplotlib' not in path.read_text('utf-8')
-
-
-def test_notebooks_show_them():
-  assert viz.tree(_TRACE, 0)._repr_svg_().startswith('<svg')
-  assert viz.text(_TRACE)._repr_html_().startswith('<div')
-  assert json.loads(json.dumps(viz.tree(_TRACE, 0))) == viz.tree(_TRACE, 0)
