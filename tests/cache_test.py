@@ -20,6 +20,7 @@ from specdec.draft.stages import commit_stages
 from specdec.draft.stages import init_stages
 from specdec.model import commit
 from specdec.model import forward_nodes
+from specdec.model import ModelState
 from specdec.model import prefill
 from specdec.tree.topology import chain
 from specdec.tree.tree import NO_NODE
@@ -64,26 +65,34 @@ def test_fewer_queries_than_slots_of_a_window(how):
   )
 
 
-def _lettered(rows):
+def _lettered(rows, length):
   """A cache whose keys are letters, and values the same in upper case."""
   array = lambda rows: jnp.array([[ord(one) for one in row] for row in rows])
   shape = lambda rows: array(rows)[:, None, :, None].astype(jnp.float32)
   return kv.KVCache(
     keys=(shape(rows),),
     values=(shape([row.upper() for row in rows]),),
-    length=jnp.zeros(len(rows), jnp.int32),
+    length=jnp.array(length),
     num_slots=len(rows[0]),
   )
 
 
-def _letters(array):
-  return [''.join(chr(int(one)) for one in row) for row in array[:, 0, :, 0]]
+def _assert_holds(cache, expected):
+  """The letters of each row that count, in the keys and in the values."""
+  for array, texts in (
+    (cache.keys[0], expected),
+    (cache.values[0], [text.upper() for text in expected]),
+  ):
+    rows = zip(np.asarray(array)[:, 0, :, 0], cache.length, strict=True)
+    assert [
+      ''.join(chr(int(one)) for one in row[:length]) for row, length in rows
+    ] == texts
 
 
 def test_keep_by_hand():
   """What is drawn there, all of it kept, none, and that of a later row."""
   rows = ['tttt' + 'rxayb.', 'tttt' + 'rxayb.', 'ttt' + 'rxayb..']
-  cache = _lettered(rows).replace(length=jnp.array([4, 4, 3]))
+  cache = _lettered(rows, [4, 4, 3])
   kept = kv.keep(
     cache,
     jnp.array([5, 5, 4]),
@@ -91,18 +100,33 @@ def test_keep_by_hand():
     jnp.array([2, 0, 3]),
     window=5,
   )
-  assert kept.length.tolist() == [7, 5, 7]
-  valid = [
-    row[:length]
-    for row, length in zip(_letters(kept.keys[0]), kept.length, strict=True)
-  ]
-  assert valid == ['ttttrab', 'ttttr', 'tttrayb']
-  assert _letters(kept.values[0]) == [
-    row.upper() for row in _letters(kept.keys[0])
-  ]
-  # The third is kept as well, if not counted: nothing else is written.
-  assert _letters(kept.keys[0])[0] == 'ttttrabxb.'
+  _assert_holds(kept, ['ttttrab', 'ttttr', 'tttrayb'])
   assert kept.num_slots == cache.num_slots
+
+
+_commit = jax.jit(commit)
+
+
+def test_commit_by_hand():
+  """Of a path of three nodes 0 to 3 are emitted."""
+  for window, read, kept in (
+    # Of nodes r, a, b, c, d, scored in this order, the path is r, b, d.
+    ([0, 1, 2, 3, 4], 0, ['', 'r', 'rb', 'rbd']),
+    # In another order; behind two tokens of text that were read late.
+    ([-1, -1, 4, 0, 2], 2, ['xx', 'xxr', 'xxrb', 'xxrbd']),
+    # The last was not scored in time.
+    ([2, 0, 3, 1, -1], 0, ['', 'r', 'rb', 'rb']),
+  ):
+    slots = ''.join('x' if node < 0 else 'rabcd'[node] for node in window)
+    state = ModelState(
+      cache=_lettered([f'text{slots}..'] * 4, [4] * 4),
+      num_text=np.full(4, read),
+      window=np.tile(window, (4, 1)),
+      used=np.array(len(window)),
+    )
+    path, num_kept = np.array([[0, 2, 4]] * 4), np.array([-1, 0, 1, 2])
+    after = _commit(state, path, num_kept)
+    _assert_holds(after.cache, [f'text{one}' for one in kept])
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])

@@ -28,14 +28,11 @@ _HELPERS = (
 # Tests that detect several bugs.
 _TESTS = {
   'BLOCKS': "enumeration.check_few_blocks('without_replacement')",
-  'COMMIT': 'verification.test_commit_by_hand()',
+  'COMMIT': 'cache.test_commit_by_hand()',
   'CUTS': 'enumeration.check_cuts(True)',
   'DRAWS': "enumeration.check_draws('without_replacement')",
   'MATCH': 'verification.test_match_by_hand()',
   'NEXT_STEP': ('growth.test_growth_after_a_step_is_growth_after_a_prefill()'),
-  'NUMBERS': (
-    'growth_stages.test_what_the_draft_scored_has_the_numbers_of_the_draft()'
-  ),
   'RANDOMNESS': 'enumeration.test_the_randomness_of_a_step_is_of_these_keys()',
   'STEP': 'step.test_a_decode_of_all_that_a_step_does()',
   'TREES': "enumeration.check_few_trees('without_replacement')",
@@ -46,7 +43,7 @@ _TESTS = {
 _TABLE = r"""
 # The rule by which tokens are accepted and emitted.
 accepts tokens behind a rejected one
-  tree.tree: tree.test_a_right_token_behind_a_wrong_one_is_not_accepted()
+  tree.tree: tree.test_the_accepted_path()
   - jnp.all(agrees[None] | ~is_above, axis=1)
   + agrees
 bonus token from the wrong node
@@ -54,11 +51,11 @@ bonus token from the wrong node
   - verdict.along_path(choices)
   + verdict.replace(place=jax.numpy.roll(place, 1, 1)).along_path(choices)
 continues past an EOS accepted within a path
-  verify.accept: verification.test_the_stop_rule_by_hand()
+  verify.accept: verification.test_the_stop_rule_against_a_loop(2, 0.1)
   - jnp.minimum(until_end, room)
   + room
 overshoots the limit
-  verify.accept: verification.test_the_stop_rule_by_hand()
+  verify.accept: verification.test_the_stop_rule_against_a_loop(2, 0.1)
   - jnp.minimum(until_end, room)
   + until_end
 goes on with a row that is done
@@ -90,7 +87,7 @@ draft ranks with the noise of the depth above
   + jax.vmap(pick)(tree.depth, nodes) - 1
 # What nodes see, and where they are.
 mask forgets the farthest ancestor
-  tree.tree: tree.test_the_mask_that_is_drawn()
+  tree.tree: tree.test_walks_and_masks()
   - for _ in range(num_steps):
   + for _ in range(num_steps - 1):
 nodes see all that is in front of them, as in a chain
@@ -141,11 +138,11 @@ draft cache keeps nodes in the order of the tree
   + state.num_text[:, None] + path,
 # Trees.
 duplicates are not merged
-  tree.tree: tree.test_a_child_that_exists_keeps_what_it_has()
+  tree.tree: tree.test_adding_children()
   - wanted & (find_children(tree, parents, tokens) == NO_NODE)
   + wanted
 the best nodes are not connected
-  tree.tree: tree.test_the_best_nodes_are_a_connected_subtree(6, False)
+  tree.tree: tree.test_the_best_nodes_are_a_connected_subtree(6, 'different')
   - best_nodes(tree, jnp.arange(capacity)
   + best_nodes(tree.replace(log_prob=tree.cond_log_prob), jnp.arange(capacity)
 log-probabilities are summed from the node up
@@ -166,7 +163,7 @@ an inner stage drafts below what has been scored
   - expanded | states[0].scored,
   + expanded,
 children keep the numbers of the inner stage
-  draft.growth: NUMBERS
+  draft.growth: growth.check('model, table')
   - jnp.where(known, log_probs, tree.cond_log_prob)
   + tree.cond_log_prob
 rows that are done have a say
