@@ -131,15 +131,18 @@ def shared_noise(noise) -> Randomness:
 
 def match_context(tokens, length, noise, sampling, **kw) -> StepContext:
   """Of a step with match verification; `noise [B, D + 1, V]`."""
-  kw = {'active': length > 0, 'target_bytes': 1} | kw
+  kw = {
+    'active': length > 0,
+    'seen': None,
+    'shares_noise': True,
+    'target_bytes': 1,
+  } | kw
   return StepContext(
     tokens=tokens,
     length=length,
-    seen=None,
     sampling=sampling,
     randomness=shared_noise(noise),
     max_depth=noise.shape[1] - 1,
-    shares_noise=True,
     children='best',
     **kw,
   )

@@ -33,7 +33,6 @@ _PATHS = strategies.lists(
 ).map(lambda paths: [one[:end] for one in paths for end in range(1, 5)])
 
 
-@hypothesis.settings(derandomize=True, deadline=None, max_examples=100)
 @hypothesis.given(_PATHS, strategies.randoms(use_true_random=False))
 def test_any_tree(paths, rng: random.Random):
   """However its paths are ordered, and however often one is named."""

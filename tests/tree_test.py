@@ -56,30 +56,6 @@ def _with_gaps(rng, nodes, width) -> np.ndarray:
   return rng.permutation(padded)
 
 
-def test_a_new_tree_is_its_root():
-  tree = trees.init_tree(jnp.array(7, jnp.int32), CAPACITY)
-  for found, expected in zip(
-    jax.tree.leaves(tree), jax.tree.leaves(to_arrays([Node(7)])), strict=True
-  ):
-    assert found.dtype == expected.dtype
-    np.testing.assert_array_equal(found, expected)
-
-
-def test_histories_by_hand():
-  """Of the tree that the docstring of `specdec.tree` draws."""
-  edges = [('d', -1, 0), ('_', 0, 1), ('f', 0, 1), ('(', 1, 2), ('x', 1, 2)]
-  tree = to_arrays([Node(ord(token), *rest) for token, *rest in edges])
-  # The text is 'ab d'; the root is its last token.
-  recent = jnp.array([ord('d'), ord(' '), ord('b'), ord('a'), -1])
-  letters = lambda row: ''.join(chr(token) for token in row if token >= 0)
-  rows = np.asarray(trees.histories(tree, jnp.array([0, 2, 4, 3]), recent))
-  assert [letters(row) for row in rows] == ['d ba', 'fd ba', 'x_d b', '(_d b']
-  assert rows[0].tolist()[-1] == -1
-  short = trees.histories(tree, jnp.array([4, 0]), recent[:2])
-  assert [letters(row) for row in np.asarray(short)] == ['x_', 'd ']
-  assert trees.histories(tree, jnp.array([4, 0]), recent[:0]).shape == (2, 0)
-
-
 def test_walks_and_masks():
   rng = np.random.default_rng(1)
   lists = _random_trees(1)
@@ -97,24 +73,6 @@ def test_walks_and_masks():
         other in above for other in others[row]
       ]
   assert masks.any(axis=(1, 2)).mean() > 0.9
-
-
-def test_children_are_found():
-  rng = np.random.default_rng(3)
-  lists = _random_trees(3)
-  parents = np.stack([_with_gaps(rng, one, 5) for one in lists])
-  tokens = rng.integers(NUM_TOKENS, size=(NUM_TREES, 5, 3))
-  batch = stack([to_arrays(one) for one in lists])
-  found = _batched(trees.find_children)(batch, parents, tokens)
-  expected = [
-    [
-      [find(one, parent, token) for token in row]
-      for parent, row in zip(parents[index], tokens[index], strict=True)
-    ]
-    for index, one in enumerate(lists)
-  ]
-  np.testing.assert_array_equal(found, expected)
-  assert (found >= 0).mean() > 0.1
 
 
 def test_adding_children():
@@ -162,24 +120,6 @@ def test_adding_children():
   assert doubled > 100
 
 
-def test_placing_children_where_they_belong():
-  """Ranks of a fixed shape: entries known beforehand, some for nobody."""
-  tree = trees.place_children(
-    to_arrays([Node(9)], capacity=4),
-    jnp.array([[2, np.iinfo(np.int32).max, 1], [4, 4, 4]]),
-    jnp.array([0, NO_NODE]),
-    jnp.array([[5, 6, 7], [8, 8, 8]]),
-    jnp.array([[-1.0, -2.0, -3.0], [-4.0, -4.0, -4.0]]),
-    jnp.array([[1, 1, 2], [3, 3, 3]]),
-  )
-  assert from_arrays(tree) == [
-    Node(9),
-    Node(7, 0, 1, -3.0, -3.0, 2),
-    Node(5, 0, 1, -1.0, -1.0, 1),
-  ]
-  _assert_unused_entries_are_blank(tree)
-
-
 def _rescored(rng, one, edge) -> list[Node]:
   """The list with new edges, and sums of the old ones."""
   return [
@@ -220,23 +160,6 @@ def test_accumulating_new_edges(edge):
     _assert_unused_entries_are_blank(tree)
     for node in expected[1:]:
       assert node.log_prob <= expected[node.parent].log_prob
-
-
-@pytest.mark.parametrize('ties', [False, True])
-@pytest.mark.parametrize('number', [1, 5, CAPACITY, CAPACITY + 3])
-def test_the_best_nodes(number, ties):
-  rng = np.random.default_rng(6)
-  lists = _random_trees(6, ties=ties)
-  allowed = rng.random((NUM_TREES, CAPACITY)) < 0.7
-  batch = stack([to_arrays(one) for one in lists])
-  nodes, log_probs = _batched(trees.best_nodes, number)(batch, allowed)
-  assert nodes.dtype == jnp.int32
-  for row, one in enumerate(lists):
-    expected = ranking(one, allowed[row], number)
-    assert nodes[row].tolist() == expected
-    assert log_probs[row].tolist() == [
-      one[node].log_prob if node >= 0 else -np.inf for node in expected
-    ]
 
 
 @pytest.mark.parametrize('edges', ['different', 'ties', 'huge'])
