@@ -131,14 +131,8 @@ def test_gpt2_sees_the_text_and_the_path_and_nothing_else():
       growth.TREE,
       growth.SlowStage(_gpt2_logits(inner), growth.TINY),
     )
-    rng = np.random.default_rng(1)
-    step = growth.Step(
-      texts=growth.random_texts(rng, tiny.VOCAB_SIZE),
-      active=np.ones(BATCH_SIZE, bool),
-      noise=growth.random_noise(
-        rng, drafter.max_depth, temperature, tiny.VOCAB_SIZE
-      ),
-      temperature=temperature,
+    step = growth.random_step(
+      1, drafter.max_depth, temperature, vocab_size=tiny.VOCAB_SIZE
     )
     trees, forwards = run(drafter, step)
     slow_trees, slow_forwards = growth.run_slowly(slow, step)
@@ -157,7 +151,7 @@ def test_growth_after_a_step_is_growth_after_a_prefill():
   length = np.array([4, 1, 9], np.int32)
   for row, size in enumerate(length):
     tokens[row, :size] = rng.integers(tiny.VOCAB_SIZE, size=size)
-  noise = growth.random_noise(rng, 2, 1.0, tiny.VOCAB_SIZE)
+  noise = growth.random_step(2, 2, 1.0, vocab_size=tiny.VOCAB_SIZE).noise
   rest = (np.ones(BATCH_SIZE, bool), noise, tiny.sampling_params(1.0, 0.0, 1.0))
   commit, grow_again = jax.jit(commit_stages), jax.jit(growth.grown_from)
   stages, tree = growth.grown(drafter, tokens, length, *rest)

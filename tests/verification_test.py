@@ -3,14 +3,11 @@
 import jax
 import jax.numpy as jnp
 from list_trees import Node
-from list_trees import shared_noise
 from list_trees import stack
 from list_trees import to_arrays
 import numpy as np
 import pytest
 
-from specdec import Sampling
-from specdec.checks import check_sampling
 from specdec.tree.tree import NO_NODE
 from specdec.verify import accept
 from specdec.verify.accept import EOS
@@ -19,7 +16,6 @@ from specdec.verify.accept import NOT_FINITE
 from specdec.verify.accept import RUNNING
 from specdec.verify.accept import STOP
 from specdec.verify.accept import Verdict
-from specdec.verify.match import MatchRule
 
 _count_emitted = jax.jit(accept.count_emitted)
 
@@ -44,26 +40,6 @@ def test_origins_by_hand():
     [3, 0, 0],
     [0, 0, 0],
   ]
-
-
-def test_match_by_hand():
-  """A path of two; choices depend on logits at 0, else on the depth's noise."""
-  nodes = [Node(0), Node(1, 0, 1), Node(2, 0, 1), Node(3, 2, 2), Node(3, 1, 2)]
-  tree = stack([to_arrays(nodes, 6)] * 2)
-  # The choice after each node by its logits, and at each depth by noise.
-  logits = 9 * jax.nn.one_hot(jnp.array([[2, 3, 3, 1, 5, 0]] * 2), 6)
-  noise = 99 * jax.nn.one_hot(jnp.array([[0] * 3, [1, 3, 5]]), 6)
-  verdict = MatchRule()(
-    tree,
-    jnp.tile(jnp.array([0, 1, 2, 3, 4, NO_NODE]), (2, 1)),
-    logits,
-    None,
-    shared_noise(noise.at[0].set(0.0)),
-    check_sampling(Sampling(temperature=[0.0, 1.0]), 2, 6),
-  )
-  assert verdict.accepted.tolist() == [2, 2]
-  assert verdict.place.tolist() == [[0, 2, 3], [0, 1, 4]]
-  assert verdict.chosen.tolist() == [[2, 3, 1], [1, 3, 5]]
 
 
 def _slow_step(accepted, valid, room, ends):
