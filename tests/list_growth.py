@@ -53,9 +53,7 @@ class SlowStage:
   logits: Callable[[list[int]], np.ndarray]  # of the next token, `[V]`
   config: Settings
   inner: 'SlowStage | None' = None
-  is_model: bool = (
-    True  # or no node needs its ancestors; probabilities may be 0
-  )
+  is_model: bool = True  # or it leaves out tokens of probability 0
   scored: list[set] = dataclasses.field(default_factory=list)  # by row
   forwards: int = 0  # so far
 
