@@ -48,9 +48,9 @@ def random_edge(rng, ties: bool) -> float:
   return float(np.float32(-rng.exponential()))
 
 
-def random_tree(rng, ties=False, size=None) -> list[Node]:
+def random_tree(rng, ties=False) -> list[Node]:
   """Deep and broad ones; siblings have different tokens."""
-  size = int(rng.integers(1, CAPACITY + 1)) if size is None else size
+  size = int(rng.integers(1, CAPACITY + 1))
   nodes = [Node(int(rng.integers(NUM_TOKENS)))]
   reach = rng.choice([1, 3, CAPACITY])
   while len(nodes) < size:
