@@ -19,7 +19,7 @@ from specdec.draft.growth import grow
 from specdec.draft.stages import commit_stages
 from specdec.draft.stages import init_stages
 from specdec.model import commit
-from specdec.model import forward_nodes
+from specdec.model import ModelState
 from specdec.model import prefill
 from specdec.tree.topology import chain
 from specdec.tree.tree import NO_NODE
@@ -42,10 +42,7 @@ def test_causal_mask_by_hand():
   _assert_masks(causal_mask(jnp.array([1]), 1, 4), ['1100'])
 
 
-_WINDOW_MASKS = pytest.mark.parametrize('how', ['_written', '_looked_up'])
-
-
-@_WINDOW_MASKS
+@pytest.mark.parametrize('how', ['_written', '_looked_up'])
 def test_window_mask_by_hand(how):
   """The root and two children that is drawn there, then in front and behind."""
   window = np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], bool)
@@ -54,36 +51,39 @@ def test_window_mask_by_hand(how):
     make(jnp.array([2, 0, 3]), jnp.asarray([window] * 3), num_slots=6),
     ['111000 111100 111010', '100000 110000 101000', '111100 111110 111101'],
   )
+  # Fewer queries than slots of the window.
+  one = jnp.asarray(window[None, 2:])
+  _assert_masks(make(jnp.array([1]), one, num_slots=5), ['11010'])
 
 
-@_WINDOW_MASKS
-def test_fewer_queries_than_slots_of_a_window(how):
-  window = jnp.array([[[True, False, True]]])
-  _assert_masks(
-    getattr(kv, how)(jnp.array([1]), window, num_slots=5), ['11010']
-  )
-
-
-def _lettered(rows):
+def _lettered(rows, length):
   """A cache whose keys are letters, and values the same in upper case."""
   array = lambda rows: jnp.array([[ord(one) for one in row] for row in rows])
   shape = lambda rows: array(rows)[:, None, :, None].astype(jnp.float32)
   return kv.KVCache(
     keys=(shape(rows),),
     values=(shape([row.upper() for row in rows]),),
-    length=jnp.zeros(len(rows), jnp.int32),
+    length=jnp.array(length),
     num_slots=len(rows[0]),
   )
 
 
-def _letters(array):
-  return [''.join(chr(int(one)) for one in row) for row in array[:, 0, :, 0]]
+def _assert_holds(cache, expected):
+  """The letters of each row that count, in the keys and in the values."""
+  for array, texts in (
+    (cache.keys[0], expected),
+    (cache.values[0], [text.upper() for text in expected]),
+  ):
+    rows = zip(np.asarray(array)[:, 0, :, 0], cache.length, strict=True)
+    assert [
+      ''.join(chr(int(one)) for one in row[:length]) for row, length in rows
+    ] == texts
 
 
 def test_keep_by_hand():
   """What is drawn there, all of it kept, none, and that of a later row."""
   rows = ['tttt' + 'rxayb.', 'tttt' + 'rxayb.', 'ttt' + 'rxayb..']
-  cache = _lettered(rows).replace(length=jnp.array([4, 4, 3]))
+  cache = _lettered(rows, [4, 4, 3])
   kept = kv.keep(
     cache,
     jnp.array([5, 5, 4]),
@@ -91,18 +91,33 @@ def test_keep_by_hand():
     jnp.array([2, 0, 3]),
     window=5,
   )
-  assert kept.length.tolist() == [7, 5, 7]
-  valid = [
-    row[:length]
-    for row, length in zip(_letters(kept.keys[0]), kept.length, strict=True)
-  ]
-  assert valid == ['ttttrab', 'ttttr', 'tttrayb']
-  assert _letters(kept.values[0]) == [
-    row.upper() for row in _letters(kept.keys[0])
-  ]
-  # The third is kept as well, if not counted: nothing else is written.
-  assert _letters(kept.keys[0])[0] == 'ttttrabxb.'
+  _assert_holds(kept, ['ttttrab', 'ttttr', 'tttrayb'])
   assert kept.num_slots == cache.num_slots
+
+
+_commit = jax.jit(commit)
+
+
+def test_commit_by_hand():
+  """Of a path of three nodes 0 to 3 are emitted."""
+  for window, read, kept in (
+    # Of nodes r, a, b, c, d, scored in this order, the path is r, b, d.
+    ([0, 1, 2, 3, 4], 0, ['', 'r', 'rb', 'rbd']),
+    # In another order; behind two tokens of text that were read late.
+    ([-1, -1, 4, 0, 2], 2, ['xx', 'xxr', 'xxrb', 'xxrbd']),
+    # The last was not scored in time.
+    ([2, 0, 3, 1, -1], 0, ['', 'r', 'rb', 'rb']),
+  ):
+    slots = ''.join('x' if node < 0 else 'rabcd'[node] for node in window)
+    state = ModelState(
+      cache=_lettered([f'text{slots}..'] * 4, [4] * 4),
+      num_text=np.full(4, read),
+      window=np.tile(window, (4, 1)),
+      used=np.array(len(window)),
+    )
+    path, num_kept = np.array([[0, 2, 4]] * 4), np.array([-1, 0, 1, 2])
+    after = _commit(state, path, num_kept)
+    _assert_holds(after.cache, [f'text{one}' for one in kept])
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
@@ -131,41 +146,28 @@ def test_what_is_kept_is_kept_exactly(dtype):
 
 
 def test_write_puts_every_row_at_its_own_length():
-  layer, num_layers, batch_size, num_slots, heads, width = 1, 3, 4, 7, 2, 3
   rng = np.random.default_rng(0)
-  shape = (batch_size, heads, num_slots, width)
+  fill = lambda *shape: rng.normal(size=shape).astype(np.float32)
+  shape, length = (4, 2, 7, 3), np.array([0, 5, 2, 3], np.int32)
   old = kv.init_cache(
-    batch_size,
-    num_slots,
-    num_layers=num_layers,
-    num_heads=heads,
-    head_width=width,
-    dtype=jnp.float32,
+    4, 7, num_layers=3, num_heads=2, head_width=3, dtype=jnp.float32
   )
-  assert [array.shape for array in old.keys] == [shape] * num_layers
-  fill = lambda: tuple(
-    jnp.asarray(rng.normal(size=shape), jnp.float32) for _ in range(num_layers)
+  assert [array.shape for array in old.keys] == [shape] * 3
+  old = old.replace(
+    keys=(*fill(3, *shape),), values=(*fill(3, *shape),), length=length
   )
-  length = np.array([0, 5, 2, 3], np.int32)
-  old = old.replace(keys=fill(), values=fill(), length=jnp.asarray(length))
-  new_shape = (batch_size, heads, 2, width)
-  key = rng.normal(size=new_shape).astype(np.float32)
-  value = rng.normal(size=new_shape).astype(np.float32)
-  new = jax.jit(kv.write, static_argnums=1)(old, layer, key, value)
-
-  for other in range(num_layers):
-    for arrays_old, arrays_new, written in (
-      (old.keys, new.keys, key),
-      (old.values, new.values, value),
-    ):
-      expected = np.array(arrays_old[other])
-      if other == layer:
-        for row in range(batch_size):
-          span = slice(length[row], length[row] + 2)
-          expected[row, :, span] = written[row]
-      np.testing.assert_array_equal(arrays_new[other], expected)
+  key, value = fill(4, 2, 2, 3), fill(4, 2, 2, 3)
+  new = jax.jit(kv.write, static_argnums=1)(old, 1, key, value)
+  for before, after, written in (
+    (old.keys, new.keys, key),
+    (old.values, new.values, value),
+  ):
+    expected = np.array(before)
+    for row, start in enumerate(length):
+      expected[1, row, :, start : start + 2] = written[row]
+    np.testing.assert_array_equal(np.array(after), expected)
   np.testing.assert_array_equal(new.length, length)
-  assert new.num_slots == num_slots
+  assert new.num_slots == old.num_slots == 7
 
 
 # Steps of a decode, with paths accepted at random instead of by the target.
@@ -200,47 +202,25 @@ _DRAFTERS = {
 
 @functools.cache
 def _steps(name):
-  """The two halves of a step: trees and a verdict, then what is kept."""
-  drafter, target = _DRAFTERS[name](), tiny.gpt2()
-  batch_size = len(_LENGTHS)
+  """A drafter, its state after the prompts, and the two halves of a step."""
+  drafter = _DRAFTERS[name]()
   sampling = tiny.sampling_params(0.0, 1.0, 1.0)
-  noise = jax.random.gumbel(
-    jax.random.key(0),
-    (batch_size, drafter.max_depth + 1, tiny.VOCAB_SIZE),
-  )
+  shape = (len(_LENGTHS), drafter.max_depth + 1, tiny.VOCAB_SIZE)
+  noise = jax.random.gumbel(jax.random.key(0), shape)
 
   @jax.jit
   def start(tokens, length):
-    stages = init_stages(drafter, tokens, length, num_slots=_TEXT_SLOTS)
-    return stages, prefill(
-      target,
-      tokens,
-      length - 1,
-      num_slots=_TEXT_SLOTS,
-      window_size=drafter.shape.num_nodes,
-    )
+    return init_stages(drafter, tokens, length, num_slots=_TEXT_SLOTS)
 
   @jax.jit
-  def draft(stages, state, tokens, length, active):
+  def draft(stages, tokens, length, active):
     ctx = match_context(
-      tokens,
-      length,
-      noise,
-      sampling,
-      active=active,
-      shape=drafter.shape,
-      target_bytes=target.spec.weight_bytes,
+      tokens, length, noise, sampling, active=active, shape=drafter.shape
     )
     stages, tree = grow(drafter.stages, stages, ctx.root_trees(), ctx)
-    nodes = drafter.shape.select(tree)
-    _, state = forward_nodes(target, state, tree, nodes, ctx, may_lag=False)
-    return stages, tree, nodes, state
+    return stages, tree, drafter.shape.select(tree)
 
-  @jax.jit
-  def end(stages, state, path, emitted):
-    stages = commit_stages(drafter, stages, path, emitted - 1)
-    return stages, commit(state, path, emitted - 1)
-
+  end = jax.jit(functools.partial(commit_stages, drafter))
   return drafter, start, draft, end
 
 
@@ -258,22 +238,14 @@ def _random_path(rng, tree, nodes, row, max_depth):
   return path + [NO_NODE] * (max_depth + 1 - len(path))
 
 
-@functools.cache
-def _prefill(num_slots):
-  """Of whole texts, as if nothing had ever been guessed."""
-
-  @jax.jit
-  def run(model, tokens):
-    cache = model.spec.init_cache(len(_LENGTHS), num_slots)
-    positions = jnp.broadcast_to(jnp.arange(num_slots)[None], tokens.shape)
-    mask = causal_mask(cache.length, num_slots, num_slots)
-    return model.apply(tokens, positions, mask, cache)[1]
-
-  return run
+_prefill = jax.jit(prefill, static_argnames=('num_slots', 'window_size'))
 
 
 def _assert_equals_fresh(model, cache, tokens):
-  fresh = _prefill(_TEXT_SLOTS)(model, tokens)
+  """Equals that of the text, as if nothing had ever been guessed."""
+  fresh = _prefill(
+    model, tokens, cache.length, num_slots=_TEXT_SLOTS, window_size=1
+  ).cache
   for array, expected in zip(
     (*cache.keys, *cache.values), (*fresh.keys, *fresh.values), strict=True
   ):
@@ -283,78 +255,55 @@ def _assert_equals_fresh(model, cache, tokens):
       )
 
 
-def _expected_lengths(before, stage, path, length, emitted):
-  """Of a draft's cache after a step: what of the text it has ever scored."""
-  lengths = []
-  for row in range(len(_LENGTHS)):
-    known = int(before.scorer.cache.length[row] + stage.scorer.num_text[row])
-    if known == length[row] - 1:
-      # The root and below, as far as the text goes and all was scored.
-      for node in path[row][: emitted[row]]:
-        if node == NO_NODE or not stage.scored[row, node]:
-          break
-        known += 1
-    lengths.append(known)
-  return lengths
-
-
 def _check_random_steps(name, seed):
-  """Returns how far the stages lagged, and how many were accepted."""
+  """Returns how far each stage lagged, and how many were accepted."""
   rng = np.random.default_rng(seed)
   drafter, start, draft, end = _steps(name)
-  target = tiny.gpt2()
   tokens = rng.integers(
     tiny.VOCAB_SIZE, size=(len(_LENGTHS), _TEXT_SLOTS)
   ).astype(np.int32)
   tokens[2] = np.resize(tokens[2, :3], _TEXT_SLOTS)  # for lookup
-  length = np.array(_LENGTHS, np.int32)
-  stages, state = start(tokens, length)
+  rows, length = np.arange(len(_LENGTHS)), np.array(_LENGTHS, np.int32)
+  stages = start(tokens, length)
   lags = [set() for _ in drafter.stages]
   depths = set()
   while not np.all(length == _TEXT_SLOTS):
     # Some rest for a step, though not done.
     active = (rng.random(len(_LENGTHS)) < 0.9) & (length < _TEXT_SLOTS)
-    before = stages
-    stages, tree, nodes, state = draft(stages, state, tokens, length, active)
+    stages, tree, nodes = draft(stages, tokens, length, active)
     path = np.array(
-      [
-        _random_path(rng, tree, nodes, row, drafter.max_depth)
-        for row in range(len(_LENGTHS))
-      ]
+      [_random_path(rng, tree, nodes, row, drafter.max_depth) for row in rows]
     )
     accepted = (path >= 0).sum(axis=1) - 1
     depths |= set(accepted.tolist())
     # The next token of the path, and a bonus token that nobody guessed.
     chosen = np.take_along_axis(np.asarray(tree.token), np.maximum(path, 0), 1)
     chosen = np.roll(chosen, -1, axis=1)
-    rows = np.arange(len(_LENGTHS))
     chosen[rows, accepted] = tiny.TABOO
     # A limit may cut some of them; rows that are done emit nothing.
     cut = rng.integers(accepted + 1) * (rng.random(len(_LENGTHS)) < 0.2)
     emitted = np.minimum(accepted + 1 - cut, _TEXT_SLOTS - length)
     emitted = np.where(active, emitted, 0).astype(np.int32)
-    grown = stages
-    stages, state = end(stages, state, path.astype(np.int32), emitted)
-    cache = state.cache
+    before = stages
+    stages = end(stages, path.astype(np.int32), emitted - 1)
     for row, count in enumerate(emitted):
       tokens[row, length[row] : length[row] + count] = chosen[row, :count]
-    new_length = length + emitted
-
-    np.testing.assert_array_equal(cache.length, new_length - 1)
-    _assert_equals_fresh(target, cache, tokens)
-    for index, (stage, old, mid, new) in enumerate(
-      zip(drafter.stages, before, grown, stages, strict=True)
+    length = length + emitted
+    for stage, old, new, seen in zip(
+      drafter.stages, before, stages, lags, strict=True
     ):
       assert not np.any(new.scored)
-      if not stage.scorer.needs_ancestors:
-        continue
-      assert new.scorer.cache.length.tolist() == _expected_lengths(
-        old, mid, path, length, emitted
-      )
-      _assert_equals_fresh(stage.scorer.model, new.scorer.cache, tokens)
-      lag = new_length - 1 - np.asarray(new.scorer.cache.length)
-      lags[index] |= set(lag[active].tolist())
-    length = new_length
+      if stage.scorer.needs_ancestors:
+        _assert_equals_fresh(stage.scorer.model, new.scorer.cache, tokens)
+        lag = length - 1 - np.asarray(new.scorer.cache.length)
+        seen |= set(lag[active].tolist())
+        # What of the text was ever scored is kept.
+        known = np.asarray(old.scorer.cache.length + old.scorer.num_text)
+        scored = np.asarray(old.scored)[rows[:, None], np.maximum(path, 0)]
+        scored &= np.arange(path.shape[1]) < emitted[:, None]
+        scored &= (known == length - emitted - 1)[:, None]
+        known = known + np.cumprod(scored, axis=1).sum(axis=1)
+        np.testing.assert_array_equal(new.scorer.cache.length, known)
   return lags, depths
 
 

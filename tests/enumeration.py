@@ -18,8 +18,18 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tiny_drafters
+from tiny_drafters import Settings
+from tiny_drafters import with_settings
 
+from models.nn.table_model import table_model
+from specdec import Drafter
+from specdec import NGram
+from specdec import PLAIN
+from specdec import PromptLookup
+from specdec import Request
 from specdec import Sampling
+from specdec import staged
 from specdec.checks import check_sampling
 from specdec.draft.ranking import draw_children
 from specdec.draft.ranking import rank_logits
@@ -29,8 +39,12 @@ from specdec.sampling import is_possible
 from specdec.sampling import SamplingParams
 from specdec.sampling import token_probs
 from specdec.sampling import WITHOUT_REPLACEMENT
+from specdec.tree.topology import chain
+from specdec.tree.topology import from_paths
+from specdec.tree.topology import k_ary
 from specdec.verify import block
 from specdec.verify import rejection
+from specdec.watchers import make_watchers
 
 PROMPT = 0
 
@@ -115,6 +129,59 @@ def params(values: dict, batch_size: int, vocab_size: int) -> SamplingParams:
   return checked.replace(max_top_k=None)
 
 
+TOPOLOGIES = {
+  'chain of 1': chain(1),
+  'chain of 2': chain(2),
+  'chain of 3': chain(3),
+  'binary tree': k_ary(2, 2),
+  'ternary tree': k_ary(3, 2),
+  'ragged tree': from_paths(
+    [(0,), (1,), (2,), (0, 0), (2, 0), (2, 1), (2, 1, 0)]
+  ),
+  'more children than tokens': k_ary(5, 1),
+}
+_GROWN = Settings(
+  num_nodes=7, width=3, branching=2, rounds=3, capacity=20, cost_ratio=0
+)
+
+
+def drafter(name: str, draft: np.ndarray) -> Drafter:
+  """Of a name below or in `TOPOLOGIES`; knows the last token alone.
+
+  The draft model has the logits `draft [V, V]`; tables say something else.
+  """
+  model = tiny_drafters.model(table_model(draft, max_positions=1000), _GROWN)
+  if name in TOPOLOGIES:
+    return with_settings(model, Settings(topology=TOPOLOGIES[name]))
+  wrong = tiny_drafters.exact(np.roll(draft, 1, axis=0))
+  bigram = tiny_drafters.candidates(wrong, config=_GROWN)
+  text = np.random.default_rng(1).integers(len(draft), size=40).tolist()
+  ngram = tiny_drafters.ngram_table(
+    [text], len(draft), order=3, num_continuations=2
+  )
+  tables = (NGram(ngram), PromptLookup((0.3, 0.6), num_matches=2))
+  return {
+    'none': PLAIN,
+    'tree': model,
+    'staged': staged(model, with_settings(bigram, tiny_drafters.INNER)),
+    'tables': tiny_drafters.candidates(*tables, config=_GROWN),
+    'bigram': bigram,
+    'bigram chain': with_settings(bigram, Settings(topology=chain(2))),
+  }[name]
+
+
+def request(key, sampling: SamplingParams, length: int) -> Request:
+  """Of one row: `length` tokens after the prompt."""
+  return Request(
+    prompt=jnp.full((1, 1), PROMPT, jnp.int32),
+    prompt_length=jnp.ones(1, jnp.int32),
+    limit=jnp.full(1, length, jnp.int32),
+    row_keys=key[None],
+    sampling=sampling,
+    watchers=make_watchers(penalty_vocab_size=sampling.logit_bias.shape[-1]),
+  )
+
+
 def exact_probs(
   logits: np.ndarray, seen: np.ndarray, values: dict
 ) -> np.ndarray:
@@ -154,27 +221,16 @@ def exact_probs(
 
 @dataclasses.dataclass(frozen=True)
 class Worlds:
-  """See the top of the file.
+  """See the top of the file."""
 
-  Attributes:
-    names: `[W]`, draft and sampling.
-    vocab_size: V.
-    contexts: all of them, the shortest first.
-    exact: `[W * C, V]`, the target's distributions, see `exact_probs`.
-    target: `[W * C, V]`, the same by `specdec`.
-    draft: `[W * C, V]`, the distributions that children are drawn from.
-    ranked: `[W * C, V]`, the best children, -1 where there are no more.
-    stochastic: `[W * C]` bool, whether the temperature is above 0.
-  """
-
-  names: list[str]
-  vocab_size: int
-  contexts: list[tuple[int, ...]]
-  exact: np.ndarray
-  target: np.ndarray
-  draft: np.ndarray
-  ranked: np.ndarray
-  stochastic: np.ndarray
+  names: list[str]  # `[W]`, draft and sampling
+  vocab_size: int  # V
+  contexts: list[tuple[int, ...]]  # all of them, the shortest first
+  exact: np.ndarray  # `[W * C, V]`, the target's, see `exact_probs`
+  target: np.ndarray  # `[W * C, V]`, the same by `specdec`
+  draft: np.ndarray  # `[W * C, V]`, what children are drawn from
+  ranked: np.ndarray  # `[W * C, V]`, the best, -1 where there are no more
+  stochastic: np.ndarray  # `[W * C]` bool, if the temperature is above 0
 
   @functools.cached_property
   def length(self) -> np.ndarray:
@@ -237,15 +293,6 @@ def spread(mass: np.ndarray, at: np.ndarray, more: np.ndarray) -> None:
   mass += np.bincount(at.ravel(), more.ravel(), minlength=len(mass))
 
 
-def _seen(contexts, vocab_size):
-  return np.array(
-    [
-      [token in (PROMPT, *context) for token in range(vocab_size)]
-      for context in contexts
-    ]
-  )
-
-
 @quick_jit
 def _distributions(target, draft, seen, sampling, keys):
   """Of `[S, V]` logits: distributions, and the best tokens with their ranks."""
@@ -279,19 +326,20 @@ def make_worlds(
       contexts += [(*context, token) for token in range(vocab_size)]
   rng = np.random.default_rng(seed)
   shape = (len(contexts), vocab_size)
-  seen = _seen(contexts, vocab_size)
-  names, targets, draft_list, exact = [], [], [], []
-  values: dict[str, list] = {name: [] for name in NEUTRAL}
-  for kind in drafts:
-    for sampling in samplings:
-      target = (1.3 * rng.normal(size=shape)).astype(np.float32)
-      targets.append(target)
-      draft_list.append(draft_logits(kind, target, rng).astype(np.float32))
-      exact.append(exact_probs(target, seen, SAMPLINGS[sampling]))
-      names.append(f'{kind} draft, {sampling}')
-      for name, value in (NEUTRAL | SAMPLINGS[sampling]).items():
-        values[name].append(value)
-  repeat = lambda name: np.repeat(values[name], len(contexts))
+  tokens = np.arange(vocab_size)
+  seen = np.stack([np.isin(tokens, (PROMPT, *context)) for context in contexts])
+  names = [f'{kind} draft, {how}' for kind in drafts for how in samplings]
+  settings = [NEUTRAL | SAMPLINGS[how] for _ in drafts for how in samplings]
+  targets, draft_list, exact = [], [], []
+  for number, values in enumerate(settings):
+    target = (1.3 * rng.normal(size=shape)).astype(np.float32)
+    targets.append(target)
+    kind = drafts[number // len(samplings)]
+    draft_list.append(draft_logits(kind, target, rng).astype(np.float32))
+    exact.append(exact_probs(target, seen, values))
+  repeat = lambda name: np.repeat(
+    [values[name] for values in settings], len(contexts)
+  )
   bias = np.zeros((len(names) * len(contexts), vocab_size))
   bias[:, 1] = repeat('logit_bias')
   arrays = {name: repeat(name) for name in NEUTRAL} | {'logit_bias': bias}

@@ -15,22 +15,15 @@ import enumeration
 from enumeration import quick_jit
 import jax
 import jax.numpy as jnp
+from list_trees import match_context
 import numpy as np
 import pytest
 import slow_walks
-import tiny_drafters
-from tiny_drafters import Settings
 
 from models.nn.table_model import table_model
 from specdec import decode
 from specdec import DecodeConfig
-from specdec import NGram
-from specdec import PLAIN
-from specdec import PromptLookup
-from specdec import Request
 from specdec import sampling as sampling_module
-from specdec import staged
-from specdec import StepContext
 from specdec.draft.growth import grow
 from specdec.draft.ranking import draw_children
 from specdec.draft.stages import init_stages
@@ -38,36 +31,22 @@ from specdec.sampling import BEST
 from specdec.sampling import CHILDREN
 from specdec.sampling import is_possible
 from specdec.sampling import Randomness
-from specdec.sampling import step_keys
 from specdec.sampling import step_randomness
 from specdec.sampling import WITH_REPLACEMENT
 from specdec.sampling import WITHOUT_REPLACEMENT
 from specdec.tree.topology import chain
-from specdec.tree.topology import from_paths
 from specdec.tree.topology import k_ary
 from specdec.tree.tree import NO_NODE
 from specdec.tree.tree import TokenTree
 from specdec.verify import rejection
 from specdec.verify.block import BlockRule
 from specdec.verify.rejection import RejectionRule
-from specdec.watchers import make_watchers
 
 # Total variation of whole sequences: the rounding of float32.
 _TOLERANCE = 1e-6
 
 # Tokens and length of the sequences.
 _SIZES = [(3, 4), (4, 3)]
-_TOPOLOGIES = {
-  'chain of 1': chain(1),
-  'chain of 2': chain(2),
-  'chain of 3': chain(3),
-  'binary tree': k_ary(2, 2),
-  'ternary tree': k_ary(3, 2),
-  'ragged tree': from_paths(
-    [(0,), (1,), (2,), (0, 0), (2, 0), (2, 1), (2, 1, 0)]
-  ),
-  'more children than tokens': k_ary(5, 1),
-}
 _CHAIN = 3
 
 
@@ -82,44 +61,37 @@ def _assert_law(worlds, law, length, tolerance=_TOLERANCE):
   assert distances[worst] < tolerance, worlds.names[worst]
 
 
-def _check_trees(worlds, length, children):
-  for topology in _TOPOLOGIES.values():
-    law, _ = enumeration.tree_law(worlds, topology, children, length)
+def _tree_laws(worlds, length, children):
+  for topology in enumeration.TOPOLOGIES.values():
+    yield enumeration.tree_law(worlds, topology, children, length)[0]
+
+
+def _block_laws(worlds, length, children):
+  """Chains cut short, as at the end of the draft's context, among them."""
+  for room in range(1, _CHAIN + 1):
+    for size in range(room + 1):
+      yield enumeration.block_law(worlds, room, children, length, size)[0]
+
+
+_LAWS = {'rejection': _tree_laws, 'block': _block_laws}
+
+
+@pytest.mark.parametrize('rule', _LAWS)
+@pytest.mark.parametrize('children', CHILDREN)
+@pytest.mark.parametrize(('vocab_size', 'length'), _SIZES)
+def test_sequences_have_the_targets_law(vocab_size, length, children, rule):
+  worlds = _worlds(vocab_size, length)
+  for law in _LAWS[rule](worlds, length, children):
     _assert_law(worlds, law, length)
 
 
-def _check_blocks(worlds, length, children):
-  for room in range(1, _CHAIN + 1):
-    for size in range(room + 1):
-      law, _ = enumeration.block_law(worlds, room, children, length, size)
-      _assert_law(worlds, law, length)
-
-
-@pytest.mark.parametrize('children', CHILDREN)
-@pytest.mark.parametrize(('vocab_size', 'length'), _SIZES)
-def test_rejection_has_the_targets_law(vocab_size, length, children):
-  _check_trees(_worlds(vocab_size, length), length, children)
-
-
-@pytest.mark.parametrize('children', CHILDREN)
-@pytest.mark.parametrize(('vocab_size', 'length'), _SIZES)
-def test_block_verification_has_the_targets_law(vocab_size, length, children):
-  """Chains cut short, as at the end of the draft's context, among them."""
-  _check_blocks(_worlds(vocab_size, length), length, children)
-
-
-def _few_worlds():
-  kinds = {'drafts': ('similar',), 'samplings': ('temperature 1',)}
-  return enumeration.make_worlds(3, 5, seed=3, **kinds)
-
-
-def check_few_trees(children):
+def check_few(rule, children):
   """A part of the above that takes a moment."""
-  _check_trees(_few_worlds(), 3, children)
-
-
-def check_few_blocks(children):
-  _check_blocks(_few_worlds(), 3, children)
+  worlds = enumeration.make_worlds(
+    3, 5, seed=3, drafts=('similar',), samplings=('temperature 1',)
+  )
+  for law in _LAWS[rule](worlds, 3, children):
+    _assert_law(worlds, law, 3)
 
 
 @pytest.mark.long
@@ -128,11 +100,9 @@ def check_few_blocks(children):
 def test_more_worlds_and_longer_sequences(seed, children):
   for vocab_size, length in ((2, 6), (3, 5), (4, 4), (5, 3)):
     worlds = enumeration.make_worlds(vocab_size, length + 1, seed=seed + 10)
-    for topology in _TOPOLOGIES.values():
-      law, _ = enumeration.tree_law(worlds, topology, children, length)
-      _assert_law(worlds, law, length)
     law, _ = enumeration.block_law(worlds, 2, children, length, 2)
-    _assert_law(worlds, law, length)
+    for one in (law, *_tree_laws(worlds, length, children)):
+      _assert_law(worlds, one, length)
 
 
 def test_in_float64_nothing_is_left():
@@ -142,7 +112,9 @@ def test_in_float64_nothing_is_left():
     assert worlds.target.dtype == worlds.draft.dtype == np.float64
     for children in CHILDREN:
       for name in ('chain of 2', 'ternary tree', 'ragged tree'):
-        law, _ = enumeration.tree_law(worlds, _TOPOLOGIES[name], children, 3)
+        law, _ = enumeration.tree_law(
+          worlds, enumeration.TOPOLOGIES[name], children, 3
+        )
         _assert_law(worlds, law, 3, tolerance=1e-13)
       law, _ = enumeration.block_law(worlds, 3, children, 3, 3)
       _assert_law(worlds, law, 3, tolerance=1e-13)
@@ -242,24 +214,16 @@ def _ulps(probs, number):
 
 
 @pytest.mark.parametrize('children', CHILDREN)
-def test_a_draft_that_is_the_target_up_to_rounding(children):
+def test_drafts_that_leave_nothing(children):
+  """All on one token, or the target up to rounding."""
   rng = np.random.default_rng(0)
-  for _ in range(20):
-    target = rng.dirichlet(np.full(4, 0.5)).astype(np.float32)
-    for number in (0, 1, -1, 3):
-      law = _one_guess(target, _ulps(target, number), children)
-      np.testing.assert_allclose(law, target, atol=1e-6)
-
-
-@pytest.mark.parametrize('children', CHILDREN)
-def test_distributions_that_are_all_on_one_token(children):
-  one, other = np.eye(3)[0], np.eye(3)[1]
-  spread_out = np.array([0.2, 0.5, 0.3])
-  for target in (one, other, spread_out):
-    for draft in (one, other, spread_out):
-      np.testing.assert_allclose(
-        _one_guess(target, draft, children), target, atol=1e-6
-      )
+  points = [*np.eye(3)[:2], np.array([0.2, 0.5, 0.3])]
+  cases = [*itertools.product(points, points)]
+  for target in rng.dirichlet(np.full(4, 0.5), size=20).astype(np.float32):
+    cases += [(target, _ulps(target, number)) for number in (0, 1, -1, 3)]
+  for target, draft in cases:
+    law = _one_guess(target, draft, children)
+    np.testing.assert_allclose(law, target, atol=1e-6)
 
 
 def test_a_block_of_which_nothing_is_left():
@@ -283,29 +247,6 @@ def test_a_block_of_which_nothing_is_left():
 
 # Trees that are grown, not drawn: every state has a tree of its own.
 
-_GROWN = Settings(
-  num_nodes=7, width=3, branching=2, rounds=3, capacity=20, cost_ratio=0
-)
-
-
-def _of_tables(draft):
-  """Drafters that know the last token alone; `[V, V]` logits."""
-  vocab_size = len(draft)
-  model = tiny_drafters.model(table_model(draft, max_positions=1000), _GROWN)
-  table = tiny_drafters.candidates(
-    tiny_drafters.exact(np.roll(draft, 1, axis=0)), config=tiny_drafters.INNER
-  )
-  text = np.random.default_rng(1).integers(vocab_size, size=40).tolist()
-  ngram = tiny_drafters.ngram_table(
-    [text], vocab_size, order=3, num_continuations=2
-  )
-  lookup = PromptLookup((0.3, 0.6), num_matches=2)
-  return {
-    'tree': model,
-    'staged': staged(model, table),
-    'tables': tiny_drafters.candidates(NGram(ngram), lookup, config=_GROWN),
-  }
-
 
 @functools.partial(quick_jit, static_argnames='room')
 def _grown_tree(drafter, sampling, text, length, *, room):
@@ -322,26 +263,14 @@ def _grown_tree(drafter, sampling, text, length, *, room):
   in_text = (jnp.arange(text.shape[0]) < length)[:, None]
   seen = jnp.any(jax.nn.one_hot(text, vocab_size, dtype=bool) & in_text, axis=0)
   length = length[None]
-  ctx = StepContext(
-    tokens=jnp.pad(text, (0, room))[None],
-    length=length,
-    active=jnp.ones(1, bool),
-    seen=seen[None],
-    sampling=sampling,
-    randomness=step_randomness(
-      jax.random.key(0)[None],
-      length,
-      sampling,
-      max_depth=drafter.max_depth,
-      num_nodes=drafter.shape.num_nodes,
-      vocab_size=vocab_size,
-      shares_noise=False,
-    ),
+  ctx = match_context(
+    jnp.pad(text, (0, room))[None],
+    length,
+    jnp.zeros((1, drafter.max_depth + 1, vocab_size)),
+    sampling,
     shape=drafter.shape,
-    max_depth=drafter.max_depth,
-    target_bytes=1,
+    seen=seen[None],
     shares_noise=False,
-    children=BEST,
   )
   states = init_stages(
     drafter, text[None], length, num_slots=text.shape[0] + room
@@ -356,40 +285,40 @@ def _grown_tree(drafter, sampling, text, length, *, room):
 
 def _grown_trees(worlds, drafters, samplings, length):
   """Of all states of fewer than `length` tokens; arbitrary for the others."""
-  contexts = worlds.contexts
-  texts = np.zeros((len(contexts), length), np.int32)
+  lengths = np.array([1 + len(context) for context in worlds.contexts])
+  texts = np.zeros((len(lengths), length), np.int32)
   texts[:, 0] = enumeration.PROMPT
-  lengths = np.array([1 + len(context) for context in contexts])
-  for index, context in enumerate(contexts):
-    texts[index, 1 : 1 + len(context)] = context[: length - 1]
-  trees = []
+  for text, context in zip(texts, worlds.contexts, strict=True):
+    text[1 : 1 + len(context)] = context[: length - 1]
   grow_all = jax.vmap(
     functools.partial(_grown_tree, room=8), (None, None, 0, 0)
   )
-  for drafter in drafters:
-    for name in samplings:
-      sampling = enumeration.full_sampling(
-        enumeration.SAMPLINGS[name], worlds.vocab_size
-      )
-      trees.append(grow_all(drafter, sampling, texts, lengths))
+  trees = [
+    grow_all(
+      drafter,
+      enumeration.full_sampling(enumeration.SAMPLINGS[name], worlds.vocab_size),
+      texts,
+      lengths,
+    )
+    for drafter in drafters
+    for name in samplings
+  ]
   return jax.tree.map(lambda *arrays: np.concatenate(arrays), *trees)
 
 
 @pytest.mark.parametrize('name', ['tree', 'staged', 'tables'])
 def test_grown_trees_have_the_targets_law(name):
-  vocab_size, length, num_drafts = 3, 4, 3
   samplings = tuple(enumeration.SAMPLINGS)
+  length, vocab_size = 4, 3
   worlds = enumeration.make_worlds(
     vocab_size,
     length,
-    drafts=('uniform',) * num_drafts,  # only the targets are used
+    drafts=('uniform',) * 3,  # only the targets are used
     samplings=samplings,
   )
-  rng = np.random.default_rng(0)
-  tables = [2 * rng.normal(size=(vocab_size,) * 2) for _ in range(num_drafts)]
-  trees = _grown_trees(
-    worlds, [_of_tables(table)[name] for table in tables], samplings, length
-  )
+  tables = 2 * np.random.default_rng(0).normal(size=(3, vocab_size, vocab_size))
+  drafters = [enumeration.drafter(name, table) for table in tables]
+  trees = _grown_trees(worlds, drafters, samplings, length)
   law = enumeration.grown_law(worlds, trees, length)
   _assert_law(worlds, law, length)
   short = worlds.length < length
@@ -400,100 +329,86 @@ def test_grown_trees_have_the_targets_law(name):
 # The link: the rules take the branches that were summed above.
 
 _BATCH_SIZE = 64
-_NUM_NODES = 9
+_NUM_NODES = 9  # that are verified
 _CAPACITY = 14
 _DEPTH = 4
 
 
-def _random_trees(rng, probs, children):
-  """Of all sizes and forms; siblings that could have been drawn.
-
-  Args:
-    rng: of numpy.
-    probs: `[B, N, V]`, the distributions that they are drawn from.
-    children: one of `CHILDREN`.
-
-  Returns:
-    `[B, N]` tokens, parents, and sizes `[B]`.
-  """
-  batch_size, num_nodes, vocab_size = probs.shape
-  token = rng.integers(vocab_size, size=(batch_size, num_nodes))
-  parent = np.full((batch_size, num_nodes), NO_NODE)
-  depth = np.zeros((batch_size, num_nodes), int)
-  size = rng.integers(1, num_nodes + 1, size=batch_size)
-  size[: batch_size // 2] = num_nodes
-  reach = rng.choice([1, 2, num_nodes], size=batch_size)
-  for row in range(batch_size):
-    drawn: list[set[int]] = [set() for _ in range(num_nodes)]
-    index = 1
-    while index < size[row]:
-      above = int(rng.integers(max(0, index - reach[row]), index))
-      law = probs[row, above].copy()
-      if children != WITH_REPLACEMENT:
-        law[list(drawn[above])] = 0.0
-      if depth[row, above] == _DEPTH or law.sum() <= 0:
-        reach[row] = num_nodes
-        size[row] -= 1  # at last there is no place for more
-        continue
-      token[row, index] = rng.choice(vocab_size, p=law / law.sum())
-      drawn[above].add(int(token[row, index]))
-      parent[row, index], depth[row, index] = above, depth[row, above] + 1
-      index += 1
-  return token, parent, size
-
-
-def _within_larger_trees(rng, token, parent, size, proposals):
-  """The trees as the verified part of larger ones.
-
-  Args:
-    rng: of numpy.
-    token: `[B, N]`.
-    parent: `[B, N]`.
-    size: `[B]`.
-    proposals: `[B, N, V]`.
-
-  Returns:
-    The larger trees, whose other nodes are children of any node, not verified;
-    the verified nodes `[B, N]`; and the proposals by node, `[B, M, V]`.
-  """
-  shape = (len(token), _CAPACITY)
-  tree = {
-    'token': rng.integers(proposals.shape[2], size=shape),
-    'parent': rng.integers(np.maximum(np.arange(_CAPACITY), 1), size=shape),
-    'depth': np.zeros(shape),
-  }
-  nodes = np.full(token.shape, NO_NODE)
-  of_node = rng.dirichlet(np.ones(proposals.shape[2]), size=shape)
-  for row, used in enumerate(size):
-    chosen = 1 + rng.choice(_CAPACITY - 1, size=used - 1, replace=False)
-    nodes[row, 1:used], nodes[row, 0] = np.sort(chosen), 0
-    at = nodes[row, :used]
-    tree['token'][row, at] = token[row, :used]
-    tree['parent'][row, at] = at[parent[row, :used]]
-    tree['parent'][row, 0] = NO_NODE
-    of_node[row, at] = proposals[row, :used]
-    for node in range(1, _CAPACITY):
-      above = tree['parent'][row, node]
-      tree['depth'][row, node] = tree['depth'][row, above] + 1
-  zeros = np.zeros(shape, np.float32)
-  tree = TokenTree(
-    **{name: array.astype(np.int32) for name, array in tree.items()},
+def _tree(token, parent):
+  """`[B, M]` tokens and parents, which come before their children."""
+  depth = np.zeros_like(parent)
+  for node in range(1, _CAPACITY):
+    above = np.maximum(parent[:, node], 0)
+    depth[:, node] = depth[range(len(depth)), above] + 1
+  zeros = np.zeros(token.shape, np.float32)
+  return TokenTree(
+    token=token.astype(np.int32),
+    parent=parent.astype(np.int32),
+    depth=depth.astype(np.int32),
     cond_log_prob=zeros,
     log_prob=zeros,
     origin=zeros.astype(np.int32),
     size=np.full(len(token), _CAPACITY, np.int32),
   )
-  return tree, nodes.astype(np.int32), of_node.astype(np.float32)
 
 
-def _with_gaps(rng, nodes, size):
-  """The nodes at other places, as in a fixed topology; `[B, N]` old places."""
-  places = np.full(nodes.shape, NO_NODE)
-  for row, used in enumerate(size):
-    at = 1 + rng.choice(nodes.shape[1] - 1, size=used - 1, replace=False)
-    places[row, np.sort(at)], places[row, 0] = np.arange(1, used), 0
-  moved = np.take_along_axis(nodes, np.maximum(places, 0), axis=1)
-  return np.where(places >= 0, moved, NO_NODE).astype(np.int32), places
+def _random_trees(case, children):
+  """Of all forms; siblings that could have been drawn; some are verified.
+
+  Returns:
+    The trees, and the verified nodes `[B, N]`, gaps among them.
+  """
+  rng, vocab_size = case['rng'], case['logits'].shape[2]
+  token = rng.integers(vocab_size, size=(_BATCH_SIZE, _CAPACITY))
+  parent = np.full(token.shape, NO_NODE)
+  nodes = np.full((_BATCH_SIZE, _NUM_NODES), NO_NODE, np.int32)
+  for row in range(_BATCH_SIZE):
+    left = case['proposals'][row].astype(float)
+    depth = np.zeros(_CAPACITY, int)
+    reach, share = rng.choice([1, 2, _CAPACITY]), rng.choice([0.6, 1.0])
+    verified = [0]
+    for node in range(1, _CAPACITY):
+      can_grow = np.flatnonzero((depth < _DEPTH) & (left.sum(1) > 0))
+      can_grow = can_grow[can_grow < node]
+      if not len(can_grow):
+        break
+      above = rng.choice(can_grow[-reach:])
+      law = left[above] / left[above].sum()
+      token[row, node] = rng.choice(vocab_size, p=law)
+      if children != WITH_REPLACEMENT:
+        left[above, token[row, node]] = 0.0
+      parent[row, node], depth[node] = above, depth[above] + 1
+      if above in verified and rng.random() < share:
+        verified.append(node)
+    verified = verified[:_NUM_NODES]
+    places = 1 + rng.choice(
+      _NUM_NODES - 1, size=len(verified) - 1, replace=False
+    )
+    nodes[row, [0, *np.sort(places)]] = verified
+  return _tree(token, parent), nodes
+
+
+def _random_chains(case, is_drawn):
+  """Chains within larger trees; the tokens are drawn, or any."""
+  rng, vocab_size = case['rng'], case['logits'].shape[2]
+  token = rng.integers(vocab_size, size=(_BATCH_SIZE, _CAPACITY))
+  parent = rng.integers(np.maximum(np.arange(_CAPACITY), 1), size=token.shape)
+  parent[:, 0] = NO_NODE
+  nodes = np.full((_BATCH_SIZE, _NUM_NODES), NO_NODE, np.int32)
+  for row in range(_BATCH_SIZE):
+    number = rng.integers(_NUM_NODES)
+    below = np.sort(1 + rng.choice(_CAPACITY - 1, size=number, replace=False))
+    nodes[row, : number + 1] = [0, *below]
+    for above, node in itertools.pairwise(nodes[row, : number + 1]):
+      parent[row, node] = above
+      law = case['proposals'][row, above].astype(float)
+      if is_drawn:
+        token[row, node] = rng.choice(vocab_size, p=law / law.sum())
+      # So that some tokens are accepted in greedy rows.
+      may_follow = not (is_drawn and case['stochastic'][row])
+      if may_follow and rng.random() < 0.7:
+        token[row, node] = case['target'][row, above].argmax()
+  return _tree(token, parent), nodes
 
 
 @functools.partial(quick_jit, static_argnames='rule')
@@ -510,16 +425,16 @@ _MIXED = [
 
 
 def _random_case(seed, vocab_size=4):
-  """Logits, distributions and randomness of a batch."""
+  """Logits and distributions by node, and the randomness of a batch."""
   rng = np.random.default_rng(seed)
-  shape = (_BATCH_SIZE, _NUM_NODES, vocab_size)
+  shape = (_BATCH_SIZE, _CAPACITY, vocab_size)
   logits = (1.5 * rng.normal(size=shape)).astype(np.float32)
   rows = [_MIXED[row % len(_MIXED)] for row in range(_BATCH_SIZE)]
   values = {
     name: [(enumeration.NEUTRAL | row)[name] for row in rows]
     for name in ('temperature', 'top_k', 'top_p', 'min_p')
   }
-  nothing = np.zeros((_NUM_NODES, vocab_size), bool)
+  nothing = np.zeros(shape[1:], bool)
   target = np.stack(
     [
       enumeration.exact_probs(of_row, nothing, row)
@@ -543,80 +458,75 @@ def _random_case(seed, vocab_size=4):
     'randomness': Randomness(
       noise=np.zeros((_BATCH_SIZE, _DEPTH + 1, vocab_size), np.float32),
       draft_keys=jax.random.split(jax.random.key(seed), _BATCH_SIZE),
-      uniforms=rng.random(shape[:2], np.float32),
+      uniforms=rng.random((_BATCH_SIZE, _NUM_NODES), np.float32),
       residual_noise=rng.gumbel(size=shape[::2]).astype(np.float32),
     ),
   }
 
 
-class _Agreement:
-  """Compares rows, and counts how they ended."""
-
-  def __init__(self):
-    self.close = 0
-    self.accepted = []
-
-  def compare(self, verdict, path, nodes, emitted, places, margin):
-    """One row of a verdict and of its path with the results of a slow walk."""
-    if margin < slow_walks.ENOUGH:
-      self.close += 1
-      return
-    number = int(verdict.accepted)
-    assert verdict.chosen[: number + 1].tolist() == emitted
-    for found, expected in ((verdict.place, places), (path, nodes[places])):
-      assert found[: number + 1].tolist() == list(expected)
-      assert np.all(found[number + 1 :] == NO_NODE)
-    self.accepted.append(number)
-
-  def check(self, number, depths):
-    """That it was no poor example."""
-    assert self.close < 0.05 * number
-    counts = np.bincount(self.accepted, minlength=depths + 1)
-    assert np.all(counts[: depths + 1] >= 10)
-
-
-def check_walks(children, num_batches=30):
-  agreement = _Agreement()
+def _check_branches(rule, make_trees, slow_walk, num_batches, deepest):
+  """Compares verdicts with those of a slow walk, row by row."""
+  num_close, numbers = 0, []
   for seed in range(num_batches):
     case = _random_case(seed)
-    rng, proposals = case['rng'], case['proposals']
-    token, parent, size = _random_trees(rng, proposals.astype(float), children)
-    tree, nodes, of_node = _within_larger_trees(
-      rng, token, parent, size, proposals
+    tree, nodes = make_trees(case)
+    at = np.maximum(nodes, 0)[:, :, None]
+    logits, target, draft = (
+      np.take_along_axis(case[name], at, axis=1)
+      for name in ('logits', 'target', 'proposals')
     )
-    nodes, old = _with_gaps(rng, nodes, size)
-    if children == BEST:
-      of_node = of_node[:, :, :0]
+    proposals, randomness = case['proposals'], case['randomness']
+    if rule.children == BEST:
+      proposals = proposals[:, :, :0]
     verdict, path = jax.device_get(
       _verify(
-        RejectionRule(children),
-        tree,
-        nodes,
-        case['logits'],
-        of_node,
-        case['randomness'],
-        case['sampling'],
+        rule, tree, nodes, logits, proposals, randomness, case['sampling']
       )
     )
     for row in range(_BATCH_SIZE):
-      at = np.maximum(old[row], 0)
+      place_of = {node: place for place, node in enumerate(nodes[row])}
       parents = [
-        np.flatnonzero(old[row] == parent[row, place])[0] if place > 0 else -1
-        for place in old[row]
+        place_of[tree.parent[row, node]] if node > 0 else -1
+        for node in nodes[row]
       ]
-      found = slow_walks.walk(
+      emitted, places, margin = slow_walk(
         np.array(parents),
-        token[row, at],
-        case['target'][row],
-        proposals[row, at].astype(np.float64),
-        case['randomness'].uniforms[row],
-        case['randomness'].residual_noise[row],
+        tree.token[row, nodes[row]],
+        target[row],
+        draft[row].astype(float),
+        randomness.uniforms[row],
+        randomness.residual_noise[row],
         stochastic=case['stochastic'][row],
-        children=children,
+        children=rule.children,
       )
-      of_row = jax.tree.map(lambda array, row=row: array[row], verdict)
-      agreement.compare(of_row, path[row], nodes[row], *found)
-  agreement.check(num_batches * _BATCH_SIZE, depths=2)
+      if margin < slow_walks.ENOUGH:
+        num_close += 1
+        continue
+      number = int(verdict.accepted[row])
+      assert verdict.chosen[row, : number + 1].tolist() == emitted
+      for found, expected in (
+        (verdict.place[row], places),
+        (path[row], nodes[row, places]),
+      ):
+        assert found[: number + 1].tolist() == list(expected)
+        assert np.all(found[number + 1 :] == NO_NODE)
+      numbers.append(number)
+  # It was no poor example.
+  assert num_close < 0.05 * num_batches * _BATCH_SIZE
+  counts = np.bincount(numbers, minlength=deepest + 1)
+  assert np.all(counts[: deepest + 1] >= 10)
+
+
+def check_walks(children, num_batches=30):
+  trees = functools.partial(_random_trees, children=children)
+  rule = RejectionRule(children)
+  _check_branches(rule, trees, slow_walks.walk, num_batches, deepest=2)
+
+
+def check_cuts(is_drawn):
+  chains = functools.partial(_random_chains, is_drawn=is_drawn)
+  rule = BlockRule(WITH_REPLACEMENT if is_drawn else BEST)
+  _check_branches(rule, chains, slow_walks.walk_block, 20, deepest=3)
 
 
 @pytest.mark.parametrize('children', CHILDREN)
@@ -630,62 +540,9 @@ def test_many_more_walks(children):
   check_walks(children, num_batches=500)
 
 
-def _chains(case, is_drawn):
-  """All nodes in a chain; the tokens are drawn, or any; see `_random_trees`."""
-  rng, proposals = case['rng'], case['proposals'].astype(float)
-  size = rng.integers(1, _NUM_NODES + 1, size=_BATCH_SIZE)
-  token = rng.integers(proposals.shape[2], size=proposals.shape[:2])
-  if is_drawn:
-    gumbel = rng.gumbel(size=proposals.shape)
-    with np.errstate(divide='ignore'):
-      token[:, 1:] = (np.log(proposals) + gumbel).argmax(-1)[:, :-1]
-  # So that some tokens are accepted in greedy rows.
-  likely = case['target'].argmax(-1)[:, :-1]
-  follow = rng.random(likely.shape) < 0.7
-  follow &= ~case['stochastic'][:, None] | (not is_drawn)
-  token[:, 1:] = np.where(follow, likely, token[:, 1:])
-  return token, np.tile(np.arange(-1, _NUM_NODES - 1), (_BATCH_SIZE, 1)), size
-
-
 @pytest.mark.parametrize('is_drawn', [True, False])
 def test_the_compiled_block_is_cut_as_the_slow_one(is_drawn):
   check_cuts(is_drawn)
-
-
-def check_cuts(is_drawn):
-  num_batches = 20
-  agreement = _Agreement()
-  children = WITH_REPLACEMENT if is_drawn else BEST
-  for seed in range(num_batches):
-    case = _random_case(seed)
-    token, parent, sizes = _chains(case, is_drawn)
-    tree, nodes, of_node = _within_larger_trees(
-      case['rng'], token, parent, sizes, case['proposals']
-    )
-    verdict, path = jax.device_get(
-      _verify(
-        BlockRule(children),
-        tree,
-        nodes,
-        case['logits'],
-        of_node if is_drawn else of_node[:, :, :0],
-        case['randomness'],
-        case['sampling'],
-      )
-    )
-    for row, size in enumerate(sizes):
-      found = slow_walks.walk_block(
-        token[row, :size],
-        case['target'][row],
-        case['proposals'][row].astype(np.float64),
-        case['randomness'].uniforms[row],
-        case['randomness'].residual_noise[row],
-        stochastic=case['stochastic'][row],
-        children=children,
-      )
-      of_row = jax.tree.map(lambda array, row=row: array[row], verdict)
-      agreement.compare(of_row, path[row], nodes[row], *found)
-  agreement.check(num_batches * _BATCH_SIZE, depths=3)
 
 
 _draw = quick_jit(draw_children, static_argnames=('number', 'replacement'))
@@ -770,24 +627,6 @@ def test_children_that_float32_gives_no_probability():
     assert np.all(np.diff(drawn.astype(int), axis=1) <= 0), 'a gap'
 
 
-def test_every_stream_of_every_step_has_keys_of_its_own():
-  keys = jax.random.split(jax.random.key(0), 3)
-  streams = jnp.array([2**31 - 1, 2**31 - 2, 2**31 - 3])
-  of_step = jax.vmap(
-    lambda stream, length: step_keys(keys, stream, jnp.full(3, length)),
-    (None, 0),
-  )
-  # And those of `position_noise`.
-  of_position = jax.vmap(jax.random.fold_in, (0, None))
-  found = [
-    *jax.jit(jax.vmap(of_step, (0, None)))(streams, jnp.arange(50)),
-    jax.jit(jax.vmap(of_position, (None, 0)))(keys, jnp.arange(200)),
-  ]
-  found = [np.asarray(jax.random.key_data(one)).reshape(-1, 2) for one in found]
-  found = np.concatenate(found)
-  assert len(np.unique(found, axis=0)) == len(found) == 3 * (3 * 50 + 200)
-
-
 def test_the_randomness_of_a_step_is_of_these_keys():
   """Every stream is used for what it is for, at any length."""
   keys = jax.random.split(jax.random.key(1), 3)
@@ -823,35 +662,10 @@ _MATCH_VOCAB_SIZE = 3
 _DEEPEST = 6
 
 
-def _match_drafters(draft, wrong):
-  model = lambda config: tiny_drafters.model(
-    table_model(draft, max_positions=1000), config
-  )
-  grown = _of_tables(draft)
-  inner = tiny_drafters.candidates(
-    tiny_drafters.exact(wrong), config=tiny_drafters.INNER
-  )
-  return {
-    'none': PLAIN,
-    'chain': model(Settings(topology=chain(3))),
-    'ragged tree': model(Settings(topology=_TOPOLOGIES['ragged tree'])),
-    'tree': grown['tree'],
-    'staged': staged(grown['tree'], inner),
-    'tables': grown['tables'],
-  }
-
-
 def _decode_with_noise(target, drafter, sampling, noise):
   """One row, whose noise is `[T, V]` by position while it is traced."""
   given = lambda keys, positions, vocab_size, sampling: noise[positions]
-  request = Request(
-    prompt=jnp.full((1, 1), enumeration.PROMPT, jnp.int32),
-    prompt_length=jnp.ones(1, jnp.int32),
-    limit=jnp.full(1, _MATCH_LENGTH, jnp.int32),
-    row_keys=jax.random.split(jax.random.key(0), 1),
-    sampling=sampling,
-    watchers=make_watchers(penalty_vocab_size=_MATCH_VOCAB_SIZE),
-  )
+  request = enumeration.request(jax.random.key(0), sampling, _MATCH_LENGTH)
   config = DecodeConfig(max_new_tokens=_MATCH_LENGTH)
   with mock.patch.object(sampling_module, 'position_noise', given):
     result = decode.__wrapped__(target, drafter, request, config=config)
@@ -891,7 +705,7 @@ def _noises(table, values):
     'staged',
     *(
       pytest.param(name, marks=pytest.mark.long)
-      for name in ('chain', 'ragged tree', 'tables', 'tree')
+      for name in ('chain of 3', 'ragged tree', 'tables', 'tree')
     ),
   ],
 )
@@ -908,10 +722,9 @@ def test_match_says_what_plain_decoding_does(name):
       assert len(np.unique(expected, axis=0)) == 3**_MATCH_LENGTH
     for kind in ('similar', 'adversarial'):
       draft = enumeration.draft_logits(kind, target, rng)
-      drafter = _match_drafters(draft, wrong=target.T)[name]
       emitted, num_steps = run(
         table_model(target, max_positions=1000),
-        drafter,
+        enumeration.drafter(name, draft),
         enumeration.full_sampling(values, _MATCH_VOCAB_SIZE),
         noises,
       )

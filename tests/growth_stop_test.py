@@ -11,8 +11,6 @@ import jax.numpy as jnp
 from list_growth import BATCH_SIZE
 from list_growth import chain_config
 from list_growth import model_stage
-from list_growth import random_step
-from list_growth import random_table
 from list_growth import run
 from list_growth import Step
 from list_growth import VOCAB_SIZE
@@ -29,9 +27,8 @@ from specdec.draft import growth
 from specdec.sampling import EXCLUDED
 
 
-def _forwards(probs, config, active=None):
+def _forwards(probs, config, active=(True,) * BATCH_SIZE):
   """Of a batch of chains; a token of row i is followed as in its table."""
-  active = np.ones(BATCH_SIZE, bool) if active is None else np.array(active)
   # One table holds them all, each on tokens of its own.
   size = 10
   table = np.full((3 * size, 3 * size), -30.0, np.float32)
@@ -43,22 +40,11 @@ def _forwards(probs, config, active=None):
       table[here, size * row + (place + 1) % size] = np.log(p)
   step = Step(
     texts=[[0], [size], [2 * size]],
-    active=active,
+    active=np.array(active),
     noise=np.zeros((3, config.rounds + 1, 3 * size), np.float32),
     temperature=0.0,
   )
   return run(model_stage(table, config), step)[1][0]
-
-
-def test_without_a_cost_all_rounds_are_done():
-  assert _forwards((0.9, 0.3, 0.1), chain_config()) == 5
-
-
-def test_until_there_is_nothing_to_score():
-  """Nodes of the greatest depth need no children."""
-  step = random_step(0, 2, 0.0)
-  config = chain_config(max_depth=2)
-  assert run(model_stage(random_table(0), config), step)[1] == [2]
 
 
 @pytest.mark.parametrize(

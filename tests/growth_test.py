@@ -3,28 +3,10 @@
 import dataclasses
 
 import jax
+import list_growth as growth
 from list_growth import assert_equal_trees
 from list_growth import BATCH_SIZE
-from list_growth import dicts_of
-from list_growth import grown
-from list_growth import grown_from
-from list_growth import model_stage
-from list_growth import random_noise
-from list_growth import random_step
-from list_growth import random_table
-from list_growth import random_texts
-from list_growth import ranked_logits
 from list_growth import run
-from list_growth import run_slowly
-from list_growth import slow_model
-from list_growth import slow_proposer
-from list_growth import SlowStage
-from list_growth import SMALL
-from list_growth import Step
-from list_growth import TEXT_SLOTS
-from list_growth import TINY
-from list_growth import TREE
-from list_growth import VOCAB_SIZE
 import numpy as np
 import pytest
 import tiny
@@ -39,36 +21,27 @@ from specdec.tree.topology import chain
 from specdec.tree.topology import from_paths
 from specdec.tree.topology import k_ary
 
-_WIDE = {'branching': VOCAB_SIZE + 5, 'width': 60, 'capacity': 50}
+_WIDE = {'branching': growth.VOCAB_SIZE + 5, 'width': 60, 'capacity': 50}
 
 
-def _by_name(name, outer, middle, inner):
-  """A drafter of tables and its reference."""
-  proposer = lambda config: candidates(
-    tiny_drafters.exact(inner), config=config
-  )
-  return {
-    'model': lambda: (model_stage(outer), slow_model(outer)),
-    'model, model': lambda: (
-      staged(model_stage(outer), model_stage(middle, SMALL, 'small')),
-      slow_model(outer, inner=slow_model(middle, SMALL)),
-    ),
-    'model, table': lambda: (
-      staged(model_stage(outer), proposer(SMALL)),
-      slow_model(outer, inner=slow_proposer(inner, SMALL)),
-    ),
-    'model, model, table': lambda: (
-      staged(
-        staged(model_stage(outer), model_stage(middle, SMALL, 'small')),
-        proposer(TINY),
-      ),
-      slow_model(
-        outer,
-        inner=slow_model(middle, SMALL, inner=slow_proposer(inner, TINY)),
-      ),
-    ),
-    'table': lambda: (proposer(TREE), slow_proposer(inner, TREE)),
-  }[name]()
+def _by_name(name, tables):
+  """A drafter of tables and its reference; the outermost stage is named first.
+
+  Each stage is a model or a table, with its own of `tables`.
+  """
+  drafter = slow = None
+  configs = (growth.TREE, growth.SMALL, growth.TINY)
+  kinds = name.split(', ')
+  for place in reversed(range(len(kinds))):
+    table, config = tables[place], configs[place]
+    if kinds[place] == 'model':
+      stage = growth.model_stage(table, config, f'model {place}')
+      slow = growth.slow_model(table, config, slow)
+    else:
+      stage = candidates(tiny_drafters.exact(table), config=config)
+      slow = growth.slow_proposer(table, config)
+    drafter = staged(stage, drafter) if drafter else stage
+  return drafter, slow
 
 
 @pytest.mark.parametrize(
@@ -98,17 +71,17 @@ def check(name, config=()):
   config, sizes = dict(config), set()
   for temperature in (0.0, 1.0, 0.6):
     for seed in range(4):
-      tables = [random_table(3 * seed + index) for index in range(3)]
+      tables = [growth.random_table(3 * seed + index) for index in range(3)]
       if name == 'model, model, table':
         # Of three stages two are alike now and then.
         tables[2] = tables[seed % 2]
-      drafter, slow = _by_name(name, *tables)
+      drafter, slow = _by_name(name, tables)
       outer = dataclasses.replace(slow.config, **config)
       drafter, slow.config = with_settings(drafter, outer), outer
       active = [True, True, config != {} or seed > 0]
-      step = random_step(seed, drafter.max_depth, temperature, active)
+      step = growth.random_step(seed, drafter.max_depth, temperature, active)
       trees, forwards = run(drafter, step)
-      slow_trees, slow_forwards = run_slowly(slow, step)
+      slow_trees, slow_forwards = growth.run_slowly(slow, step)
       # Rows that are done grow as far as the others take them.
       assert_equal_trees(trees, slow_trees)
       assert forwards == slow_forwards
@@ -116,20 +89,17 @@ def check(name, config=()):
   assert (max(sizes) == 11) if config.get('capacity') == 11 else max(sizes) > 10
 
 
-def test_a_higher_exponent_grows_deeper_trees():
-  table = random_table(0)
-  step = random_step(0, 3, 1.0)
-  depths = []
-  for calibration in (0.3, 1.0, 4.0):
-    config = dataclasses.replace(TREE, calibration=calibration)
-    trees, _ = run(model_stage(table, config), step)
-    best = [
-      sorted(tree, key=lambda path, tree=tree: -tree[path][1])[:10]
-      for tree in trees
-    ]
-    depths.append(np.mean([len(path) for paths in best for path in paths]))
-  assert depths == sorted(depths)
-  assert depths[0] < depths[2]
+def test_an_inner_drafter_without_guesses_changes_nothing():
+  nothing = candidates(
+    tiny_drafters.empty(growth.VOCAB_SIZE, 3), config=growth.SMALL
+  )
+  drafter = staged(growth.model_stage(growth.random_table(4)), nothing)
+  for temperature in (0.0, 1.0):
+    step = growth.random_step(4, drafter.max_depth, temperature)
+    both, forwards = run(drafter, step)
+    alone, of_one = run(growth.model_stage(growth.random_table(4)), step)
+    assert_equal_trees(both, alone)
+    assert forwards[0] == of_one[0] == 3
 
 
 # GPT-2, whose logits depend on position and on all of the text.
@@ -142,7 +112,7 @@ def _last_logits(model, tokens, length):
 
 def _gpt2_logits(model):
   def logits(tokens):
-    padded = np.zeros((1, TEXT_SLOTS), np.int32)
+    padded = np.zeros((1, growth.TEXT_SLOTS), np.int32)
     padded[0, : len(tokens)] = tokens
     return np.asarray(_last_logits(model, padded, len(tokens)), np.float64)
 
@@ -152,21 +122,20 @@ def _gpt2_logits(model):
 def test_gpt2_sees_the_text_and_the_path_and_nothing_else():
   outer, inner = tiny.gpt2(), tiny.draft('similar')
   drafter = staged(
-    tiny_drafters.model(outer, TREE), tiny_drafters.model(inner, TINY, 'small')
+    tiny_drafters.model(outer, growth.TREE),
+    tiny_drafters.model(inner, growth.TINY, 'small'),
   )
   for temperature in (0.0, 1.0):
-    slow = SlowStage(
-      _gpt2_logits(outer), TREE, SlowStage(_gpt2_logits(inner), TINY)
+    slow = growth.SlowStage(
+      _gpt2_logits(outer),
+      growth.TREE,
+      growth.SlowStage(_gpt2_logits(inner), growth.TINY),
     )
-    rng = np.random.default_rng(1)
-    step = Step(
-      texts=random_texts(rng, tiny.VOCAB_SIZE),
-      active=np.ones(BATCH_SIZE, bool),
-      noise=random_noise(rng, drafter.max_depth, temperature, tiny.VOCAB_SIZE),
-      temperature=temperature,
+    step = growth.random_step(
+      1, drafter.max_depth, temperature, vocab_size=tiny.VOCAB_SIZE
     )
     trees, forwards = run(drafter, step)
-    slow_trees, slow_forwards = run_slowly(slow, step)
+    slow_trees, slow_forwards = growth.run_slowly(slow, step)
     assert_equal_trees(trees, slow_trees)
     assert forwards == slow_forwards == [3, 4]
     assert max(map(len, trees)) > 20
@@ -178,14 +147,14 @@ def test_growth_after_a_step_is_growth_after_a_prefill():
   drafter = tiny_drafters.model(
     tiny.draft('similar'), Settings(topology=k_ary(2, 2))
   )
-  tokens = np.zeros((BATCH_SIZE, TEXT_SLOTS), np.int32)
+  tokens = np.zeros((BATCH_SIZE, growth.TEXT_SLOTS), np.int32)
   length = np.array([4, 1, 9], np.int32)
   for row, size in enumerate(length):
     tokens[row, :size] = rng.integers(tiny.VOCAB_SIZE, size=size)
-  noise = random_noise(rng, 2, 1.0, tiny.VOCAB_SIZE)
+  noise = growth.random_step(2, 2, 1.0, vocab_size=tiny.VOCAB_SIZE).noise
   rest = (np.ones(BATCH_SIZE, bool), noise, tiny.sampling_params(1.0, 0.0, 1.0))
-  commit, grow_again = jax.jit(commit_stages), jax.jit(grown_from)
-  stages, tree = grown(drafter, tokens, length, *rest)
+  commit, grow_again = jax.jit(commit_stages), jax.jit(growth.grown_from)
+  stages, tree = growth.grown(drafter, tokens, length, *rest)
   for leaf in (3, 4, 5, 6):
     # To a leaf, which no draft has scored, and a bonus token.
     path = np.array([[0, (leaf - 1) // 2, leaf]] * BATCH_SIZE, np.int32)
@@ -195,8 +164,8 @@ def test_growth_after_a_step_is_growth_after_a_prefill():
       tokens[row, length[row] : length[row] + 3] = new
     length = length + 3
     stages, tree = grow_again(drafter, stages, tokens, length, *rest)
-    _, expected = grown(drafter, tokens, length, *rest)
-    assert_equal_trees(dicts_of(tree), dicts_of(expected))
+    _, expected = growth.grown(drafter, tokens, length, *rest)
+    assert_equal_trees(growth.dicts_of(tree), growth.dicts_of(expected))
 
 
 # Fixed shapes.
@@ -213,21 +182,24 @@ def test_growth_after_a_step_is_growth_after_a_prefill():
 @pytest.mark.parametrize('is_model', [True, False])
 def test_fixed_shapes_are_filled_by_rank(topology, is_model):
   config = Settings(topology=topology, calibration=1.5)
-  table = random_table(5)
+  table = growth.random_table(5)
   if is_model:
-    drafter, slow = model_stage(table, config), slow_model(table, config)
+    drafter, slow = (
+      growth.model_stage(table, config),
+      growth.slow_model(table, config),
+    )
   else:
     drafter = candidates(tiny_drafters.exact(table), config=config)
-    slow = slow_proposer(table, config)
+    slow = growth.slow_proposer(table, config)
   for temperature in (0.0, 1.0):
-    step = random_step(5, topology.max_depth, temperature)
+    step = growth.random_step(5, topology.max_depth, temperature)
     trees, forwards = run(drafter, step)
     assert forwards == [topology.max_depth]
     for row, tree in enumerate(trees):
       expected, tokens = {(): (0.0, 0.0, 0)}, {(): ()}
       for ranks in topology.paths:
         above = tokens[ranks[:-1]]
-        ranked = ranked_logits(slow, step, row, above)
+        ranked = growth.ranked_logits(slow, step, row, above)
         token = int(np.argsort(-ranked, kind='stable')[ranks[-1]])
         tokens[ranks] = (*above, token)
         total = expected[above][1] + ranked[token]

@@ -48,24 +48,14 @@ class Step:
 
 @dataclasses.dataclass
 class SlowStage:
-  """A stage whose scorer is a function from tokens to all logits.
+  """A stage whose scorer is a function from tokens to all logits."""
 
-  Attributes:
-    logits: `(tokens) -> [V]`, of the next token.
-    config: as of the drafter.
-    inner: likewise.
-    is_model: whether it is a language model, or says nothing about the tokens
-      with probability 0.
-    scored: nodes of each row.
-    forwards: so far.
-  """
-
-  logits: Callable[[list[int]], np.ndarray]
+  logits: Callable[[list[int]], np.ndarray]  # of the next token, `[V]`
   config: Settings
   inner: 'SlowStage | None' = None
-  is_model: bool = True
-  scored: list[set] = dataclasses.field(default_factory=list)
-  forwards: int = 0
+  is_model: bool = True  # or it leaves out tokens of probability 0
+  scored: list[set] = dataclasses.field(default_factory=list)  # by row
+  forwards: int = 0  # so far
 
 
 def _log_softmax(scores):
@@ -180,18 +170,6 @@ def grown_from(drafter, stages, tokens, length, active, noise, sampling):
   return grow(drafter.stages, stages, ctx.root_trees(), ctx)
 
 
-def random_texts(rng, vocab_size=VOCAB_SIZE):
-  return [
-    rng.integers(vocab_size, size=length).tolist()
-    for length in rng.integers(1, 9, size=BATCH_SIZE)
-  ]
-
-
-def random_noise(rng, max_depth, temperature, vocab_size=VOCAB_SIZE):
-  noise = rng.gumbel(size=(BATCH_SIZE, max_depth + 1, vocab_size))
-  return (noise * (temperature > 0)).astype(np.float32)
-
-
 def dicts_of(tree):
   """The trees of a batch as dicts, in the order of the nodes."""
   found = []
@@ -211,15 +189,15 @@ def dicts_of(tree):
   return found
 
 
-def run(drafter, step, sampling=None):
+def run(drafter, step):
   """Trees as dicts, and forwards by stage."""
   tokens = np.zeros((BATCH_SIZE, TEXT_SLOTS), np.int32)
   for row, text in enumerate(step.texts):
     tokens[row, : len(text)] = text
   length = np.array([len(text) for text in step.texts], np.int32)
-  if sampling is None:
-    sampling = Sampling(temperature=step.temperature)
-  sampling = check_sampling(sampling, BATCH_SIZE, step.noise.shape[2])
+  sampling = check_sampling(
+    Sampling(temperature=step.temperature), BATCH_SIZE, step.noise.shape[2]
+  )
   stages, tree = jax.device_get(
     grown(drafter, tokens, length, step.active, step.noise, sampling)
   )
@@ -273,22 +251,21 @@ def slow_proposer(table, config):
   return SlowStage(lambda tokens: log_probs[tokens[-1]], config, is_model=False)
 
 
-def random_step(seed, max_depth, temperature, active=(True,) * BATCH_SIZE):
+def random_step(
+  seed,
+  max_depth,
+  temperature,
+  active=(True,) * BATCH_SIZE,
+  vocab_size=VOCAB_SIZE,
+):
   rng = np.random.default_rng(seed)
-  return Step(
-    texts=random_texts(rng),
-    active=np.array(active),
-    noise=random_noise(rng, max_depth, temperature),
-    temperature=temperature,
-  )
-
-
-def chain_table(p, size=VOCAB_SIZE):
-  """After every token the next one follows with probability p."""
-  table = np.full((size, size), np.log((1 - p) / (size - 1)), np.float32)
-  rows = np.arange(size)
-  table[rows, (rows + 1) % size] = np.log(p)
-  return table
+  texts = [
+    rng.integers(vocab_size, size=length).tolist()
+    for length in rng.integers(1, 9, size=BATCH_SIZE)
+  ]
+  noise = rng.gumbel(size=(BATCH_SIZE, max_depth + 1, vocab_size))
+  noise = (noise * (temperature > 0)).astype(np.float32)
+  return Step(texts, np.array(active), noise, temperature)
 
 
 def chain_config(**kw) -> Settings:

@@ -48,9 +48,9 @@ def random_edge(rng, ties: bool) -> float:
   return float(np.float32(-rng.exponential()))
 
 
-def random_tree(rng, ties=False, size=None) -> list[Node]:
+def random_tree(rng, ties=False) -> list[Node]:
   """Deep and broad ones; siblings have different tokens."""
-  size = int(rng.integers(1, CAPACITY + 1)) if size is None else size
+  size = int(rng.integers(1, CAPACITY + 1))
   nodes = [Node(int(rng.integers(NUM_TOKENS)))]
   reach = rng.choice([1, 3, CAPACITY])
   while len(nodes) < size:
@@ -131,15 +131,18 @@ def shared_noise(noise) -> Randomness:
 
 def match_context(tokens, length, noise, sampling, **kw) -> StepContext:
   """Of a step with match verification; `noise [B, D + 1, V]`."""
-  kw = {'active': length > 0, 'target_bytes': 1} | kw
+  kw = {
+    'active': length > 0,
+    'seen': None,
+    'shares_noise': True,
+    'target_bytes': 1,
+  } | kw
   return StepContext(
     tokens=tokens,
     length=length,
-    seen=None,
     sampling=sampling,
     randomness=shared_noise(noise),
     max_depth=noise.shape[1] - 1,
-    shares_noise=True,
     children='best',
     **kw,
   )

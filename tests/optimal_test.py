@@ -1,4 +1,4 @@
-"""The best fixed tree, against hand tables and an enumeration of all trees."""
+"""The best fixed tree, against an enumeration of all trees."""
 
 import functools
 import itertools
@@ -12,6 +12,7 @@ from specdec.tree.optimal import expected_tokens
 from specdec.tree.optimal import fastest_tree
 from specdec.tree.topology import chain
 from specdec.tree.topology import from_paths
+from specdec.tree.topology import k_ary
 from specdec.tree.topology import Topology
 
 
@@ -77,22 +78,9 @@ def test_no_tree_is_better(acceptance):
         assert expected_tokens(shape, acceptance) == pytest.approx(max(values))
 
 
-def test_a_table_by_hand():
-  """Acceptance 1/2 and 1/4: what is added in turn is worth
-
-  1/2 (0), 1/4 (00), 1/4 (1), 1/8 (000), 1/8 (01), 1/8 (10), ...
-  """
-  table = best_trees((0.5, 0.25), num_nodes=7, max_depth=3)
-  best = [1, 1.5, 1.75, 2.0, 2.125, 2.25, 2.375]
-  assert table.tokens[1:, 3].tolist() == best
-  # One level: two children and no more.
-  assert table.tokens[1:4, 1].tolist() == [1, 1.5, 1.75]
-  assert np.all(table.tokens[4:, 1] == -np.inf)
-  assert set(table.paths(4, 3)) == {(0,), (1,), (0, 0)}
-
-
-def test_expected_tokens_of_a_chain_is_the_geometric_sum():
+def test_expected_tokens_by_hand():
   assert expected_tokens(chain(3), (0.5,)) == 1 + 0.5 + 0.25 + 0.125
+  assert expected_tokens(k_ary(2, 2), (0.5, 0.25)) == 1 + 0.75 + 0.75**2
 
 
 def test_time_decides_on_size_and_depth():

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-import types
 
 import jax
 import jax.numpy as jnp
@@ -26,14 +25,12 @@ from specdec import PromptLookup
 from specdec import Sampling
 from specdec import StageConfig
 from specdec.checks import check_sampling
-from specdec.draft.ngram import recent_tokens
 from specdec.draft.ranking import rank_candidates
 from specdec.draft.ranking import rank_logits
 from specdec.ngram.table import find_context
 from specdec.sampling import EXCLUDED
 from specdec.tree.topology import TreeShape
 
-_EULER_GAMMA = 0.5772157
 _MAX_LENGTH = 20
 _WIDTH = 4
 
@@ -50,13 +47,6 @@ def _said(tokens, log_probs):
     ]
     for row, probs in zip(tokens.tolist(), log_probs.tolist(), strict=True)
   ]
-
-
-def _assert_same_guesses(actual, expected):
-  for one, other in zip(actual, expected, strict=True):
-    assert len(one) == len(other)
-    # Tokens are integers, and the tolerance is far below 1.
-    np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
 def _random_case(rng, length=None):
@@ -98,72 +88,30 @@ def _slow_lookup(proposer, text, path):
   return list(said.items())
 
 
-@pytest.mark.parametrize(
-  'proposer',
-  [
+def test_lookup_against_a_loop():
+  for proposer in (
     PromptLookup(),
     PromptLookup((0.5,), num_matches=1),
     PromptLookup((0.0, 0.3, 0.9), num_matches=8),
     PromptLookup((0.2, 0.0, 0.9), num_matches=50),
-  ],
-)
-def test_lookup_against_a_loop(proposer):
-  rng = np.random.default_rng(0)
-  numbers = set()
-  for _ in range(60):
-    tokens, length, nodes, chosen = _random_case(rng)
-    actual = _said(
-      *_propose(proposer, to_arrays(nodes), chosen, tokens, jnp.asarray(length))
-    )
-    expected = [
-      _slow_lookup(
-        proposer,
-        tokens[:length].tolist(),
-        _path(tokens, length, nodes, node),
+  ):
+    rng, numbers = np.random.default_rng(0), set()
+    for _ in range(60):
+      tokens, length, nodes, chosen = _random_case(rng)
+      actual = _said(
+        *_propose(proposer, to_arrays(nodes), chosen, tokens, length)
       )
-      for node in chosen
-    ]
-    _assert_same_guesses(actual, expected)
-    numbers |= {len(row) for row in expected}
-    for row in actual:
-      assert sum(np.exp(log_prob) for _, log_prob in row) <= 1
-  assert 0 in numbers
-  assert max(numbers) >= min(proposer.num_matches, NUM_TOKENS - 1)
-
-
-def _looked_up(text, proposer, capacity=30):
-  """After the last token of a text of letters."""
-  tokens = np.full(capacity, ord('?'), np.int32)
-  tokens[: len(text)] = [ord(letter) for letter in text]
-  tree = to_arrays([Node(ord(text[-1]))])
-  said = _said(
-    *_propose(proposer, tree, jnp.array([0]), tokens, jnp.asarray(len(text)))
-  )[0]
-  return [(chr(token), float(np.exp(log_prob))) for token, log_prob in said]
-
-
-def test_lookup_by_hand():
-  proposer = PromptLookup((0.1, 0.5, 0.8), num_matches=3)
-  letters = lambda text: [letter for letter, _ in _looked_up(text, proposer)]
-  # Both letters beat one, and the most recent of equals comes first.
-  assert letters('abx cby abz b') == ['z', 'y', 'x']
-  assert letters('abx cby bbz ab') == ['x', 'z', 'b']
-  # The match that was looked for is not itself a match.
-  assert letters('abc') == []
-  assert letters('a') == []
-  assert letters('aa') == ['a']
-  # At the start of the text a match is as long as the text is.
-  assert letters('abcab') == ['c']
-  # What follows two of the matches is one guess.
-  assert letters('axqayraxsa') == ['x', 'y']
-  found = _looked_up('xby xbz ab', proposer)
-  np.testing.assert_allclose([prob for _, prob in found], [0.1, 0.9 * 0.1])
-  found = _looked_up('cabx by ab', proposer)
-  np.testing.assert_allclose([prob for _, prob in found], [0.5, 0.5 * 0.1])
-  assert [letter for letter, _ in found] == ['x', 'y']
-  # Matches of one letter are not good enough, if the confidence is 0.
-  sure = PromptLookup((0.0, 0.5), num_matches=3)
-  assert [letter for letter, _ in _looked_up('cabx by ab', sure)] == ['x']
+      text = tokens[:length].tolist()
+      for row, node in zip(actual, chosen, strict=True):
+        path = _path(tokens, length, nodes, node)
+        expected = _slow_lookup(proposer, text, path)
+        assert len(row) == len(expected)
+        # Tokens are integers, and the tolerance is far below 1.
+        np.testing.assert_allclose(row, expected, rtol=1e-4, atol=1e-5)
+        assert sum(np.exp(log_prob) for _, log_prob in row) <= 1
+        numbers.add(len(row))
+    assert 0 in numbers
+    assert max(numbers) >= min(proposer.num_matches, NUM_TOKENS - 1)
 
 
 @pytest.mark.parametrize(
@@ -185,16 +133,6 @@ def test_bad_settings_of_lookup(arguments, message):
 _find_context = jax.jit(find_context)
 
 
-def test_recent_tokens():
-  tokens = jnp.array([5, 6, 7, 8])
-  recent = lambda length, number: recent_tokens(
-    tokens, jnp.array(length), number
-  ).tolist()
-  assert recent(3, 2) == [7, 6]
-  assert recent(1, 3) == [5, -1, -1]
-  assert recent(4, 0) == []
-
-
 @pytest.mark.parametrize('order', [1, 2, 3, 5])
 def test_an_ngram_table_is_asked_about_the_path(order):
   rng = np.random.default_rng(order)
@@ -202,40 +140,22 @@ def test_an_ngram_table_is_asked_about_the_path(order):
   table = tiny_drafters.ngram_table(
     [text], NUM_TOKENS, order=order, num_continuations=3
   )
-  proposer = NGram(table)
-  lengths = set()
+  proposer, found = NGram(table), set()
   for _ in range(30):
     tokens, length, nodes, chosen = _random_case(rng)
     said, log_probs = _propose(
-      proposer, to_arrays(nodes), chosen, tokens, jnp.asarray(length)
+      proposer, to_arrays(nodes), chosen, tokens, length
     )
     for place, node in enumerate(chosen):
       path = _path(tokens, length, nodes, node)
-      # The longest context of the path that was in the text.
-      for size in range(min(order - 1, len(path)), -1, -1):
-        context = path[len(path) - size :]
-        followers = [
-          text[end]
-          for end in range(size, len(text))
-          if text[end - size : end] == context
-        ]
-        if followers:
-          break
-      lengths.add(size)
       history = [*reversed(path), *[-1] * order][: order - 1]
       index = _find_context(table, np.array(history, np.int32))
       np.testing.assert_array_equal(said[place], table.next_tokens[index])
       np.testing.assert_array_equal(
         log_probs[place], table.next_log_probs[index]
       )
-      counts = {token: followers.count(token) for token in followers}
-      best = _said(said[place : place + 1], log_probs[place : place + 1])[0]
-      assert len(best) == min(3, len(counts))
-      for token, log_prob in best:
-        share = 0.95 * counts[token] / len(followers)
-        np.testing.assert_allclose(np.exp(log_prob), share, rtol=1e-4)
-  assert max(lengths) == order - 1
-  assert len(lengths) > 1 or order < 3
+      found.add(int(index))
+  assert order == 1 or len(found) >= NUM_TOKENS
 
 
 # Several proposers as one scorer.
@@ -252,49 +172,42 @@ def _bigrams(rng, num_candidates, total, name):
   )
 
 
-def _slow_merge(proposers, last):
-  """`{token: (probability, source)}`; each shares what those before left."""
-  merged, left = {}, 1.0
+def _slow_merge(proposers):
+  """One table that says what they say; each shares what those before left.
+
+  Also `[V, V]`, who was the first to propose a token after a token.
+  """
+  probs = np.zeros((NUM_TOKENS, NUM_TOKENS))
+  sources = np.full(probs.shape, -1)
+  left = np.ones(NUM_TOKENS)
   for source, one in enumerate(proposers):
-    shared = 0.0
-    for token, log_prob in zip(
-      one.tokens[last].tolist(), one.log_probs[last].tolist(), strict=True
-    ):
-      if log_prob > EXCLUDED / 2:
-        prob = left * np.exp(log_prob)
-        shared += prob
-        before, first = merged.get(token, (0.0, source))
-        merged[token] = (before + prob, first)
-    left = max(left - shared, 1e-6)
-  return merged
-
-
-def _ranked(merged, noise, temperature, calibration):
-  """The formula of `specdec.ranking`: the rest is one token more."""
-  tokens = list(merged)
-  probs = np.array([merged[token][0] for token in tokens])
-  rest = max(1 - probs.sum(), 1e-6)
-  scores = np.log(probs) / (temperature or 1.0) + noise[tokens]
-  other = np.log(rest) / (temperature or 1.0)
-  other += _EULER_GAMMA if temperature else 0.0
-  scores = calibration * np.append(scores, other)
-  ranked = scores - np.logaddexp.reduce(scores)
-  return dict(zip(tokens, ranked, strict=False))
+    shared = np.zeros(NUM_TOKENS)
+    for last, row in enumerate(_said(one.tokens, one.log_probs)):
+      for token, log_prob in row:
+        shared[last] += left[last] * np.exp(log_prob)
+        probs[last, token] += left[last] * np.exp(log_prob)
+        if sources[last, token] < 0:
+          sources[last, token] = source
+    left = np.maximum(left - shared, 1e-6)
+  log_probs = np.where(probs > 0, np.log(np.maximum(probs, 1e-9)), EXCLUDED)
+  tokens = np.tile(np.arange(NUM_TOKENS, dtype=np.int32), (NUM_TOKENS, 1))
+  return BigramTable(tokens, log_probs.astype(np.float32)), sources
 
 
 @functools.partial(jax.jit, static_argnums=4)
 def _score(scorer, tree, ctx, nodes, config):
-  """The `Scores`, and the numbers of the children in the tree."""
+  """Of the `Scores` what is an array, and numbers of children in the tree."""
   scores, _ = scorer.score((), tree, nodes, ctx, config)
-  is_child = tree.parent[:, :, None] == nodes[:, None]
-  fields = {
-    field.name: getattr(scores, field.name)
-    for field in dataclasses.fields(scores)
-  }
-  log_prob_of = fields.pop('log_prob_of')
-  return fields | {
-    'given': log_prob_of(jnp.argmax(is_child, axis=2), tree.token)
-  }
+  place = jnp.argmax(tree.parent[:, :, None] == nodes[:, None], axis=2)
+  given = scores.log_prob_of(place, tree.token)
+  return (
+    scores.nodes,
+    scores.tokens,
+    scores.cond_log_probs,
+    scores.sources,
+    scores.slots_read,
+    given,
+  )
 
 
 def _context(rng, tokens, length, temperatures):
@@ -311,22 +224,23 @@ def _params(temperatures, **kw):
   return check_sampling(sampling, len(temperatures), 8)
 
 
-@pytest.mark.parametrize('num_proposers', [1, 2, 3])
+@pytest.mark.parametrize('num_proposers', [2, 3])
 def test_merging_proposers(num_proposers):
   """Later ones share what is left; equal tokens are one, of the first."""
   rng = np.random.default_rng(num_proposers)
-  config = StageConfig(branching=3, calibration=1.7)
-  temperatures = (0.0, 1.0, 0.6)
+  config = StageConfig(branching=3, calibration=0.7)
+  temperatures = (0.0, 1.0, 2.5)
   doubled = 0
   for _ in range(10):
     proposers = [
-      _bigrams(rng, 3, total, name)
-      for total, name in zip(
-        rng.choice([0.5, 0.9, 1.0], size=num_proposers), 'abc', strict=False
-      )
+      _bigrams(rng, 3, rng.choice([0.5, 0.9, 1.0]), name)
+      for name in 'abc'[:num_proposers]
     ]
     scorer = CandidateScorer(tuple(proposers))
     assert scorer.labels == tuple('abc'[:num_proposers])
+    table, source_of = _slow_merge(proposers)
+    doubled += sum(len(one.tokens[0]) for one in proposers) * NUM_TOKENS
+    doubled -= np.sum(source_of >= 0)
     cases = [_random_case(rng) for _ in temperatures]
     tokens = np.stack([case[0] for case in cases])
     length = np.array([case[1] for case in cases])
@@ -334,42 +248,27 @@ def test_merging_proposers(num_proposers):
     nodes[:, 2] = -1
     tree = stack([to_arrays(case[2]) for case in cases])
     ctx = _context(rng, tokens, length, temperatures)
-    scores = jax.device_get(_score(scorer, tree, ctx, nodes, config))
-    scores = types.SimpleNamespace(**scores)
-    np.testing.assert_array_equal(scores.nodes, nodes)
-    assert scores.slots_read.tolist() == [0] * len(temperatures)
-    possible = scores.cond_log_probs > EXCLUDED / 2
+    score = lambda scorer, *at: jax.device_get(_score(scorer, *at, config))
+    scored, said, edges, sources, slots_read, given = score(
+      scorer, tree, ctx, nodes
+    )
+    _, expected_said, expected, _, _, expected_given = score(
+      CandidateScorer((table,)), tree, ctx, nodes
+    )
+    np.testing.assert_array_equal(scored, nodes)
+    assert not np.any(slots_read)
+    possible = expected > EXCLUDED / 2
     assert not possible[:, 2].any()
-    for row, place in itertools.product(range(3), (0, 1, 3)):
-      one, node = cases[row][2], nodes[row, place]
-      merged = _slow_merge(proposers, one[node].token)
-      doubled += sum(
-        sum(token in one.tokens[3].tolist() for one in proposers) > 1
-        for token in merged
-      )
-      assert sum(prob for prob, _ in merged.values()) <= 1 + 1e-4
-      noise = ctx.randomness.noise[row, one[node].depth]
-      ranked = _ranked(merged, noise, temperatures[row], config.calibration)
-      best = sorted(ranked, key=lambda token: -ranked[token])[:3]
-      kept = possible[row, place]
-      assert scores.tokens[row, place][kept].tolist() == best
-      np.testing.assert_allclose(
-        scores.cond_log_probs[row, place][kept],
-        [ranked[token] for token in best],
-        rtol=1e-3,
-        atol=1e-3,
-      )
-      assert scores.sources[row, place][kept].tolist() == [
-        merged[token][1] for token in best
-      ]
-      # And what it says about children that are in the tree already.
-      for index, below in enumerate(one):
-        if below.parent == node:
-          expected = ranked.get(below.token, EXCLUDED)
-          np.testing.assert_allclose(
-            scores.given[row, index], expected, rtol=1e-3, atol=1e-3
-          )
-  assert (doubled > 20) == (num_proposers > 1)
+    np.testing.assert_array_equal(edges > EXCLUDED / 2, possible)
+    np.testing.assert_array_equal(said[possible], expected_said[possible])
+    last = np.take_along_axis(tree.token, np.maximum(nodes, 0), axis=1)
+    np.testing.assert_array_equal(
+      sources[possible], source_of[last[:, :, None], said][possible]
+    )
+    np.testing.assert_allclose(edges, expected, rtol=1e-3, atol=1e-3)
+    # And what it says about children that are in the tree already.
+    np.testing.assert_allclose(given, expected_given, rtol=1e-3, atol=1e-3)
+  assert doubled > 100
 
 
 def test_proposers_that_know_everything_leave_nothing():
@@ -386,14 +285,14 @@ def test_proposers_that_know_everything_leave_nothing():
     (0.0,) * 2,
   )
   nodes = np.zeros((2, 1), np.int32)
-  scores = types.SimpleNamespace(
-    **_score(scorer, tree, ctx, nodes, StageConfig(branching=4))
+  _, tokens, edges, *_ = jax.device_get(
+    _score(scorer, tree, ctx, nodes, StageConfig(branching=4))
   )
-  edges = np.asarray(scores.cond_log_probs)[:, 0]
+  edges = edges[:, 0]
   probs = np.where(edges > EXCLUDED / 2, np.exp(edges), 0).sum(axis=1)
   np.testing.assert_allclose(probs, [1, 1], atol=1e-4)
   assert (edges <= 0).all()
-  assert scores.tokens[1, 0, 0] == 0
+  assert tokens[1, 0, 0] == 0
   np.testing.assert_allclose(np.exp(edges[1, :2]), [0.75, 0.25], atol=1e-4)
 
 
@@ -449,32 +348,6 @@ def test_ranking_logits(calibration):
     others = np.delete(ranked[row, place], kept)
     assert (others < EXCLUDED * calibration / 2).all()
   assert (best <= 0).all()
-
-
-def test_the_likeliest_token_is_the_one_that_is_chosen():
-  """A draft that equals its target ranks the target's choice first."""
-  rng = np.random.default_rng(1)
-  logits = rng.normal(size=(2, 50, 8)).astype(np.float32)
-  noise = rng.gumbel(size=logits.shape).astype(np.float32)
-  noise[0] = 0
-  sampling = _params([0.0, 0.7])
-  ranked = rank_logits(logits, noise, sampling, 0.6, 1).scores
-  scaled = logits / np.array([1.0, 0.7], np.float32)[:, None, None]
-  np.testing.assert_array_equal(
-    np.argmax(ranked, axis=-1), np.argmax(scaled + noise, axis=-1)
-  )
-
-
-def test_what_is_no_candidate_stays_so():
-  log_probs = np.array([[[np.log(0.5), EXCLUDED]]], np.float32)
-  ranked = rank_candidates(
-    log_probs,
-    np.zeros_like(log_probs),
-    _params([2.0]),
-    0.5,
-    shares_noise=True,
-  )
-  assert ranked[0, 0, 1] == np.float32(EXCLUDED)
 
 
 def test_ranks_know_the_noise_of_the_candidates():

@@ -23,26 +23,22 @@ ENOUGH = 1e-5
 _DRAFTING, _ACCEPTANCE, _RESIDUAL = 2147483647, 2147483646, 2147483645
 
 
-@functools.partial(quick_jit, static_argnames=('num_nodes', 'vocab_size'))
 def randomness(keys, length, *, num_nodes, vocab_size):
   """By row keys `[B]` and lengths of the texts `[B]`, what a step draws from.
 
-  Returns:
-    `[B]` keys for drawing children, `[B, N]` uniforms, and `[B, V]` noise of
-    the bonus token.
+  That is keys for drawing children `[B]`, uniforms `[B, N]`, and noise of the
+  bonus token, `[B, V]`.
   """
-
-  def of_row(key, length):
-    stream = lambda number: jax.random.fold_in(
-      jax.random.fold_in(key, number), length
-    )
-    return (
-      stream(_DRAFTING),
-      jax.random.uniform(stream(_ACCEPTANCE), (num_nodes,)),
-      jax.random.gumbel(stream(_RESIDUAL), (vocab_size,)),
-    )
-
-  return jax.vmap(of_row)(keys, length)
+  fold_in = jax.vmap(jax.random.fold_in)
+  drafting, acceptance, residual = (
+    fold_in(fold_in(keys, np.full(len(length), stream)), length)
+    for stream in (_DRAFTING, _ACCEPTANCE, _RESIDUAL)
+  )
+  return (
+    drafting,
+    jax.vmap(lambda key: jax.random.uniform(key, (num_nodes,)))(acceptance),
+    jax.vmap(lambda key: jax.random.gumbel(key, (vocab_size,)))(residual),
+  )
 
 
 @functools.partial(quick_jit, static_argnames=('num_nodes', 'shape'))
@@ -54,9 +50,8 @@ def child_noise(keys, *, num_nodes, shape):
   of_node = lambda key, node: jax.random.gumbel(
     jax.random.fold_in(key, node), shape
   )
-  return jax.vmap(jax.vmap(of_node, (None, 0)), (0, None))(
-    keys, jnp.arange(num_nodes)
-  )
+  of_row = jax.vmap(of_node, (None, 0))
+  return jax.vmap(of_row, (0, None))(keys, jnp.arange(num_nodes))
 
 
 def _best(scores, number=1):
@@ -142,9 +137,11 @@ def walk(
       return [*token[path[1:]].tolist(), bonus], path, min(margin, gap)
 
 
-def walk_block(token, target, draft, uniforms, noise, *, stochastic, children):
+def walk_block(
+  parent, token, target, draft, uniforms, noise, *, stochastic, children
+):
   """Along a chain; see `walk`. Literally algorithm 2 of arXiv 2403.10444."""
-  number = len(token) - 1
+  number = int(np.sum(parent >= 0))
   if not stochastic or children == BEST:
     draft = np.eye(target.shape[1])[[*token[1:], 0]]
   left = lambda weight, at: np.maximum(weight * target[at] - draft[at], 0.0)

@@ -89,32 +89,43 @@ def test_table_and_matcher_find_what_find_finds(alphabet):
       for _ in range(3)
     ]
     token_bytes = _strings(rng, alphabet, 12, 0, 5)
-    table = build_stop_table(stops, token_bytes, len(token_bytes))
+    # The last tokens have no bytes, or some are not of the vocabulary.
+    vocab_size = rng.randint(9, 15)
+    table = build_stop_table(stops, token_bytes, vocab_size)
+    assert table.next_state.shape[1] == vocab_size
+    token_bytes += [b''] * 3
     for row, longest in itertools.product(range(3), range(12)):
-      tokens = rng.choices(range(12), k=rng.randint(0, 2 + longest))
+      tokens = rng.choices(range(vocab_size), k=rng.randint(0, 2 + longest))
       _check(table, row, stops[row], token_bytes, tokens)
       _check_matcher(stops[row], [token_bytes[token] for token in tokens])
 
 
 @pytest.mark.parametrize(
-  'stops',
+  ('stops', 'letters', 'length'),
   [
-    [b'aa', b'aab', b'ab'],
-    [b'aab', b'ab', b'b'],
-    [b'abab', b'ba'],
-    [b'aabaaab', b'abaaa'],
-    [b'abcabd', b'cabe'],
-    [b'aaaa', b'aa'],
+    (
+      [
+        *([b'aa', b'aab', b'ab'], [b'aab', b'ab', b'b'], [b'abab', b'ba']),
+        *([b'aabaaab', b'abaaa'], [b'aaaa', b'aa'], []),
+      ],
+      'abz',
+      8,
+    ),
+    ([[b'abcabd', b'cabe'], [b'c'], [b'ba', b'c'], [b'ab']], 'abcdez', 4),
   ],
 )
-def test_overlapping_stops_in_every_short_text(stops):
-  letters = [
-    bytes([byte]) for byte in sorted(set(b''.join(stops)) | {ord('z')})
-  ]
-  table = build_stop_table([stops], letters, len(letters))
-  longest = 8 if len(letters) < 4 else 4
-  for tokens in itertools.product(range(len(letters)), repeat=longest):
-    _check(table, 0, stops, letters, tokens)
+def test_overlapping_stops_in_every_short_text(stops, letters, length):
+  token_bytes = [letter.encode() for letter in letters]
+  # However often and in whatever order a row names its strings.
+  table = build_stop_table(
+    [*stops, *(own[::-1] * 2 for own in stops)], token_bytes, len(letters)
+  )
+  start = table.start.tolist()
+  assert start[: len(stops)] == start[len(stops) :]
+  assert len({*start}) == len(stops)
+  for tokens in itertools.product(range(len(letters)), repeat=length):
+    for row, own in enumerate(stops):
+      _check(table, row, own, token_bytes, tokens)
 
 
 @pytest.mark.parametrize('stop', [b'STOP', b'aabaab', '«fin»'.encode()])
@@ -129,52 +140,7 @@ def test_every_split_of_a_stop_over_tokens(stop):
     pieces = [stop[a:b] for a, b in itertools.pairwise([0, *ends])]
     for prefix in before:
       tokens = [*prefix, *map(token_bytes.index, pieces)]
-      _check(table, 0, [stop], token_bytes, tokens)
       assert _tokens_until_stop(table, 0, tokens) == len(tokens)
-
-
-def test_stop_within_a_long_token():
-  token_bytes = [b'before STOP after', b'ST', b'OP and more', b'O', b'']
-  table = build_stop_table([[b'STOP']], token_bytes, 5)
-  for tokens, expected in (
-    ([0], 1),
-    ([1, 2], 2),
-    ([1, 4, 2], 3),
-    ([1, 1, 2], 3),
-    ([1, 3, 2], None),
-    ([1, 3, 0], 3),
-  ):
-    assert _tokens_until_stop(table, 0, tokens) == expected
-
-
-def test_rows_stop_at_their_own_strings_only():
-  token_bytes = [b'a', b'b', b'ab', b'c']
-  stops = [[b'ab'], [], [b'c'], [b'ba', b'c'], [b'c', b'ba'], [b'ab', b'ab']]
-  table = build_stop_table(stops, token_bytes, 4)
-  start = np.asarray(table.start)
-  assert start[3] == start[4]
-  assert start[0] == start[5]
-  assert len(set(start)) == 4
-  np.testing.assert_array_equal(table.next_state[start[1]], [start[1]] * 4)
-  for tokens in itertools.product(range(4), repeat=4):
-    for row, own in enumerate(stops):
-      _check(table, row, own, token_bytes, tokens)
-
-
-def test_tokens_without_bytes_change_nothing():
-  """Those at the end of the vocabulary among them."""
-  table = build_stop_table([[b'ab']], [b'a', b'', b'b'], 6)
-  next_state, start = np.asarray(table.next_state), int(table.start[0])
-  begun = int(next_state[start, 0])
-  for state in (start, begun):
-    assert (next_state[state, [1, 3, 4, 5]] == state).all()
-  assert next_state[begun, 2] == STOPPED
-
-
-def test_tokens_beyond_the_vocabulary_are_passed_over():
-  table = build_stop_table([[b'ab']], [b'a', b'ab', b'abcdef'], 2)
-  expected = build_stop_table([[b'ab']], [b'a', b'ab'], 2)
-  np.testing.assert_array_equal(table.next_state, expected.next_state)
 
 
 @pytest.mark.parametrize('longest', [1, 15, 16, 17, 40])
@@ -206,45 +172,25 @@ def test_many_states_need_wider_integers():
     _check(table, row, stops, token_bytes, [1, 0, 0])
 
 
-def test_large_vocabularies_are_quick():
-  # No clock here: walking 65,536 tokens by 256 states in Python would show.
-  tokens = [bytes(pair) for pair in itertools.product(range(256), repeat=2)]
-  stops = [[bytes([row, i, i]) for i in range(40)] for row in range(4)]
-  table = build_stop_table(stops, tokens, len(tokens))
-  next_state, start = map(np.asarray, (table.next_state, table.start))
-  assert next_state.shape[1] == 65536
-  begun = next_state[start[2], 2 * 256 + 7]
-  assert next_state[begun, 7 * 256 + 99] == STOPPED
-  assert next_state[begun, 8 * 256 + 7] != STOPPED
-
-
 def test_follow_under_jit_in_a_batch():
   token_bytes = [b'a', b'b', b'ab', b'c', b'']
   stops = [[b'aab'], [], [b'bc', b'ca'], [b'c']]
   table = build_stop_table(stops, token_bytes, 5)
-  rng = np.random.default_rng(0)
-  tokens = rng.integers(0, 5, (4, 12)).astype(np.int32)
+  tokens = np.random.default_rng(0).integers(5, size=(4, 12)).astype(np.int32)
   follow = jax.jit(StopTable.follow)
   stopped, states = follow(table, table.start, tokens)
-  counts = [
-    _expected_tokens(own, token_bytes, row)
-    for own, row in zip(stops, tokens, strict=True)
-  ]
-  assert counts[1] is None
-  assert sum(count is not None for count in counts) >= 2
-  for row, count in enumerate(counts):
-    expected = np.arange(1, 13) >= (99 if count is None else count)
+  assert 2 <= stopped[:, -1].sum() < 4
+  for row in range(4):
+    count = _tokens_until_stop(table, row, tokens[row])
+    expected = np.arange(1, 13) >= (count or 99)
     np.testing.assert_array_equal(stopped[row], expected)
   np.testing.assert_array_equal(states[:, 0], table.start)
   np.testing.assert_array_equal(states[:, 1:] == STOPPED, stopped)
   # In portions, from the state where the last one ended.
-  for cut in (1, 6, 11):
-    before, seen = follow(table, table.start, tokens[:, :cut])
-    after, rest = follow(table, seen[:, -1], tokens[:, cut:])
-    np.testing.assert_array_equal(
-      np.concatenate([before, after], axis=1), stopped
-    )
-    np.testing.assert_array_equal(rest, states[:, cut:])
+  _, seen = follow(table, table.start, tokens[:, :6])
+  after, rest = follow(table, seen[:, -1], tokens[:, 6:])
+  np.testing.assert_array_equal(after, stopped[:, 6:])
+  np.testing.assert_array_equal(rest, states[:, 6:])
 
 
 def test_empty_stop_is_refused_by_row():
@@ -252,37 +198,3 @@ def test_empty_stop_is_refused_by_row():
     build_stop_table([[b'a'], [b'b', b'']], [b'a'], 1)
   with pytest.raises(ValueError, match='a stop string is empty'):
     StopMatcher([b'a', b''])
-
-
-@pytest.mark.parametrize(
-  ('stops', 'pieces'),
-  [
-    # Of the stop strings that end together the longest, at the first end.
-    ([b'b', b'aab', b'ab'], [(b'xaabab', b'x')]),
-    ([b'aab', b'b'], [(b'xaabab', b'x')]),
-    # The first end counts, not the first start.
-    ([b'abcd', b'c'], [(b'xabcd', b'xab')]),
-    # What may begin a stop string is held back until the end.
-    (
-      [b'\n\nQ:', b'END'],
-      [
-        *((b'one\n', b'one'), (b'\n', b''), (b'\n', b'\n')),
-        *((b'QE', b'\n\nQ'), (b'N', b''), (None, b'EN')),
-      ],
-    ),
-    # Nothing comes after a stop string.
-    (
-      [b'STOP'],
-      [
-        *((b'text ST', b'text '), (b'OP more', b'')),
-        *((b'still more', b''), (None, b'')),
-      ],
-    ),
-    ([], [(b'a\x00\xff', b'a\x00\xff'), (None, b'')]),
-  ],
-)
-def test_a_matcher_by_hand(stops, pieces):
-  matcher = StopMatcher(stops)
-  for fed, returned in pieces:
-    assert (matcher.flush() if fed is None else matcher.feed(fed)) == returned
-  assert matcher.stopped == (stops not in ([b'\n\nQ:', b'END'], []))

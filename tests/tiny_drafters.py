@@ -4,6 +4,8 @@ A program depends on the shape of a drafter alone, so how good its models and
 tables are can vary without compiling anew.
 """
 
+import bisect
+import collections
 from collections.abc import Sequence
 import dataclasses
 from typing import Any
@@ -52,37 +54,32 @@ def ngram_table(
 
   Contexts nobody can reach are appended up to `num_contexts`.
   """
-  counts: dict[tuple[int, ...], dict[int, int]] = {(): {}}
+  counts = collections.defaultdict[tuple, collections.Counter](
+    collections.Counter
+  )
   for text in texts:
     for end in range(len(text)):
       for length in range(min(order - 1, end) + 1):
         # A context is read backwards, so that its parent is its prefix.
         context = tuple(reversed(text[end - length : end]))
-        counts.setdefault(context, {})
-        counts[context][text[end]] = counts[context].get(text[end], 0) + 1
+        counts[context][text[end]] += 1
+  # Breadth first, so that the children of a context lie side by side.
   contexts = sorted(counts, key=lambda context: (len(context), context))
+  parents = [(len(context) - 1, context[:-1]) for context in contexts[1:]]
   size = num_contexts or len(contexts)
-  assert len(contexts) <= size
   edge_token = np.zeros(size, np.int32)
-  first_child = np.full(size + 1, size, np.int32)
+  first_child = np.full(size + 1, len(contexts), np.int32)
   tokens = np.zeros((size, num_continuations), np.int32)
   log_probs = np.full((size, num_continuations), EXCLUDED, np.float32)
-  index = {context: number for number, context in enumerate(contexts)}
-  # Breadth first, so that the children of a context lie side by side.
-  next_child = 1
-  for context, number in index.items():
+  for number, context in enumerate(contexts):
     edge_token[number] = context[-1] if context else 0
-    first_child[number] = next_child
-    next_child += sum(
-      len(other) == len(context) + 1 and other[:-1] == context
-      for other in contexts
-    )
-    found = sorted(counts[context].items(), key=lambda item: -item[1])
-    total = sum(counts[context].values())
-    for rank, (token, count) in enumerate(found[:num_continuations]):
+    here = (len(context), context)
+    first_child[number] = 1 + bisect.bisect_left(parents, here)
+    total = counts[context].total()
+    best = counts[context].most_common(num_continuations)
+    for rank, (token, count) in enumerate(best):
       tokens[number, rank] = token
       log_probs[number, rank] = np.log(0.95 * count / total)
-  first_child[len(contexts) :] = len(contexts)
   return NGramTable(
     edge_token=jnp.asarray(edge_token),
     first_child=jnp.asarray(first_child),
