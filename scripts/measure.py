@@ -2,10 +2,10 @@
 
   python scripts/measure.py WHAT [flags]
 
-WHAT: matmul, attention (at the shapes of GPT-2 Large), forward (V(N) of
---target, with --peer beside transformers), memory (of loading --target), loss
-(of --target on a corpus), fallback (its cost, given --break_even), acceptance
-(by each rule of verification).
+WHAT: matmul, attention, kernels (at the shapes of GPT-2 Large), forward (V(N)
+of --target, with --peer beside transformers), memory (of loading --target),
+loss (of --target on a corpus), fallback (its cost, given --break_even),
+acceptance (by each rule of verification).
 """
 
 import functools
@@ -21,6 +21,7 @@ flags.adopt_module_key_flags(options)  # Listed by --help.
 _SIZES = {
   'matmul': [1, 2, 4, 8, 16, 32, 64],  # rows
   'attention': [1, 2, 5, 8, 16],  # queries
+  'kernels': [1, 2, 4, 8, 12, 16, 32, 64, 128, 256],  # rows, queries
   'forward': [1, 2, 5, 8, 12, 16, 24, 32, 64],  # N
   'memory': [],
   'loss': [256, 512, 1024],  # length of windows
@@ -96,7 +97,7 @@ def main(what: str) -> None:
   figures: dict = {}
   sizes = [int(size) for size in _LIST.value or _SIZES[what]]
   target, dtype = options.TARGET.value, options.dtype()
-  if what in ('matmul', 'attention'):
+  if what in ('matmul', 'attention', 'kernels'):
     rows = getattr(measure, what)(sizes, _REPEATS.value)
   elif what == 'forward':
     rows = measure.forward(

@@ -16,11 +16,17 @@ from typing import Any
 import jax
 from jax import lax
 import jax.numpy as jnp
+import numpy as np
 
 from models.bench import machine
 from models.bench import peers
 from models.checkpoints import hub
 from models.nn.attention import attend
+from models.nn.cpu import build
+from models.nn.cpu import ops
+from models.nn.matmul import matmul as matmul_of
+from models.nn.matmul import pack
+from models.nn.matmul import quantize
 from models.text.generator import Generator
 from models.text.pair import load_pair
 import specdec
@@ -114,6 +120,58 @@ def attention(num_queries: Sequence[int], repeats: int) -> list[Row]:
       times = best_milliseconds(runs, repeats)
       per_layer = {name: best / layers for name, best in times.items()}
       table.append({'dtype': dtype, 'queries': n} | per_layer)
+  return table
+
+
+def kernels(num_rows: Sequence[int], repeats: int) -> list[Row]:
+  """Milliseconds of XLA's products and attention, and of `models.nn.cpu`'s.
+
+  24 products of n rows at the shape of a layer of GPT-2 Large, and attention of
+  n queries of a layer to 320 of 512 slots.
+
+  Raises:
+    ValueError: there are no kernels on this machine.
+  """
+  if not build.is_available():
+    raise ValueError('kernels: there are none on this machine')
+  matrices, features_in, features_out = 24, 1280, 5120
+  heads, slots, filled, width = 20, 512, 320, 64
+  products = jax.jit(lambda x, weights: sum(matmul_of(x, w) for w in weights))
+  layers = {
+    'xla': jax.jit(functools.partial(attend, scale=0.1)),
+    'kernels': jax.jit(functools.partial(ops.attend, scale=0.1)),
+  }
+  table: list[Row] = []
+
+  def add(what: str, dtype: str, rows: int, runs) -> None:
+    times = best_milliseconds(runs, repeats)
+    row: Row = {'what': what, 'dtype': dtype, 'rows': rows}
+    table.append(row | times | {'ratio': times['xla'] / times['kernels']})
+
+  rng = np.random.default_rng(0)
+  draw = lambda *shape: rng.standard_normal(shape, np.float32)
+  for dtype in ops.DTYPES:
+    drawn = [draw(features_out, features_in) for _ in range(matrices)]
+    cast = quantize if dtype == 'int8' else lambda w, d=dtype: jnp.asarray(w, d)
+    weights = {'xla': [cast(matrix) for matrix in drawn]}
+    weights['kernels'] = [pack(weight) for weight in weights['xla']]
+    for n in num_rows:
+      x = draw(n, features_in)
+      runs = {
+        way: functools.partial(products, x, weights[way]) for way in weights
+      }
+      add('products', dtype, n, runs)
+    if dtype == 'int8':
+      continue  # Attention is computed in bfloat16.
+    cache = [draw(1, heads, slots, width).astype(dtype) for _ in range(2)]
+    for n in num_rows:
+      query = draw(1, heads, n, width).astype(dtype)
+      mask = jnp.tile(jnp.arange(slots) < filled, (1, n, 1))
+      runs = {
+        way: functools.partial(layer, query, *cache, mask)
+        for way, layer in layers.items()
+      }
+      add('attention', dtype, n, runs)
   return table
 
 
