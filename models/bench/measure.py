@@ -25,6 +25,7 @@ from models.nn.attention import attend
 from models.nn.cpu import build
 from models.nn.cpu import ops
 from models.nn.matmul import matmul as matmul_of
+from models.nn.matmul import Matrix
 from models.nn.matmul import pack
 from models.nn.matmul import quantize
 from models.text.generator import Generator
@@ -149,11 +150,11 @@ def kernels(num_rows: Sequence[int], repeats: int) -> list[Row]:
     table.append(row | times | {'ratio': times['xla'] / times['kernels']})
 
   rng = np.random.default_rng(0)
-  draw = lambda *shape: rng.standard_normal(shape, np.float32)
+  draw = lambda *shape: np.asarray(rng.standard_normal(shape, np.float32))
   for dtype in ops.DTYPES:
     drawn = [draw(features_out, features_in) for _ in range(matrices)]
     cast = quantize if dtype == 'int8' else lambda w, d=dtype: jnp.asarray(w, d)
-    weights = {'xla': [cast(matrix) for matrix in drawn]}
+    weights: dict[str, list[Matrix]] = {'xla': [cast(one) for one in drawn]}
     weights['kernels'] = [pack(weight) for weight in weights['xla']]
     for n in num_rows:
       x = draw(n, features_in)
