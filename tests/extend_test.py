@@ -179,7 +179,7 @@ def test_text_may_fill_the_context(kind):
   prompts = [[1, 2, 3], [4]]
   decoding = _decoding(kind, prompts, max_new_tokens=1)
   decoding.run()
-  for length in (60, tiny.MAX_POSITIONS - _LIMIT):
+  for length in (66, tiny.MAX_POSITIONS - _LIMIT):
     rng = np.random.default_rng(length)
     prompts = [
       prompt + rng.integers(40, size=length - len(prompt)).tolist()
