@@ -7,6 +7,7 @@ in each turn. /show shows who proposed what, /new begins anew, /quit ends.
 """
 
 import contextlib
+import functools
 import signal
 import sys
 
@@ -30,6 +31,10 @@ _CONTEXT = flags.DEFINE_integer(
   'tokens of the whole conversation; default: as many as the target can, and at'
   ' most 2048',
 )
+_ENDS = {
+  'cancelled': ' [stopped]',
+  'length': ' [cut by --max_new_tokens or --context]',
+}
 _COMMANDS = '/show: who proposed what; /new: begin anew; /quit'
 
 
@@ -70,53 +75,47 @@ def _show(chat):
   )
 
 
-def _answer(chat):
+def _answer(chat, interrupts):
   """Prints an answer while it grows, until its end or Ctrl-C."""
-  with _interrupts() as interrupts:
-    for new in chat:
-      print(new, end='', flush=True)
-      if interrupts:
-        break
+  for new in chat:
+    print(new, end='', flush=True)
+    if interrupts:
+      break
   result = chat.result()
-  reason = result.finish_reasons[0]
-  if reason == 'error':
+  if result.errors[0]:
     raise ValueError(result.errors[0])
-  ends = {
-    'cancelled': ' [stopped]',
-    'length': ' [cut: --max_new_tokens or --context]',
-  }
-  print(ends.get(reason, ''))
+  print(_ENDS.get(result.finish_reasons[0], ''))
 
 
 def main() -> None:
+  from models.text.chat import ContextFull
   from models.text.chat_template import first_messages
 
   with contextlib.suppress(ImportError):
     import readline  # noqa: F401, lets `input` edit lines
-  system = _SYSTEM.value
   generator = options.generator(_METHOD, [options.DEFAULT_PROMPT], 1)
-  arguments = options.decoding() | {'context': _CONTEXT.value}
-  # A model without a template is refused before anything is typed.
-  generator.pair.ids_of([first_messages(_COMMANDS, system)])
+  begin = functools.partial(first_messages, system=_SYSTEM.value)
+  # Before anything is typed, so that bad flags are refused first.
+  chat = generator.chat(begin(''), context=_CONTEXT.value, **options.decoding())
+  is_new = True
   print(_COMMANDS)
-  chat = None
   while (line := _next_line()) not in (None, '/quit'):
     if line == '/new':
-      chat = None
-    elif line == '/show' and chat is not None:
+      is_new = True
+    elif line == '/show' and not is_new:
       _show(chat)
     elif line.startswith('/'):
       print(_COMMANDS)
     else:
-      try:
-        if chat is None:
-          chat = generator.chat(first_messages(line, system), **arguments)
-        else:
-          chat.reply(line)
-      except ValueError as error:  # The context is full, as a rule.
-        print(f'{error} (/new begins anew)')
-        continue
-      _answer(chat)
+      # Also while a message is read, which must not be left half done.
+      with _interrupts() as interrupts:
+        try:
+          chat.restart(begin(line)) if is_new else chat.reply(line)
+        except ContextFull as error:
+          print(f'{error}; /new begins another')
+          continue
+        is_new = False
+        _answer(chat, interrupts)
 
 
 if __name__ == '__main__':

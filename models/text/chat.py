@@ -15,6 +15,10 @@ MAX_CONTEXT = 2048
 """The most tokens of a conversation, if nobody says otherwise."""
 
 
+class ContextFull(ValueError):
+  """A conversation does not fit into its context."""
+
+
 class Chat:
   """The answer to the last of some messages, and then to what follows.
 
@@ -53,7 +57,7 @@ class Chat:
     """The most tokens of the answer."""
     size = len(conversation_ids(self._pair.tokenizer, messages))
     if size >= self._context:
-      raise ValueError(
+      raise ContextFull(
         f'the conversation has {size} tokens, and its context has room for'
         f' {self._context}; begin another one, or with a larger context (the'
         f' target has {self._pair.target.spec.max_positions})'
@@ -63,17 +67,24 @@ class Chat:
   def reply(self, text: str) -> 'Chat':
     """Goes on: the answer so far, then a user's message; returns itself.
 
-    Raises:
-      ValueError: the message does not fit into the context; nothing has changed
-        then.
+    The errors are those of `restart`.
     """
-    messages = [
-      *self.messages,
-      {'role': 'assistant', 'content': self.result().text[0]},
-      {'role': 'user', 'content': text},
-    ]
+    answer = {'role': 'assistant', 'content': self.result().text[0]}
+    question = {'role': 'user', 'content': text}
+    return self.restart([*self.messages, answer, question])
+
+  def restart(self, messages: Sequence[Message]) -> 'Chat':
+    """Answers the last message of any conversation; returns itself.
+
+    What it has in common with the conversation so far is not read again.
+
+    Raises:
+      ContextFull: the messages do not fit into the context. Nothing has changed
+        then, nor after other errors.
+      ValueError: see `Generator.chat`.
+    """
     self._decoding.extend([messages], max_new_tokens=self._limit(messages))
-    self.messages = messages
+    self.messages = list(messages)
     return self
 
   @property
