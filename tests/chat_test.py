@@ -191,15 +191,15 @@ def test_an_answer_that_was_stopped_is_part_of_what_follows():
 
 
 def test_a_full_context_is_refused_and_nothing_changes():
-  chat = _chat(_generator(), context=20, eos_ids=())
+  chat = _chat(_generator(), context=24, eos_ids=())
   chat.run()
-  with pytest.raises(ValueError, match=r'has 2. tokens, .* room for 20; begin'):
+  with pytest.raises(ValueError, match=r'has 2. tokens, .* room for 24; begin'):
     chat.reply('abcdefghij')
   assert len(chat.messages) == 2
   chat.reply('abcd')
   result = chat.run()
   ids, (tokens,) = result.prompt_tokens[0], result.tokens
-  assert len(ids) + len(tokens) <= 20
+  assert len(ids) + len(tokens) <= 24
   assert len(tokens) < _LIMIT
   assert result.finish_reasons == ['length']
 
