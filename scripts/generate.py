@@ -4,6 +4,7 @@ python scripts/generate.py --temperature=0.8 --prompt='import ' --show_origin
 """
 
 import contextlib
+import functools
 import sys
 
 from absl import flags
@@ -79,13 +80,13 @@ def main() -> None:
     'stop': [stop.replace('\\n', '\n') for stop in _STOP.value],
     'log_probs': _LOG_PROBS.value,
   }
-  if _CHAT.value:
-    prompts = [first_messages(prompt, _SYSTEM.value) for prompt in prompts]
+  ask = functools.partial(first_messages, system=_SYSTEM.value)
+  given = [*map(ask, prompts)] if _CHAT.value else prompts
   if _STREAM.value:
-    result = _show(generator.stream(prompts, **arguments))
+    result = _show(generator.stream(given, **arguments))
     print(f'\n\n{result.table()}')
   else:
-    result = generator.timed(prompts, **arguments)
+    result = generator.timed(given, **arguments)
     if _JSON.value:
       print(result.to_json())
     elif _SHOW_ORIGIN.value:

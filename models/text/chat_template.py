@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
+from typing import TypeGuard
 
 import jinja2
 import transformers
@@ -14,7 +15,7 @@ Prompt = str | Sequence[int] | Sequence[Message]
 """A text, a list of ids, or a conversation."""
 
 
-def is_conversation(prompt: Any) -> bool:
+def is_conversation(prompt: Any) -> TypeGuard[Sequence[Message]]:
   """Whether a prompt is a list of messages."""
   is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str)
   return is_list and any(isinstance(entry, Mapping) for entry in prompt)
@@ -59,7 +60,7 @@ def conversation_ids(
       ' folder of the target, or give a text as the prompt, without a chat'
     )
   try:
-    ids = tokenizer.apply_chat_template(
+    ids: Any = tokenizer.apply_chat_template(
       [dict(message) for message in messages],
       add_generation_prompt=True,
       return_dict=False,
@@ -70,5 +71,4 @@ def conversation_ids(
       'the chat template of the target refuses a conversation with the roles'
       f' {roles}: {error}'
     ) from error
-  assert isinstance(ids, list)
   return ids
