@@ -108,6 +108,13 @@ def _num_programs():
   return extend._cache_size(), advance._cache_size()
 
 
+def _check_equal(result, whole):
+  assert result.tokens == whole.tokens
+  np.testing.assert_allclose(
+    result.log_probs, whole.log_probs, rtol=1e-4, atol=1e-4
+  )
+
+
 def _ends(prompts, result):
   rows = zip(prompts, result.tokens, strict=True)
   return [len(prompt) + len(new) for prompt, new in rows]
@@ -138,11 +145,7 @@ def test_every_turn_is_that_of_decoding_the_whole_text_anew(kind):
     decoding.run()
     assert turn == 1 or _num_programs() == programs
     result = decoding.result()
-    whole = _anew('plain', prompts)
-    assert result.tokens == whole.tokens
-    np.testing.assert_allclose(
-      result.log_probs, whole.log_probs, rtol=1e-4, atol=1e-4
-    )
+    _check_equal(result, _anew('plain', prompts))
     if kind == _CHAIN:  # Its draft is perfect where it knows all of the text.
       assert result.stats['block_efficiency'] == 3
       assert result.stats['stage_forwards']['draft'] == _ROWS * 4
@@ -189,7 +192,7 @@ def test_text_may_fill_the_context(kind):
     decoding.run()
     result = decoding.result()
     assert result.finish_reasons == ['length'] * _ROWS
-    assert result.tokens == _anew('plain', prompts).tokens
+    _check_equal(result, _anew('plain', prompts))
 
 
 def test_what_ended_a_turn_does_not_end_the_next():
