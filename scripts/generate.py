@@ -4,6 +4,7 @@ python scripts/generate.py --temperature=0.8 --prompt='import ' --show_origin
 """
 
 import contextlib
+import functools
 import sys
 
 from absl import flags
@@ -31,15 +32,22 @@ _LOG_PROBS = flags.DEFINE_bool(
 _STREAM = flags.DEFINE_bool(
   'stream', False, 'show the text while it grows; Ctrl-C stops it'
 )
+_CHAT = flags.DEFINE_bool(
+  'chat',
+  False,
+  'the prompt is a message, which the chat template of the tokenizer puts into'
+  ' words; for instruct models, see also chat.py',
+)
+_SYSTEM = flags.DEFINE_string('system', None, 'with --chat, the system message')
 _SHOW_ORIGIN = flags.DEFINE_bool(
   'show_origin', False, 'colour each token by its source'
 )
 _JSON = flags.DEFINE_bool('json', False, 'print one JSON object and no more')
 
 
-def _show(prompt, stream):
+def _show(stream):
   """Prints a text while it grows, until its end or Ctrl-C; its result."""
-  print(prompt, end='', flush=True)
+  print(stream.prompts[0], end='', flush=True)
   with contextlib.suppress(KeyboardInterrupt):
     for new in stream:
       print(new[0], end='', flush=True)
@@ -47,6 +55,7 @@ def _show(prompt, stream):
 
 
 def main() -> None:
+  from models.text.chat_template import first_messages
   from models.text.result import wants_color
 
   batch_size = _BATCH_SIZE.value
@@ -56,6 +65,10 @@ def main() -> None:
     raise ValueError(f'--batch_size must be at least 1, got {batch_size}')
   if _STREAM.value and batch_size > 1:
     raise ValueError('--stream shows one prompt; leave out --batch_size')
+  if _SYSTEM.value is not None and not _CHAT.value:
+    raise ValueError(
+      '--system is the system message of a chat; give --chat too'
+    )
   prompts = options.prompts(_PROMPT, batch_size)
   if options.PROMPT_FILE.value and not _BATCH_SIZE.present:
     print(
@@ -67,11 +80,13 @@ def main() -> None:
     'stop': [stop.replace('\\n', '\n') for stop in _STOP.value],
     'log_probs': _LOG_PROBS.value,
   }
+  ask = functools.partial(first_messages, system=_SYSTEM.value)
+  given = [*map(ask, prompts)] if _CHAT.value else prompts
   if _STREAM.value:
-    result = _show(prompts[0], generator.stream(prompts, **arguments))
+    result = _show(generator.stream(given, **arguments))
     print(f'\n\n{result.table()}')
   else:
-    result = generator.timed(prompts, **arguments)
+    result = generator.timed(given, **arguments)
     if _JSON.value:
       print(result.to_json())
     elif _SHOW_ORIGIN.value:

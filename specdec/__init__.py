@@ -21,6 +21,7 @@ from specdec.generation import generate
 from specdec.generation import Generation
 from specdec.loop import advance
 from specdec.loop import decode
+from specdec.loop import extend
 from specdec.loop import start
 from specdec.model import LanguageModel
 from specdec.model import ModelSpec
@@ -72,6 +73,7 @@ __all__ = (
   'advance',
   'chain',
   'decode',
+  'extend',
   'fixed_drafter',
   'generate',
   'histories',

@@ -16,6 +16,7 @@ from specdec.draft.drafter import PLAIN
 from specdec.loop import advance
 from specdec.loop import advance_recorded
 from specdec.loop import ALL_STEPS
+from specdec.loop import extend
 from specdec.loop import result_of
 from specdec.loop import start
 from specdec.model import LanguageModel
@@ -137,8 +138,14 @@ class Decoding:
       break_even=threshold,
     )
     self._state = start(target, drafter, self._request, config=self._config)
-    self._ends = self._prompt_lengths
+    self._begin(prompts, limits, num_kept=np.zeros_like(limits))
+
+  def _begin(self, prompts, limits, *, num_kept) -> None:
+    """What is known on the host before the first step."""
+    self._prompts, self._ends = prompts, self._prompt_lengths
     self._reasons = np.where(limits > 0, RUNNING, LIMIT)
+    #: Of each row, the tokens of its prompt that `extend` did not read again.
+    self.num_kept: list[int] = num_kept.tolist()
 
   @property
   def done(self) -> bool:
@@ -152,6 +159,54 @@ class Decoding:
       None if reason == RUNNING else _FINISH_REASONS[int(reason)]
       for reason in self._reasons
     ]
+
+  def extend(
+    self,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int | Sequence[int],
+  ) -> None:
+    """Goes on from other prompts, such as the next turn of a conversation.
+
+    What each has in common with the text of its row so far, prompt and new
+    tokens, is not read again; everything else is as if a decode of these
+    prompts began, and no program is compiled for them but one that reads.
+
+    Args:
+      prompts: one per row.
+      max_new_tokens: the limit, one for all rows or one per row. With it, a
+        prompt must fit into the buffers: the prompts that the decode began
+        with, padded, and `room_for_new_tokens`.
+
+    Raises:
+      ValueError: an argument cannot be used; nothing has changed then.
+    """
+    spec, (num_rows, num_slots) = self._target.spec, self._state.tokens.shape
+    prompts = checks.check_prompts(prompts, spec.vocab_size)
+    if len(prompts) != num_rows:
+      raise ValueError(
+        f'prompts must be one per row ({num_rows}), got {len(prompts)}'
+      )
+    limits, _ = checks.check_limits(
+      prompts, max_new_tokens, None, spec.max_positions
+    )
+    tokens = np.zeros((num_rows, num_slots), np.int32)
+    for row, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+      if len(prompt) + limit > num_slots:
+        raise ValueError(
+          f'prompt {row} of {len(prompt)} tokens and max_new_tokens={limit}'
+          f' exceed the {num_slots} slots of this decode; begin another, with a'
+          ' larger room_for_new_tokens'
+        )
+      tokens[row, : len(prompt)] = prompt
+    self._prompt_lengths = np.array([*map(len, prompts)], np.int32)
+    self._request = self._request.replace(
+      prompt_length=jnp.asarray(self._prompt_lengths), limit=jnp.asarray(limits)
+    )
+    self._state, kept = extend(
+      self._target, self._drafter, self._request, self._state, tokens
+    )
+    self._begin(prompts, limits, num_kept=jax.device_get(kept))
 
   def step(self, num_steps: int = 1) -> list[list[int]]:
     """Some target forwards of all rows that go on; their new tokens."""
@@ -202,10 +257,9 @@ class Decoding:
     `models.Generator.trace` has the real texts.
     """
     rows, result = self.record(), self.result()
-    prompts = self._request.prompt, self._prompt_lengths
     traces = []
-    for row, (blocks, prompt, length) in enumerate(
-      zip(rows, *map(np.asarray, prompts), strict=True)
+    for row, (blocks, prompt) in enumerate(
+      zip(rows, self._prompts, strict=True)
     ):
       ids = {
         token for block in blocks for token in (*block.tokens, *block.emitted)
@@ -213,8 +267,8 @@ class Decoding:
       log_probs = tuple(result.log_probs[row]) if result.log_probs else None
       traces.append(
         Trace(
-          prompt=''.join(f'{token} ' for token in prompt[:length]),
-          prompt_tokens=tuple(prompt[:length].tolist()),
+          prompt=''.join(f'{token} ' for token in prompt),
+          prompt_tokens=tuple(prompt),
           labels=result.labels,
           blocks=tuple(blocks),
           pieces=tuple(f'{token} ' for token in result.tokens[row]),

@@ -4,7 +4,8 @@ With the fallback (`specdec.fallback`) it is a loop of two, of speculative and
 of plain steps, which take turns.
 
 `decode` is all of it. `start` and `advance` are its two halves, for callers who
-look in between: to stream, or to stop early. `advance_recorded` is one step
+look in between: to stream, or to stop early. `extend` goes on from another
+text, as the next turn of a conversation does. `advance_recorded` is one step
 that returns its tree, too (`specdec.tracing`).
 """
 
@@ -20,11 +21,13 @@ import numpy as np
 from specdec.draft.drafter import Drafter
 from specdec.draft.drafter import PLAIN
 from specdec.draft.stages import catch_up_stages
+from specdec.draft.stages import init_stage_counters
 from specdec.draft.stages import init_stages
 from specdec.draft.stages import StageCounters
 from specdec.fallback import init_fallback
 from specdec.model import LanguageModel
 from specdec.model import prefill
+from specdec.model import read_text
 from specdec.sampling import BEST
 from specdec.statistics import Counters
 from specdec.statistics import init_counters
@@ -59,6 +62,12 @@ class DecodeResult(flax.struct.PyTreeNode):
   plain_steps: jax.Array
 
 
+def _reason(request) -> jax.Array:
+  """Why rows are done before the first step."""
+  # Not weakly typed, or the second `advance` would compile again.
+  return jnp.where(request.limit <= 0, LIMIT, RUNNING).astype(jnp.int32)
+
+
 def _start(target, drafter, request, *, config) -> DecodeState:
   batch_size, prompt_bucket = request.prompt.shape
   num_slots = prompt_bucket + config.max_new_tokens
@@ -77,8 +86,7 @@ def _start(target, drafter, request, *, config) -> DecodeState:
     tokens=tokens,
     origins=jnp.zeros_like(tokens),
     length=request.prompt_length,
-    # Not weakly typed, or the second `advance` would compile again.
-    reason=jnp.where(request.limit <= 0, LIMIT, RUNNING).astype(jnp.int32),
+    reason=_reason(request),
     # Rows that are done go on verifying until all are: one tree more.
     target=prefill(
       target,
@@ -104,7 +112,9 @@ def _caught_up(drafter, state, wanted) -> DecodeState:
   """The stages see what plain steps decoded, if that is `wanted [] bool`."""
   length = jnp.where(wanted, state.length, 0)
   return state.replace(
-    stages=catch_up_stages(drafter, state.stages, state.tokens, length)
+    stages=catch_up_stages(
+      drafter, state.stages, state.tokens, length, kept=state.length
+    )
   )
 
 
@@ -165,6 +175,58 @@ def advance(
   The state, from `start` or `advance`, is consumed: its buffers are used again.
   """
   return _advance(target, drafter, request, state, num_steps, config=config)
+
+
+@functools.partial(jax.jit, donate_argnames=('state',))
+def extend(
+  target: LanguageModel,
+  drafter: Drafter,
+  request: Request,
+  state: DecodeState,
+  tokens: jax.Array,
+) -> tuple[DecodeState, jax.Array]:
+  """The state before the first step after other texts, such as longer ones.
+
+  What these texts have in common with those of the state is not read again, by
+  the target nor by the stages. Decoding goes on by `advance`, with the same
+  program. The counters and watchers begin anew, as do the limits.
+
+  Args:
+    target: the target.
+    drafter: the drafter.
+    request: that of the state, except that `prompt_length` are the lengths of
+      the texts, and `limit` the new tokens after them.
+    state: from `start`, `advance` or `extend`; consumed.
+    tokens: `[B, T]` int32, the texts, of the shape of `DecodeState.tokens`;
+      padded at the end with any valid token. `length + limit <= T` must hold.
+
+  Returns:
+    The state, and the tokens of each text that the target did not read again,
+    `[B]` int32.
+  """
+  length = request.prompt_length
+  num_equal = jnp.sum(
+    jnp.cumprod((tokens == state.tokens).astype(jnp.int32), axis=1), axis=1
+  )
+  # The last token is the root, which the caches do not hold.
+  kept = jnp.minimum(num_equal, jnp.minimum(state.length, length) - 1)
+  stages = catch_up_stages(drafter, state.stages, tokens, length, kept)
+  num_slots = tokens.shape[1]
+  counters = init_stage_counters(tokens.shape[0])
+  return DecodeState(
+    tokens=tokens,
+    origins=jnp.zeros_like(tokens),
+    length=length,
+    reason=_reason(request),
+    target=read_text(target, state.target, tokens, length, kept)[0],
+    stages=tuple(stage.replace(counters=counters) for stage in stages),
+    watchers=tuple(
+      watcher.init(tokens, length, num_slots) for watcher in request.watchers
+    ),
+    counters=init_counters(tokens.shape[0], drafter.max_depth),
+    # What it learned about the drafter is kept.
+    fallback=state.fallback.replace(plain_steps=jnp.zeros((), jnp.int32)),
+  ), kept
 
 
 @functools.partial(

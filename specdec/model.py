@@ -37,6 +37,9 @@ from specdec.tree.tree import NO_NODE
 from specdec.tree.tree import pick
 from specdec.tree.tree import TokenTree
 
+# Tokens that one forward of `read_text` reads at least.
+_READ_SIZE = 32
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSpec:
@@ -266,30 +269,45 @@ def read_text(
   state: ModelState,
   tokens: jax.Array,
   length: jax.Array,
+  kept: jax.Array,
 ) -> tuple[ModelState, jax.Array]:
   """Between steps: feeds the text that the cache lacks, all but the root.
 
-  It is fed in chunks of the window's size, for which there is room behind any
-  text. `tokens`: `[B, T]` int32, the texts; `length`: `[B]` int32, 0 for a row
-  that has nothing to read. Returns the state, and the number of forwards,
-  `[]` int32.
+  It is fed in chunks of one size, so that one program reads texts of all
+  lengths.
+
+  Args:
+    model: the model.
+    state: its state.
+    tokens: `[B, T]` int32, the texts.
+    length: `[B]` int32, of the texts; 0 for a row that has nothing to read.
+    kept: `[B]` int32, the tokens of each text, from its first on, whose entries
+      in the cache may be used.
+
+  Returns:
+    The state, and the number of forwards, `[]` int32.
   """
-  size = state.window.shape[1]
+  num_slots = state.cache.num_slots
+  size = min(max(state.window.shape[1], _READ_SIZE), num_slots)
   end = jnp.minimum(length - 1, model.spec.max_positions)
   at = jax.vmap(pick)
 
   def feed(carry):
     forwards, cache = carry
-    start = cache.length
+    # The last chunk of a text that fills the cache begins within what was read.
+    start = jnp.minimum(cache.length, num_slots - size)
     positions = start[:, None] + jnp.arange(size)[None]
-    mask = causal_mask(start, size, cache.num_slots)
-    _, fed = model.apply(at(tokens, positions), positions, mask, cache)
-    length = jnp.maximum(start, jnp.minimum(end, start + size))
+    mask = causal_mask(start, size, num_slots)
+    _, fed = model.apply(
+      at(tokens, positions), positions, mask, cache.replace(length=start)
+    )
+    length = jnp.maximum(cache.length, jnp.minimum(end, start + size))
     return forwards + 1, fed.replace(length=length)
 
+  known = state.cache.replace(length=jnp.minimum(state.cache.length, kept))
   forwards, cache = lax.while_loop(
     lambda carry: jnp.any(carry[1].length < end),
     feed,
-    (jnp.zeros((), jnp.int32), state.cache),
+    (jnp.zeros((), jnp.int32), known),
   )
   return state.replace(cache=cache), forwards

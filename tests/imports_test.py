@@ -12,6 +12,7 @@ _FOLDERS = ('specdec', 'models', 'scripts')
 _PAIRS = {
   'benchmark.py': {'models/bench', 'scripts'},
   'build_ngram.py': {'models/training', 'scripts'},
+  'chat.py': {'models/text', 'scripts'},
   'gpt2.py': {'models/nn', 'models/checkpoints'},
   'llama.py': {'models/nn', 'models/checkpoints'},
   'measure.py': {'models/bench', 'scripts'},

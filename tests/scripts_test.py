@@ -1,6 +1,10 @@
 """The command lines, end to end, on a tiny pair of their own."""
 
+import builtins
+import io
 import json
+import shutil
+import signal
 
 import command_lines
 from flax import nnx
@@ -10,6 +14,7 @@ import pytest
 from models.checkpoints import hub
 from models.nn.gpt2 import GPT2
 from models.nn.gpt2 import GPT2Config
+from models.text.chat import Chat
 from models.text.drafters import DraftSettings
 from models.text.plan import Plan
 from models.training.tokenizer import train_tokenizer
@@ -40,6 +45,18 @@ def pair(tmp_path_factory, target):
   """The flags of a target and its draft, and of short texts."""
   draft = _save(tmp_path_factory.mktemp('draft'), seed=1)
   return f'--target={target}', f'--draft={draft}', '--max_new_tokens=9'
+
+
+@pytest.fixture(scope='module')
+def instruct(tmp_path_factory, target, pair):
+  """The flags of the pair, whose target has a chat template."""
+  folder = tmp_path_factory.mktemp('instruct') / 'target'
+  shutil.copytree(target, folder)
+  (folder / 'chat_template.jinja').write_text(
+    "{% for message in messages %}{{ message['role'][0] }}:"
+    "{{ message['content'] }}\n{% endfor %}a:"
+  )
+  return f'--target={folder}', *pair[1:], *_CHAIN
 
 
 @pytest.fixture(scope='module')
@@ -195,6 +212,93 @@ def test_what_is_asked_of_the_text(pair):
   assert 'stop' in table.partition('\n')[0]
 
 
+def _converse(monkeypatch, lines, *flags):
+  """What chat.py prints when a user types these lines, answer by answer."""
+  monkeypatch.setattr('sys.stdin', io.StringIO('\n'.join(lines)))
+  output = _output('chat.py', *flags)
+  first, *answers = output.split('> ')
+  assert 'begin anew' in first
+  return answers
+
+
+def test_a_conversation(instruct, monkeypatch):
+  lines = ['/show', 'def', '/show', 'add', '/show', '', '/new', 'def']
+  help_, first, shown, _, again, _, _, anew, end = _converse(
+    monkeypatch, lines, *instruct, '--system=x'
+  )
+  messages = [
+    _generate(*instruct, '--chat', '--prompt=def', *flags)
+    for flags in (['--system=x'], [])
+  ]
+  assert messages[0]['prompts'] == ['s:x\nu:def\na:']
+  assert messages[1]['prompts'] == ['u:def\na:']
+  cut = ' [cut by --max_new_tokens or --context]\n'
+  assert first == anew == messages[0]['text'][0] + cut
+  assert help_.startswith('/show: who proposed what')
+  assert 'proposed by  ⁰ target ' in shown
+  counts = [text.split('read ')[1].split() for text in (shown, again)]
+  # The system message is known from before anything was typed.
+  length = len(messages[0]['prompt_tokens'][0])
+  assert 0 < int(counts[0][0]) < int(counts[0][2]) == length
+  assert 0 < int(counts[1][0]) < int(counts[1][2]) - length
+  assert end == '\n'
+  stream = _output(
+    'generate.py', *instruct, '--chat', '--prompt=def', '--stream'
+  )
+  assert stream.startswith('u:def\na:' + messages[1]['text'][0])
+
+
+def test_an_interrupt_ends_an_answer_and_not_the_conversation(
+  instruct, monkeypatch
+):
+  """Neither does one while nothing is decoded."""
+  step_by_step, read = Chat.__iter__, builtins.input
+  interrupts = [KeyboardInterrupt]
+
+  def interrupted(chat):
+    for number, new in enumerate(step_by_step(chat)):
+      if number == 1:
+        signal.raise_signal(signal.SIGINT)
+      yield new
+
+  def typed(prompt):
+    line = read(prompt)
+    if interrupts:
+      raise interrupts.pop()
+    return line
+
+  monkeypatch.setattr(Chat, '__iter__', interrupted)
+  monkeypatch.setattr(builtins, 'input', typed)
+  before = signal.getsignal(signal.SIGINT)
+  dropped, first, second, _ = _converse(
+    monkeypatch, ['lost', 'def', 'add'], *instruct
+  )
+  assert signal.getsignal(signal.SIGINT) is before
+  assert '/quit' in dropped
+  assert first.endswith(' [stopped]\n')
+  assert second.endswith(' [stopped]\n')
+
+
+def test_a_full_context_is_one_line_and_the_conversation_goes_on(
+  instruct, monkeypatch
+):
+  refused, answer, _ = _converse(
+    monkeypatch, ['x' * 99, 'def', '/quit', 'add'], *instruct, '--context=40'
+  )
+  assert refused.count('\n') == 1
+  assert 'has room for 40; begin another one' in refused
+  assert refused.endswith('/new begins another\n')
+  assert answer.strip()
+
+
+@pytest.mark.parametrize('script', ['chat.py', 'generate.py'])
+def test_a_model_without_a_template_is_no_partner(pair, script):
+  flags = ['--chat'] if script == 'generate.py' else []
+  assert 'has no chat template, like those of base models; choose' in (
+    command_lines.refusal(script, *pair, *flags)
+  )
+
+
 # What the library refuses is listed in the tests of its parts: here is how
 # scripts say it, and what they refuse themselves.
 @pytest.mark.parametrize(
@@ -220,6 +324,7 @@ def test_what_is_asked_of_the_text(pair):
         '--stream': 'give one of --stream, --show_origin and --json',
         '--nojson --stream --batch_size=2': '--stream shows one prompt',
         '--stop=': "the stop string ''",
+        '--system=x': '--system is the system message of a chat',
         '--logit_bias=5': '--logit_bias=5: expected token:number',
         '--logit_bias=5:1,x:2': '--logit_bias=5:1,x:2: expected token:number',
         '--verify=block': 'verify=block is for chains',

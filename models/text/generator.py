@@ -5,11 +5,13 @@ result = lm.generate('import ', max_new_tokens=64)
 print(result.text[0], result.stats['block_efficiency'])
 for new in lm.stream('import ', max_new_tokens=64):
   print(new[0], end='', flush=True)
+
+A prompt is a text, token ids, or the messages of a conversation, to which
+`Generator.chat` adds one turn after the other.
 """
 
 from collections.abc import Callable
 from collections.abc import Iterable
-from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
 import functools
@@ -23,6 +25,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from models.text.chat import Chat
+from models.text.chat import MAX_CONTEXT
+from models.text.chat_template import is_conversation
+from models.text.chat_template import Message
+from models.text.chat_template import Prompt
 from models.text.drafters import DraftSettings
 from models.text.drafters import make_drafter
 from models.text.drafters import PLANNED
@@ -34,15 +41,14 @@ from models.text.plan import load_plan
 from models.text.plan import model_digests
 from models.text.plan import Plan
 from models.text.result import TextGeneration
-from models.text.token_bytes import text_of
-from models.text.token_bytes import TextStream
+from models.text.text_decoding import TextDecoding
 import specdec
 from specdec import checks
 from specdec.verify.stop_strings import build_stop_table
 from specdec.verify.stop_strings import StopTable
 
-# One text, one list of ids, or several of either.
-Prompts = str | Sequence[int] | Sequence[str | Sequence[int]]
+# One prompt, or several.
+Prompts = Prompt | Sequence[Prompt]
 # One stop string, several, or a list of them per row.
 Stops = str | Sequence[str] | Sequence[Sequence[str]]
 
@@ -74,17 +80,17 @@ def row_keys(seed: int | Sequence[int], batch_size: int) -> jax.Array:
 
 
 def as_list(prompts: Any) -> list[Any]:
-  """`Prompts` as a list of texts and lists of ids.
+  """`Prompts` as a list of prompts.
 
   Raises:
-    ValueError: the prompts are neither.
+    ValueError: the prompts are none.
   """
-  if isinstance(prompts, str):
+  if isinstance(prompts, str) or is_conversation(prompts):
     return [prompts]
   if not isinstance(prompts, Iterable):
     raise ValueError(
-      f'prompts must be a text, a list of ids or several of them, got'
-      f' {prompts!r}'
+      'prompts must be a text, a list of ids, a conversation or several of'
+      f' them, got {prompts!r}'
     )
   prompts = list(prompts)
   # Arrays of every shape have `__index__`.
@@ -132,115 +138,6 @@ def _stop_table(
 ) -> StopTable:
   encoded = [[stop.encode() for stop in row] for row in stops]
   return build_stop_table(encoded, token_bytes, vocab_size)
-
-
-class TextDecoding:
-  """A decode whose text can be shown while it grows; see `Generator.stream`.
-
-  Iterating yields the new text of each row after every target forward: whole
-  characters, and nothing that may turn out to be part of a stop string. Joined
-  it is the text of `result`.
-  """
-
-  def __init__(
-    self,
-    pair: Pair,
-    decoding: specdec.Decoding,
-    prompts: Sequence[Any],
-    ids: Sequence[Sequence[int]],
-    stops: tuple[tuple[str, ...], ...],
-  ):
-    self._pair, self._decoding, self._stops = pair, decoding, stops
-    self._ids = [list(map(int, row)) for row in ids]
-    self._prompts = [
-      prompt if isinstance(prompt, str) else pair.decode(row)
-      for prompt, row in zip(prompts, self._ids, strict=True)
-    ]
-    self._streams: list[TextStream] | None = None
-
-  @property
-  def done(self) -> bool:
-    """Whether all rows have ended."""
-    return self._decoding.done
-
-  def compile(self) -> None:
-    """Compiles everything that decoding needs, and decodes nothing."""
-    self._decoding.step(0)
-
-  def run(self, should_stop: Callable[[], bool] | None = None) -> None:
-    """Decodes to the end; see `specdec.Decoding.run`.
-
-    The new text is in `result`, and not in what iterating yields later.
-    """
-    self._decoding.run(should_stop)
-
-  def __iter__(self) -> Iterator[list[str]]:
-    """Yields the new text of each row, step by step, until all have ended."""
-    # Kept, so that iterating can be resumed, also within a character.
-    if self._streams is None:
-      pieces = self._pair.token_bytes()
-      self._streams = [TextStream(pieces, stops) for stops in self._stops]
-    for new in self._decoding:
-      reasons = self._decoding.finish_reasons
-      texts = []
-      for stream, ids, reason in zip(self._streams, new, reasons, strict=True):
-        text = stream.feed(ids)
-        texts.append(text if reason is None else text + stream.flush())
-      yield texts
-
-  def trace(self) -> list[specdec.Trace]:
-    """Decodes to the end like `run`; a trace of every row."""
-    rows = self._decoding.record()
-    result = self.result()
-    return [
-      specdec.Trace(
-        prompt=result.prompts[row],
-        prompt_tokens=tuple(self._ids[row]),
-        labels=result.labels,
-        blocks=tuple(blocks),
-        pieces=tuple(result.pieces[row]),
-        texts={
-          token: self._pair.token_text(token)
-          for block in blocks
-          for token in (*block.tokens, *block.emitted)
-        },
-        finish_reason=result.finish_reasons[row],
-        log_probs=tuple(result.log_probs[row]) if result.log_probs else None,
-      )
-      for row, blocks in enumerate(rows)
-    ]
-
-  def result(self) -> TextGeneration:
-    """Everything that was generated so far."""
-    generation = self._decoding.result()
-    rows = zip(generation.tokens, self._stops, strict=True)
-    texts = [_text(self._pair, tokens, stops) for tokens, stops in rows]
-    pieces = map(self._pair.pieces, generation.tokens)
-    return TextGeneration(
-      prompts=self._prompts,
-      text=texts,
-      prompt_tokens=self._ids,
-      pieces=list(map(_cut, pieces, map(len, texts))),
-      **vars(generation),
-    )
-
-
-def _text(pair: Pair, tokens: Sequence[int], stops: Sequence[str]) -> str:
-  try:
-    return text_of(pair.token_bytes(), tokens, stops)
-  except ValueError:
-    if stops:
-      raise
-    return pair.decode(list(tokens))  # Works with every tokenizer.
-
-
-def _cut(pieces: Sequence[str], length: int) -> list[str]:
-  """The pieces up to the given length of text."""
-  cut = []
-  for piece in pieces:
-    cut.append(piece[:length])
-    length -= len(cut[-1])
-  return cut
 
 
 def _passed(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -294,12 +191,8 @@ class Generator:
     yields the new text of each row, block by block. To cancel, stop iterating;
     its `result` has the text so far.
     """
-    given, ids = as_list(prompts), []
-    for row, prompt in enumerate(given):
-      if isinstance(prompt, str) and not prompt:
-        raise ValueError(f'prompt {row} is empty; give at least one character')
-      is_text = isinstance(prompt, str)
-      ids.append(self.pair.encode(prompt) if is_text else prompt)
+    given = as_list(prompts)
+    ids = self.pair.ids_of(given)
     stops = stops_of_rows(stop, len(given))
     decoding = specdec.Decoding(
       self.pair.target,
@@ -337,7 +230,9 @@ class Generator:
     """Continues prompts.
 
     Args:
-      prompts: a text, a list of ids, or several of them, in any mixture.
+      prompts: a text, a list of ids, a conversation (messages as of
+        transformers: dicts with `role` and `content`, which the template of the
+        tokenizer puts into words), or several of them, in any mixture.
       max_new_tokens: the limit, one for all rows or one per row.
       room_for_new_tokens: size of the buffers, at least `max_new_tokens`, which
         is the default. Calls with one size share a program.
@@ -367,6 +262,68 @@ class Generator:
     decoding = self.stream(**_passed(locals()))
     decoding.run(should_stop)
     return decoding.result()
+
+  def chat(
+    self,
+    messages: Sequence[Message],
+    *,
+    context: int | None = None,
+    max_new_tokens: int = 512,
+    sampling: specdec.Sampling = specdec.Sampling(),
+    seed: int = 0,
+    stop: Stops = (),
+    eos_ids: Sequence[int] | None = None,
+    verify: str = 'match',
+    children: str | None = None,
+    log_probs: bool = False,
+    break_even: float | None = None,
+  ) -> Chat:
+    """Answers the last message of a conversation, and those that follow.
+
+    Every answer is that of `generate` for all messages up to then and the same
+    seed: token for token if `verify` is `match`, and otherwise tokens of the
+    same distribution. But only what is new is read.
+
+    Args:
+      messages: as of transformers: dicts with `role` and `content`.
+      context: size of the buffers: the most tokens of the whole conversation.
+        None: the context of the target, and at most 2,048.
+      max_new_tokens: the limit of each answer.
+      sampling: as in `generate`, like all other arguments.
+      seed: of the whole conversation.
+      stop: stop strings of every answer.
+      eos_ids: tokens that end an answer.
+      verify: see `generate`.
+      children: see `generate`.
+      log_probs: see `generate`.
+      break_even: see `generate`.
+
+    Raises:
+      ValueError: an argument cannot be used, the tokenizer has no chat
+        template, or the messages do not fit into the context.
+    """
+    largest = self.pair.target.spec.max_positions
+    size = min(largest, MAX_CONTEXT) if context is None else context
+    if not (isinstance(size, numbers.Integral) and 1 <= size <= largest):
+      raise ValueError(
+        f'context must be an integer from 1 to {largest}, the context of the'
+        f' target; got {context!r}'
+      )
+    begin = functools.partial(
+      self.stream,
+      room_for_new_tokens=size,
+      sampling=sampling,
+      seed=seed,
+      stop=stop,
+      eos_ids=eos_ids,
+      verify=verify,
+      children=children,
+      log_probs=log_probs,
+      break_even=break_even,
+    )
+    return Chat(
+      begin, self.pair, messages, context=size, max_new_tokens=max_new_tokens
+    )
 
   def trace(
     self,

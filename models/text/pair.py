@@ -1,5 +1,6 @@
 """A target, its draft model and their tokenizer, from checkpoints."""
 
+from collections.abc import Sequence
 import dataclasses
 import hashlib
 import json
@@ -14,6 +15,9 @@ from models.checkpoints import hub
 from models.nn.adapter import as_model
 from models.nn.adapter import with_vocab_size
 from models.nn.cpu import build
+from models.text.chat_template import conversation_ids
+from models.text.chat_template import is_conversation
+from models.text.chat_template import Prompt
 from models.text.token_bytes import TextStream
 from models.text.token_bytes import token_bytes
 from specdec.model import LanguageModel
@@ -43,6 +47,26 @@ class Pair:
     """Text to token ids."""
     # `verbose=False`: a text that is too long is refused when it is decoded.
     return self.tokenizer(text, verbose=False)['input_ids']
+
+  def ids_of(self, prompts: Sequence[Prompt]) -> list[Any]:
+    """The token ids of texts and conversations; ids stay as they are.
+
+    Raises:
+      ValueError: a text is empty, or a conversation cannot be used.
+    """
+    ids: list[Any] = []
+    for row, prompt in enumerate(prompts):
+      if isinstance(prompt, str):
+        if not prompt:
+          raise ValueError(
+            f'prompt {row} is empty; give at least one character'
+          )
+        ids.append(self.encode(prompt))
+      elif is_conversation(prompt):
+        ids.append(conversation_ids(self.tokenizer, prompt))
+      else:
+        ids.append(prompt)
+    return ids
 
   def decode(self, ids: list[int]) -> str:
     """Token ids to text, without special tokens."""

@@ -52,21 +52,29 @@ class TextGeneration:
       color: whether to mark by background colours; otherwise a superscript
         number precedes each run of tokens of one source, 0 for the target.
     """
-    texts = []
-    for row, prompt in enumerate(self.prompts):
-      marked = [prompt]
-      tokens = zip(self.origins[row], self.pieces[row], strict=True)
-      for origin, run in itertools.groupby(tokens, lambda token: token[0]):
-        marked.append(_mark(''.join(piece for _, piece in run), origin, color))
-      texts.append(''.join(marked))
+    texts = [
+      prompt + self.marked(row, color=color)
+      for row, prompt in enumerate(self.prompts)
+    ]
+    return '\n\n'.join([*texts, self.legend(color=color), self.table()])
+
+  def marked(self, row: int, *, color: bool) -> str:
+    """The new text of a row, marked as by `with_origins`."""
+    marked = []
+    tokens = zip(self.origins[row], self.pieces[row], strict=True)
+    for origin, run in itertools.groupby(tokens, lambda token: token[0]):
+      marked.append(_mark(''.join(piece for _, piece in run), origin, color))
+    return ''.join(marked)
+
+  def legend(self, *, color: bool) -> str:
+    """What the marks mean, and the share of the tokens of each source."""
     counts = self.stats['origins']
     total = max(sum(counts.values()), 1)
-    legend = [
+    sources = [
       f'{_mark(f" {label} ", origin, color)} {counts[label] / total:.0%}'
       for origin, label in enumerate(self.labels)
     ]
-    texts.append('  '.join(['proposed by', *legend]))
-    return '\n\n'.join([*texts, self.table()])
+    return '  '.join(['proposed by', *sources])
 
   def table(self) -> str:
     """The statistics, without those that the JSON is for."""

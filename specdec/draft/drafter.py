@@ -129,10 +129,11 @@ class Scorer:
     state: Any,
     tokens: jax.Array,
     length: jax.Array,
+    kept: jax.Array,
     *,
     num_scored: int,
   ) -> tuple[Any, jax.typing.ArrayLike]:
-    """Between steps: takes in text that was decoded without the scorer.
+    """Between steps: takes in text that the scorer has not seen.
 
     By default the state is made anew by `init`.
 
@@ -140,11 +141,14 @@ class Scorer:
       state: the state before.
       tokens: `[B, T]` int32, the texts.
       length: `[B]` int32, of the texts; 0 in all rows if nothing is missing.
+      kept: `[B]` int32, the tokens of each text, from its first on, that are
+        those of the state before.
       num_scored: as for `init`.
 
     Returns:
       The state, and the number of forwards that it took.
     """
+    del kept
     if not jax.tree.leaves(state):
       return state, 0
     missing = jnp.any(length > 0)

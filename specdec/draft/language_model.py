@@ -54,10 +54,10 @@ class LanguageModelScorer(flax.struct.PyTreeNode, Scorer):
       window_size=num_scored,
     )
 
-  def catch_up(self, state, tokens, length, *, num_scored):
+  def catch_up(self, state, tokens, length, kept, *, num_scored):
     """Feeds the missing text, see `specdec.model.read_text`."""
     del num_scored
-    return read_text(self.model, state, tokens, length)
+    return read_text(self.model, state, tokens, length, kept)
 
   def score(
     self,

@@ -19,6 +19,14 @@ class StageCounters(flax.struct.PyTreeNode):
   slots_read: jax.Array  #: `[B]`, visible cache slots, summed over these.
 
 
+def init_stage_counters(batch_size: int) -> StageCounters:
+  """All zeros."""
+  zeros = jnp.zeros(batch_size, jnp.int32)
+  return StageCounters(
+    forwards=jnp.zeros((), jnp.int32), row_forwards=zeros, slots_read=zeros
+  )
+
+
 class StageState(flax.struct.PyTreeNode):
   """What one stage carries from step to step."""
 
@@ -54,7 +62,6 @@ def init_stages(
   `drawn_from` is V if children are drawn, else 0.
   """
   batch_size, capacity = prompt.shape[0], drafter.shape.capacity
-  zeros = jnp.zeros(batch_size, jnp.int32)
 
   def init(stage: Stage, num_scored: int) -> StageState:
     return StageState(
@@ -63,9 +70,7 @@ def init_stages(
       ),
       scored=jnp.zeros((batch_size, capacity), bool),
       proposals=jnp.zeros((batch_size, capacity, drawn_from)),
-      counters=StageCounters(
-        forwards=jnp.zeros((), jnp.int32), row_forwards=zeros, slots_read=zeros
-      ),
+      counters=init_stage_counters(batch_size),
     )
 
   return tuple(map(init, drafter.stages, _num_scored(drafter)))
@@ -76,12 +81,13 @@ def catch_up_stages(
   states: tuple[StageState, ...],
   tokens: jax.Array,
   length: jax.Array,
+  kept: jax.Array,
 ) -> tuple[StageState, ...]:
   """`Scorer.catch_up` of all stages."""
 
   def catch_up(stage, state, num_scored):
     scorer, forwards = stage.scorer.catch_up(
-      state.scorer, tokens, length, num_scored=num_scored
+      state.scorer, tokens, length, kept, num_scored=num_scored
     )
     counters = state.counters.replace(
       forwards=state.counters.forwards + forwards,

@@ -1,0 +1,74 @@
+"""Conversations as token ids, by the chat template of a tokenizer."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
+from typing import TypeGuard
+
+import jinja2
+import transformers
+
+Message = Mapping[str, str]
+"""`role` (such as system, user or assistant) and `content`, both texts."""
+
+Prompt = str | Sequence[int] | Sequence[Message]
+"""A text, a list of ids, or a conversation."""
+
+
+def is_conversation(prompt: Any) -> TypeGuard[Sequence[Message]]:
+  """Whether a prompt is a list of messages."""
+  is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str)
+  return is_list and any(isinstance(entry, Mapping) for entry in prompt)
+
+
+def first_messages(text: str, system: str | None) -> list[Message]:
+  """A user's first message, after a system message if there is one."""
+  user = {'role': 'user', 'content': text}
+  if system is None:
+    return [user]
+  return [{'role': 'system', 'content': system}, user]
+
+
+def _check(messages: Sequence[Message]) -> None:
+  for number, message in enumerate(messages):
+    names = ('role', 'content')
+    if not isinstance(message, Mapping) or not all(
+      isinstance(message.get(name), str) for name in names
+    ):
+      raise ValueError(
+        f'message {number} must be a dict with the texts role and content, got'
+        f' {message!r}'
+      )
+  if not messages:
+    raise ValueError('messages is empty; give at least one')
+
+
+def conversation_ids(
+  tokenizer: transformers.PreTrainedTokenizerBase, messages: Sequence[Message]
+) -> list[int]:
+  """The ids of a conversation, up to where the answer begins.
+
+  Raises:
+    ValueError: the tokenizer has no template, the template refuses the
+      messages, or they are no messages; gives the reason.
+  """
+  _check(messages)
+  if not tokenizer.chat_template:
+    raise ValueError(
+      'the tokenizer of the target has no chat template, like those of base'
+      ' models; choose an instruct model, copy its chat_template.jinja into the'
+      ' folder of the target, or give a text as the prompt, without a chat'
+    )
+  try:
+    ids: Any = tokenizer.apply_chat_template(
+      [dict(message) for message in messages],
+      add_generation_prompt=True,
+      return_dict=False,
+    )
+  except jinja2.TemplateError as error:
+    roles = ', '.join(message['role'] for message in messages)
+    raise ValueError(
+      'the chat template of the target refuses a conversation with the roles'
+      f' {roles}: {error}'
+    ) from error
+  return ids

@@ -1,0 +1,142 @@
+"""A decode whose text can be shown while it grows."""
+
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+
+from models.text.chat_template import Prompt
+from models.text.pair import Pair
+from models.text.result import TextGeneration
+from models.text.token_bytes import text_of
+from models.text.token_bytes import TextStream
+import specdec
+
+
+class TextDecoding:
+  """A decode whose text can be shown while it grows; see `Generator.stream`.
+
+  Iterating yields the new text of each row after every target forward: whole
+  characters, and nothing that may turn out to be part of a stop string. Joined
+  it is the text of `result`.
+  """
+
+  def __init__(
+    self,
+    pair: Pair,
+    decoding: specdec.Decoding,
+    prompts: Sequence[Prompt],
+    ids: Sequence[Sequence[int]],
+    stops: tuple[tuple[str, ...], ...],
+  ):
+    self._pair, self._decoding, self._stops = pair, decoding, stops
+    self._begin(prompts, ids)
+
+  def _begin(self, prompts, ids) -> None:
+    self._ids = [list(map(int, row)) for row in ids]
+    #: The text of each prompt.
+    self.prompts: list[str] = [
+      prompt if isinstance(prompt, str) else self._pair.decode(row)
+      for prompt, row in zip(prompts, self._ids, strict=True)
+    ]
+    self._streams: list[TextStream] | None = None
+
+  def extend(
+    self,
+    prompts: Sequence[Prompt],
+    *,
+    max_new_tokens: int | Sequence[int],
+  ) -> None:
+    """Goes on from other prompts, see `specdec.Decoding.extend`."""
+    ids = self._pair.ids_of(prompts)
+    self._decoding.extend(ids, max_new_tokens=max_new_tokens)
+    self._begin(prompts, ids)
+
+  @property
+  def num_read(self) -> list[int]:
+    """Of each row, the prompt tokens that were not known before `extend`."""
+    rows = zip(self._ids, self._decoding.num_kept, strict=True)
+    return [len(ids) - kept for ids, kept in rows]
+
+  @property
+  def done(self) -> bool:
+    """Whether all rows have ended."""
+    return self._decoding.done
+
+  def compile(self) -> None:
+    """Compiles everything that decoding needs, and decodes nothing."""
+    self._decoding.step(0)
+
+  def run(self, should_stop: Callable[[], bool] | None = None) -> None:
+    """Decodes to the end; see `specdec.Decoding.run`.
+
+    The new text is in `result`, and not in what iterating yields later.
+    """
+    self._decoding.run(should_stop)
+
+  def __iter__(self) -> Iterator[list[str]]:
+    """Yields the new text of each row, step by step, until all have ended."""
+    # Kept, so that iterating can be resumed, also within a character.
+    if self._streams is None:
+      pieces = self._pair.token_bytes()
+      self._streams = [TextStream(pieces, stops) for stops in self._stops]
+    for new in self._decoding:
+      reasons = self._decoding.finish_reasons
+      texts = []
+      for stream, ids, reason in zip(self._streams, new, reasons, strict=True):
+        text = stream.feed(ids)
+        texts.append(text if reason is None else text + stream.flush())
+      yield texts
+
+  def trace(self) -> list[specdec.Trace]:
+    """Decodes to the end like `run`; a trace of every row."""
+    rows = self._decoding.record()
+    result = self.result()
+    return [
+      specdec.Trace(
+        prompt=result.prompts[row],
+        prompt_tokens=tuple(self._ids[row]),
+        labels=result.labels,
+        blocks=tuple(blocks),
+        pieces=tuple(result.pieces[row]),
+        texts={
+          token: self._pair.token_text(token)
+          for block in blocks
+          for token in (*block.tokens, *block.emitted)
+        },
+        finish_reason=result.finish_reasons[row],
+        log_probs=tuple(result.log_probs[row]) if result.log_probs else None,
+      )
+      for row, blocks in enumerate(rows)
+    ]
+
+  def result(self) -> TextGeneration:
+    """Everything that was generated so far."""
+    generation = self._decoding.result()
+    rows = zip(generation.tokens, self._stops, strict=True)
+    texts = [_text(self._pair, tokens, stops) for tokens, stops in rows]
+    pieces = map(self._pair.pieces, generation.tokens)
+    return TextGeneration(
+      prompts=self.prompts,
+      text=texts,
+      prompt_tokens=self._ids,
+      pieces=list(map(_cut, pieces, map(len, texts))),
+      **vars(generation),
+    )
+
+
+def _text(pair: Pair, tokens: Sequence[int], stops: Sequence[str]) -> str:
+  try:
+    return text_of(pair.token_bytes(), tokens, stops)
+  except ValueError:
+    if stops:
+      raise
+    return pair.decode(list(tokens))  # Works with every tokenizer.
+
+
+def _cut(pieces: Sequence[str], length: int) -> list[str]:
+  """The pieces up to the given length of text."""
+  cut = []
+  for piece in pieces:
+    cut.append(piece[:length])
+    length -= len(cut[-1])
+  return cut

@@ -1,0 +1,122 @@
+"""A conversation in the terminal with an instruct model.
+
+python scripts/chat.py --target=my/instruct --draft=my/smaller_instruct
+
+An answer is shown while it grows, and Ctrl-C ends it. Only what is new is read
+in each turn. /show shows who proposed what, /new begins anew, /quit ends.
+"""
+
+import contextlib
+import functools
+import signal
+import sys
+
+from absl import flags
+import command_line
+import options
+
+flags.adopt_module_key_flags(options)  # Listed by --help.
+flags.set_default(options.MAX_NEW_TOKENS, 512)
+
+_METHOD = flags.DEFINE_enum(
+  'method',
+  'staged',
+  ['plain', 'chain', 'tree', 'staged'],
+  'how to decode; the answers are the same; --plan chooses',
+)
+_SYSTEM = flags.DEFINE_string('system', None, 'the system message')
+_CONTEXT = flags.DEFINE_integer(
+  'context',
+  None,
+  'tokens of the whole conversation; default: as many as the target can, and at'
+  ' most 2048',
+)
+_ENDS = {
+  'cancelled': ' [stopped]',
+  'length': ' [cut by --max_new_tokens or --context]',
+}
+_COMMANDS = '/show: who proposed what; /new: begin anew; /quit'
+
+
+@contextlib.contextmanager
+def _interrupts():
+  """Ctrl-C does not end the program, but makes the yielded list true."""
+  seen: list[bool] = []
+  before = signal.signal(signal.SIGINT, lambda *_: seen.append(True))
+  try:
+    yield seen
+  finally:
+    signal.signal(signal.SIGINT, before)
+
+
+def _next_line():
+  """What the user types, without spaces around it; None at the end."""
+  while True:
+    try:
+      if line := input('> ').strip():
+        return line
+    except KeyboardInterrupt:
+      print(f'\n{_COMMANDS}')
+    except EOFError:
+      print()
+      return None
+
+
+def _show(chat):
+  """Prints who proposed the tokens of the last answer."""
+  from models.text.result import wants_color
+
+  color, result = wants_color(sys.stdout), chat.result()
+  print(f'{result.marked(0, color=color)}\n\n{result.legend(color=color)}')
+  print(
+    f'{result.stats["new_tokens"]} tokens,'
+    f' {result.stats["block_efficiency"]:.2f} per forward of the target; read'
+    f' {chat.num_read} of {len(result.prompt_tokens[0])} tokens before them'
+  )
+
+
+def _answer(chat, interrupts):
+  """Prints an answer while it grows, until its end or Ctrl-C."""
+  for new in chat:
+    print(new, end='', flush=True)
+    if interrupts:
+      break
+  result = chat.result()
+  if result.errors[0]:
+    raise ValueError(result.errors[0])
+  print(_ENDS.get(result.finish_reasons[0], ''))
+
+
+def main() -> None:
+  from models.text.chat import ContextFull
+  from models.text.chat_template import first_messages
+
+  with contextlib.suppress(ImportError):
+    import readline  # noqa: F401, lets `input` edit lines
+  generator = options.generator(_METHOD, [options.DEFAULT_PROMPT], 1)
+  begin = functools.partial(first_messages, system=_SYSTEM.value)
+  # Before anything is typed, so that bad flags are refused first.
+  chat = generator.chat(begin(''), context=_CONTEXT.value, **options.decoding())
+  is_new = True
+  print(_COMMANDS)
+  while (line := _next_line()) not in (None, '/quit'):
+    if line == '/new':
+      is_new = True
+    elif line == '/show' and not is_new:
+      _show(chat)
+    elif line.startswith('/'):
+      print(_COMMANDS)
+    else:
+      # Also while a message is read, which must not be left half done.
+      with _interrupts() as interrupts:
+        try:
+          chat.restart(begin(line)) if is_new else chat.reply(line)
+        except ContextFull as error:
+          print(f'{error}; /new begins another')
+          continue
+        is_new = False
+        _answer(chat, interrupts)
+
+
+if __name__ == '__main__':
+  command_line.run(main)

@@ -1,0 +1,258 @@
+"""Conversations: templates, ends of turns, and that only what is new is read.
+
+Every token of the tokenizer is a letter or special, so that an answer has one
+way to be cut into tokens. Models are random, and their answers end early.
+"""
+
+import functools
+import string
+
+import pytest
+import tiny
+import tiny_drafters
+from tiny_drafters import Settings
+import tokenizers
+import transformers
+
+from models.text.generator import Generator
+from models.text.pair import Pair
+from specdec import PLAIN
+from specdec import PromptLookup
+from specdec import Sampling
+from specdec import staged
+from specdec.loop import advance
+from specdec.loop import extend
+from specdec.loop import start
+from specdec.tree.topology import chain
+
+_LETTERS = string.ascii_letters[:40]
+_SPECIAL = ('<end>', '<system>', '<user>', '<assistant>', '<a>', '<b>', '<c>')
+_END = 40
+_EOS_IDS = tuple(range(_END, _END + len(_SPECIAL)))
+_TEMPLATE = (
+  '{% for message in messages %}'
+  "<{{ message['role'] }}>{{ message['content'] }}<end>"
+  '{% endfor %}'
+  '{% if add_generation_prompt %}<assistant>{% endif %}'
+)
+# Of answers that others follow, a letter is left.
+_FORGETFUL = _TEMPLATE.replace(
+  "{{ message['content'] }}",
+  "{{ message['content'] if message['role'] == 'user' else"
+  " message['content'][:1] }}",
+)
+_STRICT = "{{ raise_exception('roles must alternate') }}"
+_KINDS = ('plain', 'chain', 'staged', 'lookup')
+_SAID = ('ab', 'c', 'Def', 'ab', 'g')
+_LIMIT = 5
+
+
+@functools.cache
+def _tokenizer(template):
+  vocabulary = {letter: index for index, letter in enumerate(_LETTERS)}
+  backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+  backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
+    add_prefix_space=False, use_regex=False
+  )
+  backend.decoder = tokenizers.decoders.ByteLevel()
+  backend.add_special_tokens(list(_SPECIAL))
+  return transformers.PreTrainedTokenizerFast(
+    tokenizer_object=backend, eos_token='<end>', chat_template=template
+  )
+
+
+@functools.cache
+def _drafter(kind):
+  draft = tiny.draft('similar', num_layers=1)
+  lookup = functools.partial(tiny_drafters.candidates, PromptLookup((0.5,)))
+  return {
+    'plain': lambda: PLAIN,
+    'chain': lambda: tiny_drafters.model(draft, Settings(topology=chain(2))),
+    'staged': lambda: staged(
+      tiny_drafters.model(draft, tiny_drafters.TREE),
+      lookup(config=tiny_drafters.INNER),
+    ),
+    'lookup': lambda: lookup(config=tiny_drafters.TREE),
+  }[kind]()
+
+
+def _generator(kind='plain', template=_TEMPLATE):
+  pair = Pair(
+    tiny.gpt2(num_layers=1), None, _tokenizer(template), eos_ids=_EOS_IDS
+  )
+  return Generator(pair, _drafter(kind))
+
+
+def _user(text='ab'):
+  return {'role': 'user', 'content': text}
+
+
+def _sampling(temperature=0.0):
+  """Ends of turns are likelier than in the model, and do occur."""
+  return Sampling(
+    temperature=temperature, logit_bias=dict.fromkeys(_EOS_IDS, 2.0)
+  )
+
+
+def _chat(lm, **options):
+  return lm.chat(
+    [{'role': 'system', 'content': 'xy'}, _user(_SAID[0])],
+    **{
+      'max_new_tokens': _LIMIT,
+      'sampling': _sampling(),
+      'seed': 3,
+    }
+    | options,
+  )
+
+
+def _anew(messages, template=_TEMPLATE, temperature=0.0, **options):
+  """What plain decoding of the whole conversation answers."""
+  lm = _generator(template=template)
+  return lm.generate(
+    [messages],
+    sampling=_sampling(temperature),
+    **{
+      'max_new_tokens': _LIMIT,
+      'room_for_new_tokens': tiny.MAX_POSITIONS,
+      'seed': 3,
+    }
+    | options,
+  )
+
+
+def _num_programs():
+  return [each._cache_size() for each in (start, extend, advance)]
+
+
+@pytest.mark.parametrize('temperature', [0.0, 1.0])
+@pytest.mark.parametrize('kind', _KINDS)
+def test_five_turns_are_those_of_decoding_everything_anew(kind, temperature):
+  chat = _chat(_generator(kind), sampling=_sampling(temperature))
+  shown, known, reasons = ''.join(chat), 0, set()
+  for turn, said in enumerate(_SAID[1:], 1):
+    result = chat.result()
+    assert result.tokens == _anew(chat.messages, temperature=temperature).tokens
+    assert shown == result.text[0]
+    reasons.add(result.finish_reasons[0])
+    length = len(result.prompt_tokens[0])
+    assert chat.num_read == length - known
+    # All that was decoded, but for the last token, and an end that is not that
+    # of the template.
+    known = length + len(result.tokens[0]) - 1
+    programs = _num_programs()
+    assert chat.reply(said) is chat
+    shown = ''.join(chat)
+    assert turn == 1 or _num_programs() == programs
+  assert chat.num_read < 12 < len(chat.result().prompt_tokens[0])
+  assert [message['role'] for message in chat.messages] == [
+    'system',
+    'user',
+    *['assistant', 'user'] * 4,
+  ]
+  assert 'eos' in reasons
+
+
+@pytest.mark.parametrize('kind', _KINDS)
+def test_a_template_may_change_earlier_turns(kind):
+  """What it changed, and what follows, is read again."""
+  chat = _chat(_generator(kind, _FORGETFUL))
+  for said in _SAID[1:]:
+    result = chat.run()
+    assert result.tokens == _anew(chat.messages, _FORGETFUL).tokens
+    before = len(result.prompt_tokens[0])
+    has_more = len(result.text[0]) > 1
+    chat.reply(said)
+    ids = chat.result().prompt_tokens[0]
+    # The prompt and, of the answer, one letter.
+    assert chat.num_read == len(ids) - before - has_more
+  assert chat.run().tokens == _anew(chat.messages, _FORGETFUL).tokens
+
+
+@pytest.mark.parametrize('end', _EOS_IDS)
+def test_every_end_of_turn_ends_an_answer(end):
+  """Also one that is not that of the template, which is read instead."""
+  chat = _chat(_generator(), sampling=Sampling(logit_bias={end: 1e5}))
+  for said in _SAID[1:3]:
+    result = chat.run()
+    assert (result.tokens, result.text) == ([[end]], [''])
+    assert result.finish_reasons == ['eos']
+    chat.reply(said)
+  assert chat.run().tokens == [[end]]
+
+
+def test_an_answer_that_was_stopped_is_part_of_what_follows():
+  chat = _chat(_generator('chain'), eos_ids=())
+  first = next(iter(chat))
+  assert chat.result().finish_reasons == ['cancelled']
+  chat.reply('c')
+  assert chat.messages[-2] == {'role': 'assistant', 'content': first}
+  assert chat.run().tokens == _anew(chat.messages, eos_ids=()).tokens
+
+
+def test_a_full_context_is_refused_and_nothing_changes():
+  chat = _chat(_generator(), context=24, eos_ids=())
+  chat.run()
+  with pytest.raises(ValueError, match=r'has 2. tokens, .* room for 24; begin'):
+    chat.reply('abcdefghij')
+  assert len(chat.messages) == 2
+  chat.reply('abcd')
+  result = chat.run()
+  ids, (tokens,) = result.prompt_tokens[0], result.tokens
+  assert len(ids) + len(tokens) <= 24
+  assert len(tokens) < _LIMIT
+  assert result.finish_reasons == ['length']
+
+
+@pytest.mark.parametrize('method', ['generate', 'stream', 'trace', 'timed'])
+def test_conversations_are_prompts(method):
+  lm = _generator()
+  messages = [_user()]
+  options = {
+    'max_new_tokens': _LIMIT,
+    'room_for_new_tokens': 80,
+    'seed': 3,
+    'sampling': _sampling(),
+  }
+  found = getattr(lm, method)(messages, **options)
+  if method == 'trace':
+    found = found[0]
+    assert found.prompt_tokens == (_END + 2, 0, 1, _END, _END + 3)
+    return
+  if method == 'stream':
+    text = ''.join(new[0] for new in found)
+    assert found.prompts == ['ab']  # without special tokens
+    found = found.result()
+    assert found.text == [text]
+  assert found.tokens == _anew(messages).tokens
+  assert found.prompt_tokens == [[_END + 2, 0, 1, _END, _END + 3]]
+
+
+def test_conversations_go_with_texts_and_ids():
+  mixed = [[_user()], 'ab', [0, 1], [_user('c'), _user('d')]]
+  lengths = [len(ids) for ids in _generator().pair.ids_of(mixed)]
+  assert lengths == [5, 2, 2, 7]
+
+
+@pytest.mark.parametrize(
+  ('messages', 'template', 'words'),
+  [
+    ([_user()], None, 'has no chat template, .* choose an instruct model'),
+    ([_user()], _STRICT, 'with the roles user: roles must alternate'),
+    ([], _TEMPLATE, 'messages is empty; give at least one'),
+    ([_user(), 'Hello'], _TEMPLATE, "message 1 must be a dict .* got 'Hello'"),
+    ([_user(3)], _TEMPLATE, 'message 0 must be a dict with the texts role and'),
+    ([{'role': 'user'}], _TEMPLATE, 'message 0 must be a dict'),
+  ],
+)
+def test_what_is_no_conversation_is_refused(messages, template, words):
+  with pytest.raises(ValueError, match=words):
+    _generator(template=template).chat(messages)
+
+
+@pytest.mark.parametrize('context', [0, 81, 2.5, 'all'])
+def test_a_context_that_the_target_has_not_is_refused(context):
+  with pytest.raises(
+    ValueError, match='context must be an integer from 1 to 80'
+  ):
+    _chat(_generator(), context=context)
