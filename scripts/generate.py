@@ -20,7 +20,11 @@ _METHOD = flags.DEFINE_enum(
   'how to decode; the text is the same; --plan chooses',
 )
 _BATCH_SIZE = flags.DEFINE_integer(
-  'batch_size', 1, 'copies of the prompt, or prompts of the file'
+  'batch_size',
+  1,
+  'copies of the prompt, or prompts of the file',
+  lower_bound=1,
+  upper_bound=options.LARGEST_BATCH,
 )
 _STOP = flags.DEFINE_multi_string(
   'stop', [], r'the text ends before this; \n is a line end; may be repeated'
@@ -52,8 +56,6 @@ def main() -> None:
   batch_size = _BATCH_SIZE.value
   if _STREAM.value + _SHOW_ORIGIN.value + _JSON.value > 1:
     raise ValueError('give one of --stream, --show_origin and --json')
-  if batch_size < 1:
-    raise ValueError(f'--batch_size must be at least 1, got {batch_size}')
   if _STREAM.value and batch_size > 1:
     raise ValueError('--stream shows one prompt; leave out --batch_size')
   prompts = options.prompts(_PROMPT, batch_size)

@@ -10,8 +10,8 @@ import pytest
 from models.checkpoints import hub
 from models.nn.gpt2 import GPT2
 from models.nn.gpt2 import GPT2Config
-from models.text.drafters import DraftSettings
 from models.text.plan import Plan
+from models.text.settings import DraftSettings
 from models.training.tokenizer import train_tokenizer
 from models.tune.plan_lookup import Setup
 from specdec import Sampling

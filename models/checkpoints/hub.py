@@ -24,6 +24,7 @@ from models.checkpoints.families import parameter_name
 from models.checkpoints.families import read_config
 from models.nn.adapter import Config
 from models.nn.adapter import Module
+from models.nn.dtypes import AUTO
 from models.nn.dtypes import native_dtypes
 from models.nn.matmul import Int8Matrix
 from models.nn.matmul import quantize
@@ -33,12 +34,6 @@ _EMBEDDED = {'demo': _DEMO / 'target', 'demo-draft': _DEMO / 'draft'}
 
 _INDEX = 'model.safetensors.index.json'
 _SINGLE = 'model.safetensors'
-DTYPES = ('float32', 'bfloat16', 'float16', 'int8')
-"""Dtypes that the matrices of a model may be loaded as, see `load_module`."""
-
-AUTO = 'auto'
-"""In place of a dtype: see `resolve_dtype`."""
-
 _FLOATS = {
   'F32': 'float32',
   'F16': 'float16',

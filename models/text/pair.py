@@ -13,8 +13,10 @@ from models.checkpoints import gguf
 from models.checkpoints import hub
 from models.nn.adapter import as_model
 from models.nn.adapter import with_vocab_size
+from models.nn.dtypes import AUTO
 from models.text.token_bytes import TextStream
 from models.text.token_bytes import token_bytes
+from specdec import checks
 from specdec.model import LanguageModel
 
 
@@ -39,7 +41,8 @@ class Pair:
   eos_ids: tuple[int, ...]
 
   def encode(self, text: str) -> list[int]:
-    """Text to token ids."""
+    """Text to token ids; ValueError if the text is not valid Unicode."""
+    checks.check_text('the prompt', text)
     # `verbose=False`: a text that is too long is refused when it is decoded.
     return self.tokenizer(text, verbose=False)['input_ids']
 
@@ -126,6 +129,8 @@ def _eos_ids(
         raise ValueError(f'{path} is not a JSON object: {error}') from error
   for eos in (*stated, tokenizer.eos_token_id):
     ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if any(type(token) is not int for token in ids):
+      raise ValueError(f'{folder}: eos_token_id={eos!r} is no token id')
     usable = tuple(token for token in ids if 0 <= token < vocab_size)
     if usable:
       return usable
@@ -164,7 +169,7 @@ def load_checkpoints(
   target: Checkpoint,
   draft: Checkpoint | None,
   *,
-  dtype: jax.typing.DTypeLike = hub.AUTO,
+  dtype: jax.typing.DTypeLike = AUTO,
   draft_dtype: jax.typing.DTypeLike | None = None,
 ) -> Pair:
   """Loads the weights of a target and a draft; see `load_pair`."""
@@ -190,7 +195,7 @@ def load_pair(
   target: str,
   draft: str | None,
   *,
-  dtype: jax.typing.DTypeLike = hub.AUTO,
+  dtype: jax.typing.DTypeLike = AUTO,
   draft_dtype: jax.typing.DTypeLike | None = None,
   revision: str | None = None,
 ) -> Pair:
