@@ -167,29 +167,12 @@ def config_from_keys(raw: Any, path: pathlib.Path) -> Config:
     if not isinstance(raw.get(key), dict | None):
       raise ValueError(f'{path}: {key} must be an object, got {raw[key]!r}')
   try:
-    config = by_type[kind].read_config(raw)
+    return by_type[kind].read_config(raw)
   except StrictDataclassError as error:
-    # Its first line names the class and the key, the second the reason.
-    reason = error.__cause__ or error
+    # It names the class, then the key and the reason, which is its cause.
+    reason = str(error.__cause__ or error).partition('. Errors:')[0]
     key = _QUOTED.search(str(error))
     named = f'{key[1]}={raw.get(key[1])!r:.40}: ' if key else ''
     raise ValueError(f'{path}: {named}{reason}') from error
   except _WRONG_VALUES as error:
     raise ValueError(f'{path}: {error or repr(error)}') from error
-  _check_sizes(config, path)
-  return config
-
-
-def _check_sizes(config: Config, path: pathlib.Path) -> None:
-  """Refuses sizes that are not positive integers, by their names here."""
-  for field in dataclasses.fields(config):
-    value = getattr(config, field.name)
-    if field.type is int and not (type(value) is int and value > 0):
-      raise ValueError(
-        f'{path}: {field.name} must be a positive integer, got {value!r}'
-      )
-  if config.width % config.num_heads and isinstance(config, GPT2Config):
-    raise ValueError(
-      f'{path}: n_embd={config.width} is not divisible by'
-      f' n_head={config.num_heads}'
-    )
