@@ -52,6 +52,7 @@ def _show(prompt, stream):
 
 def main() -> None:
   from models.text.result import wants_color
+  from models.waiting import announced
 
   batch_size = _BATCH_SIZE.value
   if _STREAM.value + _SHOW_ORIGIN.value + _JSON.value > 1:
@@ -73,7 +74,8 @@ def main() -> None:
     result = _show(prompts[0], generator.stream(prompts, **arguments))
     print(f'\n\n{result.table()}')
   else:
-    result = generator.timed(prompts, **arguments)
+    with announced('compiling and decoding'):
+      result = generator.timed(prompts, **arguments)
     if _JSON.value:
       print(result.to_json())
     elif _SHOW_ORIGIN.value:
