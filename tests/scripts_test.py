@@ -238,7 +238,7 @@ def test_what_is_asked_of_the_text(pair):
     (['--inner=none'], '--method=staged with --inner=none'),
     (['--topology=chain:4'], 'a fixed topology leaves no room'),
     (['--method=tree', '--topology=star:3'], 'topology file star:3 cannot be'),
-    (['--width=0'], '--width must be an integer of at least 1, got 0'),
+    (['--width=0'], '--width must be an integer of at least 1'),
     (['--inner_rounds=0'], '--inner_rounds must be an integer of at least 1'),
     (['--num_nodes=600'], '--capacity must be at least num_nodes=600'),
     (['--inner=ngram', '--ngram=demo'], 'was built with another tokenizer'),
@@ -385,7 +385,7 @@ def test_what_cannot_be_tuned_is_refused(prompts):
   for flag, message in (
     ('--plan=auto', 'leave out --plan'),
     ('--verify=rejection', 'plans are for --verify=match'),
-    ('--batch_size=0', '--batch_size must be at least 1'),
+    ('--batch_size=0', '--batch_size=0: 0 is not an integer in'),
     ('--max_new_tokens=2', 'must be at least 16 to plan'),
   ):
     refused = command_lines.refusal('tune.py', f'--prompt_file={prompts}', flag)
