@@ -165,6 +165,7 @@ _LLAMA = {
 _CONFIGS = [
   (_GPT2, 'n_layer', 'two', "n_layer='two'"),
   (_GPT2, 'n_layer', -1, 'num_layers must be positive'),
+  (_GPT2, 'n_layer', 4000, '4000 layers, at most 256'),
   (_GPT2, 'n_embd', None, 'n_embd=None'),
   (_GPT2, 'n_embd', 1.5, 'n_embd=1.5'),
   (_GPT2, 'n_embd', 18, 'width'),

@@ -111,6 +111,8 @@ _WRONG_VALUES = (
   *(AttributeError, KeyError, TypeError, ValueError),
   *(OverflowError, ZeroDivisionError),
 )
+# Layers are unrolled: shapes alone of 4,000 take over a minute.
+_MAX_LAYERS = 256
 _QUOTED = re.compile(r"field '(\w+)'")
 
 
@@ -167,7 +169,7 @@ def config_from_keys(raw: Any, path: pathlib.Path) -> Config:
     if not isinstance(raw.get(key), dict | None):
       raise ValueError(f'{path}: {key} must be an object, got {raw[key]!r}')
   try:
-    return by_type[kind].read_config(raw)
+    config = by_type[kind].read_config(raw)
   except StrictDataclassError as error:
     # It names the class, then the key and the reason, which is its cause.
     reason = str(error.__cause__ or error).partition('. Errors:')[0]
@@ -176,3 +178,8 @@ def config_from_keys(raw: Any, path: pathlib.Path) -> Config:
     raise ValueError(f'{path}: {named}{reason}') from error
   except _WRONG_VALUES as error:
     raise ValueError(f'{path}: {error or repr(error)}') from error
+  if config.num_layers > _MAX_LAYERS:
+    raise ValueError(
+      f'{path}: {config.num_layers} layers, at most {_MAX_LAYERS} are supported'
+    )
+  return config

@@ -114,7 +114,7 @@ def load_tokenizer(
     return None
   try:
     return transformers.AutoTokenizer.from_pretrained(path)
-  except (OSError, ValueError) as error:
+  except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
     raise ValueError(f'{path} has no usable tokenizer: {error}') from error
 
 

@@ -100,12 +100,14 @@ def find_checkpoints(
   folder = hub.locate(target, revision=revision)
   if folder.is_dir() and not (folder / 'config.json').exists():
     raise ValueError(f'{folder} is no model folder: it has no config.json')
+  hub.config_of(folder)  # It names a wrong key; the tokenizer would not.
   found = Checkpoint(folder, hub.load_tokenizer(folder))
   if found.tokenizer is None:
     raise ValueError(f'{folder} has no tokenizer; copy that of the model there')
   if draft is None:
     return found, None
   folder = hub.locate(hub.draft_name(draft))
+  hub.config_of(folder)
   return found, Checkpoint(folder, hub.load_tokenizer(folder))
 
 
