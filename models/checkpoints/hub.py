@@ -305,6 +305,9 @@ def load_module(
   folder = locate(name, revision=revision)
   config = config_of(folder)
   family = family_of(config)
+  # Of one matrix per layer, before shapes are made of absurd sizes.
+  least = config.num_layers * config.width**2
+  check_fits({'the weights; see config.json': least})
   in_int8 = jnp.dtype(dtype) == jnp.int8
   float_dtype = jnp.dtype(jnp.bfloat16 if in_int8 else dtype)
   graph, expected = flat_params(shape_module(config, float_dtype))
