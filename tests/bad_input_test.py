@@ -107,8 +107,9 @@ def test_nothing_heavy_is_imported_before_flags_are_checked():
   """transformers and torch take seconds, in which a user would wait."""
   program = (
     f'import sys; sys.path.insert(0, {str(_TESTS)!r}); import command_lines\n'
-    f'for script in {_SCRIPTS!r}:\n'
-    "  ended = command_lines.run(script, '--no_such_flag')\n"
+    f'runs = [(one, "--no_such_flag") for one in {_SCRIPTS!r}]\n'
+    "for script, flag in [*runs, ('generate.py', '--width=999999')]:\n"
+    '  ended = command_lines.run(script, flag)\n'
     '  assert ended.code == 2, (script, ended)\n'
     "  for name in ('transformers', 'torch', 'flax.nnx'):\n"
     '    assert name not in sys.modules, (script, name)\n'

@@ -173,8 +173,8 @@ def config_from_keys(raw: Any, path: pathlib.Path) -> Config:
   except StrictDataclassError as error:
     # It names the class, then the key and the reason, which is its cause.
     reason = str(error.__cause__ or error).partition('. Errors:')[0]
-    key = _QUOTED.search(str(error))
-    named = f'{key[1]}={raw.get(key[1])!r:.40}: ' if key else ''
+    found = _QUOTED.search(str(error))
+    named = f'{found[1]}={raw.get(found[1])!r:.40}: ' if found else ''
     raise ValueError(f'{path}: {named}{reason}') from error
   except _WRONG_VALUES as error:
     raise ValueError(f'{path}: {error or repr(error)}') from error
