@@ -3,10 +3,31 @@
 `models.load` is where to begin.
 """
 
-from models.text.drafters import DraftSettings
-from models.text.generator import Generator
-from models.text.generator import load
-from models.text.plan import Plan
-from models.text.result import TextGeneration
+import importlib
+from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+  from models.text.generator import Generator
+  from models.text.generator import load
+  from models.text.plan import Plan
+  from models.text.result import TextGeneration
+  from models.text.settings import DraftSettings
 
 __all__ = ('DraftSettings', 'Generator', 'Plan', 'TextGeneration', 'load')
+
+# Imported when they are asked for: transformers takes seconds, and scripts
+# refuse a wrong flag before (`models.text.settings`).
+_MODULES = {
+  'DraftSettings': 'models.text.settings',
+  'Generator': 'models.text.generator',
+  'Plan': 'models.text.plan',
+  'TextGeneration': 'models.text.result',
+  'load': 'models.text.generator',
+}
+
+
+def __getattr__(name: str) -> Any:
+  if name not in _MODULES:
+    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+  return getattr(importlib.import_module(_MODULES[name]), name)

@@ -17,7 +17,7 @@ from absl import flags
 import command_line
 import options
 
-from models.text.drafters import METHODS
+from models.text.settings import METHODS
 
 flags.adopt_module_key_flags(options)  # Listed by --help.
 
@@ -46,7 +46,13 @@ _PROMPT_BUCKET = flags.DEFINE_integer(
   'of those, only prompts of more than half of it and at most so many tokens: a'
   ' power of 2 saves compiling for others; default: all',
 )
-_BATCH_SIZE = flags.DEFINE_integer('batch_size', 1, 'prompts per batch')
+_BATCH_SIZE = flags.DEFINE_integer(
+  'batch_size',
+  1,
+  'prompts per batch',
+  lower_bound=1,
+  upper_bound=options.LARGEST_BATCH,
+)
 _BATCH_SIZES = flags.DEFINE_list(
   'batch_sizes',
   [],

@@ -1,9 +1,12 @@
 """Starts every script, and reports bad input in one line."""
 
 from collections.abc import Callable
+from collections.abc import Sequence
+import io
 import os
 import pathlib
 import sys
+from typing import NoReturn
 
 from absl import app
 from absl import flags
@@ -42,6 +45,37 @@ def _keep_programs() -> None:
     )
 
 
+_CHECKS: list[Callable[[], None]] = []
+
+
+def checked_first(check: Callable[[], None]) -> Callable[[], None]:
+  """Registers a check of flags, which `run` calls before anything else.
+
+  It raises ValueError. What it needs must be imported in a second.
+  """
+  _CHECKS.append(check)
+  return check
+
+
+def _refuse(script: str, error: Exception) -> NoReturn:
+  message = ' '.join(str(error).split())
+  print(f'{pathlib.Path(script).name}: {message}', file=sys.stderr)
+  sys.exit(2)
+
+
+def _parse(argv: Sequence[str]) -> list[str]:
+  """Parses the flags; what they cannot be is one line."""
+  try:
+    left = flags.FLAGS(argv)
+    if len(left) > 1:
+      raise ValueError(f'unexpected argument {left[1]!r}; see --help')
+    for check in _CHECKS:
+      check()
+  except (flags.Error, *_BAD_INPUT) as error:
+    _refuse(argv[0], error)
+  return left
+
+
 def run(main: Callable[[], None]) -> None:
   """`app.run` that reports bad input in one line instead of a traceback.
 
@@ -50,15 +84,14 @@ def run(main: Callable[[], None]) -> None:
   """
 
   def checked(argv):
-    if len(argv) > 1:
-      raise app.UsageError(f'unexpected argument {argv[1]!r}')
     try:
       _keep_programs()
       main()
     except _BAD_INPUT as error:
-      message = ' '.join(str(error).split())
-      print(f'{pathlib.Path(argv[0]).name}: {message}', file=sys.stderr)
-      sys.exit(2)
+      _refuse(argv[0], error)
 
+  if isinstance(sys.stdout, io.TextIOWrapper):
+    # A terminal that lacks a character of a text shows a question mark.
+    sys.stdout.reconfigure(errors='replace')
   logging.set_verbosity(logging.WARNING)  # JAX logs the backends it lacks.
-  app.run(checked)
+  app.run(checked, flags_parser=_parse)

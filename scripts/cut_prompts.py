@@ -14,8 +14,6 @@ import random
 from absl import flags
 import command_line
 
-from models.training.corpus import Corpus
-
 _OUTPUT = flags.DEFINE_string('output', None, 'file to write', required=True)
 _CORPUS = flags.DEFINE_string(
   'corpus', '', 'folder of Python files; default: the standard library'
@@ -41,6 +39,8 @@ def _functions(text: str) -> Iterator[str]:
 
 
 def main() -> None:
+  from models.training.corpus import Corpus
+
   corpus = Corpus(folder=_CORPUS.value, pattern='*.py')
   prompts = [
     prompt

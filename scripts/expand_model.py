@@ -8,9 +8,6 @@ import pathlib
 
 from absl import flags
 import command_line
-import jax.numpy as jnp
-
-from models.checkpoints import expand
 
 _FLAGS = flags.FLAGS
 
@@ -29,6 +26,10 @@ flags.DEFINE_integer('seed', 0, 'seed of the added weights')
 
 
 def main() -> None:
+  import jax.numpy as jnp
+
+  from models.checkpoints import expand
+
   shape = expand.expand_pretrained(
     _FLAGS.model,
     pathlib.Path(_FLAGS.output),

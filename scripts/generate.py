@@ -21,7 +21,11 @@ _METHOD = flags.DEFINE_enum(
   'how to decode; the text is the same; --plan chooses',
 )
 _BATCH_SIZE = flags.DEFINE_integer(
-  'batch_size', 1, 'copies of the prompt, or prompts of the file'
+  'batch_size',
+  1,
+  'copies of the prompt, or prompts of the file',
+  lower_bound=1,
+  upper_bound=options.LARGEST_BATCH,
 )
 _STOP = flags.DEFINE_multi_string(
   'stop', [], r'the text ends before this; \n is a line end; may be repeated'
@@ -57,12 +61,11 @@ def _show(stream):
 def main() -> None:
   from models.text.chat_template import first_messages
   from models.text.result import wants_color
+  from models.waiting import announced
 
   batch_size = _BATCH_SIZE.value
   if _STREAM.value + _SHOW_ORIGIN.value + _JSON.value > 1:
     raise ValueError('give one of --stream, --show_origin and --json')
-  if batch_size < 1:
-    raise ValueError(f'--batch_size must be at least 1, got {batch_size}')
   if _STREAM.value and batch_size > 1:
     raise ValueError('--stream shows one prompt; leave out --batch_size')
   if _SYSTEM.value is not None and not _CHAT.value:
@@ -86,7 +89,8 @@ def main() -> None:
     result = _show(generator.stream(given, **arguments))
     print(f'\n\n{result.table()}')
   else:
-    result = generator.timed(given, **arguments)
+    with announced('compiling and decoding'):
+      result = generator.timed(given, **arguments)
     if _JSON.value:
       print(result.to_json())
     elif _SHOW_ORIGIN.value:

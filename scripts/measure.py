@@ -36,7 +36,13 @@ _CONTEXT = flags.DEFINE_integer('context', 192, 'forward: tokens in the cache')
 _PEER = flags.DEFINE_bool('peer', False, 'forward: also transformers on torch')
 _METHOD = flags.DEFINE_string('method', 'chain', 'fallback: how to draft')
 _NUM_PROMPTS = flags.DEFINE_integer('num_prompts', None, 'default: all')
-_BATCH_SIZE = flags.DEFINE_integer('batch_size', 4, 'of acceptance')
+_BATCH_SIZE = flags.DEFINE_integer(
+  'batch_size',
+  4,
+  'of acceptance',
+  lower_bound=1,
+  upper_bound=options.LARGEST_BATCH,
+)
 _CORPUS = flags.DEFINE_string('corpus', '', 'default: the standard library')
 _PATTERN = flags.DEFINE_string('pattern', '*.py', 'file names of the corpus')
 _OUTPUT = flags.DEFINE_string('output', None, 'JSON file to write')

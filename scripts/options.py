@@ -11,14 +11,19 @@ from typing import Any
 from typing import get_args
 
 from absl import flags
+import command_line
 
-from models.checkpoints import hub
-from models.text import drafters
+from models.nn import dtypes
+from models.text import settings
 import specdec
+from specdec import checks
 from specdec.checks import RULES
 from specdec.sampling import CHILDREN as CHILDREN_KINDS
 
-_DEFAULTS = drafters.DraftSettings()
+_DEFAULTS = settings.DraftSettings()
+
+LARGEST_BATCH = 1024
+"""Rows of a batch, at most: writes to caches are unrolled by row."""
 
 DEFAULT_PROMPT = '''def copy_file(source, destination):
     """Copy a file, and its permissions."""
@@ -49,17 +54,29 @@ PROMPT_FILE = flags.DEFINE_string(
   ' prompt per line',
 )
 MAX_NEW_TOKENS = flags.DEFINE_integer(
-  'max_new_tokens', 128, 'tokens to generate at most'
+  'max_new_tokens',
+  128,
+  'tokens to generate at most',
+  lower_bound=0,
+  upper_bound=1 << 20,
 )
 TEMPERATURE = flags.DEFINE_float('temperature', 0.0, '0 is greedy')
-TOP_K = flags.DEFINE_integer('top_k', None, 'keep the k likeliest tokens')
+TOP_K = flags.DEFINE_integer(
+  'top_k', None, 'keep the k likeliest tokens', lower_bound=1
+)
 TOP_P = flags.DEFINE_float(
   'top_p', None, 'keep the likeliest tokens up to this probability'
 )
 MIN_P = flags.DEFINE_float(
   'min_p', None, 'keep tokens this likely relative to the likeliest'
 )
-SEED = flags.DEFINE_integer('seed', 0, 'of the sampling')
+SEED = flags.DEFINE_integer(
+  'seed',
+  0,
+  'of the sampling',
+  lower_bound=-(2**31),
+  upper_bound=2**32 - 1,
+)
 REPETITION_PENALTY = flags.DEFINE_float(
   'repetition_penalty', None, 'above 1, repeating a token is less likely'
 )
@@ -88,14 +105,14 @@ BREAK_EVEN = flags.DEFINE_float(
 )
 DTYPE = flags.DEFINE_enum(
   'dtype',
-  hub.AUTO,
-  (hub.AUTO, *hub.DTYPES),
+  dtypes.AUTO,
+  (dtypes.AUTO, *dtypes.DTYPES),
   'of the target; auto: the 16-bit type of the checkpoint where this platform'
   ' computes in it natively, else float32; int8: eight-bit weights, the rest'
   ' computed in bfloat16',
 )
 DRAFT_DTYPE = flags.DEFINE_enum(
-  'draft_dtype', None, hub.DTYPES, 'of the draft; default: as --dtype'
+  'draft_dtype', None, dtypes.DTYPES, 'of the draft; default: as --dtype'
 )
 CPU_KERNELS = flags.DEFINE_enum(
   'cpu_kernels',
@@ -112,7 +129,7 @@ LOOKUP_CONFIDENCE = flags.DEFINE_list(
 )
 
 
-def _define(name: str, option: drafters.Option) -> flags.FlagHolder:
+def _define(name: str, option: settings.Option) -> flags.FlagHolder:
   """The flag of a setting."""
   of_inner = 'of --inner: ' if option.record == 'inner_stage' else ''
   text = of_inner + option.field.metadata['help']
@@ -124,7 +141,7 @@ def _define(name: str, option: drafters.Option) -> flags.FlagHolder:
 
 
 _DRAFTING = {
-  name: _define(name, drafters.OPTIONS[name]) for name in drafters.OPTIONS
+  name: _define(name, settings.OPTIONS[name]) for name in settings.OPTIONS
 }
 NUM_DRAFT_TOKENS = _DRAFTING['num_draft_tokens']
 
@@ -164,7 +181,7 @@ def decoding() -> dict[str, Any]:
   }
 
 
-def draft_settings(plan: Any = None) -> drafters.DraftSettings:
+def draft_settings(plan: Any = None) -> settings.DraftSettings:
   """The drafting settings of the flags.
 
   Args:
@@ -176,12 +193,29 @@ def draft_settings(plan: Any = None) -> drafters.DraftSettings:
   except ValueError as error:
     raise ValueError(f'--lookup_confidence: {error}') from error
   try:
-    settings = drafters.with_options(
+    changed = settings.with_options(
       _DEFAULTS, {name: flag.value for name, flag in _DRAFTING.items()}
     )
   except ValueError as error:
     raise ValueError(f'--{error}') from error
-  return dataclasses.replace(settings, lookup=lookup, plan=plan)
+  return dataclasses.replace(changed, lookup=lookup, plan=plan)
+
+
+@command_line.checked_first
+def _check() -> None:
+  """Refuses values of the shared flags that no model could take."""
+  for flag in (REPETITION_PENALTY, TEMPERATURE, TOP_P, MIN_P):
+    if flag.value is not None:
+      try:
+        checks.check_range(flag.name, flag.value)
+      except ValueError as error:
+        raise ValueError(f'--{error}') from error
+  try:
+    checks.check_break_even(BREAK_EVEN.value)
+  except ValueError as error:
+    raise ValueError(f'--{error}') from error
+  sampling()
+  draft_settings()
 
 
 def draft_name() -> str | None:
@@ -214,18 +248,19 @@ def read_prompts(name: str | None, limit: int | None = None) -> list[str]:
       ' see --batch_size and --num_prompts'
     )
   if path.suffix != '.jsonl':
-    return [line for _, line in lines[:limit]]
+    return [line for _, line in lines[:limit]]  # UTF-8 has no surrogates.
   prompts = []
   for number, line in lines[:limit]:
     try:
       prompts.append(json.loads(line)['prompt'])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
       prompts.append(None)
     if not isinstance(prompts[-1], str):
       raise ValueError(
         f'--prompt_file={path}, line {number}: expected a JSON object with the'
         ' key prompt and a string'
       )
+    checks.check_text(f'--prompt_file={path}, line {number}', prompts[-1])
   return prompts
 
 
@@ -237,6 +272,7 @@ def prompts(prompt: flags.FlagHolder, number: int) -> list[str]:
     number: of prompts of the file, or copies of the prompt.
   """
   if PROMPT_FILE.value is None:
+    checks.check_text(f'--{prompt.name}', prompt.value)
     return [prompt.value] * number
   if prompt.present:
     raise ValueError('give --prompt or --prompt_file, not both')
@@ -271,7 +307,7 @@ def _check_contradictions(plan: Any, method: flags.FlagHolder) -> None:
   ours = draft_settings()
   given = {
     name: (option.read(ours), option.read(plan.drafting))
-    for name, option in drafters.OPTIONS.items()
+    for name, option in settings.OPTIONS.items()
     if _DRAFTING[name].present
   }
   if LOOKUP_CONFIDENCE.present:
@@ -291,7 +327,9 @@ def _check_contradictions(plan: Any, method: flags.FlagHolder) -> None:
 def dtype() -> str:
   """The dtype of the target; what `auto` stands for is printed."""
   name = DTYPE.value
-  if name == hub.AUTO:
+  if name == dtypes.AUTO:
+    from models.checkpoints import hub
+
     folder = hub.locate(TARGET.value, revision=REVISION.value)
     name = hub.resolve_dtype(name, folder)
     print(f'--dtype=auto: {name}', file=sys.stderr)

@@ -8,10 +8,6 @@ import pathlib
 from absl import flags
 import command_line
 
-from models.training import pipeline
-from models.training.corpus import Corpus
-from models.training.trainer import TrainConfig
-
 _FLAGS = flags.FLAGS
 
 flags.DEFINE_string(
@@ -31,7 +27,9 @@ flags.DEFINE_string(
   'teacher', None, 'model folder to distil from (implies its tokenizer)'
 )
 flags.DEFINE_integer('vocab_size', 4096, 'vocabulary of a new tokenizer')
-flags.DEFINE_enum('family', 'gpt2', pipeline.FAMILIES, 'family of the model')
+flags.DEFINE_enum(
+  'family', 'gpt2', ('gpt2', 'llama', 'mixtral'), 'family of the model'
+)
 flags.DEFINE_integer('width', 320, 'width of the residual stream')
 flags.DEFINE_integer('layers', 6, 'number of transformer blocks')
 flags.DEFINE_integer('heads', 5, 'number of attention heads')
@@ -60,6 +58,10 @@ flags.DEFINE_enum(
 
 
 def main() -> None:
+  from models.training import pipeline
+  from models.training.corpus import Corpus
+  from models.training.trainer import TrainConfig
+
   pipeline.run(
     corpus=Corpus(folder=_FLAGS.corpus, pattern=_FLAGS.pattern),
     config=TrainConfig(

@@ -18,7 +18,13 @@ flags.adopt_module_key_flags(options)  # Listed by --help.
 _NUM_PROMPTS = flags.DEFINE_integer(
   'num_prompts', None, 'prompts to use; default: all', lower_bound=1
 )
-_BATCH_SIZE = flags.DEFINE_integer('batch_size', 1, 'rows decoded together')
+_BATCH_SIZE = flags.DEFINE_integer(
+  'batch_size',
+  1,
+  'rows decoded together',
+  lower_bound=1,
+  upper_bound=options.LARGEST_BATCH,
+)
 _OUTPUT = flags.DEFINE_string(
   'output', None, 'file of the plan; default: where --plan=auto looks for it'
 )

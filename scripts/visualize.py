@@ -13,7 +13,7 @@ from absl import flags
 import command_line
 import options
 
-from models.text.drafters import METHODS
+from models.text.settings import METHODS
 import specdec
 
 flags.adopt_module_key_flags(options)  # Listed by --help.

@@ -32,6 +32,16 @@ from specdec.verify.rejection import RejectionRule
 from specdec.verify.stop_strings import StopTable
 
 
+def check_text(name: str, text: str) -> None:
+  """Refuses half of a surrogate pair, which no tokenizer can encode."""
+  for position, letter in enumerate(text):
+    if '\ud800' <= letter <= '\udfff':
+      raise ValueError(
+        f'{name} has the lone surrogate {letter!r} at position {position} of'
+        f' {text[max(position - 8, 0) : position + 8]!r}; give valid Unicode'
+      )
+
+
 def check_drafter(target: LanguageModel, drafter: Drafter) -> None:
   """Refuses stages that share a name or have another vocabulary."""
   ours = target.spec.vocab_size
@@ -170,6 +180,16 @@ _RANGES: dict[str, tuple[float, float, str]] = {
   'min_p': (0.0, 1.0, 'between 0 and 1'),
 }
 
+
+def check_range(name: str, value: Any, batch_size: int = 1) -> np.ndarray:
+  """A number of `Sampling`, or one per row, as `[B]` float32."""
+  low, high, bounds = _RANGES[name]
+  array = _per_row(name, value, batch_size, np.float32)
+  if not np.all(np.isfinite(array) & (array >= low) & (array <= high)):
+    raise ValueError(f'{name} must be {bounds}, got {value}')
+  return array
+
+
 # Stands for all tokens, where other rows have a k.
 _ALL = np.iinfo(np.int32).max
 
@@ -220,14 +240,10 @@ def check_sampling(
     ValueError: a value is out of range or of another shape; says which.
   """
   arrays: dict[str, Any] = {}
-  for name, (low, high, bounds) in _RANGES.items():
+  for name in _RANGES:
     value = getattr(sampling, name)
-    if value is None and name != 'temperature':
-      continue
-    array = _per_row(name, value, batch_size, np.float32)
-    if not np.all(np.isfinite(array) & (array >= low) & (array <= high)):
-      raise ValueError(f'{name} must be {bounds}, got {value}')
-    arrays[name] = jnp.asarray(array)
+    if value is not None or name == 'temperature':
+      arrays[name] = jnp.asarray(check_range(name, value, batch_size))
   if sampling.logit_bias is not None:
     bias = _check_bias(sampling.logit_bias, batch_size, vocab_size)
     arrays['logit_bias'] = bias

@@ -19,6 +19,8 @@ from specdec.loop import ALL_STEPS
 from specdec.loop import extend
 from specdec.loop import result_of
 from specdec.loop import start
+from specdec.memory import check_fits
+from specdec.memory import decode_bytes
 from specdec.model import LanguageModel
 from specdec.sampling import Sampling
 from specdec.statistics import summarize
@@ -123,6 +125,7 @@ class Decoding:
       rule=checks.check_rule(verify, children, drafter),
       fallback=bool(drafter.stages and threshold > 0),
     )
+    check_fits(decode_bytes(target, drafter, padded.shape, self._config))
     self._request = Request(
       prompt=jnp.asarray(padded),
       prompt_length=jnp.asarray(self._prompt_lengths),

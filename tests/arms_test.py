@@ -7,9 +7,9 @@ import pytest
 from models.bench.arms import ArmSpec
 from models.bench.arms import parse_arms
 from models.bench.arms import peer_arms
-from models.text.drafters import DraftSettings
-from models.text.drafters import OPTIONS
-from models.text.drafters import with_options
+from models.text.settings import DraftSettings
+from models.text.settings import OPTIONS
+from models.text.settings import with_options
 from specdec.tree.topology import chain
 
 

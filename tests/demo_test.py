@@ -5,9 +5,9 @@ import pytest
 
 from models.checkpoints import hub
 from models.text.drafters import DEMO_TABLE
-from models.text.drafters import DraftSettings
 from models.text.drafters import make_drafter
 from models.text.pair import load_pair
+from models.text.settings import DraftSettings
 import specdec
 
 _PROMPTS = (

@@ -20,11 +20,11 @@ from models.checkpoints import hub
 from models.nn.adapter import as_model
 from models.nn.adapter import with_vocab_size
 from models.text import drafters
-from models.text.drafters import DraftSettings
 from models.text.drafters import make_drafter
 from models.text.generator import Generator
 from models.text.pair import load_pair
 from models.text.pair import vocabulary_digest
+from models.text.settings import DraftSettings
 from models.training.tokenizer import train_tokenizer
 from specdec import PLAIN
 from specdec import Sampling

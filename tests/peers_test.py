@@ -20,7 +20,7 @@ from models.bench.peers import Forwards
 from models.bench.peers import statistics
 from models.checkpoints import hub
 from models.nn.adapter import as_model
-from models.text.drafters import DraftSettings
+from models.text.settings import DraftSettings
 import specdec
 from specdec import Sampling
 

@@ -5,9 +5,9 @@ import pathlib
 
 import pytest
 
-from models.text.drafters import DraftSettings
 from models.text.plan import cache_path
 from models.text.plan import Plan
+from models.text.settings import DraftSettings
 from models.tune import plan_lookup
 from models.tune.plan_lookup import find_plan
 from models.tune.plan_lookup import Setup

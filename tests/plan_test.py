@@ -9,7 +9,6 @@ import pytest
 
 import models
 from models.checkpoints import hub
-from models.text.drafters import DraftSettings
 from models.text.drafters import make_drafter
 from models.text.pair import find_checkpoints
 from models.text.pair import load_pair
@@ -19,6 +18,7 @@ from models.text.plan import load_plan
 from models.text.plan import model_digest
 from models.text.plan import model_digests
 from models.text.plan import Plan
+from models.text.settings import DraftSettings
 from specdec import PromptLookup
 from specdec.tree.topology import from_paths
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from models.nn.table_model import table_model
-from models.text.drafters import DraftSettings
 from models.text.drafters import make_drafter
 from models.text.pair import Pair
 from models.text.plan import cache_path
 from models.text.plan import Context
 from models.text.plan import load_plan
+from models.text.settings import DraftSettings
 from models.training.tokenizer import train_tokenizer
 from models.tune import candidate_methods as candidates
 from models.tune import planner

@@ -15,8 +15,8 @@ from models.checkpoints import hub
 from models.nn.gpt2 import GPT2
 from models.nn.gpt2 import GPT2Config
 from models.text.chat import Chat
-from models.text.drafters import DraftSettings
 from models.text.plan import Plan
+from models.text.settings import DraftSettings
 from models.training.tokenizer import train_tokenizer
 from models.tune.plan_lookup import Setup
 from specdec import Sampling
@@ -309,13 +309,13 @@ def test_a_model_without_a_template_is_no_partner(pair, script):
       'generate.py --json': {
         '--target=no/such-model': "'no/such-model' is neither a folder nor",
         '--max_new_tokens=4000': 'exceed the context of the target, 128',
-        '--batch_size=0': '--batch_size must be at least 1, got 0',
+        '--batch_size=0': '--batch_size=0: 0 is not an integer in',
         '--prompt_file=/no/such/file': '--prompt_file=/no/such/file cannot be',
         '--method=chain --draft=none': '--method=chain with --inner=lookup',
         '--inner=none': '--method=staged with --inner=none',
         '--topology=chain:4': 'a fixed topology leaves no room',
         '--method=tree --topology=star:3': 'topology file star:3 cannot be',
-        '--width=0': '--width must be an integer of at least 1, got 0',
+        '--width=0': '--width must be an integer of at least 1',
         '--inner_rounds=0': '--inner_rounds must be an integer of at least 1',
         '--num_nodes=600': '--capacity must be at least num_nodes=600',
         '--inner=ngram --ngram=demo': 'was built with another tokenizer',
@@ -345,7 +345,7 @@ def test_a_model_without_a_template_is_no_partner(pair, script):
       'tune.py': {
         '--plan=auto': 'leave out --plan',
         '--verify=rejection': 'plans are for --verify=match',
-        '--batch_size=0': '--batch_size must be at least 1',
+        '--batch_size=0': '--batch_size=0: 0 is not an integer in',
         '--max_new_tokens=2': 'must be at least 16 to plan',
       },
       'measure.py nothing': {'': "'nothing' is none of matmul, attention"},

@@ -10,10 +10,10 @@ from typing import Any
 
 from models.bench import machine
 from models.bench.machine import ModelSize
-from models.checkpoints.hub import DTYPES
-from models.text.drafters import DraftSettings
-from models.text.drafters import METHODS
-from models.text.drafters import OPTIONS
+from models.nn.dtypes import DTYPES
+from models.text.settings import DraftSettings
+from models.text.settings import METHODS
+from models.text.settings import OPTIONS
 from specdec.model import LanguageModel
 from specdec.sampling import Sampling
 from specdec.study.timing import Arm
@@ -49,7 +49,7 @@ _OPTIONS: Mapping[str, tuple[str, ...]] = {
 class ArmSpec:
   """A method of decoding, with the options that differ from the common ones."""
 
-  method: str  # One of `models.text.drafters.METHODS` or `PEER_METHODS`.
+  method: str  # One of `models.text.settings.METHODS` or `PEER_METHODS`.
   dtype: str  # Of weights and cache.
   options: tuple[tuple[str, str], ...] = ()  # Pairs of name and value.
 

@@ -23,9 +23,9 @@ from models.bench.record import to_table
 from models.bench.record import write_record
 from models.text.drafters import make_drafter
 from models.text.drafters import planned_break_even
-from models.text.drafters import with_options
 from models.text.pair import load_pair
 from models.text.pair import Pair
+from models.text.settings import with_options
 import specdec
 from specdec.checks import row_keys
 from specdec.draft.language_model import LanguageModelScorer

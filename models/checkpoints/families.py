@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import dataclasses
 import json
 import pathlib
+import re
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
@@ -105,6 +106,15 @@ _REFUSED_UNLESS: dict[str, tuple[Any, ...]] = {
   'quantization_config': (None,),
 }
 
+# What transformers and the families raise on values of another type.
+_WRONG_VALUES = (
+  *(AttributeError, KeyError, TypeError, ValueError),
+  *(OverflowError, ZeroDivisionError),
+)
+# Layers are unrolled: shapes alone of 4,000 take over a minute.
+_MAX_LAYERS = 256
+_QUOTED = re.compile(r"field '(\w+)'")
+
 
 def family_of(config: Config) -> Family:
   """The family of a shape."""
@@ -133,7 +143,7 @@ def read_config(path: pathlib.Path) -> Config:
   """
   try:
     raw = json.loads(path.read_text('utf-8'))
-  except ValueError as error:
+  except (ValueError, RecursionError) as error:
     raise ValueError(f'{path} is not valid JSON: {error}') from error
   return config_from_keys(raw, path)
 
@@ -144,16 +154,32 @@ def config_from_keys(raw: Any, path: pathlib.Path) -> Config:
   Raises:
     ValueError: see `read_config`; the message begins with the path.
   """
-  kind = raw.get('model_type') if isinstance(raw, dict) else raw
+  if not isinstance(raw, dict):
+    raise ValueError(f'{path} must hold a JSON object, got {raw!r:.40}')
+  kind = raw.get('model_type')
   by_type = {kind: family for family in FAMILIES for kind in family.model_types}
-  if not isinstance(raw, dict) or kind not in by_type:
+  if not isinstance(kind, str) or kind not in by_type:
     raise ValueError(
       f'{path}: model_type {kind!r} is not known; choose from {sorted(by_type)}'
     )
   for key, harmless in _REFUSED_UNLESS.items():
     if raw.get(key) not in harmless:
       raise ValueError(f'{path}: {key}={raw[key]!r} is not supported')
+  for key in ('rope_parameters', 'rope_scaling'):
+    if not isinstance(raw.get(key), dict | None):
+      raise ValueError(f'{path}: {key} must be an object, got {raw[key]!r}')
   try:
-    return by_type[kind].read_config(raw)
-  except (StrictDataclassError, KeyError, TypeError, ValueError) as error:
-    raise ValueError(f'{path}: {error}') from error
+    config = by_type[kind].read_config(raw)
+  except StrictDataclassError as error:
+    # It names the class, then the key and the reason, which is its cause.
+    reason = str(error.__cause__ or error).partition('. Errors:')[0]
+    found = _QUOTED.search(str(error))
+    named = f'{found[1]}={raw.get(found[1])!r:.40}: ' if found else ''
+    raise ValueError(f'{path}: {named}{reason}') from error
+  except _WRONG_VALUES as error:
+    raise ValueError(f'{path}: {error or repr(error)}') from error
+  if config.num_layers > _MAX_LAYERS:
+    raise ValueError(
+      f'{path}: {config.num_layers} layers, at most {_MAX_LAYERS} are supported'
+    )
+  return config

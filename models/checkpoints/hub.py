@@ -26,23 +26,20 @@ from models.nn.adapter import Config
 from models.nn.adapter import Module
 from models.nn.cpu import ops
 from models.nn.cpu.ops import PackedMatrix
+from models.nn.dtypes import AUTO
 from models.nn.dtypes import native_dtypes
 from models.nn.matmul import Int8Matrix
 from models.nn.matmul import Matrix
 from models.nn.matmul import pack
 from models.nn.matmul import quantize
+from models.waiting import progress
+from specdec.memory import check_fits
 
 _DEMO = pathlib.Path(__file__).parents[1] / 'demo'
 _EMBEDDED = {'demo': _DEMO / 'target', 'demo-draft': _DEMO / 'draft'}
 
 _INDEX = 'model.safetensors.index.json'
 _SINGLE = 'model.safetensors'
-DTYPES = ('float32', 'bfloat16', 'float16', 'int8')
-"""Dtypes that the matrices of a model may be loaded as, see `load_module`."""
-
-AUTO = 'auto'
-"""In place of a dtype: see `resolve_dtype`."""
-
 _FLOATS = {
   'F32': 'float32',
   'F16': 'float16',
@@ -121,7 +118,7 @@ def load_tokenizer(
     return None
   try:
     return transformers.AutoTokenizer.from_pretrained(path)
-  except (OSError, ValueError) as error:
+  except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
     raise ValueError(f'{path} has no usable tokenizer: {error}') from error
 
 
@@ -279,6 +276,14 @@ def flat_params(module: Module) -> tuple[nnx.GraphDef, dict[tuple, Any]]:
   return graph, traverse_util.flatten_dict(nnx.to_pure_dict(variables))
 
 
+def _num_bytes(params: dict[tuple, Any], *, in_int8: bool) -> int:
+  """Memory of parameters; a byte for each element of a matrix in eight bits."""
+  return sum(
+    leaf.size * (1 if in_int8 and leaf.ndim == 2 else leaf.dtype.itemsize)
+    for leaf in params.values()
+  )
+
+
 def load_module(
   name: str | pathlib.Path,
   *,
@@ -307,12 +312,20 @@ def load_module(
   folder = locate(name, revision=revision)
   config = config_of(folder)
   family = family_of(config)
+  # Of one matrix per layer, before shapes are made of absurd sizes.
+  least = config.num_layers * config.width**2
+  check_fits({'the weights; see config.json': least})
   in_int8 = jnp.dtype(dtype) == jnp.int8
   float_dtype = jnp.dtype(jnp.bfloat16 if in_int8 else dtype)
   graph, expected = flat_params(shape_module(config, float_dtype))
+  check_fits({'the weights; see dtype': _num_bytes(expected, in_int8=in_int8)})
   paths = {parameter_name(path): path for path in expected}
   loaded, origin = {}, {}
-  for key, tensor, transposed in _tensors(folder, family, config):
+  tensors = _tensors(folder, family, config)
+  total = sum(file.stat().st_size for file in weight_files(folder))
+  for key, tensor, transposed in progress(
+    tensors, f'reading {folder.name}', len(paths), total
+  ):
     if key not in paths:
       raise ValueError(
         f'{folder}: tensor {tensor.name} is not part of a {family.name}'

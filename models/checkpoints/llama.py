@@ -53,6 +53,8 @@ def _read_rope(raw: Mapping[str, Any]) -> Rope:
       f'partial_rotary_factor={raw["partial_rotary_factor"]!r} is not supported'
     )
   kind, theta = raw.get('rope_type', 'default'), raw['rope_theta']
+  if not isinstance(kind, str):
+    raise ValueError(f'rope_type must be a name, got {kind!r}')
   if kind == 'default':
     return Rope(theta=theta)
   if kind not in SCALINGS:
@@ -79,6 +81,8 @@ def _longest_context(config: Any) -> int:
   if unknown := kinds - {'full_attention', 'sliding_attention'}:
     raise ValueError(f'layer_types has {sorted(unknown)}, not supported')
   window = getattr(config, 'sliding_window', None)
+  if not isinstance(window, int | None):
+    raise ValueError(f'sliding_window must be an integer, got {window!r}')
   slides = window is not None and (not kinds or 'sliding_attention' in kinds)
   return min(longest, window) if slides else longest
 

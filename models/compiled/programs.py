@@ -20,9 +20,9 @@ from models.nn.adapter import as_model
 from models.nn.adapter import Config
 from models.nn.gpt2 import GPT2Config
 from models.text.drafters import DEMO_TABLE
-from models.text.drafters import DraftSettings
 from models.text.drafters import make_drafter
 from models.text.pair import Pair
+from models.text.settings import DraftSettings
 import specdec
 from specdec.checks import check_sampling
 from specdec.checks import row_keys

@@ -1,8 +1,14 @@
-"""Which 16-bit floats a platform computes in natively."""
+"""Names of dtypes, and which 16-bit floats a platform computes in natively."""
 
 import pathlib
 
 import jax
+
+DTYPES = ('float32', 'bfloat16', 'float16', 'int8')
+"""Dtypes that the matrices of a model may be loaded as."""
+
+AUTO = 'auto'
+"""In place of a dtype: see `models.checkpoints.hub.resolve_dtype`."""
 
 # Of x86 processors with products of bfloat16, as /proc/cpuinfo names them.
 _BFLOAT16_INSTRUCTIONS = {'avx512_bf16', 'amx_bf16'}

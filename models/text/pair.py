@@ -15,11 +15,13 @@ from models.checkpoints import hub
 from models.nn.adapter import as_model
 from models.nn.adapter import with_vocab_size
 from models.nn.cpu import build
+from models.nn.dtypes import AUTO
 from models.text.chat_template import conversation_ids
 from models.text.chat_template import is_conversation
 from models.text.chat_template import Prompt
 from models.text.token_bytes import TextStream
 from models.text.token_bytes import token_bytes
+from specdec import checks
 from specdec.model import LanguageModel
 
 
@@ -44,7 +46,8 @@ class Pair:
   eos_ids: tuple[int, ...]
 
   def encode(self, text: str) -> list[int]:
-    """Text to token ids."""
+    """Text to token ids; ValueError if the text is not valid Unicode."""
+    checks.check_text('the prompt', text)
     # `verbose=False`: a text that is too long is refused when it is decoded.
     return self.tokenizer(text, verbose=False)['input_ids']
 
@@ -122,12 +125,14 @@ def find_checkpoints(
   folder = hub.locate(target, revision=revision)
   if folder.is_dir() and not (folder / 'config.json').exists():
     raise ValueError(f'{folder} is no model folder: it has no config.json')
+  hub.config_of(folder)  # It names a wrong key; the tokenizer would not.
   found = Checkpoint(folder, hub.load_tokenizer(folder))
   if found.tokenizer is None:
     raise ValueError(f'{folder} has no tokenizer; copy that of the model there')
   if draft is None:
     return found, None
   folder = hub.locate(hub.draft_name(draft))
+  hub.config_of(folder)
   return found, Checkpoint(folder, hub.load_tokenizer(folder))
 
 
@@ -151,6 +156,8 @@ def _eos_ids(
         raise ValueError(f'{path} is not a JSON object: {error}') from error
   for eos in (*stated, tokenizer.eos_token_id):
     ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if any(type(token) is not int for token in ids):
+      raise ValueError(f'{folder}: eos_token_id={eos!r} is no token id')
     usable = tuple(token for token in ids if 0 <= token < vocab_size)
     if usable:
       return usable
@@ -189,7 +196,7 @@ def load_checkpoints(
   target: Checkpoint,
   draft: Checkpoint | None,
   *,
-  dtype: jax.typing.DTypeLike = hub.AUTO,
+  dtype: jax.typing.DTypeLike = AUTO,
   draft_dtype: jax.typing.DTypeLike | None = None,
   cpu_kernels: bool = True,
 ) -> Pair:
@@ -219,7 +226,7 @@ def load_pair(
   target: str,
   draft: str | None,
   *,
-  dtype: jax.typing.DTypeLike = hub.AUTO,
+  dtype: jax.typing.DTypeLike = AUTO,
   draft_dtype: jax.typing.DTypeLike | None = None,
   revision: str | None = None,
   cpu_kernels: bool = True,

@@ -13,14 +13,14 @@ import pathlib
 from typing import Any
 
 from models.checkpoints import hub
-from models.text.drafters import DraftSettings
-from models.text.drafters import INNERS
-from models.text.drafters import METHODS
-from models.text.drafters import OPTIONS
-from models.text.drafters import PLANNED
-from models.text.drafters import with_options
 from models.text.pair import Checkpoint
 from models.text.pair import vocabulary_digest
+from models.text.settings import DraftSettings
+from models.text.settings import INNERS
+from models.text.settings import METHODS
+from models.text.settings import OPTIONS
+from models.text.settings import PLANNED
+from models.text.settings import with_options
 from specdec.draft.lookup import PromptLookup
 from specdec.tree.topology import Topology
 
@@ -77,7 +77,7 @@ class Plan:
   """A method of decoding, its settings and the measurements behind the choice.
 
   Attributes:
-    method: one of `models.text.drafters.METHODS`.
+    method: one of `models.text.settings.METHODS`.
     drafting: the settings of the method.
     min_block_efficiency: the time of a step, in steps of plain decoding. With
       fewer tokens per step the method is slower than plain decoding.

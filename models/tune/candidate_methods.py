@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 import dataclasses
 
-from models.text.drafters import DraftSettings
-from models.text.drafters import INNERS
-from models.text.drafters import with_options
+from models.text.settings import DraftSettings
+from models.text.settings import INNERS
+from models.text.settings import with_options
 
 PLAIN = 'plain'
 

@@ -27,12 +27,12 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from models.text.drafters import DraftSettings
 from models.text.drafters import make_drafter
-from models.text.drafters import with_options
 from models.text.pair import Pair
 from models.text.plan import Context
 from models.text.plan import Plan
+from models.text.settings import DraftSettings
+from models.text.settings import with_options
 from models.tune.candidate_methods import Candidate
 from models.tune.candidate_methods import list_candidates
 from models.tune.candidate_methods import PLAIN

@@ -21,6 +21,8 @@ import jax.numpy as jnp
 
 from specdec.context import StepContext
 from specdec.tree.topology import check_settings
+from specdec.tree.topology import LARGEST_DEPTH
+from specdec.tree.topology import LARGEST_TREE
 from specdec.tree.topology import setting
 from specdec.tree.topology import Topology
 from specdec.tree.topology import TreeShape
@@ -36,12 +38,14 @@ class StageConfig:
   """
 
   #: W, nodes that the stage scores in one forward.
-  width: int = setting(8, 'nodes per forward of the stage')
+  width: int = setting(8, 'nodes per forward of the stage', high=LARGEST_TREE)
   #: K, children that a scored node gets from the stage.
-  branching: int = setting(4, 'children per node')
+  branching: int = setting(4, 'children per node', high=LARGEST_TREE)
   #: The largest number of forwards per growth; without an inner stage each goes
   #: one level deeper.
-  rounds: int = setting(4, 'forwards of the stage per tree, at most')
+  rounds: int = setting(
+    4, 'forwards of the stage per tree, at most', high=LARGEST_DEPTH
+  )
   #: Exponent of the stage's probabilities. Above 1 the stage is trusted more
   #: than its own probabilities say, and the tree grows deep; below 1, broad.
   calibration: float = setting(

@@ -16,6 +16,9 @@ from specdec.sampling import EXCLUDED
 from specdec.tree.tree import histories
 from specdec.tree.tree import TokenTree
 
+LONGEST_MATCH = 32
+"""Lengths of matches that are told apart, at most; they are unrolled."""
+
 
 class PromptLookup(flax.struct.PyTreeNode):
   """A `Proposer` of what followed earlier in the text.
@@ -37,10 +40,11 @@ class PromptLookup(flax.struct.PyTreeNode):
   vocab_size = None
 
   def __post_init__(self):
-    if not self.confidence or not all(0 <= p < 1 for p in self.confidence):
+    good = all(0 <= p < 1 for p in self.confidence)
+    if not (good and 1 <= len(self.confidence) <= LONGEST_MATCH):
       raise ValueError(
         'confidence needs an entry per length of match, each at least 0 and'
-        f' below 1, got {self.confidence}'
+        f' below 1, and at most {LONGEST_MATCH}, got {self.confidence}'
       )
     if self.num_matches < 1:
       raise ValueError(

@@ -31,31 +31,48 @@ from specdec.tree.tree import TokenTree
 _NOWHERE = np.iinfo(np.int32).max
 
 
-def setting(default: Any, help_text: str, low: float = 1) -> Any:
-  """A field of a settings record: its default, its help text, its least value.
+LARGEST_TREE = 4096
+"""Nodes of a tree that the target verifies, at most: one forward reads them."""
+
+LARGEST_DEPTH = 64
+"""Levels of a tree, at most; those of a fixed topology are unrolled.
+
+Compiling a chain of 32 tokens took 27 seconds on two cores, of 64 a minute.
+"""
+
+
+def setting(
+  default: Any, help_text: str, low: float = 1, high: float = math.inf
+) -> Any:
+  """A field of a settings record: default, help text, least and largest value.
 
   Flags, benchmark arms and plans are derived from these fields.
   """
-  metadata = {'help': help_text, 'low': low}
+  metadata = {'help': help_text, 'low': low, 'high': high}
   return dataclasses.field(default=default, metadata=metadata)
 
 
-def check_settings(record: Any) -> None:
+def check_settings(record: Any, names: Sequence[str] = ()) -> None:
   """Checks a dataclass of `setting` fields; ValueError names the wrong field.
 
   A field whose default is an integer takes integers; a field whose default is
-  None takes None, too.
+  None takes None, too. Given names, only these fields are checked.
   """
   for field in dataclasses.fields(record):
-    value, low = getattr(record, field.name), field.metadata['low']
+    if names and field.name not in names:
+      continue
+    value = getattr(record, field.name)
+    low, high = field.metadata['low'], field.metadata['high']
     integral = isinstance(field.default, int)
     if value is None and field.default is None:
       continue
     kind = numbers.Integral if integral else numbers.Real
     fits = isinstance(value, kind) and not isinstance(value, bool)
-    if not (fits and low <= value < math.inf):
+    if not (fits and low <= value <= high and value < math.inf):
       what = 'an integer' if integral else 'a number'
       bound = 'above 0' if 0 < low < 1 else f'of at least {low}'
+      if high < math.inf:
+        bound += f' and at most {high}'
       optional = ', or None' if field.default is None else ''
       raise ValueError(
         f'{field.name} must be {what} {bound}{optional}, got {value!r}'
@@ -72,14 +89,20 @@ class TreeShape:
 
   #: N, nodes that the target verifies, the root included.
   num_nodes: int = setting(
-    32, 'nodes of the tree that the target verifies, the root included'
+    32,
+    'nodes of the tree that the target verifies, the root included',
+    high=LARGEST_TREE,
   )
   #: D, the largest depth of a node.
-  max_depth: int = setting(16, 'largest depth of a node')
+  max_depth: int = setting(16, 'largest depth of a node', high=LARGEST_DEPTH)
   #: M, nodes that the tree can hold while it grows, of all stages together;
   #: further candidates are dropped. A tree larger than N lets later rounds
   #: replace earlier candidates.
-  capacity: int = setting(256, 'nodes that the tree can hold while it grows')
+  capacity: int = setting(
+    256,
+    'nodes that the tree can hold while it grows',
+    high=16 * LARGEST_TREE,
+  )
 
   def __post_init__(self):
     check_settings(self)
@@ -99,7 +122,8 @@ class Topology:
   """A fixed shape; hashable, so static under `jit`.
 
   Raises:
-    ValueError: a path is empty, has a negative rank or lacks its parent.
+    ValueError: a path is empty, has a negative rank or lacks its parent, or
+      there are too many.
   """
 
   #: The path of every node but the root, in any order; kept in the order of the
@@ -119,6 +143,12 @@ class Topology:
         )
     if not paths:
       raise ValueError('topology has no path; give at least (0,)')
+    depth = len(paths[-1])
+    if depth > LARGEST_DEPTH or len(paths) >= LARGEST_TREE:
+      raise ValueError(
+        f'topology has {len(paths) + 1} nodes and depth {depth}, more than'
+        f' {LARGEST_TREE} or {LARGEST_DEPTH}'
+      )
     object.__setattr__(self, 'paths', paths)
 
   @property
@@ -182,9 +212,13 @@ class Topology:
 
 
 def chain(num_tokens: int) -> Topology:
-  """One path of `num_tokens` likeliest children; ValueError if below 1."""
+  """One path of likeliest children; ValueError if it is empty or too long."""
   if num_tokens < 1:
     raise ValueError(f'a chain needs at least one token, got {num_tokens}')
+  if num_tokens > LARGEST_DEPTH:
+    raise ValueError(
+      f'a chain has at most {LARGEST_DEPTH} tokens, got {num_tokens}'
+    )
   return Topology(tuple((0,) * depth for depth in range(1, num_tokens + 1)))
 
 
@@ -193,16 +227,20 @@ def k_ary(branching: int, depth: int) -> Topology:
 
   Raises:
     ValueError: `branching` or `depth` is below 1, or the tree has more than
-      4,096 nodes.
+      `LARGEST_TREE` nodes or `LARGEST_DEPTH` levels.
   """
   if branching < 1 or depth < 1:
     raise ValueError(
       f'a k-ary tree needs branching and depth of at least 1, got'
       f' {branching} and {depth}'
     )
-  if sum(branching**level for level in range(depth + 1)) > 4096:
+  nodes = sum(
+    branching**level for level in range(min(depth, LARGEST_DEPTH) + 1)
+  )
+  if depth > LARGEST_DEPTH or nodes > LARGEST_TREE:
     raise ValueError(
-      f'a {branching}-ary tree of depth {depth} has more than 4096 nodes'
+      f'a {branching}-ary tree of depth {depth} has more than'
+      f' {LARGEST_TREE} nodes or {LARGEST_DEPTH} levels'
     )
   ranks = range(branching)
   return Topology(

@@ -1,0 +1,181 @@
+"""The settings of drafting, which flags, arms and plans are made of.
+
+`DraftSettings` and the records in it are the only list of settings. `OPTIONS`
+has the fields of all of them by the names of their flags. This module imports
+neither transformers nor Flax's modules, so that scripts can refuse a flag
+before they wait for them.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+from typing import Any
+from typing import get_args
+from typing import Literal
+
+from specdec.draft.drafter import StageConfig
+from specdec.draft.lookup import PromptLookup
+from specdec.tree.topology import chain
+from specdec.tree.topology import check_settings
+from specdec.tree.topology import k_ary
+from specdec.tree.topology import LARGEST_DEPTH
+from specdec.tree.topology import load_topology
+from specdec.tree.topology import setting
+from specdec.tree.topology import Topology
+from specdec.tree.topology import TreeShape
+
+Inner = Literal['none', 'ngram', 'lookup', 'ngram+lookup']
+INNERS: tuple[str, ...] = get_args(Inner)
+PLANNED = 'plan'
+METHODS = (
+  'plain',
+  'chain',
+  'tree',
+  'staged_chain',
+  'staged',
+  *INNERS[1:],
+  PLANNED,
+)
+
+
+def parse_topology(text: str) -> Topology:
+  """Reads `chain:4`, `k_ary:2x3` (2 children, 3 levels) or a topology file.
+
+  Raises:
+    ValueError: the text is none of these.
+  """
+  kind, _, size = text.partition(':')
+  try:
+    if kind == 'chain':
+      return chain(int(size))
+    if kind == 'k_ary':
+      branching, depth = size.split('x')
+      return k_ary(int(branching), int(depth))
+  except ValueError as error:
+    raise ValueError(
+      f'topology {text!r}: expected chain:4, k_ary:2x3 or a file ({error})'
+    ) from error
+  return load_topology(text)
+
+
+def _record(default: Any, prefix: str) -> Any:
+  """A field whose own fields are options, under their names with a prefix."""
+  return dataclasses.field(default=default, metadata={'prefix': prefix})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DraftSettings:
+  """How to draft, for every method; the defaults are those of the flags.
+
+  Most fields have a help text. Of the others, `tree` limits a tree that grows
+  best first, `stage` and `inner_stage` are for the draft model and the inner
+  drafter, and `plan` is the `models.Plan` of the method `plan`. A `topology`
+  replaces `tree` and the width, branching and rounds of `stage`.
+
+  Raises:
+    ValueError: a value is out of range; names it.
+  """
+
+  num_draft_tokens: int = setting(
+    4,
+    'tokens drafted per target forward, in a chain',
+    high=LARGEST_DEPTH,
+  )
+  tree: TreeShape = _record(TreeShape(num_nodes=64, capacity=512), '')
+  stage: StageConfig = _record(
+    StageConfig(width=16, branching=8, rounds=4, calibration=1.2), ''
+  )
+  topology: Topology | None = setting(
+    None,
+    'fixed tree in place of one that grows: chain:4, k_ary:2x3 (children x'
+    ' levels) or a JSON file of paths',
+  )
+  inner: Inner | None = setting(
+    None,
+    'what drafts for the draft model (--method=staged), or in its place'
+    ' (--draft=none); default: ngram+lookup if the n-gram has the vocabulary of'
+    ' the target, else lookup',
+  )
+  # The forwards of tables cost next to nothing.
+  inner_stage: StageConfig = _record(
+    StageConfig(width=8, branching=3, rounds=3, cost_ratio=0.0), 'inner_'
+  )
+  inner_rounds_alone: int = setting(
+    8,
+    'levels that --inner drafts without a draft model',
+    high=LARGEST_DEPTH,
+  )
+  ngram: str = setting(
+    'demo', 'demo (embedded) or a file made by build_ngram.py'
+  )
+  lookup: PromptLookup = PromptLookup()
+  plan: Any = None
+
+  def __post_init__(self):
+    check_settings(self, ('num_draft_tokens', 'inner_rounds_alone'))
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+  """A setting that has a flag."""
+
+  record: str  # The field of `DraftSettings` that holds it; '' if it is one.
+  field: dataclasses.Field  # Its name, type and help text.
+
+  @property
+  def kind(self) -> Any:
+    """The type of its values other than None."""
+    kinds = get_args(self.field.type)
+    return kinds[0] if type(None) in kinds else self.field.type
+
+  def read(self, settings: DraftSettings) -> Any:
+    """Its value in the settings."""
+    record = getattr(settings, self.record) if self.record else settings
+    return getattr(record, self.field.name)
+
+  def parse(self, text: str) -> Any:
+    """Its value from a text; ValueError if the text is not of its kind."""
+    parsers: dict[Any, Any] = {Topology: parse_topology, Inner: str}
+    return parsers.get(self.kind, self.kind)(text)
+
+
+def _options() -> dict[str, Option]:
+  found, defaults = {}, DraftSettings()
+  for field in dataclasses.fields(defaults):
+    if 'help' in field.metadata:
+      found[field.name] = Option('', field)
+    elif 'prefix' in field.metadata:
+      for part in dataclasses.fields(getattr(defaults, field.name)):
+        name = field.metadata['prefix'] + part.name
+        found[name] = Option(field.name, part)
+  return found
+
+
+OPTIONS: Mapping[str, Option] = _options()
+"""All settings that have a flag, by the name of the flag."""
+
+
+def with_options(
+  settings: DraftSettings, options: Mapping[str, Any]
+) -> DraftSettings:
+  """Settings with new values by their names in `OPTIONS`; texts are parsed.
+
+  Raises:
+    ValueError: a value cannot be used; names the option.
+  """
+  changes: dict[str, dict[str, Any]] = {'': {}}
+  for name, value in options.items():
+    option = OPTIONS[name]
+    if isinstance(value, str):
+      try:
+        value = option.parse(value)
+      except ValueError as error:
+        raise ValueError(f'{name}={value}: {error}') from error
+    changes.setdefault(option.record, {})[option.field.name] = value
+  own = changes.pop('')
+  for record, values in changes.items():
+    try:
+      own[record] = dataclasses.replace(getattr(settings, record), **values)
+    except ValueError as error:
+      prefix = 'inner_' if record == 'inner_stage' else ''
+      raise ValueError(f'{prefix}{error}') from error
+  return dataclasses.replace(settings, **own)

@@ -1,0 +1,91 @@
+"""Memory that a decode needs at least, counted from shapes before compiling."""
+
+import os
+import pathlib
+
+import jax
+
+from specdec.draft.drafter import Drafter
+from specdec.draft.language_model import LanguageModelScorer
+from specdec.model import LanguageModel
+from specdec.sampling import BEST
+from specdec.step import DecodeConfig
+
+_FLOAT32 = 4
+
+
+def device_bytes() -> int | None:
+  """Memory of the default device in bytes; None if nobody says.
+
+  That of a CPU is the physical memory, or the limit of the container.
+  """
+  device = jax.devices()[0]
+  if device.platform != 'cpu':
+    return (device.memory_stats() or {}).get('bytes_limit')
+  try:
+    physical = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+  except (AttributeError, OSError, ValueError):  # e.g. Windows
+    return None
+  limit = pathlib.Path('/sys/fs/cgroup/memory.max')
+  try:
+    return min(physical, int(limit.read_text()))
+  except (OSError, ValueError):  # There is none, or it is `max`.
+    return physical
+
+
+def check_fits(parts: dict[str, int]) -> None:
+  """Refuses what is larger than the device.
+
+  Args:
+    parts: bytes, by what they hold and the arguments that decide on it.
+
+  Raises:
+    ValueError: the sum exceeds the memory of the device; names the largest.
+  """
+  available, needed = device_bytes(), sum(parts.values())
+  if available is not None and needed > available:
+    largest = max(parts, key=lambda part: parts[part])
+    raise ValueError(
+      f'at least {needed / 1e9:,.1f} GB of memory are needed, and the device'
+      f' has {available / 1e9:,.1f} GB; the largest part,'
+      f' {parts[largest] / 1e9:,.1f} GB, is for {largest}'
+    )
+
+
+def decode_bytes(
+  target: LanguageModel,
+  drafter: Drafter,
+  prompt_shape: tuple[int, int],
+  config: DecodeConfig,
+) -> dict[str, int]:
+  """Bytes that a decode holds at once at least, by part, for `check_fits`.
+
+  Args:
+    target: the target.
+    drafter: the drafter.
+    prompt_shape: B and P, the rows and the padded length of their prompts.
+    config: of the decode.
+  """
+  rows, prompt_slots = prompt_shape
+  vocab_size = target.spec.vocab_size
+  scorers = [stage.scorer for stage in drafter.stages]
+  models = [target] + [
+    scorer.model
+    for scorer in scorers
+    if isinstance(scorer, LanguageModelScorer)
+  ]
+  params = jax.tree.leaves([model.params for model in models])
+  bytes_per_slot = sum(model.spec.cache_bytes_per_slot for model in models)
+  slots = rows * (prompt_slots + config.max_new_tokens)
+  drawn = len(scorers) if config.rule.children != BEST else 0
+  per_node = rows * vocab_size * _FLOAT32
+  return {
+    'the weights; see dtype': sum(leaf.nbytes for leaf in params),
+    'the caches; see batch_size and max_new_tokens': slots * bytes_per_slot,
+    'the logits of the tree; see num_nodes and batch_size': (
+      drafter.shape.num_nodes * per_node
+    ),
+    'the distributions of drawn nodes; see capacity and batch_size': (
+      drawn * drafter.shape.capacity * per_node
+    ),
+  }

@@ -1,0 +1,328 @@
+"""Absurd input ends in one clear line, most of it before a model is loaded.
+
+The tables hold what trying found. The fuzz draws values that no flag takes.
+"""
+
+import io
+import json
+import pathlib
+import random
+import subprocess
+import sys
+import time
+from unittest import mock
+
+import command_lines
+import jax
+import numpy as np
+import pytest
+import tiny_drafters
+
+from models import waiting
+from models.checkpoints.families import config_from_keys
+from models.nn.table_model import table_model
+import specdec
+from specdec import memory
+
+_TESTS = pathlib.Path(__file__).parent
+_SCRIPTS = sorted(
+  path.name
+  for path in (_TESTS.parent / 'scripts').glob('*.py')
+  if 'command_line.run' in path.read_text('utf-8')
+)
+
+_SURROGATE = 'ab\udcff'
+
+# A flag of generate.py, and what the line says besides the flag.
+_FLAGS = [
+  ('--width=999999', 'at most 4096, got 999999'),
+  ('--width=-1', 'got -1'),
+  ('--width=1e3', 'invalid literal'),
+  ('--branching=5000', 'at most 4096'),
+  ('--rounds=65', 'at most 64'),
+  ('--num_nodes=10000000', 'at most 4096'),
+  ('--max_depth=65', 'at most 64'),
+  ('--capacity=1000000000000', 'at most 65536'),
+  ('--capacity=1', 'at least num_nodes=64'),
+  ('--calibration=0', 'above 0'),
+  ('--calibration=inf', 'got inf'),
+  ('--cost_ratio=nan', 'got nan'),
+  ('--inner_width=99999', 'at most 4096'),
+  ('--inner_rounds=99999', 'at most 64'),
+  ('--inner_rounds_alone=99999', 'at most 64'),
+  ('--num_draft_tokens=5000', 'at most 64, got 5000'),
+  ('--num_draft_tokens=0', 'at least 1'),
+  ('--num_draft_tokens=two', 'invalid literal'),
+  ('--batch_size=1000000000', '1024'),
+  ('--batch_size=-3', '1024'),
+  ('--max_new_tokens=-1', 'max_new_tokens'),
+  ('--max_new_tokens=99999999999', 'max_new_tokens'),
+  ('--temperature=nan', 'at least 0, got nan'),
+  ('--temperature=-1', 'at least 0'),
+  ('--temperature=hot', 'could not convert'),
+  ('--top_p=0', 'above 0'),
+  ('--top_p=1.5', 'at most 1'),
+  ('--min_p=2', 'between 0 and 1'),
+  ('--top_k=0', 'top_k'),
+  ('--top_k=2.5', 'invalid literal'),
+  ('--seed=99999999999999999999', 'seed'),
+  ('--repetition_penalty=0', 'above 0'),
+  ('--break_even=-1', 'positive number'),
+  ('--logit_bias=5', 'expected token:number'),
+  ('--logit_bias=:', 'expected token:number'),
+  ('--lookup_confidence=1', 'below 1'),
+  ('--lookup_confidence=x', 'could not convert'),
+  ('--lookup_confidence=' + ','.join(['0.1'] * 99), 'at most 32'),
+  ('--topology=chain:1000000000', 'at most 64'),
+  ('--topology=chain:-1', 'at least one token'),
+  ('--topology=chain:', 'expected chain:4'),
+  ('--topology=k_ary:9x99999', 'more than 4096 nodes'),
+  ('--topology=k_ary:2', 'expected chain:4'),
+  ('--topology=/no/such/file', 'cannot be read'),
+  ('--verify=hope', 'should be one of'),
+  ('--children=two', 'should be one of'),
+  ('--method=magic', 'should be one of'),
+  ('--dtype=float8', 'should be one of'),
+  ('--inner=outer', 'should be one of'),
+  ('--plan_seconds=0', 'plan_seconds'),
+  ('--stream=maybe', 'stream'),
+  ('--prompt_file=/no/such/file', 'cannot be read'),
+  (f'--prompt={_SURROGATE}', 'lone surrogate'),
+  ('--no_such_flag=1', 'Unknown command line flag'),
+  ('--widht=4', 'Did you mean'),
+  ('surplus', 'unexpected argument'),
+]
+
+
+@pytest.mark.parametrize(
+  ('flag', 'message'), _FLAGS, ids=[f'{flag[:30]!a}' for flag, _ in _FLAGS]
+)
+def test_flags(flag, message):
+  line = command_lines.refusal('generate.py', flag)
+  assert flag.partition('=')[0].lstrip('-') in line
+  assert message in line
+
+
+def test_nothing_heavy_is_imported_before_flags_are_checked():
+  """transformers and torch take seconds, in which a user would wait."""
+  program = (
+    f'import sys; sys.path.insert(0, {str(_TESTS)!r}); import command_lines\n'
+    f'runs = [(one, "--no_such_flag") for one in {_SCRIPTS!r}]\n'
+    "for script, flag in [*runs, ('generate.py', '--width=999999')]:\n"
+    '  ended = command_lines.run(script, flag)\n'
+    '  assert ended.code == 2, (script, ended)\n'
+    "  for name in ('transformers', 'torch', 'flax.nnx'):\n"
+    '    assert name not in sys.modules, (script, name)\n'
+  )
+  ended = subprocess.run(
+    [sys.executable, '-c', program], capture_output=True, text=True, check=False
+  )
+  assert ended.returncode == 0, ended.stderr
+
+
+# The bytes of a file of prompts, and what the line says.
+_PROMPT_FILES = [
+  ('a.jsonl', b'', 'has 0 prompts'),
+  ('a.jsonl', b'\n \n', 'has 0 prompts'),
+  ('a.jsonl', b'[]\n', 'line 1'),
+  ('a.jsonl', b'"prompt"\n', 'line 1'),
+  ('a.jsonl', b'{"prompt": 5}\n', 'line 1'),
+  ('a.jsonl', b'{"prompt": null}\n', 'line 1'),
+  ('a.jsonl', b'{"Prompt": "a"}\n', 'line 1'),
+  ('a.jsonl', b'{"prompt": "a"\n', 'line 1'),
+  ('a.jsonl', b'\n{"prompt": "ab\\ud800"}\n', 'line 2'),
+  ('a.jsonl', b'[' * 100_000, 'line 1'),
+  ('a.txt', b'\xff\xfe', 'cannot be read'),
+  ('a.txt', b'a\x80', 'cannot be read'),
+]
+
+
+@pytest.mark.parametrize(
+  ('name', 'content', 'message'),
+  _PROMPT_FILES,
+  ids=[repr(content[:20]) for _, content, _ in _PROMPT_FILES],
+)
+def test_prompt_files(tmp_path, name, content, message):
+  path = tmp_path / name
+  path.write_bytes(content)
+  line = command_lines.refusal('generate.py', f'--prompt_file={path}')
+  assert f'--prompt_file={path}' in line
+  assert message in line
+
+
+_GPT2 = {
+  'model_type': 'gpt2',
+  **{'vocab_size': 64, 'n_positions': 64},
+  **{'n_embd': 16, 'n_layer': 2, 'n_head': 4},
+}
+_LLAMA = {
+  'model_type': 'llama',
+  **{'vocab_size': 64, 'max_position_embeddings': 64, 'hidden_size': 16},
+  **{'num_hidden_layers': 2, 'num_attention_heads': 4},
+  **{'num_key_value_heads': 2, 'intermediate_size': 32},
+}
+
+# A config, a key, its value, and what the line says.
+_CONFIGS = [
+  (_GPT2, 'n_layer', 'two', "n_layer='two'"),
+  (_GPT2, 'n_layer', -1, 'num_layers must be positive'),
+  (_GPT2, 'n_layer', 4000, '4000 layers, at most 256'),
+  (_GPT2, 'n_embd', None, 'n_embd=None'),
+  (_GPT2, 'n_embd', 1.5, 'n_embd=1.5'),
+  (_GPT2, 'n_embd', 18, 'width'),
+  (_GPT2, 'n_head', 0, 'num_heads must be positive'),
+  (_GPT2, 'vocab_size', True, 'vocab_size=True'),
+  (_GPT2, 'eos_token_id', '</s>', "eos_token_id='</s>'"),
+  (_GPT2, 'activation_function', [], 'activation_function=[]'),
+  (_GPT2, 'layer_norm_epsilon', 'small', "layer_norm_epsilon='small'"),
+  (_GPT2, 'tie_word_embeddings', 'yes', "tie_word_embeddings='yes'"),
+  (_GPT2, 'model_type', ['gpt2'], "model_type ['gpt2'] is not known"),
+  (_GPT2, 'quantization_config', 3, 'quantization_config=3'),
+  (_LLAMA, 'hidden_size', 18, 'hidden size (18)'),
+  (_LLAMA, 'head_dim', 'x', "head_dim='x'"),
+  (_LLAMA, 'num_key_value_heads', 3, 'num_kv_heads must divide'),
+  (_LLAMA, 'num_attention_heads', 0, 'num_attention_heads'),
+  (_LLAMA, 'rope_parameters', [1], 'rope_parameters must be an object'),
+  (_LLAMA, 'rope_parameters', 'x', 'rope_parameters must be an object'),
+  (_LLAMA, 'rope_scaling', [2], 'rope_scaling must be an object'),
+  (_LLAMA, 'rope_parameters', {'rope_type': ['a']}, 'rope_type must be'),
+]
+
+
+@pytest.mark.parametrize(('config', 'key', 'value', 'message'), _CONFIGS)
+def test_config_values(config, key, value, message):
+  path = pathlib.Path('folder', 'config.json')
+  config_from_keys(config, path)
+  with pytest.raises(ValueError, match=r'config\.json: ') as caught:
+    config_from_keys(config | {key: value}, path)
+  assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+  'content', ['[1]', '"gpt2"', 'null', '{', '[' * 99_999]
+)
+def test_config_files(tmp_path, content):
+  (tmp_path / 'config.json').write_text(content)
+  line = command_lines.refusal(
+    'cost_model.py', f'--target={tmp_path}', '--draft=none'
+  )
+  assert str(tmp_path / 'config.json') in line
+
+
+def _value(rng):
+  """Something that a user may type."""
+  return rng.choice(
+    [
+      str(rng.choice((-1, 1)) * 10 ** rng.randrange(30)),
+      rng.choice(('nan', 'inf', '-inf', '1e999', '0x10', '1_000', '\u0663')),
+      ''.join(chr(rng.randrange(1, 0x3000)) for _ in range(5)),
+      _SURROGATE,
+      '',
+    ]
+  )
+
+
+_NAMES = (
+  *('width', 'branching', 'rounds', 'num_nodes', 'max_depth', 'capacity'),
+  *('num_draft_tokens', 'batch_size', 'temperature', 'top_p', 'top_k', 'min_p'),
+  *('seed', 'repetition_penalty', 'break_even', 'calibration', 'cost_ratio'),
+  *('topology', 'logit_bias', 'lookup_confidence', 'verify', 'max_new_tokens'),
+)
+
+
+@pytest.mark.parametrize('seed', range(60))
+def test_any_value_of_a_flag_is_taken_or_refused_in_a_line(seed, tmp_path):
+  """The file of prompts is missing, so that good flags end there."""
+  rng = random.Random(seed)
+  names = rng.sample(_NAMES, 2)
+  given = [f'--{name}={_value(rng)}' for name in names]
+  line = command_lines.refusal(
+    'generate.py', *given, f'--prompt_file={tmp_path / "missing"}'
+  )
+  assert any(name in line for name in (*names, 'prompt_file'))
+
+
+@pytest.mark.parametrize('seed', range(40))
+def test_any_file_of_prompts_is_read_or_refused_in_a_line(seed, tmp_path):
+  """More prompts are asked for than there can be, so that all are refused."""
+  rng = random.Random(seed)
+  line = json.dumps({'prompt': 'one\u2028two \U0001f600 \\'}).encode()
+  content = bytearray(b'\n'.join([line] * 3))
+  for _ in range(rng.randrange(1, 6)):
+    content[rng.randrange(len(content))] = rng.randrange(256)
+  path = tmp_path / 'prompts.jsonl'
+  path.write_bytes(content)
+  refused = command_lines.refusal(
+    'generate.py', f'--prompt_file={path}', '--batch_size=20'
+  )
+  assert f'--prompt_file={path}' in refused
+
+
+def test_a_call_that_does_not_fit_is_refused_before_it_is_traced(monkeypatch):
+  model = table_model(np.zeros((8, 8), np.float32), max_positions=64)
+  drafter = tiny_drafters.model(
+    model,
+    tiny_drafters.Settings(
+      num_nodes=8, width=3, branching=2, rounds=2, capacity=24, cost_ratio=0
+    ),
+  )
+  # Two tables of 8 x 8 numbers; 3 rows, 8 nodes, 8 tokens; all of 4 bytes.
+  needed = 2 * 8 * 8 * 4 + 3 * 8 * 8 * 4
+  start = mock.Mock(side_effect=RuntimeError('traced'))
+  monkeypatch.setattr(specdec.generation, 'start', start)
+  for available, error in (
+    (needed - 1, pytest.raises(ValueError, match=r'the logits.*num_nodes')),
+    (needed, pytest.raises(RuntimeError, match='traced')),
+  ):
+    monkeypatch.setattr(memory, 'device_bytes', lambda size=available: size)
+    with error:
+      specdec.Decoding(
+        model,
+        jax.random.key(0),
+        [[1, 2]] * 3,
+        drafter=drafter,
+        max_new_tokens=8,
+      )
+
+
+def test_what_fits_is_not_refused(monkeypatch):
+  monkeypatch.setattr(memory, 'device_bytes', lambda: 10)
+  memory.check_fits({'a': 4, 'b': 6})
+  with pytest.raises(ValueError, match=r'for b$'):
+    memory.check_fits({'a': 4, 'b': 7})
+  monkeypatch.setattr(memory, 'device_bytes', lambda: None)
+  memory.check_fits({'a': 10**30})
+
+
+def test_waiting_is_announced_once_it_takes_long(capsys):
+  with waiting.announced('reading', patience=10.0):
+    pass
+  assert capsys.readouterr().err == ''
+  with waiting.announced('reading', patience=0.01):
+    time.sleep(0.2)
+  assert capsys.readouterr().err == 'reading ...\n'
+
+
+@pytest.mark.parametrize('is_terminal', [False, True])
+def test_large_checkpoints_have_a_bar_on_a_terminal(
+  is_terminal, capsys, monkeypatch
+):
+  monkeypatch.setattr(sys.stderr, 'isatty', lambda: is_terminal)
+  for size, has_bar in ((10**8, False), (10**10, is_terminal)):
+    assert [*waiting.progress(iter('abc'), 'reading', 3, size)] == [*'abc']
+    assert ('reading' in capsys.readouterr().err) == has_bar
+
+
+def test_a_terminal_without_a_character_shows_a_question_mark(
+  tmp_path, monkeypatch
+):
+  stream = io.TextIOWrapper(io.BytesIO(), encoding='ascii')
+  monkeypatch.setattr(
+    command_lines.contextlib,
+    'redirect_stdout',
+    lambda _: mock.patch.object(sys, 'stdout', stream),
+  )
+  command_lines.run('generate.py', f'--prompt_file={tmp_path / "missing"}')
+  stream.write('\U0001f600')
+  stream.flush()
+  assert stream.buffer.getvalue() == b'?'
