@@ -30,7 +30,6 @@ from models.text.chat import MAX_CONTEXT
 from models.text.chat_template import is_conversation
 from models.text.chat_template import Message
 from models.text.chat_template import Prompt
-from models.text.drafters import DraftSettings
 from models.text.drafters import make_drafter
 from models.text.drafters import PLANNED
 from models.text.drafters import planned_break_even
@@ -41,6 +40,7 @@ from models.text.plan import load_plan
 from models.text.plan import model_digests
 from models.text.plan import Plan
 from models.text.result import TextGeneration
+from models.text.settings import DraftSettings
 from models.text.text_decoding import TextDecoding
 import specdec
 from specdec import checks
