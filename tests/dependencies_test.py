@@ -27,6 +27,8 @@ from absl import flags
 for module in modules:
   for flag in list(flags.FLAGS):
     delattr(flags.FLAGS, flag)
+  for own in ('options', 'command_line'):
+    sys.modules.pop(own, None)  # Defines its flags again.
   importlib.import_module(module)
 """
 

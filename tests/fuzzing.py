@@ -310,7 +310,7 @@ BAD = (
     ([None, 'a'], [[1.5], 'a'], ['a', 5], ['a', [[1]]]),
     'prompt . must be a list of token ids',
   ),
-  ('prompts', (5,), 'prompts must be a text, a list of ids or several'),
+  ('prompts', (5,), 'prompts must be a text, a list of ids, a conversation'),
   (
     'prompts',
     (['a', [1] * 200],),

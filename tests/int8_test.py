@@ -81,7 +81,7 @@ def test_weights_that_are_not_finite_are_refused():
 
 @pytest.fixture(scope='module')
 def demo():
-  return models.load('demo', 'demo', dtype='int8')
+  return models.load('demo', 'demo', dtype='int8', cpu_kernels=False)
 
 
 def test_all_matrices_are_in_eight_bits_and_are_counted_so(demo):
@@ -123,7 +123,12 @@ def test_a_quantised_model_says_nearly_what_the_float_one_does(demo):
 
 def test_target_and_draft_are_quantised_independently():
   pair = models.load(
-    'demo', 'demo', dtype='float32', draft_dtype='int8', method='chain'
+    'demo',
+    'demo',
+    dtype='float32',
+    draft_dtype='int8',
+    method='chain',
+    cpu_kernels=False,
   ).pair
   assert not isinstance(pair.target.params['wte']['embedding'], Int8Matrix)
   assert isinstance(pair.draft.params['wte']['embedding'], Int8Matrix)

@@ -107,7 +107,7 @@ def test_json_holds_texts_tokens_and_statistics(pair):
   refused = command_lines.run_alone('generate.py', *pair, '--top_k=0')
   assert (refused.code, refused.output) == (2, '')
   assert refused.errors.strip().endswith(
-    'generate.py: top_k must be a positive integer, got 0'
+    'generate.py: flag --top_k=0: 0 is not a positive integer'
   )
   assert 'Traceback' not in refused.errors
 

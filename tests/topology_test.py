@@ -159,7 +159,10 @@ _RATIO = 'cost_ratio must be a number of at least 0, or None, got '
   ('settings', 'message'),
   [
     *[
-      ({name: value}, f'{name} must be an integer of at least 1, got {value}')
+      (
+        {name: value},
+        f'{name} must be an integer of at least 1 and .*got {value}',
+      )
       for name in _INTEGERS
       for value in (0, -3, 2.5, 4.0, True, math.inf, math.nan)
     ],
@@ -226,5 +229,5 @@ def test_staging_is_associative():
   ],
 )
 def test_how_deep_a_tree_can_grow(rounds, settings, expected):
-  drafters = _models(rounds, **({'max_depth': 100} | settings))
+  drafters = _models(rounds, **({'max_depth': 64} | settings))
   assert staged(*drafters).max_depth == expected

@@ -112,17 +112,17 @@ class Block(nnx.Module):
   """Pre-norm transformer block."""
 
   def __init__(self, config: GPT2Config, layer: int, *, dtype, rngs):
-    self.ln_1 = LayerNorm(config.width, config.norm_epsilon)
+    self.ln_1 = LayerNorm(config.width, config.norm_epsilon, rngs=rngs)
     self.attn = Attention(config, layer, dtype=dtype, rngs=rngs)
-    self.ln_2 = LayerNorm(config.width, config.norm_epsilon)
+    self.ln_2 = LayerNorm(config.width, config.norm_epsilon, rngs=rngs)
     self.mlp = FeedForward(config, dtype=dtype, rngs=rngs)
 
   def __call__(self, x, mask, cache):
     kernels = self.attn.c_proj.is_packed
-    normalized = self.ln_1(x, kernels=kernels)
+    normalized = self.ln_1.normalize(x, kernels=kernels)
     attended, cache = self.attn(normalized, mask, cache)
     x = x + attended
-    return x + self.mlp(self.ln_2(x, kernels=kernels)), cache
+    return x + self.mlp(self.ln_2.normalize(x, kernels=kernels)), cache
 
 
 class GPT2(nnx.Module):
@@ -151,7 +151,7 @@ class GPT2(nnx.Module):
         for layer in range(config.num_layers)
       ]
     )
-    self.ln_f = LayerNorm(config.width, config.norm_epsilon)
+    self.ln_f = LayerNorm(config.width, config.norm_epsilon, rngs=rngs)
     if not config.tie_embeddings:
       shape = (config.vocab_size, config.width)
       self.lm_head = nnx.Param(init(0.02)(rngs.params(), shape, dtype))
@@ -184,5 +184,5 @@ class GPT2(nnx.Module):
         x, cache = block(x, mask, cache)
     tied = self.config.tie_embeddings
     head = embedding if tied else self.lm_head.get_value()
-    x = self.ln_f(x, kernels=isinstance(head, PackedMatrix))
+    x = self.ln_f.normalize(x, kernels=isinstance(head, PackedMatrix))
     return matmul(x, head), cache

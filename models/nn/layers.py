@@ -85,26 +85,22 @@ class Linear(nnx.Module):
     return out + jnp.expand_dims(bias, range(x.ndim - 1))
 
 
-class LayerNorm(nnx.Module):
+class LayerNorm(nnx.LayerNorm):
   """Layer norm (arXiv 1607.06450) over the last axis, in float32."""
 
-  def __init__(self, width: int, epsilon: float):
-    self.epsilon = epsilon
-    self.scale = nnx.Param(jnp.ones(width, jnp.float32))
-    self.bias = nnx.Param(jnp.zeros(width, jnp.float32))
+  def __init__(self, width: int, epsilon: float, *, rngs: nnx.Rngs):
+    # A difference of squares, which is fast, would cancel.
+    super().__init__(width, epsilon=epsilon, use_fast_variance=False, rngs=rngs)
 
-  def __call__(self, x: jax.Array, *, kernels: bool) -> jax.Array:
+  def normalize(self, x: jax.Array, *, kernels: bool) -> jax.Array:
     """Normalizes `[..., width]`, with the kernels of `models.nn.cpu` or not."""
+    if not kernels:
+      return self(x)
+    assert self.scale is not None
+    assert self.bias is not None
     scale, bias = self.scale[...], self.bias[...]
-    expand = lambda array: jnp.expand_dims(array, range(x.ndim - 1))
-    if kernels:
-      out = ops.normalize(x, scale, epsilon=self.epsilon, center=True)
-      return out + expand(bias)
-    mean = jnp.mean(x, axis=-1, keepdims=True)
-    # Two passes: a difference of squares would cancel.
-    variance = jnp.mean(jnp.square(x - mean), axis=-1, keepdims=True)
-    factor = lax.rsqrt(variance + self.epsilon) * expand(scale)
-    return (x - mean) * factor + expand(bias)
+    out = ops.normalize(x, scale, epsilon=self.epsilon, center=True)
+    return out + jnp.expand_dims(bias, range(x.ndim - 1))
 
 
 class RMSNorm(nnx.Module):
@@ -114,7 +110,7 @@ class RMSNorm(nnx.Module):
     self.epsilon = epsilon
     self.scale = nnx.Param(jnp.ones(width, jnp.float32))
 
-  def __call__(self, x: jax.Array, *, kernels: bool) -> jax.Array:
+  def normalize(self, x: jax.Array, *, kernels: bool) -> jax.Array:
     """Normalizes `[..., width]`, with the kernels of `models.nn.cpu` or not."""
     scale = self.scale[...]
     if kernels:

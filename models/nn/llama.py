@@ -95,8 +95,8 @@ class Attention(nnx.Module):
     kernels = self.o_proj.is_packed
     query, key = self._heads(self.q_proj(x)), self._heads(self.k_proj(x))
     if self.config.qk_norm:
-      query = self.q_norm(query, kernels=kernels)
-      key = self.k_norm(key, kernels=kernels)
+      query = self.q_norm.normalize(query, kernels=kernels)
+      key = self.k_norm.normalize(key, kernels=kernels)
     query = rotate(query, rotation).astype(self.dtype)
     key = rotate(key, rotation).astype(self.dtype)
     value = self._heads(self.v_proj(x)).astype(self.dtype)
@@ -148,10 +148,10 @@ class Block(nnx.Module):
 
   def __call__(self, x, rotation, mask, cache):
     kernels = self.self_attn.o_proj.is_packed
-    normalized = self.input_layernorm(x, kernels=kernels)
+    normalized = self.input_layernorm.normalize(x, kernels=kernels)
     attended, cache = self.self_attn(normalized, rotation, mask, cache)
     x = x + attended
-    normalized = self.post_attention_layernorm(x, kernels=kernels)
+    normalized = self.post_attention_layernorm.normalize(x, kernels=kernels)
     out, routing = self.mlp(normalized)
     return x + out, cache, routing
 
@@ -206,7 +206,7 @@ class Llama(nnx.Module):
       routings.append(routing)
     tied = self.config.tie_embeddings
     head = embedding if tied else self.lm_head.get_value()
-    x = self.norm(x, kernels=isinstance(head, PackedMatrix))
+    x = self.norm.normalize(x, kernels=isinstance(head, PackedMatrix))
     return matmul(x, head), cache, tuple(routings)
 
   def __call__(self, tokens, positions, mask, cache=None):
