@@ -457,8 +457,8 @@ struct Heads {
 // Queries of one head of keys that are computed together, as float32.
 struct Queries {
   int64_t count;
-  int64_t width;
-  std::vector<float> values;       // [count, width]
+  int64_t width, words;            // Values of a query; words of a key.
+  std::vector<float> values;       // [count, width], padded to whole words
   std::vector<const bool*> masks;  // [slots] of each query
   std::vector<float> weights;      // [count, stride], scores, then exponentials
   int64_t slots, stride;           // `stride` has room for a register more.
@@ -469,17 +469,79 @@ constexpr int kScoreQueries = 8;  // Queries that share a register of keys.
 constexpr int kValueQueries = 4;  // Queries that share registers of values.
 constexpr int kValueParts = kLanes == 16 ? 4 : 2;  // Those registers.
 
+// Swaps the halves of blocks of 2 kHalf rows and columns, and so on down to 1.
+template <int kHalf>
+void SwapBlocks(Words* rows) {
+#if defined(__clang__)
+  static_assert(kHalf == 0);
+#else
+  Ints low, high;  // Lanes of the first row, then of the second one.
+  for (int lane = 0; lane < kLanes; ++lane) {
+    low[lane] = lane & kHalf ? kLanes + lane - kHalf : lane;
+    high[lane] = lane & kHalf ? kLanes + lane : lane + kHalf;
+  }
+  for (int row = 0; row < kLanes; ++row) {
+    if (row & kHalf) continue;
+    const Words one = rows[row], other = rows[row + kHalf];
+    rows[row] = __builtin_shuffle(one, other, low);
+    rows[row + kHalf] = __builtin_shuffle(one, other, high);
+  }
+  if constexpr (kHalf > 1) SwapBlocks<kHalf / 2>(rows);
+#endif
+}
+
+// The keys of up to kLanes slots, [count, width], as [words, kLanes] words of
+// one or two values.
+template <typename Value>
+void Transpose(const Value* keys, int64_t count, int64_t width, uint32_t* to) {
+  constexpr int kPerWord = sizeof(uint32_t) / sizeof(Value);
+  int64_t start = 0;
+#if !defined(__clang__)
+  if (count >= kLanes) {
+    for (; start + kLanes * kPerWord <= width; start += kLanes * kPerWord) {
+      Words rows[kLanes];
+      for (int i = 0; i < kLanes; ++i) {
+        rows[i] = Load<Words>(keys + i * width + start);
+      }
+      SwapBlocks<kLanes / 2>(rows);
+      std::memcpy(to + start / kPerWord * kLanes, rows, sizeof(rows));
+    }
+  }
+#endif
+  for (int64_t i = 0; i < std::min<int64_t>(count, kLanes); ++i) {
+    for (int64_t d = start; d < width; ++d) {
+      uint32_t* const word = to + d / kPerWord * kLanes + i;
+      std::memcpy(reinterpret_cast<Value*>(word) + d % kPerWord,
+                  keys + i * width + d, sizeof(Value));
+    }
+  }
+}
+
 // Scores of R queries from `first` on at kLanes slots from `slot` on, whose
-// keys are transposed, [width, kLanes]; minus infinity where they are masked.
-template <int R>
-void Score(Queries& queries, int64_t first, const float* keys, int64_t slot,
+// keys are transposed; minus infinity where they are masked.
+template <typename Value, int R>
+void Score(Queries& queries, int64_t first, const uint32_t* keys, int64_t slot,
            float scale) {
+  constexpr int kPerWord = sizeof(uint32_t) / sizeof(Value);
+  const int64_t stride = queries.words * kPerWord;
   Floats sums[R] = {};
-  const float* const x = queries.values.data() + first * queries.width;
-  for (int64_t d = 0; d < queries.width; ++d) {
-    const Floats key = Load<Floats>(keys + d * kLanes);
+  const float* x = queries.values.data() + first * stride;
+  for (int64_t word = 0; word < queries.words; ++word, x += kPerWord) {
+    const auto key = Load<Words>(keys + word * kLanes);
+    if constexpr (kPerWord == 1) {
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) sums[r] += key * x[r * queries.width + d];
+      for (int r = 0; r < R; ++r) {
+        sums[r] += BitCast<Floats>(key) * x[r * stride];
+      }
+    } else {
+      const Floats even = BitCast<Floats>(key << 16);
+      const Floats odd = BitCast<Floats>(key & 0xffff0000u);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        sums[r] += even * x[r * stride];
+        sums[r] += odd * x[r * stride + 1];
+      }
+    }
   }
   const int64_t left = queries.slots - slot;
   for (int r = 0; r < R; ++r) {
@@ -553,16 +615,12 @@ void AttendHead(Queries& queries, const Value* keys, const Value* values,
     if (seen != nullptr) start = static_cast<const bool*>(seen) - mask;
     end = std::max(end, EndOfSeen(mask, queries.slots));
   }
-  std::vector<float> transposed(queries.width * kLanes);
+  std::vector<uint32_t> transposed(queries.words * kLanes);
   for (int64_t slot = start; slot < end; slot += kLanes) {
-    for (int64_t i = 0; i < std::min<int64_t>(kLanes, end - slot); ++i) {
-      const Value* const key = keys + (slot + i) * queries.width;
-      for (int64_t d = 0; d < queries.width; ++d) {
-        transposed[d * kLanes + i] = ToFloat(key[d]);
-      }
-    }
+    Transpose(keys + slot * queries.width, end - slot, queries.width,
+              transposed.data());
     ForQueries<kScoreQueries>(0, queries.count, [&](auto r, int64_t first) {
-      Score<r>(queries, first, transposed.data(), slot, scale);
+      Score<Value, r>(queries, first, transposed.data(), slot, scale);
     });
   }
   for (int64_t query = 0; query < queries.count; ++query) {
@@ -596,6 +654,8 @@ void AttendAll(ffi::ThreadPool& pool, const Heads& heads, const void* query,
     Queries queries;
     queries.count = std::min<int64_t>(kQueries, per_head - first);
     queries.width = heads.width;
+    constexpr int kPerWord = sizeof(uint32_t) / sizeof(Value);
+    queries.words = (heads.width + kPerWord - 1) / kPerWord;
     queries.slots = heads.slots;
     queries.stride = heads.slots + kLanes;
     queries.weights.resize(queries.count * queries.stride);
@@ -603,6 +663,8 @@ void AttendAll(ffi::ThreadPool& pool, const Heads& heads, const void* query,
     const Value* const from = static_cast<const Value*>(query) + at;
     for (int64_t i = 0; i < queries.count * heads.width; ++i) {
       queries.values.push_back(ToFloat(from[i]));
+      const bool is_last = i % heads.width == heads.width - 1;
+      if (is_last && heads.width % kPerWord) queries.values.push_back(0.0f);
     }
     for (int64_t i = first; i < first + queries.count; ++i) {
       const int64_t row = head / heads.heads * heads.length + i % heads.length;
