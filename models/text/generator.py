@@ -408,8 +408,9 @@ def load(
       of `method` and `drafting`.
     dtype: of the target: float32, bfloat16, float16 or int8; auto: the 16-bit
       type of the checkpoint where this platform computes in it natively, else
-      float32. In float32 drafted and plain tokens are equal; in 16 bits they
-      may differ where two logits are as close as rounding (docs/faq.md).
+      float32. In float32 drafted and plain tokens are equal, and with
+      `cpu_kernels` in every dtype but float16; else they may differ in 16 bits
+      where two logits are as close as rounding (docs/cpu.md).
     draft_dtype: of the draft; None for that of the target.
     cpu_kernels: whether the kernels of `models.nn.cpu` are used on CPU, if they
       can be compiled.
