@@ -26,7 +26,7 @@ _MAX_MARGIN = flags.DEFINE_float(
   'max_margin',
   None,
   'divergences are tolerated where the two best scores were this close;'
-  ' default: 0 in float32, 0.1 in bfloat16',
+  ' default: 0 in float32 and with --cpu_kernels, else 0.1',
 )
 _OUTPUT = flags.DEFINE_string('output', None, 'JSON file to write')
 
@@ -52,7 +52,7 @@ def main() -> None:
   if options.VERIFY.value == 'match' or options.TEMPERATURE.value == 0:
     margin = _MAX_MARGIN.value
     if margin is None:
-      margin = 0.0 if options.dtype() == 'float32' else 0.1
+      margin = 0.0 if options.is_exact() else 0.1
     checks = lossless.check_tokens(
       generator, prompts, batch_sizes=sizes, max_margin=margin, **arguments
     )

@@ -336,6 +336,17 @@ def dtype() -> str:
   return name
 
 
+def is_exact() -> bool:
+  """Whether drafted tokens are those of plain decoding without exceptions."""
+  from models.nn.cpu import build
+  from models.nn.cpu import ops
+
+  if dtype() == 'float32':
+    return True
+  kernels = CPU_KERNELS.value == 'auto' and dtype() in ops.DTYPES
+  return kernels and build.is_available()
+
+
 def models() -> dict[str, Any]:
   """The models of the flags, as arguments of `models.load`."""
   return {

@@ -16,6 +16,7 @@
 #include <limits>
 #include <memory>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 #include "xla/ffi/api/ffi.h"
@@ -429,7 +430,7 @@ ffi::Error Multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
 
 // Attention.
 
-// e to the power of x <= 0, to 2 ulp (a polynomial after Cephes' expf).
+// e to the power of x <= 0, and 0 below -87 (a polynomial after Cephes' expf).
 Floats Exp(Floats x) {
   const Floats lowest = Floats{} - 87.0f;
   const Ints is_low = x < lowest;
@@ -649,7 +650,8 @@ void AttendAll(ffi::ThreadPool& pool, const Heads& heads, const void* query,
   const int64_t per_head = heads.query_heads / heads.heads * heads.length;
   const int64_t parts = (per_head + kQueries - 1) / kQueries;
   const int64_t count = heads.batch * heads.heads * parts;
-  ParallelFor(pool, count, count * size * kQueries, [&](int64_t index) {
+  const int64_t bytes = count * size * std::min<int64_t>(kQueries, per_head);
+  ParallelFor(pool, count, bytes, [&](int64_t index) {
     const int64_t head = index / parts, first = index % parts * kQueries;
     Queries queries;
     queries.count = std::min<int64_t>(kQueries, per_head - first);
