@@ -28,6 +28,7 @@ from specdec.model import ModelSpec
 from specdec.ngram.table import load_table
 from specdec.sampling import EXCLUDED
 from specdec.sampling import Sampling
+from specdec.slots import Slots
 from specdec.step import DecodeConfig
 from specdec.step import Request
 from specdec.tracing.trace import Trace
@@ -64,6 +65,7 @@ __all__ = (
   'Sampling',
   'Scorer',
   'Scores',
+  'Slots',
   'Stage',
   'StageConfig',
   'StepContext',

@@ -16,6 +16,7 @@ from specdec.draft.drafter import PLAIN
 from specdec.loop import advance
 from specdec.loop import advance_recorded
 from specdec.loop import ALL_STEPS
+from specdec.loop import DecodeResult
 from specdec.loop import extend
 from specdec.loop import result_of
 from specdec.loop import start
@@ -39,6 +40,7 @@ from specdec.verify.stop_strings import StopTable
 from specdec.watchers import LogProbs
 from specdec.watchers import make_watchers
 from specdec.watchers import state_of
+from specdec.watchers import Watcher
 
 # Between two calls of `should_stop`.
 _STEPS_BETWEEN_CHECKS = 8
@@ -69,6 +71,51 @@ class Generation:
   finish_reasons: list[str]
   errors: list[str | None]  #: For each row an error message, or None.
   stats: dict[str, Any]  #: See `specdec.statistics.summarize`.
+
+
+def generation_of(
+  result: DecodeResult,
+  starts: np.ndarray,
+  *,
+  watchers: tuple[Watcher, ...],
+  target: LanguageModel,
+  drafter: Drafter,
+) -> Generation:
+  """What a decode returned, as lists; `starts [B]` are where new tokens begin.
+
+  The watchers are those of the request.
+  """
+  found = state_of(LogProbs, watchers, result.watchers)
+  tokens, origins, log_probs, ends, reasons = jax.device_get(
+    (result.tokens, result.origins, found, result.length, result.reason)
+  )
+  spans = [slice(*span) for span in zip(starts, ends, strict=True)]
+  cut = lambda array: [array[row, span] for row, span in enumerate(spans)]
+  lists = lambda array: [row.tolist() for row in cut(array)]
+  return Generation(
+    tokens=lists(tokens),
+    origins=lists(origins),
+    labels=('target', *drafter.labels),
+    log_probs=None if log_probs is None else lists(log_probs),
+    finish_reasons=[_FINISH_REASONS[int(reason)] for reason in reasons],
+    errors=[
+      f'row {row}: the target gave logits that are not finite for position'
+      f' {end} (new token {end - begin})'
+      if reason == NOT_FINITE
+      else None
+      for row, (begin, end, reason) in enumerate(
+        zip(starts, ends, reasons, strict=True)
+      )
+    ],
+    stats=summarize(
+      result,
+      np.concatenate(cut(origins)),
+      starts,
+      ends - starts,
+      target=target.spec,
+      drafter=drafter,
+    ),
+  )
 
 
 class Decoding:
@@ -219,6 +266,7 @@ class Decoding:
       self._request,
       self._state,
       np.int32(num_steps),
+      np.int32(len(self._ends)),
       config=self._config,
     )
     return self._new_tokens()
@@ -307,38 +355,12 @@ class Decoding:
 
   def result(self) -> Generation:
     """All new tokens so far, and the statistics."""
-    result = result_of(self._state)
-    found = state_of(LogProbs, self._request.watchers, result.watchers)
-    tokens, origins, log_probs, ends, reasons = jax.device_get(
-      (result.tokens, result.origins, found, result.length, result.reason)
-    )
-    starts = self._prompt_lengths
-    spans = [slice(*span) for span in zip(starts, ends, strict=True)]
-    cut = lambda array: [array[row, span] for row, span in enumerate(spans)]
-    lists = lambda array: [row.tolist() for row in cut(array)]
-    return Generation(
-      tokens=lists(tokens),
-      origins=lists(origins),
-      labels=('target', *self._drafter.labels),
-      log_probs=None if log_probs is None else lists(log_probs),
-      finish_reasons=[_FINISH_REASONS[int(reason)] for reason in reasons],
-      errors=[
-        f'row {row}: the target gave logits that are not finite for position'
-        f' {end} (new token {end - begin})'
-        if reason == NOT_FINITE
-        else None
-        for row, (begin, end, reason) in enumerate(
-          zip(starts, ends, reasons, strict=True)
-        )
-      ],
-      stats=summarize(
-        result,
-        np.concatenate(cut(origins)),
-        starts,
-        ends - starts,
-        target=self._target.spec,
-        drafter=self._drafter,
-      ),
+    return generation_of(
+      result_of(self._state),
+      self._prompt_lengths,
+      watchers=self._request.watchers,
+      target=self._target,
+      drafter=self._drafter,
     )
 
 

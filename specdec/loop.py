@@ -5,7 +5,8 @@ of plain steps, which take turns.
 
 `decode` is all of it. `start` and `advance` are its two halves, for callers who
 look in between: to stream, or to stop early. `extend` goes on from another
-text, as the next turn of a conversation does. `advance_recorded` is one step
+text, as the next turn of a conversation does; `insert` gives one row to another
+prompt, while the others go on (`specdec.slots`). `advance_recorded` is one step
 that returns its tree, too (`specdec.tracing`).
 """
 
@@ -118,10 +119,10 @@ def _caught_up(drafter, state, wanted) -> DecodeState:
   )
 
 
-def _advance(target, drafter, request, state, num_steps, *, config):
+def _advance(target, drafter, request, state, num_steps, num_done, *, config):
   def goes_on(carry):
     steps_done, state = carry
-    return ~jnp.all(state.done) & (steps_done < num_steps)
+    return (jnp.sum(state.done) < num_done) & (steps_done < num_steps)
 
   def repeat(drafter, carry, while_=lambda state: True):
     take = lambda state: step(target, drafter, request, state, config)[0]
@@ -167,14 +168,18 @@ def advance(
   request: Request,
   state: DecodeState,
   num_steps: jax.typing.ArrayLike,
+  num_done: jax.typing.ArrayLike,
   *,
   config: DecodeConfig,
 ) -> DecodeState:
-  """At most `num_steps` steps of all rows that are not done; see `decode`.
+  """Steps of all rows that are not done; see `decode`.
 
-  The state, from `start` or `advance`, is consumed: its buffers are used again.
+  At most `num_steps`, and none once `num_done` rows or more are done. The
+  state, from `start` or `advance`, is consumed: its buffers are used again.
   """
-  return _advance(target, drafter, request, state, num_steps, config=config)
+  return _advance(
+    target, drafter, request, state, num_steps, num_done, config=config
+  )
 
 
 @functools.partial(jax.jit, donate_argnames=('state',))
@@ -227,6 +232,78 @@ def extend(
     # What it learned about the drafter is kept.
     fallback=state.fallback.replace(plain_steps=jnp.zeros((), jnp.int32)),
   ), kept
+
+
+def _row(tree: Any, row: jax.Array) -> Any:
+  """A row of a state; its scalars belong to all rows."""
+  take = lambda array: lax.dynamic_slice_in_dim(array, row, 1, axis=0)
+  return jax.tree.map(lambda array: take(array) if array.ndim else array, tree)
+
+
+def _with_row(tree: Any, row: jax.Array, values: Any) -> Any:
+  """A state with the values of a row, which `_row` took; scalars stay."""
+  put = lambda old, new: lax.dynamic_update_slice_in_dim(old, new, row, axis=0)
+  return jax.tree.map(
+    lambda old, new: put(old, new) if old.ndim else old, tree, values
+  )
+
+
+@functools.partial(jax.jit, donate_argnames=('state',))
+def insert(
+  target: LanguageModel,
+  drafter: Drafter,
+  request: Request,
+  state: DecodeState,
+  row: jax.Array,
+  new: Request,
+  kept: jax.Array,
+) -> tuple[Request, DecodeState]:
+  """The state with another text in one row; the other rows stay as they are.
+
+  A long text may be read in parts, between steps: every call has the text so
+  far, and only the last one a limit above 0.
+
+  Args:
+    target: the target.
+    drafter: the drafter.
+    request: that of the state, with a `logit_bias` per row if there is one.
+    state: from `start`, `advance` or `insert`; consumed.
+    row: `[]` int32.
+    new: the request of the row, a batch of one. Its prompt is `[1, T]`, as
+      long as `DecodeState.tokens`; its watchers and break-even are not used.
+    kept: `[]` int32, the tokens of the text that were there in earlier calls.
+
+  Returns:
+    The request and the state, which go together.
+  """
+  of_row, start = _row(state, row), kept[None]
+  tokens, length = new.prompt, new.prompt_length
+  num_rows, num_slots = state.tokens.shape
+  # For all rows, because a watcher may have data of its own for each of them.
+  texts = jnp.broadcast_to(tokens, (num_rows, num_slots))
+  lengths = jnp.broadcast_to(length, num_rows)
+  watchers = tuple(
+    watcher.init(texts, lengths, num_slots) for watcher in request.watchers
+  )
+  stages = catch_up_stages(drafter, of_row.stages, tokens, length, start)
+  counters = init_stage_counters(1)
+  inserted = of_row.replace(
+    tokens=tokens,
+    origins=jnp.zeros_like(tokens),
+    length=length,
+    reason=_reason(new),
+    target=read_text(target, of_row.target, tokens, length, start)[0],
+    stages=tuple(stage.replace(counters=counters) for stage in stages),
+    watchers=_row(watchers, row),
+    counters=init_counters(1, state.counters.emitted_histogram.shape[1] - 1),
+  )
+  request = request.replace(
+    **{
+      name: _with_row(getattr(request, name), row, getattr(new, name))
+      for name in ('prompt_length', 'limit', 'row_keys', 'sampling')
+    }
+  )
+  return request, _with_row(state, row, inserted)
 
 
 @functools.partial(
@@ -284,6 +361,9 @@ def decode(
   of the target's distribution. `PLAIN` is plain decoding.
   """
   state = _start(target, drafter, request, config=config)
+  num_rows = request.prompt.shape[0]
   return result_of(
-    _advance(target, drafter, request, state, ALL_STEPS, config=config)
+    _advance(
+      target, drafter, request, state, ALL_STEPS, num_rows, config=config
+    )
   )

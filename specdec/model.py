@@ -124,14 +124,15 @@ def prefill(
 
   Args:
     model: the model.
-    prompt: `[B, P]` int32.
+    prompt: `[B, P]` int32; nothing is computed if P is 0.
     num_cached: `[B]` int32, tokens of each prompt to keep.
     num_slots: the longest text, in tokens.
     window_size: T, slots for what is scored in one step.
   """
   batch_size = prompt.shape[0]
   cache = model.spec.init_cache(batch_size, num_slots + window_size)
-  _, cache = model._causal(prompt, cache)
+  if prompt.shape[1]:
+    _, cache = model._causal(prompt, cache)
   return ModelState(
     cache=cache.replace(length=num_cached),
     num_text=jnp.zeros(batch_size, jnp.int32),
