@@ -10,15 +10,27 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
   from models.text.generator import Generator
   from models.text.generator import load
+  from models.text.many import Completion
+  from models.text.many import Job
   from models.text.plan import Plan
   from models.text.result import TextGeneration
   from models.text.settings import DraftSettings
 
-__all__ = ('DraftSettings', 'Generator', 'Plan', 'TextGeneration', 'load')
+__all__ = (
+  'Completion',
+  'DraftSettings',
+  'Generator',
+  'Job',
+  'Plan',
+  'TextGeneration',
+  'load',
+)
 
 # Imported when they are asked for: transformers takes seconds, and scripts
 # refuse a wrong flag before (`models.text.settings`).
 _MODULES = {
+  'Completion': 'models.text.many',
+  'Job': 'models.text.many',
   'DraftSettings': 'models.text.settings',
   'Generator': 'models.text.generator',
   'Plan': 'models.text.plan',

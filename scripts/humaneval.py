@@ -34,6 +34,13 @@ _ALLOW = flags.DEFINE_bool(
   'run what the model wrote, in a process with limits of time and memory, but'
   ' with your rights',
 )
+_BATCH_SIZE = flags.DEFINE_integer(
+  'batch_size',
+  1,
+  'tasks that are decoded at once',
+  lower_bound=1,
+  upper_bound=options.LARGEST_BATCH,
+)
 _TEST_SECONDS = flags.DEFINE_float(
   'test_seconds', 10.0, 'time limit of the tests of a task', lower_bound=0.1
 )
@@ -48,7 +55,8 @@ def _settings(tasks: bytes) -> dict:
   return {
     name: value
     for name, value in settings.items()
-    if name not in ('methods', 'num_tasks', 'allow_generated_code')
+    if name
+    not in ('methods', 'num_tasks', 'batch_size', 'allow_generated_code')
   }
 
 
@@ -56,8 +64,10 @@ def main() -> None:
   import tqdm
 
   from models.bench import completions
+  from models.bench import resumable
   from models.bench.record import rows_to_table
   from models.text.generator import load
+  from models.text.many import Job
 
   if not _ALLOW.value:
     raise ValueError(
@@ -73,28 +83,36 @@ def main() -> None:
     )
   path = pathlib.Path(_TASKS.value)
   problems = completions.read_problems(path)[: _NUM_TASKS.value]
-  results = completions.Results(
+  results = resumable.ResumableRows(
     pathlib.Path(_OUTPUT.value), _settings(path.read_bytes())
   )
+  done = {(row['task_id'], row['method']) for row in results.rows}
   for method in methods:
-    todo = [one for one in problems if not results.has(one.task_id, method)]
+    todo = [one for one in problems if (one.task_id, method) not in done]
     if not todo:
       continue
     generator = load(
       **options.models(), method=method, drafting=options.draft_settings()
     )
-    for problem in tqdm.tqdm(todo, desc=method):
-      start = time.perf_counter()
-      generation = generator.generate(
-        problem.prompt, stop=completions.STOPS, **options.decoding()
-      )
-      seconds = time.perf_counter() - start
-      completion = completions.cut(generation.text[0])
+    jobs = [Job(prompt=one.prompt, seed=options.SEED.value) for one in todo]
+    start = time.perf_counter()
+    many = generator.generate_many(
+      jobs,
+      batch_size=_BATCH_SIZE.value,
+      stop=completions.STOPS,
+      **options.decoding(),
+    )
+    for found in tqdm.tqdm(many, desc=method, total=len(todo)):
+      if found.result is None or found.error:
+        raise ValueError(f'{todo[found.index].task_id}: {found.error}')
+      # Since the one before ended; their sum is that of all tasks.
+      seconds, problem = time.perf_counter() - start, todo[found.index]
+      completion = completions.cut(found.result.text[0])
       results.add(
         {
           'task_id': problem.task_id,
           'method': method,
-          'tokens': generation.tokens[0],
+          'tokens': found.result.tokens[0],
           'completion': completion,
           'seconds': round(seconds, 3),
           'result': completions.run_tests(
@@ -102,6 +120,7 @@ def main() -> None:
           ),
         }
       )
+      start = time.perf_counter()
   print(rows_to_table(completions.summary(results.rows, methods)))
 
 

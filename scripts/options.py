@@ -296,7 +296,7 @@ def as_dict() -> dict[str, Any]:
   if record['plan'] is not None:
     record['plan'] = pathlib.Path(record['plan']).name
   path = record.pop('prompt_file')
-  if path is not None:  # The folder may be private.
+  if path not in (None, '-'):  # The folder may be private.
     digest = hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()
     record |= {'prompts': pathlib.Path(path).name, 'prompts_sha256': digest}
   return record
@@ -413,3 +413,26 @@ def generator(
     _check_contradictions(found, method)
   drafting = draft_settings()
   return load(**models(), method=method.value, drafting=drafting, plan=found)
+
+
+def many(
+  method: flags.FlagHolder, samples: Callable[[], list[str]], batch_size: int
+) -> tuple[Any, dict[int, int]]:
+  """The `models.Generator` of the flags, and the `tree_sizes` for many prompts.
+
+  With `--plan=auto` there is a plan for the full batch and one for a single
+  prompt; see `models.tune.plan_lookup.join_plans`. The arguments are those of
+  `generator`, except that `samples` is called only if a plan has to be made.
+  """
+  from models.text.generator import load
+
+  found, sizes = plan(batch_size, samples), dict[int, int]()
+  if found is not None:
+    if PLAN.value == 'auto' and batch_size > 1:
+      from models.tune.plan_lookup import join_plans
+
+      found, sizes = join_plans(plan(1, samples), found, batch_size)
+    _check_contradictions(found, method)
+  drafting = draft_settings()
+  loaded = load(**models(), method=method.value, drafting=drafting, plan=found)
+  return loaded, sizes

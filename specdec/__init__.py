@@ -22,6 +22,7 @@ from specdec.generation import Generation
 from specdec.loop import advance
 from specdec.loop import decode
 from specdec.loop import extend
+from specdec.loop import insert
 from specdec.loop import start
 from specdec.model import LanguageModel
 from specdec.model import ModelSpec
@@ -79,6 +80,7 @@ __all__ = (
   'fixed_drafter',
   'generate',
   'histories',
+  'insert',
   'k_ary',
   'load_table',
   'recent_tokens',

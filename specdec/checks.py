@@ -42,13 +42,15 @@ def check_text(name: str, text: str) -> None:
       )
 
 
-def check_count(name: str, value: Any, largest: float = np.inf) -> None:
-  """Refuses what is no integer from 1 to the largest."""
+def check_count(
+  name: str, value: Any, largest: float = np.inf, least: int = 1
+) -> None:
+  """Refuses what is no integer from the least to the largest."""
   is_integer = isinstance(value, numbers.Integral)
-  if not is_integer or isinstance(value, bool) or not 1 <= value <= largest:
+  if not is_integer or isinstance(value, bool) or not least <= value <= largest:
     bound = '' if largest == np.inf else f' and at most {largest}'
     raise ValueError(
-      f'{name} must be an integer of at least 1{bound}, got {value!r}'
+      f'{name} must be an integer of at least {least}{bound}, got {value!r}'
     )
 
 
@@ -104,7 +106,6 @@ def check_limits(
   max_new_tokens: Any,
   room: Any,
   context: int,
-  name: str = 'the context of the target',
 ) -> tuple[np.ndarray, int]:
   """The limits as `[B]` int32, and the room for new tokens."""
   limits = np.asarray(max_new_tokens)
@@ -127,7 +128,7 @@ def check_limits(
     if len(prompt) + limit > context:
       raise ValueError(
         f'prompt {row} of {len(prompt)} tokens and max_new_tokens={limit}'
-        f' exceed {name}, {context} tokens'
+        f' exceed the context of the target, {context} tokens'
       )
   largest = int(limits.max())
   return limits.astype(np.int32), largest if room is None else int(room)

@@ -144,7 +144,7 @@ class Slots:
         ),
         log_probs=log_probs,
       ),
-      break_even=threshold,
+      break_even=jnp.asarray(threshold),
     )
     self._state = start(target, drafter, self._request, config=self._config)
     self._slots: list[_Slot | None] = [None] * num_slots
@@ -188,10 +188,17 @@ class Slots:
     spec, row = self._target.spec, next(iter(self.free), None)
     if row is None:
       raise ValueError('no slot is free; call advance until one has ended')
-    (ids,) = checks.check_prompts([prompt], spec.vocab_size)
-    (limit,), _ = checks.check_limits(
-      [ids], max_new_tokens, None, self.context, 'the context'
-    )
+    ids = checks.check_ids('the prompt', prompt, spec.vocab_size)
+    if not ids:
+      raise ValueError(
+        'the prompt is empty; give at least one token, e.g. the EOS'
+      )
+    checks.check_count('max_new_tokens', max_new_tokens, least=0)
+    if len(ids) + max_new_tokens > self.context:
+      raise ValueError(
+        f'the prompt of {len(ids)} tokens and max_new_tokens={max_new_tokens}'
+        f' exceed the context of {self.context} tokens'
+      )
     params = self._params(self._default if sampling is None else sampling, 1)
     structure: Any = jax.tree.structure(params)
     if structure != jax.tree.structure(self._request.sampling):
@@ -205,7 +212,7 @@ class Slots:
     request = Request(
       prompt=jnp.asarray(tokens),
       prompt_length=jnp.array([len(ids)], jnp.int32),
-      limit=jnp.array([limit], jnp.int32),
+      limit=jnp.array([max_new_tokens], jnp.int32),
       row_keys=checks.row_keys(rng_key.reshape(1), 1),
       sampling=params,
     )

@@ -1,6 +1,8 @@
 """Slots: every prompt gets the tokens of decoding it alone."""
 
+import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -22,6 +24,10 @@ from specdec.tree.topology import chain
 
 _SLOTS = 3
 _CONTEXT = tiny.MAX_POSITIONS
+_EOS = 3
+# Neutral values, so that prompts can differ without another program.
+_SAMPLING = Sampling(temperature=0.0, top_k=20, repetition_penalty=1.2)
+_SAMPLED = dataclasses.replace(_SAMPLING, temperature=1.0, top_k=17)
 
 
 @functools.cache
@@ -35,7 +41,6 @@ def _drafter(kind):
       tiny_drafters.model(similar, tiny_drafters.TREE),
       lookup(config=tiny_drafters.INNER),
     ),
-    'lookup': lambda: lookup(config=tiny_drafters.TREE),
   }[kind]()
 
 
@@ -45,137 +50,120 @@ def _slots(kind, **options):
     num_slots=_SLOTS,
     context=_CONTEXT,
     drafter=_drafter(kind),
-    **options,
+    **{'sampling': _SAMPLING, 'eos_ids': [_EOS], 'log_probs': True} | options,
   )
 
 
+class _Job(NamedTuple):
+  prompt: list[int]
+  key: jax.Array
+  limit: int
+  sampling: Sampling
+
+
+@functools.cache
 def _jobs(number, seed=0):
-  """Prompts with keys and limits: short and long, some of no new token."""
+  """Short and long prompts, greedy and sampled, some of no new token."""
   rng = np.random.default_rng(seed)
   jobs = []
   for index in range(number):
     prompt = rng.integers(tiny.TABOO, size=rng.integers(1, 50)).tolist()
-    limit = int(rng.integers(0, _CONTEXT - len(prompt)))
-    jobs.append((prompt, jax.random.key(seed + index), min(limit, 24)))
-  return jobs
+    limit = min(int(rng.integers(0, _CONTEXT - len(prompt))), 24)
+    key = jax.random.key(seed + index)
+    jobs.append(_Job(prompt, key, limit, (_SAMPLING, _SAMPLED)[index % 2]))
+  return tuple(jobs)
 
 
-def _run(slots, jobs, *, num_ended=1, samplings=None):
+def _run(slots, jobs, num_ended=1):
   """The generations, and the order in which they ended."""
   waiting, indices, found = list(range(len(jobs))), {}, {}
   while waiting or indices:
     while waiting and slots.free:
-      index = waiting.pop(0)
-      prompt, key, limit = jobs[index]
+      job = jobs[waiting[0]]
       slot = slots.insert(
-        prompt,
-        key,
-        max_new_tokens=limit,
-        sampling=samplings[index] if samplings else None,
+        job.prompt, job.key, max_new_tokens=job.limit, sampling=job.sampling
       )
-      indices[slot] = index
+      indices[slot] = waiting.pop(0)
     for slot, generation in slots.advance(num_ended).items():
       found[indices.pop(slot)] = generation
   return [found[index] for index in range(len(jobs))], list(found)
 
 
-def _alone(kind, job, *, sampling, **options):
-  prompt, key, limit = job
-  return generate(
-    tiny.gpt2(num_layers=1),
-    key.reshape(1),
-    [prompt],
-    max_new_tokens=limit,
-    room_for_new_tokens=tiny.MAX_NEW_TOKENS,
-    drafter=_drafter(kind),
-    sampling=sampling,
-    **options,
-  )
+@functools.cache
+def _alone():
+  return [
+    generate(
+      tiny.gpt2(num_layers=1),
+      job.key.reshape(1),
+      [job.prompt],
+      max_new_tokens=job.limit,
+      room_for_new_tokens=tiny.MAX_NEW_TOKENS,
+      sampling=job.sampling,
+      eos_ids=[_EOS],
+      log_probs=True,
+    )
+    for job in _jobs(12)
+  ]
 
 
-_SAMPLINGS = {
-  'greedy': Sampling(),
-  'sampled': Sampling(temperature=1.0, top_k=20, repetition_penalty=1.2),
-}
+def _tokens(generations):
+  return [generation.tokens for generation in generations]
 
 
-@pytest.mark.parametrize('kind', ['plain', 'chain', 'staged', 'lookup'])
-@pytest.mark.parametrize('how', _SAMPLINGS)
-def test_the_tokens_are_those_of_decoding_each_prompt_alone(kind, how):
-  sampling, jobs = _SAMPLINGS[how], _jobs(12)
-  slots = _slots(kind, sampling=sampling, eos_ids=[3], log_probs=True)
-  found, _ = _run(slots, jobs)
-  for job, generation in zip(jobs, found, strict=True):
-    alone = _alone(kind, job, sampling=sampling, eos_ids=[3], log_probs=True)
-    assert generation.tokens == alone.tokens
-    assert generation.finish_reasons == alone.finish_reasons
+@pytest.mark.parametrize('kind', ['plain', 'chain', 'staged'])
+def test_the_tokens_are_those_of_decoding_each_prompt_alone(kind):
+  jobs = _jobs(12)
+  found, order = _run(_slots(kind), jobs)
+  alone = _alone()
+  assert _tokens(found) == _tokens(alone)
+  assert order != sorted(order)
+  for one, other in zip(found, alone, strict=True):
+    assert one.finish_reasons == other.finish_reasons
     np.testing.assert_allclose(
-      generation.log_probs, alone.log_probs, rtol=1e-4, atol=1e-4
+      one.log_probs, other.log_probs, rtol=1e-4, atol=1e-4
     )
     if kind == 'plain':
-      assert generation.stats == alone.stats
-
-
-def _equal_tokens(jobs, found, sampling):
-  expected = [_alone('plain', job, sampling=sampling).tokens for job in jobs]
-  assert [generation.tokens for generation in found] == expected
+      assert one.stats == other.stats
+  assert {one.finish_reasons[0] for one in found} == {'eos', 'length'}
+  # Backwards, every prompt is in another slot beside other prompts.
+  assert _tokens(_run(_slots(kind), jobs[::-1])[0][::-1]) == _tokens(alone)
 
 
 @pytest.mark.parametrize(
-  ('reading', 'num_ended', 'tree_sizes'),
-  [(7, 1, {}), (512, 3, {1: 8, 2: 4, 3: 1}), (5, 2, {2: 1})],
+  ('reading', 'num_ended', 'tree_sizes'), [(7, 1, {}), (512, 3, {1: 8, 3: 1})]
 )
 def test_how_prompts_take_turns_changes_no_token(
   reading, num_ended, tree_sizes
 ):
-  sampling, jobs = _SAMPLINGS['sampled'], _jobs(12)
-  slots = _slots(
-    'staged', sampling=sampling, reading=reading, tree_sizes=tree_sizes
-  )
-  found, order = _run(slots, jobs, num_ended=num_ended)
-  _equal_tokens(jobs, found, sampling)
-  assert order != sorted(order)
-  # Backwards, every prompt is in another slot beside other prompts.
-  found, _ = _run(slots, jobs[::-1])
-  _equal_tokens(jobs, found[::-1], sampling)
-
-
-def test_a_prompt_may_have_its_own_sampling():
-  jobs = _jobs(6)
-  samplings = [
-    Sampling(temperature=float(index % 3), logit_bias={index: -np.inf})
-    for index in range(6)
-  ]
-  slots = _slots('lookup', sampling=Sampling(temperature=1.0, logit_bias={}))
-  found, _ = _run(slots, jobs, samplings=samplings)
-  for job, sampling, generation in zip(jobs, samplings, found, strict=True):
-    assert generation.tokens == _alone('plain', job, sampling=sampling).tokens
+  jobs = _jobs(12)
+  slots = _slots('staged', reading=reading, tree_sizes=tree_sizes)
+  assert _tokens(_run(slots, jobs, num_ended)[0]) == _tokens(_alone())
 
 
 def test_a_long_prompt_is_read_between_the_steps_of_others():
   """One step after each part of it; the others do not wait for the rest."""
-  slots = _slots('plain', reading=8)
-  (short, key, _), steps = _jobs(1)[0], []
+  slots = _slots('plain', reading=8, eos_ids=[tiny.TABOO])
+  short, key = [1, 2], jax.random.key(0)
   slots.insert(short, key, max_new_tokens=2)
   slots.insert(short, key, max_new_tokens=30)
   assert list(slots.advance()) == [0]  # Two steps.
   slots.insert([1] * 40, key, max_new_tokens=1)
   assert list(slots.advance()) == [0]
-  steps.append(slots.num_steps)
-  # After each of five parts there is a step, and the last is the first of its.
-  assert steps == [2 + 5]
+  # After each of five parts there is a step; the last is the first of its own.
+  assert slots.num_steps == 2 + 5
   assert slots.free == [0, 2]
 
 
 def test_one_program_reads_all_prompts_and_one_decodes_per_size():
-  programs = start._cache_size(), insert._cache_size(), advance._cache_size()
-  slots = _slots('chain', tree_sizes={1: 3, 3: 1}, log_probs=True)
-  _run(slots, _jobs(4))
-  first = start._cache_size(), insert._cache_size(), advance._cache_size()
-  assert np.subtract(first, programs).tolist() == [1, 1, 2]
+  count = lambda: [made._cache_size() for made in (start, insert, advance)]
+  before = count()
+  # Another end of the text than elsewhere, so that all is compiled here.
+  slots = _slots('plain', eos_ids=[1, 2])
+  _run(slots, _jobs(6))
+  after = count()
+  assert np.subtract(after, before).tolist() == [1, 1, 1]
   _run(slots, _jobs(12, seed=1))
-  after = start._cache_size(), insert._cache_size(), advance._cache_size()
-  assert after == first
+  assert count() == after
 
 
 @pytest.mark.parametrize(
@@ -197,10 +185,14 @@ def test_bad_slots_are_refused(options, words):
 @pytest.mark.parametrize(
   ('prompt', 'options', 'words'),
   [
-    ([], {}, 'prompt 0 is empty'),
-    ([99], {}, 'prompt 0 has token 99'),
-    ([1] * 79, {}, 'exceed the context, 80 tokens'),
-    ([1], {'max_new_tokens': -1}, 'max_new_tokens must be at least 0'),
+    ([], {}, 'the prompt is empty'),
+    ([99], {}, 'the prompt has token 99'),
+    ([1] * 79, {}, '79 tokens .* exceed the context of 80'),
+    (
+      [1],
+      {'max_new_tokens': -1},
+      'max_new_tokens must be an integer of at least 0',
+    ),
     ([1], {'sampling': Sampling(top_p=0.5)}, 'sets other options'),
   ],
 )

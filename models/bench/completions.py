@@ -128,54 +128,6 @@ def run_tests(
   return lines[-1] if lines else f'ended with status {child.returncode}'
 
 
-class Results:
-  """A file of results, one JSON object per line, that a run can go on from.
-
-  The first line has the settings of the run.
-
-  Raises:
-    ValueError: the file is of a run with other settings.
-  """
-
-  def __init__(self, path: pathlib.Path, settings: dict[str, Any]):
-    self._path = path
-    self.rows: list[dict[str, Any]] = []
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = path.read_text('utf-8') if path.exists() else ''
-    lines = text.split('\n')[:-1]  # What a killed run left half is cut off.
-    path.write_text(''.join(f'{line}\n' for line in lines), 'utf-8')
-    if not lines:
-      self._append(settings)
-      return
-    found, settings = json.loads(lines[0]), json.loads(json.dumps(settings))
-    if found != settings:
-      different = sorted(
-        key
-        for key in {*found, *settings}
-        if found.get(key) != settings.get(key)
-      )
-      raise ValueError(
-        f'{path} is of a run with other settings ({", ".join(different)});'
-        ' give another --output'
-      )
-    self.rows = [json.loads(line) for line in lines[1:]]
-
-  def _append(self, row: dict[str, Any]) -> None:
-    with self._path.open('a', encoding='utf-8') as file:
-      file.write(f'{json.dumps(row)}\n')
-
-  def add(self, row: dict[str, Any]) -> None:
-    """Appends a result; it has the keys task_id, method, tokens and result."""
-    self._append(row)
-    self.rows.append(row)
-
-  def has(self, task_id: str, method: str) -> bool:
-    """Whether a task was done with a method."""
-    return any(
-      (row['task_id'], row['method']) == (task_id, method) for row in self.rows
-    )
-
-
 def summary(
   rows: Sequence[dict[str, Any]], methods: Sequence[str]
 ) -> list[dict[str, Any]]:

@@ -126,20 +126,19 @@ def _decode(
 
   Prompt i has seed + i, so that its tokens do not depend on the batch size.
   """
-  starts = range(0, len(prompts), batch_size)
+  many = generator.generate_many(
+    prompts, batch_size=batch_size, seed=seed, in_order=True, **options
+  )
+  progress = tqdm.tqdm(many, title, len(prompts), unit='', file=sys.stderr)
   results: list[TextGeneration] = []
-  for start in tqdm.tqdm(starts, desc=title, unit='batch', file=sys.stderr):
-    # The last batch is filled up, because another size would compile again.
-    numbers = [(start + row) % len(prompts) for row in range(batch_size)]
-    texts = [prompts[number] for number in numbers]
-    seeds = [seed + number for number in numbers]
-    results.append(generator.generate(texts, seed=seeds, **options))
-  errors = [error for result in results for error in result.errors if error]
-  if errors:
-    raise ValueError(f'{title}: {errors[0]}')
-  join = lambda name: [row for r in results for row in getattr(r, name)]
-  count = len(prompts)
-  return join('prompt_tokens')[:count], join('tokens')[:count], _rate(results)
+  for completion in progress:
+    if completion.result is None or completion.error:
+      raise ValueError(
+        f'{title}: prompt {completion.index}: {completion.error}'
+      )
+    results.append(completion.result)
+  join = lambda name: [getattr(result, name)[0] for result in results]
+  return join('prompt_tokens'), join('tokens'), _rate(results)
 
 
 def _rate(results: Sequence[TextGeneration]) -> float:

@@ -12,6 +12,7 @@ A prompt is a text, token ids, or the messages of a conversation, to which
 
 from collections.abc import Callable
 from collections.abc import Iterable
+from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import functools
@@ -19,6 +20,7 @@ import inspect
 import numbers
 import os
 import time
+import types
 from typing import Any
 
 import jax
@@ -33,6 +35,8 @@ from models.text.chat_template import Prompt
 from models.text.drafters import make_drafter
 from models.text.drafters import PLANNED
 from models.text.drafters import planned_break_even
+from models.text.many import Job
+from models.text.many import ManyDecoding
 from models.text.pair import find_checkpoints
 from models.text.pair import load_checkpoints
 from models.text.pair import Pair
@@ -262,6 +266,82 @@ class Generator:
     decoding = self.stream(**_passed(locals()))
     decoding.run(should_stop)
     return decoding.result()
+
+  def generate_many(
+    self,
+    prompts: Iterable[Prompt | Job],
+    *,
+    batch_size: int = 8,
+    context: int | None = None,
+    in_order: bool = False,
+    tree_sizes: Mapping[int, int] = types.MappingProxyType({}),
+    reading: int = 512,
+    max_new_tokens: int = 128,
+    sampling: specdec.Sampling = specdec.Sampling(),
+    seed: int = 0,
+    stop: str | Sequence[str] = (),
+    eos_ids: Sequence[int] | None = None,
+    verify: str = 'match',
+    children: str | None = None,
+    log_probs: bool = False,
+    break_even: float | None = None,
+  ) -> ManyDecoding:
+    """Continues any number of prompts, some at a time.
+
+    When a prompt ends, the next takes its place in the batch. The tokens of a
+    prompt are those of `generate` for it alone, with the same seed. Iterating
+    over what is returned yields a `models.Completion` for each prompt; to
+    cancel, stop iterating. A prompt that cannot be decoded is a completion with
+    an error, and the others go on.
+
+    Args:
+      prompts: as for `generate`, or `models.Job`, which has options of its
+        own. They are taken when there is room for them, so they may be made
+        meanwhile, without end.
+      batch_size: prompts that are decoded at once.
+      context: the most tokens of a prompt and its continuation; the size of the
+        buffers. None: what the prompts need if they are a list, else the
+        context of the target, and at most 2,048.
+      in_order: whether completions come in the order of the prompts, rather
+        than as they end.
+      tree_sizes: nodes of the tree by the number of prompts under way, see
+        `specdec.Slots`.
+      reading: the most tokens of prompts that are read between two steps.
+      max_new_tokens: the limit of each prompt.
+      sampling: as for `generate`, the same for all rows.
+      seed: prompt i has seed + i, unless it is a `Job` with a seed.
+      stop: stop strings of all prompts.
+      eos_ids: see `generate`.
+      verify: see `generate`.
+      children: see `generate`.
+      log_probs: see `generate`.
+      break_even: see `generate`.
+
+    Raises:
+      ValueError: an argument cannot be used; gives the reason.
+    """
+    stops = stops_of_rows(stop, batch_size)
+    return ManyDecoding(
+      self.pair,
+      prompts,
+      drafter=self.drafter,
+      batch_size=batch_size,
+      context=context,
+      in_order=in_order,
+      tree_sizes=tree_sizes,
+      reading=reading,
+      max_new_tokens=max_new_tokens,
+      sampling=sampling,
+      seed=seed,
+      key_of=lambda seed: row_keys([seed], 1)[0],
+      stops=stops[0],
+      stop=self.stop_table(stops),
+      eos_ids=self.pair.eos_ids if eos_ids is None else eos_ids,
+      verify=verify,
+      children=children,
+      log_probs=log_probs,
+      break_even=self.break_even if break_even is None else break_even,
+    )
 
   def chat(
     self,

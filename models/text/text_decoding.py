@@ -35,7 +35,7 @@ class TextDecoding:
     self._ids = [list(map(int, row)) for row in ids]
     #: The text of each prompt.
     self.prompts: list[str] = [
-      prompt if isinstance(prompt, str) else self._pair.decode(row)
+      prompt_text(self._pair, prompt, row)
       for prompt, row in zip(prompts, self._ids, strict=True)
     ]
     self._streams: list[TextStream] | None = None
@@ -111,17 +111,34 @@ class TextDecoding:
 
   def result(self) -> TextGeneration:
     """Everything that was generated so far."""
-    generation = self._decoding.result()
-    rows = zip(generation.tokens, self._stops, strict=True)
-    texts = [_text(self._pair, tokens, stops) for tokens, stops in rows]
-    pieces = map(self._pair.pieces, generation.tokens)
-    return TextGeneration(
-      prompts=self.prompts,
-      text=texts,
-      prompt_tokens=self._ids,
-      pieces=list(map(_cut, pieces, map(len, texts))),
-      **vars(generation),
+    return text_generation(
+      self._pair, self.prompts, self._ids, self._stops, self._decoding.result()
     )
+
+
+def text_generation(
+  pair: Pair,
+  prompts: Sequence[str],
+  ids: Sequence[Sequence[int]],
+  stops: Sequence[Sequence[str]],
+  generation: specdec.Generation,
+) -> TextGeneration:
+  """The texts of a generation; all arguments have an entry per row."""
+  rows = zip(generation.tokens, stops, strict=True)
+  texts = [_text(pair, tokens, own) for tokens, own in rows]
+  pieces = map(pair.pieces, generation.tokens)
+  return TextGeneration(
+    prompts=list(prompts),
+    text=texts,
+    prompt_tokens=[list(row) for row in ids],
+    pieces=list(map(_cut, pieces, map(len, texts))),
+    **vars(generation),
+  )
+
+
+def prompt_text(pair: Pair, prompt: Prompt, ids: Sequence[int]) -> str:
+  """The text of a prompt, which may be given as ids or as a conversation."""
+  return prompt if isinstance(prompt, str) else pair.decode(list(ids))
 
 
 def _text(pair: Pair, tokens: Sequence[int], stops: Sequence[str]) -> str:

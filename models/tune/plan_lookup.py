@@ -20,6 +20,7 @@ from models.text.plan import Context
 from models.text.plan import load_plan
 from models.text.plan import model_digests
 from models.text.plan import Plan
+from models.text.settings import with_options
 from models.tune.planner import make_plan
 from models.tune.planner import PLAN_SECONDS
 import specdec
@@ -129,6 +130,35 @@ def find_plan(
   plan.save(path)
   report(f'{plan.method}, saved as {path}')
   return plan
+
+
+def join_plans(
+  alone: Plan, full: Plan, batch_size: int
+) -> tuple[Plan, dict[int, int]]:
+  """One way to decode batches that fill and run dry.
+
+  Args:
+    alone: the plan for one prompt.
+    full: the plan for `batch_size` prompts.
+    batch_size: at least 2.
+
+  Returns:
+    A plan, and the `tree_sizes` of `specdec.Slots`: the tree of `alone` for up
+    to a quarter of the batch, that of `full` from there on, if the two differ
+    in the size of their trees alone or `full` is plain decoding. Otherwise the
+    plan `full`, and no sizes.
+  """
+  nodes = lambda plan: plan.drafting.tree.num_nodes
+  resized = lambda plan: with_options(plan.drafting, {'num_nodes': 1})
+  if alone.method == 'plain' or alone.drafting.topology is not None:
+    return full, {}
+  few = max(batch_size // 4, 1)
+  if full.method == 'plain':
+    return alone, {few: nodes(alone), batch_size: 1}
+  if (full.method, resized(full)) != (alone.method, resized(alone)):
+    return full, {}
+  larger = max(alone, full, key=nodes)
+  return larger, {few: nodes(alone), batch_size: nodes(full)}
 
 
 def table(plan: Plan) -> str:

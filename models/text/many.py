@@ -1,0 +1,171 @@
+"""Many prompts, one after the other in the slots of one batch.
+
+for completion in lm.generate_many(prompts, batch_size=8, max_new_tokens=64):
+  print(completion.index, completion.error or completion.result.text[0])
+"""
+
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Sequence
+import dataclasses
+from typing import Any
+
+import jax
+
+from models.text.chat import MAX_CONTEXT
+from models.text.chat_template import Prompt
+from models.text.pair import Pair
+from models.text.result import TextGeneration
+from models.text.text_decoding import prompt_text
+from models.text.text_decoding import text_generation
+import specdec
+from specdec import checks
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+  """A prompt with options of its own; None stands for that of all prompts."""
+
+  prompt: Prompt
+  max_new_tokens: int | None = None
+  seed: int | None = None
+  #: It must set the options that the sampling of all prompts sets.
+  sampling: specdec.Sampling | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+  """What became of a prompt."""
+
+  index: int  #: Its number, from 0.
+  result: TextGeneration | None  #: Of one row; None if the prompt is refused.
+  error: str | None  #: Why it is refused, or what went wrong in decoding it.
+
+
+@dataclasses.dataclass
+class _Waiting:
+  """A prompt in a slot."""
+
+  index: int
+  prompt: Prompt
+  ids: list[int]
+
+
+class ManyDecoding:
+  """The decode of many prompts; iterating yields a `Completion` for each.
+
+  See `Generator.generate_many`, whose arguments these are.
+  """
+
+  def __init__(
+    self,
+    pair: Pair,
+    prompts: Iterable[Prompt | Job],
+    *,
+    drafter: specdec.Drafter,
+    batch_size: int,
+    context: int | None,
+    in_order: bool,
+    max_new_tokens: int,
+    seed: int,
+    key_of: Callable[[int], jax.Array],
+    stops: Sequence[str],
+    **options: Any,
+  ):
+    checks.check_count('batch_size', batch_size)
+    checks.check_count('max_new_tokens', max_new_tokens, least=0)
+    self._pair, self._prompts, self._in_order = pair, prompts, in_order
+    self._limit, self._stops = max_new_tokens, tuple(stops)
+    self._seed, self._key_of = seed, key_of
+    self._slots = specdec.Slots(
+      pair.target,
+      num_slots=batch_size,
+      context=self._context() if context is None else context,
+      drafter=drafter,
+      **options,
+    )
+
+  def _ids(self, job: Job) -> list[int]:
+    if not job.prompt:
+      raise ValueError('the prompt is empty; give at least one character')
+    return list(map(int, self._pair.ids_of([job.prompt])[0]))
+
+  def _context(self) -> int:
+    """The size of the buffers: what a list of prompts needs, or the default."""
+    largest = min(self._pair.target.spec.max_positions, MAX_CONTEXT)
+    if not isinstance(self._prompts, Sequence):
+      return largest
+    needed = 1
+    for job in map(_as_job, self._prompts):
+      try:
+        needed = max(needed, len(self._ids(job)) + self._limit_of(job))
+      except (TypeError, ValueError):
+        continue  # It will be refused when it is decoded.
+    return min(needed, self._pair.target.spec.max_positions)
+
+  def _limit_of(self, job: Job) -> int:
+    return self._limit if job.max_new_tokens is None else job.max_new_tokens
+
+  @property
+  def num_steps(self) -> int:
+    """Batched target forwards so far, those that read prompts apart."""
+    return self._slots.num_steps
+
+  def _insert(self, index: int, job: Job) -> tuple[int, _Waiting]:
+    """Gives a slot to a prompt; ValueError if it cannot be decoded."""
+    ids = self._ids(job)
+    slot = self._slots.insert(
+      ids,
+      self._key_of(self._seed + index if job.seed is None else job.seed),
+      max_new_tokens=self._limit_of(job),
+      sampling=job.sampling,
+    )
+    return slot, _Waiting(index, job.prompt, ids)
+
+  def _completion(
+    self, waiting: _Waiting, generation: specdec.Generation
+  ) -> Completion:
+    result = text_generation(
+      self._pair,
+      [prompt_text(self._pair, waiting.prompt, waiting.ids)],
+      [waiting.ids],
+      [self._stops],
+      generation,
+    )
+    return Completion(waiting.index, result, result.errors[0])
+
+  def _as_they_end(self) -> Iterator[Completion]:
+    jobs = enumerate(map(_as_job, self._prompts))
+    waiting: dict[int, _Waiting] = {}
+    more = True
+    while more or waiting:
+      while more and self._slots.free:
+        index, job = next(jobs, (0, None))
+        if job is None:
+          more = False
+          break
+        try:
+          slot, prompt = self._insert(index, job)
+        except (TypeError, ValueError) as error:
+          yield Completion(index, None, str(error))
+        else:
+          waiting[slot] = prompt
+      for slot, generation in self._slots.advance().items():
+        yield self._completion(waiting.pop(slot), generation)
+
+  def __iter__(self) -> Iterator[Completion]:
+    """Yields what became of each prompt, as they end or in their order."""
+    if not self._in_order:
+      yield from self._as_they_end()
+      return
+    early, expected = dict[int, Completion](), 0
+    for completion in self._as_they_end():
+      early[completion.index] = completion
+      while expected in early:
+        yield early.pop(expected)
+        expected += 1
+
+
+def _as_job(prompt: Prompt | Job) -> Job:
+  return prompt if isinstance(prompt, Job) else Job(prompt=prompt)

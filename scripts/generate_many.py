@@ -1,0 +1,217 @@
+r"""Continues all prompts of a file, some at a time, and writes a file.
+
+python scripts/generate_many.py --prompt_file=prompts.jsonl \
+    --output=completions.jsonl --batch_size=8
+
+A line of the input is a JSON object with `prompt` or `messages` (a
+conversation), and may have an `id`, `max_new_tokens`, `seed`, `temperature`,
+`top_k`, `top_p` and `min_p` of its own. A line is appended to the output when a
+prompt ends: `index` (of the line, from 0), `id`, `text`, `tokens`,
+`finish_reason`, `error` and `stats`. A run that was stopped or killed goes on
+where it was, with the same command. `-` is standard input or output.
+"""
+
+from collections.abc import Iterator
+import json
+import pathlib
+import sys
+import time
+from typing import Any
+
+from absl import flags
+import command_line
+import options
+
+flags.adopt_module_key_flags(options)  # Listed by --help.
+
+_METHOD = flags.DEFINE_enum(
+  'method',
+  'staged',
+  ['plain', 'chain', 'tree', 'staged'],
+  'how to decode; the text is the same; --plan chooses',
+)
+_OUTPUT = flags.DEFINE_string('output', None, 'JSON lines, or -; needed')
+_BATCH_SIZE = flags.DEFINE_integer(
+  'batch_size',
+  8,
+  'prompts that are decoded at once',
+  lower_bound=1,
+  upper_bound=options.LARGEST_BATCH,
+)
+_CONTEXT = flags.DEFINE_integer(
+  'context',
+  None,
+  'the most tokens of a prompt and its continuation; default: the context of'
+  ' the target, and at most 2048',
+  lower_bound=1,
+)
+_READING = flags.DEFINE_integer(
+  'reading',
+  512,
+  'the most tokens of new prompts that are read between two steps of others',
+  lower_bound=1,
+)
+_STOP = flags.DEFINE_multi_string(
+  'stop', [], r'the text ends before this; \n is a line end; may be repeated'
+)
+_IN_ORDER = flags.DEFINE_bool(
+  'in_order', False, 'write lines in the order of the prompts'
+)
+
+_NUM_SAMPLES = 32  # Prompts, for making a plan.
+_SAMPLING = ('temperature', 'top_k', 'top_p', 'min_p')
+_KEYS = ('prompt', 'messages', 'id', 'max_new_tokens', 'seed', *_SAMPLING)
+
+# They change no token of a prompt.
+_FREE = ('batch_size', 'context', 'reading', 'in_order', 'plan_seconds')
+
+
+def _parse(line: str) -> tuple[dict[str, Any], Any]:
+  """A line of the input, and the `Sampling` of its own or None."""
+  import specdec
+
+  record = json.loads(line)
+  if not isinstance(record, dict) or record.keys() - set(_KEYS):
+    raise ValueError(f'expected a JSON object with keys of {", ".join(_KEYS)}')
+  if ('prompt' in record) == ('messages' in record):
+    raise ValueError('expected one of the keys prompt and messages')
+  own = {name: record[name] for name in _SAMPLING if name in record}
+  if not own:
+    return record, None
+  return record, specdec.Sampling(**vars(options.sampling()) | own)
+
+
+def _job(line: str, index: int) -> tuple[Any, Any, str | None]:
+  """The `models.Job` of a line, its id, and what is wrong with the line."""
+  from models.text.many import Job
+
+  try:
+    record, sampling = _parse(line)
+  except (TypeError, ValueError, RecursionError) as error:
+    return Job(prompt=''), index, f'line {index + 1}: {error}'
+  job = Job(
+    prompt=record['prompt'] if 'prompt' in record else record['messages'],
+    max_new_tokens=record.get('max_new_tokens'),
+    seed=record.get('seed', options.SEED.value + index),
+    sampling=sampling,
+  )
+  return job, record.get('id', index), None
+
+
+def _lines() -> Iterator[str]:
+  """The lines of the input, one after the other."""
+  name = options.PROMPT_FILE.value
+  if name == '-':
+    yield from (line for line in sys.stdin if line.strip())
+    return
+  assert name is not None
+  with pathlib.Path(name).open(encoding='utf-8') as file:
+    yield from (line for line in file if line.strip())
+
+
+def _samples() -> list[str]:
+  """Prompts to make a plan with."""
+  if options.PROMPT_FILE.value == '-':
+    return [options.DEFAULT_PROMPT]
+  return options.read_prompts(options.PROMPT_FILE.value)[:_NUM_SAMPLES]
+
+
+class _Printed:
+  """Results that go to standard output."""
+
+  rows = ()
+
+  def add(self, row: dict[str, Any]) -> None:
+    print(json.dumps(row), flush=True)
+
+
+def _output(name: str) -> Any:
+  from models.bench.resumable import ResumableRows
+  from models.text.pair import find_checkpoints
+  from models.text.plan import model_digests
+
+  if name == '-':
+    return _Printed()
+  models = options.models()
+  found = find_checkpoints(
+    models['target'], models['draft'], revision=models['revision']
+  )
+  settings = options.as_dict() | {
+    'dtype': options.dtype(),
+    'models': model_digests(*found),
+  }
+  settings = {name: settings[name] for name in settings if name not in _FREE}
+  return ResumableRows(pathlib.Path(name), settings)
+
+
+def _row(
+  index: int, name: Any, error: str | None, result: Any = None
+) -> dict[str, Any]:
+  row = {'index': index, 'id': name, 'error': error}
+  if result is None:
+    return row
+  stats = ('new_tokens', 'target_forwards', 'block_efficiency')
+  return row | {
+    'text': result.text[0],
+    'tokens': result.tokens[0],
+    'finish_reason': result.finish_reasons[0],
+    'stats': {
+      'prompt_tokens': len(result.prompt_tokens[0]),
+      **{key: result.stats[key] for key in stats},
+    },
+  }
+
+
+def main() -> None:
+  import tqdm
+
+  if options.PROMPT_FILE.value is None or _OUTPUT.value is None:
+    raise ValueError(
+      '--prompt_file and --output are needed, each a file or -; see --help'
+    )
+  is_pipe = options.PROMPT_FILE.value == '-'
+  total = None if is_pipe else sum(1 for _ in _lines())
+  output = _output(_OUTPUT.value)
+  done = {row['index'] for row in output.rows}
+  generator, tree_sizes = options.many(_METHOD, _samples, _BATCH_SIZE.value)
+  taken: list[tuple[int, Any, str | None]] = []  # Index, id, error.
+
+  def jobs():
+    for index, line in enumerate(_lines()):
+      if index not in done:
+        job, name, error = _job(line, index)
+        taken.append((index, name, error))
+        yield job
+
+  many = generator.generate_many(
+    jobs(),
+    batch_size=_BATCH_SIZE.value,
+    context=_CONTEXT.value,
+    reading=_READING.value,
+    in_order=_IN_ORDER.value,
+    tree_sizes=tree_sizes,
+    stop=[stop.replace('\\n', '\n') for stop in _STOP.value],
+    **options.decoding(),
+  )
+  begin, tokens, forwards = time.perf_counter(), 0, 0
+  with tqdm.tqdm(
+    desc='prompts', total=total, initial=len(done), unit='', file=sys.stderr
+  ) as progress:
+    for found in many:
+      index, name, error = taken[found.index]
+      output.add(_row(index, name, error or found.error, found.result))
+      if found.result is not None:
+        tokens += found.result.stats['new_tokens']
+        forwards += found.result.stats['target_forwards']
+        rate = tokens / (time.perf_counter() - begin)
+        progress.set_postfix(
+          {
+            'tokens/s': f'{rate:.1f}',
+            'block efficiency': f'{tokens / max(forwards, 1):.2f}',
+          }
+        )
+      progress.update()
+
+
+if __name__ == '__main__':
+  command_line.run(main)

@@ -1,0 +1,220 @@
+"""Many prompts: `generate_many`, its script, and files that runs go on from."""
+
+import io
+import json
+
+from command_lines import refusal
+from command_lines import run
+import pytest
+import tiny_demo
+
+import models
+from models.bench.resumable import ResumableRows
+import specdec
+
+_PROMPTS = ['import ', 'def f(x):\n  return', '', 'a' * 9000, [20, 30], 'x = 1']
+_OPTIONS = {'max_new_tokens': 9, 'stop': ['\n']}
+
+
+@pytest.fixture(autouse=True, scope='module')
+def _pair(tmp_path_factory):
+  with pytest.MonkeyPatch.context() as patch:
+    tiny_demo.stand_in(patch, tmp_path_factory.mktemp('pair'))
+    yield
+
+
+@pytest.fixture(scope='module', name='lm')
+def _lm(_pair):
+  return models.load(method='plain')
+
+
+def _alone(lm, prompt, seed, **options):
+  return lm.generate(
+    [prompt], seed=[seed], room_for_new_tokens=64, **_OPTIONS | options
+  )
+
+
+def test_every_prompt_is_completed_as_alone(lm):
+  sampling = specdec.Sampling(temperature=[1.0])
+  taken = []
+
+  def prompts():
+    for number, prompt in enumerate(_PROMPTS):
+      taken.append(number)
+      yield prompt
+    yield models.Job(prompt='import ', seed=0, max_new_tokens=3)
+
+  many = lm.generate_many(
+    prompts(),
+    batch_size=2,
+    context=128,
+    seed=5,
+    sampling=specdec.Sampling(temperature=1.0),
+    **_OPTIONS,
+  )
+  assert not taken
+  found = {completion.index: completion for completion in many}
+  assert sorted(found) == list(range(7))
+  errors = {index: one.error for index, one in found.items() if one.error}
+  assert errors.keys() == {2, 3}
+  assert 'the prompt is empty' in errors[2]
+  assert 'exceed the context of 128 tokens' in errors[3]
+  for index in (0, 1, 4, 5):
+    alone = _alone(lm, _PROMPTS[index], 5 + index, sampling=sampling)
+    assert found[index].result == alone
+  own = _alone(lm, 'import ', 0, sampling=sampling, max_new_tokens=3)
+  assert found[6].result == own
+  assert many.num_steps > 0
+
+
+def test_completions_may_come_in_order_and_prompts_are_taken_when_needed(lm):
+  taken = []
+
+  def prompts():
+    for number in range(100):
+      taken.append(number)
+      yield [number + 1]
+
+  many = iter(
+    lm.generate_many(
+      prompts(), batch_size=2, context=128, in_order=True, **_OPTIONS
+    )
+  )
+  assert [next(many).index for _ in range(5)] == [0, 1, 2, 3, 4]
+  assert len(taken) < 12
+  many.close()
+  # Of a list, the buffers are as large as it needs.
+  many = lm.generate_many([[1] * 150], batch_size=2, **_OPTIONS)
+  assert next(iter(many)).error is None
+
+
+def _input(path):
+  lines = [
+    {'prompt': 'import ', 'id': 'first'},
+    {'prompt': 'x = ', 'seed': 7, 'max_new_tokens': 4},
+    {'prompt': 'x = ', 'temperature': 1.0, 'seed': 3},
+    {'prompt': ''},
+    {'prompt': 'x', 'prompts': 'y'},
+    {'prompt': 'x', 'top_p': 0.5},
+    {'messages': [{'role': 'user', 'content': 'x'}]},
+    {'prompt': 'def f('},
+  ]
+  path.write_text('\n'.join([*map(json.dumps, lines), '{', '']))
+  return path
+
+
+def _arguments(source, output, *more):
+  return (
+    'generate_many.py',
+    f'--prompt_file={source}',
+    f'--output={output}',
+    '--method=plain',
+    '--max_new_tokens=9',
+    '--batch_size=2',
+    '--stop=\\n',
+    *more,
+  )
+
+
+def _rows(text):
+  return {row['index']: row for row in map(json.loads, text.splitlines())}
+
+
+def test_the_script_completes_a_file_and_goes_on_where_it_was(tmp_path, lm):
+  source, output = _input(tmp_path / 'in.jsonl'), tmp_path / 'out' / 'out.jsonl'
+  ended = run(*_arguments(source, output))
+  assert ended.code == 0, ended
+  text = output.read_text()
+  rows = _rows(text)
+  assert len(text.splitlines()) == len(rows) == 9
+  for index, words in (
+    (3, 'the prompt is empty'),
+    (4, 'line 5: expected a JSON object with keys of prompt'),
+    (5, 'sets other options'),
+    (6, 'has no chat template'),
+    (8, 'line 9: '),
+  ):
+    assert words in rows[index]['error']
+  for index, prompt, seed, options in (
+    (0, 'import ', 0, {}),
+    (1, 'x = ', 7, {'max_new_tokens': 4}),
+    (2, 'x = ', 3, {'sampling': specdec.Sampling(temperature=[1.0])}),
+    (7, 'def f(', 7, {}),
+  ):
+    alone = _alone(lm, prompt, seed, **options)
+    row = rows[index]
+    assert row['error'] is None
+    assert (row['tokens'], row['text']) == (alone.tokens[0], alone.text[0])
+    assert row['finish_reason'] == alone.finish_reasons[0]
+    assert row['stats']['new_tokens'] == len(row['tokens'])
+  assert (rows[0]['id'], rows[7]['id']) == ('first', 7)
+
+  # Killed within the fourth line.
+  lines = text.splitlines(keepends=True)
+  kept = ''.join(lines[:3])
+  output.write_text(kept + lines[3][:20])
+  assert run(*_arguments(source, output)).code == 0
+  again = output.read_text()
+  assert again.startswith(kept)
+  assert len(again.splitlines()) == 9
+  assert _rows(again) == rows
+  # Nothing is left to do, with another batch size and nothing else.
+  assert run(*_arguments(source, output, '--batch_size=3')).code == 0
+  assert output.read_text() == again
+  words = 'is of a run with other settings (seed); give another --output'
+  assert words in refusal(*_arguments(source, output, '--seed=1'))
+  source.write_text(source.read_text() + '{"prompt": "x"}\n')
+  assert 'settings (prompts_sha256)' in refusal(*_arguments(source, output))
+
+
+def test_the_script_reads_and_writes_pipes(tmp_path, monkeypatch):
+  source = _input(tmp_path / 'in.jsonl')
+  run(*_arguments(source, tmp_path / 'out.jsonl'))
+  monkeypatch.setattr('sys.stdin', io.StringIO(source.read_text()))
+  ended = run(*_arguments('-', '-', '--in_order'))
+  assert ended.code == 0, ended
+  rows = _rows(ended.output)
+  assert [*rows] == list(range(9))
+  assert rows == _rows((tmp_path / 'out.jsonl').read_text())
+
+
+def test_files_of_results_survive_a_kill_at_every_byte(tmp_path):
+  path = tmp_path / 'rows.jsonl'
+  rows = [{'index': 0, 'text': 'a\nü'}, {'index': 1, 'text': ''}]
+  results = ResumableRows(path, {'seed': 0, 'stop': ('a',)})
+  for row in rows:
+    results.add(row)
+  whole = path.read_bytes()
+  for size in range(len(whole) + 1):
+    path.write_bytes(whole[:size])
+    again = ResumableRows(path, {'stop': ['a'], 'seed': 0})
+    complete = whole[:size].count(b'\n')
+    assert again.rows == rows[:complete]
+    for row in rows[complete:]:
+      again.add(row)
+    assert path.read_bytes() == whole
+
+
+def test_files_of_other_runs_are_refused(tmp_path):
+  path = tmp_path / 'rows.jsonl'
+  ResumableRows(path, {'seed': 0}).add({'index': 0})
+  with pytest.raises(ValueError, match=r'other settings \(method, seed\)'):
+    ResumableRows(path, {'seed': 1, 'method': 'plain'})
+  path.write_text('no JSON\n')
+  with pytest.raises(ValueError, match='a line that is no JSON'):
+    ResumableRows(path, {'seed': 0})
+  (tmp_path / 'rows.jsonl.run.json').unlink()
+  with pytest.raises(ValueError, match=r'rows.jsonl.run.json, .* cannot be re'):
+    ResumableRows(path, {'seed': 0})
+
+
+@pytest.mark.parametrize(
+  ('arguments', 'words'),
+  [
+    ((), '--prompt_file and --output are needed'),
+    (('--prompt_file=no.jsonl', '--output=-'), 'no.jsonl'),
+    (('--batch_size=0',), 'batch_size'),
+  ],
+)
+def test_bad_command_lines(arguments, words):
+  assert words in refusal('generate_many.py', *arguments)
