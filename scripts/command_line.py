@@ -45,7 +45,17 @@ def _keep_programs() -> None:
     )
 
 
-_CHECKS: list[Callable[[], None]] = []
+def _check_folder() -> None:
+  """JAX would warn about every program that it cannot write."""
+  folder = _COMPILATION_CACHE.value
+  path = pathlib.Path(folder or 'none')
+  if folder != 'none' and path.exists() and not path.is_dir():
+    raise ValueError(
+      f'--compilation_cache={folder} is no folder; give one, or none'
+    )
+
+
+_CHECKS: list[Callable[[], None]] = [_check_folder]
 
 
 def checked_first(check: Callable[[], None]) -> Callable[[], None]:

@@ -68,6 +68,7 @@ _FLAGS = [
   ('--seed=99999999999999999999', 'seed'),
   ('--repetition_penalty=0', 'above 0'),
   ('--break_even=-1', 'positive number'),
+  ('--compilation_cache=/dev/null', 'is no folder'),
   ('--logit_bias=5', 'expected token:number'),
   ('--logit_bias=:', 'expected token:number'),
   ('--lookup_confidence=1', 'below 1'),
