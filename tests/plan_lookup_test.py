@@ -8,8 +8,10 @@ import pytest
 from models.text.plan import cache_path
 from models.text.plan import Plan
 from models.text.settings import DraftSettings
+from models.text.settings import with_options
 from models.tune import plan_lookup
 from models.tune.plan_lookup import find_plan
+from models.tune.plan_lookup import join_plans
 from models.tune.plan_lookup import Setup
 import specdec
 
@@ -94,3 +96,25 @@ def test_a_plan_for_another_target_is_refused(tmp_path):
     _find(pathlib.Path('/no/such/plan'))
   with pytest.raises(ValueError, match='--batch_size must be at least 1'):
     _find(path, batch_size=0)
+
+
+def test_two_plans_are_joined_where_their_trees_differ_in_size_alone():
+  context = _SETUP.context()
+
+  def plan(method, **options):
+    return dataclasses.replace(
+      _plan(context),
+      method=method,
+      drafting=with_options(DraftSettings(), options),
+    )
+
+  large, small = (plan('staged', num_nodes=n) for n in (32, 8))
+  assert join_plans(large, small, 8) == (large, {2: 32, 8: 8})
+  assert join_plans(small, large, 3) == (large, {1: 8, 3: 32})
+  assert join_plans(large, plan('plain'), 8) == (large, {2: 32, 8: 1})
+  # The tables of other methods and settings are not compatible.
+  for other in (plan('tree', num_nodes=8), plan('staged', width=4)):
+    assert join_plans(large, other, 8) == (other, {})
+  assert join_plans(plan('plain'), small, 8) == (small, {})
+  fixed = plan('tree', topology='chain:3')
+  assert join_plans(fixed, small, 8) == (small, {})

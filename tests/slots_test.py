@@ -90,7 +90,7 @@ def _run(slots, jobs, num_ended=1):
 
 
 @functools.cache
-def _alone():
+def _alone(kind='plain', verify='match'):
   return [
     generate(
       tiny.gpt2(num_layers=1),
@@ -98,6 +98,8 @@ def _alone():
       [job.prompt],
       max_new_tokens=job.limit,
       room_for_new_tokens=tiny.MAX_NEW_TOKENS,
+      drafter=_drafter(kind),
+      verify=verify,
       sampling=job.sampling,
       eos_ids=[_EOS],
       log_probs=True,
@@ -127,6 +129,14 @@ def test_the_tokens_are_those_of_decoding_each_prompt_alone(kind):
   assert {one.finish_reasons[0] for one in found} == {'eos', 'length'}
   # Backwards, every prompt is in another slot beside other prompts.
   assert _tokens(_run(_slots(kind), jobs[::-1])[0][::-1]) == _tokens(alone)
+
+
+@pytest.mark.parametrize('verify', ['rejection', 'block'])
+def test_other_rules_draw_as_alone(verify):
+  """With the same drafter: these rules also use the noise of each step."""
+  found, _ = _run(_slots('chain', verify=verify), _jobs(12))
+  alone = _alone('chain', verify)
+  assert _tokens(found) == _tokens(alone) != _tokens(_alone())
 
 
 @pytest.mark.parametrize(
