@@ -141,16 +141,18 @@ def main() -> None:
     results.prepare_output(str(file))
   folder = plots.choose_folder(_PLOTS.value, output)
   prompts = options.read_prompts(options.PROMPT_FILE.value, _NUM_PROMPTS.value)
-  reports = {}
-  for size, path in paths.items():
+  reports, records = {}, {}
+  for size, file in paths.items():
     report = reports[size] = _run(size, prompts)
     print(f'{report}\n' if _BATCH_SIZES.value else report, flush=True)
     if output:
-      report.write(str(path))
+      report.write(str(file))
     if folder is not None:
-      record = results.record(dict(report.settings), report.figures)
-      plots.draw(record, folder, path.stem)
+      records[size] = results.record(dict(report.settings), report.figures)
+      plots.draw(records[size], folder, file.stem)
   if _BATCH_SIZES.value:
+    if folder is not None:
+      plots.draw_batch_sizes(records, folder, path.stem)
     print(benchmark.table_by_batch_size(reports))
 
 

@@ -80,6 +80,35 @@ def test_three_files_are_drawn(tmp_path):
 
 
 @pytest.mark.usefixtures('_needs_matplotlib')
+def test_lines_go_through_the_records_of_all_batch_sizes(monkeypatch, tmp_path):
+  from matplotlib.figure import Figure
+
+  drawn = []
+  monkeypatch.setattr(
+    Figure, 'savefig', lambda self, file, **_: drawn.append((self, file))
+  )
+  records = {
+    size: _record(
+      {
+        'plain:float32': _arm(10.0 * size, 1.0) | {'predicted_speed': 1.0},
+        'tree:float32': _arm(30.0, 3.0 / size)
+        | {'predicted_speed': 2.0 / size},
+      }
+    )
+    for size in (1, 4)
+  }
+  file = plots.draw_batch_sizes(records, tmp_path, 'folder/result.json')
+  assert file.name == 'result_batch_sizes.png'
+  ((figure, saved),) = drawn
+  assert saved == file
+  rates, speeds = figure.axes
+  lines = lambda axes: [list(line.get_ydata()) for line in axes.lines]
+  assert lines(rates) == [[10, 40], [30, 30]]
+  assert lines(speeds) == [[1, 1], [1, 1], [3, 0.75], [2, 0.5]]
+  assert 'batch' not in figure.get_suptitle()
+
+
+@pytest.mark.usefixtures('_needs_matplotlib')
 def test_bars_are_as_long_as_the_rates():
   figure = plots._draw_rates(_record(_ARMS))
   bars = figure.axes[0].patches

@@ -65,11 +65,50 @@ def draw(
   return list(files.values())
 
 
-def _figure(record, width, height, title):
+def draw_batch_sizes(
+  records: Mapping[int, Mapping[str, Any]], folder: pathlib.Path, name: str
+) -> pathlib.Path:
+  """Draws records by batch size into an existing folder; returns the file.
+
+  On the left the tokens per second of each arm, all rows together, on the right
+  its speed over the first arm, measured and as `models.bench.predict` says.
+  """
+  first = next(iter(records.values()))
+  title = 'Speed by the number of rows'
+  figure = _figure(first, 8, 3.4, title, with_batch=False)
+  rates, speeds = figure.subplots(1, 2)
+  sizes = list(records)
+  for arm, (color, marker) in _styles(first).items():
+    values = lambda key, arm=arm: [
+      record['arms'][arm].get(key) for record in records.values()
+    ]
+    style = {'color': color, 'marker': marker, 'ms': 4, 'lw': 1.2}
+    label = _label(arm, first)
+    rates.plot(sizes, values('tokens_per_second'), label=label, **style)
+    speeds.plot(sizes, values('speed'), **style)
+    predicted = values('predicted_speed')
+    if None not in predicted:
+      speeds.plot(sizes, predicted, color=color, ls=':', lw=1.2)
+  rates.set_ylabel('tokens per second, all rows')
+  speeds.set_ylabel('speed (dotted: predicted)')
+  rates.legend(fontsize=7, frameon=False)
+  for axes in (rates, speeds):
+    axes.set_xscale('log', base=2)
+    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.set_xlabel('rows decoded at once')
+    axes.set_ylim(bottom=0)
+    _finish(axes)
+  file = folder / f'{pathlib.Path(name).stem}_batch_sizes.png'
+  figure.savefig(file, dpi=150)
+  return file
+
+
+def _figure(record, width, height, title, *, with_batch=True):
   from matplotlib.figure import Figure
 
   figure = Figure(figsize=(width, height), layout='constrained')
-  figure.suptitle(f'{title}\n{_subtitle(record)}', fontsize=9)
+  subtitle = _subtitle(record, with_batch)
+  figure.suptitle(f'{title}\n{subtitle}', fontsize=9)
   return figure
 
 
@@ -78,7 +117,7 @@ def _finish(axes, *, size=8):
   axes.spines[['top', 'right']].set_visible(False)
 
 
-def _subtitle(record: Mapping[str, Any]) -> str:
+def _subtitle(record: Mapping[str, Any], with_batch: bool) -> str:
   settings, machine = record['settings'], record['machine']
   device = machine['device']
   if machine['platform'] == 'cpu':
@@ -91,9 +130,10 @@ def _subtitle(record: Mapping[str, Any]) -> str:
         sampling += f', {name.replace("_", "-")} {settings[name]:g}'
   batch, limit = settings['batch_size'], settings['max_new_tokens']
   prompts = settings['batches_measured'] * batch
+  rows = f'batch {batch}, ' if with_batch else ''
   return (
     f'{device}; target {settings["target"]}, {" and ".join(_dtypes(record))}\n'
-    f'{sampling}, batch {batch}, {prompts} prompts, at most {limit} new tokens'
+    f'{sampling}, {rows}{prompts} prompts, at most {limit} new tokens'
   )
 
 
