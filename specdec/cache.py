@@ -10,6 +10,7 @@ slots are masked, then overwritten. After a token tree was verified, the entries
 of the accepted path move to the front of the tree's.
 """
 
+from collections.abc import Callable
 import functools
 
 import flax.struct
@@ -18,38 +19,10 @@ from jax import lax
 import jax.numpy as jnp
 
 
-class KVCache(flax.struct.PyTreeNode):
-  """Keys and values of the tokens that a model has seen."""
-
-  keys: tuple[jax.Array, ...]  # `[B, H, S, Dh]` per layer.
-  values: tuple[jax.Array, ...]  # `[B, H, S, Dh]` per layer.
-  length: jax.Array  # `[B]` int32, the number of leading slots that are kept.
-  # S; static, and known even of a model that keeps no layers.
-  num_slots: int = flax.struct.field(pytree_node=False)
-
-
-def init_cache(
-  batch_size: int,
-  num_slots: int,
-  *,
-  num_layers: int,
-  num_heads: int,
-  head_width: int,
-  dtype: jnp.dtype,
-) -> KVCache:
-  """An empty cache, of zeros because a masked NaN would still spread."""
-  shape = (batch_size, num_heads, num_slots, head_width)
-  empty = lambda: tuple(jnp.zeros(shape, dtype) for _ in range(num_layers))
-  return KVCache(
-    keys=empty(),
-    values=empty(),
-    length=jnp.zeros(batch_size, jnp.int32),
-    num_slots=num_slots,
-  )
-
-
-def _write(slots: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
-  """Writes `new [B, H, L, Dh]` to the slots from `start [B]` on."""
+def write_slots(
+  slots: jax.Array, new: jax.Array, start: jax.Array
+) -> jax.Array:
+  """Writes `new [B, H, L, Dh]` to `slots [B, H, S, Dh]` from `start [B]` on."""
 
   # Row by row: a vmapped update at per-row offsets would lower to a scatter.
   def write_row(row, slots):
@@ -72,6 +45,40 @@ def _write(slots: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
   return lax.platform_dependent(slots, cpu=looped, default=unrolled)
 
 
+class KVCache(flax.struct.PyTreeNode):
+  """Keys and values of the tokens that a model has seen."""
+
+  keys: tuple[jax.Array, ...]  # `[B, H, S, Dh]` per layer.
+  values: tuple[jax.Array, ...]  # `[B, H, S, Dh]` per layer.
+  length: jax.Array  # `[B]` int32, the number of leading slots that are kept.
+  # S; static, and known even of a model that keeps no layers.
+  num_slots: int = flax.struct.field(pytree_node=False)
+  # What writes to keys and values, see `write_slots`; static.
+  write_slots: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] = (
+    flax.struct.field(pytree_node=False, default=write_slots)
+  )
+
+
+def init_cache(
+  batch_size: int,
+  num_slots: int,
+  *,
+  num_layers: int,
+  num_heads: int,
+  head_width: int,
+  dtype: jnp.dtype,
+) -> KVCache:
+  """An empty cache, of zeros because a masked NaN would still spread."""
+  shape = (batch_size, num_heads, num_slots, head_width)
+  empty = lambda: tuple(jnp.zeros(shape, dtype) for _ in range(num_layers))
+  return KVCache(
+    keys=empty(),
+    values=empty(),
+    length=jnp.zeros(batch_size, jnp.int32),
+    num_slots=num_slots,
+  )
+
+
 def write(
   cache: KVCache, layer: int, key: jax.Array, value: jax.Array
 ) -> KVCache:
@@ -86,7 +93,7 @@ def write(
     # A masked NaN would still spread, since 0 x NaN is NaN, from a candidate to
     # the whole tree. The logits of the candidate itself remain NaN.
     new = jnp.where(jnp.isfinite(new), new, 0)
-    array = _write(arrays[layer], new, cache.length)
+    array = cache.write_slots(arrays[layer], new, cache.length)
     return (*arrays[:layer], array, *arrays[layer + 1 :])
 
   return cache.replace(
@@ -136,7 +143,7 @@ def keep(
       precision=lax.Precision.HIGHEST,
       preferred_element_type=jnp.float32,
     )
-    return _write(array, kept.astype(array.dtype), start)
+    return cache.write_slots(array, kept.astype(array.dtype), start)
 
   return cache.replace(
     keys=tuple(map(move, cache.keys)),

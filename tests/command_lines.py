@@ -43,7 +43,7 @@ def run(script: str, *arguments) -> Ended:
     code = end.code or 0
   finally:
     # Those of libraries stay, which are imported once.
-    for module in (argv[0], 'options'):
+    for module in (argv[0], 'command_line', 'options'):
       for flag in [*flags.FLAGS.flags_by_module_dict().get(module, ())]:
         delattr(flags.FLAGS, flag.name)
     for module in ('command_line', 'options'):

@@ -24,7 +24,7 @@ def call(rng: np.random.Generator) -> jax.Array:
   """One call of random sizes, dtypes and masks."""
   size = lambda limit: int(rng.integers(1, limit))
   normal = lambda *shape: rng.standard_normal(shape, np.float32)
-  kind = rng.integers(3)
+  kind = rng.integers(4)
   if kind == 0:
     rows, outputs, inputs = size(40), size(120), size(70)
     dtype = rng.choice(ops.DTYPES)
@@ -46,6 +46,15 @@ def call(rng: np.random.Generator) -> jax.Array:
       rng.random((batch, length, slots)) < rng.random(),
       scale=0.3,
     )
+  if kind == 2:
+    batch, slots, width = size(4), size(50), size(70)
+    dtype = jnp.dtype(rng.choice(['float32', 'bfloat16']))
+    length = int(rng.integers(1, slots + 1))
+    return ops.write_slots(
+      jnp.asarray(normal(batch, 2, slots, width), dtype),
+      jnp.asarray(normal(batch, 2, length, width), dtype),
+      jnp.asarray(rng.integers(-3, slots + 3, batch), jnp.int32),
+    )
   rows, width = size(5), size(70)
   return ops.normalize(
     normal(rows, width), normal(width), epsilon=1e-5, center=rng.random() < 0.5
@@ -58,7 +67,7 @@ def main(folder: str, count: str) -> None:
   build.register(build.compile_library('g++', pathlib.Path(folder), flags))
   rng = np.random.default_rng(0)
   for _ in range(int(count)):
-    assert np.isfinite(call(rng)).all()
+    assert jnp.isfinite(call(rng)).all()
     jax.clear_caches()
   print(f'{count} calls')
 

@@ -121,6 +121,20 @@ def test_what_a_masked_slot_holds_changes_no_bit():
   )
 
 
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_entries_are_written_where_xla_writes_them(dtype):
+  """In place, and at the end of the cache where there is no room."""
+  draw = lambda *shape: jnp.asarray(_RNG.standard_normal(shape), dtype)
+  slots, new = draw(3, 2, 9, 5), draw(3, 2, 4, 5)
+  start = jnp.array([0, 3, 7], jnp.int32)
+  expected = np.asarray(kv.write_slots(slots, new, start), np.float32)
+  write = jax.jit(ops.write_slots, donate_argnums=0)
+  before = slots.unsafe_buffer_pointer()
+  written = write(slots, new, start)
+  np.testing.assert_array_equal(np.asarray(written, np.float32), expected)
+  assert written.unsafe_buffer_pointer() == before
+
+
 @pytest.mark.parametrize('width', [3, 40])
 @pytest.mark.parametrize('center', [True, False])
 def test_norms_equal_their_definition(width, center):

