@@ -8,26 +8,30 @@ import types
 
 import jax
 import jax.numpy as jnp
-from list_growth import BATCH_SIZE
-from list_growth import chain_config
-from list_growth import model_stage
-from list_growth import run
-from list_growth import Step
-from list_growth import VOCAB_SIZE
-from list_trees import CAPACITY
-from list_trees import child
-from list_trees import Node
-from list_trees import to_arrays
+import list_growth
+import list_trees
 import numpy as np
 import pytest
 import tiny_drafters
-from tiny_drafters import candidates
+from tiny_drafters import Settings
 
 from specdec.draft import growth
 from specdec.sampling import EXCLUDED
 
 
-def _forwards(probs, config, active=(True,) * BATCH_SIZE):
+def _chain_config(**kw) -> Settings:
+  """One guess after every node, and five rounds that cost nothing."""
+  one = {'num_nodes': 8, 'width': 2, 'branching': 1, 'rounds': 5}
+  return Settings(**({'cost_ratio': 0} | one | kw))
+
+
+def _run(drafter, texts, vocab_size, active=(True,) * 3, rounds=5):
+  """Forwards of the outermost stage."""
+  noise = np.zeros((3, rounds + 1, vocab_size), np.float32)
+  return list_growth.run(drafter, list_growth.Step(texts, noise, active))[1][0]
+
+
+def _forwards(probs, config, *active):
   """Of a batch of chains; a token of row i is followed as in its table."""
   # One table holds them all, each on tokens of its own.
   size = 10
@@ -38,13 +42,8 @@ def _forwards(probs, config, active=(True,) * BATCH_SIZE):
       others = (1 - p) / (size - 1)
       table[here, size * row : size * (row + 1)] = np.log(others)
       table[here, size * row + (place + 1) % size] = np.log(p)
-  step = Step(
-    texts=[[0], [size], [2 * size]],
-    active=np.array(active),
-    noise=np.zeros((3, config.rounds + 1, 3 * size), np.float32),
-    temperature=0.0,
-  )
-  return run(model_stage(table, config), step)[1][0]
+  drafter, _ = list_growth.both('model', table, config)
+  return _run(drafter, [[0], [size], [2 * size]], 3 * size, *active)
 
 
 @pytest.mark.parametrize(
@@ -61,14 +60,14 @@ def _forwards(probs, config, active=(True,) * BATCH_SIZE):
   ],
 )
 def test_the_price_of_a_round(cost_ratio, num_nodes, expected):
-  config = chain_config(cost_ratio=cost_ratio, num_nodes=num_nodes)
+  config = _chain_config(cost_ratio=cost_ratio, num_nodes=num_nodes)
   assert _forwards((0.5, 0.5, 0.5), config) == expected
 
 
 def test_rows_that_are_done_have_no_say():
   # At p = 0.9 the gains exceed the prices in all five rounds; at 0.1 never.
   # Together: 0.83 and 0.65, then 0.73 and 0.68, then 0.66 and 0.69.
-  config = chain_config(cost_ratio=0.19)
+  config = _chain_config(cost_ratio=0.19)
   assert _forwards((0.9, 0.1, 0.1), config) == 3
   assert _forwards((0.9, 0.1, 0.1), config, (True, False, False)) == 5
   assert _forwards((0.9, 0.1, 0.1), config, (False, True, True)) == 1
@@ -77,28 +76,21 @@ def test_rows_that_are_done_have_no_say():
 
 def test_rows_that_are_done_have_no_say_without_a_cost_either():
   """Only the second row has something to score after the root."""
-  log_probs = np.full((VOCAB_SIZE, 1), EXCLUDED, np.float32)
+  size = 7
+  log_probs = np.full((size, 1), EXCLUDED, np.float32)
   log_probs[3:] = -0.1
-  tokens = jnp.full((VOCAB_SIZE, 1), 3)
+  tokens = jnp.full((size, 1), 3)
   proposer = tiny_drafters.BigramTable(tokens, jnp.asarray(log_probs))
-  config = chain_config(rounds=4)
-  for active, expected in (
-    ((True, True, False), 4),
-    ((True, False, True), 1),
-  ):
-    step = Step(
-      texts=[[0], [3], [1]],
-      active=np.array(active),
-      noise=np.zeros((3, 5, VOCAB_SIZE), np.float32),
-      temperature=0.0,
-    )
-    assert run(candidates(proposer, config=config), step)[1] == [expected]
+  drafter = tiny_drafters.candidates(proposer, config=_chain_config(rounds=4))
+  forwards = lambda *active: _run(drafter, [[0], [3], [1]], size, active, 4)
+  assert forwards(True, True, False) == 4
+  assert forwards(True, False, True) == 1
 
 
 def test_the_cost_follows_from_bytes():
   """If none is given; here 30 x 30 x 4 bytes for a target of 40,000: 0.09."""
   forwards = lambda cost_ratio: _forwards(
-    (0.5, 0.5, 0.5), chain_config(cost_ratio=cost_ratio)
+    (0.5, 0.5, 0.5), _chain_config(cost_ratio=cost_ratio)
   )
   assert [forwards(0.25), forwards(None), forwards(0.08)] == [1, 2, 3]
 
@@ -121,13 +113,11 @@ _frontier = jax.jit(
     # Of the probability of 0 and 1 their children have 0.8 + 0.2 of 1.5. So of
     # 2 and 4 two thirds are new; of 3 nothing, as its children have it all.
     ({'width': 3}, [2, 3, 4], True, (0.3 + 0.2) * 2 / 3),
-    ({'width': 2}, [2, 3], True, 0.3 * 2 / 3),
     ({'width': 5}, [2, 3, 4, 5, -1], True, (0.3 + 0.2 + 0.1) * 2 / 3),
     # Nothing is known of the share: all of it.
     ({'width': 2, 'scored': []}, [0, 1], True, 0.2 + 0.3),
     # Too deep for children, but their keys and values may be needed.
     ({'width': 2, 'max_depth': 1}, [2, 3], False, 0.0),
-    ({'width': 3, 'max_depth': 2}, [2, 3, 4], True, 0.3 * 2 / 3),
     # Beyond the context of the stage.
     ({'width': 3, 'depth_limit': 1}, [2, -1, -1], True, 0.3 * 2 / 3),
     # Scored outside: only to be seen by those below, or not at all.
@@ -146,25 +136,17 @@ _frontier = jax.jit(
   ],
 )
 def test_what_a_round_would_bring(kw, nodes, can_grow, gain):
-  tree = [Node(9)]
+  tree = [list_trees.Node(9)]
   for token, (parent, p) in enumerate(_EDGES):
-    tree.append(child(tree, parent, token, np.log(p), 1))
+    tree.append(list_trees.child(tree, parent, token, np.log(p), 1))
   kw = {
-    'scored': [0, 1],
-    'expanded': [],
-    'depth_limit': 9,
-    'active': True,
-    'max_depth': 9,
-    'num_nodes': 5,
-    'needs_ancestors': True,
+    **{'scored': [0, 1], 'expanded': [], 'depth_limit': 9, 'active': True},
+    **{'max_depth': 9, 'num_nodes': 5, 'needs_ancestors': True},
   } | kw
-  mask = lambda name: np.isin(np.arange(CAPACITY), kw.pop(name))
+  mask = lambda name: np.isin(np.arange(list_trees.CAPACITY), kw.pop(name))
   frontier = _frontier(
-    to_arrays(tree),
-    mask('scored'),
-    mask('expanded'),
-    kw.pop('depth_limit'),
-    kw.pop('active'),
+    *(list_trees.to_arrays(tree), mask('scored'), mask('expanded')),
+    *(kw.pop('depth_limit'), kw.pop('active')),
     **kw,
   )
   assert frontier.nodes.tolist() == nodes

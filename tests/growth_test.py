@@ -5,23 +5,18 @@ import dataclasses
 import jax
 import list_growth as growth
 from list_growth import assert_equal_trees
-from list_growth import BATCH_SIZE
 from list_growth import run
 import numpy as np
 import pytest
 import tiny
 import tiny_drafters
-from tiny_drafters import candidates
 from tiny_drafters import Settings
 from tiny_drafters import with_settings
 
 from specdec import staged
 from specdec.draft.stages import commit_stages
-from specdec.tree.topology import chain
 from specdec.tree.topology import from_paths
 from specdec.tree.topology import k_ary
-
-_WIDE = {'branching': growth.VOCAB_SIZE + 5, 'width': 60, 'capacity': 50}
 
 
 def _by_name(name, tables):
@@ -33,33 +28,32 @@ def _by_name(name, tables):
   configs = (growth.TREE, growth.SMALL, growth.TINY)
   kinds = name.split(', ')
   for place in reversed(range(len(kinds))):
-    table, config = tables[place], configs[place]
-    if kinds[place] == 'model':
-      stage = growth.model_stage(table, config, f'model {place}')
-      slow = growth.slow_model(table, config, slow)
-    else:
-      stage = candidates(tiny_drafters.exact(table), config=config)
-      slow = growth.slow_proposer(table, config)
+    stage, slow = growth.both(
+      kinds[place], tables[place], configs[place], f'model {place}', slow
+    )
     drafter = staged(stage, drafter) if drafter else stage
   return drafter, slow
+
+
+_MORE_THAN_THERE_ARE = {
+  'branching': growth.VOCAB_SIZE + 5,
+  'width': 60,
+  'capacity': 50,
+  'calibration': 0.5,
+}
 
 
 @pytest.mark.parametrize(
   ('name', 'config'),
   [
     ('model', {}),
-    ('table', {}),
-    ('model, model', {}),
     ('model, table', {}),
     ('model, model, table', {}),
     # Full after a round or two: what is guessed later is dropped.
     ('model, table', {'num_nodes': 6, 'capacity': 11}),
-    # Reached before the rounds are over.
-    ('model, table', {'max_depth': 3, 'branching': 2}),
-    # One node wide, which in a forward is two.
-    ('model', {'width': 1, 'branching': 2, 'rounds': 5, 'calibration': 2.5}),
-    # More than there are.
-    ('table', {'calibration': 0.5} | _WIDE),
+    # Reached before the rounds are over; one node wide is two in a forward.
+    ('model', {'width': 1, 'max_depth': 3, 'branching': 2, 'rounds': 9}),
+    ('table', _MORE_THAN_THERE_ARE),
   ],
 )
 def test_growth_is_a_best_first_search(name, config):
@@ -79,7 +73,9 @@ def check(name, config=()):
       outer = dataclasses.replace(slow.config, **config)
       drafter, slow.config = with_settings(drafter, outer), outer
       active = [True, True, config != {} or seed > 0]
-      step = growth.random_step(seed, drafter.max_depth, temperature, active)
+      step = growth.random_step(
+        seed, drafter.max_depth, temperature, active=active
+      )
       trees, forwards = run(drafter, step)
       slow_trees, slow_forwards = growth.run_slowly(slow, step)
       # Rows that are done grow as far as the others take them.
@@ -90,16 +86,13 @@ def check(name, config=()):
 
 
 def test_an_inner_drafter_without_guesses_changes_nothing():
-  nothing = candidates(
-    tiny_drafters.empty(growth.VOCAB_SIZE, 3), config=growth.SMALL
-  )
-  drafter = staged(growth.model_stage(growth.random_table(4)), nothing)
-  for temperature in (0.0, 1.0):
-    step = growth.random_step(4, drafter.max_depth, temperature)
-    both, forwards = run(drafter, step)
-    alone, of_one = run(growth.model_stage(growth.random_table(4)), step)
-    assert_equal_trees(both, alone)
-    assert forwards[0] == of_one[0] == 3
+  alone = _by_name('model', [growth.random_table(4)])[0]
+  nothing = tiny_drafters.empty(growth.VOCAB_SIZE, 3)
+  both = staged(alone, tiny_drafters.candidates(nothing, config=growth.SMALL))
+  step = growth.random_step(4, both.max_depth, 1.0)
+  (trees, forwards), (expected, of_one) = run(both, step), run(alone, step)
+  assert_equal_trees(trees, expected)
+  assert forwards[0] == of_one[0] == 3
 
 
 # GPT-2, whose logits depend on position and on all of the text.
@@ -120,19 +113,16 @@ def _gpt2_logits(model):
 
 
 def test_gpt2_sees_the_text_and_the_path_and_nothing_else():
-  outer, inner = tiny.gpt2(), tiny.draft('similar')
+  outer, inner = tiny.gpt2(num_layers=1), tiny.draft('similar', num_layers=1)
   drafter = staged(
     tiny_drafters.model(outer, growth.TREE),
     tiny_drafters.model(inner, growth.TINY, 'small'),
   )
   for temperature in (0.0, 1.0):
-    slow = growth.SlowStage(
-      _gpt2_logits(outer),
-      growth.TREE,
-      growth.SlowStage(_gpt2_logits(inner), growth.TINY),
-    )
+    slow = growth.SlowStage(_gpt2_logits(inner), growth.TINY)
+    slow = growth.SlowStage(_gpt2_logits(outer), growth.TREE, slow)
     step = growth.random_step(
-      1, drafter.max_depth, temperature, vocab_size=tiny.VOCAB_SIZE
+      1, drafter.max_depth, temperature, tiny.VOCAB_SIZE
     )
     trees, forwards = run(drafter, step)
     slow_trees, slow_forwards = growth.run_slowly(slow, step)
@@ -145,21 +135,22 @@ def test_growth_after_a_step_is_growth_after_a_prefill():
   """Also where the draft has yet to read what it did not guess itself."""
   rng = np.random.default_rng(2)
   drafter = tiny_drafters.model(
-    tiny.draft('similar'), Settings(topology=k_ary(2, 2))
+    tiny.draft('similar', num_layers=1), Settings(topology=k_ary(2, 2))
   )
-  tokens = np.zeros((BATCH_SIZE, growth.TEXT_SLOTS), np.int32)
-  length = np.array([4, 1, 9], np.int32)
-  for row, size in enumerate(length):
-    tokens[row, :size] = rng.integers(tiny.VOCAB_SIZE, size=size)
-  noise = growth.random_step(2, 2, 1.0, vocab_size=tiny.VOCAB_SIZE).noise
-  rest = (np.ones(BATCH_SIZE, bool), noise, tiny.sampling_params(1.0, 0.0, 1.0))
+  step = growth.random_step(2, 2, 1.0, tiny.VOCAB_SIZE)
+  rows = np.arange(growth.BATCH_SIZE)
+  tokens = np.zeros((len(rows), growth.TEXT_SLOTS), np.int32)
+  length = np.array([*map(len, step.texts)], np.int32)
+  for row, text in enumerate(step.texts):
+    tokens[row, : len(text)] = text
+  rest = (rows >= 0, step.noise, tiny.sampling_params(1.0, 0.0, 1.0))
   commit, grow_again = jax.jit(commit_stages), jax.jit(growth.grown_from)
   stages, tree = growth.grown(drafter, tokens, length, *rest)
   for leaf in (3, 4, 5, 6):
     # To a leaf, which no draft has scored, and a bonus token.
-    path = np.array([[0, (leaf - 1) // 2, leaf]] * BATCH_SIZE, np.int32)
-    stages = commit(drafter, stages, path, np.full(BATCH_SIZE, 2, np.int32))
-    for row in range(BATCH_SIZE):
+    path = np.array([[0, (leaf - 1) // 2, leaf]] * len(rows), np.int32)
+    stages = commit(drafter, stages, path, 0 * length + 2)
+    for row in rows:
       new = [*np.asarray(tree.token[row])[path[row, 1:]], rng.integers(9)]
       tokens[row, length[row] : length[row] + 3] = new
     length = length + 3
@@ -168,29 +159,11 @@ def test_growth_after_a_step_is_growth_after_a_prefill():
     assert_equal_trees(growth.dicts_of(tree), growth.dicts_of(expected))
 
 
-# Fixed shapes.
-
-
-@pytest.mark.parametrize(
-  'topology',
-  [
-    chain(3),
-    k_ary(3, 2),
-    from_paths([(1,), (0,), (3,), (1, 2), (1, 0), (1, 2, 4), (3, 0)]),
-  ],
-)
-@pytest.mark.parametrize('is_model', [True, False])
-def test_fixed_shapes_are_filled_by_rank(topology, is_model):
+@pytest.mark.parametrize('kind', ['model', 'table'])
+def test_fixed_shapes_are_filled_by_rank(kind):
+  topology = from_paths([(1,), (0,), (3,), (1, 2), (1, 0), (1, 2, 4), (3, 0)])
   config = Settings(topology=topology, calibration=1.5)
-  table = growth.random_table(5)
-  if is_model:
-    drafter, slow = (
-      growth.model_stage(table, config),
-      growth.slow_model(table, config),
-    )
-  else:
-    drafter = candidates(tiny_drafters.exact(table), config=config)
-    slow = growth.slow_proposer(table, config)
+  drafter, slow = growth.both(kind, growth.random_table(5), config)
   for temperature in (0.0, 1.0):
     step = growth.random_step(5, topology.max_depth, temperature)
     trees, forwards = run(drafter, step)

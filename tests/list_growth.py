@@ -5,6 +5,7 @@ root, the root itself `()`.
 """
 
 from collections.abc import Callable
+from collections.abc import Sequence
 import dataclasses
 import math
 
@@ -34,9 +35,9 @@ class Step:
   """What all stages know."""
 
   texts: list[list[int]]
-  active: np.ndarray
-  noise: np.ndarray
-  temperature: float
+  noise: np.ndarray  # `[B, D + 1, V]`
+  active: Sequence[bool] = (True,) * BATCH_SIZE
+  temperature: float = 0.0
 
   @property
   def max_depth(self) -> int:
@@ -151,18 +152,15 @@ def run_slowly(stage, step):
 
 
 @jax.jit
-def grown(drafter, tokens, length, active, noise, sampling):
+def grown(drafter, tokens, length, *rest):
   """Trees and counters of a first step."""
   stages = init_stages(drafter, tokens, length, num_slots=TEXT_SLOTS)
-  return grown_from(drafter, stages, tokens, length, active, noise, sampling)
+  return grown_from(drafter, stages, tokens, length, *rest)
 
 
 def grown_from(drafter, stages, tokens, length, active, noise, sampling):
   ctx = match_context(
-    tokens,
-    length,
-    noise,
-    sampling,
+    *(tokens, length, noise, sampling),
     active=active,
     shape=drafter.shape,
     target_bytes=TARGET_BYTES,
@@ -194,23 +192,21 @@ def run(drafter, step):
   tokens = np.zeros((BATCH_SIZE, TEXT_SLOTS), np.int32)
   for row, text in enumerate(step.texts):
     tokens[row, : len(text)] = text
-  length = np.array([len(text) for text in step.texts], np.int32)
+  length = np.array([*map(len, step.texts)], np.int32)
+  active = np.array(step.active)
   sampling = check_sampling(
     Sampling(temperature=step.temperature), BATCH_SIZE, step.noise.shape[2]
   )
   stages, tree = jax.device_get(
-    grown(drafter, tokens, length, step.active, step.noise, sampling)
+    grown(drafter, tokens, length, active, step.noise, sampling)
   )
   for stage in stages:
     np.testing.assert_array_equal(
-      stage.counters.row_forwards, stage.counters.forwards * step.active
+      stage.counters.row_forwards, stage.counters.forwards * active
     )
-  trees = dicts_of(tree)
   assert [text[-1] for text in step.texts] == tree.token[:, 0].tolist()
-  assert max(map(len, (path for one in trees for path in one))) <= (
-    step.max_depth
-  )
-  return trees, [int(stage.counters.forwards) for stage in stages]
+  assert tree.depth.max() <= step.max_depth
+  return dicts_of(tree), [int(stage.counters.forwards) for stage in stages]
 
 
 def assert_equal_trees(actual, expected):
@@ -230,34 +226,25 @@ SMALL = Settings(width=3, branching=2, rounds=2, cost_ratio=0)
 TINY = Settings(width=2, branching=2, rounds=1, cost_ratio=0)
 
 
-def random_table(seed, sharpness=2.0):
-  rng = np.random.default_rng(seed)
+def both(kind, table, config=TREE, name='draft', inner=None):
+  """A stage that is a `model` or a `table`, and its reference."""
+  if kind == 'model':
+    model = table_model(table, max_positions=100)
+    stage = tiny_drafters.model(model, config, name)
+  else:
+    exact = tiny_drafters.exact(table)
+    stage = tiny_drafters.candidates(exact, config=config)
+    table = np.asarray(exact.log_probs)
+  logits = lambda tokens: table[tokens[-1]]
+  return stage, SlowStage(logits, config, inner, is_model=kind == 'model')
+
+
+def random_table(seed):
   shape = (VOCAB_SIZE, VOCAB_SIZE)
-  return (sharpness * rng.normal(size=shape)).astype(np.float32)
+  return 2 * np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-def model_stage(table, config=TREE, name='draft'):
-  return tiny_drafters.model(
-    table_model(table, max_positions=100), config, name
-  )
-
-
-def slow_model(table, config=TREE, inner=None):
-  return SlowStage(lambda tokens: table[tokens[-1]], config, inner)
-
-
-def slow_proposer(table, config):
-  log_probs = np.asarray(jax.nn.log_softmax(table))
-  return SlowStage(lambda tokens: log_probs[tokens[-1]], config, is_model=False)
-
-
-def random_step(
-  seed,
-  max_depth,
-  temperature,
-  active=(True,) * BATCH_SIZE,
-  vocab_size=VOCAB_SIZE,
-):
+def random_step(seed, max_depth, temperature, vocab_size=VOCAB_SIZE, **kw):
   rng = np.random.default_rng(seed)
   texts = [
     rng.integers(vocab_size, size=length).tolist()
@@ -265,10 +252,4 @@ def random_step(
   ]
   noise = rng.gumbel(size=(BATCH_SIZE, max_depth + 1, vocab_size))
   noise = (noise * (temperature > 0)).astype(np.float32)
-  return Step(texts, np.array(active), noise, temperature)
-
-
-def chain_config(**kw) -> Settings:
-  """One guess after every node, and five rounds that cost nothing."""
-  one = {'num_nodes': 8, 'width': 2, 'branching': 1, 'rounds': 5}
-  return Settings(**({'cost_ratio': 0} | one | kw))
+  return Step(texts, noise, temperature=temperature, **kw)
