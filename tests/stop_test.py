@@ -23,8 +23,7 @@ def _first_stop(stops, text):
 
 def _tokens_until_stop(table, row, tokens):
   """How many tokens are read until one stops; None if none does."""
-  next_state = np.asarray(table.next_state)
-  state = np.asarray(table.start)[row]
+  next_state, state = np.asarray(table.next_state), np.asarray(table.start)[row]
   for count, token in enumerate(tokens, 1):
     state = next_state[state, token]
     if state == STOPPED:
@@ -32,38 +31,28 @@ def _tokens_until_stop(table, row, tokens):
   return None
 
 
-def _expected_tokens(stops, token_bytes, tokens):
-  stop = _first_stop(stops, b''.join(token_bytes[token] for token in tokens))
-  if stop is None:
-    return None
-  lengths = np.cumsum([len(token_bytes[token]) for token in tokens])
-  return int(np.searchsorted(lengths, stop[1])) + 1
-
-
 def _check(table, row, stops, token_bytes, tokens):
-  actual = _tokens_until_stop(table, row, tokens)
   texts = [token_bytes[token] for token in tokens]
-  assert actual == _expected_tokens(stops, token_bytes, tokens), (stops, texts)
-
-
-def _beginning(stops, text):
-  """The longest end of the text that a stop string could begin with."""
-  return max(
-    (n for stop in stops for n in range(len(stop)) if text.endswith(stop[:n])),
-    default=0,
-  )
+  stop = _first_stop(stops, b''.join(texts))
+  ends = np.cumsum([*map(len, texts)])
+  expected = None if stop is None else np.searchsorted(ends, stop[1]) + 1
+  assert _tokens_until_stop(table, row, tokens) == expected, (stops, texts)
 
 
 def _check_matcher(stops, pieces):
   """After each piece and at the end, what is returned and what is held."""
   matcher, text, returned = StopMatcher(stops), b'', b''
+  beginnings = {stop[:size] for stop in stops for size in range(len(stop))}
   for piece in pieces:
     text += piece
     returned += matcher.feed(piece)
     stop = _first_stop(stops, text)
     assert matcher.stopped == (stop is not None)
-    certain = stop[0] if stop else len(text) - _beginning(stops, text)
-    assert returned == text[:certain], (stops, pieces)
+    # The longest end of the text that a stop string could begin with is held.
+    held = max(
+      (len(one) for one in beginnings if text.endswith(one)), default=0
+    )
+    assert returned == text[: stop[0] if stop else len(text) - held], stops
   returned += matcher.flush()
   stop = _first_stop(stops, text)
   assert returned == (text if stop is None else text[: stop[0]])
@@ -100,50 +89,24 @@ def test_table_and_matcher_find_what_find_finds(alphabet):
       _check_matcher(stops[row], [token_bytes[token] for token in tokens])
 
 
-@pytest.mark.parametrize(
-  ('stops', 'letters', 'length'),
-  [
-    (
-      [
-        *([b'aa', b'aab', b'ab'], [b'aab', b'ab', b'b'], [b'abab', b'ba']),
-        *([b'aabaaab', b'abaaa'], [b'aaaa', b'aa'], []),
-      ],
-      'abz',
-      8,
-    ),
-    ([[b'abcabd', b'cabe'], [b'c'], [b'ba', b'c'], [b'ab']], 'abcdez', 4),
-  ],
-)
-def test_overlapping_stops_in_every_short_text(stops, letters, length):
-  token_bytes = [letter.encode() for letter in letters]
+def test_overlapping_stops_in_every_short_text():
+  stops = [
+    *([b'aa', b'aab', b'ab'], [b'aab', b'ab', b'b'], [b'abab', b'ba']),
+    *([b'aabaaab', b'abaaa'], [b'aaaa', b'aa'], []),
+  ]
+  token_bytes = [b'a', b'b', b'z']
   # However often and in whatever order a row names its strings.
-  table = build_stop_table(
-    [*stops, *(own[::-1] * 2 for own in stops)], token_bytes, len(letters)
-  )
+  again = [own[::-1] * 2 for own in stops]
+  table = build_stop_table([*stops, *again], token_bytes, 3)
   start = table.start.tolist()
   assert start[: len(stops)] == start[len(stops) :]
   assert len({*start}) == len(stops)
-  for tokens in itertools.product(range(len(letters)), repeat=length):
+  for tokens in itertools.product(range(3), repeat=7):
     for row, own in enumerate(stops):
       _check(table, row, own, token_bytes, tokens)
 
 
-@pytest.mark.parametrize('stop', [b'STOP', b'aabaab', '«fin»'.encode()])
-def test_every_split_of_a_stop_over_tokens(stop):
-  size = len(stop)
-  parts = [stop[a:b] for a in range(size) for b in range(a + 1, size + 1)]
-  token_bytes = [*dict.fromkeys(parts), b'S', b'x', b'']
-  table = build_stop_table([[stop]], token_bytes, len(token_bytes))
-  before = [[], [token_bytes.index(b'x')], [token_bytes.index(stop[:1])]]
-  for cuts in itertools.product([False, True], repeat=size - 1):
-    ends = [*(i for i, cut in enumerate(cuts, 1) if cut), size]
-    pieces = [stop[a:b] for a, b in itertools.pairwise([0, *ends])]
-    for prefix in before:
-      tokens = [*prefix, *map(token_bytes.index, pieces)]
-      assert _tokens_until_stop(table, 0, tokens) == len(tokens)
-
-
-@pytest.mark.parametrize('longest', [1, 15, 16, 17, 40])
+@pytest.mark.parametrize('longest', [1, 16, 17])
 def test_states_come_in_blocks_and_lead_to_states(longest):
   stop = bytes(range(longest))
   table = build_stop_table([[stop]], [bytes([i]) for i in range(64)], 64)
@@ -151,12 +114,8 @@ def test_states_come_in_blocks_and_lead_to_states(longest):
   assert table.next_state.shape == (-(-longest // 16) * 16, 64)
   assert table.next_state.dtype == jnp.int16
   assert table.start.dtype == jnp.int32
-  reached, new = set(), {int(table.start[0])}
-  while new:
-    reached |= new
-    after = set(np.asarray(table.next_state)[list(new)].ravel().tolist())
-    new = after - reached - {STOPPED}
-  assert reached == set(range(longest))
+  own = np.asarray(table.next_state)[:longest]
+  assert {*own.ravel().tolist()} == {0, *range(longest), STOPPED}
 
 
 def test_many_states_need_wider_integers():
