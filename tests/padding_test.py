@@ -26,10 +26,7 @@ from models.text.pair import load_pair
 from models.text.pair import vocabulary_digest
 from models.text.settings import DraftSettings
 from models.training.tokenizer import train_tokenizer
-from specdec import PLAIN
-from specdec import Sampling
-from specdec import StageConfig
-from specdec import TreeShape
+import specdec
 from specdec.ngram.table import save_table
 
 _TEXT = 'def add(first, second):\n  return first + second\n' * 20
@@ -82,14 +79,14 @@ def _generate(pair, drafter):
   return Generator(pair, drafter).generate(
     ['def add(', 'return'],
     max_new_tokens=_LIMIT,
-    sampling=Sampling(temperature=[0.0, 1.0]),
+    sampling=specdec.Sampling(temperature=[0.0, 1.0]),
     eos_ids=(),
   )
 
 
 @pytest.fixture(scope='module')
 def plain(target):
-  generation = _generate(load_pair(target, None), PLAIN)
+  generation = _generate(load_pair(target, None), specdec.PLAIN)
   tokens = {token for row in generation.tokens for token in row}
   assert any(token >= SMALLER for token in tokens)  # not in the small draft
   assert len(tokens) > 15
@@ -116,60 +113,43 @@ def test_a_draft_may_have_other_padding(
 def test_logits_are_cut_off_or_impossible(vocab_size):
   model = as_model(_module(vocab_size))
   resized = with_vocab_size(model, SIZE)
-  assert resized.spec.vocab_size == SIZE
   assert with_vocab_size(resized, SIZE) is resized
   assert with_vocab_size(model, SIZE).spec is resized.spec
-  forward = jax.jit(
-    lambda model, tokens: model.apply(
-      tokens, jnp.arange(3)[None], jnp.ones((1, 3, 3), bool), None
-    )[0]
-  )
   size = min(SIZE, vocab_size)
   tokens = np.array([[0, 5, SIZE - 1]])
+  forward = jax.jit(specdec.LanguageModel.logits)
   logits = np.asarray(forward(resized, tokens))
   known = np.minimum(tokens, vocab_size - 1)
-  expected = forward(model, known)[..., :SIZE]
   assert logits.shape == (1, 3, SIZE)
-  np.testing.assert_array_equal(logits[..., :size], expected)
+  np.testing.assert_allclose(
+    logits[..., :size], forward(model, known)[..., :size], rtol=1e-6
+  )
   assert np.all(logits[..., size:] == -np.inf)
 
 
-def test_a_draft_without_tokenizer_must_have_the_same_size(target, tmp_path):
-  pair = load_pair(target, _save(tmp_path / 'bare', SIZE))
-  assert pair.draft.spec.vocab_size == SIZE
+def test_drafts_of_other_vocabularies_are_refused(target, tokenizer, tmp_path):
+  """Without a tokenizer the sizes must be equal; with one, the tokens."""
+  numbers = itertools.count()
+  save = lambda *args: _save(tmp_path / str(next(numbers)), *args)
+  of_draft = lambda *args: load_pair(target, save(*args)).draft.spec
+  assert of_draft(SIZE).vocab_size == SIZE
   for size in (LARGER, SMALLER):
     with pytest.raises(ValueError, match=f'{SIZE} tokens, .* of {size}, and'):
-      load_pair(target, _save(tmp_path / str(size), size))
-
-
-def test_a_tokenizer_larger_than_the_smaller_model(tokenizer, tmp_path):
-  """In that case the difference is not padding."""
-  larger = _save(tmp_path / 'target', SIZE, tokenizer)
+      of_draft(size)
+  # The difference is not padding if the smaller one lacks tokens.
+  assert of_draft(len(tokenizer), tokenizer).vocab_size == SIZE
   size = len(tokenizer) - 1
-  smaller = _save(tmp_path / 'draft', size, tokenizer)
   message = f'{SIZE} tokens, the draft .* of {size}, and nothing shows'
   with pytest.raises(ValueError, match=message) as error:
-    load_pair(larger, smaller)
+    of_draft(size, tokenizer)
   assert f'has {len(tokenizer)} tokens' in str(error.value)
-  just = _save(tmp_path / 'just', len(tokenizer), tokenizer)
-  assert load_pair(larger, just).draft.spec.vocab_size == SIZE
-
-
-def test_another_tokenizer_of_the_same_size_is_refused(
-  target, tokenizer, tmp_path
-):
+  # Another tokenizer of the same size.
   other = _train(_TEXT.upper())
   assert len(other) == len(tokenizer)
-  draft = _save(tmp_path, SIZE, other)
+  draft = save(SIZE, other)
   with pytest.raises(ValueError, match=r'differ in \d+ of the target') as error:
     load_pair(target, draft)
   assert all(path in str(error.value) for path in (target, draft))
-
-
-_TREE = {
-  'tree': TreeShape(num_nodes=6, capacity=16),
-  'stage': StageConfig(width=2, branching=2, rounds=3, cost_ratio=0),
-}
 
 
 def _save_table(path, vocab_size, tokenizer=None, texts=((1, 2),)):
@@ -182,8 +162,15 @@ def _save_table(path, vocab_size, tokenizer=None, texts=((1, 2),)):
   return str(path)
 
 
-def _settings(path, **kw):
-  return DraftSettings(ngram=path, **_TREE, inner_rounds_alone=3, **kw)
+def _drafter(target, path, method='ngram', **kw):
+  settings = DraftSettings(
+    ngram=path,
+    tree=specdec.TreeShape(num_nodes=6, capacity=16),
+    stage=specdec.StageConfig(width=2, branching=2, rounds=3, cost_ratio=0),
+    inner_rounds_alone=3,
+    **kw,
+  )
+  return make_drafter(method, load_pair(target, None), settings)
 
 
 def test_a_table_may_have_other_padding(target, plain, tokenizer, tmp_path):
@@ -193,46 +180,34 @@ def test_a_table_may_have_other_padding(target, plain, tokenizer, tmp_path):
     text = prompt + new
     texts.append(text)
     texts += [[*pair, LARGER - 1] for pair in itertools.pairwise(text)] * 3
-  path = _save_table(tmp_path / 'larger', LARGER, tokenizer, texts)
-  pair = load_pair(target, None)
-  drafter = make_drafter('ngram', pair, _settings(path))
-  assert drafter.labels == ('ngram',)
-  assert drafter.stages[0].scorer.vocab_size == SIZE
-  generation = _generate(pair, drafter)
+  larger = _save_table(tmp_path / 'larger', LARGER, tokenizer, texts)
+  smaller = _save_table(tmp_path / 'smaller', SMALLER, tokenizer)
+  equal = _save_table(tmp_path / 'equal', SIZE)
+  for path in (smaller, equal, larger):
+    drafter = _drafter(target, path)
+    assert drafter.labels == ('ngram',)
+    assert drafter.stages[0].scorer.vocab_size == SIZE
+  generation = _generate(load_pair(target, None), drafter)
   assert generation.tokens == plain.tokens
   assert generation.finish_reasons == ['length'] * 2
   assert generation.stats['block_efficiency'] > 1.3
-  path = _save_table(tmp_path / 'smaller', SMALLER, tokenizer)
-  drafter = make_drafter('ngram', pair, _settings(path))
-  assert drafter.stages[0].scorer.vocab_size == SIZE
 
 
 def test_a_table_of_another_tokenizer_is_refused(target, tmp_path):
-  """Even if it has the size of the target."""
-  path = _save_table(tmp_path / 'table', SIZE, _train('while 1:\n' * 20))
-  pair = load_pair(target, None)
+  """Even if it has the size of the target; of an unknown one, if not."""
+  other = _save_table(tmp_path / 'table', SIZE, _train('while 1:\n' * 20))
+  larger = _save_table(tmp_path / 'larger', LARGER)
   # With --method=staged and no --inner, the table is named.
-  for method, inner in (
-    *(('ngram', None), ('ngram+lookup', None)),
-    *(('staged', None), ('staged', 'ngram')),
+  for path, method, inner in (
+    *((other, 'ngram', None), (other, 'ngram+lookup', None)),
+    *((other, 'staged', None), (other, 'staged', 'ngram')),
+    (larger, 'ngram', None),
   ):
     with pytest.raises(ValueError, match='built with another tokenizer') as e:
-      make_drafter(method, pair, _settings(path, inner=inner))
+      _drafter(target, path, method, inner=inner)
     assert path in str(e.value)
     assert f'({SIZE} tokens)' in str(e.value)
-  drafter = make_drafter('staged', pair, _settings(path, inner='lookup'))
-  assert drafter.labels == ('lookup',)
-
-
-def test_a_table_of_an_unknown_tokenizer_must_have_the_size(target, tmp_path):
-  pair = load_pair(target, None)
-  known = lambda size: make_drafter(
-    'ngram', pair, _settings(_save_table(tmp_path / f'{size}', size))
-  )
-  assert known(SIZE).stages[0].scorer.vocab_size == SIZE
-  for size in (LARGER, SMALLER):
-    with pytest.raises(ValueError, match='built with another tokenizer'):
-      known(size)
+  assert _drafter(target, other, 'staged', inner='lookup').labels == ('lookup',)
 
 
 def test_the_embedded_table_is_left_out_if_it_does_not_fit(
