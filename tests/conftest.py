@@ -85,20 +85,6 @@ def pytest_addoption(parser):
   )
 
 
-def _slow_files(config):
-  cache = getattr(config, 'cache', None)  # as of `-p no:cacheprovider`
-  return durations.slow_files(cache.get(durations.KEY, {}) if cache else {})
-
-
-def pytest_report_header(config):
-  if not config.getoption('--fast'):
-    return None
-  slow = _slow_files(config)
-  if not slow:
-    return '--fast: nothing is known to be slow yet, so everything runs'
-  return f'--fast: without {len(slow)} files that were slow the last time'
-
-
 def _file_of(item):
   return item.nodeid.split('::')[0]
 
@@ -108,8 +94,9 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
       if item.get_closest_marker('long'):
         item.add_marker(pytest.mark.skip(reason='takes minutes; --long'))
-  if config.getoption('--fast'):
-    slow = _slow_files(config)
+  cache = getattr(config, 'cache', None)  # as of `-p no:cacheprovider`
+  if cache and config.getoption('--fast'):
+    slow = durations.slow_files(cache.get(durations.KEY, {}))
     config.hook.pytest_deselected(
       items=[item for item in items if _file_of(item) in slow]
     )

@@ -9,6 +9,7 @@ import collections
 from collections.abc import Iterable
 from collections.abc import Mapping
 import dataclasses
+import operator
 import resource
 
 import jax
@@ -40,16 +41,10 @@ class Times:
   programs: int = 0
 
   def __add__(self, other: 'Times') -> 'Times':
-    return self._combine(other, 1)
+    return Times(*map(operator.add, *map(dataclasses.astuple, (self, other))))
 
   def __sub__(self, other: 'Times') -> 'Times':
-    return self._combine(other, -1)
-
-  def _combine(self, other, sign):
-    pairs = zip(
-      dataclasses.astuple(self), dataclasses.astuple(other), strict=True
-    )
-    return Times(*(one + sign * two for one, two in pairs))
+    return Times(*map(operator.sub, *map(dataclasses.astuple, (self, other))))
 
 
 _counted = Times()
@@ -73,26 +68,19 @@ def now() -> Times:
   return _counted + Times(children=used.ru_utime + used.ru_stime)
 
 
-def slow_files(
-  seconds: Mapping[str, float], limit: float = LIMIT
-) -> frozenset[str]:
-  """Files that took longer than the limit.
+def slow_files(seconds: Mapping[str, float]) -> frozenset[str]:
+  """Files that took longer than the limit; `seconds` by file.
 
   By file and not by test, because the first test of a file often pays for
   programs that the others then have compiled.
-
-  Args:
-    seconds: by file.
-    limit: in seconds.
   """
-  return frozenset(file for file, total in seconds.items() if total > limit)
+  return frozenset(file for file, total in seconds.items() if total > LIMIT)
 
 
 def by_file(tests: Iterable[tuple[str, Times]]) -> dict[str, Times]:
   """Sums over the tests of a file, longest first.
 
-  Args:
-    tests: names, as pytest has them (`tests/a_test.py::test_b[c]`), and times.
+  Each test has a name as pytest gives it (`tests/a_test.py::test_b[c]`).
   """
   totals: dict[str, Times] = collections.defaultdict(Times)
   for test, times in tests:
