@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -11,12 +10,7 @@ import tiny
 import tiny_drafters
 from tiny_drafters import Settings
 
-from specdec import generate
-from specdec import PLAIN
-from specdec import PromptLookup
-from specdec import Sampling
-from specdec import Slots
-from specdec import staged
+import specdec
 from specdec.loop import advance
 from specdec.loop import insert
 from specdec.loop import start
@@ -26,26 +20,26 @@ _SLOTS = 3
 _CONTEXT = tiny.MAX_POSITIONS
 _EOS = 3
 # Neutral values, so that prompts can differ without another program.
-_SAMPLING = Sampling(temperature=0.0, top_k=20, repetition_penalty=1.2)
+_SAMPLING = specdec.Sampling(temperature=0.0, top_k=20, repetition_penalty=1.2)
 _SAMPLED = dataclasses.replace(_SAMPLING, temperature=1.0, top_k=17)
 
 
 @functools.cache
 def _drafter(kind):
+  if kind == 'plain':
+    return specdec.PLAIN
   similar = tiny.draft('similar', num_layers=1)
-  lookup = functools.partial(tiny_drafters.candidates, PromptLookup((0.5,)))
-  return {
-    'plain': lambda: PLAIN,
-    'chain': lambda: tiny_drafters.model(similar, Settings(topology=chain(2))),
-    'staged': lambda: staged(
-      tiny_drafters.model(similar, tiny_drafters.TREE),
-      lookup(config=tiny_drafters.INNER),
-    ),
-  }[kind]()
+  if kind == 'chain':
+    return tiny_drafters.model(similar, Settings(topology=chain(2)))
+  lookup = specdec.PromptLookup((0.5,))
+  return specdec.staged(
+    tiny_drafters.model(similar, tiny_drafters.TREE),
+    tiny_drafters.candidates(lookup, config=tiny_drafters.INNER),
+  )
 
 
 def _slots(kind, **options):
-  return Slots(
+  return specdec.Slots(
     tiny.gpt2(num_layers=1),
     num_slots=_SLOTS,
     context=_CONTEXT,
@@ -54,24 +48,20 @@ def _slots(kind, **options):
   )
 
 
-class _Job(NamedTuple):
-  prompt: list[int]
-  key: jax.Array
-  limit: int
-  sampling: Sampling
-
-
-@functools.cache
-def _jobs(number, seed=0):
+def _jobs():
   """Short and long prompts, greedy and sampled, some of no new token."""
-  rng = np.random.default_rng(seed)
-  jobs = []
-  for index in range(number):
+  rng = np.random.default_rng(0)
+  for index in range(12):
     prompt = rng.integers(tiny.TABOO, size=rng.integers(1, 50)).tolist()
-    limit = min(int(rng.integers(0, _CONTEXT - len(prompt))), 24)
-    key = jax.random.key(seed + index)
-    jobs.append(_Job(prompt, key, limit, (_SAMPLING, _SAMPLED)[index % 2]))
-  return tuple(jobs)
+    yield {
+      'prompt': prompt,
+      'rng_key': jax.random.key(index),
+      'max_new_tokens': min(rng.integers(_CONTEXT - len(prompt)).item(), 24),
+      'sampling': (_SAMPLING, _SAMPLED)[index % 2],
+    }
+
+
+_JOBS = (*_jobs(),)
 
 
 def _run(slots, jobs, num_ended=1):
@@ -79,10 +69,7 @@ def _run(slots, jobs, num_ended=1):
   waiting, indices, found = list(range(len(jobs))), {}, {}
   while waiting or indices:
     while waiting and slots.free:
-      job = jobs[waiting[0]]
-      slot = slots.insert(
-        job.prompt, job.key, max_new_tokens=job.limit, sampling=job.sampling
-      )
+      slot = slots.insert(**jobs[waiting[0]])
       indices[slot] = waiting.pop(0)
     for slot, generation in slots.advance(num_ended).items():
       found[indices.pop(slot)] = generation
@@ -90,70 +77,73 @@ def _run(slots, jobs, num_ended=1):
 
 
 @functools.cache
-def _alone(kind='plain', verify='match'):
-  return [
-    generate(
-      tiny.gpt2(num_layers=1),
-      job.key.reshape(1),
-      [job.prompt],
-      max_new_tokens=job.limit,
-      room_for_new_tokens=tiny.MAX_NEW_TOKENS,
-      drafter=_drafter(kind),
-      verify=verify,
-      sampling=job.sampling,
-      eos_ids=[_EOS],
-      log_probs=True,
-    )
-    for job in _jobs(12)
-  ]
+def _together(kind='plain', verify='match', only=None):
+  """One batch of all, whose rows are as alone: `decode_test`."""
+  jobs = _JOBS if only is None else [_JOBS[only]]
+  own = lambda name: [job[name] for job in jobs]
+  sampled = lambda name: [getattr(one, name) for one in own('sampling')]
+  return specdec.generate(
+    tiny.gpt2(num_layers=1),
+    jax.numpy.stack(own('rng_key')),
+    own('prompt'),
+    max_new_tokens=own('max_new_tokens'),
+    room_for_new_tokens=24,
+    drafter=_drafter(kind),
+    verify=verify,
+    sampling=specdec.Sampling(
+      temperature=sampled('temperature'),
+      top_k=sampled('top_k'),
+      repetition_penalty=[1.2] * len(jobs),
+    ),
+    eos_ids=[_EOS],
+    log_probs=True,
+  )
 
 
 def _tokens(generations):
-  return [generation.tokens for generation in generations]
+  return [generation.tokens[0] for generation in generations]
 
 
-@pytest.mark.parametrize('kind', ['plain', 'chain', 'staged'])
+@pytest.mark.parametrize('kind', ['plain', 'staged'])
 def test_the_tokens_are_those_of_decoding_each_prompt_alone(kind):
-  jobs = _jobs(12)
-  found, order = _run(_slots(kind), jobs)
-  alone = _alone()
-  assert _tokens(found) == _tokens(alone)
+  """Three programs do it: for the buffers, for reading and for steps."""
+  count = lambda: [made._cache_size() for made in (start, insert, advance)]
+  expected, before = _together(), count()
+  found, order = _run(_slots(kind), _JOBS)
+  after = count()
+  assert max(np.subtract(after, before)) <= 1
+  assert _tokens(found) == expected.tokens
   assert order != sorted(order)
-  for one, other in zip(found, alone, strict=True):
-    assert one.finish_reasons == other.finish_reasons
+  assert [one.finish_reasons[0] for one in found] == expected.finish_reasons
+  assert {*expected.finish_reasons} == {'eos', 'length'}
+  for one, log_probs in zip(found, expected.log_probs, strict=True):
     np.testing.assert_allclose(
-      one.log_probs, other.log_probs, rtol=1e-4, atol=1e-4
+      one.log_probs[0], log_probs, rtol=1e-4, atol=1e-4
     )
-    if kind == 'plain':
-      assert one.stats == other.stats
-  assert {one.finish_reasons[0] for one in found} == {'eos', 'length'}
   # Backwards, every prompt is in another slot beside other prompts.
-  assert _tokens(_run(_slots(kind), jobs[::-1])[0][::-1]) == _tokens(alone)
+  again, _ = _run(_slots(kind), _JOBS[::-1])
+  assert _tokens(again[::-1]) == expected.tokens
+  assert count() == after
+  if kind == 'plain':
+    assert found[1].stats == _together(only=1).stats
 
 
-@pytest.mark.parametrize('verify', ['rejection', 'block'])
-def test_other_rules_draw_as_alone(verify):
+def test_other_rules_draw_as_alone():
   """With the same drafter: these rules also use the noise of each step."""
-  found, _ = _run(_slots('chain', verify=verify), _jobs(12))
-  alone = _alone('chain', verify)
-  assert _tokens(found) == _tokens(alone) != _tokens(_alone())
+  found, _ = _run(_slots('chain', verify='rejection'), _JOBS)
+  expected = _together('chain', 'rejection').tokens
+  assert _tokens(found) == expected != _together().tokens
 
 
-@pytest.mark.parametrize(
-  ('reading', 'num_ended', 'tree_sizes'), [(7, 1, {}), (512, 3, {1: 8, 3: 1})]
-)
-def test_how_prompts_take_turns_changes_no_token(
-  reading, num_ended, tree_sizes
-):
-  jobs = _jobs(12)
-  slots = _slots('staged', reading=reading, tree_sizes=tree_sizes)
-  assert _tokens(_run(slots, jobs, num_ended)[0]) == _tokens(_alone())
+def test_how_prompts_take_turns_changes_no_token():
+  slots = _slots('staged', reading=7, tree_sizes={1: 8, 3: 1})
+  assert _tokens(_run(slots, _JOBS, num_ended=3)[0]) == _together().tokens
 
 
 def test_a_long_prompt_is_read_between_the_steps_of_others():
   """One step after each part of it; the others do not wait for the rest."""
-  slots = _slots('plain', reading=8, eos_ids=[tiny.TABOO])
-  short, key = [1, 2], jax.random.key(0)
+  slots = _slots('plain', reading=8)
+  short, key = [3, 2], jax.random.key(0)
   slots.insert(short, key, max_new_tokens=2)
   slots.insert(short, key, max_new_tokens=30)
   assert list(slots.advance()) == [0]  # Two steps.
@@ -162,18 +152,6 @@ def test_a_long_prompt_is_read_between_the_steps_of_others():
   # After each of five parts there is a step; the last is the first of its own.
   assert slots.num_steps == 2 + 5
   assert slots.free == [0, 2]
-
-
-def test_one_program_reads_all_prompts_and_one_decodes_per_size():
-  count = lambda: [made._cache_size() for made in (start, insert, advance)]
-  before = count()
-  # Another end of the text than elsewhere, so that all is compiled here.
-  slots = _slots('plain', eos_ids=[1, 2])
-  _run(slots, _jobs(6))
-  after = count()
-  assert np.subtract(after, before).tolist() == [1, 1, 1]
-  _run(slots, _jobs(12, seed=1))
-  assert count() == after
 
 
 @pytest.mark.parametrize(
@@ -189,7 +167,7 @@ def test_one_program_reads_all_prompts_and_one_decodes_per_size():
 def test_bad_slots_are_refused(options, words):
   options = {'num_slots': _SLOTS, 'context': _CONTEXT} | options
   with pytest.raises(ValueError, match=words):
-    Slots(tiny.gpt2(num_layers=1), drafter=_drafter('chain'), **options)
+    specdec.Slots(tiny.gpt2(num_layers=1), drafter=_drafter('chain'), **options)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +181,7 @@ def test_bad_slots_are_refused(options, words):
       {'max_new_tokens': -1},
       'max_new_tokens must be an integer of at least 0',
     ),
-    ([1], {'sampling': Sampling(top_p=0.5)}, 'sets other options'),
+    ([1], {'sampling': specdec.Sampling(top_p=0.5)}, 'sets other options'),
   ],
 )
 def test_bad_prompts_are_refused_and_take_no_slot(prompt, options, words):
