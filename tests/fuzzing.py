@@ -21,12 +21,7 @@ from models.nn.adapter import as_model
 from models.nn.table_model import table_model
 from models.text.generator import Generator
 from models.text.pair import Pair
-from specdec import LanguageModel
-from specdec import NGram
-from specdec import PLAIN
-from specdec import PromptLookup
-from specdec import Sampling
-from specdec import staged
+import specdec
 from specdec.tree.topology import chain
 from specdec.tree.topology import from_paths
 
@@ -75,7 +70,7 @@ def _tables():
   return logits, logits + rng.normal(size=logits.shape)
 
 
-def _with_table(model: LanguageModel, table) -> LanguageModel:
+def _with_table(model: specdec.LanguageModel, table) -> specdec.LanguageModel:
   """A model with a cache, and so much of a table that a draft is often right.
 
   Args:
@@ -88,14 +83,14 @@ def _with_table(model: LanguageModel, table) -> LanguageModel:
     logits, cache = base.apply(params['model'], tokens, positions, mask, cache)
     return 0.3 * logits + params['table'][tokens], cache
 
-  return LanguageModel(
+  return specdec.LanguageModel(
     params={'model': model.params, 'table': jnp.asarray(table, jnp.float32)},
     spec=dataclasses.replace(base, apply=apply),
   )
 
 
 @functools.cache
-def _model(name: str, kind: str = 'target') -> LanguageModel:
+def _model(name: str, kind: str = 'target') -> specdec.LanguageModel:
   """A target, or a draft, of the vocabulary of the tokenizer."""
   table = _tables()[kind == 'draft']
   context = _DRAFT_CONTEXT if kind == 'draft' else _CONTEXT
@@ -112,7 +107,8 @@ def _model(name: str, kind: str = 'target') -> LanguageModel:
       width=8,
     )
   else:
-    module = tiny.llama_module(name, vocab_size=size, num_positions=context)
+    shape = {'vocab_size': size, 'num_positions': context, 'num_layers': 1}
+    module = tiny.llama_module(name, **shape)
   return _with_table(as_model(module), table)
 
 
@@ -135,8 +131,8 @@ def _drafter(name: str, target: str):
     text.append(int(np.argmax(_tables()[0][text[-1]] + rng.gumbel(size=size))))
   table = tiny_drafters.ngram_table([text], size, order=3, num_continuations=3)
   both = tiny_drafters.candidates(
-    PromptLookup((0.2, 0.5), num_matches=2),
-    NGram(table),
+    specdec.PromptLookup((0.2, 0.5), num_matches=2),
+    specdec.NGram(table),
     config=Settings(width=2, branching=2, rounds=2, cost_ratio=0),
   )
   tree = Settings(
@@ -145,13 +141,13 @@ def _drafter(name: str, target: str):
   ragged = from_paths([(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 0, 0)])
   drafted = lambda config: tiny_drafters.model(pair(target).draft, config)
   return {
-    'plain': lambda: PLAIN,
+    'plain': lambda: specdec.PLAIN,
     'chain of 1': lambda: drafted(Settings(topology=chain(1))),
     'chain of 3': lambda: drafted(Settings(topology=chain(3))),
     'ragged': lambda: drafted(Settings(topology=ragged)),
     'tree': lambda: drafted(tree),
     'tables': lambda: with_settings(both, tree),
-    'staged': lambda: staged(drafted(tree), both),
+    'staged': lambda: specdec.staged(drafted(tree), both),
   }[name]()
 
 
@@ -185,7 +181,6 @@ SHAPES = (
   Shape('table', 'tables', 2),
   Shape('table', 'tree', 2, verify='rejection'),
   Shape('table', 'chain of 3', 2, verify='block', children='with_replacement'),
-  Shape('gpt2', 'ragged', 2, _EVERYTHING),
   Shape('gpt2', 'staged', 2, _EVERYTHING),
   Shape('llama', 'tree', 1, _TEXT),
   Shape('mixtral', 'chain of 3', 3, _FILTERS),
@@ -249,7 +244,7 @@ def good_call(rng, shape: Shape) -> tuple[list, dict]:
     ],
   }
   on = shape.on | {'temperature'}
-  sampling = Sampling(**{k: v for k, v in values.items() if k in on})
+  sampling = specdec.Sampling(**{k: v for k, v in values.items() if k in on})
   if isinstance(sampling.top_k, list):
     # All entries but one bucket would be programs of their own.
     sampling = dataclasses.replace(sampling, top_k=[*sampling.top_k[:-1], 100])
@@ -295,16 +290,15 @@ _ROOM = 'room_for_new_tokens must be an integer from max_new_tokens='
 _SEED = 'seed must be an integer of 32 bits, or one per row'
 _ROWS = r'one list of strings per row \(2\)'
 _EOS = 'eos_ids must be a list of token ids'
+_TOP_K = 'top_k must be a positive integer, got'
 _NOT_PER_ROW = 'must be one number or one per row'
 _NOT_A_NUMBER = 'must be a number or one per row'
 _BIAS_SHAPE = 'logit_bias must be a mapping .* got shape'
 # For two prompts: the argument, bad values, and words of the message. Those of
 # `Sampling` are marked by a dot.
 BAD = (
-  ('prompts', ('', [''], [[]], ['a', '']), 'prompt . is empty'),
-  ('prompts', ([],), 'prompts is empty'),
-  ('prompts', ([[1], [10**6]],), 'prompt 1 has token 1000000, outside'),
-  ('prompts', ([[-1], [1]],), 'prompt 0 has token -1, outside'),
+  ('prompts', ('', [''], [[]], ['a', ''], []), 'prompt(s| .) is empty'),
+  ('prompts', ([[1], [10**6]], [[1], [-1]]), 'prompt 1 has token .*, outside'),
   (
     'prompts',
     ([None, 'a'], [[1.5], 'a'], ['a', 5], ['a', [[1]]]),
@@ -320,11 +314,9 @@ BAD = (
   ('max_new_tokens', (2.5, 'many', [1] * 9, None, [[1], [1]]), _LIMIT),
   ('room_for_new_tokens', (-1, 1.5, 'x', 10**9), _ROOM),
   ('max_new_tokens', (10**6,), _ROOM),
-  ('seed', ('x', 1.5, [1, None], None, True, [0.5, 1]), _SEED),
-  ('seed', (2**32, -(10**30)), _SEED),
+  ('seed', ('x', 1.5, [1, None], True, [0.5, 1], 2**32, -(10**30)), _SEED),
   ('seed', ([1], [1] * 9), r'one integer or one per row \(2\), got [19]'),
-  ('stop', ('', [''], '\ud800'), "row 0 has the stop string '"),
-  ('stop', ([['a'], ['a', '']],), "row 1 has the stop string ''"),
+  ('stop', ('', '\ud800', [['a'], ['a', '']]), "row . has the stop string '"),
   ('stop', ([['a']], [['a']] * 9, [['a'], 'b'], [1], 5, [None]), _ROWS),
   ('eos_ids', ([10**6], [1, -1]), 'eos_ids has token .*, outside'),
   ('eos_ids', (['x'], 3, [None], [1.5]), _EOS),
@@ -333,30 +325,21 @@ BAD = (
   ('children', ('without_replacement',), 'verify=match wants the best'),
   ('temprature', (1.0,), "unexpected keyword .* 'temprature'"),
   ('drafter', (None,), "unexpected keyword .* 'drafter'"),
-  ('.temperature', (-1, _NAN, _INF), 'temperature must be at least 0, got'),
-  ('.temperature', ([1.0, -1.0],), 'temperature must be at least 0, got'),
+  ('.temperature', (-1, _NAN, _INF, [1, -1]), 'temperature must be at least 0'),
   ('.temperature', ('hot', None), f'temperature {_NOT_A_NUMBER}'),
   ('.temperature', ([1.0] * 9, [[1.0], [1.0]]), f'temperature {_NOT_PER_ROW}'),
-  ('.top_k', (0, -1, 2.5, True, 'x'), 'top_k must be a positive integer, got'),
-  ('.top_k', ([3, 0],), r'top_k must be a positive integer, got \[3, 0\]'),
-  ('.top_k', ([3, 1.5], [[5], [5]]), 'top_k must be a positive integer'),
+  ('.top_k', (0, -1, 2.5, True, 'x', [3, 0], [3, 1.5], [[5], [5]]), _TOP_K),
   ('.top_k', ([3, None, 4],), r'top_k must be one number .* shape \(3,\)'),
-  ('.top_p', (0, 1.5, -1, _NAN), 'top_p must be above 0 and at most 1, got'),
-  ('.top_p', ([0.5, 0.0],), 'top_p must be above 0 and at most 1, got'),
+  ('.top_p', (0, 1.5, _NAN, [0.5, 0.0]), 'top_p must be above 0 and at most 1'),
   ('.top_p', ('x',), f'top_p {_NOT_A_NUMBER}'),
   ('.top_p', ([0.5] * 9, [0.5]), f'top_p {_NOT_PER_ROW}'),
   ('.min_p', (-0.1, 1.5, _NAN), 'min_p must be between 0 and 1, got'),
   ('.min_p', ('x',), f'min_p {_NOT_A_NUMBER}'),
   ('.min_p', ([0.5] * 9,), f'min_p {_NOT_PER_ROW}'),
-  (
-    '.repetition_penalty',
-    (0, -1, _NAN, _INF),
-    'repetition_penalty must be above 0, got',
-  ),
+  ('.repetition_penalty', (0, -1, _NAN, _INF), 'penalty must be above 0, got'),
   ('.repetition_penalty', ('x',), f'repetition_penalty {_NOT_A_NUMBER}'),
   ('.repetition_penalty', ([1.0],), r'repetition_penalty .* per row \(2\)'),
-  ('.logit_bias', ({10**6: 1.0},), 'logit_bias has token 1000000, outside'),
-  ('.logit_bias', ({-1: 1.0},), 'logit_bias has token -1, outside'),
+  ('.logit_bias', ({10**6: 1.0}, {-1: 1.0}), 'has token .*, outside'),
   ('.logit_bias', ({'x': 1},), 'logit_bias must be a list of token ids'),
   ('.logit_bias', ({0: 'x'},), 'logit_bias must map tokens to numbers'),
   ('.logit_bias', ({0: _NAN}, {0: _INF}), 'must be numbers or -inf'),

@@ -96,17 +96,14 @@ def _bias(sign: float) -> jax.Array:
 
 
 @functools.cache
-def _base(num_layers, num_heads, width, dtype, seed) -> LanguageModel:
+def _base(seed: int = 0, **shape) -> LanguageModel:
   made = module(
-    dtype=dtype,
     seed=seed,
     vocab_size=VOCAB_SIZE,
     num_positions=MAX_POSITIONS,
-    width=width,
-    num_layers=num_layers,
-    num_heads=num_heads,
     # A tied head makes a random model repeat itself.
     tie_embeddings=False,
+    **shape,
   )
   # Far from flat logits, from tokens and positions rather than from biases.
   made.lm_head[...] *= 2
@@ -117,8 +114,8 @@ def _base(num_layers, num_heads, width, dtype, seed) -> LanguageModel:
 
 
 @functools.cache
-def _definition(*shape) -> ModelSpec:
-  base = _base(*shape, 0).spec
+def _spec(**shape) -> ModelSpec:
+  base = _base(**shape).spec
 
   def apply(params, tokens, positions, mask, cache):
     logits, cache = base.apply(params['gpt2'], tokens, positions, mask, cache)
@@ -128,20 +125,13 @@ def _definition(*shape) -> ModelSpec:
 
 
 @functools.cache
-def gpt2(
-  seed: int = 0,
-  *,
-  num_layers: int = 2,
-  num_heads: int = 2,
-  width: int = 16,
-  dtype=jnp.float32,
-) -> LanguageModel:
-  """A random GPT-2 whose greedy text is varied, as `decode_test` makes sure."""
-  shape = (num_layers, num_heads, width, dtype)
-  return LanguageModel(
-    params={'gpt2': _base(*shape, seed).params, 'bias': _bias(-1)},
-    spec=_definition(*shape),
-  )
+def gpt2(seed: int = 0, **shape) -> LanguageModel:
+  """A random GPT-2 whose greedy text is varied, as `decode_test` makes sure.
+
+  `shape`: what differs from `MODULE_SHAPE`, and `dtype`.
+  """
+  params = {'gpt2': _base(seed, **shape).params, 'bias': _bias(-1)}
+  return LanguageModel(params=params, spec=_spec(**shape))
 
 
 def perturbed(model: LanguageModel, amount: float) -> LanguageModel:

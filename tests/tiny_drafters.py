@@ -16,30 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 import tiny
 
-from specdec import CandidateScorer
-from specdec import Drafter
-from specdec import fixed_drafter
-from specdec import LanguageModel
-from specdec import LanguageModelScorer
-from specdec import NGram
-from specdec import PromptLookup
-from specdec import Stage
-from specdec import StageConfig
-from specdec import staged
-from specdec import Topology
-from specdec import TreeShape
+import specdec
 from specdec.ngram.table import NGramTable
 from specdec.sampling import EXCLUDED
-from specdec.tree.topology import chain
 from specdec.tree.topology import from_paths
 
 # How good a table is: it knows the text by heart, says anything, says what no
 # target ever says, or says nothing.
 TABLES = ('perfect', 'random', 'wrong', 'empty')
-
-_ORDER = 5
-_NUM_CONTEXTS = 2048
-_NUM_CONTINUATIONS = 3
 
 
 def ngram_table(
@@ -54,18 +38,16 @@ def ngram_table(
 
   Contexts nobody can reach are appended up to `num_contexts`.
   """
-  counts = collections.defaultdict[tuple, collections.Counter](
-    collections.Counter
-  )
+  counts = collections.defaultdict[tuple, Any](collections.Counter)
   for text in texts:
-    for end in range(len(text)):
+    for end, token in enumerate(text):
       for length in range(min(order - 1, end) + 1):
         # A context is read backwards, so that its parent is its prefix.
-        context = tuple(reversed(text[end - length : end]))
-        counts[context][text[end]] += 1
+        counts[tuple(reversed(text[end - length : end]))][token] += 1
   # Breadth first, so that the children of a context lie side by side.
-  contexts = sorted(counts, key=lambda context: (len(context), context))
-  parents = [(len(context) - 1, context[:-1]) for context in contexts[1:]]
+  by_depth = lambda context: (len(context), context)
+  contexts = sorted(counts, key=by_depth)
+  parents = [by_depth(context[:-1]) for context in contexts[1:]]
   size = num_contexts or len(contexts)
   edge_token = np.zeros(size, np.int32)
   first_child = np.full(size + 1, len(contexts), np.int32)
@@ -73,8 +55,7 @@ def ngram_table(
   log_probs = np.full((size, num_continuations), EXCLUDED, np.float32)
   for number, context in enumerate(contexts):
     edge_token[number] = context[-1] if context else 0
-    here = (len(context), context)
-    first_child[number] = 1 + bisect.bisect_left(parents, here)
+    first_child[number] = 1 + bisect.bisect_left(parents, by_depth(context))
     total = counts[context].total()
     best = counts[context].most_common(num_continuations)
     for rank, (token, count) in enumerate(best):
@@ -90,36 +71,33 @@ def ngram_table(
   )
 
 
-def spoiled(table: NGramTable, kind: str, wrong: int) -> NGramTable:
-  """The table with the same contexts, and of another kind of `TABLES`."""
-  shape = table.next_tokens.shape
-  rng = np.random.default_rng(5)
-  nothing = np.full(shape, EXCLUDED, np.float32)
-  first = nothing.copy()
-  first[:, 0] = np.log(0.95)
-  tokens = np.argsort(rng.random((shape[0], table.vocab_size)), axis=1)
-  tokens, log_probs = {
-    'perfect': (table.next_tokens, table.next_log_probs),
-    'random': (tokens[:, : shape[1]], np.full(shape, np.log(0.3), np.float32)),
-    'wrong': (np.full(shape, wrong), first),
-    'empty': (np.zeros(shape), nothing),
-  }[kind]
-  return table.replace(
-    next_tokens=jnp.asarray(tokens, jnp.int32),
-    next_log_probs=jnp.asarray(log_probs),
-  )
-
-
-def table_of(texts: Sequence[Sequence[int]], kind: str) -> NGram:
-  """Of some texts of the tiny models; all kinds have one shape."""
+def table_of(texts: Sequence[Sequence[int]], kind: str) -> specdec.NGram:
+  """Of some texts of the tiny models; all kinds of `TABLES` have one shape."""
   table = ngram_table(
     texts,
     tiny.VOCAB_SIZE,
-    order=_ORDER,
-    num_continuations=_NUM_CONTINUATIONS,
-    num_contexts=_NUM_CONTEXTS * -(-len(texts) // 2),
+    order=5,
+    num_continuations=3,
+    num_contexts=2048 * -(-len(texts) // 2),
   )
-  return NGram(spoiled(table, kind, tiny.TABOO))
+  shape = table.next_tokens.shape
+  nothing = np.full(shape, EXCLUDED, np.float32)
+  likely, first = np.full(shape, np.log(0.3), np.float32), nothing.copy()
+  first[:, 0] = np.log(0.95)
+  rng = np.random.default_rng(5)
+  shuffled = np.argsort(rng.random((shape[0], table.vocab_size)), axis=1)
+  tokens, log_probs = {
+    'perfect': (table.next_tokens, table.next_log_probs),
+    'random': (shuffled[:, : shape[1]], likely),
+    'wrong': (np.full(shape, tiny.TABOO), first),
+    'empty': (np.zeros(shape), nothing),
+  }[kind]
+  return specdec.NGram(
+    table.replace(
+      next_tokens=jnp.asarray(tokens, jnp.int32),
+      next_log_probs=jnp.asarray(log_probs),
+    )
+  )
 
 
 class BigramTable(flax.struct.PyTreeNode):
@@ -177,35 +155,41 @@ class Settings:
   capacity: int = 256
   calibration: float = 1.0
   cost_ratio: float | None = None
-  topology: Topology | None = None
+  topology: specdec.Topology | None = None
 
-  def drafter(self, scorer: Any) -> Drafter:
+  def drafter(self, scorer: Any) -> specdec.Drafter:
     if self.topology is not None:
-      return fixed_drafter(scorer, self.topology, calibration=self.calibration)
+      return specdec.fixed_drafter(
+        scorer, self.topology, calibration=self.calibration
+      )
     of = lambda record: {
       field.name: getattr(self, field.name)
       for field in dataclasses.fields(record)
     }
-    stage = Stage(scorer, StageConfig(**of(StageConfig)))
-    return Drafter((stage,), TreeShape(**of(TreeShape)))
+    stage = specdec.Stage(
+      scorer, specdec.StageConfig(**of(specdec.StageConfig))
+    )
+    return specdec.Drafter((stage,), specdec.TreeShape(**of(specdec.TreeShape)))
 
 
-def with_settings(drafter: Drafter, settings: Settings) -> Drafter:
+def with_settings(
+  drafter: specdec.Drafter, settings: Settings
+) -> specdec.Drafter:
   """The drafter with other settings of its outermost stage and its tree."""
   outer = settings.drafter(drafter.stages[0].scorer)
   return outer.replace(stages=(*outer.stages, *drafter.stages[1:]))
 
 
 def model(
-  draft: LanguageModel, config: Settings, name: str = 'draft'
-) -> Drafter:
+  draft: specdec.LanguageModel, config: Settings, name: str = 'draft'
+) -> specdec.Drafter:
   """A language model that drafts."""
-  return config.drafter(LanguageModelScorer(draft, name))
+  return config.drafter(specdec.LanguageModelScorer(draft, name))
 
 
-def candidates(*proposers, config: Settings) -> Drafter:
+def candidates(*proposers, config: Settings) -> specdec.Drafter:
   """Proposers that draft."""
-  return config.drafter(CandidateScorer(proposers))
+  return config.drafter(specdec.CandidateScorer(proposers))
 
 
 # `cost_ratio` 0: a draft as large as its target would rarely pay.
@@ -213,54 +197,38 @@ TREE = Settings(
   num_nodes=12, width=4, branching=3, rounds=3, capacity=48, cost_ratio=0
 )
 INNER = Settings(width=4, branching=2, rounds=2, cost_ratio=0)
-TOPOLOGIES = {
-  'chain of 4': chain(4),
-  # The third child, but not the first two, goes on.
-  'ragged tree': from_paths(
-    [(0,), (1,), (2,), (2, 0), (2, 1), (2, 1, 0), (2, 1, 0, 0), (0, 3)]
-  ),
-}
-# Name: how many stages, and which of them are models.
-SHAPES = (
-  *TOPOLOGIES,
-  'tree',
-  'tables',
-  'model, table',
-  'model, model',
-  'model, model, tables',
+# The third child, but not the first two, goes on.
+_RAGGED = from_paths(
+  [(0,), (1,), (2,), (2, 0), (2, 1), (2, 1, 0), (2, 1, 0, 0), (0, 3)]
 )
 
 
-def make(shape: str, kind: str, inner: str, texts) -> Drafter:
-  """A drafter for `tiny.gpt2()`.
+def target() -> specdec.LanguageModel:
+  """Of one layer, which compiles fast."""
+  return tiny.gpt2(num_layers=1)
+
+
+def make(shape: str, kind: str, inner: str, texts) -> specdec.Drafter:
+  """A drafter for `target()`.
 
   Args:
-    shape: of `SHAPES`.
+    shape: which stages there are, and what the tree is.
     kind: of the outermost model, see `tiny.DRAFTS`.
-    inner: of everything else, see `TABLES`; stands for the similar model of a
-      model's kinds.
+    inner: of the table, see `TABLES`. The model between is similar.
     texts: what the table of that kind would know by heart.
   """
-  outer = model(tiny.draft(kind), TREE)
-  if shape in TOPOLOGIES:
-    return with_settings(outer, Settings(topology=TOPOLOGIES[shape]))
-  inner_model = {
-    'perfect': 'perfect',
-    'random': 'random',
-    'wrong': 'hopeless',
-    'empty': 'similar',
-  }[inner]
-  small = model(tiny.draft(inner_model), INNER, 'small')
-  if shape == 'tree':
-    return outer
-  if shape == 'model, model':
-    return staged(outer, small)
-  table = table_of(texts, inner)
-  if shape == 'model, table':
-    return staged(outer, candidates(table, config=INNER))
-  both = candidates(
-    table, PromptLookup((0.0, 0.3, 0.6), num_matches=2), config=INNER
+  draft = lambda kind: tiny.draft(kind, num_layers=1)
+  outer = model(draft(kind), TREE)
+  tables = candidates(
+    table_of(texts, inner),
+    specdec.PromptLookup((0.0, 0.3, 0.6), num_matches=2),
+    config=INNER,
   )
-  if shape == 'tables':
-    return with_settings(both, TREE)
-  return staged(staged(outer, small), both)
+  return {
+    'ragged tree': lambda: with_settings(outer, Settings(topology=_RAGGED)),
+    'tree': lambda: outer,
+    'tables': lambda: with_settings(tables, TREE),
+    'staged': lambda: specdec.staged(
+      outer, specdec.staged(model(draft('similar'), INNER, 'small'), tables)
+    ),
+  }[shape]()
