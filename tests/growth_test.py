@@ -95,42 +95,6 @@ def test_an_inner_drafter_without_guesses_changes_nothing():
   assert forwards[0] == of_one[0] == 3
 
 
-# GPT-2, whose logits depend on position and on all of the text.
-
-
-@jax.jit
-def _last_logits(model, tokens, length):
-  return model.logits(tokens)[0, length - 1]
-
-
-def _gpt2_logits(model):
-  def logits(tokens):
-    padded = np.zeros((1, growth.TEXT_SLOTS), np.int32)
-    padded[0, : len(tokens)] = tokens
-    return np.asarray(_last_logits(model, padded, len(tokens)), np.float64)
-
-  return logits
-
-
-def test_gpt2_sees_the_text_and_the_path_and_nothing_else():
-  outer, inner = tiny.gpt2(num_layers=1), tiny.draft('similar', num_layers=1)
-  drafter = staged(
-    tiny_drafters.model(outer, growth.TREE),
-    tiny_drafters.model(inner, growth.TINY, 'small'),
-  )
-  for temperature in (0.0, 1.0):
-    slow = growth.SlowStage(_gpt2_logits(inner), growth.TINY)
-    slow = growth.SlowStage(_gpt2_logits(outer), growth.TREE, slow)
-    step = growth.random_step(
-      1, drafter.max_depth, temperature, tiny.VOCAB_SIZE
-    )
-    trees, forwards = run(drafter, step)
-    slow_trees, slow_forwards = growth.run_slowly(slow, step)
-    assert_equal_trees(trees, slow_trees)
-    assert forwards == slow_forwards == [3, 4]
-    assert max(map(len, trees)) > 20
-
-
 def test_growth_after_a_step_is_growth_after_a_prefill():
   """Also where the draft has yet to read what it did not guess itself."""
   rng = np.random.default_rng(2)

@@ -4,7 +4,6 @@ A tree is `{path: (edge, sum of edges, origin)}`: a path is the tokens below the
 root, the root itself `()`.
 """
 
-from collections.abc import Callable
 from collections.abc import Sequence
 import dataclasses
 import math
@@ -49,9 +48,9 @@ class Step:
 
 @dataclasses.dataclass
 class SlowStage:
-  """A stage whose scorer is a function from tokens to all logits."""
+  """A stage whose scorer is a table."""
 
-  logits: Callable[[list[int]], np.ndarray]  # of the next token, `[V]`
+  table: np.ndarray  # `[V, V]` logits by the last token
   config: Settings
   inner: 'SlowStage | None' = None
   is_model: bool = True  # or it leaves out tokens of probability 0
@@ -66,7 +65,7 @@ def _log_softmax(scores):
 
 def ranked_logits(stage, step, row, path):
   """The formula of `specdec.ranking` for all tokens after a path."""
-  logits = stage.logits([*step.texts[row], *path])
+  logits = stage.table[[*step.texts[row], *path][-1]]
   noise = step.noise[row, len(path)]
   temperature, b = step.temperature or 1.0, stage.config.calibration
   if stage.is_model:
@@ -235,8 +234,7 @@ def both(kind, table, config=TREE, name='draft', inner=None):
     exact = tiny_drafters.exact(table)
     stage = tiny_drafters.candidates(exact, config=config)
     table = np.asarray(exact.log_probs)
-  logits = lambda tokens: table[tokens[-1]]
-  return stage, SlowStage(logits, config, inner, is_model=kind == 'model')
+  return stage, SlowStage(table, config, inner, is_model=kind == 'model')
 
 
 def random_table(seed):
