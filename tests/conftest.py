@@ -75,7 +75,7 @@ def pytest_addoption(parser):
   parser.addoption(
     '--fast',
     action='store_true',
-    help=f'skip files that took over {durations.LIMIT:.0f} s the last time',
+    help=f'skip files of over {durations.LIMIT:.0f} s in golden/budgets.json',
   )
   parser.addoption(
     '--update_limits',
@@ -94,16 +94,15 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
       if item.get_closest_marker('long'):
         item.add_marker(pytest.mark.skip(reason='takes minutes; --long'))
-  cache = getattr(config, 'cache', None)  # as of `-p no:cacheprovider`
-  if cache and config.getoption('--fast'):
-    slow = durations.slow_files(cache.get(durations.KEY, {}))
-    config.hook.pytest_deselected(
-      items=[item for item in items if _file_of(item) in slow]
-    )
-    items[:] = [item for item in items if _file_of(item) not in slow]
-  # Two workers end at about the same time only if long files come first.
   known = json.loads(_BUDGETS.read_text())
   seconds = lambda item: known.get(_file_of(item), {}).get('seconds', 0)
+  if config.getoption('--fast'):
+    is_slow = lambda item: seconds(item) > durations.LIMIT
+    config.hook.pytest_deselected(
+      items=[item for item in items if is_slow(item)]
+    )
+    items[:] = [item for item in items if not is_slow(item)]
+  # Two workers end at about the same time only if long files come first.
   items.sort(key=lambda item: -seconds(item))
 
 
@@ -139,10 +138,6 @@ def pytest_sessionfinish(session):
   if hasattr(session.config, 'workerinput'):
     return  # Of several processes the one that hears from all.
   files = durations.by_file(_times.items())
-  if cache := getattr(session.config, 'cache', None):
-    known = cache.get(durations.KEY, {})
-    seconds = {file: times.total for file, times in files.items()}
-    cache.set(durations.KEY, known | seconds)
   budgets = json.loads(_BUDGETS.read_text())
   if session.config.getoption('--update_limits'):
     budgets |= {

@@ -14,10 +14,12 @@ import resource
 
 import jax
 
-KEY = 'specdec/seconds'
-"""The key in pytest's cache of the seconds by test file."""
-
 LIMIT = 10.0
+"""Files that took more seconds are slow.
+
+By file and not by test, because the first test of a file often pays for
+programs that the others then have compiled.
+"""
 
 _EVENTS = {
   '/jax/core/compile/jaxpr_trace_duration': 'traced',
@@ -66,15 +68,6 @@ def now() -> Times:
   """What was counted so far; differences of two calls tell of a test."""
   used = resource.getrusage(resource.RUSAGE_CHILDREN)
   return _counted + Times(children=used.ru_utime + used.ru_stime)
-
-
-def slow_files(seconds: Mapping[str, float]) -> frozenset[str]:
-  """Files that took longer than the limit; `seconds` by file.
-
-  By file and not by test, because the first test of a file often pays for
-  programs that the others then have compiled.
-  """
-  return frozenset(file for file, total in seconds.items() if total > LIMIT)
 
 
 def by_file(tests: Iterable[tuple[str, Times]]) -> dict[str, Times]:
