@@ -11,6 +11,7 @@ import tiny
 import tiny_drafters
 from tiny_drafters import Settings
 
+from models.nn.table_model import table_model
 from specdec import fixed_drafter
 from specdec import PromptLookup
 from specdec import StageConfig
@@ -156,11 +157,11 @@ def test_settings_out_of_range(name, values, message):
 
 
 def _models(rounds, **settings):
+  model = table_model(tiny.table(2), max_positions=9)
+  configs = [Settings(rounds=count, **settings) for count in rounds]
   return [
-    tiny_drafters.model(
-      tiny.gpt2(), Settings(rounds=count, **settings), str(index)
-    )
-    for index, count in enumerate(rounds)
+    tiny_drafters.model(model, config, str(index))
+    for index, config in enumerate(configs)
   ]
 
 
