@@ -108,15 +108,6 @@ def from_arrays(tree: TokenTree) -> list[Node]:
   return [Node(*row) for row in zip(*columns, strict=True)]
 
 
-def ranking(one, allowed, number) -> list[int]:
-  """The likeliest; of equals the first."""
-  order = sorted(
-    (index for index in range(len(one)) if allowed[index]),
-    key=lambda index: -one[index].log_prob,
-  )[:number]
-  return order + [NO_NODE] * (number - len(order))
-
-
 def stack(items):
   """A batch of rows."""
   return jax.tree.map(lambda *leaves: np.stack(leaves), *items)
