@@ -14,11 +14,8 @@ import pytest
 import reference
 import tiny
 import tiny_drafters
-from tiny_drafters import Settings
 
-from models.nn.table_model import table_model
 import specdec
-from specdec.tree.topology import k_ary
 
 LIMIT = tiny.MAX_NEW_TOKENS
 TEMPERATURES = (0.0, 1.0, 1.0, 0.0, 0.7)
@@ -107,7 +104,7 @@ _BOTH = [
 _SHAPES = {
   'ragged tree': (_MODELS, range(1, 4)),
   'tree': (_MODELS, range(1, 5)),
-  'tables': (_TABLES, range(1, 4)),
+  'tables': (_TABLES, range(1, 3)),
   'staged': (_BOTH, range(1, 7)),
 }
 
@@ -156,61 +153,3 @@ def test_neither_order_nor_padding_matters():
   padded, _ = _decode(drafter, fill=17)
   every = lambda result: (result.counters, result.stage_counters)
   jax.tree.map(np.testing.assert_array_equal, every(result), every(padded))
-
-
-# What follows is about tables, which compile fast.
-
-_TABLE_LIMIT = 36
-_TABLE = tiny.table(2)
-_FIXED = Settings(topology=k_ary(3, 2))  # more ranks than there are guesses
-
-
-def _model(table):
-  return table_model(table, max_positions=1000)
-
-
-# Of each drafter the least tokens per step. Two tokens are fewer than the
-# children that a node might have; without guesses it is plain decoding.
-_DRAFT = _model(tiny.table(2, seed=1))
-_OF_TABLES = {
-  'all': (tiny_drafters.model(_DRAFT, _FIXED), 3.0),
-  'lookup': (
-    tiny_drafters.candidates(
-      specdec.PromptLookup(num_matches=2), config=_FIXED
-    ),
-    1.0,
-  ),
-  'one node': (tiny_drafters.model(_DRAFT, Settings(num_nodes=1)), 1.0),
-  'nothing': (
-    tiny_drafters.candidates(
-      tiny_drafters.empty(2, 3), config=tiny_drafters.INNER
-    ),
-    1.0,
-  ),
-}
-
-
-@pytest.mark.parametrize('name', _OF_TABLES)
-def test_few_tokens_and_few_guesses(name):
-  drafter, efficiency = _OF_TABLES[name]
-  prompts = [[1], [0, 1, 0]]
-  generation = specdec.generate(
-    _model(_TABLE),
-    _KEYS[:2],
-    prompts,
-    max_new_tokens=_TABLE_LIMIT,
-    drafter=drafter,
-    sampling=specdec.Sampling(temperature=np.array([0.0, 1.0])),
-  )
-  for row, prompt in enumerate(prompts):
-    options = reference.Options(temperature=float(row))
-    expected, _ = reference.decode(
-      lambda text: _TABLE[text[-1]], prompt, _TABLE_LIMIT, _KEYS[row], options
-    )
-    assert generation.tokens[row] == expected
-  stats = generation.stats
-  assert stats['block_efficiency'] >= efficiency
-  if name in ('one node', 'nothing'):
-    assert stats['nodes_per_forward'] == stats['block_efficiency'] == 1.0
-    assert {*stats['origins'].values()} == {0, 2 * _TABLE_LIMIT}
-    assert drafter.max_depth or not any(stats['stage_forwards'].values())

@@ -218,16 +218,17 @@ def make(shape: str, kind: str, inner: str, texts) -> specdec.Drafter:
     texts: what the table of that kind would know by heart.
   """
   draft = lambda kind: tiny.draft(kind, num_layers=1)
-  outer = model(draft(kind), TREE)
+  outer, ragged = model(draft(kind), TREE), Settings(topology=_RAGGED)
   tables = candidates(
     table_of(texts, inner),
     specdec.PromptLookup((0.0, 0.3, 0.6), num_matches=2),
     config=INNER,
   )
   return {
-    'ragged tree': lambda: with_settings(outer, Settings(topology=_RAGGED)),
+    'ragged tree': lambda: with_settings(outer, ragged),
     'tree': lambda: outer,
-    'tables': lambda: with_settings(tables, TREE),
+    # Not all that has a place in the tree is guessed.
+    'tables': lambda: with_settings(tables, ragged),
     'staged': lambda: specdec.staged(
       outer, specdec.staged(model(draft('similar'), INNER, 'small'), tables)
     ),
