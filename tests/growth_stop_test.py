@@ -55,6 +55,8 @@ def _forwards(probs, config, *active):
     (0.19, 8, 2),  # 0.239, 0.241
     (0.095, 8, 2),  # 0.130, 0.140
     (0.08, 8, 3),  # 0.111, 0.121, 0.121
+    # From bytes: 30 x 30 x 4 for a target of 40,000, which is 0.09.
+    (None, 8, 2),
     # Of two nodes that are verified no more than 1.5 tokens are expected.
     (0.095, 2, 3),  # 0.130, 0.120, 0.111
   ],
@@ -87,20 +89,13 @@ def test_rows_that_are_done_have_no_say_without_a_cost_either():
   assert forwards(True, False, True) == 1
 
 
-def test_the_cost_follows_from_bytes():
-  """If none is given; here 30 x 30 x 4 bytes for a target of 40,000: 0.09."""
-  forwards = lambda cost_ratio: _forwards(
-    (0.5, 0.5, 0.5), _chain_config(cost_ratio=cost_ratio)
-  )
-  assert [forwards(0.25), forwards(None), forwards(0.08)] == [1, 2, 3]
-
-
 # A tree by hand: 0 has the children 1 (0.5) and 2 (0.3), 1 has 3 (0.2), and
 # 3 has 4 and 5, which a stage inside thought likelier together than 3 itself.
 _EDGES = [(0, 0.5), (0, 0.3), (1, 0.4), (3, 1.0), (3, 0.5)]
 _PROBS = [1.0, 0.5, 0.3, 0.2, 0.2, 0.1]
 
 
+_UNSEEN = {'width': 2, 'expanded': [2], 'needs_ancestors': False}
 _frontier = jax.jit(
   growth._frontier,
   static_argnames=('max_depth', 'width', 'num_nodes', 'needs_ancestors'),
@@ -122,12 +117,7 @@ _frontier = jax.jit(
     ({'width': 3, 'depth_limit': 1}, [2, -1, -1], True, 0.3 * 2 / 3),
     # Scored outside: only to be seen by those below, or not at all.
     ({'width': 2, 'expanded': [2]}, [2, 3], True, 0.2 * 2 / 3),
-    (
-      {'width': 2, 'expanded': [2], 'needs_ancestors': False},
-      [3, 4],
-      True,
-      0.2 * 2 / 3,
-    ),
+    (_UNSEEN, [3, 4], True, 0.2 * 2 / 3),
     ({'width': 2, 'active': False}, [2, 3], False, 0.0),
     # A node counts as much as its children have, but not more than itself.
     ({'width': 1, 'scored': [0, 1, 3]}, [2], True, 0.3 * 1.2 / 1.7),
