@@ -35,14 +35,12 @@ _DRAFT_CONTEXT = 60
 
 @functools.cache
 def _tokenizer():
-  alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
   encode = tokenizers.pre_tokenizers.ByteLevel(
     add_prefix_space=False, use_regex=False
   )
   spell = lambda text: encode.pre_tokenize_str(text)[0][0]
   texts = [spell(piece) for piece in _PIECES]
   letters = sorted({letter for text in texts for letter in text})
-  assert set(letters) <= set(alphabet)
   merges, words = [], dict.fromkeys(letters)
   for text in texts:
     built = text[0]
@@ -192,17 +190,11 @@ def _random_text(rng, least, most):
   return ''.join(pieces)
 
 
-@functools.cache
-def _successors():
-  """`[V, 3]`, the likeliest tokens after each token."""
-  return np.argsort(-_tables()[0], axis=1)[:, :3]
-
-
 def _likely_text(rng):
   """A text that the target is likely to emit; may cut its tokens."""
   tokens = [int(rng.integers(1, len(_tokenizer())))]
   for _ in range(rng.integers(1, 3)):
-    tokens.append(int(rng.choice(_successors()[tokens[-1]])))
+    tokens.append(int(rng.choice(np.argsort(-_tables()[0][tokens[-1]])[:3])))
   text = pair().decode(tokens).replace('\ufffd', '')
   first = rng.integers(2)
   return text[first : len(text) - rng.integers(2)] or 'a'

@@ -79,14 +79,6 @@ _KEYS = r'rng_key must be one key or one per row \(2\)'
     ),
     ({'drafter': _draft(name='target')}, 'a name of its own'),
     ({'drafter': _lookup(PromptLookup())}, r"own.* \('lookup', 'lookup'\)"),
-    ({'eos_ids': [6]}, 'eos_ids has token 6, outside the vocabulary of 6'),
-    ({'prompts': [[0, 6]]}, 'prompt 0 has token 6, outside the vocab'),
-    ({'room_for_new_tokens': 4}, 'from max_new_tokens=5 to .* got 4'),
-    (
-      {'max_new_tokens': 49},
-      'prompt 1 of 2 tokens and max_new_tokens=49 exceed the context of the'
-      ' target, 50 tokens',
-    ),
     ({'rng_key': jax.random.split(_KEY, 3)}, rf'{_KEYS}, got \(3,\)'),
     ({'rng_key': jax.random.split(_KEY, (2, 1))}, rf'{_KEYS}, got \(2, 1\)'),
     # Two numbers, which would pass for the keys of two rows.

@@ -29,16 +29,9 @@ class Node:
 
 def child(nodes, parent, token, cond_log_prob, origin) -> Node:
   """A new one, in float32 as the arrays."""
-  return Node(
-    token=token,
-    parent=parent,
-    depth=nodes[parent].depth + 1,
-    cond_log_prob=cond_log_prob,
-    log_prob=float(
-      np.float32(nodes[parent].log_prob) + np.float32(cond_log_prob)
-    ),
-    origin=origin,
-  )
+  above = nodes[parent]
+  total = float(np.float32(above.log_prob) + np.float32(cond_log_prob))
+  return Node(token, parent, above.depth + 1, cond_log_prob, total, origin)
 
 
 def random_edge(rng, ties: bool) -> float:
@@ -86,18 +79,12 @@ def to_arrays(nodes, capacity=CAPACITY) -> TokenTree:
   """The list as arrays."""
   unused = Node(0, log_prob=-np.inf)
   padded = [*nodes, *[unused] * (capacity - len(nodes))]
-  column = lambda name, dtype: jnp.asarray(
-    np.array([getattr(node, name) for node in padded], dtype)
-  )
-  return TokenTree(
-    token=column('token', np.int32),
-    parent=column('parent', np.int32),
-    depth=column('depth', np.int32),
-    cond_log_prob=column('cond_log_prob', np.float32),
-    log_prob=column('log_prob', np.float32),
-    origin=column('origin', np.int32),
-    size=jnp.asarray(len(nodes), jnp.int32),
-  )
+  columns = {}
+  for field in dataclasses.fields(Node):
+    dtype = np.float32 if field.type is float else np.int32
+    column = np.array([getattr(node, field.name) for node in padded], dtype)
+    columns[field.name] = jnp.asarray(column)
+  return TokenTree(size=jnp.asarray(len(nodes), jnp.int32), **columns)
 
 
 def from_arrays(tree: TokenTree) -> list[Node]:
@@ -113,26 +100,19 @@ def stack(items):
   return jax.tree.map(lambda *leaves: np.stack(leaves), *items)
 
 
-def shared_noise(noise) -> Randomness:
-  """That of match verification alone."""
-  return Randomness(
-    noise=noise, draft_keys=None, uniforms=None, residual_noise=None
-  )
-
-
 def match_context(tokens, length, noise, sampling, **kw) -> StepContext:
   """Of a step with match verification; `noise [B, D + 1, V]`."""
   kw = {
-    'active': length > 0,
-    'seen': None,
-    'shares_noise': True,
-    'target_bytes': 1,
+    **{'active': length > 0, 'seen': None},
+    **{'shares_noise': True, 'target_bytes': 1},
   } | kw
   return StepContext(
     tokens=tokens,
     length=length,
     sampling=sampling,
-    randomness=shared_noise(noise),
+    randomness=Randomness(
+      noise=noise, draft_keys=None, uniforms=None, residual_noise=None
+    ),
     max_depth=noise.shape[1] - 1,
     children='best',
     **kw,

@@ -176,11 +176,7 @@ def test_bad_slots_are_refused(options, words):
     ([], {}, 'the prompt is empty'),
     ([99], {}, 'the prompt has token 99'),
     ([1] * 79, {}, '79 tokens .* exceed the context of 80'),
-    (
-      [1],
-      {'max_new_tokens': -1},
-      'max_new_tokens must be an integer of at least 0',
-    ),
+    ([1], {'max_new_tokens': -1}, 'an integer of at least 0'),
     ([1], {'sampling': specdec.Sampling(top_p=0.5)}, 'sets other options'),
   ],
 )

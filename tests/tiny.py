@@ -126,9 +126,13 @@ def _spec(**shape) -> ModelSpec:
 
 @functools.cache
 def gpt2(seed: int = 0, **shape) -> LanguageModel:
-  """A random GPT-2 whose greedy text is varied, as `decode_test` makes sure.
+  """A random GPT-2 whose greedy text is varied.
 
-  `shape`: what differs from `MODULE_SHAPE`, and `dtype`.
+  With one layer `decode_test` makes sure of that.
+
+  Args:
+    seed: of the weights.
+    **shape: what differs from `MODULE_SHAPE`, and `dtype`.
   """
   params = {'gpt2': _base(seed, **shape).params, 'bias': _bias(-1)}
   return LanguageModel(params=params, spec=_spec(**shape))
