@@ -31,7 +31,6 @@ _TEXT = (
   'abcabc cab bca 好好\n',
 )
 LIMIT = 60
-DRAFTERS = ('plain', 'staged')
 _NEVER = '\x01'
 
 
@@ -109,30 +108,16 @@ def _slow_end(tokens, stops):
   return len(tokens), text.decode('utf-8', 'replace')
 
 
-def _stream(generator, **arguments):
-  """The pieces of each row, checked as they come, and the result."""
-  decoding = generator.stream(**arguments)
-  pieces = list(decoding)
-  assert decoding.done
+def _check(stops_of_rows):
+  """Tokens, texts, reasons, and what is shown while a text grows."""
+  decoding = _generator('staged').stream(**_arguments(stops_of_rows))
+  shown = list(map(''.join, zip(*decoding, strict=True)))
   result = decoding.result()
-  for row, text in enumerate(result.text):
-    shown = ''
-    for piece in pieces:
-      shown += piece[row]
-      assert text.startswith(shown), 'shown too early'
-    assert shown == text
-  return pieces, result
-
-
-def _check(generator, stops_of_rows):
-  """Tokens, texts, reasons and pieces; that of a stream is in `fuzz_test`."""
-  _, result = _stream(generator, **_arguments(stops_of_rows))
-  ends = []
+  assert shown == result.text
   for row, (tokens, stops) in enumerate(
     zip(_plain().tokens, stops_of_rows, strict=True)
   ):
     end, text = _slow_end(tokens, stops)
-    ends.append(end)
     reason = _plain().finish_reasons[row]
     if any(stop in _slow_end(tokens[:end], ())[1] for stop in stops):
       reason = 'stop'
@@ -141,7 +126,6 @@ def _check(generator, stops_of_rows):
     assert result.finish_reasons[row] == reason
     assert len(result.pieces[row]) == end
     assert ''.join(result.pieces[row]) == text
-  return ends
 
 
 def test_the_text_is_worth_it():
@@ -159,23 +143,6 @@ def test_the_text_is_worth_it():
   assert all(count > 4 for count in stats['accepted_histogram'][:3])
 
 
-@pytest.mark.parametrize('drafter', DRAFTERS)
-def test_stops_at_every_offset_of_a_text(drafter):
-  """Within a block or over several, in tokens of one or of several bytes."""
-  generator = _generator(drafter)
-  all_ends = []
-  for offset in range(0, max(map(len, _plain().text)) + 2, 5):
-    stops_of_rows = []
-    for row, text in enumerate(_plain().text):
-      stop = text[offset + row :][: 1 + (offset + row) % 5]
-      while len(stop.encode()) > 5:  # states are a matter of the shape
-        stop = stop[:-1]
-      stops_of_rows.append([stop] if stop and '\ufffd' not in stop else [])
-    all_ends.append(_check(generator, stops_of_rows))
-  for ends in zip(*all_ends, strict=True):
-    assert len(set(ends)) >= 8
-
-
 @pytest.mark.parametrize(
   'stops',
   [
@@ -189,9 +156,9 @@ def test_stops_at_every_offset_of_a_text(drafter):
   ],
 )
 def test_overlapping_stops(stops):
-  generator = _generator('staged')
-  _check(generator, [stops] * 3)
-  _check(generator, [stops[::-1], [], stops[:1]])
+  """Random stops, within a block or over several, are in `fuzz_test`."""
+  _check([stops] * 3)
+  _check([stops[::-1], [], stops[:1]])
 
 
 def test_without_eos_ids_special_tokens_end_nothing_and_have_no_text():
@@ -229,9 +196,6 @@ def test_breaking_off():
       assert ''.join(result.pieces[row]) == text
     assert ('cancelled' in result.finish_reasons) == (breaks < LIMIT)
   assert shown == result.text == _plain().text
-
-
-def test_should_stop():
   asked = []
   result = _generator('staged').generate(
     **_arguments(), should_stop=lambda: asked.append(1) or len(asked) > 1
@@ -243,15 +207,14 @@ def test_should_stop():
 def test_seeds():
   """Rows of one seed differ; the first has the tokens of the seed alone."""
 
-  def run(seed, rows=3):
-    sampling = Sampling(temperature=[1.0] * rows)
-    prompts = _PROMPTS[:1] * rows
-    arguments = _arguments(seed=seed, prompts=prompts, sampling=sampling)
-    return _generator().generate(**arguments).tokens
+  def run(seed):
+    arguments = _arguments(seed=seed, prompts=_PROMPTS[:1] * 3)
+    sampling = Sampling(temperature=[1.0] * 3)
+    return _generator().generate(**arguments | {'sampling': sampling}).tokens
 
   same = run(_SEEDS[0])
   assert len(set(map(tuple, same))) == 3
-  assert [same[0]] == [_plain().tokens[0]] == run(_SEEDS[0], rows=1)
+  assert same[0] == _plain().tokens[0]
   assert run([5, _SEEDS[0], 5])[1] == same[0]
   assert run([5] * 3) == [run(5)[0]] * 3
   assert run(6) != run(5)
@@ -266,22 +229,18 @@ def test_prompts_in_every_notation():
   expected = run(texts)
   for prompts in (
     ids,
-    tuple(texts),
     [texts[0], ids[1], tuple(ids[2])],
-    [np.array(one) for one in ids],
     [texts[0], np.array(ids[1]), jnp.array(ids[2])],
   ):
     result = run(prompts)
     assert result.tokens == expected.tokens
     assert result.prompts == texts
     assert result.prompt_tokens == ids
-    assert result.log_probs is None
     shown = json.loads(result.to_json())
     assert shown['prompt_tokens'] == ids
     assert shown['text'] == expected.text
-  for one in (texts[0], [texts[0]], ids[0], [ids[0]], np.array(ids[0])):
+  for one in (texts[0], ids[0], [ids[0]], np.array(ids[0])):
     assert run(one).tokens == expected.tokens[:1]
-    assert json.loads(run(one).to_json())['prompts'] == texts[:1]
 
 
 @pytest.mark.parametrize('call', ['generate', 'stream', 'trace', 'timed'])
