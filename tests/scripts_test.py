@@ -5,22 +5,26 @@ import io
 import json
 import shutil
 import signal
+from unittest import mock
 
 import command_lines
 from flax import nnx
 import numpy as np
 import pytest
 
+from models.bench import machine
 from models.checkpoints import hub
 from models.nn.gpt2 import GPT2
 from models.nn.gpt2 import GPT2Config
 from models.text.chat import Chat
+from models.text.generator import Generator
 from models.text.plan import Plan
 from models.text.settings import DraftSettings
 from models.training.tokenizer import train_tokenizer
 from models.tune.plan_lookup import Setup
 from specdec import Sampling
 from specdec import Trace
+from specdec.tree.topology import k_ary
 
 _TEXT = 'def add(first, second):\n  return first + second\n' * 20
 _CHAIN = ('--method=chain', '--num_draft_tokens=2')
@@ -112,23 +116,43 @@ def test_json_holds_texts_tokens_and_statistics(pair):
   assert 'Traceback' not in refused.errors
 
 
-def test_methods_agree_through_every_sampling_flag(pair, tmp_path):
+def test_flags_become_arguments(pair, tmp_path, monkeypatch):
   """Prompts of a file are the rows of a batch."""
   file = tmp_path / 'prompts.jsonl'
   lines = [json.dumps({'prompt': text}) for text in ('def', 'return', 'x')]
   file.write_text('\n'.join(lines))
-  flags = [f'--prompt_file={file}', '--batch_size=2', '--seed=7']
-  flags += ['--temperature=0.9', '--top_k=40', '--top_p=0.9', '--min_p=0.01']
-  plain = _generate(*pair, '--draft=none', '--method=plain', *flags)
-  assert plain['prompts'] == ['def', 'return']
-  assert plain['tokens'][0] != plain['tokens'][1]  # a row has its own noise
-  assert plain['stats']['stage_forwards'] == {}
-  assert plain['stats']['block_efficiency'] == 1
-  for method in (
-    ['--method=tree', '--topology=k_ary:2x2'],
-    ['--method=staged', '--inner=lookup', '--width=4', '--num_nodes=8'],
-  ):
-    assert _generate(*pair, *method, *flags)['tokens'] == plain['tokens']
+  asked = mock.Mock(side_effect=ValueError('that is all'))
+  monkeypatch.setattr(
+    Generator, 'timed', lambda *args, **kw: asked(*args, **kw)
+  )
+  flags = ['--batch_size=2', '--seed=7', '--temperature=0.9', '--top_k=40']
+  flags += ['--top_p=0.9', '--min_p=0.01', '--repetition_penalty=1.5']
+  flags += ['--logit_bias=3:100,4:-inf', r'--stop=\nxx', '--stop=nothing']
+  flags += ['--log_probs', '--verify=rejection', '--children=with_replacement']
+  flags += ['--break_even=2.5', '--method=tree', '--topology=k_ary:2x2']
+  flags += [f'--prompt_file={file}']
+  refused = command_lines.refusal('generate.py', *pair, *flags)
+  assert refused.endswith('that is all')
+  (generator, prompts), arguments = asked.call_args
+  assert generator.drafter.shape == k_ary(2, 2)
+  assert prompts == ['def', 'return']
+  assert arguments == {
+    'max_new_tokens': 9,
+    'seed': 7,
+    'sampling': Sampling(
+      temperature=0.9,
+      top_k=40,
+      top_p=0.9,
+      min_p=0.01,
+      repetition_penalty=1.5,
+      logit_bias={3: 100.0, 4: -np.inf},
+    ),
+    'verify': 'rejection',
+    'children': 'with_replacement',
+    'break_even': 2.5,
+    'stop': ['\nxx', 'nothing'],
+    'log_probs': True,
+  }
 
 
 def test_the_text_itself_drafts_without_a_draft_model(target, corpus, tmp_path):
@@ -145,19 +169,14 @@ def test_the_text_itself_drafts_without_a_draft_model(target, corpus, tmp_path):
   flags = [f'--target={target}', '--draft=none', '--max_new_tokens=24']
   flags += ['--prompt=def add(first, second):', f'--ngram={table}']
   plain = _generate(*flags, '--method=plain')
-  for inner, labels in (
-    ('ngram', ['target', 'ngram']),
-    ('ngram+lookup', ['target', 'lookup', 'ngram']),
-  ):
-    output = _generate(*flags, f'--inner={inner}')
-    assert output['tokens'] == plain['tokens']
-    assert output['labels'] == labels
+  output = _generate(*flags, '--inner=ngram+lookup')
+  assert output['tokens'] == plain['tokens']
+  assert output['labels'] == ['target', 'lookup', 'ngram']
   assert output['stats']['block_efficiency'] > 1
 
 
 def test_a_table_follows_the_text_and_origins_are_marked(pair, monkeypatch):
   flags = ('generate.py', *pair, *_CHAIN, '--prompt=def add')
-  flags += ('--dtype=bfloat16',)
   text = _output(*flags)
   assert text.startswith('def add')
   assert 'block efficiency' in text
@@ -178,34 +197,17 @@ def test_what_is_asked_of_the_text(pair):
   # The bytes of a byte-level vocabulary come in the order of their characters.
   tokenizer = train_tokenizer([_TEXT], vocab_size=280, context=128)
   letter, line_end = tokenizer.convert_tokens_to_ids(['x', 'Ċ'])
-  flags = [
-    *pair,
-    '--prompt=def',
-    f'--logit_bias={letter}:100,{line_end}:99',
-    '--repetition_penalty=1.5',
-    '--stop=nothing',
-    r'--stop=\nxx',
-    '--log_probs',
-  ]
-  rejection = ['--temperature=1', '--verify=rejection']
-  rejection += ['--children=with_replacement']
-  plain, *drafted = (
-    _generate(*flags, *more)
-    for more in (['--method=plain'], _CHAIN, [*_CHAIN, *rejection])
-  )
-  for output in (plain, *drafted):
-    # The penalty makes of 100 less than 99, then of both.
-    assert output['tokens'] == [[letter, line_end, letter, letter]]
-    assert output['text'] == ['x']
-    assert output['finish_reasons'] == ['stop']
-    assert output['errors'] == [None]
-    np.testing.assert_allclose(
-      output['log_probs'], plain['log_probs'], atol=1e-4
-    )
+  flags = [*pair, *_CHAIN, '--prompt=def', '--repetition_penalty=1.5']
+  flags += [f'--logit_bias={letter}:100,{line_end}:99', r'--stop=\nxx']
+  output = _generate(*flags, '--log_probs')
+  # The penalty makes of 100 less than 99, then of both.
+  assert output['tokens'] == [[letter, line_end, letter, letter]]
+  assert output['text'] == ['x']
+  assert output['finish_reasons'] == ['stop']
+  assert output['errors'] == [None]
   # Without the bias it is no more likely than others.
-  assert all(-9 < one < -2 for one in plain['log_probs'][0])
-  assert plain['stats']['target_forwards'] == 4
-  stream = _output('generate.py', *flags, *_CHAIN, '--stream')
+  assert all(-9 < one < -2 for one in output['log_probs'][0])
+  stream = _output('generate.py', *flags, '--log_probs', '--stream')
   text, _, table = stream.partition('\n\n')
   assert text == 'defx'
   assert table.startswith('finish reasons')
@@ -215,16 +217,17 @@ def test_what_is_asked_of_the_text(pair):
 def _converse(monkeypatch, lines, *flags):
   """What chat.py prints when a user types these lines, answer by answer."""
   monkeypatch.setattr('sys.stdin', io.StringIO('\n'.join(lines)))
-  output = _output('chat.py', *flags)
+  output = _output('chat.py', '--context=64', *flags)
   first, *answers = output.split('> ')
   assert 'begin anew' in first
   return answers
 
 
 def test_a_conversation(instruct, monkeypatch):
-  lines = ['/show', 'def', '/show', 'add', '/show', '', '/new', 'def']
-  help_, first, shown, _, again, _, _, anew, end = _converse(
-    monkeypatch, lines, *instruct, '--system=x'
+  """A message that does not fit is refused in a line, and it goes on."""
+  lines = ['/show', 'def', '/show', 'add', '/show', '/new', 'x' * 99, 'def']
+  help_, first, shown, _, again, _, refused, anew, _ = _converse(
+    monkeypatch, [*lines, '/quit', 'add'], *instruct, '--system=x'
   )
   messages = [
     _generate(*instruct, '--chat', '--prompt=def', *flags)
@@ -241,11 +244,9 @@ def test_a_conversation(instruct, monkeypatch):
   length = len(messages[0]['prompt_tokens'][0])
   assert 0 < int(counts[0][0]) < int(counts[0][2]) == length
   assert 0 < int(counts[1][0]) < int(counts[1][2]) - length
-  assert end == '\n'
-  stream = _output(
-    'generate.py', *instruct, '--chat', '--prompt=def', '--stream'
-  )
-  assert stream.startswith('u:def\na:' + messages[1]['text'][0])
+  assert 'has room for 64; begin another one' in refused
+  assert refused.count('\n') == 1
+  assert refused.endswith('/new begins another\n')
 
 
 def test_an_interrupt_ends_an_answer_and_not_the_conversation(
@@ -270,25 +271,14 @@ def test_an_interrupt_ends_an_answer_and_not_the_conversation(
   monkeypatch.setattr(Chat, '__iter__', interrupted)
   monkeypatch.setattr(builtins, 'input', typed)
   before = signal.getsignal(signal.SIGINT)
-  dropped, first, second, _ = _converse(
+  dropped, first, second, end = _converse(
     monkeypatch, ['lost', 'def', 'add'], *instruct
   )
   assert signal.getsignal(signal.SIGINT) is before
   assert '/quit' in dropped
   assert first.endswith(' [stopped]\n')
   assert second.endswith(' [stopped]\n')
-
-
-def test_a_full_context_is_one_line_and_the_conversation_goes_on(
-  instruct, monkeypatch
-):
-  refused, answer, _ = _converse(
-    monkeypatch, ['x' * 99, 'def', '/quit', 'add'], *instruct, '--context=40'
-  )
-  assert refused.count('\n') == 1
-  assert 'has room for 40; begin another one' in refused
-  assert refused.endswith('/new begins another\n')
-  assert answer.strip()
+  assert end == '\n'
 
 
 @pytest.mark.parametrize('script', ['chat.py', 'generate.py'])
@@ -308,27 +298,14 @@ def test_a_model_without_a_template_is_no_partner(pair, script):
     for script, cases in {
       'generate.py --json': {
         '--target=no/such-model': "'no/such-model' is neither a folder nor",
-        '--max_new_tokens=4000': 'exceed the context of the target, 128',
-        '--batch_size=0': '--batch_size=0: 0 is not an integer in',
-        '--prompt_file=/no/such/file': '--prompt_file=/no/such/file cannot be',
         '--method=chain --draft=none': '--method=chain with --inner=lookup',
         '--inner=none': '--method=staged with --inner=none',
         '--topology=chain:4': 'a fixed topology leaves no room',
-        '--method=tree --topology=star:3': 'topology file star:3 cannot be',
-        '--width=0': '--width must be an integer of at least 1',
-        '--inner_rounds=0': '--inner_rounds must be an integer of at least 1',
-        '--num_nodes=600': '--capacity must be at least num_nodes=600',
         '--inner=ngram --ngram=demo': 'was built with another tokenizer',
-        '--lookup_confidence=2': '--lookup_confidence: confidence needs',
         '--show_origin': 'give one of --stream, --show_origin and --json',
-        '--stream': 'give one of --stream, --show_origin and --json',
         '--nojson --stream --batch_size=2': '--stream shows one prompt',
-        '--stop=': "the stop string ''",
         '--system=x': '--system is the system message of a chat',
-        '--logit_bias=5': '--logit_bias=5: expected token:number',
-        '--logit_bias=5:1,x:2': '--logit_bias=5:1,x:2: expected token:number',
         '--verify=block': 'verify=block is for chains',
-        '--children=without_replacement': 'verify=match wants the best child',
         '--verify=rejection --children=without_replacement': (
           'needs a drafter with a distribution'
         ),
@@ -345,7 +322,6 @@ def test_a_model_without_a_template_is_no_partner(pair, script):
       'tune.py': {
         '--plan=auto': 'leave out --plan',
         '--verify=rejection': 'plans are for --verify=match',
-        '--batch_size=0': '--batch_size=0: 0 is not an integer in',
         '--max_new_tokens=2': 'must be at least 16 to plan',
       },
       'measure.py nothing': {'': "'nothing' is none of matmul, attention"},
@@ -372,44 +348,35 @@ def test_vocabulary_mismatch_names_both_models(target, tmp_path):
   assert str(other) in refused
 
 
-def test_benchmark_writes_what_it_prints(pair, prompts, tmp_path):
+def test_benchmark_writes_what_it_prints(pair, prompts, tmp_path, monkeypatch):
+  """A result per batch size, and one table."""
+  # The rates of the machine are not looked at.
+  monkeypatch.setattr(machine, '_MATRIX_WIDTH', {'default': 64})
+  monkeypatch.setattr(machine, '_READ_BYTES', {'default': 1 << 20})
   output = tmp_path / 'results' / 'one.json'
   plain, chain = 'plain:float32', 'chain(num_draft_tokens=2):bfloat16'
   flags = [*pair, f'--prompt_file={prompts}', f'--output={output}']
-  printed = _output('benchmark.py', *flags, f'--arms={plain},{chain},lookup')
-  report = json.loads(output.read_text())
-  arms = report['arms']
-  assert list(arms) == [plain, chain, 'lookup:float32']
-  assert output.with_suffix('.md').read_text() == printed
-  assert all(arm in printed for arm in arms)
-  assert arms[chain]['nodes_per_forward'] == 3
-  assert arms[plain]['predicted_speed'] == 1
-  assert arms[chain]['predicted_speed'] > 0
-  assert len(report['limits']['bytes_per_second_samples']) == 2
-  for arm in arms.values():
-    assert arm['new_tokens'] == 18
-    assert len(arm['speed_per_batch']) == 2
-    rate = arms[plain]['tokens_per_second']
-    assert arm['speed'] == pytest.approx(arm['tokens_per_second'] / rate)
-    ideal = arm['ideal_seconds_per_target_forward']
-    share = ideal / arm['seconds_per_target_forward']
-    assert arm['of_memory_limit'] == pytest.approx(share)
-    assert 'compile_seconds' in arm
-    low, high = arm['speed_interval']
-    assert low <= high
-  assert report['settings']['prompts'] == 'prompts.txt'
-
-
-def test_batch_sizes_give_a_result_each_and_one_table(pair, prompts, tmp_path):
-  output = tmp_path / 'one.json'
-  flags = [*pair, f'--prompt_file={prompts}', f'--output={output}']
-  flags += ['--arms=plain,lookup', '--batch_sizes=1,2']
+  flags += [f'--arms={plain},{chain}', '--batch_sizes=1,2']
   printed = _output('benchmark.py', *flags)
-  for size in (1, 2):
-    report = json.loads((tmp_path / f'one_b{size}.json').read_text())
-    assert report['settings']['batch_size'] == size
-    assert report['settings']['batches_measured'] == 2 // size
   assert not output.exists()
+  for size in (1, 2):
+    path = output.with_stem(f'one_b{size}')
+    assert path.with_suffix('.md').read_text() in printed
+    report = json.loads(path.read_text())
+    arms, settings = report['arms'], report['settings']
+    assert list(arms) == [plain, chain]
+    assert settings['prompts'] == 'prompts.txt'
+    assert settings['batch_size'] == size
+    assert settings['batches_measured'] == 2 // size
+    assert len(report['limits']['bytes_per_second_samples']) == 2 // size
+    assert arms[chain]['nodes_per_forward'] == 3
+    assert arms[plain]['predicted_speed'] == 1
+    assert arms[chain]['predicted_speed'] > 0
+    for arm in arms.values():
+      assert arm['new_tokens'] == 18
+      assert len(arm['speed_per_batch']) == 2 // size
+      assert {'speed', 'speed_interval', 'of_memory_limit'} <= arm.keys()
+      assert 'compile_seconds' in arm
   table = printed.strip().rpartition('\n\n')[2].splitlines()
   assert [row.split('|')[1].strip() for row in table[2:]] == [*'1122']
 
@@ -440,7 +407,6 @@ def test_a_plan_says_how_to_decode(pair, tmp_path):
   for flag, message in (
     ('--num_draft_tokens=3', '--num_draft_tokens=3 contradicts'),
     ('--method=tree', '--method=tree contradicts'),
-    ('--inner_rounds=2', '--inner_rounds=2 contradicts'),
     ('--lookup_confidence=0.5', '--lookup_confidence=(0.5,) contradicts'),
     ('--verify=rejection', '--plan is for --verify=match, got rejection'),
     ('--draft=none', 'the plan was made for another draft'),
