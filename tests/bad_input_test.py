@@ -38,55 +38,35 @@ _FLAGS = [
   ('--width=999999', 'at most 4096, got 999999'),
   ('--width=-1', 'got -1'),
   ('--width=1e3', 'invalid literal'),
-  ('--branching=5000', 'at most 4096'),
   ('--rounds=65', 'at most 64'),
   ('--num_nodes=10000000', 'at most 4096'),
-  ('--max_depth=65', 'at most 64'),
-  ('--capacity=1000000000000', 'at most 65536'),
   ('--capacity=1', 'at least num_nodes=64'),
   ('--calibration=0', 'above 0'),
-  ('--calibration=inf', 'got inf'),
   ('--cost_ratio=nan', 'got nan'),
-  ('--inner_width=99999', 'at most 4096'),
   ('--inner_rounds=99999', 'at most 64'),
-  ('--inner_rounds_alone=99999', 'at most 64'),
   ('--num_draft_tokens=5000', 'at most 64, got 5000'),
-  ('--num_draft_tokens=0', 'at least 1'),
-  ('--num_draft_tokens=two', 'invalid literal'),
   ('--batch_size=1000000000', '1024'),
-  ('--batch_size=-3', '1024'),
-  ('--max_new_tokens=-1', 'max_new_tokens'),
   ('--max_new_tokens=99999999999', 'max_new_tokens'),
   ('--temperature=nan', 'at least 0, got nan'),
-  ('--temperature=-1', 'at least 0'),
   ('--temperature=hot', 'could not convert'),
   ('--top_p=0', 'above 0'),
   ('--top_p=1.5', 'at most 1'),
   ('--min_p=2', 'between 0 and 1'),
   ('--top_k=0', 'top_k'),
-  ('--top_k=2.5', 'invalid literal'),
   ('--seed=99999999999999999999', 'seed'),
   ('--repetition_penalty=0', 'above 0'),
   ('--break_even=-1', 'positive number'),
   ('--compilation_cache=/dev/null', 'is no folder'),
   ('--logit_bias=5', 'expected token:number'),
-  ('--logit_bias=:', 'expected token:number'),
   ('--lookup_confidence=1', 'below 1'),
   ('--lookup_confidence=x', 'could not convert'),
   ('--lookup_confidence=' + ','.join(['0.1'] * 99), 'at most 32'),
   ('--topology=chain:1000000000', 'at most 64'),
-  ('--topology=chain:-1', 'at least one token'),
-  ('--topology=chain:', 'expected chain:4'),
   ('--topology=k_ary:9x99999', 'more than 4096 nodes'),
   ('--topology=k_ary:2', 'expected chain:4'),
   ('--topology=/no/such/file', 'cannot be read'),
   ('--verify=hope', 'should be one of'),
-  ('--children=two', 'should be one of'),
-  ('--method=magic', 'should be one of'),
-  ('--dtype=float8', 'should be one of'),
-  ('--inner=outer', 'should be one of'),
   ('--plan_seconds=0', 'plan_seconds'),
-  ('--stream=maybe', 'stream'),
   ('--prompt_file=/no/such/file', 'cannot be read'),
   (f'--prompt={_SURROGATE}', 'lone surrogate'),
   ('--no_such_flag=1', 'Unknown command line flag'),
@@ -124,30 +104,26 @@ def test_nothing_heavy_is_imported_before_flags_are_checked():
 # The bytes of a file of prompts, and what the line says.
 _PROMPT_FILES = [
   ('a.jsonl', b'', 'has 0 prompts'),
-  ('a.jsonl', b'\n \n', 'has 0 prompts'),
   ('a.jsonl', b'[]\n', 'line 1'),
-  ('a.jsonl', b'"prompt"\n', 'line 1'),
   ('a.jsonl', b'{"prompt": 5}\n', 'line 1'),
-  ('a.jsonl', b'{"prompt": null}\n', 'line 1'),
   ('a.jsonl', b'{"Prompt": "a"}\n', 'line 1'),
   ('a.jsonl', b'{"prompt": "a"\n', 'line 1'),
   ('a.jsonl', b'\n{"prompt": "ab\\ud800"}\n', 'line 2'),
   ('a.jsonl', b'[' * 100_000, 'line 1'),
   ('a.txt', b'\xff\xfe', 'cannot be read'),
-  ('a.txt', b'a\x80', 'cannot be read'),
 ]
 
 
-@pytest.mark.parametrize(
-  ('name', 'content', 'message'),
-  _PROMPT_FILES,
-  ids=[repr(content[:20]) for _, content, _ in _PROMPT_FILES],
-)
-def test_prompt_files(tmp_path, name, content, message):
-  path = tmp_path / name
+def _prompt_file(path, content):
   path.write_bytes(content)
-  line = command_lines.refusal('generate.py', f'--prompt_file={path}')
-  assert f'--prompt_file={path}' in line
+  return f'--prompt_file={path}'
+
+
+@pytest.mark.parametrize(('name', 'content', 'message'), _PROMPT_FILES)
+def test_prompt_files(tmp_path, name, content, message):
+  flag = _prompt_file(tmp_path / name, content)
+  line = command_lines.refusal('generate.py', flag)
+  assert flag in line
   assert message in line
 
 
@@ -162,6 +138,16 @@ _LLAMA = {
   **{'num_hidden_layers': 2, 'num_attention_heads': 4},
   **{'num_key_value_heads': 2, 'intermediate_size': 32},
 }
+_MIXTRAL = {'model_type': 'mixtral', 'num_local_experts': 4}
+_QWEN3_MOE = {
+  'model_type': 'qwen3_moe',
+  **{'num_experts': 4, 'num_experts_per_tok': 2, 'moe_intermediate_size': 20},
+}
+
+
+def _rope(kind, **values):
+  return {'rope_theta': 10.0, 'rope_type': kind} | values
+
 
 # A config, a key, its value, and what the line says.
 _CONFIGS = [
@@ -169,24 +155,64 @@ _CONFIGS = [
   (_GPT2, 'n_layer', -1, 'num_layers must be positive'),
   (_GPT2, 'n_layer', 4000, '4000 layers, at most 256'),
   (_GPT2, 'n_embd', None, 'n_embd=None'),
-  (_GPT2, 'n_embd', 1.5, 'n_embd=1.5'),
-  (_GPT2, 'n_embd', 18, 'width'),
+  (_GPT2, 'n_embd', 18, 'num_heads must divide width 18, got 4'),
   (_GPT2, 'n_head', 0, 'num_heads must be positive'),
   (_GPT2, 'vocab_size', True, 'vocab_size=True'),
   (_GPT2, 'eos_token_id', '</s>', "eos_token_id='</s>'"),
   (_GPT2, 'activation_function', [], 'activation_function=[]'),
+  (_GPT2, 'activation_function', 'prelu', "='prelu' is not known"),
   (_GPT2, 'layer_norm_epsilon', 'small', "layer_norm_epsilon='small'"),
   (_GPT2, 'tie_word_embeddings', 'yes', "tie_word_embeddings='yes'"),
   (_GPT2, 'model_type', ['gpt2'], "model_type ['gpt2'] is not known"),
+  (_GPT2, 'model_type', 'gemma2', "'gemma2' is not known; choose from"),
+  (_GPT2, 'add_cross_attention', True, 'add_cross_attention=True is not supp'),
+  (_GPT2, 'auto_map', {'AutoModel': 'code.M'}, "code.M'} is not supported"),
+  (_GPT2, 'pruned_heads', {'0': [1]}, "pruned_heads={'0': [1]} is not supp"),
   (_GPT2, 'quantization_config', 3, 'quantization_config=3'),
+  (_GPT2, 'quantization_config', {'quant_method': 'awq'}, "'awq'} is not supp"),
+  (_LLAMA, 'auto_map', {'AutoModel': 'code.M'}, "code.M'} is not supported"),
   (_LLAMA, 'hidden_size', 18, 'hidden size (18)'),
+  (_LLAMA, 'hidden_act', 'prelu', "hidden_act='prelu' is not known; choose"),
   (_LLAMA, 'head_dim', 'x', "head_dim='x'"),
-  (_LLAMA, 'num_key_value_heads', 3, 'num_kv_heads must divide'),
+  (_LLAMA, 'num_key_value_heads', 3, 'num_kv_heads must divide num_heads 4'),
   (_LLAMA, 'num_attention_heads', 0, 'num_attention_heads'),
+  (_LLAMA, 'partial_rotary_factor', 0.5, '=0.5 is not supported'),
   (_LLAMA, 'rope_parameters', [1], 'rope_parameters must be an object'),
-  (_LLAMA, 'rope_parameters', 'x', 'rope_parameters must be an object'),
   (_LLAMA, 'rope_scaling', [2], 'rope_scaling must be an object'),
   (_LLAMA, 'rope_parameters', {'rope_type': ['a']}, 'rope_type must be'),
+  (
+    _LLAMA,
+    'rope_parameters',
+    _rope('dynamic', factor=2.0),
+    "from ['default', 'linear'",
+  ),
+  (
+    _LLAMA,
+    'rope_scaling',
+    {'type': 'dynamic', 'factor': 2.0},
+    "rope_type='dynamic' is not supported",
+  ),
+  (
+    _LLAMA,
+    'rope_parameters',
+    _rope('yarn', factor=2.0, mscale=1.0, original_max_position_embeddings=32),
+    "mscale is not supported with rope_type='yarn'",
+  ),
+  (_LLAMA, 'rope_parameters', _rope('linear'), 'factor'),
+  (_LLAMA, 'rope_parameters', _rope('linear', factor=-1.0), 'got -1.0'),
+  (_LLAMA, 'rope_parameters', _rope('default', rope_theta=0.5), 'got 0.5'),
+  (
+    _LLAMA | _MIXTRAL,
+    'num_experts_per_tok',
+    9,
+    'experts_per_token must lie between 1 and num_experts=4, got 9',
+  ),
+  (
+    _LLAMA | _QWEN3_MOE,
+    'mlp_only_layers',
+    [1],
+    'mlp_only_layers=[1] and decoder_sparse_step=1: layers without experts',
+  ),
 ]
 
 
@@ -197,17 +223,6 @@ def test_config_values(config, key, value, message):
   with pytest.raises(ValueError, match=r'config\.json: ') as caught:
     config_from_keys(config | {key: value}, path)
   assert message in str(caught.value)
-
-
-@pytest.mark.parametrize(
-  'content', ['[1]', '"gpt2"', 'null', '{', '[' * 99_999]
-)
-def test_config_files(tmp_path, content):
-  (tmp_path / 'config.json').write_text(content)
-  line = command_lines.refusal(
-    'cost_model.py', f'--target={tmp_path}', '--draft=none'
-  )
-  assert str(tmp_path / 'config.json') in line
 
 
 def _value(rng):
@@ -237,9 +252,8 @@ def test_any_value_of_a_flag_is_taken_or_refused_in_a_line(seed, tmp_path):
   rng = random.Random(seed)
   names = rng.sample(_NAMES, 2)
   given = [f'--{name}={_value(rng)}' for name in names]
-  line = command_lines.refusal(
-    'generate.py', *given, f'--prompt_file={tmp_path / "missing"}'
-  )
+  missing = f'--prompt_file={tmp_path / "missing"}'
+  line = command_lines.refusal('generate.py', *given, missing)
   assert any(name in line for name in (*names, 'prompt_file'))
 
 
@@ -251,22 +265,14 @@ def test_any_file_of_prompts_is_read_or_refused_in_a_line(seed, tmp_path):
   content = bytearray(b'\n'.join([line] * 3))
   for _ in range(rng.randrange(1, 6)):
     content[rng.randrange(len(content))] = rng.randrange(256)
-  path = tmp_path / 'prompts.jsonl'
-  path.write_bytes(content)
-  refused = command_lines.refusal(
-    'generate.py', f'--prompt_file={path}', '--batch_size=20'
-  )
-  assert f'--prompt_file={path}' in refused
+  flag = _prompt_file(tmp_path / 'prompts.jsonl', content)
+  assert flag in command_lines.refusal('generate.py', flag, '--batch_size=20')
 
 
 def test_a_call_that_does_not_fit_is_refused_before_it_is_traced(monkeypatch):
   model = table_model(np.zeros((8, 8), np.float32), max_positions=64)
-  drafter = tiny_drafters.model(
-    model,
-    tiny_drafters.Settings(
-      num_nodes=8, width=3, branching=2, rounds=2, capacity=24, cost_ratio=0
-    ),
-  )
+  tree = tiny_drafters.Settings(num_nodes=8, width=3, rounds=2, capacity=24)
+  drafter = tiny_drafters.model(model, tree)
   # Two tables of 8 x 8 numbers; 3 rows, 8 nodes, 8 tokens; all of 4 bytes.
   needed = 2 * 8 * 8 * 4 + 3 * 8 * 8 * 4
   start = mock.Mock(side_effect=RuntimeError('traced'))
@@ -276,23 +282,9 @@ def test_a_call_that_does_not_fit_is_refused_before_it_is_traced(monkeypatch):
     (needed, pytest.raises(RuntimeError, match='traced')),
   ):
     monkeypatch.setattr(memory, 'device_bytes', lambda size=available: size)
+    key, prompts = jax.random.key(0), [[1, 2]] * 3
     with error:
-      specdec.Decoding(
-        model,
-        jax.random.key(0),
-        [[1, 2]] * 3,
-        drafter=drafter,
-        max_new_tokens=8,
-      )
-
-
-def test_what_fits_is_not_refused(monkeypatch):
-  monkeypatch.setattr(memory, 'device_bytes', lambda: 10)
-  memory.check_fits({'a': 4, 'b': 6})
-  with pytest.raises(ValueError, match=r'for b$'):
-    memory.check_fits({'a': 4, 'b': 7})
-  monkeypatch.setattr(memory, 'device_bytes', lambda: None)
-  memory.check_fits({'a': 10**30})
+      specdec.Decoding(model, key, prompts, drafter=drafter, max_new_tokens=8)
 
 
 def test_waiting_is_announced_once_it_takes_long(capsys):

@@ -41,7 +41,6 @@ _FORGETFUL = _TEMPLATE.replace(
   " message['content'][:1] }}",
 )
 _STRICT = "{{ raise_exception('roles must alternate') }}"
-_KINDS = ('plain', 'staged', 'lookup')
 _SAID = ('ab', 'c', 'Def', 'ab', 'g')
 _LIMIT = 5
 
@@ -118,7 +117,7 @@ def _num_programs():
 
 
 @pytest.mark.parametrize('temperature', [0.0, 1.0])
-@pytest.mark.parametrize('kind', _KINDS)
+@pytest.mark.parametrize('kind', ['plain', 'staged', 'lookup'])
 def test_five_turns_are_those_of_decoding_everything_anew(kind, temperature):
   sampling = _sampling(temperature)
   chat = _chat(_generator(kind), sampling=sampling)

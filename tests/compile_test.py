@@ -30,11 +30,9 @@ TREE = Settings(num_nodes=5, width=2, branching=2, rounds=2, capacity=12)
 
 def _staged(draft):
   """All there is: a model, a table and lookup."""
-  vocab_size = draft.spec.vocab_size
-  text = np.random.default_rng(0).integers(vocab_size, size=50).tolist()
-  table = tiny_drafters.ngram_table(
-    [text], vocab_size, order=3, num_continuations=2
-  )
+  size = draft.spec.vocab_size
+  text = np.random.default_rng(0).integers(size, size=50).tolist()
+  table = tiny_drafters.ngram_table([text], size, order=3, num_continuations=2)
   return staged(
     tiny_drafters.model(draft, TREE),
     tiny_drafters.candidates(NGram(table), PromptLookup(), config=TREE),
@@ -95,17 +93,16 @@ def test_one_program_for_all_prompts_limits_seeds_and_temperatures():
 
 
 def test_no_transfer_between_host_and_device_in_a_decode():
-  target, rows = _table(0), 2
-  prompt, lengths = tiny.pad(tiny.prompts(rows))
+  target = _table(0)
+  size = target.spec.vocab_size
+  prompt, lengths = tiny.pad(tiny.prompts(2))
   request = Request(
     # Tokens of the tiny models do not all fit the table.
-    prompt=jnp.asarray(prompt % target.spec.vocab_size),
+    prompt=jnp.asarray(prompt % size),
     prompt_length=jnp.asarray(lengths),
-    limit=jnp.full(rows, 20, jnp.int32),
-    row_keys=tiny.row_keys(rows),
-    sampling=check_sampling(
-      tiny.sampling(1.0, 1.0), rows, target.spec.vocab_size
-    ),
+    limit=jnp.full(2, 20, jnp.int32),
+    row_keys=tiny.row_keys(2),
+    sampling=check_sampling(tiny.sampling(1.0, 1.0), 2, size),
     watchers=(EndOfText((1,)),),
   )
   drafter = _staged(_table(1))

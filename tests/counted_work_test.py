@@ -138,12 +138,12 @@ def test_the_compiled_loops_of_the_demo_pair(device, method, update):
 def test_a_cpu_does_not_sort_the_vocabulary():
   """As XLA would where only a part of a top-k is used."""
   program = parse(_compiled('cpu', 'staged').text)
-  sizes = {
+  sizes = [
     max(instruction.arrays[0].dims)
     for instructions in program.computations.values()
     for instruction in instructions.values()
     if instruction.opcode == 'sort'
-  }
+  ]
   assert max(sizes, default=0) < config_of('demo').vocab_size
 
 

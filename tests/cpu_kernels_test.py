@@ -19,6 +19,7 @@ import tiny
 
 from models.checkpoints import hub
 from models.nn import attention
+from models.nn.adapter import as_model
 from models.nn.cpu import build
 from models.nn.cpu import ops
 from models.nn.matmul import matmul
@@ -33,7 +34,16 @@ pytestmark = pytest.mark.skipif(
 
 _RNG = np.random.default_rng(0)
 # Outputs and inputs: one, parts of a block, and several blocks with a rest.
-_SHAPES = [(1, 1), (15, 3), (48, 64), (101, 37)]
+_SHAPES = [(1, 1), (48, 64), (101, 37)]
+
+
+_multiply, _matmul, _take_rows, _attend, _write_slots = (
+  jax.jit(ops.multiply),
+  jax.jit(matmul),
+  jax.jit(take_rows),
+  jax.jit(functools.partial(ops.attend, scale=0.2)),
+  jax.jit(ops.write_slots, donate_argnums=0),
+)
 
 
 def _matrix(shape, dtype):
@@ -49,38 +59,31 @@ def test_products_equal_those_of_xla(shape, dtype):
   unpacked = weight.values if dtype == 'int8' else weight
   np.testing.assert_array_equal(ops.unpack(packed), unpacked)
   x = _RNG.standard_normal((19, shape[1]), np.float32)
-  multiply = jax.jit(ops.multiply)
-  alone = [np.asarray(multiply(x[i : i + 1], packed)) for i in range(19)]
-  for count in (2, 8, 11, 19):
-    result = multiply(x[:count], packed)
-    np.testing.assert_array_equal(result, np.concatenate(alone[:count]))
-  expected = matmul(x, weight)
+  alone = np.concatenate([_multiply(x[i : i + 1], packed) for i in range(19)])
+  for count in (2, 8, 19):
+    result = _multiply(x[:count], packed)
+    np.testing.assert_array_equal(result, alone[:count])
+  expected = _matmul(x, weight)
   np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
-  index = jnp.asarray(_RNG.integers(0, shape[0], (2, 3)))
-  rows = take_rows(packed, index)
-  np.testing.assert_array_equal(rows, take_rows(weight, index))
+  index = _RNG.integers(0, shape[0], (2, 3))
+  rows = _take_rows(packed, index)
+  np.testing.assert_array_equal(rows, _take_rows(weight, index))
+  # A row that is not finite spoils no other.
+  for value in (np.nan, np.inf):
+    spoiled = x.copy()
+    spoiled[1, 0] = value
+    result = np.asarray(_multiply(spoiled, packed))
+    assert not np.isfinite(result[1]).any()
+    np.testing.assert_array_equal(result[2:], alone[2:])
 
 
-@pytest.mark.parametrize('dtype', ops.DTYPES)
-@pytest.mark.parametrize('value', [np.nan, np.inf])
-def test_a_row_that_is_not_finite_spoils_no_other(value, dtype):
-  packed = pack(_matrix((20, 10), dtype))
-  x = jnp.ones((3, 10)).at[1, 4].set(value)
-  result = np.asarray(ops.multiply(x, packed))
-  assert not np.isfinite(result[1]).any()
-  np.testing.assert_array_equal(result[0], result[2])
-  assert np.isfinite(result[0]).all()
-
-
-def _attention(width, dtype, heads=(6, 2), slots=45, length=5):
-  make = lambda *shape: jnp.asarray(_RNG.standard_normal(shape), dtype)
-  query = make(2, heads[0], length, width)
-  key, value = make(2, heads[1], slots, width), make(2, heads[1], slots, width)
-  mask = jnp.asarray(_RNG.random((2, length, slots)) < 0.6)
-  return query, key, value, mask.at[:, :, 0].set(True)
-
-
-_attend = jax.jit(functools.partial(ops.attend, scale=0.2))
+def _attention(width, dtype):
+  batch, length, slots = 2, 3, 45
+  draw = lambda heads, size: _RNG.standard_normal((batch, heads, size, width))
+  arrays = draw(6, length), draw(2, slots), draw(2, slots)
+  mask = _RNG.random((batch, length, slots)) < 0.6
+  mask[:, :, 0], mask[:, :, 7] = True, False
+  return *(array.astype(jnp.dtype(dtype)) for array in arrays), mask
 
 
 @pytest.mark.parametrize('width', [4, 24, 80])
@@ -91,13 +94,16 @@ def test_attention_equals_that_of_xla(width, dtype):
   exact = [array.astype('float32') for array in (query, key, value)]
   expected = attention.attend(*exact, mask, scale=0.2)
   np.testing.assert_allclose(result, expected, rtol=2e-5, atol=2e-6)
-  nothing = _attend(query, key, value, jnp.zeros_like(mask))
+  nothing = _attend(query, key, value, np.zeros_like(mask))
   assert not np.asarray(nothing).any()
+  # What a masked slot holds; values are finite, see `specdec.cache.write`.
+  key[:, :, 7], value[:, :, 7] = np.nan, -3.0
+  np.testing.assert_array_equal(_attend(query, key, value, mask), result)
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_a_query_has_the_same_bits_wherever_its_slots_are(dtype):
-  query, key, value, mask = map(np.asarray, _attention(24, dtype))
+  query, key, value, mask = _attention(24, dtype)
   result = np.asarray(_attend(query, key, value, mask))
   for row, place in np.ndindex(mask.shape[:2]):
     seen = np.flatnonzero(mask[row, place])
@@ -107,18 +113,7 @@ def test_a_query_has_the_same_bits_wherever_its_slots_are(dtype):
       value[row : row + 1, :, seen],
       np.ones((1, 1, len(seen)), bool),
     )
-    expected = result[row, :, place]
-    np.testing.assert_array_equal(np.asarray(alone)[0, :, 0], expected)
-
-
-def test_what_a_masked_slot_holds_changes_no_bit():
-  query, key, value, mask = _attention(8, 'float32')
-  mask = mask.at[:, :, 7].set(False)
-  # Values are finite, see `specdec.cache.write`.
-  other = key.at[:, :, 7].set(np.nan), value.at[:, :, 7].set(-3.0)
-  np.testing.assert_array_equal(
-    _attend(query, *other, mask), _attend(query, key, value, mask)
-  )
+    np.testing.assert_array_equal(alone[0, :, 0], result[row, :, place])
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
@@ -128,9 +123,8 @@ def test_entries_are_written_where_xla_writes_them(dtype):
   slots, new = draw(3, 2, 9, 5), draw(3, 2, 4, 5)
   start = jnp.array([0, 3, 7], jnp.int32)
   expected = np.asarray(kv.write_slots(slots, new, start), np.float32)
-  write = jax.jit(ops.write_slots, donate_argnums=0)
   before = slots.unsafe_buffer_pointer()
-  written = write(slots, new, start)
+  written = _write_slots(slots, new, start)
   np.testing.assert_array_equal(np.asarray(written, np.float32), expected)
   assert written.unsafe_buffer_pointer() == before
 
@@ -138,15 +132,15 @@ def test_entries_are_written_where_xla_writes_them(dtype):
 @pytest.mark.parametrize('width', [3, 40])
 @pytest.mark.parametrize('center', [True, False])
 def test_norms_equal_their_definition(width, center):
-  x = _RNG.standard_normal((4, 3, width)).astype(np.float32)
-  scale = _RNG.standard_normal(width).astype(np.float32)
+  x = _RNG.standard_normal((4, 3, width), np.float32)
+  scale = _RNG.standard_normal(width, np.float32)
   normalize = functools.partial(ops.normalize, epsilon=0.1, center=center)
-  result = normalize(jnp.asarray(x), jnp.asarray(scale))
+  result = normalize(x, scale)
   shifted = x - x.mean(-1, keepdims=True) if center else x
   mean_square = np.square(shifted).mean(-1, keepdims=True)
   expected = shifted / np.sqrt(mean_square + 0.1) * scale
   np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
-  alone = normalize(jnp.asarray(x[2:3, :1]), jnp.asarray(scale))
+  alone = normalize(x[2:3, :1], scale)
   np.testing.assert_array_equal(alone[0, 0], result[2, 0])
 
 
@@ -160,8 +154,15 @@ def _packed(module, dtype):
   return nnx.merge(graph, traverse_util.unflatten_dict(params))
 
 
-@pytest.mark.parametrize('dtype', ops.DTYPES)
-@pytest.mark.parametrize('family', ['gpt2', 'llama', 'mixtral'])
+@pytest.mark.parametrize(
+  ('family', 'dtype'),
+  [
+    ('gpt2', 'float32'),
+    ('gpt2', 'int8'),
+    ('llama', 'bfloat16'),
+    ('mixtral', 'int8'),
+  ],
+)
 def test_a_token_has_the_same_bits_in_any_forward(family, dtype):
   """Read one by one, in chunks, in a batch of other orders: equal logits."""
   float_dtype = 'float32' if dtype == 'float32' else 'bfloat16'
@@ -169,20 +170,12 @@ def test_a_token_has_the_same_bits_in_any_forward(family, dtype):
     module = tiny.module(dtype=jnp.dtype(float_dtype))
   else:
     module = tiny.llama_module(family, float_dtype)
-  config = module.config
   graph, state = nnx.split(_packed(module, dtype))
   apply = jax.jit(lambda state, *args: nnx.merge(graph, state)(*args))
-  tokens = _RNG.integers(0, config.vocab_size, (3, 12))
+  tokens = _RNG.integers(0, module.config.vocab_size, (3, 12))
 
   def logits(rows, chunk):
-    cache = kv.init_cache(
-      len(rows),
-      20,
-      num_layers=config.num_layers,
-      num_heads=config.num_kv_heads,
-      head_width=config.head_width,
-      dtype=float_dtype,
-    )
+    cache = as_model(module).spec.init_cache(len(rows), 20)
     parts = []
     for start in range(0, 12, chunk):
       positions = np.tile(np.arange(start, start + chunk), (len(rows), 1))
@@ -211,10 +204,7 @@ def test_without_a_compiler_xla_computes(monkeypatch, capsys):
 
 
 def test_a_library_is_compiled_once(monkeypatch, tmp_path, capsys):
-  calls = []
-
   def run(command, **kw):
-    calls.append(command)
     if '-o' in command:
       command[-1].write_bytes(b'')
     return subprocess.CompletedProcess(command, 0, stdout=b'g++ 1')
@@ -222,9 +212,7 @@ def test_a_library_is_compiled_once(monkeypatch, tmp_path, capsys):
   monkeypatch.setattr(build.subprocess, 'run', run)
   first = build.compile_library('g++', tmp_path)
   assert first == build.compile_library('g++', tmp_path)
-  assert first.exists()
-  assert [file.name for file in tmp_path.iterdir()] == [first.name]
-  assert sum('-o' in call for call in calls) == 1
+  assert [*tmp_path.iterdir()] == [first]
   other = build.compile_library('g++', tmp_path, flags=('-O2',))
   assert other != first
   assert capsys.readouterr().err.count('Compiling the CPU kernels') == 2

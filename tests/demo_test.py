@@ -15,7 +15,7 @@ _PROMPTS = (
   'def read_lines(path):\n    """Yield the lines of a file."""\n',
   'class Stack:\n    """Last in, first out."""\n\n    def __init__(self):\n',
 )
-_ROWS = _PROMPTS[:2] + _PROMPTS[1:]  # Two greedy, two sampled.
+_TEMPERATURES = [0.0, 0.0, 1.0]  # of the rows
 _LIMIT = 32
 
 
@@ -29,11 +29,11 @@ def _generate(pair, method):
   return specdec.generate(
     pair.target,
     jax.random.key(3),
-    [pair.encode(prompt) for prompt in _ROWS],
+    [pair.encode(prompt) for prompt in _PROMPTS],
     drafter=make_drafter(method, pair, DraftSettings()),
     max_new_tokens=_LIMIT,
     sampling=specdec.Sampling(
-      temperature=[0.0, 0.0, 1.0, 1.0], top_k=[None, None, 50, 50]
+      temperature=_TEMPERATURES, top_k=[None, None, 50]
     ),
     eos_ids=pair.eos_ids,
   )
@@ -58,10 +58,8 @@ def test_every_method_helps_and_changes_nothing(pair, plain):
 
 def test_small_enough_to_ship_and_draft_cheap_enough_to_help(pair):
   folders = [hub.locate(name) for name in ('demo', 'demo-draft')]
-  size = sum(
-    file.stat().st_size for folder in folders for file in folder.iterdir()
-  )
-  assert size <= 40e6
+  files = [file for folder in folders for file in folder.iterdir()]
+  assert sum(file.stat().st_size for file in files) <= 40e6
   assert DEMO_TABLE.stat().st_size <= 10e6
   target, draft = pair.target.spec, pair.draft.spec
   assert draft.weight_bytes * 8 <= target.weight_bytes
@@ -79,7 +77,7 @@ def test_plain_greedy_is_what_transformers_says(pair, plain):
   peer = transformers.AutoModelForCausalLM.from_pretrained(
     hub.locate('demo'), dtype=torch.float32
   )
-  for prompt, tokens in zip(_ROWS[:2], plain.tokens[:2], strict=True):
+  for prompt, tokens in zip(_PROMPTS[:2], plain.tokens[:2], strict=True):
     ids = pair.encode(prompt)
     output = peer.generate(
       torch.tensor([ids]), max_new_tokens=_LIMIT, do_sample=False

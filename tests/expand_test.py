@@ -1,10 +1,9 @@
 """Expanded models: another shape, the same function."""
 
+import dataclasses
 import functools
-import pathlib
-import subprocess
-import sys
 
+import command_lines
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,16 +31,9 @@ _ROUNDING = 1e-4
 
 def _logits(module):
   tokens = tiny.tokens()
-  size, length = tokens.shape
-  positions = np.broadcast_to(np.arange(length), tokens.shape)
-  mask = np.tril(np.ones((length, length), bool))[None].repeat(size, 0)
+  positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
+  mask = np.tri(tokens.shape[1], dtype=bool)[None].repeat(len(tokens), 0)
   return jax.jit(lambda: module(jnp.asarray(tokens), positions, mask)[0])()
-
-
-@functools.cache
-def _base(shape):
-  module = tiny.module(**SHAPES[shape])
-  return module, _logits(module)
 
 
 _assert_close = functools.partial(np.testing.assert_allclose, rtol=0)
@@ -52,7 +44,6 @@ _assert_close = functools.partial(np.testing.assert_allclose, rtol=0)
   [
     ('tied', 1, 4),
     ('tied', 2, 2),
-    ('tied', 3, 3),
     ('untied', 2, 4),
     ('inner', 3, 3),
     ('by_layer', 3, 3),
@@ -60,9 +51,9 @@ _assert_close = functools.partial(np.testing.assert_allclose, rtol=0)
   ],
 )
 def test_logits_stay_the_same(shape, factor, num_layers):
-  module, logits = _base(shape)
+  module = tiny.module(**SHAPES[shape])
   expanded = expand.expand(module, width_factor=factor, num_layers=num_layers)
-  _assert_close(_logits(expanded), logits, atol=_ROUNDING)
+  _assert_close(_logits(expanded), _logits(module), atol=_ROUNDING)
 
 
 def test_bfloat16_weights_stay_the_same():
@@ -81,14 +72,13 @@ def test_bfloat16_weights_stay_the_same():
 def test_shape(inner_width, expanded_inner):
   module = tiny.module(inner_width=inner_width)
   expanded = expand.expand(module, width_factor=3, num_layers=5)
-  config = expanded.config
-  assert config.width == 48
-  assert config.num_heads == 6
-  assert config.head_width == module.config.head_width
-  assert config.num_layers == 5
-  assert config.inner_width == expanded_inner
-  assert config.vocab_size == module.config.vocab_size
-  assert config.num_positions == module.config.num_positions
+  assert expanded.config == dataclasses.replace(
+    module.config,
+    width=48,
+    num_heads=6,
+    num_layers=5,
+    inner_width=expanded_inner,
+  )
   assert expanded.wte.embedding.shape == (40, 48)
   assert expanded.h[4].attn.c_attn.weight.shape == (144, 48)
   assert expanded.h[4].mlp.c_fc.weight.shape == (expanded_inner or 192, 48)
@@ -111,28 +101,12 @@ def test_added_blocks_are_work_and_depend_on_the_seed_alone():
     assert not np.any(first[name]), name
 
 
-@pytest.mark.parametrize(
-  ('factor', 'num_layers', 'message'),
-  [
-    (0, 2, 'width_factor must be at least 1, got 0'),
-    (2, 1, 'num_layers must be at least the 2 of the model, got 1'),
-  ],
-)
-def test_bad_arguments(factor, num_layers, message):
-  with pytest.raises(ValueError, match=message):
-    expand.expand(tiny.module(), width_factor=factor, num_layers=num_layers)
-
-
-@pytest.mark.parametrize('shape', SHAPES)
-def test_transformers_agrees(shape, tmp_path):
-  pytest.importorskip('torch')
-  from golden import make_gpt2_variants
-
-  module, logits = _base(shape)
-  expanded = expand.expand(module, width_factor=3, num_layers=4)
-  hub.save_pretrained(expanded, tmp_path)
-  actual = make_gpt2_variants.reference_logits(tmp_path, tiny.tokens())
-  _assert_close(actual, logits, atol=_ROUNDING)
+def test_bad_arguments():
+  expanded = functools.partial(expand.expand, tiny.module())
+  with pytest.raises(ValueError, match='width_factor must be at least 1, got'):
+    expanded(width_factor=0, num_layers=2)
+  with pytest.raises(ValueError, match='at least the 2 of the model, got 1'):
+    expanded(width_factor=2, num_layers=1)
 
 
 def test_the_script_expands_a_folder_with_tokenizer(tmp_path):
@@ -140,17 +114,15 @@ def test_the_script_expands_a_folder_with_tokenizer(tmp_path):
   module = tiny.module(vocab_size=260)
   tokenizer = train_tokenizer(['a b c d'], vocab_size=260, context=8)
   hub.save_pretrained(module, small, tokenizer=tokenizer)
-  script = pathlib.Path(__file__).parents[1] / 'scripts' / 'expand_model.py'
-  flags = [f'--model={small}', f'--output={large}', '--dtype=float16']
-  result = subprocess.run(
-    [sys.executable, script, *flags, '--width_factor=2', '--layers=3'],
-    capture_output=True,
-    text=True,
-    check=False,
+  ended = command_lines.run(
+    'expand_model.py',
+    f'--model={small}',
+    f'--output={large}',
+    *('--dtype=float16', '--width_factor=2', '--layers=3'),
   )
-  assert result.returncode == 0, result.stderr
+  assert ended.code == 0, ended.errors
   loaded = hub.load_module(large)
-  assert str(loaded.config) in result.stdout
+  assert str(loaded.config) in ended.output
   assert (loaded.config.width, loaded.config.num_layers) == (32, 3)
   with safetensors.safe_open(large / 'model.safetensors', 'numpy') as file:
     stored = file.get_slice('transformer.wte.weight').get_dtype()
@@ -163,9 +135,9 @@ def test_the_script_expands_a_folder_with_tokenizer(tmp_path):
 
 
 def test_a_folder_without_tokenizer(tmp_path):
-  hub.save_pretrained(tiny.module(num_layers=1), tmp_path / 'small')
+  hub.save_pretrained(tiny.module(num_layers=1), tmp_path / 'a')
   shape = expand.expand_pretrained(
-    tmp_path / 'small', tmp_path / 'large', width_factor=2, num_layers=1
+    tmp_path / 'a', tmp_path / 'b', width_factor=2, num_layers=1
   )
-  assert hub.config_of(tmp_path / 'large') == shape
-  assert hub.load_tokenizer(tmp_path / 'large') is None
+  assert hub.config_of(tmp_path / 'b') == shape
+  assert hub.load_tokenizer(tmp_path / 'b') is None

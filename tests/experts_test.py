@@ -51,7 +51,6 @@ def _use_blocks_of(size, monkeypatch):
   ('num_tokens', 'num_experts', 'count', 'expected'),
   [
     (1, 8, 2, 1),
-    (16, 8, 2, 16),
     (40, 8, 2, 16),
     (80, 8, 2, 32),
     (256, 8, 2, 64),
@@ -67,7 +66,7 @@ def test_blocks_are_about_the_share_of_an_expert(
 
 @pytest.mark.parametrize(
   ('num_tokens', 'num_experts', 'count', 'block'),
-  [(1, 3, 2, 128), (11, 3, 2, 128), (11, 3, 2, 3), (5, 2, 2, 1), (7, 3, 1, 2)],
+  [(1, 3, 2, 128), (11, 3, 2, 3), (5, 2, 2, 1), (7, 3, 1, 2)],
 )
 def test_values_and_gradients_are_those_of_brute_force(
   num_tokens, num_experts, count, block, monkeypatch
@@ -99,15 +98,12 @@ def test_an_expert_that_nobody_chose_is_not_computed(block, monkeypatch):
   """Its weights are not numbers, and a product with zero would show it."""
   _use_blocks_of(block, monkeypatch)
   weights, x, logits = _inputs(5, 3)
-  poisoned = [*weights]
-  poisoned[2] = jax.tree.map(lambda leaf: leaf * jnp.nan, weights[2])
+  spoiled = [*weights[:2], jax.tree.map(lambda leaf: leaf * np.nan, weights[2])]
   routing = route(logits.at[:, 2].set(-100.0), 2, renormalize=True)
   mixed = jax.jit(mix, static_argnums=0)
-  with_poison = mixed(_expert, poisoned, x, routing)
-  np.testing.assert_array_equal(
-    with_poison, mixed(_expert, weights, x, routing)
-  )
-  assert np.all(np.isfinite(with_poison))
+  result = mixed(_expert, spoiled, x, routing)
+  np.testing.assert_array_equal(result, mixed(_expert, weights, x, routing))
+  assert np.all(np.isfinite(result))
 
 
 def test_as_many_blocks_are_computed_as_there_are_rows_for(monkeypatch):
@@ -138,11 +134,9 @@ def test_tokens_do_not_depend_on_those_beside_them():
   expected = np.asarray(mixed(x, logits))
   order = np.random.default_rng(1).permutation(9)
   np.testing.assert_array_equal(mixed(x[order], logits[order]), expected[order])
-  bad = x.at[4].set(jnp.nan)
-  actual = np.asarray(mixed(bad, logits.at[4].set(jnp.nan)))
-  others = np.arange(9) != 4
-  np.testing.assert_array_equal(actual[others], expected[others])
-  assert np.all(np.isnan(actual[4]))
+  bad = np.asarray(mixed(x.at[4].set(np.nan), logits.at[4].set(np.nan)))
+  np.testing.assert_array_equal(np.delete(bad, 4, 0), np.delete(expected, 4, 0))
+  assert np.all(np.isnan(bad[4]))
 
 
 def test_routing_by_hand():
@@ -154,18 +148,23 @@ def test_routing_by_hand():
   np.testing.assert_allclose(shared, [[[5 / 9, 4 / 9], [7 / 9, 2 / 9]]], 1e-6)
 
 
-def test_balance_by_hand():
-  def balance(experts, probs):
-    experts, probs = np.array(experts), np.array(probs, np.float32)
-    return jax.jit(balance_loss)(Routing(experts, probs[..., :1], probs))
-
-  assert balance([[0], [1]], [[0.5, 0.5]] * 2) == pytest.approx(1.0)
-  one_sided = balance([[0], [0]], [[0.9, 0.1], [0.7, 0.3]])
-  assert one_sided == pytest.approx(2 * 0.8)
-  # Choices 3 : 1 of two, probabilities 0.6 : 0.4 on average.
-  probs = [[[0.9, 0.1], [0.7, 0.3]], [[0.6, 0.4], [0.2, 0.8]]]
-  mixed = balance([[[0], [0]], [[0], [1]]], probs)
-  assert mixed == pytest.approx(2 * (0.75 * 0.6 + 0.25 * 0.4))
+@pytest.mark.parametrize(
+  ('experts', 'probs', 'expected'),
+  [
+    ([[0], [1]], [[0.5, 0.5]] * 2, 1.0),
+    ([[0], [0]], [[0.9, 0.1], [0.7, 0.3]], 2 * 0.8),
+    # Choices 3 : 1 of two, probabilities 0.6 : 0.4 on average.
+    (
+      [[0], [0], [0], [1]],
+      [[0.9, 0.1], [0.7, 0.3], [0.6, 0.4], [0.2, 0.8]],
+      2 * (0.75 * 0.6 + 0.25 * 0.4),
+    ),
+  ],
+)
+def test_balance_by_hand(experts, probs, expected):
+  experts, probs = np.array(experts), np.array(probs, np.float32)
+  routing = Routing(experts, probs[:, :1], probs)
+  assert jax.jit(balance_loss)(routing) == pytest.approx(expected)
 
 
 def test_routing_is_that_of_transformers(tmp_path):
@@ -175,10 +174,8 @@ def test_routing_is_that_of_transformers(tmp_path):
   tokens = llama_variants.tokens()
   batch_size, length = tokens.shape
   positions = np.broadcast_to(np.arange(length), tokens.shape)
-  mask = causal_mask(jnp.zeros(batch_size, jnp.int32), length, length)
-  *_, routings = jax.jit(lambda *args: module.with_routing(*args))(
-    tokens, positions, mask
-  )
+  mask = causal_mask(np.zeros(batch_size, np.int32), length, length)
+  *_, routings = jax.jit(module.with_routing)(tokens, positions, mask)
   chosen = np.sort([routing.experts for routing in routings])
   expected = np.load(llama_variants.RESULTS)['chosen_experts']
   np.testing.assert_array_equal(chosen, expected)

@@ -1,8 +1,10 @@
 """GGUF files give the same models as the folders that they were made from."""
 
-import dataclasses
+import collections
+import itertools
 import json
 import re
+import struct
 import sys
 
 from flax import nnx
@@ -26,19 +28,6 @@ from models.nn.rope import YarnScaling
 from models.text.pair import load_pair
 from models.training.tokenizer import train_tokenizer
 
-# Rows of 256 numbers, the longest block of any type.
-_LLAMA = {
-  'vocab_size': 40,
-  'num_positions': 64,
-  'width': 256,
-  'num_layers': 2,
-  'num_heads': 4,
-  'num_kv_heads': 2,
-  'head_width': 64,
-  'inner_width': 256,
-  'tie_embeddings': False,
-}
-_ROPE = Rope(theta=500000.0)
 _LLAMA3 = Llama3Scaling(
   factor=8.0,
   low_freq_factor=1.0,
@@ -46,29 +35,29 @@ _LLAMA3 = Llama3Scaling(
   original_max_position_embeddings=8192,
 )
 _YARN = YarnScaling(factor=4.0, original_max_position_embeddings=16)
-_EXPERTS = {'num_experts': 3, 'experts_per_token': 2}
+# Rows of 256 numbers, the longest block of any type.
+_SHAPE = {'vocab_size': 40, 'num_layers': 2, 'width': 256, 'num_heads': 4}
+_LLAMA = _SHAPE | {
+  'num_positions': 64,
+  'num_kv_heads': 2,
+  'head_width': 64,
+  'inner_width': 256,
+  'tie_embeddings': False,
+}
+_MIXTURE = _LLAMA | {'num_experts': 3, 'experts_per_token': 2}
 _CONFIGS = {
-  'gpt2': GPT2Config(
-    vocab_size=40,
-    num_positions=16,
-    width=256,
-    num_layers=2,
-    num_heads=4,
-    inner_width=512,
-  ),
-  'llama': LlamaConfig(**_LLAMA, rope=_ROPE),
-  'llama, tied': LlamaConfig(**(_LLAMA | {'tie_embeddings': True})),
-  'llama, llama3': LlamaConfig(
-    **_LLAMA, rope=dataclasses.replace(_ROPE, scaling=_LLAMA3)
-  ),
-  'llama, mixture': MixtralConfig(**_LLAMA, **_EXPERTS),
+  'gpt2': GPT2Config(**_SHAPE, num_positions=16, inner_width=512),
+  'llama': LlamaConfig(**_LLAMA, rope=Rope(theta=5e5)),
+  'llama, tied': LlamaConfig(**_LLAMA | {'tie_embeddings': True}),
+  'llama, llama3': LlamaConfig(**_LLAMA, rope=Rope(scaling=_LLAMA3)),
+  'llama, mixture': MixtralConfig(**_MIXTURE),
   'qwen2': LlamaConfig(**_LLAMA, qkv_bias=True),
   'qwen2, yarn': LlamaConfig(**_LLAMA, qkv_bias=True, rope=Rope(scaling=_YARN)),
   'qwen3': LlamaConfig(**_LLAMA, qk_norm=True),
-  'qwen3moe': MixtralConfig(**_LLAMA, **_EXPERTS, qk_norm=True),
-  'vocabulary': LlamaConfig(**(_LLAMA | {'vocab_size': 293})),
+  'qwen3moe': MixtralConfig(**_MIXTURE, qk_norm=True),
+  'vocabulary': LlamaConfig(**_LLAMA | {'vocab_size': 293}),
 }
-_PART = re.compile(r'\.experts\.(\d+)\.')
+_EXPERT = re.compile(r'(mlp|block_sparse_moe)\.experts\.\d+')
 
 
 def _metadata(writer, config, arch):
@@ -76,8 +65,8 @@ def _metadata(writer, config, arch):
   writer.add_embedding_length(config.width)
   writer.add_block_count(config.num_layers)
   writer.add_head_count(config.num_heads)
+  writer.add_feed_forward_length(config.inner_width)
   if arch == 'gpt2':
-    writer.add_feed_forward_length(config.inner_width)
     writer.add_layer_norm_eps(config.norm_epsilon)
     return
   writer.add_head_count_kv(config.num_kv_heads)
@@ -86,17 +75,14 @@ def _metadata(writer, config, arch):
   writer.add_rope_dimension_count(config.head_width)
   writer.add_key_length(config.head_width)
   writer.add_value_length(config.head_width)
-  writer.add_feed_forward_length(config.inner_width)
   if isinstance(config, MixtralConfig):
     writer.add_expert_count(config.num_experts)
     writer.add_expert_used_count(config.experts_per_token)
     writer.add_expert_feed_forward_length(config.inner_width)
-  if isinstance(config.rope.scaling, YarnScaling):
+  if config.rope.scaling == _YARN:
     writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-    writer.add_rope_scaling_factor(config.rope.scaling.factor)
-    writer.add_rope_scaling_orig_ctx_len(
-      config.rope.scaling.original_max_position_embeddings
-    )
+    writer.add_rope_scaling_factor(_YARN.factor)
+    writer.add_rope_scaling_orig_ctx_len(_YARN.original_max_position_embeddings)
 
 
 def _permuted(array, num_heads):
@@ -108,11 +94,9 @@ def _permuted(array, num_heads):
 def _stored(module, arch):
   """Names and arrays of a file, by gguf's own table of names."""
   config, family = module.config, family_of(module.config)
-  table = gguf.get_tensor_name_map(
-    next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch),
-    config.num_layers,
-  )
-  stacks: dict[str, list] = {}
+  architectures = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
+  table = gguf.get_tensor_name_map(architectures[arch], config.num_layers)
+  stacks = collections.defaultdict(list)
   for path, leaf in hub.flat_params(module)[1].items():
     name = parameter_name(path)
     array = np.asarray(leaf, np.float32)
@@ -120,17 +104,15 @@ def _stored(module, arch):
       if arch == 'llama' and f'.{part}_proj.' in name:
         array = _permuted(array, heads)
     stem, leaf_name = family.stored_name(name, config).rsplit('.', 1)
-    if found := _PART.search(f'{stem}.'):
-      stem = stem.replace('block_sparse_moe', 'mlp')
+    stem, is_expert = _EXPERT.subn('mlp.experts', stem)
+    if is_expert:
       for ours, theirs in (('w1', 'gate'), ('w2', 'down'), ('w3', 'up')):
         stem = re.sub(rf'\.{ours}$', f'.{theirs}_proj', stem)
-      stem = stem.replace(f'experts.{found[1]}.', 'experts.')
     known = table.get_name(stem)
     assert known, stem
-    stacks.setdefault(f'{known}.{leaf_name}', []).append((found, array))
-  for name, entries in stacks.items():
-    is_stack = entries[0][0] is not None
-    yield name, np.stack([a for _, a in entries]) if is_stack else entries[0][1]
+    stacks[f'{known}.{leaf_name}', bool(is_expert)].append(array)
+  for (name, is_expert), arrays in stacks.items():
+    yield name, np.stack(arrays) if is_expert else arrays[0]
 
 
 def _random_q4_k(rng, shape):
@@ -166,10 +148,10 @@ def _write(path, name, kind=Kind.F32, *, change=None, tokenizer=None):
   expected = {}
   for key, array in tensors.items():
     own = kind if array.ndim > 1 else Kind.F32
-    if own == Kind.Q4_K:
-      data = _random_q4_k(rng, array.shape)
-    else:
-      data = gguf.quantize(array, own)
+    is_q4_k = own == Kind.Q4_K  # which gguf does not write
+    data = (
+      _random_q4_k(rng, array.shape) if is_q4_k else gguf.quantize(array, own)
+    )
     expected[key] = gguf.dequantize(data, own)
     tensors[key] = (data, own)
   for key, (data, own) in (change or (lambda all_: all_))(tensors).items():
@@ -206,50 +188,46 @@ def _add_tokenizer(writer, tokenizer):
   writer.add_chat_template('{{ messages }}')
 
 
-def _in_file(module, arch):
-  """The parameters of a module as `_write` returns those that it wrote."""
-  return dict(_stored(module, arch))
+@pytest.fixture
+def path(tmp_path):
+  return tmp_path / 'model.gguf'
 
 
-@pytest.mark.parametrize('name', [n for n in _CONFIGS if n != 'vocabulary'])
-def test_parameters_and_shape_are_those_that_were_written(name, tmp_path):
-  path = tmp_path / 'model.gguf'
-  expected = _write(path, name)
+@pytest.mark.parametrize(
+  ('name', 'kind'),
+  [
+    *((name, Kind.F32) for name in _CONFIGS if name != 'vocabulary'),
+    *itertools.product(
+      ['gpt2', 'llama', 'llama, mixture'],
+      [Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_K],
+    ),
+  ],
+)
+def test_parameters_and_shape_are_those_that_were_written(name, kind, path):
+  expected = _write(path, name, kind)
   module = hub.load_module(path)
   assert module.config == _CONFIGS[name]
   expected.pop('rope_freqs.weight', None)
-  found = _in_file(module, name.split(',')[0])
+  found = dict(_stored(module, name.split(',')[0]))
   assert found.keys() == expected.keys()
   for key, array in found.items():
     np.testing.assert_array_equal(array, expected[key], err_msg=key)
 
 
-@pytest.mark.parametrize('kind', [Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_K])
-@pytest.mark.parametrize('name', ['gpt2', 'llama', 'llama, mixture'])
-def test_numbers_of_few_bits(name, kind, tmp_path):
-  path = tmp_path / 'model.gguf'
-  expected = _write(path, name, kind)
-  found = _in_file(hub.load_module(path), name.split(',')[0])
-  for key, array in found.items():
-    np.testing.assert_array_equal(array, expected[key], err_msg=key)
-
-
 @pytest.mark.parametrize('dtype', ['bfloat16', 'int8'])
-def test_final_dtypes_are_those_of_a_folder(dtype, tmp_path):
-  path = tmp_path / 'model.gguf'
+def test_final_dtypes_are_those_of_a_folder(dtype, path, tmp_path):
   _write(path, 'llama', Kind.Q8_0)
-  hub.save_pretrained(hub.load_module(path), tmp_path / 'folder')
-  from_file, from_folder = (
+  hub.save_pretrained(hub.load_module(path), tmp_path)
+  parameters = (
     nnx.to_pure_dict(nnx.split(hub.load_module(one, dtype=dtype))[1])
-    for one in (path, tmp_path / 'folder')
+    for one in (path, tmp_path)
   )
-  jax.tree.map(np.testing.assert_array_equal, from_file, from_folder)
+  jax.tree.map(np.testing.assert_array_equal, *parameters)
 
 
-def test_tokenizer_and_ends(tmp_path):
+def test_tokenizer_and_ends(path):
   text = 'def add(a, b):\n  return a + b\n' * 9 + 'naïve 日本 \n\n  x'
   tokenizer = train_tokenizer([text], vocab_size=290, context=64)
-  path = tmp_path / 'model.gguf'
   _write(path, 'vocabulary', tokenizer=tokenizer)
   pair = load_pair(str(path), None)
   assert pair.eos_ids == (tokenizer.eos_token_id, 7)
@@ -259,12 +237,12 @@ def test_tokenizer_and_ends(tmp_path):
   assert pair.tokenizer.chat_template == '{{ messages }}'
 
 
-def _without(key):
-  return lambda tensors: {k: v for k, v in tensors.items() if k != key}
-
-
 def _with(key, array):
   return lambda tensors: tensors | {key: (array, Kind.F32)}
+
+
+def _without(key):
+  return lambda tensors: {k: v for k, v in tensors.items() if k != key}
 
 
 _ROW = np.ones((40, 256), np.float32)
@@ -281,11 +259,15 @@ _ROW = np.ones((40, 256), np.float32)
     (_with('rope_freqs.weight', _ROW[0, :32] * 3), "not those of Llama 3's"),
   ],
 )
-def test_tensors_that_do_not_fit(change, message, tmp_path):
-  path = tmp_path / 'model.gguf'
+def test_tensors_that_do_not_fit(change, message, path):
   _write(path, 'llama', change=change)
   with pytest.raises(ValueError, match=f'{path}.*{message}'):
     hub.load_module(path)
+
+
+_KEY = b'blk.0.attn_q.weight'
+# Before the type of a tensor: the number of axes, and two lengths.
+_AXES = struct.pack('<IQQ', 2, 256, 256)
 
 
 @pytest.mark.parametrize(
@@ -296,18 +278,22 @@ def test_tensors_that_do_not_fit(change, message, tmp_path):
     (b'llama', b'lamma', "architecture 'lamma' is not known; choose from"),
     (b'.rope.freq_base', b'.rope.freq_bass', 'rope.freq_bass is not supported'),
     (b'.block_count', b'.block_cOunt', 'block_cOunt is not supported'),
+    (
+      _KEY + _AXES + b'\0',
+      _KEY + _AXES + b'\xfa',
+      'attn_q.weight is of type 250, which gguf',
+    ),
   ],
 )
-def test_headers_that_say_something_else(old, new, message, tmp_path):
-  path = tmp_path / 'model.gguf'
+def test_headers_that_say_something_else(old, new, message, path):
   _write(path, 'llama')
+  assert old in path.read_bytes()
   path.write_bytes(path.read_bytes().replace(old, new))
   with pytest.raises(ValueError, match=f'{path}.*{message}'):
     hub.load_module(path)
 
 
-def test_a_file_that_is_cut_off_is_noticed_at_every_length(tmp_path):
-  path = tmp_path / 'model.gguf'
+def test_a_file_that_is_cut_off_is_noticed_at_every_length(path):
   _write(path, 'qwen2')
   whole = path.read_bytes()
   lengths = np.random.default_rng(0).integers(1, len(whole), size=20)
@@ -315,19 +301,6 @@ def test_a_file_that_is_cut_off_is_noticed_at_every_length(tmp_path):
     path.write_bytes(whole[:length])
     with pytest.raises(ValueError, match=f'{path}'):
       hub.load_module(path)
-
-
-def test_a_type_that_nobody_knows(tmp_path):
-  path = tmp_path / 'model.gguf'
-  _write(path, 'gpt2')
-  name = b'blk.0.attn_qkv.weight'
-  data = bytearray(path.read_bytes())
-  # After the name: the number of axes, two lengths, the type.
-  at = data.index(name) + len(name) + 4 + 16
-  data[at] = 250
-  path.write_bytes(data)
-  with pytest.raises(ValueError, match='weight is of type 250, which gguf'):
-    hub.load_module(path)
 
 
 @pytest.mark.parametrize(
@@ -343,22 +316,22 @@ def test_a_type_that_nobody_knows(tmp_path):
   ],
 )
 def test_auto_is_what_is_stored_and_native(
-  kind, native, dtype, tmp_path, monkeypatch
+  kind, native, dtype, path, monkeypatch
 ):
   monkeypatch.setattr(hub, 'native_dtypes', lambda: frozenset(native))
-  _write(tmp_path / 'a.gguf', 'gpt2', kind)
-  assert hub.resolve_dtype('auto', tmp_path / 'a.gguf') == dtype
-  assert hub.resolve_dtype('int8', tmp_path / 'a.gguf') == 'int8'
+  _write(path, 'gpt2', kind)
+  assert hub.resolve_dtype('auto', path) == dtype
+  assert hub.resolve_dtype('int8', path) == 'int8'
 
 
-def test_what_is_not_there(tmp_path, monkeypatch):
-  with pytest.raises(ValueError, match=r'there is no file .*none\.gguf'):
-    hub.load_module(str(tmp_path / 'none.gguf'))
-  _write(tmp_path / 'a.gguf', 'gpt2')
+def test_what_is_not_there(path, monkeypatch):
+  with pytest.raises(ValueError, match=r'there is no file .*model\.gguf'):
+    hub.load_module(path)
+  _write(path, 'gpt2')
   with pytest.raises(ValueError, match='is not a hub id'):
-    hub.load_module(tmp_path / 'a.gguf', revision='main')
-  with pytest.raises(ValueError, match=r'a\.gguf has no tokenizer'):
-    load_pair(str(tmp_path / 'a.gguf'), None)
+    hub.load_module(path, revision='main')
+  with pytest.raises(ValueError, match=r'model\.gguf has no tokenizer'):
+    load_pair(str(path), None)
   monkeypatch.setitem(sys.modules, 'gguf', None)
   with pytest.raises(ValueError, match=re.escape("pip install -e '.[gguf]'")):
-    hub.load_module(tmp_path / 'a.gguf')
+    hub.load_module(path)

@@ -48,23 +48,18 @@ def reference():
 
 
 def test_logits_are_those_of_the_installed_transformers(reference, tmp_path):
-  variants = reference.VARIANTS | reference.MORE_ACTIVATIONS
-  for seed, (name, variant) in enumerate(variants.items(), 1000):
+  """With the activations of which none are stored."""
+  variants = reference.MORE_ACTIVATIONS.items()
+  for seed, (name, variant) in enumerate(variants, 1000):
     reference.write_checkpoint(variant, tmp_path / name, seed=seed)
-    length = variant.config.get('n_positions', 8)
-    tokens = tiny.tokens(length=length, seed=seed)
-    np.testing.assert_allclose(
-      tiny.logits(hub.load_module(tmp_path / name), tokens),
-      reference.reference_logits(tmp_path / name, tokens),
-      rtol=0,
-      atol=1e-5,
-      err_msg=name,
-    )
+    tokens = tiny.tokens(seed=seed)
+    logits = tiny.logits(hub.load_module(tmp_path / name), tokens)
+    expected = reference.reference_logits(tmp_path / name, tokens)
+    np.testing.assert_allclose(logits, expected, atol=1e-5, err_msg=name)
 
 
 SHAPES = {
   'tied': {},
-  'untied': {'tie_embeddings': False},
   'everything': {
     'tie_embeddings': False,
     'inner_width': 24,
@@ -86,8 +81,9 @@ def _assert_same(actual, expected):
   )
 
 
-@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
-@pytest.mark.parametrize('shape', SHAPES)
+@pytest.mark.parametrize(
+  ('shape', 'dtype'), [('tied', 'float32'), ('everything', 'bfloat16')]
+)
 def test_saving_and_loading_changes_no_bit(shape, dtype, tmp_path):
   module = tiny.module(dtype=dtype, **SHAPES[shape])
   hub.save_pretrained(module, tmp_path)
@@ -114,34 +110,26 @@ def test_large_tensors_are_read_in_blocks(variant, monkeypatch):
     ('bfloat16', 'BF16', 2**-8),
   ],
 )
-def test_saved_dtype(dtype, stored, rounding, tmp_path):
-  module = tiny.module(tie_embeddings=False)
+@pytest.mark.parametrize('shape', SHAPES)
+def test_what_is_saved_is_rounded_and_transformers_loads_it(
+  shape, dtype, stored, rounding, tmp_path, request
+):
+  module = tiny.module(**SHAPES[shape])
   hub.save_pretrained(module, tmp_path, dtype=jnp.dtype(dtype))
   assert json.loads((tmp_path / 'config.json').read_text())['dtype'] == dtype
   with safetensors.safe_open(tmp_path / WEIGHTS, 'numpy') as file:
     dtypes = {file.get_slice(name).get_dtype() for name in file.offset_keys()}
   assert dtypes == {stored}
-  loaded = tiny.parameters(hub.load_module(tmp_path))
+  loaded = hub.load_module(tmp_path)
+  rounded = tiny.parameters(loaded)
   for name, array in tiny.parameters(module).items():
     np.testing.assert_allclose(
-      loaded[name], array, rtol=rounding, atol=1e-7, err_msg=name
+      rounded[name], array, rtol=rounding, atol=1e-7, err_msg=name
     )
-
-
-@pytest.mark.parametrize('dtype', ['float32', 'float16', 'bfloat16'])
-@pytest.mark.parametrize('shape', SHAPES)
-def test_transformers_loads_what_is_saved(shape, dtype, reference, tmp_path):
-  module = tiny.module(**SHAPES[shape])
-  hub.save_pretrained(module, tmp_path, dtype=jnp.dtype(dtype))
-  tokens = tiny.tokens()
-  if dtype != 'float32':
-    module = hub.load_module(tmp_path)
-  np.testing.assert_allclose(
-    reference.reference_logits(tmp_path, tokens),
-    tiny.logits(module, tokens),
-    rtol=0,
-    atol=1e-5,
-  )
+  reference = request.getfixturevalue('reference')
+  expected = reference.reference_logits(tmp_path, tiny.tokens())
+  logits = tiny.logits(loaded, tiny.tokens())
+  np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5)
 
 
 def test_in_bfloat16_norms_stay_float32():
@@ -149,9 +137,6 @@ def test_in_bfloat16_norms_stay_float32():
   for name, array in tiny.parameters(module).items():
     is_norm = '.ln_' in f'.{name}'
     assert array.dtype == (jnp.float32 if is_norm else jnp.bfloat16), name
-
-
-# What is refused.
 
 
 @pytest.fixture
@@ -195,37 +180,6 @@ def test_bad_tensor(name, edit, message, folder):
     hub.load_module(folder)
 
 
-def test_a_tied_head_may_be_stored_twice(folder):
-  head = {'lm_head.weight': lambda tensors: tensors[WTE].copy()}
-  llama_variants.edit_tensors(folder, head)
-  hub.load_module(folder)
-
-
-BAD_CONFIGS = {
-  'model_type': ('mamba', "model_type 'mamba' is not known; choose from"),
-  'add_cross_attention': (True, 'add_cross_attention=True is not supported'),
-  'auto_map': ({'AutoModel': 'code.M'}, 'auto_map=.* is not supported'),
-  'quantization_config': (
-    {'quant_method': 'gptq'},
-    'quantization_config=.*gptq.* is not supported',
-  ),
-  'pruned_heads': ({'0': [1]}, 'pruned_heads=.* is not supported'),
-  'activation_function': ('prelu', "activation_function='prelu' is not known"),
-  'n_head': (3, 'num_heads must divide width 16, got 3'),
-  'n_layer': (0, 'num_layers must be positive, got 0'),
-  'n_embd': ('wide', 'n_embd'),
-}
-
-
-@pytest.mark.parametrize('key', BAD_CONFIGS)
-def test_bad_config(key, folder):
-  value, message = BAD_CONFIGS[key]
-  path = folder / 'config.json'
-  path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
-  with pytest.raises(ValueError, match=r'config\.json(.|\n)*' + message):
-    hub.load_module(folder)
-
-
 SHARD = 'model-00002-of-00005.safetensors'
 # A variant, one of its files, what is in it instead (None: it is gone).
 BAD_FILES = [
@@ -263,16 +217,15 @@ def test_truncated_file(size, folder):
 
 def test_pickled_weights_are_not_read_but_can_be_converted(folder):
   (folder / WEIGHTS).rename(folder / 'pytorch_model.bin')
-  message = r'only pickled weights \(pytorch_model\.bin\)'
-  with pytest.raises(ValueError, match=message) as caught:
+  message = (
+    r'only pickled weights \(pytorch_model\.bin\)(.|\n)*convert(.|\n)*'
+    rf"from_pretrained\('{folder}'\)(.|\n)*\.save_pretrained\("
+  )
+  with pytest.raises(ValueError, match=message):
     hub.load_module(folder)
-  for part in ('convert', f"from_pretrained('{folder}')", '.save_pretrained('):
-    assert part in str(caught.value)
 
 
-@pytest.mark.parametrize(
-  'name', ['nobody/nothing-of-this-name', 'nothing', 'a b']
-)
+@pytest.mark.parametrize('name', ['nobody/nothing-of-this-name', 'a b'])
 def test_name_that_is_neither_folder_nor_model(name, monkeypatch, tmp_path):
   monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_OFFLINE', True)
   monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_CACHE', str(tmp_path))
@@ -290,12 +243,8 @@ def test_path_of_no_folder_is_not_asked_of_the_hub(name, monkeypatch):
 
 
 def test_revision_of_a_folder(folder):
-  message = 'is not a hub id, and a revision needs one'
-  with pytest.raises(ValueError, match=message):
+  with pytest.raises(ValueError, match='is not a hub id, and a revision needs'):
     hub.load_module(folder, revision='main')
-
-
-# The forward itself.
 
 
 MODELS = {
@@ -312,7 +261,6 @@ def test_logits_do_not_depend_on_how_the_cache_was_filled(name):
   module = MODELS[name]()
   model, tokens = as_model(module), tiny.tokens()
   batch_size, length = tokens.shape
-  atol = 0.05 if name == 'bfloat16' else 1e-5
   every = np.broadcast_to(np.arange(length), tokens.shape)
   causal = causal_mask(np.zeros(batch_size, np.int32), length, length)
   expected = jax.jit(lambda: module(tokens, every, causal)[0])()
@@ -326,6 +274,7 @@ def test_logits_do_not_depend_on_how_the_cache_was_filled(name):
         model.params, tokens[:, now], every[:, now], mask, cache
       )
       cache = cache.replace(length=cache.length + size)
+      atol = 0.05 if name == 'bfloat16' else 1e-5
       np.testing.assert_allclose(logits, expected[:, now], rtol=0, atol=atol)
 
 

@@ -66,20 +66,11 @@ def test_a_completion_ends_where_the_function_does(text, expected):
   assert completions.cut(text) == expected
 
 
-def _row(method, tokens, result):
-  return {
-    'task_id': 'T/0',
-    'method': method,
-    'tokens': tokens,
-    'result': result,
-    'seconds': 0.5,
-  }
-
-
 def test_the_summary_compares_methods():
+  row = {'task_id': 'T/0', 'seconds': 0.5}
   rows = [
-    _row('plain', [1, 2], 'passed'),
-    _row('staged', [1, 3], 'AssertionError'),
+    row | {'method': 'plain', 'tokens': [1, 2], 'result': 'passed'},
+    row | {'method': 'staged', 'tokens': [1, 3], 'result': 'AssertionError'},
   ]
   plain, staged = completions.summary(rows, ['plain', 'staged'])
   assert (plain['pass@1'], plain['other tokens']) == (1.0, 0)
@@ -100,9 +91,5 @@ def test_files_that_are_no_tasks(lines, message, tmp_path):
   path.write_text('\n'.join(lines))
   with pytest.raises(ValueError, match=message):
     completions.read_problems(path)
-
-
-def test_a_file_of_tasks(tmp_path):
-  path = tmp_path / 'tasks.jsonl'
   path.write_text(json.dumps(vars(_PROBLEM) | {'canonical_solution': ''}))
   assert completions.read_problems(path) == [_PROBLEM]

@@ -52,7 +52,7 @@ def test_the_product_is_the_one_of_integers():
   )
 
 
-@pytest.mark.parametrize('rows', [1, 2, 3, 16, 64])
+@pytest.mark.parametrize('rows', [1, 3, 16])
 def test_a_row_does_not_depend_on_those_beside_it(rows):
   x, weight = jnp.asarray(_matrix(64, 160)), quantize(_matrix(96, 160))
   product = jax.jit(matmul)
@@ -62,18 +62,14 @@ def test_a_row_does_not_depend_on_those_beside_it(rows):
     np.testing.assert_array_equal(alone, together[start : start + rows])
 
 
-def test_a_row_that_is_not_finite_stays_so_and_alone():
-  weight = quantize(_matrix(4, 8))
-  x = jnp.asarray(_matrix(3, 8)).at[1, 2].set(jnp.nan)
-  result = np.asarray(int8_matmul(x, weight))
-  assert np.isnan(result[1]).all()
-  assert np.isfinite(result[[0, 2]]).all()
-  x = x.at[1, 2].set(jnp.inf)
-  assert not np.isfinite(int8_matmul(x, weight)[1]).any()
-
-
-def test_weights_that_are_not_finite_are_refused():
-  matrix = _matrix(3, 4)
+def test_what_is_not_finite_stays_so_and_alone():
+  matrix = _matrix(4, 8)
+  weight = quantize(matrix)
+  for value in (np.nan, np.inf):
+    x = jnp.asarray(_matrix(3, 8)).at[1, 2].set(value)
+    result = np.asarray(int8_matmul(x, weight))
+    assert not np.isfinite(result[1]).any()
+    assert np.isfinite(result[[0, 2]]).all()
   matrix[1, 1] = np.inf
   with pytest.raises(ValueError, match='not finite'):
     quantize(matrix)
@@ -84,17 +80,16 @@ def demo():
   return models.load('demo', 'demo', dtype='int8', cpu_kernels=False)
 
 
+_is_matrix = lambda leaf: isinstance(leaf, Int8Matrix)
+
+
 def test_all_matrices_are_in_eight_bits_and_are_counted_so(demo):
   target = demo.pair.target
-  is_matrix = lambda leaf: isinstance(leaf, Int8Matrix)
-  leaves = jax.tree.leaves(target.params, is_leaf=is_matrix)
-  matrices = [leaf for leaf in leaves if is_matrix(leaf)]
-  others = [leaf for leaf in leaves if not is_matrix(leaf)]
-  layers = len(target.params['h'])
-  assert len(matrices) == 4 * layers + 1
-  assert [leaf.shape for leaf in others if leaf.ndim > 1] == [
-    target.params['wpe']['embedding'].shape
-  ]
+  leaves = jax.tree.leaves(target.params, is_leaf=_is_matrix)
+  matrices = [leaf for leaf in leaves if _is_matrix(leaf)]
+  assert len(matrices) == 4 * len(target.params['h']) + 1
+  large = [leaf for leaf in leaves if not _is_matrix(leaf) and leaf.ndim > 1]
+  assert large == [target.params['wpe']['embedding']]
   integers = sum(matrix.values.size for matrix in matrices)
   assert integers < target.spec.weight_bytes < 1.04 * integers
   assert target.spec.init_cache(1, 8).keys[0].dtype == jnp.bfloat16
@@ -122,16 +117,10 @@ def test_a_quantised_model_says_nearly_what_the_float_one_does(demo):
 
 
 def test_target_and_draft_are_quantised_independently():
-  pair = models.load(
-    'demo',
-    'demo',
-    dtype='float32',
-    draft_dtype='int8',
-    method='chain',
-    cpu_kernels=False,
-  ).pair
-  assert not isinstance(pair.target.params['wte']['embedding'], Int8Matrix)
-  assert isinstance(pair.draft.params['wte']['embedding'], Int8Matrix)
+  dtypes = {'dtype': 'float32', 'draft_dtype': 'int8', 'cpu_kernels': False}
+  pair = models.load('demo', 'demo', method='chain', **dtypes).pair
+  assert not _is_matrix(pair.target.params['wte']['embedding'])
+  assert _is_matrix(pair.draft.params['wte']['embedding'])
 
 
 def test_eight_bits_are_not_saved(tmp_path):

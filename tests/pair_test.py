@@ -27,31 +27,23 @@ def folder(saved, tmp_path):
   return shutil.copytree(saved, tmp_path / 'model')
 
 
-def _state_eos(folder, eos, *, file='config.json'):
-  path = folder / file
-  config = json.loads(path.read_text()) if path.exists() else {}
-  path.write_text(json.dumps(config | {'eos_token_id': eos}))
-
-
 @pytest.mark.parametrize(
   ('stated', 'expected'),
   [
-    (5, (5,)),
-    ([5, 7], (5, 7)),
-    ([5, 50256], (5,)),
-    (50256, (0,)),
-    (None, (0,)),
+    ({'config': 5}, (5,)),
+    ({'config': [5, 7]}, (5, 7)),
+    ({'config': [5, 50256]}, (5,)),
+    ({'config': 50256}, (0,)),
+    ({'config': None}, (0,)),
+    ({'config': 5, 'generation_config': [9]}, (9,)),
   ],
 )
-def test_eos_is_what_the_config_states_if_usable(folder, stated, expected):
-  _state_eos(folder, stated)
+def test_eos_is_what_the_configs_state_if_usable(folder, stated, expected):
+  for name, eos in stated.items():
+    path = folder / f'{name}.json'
+    config = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(config | {'eos_token_id': eos}))
   assert load_pair(str(folder), None).eos_ids == expected
-
-
-def test_generation_config_goes_first(folder):
-  _state_eos(folder, 5)
-  _state_eos(folder, [9], file='generation_config.json')
-  assert load_pair(str(folder), None).eos_ids == (9,)
 
 
 def test_target_without_tokenizer_is_refused(folder):

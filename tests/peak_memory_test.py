@@ -37,19 +37,14 @@ def test_what_was_freed_but_kept_counts_again():
     del blocks
 
   for _ in range(2):
-    peak = peak_memory.peak_beyond(run)
-    assert peak is not None
-    assert peak > 50_000_000
+    assert (peak_memory.peak_beyond(run) or 0) > 50_000_000
 
 
 class _Device:
   """Says that memory is in use while a call lasts."""
 
   platform = 'gpu'
-
-  def __init__(self):
-    self.looked = 0
-    self.used = 100
+  looked, used = 0, 100
 
   def memory_stats(self):
     self.looked += 1
@@ -68,10 +63,5 @@ def test_a_device_is_watched_during_a_call(monkeypatch):
     device.used = 100
 
   assert peak_memory.peak_beyond(run) == 70
-
-
-def test_a_device_that_does_not_say_gives_none(monkeypatch):
-  device = _Device()
   device.memory_stats = lambda: None
-  monkeypatch.setattr('jax.devices', lambda: [device])
   assert peak_memory.peak_beyond(lambda: None) is None

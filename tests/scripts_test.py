@@ -106,14 +106,11 @@ def test_json_holds_texts_tokens_and_statistics(pair):
   assert stats['stage_forwards'] == {'draft': 2 * stats['target_forwards']}
   counts = [output['origins'][0].count(origin) for origin in (0, 1)]
   assert stats['origins'] == dict(zip(output['labels'], counts, strict=True))
-  rate = stats['new_tokens'] / stats['seconds']
-  assert stats['tokens_per_second'] == pytest.approx(rate)
   refused = command_lines.run_alone('generate.py', *pair, '--top_k=0')
   assert (refused.code, refused.output) == (2, '')
-  assert refused.errors.strip().endswith(
-    'generate.py: flag --top_k=0: 0 is not a positive integer'
+  assert refused.errors == (
+    'generate.py: flag --top_k=0: 0 is not a positive integer\n'
   )
-  assert 'Traceback' not in refused.errors
 
 
 def test_flags_become_arguments(pair, tmp_path, monkeypatch):
@@ -157,15 +154,9 @@ def test_flags_become_arguments(pair, tmp_path, monkeypatch):
 
 def test_the_text_itself_drafts_without_a_draft_model(target, corpus, tmp_path):
   table = tmp_path / 'table.safetensors'
-  _output(
-    'build_ngram.py',
-    f'--draft={target}',
-    '--num_tokens=0',
-    f'--corpus={corpus}',
-    '--min_count=1',
-    f'--workdir={tmp_path / "work"}',
-    f'--output={table}',
-  )
+  flags = [f'--draft={target}', '--num_tokens=0', f'--corpus={corpus}']
+  flags += ['--min_count=1', f'--workdir={tmp_path / "work"}']
+  _output('build_ngram.py', *flags, f'--output={table}')
   flags = [f'--target={target}', '--draft=none', '--max_new_tokens=24']
   flags += ['--prompt=def add(first, second):', f'--ngram={table}']
   plain = _generate(*flags, '--method=plain')
@@ -281,12 +272,7 @@ def test_an_interrupt_ends_an_answer_and_not_the_conversation(
   assert end == '\n'
 
 
-@pytest.mark.parametrize('script', ['chat.py', 'generate.py'])
-def test_a_model_without_a_template_is_no_partner(pair, script):
-  flags = ['--chat'] if script == 'generate.py' else []
-  assert 'has no chat template, like those of base models; choose' in (
-    command_lines.refusal(script, *pair, *flags)
-  )
+_NO_TEMPLATE = 'has no chat template, like those of base models; choose'
 
 
 # What the library refuses is listed in the tests of its parts: here is how
@@ -324,6 +310,8 @@ def test_a_model_without_a_template_is_no_partner(pair, script):
         '--verify=rejection': 'plans are for --verify=match',
         '--max_new_tokens=2': 'must be at least 16 to plan',
       },
+      'generate.py --chat': {'': _NO_TEMPLATE},
+      'chat.py': {'': _NO_TEMPLATE},
       'measure.py nothing': {'': "'nothing' is none of matmul, attention"},
       'measure.py fallback': {'': '--break_even is needed'},
     }.items()
@@ -338,14 +326,6 @@ def test_bad_input_is_one_line(pair, prompts, script, flags, message):
 
 def test_a_plan_needs_prompts():
   assert '--prompt_file is needed' in command_lines.refusal('tune.py')
-
-
-def test_vocabulary_mismatch_names_both_models(target, tmp_path):
-  other = _save(tmp_path / 'other', seed=2, vocab_size=270)
-  flags = f'--target={target}', f'--draft={other}'
-  refused = command_lines.refusal('generate.py', *flags)
-  assert str(target) in refused
-  assert str(other) in refused
 
 
 def test_benchmark_writes_what_it_prints(pair, prompts, tmp_path, monkeypatch):
@@ -401,16 +381,11 @@ def test_a_plan_says_how_to_decode(pair, tmp_path):
   for name in ('accepted_histogram', 'stage_forwards', 'origins'):
     assert output['stats'][name] == expected['stats'][name]
   assert _generate(*flags, *_CHAIN)['tokens'] == output['tokens']
-  # Refused, but only after the plan is found.
-  batch = command_lines.run('generate.py', *flags, '--batch_size=2', '--stop=')
-  assert 'plan: warning: batch_size is 2, the plan is for 1' in batch.errors
   for flag, message in (
     ('--num_draft_tokens=3', '--num_draft_tokens=3 contradicts'),
     ('--method=tree', '--method=tree contradicts'),
     ('--lookup_confidence=0.5', '--lookup_confidence=(0.5,) contradicts'),
     ('--verify=rejection', '--plan is for --verify=match, got rejection'),
-    ('--draft=none', 'the plan was made for another draft'),
-    ('--plan=/no/such/plan', 'plan /no/such/plan cannot be read'),
   ):
     assert message in command_lines.refusal('generate.py', *flags, flag)
 

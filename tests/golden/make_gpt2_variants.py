@@ -75,18 +75,9 @@ VARIANTS = {
 MORE_ACTIVATIONS = {
   name: _activation(name)
   for name in (
-    'gelu_accurate',
-    'gelu_fast',
-    'gelu_python',
-    'gelu_python_tanh',
-    'gelu_pytorch_tanh',
-    'leaky_relu',
-    'linear',
-    'mish',
-    'relu2',
-    'relu6',
-    'sigmoid',
-    'swish',
+    *('gelu_accurate', 'gelu_fast', 'gelu_python', 'gelu_python_tanh'),
+    *('gelu_pytorch_tanh', 'leaky_relu', 'linear', 'mish', 'relu2', 'relu6'),
+    *('sigmoid', 'swish'),
   )
 }
 
