@@ -7,9 +7,9 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import llama_variants
 import numpy as np
 import pytest
+import variants
 
 from models.checkpoints import hub
 from models.nn import experts
@@ -169,14 +169,14 @@ def test_balance_by_hand(experts, probs, expected):
 
 def test_routing_is_that_of_transformers(tmp_path):
   folder = tmp_path / 'model'
-  llama_variants.write(llama_variants.VARIANTS['mixtral'], folder)
+  variants.write('mixtral', folder)
   module = hub.load_module(folder)
-  tokens = llama_variants.tokens()
+  tokens = variants.tokens('mixtral')
   batch_size, length = tokens.shape
   positions = np.broadcast_to(np.arange(length), tokens.shape)
   mask = causal_mask(np.zeros(batch_size, np.int32), length, length)
   *_, routings = jax.jit(module.with_routing)(tokens, positions, mask)
   chosen = np.sort([routing.experts for routing in routings])
-  expected = np.load(llama_variants.RESULTS)['chosen_experts']
+  expected = np.load(variants.RESULTS)['chosen_experts']
   np.testing.assert_array_equal(chosen, expected)
   assert set(expected.ravel().tolist()) == {0, 1, 2, 3}

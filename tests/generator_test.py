@@ -1,8 +1,8 @@
 """Text in, text out: stop strings, streaming, prompts, seeds, breaking off.
 
-The target is a bigram table of a text with characters of one to four bytes, cut
-into tokens of less and more than that. What is expected follows from the tokens
-of plain decoding without any stop strings.
+The target is a table of characters of one to four bytes, cut into tokens of
+less and more than that. What is expected follows from the tokens of plain
+decoding without any stop strings.
 """
 
 import functools
@@ -10,69 +10,20 @@ import inspect
 import itertools
 import json
 
+import fuzzing
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny_drafters
-from tiny_drafters import Settings
 
-from models.nn.table_model import table_model
 from models.text.generator import Generator
-from models.text.pair import Pair
-from models.training.tokenizer import train_tokenizer
-from specdec import PLAIN
-from specdec import PromptLookup
 from specdec import Sampling
-from specdec import staged
 
-_TEXT = (
-  'naïve café — 你好, 世界! 😀 ok\n',
-  'the cat says ok, ok; a café is 界 — 😀😀 €9\n',
-  'abcabc cab bca 好好\n',
-)
 LIMIT = 60
 _NEVER = '\x01'
-
-
-@functools.cache
-def _tokenizer():
-  return train_tokenizer(_TEXT * 20, vocab_size=300, context=128)
-
-
-@functools.cache
-def _model(seed):
-  """Counts of pairs of tokens, with some noise that breaks characters.
-
-  That of seed 1 has more noise, so as to be right now and then.
-  """
-  size = len(_tokenizer())
-  rng = np.random.default_rng(seed)
-  counts = np.full((size, size), 1e-4) + 4e-3 * rng.random((size, size)) ** 8
-  ids = _tokenizer()(''.join(_TEXT))['input_ids']
-  for before, after in itertools.pairwise([*ids, ids[0]]):
-    counts[before, after] += 1
-  counts[ids[-1], 0] += 0.3
-  counts[0, ids] += 1
-  counts[:, _tokenizer()(_NEVER)['input_ids']] = 1e-20
-  logits = np.log(counts) + 2 * seed * rng.normal(size=counts.shape)
-  return table_model(logits, max_positions=128)
-
-
-@functools.cache
-def _generator(drafter='plain'):
-  tree = Settings(
-    num_nodes=8, width=2, branching=2, rounds=2, capacity=16, cost_ratio=0
-  )
-  draft = tiny_drafters.model(_model(1), tree)
-  lookup = tiny_drafters.candidates(PromptLookup(), config=tiny_drafters.INNER)
-  return Generator(
-    Pair(target=_model(0), draft=None, tokenizer=_tokenizer(), eos_ids=(0,)),
-    PLAIN if drafter == 'plain' else staged(draft, lookup),
-  )
-
-
-_PROMPTS = ['naï', [65, 66, 67], 'the cat says 你']
-_SEEDS = (3, 11, 4)
+_SHAPE = fuzzing.Shape('table', 'staged', 3)
+_generator = functools.cache(_SHAPE.generator)
+_PROMPTS = ['né', [5, 6, 7], 'ab 日']
+_SEEDS = (5, 6, 7)
 
 
 def _arguments(stop=_NEVER, **kw):
@@ -88,11 +39,11 @@ def _arguments(stop=_NEVER, **kw):
 
 @functools.cache
 def _plain():
-  return _generator().generate(**_arguments())
+  return _generator('plain').generate(**_arguments())
 
 
 def _token_bytes():
-  return _generator().pair.token_bytes()
+  return _generator('plain').pair.token_bytes()
 
 
 def _slow_end(tokens, stops):
@@ -137,7 +88,7 @@ def test_the_text_is_worth_it():
   assert '\ufffd' in text
   assert {'eos', 'length'} == set(_plain().finish_reasons)
   for row, tokens in enumerate(_plain().tokens):
-    assert _plain().text[row] == _generator().pair.decode(tokens)
+    assert _plain().text[row] == _generator('plain').pair.decode(tokens)
   assert any('' in pieces for pieces in _plain().pieces)
   stats = _generator('staged').generate(**_arguments()).stats
   assert all(count > 4 for count in stats['accepted_histogram'][:3])
@@ -146,12 +97,12 @@ def test_the_text_is_worth_it():
 @pytest.mark.parametrize(
   'stops',
   [
-    ['abc', 'bc'],  # both end with c: the longer one
-    ['bca', 'c'],  # c ends first
-    ['ok', 'ok,', ' ok'],
-    ['café', 'é', 'fé'],
-    ['好', '你好'],
-    ['😀 ', '😀😀', '€'],
+    ['aab', 'ab'],  # both end with b: the longer one
+    ['ba\n', 'a'],  # a ends first
+    ['b', 'b\n', ' b'],
+    ['né', 'é', 'né '],
+    ['本', '日本'],
+    ['😀 ', '😀😀', 'é'],
     [_NEVER * 4, ' '],
   ],
 )
@@ -163,7 +114,7 @@ def test_overlapping_stops(stops):
 
 def test_without_eos_ids_special_tokens_end_nothing_and_have_no_text():
   """All text is shown at once but the bytes of half a character."""
-  decoding = _generator().stream(**_arguments(stop=(), eos_ids=()))
+  decoding = _generator('plain').stream(**_arguments(stop=(), eos_ids=()))
   shown = [''] * 3
   for step, new in enumerate(decoding, 1):
     shown = list(map(str.__add__, shown, new))
@@ -173,7 +124,7 @@ def test_without_eos_ids_special_tokens_end_nothing_and_have_no_text():
   result = decoding.result()
   assert result.finish_reasons == ['length'] * 3
   assert shown == result.text
-  assert '<|' not in ''.join(shown)
+  assert '<end>' not in ''.join(shown)
   assert list(map(len, result.tokens)) == [LIMIT] * 3
 
 
@@ -209,7 +160,9 @@ def test_seeds():
   def run(seed):
     arguments = _arguments(seed=seed, prompts=_PROMPTS[:1] * 3)
     sampling = Sampling(temperature=[1.0] * 3)
-    return _generator().generate(**arguments | {'sampling': sampling}).tokens
+    return (
+      _generator('plain').generate(**arguments | {'sampling': sampling}).tokens
+    )
 
   same = run(_SEEDS[0])
   assert len(set(map(tuple, same))) == 3
@@ -220,9 +173,9 @@ def test_seeds():
 
 
 def test_prompts_in_every_notation():
-  texts = ['abc', 'the cat', '好']
-  ids = [_tokenizer()(text)['input_ids'] for text in texts]
-  run = lambda prompts: _generator().generate(
+  texts = ['aab', 'b a', '日本']
+  ids = [fuzzing.pair().encode(text) for text in texts]
+  run = lambda prompts: _generator('plain').generate(
     prompts, max_new_tokens=2, stop=_NEVER
   )
   expected = run(texts)
@@ -245,7 +198,7 @@ def test_prompts_in_every_notation():
 @pytest.mark.parametrize('call', ['generate', 'stream', 'trace', 'timed'])
 def test_arguments_are_refused_by_every_method(call):
   """`fuzzing.BAD` lists all that `generate` refuses."""
-  method = getattr(_generator(), call)
+  method = getattr(_generator('plain'), call)
   with pytest.raises(TypeError, match=r"unexpected keyword .* 'max_tokens'"):
     method('a', max_tokens=3)
   with pytest.raises(ValueError, match="row 0 has the stop string ''"):
@@ -264,7 +217,7 @@ def test_every_argument_is_in_the_signature():
 
 
 def test_stop_tables_are_kept():
-  generator = _generator()
+  generator = _generator('plain')
   first = generator.stop_table((('a',), ()))
   assert generator.stop_table((('a',), ())) is first
   assert generator.stop_table(((), ())) is None
@@ -275,7 +228,7 @@ def test_stop_tables_are_kept():
 
 
 def test_timed_is_generate():
-  timed = _generator().timed(**_arguments())
+  timed = _generator('plain').timed(**_arguments())
   assert timed.tokens == _plain().tokens
   figures = {'seconds', 'tokens_per_second', 'compile_seconds'}
   assert set(timed.stats) - set(_plain().stats) == figures

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of Llamas and mixtures, as Hugging Face has them.
+"""Tiny random checkpoints of every family, as Hugging Face has them.
 
 The two files in `golden/` say what transformers stores and computes of each.
 """
@@ -18,11 +18,12 @@ VOCAB_SIZE = 40
 LENGTH = 12
 
 _GOLDEN = pathlib.Path(__file__).parent / 'golden'
-DESCRIBED = _GOLDEN / 'llama_variants.json'
-RESULTS = _GOLDEN / 'llama_variants.npz'
+DESCRIBED = _GOLDEN / 'variants.json'
+RESULTS = _GOLDEN / 'variants.npz'
 
 Variant = dict[str, Any]
-"""`config`, and `tensors`: shapes by name; perhaps `dtype` and `shards`."""
+"""`config`, and `tensors`: shapes by name; perhaps `dtype`, `shards`, and
+`buffers`: the causal masks that old versions stored."""
 
 VARIANTS: dict[str, Variant] = (
   json.loads(DESCRIBED.read_text()) if DESCRIBED.exists() else {}
@@ -30,14 +31,30 @@ VARIANTS: dict[str, Variant] = (
 
 
 def _draw(name: str, shape: list[int], dtype: str) -> np.ndarray:
+  name = name.removeprefix('model.').removeprefix('transformer.')
+  is_scale = 'norm' in name or ('ln_' in name and name.endswith('weight'))
   # NumPy never changes what this old generator draws.
-  rng = np.random.RandomState(zlib.crc32(name.removeprefix('model.').encode()))
-  values = 0.3 * rng.standard_normal(shape) + ('norm' in name)
+  rng = np.random.RandomState(zlib.crc32(name.encode()))
+  values = 0.3 * rng.standard_normal(shape) + is_scale
   return values.astype(getattr(ml_dtypes, dtype, dtype))
 
 
-def write(variant: Variant, folder: pathlib.Path) -> None:
+def _buffers(config: Mapping[str, Any]) -> dict[str, np.ndarray]:
+  causal = np.tri(config['n_positions'], dtype=np.uint8)[None, None]
+  return {
+    f'transformer.h.{layer}.attn.{name}': array
+    for layer in range(config['n_layer'])
+    for name, array in (
+      ('bias', causal),
+      ('masked_bias', np.array(-1e4, np.float32)),
+    )
+  }
+
+
+def write(variant: Variant | str, folder: pathlib.Path) -> pathlib.Path:
   """Writes a checkpoint, every tensor of which matters for the logits."""
+  if isinstance(variant, str):
+    variant = VARIANTS[variant]
   folder.mkdir(parents=True)
   (folder / 'config.json').write_text(json.dumps(variant['config']))
   dtype, shards = variant.get('dtype', 'float32'), variant.get('shards', 1)
@@ -45,6 +62,8 @@ def write(variant: Variant, folder: pathlib.Path) -> None:
     name: _draw(name, shape, dtype)
     for name, shape in variant['tensors'].items()
   }
+  if variant.get('buffers'):
+    tensors |= _buffers(variant['config'])
   files = dict.fromkeys(tensors, 'model.safetensors')
   if shards > 1:
     files = {
@@ -59,6 +78,7 @@ def write(variant: Variant, folder: pathlib.Path) -> None:
       folder / file,
       metadata={'format': 'pt'},
     )
+  return folder
 
 
 def edit_tensors(
@@ -76,5 +96,10 @@ def edit_tensors(
   safetensors_numpy.save_file(tensors, path)
 
 
-def tokens() -> np.ndarray:
-  return np.random.RandomState(0).randint(VOCAB_SIZE, size=(2, LENGTH))
+def tokens(variant: Variant | str) -> np.ndarray:
+  """Two rows, no longer than the context."""
+  if isinstance(variant, str):
+    variant = VARIANTS[variant]
+  length = min(LENGTH, variant['config'].get('n_positions', LENGTH))
+  drawn = np.random.RandomState(0).randint(VOCAB_SIZE, size=(2, LENGTH))
+  return drawn[:, :length]

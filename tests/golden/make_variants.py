@@ -1,10 +1,10 @@
-"""Makes tests/golden/llama_variants.*: what transformers says of many Llamas.
+"""Makes tests/golden/variants.*: what transformers says of many models.
 
 The JSON file has the config.json of each variant, and the names and shapes of
 the tensors that transformers stores; the NumPy file has the float32 logits that
-it computes. Weights are in neither: `llama_variants.py` draws them by name.
+it computes. Weights are in neither: `variants.py` draws them by name.
 
-  PYTHONPATH=tests python tests/golden/make_llama_variants.py
+  PYTHONPATH=tests python tests/golden/make_variants.py
 
 Made with torch 2.13.0+cpu and transformers 5.23.0.
 """
@@ -14,14 +14,14 @@ import pathlib
 import tempfile
 from typing import Any
 
-import llama_variants
 import numpy as np
 import safetensors.torch
 import torch
 import transformers
+import variants
 
 _PLAIN = {
-  'vocab_size': llama_variants.VOCAB_SIZE,
+  'vocab_size': variants.VOCAB_SIZE,
   'hidden_size': 16,
   'intermediate_size': 24,
   'num_hidden_layers': 1,  # Few, to be quick.
@@ -33,6 +33,11 @@ _PLAIN = {
   'tie_word_embeddings': False,
   'bos_token_id': 0,
   'eos_token_id': 0,
+}
+_GPT2 = {
+  'vocab_size': variants.VOCAB_SIZE,
+  **{'n_positions': 64, 'n_embd': 16, 'n_layer': 2, 'n_head': 2, 'n_inner': 24},
+  **{'bos_token_id': 0, 'eos_token_id': 0},
 }
 _OF_TYPE = {
   'mixtral': {'num_local_experts': 4, 'num_experts_per_tok': 2},
@@ -56,11 +61,14 @@ def _rope(kind: str, **values: Any) -> dict[str, Any]:
 _LLAMA3 = _rope('llama3', factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
 _DEEP = {'num_hidden_layers': 2}
 _TIED = {'tie_word_embeddings': True}
+_UNTIED = {'tie_word_embeddings': False}
+_UNSCALED = {'scale_attn_weights': False}
+_BY_LAYER = {'scale_attn_by_inverse_layer_idx': True}
 _IN_FULL = {'beta_fast': 2.0, 'beta_slow': 0.5, 'attention_factor': 1.5}
 
 # The model_type of each variant, how its config.json differs from the plain
 # one, and how its files do.
-VARIANTS: dict[str, tuple[str, dict[str, Any]] | tuple[str, dict, dict]] = {
+MODELS: dict[str, tuple[str, dict[str, Any]] | tuple[str, dict, dict]] = {
   'grouped': ('llama', _DEEP),
   'multi_head': ('llama', {'num_key_value_heads': 4}),
   'multi_query': ('llama', {'num_key_value_heads': 1} | _DEEP),
@@ -81,7 +89,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]] | tuple[str, dict, dict]] = {
   'epsilon': ('llama', {'rms_norm_eps': 0.3}),
   'mistral': (
     'mistral',
-    {'head_dim': 6, 'sliding_window': llama_variants.LENGTH},
+    {'head_dim': 6, 'sliding_window': variants.LENGTH},
   ),
   'qwen2': ('qwen2', _TIED, {'shards': 3}),
   'qwen3': ('qwen3', {'head_dim': 8} | _DEEP),
@@ -97,7 +105,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]] | tuple[str, dict, dict]] = {
     {'num_local_experts': 3, 'num_experts_per_tok': 3},
   ),
   'mixture_multi_query': ('mixtral', {'num_key_value_heads': 1, 'head_dim': 8}),
-  'mixture_of_windows': ('mixtral', {'sliding_window': llama_variants.LENGTH}),
+  'mixture_of_windows': ('mixtral', {'sliding_window': variants.LENGTH}),
   'mixture_tied': ('mixtral', _TIED),
   'mixture_llama3': ('mixtral', _LLAMA3),
   'mixture_sharded': ('mixtral', {}, {'shards': 4}),
@@ -107,6 +115,29 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]] | tuple[str, dict, dict]] = {
     'qwen3_moe',
     {'norm_topk_prob': True, 'attention_bias': True, 'head_dim': 4},
   ),
+  'gpt2': ('gpt2', {}),
+  'gpt2_untied': ('gpt2', _UNTIED),
+  'gpt2_default_inner': ('gpt2', {'n_inner': None}),
+  'gpt2_scaled_by_layer': ('gpt2', _BY_LAYER),
+  'gpt2_unscaled': ('gpt2', _UNSCALED),
+  'gpt2_unscaled_but_by_layer': ('gpt2', _UNSCALED | _BY_LAYER),
+  'gpt2_reordered': ('gpt2', {'reorder_and_upcast_attn': True} | _BY_LAYER),
+  'gpt2_epsilon': ('gpt2', {'layer_norm_epsilon': 0.1}),
+  'gpt2_short_context': ('gpt2', {'n_positions': 3}),
+  'gpt2_bare': ('gpt2', {}, {'bare': True}),
+  'gpt2_buffers': ('gpt2', {}, {'buffers': True}),
+  'gpt2_untied_buffers': ('gpt2', _UNTIED, {'buffers': True}),
+  'gpt2_float16': ('gpt2', {}, {'dtype': 'float16'}),
+  'gpt2_bfloat16': ('gpt2', {}, {'dtype': 'bfloat16'}),
+  'gpt2_sharded': ('gpt2', {}, {'shards': 5}),
+  'gpt2_sharded_float16': ('gpt2', {}, {'dtype': 'float16', 'shards': 4}),
+} | {
+  f'gpt2_{name}': ('gpt2', {'activation_function': name, 'n_layer': 1})
+  for name in (
+    *('gelu', 'gelu_accurate', 'gelu_fast', 'gelu_python', 'gelu_python_tanh'),
+    *('gelu_pytorch_tanh', 'leaky_relu', 'linear', 'mish', 'quick_gelu'),
+    *('relu', 'relu2', 'relu6', 'sigmoid', 'silu', 'swish', 'tanh'),
+  )
 }
 
 
@@ -116,31 +147,32 @@ def _load(folder: pathlib.Path):
   ).eval()
 
 
-def reference_logits(folder: pathlib.Path) -> np.ndarray:
+def reference_logits(folder: pathlib.Path, tokens: np.ndarray) -> np.ndarray:
   """What transformers computes in float32 from the stored weights."""
   with torch.no_grad():
-    tokens = torch.from_numpy(llama_variants.tokens())
-    return _load(folder)(tokens).logits.numpy()
+    return _load(folder)(torch.from_numpy(tokens)).logits.numpy()
 
 
 def _chosen_experts(folder: pathlib.Path, count: int) -> np.ndarray:
   """Of each layer, row and token, those of the largest router logits."""
-  tokens = torch.from_numpy(llama_variants.tokens())
+  tokens = torch.from_numpy(variants.tokens('mixtral'))
   with torch.no_grad():
     layers = _load(folder)(tokens, output_router_logits=True).router_logits
   best = [layer.topk(count).indices.sort().values for layer in layers]
   return torch.stack(best).view(len(best), *tokens.shape, count).numpy()
 
 
-def _describe(kind, changes, files=None) -> llama_variants.Variant:
+def _describe(kind, changes, files=None) -> variants.Variant:
   files = dict(files or {})
-  config = {'model_type': kind} | _PLAIN | _OF_TYPE.get(kind, {}) | changes
+  plain = _GPT2 if kind == 'gpt2' else _PLAIN
+  config = {'model_type': kind} | plain | _OF_TYPE.get(kind, {}) | changes
   made = transformers.AutoConfig.for_model(**config)
   with tempfile.TemporaryDirectory() as folder:
     model = transformers.AutoModelForCausalLM.from_config(made)
     model.save_pretrained(folder)
     stored = safetensors.torch.load_file(f'{folder}/model.safetensors')
-  prefix = 'model.' if files.pop('bare', False) else ''
+  prefix = 'transformer.' if kind == 'gpt2' else 'model.'
+  prefix = prefix if files.pop('bare', False) else ''
   shapes = {
     name.removeprefix(prefix): list(array.shape)
     for name, array in stored.items()
@@ -149,22 +181,22 @@ def _describe(kind, changes, files=None) -> llama_variants.Variant:
 
 
 def main() -> None:
-  described = {name: _describe(*row) for name, row in VARIANTS.items()}
+  described = {name: _describe(*row) for name, row in MODELS.items()}
   results = {}
   for name, variant in described.items():
     with tempfile.TemporaryDirectory() as parent:
-      folder = pathlib.Path(parent) / name
-      llama_variants.write(variant, folder)
-      logits = results[name] = reference_logits(folder)
+      folder = variants.write(variant, pathlib.Path(parent) / name)
+      logits = reference_logits(folder, variants.tokens(variant))
       first, second = np.sort(logits)[..., [-1, -2]].reshape(-1, 2).T
       # Rounding must not decide, and the text must not be trivial.
       assert np.min(first - second) > 2e-4, name
       assert len(np.unique(logits.argmax(-1))) > 3, name
+      results[name] = logits
       if name == 'mixtral':
         results['chosen_experts'] = _chosen_experts(folder, 2).astype(np.int8)
-  np.savez(llama_variants.RESULTS, **results)
+  np.savez(variants.RESULTS, **results)
   lines = [f'{json.dumps(n)}: {json.dumps(v)}' for n, v in described.items()]
-  llama_variants.DESCRIBED.write_text('{\n' + ',\n'.join(lines) + '\n}\n')
+  variants.DESCRIBED.write_text('{\n' + ',\n'.join(lines) + '\n}\n')
 
 
 if __name__ == '__main__':
