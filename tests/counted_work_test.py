@@ -7,8 +7,8 @@ The limits are what was counted when they were last updated:
 Other compilers fuse otherwise, and on CPU also for another instruction set; so
 compiled programs are compared only where these are the same.
 
-How often programs are compiled, and that a decode never waits for the host, is
-tested in compile_test.py.
+How often programs are compiled is tested in compile_test.py, and that a decode
+never waits for the host in export_test.py.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""One exported artifact runs on CPU, GPU and TPU.
+"""One exported artifact runs on CPU, GPU and TPU, and without the host.
 
 GPU and TPU are lowered for, but only the CPU runs.
 """
@@ -105,6 +105,16 @@ def test_a_stored_artifact_decodes_the_same_tokens():
   assert np.all(length > arguments[2].prompt_length)
   for row, end in enumerate(expected.length):
     np.testing.assert_array_equal(tokens[row, :end], expected.tokens[row, :end])
+
+
+def test_no_transfer_between_host_and_device_in_a_decode():
+  arguments = _arguments('staged', 'float32', _TEMPERATURES)
+  with jax.transfer_guard('disallow'):
+    result = jax.block_until_ready(decode(*arguments, config=_CONFIG))
+    # The guard is on: this would have to fetch an array.
+    with pytest.raises(Exception, match=r'[Dd]isallow'):
+      jnp.zeros(3) + np.ones(3, np.float32)
+  assert np.all(result.length > arguments[2].prompt_length)
 
 
 def _rows_of_products(platform, dtype):

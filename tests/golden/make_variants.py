@@ -36,7 +36,7 @@ _PLAIN = {
 }
 _GPT2 = {
   'vocab_size': variants.VOCAB_SIZE,
-  **{'n_positions': 64, 'n_embd': 16, 'n_layer': 2, 'n_head': 2, 'n_inner': 24},
+  **{'n_positions': 64, 'n_embd': 16, 'n_layer': 1, 'n_head': 2, 'n_inner': 24},
   **{'bos_token_id': 0, 'eos_token_id': 0},
 }
 _OF_TYPE = {
@@ -63,7 +63,8 @@ _DEEP = {'num_hidden_layers': 2}
 _TIED = {'tie_word_embeddings': True}
 _UNTIED = {'tie_word_embeddings': False}
 _UNSCALED = {'scale_attn_weights': False}
-_BY_LAYER = {'scale_attn_by_inverse_layer_idx': True}
+_TWO_LAYERS = {'n_layer': 2}
+_BY_LAYER = {'scale_attn_by_inverse_layer_idx': True} | _TWO_LAYERS
 _IN_FULL = {'beta_fast': 2.0, 'beta_slow': 0.5, 'attention_factor': 1.5}
 
 # The model_type of each variant, how its config.json differs from the plain
@@ -115,7 +116,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]] | tuple[str, dict, dict]] = {
     'qwen3_moe',
     {'norm_topk_prob': True, 'attention_bias': True, 'head_dim': 4},
   ),
-  'gpt2': ('gpt2', {}),
+  'gpt2': ('gpt2', _TWO_LAYERS),
   'gpt2_untied': ('gpt2', _UNTIED),
   'gpt2_default_inner': ('gpt2', {'n_inner': None}),
   'gpt2_scaled_by_layer': ('gpt2', _BY_LAYER),
@@ -132,7 +133,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]] | tuple[str, dict, dict]] = {
   'gpt2_sharded': ('gpt2', {}, {'shards': 5}),
   'gpt2_sharded_float16': ('gpt2', {}, {'dtype': 'float16', 'shards': 4}),
 } | {
-  f'gpt2_{name}': ('gpt2', {'activation_function': name, 'n_layer': 1})
+  f'gpt2_{name}': ('gpt2', {'activation_function': name})
   for name in (
     *('gelu', 'gelu_accurate', 'gelu_fast', 'gelu_python', 'gelu_python_tanh'),
     *('gelu_pytorch_tanh', 'leaky_relu', 'linear', 'mish', 'quick_gelu'),
