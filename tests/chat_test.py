@@ -61,16 +61,15 @@ def _tokenizer(template):
 
 @functools.cache
 def _drafter(kind):
-  draft = tiny.draft('similar', num_layers=1)
+  draft = tiny_drafters.model(
+    tiny.draft('similar', num_layers=1), tiny_drafters.TREE
+  )
   lookup = functools.partial(tiny_drafters.candidates, PromptLookup((0.5,)))
   return {
-    'plain': lambda: PLAIN,
-    'staged': lambda: staged(
-      tiny_drafters.model(draft, tiny_drafters.TREE),
-      lookup(config=tiny_drafters.INNER),
-    ),
-    'lookup': lambda: lookup(config=tiny_drafters.TREE),
-  }[kind]()
+    'plain': PLAIN,
+    'staged': staged(draft, lookup(config=tiny_drafters.INNER)),
+    'lookup': lookup(config=tiny_drafters.TREE),
+  }[kind]
 
 
 def _generator(kind='plain', template=_TEMPLATE):

@@ -35,51 +35,34 @@ _LIMITS = pathlib.Path(__file__).parent / 'golden' / 'counted_work.json'
 _WORKLOAD = Workload(prompt_tokens=64, max_new_tokens=64)
 # By these XLA's CPU backend chooses its products.
 _INSTRUCTIONS = ('amx_bf16', 'avx2', 'avx512_bf16', 'avx512_vnni', 'avx512f')
-_NO_LIBTPU = 'no libtpu; run python scripts/install_libtpu.py'
-
-
-def _instructions():
-  """What this processor has of `_INSTRUCTIONS`, as far as it says."""
-  cpuinfo = pathlib.Path('/proc/cpuinfo')
-  flags = cpuinfo.read_text().split() if cpuinfo.exists() else []
-  return ' '.join(one for one in _INSTRUCTIONS if one in flags)
 
 
 def _versions():
-  """Of what the counts hang on besides this code."""
-  libtpu = find_libtpu()
-  folder = None if libtpu is None else libtpu.parents[1]
-  found = list(folder.glob('libtpu-*.dist-info')) if folder else []
+  """Of what the counts hang on besides this code, as far as it can be known."""
+  cpuinfo, libtpu = pathlib.Path('/proc/cpuinfo'), find_libtpu()
+  flags = cpuinfo.read_text().split() if cpuinfo.exists() else []
+  found = libtpu and [*libtpu.parents[1].glob('libtpu-*.dist-info')]
   return {
     'jaxlib': importlib.metadata.version('jaxlib'),
     'libtpu': found[0].name.removesuffix('.dist-info') if found else None,
-    'cpu': _instructions(),
+    'cpu': ' '.join(one for one in _INSTRUCTIONS if one in flags),
   }
 
 
 def _check(name, counted, update, *, compiler=()):
   """Compares with the limits of a program, or makes them those.
 
-  Args:
-    name: of the program.
-    counted: what there is.
-    update: whether these are the limits from now on.
-    compiler: of `_versions`, those that must be as they were.
+  They can be compared if the `_versions` named in `compiler` are the same.
   """
-  limits = json.loads(_LIMITS.read_text())
+  limits, here = json.loads(_LIMITS.read_text()), _versions()
+  versions = limits['versions']
   if update:
     limits[name] = counted
-    limits['versions'] |= {
-      package: version for package, version in _versions().items() if version
-    }
+    versions |= {key: version for key, version in here.items() if version}
     _LIMITS.write_text(json.dumps(limits, indent=1, sort_keys=True) + '\n')
     return
-  here = _versions()
-  for package in compiler:
-    if here[package] != limits['versions'][package]:
-      pytest.skip(
-        f'limits were counted with {limits["versions"]}, this is {here}'
-      )
+  if any(here[package] != versions[package] for package in compiler):
+    pytest.skip(f'limits were counted with {versions}, this is {here}')
   assert counted.keys() == limits[name].keys()
   grown = [
     f'{what}: {counted[what]}, limit {limit}'
@@ -90,7 +73,7 @@ def _check(name, counted, update, *, compiler=()):
     f'{name} has more to do than before: {"; ".join(grown)}. If that is'
     ' intended, say why in the commit and run python -m pytest'
     ' tests/counted_work_test.py --update_limits. The limits were counted with'
-    f' {limits["versions"]}, this is {here}'
+    f' {versions}, this is {here}'
   )
 
 
@@ -115,7 +98,7 @@ def update(request):
 )
 def test_the_compiled_loops_of_the_demo_pair(device, method, update):
   if device == 'v5e' and find_libtpu() is None:
-    pytest.skip(_NO_LIBTPU)
+    pytest.skip('no libtpu; run python scripts/install_libtpu.py')
   compiled = _compiled(device, method)
   report = analyse(method, compiled, DEVICES[device])
   counted = {'temporary bytes': report.temporary_bytes}

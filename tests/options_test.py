@@ -188,16 +188,15 @@ def test_the_penalty_is_that_of_transformers(penalty):
   torch = pytest.importorskip('torch')
   from transformers import RepetitionPenaltyLogitsProcessor
 
-  rng = np.random.default_rng(0)
-  text = np.array([[0, 9, 4, 0]], np.int32)
-  logits = 3 * rng.normal(size=(1, 1, VOCAB_SIZE)).astype(np.float32)
-  logits[0, 0, 4] = 0.0
+  logits = np.random.default_rng(0).normal(size=(1, 1, VOCAB_SIZE))
+  logits = logits.astype(np.float32)
+  logits[0, 0, [0, 9, 4]] = 2.0, -1.5, 0.0
   seen = jnp.zeros((1, VOCAB_SIZE), bool)
-  for part in np.split(text, 2, axis=1):  # of which the first token counts
-    seen = add_seen(seen, part, np.array([1], np.int32))
+  for part, count in (([[0, 9]], 2), ([[4, 7]], 1)):
+    seen = add_seen(seen, np.array(part), np.array([count], np.int32))
   sampling = specdec.Sampling(repetition_penalty=[penalty])
   sampling = check_sampling(sampling, 1, VOCAB_SIZE)
   process = RepetitionPenaltyLogitsProcessor(penalty)
-  expected = process(torch.tensor([[0, 4]]), torch.from_numpy(logits[0]))
+  expected = process(torch.tensor([[0, 9, 4]]), torch.from_numpy(logits[0]))
   adjusted = _adjust(logits, sampling, seen[:, None])
   np.testing.assert_allclose(adjusted[0], expected.numpy(), rtol=1e-6)

@@ -8,14 +8,12 @@ import signal
 from unittest import mock
 
 import command_lines
-from flax import nnx
 import numpy as np
 import pytest
+import tiny
 
 from models.bench import machine
 from models.checkpoints import hub
-from models.nn.gpt2 import GPT2
-from models.nn.gpt2 import GPT2Config
 from models.text.chat import Chat
 from models.text.generator import Generator
 from models.text.plan import Plan
@@ -30,11 +28,11 @@ _TEXT = 'def add(first, second):\n  return first + second\n' * 20
 _CHAIN = ('--method=chain', '--num_draft_tokens=2')
 
 
-def _save(folder, *, seed, vocab_size=280):
-  tokenizer = train_tokenizer([_TEXT], vocab_size=vocab_size, context=128)
-  shape = {'width': 16, 'num_layers': 1, 'num_heads': 2, 'num_positions': 128}
-  config = GPT2Config(vocab_size=len(tokenizer), **shape)
-  module = GPT2(config, rngs=nnx.Rngs(seed))
+def _save(folder, seed):
+  tokenizer = train_tokenizer([_TEXT], vocab_size=280, context=128)
+  module = tiny.module(
+    seed=seed, vocab_size=len(tokenizer), num_positions=128, num_layers=1
+  )
   hub.save_pretrained(module, folder, tokenizer=tokenizer)
   return folder
 

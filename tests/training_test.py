@@ -298,30 +298,26 @@ def test_a_student_equal_to_its_teacher_has_nothing_to_learn():
 def test_a_mixture_also_learns_to_use_its_experts_alike():
   module = tiny.llama_module('mixtral')
   graph, params = _pure(module)
-  windows = _windows()
-  tokens = windows[:, :-1]
-  size, length = tokens.shape
-  positions = np.broadcast_to(np.arange(length), tokens.shape)
-  mask = np.tril(np.ones((length, length), bool))[None].repeat(size, 0)
+  tokens = _windows()[:, :-1]
+  positions = np.broadcast_to(np.arange(8), tokens.shape)
+  mask = np.broadcast_to(np.tri(8, dtype=bool), (len(tokens), 8, 8))
+  loss = lambda weight: losses.make_loss(
+    graph, dtype=jnp.float32, balance_weight=weight
+  )(params, _windows())
 
   @jax.jit
-  def losses_and_routings(weights):
-    of = lambda weight: losses.make_loss(
-      graph, dtype=jnp.float32, balance_weight=weight
-    )(params, windows)
-    return jax.lax.map(of, weights), module.with_routing(
-      tokens, positions, mask
-    )[-1]
+  def losses_and_balance(weights):
+    *_, routings = module.with_routing(tokens, positions, mask)
+    balances = jnp.stack([*map(balance_loss, routings)])
+    return jax.lax.map(loss, weights), balances.mean()
 
-  (plain, weighted), routings = losses_and_routings(jnp.array([0.0, 2.0]))
-  balance = np.mean([jax.jit(balance_loss)(one) for one in routings])
+  (plain, weighted), balance = losses_and_balance(jnp.array([0.0, 2.0]))
   assert balance > 1.0
   np.testing.assert_allclose(weighted - plain, 2 * balance, rtol=1e-4)
 
 
-MODEL = GPT2Config(
-  vocab_size=16, num_positions=8, width=16, num_layers=1, num_heads=2
-)
+SHAPE = {'width': 16, 'num_layers': 1, 'num_heads': 2}
+MODEL = GPT2Config(**SHAPE, vocab_size=16, num_positions=8)
 SETTINGS = {
   'num_steps': 40,
   'batch_tokens': 32,
@@ -436,14 +432,14 @@ def test_distilling_approaches_the_teacher(tmp_path):
   teacher = losses.Teacher('t', module)
   student, curve = _train(tmp_path, teacher=teacher, learning_rate=0.02)
   assert curve[-1].train_loss < curve[0].train_loss
-  windows = jnp.asarray(TOKENS[:9])[None]
-  distance = jax.jit(
+  loss = jax.jit(
     losses.make_loss(_pure(student)[0], dtype=jnp.float32, teacher=teacher)
   )
-  untrained = GPT2(MODEL, rngs=nnx.Rngs(0))
-  entropy = distance(_pure(module)[1], windows)
-  gap = distance(_pure(student)[1], windows) - entropy
-  assert gap < 0.3 * (distance(_pure(untrained)[1], windows) - entropy)
+  entropy, trained, untrained = (
+    loss(_pure(one)[1], jnp.asarray(TOKENS[:9])[None])
+    for one in (module, student, GPT2(MODEL, rngs=nnx.Rngs(0)))
+  )
+  assert trained - entropy < 0.3 * (untrained - entropy)
 
 
 def test_run_writes_a_folder_and_refuses_another_corpus(
@@ -451,9 +447,8 @@ def test_run_writes_a_folder_and_refuses_another_corpus(
 ):
   """As scripts/train.py calls it."""
   (root / 'a' / '0.py').write_text(CODE * 30)
-  shape = {'width': 16, 'num_layers': 1, 'num_heads': 2}
   # The windows of 8 tokens are cut to this context.
-  six, seven = (pipeline.Shape(**shape, num_positions=n) for n in (6, 7))
+  six, seven = (pipeline.Shape(**SHAPE, num_positions=n) for n in (6, 7))
   folder = tmp_path / 'model'
   arguments = {
     'corpus': Corpus(folder=str(root), held_out_percent=20),
