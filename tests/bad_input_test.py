@@ -225,6 +225,13 @@ def test_config_values(config, key, value, message):
   assert message in str(caught.value)
 
 
+def test_a_config_that_is_nested_too_deeply(tmp_path):
+  path = tmp_path / 'config.json'
+  path.write_text('[' * 99_999)
+  flags = [f'--target={tmp_path}', '--draft=none']
+  assert str(path) in command_lines.refusal('cost_model.py', *flags)
+
+
 def _value(rng):
   """Something that a user may type."""
   return rng.choice(

@@ -8,12 +8,14 @@ import signal
 from unittest import mock
 
 import command_lines
+from flax import nnx
 import numpy as np
 import pytest
-import tiny
 
 from models.bench import machine
 from models.checkpoints import hub
+from models.nn.gpt2 import GPT2
+from models.nn.gpt2 import GPT2Config
 from models.text.chat import Chat
 from models.text.generator import Generator
 from models.text.plan import Plan
@@ -30,9 +32,9 @@ _CHAIN = ('--method=chain', '--num_draft_tokens=2')
 
 def _save(folder, seed):
   tokenizer = train_tokenizer([_TEXT], vocab_size=280, context=128)
-  module = tiny.module(
-    seed=seed, vocab_size=len(tokenizer), num_positions=128, num_layers=1
-  )
+  shape = {'width': 16, 'num_layers': 1, 'num_heads': 2, 'num_positions': 128}
+  config = GPT2Config(vocab_size=len(tokenizer), **shape)
+  module = GPT2(config, rngs=nnx.Rngs(seed))
   hub.save_pretrained(module, folder, tokenizer=tokenizer)
   return folder
 
@@ -104,6 +106,8 @@ def test_json_holds_texts_tokens_and_statistics(pair):
   assert stats['stage_forwards'] == {'draft': 2 * stats['target_forwards']}
   counts = [output['origins'][0].count(origin) for origin in (0, 1)]
   assert stats['origins'] == dict(zip(output['labels'], counts, strict=True))
+  rate = stats['new_tokens'] / stats['seconds']
+  assert stats['tokens_per_second'] == pytest.approx(rate)
   refused = command_lines.run_alone('generate.py', *pair, '--top_k=0')
   assert (refused.code, refused.output) == (2, '')
   assert refused.errors == (
@@ -125,11 +129,12 @@ def test_flags_become_arguments(pair, tmp_path, monkeypatch):
   flags += ['--logit_bias=3:100,4:-inf', r'--stop=\nxx', '--stop=nothing']
   flags += ['--log_probs', '--verify=rejection', '--children=with_replacement']
   flags += ['--break_even=2.5', '--method=tree', '--topology=k_ary:2x2']
-  flags += [f'--prompt_file={file}']
+  flags += [f'--prompt_file={file}', '--dtype=bfloat16']
   refused = command_lines.refusal('generate.py', *pair, *flags)
   assert refused.endswith('that is all')
   (generator, prompts), arguments = asked.call_args
   assert generator.drafter.shape == k_ary(2, 2)
+  assert generator.pair.target.spec.init_cache(1, 8).keys[0].dtype == 'bfloat16'
   assert prompts == ['def', 'return']
   assert arguments == {
     'max_new_tokens': 9,

@@ -172,6 +172,8 @@ def _describe(kind, changes, files=None) -> variants.Variant:
     model = transformers.AutoModelForCausalLM.from_config(made)
     model.save_pretrained(folder)
     stored = safetensors.torch.load_file(f'{folder}/model.safetensors')
+    if kind == 'gpt2':  # With all the keys that transformers writes.
+      config = json.loads(pathlib.Path(folder, 'config.json').read_text())
   prefix = 'transformer.' if kind == 'gpt2' else 'model.'
   prefix = prefix if files.pop('bare', False) else ''
   shapes = {
