@@ -81,16 +81,6 @@ class SamplingParams(flax.struct.PyTreeNode, kw_only=True):
     """`[B]` bool, the rows that sample; the others are greedy."""
     return self.temperature > 0
 
-  def of_row(self, row: int) -> 'SamplingParams':
-    """The parameters of one row, as a batch of one."""
-    bias = self.logit_bias
-    if bias is not None and bias.ndim == 2:
-      bias = bias[row : row + 1]
-    one_row = jax.tree.map(
-      lambda array: array[row : row + 1], self.replace(logit_bias=None)
-    )
-    return one_row.replace(logit_bias=bias)
-
 
 def per_row(values: jax.Array, like: jax.Array) -> jax.Array:
   """`[B]` values, shaped to broadcast against `like [B, ...]`."""
