@@ -116,5 +116,11 @@ def test_two_plans_are_joined_where_their_trees_differ_in_size_alone():
   for other in (plan('tree', num_nodes=8), plan('staged', width=4)):
     assert join_plans(large, other, 8) == (other, {})
   assert join_plans(plan('plain'), small, 8) == (small, {})
+  # A chain has as many nodes as drafted tokens, and the root.
+  chain = plan('chain', num_draft_tokens=4)
+  assert join_plans(chain, plan('plain'), 8) == (chain, {2: 5, 8: 1})
+  assert join_plans(chain, chain, 8) == (chain, {2: 5, 8: 5})
+  shorter = plan('chain', num_draft_tokens=2)
+  assert join_plans(chain, shorter, 8) == (shorter, {})
   fixed = plan('tree', topology='chain:3')
   assert join_plans(fixed, small, 8) == (small, {})

@@ -132,6 +132,13 @@ def find_plan(
   return plan
 
 
+def _num_nodes(plan: Plan) -> int:
+  """N of the trees of a plan without a topology."""
+  if plan.method in ('chain', 'staged_chain'):
+    return plan.drafting.num_draft_tokens + 1
+  return plan.drafting.tree.num_nodes
+
+
 def join_plans(
   alone: Plan, full: Plan, batch_size: int
 ) -> tuple[Plan, dict[int, int]]:
@@ -148,17 +155,16 @@ def join_plans(
     in the size of their trees alone or `full` is plain decoding. Otherwise the
     plan `full`, and no sizes.
   """
-  nodes = lambda plan: plan.drafting.tree.num_nodes
   resized = lambda plan: with_options(plan.drafting, {'num_nodes': 1})
   if alone.method == 'plain' or alone.drafting.topology is not None:
     return full, {}
   few = max(batch_size // 4, 1)
   if full.method == 'plain':
-    return alone, {few: nodes(alone), batch_size: 1}
+    return alone, {few: _num_nodes(alone), batch_size: 1}
   if (full.method, resized(full)) != (alone.method, resized(alone)):
     return full, {}
-  larger = max(alone, full, key=nodes)
-  return larger, {few: nodes(alone), batch_size: nodes(full)}
+  larger = max(alone, full, key=_num_nodes)
+  return larger, {few: _num_nodes(alone), batch_size: _num_nodes(full)}
 
 
 def table(plan: Plan) -> str:
