@@ -142,7 +142,8 @@ def _advance(target, drafter, request, state, num_steps, num_done, *, config):
     return repeat(PLAIN, carry, lambda state: ~state.fallback.speculating)
 
   carry = (jnp.zeros((), jnp.int32), state)
-  if not config.fallback:
+  # A plain drafter has nothing to fall back from.
+  if not (config.fallback and drafter.stages):
     return repeat(drafter, carry)[1]
   return lax.while_loop(goes_on, alternate, carry)[1]
 

@@ -136,7 +136,8 @@ def test_other_rules_draw_as_alone():
 
 
 def test_how_prompts_take_turns_changes_no_token():
-  slots = _slots('staged', reading=7, tree_sizes={1: 8, 3: 1})
+  sizes = {1: 8, 3: 1}  # Full batches are decoded plainly.
+  slots = _slots('staged', reading=7, tree_sizes=sizes, break_even=1.5)
   assert _tokens(_run(slots, _JOBS, num_ended=3)[0]) == _together().tokens
 
 
