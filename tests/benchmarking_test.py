@@ -18,6 +18,9 @@ from specdec.study.timing import warm_up
 
 def _generation(*rows):
   new_tokens = sum(map(len, rows))
+  forwards = new_tokens // 2
+  reads = lambda forwards, slots: {'forwards': forwards, 'slots': slots}
+  costs = lambda forward, slot: {'per_forward': forward, 'per_slot': slot}
   return Generation(
     tokens=[list(row) for row in rows],
     origins=[[0] * len(row) for row in rows],
@@ -27,22 +30,26 @@ def _generation(*rows):
     errors=[None] * len(rows),
     stats={
       'new_tokens': new_tokens,
-      'target_forwards': new_tokens // 2,
+      'target_forwards': forwards,
       'stage_forwards': {'draft': 3},
       'origins': {'target': new_tokens, 'draft': 0},
-      'accepted_histogram': [0, new_tokens // 2],
+      'accepted_histogram': [0, forwards],
       'positions': {'target': new_tokens**2 // 2, 'draft': 3},
       'reads': {
-        'plain': {'forwards': new_tokens, 'slots': 0},
-        'target': {'forwards': new_tokens // 2, 'slots': 0},
-        'draft': {'forwards': 3, 'slots': new_tokens},
+        'plain': reads(new_tokens, 0),
+        'target': reads(forwards, 0),
+        'draft': reads(3, new_tokens),
       },
-      'costs': {
-        'target': {'per_forward': 10, 'per_slot': 1},
-        'draft': {'per_forward': 1, 'per_slot': 2},
-      },
+      'costs': {'target': costs(10, 1), 'draft': costs(1, 2)},
     },
   )
+
+
+def _measured(*seconds):
+  """Batches of 2 and of 4 tokens that took so long."""
+  texts = ([1, 2], [1, 2, 3, 4])
+  pairs = zip(seconds, texts, strict=False)
+  return [Measurement(took, _generation(text)) for took, text in pairs]
 
 
 def test_flips_are_found_where_rows_part():
@@ -54,140 +61,107 @@ def test_flips_are_found_where_rows_part():
 
 
 def test_speed_is_pooled_and_per_batch():
-  slow = [
-    Measurement(4.0, _generation([1, 2])),
-    Measurement(8.0, _generation([1, 2, 3, 4])),
-  ]
-  fast = [
-    Measurement(1.0, _generation([1, 2])),
-    Measurement(3.0, _generation([1, 2, 3, 4])),
-  ]
-  arms = summarize_arms({'slow': slow, 'fast': fast}, baseline='slow')
+  measured = {'slow': _measured(4.0, 8.0), 'fast': _measured(1.0, 3.0)}
+  arms = summarize_arms(measured, baseline='slow')
+  fast = arms['fast']
   assert arms['slow']['speed'] == 1
-  assert arms['fast']['speed'] == pytest.approx(12 / 4)
-  assert arms['fast']['speed_per_batch'] == pytest.approx([4, 8 / 3])
-  assert arms['fast']['tokens_per_second'] == pytest.approx(6 / 4)
-  assert arms['fast']['block_efficiency'] == 2
-  assert arms['fast']['accepted_histogram'] == [0, 3]
-  assert arms['fast']['stage_forwards'] == {'draft': 6}
+  assert fast['speed'] == pytest.approx(12 / 4)
+  assert fast['speed_per_batch'] == pytest.approx([4, 8 / 3])
+  assert fast['tokens_per_second'] == pytest.approx(6 / 4)
+  assert fast['block_efficiency'] == 2
+  assert fast['accepted_histogram'] == [0, 3]
+  assert fast['stage_forwards'] == {'draft': 6}
   # Of 1 and 2 forwards, with 2 and 4 nodes.
-  assert arms['fast']['nodes_per_forward'] == pytest.approx((2 + 8) / 3)
-  assert arms['fast']['positions'] == {'target': 10, 'draft': 6}
+  assert fast['nodes_per_forward'] == pytest.approx((2 + 8) / 3)
+  assert fast['positions'] == {'target': 10, 'draft': 6}
   # 3 forwards of the target, 6 of the draft, 6 of its slots; plain takes 6.
   bandwidth = (3 * 10 + 6 * 1 + 6 * 2) / (6 * 10)
-  assert arms['fast']['relative_bandwidth'] == pytest.approx(bandwidth)
+  assert fast['relative_bandwidth'] == pytest.approx(bandwidth)
 
 
 def test_intervals_are_those_of_resampled_batches():
   # Either batch alone, or both: tokens over seconds, and over the baseline's.
-  slow = [
-    Measurement(4.0, _generation([1, 2])),
-    Measurement(8.0, _generation([1, 2, 3, 4])),
-  ]
-  fast = [
-    Measurement(1.0, _generation([1, 2])),
-    Measurement(4.0, _generation([1, 2, 3, 4])),
-  ]
-  arms = summarize_arms({'slow': slow, 'fast': fast}, baseline='slow')
+  measured = {'slow': _measured(4.0, 8.0), 'fast': _measured(1.0, 4.0)}
+  arms = summarize_arms(measured, baseline='slow')
   assert arms['fast']['tokens_per_second_interval'] == (1, 2)
   assert arms['fast']['speed_interval'] == (2, 4)
   assert arms['slow']['speed_interval'] == (1, 1)
-  alone = summarize_arms({'slow': slow[:1]}, baseline='slow')['slow']
+  alone = summarize_arms({'slow': _measured(4.0)}, baseline='slow')['slow']
   assert alone['speed_interval'] is None
 
 
-class _Recorder:
-  """Arms that say when they were called, and take no time."""
+def _recorded(calls):
+  """Two arms that say when they were called, and take no time."""
 
-  def __init__(self):
-    self.calls = []
-
-  def arm(self, name):
+  def arm(name):
     def decode(batch, limit):
-      self.calls.append((name, batch[0][0], limit))
+      calls.append((name, batch[0][0], limit))
       return _generation([1, 2])
 
     return decode
 
+  return {name: arm(name) for name in 'ab'}
+
 
 def test_arms_take_turns_in_an_order_that_is_reversed():
-  recorder = _Recorder()
-  arms = {name: recorder.arm(name) for name in 'ab'}
+  calls = []
   results = measure(
-    arms,
+    _recorded(calls),
     [[[7]], [[8]]],
     max_new_tokens=20,
-    before_batch=lambda: recorder.calls.append('before'),
+    before_batch=lambda: calls.append('before'),
   )
-  turns = lambda *order: [
-    (name, batch, limit) for name, batch in order for limit in (0, 20)
+  turns = lambda order, batch: [
+    (name, batch, limit) for name in order for limit in (0, 20)
   ]
-  assert recorder.calls == [
-    'before',
-    *turns(('a', 7), ('b', 7)),
-    'before',
-    *turns(('b', 8), ('a', 8)),
-  ]
-  assert {name: len(found) for name, found in results.items()} == {
-    'a': 2,
-    'b': 2,
-  }
+  expected = ['before', *turns('ab', 7), 'before', *turns('ba', 8)]
+  assert calls == expected
+  assert {name: len(found) for name, found in results.items()} == dict(a=2, b=2)
 
 
 def test_every_arm_is_warmed_up_once_for_every_shape():
-  recorder = _Recorder()
-  arms = {name: recorder.arm(name) for name in 'ab'}
   # The first two are padded to the same shape.
-  batches = [[[7]], [[8]], [[9] * 40]]
-  seconds = warm_up(arms, batches, max_new_tokens=20)
-  twice = lambda name: [(name, batch, 0) for batch in (9, 9, 7, 7)]
-  assert recorder.calls == [
-    *twice('a'),
-    ('a', 7, 8),
-    *twice('b'),
-    ('b', 7, 8),
-  ]
-  assert seconds.keys() == arms.keys()
+  calls, batches = [], [[[7]], [[8]], [[9] * 40]]
+  arms = _recorded(calls)
+  assert warm_up(arms, batches, max_new_tokens=20).keys() == arms.keys()
+  limits = [(9, 0), (9, 0), (7, 0), (7, 0), (7, 8)]
+  assert calls == [(name, *one) for name in 'ab' for one in limits]
+
+
+def _clocked(monkeypatch, takes):
+  """An arm that moves the clock; `takes` says by how much."""
+  now = 0.0
+
+  def decode(batch, limit):
+    nonlocal now
+    now += takes(limit)
+    return _generation([1, 2])
+
+  monkeypatch.setattr('time.perf_counter', lambda: now)
+  return {'a': decode}
 
 
 def test_compiling_is_what_a_first_call_takes_longer(monkeypatch):
-  # A clock that the arm moves: 5 seconds at first, then 2.
-  now = 0.0
+  # 5 seconds at first, then 2.
   takes = iter([5.0, 2.0, 4.0, 2.0, 0.0])
-
-  def decode(batch, limit):
-    nonlocal now
-    now += next(takes)
-    return _generation([1, 2])
-
-  monkeypatch.setattr('time.perf_counter', lambda: now)
-  batches = [[[7]], [[8] * 40]]
-  assert warm_up({'a': decode}, batches, max_new_tokens=9) == {'a': 5}
+  arms = _clocked(monkeypatch, lambda limit: next(takes))
+  assert warm_up(arms, [[[7]], [[8] * 40]], max_new_tokens=9) == {'a': 5}
 
 
 def test_no_batch_is_begun_when_time_is_up(monkeypatch):
-  now = 0.0
-
-  def decode(batch, limit):
-    nonlocal now
-    now += limit
-    return _generation([1, 2])
-
-  monkeypatch.setattr('time.perf_counter', lambda: now)
+  arms = _clocked(monkeypatch, lambda limit: limit)
   run = lambda seconds: measure(
-    {'a': decode}, [[[1]]] * 5, max_new_tokens=10, max_seconds=seconds
-  )
-  assert len(run(0)['a']) == len(run(-1)['a']) == 1
-  assert len(run(25)['a']) == 3
-  assert len(run(None)['a']) == 5
-  assert [one.seconds for one in run(0)['a']] == [10]
-  assert [one.prefill_seconds for one in run(0)['a']] == [0]
+    arms, [[[1]]] * 5, max_new_tokens=10, max_seconds=seconds
+  )['a']
+  assert [len(run(seconds)) for seconds in (0, -1, 25, None)] == [1, 1, 3, 5]
+  [only] = run(0)
+  assert (only.seconds, only.prefill_seconds) == (10, 0)
 
 
-@pytest.mark.parametrize('prefix', [[0], [2, 1, 0]])
-def test_margin_is_the_gap_of_the_best_two_logits(prefix):
+def test_margin_is_the_gap_of_the_best_two_logits():
   table = np.zeros((4, 4), np.float32)
   table[0] = [0.5, 2.0, 1.25, -3.0]
   model = table_model(table, max_positions=16)
-  margin = choice_margin(model, jax.random.key(0), prefix, Sampling())
-  assert margin == pytest.approx(0.75)
+  for prefix in ([0], [2, 1, 0]):
+    margin = choice_margin(model, jax.random.key(0), prefix, Sampling())
+    assert margin == pytest.approx(0.75)

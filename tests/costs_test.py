@@ -16,22 +16,9 @@ from specdec.study.costs import Trial
 _COSTS = StepCosts(prompt=0.5, verification={1: 0.1, 4: 0.13, 8: 0.21})
 
 
-def _trial(**changes):
-  counts = {
-    'num_nodes': 4,
-    'tokens': 100,
-    'forwards': 40,
-    'steps': 40,
-    'prompts': 2,
-    'seconds': 2.0,
-  }
-  return Trial(**(counts | changes))
-
-
 def test_v_is_linear_between_the_measured_sizes():
-  assert _COSTS.of_nodes(1) == 0.1
-  assert _COSTS.of_nodes(4) == 0.13
-  assert _COSTS.of_nodes(6) == pytest.approx(0.17)
+  found = [_COSTS.of_nodes(size) for size in (1, 4, 6)]
+  assert found == pytest.approx([0.1, 0.13, 0.17])
   for outside in (0, 9):
     with pytest.raises(ValueError, match='num_nodes must be 1 to 8'):
       _COSTS.of_nodes(outside)
@@ -40,18 +27,16 @@ def test_v_is_linear_between_the_measured_sizes():
 
 
 def test_a_prediction_by_hand():
-  trial = _trial()
+  counts = {'tokens': 100, 'forwards': 40, 'steps': 40, 'prompts': 2}
+  trial = Trial(num_nodes=4, seconds=2.0, **counts)
   # 2 s of replay, 2 prompts of 0.5 s, 40 steps of 0.13 s.
   assert trial.tokens_per_second(_COSTS) == pytest.approx(100 / (2 + 1 + 5.2))
   assert trial.block_efficiency == 2.5
   # A step: 0.05 s of drafting and 0.13 s of the target.
   assert trial.drafting_seconds == pytest.approx(0.05)
   assert trial.step_seconds(_COSTS) == pytest.approx(0.18)
-
-
-def test_rows_share_their_steps():
-  """One of 4 rows is slow; the others wait for it."""
-  trial = _trial(tokens=400, forwards=100, steps=40)
+  # Rows share their steps: one of 4 is slow, and the others wait for it.
+  trial = dataclasses.replace(trial, tokens=400, forwards=100)
   assert trial.block_efficiency == 4.0
   assert trial.tokens_per_second(_COSTS) == pytest.approx(400 / 8.2)
 
@@ -96,7 +81,7 @@ def test_with_the_batch_the_tree_shrinks_until_there_is_none():
 
 def _measure(target=None, texts=((1, 2, 3), (4,)), context=40, **options):
   return measure_step_costs(
-    tiny.gpt2() if target is None else target,
+    tiny.gpt2(num_layers=1) if target is None else target,
     texts,
     prompt_slots=32,
     max_new_tokens=64,
@@ -105,34 +90,26 @@ def _measure(target=None, texts=((1, 2, 3), (4,)), context=40, **options):
   )
 
 
-def test_costs_are_measured_for_every_size():
-  costs = _measure(node_counts=(4,))
-  assert costs.verification.keys() == {1, 4}
-  assert min(costs.verification.values()) > 0
-  assert costs.prompt > 0
+def test_costs_are_measured_for_sizes_that_may_pay_while_there_is_time():
+  costs = _measure(most_tokens=1e9)
+  assert costs.verification.keys() == {1, 2, 4, 8}
+  assert min(costs.prompt, *costs.verification.values()) > 0
+  # No forward is as fast as a limit of 0; two sizes are always measured.
+  assert _measure(most_tokens=0).verification.keys() == {1, 2}
+  assert _measure(is_late=lambda: True).verification.keys() == {1, 2}
+  answers = iter([False, True, True])
+  costs = _measure(is_late=lambda: next(answers))
+  assert costs.verification.keys() == {1, 2, 4}
   with pytest.raises(ValueError, match='context must be 2 to 96 tokens'):
     _measure(context=97)
   with pytest.raises(ValueError, match='at least one token in every row'):
     _measure(texts=[[1], []])
 
 
-def test_forwards_too_slow_to_pay_are_not_measured():
-  """No forward is as fast as a limit of 0; two sizes are always measured."""
-  assert _measure(most_tokens=0).verification.keys() == {1, 2}
-  assert _measure(most_tokens=1e9).verification.keys() == {1, 2, 4, 8}
-
-
-def test_two_sizes_are_measured_when_it_is_late():
-  assert _measure(is_late=lambda: True).verification.keys() == {1, 2}
-  answers = iter([False, True, True])
-  costs = _measure(is_late=lambda: next(answers))
-  assert costs.verification.keys() == {1, 2, 4}
-
-
 def test_nodes_are_different_tokens_of_the_text():
   """Equal tokens would need too few experts of a mixture."""
   seen = []
-  target = tiny.gpt2()
+  target = tiny.gpt2(num_layers=1)
   spec = target.spec
 
   def apply(params, tokens, *rest):
@@ -147,10 +124,8 @@ def test_nodes_are_different_tokens_of_the_text():
   )
   jax.effects_barrier()
   text = np.resize([1, 2, 3, 4, 5], 40)
-  prompts = [tokens for tokens in seen if tokens.shape == (1, 32)]
-  assert prompts
-  assert all(np.array_equal(tokens[0], text[:32]) for tokens in prompts)
-  nodes = {
-    tuple(tokens[0].tolist()) for tokens in seen if tokens.shape == (1, 4)
+  of_size = lambda size: {
+    tuple(tokens[0].tolist()) for tokens in seen if tokens.shape == (1, size)
   }
-  assert nodes == {tuple(text[36:40].tolist()), tuple(text[35:39].tolist())}
+  assert of_size(32) == {tuple(text[:32])}
+  assert of_size(4) == {tuple(text[36:40]), tuple(text[35:39])}

@@ -107,17 +107,17 @@ def test_more_worlds_and_longer_sequences(seed, children):
 
 def test_in_float64_nothing_is_left():
   """So the distance in float32 is rounding, and no error of the method."""
+  trees = ('chain of 2', 'ternary tree', 'ragged tree')
+  trees = [enumeration.TOPOLOGIES[name] for name in trees]
   with jax.enable_x64(True):
     worlds = enumeration.make_worlds(3, 5, dtype=np.float64)
     assert worlds.target.dtype == worlds.draft.dtype == np.float64
     for children in CHILDREN:
-      for name in ('chain of 2', 'ternary tree', 'ragged tree'):
-        law, _ = enumeration.tree_law(
-          worlds, enumeration.TOPOLOGIES[name], children, 3
-        )
+      for law, _ in (
+        *(enumeration.tree_law(worlds, tree, children, 3) for tree in trees),
+        enumeration.block_law(worlds, 3, children, 3, 3),
+      ):
         _assert_law(worlds, law, 3, tolerance=1e-13)
-      law, _ = enumeration.block_law(worlds, 3, children, 3, 3)
-      _assert_law(worlds, law, 3, tolerance=1e-13)
 
 
 def test_an_error_would_be_seen():
@@ -131,6 +131,13 @@ def test_an_error_would_be_seen():
 # How many tokens are accepted: a rule that rejected all would be exact, too.
 
 
+def _emitted(worlds, num_tokens, children):
+  """Expected tokens of a step with a chain, by rejection and by blocks."""
+  one_by_one = enumeration.tree_law(worlds, chain(num_tokens), children, 4)
+  block = enumeration.block_law(worlds, num_tokens, children, 4, num_tokens)
+  return one_by_one[1], block[1]
+
+
 @pytest.mark.parametrize('children', CHILDREN)
 def test_as_many_guesses_stand_as_can(children):
   """Of one token 1 - TV, or the target's probability of one not drawn."""
@@ -140,11 +147,20 @@ def test_as_many_guesses_stand_as_can(children):
   best = np.take_along_axis(target, worlds.ranked[root, :1], axis=1)[:, 0]
   likely = np.minimum(target, draft).sum(1)
   is_drawn = worlds.stochastic[root] & (children != BEST)
-  expected = np.where(is_drawn, likely, best)
-  _, emitted = enumeration.tree_law(worlds, chain(1), children, 4)
-  np.testing.assert_allclose(emitted, 1 + expected, atol=1e-6)
-  _, emitted = enumeration.block_law(worlds, 1, children, 4, 1)
-  np.testing.assert_allclose(emitted, 1 + expected, atol=1e-6)
+  expected = 1 + np.where(is_drawn, likely, best)
+  for emitted in _emitted(worlds, 1, children):
+    np.testing.assert_allclose(emitted, expected, atol=1e-6)
+  # A block keeps at least as many; with point masses nothing is made up for.
+  one_by_one, block = _emitted(worlds, 3, children)
+  assert np.all(block > one_by_one - 1e-6)
+  more = np.mean(block > one_by_one + 1e-3)
+  assert more == 0 if children == BEST else more > 0.1
+  # An identical draft is never rejected.
+  if children != BEST:
+    same = enumeration.make_worlds(3, 6, drafts=('identical',))
+    stochastic = same.stochastic[:: len(same.contexts)]
+    for emitted in _emitted(same, 3, children):
+      np.testing.assert_allclose(emitted[stochastic], 4, atol=1e-5)
 
 
 def test_all_of_a_few_best_guesses_stand():
@@ -156,27 +172,6 @@ def test_all_of_a_few_best_guesses_stand():
   expected = np.where(best >= 0, probs, 0.0).sum(1)
   _, emitted = enumeration.tree_law(worlds, k_ary(3, 1), BEST, 3)
   np.testing.assert_allclose(emitted, 1 + expected, atol=1e-6)
-
-
-def test_a_block_keeps_at_least_as_many():
-  worlds = _worlds(3, 4)
-  for children in CHILDREN:
-    _, one_by_one = enumeration.tree_law(worlds, chain(3), children, 4)
-    _, block = enumeration.block_law(worlds, 3, children, 4, 3)
-    assert np.all(block > one_by_one - 1e-6)
-    more = np.mean(block > one_by_one + 1e-3)
-    # With point masses there is nothing to make up for.
-    assert more == 0 if children == BEST else more > 0.1
-
-
-def test_an_identical_draft_is_never_rejected():
-  worlds = enumeration.make_worlds(3, 6, drafts=('identical',))
-  stochastic = worlds.stochastic[:: len(worlds.contexts)]
-  for children in (WITHOUT_REPLACEMENT, WITH_REPLACEMENT):
-    _, emitted = enumeration.tree_law(worlds, chain(3), children, 4)
-    np.testing.assert_allclose(emitted[stochastic], 4, atol=1e-5)
-    _, emitted = enumeration.block_law(worlds, 3, children, 4, 3)
-    np.testing.assert_allclose(emitted[stochastic], 4, atol=1e-5)
 
 
 # Distributions of which rejection leaves nothing.
@@ -228,21 +223,16 @@ def test_drafts_that_leave_nothing(children):
 
 def test_a_block_of_which_nothing_is_left():
   """Weights of 1 and of 0, and no residual: never NaN nor a wrong cut."""
-  one, half = np.eye(2)[0], np.full(2, 0.5)
-  judge = lambda target, draft, tokens: enumeration.judge_block(
-    np.asarray(target, np.float32)[None],
-    np.asarray(draft, np.float32)[None],
-    np.array([tokens], np.int32),
-    np.array([len(tokens)], np.int32),
+  one, half = np.eye(2, dtype=np.float32)[0], np.full(2, 0.5, np.float32)
+  target = np.stack([[half] * 3, [1 - one, half, half], [one] * 3])
+  draft = np.stack([[half] * 2, [one, half], [one] * 2])
+  tokens = np.array([[0, 1], [0, 1], [0, 0]], np.int32)
+  chances, left = enumeration.judge_block(
+    target, draft, tokens, np.full(3, 2, np.int32)
   )
-  chances, left = judge([half, half, half], [half, half], [0, 1])
-  assert chances.tolist() == [[1, 1, 1]]
-  np.testing.assert_array_equal(left, [[half, half]])  # the target itself
-  chances, left = judge([1 - one, half, half], [one, half], [0, 1])
-  assert chances.tolist() == [[1, 0, 0]]
-  np.testing.assert_array_equal(left[0, 0], 1 - one)
-  chances, _ = judge([one, one, one], [one, one], [0, 0])
-  assert chances.tolist() == [[1, 1, 1]]
+  assert chances.tolist() == [[1, 1, 1], [1, 0, 0], [1, 1, 1]]
+  np.testing.assert_array_equal(left[0], [half, half])  # the target itself
+  np.testing.assert_array_equal(left[1, 0], 1 - one)
 
 
 # Trees that are grown, not drawn: every state has a tree of its own.
@@ -380,12 +370,14 @@ def _random_trees(case, children):
       parent[row, node], depth[node] = above, depth[above] + 1
       if above in verified and rng.random() < share:
         verified.append(node)
-    verified = verified[:_NUM_NODES]
-    places = 1 + rng.choice(
-      _NUM_NODES - 1, size=len(verified) - 1, replace=False
-    )
-    nodes[row, [0, *np.sort(places)]] = verified
+    _put(nodes[row], verified[1:_NUM_NODES], rng)
   return _tree(token, parent), nodes
+
+
+def _put(nodes, verified, rng):
+  """The root, then some nodes in order, at places of `nodes [N]`."""
+  places = 1 + rng.choice(_NUM_NODES - 1, size=len(verified), replace=False)
+  nodes[[0, *np.sort(places)]] = [0, *verified]
 
 
 def _random_chains(case, is_drawn):

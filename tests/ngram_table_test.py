@@ -1,6 +1,6 @@
 """Looking up contexts, and files of tables."""
 
-import dataclasses
+import collections
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,8 @@ def _table(contexts, *, order, vocab_size, k=2):
   every = {context[:n] for context in contexts for n in range(order)}
   names = sorted(every, key=lambda name: (len(name), name))
   index = {name: number for number, name in enumerate(names)}
-  children = [[c for c in names if c and c[:-1] == name] for name in names]
-  first_child = 1 + np.cumsum([0, *map(len, children)])
+  children = collections.Counter(name[:-1] for name in names if name)
+  first_child = 1 + np.cumsum([0, *(children[name] for name in names)])
   shape = (len(names), k)
   rng = np.random.default_rng(0)
   log_probs = np.sort(-9 * rng.random(shape))[:, ::-1].astype(np.float32)
@@ -73,15 +73,7 @@ def _random(order, vocab_size, low, num_contexts=150):
 
 @pytest.mark.parametrize(
   ('order', 'vocab_size', 'low'),
-  [
-    (1, 6, 0),
-    (2, 300, 0),
-    (3, 300, 0),
-    (3, 262144, 262100),
-    (4, 6, 0),
-    (5, 6, 0),
-    (5, 262144, 0),
-  ],
+  [(1, 6, 0), (2, 300, 0), (3, 262144, 262100), (5, 6, 0), (5, 262144, 0)],
 )
 def test_the_longest_known_context_is_found(order, vocab_size, low):
   table, index, histories = _random(order, vocab_size, low)
@@ -101,27 +93,16 @@ def test_any_leading_shape_and_vmap():
   mapped = jax.jit(jax.vmap(find_context, (None, 0)))(table, histories)
   assert np.array_equal(mapped, expected)
   one = _find(table, histories[7])
-  assert one.shape == ()
-  assert one == expected[7]
-
-
-def test_no_context_is_known_but_the_empty_one():
+  assert (one.shape, one) == ((), expected[7])
+  # A lookup takes the same steps whatever the text.
+  steps = str(jax.make_jaxpr(find_context)(table, histories))
+  assert f'length={table.num_probes}' in steps
+  assert 'while' not in steps
+  # No context is known but the empty one.
   table, _ = _table([()], order=3, vocab_size=9)
   assert table.num_contexts == 1
   histories = np.array([[0, 0], [-1, -1], [8, 3]], np.int32)
   assert _find(table, histories).tolist() == [0, 0, 0]
-
-
-def test_a_lookup_takes_the_same_steps_whatever_the_text():
-  table, _, histories = _random(3, 300, 0)
-  steps = str(jax.make_jaxpr(find_context)(table, histories))
-  assert f'length={table.num_probes}' in steps
-  assert 'while' not in steps
-  assert 'callback' not in steps
-
-
-def test_histories_of_another_width_are_refused():
-  table, _ = _table([(1, 2)], order=3, vocab_size=9)
   with pytest.raises(ValueError, match=r'the last 2 tokens .* order 3, got'):
     find_context(table, np.zeros((4, 3), np.int32))
 
@@ -176,19 +157,14 @@ def test_bad_files_are_refused(tmp_path):
   path = tmp_path / 'table'
   _refused(path, 'there is no n-gram table')
   _refused(tmp_path, 'there is no n-gram table')
-  path.write_bytes(b'')
-  _refused(path, 'cannot be read as an n-gram table')
-  path.write_text('def f():\n  pass\n' * 9)
-  _refused(path, 'cannot be read as an n-gram table')
-
   table, _, _ = _random(3, 300, 0)
   save_table(path, table, {})
   whole = path.read_bytes()
-  path.write_bytes(whole[:-1])
-  _refused(path, 'cannot be read as an n-gram table')
+  for content in (b'', b'def f():\n  pass\n' * 9, whole[:-1]):
+    path.write_bytes(content)
+    _refused(path, 'cannot be read as an n-gram table')
   path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
   _refused(path, 'is damaged')
-
   for metadata in (None, {'format': 'pt'}, {'ngram_table': '{}'}):
     safetensors_numpy.save_file({'a': np.zeros(3)}, path, metadata=metadata)
     _refused(path, 'is not an n-gram table of this version')
@@ -203,11 +179,3 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
   with pytest.raises(TypeError):
     save_table(path, table, {'version': object()})
   assert load_table(path)[1] == {'version': 1}
-
-
-def test_the_table_is_a_pytree_with_static_sizes():
-  table, _, _ = _random(3, 300, 0)
-  assert len(jax.tree.leaves(table)) == 4
-  assert jax.tree.map(lambda leaf: leaf, table).order == 3
-  names = {field.name for field in dataclasses.fields(table)}
-  assert {'order', 'vocab_size'} < names

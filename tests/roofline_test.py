@@ -1,15 +1,12 @@
 """Bytes, operations and the roofs, beside figures made by hand."""
 
 import pytest
-import tiny
 
 from models.bench import machine as machine_limits
 from models.bench.machine import bytes_read
 from models.bench.machine import flops
-from models.bench.machine import model_size
 from models.bench.machine import ModelSize
 from models.bench.machine import place
-from models.nn.adapter import as_model
 
 _COSTS = {
   'target': {'per_forward': 100, 'per_slot': 2},
@@ -21,10 +18,11 @@ _FIGURES = {
   'stage_forwards': {'draft': 8, 'ngram': 20},
   'positions': {'target': 12, 'draft': 16, 'ngram': 99},
   'reads': {
-    'plain': {'forwards': 50, 'slots': 1000},
-    'target': {'forwards': 4, 'slots': 40},
-    'draft': {'forwards': 8, 'slots': 160},
-    'ngram': {'forwards': 20, 'slots': 0},
+    name: {'forwards': forwards, 'slots': slots}
+    for name, forwards, slots in (
+      *(('plain', 50, 1000), ('target', 4, 40)),
+      *(('draft', 8, 160), ('ngram', 20, 0)),
+    )
   },
   'seconds': 7.0,
   'prefill_seconds': 2.0,
@@ -36,15 +34,10 @@ _FLOPS = 2 * 12 * (50 + 10) + 2 * 16 * (5 + 20 * 2)
 _BYTES = 4 * 100 + 40 * 2 + 8 * 10 + 160 + 20 * 3
 
 
-def test_all_models_are_read_and_plain_decoding_is_not():
-  assert bytes_read(_FIGURES['reads'], _COSTS) == _BYTES
-
-
-def test_every_position_multiplies_weights_and_what_it_sees():
-  assert flops(_FIGURES, _SIZES) == _FLOPS
-
-
 def test_an_arm_is_placed_under_the_roofs():
+  """All models are read, and the reads of plain decoding do not count."""
+  assert bytes_read(_FIGURES['reads'], _COSTS) == _BYTES
+  assert flops(_FIGURES, _SIZES) == _FLOPS
   placed = place(_FIGURES, _COSTS, _SIZES, {'bytes_per_second': 200.0})
   assert placed == {
     'arithmetic_intensity': pytest.approx(_FLOPS / _BYTES),
@@ -53,21 +46,6 @@ def test_an_arm_is_placed_under_the_roofs():
     'ideal_seconds_per_target_forward': pytest.approx(_BYTES / 200 / 4),
     'of_memory_limit': pytest.approx(_BYTES / 200 / 5),
   }
-
-
-@pytest.mark.parametrize('tied', [True, False])
-def test_the_size_is_what_a_forward_multiplies(tied):
-  width, layers, vocab = 16, 2, 40
-  model = as_model(
-    tiny.module(
-      width=width, num_layers=layers, vocab_size=vocab, tie_embeddings=tied
-    )
-  )
-  # Attention 4, MLP 8 matrices of width x width a layer; the head.
-  assert model_size(model) == ModelSize(
-    parameters=layers * 12 * width**2 + vocab * width,
-    cache_per_slot=2 * layers * width,
-  )
 
 
 def test_medians_of_the_samples_count(monkeypatch):

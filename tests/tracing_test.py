@@ -45,32 +45,23 @@ def _few(logits):
 
 
 @functools.cache
-def _drafter(shape):
-  draft = table_model(_DRAFT, max_positions=96)
-  guesses = tiny_drafters.exact(tiny.table(_VOCAB_SIZE, 2) + _TABLE)
-  return {
-    'ragged': lambda: tiny_drafters.model(draft, _RAGGED),
-    'gaps': lambda: tiny_drafters.candidates(_few(_TABLE), config=_RAGGED),
-    'staged': lambda: specdec.staged(
-      tiny_drafters.model(draft, _TREE),
-      tiny_drafters.candidates(guesses, config=_INNER),
-    ),
-  }[shape]()
-
-
-@functools.cache
 def _both(shape):
   """A trace, and what `generate` says.
 
   The tree with gaps is left for plain steps now and then.
   """
-  arguments = (
-    table_model(_TABLE, max_positions=96),
-    jax.random.key(3),
-    _PROMPTS,
-  )
+  guesses = tiny_drafters.exact(tiny.table(_VOCAB_SIZE, 2) + _TABLE)
+  drafter = {
+    'gaps': tiny_drafters.candidates(_few(_TABLE), config=_RAGGED),
+    'staged': specdec.staged(
+      tiny_drafters.model(table_model(_DRAFT, max_positions=96), _TREE),
+      tiny_drafters.candidates(guesses, config=_INNER),
+    ),
+  }[shape]
+  target = table_model(_TABLE, max_positions=96)
+  arguments = (target, jax.random.key(3), _PROMPTS)
   options = {
-    'drafter': _drafter(shape),
+    'drafter': drafter,
     'max_new_tokens': _LIMITS,
     'sampling': specdec.Sampling(temperature=[0.0, 0.0, 0.8]),
     'log_probs': True,
@@ -81,9 +72,10 @@ def _both(shape):
   return traces, specdec.generate(*arguments, **options)
 
 
-@pytest.mark.parametrize('shape', ['ragged', 'gaps', 'staged'])
+@pytest.mark.parametrize('shape', ['gaps', 'staged'])
 def test_it_tells_what_generate_says(shape):
   traces, result = _both(shape)
+  sums = collections.Counter()
   for row, trace in enumerate(traces):
     assert list(trace.tokens) == result.tokens[row]
     assert list(trace.origins) == result.origins[row]
@@ -91,27 +83,27 @@ def test_it_tells_what_generate_says(shape):
     assert trace.labels == result.labels
     assert trace.finish_reason == result.finish_reasons[row]
     assert list(trace.prompt_tokens) == _PROMPTS[row]
-  assert not traces[1].blocks  # its limit is 0
-  stats = result.stats
-  sums = collections.Counter()
-  for trace in traces:
     sums.update(trace.stage_forwards)
     sums.update(dict(enumerate(trace.accepted_histogram)))
+  assert not traces[1].blocks  # its limit is 0
+  stats = result.stats
   assert sums['target'] == stats['target_forwards']
   for name, forwards in stats['stage_forwards'].items():
     assert sums[name] == forwards > 0
   for accepted, count in enumerate(stats['accepted_histogram']):
     assert sums[accepted] == count
-  nodes = sum(len(block.tokens) for one in traces for block in one.blocks)
-  verified = stats['nodes_per_forward'] * stats['target_forwards']
-  if shape != 'gaps':  # they are fed, but nobody guessed them
-    assert nodes == pytest.approx(verified)
+  sizes = [len(block.tokens) for one in traces for block in one.blocks]
+  if shape == 'staged':
+    verified = stats['nodes_per_forward'] * stats['target_forwards']
+    assert sum(sizes) == pytest.approx(verified)
+  else:  # Gaps are fed, but nobody guessed them; plain steps are told.
+    assert min(sizes) == 1 < max(sizes)
   first = traces[0]
   assert next(iter(first.blocks[0].forwards)) == 'target'
   assert first.block_efficiency == len(first.tokens) / len(first.blocks)
 
 
-@pytest.mark.parametrize('shape', ['ragged', 'gaps', 'staged'])
+@pytest.mark.parametrize('shape', ['gaps', 'staged'])
 def test_the_path_is_the_walk_of_the_target(shape):
   """Greedy: from node to node as long as a child is what the table says."""
   traces, _ = _both(shape)
@@ -130,20 +122,16 @@ def test_the_path_is_the_walk_of_the_target(shape):
 
 
 def test_probabilities_are_those_of_who_guessed():
-  """A fixed topology of a table: the draft's softmax, to a power."""
-  traces, _ = _both('ragged')
-  powered = np.asarray(jax.nn.softmax(_RAGGED.calibration * _DRAFT, axis=1))
-  for block in traces[0].blocks[:3]:
+  """What the draft model guessed has the probability that it gives."""
+  probs = np.asarray(jax.nn.softmax(_DRAFT, axis=1))
+  guessed = 0
+  for block in _both('staged')[0][0].blocks:
     for node in range(1, len(block.tokens)):
-      parent = block.tokens[block.parents[node]]
-      expected = powered[parent, block.tokens[node]]
-      assert block.probs[node] == pytest.approx(expected, abs=1e-5)
-
-
-def test_with_a_guard_plain_steps_are_told():
-  sizes = [len(block.tokens) for block in _both('gaps')[0][0].blocks]
-  assert min(sizes) == 1
-  assert max(sizes) > 1
+      if block.origins[node] == 1:
+        expected = probs[block.tokens[block.parents[node]], block.tokens[node]]
+        assert block.probs[node] == pytest.approx(expected, abs=1e-5)
+        guessed += 1
+  assert guessed > 10
 
 
 _BLOCK = Block(
@@ -168,12 +156,10 @@ _TRACE = Trace(
 )
 
 
-def _refusal(changes):
-  """Why a record of a trace with these changes is refused."""
-  record = changes and json.loads(_TRACE.to_json()) | changes
-  with pytest.raises(ValueError, match='no trace of a decode') as error:
-    Trace.from_json(json.dumps(record))
-  return str(error.value)
+def _read(**changes):
+  """A trace from the JSON of one with these changes."""
+  record = json.loads(_TRACE.to_json()) | changes
+  return Trace.from_json(json.dumps(record, default=dataclasses.asdict))
 
 
 def test_what_follows_from_a_block_by_hand():
@@ -211,18 +197,14 @@ def test_what_follows_from_a_block_by_hand():
   ],
 )
 def test_inconsistent_blocks_are_refused(changes):
-  blocks = [_BLOCK, _block(**{'start': 5} | changes)]
-  refusal = _refusal({'blocks': list(map(dataclasses.asdict, blocks))})
-  assert 'block 1 is inconsistent' in refusal
+  with pytest.raises(ValueError, match='block 1 is inconsistent'):
+    _read(blocks=[_BLOCK, _block(**{'start': 5} | changes)])
 
 
 @pytest.mark.parametrize(
   ('changes', 'message'),
   [
-    (
-      {'blocks': [dataclasses.asdict(_block(path=(0, 1, 9)))]},
-      'index out of range',
-    ),
+    ({'blocks': [_block(path=(0, 1, 9))]}, 'index out of range'),
     ({'prompt_tokens': (1,)}, 'block 0 is inconsistent'),
     ({'labels': ('target', 'draft')}, 'block 0 is inconsistent'),
     ({'texts': {}}, 'block 0 is inconsistent'),
@@ -232,16 +214,17 @@ def test_inconsistent_blocks_are_refused(changes):
     ({'blocks': [{}]}, 'missing'),
     ({'blocks': 3}, 'not iterable'),
     ({'more': 3}, 'more'),
-    (None, 'no JSON object'),
   ],
 )
 def test_what_is_no_trace_is_refused(changes, message):
-  assert message in _refusal(changes)
+  with pytest.raises(ValueError, match='no trace of a decode.*' + message):
+    _read(**changes)
 
 
 def test_json_there_and_back():
   for trace in (_TRACE, _both('staged')[0][0]):
     assert Trace.from_json(trace.to_json()) == trace
     assert '\n' not in trace.to_json()
-  with pytest.raises(ValueError, match=r'no trace of a decode.*Expecting'):
-    Trace.from_json('{')
+  for text, message in (('{', 'Expecting'), ('null', 'no JSON object')):
+    with pytest.raises(ValueError, match=f'no trace of a decode.*{message}'):
+      Trace.from_json(text)
