@@ -56,14 +56,8 @@ quick_jit = functools.partial(
 _CHUNK = 4096  # rows at a time, so that few shapes are compiled
 
 # Every field is always set, to what changes nothing: one program for all.
-NEUTRAL = {
-  'temperature': 1.0,
-  'top_k': 1000,
-  'top_p': 1.0,
-  'min_p': 0.0,
-  'repetition_penalty': 1.0,
-  'logit_bias': 0.0,
-}
+NEUTRAL = {'temperature': 1.0, 'top_k': 1000, 'top_p': 1.0, 'min_p': 0.0}
+NEUTRAL |= {'repetition_penalty': 1.0, 'logit_bias': 0.0}
 SAMPLINGS = {
   'temperature 1': {},
   'temperature 0.6': {'temperature': 0.6},
@@ -85,34 +79,28 @@ SAMPLINGS = {
 }
 """The bias is that of token 1."""
 
-DRAFTS = (
-  'similar',
-  'uniform',
-  'adversarial',
-  'one-hot',
-  'peaked',
-  'identical',
-)
-"""The adversarial draft never proposes the target's likeliest token; the peaked
-one has two tokens so likely that float32 has no room for the others."""
+# The adversarial one never proposes the target's likeliest token; the peaked
+# one has two tokens so likely that float32 has no room for the others.
+_DRAFT_LOGITS = {
+  'similar': lambda target, noise, order: target + noise,
+  'uniform': lambda target, noise, order: np.zeros(target.shape),
+  'adversarial': lambda target, noise, order: np.where(
+    target == target.max(-1, keepdims=True), -200.0, noise
+  ),
+  'one-hot': lambda target, noise, order: np.where(order == 0, 0.0, -1e9),
+  'peaked': lambda target, noise, order: (
+    -np.array([0.0, 30.0, 130.0, 131.0, 131.5])[order]
+  ),
+  'identical': lambda target, noise, order: target,
+}
+DRAFTS = tuple(_DRAFT_LOGITS)
 
 
 def draft_logits(kind: str, target: np.ndarray, rng) -> np.ndarray:
   """The logits of one of `DRAFTS`, for `target [..., V]`."""
-  shape, vocab_size = target.shape, target.shape[-1]
-  if kind == 'similar':
-    return target + rng.normal(size=shape)
-  if kind == 'uniform':
-    return np.zeros(shape)
-  if kind == 'adversarial':
-    best = target.argmax(-1)[..., None] == np.arange(vocab_size)
-    return np.where(best, -200.0, rng.normal(size=shape))
-  if kind == 'identical':
-    return target
-  order = np.argsort(rng.random(shape), axis=-1)
-  if kind == 'one-hot':
-    return np.where(order == 0, 0.0, -1e9)
-  return -np.array([0.0, 30.0, 130.0, 131.0, 131.5])[order]  # peaked
+  noise = rng.normal(size=target.shape)
+  order = np.argsort(rng.random(target.shape), axis=-1)
+  return _DRAFT_LOGITS[kind](target, noise, order)
 
 
 def full_sampling(values: dict, vocab_size: int) -> SamplingParams:
@@ -141,7 +129,7 @@ TOPOLOGIES = {
   'more children than tokens': k_ary(5, 1),
 }
 _GROWN = Settings(
-  num_nodes=7, width=3, branching=2, rounds=3, capacity=20, cost_ratio=0
+  num_nodes=7, width=3, branching=2, rounds=2, capacity=20, cost_ratio=0
 )
 
 
@@ -192,31 +180,25 @@ def exact_probs(
     seen: `[S, V]` bool, tokens that the context has.
     values: one of `SAMPLINGS`.
   """
-  exact = {
-    name: np.float64(np.float32(value))
-    for name, value in (NEUTRAL | values).items()
-  }
-  rows = np.arange(len(logits))[:, None]
-  logits = np.array(logits, np.float64)
-  logits[:, 1] += exact['logit_bias']
-  penalty = np.where(
-    logits > 0, 1 / exact['repetition_penalty'], exact['repetition_penalty']
+  temperature, top_k, top_p, min_p, penalty, bias = (
+    np.float64(np.float32(value)) for value in (NEUTRAL | values).values()
   )
-  logits = np.where(seen, logits * penalty, logits)
-  if exact['temperature'] == 0:
+  logits = np.array(logits, np.float64)
+  logits[:, 1] += bias
+  penalized = logits * np.where(logits > 0, 1 / penalty, penalty)
+  logits = np.where(seen, penalized, logits)
+  if temperature == 0:
     return np.eye(logits.shape[1])[logits.argmax(1)]
   order = np.argsort(-logits, axis=1, kind='stable')
-  ranked = logits[rows, order] / exact['temperature']
-  ranked[:, int(exact['top_k']) :] = -np.inf
+  ranked = np.take_along_axis(logits, order, axis=1) / temperature
+  ranked[:, int(top_k) :] = -np.inf
   probs = np.exp(ranked - ranked[:, :1])
   probs /= probs.sum(1, keepdims=True)
   before = np.cumsum(probs, axis=1) - probs
-  keep = (before < exact['top_p']) | (exact['top_p'] == 1)
-  keep &= probs >= exact['min_p'] * probs[:, :1]
+  keep = ((before < top_p) | (top_p == 1)) & (probs >= min_p * probs[:, :1])
   probs = np.where(keep, probs, 0.0)
-  back = np.empty_like(probs)
-  back[rows, order] = probs / probs.sum(1, keepdims=True)
-  return back
+  probs /= probs.sum(1, keepdims=True)
+  return np.take_along_axis(probs, np.argsort(order, axis=1), axis=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,6 +228,14 @@ class Worlds:
     child = np.minimum(child, len(self.contexts) - 1)
     return world[:, None] * len(self.contexts) + child
 
+  def after(self, states: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """`[n]`, the state after one token of each state."""
+    return self.following(states)[range(len(tokens)), tokens]
+
+  def is_drawn(self, states: np.ndarray, children) -> np.ndarray:
+    """`[n]` bool, whether the children of a state are drawn, not the best."""
+    return self.stochastic[states] & (children != BEST)
+
   def begin(self) -> np.ndarray:
     """The mass of each state at the start: all of it on the prompt."""
     mass = np.zeros(len(self.length))
@@ -257,9 +247,8 @@ class Worlds:
     mass = self.begin()
     for depth in range(length):
       states = np.flatnonzero((self.length == depth) & (mass > 0))
-      spread(
-        mass, self.following(states), mass[states, None] * self.exact[states]
-      )
+      more = mass[states, None] * self.exact[states]
+      spread(mass, self.following(states), more)
     return self.of_length(mass, length)
 
   def of_length(self, mass: np.ndarray, length: int) -> np.ndarray:
@@ -284,8 +273,7 @@ class Worlds:
     if rank < self.vocab_size:
       best = self.ranked[states, rank]
     best = best[:, None] == np.arange(self.vocab_size)
-    is_drawn = self.stochastic[states] & (children != BEST)
-    return np.where(is_drawn[:, None], law, best)
+    return np.where(self.is_drawn(states, children)[:, None], law, best)
 
 
 def spread(mass: np.ndarray, at: np.ndarray, more: np.ndarray) -> None:
@@ -411,33 +399,27 @@ def _try_children(worlds, states, mass, ranks, children):
     law = worlds.next_draw(states, drawn, rank, children)
     rows, tokens = np.nonzero(law)
     here = states[rows]
-    is_drawn = worlds.stochastic[here] & (children != BEST)
     certain = np.eye(worlds.vocab_size, dtype=draft.dtype)[tokens]
-    given = np.where(is_drawn[:, None], draft[rows], certain)
+    is_drawn = worlds.is_drawn(here, children)[:, None]
     chance, left, after = _in_chunks(
       functools.partial(_attempt, children=children),
       target[rows],
-      given,
+      np.where(is_drawn, draft[rows], certain),
       tokens.astype(np.int32),
     )
     tried = mass[rows] * law[rows, tokens]
     of_child = np.zeros(number)
-    spread(
-      of_child, worlds.following(here)[range(len(rows)), tokens], tried * chance
-    )
+    spread(of_child, worlds.after(here, tokens), tried * chance)
     arrived.append(of_child)
     # States without such a child stay as they are.
     none = law.sum(1) == 0
-    join = lambda old, new, none=none: np.concatenate([old[none], new])
-    now_drawn = drawn[rows]
-    now_drawn[range(len(rows)), tokens] = True
-    mass = join(mass, tried * (1.0 - chance))
-    states, drawn = join(states, here), join(drawn, now_drawn)
-    target, draft = join(target, left), join(draft, after)
-    possible = mass > 0
-    states, mass, drawn, target, draft = (
-      array[possible] for array in (states, mass, drawn, target, draft)
-    )
+    old = (states, mass, drawn, target, draft)
+    rejected = tried * (1.0 - chance)
+    new = (here, rejected, drawn[rows] | (certain > 0), left, after)
+    joined = [
+      np.concatenate([a[none], b]) for a, b in zip(old, new, strict=True)
+    ]
+    states, mass, drawn, target, draft = (one[joined[1] > 0] for one in joined)
   bonus = np.zeros(number)
   spread(bonus, worlds.following(states), mass[:, None] * target)
   return arrived, bonus
@@ -475,7 +457,7 @@ def tree_law(worlds: Worlds, topology, children: str, length: int):
         arrived[*path, rank] = of_child
       if first == 0:
         emitted = bonus + sum(of_children)
-        expected += emitted.reshape(len(worlds.names), -1).sum(1)
+        expected += emitted.reshape(len(expected), -1).sum(1)
   return worlds.of_length(mass, length), expected
 
 
@@ -498,23 +480,20 @@ def grown_law(worlds: Worlds, trees, length: int) -> np.ndarray:
       tried = (parent[roots, index] == node) & (worlds.length[states] < length)
       if not np.any(tried):
         continue
-      keep = lambda array, tried=tried: array[~tried]
       tokens = token[roots[tried], index]
       certain = np.eye(worlds.vocab_size, dtype=target.dtype)[tokens]
-      chance, left, _ = _in_chunks(
-        functools.partial(_attempt, children=BEST),
-        target[tried],
-        certain,
-        tokens,
+      attempt = functools.partial(_attempt, children=BEST)
+      chance, left, _ = _in_chunks(attempt, target[tried], certain, tokens)
+      after = worlds.after(states[tried], tokens)
+      # Those that are not tried, are accepted, are rejected.
+      join = lambda old, new, same, tried=tried: np.concatenate(
+        [old[~tried], new, same]
       )
-      after = worlds.following(states[tried])[range(len(tokens)), tokens]
-      rejected = here[tried] * (1.0 - chance)
-      join = lambda *arrays: np.concatenate(arrays)
-      target = join(keep(target), worlds.target[after], left)
-      here = join(keep(here), here[tried] * chance, rejected)
-      node = join(keep(node), np.full(len(tokens), index), node[tried])
-      states = join(keep(states), after, states[tried])
-      roots = join(keep(roots), roots[tried], roots[tried])
+      target = join(target, worlds.target[after], left)
+      here = join(here, here[tried] * chance, here[tried] * (1.0 - chance))
+      node = join(node, np.full(len(tokens), index), node[tried])
+      states = join(states, after, states[tried])
+      roots = join(roots, roots[tried], roots[tried])
     enough = worlds.length[states] == length
     spread(mass, states[enough], here[enough])
     states, here, target = (array[~enough] for array in (states, here, target))
@@ -547,43 +526,40 @@ def block_law(
   expected = np.zeros(len(worlds.names))
   for first in range(length):
     start = np.flatnonzero((worlds.length == first) & (mass > 0))
-    states, here = [start], mass[start]
-    tokens: list[np.ndarray] = []
-    for _ in range(size):
+    # By node of the chain; what is behind its end is arbitrary.
+    states, here = (
+      np.repeat(start[:, None], num_tokens + 1, axis=1),
+      mass[start],
+    )
+    tokens = np.zeros((len(start), num_tokens), np.int32)
+    for depth in range(size):
       nothing = np.zeros((len(here), worlds.vocab_size), bool)
-      law = worlds.next_draw(states[-1], nothing, 0, children)
+      law = worlds.next_draw(states[:, depth], nothing, 0, children)
       rows, drawn = np.nonzero(law)
       here = here[rows] * law[rows, drawn]
-      tokens = [*(one[rows] for one in tokens), drawn]
-      states = [one[rows] for one in states]
-      after = worlds.following(states[-1])[range(len(rows)), drawn]
-      states.append(after)
-    garbage = np.zeros(len(here), int)
-    in_chain = np.stack(tokens + [garbage] * (num_tokens - size), axis=1)
-    of_node = np.stack(
-      states + [start[:1].repeat(len(here))] * (num_tokens - size), axis=1
-    )
-    certain = np.eye(worlds.vocab_size, dtype=worlds.draft.dtype)[in_chain]
-    is_drawn = worlds.stochastic[states[0]] & (children != BEST)
-    draft = worlds.draft[of_node[:, :-1]]
+      states, tokens = states[rows], tokens[rows]
+      tokens[:, depth] = drawn
+      states[:, depth + 1] = worlds.after(states[:, depth], drawn)
+    certain = np.eye(worlds.vocab_size, dtype=worlds.draft.dtype)[tokens]
+    is_drawn = worlds.is_drawn(states[:, 0], children)[:, None, None]
     chances, left = _in_chunks(
       judge_block,
-      worlds.target[of_node],
-      np.where(is_drawn[:, None, None], draft, certain),
-      in_chain.astype(np.int32),
+      worlds.target[states],
+      np.where(is_drawn, worlds.draft[states[:, :-1]], certain),
+      tokens,
       np.full(len(here), size, np.int32),
     )
     for accepted in reversed(range(size + 1)):  # the longest accepted prefix
       kept = here * chances[:, accepted]
       here = here * (1.0 - chances[:, accepted])
       if first + accepted >= length:
-        spread(mass, states[length - first], kept)
+        spread(mass, states[:, length - first], kept)
       else:
-        at = states[accepted]
+        at = states[:, accepted]
         bonus = worlds.target[at] if accepted == size else left[:, accepted]
         spread(mass, worlds.following(at), kept[:, None] * bonus)
       if first == 0:
-        world = states[0] // len(worlds.contexts)
+        world = states[:, 0] // len(worlds.contexts)
         spread(expected, world, kept * min(accepted + 1, length))
     np.testing.assert_allclose(here, 0.0, atol=1e-12)
   return worlds.of_length(mass, length), expected

@@ -29,15 +29,11 @@ _LENGTH = 4
 _NUM_ROWS = 60_000  # of each sampling
 _CHUNK = 6100  # at a time; XLA folds constants as long as this for minutes
 
+_FILTERS = {'temperature': 0.7, 'top_p': 0.9, 'min_p': 0.02}
+_FILTERS |= {'repetition_penalty': 1.4, 'logit_bias': 0.3}
 _SAMPLINGS = {
   'temperature 1': {},
-  'filters': {
-    'temperature': 0.7,
-    'top_p': 0.9,
-    'min_p': 0.02,
-    'repetition_penalty': 1.4,
-    'logit_bias': 0.3,
-  },
+  'filters': _FILTERS,
   'greedy': {'temperature': 0.0},
 }
 _DRAWN = ('temperature 1', 'filters')  # those whose distribution is tested
@@ -50,20 +46,16 @@ _CASES = [
   ('block', WITHOUT_REPLACEMENT, 'chain of 2'),
 ]
 _MORE_CASES = [
-  *(
-    ('rejection', BEST, name)
-    for name in ('none', 'bigram', 'binary tree', 'tree')
-  ),
-  *(
-    (rule, children, name)
-    for children in CHILDREN
-    for rule, name in (
-      *(('rejection', 'chain of 2'), ('rejection', 'ragged tree')),
-      ('block', 'chain of 2'),
-    )
-  ),
-  *(('block', BEST, name) for name in ('none', 'bigram chain')),
-  *(('match', BEST, name) for name in ('none', 'tree', 'binary tree')),
+  (rule, children, name)
+  for rule, kinds, names in (
+    ('rejection', [BEST], ('none', 'bigram', 'binary tree', 'tree')),
+    ('rejection', CHILDREN, ('chain of 2', 'ragged tree')),
+    ('block', CHILDREN, ('chain of 2',)),
+    ('block', [BEST], ('none', 'bigram chain')),
+    ('match', [BEST], ('none', 'tree', 'binary tree')),
+  )
+  for children in kinds
+  for name in names
 ]
 
 # Of one test among all, so that all hold with a probability of 99.9% at least.
@@ -88,13 +80,7 @@ def _tables():
 def _run(target, drafter, samplings, keys, kinds, *, config):
   """The new tokens of many rows, each a batch of its own.
 
-  Args:
-    target: a model.
-    drafter: the drafter.
-    samplings: stacked.
-    keys: `[n]`.
-    kinds: `[n]`, indices of the samplings.
-    config: of the decode.
+  `samplings` are stacked, `kinds [n]` are indices of them; `keys [n]`.
   """
 
   def decode_row(key, kind):
@@ -109,10 +95,8 @@ def _run(target, drafter, samplings, keys, kinds, *, config):
 def _decode(rule, children, name, num_rows, seed):
   """Tokens `[n, L]` and steps `[n]` of each sampling."""
   target, draft = _tables()
-  samplings = [
-    enumeration.full_sampling(values, _VOCAB_SIZE)
-    for values in _SAMPLINGS.values()
-  ]
+  full = functools.partial(enumeration.full_sampling, vocab_size=_VOCAB_SIZE)
+  samplings = map(full, _SAMPLINGS.values())
   # Greedy rows need not be as many; they are the last.
   sizes = [num_rows] * len(_DRAWN) + [num_rows // 30]
   kinds = np.repeat(np.arange(len(sizes)), sizes)
@@ -143,8 +127,7 @@ def _law(name):
     after = enumeration.exact_probs(logits, seen, _SAMPLINGS[name])
     probs = (probs[:, None] * after).ravel()
     texts = np.repeat(texts, _VOCAB_SIZE, axis=0)
-    new = np.resize(tokens, len(texts))
-    texts = np.concatenate([texts, new[:, None]], axis=1)
+    texts = np.c_[texts, np.resize(tokens, len(texts))]
   return probs
 
 
@@ -162,9 +145,11 @@ def _p_value(counts, law):
   join = lambda array: np.append(array[~rare], array[rare].sum())
   counts, law = join(counts), join(law)
   kept = law > 0
-  return stats.power_divergence(
-    counts[kept], counts.sum() * law[kept], lambda_='log-likelihood'
-  ).pvalue
+  expected = counts.sum() * law[kept]
+  test = stats.power_divergence(
+    counts[kept], expected, lambda_='log-likelihood'
+  )
+  return test.pvalue
 
 
 def _moved(law, amount):
@@ -175,9 +160,8 @@ def _moved(law, amount):
   """
   order = np.argsort(law)
   below = np.isin(np.arange(len(law)), order[np.cumsum(law[order]) < 0.5])
-  moved = law * np.where(
-    below, 1 + amount / law[below].sum(), 1 - amount / law[~below].sum()
-  )
+  more, less = amount / law[below].sum(), amount / law[~below].sum()
+  moved = law * np.where(below, 1 + more, 1 - less)
   np.testing.assert_allclose(0.5 * np.abs(moved - law).sum(), amount)
   return moved
 

@@ -21,6 +21,7 @@ _LIMIT = 32
 _BRANCHING = 3
 _ROWS = 3
 _PROMPTS = tiny.prompts(_ROWS)
+_EOS_IDS = range(0, tiny.VOCAB_SIZE, 8)
 _TARGET = tiny.gpt2(num_layers=1)
 _DRAFT = tiny.perturbed(_TARGET, 0.2)
 # A greedy row between sampled ones.
@@ -48,7 +49,7 @@ def test_stages_have_the_counts_and_the_ends_of_the_target():
   All that a target has to do with it: a penalty changes its logits.
   """
   options = {'sampling': dataclasses.replace(_SAMPLING, repetition_penalty=1.3)}
-  options['eos_ids'] = range(0, tiny.VOCAB_SIZE, 8)
+  options['eos_ids'] = _EOS_IDS
   config = Settings(
     num_nodes=8, width=3, branching=2, rounds=3, capacity=24, cost_ratio=None
   )
@@ -68,7 +69,7 @@ def test_stages_have_the_counts_and_the_ends_of_the_target():
   assert decode(oracle_target(_TARGET.spec, _texts(real)), knowing) == real
   counts = real.stats['accepted_histogram']
   assert sum(count > 0 for count in counts) > 1, 'nothing to tell apart'
-  assert set(real.finish_reasons) == {'eos', 'length'}
+  assert 'eos' in real.finish_reasons
   rounds = real.stats['stage_forwards']['draft']
   assert 0 < rounds < 3 * real.stats['target_forwards']
 
@@ -100,7 +101,7 @@ def test_ranks_are_those_of_the_drafter():
   One position is tried per forward, that after the token emitted last.
   """
   drafter = tiny_drafters.model(_DRAFT, Settings(topology=k_ary(_BRANCHING, 1)))
-  real = _decode(_TARGET, drafter)
+  real = _decode(_TARGET, drafter, eos_ids=_EOS_IDS)  # before their limits
   ranks, own = (_ranks(model, _texts(real)) for model in (_DRAFT, _TARGET))
   all_stood = []
   for row, origins in enumerate(real.origins):

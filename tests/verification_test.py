@@ -35,11 +35,8 @@ def test_origins_by_hand():
     chosen=jnp.zeros((3, 3), jnp.int32),
   )
   nodes = jnp.tile(jnp.arange(6), (3, 1))
-  assert accept.emitted_origins(tree, nodes, verdict).tolist() == [
-    [1, 2, 0],
-    [3, 0, 0],
-    [0, 0, 0],
-  ]
+  origins = accept.emitted_origins(tree, nodes, verdict)
+  assert origins.tolist() == [[1, 2, 0], [3, 0, 0], [0, 0, 0]]
 
 
 def _slow_step(accepted, valid, room, ends):
@@ -55,16 +52,14 @@ def _slow_step(accepted, valid, room, ends):
 
 
 @pytest.mark.parametrize('often', [0.0, 0.1])
-@pytest.mark.parametrize('max_depth', [0, 1, 2, 5])
+@pytest.mark.parametrize('max_depth', [0, 2, 5])
 def test_the_stop_rule_against_a_loop(max_depth, often):
   rng = np.random.default_rng(max_depth)
   draw = lambda end: rng.integers(end, size=4000).astype(np.int32)
   accepted, room = draw(max_depth + 1), draw(max_depth + 4)
   valid = draw(2 * max_depth + 3)
-  kinds = [RUNNING, EOS, STOP]
-  ends = rng.choice(
-    kinds, (4000, max_depth + 1), p=[1 - 2 * often, often, often]
-  ).astype(np.int32)
+  kinds, shares = [RUNNING, EOS, STOP], [1 - 2 * often, often, often]
+  ends = rng.choice(np.int32(kinds), (4000, max_depth + 1), p=shares)
   verdict = Verdict(place=None, accepted=accepted, chosen=ends)
   emitted, reason = _count_emitted(verdict, ends, valid, room)
   expected = list(map(_slow_step, accepted, valid, room, ends))
@@ -76,13 +71,12 @@ def test_the_stop_rule_against_a_loop(max_depth, often):
   assert {case[1] for case in expected} == reasons
 
 
-@pytest.mark.parametrize('bad', [np.nan, np.inf])
-def test_logits_count_as_far_as_they_are_numbers(bad):
+def test_logits_count_as_far_as_they_are_numbers():
   logits = np.zeros((5, 4, 6), np.float32)
   logits[:, :, 2] = -np.inf  # a token that is never chosen
-  logits[1, 0, 3] = bad  # the root
-  logits[2, 3, 5] = bad  # the last of the path
-  logits[3, 1, 0] = bad  # off the path
+  logits[1, 0, 3] = np.nan  # the root
+  logits[2, 3, 5] = np.inf  # the last of the path
+  logits[3, 1, 0] = np.nan  # off the path
   logits[4, 2] = -np.inf  # no token can be chosen
   path = np.array([[0, 2, 3]] * 5)
   verdict = Verdict(
