@@ -112,7 +112,11 @@ DTYPE = flags.DEFINE_enum(
   ' computed in bfloat16',
 )
 DRAFT_DTYPE = flags.DEFINE_enum(
-  'draft_dtype', None, dtypes.DTYPES, 'of the draft; default: as --dtype'
+  'draft_dtype',
+  None,
+  dtypes.DTYPES,
+  'of the draft; default: as --dtype, but int8 beside bfloat16 where the'
+  ' kernels for CPU are used; what is decoded does not depend on it',
 )
 CPU_KERNELS = flags.DEFINE_enum(
   'cpu_kernels',

@@ -123,6 +123,16 @@ def test_target_and_draft_are_quantised_independently():
   assert _is_matrix(pair.draft.params['wte']['embedding'])
 
 
+def test_default_dtype_of_the_draft():
+  resolve = lambda dtype, target_dtype, packed: hub.resolve_draft_dtype(
+    dtype, 'demo', target_dtype=target_dtype, packed=packed
+  )
+  assert resolve(None, 'bfloat16', True) == 'int8'
+  assert resolve(None, 'bfloat16', False) == 'bfloat16'
+  assert resolve(None, 'float32', True) == 'float32'
+  assert resolve('bfloat16', 'bfloat16', True) == 'bfloat16'
+
+
 def test_eight_bits_are_not_saved(tmp_path):
   hub.save_pretrained(tiny.module(num_layers=1), tmp_path / 'a')
   with pytest.raises(ValueError, match='dtype=int8 cannot be saved'):

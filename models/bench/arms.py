@@ -138,8 +138,8 @@ def peer_arms(
 class Task:
   """The decoding task that all arms share.
 
-  Target, draft (None if no arm needs it), revision and `draft_dtype` (None: the
-  dtype of the arm) are those of `models.text.pair.load_pair`; `drafting` of
+  Target, draft (None if no arm needs it), revision and `draft_dtype` (None: by
+  the dtype of the arm) are those of `models.text.pair.load_pair`; `drafting` of
   `models.text.drafters.make_drafter`, but arms may differ from it; `sampling`,
   `max_new_tokens` and the entries `verify`, `children` and `break_even` of
   `verification` of `specdec.generate`.

@@ -264,6 +264,30 @@ def resolve_dtype(dtype: jax.typing.DTypeLike, name: str | pathlib.Path) -> str:
   return usable[0] if usable else 'float32'
 
 
+def resolve_draft_dtype(
+  dtype: jax.typing.DTypeLike | None,
+  name: str | pathlib.Path,
+  *,
+  target_dtype: str,
+  packed: bool,
+) -> str:
+  """The name of the dtype of a draft, where None is chosen for it.
+
+  It is that of the target, but int8 beside a target in bfloat16 if the kernels
+  of `models.nn.cpu` are used: no dtype of the draft changes what is decoded, a
+  forward then reads half as many bytes, and eight bits are multiplied faster.
+
+  Args:
+    dtype: None or a dtype, `auto` as for `resolve_dtype`.
+    name: of the draft, see `locate`.
+    target_dtype: of the target.
+    packed: whether the kernels are used.
+  """
+  if dtype is not None:
+    return resolve_dtype(dtype, name)
+  return 'int8' if packed and target_dtype == 'bfloat16' else target_dtype
+
+
 def shape_module(config: Config, dtype: jnp.dtype) -> Module:
   """A module with shapes in place of weights."""
   make = family_of(config).module

@@ -491,7 +491,8 @@ def load(
       float32. In float32 drafted and plain tokens are equal, and with
       `cpu_kernels` in every dtype but float16; else they may differ in 16 bits
       where two logits are as close as rounding (docs/cpu.md).
-    draft_dtype: of the draft; None for that of the target.
+    draft_dtype: of the draft; None: as the target, but int8 beside
+      bfloat16 where the kernels for CPU are used.
     cpu_kernels: whether the kernels of `models.nn.cpu` are used on CPU, if they
       can be compiled.
     revision: of the target, on the hub.

@@ -211,7 +211,9 @@ def load_checkpoints(
   size = model.spec.vocab_size
   draft_model = None
   if draft is not None:
-    own_dtype = hub.resolve_dtype(draft_dtype or dtype, draft.folder)
+    own_dtype = hub.resolve_draft_dtype(
+      draft_dtype, draft.folder, target_dtype=dtype, packed=packed
+    )
     draft_model = as_model(
       hub.load_module(draft.folder, dtype=own_dtype, packed=packed)
     )
@@ -239,7 +241,8 @@ def load_pair(
       None for no draft.
     dtype: of the target's matrices: float32, bfloat16, float16 or int8, see
       `hub.load_module`, or auto, see `hub.resolve_dtype`.
-    draft_dtype: of the draft's matrices; None for that of the target.
+    draft_dtype: of the draft's matrices; None: see
+      `hub.resolve_draft_dtype`.
     revision: of the target, on the hub.
     cpu_kernels: whether the kernels of `models.nn.cpu` are used on CPU, if they
       can be compiled.

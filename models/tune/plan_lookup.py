@@ -11,6 +11,7 @@ import numpy as np
 
 from models.bench.record import describe_machine
 from models.bench.record import to_table
+from models.checkpoints import hub
 from models.nn.cpu import build
 from models.text.pair import find_checkpoints
 from models.text.pair import load_pair
@@ -76,14 +77,21 @@ class Setup:
     Raises:
       ValueError: a model cannot be found.
     """
+    target, draft = find_checkpoints(
+      self.target, self.draft, revision=self.revision
+    )
+    packed = self.cpu_kernels and build.is_available()
+    draft_dtype = self.dtype
+    if draft is not None:
+      draft_dtype = hub.resolve_draft_dtype(
+        self.draft_dtype, draft.folder, target_dtype=self.dtype, packed=packed
+      )
     return Context(
-      models=model_digests(
-        *find_checkpoints(self.target, self.draft, revision=self.revision)
-      ),
+      models=model_digests(target, draft),
       machine=describe_machine(),
       dtype=self.dtype,
-      draft_dtype=self.draft_dtype or self.dtype,
-      cpu_kernels=self.cpu_kernels and build.is_available(),
+      draft_dtype=draft_dtype,
+      cpu_kernels=packed,
       batch_size=self.batch_size,
       sampling={
         name: _as_json(value)
