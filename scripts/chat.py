@@ -93,8 +93,8 @@ def main() -> None:
 
   with contextlib.suppress(ImportError):
     import readline  # noqa: F401, lets `input` edit lines
-  generator = options.generator(_METHOD, [options.DEFAULT_PROMPT], 1)
   begin = functools.partial(first_messages, system=_SYSTEM.value)
+  generator = options.generator(_METHOD, [options.DEFAULT_PROMPT], 1, begin(''))
   # Before anything is typed, so that bad flags are refused first.
   chat = generator.chat(begin(''), context=_CONTEXT.value, **options.decoding())
   is_new = True

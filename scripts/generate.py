@@ -78,13 +78,15 @@ def main() -> None:
       '--prompt_file: only its first prompt; --batch_size takes more',
       file=sys.stderr,
     )
-  generator = options.generator(_METHOD, prompts, batch_size)
+  ask = functools.partial(first_messages, system=_SYSTEM.value)
+  given = [*map(ask, prompts)] if _CHAT.value else prompts
+  generator = options.generator(
+    _METHOD, prompts, batch_size, given[0] if _CHAT.value else None
+  )
   arguments = options.decoding() | {
     'stop': [stop.replace('\\n', '\n') for stop in _STOP.value],
     'log_probs': _LOG_PROBS.value,
   }
-  ask = functools.partial(first_messages, system=_SYSTEM.value)
-  given = [*map(ask, prompts)] if _CHAT.value else prompts
   if _STREAM.value:
     result = _show(generator.stream(given, **arguments))
     print(f'\n\n{result.table()}')

@@ -401,7 +401,10 @@ def plan(batch_size: int, samples: Callable[[], list[str]]) -> Any:
 
 
 def generator(
-  method: flags.FlagHolder, samples: list[str], batch_size: int
+  method: flags.FlagHolder,
+  samples: list[str],
+  batch_size: int,
+  messages: Any = None,
 ) -> Any:
   """The `models.Generator` of the flags.
 
@@ -409,14 +412,20 @@ def generator(
     method: the flag `--method`.
     samples: prompts, in case that a plan has to be made.
     batch_size: of the decodes to come.
+    messages: see `models.load`.
   """
   from models.text.generator import load
 
   found = plan(batch_size, lambda: samples)
   if found is not None:
     _check_contradictions(found, method)
-  drafting = draft_settings()
-  return load(**models(), method=method.value, drafting=drafting, plan=found)
+  return load(
+    **models(),
+    method=method.value,
+    drafting=draft_settings(),
+    plan=found,
+    messages=messages,
+  )
 
 
 def many(

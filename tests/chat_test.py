@@ -5,6 +5,7 @@ way to be cut into tokens. Models are random, and their answers end early.
 """
 
 import functools
+import shutil
 import string
 
 import numpy as np
@@ -14,6 +15,8 @@ import tiny_drafters
 import tokenizers
 import transformers
 
+import models
+from models.checkpoints import hub
 from models.text.generator import Generator
 from models.text.pair import Pair
 from specdec import PLAIN
@@ -234,6 +237,16 @@ def test_conversations_go_with_texts_and_ids():
 def test_what_is_no_conversation_is_refused(messages, template, words):
   with pytest.raises(ValueError, match=words):
     _generator(template=template).chat(messages)
+
+
+def test_a_missing_template_is_noticed_before_the_weights_are_read(tmp_path):
+  def without_weights(folder, names):
+    return [name for name in names if name.endswith('.safetensors')]
+
+  folder = tmp_path / 'base'
+  shutil.copytree(hub.locate('demo'), folder, ignore=without_weights)
+  with pytest.raises(ValueError, match='has no chat template'):
+    models.load(str(folder), None, method='plain', messages=[_user()])
 
 
 @pytest.mark.parametrize('context', [0, 81, 2.5, 'all'])

@@ -29,6 +29,7 @@ import numpy as np
 
 from models.text.chat import Chat
 from models.text.chat import MAX_CONTEXT
+from models.text.chat_template import conversation_ids
 from models.text.chat_template import is_conversation
 from models.text.chat_template import Message
 from models.text.chat_template import Prompt
@@ -475,6 +476,7 @@ def load(
   draft_dtype: jax.typing.DTypeLike | None = None,
   cpu_kernels: bool = True,
   revision: str | None = None,
+  messages: Sequence[Message] | None = None,
 ) -> Generator:
   """Loads a target and what drafts for it.
 
@@ -496,6 +498,8 @@ def load(
     cpu_kernels: whether the kernels of `models.nn.cpu` are used on CPU, if they
       can be compiled.
     revision: of the target, on the hub.
+    messages: a conversation that the chat template of the target must accept,
+      which is checked before the weights are loaded.
 
   Raises:
     ValueError: a model cannot be used, or target, draft and plan do not fit
@@ -508,6 +512,9 @@ def load(
   checkpoints = find_checkpoints(target, draft, revision=revision)
   if plan is not None:
     plan.check_models(model_digests(*checkpoints))
+  tokenizer = checkpoints[0].tokenizer
+  if messages is not None and tokenizer is not None:
+    conversation_ids(tokenizer, messages)
   pair = load_checkpoints(
     *checkpoints,
     dtype=dtype,
