@@ -15,6 +15,7 @@ import functools
 import importlib.metadata
 import json
 import pathlib
+from unittest import mock
 
 import jax
 import pytest
@@ -22,6 +23,7 @@ import tiny
 import tiny_drafters
 from tiny_drafters import Settings
 
+from models.compiled import programs
 from models.compiled.hlo import parse
 from models.compiled.programs import compile_program
 from models.compiled.programs import config_of
@@ -29,7 +31,13 @@ from models.compiled.programs import DEVICES
 from models.compiled.programs import find_libtpu
 from models.compiled.programs import Workload
 from models.compiled.report import analyse
+from models.nn.llama import LlamaConfig
+from models.text.settings import DraftSettings
+from models.text.settings import parse_topology
 import specdec
+from specdec.verify.block import BlockRule
+from specdec.verify.match import MatchRule
+from specdec.verify.rejection import RejectionRule
 
 _LIMITS = pathlib.Path(__file__).parent / 'golden' / 'counted_work.json'
 _WORKLOAD = Workload(prompt_tokens=64, max_new_tokens=64)
@@ -116,6 +124,57 @@ def test_the_compiled_loops_of_the_demo_pair(device, method, update):
     }
   compiler = ('jaxlib', 'cpu' if device == 'cpu' else 'libtpu')
   _check(f'{device} {method}', counted, update, compiler=compiler)
+
+
+# Qwen2.5 1.5B and 0.5B with one layer each: 467 and 272 MB of embeddings.
+_VOCABULARY = {
+  name: LlamaConfig(
+    vocab_size=151_936,
+    num_positions=4096,
+    width=width,
+    num_layers=1,
+    num_heads=width // head_width,
+    num_kv_heads=2,
+    head_width=head_width,
+    inner_width=inner_width,
+    qkv_bias=True,
+    tie_embeddings=True,
+  )
+  for name, width, head_width, inner_width in (
+    ('1.5b', 1536, 128, 8960),
+    ('0.5b', 896, 64, 4864),
+  )
+}
+_DRAWN = RejectionRule('without_replacement')
+
+
+@pytest.mark.parametrize(
+  ('method', 'topology', 'rule', 'megabytes'),
+  [
+    ('plain', None, MatchRule(), 64),
+    ('tree', 'k_ary:2x5', _DRAWN, 128),
+    pytest.param('tree', None, RejectionRule(), 128, marks=pytest.mark.long),
+    pytest.param('chain', None, _DRAWN, 64, marks=pytest.mark.long),
+    pytest.param(
+      'chain', None, BlockRule(_DRAWN.children), 64, marks=pytest.mark.long
+    ),
+    pytest.param('staged', None, MatchRule(), 256, marks=pytest.mark.long),
+  ],
+)
+@pytest.mark.parametrize(
+  'device', ['cpu', pytest.param('v5e', marks=pytest.mark.long)]
+)
+def test_memory_with_a_large_vocabulary(
+  device, method, topology, rule, megabytes
+):
+  """Of a row, beyond weights and caches; a float32 embedding has 545 MB."""
+  if device == 'v5e' and find_libtpu() is None:
+    pytest.skip('no libtpu; run python scripts/install_libtpu.py')
+  drafting = DraftSettings(topology=topology and parse_topology(topology))
+  workload = Workload(target='1.5b', draft='0.5b', drafting=drafting, rule=rule)
+  with mock.patch.dict(programs.SHAPES, _VOCABULARY):
+    compiled = compile_program(method, workload, DEVICES[device])
+  assert compiled.temporary_bytes < megabytes * 1e6
 
 
 def test_a_cpu_does_not_sort_the_vocabulary():

@@ -34,6 +34,8 @@ from specdec.loop import start
 from specdec.model import LanguageModel
 from specdec.ngram.table import load_table
 from specdec.step import DecodeState
+from specdec.verify.accept import Rule
+from specdec.verify.match import MatchRule
 from specdec.watchers import EndOfText
 
 METHODS = ('plain', 'chain', 'tree', 'staged')
@@ -212,6 +214,7 @@ class Workload:
   prompt_tokens: int = 256  # Slots for the prompt.
   max_new_tokens: int = 192  # Slots for the new tokens.
   drafting: DraftSettings = dataclasses.field(default_factory=DraftSettings)
+  rule: Rule = MatchRule()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -318,7 +321,9 @@ def compile_program(
   target = _model(workload.target, workload.dtype)
   drafter = _drafter(method, workload, target)
   request = _request(workload)
-  config = specdec.DecodeConfig(max_new_tokens=workload.max_new_tokens)
+  config = specdec.DecodeConfig(
+    max_new_tokens=workload.max_new_tokens, rule=workload.rule
+  )
   state = jax.eval_shape(
     lambda *args: start(*args, config=config), target, drafter, request
   )
