@@ -27,15 +27,20 @@ _ARMS = flags.DEFINE_string(
   'separated by commas, each method, method:dtype or'
   ' method(option=value,...):dtype, the first is the baseline; methods:'
   f' {METHODS}, the last ones without the draft, and transformers,'
-  ' transformers-assisted, transformers-lookup; options: see the flags of the'
-  ' same names, a|b gives an arm each; dtype: see --dtype',
+  ' transformers-assisted, transformers-lookup, llama.cpp, llama.cpp-draft,'
+  ' llama.cpp-lookup; options: see the flags of the same names, a|b gives an'
+  ' arm each; dtype: see --dtype',
 )
 _PEER = flags.DEFINE_enum(
   'peer',
   'none',
-  ['none', 'transformers'],
-  'also decode with its plain, assisted and prompt lookup generation, in the'
-  ' dtypes of the arms; needs torch',
+  ['none', 'transformers', 'llama.cpp'],
+  'also decode with its plain generation, with a draft and with prompt lookup;'
+  ' transformers in the dtypes of the arms, which needs torch; llama.cpp from'
+  ' the GGUF files of --target and --draft',
+)
+_LLAMA_CPP = flags.DEFINE_string(
+  'llama_cpp', None, 'folder of llama-server; default: it is on the path'
 )
 _NUM_PROMPTS = flags.DEFINE_integer(
   'num_prompts', None, 'default: all', lower_bound=1
@@ -92,8 +97,9 @@ def _run(batch_size: int, prompts: list[str]):
   from models.bench import benchmark
 
   specs = arms.parse_arms(_ARMS.value, options.dtype())
-  if _PEER.value == 'transformers':
+  if _PEER.value != 'none':
     specs += arms.peer_arms(
+      _PEER.value,
       specs,
       has_draft=options.draft_name() is not None,
       batch_size=batch_size,
@@ -107,6 +113,7 @@ def _run(batch_size: int, prompts: list[str]):
       draft=options.draft_name(),
       revision=options.REVISION.value,
       draft_dtype=options.DRAFT_DTYPE.value,
+      llama_cpp=_LLAMA_CPP.value,
       drafting=options.draft_settings(plan),
       sampling=options.sampling(),
       verification={

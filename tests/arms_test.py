@@ -26,7 +26,9 @@ def test_methods_dtypes_and_options_are_told_apart():
     ArmSpec('staged', 'bfloat16', (('inner', 'lookup'),)),
     ArmSpec('transformers-lookup', 'float32'),
   ]
-  assert [arm.is_peer for arm in arms] == [False] * 4 + [True]
+  assert [arm.peer for arm in arms] == [None] * 4 + ['transformers']
+  (arm,) = parse_arms('llama.cpp-draft(spec_draft_n_max=8)', 'float32')
+  assert (arm.peer, arm.dtype) == ('llama.cpp', 'gguf')
   assert parse_arms(','.join(map(str, arms)), 'bfloat16') == arms
   # Alternatives give all combinations.
   arms = parse_arms('tree(num_nodes=8|16,rounds=2|4|6):bfloat16', 'float32')
@@ -69,8 +71,11 @@ def test_peers_come_in_the_dtypes_of_the_arms():
     (False, 1, [':bfloat16', '-lookup:bfloat16', '-lookup:float32']),
     (True, 2, [':bfloat16']),
   ):
-    added = peer_arms(arms, has_draft=has_draft, batch_size=batch_size)
+    shared = {'has_draft': has_draft, 'batch_size': batch_size}
+    added = peer_arms('transformers', arms, **shared)
     assert [*map(str, added)] == [f'transformers{end}' for end in expected]
+  added = peer_arms('llama.cpp', arms, has_draft=False, batch_size=1)
+  assert [*map(str, added)] == ['llama.cpp:gguf', 'llama.cpp-lookup:gguf']
 
 
 def test_options_change_what_they_name_and_nothing_else():

@@ -45,11 +45,11 @@ def _generation(*rows):
   )
 
 
-def _measured(*seconds):
-  """Batches of 2 and of 4 tokens that took so long."""
+def _measured(*seconds, prefill=0.0):
+  """Batches of 2 and of 4 tokens that took so long, each with its prefill."""
   texts = ([1, 2], [1, 2, 3, 4])
   pairs = zip(seconds, texts, strict=False)
-  return [Measurement(took, _generation(text)) for took, text in pairs]
+  return [Measurement(took, _generation(text), prefill) for took, text in pairs]
 
 
 def test_flips_are_found_where_rows_part():
@@ -77,6 +77,17 @@ def test_speed_is_pooled_and_per_batch():
   # 3 forwards of the target, 6 of the draft, 6 of its slots; plain takes 6.
   bandwidth = (3 * 10 + 6 * 1 + 6 * 2) / (6 * 10)
   assert fast['relative_bandwidth'] == pytest.approx(bandwidth)
+
+
+def test_figures_without_the_prompt():
+  measured = {
+    'slow': _measured(4.0, 8.0, prefill=1.0),
+    'fast': _measured(1.0, 3.0, prefill=0.5),
+  }
+  fast = summarize_arms(measured, baseline='slow')['fast']
+  assert fast['speed'] == pytest.approx(12 / 4)
+  assert fast['decoding_speed'] == pytest.approx(10 / 3)
+  assert fast['decoding_tokens_per_second'] == pytest.approx(6 / 3)
 
 
 def test_intervals_are_those_of_resampled_batches():

@@ -18,9 +18,17 @@ from specdec.model import LanguageModel
 from specdec.sampling import Sampling
 from specdec.study.timing import Arm
 
-# Decoded by transformers with the same weights, see models/bench/peers.py.
-PEER_METHODS = ('transformers', 'transformers-assisted', 'transformers-lookup')
-PEER_DTYPES = ('float32', 'bfloat16')
+PEERS = ('transformers', 'llama.cpp')
+"""What decodes the same weights, see `models.bench.peers` and `llama_cpp`."""
+PEER_METHODS = (
+  *('transformers', 'transformers-assisted', 'transformers-lookup'),
+  *('llama.cpp', 'llama.cpp-draft', 'llama.cpp-lookup'),
+)
+# Of llama.cpp the dtypes are those of the GGUF file.
+_PEER_DTYPES = {
+  'transformers': ('float32', 'bfloat16'),
+  'llama.cpp': ('gguf',),
+}
 
 _INNER = (*(name for name in OPTIONS if name.startswith('inner')), 'ngram')
 _STOPPING = ('rounds', 'calibration', 'cost_ratio')
@@ -42,6 +50,13 @@ _OPTIONS: Mapping[str, tuple[str, ...]] = {
     'assistant_confidence_threshold',
   ),
   'transformers-lookup': ('prompt_lookup_num_tokens',),
+  # Flags of llama-server.
+  'llama.cpp-draft': ('spec_draft_n_max', 'spec_draft_p_min'),
+  'llama.cpp-lookup': (
+    'spec_type',
+    'spec_ngram_simple_size_n',
+    'spec_ngram_simple_size_m',
+  ),
 }
 
 
@@ -50,13 +65,13 @@ class ArmSpec:
   """A method of decoding, with the options that differ from the common ones."""
 
   method: str  # One of `models.text.settings.METHODS` or `PEER_METHODS`.
-  dtype: str  # Of weights and cache.
+  dtype: str  # Of weights and cache; `gguf` of llama.cpp.
   options: tuple[tuple[str, str], ...] = ()  # Pairs of name and value.
 
   @property
-  def is_peer(self) -> bool:
-    """Whether transformers decodes."""
-    return self.method in PEER_METHODS
+  def peer(self) -> str | None:
+    """Which of `PEERS` decodes; None if this library does."""
+    return next((peer for peer in PEERS if self.method.startswith(peer)), None)
 
   def __str__(self):
     listed = ','.join(f'{name}={value}' for name, value in self.options)
@@ -95,17 +110,19 @@ def parse_arms(text: str, default_dtype: str) -> list[ArmSpec]:
   for arm in filter(None, re.split(r',(?![^()]*\))', text)):
     match = re.fullmatch(r'([^():]*)(?:\(([^()]*)\))?(?::(.*))?', arm.strip())
     method, options, dtype = match.groups() if match else (arm, None, None)
-    dtype = dtype or default_dtype
+    peer = ArmSpec(method, '').peer
+    dtypes = _PEER_DTYPES[peer] if peer else DTYPES
+    dtype = dtype or ('gguf' if peer == 'llama.cpp' else default_dtype)
     methods = (*METHODS, *PEER_METHODS)
-    if method not in methods or dtype not in DTYPES:
+    if method not in methods or dtype not in {*DTYPES, *dtypes}:
       raise ValueError(
         f'arm {arm!r} is not known; it is method:dtype or'
         f' method(option=value):dtype, methods are {methods}, dtypes {DTYPES}'
       )
-    if method in PEER_METHODS and dtype not in PEER_DTYPES:
+    if dtype not in dtypes:
       raise ValueError(
-        f'arm {arm!r}: transformers decodes in one of {PEER_DTYPES}; give one'
-        f' of them, e.g. {method}:{PEER_DTYPES[0]}'
+        f'arm {arm!r}: {peer} decodes in one of {dtypes}; give one of them,'
+        f' e.g. {method}:{dtypes[0]}'
       )
     alternatives = _parse_options(arm, method, options) if options else []
     combinations = itertools.product(*alternatives)
@@ -118,18 +135,20 @@ def parse_arms(text: str, default_dtype: str) -> list[ArmSpec]:
 
 
 def peer_arms(
-  arms: Sequence[ArmSpec], *, has_draft: bool, batch_size: int
+  peer: str, arms: Sequence[ArmSpec], *, has_draft: bool, batch_size: int
 ) -> list[ArmSpec]:
-  """The arms of transformers that torch supports and that are not in `arms`.
+  """The possible arms of one of `PEERS` that are not in `arms`.
 
-  Assisted generation needs a draft, and as prompt lookup a batch size of 1.
+  Those of transformers are in the dtypes of `arms`. Speculation with a draft
+  model needs a draft, and as prompt lookup a batch size of 1.
   """
+  methods = [name for name in PEER_METHODS if name.startswith(peer)]
   possible = (True, has_draft and batch_size == 1, batch_size == 1)
+  dtypes = {arm.dtype: None for arm in arms if arm.dtype in _PEER_DTYPES[peer]}
   peers = [
     ArmSpec(method, dtype)
-    for dtype in dict.fromkeys(arm.dtype for arm in arms)
-    if dtype in PEER_DTYPES
-    for method in itertools.compress(PEER_METHODS, possible)
+    for dtype in dtypes or _PEER_DTYPES[peer][:1]
+    for method in itertools.compress(methods, possible)
   ]
   return [arm for arm in peers if arm not in arms]
 
@@ -142,7 +161,8 @@ class Task:
   the dtype of the arm) are those of `models.text.pair.load_pair`; `drafting` of
   `models.text.drafters.make_drafter`, but arms may differ from it; `sampling`,
   `max_new_tokens` and the entries `verify`, `children` and `break_even` of
-  `verification` of `specdec.generate`.
+  `verification` of `specdec.generate`. `llama_cpp` is the folder of
+  `llama-server`; None if it is on the path.
   """
 
   target: str
@@ -151,6 +171,7 @@ class Task:
   sampling: Sampling
   revision: str | None = None
   draft_dtype: str | None = None
+  llama_cpp: str | None = None
   verification: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   seed: int = 0
   batch_size: int = 1

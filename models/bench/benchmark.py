@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import tqdm
 
+from models.bench import llama_cpp
 from models.bench import machine
 from models.bench import peers
 from models.bench.arms import ArmSpec
@@ -56,6 +57,10 @@ _Columns = Mapping[str, Callable[[Figures], str]]
 _SPEED: _Columns = {
   'tokens/s (95 %)': lambda arm: _interval(arm, 'tokens_per_second'),
   'speed (95 %)': lambda arm: _interval(arm, 'speed', 'x'),
+  'after the prompt: tokens/s': lambda arm: _interval(
+    arm, 'decoding_tokens_per_second'
+  ),
+  'speed': lambda arm: _interval(arm, 'decoding_speed', 'x'),
   'predicted': lambda arm: _optional('{:.2f}x', arm['predicted_speed']),
   'per batch: least, median, most': lambda arm: '{:.2f} {:.2f} {:.2f}'.format(
     *np.quantile(arm['speed_per_batch'], (0, 0.5, 1))
@@ -227,7 +232,7 @@ def _find_flips(
 ) -> list[dict[str, Any]] | None:
   """Rows that differ from the plain arm of the same dtype, with margins."""
   reference = results.get(str(ArmSpec('plain', spec.dtype)))
-  draws_differ = (spec.is_peer and task.sampling.temperature > 0) or (
+  draws_differ = (spec.peer is not None and task.sampling.temperature > 0) or (
     task.verification.get('verify', 'match') != 'match'
   )
   if reference is None or spec.dtype not in pairs or draws_differ:
@@ -246,16 +251,27 @@ def _find_flips(
   return flips
 
 
+_PEERS = {'transformers': peers.make_arms, 'llama.cpp': llama_cpp.make_arms}
+
+
+def _describe_peers(specs: Sequence[ArmSpec], task: Task) -> dict[str, Any]:
+  """Versions of the peers among the arms; ValueError if one is missing."""
+  found, names = dict[str, Any](), {spec.peer for spec in specs}
+  if 'transformers' in names:
+    found |= peers.describe_torch()
+  if 'llama.cpp' in names:
+    found |= llama_cpp.describe(task.llama_cpp)
+  return found
+
+
 def _load(
   specs: Sequence[ArmSpec], task: Task
 ) -> tuple[dict[str, Pair], dict[str, ReadyArm]]:
   """The pairs by dtype, and all arms by name in the order of `specs`."""
-  ours = [spec for spec in specs if not spec.is_peer]
-  theirs = [spec for spec in specs if spec.is_peer]
+  ours = [spec for spec in specs if spec.peer is None]
   if not ours:
-    raise ValueError('--arms needs an arm other than transformers, e.g. plain')
-  if theirs:
-    peers.describe_torch()  # raises before loading if torch is missing
+    raise ValueError('--arms needs an arm of this library, e.g. plain')
+  _describe_peers(specs, task)  # raises before loading if one is missing
   pairs = {
     dtype: load_pair(
       task.target,
@@ -267,9 +283,11 @@ def _load(
     for dtype in sorted({spec.dtype for spec in ours})
   }
   arms = {spec: _our_arm(spec, pairs[spec.dtype], task) for spec in ours}
-  if theirs:
-    eos_ids = next(iter(pairs.values())).eos_ids
-    arms |= peers.make_arms(theirs, task, eos_ids=eos_ids)
+  eos_ids = next(iter(pairs.values())).eos_ids
+  for peer, make_arms in _PEERS.items():
+    theirs = [spec for spec in specs if spec.peer == peer]
+    if theirs:
+      arms |= make_arms(theirs, task, eos_ids=eos_ids)
   return pairs, {str(spec): arms[spec] for spec in specs}
 
 
@@ -364,5 +382,5 @@ def run(
     'batch_size': task.batch_size,
     'batches_measured': len(results[baseline]),
   }
-  torch = any(spec.is_peer for spec in arms) and peers.describe_torch()
-  return Report(dict(settings) | of_run | (torch or {}), summary, figures)
+  of_run |= _describe_peers(arms, task)
+  return Report(dict(settings) | of_run, summary, figures)

@@ -152,13 +152,6 @@ class _Peer:
     )
     return output[:, longest:].tolist()
 
-  def _until_eos(self, row: list[int]) -> tuple[list[int], str]:
-    """The tokens up to the first EOS, and the finish reason."""
-    for index, token in enumerate(row):
-      if token in self._eos_ids:
-        return row[: index + 1], 'eos'
-    return row, 'length'
-
   def __call__(self, prompts: Sequence[Sequence[int]], limit: int):
     width = max(map(len, prompts))
     context = self._models['target'].config.max_position_embeddings
@@ -174,16 +167,7 @@ class _Peer:
         hook = model.register_forward_pre_hook(count, with_kwargs=True)
         hooks.callback(hook.remove)
       rows = self._rows(prompts, limit)
-    tokens, reasons = zip(*map(self._until_eos, rows), strict=True)
-    return Generation(
-      tokens=list(tokens),
-      origins=[],
-      labels=('target',),
-      log_probs=None,
-      finish_reasons=list(reasons),
-      errors=[None] * len(tokens),
-      stats=statistics(prompts, tokens, counted, self._costs),
-    )
+    return as_generation(prompts, rows, self._eos_ids, counted, self._costs)
 
 
 def _peak_beyond(run: Callable[[], Any]) -> int | None:
@@ -305,6 +289,37 @@ class Forwards:
     self.forwards += 1
     self.positions += batch_size * (end - max(self.prompt_length - 1, before))
     self.slots += batch_size * end
+
+
+def _until_eos(
+  row: Sequence[int], eos_ids: Sequence[int]
+) -> tuple[list[int], str]:
+  """The tokens up to the first EOS, and the finish reason."""
+  for index, token in enumerate(row):
+    if token in eos_ids:
+      return [*row[: index + 1]], 'eos'
+  return [*row], 'length'
+
+
+def as_generation(
+  prompts: Sequence[Sequence[int]],
+  rows: Sequence[Sequence[int]],
+  eos_ids: Sequence[int],
+  counted: Mapping[str, Forwards],
+  costs: Mapping[str, Mapping[str, float]],
+) -> Generation:
+  """What a peer decoded, cut after EOS; see `statistics`."""
+  ended = [_until_eos(row, eos_ids) for row in rows]
+  tokens = [row for row, _ in ended]
+  return Generation(
+    tokens=tokens,
+    origins=[],
+    labels=('target',),
+    log_probs=None,
+    finish_reasons=[reason for _, reason in ended],
+    errors=[None] * len(tokens),
+    stats=statistics(prompts, tokens, counted, costs),
+  )
 
 
 def statistics(

@@ -491,3 +491,17 @@ def stored_dtypes(path: pathlib.Path) -> list[str]:
   exact = {kind.BF16: 'bfloat16', kind.F16: 'float16'}
   known = [exact[one] for one in exact if one in kinds]
   return known if kinds <= {*exact, kind.F32} else ['bfloat16', 'float16']
+
+
+def stored_size(path: pathlib.Path) -> tuple[int, int]:
+  """The number of elements of all tensors of a file, and their bytes."""
+  sizes = _quants().GGML_QUANT_SIZES
+  elements = total = 0
+  for tensor in read_header(path).tensors.values():
+    number, (per_block, block_bytes) = (
+      math.prod(tensor.shape),
+      sizes[tensor.kind],
+    )
+    elements += number
+    total += number // per_block * block_bytes
+  return elements, total

@@ -162,8 +162,9 @@ def summarize_arms(
     By arm: pooled counts and ratios of `specdec.statistics.summarize`;
     `seconds` and the `prefill_seconds` among them; `tokens_per_second`;
     `speed`, the baseline's seconds per token over the arm's, pooled, and
-    `speed_per_batch`; for the two pooled figures `..._interval`, the 95 %
-    interval over batches (`pooled_interval`), None for a single batch.
+    `speed_per_batch`; `decoding_tokens_per_second` and `decoding_speed`, the
+    same without the prefill; for the four pooled figures `..._interval`, the
+    95 % interval over batches (`pooled_interval`), None for a single batch.
   """
   base = results[baseline]
   return {name: _summarize(found, base) for name, found in results.items()}
@@ -177,31 +178,46 @@ def _summarize(
   # Numbers, lists and dictionaries are added entry by entry.
   pooled = jax.tree.map(lambda *values: sum(values), *counts)
   tokens, forwards = pooled['new_tokens'], max(pooled['target_forwards'], 1)
-  columns = [
-    values
-    for arm in (measurements, baseline)
-    for values in ([m.new_tokens for m in arm], [m.seconds for m in arm])
-  ]
   per_token = lambda measured: measured.seconds / max(measured.new_tokens, 1)
   bandwidth = relative_bandwidth(pooled['reads'], stats[0]['costs'])
   speed = lambda tokens, seconds, base_tokens, base_seconds: (
     tokens / seconds / (base_tokens / base_seconds)
   )
-  return pooled | {
-    'block_efficiency': tokens / forwards,
-    'nodes_per_forward': pooled['positions']['target'] / forwards,
-    'relative_bandwidth': bandwidth,
-    'seconds': sum(columns[1]),
-    'prefill_seconds': sum(m.prefill_seconds for m in measurements),
-    'tokens_per_second': tokens / sum(columns[1]),
-    'tokens_per_second_interval': pooled_interval(columns[:2], np.divide),
-    'speed': speed(*map(sum, columns)),
-    'speed_interval': pooled_interval(columns, speed),
-    'speed_per_batch': [
-      per_token(base) / per_token(measured)
-      for base, measured in zip(baseline, measurements, strict=True)
-    ],
+  times = {
+    '': lambda measured: measured.seconds,
+    'decoding_': lambda measured: measured.seconds - measured.prefill_seconds,
   }
+  rates = dict[str, Any]()
+  for name, time_of in times.items():
+    columns = [
+      values
+      for arm in (measurements, baseline)
+      for values in ([m.new_tokens for m in arm], [*map(time_of, arm)])
+    ]
+    sums = [max(sum(column), 1e-9) for column in columns]
+    rates |= {
+      f'{name}tokens_per_second': sums[0] / sums[1],
+      f'{name}tokens_per_second_interval': pooled_interval(
+        columns[:2], np.divide
+      ),
+      f'{name}speed': speed(*sums),
+      f'{name}speed_interval': pooled_interval(columns, speed),
+    }
+  return (
+    pooled
+    | rates
+    | {
+      'block_efficiency': tokens / forwards,
+      'nodes_per_forward': pooled['positions']['target'] / forwards,
+      'relative_bandwidth': bandwidth,
+      'seconds': sum(m.seconds for m in measurements),
+      'prefill_seconds': sum(m.prefill_seconds for m in measurements),
+      'speed_per_batch': [
+        per_token(base) / per_token(measured)
+        for base, measured in zip(baseline, measurements, strict=True)
+      ],
+    }
+  )
 
 
 _RESAMPLES = 10_000

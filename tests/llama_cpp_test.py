@@ -1,0 +1,155 @@
+"""Arms of llama.cpp, with a program in the place of its server."""
+
+import sys
+import textwrap
+
+import gguf
+import numpy as np
+import pytest
+
+from models.bench import llama_cpp
+from models.bench.arms import parse_arms
+from models.bench.arms import Task
+from models.text.settings import DraftSettings
+from specdec import Sampling
+
+_EOS = 7
+# It counts on from the last id, and ends before 7 as the real one does; it
+# says what it was asked and how it was started.
+_SERVER = f"""\
+#!{sys.executable}
+import http.server, json, sys
+if '--version' in sys.argv:
+  sys.exit(print('version: 5 (abc)', file=sys.stderr))
+flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+if flags.get('--spec-draft-n-max') == '99':
+  sys.exit('error: 99 is too many')
+class Handler(http.server.BaseHTTPRequestHandler):
+  def do_GET(self):
+    self.answer({{}})
+  def do_POST(self):
+    request = json.loads(self.rfile.read(int(self.headers['Content-Length'])))
+    if request['temperature'] > 1:
+      return self.answer({{'asked': request, 'flags': flags}}, 400)
+    first = request['prompt'][-1] + 1
+    ids = [*range(first, first + max(request['n_predict'], 1))]
+    ended = {_EOS} in ids
+    ids = ids[: ids.index({_EOS})] if ended else ids
+    drafts = {{'draft_n': 6, 'draft_n_accepted': 2}}
+    self.answer({{
+      'tokens': ids,
+      'stop_type': 'eos' if ended else 'limit',
+      'timings': drafts if '--spec-type' in flags else {{}},
+    }})
+  def answer(self, value, status=200):
+    body = json.dumps(value).encode()
+    self.send_response(status)
+    self.end_headers()
+    self.wfile.write(body)
+  def log_message(self, *args):
+    pass
+port = int(flags['--port'])
+http.server.HTTPServer(('127.0.0.1', port), Handler).serve_forever()
+"""
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+  """With a server and the header of a model of 1,152 elements in 16 bits."""
+  folder = tmp_path_factory.mktemp('llama')
+  server = folder / 'llama-server'
+  server.write_text(textwrap.dedent(_SERVER))
+  server.chmod(0o755)
+  writer = gguf.GGUFWriter(folder / 'model.gguf', 'llama')
+  writer.add_context_length(64)
+  writer.add_embedding_length(16)
+  writer.add_block_count(1)
+  writer.add_head_count(2)
+  writer.add_head_count_kv(1)
+  writer.add_feed_forward_length(8)
+  writer.add_layer_norm_rms_eps(1e-6)
+  writer.add_vocab_size(40)
+  writer.add_tensor('token_embd.weight', np.zeros((40, 16), np.float16))
+  writer.write_header_to_file()
+  writer.write_kv_data_to_file()
+  writer.write_tensors_to_file()
+  writer.close()
+  return folder
+
+
+def _arms(folder, text, **changes):
+  settings = {
+    'target': str(folder / 'model.gguf'),
+    'draft': str(folder / 'model.gguf'),
+    'drafting': DraftSettings(),
+    'sampling': Sampling(),
+    'llama_cpp': str(folder),
+  }
+  specs = parse_arms(text, 'float32')
+  task = Task(**settings | changes)
+  arms = llama_cpp.make_arms(specs, task, eos_ids=(_EOS,))
+  return [arms[spec] for spec in specs]
+
+
+def test_tokens_and_forwards_are_counted_as_ours(folder):
+  plain, draft = _arms(folder, 'llama.cpp,llama.cpp-draft')
+  generation = plain.decode([[10, 11]], 5)
+  assert generation.tokens == [[12, 13, 14, 15, 16]]
+  assert generation.finish_reasons == ['length']
+  assert generation.stats['target_forwards'] == 5
+  assert generation.stats['positions'] == {'target': 5}
+  assert plain.decode([[10, 11]], 0).tokens == [[]]
+  ended = draft.decode([[3, 4]], 9)
+  assert (ended.tokens, ended.finish_reasons) == ([[5, 6, _EOS]], ['eos'])
+  stats = draft.decode([[10, 11]], 5).stats
+  assert stats['target_forwards'] == 3
+  assert stats['stage_forwards'] == {'draft': 6}
+  assert stats['positions'] == {'target': 9, 'draft': 6}
+  sizes, costs = plain.sizes['target'], stats['costs']['target']
+  assert costs['per_forward'] == 2 * sizes.parameters
+  assert costs['per_slot'] == 2 * 2 * 8
+  assert plain.weight_bytes == 2 * 40 * 16
+
+
+def test_what_the_server_is_told(folder):
+  sampling = Sampling(temperature=1.5, top_k=3)
+  text = 'llama.cpp-draft(spec_draft_n_max=4)'
+  (arm,) = _arms(folder, text, sampling=sampling, seed=9)
+  with pytest.raises(ValueError, match=r'llama\.cpp: ') as error:
+    arm.decode([[1, 2]], 3)
+  said = str(error.value)
+  for part in (
+    '"seed": 9, "samplers": ["temperature", "top_k", "top_p", "min_p"]',
+    '"temperature": 1.5, "top_k": 3, "top_p": 1.0, "min_p": 0.0',
+    '"prompt": [1, 2], "n_predict": 3, "cache_prompt": false',
+    '"--spec-type": "draft-simple", "--spec-draft-n-max": "4"',
+  ):
+    assert part in said
+  assert llama_cpp.describe(str(folder))['llama.cpp'] == 'version: 5 (abc)'
+
+
+@pytest.mark.parametrize(
+  ('text', 'changes', 'limit', 'message'),
+  [
+    ('llama.cpp', {'llama_cpp': '/none'}, 1, 'no program llama-server in /non'),
+    ('llama.cpp', {'target': 'demo'}, 1, '--target=demo: llama.cpp reads GGUF'),
+    ('llama.cpp', {'batch_size': 2}, 1, 'one prompt at a time, not 2'),
+    (
+      'llama.cpp',
+      {'sampling': Sampling(logit_bias={1: 2})},
+      1,
+      'no --logit_bi',
+    ),
+    ('llama.cpp', {}, 4096, 'exceed the context of the llama.cpp arms'),
+    ('llama.cpp-draft', {'draft': None}, 1, 'needs a draft; give --draft'),
+    (
+      'llama.cpp-draft(spec_draft_n_max=99)',
+      {},
+      1,
+      'does not start: .*99 is too many',
+    ),
+  ],
+)
+def test_what_it_cannot_do_is_refused(folder, text, changes, limit, message):
+  with pytest.raises(ValueError, match=message):
+    _arms(folder, text, **changes)[0].decode([[1]], limit)
