@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 import pathlib
 import sys
 from typing import Any
@@ -14,6 +15,7 @@ from absl import flags
 import command_line
 
 from models.nn import dtypes
+from models.nn import sharding
 from models.text import settings
 import specdec
 from specdec import checks
@@ -125,6 +127,19 @@ CPU_KERNELS = flags.DEFINE_enum(
   'on CPU, whether products and attention use kernels that are compiled once'
   ' with the C++ compiler of the system; auto: where there is one',
 )
+MESH = flags.DEFINE_string(
+  'mesh',
+  None,
+  'several devices, as sizes of the axes data (rows) and model (weights):'
+  ' data:2,model:4 for eight; default: one device',
+)
+DRAFT_MESH = flags.DEFINE_enum(
+  'draft_mesh',
+  'auto',
+  sharding.DRAFT_MESHES,
+  'with --mesh, whether every device has the whole draft or the draft is'
+  ' divided as the target is; auto: what should be faster by its size',
+)
 LOOKUP_CONFIDENCE = flags.DEFINE_list(
   'lookup_confidence',
   [str(value) for value in _DEFAULTS.lookup.confidence],
@@ -220,6 +235,24 @@ def _check() -> None:
     raise ValueError(f'--{error}') from error
   sampling()
   draft_settings()
+  mesh_sizes()
+
+
+def mesh_sizes() -> dict[str, int]:
+  """The sizes of the axes of `--mesh`; empty without it."""
+  try:
+    return sharding.parse_mesh(MESH.value) if MESH.value is not None else {}
+  except ValueError as error:
+    raise ValueError(f'--{error}') from error
+
+
+@functools.cache
+def mesh() -> Any:
+  """The `mesh` argument of `models.load`; starts the devices."""
+  try:
+    return sharding.make_mesh(mesh_sizes()) if mesh_sizes() else None
+  except ValueError as error:
+    raise ValueError(f'--{error}') from error
 
 
 def draft_name() -> str | None:
@@ -348,6 +381,7 @@ def is_exact() -> bool:
   if dtype() == 'float32':
     return True
   kernels = CPU_KERNELS.value == 'auto' and dtype() in ops.DTYPES
+  kernels &= math.prod(mesh_sizes().values()) == 1
   return kernels and build.is_available()
 
 
@@ -360,6 +394,8 @@ def models() -> dict[str, Any]:
     'draft_dtype': DRAFT_DTYPE.value,
     'cpu_kernels': CPU_KERNELS.value == 'auto',
     'revision': REVISION.value,
+    'mesh': mesh(),
+    'draft_mesh': DRAFT_MESH.value,
   }
 
 

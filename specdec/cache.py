@@ -12,6 +12,7 @@ of the accepted path move to the front of the tree's.
 
 from collections.abc import Callable
 import functools
+from typing import NamedTuple
 
 import flax.struct
 import jax
@@ -45,111 +46,15 @@ def write_slots(
   return lax.platform_dependent(slots, cpu=looped, default=unrolled)
 
 
-class KVCache(flax.struct.PyTreeNode):
-  """Keys and values of the tokens that a model has seen."""
-
-  keys: tuple[jax.Array, ...]  # `[B, H, S, Dh]` per layer.
-  values: tuple[jax.Array, ...]  # `[B, H, S, Dh]` per layer.
-  length: jax.Array  # `[B]` int32, the number of leading slots that are kept.
-  # S; static, and known even of a model that keeps no layers.
-  num_slots: int = flax.struct.field(pytree_node=False)
-  # What writes to keys and values, see `write_slots`; static.
-  write_slots: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] = (
-    flax.struct.field(pytree_node=False, default=write_slots)
-  )
-
-
-def init_cache(
-  batch_size: int,
-  num_slots: int,
-  *,
-  num_layers: int,
-  num_heads: int,
-  head_width: int,
-  dtype: jnp.dtype,
-) -> KVCache:
-  """An empty cache, of zeros because a masked NaN would still spread."""
-  shape = (batch_size, num_heads, num_slots, head_width)
-  empty = lambda: tuple(jnp.zeros(shape, dtype) for _ in range(num_layers))
-  return KVCache(
-    keys=empty(),
-    values=empty(),
-    length=jnp.zeros(batch_size, jnp.int32),
-    num_slots=num_slots,
-  )
-
-
-def write(
-  cache: KVCache, layer: int, key: jax.Array, value: jax.Array
-) -> KVCache:
-  """Writes a layer's L new entries to the slots `length ... length + L - 1`.
-
-  `key` and `value` are `[B, H, L, Dh]`, in the dtype of the cache; NaN and inf
-  are written as zeros. `length` stays, see `keep`. `length + L <= S` must hold
-  in every row (`dynamic_update_slice` would shift the write silently).
-  """
-
-  def put(arrays, new):
-    # A masked NaN would still spread, since 0 x NaN is NaN, from a candidate to
-    # the whole tree. The logits of the candidate itself remain NaN.
-    new = jnp.where(jnp.isfinite(new), new, 0)
-    array = cache.write_slots(arrays[layer], new, cache.length)
-    return (*arrays[:layer], array, *arrays[layer + 1 :])
-
-  return cache.replace(
-    keys=put(cache.keys, key), values=put(cache.values, value)
-  )
-
-
-def keep(
-  cache: KVCache,
-  start: jax.Array,
-  offsets: jax.Array,
-  count: jax.Array,
-  *,
-  window: int,
-) -> KVCache:
-  """Keeps some of the entries in the window behind `length`.
-
-      slot           4   5   6   7   8     length 4, start 5, offsets (2, 4, 1)
-      before         r   x   a   y   b     count 2, window 5
-      after          r   a   b   x   .     length 7
-
-  The new length is `start + count`.
-
-  Args:
-    cache: the cache; `start + n <= S` must hold in every row.
-    start: `[B]` int32, the new slot of the first kept entry, at or after
-      `length`; slots between are kept as well.
-    offsets: `[B, n]` int32, old slots of the entries, counted from `length`.
-    count: `[B]` int32, the number of entries to keep.
-    window: its size, larger than any offset; `length + window <= S`.
-  """
-  taken = offsets[:, :, None] == jnp.arange(window)[None, None]
-
-  def move(array):
-    zero = jnp.zeros((), cache.length.dtype)
-    rows = []
-    for row in range(array.shape[0]):
-      index = (jnp.array(row, zero.dtype), zero, cache.length[row], zero)
-      heads, _, width = array.shape[1:]
-      rows.append(lax.dynamic_slice(array, index, (1, heads, window, width)))
-    # A product with zeros and ones, which is exact. A gather from the array
-    # that is then written to makes XLA's CPU backend copy the array.
-    kept = jnp.einsum(
-      'bnw,bhwd->bhnd',
-      taken.astype(array.dtype),
-      jnp.concatenate(rows),
-      precision=lax.Precision.HIGHEST,
-      preferred_element_type=jnp.float32,
-    )
-    return cache.write_slots(array, kept.astype(array.dtype), start)
-
-  return cache.replace(
-    keys=tuple(map(move, cache.keys)),
-    values=tuple(map(move, cache.values)),
-    length=start + count,
-  )
+def read_slots(slots: jax.Array, start: jax.Array, number: int) -> jax.Array:
+  """Slots `[B, H, number, Dh]` of `slots [B, H, S, Dh]` from `start [B]` on."""
+  zero = jnp.zeros((), start.dtype)
+  rows = []
+  for row in range(slots.shape[0]):
+    index = (jnp.array(row, zero.dtype), zero, start[row], zero)
+    heads, _, width = slots.shape[1:]
+    rows.append(lax.dynamic_slice(slots, index, (1, heads, number, width)))
+  return jnp.concatenate(rows)
 
 
 def causal_mask(start: jax.Array, length: int, num_slots: int) -> jax.Array:
@@ -204,4 +109,116 @@ def window_mask(
     window,
     cuda=functools.partial(_looked_up, num_slots=num_slots),
     default=functools.partial(_written, num_slots=num_slots),
+  )
+
+
+class SlotOps(NamedTuple):
+  """The functions that go through the rows of a cache one by one.
+
+  Others may take their place: kernels, or these functions applied to the part
+  of the rows and heads that each of several devices has. `place` fixes where
+  slots lie.
+  """
+
+  write: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] = write_slots
+  read: Callable[[jax.Array, jax.Array, int], jax.Array] = read_slots
+  mask: Callable[[jax.Array, jax.Array, int], jax.Array] = window_mask
+  place: Callable[[jax.Array], jax.Array] = lambda slots: slots
+
+
+class KVCache(flax.struct.PyTreeNode):
+  """Keys and values of the tokens that a model has seen."""
+
+  keys: tuple[jax.Array, ...]  # `[B, H, S, Dh]` per layer.
+  values: tuple[jax.Array, ...]  # `[B, H, S, Dh]` per layer.
+  length: jax.Array  # `[B]` int32, the number of leading slots that are kept.
+  # S; static, and known even of a model that keeps no layers.
+  num_slots: int = flax.struct.field(pytree_node=False)
+  ops: SlotOps = flax.struct.field(pytree_node=False, default=SlotOps())
+
+
+def init_cache(
+  batch_size: int,
+  num_slots: int,
+  *,
+  num_layers: int,
+  num_heads: int,
+  head_width: int,
+  dtype: jnp.dtype,
+) -> KVCache:
+  """An empty cache, of zeros because a masked NaN would still spread."""
+  shape = (batch_size, num_heads, num_slots, head_width)
+  empty = lambda: tuple(jnp.zeros(shape, dtype) for _ in range(num_layers))
+  return KVCache(
+    keys=empty(),
+    values=empty(),
+    length=jnp.zeros(batch_size, jnp.int32),
+    num_slots=num_slots,
+  )
+
+
+def write(
+  cache: KVCache, layer: int, key: jax.Array, value: jax.Array
+) -> KVCache:
+  """Writes a layer's L new entries to the slots `length ... length + L - 1`.
+
+  `key` and `value` are `[B, H, L, Dh]`, in the dtype of the cache; NaN and inf
+  are written as zeros. `length` stays, see `keep`. `length + L <= S` must hold
+  in every row (`dynamic_update_slice` would shift the write silently).
+  """
+
+  def put(arrays, new):
+    # A masked NaN would still spread, since 0 x NaN is NaN, from a candidate to
+    # the whole tree. The logits of the candidate itself remain NaN.
+    new = jnp.where(jnp.isfinite(new), new, 0)
+    array = cache.ops.write(arrays[layer], new, cache.length)
+    return (*arrays[:layer], array, *arrays[layer + 1 :])
+
+  return cache.replace(
+    keys=put(cache.keys, key), values=put(cache.values, value)
+  )
+
+
+def keep(
+  cache: KVCache,
+  start: jax.Array,
+  offsets: jax.Array,
+  count: jax.Array,
+  *,
+  window: int,
+) -> KVCache:
+  """Keeps some of the entries in the window behind `length`.
+
+      slot           4   5   6   7   8     length 4, start 5, offsets (2, 4, 1)
+      before         r   x   a   y   b     count 2, window 5
+      after          r   a   b   x   .     length 7
+
+  The new length is `start + count`.
+
+  Args:
+    cache: the cache; `start + n <= S` must hold in every row.
+    start: `[B]` int32, the new slot of the first kept entry, at or after
+      `length`; slots between are kept as well.
+    offsets: `[B, n]` int32, old slots of the entries, counted from `length`.
+    count: `[B]` int32, the number of entries to keep.
+    window: its size, larger than any offset; `length + window <= S`.
+  """
+  taken = offsets[:, :, None] == jnp.arange(window)[None, None]
+
+  def move(array):
+    # A product with zeros and ones, which is exact. A gather from the array
+    # that is then written to makes XLA's CPU backend copy the array.
+    kept = jnp.einsum(
+      'bnw,bhwd->bhnd',
+      taken.astype(array.dtype),
+      cache.ops.read(array, cache.length, window),
+      precision=lax.Precision.HIGHEST,
+      preferred_element_type=jnp.float32,
+    )
+    return cache.ops.write(array, kept.astype(array.dtype), start)
+
+  return cache.replace(
+    keys=tuple(map(move, cache.keys)),
+    values=tuple(map(move, cache.values)),
+    length=start + count,
   )

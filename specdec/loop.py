@@ -157,7 +157,7 @@ def start(
   config: DecodeConfig,
 ) -> DecodeState:
   """The state before the first step, prompts in the caches; see `decode`."""
-  return _start(target, drafter, request, config=config)
+  return target.spec.place(_start(target, drafter, request, config=config))
 
 
 @functools.partial(
@@ -178,9 +178,10 @@ def advance(
   At most `num_steps`, and none once `num_done` rows or more are done. The
   state, from `start` or `advance`, is consumed: its buffers are used again.
   """
-  return _advance(
+  state = _advance(
     target, drafter, request, state, num_steps, num_done, config=config
   )
+  return target.spec.place(state)
 
 
 @functools.partial(jax.jit, donate_argnames=('state',))
@@ -219,7 +220,7 @@ def extend(
   stages = catch_up_stages(drafter, state.stages, tokens, length, kept)
   num_slots = tokens.shape[1]
   counters = init_stage_counters(tokens.shape[0])
-  return DecodeState(
+  state = DecodeState(
     tokens=tokens,
     origins=jnp.zeros_like(tokens),
     length=length,
@@ -232,7 +233,8 @@ def extend(
     counters=init_counters(tokens.shape[0], drafter.max_depth),
     # What it learned about the drafter is kept.
     fallback=state.fallback.replace(plain_steps=jnp.zeros((), jnp.int32)),
-  ), kept
+  )
+  return target.spec.place(state), kept
 
 
 def _row(tree: Any, row: jax.Array) -> Any:
@@ -247,6 +249,16 @@ def _with_row(tree: Any, row: jax.Array, values: Any) -> Any:
   return jax.tree.map(
     lambda old, new: put(old, new) if old.ndim else old, tree, values
   )
+
+
+# The fields of a request that `insert` changes.
+_OF_ROWS = ('prompt_length', 'limit', 'row_keys', 'sampling')
+
+
+def place_request(target: LanguageModel, request: Request) -> Request:
+  """The request as `insert` returns it, so that it is compiled only once."""
+  rows = {name: getattr(request, name) for name in _OF_ROWS}
+  return request.replace(**target.spec.place(rows))
 
 
 @functools.partial(jax.jit, donate_argnames=('state',))
@@ -301,10 +313,11 @@ def insert(
   request = request.replace(
     **{
       name: _with_row(getattr(request, name), row, getattr(new, name))
-      for name in ('prompt_length', 'limit', 'row_keys', 'sampling')
+      for name in _OF_ROWS
     }
   )
-  return request, _with_row(state, row, inserted)
+  state = _with_row(state, row, inserted)
+  return place_request(target, request), target.spec.place(state)
 
 
 @functools.partial(
@@ -325,11 +338,11 @@ def advance_recorded(
 
   `speculate` is the value of `state.fallback.speculating`.
   """
-  if not speculate:
-    return step(target, PLAIN, request, state, config)
-  if config.fallback:
+  if speculate and config.fallback:
     state = _caught_up(drafter, state, jnp.array(True))
-  return step(target, drafter, request, state, config)
+  chosen = drafter if speculate else PLAIN
+  state, record = step(target, chosen, request, state, config)
+  return target.spec.place(state), record
 
 
 def result_of(state: DecodeState) -> DecodeResult:

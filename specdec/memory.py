@@ -1,7 +1,9 @@
 """Memory that a decode needs at least, counted from shapes before compiling."""
 
+import math
 import os
 import pathlib
+from typing import Any
 
 import jax
 
@@ -33,6 +35,13 @@ def device_bytes() -> int | None:
     return physical
 
 
+def bytes_on_device(array: Any) -> int:
+  """Bytes of the part of an array that one device holds."""
+  sharding = getattr(array, 'sharding', None)  # of a NumPy array there is none
+  shape = sharding.shard_shape(array.shape) if sharding else array.shape
+  return math.prod(shape) * array.dtype.itemsize
+
+
 def check_fits(parts: dict[str, int]) -> None:
   """Refuses what is larger than the device.
 
@@ -58,7 +67,7 @@ def decode_bytes(
   prompt_shape: tuple[int, int],
   config: DecodeConfig,
 ) -> dict[str, int]:
-  """Bytes that a decode holds at once at least, by part, for `check_fits`.
+  """Bytes that a device holds at once at least, by part, for `check_fits`.
 
   Args:
     target: the target.
@@ -67,6 +76,8 @@ def decode_bytes(
     config: of the decode.
   """
   rows, prompt_slots = prompt_shape
+  if rows % target.spec.row_shards == 0:
+    rows //= target.spec.row_shards
   vocab_size = target.spec.vocab_size
   scorers = [stage.scorer for stage in drafter.stages]
   models = [target] + [
@@ -75,12 +86,15 @@ def decode_bytes(
     if isinstance(scorer, LanguageModelScorer)
   ]
   params = jax.tree.leaves([model.params for model in models])
-  bytes_per_slot = sum(model.spec.cache_bytes_per_slot for model in models)
+  bytes_per_slot = sum(
+    model.spec.cache_bytes_per_slot // model.spec.slot_shards
+    for model in models
+  )
   slots = rows * (prompt_slots + config.max_new_tokens)
   drawn = len(scorers) if config.rule.children != BEST else 0
   per_node = rows * vocab_size * _FLOAT32
   return {
-    'the weights; see dtype': sum(leaf.nbytes for leaf in params),
+    'the weights; see dtype': sum(map(bytes_on_device, params)),
     'the caches; see batch_size and max_new_tokens': slots * bytes_per_slot,
     'the logits of the tree; see num_nodes and batch_size': (
       drafter.shape.num_nodes * per_node

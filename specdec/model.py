@@ -30,7 +30,6 @@ import jax.numpy as jnp
 from specdec.cache import causal_mask
 from specdec.cache import keep
 from specdec.cache import KVCache
-from specdec.cache import window_mask
 from specdec.context import StepContext
 from specdec.tree.tree import ancestor_mask
 from specdec.tree.tree import NO_NODE
@@ -39,6 +38,10 @@ from specdec.tree.tree import TokenTree
 
 # Tokens that one forward of `read_text` reads at least.
 _READ_SIZE = 32
+
+
+def _anywhere(tree: Any) -> Any:
+  return tree
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,6 +64,13 @@ class ModelSpec:
   cache_bytes_per_slot: int  #: Bytes read per row, forward and visible slot.
   #: The number of parameters that each position is multiplied with.
   parameters: int = 0
+  #: Fixes where the arrays of a pytree lie that is carried from program to
+  #: program; their first axis, if any, is that of the rows.
+  place: Callable[[Any], Any] = _anywhere
+  #: The devices that rows are divided among where they are a multiple of it,
+  #: and those that each row of the cache is.
+  row_shards: int = 1
+  slot_shards: int = 1
 
 
 class LanguageModel(flax.struct.PyTreeNode):
@@ -193,7 +203,7 @@ def forward_nodes(
   logits, cache = model.apply(
     tokens,
     positions,
-    window_mask(length, sees, state.cache.num_slots),
+    state.cache.ops.mask(length, sees, state.cache.num_slots),
     state.cache.replace(length=length + state.used),
   )
   slots_read = length + num_text + jnp.sum(window >= 0, axis=1)

@@ -28,6 +28,7 @@ from specdec.loop import advance
 from specdec.loop import ALL_STEPS
 from specdec.loop import DecodeResult
 from specdec.loop import insert
+from specdec.loop import place_request
 from specdec.loop import result_of
 from specdec.loop import start
 from specdec.memory import check_fits
@@ -130,7 +131,7 @@ class Slots:
       fallback=bool(drafter.stages and threshold > 0),
     )
     check_fits(decode_bytes(target, drafter, (num_slots, 0), self._config))
-    self._request = Request(
+    request = Request(
       prompt=jnp.zeros((num_slots, 0), jnp.int32),
       prompt_length=jnp.ones(num_slots, jnp.int32),
       limit=jnp.zeros(num_slots, jnp.int32),
@@ -146,6 +147,7 @@ class Slots:
       ),
       break_even=jnp.asarray(threshold),
     )
+    self._request = place_request(target, request)
     self._state = start(target, drafter, self._request, config=self._config)
     self._slots: list[_Slot | None] = [None] * num_slots
 

@@ -83,7 +83,7 @@ mask forgets the farthest ancestor
   for _ in range(num_steps): => for _ in range(num_steps - 1):
 [model: STEP]
 nodes see all that is in front of them, as in a chain
-  window_mask(length, sees, => window_mask(length, jnp.tril(sees | True),
+  cache.ops.mask(length, sees, => cache.ops.mask(length, jnp.tril(sees | True),
 positions by index instead of depth
   - (ctx.length - 1)[:, None] + at(tree.depth, nodes)
   + (ctx.length - 1)[:, None] + nodes

@@ -6,6 +6,7 @@ import json
 import pathlib
 from typing import Any
 
+from absl import logging
 from flax import nnx
 from flax import traverse_util
 import huggingface_hub
@@ -29,10 +30,12 @@ from models.nn.cpu.ops import PackedMatrix
 from models.nn.dtypes import AUTO
 from models.nn.dtypes import native_dtypes
 from models.nn.matmul import Int8Matrix
-from models.nn.matmul import Matrix
 from models.nn.matmul import pack
 from models.nn.matmul import quantize
+from models.nn.sharding import Layout
+from models.nn.sharding import undivided
 from models.waiting import progress
+from specdec.memory import bytes_on_device
 from specdec.memory import check_fits
 
 _DEMO = pathlib.Path(__file__).parents[1] / 'demo'
@@ -288,10 +291,23 @@ def resolve_draft_dtype(
   return 'int8' if packed and target_dtype == 'bfloat16' else target_dtype
 
 
-def shape_module(config: Config, dtype: jnp.dtype) -> Module:
-  """A module with shapes in place of weights."""
+def shape_module(
+  config: Config, dtype: jnp.dtype, layout: Layout = Layout()
+) -> Module:
+  """A module with shapes and shardings in place of weights."""
   make = family_of(config).module
-  return nnx.eval_shape(lambda: make(config, dtype=dtype, rngs=nnx.Rngs(0)))
+  graph, shapes = flat_params(
+    nnx.eval_shape(lambda: make(config, dtype=dtype, rngs=nnx.Rngs(0)))
+  )
+  placed = {
+    path: jax.ShapeDtypeStruct(
+      leaf.shape,
+      leaf.dtype,
+      sharding=layout.of_parameter(path, leaf.shape, config),
+    )
+    for path, leaf in shapes.items()
+  }
+  return nnx.merge(graph, traverse_util.unflatten_dict(placed))
 
 
 def flat_params(module: Module) -> tuple[nnx.GraphDef, dict[tuple, Any]]:
@@ -300,12 +316,12 @@ def flat_params(module: Module) -> tuple[nnx.GraphDef, dict[tuple, Any]]:
   return graph, traverse_util.flatten_dict(nnx.to_pure_dict(variables))
 
 
-def _num_bytes(params: dict[tuple, Any], *, in_int8: bool) -> int:
-  """Memory of parameters; a byte for each element of a matrix in eight bits."""
-  return sum(
-    leaf.size * (1 if in_int8 and leaf.ndim == 2 else leaf.dtype.itemsize)
-    for leaf in params.values()
-  )
+def layer_bytes(name: str | pathlib.Path, dtype: str) -> float:
+  """Bytes of weights per layer of a model, the vocabulary left out."""
+  config = config_of(name)
+  _, shapes = flat_params(shape_module(config, jnp.dtype(dtype)))
+  sizes = [leaf.size for path, leaf in shapes.items() if len(path) > 2]
+  return sum(sizes) * jnp.dtype(dtype).itemsize / config.num_layers
 
 
 def load_module(
@@ -314,11 +330,14 @@ def load_module(
   dtype: jax.typing.DTypeLike = jnp.float32,
   revision: str | None = None,
   packed: bool = False,
+  layout: Layout = Layout(),
 ) -> Module:
   """Loads a model.
 
   One tensor at a time is converted and put on the device, so the peak memory is
   the size of the model plus one tensor (of a tied head that is stored twice).
+  Of several devices each gets its own parts, so what lies in the memory of the
+  host is one tensor, and no device has more than its parts.
 
   Args:
     name: see `locate`.
@@ -327,7 +346,9 @@ def load_module(
       and the rest is computed in bfloat16.
     revision: see `locate`.
     packed: whether matrices are packed for the kernels of `models.nn.cpu`,
-      which must be available; those of float16 are not.
+      which must be available; those of float16 are not. Not with several
+      devices.
+    layout: where the tensors lie.
 
   Raises:
     ValueError: a config or tensor is unknown, missing, left over or misshapen;
@@ -337,12 +358,23 @@ def load_module(
   config = config_of(folder)
   family = family_of(config)
   # Of one matrix per layer, before shapes are made of absurd sizes.
-  least = config.num_layers * config.width**2
+  least = config.num_layers * config.width**2 // layout.num_devices
   check_fits({'the weights; see config.json': least})
   in_int8 = jnp.dtype(dtype) == jnp.int8
   float_dtype = jnp.dtype(jnp.bfloat16 if in_int8 else dtype)
-  graph, expected = flat_params(shape_module(config, float_dtype))
-  check_fits({'the weights; see dtype': _num_bytes(expected, in_int8=in_int8)})
+  graph, expected = flat_params(shape_module(config, float_dtype, layout))
+  held = sum(
+    # A byte for each element of a matrix in eight bits.
+    bytes_on_device(leaf)
+    // (leaf.dtype.itemsize if in_int8 and leaf.ndim == 2 else 1)
+    for leaf in expected.values()
+  )
+  check_fits({'the weights; see dtype': held})
+  if whole := undivided(layout, config):
+    logging.warning(
+      '%s: every device has all of %s, which %d devices cannot divide',
+      *(folder.name, ', '.join(whole), layout.parts('heads')),
+    )
   paths = {parameter_name(path): path for path in expected}
   loaded, origin = {}, {}
   tensors = _tensors(folder, family, config)
@@ -354,19 +386,21 @@ def load_module(
       raise ValueError(
         f'{folder}: tensor {tensor.name} is not part of a {family.name}'
       )
-    leaf = expected[paths[key]]
+    path = paths[key]
+    leaf = expected[path]
     tensor.check(leaf.shape[::-1] if transposed else leaf.shape)
     if in_int8 and leaf.ndim == 2 and not family.stays_float(key):
-      final: Matrix = quantize(tensor.read(np.float32, transposed=transposed))
+      host: Any = quantize(tensor.read(np.float32, transposed=transposed))
     else:
-      final = jax.device_put(tensor.read(leaf.dtype, transposed=transposed))
+      host = tensor.read(leaf.dtype, transposed=transposed)
     # Position embeddings are added, not multiplied.
-    if packed and leaf.ndim == 2 and paths[key][0] != 'wpe':
-      final = pack(final)
+    if packed and leaf.ndim == 2 and path[0] != 'wpe':
+      host = pack(host)
+    final = layout.put_parameter(path, host, config)
     if key not in loaded:
       loaded[key] = jax.block_until_ready(final)
       origin[key] = tensor.name
-    elif not jax.tree.all(jax.tree.map(np.array_equal, loaded[key], final)):
+    elif not jax.tree.all(jax.tree.map(jnp.array_equal, loaded[key], final)):
       raise ValueError(
         f'{folder}: tensors {origin[key]} and {tensor.name} should be equal but'
         ' differ; is tie_word_embeddings wrong in config.json?'

@@ -16,6 +16,8 @@ from models.nn.gpt2 import GPT2Config
 from models.nn.llama import Llama
 from models.nn.llama import LlamaConfig
 from models.nn.mixtral import MixtralConfig
+from models.nn.sharding import Layout
+from models.nn.sharding import slot_ops
 from specdec import cache as kv
 from specdec.model import LanguageModel
 from specdec.model import ModelSpec
@@ -69,15 +71,22 @@ def _spec(
   weight_bytes: int,
   parameters: int,
   kernels: bool,
+  layout: Layout,
 ) -> ModelSpec:
   """The record of a shape; cached, so that loading it again does not recompile.
 
   The arguments are those of `ModelSpec`, `graph` of the module; `kernels` says
   whether those of `models.nn.cpu` compute.
   """
+  cache_ops = slot_ops(layout)
+  if kernels:
+    cache_ops = cache_ops._replace(write=ops.write_slots)
 
   def apply(params, tokens, positions, mask, cache):
-    return nnx.merge(graph, params)(tokens, positions, mask, cache)
+    module = nnx.merge(graph, params)
+    logits, cache = module(tokens, positions, mask, cache)
+    # What follows sorts and draws over the whole vocabulary.
+    return layout.place(logits), cache
 
   def init_cache(batch_size, num_slots):
     cache = kv.init_cache(
@@ -88,9 +97,10 @@ def _spec(
       head_width=config.head_width,
       dtype=dtype,
     )
-    return cache.replace(write_slots=ops.write_slots) if kernels else cache
+    return layout.place(cache.replace(ops=cache_ops))
 
   per_slot = 2 * config.num_layers * config.num_kv_heads * config.head_width
+  head_parts = layout.parts('kv_heads')
   return ModelSpec(
     apply=apply,
     init_cache=init_cache,
@@ -99,13 +109,20 @@ def _spec(
     weight_bytes=weight_bytes,
     cache_bytes_per_slot=per_slot * dtype.itemsize,
     parameters=parameters,
+    place=layout.place,
+    row_shards=layout.parts('rows'),
+    slot_shards=head_parts if config.num_kv_heads % head_parts == 0 else 1,
   )
 
 
-def as_model(module: Module) -> LanguageModel:
+def as_model(module: Module, layout: Layout = Layout()) -> LanguageModel:
   """Splits a module into the parameters and functions that `specdec` decodes.
 
   The module has weights, or shapes only; the result shares its arrays.
+
+  Args:
+    module: of any family.
+    layout: where the module lies, as it was loaded.
   """
   config = module.config
   graph, variables = nnx.split(module)
@@ -130,5 +147,6 @@ def as_model(module: Module) -> LanguageModel:
       round(weight_bytes),
       round(parameters),
       kernels,
+      layout,
     ),
   )

@@ -57,7 +57,7 @@ def quantize_rows(rows, xp=jnp):
 
 
 def quantize(matrix: np.ndarray) -> Int8Matrix:
-  """Rounds a matrix `[out, in]` row by row, on the host.
+  """Rounds a matrix `[out, in]` row by row; its arrays are on the host.
 
   Raises:
     ValueError: the matrix has a weight that is not finite.
@@ -66,9 +66,7 @@ def quantize(matrix: np.ndarray) -> Int8Matrix:
   if not np.isfinite(matrix).all():
     raise ValueError('a matrix has weights that are not finite')
   values, scale = quantize_rows(matrix, np)
-  return Int8Matrix(
-    values=jnp.asarray(values), scale=jnp.asarray(scale, jnp.float32)
-  )
+  return Int8Matrix(values=values, scale=scale.astype(np.float32))
 
 
 def pack(weight: Matrix) -> Matrix:

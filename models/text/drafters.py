@@ -5,6 +5,7 @@ import pathlib
 from typing import Any
 
 from absl import logging
+import jax
 
 from models.text.pair import Pair
 from models.text.pair import vocabulary_digest
@@ -50,6 +51,7 @@ def _load_ngram(settings: DraftSettings, pair: Pair) -> NGram:
       f' another tokenizer than that of the target ({ours} tokens); build one'
       ' with scripts/build_ngram.py, or choose --inner=lookup'
     )
+  table = jax.device_put(table, pair.layout.everywhere)
   return NGram(table.replace(vocab_size=ours))
 
 

@@ -476,6 +476,8 @@ def load(
   draft_dtype: jax.typing.DTypeLike | None = None,
   cpu_kernels: bool = True,
   revision: str | None = None,
+  mesh: jax.sharding.Mesh | Mapping[str, int] | None = None,
+  draft_mesh: str = 'auto',
   messages: Sequence[Message] | None = None,
 ) -> Generator:
   """Loads a target and what drafts for it.
@@ -496,14 +498,19 @@ def load(
     draft_dtype: of the draft; None: as the target, but int8 beside
       bfloat16 where the kernels for CPU are used.
     cpu_kernels: whether the kernels of `models.nn.cpu` are used on CPU, if they
-      can be compiled.
+      can be compiled and there is one device.
     revision: of the target, on the hub.
+    mesh: several devices, as a mesh with the axes `data` (rows) and `model`
+      (weights) or as their sizes, {'data': 2, 'model': 4}, whose product is the
+      number of devices. None: the default device.
+    draft_mesh: `replicated`: every device has the whole draft; `sharded`: it is
+      divided as the target is; `auto`: what should be faster by its size.
     messages: a conversation that the chat template of the target must accept,
       which is checked before the weights are loaded.
 
   Raises:
-    ValueError: a model cannot be used, or target, draft and plan do not fit
-      together; gives the reason.
+    ValueError: a model or the mesh cannot be used, or target, draft and plan do
+      not fit together; gives the reason.
   """
   if plan is not None:
     plan = plan if isinstance(plan, Plan) else load_plan(plan)
@@ -520,6 +527,8 @@ def load(
     dtype=dtype,
     draft_dtype=draft_dtype,
     cpu_kernels=cpu_kernels,
+    mesh=mesh,
+    draft_mesh=draft_mesh,
   )
   break_even = planned_break_even(method, drafting)
   return Generator(pair, make_drafter(method, pair, drafting), break_even)

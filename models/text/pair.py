@@ -1,13 +1,17 @@
 """A target, its draft model and their tokenizer, from checkpoints."""
 
+from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
+import functools
 import hashlib
 import json
 import pathlib
 from typing import Any
 
+from absl import logging
 import jax
+from jax.sharding import Mesh
 import transformers
 
 from models.checkpoints import gguf
@@ -16,6 +20,9 @@ from models.nn.adapter import as_model
 from models.nn.adapter import with_vocab_size
 from models.nn.cpu import build
 from models.nn.dtypes import AUTO
+from models.nn.sharding import draft_layout
+from models.nn.sharding import Layout
+from models.nn.sharding import make_layout
 from models.text.chat_template import conversation_ids
 from models.text.chat_template import is_conversation
 from models.text.chat_template import Prompt
@@ -37,13 +44,14 @@ class Checkpoint:
 class Pair:
   """A target, a draft model that drafts for it, and the tokenizer of both.
 
-  `eos_ids` are the tokens that end a text.
+  `eos_ids` are the tokens that end a text, `layout` is that of the target.
   """
 
   target: LanguageModel
   draft: LanguageModel | None
   tokenizer: transformers.PreTrainedTokenizerBase
   eos_ids: tuple[int, ...]
+  layout: Layout = Layout()
 
   def encode(self, text: str) -> list[int]:
     """Text to token ids; ValueError if the text is not valid Unicode."""
@@ -199,29 +207,42 @@ def load_checkpoints(
   dtype: jax.typing.DTypeLike = AUTO,
   draft_dtype: jax.typing.DTypeLike | None = None,
   cpu_kernels: bool = True,
+  mesh: Mesh | Mapping[str, int] | None = None,
+  draft_mesh: str = 'auto',
 ) -> Pair:
   """Loads the weights of a target and a draft; see `load_pair`."""
+  layout = make_layout(mesh)
   packed = cpu_kernels and build.is_available()
+  if packed and layout.num_devices > 1:
+    packed = False
+    logging.warning(
+      'cpu_kernels are for one device; on %d XLA computes',
+      layout.num_devices,
+    )
   dtype = hub.resolve_dtype(dtype, target.folder)
   tokenizer = target.tokenizer
   assert tokenizer is not None
   if draft is not None:
     _check_same_tokens(target, draft)
-  model = as_model(hub.load_module(target.folder, dtype=dtype, packed=packed))
+  load = functools.partial(hub.load_module, packed=packed)
+  model = as_model(load(target.folder, dtype=dtype, layout=layout), layout)
   size = model.spec.vocab_size
   draft_model = None
   if draft is not None:
     own_dtype = hub.resolve_draft_dtype(
       draft_dtype, draft.folder, target_dtype=dtype, packed=packed
     )
+    own_layout = draft_layout(
+      layout, draft_mesh, hub.layer_bytes(draft.folder, own_dtype)
+    )
     draft_model = as_model(
-      hub.load_module(draft.folder, dtype=own_dtype, packed=packed)
+      load(draft.folder, dtype=own_dtype, layout=own_layout), own_layout
     )
     own_size = draft_model.spec.vocab_size
     _check_padding(size, own_size, len(tokenizer), draft)
     draft_model = with_vocab_size(draft_model, size)
   eos_ids = _eos_ids(target.folder, tokenizer, size)
-  return Pair(model, draft_model, tokenizer, eos_ids)
+  return Pair(model, draft_model, tokenizer, eos_ids, layout)
 
 
 def load_pair(
@@ -232,6 +253,8 @@ def load_pair(
   draft_dtype: jax.typing.DTypeLike | None = None,
   revision: str | None = None,
   cpu_kernels: bool = True,
+  mesh: Mesh | Mapping[str, int] | None = None,
+  draft_mesh: str = 'auto',
 ) -> Pair:
   """Loads a target, its tokenizer and a draft, if one is given.
 
@@ -245,15 +268,23 @@ def load_pair(
       `hub.resolve_draft_dtype`.
     revision: of the target, on the hub.
     cpu_kernels: whether the kernels of `models.nn.cpu` are used on CPU, if they
-      can be compiled.
+      can be compiled and there is one device.
+    mesh: the devices, see `models.nn.sharding.make_mesh`; None for one.
+    draft_mesh: see `models.nn.sharding.draft_layout`.
 
   Raises:
-    ValueError: a folder cannot be used, or the tokenizers differ. Vocabularies
-      of one tokenizer may differ by padding; the draft then gets the target's.
+    ValueError: a folder or the mesh cannot be used, or the tokenizers differ.
+      Vocabularies of one tokenizer may differ by padding; the draft then gets
+      the target's.
   """
   found = find_checkpoints(target, draft, revision=revision)
   return load_checkpoints(
-    *found, dtype=dtype, draft_dtype=draft_dtype, cpu_kernels=cpu_kernels
+    *found,
+    dtype=dtype,
+    draft_dtype=draft_dtype,
+    cpu_kernels=cpu_kernels,
+    mesh=mesh,
+    draft_mesh=draft_mesh,
   )
 
 

@@ -54,10 +54,14 @@ class Context:
   batch_size: int
   sampling: dict[str, Any]  # The sampling options that are set.
   cpu_kernels: bool = False  # Whether those of `models.nn.cpu` were used.
+  mesh: str = ''  # Axes of the mesh, and where the draft lies on it.
 
   def warnings(self, other: 'Context') -> list[str]:
     """The differences that make a plan for `other` less reliable here."""
-    names = ('dtype', 'draft_dtype', 'batch_size', 'sampling', 'cpu_kernels')
+    names = (
+      *('dtype', 'draft_dtype', 'batch_size', 'sampling'),
+      *('cpu_kernels', 'mesh'),
+    )
     pairs = {
       name: (getattr(self, name), getattr(other, name)) for name in names
     }

@@ -7,6 +7,7 @@ import dataclasses
 import pathlib
 from typing import Any
 
+from jax.sharding import Mesh
 import numpy as np
 
 from models.bench.record import describe_machine
@@ -51,6 +52,8 @@ class Setup:
   dtype: str
   draft_dtype: str | None = None
   cpu_kernels: bool = True
+  mesh: Mesh | None = None
+  draft_mesh: str = 'auto'
   batch_size: int
   sampling: specdec.Sampling
 
@@ -69,6 +72,8 @@ class Setup:
       draft_dtype=self.draft_dtype,
       cpu_kernels=self.cpu_kernels,
       revision=self.revision,
+      mesh=self.mesh,
+      draft_mesh=self.draft_mesh,
     )
 
   def context(self) -> Context:
@@ -80,7 +85,8 @@ class Setup:
     target, draft = find_checkpoints(
       self.target, self.draft, revision=self.revision
     )
-    packed = self.cpu_kernels and build.is_available()
+    one_device = self.mesh is None or self.mesh.size == 1
+    packed = self.cpu_kernels and one_device and build.is_available()
     draft_dtype = self.dtype
     if draft is not None:
       draft_dtype = hub.resolve_draft_dtype(
@@ -92,6 +98,7 @@ class Setup:
       dtype=self.dtype,
       draft_dtype=draft_dtype,
       cpu_kernels=packed,
+      mesh=f'{dict(self.mesh.shape)}, {self.draft_mesh}' if self.mesh else '',
       batch_size=self.batch_size,
       sampling={
         name: _as_json(value)

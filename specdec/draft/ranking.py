@@ -85,8 +85,9 @@ def rank_logits(
     number: K, of the best; at most V.
   """
   scores = calibration * (filter_logits(logits, sampling) + noise)
-  # For the barrier see `sampling.filter_logits`.
-  best, tokens = lax.optimization_barrier(lax.top_k(scores, number))
+  # For the barriers see `sampling.filter_logits`. A single one for both results
+  # crashes XLA's CPU backend on several devices.
+  best, tokens = map(lax.optimization_barrier, lax.top_k(scores, number))
   # The log-sum-exp of all, without searching for the largest once more.
   total = jnp.sum(jnp.exp(scores - best[..., :1]), axis=-1, keepdims=True)
   # NaN or inf in any of them, or -inf in all; filtering leaves no trace of it.

@@ -23,7 +23,6 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec.cache import window_mask
 from specdec.model import LanguageModel
 from specdec.model import prefill
 
@@ -101,7 +100,7 @@ def _verify(target: LanguageModel, text, cache, num_steps, *, num_nodes: int):
   nodes = jnp.arange(num_nodes)
   sees = (nodes[:, None] == nodes[None]) | (nodes[None] == 0)
   sees = jnp.broadcast_to(sees[None], (len(text), num_nodes, num_nodes))
-  mask = window_mask(cache.length, sees, cache.num_slots)
+  mask = cache.ops.mask(cache.length, sees, cache.num_slots)
   positions = cache.length[:, None] + jnp.minimum(nodes, 1)[None]
 
   def forward(step, carry):
