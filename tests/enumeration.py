@@ -106,8 +106,8 @@ def draft_logits(kind: str, target: np.ndarray, rng) -> np.ndarray:
 def full_sampling(values: dict, vocab_size: int) -> SamplingParams:
   """One of `SAMPLINGS` with every parameter set, for one row."""
   values = NEUTRAL | values
-  bias = np.zeros(vocab_size, np.float32)
-  bias[1] = values['logit_bias']
+  bias = np.zeros((1, vocab_size), np.float32)
+  bias[0, 1] = values['logit_bias']
   return params(values | {'logit_bias': bias}, 1, vocab_size)
 
 
@@ -158,13 +158,14 @@ def drafter(name: str, draft: np.ndarray) -> Drafter:
   }[name]
 
 
-def request(key, sampling: SamplingParams, length: int) -> Request:
-  """Of one row: `length` tokens after the prompt."""
+def request(keys, sampling: SamplingParams, length: int) -> Request:
+  """Of rows with these keys `[B]`: `length` tokens after the prompt."""
+  batch_size = keys.shape[0]
   return Request(
-    prompt=jnp.full((1, 1), PROMPT, jnp.int32),
-    prompt_length=jnp.ones(1, jnp.int32),
-    limit=jnp.full(1, length, jnp.int32),
-    row_keys=key[None],
+    prompt=jnp.full((batch_size, 1), PROMPT, jnp.int32),
+    prompt_length=jnp.ones(batch_size, jnp.int32),
+    limit=jnp.full(batch_size, length, jnp.int32),
+    row_keys=keys,
     sampling=sampling,
     watchers=make_watchers(penalty_vocab_size=sampling.logit_bias.shape[-1]),
   )
