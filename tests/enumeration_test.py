@@ -242,12 +242,7 @@ def test_a_block_of_which_nothing_is_left():
 def _grown_tree(drafter, sampling, text, length, *, room):
   """The tree of a step of one row; `NO_NODE` is the parent of unverified nodes.
 
-  Args:
-    drafter: the drafter.
-    sampling: of one row.
-    text: `[P]`.
-    length: `[]`, of the text.
-    room: for new tokens.
+  `text [P]` has `length` tokens, and there is `room` for new ones.
   """
   vocab_size = sampling.logit_bias.shape[-1]
   in_text = (jnp.arange(text.shape[0]) < length)[:, None]
@@ -262,9 +257,8 @@ def _grown_tree(drafter, sampling, text, length, *, room):
     seen=seen[None],
     shares_noise=False,
   )
-  states = init_stages(
-    drafter, text[None], length, num_slots=text.shape[0] + room
-  )
+  num_slots = text.shape[0] + room
+  states = init_stages(drafter, text[None], length, num_slots=num_slots)
   _, tree = grow(drafter.stages, states, ctx.root_trees(), ctx)
   tree, nodes = jax.tree.map(
     lambda array: array[0], (tree, drafter.shape.select(tree))
@@ -280,18 +274,15 @@ def _grown_trees(worlds, drafters, samplings, length):
   texts[:, 0] = enumeration.PROMPT
   for text, context in zip(texts, worlds.contexts, strict=True):
     text[1 : 1 + len(context)] = context[: length - 1]
-  grow_all = jax.vmap(
-    functools.partial(_grown_tree, room=8), (None, None, 0, 0)
-  )
-  trees = [
-    grow_all(
-      drafter,
-      enumeration.full_sampling(enumeration.SAMPLINGS[name], worlds.vocab_size),
-      texts,
-      lengths,
-    )
-    for drafter in drafters
+  grown = functools.partial(_grown_tree, room=8)
+  grow_all = jax.vmap(grown, (None, None, 0, 0))
+  params = [
+    enumeration.full_sampling(enumeration.SAMPLINGS[name], worlds.vocab_size)
     for name in samplings
+  ]
+  trees = [
+    grow_all(drafter, one, texts, lengths)
+    for drafter, one in itertools.product(drafters, params)
   ]
   return jax.tree.map(lambda *arrays: np.concatenate(arrays), *trees)
 
@@ -300,12 +291,8 @@ def _grown_trees(worlds, drafters, samplings, length):
 def test_grown_trees_have_the_targets_law(name):
   samplings = tuple(enumeration.SAMPLINGS)
   length, vocab_size = 4, 3
-  worlds = enumeration.make_worlds(
-    vocab_size,
-    length,
-    drafts=('uniform',) * 3,  # only the targets are used
-    samplings=samplings,
-  )
+  drafts = ('uniform',) * 3  # only the targets are used
+  worlds = enumeration.make_worlds(vocab_size, length, drafts=drafts)
   tables = 2 * np.random.default_rng(0).normal(size=(3, vocab_size, vocab_size))
   drafters = [enumeration.drafter(name, table) for table in tables]
   trees = _grown_trees(worlds, drafters, samplings, length)
@@ -427,12 +414,8 @@ def _random_case(seed, vocab_size=4):
     for name in ('temperature', 'top_k', 'top_p', 'min_p')
   }
   nothing = np.zeros(shape[1:], bool)
-  target = np.stack(
-    [
-      enumeration.exact_probs(of_row, nothing, row)
-      for of_row, row in zip(logits, rows, strict=True)
-    ]
-  )
+  probs_of = lambda row, values: enumeration.exact_probs(row, nothing, values)
+  target = np.stack(list(map(probs_of, logits, rows)))
   proposals = rng.dirichlet(np.ones(vocab_size), size=shape[:2])
   proposals *= rng.random(shape) < 0.8  # cannot draw all tokens
   proposals[..., 0] += proposals.sum(-1) == 0
@@ -470,19 +453,13 @@ def _check_branches(rule, make_trees, slow_walk, num_batches, deepest):
     proposals, randomness = case['proposals'], case['randomness']
     if rule.children == BEST:
       proposals = proposals[:, :, :0]
-    verdict, path = jax.device_get(
-      _verify(
-        rule, tree, nodes, logits, proposals, randomness, case['sampling']
-      )
-    )
+    given = (tree, nodes, logits, proposals, randomness, case['sampling'])
+    verdict, path = jax.device_get(_verify(rule, *given))
     for row in range(_BATCH_SIZE):
       place_of = {node: place for place, node in enumerate(nodes[row])}
-      parents = [
-        place_of[tree.parent[row, node]] if node > 0 else -1
-        for node in nodes[row]
-      ]
+      above = np.where(nodes[row] > 0, tree.parent[row, nodes[row]], NO_NODE)
       emitted, places, margin = slow_walk(
-        np.array(parents),
+        np.array([place_of[node] if node >= 0 else -1 for node in above]),
         tree.token[row, nodes[row]],
         target[row],
         draft[row].astype(float),
@@ -496,12 +473,10 @@ def _check_branches(rule, make_trees, slow_walk, num_batches, deepest):
         continue
       number = int(verdict.accepted[row])
       assert verdict.chosen[row, : number + 1].tolist() == emitted
-      for found, expected in (
-        (verdict.place[row], places),
-        (path[row], nodes[row, places]),
-      ):
-        assert found[: number + 1].tolist() == list(expected)
-        assert np.all(found[number + 1 :] == NO_NODE)
+      found = np.stack([verdict.place[row], path[row]])
+      expected = [places, nodes[row, places]]
+      np.testing.assert_array_equal(found[:, : number + 1], expected)
+      assert np.all(found[:, number + 1 :] == NO_NODE)
       numbers.append(number)
   # It was no poor example.
   assert num_close < 0.05 * num_batches * _BATCH_SIZE
@@ -553,23 +528,16 @@ def check_draws(children):
     rng, logits = case['rng'], case['logits']
     batch_size, num_nodes, vocab_size = logits.shape
     nodes = np.argsort(rng.random((batch_size, num_nodes)), axis=1)
-    keys = case['randomness'].draft_keys
+    keys, replacement = (
+      case['randomness'].draft_keys,
+      children != WITHOUT_REPLACEMENT,
+    )
+    given = (logits, np.int32(nodes), keys, case['sampling'])
     tokens, log_probs, drawn_from = jax.device_get(
-      _draw(
-        logits,
-        nodes.astype(np.int32),
-        keys,
-        case['sampling'],
-        number=number,
-        replacement=children == WITH_REPLACEMENT,
-      )
+      _draw(*given, number=number, replacement=replacement)
     )
-    shape = (number, vocab_size)
-    noise = slow_walks.child_noise(
-      keys,
-      num_nodes=num_nodes,
-      shape=shape if children == WITH_REPLACEMENT else shape[1:],
-    )
+    shape = (number, vocab_size) if replacement else (vocab_size,)
+    noise = slow_walks.child_noise(keys, num_nodes=num_nodes, shape=shape)
     noise = np.asarray(noise, np.float64)
     nothing = np.zeros((num_nodes, vocab_size), bool)
     for row in range(batch_size):
@@ -591,10 +559,9 @@ def check_draws(children):
           continue
         found = log_probs[row, place] > -100
         assert tokens[row, place][found].tolist() == expected
+        logs = np.log(probs[place, expected])
         np.testing.assert_allclose(
-          log_probs[row, place][found],
-          np.log(probs[place, expected]),
-          atol=1e-5,
+          log_probs[row, place][found], logs, atol=1e-5
         )
   assert num_close < 20
 
@@ -603,15 +570,14 @@ def test_children_that_float32_gives_no_probability():
   """Or its probability, when likelier siblings are rejected, is unknown."""
   logits = np.array([0.0, -80.0, -100.0, -110.0, -110.0], np.float32)
   for scale in (0.1, 0.5, 0.8, 1.0, 1.1, 2.0):
+    given = (
+      np.tile(scale * logits, (200, 1, 1)),
+      np.zeros((200, 1), np.int32),
+      jax.random.split(jax.random.key(0), 200),
+      enumeration.params(enumeration.NEUTRAL | {'logit_bias': {}}, 200, 5),
+    )
     _, log_probs, drawn_from = jax.device_get(
-      _draw(
-        np.tile(scale * logits, (200, 1, 1)),
-        np.zeros((200, 1), np.int32),
-        jax.random.split(jax.random.key(0), 200),
-        enumeration.params(enumeration.NEUTRAL | {'logit_bias': {}}, 200, 5),
-        number=5,
-        replacement=False,
-      )
+      _draw(*given, number=5, replacement=False)
     )
     drawn = np.asarray(is_possible(log_probs[:, 0]))  # the children in the tree
     possible = (drawn_from[:, 0] > 1e-37).sum(1)
@@ -699,13 +665,10 @@ def _noises(table, values):
 
 @pytest.mark.parametrize(
   'name',
-  [
-    'none',
-    'staged',
-    *(
-      pytest.param(name, marks=pytest.mark.long)
-      for name in ('chain of 3', 'ragged tree', 'tables', 'tree')
-    ),
+  ['none', 'staged']
+  + [
+    pytest.param(name, marks=pytest.mark.long)
+    for name in ('chain of 3', 'ragged tree', 'tables', 'tree')
   ],
 )
 def test_match_says_what_plain_decoding_does(name):

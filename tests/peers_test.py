@@ -37,17 +37,17 @@ def _inputs(*shape, cached):
 
 def test_a_prompt_counts_as_its_last_token():
   """A prompt of 5, then a token, then three with two guesses."""
+  found = lambda counted: (counted.forwards, counted.positions, counted.slots)
   counted = Forwards(5)
   counted(None, (np.zeros((2, 5)),), {})
-  assert (counted.forwards, counted.positions, counted.slots) == (1, 2, 10)
+  assert found(counted) == (1, 2, 10)
   counted(None, (), _inputs(2, 1, cached=5))
   counted(None, (), _inputs(2, 3, cached=6))
-  assert (counted.forwards, counted.positions) == (3, 2 * (1 + 1 + 3))
-  assert counted.slots == 2 * (5 + 6 + 9)
+  assert found(counted) == (3, 2 * (1 + 1 + 3), 2 * (5 + 6 + 9))
   # Guesses that come with the prompt count.
   counted = Forwards(5)
   counted(None, (), _inputs(1, 8, cached=0))
-  assert (counted.forwards, counted.positions, counted.slots) == (1, 4, 8)
+  assert found(counted) == (1, 4, 8)
 
 
 def test_rows_that_are_done_have_no_more_forwards():
@@ -116,9 +116,8 @@ def test_plain_decoding_is_counted_as_ours_is(folders):
   target, ours = _ours(folders, [_PROMPT])
   (arm,) = _arms(folders, 'transformers')
   theirs = arm.decode([_PROMPT], _LIMIT).stats
-  names = {'new_tokens', 'target_forwards', 'stage_forwards', 'positions'}
-  names |= {'relative_bandwidth', 'reads', 'costs'}
-  for name in names:
+  names = ('new_tokens', 'target_forwards', 'stage_forwards', 'positions')
+  for name in (*names, 'relative_bandwidth', 'reads', 'costs'):
     assert theirs[name] == ours.stats[name], name
   assert arm.sizes == {'target': model_size(target)}
 
@@ -146,18 +145,16 @@ def test_a_draft_that_is_the_target_saves_forwards(folders):
 
 
 def test_samples_follow_the_seed_and_stay_within_top_k(folders):
+  def draw(text='transformers', limit=_LIMIT, **changes):
+    (arm,) = _arms(folders, text, **changes)
+    return arm.decode([_PROMPT], limit).tokens
+
   sampling = Sampling(temperature=1.0, top_k=1)
-  greedy = _arms(folders, 'transformers')[0].decode([_PROMPT], _LIMIT)
   for text in ('transformers', 'transformers-assisted'):
-    (arm,) = _arms(folders, text, sampling=sampling)
-    assert arm.decode([_PROMPT], _LIMIT).tokens == greedy.tokens
+    assert draw(text, sampling=sampling) == draw()
   hot = Sampling(temperature=3.0)
-
-  def draw(seed):
-    (arm,) = _arms(folders, 'transformers', sampling=hot, seed=seed)
-    return arm.decode([_PROMPT], _LIMIT).tokens
-
-  assert draw(3) == draw(3) != draw(4)
+  one, again, other = (draw(sampling=hot, seed=seed) for seed in (3, 3, 4))
+  assert one == again != other
 
 
 def test_a_limit_of_zero_is_the_prompts_forward_alone(folders):
@@ -169,25 +166,15 @@ def test_a_limit_of_zero_is_the_prompts_forward_alone(folders):
 
 
 @pytest.mark.parametrize(
-  ('text', 'changes', 'limit', 'message'),
+  ('kind', 'changes', 'limit', 'message'),
   [
-    ('transformers-lookup', {'batch_size': 2}, 1, 'has a batch size of 1'),
-    ('transformers-assisted', {'draft': None}, 1, 'needs a draft'),
-    (
-      'transformers-assisted(num_assistant_tokens=0)',
-      {},
-      1,
-      'num_assistant_tokens must be an integer from 1',
-    ),
-    ('transformers', {}, _CONTEXT, 'exceed the context of the target'),
-    (
-      'transformers',
-      {'sampling': Sampling(logit_bias={1: 2})},
-      1,
-      'have no --logit_bias',
-    ),
+    ('-lookup', {'batch_size': 2}, 1, 'has a batch size of 1'),
+    ('-assisted', {'draft': None}, 1, 'needs a draft'),
+    ('-assisted(num_assistant_tokens=0)', {}, 1, 'must be an integer from 1'),
+    ('', {}, _CONTEXT, 'exceed the context of the target'),
+    ('', {'sampling': Sampling(logit_bias={1: 2})}, 1, 'have no --logit_bias'),
   ],
 )
-def test_what_it_cannot_do_is_refused(folders, text, changes, limit, message):
+def test_what_it_cannot_do_is_refused(folders, kind, changes, limit, message):
   with pytest.raises(ValueError, match=message):
-    _arms(folders, text, **changes)[0].decode([_PROMPT], limit)
+    _arms(folders, f'transformers{kind}', **changes)[0].decode([_PROMPT], limit)

@@ -40,12 +40,8 @@ _propose = jax.jit(lambda proposer, *args: proposer.propose(*args))
 def _said(tokens, log_probs):
   """The guesses of each node, as (token, log-probability)."""
   return [
-    [
-      (token, log_prob)
-      for token, log_prob in zip(row, probs, strict=True)
-      if log_prob > EXCLUDED / 2
-    ]
-    for row, probs in zip(tokens.tolist(), log_probs.tolist(), strict=True)
+    [pair for pair in zip(*row, strict=True) if pair[1] > EXCLUDED / 2]
+    for row in zip(tokens.tolist(), log_probs.tolist(), strict=True)
   ]
 
 
@@ -218,24 +214,23 @@ def test_merging_proposers(num_proposers):
   rng = np.random.default_rng(num_proposers)
   config = StageConfig(branching=3, calibration=0.7)
   temperatures = (0.0, 1.0, 2.5)
-  doubled = 0
+  doubled, names = 0, 'abc'[:num_proposers]
   for _ in range(10):
+    shares = rng.choice([0.5, 0.9, 1.0], size=num_proposers)
     proposers = [
-      _bigrams(rng, 3, rng.choice([0.5, 0.9, 1.0]), name)
-      for name in 'abc'[:num_proposers]
+      _bigrams(rng, 3, share, name)
+      for share, name in zip(shares, names, strict=True)
     ]
     scorer = CandidateScorer(tuple(proposers))
-    assert scorer.labels == tuple('abc'[:num_proposers])
+    assert scorer.labels == tuple(names)
     table, source_of = _slow_merge(proposers)
     doubled += sum(len(one.tokens[0]) for one in proposers) * NUM_TOKENS
     doubled -= np.sum(source_of >= 0)
     cases = [_random_case(rng) for _ in temperatures]
-    tokens, length, _, nodes = (
-      np.array(column) if place != 2 else column
-      for place, column in enumerate(zip(*cases, strict=True))
-    )
+    tokens, length, trees, nodes = zip(*cases, strict=True)
+    tokens, length, nodes = map(np.array, (tokens, length, nodes))
     nodes[:, 2] = -1
-    tree = stack([to_arrays(case[2]) for case in cases])
+    tree = stack(list(map(to_arrays, trees)))
     ctx = _context(rng, tokens, length, temperatures)
     found, expected = (
       jax.device_get(_score(one, tree, ctx, nodes, config))

@@ -24,10 +24,9 @@ _DRAFTING, _ACCEPTANCE, _RESIDUAL = 2147483647, 2147483646, 2147483645
 
 
 def randomness(keys, length, *, num_nodes, vocab_size):
-  """By row keys `[B]` and lengths of the texts `[B]`, what a step draws from.
+  """What a step draws from, by row keys `[B]` and lengths of the texts `[B]`.
 
-  That is keys for drawing children `[B]`, uniforms `[B, N]`, and noise of the
-  bonus token, `[B, V]`.
+  Keys for drawing children `[B]`, uniforms `[B, N]`, bonus noise `[B, V]`.
   """
   fold_in = jax.vmap(jax.random.fold_in)
   drafting, acceptance, residual = (
@@ -96,18 +95,9 @@ def walk(
 ):
   """Goes down a tree, from sibling to sibling.
 
-  Args:
-    parent: `[N]`, places of the parents.
-    token: `[N]`.
-    target: `[N, V]`, its distributions.
-    draft: `[N, V]`, those that children were drawn from.
-    uniforms: `[N]`.
-    noise: `[V]`, of the bonus token.
-    stochastic: whether the temperature is above 0.
-    children: one of `CHILDREN`.
-
-  Returns:
-    The tokens, the places of the path, and the margin.
+  `parent [N]` are places, `target [N, V]` and `draft [N, V]` distributions;
+  `uniforms [N]`; `noise [V]` is of the bonus token. Returns the tokens, the
+  places of the path, and the margin.
   """
   path, margin = [0], np.inf
   wanted, left = target[0], draft[0]
