@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 import tiny
 
-from models.tune.planner import choose
-from models.tune.planner import PLAIN
 from specdec.study.costs import measure_step_costs
 from specdec.study.costs import StepCosts
 from specdec.study.costs import Trial
@@ -17,8 +15,9 @@ _COSTS = StepCosts(prompt=0.5, verification={1: 0.1, 4: 0.13, 8: 0.21})
 
 
 def test_v_is_linear_between_the_measured_sizes():
-  found = [_COSTS.of_nodes(size) for size in (1, 4, 6)]
-  assert found == pytest.approx([0.1, 0.13, 0.17])
+  assert _COSTS.of_nodes(1) == 0.1
+  assert _COSTS.of_nodes(4) == 0.13
+  assert _COSTS.of_nodes(6) == pytest.approx(0.17)
   for outside in (0, 9):
     with pytest.raises(ValueError, match='num_nodes must be 1 to 8'):
       _COSTS.of_nodes(outside)
@@ -27,8 +26,8 @@ def test_v_is_linear_between_the_measured_sizes():
 
 
 def test_a_prediction_by_hand():
-  counts = {'tokens': 100, 'forwards': 40, 'steps': 40, 'prompts': 2}
-  trial = Trial(num_nodes=4, seconds=2.0, **counts)
+  counts = {'num_nodes': 4, 'steps': 40, 'prompts': 2, 'seconds': 2.0}
+  trial = Trial(tokens=100, forwards=40, **counts)
   # 2 s of replay, 2 prompts of 0.5 s, 40 steps of 0.13 s.
   assert trial.tokens_per_second(_COSTS) == pytest.approx(100 / (2 + 1 + 5.2))
   assert trial.block_efficiency == 2.5
@@ -36,47 +35,9 @@ def test_a_prediction_by_hand():
   assert trial.drafting_seconds == pytest.approx(0.05)
   assert trial.step_seconds(_COSTS) == pytest.approx(0.18)
   # Rows share their steps: one of 4 is slow, and the others wait for it.
-  trial = dataclasses.replace(trial, tokens=400, forwards=100)
+  trial = Trial(tokens=400, forwards=100, **counts)
   assert trial.block_efficiency == 4.0
   assert trial.tokens_per_second(_COSTS) == pytest.approx(400 / 8.2)
-
-
-def test_with_the_batch_the_tree_shrinks_until_there_is_none():
-  """A machine that reads 10 ms of weights and computes 0.1 ms per position.
-
-  Verification costs nothing extra as long as it takes less time than reading.
-  """
-  tokens_per_step = {1: 1.0, 2: 1.6, 4: 2.1, 8: 2.6, 16: 3.0, 32: 3.3, 64: 3.5}
-  chosen = []
-  for batch in (1, 2, 4, 8, 16, 32, 64, 128, 256):
-    verification = {
-      n: max(0.010, 0.0001 * batch * n) + 0.0001 for n in tokens_per_step
-    }
-    costs = StepCosts(prompt=0.0, verification=verification)
-    trials = {
-      n: Trial(
-        num_nodes=n,
-        tokens=round(1000 * rate) * batch,
-        forwards=1000 * batch,
-        steps=1000,
-        prompts=1,
-        # Drafts have the same limits and are ten times smaller.
-        seconds=0.0 if n == 1 else 100 * verification[n],
-      )
-      for n, rate in tokens_per_step.items()
-    }
-    rates = {
-      PLAIN if n == 1 else f'N={n}': trial.tokens_per_second(costs)
-      for n, trial in trials.items()
-    }
-    for n, trial in trials.items():
-      # The rule of the adaptive fallback agrees.
-      ratio = trial.step_seconds(costs) / trials[1].step_seconds(costs)
-      pays = trial.block_efficiency > ratio
-      assert n == 1 or pays == (rates[f'N={n}'] > rates[PLAIN])
-    best = choose(rates, margin=0.03)
-    chosen.append(1 if best == PLAIN else int(best[2:]))
-  assert chosen == [64, 32, 16, 8, 4, 4, 2, 1, 1]
 
 
 def _measure(target=None, texts=((1, 2, 3), (4,)), context=40, **options):
@@ -90,15 +51,16 @@ def _measure(target=None, texts=((1, 2, 3), (4,)), context=40, **options):
   )
 
 
-def test_costs_are_measured_for_sizes_that_may_pay_while_there_is_time():
-  costs = _measure(most_tokens=1e9)
+def test_costs_are_measured_for_every_size_that_can_pay_until_it_is_late():
+  costs = _measure()
   assert costs.verification.keys() == {1, 2, 4, 8}
-  assert min(costs.prompt, *costs.verification.values()) > 0
+  assert min(costs.verification.values()) > 0
+  assert costs.prompt > 0
   # No forward is as fast as a limit of 0; two sizes are always measured.
   assert _measure(most_tokens=0).verification.keys() == {1, 2}
   assert _measure(is_late=lambda: True).verification.keys() == {1, 2}
   answers = iter([False, True, True])
-  costs = _measure(is_late=lambda: next(answers))
+  costs = _measure(is_late=lambda: next(answers), most_tokens=1e9)
   assert costs.verification.keys() == {1, 2, 4}
   with pytest.raises(ValueError, match='context must be 2 to 96 tokens'):
     _measure(context=97)
@@ -124,8 +86,10 @@ def test_nodes_are_different_tokens_of_the_text():
   )
   jax.effects_barrier()
   text = np.resize([1, 2, 3, 4, 5], 40)
-  of_size = lambda size: {
-    tuple(tokens[0].tolist()) for tokens in seen if tokens.shape == (1, size)
+  prompts = [tokens for tokens in seen if tokens.shape == (1, 32)]
+  assert prompts
+  assert all(np.array_equal(tokens[0], text[:32]) for tokens in prompts)
+  nodes = {
+    tuple(tokens[0].tolist()) for tokens in seen if tokens.shape == (1, 4)
   }
-  assert of_size(32) == {tuple(text[:32])}
-  assert of_size(4) == {tuple(text[36:40]), tuple(text[35:39])}
+  assert nodes == {tuple(text[36:40].tolist()), tuple(text[35:39].tolist())}

@@ -1,13 +1,12 @@
 """Building a table from a draft, end to end on a tiny one."""
 
+import dataclasses
 import functools
-import json
 import shutil
 from unittest import mock
 
 import command_lines
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
@@ -60,11 +59,11 @@ def _one_program():
     yield
 
 
-def _build(draft, workdir, **changes):
+def _build(draft, workdir, **arguments):
   output = workdir / 'table'
-  arguments = {'corpus': None, 'samples': _SAMPLES, 'table': TableConfig()}
+  usual = {'corpus': None, 'samples': _SAMPLES, 'table': TableConfig()}
   ngram_building.build(
-    draft=draft, workdir=workdir, output=output, **arguments | changes
+    draft=draft, workdir=workdir, output=output, **usual | arguments
   )
   return output
 
@@ -82,19 +81,19 @@ def _shards(folder):
 def test_texts_are_those_of_generate_from_the_start_token(
   draft, finished, tokenizer
 ):
+  start = tokenizer.bos_token_id
   shards = [np.load(path) for path in _shards(finished.parent)]
   assert len(shards) == 3
   texts = np.concatenate(shards).reshape(3 * 256, 4 + 2)
-  assert np.all(texts[:, 0] == tokenizer.bos_token_id)
+  assert np.all(texts[:, 0] == start)
   assert np.all(texts[:, -1] == -1)
   assert len(np.unique(texts, axis=0)) > 750  # None twice but by chance.
-  numbers = np.array([0, 3, 300])
-  pair = ngram_building.load_pair(draft, None)
-  keys = [jax.random.fold_in(jax.random.key(5), n) for n in numbers]
+  numbers = np.array([0, 3, 300, 301])
+  # With as many rows as when they were sampled, so that no program is new.
   expected = specdec.generate(
-    pair.target,
-    jnp.stack(keys),
-    [[tokenizer.bos_token_id]] * 3,
+    ngram_building.load_pair(draft, None).target,
+    jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(5), numbers),
+    [[start]] * 4,
     max_new_tokens=4,
     sampling=specdec.Sampling(temperature=1.5),
   )
@@ -104,21 +103,19 @@ def test_texts_are_those_of_generate_from_the_start_token(
 def test_the_table_says_what_it_was_made_of(draft, finished, tokenizer):
   table, provenance = load_table(finished)
   assert (table.order, table.num_continuations) == (3, 8)
-  assert provenance['specdec'] == specdec.__version__
-  assert provenance['draft']['name'] == draft
-  assert len(provenance['draft']['weights_blake2b']) == 32
-  assert provenance['tokenizer_blake2b'] == vocabulary_digest(tokenizer)
-  samples = _SETTINGS | {'tokens': 3072, 'temperature': 1.5, 'top_k': None}
-  assert provenance['sources'] == {'samples': samples}
-  sizes = {'order': 3, 'num_continuations': 8, 'min_count': 2}
-  assert provenance['table'] == sizes
-  methods = [discounts['method'] for discounts in provenance['discounts']]
-  assert len(methods) == 3
-  assert set(methods) <= {'good-turing', 'absolute', 'constant'}
-
-
-def _times(folder):
-  return {path: path.stat().st_mtime_ns for path in _shards(folder)}
+  assert len(provenance['draft'].pop('weights_blake2b')) == 32
+  discounts = provenance.pop('discounts')
+  methods = {'good-turing', 'absolute', 'constant'}
+  assert len(discounts) == 3
+  assert {one['method'] for one in discounts} <= methods
+  counted = _SETTINGS | {'tokens': 3072, 'temperature': 1.5, 'top_k': None}
+  assert provenance == {
+    'specdec': specdec.__version__,
+    'draft': {'name': draft},
+    'tokenizer_blake2b': vocabulary_digest(tokenizer),
+    'sources': {'samples': counted},
+    'table': {'order': 3, 'num_continuations': 8, 'min_count': 2},
+  }
 
 
 def test_a_killed_run_resumes_to_the_same_file(
@@ -136,100 +133,107 @@ def test_a_killed_run_resumes_to_the_same_file(
     patch.setattr(np, 'save', save_a_half_of_the_last)
     with pytest.raises(KeyboardInterrupt):
       _build(draft, tmp_path)
-  survivors = _times(tmp_path)
+  written = lambda: {
+    path: path.stat().st_mtime_ns for path in _shards(tmp_path)
+  }
+  survivors = written()
   assert len(survivors) == 2
   assert not (tmp_path / 'table').exists()
   table = _build(draft, tmp_path)
   assert table.read_bytes() == finished.read_bytes()
-  assert survivors.items() < _times(tmp_path).items()
-
-  # A shorter run counts some of the shards, and keeps the others.
-  written = _times(tmp_path)
+  everything = written()
+  assert survivors.items() < everything.items()
+  # A shorter run counts the first shards, and a longer one keeps them.
   less = Samples(**(_SETTINGS | {'num_tokens': 1}))
-  _build(draft, tmp_path, samples=less)
+  table = _build(draft, tmp_path, samples=less)
   assert load_table(table)[1]['sources']['samples']['tokens'] == 1024
   _build(draft, tmp_path)
   assert table.read_bytes() == finished.read_bytes()
-  assert written == _times(tmp_path)
+  assert written() == everything
 
 
 def test_a_workdir_is_not_resumed_with_other_settings_or_weights(
-  draft, finished, tokenizer, tmp_path
+  draft, finished, tmp_path, monkeypatch
 ):
-  shutil.copytree(finished.parent, tmp_path / 'work')
+  shutil.copytree(finished.parent, tmp_path, dirs_exist_ok=True)
   changes = {'seed': 6, 'temperature': 1.0, 'top_k': 3, 'length': 5}
   for name, value in changes.items():
-    samples = Samples(**(_SETTINGS | {name: value}))
     with pytest.raises(ValueError, match=rf'another run .*{name}'):
-      _build(draft, tmp_path / 'work', samples=samples)
-  shutil.copytree(draft, tmp_path / 'draft')
-  module = hub.load_module(draft)
-  module.ln_f.bias[...] += 1
-  hub.save_pretrained(module, tmp_path / 'draft', tokenizer=tokenizer)
+      _build(draft, tmp_path, samples=Samples(**(_SETTINGS | {name: value})))
+  # Other weights of the same name.
+  pair = ngram_building.load_pair(draft, None)
+  params = jax.tree.map(lambda leaf: leaf + 1, pair.target.params)
+  target = dataclasses.replace(pair.target, params=params)
+  other = dataclasses.replace(pair, target=target)
+  monkeypatch.setattr(ngram_building, 'load_pair', lambda *_: other)
   with pytest.raises(ValueError, match=r'another run .*weights_blake2b'):
-    _build(str(tmp_path / 'draft'), tmp_path / 'work')
+    _build(draft, tmp_path)
 
 
 def test_the_training_split_of_a_corpus_is_counted(
   draft, finished, corpus, tokenizer, tmp_path
 ):
   chosen = Corpus(folder=str(corpus), pattern='*.py')
-  path = _build(draft, tmp_path, corpus=chosen, samples=Samples(num_tokens=0))
+  nothing = Samples(num_tokens=0)
+  path = _build(draft, tmp_path, corpus=chosen, samples=nothing)
   table, provenance = load_table(path)
   tokens = chosen.tokens(tokenizer, held_out=False)
   assert np.array_equal(np.load(tmp_path / 'corpus.npy'), tokens)
-  settings = {'folder': str(corpus), 'pattern': '*.py', 'held_out_percent': 2}
-  of_corpus = settings | {'tokens': len(tokens)}
-  assert provenance['sources'] == {'corpus': of_corpus}
+  counted = {'held_out_percent': 2, 'tokens': len(tokens)}
+  counted |= {'folder': str(corpus), 'pattern': '*.py'}
+  assert provenance['sources'] == {'corpus': counted}
   # So uniform a text leaves the likeliest token of a context hardly a choice.
   first, second = tokenizer(_TEXT)['input_ids'][:2]
   context = find_context(table, np.array([first, -1], np.int32))
   assert table.next_tokens[context, 0] == second
-
-  # Together with samples.
-  shutil.copytree(finished.parent, tmp_path / 'both')
-  path = _build(draft, tmp_path / 'both', corpus=Corpus(folder=str(corpus)))
-  both, provenance = load_table(path)
-  assert provenance['sources'].keys() == {'corpus', 'samples'}
-  assert both.num_contexts > load_table(finished)[0].num_contexts
+  # With samples more contexts are known.
+  for shard in (*_shards(finished.parent), finished.parent / 'samples.json'):
+    shutil.copy(shard, tmp_path)
+  both = load_table(_build(draft, tmp_path, corpus=chosen))[0].num_contexts
+  assert both > max(table.num_contexts, load_table(finished)[0].num_contexts)
 
 
 def test_the_command_line(draft, corpus, tmp_path):
-  settings = _SETTINGS | {'num_tokens': 1, 'temperature': 1.25, 'top_k': 9}
-  flags = settings | {'sample_length': settings['length'], 'draft': draft}
-  flags |= {'order': 2, 'continuations': 3, 'min_count': 1, 'corpus': corpus}
-  flags |= {'workdir': tmp_path, 'output': tmp_path / 'table'}
-  del flags['length']
-  arguments = [f'--{name}={value}' for name, value in flags.items()]
-  result = command_lines.run('build_ngram.py', *arguments)
+  flags = {'draft': draft, 'corpus': corpus, 'workdir': tmp_path}
+  flags |= {'num_tokens': 1, 'sample_length': 4, 'batch_size': 4, 'seed': 5}
+  flags |= {'temperature': 1.25, 'top_k': 9, 'order': 2, 'continuations': 3}
+  flags |= {'min_count': 1, 'output': tmp_path / 'table'}
+  result = command_lines.run(
+    'build_ngram.py', *(f'--{name}={value}' for name, value in flags.items())
+  )
   assert result.code == 0, result.errors
   assert 'contexts' in result.output
   assert 'counting' in result.errors
   table, provenance = load_table(tmp_path / 'table')
   assert (table.order, table.num_continuations) == (2, 3)
-  assert json.loads((tmp_path / 'corpus.json').read_text())
   assert provenance['table']['min_count'] == 1
-  assert provenance['sources']['samples'] == settings | {'tokens': 1024}
+  samples = _SETTINGS | {'num_tokens': 1, 'tokens': 1024}
+  samples |= {'temperature': 1.25, 'top_k': 9}
+  assert provenance['sources']['samples'] == samples
   assert provenance['sources']['corpus']['folder'] == str(corpus)
 
 
 @pytest.mark.parametrize(
-  ('make', 'flag'),
+  ('make', 'changes', 'flag'),
   [
-    (lambda: Samples(num_tokens=-1), 'num_tokens'),
-    (lambda: Samples(num_tokens=1, length=0), 'sample_length'),
-    (lambda: Samples(num_tokens=1, batch_size=7), 'batch_size'),
-    (lambda: Samples(num_tokens=1, temperature=float('nan')), 'temperature'),
-    (lambda: Samples(num_tokens=1, top_k=0), 'top_k'),
-    (lambda: TableConfig(order=6), 'order'),
-    (lambda: TableConfig(num_continuations=0), 'continuations'),
-    (lambda: TableConfig(min_count=0), 'min_count'),
-    (lambda: Corpus(folder='/no/such/folder'), 'corpus'),
+    (Samples, {'num_tokens': -1}, 'num_tokens'),
+    (Samples, {'length': 0}, 'sample_length'),
+    (Samples, {'batch_size': 0}, 'batch_size'),
+    (Samples, {'batch_size': 7}, 'batch_size'),
+    (Samples, {'temperature': 0}, 'temperature'),
+    (Samples, {'temperature': float('nan')}, 'temperature'),
+    (Samples, {'top_k': 0}, 'top_k'),
+    (TableConfig, {'order': 0}, 'order'),
+    (TableConfig, {'order': 6}, 'order'),
+    (TableConfig, {'num_continuations': 0}, 'continuations'),
+    (TableConfig, {'min_count': 0}, 'min_count'),
+    (Corpus, {'folder': '/no/such/folder'}, 'corpus'),
   ],
 )
-def test_bad_values_name_their_flag(make, flag):
+def test_bad_values_name_their_flag(make, changes, flag):
+  needed = {'num_tokens': 1} if make is Samples else {}
   with pytest.raises(ValueError, match=f'^--{flag}[ =]'):
-    make()
+    make(**needed | changes)
 
 
 def test_what_cannot_be_built_is_refused(draft, tmp_path):

@@ -1,6 +1,7 @@
 """Counting in parts gives what counting at once gives."""
 
 import collections
+import itertools
 from unittest import mock
 
 import hypothesis
@@ -43,9 +44,8 @@ def _found(counts):
       names = [(*names[parent], token) for parent, token in edges]
     assert names == sorted(names)
     found = {}
-    for name, start, stop in zip(
-      names, level.first[:-1], level.first[1:], strict=True
-    ):
+    spans = itertools.pairwise(level.first)
+    for name, (start, stop) in zip(names, spans, strict=True):
       assert start < stop
       tokens = level.tokens[start:stop].tolist()
       assert tokens == sorted(set(tokens))
@@ -103,34 +103,29 @@ def test_counts_are_those_of_a_counter(
 
 
 def test_partitions_have_about_their_number_of_tokens(folder):
-  calls = []
-  count_ngrams(
-    ngram_texts.save(folder, [[*range(9)] * 10]),
-    order=2,
-    vocab_size=9,
-    partition_tokens=20,
-    progress=lambda *call: calls.append(call),
-  )
+  calls, shards = [], ngram_texts.save(folder, [[*range(9)] * 10])
+  progress = lambda *call: calls.append(call)
+  sizes = {'order': 2, 'vocab_size': 9, 'partition_tokens': 20}
+  count_ngrams(shards, progress=progress, **sizes)
   assert calls == [(done, 90) for done in (10, 30, 50, 70, 90)]
 
 
 def test_bad_shards_are_refused(tmp_path):
   path = tmp_path / 'shard.npy'
-  of_shape = r'must hold integers of shape \[tokens\]'
-  for content, message in (
-    (None, 'cannot be read'),
-    (b'no numpy', 'cannot be read'),
-    (np.zeros((2, 2), int), of_shape),
-    (np.zeros(3), of_shape),
-    (np.array([0, 9]), 'has token 9, outside'),
-    (np.array([0, -2]), 'has token -2, outside'),
-    (np.zeros(0, int), None),
-  ):
-    if isinstance(content, bytes):
-      path.write_bytes(content)
-    elif content is not None:
-      np.save(path, content)
-    expected = rf'shard\.npy {message}' if message else 'have 0 tokens'
-    with pytest.raises(ValueError, match=expected) as caught:
+
+  def refused(message):
+    with pytest.raises(ValueError, match=message) as caught:
       count_ngrams([path], order=3, vocab_size=9)
     assert '\n' not in str(caught.value)
+
+  refused(r'shard\.npy cannot be read')
+  path.write_bytes(b'no numpy')
+  refused(r'shard\.npy cannot be read')
+  for array in (np.zeros((2, 2), int), np.zeros(3)):
+    np.save(path, array)
+    refused(r'shard\.npy must hold integers of shape \[tokens\]')
+  for token in (9, -2):
+    np.save(path, np.array([0, token]))
+    refused(rf'shard\.npy has token {token}, outside')
+  np.save(path, np.zeros(0, int))
+  refused('have 0 tokens')

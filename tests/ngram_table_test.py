@@ -1,44 +1,29 @@
 """Looking up contexts, and files of tables."""
 
-import collections
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import ngram_texts
 import numpy as np
 import pytest
 from safetensors import numpy as safetensors_numpy
+import tiny_drafters
 
 from specdec.ngram.table import find_context
 from specdec.ngram.table import load_table
 from specdec.ngram.table import MISSING
-from specdec.ngram.table import NGramTable
 from specdec.ngram.table import save_table
 
-
-def _table(contexts, *, order, vocab_size, k=2):
-  """A table of some contexts (the most recent token first) and their ends."""
-  every = {context[:n] for context in contexts for n in range(order)}
-  names = sorted(every, key=lambda name: (len(name), name))
-  index = {name: number for number, name in enumerate(names)}
-  children = collections.Counter(name[:-1] for name in names if name)
-  first_child = 1 + np.cumsum([0, *(children[name] for name in names)])
-  shape = (len(names), k)
-  rng = np.random.default_rng(0)
-  log_probs = np.sort(-9 * rng.random(shape))[:, ::-1].astype(np.float32)
-  log_probs[0, -1] = MISSING
-  # NumPy arrays, because JAX would compile a program for every shape.
-  table = NGramTable(
-    edge_token=np.array([name[-1] if name else 0 for name in names], np.int32),
-    first_child=first_child.astype(np.int32),
-    next_tokens=rng.integers(vocab_size, size=shape, dtype=np.int32),
-    next_log_probs=log_probs,
-    order=order,
-    vocab_size=vocab_size,
-  )
-  return table, index
-
-
 _find = jax.jit(find_context)
+
+
+def _table(texts, vocab_size, order, k=2):
+  # JAX would compile a program for every shape of an array.
+  with mock.patch.object(tiny_drafters, 'jnp', np):
+    return tiny_drafters.ngram_table(
+      texts, vocab_size, order=order, num_continuations=k
+    )
 
 
 def _expected(index, histories):
@@ -51,29 +36,26 @@ def _expected(index, histories):
   return found
 
 
-def _random(order, vocab_size, low, num_contexts=150):
+def _random(order, vocab_size, low):
   """A table, and histories that it knows, half knows or does not know."""
   rng = np.random.default_rng(order)
-  draw = lambda n: rng.integers(low, vocab_size, size=(n, order - 1))
-  table, index = _table(
-    [tuple(row) for row in draw(num_contexts).tolist()],
-    order=order,
-    vocab_size=vocab_size,
-  )
-  histories = draw(300)
-  names = list(index)
+  draw = lambda *shape: rng.integers(low, vocab_size, size=shape)
+  texts = draw(150, order).tolist()
+  table = _table(texts, vocab_size, order)
+  histories, names = draw(300, order - 1), ngram_texts.contexts(table)
   for row in range(150):  # Known ones, some followed by others.
     name = names[rng.integers(len(names))]
     histories[row, : len(name)] = name
   for row in range(0, 300, 3):  # Starts of texts.
     histories[row, rng.integers(order) :] = -1
   histories[:2] = [[vocab_size - 1], [0]]
+  index = {name: number for number, name in enumerate(names)}
   return table, index, histories.astype(np.int32)
 
 
 @pytest.mark.parametrize(
   ('order', 'vocab_size', 'low'),
-  [(1, 6, 0), (2, 300, 0), (3, 262144, 262100), (5, 6, 0), (5, 262144, 0)],
+  [(1, 6, 0), (2, 300, 0), (3, 262144, 262100), (4, 6, 0), (5, 262144, 0)],
 )
 def test_the_longest_known_context_is_found(order, vocab_size, low):
   table, index, histories = _random(order, vocab_size, low)
@@ -85,39 +67,41 @@ def test_the_longest_known_context_is_found(order, vocab_size, low):
   assert {len(names[context]) for context in expected} == set(range(order))
 
 
-def test_any_leading_shape_and_vmap():
+def test_any_leading_shape_and_vmap_take_the_same_steps():
   table, index, histories = _random(3, 300, 0)
   expected = np.array(_expected(index, histories))
   shaped = _find(table, histories.reshape(5, 6, 10, 2))
   assert np.array_equal(shaped, expected.reshape(5, 6, 10))
   mapped = jax.jit(jax.vmap(find_context, (None, 0)))(table, histories)
   assert np.array_equal(mapped, expected)
-  one = _find(table, histories[7])
-  assert (one.shape, one) == ((), expected[7])
-  # A lookup takes the same steps whatever the text.
+  # Whatever the text; and the sizes of a table are static.
   steps = str(jax.make_jaxpr(find_context)(table, histories))
   assert f'length={table.num_probes}' in steps
   assert 'while' not in steps
-  # No context is known but the empty one.
-  table, _ = _table([()], order=3, vocab_size=9)
-  assert table.num_contexts == 1
-  histories = np.array([[0, 0], [-1, -1], [8, 3]], np.int32)
-  assert _find(table, histories).tolist() == [0, 0, 0]
+  assert 'callback' not in steps
+  assert len(jax.tree.leaves(table)) == 4
   with pytest.raises(ValueError, match=r'the last 2 tokens .* order 3, got'):
     find_context(table, np.zeros((4, 3), np.int32))
 
 
+def test_no_context_is_known_but_the_empty_one():
+  table = _table([[0]], 9, 3)
+  assert table.num_contexts == 1
+  histories = np.array([[0, 0], [-1, -1], [8, 3]], np.int32)
+  assert _find(table, histories).tolist() == [0, 0, 0]
+
+
 def test_bytes_of_a_lookup():
-  contexts = [(token, 1) for token in range(5)]
-  table, _ = _table(contexts, order=3, vocab_size=9, k=4)
+  texts = [[1, token, 0] for token in range(5)]
+  table = _table(texts, 9, 3, k=4)
   # 1 + 5 + 5 contexts, so at most 9 children, among which 4 probes find one.
   # Twice: 2 ends, 4 probes and the edge; then 4 tokens with log-probabilities.
   assert table.lookup_bytes == 4 * (2 * (2 + 4 + 1) + 2 * 4)
-  table, _ = _table([()], order=1, vocab_size=9, k=4)
+  table = _table([[0]], 9, 1, k=4)
   assert table.lookup_bytes == 4 * 2 * 4
 
 
-@pytest.mark.parametrize('vocab_size', [300, 1 << 16, (1 << 16) + 1])
+@pytest.mark.parametrize('vocab_size', [1 << 16, (1 << 16) + 1])
 def test_a_file_holds_the_table(vocab_size, tmp_path):
   table, _, _ = _random(4, vocab_size, vocab_size - 200)
   path = tmp_path / 'new' / 'table.safetensors'
@@ -133,17 +117,21 @@ def test_a_file_holds_the_table(vocab_size, tmp_path):
   np.testing.assert_allclose(
     loaded.next_log_probs, table.next_log_probs, rtol=1e-3
   )
-  assert loaded.next_log_probs[0, -1] == np.float32(MISSING)
-  # What was rounded once stays as it is.
-  again = tmp_path / 'again.safetensors'
-  save_table(again, loaded, provenance)
-  assert again.read_bytes() == path.read_bytes()
-  assert {file.name for file in path.parent.iterdir()} == {path.name}
+  assert np.float32(MISSING) in np.asarray(loaded.next_log_probs)
   # Small vocabularies give small files: per context an edge and two tokens.
   bytes_per_id = 2 if vocab_size <= 1 << 16 else 4
   floats = 2 * 2 * table.num_contexts + 4 * (table.num_contexts + 1)
   content = path.stat().st_size - 3 * bytes_per_id * table.num_contexts - floats
   assert 0 < content < 1000  # What describes it.
+  # What was rounded once stays as it is.
+  whole = path.read_bytes()
+  save_table(path, loaded, provenance)
+  assert path.read_bytes() == whole
+  # A failed write leaves the old file.
+  with pytest.raises(TypeError):
+    save_table(path, table, {'version': object()})
+  assert path.read_bytes() == whole
+  assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
 def _refused(path, message):
@@ -154,28 +142,19 @@ def _refused(path, message):
 
 
 def test_bad_files_are_refused(tmp_path):
-  path = tmp_path / 'table'
+  path, unreadable = tmp_path / 'table', 'cannot be read as an n-gram table'
   _refused(path, 'there is no n-gram table')
   _refused(tmp_path, 'there is no n-gram table')
   table, _, _ = _random(3, 300, 0)
   save_table(path, table, {})
   whole = path.read_bytes()
-  for content in (b'', b'def f():\n  pass\n' * 9, whole[:-1]):
+  damaged = whole[:-1] + bytes([whole[-1] ^ 1])
+  text = b'def f():\n  pass\n' * 9
+  for content in (b'', text, whole[:-1], damaged):
     path.write_bytes(content)
-    _refused(path, 'cannot be read as an n-gram table')
-  path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-  _refused(path, 'is damaged')
+    _refused(path, 'is damaged' if content is damaged else unreadable)
   for metadata in (None, {'format': 'pt'}, {'ngram_table': '{}'}):
     safetensors_numpy.save_file({'a': np.zeros(3)}, path, metadata=metadata)
     _refused(path, 'is not an n-gram table of this version')
   safetensors_numpy.save_file({}, path, metadata={'ngram_table': '{'})
-  _refused(path, 'cannot be read as an n-gram table')
-
-
-def test_a_failed_write_leaves_the_old_file(tmp_path):
-  path = tmp_path / 'table'
-  table, _, _ = _random(3, 300, 0)
-  save_table(path, table, {'version': 1})
-  with pytest.raises(TypeError):
-    save_table(path, table, {'version': object()})
-  assert load_table(path)[1] == {'version': 1}
+  _refused(path, unreadable)

@@ -1,4 +1,6 @@
-"""Texts to count n-grams in."""
+"""Texts to count n-grams in, and the contexts of tables."""
+
+import itertools
 
 from hypothesis import strategies as st
 import numpy as np
@@ -38,3 +40,14 @@ def save(folder, texts: list[list[int]]) -> list:
     shards.append(folder / f'{number}.npy')
     np.save(shards[-1], np.array(tokens, dtype))
   return shards
+
+
+def contexts(table) -> list[tuple[int, ...]]:
+  """Each context's tokens, the most recent first."""
+  names = [()] * table.num_contexts
+  edge_token = table.edge_token.tolist()
+  bounds = itertools.pairwise(table.first_child.tolist())
+  for parent, (first, end) in enumerate(bounds):
+    for child in range(first, end):
+      names[child] = (*names[parent], edge_token[child])
+  return names

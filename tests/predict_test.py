@@ -1,6 +1,5 @@
 """Predicted speeds, from costs and counts made by hand."""
 
-import functools
 import types
 
 import pytest
@@ -40,6 +39,7 @@ def test_a_decode_is_its_prefill_and_its_forwards(monkeypatch):
     return types.SimpleNamespace(verification=costs)
 
   monkeypatch.setattr(predict, 'measure_step_costs', measure)
+  sizes = {'prompts': [[1] * 9], 'texts': [[1] * 50], 'max_new_tokens': 40}
   arms = {
     'plain': _arm({'target': _TARGET}),
     'tree': _arm({'target': _TARGET, 'draft': _DRAFT}, num_nodes=5),
@@ -50,15 +50,10 @@ def test_a_decode_is_its_prefill_and_its_forwards(monkeypatch):
     'tree': _figures(48, target=12, draft=24),
     'peer': _figures(48),
   }
-  of = functools.partial(
-    predict.predicted_speeds,
-    prompts=[[1] * 9],
-    texts=[[1] * 50],
-    max_new_tokens=40,
-  )
+  speeds = predict.predicted_speeds(arms, figures, **sizes)
   plain = 4 + 48 * 2
   tree = 4 + 12 * 3 + 24 * 0.25
-  speeds = {'plain': 1, 'tree': pytest.approx(plain / tree)}
-  assert of(arms, figures) == speeds
-  # There is no prediction over a peer, if that is the first.
-  assert of({name: arms[name] for name in ('peer', 'plain')}, figures) == {}
+  assert speeds == {'plain': 1, 'tree': pytest.approx(plain / tree)}
+  # There is no prediction over a peer.
+  arms = {name: arms[name] for name in ('peer', 'plain')}
+  assert predict.predicted_speeds(arms, figures, **sizes) == {}

@@ -1,11 +1,10 @@
 """The bytes of tokens and growing text, against what tokenizers decode."""
 
 import json
-import pathlib
-import random
 import types
 
-import numpy as np
+import hypothesis
+from hypothesis import strategies as st
 import pytest
 import tokenizers
 from tokenizers import AddedToken
@@ -19,8 +18,6 @@ from models.text.token_bytes import text_of
 from models.text.token_bytes import TextStream
 from models.text.token_bytes import token_bytes
 from models.training.tokenizer import train_tokenizer
-from specdec.verify.stop_strings import build_stop_table
-from specdec.verify.stop_strings import STOPPED
 
 
 @pytest.fixture(scope='module')
@@ -39,39 +36,16 @@ def _pair_of(tokenizer):
   return Pair(target=target, draft=None, tokenizer=tokenizer, eos_ids=())
 
 
-def _random_ids(rng, table, size):
-  """Tokens of all kinds; single bytes in many rows, so that much is malformed.
-
-  Bytes from 128 on are few among the tokens, hence drawn for themselves.
-  """
-  single = [one for one, data in enumerate(table) if len(data) == 1]
-  upper = [one for one in single if table[one][0] >= 128]
-  some = rng.choice([range(len(table)), single, upper])
-  return [rng.choice(rng.choice([some, upper])) for _ in range(size)]
-
-
-def _ids_of(table, data):
+def _spelt(table, data):
   """The tokens of single bytes that spell some bytes."""
   return [table.index(bytes([byte])) for byte in data]
 
 
-def test_every_token_of_the_embedded_pair_and_malformed_ends(pair, table):
+def test_every_token_of_the_embedded_pair(pair, table):
   assert len(table) == pair.target.spec.vocab_size
   for one, data in enumerate(table):
     assert data.decode(errors='replace') == pair.decode([one])
   assert {bytes([byte]) for byte in range(256)} <= set(table)
-  for ends in ('e282', 'f09f98', 'eda080', 'f4908080'):
-    ids = _ids_of(table, b'a' + bytes.fromhex(ends))
-    for some in (ids, [*ids, *ids]):
-      assert text_of(table, some) == pair.decode(some)
-
-
-def _deal(rng, ids):
-  """The ids in portions, some of them empty."""
-  while ids:
-    count = rng.randint(0, 3)
-    yield ids[:count]
-    ids = ids[count:]
 
 
 def _cut(text, stops):
@@ -80,78 +54,67 @@ def _cut(text, stops):
   return text[: min(found)[1]] if found else text
 
 
-def test_text_and_streams_are_what_the_pair_decodes(pair, table):
-  rng = random.Random(0)
-  cuts = malformed = 0
-  for _ in range(4000):
-    ids = _random_ids(rng, table, rng.randint(0, 12))
-    text = pair.decode(ids)
-    assert text_of(table, ids) == text, ids
-    # Pieces of the text itself, and characters that are begun but not there.
-    places = [rng.randrange(len(text)) for _ in range(3)] if text else []
-    stops = [text[at : at + rng.randint(1, 3)] for at in places]
-    stops = [stop for stop in stops if '\ufffd' not in stop] + ['\u20ac', 'é!']
-    stream = TextStream(table, stops)
-    streamed = ''.join(stream.feed(portion) for portion in _deal(rng, ids))
-    assert _cut(text, stops).startswith(streamed)
-    stopped = stream.stopped
-    assert stopped == any(stop in text for stop in stops)
-    assert streamed + stream.flush() == _cut(text, stops)
-    assert text_of(table, ids, stops) == _cut(text, stops)
-    cuts += stopped
-    malformed += '\ufffd' in text
-  assert 1000 < cuts < 4000
-  assert 1000 < malformed < 4000
+def _streamed(stream, ids, sizes):
+  """The text until `flush`, of portions of some sizes, and then of the rest."""
+  pieces = []
+  for size in (*sizes, len(ids)):
+    pieces.append(stream.feed(ids[:size]))
+    ids = ids[size:]
+  return ''.join(pieces)
 
 
-def test_table_stops_at_the_token_where_the_stream_does(pair, table):
-  rng = random.Random(0)
-  stops = ['\n\n', 'e', 'self.', '\u20ac', 'ret', 'return x', '):\n']
-  rows = [rng.sample(stops, rng.randint(0, 3)) for _ in range(6)]
-  automaton = build_stop_table(
-    [[stop.encode() for stop in row] for row in rows], table, len(table)
-  )
-  next_state = np.asarray(automaton.next_state)
-  source = pair.encode(pathlib.Path(__file__).read_text('utf-8'))
-  stopped = 0
-  for case in range(600):
-    row = case % len(rows)
-    place = rng.randrange(len(source))
-    ids = source[place : place + 8] + _random_ids(rng, table, 4)
-    stream, state = TextStream(table, rows[row]), int(automaton.start[row])
-    for one in ids:
-      stream.feed([one])
-      state = next_state[state, one]
-      assert (state == STOPPED) == stream.stopped
-      if stream.stopped:
-        stopped += 1
-        break
-  assert 50 < stopped < 550
+_SIZES = st.lists(st.integers(0, 3), max_size=6)
+_BYTES = st.binary(max_size=4) | st.text(max_size=2).map(str.encode)
 
 
-def _stream(table, stops, portions):
-  """What a stream returns for each portion and at the end, and if it stops."""
+@hypothesis.settings(max_examples=250)
+@hypothesis.given(
+  # Any tokens, and malformed bytes and characters that are spelt.
+  parts=st.lists(st.integers(0, 1 << 12) | _BYTES, max_size=8),
+  cuts=st.lists(st.tuples(st.integers(0, 30), st.integers(1, 3)), max_size=3),
+  sizes=_SIZES,
+)
+@hypothesis.example(parts=[b'a\xe2\x82a\xf0\x9f\x98'] * 2, cuts=[], sizes=[])
+@hypothesis.example(parts=[b'a\xed\xa0\x80'] * 2, cuts=[], sizes=[])
+@hypothesis.example(parts=[b'a\xf4\x90\x80\x80'] * 2, cuts=[], sizes=[])
+def test_text_and_streams_are_what_the_pair_decodes(
+  pair, table, parts, cuts, sizes
+):
+  ids = []
+  for part in parts:
+    one = isinstance(part, int)
+    ids += [part % len(table)] if one else _spelt(table, part)
+  text = pair.decode(ids)
+  assert text_of(table, ids) == text
+  # Pieces of the text itself, and characters that are begun but not there.
+  stops = [text[at : at + size] for at, size in cuts if at < len(text)]
+  stops = [stop for stop in stops if '\ufffd' not in stop] + ['\u20ac', 'é!']
   stream = TextStream(table, stops)
-  pieces = [stream.feed(portion) for portion in portions]
-  return [*pieces, stream.flush()], stream.stopped
+  streamed = _streamed(stream, ids, sizes)
+  assert _cut(text, stops).startswith(streamed)
+  assert stream.stopped == any(stop in text for stop in stops)
+  assert streamed + stream.flush() == _cut(text, stops)
+  assert text_of(table, ids, stops) == _cut(text, stops)
 
 
 def test_when_streams_return_what(pair, table):
-  spell = lambda data: [[one] for one in _ids_of(table, data)]
+  spell = lambda data: [[one] for one in _spelt(table, data)]
   # No half characters.
+  pieces = ['a', '', '', '€', '', '', '', '😀', '', '']
+  stream = TextStream(table)
   portions = spell('a€😀'.encode() + b'\xe2\x82')
-  pieces = ['a', '', '', '€', '', '', '', '😀', '', '', '\ufffd']
-  assert _stream(table, [], portions) == (pieces, False)
+  assert [stream.feed(portion) for portion in portions] == pieces
+  assert stream.flush() == '\ufffd'
   # A stop may begin within a broken character.
+  stream = TextStream(table, ['€'])
   portions = spell(b'a\xe2\x82' + '€z'.encode())
-  pieces, stopped = _stream(table, ['€'], portions)
-  assert (''.join(pieces), pieces[-1], stopped) == ('a\ufffd', '', True)
+  assert ''.join(map(stream.feed, portions)) == 'a\ufffd'
+  assert (stream.flush(), stream.stopped) == ('', True)
   # It is held back until it is none, and nothing comes after it.
-  portions = map(pair.encode, ['one\n', '\ntwo', '\n\n'])
-  pieces = ['one', '\n\ntwo', '', '\n\n']
-  assert _stream(table, ['\n\nQ'], portions) == (pieces, False)
-  portions = map(pair.encode, ['one. two', 'three'])
-  assert _stream(table, ['.'], portions) == (['one', '', ''], True)
+  stream = TextStream(table, ['\n\nQ', '.'])
+  portions = map(pair.encode, ['one\n', '\ntwo', '\n\n', 'x. y', 'z'])
+  pieces = ['one', '\n\ntwo', '', '\n\nx', '']
+  assert [stream.feed(portion) for portion in portions] == pieces
 
 
 def test_unusable_stops_are_refused(table):
@@ -160,43 +123,52 @@ def test_unusable_stops_are_refused(table):
       TextStream(table, ['a', stop])
 
 
-def test_ids_beyond_the_tokenizer_have_no_text(pair):
+def test_ids_beyond_the_tokenizer_have_no_text(pair, table):
   size = len(pair.tokenizer)
-  table = token_bytes(pair.tokenizer, size + 5)
-  assert len(table) == size + 5
-  assert set(table[size:]) == {b''}
+  longer = token_bytes(pair.tokenizer, size + 5)
+  assert longer == (*table, *[b''] * 5)
   for ids in ([size + 1], [size + 5, 70, size + 2, size + 9, 71]):
-    assert text_of(table, ids) == pair.decode(ids)
+    assert text_of(longer, ids) == pair.decode(ids)
   assert token_bytes(pair.tokenizer, 100) == table[:100]
 
 
 def test_added_tokens_of_a_byte_level_tokenizer():
   tokenizer = train_tokenizer(['a b c'], vocab_size=260, context=64)
-  size = len(tokenizer)
-  before = token_bytes(tokenizer, size + 2)
-  assert token_bytes(tokenizer, size + 2) is before  # they are remembered
-  assert before[size:] == (b'', b'')
   tokenizer.add_tokens([AddedToken('<tool> Ġ'), AddedToken('né')])
-  assert token_bytes(tokenizer, size + 2)[size] == '<tool> Ġ'.encode()
   tokenizer.add_special_tokens({'pad_token': '<pad>'})
   table = token_bytes(tokenizer, len(tokenizer))
+  ids = tokenizer.convert_tokens_to_ids(['<tool> Ġ', 'né', '<pad>'])
+  assert table[ids[0]] == '<tool> Ġ'.encode()
   # Spelt in the byte alphabet, hence read as bytes; decoding does likewise.
-  assert table[size:] == ('<tool> Ġ'.encode(), b'n\xe9', b'')
-  ids = [*range(size, size + 3)]
+  assert table[ids[1]] == b'n\xe9'
+  assert table[ids[2]] == b''
   for some in (ids, [0, *ids, 0, *ids[:2]]):
     assert text_of(table, some) == _pair_of(tokenizer).decode(some)
-  tokenizer.add_special_tokens({'eos_token': '<tool> Ġ'})
-  assert token_bytes(tokenizer, size + 3)[size] == b''
+
+
+def test_the_bytes_are_remembered_until_tokens_are_added():
+  tokenizer = train_tokenizer(['a b c'], vocab_size=260, context=64)
+  size = len(tokenizer) + 2
+  table = token_bytes(tokenizer, size)
+  assert token_bytes(tokenizer, size) is table
+  assert token_bytes(tokenizer, size + 1) is not table
+  assert table[-2] == b''
+  tokenizer.add_tokens(['more'])
+  assert token_bytes(tokenizer, size)[-2:] == (b'more', b'')
+  tokenizer.add_special_tokens({'pad_token': 'more'})
+  assert token_bytes(tokenizer, size)[-2:] == (b'', b'')
 
 
 _PIECES = ['▁the', '▁', '▁▁▁', 'cat', 's▁t', 'é', '▁né', '.']
 _PIECES += ['<0x', '<0x0g>', 'x<0x41>', '<0x41>y']
 _SPACES = decoders.Replace('▁', ' ')
 _REST = [decoders.ByteFallback(), decoders.Fuse()]
-LLAMA = decoders.Sequence([_SPACES, *_REST, decoders.Strip(' ', 1, 0)])
-GEMMA = decoders.Sequence([_SPACES, *_REST])
-SIGLIP = decoders.Sequence([decoders.Metaspace(), *_REST])
-NESTED = decoders.Sequence([GEMMA])
+_STRIP, _FUSE = decoders.Strip(' ', 1, 0), decoders.Fuse()
+_METASPACE = decoders.Metaspace()
+_LLAMA = decoders.Sequence([_SPACES, *_REST, _STRIP])
+_GEMMA = decoders.Sequence([_SPACES, *_REST])
+_SIGLIP = decoders.Sequence([_METASPACE, *_REST])
+_NESTED = decoders.Sequence([_GEMMA])
 
 
 def _sentencepiece(decoder):
@@ -220,30 +192,35 @@ def _spell(text):
   return [3 + byte for byte in text.encode()]
 
 
+_CHARACTERS = st.sampled_from('aé€😀▁\n ').map(_spell)
+
+
 @pytest.mark.parametrize(
-  'decoder',
-  [LLAMA, GEMMA, SIGLIP, NESTED, decoders.Metaspace(), decoders.Fuse()],
+  'decoder', [_LLAMA, _GEMMA, _SIGLIP, _NESTED, _METASPACE, _FUSE]
 )
 def test_sentencepiece_text_is_what_the_pair_decodes(decoder):
   tokenizer = _sentencepiece(decoder)
-  table = token_bytes(tokenizer, len(tokenizer) + 1)
-  whole = [[one] for one in range(len(tokenizer) + 1) if not 131 <= one < 259]
-  spelt = [_spell(character) for character in 'aé€😀▁\n ']
-  rng = random.Random(0)
-  cat = tokenizer.convert_tokens_to_ids('cat')
-  for _ in range(1000):
+  pair, size = _pair_of(tokenizer), len(tokenizer) + 1
+  table = token_bytes(tokenizer, size)
+  # Malformed bytes are left out: `tokenizers` writes U+FFFD for each of them.
+  whole = [[one] for one in range(size) if not 131 <= one < 259]
+
+  @hypothesis.given(
+    st.lists(st.sampled_from(whole) | _CHARACTERS, max_size=8), _SIZES
+  )
+  def check(parts, sizes):
     # A word goes first: the space that begins a text is left out of it.
-    chosen = [rng.choice(rng.choice([whole, spelt])) for _ in range(8)]
-    ids = [cat, *(one for part in chosen for one in part)]
-    assert text_of(table, ids) == _pair_of(tokenizer).decode(ids), ids
+    ids = sum(parts, start=tokenizer.convert_tokens_to_ids(['cat']))
+    assert text_of(table, ids) == pair.decode(ids)
     stream = TextStream(table)
-    streamed = ''.join(stream.feed(portion) for portion in _deal(rng, ids))
-    assert streamed + stream.flush() == text_of(table, ids)
+    assert _streamed(stream, ids, sizes) + stream.flush() == pair.decode(ids)
+
+  check()
 
 
 def test_the_space_that_begins_what_is_decoded_is_kept():
   """What is generated goes on after a prompt."""
-  tokenizer = _sentencepiece(LLAMA)
+  tokenizer = _sentencepiece(_LLAMA)
   table = token_bytes(tokenizer, len(tokenizer))
   ids = tokenizer.convert_tokens_to_ids(['▁the', 'cat'])
   assert text_of(table, ids) == ' thecat'
@@ -254,37 +231,34 @@ def test_the_space_that_begins_what_is_decoded_is_kept():
   assert pair.pieces([]) == []
 
 
-_OTHERS = [
-  decoders.WordPiece(),
-  decoders.CTC(),
-  *(
-    decoders.Sequence(parts)
-    for parts in (
-      [decoders.ByteLevel(), decoders.Strip(' ', 1, 0)],
-      [decoders.Strip(' ', 1, 0), decoders.Fuse()],
-      [decoders.Fuse(), decoders.Strip(' ', 0, 1)],
-      [decoders.Fuse(), decoders.Strip('_', 1, 0)],
-      [decoders.Fuse(), decoders.Replace('▁', ' ')],
-      [decoders.Fuse(), decoders.ByteFallback()],
-      [decoders.ByteFallback(), decoders.Metaspace()],
-      [decoders.Replace(tokenizers.Regex('▁+'), ' ')],
-      [],
-    )
-  ),
-]
-
-
-def test_other_decoders_are_refused():
-  tokenizer = _sentencepiece(LLAMA)
-  for decoder in _OTHERS:
-    tokenizer.backend_tokenizer.decoder = decoder
-    name = json.loads(tokenizer.backend_tokenizer.to_str())['decoder']['type']
-    with pytest.raises(ValueError, match=f'streaming need .*{name}"'):
-      token_bytes(tokenizer, 300)
-  # Their texts have pieces nevertheless.
-  tokenizer = _sentencepiece(decoders.WordPiece())
+@pytest.mark.parametrize(
+  'decoder',
+  [
+    decoders.WordPiece(),
+    decoders.CTC(),
+    decoders.Sequence([decoders.ByteLevel(), _STRIP]),
+    decoders.Sequence([_STRIP, _FUSE]),
+    decoders.Sequence([_FUSE, decoders.Strip(' ', 0, 1)]),
+    decoders.Sequence([_FUSE, decoders.Strip('_', 1, 0)]),
+    decoders.Sequence([_FUSE, _SPACES]),
+    decoders.Sequence([_FUSE, _REST[0]]),
+    decoders.Sequence([_REST[0], _METASPACE]),
+    decoders.Sequence([decoders.Replace(tokenizers.Regex('▁+'), ' ')]),
+    decoders.Sequence([]),
+  ],
+)
+def test_other_decoders_are_refused(decoder):
+  tokenizer = _sentencepiece(decoder)
+  name = json.loads(tokenizer.backend_tokenizer.to_str())['decoder']['type']
+  with pytest.raises(ValueError, match=f'streaming need .*{name}"'):
+    token_bytes(tokenizer, 300)
+  # Pieces are then decoded one by one.
   cat = tokenizer.convert_tokens_to_ids('cat')
-  assert _pair_of(tokenizer).pieces([cat, cat]) == ['cat', 'cat']
+  pair = _pair_of(tokenizer)
+  assert pair.pieces([cat, cat]) == [pair.decode([cat])] * 2
+
+
+def test_tokenizers_without_a_decoder_are_refused():
   backend = tokenizers.Tokenizer(models.WordLevel({'a': 0}, unk_token='a'))
   tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
   with pytest.raises(ValueError, match='this one has the decoder null'):
