@@ -316,14 +316,6 @@ def flat_params(module: Module) -> tuple[nnx.GraphDef, dict[tuple, Any]]:
   return graph, traverse_util.flatten_dict(nnx.to_pure_dict(variables))
 
 
-def layer_bytes(name: str | pathlib.Path, dtype: str) -> float:
-  """Bytes of weights per layer of a model, the vocabulary left out."""
-  config = config_of(name)
-  _, shapes = flat_params(shape_module(config, jnp.dtype(dtype)))
-  sizes = [leaf.size for path, leaf in shapes.items() if len(path) > 2]
-  return sum(sizes) * jnp.dtype(dtype).itemsize / config.num_layers
-
-
 def load_module(
   name: str | pathlib.Path,
   *,

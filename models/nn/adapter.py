@@ -86,7 +86,7 @@ def _spec(
     module = nnx.merge(graph, params)
     logits, cache = module(tokens, positions, mask, cache)
     # What follows sorts and draws over the whole vocabulary.
-    return layout.place(logits), cache
+    return layout.gather_vocabulary(logits), cache
 
   def init_cache(batch_size, num_slots):
     cache = kv.init_cache(

@@ -20,12 +20,14 @@ from typing import Any
 
 import jax
 from jax import lax
+import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import Mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
 
 from specdec import cache as kv
+from specdec.cost_model import ModelShape
 
 DATA, MODEL = 'data', 'model'
 AXES = (DATA, MODEL)
@@ -145,8 +147,8 @@ def make_mesh(mesh: Mesh | Mapping[str, int]) -> Mesh:
   return jax.make_mesh(shape, AXES, axis_types=types)
 
 
-# A layer of so many bytes is read in about the time of its two sums over eight
-# devices: 20 microseconds, computed for v5e, not measured.
+# A layer of so many bytes is read in about the time of its two sums over the
+# devices: 20 microseconds on v5e, computed and not measured.
 _BYTES_WORTH_SUMS = 16 << 20
 DRAFT_MESHES = ('auto', 'replicated', 'sharded')
 """Where a draft may lie, see `draft_layout`."""
@@ -254,6 +256,18 @@ class Layout:
       self._place, tree, is_leaf=lambda leaf: isinstance(leaf, kv.KVCache)
     )
 
+  def gather_vocabulary(self, logits: jax.Array) -> jax.Array:
+    """Divides `logits [B, L, V]` among the devices by rows alone.
+
+    As what they are computed from is divided by the vocabulary, they are, too,
+    at first. Otherwise XLA may gather the weights of the head instead of them.
+    """
+    if self.mesh is None:
+      return logits
+    names = ('rows', None, 'vocabulary')
+    divided = self.sharding(names, logits.shape)
+    return self.place(lax.with_sharding_constraint(logits, divided))
+
   def _place(self, leaf: Any) -> Any:
     if isinstance(leaf, kv.KVCache):
       return leaf.replace(
@@ -270,7 +284,9 @@ def make_layout(mesh: Mesh | Mapping[str, int] | None) -> Layout:
   return Layout(None if mesh is None else make_mesh(mesh))
 
 
-def draft_layout(layout: Layout, draft_mesh: str, layer_bytes: float) -> Layout:
+def draft_layout(
+  layout: Layout, draft_mesh: str, shape: ModelShape, dtype: str
+) -> Layout:
   """The layout of a draft, on the devices of its target.
 
   Args:
@@ -278,7 +294,8 @@ def draft_layout(layout: Layout, draft_mesh: str, layer_bytes: float) -> Layout:
     draft_mesh: `replicated`: every device of the axis `model` has all weights,
       and sums nothing with others; `sharded`: as the target; `auto`: sharded if
       that is faster by its size.
-    layer_bytes: of the weights of a layer.
+    shape: of the draft.
+    dtype: of its matrices.
 
   Raises:
     ValueError: `draft_mesh` is none of `DRAFT_MESHES`.
@@ -287,6 +304,8 @@ def draft_layout(layout: Layout, draft_mesh: str, layer_bytes: float) -> Layout:
     raise ValueError(
       f'draft_mesh={draft_mesh!r} is not known; choose from {DRAFT_MESHES}'
     )
+  itemsize = jnp.dtype(dtype).itemsize
+  layer_bytes = itemsize * shape.active_parameters / shape.num_layers
   large = draft_mesh == 'auto' and layer_bytes > _BYTES_WORTH_SUMS
   sharded = large or draft_mesh == 'sharded'
   return dataclasses.replace(layout, divides_weights=sharded)

@@ -16,6 +16,7 @@ import transformers
 
 from models.checkpoints import gguf
 from models.checkpoints import hub
+from models.checkpoints.model_shape import model_shape
 from models.nn.adapter import as_model
 from models.nn.adapter import with_vocab_size
 from models.nn.cpu import build
@@ -232,9 +233,8 @@ def load_checkpoints(
     own_dtype = hub.resolve_draft_dtype(
       draft_dtype, draft.folder, target_dtype=dtype, packed=packed
     )
-    own_layout = draft_layout(
-      layout, draft_mesh, hub.layer_bytes(draft.folder, own_dtype)
-    )
+    shape = model_shape(hub.config_of(draft.folder), name='draft')
+    own_layout = draft_layout(layout, draft_mesh, shape, own_dtype)
     draft_model = as_model(
       load(draft.folder, dtype=own_dtype, layout=own_layout), own_layout
     )
