@@ -8,18 +8,18 @@ section 3.2: a trigram model of 120 million tokens sampled at temperature 1.5).
 
 import dataclasses
 import functools
-import hashlib
 import pathlib
-from typing import Any
 
 import jax
 import numpy as np
 import tqdm
 
 from models.checkpoints import hub
+from models.text.pair import find_checkpoints
 from models.text.pair import load_pair
 from models.text.pair import Pair
 from models.text.pair import vocabulary_digest
+from models.text.plan import model_digest
 from models.training.corpus import Corpus
 from models.training.run_record import save_whole
 from models.training.run_record import write_once
@@ -96,13 +96,6 @@ class TableConfig:
     _check_at_least(
       1, continuations=self.num_continuations, min_count=self.min_count
     )
-
-
-def _weights_digest(params: Any) -> str:
-  digest = hashlib.blake2b(digest_size=16)
-  for leaf in jax.tree.leaves(params):
-    digest.update(np.asarray(leaf).tobytes())
-  return digest.hexdigest()
 
 
 def _start_token(pair: Pair, draft: str) -> int:
@@ -213,30 +206,31 @@ def build(
   """
   if corpus is None and not samples.num_tokens:
     raise ValueError('nothing to count; give --num_tokens or --corpus')
-  pair = load_pair(hub.draft_name(draft), None)
-  described = {
-    'name': draft,
-    'weights_blake2b': _weights_digest(pair.target.params),
-  }
+  checkpoint, _ = find_checkpoints(hub.draft_name(draft), None)
+  tokenizer, folder = checkpoint.tokenizer, checkpoint.folder
+  assert tokenizer is not None
+  described = {'name': draft, 'model_blake2b': model_digest(folder)}
   shards, sources = [], {}
   if corpus is not None:
     record = dataclasses.asdict(corpus)
     write_once(workdir / 'corpus.json', record | {'tokenizer': draft})
     path = workdir / 'corpus.npy'
-    tokens = corpus.kept_tokens(path, pair.tokenizer, held_out=False)
+    tokens = corpus.kept_tokens(path, tokenizer, held_out=False)
     shards.append(path)
     sources['corpus'] = record | {'tokens': len(tokens)}
   if samples.num_tokens:
+    pair = load_pair(hub.draft_name(draft), None)
     shards += _sample(pair, described, samples, workdir)
     sources['samples'] = dataclasses.asdict(samples) | {
       'tokens': samples.num_shards * samples.shard_tokens
     }
-  model = estimate(_count(shards, table, pair.target.spec.vocab_size))
+  vocab_size = hub.config_of(folder).vocab_size
+  model = estimate(_count(shards, table, vocab_size))
   result = build_table(model, table.num_continuations)
   provenance = {
     'specdec': specdec.__version__,
     'draft': described,
-    'tokenizer_blake2b': vocabulary_digest(pair.tokenizer),
+    'tokenizer_blake2b': vocabulary_digest(tokenizer),
     'sources': sources,
     'table': dataclasses.asdict(table),
     'discounts': [dataclasses.asdict(order) for order in model.discounts],
