@@ -6,18 +6,14 @@ import dataclasses
 import jax
 import numpy as np
 import tiny_drafters
-from tiny_drafters import Settings
 
 from models.nn.table_model import table_model
 from specdec import generate
 from specdec import NGram
 from specdec import PromptLookup
 from specdec import Sampling
-from specdec import staged
 from specdec.loop import advance
 from specdec.loop import start
-
-TREE = Settings(num_nodes=5, width=2, branching=2, rounds=2, capacity=12)
 
 
 def _staged(draft):
@@ -25,10 +21,7 @@ def _staged(draft):
   size = draft.spec.vocab_size
   text = np.random.default_rng(0).integers(size, size=50).tolist()
   table = tiny_drafters.ngram_table([text], size, order=3, num_continuations=2)
-  return staged(
-    tiny_drafters.model(draft, TREE),
-    tiny_drafters.candidates(NGram(table), PromptLookup(), config=TREE),
-  )
+  return tiny_drafters.simple('staged', draft, NGram(table), PromptLookup())
 
 
 def _table(seed):

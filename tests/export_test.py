@@ -13,21 +13,16 @@ import numpy as np
 import pytest
 import tiny
 import tiny_drafters
-from tiny_drafters import Settings
 
 from specdec import decode
 from specdec import DecodeConfig
 from specdec import NGram
-from specdec import PLAIN
 from specdec import PromptLookup
 from specdec import Request
-from specdec import staged
-from specdec.tree.topology import chain
 from specdec.watchers import EndOfText
 
 _PLATFORMS = ('cpu', 'cuda', 'tpu')
 _CONFIG = DecodeConfig(max_new_tokens=32)
-_TREE = Settings(num_nodes=5, width=2, branching=2, rounds=2, capacity=12)
 _TEMPERATURES = (0.0, 1.0)  # of the rows: greedy, sampled
 
 
@@ -36,14 +31,7 @@ def _drafter(method, model):
   size = tiny.VOCAB_SIZE
   text = np.random.default_rng(0).integers(size, size=50).tolist()
   table = tiny_drafters.ngram_table([text], size, order=3, num_continuations=2)
-  return {
-    'plain': PLAIN,
-    'chain': tiny_drafters.model(model, Settings(topology=chain(3))),
-    'staged': staged(
-      tiny_drafters.model(model, _TREE),
-      tiny_drafters.candidates(NGram(table), PromptLookup(), config=_TREE),
-    ),
-  }[method]
+  return tiny_drafters.simple(method, model, NGram(table), PromptLookup())
 
 
 def _arguments(method, dtype, temperatures):

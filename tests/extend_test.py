@@ -12,12 +12,10 @@ import numpy as np
 import pytest
 import tiny
 import tiny_drafters
-from tiny_drafters import Settings
 
 import specdec
 from specdec.loop import advance
 from specdec.loop import extend
-from specdec.tree.topology import chain
 
 _ROWS = 2
 _TURNS = 5
@@ -43,26 +41,15 @@ def _model(name):
   return model.replace(spec=_counting(model.spec, name))
 
 
-def _drafter(kind):
-  if kind == 'plain':
-    return specdec.PLAIN
-  if kind == 'chain':
-    return tiny_drafters.model(_model('draft'), Settings(topology=chain(2)))
-  lookup = specdec.PromptLookup((0.5,))
-  draft = tiny.draft('similar', num_layers=1)
-  return specdec.staged(
-    tiny_drafters.model(draft, tiny_drafters.TREE),
-    tiny_drafters.candidates(lookup, config=tiny_drafters.INNER),
-  )
-
-
 def _decoding(kind, prompts, **options):
   sampling = specdec.Sampling(temperature=[0.0, 1.0], repetition_penalty=1.1)
+  similar = tiny.draft('similar', num_layers=1)
+  draft = _model('draft') if kind == 'chain' else similar
   return specdec.Decoding(
     _model('target') if kind == 'chain' else tiny.gpt2(num_layers=1),
     tiny.row_keys(_ROWS),
     prompts,
-    drafter=_drafter(kind),
+    drafter=tiny_drafters.simple(kind, draft, length=2),
     sampling=sampling,
     room_for_new_tokens=tiny.MAX_NEW_TOKENS,
     log_probs=True,

@@ -11,12 +11,9 @@ import numpy as np
 import pytest
 import tiny
 import tiny_drafters
-from tiny_drafters import Settings
-from tiny_drafters import with_settings
 
 from models.nn.table_model import table_model
 import specdec
-from specdec.tree.topology import chain
 
 VOCAB_SIZE = 16
 LIMIT = 20
@@ -32,18 +29,7 @@ _model = functools.partial(table_model, max_positions=64)
 
 
 def _drafter(name, model):
-  config = Settings(
-    num_nodes=8, width=3, branching=2, rounds=2, capacity=20, cost_ratio=0
-  )
-  draft = tiny_drafters.model(model, config)
-  bigram = tiny_drafters.exact(_table())
-  inner = tiny_drafters.candidates(bigram, config=tiny_drafters.INNER)
-  return {
-    'plain': specdec.PLAIN,
-    'chain': with_settings(draft, Settings(topology=chain(3))),
-    'tree': draft,
-    'staged': specdec.staged(draft, inner),
-  }[name]
+  return tiny_drafters.simple(name, model, tiny_drafters.exact(_table()))
 
 
 def _generate(target, drafter=specdec.PLAIN):

@@ -8,13 +8,11 @@ import numpy as np
 import pytest
 import tiny
 import tiny_drafters
-from tiny_drafters import Settings
 
 import specdec
 from specdec.loop import advance
 from specdec.loop import insert
 from specdec.loop import start
-from specdec.tree.topology import chain
 
 _SLOTS = 3
 _CONTEXT = tiny.MAX_POSITIONS
@@ -26,16 +24,8 @@ _SAMPLED = dataclasses.replace(_SAMPLING, temperature=1.0, top_k=17)
 
 @functools.cache
 def _drafter(kind):
-  if kind == 'plain':
-    return specdec.PLAIN
-  similar = tiny.draft('similar', num_layers=1)
-  if kind == 'chain':
-    return tiny_drafters.model(similar, Settings(topology=chain(2)))
-  lookup = specdec.PromptLookup((0.5,))
-  return specdec.staged(
-    tiny_drafters.model(similar, tiny_drafters.TREE),
-    tiny_drafters.candidates(lookup, config=tiny_drafters.INNER),
-  )
+  draft = tiny.draft('similar', num_layers=1)
+  return tiny_drafters.simple(kind, draft, length=2)
 
 
 def _slots(kind, **options):

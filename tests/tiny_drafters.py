@@ -19,6 +19,7 @@ import tiny
 import specdec
 from specdec.ngram.table import NGramTable
 from specdec.sampling import EXCLUDED
+from specdec.tree.topology import chain
 from specdec.tree.topology import from_paths
 
 # How good a table is: it knows the text by heart, says anything, says what no
@@ -197,6 +198,24 @@ TREE = Settings(
   num_nodes=12, width=4, branching=3, rounds=3, capacity=48, cost_ratio=0
 )
 INNER = Settings(width=4, branching=2, rounds=2, cost_ratio=0)
+
+
+def simple(
+  kind: str, draft: specdec.LanguageModel, *proposers: Any, length: int = 3
+) -> specdec.Drafter:
+  """Plain decoding, or a draft: a chain, a tree, or a tree around proposers."""
+  chain_of_it = Settings(topology=chain(length))
+  proposers = proposers or (specdec.PromptLookup((0.5,)),)
+  return {
+    'plain': lambda: specdec.PLAIN,
+    'chain': lambda: model(draft, chain_of_it),
+    'tree': lambda: model(draft, TREE),
+    'staged': lambda: specdec.staged(
+      model(draft, TREE), candidates(*proposers, config=INNER)
+    ),
+  }[kind]()
+
+
 # The third child, but not the first two, goes on.
 _RAGGED = from_paths(
   [(0,), (1,), (2,), (2, 0), (2, 1), (2, 1, 0), (2, 1, 0, 0), (0, 3)]
