@@ -87,10 +87,21 @@ def root(tmp_path):
 
 
 def test_files_are_split_by_their_relative_path_alone(root, tmp_path):
+  """Only that of texts, and not of what is skipped."""
+  names = ['site-packages/x.py', 'lib/site-packages/deep/x.py', 'readme.txt']
+  _write_files(root, [*names, '__pycache__/x.py', '.git/x.py'])
+  (root / 'latin1.py').write_bytes('café'.encode('latin-1'))
+  (root / 'folder.py').mkdir()
   corpus = Corpus(folder=str(root), held_out_percent=20)
   training, held_out = (list(corpus.texts(held_out=h)) for h in (False, True))
   assert 5 < len(held_out) < 50
   assert sorted(training + held_out) == sorted(f'text of {n}' for n in NAMES)
+  # Models trained at different times must agree on what none of them saw.
+  assert {text for text in held_out if 'b/c' in text} == {
+    f'text of b/c/{number}.py' for number in (5, 14, 21, 24, 32)
+  }
+  larger = Corpus(folder=str(root), held_out_percent=40)
+  assert set(held_out) < set(larger.texts(held_out=True))
 
   elsewhere = tmp_path / 'elsewhere'
   _write_files(elsewhere, NAMES + ['new.py', 'a/new.py'])
@@ -99,23 +110,6 @@ def test_files_are_split_by_their_relative_path_alone(root, tmp_path):
   moved = Corpus(folder=str(elsewhere), held_out_percent=20)
   known = [text for text in moved.texts(held_out=True) if text.endswith('!')]
   assert sorted(known) == sorted(text + '!' for text in held_out)
-
-  # Models trained at different times must agree on what none of them saw.
-  assert {text for text in held_out if 'b/c' in text} == {
-    f'text of b/c/{number}.py' for number in (5, 14, 21, 24, 32)
-  }
-  larger = Corpus(folder=str(root), held_out_percent=40)
-  assert set(held_out) < set(larger.texts(held_out=True))
-
-
-def test_what_is_not_a_text_of_the_corpus(root):
-  names = ['site-packages/x.py', 'lib/site-packages/deep/x.py', 'readme.txt']
-  _write_files(root, [*names, '__pycache__/x.py', '.git/x.py'])
-  (root / 'latin1.py').write_bytes('café'.encode('latin-1'))
-  (root / 'folder.py').mkdir()
-  corpus = Corpus(folder=str(root), held_out_percent=20)
-  texts = [*corpus.texts(held_out=False), *corpus.texts(held_out=True)]
-  assert sorted(texts) == sorted(f'text of {name}' for name in NAMES)
   # The folder itself may be called like one that is skipped.
   packages = Corpus(folder=str(root / 'site-packages'))
   assert list(packages.texts(held_out=False)) == ['text of site-packages/x.py']
@@ -130,13 +124,9 @@ def test_tokens_end_every_file(root, tokenizer):
 
 
 def test_training_batches_are_windows_that_follow_from_the_arguments():
-  draw = lambda step=7, seed=3, length=9: corpora.training_batch(
-    np.arange(12, dtype=np.int32),
-    step=step,
-    seed=seed,
-    batch_size=200,
-    length=length,
-  )
+  tokens = np.arange(12, dtype=np.int32)
+  usual = {'step': 7, 'seed': 3, 'batch_size': 200, 'length': 9}
+  draw = lambda **kw: corpora.training_batch(tokens, **usual | kw)
   first = draw()
   assert first.shape == (200, 10)
   np.testing.assert_array_equal(np.diff(first, axis=1), 1)
@@ -150,11 +140,10 @@ def test_training_batches_are_windows_that_follow_from_the_arguments():
 
 def test_held_out_batches_are_consecutive_windows():
   tokens = np.arange(22, dtype=np.int32)
+  sizes = {'batch_size': 2, 'length': 4}
   draw = lambda limit, tokens=tokens: [
     batch.tolist()
-    for batch in corpora.held_out_batches(
-      tokens, limit=limit, batch_size=2, length=4
-    )
+    for batch in corpora.held_out_batches(tokens, limit=limit, **sizes)
   ]
   # Five windows; the last batch wraps around.
   starts = [[row[0] for row in batch] for batch in draw(9)]
@@ -172,6 +161,10 @@ def test_window_length_follows_the_phases(scale):
   assert lengths == [4, 4, 4, 4, 8, 8, 16, 16]
 
 
+def _texts_of_c(folder):
+  return Corpus(folder=folder, pattern='*.c').texts(held_out=False)
+
+
 @pytest.mark.parametrize(
   ('message', 'make'),
   [
@@ -179,22 +172,13 @@ def test_window_length_follows_the_phases(scale):
     ('every phase needs a positive', lambda _: TrainConfig(phases=((0, 8),))),
     ('at most batch_tokens=4096', lambda _: TrainConfig(phases=((1, 9000),))),
     ('--corpus=/no is not a folder', lambda _: Corpus(folder='/no')),
+    ('percent must lie', lambda at: Corpus(folder=at, held_out_percent=0)),
+    (r'no training files match \*\.c under', lambda at: next(_texts_of_c(at))),
     (
-      'held_out_percent must lie between',
-      lambda root: Corpus(folder=root, held_out_percent=0),
+      '--vocab_size=256 must exceed',
+      lambda _: train_tokenizer([], vocab_size=256, context=8),
     ),
-    (
-      r'no training files match \*\.c under',
-      lambda it: next(Corpus(folder=it, pattern='*.c').texts(held_out=False)),
-    ),
-    (
-      '--vocab_size=256 must exceed 256',
-      lambda _: train_tokenizer([CODE], vocab_size=256, context=8),
-    ),
-    (
-      'windows of 16 tokens exceed the context',
-      lambda root: _train(root, phases=((1.0, 16),)),
-    ),
+    ('16 tokens exceed the con', lambda at: _train(at, phases=((1.0, 16),))),
   ],
 )
 def test_bad_input_is_refused(message, make, root):
@@ -318,16 +302,9 @@ def test_a_mixture_also_learns_to_use_its_experts_alike():
 
 SHAPE = {'width': 16, 'num_layers': 1, 'num_heads': 2}
 MODEL = GPT2Config(**SHAPE, vocab_size=16, num_positions=8)
-SETTINGS = {
-  'num_steps': 40,
-  'batch_tokens': 32,
-  'phases': ((1.0, 8),),
-  'learning_rate': 0.03,
-  'warmup_steps': 1,
-  'dtype': 'float32',
-  'eval_every': 20,
-  'eval_tokens': 64,
-}
+SETTINGS = {'num_steps': 40, 'batch_tokens': 32, 'phases': ((1.0, 8),)}
+SETTINGS |= {'learning_rate': 0.03, 'warmup_steps': 1, 'dtype': 'float32'}
+SETTINGS |= {'eval_every': 20, 'eval_tokens': 64}
 TOKENS = np.tile(np.arange(12, dtype=np.int32), 40)
 
 
