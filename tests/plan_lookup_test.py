@@ -1,6 +1,7 @@
 """Where `--plan` finds a plan, and its warnings."""
 
 import dataclasses
+import functools
 
 import pytest
 
@@ -37,12 +38,10 @@ def _find(name, prompts=lambda: ['import '], **changes):
   return plan, lines
 
 
-def _plan(context):
+def _plan(context, method='lookup', **options):
+  drafting = with_options(DraftSettings(), options)
   return Plan(
-    method='lookup',
-    drafting=DraftSettings(),
-    min_block_efficiency=1.5,
-    context=context,
+    method=method, drafting=drafting, min_block_efficiency=1.5, context=context
   )
 
 
@@ -92,15 +91,7 @@ def test_a_plan_from_elsewhere_is_warned_of_or_refused(tmp_path):
 
 
 def test_two_plans_are_joined_where_their_trees_differ_in_size_alone():
-  context = _SETUP.context()
-
-  def plan(method, **options):
-    return dataclasses.replace(
-      _plan(context),
-      method=method,
-      drafting=with_options(DraftSettings(), options),
-    )
-
+  plan = functools.partial(_plan, _SETUP.context())
   large, small = (plan('staged', num_nodes=n) for n in (32, 8))
   assert join_plans(large, small, 8) == (large, {2: 32, 8: 8})
   assert join_plans(small, large, 3) == (large, {1: 8, 3: 32})
