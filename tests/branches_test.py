@@ -8,20 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import tiny
 import tiny_drafters
-from tiny_drafters import Settings
 
 from specdec import decode
 from specdec import DecodeConfig
 from specdec import PromptLookup
 from specdec import Request
-from specdec import staged
 from specdec.tree.tree import _looked_up
 from specdec.tree.tree import _looked_up_sums
 from specdec.tree.tree import _scattered
 from specdec.tree.tree import _scattered_sums
 
 _ROWS = 2
-_TREE = Settings(num_nodes=6, width=2, branching=2, rounds=2, capacity=16)
 
 
 def _decode():
@@ -30,10 +27,7 @@ def _decode():
     tiny.gpt2(seed=seed, num_layers=1, num_heads=1) for seed in range(2)
   )
   table = tiny_drafters.table_of(tiny.prompts(_ROWS), 'random')
-  drafter = staged(
-    tiny_drafters.model(draft, _TREE),
-    tiny_drafters.candidates(table, PromptLookup(), config=_TREE),
-  )
+  drafter = tiny_drafters.simple('staged', draft, table, PromptLookup())
   prompt, lengths = tiny.pad(tiny.prompts(_ROWS))
   request = Request(
     prompt=prompt,
@@ -63,11 +57,9 @@ def test_a_gpu_decodes_what_a_cpu_decodes(monkeypatch):
   assert names == {'_looked_up', '_looked_up_sums', 'unrolled'}
   np.testing.assert_array_equal(result.length, expected.length)
   for row, length in enumerate(expected.length):
-    for one, other in (
-      (result.tokens, expected.tokens),
-      (result.origins, expected.origins),
-    ):
-      np.testing.assert_array_equal(one[row, :length], other[row, :length])
+    for name in ('tokens', 'origins'):
+      arrays = getattr(result, name), getattr(expected, name)
+      np.testing.assert_array_equal(*(array[row, :length] for array in arrays))
 
 
 def test_what_is_looked_up_is_what_a_scatter_writes_and_sums():

@@ -53,17 +53,12 @@ def test_its_folder_is_its_own_and_goes(tmp_path):
   assert not pathlib.Path(mark.read_text()).exists()
 
 
-@pytest.mark.parametrize(
-  ('text', 'expected'),
-  [
-    ('  return 1\n\ndef other():', '  return 1\n'),
-    ('  return 1\n# next\ndef f', '  return 1'),
-    ('  if x:\n    print(1)\n', '  if x:\n    print(1)\n'),
-    ('', ''),
-  ],
-)
-def test_a_completion_ends_where_the_function_does(text, expected):
-  assert completions.cut(text) == expected
+def test_a_completion_ends_where_the_function_does():
+  one, branch = '  return 1', '  if x:\n    print(1)\n'
+  assert completions.cut(f'{one}\n\ndef other():') == f'{one}\n'
+  assert completions.cut(f'{one}\n# next\ndef f') == one
+  for whole in (branch, ''):
+    assert completions.cut(whole) == whole
 
 
 def test_the_summary_compares_methods():

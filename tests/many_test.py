@@ -45,14 +45,9 @@ def test_every_prompt_is_completed_as_alone(lm):
       yield prompt
     yield models.Job(prompt='import ', seed=0, max_new_tokens=3)
 
-  many = lm.generate_many(
-    prompts(),
-    batch_size=2,
-    context=128,
-    seed=5,
-    sampling=specdec.Sampling(temperature=1.0),
-    **_OPTIONS,
-  )
+  options = {'batch_size': 2, 'context': 128, 'seed': 5} | _OPTIONS
+  options['sampling'] = specdec.Sampling(temperature=1.0)
+  many = lm.generate_many(prompts(), **options)
   assert not taken
   found = {completion.index: completion for completion in many}
   assert sorted(found) == list(range(7))
@@ -96,17 +91,12 @@ def _input(path):
   return path
 
 
+_FLAGS = ('--method=plain', '--max_new_tokens=9', '--batch_size=2')
+
+
 def _arguments(source, output, *more):
-  return (
-    'generate_many.py',
-    f'--prompt_file={source}',
-    f'--output={output}',
-    '--method=plain',
-    '--max_new_tokens=9',
-    '--batch_size=2',
-    '--stop=\\n',
-    *more,
-  )
+  files = (f'--prompt_file={source}', f'--output={output}')
+  return ('generate_many.py', *files, *_FLAGS, '--stop=\\n', *more)
 
 
 def _rows(text):
@@ -183,9 +173,7 @@ def test_files_of_results_survive_a_kill_at_every_byte(tmp_path):
     for row in rows[complete:]:
       again.add(row)
     assert path.read_bytes() == whole
-  with pytest.raises(
-    ValueError, match=r'other settings \(method, seed, stop\)'
-  ):
+  with pytest.raises(ValueError, match=r'settings \(method, seed, stop\)'):
     ResumableRows(path, {'seed': 1, 'method': 'plain'})
   path.write_text('no JSON\n')
   with pytest.raises(ValueError, match='a line that is no JSON'):

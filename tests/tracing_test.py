@@ -21,15 +21,7 @@ from specdec.tree.topology import from_paths
 _VOCAB_SIZE = 24
 _PROMPTS = [[1, 2, 4], [3], [5, 6, 7, 5]]
 _LIMITS = (30, 0, 17)
-_TREE = Settings(
-  num_nodes=8, width=3, branching=2, rounds=2, capacity=24, cost_ratio=0
-)
-_INNER = Settings(width=3, branching=2, rounds=2, cost_ratio=0)
-_RAGGED = Settings(
-  topology=from_paths([(0,), (1,), (2,), (2, 0), (0, 0), (0, 2)])
-)
-
-
+_PATHS = [(0,), (1,), (2,), (2, 0), (0, 0), (0, 2)]
 _TABLE = tiny.table(_VOCAB_SIZE)
 _DRAFT = _TABLE + 0.5 * tiny.table(_VOCAB_SIZE, 1)
 
@@ -51,13 +43,13 @@ def _both(shape):
   The tree with gaps is left for plain steps now and then.
   """
   guesses = tiny_drafters.exact(tiny.table(_VOCAB_SIZE, 2) + _TABLE)
-  drafter = {
-    'gaps': tiny_drafters.candidates(_few(_TABLE), config=_RAGGED),
-    'staged': specdec.staged(
-      tiny_drafters.model(table_model(_DRAFT, max_positions=96), _TREE),
-      tiny_drafters.candidates(guesses, config=_INNER),
-    ),
-  }[shape]
+  draft = table_model(_DRAFT, max_positions=96)
+  if shape == 'gaps':
+    drafter = tiny_drafters.candidates(
+      _few(_TABLE), config=Settings(topology=from_paths(_PATHS))
+    )
+  else:
+    drafter = tiny_drafters.simple(shape, draft, guesses)
   target = table_model(_TABLE, max_positions=96)
   arguments = (target, jax.random.key(3), _PROMPTS)
   options = {
