@@ -114,6 +114,8 @@ def _run(batch_size: int, prompts: list[str]):
       revision=options.REVISION.value,
       draft_dtype=options.DRAFT_DTYPE.value,
       llama_cpp=_LLAMA_CPP.value,
+      mesh=options.mesh(),
+      draft_mesh=options.DRAFT_MESH.value,
       drafting=options.draft_settings(plan),
       sampling=options.sampling(),
       verification={

@@ -8,6 +8,8 @@ import itertools
 import re
 from typing import Any
 
+from jax.sharding import Mesh
+
 from models.bench import machine
 from models.bench.machine import ModelSize
 from models.nn.dtypes import DTYPES
@@ -157,8 +159,9 @@ def peer_arms(
 class Task:
   """The decoding task that all arms share.
 
-  Target, draft (None if no arm needs it), revision and `draft_dtype` (None: by
-  the dtype of the arm) are those of `models.text.pair.load_pair`; `drafting` of
+  Target, draft (None if no arm needs it), revision, `draft_dtype` (None: by the
+  dtype of the arm), `mesh` and `draft_mesh` are those of
+  `models.text.pair.load_pair`; `drafting` of
   `models.text.drafters.make_drafter`, but arms may differ from it; `sampling`,
   `max_new_tokens` and the entries `verify`, `children` and `break_even` of
   `verification` of `specdec.generate`. `llama_cpp` is the folder of
@@ -172,6 +175,8 @@ class Task:
   revision: str | None = None
   draft_dtype: str | None = None
   llama_cpp: str | None = None
+  mesh: Mesh | None = None
+  draft_mesh: str = 'auto'
   verification: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   seed: int = 0
   batch_size: int = 1

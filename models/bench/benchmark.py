@@ -279,6 +279,8 @@ def _load(
       dtype=dtype,
       draft_dtype=task.draft_dtype,
       revision=task.revision,
+      mesh=task.mesh,
+      draft_mesh=task.draft_mesh,
     )
     for dtype in sorted({spec.dtype for spec in ours})
   }

@@ -1,0 +1,486 @@
+"""Checks on eight virtual devices; sharding_test.py runs them in one process.
+
+JAX_NUM_CPU_DEVICES=8 python tests/on_devices.py prints a JSON object:
+of each check the error, or null.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+import contextlib
+import functools
+import itertools
+import json
+import logging
+import pathlib
+import sys
+import tempfile
+import time
+import traceback
+from typing import NamedTuple
+
+from flax import nnx
+from flax import traverse_util
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors import numpy as safetensors_numpy
+import tiny
+import tiny_drafters
+from tiny_drafters import Settings
+
+from models.bench import machine
+from models.checkpoints import hub
+from models.checkpoints.families import family_of
+from models.checkpoints.families import parameter_name
+from models.nn.adapter import as_model
+from models.nn.adapter import Module
+from models.nn.llama import LlamaConfig
+from models.nn.matmul import Int8Matrix
+from models.nn.sharding import Layout
+from models.nn.sharding import make_mesh
+import specdec
+from specdec.loop import advance
+from specdec.memory import bytes_on_device
+from specdec.study.exactness import choice_margin
+from specdec.tree.topology import chain
+
+MESHES = {
+  f'{data}x{model}': {'data': data, 'model': model}
+  for data, model in ((1, 1), (8, 1), (1, 8), (2, 4), (4, 2))
+}
+FAMILIES = ('gpt2', 'llama', 'mixtral')
+BATCHES = (1, 4, 5)
+METHODS = (
+  *('chain match', 'chain rejection', 'chain block'),
+  *('staged match', 'staged rejection'),
+)
+_NEW_TOKENS = 24
+# Of scores that rounding may put in another order.
+_NEAR_TIE = 1e-3
+
+
+class Case(NamedTuple):
+  """A decode on a mesh that is compared with others."""
+
+  mesh: str
+  family: str
+  batch_size: int
+  method: str
+
+  def __str__(self):
+    return '_'.join(map(str, self)).replace(' ', '_')
+
+
+ALL = [
+  Case(*case) for case in itertools.product(MESHES, FAMILIES, BATCHES, METHODS)
+]
+# Every mesh, family, batch size and method, and what divides and what does not.
+FEW = [
+  Case('1x1', 'gpt2', 1, 'chain match'),
+  Case('8x1', 'llama', 4, 'staged match'),
+  Case('1x8', 'llama', 1, 'staged match'),
+  Case('1x8', 'gpt2', 1, 'chain rejection'),
+  Case('2x4', 'llama', 4, 'staged match'),
+  Case('2x4', 'llama', 4, 'staged rejection'),
+  Case('2x4', 'gpt2', 5, 'staged match'),
+  Case('4x2', 'mixtral', 4, 'chain match'),
+  Case('4x2', 'gpt2', 4, 'chain block'),
+]
+
+
+def _module(family: str, seed: int = 0) -> Module:
+  """A module with as many heads as devices, and half as many KV heads.
+
+  The mixture has half of both, and a vocabulary that nothing divides.
+  """
+  if family == 'gpt2':
+    made = tiny.module(
+      seed=seed,
+      vocab_size=tiny.VOCAB_SIZE,
+      num_positions=tiny.MAX_POSITIONS,
+      num_heads=8,
+      tie_embeddings=False,
+    )
+    made.lm_head[...] *= 4
+    return made
+  if family == 'llama':
+    return tiny.llama_module('llama', num_heads=8, num_kv_heads=4)
+  return tiny.llama_module('mixtral', vocab_size=45)
+
+
+@functools.cache
+def _folder(family: str, kind: str) -> pathlib.Path:
+  """A checkpoint of a target, or of a draft that is right now and then."""
+  module = _module(family)
+  if kind == 'draft':
+    rng = np.random.default_rng(1)
+    graph, params = hub.flat_params(module)
+    params = {
+      path: leaf * (1 + 0.1 * rng.normal(size=leaf.shape)).astype(leaf.dtype)
+      for path, leaf in params.items()
+    }
+    module = nnx.merge(graph, traverse_util.unflatten_dict(params))
+  folder = pathlib.Path(_FILES.name) / f'{family}-{kind}'
+  hub.save_pretrained(module, folder)
+  return folder
+
+
+_FILES = tempfile.TemporaryDirectory()
+
+
+@functools.cache
+def _layout(mesh: str | None) -> Layout:
+  if mesh is None:
+    return Layout()
+  sizes = MESHES[mesh]
+  devices = np.array(jax.devices()[: sizes['data'] * sizes['model']])
+  shape = tuple(sizes.values())
+  return Layout(make_mesh(jax.sharding.Mesh(devices.reshape(shape), [*sizes])))
+
+
+@functools.cache
+def _load(
+  family: str, kind: str, layout: Layout, **options
+) -> specdec.LanguageModel:
+  module = hub.load_module(_folder(family, kind), layout=layout, **options)
+  return as_model(module, layout)
+
+
+def _drafter(method: str, family: str, layout: Layout) -> specdec.Drafter:
+  kind = method.split()[0]
+  if kind == 'plain':
+    return specdec.PLAIN
+  if kind == 'chain':
+    draft = _load(family, 'draft', layout)
+    return tiny_drafters.model(draft, Settings(topology=chain(3)))
+  # Of the staged ones every device has the whole draft.
+  whole = Layout(layout.mesh, divides_weights=False)
+  return specdec.staged(
+    tiny_drafters.model(_load(family, 'draft', whole), tiny_drafters.TREE),
+    tiny_drafters.candidates(
+      specdec.PromptLookup((0.0, 0.3, 0.6), num_matches=2),
+      config=tiny_drafters.INNER,
+    ),
+  )
+
+
+def _sampling(batch_size: int, temperature: float) -> specdec.Sampling:
+  """Every other row of a batch is greedy."""
+  temperatures = [temperature, 0.0] * batch_size
+  return tiny.sampling(*temperatures[:batch_size])
+
+
+def _arguments(family: str, batch_size: int, temperature: float):
+  vocab_size = _module(family).config.vocab_size
+  return {
+    'rng_key': tiny.row_keys(batch_size),
+    'prompts': [
+      [token % vocab_size for token in prompt]
+      for prompt in tiny.prompts(batch_size)
+    ],
+    'sampling': _sampling(batch_size, temperature),
+  }
+
+
+@functools.cache
+def _decode(
+  mesh: str | None, family: str, batch_size: int, method: str, temperature
+) -> specdec.Generation:
+  layout = _layout(mesh)
+  return specdec.generate(
+    _load(family, 'target', layout),
+    **_arguments(family, batch_size, temperature),
+    max_new_tokens=_NEW_TOKENS,
+    drafter=_drafter(method, family, layout),
+    verify=method.split()[-1] if ' ' in method else 'match',
+  )
+
+
+def _assert_alike(tokens, expected, family: str, temperature: float) -> None:
+  """Equal, unless the two best scores are nearly equal where they part."""
+  rows = _arguments(family, len(tokens), temperature)
+  for row, (ours, theirs) in enumerate(zip(tokens, expected, strict=True)):
+    if ours == theirs:
+      continue
+    pairs = enumerate(zip(ours, theirs, strict=False))
+    at = next(place for place, (one, other) in pairs if one != other)
+    margin = choice_margin(
+      _load(family, 'target', Layout()),
+      rows['rng_key'][row],
+      [*rows['prompts'][row], *theirs[:at]],
+      tiny.sampling([temperature, 0.0][row % 2]),
+    )
+    assert margin < _NEAR_TIE, (row, at, margin, ours, theirs)
+    print(f'row {row}, token {at}: margin {margin}', file=sys.stderr)
+
+
+def check_case(case: Case) -> None:
+  """Drafted tokens are those of plain decoding, and those of one device."""
+  mesh, family, batch_size, method = case
+  rule = method.split()[1]
+  for temperature in (0.0, 0.9) if batch_size == 1 else (0.9,):
+    drafted = _decode(mesh, family, batch_size, method, temperature)
+    assert drafted.stats['block_efficiency'] > 1.2, drafted.stats
+    assert len(set(drafted.tokens[0])) > 5, drafted.tokens[0]
+    reference = 'plain' if rule == 'match' else method
+    # A row does not depend on the others, so the largest batch serves all.
+    alone = _decode(None, family, max(BATCHES), reference, temperature)
+    if rule == 'match':
+      plain = _decode(mesh, family, batch_size, 'plain', temperature)
+      assert drafted.tokens == plain.tokens
+    _assert_alike(
+      drafted.tokens, alone.tokens[:batch_size], family, temperature
+    )
+
+
+def _leaves(model: specdec.LanguageModel) -> dict[tuple[str, ...], jax.Array]:
+  leaves, _ = jax.tree_util.tree_flatten_with_path(model.params)
+  return {
+    tuple(str(getattr(key, 'key', key)) for key in path): leaf
+    for path, leaf in leaves
+  }
+
+
+def _part(array: jax.Array) -> tuple[int, ...]:
+  """The shape that every device has, as it really is there."""
+  shapes = {shard.data.shape for shard in array.addressable_shards}
+  assert len(array.addressable_shards) == 8
+  assert len(shapes) == 1, shapes
+  return shapes.pop()
+
+
+def check_tensors_lie_where_the_table_says() -> None:
+  """Parts of the right shapes, which together are the checkpoint."""
+  ours = _leaves(_load('llama', 'target', _layout('2x4')))
+  # Width 16, 8 heads and 4 KV heads of 8, 24 hidden units, vocabulary of 48.
+  expected = {
+    'embed_tokens': (12, 16),
+    'lm_head': (12, 16),
+    'q_proj': (16, 16),
+    'k_proj': (8, 16),
+    'v_proj': (8, 16),
+    'o_proj': (16, 16),
+    'gate_proj': (6, 16),
+    'up_proj': (6, 16),
+    'down_proj': (16, 6),
+    'q_norm': (8,),
+    'norm': (16,),
+  }
+  for path, leaf in ours.items():
+    name = next((name for name in expected if name in path), None)
+    if name:
+      assert _part(leaf) == expected[name], path
+  alone = _leaves(_load('llama', 'target', Layout()))
+  for path, leaf in ours.items():
+    np.testing.assert_array_equal(leaf, alone[path])
+
+
+def check_what_cannot_be_divided_is_whole() -> None:
+  """KV heads, heads and an odd vocabulary on eight devices."""
+  ours = _leaves(_load('mixtral', 'target', _layout('1x8')))
+  part = lambda *name: next(
+    _part(leaf) for path, leaf in ours.items() if path[-len(name) :] == name
+  )
+  assert part('embed_tokens', 'embedding') == (45, 2)  # Of 16 features.
+  assert part('lm_head') == (45, 2)
+  assert part('k_proj', 'weight') == (16, 16)
+  assert part('q_proj', 'weight') == (32, 16)
+  assert part('up_proj', 'weight') == (3, 16)  # Of every expert.
+  assert part('gate', 'weight') == (4, 16)
+
+
+def check_eight_bits_on_several_devices() -> None:
+  """The scales go with the outputs."""
+  whole, parts = (
+    _leaves(_load('llama', 'target', layout, dtype='int8'))
+    for layout in (Layout(), _layout('2x4'))
+  )
+  for path, leaf in parts.items():
+    np.testing.assert_array_equal(leaf, whole[path])
+  module = hub.load_module(
+    _folder('llama', 'target'), dtype='int8', layout=_layout('2x4')
+  )
+  gate = module.layers[0].mlp.gate_proj.weight.get_value()
+  assert isinstance(gate, Int8Matrix)
+  assert (_part(gate.values), _part(gate.scale)) == ((6, 16), (6,))
+
+
+def check_what_was_divided_can_be_saved() -> None:
+  """The files are those of a model on one device."""
+  layout = _layout('2x4')
+  folder = pathlib.Path(_FILES.name) / 'again'
+  for family in FAMILIES:
+    module = hub.load_module(_folder(family, 'target'), layout=layout)
+    hub.save_pretrained(module, folder)
+    files = [
+      (of / 'model.safetensors').read_bytes()
+      for of in (folder, _folder(family, 'target'))
+    ]
+    assert files[0] == files[1], family
+
+
+def _decoding(batch_size: int = 4) -> specdec.Decoding:
+  return specdec.Decoding(
+    _load('llama', 'target', _layout('2x4')),
+    **_arguments('llama', batch_size, 0.9),
+    max_new_tokens=_NEW_TOKENS,
+    drafter=_drafter('staged', 'llama', _layout('2x4')),
+  )
+
+
+def check_streams_keep_what_they_hold_where_it_was() -> None:
+  """Caches by rows and heads from step to step, with one program for all."""
+  decoding = _decoding()
+  compiled = None
+  for _ in range(3):
+    decoding.step()
+    compiled = compiled or advance._cache_size()
+    state = decoding._state
+    # 4 rows, 4 KV heads of 8; the draft is whole on each device.
+    assert _part(state.target.cache.keys[0])[:2] == (2, 1)
+    assert _part(state.stages[0].scorer.cache.values[0])[:2] == (2, 4)
+    assert _part(state.tokens)[0] == 2
+    assert _part(state.counters.emitted_histogram)[0] == 2
+  assert advance._cache_size() == compiled
+  decoding.run()
+  expected = _decode('2x4', 'llama', 4, 'staged match', 0.9)
+  assert decoding.result().tokens == expected.tokens
+
+
+def check_another_turn_on_several_devices() -> None:
+  """`extend` reads what is new, and decodes as if from the beginning."""
+  decoding = _decoding()
+  before = _decode('2x4', 'llama', 4, 'staged match', 0.9)
+  decoding.run()
+  prompts = _arguments('llama', 4, 0.9)['prompts']
+  turns = [
+    [*prompt, *new[:-1], 5, 6]
+    for prompt, new in zip(prompts, before.tokens, strict=True)
+  ]
+  decoding.extend(turns, max_new_tokens=8)
+  assert min(decoding.num_kept) > 0
+  decoding.run()
+  alone = specdec.generate(
+    _load('llama', 'target', Layout()),
+    **_arguments('llama', 4, 0.9) | {'prompts': turns},
+    max_new_tokens=8,
+  )
+  assert decoding.result().tokens == alone.tokens
+
+
+def check_prompts_take_turns_on_several_devices() -> None:
+  """`Slots` gives rows to other prompts, and compiles each program once."""
+  layout = _layout('2x4')
+  slots = specdec.Slots(
+    _load('llama', 'target', layout),
+    num_slots=2,
+    context=80,
+    drafter=_drafter('chain', 'llama', layout),
+    sampling=tiny.sampling(0.9),
+  )
+  arguments = _arguments('llama', 5, 0.9)
+  expected = _decode(None, 'llama', 5, 'plain', 0.9)
+  programs = specdec.loop.insert._cache_size()
+  waiting = list(range(0, 5, 2))  # The rows that are not greedy.
+  found, under_way = {}, {}
+  while waiting or under_way:
+    while waiting and len(under_way) < 2:
+      row = waiting.pop()
+      slot = slots.insert(
+        arguments['prompts'][row],
+        arguments['rng_key'][row],
+        max_new_tokens=_NEW_TOKENS,
+      )
+      under_way[slot] = row
+    for slot, generation in slots.advance().items():
+      found[under_way.pop(slot)] = generation.tokens[0]
+  assert found == {row: expected.tokens[row] for row in range(0, 5, 2)}
+  assert specdec.loop.insert._cache_size() == programs + 1
+
+
+CHECKS = [
+  check_tensors_lie_where_the_table_says,
+  check_what_cannot_be_divided_is_whole,
+  check_eight_bits_on_several_devices,
+  check_what_was_divided_can_be_saved,
+  check_streams_keep_what_they_hold_where_it_was,
+  check_another_turn_on_several_devices,
+  check_prompts_take_turns_on_several_devices,
+]
+
+
+def names(cases: Sequence[Case]) -> list[str]:
+  """Of all checks."""
+  return [*map(str, cases), *(check.__name__ for check in CHECKS)]
+
+
+# The shape of Llama 3.2 1B, and its matrices in 16 bits.
+_LARGE = LlamaConfig(
+  vocab_size=128256,
+  num_positions=4096,
+  width=2048,
+  num_layers=16,
+  num_heads=32,
+  num_kv_heads=8,
+  head_width=64,
+  inner_width=8192,
+  tie_embeddings=True,
+)
+
+
+def check_the_host_holds_one_tensor() -> None:
+  """Beside the parts of the devices, which on CPU are memory of the host."""
+  folder = pathlib.Path(_FILES.name) / 'large'
+  folder.mkdir()
+  family_of(_LARGE).to_hugging_face(
+    _LARGE, dtype='bfloat16', eos_token_id=None
+  ).save_pretrained(folder)
+  _, shapes = hub.flat_params(hub.shape_module(_LARGE, jnp.dtype('bfloat16')))
+  files, rng = {}, np.random.default_rng(0)
+  for number, (path, leaf) in enumerate(shapes.items()):
+    name = family_of(_LARGE).stored_name(parameter_name(path), _LARGE)
+    files[name] = f'{number}.safetensors'
+    drawn = rng.standard_normal(leaf.shape, np.float32).astype(leaf.dtype)
+    safetensors_numpy.save_file({name: drawn}, folder / files[name])
+  index = json.dumps({'weight_map': files})
+  (folder / 'model.safetensors.index.json').write_text(index)
+  loaded: list[Module] = []
+  load = lambda: loaded.append(
+    hub.load_module(folder, dtype='bfloat16', layout=_layout('1x8'))
+  )
+  peak = machine.peak_beyond(load)
+  assert peak is not None
+  leaves = jax.tree.leaves(hub.flat_params(loaded[0])[1])
+  held = sum(8 * bytes_on_device(leaf) for leaf in leaves)
+  largest = max(leaf.nbytes for leaf in leaves)
+  print(
+    f'{len(leaves)} tensors: {held / 1e9:.3f} GB on 8 devices, the peak of the'
+    f' process {peak / 1e9:.3f} GB; the largest tensor {largest / 1e9:.3f} GB',
+    file=sys.stderr,
+  )
+  assert peak < held + 1.2 * largest
+
+
+def main(cases: Sequence[Case], more: Sequence[Callable[[], None]]) -> None:
+  jax.config.update('jax_numpy_rank_promotion', 'raise')
+  logging.getLogger('absl').setLevel(logging.ERROR)
+  checks = {str(case): functools.partial(check_case, case) for case in cases}
+  checks |= {check.__name__: check for check in more}
+  errors: dict[str, str | None] = {}
+  for name, check in checks.items():
+    start = time.process_time()
+    errors[name] = None
+    try:
+      check()
+    except Exception:
+      errors[name] = traceback.format_exc()
+    print(f'{time.process_time() - start:5.1f} s {name}', file=sys.stderr)
+  with contextlib.suppress(BrokenPipeError):
+    print(json.dumps(errors))
+
+
+if __name__ == '__main__':
+  if '--large' in sys.argv:
+    main([], [check_the_host_holds_one_tensor])
+  else:
+    main(ALL if '--all' in sys.argv else FEW, CHECKS)

@@ -1,0 +1,152 @@
+"""Several devices: where tensors lie, and that tokens stay the same."""
+
+import functools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import command_lines
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh
+from jax.sharding import Mesh
+import numpy as np
+import on_devices
+import pytest
+
+import models
+from models.checkpoints import hub
+from models.nn.adapter import as_model
+from models.nn.llama import LlamaConfig
+from models.nn.sharding import AXES
+from models.nn.sharding import draft_layout
+from models.nn.sharding import Layout
+from models.nn.sharding import make_mesh
+from models.nn.sharding import parse_mesh
+from specdec.cost_model import ModelShape
+from specdec.memory import bytes_on_device
+
+_FILE = pathlib.Path(on_devices.__file__)
+
+
+@functools.cache
+def _errors(*arguments: str) -> dict[str, str | None]:
+  """Of each check on eight devices, in a process that has them."""
+  ended = subprocess.run(
+    [sys.executable, _FILE, *arguments],
+    capture_output=True,
+    text=True,
+    check=False,
+    env=os.environ
+    | {
+      'JAX_NUM_CPU_DEVICES': '8',
+      'JAX_PLATFORMS': 'cpu',
+      'XLA_FLAGS': '--xla_backend_optimization_level=0',
+      'PYTHONPATH': str(_FILE.parents[1]),
+    },
+  )
+  assert ended.returncode == 0, ended.stderr[-3000:]
+  print(ended.stderr)
+  return json.loads(ended.stdout)
+
+
+@pytest.mark.parametrize('name', on_devices.names(on_devices.FEW))
+def test_on_eight_devices(name):
+  error = _errors()[name]
+  assert error is None, error
+
+
+@pytest.mark.long
+@pytest.mark.parametrize('name', on_devices.names(on_devices.ALL))
+def test_everything_on_eight_devices(name):
+  error = _errors('--all')[name]
+  assert error is None, error
+
+
+@pytest.mark.long
+def test_a_large_model_is_loaded_part_by_part():
+  error = _errors('--large')['check_the_host_holds_one_tensor']
+  assert error is None, error
+
+
+LLAMA_2_70B = LlamaConfig(
+  vocab_size=32000,
+  num_positions=4096,
+  width=8192,
+  num_layers=80,
+  num_heads=64,
+  num_kv_heads=8,
+  head_width=128,
+  inner_width=28672,
+)
+
+
+def test_each_of_eight_devices_has_an_eighth_of_a_model_of_70b():
+  layout = Layout(AbstractMesh((1, 8), AXES))
+  module = hub.shape_module(LLAMA_2_70B, jnp.dtype('bfloat16'), layout)
+  model = as_model(module, layout)
+  leaves = jax.tree.leaves(model.params)
+  size = lambda leaf: leaf.size * leaf.dtype.itemsize
+  assert 137e9 < sum(map(size, leaves)) < 139e9
+  norms = sum(size(leaf) for leaf in leaves if leaf.ndim == 1)
+  ideal = sum(size(leaf) for leaf in leaves if leaf.ndim == 2) / 8 + norms
+  held = sum(map(bytes_on_device, leaves))
+  assert ideal <= held < 1.001 * ideal
+  assert model.spec.slot_shards == 8
+
+
+def test_the_sizes_of_a_mesh_are_read():
+  assert parse_mesh('data:2,model:4') == {'data': 2, 'model': 4}
+  assert parse_mesh('model:8') == {'model': 8}
+
+
+@pytest.mark.parametrize(
+  ('text', 'reason'),
+  [
+    ('rows:2', 'expected the sizes of the axes data (rows) and model'),
+    ('data:2,data:4', 'such as data:2,model:4'),
+    ('data:two', 'such as data:2,model:4'),
+    ('8', 'such as data:2,model:4'),
+    ('', 'such as data:2,model:4'),
+    ('data:0', 'the size of data must be a positive integer'),
+    ('data:2,model:4', '8 devices, but there are 1; give sizes whose product'),
+  ],
+)
+def test_a_mesh_that_cannot_be_is_refused_by_scripts(text, reason):
+  error = command_lines.refusal('generate.py', f'--mesh={text}')
+  assert f'--mesh={text}' in error
+  assert reason in error
+
+
+@pytest.mark.parametrize(
+  ('mesh', 'reason'),
+  [
+    ({'rows': 2}, "mesh=rows:2: there is no axis 'rows'"),
+    ({'data': 1.5}, 'mesh=data:1.5: the size of data must be a positive'),
+    ({'data': 3}, 'mesh=data:3 is for 3 devices, but there are 1'),
+  ],
+)
+def test_a_mesh_that_cannot_be_is_refused(mesh, reason):
+  with pytest.raises(ValueError, match=reason):
+    models.load('demo', None, method='plain', mesh=mesh)
+
+
+def test_any_mesh_gets_the_axes_and_types_that_are_needed():
+  given = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ('model', 'data'))
+  assert make_mesh(given) == make_mesh({'data': 1}) == make_mesh({'model': 1})
+  assert make_mesh(given).axis_names == AXES
+
+
+def test_a_draft_is_divided_only_if_it_is_large():
+  small = ModelShape('small', 8, 512, 8, 8, 64, 2048, 50000)
+  large = ModelShape('large', 32, 4096, 32, 8, 128, 14336, 32000)
+  layout = Layout(AbstractMesh((2, 4), AXES))
+  divides = lambda *args: draft_layout(layout, *args).divides_weights
+  assert not divides('auto', small, 'bfloat16')
+  assert divides('auto', large, 'bfloat16')
+  assert divides('sharded', small, 'bfloat16')
+  assert not divides('replicated', large, 'bfloat16')
+  with pytest.raises(ValueError, match="draft_mesh='half' is not known"):
+    draft_layout(layout, 'half', small, 'bfloat16')
