@@ -221,7 +221,7 @@ def check_case(case: Case) -> None:
   for temperature in (0.0, 0.9) if batch_size == 1 else (0.9,):
     drafted = _decode(mesh, family, batch_size, method, temperature)
     assert drafted.stats['block_efficiency'] > 1.2, drafted.stats
-    assert len(set(drafted.tokens[0])) > 5, drafted.tokens[0]
+    assert len(set(drafted.tokens[0])) > 3, drafted.tokens[0]
     reference = 'plain' if rule == 'match' else method
     # A row does not depend on the others, so the largest batch serves all.
     alone = _decode(None, family, max(BATCHES), reference, temperature)
@@ -376,7 +376,9 @@ def check_prompts_take_turns_on_several_devices() -> None:
     num_slots=2,
     context=80,
     drafter=_drafter('chain', 'llama', layout),
-    sampling=tiny.sampling(0.9),
+    sampling=specdec.Sampling(
+      temperature=0.9, top_k=20, top_p=0.95, min_p=0.01
+    ),
   )
   arguments = _arguments('llama', 5, 0.9)
   expected = _decode(None, 'llama', 5, 'plain', 0.9)

@@ -84,7 +84,8 @@ def _spec(
 
   def apply(params, tokens, positions, mask, cache):
     module = nnx.merge(graph, params)
-    logits, cache = module(tokens, positions, mask, cache)
+    with layout.in_use():
+      logits, cache = module(tokens, positions, mask, cache)
     # What follows sorts and draws over the whole vocabulary.
     return layout.gather_vocabulary(logits), cache
 

@@ -18,6 +18,7 @@ from models.nn.llama import FeedForward
 from models.nn.llama import Llama
 from models.nn.llama import LlamaConfig
 from models.nn.matmul import matmul
+from models.nn.sharding import sum_of_experts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,7 +71,13 @@ class Experts(nnx.Module):
     ]
     expert = functools.partial(_swiglu, self.experts[0].activation)
     flat = lambda array: array.reshape(-1, array.shape[-1])
-    out = mix(expert, weights, flat(x), jax.tree.map(flat, routing))
+    out = sum_of_experts(
+      functools.partial(mix, expert),
+      weights,
+      self.config.inner_width,
+      flat(x),
+      jax.tree.map(flat, routing),
+    )
     return out.reshape(x.shape), routing
 
 

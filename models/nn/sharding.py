@@ -12,7 +12,9 @@ Axes of the mesh are of the type Auto: weights, caches and what is carried from
 program to program say where they lie, and the compiler adds the communication.
 """
 
+from collections.abc import Callable
 from collections.abc import Mapping
+import contextlib
 import dataclasses
 import functools
 import math
@@ -256,6 +258,12 @@ class Layout:
       self._place, tree, is_leaf=lambda leaf: isinstance(leaf, kv.KVCache)
     )
 
+  def in_use(self) -> contextlib.AbstractContextManager[Any]:
+    """Lets `sum_of_experts` know of the devices while a model is traced."""
+    if self.mesh is None or not self.divides_weights:
+      return contextlib.nullcontext()
+    return jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh)
+
   def gather_vocabulary(self, logits: jax.Array) -> jax.Array:
     """Divides `logits [B, L, V]` among the devices by rows alone.
 
@@ -323,6 +331,42 @@ def undivided(layout: Layout, config: Any) -> list[str]:
     for name, size in sizes.items()
     if size % layout.parts(name)
   ]
+
+
+def sum_of_experts(
+  function: Callable[..., Any], experts: list[Any], hidden: int, *args: Any
+) -> Any:
+  """`function(experts, *args)`, summed over the parts of the hidden units.
+
+  Each expert has a loop of its own, and the compiler would sum over the devices
+  in every round. Here a device ends all loops with its part of the sum.
+
+  Args:
+    function: linear in what each hidden unit contributes.
+    experts: for each its matrices `[hidden, width]`, `[hidden, width]` and
+      `[width, hidden]`.
+    hidden: the number of hidden units.
+    *args: what every device has all of.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  parts = 1 if mesh.empty else mesh.shape[MODEL]
+  if parts == 1 or hidden % parts:
+    return function(experts, *args)
+
+  def divided(axis, matrix):
+    axes = lambda leaf: (
+      MODEL if at == axis else None for at in range(leaf.ndim)
+    )
+    return jax.tree.map(lambda leaf: PartitionSpec(*axes(leaf)), matrix)
+
+  specs = tuple(map(divided, (0, 0, 1), experts[0]))
+  return jax.shard_map(
+    lambda *args: lax.psum(function(*args), MODEL),
+    in_specs=([specs] * len(experts), *(PartitionSpec() for _ in args)),
+    out_specs=PartitionSpec(),
+    axis_names={MODEL},
+    check_vma=False,
+  )(experts, *args)
 
 
 @functools.cache
