@@ -143,6 +143,7 @@ def _rope(kind, **values):
   return {'rope_theta': 10.0, 'rope_type': kind} | values
 
 
+_DYNAMIC = {'type': 'dynamic', 'factor': 2.0}
 # A key, its value, and what the line says.
 _BAD_GPT2 = [
   ('n_layer', 'two', "n_layer='two'"),
@@ -177,7 +178,7 @@ _BAD_LLAMA = [
   ('rope_scaling', [2], 'rope_scaling must be an object'),
   ('rope_parameters', {'rope_type': ['a']}, 'rope_type must be'),
   ('rope_parameters', _rope('dynamic', factor=2.0), "['default', 'linear'"),
-  ('rope_scaling', {'type': 'dynamic'}, "rope_type='dynamic' is not supp"),
+  ('rope_scaling', _DYNAMIC, "rope_type='dynamic' is not supported"),
   (
     'rope_parameters',
     _rope('yarn', factor=2.0, mscale=1.0, original_max_position_embeddings=32),
