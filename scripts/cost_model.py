@@ -22,7 +22,7 @@ _HARDWARE = flags.DEFINE_string(
   'hardware', 'h200', 'name of a preset; this measures the default device'
 )
 _DEVICES = flags.DEFINE_integer(
-  'devices', 8, 'number of devices, with ideal sharding', lower_bound=1
+  'devices', 8, 'number of devices, which share every layer', lower_bound=1
 )
 _ACCEPTANCE = flags.DEFINE_float(
   'acceptance',
@@ -49,6 +49,7 @@ _TITLES = (
   '(d) Mixtures of experts, chain of 4 from a free draft',
   '(e) The paper',
   '(f) Roofline, greedy counts of (e)',
+  '(g) Several devices, greedy counts of (e)',
 )
 
 
@@ -115,6 +116,7 @@ def main() -> None:
     'by_experts': claims.by_experts(deployment, acceptance, context=context),
     'paper': claims.paper(),
     'roofs': claims.roofline(),
+    'by_devices': claims.by_devices(context=context, devices=_DEVICES.value),
   }
   print(f'{deployment.target.name} on {deployment.hardware.name}')
   for title, tables in zip(_TITLES, found.values(), strict=True):

@@ -70,6 +70,7 @@ _PUBLISHED = {
   'gpt2-xl': (1557.6, 307_200, None),
   'draft-40m': (40, 18_432, None),
   'llama-2-70b': (68_977, 327_680, None),
+  'tinyllama-1.1b': (1_100, 22_528, None),
   'llama-3-8b': (8_030, 131_072, None),
   'llama-3-70b': (70_554, 327_680, None),
   'llama-3-405b': (405_853, 516_096, None),
@@ -128,20 +129,24 @@ def test_forward_cost_by_hand():
   assert shape.parameters == weights + 50 * 8
   # Inputs and outputs of the seven matrices of a layer, and of the head.
   sides = 2 * (20 + 14 + 14 + 20 + 18 + 18 + 18) + 58
-  # 15 queries see 12 tokens in 4 heads of 3: scores, values.
-  flops = {'matmul': 2 * 15 * weights, 'attention': 2 * 15 * 12 * 4 * 3 * 2 * 2}
-  moved = {
-    'weight': 0.5 * weights,
-    'cache_read': 3 * 7 * 2 * (2 * 2 * 3),
-    'cache_write': 15 * 2 * (2 * 2 * 3),
-    'activation': 15 * sides * 4,
-  }
-  for kind, counts in (('flops', flops), ('bytes', moved)):
-    for name, count in counts.items():
-      assert getattr(cost, f'{name}_{kind}') == count
-  assert cost.flops == sum(flops.values())
-  assert cost.num_bytes == sum(moved.values())
-  assert cost.read_bytes == moved['weight'] + moved['cache_read']
+  assert cost == cost_model.ForwardCost(
+    matmul_flops=2 * 15 * weights,
+    # 15 queries see 12 tokens in 4 heads of 3: scores, values.
+    attention_flops=2 * (15 * 12 * 4 * 3 * 2 * 2),
+    weight_bytes=0.5 * weights,
+    cache_read_bytes=3 * 7 * 2 * (2 * 2 * 3),
+    cache_write_bytes=15 * 2 * (2 * 2 * 3),
+    activation_bytes=15 * sides * 4,
+    # Outputs of attention and MLP of two layers, 8 wide; float32 logits.
+    reductions=4,
+    reduced_bytes=4 * 15 * 8 * 4,
+    gathered_bytes=15 * 50 * 4,
+    dtype='bfloat16',
+  )
+  parts = dataclasses.astuple(cost)
+  assert cost.flops == sum(parts[:2])
+  assert cost.num_bytes == sum(parts[2:6])
+  assert cost.read_bytes == cost.weight_bytes + cost.cache_read_bytes
 
 
 def test_mixtures_read_only_the_experts_that_they_use():
@@ -182,6 +187,42 @@ def test_every_kernel_has_its_own_roofline():
   four = _MACHINE.times(4)
   assert cost.seconds(four) == pytest.approx(seconds / 4)
   assert (four.name, _MACHINE.ridge('bfloat16')) == ('4 x machine', 10)
+
+
+@pytest.mark.parametrize(
+  ('num_tokens', 'latency', 'seconds'),
+  [
+    # 4 sums of 16 bytes, of which 3/4 cross a link of 8 bytes/s twice, then
+    # logits of 200 bytes.
+    (1, 0.0, 4 * 2 * 12 / 8 + 150 / 8),
+    (3, 0.0, 3 * (4 * 2 * 12 / 8 + 150 / 8)),
+    # The sums take a latency each; the logits take longer than one, then not.
+    (1, 4.0, 4 * 4.0 + 150 / 8),
+    (1, 20.0, 5 * 20.0),
+  ],
+)
+def test_devices_wait_for_their_collectives(num_tokens, latency, seconds):
+  cost = forward_cost(_SMALL, num_tokens=num_tokens)
+  four = dataclasses.replace(
+    _MACHINE.times(4), link_bytes_per_second=8.0, collective_seconds=latency
+  )
+  assert cost.communication_seconds(four) == pytest.approx(seconds)
+  alone = dataclasses.replace(four, devices=1)
+  assert cost.communication_seconds(alone) == 0.0
+  apart = cost.seconds(alone) / 4 + seconds
+  assert cost.seconds(four) == pytest.approx(apart)
+
+
+def test_a_draft_is_shared_only_if_that_is_faster():
+  step = SpeculativeStep(draft_forwards=1)
+  for latency in (0.0, 1e3):
+    four = dataclasses.replace(_MACHINE.times(4), collective_seconds=latency)
+    pair = Deployment(target=_SMALL, draft=_SMALL, hardware=four)
+    found = predict(pair, step)
+    shared, whole = found.plain_seconds, forward_cost(_SMALL).seconds(_MACHINE)
+    assert (shared < whole) == (latency == 0)
+    drafting = found.seconds - found.plain_seconds
+    assert drafting == pytest.approx(min(shared, whole))
 
 
 # Speculation.
@@ -274,8 +315,9 @@ def test_break_even_is_the_last_crossing():
   assert speedup(_SERVER, _CHAIN, found - 1, 2048) > 1
   assert speedup(_SERVER, _CHAIN, found, 2048) <= 1
   # Below 1 at few rows, which use most experts, and above it at many.
-  qwen = MODELS['qwen3-30b-a3b']
-  mixture = dataclasses.replace(_SERVER, target=qwen, draft=None)
+  mixture = Deployment(
+    target=MODELS['qwen3-30b-a3b'], draft=None, hardware=HARDWARE['h200']
+  )
   poor = dataclasses.replace(_CHAIN, tokens=2.8)
   assert speedup(mixture, poor, 2) < 1 < speedup(mixture, poor, 64)
   assert break_even_batch_size(mixture, poor, limit=64) is None
@@ -310,7 +352,7 @@ def test_counted_traffic_is_what_is_predicted_of_it():
 def test_the_script_prints_every_claim_as_it_is_published(tmp_path):
   result = command_lines.run('cost_model.py', f'--out={tmp_path / "new"}')
   assert result.code == 0, result.errors
-  for part in 'abcdef':
+  for part in 'abcdefg':
     assert f'\n## ({part}) ' in result.output
   for cell in ('568.77', '0.836', '25,001', '| - '):
     assert cell in result.output
@@ -330,10 +372,17 @@ def test_the_script_takes_folders_and_presets():
   result = command_lines.run('cost_model.py', *models, *machine)
   assert result.code == 0, result.errors
   assert 'target on 2 x rtx-4090' in result.output
-  for flag, message in {
-    '--target=llama-9': ' is neither a folder with',
-    '--hardware=abacus': ' must be one of this, rtx-4090',
-  }.items():
+  record = json.loads((tmp_path / 'new' / 'cost_model.json').read_text())
+  assert record['settings']['context'] == 2048
+  claimed = ('options', 'by_batch_size', 'by_context', 'by_devices')
+  assert {*claimed, 'paper', 'roofs'} < set(record)
+
+
+def test_unknown_names_are_refused():
+  for flag, message in (
+    ('--target=llama-9', ' is neither a folder with'),
+    ('--hardware=abacus', ' must be one of this, rtx-4090'),
+  ):
     assert flag + message in command_lines.refusal('cost_model.py', flag)
 
 

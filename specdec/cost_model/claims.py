@@ -6,6 +6,7 @@ discussed in docs/cost_model.md.
 """
 
 import dataclasses
+import itertools
 from typing import Any
 
 from specdec.cost_model.forward import forward_cost
@@ -42,17 +43,26 @@ _PUBLISHED = (
 _PLAIN_RATE = 150
 _PYTHON_SHARE = 0.35  # of their time
 
+
+def _step(
+  nodes: float, tokens: float, forwards: float, width: float
+) -> SpeculativeStep:
+  return SpeculativeStep(
+    num_nodes=nodes, tokens=tokens, draft_forwards=forwards, draft_width=width
+  )
+
+
 # Counted with the embedded pair on 40 HumanEval prompts (demo_counts_*.json in
 # results/amd-epyc-zen4-2-cores): mode, method; nodes, tokens, draft forwards
 # and draft width per step; relative bandwidth at the sizes of the paper.
 _COUNTED = (
-  ('greedy', 'plain', (1, 1, 0, 1), 1.0),
-  ('greedy', 'chain', (5, 3.318, 4.0, 1), 0.365),
-  ('greedy', 'tree', (63.6, 4.441, 3.788, 16), 0.272),
-  ('greedy', 'staged', (64, 6.827, 1.825, 16), 0.162),
-  ('top-k 50', 'chain', (5, 1.934, 4.0, 1), 0.627),
-  ('top-k 50', 'tree', (64, 3.187, 4.0, 16), 0.383),
-  ('top-k 50', 'staged', (64, 3.255, 2.866, 16), 0.356),
+  ('greedy', 'plain', _PLAIN, 1.0),
+  ('greedy', 'chain', _step(5, 3.318, 4.0, 1), 0.365),
+  ('greedy', 'tree', _step(63.6, 4.441, 3.788, 16), 0.272),
+  ('greedy', 'staged', _step(64, 6.827, 1.825, 16), 0.162),
+  ('top-k 50', 'chain', _step(5, 1.934, 4.0, 1), 0.627),
+  ('top-k 50', 'tree', _step(64, 3.187, 4.0, 16), 0.383),
+  ('top-k 50', 'staged', _step(64, 3.255, 2.866, 16), 0.356),
 )
 _COUNTED_CONTEXT = 207  # mean cache slots visible to a plain forward
 
@@ -193,16 +203,13 @@ def paper() -> Tables:
     for mode, method, bandwidth, rate in _PUBLISHED
   ]
   counted = []
-  for mode, method, (nodes, tokens, forwards, width), bandwidth in _COUNTED:
-    step = SpeculativeStep(
-      num_nodes=nodes, tokens=tokens, draft_forwards=forwards, draft_width=width
-    )
+  for mode, method, step, bandwidth in _COUNTED:
     found = predict(PAPER, step, context=_COUNTED_CONTEXT)
     row = {
       'mode': mode,
       'method': method,
-      'block efficiency': tokens,
-      'draft forwards per token': forwards / tokens,
+      'block efficiency': step.tokens,
+      'draft forwards per token': step.draft_forwards / step.tokens,
       'counted relative bandwidth': bandwidth,
       'relative bandwidth': found.relative_bandwidth,
       'FLOP per byte': found.arithmetic_intensity,
@@ -214,6 +221,46 @@ def paper() -> Tables:
   rate = predict(PAPER, _PLAIN, context=_COUNTED_CONTEXT).throughput
   plain = {'published': _PLAIN_RATE, '16 bits': rate, '32 bits': rate / 2}
   return {'published': published, 'counted': counted, 'plain': [plain]}
+
+
+def by_devices(*, context: int, devices: int) -> Tables:
+  """Llama 2 70B on one device, which need not have the memory, and on several.
+
+  The draft is TinyLlama 1.1B, a step has the greedy counts of `paper`.
+  `communication` is the part of plain decoding; `free draft` is the speedup of
+  the same tree if drafting costs nothing.
+  """
+  target, draft = MODELS['llama-2-70b'], MODELS['tinyllama-1.1b']
+  steps = {method: step for _, method, step, _ in _COUNTED[:4]}  # Greedy.
+  rows = []
+  for name, batch_size, number in itertools.product(
+    ('v5e', 'v5p', 'v6e', 'h100'), (1, 16), sorted({1, devices})
+  ):
+    hardware = HARDWARE[name].times(number)
+    sizes = {'batch_size': batch_size, 'context': context}
+    plain = forward_cost(target, **sizes)
+    row = {
+      'machine': hardware.name,
+      'batch size': batch_size,
+      'plain ms per token': 1e3 * plain.seconds(hardware),
+      'communication ms': 1e3 * plain.communication_seconds(hardware),
+    }
+    for method in ('chain', 'staged'):
+      found = {
+        title: predict(
+          Deployment(target=target, draft=model, hardware=hardware),
+          steps[method],
+          **sizes,
+        )
+        for title, model in (('draft', draft), ('free draft', None))
+      }
+      row |= {
+        f'{method} ms per token': 1e3 * found['draft'].latency,
+        f'{method} speedup': found['draft'].speedup,
+        f'{method}, free draft': found['free draft'].speedup,
+      }
+    rows.append(row)
+  return {'llama_2_70b': rows}
 
 
 def roofline() -> Tables:

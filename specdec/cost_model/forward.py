@@ -115,14 +115,21 @@ class ModelShape:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hardware:
-  """Peak rates and memory of one machine."""
+  """Peak rates and memory of a machine with one device or several alike.
+
+  Several devices share weights and caches evenly, as the heads, hidden units
+  and vocabulary of a layer are distributed. Rates are those of one device.
+  """
 
   name: str  #: Shown in tables.
   bytes_per_second: float  #: Peak bandwidth of the main memory.
   #: Peak rate of dense matrix products by dtype; a multiplication and an
   #: addition count as two.
   flops_per_second: Mapping[str, float]
-  memory_bytes: float = math.inf  #: Size of the main memory.
+  memory_bytes: float = math.inf  #: Size of the main memory of one device.
+  link_bytes_per_second: float = math.inf  #: That a device sends to others.
+  collective_seconds: float = 0.0  #: Least time of a collective operation.
+  devices: int = 1  #: Number of devices.
 
   def peak(self, dtype: str) -> float:
     """Peak FLOP per second; ValueError if the dtype has no known rate."""
@@ -138,18 +145,11 @@ class Hardware:
     return self.peak(dtype) / self.bytes_per_second
 
   def times(self, devices: int) -> 'Hardware':
-    """Several devices with ideal sharding; communication is ignored."""
+    """So many of this device."""
     if devices < 1:
       raise ValueError(f'devices must be at least 1, got {devices}')
-    return dataclasses.replace(
-      self,
-      name=f'{devices} x {self.name}' if devices > 1 else self.name,
-      bytes_per_second=devices * self.bytes_per_second,
-      flops_per_second={
-        dtype: devices * rate for dtype, rate in self.flops_per_second.items()
-      },
-      memory_bytes=devices * self.memory_bytes,
-    )
+    name = f'{devices} x {self.name}' if devices > 1 else self.name
+    return dataclasses.replace(self, name=name, devices=devices)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,6 +164,11 @@ class ForwardCost:
   #: Inputs and outputs of the products with weights; a compiler that fuses more
   #: moves fewer.
   activation_bytes: float
+  #: Collectives of a forward on several devices: sums of the outputs of
+  #: attention and of the MLP in every layer.
+  reductions: int
+  reduced_bytes: float  #: Size of what these sum up.
+  gathered_bytes: float  #: Size of the logits, which are gathered once.
   dtype: str  #: Of the products.
 
   @property
@@ -181,12 +186,27 @@ class ForwardCost:
     """All bytes moved."""
     return self.read_bytes + (self.cache_write_bytes + self.activation_bytes)
 
+  def communication_seconds(self, hardware: Hardware) -> float:
+    """Time of the collectives; 0 on one device.
+
+    Of n devices each sends and receives the (n - 1) / n of a gathered array
+    that others need, and twice as much of one that is summed up. A collective
+    takes at least `Hardware.collective_seconds`.
+    """
+    if hardware.devices == 1:
+      return 0.0
+    sent = (1 - 1 / hardware.devices) / hardware.link_bytes_per_second
+    latency = hardware.collective_seconds
+    summing = max(self.reductions * latency, 2 * sent * self.reduced_bytes)
+    return summing + max(latency, sent * self.gathered_bytes)
+
   def seconds(self, hardware: Hardware, *, overlap: bool = True) -> float:
     """Lower bound of the time of the forward, by the roofline model.
 
     Products with weights and attention run one after the other, and each is
     limited by memory or by arithmetic (Williams et al. 2009). Without `overlap`
-    a kernel does not compute while it reads, so both times add up.
+    a kernel does not compute while it reads, so both times add up. Devices wait
+    for the collectives.
     """
     peak = hardware.peak(self.dtype)
     cache_bytes = self.cache_read_bytes + self.cache_write_bytes
@@ -195,10 +215,11 @@ class ForwardCost:
       (cache_bytes, self.attention_flops),
     )
     combine = max if overlap else lambda memory, arithmetic: memory + arithmetic
-    return sum(
+    seconds = sum(
       combine(moved / hardware.bytes_per_second, flops / peak)
       for moved, flops in kernels
     )
+    return seconds / hardware.devices + self.communication_seconds(hardware)
 
 
 def forward_cost(
@@ -234,5 +255,10 @@ def forward_cost(
     cache_read_bytes=batch_size * context * shape.kv_bytes_per_token,
     cache_write_bytes=positions * shape.kv_bytes_per_token,
     activation_bytes=activations * shape.activation_bytes,
+    reductions=2 * shape.num_layers,
+    reduced_bytes=(
+      2 * shape.num_layers * positions * shape.width * shape.activation_bytes
+    ),
+    gathered_bytes=4.0 * positions * shape.vocab_size,  # In float32.
     dtype=shape.dtype,
   )

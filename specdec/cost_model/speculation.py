@@ -14,6 +14,7 @@ import dataclasses
 import functools
 
 from specdec.cost_model.forward import forward_cost
+from specdec.cost_model.forward import ForwardCost
 from specdec.cost_model.forward import Hardware
 from specdec.cost_model.forward import ModelShape
 from specdec.tree import optimal
@@ -37,7 +38,7 @@ class Deployment:
       for shape in (self.target, self.draft)
       if shape
     )
-    return resident <= self.hardware.memory_bytes
+    return resident <= self.hardware.devices * self.hardware.memory_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,26 +135,32 @@ def predict(
   """Predicts time and traffic of a step and of plain decoding.
 
   B (`batch_size`) rows do not wait for each other, each emits tau on average;
-  `context` is the number of tokens in the cache of each row.
+  `context` is the number of tokens in the cache of each row. Of several devices
+  each runs the whole draft if that is faster than to share it.
 
   Raises:
     ValueError: a size is out of range, or a dtype has no peak rate.
   """
   cost = functools.partial(forward_cost, batch_size=batch_size, context=context)
   plain = cost(deployment.target)
-  forwards = [(1.0, cost(deployment.target, num_tokens=step.num_nodes))]
+  verify = cost(deployment.target, num_tokens=step.num_nodes)
+  forwards = [(1.0, verify)]
+  hardware = deployment.hardware
+  seconds = functools.partial(ForwardCost.seconds, overlap=deployment.overlap)
+  step_seconds = seconds(verify, hardware)
   if deployment.draft and step.draft_forwards:
     drafting = cost(deployment.draft, num_tokens=step.draft_width)
     forwards.append((step.draft_forwards, drafting))
-  seconds = lambda forward: forward.seconds(
-    deployment.hardware, overlap=deployment.overlap
-  )
+    alone = dataclasses.replace(hardware, devices=1)
+    step_seconds += step.draft_forwards * min(
+      seconds(drafting, hardware), seconds(drafting, alone)
+    )
   read_bytes = sum(count * forward.read_bytes for count, forward in forwards)
   return Prediction(
     batch_size=batch_size,
     tokens=step.tokens,
-    seconds=sum(count * seconds(forward) for count, forward in forwards),
-    plain_seconds=seconds(plain),
+    seconds=step_seconds,
+    plain_seconds=seconds(plain, hardware),
     flops=sum(count * forward.flops for count, forward in forwards),
     num_bytes=sum(count * forward.num_bytes for count, forward in forwards),
     relative_bandwidth=read_bytes / step.tokens / plain.read_bytes,
