@@ -3,6 +3,8 @@ r"""Compiles decoding for an accelerator that need not be present, and counts.
 python scripts/compile_for.py --device=v5e
 python scripts/compile_for.py --device=h200 --target=gpt2-large \
   --draft=draft-40m
+python scripts/compile_for.py --device=v5e:2x4 --mesh=model:8 \
+  --target=llama-2-70b --num_layers=4 --draft=tinyllama-1.1b
 
 TPUs need scripts/install_libtpu.py once, GPUs need pip install "jax[cuda12]".
 """
@@ -17,8 +19,18 @@ os.environ['JAX_PLATFORMS'] = 'cpu'
 
 import options
 
-_DEVICES = ('h200', 'a100', 'v5e', 'v5p', 'v6e', 'cpu')
-_DEVICE = flags.DEFINE_enum('device', 'v5e', _DEVICES, 'device to compile for')
+_DEVICE = flags.DEFINE_string(
+  'device',
+  'v5e',
+  'device to compile for: h200, a100, v5e, v5p, v6e or cpu; of a TPU also'
+  ' several with --mesh, such as v5e:2x4 or v5p:2x2x2',
+)
+_NUM_LAYERS = flags.DEFINE_integer(
+  'num_layers',
+  None,
+  'of the target, at most: what is counted per layer is found in less time',
+  lower_bound=1,
+)
 _METHODS = flags.DEFINE_list(
   'methods', ['plain', 'chain', 'staged'], 'any of plain, chain, tree, staged'
 )
@@ -47,10 +59,17 @@ def main() -> None:
     raise ValueError('--draft=none: name a draft, or pass --methods=plain')
   if options.DTYPE.value == 'int8':
     raise ValueError('--dtype=int8: compile for float32 or bfloat16')
+  try:
+    device = programs.device(_DEVICE.value)
+  except ValueError as error:
+    raise ValueError(f'--{error}') from error
+  mesh = options.mesh_sizes() or None
   if _OUTPUT.value:
     prepare_output(_OUTPUT.value)
   workload = programs.Workload(
     target=options.TARGET.value,
+    num_layers=_NUM_LAYERS.value,
+    draft_mesh=options.DRAFT_MESH.value,
     draft=options.DRAFT.value,
     # What accelerators are used with, whatever this machine computes in.
     dtype='bfloat16' if options.DTYPE.value == 'auto' else options.DTYPE.value,
@@ -59,12 +78,14 @@ def main() -> None:
     max_new_tokens=options.MAX_NEW_TOKENS.value,
     drafting=options.draft_settings(),
   )
-  device = programs.DEVICES[_DEVICE.value]
   reports = []
   for method in _METHODS.value:
-    compiled = programs.compile_program(method, workload, device)
+    compiled = programs.compile_program(method, workload, device, mesh)
     if _TEXT.value:
-      path = pathlib.Path(_TEXT.value) / f'{_DEVICE.value}-{method}.txt'
+      path = (
+        pathlib.Path(_TEXT.value)
+        / f'{_DEVICE.value.replace(":", "-")}-{method}.txt'
+      )
       path.parent.mkdir(parents=True, exist_ok=True)
       path.write_text(compiled.text, 'utf-8')
     reports.append(report.analyse(method, compiled, device))

@@ -31,6 +31,33 @@ _VIEWS = ('bitcast', 'get-tuple-element', 'tuple', 'reshape')
 _SLICES = ('slice', 'dynamic-slice', 'gather')
 _LAYER = re.compile(r'/layer_(\d+)(?:/|$)')
 _ALL = float('inf')  # Bytes of a whole array, however large it is.
+_COLLECTIVE = re.compile(
+  '(all-reduce|all-gather|reduce-scatter|all-to-all|ragged-all-to-all'
+  '|collective-permute|collective-broadcast)(-start)?'
+)
+
+
+def axes_of(shape: tuple[int, ...]) -> tuple[int, ...]:
+  """The sizes of an array's axes above 1, whatever their order."""
+  return tuple(sorted(size for size in shape if size > 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+  """A kind of exchange between devices; a result is what each has after it."""
+
+  opcode: str  # Such as `all-reduce`.
+  arrays: tuple[Array, ...]  # The results.
+  in_layer: bool  # Whether it belongs to a layer of a model.
+
+  @property
+  def num_bytes(self) -> int:
+    """The bytes of the results, without the padding of tiled layouts."""
+    plain = (Array(array.element, array.dims) for array in self.arrays)
+    return sum(array.num_bytes for array in plain)
+
+  def __str__(self) -> str:
+    return f'{self.opcode} {", ".join(map(str, self.arrays))}'
 
 
 @dataclasses.dataclass
@@ -40,6 +67,7 @@ class Loop:
   Kernels are what the device launches, such as fusions, library calls, sorts
   and copies, except asynchronous copies (`prefetches`). `copies` counts, by
   shape, those that are larger than `LARGE_COPY` and end in main memory;
+  `collectives` counts the exchanges between devices;
   `host_transfers` names the instructions that communicate with the host. At
   each of the `branches` a GPU waits for the host, unless it is part of a
   command buffer. `loops` are those within it whose trip count is not known.
@@ -51,6 +79,7 @@ class Loop:
   layer_kernels: Counter = dataclasses.field(default_factory=Counter)
   prefetches: int = 0
   copies: Counter = dataclasses.field(default_factory=Counter)
+  collectives: Counter = dataclasses.field(default_factory=Counter)
   host_transfers: list[str] = dataclasses.field(default_factory=list)
   branches: int = 0  # Conditionals and inner loops.
   bytes: int = 0  # Of main memory, read or written.
@@ -67,6 +96,14 @@ class Loop:
     """Mean over the layers of a forward; 0 if the loop runs no forward."""
     layers = self.layer_kernels
     return sum(layers.values()) / len(layers) if layers else 0.0
+
+  @property
+  def collectives_per_layer(self) -> float:
+    """Mean over the layers of a forward; 0 if the loop runs no forward."""
+    number = sum(
+      times for found, times in self.collectives.items() if found.in_layer
+    )
+    return number / max(len(self.layer_kernels), 1)
 
   def add(self, other: 'Loop', times: int = 1) -> None:
     """Adds the counts of another loop, so many times, and its inner loops."""
@@ -133,10 +170,29 @@ def _count_instruction(
       total.layer_kernels[int(layer.group(1))] = 1
   elif starts:
     total.prefetches = 1
+  if found := _collective(program, instruction):
+    total.collectives[found] = 1
   destination = instruction.arrays[:1]
   if _is_copy(program, instruction) and bytes_of(destination) > LARGE_COPY:
     total.copies[str(destination[0])] = 1
   return total
+
+
+def _collective(
+  program: Program, instruction: Instruction
+) -> Collective | None:
+  """The collective that an instruction is, starts, or is fused with."""
+  inner = [instruction]
+  if instruction.opcode == 'fusion':
+    inner = [*program.computations[_fused(instruction)].values()]
+  for one in inner:
+    if kind := _COLLECTIVE.fullmatch(one.opcode):
+      arrays = one.arrays
+      if kind.group(2) and kind.group(1) != 'all-reduce':
+        arrays = arrays[1:2]  # The first is the operand.
+      layer = _LAYER.search(one.op_name) or _LAYER.search(instruction.op_name)
+      return Collective(kind.group(1), arrays, bool(layer))
+  return None
 
 
 def _is_kernel(instruction: Instruction) -> bool:

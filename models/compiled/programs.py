@@ -6,19 +6,30 @@ their configurations, and all arguments of `specdec.loop.advance` are abstract.
 
 import dataclasses
 import importlib.util
+import math
 import os
 import pathlib
+import re
 from typing import Any
 
 import jax
 from jax.experimental import topologies
 import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import NamedSharding
 from jax.sharding import SingleDeviceSharding
+import numpy as np
 
 from models.checkpoints import hub
+from models.checkpoints.model_shape import model_shape
+from models.compiled.counts import axes_of
 from models.nn.adapter import as_model
 from models.nn.adapter import Config
 from models.nn.gpt2 import GPT2Config
+from models.nn.llama import LlamaConfig
+from models.nn.sharding import draft_layout
+from models.nn.sharding import Layout
+from models.nn.sharding import make_layout
 from models.text.drafters import DEMO_TABLE
 from models.text.drafters import make_drafter
 from models.text.pair import Pair
@@ -27,10 +38,12 @@ import specdec
 from specdec.checks import check_sampling
 from specdec.checks import row_keys
 from specdec.cost_model import HARDWARE
+from specdec.cost_model import MODELS
 from specdec.draft.drafter import Drafter
 from specdec.draft.ngram import NGram
 from specdec.loop import advance
 from specdec.loop import start
+from specdec.memory import bytes_on_device
 from specdec.model import LanguageModel
 from specdec.ngram.table import load_table
 from specdec.step import DecodeState
@@ -136,6 +149,23 @@ DEVICES = {
   'cpu': Device('cpu', bandwidth=28e9, flops=2e12),
 }
 """The devices that programs can be compiled for, by name."""
+_TOPOLOGY = re.compile(r'(v\w+):\d+(x\d+){1,2}')
+
+
+def device(name: str) -> Device:
+  """A key of `DEVICES`, or a TPU and how many are connected, as `v5e:2x4`.
+
+  Raises:
+    ValueError: there is no such device.
+  """
+  if name in DEVICES:
+    return DEVICES[name]
+  if not (found := _TOPOLOGY.fullmatch(name)) or found.group(1) not in DEVICES:
+    raise ValueError(
+      f'device={name} is not known; choose from {", ".join(DEVICES)}, or give a'
+      ' TPU with a topology, such as v5e:2x4 or v5p:2x2x2'
+    )
+  return dataclasses.replace(DEVICES[found.group(1)], description=name)
 
 
 def find_libtpu() -> pathlib.Path | None:
@@ -151,10 +181,10 @@ def find_libtpu() -> pathlib.Path | None:
   return next((path for path in candidates if path.is_file()), None)
 
 
-def _abstract_device(device: Device) -> jax.Device:
-  """JAX's description of a device, on which nothing can run."""
+def _abstract_devices(device: Device) -> list[jax.Device]:
+  """JAX's description of devices, on which nothing can run."""
   if device.platform == 'cpu':
-    return jax.devices('cpu')[0]
+    return jax.devices('cpu')
   if device.platform == 'tpu':
     library = find_libtpu()
     if library is None:
@@ -167,11 +197,11 @@ def _abstract_device(device: Device) -> jax.Device:
     os.environ['TPU_LIBRARY_PATH'] = str(library)
     return topologies.get_topology_desc(
       platform='tpu', topology_name=device.description
-    ).devices[0]
+    ).devices
   try:
     return topologies.get_topology_desc(
       platform='cuda', topology='1x1x1', target_config=device.description
-    ).devices[0]
+    ).devices
   except (NotImplementedError, RuntimeError, KeyError) as error:
     raise ValueError(
       'compiling for a GPU needs the CUDA plugin of the same version as JAX;'
@@ -190,10 +220,26 @@ def _gpt2(width: int, num_layers: int, num_heads: int) -> GPT2Config:
   )
 
 
+def _llama_2(name: str) -> LlamaConfig:
+  sizes = MODELS[name]
+  return LlamaConfig(
+    vocab_size=sizes.vocab_size,
+    num_positions=4096,
+    width=sizes.width,
+    num_layers=sizes.num_layers,
+    num_heads=sizes.num_heads,
+    num_kv_heads=sizes.num_kv_heads,
+    head_width=sizes.head_width,
+    inner_width=sizes.mlp_width,
+  )
+
+
 SHAPES = {
   'gpt2-large': _gpt2(1280, 36, 20),
   'gpt2-xl': _gpt2(1600, 48, 25),
   'draft-40m': _gpt2(512, 8, 8),
+  'llama-2-70b': _llama_2('llama-2-70b'),
+  'tinyllama-1.1b': _llama_2('tinyllama-1.1b'),
 }
 """Models without weights; `draft-40m` has as many parameters as the paper's."""
 
@@ -208,7 +254,9 @@ class Workload:
   """
 
   target: str = 'demo'
+  num_layers: int | None = None  # Of the target, at most; None for all.
   draft: str = 'demo'
+  draft_mesh: str = 'auto'  # See `models.nn.sharding.draft_layout`.
   dtype: str = 'bfloat16'  # Of weights and cache, a float.
   batch_size: int = 1
   prompt_tokens: int = 256  # Slots for the prompt.
@@ -219,7 +267,10 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-  """The least work of a forward; all 0 if no model runs."""
+  """The least work of a device in a forward; all 0 if no model runs.
+
+  What is divided is divided evenly among all devices.
+  """
 
   bytes: int = 0  # The weights once, and the full cache once.
   flops: int = 0  # Two operations per weight and position.
@@ -227,10 +278,17 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-  """A decode loop that was compiled for a device."""
+  """A decode loop that was compiled for a device, or for several.
 
-  text: str  # The optimised program.
+  `held` are the bytes of weights and caches that a device has, and the least
+  that it could: all of what every device has, and its part of the rest.
+  """
+
+  text: str  # The optimised program, which each device runs.
   temporary_bytes: int  # Memory that it needs besides its arguments.
+  held: tuple[int, float]
+  #: The sizes of the axes of whole weights and caches that are divided.
+  divided: frozenset[tuple[int, ...]]
   work: dict[str, Work]  # Of a forward of `target` and of each stage, by name.
 
 
@@ -245,18 +303,33 @@ def config_of(name: str, vocab_size: int | None = None) -> Config:
 
 
 def _model(
-  name: str, dtype: str, vocab_size: int | None = None
+  config: Config, dtype: str, layout: Layout = Layout()
 ) -> LanguageModel:
   """A model whose weights are shapes."""
-  config = config_of(name, vocab_size)
-  return as_model(hub.shape_module(config, jnp.dtype(dtype)))
+  return as_model(hub.shape_module(config, jnp.dtype(dtype), layout), layout)
 
 
-def _drafter(method: str, workload: Workload, target: LanguageModel) -> Drafter:
+def _target(workload: Workload, layout: Layout) -> LanguageModel:
+  config = config_of(workload.target)
+  layers = min(config.num_layers, workload.num_layers or config.num_layers)
+  config = dataclasses.replace(config, num_layers=layers)
+  return _model(config, workload.dtype, layout)
+
+
+def _drafter(
+  method: str, workload: Workload, target: LanguageModel, layout: Layout
+) -> Drafter:
   vocab_size = target.spec.vocab_size
-  draft = _model(hub.draft_name(workload.draft), workload.dtype, vocab_size)
+  config = config_of(hub.draft_name(workload.draft), vocab_size)
+  own_layout = draft_layout(
+    layout,
+    workload.draft_mesh,
+    model_shape(config, name='draft'),
+    workload.dtype,
+  )
+  draft = _model(config, workload.dtype, own_layout)
   # The tokenizer is not used, because no text is encoded.
-  pair = Pair(target, draft, None, ())  # type: ignore[arg-type]
+  pair = Pair(target, draft, None, (), layout)  # type: ignore[arg-type]
   settings = dataclasses.replace(workload.drafting, inner='lookup')
   drafter = make_drafter(method, pair, settings)
   if method != 'staged':
@@ -285,11 +358,17 @@ def _request(workload: Workload) -> specdec.Request:
 def _work(model: LanguageModel, cache: specdec.KVCache, positions: int) -> Work:
   spec = model.spec
   rows = cache.length.shape[0]
-  itemsize = min(leaf.dtype.itemsize for leaf in jax.tree.leaves(model.params))
+  row_shards = spec.row_shards if rows % spec.row_shards == 0 else 1
+  rows //= row_shards
+  leaves = jax.tree.leaves(model.params)
+  itemsize = min(leaf.dtype.itemsize for leaf in leaves)
+  whole = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+  share = sum(map(bytes_on_device, leaves)) / whole
+  weight_bytes = round(spec.weight_bytes * share)
+  per_slot = spec.cache_bytes_per_slot // spec.slot_shards
   return Work(
-    bytes=spec.weight_bytes
-    + rows * cache.num_slots * spec.cache_bytes_per_slot,
-    flops=2 * rows * positions * spec.weight_bytes // itemsize,
+    bytes=weight_bytes + rows * cache.num_slots * per_slot,
+    flops=2 * rows * positions * weight_bytes // itemsize,
   )
 
 
@@ -307,19 +386,68 @@ def _works(
   return works
 
 
+def _placed(
+  target: LanguageModel, tree: Any, devices: list[jax.Device], platform: str
+) -> Any:
+  """Shapes with the shardings that `ModelSpec.place` gives them."""
+  if len(devices) == 1:
+    one = SingleDeviceSharding(devices[0])
+    shardings = jax.tree.map(lambda _: one, tree)
+  else:
+    lowered = jax.jit(target.spec.place).trace(tree)
+    compiled = lowered.lower(lowering_platforms=(platform,)).compile()
+    shardings = compiled.output_shardings
+  return jax.tree.map(_with_sharding, tree, shardings)
+
+
+def _with_sharding(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _bytes(leaf: jax.ShapeDtypeStruct) -> int:
+  return leaf.size * leaf.dtype.itemsize
+
+
+def _layout(
+  devices: list[jax.Device], mesh: dict[str, int] | None, name: str
+) -> Layout:
+  if mesh is None:
+    return Layout()
+  if math.prod(mesh.values()) != len(devices):
+    sizes = ','.join(f'{axis}:{size}' for axis, size in mesh.items())
+    raise ValueError(
+      f'mesh={sizes} is for {math.prod(mesh.values())} devices, but {name} has'
+      f' {len(devices)}; give a device with a topology, such as v5e:2x4'
+    )
+  grid = np.array(devices).reshape([*mesh.values()])
+  return make_layout(Mesh(grid, [*mesh]))
+
+
 def compile_program(
-  method: str, workload: Workload, device: Device
+  method: str,
+  workload: Workload,
+  device: Device,
+  mesh: dict[str, int] | None = None,
 ) -> Compiled:
   """Compiles the decode loop of a method, one of `METHODS`.
 
+  Args:
+    method: how to decode.
+    workload: what to decode.
+    device: the device, with a topology for several.
+    mesh: the sizes of the axes of a mesh of all devices; None for one device.
+
   Raises:
-    ValueError: the method or a model is not known, or the compiler is not
-      installed.
+    ValueError: the method or a model is not known, the compiler is not
+      installed, or the mesh is not for so many devices.
   """
   if method not in METHODS:
     raise ValueError(f'method {method!r} is not known; choose from {METHODS}')
-  target = _model(workload.target, workload.dtype)
-  drafter = _drafter(method, workload, target)
+  devices = _abstract_devices(device)
+  layout = _layout(devices, mesh, device.description or device.platform)
+  devices = devices if mesh else devices[:1]
+  target = _target(workload, layout)
+  drafter = _drafter(method, workload, target, layout)
   request = _request(workload)
   config = specdec.DecodeConfig(
     max_new_tokens=workload.max_new_tokens, rule=workload.rule
@@ -327,21 +455,34 @@ def compile_program(
   state = jax.eval_shape(
     lambda *args: start(*args, config=config), target, drafter, request
   )
-  sharding = SingleDeviceSharding(_abstract_device(device))
   count = jax.ShapeDtypeStruct((), jnp.int32)  # Of steps, and of rows.
-  arguments = jax.tree.map(
-    lambda leaf: jax.ShapeDtypeStruct(
-      leaf.shape, leaf.dtype, sharding=sharding
+  everywhere = layout.everywhere or SingleDeviceSharding(devices[0])
+  target, drafter, request, count = jax.tree.map(
+    # Weights of several devices have theirs.
+    lambda leaf: _with_sharding(
+      leaf,
+      leaf.sharding if isinstance(leaf.sharding, NamedSharding) else everywhere,
     ),
-    (target, drafter, request, state, count, count),
+    (target, drafter, request, count),
   )
+  state = _placed(target, state, devices, device.platform)
   compiled = (
-    advance.trace(*arguments, config=config)
+    advance.trace(target, drafter, request, state, count, count, config=config)
     .lower(lowering_platforms=(device.platform,))
     .compile(compiler_options=_OPTIONS[device.platform])
   )
+  is_cache = lambda leaf: isinstance(leaf, specdec.KVCache)
+  caches = filter(is_cache, jax.tree.leaves(state, is_leaf=is_cache))
+  held = jax.tree.leaves((target.params, drafter, *caches))
+  divided = [leaf for leaf in held if bytes_on_device(leaf) < _bytes(leaf)]
   return Compiled(
     text=compiled.as_text(),
     temporary_bytes=compiled.memory_analysis().temp_size_in_bytes,
+    held=(
+      sum(map(bytes_on_device, held)),
+      sum(map(_bytes, held))
+      - (1 - 1 / len(devices)) * sum(map(_bytes, divided)),
+    ),
+    divided=frozenset(axes_of(leaf.shape) for leaf in divided),
     work=_works(target, drafter, state),
   )

@@ -1,7 +1,9 @@
 """Counts of compiled decode loops: records, and a table of them."""
 
+from collections import Counter
 import dataclasses
 
+from models.compiled.counts import axes_of
 from models.compiled.counts import count
 from models.compiled.counts import Loop
 from models.compiled.hlo import parse
@@ -27,6 +29,10 @@ class LoopReport:
   kernels_per_layer: float
   bookkeeping: int  # Kernels outside of forwards.
   copies: dict[str, int]
+  collectives: dict[str, int]  # Exchanges between devices, with their results.
+  collectives_per_layer: float
+  collective_bytes: int  # Of the results, on each device.
+  whole_tensors: int  # Results of the shape of a divided weight or cache.
   host_transfers: int
   branches: int
   bytes: int
@@ -42,7 +48,16 @@ class ProgramReport:
 
   method: str
   temporary_bytes: int  # Memory that the program needs besides its arguments.
+  held_bytes: int  # Of weights and caches, on each device.
+  ideal_held_bytes: float  # If what is divided were divided evenly.
   loops: tuple[LoopReport, ...]  # The decode step, then its growth rounds.
+
+
+def _by_text(collectives: Counter) -> dict[str, int]:
+  found: Counter = Counter()
+  for one, times in collectives.items():
+    found[str(one)] += times
+  return dict(found)
 
 
 def _report(
@@ -68,6 +83,16 @@ def _report(
     kernels_per_layer=round(loop.kernels_per_layer, 2),
     bookkeeping=loop.other_kernels,
     copies=dict(loop.copies),
+    collectives=_by_text(loop.collectives),
+    collectives_per_layer=round(loop.collectives_per_layer, 2),
+    collective_bytes=sum(
+      times * found.num_bytes for found, times in loop.collectives.items()
+    ),
+    whole_tensors=sum(
+      times
+      for found, times in loop.collectives.items()
+      if any(axes_of(array.dims) in compiled.divided for array in found.arrays)
+    ),
     host_transfers=len(loop.host_transfers),
     branches=loop.branches,
     bytes=loop.bytes,
@@ -93,12 +118,21 @@ def analyse(method: str, compiled: Compiled, device: Device) -> ProgramReport:
   if len(names) != 1:
     raise ValueError(f'expected one decode loop, the program has {names}')
   loops = _report(method, top.loops[0], 0, compiled, device)
-  return ProgramReport(method, compiled.temporary_bytes, tuple(loops))
+  return ProgramReport(
+    method, compiled.temporary_bytes, *compiled.held, tuple(loops)
+  )
 
 
-def _columns(report: LoopReport) -> dict[str, str]:
+def _columns(report: LoopReport, several: bool) -> dict[str, str]:
   copies = ', '.join(f'{n} {shape}' for shape, n in report.copies.items())
   ideal, layers = report.ideal_bytes, report.kernels_per_layer
+  exchanges = ', '.join(f'{n} {kind}' for kind, n in report.collectives.items())
+  between_devices = {
+    'collectives': exchanges or '0',
+    'of them per layer': f'{report.collectives_per_layer:.1f}',
+    'their MB': f'{report.collective_bytes / 1e6:.3f}',
+    'of whole tensors': str(report.whole_tensors),
+  }
   return {
     'method': report.method,
     'loop (one round)': report.loop,
@@ -106,6 +140,7 @@ def _columns(report: LoopReport) -> dict[str, str]:
     'per layer': f'{layers:.1f}' if layers else '',
     'bookkeeping': str(report.bookkeeping),
     'copies > 64 KB': copies or '0',
+    **(between_devices if several else {}),
     'host transfers': str(report.host_transfers),
     'branches': str(report.branches),
     'MB moved': f'{report.bytes / 1e6:.1f}',
@@ -117,8 +152,10 @@ def _columns(report: LoopReport) -> dict[str, str]:
 
 
 def to_markdown(reports: list[ProgramReport]) -> str:
-  """A table of all loops, and a line about temporary memory."""
-  loops = [_columns(loop) for report in reports for loop in report.loops]
+  """A table of all loops, and a line about memory."""
+  every = [loop for report in reports for loop in report.loops]
+  several = any(loop.collectives for loop in every)
+  loops = [_columns(loop, several) for loop in every]
   rows = [list(loops[0]), ['---'] * len(loops[0])]
   rows += [list(columns.values()) for columns in loops]
   temporary = ', '.join(
@@ -126,4 +163,10 @@ def to_markdown(reports: list[ProgramReport]) -> str:
     for report in reports
   )
   lines = ['| ' + ' | '.join(row) + ' |' for row in rows]
-  return '\n'.join([*lines, '', f'Temporary memory: {temporary}.'])
+  held = ', '.join(
+    f'{report.method} {report.held_bytes / 1e9:.3f} GB'
+    f' ({report.held_bytes / report.ideal_held_bytes:.4f} of ideal)'
+    for report in reports
+  )
+  notes = [f'Temporary memory: {temporary}.', f'Weights and caches: {held}.']
+  return '\n'.join([*lines, '', *notes])
