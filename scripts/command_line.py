@@ -67,6 +67,18 @@ def checked_first(check: Callable[[], None]) -> Callable[[], None]:
   return check
 
 
+_FIRST: list[Callable[[], None]] = []
+
+
+def before_main(function: Callable[[], None]) -> Callable[[], None]:
+  """Registers what `run` calls before `main`, with the flags parsed.
+
+  It may raise ValueError.
+  """
+  _FIRST.append(function)
+  return function
+
+
 def _refuse(script: str, error: Exception) -> NoReturn:
   message = ' '.join(str(error).split())
   print(f'{pathlib.Path(script).name}: {message}', file=sys.stderr)
@@ -96,6 +108,8 @@ def run(main: Callable[[], None]) -> None:
   def checked(argv):
     try:
       _keep_programs()
+      for function in _FIRST:
+        function()
       main()
     except _BAD_INPUT as error:
       _refuse(argv[0], error)

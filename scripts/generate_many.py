@@ -117,7 +117,7 @@ def _samples() -> list[str]:
 
 
 class _Printed:
-  """Results that go to standard output."""
+  """Results that go to standard output, if this process prints."""
 
   rows = ()
 
@@ -130,7 +130,7 @@ def _output(name: str) -> Any:
   from models.text.pair import find_checkpoints
   from models.text.plan import model_digests
 
-  if name == '-':
+  if name == '-' or not options.writes():
     return _Printed()
   models = options.models()
   found = find_checkpoints(
@@ -170,9 +170,14 @@ def main() -> None:
       '--prompt_file and --output are needed, each a file or -; see --help'
     )
   is_pipe = options.PROMPT_FILE.value == '-'
+  if is_pipe and options.COORDINATOR.value is not None:
+    raise ValueError(
+      '--prompt_file=-: with --coordinator, name a file that every host has'
+    )
   total = None if is_pipe else sum(1 for _ in _lines())
   output = _output(_OUTPUT.value)
-  done = {row['index'] for row in output.rows}
+  indices = lambda: [row['index'] for row in output.rows]
+  done = {*options.of_first_host(indices)}
   generator, tree_sizes = options.many(_METHOD, _samples, _BATCH_SIZE.value)
   taken: list[tuple[int, Any, str | None]] = []  # Index, id, error.
 

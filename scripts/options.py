@@ -6,7 +6,9 @@ import functools
 import hashlib
 import json
 import math
+import os
 import pathlib
+import re
 import sys
 from typing import Any
 from typing import get_args
@@ -140,6 +142,27 @@ DRAFT_MESH = flags.DEFINE_enum(
   'with --mesh, whether every device has the whole draft or the draft is'
   ' divided as the target is; auto: what should be faster by its size',
 )
+COORDINATOR = flags.DEFINE_string(
+  'coordinator',
+  None,
+  'several hosts, of which each runs the same command: host:port of the first;'
+  ' auto: as a TPU pod, Slurm or Open MPI says, the other two flags with it',
+)
+NUM_PROCESSES = flags.DEFINE_integer(
+  'num_processes', None, 'with --coordinator, of all hosts', lower_bound=1
+)
+PROCESS_ID = flags.DEFINE_integer(
+  'process_id',
+  None,
+  'with --coordinator, the number of this process; 0 prints and writes',
+  lower_bound=0,
+)
+HOST_TIMEOUT = flags.DEFINE_integer(
+  'host_timeout',
+  60,
+  'seconds after which a host that is not heard of ends the others',
+  lower_bound=1,
+)
 LOOKUP_CONFIDENCE = flags.DEFINE_list(
   'lookup_confidence',
   [str(value) for value in _DEFAULTS.lookup.confidence],
@@ -236,6 +259,82 @@ def _check() -> None:
   sampling()
   draft_settings()
   mesh_sizes()
+  _check_hosts()
+
+
+def _check_hosts() -> None:
+  own = NUM_PROCESSES, PROCESS_ID
+  given = [flag.name for flag in own if flag.value is not None]
+  address = COORDINATOR.value
+  if address is None:
+    if given:
+      raise ValueError(f'--{given[0]} needs --coordinator, host:port')
+    return
+  if MESH.value is None:
+    raise ValueError('--coordinator needs --mesh, of the devices of all hosts')
+  if PLAN.value == 'auto':
+    raise ValueError(
+      '--plan=auto measures, and hosts would find different plans; make one'
+      ' with tune.py and name its file'
+    )
+  if address == 'auto':
+    if given:
+      raise ValueError(f'--coordinator=auto finds --{given[0]}; leave it out')
+    return
+  if not re.fullmatch(r'.+:\d+', address):
+    raise ValueError(f'--coordinator={address}: expected host:port, or auto')
+  number, index = (flag.value for flag in own)
+  if number is None or index is None or index >= number:
+    raise ValueError(
+      f'--coordinator={address} needs --num_processes and a --process_id less'
+      f' than that, got {number} and {index}'
+    )
+
+
+@command_line.before_main
+def _join_hosts() -> None:
+  """Waits for the other hosts; only process 0 prints from now on."""
+  address = COORDINATOR.value
+  if address is None:
+    return
+  import jax
+
+  try:
+    jax.distributed.initialize(
+      None if address == 'auto' else address,
+      NUM_PROCESSES.value,
+      PROCESS_ID.value,
+      heartbeat_timeout_seconds=HOST_TIMEOUT.value,
+      shutdown_timeout_seconds=HOST_TIMEOUT.value,
+    )
+  except (ValueError, RuntimeError) as error:
+    raise ValueError(f'--coordinator={address}: {error}') from error
+  if not writes():
+    sys.stdout = open(os.devnull, 'w', encoding='utf-8')  # noqa: SIM115
+
+
+def writes() -> bool:
+  """Whether this process prints and writes: the first of all hosts."""
+  import jax
+
+  return jax.process_index() == 0
+
+
+def of_first_host(make: Callable[[], Any]) -> Any:
+  """What a function returns on the first host, which alone calls it, as JSON.
+
+  Files are read so, because hosts whose inputs differ would wait for ever.
+  """
+  from jax.experimental import multihost_utils
+  import numpy as np
+
+  text = json.dumps(make() if writes() else None).encode()
+  size = multihost_utils.broadcast_one_to_all(np.array(len(text)))
+  padded = np.zeros(int(size), np.uint8)
+  if writes():
+    padded[:] = np.frombuffer(text, np.uint8)
+  found = multihost_utils.broadcast_one_to_all(padded)
+  return json.loads(np.asarray(found, np.uint8).tobytes())
 
 
 def mesh_sizes() -> dict[str, int]:
@@ -325,7 +424,9 @@ def as_dict() -> dict[str, Any]:
     flag.name: flag.value
     for flag in flags.FLAGS.flags_by_module_dict()[__name__]
   }
-  for name in ('output', 'plots'):  # These do not change results.
+  # These do not change results.
+  of_hosts = (COORDINATOR, NUM_PROCESSES, PROCESS_ID, HOST_TIMEOUT)
+  for name in ('output', 'plots', *(flag.name for flag in of_hosts)):
     record.pop(name, None)
   for name in ('target', 'draft'):
     folder = pathlib.Path(str(record[name]))

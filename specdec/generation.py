@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec import checks
+from specdec import hosts
 from specdec.draft.drafter import Drafter
 from specdec.draft.drafter import PLAIN
 from specdec.loop import advance
@@ -86,7 +87,7 @@ def generation_of(
   The watchers are those of the request.
   """
   found = state_of(LogProbs, watchers, result.watchers)
-  tokens, origins, log_probs, ends, reasons = jax.device_get(
+  tokens, origins, log_probs, ends, reasons = hosts.read(
     (result.tokens, result.origins, found, result.length, result.reason)
   )
   spans = [slice(*span) for span in zip(starts, ends, strict=True)]
@@ -256,7 +257,7 @@ class Decoding:
     self._state, kept = extend(
       self._target, self._drafter, self._request, self._state, tokens
     )
-    self._begin(prompts, limits, num_kept=jax.device_get(kept))
+    self._begin(prompts, limits, num_kept=hosts.read(kept))
 
   def step(self, num_steps: int = 1) -> list[list[int]]:
     """Some target forwards of all rows that go on; their new tokens."""
@@ -332,7 +333,7 @@ class Decoding:
 
   def _new_tokens(self) -> list[list[int]]:
     """Of each row, since the last look."""
-    tokens, ends, self._reasons = jax.device_get(
+    tokens, ends, self._reasons = hosts.read(
       (self._state.tokens, self._state.length, self._state.reason)
     )
     spans = zip(tokens, self._ends, ends, strict=True)

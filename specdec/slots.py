@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec import checks
+from specdec import hosts
 from specdec.draft.drafter import Drafter
 from specdec.draft.drafter import PLAIN
 from specdec.generation import Generation
@@ -272,11 +273,11 @@ class Slots:
       np.int32(len(self._slots) - len(rows) + min(num_ended, len(rows))),
       config=self._config,
     )
-    reasons = jax.device_get(self._state.reason)
+    reasons = hosts.read(self._state.reason)
     rows = [row for row in rows if reasons[row] != RUNNING]
     if not rows:
       return {}
-    result = jax.device_get(result_of(self._state))
+    result = hosts.read(result_of(self._state))
     return {row: self._take(result, row) for row in rows}
 
   def _take(self, result: DecodeResult, row: int) -> Generation:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec import hosts
 from specdec.context import StepContext
 from specdec.draft.drafter import Drafter
 from specdec.draft.stages import StageCounters
@@ -180,7 +181,7 @@ def summarize(
     `plain_steps`: batched target forwards for which the fallback drafted
     nothing.
   """
-  counters, stage_counters, plain_steps = jax.device_get(
+  counters, stage_counters, plain_steps = hosts.read(
     (result.counters, result.stage_counters, result.plain_steps)
   )
   stages = list(zip(drafter.stages, stage_counters, strict=True))

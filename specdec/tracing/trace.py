@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from specdec import hosts
 from specdec.draft.drafter import Drafter
 from specdec.step import DecodeState
 from specdec.step import StepRecord
@@ -174,8 +175,8 @@ def row_forwards(state: DecodeState, drafter: Drafter) -> dict[str, np.ndarray]:
     stage.name: stage_state.counters.row_forwards
     for stage, stage_state in zip(drafter.stages, state.stages, strict=True)
   }
-  # Separately: `device_get` of the mapping would sort it by name.
-  return {name: jax.device_get(rows) for name, rows in counted.items()}
+  # Separately: `read` of the mapping would sort it by name.
+  return {name: hosts.read(rows) for name, rows in counted.items()}
 
 
 def blocks_of(
@@ -190,7 +191,7 @@ def blocks_of(
   `starts [B]` are the numbers of tokens before the step, `emitted` the new
   tokens, `before` and `after` are from `row_forwards`.
   """
-  tree, nodes, paths = jax.device_get((record.tree, record.nodes, record.path))
+  tree, nodes, paths = hosts.read((record.tree, record.nodes, record.path))
   blocks: list[Block | None] = [None] * len(starts)
   for row in np.flatnonzero(after['target'] > before['target']).tolist():
     of_row = jax.tree.map(lambda array, row=row: array[row], tree)
