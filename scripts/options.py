@@ -309,8 +309,21 @@ def _join_hosts() -> None:
     )
   except (ValueError, RuntimeError) as error:
     raise ValueError(f'--coordinator={address}: {error}') from error
+  sys.excepthook = _end_at_once
   if not writes():
     sys.stdout = open(os.devnull, 'w', encoding='utf-8')  # noqa: SIM115
+
+
+def _end_at_once(kind: type, error: BaseException, trace: Any) -> None:
+  """Ends this process without waiting for hosts, of which one may be dead."""
+  sys.__excepthook__(kind, error, trace)
+  print(
+    f'{pathlib.Path(sys.argv[0]).name}: this host or another one has failed:'
+    f' {" ".join(str(error).split())}',
+    file=sys.stderr,
+    flush=True,
+  )
+  os._exit(1)
 
 
 def writes() -> bool:

@@ -11,6 +11,7 @@ How often programs are compiled is tested in compile_test.py, and that a decode
 never waits for the host in export_test.py.
 """
 
+import dataclasses
 import functools
 import importlib.metadata
 import json
@@ -175,6 +176,33 @@ def test_memory_with_a_large_vocabulary(
   with mock.patch.dict(programs.SHAPES, _VOCABULARY):
     compiled = compile_program(method, workload, DEVICES[device])
   assert compiled.temporary_bytes < megabytes * 1e6
+
+
+@pytest.mark.parametrize(
+  'method', ['plain', pytest.param('staged', marks=pytest.mark.long)]
+)
+def test_the_collectives_of_eight_devices(method, update):
+  """Of a target that outgrows one, by shape alone."""
+  if find_libtpu() is None:
+    pytest.skip('no libtpu; run python scripts/install_libtpu.py')
+  workload = dataclasses.replace(
+    _WORKLOAD, target='llama-2-70b', num_layers=2, draft='tinyllama-1.1b'
+  )
+  device = programs.device('v5e:2x4')
+  compiled = compile_program(method, workload, device, {'model': 8})
+  report = analyse(method, compiled, device)
+  assert report.held_bytes < 1.03 * report.ideal_held_bytes
+  counted = {}
+  for loop in report.loops:
+    assert loop.whole_tensors == 0
+    counted |= {
+      f'{loop.loop}, collectives': sum(loop.collectives.values()),
+      f'{loop.loop}, collectives per layer': loop.collectives_per_layer,
+      f'{loop.loop}, bytes of collectives': loop.collective_bytes,
+    }
+  assert counted['decode step, collectives per layer'] <= 2
+  name = f'v5e:2x4 {method}'
+  _check(name, counted, update, compiler=('jaxlib', 'libtpu'))
 
 
 def test_a_cpu_does_not_sort_the_vocabulary():

@@ -227,8 +227,8 @@ def by_devices(*, context: int, devices: int) -> Tables:
   """Llama 2 70B on one device, which need not have the memory, and on several.
 
   The draft is TinyLlama 1.1B, a step has the greedy counts of `paper`.
-  `communication` is the part of plain decoding; `free draft` is the speedup of
-  the same tree if drafting costs nothing.
+  `communication` is that of the target's forwards, per token; `free draft` is
+  the speedup of the same tree if drafting costs nothing.
   """
   target, draft = MODELS['llama-2-70b'], MODELS['tinyllama-1.1b']
   steps = {method: step for _, method, step, _ in _COUNTED[:4]}  # Greedy.
@@ -254,8 +254,12 @@ def by_devices(*, context: int, devices: int) -> Tables:
         )
         for title, model in (('draft', draft), ('free draft', None))
       }
+      step = steps[method]
+      verify = forward_cost(target, num_tokens=step.num_nodes, **sizes)
+      communication = verify.communication_seconds(hardware) / step.tokens
       row |= {
         f'{method} ms per token': 1e3 * found['draft'].latency,
+        f'{method} communication ms': 1e3 * communication,
         f'{method} speedup': found['draft'].speedup,
         f'{method}, free draft': found['free draft'].speedup,
       }

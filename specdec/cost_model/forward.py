@@ -164,8 +164,8 @@ class ForwardCost:
   #: Inputs and outputs of the products with weights; a compiler that fuses more
   #: moves fewer.
   activation_bytes: float
-  #: Collectives of a forward on several devices: sums of the outputs of
-  #: attention and of the MLP in every layer.
+  #: Collectives of a forward on several devices: sums of the embeddings, and of
+  #: the outputs of attention and of the MLP in every layer.
   reductions: int
   reduced_bytes: float  #: Size of what these sum up.
   gathered_bytes: float  #: Size of the logits, which are gathered once.
@@ -248,6 +248,7 @@ def forward_cost(
   # All pairs of a forward are computed, also those that the mask removes.
   pairs = positions * (context + num_tokens) * shape.num_layers
   activations = positions * shape.activations_per_token
+  reductions = 1 + 2 * shape.num_layers
   return ForwardCost(
     matmul_flops=2.0 * positions * shape.active_parameters,
     attention_flops=4.0 * pairs * shape.num_heads * shape.head_width,
@@ -255,10 +256,9 @@ def forward_cost(
     cache_read_bytes=batch_size * context * shape.kv_bytes_per_token,
     cache_write_bytes=positions * shape.kv_bytes_per_token,
     activation_bytes=activations * shape.activation_bytes,
-    reductions=2 * shape.num_layers,
-    reduced_bytes=(
-      2 * shape.num_layers * positions * shape.width * shape.activation_bytes
-    ),
-    gathered_bytes=4.0 * positions * shape.vocab_size,  # In float32.
+    reductions=reductions,
+    # Of float32, as the logits.
+    reduced_bytes=4.0 * reductions * positions * shape.width,
+    gathered_bytes=4.0 * positions * shape.vocab_size,
     dtype=shape.dtype,
   )
