@@ -185,9 +185,7 @@ def test_the_collectives_of_eight_devices(method, update):
   """Of a target that outgrows one, by shape alone."""
   if find_libtpu() is None:
     pytest.skip('no libtpu; run python scripts/install_libtpu.py')
-  workload = dataclasses.replace(
-    _WORKLOAD, target='llama-2-70b', num_layers=2, draft='tinyllama-1.1b'
-  )
+  workload = dataclasses.replace(_WORKLOAD, target='llama-2-70b', num_layers=2)
   device = programs.device('v5e:2x4')
   compiled = compile_program(method, workload, device, {'model': 8})
   report = analyse(method, compiled, device)
