@@ -133,9 +133,9 @@ def test_a_host_that_dies_ends_the_other(pair, killed):
   arguments = [*pair, '--stream', '--mesh=model:4', '--max_new_tokens=190']
   arguments.append(f'--host_timeout={seconds}')
   with _hosts('generate.py', arguments) as processes:
-    while processes[0].stdout.read(1) != _PROMPTS[0][0]:
-      pass
-    processes[0].stdout.read(len(_PROMPTS[0]))  # It has begun to decode.
+    shown = ''
+    while _PROMPTS[0] not in shown:  # Then it decodes.
+      shown += processes[0].stdout.read(1)
     processes[killed].send_signal(signal.SIGKILL)
     start = time.monotonic()
     _, errors = processes[1 - killed].communicate(timeout=120)
