@@ -14,9 +14,6 @@ import pytest
 
 from specdec.ngram import katz
 from specdec.ngram.counting import count_ngrams
-from specdec.ngram.katz import build_table
-from specdec.ngram.katz import discounts_of
-from specdec.ngram.katz import estimate
 from specdec.ngram.table import find_context
 from specdec.ngram.table import MISSING
 
@@ -48,7 +45,7 @@ class _Reference:
     having = collections.Counter(
       count for ngram, count in self.counts.items() if len(ngram) == n
     )
-    discounts = discounts_of(np.array([having[r] for r in range(7)]))
+    discounts = katz.discounts_of(np.array([having[r] for r in range(7)]))
     return functools.cache(lambda r: discounts.apply(np.array([r]))[0])
 
   def _prob(self, context, w):
@@ -80,7 +77,7 @@ def _build(folder, texts, k, **arguments):
   shards = ngram_texts.save(folder, texts)
   # JAX would compile a program for every shape of an array.
   with mock.patch.object(katz, 'jnp', np):
-    return build_table(estimate(count_ngrams(shards, **arguments)), k)
+    return katz.build_table(katz.estimate(count_ngrams(shards, **arguments)), k)
 
 
 def _check(table, reference, k):
@@ -172,7 +169,7 @@ def test_good_turing_by_hand():
   # d(1) = (2 40 / 120 - 3/10) / (7/10) = 11/21, and so on.
   counts, r = np.array([0, 120, 40, 20, 12, 8, 6]), np.arange(1, 6)
   ratios = np.array([11 / 21, 9 / 14, 5 / 7, 16 / 21, 6 / 7])
-  discounts = discounts_of(counts)
+  discounts = katz.discounts_of(counts)
   assert discounts.method == 'good-turing'
   np.testing.assert_allclose(discounts.apply(r), r * ratios, rtol=1e-12)
   assert discounts.apply(np.array([6, 7, 1000])).tolist() == [6, 7, 1000]
@@ -194,7 +191,7 @@ def test_good_turing_by_hand():
   ],
 )
 def test_fallback_discounts(counts, method, amount):
-  discounts = discounts_of(np.array(counts))
+  discounts = katz.discounts_of(np.array(counts))
   assert discounts.method == method
   seen = np.array([1, 2, 5, 100])
   np.testing.assert_allclose(discounts.apply(seen), seen - amount)

@@ -25,6 +25,7 @@ from models.text.generator import Generator
 from models.text.pair import load_pair
 from models.text.pair import vocabulary_digest
 from models.text.settings import DraftSettings
+from models.text.settings import with_options
 from models.training.tokenizer import train_tokenizer
 import specdec
 from specdec.ngram.table import save_table
@@ -162,14 +163,12 @@ def _save_table(path, vocab_size, tokenizer=None, texts=((1, 2),)):
   return str(path)
 
 
+_TREE = {'num_nodes': 6, 'capacity': 16, 'width': 2, 'branching': 2}
+_TREE |= {'rounds': 3, 'cost_ratio': 0, 'inner_rounds_alone': 3}
+
+
 def _drafter(target, path, method='ngram', **kw):
-  settings = DraftSettings(
-    ngram=path,
-    tree=specdec.TreeShape(num_nodes=6, capacity=16),
-    stage=specdec.StageConfig(width=2, branching=2, rounds=3, cost_ratio=0),
-    inner_rounds_alone=3,
-    **kw,
-  )
+  settings = with_options(DraftSettings(ngram=path, **kw), _TREE)
   return make_drafter(method, load_pair(target, None), settings)
 
 

@@ -19,6 +19,7 @@ from models.text.plan import model_digest
 from models.text.plan import model_digests
 from models.text.plan import Plan
 from models.text.settings import DraftSettings
+from models.text.settings import with_options
 from specdec import PromptLookup
 from specdec.tree.topology import from_paths
 
@@ -30,22 +31,20 @@ _CONTEXT = Context(
   batch_size=2,
   sampling={'temperature': 1.0, 'top_k': 50},
 )
-_SETTINGS = [
-  DraftSettings(),
-  DraftSettings(num_draft_tokens=7, inner='lookup', ngram='x.safetensors'),
-  DraftSettings(
-    tree=dataclasses.replace(DraftSettings().tree, num_nodes=16),
-    stage=dataclasses.replace(DraftSettings().stage, width=4, cost_ratio=0.03),
-    inner_stage=dataclasses.replace(DraftSettings().inner_stage, rounds=1),
-    lookup=PromptLookup(confidence=(0.0, 0.5)),
-  ),
-  DraftSettings(topology=from_paths([(0,), (1,), (0, 0), (0, 2)])),
-]
+_USUAL = DraftSettings()
+_STAGED = with_options(
+  dataclasses.replace(_USUAL, lookup=PromptLookup(confidence=(0.0, 0.5))),
+  {'num_nodes': 16, 'width': 4, 'cost_ratio': 0.03, 'inner_rounds': 1},
+)
+_CHAIN = DraftSettings(
+  num_draft_tokens=7, inner='lookup', ngram='x.safetensors'
+)
+_FIXED = DraftSettings(topology=from_paths([(0,), (1,), (0, 0), (0, 2)]))
 
 
 _PLAN = Plan(
   method='staged',
-  drafting=_SETTINGS[2],
+  drafting=_STAGED,
   min_block_efficiency=1.7,
   context=_CONTEXT,
   candidates=({'name': 'plain', 'tokens_per_second': 3.5},),
@@ -64,7 +63,7 @@ def _load(path, record):
 
 def test_a_plan_comes_back_as_it_was(tmp_path):
   path = tmp_path / 'deep' / 'plan.json'
-  for drafting in _SETTINGS:
+  for drafting in (_USUAL, _STAGED, _CHAIN, _FIXED):
     plan = _plan(drafting=drafting)
     plan.save(path)
     assert load_plan(path) == plan
@@ -79,7 +78,7 @@ def test_only_what_differs_is_written():
     'inner_tree': {'rounds': 1},
     'lookup': {'confidence': [0.0, 0.5]},
   }
-  record = json.loads(_plan(drafting=_SETTINGS[3]).to_json())
+  record = json.loads(_plan(drafting=_FIXED).to_json())
   tree = record['drafting']['tree']
   assert tree['topology'] == [[0], [1], [0, 0], [0, 2]]
   assert not {'num_nodes', 'rounds', 'capacity'} & tree.keys()
@@ -99,6 +98,9 @@ def _tree(**entries):
   return {'drafting': {'tree': entries}}
 
 
+_OTHER_MODELS = dataclasses.asdict(_CONTEXT) | {'models': {'target': 't'}}
+
+
 @pytest.mark.parametrize(
   ('changes', 'message'),
   [
@@ -111,10 +113,7 @@ def _tree(**entries):
     ({'min_block_efficiency': 0}, 'must be positive'),
     ({'min_block_efficiency': None}, 'is no plan'),
     ({'context': {'models': {}}}, 'is no plan'),
-    (
-      {'context': dataclasses.asdict(_CONTEXT) | {'models': {'target': 't'}}},
-      'context.models lacks',
-    ),
+    ({'context': _OTHER_MODELS}, 'context.models lacks'),
     (_tree(nodes=3), r"drafting.tree has unknown entries \['nodes'\]"),
     (_tree(min_gain=0.1), r"\['min_gain'\]; make the plan anew"),
     (_tree(num_nodes=0), 'num_nodes must be an integer of at least 1'),
@@ -146,16 +145,11 @@ def test_plans_for_other_models_are_refused():
 
 
 def test_other_machines_batches_and_dtypes_are_warned_of():
-  assert _CONTEXT.warnings(_CONTEXT) == []
   newer = dataclasses.replace(_CONTEXT, machine=_CONTEXT.machine | {'jax': '2'})
-  assert newer.warnings(_CONTEXT) == []
-  here = dataclasses.replace(
-    _CONTEXT,
-    machine=_CONTEXT.machine | {'cores': 64},
-    dtype='bfloat16',
-    batch_size=8,
-    sampling={},
-  )
+  assert _CONTEXT.warnings(_CONTEXT) == newer.warnings(_CONTEXT) == []
+  changes = {'dtype': 'bfloat16', 'batch_size': 8, 'sampling': {}}
+  changes['machine'] = _CONTEXT.machine | {'cores': 64}
+  here = dataclasses.replace(_CONTEXT, **changes)
   names = [line.split()[0] for line in here.warnings(_CONTEXT)]
   assert names == ['cores', 'dtype', 'batch_size', 'sampling']
 
@@ -165,26 +159,25 @@ def test_every_context_has_a_file_of_its_own(monkeypatch, tmp_path):
   changes = {'dtype': 'bfloat16', 'batch_size': 3, 'sampling': {}}
   changes['models'] = _CONTEXT.models | {'draft': None}
   changes['machine'] = _CONTEXT.machine | {'jax': '2'}
-  contexts = [
-    dataclasses.replace(_CONTEXT, **{name: value})
+  paths = {cache_path(_CONTEXT)} | {
+    cache_path(dataclasses.replace(_CONTEXT, **{name: value}))
     for name, value in changes.items()
-  ]
-  paths = {cache_path(context) for context in (_CONTEXT, *contexts)}
-  assert len(paths) == len(contexts) + 1
+  }
+  assert len(paths) == len(changes) + 1
   assert {path.parent for path in paths} == {tmp_path / 'specdec' / 'plans'}
 
 
 def test_models_are_told_apart_by_what_is_in_their_files(tmp_path):
   original, copy = hub.locate('demo-draft'), tmp_path / 'copy'
   shutil.copytree(original, copy)
-  assert model_digest(copy) == model_digest(original)
   digests = model_digests(*find_checkpoints('demo', 'demo'))
-  assert digests['draft'] == model_digest(original) != digests['target']
+  assert model_digest(copy) == model_digest(original) == digests['draft']
+  assert digests['draft'] != digests['target']
   weights = copy / 'model.safetensors'
   content = bytearray(weights.read_bytes())
   content[-1] ^= 1
   weights.write_bytes(content)
-  assert model_digest(copy) != model_digest(original)
+  assert model_digest(copy) != digests['draft']
 
 
 def test_a_model_of_the_hub_is_looked_up_once(monkeypatch):
@@ -205,9 +198,8 @@ def test_a_model_of_the_hub_is_looked_up_once(monkeypatch):
 
 def test_the_method_plan_is_what_the_plan_says():
   pair = load_pair('demo', None)
-  settings = DraftSettings(plan=_plan(method='lookup'))
-  made = make_drafter('plan', pair, settings)
-  expected = make_drafter('lookup', pair, _SETTINGS[2])
+  made = make_drafter('plan', pair, DraftSettings(plan=_plan(method='lookup')))
+  expected = make_drafter('lookup', pair, _STAGED)
   assert made.shape == expected.shape
   assert made.stages[0].config == expected.stages[0].config
   assert made.labels == expected.labels

@@ -19,11 +19,7 @@ import pytest
 import tiny_drafters
 from tiny_drafters import BigramTable
 
-from specdec import CandidateScorer
-from specdec import NGram
-from specdec import PromptLookup
-from specdec import Sampling
-from specdec import StageConfig
+import specdec
 from specdec.checks import check_sampling
 from specdec.draft.ranking import rank_candidates
 from specdec.draft.ranking import rank_logits
@@ -86,10 +82,10 @@ def _slow_lookup(proposer, text, path):
 
 def test_lookup_against_a_loop():
   for proposer in (
-    PromptLookup(),
-    PromptLookup((0.5,), num_matches=1),
-    PromptLookup((0.0, 0.3, 0.9), num_matches=8),
-    PromptLookup((0.2, 0.0, 0.9), num_matches=50),
+    specdec.PromptLookup(),
+    specdec.PromptLookup((0.5,), num_matches=1),
+    specdec.PromptLookup((0.0, 0.3, 0.9), num_matches=8),
+    specdec.PromptLookup((0.2, 0.0, 0.9), num_matches=50),
   ):
     rng, numbers = np.random.default_rng(0), set()
     for _ in range(60):
@@ -113,11 +109,11 @@ def test_lookup_against_a_loop():
 def test_bad_settings_of_lookup():
   for confidence in ((0.5, 1.0), (-0.1,)):
     with pytest.raises(ValueError, match='at least 0 and below 1'):
-      PromptLookup(confidence)
+      specdec.PromptLookup(confidence)
   with pytest.raises(ValueError, match='confidence needs an entry'):
-    PromptLookup(())
+    specdec.PromptLookup(())
   with pytest.raises(ValueError, match='num_matches must be at least 1, got 0'):
-    PromptLookup(num_matches=0)
+    specdec.PromptLookup(num_matches=0)
 
 
 # N-grams.
@@ -132,7 +128,7 @@ def test_an_ngram_table_is_asked_about_the_path(order):
   table = tiny_drafters.ngram_table(
     [text], NUM_TOKENS, order=order, num_continuations=3
   )
-  proposer, found = NGram(table), set()
+  proposer, found = specdec.NGram(table), set()
   for _ in range(30):
     tokens, length, nodes, chosen = _random_case(rng)
     said, log_probs = _propose(
@@ -204,7 +200,7 @@ def _context(rng, tokens, length, temperatures):
 
 
 def _params(temperatures, **kw):
-  sampling = Sampling(temperature=temperatures, **kw)
+  sampling = specdec.Sampling(temperature=temperatures, **kw)
   return check_sampling(sampling, len(temperatures), 8)
 
 
@@ -212,7 +208,7 @@ def _params(temperatures, **kw):
 def test_merging_proposers(num_proposers):
   """Later ones share what is left; equal tokens are one, of the first."""
   rng = np.random.default_rng(num_proposers)
-  config = StageConfig(branching=3, calibration=0.7)
+  config = specdec.StageConfig(branching=3, calibration=0.7)
   temperatures = (0.0, 1.0, 2.5)
   doubled, names = 0, 'abc'[:num_proposers]
   for _ in range(10):
@@ -221,7 +217,7 @@ def test_merging_proposers(num_proposers):
       _bigrams(rng, 3, share, name)
       for share, name in zip(shares, names, strict=True)
     ]
-    scorer = CandidateScorer(tuple(proposers))
+    scorer = specdec.CandidateScorer(tuple(proposers))
     assert scorer.labels == tuple(names)
     table, source_of = _slow_merge(proposers)
     doubled += sum(len(one.tokens[0]) for one in proposers) * NUM_TOKENS
@@ -234,7 +230,7 @@ def test_merging_proposers(num_proposers):
     ctx = _context(rng, tokens, length, temperatures)
     found, expected = (
       jax.device_get(_score(one, tree, ctx, nodes, config))
-      for one in (scorer, CandidateScorer((table,)))
+      for one in (scorer, specdec.CandidateScorer((table,)))
     )
     np.testing.assert_array_equal(found['nodes'], nodes)
     assert not np.any(found['slots_read'])
@@ -259,12 +255,12 @@ def test_proposers_that_know_everything_leave_nothing():
   sure = BigramTable(
     jnp.array([[0, 1], [1, 0]]), jnp.log(jnp.array([[1.0, 0.0], [0.25, 0.75]]))
   )
-  scorer = CandidateScorer((sure, sure.replace(name='again')))
+  scorer = specdec.CandidateScorer((sure, sure.replace(name='again')))
   tree = stack([to_arrays([Node(token)]) for token in (0, 1)])
   text, length = np.zeros((2, 4), np.int32), np.ones(2, int)
   ctx = _context(np.random.default_rng(0), text, length, (0.0,) * 2)
   nodes = np.zeros((2, 1), np.int32)
-  scores = _score(scorer, tree, ctx, nodes, StageConfig(branching=4))
+  scores = _score(scorer, tree, ctx, nodes, specdec.StageConfig(branching=4))
   edges = np.asarray(scores['cond_log_probs'])[:, 0]
   probs = np.where(edges > EXCLUDED / 2, np.exp(edges), 0)
   np.testing.assert_allclose(probs.sum(axis=1), [1, 1], atol=1e-4)
@@ -276,10 +272,10 @@ def test_proposers_that_know_everything_leave_nothing():
 def test_sizes_are_those_of_the_proposers():
   sizes = {'order': 2, 'num_continuations': 2}
   table = tiny_drafters.ngram_table([[0, 1, 2]], 3, **sizes)
-  both = CandidateScorer((PromptLookup(), NGram(table)))
+  both = specdec.CandidateScorer((specdec.PromptLookup(), specdec.NGram(table)))
   assert both.labels == ('lookup', 'ngram')
   assert both.vocab_size == 3
-  assert CandidateScorer((PromptLookup(),)).vocab_size is None
+  assert specdec.CandidateScorer((specdec.PromptLookup(),)).vocab_size is None
   assert both.bytes_per_forward(5) == 5 * table.lookup_bytes > 0
   assert both.bytes_per_slot == 0
   assert both.init(None, None, num_slots=3, num_scored=4) == ()
