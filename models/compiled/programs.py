@@ -234,7 +234,7 @@ def _llama_2(name: str) -> LlamaConfig:
   )
 
 
-SHAPES = {
+SHAPES: dict[str, Config] = {
   'gpt2-large': _gpt2(1280, 36, 20),
   'gpt2-xl': _gpt2(1600, 48, 25),
   'draft-40m': _gpt2(512, 8, 8),
