@@ -165,7 +165,7 @@ def test_what_is_saved_is_rounded_and_transformers_loads_it(
   rounded = tiny.parameters(loaded)
   for name, array in tiny.parameters(module).items():
     np.testing.assert_allclose(
-      rounded[name], array, rtol=rounding, atol=1e-7, err_msg=name
+      rounded[name], array, rtol=rounding, atol=1e-4 * rounding, err_msg=name
     )
   # It can be saved where it was loaded from, and changes no bit.
   hub.save_pretrained(hub.load_module(tmp_path, dtype=dtype), tmp_path)
