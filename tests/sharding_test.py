@@ -1,5 +1,6 @@
 """Several devices: where tensors lie, and that tokens stay the same."""
 
+import dataclasses
 import functools
 import json
 import os
@@ -140,8 +141,17 @@ def test_any_mesh_gets_the_axes_and_types_that_are_needed():
 
 
 def test_a_draft_is_divided_only_if_it_is_large():
-  small = ModelShape('small', 8, 512, 8, 8, 64, 2048, 50000)
-  large = ModelShape('large', 32, 4096, 32, 8, 128, 14336, 32000)
+  shape = ModelShape(
+    name='small',
+    num_layers=8,
+    width=512,
+    num_heads=8,
+    num_kv_heads=8,
+    head_width=64,
+    mlp_width=2048,
+    vocab_size=50000,
+  )
+  small, large = shape, dataclasses.replace(shape, width=4096, mlp_width=14336)
   layout = Layout(AbstractMesh((2, 4), AXES))
   divides = lambda *args: draft_layout(layout, *args).divides_weights
   assert not divides('auto', small, 'bfloat16')
