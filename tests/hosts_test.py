@@ -112,6 +112,7 @@ def test_two_hosts_give_the_tokens_of_one(pair):
   assert [*map(len, found)] == [12, 12]
 
 
+@pytest.mark.long
 def test_rows_of_two_hosts_and_one_output(pair, tmp_path):
   """Each host has half of the rows, and one of them writes."""
   rows = []
@@ -134,14 +135,16 @@ def test_a_host_that_dies_ends_the_other(pair, killed):
   arguments.append(f'--host_timeout={seconds}')
   with _hosts('generate.py', arguments) as processes:
     shown = ''
-    while _PROMPTS[0] not in shown:  # Then it decodes.
+    while _PROMPTS[0] not in shown:  # Prompts have been read by then.
       shown += processes[0].stdout.read(1)
     processes[killed].send_signal(signal.SIGKILL)
     start = time.monotonic()
     _, errors = processes[1 - killed].communicate(timeout=120)
     assert time.monotonic() - start < 2 * seconds + 10
     assert processes[1 - killed].returncode != 0
-  assert 'another one has failed' in errors or 'heartbeat' in errors, errors
+  # Ours, or that of JAX where the first host was the coordinator.
+  messages = ('this host or another one has failed', 'another task died')
+  assert any(message in errors for message in messages), errors
 
 
 @pytest.mark.parametrize(
