@@ -118,6 +118,8 @@ def test_a_report_compares_with_the_least_that_must_be_read():
   compiled = Compiled(
     text=_PROGRAM,
     temporary_bytes=2_000_000,
+    held=(3_000_000, 2.4e6),
+    divided=frozenset(),
     work={'target': Work(bytes=1000, flops=10), 'draft': Work(4, 40)},
   )
   device = Device(platform='tpu', bandwidth=1e6, flops=1e4)
@@ -132,12 +134,15 @@ def test_a_report_compares_with_the_least_that_must_be_read():
   table = to_markdown([report])
   assert '1 f32[96,171]' in table
   assert 'chain 2.0 MB' in table
+  assert 'chain 0.003 GB (1.2500 of ideal)' in table
 
 
 def test_what_is_no_program_is_refused():
   with pytest.raises(ValueError, match='no ENTRY'):
     parse('module @jit_advance { func.func public @main() }')
-  none = Compiled('ENTRY %main (a: s32[]) -> s32[] {\n}\n', 0, {})
+  none = Compiled(
+    'ENTRY %main (a: s32[]) -> s32[] {\n}\n', 0, (0, 0.0), frozenset(), {}
+  )
   with pytest.raises(ValueError, match='one decode loop'):
     analyse('plain', none, DEVICES['v5e'])
   with pytest.raises(ValueError, match="'beam' is not known"):

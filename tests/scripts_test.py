@@ -302,7 +302,7 @@ _NO_TEMPLATE = 'has no chat template, like those of base models; choose'
       'benchmark.py': {
         '--arms=plain,forest': "arm 'forest' is not known",
         '--arms=tree(width=0)': "arm 'tree(width=0):float32': width must be",
-        '--arms=transformers': '--arms needs an arm other than transformers',
+        '--arms=transformers': '--arms needs an arm of this library',
         '--prompt_bucket=64': 'no prompt has 33 to 64 tokens',
         '--batch_size=3': '--batch_size must be between 1 and',
         '--batch_sizes=1,x': '--batch_sizes=1,x: expected integers',
