@@ -114,6 +114,36 @@ def test_prefetches_onto_the_chip_are_read_once():
   assert total.copies == {'bf16[512,128]': 1}
 
 
+def test_exchanges_between_devices():
+  text = (_GOLDEN / 'compiled_collectives.txt').read_text()
+  (step,) = count(parse(text)).loops
+  found = {str(one): number for one, number in step.collectives.items()}
+  assert found == {
+    'all-reduce f32[1,64]': 1,
+    'all-gather f32[8,1,64]': 1,
+    'all-gather bf16[8,64,8]': 1,
+  }
+  assert step.collectives_per_layer == 1.0  # Only the sum is in a layer.
+  # A weight that is seen through a fusion which only changes its shape is read.
+  assert step.bytes >= 2 * 64 * 8 + 4 * 64
+
+
+@pytest.mark.parametrize(
+  ('divided', 'number'),
+  [
+    ((8, 512), 1),  # The weight, of which each device has [64, 8].
+    ((8, 8, 64), 1),
+    ((16, 256), 0),
+  ],
+)
+def test_whole_weights_are_found_however_they_are_gathered(divided, number):
+  text = (_GOLDEN / 'compiled_collectives.txt').read_text()
+  compiled = Compiled(text, 0, (1, 1.0), frozenset({divided}), {})
+  (step,) = analyse('plain', compiled, DEVICES['v5e']).loops
+  assert step.whole_tensors == number
+  assert step.collective_bytes == 4 * 64 + 4 * 8 * 64 + 2 * 8 * 64 * 8
+
+
 def test_a_report_compares_with_the_least_that_must_be_read():
   compiled = Compiled(
     text=_PROGRAM,
@@ -140,9 +170,8 @@ def test_a_report_compares_with_the_least_that_must_be_read():
 def test_what_is_no_program_is_refused():
   with pytest.raises(ValueError, match='no ENTRY'):
     parse('module @jit_advance { func.func public @main() }')
-  none = Compiled(
-    'ENTRY %main (a: s32[]) -> s32[] {\n}\n', 0, (0, 0.0), frozenset(), {}
-  )
+  empty = 'ENTRY %main (a: s32[]) -> s32[] {\n}\n'
+  none = Compiled(empty, 0, (0, 0.0), frozenset(), {})
   with pytest.raises(ValueError, match='one decode loop'):
     analyse('plain', none, DEVICES['v5e'])
   with pytest.raises(ValueError, match="'beam' is not known"):

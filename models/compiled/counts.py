@@ -8,6 +8,8 @@ conditional, only the one with the most kernels is counted.
 
 from collections import Counter
 import dataclasses
+import itertools
+import math
 import re
 
 from models.compiled.hlo import Array
@@ -40,6 +42,19 @@ _COLLECTIVE = re.compile(
 def axes_of(shape: tuple[int, ...]) -> tuple[int, ...]:
   """The sizes of an array's axes above 1, whatever their order."""
   return tuple(sorted(size for size in shape if size > 1))
+
+
+def joined_axes(shape: tuple[int, ...]) -> set[tuple[int, ...]]:
+  """`axes_of`, and the same with any two of the axes as one.
+
+  For the devices that something is gathered from are often an axis of its own.
+  """
+  axes = axes_of(shape)
+  found = {axes}
+  for pair in itertools.combinations(range(len(axes)), 2):
+    rest = (size for axis, size in enumerate(axes) if axis not in pair)
+    found.add(axes_of((*rest, math.prod(axes[axis] for axis in pair))))
+  return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -306,6 +321,8 @@ def _read(program: Program, computation: str, name: str) -> float:
       total += _size(user.arrays)
     elif user.opcode == 'dynamic-update-slice' and only_first:
       pass  # The update is written in place.
+    elif user.opcode == 'fusion' and _is_view(program, user):
+      total += _read(program, computation, user.name)
     elif user.opcode == 'fusion':
       for index, operand in enumerate(user.operands):
         if operand == name:
@@ -313,6 +330,12 @@ def _read(program: Program, computation: str, name: str) -> float:
     else:
       return _ALL
   return total
+
+
+def _is_view(program: Program, fusion: Instruction) -> bool:
+  """Whether it does nothing but give its operand another shape."""
+  inner = program.computations[_fused(fusion)].values()
+  return all(one.opcode in ('parameter', *_VIEWS) for one in inner)
 
 
 def _written(program: Program, computation: str, name: str) -> float:

@@ -3,8 +3,8 @@
 from collections import Counter
 import dataclasses
 
-from models.compiled.counts import axes_of
 from models.compiled.counts import count
+from models.compiled.counts import joined_axes
 from models.compiled.counts import Loop
 from models.compiled.hlo import parse
 from models.compiled.programs import Compiled
@@ -91,7 +91,9 @@ def _report(
     whole_tensors=sum(
       times
       for found, times in loop.collectives.items()
-      if any(axes_of(array.dims) in compiled.divided for array in found.arrays)
+      if any(
+        joined_axes(array.dims) & compiled.divided for array in found.arrays
+      )
     ),
     host_transfers=len(loop.host_transfers),
     branches=loop.branches,
