@@ -371,12 +371,17 @@ def test_the_script_prints_every_claim_as_it_is_documented(tmp_path):
   assert jax.tree.leaves(found) == pytest.approx(jax.tree.leaves(documented))
 
 
+def _one_and_eight(target):
+  """Rows of one device and of eight of it, for a single text."""
+  documented = _ROOT / 'results' / 'cost_model' / 'cost_model.json'
+  rows = json.loads(documented.read_text())['by_devices'][target]
+  rows = [row for row in rows if row['batch size'] == 1]
+  return zip(rows[::2], rows[1::2], strict=True)
+
+
 def test_collectives_are_paid_per_forward():
   """So a token costs fewer of them; but a draft is not shared as well."""
-  documented = _ROOT / 'results' / 'cost_model' / 'cost_model.json'
-  rows = json.loads(documented.read_text())['by_devices']['llama_2_70b']
-  rows = [row for row in rows if row['batch size'] == 1]
-  for one, eight in zip(rows[::2], rows[1::2], strict=True):
+  for one, eight in _one_and_eight('llama_2_70b'):
     assert eight['machine'] == f'8 x {one["machine"]}'
     assert one['communication ms'] == 0 < eight['communication ms']
     for method in ('chain', 'staged'):
@@ -385,6 +390,13 @@ def test_collectives_are_paid_per_forward():
       assert 2 < eight[f'{method} speedup'] < one[f'{method} speedup']
     free = 'chain, free draft'
     assert eight[free] == pytest.approx(one[free], rel=0.01)
+
+
+def test_a_mixture_gains_more_on_eight_devices():
+  """Where a tree reads more than a token, what both wait for alike counts."""
+  for one, eight in _one_and_eight('mixtral_8x7b'):
+    for free in ('chain, free draft', 'staged, free draft'):
+      assert eight[free] > one[free]
 
 
 def test_the_script_takes_folders_and_writes_json(tmp_path):

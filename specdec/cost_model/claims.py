@@ -224,13 +224,23 @@ def paper() -> Tables:
 
 
 def by_devices(*, context: int, devices: int) -> Tables:
-  """Llama 2 70B on one device, which need not have the memory, and on several.
+  """A dense target and a mixture on one device and on several.
 
-  The draft is TinyLlama 1.1B, a step has the greedy counts of `paper`.
+  They need not have the memory. The draft is TinyLlama 1.1B, a step has the
+  greedy counts of `paper`.
   `communication` is that of the target's forwards, per token; `free draft` is
   the speedup of the same tree if drafting costs nothing.
   """
-  target, draft = MODELS['llama-2-70b'], MODELS['tinyllama-1.1b']
+  return {
+    name.replace('-', '_'): _of_devices(MODELS[name], context, devices)
+    for name in ('llama-2-70b', 'mixtral-8x7b')
+  }
+
+
+def _of_devices(
+  target: ModelShape, context: int, devices: int
+) -> list[dict[str, Any]]:
+  draft = MODELS['tinyllama-1.1b']
   steps = {method: step for _, method, step, _ in _COUNTED[:4]}  # Greedy.
   rows = []
   for name, batch_size, number in itertools.product(
@@ -264,7 +274,7 @@ def by_devices(*, context: int, devices: int) -> Tables:
         f'{method}, free draft': found['free draft'].speedup,
       }
     rows.append(row)
-  return {'llama_2_70b': rows}
+  return rows
 
 
 def roofline() -> Tables:
