@@ -64,19 +64,16 @@ def _check(stops_of_rows):
   decoding = _generator('staged').stream(**_arguments(stops_of_rows))
   shown = list(map(''.join, zip(*decoding, strict=True)))
   result = decoding.result()
-  assert shown == result.text
-  for row, (tokens, stops) in enumerate(
-    zip(_plain().tokens, stops_of_rows, strict=True)
-  ):
+  assert shown == result.text == [*map(''.join, result.pieces)]
+  assert [*map(len, result.pieces)] == [*map(len, result.tokens)]
+  for row, stops in enumerate(stops_of_rows):
+    tokens, reason = _plain().tokens[row], _plain().finish_reasons[row]
     end, text = _slow_end(tokens, stops)
-    reason = _plain().finish_reasons[row]
     if any(stop in _slow_end(tokens[:end], ())[1] for stop in stops):
       reason = 'stop'
     assert result.tokens[row] == tokens[:end]
     assert result.text[row] == text
     assert result.finish_reasons[row] == reason
-    assert len(result.pieces[row]) == end
-    assert ''.join(result.pieces[row]) == text
 
 
 def test_the_text_is_worth_it():
@@ -157,13 +154,11 @@ def test_breaking_off():
 def test_seeds():
   """Rows of one seed differ; the first has the tokens of the seed alone."""
 
-  def run(seed):
-    arguments = _arguments(seed=seed, prompts=_PROMPTS[:1] * 3)
-    sampling = Sampling(temperature=[1.0] * 3)
-    return (
-      _generator('plain').generate(**arguments | {'sampling': sampling}).tokens
-    )
-
+  sampling = Sampling(temperature=[1.0] * 3)
+  arguments = _arguments(prompts=_PROMPTS[:1] * 3, sampling=sampling)
+  run = lambda seed: (
+    _generator('plain').generate(**arguments | {'seed': seed}).tokens
+  )
   same = run(_SEEDS[0])
   assert len(set(map(tuple, same))) == 3
   assert same[0] == _plain().tokens[0]
@@ -175,14 +170,12 @@ def test_seeds():
 def test_prompts_in_every_notation():
   texts = ['aab', 'b a', '日本']
   ids = [fuzzing.pair().encode(text) for text in texts]
-  run = lambda prompts: _generator('plain').generate(
-    prompts, max_new_tokens=2, stop=_NEVER
-  )
+  options = {'max_new_tokens': 2, 'stop': _NEVER}
+  run = lambda prompts: _generator('plain').generate(prompts, **options)
   expected = run(texts)
   for prompts in (
-    ids,
     [texts[0], ids[1], tuple(ids[2])],
-    [texts[0], np.array(ids[1]), jnp.array(ids[2])],
+    [np.array(ids[0]), jnp.array(ids[1]), ids[2]],
   ):
     result = run(prompts)
     assert result.tokens == expected.tokens
