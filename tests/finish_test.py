@@ -11,11 +11,9 @@ import jax
 import numpy as np
 import tiny
 import tiny_drafters
-from tiny_drafters import Settings
 
 from models.nn.table_model import table_model
 import specdec
-from specdec.tree.topology import chain
 from specdec.verify.stop_strings import build_stop_table
 
 VOCAB_SIZE = 64
@@ -32,10 +30,6 @@ def _model(step=1):
   rows = np.arange(VOCAB_SIZE)
   table[rows, (rows + step) % VOCAB_SIZE] = 10.0
   return table_model(table, max_positions=MAX_POSITIONS)
-
-
-def _drafter(model):
-  return tiny_drafters.model(model, Settings(topology=chain(G)))
 
 
 def _rows():
@@ -70,11 +64,9 @@ def _expected(prompt, limit, stop):
 
 def test_every_end_at_every_offset_of_a_block():
   prompts, limits, stops = _rows()
-  table = build_stop_table(
-    [[] if stop is None else [stop] for stop in stops],
-    [bytes([token]) for token in range(VOCAB_SIZE)],
-    VOCAB_SIZE,
-  )
+  of_rows = [[] if stop is None else [stop] for stop in stops]
+  token_bytes = [bytes([token]) for token in range(VOCAB_SIZE)]
+  table = build_stop_table(of_rows, token_bytes, VOCAB_SIZE)
   expected = list(map(_expected, prompts, limits, stops))
   reasons = [reason for _, reason in expected]
   assert set(reasons) == {'length', 'eos', 'stop'}
@@ -86,7 +78,7 @@ def test_every_end_at_every_offset_of_a_block():
       jax.random.key(0),
       prompts,
       max_new_tokens=limits,
-      drafter=_drafter(_model(step)),
+      drafter=tiny_drafters.simple('chain', _model(step), length=G),
       sampling=specdec.Sampling(temperature=temperature, top_k=1),
       eos_ids=EOS_IDS,
       stop=table,
@@ -123,7 +115,7 @@ def _run(make=specdec.generate, **kw):
     jax.random.key(1),
     [[1], [2, 3], [4], [5]],
     max_new_tokens=[120, 30, 120, 0],
-    drafter=_drafter(target),
+    drafter=tiny_drafters.simple('chain', target, length=G),
     sampling=specdec.Sampling(temperature=1.0),
     **kw,
   )
@@ -166,10 +158,8 @@ def test_a_decode_can_be_watched():
     assert all(len(tokens) <= G + 1 for tokens in new)
     result = decoding.result()
     assert result.tokens == so_far
-    ended = [
-      'length' if row == all_of_it else None
-      for row, all_of_it in zip(so_far, whole.tokens, strict=True)
-    ]
+    done = map(list.__eq__, so_far, whole.tokens)
+    ended = ['length' if one else None for one in done]
     assert decoding.finish_reasons == ended
     assert result.finish_reasons == [reason or 'cancelled' for reason in ended]
     _check_counts(result)

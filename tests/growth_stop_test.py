@@ -21,8 +21,8 @@ from specdec.sampling import EXCLUDED
 
 def _chain_config(**kw) -> Settings:
   """One guess after every node, and five rounds that cost nothing."""
-  one = {'num_nodes': 8, 'width': 2, 'branching': 1, 'rounds': 5}
-  return Settings(**({'cost_ratio': 0} | one | kw))
+  one = {'width': 2, 'branching': 1, 'rounds': 5, 'cost_ratio': 0}
+  return Settings(**{'num_nodes': 8} | one | kw)
 
 
 def _run(drafter, texts, vocab_size, active=(True,) * 3, rounds=5):
@@ -37,11 +37,9 @@ def _forwards(probs, config, *active):
   size = 10
   table = np.full((3 * size, 3 * size), -30.0, np.float32)
   for row, p in enumerate(probs):
-    for place in range(size):
-      here = size * row + place
-      others = (1 - p) / (size - 1)
-      table[here, size * row : size * (row + 1)] = np.log(others)
-      table[here, size * row + (place + 1) % size] = np.log(p)
+    own = slice(size * row, size * (row + 1))
+    following = np.roll(np.eye(size, dtype=bool), 1, axis=1)
+    table[own, own] = np.log(np.where(following, p, (1 - p) / (size - 1)))
   drafter, _ = list_growth.both('model', table, config)
   return _run(drafter, [[0], [size], [2 * size]], 3 * size, *active)
 
@@ -79,10 +77,8 @@ def test_rows_that_are_done_have_no_say():
 def test_rows_that_are_done_have_no_say_without_a_cost_either():
   """Only the second row has something to score after the root."""
   size = 7
-  log_probs = np.full((size, 1), EXCLUDED, np.float32)
-  log_probs[3:] = -0.1
-  tokens = jnp.full((size, 1), 3)
-  proposer = tiny_drafters.BigramTable(tokens, jnp.asarray(log_probs))
+  log_probs = jnp.where(jnp.arange(size)[:, None] < 3, EXCLUDED, -0.1)
+  proposer = tiny_drafters.BigramTable(jnp.full((size, 1), 3), log_probs)
   drafter = tiny_drafters.candidates(proposer, config=_chain_config(rounds=4))
   forwards = lambda *active: _run(drafter, [[0], [3], [1]], size, active, 4)
   assert forwards(True, True, False) == 4

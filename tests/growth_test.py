@@ -26,21 +26,15 @@ def _by_name(name, tables):
   """
   drafter = slow = None
   configs = (growth.TREE, growth.SMALL, growth.TINY)
-  kinds = name.split(', ')
-  for place in reversed(range(len(kinds))):
-    stage, slow = growth.both(
-      kinds[place], tables[place], configs[place], f'model {place}', slow
-    )
-    drafter = staged(stage, drafter) if drafter else stage
+  stages = list(zip(name.split(', '), tables, configs, strict=False))
+  for place, stage in reversed([*enumerate(stages)]):
+    fast, slow = growth.both(*stage, f'model {place}', slow)
+    drafter = staged(fast, drafter) if drafter else fast
   return drafter, slow
 
 
-_MORE_THAN_THERE_ARE = {
-  'branching': growth.VOCAB_SIZE + 5,
-  'width': 60,
-  'capacity': 50,
-  'calibration': 0.5,
-}
+_MORE_THAN_THERE_ARE = {'branching': growth.VOCAB_SIZE + 5, 'width': 60}
+_MORE_THAN_THERE_ARE |= {'capacity': 50, 'calibration': 0.5}
 
 
 @pytest.mark.parametrize(
@@ -98,15 +92,11 @@ def test_an_inner_drafter_without_guesses_changes_nothing():
 def test_growth_after_a_step_is_growth_after_a_prefill():
   """Also where the draft has yet to read what it did not guess itself."""
   rng = np.random.default_rng(2)
-  drafter = tiny_drafters.model(
-    tiny.draft('similar', num_layers=1), Settings(topology=k_ary(2, 2))
-  )
+  draft = tiny.draft('similar', num_layers=1)
+  drafter = tiny_drafters.model(draft, Settings(topology=k_ary(2, 2)))
   step = growth.random_step(2, 2, 1.0, tiny.VOCAB_SIZE)
   rows = np.arange(growth.BATCH_SIZE)
-  tokens = np.zeros((len(rows), growth.TEXT_SLOTS), np.int32)
-  length = np.array([*map(len, step.texts)], np.int32)
-  for row, text in enumerate(step.texts):
-    tokens[row, : len(text)] = text
+  tokens, length = growth.padded(step.texts)
   rest = (rows >= 0, step.noise, tiny.sampling_params(1.0, 0.0, 1.0))
   commit, grow_again = jax.jit(commit_stages), jax.jit(growth.grown_from)
   stages, tree = growth.grown(drafter, tokens, length, *rest)

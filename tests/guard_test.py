@@ -20,13 +20,12 @@ _ROWS = 3
 _LIMIT = 40
 
 
-def _draft(kind):
-  return tiny.draft(kind, num_layers=1)
+def _draft(kind, config, name):
+  return tiny_drafters.model(tiny.draft(kind, num_layers=1), config, name)
 
 
 def _chain(kind, name='draft'):
-  config = Settings(topology=chain(_DEPTH))
-  return tiny_drafters.model(_draft(kind), config, name)
+  return _draft(kind, Settings(topology=chain(_DEPTH)), name)
 
 
 def _run(drafter, break_even=None, run=specdec.generate):
@@ -127,6 +126,10 @@ def test_what_is_no_ratio_is_refused(bad):
     _run(_chain('perfect'), bad)
 
 
+# Premiums so high that a draft at rest is soon tried again.
+_RESTLESS = {'_PREMIUM': 0.9, '_INITIAL_CREDIT': 0.5, '_STEPS_PER_TRIAL': 0.5}
+
+
 @pytest.mark.parametrize('is_fixed', [True, False])
 def test_after_a_rest_all_stages_know_the_text(monkeypatch, is_fixed):
   """Perfect drafts that are sent to rest again and again miss nothing.
@@ -134,29 +137,21 @@ def test_after_a_rest_all_stages_know_the_text(monkeypatch, is_fixed):
   A fixed chain reads no missing text of its own, unlike stages that grow trees;
   a table has nothing to catch up on.
   """
-  # Premiums so high that a draft at rest is soon tried again. The name of the
-  # draft is of no other test, and so are programs with these premiums.
-  for name, value in (
-    *(('_PREMIUM', 0.9), ('_INITIAL_CREDIT', 0.5), ('_STEPS_PER_TRIAL', 0.5)),
-  ):
+  # The name of the draft is of no other test, so programs with these premiums
+  # are not, either.
+  for name, value in _RESTLESS.items():
     monkeypatch.setattr(specdec.fallback, name, value)
   drafter = _chain('perfect', 'restless')
   if not is_fixed:
-    config = Settings(
-      num_nodes=_DEPTH + 1,
-      width=3,
-      branching=1,
-      rounds=4,
-      max_depth=_DEPTH,
-      cost_ratio=0,
+    sizes = {'num_nodes': _DEPTH + 1, 'width': 3, 'branching': 1, 'rounds': 4}
+    config = Settings(**sizes, max_depth=_DEPTH, cost_ratio=0)
+    outer, inner = (
+      _draft('perfect', config, name) for name in ('restless', 'inner')
     )
-    of = lambda name: tiny_drafters.model(_draft('perfect'), config, name)
     # It has nothing to say, so that it does not make up for what models miss.
     nothing = tiny_drafters.table_of(tiny.prompts(_ROWS), 'empty')
     tables = tiny_drafters.candidates(nothing, config=config)
-    drafter = specdec.staged(
-      of('restless'), specdec.staged(of('inner'), tables)
-    )
+    drafter = specdec.staged(outer, specdec.staged(inner, tables))
   result = _run(drafter, 14.0)
   assert result.tokens == _plain().tokens
   stats = result.stats

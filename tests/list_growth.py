@@ -186,19 +186,23 @@ def dicts_of(tree):
   return found
 
 
+def padded(texts):
+  """`[B, TEXT_SLOTS]` tokens and `[B]` lengths."""
+  tokens = np.zeros((BATCH_SIZE, TEXT_SLOTS), np.int32)
+  for row, text in enumerate(texts):
+    tokens[row, : len(text)] = text
+  return tokens, np.array([*map(len, texts)], np.int32)
+
+
 def run(drafter, step):
   """Trees as dicts, and forwards by stage."""
-  tokens = np.zeros((BATCH_SIZE, TEXT_SLOTS), np.int32)
-  for row, text in enumerate(step.texts):
-    tokens[row, : len(text)] = text
-  length = np.array([*map(len, step.texts)], np.int32)
-  active = np.array(step.active)
-  sampling = check_sampling(
-    Sampling(temperature=step.temperature), BATCH_SIZE, step.noise.shape[2]
+  active, sampling = (
+    np.array(step.active),
+    Sampling(temperature=step.temperature),
   )
-  stages, tree = jax.device_get(
-    grown(drafter, tokens, length, active, step.noise, sampling)
-  )
+  sampling = check_sampling(sampling, BATCH_SIZE, step.noise.shape[2])
+  arguments = (*padded(step.texts), active, step.noise, sampling)
+  stages, tree = jax.device_get(grown(drafter, *arguments))
   for stage in stages:
     np.testing.assert_array_equal(
       stage.counters.row_forwards, stage.counters.forwards * active

@@ -13,7 +13,6 @@ from tiny_drafters import Settings
 from models.nn.table_model import table_model
 import specdec
 from specdec.statistics import relative_bandwidth
-from specdec.tree.topology import chain
 
 VOCAB_SIZE = 12
 LIMIT = 60
@@ -45,15 +44,11 @@ def test_figures_follow_from_origins(prompts, g):
       table[:, EOS_IDS] = -100
     # Close enough to the target to be right about half of the time.
     draft = _model(table + tiny.table(VOCAB_SIZE, 1) / 2, 9)
-    generation = specdec.generate(
-      _model(table, 70),
-      jax.random.key(2),
-      prompts,
-      max_new_tokens=LIMIT,
-      drafter=tiny_drafters.model(draft, Settings(topology=chain(g))),
-      sampling=specdec.Sampling(temperature=temperature),
-      eos_ids=EOS_IDS,
-    )
+    target, key = _model(table, 70), jax.random.key(2)
+    options = {'max_new_tokens': LIMIT, 'eos_ids': EOS_IDS}
+    options['drafter'] = tiny_drafters.simple('chain', draft, length=g)
+    options['sampling'] = specdec.Sampling(temperature=temperature)
+    generation = specdec.generate(target, key, prompts, **options)
     histogram, forwards = [0] * (g + 1), []
     target_slots = draft_slots = plain_slots = 0
     for prompt, origins in zip(prompts, generation.origins, strict=True):
@@ -126,22 +121,17 @@ def test_stages_are_counted_by_stage():
   following = np.roll(np.eye(VOCAB_SIZE), 1, axis=1)
   probs = np.where(following, 0.9, 0.1 / (VOCAB_SIZE - 1))
   table = np.log(probs).astype(np.float32)
-  config = Settings(
-    num_nodes=12, width=8, branching=1, rounds=2, capacity=20, cost_ratio=0
+  sizes = {'num_nodes': 12, 'capacity': 20, 'branching': 1, 'cost_ratio': 0}
+  outer = Settings(**sizes, width=8, rounds=2)
+  inner = Settings(**sizes, width=2, rounds=3)
+  by_heart = tiny_drafters.exact(table, 'by heart')
+  drafter = specdec.staged(
+    tiny_drafters.model(_model(table, 9), outer),
+    tiny_drafters.candidates(by_heart, config=inner),
   )
-  inner = tiny_drafters.candidates(
-    tiny_drafters.exact(table, 'by heart'),
-    config=dataclasses.replace(config, width=2, rounds=3),
-  )
-  drafter = specdec.staged(tiny_drafters.model(_model(table, 9), config), inner)
-  prompts = [[4], [5, 6]]
-  generation = specdec.generate(
-    _model(table, 70),
-    jax.random.key(0),
-    prompts,
-    max_new_tokens=LIMIT,
-    drafter=drafter,
-  )
+  target, key, prompts = _model(table, 70), jax.random.key(0), [[4], [5, 6]]
+  options = {'drafter': drafter, 'max_new_tokens': LIMIT}
+  generation = specdec.generate(target, key, prompts, **options)
   labels = ('target', 'draft', 'by heart')
   assert generation.labels == labels
   # From left to right, as deep as each of them could see.
