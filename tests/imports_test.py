@@ -9,15 +9,8 @@ import re
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _FOLDERS = ('specdec', 'models', 'scripts')
-# A command and what it calls, or a model family and its checkpoints.
-_PAIRS = {
-  'benchmark.py': {'models/bench', 'scripts'},
-  'build_ngram.py': {'models/training', 'scripts'},
-  'chat.py': {'models/text', 'scripts'},
-  'gpt2.py': {'models/nn', 'models/checkpoints'},
-  'llama.py': {'models/nn', 'models/checkpoints'},
-  'measure.py': {'models/bench', 'scripts'},
-}
+# Of commands and what they call, and of model families and their checkpoints.
+_TWICE = {'benchmark', 'build_ngram', 'chat', 'gpt2', 'llama', 'measure'}
 
 
 def _files(folder):
@@ -63,24 +56,21 @@ _ALL = {name: _imports(path) for name, path in _MODULES.items()}
 _GRAPH = {name: here & _MODULES.keys() for name, (here, _) in _ALL.items()}
 
 
-def _rooms(graph):
-  """The graph of folders."""
-  room = lambda name: _MODULES[name].parent.as_posix()
-  rooms = collections.defaultdict(set)
-  for name, others in graph.items():
-    if _MODULES[name].name != '__init__.py':  # which collects what it exports
-      rooms[room(name)] |= {
-        room(other) for other in others if _MODULES[other].name != '__init__.py'
-      }
-  return {name: others - {name} for name, others in rooms.items()}
-
-
 def test_nothing_imports_itself_through_others():
   """No module, and no folder of `models`; the error names the circle."""
   assert len(_GRAPH) > 80
-  rooms = _rooms({k: v for k, v in _GRAPH.items() if k.startswith('models')})
-  for graph in (_GRAPH, rooms):
-    graphlib.TopologicalSorter(graph).prepare()
+  graphlib.TopologicalSorter(_GRAPH).prepare()
+  # Files that collect what a folder exports are in no folder.
+  rooms = {
+    name: path.parent
+    for name, path in _MODULES.items()
+    if name.startswith('models') and path.name != '__init__.py'
+  }
+  folders = collections.defaultdict(set)
+  for name, room in rooms.items():
+    others = {rooms[other] for other in _GRAPH[name] & rooms.keys()}
+    folders[room] |= others - {room}
+  graphlib.TopologicalSorter(folders).prepare()
 
 
 def test_folders_are_imported_one_way():
@@ -125,9 +115,8 @@ def test_nothing_imports_the_tests():
 
 
 def test_a_file_name_occurs_once():
-  folders = collections.defaultdict(set)
-  for path in _MODULES.values():
-    if path.name != '__init__.py':
-      folders[path.name].add(path.parent.as_posix())
-  for name, found in folders.items():
-    assert len(found) == 1 or found == _PAIRS.get(name), name
+  names = [path.stem for path in _MODULES.values() if path.stem != '__init__']
+  counts = collections.Counter(names)
+  assert {name: count for name, count in counts.items() if count > 1} == (
+    dict.fromkeys(_TWICE, 2)
+  )
