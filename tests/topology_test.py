@@ -24,13 +24,10 @@ from specdec.tree.topology import load_topology
 
 NOWHERE = np.iinfo(np.int32).max
 
-_PATHS = strategies.lists(
-  strategies.lists(strategies.integers(0, 3), min_size=1, max_size=4).map(
-    tuple
-  ),
-  min_size=1,
-  max_size=8,
-).map(lambda paths: [one[:end] for one in paths for end in range(1, 5)])
+_PATH = strategies.lists(strategies.integers(0, 3), min_size=1, max_size=4)
+_PATHS = strategies.lists(_PATH.map(tuple), min_size=1, max_size=8).map(
+  lambda paths: [one[:end] for one in paths for end in range(1, 5)]
+)
 
 
 @hypothesis.given(_PATHS, strategies.randoms(use_true_random=False))
@@ -40,10 +37,8 @@ def test_any_tree(paths, rng: random.Random):
   rng.shuffle(paths)
   assert (shape, hash(shape)) == (from_paths(paths), hash(from_paths(paths)))
   assert shape == Topology(tuple(paths))
-  assert shape.paths == tuple(
-    sorted(set(paths), key=lambda path: (len(path), path))
-  )
-  nodes = [(), *shape.paths]
+  nodes = sorted({(), *paths}, key=lambda path: (len(path), path))
+  assert shape.paths == tuple(nodes[1:])
   assert shape.num_nodes == len(nodes)
   assert shape.max_depth == max(map(len, paths))
   assert shape.branching == 1 + max(rank for path in paths for rank in path)
@@ -158,22 +153,20 @@ def test_settings_out_of_range(name, values, message):
 
 def _models(rounds, **settings):
   model = table_model(tiny.table(2), max_positions=9)
-  configs = [Settings(rounds=count, **settings) for count in rounds]
   return [
-    tiny_drafters.model(model, config, str(index))
-    for index, config in enumerate(configs)
+    tiny_drafters.model(model, Settings(rounds=count, **settings), str(index))
+    for index, count in enumerate(rounds)
   ]
 
 
 def test_staging_is_associative_and_leaves_fixed_shapes_alone():
   one, two, three = _models((2, 3, 1))
-  nested, other = (
+  for drafter in (
     staged(one, staged(two, three)),
     staged(staged(one, two), three),
-  )
-  assert other.labels == nested.labels == ('0', '1', '2')
-  of = lambda drafter: [stage.config.rounds for stage in drafter.stages]
-  assert of(nested) == of(other) == [2, 3, 1]
+  ):
+    assert drafter.labels == ('0', '1', '2')
+    assert [stage.config.rounds for stage in drafter.stages] == [2, 3, 1]
   fixed = fixed_drafter(PromptLookup(), chain(2))
   with pytest.raises(ValueError, match='a fixed topology leaves no room'):
     staged(fixed, one)
