@@ -10,7 +10,6 @@ import pytest
 import reference
 import tiny
 import tiny_drafters
-from tiny_drafters import Settings
 
 from models.bench import lossless
 from models.nn.table_model import table_model
@@ -19,7 +18,6 @@ from specdec import Sampling
 from specdec.checks import check_sampling
 from specdec.study import exactness as law
 from specdec.study.exactness import choice_margin
-from specdec.tree.topology import chain
 from specdec.verify import rejection
 
 _SIZE = 7
@@ -99,16 +97,15 @@ def test_a_little_of_the_draft_fails():
 def test_a_token_that_was_filtered_out_is_impossible():
   """By a filter, or by a bias, which may be a mapping as elsewhere."""
   key = jax.random.key(0)
-  own = lambda token, **options: law.transform(
-    _MODEL, [0], [token], Sampling(temperature=1.0, **options), key
+  own = lambda token, sampling: law.transform(
+    _MODEL, [0], [token], sampling, key
   )[1][0]
   worst, *_, best = map(int, np.argsort(_LOGITS[0]))
-  assert own(best, top_k=2) > 0.5
-  assert own(worst, top_k=2) == 0
-  biased = {'logit_bias': {best: -np.inf, worst: 1.0}}
-  assert own(best, **biased) == 0 < own(worst, **biased)
-  sampling = Sampling(temperature=1.0, **biased)
-  assert choice_margin(_MODEL, key, [0, 1], sampling) > 0
+  few = Sampling(temperature=1.0, top_k=2)
+  assert own(best, few) > 0.5 > own(worst, few) == 0
+  biased = Sampling(temperature=1.0, logit_bias={best: -np.inf, worst: 1.0})
+  assert own(best, biased) == 0 < own(worst, biased)
+  assert choice_margin(_MODEL, key, [0, 1], biased) > 0
 
 
 def test_distributions_are_those_of_a_loop():
@@ -140,13 +137,12 @@ _OPTIONS = {'sampling': _SAMPLING, 'seed': 3, 'max_new_tokens': _LIMIT}
 def _generator(**changes):
   pair = fuzzing.pair()
   # Longer contexts, of one length.
-  target, draft = (
-    table_model(model.params['logits'], max_positions=200)
-    for model in (pair.target, pair.draft)
-  )
-  drafter = tiny_drafters.model(draft, Settings(topology=chain(3)))
-  models = {'target': target, 'draft': draft} | changes
-  return Generator(dataclasses.replace(pair, **models), drafter)
+  models = {
+    name: table_model(getattr(pair, name).params['logits'], max_positions=200)
+    for name in ('target', 'draft')
+  }
+  drafter = tiny_drafters.simple('chain', models['draft'])
+  return Generator(dataclasses.replace(pair, **models | changes), drafter)
 
 
 # All checks are of one batch size, to share programs.
@@ -156,10 +152,8 @@ def _check_tokens(batch_sizes=(4,)):
 
 
 def _check_law(prompts=_PROMPTS):
-  rule = {'batch_sizes': (4,), 'verify': 'rejection', 'eos_ids': ()}
-  (check,) = lossless.check_distribution(
-    _generator(), prompts, **rule, **_OPTIONS
-  )
+  rule = {'batch_sizes': (4,), 'verify': 'rejection', 'eos_ids': ()} | _OPTIONS
+  (check,) = lossless.check_distribution(_generator(), prompts, **rule)
   return check
 
 
@@ -234,16 +228,9 @@ def test_theory_against_its_definition():
 
 
 def _measure(sampling=_SAMPLING, **changes):
-  return lossless.measure(
-    _generator(**changes),
-    _PROMPTS,
-    sampling=sampling,
-    seed=0,
-    batch_size=3,
-    max_new_tokens=150,
-    numbers_of_children=[1],
-    chain_length=1,
-  )
+  sizes = {'batch_size': 3, 'max_new_tokens': 150, 'chain_length': 1}
+  options = {'sampling': sampling, 'seed': 0, 'numbers_of_children': [1]}
+  return lossless.measure(_generator(**changes), _PROMPTS, **options, **sizes)
 
 
 def test_guesses_stand_as_often_as_theory_says():
@@ -257,11 +244,10 @@ def test_guesses_stand_as_often_as_theory_says():
   one, efficiency = figures['acceptance']['1'], figures['block_efficiency']
   assert one.keys() == names.keys()
   for rule, name in names.items():
-    error = one[rule]['measured'] - one[rule]['theory'][name]
-    assert abs(error) < 4 * one[rule]['standard_error'], rule
+    measured, error = one[rule]['measured'], one[rule]['standard_error']
+    assert abs(measured - one[rule]['theory'][name]) < 4 * error, rule
     # A chain of one is a tree with one child.
-    measured = pytest.approx(1 + one[rule]['measured'], abs=0.01)
-    assert efficiency[rule] == measured
+    assert efficiency[rule] == pytest.approx(1 + measured, abs=0.01)
   # Enough forwards to tell the theories from each other.
   assert one['match']['standard_error'] < 0.03
   theory = one['match']['theory']
