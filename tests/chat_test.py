@@ -19,10 +19,8 @@ import models
 from models.checkpoints import hub
 from models.text.generator import Generator
 from models.text.pair import Pair
-from specdec import PLAIN
 from specdec import PromptLookup
 from specdec import Sampling
-from specdec import staged
 from specdec.loop import advance
 from specdec.loop import extend
 from specdec.loop import start
@@ -64,21 +62,15 @@ def _tokenizer(template):
 
 @functools.cache
 def _drafter(kind):
-  draft = tiny_drafters.model(
-    tiny.draft('similar', num_layers=1), tiny_drafters.TREE
-  )
-  lookup = functools.partial(tiny_drafters.candidates, PromptLookup((0.5,)))
-  return {
-    'plain': PLAIN,
-    'staged': staged(draft, lookup(config=tiny_drafters.INNER)),
-    'lookup': lookup(config=tiny_drafters.TREE),
-  }[kind]
+  lookup = PromptLookup((0.5,))
+  if kind == 'lookup':
+    return tiny_drafters.candidates(lookup, config=tiny_drafters.TREE)
+  return tiny_drafters.simple(kind, tiny.draft('similar', num_layers=1), lookup)
 
 
 def _generator(kind='plain', template=_TEMPLATE):
-  pair = Pair(
-    tiny.gpt2(num_layers=1), None, _tokenizer(template), eos_ids=_EOS_IDS
-  )
+  target = tiny.gpt2(num_layers=1)
+  pair = Pair(target, None, _tokenizer(template), eos_ids=_EOS_IDS)
   return Generator(pair, _drafter(kind))
 
 
@@ -94,24 +86,19 @@ def _sampling(temperature=0.0, bias=2.0):
 
 
 _ENDLESS = {'sampling': _sampling(bias=-np.inf)}
+_OPTIONS = {'max_new_tokens': _LIMIT, 'sampling': _sampling(), 'seed': 3}
+_WHOLE = _OPTIONS | {'room_for_new_tokens': tiny.MAX_POSITIONS}
 
 
 def _chat(lm, **options):
-  return lm.chat(
-    [{'role': 'system', 'content': 'xy'}, _user(_SAID[0])],
-    **{'max_new_tokens': _LIMIT, 'sampling': _sampling(), 'seed': 3} | options,
-  )
+  system = {'role': 'system', 'content': 'xy'}
+  return lm.chat([system, _user(_SAID[0])], **_OPTIONS | options)
 
 
 def _anew(messages, template=_TEMPLATE, sampling=_sampling()):
   """What plain decoding of the whole conversation answers."""
-  return _generator(template=template).generate(
-    [messages],
-    max_new_tokens=_LIMIT,
-    room_for_new_tokens=tiny.MAX_POSITIONS,
-    sampling=sampling,
-    seed=3,
-  )
+  options = _WHOLE | {'sampling': sampling}
+  return _generator(template=template).generate([messages], **options)
 
 
 def _num_programs():
@@ -197,13 +184,7 @@ def test_a_full_context_is_refused_and_nothing_changes():
 @pytest.mark.parametrize('method', ['generate', 'stream', 'trace', 'timed'])
 def test_conversations_are_prompts(method):
   messages = [_user()]
-  found = getattr(_generator(), method)(
-    messages,
-    max_new_tokens=_LIMIT,
-    room_for_new_tokens=tiny.MAX_POSITIONS,
-    seed=3,
-    sampling=_sampling(),
-  )
+  found = getattr(_generator(), method)(messages, **_WHOLE)
   prompt = [_END + 2, 0, 1, _END, _END + 3]
   if method == 'trace':
     assert found[0].prompt_tokens == tuple(prompt)
