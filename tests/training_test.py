@@ -233,24 +233,19 @@ def test_learning_rate_rises_then_falls_to_zero():
   np.testing.assert_allclose(rates, expected, rtol=0.2)
 
 
-def _windows():
-  return jnp.asarray(tiny.tokens(length=9))
+_WINDOWS = tiny.tokens(length=9)
 
 
 def test_loss_is_that_of_the_next_token():
   """Low precision rounds the products, not the gradients."""
   module = tiny.module(num_layers=1)
   graph, params = _pure(module)
-  windows = _windows()
-  (loss, _), rounded = jax.jit(
-    lambda: [
-      jax.value_and_grad(losses.make_loss(graph, dtype=dtype))(params, windows)
-      for dtype in ('float32', 'bfloat16')
-    ]
-  )()
-  logits = tiny.logits(module, np.asarray(windows)[:, :-1])
+  makes = (losses.make_loss(graph, dtype=d) for d in ('float32', 'bfloat16'))
+  run = lambda loss: jax.jit(jax.value_and_grad(loss))(params, _WINDOWS)
+  (loss, _), rounded = map(run, makes)
+  logits = tiny.logits(module, _WINDOWS[:, :-1])
   log_probs = np.asarray(jax.nn.log_softmax(logits))
-  targets = np.asarray(windows)[:, 1:, None]
+  targets = _WINDOWS[:, 1:, None]
   expected = -np.take_along_axis(log_probs, targets, axis=-1).mean()
   np.testing.assert_allclose(loss, expected, rtol=1e-5)
   assert 0 < abs(float(rounded[0] - loss)) < 0.05
@@ -266,7 +261,7 @@ def test_a_student_equal_to_its_teacher_has_nothing_to_learn():
   loss = jax.jit(jax.value_and_grad(loss))
 
   def value_and_largest_gradient(params):
-    value, gradients = loss(params, _windows())
+    value, gradients = loss(params, _WINDOWS)
     leaves = jax.tree.leaves(gradients)
     return value, max(float(np.abs(leaf).max()) for leaf in leaves)
 
@@ -282,12 +277,11 @@ def test_a_student_equal_to_its_teacher_has_nothing_to_learn():
 def test_a_mixture_also_learns_to_use_its_experts_alike():
   module = tiny.llama_module('mixtral')
   graph, params = _pure(module)
-  tokens = _windows()[:, :-1]
+  tokens = jnp.asarray(_WINDOWS)[:, :-1]
   positions = np.broadcast_to(np.arange(8), tokens.shape)
   mask = np.broadcast_to(np.tri(8, dtype=bool), (len(tokens), 8, 8))
-  loss = lambda weight: losses.make_loss(
-    graph, dtype=jnp.float32, balance_weight=weight
-  )(params, _windows())
+  make = functools.partial(losses.make_loss, graph, dtype=jnp.float32)
+  loss = lambda weight: make(balance_weight=weight)(params, _WINDOWS)
 
   @jax.jit
   def losses_and_balance(weights):
@@ -316,9 +310,7 @@ def _train(workdir, *, model=MODEL, tokens=TOKENS, **kw):
 
 
 def _assert_same_run(actual, expected):
-  losses_of = lambda curve: [
-    (one.train_loss, one.held_out_loss) for one in curve
-  ]
+  losses_of = lambda curve: [(p.train_loss, p.held_out_loss) for p in curve]
   assert losses_of(actual[1]) == losses_of(expected[1])
   parameters = map(tiny.parameters, (actual[0], expected[0]))
   jax.tree.map(np.testing.assert_array_equal, *parameters)
@@ -409,13 +401,11 @@ def test_distilling_approaches_the_teacher(tmp_path):
   teacher = losses.Teacher('t', module)
   student, curve = _train(tmp_path, teacher=teacher, learning_rate=0.02)
   assert curve[-1].train_loss < curve[0].train_loss
-  loss = jax.jit(
-    losses.make_loss(_pure(student)[0], dtype=jnp.float32, teacher=teacher)
-  )
-  entropy, trained, untrained = (
-    loss(_pure(one)[1], jnp.asarray(TOKENS[:9])[None])
-    for one in (module, student, GPT2(MODEL, rngs=nnx.Rngs(0)))
-  )
+  graph, _ = _pure(student)
+  loss = losses.make_loss(graph, dtype=jnp.float32, teacher=teacher)
+  loss_of = lambda one: jax.jit(loss)(_pure(one)[1], TOKENS[None, :9])
+  beginner = GPT2(MODEL, rngs=nnx.Rngs(0))
+  entropy, trained, untrained = map(loss_of, (module, student, beginner))
   assert trained - entropy < 0.3 * (untrained - entropy)
 
 
@@ -430,13 +420,9 @@ def test_run_writes_a_folder_and_refuses_another_corpus(
   arguments = {
     'corpus': Corpus(folder=str(root), held_out_percent=20),
     'config': TrainConfig(**(SETTINGS | {'num_steps': 2, 'eval_every': 2})),
-    'shape': six,
-    'vocab_size': 270,
-    'tokenizer_folder': None,
-    'teacher_folder': None,
-    'workdir': tmp_path / 'work',
-    'output': folder,
-    'output_dtype': 'float16',
+    **{'shape': six, 'vocab_size': 270, 'output_dtype': 'float16'},
+    **{'tokenizer_folder': None, 'teacher_folder': None},
+    **{'workdir': tmp_path / 'work', 'output': folder},
   }
   pipeline.run(**arguments)
   module = hub.load_module(folder)
