@@ -61,9 +61,8 @@ def test_stages_have_the_counts_and_the_ends_of_the_target():
     inner = tiny_drafters.candidates(table, config=tiny_drafters.INNER)
     return staged(outer, inner)
 
-  knowing = drafter(
-    _texts(decode(_TARGET, drafter(_PROMPTS, 'empty'))), 'perfect'
-  )
+  texts = _texts(decode(_TARGET, drafter(_PROMPTS, 'empty')))
+  knowing = drafter(texts, 'perfect')
   real = decode(_TARGET, knowing)
   # Tokens, origins, reasons, and all statistics.
   assert decode(oracle_target(_TARGET.spec, _texts(real)), knowing) == real
@@ -90,9 +89,8 @@ def _ranks(draft, texts):
   for row, text in enumerate(texts):
     tokens[row, : len(text)] = text
   sampling = check_sampling(_SAMPLING, _ROWS, tiny.VOCAB_SIZE)
-  return np.asarray(
-    next_token_ranks(draft, jnp.asarray(tokens), tiny.row_keys(_ROWS), sampling)
-  )
+  given = jnp.asarray(tokens), tiny.row_keys(_ROWS), sampling
+  return np.asarray(next_token_ranks(draft, *given))
 
 
 def test_ranks_are_those_of_the_drafter():

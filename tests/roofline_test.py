@@ -2,11 +2,7 @@
 
 import pytest
 
-from models.bench import machine as machine_limits
-from models.bench.machine import bytes_read
-from models.bench.machine import flops
-from models.bench.machine import ModelSize
-from models.bench.machine import place
+from models.bench import machine
 
 _COSTS = {
   'target': {'per_forward': 100, 'per_slot': 2},
@@ -18,16 +14,15 @@ _FIGURES = {
   'stage_forwards': {'draft': 8, 'ngram': 20},
   'positions': {'target': 12, 'draft': 16, 'ngram': 99},
   'reads': {
-    name: {'forwards': forwards, 'slots': slots}
-    for name, forwards, slots in (
-      *(('plain', 50, 1000), ('target', 4, 40)),
-      *(('draft', 8, 160), ('ngram', 20, 0)),
-    )
+    'plain': {'forwards': 50, 'slots': 1000},
+    'target': {'forwards': 4, 'slots': 40},
+    'draft': {'forwards': 8, 'slots': 160},
+    'ngram': {'forwards': 20, 'slots': 0},
   },
   'seconds': 7.0,
   'prefill_seconds': 2.0,
 }
-_SIZES = {'target': ModelSize(50, 1), 'draft': ModelSize(5, 2)}
+_SIZES = {'target': machine.ModelSize(50, 1), 'draft': machine.ModelSize(5, 2)}
 
 # 12 positions of 50 weights, each seeing 10 slots; 16 of 5, seeing 20 of 2.
 _FLOPS = 2 * 12 * (50 + 10) + 2 * 16 * (5 + 20 * 2)
@@ -36,9 +31,9 @@ _BYTES = 4 * 100 + 40 * 2 + 8 * 10 + 160 + 20 * 3
 
 def test_an_arm_is_placed_under_the_roofs():
   """All models are read, and the reads of plain decoding do not count."""
-  assert bytes_read(_FIGURES['reads'], _COSTS) == _BYTES
-  assert flops(_FIGURES, _SIZES) == _FLOPS
-  placed = place(_FIGURES, _COSTS, _SIZES, {'bytes_per_second': 200.0})
+  assert machine.bytes_read(_FIGURES['reads'], _COSTS) == _BYTES
+  assert machine.flops(_FIGURES, _SIZES) == _FLOPS
+  placed = machine.place(_FIGURES, _COSTS, _SIZES, {'bytes_per_second': 200.0})
   assert placed == {
     'arithmetic_intensity': pytest.approx(_FLOPS / _BYTES),
     'flops_per_second': pytest.approx(_FLOPS / 5),
@@ -49,9 +44,9 @@ def test_an_arm_is_placed_under_the_roofs():
 
 
 def test_medians_of_the_samples_count(monkeypatch):
-  monkeypatch.setattr(machine_limits, '_READ_BYTES', {'default': 1 << 16})
-  monkeypatch.setattr(machine_limits, '_MATRIX_WIDTH', {'default': 8})
-  limits = machine_limits.MachineLimits(['float32', 'bfloat16'])
+  monkeypatch.setattr(machine, '_READ_BYTES', {'default': 1 << 16})
+  monkeypatch.setattr(machine, '_MATRIX_WIDTH', {'default': 8})
+  limits = machine.MachineLimits(['float32', 'bfloat16'])
   # Two readers, the faster counts; then a product of each dtype.
   rates = iter([1.0, 3.0, 10.0, 20.0, 5.0, 4.0, 30.0, 70.0, 9.0, 2.0, 20.0, 30])
   works = []
@@ -61,7 +56,7 @@ def test_medians_of_the_samples_count(monkeypatch):
     works.append(work)
     return next(rates)
 
-  monkeypatch.setattr(machine_limits, '_rate', rate)
+  monkeypatch.setattr(machine, '_rate', rate)
   for _ in range(3):
     limits.sample()
   assert works == [1 << 16, 1 << 16, 2 * 8**3, 2 * 8**3] * 3

@@ -4,6 +4,7 @@ The model is small, but like a transformer: what it says depends on the tokens
 that it sees and on their positions, and it reads them from its cache.
 """
 
+import dataclasses
 import functools
 import types
 
@@ -86,11 +87,8 @@ def test_a_decode_of_all_that_a_step_does():
     tiny_drafters.exact(guesses), config=Settings(topology=k_ary(4, 2))
   )
   per_row = {
-    name: [getattr(options, name) for options in _OPTIONS]
-    for name in (
-      *('temperature', 'top_k', 'top_p', 'min_p'),
-      *('logit_bias', 'repetition_penalty'),
-    )
+    field.name: [getattr(options, field.name) for options in _OPTIONS]
+    for field in dataclasses.fields(reference.Options)
   }
   result = generate(
     target,
@@ -103,12 +101,9 @@ def test_a_decode_of_all_that_a_step_does():
     log_probs=True,
   )
   for row, (prompt, limit) in enumerate(zip(_PROMPTS, _LIMITS, strict=True)):
+    logits_of = functools.partial(_logits, params)
     new, log_probs = reference.decode(
-      functools.partial(_logits, params),
-      prompt,
-      limit,
-      keys[row],
-      _OPTIONS[row],
+      logits_of, prompt, limit, keys[row], _OPTIONS[row]
     )
     end = new.index(_END) + 1 if _END in new else limit
     assert result.tokens[row] == new[:end]

@@ -38,13 +38,8 @@ TABOO = VOCAB_SIZE - 1
 
 DRAFTS = ('perfect', 'similar', 'random', 'hopeless')
 
-MODULE_SHAPE = {
-  'vocab_size': 40,
-  'num_positions': 8,
-  'width': 16,
-  'num_layers': 2,
-  'num_heads': 2,
-}
+MODULE_SHAPE = {'vocab_size': 40, 'num_positions': 8, 'width': 16}
+MODULE_SHAPE |= {'num_layers': 2, 'num_heads': 2}
 
 
 def module(*, dtype=jnp.float32, seed: int = 0, **config) -> GPT2:
@@ -141,12 +136,9 @@ def gpt2(seed: int = 0, **shape) -> LanguageModel:
 def perturbed(model: LanguageModel, amount: float) -> LanguageModel:
   """The model with every weight changed by about this fraction of itself."""
   rng = np.random.default_rng(99)
-  params = jax.tree.map(
-    lambda leaf: (
-      leaf * (1 + amount * rng.normal(size=leaf.shape)).astype(leaf.dtype)
-    ),
-    model.params['gpt2'],
-  )
+  factor = lambda leaf: 1 + amount * rng.normal(size=leaf.shape)
+  change = lambda leaf: leaf * factor(leaf).astype(leaf.dtype)
+  params = jax.tree.map(change, model.params['gpt2'])
   return model.replace(params=model.params | {'gpt2': params})
 
 
@@ -172,12 +164,8 @@ def draft(kind: str, **shape) -> LanguageModel:
 
 def sampling(*temperatures: float) -> Sampling:
   """One temperature per row, and all filters: one program for most tests."""
-  return Sampling(
-    temperature=np.array(temperatures, np.float32),
-    top_k=20,
-    top_p=0.95,
-    min_p=0.01,
-  )
+  temperature = np.array(temperatures, np.float32)
+  return Sampling(temperature=temperature, top_k=20, top_p=0.95, min_p=0.01)
 
 
 def sampling_params(*temperatures: float) -> SamplingParams:
@@ -220,30 +208,18 @@ def table(vocab_size: int, seed: int = 0) -> np.ndarray:
   return 2 * rng.normal(size=(vocab_size, vocab_size)).astype(np.float32)
 
 
-_LLAMA_SHAPE = {
-  'vocab_size': VOCAB_SIZE,
-  'num_positions': MAX_POSITIONS,
-  'width': 16,
-  'num_layers': 2,
-  'num_heads': 4,
-  'num_kv_heads': 2,
-  'head_width': 8,
-  'inner_width': 24,
-}
+_LLAMA_SHAPE = {'vocab_size': VOCAB_SIZE, 'num_positions': MAX_POSITIONS}
+_LLAMA_SHAPE |= {'width': 16, 'num_layers': 2, 'inner_width': 24}
+_LLAMA_SHAPE |= {'num_heads': 4, 'num_kv_heads': 2, 'head_width': 8}
+_SCALING = Llama3Scaling(
+  factor=4.0,
+  low_freq_factor=1.0,
+  high_freq_factor=4.0,
+  original_max_position_embeddings=64,
+)
+_ROPE = Rope(theta=1000.0, scaling=_SCALING)
 LLAMA_CONFIGS = {
-  'llama': LlamaConfig(
-    **_LLAMA_SHAPE,
-    qk_norm=True,
-    rope=Rope(
-      theta=1000.0,
-      scaling=Llama3Scaling(
-        factor=4.0,
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
-        original_max_position_embeddings=64,
-      ),
-    ),
-  ),
+  'llama': LlamaConfig(**_LLAMA_SHAPE, qk_norm=True, rope=_ROPE),
   # One layer: every expert has a loop of its own to compile.
   'mixtral': MixtralConfig(
     **(_LLAMA_SHAPE | {'num_layers': 1}), num_experts=4, experts_per_token=2
