@@ -196,13 +196,13 @@ def padded(texts):
 
 def run(drafter, step):
   """Trees as dicts, and forwards by stage."""
-  active, sampling = (
-    np.array(step.active),
-    Sampling(temperature=step.temperature),
+  tokens, length = padded(step.texts)
+  active, num_tokens = np.array(step.active), step.noise.shape[2]
+  sampling = Sampling(temperature=step.temperature)
+  sampling = check_sampling(sampling, BATCH_SIZE, num_tokens)
+  stages, tree = jax.device_get(
+    grown(drafter, tokens, length, active, step.noise, sampling)
   )
-  sampling = check_sampling(sampling, BATCH_SIZE, step.noise.shape[2])
-  arguments = (*padded(step.texts), active, step.noise, sampling)
-  stages, tree = jax.device_get(grown(drafter, *arguments))
   for stage in stages:
     np.testing.assert_array_equal(
       stage.counters.row_forwards, stage.counters.forwards * active
