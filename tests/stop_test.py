@@ -49,9 +49,7 @@ def _check_matcher(stops, pieces):
     stop = _first_stop(stops, text)
     assert matcher.stopped == (stop is not None)
     # The longest end of the text that a stop string could begin with is held.
-    held = max(
-      (len(one) for one in beginnings if text.endswith(one)), default=0
-    )
+    held = max(map(len, filter(text.endswith, beginnings)), default=0)
     assert returned == text[: stop[0] if stop else len(text) - held], stops
   returned += matcher.flush()
   stop = _first_stop(stops, text)

@@ -22,12 +22,8 @@ _count_emitted = jax.jit(accept.count_emitted)
 
 def test_origins_by_hand():
   """Whoever proposed the next node of the path; nobody the bonus token."""
-  nodes = [
-    Node(0),
-    Node(1, 0, 1, 0, 0, 3),
-    Node(2, 0, 1, 0, 0, 1),
-    Node(3, 2, 2, 0, 0, 2),
-  ]
+  nodes = [Node(0), Node(1, 0, 1, 0, 0, 3), Node(2, 0, 1, 0, 0, 1)]
+  nodes.append(Node(3, 2, 2, 0, 0, 2))
   tree = stack([to_arrays(nodes, 6)] * 3)
   verdict = Verdict(
     place=jnp.array([[0, 2, 3], [0, 1, NO_NODE], [0, NO_NODE, NO_NODE]]),
