@@ -4,7 +4,6 @@ import dataclasses
 import functools
 
 import command_lines
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -29,13 +28,7 @@ SHAPES = {
 _ROUNDING = 1e-4
 
 
-def _logits(module):
-  tokens = tiny.tokens()
-  positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
-  mask = np.tri(tokens.shape[1], dtype=bool)[None].repeat(len(tokens), 0)
-  return jax.jit(lambda: module(jnp.asarray(tokens), positions, mask)[0])()
-
-
+_logits = functools.partial(tiny.logits, tokens=tiny.tokens())
 _assert_close = functools.partial(np.testing.assert_allclose, rtol=0)
 
 

@@ -81,7 +81,8 @@ def logits(module: GPT2, tokens: np.ndarray) -> np.ndarray:
   positions = jnp.broadcast_to(jnp.arange(length)[None], tokens.shape)
   causal = jnp.tril(jnp.ones((length, length), bool))
   mask = jnp.broadcast_to(causal[None], (batch_size, length, length))
-  return np.asarray(module(jnp.asarray(tokens), positions, mask)[0])
+  forward = jax.jit(lambda tokens: module(tokens, positions, mask)[0])
+  return np.asarray(forward(tokens))
 
 
 def _bias(sign: float) -> jax.Array:
