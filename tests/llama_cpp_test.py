@@ -15,7 +15,8 @@ from specdec import Sampling
 
 _EOS = 7
 # It counts on from the last id, and ends before 7 as the real one does; it
-# says what it was asked and how it was started.
+# says what it was asked and how it was started, and logs more than a pipe
+# holds.
 _SERVER = f"""\
 #!{sys.executable}
 import http.server, json, sys
@@ -29,6 +30,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     self.answer({{}})
   def do_POST(self):
     request = json.loads(self.rfile.read(int(self.headers['Content-Length'])))
+    print('.' * 100_000, file=sys.stderr, flush=True)
     if request['temperature'] > 1:
       return self.answer({{'asked': request, 'flags': flags}}, 400)
     first = request['prompt'][-1] + 1

@@ -13,6 +13,7 @@ import pathlib
 import shutil
 import socket
 import subprocess
+import tempfile
 import time
 from typing import Any
 import urllib.error
@@ -81,20 +82,22 @@ class _Server:
       free.bind(('127.0.0.1', 0))
       port = free.getsockname()[1]
     self._address = f'http://127.0.0.1:{port}'
-    process = subprocess.Popen(
-      [*command, '--host', '127.0.0.1', '--port', f'{port}'],
-      stdout=subprocess.DEVNULL,
-      stderr=subprocess.PIPE,
-      text=True,
-    )
-    weakref.finalize(self, _stop, process)
-    end = time.monotonic() + _START_SECONDS
-    while not self._is_ready():
-      if process.poll() is not None or time.monotonic() > end:
-        process.kill()
-        said = process.communicate()[1].strip().splitlines()[-3:]
-        raise ValueError(f'{" ".join(command)} does not start: {said}')
-      time.sleep(0.1)
+    # A file, because nobody reads while it decodes: a full pipe would stop it.
+    with tempfile.TemporaryFile('w+') as log:
+      process = subprocess.Popen(
+        [*command, '--host', '127.0.0.1', '--port', f'{port}'],
+        stdout=subprocess.DEVNULL,
+        stderr=log,
+      )
+      weakref.finalize(self, _stop, process)
+      end = time.monotonic() + _START_SECONDS
+      while not self._is_ready():
+        if process.poll() is not None or time.monotonic() > end:
+          _stop(process)
+          log.seek(0)
+          said = log.read().strip().splitlines()[-3:]
+          raise ValueError(f'{" ".join(command)} does not start: {said}')
+        time.sleep(0.1)
 
   def _is_ready(self) -> bool:
     try:
