@@ -149,22 +149,24 @@ void ParallelFor(ffi::ThreadPool& pool, int64_t count, int64_t bytes,
 constexpr int kBlock = 16;
 constexpr int kParts = kBlock / kLanes;  // Registers of a block.
 
-// How each dtype is multiplied. `Pack` writes kFactors words of a row for each
-// kPerWord weights, every `stride` words; `Step` adds the products of a register
-// of weights with those words to sums that start at `*start`; in the end the
-// sums are multiplied by the row's scale, which `Pack` returns.
+// How each dtype is multiplied. `Round` rounds a row to values of the dtype times
+// a scale, which it returns; `Put` writes kPerWord of them as kFactors words;
+// `Step` adds the products of a register of weights with those words to sums that
+// start at `*start`.
 
 struct Float32 {
+  using Value = float;
   using Sums = Floats;
   static constexpr int kPerWord = 1;
   static constexpr int kFactors = 1;
 
-  static float Pack(const float* row, int64_t width, uint32_t* words,
-                    int64_t stride, int32_t*) {
-    for (int64_t i = 0; i < width; ++i) {
-      words[i * stride] = BitCast<uint32_t>(row[i]);
-    }
+  static float Round(const float* row, int64_t width, float* values, int32_t*) {
+    std::copy(row, row + width, values);
     return 1.0f;
+  }
+
+  static void Put(const float* value, uint32_t* words) {
+    *words = BitCast<uint32_t>(*value);
   }
 
   static Sums Step(const Sums& sums, const Words& weights, const uint32_t* x) {
@@ -180,39 +182,36 @@ inline uint32_t RoundToBFloat16(float value) {
   return is_nan ? (bits >> 16) | 0x40 : rounded;
 }
 
+struct BFloat16 {
+  using Value = uint16_t;
+  using Sums = Floats;
+  static constexpr int kPerWord = 2;
+
+  static float Round(const float* row, int64_t width, uint16_t* values,
+                     int32_t*) {
+    for (int64_t i = 0; i < width; ++i) values[i] = RoundToBFloat16(row[i]);
+    return 1.0f;
+  }
+
 // AMD multiplies pairs of bfloat16 twice as fast as float32, Intel (Sapphire
 // Rapids) half as fast.
 #if defined(__AVX512BF16__) && (defined(__znver4__) || defined(__znver5__))
-struct BFloat16 {
-  using Sums = Floats;
-  static constexpr int kPerWord = 2;
   static constexpr int kFactors = 1;
 
-  static float Pack(const float* row, int64_t width, uint32_t* words,
-                    int64_t stride, int32_t*) {
-    for (int64_t i = 0; i < width; ++i) {
-      words[i / 2 * stride] |= RoundToBFloat16(row[i]) << 16 * (i % 2);
-    }
-    return 1.0f;
+  static void Put(const uint16_t* values, uint32_t* words) {
+    *words = values[0] | static_cast<uint32_t>(values[1]) << 16;
   }
 
   static Sums Step(const Sums& sums, const Words& weights, const uint32_t* x) {
     return (Sums)_mm512_dpbf16_ps((__m512)sums, BitCast<__m512bh>(weights),
                                   (__m512bh)_mm512_set1_epi32(*x));
   }
-};
 #else
-struct BFloat16 {
-  using Sums = Floats;
-  static constexpr int kPerWord = 2;
   static constexpr int kFactors = 2;
 
-  static float Pack(const float* row, int64_t width, uint32_t* words,
-                    int64_t stride, int32_t*) {
-    for (int64_t i = 0; i < width; ++i) {
-      words[i / 2 * stride + i % 2] = RoundToBFloat16(row[i]) << 16;
-    }
-    return 1.0f;
+  static void Put(const uint16_t* values, uint32_t* words) {
+    words[0] = static_cast<uint32_t>(values[0]) << 16;
+    words[1] = static_cast<uint32_t>(values[1]) << 16;
   }
 
   static Sums Step(const Sums& sums, const Words& weights, const uint32_t* x) {
@@ -221,18 +220,19 @@ struct BFloat16 {
     const Floats first = sums + even * BitCast<float>(x[0]);
     return first + odd * BitCast<float>(x[1]);
   }
-};
 #endif
+};
 
 struct Int8 {
+  using Value = int8_t;
   using Sums = Ints;
   static constexpr int kPerWord = 4;
 
 #if defined(__AVX512VNNI__)
   static constexpr int kFactors = 1;
 
-  static void Put(uint32_t* words, int place, int32_t value) {
-    words[0] |= static_cast<uint32_t>(value & 0xff) << 8 * place;
+  static void Put(const int8_t* values, uint32_t* words) {
+    std::memcpy(words, values, 4);
   }
 
   static Sums Step(const Sums& sums, const Words& weights, const uint32_t* x) {
@@ -243,9 +243,11 @@ struct Int8 {
   // Pairs of 16 bits: the weights at even places, then those at odd ones.
   static constexpr int kFactors = 2;
 
-  static void Put(uint32_t* words, int place, int32_t value) {
-    words[place % 2] |= static_cast<uint32_t>(value & 0xffff)
-                        << 16 * (place / 2);
+  static void Put(const int8_t* values, uint32_t* words) {
+    for (int i = 0; i < 2; ++i) {
+      words[i] = static_cast<uint16_t>(values[i]) |
+                 static_cast<uint32_t>(values[i + 2]) << 16;
+    }
   }
 
   static Ints MultiplyPairs(const Words& weights, uint32_t x) {
@@ -263,8 +265,8 @@ struct Int8 {
 #else
   static constexpr int kFactors = 4;
 
-  static void Put(uint32_t* words, int place, int32_t value) {
-    words[place] = value;
+  static void Put(const int8_t* values, uint32_t* words) {
+    std::copy(values, values + 4, words);
   }
 
   static Sums Step(const Sums& sums, const Words& weights, const uint32_t* x) {
@@ -279,8 +281,8 @@ struct Int8 {
 
   // Rounds a row to integers times a scale. Since the weights are 128 too large,
   // the sums start at minus 128 times the sum of the row.
-  static float Pack(const float* row, int64_t width, uint32_t* words,
-                    int64_t stride, int32_t* start) {
+  static float Round(const float* row, int64_t width, int8_t* values,
+                     int32_t* start) {
     uint32_t bits = 0;  // Of the largest; in the order of non-negative floats.
     for (int64_t i = 0; i < width; ++i) {
       bits = std::max(bits, BitCast<uint32_t>(row[i]) & 0x7fffffff);
@@ -293,7 +295,7 @@ struct Int8 {
     for (int64_t i = 0; i < width; ++i) {
       const auto value = static_cast<int32_t>(std::nearbyint(row[i] / scale));
       sum += value;
-      Put(words + i / 4 * stride, i % 4, value);
+      values[i] = value;
     }
     *start = -128 * sum;
     return scale;
@@ -308,7 +310,9 @@ constexpr int kRows = 6, kBlocks = 1;  // 12 of 16.
 #else
 constexpr int kRows = 4, kBlocks = 1;  // 16 of 32 (Arm).
 #endif
-constexpr int64_t kPrefetch = 2048;  // Bytes ahead.
+constexpr int kTiles = 4;  // Whose sums are in registers and the first cache.
+constexpr int64_t kWords = 64;  // That the tiles take in turn.
+constexpr int64_t kPrefetch = 2048;  // Bytes ahead, of one tile.
 
 // Packed rows: tiles of kRows rows (the last of fewer), each
 // [words of weights, rows, kFactors].
@@ -326,13 +330,18 @@ Rows PackRows(const float* x, int64_t count, int64_t width) {
   Rows rows{count, words,
             std::vector<uint32_t>(count * words * Kind::kFactors),
             std::vector<float>(count), std::vector<int32_t>(count)};
+  std::vector<typename Kind::Value> values(words * Kind::kPerWord);
   for (int64_t row = 0; row < count; ++row) {
     const int64_t first = row / kRows * kRows;
-    const int64_t in_tile = std::min<int64_t>(kRows, count - first);
+    const int64_t stride =
+        std::min<int64_t>(kRows, count - first) * Kind::kFactors;
     uint32_t* const to = rows.packed.data() +
                          (first * words + row - first) * Kind::kFactors;
-    rows.scale[row] = Kind::Pack(x + row * width, width, to,
-                                 in_tile * Kind::kFactors, &rows.start[row]);
+    rows.scale[row] =
+        Kind::Round(x + row * width, width, values.data(), &rows.start[row]);
+    for (int64_t word = 0; word < words; ++word) {
+      Kind::Put(values.data() + word * Kind::kPerWord, to + word * stride);
+    }
   }
   return rows;
 }
@@ -345,25 +354,38 @@ struct Columns {  // Outputs that are multiplied at once.
   int64_t stride;  // Of `out`, from row to row.
 };
 
-// Multiplies R rows from `first` on with the outputs of kBlocks blocks.
+constexpr int kRegisters = kBlocks * kParts;
+
+// The sums of a row.
+template <typename Kind>
+using RowSums = typename Kind::Sums[kRegisters];
+
+// Some of the weights of kBlocks blocks, and those to prefetch meanwhile.
+struct Span {
+  const uint32_t* blocks;
+  int64_t begin, end;  // Words.
+  int64_t ahead;  // Bytes from the first of the words to what is prefetched.
+  int64_t step;  // Bytes to what is prefetched with the next word.
+};
+
+// Adds the products of R rows from `first` on with a span of weights to `sums`.
 template <typename Kind, int R>
-void Tile(const Rows& rows, int64_t first, const Columns& columns) {
-  constexpr int kRegisters = kBlocks * kParts;
-  typename Kind::Sums sums[R][kRegisters] = {};
-  for (int r = 0; r < R; ++r) {
-    for (auto& sum : sums[r]) {
-      if constexpr (Kind::kPerWord == 4) sum += rows.start[first + r];
-    }
-  }
-  const uint32_t* x = rows.packed.data() + first * rows.words * Kind::kFactors;
-  for (int64_t word = 0; word < rows.words; ++word, x += R * Kind::kFactors) {
+void AddProducts(const Rows& rows, int64_t first, const Span& span,
+                 RowSums<Kind>* to) {
+  typename Kind::Sums sums[R][kRegisters];
+  std::memcpy(sums, to, sizeof(sums));
+  const uint32_t* x = rows.packed.data() +
+                      (first * rows.words + span.begin * R) * Kind::kFactors;
+  const uint32_t* from = span.blocks + span.begin * kBlock;
+  const char* next = reinterpret_cast<const char*>(from) + span.ahead;
+  for (int64_t word = span.begin; word < span.end; ++word) {
     Words weights[kRegisters];
     for (int c = 0; c < kBlocks; ++c) {
-      const uint32_t* from = columns.blocks + (c * rows.words + word) * kBlock;
       for (int part = 0; part < kParts; ++part) {
-        weights[c * kParts + part] = Load<Words>(from + part * kLanes);
+        weights[c * kParts + part] =
+            Load<Words>(from + c * rows.words * kBlock + part * kLanes);
       }
-      __builtin_prefetch(reinterpret_cast<const char*>(from) + kPrefetch);
+      __builtin_prefetch(next + c * rows.words * kBlock * 4);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
@@ -372,31 +394,65 @@ void Tile(const Rows& rows, int64_t first, const Columns& columns) {
         sums[r][i] = Kind::Step(sums[r][i], weights[i], x + r * Kind::kFactors);
       }
     }
+    x += R * Kind::kFactors;
+    from += kBlock;
+    next += span.step;
   }
-  for (int r = 0; r < R; ++r) {
-    for (int i = 0; i < kRegisters && i * kLanes < columns.count; ++i) {
-      const int64_t left = columns.count - i * kLanes;
-      float* const to =
-          columns.out + (first + r) * columns.stride + i * kLanes;
-      if constexpr (Kind::kPerWord == 4) {
-        const Floats scale = LoadFloats(columns.scale + i * kLanes, left);
-        const Floats product = __builtin_convertvector(sums[r][i], Floats);
-        StoreFirst(to, product * (scale * rows.scale[first + r]), left);
-      } else {
-        StoreFirst(to, sums[r][i], left);
-      }
-    }
+  std::memcpy(to, sums, sizeof(sums));
+}
+
+// The same for `count` rows, at most kRows.
+template <typename Kind, int R = kRows>
+void AddProductsOf(int64_t count, const Rows& rows, int64_t first,
+                   const Span& span, RowSums<Kind>* to) {
+  if (count >= R) {
+    AddProducts<Kind, R>(rows, first, span, to);
+  } else if constexpr (R > 1) {
+    AddProductsOf<Kind, R - 1>(count, rows, first, span, to);
   }
 }
 
-// Multiplies `count` rows, of which a tile may have fewer than kRows.
-template <typename Kind, int R = kRows>
-void TileOf(int64_t count, const Rows& rows, int64_t first,
-            const Columns& columns) {
-  if (count >= R) {
-    Tile<Kind, R>(rows, first, columns);
-  } else if constexpr (R > 1) {
-    TileOf<Kind, R - 1>(count, rows, first, columns);
+// Multiplies `count` rows from `first` on, at most kTiles * kRows, with the
+// outputs of kBlocks blocks.
+//
+// All tiles take some words in turn, so that the processor computes with those
+// in its cache while it reads the next ones.
+template <typename Kind>
+void MultiplyColumns(const Rows& rows, int64_t first, int64_t count,
+                     const Columns& columns) {
+  RowSums<Kind> sums[kTiles * kRows];
+  for (int64_t row = 0; row < count; ++row) {
+    typename Kind::Sums start = {};
+    if constexpr (Kind::kPerWord == 4) start += rows.start[first + row];
+    std::fill_n(sums[row], kRegisters, start);
+  }
+  constexpr int64_t kBytes = 4 * kBlock;  // Of a word of every output.
+  const int64_t tiles = (count + kRows - 1) / kRows;
+  const int64_t length = tiles == 1 ? rows.words : kWords;
+  for (int64_t begin = 0; begin < rows.words; begin += length) {
+    const int64_t end = std::min(begin + length, rows.words);
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      // Each tile prefetches a part of the words that come next.
+      const int64_t ahead =
+          tiles == 1 ? kPrefetch : kBytes * kWords * (tiles + tile) / tiles;
+      const Span span{columns.blocks, begin, end, ahead, kBytes / tiles};
+      const int64_t row = tile * kRows;
+      AddProductsOf<Kind>(count - row, rows, first + row, span, sums + row);
+    }
+  }
+  for (int64_t row = 0; row < count; ++row) {
+    for (int i = 0; i < kRegisters && i * kLanes < columns.count; ++i) {
+      const int64_t left = columns.count - i * kLanes;
+      float* const to =
+          columns.out + (first + row) * columns.stride + i * kLanes;
+      if constexpr (Kind::kPerWord == 4) {
+        const Floats scale = LoadFloats(columns.scale + i * kLanes, left);
+        const Floats product = __builtin_convertvector(sums[row][i], Floats);
+        StoreFirst(to, product * (scale * rows.scale[first + row]), left);
+      } else {
+        StoreFirst(to, sums[row][i], left);
+      }
+    }
   }
 }
 
@@ -420,9 +476,11 @@ ffi::Error Multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
     const Columns columns{packed.typed_data() + block * words * kBlock,
                           scale.typed_data() + start, outputs - start,
                           out->typed_data() + start, outputs};
-    // The blocks stay in the processor's cache.
-    for (int64_t row = 0; row < rows.count; row += kRows) {
-      TileOf<Kind>(rows.count - row, rows, row, columns);
+    // The blocks stay in the processor's second cache.
+    constexpr int64_t kMost = kTiles * kRows;
+    for (int64_t row = 0; row < rows.count; row += kMost) {
+      const int64_t count = std::min(kMost, rows.count - row);
+      MultiplyColumns<Kind>(rows, row, count, columns);
     }
   });
   return ffi::Error::Success();
