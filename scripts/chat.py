@@ -38,6 +38,15 @@ _ENDS = {
 _COMMANDS = '/show: who proposed what; /new: begin anew; /quit'
 
 
+@command_line.checked_first
+def _check() -> None:
+  if options.COORDINATOR.value is not None:
+    raise ValueError(
+      f'--coordinator={options.COORDINATOR.value}: every host would read its own'
+      ' terminal; a conversation needs one host'
+    )
+
+
 @contextlib.contextmanager
 def _interrupts():
   """Ctrl-C does not end the program, but makes the yielded list true."""

@@ -169,3 +169,8 @@ def test_a_host_that_dies_ends_the_other(pair, killed):
 )
 def test_flags_that_do_not_fit_together(flags, message):
   assert message in command_lines.refusal('generate.py', *flags)
+
+
+def test_a_conversation_needs_one_host():
+  flags = ['--target=demo', '--coordinator=auto', '--mesh=model:4']
+  assert 'needs one host' in command_lines.refusal('chat.py', *flags)
