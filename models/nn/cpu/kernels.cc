@@ -311,8 +311,7 @@ constexpr int kRows = 6, kBlocks = 1;  // 12 of 16.
 constexpr int kRows = 4, kBlocks = 1;  // 16 of 32 (Arm).
 #endif
 constexpr int kTiles = 4;  // Whose sums are in registers and the first cache.
-constexpr int64_t kWords = 64;  // That the tiles take in turn.
-constexpr int64_t kPrefetch = 2048;  // Bytes ahead, of one tile.
+constexpr int64_t kWords = 48;  // That tiles take in turn, and prefetched ahead.
 
 // Packed rows: tiles of kRows rows (the last of fewer), each
 // [words of weights, rows, kFactors].
@@ -428,16 +427,20 @@ void MultiplyColumns(const Rows& rows, int64_t first, int64_t count,
   }
   constexpr int64_t kBytes = 4 * kBlock;  // Of a word of every output.
   const int64_t tiles = (count + kRows - 1) / kRows;
-  const int64_t length = tiles == 1 ? rows.words : kWords;
+  const int64_t length =
+      tiles == 1 ? std::max(rows.words - kWords, kWords) : kWords;
   for (int64_t begin = 0; begin < rows.words; begin += length) {
     const int64_t end = std::min(begin + length, rows.words);
+    // After the last words come the first ones of the next blocks.
+    const int64_t next =
+        end < rows.words ? begin + kWords : kBlocks * rows.words;
     for (int64_t tile = 0; tile < tiles; ++tile) {
-      // Each tile prefetches a part of the words that come next.
-      const int64_t ahead =
-          tiles == 1 ? kPrefetch : kBytes * kWords * (tiles + tile) / tiles;
-      const Span span{columns.blocks, begin, end, ahead, kBytes / tiles};
       const int64_t row = tile * kRows;
-      AddProductsOf<Kind>(count - row, rows, first + row, span, sums + row);
+      const int64_t ahead = next - begin + kWords * tile / tiles;
+      AddProductsOf<Kind>(
+          count - row, rows, first + row,
+          {columns.blocks, begin, end, kBytes * ahead, kBytes / tiles},
+          sums + row);
     }
   }
   for (int64_t row = 0; row < count; ++row) {
@@ -471,16 +474,23 @@ ffi::Error Multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
   }
   const int64_t tiles = (rows.count + kRows - 1) / kRows;
   const int64_t bytes = tiles * packed.size_bytes();
-  ParallelFor(pool, num_blocks / kBlocks, bytes, [&](int64_t index) {
-    const int64_t block = index * kBlocks, start = block * kBlock;
-    const Columns columns{packed.typed_data() + block * words * kBlock,
-                          scale.typed_data() + start, outputs - start,
-                          out->typed_data() + start, outputs};
-    // The blocks stay in the processor's second cache.
-    constexpr int64_t kMost = kTiles * kRows;
-    for (int64_t row = 0; row < rows.count; row += kMost) {
-      const int64_t count = std::min(kMost, rows.count - row);
-      MultiplyColumns<Kind>(rows, row, count, columns);
+  // A thread takes some neighbours, and prefetches from one to the next.
+  const int64_t count = num_blocks / kBlocks;
+  const int64_t taken =
+      std::clamp<int64_t>(count / (8 * pool.num_threads()), 1, 8);
+  ParallelFor(pool, (count + taken - 1) / taken, bytes, [&](int64_t part) {
+    const int64_t end = std::min(count, (part + 1) * taken);
+    for (int64_t index = part * taken; index < end; ++index) {
+      const int64_t block = index * kBlocks, start = block * kBlock;
+      const Columns columns{packed.typed_data() + block * words * kBlock,
+                            scale.typed_data() + start, outputs - start,
+                            out->typed_data() + start, outputs};
+      // The blocks stay in the processor's second cache.
+      constexpr int64_t kMost = kTiles * kRows;
+      for (int64_t row = 0; row < rows.count; row += kMost) {
+        const int64_t left = std::min(kMost, rows.count - row);
+        MultiplyColumns<Kind>(rows, row, left, columns);
+      }
     }
   });
   return ffi::Error::Success();
