@@ -33,8 +33,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 _RNG = np.random.default_rng(0)
-# Outputs and inputs: one, parts of a block, and several blocks with a rest.
-_SHAPES = [(1, 1), (48, 64), (101, 37)]
+# Outputs and inputs: one, parts of a block, several blocks with a rest, and more
+# than a thread takes at once of each.
+_SHAPES = [(1, 1), (48, 64), (101, 37), (1900, 481)]
 
 
 _multiply, _matmul, _take_rows = map(jax.jit, (ops.multiply, matmul, take_rows))
@@ -54,13 +55,13 @@ def test_products_equal_those_of_xla(shape, dtype):
   packed = pack(weight)
   unpacked = weight.values if dtype == 'int8' else weight
   np.testing.assert_array_equal(ops.unpack(packed), unpacked)
-  x = _RNG.standard_normal((19, shape[1]), np.float32)
-  alone = np.concatenate([_multiply(x[i : i + 1], packed) for i in range(19)])
-  for count in (2, 8, 19):
+  x = _RNG.standard_normal((35, shape[1]), np.float32)
+  alone = np.concatenate([_multiply(x[i : i + 1], packed) for i in range(35)])
+  for count in (2, 8, 19, 35):
     result = _multiply(x[:count], packed)
     np.testing.assert_array_equal(result, alone[:count])
   expected = _matmul(x, weight)
-  np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
+  np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-4)
   index = _RNG.integers(0, shape[0], (2, 3))
   rows = _take_rows(packed, index)
   np.testing.assert_array_equal(rows, _take_rows(weight, index))
