@@ -27,6 +27,8 @@ def call(rng: np.random.Generator) -> jax.Array:
   kind = rng.integers(4)
   if kind == 0:
     rows, outputs, inputs = size(40), size(120), size(70)
+    if rng.random() < 0.1:
+      outputs *= 20  # Of which a thread takes several blocks.
     dtype = rng.choice(ops.DTYPES)
     if dtype == 'int8':
       values = rng.integers(-127, 128, (outputs, inputs)).astype(np.int8)
