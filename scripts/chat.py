@@ -42,8 +42,8 @@ _COMMANDS = '/show: who proposed what; /new: begin anew; /quit'
 def _check() -> None:
   if options.COORDINATOR.value is not None:
     raise ValueError(
-      f'--coordinator={options.COORDINATOR.value}: every host would read its own'
-      ' terminal; a conversation needs one host'
+      f'--coordinator={options.COORDINATOR.value}: every host would read its'
+      ' own terminal; a conversation needs one host'
     )
 
 

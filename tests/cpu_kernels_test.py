@@ -33,8 +33,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 _RNG = np.random.default_rng(0)
-# Outputs and inputs: one, parts of a block, several blocks with a rest, and more
-# than a thread takes at once of each.
+# Outputs and inputs: one, parts of a block, several blocks with a rest, and
+# more of each than a thread takes at once.
 _SHAPES = [(1, 1), (48, 64), (101, 37), (1900, 481)]
 
 
