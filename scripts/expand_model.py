@@ -19,6 +19,12 @@ flags.DEFINE_integer(
   'width_factor', 4, 'multiplies width, heads and inner width', lower_bound=1
 )
 flags.DEFINE_integer('layers', 36, 'number of blocks of the result')
+flags.DEFINE_integer(
+  'vocab_size',
+  None,
+  'tokens of the result, of which those that are added are hardly ever chosen;'
+  ' default: those of the model',
+)
 flags.DEFINE_enum(
   'dtype', 'float32', ['float32', 'bfloat16', 'float16'], 'stored dtype'
 )
@@ -35,6 +41,7 @@ def main() -> None:
     pathlib.Path(_FLAGS.output),
     width_factor=_FLAGS.width_factor,
     num_layers=_FLAGS.layers,
+    vocab_size=_FLAGS.vocab_size,
     seed=_FLAGS.seed,
     dtype=jnp.dtype(_FLAGS.dtype),
   )

@@ -88,12 +88,29 @@ def test_added_blocks_are_work_and_depend_on_the_seed_alone():
     assert not np.any(first[name]), name
 
 
+@pytest.mark.parametrize('shape', ['tied', 'untied'])
+def test_added_tokens_have_a_low_logit_after_every_text(shape):
+  module = tiny.module(**SHAPES[shape])
+  bias = module.ln_f.bias
+  bias[...] = jnp.linspace(-0.1, 0.4, bias.size)
+  expanded = expand.expand(module, width_factor=2, num_layers=2, vocab_size=50)
+  logits = _logits(expanded)
+  _assert_close(logits[..., :40], _logits(module), atol=_ROUNDING)
+  _assert_close(logits[..., 40:], -30, atol=0.01)
+
+
 def test_bad_arguments():
   expanded = functools.partial(expand.expand, tiny.module())
   with pytest.raises(ValueError, match='width_factor must be at least 1, got'):
     expanded(width_factor=0, num_layers=2)
   with pytest.raises(ValueError, match='at least the 2 of the model, got 1'):
     expanded(width_factor=2, num_layers=1)
+  with pytest.raises(ValueError, match='at least the 40 of the model, got 39'):
+    expanded(width_factor=2, num_layers=2, vocab_size=39)
+  unbiased = tiny.module()
+  unbiased.ln_f.bias[...] *= 0
+  with pytest.raises(ValueError, match='no token can be added to this model'):
+    expand.expand(unbiased, width_factor=1, num_layers=2, vocab_size=41)
 
 
 def test_the_script_expands_a_folder_with_tokenizer(tmp_path):

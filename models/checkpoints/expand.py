@@ -8,9 +8,10 @@ Width: every residual coordinate, head and inner feature is repeated r times,
 and weights that sum over repeated inputs are divided by r (Net2Net, Chen et al.
 2016, arXiv 1511.05641, section 2, with equal copies). Mean and variance, and so
 the layer norms, do not change. Depth: appended blocks add zero to the residual
-stream.
+stream. Vocabulary: added tokens have a low logit, the same after every text.
 """
 
+from collections.abc import Mapping
 import dataclasses
 import pathlib
 from typing import Any
@@ -27,6 +28,7 @@ from models.nn.gpt2 import GPT2
 from models.nn.gpt2 import GPT2Config
 
 _NEW_STDDEV = 0.02
+_ADDED_LOGIT = -30.0
 
 
 def _repeat(array: np.ndarray, axis: int, factor: int, group: int):
@@ -67,8 +69,31 @@ def _new_parameter(
   return _NEW_STDDEV * rng.standard_normal(shape, np.float32)
 
 
+def _row_of_added_tokens(params: Mapping[tuple[Any, ...], Any]) -> np.ndarray:
+  """The embedding `[width]` whose logit is `_ADDED_LOGIT` after every text.
+
+  The last layer norm gives `x * scale + bias`, in which the sum of x is zero.
+  So its product with `1 / scale` is the sum of `bias / scale` for every text.
+  """
+  scale, bias = (
+    np.asarray(params['ln_f', name], np.float64) for name in ('scale', 'bias')
+  )
+  constant = np.sum(bias / scale)
+  if abs(constant) < 1e-3:
+    raise ValueError(
+      'vocab_size: no token can be added to this model, whose last layer norm'
+      f' has biases over scales that add up to {constant}'
+    )
+  return _ADDED_LOGIT / constant / scale
+
+
 def expand(
-  module: Module, *, width_factor: int, num_layers: int, seed: int = 0
+  module: Module,
+  *,
+  width_factor: int,
+  num_layers: int,
+  vocab_size: int | None = None,
+  seed: int = 0,
 ) -> GPT2:
   """Widens and deepens a GPT-2 without changing its logits.
 
@@ -79,14 +104,16 @@ def expand(
     module: a GPT-2; shares no arrays with the result.
     width_factor: r, multiplies width, heads and inner width.
     num_layers: number of layers of the result, at least that of `module`.
+    vocab_size: tokens of the result, at least those of `module`, which is the
+      default; those that are added are hardly ever chosen.
     seed: seed of the appended blocks' weights, which have no effect.
 
   Returns:
     A module of the dtype of `module`.
 
   Raises:
-    ValueError: `width_factor` or `num_layers` is too small, or the module is
-      not a GPT-2.
+    ValueError: `width_factor`, `num_layers` or `vocab_size` is too small, the
+      module is not a GPT-2, or no token can be added to it.
   """
   if not isinstance(module, GPT2):
     raise ValueError(
@@ -100,8 +127,14 @@ def expand(
       f'num_layers must be at least the {old.num_layers} of the model, got'
       f' {num_layers}'
     )
+  if vocab_size is not None and vocab_size < old.vocab_size:
+    raise ValueError(
+      f'vocab_size must be at least the {old.vocab_size} of the model, got'
+      f' {vocab_size}'
+    )
   config = dataclasses.replace(
     old,
+    vocab_size=vocab_size or old.vocab_size,
     width=width_factor * old.width,
     num_heads=width_factor * old.num_heads,
     inner_width=old.inner_width and width_factor * old.inner_width,
@@ -118,6 +151,14 @@ def expand(
     else:
       array = _new_parameter(path, leaf.shape, rng)
     expanded[path] = jax.device_put(array.astype(leaf.dtype, copy=False))
+  if config.vocab_size > old.vocab_size:
+    row = _row_of_added_tokens(expanded)
+    for path in (('wte', 'embedding'), ('lm_head',)):
+      if path in expanded:
+        known = expanded[path]
+        rest = config.vocab_size - old.vocab_size, config.width
+        added = jnp.broadcast_to(jnp.asarray(row, known.dtype), rest)
+        expanded[path] = jnp.concatenate([known, added])
   return nnx.merge(graph, traverse_util.unflatten_dict(expanded))
 
 
@@ -127,6 +168,7 @@ def expand_pretrained(
   *,
   width_factor: int,
   num_layers: int,
+  vocab_size: int | None = None,
   seed: int = 0,
   dtype: jnp.dtype = jnp.float32,
 ) -> GPT2Config:
@@ -142,6 +184,7 @@ def expand_pretrained(
     hub.load_module(folder),
     width_factor=width_factor,
     num_layers=num_layers,
+    vocab_size=vocab_size,
     seed=seed,
   )
   hub.save_pretrained(expanded, output, tokenizer=tokenizer, dtype=dtype)
