@@ -168,7 +168,7 @@ _DRAWN = RejectionRule('without_replacement')
 def test_memory_with_a_large_vocabulary(
   device, method, topology, rule, megabytes
 ):
-  """Of a row, beyond weights and caches; a float32 embedding has 545 MB."""
+  """No method holds a float32 embedding (545 MB) beside weights and caches."""
   if device == 'v5e' and find_libtpu() is None:
     pytest.skip('no libtpu; run python scripts/install_libtpu.py')
   drafting = DraftSettings(topology=topology and parse_topology(topology))
@@ -182,7 +182,7 @@ def test_memory_with_a_large_vocabulary(
   'method', ['plain', pytest.param('staged', marks=pytest.mark.long)]
 )
 def test_the_collectives_of_eight_devices(method, update):
-  """Of a target that outgrows one, by shape alone."""
+  """A target that one device cannot hold is counted by its shape alone."""
   if find_libtpu() is None:
     pytest.skip('no libtpu; run python scripts/install_libtpu.py')
   workload = dataclasses.replace(_WORKLOAD, target='llama-2-70b', num_layers=2)

@@ -159,7 +159,7 @@ def drafter(name: str, draft: np.ndarray) -> Drafter:
 
 
 def request(keys, sampling: SamplingParams, length: int) -> Request:
-  """Of rows with these keys `[B]`: `length` tokens after the prompt."""
+  """A request for `length` tokens of each row; `keys [B]` are of the rows."""
   batch_size = keys.shape[0]
   return Request(
     prompt=jnp.full((batch_size, 1), PROMPT, jnp.int32),

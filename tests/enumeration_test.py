@@ -621,7 +621,7 @@ _DEEPEST = 6
 
 
 def _decode_with_noise(target, drafter, sampling, noise):
-  """Of rows, whose noise is `[B, T, V]` by position while it is traced."""
+  """Decodes rows with the given noise `[B, T, V]` in place of drawn noise."""
 
   def given(keys, positions, vocab_size, sampling):
     return jnp.take_along_axis(noise, positions[..., None], axis=1)

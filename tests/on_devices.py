@@ -410,7 +410,7 @@ CHECKS = [
 
 
 def names(cases: Sequence[Case]) -> list[str]:
-  """Of all checks."""
+  """The names of the checks that `main` reports."""
   return [*map(str, cases), *(check.__name__ for check in CHECKS)]
 
 

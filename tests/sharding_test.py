@@ -34,7 +34,7 @@ _FILE = pathlib.Path(on_devices.__file__)
 
 @functools.cache
 def _errors(*arguments: str) -> dict[str, str | None]:
-  """Of each check on eight devices, in a process that has them."""
+  """Runs the checks in a process with eight devices; their errors by name."""
   ended = subprocess.run(
     [sys.executable, _FILE, *arguments],
     capture_output=True,

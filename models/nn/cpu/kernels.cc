@@ -367,7 +367,7 @@ struct Span {
   int64_t step;  // Bytes to what is prefetched with the next word.
 };
 
-// Adds the products of R rows from `first` on with a span of weights to `sums`.
+// Adds the products of R rows from `first` on with a span of weights to `to`.
 template <typename Kind, int R>
 void AddProducts(const Rows& rows, int64_t first, const Span& span,
                  RowSums<Kind>* to) {
@@ -427,6 +427,7 @@ void MultiplyColumns(const Rows& rows, int64_t first, int64_t count,
   }
   constexpr int64_t kBytes = 4 * kBlock;  // Of a word of every output.
   const int64_t tiles = (count + kRows - 1) / kRows;
+  // One tile has no turns; only what it prefetches changes near the end.
   const int64_t length =
       tiles == 1 ? std::max(rows.words - kWords, kWords) : kWords;
   for (int64_t begin = 0; begin < rows.words; begin += length) {
