@@ -441,13 +441,12 @@ def as_dict() -> dict[str, Any]:
   of_hosts = (COORDINATOR, NUM_PROCESSES, PROCESS_ID, HOST_TIMEOUT)
   for name in ('output', 'plots', *(flag.name for flag in of_hosts)):
     record.pop(name, None)
-  for name in ('target', 'draft'):
-    folder = pathlib.Path(str(record[name]))
-    record[name] = folder.name if folder.is_dir() else record[name]
-  if record['plan'] is not None:
-    record['plan'] = pathlib.Path(record['plan']).name
+  # Folders may be private.
+  for name in ('target', 'draft', 'plan', 'ngram', 'llama_cpp'):
+    path = pathlib.Path(str(record.get(name)))
+    record |= {name: path.name} if path.exists() else {}
   path = record.pop('prompt_file')
-  if path not in (None, '-'):  # The folder may be private.
+  if path not in (None, '-'):
     digest = hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()
     record |= {'prompts': pathlib.Path(path).name, 'prompts_sha256': digest}
   return record

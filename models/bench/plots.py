@@ -162,28 +162,32 @@ def _styles(record) -> dict[str, tuple[str, str]]:
 
 
 def _draw_rates(record):
-  """Bars with intervals, one per arm."""
+  """Bars with intervals, one per arm; within each, one with the prompt read."""
   arms, styles = record['arms'], _styles(record)
-  height, title = 1.5 + 0.32 * len(arms), 'Decoding speed, 95 % over prompts'
+  height, title = 1.7 + 0.32 * len(arms), 'Decoding speed, 95 % over prompts'
   figure = _figure(record, 7.5, height, title)
   axes = figure.subplots()
   ends = []
   for row, (name, arm) in enumerate(arms.items()):
-    rate = arm['tokens_per_second']
-    low, high = arm['tokens_per_second_interval'] or (rate, rate)
-    axes.barh(row, rate, color=styles[name][0], height=0.7)
+    color = styles[name][0]
+    rate = arm['decoding_tokens_per_second']
+    low, high = arm['decoding_tokens_per_second_interval'] or (rate, rate)
+    axes.barh(row, rate, color=color, height=0.7, alpha=0.45)
+    axes.barh(row, arm['tokens_per_second'], color=color, height=0.35)
     if low < high:
       # A bootstrap interval need not contain the pooled figure.
       error = [[max(rate - low, 0)], [max(high - rate, 0)]]
       axes.errorbar(rate, row, xerr=error, color='black', capsize=2.5, lw=1)
     ends.append(max(rate, high))
-    text = f'{rate:.1f}  ({arm["speed"]:.2f}x)'
+    text = f'{rate:.1f}  ({arm["decoding_speed"]:.2f}x)'
     axes.text(1.01 * ends[-1], row, text, va='center', fontsize=8)
   labels = [_label(name, record) for name in arms]
   axes.set_yticks(range(len(arms)), labels)
   axes.invert_yaxis()
   axes.set_xlim(0, 1.25 * max(ends))
-  axes.set_xlabel(f'tokens per second (over {labels[0]})')
+  over = f'(over {labels[0]}; inner: with it)'
+  label = f'tokens per second after the prompt {over}'
+  axes.set_xlabel(label, loc='right', fontsize=8)
   _finish(axes)
   return figure
 
