@@ -445,10 +445,11 @@ def as_dict() -> dict[str, Any]:
   for name in ('target', 'draft', 'plan', 'ngram', 'llama_cpp'):
     path = pathlib.Path(str(record.get(name)))
     record |= {name: path.name} if path.exists() else {}
-  path = record.pop('prompt_file')
-  if path not in (None, '-'):
-    digest = hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()
-    record |= {'prompts': pathlib.Path(path).name, 'prompts_sha256': digest}
+  prompts = record.pop('prompt_file')
+  if prompts not in (None, '-'):
+    path = pathlib.Path(prompts)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    record |= {'prompts': path.name, 'prompts_sha256': digest}
   return record
 
 
