@@ -2,7 +2,7 @@
 
 Weights are stored `[out, in]` and contracted over their last axis, with float32
 results for every weight dtype: on CPU this is by far the fastest way to
-multiply a few bfloat16 rows (docs/measured.md has the table).
+multiply a few bfloat16 rows (docs/cpu.md has more).
 """
 
 import functools
@@ -113,7 +113,7 @@ def _rows_matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
     x,
     weight,
     # bfloat16, 24 products: 187 ms for one row, 12.5 ms for two
-    # (docs/measured.md, AMD EPYC Zen 5); int8 takes the same path.
+    # (docs/cpu.md, AMD EPYC Zen 5); int8 takes the same path.
     cpu=functools.partial(_contract_padded, 2),
     # 8 to 17 times fewer cycles by the estimate of the v5e compiler, not timed:
     # a single row never reaches the matrix unit (docs/accelerators.md).
