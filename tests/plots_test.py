@@ -92,9 +92,10 @@ def test_pictures_show_what_the_record_says():
   from matplotlib.text import Text
 
   figure = plots._draw_rates(_record(_ARMS))
-  assert [bar.get_width() for bar in figure.axes[0].patches] == [10, 31.5, 8]
+  widths = [bar.get_width() for bar in figure.axes[0].patches]
+  assert widths == [15, 10, 47.25, 31.5, 12, 8]  # with the prompt: the smaller
   texts = [one.get_text() for one in figure.findobj(Text) if one.get_text()]
-  assert '31.5  (3.15x)' in texts
+  assert '47.2  (3.78x)' in texts
   assert 'tree(num_nodes=8,rounds=2), bfloat16' in texts
   assert 'A processor, 2 cores; target demo, bfloat16 and float32' in texts[-1]
   assert 'T = 1, top-k 50, batch 1, 3 prompts' in texts[-1]
