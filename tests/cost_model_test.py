@@ -50,19 +50,14 @@ _SERVER = Deployment(
 _CHAIN = tree_step(topology.chain(4), [0.8])
 
 
-# Published sizes: millions of parameters, bytes of a token in the cache, and
-# billions of active parameters.
+# Millions of parameters, bytes of a token in the cache, and billions of active
+# parameters. Two are published to two digits.
 _PUBLISHED = {
-  'gpt2': (124.4, 36_864, None),
-  'gpt2-medium': (354.8, 98_304, None),
-  'gpt2-large': (774.0, 184_320, None),
-  'gpt2-xl': (1557.6, 307_200, None),
-  'draft-40m': (40, 18_432, None),
-  'llama-2-70b': (68_977, 327_680, None),
-  'tinyllama-1.1b': (1_100, 22_528, None),
-  'llama-3-8b': (8_030, 131_072, None),
-  'llama-3-70b': (70_554, 327_680, None),
-  'llama-3-405b': (405_853, 516_096, None),
+  **{'gpt2': (124.4, 36_864), 'gpt2-medium': (354.8, 98_304)},
+  **{'gpt2-large': (774.0, 184_320), 'gpt2-xl': (1557.6, 307_200)},
+  **{'draft-40m': (40, 18_432), 'tinyllama-1.1b': (1_100, 22_528)},
+  **{'llama-2-70b': (68_977, 327_680), 'llama-3-8b': (8_030, 131_072)},
+  **{'llama-3-70b': (70_554, 327_680), 'llama-3-405b': (405_853, 516_096)},
   'mixtral-8x7b': (46_703, 131_072, 12.9),
   'mixtral-8x22b': (141_000, 229_376, 39),
   'qwen3-30b-a3b': (30_500, 98_304, 3.3),
@@ -71,35 +66,30 @@ _PUBLISHED = {
 
 @pytest.mark.parametrize('name', MODELS)
 def test_presets_have_the_published_sizes(name):
-  shape, (millions, kv_bytes, billions) = MODELS[name], _PUBLISHED[name]
-  # Two are published to two digits.
+  shape, (millions, kv_bytes, *billions) = MODELS[name], _PUBLISHED[name]
   coarse = name in ('draft-40m', 'qwen3-30b-a3b')
   near = functools.partial(pytest.approx, rel=0.02 if coarse else 0.01)
   assert shape.parameters / 1e6 == near(millions)
   assert shape.kv_bytes_per_token == kv_bytes
-  assert (billions is None) == (shape.num_experts == 1)
-  if billions is not None:
-    active = shape.active_parameters + shape.vocab_size * shape.width
-    assert active / 1e9 == near(billions)
+  assert bool(billions) == (shape.num_experts > 1)
+  if billions:
+    active = shape.active_parameters
+    assert (active + shape.vocab_size * shape.width) / 1e9 == near(*billions)
     dense = shape.dense_baseline()
     assert dense.num_experts == 1
-    assert dense.active_parameters == pytest.approx(
-      shape.active_parameters, rel=0.005
+    assert dense.active_parameters == pytest.approx(active, rel=0.005)
+
+
+def test_shapes_of_configs():
+  """Counts are those of real models, and of the presets of these names."""
+  for tied in (True, False):
+    module = tiny.module(
+      width=16, num_layers=2, vocab_size=40, tie_embeddings=tied
     )
-
-
-@pytest.mark.parametrize('tied', [True, False])
-def test_shape_counts_match_a_real_model(tied):
-  module = tiny.module(
-    width=16, num_layers=2, vocab_size=40, tie_embeddings=tied
-  )
-  size = machine_limits.model_size(as_model(module))
-  shape = model_shape(module.config, name='tiny')
-  assert shape.active_parameters == size.parameters
-  assert shape.kv_bytes_per_token == 2 * size.cache_per_slot
-
-
-def test_configs_give_shapes():
+    size = machine_limits.model_size(as_model(module))
+    shape = model_shape(module.config, name='tiny')
+    assert shape.active_parameters == size.parameters
+    assert shape.kv_bytes_per_token == 2 * size.cache_per_slot
   sizes = {'num_positions': 4096, 'width': 4096, 'num_layers': 32}
   sizes |= {'num_heads': 32, 'num_kv_heads': 8, 'head_width': 128}
   sizes |= {'inner_width': 14336}
@@ -108,9 +98,6 @@ def test_configs_give_shapes():
   experts = {'num_experts': 8, 'experts_per_token': 2}
   mixtral = MixtralConfig(**sizes, **experts, vocab_size=32000)
   assert model_shape(mixtral, name='mixtral-8x7b') == MODELS['mixtral-8x7b']
-
-
-# One forward.
 
 
 def test_forward_cost_by_hand():
@@ -150,22 +137,21 @@ def test_mixtures_read_only_the_experts_that_they_use():
   assert plain.weight_bytes == 2 * shape.active_parameters
   verify = forward_cost(shape, num_tokens=3)
   distinct = 4 * (1 - 0.5**3)
-  assert verify.weight_bytes == pytest.approx(
-    2 * (always + 2 * distinct * expert)
-  )
+  read = 2 * (always + 2 * distinct * expert)
+  assert verify.weight_bytes == pytest.approx(read)
   assert verify.matmul_flops == 3 * plain.matmul_flops
   sides = 20 + 14 + 14 + 20 + 12 + 2 * 3 * 14
   assert plain.activation_bytes == 2 * (2 * sides + 58)
 
 
-@pytest.mark.parametrize('num_tokens', [1, 2, 4])
-def test_expected_experts_by_enumeration(num_tokens):
-  pairs = map(set, itertools.combinations(range(4), 2))
-  texts = itertools.product(pairs, repeat=num_tokens)
-  used = [len(set.union(*chosen)) for chosen in texts]
+def test_expected_experts_by_enumeration():
   shape = _small(num_experts=4, experts_per_token=2)
-  assert shape.expected_experts(num_tokens) == pytest.approx(np.mean(used))
-  assert _SMALL.expected_experts(num_tokens) == 1
+  pairs = [*map(set, itertools.combinations(range(4), 2))]
+  for num_tokens in (1, 2, 4):
+    texts = itertools.product(pairs, repeat=num_tokens)
+    used = np.mean([len(set.union(*chosen)) for chosen in texts])
+    assert shape.expected_experts(num_tokens) == pytest.approx(used)
+    assert _SMALL.expected_experts(num_tokens) == 1
 
 
 def test_every_kernel_has_its_own_roofline():
@@ -183,28 +169,26 @@ def test_every_kernel_has_its_own_roofline():
   assert (four.name, _MACHINE.ridge('bfloat16')) == ('4 x machine', 10)
 
 
-@pytest.mark.parametrize(
-  ('num_tokens', 'latency', 'seconds'),
-  [
-    # 5 sums of 32 bytes, of which 3/4 cross a link of 8 bytes/s twice, then
-    # logits of 200 bytes.
+def test_devices_wait_for_their_collectives():
+  """5 sums of 32 bytes, of which 3/4 cross a link of 8 bytes/s twice.
+
+  Then come logits of 200 bytes. Each takes a latency if that is longer.
+  """
+  for num_tokens, latency, seconds in (
     (1, 0.0, 5 * 2 * 24 / 8 + 150 / 8),
     (3, 0.0, 3 * (5 * 2 * 24 / 8 + 150 / 8)),
-    # The sums take a latency each; the logits take longer than one, then not.
     (1, 8.0, 5 * 8.0 + 150 / 8),
     (1, 20.0, 6 * 20.0),
-  ],
-)
-def test_devices_wait_for_their_collectives(num_tokens, latency, seconds):
-  cost = forward_cost(_SMALL, num_tokens=num_tokens)
-  four = dataclasses.replace(
-    _MACHINE.times(4), link_bytes_per_second=8.0, collective_seconds=latency
-  )
-  assert cost.communication_seconds(four) == pytest.approx(seconds)
-  alone = dataclasses.replace(four, devices=1)
-  assert cost.communication_seconds(alone) == 0.0
-  apart = cost.seconds(alone) / 4 + seconds
-  assert cost.seconds(four) == pytest.approx(apart)
+  ):
+    cost = forward_cost(_SMALL, num_tokens=num_tokens)
+    four = dataclasses.replace(
+      _MACHINE.times(4), link_bytes_per_second=8.0, collective_seconds=latency
+    )
+    assert cost.communication_seconds(four) == pytest.approx(seconds)
+    alone = dataclasses.replace(four, devices=1)
+    assert cost.communication_seconds(alone) == 0.0
+    apart = cost.seconds(alone) / 4 + seconds
+    assert cost.seconds(four) == pytest.approx(apart)
 
 
 def test_a_draft_is_shared_only_if_that_is_faster():
@@ -217,9 +201,6 @@ def test_a_draft_is_shared_only_if_that_is_faster():
     assert (shared < whole) == (latency == 0)
     drafting = found.seconds - found.plain_seconds
     assert drafting == pytest.approx(min(shared, whole))
-
-
-# Speculation.
 
 
 def _mean_tokens(shape, acceptance):
@@ -237,24 +218,20 @@ def _mean_tokens(shape, acceptance):
   return mean
 
 
-@pytest.mark.parametrize(
-  'shape',
-  [
-    topology.chain(1),
-    topology.chain(5),
-    topology.k_ary(2, 3),
-    topology.from_paths([[0], [1], [2], [0, 0], [0, 1], [0, 0, 0], [2, 0]]),
-  ],
-)
-def test_expected_tokens_by_enumeration(shape):
+def test_expected_tokens_by_enumeration():
   acceptance = [0.5, 0.2, 0.1]
-  step = tree_step(shape, acceptance)
-  assert step.tokens == pytest.approx(_mean_tokens(shape, acceptance))
-  assert step.num_nodes == shape.num_nodes
-  assert step.draft_forwards == shape.max_depth
-  # The draft scores every node that has children.
-  parents = {path[:-1] for path in shape.paths}
-  assert step.draft_width * shape.max_depth == pytest.approx(len(parents))
+  ragged = [[0], [1], [2], [0, 0], [0, 1], [0, 0, 0], [2, 0]]
+  for shape in (
+    *(topology.chain(1), topology.chain(5), topology.k_ary(2, 3)),
+    topology.from_paths(ragged),
+  ):
+    step = tree_step(shape, acceptance)
+    assert step.tokens == pytest.approx(_mean_tokens(shape, acceptance))
+    assert step.num_nodes == shape.num_nodes
+    assert step.draft_forwards == shape.max_depth
+    # The draft scores every node that has children.
+    parents = {path[:-1] for path in shape.paths}
+    assert step.draft_width * shape.max_depth == pytest.approx(len(parents))
 
 
 def test_memory_bound_speedup_is_the_formula_of_leviathan():
@@ -278,9 +255,8 @@ def test_memory_bound_speedup_is_the_formula_of_leviathan():
 def test_predictions_add_up():
   hardware = HARDWARE['h200']
   deployment = dataclasses.replace(_SERVER, overlap=False, hardware=hardware)
-  step = SpeculativeStep(
-    num_nodes=9, tokens=3, draft_forwards=2.5, draft_width=4
-  )
+  drafting = {'draft_forwards': 2.5, 'draft_width': 4}
+  step = SpeculativeStep(num_nodes=9, tokens=3, **drafting)
   sizes = {'batch_size': 6, 'context': 100}
   found = predict(deployment, step, **sizes)
   plain = forward_cost(deployment.target, **sizes)
@@ -324,12 +300,8 @@ def test_break_even_is_the_last_crossing():
   assert speeds[0] < 1 < speeds[1]
   assert cost_model.break_even_batch_size(mixture, poor, limit=64) is None
   hopeless = dataclasses.replace(_SERVER, draft=_SERVER.target)
-  assert (
-    cost_model.break_even_batch_size(
-      hopeless, tree_step(topology.chain(2), [0])
-    )
-    == 1
-  )
+  never = tree_step(topology.chain(2), [0])
+  assert cost_model.break_even_batch_size(hopeless, never) == 1
 
 
 def test_best_tree_is_the_best_chain_and_branches_if_drafting_is_free():
@@ -339,18 +311,14 @@ def test_best_tree_is_the_best_chain_and_branches_if_drafting_is_free():
       predict(_SERVER, tree_step(topology.chain(n), [0.8]), **where).speedup
       for n in range(1, 11)
     ]
-    tree = cost_model.best_tree(
-      _SERVER, [0.8], num_nodes=11, max_depth=10, **where
-    )
+    sizes = {'num_nodes': 11, 'max_depth': 10}
+    tree = cost_model.best_tree(_SERVER, [0.8], **sizes, **where)
     best = int(np.argmax(speeds))
     assert tree == (topology.chain(best) if best else None)
   free = dataclasses.replace(_SERVER, draft=None)
   tree = cost_model.best_tree(free, [0.5, 0.2, 0.1], num_nodes=20, max_depth=6)
   assert tree.num_nodes == 20
   assert tree.branching > 1
-
-
-# The script, and the claims of docs/cost_model.md.
 
 
 def test_the_script_prints_every_claim_as_it_is_documented(tmp_path):
@@ -379,8 +347,12 @@ def _one_and_eight(target):
   return zip(rows[::2], rows[1::2], strict=True)
 
 
-def test_collectives_are_paid_per_forward():
-  """So a token costs fewer of them; but a draft is not shared as well."""
+def test_what_collectives_change():
+  """They are paid per forward; but a draft is not shared as well.
+
+  A mixture gains more on eight devices: where a tree reads more than a token,
+  what both wait for alike counts.
+  """
   for one, eight in _one_and_eight('llama_2_70b'):
     assert eight['machine'] == f'8 x {one["machine"]}'
     assert one['communication ms'] == 0 < eight['communication ms']
@@ -390,31 +362,20 @@ def test_collectives_are_paid_per_forward():
       assert 2 < eight[f'{method} speedup'] < one[f'{method} speedup']
     free = 'chain, free draft'
     assert eight[free] == pytest.approx(one[free], rel=0.01)
-
-
-def test_a_mixture_gains_more_on_eight_devices():
-  """Where a tree reads more than a token, what both wait for alike counts."""
   for one, eight in _one_and_eight('mixtral_8x7b'):
     for free in ('chain, free draft', 'staged, free draft'):
       assert eight[free] > one[free]
 
 
-def test_the_script_takes_folders_and_writes_json(tmp_path):
-  flags = ['--draft=none', '--hardware=rtx-4090', '--devices=2']
-  flags += [
-    f'--target={_ROOT / "models/demo/target"}',
-    f'--out={tmp_path / "new"}',
-  ]
-  result = command_lines.run('cost_model.py', *flags)
+def test_the_script_takes_folders_and_names(tmp_path):
+  target, new = _ROOT / 'models/demo/target', tmp_path / 'new'
+  result = command_lines.run(
+    *('cost_model.py', f'--target={target}', f'--out={new}'),
+    *('--draft=none', '--hardware=rtx-4090', '--devices=2'),
+  )
   assert result.code == 0, result.errors
   assert 'target on 2 x rtx-4090' in result.output
-  record = json.loads((tmp_path / 'new' / 'cost_model.json').read_text())
-  assert record['settings']['context'] == 2048
-  claimed = ('options', 'by_batch_size', 'by_context', 'by_devices')
-  assert {*claimed, 'paper', 'roofs'} < set(record)
-
-
-def test_unknown_names_are_refused():
+  assert (new / 'cost_model.json').exists()
   for flag, message in (
     ('--target=llama-9', ' is neither a folder with'),
     ('--hardware=abacus', ' must be one of this, rtx-4090'),
@@ -423,11 +384,8 @@ def test_unknown_names_are_refused():
 
 
 def test_this_machine_is_measured(monkeypatch):
-  limits = mock.Mock()
-  limits.return_value.summary.return_value = rates = {
-    'bytes_per_second': 3.0,
-    'flops_per_second': {'float32': 7.0},
-  }
+  rates = {'bytes_per_second': 3.0, 'flops_per_second': {'float32': 7.0}}
+  limits = mock.Mock(**{'return_value.summary.return_value': rates})
   monkeypatch.setattr(machine_limits, 'MachineLimits', limits)
   found = machine_limits.this_machine(['float32'], samples=4)
   limits.assert_called_once_with(['float32'])
@@ -435,29 +393,25 @@ def test_this_machine_is_measured(monkeypatch):
   assert dataclasses.asdict(found).items() >= rates.items()
 
 
-@pytest.mark.parametrize(
-  ('call', 'message'),
-  [
-    (
-      lambda: _small(experts_per_token=5),
-      'experts_per_token=5 must be between 1 and num_experts=1',
+def test_bad_input_is_refused():
+  int4 = forward_cost(_small(dtype='int4'))
+  one = topology.chain(1)
+  for message, call in {
+    'experts_per_token=5 must be between 1 and num_experts=1': (
+      lambda: _small(experts_per_token=5)
     ),
-    (lambda: _small(num_heads=5), 'must be a multiple of num_kv_heads=2'),
-    (lambda: forward_cost(_SMALL, num_tokens=0), 'got 1, 0 and 0'),
-    (
-      lambda: forward_cost(_small(dtype='int4')).seconds(_MACHINE),
-      "dtype='int4' has no peak rate on machine; choose from bfloat16",
+    'must be a multiple of num_kv_heads=2': lambda: _small(num_heads=5),
+    'got 1, 0 and 0': lambda: forward_cost(_SMALL, num_tokens=0),
+    "dtype='int4' has no peak rate on machine; choose from bfloat16": (
+      lambda: int4.seconds(_MACHINE)
     ),
-    (lambda: _MACHINE.times(0), 'devices must be at least 1, got 0'),
-    (lambda: SpeculativeStep(tokens=float('nan')), 'must be at least 1'),
-    (
-      lambda: tree_step(topology.k_ary(2, 1), [0.5]),
-      'acceptance has 1 ranks, but the tree has 2',
+    'devices must be at least 1, got 0': lambda: _MACHINE.times(0),
+    'must be at least 1': lambda: SpeculativeStep(tokens=float('nan')),
+    'acceptance has 1 ranks, but the tree has 2': (
+      lambda: tree_step(topology.k_ary(2, 1), [0.5])
     ),
-    (lambda: tree_step(topology.chain(1), [1.2]), 'together at most 1'),
-    (lambda: tree_step(topology.chain(1), [float('nan')]), 'got .nan'),
-  ],
-)
-def test_bad_input_is_refused(call, message):
-  with pytest.raises(ValueError, match=message):
-    call()
+    'together at most 1': lambda: tree_step(one, [1.2]),
+    'got .nan': lambda: tree_step(one, [float('nan')]),
+  }.items():
+    with pytest.raises(ValueError, match=message):
+      call()
