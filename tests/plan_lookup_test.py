@@ -24,25 +24,19 @@ _SETUP = Setup(
 )
 
 
+_USUAL = {'drafting': DraftSettings(), 'seed': 0, 'max_new_tokens': 32}
+
+
 def _find(name, prompts=lambda: ['import '], **changes):
-  lines: list[str] = []
-  plan = find_plan(
-    str(name),
-    prompts,
-    dataclasses.replace(_SETUP, **changes),
-    drafting=DraftSettings(),
-    seed=0,
-    max_new_tokens=32,
-    report=lines.append,
-  )
+  lines, setup = [], dataclasses.replace(_SETUP, **changes)
+  plan = find_plan(str(name), prompts, setup, report=lines.append, **_USUAL)
   return plan, lines
 
 
 def _plan(context, method='lookup', **options):
-  drafting = with_options(DraftSettings(), options)
-  return Plan(
-    method=method, drafting=drafting, min_block_efficiency=1.5, context=context
-  )
+  made = {'min_block_efficiency': 1.5, 'context': context}
+  made['drafting'] = with_options(DraftSettings(), options)
+  return Plan(method=method, **made)
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,7 @@
 """Plan files: what is written comes back, what is foreign is refused."""
 
 import dataclasses
+import functools
 import json
 import shutil
 
@@ -36,9 +37,7 @@ _STAGED = with_options(
   dataclasses.replace(_USUAL, lookup=PromptLookup(confidence=(0.0, 0.5))),
   {'num_nodes': 16, 'width': 4, 'cost_ratio': 0.03, 'inner_rounds': 1},
 )
-_CHAIN = DraftSettings(
-  num_draft_tokens=7, inner='lookup', ngram='x.safetensors'
-)
+_CHAIN = DraftSettings(num_draft_tokens=7, inner='lookup', ngram='x.st')
 _FIXED = DraftSettings(topology=from_paths([(0,), (1,), (0, 0), (0, 2)]))
 
 
@@ -49,10 +48,7 @@ _PLAN = Plan(
   context=_CONTEXT,
   candidates=({'name': 'plain', 'tokens_per_second': 3.5},),
 )
-
-
-def _plan(**changes):
-  return dataclasses.replace(_PLAN, **changes)
+_plan = functools.partial(dataclasses.replace, _PLAN)
 
 
 def _load(path, record):
@@ -70,28 +66,20 @@ def test_a_plan_comes_back_as_it_was(tmp_path):
     assert [one.name for one in path.parent.iterdir()] == ['plan.json']
 
 
-def test_only_what_differs_is_written():
-  record = json.loads(_plan().to_json())
+def test_only_what_differs_is_written(tmp_path):
+  record = json.loads(_PLAN.to_json())
   assert record['schema'] == 1
   assert record['drafting'] == {
     'tree': {'num_nodes': 16, 'width': 4, 'cost_ratio': 0.03},
     'inner_tree': {'rounds': 1},
     'lookup': {'confidence': [0.0, 0.5]},
   }
-  record = json.loads(_plan(drafting=_FIXED).to_json())
-  tree = record['drafting']['tree']
+  tree = json.loads(_plan(drafting=_FIXED).to_json())['drafting']['tree']
   assert tree['topology'] == [[0], [1], [0, 0], [0, 2]]
   assert not {'num_nodes', 'rounds', 'capacity'} & tree.keys()
-
-
-def test_a_plan_of_the_nested_old_form_is_read(tmp_path):
-  """The calibration stood beside a topology."""
-  tree = {'topology': [[0], [0, 0]], 'calibration': 1.0}
-  record = json.loads(_plan().to_json()) | {'drafting': {'tree': tree}}
-  drafting = _load(tmp_path, record).drafting
-  assert drafting.topology == from_paths([(0,), (0, 0)])
-  assert drafting.stage.calibration == 1
-  assert drafting.tree == DraftSettings().tree
+  # In the old form the calibration stood beside a topology.
+  drafting = _load(tmp_path, record | _tree(**tree, calibration=1.0)).drafting
+  assert drafting == with_options(_FIXED, {'calibration': 1.0})
 
 
 def _tree(**entries):
@@ -124,7 +112,7 @@ _OTHER_MODELS = dataclasses.asdict(_CONTEXT) | {'models': {'target': 't'}}
 def test_bad_plans_are_refused(changes, message, tmp_path):
   record = changes
   if isinstance(changes, dict):
-    record = json.loads(_plan().to_json()) | changes
+    record = json.loads(_PLAN.to_json()) | changes
     record = {key: one for key, one in record.items() if one is not ...}
   with pytest.raises(ValueError, match=message) as error:
     _load(tmp_path, record)
@@ -132,11 +120,11 @@ def test_bad_plans_are_refused(changes, message, tmp_path):
 
 
 def test_plans_for_other_models_are_refused():
-  plan, models = _plan(), _CONTEXT.models
-  plan.check_models(models)
+  models = _CONTEXT.models
+  _PLAN.check_models(models)
   for name in models:
     with pytest.raises(ValueError, match=f'made for another {name}'):
-      plan.check_models(models | {name: None})
+      _PLAN.check_models(models | {name: None})
   # Without a draft model, any may be there.
   for method in ('plain', 'lookup', 'ngram+lookup'):
     _plan(method=method).check_models(models | {'draft': None})
@@ -144,27 +132,25 @@ def test_plans_for_other_models_are_refused():
       _plan(method=method).check_models(models | {'target': 'x'})
 
 
-def test_other_machines_batches_and_dtypes_are_warned_of():
-  newer = dataclasses.replace(_CONTEXT, machine=_CONTEXT.machine | {'jax': '2'})
-  assert _CONTEXT.warnings(_CONTEXT) == newer.warnings(_CONTEXT) == []
-  changes = {'dtype': 'bfloat16', 'batch_size': 8, 'sampling': {}}
-  changes['machine'] = _CONTEXT.machine | {'cores': 64}
-  here = dataclasses.replace(_CONTEXT, **changes)
-  names = [line.split()[0] for line in here.warnings(_CONTEXT)]
-  assert names == ['cores', 'dtype', 'batch_size', 'sampling']
-
-
-def test_every_context_has_a_file_of_its_own(monkeypatch, tmp_path):
+def test_contexts(monkeypatch, tmp_path):
+  """Each has a file of its own; some differences are warned of."""
   monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
-  changes = {'dtype': 'bfloat16', 'batch_size': 3, 'sampling': {}}
-  changes['models'] = _CONTEXT.models | {'draft': None}
-  changes['machine'] = _CONTEXT.machine | {'jax': '2'}
-  paths = {cache_path(_CONTEXT)} | {
-    cache_path(dataclasses.replace(_CONTEXT, **{name: value}))
-    for name, value in changes.items()
+  changes = {
+    'models': _CONTEXT.models | {'draft': None},
+    'machine': _CONTEXT.machine | {'cores': 64},
+    'dtype': 'bfloat16',
+    'batch_size': 8,
+    'sampling': {},
   }
-  assert len(paths) == len(changes) + 1
+  change = functools.partial(dataclasses.replace, _CONTEXT)
+  others = [change(**{name: value}) for name, value in changes.items()]
+  newer = change(machine=_CONTEXT.machine | {'jax': '2'})
+  paths = {*map(cache_path, [_CONTEXT, newer, *others])}
+  assert len(paths) == len(changes) + 2
   assert {path.parent for path in paths} == {tmp_path / 'specdec' / 'plans'}
+  assert _CONTEXT.warnings(_CONTEXT) == newer.warnings(_CONTEXT) == []
+  names = [line.split()[0] for line in change(**changes).warnings(_CONTEXT)]
+  assert names == ['cores', 'dtype', 'batch_size', 'sampling']
 
 
 def test_models_are_told_apart_by_what_is_in_their_files(tmp_path):

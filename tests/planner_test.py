@@ -1,7 +1,4 @@
-"""From prompts to a plan, on a table model, with a clock that the test sets.
-
-Seconds depend on the machine, so no test looks at how many there are.
-"""
+"""From prompts to a plan, on a table model, with a clock that the test sets."""
 
 import functools
 import itertools
@@ -14,9 +11,7 @@ import pytest
 from models.nn.table_model import table_model
 from models.text.drafters import make_drafter
 from models.text.pair import Pair
-from models.text.plan import cache_path
 from models.text.plan import Context
-from models.text.plan import load_plan
 from models.text.settings import DraftSettings
 from models.training.tokenizer import train_tokenizer
 from models.tune import candidate_methods as candidates
@@ -60,16 +55,14 @@ _CONTEXT = Context(
 
 
 @pytest.fixture
-def few(monkeypatch):
-  """Three candidates and two sizes, which compile fast."""
+def winning(monkeypatch):
+  """Few candidates and sizes, which compile fast.
+
+  V is the same for any N, so that speculation is predicted to win.
+  """
   kept = tuple(one for one in candidates._CANDIDATES if one[0] in _FEW)
   monkeypatch.setattr(candidates, '_CANDIDATES', kept)
   monkeypatch.setattr(planner, 'NODE_COUNTS', (1, 8))
-
-
-@pytest.fixture
-def winning(few, monkeypatch):
-  """V is the same for any N, so that speculation is predicted to win."""
   costs = StepCosts(prompt=0.0, verification={1: 10.0, 8: 10.0})
   measure = mock.Mock(return_value=costs)
   monkeypatch.setattr(planner, 'measure_step_costs', measure)
@@ -145,23 +138,18 @@ def test_a_dozen_candidates_have_names_of_their_own_and_room():
     assert tree.capacity >= max(most, tree.num_nodes)
 
 
-@pytest.mark.parametrize(
-  ('inner', 'has_draft', 'methods'),
-  [
+def test_only_what_is_there_and_wanted_is_tried():
+  for inner, has_draft, methods in (
     (None, True, 'chain tree staged ngram lookup ngram+lookup'),
     (None, False, 'ngram lookup ngram+lookup'),
     ('none', True, 'chain tree'),
     ('lookup', True, 'chain tree staged lookup'),
-  ],
-)
-def test_only_what_is_there_and_wanted_is_tried(inner, has_draft, methods):
-  settings = DraftSettings(inner=inner)
-  listed = candidates.list_candidates(settings, has_draft=has_draft)
-  found = {candidate.method for candidate in listed}
-  assert found == {PLAIN, *methods.split()}
-
-
-def test_what_the_user_chose_is_not_varied():
+  ):
+    settings = DraftSettings(inner=inner)
+    listed = candidates.list_candidates(settings, has_draft=has_draft)
+    found = {candidate.method for candidate in listed}
+    assert found == {PLAIN, *methods.split()}
+  # What the user chose is not varied.
   chosen = {'calibration': 0.7, 'max_depth': 5, 'capacity': 400}
   base = candidates.with_options(DraftSettings(), chosen)
   for candidate in candidates.list_candidates(base, has_draft=True):
@@ -188,15 +176,11 @@ def test_a_plan_is_made_of_what_was_counted(winning, monkeypatch):
   # The replay counted what decoding with the target counts.
   drafting = DraftSettings(inner='lookup', num_draft_tokens=2)
   drafter, forwards = make_drafter('chain', pair, drafting), 0
+  options = {'drafter': drafter, 'sampling': _SAMPLING, 'max_new_tokens': 20}
   for batch in (_PROMPTS[:2], _PROMPTS[2:]):
-    forwards += generate(
-      pair.target,
-      jax.random.key(0),
-      [pair.encode(prompt) for prompt in batch],
-      drafter=drafter,
-      max_new_tokens=20,
-      sampling=_SAMPLING,
-    ).stats['target_forwards']
+    prompts = [*map(pair.encode, batch)]
+    arguments = pair.target, jax.random.key(0), prompts
+    forwards += generate(*arguments, **options).stats['target_forwards']
   assert figures['chain 2']['block_efficiency'] == 80 / forwards > 1
   best = plan.candidates[0]
   decoded = {name for name in figures if figures[name]['measured']}
@@ -235,23 +219,6 @@ def test_when_the_user_interrupts_a_plan_is_made_of_what_is_known(moment):
   assert all(figures['measured'] is None for figures in plan.candidates)
   assert plan.method != PLAIN
   assert plan.min_block_efficiency == pytest.approx(1.0, rel=0.1)
-
-
-@pytest.mark.usefixtures('winning')
-def test_an_interrupted_plan_is_kept_for_the_next_time(monkeypatch, tmp_path):
-  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
-  monkeypatch.setattr(plan_lookup.Setup, 'load', lambda self: _pair())
-  names = {'target': 'demo', 'draft': 'demo', 'dtype': 'float32'}
-  setup = plan_lookup.Setup(**names, batch_size=2, sampling=_SAMPLING)
-  settings = {'seed': 0, 'max_new_tokens': 20}
-  settings['drafting'] = DraftSettings(inner='lookup')
-  find = lambda report: plan_lookup.find_plan(
-    'auto', lambda: _PROMPTS, setup, report=report, **settings
-  )
-  plan = find(_interrupting('lookup N=8: ', []))
-  assert len(plan.candidates) == 2
-  assert load_plan(cache_path(setup.context())) == plan
-  assert find(print) == plan
 
 
 def test_an_ngram_of_another_tokenizer_is_left_out(winning, monkeypatch):
