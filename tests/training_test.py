@@ -70,14 +70,19 @@ def test_any_text_round_trips_also_once_saved(tokenizer, tmp_path):
     assert max(ids, default=0) < len(tokenizer)
 
 
-def _write_files(root, names):
+NAMES = [f'{folder}/{i}.py' for folder in ('a', 'b/c') for i in range(50)]
+
+
+def _write_files(root, names, end=''):
   for name in names:
     path = root / name
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f'text of {name}')
+    path.write_text(f'text of {name}{end}')
 
 
-NAMES = [f'{folder}/{i}.py' for folder in ('a', 'b/c') for i in range(50)]
+def _texts(folder, pattern='*.py', *, held_out=False, percent=20):
+  corpus = Corpus(folder=str(folder), pattern=pattern, held_out_percent=percent)
+  return list(corpus.texts(held_out=held_out))
 
 
 @pytest.fixture
@@ -86,33 +91,29 @@ def root(tmp_path):
   return tmp_path / 'root'
 
 
-def test_files_are_split_by_their_relative_path_alone(root, tmp_path):
+def test_files_are_split_by_their_relative_path_alone(root):
   """Only that of texts, and not of what is skipped."""
   names = ['site-packages/x.py', 'lib/site-packages/deep/x.py', 'readme.txt']
   _write_files(root, [*names, '__pycache__/x.py', '.git/x.py'])
   (root / 'latin1.py').write_bytes('café'.encode('latin-1'))
   (root / 'folder.py').mkdir()
-  corpus = Corpus(folder=str(root), held_out_percent=20)
-  training, held_out = (list(corpus.texts(held_out=h)) for h in (False, True))
+  training, held_out = _texts(root), _texts(root, held_out=True)
   assert 5 < len(held_out) < 50
   assert sorted(training + held_out) == sorted(f'text of {n}' for n in NAMES)
   # Models trained at different times must agree on what none of them saw.
   assert {text for text in held_out if 'b/c' in text} == {
     f'text of b/c/{number}.py' for number in (5, 14, 21, 24, 32)
   }
-  larger = Corpus(folder=str(root), held_out_percent=40)
-  assert set(held_out) < set(larger.texts(held_out=True))
-
-  elsewhere = tmp_path / 'elsewhere'
-  _write_files(elsewhere, NAMES + ['new.py', 'a/new.py'])
-  for name in NAMES:  # Other contents; the same names.
-    (elsewhere / name).write_text(f'text of {name}!')
-  moved = Corpus(folder=str(elsewhere), held_out_percent=20)
-  known = [text for text in moved.texts(held_out=True) if text.endswith('!')]
-  assert sorted(known) == sorted(text + '!' for text in held_out)
+  assert set(held_out) < set(_texts(root, held_out=True, percent=40))
+  # Other contents of the same names, and other names.
+  _write_files(root, NAMES, end='!')
+  _write_files(root, ['new.py', 'a/new.py'])
+  known = [text for text in _texts(root, held_out=True) if text.endswith('!')]
+  assert known == [f'{text}!' for text in held_out]
   # The folder itself may be called like one that is skipped.
-  packages = Corpus(folder=str(root / 'site-packages'))
-  assert list(packages.texts(held_out=False)) == ['text of site-packages/x.py']
+  assert _texts(root / 'site-packages', percent=2) == [
+    'text of site-packages/x.py'
+  ]
 
 
 def test_tokens_end_every_file(root, tokenizer):
@@ -132,25 +133,25 @@ def test_training_batches_are_windows_that_follow_from_the_arguments():
   np.testing.assert_array_equal(np.diff(first, axis=1), 1)
   assert set(first[:, 0]) == {0, 1, 2}
   np.testing.assert_array_equal(first, draw())
-  assert np.any(draw(step=8) != first)
-  assert np.any(draw(seed=4) != first)
+  for other in (draw(step=8), draw(seed=4)):
+    assert np.any(other != first)
   with pytest.raises(ValueError, match='12 tokens, fewer than one window of 1'):
     draw(length=12)
 
 
 def test_held_out_batches_are_consecutive_windows():
-  tokens = np.arange(22, dtype=np.int32)
-  sizes = {'batch_size': 2, 'length': 4}
-  draw = lambda limit, tokens=tokens: [
+  draw = lambda limit, count=22: [
     batch.tolist()
-    for batch in corpora.held_out_batches(tokens, limit=limit, **sizes)
+    for batch in corpora.held_out_batches(
+      np.arange(count, dtype=np.int32), limit=limit, batch_size=2, length=4
+    )
   ]
   # Five windows; the last batch wraps around.
   starts = [[row[0] for row in batch] for batch in draw(9)]
   assert starts == [[0, 4], [8, 12], [16, 0]]
   assert draw(1) == [[[0, 1, 2, 3, 4], [4, 5, 6, 7, 8]]]
   with pytest.raises(ValueError, match='4 tokens, fewer than one window of 5'):
-    draw(1, tokens[:4])
+    draw(1, count=4)
 
 
 @pytest.mark.parametrize('scale', [1.0, 28])
@@ -161,10 +162,6 @@ def test_window_length_follows_the_phases(scale):
   assert lengths == [4, 4, 4, 4, 8, 8, 16, 16]
 
 
-def _texts_of_c(folder):
-  return Corpus(folder=folder, pattern='*.c').texts(held_out=False)
-
-
 @pytest.mark.parametrize(
   ('message', 'make'),
   [
@@ -173,7 +170,7 @@ def _texts_of_c(folder):
     ('at most batch_tokens=4096', lambda _: TrainConfig(phases=((1, 9000),))),
     ('--corpus=/no is not a folder', lambda _: Corpus(folder='/no')),
     ('percent must lie', lambda at: Corpus(folder=at, held_out_percent=0)),
-    (r'no training files match \*\.c under', lambda at: next(_texts_of_c(at))),
+    (r'no training files match \*\.c under', lambda at: _texts(at, '*.c')),
     (
       '--vocab_size=256 must exceed',
       lambda _: train_tokenizer([], vocab_size=256, context=8),
@@ -254,24 +251,20 @@ def test_loss_is_that_of_the_next_token():
 
 
 def test_a_student_equal_to_its_teacher_has_nothing_to_learn():
-  module = tiny.module(num_layers=1)
+  module, other = (tiny.module(num_layers=1, seed=seed) for seed in (0, 1))
   graph, params = _pure(module)
   teacher = losses.Teacher('t', module)
   loss = losses.make_loss(graph, dtype=jnp.float32, teacher=teacher)
-  loss = jax.jit(jax.value_and_grad(loss))
-
-  def value_and_largest_gradient(params):
-    value, gradients = loss(params, _WINDOWS)
-    leaves = jax.tree.leaves(gradients)
-    return value, max(float(np.abs(leaf).max()) for leaf in leaves)
-
-  value, largest = value_and_largest_gradient(params)
-  assert largest < 1e-5
-  assert value > 0.1  # The entropy of the teacher: not zero.
-  other = _pure(tiny.module(num_layers=1, seed=1))[1]
-  other_value, largest = value_and_largest_gradient(other)
-  assert largest > 1e-2
-  assert other_value > value
+  run = jax.jit(jax.value_and_grad(loss))
+  equal, gradient = run(params, _WINDOWS)
+  largest = lambda tree: max(
+    np.abs(leaf).max() for leaf in jax.tree.leaves(tree)
+  )
+  assert largest(gradient) < 1e-5
+  assert equal > 0.1  # The entropy of the teacher: not zero.
+  unequal, gradient = run(_pure(other)[1], _WINDOWS)
+  assert largest(gradient) > 1e-2
+  assert unequal > equal
 
 
 def test_a_mixture_also_learns_to_use_its_experts_alike():
@@ -302,10 +295,11 @@ SETTINGS |= {'eval_every': 20, 'eval_tokens': 64}
 TOKENS = np.tile(np.arange(12, dtype=np.int32), 40)
 
 
-def _train(workdir, *, model=MODEL, tokens=TOKENS, **kw):
-  others = {'workdir': workdir, 'report': lambda progress: None}
-  others |= {name: kw.pop(name) for name in ('report', 'teacher') if name in kw}
+def _train(
+  workdir, *, model=MODEL, tokens=TOKENS, report=str, teacher=None, **kw
+):
   config = TrainConfig(**(SETTINGS | kw))
+  others = {'workdir': workdir, 'teacher': teacher, 'report': report}
   return trainer.train(model, config, tokens, TOKENS[5:200], **others)
 
 
@@ -368,10 +362,12 @@ def test_interrupted_and_killed_runs_resume_to_the_same_bits(
 
 @pytest.mark.usefixtures('uninterrupted')
 def test_other_settings_do_not_resume(workdir):
-  with pytest.raises(ValueError, match=r'another run \(train: .*0\.03.*0\.02'):
-    _train(workdir, learning_rate=0.02)
-  with pytest.raises(ValueError, match=r'data: 480 tokens.*479 tokens'):
-    _train(workdir, tokens=TOKENS[1:])
+  for change, message in (
+    ({'learning_rate': 0.02}, r'another run \(train: .*0\.03.*0\.02'),
+    ({'tokens': TOKENS[1:]}, 'data: 480 tokens.*479 tokens'),
+  ):
+    with pytest.raises(ValueError, match=message):
+      _train(workdir, **change)
 
 
 @pytest.mark.parametrize(
@@ -401,8 +397,7 @@ def test_distilling_approaches_the_teacher(tmp_path):
   teacher = losses.Teacher('t', module)
   student, curve = _train(tmp_path, teacher=teacher, learning_rate=0.02)
   assert curve[-1].train_loss < curve[0].train_loss
-  graph, _ = _pure(student)
-  loss = losses.make_loss(graph, dtype=jnp.float32, teacher=teacher)
+  loss = losses.make_loss(_pure(student)[0], dtype='float32', teacher=teacher)
   loss_of = lambda one: jax.jit(loss)(_pure(one)[1], TOKENS[None, :9])
   beginner = GPT2(MODEL, rngs=nnx.Rngs(0))
   entropy, trained, untrained = map(loss_of, (module, student, beginner))
@@ -414,9 +409,9 @@ def test_run_writes_a_folder_and_refuses_another_corpus(
 ):
   """As scripts/train.py calls it."""
   (root / 'a' / '0.py').write_text(CODE * 30)
+  folder = tmp_path / 'model'
   # The windows of 8 tokens are cut to this context.
   six, seven = (pipeline.Shape(**SHAPE, num_positions=n) for n in (6, 7))
-  folder = tmp_path / 'model'
   arguments = {
     'corpus': Corpus(folder=str(root), held_out_percent=20),
     'config': TrainConfig(**(SETTINGS | {'num_steps': 2, 'eval_every': 2})),
@@ -426,7 +421,7 @@ def test_run_writes_a_folder_and_refuses_another_corpus(
   }
   pipeline.run(**arguments)
   module = hub.load_module(folder)
-  vocabulary = transformers.AutoTokenizer.from_pretrained(folder).get_vocab()
+  vocabulary = hub.load_tokenizer(folder).get_vocab()
   assert module.config.vocab_size == len(vocabulary)
   assert (folder / 'loss_curve.json').exists()
   other = Corpus(folder=str(root), pattern='*.txt')
@@ -434,11 +429,8 @@ def test_run_writes_a_folder_and_refuses_another_corpus(
     pipeline.run(**arguments | {'corpus': other})
 
   # A draft for it needs no more than a context that the teacher has.
-  draft = arguments | {
-    'teacher_folder': str(folder),
-    'workdir': tmp_path / 'draft_work',
-    'output': tmp_path / 'draft',
-  }
+  draft = arguments | {'teacher_folder': str(folder)}
+  draft |= {'workdir': tmp_path / 'again', 'output': tmp_path / 'draft'}
   with pytest.raises(ValueError, match='--context=7 exceeds the context of'):
     pipeline.run(**draft | {'shape': seven})
   # It learns from a teacher in test_distilling_approaches_the_teacher.
@@ -453,5 +445,4 @@ def test_run_writes_a_folder_and_refuses_another_corpus(
   assert teacher.name == draft['teacher_folder']
   parameters = map(tiny.parameters, (teacher.model, module))
   jax.tree.map(np.testing.assert_array_equal, *parameters)
-  drafted = transformers.AutoTokenizer.from_pretrained(tmp_path / 'draft')
-  assert drafted.get_vocab() == vocabulary
+  assert hub.load_tokenizer(tmp_path / 'draft').get_vocab() == vocabulary
