@@ -1,6 +1,5 @@
 """Several devices: where tensors lie, and that tokens stay the same."""
 
-import dataclasses
 import functools
 import json
 import os
@@ -19,14 +18,14 @@ import pytest
 
 import models
 from models.checkpoints import hub
+from models.compiled import programs
 from models.nn.adapter import as_model
-from models.nn.llama import LlamaConfig
 from models.nn.sharding import AXES
 from models.nn.sharding import draft_layout
 from models.nn.sharding import Layout
 from models.nn.sharding import make_mesh
 from models.nn.sharding import parse_mesh
-from specdec.cost_model import ModelShape
+from specdec.cost_model import MODELS
 from specdec.memory import bytes_on_device
 
 _FILE = pathlib.Path(on_devices.__file__)
@@ -35,18 +34,15 @@ _FILE = pathlib.Path(on_devices.__file__)
 @functools.cache
 def _errors(*arguments: str) -> dict[str, str | None]:
   """Runs the checks in a process with eight devices; their errors by name."""
+  environment = os.environ | {
+    'JAX_NUM_CPU_DEVICES': '8',
+    'JAX_PLATFORMS': 'cpu',
+    'XLA_FLAGS': '--xla_backend_optimization_level=0',
+    'PYTHONPATH': str(_FILE.parents[1]),
+  }
+  command = [sys.executable, _FILE, *arguments]
   ended = subprocess.run(
-    [sys.executable, _FILE, *arguments],
-    capture_output=True,
-    text=True,
-    check=False,
-    env=os.environ
-    | {
-      'JAX_NUM_CPU_DEVICES': '8',
-      'JAX_PLATFORMS': 'cpu',
-      'XLA_FLAGS': '--xla_backend_optimization_level=0',
-      'PYTHONPATH': str(_FILE.parents[1]),
-    },
+    command, capture_output=True, text=True, env=environment
   )
   assert ended.returncode == 0, ended.stderr[-3000:]
   print(ended.stderr)
@@ -68,25 +64,14 @@ def test_everything_on_eight_devices(name):
 
 @pytest.mark.long
 def test_a_large_model_is_loaded_part_by_part():
-  error = _errors('--large')['check_the_host_holds_one_tensor']
+  (error,) = _errors('--large').values()
   assert error is None, error
-
-
-LLAMA_2_70B = LlamaConfig(
-  vocab_size=32000,
-  num_positions=4096,
-  width=8192,
-  num_layers=80,
-  num_heads=64,
-  num_kv_heads=8,
-  head_width=128,
-  inner_width=28672,
-)
 
 
 def test_each_of_eight_devices_has_an_eighth_of_a_model_of_70b():
   layout = Layout(AbstractMesh((1, 8), AXES))
-  module = hub.shape_module(LLAMA_2_70B, jnp.dtype('bfloat16'), layout)
+  config = programs.config_of('llama-2-70b')
+  module = hub.shape_module(config, jnp.dtype('bfloat16'), layout)
   model = as_model(module, layout)
   leaves = jax.tree.leaves(model.params)
   size = lambda leaf: leaf.size * leaf.dtype.itemsize
@@ -141,17 +126,7 @@ def test_any_mesh_gets_the_axes_and_types_that_are_needed():
 
 
 def test_a_draft_is_divided_only_if_it_is_large():
-  shape = ModelShape(
-    name='small',
-    num_layers=8,
-    width=512,
-    num_heads=8,
-    num_kv_heads=8,
-    head_width=64,
-    mlp_width=2048,
-    vocab_size=50000,
-  )
-  small, large = shape, dataclasses.replace(shape, width=4096, mlp_width=14336)
+  small, large = MODELS['draft-40m'], MODELS['llama-3-8b']
   layout = Layout(AbstractMesh((2, 4), AXES))
   divides = lambda *args: draft_layout(layout, *args).divides_weights
   assert not divides('auto', small, 'bfloat16')
