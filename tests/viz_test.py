@@ -4,6 +4,7 @@ import collections
 import dataclasses
 from html.parser import HTMLParser
 import itertools
+import pathlib
 import re
 import shutil
 import subprocess
@@ -201,6 +202,8 @@ def test_the_report_is_one_page_that_needs_nothing(tmp_path):
     file = tmp_path / 'report.js'
     file.write_text(script['text'])
     subprocess.run([node, '--check', str(file)], check=True)
+  for path in pathlib.Path(viz.__file__).parent.glob('*.py'):
+    assert 'matplotlib' not in path.read_text('utf-8')
 
 
 def test_the_report_has_every_block_for_eyes_and_ears():
