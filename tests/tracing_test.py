@@ -23,7 +23,7 @@ _PROMPTS = [[1, 2, 4], [3], [5, 6, 7, 5]]
 _LIMITS = (30, 0, 17)
 _PATHS = [(0,), (1,), (2,), (2, 0), (0, 0), (0, 2)]
 _TABLE = tiny.table(_VOCAB_SIZE)
-_DRAFT = _TABLE + 0.5 * tiny.table(_VOCAB_SIZE, 1)
+_TABLES = (_TABLE, _TABLE + 0.5 * tiny.table(_VOCAB_SIZE, 1))
 
 
 def _few(logits):
@@ -38,19 +38,13 @@ def _few(logits):
 
 @functools.cache
 def _both(shape):
-  """A trace, and what `generate` says.
-
-  The tree with gaps is left for plain steps now and then.
-  """
+  """Traces and `generate`; the tree with gaps is left for plain steps."""
   guesses = tiny_drafters.exact(tiny.table(_VOCAB_SIZE, 2) + _TABLE)
-  draft = table_model(_DRAFT, max_positions=96)
+  target, draft = (table_model(one, max_positions=96) for one in _TABLES)
+  drafter = tiny_drafters.simple('staged', draft, guesses)
   if shape == 'gaps':
-    drafter = tiny_drafters.candidates(
-      _few(_TABLE), config=Settings(topology=from_paths(_PATHS))
-    )
-  else:
-    drafter = tiny_drafters.simple(shape, draft, guesses)
-  target = table_model(_TABLE, max_positions=96)
+    gaps = Settings(topology=from_paths(_PATHS))
+    drafter = tiny_drafters.candidates(_few(_TABLE), config=gaps)
   arguments = (target, jax.random.key(3), _PROMPTS)
   options = {
     'drafter': drafter,
@@ -69,9 +63,8 @@ def test_it_tells_what_generate_says(shape):
   traces, result = _both(shape)
   sums = collections.Counter()
   for row, trace in enumerate(traces):
-    assert list(trace.tokens) == result.tokens[row]
-    assert list(trace.origins) == result.origins[row]
-    assert list(trace.log_probs) == result.log_probs[row]
+    for name in ('tokens', 'origins', 'log_probs'):
+      assert list(getattr(trace, name)) == getattr(result, name)[row]
     assert trace.labels == result.labels
     assert trace.finish_reason == result.finish_reasons[row]
     assert list(trace.prompt_tokens) == _PROMPTS[row]
@@ -98,10 +91,10 @@ def test_it_tells_what_generate_says(shape):
 @pytest.mark.parametrize('shape', ['gaps', 'staged'])
 def test_the_path_is_the_walk_of_the_target(shape):
   """Greedy: from node to node as long as a child is what the table says."""
-  traces, _ = _both(shape)
+  trace = _both(shape)[0][0]
   says = _TABLE.argmax(1)
   text = list(_PROMPTS[0])
-  for block in traces[0].blocks:
+  for block in trace.blocks:
     assert (block.start, block.tokens[0]) == (len(text), text[-1])
     edges = list(zip(block.parents, block.tokens, strict=True))
     path = [0]
@@ -110,20 +103,20 @@ def test_the_path_is_the_walk_of_the_target(shape):
     assert list(block.path) == path
     assert block.bonus in (None, edge[1])
     text += block.emitted
-  assert sum(len(block.path) - 1 for block in traces[0].blocks) > 5
+  assert sum(len(block.path) - 1 for block in trace.blocks) > 5
 
 
 def test_probabilities_are_those_of_who_guessed():
   """What the draft model guessed has the probability that it gives."""
-  probs = np.asarray(jax.nn.softmax(_DRAFT, axis=1))
-  guessed = 0
+  probs = np.asarray(jax.nn.softmax(_TABLES[1], axis=1))
+  found, expected = [], []
   for block in _both('staged')[0][0].blocks:
-    for node in range(1, len(block.tokens)):
-      if block.origins[node] == 1:
-        expected = probs[block.tokens[block.parents[node]], block.tokens[node]]
-        assert block.probs[node] == pytest.approx(expected, abs=1e-5)
-        guessed += 1
-  assert guessed > 10
+    for node in np.flatnonzero(np.array(block.origins) == 1):
+      above = block.tokens[block.parents[node]]
+      expected.append(probs[above, block.tokens[node]])
+      found.append(block.probs[node])
+  np.testing.assert_allclose(found, expected, atol=1e-5)
+  assert len(found) > 10
 
 
 _BLOCK = Block(
@@ -169,54 +162,46 @@ def test_what_follows_from_a_block_by_hand():
   assert _TRACE.block_efficiency == 2.0
 
 
-@pytest.mark.parametrize(
-  'changes',
-  [
-    {'start': 1},
-    {'probs': (1.0,)},
+def test_inconsistent_blocks_are_refused():
+  for changes in (
+    *({'start': 1}, {'probs': (1.0,)}, {'forwards': {}}),
     {'parents': (0, 0, 0, 1, 3)},  # The first node is not the root.
     {'parents': (-1, 0, 2, 1, 3)},  # Node 2 does not follow its parent.
     {'probs': (1.0, 0.5, 1.25, 0.5, 0.1)},
     {'path': (0, 3)},  # Node 3 is not a child of the root.
-    {'path': (0, -4)},
-    {'path': (), 'emitted': ()},
+    *({'path': (0, -4)}, {'path': (), 'emitted': ()}),
     {'emitted': (8, 8, 4, 4)},  # More than accepted.
     {'emitted': (9, 8)},  # Not what was accepted.
-    {'forwards': {}},
     {'origins': (0, 1, 3, 1, 1)},  # There is no label 3.
     {'origins': (0, 1, -1, 1, 1)},
     {'emitted': (8, 8, 6)},  # There is no text of token 6.
-  ],
-)
-def test_inconsistent_blocks_are_refused(changes):
-  with pytest.raises(ValueError, match='block 1 is inconsistent'):
-    _read(blocks=[_BLOCK, _block(**{'start': 5} | changes)])
+  ):
+    with pytest.raises(ValueError, match='block 1 is inconsistent'):
+      _read(blocks=[_BLOCK, _block(**{'start': 5} | changes)])
 
 
-@pytest.mark.parametrize(
-  ('changes', 'message'),
-  [
-    ({'blocks': [_block(path=(0, 1, 9))]}, 'index out of range'),
-    ({'prompt_tokens': (1,)}, 'block 0 is inconsistent'),
-    ({'labels': ('target', 'draft')}, 'block 0 is inconsistent'),
-    ({'texts': {}}, 'block 0 is inconsistent'),
-    ({'pieces': ('x',)}, 'the number of pieces'),
-    ({'log_probs': (0.0,)}, 'or log_probs'),
-    ({'format': 'else'}, "'specdec trace 1'"),
-    ({'blocks': [{}]}, 'missing'),
-    ({'blocks': 3}, 'not iterable'),
-    ({'more': 3}, 'more'),
-  ],
-)
-def test_what_is_no_trace_is_refused(changes, message):
-  with pytest.raises(ValueError, match='no trace of a decode.*' + message):
-    _read(**changes)
+def test_what_is_no_trace_is_refused():
+  read = lambda changes: functools.partial(_read, **changes)
+  inconsistent = 'block 0 is inconsistent'
+  for call, message in (
+    (read({'blocks': [_block(path=(0, 1, 9))]}), 'index out of range'),
+    (read({'prompt_tokens': (1,)}), inconsistent),
+    (read({'labels': ('target', 'draft')}), inconsistent),
+    (read({'texts': {}}), inconsistent),
+    (read({'pieces': ('x',)}), 'the number of pieces'),
+    (read({'log_probs': (0.0,)}), 'or log_probs'),
+    (read({'format': 'else'}), "'specdec trace 1'"),
+    (read({'blocks': [{}]}), 'missing'),
+    (read({'blocks': 3}), 'not iterable'),
+    (read({'more': 3}), 'more'),
+    (lambda: Trace.from_json('{'), 'Expecting'),
+    (lambda: Trace.from_json('null'), 'no JSON object'),
+  ):
+    with pytest.raises(ValueError, match='no trace of a decode.*' + message):
+      call()
 
 
 def test_json_there_and_back():
   for trace in (_TRACE, _both('staged')[0][0]):
     assert Trace.from_json(trace.to_json()) == trace
     assert '\n' not in trace.to_json()
-  for text, message in (('{', 'Expecting'), ('null', 'no JSON object')):
-    with pytest.raises(ValueError, match=f'no trace of a decode.*{message}'):
-      Trace.from_json(text)
