@@ -37,13 +37,12 @@ def _arguments(stop=_NEVER, **kw):
   } | kw
 
 
+_token_bytes = lambda: fuzzing.pair().token_bytes()
+
+
 @functools.cache
 def _plain():
   return _generator('plain').generate(**_arguments())
-
-
-def _token_bytes():
-  return _generator('plain').pair.token_bytes()
 
 
 def _slow_end(tokens, stops):
@@ -71,42 +70,34 @@ def _check(stops_of_rows):
     end, text = _slow_end(tokens, stops)
     if any(stop in _slow_end(tokens[:end], ())[1] for stop in stops):
       reason = 'stop'
-    assert result.tokens[row] == tokens[:end]
-    assert result.text[row] == text
-    assert result.finish_reasons[row] == reason
+    found = (result.tokens, result.text, result.finish_reasons)
+    assert [one[row] for one in found] == [tokens[:end], text, reason]
 
 
 def test_the_text_is_worth_it():
   """Characters split over tokens and tokens of several characters, and more."""
-  lengths = {len(_token_bytes()[one]) for row in _plain().tokens for one in row}
+  plain, text = _plain(), ''.join(_plain().text)
+  lengths = {len(_token_bytes()[one]) for row in plain.tokens for one in row}
   assert {0, 1, 2, 3} <= lengths
-  text = ''.join(_plain().text)
   assert {1, 2, 3, 4} <= {len(one.encode()) for one in text}
   assert '\ufffd' in text
-  assert {'eos', 'length'} == set(_plain().finish_reasons)
-  for row, tokens in enumerate(_plain().tokens):
-    assert _plain().text[row] == _generator('plain').pair.decode(tokens)
-  assert any('' in pieces for pieces in _plain().pieces)
+  assert {'eos', 'length'} == set(plain.finish_reasons)
+  assert plain.text == [*map(_generator('plain').pair.decode, plain.tokens)]
+  assert any('' in pieces for pieces in plain.pieces)
   stats = _generator('staged').generate(**_arguments()).stats
   assert all(count > 4 for count in stats['accepted_histogram'][:3])
 
 
-@pytest.mark.parametrize(
-  'stops',
-  [
+def test_overlapping_stops():
+  """Random stops, within a block or over several, are in `fuzz_test`."""
+  for stops in (
     ['aab', 'ab'],  # both end with b: the longer one
     ['ba\n', 'a'],  # a ends first
-    ['b', 'b\n', ' b'],
-    ['né', 'é', 'né '],
-    ['本', '日本'],
-    ['😀 ', '😀😀', 'é'],
-    [_NEVER * 4, ' '],
-  ],
-)
-def test_overlapping_stops(stops):
-  """Random stops, within a block or over several, are in `fuzz_test`."""
-  _check([stops] * 3)
-  _check([stops[::-1], [], stops[:1]])
+    *(['b', 'b\n', ' b'], ['né', 'é', 'né '], ['本', '日本']),
+    *(['😀 ', '😀😀', 'é'], [_NEVER * 4, ' ']),
+  ):
+    _check([stops] * 3)
+    _check([stops[::-1], [], stops[:1]])
 
 
 def test_without_eos_ids_special_tokens_end_nothing_and_have_no_text():
@@ -122,7 +113,7 @@ def test_without_eos_ids_special_tokens_end_nothing_and_have_no_text():
   assert result.finish_reasons == ['length'] * 3
   assert shown == result.text
   assert '<end>' not in ''.join(shown)
-  assert list(map(len, result.tokens)) == [LIMIT] * 3
+  assert [*map(len, result.tokens)] == [LIMIT] * 3
 
 
 def test_breaking_off():
@@ -153,12 +144,12 @@ def test_breaking_off():
 
 def test_seeds():
   """Rows of one seed differ; the first has the tokens of the seed alone."""
-
-  sampling = Sampling(temperature=[1.0] * 3)
-  arguments = _arguments(prompts=_PROMPTS[:1] * 3, sampling=sampling)
-  run = lambda seed: (
-    _generator('plain').generate(**arguments | {'seed': seed}).tokens
-  )
+  rows = {
+    'prompts': _PROMPTS[:1] * 3,
+    'sampling': Sampling(temperature=[1.0] * 3),
+  }
+  generate = _generator('plain').generate
+  run = lambda seed: generate(**_arguments(**rows, seed=seed)).tokens
   same = run(_SEEDS[0])
   assert len(set(map(tuple, same))) == 3
   assert same[0] == _plain().tokens[0]
@@ -169,14 +160,11 @@ def test_seeds():
 
 def test_prompts_in_every_notation():
   texts = ['aab', 'b a', '日本']
-  ids = [fuzzing.pair().encode(text) for text in texts]
+  a, b, c = ids = [fuzzing.pair().encode(text) for text in texts]
   options = {'max_new_tokens': 2, 'stop': _NEVER}
   run = lambda prompts: _generator('plain').generate(prompts, **options)
   expected = run(texts)
-  for prompts in (
-    [texts[0], ids[1], tuple(ids[2])],
-    [np.array(ids[0]), jnp.array(ids[1]), ids[2]],
-  ):
+  for prompts in ([texts[0], b, tuple(c)], [np.array(a), jnp.array(b), c]):
     result = run(prompts)
     assert result.tokens == expected.tokens
     assert result.prompts == texts
@@ -184,39 +172,32 @@ def test_prompts_in_every_notation():
     shown = json.loads(result.to_json())
     assert shown['prompt_tokens'] == ids
     assert shown['text'] == expected.text
-  for one in (texts[0], ids[0], [ids[0]], np.array(ids[0])):
+  for one in (texts[0], a, [a], np.array(a)):
     assert run(one).tokens == expected.tokens[:1]
 
 
-@pytest.mark.parametrize('call', ['generate', 'stream', 'trace', 'timed'])
-def test_arguments_are_refused_by_every_method(call):
-  """`fuzzing.BAD` lists all that `generate` refuses."""
-  method = getattr(_generator('plain'), call)
-  with pytest.raises(TypeError, match=r"unexpected keyword .* 'max_tokens'"):
-    method('a', max_tokens=3)
-  with pytest.raises(ValueError, match="row 0 has the stop string ''"):
-    method('a', stop='')
-
-
-def test_every_argument_is_in_the_signature():
-  """`help` and editors show the arguments, alike in all four methods."""
+def test_all_methods_have_the_same_arguments():
+  """In the signature, for editors; `fuzzing.BAD` lists what is refused."""
   shared = dict(inspect.signature(Generator.generate).parameters)
   docs = inspect.getdoc(Generator.generate)
   assert all(f'{name}: ' in docs for name in shared if name != 'self')
   del shared['should_stop']
-  for call in (Generator.stream, Generator.trace, Generator.timed):
-    found = inspect.signature(call).parameters
-    assert list(found.items()) == list(shared.items())
+  for call in ('stream', 'trace', 'timed'):
+    method = getattr(_generator('plain'), call)
+    found = inspect.signature(getattr(Generator, call)).parameters
+    assert [*found.items()] == [*shared.items()]
+    with pytest.raises(ValueError, match="row 0 has the stop string ''"):
+      method('a', stop='')
 
 
 def test_stop_tables_are_kept():
-  generator = _generator('plain')
-  first = generator.stop_table((('a',), ()))
-  assert generator.stop_table((('a',), ())) is first
-  assert generator.stop_table(((), ())) is None
+  table = _generator('plain').stop_table
+  first = table((('a',), ()))
+  assert table((('a',), ())) is first
+  assert table(((), ())) is None
   for number in range(20):
-    generator.stop_table(((f'{number}',), ()))
-  again = generator.stop_table((('a',), ()))
+    table(((f'{number}',), ()))
+  again = table((('a',), ()))
   np.testing.assert_array_equal(again.next_state, first.next_state)
 
 
