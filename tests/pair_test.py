@@ -22,31 +22,23 @@ def saved(tmp_path_factory):
   return folder
 
 
-@pytest.fixture
-def folder(saved, tmp_path):
-  return shutil.copytree(saved, tmp_path / 'model')
-
-
 @pytest.mark.parametrize(
-  ('stated', 'expected'),
+  ('eos', 'generation', 'expected'),
   [
-    ({'config': 5}, (5,)),
-    ({'config': [5, 7]}, (5, 7)),
-    ({'config': [5, 50256]}, (5,)),
-    ({'config': 50256}, (0,)),
-    ({'config': None}, (0,)),
-    ({'config': 5, 'generation_config': [9]}, (9,)),
+    *((5, None, (5,)), ([5, 7], None, (5, 7)), ([5, 50256], None, (5,))),
+    *((50256, None, (0,)), (None, None, (0,)), (5, [9], (9,))),
   ],
 )
-def test_eos_is_what_the_configs_state_if_usable(folder, stated, expected):
-  for name, eos in stated.items():
-    path = folder / f'{name}.json'
-    config = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps(config | {'eos_token_id': eos}))
+def test_eos_is_what_the_configs_state_if_usable(
+  saved, tmp_path, eos, generation, expected
+):
+  folder = shutil.copytree(saved, tmp_path / 'model')
+  config = json.loads((folder / 'config.json').read_text())
+  write = lambda name, what: (folder / name).write_text(json.dumps(what))
+  write('config.json', config | {'eos_token_id': eos})
+  if generation:
+    write('generation_config.json', {'eos_token_id': generation})
   assert load_pair(str(folder), None).eos_ids == expected
-
-
-def test_target_without_tokenizer_is_refused(folder):
   for file in folder.glob('tokenizer*'):
     file.unlink()
   with pytest.raises(ValueError, match='has no tokenizer'):

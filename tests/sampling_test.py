@@ -19,17 +19,20 @@ def _softmax(logits):
 
 
 def _expected(logits, **values):
-  """Probabilities after the filters, in float64, one position at a time."""
-  options = reference.Options(**values)
-  return np.array(
-    [_softmax(reference.filtered(row, options)) for row in logits]
-  )
+  """Probabilities after the filters, in float64, of one position."""
+  return _softmax(reference.filtered(logits, reference.Options(**values)))
 
 
 # Compiled once per set of filters: dispatching op by op costs far more.
 _filter_logits = jax.jit(filter_logits)
 _choose = jax.jit(choose)
 _position_noise = jax.jit(position_noise, static_argnums=2)
+
+
+def _noise(batch_size, length, vocab_size, sampling):
+  keys = jax.random.split(jax.random.key(0), batch_size)
+  positions = np.tile(np.arange(length), (batch_size, 1))
+  return _position_noise(keys, positions, vocab_size, sampling)
 
 
 def _probs(logits, sampling):
@@ -41,12 +44,8 @@ def _probs(logits, sampling):
 @pytest.mark.parametrize(
   ('top_k', 'top_p', 'min_p'),
   [
-    (None, None, None),
-    (1000, None, None),
-    (None, 0.6, None),
-    (None, None, 0.2),
-    (1, 1.0, 0.0),
-    (7, 0.6, None),
+    *((None, None, None), (1000, None, None), (None, 0.6, None)),
+    *((None, None, 0.2), (1, 1.0, 0.0), (7, 0.6, None)),
     # Each row has its own.
     (7, [0.5, 1.0, 0.8, 0.7, 0.9, 0.2], [0.0, 0.3, 0.05, 0.0, 0.1, 0.0]),
   ],
@@ -62,7 +61,8 @@ def test_filters_against_numpy(top_k, top_p, min_p):
   for row in range(6):
     of_row = lambda value, row=row: np.ravel(value)[row % np.size(value)].item()
     values = {name: of_row(value) for name, value in filters.items()}
-    expected = _expected(logits[row], temperature=temperature[row], **values)
+    values['temperature'] = temperature[row]
+    expected = np.array([_expected(one, **values) for one in logits[row]])
     np.testing.assert_array_equal(actual[row] > 0, expected > 0)
     np.testing.assert_allclose(actual[row], expected, atol=1e-6)
 
@@ -89,8 +89,7 @@ def test_huge_logits_and_tiny_temperatures(filters):
   sampling = check_sampling(Sampling(temperature=temperature, **filters), 20, 5)
   logits = np.array([-1.0, 0.2, 1.0, 0.3, -1.0], np.float32)
   logits = np.tile(scale[:, None, None] * logits, (1, 50, 1))
-  keys = jax.random.split(jax.random.key(0), 20)
-  noise = _position_noise(keys, np.tile(np.arange(50), (20, 1)), 5, sampling)
+  noise = _noise(20, 50, 5, sampling)
   assert not np.any(np.isnan(_filter_logits(logits, sampling)))
   for row, chosen in enumerate(np.asarray(_choose(logits, noise, sampling))):
     if temperature[row] == 0 or scale[row] / temperature[row] > 1e6:
@@ -101,14 +100,12 @@ def test_huge_logits_and_tiny_temperatures(filters):
 
 def test_temperature_0_is_argmax_whatever_the_filters():
   logits = np.random.default_rng(2).normal(size=(3, 5, 30)).astype(np.float32)
-  keys = jax.random.split(jax.random.key(0), 3)
   for filters in _ALL_FILTERS:
     sampling = check_sampling(Sampling(**filters), 3, 30)
-    noise = _position_noise(keys, np.tile(np.arange(5), (3, 1)), 30, sampling)
+    noise = _noise(3, 5, 30, sampling)
     np.testing.assert_array_equal(noise, 0.0)
-    np.testing.assert_array_equal(
-      _choose(logits, noise, sampling), logits.argmax(-1)
-    )
+    chosen = _choose(logits, noise, sampling)
+    np.testing.assert_array_equal(chosen, logits.argmax(-1))
 
 
 # The law. The noise is that of a real decode: one row key, and position after
@@ -133,12 +130,10 @@ def _p_value(counts, probs):
 def test_the_law_of_choose(filters):
   values = {'temperature': 1.0} | filters
   sampling = check_sampling(Sampling(**values), 1, len(_LAW))
-  keys = jax.random.split(jax.random.key(0), 1)
-  positions = np.arange(_NUM_DRAWS)[None]
-  noise = _position_noise(keys, positions, len(_LAW), sampling)
+  noise = _noise(1, _NUM_DRAWS, len(_LAW), sampling)
   logits = np.tile(np.log(_LAW).astype(np.float32), (1, _NUM_DRAWS, 1))
   tokens = np.asarray(_choose(logits, noise, sampling))[0]
-  [law] = _expected(np.log(_LAW)[None], **values)
+  law = _expected(np.log(_LAW), **values)
   counts = np.bincount(tokens, minlength=len(_LAW))
   assert _p_value(counts, law) > _SIGNIFICANCE
   # And the test is powerful: it sees 0.015 of the mass in another place.
@@ -149,6 +144,6 @@ def test_the_law_of_choose(filters):
 def test_the_ends_of_the_ranges_are_allowed():
   ends = Sampling(temperature=0, top_k=1, top_p=1, min_p=1)
   sampling = check_sampling(ends, 1, 9)
-  for name in ('temperature', 'top_p', 'min_p'):
-    assert getattr(sampling, name).dtype == np.float32
+  for one in (sampling.temperature, sampling.top_p, sampling.min_p):
+    assert one.dtype == np.float32
   assert check_sampling(Sampling(), 1, 9).top_p is None

@@ -23,13 +23,9 @@ _count_emitted = jax.jit(accept.count_emitted)
 def test_origins_by_hand():
   """Whoever proposed the next node of the path; nobody the bonus token."""
   nodes = [Node(0), Node(1, 0, 1, 0, 0, 3), Node(2, 0, 1, 0, 0, 1)]
-  nodes.append(Node(3, 2, 2, 0, 0, 2))
-  tree = stack([to_arrays(nodes, 6)] * 3)
-  verdict = Verdict(
-    place=jnp.array([[0, 2, 3], [0, 1, NO_NODE], [0, NO_NODE, NO_NODE]]),
-    accepted=jnp.array([2, 1, 0]),
-    chosen=jnp.zeros((3, 3), jnp.int32),
-  )
+  tree = stack([to_arrays([*nodes, Node(3, 2, 2, 0, 0, 2)], 6)] * 3)
+  place = jnp.array([[0, 2, 3], [0, 1, NO_NODE], [0, NO_NODE, NO_NODE]])
+  verdict = Verdict(place, jnp.array([2, 1, 0]), jnp.zeros((3, 3), jnp.int32))
   nodes = jnp.tile(jnp.arange(6), (3, 1))
   origins = accept.emitted_origins(tree, nodes, verdict)
   assert origins.tolist() == [[1, 2, 0], [3, 0, 0], [0, 0, 0]]
@@ -75,9 +71,7 @@ def test_logits_count_as_far_as_they_are_numbers():
   logits[3, 1, 0] = np.nan  # off the path
   logits[4, 2] = -np.inf  # no token can be chosen
   path = np.array([[0, 2, 3]] * 5)
-  verdict = Verdict(
-    place=path, accepted=np.full(5, 2), chosen=np.zeros((5, 3), np.int32)
-  )
+  verdict = Verdict(path, np.full(5, 2), np.zeros((5, 3), np.int32))
   assert accept.count_valid(logits, verdict).tolist() == [3, 0, 2, 3, 1]
   # Where the path has ended, nothing is asked of the logits.
   short = np.array([[0, NO_NODE, NO_NODE]] * 5)
