@@ -115,7 +115,9 @@ def main(what: str) -> None:
       peer=_PEER.value,
     )
   elif what == 'memory':
-    rows = measure.memory(target, dtype=dtype)
+    rows = measure.memory(
+      target, dtype=dtype, cpu_kernels=options.CPU_KERNELS.value == 'auto'
+    )
   elif what == 'loss':
     rows = _loss(sizes)
   else:

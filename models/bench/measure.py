@@ -252,7 +252,7 @@ def forward(
   ]
 
 
-def memory(name: str, *, dtype: str) -> list[Row]:
+def memory(name: str, *, dtype: str, cpu_kernels: bool) -> list[Row]:
   """The peak of host memory while a model is loaded (Linux only)."""
   folder = hub.locate(name)
   files = sum(file.stat().st_size for file in hub.weight_files(folder))
@@ -260,18 +260,23 @@ def memory(name: str, *, dtype: str) -> list[Row]:
   loaded: list[jax.Array] = []
 
   def load() -> None:
-    module = hub.load_module(folder, dtype=jnp.dtype(dtype))
+    module = hub.load_module(
+      folder,
+      dtype=jnp.dtype(dtype),
+      packed=cpu_kernels and build.is_available(),
+    )
     loaded.extend(jax.block_until_ready(jax.tree.leaves(module)))
 
   peak = machine.host_peak(load)
+  loaded_bytes = sum(leaf.nbytes for leaf in loaded)
   return [
     {
       'model': pathlib.Path(name).name,
       'dtype': dtype,
       'checkpoint_bytes': files,
-      'loaded_bytes': sum(leaf.nbytes for leaf in loaded),
+      'loaded_bytes': loaded_bytes,
       'peak_bytes': peak,
-      'peak_per_checkpoint_byte': round(peak / files, 3),
+      'peak_per_loaded_byte': round(peak / loaded_bytes, 3),
     }
   ]
 

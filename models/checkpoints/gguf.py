@@ -191,7 +191,7 @@ def _llama3_factor(path: pathlib.Path, header: Header, theta: float) -> float:
   Raises:
     ValueError: no such scaling has that result.
   """
-  stored = Tensor(path, header.tensors[_ROPE_FACTORS]).read(np.float32)
+  [(_, stored)] = Tensor(path, header.tensors[_ROPE_FACTORS]).blocks()
   exponents = np.arange(len(stored), dtype=np.float32) / len(stored)
   frequencies = np.float32(1) / np.float32(theta) ** exponents
   factor = float(np.max(stored))
@@ -340,22 +340,20 @@ class Tensor:
     kind = gguf.GGMLQuantizationType(self.info.kind)
     return gguf.dequantize(raw.reshape(count, row_bytes), kind)
 
-  def read(self, dtype, *, transposed: bool = False) -> np.ndarray:
-    """Reads the tensor into its final dtype, block by block."""
+  def blocks(
+    self, *, transposed: bool = False
+  ) -> Iterator[tuple[Any, np.ndarray]]:
+    """Yields indices and values of rows, as float32."""
     assert not transposed, 'GGUF has all matrices as [out, in]'
     gguf = _quants()
-    array = np.empty(self.shape, dtype)
-    rows = array.reshape(-1, self.shape[-1])
-    order = self._order(math.prod(self.shape) if array.ndim == 1 else len(rows))
-    block = max(1, _BLOCK_BYTES // (4 * self.shape[-1]))
-    for start in range(0, len(rows), block):
-      end = min(start + block, len(rows))
-      values = self._block(gguf, start, end - start)
-      if array.ndim == 1:
-        array[order] = values[0]
-      else:
-        rows[order[start:end]] = values
-    return array
+    if len(self.shape) == 1:
+      yield self._order(self.shape[0]), self._block(gguf, 0, 1)[0]
+      return
+    order = self._order(self.shape[0])
+    step = max(1, _BLOCK_BYTES // (4 * self.shape[1]))
+    for start in range(0, self.shape[0], step):
+      end = min(start + step, self.shape[0])
+      yield order[start:end], self._block(gguf, start, end - start)
 
   def _order(self, length: int) -> np.ndarray:
     """Where each stored row goes.

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 import dataclasses
 import json
+import math
 import pathlib
 from typing import Any
 
@@ -31,7 +32,7 @@ from models.nn.dtypes import AUTO
 from models.nn.dtypes import native_dtypes
 from models.nn.matmul import Int8Matrix
 from models.nn.matmul import pack
-from models.nn.matmul import quantize
+from models.nn.matmul import quantize_blocks
 from models.nn.sharding import Layout
 from models.nn.sharding import undivided
 from models.waiting import progress
@@ -43,13 +44,13 @@ _EMBEDDED = {'demo': _DEMO / 'target', 'demo-draft': _DEMO / 'draft'}
 
 _INDEX = 'model.safetensors.index.json'
 _SINGLE = 'model.safetensors'
+_BLOCK_BYTES = 1 << 24  # Bytes of a tensor, as float32, read at once.
 _FLOATS = {
   'F32': 'float32',
   'F16': 'float16',
   'BF16': 'bfloat16',
   'F64': 'float64',
 }
-_BLOCK_BYTES = 1 << 24  # Bytes of a tensor read at once.
 _HUB_FILES = ('*.json', '*.safetensors', '*.txt', '*.model')
 
 
@@ -181,21 +182,20 @@ class _Tensor:
         f'{where} has dtype {self.dtype}, expected one of {sorted(_FLOATS)}'
       )
 
-  def read(self, dtype, *, transposed: bool) -> np.ndarray:
-    """Reads the tensor into its final dtype and layout, block by block.
+  def blocks(self, *, transposed: bool) -> Iterator[tuple[Any, np.ndarray]]:
+    """Yields indices and values of rows, of the transposed tensor if asked for.
 
     The file is mapped anew for every block: pages of a mapping that were
     touched stay resident until it is closed, and would double the peak memory.
     """
-    shape = self.shape[::-1] if transposed else self.shape
-    array = np.empty(shape, dtype)
-    as_stored = array.T if transposed else array
-    rows = max(1, _BLOCK_BYTES * self.shape[0] // array.nbytes)
-    for start in range(0, self.shape[0], rows):
-      end = min(start + rows, self.shape[0])
+    length = self.shape[-1 if transposed else 0]
+    row_bytes = 4 * math.prod(self.shape) // max(length, 1)
+    step = max(1, _BLOCK_BYTES // max(row_bytes, 1))
+    for start in range(0, length, step):
+      rows = slice(start, min(start + step, length))
       with safetensors.safe_open(self.file, 'numpy') as mapped:
-        as_stored[start:end] = mapped.get_slice(self.name)[start:end]
-    return array
+        stored = mapped.get_slice(self.name)
+        yield rows, stored[:, rows].T if transposed else stored[rows]
 
 
 def _tensors(
@@ -381,10 +381,13 @@ def load_module(
     path = paths[key]
     leaf = expected[path]
     tensor.check(leaf.shape[::-1] if transposed else leaf.shape)
+    blocks = tensor.blocks(transposed=transposed)
     if in_int8 and leaf.ndim == 2 and not family.stays_float(key):
-      host: Any = quantize(tensor.read(np.float32, transposed=transposed))
+      host: Any = quantize_blocks(blocks, leaf.shape)
     else:
-      host = tensor.read(leaf.dtype, transposed=transposed)
+      host = np.empty(leaf.shape, leaf.dtype)
+      for index, rows in blocks:
+        host[index] = rows
     # Position embeddings are added, not multiplied.
     if packed and leaf.ndim == 2 and path[0] != 'wpe':
       host = pack(host)

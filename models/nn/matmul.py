@@ -5,7 +5,9 @@ results for every weight dtype: on CPU this is by far the fastest way to
 multiply a few bfloat16 rows (docs/cpu.md has more).
 """
 
+from collections.abc import Iterable
 import functools
+from typing import Any
 
 import flax.struct
 import jax
@@ -67,6 +69,26 @@ def quantize(matrix: np.ndarray) -> Int8Matrix:
     raise ValueError('a matrix has weights that are not finite')
   values, scale = quantize_rows(matrix, np)
   return Int8Matrix(values=values, scale=scale.astype(np.float32))
+
+
+def quantize_blocks(
+  blocks: Iterable[tuple[Any, np.ndarray]], shape: tuple[int, int]
+) -> Int8Matrix:
+  """`quantize` of a matrix whose rows come one block after another.
+
+  Args:
+    blocks: indices of rows, and their values `[rows, in]`.
+    shape: `(out, in)`.
+
+  Raises:
+    ValueError: the matrix has a weight that is not finite.
+  """
+  values: Any = np.empty(shape, np.int8)
+  scale: Any = np.empty(shape[0], np.float32)
+  for index, rows in blocks:
+    part = quantize(rows)
+    values[index], scale[index] = part.values, part.scale
+  return Int8Matrix(values=values, scale=scale)
 
 
 def pack(weight: Matrix) -> Matrix:

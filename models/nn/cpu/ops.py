@@ -5,6 +5,8 @@ row depend on nothing but the row itself, and those of a query on nothing but
 the slots that it sees.
 """
 
+import math
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ import numpy as np
 
 _BLOCK = 16  # Outputs that are stored together.
 _BLOCKS = 3  # Blocks that are multiplied together.
+_ALIGNMENT = 64  # Bytes; JAX copies arrays on the CPU that begin elsewhere.
 DTYPES = ('float32', 'bfloat16', 'int8')
 """Dtypes of the matrices that the kernels multiply."""
 
@@ -33,6 +36,14 @@ class PackedMatrix(flax.struct.PyTreeNode):
   dtype: str = flax.struct.field(pytree_node=False)
 
 
+def _aligned_zeros(shape: tuple[int, ...]) -> np.ndarray:
+  """Zeros of uint32 that JAX can take as they are, without a copy."""
+  size = 4 * math.prod(shape)
+  memory = np.zeros(size + _ALIGNMENT, np.uint8)
+  start = -memory.ctypes.data % _ALIGNMENT
+  return memory[start : start + size].view(np.uint32).reshape(shape)
+
+
 def pack(values: np.ndarray, scale: np.ndarray | None = None) -> PackedMatrix:
   """Packs a matrix `[out, in]` of a dtype of `DTYPES`, on the host.
 
@@ -44,12 +55,12 @@ def pack(values: np.ndarray, scale: np.ndarray | None = None) -> PackedMatrix:
   per_word = 4 // values.dtype.itemsize
   blocks = -(-num_outputs // (_BLOCK * _BLOCKS)) * _BLOCKS
   words = -(-num_inputs // per_word)
-  padded = values
-  if values.shape != (blocks * _BLOCK, words * per_word):
-    padded = np.zeros((blocks * _BLOCK, words * per_word), values.dtype)
-    padded[:num_outputs, :num_inputs] = values
-  as_words = padded.view(np.uint32).reshape(blocks, _BLOCK, words)
-  packed = np.ascontiguousarray(as_words.swapaxes(1, 2))
+  packed = _aligned_zeros((blocks, words, _BLOCK))
+  for block in range(-(-num_outputs // _BLOCK)):
+    rows = values[block * _BLOCK : (block + 1) * _BLOCK]
+    padded = np.zeros((_BLOCK, words * per_word), values.dtype)
+    padded[: len(rows), :num_inputs] = rows
+    packed[block] = padded.view(np.uint32).T
   if values.dtype == np.int8:
     packed ^= np.uint32(0x80808080)
   return PackedMatrix(
