@@ -9,21 +9,12 @@ import numpy as np
 import pytest
 import safetensors
 import tiny
-import transformers
 
 from models.checkpoints import expand
 from models.checkpoints import hub
 from models.training.tokenizer import train_tokenizer
 
-SHAPES = {
-  'tied': {},
-  'untied': {'tie_embeddings': False},
-  'inner': {'inner_width': 24},
-  'by_layer': {'scale_attention_by_layer': True},
-  'unscaled': {'scale_attention': False, 'tie_embeddings': False},
-}
-
-
+_UNTIED = {'tie_embeddings': False}
 # Wider sums are added up in an order of the machine's own; logits are near 1.
 _ROUNDING = 1e-4
 
@@ -35,16 +26,16 @@ _assert_close = functools.partial(np.testing.assert_allclose, rtol=0)
 @pytest.mark.parametrize(
   ('shape', 'factor', 'num_layers'),
   [
-    ('tied', 1, 4),
-    ('tied', 2, 2),
-    ('untied', 2, 4),
-    ('inner', 3, 3),
-    ('by_layer', 3, 3),
-    ('unscaled', 3, 3),
+    ({}, 1, 4),
+    ({}, 2, 2),
+    (_UNTIED, 2, 4),
+    ({'inner_width': 24}, 3, 3),
+    ({'scale_attention_by_layer': True}, 3, 3),
+    (_UNTIED | {'scale_attention': False}, 3, 3),
   ],
 )
 def test_logits_stay_the_same(shape, factor, num_layers):
-  module = tiny.module(**SHAPES[shape])
+  module = tiny.module(**shape)
   expanded = expand.expand(module, width_factor=factor, num_layers=num_layers)
   _assert_close(_logits(expanded), _logits(module), atol=_ROUNDING)
   old, inner, width = module.config, module.config.inner_width, 16 * factor
@@ -88,9 +79,9 @@ def test_added_blocks_are_work_and_depend_on_the_seed_alone():
     assert not np.any(first[name]), name
 
 
-@pytest.mark.parametrize('shape', ['tied', 'untied'])
+@pytest.mark.parametrize('shape', [{}, _UNTIED])
 def test_added_tokens_have_a_low_logit_after_every_text(shape):
-  module = tiny.module(**SHAPES[shape])
+  module = tiny.module(**shape)
   bias = module.ln_f.bias
   bias[...] = jnp.linspace(-0.1, 0.4, bias.size)
   expanded = expand.expand(module, width_factor=2, num_layers=2, vocab_size=50)
@@ -100,17 +91,21 @@ def test_added_tokens_have_a_low_logit_after_every_text(shape):
 
 
 def test_bad_arguments():
+  refused = functools.partial(pytest.raises, ValueError)
   expanded = functools.partial(expand.expand, tiny.module())
-  with pytest.raises(ValueError, match='width_factor must be at least 1, got'):
+  with refused(match='width_factor must be at least 1, got'):
     expanded(width_factor=0, num_layers=2)
-  with pytest.raises(ValueError, match='at least the 2 of the model, got 1'):
+  with refused(match='at least the 2 of the model, got 1'):
     expanded(width_factor=2, num_layers=1)
-  with pytest.raises(ValueError, match='at least the 40 of the model, got 39'):
+  with refused(match='at least the 40 of the model, got 39'):
     expanded(width_factor=2, num_layers=2, vocab_size=39)
   unbiased = tiny.module()
   unbiased.ln_f.bias[...] *= 0
-  with pytest.raises(ValueError, match='no token can be added to this model'):
+  with refused(match='no token can be added to this model'):
     expand.expand(unbiased, width_factor=1, num_layers=2, vocab_size=41)
+  llama = tiny.llama_module('llama')
+  with refused(match='only a GPT-2 can be expanded, not a L'):
+    expand.expand(llama, width_factor=2, num_layers=2)
 
 
 def test_the_script_expands_a_folder_with_tokenizer(tmp_path):
@@ -118,12 +113,9 @@ def test_the_script_expands_a_folder_with_tokenizer(tmp_path):
   module = tiny.module(vocab_size=260)
   tokenizer = train_tokenizer(['a b c d'], vocab_size=260, context=8)
   hub.save_pretrained(module, small, tokenizer=tokenizer)
-  ended = command_lines.run(
-    'expand_model.py',
-    f'--model={small}',
-    f'--output={large}',
-    *('--dtype=float16', '--width_factor=2', '--layers=3'),
-  )
+  flags = [f'--model={small}', f'--output={large}', '--dtype=float16']
+  flags += ['--width_factor=2', '--layers=3']
+  ended = command_lines.run('expand_model.py', *flags)
   assert ended.code == 0, ended.errors
   loaded = hub.load_module(large)
   assert str(loaded.config) in ended.output
@@ -131,7 +123,7 @@ def test_the_script_expands_a_folder_with_tokenizer(tmp_path):
   with safetensors.safe_open(large / 'model.safetensors', 'numpy') as file:
     stored = file.get_slice('transformer.wte.weight').get_dtype()
   assert stored == 'F16'
-  copied = transformers.AutoTokenizer.from_pretrained(large)
+  copied = hub.load_tokenizer(large)
   assert copied.get_vocab() == tokenizer.get_vocab()
   assert copied.eos_token_id == tokenizer.eos_token_id
   assert copied.model_max_length == 8

@@ -49,9 +49,7 @@ def _use_blocks_of(size, monkeypatch):
 
 def test_blocks_are_about_the_share_of_an_expert():
   sizes = {1: 1, 40: 16, 80: 32, 256: 64, 4096: 128}
-  for num_tokens, expected in sizes.items():
-    assert experts._block_size(num_tokens, 2, 8) == expected
-  assert experts._block_size(1000, 8, 128) == 64
+  assert {size: experts._block_size(size, 2, 8) for size in sizes} == sizes
 
 
 @pytest.mark.parametrize(
@@ -68,19 +66,15 @@ def test_values_and_gradients_are_those_of_brute_force(
     routing = route(logits, count, renormalize=True)
     return jnp.sum(jnp.sin(combine(weights, x, routing)))
 
-  run = lambda combine: jax.value_and_grad(
-    functools.partial(total, combine), (0, 1, 2)
-  )(weights, x, logits)
-  actual, expected = jax.jit(
-    lambda: (run(functools.partial(mix, _expert)), run(_by_brute_force))
-  )()
-  jax.tree.map(
-    functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5),
-    actual,
-    expected,
-  )
-  gradients = jax.tree.leaves(expected[1])
-  assert all(np.any(one != 0) for one in gradients[-2:])
+  def run(combine):
+    of = functools.partial(total, combine)
+    return jax.value_and_grad(of, (0, 1, 2))(weights, x, logits)
+
+  combines = functools.partial(mix, _expert), _by_brute_force
+  actual, expected = jax.jit(lambda: [*map(run, combines)])()
+  close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+  jax.tree.map(close, actual, expected)
+  assert all(np.any(one != 0) for one in jax.tree.leaves(expected[1])[-2:])
 
 
 @pytest.mark.parametrize('block', [128, 2])
@@ -116,11 +110,8 @@ def test_as_many_blocks_are_computed_as_there_are_rows_for(monkeypatch):
 def test_tokens_do_not_depend_on_those_beside_them():
   """Of one shape: other rows, and other places, change no bit of a row."""
   weights, x, logits = _inputs(9, 3)
-  mixed = jax.jit(
-    lambda x, logits: mix(
-      _expert, weights, x, route(logits, 2, renormalize=True)
-    )
-  )
+  routed = lambda logits: route(logits, 2, renormalize=True)
+  mixed = jax.jit(lambda x, logits: mix(_expert, weights, x, routed(logits)))
   expected = np.asarray(mixed(x, logits))
   order = np.random.default_rng(1).permutation(9)
   np.testing.assert_array_equal(mixed(x[order], logits[order]), expected[order])
@@ -154,9 +145,7 @@ def test_balance_by_hand(experts, first, expected):
 
 
 def test_routing_is_that_of_transformers(tmp_path):
-  folder = tmp_path / 'model'
-  variants.write('mixtral', folder)
-  module = hub.load_module(folder)
+  module = hub.load_module(variants.write('mixtral', tmp_path / 'model'))
   tokens = variants.tokens('mixtral')
   batch_size, length = tokens.shape
   positions = np.broadcast_to(np.arange(length), tokens.shape)
