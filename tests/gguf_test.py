@@ -67,9 +67,11 @@ def _metadata(writer, config, arch):
   writer.add_head_count_kv(config.num_kv_heads)
   writer.add_layer_norm_rms_eps(config.norm_epsilon)
   writer.add_rope_freq_base(config.rope.theta)
-  writer.add_rope_dimension_count(config.head_width)
-  writer.add_key_length(config.head_width)
-  writer.add_value_length(config.head_width)
+  for add_width in (
+    *(writer.add_rope_dimension_count, writer.add_key_length),
+    writer.add_value_length,
+  ):
+    add_width(config.head_width)
   if isinstance(config, MixtralConfig):
     writer.add_expert_count(config.num_experts)
     writer.add_expert_used_count(config.experts_per_token)
@@ -121,12 +123,8 @@ def _random_q4_k(rng, shape):
 def _write(path, name, kind=Kind.F32, *, change=None, tokenizer=None):
   """Writes a model of `_CONFIGS`; returns the tensors, rounded as in the file.
 
-  Args:
-    path: of the file.
-    name: of the configuration, beginning with the architecture.
-    kind: of the matrices; the rest is float32.
-    change: gets the tensors by name, and may change them.
-    tokenizer: is stored as well.
+  The name begins with the architecture, and `kind` is that of the matrices; the
+  rest is float32. The function `change` gets the tensors, and may change them.
   """
   arch = 'llama' if name == 'vocabulary' else name.split(',')[0]
   config = _CONFIGS[name]
@@ -135,7 +133,12 @@ def _write(path, name, kind=Kind.F32, *, change=None, tokenizer=None):
   if tokenizer is not None:
     _add_tokenizer(writer, tokenizer)
   rng = np.random.default_rng(0)
-  tensors = dict(_stored(_random(config), arch))
+  # Hardly two numbers are equal.
+  graph, shapes = hub.flat_params(hub.shape_module(config, jnp.float32))
+  draw = lambda leaf: jnp.asarray(0.1 * rng.standard_normal(leaf.shape))
+  drawn = {name: draw(leaf) for name, leaf in shapes.items()}
+  module = nnx.merge(graph, traverse_util.unflatten_dict(drawn))
+  tensors = dict(_stored(module, arch))
   if 'llama3' in name:
     plain = Rope(theta=config.rope.theta).frequencies(config.head_width)
     scaled = config.rope.frequencies(config.head_width)
@@ -156,15 +159,6 @@ def _write(path, name, kind=Kind.F32, *, change=None, tokenizer=None):
   writer.write_tensors_to_file()
   writer.close()
   return expected
-
-
-def _random(config):
-  """A module in which hardly two numbers are equal."""
-  graph, shapes = hub.flat_params(hub.shape_module(config, jnp.float32))
-  rng = np.random.default_rng(3)
-  draw = lambda leaf: jnp.asarray(0.1 * rng.standard_normal(leaf.shape))
-  values = {path: draw(leaf) for path, leaf in shapes.items()}
-  return nnx.merge(graph, traverse_util.unflatten_dict(values))
 
 
 def _add_tokenizer(writer, tokenizer):
@@ -254,12 +248,8 @@ def test_tensors_that_do_not_fit(change, message, path):
     hub.load_module(path)
 
 
-_KEY = b'blk.0.attn_q.weight'
-# Before the type of a tensor: the number of axes, and two lengths.
-_AXES = struct.pack('<IQQ', 2, 256, 256)
-
-
-_TYPE = _KEY + _AXES
+# A name, and before its type the number of axes, and two lengths.
+_TYPE = b'blk.0.attn_q.weight' + struct.pack('<IQQ', 2, 256, 256)
 
 
 @pytest.mark.parametrize(
