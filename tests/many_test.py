@@ -1,5 +1,6 @@
 """Many prompts: `generate_many`, its script, and files that runs go on from."""
 
+import functools
 import io
 import itertools
 import json
@@ -91,12 +92,10 @@ def _input(path):
   return path
 
 
-_FLAGS = ('--method=plain', '--max_new_tokens=9', '--batch_size=2')
-
-
 def _arguments(source, output, *more):
   files = (f'--prompt_file={source}', f'--output={output}')
-  return ('generate_many.py', *files, *_FLAGS, '--stop=\\n', *more)
+  flags = ('--method=plain', '--max_new_tokens=9', '--batch_size=2')
+  return ('generate_many.py', *files, *flags, '--stop=\\n', *more)
 
 
 def _rows(text):
@@ -112,13 +111,13 @@ def test_the_script_completes_a_file_and_goes_on_where_it_was(
   text = output.read_text()
   rows = _rows(text)
   assert len(text.splitlines()) == len(rows) == 9
-  for index, words in (
-    (3, 'the prompt is empty'),
-    (4, 'line 5: expected a JSON object with keys of prompt'),
-    (5, 'sets other options'),
-    (6, 'has no chat template'),
-    (8, 'line 9: '),
-  ):
+  for index, words in {
+    3: 'the prompt is empty',
+    4: 'line 5: expected a JSON object with keys of prompt',
+    5: 'sets other options',
+    6: 'has no chat template',
+    8: 'line 9: ',
+  }.items():
     assert words in rows[index]['error']
   for index, prompt, seed, options in (
     (0, 'import ', 0, {}),
@@ -173,18 +172,18 @@ def test_files_of_results_survive_a_kill_at_every_byte(tmp_path):
     for row in rows[complete:]:
       again.add(row)
     assert path.read_bytes() == whole
-  with pytest.raises(ValueError, match=r'settings \(method, seed, stop\)'):
+  refused = functools.partial(pytest.raises, ValueError)
+  with refused(match=r'settings \(method, seed, stop\)'):
     ResumableRows(path, {'seed': 1, 'method': 'plain'})
   path.write_text('no JSON\n')
-  with pytest.raises(ValueError, match='a line that is no JSON'):
+  with refused(match='a line that is no JSON'):
     ResumableRows(path, {'seed': 0, 'stop': ['a']})
   (tmp_path / 'rows.jsonl.run.json').unlink()
-  with pytest.raises(ValueError, match=r'rows.jsonl.run.json, .* cannot be re'):
+  with refused(match=r'rows.jsonl.run.json, .* cannot be re'):
     ResumableRows(path, {'seed': 0})
 
 
 def test_bad_command_lines():
-  arguments = ('--prompt_file=no.jsonl', '--output=-')
-  assert 'no.jsonl' in refusal('generate_many.py', *arguments)
-  words = '--prompt_file and --output are needed'
-  assert words in refusal('generate_many.py')
+  refused = functools.partial(refusal, 'generate_many.py')
+  assert 'no.jsonl' in refused('--prompt_file=no.jsonl', '--output=-')
+  assert '--prompt_file and --output are needed' in refused()
