@@ -5,6 +5,7 @@ import dataclasses
 
 import jax
 import numpy as np
+import tiny
 import tiny_drafters
 
 from models.nn.table_model import table_model
@@ -18,15 +19,14 @@ from specdec.loop import start
 
 def _staged(draft):
   """All there is: a model, a table and lookup."""
-  size = draft.spec.vocab_size
-  text = np.random.default_rng(0).integers(size, size=50).tolist()
-  table = tiny_drafters.ngram_table([text], size, order=3, num_continuations=2)
+  table = tiny_drafters.ngram_table(
+    [[3, 1, 4, 1, 5]], draft.spec.vocab_size, order=3, num_continuations=2
+  )
   return tiny_drafters.simple('staged', draft, NGram(table), PromptLookup())
 
 
 def _table(seed):
-  logits = np.random.default_rng(seed).normal(size=(10, 10))
-  return table_model(logits, max_positions=500)
+  return table_model(tiny.table(10, seed), max_positions=500)
 
 
 def _counting(model, counts, name):
@@ -65,11 +65,11 @@ def test_one_program_for_all_prompts_limits_seeds_and_temperatures():
   assert counts['draft'] == 2
 
   run([[3, 1, 4], [1] * 32], 10, 0, 1.0, 0.9)
-  run([[1], [2]], 0, 0, 1.0, 0.9)
-  run([[1], [2]], 64, 0, 1.0, 0.9)
-  run([[1], [2]], 10, 1, 1.0, 0.9)
-  run([[1], [2]], 10, 0, 0, 0.5)
-  run([[1], [2]], 10, 0, np.float64(0.3), 1)
+  for changes in (
+    *((0, 0, 1.0, 0.9), (64, 0, 1.0, 0.9), (10, 1, 1.0, 0.9)),
+    *((10, 0, 0, 0.5), (10, 0, np.float64(0.3), 1)),
+  ):
+    run([[1], [2]], *changes)
   target = target.replace(params=_table(7).params)
   draft = draft.replace(params=_table(8).params)
   run([[1], [2]], 10, 0, 1.0, 0.9)

@@ -23,21 +23,20 @@ from specdec.watchers import EndOfText
 
 _PLATFORMS = ('cpu', 'cuda', 'tpu')
 _CONFIG = DecodeConfig(max_new_tokens=32)
-_TEMPERATURES = (0.0, 1.0)  # of the rows: greedy, sampled
 
 
-def _drafter(method, model):
-  """The drafter of a method; `staged` has a model, a table and lookup."""
-  size = tiny.VOCAB_SIZE
+def _arguments(method, dtype='float32', temperatures=(0.0, 1.0)):
+  """Target, drafter and request of one row for each temperature.
+
+  The drafter `staged` has a model, a table and lookup.
+  """
+  rows, size = len(temperatures), tiny.VOCAB_SIZE
+  model = tiny.gpt2(num_layers=1, dtype=jnp.dtype(dtype))
   text = np.random.default_rng(0).integers(size, size=50).tolist()
   table = tiny_drafters.ngram_table([text], size, order=3, num_continuations=2)
-  return tiny_drafters.simple(method, model, NGram(table), PromptLookup())
-
-
-def _arguments(method, dtype, temperatures):
-  """Target, drafter and request of one row for each temperature."""
-  rows = len(temperatures)
-  model = tiny.gpt2(num_layers=1, dtype=jnp.dtype(dtype))
+  drafter = tiny_drafters.simple(
+    method, tiny.perturbed(model, 0.1), NGram(table), PromptLookup()
+  )
   prompt, lengths = tiny.pad(tiny.prompts(rows))
   request = Request(
     prompt=jnp.asarray(prompt),
@@ -47,7 +46,7 @@ def _arguments(method, dtype, temperatures):
     sampling=tiny.sampling_params(*temperatures),
     watchers=(EndOfText((1,)),),
   )
-  return model, _drafter(method, tiny.perturbed(model, 0.1)), request
+  return model, drafter, request
 
 
 @functools.cache
@@ -56,7 +55,7 @@ def _export(method, dtype):
 
   An artifact can be stored if its arguments and results are plain arrays.
   """
-  leaves, tree = jax.tree.flatten(_arguments(method, dtype, _TEMPERATURES))
+  leaves, tree = jax.tree.flatten(_arguments(method, dtype))
 
   def run(*leaves):
     result = decode(*jax.tree.unflatten(tree, leaves), config=_CONFIG)
@@ -86,7 +85,7 @@ def test_one_artifact_has_the_loop_for_every_platform(method, dtype, loops):
 
 def test_a_stored_artifact_decodes_the_same_tokens():
   stored = export.deserialize(_export('staged', 'float32').serialize())
-  arguments = _arguments('staged', 'float32', _TEMPERATURES)
+  arguments = _arguments('staged')
   tokens, length = stored.call(*jax.tree.leaves(arguments))
   expected = decode(*arguments, config=_CONFIG)
   np.testing.assert_array_equal(length, expected.length)
@@ -96,7 +95,7 @@ def test_a_stored_artifact_decodes_the_same_tokens():
 
 
 def test_no_transfer_between_host_and_device_in_a_decode():
-  arguments = _arguments('staged', 'float32', _TEMPERATURES)
+  arguments = _arguments('staged')
   with jax.transfer_guard('disallow'):
     result = jax.block_until_ready(decode(*arguments, config=_CONFIG))
     # The guard is on: this would have to fetch an array.
