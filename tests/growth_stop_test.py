@@ -28,7 +28,7 @@ def _chain_config(**kw) -> Settings:
 def _run(drafter, texts, vocab_size, active=(True,) * 3, rounds=5):
   """Forwards of the outermost stage."""
   noise = np.zeros((3, rounds + 1, vocab_size), np.float32)
-  return list_growth.run(drafter, list_growth.Step(texts, noise, active))[1][0]
+  return list_growth.run(drafter, list_growth.Step(texts, noise, active))[2][0]
 
 
 def _forwards(probs, config, *active):
@@ -40,7 +40,7 @@ def _forwards(probs, config, *active):
     own = slice(size * row, size * (row + 1))
     following = np.roll(np.eye(size, dtype=bool), 1, axis=1)
     table[own, own] = np.log(np.where(following, p, (1 - p) / (size - 1)))
-  drafter, _ = list_growth.both('model', table, config)
+  drafter = list_growth.TableStage(table, config).drafter()
   return _run(drafter, [[0], [size], [2 * size]], 3 * size, *active)
 
 

@@ -1,36 +1,31 @@
-"""Growth of trees, against a best-first search on dicts in plain Python."""
+"""Growth of trees: what holds for every tree, whichever stages grew it."""
 
-import dataclasses
+import itertools
 
 import jax
 import list_growth as growth
 from list_growth import assert_equal_trees
 from list_growth import run
+import list_trees
 import numpy as np
 import pytest
 import tiny
 import tiny_drafters
 from tiny_drafters import Settings
-from tiny_drafters import with_settings
 
 from specdec import staged
 from specdec.draft.stages import commit_stages
 from specdec.tree.topology import from_paths
 from specdec.tree.topology import k_ary
 
+_TREE = {'num_nodes': 10, 'width': 3, 'branching': 3, 'rounds': 3}
+_TREE |= {'capacity': 40, 'cost_ratio': 0}
+_SMALL = Settings(width=3, branching=2, rounds=2, cost_ratio=0)
+_TINY = Settings(width=2, branching=2, rounds=1, cost_ratio=0)
 
-def _by_name(name, tables):
-  """A drafter of tables and its reference; the outermost stage is named first.
 
-  Each stage is a model or a table, with its own of `tables`.
-  """
-  drafter = slow = None
-  configs = (growth.TREE, growth.SMALL, growth.TINY)
-  stages = list(zip(name.split(', '), tables, configs, strict=False))
-  for place, stage in reversed([*enumerate(stages)]):
-    fast, slow = growth.both(*stage, f'model {place}', slow)
-    drafter = staged(fast, drafter) if drafter else fast
-  return drafter, slow
+def _table(seed):
+  return tiny.table(growth.VOCAB_SIZE, seed)
 
 
 _MORE_THAN_THERE_ARE = {'branching': growth.VOCAB_SIZE + 5, 'width': 60}
@@ -38,7 +33,7 @@ _MORE_THAN_THERE_ARE |= {'capacity': 50, 'calibration': 0.5}
 
 
 @pytest.mark.parametrize(
-  ('name', 'config'),
+  ('names', 'config'),
   [
     ('model', {}),
     ('model, table', {}),
@@ -50,41 +45,107 @@ _MORE_THAN_THERE_ARE |= {'capacity': 50, 'calibration': 0.5}
     ('table', _MORE_THAN_THERE_ARE),
   ],
 )
-def test_growth_is_a_best_first_search(name, config):
-  check(name, config)
+def test_growth_is_a_best_first_search(names, config):
+  check(names, config)
 
 
-def check(name, config=()):
-  """Of 12 batches."""
-  config, sizes = dict(config), set()
-  for temperature in (0.0, 1.0, 0.6):
-    for seed in range(4):
-      tables = [growth.random_table(3 * seed + index) for index in range(3)]
-      if name == 'model, model, table':
-        # Of three stages two are alike now and then.
-        tables[2] = tables[seed % 2]
-      drafter, slow = _by_name(name, tables)
-      outer = dataclasses.replace(slow.config, **config)
-      drafter, slow.config = with_settings(drafter, outer), outer
-      active = [True, True, config != {} or seed > 0]
-      step = growth.random_step(
-        seed, drafter.max_depth, temperature, active=active
+def check(names, config=()):
+  """Of 12 batches; the outermost stage is named first."""
+  outer, sizes = Settings(**(_TREE | dict(config))), set()
+  for temperature, seed in itertools.product((0.0, 1.0, 0.6), range(4)):
+    stages = [
+      # Two of three stages are alike now and then.
+      growth.TableStage(
+        _table(3 * seed + (place if place < 2 else seed % 2)),
+        *(settings, name == 'model', f'model {place}'),
       )
-      trees, forwards = run(drafter, step)
-      slow_trees, slow_forwards = growth.run_slowly(slow, step)
-      # Rows that are done grow as far as the others take them.
-      assert_equal_trees(trees, slow_trees)
-      assert forwards == slow_forwards
-      sizes |= set(map(len, trees))
-  assert (max(sizes) == 11) if config.get('capacity') == 11 else max(sizes) > 10
+      for place, (name, settings) in enumerate(
+        zip(names.split(', '), (outer, _SMALL, _TINY), strict=False)
+      )
+    ]
+    drafter = staged(*(stage.drafter() for stage in stages))
+    active = [True, True, config != () or seed > 0]
+    step = growth.random_step(
+      seed, drafter.max_depth, temperature, active=active
+    )
+    trees, scored, forwards = run(drafter, step)
+    # Rows that are done grow as far as the others take them.
+    for row, nodes in enumerate(trees):
+      by_stage = [set(np.flatnonzero(one[row]).tolist()) for one in scored]
+      _check_tree(stages, step, row, nodes, by_stage)
+      if len(stages) == 1:
+        assert by_stage[0] == _best_first(nodes, forwards[0], outer.width)
+    if outer.rounds < drafter.max_depth and outer.capacity > 11:
+      assert forwards[0] == outer.rounds
+    times = 1  # that a stage is asked to draft
+    for stage, count in zip(stages, forwards, strict=True):
+      assert 0 < count <= times * stage.config.rounds
+      times *= stage.config.rounds + 1
+    sizes |= set(map(len, trees))
+  assert max(sizes) == 11 if outer.capacity == 11 else max(sizes) > 10
+
+
+def _check_tree(stages, step, row, nodes, scored):
+  """All that is known of a tree; `scored` are sets of nodes by stage."""
+  max_depth = step.noise.shape[1] - 1
+  assert nodes[0] == list_trees.Node(step.texts[row][-1])
+  assert len(nodes) <= stages[0].config.capacity
+  below = {at: [] for at in range(len(nodes))}
+  for at, node in enumerate(nodes[1:], 1):
+    assert node.parent < at
+    edge = node.token, node.cond_log_prob, node.origin
+    assert node == list_trees.child(nodes, node.parent, *edge)
+    assert node.depth <= max_depth
+    assert node.cond_log_prob <= 0
+    below[node.parent].append(node)
+  for at, children in below.items():
+    own = [stage for stage, of_it in enumerate(scored) if at in of_it]
+    if not own:
+      assert not children
+      continue
+    path = [nodes[one].token for one in reversed(list_trees.up(nodes, at))][1:]
+    said = [stage.log_probs(step, row, path) for stage in stages]
+    best = [
+      np.argsort(-one, kind='stable')[: stage.config.branching].tolist()
+      for one, stage in zip(said, stages, strict=True)
+    ]
+    # The outermost stage that has scored a node has the say on its children.
+    np.testing.assert_allclose(
+      [child.cond_log_prob for child in children],
+      [said[own[0]][child.token] for child in children],
+      *(1e-4, 1e-4),
+    )
+    tokens = [child.token for child in children]
+    assert len({*tokens}) == len(tokens), 'a duplicate'
+    if nodes[at].depth < max_depth and len(nodes) < stages[0].config.capacity:
+      assert {*tokens} >= {*best[own[0]]}
+    proposers = [child.origin - 1 for child in children]
+    for token, proposer in zip(tokens, proposers, strict=True):
+      assert proposer in own
+      assert token in best[proposer]
+    # Nothing is drafted below what a stage outside has scored.
+    assert proposers == sorted(proposers, reverse=True)
+
+
+def _best_first(nodes, rounds, width):
+  """What a single stage scores: in each round the likeliest it knows."""
+  scored = set()
+  for _ in range(rounds):
+    known = [at for at, one in enumerate(nodes) if one.parent in {-1, *scored}]
+    new = [at for at in known if at not in scored]
+    scored |= {*sorted(new, key=lambda at: -nodes[at].log_prob)[:width]}
+  return scored
 
 
 def test_an_inner_drafter_without_guesses_changes_nothing():
-  alone = _by_name('model', [growth.random_table(4)])[0]
+  alone = growth.TableStage(_table(4), Settings(**_TREE)).drafter()
   nothing = tiny_drafters.empty(growth.VOCAB_SIZE, 3)
-  both = staged(alone, tiny_drafters.candidates(nothing, config=growth.SMALL))
+  both = staged(alone, tiny_drafters.candidates(nothing, config=_SMALL))
   step = growth.random_step(4, both.max_depth, 1.0)
-  (trees, forwards), (expected, of_one) = run(both, step), run(alone, step)
+  (trees, _, forwards), (expected, _, of_one) = (
+    run(both, step),
+    run(alone, step),
+  )
   assert_equal_trees(trees, expected)
   assert forwards[0] == of_one[0] == 3
 
@@ -110,25 +171,27 @@ def test_growth_after_a_step_is_growth_after_a_prefill():
     length = length + 3
     stages, tree = grow_again(drafter, stages, tokens, length, *rest)
     _, expected = growth.grown(drafter, tokens, length, *rest)
-    assert_equal_trees(growth.dicts_of(tree), growth.dicts_of(expected))
+    assert_equal_trees(growth.lists_of(tree), growth.lists_of(expected))
 
 
-@pytest.mark.parametrize('kind', ['model', 'table'])
-def test_fixed_shapes_are_filled_by_rank(kind):
+@pytest.mark.parametrize('is_model', [True, False])
+def test_fixed_shapes_are_filled_by_rank(is_model):
   topology = from_paths([(1,), (0,), (3,), (1, 2), (1, 0), (1, 2, 4), (3, 0)])
   config = Settings(topology=topology, calibration=1.5)
-  drafter, slow = growth.both(kind, growth.random_table(5), config)
+  stage = growth.TableStage(_table(5), config, is_model)
   for temperature in (0.0, 1.0):
     step = growth.random_step(5, topology.max_depth, temperature)
-    trees, forwards = run(drafter, step)
+    trees, _, forwards = run(stage.drafter(), step)
     assert forwards == [topology.max_depth]
-    for row, tree in enumerate(trees):
-      expected, tokens = {(): (0.0, 0.0, 0)}, {(): ()}
+    for row, nodes in enumerate(trees):
+      expected = [list_trees.Node(step.texts[row][-1])]
+      tokens, places = {(): ()}, {(): 0}
       for ranks in topology.paths:
-        above = tokens[ranks[:-1]]
-        ranked = growth.ranked_logits(slow, step, row, above)
-        token = int(np.argsort(-ranked, kind='stable')[ranks[-1]])
-        tokens[ranks] = (*above, token)
-        total = expected[above][1] + ranked[token]
-        expected[tokens[ranks]] = (ranked[token], total, 1)
-      assert_equal_trees([tree], [expected])
+        above = ranks[:-1]
+        said = stage.log_probs(step, row, tokens[above])
+        token = int(np.argsort(-said, kind='stable')[ranks[-1]])
+        tokens[ranks], places[ranks] = (*tokens[above], token), len(expected)
+        expected.append(
+          list_trees.child(expected, places[above], token, said[token], 1)
+        )
+      assert_equal_trees([nodes], [expected])
