@@ -78,18 +78,12 @@ def test_nodes_are_different_tokens_of_the_text():
     jax.debug.callback(lambda tokens: seen.append(np.asarray(tokens)), tokens)
     return spec.apply(params, tokens, *rest)
 
-  _measure(
-    target.replace(spec=dataclasses.replace(spec, apply=apply)),
-    texts=[[1, 2, 3, 4, 5]],
-    node_counts=(4,),
-    num_steps=2,
-  )
+  target = target.replace(spec=dataclasses.replace(spec, apply=apply))
+  _measure(target, [[1, 2, 3, 4, 5]], node_counts=(4,), num_steps=2)
   jax.effects_barrier()
-  text = np.resize([1, 2, 3, 4, 5], 40)
-  prompts = [tokens for tokens in seen if tokens.shape == (1, 32)]
-  assert prompts
-  assert all(np.array_equal(tokens[0], text[:32]) for tokens in prompts)
-  nodes = {
-    tuple(tokens[0].tolist()) for tokens in seen if tokens.shape == (1, 4)
+  of_size = lambda size: {
+    tuple(tokens[0].tolist()) for tokens in seen if tokens.shape == (1, size)
   }
-  assert nodes == {tuple(text[36:40].tolist()), tuple(text[35:39].tolist())}
+  text = [1, 2, 3, 4, 5] * 8
+  assert of_size(32) == {tuple(text[:32])}
+  assert of_size(4) == {tuple(text[36:40]), tuple(text[35:39])}

@@ -24,43 +24,35 @@ def call(rng: np.random.Generator) -> jax.Array:
   """One call of random sizes, dtypes and masks."""
   size = lambda limit: int(rng.integers(1, limit))
   normal = lambda *shape: rng.standard_normal(shape, np.float32)
-  kind = rng.integers(4)
+  kind, width = rng.integers(4), size(70)
   if kind == 0:
-    rows, outputs, inputs = size(40), size(120), size(70)
-    if rng.random() < 0.1:
-      outputs *= 20  # Of which a thread takes several blocks.
+    # Of many outputs a thread takes several blocks.
+    outputs = size(120) * (20 if rng.random() < 0.1 else 1)
     dtype = rng.choice(ops.DTYPES)
     if dtype == 'int8':
-      values = rng.integers(-127, 128, (outputs, inputs)).astype(np.int8)
+      values = rng.integers(-127, 128, (outputs, width)).astype(np.int8)
       matrix = ops.pack(values, np.ones(outputs))
     else:
-      matrix = ops.pack(normal(outputs, inputs).astype(jnp.dtype(dtype)))
-    return ops.multiply(normal(rows, inputs), matrix)
+      matrix = ops.pack(normal(outputs, width).astype(jnp.dtype(dtype)))
+    return ops.multiply(normal(size(40), width), matrix)
   if kind == 1:
-    batch, heads, group, length = size(3), size(3), size(3), size(12)
-    slots, width = size(50), size(70)
-    dtype = jnp.dtype(rng.choice(['float32', 'bfloat16']))
-    cache = batch, heads, slots, width
-    return ops.attend(
-      normal(batch, heads * group, length, width).astype(dtype),
-      normal(*cache).astype(dtype),
-      normal(*cache).astype(dtype),
-      rng.random((batch, length, slots)) < rng.random(),
-      scale=0.3,
+    return ops.normalize(
+      *(normal(size(5), width), normal(width)),
+      **{'epsilon': 1e-5, 'center': rng.random() < 0.5},
     )
+  batch, heads, slots = size(4), size(3), size(50)
+  dtype = jnp.dtype(rng.choice(['float32', 'bfloat16']))
+  draw = lambda *shape: jnp.asarray(normal(batch, *shape, width), dtype)
   if kind == 2:
-    batch, slots, width = size(4), size(50), size(70)
-    dtype = jnp.dtype(rng.choice(['float32', 'bfloat16']))
-    length = int(rng.integers(1, slots + 1))
-    return ops.write_slots(
-      jnp.asarray(normal(batch, 2, slots, width), dtype),
-      jnp.asarray(normal(batch, 2, length, width), dtype),
-      jnp.asarray(rng.integers(-3, slots + 3, batch), jnp.int32),
-    )
-  rows, width = size(5), size(70)
-  return ops.normalize(
-    normal(rows, width), normal(width), epsilon=1e-5, center=rng.random() < 0.5
+    start = jnp.asarray(rng.integers(-3, slots + 3, batch), jnp.int32)
+    return ops.write_slots(draw(2, slots), draw(2, size(slots + 1)), start)
+  length = size(12)
+  query, cache = (
+    draw(heads * size(3), length),
+    (draw(heads, slots) for _ in range(2)),
   )
+  mask = rng.random((batch, length, slots)) < rng.random()
+  return ops.attend(query, *cache, mask, scale=0.3)
 
 
 def main(folder: str, count: str) -> None:
