@@ -90,11 +90,11 @@ def test_lookup_against_a_loop():
     rng, numbers = np.random.default_rng(0), set()
     for _ in range(60):
       tokens, length, nodes, chosen = _random_case(rng)
-      actual = _said(
-        *_propose(proposer, to_arrays(nodes), chosen, tokens, length)
-      )
+      given = to_arrays(nodes), chosen, tokens, length
       text = tokens[:length].tolist()
-      for row, node in zip(actual, chosen, strict=True):
+      for row, node in zip(
+        _said(*_propose(proposer, *given)), chosen, strict=True
+      ):
         path = _path(tokens, length, nodes, node)
         expected = _slow_lookup(proposer, text, path)
         assert len(row) == len(expected)
@@ -107,13 +107,12 @@ def test_lookup_against_a_loop():
 
 
 def test_bad_settings_of_lookup():
-  for confidence in ((0.5, 1.0), (-0.1,)):
-    with pytest.raises(ValueError, match='at least 0 and below 1'):
-      specdec.PromptLookup(confidence)
-  with pytest.raises(ValueError, match='confidence needs an entry'):
-    specdec.PromptLookup(())
-  with pytest.raises(ValueError, match='num_matches must be at least 1, got 0'):
-    specdec.PromptLookup(num_matches=0)
+  for settings, words in (
+    *(((one,), 'at least 0 and below 1') for one in ((0.5, 1.0), (-0.1,))),
+    *((((),), 'needs an entry'), (((0.5,), 0), 'must be at least 1, got 0')),
+  ):
+    with pytest.raises(ValueError, match=words):
+      specdec.PromptLookup(*settings)
 
 
 # N-grams.
@@ -131,17 +130,14 @@ def test_an_ngram_table_is_asked_about_the_path(order):
   proposer, found = specdec.NGram(table), set()
   for _ in range(30):
     tokens, length, nodes, chosen = _random_case(rng)
-    said, log_probs = _propose(
-      proposer, to_arrays(nodes), chosen, tokens, length
-    )
+    said = _propose(proposer, to_arrays(nodes), chosen, tokens, length)
     for place, node in enumerate(chosen):
       path = _path(tokens, length, nodes, node)
       history = [*reversed(path), *[-1] * order][: order - 1]
       index = _find_context(table, np.array(history, np.int32))
-      np.testing.assert_array_equal(said[place], table.next_tokens[index])
-      np.testing.assert_array_equal(
-        log_probs[place], table.next_log_probs[index]
-      )
+      known = table.next_tokens, table.next_log_probs
+      for one, other in zip(said, known, strict=True):
+        np.testing.assert_array_equal(one[place], other[index])
       found.add(int(index))
   assert order == 1 or len(found) >= NUM_TOKENS
 
@@ -222,8 +218,9 @@ def test_merging_proposers(num_proposers):
     table, source_of = _slow_merge(proposers)
     doubled += sum(len(one.tokens[0]) for one in proposers) * NUM_TOKENS
     doubled -= np.sum(source_of >= 0)
-    cases = [_random_case(rng) for _ in temperatures]
-    tokens, length, trees, nodes = zip(*cases, strict=True)
+    tokens, length, trees, nodes = zip(
+      *(_random_case(rng) for _ in temperatures), strict=True
+    )
     tokens, length, nodes = map(np.array, (tokens, length, nodes))
     nodes[:, 2] = -1
     tree = stack(list(map(to_arrays, trees)))
@@ -270,15 +267,11 @@ def test_proposers_that_know_everything_leave_nothing():
 
 
 def test_sizes_are_those_of_the_proposers():
-  sizes = {'order': 2, 'num_continuations': 2}
-  table = tiny_drafters.ngram_table([[0, 1, 2]], 3, **sizes)
+  table = tiny_drafters.ngram_table([[0, 1]], 3, order=2, num_continuations=2)
   both = specdec.CandidateScorer((specdec.PromptLookup(), specdec.NGram(table)))
-  assert both.labels == ('lookup', 'ngram')
   assert both.vocab_size == 3
   assert specdec.CandidateScorer((specdec.PromptLookup(),)).vocab_size is None
   assert both.bytes_per_forward(5) == 5 * table.lookup_bytes > 0
-  assert both.bytes_per_slot == 0
-  assert both.init(None, None, num_slots=3, num_scored=4) == ()
 
 
 # Ranks.
@@ -322,13 +315,8 @@ def test_ranks_know_the_noise_of_the_candidates():
   probs = np.array([0.5, 0.2] + [0.05] * 6)
   noise = rng.gumbel(size=(1, 20_000, 8)).astype(np.float32)
   log_probs = np.broadcast_to(np.log(probs[:2]), (1, 20_000, 2))
-  ranked = rank_candidates(
-    log_probs.astype(np.float32),
-    noise[..., :2],
-    _params([1.0]),
-    1.0,
-    shares_noise=True,
-  )
+  given = log_probs.astype(np.float32), noise[..., :2], _params([1.0]), 1.0
+  ranked = rank_candidates(*given, shares_noise=True)
   chosen = np.argmax(np.log(probs) + noise[0], axis=-1)
   among = chosen < 2
   best = np.asarray(ranked[0]).argmax(axis=-1)

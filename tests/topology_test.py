@@ -7,11 +7,8 @@ import hypothesis
 from hypothesis import strategies
 import numpy as np
 import pytest
-import tiny
-import tiny_drafters
 from tiny_drafters import Settings
 
-from models.nn.table_model import table_model
 from specdec import fixed_drafter
 from specdec import PromptLookup
 from specdec import StageConfig
@@ -151,27 +148,21 @@ def test_settings_out_of_range(name, values, message):
       Settings(**{name: value}).drafter(PromptLookup())
 
 
-def _models(rounds, **settings):
-  model = table_model(tiny.table(2), max_positions=9)
-  return [
-    tiny_drafters.model(model, Settings(rounds=count, **settings), str(index))
-    for index, count in enumerate(rounds)
-  ]
+def _drafters(rounds, **settings):
+  settings = [Settings(rounds=count, **settings) for count in rounds]
+  return [one.drafter(PromptLookup()) for one in settings]
 
 
 def test_staging_is_associative_and_leaves_fixed_shapes_alone():
-  one, two, three = _models((2, 3, 1))
-  for drafter in (
-    staged(one, staged(two, three)),
-    staged(staged(one, two), three),
-  ):
-    assert drafter.labels == ('0', '1', '2')
+  one, two, three = _drafters((2, 3, 1))
+  nested = staged(one, staged(two, three)), staged(staged(one, two), three)
+  for drafter in nested:
     assert [stage.config.rounds for stage in drafter.stages] == [2, 3, 1]
   fixed = fixed_drafter(PromptLookup(), chain(2))
-  with pytest.raises(ValueError, match='a fixed topology leaves no room'):
-    staged(fixed, one)
-  with pytest.raises(ValueError, match='a fixed topology leaves no room'):
-    one.replace(shape=chain(2), stages=(*one.stages, *fixed.stages))
+  both = {'shape': chain(2), 'stages': (*one.stages, *fixed.stages)}
+  for make in (lambda: staged(fixed, one), lambda: one.replace(**both)):
+    with pytest.raises(ValueError, match='a fixed topology leaves no room'):
+      make()
 
 
 @pytest.mark.parametrize(
@@ -186,5 +177,5 @@ def test_staging_is_associative_and_leaves_fixed_shapes_alone():
   ],
 )
 def test_how_deep_a_tree_can_grow(rounds, settings, expected):
-  drafters = _models(rounds, **({'max_depth': 64} | settings))
+  drafters = _drafters(rounds, **({'max_depth': 64} | settings))
   assert staged(*drafters).max_depth == expected

@@ -94,13 +94,12 @@ def test_adding_children():
   assert min(dropped, doubled) > 100
 
 
-# The last are sums that swallow what is added: -1e30 stands for impossible.
+# Sums of these swallow what is added: -1e30 stands for impossible.
+_HUGE = (-1e30, -1e6, -1.0, -1e-3, -1e-9, 0.0)
 _NEW_EDGES = {
   'random': lambda rng: list_trees.random_edge(rng, ties=False),
   'tiny': lambda rng: float(np.float32(rng.choice([-1.0, -3e-8]))),
-  'huge': lambda rng: float(
-    np.float32(rng.choice([-1e30, -1e6, -1.0, -1e-3, -1e-9, 0.0]))
-  ),
+  'huge': lambda rng: float(np.float32(rng.choice(_HUGE))),
 }
 
 
