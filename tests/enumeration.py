@@ -1,15 +1,13 @@
 """The distribution of whole sequences under rejection: every branch is summed.
 
-Three things are random: which children are drawn, which of them are accepted,
-and the bonus token. Here every branch of each is followed, with the probability
-that the functions of `specdec` give it, over as many steps as it takes. That
-the compiled loop branches in this way and with these probabilities is shown by
-`enumeration_test`.
+Which children are drawn, which are accepted, and the bonus token are random.
+Every branch of each is followed, with the probability that the functions of
+`specdec` give it, over as many steps as it takes. That the compiled loop
+branches in this way is shown by `enumeration_test`.
 
 A *state* is a context: the tokens since the prompt, which is one token, 0. A
 *world* is a target and a draft, both functions of the whole context, with some
-sampling. All states of all worlds are in one array; the functions here follow
-them at once.
+sampling. All states of all worlds are in one array, and followed at once.
 """
 
 import dataclasses
@@ -66,13 +64,8 @@ SAMPLINGS = {
   'min-p': {'min_p': 0.25},
   'all filters': {'temperature': 1.5, 'top_k': 3, 'top_p': 0.9, 'min_p': 0.1},
   'penalty': {'repetition_penalty': 2.5},
-  'penalty, bias, filters': {
-    'temperature': 0.7,
-    'top_p': 0.9,
-    'min_p': 0.02,
-    'repetition_penalty': 1.7,
-    'logit_bias': 0.8,
-  },
+  'penalty, bias, filters': {'temperature': 0.7, 'top_p': 0.9, 'min_p': 0.02}
+  | {'repetition_penalty': 1.7, 'logit_bias': 0.8},
   'a banned token': {'logit_bias': -np.inf},
   'greedy': {'temperature': 0.0},
   'greedy with a penalty': {'temperature': 0.0, 'repetition_penalty': 3.0},
@@ -117,10 +110,7 @@ def params(values: dict, batch_size: int, vocab_size: int) -> SamplingParams:
   return checked.replace(max_top_k=None)
 
 
-TOPOLOGIES = {
-  'chain of 1': chain(1),
-  'chain of 2': chain(2),
-  'chain of 3': chain(3),
+TOPOLOGIES = {f'chain of {size}': chain(size) for size in (1, 2, 3)} | {
   'binary tree': k_ary(2, 2),
   'ternary tree': k_ary(3, 2),
   'ragged tree': from_paths(
@@ -134,10 +124,7 @@ _GROWN = Settings(
 
 
 def drafter(name: str, draft: np.ndarray) -> Drafter:
-  """Of a name below or in `TOPOLOGIES`; knows the last token alone.
-
-  The draft model has the logits `draft [V, V]`; tables say something else.
-  """
+  """Of logits `draft [V, V]` and a name below or in `TOPOLOGIES`."""
   model = tiny_drafters.model(table_model(draft, max_positions=1000), _GROWN)
   if name in TOPOLOGIES:
     return with_settings(model, Settings(topology=TOPOLOGIES[name]))
@@ -176,10 +163,7 @@ def exact_probs(
 ) -> np.ndarray:
   """The distribution of one token in float64, independent of `specdec`.
 
-  Args:
-    logits: `[S, V]`.
-    seen: `[S, V]` bool, tokens that the context has.
-    values: one of `SAMPLINGS`.
+  Of `logits [S, V]`, tokens that the context has `[S, V]`, a sampling's values.
   """
   temperature, top_k, top_p, min_p, penalty, bias = (
     np.float64(np.float32(value)) for value in (NEUTRAL | values).values()
@@ -259,21 +243,17 @@ class Worlds:
   def next_draw(self, states, drawn, rank, children) -> np.ndarray:
     """The distribution of the next child, `[n, V]`; zeros if there is none.
 
-    Args:
-      states: `[n]`, of the parents.
-      drawn: `[n, V]` bool, the siblings drawn before.
-      rank: of the child.
-      children: one of `CHILDREN`; greedy states have the best ones.
+    Of the parents' states `[n]`, and siblings drawn before, `[n, V]` bool;
+    greedy states have the best children.
     """
     law = self.draft[states].astype(np.float64)
     if children == WITHOUT_REPLACEMENT:
       law = np.where(drawn, 0.0, law)
     total = law.sum(1, keepdims=True)
-    law = np.where(total > 0, law / np.where(total > 0, total, 1.0), 0.0)
-    best = np.full(len(states), -1)
+    law = law / np.where(total > 0, total, 1.0)
+    best = np.zeros(law.shape, bool)
     if rank < self.vocab_size:
-      best = self.ranked[states, rank]
-    best = best[:, None] == np.arange(self.vocab_size)
+      best = self.ranked[states, rank, None] == np.arange(self.vocab_size)
     return np.where(self.is_drawn(states, children)[:, None], law, best)
 
 
@@ -314,25 +294,24 @@ def make_worlds(
     if len(context) < longest:
       contexts += [(*context, token) for token in range(vocab_size)]
   rng = np.random.default_rng(seed)
-  shape = (len(contexts), vocab_size)
-  tokens = np.arange(vocab_size)
+  shape, tokens = (len(contexts), vocab_size), np.arange(vocab_size)
   seen = np.stack([np.isin(tokens, (PROMPT, *context)) for context in contexts])
   names = [f'{kind} draft, {how}' for kind in drafts for how in samplings]
   settings = [NEUTRAL | SAMPLINGS[how] for _ in drafts for how in samplings]
-  targets, draft_list, exact = [], [], []
+  made = []
   for number, values in enumerate(settings):
     target = (1.3 * rng.normal(size=shape)).astype(np.float32)
-    targets.append(target)
     kind = drafts[number // len(samplings)]
-    draft_list.append(draft_logits(kind, target, rng).astype(np.float32))
-    exact.append(exact_probs(target, seen, values))
-  repeat = lambda name: np.repeat(
-    [values[name] for values in settings], len(contexts)
-  )
-  bias = np.zeros((len(names) * len(contexts), vocab_size))
-  bias[:, 1] = repeat('logit_bias')
-  arrays = {name: repeat(name) for name in NEUTRAL} | {'logit_bias': bias}
-  target, draft = np.concatenate(targets), np.concatenate(draft_list)
+    draft = draft_logits(kind, target, rng).astype(np.float32)
+    made.append((target, draft, exact_probs(target, seen, values)))
+  target, draft, exact = map(np.concatenate, zip(*made, strict=True))
+  arrays = {
+    name: np.repeat([values[name] for values in settings], len(contexts))
+    for name in NEUTRAL
+  }
+  stochastic = arrays['temperature'] > 0
+  bias = arrays['logit_bias'][:, None]
+  arrays['logit_bias'] = np.where(tokens == 1, bias, 0.0)
   probs, drawn_from, ranked = _distributions(
     target.astype(dtype),
     draft.astype(dtype),
@@ -344,11 +323,11 @@ def make_worlds(
     names=names,
     vocab_size=vocab_size,
     contexts=contexts,
-    exact=np.concatenate(exact),
+    exact=exact,
     target=np.asarray(probs),
     draft=np.asarray(drawn_from),
     ranked=np.asarray(ranked),
-    stochastic=repeat('temperature') > 0,
+    stochastic=stochastic,
   )
 
 
@@ -363,12 +342,9 @@ def _in_chunks(function, *arrays):
   found = []
   for start in range(0, max(number, 1), _CHUNK):
     some = [array[start : start + _CHUNK] for array in arrays]
-    missing = _CHUNK - len(some[0])
-    some = [
-      np.pad(array, ((0, missing), *[(0, 0)] * (array.ndim - 1)))
-      for array in some
-    ]
-    found.append([np.asarray(one) for one in function(*some)])
+    missing = (0, _CHUNK - len(some[0]))
+    pad = lambda one, of=missing: np.pad(one, (of, *[(0, 0)] * (one.ndim - 1)))
+    found.append([*map(np.asarray, function(*map(pad, some)))])
   return [np.concatenate(one)[:number] for one in zip(*found, strict=True)]
 
 
@@ -379,18 +355,11 @@ def _attempt(target, draft, token, *, children):
 
 
 def _try_children(worlds, states, mass, ranks, children):
-  """All that can happen at some states, where a node is.
+  """All that can happen at some states `[n]`, where a node is.
 
-  Args:
-    worlds: all of them.
-    states: `[n]`.
-    mass: `[n]`, their probabilities.
-    ranks: of the children, in the order in which they are tried.
-    children: one of `CHILDREN`.
-
-  Returns:
-    For each child the mass of all states after it, and the mass of all states
-    behind a bonus token.
+  Of their probabilities `[n]`, and the ranks of children as they are tried.
+  Returns for each child the mass of all states after it, and the mass of all
+  states behind a bonus token.
   """
   number = len(worlds.length)
   target, draft = worlds.target[states], worlds.draft[states]
@@ -413,25 +382,25 @@ def _try_children(worlds, states, mass, ranks, children):
     spread(of_child, worlds.after(here, tokens), tried * chance)
     arrived.append(of_child)
     # States without such a child stay as they are.
-    none = law.sum(1) == 0
-    old = (states, mass, drawn, target, draft)
-    rejected = tried * (1.0 - chance)
-    new = (here, rejected, drawn[rows] | (certain > 0), left, after)
-    joined = [
-      np.concatenate([a[none], b]) for a, b in zip(old, new, strict=True)
-    ]
-    states, mass, drawn, target, draft = (one[joined[1] > 0] for one in joined)
+    none, rejected = law.sum(1) == 0, tried * (1.0 - chance)
+    states, mass, drawn, target, draft = (
+      np.concatenate([old[none], new[rejected > 0]])
+      for old, new in (
+        *((states, here), (mass, rejected)),
+        (drawn, drawn[rows] | (certain > 0)),
+        *((target, left), (draft, after)),
+      )
+    )
   bonus = np.zeros(number)
   spread(bonus, worlds.following(states), mass[:, None] * target)
   return arrived, bonus
 
 
 def tree_law(worlds: Worlds, topology, children: str, length: int):
-  """The distribution by rejection with a fixed topology.
+  """By rejection with a fixed topology.
 
-  Returns:
-    `[W, V ** length]`, of sequences of a length, and `[W]`, the expected number
-    of tokens that the first step emits, cut at the length.
+  Returns the distribution of sequences of a length, `[W, V ** length]`, and the
+  expected number of tokens that the first step emits, cut at the length, `[W]`.
   """
   paths = [(), *topology.paths]
   ranks = {
@@ -465,11 +434,8 @@ def tree_law(worlds: Worlds, topology, children: str, length: int):
 def grown_law(worlds: Worlds, trees, length: int) -> np.ndarray:
   """The distribution by rejection, where every state has a tree of its own.
 
-  Args:
-    worlds: all of them.
-    trees: `[W * C, M]` per field, for states of fewer than `length` tokens; the
-      parent of nodes that are not verified is -1.
-    length: of the sequences.
+  The trees, `[W * C, M]` per field, are of states of fewer than `length`
+  tokens; the parent of nodes that are not verified is -1.
   """
   token, parent = np.asarray(trees.token), np.asarray(trees.parent)
   mass = worlds.begin()
@@ -514,24 +480,17 @@ def judge_block(target, draft, tokens, size):
 def block_law(
   worlds: Worlds, num_tokens: int, children: str, length: int, size: int
 ):
-  """The distribution by block verification; like `tree_law`.
+  """By block verification; like `tree_law`.
 
-  Args:
-    worlds: contexts of `length - 1 + num_tokens` tokens among them.
-    num_tokens: tokens for which the chain has room.
-    children: one of `CHILDREN`.
-    length: of the sequences.
-    size: tokens that the chain has; those behind are arbitrary.
+  The chain has room for `num_tokens` and has `size` tokens; those behind are
+  arbitrary. There are contexts of `length - 1 + num_tokens` tokens.
   """
   mass = worlds.begin()
   expected = np.zeros(len(worlds.names))
   for first in range(length):
     start = np.flatnonzero((worlds.length == first) & (mass > 0))
     # By node of the chain; what is behind its end is arbitrary.
-    states, here = (
-      np.repeat(start[:, None], num_tokens + 1, axis=1),
-      mass[start],
-    )
+    states, here = np.tile(start[:, None], num_tokens + 1), mass[start]
     tokens = np.zeros((len(start), num_tokens), np.int32)
     for depth in range(size):
       nothing = np.zeros((len(here), worlds.vocab_size), bool)

@@ -1,10 +1,9 @@
 """The distribution under rejection verification, and the link to compiled code.
 
-First the distributions of whole sequences, every branch summed (see
-`enumeration`); then that the rules and `draw_children` branch in that way,
-decision by decision (see `slow_walks`); then match verification, whose
-distribution follows from its being plain decoding for every noise. `law_test`
-does the same for the whole loop, by counting.
+First the distributions of whole sequences, every branch summed (`enumeration`);
+then that the rules and `draw_children` branch in that way, decision by decision
+(`slow_walks`); then match verification, which is plain decoding for every
+noise. `law_test` does the same for the whole loop, by counting.
 """
 
 import functools
@@ -107,8 +106,8 @@ def test_more_worlds_and_longer_sequences(seed, children):
 
 def test_in_float64_nothing_is_left():
   """So the distance in float32 is rounding, and no error of the method."""
-  trees = ('chain of 2', 'ternary tree', 'ragged tree')
-  trees = [enumeration.TOPOLOGIES[name] for name in trees]
+  names = ('chain of 2', 'ternary tree', 'ragged tree')
+  trees = [enumeration.TOPOLOGIES[name] for name in names]
   with jax.enable_x64(True):
     worlds = enumeration.make_worlds(3, 5, dtype=np.float64)
     assert worlds.target.dtype == worlds.draft.dtype == np.float64
@@ -150,7 +149,7 @@ def test_as_many_guesses_stand_as_can(children):
   expected = 1 + np.where(is_drawn, likely, best)
   for emitted in _emitted(worlds, 1, children):
     np.testing.assert_allclose(emitted, expected, atol=1e-6)
-  # A block keeps at least as many; with point masses nothing is made up for.
+  # A block keeps as many or, but for point masses, more.
   one_by_one, block = _emitted(worlds, 3, children)
   assert np.all(block > one_by_one - 1e-6)
   more = np.mean(block > one_by_one + 1e-3)
@@ -188,12 +187,9 @@ def test_normalized():
 
 def _one_guess(target, draft, children):
   """The distribution of the next token, one child tried; `[V]` each."""
-  vocab_size = len(target)
-  target, draft = (
-    np.tile(np.asarray(probs, np.float32), (vocab_size, 1))
-    for probs in (target, draft)
-  )
-  tokens = np.arange(vocab_size, dtype=np.int32)
+  tokens = np.arange(len(target), dtype=np.int32)
+  repeat = lambda probs: np.tile(np.float32(probs), (len(tokens), 1))
+  target, draft = repeat(target), repeat(draft)
   chance = np.asarray(rejection.acceptance_probs(target, draft, tokens))
   left, _ = rejection.after_rejection(target, draft, tokens, children)
   tried = np.asarray(draft[0], np.float64)
@@ -240,7 +236,7 @@ def test_a_block_of_which_nothing_is_left():
 
 @functools.partial(quick_jit, static_argnames='room')
 def _grown_tree(drafter, sampling, text, length, *, room):
-  """The tree of a step of one row; `NO_NODE` is the parent of unverified nodes.
+  """The tree of a step of one row; unverified nodes have no parent.
 
   `text [P]` has `length` tokens, and there is `room` for new ones.
   """
@@ -267,7 +263,7 @@ def _grown_tree(drafter, sampling, text, length, *, room):
   return tree.replace(parent=jnp.where(verified, tree.parent, NO_NODE))
 
 
-def _grown_trees(worlds, drafters, samplings, length):
+def _grown_trees(worlds, drafters, length):
   """Of all states of fewer than `length` tokens; arbitrary for the others."""
   lengths = np.array([1 + len(context) for context in worlds.contexts])
   texts = np.zeros((len(lengths), length), np.int32)
@@ -277,8 +273,8 @@ def _grown_trees(worlds, drafters, samplings, length):
   grown = functools.partial(_grown_tree, room=8)
   grow_all = jax.vmap(grown, (None, None, 0, 0))
   params = [
-    enumeration.full_sampling(enumeration.SAMPLINGS[name], worlds.vocab_size)
-    for name in samplings
+    enumeration.full_sampling(values, worlds.vocab_size)
+    for values in enumeration.SAMPLINGS.values()
   ]
   trees = [
     grow_all(drafter, one, texts, lengths)
@@ -289,13 +285,12 @@ def _grown_trees(worlds, drafters, samplings, length):
 
 @pytest.mark.parametrize('name', ['tree', 'staged', 'tables'])
 def test_grown_trees_have_the_targets_law(name):
-  samplings = tuple(enumeration.SAMPLINGS)
   length, vocab_size = 4, 3
   drafts = ('uniform',) * 3  # only the targets are used
   worlds = enumeration.make_worlds(vocab_size, length, drafts=drafts)
   tables = 2 * np.random.default_rng(0).normal(size=(3, vocab_size, vocab_size))
   drafters = [enumeration.drafter(name, table) for table in tables]
-  trees = _grown_trees(worlds, drafters, samplings, length)
+  trees = _grown_trees(worlds, drafters, length)
   law = enumeration.grown_law(worlds, trees, length)
   _assert_law(worlds, law, length)
   short = worlds.length < length
@@ -319,21 +314,17 @@ def _tree(token, parent):
     depth[:, node] = depth[range(len(depth)), above] + 1
   zeros = np.zeros(token.shape, np.float32)
   return TokenTree(
-    token=token.astype(np.int32),
-    parent=parent.astype(np.int32),
-    depth=depth.astype(np.int32),
-    cond_log_prob=zeros,
-    log_prob=zeros,
-    origin=zeros.astype(np.int32),
+    **{'token': np.int32(token), 'parent': np.int32(parent)},
+    **{'depth': np.int32(depth), 'origin': np.int32(zeros)},
+    **{'cond_log_prob': zeros, 'log_prob': zeros},
     size=np.full(len(token), _CAPACITY, np.int32),
   )
 
 
 def _random_trees(case, children):
-  """Of all forms; siblings that could have been drawn; some are verified.
+  """Of all forms, with siblings that could have been drawn.
 
-  Returns:
-    The trees, and the verified nodes `[B, N]`, gaps among them.
+  And the nodes `[B, N]` that are verified, gaps among them.
   """
   rng, vocab_size = case['rng'], case['logits'].shape[2]
   token = rng.integers(vocab_size, size=(_BATCH_SIZE, _CAPACITY))
@@ -357,14 +348,11 @@ def _random_trees(case, children):
       parent[row, node], depth[node] = above, depth[above] + 1
       if above in verified and rng.random() < share:
         verified.append(node)
-    _put(nodes[row], verified[1:_NUM_NODES], rng)
+    verified = verified[:_NUM_NODES]
+    size = len(verified) - 1
+    places = 1 + rng.choice(_NUM_NODES - 1, size=size, replace=False)
+    nodes[row, [0, *np.sort(places)]] = verified
   return _tree(token, parent), nodes
-
-
-def _put(nodes, verified, rng):
-  """The root, then some nodes in order, at places of `nodes [N]`."""
-  places = 1 + rng.choice(_NUM_NODES - 1, size=len(verified), replace=False)
-  nodes[[0, *np.sort(places)]] = [0, *verified]
 
 
 def _random_chains(case, is_drawn):
@@ -413,9 +401,8 @@ def _random_case(seed, vocab_size=4):
     name: [(enumeration.NEUTRAL | row)[name] for row in rows]
     for name in ('temperature', 'top_k', 'top_p', 'min_p')
   }
-  nothing = np.zeros(shape[1:], bool)
-  probs_of = lambda row, values: enumeration.exact_probs(row, nothing, values)
-  target = np.stack(list(map(probs_of, logits, rows)))
+  nothing = [np.zeros(shape[1:], bool)] * _BATCH_SIZE
+  target = np.stack([*map(enumeration.exact_probs, logits, nothing, rows)])
   proposals = rng.dirichlet(np.ones(vocab_size), size=shape[:2])
   proposals *= rng.random(shape) < 0.8  # cannot draw all tokens
   proposals[..., 0] += proposals.sum(-1) == 0
@@ -450,9 +437,8 @@ def _check_branches(rule, make_trees, slow_walk, num_batches, deepest):
       np.take_along_axis(case[name], at, axis=1)
       for name in ('logits', 'target', 'proposals')
     )
-    proposals, randomness = case['proposals'], case['randomness']
-    if rule.children == BEST:
-      proposals = proposals[:, :, :0]
+    proposals = case['proposals'][:, :, : 0 if rule.children == BEST else None]
+    randomness = case['randomness']
     given = (tree, nodes, logits, proposals, randomness, case['sampling'])
     verdict, path = jax.device_get(_verify(rule, *given))
     for row in range(_BATCH_SIZE):
@@ -460,13 +446,9 @@ def _check_branches(rule, make_trees, slow_walk, num_batches, deepest):
       above = np.where(nodes[row] > 0, tree.parent[row, nodes[row]], NO_NODE)
       emitted, places, margin = slow_walk(
         np.array([place_of[node] if node >= 0 else -1 for node in above]),
-        tree.token[row, nodes[row]],
-        target[row],
-        draft[row].astype(float),
-        randomness.uniforms[row],
-        randomness.residual_noise[row],
-        stochastic=case['stochastic'][row],
-        children=rule.children,
+        *(tree.token[row, nodes[row]], target[row], draft[row].astype(float)),
+        *(randomness.uniforms[row], randomness.residual_noise[row]),
+        *(case['stochastic'][row], rule.children),
       )
       if margin < slow_walks.ENOUGH:
         num_close += 1
@@ -497,14 +479,11 @@ def check_cuts(is_drawn):
 
 
 @pytest.mark.parametrize('children', CHILDREN)
-def test_the_compiled_walk_branches_as_the_slow_one(children):
-  check_walks(children)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize('children', CHILDREN)
-def test_many_more_walks(children):
-  check_walks(children, num_batches=500)
+@pytest.mark.parametrize(
+  'num_batches', [30, pytest.param(500, marks=pytest.mark.long)]
+)
+def test_the_compiled_walk_branches_as_the_slow_one(children, num_batches):
+  check_walks(children, num_batches)
 
 
 @pytest.mark.parametrize('is_drawn', [True, False])
@@ -515,30 +494,22 @@ def test_the_compiled_block_is_cut_as_the_slow_one(is_drawn):
 _draw = quick_jit(draw_children, static_argnames=('number', 'replacement'))
 
 
-@pytest.mark.parametrize('children', [WITHOUT_REPLACEMENT, WITH_REPLACEMENT])
-def test_children_are_drawn_from_what_is_said(children):
-  """In order, from the filtered distribution, with noise of their own."""
-  check_draws(children)
-
-
 def check_draws(children):
+  """In order, from the filtered distribution, with noise of their own."""
   number, num_close = 3, 0
+  replacement = children != WITHOUT_REPLACEMENT
   for seed in range(4):
     case = _random_case(seed)
     rng, logits = case['rng'], case['logits']
     batch_size, num_nodes, vocab_size = logits.shape
     nodes = np.argsort(rng.random((batch_size, num_nodes)), axis=1)
-    keys, replacement = (
-      case['randomness'].draft_keys,
-      children != WITHOUT_REPLACEMENT,
-    )
+    keys = case['randomness'].draft_keys
     given = (logits, np.int32(nodes), keys, case['sampling'])
     tokens, log_probs, drawn_from = jax.device_get(
       _draw(*given, number=number, replacement=replacement)
     )
     shape = (number, vocab_size) if replacement else (vocab_size,)
-    noise = slow_walks.child_noise(keys, num_nodes=num_nodes, shape=shape)
-    noise = np.asarray(noise, np.float64)
+    noise = np.float64(slow_walks.child_noise(keys, num_nodes, shape))
     nothing = np.zeros((num_nodes, vocab_size), bool)
     for row in range(batch_size):
       stochastic = case['stochastic'][row]
@@ -547,38 +518,33 @@ def check_draws(children):
         probs = enumeration.exact_probs(logits[row], nothing, {})
       np.testing.assert_allclose(drawn_from[row], probs, atol=1e-6)
       for place, node in enumerate(nodes[row]):
-        expected, margin = slow_walks.pick_children(
-          probs[place],
-          noise[row, node],
-          number,
-          stochastic=stochastic,
-          children=children,
-        )
+        given = (probs[place], noise[row, node], number, stochastic, children)
+        expected, margin = slow_walks.pick_children(*given)
         if margin < slow_walks.ENOUGH:
           num_close += 1
           continue
         found = log_probs[row, place] > -100
         assert tokens[row, place][found].tolist() == expected
-        logs = np.log(probs[place, expected])
-        np.testing.assert_allclose(
-          log_probs[row, place][found], logs, atol=1e-5
-        )
+        found, logs = log_probs[row, place][found], np.log(probs[place])
+        np.testing.assert_allclose(found, logs[expected], atol=1e-5)
   assert num_close < 20
+
+
+@pytest.mark.parametrize('children', [WITHOUT_REPLACEMENT, WITH_REPLACEMENT])
+def test_children_are_drawn_from_what_is_said(children):
+  check_draws(children)
 
 
 def test_children_that_float32_gives_no_probability():
   """Or its probability, when likelier siblings are rejected, is unknown."""
   logits = np.array([0.0, -80.0, -100.0, -110.0, -110.0], np.float32)
+  neutral = enumeration.NEUTRAL | {'logit_bias': {}}
+  sampling = enumeration.params(neutral, 200, 5)
   for scale in (0.1, 0.5, 0.8, 1.0, 1.1, 2.0):
-    given = (
-      np.tile(scale * logits, (200, 1, 1)),
-      np.zeros((200, 1), np.int32),
-      jax.random.split(jax.random.key(0), 200),
-      enumeration.params(enumeration.NEUTRAL | {'logit_bias': {}}, 200, 5),
-    )
-    _, log_probs, drawn_from = jax.device_get(
-      _draw(*given, number=5, replacement=False)
-    )
+    given = (np.tile(scale * logits, (200, 1, 1)), np.zeros((200, 1), np.int32))
+    given += (jax.random.split(jax.random.key(0), 200), sampling)
+    drawn = _draw(*given, number=5, replacement=False)
+    _, log_probs, drawn_from = jax.device_get(drawn)
     drawn = np.asarray(is_possible(log_probs[:, 0]))  # the children in the tree
     possible = (drawn_from[:, 0] > 1e-37).sum(1)
     np.testing.assert_array_equal(drawn.sum(1), possible)
@@ -590,25 +556,22 @@ def test_the_randomness_of_a_step_is_of_these_keys():
   keys = jax.random.split(jax.random.key(1), 3)
   sizes = {'num_nodes': 6, 'vocab_size': 6}
   sampling = enumeration.params({'temperature': [1.0, 0.0, 0.5]}, 3, 6)
-  of_depth = lambda key, at: jax.random.gumbel(
-    jax.random.fold_in(key, at), (6,)
-  )
+  fold_in = jax.random.fold_in
+  of_depth = lambda key, at: jax.random.gumbel(fold_in(key, at), (6,))
   of_rows = jax.vmap(jax.vmap(of_depth, (None, 0)))
   find = quick_jit(
     functools.partial(step_randomness, max_depth=2, **sizes),
     static_argnames='shares_noise',
   )
   for length in (np.array([1, 7, 3]), np.array([2, 8, 900])):
-    draft_keys, uniforms, residual = slow_walks.randomness(
-      keys, length, **sizes
-    )
+    expected = slow_walks.randomness(keys, length, **sizes)
     noise = of_rows(keys, length[:, None] + np.arange(3)[None])
     drawn = noise * np.array([1, 0, 1])[:, None, None]
     for shares_noise in (True, False):
       found = find(keys, length, sampling, shares_noise=shares_noise)
-      assert jnp.all(found.draft_keys == draft_keys)
-      np.testing.assert_array_equal(found.uniforms, uniforms)
-      np.testing.assert_array_equal(found.residual_noise, residual)
+      assert jnp.all(found.draft_keys == expected[0])
+      np.testing.assert_array_equal(found.uniforms, expected[1])
+      np.testing.assert_array_equal(found.residual_noise, expected[2])
       np.testing.assert_array_equal(found.noise, drawn * shares_noise)
 
 
@@ -643,9 +606,8 @@ def _noises(table, values):
   Every possible sequence is among these.
   """
   rng = np.random.default_rng(0)
-  sequences = list(
-    itertools.product(range(_MATCH_VOCAB_SIZE), repeat=_MATCH_LENGTH)
-  )
+  tokens = range(_MATCH_VOCAB_SIZE)
+  sequences = [*itertools.product(tokens, repeat=_MATCH_LENGTH)]
   total = 1 + _MATCH_LENGTH + _DEEPEST
   noises = rng.gumbel(size=(3, len(sequences), total, _MATCH_VOCAB_SIZE))
   for index, sequence in enumerate(sequences):
@@ -655,7 +617,7 @@ def _noises(table, values):
   noises *= values.get('temperature', 1.0) > 0
   texts = np.full((len(noises), 1), enumeration.PROMPT)
   for place in range(1, _MATCH_LENGTH + 1):
-    seen = (texts[:, :, None] == np.arange(_MATCH_VOCAB_SIZE)).any(1)
+    seen = (texts[:, :, None] == np.array(tokens)).any(1)
     probs = enumeration.exact_probs(table[texts[:, -1]], seen, values)
     with np.errstate(divide='ignore'):
       best = np.argmax(np.log(probs) + noises[:, place], axis=1)
@@ -663,14 +625,11 @@ def _noises(table, values):
   return noises, texts[:, 1:]
 
 
-@pytest.mark.parametrize(
-  'name',
-  ['none', 'staged']
-  + [
-    pytest.param(name, marks=pytest.mark.long)
-    for name in ('chain of 3', 'ragged tree', 'tables', 'tree')
-  ],
-)
+_LONG = ('chain of 3', 'ragged tree', 'tables', 'tree')
+_LONG = [pytest.param(name, marks=pytest.mark.long) for name in _LONG]
+
+
+@pytest.mark.parametrize('name', ['none', 'staged', *_LONG])
 def test_match_says_what_plain_decoding_does(name):
   """All sequences that are possible, with noises that lead to them."""
   run = quick_jit(_decode_with_noise)

@@ -1,9 +1,8 @@
 """Rejection and block verification in plain Python, one row at a time.
 
-Randomness is data: uniforms, and Gumbel noise. Every function also returns the
-smallest *margin* of its decisions, because the last digits of float32 are not
-those of float64. `randomness` and `child_noise` derive it from the keys of a
-step, independently of `specdec.sampling`.
+Randomness is data, which `randomness` and `child_noise` derive from the keys of
+a step, independently of `specdec.sampling`. Every decision has a *margin*,
+whose smallest is returned: the last digits of float32 are not float64's.
 """
 
 import functools
@@ -41,7 +40,7 @@ def randomness(keys, length, *, num_nodes, vocab_size):
 
 
 @functools.partial(quick_jit, static_argnames=('num_nodes', 'shape'))
-def child_noise(keys, *, num_nodes, shape):
+def child_noise(keys, num_nodes, shape):
   """`[B, N, *shape]` of the children of each node, by keys `[B]` for drawing.
 
   The shape is `(V,)`, or `(K, V)` for K children drawn with replacement.
@@ -71,7 +70,7 @@ def _choose(probs, noise):
   return token, margin
 
 
-def pick_children(probs, noise, number, *, stochastic, children):
+def pick_children(probs, noise, number, stochastic, children):
   """Tokens of at most `number` children, and the margin.
 
   `probs [V]` are the draft's, `noise` that of the node, see `child_noise`.
@@ -90,9 +89,7 @@ def _is_accepted(uniform, prob):
   return uniform < prob, abs(uniform - prob) if close else np.inf
 
 
-def walk(
-  parent, token, target, draft, uniforms, noise, *, stochastic, children
-):
+def walk(parent, token, target, draft, uniforms, noise, stochastic, children):
   """Goes down a tree, from sibling to sibling.
 
   `parent [N]` are places, `target [N, V]` and `draft [N, V]` distributions;
@@ -107,9 +104,8 @@ def walk(
       drawn_from = np.eye(len(wanted))[proposed]
       if stochastic and children != BEST:
         drawn_from = left
-      accepted, gap = _is_accepted(
-        uniforms[child], wanted[proposed] / drawn_from[proposed]
-      )
+      ratio = wanted[proposed] / drawn_from[proposed]
+      accepted, gap = _is_accepted(uniforms[child], ratio)
       margin = min(margin, gap)
       if accepted:
         path.append(int(child))
@@ -128,7 +124,7 @@ def walk(
 
 
 def walk_block(
-  parent, token, target, draft, uniforms, noise, *, stochastic, children
+  parent, token, target, draft, uniforms, noise, stochastic, children
 ):
   """Along a chain; see `walk`. Literally algorithm 2 of arXiv 2403.10444."""
   number = int(np.sum(parent >= 0))
