@@ -103,16 +103,14 @@ def _module(family: str) -> Module:
 @functools.cache
 def _folder(family: str, kind: str) -> pathlib.Path:
   """A checkpoint of a target, or of a draft that is right now and then."""
-  module = _module(family)
-  if kind == 'draft':
-    rng = np.random.default_rng(1)
-    graph, params = hub.flat_params(module)
-    params = {
-      path: leaf * (1 + 0.1 * rng.normal(size=leaf.shape)).astype(leaf.dtype)
-      for path, leaf in params.items()
-    }
-    module = nnx.merge(graph, traverse_util.unflatten_dict(params))
+  graph, params = hub.flat_params(_module(family))
+  rng, noise = np.random.default_rng(1), 0.1 * (kind == 'draft')
+  changed = {
+    path: leaf * (1 + noise * rng.normal(size=leaf.shape)).astype(leaf.dtype)
+    for path, leaf in params.items()
+  }
   folder = pathlib.Path(_FILES.name) / f'{family}-{kind}'
+  module = nnx.merge(graph, traverse_util.unflatten_dict(changed))
   hub.save_pretrained(module, folder)
   return folder
 
@@ -221,10 +219,8 @@ def check_case(case: Case) -> None:
 
 def _leaves(model: specdec.LanguageModel) -> dict[tuple[str, ...], jax.Array]:
   leaves, _ = jax.tree_util.tree_flatten_with_path(model.params)
-  return {
-    tuple(str(getattr(key, 'key', key)) for key in path): leaf
-    for path, leaf in leaves
-  }
+  name = lambda key: str(getattr(key, 'key', key))
+  return {tuple(map(name, path)): leaf for path, leaf in leaves}
 
 
 def _part(array: jax.Array) -> tuple[int, ...]:
@@ -282,16 +278,13 @@ def check_eight_bits_on_several_devices() -> None:
 
 def check_what_was_divided_can_be_saved() -> None:
   """The files are those of a model on one device."""
-  layout = _layout('2x4')
   folder = pathlib.Path(_FILES.name) / 'again'
   for family in FAMILIES:
-    module = hub.load_module(_folder(family, 'target'), layout=layout)
+    original = _folder(family, 'target')
+    module = hub.load_module(original, layout=_layout('2x4'))
     hub.save_pretrained(module, folder)
-    files = [
-      (of / 'model.safetensors').read_bytes()
-      for of in (folder, _folder(family, 'target'))
-    ]
-    assert files[0] == files[1], family
+    ours, theirs = (one / 'model.safetensors' for one in (folder, original))
+    assert ours.read_bytes() == theirs.read_bytes(), family
 
 
 def _decoding(batch_size: int = 4) -> specdec.Decoding:
@@ -314,8 +307,8 @@ def check_streams_keep_what_they_hold_where_it_was() -> None:
     # 4 rows, 4 KV heads of 8; the draft is whole on each device.
     assert _part(state.target.cache.keys[0])[:2] == (2, 1)
     assert _part(state.stages[0].scorer.cache.values[0])[:2] == (2, 4)
-    assert _part(state.tokens)[0] == 2
-    assert _part(state.counters.emitted_histogram)[0] == 2
+    for of_rows in (state.tokens, state.counters.emitted_histogram):
+      assert _part(of_rows)[0] == 2
   assert advance._cache_size() == compiled
   decoding.run()
   expected = _decode('2x4', 'llama', 4, 'staged match', 0.9)
@@ -327,19 +320,14 @@ def check_another_turn_on_several_devices() -> None:
   decoding = _decoding()
   before = _decode('2x4', 'llama', 4, 'staged match', 0.9)
   decoding.run()
-  prompts = _arguments('llama', 4, 0.9)['prompts']
-  turns = [
-    [*prompt, *new[:-1], 5, 6]
-    for prompt, new in zip(prompts, before.tokens, strict=True)
-  ]
+  arguments = _arguments('llama', 4, 0.9)
+  rows = zip(arguments['prompts'], before.tokens, strict=True)
+  turns = [[*prompt, *new[:-1], 5, 6] for prompt, new in rows]
   decoding.extend(turns, max_new_tokens=8)
   assert min(decoding.num_kept) > 0
   decoding.run()
-  alone = specdec.generate(
-    _load('llama', 'target', Layout()),
-    **_arguments('llama', 4, 0.9) | {'prompts': turns},
-    max_new_tokens=8,
-  )
+  arguments |= {'prompts': turns, 'max_new_tokens': 8}
+  alone = specdec.generate(_load('llama', 'target', Layout()), **arguments)
   assert decoding.result().tokens == alone.tokens
 
 

@@ -48,7 +48,7 @@ def test_medians_of_the_samples_count(monkeypatch):
   monkeypatch.setattr(machine, '_MATRIX_WIDTH', {'default': 8})
   limits = machine.MachineLimits(['float32', 'bfloat16'])
   # Two readers, the faster counts; then a product of each dtype.
-  rates = iter([1.0, 3.0, 10.0, 20.0, 5.0, 4.0, 30.0, 70.0, 9.0, 2.0, 20.0, 30])
+  rates = iter([1, 3, 10, 20, 5, 4, 30, 70, 9, 2, 20, 30])
   works = []
 
   def rate(work, run):
@@ -60,12 +60,10 @@ def test_medians_of_the_samples_count(monkeypatch):
   for _ in range(3):
     limits.sample()
   assert works == [1 << 16, 1 << 16, 2 * 8**3, 2 * 8**3] * 3
+  samples = {'float32': [10, 30, 20], 'bfloat16': [20, 70, 30]}
   assert limits.summary() == {
     'bytes_per_second': 5,
     'bytes_per_second_samples': [3, 5, 9],
     'flops_per_second': {'float32': 20, 'bfloat16': 30},
-    'flops_per_second_samples': {
-      'float32': [10, 30, 20],
-      'bfloat16': [20, 70, 30],
-    },
+    'flops_per_second_samples': samples,
   }
