@@ -206,6 +206,27 @@ def filter_logits(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
   return jnp.where(logits >= threshold, logits, EXCLUDED)
 
 
+def _first_largest(scores: jax.Array) -> jax.Array:
+  """`best_token` by two passes that XLA's CPU backend vectorises."""
+  largest = jnp.max(scores, axis=-1, keepdims=True)
+  tokens = lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
+  last = scores.shape[-1] - 1  # Where NaN is among the scores.
+  return jnp.min(jnp.where(scores == largest, tokens, last), axis=-1)
+
+
+def best_token(scores: jax.Array) -> jax.Array:
+  """The token with the highest score, `[...]` int32, for `scores [..., V]`.
+
+  Among equal scores the lowest token wins. Where NaN is among them, any does.
+  """
+  return lax.platform_dependent(
+    scores,
+    # Eight rows of 151,936: 0.9 ms in place of 5.4 ms.
+    cpu=_first_largest,
+    default=lambda scores: jnp.argmax(scores, axis=-1).astype(jnp.int32),
+  )
+
+
 def token_probs(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
   """The distributions that tokens are drawn from, `[B, ..., V]` float32.
 
@@ -213,7 +234,7 @@ def token_probs(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
   decoding chooses has probability 1.
   """
   stochastic = per_row(sampling.is_stochastic, logits)
-  greedy = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1])
+  greedy = jax.nn.one_hot(best_token(logits), logits.shape[-1])
   return jnp.where(
     stochastic, jax.nn.softmax(filter_logits(logits, sampling), axis=-1), greedy
   )
@@ -227,8 +248,7 @@ def choose(
   `logits [B, ..., V]` are adjusted; `noise [B, ..., V]` is from
   `position_noise`, for the position of the token to be chosen.
   """
-  scores = filter_logits(logits, sampling) + noise
-  return jnp.argmax(scores, axis=-1).astype(jnp.int32)
+  return best_token(filter_logits(logits, sampling) + noise)
 
 
 def position_noise(

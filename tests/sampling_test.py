@@ -8,6 +8,7 @@ from scipy import stats
 
 from specdec import Sampling
 from specdec.checks import check_sampling
+from specdec.sampling import best_token
 from specdec.sampling import choose
 from specdec.sampling import filter_logits
 from specdec.sampling import position_noise
@@ -121,6 +122,18 @@ def _p_value(counts, probs):
   if np.any(counts[~kept]):
     return 0.0
   return stats.chisquare(counts[kept], counts.sum() * probs[kept]).pvalue
+
+
+def test_of_equal_scores_the_lowest_token_wins():
+  scores = np.random.default_rng(0).integers(-2, 3, (3, 50, 11)) / 2
+  scores = scores.astype(np.float32)
+  scores[0, 0] = -np.inf
+  scores[0, 1, 3:] = -np.inf
+  np.testing.assert_array_equal(
+    jax.jit(best_token)(scores), scores.argmax(axis=-1)
+  )
+  scores[1, 0, 5] = np.nan
+  assert 0 <= best_token(scores)[1, 0] < 11
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from specdec.sampling import best_token
 from specdec.sampling import EXCLUDED
 from specdec.sampling import filter_logits
 from specdec.sampling import is_possible
@@ -178,7 +179,7 @@ def draw_children(
   noise = jax.vmap(jax.vmap(noise_of, (None, 0)))(keys, nodes)
   noise = jnp.where(per_row(stochastic, noise), noise, 0.0)
   if replacement:
-    drawn = jnp.argmax(log_probs[:, :, None] + noise, axis=-1)
+    drawn = best_token(log_probs[:, :, None] + noise)
     _, best = lax.top_k(log_probs, number)
     tokens = jnp.where(per_row(stochastic, best), drawn, best)
   else:

@@ -25,6 +25,7 @@ import numpy as np
 
 from specdec.model import LanguageModel
 from specdec.model import prefill
+from specdec.sampling import best_token
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,7 +110,7 @@ def _verify(target: LanguageModel, text, cache, num_steps, *, num_nodes: int):
     first = jnp.maximum(cache.length[0] - num_nodes - step, 0)
     tokens = lax.dynamic_slice_in_dim(text, first, num_nodes, axis=1)
     logits, cache = target.apply(tokens, positions, mask, cache)
-    return cache, chosen + jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    return cache, chosen + best_token(logits)
 
   chosen = jnp.zeros((len(text), num_nodes), jnp.int32)
   return lax.fori_loop(0, num_steps, forward, (cache, chosen))

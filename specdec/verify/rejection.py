@@ -25,6 +25,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from specdec.sampling import BEST
+from specdec.sampling import best_token
 from specdec.sampling import token_probs
 from specdec.sampling import WITHOUT_REPLACEMENT
 from specdec.tree.tree import NO_NODE
@@ -78,7 +79,7 @@ def after_rejection(
 
 def draw(probs: jax.Array, noise: jax.Array) -> jax.Array:
   """A token from each of `probs [B, V]`, `[B]` int32; `noise [B, V]` Gumbel."""
-  return jnp.argmax(jnp.log(probs) + noise, axis=1).astype(jnp.int32)
+  return best_token(jnp.log(probs) + noise)
 
 
 class _Walk(flax.struct.PyTreeNode):
