@@ -20,12 +20,7 @@ _PAGES = (_ROOT / 'README.md', *sorted(_ROOT.glob('docs/**/*.md')))
 _WITH_EXAMPLES = [
   str(path.relative_to(_ROOT)) for path in _PAGES if _examples(path)
 ]
-
-
-def test_pages_with_examples_are_found():
-  assert {'README.md', 'docs/api.md', 'docs/tutorial_own_scorer.md'} <= set(
-    _WITH_EXAMPLES
-  )
+assert len(_WITH_EXAMPLES) > 2
 
 
 def test_no_example_is_left_out():

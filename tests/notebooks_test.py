@@ -16,9 +16,7 @@ _FOLDER = pathlib.Path(__file__).parents[1] / 'colab'
 _FILES = sorted(_FOLDER.glob('*.ipynb'))
 assert len(_FILES) >= 4
 _BADGE = 'https://colab.research.google.com/github/specdec/specdec/blob/main'
-_for_every_file = pytest.mark.parametrize(
-  'file', _FILES, ids=[file.stem for file in _FILES]
-)
+_for_every_file = pytest.mark.parametrize('file', _FILES, ids=lambda f: f.stem)
 
 
 @pytest.mark.long
@@ -72,28 +70,21 @@ def test_it_is_kept_as_a_run_leaves_it(file):
     assert 'clone' not in words or words[-1] == 'specdec-repository'
 
 
-def _write(path, *sources):
-  cells = map(nbformat.v4.new_code_cell, sources)
-  nbformat.write(nbformat.v4.new_notebook(cells=[*cells]), path)
-  return path
+def test_outputs_are_kept_and_errors_are_clear(monkeypatch, tmp_path):
+  def write(*sources):
+    cells = [*map(nbformat.v4.new_code_cell, sources)]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
 
-
-def test_outputs_are_kept_and_a_cell_that_fails_is_an_error(tmp_path):
-  path = _write(tmp_path / 'one.ipynb', 'print(1)')
+  path = tmp_path / 'one.ipynb'
+  write('print(1)')
   notebooks.update(path, timeout=60)
   ((output,),) = [one.outputs for one in nbformat.read(path, 4).cells]
   assert output.text == '1\n'
-  path = _write(tmp_path / 'bad.ipynb', 'print(1)\n1 / 0')
+  write('print(1)\n1 / 0')
   with pytest.raises(nbclient.exceptions.CellExecutionError, match='Zero'):
     notebooks.execute(path, timeout=60)
-
-
-def test_what_is_no_notebook_and_the_missing_extra_are_named(
-  monkeypatch, tmp_path
-):
-  path = tmp_path / 'no.ipynb'
   path.write_text('text')
-  with pytest.raises(ValueError, match=r'no\.ipynb is not a notebook'):
+  with pytest.raises(ValueError, match=r'one\.ipynb is not a notebook'):
     notebooks.execute(path, timeout=60)
   monkeypatch.setitem(sys.modules, 'nbformat', None)
   remedy = re.escape("pip install -e '.[notebooks,plot]'")
@@ -105,16 +96,16 @@ def test_what_changes_with_every_run_is_stripped():
   cell, other = map(nbformat.v4.new_code_cell, ('print(1)', '2'))
   cell.metadata = {'execution': {'iopub.status.busy': '2026-01-01'}}
   new = nbformat.v4.new_output
-  stream = lambda name, text: new('stream', name=name, text=text)
+  said = lambda text, name='stdout': new('stream', name=name, text=text)
   picture = new('display_data', {'text/plain': 'a picture'})
-  cell.outputs = [stream('stdout', '1\n'), stream('stderr', 'a warning')]
-  cell.outputs += [stream('stdout', '2\n'), picture, stream('stdout', '3\n')]
+  cell.outputs = [said('1\n'), said('a warning', 'stderr'), said('2\n')]
+  cell.outputs += [picture, said('3\n')]
   notebook = nbformat.v4.new_notebook(cells=[cell, other])
   notebook.metadata['language_info'] = {'version': '3.11.7'}
   found = notebooks.stripped(notebook)
   assert [one.id for one in found.cells] == ['cell-00', 'cell-01']
   assert found.cells[0].metadata == {}
-  first, picture, last = found.cells[0].outputs
+  first, shown, last = found.cells[0].outputs
   assert (first.text, last.text) == ('1\n2\n', '3\n')
-  assert picture.data == {'text/plain': 'a picture'}
+  assert shown.data == picture.data
   assert 'version' not in found.metadata['language_info']
