@@ -32,7 +32,8 @@ _TESTS = {
   'WALKS': "enumeration.check_walks('without_replacement')",
 }
 
-# A module of specdec and a test; the name of a bug, code, what replaces it.
+# A module of specdec and a test; the name of a bug, code, what replaces it, in
+# which @ stands for the code.
 _TABLE = r"""
 # The rule by which tokens are accepted and emitted.
 [tree.tree: tree.test_the_accepted_path()]
@@ -40,8 +41,7 @@ accepts tokens behind a rejected one
   jnp.all(agrees[None] | ~is_above, axis=1) => agrees
 [verify.match: STEP]
 bonus token from the wrong node
-  - verdict.along_path(choices)
-  + verdict.replace(place=jax.numpy.roll(place, 1, 1)).along_path(choices)
+  .along_path(choices) => .replace(place=jax.numpy.roll(place, 1, 1))@
 [verify.accept: verification.test_the_stop_rule_against_a_loop(2, 0.1)]
 continues past an EOS accepted within a path
   jnp.minimum(until_end, room) => room
@@ -52,8 +52,7 @@ goes on with a row that is done
   jnp.where(ctx.active, room, 0) => room
 [verify.accept: verification.test_origins_by_hand()]
 the origin of a token is that of the token before
-  - verdict.path(nodes)[:, 1:], ((0, 0), (0, 1))
-  + verdict.path(nodes), ((0, 0), (0, 0))
+  [:, 1:], ((0, 0), (0, 1)) => , ((0, 0), (0, 0))
 # The noise.
 [step: STEP]
 noise keyed by step, not by position
@@ -63,8 +62,7 @@ noise keyed by step, not by position
   +       state.counters.steps + 0 * state.length,
 [sampling: RANDOMNESS]
 noise used again in every step
-  - position_noise(row_keys, positions,
-  + position_noise(row_keys, positions - length[:, None],
+  (row_keys, positions, => (row_keys, positions - length[:, None],
 [verify.match: STEP]
 target chooses with the noise of the depth above
   jax.vmap(pick)(tree.depth, nodes) => jax.vmap(pick)(tree.depth, nodes) - 1
@@ -79,12 +77,10 @@ mask forgets the farthest ancestor
 nodes see all that is in front of them, as in a chain
   cache.ops.mask(length, sees, => cache.ops.mask(length, jnp.tril(sees | True),
 positions by index instead of depth
-  - (ctx.length - 1)[:, None] + at(tree.depth, nodes)
-  + (ctx.length - 1)[:, None] + nodes
+  + at(tree.depth, nodes) => + nodes
 [cache: cache.test_window_mask_by_hand('_written')]
 nodes do not see the last token of the text
-  - before = jnp.arange(num_slots)[None] < start[:, None]
-  + before = jnp.arange(num_slots)[None] < start[:, None] - 1
+  before = jnp.arange(num_slots)[None] < start[:, None] => @ - 1
 [model: NEXT_STEP]
 draft forgets the text that it could not read in time
   sees |= slot < text.num_seen[:, :, None] => pass
@@ -96,8 +92,7 @@ target keeps the first nodes, not those of the path
   +   emitted - 1)
 [model: COMMIT]
 target cache keeps one too many
-  - jnp.minimum(num_scored, num_kept + 1)
-  + jnp.minimum(num_scored, num_kept + 1) + 1
+  jnp.minimum(num_scored, num_kept + 1) => @ + 1
 target cache keeps rejected nodes
   jnp.minimum(num_scored, num_kept + 1) => 0 * num_kept + path.shape[1]
 draft cache keeps one too many after full acceptance
@@ -115,8 +110,7 @@ duplicates are not merged
   wanted & (find_children(tree, parents, tokens) == NO_NODE) => wanted
 [tree.tree: tree.test_the_best_nodes_are_a_connected_subtree(6, 'different')]
 the best nodes are not connected
-  - best_nodes(tree, jnp.arange(capacity)
-  + best_nodes(tree.replace(log_prob=tree.cond_log_prob), jnp.arange(capacity)
+  best_nodes(tree, => best_nodes(tree.replace(log_prob=tree.cond_log_prob),
 [tree.tree: tree.test_accumulating_new_edges('tiny')]
 log-probabilities are summed from the node up
   -     log_prob = jnp.where(is_child, summed, log_prob)
@@ -153,41 +147,32 @@ distributions without the filters that were drawn with
   -     jnp.exp(log_probs),
   +     jax.nn.softmax(logits, axis=-1),
 the best children count as drawn
-  - noise = jnp.where(per_row(stochastic, noise), noise, 0.0)
-  + noise = 0.0 * noise
+  jnp.where(per_row(stochastic, noise), noise, 0.0) => 0.0 * noise
 [verify.rejection: enumeration.check_walks('best')]
 children that are not drawn count as drawn evenly
-  - draft = jax.nn.one_hot(token, vocab_size)
-  + draft = jnp.full(walk.target.shape, 1.0 / vocab_size)
+  jax.nn.one_hot(token, vocab_size) => 0.0 * @ + 1.0 / vocab_size
 [draft.ranking: enumeration.test_children_that_float32_gives_no_probability()]
 drawn where float32 has no probability
   _LEAST_LOG_PROB = -69.0 => _LEAST_LOG_PROB = -1e29
 [sampling: WALKS]
 greedy rows judged as at temperature 1
-  - per_row(sampling.is_stochastic, logits)
-  + per_row(sampling.is_stochastic | True, logits)
+  per_row(sampling.is_stochastic, => per_row(sampling.is_stochastic | True,
 [sampling: sampling.test_temperature_0_is_argmax_whatever_the_filters()]
 greedy rows divided by a temperature of -1
-  - jnp.where(temperature > 0, temperature, 1.0)
-  + jnp.where(temperature > 0, temperature, -1.0)
+  temperature > 0, temperature, 1.0 => temperature > 0, temperature, -1.0
 [sampling: sampling.test_filters_against_numpy(None, 0.6, None)]
 top-p before temperature
-  - _top_p_threshold(candidates, top_p)
-  + _top_p_threshold(candidates * temperature, top_p)
+  (candidates, top_p) => (candidates * temperature, top_p)
 # Its randomness.
 [sampling: RANDOMNESS]
 drafting noise used again in every step
-  - step_keys(row_keys, DRAFTING, length)
-  + step_keys(row_keys, DRAFTING, 0 * length)
+  (row_keys, DRAFTING, length) => (row_keys, DRAFTING, 0 * length)
 uniforms and bonus noise used again in every step
-  - jax.vmap(jax.random.fold_in)(of_stream, length)
-  + jax.vmap(jax.random.fold_in)(of_stream, 0 * length)
+  (of_stream, length) => (of_stream, 0 * length)
 children and uniforms from one stream
-  - (2**31 - 1 - stream for stream in range(3))
-  + (2**31 - 1 - max(stream, 1) for stream in range(3))
+  2**31 - 1 - stream => 2**31 - 1 - max(stream, 1)
 uniforms and bonus token from one stream
-  - (2**31 - 1 - stream for stream in range(3))
-  + (2**31 - 1 - min(stream, 1) for stream in range(3))
+  2**31 - 1 - stream => 2**31 - 1 - min(stream, 1)
 [verify.rejection: WALKS]
 one uniform for all siblings
   randomness.uniforms[:, index] => randomness.uniforms[:, 0]
@@ -197,20 +182,16 @@ one drafting noise for all nodes
 # What is left after a rejection.
 [verify.rejection: WALKS]
 rows that accepted get the residual of those that did not
-  - rejected = (is_child & ~is_accepted)[:, None]
-  + rejected = ~is_accepted[:, None]
+  (is_child & ~is_accepted)[:, None] => (~is_accepted)[:, None]
 the draft of the node above
   - replace(at(proposals, node), walk.draft)
   + walk.draft + (node == ROOT)[:, None] * at(proposals, node)
 the bonus token from the distribution of the root
-  - token_probs(of_row(logits)[:, None], sampling)
-  + token_probs(logits[:, :1], sampling)
+  token_probs(of_row(logits)[:, None], => token_probs(logits[:, :1],
 the bonus token where the last draft token was
-  - _put(walk.chosen, walk.accepted, bonus, everywhere)
-  + _put(walk.chosen, walk.accepted - 1, bonus, everywhere)
+  (walk.chosen, walk.accepted, bonus => (walk.chosen, walk.accepted - 1, bonus
 tokens of the first nodes, not of the verified ones
-  - at(tree.token, nodes), at(tree.parent, nodes)
-  + tree.token[:, :num_nodes], at(tree.parent, nodes)
+  at(tree.token, nodes), at( => tree.token[:, :num_nodes], at(
 [verify.rejection: TREES]
 residual not normalised for the next sibling
   - left = normalized(jnp.maximum(target - draft, 0.0), target)
@@ -218,8 +199,7 @@ residual not normalised for the next sibling
 residual of the target alone
   jnp.maximum(target - draft, 0.0), target) => target, target)
 residual subtracts the probability of another token
-  - jnp.maximum(target - draft, 0.0)
-  + jnp.maximum(target - jnp.roll(draft, 1, axis=1), 0.0)
+  (target - draft, 0.0) => (target - jnp.roll(draft, 1, axis=1), 0.0)
 drawn without replacement, judged as with
   if children == WITHOUT_REPLACEMENT: => if False:
 [verify.rejection: enumeration.check_few('rejection', 'with_replacement')]
@@ -227,8 +207,7 @@ drawn with replacement, judged as without
   if children == WITHOUT_REPLACEMENT: => if True:
 [draft.ranking: DRAWS]
 siblings in another order than they were drawn
-  - _, tokens = lax.top_k(log_probs + noise, number)
-  + tokens = jnp.flip(lax.top_k(log_probs + noise, number)[1], axis=-1)
+  lax.top_k(log_probs + noise, number) => [jnp.flip(one, axis=-1) for one in @]
 # Block verification.
 [verify.block: CUTS]
 a block: proposals of the first nodes, not of the verified ones
@@ -244,11 +223,9 @@ a block: the bonus token of the depth above
   +     left = jnp.concatenate([left[:, :1], left[:, :-1]], axis=1)
 [verify.block: BLOCKS]
 a block: weights above 1
-  - jnp.minimum(weights[-1] * ratios[:, depth], 1.0)
-  + weights[-1] * ratios[:, depth]
+  weights[-1] * ratios[:, depth], 1.0 => weights[-1] * ratios[:, depth], 1e9
 a block: every ratio cut at 1, as one by one
-  - jnp.minimum(weights[-1] * ratios[:, depth], 1.0)
-  + weights[-1] * jnp.minimum(ratios[:, depth], 1.0)
+  ] * ratios[:, depth], 1.0) => ] * jnp.minimum(ratios[:, depth], 1.0), 1.0)
 a block: probabilities without the mass of the residual
   rest = mass + 1.0 - weights => rest = 1.0 + 0.0 * mass
 a block: inner prefixes are accepted by their weight
@@ -258,8 +235,7 @@ a block: residual not weighted
 # What is returned beside tokens.
 [watchers: step.test_stop_strings_go_on_where_the_emitted_tokens_led()]
 stop strings are forgotten between blocks
-  - jnp.take_along_axis(pending, emitted[:, None], axis=1)[:, 0]
-  + self.table.start
+  (pending, emitted[:, None], => (pending, 0 * emitted[:, None],
 [context: STEP]
 a token is not seen before the next block
   - seen_by_nodes(tree, nodes, seen, self.max_depth)
@@ -282,8 +258,7 @@ a row goes on with choices from NaN
   emitted = jnp.minimum(wanted, valid) => emitted = wanted
 [draft.growth: growth_stop.test_no_node_is_scored_beyond_the_context()]
 a draft goes on beyond its context
-  - jnp.maximum(longest - ctx.length, -1)
-  + jnp.maximum(longest - ctx.length, -1) + 1
+  jnp.maximum(longest - ctx.length, -1) => @ + 1
 """
 
 
@@ -294,7 +269,7 @@ def _parse(table):
     pytest.param(
       module,
       old or lines(olds),
-      new or lines(news),
+      new.replace('@', old) or lines(news),
       _TESTS.get(test, test),
       id=name,
     )
