@@ -161,8 +161,7 @@ def test_equal_tokens_pass():
   checks = _check_tokens((4, 4))
   assert [check.batch_size for check in checks] == [4, 4]
   for check in checks:
-    assert check.passed
-    assert check.divergences == []
+    assert (check.passed, check.divergences) == (True, [])
     assert check.num_prompts == len(_PROMPTS)
     assert check.block_efficiency > 1.2
     assert str(check).startswith('ok: batch')
@@ -193,8 +192,8 @@ def test_a_divergence_is_reported_with_its_margin(monkeypatch):
 def test_the_law_of_the_target_passes():
   check = _check_law()
   assert check.passed, str(check)
-  assert check.num_tokens == _LIMIT * len(_PROMPTS)
-  assert check.impossible == []
+  expected = (_LIMIT * len(_PROMPTS), [])
+  assert (check.num_tokens, check.impossible) == expected
   with pytest.raises(ValueError, match='120 tokens are too few'):
     _check_law(_PROMPTS[:1])
 

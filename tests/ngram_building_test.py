@@ -210,33 +210,32 @@ def test_the_command_line(draft, corpus, tmp_path):
   assert provenance['sources']['corpus']['folder'] == str(corpus)
 
 
-@pytest.mark.parametrize(
-  ('make', 'changes', 'flag'),
-  [
-    (Samples, {'num_tokens': -1}, 'num_tokens'),
-    (Samples, {'length': 0}, 'sample_length'),
-    (Samples, {'batch_size': 0}, 'batch_size'),
-    (Samples, {'batch_size': 7}, 'batch_size'),
-    (Samples, {'temperature': 0}, 'temperature'),
-    (Samples, {'temperature': float('nan')}, 'temperature'),
-    (Samples, {'top_k': 0}, 'top_k'),
-    (TableConfig, {'order': 0}, 'order'),
-    (TableConfig, {'order': 6}, 'order'),
+def test_bad_values_name_their_flag():
+  samples = lambda **kw: Samples(**{'num_tokens': 1} | kw)
+  for make, changes, flag in (
+    (samples, {'num_tokens': -1}, 'num_tokens'),
+    (samples, {'length': 0}, 'sample_length'),
+    *((samples, {'batch_size': size}, 'batch_size') for size in (0, 7)),
+    *((samples, {'temperature': t}, 'temperature') for t in (0, np.nan)),
+    (samples, {'top_k': 0}, 'top_k'),
+    *((TableConfig, {'order': order}, 'order') for order in (0, 6)),
     (TableConfig, {'num_continuations': 0}, 'continuations'),
     (TableConfig, {'min_count': 0}, 'min_count'),
     (Corpus, {'folder': '/no/such/folder'}, 'corpus'),
-  ],
-)
-def test_bad_values_name_their_flag(make, changes, flag):
-  needed = {'num_tokens': 1} if make is Samples else {}
-  with pytest.raises(ValueError, match=f'^--{flag}[ =]'):
-    make(**needed | changes)
+  ):
+    with pytest.raises(ValueError, match=f'^--{flag}[ =]'):
+      make(**changes)
 
 
 def test_what_cannot_be_built_is_refused(draft, tmp_path):
-  with pytest.raises(ValueError, match='give --num_tokens or --corpus'):
-    _build(draft, tmp_path, samples=Samples(num_tokens=0))
-  with pytest.raises(ValueError, match=r'--sample_length=32 exceeds the 31'):
-    _build(draft, tmp_path, samples=Samples(num_tokens=1, length=32))
-  with pytest.raises(ValueError, match='there is no folder'):
-    _build('/no/such/draft', tmp_path)
+  for name, samples, message in (
+    (draft, {'num_tokens': 0}, 'give --num_tokens or --corpus'),
+    (
+      draft,
+      {'num_tokens': 1, 'length': 32},
+      '--sample_length=32 exceeds the 31',
+    ),
+    ('/no/such/draft', _SETTINGS, 'there is no folder'),
+  ):
+    with pytest.raises(ValueError, match=message):
+      _build(name, tmp_path, samples=Samples(**samples))

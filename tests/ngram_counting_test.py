@@ -78,14 +78,11 @@ def test_counts_are_those_of_a_counter(
   one = [token for text in texts for token in (*text, -1)]
   shards = ngram_texts.save(folder, [one] if joined else texts)
   calls = []
+  sizes = {'order': order, 'vocab_size': vocab_size, 'min_count': min_count}
+  sizes |= {'partition_tokens': partition}
   with mock.patch.object(counting, '_CHUNK_TOKENS', chunk):
     counts = count_ngrams(
-      shards,
-      order=order,
-      vocab_size=vocab_size,
-      min_count=min_count,
-      partition_tokens=partition,
-      progress=lambda *call: calls.append(call),
+      shards, progress=lambda *call: calls.append(call), **sizes
     )
   expected = _expected(texts, order)
   assert _found(counts) == [_frequent(level, min_count) for level in expected]
