@@ -111,7 +111,7 @@ def test_five_turns_are_those_of_decoding_everything_anew(kind, temperature):
     result = chat.result()
     assert result.tokens == _anew(chat.messages, sampling=sampling).tokens
     assert shown == result.text[0]
-    reasons.add(result.finish_reasons[0])
+    reasons.update(result.finish_reasons)
     length = len(result.prompt_tokens[0])
     assert chat.num_read == length - known
     # All that was decoded, but for the last token, and an end that is not that

@@ -46,6 +46,9 @@ _WORKLOAD = Workload(prompt_tokens=64, max_new_tokens=64)
 _INSTRUCTIONS = ('amx_bf16', 'avx2', 'avx512_bf16', 'avx512_vnni', 'avx512f')
 
 
+_long = functools.partial(pytest.param, marks=pytest.mark.long)
+
+
 def _versions():
   """Of what the counts hang on besides this code, as far as it can be known."""
   cpuinfo, libtpu = pathlib.Path('/proc/cpuinfo'), find_libtpu()
@@ -86,9 +89,15 @@ def _check(name, counted, update, *, compiler=()):
   )
 
 
+def _compile(method, workload, device, *mesh):
+  if device.platform == 'tpu' and find_libtpu() is None:
+    pytest.skip('no libtpu; run python scripts/install_libtpu.py')
+  return compile_program(method, workload, device, *mesh)
+
+
 @functools.cache
 def _compiled(device, method):
-  return compile_program(method, _WORKLOAD, DEVICES[device])
+  return _compile(method, _WORKLOAD, DEVICES[device])
 
 
 @pytest.fixture
@@ -102,12 +111,10 @@ def update(request):
     ('cpu', 'plain'),
     ('cpu', 'staged'),
     ('v5e', 'plain'),
-    pytest.param('v5e', 'staged', marks=pytest.mark.long),
+    _long('v5e', 'staged'),
   ],
 )
 def test_the_compiled_loops_of_the_demo_pair(device, method, update):
-  if device == 'v5e' and find_libtpu() is None:
-    pytest.skip('no libtpu; run python scripts/install_libtpu.py')
   compiled = _compiled(device, method)
   report = analyse(method, compiled, DEVICES[device])
   counted = {'temporary bytes': report.temporary_bytes}
@@ -130,14 +137,9 @@ def test_the_compiled_loops_of_the_demo_pair(device, method, update):
 # Qwen2.5 1.5B and 0.5B with one layer each: 467 and 272 MB of embeddings.
 _VOCABULARY = {
   name: LlamaConfig(
-    vocab_size=151_936,
-    num_positions=4096,
-    width=width,
-    num_layers=1,
-    num_heads=width // head_width,
-    num_kv_heads=2,
-    head_width=head_width,
-    inner_width=inner_width,
+    **{'vocab_size': 151_936, 'num_positions': 4096, 'width': width},
+    **{'num_heads': width // head_width, 'head_width': head_width},
+    **{'num_layers': 1, 'num_kv_heads': 2, 'inner_width': inner_width},
     qkv_bias=True,
     tie_embeddings=True,
   )
@@ -154,40 +156,30 @@ _DRAWN = RejectionRule('without_replacement')
   [
     ('plain', None, MatchRule(), 64),
     ('tree', 'k_ary:2x5', _DRAWN, 128),
-    pytest.param('tree', None, RejectionRule(), 128, marks=pytest.mark.long),
-    pytest.param('chain', None, _DRAWN, 64, marks=pytest.mark.long),
-    pytest.param(
-      'chain', None, BlockRule(_DRAWN.children), 64, marks=pytest.mark.long
-    ),
-    pytest.param('staged', None, MatchRule(), 256, marks=pytest.mark.long),
+    _long('tree', None, RejectionRule(), 128),
+    _long('chain', None, _DRAWN, 64),
+    _long('chain', None, BlockRule(_DRAWN.children), 64),
+    _long('staged', None, MatchRule(), 256),
   ],
 )
-@pytest.mark.parametrize(
-  'device', ['cpu', pytest.param('v5e', marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize('device', ['cpu', _long('v5e')])
 def test_memory_with_a_large_vocabulary(
   device, method, topology, rule, megabytes
 ):
   """No method holds a float32 embedding (545 MB) beside weights and caches."""
-  if device == 'v5e' and find_libtpu() is None:
-    pytest.skip('no libtpu; run python scripts/install_libtpu.py')
   drafting = DraftSettings(topology=topology and parse_topology(topology))
   workload = Workload(target='1.5b', draft='0.5b', drafting=drafting, rule=rule)
   with mock.patch.dict(programs.SHAPES, _VOCABULARY):
-    compiled = compile_program(method, workload, DEVICES[device])
+    compiled = _compile(method, workload, DEVICES[device])
   assert compiled.temporary_bytes < megabytes * 1e6
 
 
-@pytest.mark.parametrize(
-  'method', ['plain', pytest.param('staged', marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize('method', ['plain', _long('staged')])
 def test_the_collectives_of_eight_devices(method, update):
   """A target that one device cannot hold is counted by its shape alone."""
-  if find_libtpu() is None:
-    pytest.skip('no libtpu; run python scripts/install_libtpu.py')
   workload = dataclasses.replace(_WORKLOAD, target='llama-2-70b', num_layers=2)
   device = programs.device('v5e:2x4')
-  compiled = compile_program(method, workload, device, {'model': 8})
+  compiled = _compile(method, workload, device, {'model': 8})
   report = analyse(method, compiled, device)
   assert report.held_bytes < 1.03 * report.ideal_held_bytes
   counted = {}
@@ -225,12 +217,8 @@ def test_forwards_of_a_decode(update):
     tiny_drafters.model(model, tree),
     tiny_drafters.candidates(specdec.PromptLookup(), config=tree),
   )
-  stats = specdec.generate(
-    model,
-    jax.random.key(0),
-    tiny.prompts(2),
-    drafter=drafter,
-    max_new_tokens=40,
-  ).stats
+  options = {'drafter': drafter, 'max_new_tokens': 40}
+  key, prompts = jax.random.key(0), tiny.prompts(2)
+  stats = specdec.generate(model, key, prompts, **options).stats
   counted = {'target': stats['target_forwards'], **stats['stage_forwards']}
   _check('forwards', counted, update)
