@@ -57,10 +57,15 @@ def _decoding(kind, prompts, **options):
   )
 
 
-def _anew(prompts, **options):
-  decoding = _decoding('plain', prompts, **options)
+def _started(kind, prompts, **options):
+  """A first turn, and its result."""
+  decoding = _decoding(kind, prompts, **options)
   decoding.run()
-  return decoding.result()
+  return decoding, decoding.result()
+
+
+def _anew(prompts, **options):
+  return _started('plain', prompts, **options)[1]
 
 
 def _said(turn):
@@ -97,9 +102,7 @@ def _longer(prompts, result, turn):
 def test_every_turn_is_that_of_decoding_the_whole_text_anew(kind):
   """Greedy in one row and sampled in the other, to the last log-probability."""
   prompts = _said(0)
-  decoding = _decoding(kind, prompts)
-  decoding.run()
-  result = decoding.result()
+  decoding, result = _started(kind, prompts)
   assert decoding.num_kept == [0, 0]
   for turn in range(1, _TURNS):
     programs = extend._cache_size(), advance._cache_size()
@@ -123,9 +126,8 @@ def test_every_turn_is_that_of_decoding_the_whole_text_anew(kind):
 @pytest.mark.parametrize('kind', _KINDS)
 def test_text_that_changed_is_read_again_from_there_on(kind):
   prompts = _said(0)
-  decoding = _decoding(kind, prompts)
-  decoding.run()
-  rows = _longer(prompts, decoding.result(), 1)
+  decoding, result = _started(kind, prompts)
+  rows = _longer(prompts, result, 1)
   # Another token in the answer, and another one in the prompt.
   for row, place in ((0, len(prompts[0]) + 2), (1, 1)):
     rows[row][place] = (rows[row][place] + 1) % 40
@@ -157,10 +159,9 @@ def test_text_that_changed_is_read_again_from_there_on(kind):
 def test_what_ended_a_turn_does_not_end_the_next():
   first = _anew(_said(0)).tokens
   eos = first[0][2]
-  decoding = _decoding('plain', _said(0), eos_ids=[eos])
-  decoding.run()
+  decoding, result = _started('plain', _said(0), eos_ids=[eos])
   assert decoding.finish_reasons[0] == 'eos'
-  prompts = _longer(_said(0), decoding.result(), 1)
+  prompts = _longer(_said(0), result, 1)
   _extend(decoding, prompts, max_new_tokens=[_LIMIT, 0])
   assert decoding.finish_reasons == [None, 'length']
   decoding.run()
@@ -170,18 +171,15 @@ def test_what_ended_a_turn_does_not_end_the_next():
   assert again.tokens[1] == []
 
 
-@pytest.mark.parametrize(
-  ('prompts', 'limit', 'words'),
-  [
+def test_bad_turns_are_refused_and_change_nothing():
+  decoding = _decoding('plain', _said(0))
+  for prompts, limit, words in (
     ([[1]], 1, r'one per row \(2\), got 1'),
     ([[1], []], 1, 'prompt 1 is empty'),
     ([[1], [2]], -1, 'max_new_tokens must be at least 0'),
     ([[1], [2] * 80], 1, 'exceed the context of the target, 80 tokens'),
-  ],
-)
-def test_bad_turns_are_refused_and_change_nothing(prompts, limit, words):
-  decoding = _decoding('plain', _said(0))
-  with pytest.raises(ValueError, match=words):
-    decoding.extend(prompts, max_new_tokens=limit)
+  ):
+    with pytest.raises(ValueError, match=words):
+      decoding.extend(prompts, max_new_tokens=limit)
   decoding.run()
   assert decoding.result().tokens == _anew(_said(0)).tokens

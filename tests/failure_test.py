@@ -23,8 +23,6 @@ _DRAFTERS = ('plain', 'chain', 'staged')
 
 
 _table = functools.partial(tiny.table, VOCAB_SIZE)
-
-
 _model = functools.partial(table_model, max_positions=64)
 
 
@@ -34,21 +32,12 @@ def _drafter(name, model):
 
 def _generate(target, drafter=specdec.PLAIN):
   """All options, so that broken logits pass through all filters."""
-  bias = np.zeros(VOCAB_SIZE, np.float32)
-  bias[3] = -np.inf
+  options = {'logit_bias': {3: -np.inf}, 'repetition_penalty': 1.2}
+  options |= {'top_k': 6, 'top_p': 0.9, 'min_p': 0.01}
   return specdec.generate(
-    target,
-    jax.random.key(0),
-    _PROMPTS,
+    *(target, jax.random.key(0), _PROMPTS),
     max_new_tokens=LIMIT,
-    sampling=specdec.Sampling(
-      temperature=[0.0, 1.0, 0.7, 2.0],
-      logit_bias=bias,
-      repetition_penalty=1.2,
-      top_k=6,
-      top_p=0.9,
-      min_p=0.01,
-    ),
+    sampling=specdec.Sampling(temperature=[0.0, 1.0, 0.7, 2.0], **options),
     drafter=drafter,
   )
 
@@ -82,12 +71,11 @@ def _assert_ends(generation, ends):
     assert generation.tokens[row] == _healthy()[row][:end]
     reason = 'length' if end is None else 'error'
     assert generation.finish_reasons[row] == reason
-    assert generation.errors[row] == (
-      None
-      if end is None
-      else f'row {row}: the target gave logits that are not finite for position'
+    error = end is not None and (
+      f'row {row}: the target gave logits that are not finite for position'
       f' {len(prompt) + end} (new token {end})'
     )
+    assert generation.errors[row] == (error or None)
   histogram = np.array(generation.stats['accepted_histogram'])
   total = sum(map(len, generation.tokens))
   assert histogram @ np.arange(1, len(histogram) + 1) == total
@@ -146,18 +134,12 @@ def test_a_draft_may_break_as_it_likes(name):
       assert 'banned' in kind or 4 > efficiency[0] > 1.1
 
 
-# With a cache, a rejected node could spoil others. One layer is enough, and
-# compiles fast.
-
-
-_draft = functools.partial(tiny.draft, num_layers=1)
+# With a cache, a rejected node could spoil others.
 
 
 def _gpt2_run(target, prompts, draft=None):
   return specdec.generate(
-    target,
-    tiny.row_keys(2),
-    prompts,
+    *(target, tiny.row_keys(2), prompts),
     max_new_tokens=40,
     sampling=specdec.Sampling(temperature=[0.0, 1.0]),
     drafter=specdec.PLAIN if draft is None else _drafter('tree', draft),
@@ -182,7 +164,7 @@ def _never_says(model, token):
 def test_caches_of_other_texts_are_not_spoilt(what, value):
   """By what no plain text has, or only one; a row has its own beginning."""
   prompts, target = tiny.prompts(2), tiny.gpt2(num_layers=1)
-  token, drafts, end = tiny.TABOO, [_draft('similar')], None
+  token, drafts, end = tiny.TABOO, [tiny.draft('similar', num_layers=1)], None
   if what == 'padding':  # of prompts, with token 0
     prompts, token, target = [[5, 9, 2, 4, 6], [7]], 0, _never_says(target, 0)
   healthy = _gpt2_run(target, prompts).tokens
@@ -190,7 +172,7 @@ def test_caches_of_other_texts_are_not_spoilt(what, value):
     token = next(new for new in healthy[0][6:] if new not in healthy[1])
     end = healthy[0].index(token) + 1
   if what == 'a guess':  # and often one
-    drafts.append(_draft('hopeless'))
+    drafts.append(tiny.draft('hopeless', num_layers=1))
   broken = _with_broken_token(target, token, value)
   # Drafts that are right where the others are wrong.
   drafts += [_with_broken_token(draft, token, value) for draft in drafts]

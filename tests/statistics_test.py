@@ -92,17 +92,23 @@ def test_figures_follow_from_origins(prompts, g):
       )
 
 
+def test_plain_decoding_is_counted_by_the_same_code():
+  target, key = _model(tiny.table(VOCAB_SIZE), 70), jax.random.key(0)
+  plain = specdec.generate(target, key, [[4]], max_new_tokens=LIMIT)
+  assert (plain.origins, plain.labels) == ([[0] * LIMIT], ('target',))
+  assert all(type(one) is int for one in (*plain.tokens[0], *plain.origins[0]))
+  for figure in ('block_efficiency', 'relative_bandwidth', 'nodes_per_forward'):
+    assert plain.stats[figure] == 1.0
+
+
 def test_relative_bandwidth_by_hand():
   """Other costs may be put in the place of those of the models that ran."""
-  reads = lambda **of: {
-    name: {'forwards': forwards, 'slots': slots}
-    for name, (forwards, slots) in of.items()
+  named = lambda keys, of: {
+    name: dict(zip(keys, values, strict=True)) for name, values in of.items()
   }
-  costs = {
-    'target': {'per_forward': 50, 'per_slot': 5},
-    'draft': {'per_forward': 5, 'per_slot': 1},
-    'ngram': {'per_forward': 0.5, 'per_slot': 7},
-  }
+  reads = lambda **of: named(('forwards', 'slots'), of)
+  costs = {'target': (50, 5), 'draft': (5, 1), 'ngram': (0.5, 7)}
+  costs = named(('per_forward', 'per_slot'), costs)
   some = reads(plain=(10, 100), target=(4, 60), draft=(8, 30), ngram=(20, 0))
   # (200 + 300 + 40 + 30 + 10) / (500 + 500)
   assert relative_bandwidth(some, costs) == 0.58
