@@ -66,13 +66,11 @@ def test_what_is_looked_up_is_what_a_scatter_writes_and_sums():
   rng = np.random.default_rng(0)
   looked_up, scattered = jax.jit(_looked_up), jax.jit(_scattered)
   arrays = lambda size: (rng.integers(9, size=size), rng.normal(size=size))
+  equal = functools.partial(np.testing.assert_array_equal, strict=True)
   for _ in range(50):
     # Distinct, and some of them beyond the end.
     arguments = (arrays(12), rng.permutation(20)[:8], arrays(8))
-    pairs = zip(looked_up(*arguments), scattered(*arguments), strict=True)
-    for got, expected in pairs:
-      np.testing.assert_array_equal(got, expected)
-      assert got.dtype == expected.dtype
+    jax.tree.map(equal, looked_up(*arguments), scattered(*arguments))
   # Whole numbers, so that the order of adding makes no difference. Some entries
   # get several, some none, and some numbers belong nowhere.
   index = rng.integers(20, size=(50, 16))

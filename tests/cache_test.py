@@ -15,7 +15,6 @@ from specdec import cache as kv
 from specdec.model import commit
 from specdec.model import ModelState
 from specdec.model import prefill
-from specdec.tree.topology import chain
 
 
 def _assert_masks(masks, drawn):
@@ -141,20 +140,17 @@ _DEPTH = 3
 
 
 def _drafter(name):
-  outer = functools.partial(
-    tiny_drafters.model, tiny.draft('similar', num_layers=1)
-  )
+  draft = tiny.draft('similar', num_layers=1)
   if name == 'chain':
-    return outer(Settings(topology=chain(_DEPTH)))
+    return tiny_drafters.simple('chain', draft, length=_DEPTH)
   # What is inside guesses so far ahead that the draft cannot catch up, in the
   # row that it knows by heart.
   narrow = {'width': 1, 'branching': 2, 'rounds': 2, 'cost_ratio': 0}
+  outer = Settings(num_nodes=10, capacity=32, **narrow)
   table = tiny_drafters.table_of(_texts()[:1], 'perfect')
   ahead = Settings(width=1, branching=1, rounds=6)
-  return specdec.staged(
-    outer(Settings(num_nodes=10, capacity=32, **narrow)),
-    tiny_drafters.candidates(table, config=ahead),
-  )
+  inner = tiny_drafters.candidates(table, config=ahead)
+  return specdec.staged(tiny_drafters.model(draft, outer), inner)
 
 
 def _decoding(drafter, make=specdec.Decoding):

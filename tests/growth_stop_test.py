@@ -4,6 +4,7 @@ After every token there is one that follows with probability p; a chain of
 guesses has 1, p, p^2, p^3 and so on.
 """
 
+import functools
 import types
 
 import jax
@@ -18,11 +19,10 @@ from tiny_drafters import Settings
 from specdec.draft import growth
 from specdec.sampling import EXCLUDED
 
-
-def _chain_config(**kw) -> Settings:
-  """One guess after every node, and five rounds that cost nothing."""
-  one = {'width': 2, 'branching': 1, 'rounds': 5, 'cost_ratio': 0}
-  return Settings(**{'num_nodes': 8} | one | kw)
+# One guess after every node, and five rounds that cost nothing.
+_chain_config = functools.partial(
+  Settings, num_nodes=8, width=2, branching=1, rounds=5, cost_ratio=0
+)
 
 
 def _run(drafter, texts, vocab_size, active=(True,) * 3, rounds=5):
@@ -36,9 +36,9 @@ def _forwards(probs, config, *active):
   # One table holds them all, each on tokens of its own.
   size = 10
   table = np.full((3 * size, 3 * size), -30.0, np.float32)
+  following = np.roll(np.eye(size, dtype=bool), 1, axis=1)
   for row, p in enumerate(probs):
     own = slice(size * row, size * (row + 1))
-    following = np.roll(np.eye(size, dtype=bool), 1, axis=1)
     table[own, own] = np.log(np.where(following, p, (1 - p) / (size - 1)))
   drafter = list_growth.TableStage(table, config).drafter()
   return _run(drafter, [[0], [size], [2 * size]], 3 * size, *active)

@@ -20,12 +20,8 @@ _ROWS = 3
 _LIMIT = 40
 
 
-def _draft(kind, config, name):
+def _draft(kind, config=Settings(topology=chain(_DEPTH)), name='draft'):
   return tiny_drafters.model(tiny.draft(kind, num_layers=1), config, name)
-
-
-def _chain(kind, name='draft'):
-  return _draft(kind, Settings(topology=chain(_DEPTH)), name)
 
 
 def _run(drafter, break_even=None, run=specdec.generate):
@@ -47,11 +43,9 @@ def _plain():
 
 def _after(state, emitted, break_even=2.0, active=True):
   """What a speculative step makes of the state."""
-  emitted = np.atleast_1d(emitted)
-  active = np.broadcast_to(active, emitted.shape)
-  return specdec.fallback.after_speculative_step(
-    state, emitted, active, np.float32(break_even)
-  )
+  rows = np.broadcast_arrays(np.atleast_1d(emitted), active)
+  step = specdec.fallback.after_speculative_step
+  return step(state, *rows, np.float32(break_even))
 
 
 def _settle(emitted, break_even):
@@ -89,7 +83,7 @@ def test_rows_that_are_done_have_no_say():
 
 
 def test_a_hopeless_draft_is_left_a_perfect_one_kept_and_no_token_changes():
-  result = _run(_chain('hopeless'), 3.0)
+  result = _run(_draft('hopeless'), 3.0)
   assert result.tokens == _plain().tokens
   stats = result.stats
   steps = stats['reads']['target']['forwards']
@@ -97,7 +91,7 @@ def test_a_hopeless_draft_is_left_a_perfect_one_kept_and_no_token_changes():
   # Credit 8 is gone in 4 steps; premiums do not allow another before 200 more.
   assert steps - stats['plain_steps'] == 4
   assert stats['origins']['draft'] == 0
-  result = _run(_chain('perfect'), 3.0)
+  result = _run(_draft('perfect'), 3.0)
   assert result.tokens == _plain().tokens
   assert result.stats['plain_steps'] == 0
   # All forwards are for drafting: nothing is missing to be caught up on.
@@ -107,12 +101,9 @@ def test_a_hopeless_draft_is_left_a_perfect_one_kept_and_no_token_changes():
 
 
 def test_rests_are_the_same_in_pieces():
-  """Streaming makes one step at a time; the account goes on.
-
-  It compiles once, though the first state is not made by the same program.
-  """
-  whole, before = _run(_chain('random'), 2.5), advance._cache_size()
-  decoding = _run(_chain('random'), 2.5, specdec.Decoding)
+  """Streaming makes one step at a time; it compiles nothing more."""
+  whole, before = _run(_draft('random'), 2.5), advance._cache_size()
+  decoding = _run(_draft('random'), 2.5, specdec.Decoding)
   assert list(decoding)
   pieces = decoding.result()
   assert pieces.tokens == whole.tokens
@@ -123,7 +114,7 @@ def test_rests_are_the_same_in_pieces():
 @pytest.mark.parametrize('bad', [0, -1.0, np.nan, np.inf, 'no', True])
 def test_what_is_no_ratio_is_refused(bad):
   with pytest.raises(ValueError, match='break_even must be a positive number'):
-    _run(_chain('perfect'), bad)
+    _run(_draft('perfect'), bad)
 
 
 # Premiums so high that a draft at rest is soon tried again.
@@ -141,7 +132,7 @@ def test_after_a_rest_all_stages_know_the_text(monkeypatch, is_fixed):
   # are not, either.
   for name, value in _RESTLESS.items():
     monkeypatch.setattr(specdec.fallback, name, value)
-  drafter = _chain('perfect', 'restless')
+  drafter = _draft('perfect', name='restless')
   if not is_fixed:
     sizes = {'num_nodes': _DEPTH + 1, 'width': 3, 'branching': 1, 'rounds': 4}
     config = Settings(**sizes, max_depth=_DEPTH, cost_ratio=0)

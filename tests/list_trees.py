@@ -50,9 +50,8 @@ def random_tree(rng, ties=False) -> list[Node]:
     parent = int(rng.integers(max(0, len(nodes) - reach), len(nodes)))
     token = int(rng.integers(NUM_TOKENS))
     if find(nodes, parent, token) == NO_NODE:
-      cond_log_prob = random_edge(rng, ties)
-      origin = int(rng.integers(1, 4))
-      nodes.append(child(nodes, parent, token, cond_log_prob, origin))
+      edge, origin = random_edge(rng, ties), int(rng.integers(1, 4))
+      nodes.append(child(nodes, parent, token, edge, origin))
     else:
       reach = CAPACITY
   return nodes
@@ -79,11 +78,13 @@ def to_arrays(nodes, capacity=CAPACITY) -> TokenTree:
   """The list as arrays."""
   unused = Node(0, log_prob=-np.inf)
   padded = [*nodes, *[unused] * (capacity - len(nodes))]
-  columns = {}
-  for field in dataclasses.fields(Node):
-    dtype = np.float32 if field.type is float else np.int32
-    column = np.array([getattr(node, field.name) for node in padded], dtype)
-    columns[field.name] = jnp.asarray(column)
+  columns = {
+    field.name: jnp.array(
+      [getattr(node, field.name) for node in padded],
+      jnp.float32 if field.type is float else jnp.int32,
+    )
+    for field in dataclasses.fields(Node)
+  }
   return TokenTree(size=jnp.asarray(len(nodes), jnp.int32), **columns)
 
 

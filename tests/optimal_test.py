@@ -38,29 +38,22 @@ def _all_trees(num_nodes, max_depth, max_branching):
   return found
 
 
-@pytest.mark.parametrize(
-  'acceptance',
-  [
-    (0.6, 0.2, 0.1),
-    (0.9,),
-    (0.3, 0.3, 0.3),
-    (0.2, 0.5, 0.1),  # ranks may be in disorder by chance
-    (0.5, 0.0, 0.25),
-    (0.0,),
-  ],
-)
+# Ranks may be in disorder by chance.
+_ACCEPTANCE = [(0.6, 0.2, 0.1), (0.3, 0.3, 0.3), (0.2, 0.5, 0.1)]
+_ACCEPTANCE += [(0.5, 0.0, 0.25), (0.9,), (0.0,)]
+
+
+@pytest.mark.parametrize('acceptance', _ACCEPTANCE)
 def test_no_tree_is_better(acceptance):
   # Ordered trees are as many as the Catalan numbers.
   assert [len(_all_trees(n, n, n)) for n in range(4, 8)] == [5, 14, 42, 132]
   table = best_trees(acceptance, num_nodes=7, max_depth=6)
   for size, depth in itertools.product(range(1, 8), range(1, 7)):
-    best = max(
-      (
-        expected_tokens(Topology(paths), acceptance) if paths else 1.0
-        for paths in _all_trees(size, depth, len(acceptance))
-      ),
-      default=-np.inf,
-    )
+    tokens = [
+      expected_tokens(Topology(paths), acceptance) if paths else 1.0
+      for paths in _all_trees(size, depth, len(acceptance))
+    ]
+    best = max(tokens, default=-np.inf)
     assert table.tokens[size, depth] == pytest.approx(best, abs=1e-12)
     if best > 0 and size > 1:
       shape = from_paths(table.paths(size, depth))
@@ -76,10 +69,8 @@ def test_expected_tokens_by_hand():
 
 
 def test_time_decides_on_size_and_depth():
-  p = (0.7, 0.2, 0.05)
-  shape = lambda seconds: fastest_tree(
-    p, num_nodes=16, max_depth=8, seconds=seconds
-  )
+  p, most = (0.7, 0.2, 0.05), {'num_nodes': 16, 'max_depth': 8}
+  shape = lambda seconds: fastest_tree(p, seconds=seconds, **most)
   # Nodes and rounds cost nothing: as many as allowed.
   assert shape(lambda n, d: 1.0).num_nodes == 16
   # A draft forward takes nearly as long as the target: one wide level.
@@ -107,15 +98,10 @@ def test_ranks_become_probabilities():
     acceptance_by_rank(np.zeros(0, int), 2)
 
 
-@pytest.mark.parametrize(
-  ('acceptance', 'size', 'depth', 'message'),
-  [
-    ((), 4, 4, 'acceptance'),
-    ((0.7, 0.7), 4, 4, 'together at most 1'),
-    ((-0.1,), 4, 4, 'at least 0'),
-    ((0.5,), 4, 0, 'num_nodes and max_depth'),
-  ],
-)
-def test_bad_input_is_refused(acceptance, size, depth, message):
-  with pytest.raises(ValueError, match=message):
-    best_trees(acceptance, num_nodes=size, max_depth=depth)
+def test_bad_input_is_refused():
+  for acceptance, depth, message in (
+    *(((), 4, 'acceptance'), ((0.7, 0.7), 4, 'together at most 1')),
+    *(((-0.1,), 4, 'at least 0'), ((0.5,), 0, 'num_nodes and max_depth')),
+  ):
+    with pytest.raises(ValueError, match=message):
+      best_trees(acceptance, num_nodes=4, max_depth=depth)

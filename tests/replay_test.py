@@ -39,8 +39,7 @@ def _decode(target, drafter, **options):
 
 
 def _texts(generation):
-  rows = zip(_PROMPTS, generation.tokens, strict=True)
-  return [prompt + new for prompt, new in rows]
+  return [*map(list.__add__, _PROMPTS, generation.tokens)]
 
 
 def test_stages_have_the_counts_and_the_ends_of_the_target():

@@ -57,9 +57,9 @@ def _params():
   table = rng.normal(size=(_VOCAB_SIZE,) * 2) + 3 * np.eye(_VOCAB_SIZE)
   table[:, _END] -= 1.0
   table[:, _BROKEN] = -1e9
-  token = rng.normal(size=_VOCAB_SIZE)
+  token, sees = rng.normal(size=(2, _VOCAB_SIZE))
   token[_BROKEN] = np.nan
-  found = {'table': table, 'token': token, 'sees': rng.normal(size=_VOCAB_SIZE)}
+  found = {'table': table, 'token': token, 'sees': sees}
   return {name: array.astype(np.float32) for name, array in found.items()}
 
 
