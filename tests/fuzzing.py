@@ -69,12 +69,7 @@ def _tables():
 
 
 def _with_table(model: specdec.LanguageModel, table) -> specdec.LanguageModel:
-  """A model with a cache, and so much of a table that a draft is often right.
-
-  Args:
-    model: whose logits are changed.
-    table: `[V, V]` logits by the last token.
-  """
+  """A model, and so much of a `[V, V]` table that a draft is often right."""
   base = model.spec
 
   def apply(params, tokens, positions, mask, cache):
@@ -92,21 +87,16 @@ def _model(name: str, kind: str = 'target') -> specdec.LanguageModel:
   """A target, or a draft, of the vocabulary of the tokenizer."""
   table = _tables()[kind == 'draft']
   context = _DRAFT_CONTEXT if kind == 'draft' else _CONTEXT
-  size = len(_tokenizer())
+  shape = {'vocab_size': len(_tokenizer()), 'num_positions': context}
   if name == 'table':
     return table_model(table, max_positions=context)
   if name == 'gpt2':
     # The draft has a cache of another shape.
-    module = tiny.module(
-      vocab_size=size,
-      num_positions=context,
-      num_layers=1 if kind == 'draft' else 2,
-      num_heads=1 if kind == 'draft' else 2,
-      width=8,
-    )
+    number = 1 if kind == 'draft' else 2
+    inner = {'num_layers': number, 'num_heads': number, 'width': 8}
+    module = tiny.module(**shape, **inner)
   else:
-    shape = {'vocab_size': size, 'num_positions': context, 'num_layers': 1}
-    module = tiny.llama_module(name, **shape)
+    module = tiny.llama_module(name, num_layers=1, **shape)
   return _with_table(as_model(module), table)
 
 
@@ -282,6 +272,7 @@ _ROOM = 'room_for_new_tokens must be an integer from max_new_tokens='
 _SEED = 'seed must be an integer of 32 bits, or one per row'
 _ROWS = r'one list of strings per row \(2\)'
 _EOS = 'eos_ids must be a list of token ids'
+_IDS = 'prompt . must be a list of token ids'
 _TOP_K = 'top_k must be a positive integer, got'
 _NOT_PER_ROW = 'must be one number or one per row'
 _NOT_A_NUMBER = 'must be a number or one per row'
@@ -291,17 +282,9 @@ _BIAS_SHAPE = 'logit_bias must be a mapping .* got shape'
 BAD = (
   ('prompts', ('', [''], [[]], ['a', ''], []), 'prompt(s| .) is empty'),
   ('prompts', ([[1], [10**6]], [[1], [-1]]), 'prompt 1 has token .*, outside'),
-  (
-    'prompts',
-    ([None, 'a'], [[1.5], 'a'], ['a', 5], ['a', [[1]]]),
-    'prompt . must be a list of token ids',
-  ),
+  ('prompts', ([None, 'a'], [[1.5], 'a'], ['a', 5], ['a', [[1]]]), _IDS),
   ('prompts', (5,), 'prompts must be a text, a list of ids, a conversation'),
-  (
-    'prompts',
-    (['a', [1] * 200],),
-    'prompt 1 of 200 tokens .* exceed the context',
-  ),
+  ('prompts', (['a', [1] * 200],), 'prompt 1 of 200 tokens .* exceed the cont'),
   ('max_new_tokens', (-1, [3, -1]), 'max_new_tokens must be at least 0, got'),
   ('max_new_tokens', (2.5, 'many', [1] * 9, None, [[1], [1]]), _LIMIT),
   ('room_for_new_tokens', (-1, 1.5, 'x', 10**9), _ROOM),
@@ -339,9 +322,7 @@ BAD = (
   ('.logit_bias', (np.zeros(3), 'x', 5), _BIAS_SHAPE),
   ('.logit_bias', ('all', [None, 'all']), 'logit_bias bans every token'),
 )
-_BAD_SHAPE = next(
-  shape for shape in SHAPES if shape.batch_size == 2 and shape.on
-)
+_BAD_SHAPE = next(one for one in SHAPES if one.batch_size == 2 and one.on)
 
 
 def run_bad(name: str, value: object, seed: int) -> Exception:
