@@ -161,21 +161,18 @@ def test_bad_slots_are_refused(options, words):
     specdec.Slots(tiny.gpt2(num_layers=1), drafter=_drafter('chain'), **options)
 
 
-@pytest.mark.parametrize(
-  ('prompt', 'options', 'words'),
-  [
+def test_bad_prompts_are_refused_and_take_no_slot():
+  slots, key = _slots('plain'), jax.random.key(0)
+  for prompt, options, words in (
     ([], {}, 'the prompt is empty'),
     ([99], {}, 'the prompt has token 99'),
     ([1] * 79, {}, '79 tokens .* exceed the context of 80'),
     ([1], {'max_new_tokens': -1}, 'an integer of at least 0'),
     ([1], {'sampling': specdec.Sampling(top_p=0.5)}, 'sets other options'),
-  ],
-)
-def test_bad_prompts_are_refused_and_take_no_slot(prompt, options, words):
-  slots, key = _slots('plain'), jax.random.key(0)
-  with pytest.raises(ValueError, match=words):
-    slots.insert(prompt, key, **{'max_new_tokens': 2} | options)
-  assert slots.free == [0, 1, 2]
+  ):
+    with pytest.raises(ValueError, match=words):
+      slots.insert(prompt, key, **{'max_new_tokens': 2} | options)
+    assert slots.free == [0, 1, 2]
   for _ in range(_SLOTS):
     slots.insert([1], key, max_new_tokens=1)
   with pytest.raises(ValueError, match='no slot is free'):
