@@ -10,7 +10,7 @@ import pytest
 
 def pytest_generate_tests(metafunc):
   if 'calls' in metafunc.fixturenames:
-    calls = 168 if metafunc.config.getoption('--long') else 26
+    calls = 182 if metafunc.config.getoption('--long') else 28
     metafunc.parametrize('calls', [calls])
 
 
