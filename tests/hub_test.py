@@ -104,9 +104,11 @@ def _assert_same(*modules):
 )
 def test_large_tensors_are_read_in_blocks(name, monkeypatch, tmp_path):
   folder = _write(tmp_path, name)
-  expected = hub.load_module(folder)
+  load = lambda: [hub.load_module(folder, dtype=d) for d in ('float32', 'int8')]
+  expected = load()
   monkeypatch.setattr(hub, '_BLOCK_BYTES', 200)  # Three rows, in float32.
-  _assert_same(hub.load_module(folder), expected)
+  for module, whole in zip(load(), expected, strict=True):
+    _assert_same(module, whole)
 
 
 # One of each model_type that is written, and a scaling.

@@ -89,6 +89,29 @@ def test_all_matrices_are_in_eight_bits_and_are_counted_so():
   assert target.spec.init_cache(1, 8).keys[0].dtype == jnp.bfloat16
 
 
+def test_a_quantised_model_predicts_nearly_what_the_float_one_does():
+  """Of each next token in a text; a wrong scale anywhere would spoil it."""
+  options = {'method': 'plain', 'cpu_kernels': False}
+  exact, rounded = (
+    models.load('demo', None, dtype=dtype, **options).pair
+    for dtype in ('float32', 'int8')
+  )
+  text = 'def read(path):\n  """Reads a file."""\n  with open(path) as file:\n'
+  ids = jnp.array([exact.encode(text)])
+  positions = np.arange(ids.shape[1])[None]
+  mask = np.tril(np.ones((1, ids.shape[1], ids.shape[1]), bool))
+
+  @jax.jit
+  def log_probs(model):
+    cache = model.spec.init_cache(1, ids.shape[1])
+    logits, _ = model.apply(ids, positions, mask, cache)
+    return jax.nn.log_softmax(logits)
+
+  theirs, ours = log_probs(exact.target), log_probs(rounded.target)
+  divergence = np.mean(np.sum(np.exp(theirs) * (theirs - ours), axis=-1))
+  assert 0 < divergence < 0.02
+
+
 def test_target_and_draft_are_quantised_independently():
   dtypes = {'dtype': 'float32', 'draft_dtype': 'int8', 'cpu_kernels': False}
   pair = models.load('demo', 'demo', method='chain', **dtypes).pair
