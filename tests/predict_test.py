@@ -13,18 +13,13 @@ _COSTS = {_TARGET: {1: 2.0, 5: 3.0}, _DRAFT: {4: 0.25}}
 
 
 def _arm(models, num_nodes=1):
-  return ReadyArm(
-    decode=lambda batch, limit: None,
-    sizes={},
-    weight_bytes=0,
-    models=models,
-    num_nodes=num_nodes,
-  )
+  unused = {'decode': None, 'sizes': {}, 'weight_bytes': 0}
+  return ReadyArm(**unused, models=models, num_nodes=num_nodes)
 
 
-def _figures(tokens, **forwards):
+def _figures(**forwards):
   return {
-    'new_tokens': tokens,
+    'new_tokens': 48,
     'prefill_seconds': 4.0,
     'stage_forwards': {'draft': 24},
     'positions': {'target': 99, 'draft': 24 * 4},
@@ -46,9 +41,9 @@ def test_a_decode_is_its_prefill_and_its_forwards(monkeypatch):
     'peer': _arm({}),
   }
   figures = {
-    'plain': _figures(48, target=48),
-    'tree': _figures(48, target=12, draft=24),
-    'peer': _figures(48),
+    'plain': _figures(target=48),
+    'tree': _figures(target=12, draft=24),
+    'peer': _figures(),
   }
   speeds = predict.predicted_speeds(arms, figures, **sizes)
   plain = 4 + 48 * 2
