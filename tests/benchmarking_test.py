@@ -1,4 +1,9 @@
-"""What a benchmark reports, from measurements made by hand."""
+"""What a benchmark reports, from measurements made by hand.
+
+Intervals are beside cases that can be enumerated.
+"""
+
+import functools
 
 import jax
 import numpy as np
@@ -12,6 +17,7 @@ from specdec.study.timing import find_flips
 from specdec.study.timing import Flip
 from specdec.study.timing import measure
 from specdec.study.timing import Measurement
+from specdec.study.timing import pooled_interval
 from specdec.study.timing import summarize_arms
 from specdec.study.timing import warm_up
 
@@ -61,13 +67,19 @@ def test_flips_are_found_where_rows_part():
 
 
 def test_speed_is_pooled_and_per_batch():
-  measured = {'slow': _measured(4.0, 8.0), 'fast': _measured(1.0, 3.0)}
+  measured = {
+    'slow': _measured(4.0, 8.0, prefill=1.0),
+    'fast': _measured(1.0, 3.0, prefill=0.5),
+  }
   arms = summarize_arms(measured, baseline='slow')
   fast = arms['fast']
   assert arms['slow']['speed'] == 1
   assert fast['speed'] == pytest.approx(12 / 4)
   assert fast['speed_per_batch'] == pytest.approx([4, 8 / 3])
   assert fast['tokens_per_second'] == pytest.approx(6 / 4)
+  # Without the prompt.
+  assert fast['decoding_speed'] == pytest.approx(10 / 3)
+  assert fast['decoding_tokens_per_second'] == pytest.approx(6 / 3)
   assert fast['block_efficiency'] == 2
   assert fast['accepted_histogram'] == [0, 3]
   assert fast['stage_forwards'] == {'draft': 6}
@@ -77,17 +89,6 @@ def test_speed_is_pooled_and_per_batch():
   # 3 forwards of the target, 6 of the draft, 6 of its slots; plain takes 6.
   bandwidth = (3 * 10 + 6 * 1 + 6 * 2) / (6 * 10)
   assert fast['relative_bandwidth'] == pytest.approx(bandwidth)
-
-
-def test_figures_without_the_prompt():
-  measured = {
-    'slow': _measured(4.0, 8.0, prefill=1.0),
-    'fast': _measured(1.0, 3.0, prefill=0.5),
-  }
-  fast = summarize_arms(measured, baseline='slow')['fast']
-  assert fast['speed'] == pytest.approx(12 / 4)
-  assert fast['decoding_speed'] == pytest.approx(10 / 3)
-  assert fast['decoding_tokens_per_second'] == pytest.approx(6 / 3)
 
 
 def test_intervals_are_those_of_resampled_batches():
@@ -101,27 +102,49 @@ def test_intervals_are_those_of_resampled_batches():
   assert alone['speed_interval'] is None
 
 
+def test_figures_are_pooled_before_they_are_divided():
+  # Drawing (a, a), (a, b) or (b, b): 8 / 2, 5 / 3 or 2 / 4, not means of rates.
+  seen = set()
+
+  def rate(tokens, seconds):
+    seen.update(zip(tokens.tolist(), seconds.tolist(), strict=True))
+    return tokens / seconds
+
+  assert pooled_interval(([4, 1], [1, 2]), rate) == (0.5, 4)
+  assert seen == {(2, 4), (5, 3), (8, 2)}
+
+
+def test_the_width_is_that_of_the_mean():
+  values = np.random.default_rng(1).normal(size=400)
+  low, high = pooled_interval(
+    (values, np.ones(400)), lambda total, count: total / count
+  )
+  error = values.std() / 20
+  assert high - low == pytest.approx(2 * 1.96 * error, rel=0.05)
+  assert (low + high) / 2 == pytest.approx(values.mean(), abs=0.1 * error)
+
+
+def test_ends_of_the_range():
+  """A rate that depends on no prompt, a single prompt, bad input."""
+  assert pooled_interval(([2, 4, 6], [1, 2, 3]), np.divide) == (2, 2)
+  assert pooled_interval(([1.0], [2.0]), np.divide) is None
+  with pytest.raises(ValueError, match='columns must be of one length'):
+    pooled_interval(([1, 2], [1]), np.divide)
+
+
 def _recorded(calls):
   """Two arms that say when they were called, and take no time."""
-
-  def arm(name):
-    def decode(batch, limit):
-      calls.append((name, batch[0][0], limit))
-      return _generation([1, 2])
-
-    return decode
-
-  return {name: arm(name) for name in 'ab'}
+  record = lambda name, batch, limit: (
+    calls.append((name, batch[0][0], limit)) or _generation([1, 2])
+  )
+  return {name: functools.partial(record, name) for name in 'ab'}
 
 
 def test_arms_take_turns_in_an_order_that_is_reversed():
   calls = []
-  results = measure(
-    _recorded(calls),
-    [[[7]], [[8]]],
-    max_new_tokens=20,
-    before_batch=lambda: calls.append('before'),
-  )
+  before = lambda: calls.append('before')
+  batches, options = [[[7]], [[8]]], {'max_new_tokens': 20}
+  results = measure(_recorded(calls), batches, before_batch=before, **options)
   turns = lambda order, batch: [
     (name, batch, limit) for name in order for limit in (0, 20)
   ]
