@@ -37,12 +37,9 @@ def test_what_becomes_of_a_completion(completion, result):
   assert re.match(result, found), found
 
 
-def test_a_completion_that_never_ends_is_stopped():
+def test_it_is_stopped_and_its_folder_goes(tmp_path):
   loop = '  while True:\n    pass'
   assert run_tests(_PROBLEM, loop, seconds=1) == 'timed out'
-
-
-def test_its_folder_is_its_own_and_goes(tmp_path):
   mark = tmp_path / 'mark'
   code = (
     '  import os, pathlib\n'
@@ -72,19 +69,16 @@ def test_the_summary_compares_methods():
   assert (staged['pass@1'], staged['other tokens']) == (0.0, 1)
 
 
-@pytest.mark.parametrize(
-  ('lines', 'message'),
-  [
+def test_files_of_tasks(tmp_path):
+  path, task = tmp_path / 'tasks.jsonl', vars(_PROBLEM)
+  for lines, message in (
     (['{"task_id": "a"}'], 'line 1: expected a JSON object .* KeyError'),
     (['3'], 'line 1: expected a JSON object'),
     ([], 'has no tasks'),
-    ([json.dumps(vars(_PROBLEM))] * 2, 'line 2: T/0 comes twice'),
-  ],
-)
-def test_files_that_are_no_tasks(lines, message, tmp_path):
-  path = tmp_path / 'tasks.jsonl'
-  path.write_text('\n'.join(lines))
-  with pytest.raises(ValueError, match=message):
-    completions.read_problems(path)
-  path.write_text(json.dumps(vars(_PROBLEM) | {'canonical_solution': ''}))
+    ([json.dumps(task)] * 2, 'line 2: T/0 comes twice'),
+  ):
+    path.write_text('\n'.join(lines))
+    with pytest.raises(ValueError, match=message):
+      completions.read_problems(path)
+  path.write_text(json.dumps(task | {'canonical_solution': ''}))
   assert completions.read_problems(path) == [_PROBLEM]

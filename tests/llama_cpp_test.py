@@ -63,14 +63,12 @@ def folder(tmp_path_factory):
   server.write_text(textwrap.dedent(_SERVER))
   server.chmod(0o755)
   writer = gguf.GGUFWriter(folder / 'model.gguf', 'llama')
-  writer.add_context_length(64)
-  writer.add_embedding_length(16)
-  writer.add_block_count(1)
-  writer.add_head_count(2)
-  writer.add_head_count_kv(1)
-  writer.add_feed_forward_length(8)
-  writer.add_layer_norm_rms_eps(1e-6)
-  writer.add_vocab_size(40)
+  for name, size in (
+    *(('context_length', 64), ('embedding_length', 16), ('block_count', 1)),
+    *(('head_count', 2), ('head_count_kv', 1), ('feed_forward_length', 8)),
+    *(('layer_norm_rms_eps', 1e-6), ('vocab_size', 40)),
+  ):
+    getattr(writer, f'add_{name}')(size)
   writer.add_tensor('token_embd.weight', np.zeros((40, 16), np.float16))
   writer.write_header_to_file()
   writer.write_kv_data_to_file()
@@ -80,13 +78,9 @@ def folder(tmp_path_factory):
 
 
 def _arms(folder, text, **changes):
-  settings = {
-    'target': str(folder / 'model.gguf'),
-    'draft': str(folder / 'model.gguf'),
-    'drafting': DraftSettings(),
-    'sampling': Sampling(),
-    'llama_cpp': str(folder),
-  }
+  model = str(folder / 'model.gguf')
+  settings = {'target': model, 'draft': model, 'drafting': DraftSettings()}
+  settings |= {'sampling': Sampling(), 'llama_cpp': str(folder)}
   specs = parse_arms(text, 'float32')
   task = Task(**settings | changes)
   arms = llama_cpp.make_arms(specs, task, eos_ids=(_EOS,))
@@ -130,28 +124,22 @@ def test_what_the_server_is_told(folder):
   assert llama_cpp.describe(str(folder))['llama.cpp'] == 'version: 5 (abc)'
 
 
+_BIASED = {'sampling': Sampling(logit_bias={1: 2})}
+_TOO_MANY = '-draft(spec_draft_n_max=99)'
+
+
 @pytest.mark.parametrize(
-  ('text', 'changes', 'limit', 'message'),
+  ('kind', 'changes', 'limit', 'message'),
   [
-    ('llama.cpp', {'llama_cpp': '/none'}, 1, 'no program llama-server in /non'),
-    ('llama.cpp', {'target': 'demo'}, 1, '--target=demo: llama.cpp reads GGUF'),
-    ('llama.cpp', {'batch_size': 2}, 1, 'one prompt at a time, not 2'),
-    (
-      'llama.cpp',
-      {'sampling': Sampling(logit_bias={1: 2})},
-      1,
-      'no --logit_bi',
-    ),
-    ('llama.cpp', {}, 4096, 'exceed the context of the llama.cpp arms'),
-    ('llama.cpp-draft', {'draft': None}, 1, 'needs a draft; give --draft'),
-    (
-      'llama.cpp-draft(spec_draft_n_max=99)',
-      {},
-      1,
-      'does not start: .*99 is too many',
-    ),
+    ('', {'llama_cpp': '/none'}, 1, 'no program llama-server in /non'),
+    ('', {'target': 'demo'}, 1, '--target=demo: llama.cpp reads GGUF'),
+    ('', {'batch_size': 2}, 1, 'one prompt at a time, not 2'),
+    ('', _BIASED, 1, 'no --logit_bi'),
+    ('', {}, 4096, 'exceed the context of the llama.cpp arms'),
+    ('-draft', {'draft': None}, 1, 'needs a draft; give --draft'),
+    (_TOO_MANY, {}, 1, 'does not start: .*99 is too many'),
   ],
 )
-def test_what_it_cannot_do_is_refused(folder, text, changes, limit, message):
+def test_what_it_cannot_do_is_refused(folder, kind, changes, limit, message):
   with pytest.raises(ValueError, match=message):
-    _arms(folder, text, **changes)[0].decode([[1]], limit)
+    _arms(folder, f'llama.cpp{kind}', **changes)[0].decode([[1]], limit)

@@ -35,8 +35,8 @@ def _inputs(*shape, cached):
   return {'input_ids': np.zeros(shape), 'past_key_values': cache}
 
 
-def test_a_prompt_counts_as_its_last_token():
-  """A prompt of 5, then a token, then three with two guesses."""
+def test_what_is_counted():
+  """A prompt of 5 is its last token; then a token, then 3 with two guesses."""
   found = lambda counted: (counted.forwards, counted.positions, counted.slots)
   counted = Forwards(5)
   counted(None, (np.zeros((2, 5)),), {})
@@ -48,9 +48,7 @@ def test_a_prompt_counts_as_its_last_token():
   counted = Forwards(5)
   counted(None, (), _inputs(1, 8, cached=0))
   assert found(counted) == (1, 4, 8)
-
-
-def test_rows_that_are_done_have_no_more_forwards():
+  # Rows that are done have no more forwards.
   target = Forwards(2, forwards=3, positions=6, slots=18)
   costs = {'target': {'per_forward': 10, 'per_slot': 1}}
   stats = statistics([[1, 2], [3]], [[4, 5, 6], [7]], {'target': target}, costs)
@@ -78,13 +76,8 @@ def folders(tmp_path_factory):
 
 
 def _arms(folders, text, *, eos_ids=(), **changes):
-  settings = {
-    'target': str(folders / 'target'),
-    'draft': str(folders / 'draft'),
-    'drafting': DraftSettings(),
-    'sampling': Sampling(),
-    'seed': 3,
-  }
+  settings = {name: str(folders / name) for name in ('target', 'draft')}
+  settings |= {'drafting': DraftSettings(), 'sampling': Sampling(), 'seed': 3}
   specs = parse_arms(text, 'float32')
   task = Task(**settings | changes)
   arms = peers.make_arms(specs, task, eos_ids=eos_ids)
@@ -123,6 +116,11 @@ def test_plain_decoding_is_counted_as_ours_is(folders):
 
 
 def test_rows_of_a_batch_are_those_of_batches_of_one(folders):
+  """A limit of zero is the prompt's forward alone."""
+  (arm,) = _arms(folders, 'transformers')
+  nothing = arm.decode([_PROMPT], 0)
+  assert (nothing.tokens, nothing.stats['new_tokens']) == ([[]], 0)
+  assert arm.peak_beyond(lambda: np.ones(1 << 25)) is not None
   prompts = [_PROMPT, [7, 8], [9, 1, 2]]
   _, ours = _ours(folders, prompts)
   (arm,) = _arms(folders, 'transformers', batch_size=3)
@@ -155,14 +153,6 @@ def test_samples_follow_the_seed_and_stay_within_top_k(folders):
   hot = Sampling(temperature=3.0)
   one, again, other = (draw(sampling=hot, seed=seed) for seed in (3, 3, 4))
   assert one == again != other
-
-
-def test_a_limit_of_zero_is_the_prompts_forward_alone(folders):
-  (arm,) = _arms(folders, 'transformers')
-  generation = arm.decode([_PROMPT], 0)
-  assert generation.tokens == [[]]
-  assert generation.stats['new_tokens'] == 0
-  assert arm.peak_beyond(lambda: np.ones(1 << 25)) is not None
 
 
 @pytest.mark.parametrize(
