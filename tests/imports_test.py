@@ -5,6 +5,7 @@ import collections
 import graphlib
 import itertools
 import pathlib
+import pkgutil
 import re
 
 _ROOT = pathlib.Path(__file__).parents[1]
@@ -73,20 +74,18 @@ def test_nothing_imports_itself_through_others():
   graphlib.TopologicalSorter(folders).prepare()
 
 
-def test_folders_are_imported_one_way():
+def test_imports_point_one_way():
+  """No function imports the packages, which would hide a circle.
+
+  Those of scripts do, so that --help is quick.
+  """
   order = {name: place for place, name in enumerate(_FOLDERS)}
   folder = lambda name: order[name.split('.')[0]]
   for name, others in _GRAPH.items():
     for other in others:
       assert folder(other) <= folder(name), f'{name} imports {other}'
-
-
-def test_no_function_of_the_packages_imports_them():
-  """Which would hide a circle. Scripts do, so that --help is quick."""
-  for name, (_, within) in _ALL.items():
-    if not name.startswith('scripts'):
-      ours = within & _MODULES.keys()
-      assert not ours, f'{name} imports within a function'
+    within = _ALL[name][1] & _MODULES.keys()
+    assert not within or name.startswith('scripts'), (name, within)
 
 
 def test_what_only_training_needs_is_imported_by_training_alone():
@@ -117,6 +116,27 @@ def test_nothing_imports_the_tests():
 def test_a_file_name_occurs_once():
   names = [path.stem for path in _MODULES.values() if path.stem != '__init__']
   counts = collections.Counter(names)
-  assert {name: count for name, count in counts.items() if count > 1} == (
-    dict.fromkeys(_TWICE, 2)
-  )
+  twice = {name: count for name, count in counts.items() if count > 1}
+  assert twice == dict.fromkeys(_TWICE, 2)
+
+
+def _exists(name):
+  """Whether `module.symbol` or `module.Class.method` of specdec is there."""
+  try:
+    pkgutil.resolve_name(f'specdec.{name}')
+  except (AttributeError, ImportError):
+    return False
+  return True
+
+
+def test_the_map_of_the_code_names_functions_that_exist():
+  existing = [_exists(name) for name in ('step.step', 'step.no', 'no.step')]
+  assert existing == [True, False, False]
+  text = (_ROOT / 'docs' / 'architecture.md').read_text('utf-8')
+  section = text.split('\n## One step of a decode\n')[1]
+  section = section.split('\n## ')[0]
+  cells = re.findall(r'^\| [^|]+ \| ([^|]+) \|', section, re.MULTILINE)
+  names = re.findall(r'`([a-z_]+\.[A-Za-z_.]+)`', ' '.join(cells))
+  assert len(names) >= 18
+  missing = [name for name in names if not _exists(name)]
+  assert not missing, f'docs/architecture.md names {missing}, not in specdec'

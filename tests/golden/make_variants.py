@@ -22,17 +22,11 @@ import variants
 
 _PLAIN = {
   'vocab_size': variants.VOCAB_SIZE,
-  'hidden_size': 16,
-  'intermediate_size': 24,
-  'num_hidden_layers': 1,  # Few, to be quick.
-  'num_attention_heads': 4,
-  'num_key_value_heads': 2,
-  'max_position_embeddings': 64,
-  'rms_norm_eps': 1e-6,
+  **{'hidden_size': 16, 'intermediate_size': 24, 'num_hidden_layers': 1},
+  **{'num_attention_heads': 4, 'num_key_value_heads': 2},
+  **{'max_position_embeddings': 64, 'rms_norm_eps': 1e-6},
   'rope_theta': 1e4,  # Written out: model types have defaults of their own.
-  'tie_word_embeddings': False,
-  'bos_token_id': 0,
-  'eos_token_id': 0,
+  **{'tie_word_embeddings': False, 'bos_token_id': 0, 'eos_token_id': 0},
 }
 _GPT2 = {
   'vocab_size': variants.VOCAB_SIZE,
@@ -42,10 +36,8 @@ _GPT2 = {
 _OF_TYPE = {
   'mixtral': {'num_local_experts': 4, 'num_experts_per_tok': 2},
   'qwen3_moe': {
-    'num_experts': 4,
-    'num_experts_per_tok': 2,
-    'moe_intermediate_size': 20,
-    'norm_topk_prob': False,
+    **{'num_experts': 4, 'num_experts_per_tok': 2},
+    **{'moe_intermediate_size': 20, 'norm_topk_prob': False},
   },
 }
 
@@ -65,7 +57,14 @@ _UNTIED = {'tie_word_embeddings': False}
 _UNSCALED = {'scale_attn_weights': False}
 _TWO_LAYERS = {'n_layer': 2}
 _BY_LAYER = {'scale_attn_by_inverse_layer_idx': True} | _TWO_LAYERS
-_IN_FULL = {'beta_fast': 2.0, 'beta_slow': 0.5, 'attention_factor': 1.5}
+_ENDS = {'beta_fast': 2.0, 'beta_slow': 0.5, 'attention_factor': 1.5}
+_IN_FULL = _rope('yarn', factor=4.0, truncate=False, **_ENDS)
+_OLD = {'type': 'linear', 'factor': 3.0}
+_WINDOW = {'sliding_window': variants.LENGTH}
+_of_three = lambda chosen: {
+  'num_local_experts': 3,
+  'num_experts_per_tok': chosen,
+}
 
 # The model_type of each variant, how its config.json differs from the plain
 # one, and how its files do.
@@ -76,37 +75,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]] | tuple[str, dict, dict]] = {
   'llama3': ('llama', _LLAMA3 | {'head_dim': 16}),
   'linear': ('llama', _rope('linear', factor=2.0)),
   'yarn': ('llama', _rope('yarn', factor=4.0) | {'head_dim': 16}),
-  'yarn_in_full': (
-    'qwen2',
-    _rope('yarn', factor=4.0, truncate=False, **_IN_FULL) | {'head_dim': 16},
-  ),
-  'old_keys': (
-    'llama',
-    {'rope_theta': 50.0, 'rope_scaling': {'type': 'linear', 'factor': 3.0}},
-  ),
+  'yarn_in_full': ('qwen2', _IN_FULL | {'head_dim': 16}),
+  'old_keys': ('llama', {'rope_theta': 50.0, 'rope_scaling': _OLD}),
   'biases': ('llama', {'attention_bias': True, 'mlp_bias': True}),
   'tied': ('llama', _TIED),
   'bare': ('llama', _TIED, {'bare': True, 'shards': 2}),
   'epsilon': ('llama', {'rms_norm_eps': 0.3}),
-  'mistral': (
-    'mistral',
-    {'head_dim': 6, 'sliding_window': variants.LENGTH},
-  ),
+  'mistral': ('mistral', {'head_dim': 6} | _WINDOW),
   'qwen2': ('qwen2', _TIED, {'shards': 3}),
   'qwen3': ('qwen3', {'head_dim': 8} | _DEEP),
   'qwen3_biases': ('qwen3', {'head_dim': 4, 'attention_bias': True}),
   'bfloat16': ('llama', {}, {'dtype': 'bfloat16'}),
   'mixtral': ('mixtral', _DEEP),
-  'one_of_three': (
-    'mixtral',
-    {'num_local_experts': 3, 'num_experts_per_tok': 1},
-  ),
-  'all_of_three': (
-    'mixtral',
-    {'num_local_experts': 3, 'num_experts_per_tok': 3},
-  ),
+  'one_of_three': ('mixtral', _of_three(1)),
+  'all_of_three': ('mixtral', _of_three(3)),
   'mixture_multi_query': ('mixtral', {'num_key_value_heads': 1, 'head_dim': 8}),
-  'mixture_of_windows': ('mixtral', {'sliding_window': variants.LENGTH}),
+  'mixture_of_windows': ('mixtral', _WINDOW),
   'mixture_tied': ('mixtral', _TIED),
   'mixture_llama3': ('mixtral', _LLAMA3),
   'mixture_sharded': ('mixtral', {}, {'shards': 4}),
