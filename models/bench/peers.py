@@ -282,7 +282,8 @@ class Forwards:
   def __call__(self, module, args, kwargs):
     del module
     ids = kwargs['input_ids'] if 'input_ids' in kwargs else args[0]
-    cache = kwargs.get('past_key_values')
+    # Transformers calls it `cache` from 5.24 on.
+    cache = kwargs.get('cache', kwargs.get('past_key_values'))
     before = 0 if cache is None else cache.get_seq_length()
     batch_size, length = ids.shape
     end = before + length
