@@ -214,17 +214,17 @@ def _first_largest(scores: jax.Array) -> jax.Array:
   return jnp.min(jnp.where(scores == largest, tokens, last), axis=-1)
 
 
+def _argmax(scores: jax.Array) -> jax.Array:
+  return jnp.argmax(scores, axis=-1).astype(jnp.int32)
+
+
 def best_token(scores: jax.Array) -> jax.Array:
   """The token with the highest score, `[...]` int32, for `scores [..., V]`.
 
   Among equal scores the lowest token wins. Where NaN is among them, any does.
   """
-  return lax.platform_dependent(
-    scores,
-    # Eight rows of 151,936: 0.9 ms in place of 5.4 ms.
-    cpu=_first_largest,
-    default=lambda scores: jnp.argmax(scores, axis=-1).astype(jnp.int32),
-  )
+  # On CPU, eight rows of 151,936: 0.9 ms in place of 5.4 ms.
+  return lax.platform_dependent(scores, cpu=_first_largest, default=_argmax)
 
 
 def token_probs(logits: jax.Array, sampling: SamplingParams) -> jax.Array:

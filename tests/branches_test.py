@@ -54,7 +54,7 @@ def test_a_gpu_decodes_what_a_cpu_decodes(monkeypatch):
   result = _decode()
   assert all(gpu is not cpu for gpu, cpu in taken)
   names = {getattr(gpu, 'func', gpu).__name__ for gpu, _ in taken}
-  assert names == {'_looked_up', '_looked_up_sums', 'unrolled'}
+  assert names == {'_argmax', '_looked_up', '_looked_up_sums', 'unrolled'}
   np.testing.assert_array_equal(result.length, expected.length)
   for row, length in enumerate(expected.length):
     for name in ('tokens', 'origins'):
