@@ -124,7 +124,7 @@ _GROWN = Settings(
 
 
 def drafter(name: str, draft: np.ndarray) -> Drafter:
-  """Of logits `draft [V, V]` and a name below or in `TOPOLOGIES`."""
+  """A drafter with logits `draft [V, V]`, by name, below or in TOPOLOGIES."""
   model = tiny_drafters.model(table_model(draft, max_positions=1000), _GROWN)
   if name in TOPOLOGIES:
     return with_settings(model, Settings(topology=TOPOLOGIES[name]))

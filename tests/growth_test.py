@@ -50,7 +50,7 @@ def test_growth_is_a_best_first_search(names, config):
 
 
 def check(names, config=()):
-  """Of 12 batches; the outermost stage is named first."""
+  """Checks 12 batches; the outermost stage is named first."""
   outer, sizes = Settings(**(_TREE | dict(config))), set()
   for temperature, seed in itertools.product((0.0, 1.0, 0.6), range(4)):
     stages = [

@@ -254,7 +254,7 @@ def test_of_nothing_there_are_pictures_too():
 def test_a_block_that_is_cut_says_why_and_counts_as_accepted(
   number, reason, end
 ):
-  """Of two blocks, the second has three guesses accepted."""
+  """There are two blocks; in the second, three draft tokens are accepted."""
   nodes = [(1, 0, 1, 0.5), (6, 1, 1, 0.5), (5, 2, 1, 0.5)]
   first = _block(1, (0,), (3,), (1, 1), 6, nodes[0])
   emitted = (1, 6, 5, 1)[:number]

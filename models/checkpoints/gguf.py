@@ -343,7 +343,7 @@ class Tensor:
   def blocks(
     self, *, transposed: bool = False
   ) -> Iterator[tuple[Any, np.ndarray]]:
-    """Yields indices and values of rows, as float32."""
+    """Yields indices of n rows and their values, `[n, in]` or `[n]` float32."""
     assert not transposed, 'GGUF has all matrices as [out, in]'
     gguf = _quants()
     if len(self.shape) == 1:

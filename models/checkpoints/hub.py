@@ -183,7 +183,9 @@ class _Tensor:
       )
 
   def blocks(self, *, transposed: bool) -> Iterator[tuple[Any, np.ndarray]]:
-    """Yields indices and values of rows, of the transposed tensor if asked for.
+    """Yields indices of n rows and their values, `[n, in]` or `[n]`.
+
+    The rows are those of the transposed tensor if that is asked for.
 
     The file is mapped anew for every block: pages of a mapping that were
     touched stay resident until it is closed, and would double the peak memory.
