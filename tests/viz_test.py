@@ -177,6 +177,7 @@ def test_white_space_is_visible_and_long_tokens_are_cut():
   assert svg.visible(' a\n\t') + svg.visible('') == '␣a⏎⇥∅'
   assert svg.visible('\x00\u202e') == '\ufffd\ufffd'
   assert svg.visible('abcdefghij', 6) == 'abc…ij'
+  assert svg.visible('abcdef', 6) == 'abcdef'
   assert len(svg.visible('x' * 99)) == 16
 
 
