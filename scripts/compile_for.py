@@ -22,8 +22,8 @@ import options
 _DEVICE = flags.DEFINE_string(
   'device',
   'v5e',
-  'device to compile for: h200, a100, v5e, v5p, v6e or cpu; of a TPU also'
-  ' several with --mesh, such as v5e:2x4 or v5p:2x2x2',
+  'device to compile for: h200, h100, a100, v5e, v5p, v6e or cpu; also several'
+  ' with --mesh, such as v5e:2x4, v5p:2x2x2 or h100:8',
 )
 _NUM_LAYERS = flags.DEFINE_integer(
   'num_layers',

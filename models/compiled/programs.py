@@ -85,13 +85,14 @@ class Device:
   """A device to compile for, with the rates of its data sheet.
 
   The description of a GPU is XLA's `GpuTargetConfigProto` as text, that of a
-  TPU the smallest topology that the compiler knows.
+  TPU the topology: the smallest that the compiler knows, or that of `device`.
   """
 
   platform: str  # For JAX: `tpu`, `cuda` or `cpu`.
   bandwidth: float  # Of the main memory, bytes per second.
   flops: float  # bfloat16 operations per second, without sparsity.
   description: str = ''
+  num_gpus: int = 1  # Of one host.
 
 
 def _device(name: str, platform: str, description: str) -> Device:
@@ -115,6 +116,7 @@ def _gpu(key: str, name: str, limits: str) -> Device:
       registers_per_core_limit: 65536 registers_per_block_limit: 65536
       shared_memory_per_block: 49152
       memory_bandwidth: {HARDWARE[key].bytes_per_second:.0f}
+      device_memory_size: {HARDWARE[key].memory_bytes:.0f}
       {limits}
       device_vendor: "NVIDIA Corporation" name: "{name}"
       driver_version: "12.9.0" runtime_version: "12.9.0"
@@ -127,20 +129,21 @@ def _gpu(key: str, name: str, limits: str) -> Device:
   return _device(key, 'cuda', description)
 
 
-_H200 = """
+_HOPPER = """
   core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
-  l2_cache_size: 52428800 device_memory_size: 151397597184
+  l2_cache_size: 52428800
   shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
   cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
 """
 _A100 = """
   core_count: 108 fpus_per_core: 64 clock_rate_ghz: 1.41
-  l2_cache_size: 41943040 device_memory_size: 84825604096
+  l2_cache_size: 41943040
   shared_memory_per_core: 167936 shared_memory_per_block_optin: 166912
   cuda_compute_capability { major: 8 feature_extension: NONE }
 """
 DEVICES = {
-  'h200': _gpu('h200', 'NVIDIA H200', _H200),
+  'h200': _gpu('h200', 'NVIDIA H200', _HOPPER),
+  'h100': _gpu('h100', 'NVIDIA H100 80GB HBM3', _HOPPER),
   'a100': _gpu('a100', 'NVIDIA A100-SXM4-80GB', _A100),
   'v5e': _device('v5e', 'tpu', 'v5e:2x2'),
   'v5p': _device('v5p', 'tpu', 'v5p:2x2x1'),
@@ -149,23 +152,27 @@ DEVICES = {
   'cpu': Device('cpu', bandwidth=28e9, flops=2e12),
 }
 """The devices that programs can be compiled for, by name."""
-_TOPOLOGY = re.compile(r'(v\w+):\d+(x\d+){1,2}')
 
 
 def device(name: str) -> Device:
-  """A key of `DEVICES`, or a TPU and how many are connected, as `v5e:2x4`.
+  """A key of `DEVICES`, or several that are connected: `v5e:2x4`, `h100:8`.
 
   Raises:
     ValueError: there is no such device.
   """
-  if name in DEVICES:
-    return DEVICES[name]
-  if not (found := _TOPOLOGY.fullmatch(name)) or found.group(1) not in DEVICES:
-    raise ValueError(
-      f'device={name} is not known; choose from {", ".join(DEVICES)}, or give a'
-      ' TPU with a topology, such as v5e:2x4 or v5p:2x2x2'
-    )
-  return dataclasses.replace(DEVICES[found.group(1)], description=name)
+  kind, colon, size = name.partition(':')
+  one = DEVICES.get(kind)
+  if one and not colon:
+    return one
+  if one and one.platform == 'tpu' and re.fullmatch(r'\d+(x\d+){1,2}', size):
+    return dataclasses.replace(one, description=name)
+  if one and one.platform == 'cuda' and re.fullmatch(r'[1-9]\d*', size):
+    return dataclasses.replace(one, num_gpus=int(size))
+  raise ValueError(
+    f'device={name} is not known; choose from {", ".join(DEVICES)}, or give a'
+    ' TPU with a topology, such as v5e:2x4 or v5p:2x2x2, or GPUs of a host,'
+    ' such as h100:8'
+  )
 
 
 def find_libtpu() -> pathlib.Path | None:
@@ -200,7 +207,9 @@ def _abstract_devices(device: Device) -> list[jax.Device]:
     ).devices
   try:
     return topologies.get_topology_desc(
-      platform='cuda', topology='1x1x1', target_config=device.description
+      platform='cuda',
+      topology=f'1x1x{device.num_gpus}',
+      target_config=device.description,
     ).devices
   except (NotImplementedError, RuntimeError, KeyError) as error:
     raise ValueError(
@@ -417,7 +426,7 @@ def _layout(
     sizes = ','.join(f'{axis}:{size}' for axis, size in mesh.items())
     raise ValueError(
       f'mesh={sizes} is for {math.prod(mesh.values())} devices, but {name} has'
-      f' {len(devices)}; give a device with a topology, such as v5e:2x4'
+      f' {len(devices)}; give as many devices, such as v5e:2x4 or h100:8'
     )
   grid = np.array(devices).reshape([*mesh.values()])
   return make_layout(Mesh(grid, [*mesh]))
