@@ -8,7 +8,6 @@ in each turn. /show shows who proposed what, /new begins anew, /quit ends.
 
 import contextlib
 import functools
-import signal
 import sys
 
 from absl import flags
@@ -45,17 +44,6 @@ def _check() -> None:
       f'--coordinator={options.COORDINATOR.value}: every host would read its'
       ' own terminal; a conversation needs one host'
     )
-
-
-@contextlib.contextmanager
-def _interrupts():
-  """Ctrl-C does not end the program, but makes the yielded list true."""
-  seen: list[bool] = []
-  before = signal.signal(signal.SIGINT, lambda *_: seen.append(True))
-  try:
-    yield seen
-  finally:
-    signal.signal(signal.SIGINT, before)
 
 
 def _next_line():
@@ -117,7 +105,7 @@ def main() -> None:
       print(_COMMANDS)
     else:
       # Also while a message is read, which must not be left half done.
-      with _interrupts() as interrupts:
+      with command_line.interrupts() as interrupts:
         try:
           chat.restart(begin(line)) if is_new else chat.reply(line)
         except ContextFull as error:

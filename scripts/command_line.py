@@ -1,10 +1,13 @@
 """Starts every script, and reports bad input in one line."""
 
 from collections.abc import Callable
+from collections.abc import Iterator
 from collections.abc import Sequence
+import contextlib
 import io
 import os
 import pathlib
+import signal
 import sys
 from typing import NoReturn
 
@@ -29,14 +32,29 @@ _CACHE_BYTES = 2 << 30  # Of the default folder; what was not used goes first.
 _BAD_INPUT = (ValueError, OSError, OverflowError, FloatingPointError)
 
 
+@contextlib.contextmanager
+def interrupts() -> Iterator[list[bool]]:
+  """Ctrl-C does not end the program, but makes the yielded list true.
+
+  So a step of decoding, which consumes its state, is never left half done.
+  """
+  seen: list[bool] = []
+  before = signal.signal(signal.SIGINT, lambda *_: seen.append(True))
+  try:
+    yield seen
+  finally:
+    signal.signal(signal.SIGINT, before)
+
+
 def _keep_programs() -> None:
   """Lets JAX keep compiled programs on disk; processes may share the folder."""
   import jax
 
+  from models import user_cache
+
   folder = _COMPILATION_CACHE.value
   if folder is None and 'JAX_COMPILATION_CACHE_DIR' not in os.environ:
-    root = os.environ.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache'
-    folder = str(pathlib.Path(root) / 'specdec' / 'programs')
+    folder = str(user_cache.folder('programs'))
     jax.config.update('jax_compilation_cache_max_size', _CACHE_BYTES)
     jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.1)
   if folder is not None:

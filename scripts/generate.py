@@ -3,7 +3,6 @@
 python scripts/generate.py --temperature=0.8 --prompt='import ' --show_origin
 """
 
-import contextlib
 import functools
 import sys
 
@@ -52,9 +51,11 @@ _JSON = flags.DEFINE_bool('json', False, 'print one JSON object and no more')
 def _show(stream):
   """Prints a text while it grows, until its end or Ctrl-C; its result."""
   print(stream.prompts[0], end='', flush=True)
-  with contextlib.suppress(KeyboardInterrupt):
+  with command_line.interrupts() as interrupts:
     for new in stream:
       print(new[0], end='', flush=True)
+      if interrupts:
+        break
   return stream.result()
 
 

@@ -157,6 +157,12 @@ def init_cache(
   )
 
 
+init_empty_cache = functools.partial(
+  init_cache, num_layers=0, num_heads=1, head_width=1, dtype=jnp.float32
+)
+"""`init_cache` of a model without layers, which keeps the lengths only."""
+
+
 def write(
   cache: KVCache, layer: int, key: jax.Array, value: jax.Array
 ) -> KVCache:

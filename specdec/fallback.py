@@ -32,6 +32,8 @@ class FallbackState(flax.struct.PyTreeNode):
   credit: jax.Array  #: `[]` float32, tokens per row.
   speculating: jax.Array  #: `[]` bool, whether the next step is speculative.
   plain_steps: jax.Array  #: `[]` int32, plain steps so far.
+  #: `[]` bool, whether a plain step decoded text that the stages have not read.
+  behind: jax.Array
 
 
 def init_fallback() -> FallbackState:
@@ -40,6 +42,7 @@ def init_fallback() -> FallbackState:
     credit=jnp.full((), _INITIAL_CREDIT, jnp.float32),
     speculating=jnp.ones((), bool),
     plain_steps=jnp.zeros((), jnp.int32),
+    behind=jnp.zeros((), bool),
   )
 
 
@@ -63,10 +66,16 @@ def after_speculative_step(
 def after_plain_step(
   state: FallbackState, break_even: jax.Array
 ) -> FallbackState:
-  """The state after a plain step; `break_even` as above."""
-  credit = state.credit + _PREMIUM
+  """The state after a plain step; `break_even` as above.
+
+  A plain step while speculating, which `Slots` takes where so many rows do not
+  pay, says nothing about the drafter and leaves the account as it is.
+  """
+  credit = state.credit + jnp.where(state.speculating, 0.0, _PREMIUM)
+  is_paid = credit >= _STEPS_PER_TRIAL * (break_even - 1.0)
   return FallbackState(
     credit=credit,
-    speculating=credit >= _STEPS_PER_TRIAL * (break_even - 1.0),
+    speculating=state.speculating | is_paid,
     plain_steps=state.plain_steps + 1,
+    behind=jnp.ones((), bool),
   )

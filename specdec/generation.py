@@ -294,7 +294,16 @@ class Decoding:
     return blocks_of(record, starts, self._new_tokens(), before, after)
 
   def record(self) -> list[list[Block]]:
-    """To the end by `step_recorded`; the blocks of each row."""
+    """To the end by `step_recorded`; the blocks of each row.
+
+    Raises:
+      ValueError: tokens have been decoded without being recorded.
+    """
+    if not np.array_equal(self._ends, self._prompt_lengths):
+      raise ValueError(
+        'a trace begins with the first token, but some have been decoded;'
+        ' begin another decode, and call trace or record first'
+      )
     rows: list[list[Block]] = [[] for _ in self._ends]
     while not self.done:
       for blocks, block in zip(rows, self.step_recorded(), strict=True):

@@ -109,13 +109,16 @@ def _start(target, drafter, request, *, config) -> DecodeState:
   )
 
 
-def _caught_up(drafter, state, wanted) -> DecodeState:
-  """The stages see what plain steps decoded, if that is `wanted [] bool`."""
-  length = jnp.where(wanted, state.length, 0)
+def _caught_up(drafter, state) -> DecodeState:
+  """The stages read what plain steps decoded, unless the next one is plain."""
+  fallback = state.fallback
+  reads = fallback.behind & fallback.speculating
+  length = jnp.where(reads, state.length, 0)
   return state.replace(
     stages=catch_up_stages(
       drafter, state.stages, state.tokens, length, kept=state.length
-    )
+    ),
+    fallback=fallback.replace(behind=fallback.behind & ~reads),
   )
 
 
@@ -135,9 +138,10 @@ def _advance(target, drafter, request, state, num_steps, num_done, *, config):
   def alternate(carry):
     """Speculates while it pays, then goes on plainly for a while."""
     steps_done, state = carry
-    state = _caught_up(drafter, state, state.fallback.speculating)
     carry = repeat(
-      drafter, (steps_done, state), lambda state: state.fallback.speculating
+      drafter,
+      (steps_done, _caught_up(drafter, state)),
+      lambda state: state.fallback.speculating,
     )
     return repeat(PLAIN, carry, lambda state: ~state.fallback.speculating)
 
@@ -232,7 +236,9 @@ def extend(
     ),
     counters=init_counters(tokens.shape[0], drafter.max_depth),
     # What it learned about the drafter is kept.
-    fallback=state.fallback.replace(plain_steps=jnp.zeros((), jnp.int32)),
+    fallback=state.fallback.replace(
+      plain_steps=jnp.zeros((), jnp.int32), behind=jnp.zeros((), bool)
+    ),
   )
   return target.spec.place(state), kept
 
@@ -339,7 +345,7 @@ def advance_recorded(
   `speculate` is the value of `state.fallback.speculating`.
   """
   if speculate and config.fallback:
-    state = _caught_up(drafter, state, jnp.array(True))
+    state = _caught_up(drafter, state)
   chosen = drafter if speculate else PLAIN
   state, record = step(target, chosen, request, state, config)
   return target.spec.place(state), record

@@ -33,8 +33,8 @@ EXCLUDED = -1e30
 
 
 def is_possible(log_probs: jax.Array) -> jax.Array:
-  """Which log-probabilities are not `EXCLUDED`, whatever was added to it."""
-  return log_probs > EXCLUDED / 2
+  """Which are not `EXCLUDED`, whatever was added to it or divided it."""
+  return log_probs > EXCLUDED * 1e-12
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

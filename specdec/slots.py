@@ -126,10 +126,12 @@ class Slots:
     self._drafters = _check_sizes(tree_sizes, drafter)
     self._default = sampling
     params = self._params(sampling, num_slots)
+    # After plain steps the stages have text to read.
+    rests = [one for one in self._drafters.values() if not one.stages]
     self._config = DecodeConfig(
       max_new_tokens=checks.padded_room(context),
       rule=checks.check_rule(verify, children, drafter),
-      fallback=bool(drafter.stages and threshold > 0),
+      fallback=bool(drafter.stages and (threshold > 0 or rests)),
     )
     check_fits(decode_bytes(target, drafter, (num_slots, 0), self._config))
     request = Request(
@@ -203,6 +205,9 @@ class Slots:
         f' exceed the context of {self.context} tokens'
       )
     params = self._params(self._default if sampling is None else sampling, 1)
+    largest = self._request.sampling.max_top_k
+    if params.max_top_k and (largest is None or params.max_top_k < largest):
+      params = params.replace(max_top_k=largest)
     structure: Any = jax.tree.structure(params)
     if structure != jax.tree.structure(self._request.sampling):
       raise ValueError(
@@ -210,13 +215,14 @@ class Slots:
         f' {self._default}; give values there that change nothing, such as'
         ' top_p=1, and no larger top_k than there'
       )
+    checks.row_keys(rng_key, 1)  # Refuses what is no key.
     tokens = np.zeros((1, self._state.tokens.shape[1]), np.int32)
     tokens[0, : len(ids)] = ids
     request = Request(
       prompt=jnp.asarray(tokens),
       prompt_length=jnp.array([len(ids)], jnp.int32),
       limit=jnp.array([max_new_tokens], jnp.int32),
-      row_keys=checks.row_keys(rng_key.reshape(1), 1),
+      row_keys=rng_key.reshape(1),
       sampling=params,
     )
     self._slots[row] = _Slot(request, len(ids))
@@ -309,8 +315,10 @@ class Slots:
 
     Returns:
       The results of prompts that ended, by slot; these slots are free again.
-      Their statistics are those of decoding each alone, but for `plain_steps`,
-      which counts the steps of all prompts so far.
+      Their tokens are those of decoding each alone. So are the statistics of
+      plain decoding and of fixed topologies without `break_even` and
+      `tree_sizes`; else the prompts of a batch decide together how much is
+      drafted, and `plain_steps` counts the steps of all so far.
     """
     checks.check_count('num_ended', num_ended)
     ended: dict[int, Generation] = {}

@@ -76,6 +76,13 @@ def test_a_draft_that_pays_is_never_left_but_luck_is_no_credit():
   assert not state.speculating
 
 
+def test_plain_steps_that_others_chose_leave_the_account_as_it_is():
+  state = specdec.fallback.init_fallback()
+  after = specdec.fallback.after_plain_step(state, np.float32(14.0))
+  assert (after.credit, after.speculating) == (state.credit, True)
+  assert (after.plain_steps, after.behind) == (1, True)
+
+
 def test_rows_that_are_done_have_no_say():
   state = specdec.fallback.init_fallback()
   assert _after(state, [1, 5]).credit - state.credit == 1.0
@@ -108,6 +115,7 @@ def test_rests_are_the_same_in_pieces():
   pieces = decoding.result()
   assert pieces.tokens == whole.tokens
   assert pieces.stats['plain_steps'] == whole.stats['plain_steps'] > 0
+  assert pieces.stats['stage_forwards'] == whole.stats['stage_forwards']
   assert advance._cache_size() == before
 
 

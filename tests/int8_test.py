@@ -12,6 +12,7 @@ from models.nn.matmul import int8_matmul
 from models.nn.matmul import Int8Matrix
 from models.nn.matmul import matmul
 from models.nn.matmul import quantize
+from models.nn.matmul import quantize_rows
 from models.nn.matmul import take_rows
 
 _RNG = np.random.default_rng(0)
@@ -57,6 +58,14 @@ def test_a_row_does_not_depend_on_those_beside_it(rows):
   for start in range(0, 64 - rows + 1, max(rows, 7)):
     alone = product(x[start : start + rows], weight)
     np.testing.assert_array_equal(alone, together[start : start + rows])
+
+
+def test_rows_of_denormal_numbers_have_a_scale_that_is_not_zero():
+  rows = np.array([[1e-44, -1e-44, 0], [1e-38, 0, 0]], np.float32)
+  for xp in (np, jnp):
+    values, scale = quantize_rows(rows, xp)
+    assert np.all(np.asarray(scale) > 0)
+    np.testing.assert_array_less(np.abs(values.astype(int)), 128)
 
 
 def test_what_is_not_finite_stays_so_and_alone():

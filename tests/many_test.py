@@ -7,6 +7,7 @@ import json
 
 from command_lines import refusal
 from command_lines import run
+import numpy as np
 import pytest
 import tiny_demo
 
@@ -68,13 +69,25 @@ def test_completions_may_come_in_order_and_prompts_are_taken_when_needed(lm):
   taken = itertools.count(1)
   prompts = ([next(taken)] for _ in range(100))
   options = {'batch_size': 2, 'context': 128, 'in_order': True} | _OPTIONS
-  many = iter(lm.generate_many(prompts, **options))
-  assert [next(many).index for _ in range(5)] == [0, 1, 2, 3, 4]
+  many = lm.generate_many(prompts, **options)
+  found = [one.index for one in itertools.islice(many, 5)]
+  assert found == [0, 1, 2, 3, 4]
   assert next(taken) <= 12
-  many.close()
+  # Another loop goes on where that one stopped.
+  assert [one.index for one in itertools.islice(many, 3)] == [5, 6, 7]
   # Of a list, the buffers are as large as it needs.
-  many = lm.generate_many([[1] * 150], batch_size=2, **_OPTIONS)
-  assert next(iter(many)).error is None
+  for prompt in ([1] * 150, np.ones(150, np.int32)):
+    many = lm.generate_many([prompt], batch_size=2, **_OPTIONS)
+    assert next(many).error is None
+
+
+def test_what_is_no_list_of_prompts_is_refused(lm):
+  for prompts, batch_size, words in (
+    ('x = 1', 2, "several prompts, got the text 'x = 1'"),
+    (['x = 1'], 0, 'batch_size must be an integer of at least 1, got 0'),
+  ):
+    with pytest.raises(ValueError, match=words):
+      lm.generate_many(prompts, batch_size=batch_size)
 
 
 def _input(path):

@@ -13,13 +13,15 @@ import specdec
 from specdec.loop import advance
 from specdec.loop import insert
 from specdec.loop import start
+from specdec.tree.topology import chain
 
 _SLOTS = 3
 _CONTEXT = tiny.MAX_POSITIONS
 _EOS = 3
 # Neutral values, so that prompts can differ without another program.
 _SAMPLING = specdec.Sampling(temperature=0.0, top_k=20, repetition_penalty=1.2)
-_SAMPLED = dataclasses.replace(_SAMPLING, temperature=1.0, top_k=17)
+_LARGER_K = dataclasses.replace(_SAMPLING, top_k=40)
+_SAMPLED = dataclasses.replace(_SAMPLING, temperature=1.0, top_k=9)
 
 
 @functools.cache
@@ -125,10 +127,29 @@ def test_other_rules_draw_as_alone():
   assert _tokens(found) == expected != _together().tokens
 
 
-def test_how_prompts_take_turns_changes_no_token():
+@pytest.mark.parametrize('break_even', [1.5, None])
+def test_how_prompts_take_turns_changes_no_token(break_even):
   sizes = {1: 8, 3: 1}  # Full batches are decoded plainly.
-  slots = _slots('staged', reading=7, tree_sizes=sizes, break_even=1.5)
+  slots = _slots('staged', reading=7, tree_sizes=sizes, break_even=break_even)
   assert _tokens(_run(slots, _JOBS, num_ended=3)[0]) == _together().tokens
+
+
+def test_the_draft_reads_what_full_batches_decoded_plainly():
+  """A perfect one then proposes nothing that the target rejects."""
+  settings = tiny_drafters.Settings(topology=chain(2))
+  draft = tiny_drafters.model(tiny.draft('perfect', num_layers=1), settings)
+  slots = specdec.Slots(
+    tiny.gpt2(num_layers=1),
+    num_slots=2,
+    context=_CONTEXT,
+    drafter=draft,
+    tree_sizes={1: 3, 2: 1},
+  )
+  for limit in (20, 50):
+    slots.insert([3, 2], jax.random.key(0), max_new_tokens=limit)
+  assert list(slots.advance()) == [0]
+  [last] = slots.advance().values()
+  assert last.stats['target_forwards'] == 20 + 30 / 3
 
 
 def test_a_long_prompt_is_read_between_the_steps_of_others():
@@ -169,9 +190,11 @@ def test_bad_prompts_are_refused_and_take_no_slot():
     ([1] * 79, {}, '79 tokens .* exceed the context of 80'),
     ([1], {'max_new_tokens': -1}, 'an integer of at least 0'),
     ([1], {'sampling': specdec.Sampling(top_p=0.5)}, 'sets other options'),
+    ([1], {'sampling': _LARGER_K}, 'no larger top_k'),
+    ([1], {'rng_key': 0}, 'rng_key must be made by jax.random.key'),
   ):
     with pytest.raises(ValueError, match=words):
-      slots.insert(prompt, key, **{'max_new_tokens': 2} | options)
+      slots.insert(prompt, **{'rng_key': key, 'max_new_tokens': 2} | options)
     assert slots.free == [0, 1, 2]
   for _ in range(_SLOTS):
     slots.insert([1], key, max_new_tokens=1)

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from tiny_drafters import Settings
 
+from specdec import Drafter
 from specdec import fixed_drafter
 from specdec import PromptLookup
+from specdec import Stage
 from specdec import StageConfig
 from specdec import staged
 from specdec import Topology
@@ -151,6 +153,13 @@ def test_settings_out_of_range(name, values, message):
 def _drafters(rounds, **settings):
   settings = [Settings(rounds=count, **settings) for count in rounds]
   return [one.drafter(PromptLookup()) for one in settings]
+
+
+def test_the_stage_of_a_topology_has_its_sizes():
+  for sizes in ({'width': 1, 'branching': 2}, {'width': 2, 'branching': 4}):
+    stage = Stage(PromptLookup(), StageConfig(**sizes))
+    with pytest.raises(ValueError, match=r'branching=2, got .*fixed_drafter'):
+      Drafter((stage,), k_ary(2, 2))
 
 
 def test_staging_is_associative_and_leaves_fixed_shapes_alone():

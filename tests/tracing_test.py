@@ -37,16 +37,18 @@ def _few(logits):
 
 
 @functools.cache
-def _both(shape):
-  """Traces and `generate`; the tree with gaps is left for plain steps."""
+def _arguments(shape):
+  """Of a decode; the tree with gaps is left for plain steps."""
   guesses = tiny_drafters.exact(tiny.table(_VOCAB_SIZE, 2) + _TABLE)
   target, draft = (table_model(one, max_positions=96) for one in _TABLES)
   drafter = tiny_drafters.simple('staged', draft, guesses)
   if shape == 'gaps':
     gaps = Settings(topology=from_paths(_PATHS))
     drafter = tiny_drafters.candidates(_few(_TABLE), config=gaps)
-  arguments = (target, jax.random.key(3), _PROMPTS)
-  options = {
+  return {
+    'target': target,
+    'rng_key': jax.random.key(3),
+    'prompts': _PROMPTS,
     'drafter': drafter,
     'max_new_tokens': _LIMITS,
     'sampling': specdec.Sampling(temperature=[0.0, 0.0, 0.8]),
@@ -54,8 +56,13 @@ def _both(shape):
     'eos_ids': [int(_TABLE.argmax(1)[0])],
     'break_even': 2.5 if shape == 'gaps' else None,
   }
-  traces = specdec.Decoding(*arguments, **options).trace()
-  return traces, specdec.generate(*arguments, **options)
+
+
+@functools.cache
+def _both(shape):
+  """Traces and `generate`."""
+  traces = specdec.Decoding(**_arguments(shape)).trace()
+  return traces, specdec.generate(**_arguments(shape))
 
 
 @pytest.mark.parametrize('shape', ['gaps', 'staged'])
@@ -160,6 +167,13 @@ def test_what_follows_from_a_block_by_hand():
   assert _TRACE.accepted_histogram == [1, 0, 1]
   assert _TRACE.stage_forwards == {'target': 2, 'draft': 4}
   assert _TRACE.block_efficiency == 2.0
+
+
+def test_a_trace_begins_with_the_first_token():
+  decoding = specdec.Decoding(**_arguments('gaps'))
+  decoding.step_recorded()
+  with pytest.raises(ValueError, match='but some have been decoded'):
+    decoding.trace()
 
 
 def test_inconsistent_blocks_are_refused():

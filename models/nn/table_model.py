@@ -3,12 +3,10 @@
 The next token depends on the last token alone, so the cache holds no layers.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
-from specdec import cache as kv
+from specdec.cache import init_empty_cache
 from specdec.model import LanguageModel
 from specdec.model import ModelSpec
 
@@ -16,11 +14,6 @@ from specdec.model import ModelSpec
 def _apply(params, tokens, positions, mask, cache):
   del positions, mask
   return params['logits'][tokens], cache
-
-
-_init_cache = functools.partial(
-  kv.init_cache, num_layers=0, num_heads=1, head_width=1, dtype=jnp.float32
-)
 
 
 def table_model(logits: jax.Array, *, max_positions: int) -> LanguageModel:
@@ -39,7 +32,7 @@ def table_model(logits: jax.Array, *, max_positions: int) -> LanguageModel:
     params={'logits': logits},
     spec=ModelSpec(
       apply=_apply,
-      init_cache=_init_cache,
+      init_cache=init_empty_cache,
       vocab_size=logits.shape[0],
       max_positions=max_positions,
       weight_bytes=logits.nbytes,

@@ -292,8 +292,8 @@ class Generator:
     When a prompt ends, the next takes its place in the batch. The tokens of a
     prompt are those of `generate` for it alone, with the same seed. Iterating
     over what is returned yields a `models.Completion` for each prompt; to
-    cancel, stop iterating. A prompt that cannot be decoded is a completion with
-    an error, and the others go on.
+    cancel, stop iterating; another loop goes on from there. A prompt that
+    cannot be decoded is a completion with an error, and the others go on.
 
     Args:
       prompts: as for `generate`, or `models.Job`, which has options of its
@@ -321,6 +321,12 @@ class Generator:
     Raises:
       ValueError: an argument cannot be used; gives the reason.
     """
+    checks.check_count('batch_size', batch_size)
+    if isinstance(prompts, str):
+      raise ValueError(
+        f'prompts must be several prompts, got the text {prompts[:40]!r}; give'
+        ' a list of texts'
+      )
     stops = stops_of_rows(stop, batch_size)
     return ManyDecoding(
       self.pair,

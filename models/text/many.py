@@ -52,8 +52,8 @@ class _Waiting:
   ids: list[int]
 
 
-class ManyDecoding:
-  """The decode of many prompts; iterating yields a `Completion` for each.
+class ManyDecoding(Iterator[Completion]):
+  """The decode of many prompts: an iterator over a `Completion` for each.
 
   See `Generator.generate_many`, whose arguments these are.
   """
@@ -73,9 +73,8 @@ class ManyDecoding:
     stops: Sequence[str],
     **options: Any,
   ):
-    checks.check_count('batch_size', batch_size)
     checks.check_count('max_new_tokens', max_new_tokens, least=0)
-    self._pair, self._prompts, self._in_order = pair, prompts, in_order
+    self._pair, self._prompts = pair, prompts
     self._limit, self._stops = max_new_tokens, tuple(stops)
     self._seed, self._key_of = seed, key_of
     self._slots = specdec.Slots(
@@ -85,9 +84,10 @@ class ManyDecoding:
       drafter=drafter,
       **options,
     )
+    self._completions = self._ordered() if in_order else self._as_they_end()
 
   def _ids(self, job: Job) -> list[int]:
-    if not job.prompt:
+    if len(job.prompt) == 0:  # Arrays have no truth value.
       raise ValueError('the prompt is empty; give at least one character')
     return list(map(int, self._pair.ids_of([job.prompt])[0]))
 
@@ -154,17 +154,17 @@ class ManyDecoding:
       for slot, generation in self._slots.advance().items():
         yield self._completion(waiting.pop(slot), generation)
 
-  def __iter__(self) -> Iterator[Completion]:
-    """Yields what became of each prompt, as they end or in their order."""
-    if not self._in_order:
-      yield from self._as_they_end()
-      return
+  def _ordered(self) -> Iterator[Completion]:
     early, expected = dict[int, Completion](), 0
     for completion in self._as_they_end():
       early[completion.index] = completion
       while expected in early:
         yield early.pop(expected)
         expected += 1
+
+  def __next__(self) -> Completion:
+    """What became of the next prompt, as they end or in their order."""
+    return next(self._completions)
 
 
 def _as_job(prompt: Prompt | Job) -> Job:

@@ -12,6 +12,7 @@ import os
 import pathlib
 from typing import Any
 
+from models import user_cache
 from models.checkpoints import hub
 from models.text.pair import Checkpoint
 from models.text.pair import vocabulary_digest
@@ -243,8 +244,7 @@ def model_digests(
 
 def cache_path(context: Context) -> pathlib.Path:
   """The file of the plan for a context, in the user's cache folder."""
-  root = os.environ.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache'
   record = dataclasses.asdict(context) | {'schema': SCHEMA}
   text = json.dumps(record, sort_keys=True)
   name = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-  return pathlib.Path(root) / 'specdec' / 'plans' / f'{name}.json'
+  return user_cache.folder('plans') / f'{name}.json'

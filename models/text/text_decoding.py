@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
+import dataclasses
 
 from models.text.chat_template import Prompt
 from models.text.pair import Pair
@@ -89,24 +90,17 @@ class TextDecoding:
 
   def trace(self) -> list[specdec.Trace]:
     """Decodes to the end like `run`; a trace of every row."""
-    rows = self._decoding.record()
-    result = self.result()
+    traces, result = self._decoding.trace(), self.result()
     return [
-      specdec.Trace(
-        prompt=result.prompts[row],
-        prompt_tokens=tuple(self._ids[row]),
-        labels=result.labels,
-        blocks=tuple(blocks),
-        pieces=tuple(result.pieces[row]),
-        texts={
-          token: self._pair.token_text(token)
-          for block in blocks
-          for token in (*block.tokens, *block.emitted)
-        },
-        finish_reason=result.finish_reasons[row],
-        log_probs=tuple(result.log_probs[row]) if result.log_probs else None,
+      dataclasses.replace(
+        trace,
+        prompt=prompt,
+        pieces=tuple(pieces),
+        texts={token: self._pair.token_text(token) for token in trace.texts},
       )
-      for row, blocks in enumerate(rows)
+      for trace, prompt, pieces in zip(
+        traces, result.prompts, result.pieces, strict=True
+      )
     ]
 
   def result(self) -> TextGeneration:

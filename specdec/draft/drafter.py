@@ -240,6 +240,14 @@ class Drafter(flax.struct.PyTreeNode):
         'a fixed topology leaves no room for the candidates of an inner stage;'
         ' use one of the two'
       )
+    if isinstance(self.shape, Topology):
+      width, children = self.shape.schedule.shape[1], self.shape.branching
+      config = self.stages[0].config
+      if config.width < width or config.branching != children:
+        raise ValueError(
+          f'the topology needs a stage of width={width} and'
+          f' branching={children}, got {config}; use specdec.fixed_drafter'
+        )
 
   @property
   def labels(self) -> tuple[str, ...]:

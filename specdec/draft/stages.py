@@ -83,7 +83,7 @@ def catch_up_stages(
   length: jax.Array,
   kept: jax.Array,
 ) -> tuple[StageState, ...]:
-  """`Scorer.catch_up` of all stages."""
+  """`Scorer.catch_up` of all stages; rows of length 0 have nothing to read."""
 
   def catch_up(stage, state, num_scored):
     scorer, forwards = stage.scorer.catch_up(
@@ -91,7 +91,8 @@ def catch_up_stages(
     )
     counters = state.counters.replace(
       forwards=state.counters.forwards + forwards,
-      row_forwards=state.counters.row_forwards + forwards,
+      row_forwards=state.counters.row_forwards
+      + jnp.where(length > 0, forwards, 0),
     )
     return state.replace(scorer=scorer, counters=counters)
 

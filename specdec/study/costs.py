@@ -166,9 +166,10 @@ def measure_step_costs(
     node_counts: the N to measure; 1 is added.
     num_steps: forwards per measurement.
     repeats: of each measurement.
-    most_tokens: larger N than two are left out if slower than so many plain
-      forwards.
-    is_late: once it returns true, larger N than two and repeats are left out.
+    most_tokens: after two N, those slower than so many plain forwards are left
+      out.
+    is_late: once it returns true, further N after two, and further repeats, are
+      left out.
 
   Raises:
     ValueError: a text is empty, or the context does not fit into the slots.

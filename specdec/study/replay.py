@@ -18,17 +18,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec import cache as kv
+from specdec.cache import init_empty_cache
 from specdec.draft.ranking import rank_logits
 from specdec.model import LanguageModel
 from specdec.model import ModelSpec
 from specdec.sampling import adjust_logits
 from specdec.sampling import position_noise
 from specdec.sampling import SamplingParams
-
-_init_cache = functools.partial(
-  kv.init_cache, num_layers=0, num_heads=1, head_width=1, dtype=jnp.float32
-)
 
 
 @functools.cache
@@ -44,7 +40,7 @@ def _oracle_spec(spec: ModelSpec) -> ModelSpec:
     # No bias, penalty, temperature or noise makes another token likelier.
     return jnp.where(known, 0.0, -jnp.inf), cache
 
-  return dataclasses.replace(spec, apply=apply, init_cache=_init_cache)
+  return dataclasses.replace(spec, apply=apply, init_cache=init_empty_cache)
 
 
 def oracle_target(

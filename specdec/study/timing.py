@@ -91,7 +91,7 @@ def measure(
     batches: lists of prompts; each list is decoded as one batch.
     max_new_tokens: the limit per row.
     before_batch: called before every batch, e.g. to measure the machine.
-    max_seconds: after that time only the first batch begins.
+    max_seconds: after that time no other batch begins; the first always does.
     report: called after every decode.
   """
   most_seconds = math.inf if max_seconds is None else max_seconds

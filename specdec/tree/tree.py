@@ -157,8 +157,8 @@ def place_children(
 
   Args:
     tree: the tree.
-    index: `[W, K]` int32, distinct, above the parents' and without gaps behind
-      `size`; M or more drops the child.
+    index: `[W, K]` int32, distinct, above the parents'; M or more drops the
+      child. Places that a fixed topology leaves free are gaps.
     parents: `[W]` int32, nodes of the tree where any child is not dropped.
     tokens: `[W, K]` int32.
     cond_log_probs: `[W, K]` float32, at most 0.

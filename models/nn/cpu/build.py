@@ -14,6 +14,8 @@ import tempfile
 import jax
 import jaxlib
 
+from models import user_cache
+
 _SOURCE = pathlib.Path(__file__).with_name('kernels.cc')
 FLAGS = (
   '-std=c++17',
@@ -44,12 +46,6 @@ def _processor() -> str:
   kinds = ('model name', 'flags', 'Features', 'CPU part')
   lines = cpuinfo.read_text().splitlines()
   return '\n'.join(sorted({line for line in lines if line.startswith(kinds)}))
-
-
-def cache_folder() -> pathlib.Path:
-  """The user's folder of compiled kernels."""
-  root = os.environ.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache'
-  return pathlib.Path(root) / 'specdec/kernels'
 
 
 def compile_library(
@@ -115,7 +111,7 @@ def is_available() -> bool:
   if compiler is None:
     return _unavailable('there is no C++ compiler (g++)')
   try:
-    register(compile_library(compiler, cache_folder()))
+    register(compile_library(compiler, user_cache.folder('kernels')))
   except (OSError, AttributeError) as error:
     return _unavailable(str(error))
   except subprocess.CalledProcessError as error:

@@ -291,7 +291,8 @@ struct Int8 {
     // The products of a row that is not finite are not finite either.
     if (bits >= 0x7f800000) return std::numeric_limits<float>::quiet_NaN();
     const float peak = BitCast<float>(bits);
-    const float scale = peak == 0.0f ? 1.0f : peak / 127.0f;
+    // The scale of a tiny row may be 0, as denormal numbers are.
+    const float scale = peak / 127.0f > 0.0f ? peak / 127.0f : 1.0f;
     int32_t sum = 0;
     for (int64_t i = 0; i < width; ++i) {
       const auto value = static_cast<int32_t>(std::nearbyint(row[i] / scale));
@@ -478,8 +479,9 @@ ffi::Error Multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
   const int64_t bytes = tiles * packed.size_bytes();
   // A thread takes some neighbours, and prefetches from one to the next.
   const int64_t count = num_blocks / kBlocks;
-  const int64_t taken =
-      std::clamp<int64_t>(count / (8 * pool.num_threads()), 1, 8);
+  // XLA reports 0 threads where it does not know the number.
+  const int64_t threads = std::max<int64_t>(pool.num_threads(), 1);
+  const int64_t taken = std::clamp<int64_t>(count / (8 * threads), 1, 8);
   ParallelFor(pool, (count + taken - 1) / taken, bytes, [&](int64_t part) {
     const int64_t end = std::min(count, (part + 1) * taken);
     for (int64_t index = part * taken; index < end; ++index) {
@@ -720,8 +722,9 @@ void AttendAll(ffi::ThreadPool& pool, const Heads& heads, const void* query,
   const int64_t per_head = heads.query_heads / heads.heads * heads.length;
   const int64_t parts = (per_head + kQueries - 1) / kQueries;
   const int64_t count = heads.batch * heads.heads * parts;
-  const int64_t bytes = count * size * std::min<int64_t>(kQueries, per_head);
-  ParallelFor(pool, count, bytes, [&](int64_t index) {
+  // Products, about as slow as bytes that are read.
+  const int64_t work = count * size * std::min<int64_t>(kQueries, per_head);
+  ParallelFor(pool, count, work, [&](int64_t index) {
     const int64_t head = index / parts, first = index % parts * kQueries;
     Queries queries;
     queries.count = std::min<int64_t>(kQueries, per_head - first);
@@ -769,6 +772,9 @@ ffi::Error WriteSlots(ffi::AnyBuffer slots, ffi::AnyBuffer entries,
                       ffi::Result<ffi::AnyBuffer> out) {
   const auto dims = slots.dimensions();
   const int64_t count = entries.dimensions()[2];
+  if (count > dims[2]) {
+    return ffi::Error::InvalidArgument("more entries than slots");
+  }
   const int64_t bytes = dims[3] * ffi::ByteWidth(slots.element_type());
   const char* from = static_cast<const char*>(entries.untyped_data());
   char* const to = static_cast<char*>(out->untyped_data());
