@@ -202,6 +202,11 @@ def take_rows(weight: Matrix, index: jax.Array) -> jax.Array:
   """Rows `[..., in]` float32 of a matrix `[out, in]`, for `index [...]`."""
   if isinstance(weight, PackedMatrix):
     return ops.take_rows(weight, index)
+  if index.size == 1 and not jax.sharding.get_abstract_mesh().empty:
+    # On a mesh XLA makes a slice of the lookup of a single row, and gathers the
+    # whole matrix for it, so there are two rows.
+    rows = take_rows(weight, jnp.broadcast_to(index.ravel(), 2))
+    return rows[0].reshape(*index.shape, -1)
   if isinstance(weight, Int8Matrix):
     return weight.values[index] * weight.scale[index][..., None]
   take = lambda weight, index: weight[index].astype(jnp.float32)
