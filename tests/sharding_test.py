@@ -1,5 +1,6 @@
 """Several devices: where tensors lie, and that tokens stay the same."""
 
+import contextlib
 import functools
 import json
 import os
@@ -20,6 +21,7 @@ import models
 from models.checkpoints import hub
 from models.compiled import programs
 from models.nn.adapter import as_model
+from models.nn.matmul import take_rows
 from models.nn.sharding import AXES
 from models.nn.sharding import draft_layout
 from models.nn.sharding import Layout
@@ -81,6 +83,20 @@ def test_each_of_eight_devices_has_an_eighth_of_a_model_of_70b():
   held = sum(map(bytes_on_device, leaves))
   assert ideal <= held < 1.001 * ideal
   assert model.spec.slot_shards == 8
+
+
+def test_the_lookup_of_one_row_on_a_mesh_is_of_two():
+  """Or XLA makes it a slice, for which a GPU gathers the whole matrix."""
+  matrix, index = jnp.arange(64.0).reshape(16, 4), jnp.array([3])
+  mesh = AbstractMesh((1, 8), AXES)
+  for context, result in (
+    (contextlib.nullcontext(), 'f32[1,4] = gather'),
+    (jax.sharding.use_abstract_mesh(mesh), 'f32[2,4] = gather'),
+  ):
+    with context:
+      traced = jax.make_jaxpr(take_rows)(matrix, index)
+    assert result in str(traced)
+    assert [one.shape for one in traced.out_avals] == [(1, 4)]
 
 
 def test_the_sizes_of_a_mesh_are_read():
