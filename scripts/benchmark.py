@@ -114,6 +114,7 @@ def _run(batch_size: int, prompts: list[str]):
       revision=options.REVISION.value,
       draft_dtype=options.DRAFT_DTYPE.value,
       llama_cpp=_LLAMA_CPP.value,
+      cpu_kernels=options.CPU_KERNELS.value == 'auto',
       mesh=options.mesh(),
       draft_mesh=options.DRAFT_MESH.value,
       drafting=options.draft_settings(plan),
@@ -160,9 +161,9 @@ def main() -> None:
       records[size] = results.record(dict(report.settings), report.figures)
       plots.draw(records[size], folder, file.stem)
   if _BATCH_SIZES.value:
+    print(benchmark.table_by_batch_size(reports))
     if folder is not None:
       plots.draw_batch_sizes(records, folder, path.stem)
-    print(benchmark.table_by_batch_size(reports))
 
 
 if __name__ == '__main__':

@@ -67,7 +67,7 @@ def _check_folder() -> None:
   """JAX would warn about every program that it cannot write."""
   folder = _COMPILATION_CACHE.value
   path = pathlib.Path(folder or 'none')
-  if folder != 'none' and path.exists() and not path.is_dir():
+  if folder not in (None, 'none') and path.exists() and not path.is_dir():
     raise ValueError(
       f'--compilation_cache={folder} is no folder; give one, or none'
     )

@@ -64,6 +64,15 @@ def main() -> None:
   except ValueError as error:
     raise ValueError(f'--{error}') from error
   mesh = options.mesh_sizes() or None
+  if ':' in _DEVICE.value and mesh is None:
+    raise ValueError(
+      f'--device={_DEVICE.value} is several devices; say how to use them, such'
+      ' as --mesh=model:8'
+    )
+  if unknown := [one for one in _METHODS.value if one not in programs.METHODS]:
+    raise ValueError(
+      f'--methods={unknown[0]}: choose from {", ".join(programs.METHODS)}'
+    )
   if _OUTPUT.value:
     prepare_output(_OUTPUT.value)
   workload = programs.Workload(

@@ -3,7 +3,8 @@
 python scripts/cost_model.py
 python scripts/cost_model.py --target=llama-3-8b --draft=none --hardware=v6e \
   --devices=4 --acceptance=0.7 --out=/tmp/cost_model
-python scripts/cost_model.py --target=FOLDER --hardware=this
+python scripts/cost_model.py --target=FOLDER --draft=none --hardware=this \
+  --devices=1
 
 Nothing is run. The tables are explained in docs/cost_model.md, the pictures are
 in colab/05_when_it_pays.ipynb.

@@ -62,8 +62,8 @@ _NUM_SAMPLES = 32  # Prompts, for making a plan.
 _SAMPLING = ('temperature', 'top_k', 'top_p', 'min_p')
 _KEYS = ('prompt', 'messages', 'id', 'max_new_tokens', 'seed', *_SAMPLING)
 
-# They change no token of a prompt.
-_FREE = ('batch_size', 'context', 'reading', 'in_order', 'plan_seconds')
+# They change no token of a prompt, and refuse none.
+_FREE = ('batch_size', 'reading', 'in_order', 'plan_seconds')
 
 
 def _parse(line: str) -> tuple[dict[str, Any], Any]:
@@ -89,10 +89,11 @@ def _job(line: str, index: int) -> tuple[Any, Any, str | None]:
     record, sampling = _parse(line)
   except (TypeError, ValueError, RecursionError) as error:
     return Job(prompt=''), index, f'line {index + 1}: {error}'
+  seed = record.get('seed')
   job = Job(
     prompt=record['prompt'] if 'prompt' in record else record['messages'],
     max_new_tokens=record.get('max_new_tokens'),
-    seed=record.get('seed', options.SEED.value + index),
+    seed=options.SEED.value + index if seed is None else seed,
     sampling=sampling,
   )
   return job, record.get('id', index), None

@@ -103,25 +103,24 @@ def main() -> None:
       **options.decoding(),
     )
     for found in tqdm.tqdm(many, desc=method, total=len(todo)):
-      if found.result is None or found.error:
-        raise ValueError(f'{todo[found.index].task_id}: {found.error}')
       # Since the one before ended; their sum is that of all tasks.
       seconds, problem = time.perf_counter() - start, todo[found.index]
-      completion = completions.cut(found.result.text[0])
-      results.add(
-        {
-          'task_id': problem.task_id,
-          'method': method,
+      row = {'task_id': problem.task_id, 'method': method}
+      row |= {'seconds': round(seconds, 3)}
+      if found.result is None or found.error:
+        row |= {'tokens': [], 'completion': '', 'result': found.error}
+      else:
+        completion = completions.cut(found.result.text[0])
+        row |= {
           'tokens': found.result.tokens[0],
           'completion': completion,
-          'seconds': round(seconds, 3),
           'result': completions.run_tests(
             problem, completion, seconds=_TEST_SECONDS.value
           ),
         }
-      )
+      results.add(row)
       start = time.perf_counter()
-  print(rows_to_table(completions.summary(results.rows, methods)))
+  print(rows_to_table(completions.summary(results.rows, methods, problems)))
 
 
 if __name__ == '__main__':

@@ -31,6 +31,7 @@ _OUTPUT = flags.DEFINE_string(
 
 
 def main() -> None:
+  from models.bench.record import prepare_output
   from models.text.plan import cache_path
   from models.tune.plan_lookup import table
   from models.tune.planner import make_plan
@@ -43,6 +44,13 @@ def main() -> None:
     raise ValueError(
       f'plans are for --verify=match, got {options.VERIFY.value}'
     )
+  if options.COORDINATOR.value is not None:
+    raise ValueError(
+      f'--coordinator={options.COORDINATOR.value}: hosts would decide by their'
+      ' own clocks; make the plan on one host'
+    )
+  if _OUTPUT.value:
+    prepare_output(_OUTPUT.value)
   prompts = options.read_prompts(options.PROMPT_FILE.value, _NUM_PROMPTS.value)
   setup = options.plan_setup(_BATCH_SIZE.value)
   context = setup.context()
@@ -60,9 +68,12 @@ def main() -> None:
     )
   except KeyboardInterrupt:
     sys.exit('tune.py: interrupted before any drafter was tried; no plan made')
-  path = pathlib.Path(_OUTPUT.value) if _OUTPUT.value else cache_path(context)
+  path = cache_path(context, options.draft_settings())
+  if _OUTPUT.value:
+    path = pathlib.Path(_OUTPUT.value)
+  print(f'{table(plan)}\n\n{plan.method}')
   plan.save(path)
-  print(f'{table(plan)}\n\n{plan.method}, written to {path}')
+  print(f'written to {path}')
 
 
 if __name__ == '__main__':

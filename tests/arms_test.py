@@ -82,6 +82,7 @@ def test_peers_come_in_the_dtypes_of_the_arms():
     assert sorted(added) == sorted(f'transformers{end}' for end in expected)
   added = peer_arms('llama.cpp', arms, has_draft=False, batch_size=1)
   assert [*map(str, added)] == ['llama.cpp:gguf', 'llama.cpp-lookup:gguf']
+  assert not peer_arms('llama.cpp', arms, has_draft=True, batch_size=2)
 
 
 def test_options_change_what_they_name_and_nothing_else():

@@ -217,9 +217,12 @@ def test_final_dtypes_are_those_of_a_folder(dtype, path, tmp_path):
 def test_tokenizer_and_ends(path):
   text = 'def add(a, b):\n  return a + b\n' * 9 + 'naïve 日本 \n\n  x'
   tokenizer = train_tokenizer([text], vocab_size=290, context=64)
+  tokenizer.add_special_tokens({'additional_special_tokens': ['<|im_end|>']})
   _write(path, 'vocabulary', tokenizer=tokenizer)
   pair = load_pair(str(path), None)
-  assert pair.eos_ids == (tokenizer.eos_token_id, 7)
+  # The keys, and a special token that llama.cpp knows by its text.
+  turn = tokenizer.convert_tokens_to_ids('<|im_end|>')
+  assert pair.eos_ids == (tokenizer.eos_token_id, 7, turn)
   assert pair.tokenizer.get_vocab() == tokenizer.get_vocab()
   assert pair.encode(text) == tokenizer(text)['input_ids']
   assert pair.decode(pair.encode(text)) == text

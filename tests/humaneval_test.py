@@ -29,6 +29,7 @@ _PROBLEM = Problem(
     ('  import os\n  os._exit(0)', 'ended with status 0'),
     ('  return 2 * x if bytearray(1 << 33) else 0', 'MemoryError'),
     ('  import socket\n  socket.socket()', 'OSError: there is no network'),
+    ('  print("a" * (1 << 21), flush=True)', 'OSError.*File too large'),
     ('  open("f", "w").write("a" * (1 << 21))', 'OSError.*File too large'),
   ],
 )
@@ -63,8 +64,10 @@ def test_the_summary_compares_methods():
   rows = [
     row | {'method': 'plain', 'tokens': [1, 2], 'result': 'passed'},
     row | {'method': 'staged', 'tokens': [1, 3], 'result': 'AssertionError'},
+    # Of a run with more tasks.
+    row | {'task_id': 'T/1', 'method': 'plain', 'tokens': [], 'result': 'x'},
   ]
-  plain, staged = completions.summary(rows, ['plain', 'staged'])
+  plain, staged = completions.summary(rows, ['plain', 'staged'], [_PROBLEM])
   assert (plain['pass@1'], plain['other tokens']) == (1.0, 0)
   assert (staged['pass@1'], staged['other tokens']) == (0.0, 1)
 

@@ -54,7 +54,7 @@ def test_auto_makes_a_plan_once(monkeypatch):
   monkeypatch.setattr(plan_lookup, 'make_plan', make_plan)
   first, lines = _find('auto')
   assert any('making it' in line for line in lines)
-  path = cache_path(first.context)
+  path = cache_path(first.context, DraftSettings())
   assert path.exists()
   again, lines = _find('auto', prompts=None)  # nobody asks for them
   assert (again, lines) == (first, [f'lookup, from {path}'])
@@ -62,6 +62,18 @@ def test_auto_makes_a_plan_once(monkeypatch):
   other, _ = _find('auto', batch_size=2)
   assert other.context.batch_size == 2
   assert made == [(['import '], size, 32) for size in (1, 2)]
+  # So are other settings that all candidates share.
+  fewer = with_options(DraftSettings(), {'inner': 'lookup'})
+  assert cache_path(first.context, fewer) != path
+
+
+def test_a_plan_that_cannot_be_saved_is_used(monkeypatch, tmp_path):
+  make = lambda pair, prompts, *, context, **options: _plan(context)
+  monkeypatch.setattr(plan_lookup, 'make_plan', make)
+  (tmp_path / 'cache').write_text('no folder')
+  plan, lines = _find('auto')
+  assert plan.method == 'lookup'
+  assert 'warning: the plan is not saved' in lines[-1]
 
 
 def test_a_plan_from_elsewhere_is_warned_of_or_refused(tmp_path):

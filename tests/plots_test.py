@@ -68,6 +68,7 @@ def test_lines_go_through_the_records_of_all_batch_sizes(monkeypatch, tmp_path):
     )
     for size in (1, 4)
   }
+  records[1]['arms']['peer:float32'] = _arm(5.0, 0.5)  # One row at a time.
   file = plots.draw_batch_sizes(records, tmp_path, 'folder/result.json')
   assert file.name == 'result_batch_sizes.png'
   [(figure, saved)] = drawn
@@ -75,8 +76,8 @@ def test_lines_go_through_the_records_of_all_batch_sizes(monkeypatch, tmp_path):
   rates, speeds = (
     [list(line.get_ydata()) for line in axes.lines] for axes in figure.axes
   )
-  assert rates == [[10, 40], [30, 30]]
-  assert speeds == [[1, 1], [1, 1], [3, 0.75], [2, 0.5]]
+  assert rates == [[10, 40], [30, 30], [5]]
+  assert speeds == [[1, 1], [1, 1], [3, 0.75], [2, 0.5], [0.5]]
   assert 'batch' not in figure.get_suptitle()
 
 

@@ -142,10 +142,12 @@ def peer_arms(
   """The possible arms of one of `PEERS` that are not in `arms`.
 
   Those of transformers are in the dtypes of `arms`. Speculation with a draft
-  model needs a draft, and as prompt lookup a batch size of 1.
+  model needs a draft, and as prompt lookup a batch size of 1, as all of
+  llama.cpp does.
   """
   methods = [name for name in PEER_METHODS if name.startswith(peer)]
-  possible = (True, has_draft and batch_size == 1, batch_size == 1)
+  alone = batch_size == 1
+  possible = (alone or peer != 'llama.cpp', has_draft and alone, alone)
   dtypes = {arm.dtype: None for arm in arms if arm.dtype in _PEER_DTYPES[peer]}
   peers = [
     ArmSpec(method, dtype)
@@ -160,7 +162,7 @@ class Task:
   """The decoding task that all arms share.
 
   Target, draft (None if no arm needs it), revision, `draft_dtype` (None: by the
-  dtype of the arm), `mesh` and `draft_mesh` are those of
+  dtype of the arm), `cpu_kernels`, `mesh` and `draft_mesh` are those of
   `models.text.pair.load_pair`; `drafting` of
   `models.text.drafters.make_drafter`, but arms may differ from it; `sampling`,
   `max_new_tokens` and the entries `verify`, `children` and `break_even` of
@@ -175,6 +177,7 @@ class Task:
   revision: str | None = None
   draft_dtype: str | None = None
   llama_cpp: str | None = None
+  cpu_kernels: bool = True
   mesh: Mesh | None = None
   draft_mesh: str = 'auto'
   verification: Mapping[str, Any] = dataclasses.field(default_factory=dict)

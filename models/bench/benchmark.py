@@ -279,6 +279,7 @@ def _load(
       dtype=dtype,
       draft_dtype=task.draft_dtype,
       revision=task.revision,
+      cpu_kernels=task.cpu_kernels,
       mesh=task.mesh,
       draft_mesh=task.draft_mesh,
     )
@@ -354,6 +355,13 @@ def run(
     batch_size=task.batch_size,
     bucket=prompt_bucket,
   )
+  context = min(pair.target.spec.max_positions for pair in pairs.values())
+  longest = max(len(prompt) for batch in batches for prompt in batch)
+  if longest + limit > context:
+    raise ValueError(
+      f'--max_new_tokens={limit} and the longest prompt, {longest} tokens,'
+      f' exceed the context of the target, {context} tokens'
+    )
   limits = machine.MachineLimits(list(pairs))
   results, compile_seconds, beyond = _decode(
     ready, batches, limits, limit, max_seconds

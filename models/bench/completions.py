@@ -108,35 +108,45 @@ def run_tests(
   word = secrets.token_hex()
   limits = [str(int(seconds) + 1), str(megabytes << 20), str(1 << 20)]
   with tempfile.TemporaryDirectory() as folder:
+    # The limit of a file's size holds for what is printed, too.
+    out, errors = (pathlib.Path(folder) / name for name in ('out', 'errors'))
     try:
-      child = subprocess.run(
-        [sys.executable, '-I', '-c', _RUNNER, *limits],
-        input=f'{word}\n{program}',
-        cwd=folder,
-        env={'HOME': folder, 'OPENBLAS_NUM_THREADS': '1'},
-        capture_output=True,
-        text=True,
-        errors='replace',
-        timeout=seconds,
-        check=False,
-      )
+      with out.open('wb') as stdout, errors.open('wb') as stderr:
+        child = subprocess.run(
+          [sys.executable, '-I', '-c', _RUNNER, *limits],
+          input=f'{word}\n{program}'.encode(errors='replace'),
+          cwd=folder,
+          env={'HOME': folder, 'OPENBLAS_NUM_THREADS': '1'},
+          stdout=stdout,
+          stderr=stderr,
+          timeout=seconds,
+          check=False,
+        )
     except subprocess.TimeoutExpired:
       return 'timed out'
-  if child.returncode == 0 and child.stdout.rstrip().endswith(word):
+    printed = out.read_text(errors='replace')
+    lines = errors.read_text(errors='replace').strip().splitlines()
+  if child.returncode == 0 and printed.rstrip().endswith(word):
     return 'passed'
-  lines = child.stderr.strip().splitlines()
   return lines[-1] if lines else f'ended with status {child.returncode}'
 
 
 def summary(
-  rows: Sequence[dict[str, Any]], methods: Sequence[str]
+  rows: Sequence[dict[str, Any]],
+  methods: Sequence[str],
+  problems: Sequence[Problem],
 ) -> list[dict[str, Any]]:
   """A row per method: tasks, pass@1, and tasks whose tokens differ.
 
   They are compared with those of the first method.
   """
+  wanted = {one.task_id for one in problems}
   by_method: dict[str, dict[str, dict[str, Any]]] = {
-    method: {row['task_id']: row for row in rows if row['method'] == method}
+    method: {
+      row['task_id']: row
+      for row in rows
+      if row['method'] == method and row['task_id'] in wanted
+    }
     for method in methods
   }
   first = by_method[methods[0]]

@@ -166,7 +166,8 @@ def check_tokens(
   """
   options |= {'sampling': sampling}
   plain = dataclasses.replace(generator, drafter=specdec.PLAIN)
-  ids, expected, _ = _decode(plain, prompts, seed, 1, 'plain', **options)
+  own = options | {'children': None}  # Nothing is drafted.
+  ids, expected, _ = _decode(plain, prompts, seed, 1, 'plain', **own)
   checks = []
   for size in batch_sizes:
     title = f'batch {size}'
@@ -355,6 +356,10 @@ def measure(
   if pair.draft is None:
     raise ValueError('acceptance needs a draft; give --draft')
   scorer = specdec.LanguageModelScorer(pair.draft)
+  if len(prompts) < batch_size:
+    raise ValueError(
+      f'--batch_size={batch_size} needs as many prompts, got {len(prompts)}'
+    )
   starts = range(0, len(prompts) - batch_size + 1, batch_size)
 
   def decode(topology: Topology, rule: Rule) -> Iterable[TextGeneration]:

@@ -73,14 +73,16 @@ def draw_batch_sizes(
   On the left the tokens per second of each arm, all rows together, on the right
   its speed over the first arm, measured and as `models.bench.predict` says.
   """
-  first = next(iter(records.values()))
+  # The one with the most arms: peers have fewer with many rows.
+  first = max(records.values(), key=lambda record: len(record['arms']))
   title = 'Speed by the number of rows'
   figure = _figure(first, 8, 3.4, title, with_batch=False)
   rates, speeds = figure.subplots(1, 2)
-  sizes = list(records)
   for arm, (color, marker) in _styles(first).items():
-    values = lambda key, arm=arm: [
-      record['arms'][arm].get(key) for record in records.values()
+    own = {n: one for n, one in records.items() if arm in one['arms']}
+    sizes = list(own)
+    values = lambda key, arm=arm, own=own: [
+      record['arms'][arm].get(key) for record in own.values()
     ]
     style = {'color': color, 'marker': marker, 'ms': 4, 'lw': 1.2}
     label = _label(arm, first)
@@ -94,7 +96,7 @@ def draw_batch_sizes(
   rates.legend(fontsize=7, frameon=False)
   for axes in (rates, speeds):
     axes.set_xscale('log', base=2)
-    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.set_xticks(list(records), [str(size) for size in records])
     axes.set_xlabel('rows decoded at once')
     axes.set_ylim(bottom=0)
     _finish(axes)

@@ -163,6 +163,8 @@ def _rope_parameters(metadata: Mapping[str, Any], header: Header) -> dict:
       ' supported'
     )
   if kind == 'linear':
+    if 'rope.scaling.factor' not in metadata:
+      raise ValueError('rope.scaling.type=linear needs rope.scaling.factor')
     parameters |= {
       'rope_type': 'linear',
       'factor': metadata['rope.scaling.factor'],
@@ -239,6 +241,10 @@ def config_keys(path: pathlib.Path) -> dict[str, Any]:
   optional |= {key for key in keys if key.startswith('expert_')}
   if missing := sorted(keys.keys() - metadata.keys() - optional):
     raise ValueError(f'{path} lacks the key {name}.{missing[0]}')
+  if lists := [key for key in keys if isinstance(metadata.get(key), list)]:
+    raise ValueError(
+      f'{path}: {name}.{lists[0]} differs between layers; this is not supported'
+    )
   if 'token_embd.weight' not in header.tensors:
     raise ValueError(f'{path} lacks the tensor token_embd.weight')
   raw = {keys[key]: metadata[key] for key in keys if key in metadata} | {
@@ -415,6 +421,16 @@ _SPECIAL = {
   'pad_token': 'padding_token_id',
 }
 _UNUSED = 5  # Type of tokens that only fill the vocabulary up.
+_CONTROL = 3  # Type of special tokens.
+# As in llama.cpp (src/llama-vocab.cpp): special tokens that end a text or a
+# turn, and pre-tokenizers of vocabularies whose texts begin with the BOS token.
+_ENDS = {
+  *('<|eot_id|>', '<|im_end|>', '<|end|>', '<|endoftext|>', '<|end_of_text|>'),
+  *('<|eom_id|>', '<end_of_turn>', '<EOT>', '_<EOT>', '< EOT >'),
+}
+_WITH_BOS = {
+  *('llama3', 'llama-v3', 'llama-bpe', 'falcon3', 'pixtral', 'tekken'),
+}
 
 
 def load_tokenizer(
@@ -438,9 +454,8 @@ def load_tokenizer(
     return None
   words = found['tokens']
   kinds = found.get('token_type') or [1] * len(words)
-  special = {
-    name: words[found[key]] for name, key in _SPECIAL.items() if key in found
-  }
+  # What llama.cpp does where a file does not say.
+  begins = found.get('model') == 'llama' or found.get('pre') in _WITH_BOS
   used = len(words)
   while used and kinds[used - 1] == _UNUSED:
     used -= 1
@@ -451,13 +466,15 @@ def load_tokenizer(
     'token_type': kinds[:used],
   }
   try:
+    special = {
+      name: words[found[key]] for name, key in _SPECIAL.items() if key in found
+    }
     backend, _ = convert_gguf_tokenizer(_architecture(path, header), described)
-  except (KeyError, TypeError, ValueError) as error:
+  except (LookupError, TypeError, ValueError) as error:
     raise ValueError(f'{path} has no usable tokenizer: {error}') from error
   return transformers.PreTrainedTokenizerFast(
     tokenizer_object=backend,
-    # llama.cpp adds it for SentencePiece vocabularies that do not say.
-    add_bos_token=found.get('add_bos_token', found.get('model') == 'llama'),
+    add_bos_token=found.get('add_bos_token', begins),
     add_eos_token=found.get('add_eos_token', False),
     chat_template=header.metadata.get('tokenizer.chat_template'),
     **special,
@@ -465,10 +482,22 @@ def load_tokenizer(
 
 
 def eos_ids(path: pathlib.Path) -> list[int]:
-  """Tokens that end a text or a turn of a conversation."""
+  """Tokens that end a text or a turn of a conversation.
+
+  As for llama.cpp these are also special tokens with one of some texts, because
+  many files have but one key.
+  """
   metadata = read_header(path).metadata
   keys = (f'tokenizer.ggml.{kind}_token_id' for kind in ('eos', 'eot', 'eom'))
-  return list(dict.fromkeys(metadata[key] for key in keys if key in metadata))
+  words = metadata.get('tokenizer.ggml.tokens', ())
+  kinds = metadata.get('tokenizer.ggml.token_type', ())
+  ends = [
+    token
+    for token, (word, kind) in enumerate(zip(words, kinds, strict=False))
+    if kind == _CONTROL and word in _ENDS
+  ]
+  stated = [metadata[key] for key in keys if key in metadata]
+  return list(dict.fromkeys(stated + ends))
 
 
 def stored_dtypes(path: pathlib.Path) -> list[str]:

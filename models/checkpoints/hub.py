@@ -51,7 +51,8 @@ _FLOATS = {
   'BF16': 'bfloat16',
   'F64': 'float64',
 }
-_HUB_FILES = ('*.json', '*.safetensors', '*.txt', '*.model')
+_HUB_FILES = ('*.json', '*.jinja', '*.safetensors', '*.txt', '*.model')
+_NO_HUB_FILES = ('consolidated*',)  # The weights once more, in one file.
 
 
 def locate(
@@ -85,7 +86,10 @@ def locate(
     raise ValueError(f'there is no folder {name}')
   try:
     fetched = huggingface_hub.snapshot_download(
-      name, revision=revision, allow_patterns=list(_HUB_FILES)
+      name,
+      revision=revision,
+      allow_patterns=list(_HUB_FILES),
+      ignore_patterns=list(_NO_HUB_FILES),
     )
   except (
     huggingface_hub.errors.HFValidationError,

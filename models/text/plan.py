@@ -242,9 +242,15 @@ def model_digests(
   }
 
 
-def cache_path(context: Context) -> pathlib.Path:
-  """The file of the plan for a context, in the user's cache folder."""
+def cache_path(
+  context: Context, drafting: DraftSettings = DraftSettings()
+) -> pathlib.Path:
+  """The file of the plan for a context, in the user's cache folder.
+
+  `drafting` are the settings that all candidates of the plan share.
+  """
   record = dataclasses.asdict(context) | {'schema': SCHEMA}
+  record |= {'drafting': repr(drafting)}
   text = json.dumps(record, sort_keys=True)
   name = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
   return user_cache.folder('plans') / f'{name}.json'

@@ -213,7 +213,8 @@ def build(
   shards, sources = [], {}
   if corpus is not None:
     record = dataclasses.asdict(corpus)
-    write_once(workdir / 'corpus.json', record | {'tokenizer': draft})
+    vocabulary = vocabulary_digest(tokenizer)
+    write_once(workdir / 'corpus.json', record | {'tokenizer': vocabulary})
     path = workdir / 'corpus.npy'
     tokens = corpus.kept_tokens(path, tokenizer, held_out=False)
     shards.append(path)

@@ -127,7 +127,9 @@ def find_plan(
     ValueError: the plan cannot be read or is for other models.
   """
   context = setup.context()
-  path = cache_path(context) if name == 'auto' else pathlib.Path(name)
+  path = pathlib.Path(name)
+  if name == 'auto':
+    path = cache_path(context, options['drafting'])
   if name != 'auto' or path.exists():
     plan = load_plan(path)
     plan.check_models(context.models)
@@ -142,8 +144,11 @@ def find_plan(
   )
   options |= {'sampling': setup.sampling, 'context': context}
   plan = make_plan(setup.load(), prompts(), report=report, **options)
-  plan.save(path)
-  report(f'{plan.method}, saved as {path}')
+  try:
+    plan.save(path)
+    report(f'{plan.method}, saved as {path}')
+  except OSError as error:
+    report(f'{plan.method}; warning: the plan is not saved: {error}')
   return plan
 
 

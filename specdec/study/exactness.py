@@ -115,27 +115,37 @@ def transform(
 
 
 def _chi_square(values: np.ndarray, bins: int) -> float:
-  """The p-value of integers below `bins` that should be uniform."""
+  """The statistic of integers below `bins` that should be uniform."""
   counts = np.bincount(values, minlength=bins)
   expected = counts.sum() / bins
-  statistic = ((counts - expected) ** 2 / expected).sum()
-  return float(jax.scipy.special.gammaincc((bins - 1) / 2, statistic / 2))
+  return ((counts - expected) ** 2 / expected).sum()
+
+
+def _p_value(statistic: float, freedom: int) -> float:
+  value = jax.scipy.special.gammaincc(freedom / 2, max(statistic, 0.0) / 2)
+  return float(value)
 
 
 def p_values(rows: Sequence[np.ndarray]) -> dict[str, float]:
   """P-values under the hypothesis that the tokens follow the target.
 
   Two chi-square tests per order: that u is uniform, and that it is independent
-  of the u before it. `rows` are from `transform`, some hundred tokens in all.
+  of the u before it. The pairs of the second overlap, so it is the serial test
+  of Good (1953): less the statistic of the first of each pair. `rows` are from
+  `transform`, some hundred tokens in all.
   """
   values = {}
   for column, order in enumerate(ORDERS[: rows[0].shape[1]]):
     scaled = [np.clip(row[:, column], 0, 1 - 1e-7) for row in rows]
     fine = (np.concatenate(scaled) * _BINS).astype(int)
-    values[f'uniform, {order}'] = _chi_square(fine, _BINS)
+    uniform = _p_value(_chi_square(fine, _BINS), _BINS - 1)
+    values[f'uniform, {order}'] = uniform
     coarse = [(row * _PAIR_BINS).astype(int) for row in scaled]
     pairs = np.concatenate([_PAIR_BINS * row[:-1] + row[1:] for row in coarse])
-    values[f'independent, {order}'] = _chi_square(pairs, _PAIR_BINS**2)
+    serial = _chi_square(pairs, _PAIR_BINS**2)
+    serial -= _chi_square(pairs // _PAIR_BINS, _PAIR_BINS)
+    freedom = _PAIR_BINS**2 - _PAIR_BINS
+    values[f'independent, {order}'] = _p_value(serial, freedom)
   return values
 
 
