@@ -103,6 +103,7 @@ def main(what: str) -> None:
   figures: dict = {}
   sizes = [int(size) for size in _LIST.value or _SIZES[what]]
   target, dtype = options.TARGET.value, options.dtype()
+  kernels = options.CPU_KERNELS.value == 'auto'
   if what in ('matmul', 'attention', 'kernels'):
     rows = getattr(measure, what)(sizes, _REPEATS.value)
   elif what == 'forward':
@@ -112,12 +113,11 @@ def main(what: str) -> None:
       _REPEATS.value,
       dtype=dtype,
       context=_CONTEXT.value,
+      cpu_kernels=kernels,
       peer=_PEER.value,
     )
   elif what == 'memory':
-    rows = measure.memory(
-      target, dtype=dtype, cpu_kernels=options.CPU_KERNELS.value == 'auto'
-    )
+    rows = measure.memory(target, dtype=dtype, cpu_kernels=kernels)
   elif what == 'loss':
     rows = _loss(sizes)
   else:

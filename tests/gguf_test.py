@@ -28,6 +28,7 @@ from models.nn.rope import YarnScaling
 from models.text.pair import load_pair
 from models.training.tokenizer import train_tokenizer
 
+_BOS = 9
 _LLAMA3 = Llama3Scaling(
   factor=8.0,
   low_freq_factor=1.0,
@@ -120,7 +121,7 @@ def _random_q4_k(rng, shape):
   return blocks.reshape(*shape[:-1], -1)
 
 
-def _write(path, name, kind=Kind.F32, *, change=None, tokenizer=None):
+def _write(path, name, kind=Kind.F32, *, change=None, tokenizer=None, pre=None):
   """Writes a model of `_CONFIGS`; returns the tensors, rounded as in the file.
 
   The name begins with the architecture, and `kind` is that of the matrices; the
@@ -131,7 +132,7 @@ def _write(path, name, kind=Kind.F32, *, change=None, tokenizer=None):
   writer = gguf.GGUFWriter(path, arch)
   _metadata(writer, config, arch)
   if tokenizer is not None:
-    _add_tokenizer(writer, tokenizer)
+    _add_tokenizer(writer, tokenizer, pre)
   rng = np.random.default_rng(0)
   # Hardly two numbers are equal.
   graph, shapes = hub.flat_params(hub.shape_module(config, jnp.float32))
@@ -161,12 +162,14 @@ def _write(path, name, kind=Kind.F32, *, change=None, tokenizer=None):
   return expected
 
 
-def _add_tokenizer(writer, tokenizer):
+def _add_tokenizer(writer, tokenizer, pre):
   words = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
   merges = json.loads(tokenizer.backend_tokenizer.to_str())['model']['merges']
   filling = [f'[PAD{index}]' for index in range(3)]
   writer.add_tokenizer_model('gpt2')
-  writer.add_tokenizer_pre('gpt-2')
+  writer.add_tokenizer_pre(pre or 'gpt-2')
+  if pre:
+    writer.add_bos_token_id(_BOS)
   writer.add_token_list([*words, *filling])
   special = {*tokenizer.all_special_tokens}
   kinds = [3 if word in special else 1 for word in words]
@@ -227,6 +230,20 @@ def test_tokenizer_and_ends(path):
   assert pair.encode(text) == tokenizer(text)['input_ids']
   assert pair.decode(pair.encode(text)) == text
   assert pair.tokenizer.chat_template == '{{ messages }}'
+
+
+@pytest.mark.parametrize(
+  ('pre', 'begins'), [('llama-bpe', True), ('gpt-2', False)]
+)
+def test_texts_begin_as_for_llama_cpp_where_a_file_does_not_say(
+  pre, begins, path
+):
+  text = 'def add(a, b):\n  return a + b\n' * 9
+  tokenizer = train_tokenizer([text], vocab_size=290, context=64)
+  _write(path, 'vocabulary', tokenizer=tokenizer, pre=pre)
+  ids = load_pair(str(path), None).encode(text)
+  assert len(ids) > 1
+  assert (ids[0] == _BOS) == (pre == 'llama-bpe')
 
 
 _with = lambda key, array: lambda all_: all_ | {key: (array, Kind.F32)}

@@ -179,9 +179,11 @@ def kernels(num_rows: Sequence[int], repeats: int) -> list[Row]:
 _STEPS = 4  # forwards per measurement
 
 
-def _our_forwards(name, dtype, widths, context) -> Callable[[], Mapping]:
+def _our_forwards(
+  name, dtype, widths, context, cpu_kernels
+) -> Callable[[], Mapping]:
   """A function that measures V(N) for every N."""
-  target = load_pair(name, None, dtype=dtype).target
+  target = load_pair(name, None, dtype=dtype, cpu_kernels=cpu_kernels).target
   return lambda: (
     measure_step_costs(
       target,
@@ -226,6 +228,7 @@ def forward(
   *,
   dtype: str,
   context: int,
+  cpu_kernels: bool,
   peer: bool,
 ) -> list[Row]:
   """V(N) as median milliseconds by N, which are 1 and the `widths`.
@@ -239,7 +242,7 @@ def forward(
   widths = sorted({1, *widths})
   if widths[0] < 1:
     raise ValueError(f'--sizes={widths}: expected integers of at least 1')
-  arms = {'ms': _our_forwards(name, dtype, widths, context)}
+  arms = {'ms': _our_forwards(name, dtype, widths, context, cpu_kernels)}
   if peer:
     arms['ms, transformers'] = _peer_forwards(name, dtype, widths, context)
   for arm in arms.values():
