@@ -232,12 +232,8 @@ def test_tokenizer_and_ends(path):
   assert pair.tokenizer.chat_template == '{{ messages }}'
 
 
-@pytest.mark.parametrize(
-  ('pre', 'begins'), [('llama-bpe', True), ('gpt-2', False)]
-)
-def test_texts_begin_as_for_llama_cpp_where_a_file_does_not_say(
-  pre, begins, path
-):
+@pytest.mark.parametrize('pre', ['llama-bpe', 'gpt-2'])
+def test_texts_begin_as_for_llama_cpp_where_a_file_does_not_say(pre, path):
   text = 'def add(a, b):\n  return a + b\n' * 9
   tokenizer = train_tokenizer([text], vocab_size=290, context=64)
   _write(path, 'vocabulary', tokenizer=tokenizer, pre=pre)
