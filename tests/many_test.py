@@ -16,6 +16,7 @@ from models.bench.resumable import ResumableRows
 import specdec
 
 _PROMPTS = ['import ', 'def f(x):\n  return', '', 'a' * 9000, [20, 30], 'x = 1']
+_PROMPTS += [[1.5, 2]]
 _OPTIONS = {'max_new_tokens': 9, 'stop': ['\n']}
 
 
@@ -52,16 +53,17 @@ def test_every_prompt_is_completed_as_alone(lm):
   many = lm.generate_many(prompts(), **options)
   assert not taken
   found = {completion.index: completion for completion in many}
-  assert sorted(found) == list(range(7))
+  assert sorted(found) == list(range(8))
   errors = {index: one.error for index, one in found.items() if one.error}
-  assert errors.keys() == {2, 3}
+  assert errors.keys() == {2, 3, 6}
+  assert 'must be a list of token ids, got [1.5, 2]' in errors[6]
   assert 'the prompt is empty' in errors[2]
   assert 'exceed the context of 128 tokens' in errors[3]
   for index in (0, 1, 4, 5):
     alone = _alone(lm, _PROMPTS[index], 5 + index, sampling=sampling)
     assert found[index].result == alone
   own = _alone(lm, 'import ', 0, sampling=sampling, max_new_tokens=3)
-  assert found[6].result == own
+  assert found[7].result == own
   assert many.num_steps > 0
 
 

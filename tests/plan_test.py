@@ -182,6 +182,14 @@ def test_a_model_of_the_hub_is_looked_up_once(monkeypatch):
     models.load('demo-draft', 'demo', plan=other)
 
 
+def test_a_plan_without_a_draft_model_loads_none():
+  digests = model_digests(*find_checkpoints('demo-draft', None))
+  context = dataclasses.replace(_CONTEXT, models=digests)
+  plan = _plan(method='lookup', drafting=DraftSettings(), context=context)
+  lm = models.load('demo-draft', '/no/such/draft', plan=plan)
+  assert lm.pair.draft is None
+
+
 def test_the_method_plan_is_what_the_plan_says():
   pair = load_pair('demo', None)
   made = make_drafter('plan', pair, DraftSettings(plan=_plan(method='lookup')))

@@ -521,7 +521,8 @@ def load(
   if plan is not None:
     plan = plan if isinstance(plan, Plan) else load_plan(plan)
     method, drafting = PLANNED, DraftSettings(plan=plan)
-  draft = None if method == 'plain' else draft
+  if method == 'plain' or (plan is not None and not plan.uses_draft):
+    draft = None
   checkpoints = find_checkpoints(target, draft, revision=revision)
   if plan is not None:
     plan.check_models(model_digests(*checkpoints))

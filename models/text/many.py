@@ -89,7 +89,9 @@ class ManyDecoding(Iterator[Completion]):
   def _ids(self, job: Job) -> list[int]:
     if len(job.prompt) == 0:  # Arrays have no truth value.
       raise ValueError('the prompt is empty; give at least one character')
-    return list(map(int, self._pair.ids_of([job.prompt])[0]))
+    ids = self._pair.ids_of([job.prompt])[0]
+    vocab_size = self._pair.target.spec.vocab_size
+    return checks.check_ids('the prompt', ids, vocab_size)
 
   def _context(self) -> int:
     """The size of the buffers: what a list of prompts needs, or the default."""

@@ -96,11 +96,16 @@ class Plan:
   context: Context
   candidates: tuple[dict[str, Any], ...] = ()
 
+  @property
+  def uses_draft(self) -> bool:
+    """Whether the method has a draft model."""
+    return self.method not in ('plain', *INNERS[1:])
+
   def check_models(self, models: Mapping[str, str | None]) -> None:
     """Raises ValueError if the digests of the models in use are others."""
     for name, digest in self.context.models.items():
-      if name == 'draft' and self.method in ('plain', *INNERS[1:]):
-        continue  # These methods do not use the draft.
+      if name == 'draft' and not self.uses_draft:
+        continue
       if models.get(name) != digest:
         raise ValueError(
           f'the plan was made for another {name} ({digest}, here'
