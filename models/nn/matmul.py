@@ -203,10 +203,20 @@ def take_rows(weight: Matrix, index: jax.Array) -> jax.Array:
   if isinstance(weight, PackedMatrix):
     return ops.take_rows(weight, index)
   if index.size == 1 and not jax.sharding.get_abstract_mesh().empty:
-    # On a mesh XLA makes a slice of the lookup of a single row, and gathers the
-    # whole matrix for it, so there are two rows.
-    rows = take_rows(weight, jnp.broadcast_to(index.ravel(), 2))
-    return rows[0].reshape(*index.shape, -1)
+    # The compiler for GPUs makes a slice of the lookup of a single row, for
+    # which it gathers a matrix that is divided among devices.
+    return lax.platform_dependent(
+      weight, index, cuda=_take_row_twice, default=_take_rows
+    )
+  return _take_rows(weight, index)
+
+
+def _take_row_twice(weight: Matrix, index: jax.Array) -> jax.Array:
+  rows = _take_rows(weight, jnp.broadcast_to(index.ravel(), 2))
+  return rows[0].reshape(*index.shape, -1)
+
+
+def _take_rows(weight: Matrix, index: jax.Array) -> jax.Array:
   if isinstance(weight, Int8Matrix):
     return weight.values[index] * weight.scale[index][..., None]
   take = lambda weight, index: weight[index].astype(jnp.float32)
