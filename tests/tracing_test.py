@@ -38,7 +38,7 @@ def _few(logits):
 
 @functools.cache
 def _arguments(shape):
-  """The arguments of a decode; with gaps in the tree it may take plain steps."""
+  """The arguments of a decode; if the tree has gaps, with a fallback."""
   guesses = tiny_drafters.exact(tiny.table(_VOCAB_SIZE, 2) + _TABLE)
   target, draft = (table_model(one, max_positions=96) for one in _TABLES)
   drafter = tiny_drafters.simple('staged', draft, guesses)
