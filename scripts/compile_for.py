@@ -86,6 +86,9 @@ def main() -> None:
     prompt_tokens=_PROMPT_TOKENS.value,
     max_new_tokens=options.MAX_NEW_TOKENS.value,
     drafting=options.draft_settings(),
+    sampling=options.sampling(),
+    verify=options.VERIFY.value,
+    children=options.CHILDREN.value,
   )
   reports = []
   for method in _METHODS.value:

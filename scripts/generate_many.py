@@ -8,7 +8,8 @@ conversation), and may have an `id`, `max_new_tokens`, `seed`, `temperature`,
 `top_k`, `top_p` and `min_p` of its own. A line is appended to the output when a
 prompt ends: `index` (of the line, from 0), `id`, `text`, `tokens`,
 `finish_reason`, `error` and `stats`. A run that was stopped or killed goes on
-where it was, with the same command. `-` is standard input or output.
+where it was, with the same command, if its prompts are in a file. `-` is
+standard input or output.
 """
 
 from collections.abc import Iterator
@@ -177,6 +178,12 @@ def main() -> None:
     )
   total = None if is_pipe else sum(1 for _ in _lines())
   output = _output(_OUTPUT.value)
+  if is_pipe and output.rows:
+    raise ValueError(
+      f'--output={_OUTPUT.value} has the results of an earlier run, whose'
+      ' prompts may have been others than those of standard input; give another'
+      ' --output, or the prompts as a file'
+    )
   indices = lambda: [row['index'] for row in output.rows]
   done = {*options.of_first_host(indices)}
   generator, tree_sizes = options.many(_METHOD, _samples, _BATCH_SIZE.value)

@@ -165,6 +165,8 @@ def test_what_is_no_program_is_refused():
     analyse('plain', none, DEVICES['v5e'])
   with pytest.raises(ValueError, match="'beam' is not known"):
     compile_program('beam', Workload(), DEVICES['v5e'])
+  with pytest.raises(ValueError, match='verify=block is for chains'):
+    compile_program('tree', Workload(verify='block'), DEVICES['cpu'])
 
 
 def test_the_drafts_of_forty_million_have_as_many_parameters():

@@ -36,9 +36,6 @@ from models.nn.llama import LlamaConfig
 from models.text.settings import DraftSettings
 from models.text.settings import parse_topology
 import specdec
-from specdec.verify.block import BlockRule
-from specdec.verify.match import MatchRule
-from specdec.verify.rejection import RejectionRule
 
 _LIMITS = pathlib.Path(__file__).parent / 'golden' / 'counted_work.json'
 _WORKLOAD = Workload(prompt_tokens=64, max_new_tokens=64)
@@ -148,27 +145,28 @@ _VOCABULARY = {
     ('0.5b', 896, 64, 4864),
   )
 }
-_DRAWN = RejectionRule('without_replacement')
 
 
 @pytest.mark.parametrize(
-  ('method', 'topology', 'rule', 'megabytes'),
+  ('method', 'topology', 'verify', 'megabytes'),
   [
-    ('plain', None, MatchRule(), 64),
-    ('tree', 'k_ary:2x5', _DRAWN, 128),
-    _long('tree', None, RejectionRule(), 128),
-    _long('chain', None, _DRAWN, 64),
-    _long('chain', None, BlockRule(_DRAWN.children), 64),
-    _long('staged', None, MatchRule(), 256),
+    ('plain', None, 'match', 64),
+    ('tree', 'k_ary:2x5', 'rejection', 128),
+    _long('tree', None, 'rejection', 128),
+    _long('chain', None, 'rejection', 64),
+    _long('chain', None, 'block', 64),
+    _long('staged', None, 'match', 256),
   ],
 )
 @pytest.mark.parametrize('device', ['cpu', _long('v5e')])
 def test_memory_with_a_large_vocabulary(
-  device, method, topology, rule, megabytes
+  device, method, topology, verify, megabytes
 ):
   """No method holds a float32 embedding (545 MB) beside weights and caches."""
   drafting = DraftSettings(topology=topology and parse_topology(topology))
-  workload = Workload(target='1.5b', draft='0.5b', drafting=drafting, rule=rule)
+  workload = Workload(
+    target='1.5b', draft='0.5b', drafting=drafting, verify=verify
+  )
   with mock.patch.dict(programs.SHAPES, _VOCABULARY):
     compiled = _compile(method, workload, DEVICES[device])
   assert compiled.temporary_bytes < megabytes * 1e6

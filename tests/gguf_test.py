@@ -232,14 +232,20 @@ def test_tokenizer_and_ends(path):
   assert pair.tokenizer.chat_template == '{{ messages }}'
 
 
-@pytest.mark.parametrize('pre', ['llama-bpe', 'gpt-2'])
-def test_texts_begin_as_for_llama_cpp_where_a_file_does_not_say(pre, path):
-  text = 'def add(a, b):\n  return a + b\n' * 9
+@pytest.mark.parametrize('pre', ['llama-bpe', 'gpt-2', 'smollm', 'other'])
+def test_texts_begin_and_are_split_as_for_llama_cpp(pre, path, caplog):
+  text = 'def add12(a, b):\n  return a + b\n' * 9
   tokenizer = train_tokenizer([text], vocab_size=290, context=64)
   _write(path, 'vocabulary', tokenizer=tokenizer, pre=pre)
-  ids = load_pair(str(path), None).encode(text)
+  pair = load_pair(str(path), None)
+  ids = pair.encode(text)
   assert len(ids) > 1
+  # The file does not say whether texts begin with a token.
   assert (ids[0] == _BOS) == (pre == 'llama-bpe')
+  digits_apart = not any('12' in pair.decode([token]) for token in ids)
+  assert digits_apart == (pre == 'smollm')
+  warned = "the pre-tokenizer 'other' is not known" in caplog.text
+  assert warned == (pre == 'other')
 
 
 _with = lambda key, array: lambda all_: all_ | {key: (array, Kind.F32)}

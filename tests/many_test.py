@@ -168,6 +168,10 @@ def test_the_script_completes_a_file_and_goes_on_where_it_was(
   assert ended.code == 0, ended
   assert list(_rows(ended.output)) == list(range(9))
   assert _rows(ended.output) == rows
+  monkeypatch.setattr('sys.stdin', io.StringIO('{"prompt": "x"}'))
+  arguments = _arguments('-', tmp_path / 'piped.jsonl')
+  assert run(*arguments).code == 0
+  assert 'others than those of standard input' in refusal(*arguments)
   source.write_text(source.read_text() + '{"prompt": "x"}\n')
   assert 'settings (prompts_sha256)' in refusal(*_arguments(source, output))
 

@@ -13,7 +13,9 @@ import pathlib
 import re
 from typing import Any
 
+from absl import logging
 import numpy as np
+from tokenizers import pre_tokenizers
 import transformers
 
 from models.checkpoints.gguf_header import Header
@@ -431,6 +433,10 @@ _ENDS = {
 _WITH_BOS = {
   *('llama3', 'llama-v3', 'llama-bpe', 'falcon3', 'pixtral', 'tekken'),
 }
+# Pre-tokenizers that split a text into words as GPT-2 does, and those that
+# also split numbers into digits.
+_AS_GPT2 = {'gpt-2', 'phi-2', 'mpt', 'olmo', 'jais', 'mellum'}
+_DIGITS_APART = {'smollm', 'starcoder', 'refact', 'command-r', 'codeshell'}
 
 
 def load_tokenizer(
@@ -438,10 +444,14 @@ def load_tokenizer(
 ) -> transformers.PreTrainedTokenizerBase | None:
   """The tokenizer that the metadata describes, or None if there is none.
 
+  If it is not known how a text is split into words, it is split as for GPT-2,
+  and a warning says so.
+
   Raises:
     ValueError: transformers cannot build it.
   """
   from transformers.integrations.gguf import convert_gguf_tokenizer
+  from transformers.integrations.gguf import gguf_tokenizer_mapping
 
   header = read_header(path)
   prefix = 'tokenizer.ggml.'
@@ -472,6 +482,22 @@ def load_tokenizer(
     backend, _ = convert_gguf_tokenizer(_architecture(path, header), described)
   except (LookupError, TypeError, ValueError) as error:
     raise ValueError(f'{path} has no usable tokenizer: {error}') from error
+  pre = found.get('pre')
+  known = {*_AS_GPT2, *gguf_tokenizer_mapping.GGUF_PRE_TOKENIZER_SPLITS}
+  if pre in _DIGITS_APART:
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+      [
+        pre_tokenizers.Digits(individual_digits=True),
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+      ]
+    )
+  elif found.get('model') == 'gpt2' and pre not in known:
+    logging.warning(
+      '%s: the pre-tokenizer %r is not known; texts are split into words as for'
+      ' GPT-2, so prompts may get other tokens than the model was trained with;'
+      ' the safetensors files of the model do not have this problem',
+      *(path.name, pre),
+    )
   return transformers.PreTrainedTokenizerFast(
     tokenizer_object=backend,
     add_bos_token=found.get('add_bos_token', begins),

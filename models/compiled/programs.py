@@ -35,6 +35,7 @@ from models.text.drafters import make_drafter
 from models.text.pair import Pair
 from models.text.settings import DraftSettings
 import specdec
+from specdec.checks import check_rule
 from specdec.checks import check_sampling
 from specdec.checks import row_keys
 from specdec.cost_model import HARDWARE
@@ -47,8 +48,6 @@ from specdec.memory import bytes_on_device
 from specdec.model import LanguageModel
 from specdec.ngram.table import load_table
 from specdec.step import DecodeState
-from specdec.verify.accept import Rule
-from specdec.verify.match import MatchRule
 from specdec.watchers import EndOfText
 
 METHODS = ('plain', 'chain', 'tree', 'staged')
@@ -271,7 +270,9 @@ class Workload:
   prompt_tokens: int = 256  # Slots for the prompt.
   max_new_tokens: int = 192  # Slots for the new tokens.
   drafting: DraftSettings = dataclasses.field(default_factory=DraftSettings)
-  rule: Rule = MatchRule()
+  sampling: specdec.Sampling = specdec.Sampling()
+  verify: str = 'match'
+  children: str | None = None  # See `specdec.checks.check_rule`.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -352,7 +353,7 @@ def _drafter(
   return drafter.replace(stages=(*outer, inner.replace(scorer=scorer)))
 
 
-def _request(workload: Workload) -> specdec.Request:
+def _request(workload: Workload, vocab_size: int) -> specdec.Request:
   rows = workload.batch_size
   return jax.eval_shape(
     lambda: specdec.Request(
@@ -360,7 +361,7 @@ def _request(workload: Workload) -> specdec.Request:
       prompt_length=jnp.ones(rows, jnp.int32),
       limit=jnp.ones(rows, jnp.int32),
       row_keys=row_keys(jax.random.key(0), rows),
-      sampling=check_sampling(specdec.Sampling(), rows, 2),
+      sampling=check_sampling(workload.sampling, rows, vocab_size),
       watchers=(EndOfText((0,)),),
     )
   )
@@ -450,7 +451,8 @@ def compile_program(
 
   Raises:
     ValueError: the method or a model is not known, the compiler is not
-      installed, or the mesh is not for so many devices.
+      installed, the mesh is not for so many devices, or the rule is not for
+      the method.
   """
   if method not in METHODS:
     raise ValueError(f'method {method!r} is not known; choose from {METHODS}')
@@ -459,9 +461,10 @@ def compile_program(
   devices = devices if mesh else devices[:1]
   target = _target(workload, layout)
   drafter = _drafter(method, workload, target, layout)
-  request = _request(workload)
+  request = _request(workload, target.spec.vocab_size)
   config = specdec.DecodeConfig(
-    max_new_tokens=workload.max_new_tokens, rule=workload.rule
+    max_new_tokens=workload.max_new_tokens,
+    rule=check_rule(workload.verify, workload.children, drafter),
   )
   state = jax.eval_shape(
     lambda *args: start(*args, config=config), target, drafter, request
