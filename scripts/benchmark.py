@@ -26,7 +26,8 @@ _ARMS = flags.DEFINE_string(
   'plain,chain,tree,staged',
   'separated by commas, each method, method:dtype or'
   ' method(option=value,...):dtype, the first is the baseline; methods:'
-  f' {METHODS}, the last ones without the draft, and transformers,'
+  f' {METHODS}, those from ngram on without the draft and plan as --plan says,'
+  ' and transformers,'
   ' transformers-assisted, transformers-lookup, llama.cpp, llama.cpp-draft,'
   ' llama.cpp-lookup; options: see the flags of the same names, a|b gives an'
   ' arm each; dtype: see --dtype',

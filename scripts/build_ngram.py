@@ -11,7 +11,9 @@ import command_line
 _FLAGS = flags.FLAGS
 
 flags.DEFINE_string(
-  'draft', 'demo', 'draft: demo (embedded), a model folder or a hub id'
+  'draft',
+  'demo',
+  'demo (embedded), a model folder, a GGUF file or a hub id',
 )
 flags.DEFINE_string(
   'workdir', None, 'folder that keeps the counted tokens', required=True

@@ -19,6 +19,8 @@ os.environ['JAX_PLATFORMS'] = 'cpu'
 
 import options
 
+flags.adopt_module_key_flags(options)  # Listed by --help.
+
 _DEVICE = flags.DEFINE_string(
   'device',
   'v5e',

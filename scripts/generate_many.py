@@ -3,16 +3,19 @@ r"""Continues all prompts of a file, some at a time, and writes a file.
 python scripts/generate_many.py --prompt_file=prompts.jsonl \
     --output=completions.jsonl --batch_size=8
 
-A line of the input is a JSON object with `prompt` or `messages` (a
-conversation), and may have an `id`, `max_new_tokens`, `seed`, `temperature`,
-`top_k`, `top_p` and `min_p` of its own. A line is appended to the output when a
-prompt ends: `index` (of the line, from 0), `id`, `text`, `tokens`,
-`finish_reason`, `error` and `stats`. A run that was stopped or killed goes on
-where it was, with the same command, if its prompts are in a file. `-` is
-standard input or output.
+A line of a file `*.jsonl` and of standard input is a JSON object with `prompt`
+or `messages` (a conversation), and may have an `id`, `max_new_tokens`, `seed`,
+`temperature`, `top_k`, `top_p` and `min_p` of its own. A line of another file
+is a prompt. A line is appended to the output when a prompt ends: `index` (of
+the prompt, from 0), `id`, `text`, `tokens`, `finish_reason`, `error` and
+`stats`, or `index`, `id` and `error` alone. A run that was stopped or killed
+goes on where it was, with the same command, if its prompts are in a file. `-`
+is standard input or output.
 """
 
 from collections.abc import Iterator
+import contextlib
+import itertools
 import json
 import pathlib
 import sys
@@ -71,6 +74,9 @@ def _parse(line: str) -> tuple[dict[str, Any], Any]:
   """A line of the input, and the `Sampling` of its own or None."""
   import specdec
 
+  name = options.PROMPT_FILE.value
+  if name != '-' and pathlib.Path(name).suffix != '.jsonl':
+    return {'prompt': line.rstrip('\n')}, None
   record = json.loads(line)
   if not isinstance(record, dict) or record.keys() - set(_KEYS):
     raise ValueError(f'expected a JSON object with keys of {", ".join(_KEYS)}')
@@ -82,14 +88,14 @@ def _parse(line: str) -> tuple[dict[str, Any], Any]:
   return record, specdec.Sampling(**vars(options.sampling()) | own)
 
 
-def _job(line: str, index: int) -> tuple[Any, Any, str | None]:
-  """The `models.Job` of a line, its id, and what is wrong with the line."""
+def _job(index: int, number: int, line: str) -> tuple[Any, Any, str | None]:
+  """The `models.Job` of a prompt, its id, and what is wrong with its line."""
   from models.text.many import Job
 
   try:
     record, sampling = _parse(line)
   except (TypeError, ValueError, RecursionError) as error:
-    return Job(prompt=''), index, f'line {index + 1}: {error}'
+    return Job(prompt=''), index, f'line {number}: {error}'
   seed = record.get('seed')
   job = Job(
     prompt=record['prompt'] if 'prompt' in record else record['messages'],
@@ -100,22 +106,28 @@ def _job(line: str, index: int) -> tuple[Any, Any, str | None]:
   return job, record.get('id', index), None
 
 
-def _lines() -> Iterator[str]:
-  """The lines of the input, one after the other."""
+def _lines() -> Iterator[tuple[int, int, str]]:
+  """The index of each prompt, and the number and text of its line."""
   name = options.PROMPT_FILE.value
-  if name == '-':
-    yield from (line for line in sys.stdin if line.strip())
-    return
   assert name is not None
-  with pathlib.Path(name).open(encoding='utf-8') as file:
-    yield from (line for line in file if line.strip())
+  with contextlib.ExitStack() as stack:
+    file = sys.stdin
+    if name != '-':  # A prompt may have other line ends in it.
+      file = stack.enter_context(open(name, encoding='utf-8', newline='\n'))
+    numbered = enumerate(file, 1)
+    full = ((number, line) for number, line in numbered if line.strip())
+    for index, (number, line) in enumerate(full):
+      yield index, number, line
 
 
 def _samples() -> list[str]:
   """Prompts to make a plan with."""
   if options.PROMPT_FILE.value == '-':
     return [options.DEFAULT_PROMPT]
-  return options.read_prompts(options.PROMPT_FILE.value)[:_NUM_SAMPLES]
+  first = itertools.islice(_lines(), _NUM_SAMPLES)
+  prompts = [_job(*line)[0].prompt for line in first]
+  texts = [prompt for prompt in prompts if prompt and isinstance(prompt, str)]
+  return texts or [options.DEFAULT_PROMPT]
 
 
 class _Printed:
@@ -190,9 +202,9 @@ def main() -> None:
   taken: list[tuple[int, Any, str | None]] = []  # Index, id, error.
 
   def jobs():
-    for index, line in enumerate(_lines()):
+    for index, number, line in _lines():
       if index not in done:
-        job, name, error = _job(line, index)
+        job, name, error = _job(index, number, line)
         taken.append((index, name, error))
         yield job
 

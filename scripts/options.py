@@ -24,6 +24,8 @@ from specdec import checks
 from specdec.checks import RULES
 from specdec.sampling import CHILDREN as CHILDREN_KINDS
 
+flags.adopt_module_key_flags(command_line)  # Listed by --help.
+
 _DEFAULTS = settings.DraftSettings()
 
 LARGEST_BATCH = 1024
@@ -44,8 +46,8 @@ DRAFT = flags.DEFINE_string(
 PLAN = flags.DEFINE_string(
   'plan',
   None,
-  'how to decode: a file made by tune.py, or auto: the plan of this machine,'
-  ' these models, dtype, batch size and sampling, made first if there is none',
+  'how to decode: a file made by tune.py, or auto: the plan of this machine and'
+  ' these flags, made first if there is none',
 )
 PLAN_SECONDS = flags.DEFINE_float(
   'plan_seconds', 300.0, 'time budget for making a plan', lower_bound=1.0
@@ -104,8 +106,9 @@ CHILDREN = flags.DEFINE_enum(
 BREAK_EVEN = flags.DEFINE_float(
   'break_even',
   None,
-  'time of a speculative step on this machine, in plain steps: decoding goes on'
-  ' plainly while a step emits fewer tokens; default: as the plan, or never',
+  'how many plain steps take as long as a speculative step on this machine:'
+  ' while a speculative step emits fewer tokens, decoding is plain; default: as'
+  ' the plan, or never',
 )
 DTYPE = flags.DEFINE_enum(
   'dtype',

@@ -172,6 +172,13 @@ def test_the_script_completes_a_file_and_goes_on_where_it_was(
   arguments = _arguments('-', tmp_path / 'piped.jsonl')
   assert run(*arguments).code == 0
   assert 'others than those of standard input' in refusal(*arguments)
+  # A file that is not called so has no JSON.
+  texts = tmp_path / 'in.txt'
+  texts.write_text('\nimport \n\nx = \n')
+  ended = run(*_arguments(texts, '-', '--in_order'))
+  for index, prompt in enumerate(['import ', 'x = ']):
+    alone = _alone(lm, prompt, index)
+    assert _rows(ended.output)[index]['tokens'] == alone.tokens[0]
   source.write_text(source.read_text() + '{"prompt": "x"}\n')
   assert 'settings (prompts_sha256)' in refusal(*_arguments(source, output))
 
