@@ -219,11 +219,11 @@ def _check_top_k(top_k: Any, batch_size: int) -> dict[str, Any]:
     ):
       raise ValueError(f'top_k must be a positive integer, got {top_k}')
   counts = [_ALL if entry is None else min(entry, _ALL) for entry in entries]
-  if min(counts) == _ALL:
-    return {}
   array = _per_row(
     'top_k', counts[0] if single else counts, batch_size, np.int32
   )
+  if min(counts) == _ALL:
+    return {}
   largest = max(counts)
   bound = None if largest == _ALL else 1 << (largest - 1).bit_length()
   return {'top_k': jnp.asarray(array), 'max_top_k': bound}
@@ -356,6 +356,13 @@ def row_keys(rng_key: jax.Array, batch_size: int) -> jax.Array:
     raise ValueError(
       'rng_key must be made by jax.random.key, whose keys are scalars, got'
       f' {dtype}'
+    )
+  if 'rbg' in str(jax.random.key_impl(rng_key)):
+    raise ValueError(
+      f'rng_key is of the kind {jax.random.key_impl(rng_key)}, which gives all'
+      ' rows and positions the same random numbers under vmap; make it by'
+      " jax.random.key(seed, impl='threefry2x32'), and leave"
+      ' jax_default_prng_impl as it is'
     )
   if rng_key.shape == (batch_size,):
     return rng_key

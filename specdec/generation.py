@@ -391,11 +391,14 @@ def generate(
   break_even: float | None = None,
   should_stop: Callable[[], bool] | None = None,
 ) -> Generation:
-  """Continues each prompt; the drafter changes the speed, never the tokens.
+  """Continues each prompt; the drafter changes the speed, not the output.
+
+  With `verify='match'` the tokens are those of plain decoding, and those of a
+  row depend on its key alone; the other rules keep the distribution.
 
   Args:
     target: the model whose output is kept exactly.
-    rng_key: one key, or `[B]`: a row's tokens depend on its key alone.
+    rng_key: one key, or one per row `[B]`.
     prompts: B lists of token ids, of any lengths, none empty.
     max_new_tokens: the limit, one for all or one per row.
     room_for_new_tokens: size of the buffers; calls of one size share a program.

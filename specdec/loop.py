@@ -69,15 +69,20 @@ def _reason(request) -> jax.Array:
   return jnp.where(request.limit <= 0, LIMIT, RUNNING).astype(jnp.int32)
 
 
+def _watch(request, tokens, length) -> tuple[Any, ...]:
+  """The states of the watchers after the texts `tokens [B, T]`."""
+  return tuple(
+    watcher.init(tokens, length, tokens.shape[1])
+    for watcher in request.watchers
+  )
+
+
 def _start(target, drafter, request, *, config) -> DecodeState:
   batch_size, prompt_bucket = request.prompt.shape
   num_slots = prompt_bucket + config.max_new_tokens
   padding = ((0, 0), (0, config.max_new_tokens))
   tokens = jnp.pad(jnp.asarray(request.prompt), padding)
-  watchers = tuple(
-    watcher.init(request.prompt, request.prompt_length, num_slots)
-    for watcher in request.watchers
-  )
+  watchers = _watch(request, tokens, request.prompt_length)
   if (
     request.sampling.repetition_penalty is not None
     and state_of(SeenTokens, request.watchers, watchers) is None
@@ -188,6 +193,26 @@ def advance(
   return target.spec.place(state)
 
 
+def _restarted(target, drafter, request, state, tokens, kept) -> DecodeState:
+  """The state of rows with other texts, whose first `kept` tokens were read.
+
+  Watchers and fallback are those of before.
+  """
+  length, (num_rows, _) = request.prompt_length, tokens.shape
+  stages = catch_up_stages(drafter, state.stages, tokens, length, kept)
+  counters = init_stage_counters(num_rows)
+  depth = state.counters.emitted_histogram.shape[1] - 1
+  return state.replace(
+    tokens=tokens,
+    origins=jnp.zeros_like(tokens),
+    length=length,
+    reason=_reason(request),
+    target=read_text(target, state.target, tokens, length, kept)[0],
+    stages=tuple(stage.replace(counters=counters) for stage in stages),
+    counters=init_counters(num_rows, depth),
+  )
+
+
 @functools.partial(jax.jit, donate_argnames=('state',))
 def extend(
   target: LanguageModel,
@@ -221,20 +246,9 @@ def extend(
   )
   # The last token is the root, which the caches do not hold.
   kept = jnp.minimum(num_equal, jnp.minimum(state.length, length) - 1)
-  stages = catch_up_stages(drafter, state.stages, tokens, length, kept)
-  num_slots = tokens.shape[1]
-  counters = init_stage_counters(tokens.shape[0])
-  state = DecodeState(
-    tokens=tokens,
-    origins=jnp.zeros_like(tokens),
-    length=length,
-    reason=_reason(request),
-    target=read_text(target, state.target, tokens, length, kept)[0],
-    stages=tuple(stage.replace(counters=counters) for stage in stages),
-    watchers=tuple(
-      watcher.init(tokens, length, num_slots) for watcher in request.watchers
-    ),
-    counters=init_counters(tokens.shape[0], drafter.max_depth),
+  state = _restarted(target, drafter, request, state, tokens, kept)
+  state = state.replace(
+    watchers=_watch(request, tokens, length),
     # What it learned about the drafter is kept.
     fallback=state.fallback.replace(
       plain_steps=jnp.zeros((), jnp.int32), behind=jnp.zeros((), bool)
@@ -295,27 +309,15 @@ def insert(
   Returns:
     The request and the state, which go together.
   """
-  of_row, start = _row(state, row), kept[None]
-  tokens, length = new.prompt, new.prompt_length
-  num_rows, num_slots = state.tokens.shape
+  tokens = new.prompt
+  inserted = _restarted(
+    target, drafter, new, _row(state, row), tokens, kept[None]
+  )
   # For all rows, because a watcher may have data of its own for each of them.
-  texts = jnp.broadcast_to(tokens, (num_rows, num_slots))
-  lengths = jnp.broadcast_to(length, num_rows)
-  watchers = tuple(
-    watcher.init(texts, lengths, num_slots) for watcher in request.watchers
-  )
-  stages = catch_up_stages(drafter, of_row.stages, tokens, length, start)
-  counters = init_stage_counters(1)
-  inserted = of_row.replace(
-    tokens=tokens,
-    origins=jnp.zeros_like(tokens),
-    length=length,
-    reason=_reason(new),
-    target=read_text(target, of_row.target, tokens, length, start)[0],
-    stages=tuple(stage.replace(counters=counters) for stage in stages),
-    watchers=_row(watchers, row),
-    counters=init_counters(1, state.counters.emitted_histogram.shape[1] - 1),
-  )
+  texts = jnp.broadcast_to(tokens, state.tokens.shape)
+  lengths = jnp.broadcast_to(new.prompt_length, len(texts))
+  watchers = _watch(request, texts, lengths)
+  inserted = inserted.replace(watchers=_row(watchers, row))
   request = request.replace(
     **{
       name: _with_row(getattr(request, name), row, getattr(new, name))

@@ -42,8 +42,9 @@ class Sampling:
   """How to choose a token, as users state it; greedy by default.
 
   What is set applies in the order of the fields. Each value is for all rows, or
-  there is one per row `[B]`. Changing a value does not recompile; setting one
-  that was None does, so that what is not used costs nothing.
+  there is one per row `[B]`. Changing a value does not recompile, except top_k
+  across a power of two; setting one that was None does, so that what is not
+  used costs nothing.
   """
 
   #: Added to the logits: a mapping from token to bias, one per row (or None),

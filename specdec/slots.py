@@ -6,7 +6,8 @@ For example, three prompts in two slots, by steps of the target:
     slot 1   prompt 1 ---------------------------|
 
 A prompt is read into the caches of its slot alone, long ones in parts, between
-the steps of the others. The tokens of a prompt are those of decoding it alone.
+the steps of the others. The tokens of a prompt are those of decoding it alone,
+with match verification; with the other rules they have the same distribution.
 """
 
 from collections.abc import Mapping
@@ -126,6 +127,7 @@ class Slots:
     self._drafters = _check_sizes(tree_sizes, drafter)
     self._default = sampling
     params = self._params(sampling, num_slots)
+    self._params(sampling, 1)  # Refuses values per row: prompts share them.
     # After plain steps the stages have text to read.
     rests = [one for one in self._drafters.values() if not one.stages]
     self._config = DecodeConfig(
@@ -315,10 +317,10 @@ class Slots:
 
     Returns:
       The results of prompts that ended, by slot; these slots are free again.
-      Their tokens are those of decoding each alone. So are the statistics of
-      plain decoding and of fixed topologies without `break_even` and
-      `tree_sizes`; else the prompts of a batch decide together how much is
-      drafted, and `plain_steps` counts the steps of all so far.
+      With match verification their tokens are those of decoding each alone. So
+      are the statistics of plain decoding and of fixed topologies without
+      `break_even` and `tree_sizes`; else the prompts of a batch decide together
+      how much is drafted, and `plain_steps` counts the steps of all so far.
     """
     checks.check_count('num_ended', num_ended)
     ended: dict[int, Generation] = {}

@@ -304,7 +304,11 @@ BAD = (
   ('.temperature', ('hot', None), f'temperature {_NOT_A_NUMBER}'),
   ('.temperature', ([1.0] * 9, [[1.0], [1.0]]), f'temperature {_NOT_PER_ROW}'),
   ('.top_k', (0, -1, 2.5, True, 'x', [3, 0], [3, 1.5], [[5], [5]]), _TOP_K),
-  ('.top_k', ([3, None, 4],), r'top_k must be one number .* shape \(3,\)'),
+  (
+    '.top_k',
+    ([3, None, 4], [None] * 3),
+    r'top_k must be one number .* shape \(3,\)',
+  ),
   ('.top_p', (0, 1.5, _NAN, [0.5, 0.0]), 'top_p must be above 0 and at most 1'),
   ('.top_p', ('x',), f'top_p {_NOT_A_NUMBER}'),
   ('.top_p', ([0.5] * 9, [0.5]), f'top_p {_NOT_PER_ROW}'),

@@ -59,6 +59,8 @@ _KEYS = r'rng_key must be one key or one per row \(2\)'
     # Two numbers, which would pass for the keys of two rows.
     ({'rng_key': jax.random.PRNGKey(0)}, r'jax\.random\.key.* uint32'),
     ({'rng_key': 0}, r'jax\.random\.key'),
+    # All rows would have the noise of the first.
+    ({'rng_key': jax.random.key(0, impl='rbg')}, 'kind rbg, .* under vmap'),
   ],
 )
 def test_bad_arguments_are_refused(arguments, message):

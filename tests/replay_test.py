@@ -83,12 +83,12 @@ def test_other_texts_share_the_program():
     oracle_target(spec, [[0] * (spec.max_positions + 1)])
 
 
-def _ranks(draft, texts):
+def _ranks(draft, texts, sampling=_SAMPLING):
   tokens = np.zeros((_ROWS, len(_PROMPTS[2]) + _LIMIT), np.int32)
   for row, text in enumerate(texts):
     tokens[row, : len(text)] = text
-  sampling = check_sampling(_SAMPLING, _ROWS, tiny.VOCAB_SIZE)
-  given = jnp.asarray(tokens), tiny.row_keys(_ROWS), sampling
+  params = check_sampling(sampling, _ROWS, tiny.VOCAB_SIZE)
+  given = jnp.asarray(tokens), tiny.row_keys(_ROWS), params
   return np.asarray(next_token_ranks(draft, *given))
 
 
@@ -112,3 +112,10 @@ def test_ranks_are_those_of_the_drafter():
     assert (ranks[row, at] < _BRANCHING).tolist() == stood.tolist()
     all_stood += stood.tolist()
   assert set(all_stood) == {False, True}
+
+
+def test_a_token_that_is_filtered_out_is_of_no_rank():
+  """The drafter never proposes it, however many children a node has."""
+  sampling = dataclasses.replace(_SAMPLING, top_k=1)
+  ranks = _ranks(_DRAFT, _PROMPTS, sampling)
+  assert {*ranks.flat} == {0, tiny.VOCAB_SIZE}

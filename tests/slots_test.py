@@ -174,6 +174,8 @@ def test_a_long_prompt_is_read_between_the_steps_of_others():
     ({'reading': 0.5}, 'reading must be an integer of at least 1, got 0.5'),
     ({'tree_sizes': {2: 9}}, 'tree_sizes must be .* at most 3, got 9'),
     ({'tree_sizes': {2: 2}}, 'has 2 nodes, but .* topology of 3; give these'),
+    # A slot has many prompts, which bring values of their own.
+    ({'sampling': specdec.Sampling(temperature=[0, 1, 1])}, 'temperature must'),
   ],
 )
 def test_bad_slots_are_refused(options, words):

@@ -23,6 +23,7 @@ from specdec.draft.ranking import rank_logits
 from specdec.model import LanguageModel
 from specdec.model import ModelSpec
 from specdec.sampling import adjust_logits
+from specdec.sampling import is_possible
 from specdec.sampling import position_noise
 from specdec.sampling import SamplingParams
 
@@ -76,7 +77,8 @@ def next_token_ranks(
   """The rank of each next token of a text among the draft's candidates.
 
   Candidates are those of match verification, ranked with the noise of their
-  positions. A repetition penalty is left out.
+  positions. A repetition penalty is left out. A token that the filters exclude
+  has the rank V.
 
   Args:
     draft: a language model.
@@ -96,4 +98,6 @@ def next_token_ranks(
   )
   scores = rank_logits(logits, noise, sampling, 1.0, 1).scores
   own = jnp.take_along_axis(scores, tokens[:, 1:, None], axis=-1)
-  return jnp.sum(scores > own, axis=-1).astype(jnp.int32)
+  ranks = jnp.sum(scores > own, axis=-1)
+  possible = is_possible(own[..., 0])
+  return jnp.where(possible, ranks, scores.shape[-1]).astype(jnp.int32)
