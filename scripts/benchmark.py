@@ -84,13 +84,17 @@ _PLOTS = flags.DEFINE_string(
 )
 
 
-def _batch_sizes() -> list[int]:
-  try:
-    return [int(size) for size in _BATCH_SIZES.value]
-  except ValueError as error:
+def _batch_sizes(num_prompts: int) -> list[int]:
+  sizes = [int(size) for size in _BATCH_SIZES.value if size.isdecimal()]
+  largest = min(num_prompts, options.LARGEST_BATCH)
+  if len(sizes) < len(_BATCH_SIZES.value) or not all(
+    1 <= size <= largest for size in sizes
+  ):
     raise ValueError(
-      f'--batch_sizes={",".join(_BATCH_SIZES.value)}: expected integers'
-    ) from error
+      f'--batch_sizes={",".join(_BATCH_SIZES.value)}: expected integers from 1'
+      f' to {largest}; there are {num_prompts} prompts'
+    )
+  return sizes
 
 
 def _run(batch_size: int, prompts: list[str]):
@@ -146,12 +150,13 @@ def main() -> None:
   output = _OUTPUT.value
   path = pathlib.Path(output or 'benchmark.json')
   paths = {_BATCH_SIZE.value: path}
+  prompts = options.read_prompts(options.PROMPT_FILE.value, _NUM_PROMPTS.value)
   if _BATCH_SIZES.value:
-    paths = {n: path.with_stem(f'{path.stem}_b{n}') for n in _batch_sizes()}
+    sizes = _batch_sizes(len(prompts))
+    paths = {n: path.with_stem(f'{path.stem}_b{n}') for n in sizes}
   for file in paths.values() if output else ():
     results.prepare_output(str(file))
   folder = plots.choose_folder(_PLOTS.value, output)
-  prompts = options.read_prompts(options.PROMPT_FILE.value, _NUM_PROMPTS.value)
   reports, records = {}, {}
   for size, file in paths.items():
     report = reports[size] = _run(size, prompts)
@@ -160,11 +165,11 @@ def main() -> None:
       report.write(str(file))
     if folder is not None:
       records[size] = results.record(dict(report.settings), report.figures)
-      plots.draw(records[size], folder, file.stem)
+      plots.draw(records[size], folder, file.name)
   if _BATCH_SIZES.value:
     print(benchmark.table_by_batch_size(reports))
     if folder is not None:
-      plots.draw_batch_sizes(records, folder, path.stem)
+      plots.draw_batch_sizes(records, folder, path.name)
 
 
 if __name__ == '__main__':

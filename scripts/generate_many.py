@@ -112,8 +112,8 @@ def _lines() -> Iterator[tuple[int, int, str]]:
   assert name is not None
   with contextlib.ExitStack() as stack:
     file = sys.stdin
-    if name != '-':  # A prompt may have other line ends in it.
-      file = stack.enter_context(open(name, encoding='utf-8', newline='\n'))
+    if name != '-':
+      file = stack.enter_context(open(name, encoding='utf-8'))
     numbered = enumerate(file, 1)
     full = ((number, line) for number, line in numbered if line.strip())
     for index, (number, line) in enumerate(full):
@@ -141,18 +141,12 @@ class _Printed:
 
 def _output(name: str) -> Any:
   from models.bench.resumable import ResumableRows
-  from models.text.pair import find_checkpoints
-  from models.text.plan import model_digests
 
   if name == '-' or not options.writes():
     return _Printed()
-  models = options.models()
-  found = find_checkpoints(
-    models['target'], models['draft'], revision=models['revision']
-  )
   settings = options.as_dict() | {
     'dtype': options.dtype(),
-    'models': model_digests(*found),
+    'models': options.model_digests(),
   }
   settings = {name: settings[name] for name in settings if name not in _FREE}
   return ResumableRows(pathlib.Path(name), settings)

@@ -50,6 +50,7 @@ def _settings(tasks: bytes) -> dict:
   settings = options.as_dict() | {
     'tasks': hashlib.blake2b(tasks, digest_size=16).hexdigest(),
     'dtype': options.dtype(),
+    'models': options.model_digests(),
   }
   # A run may be given more methods and more tasks.
   return {
@@ -75,6 +76,10 @@ def main() -> None:
     )
   if _TASKS.value is None or _OUTPUT.value is None:
     raise ValueError('--tasks and --output are needed, see --help')
+  if options.PLAN.value is not None:
+    raise ValueError(
+      f'--plan={options.PLAN.value} is not for this script; leave it out'
+    )
   known = ('plain', 'chain', 'tree', 'staged')
   methods = list(dict.fromkeys(_METHODS.value))
   if not methods or {*methods} - {*known}:

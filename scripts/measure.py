@@ -31,11 +31,15 @@ _SIZES = {
 _LIST = flags.DEFINE_list(
   'sizes', None, 'rows, queries, N, window lengths or numbers of children'
 )
-_REPEATS = flags.DEFINE_integer('repeats', 7, 'interleaved measurements')
+_REPEATS = flags.DEFINE_integer(
+  'repeats', 7, 'interleaved measurements', lower_bound=1
+)
 _CONTEXT = flags.DEFINE_integer('context', 192, 'forward: tokens in the cache')
 _PEER = flags.DEFINE_bool('peer', False, 'forward: also transformers on torch')
 _METHOD = flags.DEFINE_string('method', 'chain', 'fallback: how to draft')
-_NUM_PROMPTS = flags.DEFINE_integer('num_prompts', None, 'default: all')
+_NUM_PROMPTS = flags.DEFINE_integer(
+  'num_prompts', None, 'default: all', lower_bound=1
+)
 _BATCH_SIZE = flags.DEFINE_integer(
   'batch_size',
   4,
@@ -53,7 +57,7 @@ def _loss(lengths: list[int]) -> list[dict]:
   from models.training.corpus import Corpus
   from models.training.loss import held_out_loss
 
-  folder = hub.locate(options.TARGET.value)
+  folder = hub.locate(options.TARGET.value, revision=options.REVISION.value)
   corpus = Corpus(folder=_CORPUS.value, pattern=_PATTERN.value)
   tokenizer = hub.load_tokenizer(folder)
   if tokenizer is None:
@@ -103,6 +107,10 @@ def main(what: str) -> None:
   figures: dict = {}
   sizes = [int(size) for size in _LIST.value or _SIZES[what]]
   target, dtype = options.TARGET.value, options.dtype()
+  if what in ('forward', 'memory'):
+    from models.checkpoints import hub
+
+    target = str(hub.locate(target, revision=options.REVISION.value))
   kernels = options.CPU_KERNELS.value == 'auto'
   if what in ('matmul', 'attention', 'kernels'):
     rows = getattr(measure, what)(sizes, _REPEATS.value)

@@ -516,6 +516,15 @@ def models() -> dict[str, Any]:
   }
 
 
+def model_digests() -> dict[str, str | None]:
+  """See `models.text.plan.model_digests`."""
+  from models.text import plan
+  from models.text.pair import find_checkpoints
+
+  found = find_checkpoints(TARGET.value, draft_name(), revision=REVISION.value)
+  return plan.model_digests(*found)
+
+
 def plan_setup(batch_size: int) -> Any:
   """The `models.tune.plan_lookup.Setup` of the flags."""
   from models.tune import plan_lookup

@@ -57,6 +57,7 @@ _EXPERT = re.compile(r'(mlp|block_sparse_moe)\.experts\.\d+')
 
 
 def _metadata(writer, config, arch):
+  writer.add_uint16('split.count', 0)  # As in files that were merged.
   writer.add_context_length(config.num_positions)
   writer.add_embedding_length(config.width)
   writer.add_block_count(config.num_layers)
@@ -65,7 +66,8 @@ def _metadata(writer, config, arch):
   if arch == 'gpt2':
     writer.add_layer_norm_eps(config.norm_epsilon)
     return
-  writer.add_head_count_kv(config.num_kv_heads)
+  if config.num_kv_heads != config.num_heads:  # It is the default.
+    writer.add_head_count_kv(config.num_kv_heads)
   writer.add_layer_norm_rms_eps(config.norm_epsilon)
   writer.add_rope_freq_base(config.rope.theta)
   for add_width in (
@@ -220,7 +222,9 @@ def test_final_dtypes_are_those_of_a_folder(dtype, path, tmp_path):
 def test_tokenizer_and_ends(path):
   text = 'def add(a, b):\n  return a + b\n' * 9 + 'naïve 日本 \n\n  x'
   tokenizer = train_tokenizer([text], vocab_size=290, context=64)
-  tokenizer.add_special_tokens({'additional_special_tokens': ['<|im_end|>']})
+  # The last one has letters that no byte is spelled with.
+  special = ['<|im_end|>', '<日>']
+  tokenizer.add_special_tokens({'additional_special_tokens': special})
   _write(path, 'vocabulary', tokenizer=tokenizer)
   pair = load_pair(str(path), None)
   # The keys, and a special token that llama.cpp knows by its text.

@@ -6,6 +6,7 @@ import shutil
 import pytest
 import tiny
 
+import models
 from models.checkpoints import hub
 from models.text.pair import load_pair
 from models.training.tokenizer import train_tokenizer
@@ -53,3 +54,5 @@ def test_loading_again_shares_the_definition(saved):
 def test_demo_as_draft_is_the_embedded_draft():
   pair = load_pair('demo', 'demo')
   assert pair.draft.spec.weight_bytes < pair.target.spec.weight_bytes
+  # A method that drafts without a model loads none, of whatever tokenizer.
+  assert models.load(method='lookup').pair.draft is None

@@ -292,6 +292,7 @@ _NO_TEMPLATE = 'has no chat template, like those of base models; choose'
         '--prompt_bucket=64': 'no prompt has 33 to 64 tokens',
         '--batch_size=3': '--batch_size must be between 1 and',
         '--batch_sizes=1,x': '--batch_sizes=1,x: expected integers',
+        '--batch_sizes=1,99': 'expected integers from 1 to ',
         '--max_new_tokens=0': '--max_new_tokens must be at least 1',
       },
       'tune.py': {

@@ -202,9 +202,10 @@ def _peer_forwards(name, dtype, widths, context) -> Callable[[], Mapping]:
   """The same for transformers on torch."""
   torch = peers.import_torch()
   model = peers.load_peer(name, dtype, None)
-  ids = torch.zeros((1, context), dtype=torch.long, device=model.device)
+  slots = max(context, *widths)
+  ids = torch.zeros((1, slots), dtype=torch.long, device=model.device)
   with torch.inference_mode():
-    cache = model(ids, use_cache=True).past_key_values
+    cache = model(ids[:, :context], use_cache=True).past_key_values
 
   def seconds(width: int) -> float:
     start = time.perf_counter()

@@ -7,7 +7,9 @@ Names and layouts are those that llama.cpp's converters write
 
 from collections.abc import Iterator
 from collections.abc import Mapping
+from collections.abc import Sequence
 import dataclasses
+import json
 import math
 import pathlib
 import re
@@ -15,6 +17,7 @@ from typing import Any
 
 from absl import logging
 import numpy as np
+import tokenizers
 from tokenizers import pre_tokenizers
 import transformers
 
@@ -142,7 +145,7 @@ def _architecture(path: pathlib.Path, header: Header) -> str:
       f'{path}: architecture {found!r} is not known; choose from'
       f' {sorted(_MODEL_TYPES)}'
     )
-  if header.metadata.get('split.count', 1) != 1:
+  if header.metadata.get('split.count', 0) > 1:  # 0 in merged files.
     raise ValueError(
       f'{path} is one of {header.metadata["split.count"]} parts of a model;'
       ' merge them with llama-gguf-split --merge'
@@ -158,7 +161,8 @@ def _rope_parameters(metadata: Mapping[str, Any], header: Header) -> dict:
     header: of the file.
   """
   parameters = {'rope_theta': metadata.get('rope.freq_base', 10000.0)}
-  kind = metadata.get('rope.scaling.type', 'none')
+  default = 'linear' if 'rope.scaling.factor' in metadata else 'none'
+  kind = metadata.get('rope.scaling.type', default)
   if metadata.get('rope.scaling.attn_factor', 1.0) != 1.0:
     raise ValueError(
       f'rope.scaling.attn_factor={metadata["rope.scaling.attn_factor"]} is not'
@@ -240,6 +244,7 @@ def config_keys(path: pathlib.Path) -> dict[str, Any]:
   if unknown := sorted(metadata.keys() - keys.keys() - _OTHER_KEYS):
     raise ValueError(f'{path}: {name}.{unknown[0]} is not supported')
   optional = {'attention.key_length', 'attention.sliding_window'}
+  optional.add('attention.head_count_kv')
   optional |= {key for key in keys if key.startswith('expert_')}
   if missing := sorted(keys.keys() - metadata.keys() - optional):
     raise ValueError(f'{path} lacks the key {name}.{missing[0]}')
@@ -397,10 +402,9 @@ def tensors(path: pathlib.Path) -> Iterator[tuple[str, Tensor]]:
   """
   header = read_header(path)
   arch = _architecture(path, header)
-  heads = {
-    'attn_q': header.metadata.get(f'{arch}.attention.head_count'),
-    'attn_k': header.metadata.get(f'{arch}.attention.head_count_kv'),
-  }
+  num_heads = header.metadata.get(f'{arch}.attention.head_count')
+  num_kv_heads = header.metadata.get(f'{arch}.attention.head_count_kv')
+  heads = {'attn_q': num_heads, 'attn_k': num_kv_heads or num_heads}
   for name, info in header.tensors.items():
     if name == _ROPE_FACTORS:
       continue
@@ -424,6 +428,7 @@ _SPECIAL = {
 }
 _UNUSED = 5  # Type of tokens that only fill the vocabulary up.
 _CONTROL = 3  # Type of special tokens.
+_USER_DEFINED = 4  # Type of other tokens that are never cut into pieces.
 # As in llama.cpp (src/llama-vocab.cpp): special tokens that end a text or a
 # turn, and pre-tokenizers of vocabularies whose texts begin with the BOS token.
 _ENDS = {
@@ -437,6 +442,41 @@ _WITH_BOS = {
 # also split numbers into digits.
 _AS_GPT2 = {'gpt-2', 'phi-2', 'mpt', 'olmo', 'jais', 'mellum'}
 _DIGITS_APART = {'smollm', 'starcoder', 'refact', 'command-r', 'codeshell'}
+
+
+def _with_own_tokens(
+  backend: tokenizers.Tokenizer, words: Sequence[str], kinds: Sequence[int]
+) -> tokenizers.Tokenizer:
+  """The tokenizer with the special tokens of the file, under their ids.
+
+  transformers spells those outside the alphabet of bytes in this alphabet, and
+  adds one of GPT-2 that the file may not have.
+  """
+  own = [
+    token
+    for token, kind in enumerate(kinds)
+    if kind in (_CONTROL, _USER_DEFINED)
+  ]
+  equal = all(backend.token_to_id(words[token]) == token for token in own)
+  if equal and backend.get_vocab_size() == len(words):
+    return backend
+  state = json.loads(backend.to_str())
+  vocab = state['model']['vocab']
+  spelled = {token: word for word, token in vocab.items()}
+  for token in own:
+    vocab.pop(spelled.get(token), None)
+    vocab[words[token]] = token
+  flags = ('single_word', 'lstrip', 'rstrip', 'normalized')
+  state['added_tokens'] = [
+    {
+      'id': token,
+      'content': words[token],
+      'special': kinds[token] == _CONTROL,
+      **dict.fromkeys(flags, False),
+    }
+    for token in own
+  ]
+  return tokenizers.Tokenizer.from_str(json.dumps(state))
 
 
 def load_tokenizer(
@@ -482,6 +522,12 @@ def load_tokenizer(
     backend, _ = convert_gguf_tokenizer(_architecture(path, header), described)
   except (LookupError, TypeError, ValueError) as error:
     raise ValueError(f'{path} has no usable tokenizer: {error}') from error
+  if found.get('model') == 'gpt2':
+    backend = _with_own_tokens(backend, words[:used], kinds[:used])
+  elif found.get('add_space_prefix') is False:
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(
+      prepend_scheme='never', split=False
+    )
   pre = found.get('pre')
   known = {*_AS_GPT2, *gguf_tokenizer_mapping.GGUF_PRE_TOKENIZER_SPLITS}
   if pre in _DIGITS_APART:

@@ -468,7 +468,9 @@ def compile_program(
   request = _request(workload, target.spec.vocab_size)
   config = specdec.DecodeConfig(
     max_new_tokens=workload.max_new_tokens,
-    rule=check_rule(workload.verify, workload.children, drafter),
+    rule=check_rule(
+      workload.verify, workload.children if drafter.stages else None, drafter
+    ),
   )
   state = jax.eval_shape(
     lambda *args: start(*args, config=config), target, drafter, request

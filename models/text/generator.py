@@ -46,6 +46,7 @@ from models.text.plan import model_digests
 from models.text.plan import Plan
 from models.text.result import TextGeneration
 from models.text.settings import DraftSettings
+from models.text.settings import INNERS
 from models.text.text_decoding import TextDecoding
 import specdec
 from specdec import checks
@@ -521,7 +522,8 @@ def load(
   if plan is not None:
     plan = plan if isinstance(plan, Plan) else load_plan(plan)
     method, drafting = PLANNED, DraftSettings(plan=plan)
-  if method == 'plain' or (plan is not None and not plan.uses_draft):
+  without_draft = method in ('plain', *INNERS)
+  if without_draft or (plan is not None and not plan.uses_draft):
     draft = None
   checkpoints = find_checkpoints(target, draft, revision=revision)
   if plan is not None:

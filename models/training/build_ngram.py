@@ -195,10 +195,11 @@ def build(
 ) -> None:
   """Samples (or resumes), tokenizes, counts, estimates and writes `output`.
 
-  The file depends on the arguments and the weights alone, even if the run was
-  killed and resumed. `draft` is `demo`, a folder or a hub id, with a tokenizer.
-  The training split of a corpus is counted too. `workdir` keeps the tokens. For
-  the file see `specdec.ngram.table`.
+  The file depends on the arguments, the weights and the dtype of the draft on
+  this platform alone, even if the run was killed and resumed. `draft` is
+  `demo`, a folder or a hub id, with a tokenizer. The training split of a corpus
+  is counted too. `workdir` keeps the tokens. For the file see
+  `specdec.ngram.table`.
 
   Raises:
     ValueError: there is nothing to count, or an argument is not usable; the

@@ -85,7 +85,9 @@ def make_loss(
 def held_out_loss(
   module: Module, tokens: np.ndarray, *, length: int, batch_tokens: int = 8192
 ) -> float:
-  """Mean loss over consecutive windows, in nats per token, in float32.
+  """Mean loss over consecutive windows, in nats per token.
+
+  Matrices are multiplied in float32; attention has the dtype of the module.
 
   `tokens` are `[tokens]` int32, see `Corpus.tokens`. Windows have `length`
   tokens; `batch_tokens` are evaluated at once.
