@@ -74,7 +74,7 @@ def _parse(line: str) -> tuple[dict[str, Any], Any]:
   """A line of the input, and the `Sampling` of its own or None."""
   import specdec
 
-  name = options.PROMPT_FILE.value
+  name = str(options.PROMPT_FILE.value)
   if name != '-' and pathlib.Path(name).suffix != '.jsonl':
     return {'prompt': line.rstrip('\n')}, None
   record = json.loads(line)
