@@ -59,13 +59,18 @@ _KEYS = r'rng_key must be one key or one per row \(2\)'
     # Two numbers, which would pass for the keys of two rows.
     ({'rng_key': jax.random.PRNGKey(0)}, r'jax\.random\.key.* uint32'),
     ({'rng_key': 0}, r'jax\.random\.key'),
-    # All rows would have the noise of the first.
+    # The noise of all rows would depend on the first.
     ({'rng_key': jax.random.key(0, impl='rbg')}, 'kind rbg, .* under vmap'),
   ],
 )
 def test_bad_arguments_are_refused(arguments, message):
   with pytest.raises(ValueError, match=message):
     _generate(**arguments)
+
+
+def test_types_of_64_bits_are_refused():
+  with jax.enable_x64(True), pytest.raises(ValueError, match='jax_enable_x64'):
+    _generate()
 
 
 def test_one_key_gives_every_row_its_own():
