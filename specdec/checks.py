@@ -359,9 +359,10 @@ def row_keys(rng_key: jax.Array, batch_size: int) -> jax.Array:
     )
   if 'rbg' in str(jax.random.key_impl(rng_key)):
     raise ValueError(
-      f'rng_key is of the kind {jax.random.key_impl(rng_key)}, whose draws under'
-      ' vmap depend on the first key alone; make it by jax.random.key(seed,'
-      " impl='threefry2x32'), and leave jax_default_prng_impl as it is"
+      f'rng_key is of the kind {jax.random.key_impl(rng_key)}, whose draws'
+      ' under vmap depend on the first key alone; make it by'
+      " jax.random.key(seed, impl='threefry2x32'), and leave"
+      ' jax_default_prng_impl as it is'
     )
   if rng_key.shape == (batch_size,):
     return rng_key

@@ -83,7 +83,7 @@ def _start(target, drafter, request, *, config) -> DecodeState:
   padding = ((0, 0), (0, config.max_new_tokens))
   tokens = jnp.pad(jnp.asarray(request.prompt), padding)
   watchers = _watch(request, tokens, request.prompt_length)
-  if jax.config.jax_enable_x64:
+  if jax.dtypes.canonicalize_dtype(int) != jnp.int32:
     raise ValueError(
       'jax_enable_x64 is on, but decoding has types of 32 bits; switch it off,'
       ' or decode within jax.enable_x64(False)'
