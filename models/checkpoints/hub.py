@@ -19,6 +19,7 @@ from safetensors import numpy as safetensors_numpy
 import transformers
 
 from models.checkpoints import gguf
+from models.checkpoints import gguf_tokenizer
 from models.checkpoints.families import config_from_keys
 from models.checkpoints.families import Family
 from models.checkpoints.families import family_of
@@ -119,7 +120,7 @@ def load_tokenizer(
     ValueError: it cannot be loaded.
   """
   if gguf.is_gguf(path):
-    return gguf.load_tokenizer(path)
+    return gguf_tokenizer.load_tokenizer(path)
   # Without one of these transformers may invent a tokenizer.
   names = ('tokenizer.json', 'vocab.json', 'tokenizer_config.json')
   if not any((path / name).exists() for name in names):

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 import transformers
 
 from models.checkpoints import gguf
+from models.checkpoints import gguf_tokenizer
 from models.checkpoints import hub
 from models.checkpoints.model_shape import model_shape
 from models.nn.adapter import as_model
@@ -155,7 +156,7 @@ def _eos_ids(
   """
   stated: list[Any] = []
   if gguf.is_gguf(folder):
-    stated.append(gguf.eos_ids(folder))
+    stated.append(gguf_tokenizer.eos_ids(folder))
   for name in ('generation_config.json', 'config.json'):
     path = folder / name
     if path.exists():
