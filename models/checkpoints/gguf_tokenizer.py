@@ -112,9 +112,7 @@ def load_tokenizer(
     special = {
       name: words[found[key]] for name, key in _SPECIAL.items() if key in found
     }
-    backend, _ = convert_gguf_tokenizer(
-      gguf.architecture(path, header), described
-    )
+    backend, _ = convert_gguf_tokenizer(stated, described)
   except (LookupError, TypeError, ValueError) as error:
     raise ValueError(f'{path} has no usable tokenizer: {error}') from error
   if found.get('model') == 'gpt2':
