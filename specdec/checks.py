@@ -186,8 +186,8 @@ def _per_row(name: str, value: Any, batch_size: int, dtype: Any) -> np.ndarray:
 
 _TINY = float(np.finfo(np.float32).tiny)
 _RANGES: dict[str, tuple[float, float, str]] = {
-  'repetition_penalty': (_TINY, np.inf, 'above 0'),
-  'temperature': (0.0, np.inf, 'at least 0'),
+  'repetition_penalty': (1e-3, 1e3, 'between 0.001 and 1000'),
+  'temperature': (0.0, 1e6, 'between 0 and 1000000'),
   'top_p': (_TINY, 1.0, 'above 0 and at most 1'),
   'min_p': (0.0, 1.0, 'between 0 and 1'),
 }
@@ -238,9 +238,9 @@ def _check_bias(bias: Any, batch_size: int, vocab_size: int) -> jax.Array:
     raise ValueError('logit_bias must be numbers or -inf') from error
   if np.any(np.isnan(array) | (array == np.inf)):
     raise ValueError('logit_bias must be numbers or -inf')
-  if np.any(np.all(array < EXCLUDED, axis=-1)):
+  if np.any(np.all(array == EXCLUDED, axis=-1)):
     raise ValueError('logit_bias bans every token; leave one at least')
-  return jnp.maximum(array, EXCLUDED)
+  return jnp.asarray(array)
 
 
 def check_sampling(

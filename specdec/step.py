@@ -174,7 +174,7 @@ def step(
     Observation(verdict=verdict, logits=scores.logits, length=ctx.length),
   )
   room = request.prompt_length + request.limit - ctx.length
-  valid = count_valid(scores.logits, verdict)
+  valid = count_valid(logits, verdict)
   emitted, reason = count_emitted(
     verdict, ends, valid, jnp.where(ctx.active, room, 0)
   )

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from specdec.sampling import add_seen
+from specdec.sampling import log_softmax
 from specdec.verify.accept import EOS
 from specdec.verify.accept import RUNNING
 from specdec.verify.accept import STOP
@@ -146,7 +147,7 @@ class LogProbs(flax.struct.PyTreeNode):
 
   def observe(self, state, seen):
     logits = seen.verdict.along_path(seen.logits)
-    log_probs = jax.nn.log_softmax(logits, axis=-1)
+    log_probs = log_softmax(logits)
     chosen = seen.verdict.chosen[..., None]
     chosen_log_probs = jnp.take_along_axis(log_probs, chosen, axis=-1)[..., 0]
     return _no_end(seen), (state, seen.length, chosen_log_probs)

@@ -33,7 +33,7 @@ from specdec.draft.ranking import draw_children
 from specdec.draft.ranking import rank_logits
 from specdec.sampling import adjust_logits
 from specdec.sampling import BEST
-from specdec.sampling import is_possible
+from specdec.sampling import EXCLUDED
 from specdec.sampling import SamplingParams
 from specdec.sampling import token_probs
 from specdec.sampling import WITHOUT_REPLACEMENT
@@ -275,7 +275,7 @@ def _distributions(target, draft, seen, sampling, keys):
   )
   noise = jnp.zeros_like(draft)
   ranking = rank_logits(draft, noise, sampling, 1.0, draft.shape[-1])
-  best = jnp.where(is_possible(ranking.best_log_probs), ranking.tokens, -1)
+  best = jnp.where(ranking.best_log_probs > EXCLUDED, ranking.tokens, -1)
   return token_probs(target, sampling)[:, 0], drawn_from[:, 0], best[:, 0]
 
 

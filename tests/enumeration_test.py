@@ -28,7 +28,7 @@ from specdec.draft.ranking import draw_children
 from specdec.draft.stages import init_stages
 from specdec.sampling import BEST
 from specdec.sampling import CHILDREN
-from specdec.sampling import is_possible
+from specdec.sampling import EXCLUDED
 from specdec.sampling import Randomness
 from specdec.sampling import step_randomness
 from specdec.sampling import WITH_REPLACEMENT
@@ -535,6 +535,20 @@ def test_children_are_drawn_from_what_is_said(children):
   check_draws(children)
 
 
+def test_every_node_draws_children_of_its_own():
+  """However large the tree is: no two of 64 nodes draw the same four."""
+  logits = np.zeros((1, 64, 1000), np.float32)
+  nodes, keys = np.arange(64)[None], jax.random.split(jax.random.key(0), 1)
+  sampling = enumeration.params(
+    enumeration.NEUTRAL | {'logit_bias': {}}, 1, 1000
+  )
+  for replacement in (False, True):
+    tokens, *_ = _draw(
+      logits, nodes, keys, sampling, number=4, replacement=replacement
+    )
+    assert len({tuple(four) for four in tokens[0].tolist()}) == 64
+
+
 def test_children_that_float32_gives_no_probability():
   """Or its probability, when likelier siblings are rejected, is unknown."""
   logits = np.array([0.0, -80.0, -100.0, -110.0, -110.0], np.float32)
@@ -545,7 +559,7 @@ def test_children_that_float32_gives_no_probability():
     given += (jax.random.split(jax.random.key(0), 200), sampling)
     drawn = _draw(*given, number=5, replacement=False)
     _, log_probs, drawn_from = jax.device_get(drawn)
-    drawn = np.asarray(is_possible(log_probs[:, 0]))  # the children in the tree
+    drawn = np.asarray(log_probs[:, 0] > EXCLUDED)  # the children in the tree
     possible = (drawn_from[:, 0] > 1e-37).sum(1)
     np.testing.assert_array_equal(drawn.sum(1), possible)
     assert np.all(np.diff(drawn.astype(int), axis=1) <= 0), 'a gap'
@@ -554,7 +568,7 @@ def test_children_that_float32_gives_no_probability():
 def test_the_randomness_of_a_step_is_of_these_keys():
   """Every stream is used for what it is for, at any length."""
   keys = jax.random.split(jax.random.key(1), 3)
-  sizes = {'num_nodes': 6, 'vocab_size': 6}
+  sizes = {'num_nodes': 40, 'vocab_size': 6}
   sampling = enumeration.params({'temperature': [1.0, 0.0, 0.5]}, 3, 6)
   fold_in = jax.random.fold_in
   of_depth = lambda key, at: jax.random.gumbel(fold_in(key, at), (6,))

@@ -8,9 +8,12 @@ from scipy import stats
 
 from specdec import Sampling
 from specdec.checks import check_sampling
+from specdec.sampling import adjust_logits
 from specdec.sampling import best_token
 from specdec.sampling import choose
+from specdec.sampling import EXCLUDED
 from specdec.sampling import filter_logits
+from specdec.sampling import is_usable
 from specdec.sampling import position_noise
 
 
@@ -86,7 +89,7 @@ _ALL_FILTERS = [{}, {'top_k': 2}, {'top_p': 0.9}, {'min_p': 0.1}]
 def test_huge_logits_and_tiny_temperatures(filters):
   """The best token wins, or one of two that tie; never a NaN."""
   scale = np.repeat([1e-30, 1.0, 1e30, 3e38], 5).astype(np.float32)
-  temperature = np.tile([0.0, 1e-30, 1e-45, 1.0, 1e30], 4)
+  temperature = np.tile([0.0, 1e-30, 1e-45, 1.0, 1e6], 4)
   sampling = check_sampling(Sampling(temperature=temperature, **filters), 20, 5)
   logits = np.array([-1.0, 0.2, 1.0, 0.3, -1.0], np.float32)
   logits = np.tile(scale[:, None, None] * logits, (1, 50, 1))
@@ -97,6 +100,42 @@ def test_huge_logits_and_tiny_temperatures(filters):
       np.testing.assert_array_equal(chosen, 2)
     else:
       assert len(set(chosen.tolist())) > 1
+
+
+def test_no_temperature_and_no_penalty_brings_a_banned_token_back():
+  """Everything else is far less likely, and the text has the token."""
+  temperature = np.tile([0.0, 1e-45, 1.0, 1e6], 3)
+  penalty = np.repeat([1e-3, 1.0, 1e3], 4)
+  sampling = check_sampling(
+    Sampling(
+      logit_bias={2: -np.inf},
+      temperature=temperature,
+      repetition_penalty=penalty,
+      top_p=0.999,
+    ),
+    *(12, 5),
+  )
+  logits = np.tile(np.float32([-1e4, -2e4, 1e6, -1e4, -3e4]), (12, 200, 1))
+  seen = np.broadcast_to(np.arange(5) == 2, logits.shape)
+  adjusted = adjust_logits(logits, sampling, seen)
+  noise = _noise(12, 200, 5, sampling)
+  assert 2 not in np.asarray(_choose(adjusted, noise, sampling))
+  assert np.all(_filter_logits(adjusted, sampling)[..., 2] == EXCLUDED)
+  # Where nothing but it can be said, nothing can.
+  only = np.where(np.arange(5) == 2, logits, -np.inf)
+  assert not np.any(is_usable(adjust_logits(only, sampling, seen)))
+
+
+@pytest.mark.parametrize(
+  ('name', 'value'),
+  [
+    *(('temperature', 2e6), ('temperature', np.inf), ('temperature', -1e-9)),
+    *(('repetition_penalty', 1e-30), ('repetition_penalty', 1e30)),
+  ],
+)
+def test_absurd_values_are_refused(name, value):
+  with pytest.raises(ValueError, match=f'{name} must be between'):
+    check_sampling(Sampling(**{name: value}), 1, 9)
 
 
 def test_temperature_0_is_argmax_whatever_the_filters():

@@ -36,7 +36,7 @@ _propose = jax.jit(lambda proposer, *args: proposer.propose(*args))
 def _said(tokens, log_probs):
   """The guesses of each node, as (token, log-probability)."""
   return [
-    [pair for pair in zip(*row, strict=True) if pair[1] > EXCLUDED / 2]
+    [pair for pair in zip(*row, strict=True) if pair[1] > EXCLUDED]
     for row in zip(tokens.tolist(), log_probs.tolist(), strict=True)
   ]
 
@@ -232,9 +232,9 @@ def test_merging_proposers(num_proposers):
     np.testing.assert_array_equal(found['nodes'], nodes)
     assert not np.any(found['slots_read'])
     edges, said = found['cond_log_probs'], found['tokens']
-    possible = expected['cond_log_probs'] > EXCLUDED / 2
+    possible = expected['cond_log_probs'] > EXCLUDED
     assert not possible[:, 2].any()
-    np.testing.assert_array_equal(edges > EXCLUDED / 2, possible)
+    np.testing.assert_array_equal(edges > EXCLUDED, possible)
     np.testing.assert_array_equal(said[possible], expected['tokens'][possible])
     last = np.take_along_axis(tree.token, np.maximum(nodes, 0), axis=1)
     sources = source_of[last[:, :, None], said]
@@ -259,7 +259,7 @@ def test_proposers_that_know_everything_leave_nothing():
   nodes = np.zeros((2, 1), np.int32)
   scores = _score(scorer, tree, ctx, nodes, specdec.StageConfig(branching=4))
   edges = np.asarray(scores['cond_log_probs'])[:, 0]
-  probs = np.where(edges > EXCLUDED / 2, np.exp(edges), 0)
+  probs = np.where(edges > EXCLUDED, np.exp(edges), 0)
   np.testing.assert_allclose(probs.sum(axis=1), [1, 1], atol=1e-4)
   assert (edges <= 0).all()
   assert scores['tokens'][1, 0, 0] == 0
@@ -306,7 +306,7 @@ def test_ranking_logits():
         ranked[row, place, kept], expected, rtol=1e-3, atol=1e-4
       )
       others = np.delete(ranked[row, place], kept)
-      assert (others < EXCLUDED * calibration / 2).all()
+      assert (others == EXCLUDED).all()
 
 
 def test_ranks_know_the_noise_of_the_candidates():

@@ -21,10 +21,16 @@ _HELPERS += ('tiny_drafters', 'tiny')
 
 # Tests that detect several bugs.
 _TESTS = {
+  'BANNED': (
+    'sampling.test_no_temperature_and_no_penalty_brings_a_banned_token_back()'
+  ),
   'BLOCKS': "enumeration.check_few('block', 'without_replacement')",
   'COMMIT': 'cache.test_commit_by_hand()',
   'CUTS': 'enumeration.check_cuts(True)',
   'DRAWS': "enumeration.check_draws('without_replacement')",
+  'LARGE_TOP_P': (
+    'large_vocabulary.test_top_p_keeps_what_the_definition_says(50257, 400)'
+  ),
   'NEXT_STEP': 'growth.test_growth_after_a_step_is_growth_after_a_prefill()',
   'RANDOMNESS': 'enumeration.test_the_randomness_of_a_step_is_of_these_keys()',
   'STEP': 'step.test_a_decode_of_all_that_a_step_does()',
@@ -69,6 +75,42 @@ target chooses with the noise of the depth above
 [draft.language_model: growth.check('model')]
 draft ranks with the noise of the depth above
   jax.vmap(pick)(tree.depth, nodes) => jax.vmap(pick)(tree.depth, nodes) - 1
+# Large vocabularies, and trees larger than most.
+[sampling: LARGE_TOP_P]
+top-p adds up in 16 bits
+  - _in_units(weights, weights.shape[-1])
+  + _in_units(
+  +     jnp.sum(weights.astype(jnp.bfloat16), -1, keepdims=True).astype('f4'),
+  +     weights.shape[-1],
+  +   )
+[sampling: large_vocabulary.test_a_row_has_the_same_bits_in_every_shape(1000)]
+probabilities are added in the order of the shape
+  - .astype(weights.dtype) / one
+  + * 0 + jnp.sum(weights, axis=-1, keepdims=True)
+[sampling: large_vocabulary.test_of_equal_scores_the_lowest_token_wins(50257)]
+the highest token wins a tie
+  - jnp.min(jnp.where(scores == largest, tokens, last), axis=-1)
+  + jnp.max(jnp.where(scores == largest, tokens, 0), axis=-1)
+[sampling: large_vocabulary.test_a_value_that_is_not_finite_is_seen(50257)]
+a maximum is trusted to keep NaN
+  jnp.max(nan_as_inf, axis=-1) => jnp.max(logits, axis=-1)
+[checks: BANNED]
+a banned token is very unlikely instead
+  return jnp.asarray(array) => return jnp.maximum(array, -1e30)
+[draft.ranking: enumeration.test_every_node_draws_children_of_its_own()]
+draws repeat from the sixteenth node on
+  fold_in(key, node) => fold_in(key, node % 16)
+[sampling: RANDOMNESS]
+uniform numbers repeat from the sixteenth node on
+  - jax.random.uniform(key, (num_nodes,))
+  + jnp.resize(jax.random.uniform(key, (16,)), num_nodes)
+[verify.match: verification.test_greedy_paths('match', 'best')]
+bonus token after four accepted ones from the depth above
+  - .along_path(choices)
+  + .replace(place=place - (place > 3)).along_path(choices)
+[verify.rejection: verification.test_greedy_paths('rejection', 'best')]
+bonus token after four accepted ones is always the same
+  walk.accepted, bonus => walk.accepted, bonus * (walk.accepted < 4)
 # What nodes see, and where they are.
 [tree.tree: tree.test_walks_and_masks()]
 mask forgets the farthest ancestor
@@ -356,7 +398,7 @@ def _run(test):
 def test_every_bug_is_read():
   names = [line for line in _TABLE.splitlines() if re.match(r'[^\s#[]', line)]
   assert names == [bug.id for bug in _BUGS]
-  assert len(names) == len(set(names)) == 73
+  assert len(names) == len(set(names)) == 82
 
 
 @pytest.mark.parametrize(('module', 'old', 'new', 'test'), _BUGS)

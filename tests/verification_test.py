@@ -8,6 +8,12 @@ from list_trees import to_arrays
 import numpy as np
 import pytest
 
+from specdec import Sampling
+from specdec.checks import check_sampling
+from specdec.checks import RULES
+from specdec.sampling import BEST
+from specdec.sampling import CHILDREN
+from specdec.sampling import step_randomness
 from specdec.tree.tree import NO_NODE
 from specdec.verify import accept
 from specdec.verify.accept import EOS
@@ -18,6 +24,52 @@ from specdec.verify.accept import STOP
 from specdec.verify.accept import Verdict
 
 _count_emitted = jax.jit(accept.count_emitted)
+
+
+_DEPTH, _VOCAB_SIZE = 6, 11
+_CHAIN_RULES = [
+  *(
+    (name, children) for name in ('rejection', 'block') for children in CHILDREN
+  ),
+  ('match', BEST),
+]
+
+
+@pytest.mark.parametrize(('name', 'children'), _CHAIN_RULES)
+def test_greedy_paths(name, children):
+  """Row r has r right tokens; each token emitted is that of its own depth."""
+  num_nodes, right = _DEPTH + 1, np.arange(_DEPTH + 1)
+  rng = np.random.default_rng(0)
+  shape = (num_nodes, num_nodes, _VOCAB_SIZE)
+  logits = rng.normal(size=shape).astype(np.float32)
+  best = logits.argmax(-1)
+  is_right = np.arange(_DEPTH)[None] < right[:, None]
+  tokens = np.where(is_right, best[:, :-1], (best[:, :-1] + 1) % _VOCAB_SIZE)
+  tree = stack(
+    [
+      to_arrays(
+        [Node(0), *(Node(t, d, d + 1) for d, t in enumerate(row))], num_nodes
+      )
+      for row in tokens.tolist()
+    ]
+  )
+  sampling = check_sampling(Sampling(), num_nodes, _VOCAB_SIZE)
+  randomness = step_randomness(
+    *(jax.random.split(jax.random.key(0), num_nodes), right, sampling),
+    max_depth=_DEPTH,
+    num_nodes=num_nodes,
+    vocab_size=_VOCAB_SIZE,
+    shares_noise=True,
+  )
+  nodes = jnp.tile(jnp.arange(num_nodes)[None], (num_nodes, 1))
+  proposals = np.full_like(logits, 1 / _VOCAB_SIZE)
+  verdict = jax.jit(RULES[name](children))(
+    tree, nodes, logits, proposals, randomness, sampling
+  )
+  np.testing.assert_array_equal(verdict.accepted, right)
+  for row, count in enumerate(right):
+    expected = best[row, : count + 1]
+    np.testing.assert_array_equal(verdict.chosen[row, : count + 1], expected)
 
 
 def test_origins_by_hand():

@@ -18,7 +18,6 @@ from specdec.draft.drafter import Scores
 from specdec.draft.drafter import StageConfig
 from specdec.draft.ranking import rank_candidates
 from specdec.sampling import EXCLUDED
-from specdec.sampling import is_possible
 from specdec.tree.tree import TokenTree
 
 
@@ -119,7 +118,7 @@ class CandidateScorer(flax.struct.PyTreeNode, Scorer):
     for source, proposer in enumerate(self.proposers):
       proposed, log_prob = proposer.propose(tree, nodes, tokens, length)
       log_prob = jnp.where(
-        (nodes >= 0)[:, None] & is_possible(log_prob), log_prob + left, EXCLUDED
+        (nodes >= 0)[:, None] & (log_prob > EXCLUDED), log_prob + left, EXCLUDED
       )
       found.append(proposed)
       log_probs.append(log_prob)
@@ -135,7 +134,7 @@ class CandidateScorer(flax.struct.PyTreeNode, Scorer):
 
 def _without_duplicates(tokens, log_probs, sources):
   """The first of equal tokens gets the probability of all; `[W, C]` each."""
-  possible = is_possible(log_probs)
+  possible = log_probs > EXCLUDED
   same = tokens[:, :, None] == tokens[:, None]
   same &= possible[:, :, None] & possible[:, None]
   total = jnp.sum(jnp.where(same, jnp.exp(log_probs)[:, None], 0.0), axis=2)

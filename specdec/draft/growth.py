@@ -24,7 +24,7 @@ from specdec.context import StepContext
 from specdec.draft.drafter import Scores
 from specdec.draft.drafter import Stage
 from specdec.draft.stages import StageState
-from specdec.sampling import is_possible
+from specdec.sampling import EXCLUDED
 from specdec.tree.topology import Topology
 from specdec.tree.tree import accumulate
 from specdec.tree.tree import add_children
@@ -180,7 +180,7 @@ class _FixedPlaces:
   def insert(self, tree, scores):
     def of_row(tree, nodes, tokens, log_probs, origins):
       index = jnp.asarray(self._topology.children)[nodes][:, : tokens.shape[1]]
-      wanted = (nodes >= 0)[:, None] & is_possible(log_probs)
+      wanted = (nodes >= 0)[:, None] & (log_probs > EXCLUDED)
       index = jnp.where(wanted, index, tree.capacity)
       return place_children(tree, index, nodes, tokens, log_probs, origins)
 
@@ -251,7 +251,7 @@ class _BestFirst:
     def add(tree, nodes, tokens, log_probs, origins, expanded):
       expandable = (nodes >= 0) & (tree.depth[nodes] < self._ctx.max_depth)
       expandable &= ~expanded[nodes]
-      wanted = expandable[:, None] & is_possible(log_probs)
+      wanted = expandable[:, None] & (log_probs > EXCLUDED)
       return add_children(tree, nodes, tokens, log_probs, origins, wanted)
 
     return jax.vmap(add)(

@@ -17,8 +17,6 @@ from specdec.model import ModelState
 from specdec.model import prefill
 from specdec.model import read_text
 from specdec.sampling import BEST
-from specdec.sampling import EXCLUDED
-from specdec.sampling import is_possible
 from specdec.sampling import WITH_REPLACEMENT
 from specdec.tree.tree import pick
 from specdec.tree.tree import TokenTree
@@ -93,7 +91,7 @@ class LanguageModelScorer(flax.struct.PyTreeNode, Scorer):
     scores = Scores(
       nodes=nodes,
       tokens=tokens,
-      cond_log_probs=jnp.where(is_possible(log_probs), log_probs, EXCLUDED),
+      cond_log_probs=log_probs,
       sources=jnp.zeros_like(tokens),
       log_prob_of=ranking.log_prob_of,
       slots_read=found.slots_read,

@@ -23,7 +23,8 @@ import jax.numpy as jnp
 from specdec.sampling import best_token
 from specdec.sampling import EXCLUDED
 from specdec.sampling import filter_logits
-from specdec.sampling import is_possible
+from specdec.sampling import is_usable
+from specdec.sampling import log_softmax
 from specdec.sampling import per_row
 from specdec.sampling import SamplingParams
 
@@ -91,8 +92,8 @@ def rank_logits(
   best, tokens = map(lax.optimization_barrier, lax.top_k(scores, number))
   # The log-sum-exp of all, without searching for the largest once more.
   total = jnp.sum(jnp.exp(scores - best[..., :1]), axis=-1, keepdims=True)
-  # NaN or inf in any of them, or -inf in all; filtering leaves no trace of it.
-  usable = jnp.isfinite(jnp.max(logits, axis=-1, keepdims=True))
+  # Filtering leaves no trace of NaN and inf.
+  usable = is_usable(logits)[..., None]
   return Ranking(
     scores=scores,
     log_total=jnp.where(usable, best[..., :1] + jnp.log(total), jnp.inf),
@@ -136,7 +137,7 @@ def rank_candidates(
   scores = log_probs / temperature + noise
   scores = calibration * jnp.concatenate([scores, others], axis=-1)
   ranked = jnp.minimum(jax.nn.log_softmax(scores, axis=-1)[..., :-1], 0.0)
-  return jnp.where(is_possible(log_probs), ranked, EXCLUDED)
+  return ranked
 
 
 def draw_children(
@@ -168,7 +169,7 @@ def draw_children(
     distributions that they were drawn from.
   """
   filtered = filter_logits(logits, sampling)
-  log_probs = jax.nn.log_softmax(filtered, axis=-1)
+  log_probs = log_softmax(filtered)
   log_probs = jnp.where(log_probs > _LEAST_LOG_PROB, log_probs, EXCLUDED)
   stochastic = sampling.is_stochastic
   shape = (number, logits.shape[2]) if replacement else logits.shape[2:]

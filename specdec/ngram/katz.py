@@ -27,7 +27,6 @@ import numpy as np
 
 from specdec.ngram.counting import Level
 from specdec.ngram.counting import NGramCounts
-from specdec.ngram.table import MISSING
 from specdec.ngram.table import NGramTable
 
 # A smaller mass of the tokens that do not occur is a rounding error.
@@ -294,7 +293,7 @@ def build_table(model: KatzModel, num_continuations: int) -> NGramTable:
     )
   candidates = np.concatenate(parts)
   with np.errstate(divide='ignore'):
-    log_probs = np.maximum(np.log(candidates['prob']), np.float32(MISSING))
+    log_probs = np.log(candidates['prob'])
   first_child.append(np.array([num_contexts]))
   return NGramTable(
     edge_token=jnp.asarray(np.concatenate([x.edge_token for x in counts])),

@@ -21,10 +21,6 @@ import numpy as np
 import safetensors
 from safetensors import numpy as safetensors_numpy
 
-# The log-probability of an entry that is missing because fewer than K tokens
-# can follow. Finite, because -inf minus -inf is NaN.
-MISSING = -1e30
-
 _FORMAT = 'specdec n-gram table 1'
 # All metadata is one JSON object under one key: safetensors writes keys in a
 # random order, but equal tables must give equal files.
@@ -46,7 +42,8 @@ class NGramTable(flax.struct.PyTreeNode, kw_only=True):
   first_child: jax.Array
   # `[C, K]` int32, most probable first; 0 where missing.
   next_tokens: jax.Array
-  # `[C, K]` float32, of the whole back-off distribution, or `MISSING`.
+  # `[C, K]` float32, of the whole back-off distribution; -inf where fewer than
+  # K tokens can follow.
   next_log_probs: jax.Array
   # n; a context has at most n - 1 tokens.
   order: int = flax.struct.field(pytree_node=False)
@@ -140,13 +137,11 @@ def save_table(
   """
   path = pathlib.Path(path)
   token_dtype = np.uint16 if table.vocab_size <= 1 << 16 else np.int32
-  with np.errstate(over='ignore'):  # MISSING becomes -inf.
-    log_probs = np.asarray(table.next_log_probs).astype(np.float16)
   tensors = {
     'edge_token': np.asarray(table.edge_token).astype(token_dtype),
     'first_child': np.asarray(table.first_child),
     'next_tokens': np.asarray(table.next_tokens).astype(token_dtype),
-    'next_log_probs': log_probs,
+    'next_log_probs': np.asarray(table.next_log_probs).astype(np.float16),
   }
   record = {
     'format': _FORMAT,
@@ -190,10 +185,10 @@ def load_table(path: str | os.PathLike[str]) -> tuple[NGramTable, dict]:
       f'{path} is damaged: its checksum does not match; copy it again or'
       f' {remedy}'
     )
-  log_probs = tensors.pop('next_log_probs').astype(np.float32)
+  log_probs = tensors.pop('next_log_probs')
   table = NGramTable(
     **{name: jnp.asarray(value, jnp.int32) for name, value in tensors.items()},
-    next_log_probs=jnp.asarray(np.maximum(log_probs, np.float32(MISSING))),
+    next_log_probs=jnp.asarray(log_probs, jnp.float32),
     order=record['order'],
     vocab_size=record['vocab_size'],
   )

@@ -23,7 +23,7 @@ from specdec.draft.ranking import rank_logits
 from specdec.model import LanguageModel
 from specdec.model import ModelSpec
 from specdec.sampling import adjust_logits
-from specdec.sampling import is_possible
+from specdec.sampling import EXCLUDED
 from specdec.sampling import position_noise
 from specdec.sampling import SamplingParams
 
@@ -99,5 +99,5 @@ def next_token_ranks(
   scores = rank_logits(logits, noise, sampling, 1.0, 1).scores
   own = jnp.take_along_axis(scores, tokens[:, 1:, None], axis=-1)
   ranks = jnp.sum(scores > own, axis=-1)
-  possible = is_possible(own[..., 0])
+  possible = own[..., 0] > EXCLUDED
   return jnp.where(possible, ranks, scores.shape[-1]).astype(jnp.int32)

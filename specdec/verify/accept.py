@@ -6,6 +6,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from specdec.sampling import is_usable
 from specdec.sampling import Randomness
 from specdec.sampling import SamplingParams
 from specdec.tree.tree import NO_NODE
@@ -81,12 +82,10 @@ class Rule(Protocol):
 def count_valid(logits: jax.Array, verdict: Verdict) -> jax.Array:
   """The number of nodes of the path, from the root on, with usable logits.
 
-  Logits of -inf are those of tokens that are never chosen. NaN, inf, or -inf
-  for all tokens come from a broken model, and no choice follows from them.
-  `logits`: `[B, N, V]` float32 of the target. `[B]` int32; D + 1 if all have.
+  `logits`: `[B, N, V]` float32 of the target, adjusted; see
+  `sampling.is_usable`. `[B]` int32; D + 1 if all nodes have.
   """
-  largest = verdict.along_path(jnp.max(logits, axis=-1))  # NaN if any is
-  usable = jnp.isfinite(largest) | (verdict.place < 0)
+  usable = verdict.along_path(is_usable(logits)) | (verdict.place < 0)
   return jnp.sum(jnp.cumprod(usable.astype(jnp.int32), axis=1), axis=1)
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from specdec.sampling import BEST
 from specdec.sampling import token_probs
+from specdec.sampling import total
 from specdec.tree.tree import NO_NODE
 from specdec.tree.tree import pick
 from specdec.verify.accept import Verdict
@@ -73,7 +74,7 @@ def acceptance_probs(
     `[B, D + 1]` float32.
   """
   depth = jnp.arange(weights.shape[1])[None]
-  mass = jnp.pad(jnp.sum(residual, axis=2), ((0, 0), (0, 1)))
+  mass = jnp.pad(total(residual)[..., 0], ((0, 0), (0, 1)))
   rest = mass + 1.0 - weights
   # Nothing is left and nothing is missing: the next prefix is accepted anyway.
   inner = jnp.where(rest > 0, mass / jnp.where(rest > 0, rest, 1.0), 1.0)

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from specdec.sampling import BEST
 from specdec.sampling import best_token
 from specdec.sampling import token_probs
+from specdec.sampling import total
 from specdec.sampling import WITHOUT_REPLACEMENT
 from specdec.tree.tree import NO_NODE
 from specdec.tree.tree import pick
@@ -41,8 +42,9 @@ def normalized(mass: jax.Array, fallback: jax.Array) -> jax.Array:
   rounding it happens, where target and draft are all but equal; then the target
   itself is as good as what is left of it.
   """
-  total = jnp.sum(mass, axis=-1, keepdims=True)
-  return jnp.where(total > 0, mass / jnp.where(total > 0, total, 1.0), fallback)
+  largest = jnp.max(mass, axis=-1, keepdims=True)
+  mass = mass / jnp.where(largest > 0, largest, 1.0)
+  return jnp.where(largest > 0, mass / total(mass), fallback)
 
 
 def acceptance_probs(

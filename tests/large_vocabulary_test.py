@@ -1,0 +1,209 @@
+"""Vocabularies of real size, where XLA adds and compares in other orders.
+
+XLA's CPU backend divides long arrays among vectors and threads by their shape,
+adds floats in that order, and loses NaN in a maximum of some 4,000 values.
+"""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_drafters
+
+import specdec
+from specdec import sampling
+from specdec.cache import init_empty_cache
+from specdec.checks import check_sampling
+from specdec.draft.ranking import draw_children
+from specdec.draft.ranking import rank_logits
+from specdec.model import LanguageModel
+from specdec.model import ModelSpec
+
+_SIZES = (1_000, 50_257, 151_936)
+_NUM_ROWS = 8
+
+# Logits of the tokens that have most of the probability; all others together
+# have as much as two of these.
+_HEAD = np.log(np.arange(12, 0, -1))
+
+
+@functools.cache
+def _base(vocab_size):
+  """`[V]` float32, the head at random places, among noise."""
+  rng = np.random.default_rng(vocab_size)
+  logits = rng.normal(size=vocab_size)
+  logits += np.log(12 / np.exp(logits).sum())
+  logits = np.minimum(logits, -0.01)
+  logits[rng.choice(vocab_size, len(_HEAD), replace=False)] = _HEAD
+  return logits.astype(np.float32)
+
+
+@functools.cache
+def _rows(vocab_size):
+  """`[rows, V]`, the same logits in other orders."""
+  shifts = 7919 * np.arange(_NUM_ROWS)
+  return np.stack([np.roll(_base(vocab_size), shift) for shift in shifts])
+
+
+def _edge(vocab_size, rank):
+  """The float32 top-p at which the token of a rank is kept, or just not."""
+  weights = np.exp(np.float64(_base(vocab_size)))
+  probs = np.sort(weights)[::-1] / weights.sum()
+  return np.float32(probs[:rank].sum())
+
+
+def _around(value):
+  """A float32 and its two neighbours."""
+  below, above = np.nextafter(value, np.float32([0, 1]))
+  return below, value, above
+
+
+def _params(batch_size, vocab_size, **filters):
+  filters = specdec.Sampling(**{'temperature': 1.0} | filters)
+  return check_sampling(filters, batch_size, vocab_size)
+
+
+@jax.jit
+def _decisions(logits, noise, params, keys):
+  """All that decides about tokens, for `logits [B, W, V]`."""
+  nodes = jnp.zeros(logits.shape[:2], jnp.int32)
+  return (
+    sampling.filter_logits(logits, params),
+    sampling.choose(logits, noise, params),
+    sampling.token_probs(logits, params),
+    sampling.log_softmax(logits),
+    *draw_children(logits, nodes, keys, params, 4, replacement=False),
+  )
+
+
+@pytest.mark.parametrize('vocab_size', _SIZES)
+def test_a_row_has_the_same_bits_in_every_shape(vocab_size):
+  """With top-p at the edge of what is kept, and one unit to either side."""
+  logits = _rows(vocab_size)
+  noise = np.random.default_rng(1).gumbel(size=logits.shape)
+  edges = (_edge(vocab_size, rank) for rank in (6, 400))
+  for top_p in itertools.chain.from_iterable(map(_around, edges)):
+    found = []
+    for batch_size, width in ((1, 1), (1, 8), (4, 2), (8, 1)):
+      params = _params(batch_size, vocab_size, top_p=top_p)
+      keys = jnp.tile(jax.random.key(0)[None], batch_size)
+      shape = (-1, batch_size, width, vocab_size)
+      shaped = [
+        array.astype(np.float32).reshape(shape) for array in (logits, noise)
+      ]
+      results = [
+        _decisions(*arrays, params, keys)
+        for arrays in zip(*shaped, strict=True)
+      ]
+      flat = lambda *parts: np.concatenate(
+        [np.asarray(part).reshape(-1, *part.shape[2:]) for part in parts]
+      )
+      found.append(jax.tree.map(flat, *results))
+    for other in found[1:]:
+      jax.tree.map(np.testing.assert_array_equal, found[0], other)
+
+
+@pytest.mark.parametrize('vocab_size', _SIZES)
+@pytest.mark.parametrize('rank', [3, 400])
+def test_top_p_keeps_what_the_definition_says(vocab_size, rank):
+  """Halfway between two edges; a sum in 16 bits would be elsewhere."""
+  top_p = (_edge(vocab_size, rank - 1) + _edge(vocab_size, rank)) / 2
+  params = _params(1, vocab_size, top_p=top_p)
+  kept = sampling.filter_logits(_base(vocab_size)[None], params)[0]
+  least = np.sort(_base(vocab_size))[-rank]
+  np.testing.assert_array_equal(
+    kept > sampling.EXCLUDED, _base(vocab_size) >= least
+  )
+
+
+@pytest.mark.parametrize('vocab_size', _SIZES)
+def test_of_equal_scores_the_lowest_token_wins(vocab_size):
+  scores = np.round(_rows(vocab_size)[:2])
+  scores[0] = -np.inf
+  scores[0, [vocab_size // 3, vocab_size - 1]] = 1
+  np.testing.assert_array_equal(
+    jax.jit(sampling.best_token)(scores), scores.argmax(axis=-1)
+  )
+
+
+@pytest.mark.parametrize('vocab_size', _SIZES)
+def test_a_value_that_is_not_finite_is_seen(vocab_size):
+  """Wherever it is; -inf alone in all is as bad, in some it is not."""
+  places = (0, 7, vocab_size // 2, vocab_size - 1)
+  for place, value in itertools.product(places, (np.nan, np.inf)):
+    logits = _rows(vocab_size)[:4].copy()
+    logits[0, place] = value
+    logits[1] = -np.inf
+    logits[2, place] = -np.inf
+    usable = jax.jit(sampling.is_usable)(logits)
+    np.testing.assert_array_equal(usable, [False, False, True, True])
+    ranking = rank_logits(
+      logits[:, None],
+      np.zeros_like(logits[:, None]),
+      _params(4, vocab_size),
+      1.0,
+      2,
+    )
+    np.testing.assert_array_equal(
+      ranking.best_log_probs[:, 0, 0] > -np.inf, usable
+    )
+
+
+def _apply(params, tokens, positions, mask, cache):
+  """Every token is followed by the same logits in another order."""
+  del positions, mask
+  vocab_size = params['logits'].shape[0]
+  shifted = jnp.arange(vocab_size)[None, None] - 7919 * tokens[..., None]
+  return params['logits'][shifted % vocab_size], cache
+
+
+@functools.cache
+def _spec(vocab_size):
+  return ModelSpec(
+    apply=_apply,
+    init_cache=init_empty_cache,
+    vocab_size=vocab_size,
+    max_positions=64,
+    weight_bytes=vocab_size,
+    cache_bytes_per_slot=0,
+  )
+
+
+def _generate(logits, drafter, **options):
+  """Four rows of the model that has these `logits [V]`."""
+  model = LanguageModel(params={'logits': logits}, spec=_spec(len(logits)))
+  return specdec.generate(
+    *(model, jax.random.key(0), [[1, 2], [3], [4, 5, 6], [7]]),
+    max_new_tokens=12,
+    drafter=tiny_drafters.simple(drafter, model),
+    **options,
+  )
+
+
+@pytest.mark.parametrize('vocab_size', _SIZES[1:])
+def test_a_model_that_breaks_in_one_token_is_reported(vocab_size):
+  logits = _base(vocab_size).copy()
+  logits[vocab_size // 2] = np.nan
+  for drafter in ('plain', 'chain', 'tree'):
+    generation = _generate(logits, drafter, log_probs=True)
+    assert generation.tokens == [[]] * 4
+    assert generation.finish_reasons == ['error'] * 4
+
+
+def test_drafted_tokens_are_those_of_plain_decoding_at_the_edge_of_top_p():
+  vocab_size = _SIZES[-1]
+  top_p = [*_around(_edge(vocab_size, 6)), 1.0]
+  run = functools.partial(
+    *(_generate, _base(vocab_size)),
+    sampling=specdec.Sampling(temperature=1.0, top_p=top_p),
+    log_probs=True,
+  )
+  plain = run('plain')
+  for drafter in ('chain', 'tree'):
+    drafted = run(drafter)
+    assert drafted.tokens == plain.tokens
+    assert drafted.log_probs == plain.log_probs
+    assert drafted.stats['block_efficiency'] > 1.5
