@@ -324,9 +324,7 @@ def token_probs(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
   """
   stochastic = per_row(sampling.is_stochastic, logits)
   greedy = jax.nn.one_hot(best_token(logits), logits.shape[-1])
-  return jnp.where(
-    stochastic, softmax(filter_logits(logits, sampling)), greedy
-  )
+  return jnp.where(stochastic, softmax(filter_logits(logits, sampling)), greedy)
 
 
 def choose(

@@ -67,6 +67,12 @@ def _params(batch_size, vocab_size, **filters):
 
 
 @jax.jit
+def _best_log_prob(logits, noise, params):
+  ranking = rank_logits(logits, noise, params, 1.0, 1)
+  return ranking.best_log_probs[:, 0, 0]
+
+
+@jax.jit
 def _decisions(logits, noise, params, keys):
   """All that decides about tokens, for `logits [B, W, V]`."""
   nodes = jnp.zeros(logits.shape[:2], jnp.int32)
@@ -112,7 +118,7 @@ def test_top_p_keeps_what_the_definition_says(vocab_size, rank):
   """Halfway between two edges; a sum in 16 bits would be elsewhere."""
   top_p = (_edge(vocab_size, rank - 1) + _edge(vocab_size, rank)) / 2
   params = _params(1, vocab_size, top_p=top_p)
-  kept = sampling.filter_logits(_base(vocab_size)[None], params)[0]
+  kept = jax.jit(sampling.filter_logits)(_base(vocab_size)[None], params)[0]
   least = np.sort(_base(vocab_size))[-rank]
   np.testing.assert_array_equal(
     kept > sampling.EXCLUDED, _base(vocab_size) >= least
@@ -140,16 +146,9 @@ def test_a_value_that_is_not_finite_is_seen(vocab_size):
     logits[2, place] = -np.inf
     usable = jax.jit(sampling.is_usable)(logits)
     np.testing.assert_array_equal(usable, [False, False, True, True])
-    ranking = rank_logits(
-      logits[:, None],
-      np.zeros_like(logits[:, None]),
-      _params(4, vocab_size),
-      1.0,
-      2,
-    )
-    np.testing.assert_array_equal(
-      ranking.best_log_probs[:, 0, 0] > -np.inf, usable
-    )
+    params, no_noise = _params(4, vocab_size), np.zeros_like(logits[:, None])
+    best = _best_log_prob(logits[:, None], no_noise, params)
+    np.testing.assert_array_equal(best > sampling.EXCLUDED, usable)
 
 
 def _apply(params, tokens, positions, mask, cache):

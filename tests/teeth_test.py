@@ -204,7 +204,8 @@ greedy rows divided by a temperature of -1
   temperature > 0, temperature, 1.0 => temperature > 0, temperature, -1.0
 [sampling: sampling.test_filters_against_numpy(None, 0.6, None)]
 top-p before temperature
-  (candidates, top_p) => (candidates * temperature, top_p)
+  - (candidates, ranked, top_p)
+  + (*(temperature * one for one in (candidates, ranked)), top_p)
 # Its randomness.
 [sampling: RANDOMNESS]
 drafting noise used again in every step

@@ -54,13 +54,15 @@ def test_greedy_paths(name, children):
     ]
   )
   sampling = check_sampling(Sampling(), num_nodes, _VOCAB_SIZE)
-  randomness = step_randomness(
-    *(jax.random.split(jax.random.key(0), num_nodes), right, sampling),
-    max_depth=_DEPTH,
-    num_nodes=num_nodes,
-    vocab_size=_VOCAB_SIZE,
-    shares_noise=True,
-  )
+  sizes = {'max_depth': _DEPTH, 'num_nodes': num_nodes}
+  randomness = jax.jit(
+    lambda keys: step_randomness(
+      *(keys, right, sampling),
+      **sizes,
+      vocab_size=_VOCAB_SIZE,
+      shares_noise=True,
+    )
+  )(jax.random.split(jax.random.key(0), num_nodes))
   nodes = jnp.tile(jnp.arange(num_nodes)[None], (num_nodes, 1))
   proposals = np.full_like(logits, 1 / _VOCAB_SIZE)
   verdict = jax.jit(RULES[name](children))(

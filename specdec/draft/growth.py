@@ -264,6 +264,11 @@ class _BestFirst:
     )
 
 
+# A child of an inner stage that the outer stage excludes stays in the tree,
+# behind all others: the target may choose it all the same.
+_LAST = -1e30
+
+
 def _rescore(tree, scores, expanded, max_depth) -> TokenTree:
   """Gives children that inner stages drafted the numbers of this stage."""
   is_child_of = tree.parent[:, :, None] == scores.nodes[:, None]  # [B, M, W]
@@ -272,7 +277,7 @@ def _rescore(tree, scores, expanded, max_depth) -> TokenTree:
   known = jnp.any(is_child_of, axis=2)
   known &= ~jnp.take_along_axis(expanded, parent, axis=1)
   place = jnp.argmax(is_child_of, axis=2)
-  log_probs = scores.log_prob_of(place, tree.token)
+  log_probs = jnp.maximum(scores.log_prob_of(place, tree.token), _LAST)
   tree = tree.replace(
     cond_log_prob=jnp.where(known, log_probs, tree.cond_log_prob)
   )
