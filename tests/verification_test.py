@@ -1,5 +1,7 @@
 """The verdict on a tree, and the rule by which tokens are emitted."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from list_trees import Node
@@ -13,7 +15,7 @@ from specdec.checks import check_sampling
 from specdec.checks import RULES
 from specdec.sampling import BEST
 from specdec.sampling import CHILDREN
-from specdec.sampling import step_randomness
+from specdec.sampling import Randomness
 from specdec.tree.tree import NO_NODE
 from specdec.verify import accept
 from specdec.verify.accept import EOS
@@ -35,43 +37,41 @@ _CHAIN_RULES = [
 ]
 
 
-@pytest.mark.parametrize(('name', 'children'), _CHAIN_RULES)
-def test_greedy_paths(name, children):
-  """Row r has r right tokens; each token emitted is that of its own depth."""
-  num_nodes, right = _DEPTH + 1, np.arange(_DEPTH + 1)
+@functools.cache
+def _chains():
+  """The arguments of a rule, and the best token after each node.
+
+  Row r has a chain of six tokens, of which the first r are the best.
+  """
+  num_nodes = _DEPTH + 1
   rng = np.random.default_rng(0)
   shape = (num_nodes, num_nodes, _VOCAB_SIZE)
   logits = rng.normal(size=shape).astype(np.float32)
   best = logits.argmax(-1)
-  is_right = np.arange(_DEPTH)[None] < right[:, None]
+  is_right = np.arange(_DEPTH)[None] < np.arange(num_nodes)[:, None]
   tokens = np.where(is_right, best[:, :-1], (best[:, :-1] + 1) % _VOCAB_SIZE)
-  tree = stack(
-    [
-      to_arrays(
-        [Node(0), *(Node(t, d, d + 1) for d, t in enumerate(row))], num_nodes
-      )
-      for row in tokens.tolist()
-    ]
+  chain = lambda row: [Node(t, d, d + 1) for d, t in enumerate(row)]
+  trees = [to_arrays([Node(0), *chain(row)], num_nodes) for row in tokens]
+  nodes = np.tile(np.arange(num_nodes), (num_nodes, 1))
+  proposals = np.full_like(logits, 1 / _VOCAB_SIZE)
+  randomness = Randomness(
+    noise=np.zeros_like(logits),
+    draft_keys=None,
+    uniforms=rng.uniform(size=nodes.shape),
+    residual_noise=rng.gumbel(size=(num_nodes, _VOCAB_SIZE)),
   )
   sampling = check_sampling(Sampling(), num_nodes, _VOCAB_SIZE)
-  sizes = {'max_depth': _DEPTH, 'num_nodes': num_nodes}
-  randomness = jax.jit(
-    lambda keys: step_randomness(
-      *(keys, right, sampling),
-      **sizes,
-      vocab_size=_VOCAB_SIZE,
-      shares_noise=True,
-    )
-  )(jax.random.split(jax.random.key(0), num_nodes))
-  nodes = jnp.tile(jnp.arange(num_nodes)[None], (num_nodes, 1))
-  proposals = np.full_like(logits, 1 / _VOCAB_SIZE)
-  verdict = jax.jit(RULES[name](children))(
-    tree, nodes, logits, proposals, randomness, sampling
-  )
-  np.testing.assert_array_equal(verdict.accepted, right)
-  for row, count in enumerate(right):
-    expected = best[row, : count + 1]
-    np.testing.assert_array_equal(verdict.chosen[row, : count + 1], expected)
+  return (stack(trees), nodes, logits, proposals, randomness, sampling), best
+
+
+@pytest.mark.parametrize(('name', 'children'), _CHAIN_RULES)
+def test_greedy_paths(name, children):
+  """Each token that is emitted is that of its own depth."""
+  arguments, best = _chains()
+  verdict = jax.jit(RULES[name](children))(*arguments)
+  np.testing.assert_array_equal(verdict.accepted, np.arange(_DEPTH + 1))
+  for row, chosen in enumerate(np.asarray(verdict.chosen)):
+    np.testing.assert_array_equal(chosen[: row + 1], best[row, : row + 1])
 
 
 def test_origins_by_hand():
