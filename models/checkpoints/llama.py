@@ -46,8 +46,14 @@ _KEYS = {
 _ROPE_KEYS = {'rope_type', 'type', 'rope_theta', 'partial_rotary_factor'}
 
 
-def _read_rope(raw: Mapping[str, Any]) -> Rope:
-  """The rotary embedding of transformers' `rope_parameters`."""
+def _read_rope(raw: Mapping[str, Any], longest: int) -> Rope:
+  """The rotary embedding of transformers' `rope_parameters`.
+
+  Args:
+    raw: the parameters; None is as if the key were missing, except that a
+      factor of YaRN then follows from `longest`.
+    longest: `max_position_embeddings`.
+  """
   if raw.get('partial_rotary_factor', 1.0) != 1.0:
     raise ValueError(
       f'partial_rotary_factor={raw["partial_rotary_factor"]!r} is not supported'
@@ -62,12 +68,23 @@ def _read_rope(raw: Mapping[str, Any]) -> Rope:
       f'rope_type={kind!r} is not supported; choose from'
       f' {["default", *SCALINGS]}'
     )
-  values = {key: raw[key] for key in raw if key not in _ROPE_KEYS}
-  known = {field.name for field in dataclasses.fields(SCALINGS[kind])}
+  values = {
+    key: value
+    for key, value in raw.items()
+    if key not in _ROPE_KEYS and value is not None
+  }
+  fields = dataclasses.fields(SCALINGS[kind])
+  known = {field.name for field in fields}
   if kind == 'linear':  # Some checkpoints have it; it has no effect.
     values.pop('original_max_position_embeddings', None)
   if unknown := sorted(set(values) - known):
     raise ValueError(f'{unknown[0]} is not supported with rope_type={kind!r}')
+  original = values.get('original_max_position_embeddings')
+  if kind == 'yarn' and raw.get('factor', 0) is None and original:
+    values['factor'] = longest / original
+  for field in fields:
+    if field.default is dataclasses.MISSING and field.name not in values:
+      raise ValueError(f'{field.name} is missing, rope_type={kind!r} needs it')
   return Rope(theta=theta, scaling=SCALINGS[kind](**values))
 
 
@@ -106,7 +123,7 @@ def _common(config: Any, kind: str) -> dict[str, Any]:
     'num_positions': _longest_context(config),
     'head_width': getattr(config, 'head_dim', None)
     or config.hidden_size // config.num_attention_heads,
-    'rope': _read_rope(config.rope_parameters),
+    'rope': _read_rope(config.rope_parameters, config.max_position_embeddings),
     'qkv_bias': kind == 'qwen2' or attention_bias,
     'output_bias': kind != 'qwen2' and attention_bias,
     'mlp_bias': getattr(config, 'mlp_bias', False),

@@ -179,13 +179,23 @@ def _check_same_tokens(target: Checkpoint, draft: Checkpoint) -> None:
   if target.tokenizer is None or draft.tokenizer is None:
     return  # Then only the sizes can be compared, see `_check_padding`.
   ours, theirs = target.tokenizer.get_vocab(), draft.tokenizer.get_vocab()
-  differing = sum(theirs.get(token) != index for token, index in ours.items())
-  if ours != theirs:
-    raise ValueError(
-      f'the tokenizers of the target {target.folder} ({len(ours)} tokens) and'
-      f' the draft {draft.folder} ({len(theirs)} tokens) differ in {differing}'
-      " of the target's tokens; choose a draft with the same tokenizer"
-    )
+  if ours == theirs:
+    return
+  where = lambda ids, token: ids.get(token, 'none')
+  changed = [token for token in ours if theirs.get(token) != ours[token]]
+  more = [token for token in theirs if token not in ours]
+  counts = {
+    "of the target's tokens": len(changed),
+    'tokens that only the draft has': len(more),
+  }
+  differ = ' and '.join(f'{n} {what}' for what, n in counts.items() if n)
+  first = min(changed, key=ours.get) if changed else min(more, key=theirs.get)
+  raise ValueError(
+    f'the tokenizers of the target {target.folder} ({len(ours)} tokens) and the'
+    f' draft {draft.folder} ({len(theirs)} tokens) differ in {differ}, such as'
+    f' {first!r}, whose ids are {where(ours, first)} and'
+    f' {where(theirs, first)}; choose a draft with the same tokenizer'
+  )
 
 
 def _check_padding(
