@@ -5,7 +5,6 @@ transformers would build a tokenizer anew from the name of a class, and leave
 out what the class does not have, such as a pre-tokenizer.
 """
 
-from collections.abc import Mapping
 import json
 import pathlib
 from typing import Any
@@ -52,7 +51,7 @@ def _chat_template(folder: pathlib.Path) -> str | dict[str, str] | None:
 
 
 def _special_tokens(
-  folder: pathlib.Path, config: Mapping[str, Any], backend: tokenizers.Tokenizer
+  folder: pathlib.Path, config: dict[str, Any], backend: tokenizers.Tokenizer
 ) -> dict[str, str]:
   """The tokens with a role, of those that the vocabulary has."""
   stated = _read_object(folder / 'special_tokens_map.json') | config
@@ -115,8 +114,8 @@ def _from_class(folder: pathlib.Path) -> transformers.PreTrainedTokenizerBase:
   ]
   if lacking:  # transformers would go on with an invented vocabulary.
     raise ValueError(
-      f'{folder} has no complete tokenizer: it lacks {" and ".join(lacking)}, or'
-      f' they are empty; copy the {_JSON} of the model there'
+      f'{folder} has no complete tokenizer: {" and ".join(lacking)} must be there'
+      f' and not empty; copy the {_JSON} of the model there'
     )
   return tokenizer
 

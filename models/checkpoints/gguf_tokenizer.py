@@ -203,7 +203,9 @@ def load_tokenizer(
     )
   try:
     backend = build(path, vocabulary)
-  except Exception as error:  # Of no narrower type.
+  except ValueError:
+    raise
+  except Exception as error:  # The tokenizers package raises no narrower type.
     raise ValueError(f'{path} has no usable tokenizer: {error}') from error
   whole = lambda *kinds: [
     tokenizers.AddedToken(word, normalized=False)

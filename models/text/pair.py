@@ -28,6 +28,8 @@ from models.nn.sharding import make_layout
 from models.text.chat_template import conversation_ids
 from models.text.chat_template import is_conversation
 from models.text.chat_template import Prompt
+from models.text.token_bytes import is_byte_level
+from models.text.token_bytes import text_of
 from models.text.token_bytes import TextStream
 from models.text.token_bytes import token_bytes
 from specdec import checks
@@ -83,6 +85,8 @@ class Pair:
 
   def decode(self, ids: list[int]) -> str:
     """Token ids to text, without special tokens."""
+    if is_byte_level(self.tokenizer):  # Added tokens would be read as bytes.
+      return text_of(self.token_bytes(), ids)
     text = self.tokenizer.decode(
       ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
@@ -189,7 +193,8 @@ def _check_same_tokens(target: Checkpoint, draft: Checkpoint) -> None:
     'tokens that only the draft has': len(more),
   }
   differ = ' and '.join(f'{n} {what}' for what, n in counts.items() if n)
-  first = min(changed, key=ours.get) if changed else min(more, key=theirs.get)
+  ids = ours if changed else theirs
+  first = min(changed or more, key=lambda token: ids[token])
   raise ValueError(
     f'the tokenizers of the target {target.folder} ({len(ours)} tokens) and the'
     f' draft {draft.folder} ({len(theirs)} tokens) differ in {differ}, such as'
