@@ -94,6 +94,17 @@ def _from_json(folder: pathlib.Path) -> transformers.PreTrainedTokenizerBase:
   # As arguments they would be added to the vocabulary of the file.
   for role, token in _special_tokens(folder, config, backend).items():
     setattr(tokenizer, role, token)
+  added = backend.encode('a').ids
+  for role in ('bos_token', 'eos_token'):
+    token = getattr(tokenizer, role)
+    if (
+      config.get(f'add_{role}')
+      and backend.token_to_id(token or '') not in added
+    ):
+      logging.warning(
+        '%s says add_%s, but %s adds none to a text, and it decides',
+        *(folder / _CONFIG, role, _JSON),
+      )
   return tokenizer
 
 
@@ -114,8 +125,8 @@ def _from_class(folder: pathlib.Path) -> transformers.PreTrainedTokenizerBase:
   ]
   if lacking:  # transformers would go on with an invented vocabulary.
     raise ValueError(
-      f'{folder} has no complete tokenizer: {" and ".join(lacking)} must be there'
-      f' and not empty; copy the {_JSON} of the model there'
+      f'{folder} has no complete tokenizer, it lacks {" and ".join(lacking)}'
+      f' or has them empty; copy the {_JSON} of the model there'
     )
   return tokenizer
 
