@@ -44,16 +44,13 @@ _KEYS = {
 }
 # Keys of `rope_parameters` that are not fields of a scaling.
 _ROPE_KEYS = {'rope_type', 'type', 'rope_theta', 'partial_rotary_factor'}
+_ROPE_NUMBERS = {'rope_theta'} | {
+  field.name for kind in SCALINGS.values() for field in dataclasses.fields(kind)
+}
 
 
-def _read_rope(raw: Mapping[str, Any], longest: int) -> Rope:
-  """The rotary embedding of transformers' `rope_parameters`.
-
-  Args:
-    raw: the parameters; None is as if the key were missing, except that a
-      factor of YaRN then follows from `longest`.
-    longest: `max_position_embeddings`.
-  """
+def _read_rope(raw: Mapping[str, Any]) -> Rope:
+  """The rotary embedding of transformers' `rope_parameters`."""
   if raw.get('partial_rotary_factor', 1.0) != 1.0:
     raise ValueError(
       f'partial_rotary_factor={raw["partial_rotary_factor"]!r} is not supported'
@@ -68,23 +65,12 @@ def _read_rope(raw: Mapping[str, Any], longest: int) -> Rope:
       f'rope_type={kind!r} is not supported; choose from'
       f' {["default", *SCALINGS]}'
     )
-  values = {
-    key: value
-    for key, value in raw.items()
-    if key not in _ROPE_KEYS and value is not None
-  }
-  fields = dataclasses.fields(SCALINGS[kind])
-  known = {field.name for field in fields}
+  values = {key: raw[key] for key in raw if key not in _ROPE_KEYS}
+  known = {field.name for field in dataclasses.fields(SCALINGS[kind])}
   if kind == 'linear':  # Some checkpoints have it; it has no effect.
     values.pop('original_max_position_embeddings', None)
   if unknown := sorted(set(values) - known):
     raise ValueError(f'{unknown[0]} is not supported with rope_type={kind!r}')
-  original = values.get('original_max_position_embeddings')
-  if kind == 'yarn' and raw.get('factor', 0) is None and original:
-    values['factor'] = longest / original
-  for field in fields:
-    if field.default is dataclasses.MISSING and field.name not in values:
-      raise ValueError(f'{field.name} is missing, rope_type={kind!r} needs it')
   return Rope(theta=theta, scaling=SCALINGS[kind](**values))
 
 
@@ -104,11 +90,35 @@ def _longest_context(config: Any) -> int:
   return min(longest, window) if slides else longest
 
 
+def _stated(rope: dict[str, Any], longest: Any) -> dict[str, Any]:
+  """The keys of a scaling that are not null, checked for transformers.
+
+  YaRN's factor may be null where it follows from the contexts, of which
+  `longest` is the whole one.
+  """
+  stated = {key: value for key, value in rope.items() if value is not None}
+  for key in _ROPE_NUMBERS & stated.keys():
+    if not isinstance(stated[key], (int, float)):
+      raise ValueError(f'{key} must be a number, got {stated[key]!r}')
+  original = stated.get('original_max_position_embeddings')
+  is_yarn = 'yarn' in (stated.get('rope_type'), stated.get('type'))
+  if is_yarn and 'factor' in rope and 'factor' not in stated:
+    if original and isinstance(longest, int):
+      stated['factor'] = longest / original
+  return stated
+
+
 def _from_dict(kinds: Mapping[str, Any], raw: Mapping[str, Any]) -> Any:
   """The transformers config, which fills in defaults."""
   if raw.get('num_attention_heads') == 0:  # transformers would divide by it.
     raise ValueError('num_attention_heads must be positive, got 0')
-  return kinds[raw['model_type']].from_dict(dict(raw))
+  longest = raw.get('max_position_embeddings')
+  ropes = {
+    key: _stated(raw[key], longest)
+    for key in ('rope_parameters', 'rope_scaling')
+    if isinstance(raw.get(key), dict)
+  }
+  return kinds[raw['model_type']].from_dict({**raw, **ropes})
 
 
 def _common(config: Any, kind: str) -> dict[str, Any]:
@@ -123,7 +133,7 @@ def _common(config: Any, kind: str) -> dict[str, Any]:
     'num_positions': _longest_context(config),
     'head_width': getattr(config, 'head_dim', None)
     or config.hidden_size // config.num_attention_heads,
-    'rope': _read_rope(config.rope_parameters, config.max_position_embeddings),
+    'rope': _read_rope(config.rope_parameters),
     'qkv_bias': kind == 'qwen2' or attention_bias,
     'output_bias': kind != 'qwen2' and attention_bias,
     'mlp_bias': getattr(config, 'mlp_bias', False),
