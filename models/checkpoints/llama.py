@@ -101,10 +101,12 @@ def _stated(rope: dict[str, Any], longest: Any) -> dict[str, Any]:
     if not isinstance(stated[key], (int, float)):
       raise ValueError(f'{key} must be a number, got {stated[key]!r}')
   original = stated.get('original_max_position_embeddings')
-  is_yarn = 'yarn' in (stated.get('rope_type'), stated.get('type'))
-  if is_yarn and 'factor' in rope and 'factor' not in stated:
-    if original and isinstance(longest, int):
-      stated['factor'] = longest / original
+  if (
+    'yarn' in (stated.get('rope_type'), stated.get('type'))
+    and rope.get('factor', 0) is None
+    and (original and isinstance(longest, int))
+  ):
+    stated['factor'] = longest / original
   return stated
 
 

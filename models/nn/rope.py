@@ -21,8 +21,6 @@ class _Scaling:
 
   def __post_init__(self):
     for name, value in vars(self).items():
-      if name == 'attention_factor' and value is None:
-        continue  # It has a default.
       is_number = isinstance(value, (int, float))
       if not (is_number and (value > 0 or isinstance(value, bool))):
         raise ValueError(f'{name} must be a positive number, got {value!r}')
@@ -109,11 +107,11 @@ class YarnScaling(_Scaling):
   rope_type = 'yarn'
 
   def __post_init__(self):
-    super().__post_init__()
     # The default is filled in here, so that equal scalings are equal records.
     if self.attention_factor is None:
       default = 0.1 * math.log(max(self.factor, 1.0)) + 1.0
       object.__setattr__(self, 'attention_factor', default)
+    super().__post_init__()
 
   def scale(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
     """The frequencies `[Dh / 2]`, scaled."""
