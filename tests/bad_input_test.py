@@ -186,7 +186,7 @@ _CONFIGS = (
     (*_YARN, "mscale is not supported with rope_type='yarn'"),
     (*_rope('linear'), 'factor'),
     (*_rope('linear', factor=None), "'linear': {'factor'}"),
-    (*_NO_CONTEXT, 'original_max_position_embeddings'),
+    (*_NO_CONTEXT, "'yarn': {'factor'}"),
     (*_rope('llama3', factor=8.0, low_freq_factor=None), 'low_freq_factor'),
     (*_rope('linear', factor='a'), "factor must be a number, got 'a'"),
     (*_rope('yarn', factor=2, beta_fast='3'), 'beta_fast must be a number'),
