@@ -12,17 +12,19 @@ from absl import logging
 def folder(name: str) -> pathlib.Path:
   """A folder of the user's cache, `~/.cache/specdec/NAME`.
 
-  The variable `XDG_CACHE_HOME` takes the place of `~/.cache`. Where neither can
-  be written, as without a home directory, it is a folder of the user's own
-  beside temporary files, and a warning says so. The folder NAME is not made.
+  The variable `XDG_CACHE_HOME` takes the place of `~/.cache`. Without it, and
+  where `~/.cache` cannot be written, as without a home directory, it is a
+  folder of the user's own beside temporary files, and a warning says so. The
+  folder NAME is not made.
   """
-  return _root(os.environ.get('XDG_CACHE_HOME') or '~/.cache') / name
+  stated = os.environ.get('XDG_CACHE_HOME')
+  return (pathlib.Path(stated, 'specdec') if stated else _root()) / name
 
 
 @functools.cache
-def _root(cache: str) -> pathlib.Path:
+def _root() -> pathlib.Path:
   try:
-    root = pathlib.Path(cache).expanduser() / 'specdec'
+    root = pathlib.Path('~/.cache/specdec').expanduser()
     root.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=root).close()
     return root
@@ -35,8 +37,8 @@ def _root(cache: str) -> pathlib.Path:
   if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
     root = pathlib.Path(tempfile.mkdtemp(prefix='specdec-'))
   logging.warning(
-    'the cache folder %s cannot be used (%s); %s is used. XDG_CACHE_HOME names'
-    ' another one',
-    *(cache, reason, root),
+    'the cache folder ~/.cache/specdec cannot be used (%s); %s is used.'
+    ' XDG_CACHE_HOME names another one',
+    *(reason, root),
   )
   return root
