@@ -15,25 +15,39 @@ import transformers
 
 _JSON = 'tokenizer.json'
 _CONFIG = 'tokenizer_config.json'
+# Files of older models, which only a class of transformers describes.
+_OLD = (('tokenizer.model',), ('vocab.json', 'merges.txt'))
 # Any of these shows that a folder should have a tokenizer.
 _FILES = (
-  *(_JSON, _CONFIG, 'tokenizer.model', 'vocab.json', 'merges.txt'),
-  *('special_tokens_map.json', 'added_tokens.json'),
+  *('tokenizer_config.json', 'special_tokens_map.json', 'added_tokens.json'),
+  *(name for names in _OLD for name in names),
 )
 _ROLES = (
   *('bos_token', 'eos_token', 'unk_token', 'sep_token', 'pad_token'),
   *('cls_token', 'mask_token'),
 )
-_KEPT = ('chat_template', 'clean_up_tokenization_spaces', 'model_max_length')
+# Keys of tokenizer_config.json, and the types of their values.
+_KEPT: dict[str, Any] = {
+  'clean_up_tokenization_spaces': bool,
+  'model_max_length': (int, float),
+}
 _TEMPLATES = 'additional_chat_templates'
+
+
+def _read_text(path: pathlib.Path) -> str:
+  try:
+    return path.read_text('utf-8')
+  except (OSError, ValueError) as error:
+    raise ValueError(f'{path} cannot be read: {error}') from error
 
 
 def _read_object(path: pathlib.Path) -> dict[str, Any]:
   """A JSON object, empty if there is no file; ValueError if it is another."""
   if not path.is_file():
     return {}
+  text = _read_text(path)
   try:
-    found = json.loads(path.read_text('utf-8'))
+    found = json.loads(text)
   except (ValueError, RecursionError) as error:
     raise ValueError(f'{path} is not valid JSON: {error}') from error
   if not isinstance(found, dict):
@@ -41,13 +55,29 @@ def _read_object(path: pathlib.Path) -> dict[str, Any]:
   return found
 
 
-def _chat_template(folder: pathlib.Path) -> str | dict[str, str] | None:
-  """The templates that have files of their own; several have names."""
+def _chat_template(
+  folder: pathlib.Path, config: dict[str, Any]
+) -> str | dict[str, str] | None:
+  """The template; several by their names. Those in files go first."""
   files = {file.stem: file for file in folder.glob(f'{_TEMPLATES}/*.jinja')}
   if (folder / 'chat_template.jinja').is_file():
     files['default'] = folder / 'chat_template.jinja'
-  found = {name: file.read_text('utf-8') for name, file in files.items()}
-  return found['default'] if found.keys() == {'default'} else found or None
+  found = {name: _read_text(file) for name, file in files.items()}
+  if found:
+    return found['default'] if found.keys() == {'default'} else found
+  stated = config.get('chat_template')
+  try:
+    if isinstance(stated, list):
+      stated = {one['name']: one['template'] for one in stated}
+    texts = stated.values() if isinstance(stated, dict) else [stated or '']
+    if all(isinstance(text, str) for text in texts):
+      return stated
+  except (KeyError, TypeError):
+    pass
+  raise ValueError(
+    f'{folder / _CONFIG}: chat_template must be a text or several with names,'
+    f' got {stated!r:.40}'
+  )
 
 
 def _special_tokens(
@@ -76,9 +106,10 @@ def _special_tokens(
 
 def _from_json(folder: pathlib.Path) -> transformers.PreTrainedTokenizerBase:
   config = _read_object(folder / _CONFIG)
-  kept = {key: config[key] for key in _KEPT if config.get(key) is not None}
-  if template := _chat_template(folder):
-    kept['chat_template'] = template
+  kept: dict[str, Any] = {
+    key: config[key] for key in _KEPT if isinstance(config.get(key), _KEPT[key])
+  }
+  kept['chat_template'] = _chat_template(folder, config)
   try:
     tokenizer = transformers.PreTrainedTokenizerFast(
       tokenizer_file=str(folder / _JSON), **kept
@@ -110,6 +141,13 @@ def _from_json(folder: pathlib.Path) -> transformers.PreTrainedTokenizerBase:
 
 def _from_class(folder: pathlib.Path) -> transformers.PreTrainedTokenizerBase:
   """A tokenizer of an old folder, which only its class describes."""
+  sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
+  if not any(all(map(sizes.get, names)) for names in _OLD):
+    raise ValueError(
+      f'{folder} has no complete tokenizer: no {_JSON}, and neither'
+      f' {" nor ".join(" with ".join(names) for names in _OLD)}; copy the'
+      f' {_JSON} of the model there'
+    )
   try:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     needed = dict(tokenizer.vocab_files_names)
@@ -118,15 +156,11 @@ def _from_class(folder: pathlib.Path) -> transformers.PreTrainedTokenizerBase:
       f'{folder} has no usable tokenizer: {error}; a {_JSON} would be enough'
     ) from error
   needed.pop('tokenizer_file', None)
-  lacking = [
-    name
-    for name in needed.values()
-    if not (folder / name).is_file() or not (folder / name).stat().st_size
-  ]
+  lacking = [name for name in needed.values() if not sizes.get(name)]
   if lacking:  # transformers would go on with an invented vocabulary.
     raise ValueError(
-      f'{folder} has no complete tokenizer, it lacks {" and ".join(lacking)}'
-      f' or has them empty; copy the {_JSON} of the model there'
+      f'{folder} has no complete tokenizer: {type(tokenizer).__name__} needs'
+      f' {" and ".join(lacking)}; copy the {_JSON} of the model there'
     )
   return tokenizer
 

@@ -84,6 +84,13 @@ def _read(path: pathlib.Path) -> _Vocabulary | None:
   }
   if keys.get('model') in ('none', 'no_vocab') or 'tokens' not in keys:
     return None
+  template = metadata.get('tokenizer.chat_template', '')
+  for value in (keys.get('model', ''), keys.get('pre', ''), template):
+    if not isinstance(value, str):
+      raise ValueError(
+        f'{path}: model, pre and chat_template of the tokenizer must be texts,'
+        f' got {value!r:.40}'
+      )
   words = [
     word or f'[EMPTY_{token}]'
     for token, word in enumerate(_array(path, keys, 'tokens', 1))
