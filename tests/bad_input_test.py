@@ -143,6 +143,7 @@ _DYNAMIC = {'type': 'dynamic', 'factor': 2.0}
 _YARN = _rope(
   'yarn', factor=2.0, mscale=1.0, original_max_position_embeddings=32
 )
+_NO_CONTEXT = _rope('yarn', factor=None, original_max_position_embeddings=None)
 _NO_EXPERTS = 'mlp_only_layers=[1] and decoder_sparse_step=1: layers without'
 # A good config, then rows of a key, its value, and what the line says.
 _CONFIGS = (
@@ -184,6 +185,11 @@ _CONFIGS = (
     ('rope_scaling', _DYNAMIC, "rope_type='dynamic' is not supported"),
     (*_YARN, "mscale is not supported with rope_type='yarn'"),
     (*_rope('linear'), 'factor'),
+    (*_rope('linear', factor=None), "'linear': {'factor'}"),
+    (*_NO_CONTEXT, "'yarn': {'factor'}"),
+    (*_rope('llama3', factor=8.0, low_freq_factor=None), 'low_freq_factor'),
+    (*_rope('linear', factor='a'), "factor must be a number, got 'a'"),
+    (*_rope('yarn', factor=2, beta_fast='3'), 'beta_fast must be a number'),
     (*_rope('linear', factor=-1.0), 'got -1.0'),
     (*_rope('default', rope_theta=0.5), 'got 0.5'),
   ),

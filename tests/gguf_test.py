@@ -283,6 +283,7 @@ _TYPE = b'blk.0.attn_q.weight' + struct.pack('<IQQ', 2, 256, 256)
   [
     (b'GGUF', b'GGML', 'is not a GGUF file'),
     (b'GGUF\x03', b'GGUF\x09', 'version 9 is not known'),
+    (b'GGUF\x03\0\0\0', b'GGUF\0\0\0\x03', 'it is big-endian; gguf-convert'),
     (b'llama', b'lamma', "architecture 'lamma' is not known; choose from"),
     (b'.rope.freq_base', b'.rope.freq_bass', 'rope.freq_bass is not supported'),
     (b'.block_count', b'.block_cOunt', 'block_cOunt is not supported'),
@@ -295,6 +296,53 @@ def test_headers_that_say_something_else(old, new, message, path):
   path.write_bytes(path.read_bytes().replace(old, new))
   with pytest.raises(ValueError, match=f'{path}.*{message}'):
     hub.load_module(path)
+
+
+@pytest.mark.parametrize(
+  ('values', 'message'),
+  [([2, 2], None), ([2, 4], 'differs between layers'), ([], 'differs')],
+)
+def test_lists_with_a_value_for_each_layer(values, message, path):
+  _write(path, 'llama')
+  before = path.read_bytes()
+  expected = hub.load_module(path)
+  # Lists of 32-bit integers, of which 2 is the number of key-value heads.
+  key = b'llama.attention.head_count_kv'
+  array = struct.pack(f'<IIQ{len(values)}I', 9, 4, len(values), *values)
+  old = key + struct.pack('<II', 4, 2)
+  assert old in before
+  # The alignment is kept by a key that nothing reads.
+  fill = -(len(key + array) - len(old)) % 32
+  name = b'general.url'
+  fill = (fill - len(name) - 20) % 32
+  more = struct.pack('<Q', len(name)) + name + struct.pack('<IQ', 8, fill)
+  changed = before.replace(old, key + array + more + b'x' * fill)
+  count = struct.unpack_from('<Q', before, 16)[0]
+  changed = changed[:16] + struct.pack('<Q', count + 1) + changed[24:]
+  path.write_bytes(changed)
+  if message is None:
+    parameters = (
+      nnx.to_pure_dict(nnx.split(one)[1])
+      for one in (expected, hub.load_module(path))
+    )
+    jax.tree.map(np.testing.assert_array_equal, *parameters)
+  else:
+    with pytest.raises(ValueError, match=f'{key.decode()} {message}'):
+      hub.load_module(path)
+
+
+def test_a_file_of_any_name(path):
+  """Such as those that Ollama keeps; the folder of a model is none of them."""
+  _write(path, 'gpt2')
+  for name in ('model.GGUF', 'sha256-0123abcd'):
+    renamed = path.rename(path.with_name(name))
+    assert hub.locate(str(renamed)) == renamed
+    assert hub.config_of(str(renamed)) == _CONFIGS['gpt2']
+    renamed.rename(path)
+  other = path.with_name('model.safetensors')
+  other.touch()
+  with pytest.raises(ValueError, match='is a file, but no GGUF file; give the'):
+    hub.locate(str(other))
 
 
 def test_a_file_that_is_cut_off_is_noticed_at_every_length(path):

@@ -258,6 +258,9 @@ def test_a_folder_is_not_asked_of_the_hub(folder, monkeypatch):
   for name in ('/no/such/folder', './none', '~/none here'):
     with pytest.raises(ValueError, match=f'there is no folder {name}'):
       hub.load_module(name)
+  # Not even the home of a user is there.
+  with pytest.raises(ValueError, match='there is no folder ~nobody-of-this/x'):
+    hub.load_module('~nobody-of-this/x')
   with pytest.raises(ValueError, match='is not a hub id, and a revision needs'):
     hub.load_module(folder, revision='main')
 

@@ -83,3 +83,16 @@ def test_peers_are_counted_alike(name, tmp_path):
     'per_forward': model.spec.weight_bytes,
     'per_slot': model.spec.cache_bytes_per_slot,
   }
+
+
+def test_a_factor_of_yarn_that_is_null_follows_from_the_contexts(tmp_path):
+  """As in transformers; other keys that are null have their defaults."""
+  folder = _write(tmp_path, 'yarn_in_full')
+  config = json.loads((folder / 'config.json').read_text())
+  config['max_position_embeddings'] = 96
+  rope = {'rope_type': 'yarn', 'factor': None, 'beta_fast': None}
+  rope |= {'rope_theta': 10.0, 'original_max_position_embeddings': 64}
+  config['rope_parameters'] = rope
+  (folder / 'config.json').write_text(json.dumps(config))
+  scaling = hub.config_of(folder).rope.scaling
+  assert (scaling.factor, scaling.beta_fast) == (1.5, 32.0)

@@ -56,3 +56,24 @@ def test_demo_as_draft_is_the_embedded_draft():
   assert pair.draft.spec.weight_bytes < pair.target.spec.weight_bytes
   # A method that drafts without a model loads none, of whatever tokenizer.
   assert models.load(method='lookup').pair.draft is None
+
+
+@pytest.mark.parametrize(
+  ('ours', 'theirs', 'message'),
+  [
+    ([], ['<think>'], "in 1 tokens that only the draft has, such as '<think>'"),
+    (['<think>'], [], "in 1 of the target's tokens, such as '<think>'"),
+    (
+      *(['<a>', '<b>'], ['<b>', '<a>', '<c>']),
+      "in 2 of the target's tokens and 1 tokens that only the draft has, such",
+    ),
+  ],
+)
+def test_how_two_tokenizers_differ(saved, tmp_path, ours, theirs, message):
+  for name, added in (('target', ours), ('draft', theirs)):
+    folder = shutil.copytree(saved, tmp_path / name)
+    tokenizer = hub.load_tokenizer(folder)
+    tokenizer.add_tokens(added)
+    tokenizer.save_pretrained(folder)
+  with pytest.raises(ValueError, match=message):
+    load_pair(str(tmp_path / 'target'), str(tmp_path / 'draft'))

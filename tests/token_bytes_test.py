@@ -141,16 +141,19 @@ def test_added_tokens_of_a_byte_level_tokenizer():
   assert token_bytes(tokenizer, size)[-2:] == (b'more', b'')
   tokenizer.add_special_tokens({'pad_token': 'more'})
   assert token_bytes(tokenizer, size)[-2:] == (b'', b'')
-  tokenizer.add_tokens([AddedToken('<tool> Ġ'), AddedToken('né')])
+  tokenizer.add_tokens([AddedToken('<tool> Ġ'), 'né', 'čaj'])
   tokenizer.add_special_tokens({'pad_token': '<pad>'})
   table = token_bytes(tokenizer, len(tokenizer))
-  ids = tokenizer.convert_tokens_to_ids(['<tool> Ġ', 'né', '<pad>'])
-  assert table[ids[0]] == '<tool> Ġ'.encode()
-  # Spelt in the byte alphabet, hence read as bytes; decoding does likewise.
-  assert table[ids[1]] == b'n\xe9'
-  assert table[ids[2]] == b''
+  ids = tokenizer.convert_tokens_to_ids(['<tool> Ġ', 'né', 'čaj', '<pad>'])
+  # Texts are searched for them as they are: no letter stands for a byte.
+  plain = ['<tool> Ġ'.encode(), 'né'.encode(), 'čaj'.encode(), b'']
+  assert [table[token] for token in ids] == plain
+  pair = _pair_of(tokenizer)
   for some in (ids, [0, *ids, 0, *ids[:2]]):
-    assert text_of(table, some) == _pair_of(tokenizer).decode(some)
+    assert text_of(table, some) == pair.decode(some)
+  text = 'a b čaj né c'
+  assert pair.decode(pair.encode(text)) == text
+  assert text_of(table, pair.encode(text), ['čaj']) == 'a b '
 
 
 _PIECES = ['▁the', '▁', '▁▁▁', 'cat', 's▁t', 'é', '▁né', '.']

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from models.checkpoints.gguf_header import begins_as_gguf
 from models.checkpoints.gguf_header import Header
 from models.checkpoints.gguf_header import read_header
 from models.checkpoints.gguf_header import TensorInfo
@@ -128,8 +129,10 @@ def _quants():
 
 
 def is_gguf(path: pathlib.Path) -> bool:
-  """Whether a path is named as GGUF files are."""
-  return path.suffix == '.gguf'
+  """Whether a path is named as GGUF files are, or begins as they do."""
+  if path.is_dir():
+    return False
+  return path.suffix.lower() == '.gguf' or begins_as_gguf(path)
 
 
 def architecture(path: pathlib.Path, header: Header) -> str:
@@ -213,6 +216,28 @@ def _shortest(value: Any) -> Any:
   return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
+def _own_keys(path: pathlib.Path, header: Header, name: str) -> dict[str, Any]:
+  """The keys of an architecture, without its name before them.
+
+  A list that repeats a value, once for each layer, is this value.
+
+  Raises:
+    ValueError: the values of a list differ, or there are none.
+  """
+  found = {}
+  for key, value in header.metadata.items():
+    if not key.startswith(f'{name}.'):
+      continue
+    if isinstance(value, list):
+      if not value or any(one != value[0] for one in value):
+        raise ValueError(
+          f'{path}: {key} differs between layers; this is not supported'
+        )
+      value = value[0]
+    found[key.removeprefix(f'{name}.')] = _shortest(value)
+  return found
+
+
 def config_keys(path: pathlib.Path) -> dict[str, Any]:
   """What the `config.json` of the same model would have.
 
@@ -222,11 +247,7 @@ def config_keys(path: pathlib.Path) -> dict[str, Any]:
   """
   header = read_header(path)
   name = architecture(path, header)
-  metadata = {
-    key.removeprefix(f'{name}.'): _shortest(value)
-    for key, value in header.metadata.items()
-    if key.startswith(f'{name}.')
-  }
+  metadata = _own_keys(path, header, name)
   plain, mixture = _MODEL_TYPES[name]
   has_experts = metadata.get('expert_count', 0) > 0
   model_type = mixture if has_experts else plain
@@ -243,10 +264,6 @@ def config_keys(path: pathlib.Path) -> dict[str, Any]:
   optional |= {key for key in keys if key.startswith('expert_')}
   if missing := sorted(keys.keys() - metadata.keys() - optional):
     raise ValueError(f'{path} lacks the key {name}.{missing[0]}')
-  if lists := [key for key in keys if isinstance(metadata.get(key), list)]:
-    raise ValueError(
-      f'{path}: {name}.{lists[0]} differs between layers; this is not supported'
-    )
   if 'token_embd.weight' not in header.tensors:
     raise ValueError(f'{path} lacks the tensor token_embd.weight')
   raw = {keys[key]: metadata[key] for key in keys if key in metadata} | {
@@ -397,8 +414,9 @@ def tensors(path: pathlib.Path) -> Iterator[tuple[str, Tensor]]:
   """
   header = read_header(path)
   arch = architecture(path, header)
-  num_heads = header.metadata.get(f'{arch}.attention.head_count')
-  num_kv_heads = header.metadata.get(f'{arch}.attention.head_count_kv')
+  keys = _own_keys(path, header, arch)
+  num_heads = keys.get('attention.head_count')
+  num_kv_heads = keys.get('attention.head_count_kv')
   heads = {'attn_q': num_heads, 'attn_k': num_kv_heads or num_heads}
   for name, info in header.tensors.items():
     if name == _ROPE_FACTORS:

@@ -83,6 +83,10 @@ class _Reader:
 
 def _parse(reader: _Reader) -> Header:
   version = reader.scalar('<I')
+  if version & 0xFFFF == 0:
+    raise ValueError(
+      'it is big-endian; gguf-convert-endian of the package gguf converts it'
+    )
   if version not in _VERSIONS:
     raise ValueError(f'version {version} is not known, only {_VERSIONS}')
   num_tensors, num_keys = reader.scalar('<Q'), reader.scalar('<Q')
@@ -120,10 +124,22 @@ def _read(path: pathlib.Path, size: int, modified: int) -> Header:
       reader.offset = len(_MAGIC)
       try:
         return _parse(reader)
-      except (MemoryError, OverflowError, ValueError, struct.error) as error:
+      except (
+        *(ArithmeticError, MemoryError, RecursionError, TypeError),
+        *(ValueError, struct.error),
+      ) as error:
         raise ValueError(
-          f'{path} is not a complete GGUF file: {error}'
+          f'{path} cannot be read as a complete GGUF file: {error}'
         ) from error
+
+
+def begins_as_gguf(path: pathlib.Path) -> bool:
+  """Whether there is a file that begins as GGUF files do."""
+  try:
+    with path.open('rb') as file:
+      return file.read(len(_MAGIC)) == _MAGIC
+  except OSError:
+    return False
 
 
 def read_header(path: pathlib.Path) -> Header:

@@ -1,74 +1,190 @@
-"""Tokenizers and end-of-text tokens in GGUF files."""
+"""Tokenizers and end-of-text tokens in GGUF files.
 
-from collections.abc import Sequence
-import json
+A file has no `tokenizer.json`; what it lacks follows from the names of its
+tokenizer and pre-tokenizer, as in llama.cpp (src/llama-vocab.cpp).
+"""
+
+import dataclasses
 import pathlib
+from typing import Any
 
 from absl import logging
 import tokenizers
-from tokenizers import pre_tokenizers
+from tokenizers import decoders
+from tokenizers import models
+from tokenizers import normalizers
 import transformers
 
-from models.checkpoints import gguf
+from models.checkpoints import gguf_words
 from models.checkpoints.gguf_header import read_header
 
+_PREFIX = 'tokenizer.ggml.'
 _SPECIAL = {
   'bos_token': 'bos_token_id',
   'eos_token': 'eos_token_id',
   'unk_token': 'unknown_token_id',
   'pad_token': 'padding_token_id',
 }
-_UNUSED = 5  # Type of tokens that only fill the vocabulary up.
-_CONTROL = 3  # Type of special tokens.
-_USER_DEFINED = 4  # Type of other tokens that are never cut into pieces.
-# As in llama.cpp (src/llama-vocab.cpp): special tokens that end a text or a
-# turn, and pre-tokenizers of vocabularies whose texts begin with the BOS token.
+# Ids of SentencePiece vocabularies whose files do not state them.
+_DEFAULTS = {'bos_token_id': 1, 'eos_token_id': 2, 'unknown_token_id': 0}
+# Types of tokens: the unknown one, special ones, others that are never cut into
+# pieces, and those that only fill the vocabulary up.
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
+
+# Tokens that end a text or a turn, of whatever type: many files have but one
+# key, or tokens of a wrong type.
 _ENDS = {
-  *('<|eot_id|>', '<|im_end|>', '<|end|>', '<|endoftext|>', '<|end_of_text|>'),
-  *('<|eom_id|>', '<end_of_turn>', '<EOT>', '_<EOT>', '< EOT >'),
+  *('<|eot_id|>', '<|im_end|>', '<|end|>', '<|return|>', '<|call|>'),
+  *('<|flush|>', '<|calls|>', '<end_of_turn>', '<|endoftext|>', '</s>'),
+  *('<|eom_id|>', '<EOT>', '_<EOT>', '[EOT]', '[EOS]', '<|end_of_text|>'),
+  *('<end_of_utterance>', '<eos>', '<turn|>', '<|tool_response>', '[e~['),
+  '<\uff5cend▁of▁sentence\uff5c>',
+  # Between files of a repository, and after code that was filled in.
+  *('<|fim_pad|>', '<fim-pad>', '<fim_pad>', '<PAD>', '[PAD]', '<|fim_repo|>'),
+  *('<|repo_name|>', '<fim-repo>', '<REPO>', '<reponame>', '<|file_sep|>'),
 }
-_WITH_BOS = {
-  *('llama3', 'llama-v3', 'llama-bpe', 'falcon3', 'pixtral', 'tekken'),
-}
-# Pre-tokenizers that split a text into words as GPT-2 does, and those that
-# also split numbers into digits.
-_AS_GPT2 = {'gpt-2', 'phi-2', 'mpt', 'olmo', 'jais', 'mellum'}
-_DIGITS_APART = {'smollm', 'starcoder', 'refact', 'command-r', 'codeshell'}
+_END_KEYS = ('eos', 'eot', 'eom', 'fim_pad', 'fim_rep', 'fim_sep')
 
 
-def _with_own_tokens(
-  backend: tokenizers.Tokenizer, words: Sequence[str], kinds: Sequence[int]
+@dataclasses.dataclass(frozen=True)
+class _Vocabulary:
+  """The tokens of a file, without those that only fill the vocabulary up."""
+
+  words: list[str]
+  kinds: list[int]  # Types.
+  keys: dict[str, Any]  # What the file says of its tokenizer.
+
+  def token_id(self, key: str) -> int | None:
+    """The id of a token with a role; None if there is none that is usable."""
+    default = _DEFAULTS.get(key) if self.keys.get('model') == 'llama' else None
+    token = self.keys.get(key, default)
+    usable = isinstance(token, int) and 0 <= token < len(self.words)
+    return token if usable else None
+
+
+def _array(path: pathlib.Path, keys: dict[str, Any], name: str, length: int):
+  """An array of at least some length; ValueError if it is shorter."""
+  found = keys.get(name)
+  if not isinstance(found, list) or len(found) < length:
+    number = len(found) if isinstance(found, list) else 'no'
+    raise ValueError(
+      f'{path}: {_PREFIX}{name} has {number} entries, expected {length};'
+      ' convert the model again'
+    )
+  return found
+
+
+def _read(path: pathlib.Path) -> _Vocabulary | None:
+  """The vocabulary of a file; None if it has none, ValueError if it is bad."""
+  metadata = read_header(path).metadata
+  keys = {
+    key.removeprefix(_PREFIX): value
+    for key, value in metadata.items()
+    if key.startswith(_PREFIX)
+  }
+  if keys.get('model') in ('none', 'no_vocab') or 'tokens' not in keys:
+    return None
+  template = metadata.get('tokenizer.chat_template', '')
+  for value in (keys.get('model', ''), keys.get('pre', ''), template):
+    if not isinstance(value, str):
+      raise ValueError(
+        f'{path}: model, pre and chat_template of the tokenizer must be texts,'
+        f' got {value!r:.40}'
+      )
+  words = [
+    word or f'[EMPTY_{token}]'
+    for token, word in enumerate(_array(path, keys, 'tokens', 1))
+  ]
+  kinds = [_NORMAL] * len(words)
+  if 'token_type' in keys:
+    kinds = _array(path, keys, 'token_type', len(words))
+  used = len(words)
+  while used and (
+    kinds[used - 1] == _UNUSED or words[used - 1] == f'[PAD{used - 1}]'
+  ):
+    used -= 1
+  words = words[:used]
+  kinds = [
+    _CONTROL if word in _ENDS else kind
+    for word, kind in zip(words, kinds, strict=False)
+  ]
+  seen: dict[str, int] = {}
+  for token, word in enumerate(words):
+    if seen.setdefault(word, token) != token:
+      raise ValueError(
+        f'{path}: tokens {seen[word]} and {token} are both {word!r}'
+      )
+  return _Vocabulary(words, kinds, keys)
+
+
+def _byte_level(
+  path: pathlib.Path, vocabulary: _Vocabulary
 ) -> tokenizers.Tokenizer:
-  """The tokenizer with the special tokens of the file, under their ids.
+  """Byte-level BPE, as GPT-2's."""
+  keys, pre = vocabulary.keys, vocabulary.keys.get('pre')
+  # The first letter of a merge may be a space.
+  cut = [
+    (merge, merge.find(' ', 1)) for merge in _array(path, keys, 'merges', 0)
+  ]
+  backend = tokenizers.Tokenizer(
+    models.BPE(
+      {word: token for token, word in enumerate(vocabulary.words)},
+      [(merge[:at], merge[at + 1 :]) for merge, at in cut],
+      ignore_merges=pre in gguf_words.IGNORE_MERGES,
+    )
+  )
+  backend.pre_tokenizer, known = gguf_words.pre_tokenizer(pre)
+  if not known:
+    logging.warning(
+      '%s: the pre-tokenizer %r is not known; texts are split into words as'
+      ' llama.cpp does by default, so prompts may get other tokens than the'
+      ' model was trained with; the safetensors files of the model do not have'
+      ' this problem',
+      *(path.name, pre),
+    )
+  backend.decoder = decoders.ByteLevel()
+  return backend
 
-  transformers spells those outside the alphabet of bytes in this alphabet, and
-  adds one of GPT-2 that the file may not have.
-  """
-  own = [
-    token
-    for token, kind in enumerate(kinds)
-    if kind in (_CONTROL, _USER_DEFINED)
+
+def _sentencepiece(
+  path: pathlib.Path, vocabulary: _Vocabulary
+) -> tokenizers.Tokenizer:
+  """SentencePiece: the pair whose token has the highest score is joined."""
+  words = vocabulary.words
+  scores = _array(path, vocabulary.keys, 'scores', len(words))
+  ids = {word: token for token, word in enumerate(words)}
+  pairs = [
+    (score, word[:cut], word[cut:])
+    for word, score in zip(words, scores, strict=False)
+    for cut in range(len(word) - 1, 0, -1)
+    if word[:cut] in ids and word[cut:] in ids
   ]
-  equal = all(backend.token_to_id(words[token]) == token for token in own)
-  if equal and backend.get_vocab_size() == len(words):
-    return backend
-  state = json.loads(backend.to_str())
-  vocab = state['model']['vocab']
-  spelled = {token: word for word, token in vocab.items()}
-  for token in own:
-    vocab.pop(spelled.get(token), None)
-    vocab[words[token]] = token
-  flags = ('single_word', 'lstrip', 'rstrip', 'normalized')
-  state['added_tokens'] = [
-    {
-      'id': token,
-      'content': words[token],
-      'special': kinds[token] == _CONTROL,
-      **dict.fromkeys(flags, False),
-    }
-    for token in own
-  ]
-  return tokenizers.Tokenizer.from_str(json.dumps(state))
+  pairs.sort(key=lambda pair: -pair[0])
+  unknown = vocabulary.token_id('unknown_token_id')
+  backend = tokenizers.Tokenizer(
+    models.BPE(
+      ids,
+      [(left, right) for _, left, right in pairs],
+      unk_token=None if unknown is None else words[unknown],
+      fuse_unk=True,
+      byte_fallback=True,
+    )
+  )
+  steps = [decoders.Replace('▁', ' '), decoders.ByteFallback(), decoders.Fuse()]
+  spaces = normalizers.Replace(' ', '▁')
+  if vocabulary.keys.get('add_space_prefix', True):
+    # Before a space as well, and after each special token.
+    backend.normalizer = normalizers.Sequence(
+      [normalizers.Prepend('▁'), spaces]
+    )
+    steps.append(decoders.Strip(' ', 1, 0))
+  else:
+    backend.normalizer = spaces
+  backend.decoder = decoders.Sequence(steps)
+  return backend
+
+
+_BUILDERS = {'gpt2': _byte_level, 'llama': _sentencepiece}
 
 
 def load_tokenizer(
@@ -76,90 +192,65 @@ def load_tokenizer(
 ) -> transformers.PreTrainedTokenizerBase | None:
   """The tokenizer that the metadata describes, or None if there is none.
 
-  If it is not known how a text is split into words, it is split as for GPT-2,
-  and a warning says so.
+  If it is not known how a text is split into words, it is split as llama.cpp
+  does by default, and a warning says so.
 
   Raises:
-    ValueError: transformers cannot build it.
+    ValueError: its kind is not known, or a part is missing.
   """
-  from transformers.integrations.gguf import convert_gguf_tokenizer
-  from transformers.integrations.gguf import gguf_tokenizer_mapping
-
-  header = read_header(path)
-  prefix = 'tokenizer.ggml.'
-  found = {
-    key.removeprefix(prefix): value
-    for key, value in header.metadata.items()
-    if key.startswith(prefix)
-  }
-  if 'tokens' not in found:
+  vocabulary = _read(path)
+  if vocabulary is None:
     return None
-  words = found['tokens']
-  kinds = found.get('token_type') or [1] * len(words)
-  stated = gguf.architecture(path, header)
-  # What llama.cpp does where a file does not say.
-  begins = found.get('model') == 'llama' or found.get('pre') in _WITH_BOS
-  used = len(words)
-  while used and kinds[used - 1] == _UNUSED:
-    used -= 1
-  described = found | {
-    'tokenizer_type': found.get('model'),
-    'pre_tokenizer_type': found.get('pre'),
-    'tokens': words[:used],
-    'token_type': kinds[:used],
-  }
+  words, keys = vocabulary.words, vocabulary.keys
+  build = _BUILDERS.get(keys.get('model', ''))
+  if build is None:
+    raise ValueError(
+      f'{path}: {_PREFIX}model {keys.get("model")!r} is not supported; choose'
+      f' from {sorted(_BUILDERS)}'
+    )
   try:
-    special = {
-      name: words[found[key]] for name, key in _SPECIAL.items() if key in found
-    }
-    backend, _ = convert_gguf_tokenizer(stated, described)
-  except (LookupError, TypeError, ValueError) as error:
+    backend = build(path, vocabulary)
+  except ValueError:
+    raise
+  except Exception as error:  # The tokenizers package raises no narrower type.
     raise ValueError(f'{path} has no usable tokenizer: {error}') from error
-  if found.get('model') == 'gpt2':
-    backend = _with_own_tokens(backend, words[:used], kinds[:used])
-  elif found.get('add_space_prefix') is False:
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(
-      prepend_scheme='never', split=False
-    )
-  pre = found.get('pre')
-  known = {*_AS_GPT2, *gguf_tokenizer_mapping.GGUF_PRE_TOKENIZER_SPLITS}
-  if pre in _DIGITS_APART:
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-      [
-        pre_tokenizers.Digits(individual_digits=True),
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-      ]
-    )
-  elif found.get('model') == 'gpt2' and pre not in known:
-    logging.warning(
-      '%s: the pre-tokenizer %r is not known; texts are split into words as for'
-      ' GPT-2, so prompts may get other tokens than the model was trained with;'
-      ' the safetensors files of the model do not have this problem',
-      *(path.name, pre),
-    )
+  whole = lambda *kinds: [
+    tokenizers.AddedToken(word, normalized=False)
+    for word, kind in zip(words, vocabulary.kinds, strict=True)
+    if kind in kinds
+  ]
+  backend.add_special_tokens(whole(_UNKNOWN, _CONTROL))
+  backend.add_tokens(whole(_USER_DEFINED))
+  roles = {name: vocabulary.token_id(key) for name, key in _SPECIAL.items()}
+  begins = keys['model'] == 'llama' or keys.get('pre') in gguf_words.WITH_BOS
+  adds = {'bos': keys.get('add_bos_token', begins)}
+  adds['eos'] = keys.get('add_eos_token', False)
+  for name in adds:
+    if keys.get(f'add_{name}_token') and roles[f'{name}_token'] is None:
+      raise ValueError(
+        f'{path}: {_PREFIX}add_{name}_token is true, but there is no token'
+        f' {_PREFIX}{name}_token_id={keys.get(f"{name}_token_id")}'
+      )
   return transformers.PreTrainedTokenizerFast(
     tokenizer_object=backend,
-    add_bos_token=found.get('add_bos_token', begins),
-    add_eos_token=found.get('add_eos_token', False),
-    chat_template=header.metadata.get('tokenizer.chat_template'),
-    **special,
+    add_bos_token=adds['bos'],
+    add_eos_token=adds['eos'],
+    chat_template=read_header(path).metadata.get('tokenizer.chat_template'),
+    **{name: words[one] for name, one in roles.items() if one is not None},
   )
 
 
 def eos_ids(path: pathlib.Path) -> list[int]:
-  """Tokens that end a text or a turn of a conversation.
+  """Tokens that end a text or a turn of a conversation: by keys, and by names.
 
-  As for llama.cpp these are also special tokens with one of some texts, because
-  many files have but one key.
+  Raises:
+    ValueError: the vocabulary is bad.
   """
-  metadata = read_header(path).metadata
-  keys = (f'tokenizer.ggml.{kind}_token_id' for kind in ('eos', 'eot', 'eom'))
-  words = metadata.get('tokenizer.ggml.tokens', ())
-  kinds = metadata.get('tokenizer.ggml.token_type', ())
-  ends = [
-    token
-    for token, (word, kind) in enumerate(zip(words, kinds, strict=False))
-    if kind == _CONTROL and word in _ENDS
-  ]
-  stated = [metadata[key] for key in keys if key in metadata]
-  return list(dict.fromkeys(stated + ends))
+  vocabulary = _read(path)
+  if vocabulary is None:
+    return []
+  stated = [vocabulary.token_id(f'{kind}_token_id') for kind in _END_KEYS]
+  ends = [token for token, word in enumerate(vocabulary.words) if word in _ENDS]
+  return list(
+    dict.fromkeys(token for token in (*stated, *ends) if token is not None)
+  )

@@ -18,6 +18,7 @@ import safetensors
 from safetensors import numpy as safetensors_numpy
 import transformers
 
+from models.checkpoints import folder_tokenizer
 from models.checkpoints import gguf
 from models.checkpoints import gguf_tokenizer
 from models.checkpoints.families import config_from_keys
@@ -62,8 +63,8 @@ def locate(
   """Resolves the name of a model to its folder or GGUF file.
 
   Args:
-    name: `demo` or `demo-draft` (the embedded pair), a folder, a file
-      `*.gguf`, or the id of a model on the Hugging Face hub, which is
+    name: `demo` or `demo-draft` (the embedded pair), a folder, a GGUF file of
+      whatever name, or the id of a model on the Hugging Face hub, which is
       downloaded (weights in safetensors, config and tokenizer only). A
       `pathlib.Path` is always a folder or a file, so a result of this function
       is never looked up again.
@@ -76,11 +77,18 @@ def locate(
     ValueError: there is no such folder or file, and no such model can be
       downloaded.
   """
-  folder = _EMBEDDED.get(str(name), pathlib.Path(name).expanduser())
+  try:
+    folder = _EMBEDDED.get(str(name), pathlib.Path(name).expanduser())
+  except RuntimeError as error:  # An unknown user, or none has a home.
+    raise ValueError(f'there is no folder {name}: {error}') from error
   if folder.is_dir() or (gguf.is_gguf(folder) and folder.is_file()):
     if revision is not None:
       raise ValueError(f'{name} is not a hub id, and a revision needs one')
     return folder
+  if folder.is_file():
+    raise ValueError(
+      f'{name} is a file, but no GGUF file; give the folder of a model'
+    )
   if gguf.is_gguf(folder):
     raise ValueError(f'there is no file {name}')
   if isinstance(name, pathlib.Path) or name.startswith(('/', '.', '~')):
@@ -121,14 +129,7 @@ def load_tokenizer(
   """
   if gguf.is_gguf(path):
     return gguf_tokenizer.load_tokenizer(path)
-  # Without one of these transformers may invent a tokenizer.
-  names = ('tokenizer.json', 'vocab.json', 'tokenizer_config.json')
-  if not any((path / name).exists() for name in names):
-    return None
-  try:
-    return transformers.AutoTokenizer.from_pretrained(path)
-  except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
-    raise ValueError(f'{path} has no usable tokenizer: {error}') from error
+  return folder_tokenizer.load_tokenizer(path)
 
 
 def weight_files(folder: pathlib.Path) -> list[pathlib.Path]:

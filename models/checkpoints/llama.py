@@ -44,6 +44,9 @@ _KEYS = {
 }
 # Keys of `rope_parameters` that are not fields of a scaling.
 _ROPE_KEYS = {'rope_type', 'type', 'rope_theta', 'partial_rotary_factor'}
+_ROPE_NUMBERS = {'rope_theta'} | {
+  field.name for kind in SCALINGS.values() for field in dataclasses.fields(kind)
+}
 
 
 def _read_rope(raw: Mapping[str, Any]) -> Rope:
@@ -87,11 +90,37 @@ def _longest_context(config: Any) -> int:
   return min(longest, window) if slides else longest
 
 
+def _stated(rope: dict[str, Any], longest: Any) -> dict[str, Any]:
+  """The keys of a scaling that are not null, checked for transformers.
+
+  YaRN's factor may be null where it follows from the contexts, of which
+  `longest` is the whole one.
+  """
+  stated = {key: value for key, value in rope.items() if value is not None}
+  for key in _ROPE_NUMBERS & stated.keys():
+    if not isinstance(stated[key], (int, float)):
+      raise ValueError(f'{key} must be a number, got {stated[key]!r}')
+  original = stated.get('original_max_position_embeddings')
+  if (
+    'yarn' in (stated.get('rope_type'), stated.get('type'))
+    and rope.get('factor', 0) is None
+    and (original and isinstance(longest, int))
+  ):
+    stated['factor'] = longest / original
+  return stated
+
+
 def _from_dict(kinds: Mapping[str, Any], raw: Mapping[str, Any]) -> Any:
   """The transformers config, which fills in defaults."""
   if raw.get('num_attention_heads') == 0:  # transformers would divide by it.
     raise ValueError('num_attention_heads must be positive, got 0')
-  return kinds[raw['model_type']].from_dict(dict(raw))
+  longest = raw.get('max_position_embeddings')
+  ropes = {
+    key: _stated(raw[key], longest)
+    for key in ('rope_parameters', 'rope_scaling')
+    if isinstance(raw.get(key), dict)
+  }
+  return kinds[raw['model_type']].from_dict({**raw, **ropes})
 
 
 def _common(config: Any, kind: str) -> dict[str, Any]:

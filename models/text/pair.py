@@ -28,6 +28,8 @@ from models.nn.sharding import make_layout
 from models.text.chat_template import conversation_ids
 from models.text.chat_template import is_conversation
 from models.text.chat_template import Prompt
+from models.text.token_bytes import is_byte_level
+from models.text.token_bytes import text_of
 from models.text.token_bytes import TextStream
 from models.text.token_bytes import token_bytes
 from specdec import checks
@@ -83,6 +85,8 @@ class Pair:
 
   def decode(self, ids: list[int]) -> str:
     """Token ids to text, without special tokens."""
+    if is_byte_level(self.tokenizer):  # Added tokens would be read as bytes.
+      return text_of(self.token_bytes(), ids)
     text = self.tokenizer.decode(
       ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
@@ -179,13 +183,24 @@ def _check_same_tokens(target: Checkpoint, draft: Checkpoint) -> None:
   if target.tokenizer is None or draft.tokenizer is None:
     return  # Then only the sizes can be compared, see `_check_padding`.
   ours, theirs = target.tokenizer.get_vocab(), draft.tokenizer.get_vocab()
-  differing = sum(theirs.get(token) != index for token, index in ours.items())
-  if ours != theirs:
-    raise ValueError(
-      f'the tokenizers of the target {target.folder} ({len(ours)} tokens) and'
-      f' the draft {draft.folder} ({len(theirs)} tokens) differ in {differing}'
-      " of the target's tokens; choose a draft with the same tokenizer"
-    )
+  if ours == theirs:
+    return
+  where = lambda ids, token: ids.get(token, 'none')
+  changed = [token for token in ours if theirs.get(token) != ours[token]]
+  more = [token for token in theirs if token not in ours]
+  counts = {
+    "of the target's tokens": len(changed),
+    'tokens that only the draft has': len(more),
+  }
+  differ = ' and '.join(f'{n} {what}' for what, n in counts.items() if n)
+  ids = ours if changed else theirs
+  first = min(changed or more, key=lambda token: ids[token])
+  raise ValueError(
+    f'the tokenizers of the target {target.folder} ({len(ours)} tokens) and the'
+    f' draft {draft.folder} ({len(theirs)} tokens) differ in {differ}, such as'
+    f' {first!r}, whose ids are {where(ours, first)} and'
+    f' {where(theirs, first)}; choose a draft with the same tokenizer'
+  )
 
 
 def _check_padding(

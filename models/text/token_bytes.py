@@ -41,8 +41,7 @@ _BYTE_ALPHABET = _byte_alphabet()
 
 
 def _byte_level(token: str) -> bytes:
-  # A token with a character outside the alphabet was added as plain text, as in
-  # the `tokenizers` library.
+  # As in the tokenizers library, other characters stand for themselves.
   try:
     return bytes(_BYTE_ALPHABET[character] for character in token)
   except KeyError:
@@ -59,6 +58,22 @@ def _steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
   if decoder is None or decoder['type'] != 'Sequence':
     return [] if decoder is None else [decoder]
   return [step for inner in decoder['decoders'] for step in _steps(inner)]
+
+
+def _is_byte_level(steps: list[dict[str, Any]]) -> bool:
+  return [step['type'] for step in steps] == ['ByteLevel']
+
+
+def is_byte_level(tokenizer: transformers.PreTrainedTokenizerBase) -> bool:
+  """Whether the decoder is that of byte-level vocabularies, such as GPT-2's."""
+  backend = getattr(tokenizer, 'backend_tokenizer', None)
+  decoder = getattr(backend, 'decoder', None)
+  return decoder is not None and _is_byte_level(_steps(_state(decoder)))
+
+
+def _state(decoder: Any) -> dict[str, Any]:
+  """What tokenizer.json says of a decoder."""
+  return json.loads(decoder.__getstate__())
 
 
 def _sentencepiece(
@@ -103,9 +118,7 @@ def _token_reader(decoder: dict[str, Any] | None) -> Callable[[str], bytes]:
     ValueError: the decoder is not known to give each token its own bytes.
   """
   steps = _steps(decoder)
-  if [step['type'] for step in steps] == ['ByteLevel']:
-    return _byte_level
-  read = _sentencepiece(steps)
+  read = _byte_level if _is_byte_level(steps) else _sentencepiece(steps)
   if read is None:
     raise ValueError(
       'stop strings and streaming need a tokenizer whose tokens have bytes of'
@@ -141,10 +154,17 @@ def token_bytes(
   known = _cache.setdefault(tokenizer, {})
   key = (vocab_size, len(tokenizer), special)
   if key not in known:
-    read = _token_reader(json.loads(backend.to_str())['decoder'])
+    decoder = backend.decoder
+    read = _token_reader(None if decoder is None else _state(decoder))
+    # They are matched in texts as they are, not spelled in the byte alphabet.
+    plain = set() if read is not _byte_level else {one.content for one in added}
     tokens = map(backend.id_to_token, range(vocab_size))
     known[key] = tuple(
-      b'' if token is None or token in special else read(token)
+      b''
+      if token is None or token in special
+      else token.encode()
+      if token in plain
+      else read(token)
       for token in tokens
     )
   return known[key]

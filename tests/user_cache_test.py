@@ -1,0 +1,60 @@
+"""The folder of the cache, where there may be none."""
+
+import os
+import pathlib
+import pwd
+import tempfile
+
+import pytest
+
+from models import user_cache
+
+
+@pytest.fixture(autouse=True)
+def temporary(monkeypatch, tmp_path):
+  """No home directory is known, and a folder for temporary files of its own."""
+
+  def missing(*_):
+    raise KeyError('uid not found')
+
+  for name in ('HOME', 'XDG_CACHE_HOME'):
+    monkeypatch.delenv(name, raising=False)
+  monkeypatch.setattr(pwd, 'getpwuid', missing)
+  monkeypatch.setattr(tempfile, 'tempdir', str(tmp_path))
+  user_cache._root.cache_clear()
+  yield tmp_path
+  user_cache._root.cache_clear()
+
+
+def test_without_a_home_there_is_a_folder_of_the_users_own(temporary, caplog):
+  own = temporary / f'specdec-{os.getuid()}'
+  for name in ('plans', 'kernels'):
+    assert user_cache.folder(name) == own / name
+  assert own.stat().st_mode & 0o777 == 0o700
+  assert caplog.text.count('XDG_CACHE_HOME names another one') == 1
+
+
+def test_a_cache_that_cannot_be_written(temporary, monkeypatch, caplog):
+  (temporary / '.cache').touch()
+  monkeypatch.setenv('HOME', str(temporary))
+  assert user_cache.folder('plans').parent.parent == temporary
+  assert str(temporary / '.cache') in caplog.text
+
+
+def test_a_folder_that_somebody_else_made_is_not_used(temporary):
+  """Libraries in it would be run."""
+  own = temporary / f'specdec-{os.getuid()}'
+  (temporary / 'theirs').mkdir()
+  own.symlink_to(temporary / 'theirs')
+  found = user_cache.folder('kernels').parent
+  assert found not in (own, temporary / 'theirs')
+  assert found.stat().st_mode & 0o777 == 0o700
+
+
+def test_the_home_and_the_variable(temporary, monkeypatch, caplog):
+  monkeypatch.setenv('HOME', str(temporary))
+  expected = temporary / '.cache' / 'specdec' / 'plans'
+  assert user_cache.folder('plans') == expected
+  monkeypatch.setenv('XDG_CACHE_HOME', str(temporary / 'x'))
+  assert user_cache.folder('a') == pathlib.Path(temporary, 'x', 'specdec', 'a')
+  assert not caplog.text
