@@ -209,7 +209,7 @@ def main() -> None:
     reading=_READING.value,
     in_order=_IN_ORDER.value,
     tree_sizes=tree_sizes,
-    stop=[stop.replace('\\n', '\n') for stop in _STOP.value],
+    stop=options.unescaped(_STOP.value),
     **options.decoding(),
   )
   begin, tokens, forwards = time.perf_counter(), 0, 0

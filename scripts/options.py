@@ -89,6 +89,13 @@ REPETITION_PENALTY = flags.DEFINE_float(
 LOGIT_BIAS = flags.DEFINE_list(
   'logit_bias', [], 'token:number, added to the logits; token:-inf bans it'
 )
+EOS = flags.DEFINE_multi_string(
+  'eos',
+  None,
+  'a token that ends a text, as its id or as its text; may be repeated; none:'
+  " only the limit and stop strings end a text; default: as the target's files"
+  ' say',
+)
 VERIFY = flags.DEFINE_enum(
   'verify',
   'match',
@@ -214,6 +221,25 @@ def sampling() -> specdec.Sampling:
   )
 
 
+def eos_ids() -> list[int | str] | None:
+  """The `eos_ids` argument of `models.load`."""
+  given = EOS.value
+  if given is None:
+    return None
+  if 'none' in given:
+    if len(given) > 1:
+      raise ValueError(
+        f'--eos=none ends no text, but there are other values: {given}'
+      )
+    return []
+  return [int(one) if one.isdecimal() else one for one in unescaped(given)]
+
+
+def unescaped(texts: list[str]) -> list[str]:
+  r"""Texts of flags in which \n is a line end."""
+  return [text.replace('\\n', '\n') for text in texts]
+
+
 def decoding() -> dict[str, Any]:
   """The arguments of `models.Generator.generate` that the flags set."""
   return {
@@ -260,6 +286,7 @@ def _check() -> None:
   except ValueError as error:
     raise ValueError(f'--{error}') from error
   sampling()
+  eos_ids()
   draft_settings()
   mesh_sizes()
   _check_hosts()
@@ -513,6 +540,7 @@ def models() -> dict[str, Any]:
     'revision': REVISION.value,
     'mesh': mesh(),
     'draft_mesh': DRAFT_MESH.value,
+    'eos_ids': eos_ids(),
   }
 
 

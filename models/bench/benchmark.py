@@ -282,6 +282,7 @@ def _load(
       cpu_kernels=task.cpu_kernels,
       mesh=task.mesh,
       draft_mesh=task.draft_mesh,
+      eos_ids=task.eos_ids,
     )
     for dtype in sorted({spec.dtype for spec in ours})
   }

@@ -54,6 +54,7 @@ class Setup:
   cpu_kernels: bool = True
   mesh: Mesh | None = None
   draft_mesh: str = 'auto'
+  eos_ids: Sequence[int | str] | None = None
   batch_size: int
   sampling: specdec.Sampling
 
@@ -74,6 +75,7 @@ class Setup:
       revision=self.revision,
       mesh=self.mesh,
       draft_mesh=self.draft_mesh,
+      eos_ids=self.eos_ids,
     )
 
   def context(self) -> Context:
