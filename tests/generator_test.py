@@ -153,7 +153,9 @@ def test_eos_ids_may_be_texts():
   run = lambda **kw: lm.generate(**_arguments(**kw))
   assert run(eos_ids='<end>').tokens == _plain().tokens
   for text in ('', 'b a', '<end><end>', '<en'):
-    with pytest.raises(ValueError, match=rf'the text {text!r}, but no token of'):
+    with pytest.raises(
+      ValueError, match=rf'the text {text!r}, but no token of'
+    ):
       run(eos_ids=['<end>', text])
   with pytest.raises(ValueError, match='eos_ids has the lone surrogate'):
     run(eos_ids='\ud800')

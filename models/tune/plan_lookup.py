@@ -31,7 +31,11 @@ import specdec
 def _as_json(value: Any) -> Any:
   """A value of `Sampling` as JSON."""
   if isinstance(value, Mapping):
-    return {str(token): value[token] for token in sorted(value)}
+    # JSON has no infinity.
+    return {
+      str(token): value[token] if np.isfinite(value[token]) else '-inf'
+      for token in sorted(value)
+    }
   return np.asarray(value).tolist()
 
 

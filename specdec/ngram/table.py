@@ -21,6 +21,8 @@ import numpy as np
 import safetensors
 from safetensors import numpy as safetensors_numpy
 
+from specdec.text_files import to_json
+
 # The log-probability of an entry that is missing because fewer than K tokens
 # can follow. Finite, because -inf minus -inf is NaN.
 MISSING = -1e30
@@ -155,7 +157,7 @@ def save_table(
     'blake2b': _digest(tensors),
     'provenance': dict(provenance),
   }
-  metadata = {_KEY: json.dumps(record)}
+  metadata = {_KEY: to_json(record)}
   path.parent.mkdir(parents=True, exist_ok=True)
   partial = path.with_name(path.name + '.partial')
   safetensors_numpy.save_file(tensors, partial, metadata=metadata)
