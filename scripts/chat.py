@@ -8,6 +8,7 @@ in each turn. /show shows who proposed what, /new begins anew, /quit ends.
 
 import contextlib
 import functools
+import io
 import sys
 
 from absl import flags
@@ -102,6 +103,9 @@ def main() -> None:
 
   with contextlib.suppress(ImportError):
     import readline  # noqa: F401, lets `input` edit lines
+  if isinstance(sys.stdin, io.TextIOWrapper):
+    # UTF-8 whatever the locale; a message with other bytes is refused.
+    sys.stdin.reconfigure(encoding='utf-8-sig', errors='surrogateescape')
   begin = functools.partial(first_messages, system=_SYSTEM.value)
   generator = options.generator(
     _METHOD, [options.DEFAULT_PROMPT], 1, begin(_FIRST)

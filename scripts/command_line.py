@@ -136,9 +136,6 @@ def run(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:
       _end(argv[0], 'interrupted; what is written is kept', _INTERRUPTED)
 
-  if isinstance(sys.stdin, io.TextIOWrapper):
-    # UTF-8 whatever the locale; what is not is refused where it is used.
-    sys.stdin.reconfigure(encoding='utf-8-sig', errors='surrogateescape')
   if isinstance(sys.stdout, io.TextIOWrapper):
     # A terminal that lacks a character of a text shows a question mark.
     sys.stdout.reconfigure(errors='replace')
