@@ -5,12 +5,12 @@ python scripts/generate_many.py --prompt_file=prompts.jsonl \
 
 A line of a file `*.jsonl`, `*.ndjson` or `*.json` and of standard input is a
 JSON object with `prompt` or `messages` (a conversation), and may have an `id`,
-`max_new_tokens`, `seed`, `temperature`, `top_k`, `top_p` and `min_p` of its
-own. A line of another file is a prompt. A line is appended to the output when a
-prompt ends: `index` (of the prompt, from 0), `id`, `text`, `tokens`,
-`finish_reason`, `error` and `stats`, or `index`, `id` and `error` alone. A run
-that was stopped or killed goes on where it was, with the same command, if its
-prompts are in a file. `-` is standard input or output.
+`max_new_tokens`, `seed`, `eos_ids` (ids or texts), `temperature`, `top_k`,
+`top_p` and `min_p` of its own. A line of another file is a prompt. A line is
+appended to the output when a prompt ends: `index` (of the prompt, from 0),
+`id`, `text`, `tokens`, `finish_reason`, `error` and `stats`, or `index`, `id`
+and `error` alone. A run that was stopped or killed goes on where it was, with
+the same command, if its prompts are in a file. `-` is standard input or output.
 """
 
 from collections.abc import Iterator
@@ -65,7 +65,8 @@ _IN_ORDER = flags.DEFINE_bool(
 
 _NUM_SAMPLES = 32  # Prompts, for making a plan.
 _SAMPLING = ('temperature', 'top_k', 'top_p', 'min_p')
-_KEYS = ('prompt', 'messages', 'id', 'max_new_tokens', 'seed', *_SAMPLING)
+_OWN = ('max_new_tokens', 'seed', 'eos_ids')
+_KEYS = ('prompt', 'messages', 'id', *_OWN, *_SAMPLING)
 
 # They change no token of a prompt, and refuse none.
 _FREE = ('batch_size', 'reading', 'in_order', 'plan_seconds')
@@ -102,6 +103,7 @@ def _job(index: int, number: int, line: str) -> tuple[Any, Any, str | None]:
     max_new_tokens=record.get('max_new_tokens'),
     seed=options.SEED.value + index if seed is None else seed,
     sampling=sampling,
+    eos_ids=record.get('eos_ids'),
   )
   return job, record.get('id', index), None
 

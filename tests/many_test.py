@@ -216,6 +216,24 @@ def test_lines_are_utf8_with_or_without_a_mark(tmp_path, monkeypatch):
   assert 'the lone surrogate' in rows[1]['error']
 
 
+def test_a_prompt_may_have_eos_ids_of_its_own(lm, monkeypatch):
+  """As ids and as texts; those of the next prompt are the target's again."""
+  whole = _alone(lm, 'x = ', 7)
+  end = whole.tokens[0][2]
+  given = ([end, '<|endoftext|>'], None, [0, end], [], ['no token'], [4096])
+  lines = [{'prompt': 'x = ', 'seed': 7, 'eos_ids': one} for one in given]
+  _pipe(monkeypatch, '\n'.join(map(json.dumps, lines)).encode())
+  rows = _rows(run(*_arguments('-', '-')).output)
+  cut = _alone(lm, 'x = ', 7, eos_ids=[end])
+  assert cut.finish_reasons == ['eos']
+  for index, alone in enumerate((cut, whole, cut, whole)):
+    row = rows[index]
+    found = ([row['tokens']], [row['finish_reason']])
+    assert found == (alone.tokens, alone.finish_reasons), index
+  assert "the text 'no token', but no token of" in rows[4]['error']
+  assert 'eos_ids has token 4096, outside' in rows[5]['error']
+
+
 def test_an_interrupt_keeps_the_rows_and_is_one_line(tmp_path, monkeypatch):
   source, output = tmp_path / 'in.jsonl', tmp_path / 'out.jsonl'
   source.write_text('{"prompt": "import "}\n' * 4)
