@@ -122,6 +122,7 @@ def _run(batch_size: int, prompts: list[str]):
       cpu_kernels=options.CPU_KERNELS.value == 'auto',
       mesh=options.mesh(),
       draft_mesh=options.DRAFT_MESH.value,
+      eos_ids=options.eos_ids(),
       drafting=options.draft_settings(plan),
       sampling=options.sampling(),
       verification={

@@ -8,6 +8,7 @@ in each turn. /show shows who proposed what, /new begins anew, /quit ends.
 
 import contextlib
 import functools
+import io
 import sys
 
 from absl import flags
@@ -34,6 +35,8 @@ _ENDS = {
   'cancelled': ' [stopped]',
   'length': ' [cut by --max_new_tokens or --context]',
 }
+# Read before anything is typed; some templates refuse an empty message.
+_FIRST = 'Hello'
 _COMMANDS = '/show: who proposed what; /new: begin anew; /quit'
 
 
@@ -79,21 +82,38 @@ def _answer(chat, interrupts):
     if interrupts:
       break
   result = chat.result()
-  if result.errors[0]:
-    raise ValueError(result.errors[0])
-  print(_ENDS.get(result.finish_reasons[0], ''))
+  error = result.errors[0]
+  print(f' [{error}]' if error else _ENDS.get(result.finish_reasons[0], ''))
+
+
+def _ask(chat, line):
+  """Goes on with a message; ValueError if it cannot, and nothing changed."""
+  try:
+    chat.reply(line)
+  except ValueError as error:
+    if chat.result().text[0]:
+      raise
+    # Templates that refuse an empty answer would refuse all that follows.
+    chat.restart([*chat.messages[:-1], {'role': 'user', 'content': line}])
+    print(f'[your last message, without an answer, is left out: {error}]')
 
 
 def main() -> None:
-  from models.text.chat import ContextFull
   from models.text.chat_template import first_messages
 
   with contextlib.suppress(ImportError):
     import readline  # noqa: F401, lets `input` edit lines
+  if isinstance(sys.stdin, io.TextIOWrapper):
+    # UTF-8 whatever the locale; a message with other bytes is refused.
+    sys.stdin.reconfigure(encoding='utf-8-sig', errors='surrogateescape')
   begin = functools.partial(first_messages, system=_SYSTEM.value)
-  generator = options.generator(_METHOD, [options.DEFAULT_PROMPT], 1, begin(''))
+  generator = options.generator(
+    _METHOD, [options.DEFAULT_PROMPT], 1, begin(_FIRST)
+  )
   # Before anything is typed, so that bad flags are refused first.
-  chat = generator.chat(begin(''), context=_CONTEXT.value, **options.decoding())
+  chat = generator.chat(
+    begin(_FIRST), context=_CONTEXT.value, **options.decoding()
+  )
   is_new = True
   print(_COMMANDS)
   while (line := _next_line()) not in (None, '/quit'):
@@ -107,9 +127,9 @@ def main() -> None:
       # Also while a message is read, which must not be left half done.
       with command_line.interrupts() as interrupts:
         try:
-          chat.restart(begin(line)) if is_new else chat.reply(line)
-        except ContextFull as error:
-          print(f'{error}; /new begins another')
+          chat.restart(begin(line)) if is_new else _ask(chat, line)
+        except ValueError as error:
+          print(f'{error}; your message is left out, /new begins anew')
           continue
         is_new = False
         _answer(chat, interrupts)

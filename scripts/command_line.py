@@ -27,6 +27,8 @@ _COMPILATION_CACHE = flags.DEFINE_string(
 )
 _CACHE_BYTES = 2 << 30  # Of the default folder; what was not used goes first.
 
+_REFUSED, _INTERRUPTED = 2, 130  # Statuses; that of Ctrl-C as in shells.
+
 # Bad values, files that cannot be written, integers of too many digits, and
 # training that diverges.
 _BAD_INPUT = (ValueError, OSError, OverflowError, FloatingPointError)
@@ -97,10 +99,10 @@ def before_main(function: Callable[[], None]) -> Callable[[], None]:
   return function
 
 
-def _refuse(script: str, error: Exception) -> NoReturn:
-  message = ' '.join(str(error).split())
-  print(f'{pathlib.Path(script).name}: {message}', file=sys.stderr)
-  sys.exit(2)
+def _end(script: str, message: str, status: int) -> NoReturn:
+  line = ' '.join(message.split())
+  print(f'{pathlib.Path(script).name}: {line}', file=sys.stderr)
+  sys.exit(status)
 
 
 def _parse(argv: Sequence[str]) -> list[str]:
@@ -112,12 +114,12 @@ def _parse(argv: Sequence[str]) -> list[str]:
     for check in _CHECKS:
       check()
   except (flags.Error, *_BAD_INPUT) as error:
-    _refuse(argv[0], error)
+    _end(argv[0], str(error), _REFUSED)
   return left
 
 
 def run(main: Callable[[], None]) -> None:
-  """`app.run` that reports bad input in one line instead of a traceback.
+  """`app.run` that reports bad input and Ctrl-C in one line, not a traceback.
 
   Args:
     main: called once the flags are parsed.
@@ -130,7 +132,9 @@ def run(main: Callable[[], None]) -> None:
         function()
       main()
     except _BAD_INPUT as error:
-      _refuse(argv[0], error)
+      _end(argv[0], str(error), _REFUSED)
+    except KeyboardInterrupt:
+      _end(argv[0], 'interrupted; what is written is kept', _INTERRUPTED)
 
   if isinstance(sys.stdout, io.TextIOWrapper):
     # A terminal that lacks a character of a text shows a question mark.

@@ -48,7 +48,6 @@ _OUTPUT = flags.DEFINE_string('output', None, 'JSON file to write')
 
 def main() -> None:
   import dataclasses
-  import json
   import pathlib
 
   import jax
@@ -56,6 +55,7 @@ def main() -> None:
   from models.bench.record import prepare_output
   from models.compiled import programs
   from models.compiled import report
+  from specdec.text_files import to_json
 
   if options.draft_name() is None and _METHODS.value != ['plain']:
     raise ValueError('--draft=none: name a draft, or pass --methods=plain')
@@ -109,7 +109,7 @@ def main() -> None:
     del settings['text']
     counts = [dataclasses.asdict(counted) for counted in reports]
     result = {'jax': jax.__version__, 'settings': settings, 'programs': counts}
-    text = json.dumps(result, indent=1) + '\n'
+    text = to_json(result, indent=1) + '\n'
     pathlib.Path(_OUTPUT.value).write_text(text, 'utf-8')
 
 

@@ -7,7 +7,6 @@ A prompt is a function up to the end of its docstring, to tune settings on.
 
 import ast
 from collections.abc import Iterator
-import json
 import pathlib
 import random
 
@@ -40,6 +39,7 @@ def _functions(text: str) -> Iterator[str]:
 
 def main() -> None:
   from models.training.corpus import Corpus
+  from specdec.text_files import to_json
 
   corpus = Corpus(folder=_CORPUS.value, pattern='*.py')
   prompts = [
@@ -53,8 +53,8 @@ def main() -> None:
     raise ValueError(
       f'--corpus={_CORPUS.value} has no functions in its held-out files'
     )
-  lines = [json.dumps({'prompt': prompt}) for prompt in chosen]
-  pathlib.Path(_OUTPUT.value).write_text('\n'.join(lines) + '\n')
+  lines = [to_json({'prompt': prompt}) for prompt in chosen]
+  pathlib.Path(_OUTPUT.value).write_text('\n'.join(lines) + '\n', 'utf-8')
 
 
 if __name__ == '__main__':

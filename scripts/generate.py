@@ -85,7 +85,7 @@ def main() -> None:
     _METHOD, prompts, batch_size, given[0] if _CHAT.value else None
   )
   arguments = options.decoding() | {
-    'stop': [stop.replace('\\n', '\n') for stop in _STOP.value],
+    'stop': options.unescaped(_STOP.value),
     'log_probs': _LOG_PROBS.value,
   }
   if _STREAM.value:

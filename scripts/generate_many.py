@@ -3,18 +3,17 @@ r"""Continues all prompts of a file, some at a time, and writes a file.
 python scripts/generate_many.py --prompt_file=prompts.jsonl \
     --output=completions.jsonl --batch_size=8
 
-A line of a file `*.jsonl` and of standard input is a JSON object with `prompt`
-or `messages` (a conversation), and may have an `id`, `max_new_tokens`, `seed`,
-`temperature`, `top_k`, `top_p` and `min_p` of its own. A line of another file
-is a prompt. A line is appended to the output when a prompt ends: `index` (of
-the prompt, from 0), `id`, `text`, `tokens`, `finish_reason`, `error` and
-`stats`, or `index`, `id` and `error` alone. A run that was stopped or killed
-goes on where it was, with the same command, if its prompts are in a file. `-`
-is standard input or output.
+A line of a file `*.jsonl`, `*.ndjson` or `*.json` and of standard input is a
+JSON object with `prompt` or `messages` (a conversation), and may have an `id`,
+`max_new_tokens`, `seed`, `eos_ids` (ids or texts), `temperature`, `top_k`,
+`top_p` and `min_p` of its own. A line of another file is a prompt. A line is
+appended to the output when a prompt ends: `index` (of the prompt, from 0),
+`id`, `text`, `tokens`, `finish_reason`, `error` and `stats`, or `index`, `id`
+and `error` alone. A run that was stopped or killed goes on where it was, with
+the same command, if its prompts are in a file. `-` is standard input or output.
 """
 
 from collections.abc import Iterator
-import contextlib
 import itertools
 import json
 import pathlib
@@ -25,6 +24,8 @@ from typing import Any
 from absl import flags
 import command_line
 import options
+
+from specdec import text_files
 
 flags.adopt_module_key_flags(options)  # Listed by --help.
 
@@ -64,7 +65,8 @@ _IN_ORDER = flags.DEFINE_bool(
 
 _NUM_SAMPLES = 32  # Prompts, for making a plan.
 _SAMPLING = ('temperature', 'top_k', 'top_p', 'min_p')
-_KEYS = ('prompt', 'messages', 'id', 'max_new_tokens', 'seed', *_SAMPLING)
+_OWN = ('max_new_tokens', 'seed', 'eos_ids')
+_KEYS = ('prompt', 'messages', 'id', *_OWN, *_SAMPLING)
 
 # They change no token of a prompt, and refuse none.
 _FREE = ('batch_size', 'reading', 'in_order', 'plan_seconds')
@@ -74,8 +76,7 @@ def _parse(line: str) -> tuple[dict[str, Any], Any]:
   """A line of the input, and the `Sampling` of its own or None."""
   import specdec
 
-  name = str(options.PROMPT_FILE.value)
-  if name != '-' and pathlib.Path(name).suffix != '.jsonl':
+  if not text_files.is_json_lines(str(options.PROMPT_FILE.value)):
     return {'prompt': line.rstrip('\n')}, None
   record = json.loads(line)
   if not isinstance(record, dict) or record.keys() - set(_KEYS):
@@ -102,6 +103,7 @@ def _job(index: int, number: int, line: str) -> tuple[Any, Any, str | None]:
     max_new_tokens=record.get('max_new_tokens'),
     seed=options.SEED.value + index if seed is None else seed,
     sampling=sampling,
+    eos_ids=record.get('eos_ids'),
   )
   return job, record.get('id', index), None
 
@@ -110,14 +112,15 @@ def _lines() -> Iterator[tuple[int, int, str]]:
   """The index of each prompt, and the number and text of its line."""
   name = options.PROMPT_FILE.value
   assert name is not None
-  with contextlib.ExitStack() as stack:
-    file = sys.stdin
-    if name != '-':
-      file = stack.enter_context(open(name, encoding='utf-8'))
-    numbered = enumerate(file, 1)
+  # A file is refused before anything is decoded; of a pipe, the prompt is.
+  errors = 'surrogateescape' if name == '-' else 'strict'
+  try:
+    numbered = text_files.lines(name, errors=errors)
     full = ((number, line) for number, line in numbered if line.strip())
     for index, (number, line) in enumerate(full):
       yield index, number, line
+  except ValueError as error:
+    raise ValueError(f'--prompt_file={error}') from error
 
 
 def _samples() -> list[str]:
@@ -136,7 +139,7 @@ class _Printed:
   rows = ()
 
   def add(self, row: dict[str, Any]) -> None:
-    print(json.dumps(row), flush=True)
+    print(text_files.to_json(row), flush=True)
 
 
 def _output(name: str) -> Any:
@@ -178,10 +181,6 @@ def main() -> None:
       '--prompt_file and --output are needed, each a file or -; see --help'
     )
   is_pipe = options.PROMPT_FILE.value == '-'
-  if is_pipe and options.COORDINATOR.value is not None:
-    raise ValueError(
-      '--prompt_file=-: with --coordinator, name a file that every host has'
-    )
   total = None if is_pipe else sum(1 for _ in _lines())
   output = _output(_OUTPUT.value)
   if is_pipe and output.rows:
@@ -209,7 +208,7 @@ def main() -> None:
     reading=_READING.value,
     in_order=_IN_ORDER.value,
     tree_sizes=tree_sizes,
-    stop=[stop.replace('\\n', '\n') for stop in _STOP.value],
+    stop=options.unescaped(_STOP.value),
     **options.decoding(),
   )
   begin, tokens, forwards = time.perf_counter(), 0, 0

@@ -21,6 +21,7 @@ from models.nn import sharding
 from models.text import settings
 import specdec
 from specdec import checks
+from specdec import text_files
 from specdec.checks import RULES
 from specdec.sampling import CHILDREN as CHILDREN_KINDS
 
@@ -56,8 +57,8 @@ REVISION = flags.DEFINE_string('revision', None, 'of the target, on the hub')
 PROMPT_FILE = flags.DEFINE_string(
   'prompt_file',
   None,
-  'prompts: one JSON object per line with the key prompt (*.jsonl), else one'
-  ' prompt per line',
+  'prompts: one JSON object per line with the key prompt (*.jsonl, *.ndjson,'
+  ' *.json, and -, standard input), else one prompt per line; in UTF-8',
 )
 MAX_NEW_TOKENS = flags.DEFINE_integer(
   'max_new_tokens',
@@ -88,6 +89,13 @@ REPETITION_PENALTY = flags.DEFINE_float(
 )
 LOGIT_BIAS = flags.DEFINE_list(
   'logit_bias', [], 'token:number, added to the logits; token:-inf bans it'
+)
+EOS = flags.DEFINE_multi_string(
+  'eos',
+  None,
+  'a token that ends a text, as its id or as its text; may be repeated; none:'
+  " only the limit and stop strings end a text; default: as the target's files"
+  ' say',
 )
 VERIFY = flags.DEFINE_enum(
   'verify',
@@ -214,6 +222,25 @@ def sampling() -> specdec.Sampling:
   )
 
 
+def eos_ids() -> list[int | str] | None:
+  """The `eos_ids` argument of `models.load`."""
+  given = EOS.value
+  if given is None:
+    return None
+  if 'none' in given:
+    if len(given) > 1:
+      raise ValueError(
+        f'--eos=none ends no text, but there are other values: {given}'
+      )
+    return []
+  return [int(one) if one.isdecimal() else one for one in unescaped(given)]
+
+
+def unescaped(texts: list[str]) -> list[str]:
+  r"""Texts of flags in which \n is a line end."""
+  return [text.replace('\\n', '\n') for text in texts]
+
+
 def decoding() -> dict[str, Any]:
   """The arguments of `models.Generator.generate` that the flags set."""
   return {
@@ -260,6 +287,7 @@ def _check() -> None:
   except ValueError as error:
     raise ValueError(f'--{error}') from error
   sampling()
+  eos_ids()
   draft_settings()
   mesh_sizes()
   _check_hosts()
@@ -275,6 +303,10 @@ def _check_hosts() -> None:
     return
   if MESH.value is None:
     raise ValueError('--coordinator needs --mesh, of the devices of all hosts')
+  if PROMPT_FILE.value == '-':
+    raise ValueError(
+      '--prompt_file=-: with --coordinator, name a file that every host has'
+    )
   if PLAN.value == 'auto':
     raise ValueError(
       '--plan=auto measures, and hosts would find different plans; make one'
@@ -344,7 +376,7 @@ def of_first_host(make: Callable[[], Any]) -> Any:
   from jax.experimental import multihost_utils
   import numpy as np
 
-  text = json.dumps(make() if writes() else None).encode()
+  text = text_files.to_json(make() if writes() else None).encode()
   size = multihost_utils.broadcast_one_to_all(np.array(len(text)))
   padded = np.zeros(int(size), np.uint8)
   if writes():
@@ -387,20 +419,17 @@ def read_prompts(name: str | None, limit: int | None = None) -> list[str]:
   """
   if name is None:
     raise ValueError('--prompt_file is needed: a file of prompts')
-  path = pathlib.Path(name)
   try:
-    text = path.read_text('utf-8')
-  except (OSError, UnicodeDecodeError) as error:
-    raise ValueError(f'--prompt_file={path} cannot be read: {error}') from error
-  numbered = enumerate(text.split('\n'), 1)  # JSON may hold other line ends.
-  lines = [(number, line) for number, line in numbered if line.strip()]
+    lines = [one for one in text_files.lines(name) if one[1].strip()]
+  except ValueError as error:
+    raise ValueError(f'--prompt_file={error}') from error
   if not lines or (limit and len(lines) < limit):
     raise ValueError(
-      f'--prompt_file={path} has {len(lines)} prompts, {limit or 1} needed;'
+      f'--prompt_file={name} has {len(lines)} prompts, {limit or 1} needed;'
       ' see --batch_size and --num_prompts'
     )
-  if path.suffix != '.jsonl':
-    return [line for _, line in lines[:limit]]  # UTF-8 has no surrogates.
+  if not text_files.is_json_lines(name):
+    return [line.rstrip('\n') for _, line in lines[:limit]]
   prompts = []
   for number, line in lines[:limit]:
     try:
@@ -409,10 +438,10 @@ def read_prompts(name: str | None, limit: int | None = None) -> list[str]:
       prompts.append(None)
     if not isinstance(prompts[-1], str):
       raise ValueError(
-        f'--prompt_file={path}, line {number}: expected a JSON object with the'
+        f'--prompt_file={name}, line {number}: expected a JSON object with the'
         ' key prompt and a string'
       )
-    checks.check_text(f'--prompt_file={path}, line {number}', prompts[-1])
+    checks.check_text(f'--prompt_file={name}, line {number}', prompts[-1])
   return prompts
 
 
@@ -513,6 +542,7 @@ def models() -> dict[str, Any]:
     'revision': REVISION.value,
     'mesh': mesh(),
     'draft_mesh': DRAFT_MESH.value,
+    'eos_ids': eos_ids(),
   }
 
 

@@ -3,7 +3,8 @@
 python scripts/tune.py --prompt_file=prompts.jsonl
 python scripts/generate.py --plan=auto
 
-Ctrl-C ends the search; the plan is then made from what is known so far.
+Ctrl-C ends the search; the plan is then made from what is known so far, if any
+drafter was tried.
 """
 
 import pathlib
@@ -54,20 +55,17 @@ def main() -> None:
   prompts = options.read_prompts(options.PROMPT_FILE.value, _NUM_PROMPTS.value)
   setup = options.plan_setup(_BATCH_SIZE.value)
   context = setup.context()
-  try:
-    plan = make_plan(
-      setup.load(),
-      prompts,
-      context=context,
-      sampling=setup.sampling,
-      drafting=options.draft_settings(),
-      seed=options.SEED.value,
-      max_new_tokens=options.MAX_NEW_TOKENS.value,
-      plan_seconds=options.PLAN_SECONDS.value,
-      report=lambda line: print(line, file=sys.stderr),
-    )
-  except KeyboardInterrupt:
-    sys.exit('tune.py: interrupted before any drafter was tried; no plan made')
+  plan = make_plan(
+    setup.load(),
+    prompts,
+    context=context,
+    sampling=setup.sampling,
+    drafting=options.draft_settings(),
+    seed=options.SEED.value,
+    max_new_tokens=options.MAX_NEW_TOKENS.value,
+    plan_seconds=options.PLAN_SECONDS.value,
+    report=lambda line: print(line, file=sys.stderr),
+  )
   path = cache_path(context, options.draft_settings())
   if _OUTPUT.value:
     path = pathlib.Path(_OUTPUT.value)

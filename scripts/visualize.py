@@ -15,6 +15,7 @@ import options
 
 from models.text.settings import METHODS
 import specdec
+from specdec import text_files
 
 flags.adopt_module_key_flags(options)  # Listed by --help.
 
@@ -32,8 +33,8 @@ _TRACE = flags.DEFINE_string(
 
 def _read(name: str) -> specdec.Trace:
   try:
-    return specdec.Trace.from_json(pathlib.Path(name).read_text('utf-8'))
-  except (OSError, ValueError) as error:
+    return specdec.Trace.from_json(text_files.read(name))
+  except ValueError as error:
     raise ValueError(f'--trace={name} cannot be read: {error}') from error
 
 

@@ -43,7 +43,11 @@ from specdec.step import Request
 from specdec.tree.topology import TreeShape
 from specdec.verify.accept import RUNNING
 from specdec.verify.stop_strings import StopTable
+from specdec.watchers import EndOfText
 from specdec.watchers import make_watchers
+
+# The room for EOS ids is a multiple of this, so that prompts may have others.
+_EOS_BLOCK = 8
 
 
 @dataclasses.dataclass
@@ -84,7 +88,7 @@ class Slots:
       drafter says with more. 1 is plain decoding. More prompts at once want
       smaller trees. Empty: as the drafter says.
     sampling: how to choose tokens, unless a prompt says otherwise.
-    eos_ids: tokens that end a row.
+    eos_ids: tokens that end a row, unless a prompt says otherwise.
     stop: stop strings, a table for B rows.
     verify: `match`, `rejection` or `block`, see `specdec.verify`.
     children: see `specdec.generate`.
@@ -127,6 +131,12 @@ class Slots:
     self._drafters = _check_sizes(tree_sizes, drafter)
     self._default = sampling
     params = self._params(sampling, num_slots)
+    default = checks.check_ids('eos_ids', eos_ids, spec.vocab_size)
+    width = -(-max(len(default), 1) // _EOS_BLOCK) * _EOS_BLOCK
+    self._default_eos = default
+    #: The ids of each slot, as `EndOfText` has them.
+    self._eos_ids = np.full((num_slots, width), -1, np.int32)
+    self._eos_ids[:, : len(default)] = default
     self._params(sampling, 1)  # Refuses values per row: prompts share them.
     # After plain steps the stages have text to read.
     rests = [one for one in self._drafters.values() if not one.stages]
@@ -143,7 +153,7 @@ class Slots:
       row_keys=checks.row_keys(jax.random.key(0), num_slots),
       sampling=params,
       watchers=make_watchers(
-        eos_ids=checks.check_ids('eos_ids', eos_ids, spec.vocab_size),
+        eos_ids=self._eos_ids,
         stop=stop,
         penalty_vocab_size=(
           0 if params.repetition_penalty is None else spec.vocab_size
@@ -176,6 +186,7 @@ class Slots:
     *,
     max_new_tokens: int,
     sampling: Sampling | None = None,
+    eos_ids: Sequence[int] | None = None,
   ) -> int:
     """Gives a free slot to a prompt; it is read by `advance`.
 
@@ -185,6 +196,7 @@ class Slots:
       max_new_tokens: the limit.
       sampling: how to choose its tokens. It must set the options that the
         sampling of all prompts sets, and no others. None: as that.
+      eos_ids: tokens that end it. None: those of all prompts.
 
     Returns:
       The slot.
@@ -218,6 +230,7 @@ class Slots:
         ' top_p=1, and no larger top_k than there'
       )
     checks.row_keys(rng_key, 1)  # Refuses what is no key.
+    self._set_eos(row, self._default_eos if eos_ids is None else eos_ids)
     tokens = np.zeros((1, self._state.tokens.shape[1]), np.int32)
     tokens[0, : len(ids)] = ids
     request = Request(
@@ -229,6 +242,25 @@ class Slots:
     )
     self._slots[row] = _Slot(request, len(ids))
     return row
+
+  def _set_eos(self, row: int, eos_ids: Sequence[int]) -> None:
+    """Changes the tokens that end a slot, which is free."""
+    ids = checks.check_ids('eos_ids', eos_ids, self._target.spec.vocab_size)
+    width = self._eos_ids.shape[1]
+    if len(ids) > width:
+      raise ValueError(
+        f'eos_ids of a prompt has {len(ids)} tokens, but there is room for'
+        f' {width}; give fewer, or more for all prompts'
+      )
+    padded = np.array([*ids, *[-1] * (width - len(ids))], np.int32)
+    if np.array_equal(padded, self._eos_ids[row]):
+      return
+    self._eos_ids[row] = padded
+    others = [
+      one for one in self._request.watchers if not isinstance(one, EndOfText)
+    ]
+    own = EndOfText(jnp.array(self._eos_ids))
+    self._request = self._request.replace(watchers=(own, *others))
 
   def _read(self, row: int, most: int) -> int:
     """Reads at most so many tokens of a prompt; returns how many."""

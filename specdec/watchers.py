@@ -12,6 +12,7 @@ from typing import Protocol
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specdec.sampling import add_seen
 from specdec.sampling import log_softmax
@@ -90,12 +91,12 @@ def _no_end(seen: Observation) -> jax.Array:
 class EndOfText(flax.struct.PyTreeNode, Stateless):
   """Ends a row after any of some tokens."""
 
-  #: The tokens; static.
-  ids: tuple[int, ...] = flax.struct.field(pytree_node=False)
+  #: `[B, K]` int32, the tokens of each row, or `[1, K]`; -1 is none.
+  ids: jax.Array
 
   def observe(self, state, seen):
     chosen = seen.verdict.chosen
-    is_eos = jnp.isin(chosen, jnp.array(self.ids, jnp.int32))
+    is_eos = jnp.any(chosen[:, :, None] == self.ids[:, None], axis=-1)
     return jnp.where(is_eos, EOS, RUNNING), state
 
 
@@ -159,18 +160,20 @@ class LogProbs(flax.struct.PyTreeNode):
 
 def make_watchers(
   *,
-  eos_ids: Sequence[int] = (),
+  eos_ids: Sequence[int] | np.ndarray = (),
   stop: StopTable | None = None,
   penalty_vocab_size: int = 0,
   log_probs: bool = False,
 ) -> tuple[Watcher, ...]:
   """The watchers that a request needs.
 
+  `eos_ids` are those of all rows, or an array of `EndOfText`;
   `penalty_vocab_size` is V if there is a repetition penalty, else 0.
   """
   watchers: list[Watcher] = []
-  if eos_ids:
-    watchers.append(EndOfText(tuple(eos_ids)))
+  if len(eos_ids):
+    ids = np.atleast_2d(np.asarray(eos_ids, np.int32))
+    watchers.append(EndOfText(jnp.asarray(ids)))
   if stop is not None:
     watchers.append(StopStrings(stop))
   if penalty_vocab_size:

@@ -108,6 +108,9 @@ def test_files_of_prompts(tmp_path):
     ('a.jsonl', b'\n{"prompt": "ab\\ud800"}\n', 'line 2'),
     ('a.jsonl', b'[' * 100_000, 'line 1'),
     ('a.txt', b'\xff\xfe', 'cannot be read'),
+    ('a.txt', b'caf\xc3\xa9\n\r\ncaf\xe9', 'line 3 has the byte 0xe9'),
+    ('a.JSONL', b'\xef\xbb\xbf\n5', 'line 2'),
+    *((f'a.{suffix}', b'a', 'line 1') for suffix in ('ndjson', 'json', 'Json')),
   ):
     assert message in _refused_file(tmp_path / name, content)
   # More prompts are asked for than there can be, so that all are refused.

@@ -17,6 +17,7 @@ import transformers
 
 import models
 from models.checkpoints import hub
+from models.text.chat_template import conversation_ids
 from models.text.generator import Generator
 from models.text.pair import Pair
 from specdec import PromptLookup
@@ -40,6 +41,8 @@ _FORGETFUL = _TEMPLATE.replace(
   "['content']", "['content'][:1 if message['role'] == 'assistant' else None]"
 )
 _STRICT = "{{ raise_exception('roles must alternate') }}"
+_RECURSIVE = '{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}'
+_HALF = 'cut \ud83d'
 _SAID = ('ab', 'c', 'Def', 'ab', 'g')
 _LIMIT = 5
 
@@ -197,6 +200,19 @@ def test_conversations_are_prompts():
   [
     ([_user()], None, 'has no chat template, .* choose an instruct model'),
     ([_user()], _STRICT, 'with the roles user: roles must alternate'),
+    ([_user()], "{{ 'a' + 1 }}", 'the chat template .*: TypeError: '),
+    ([_user()], '{{ 1 / 0 }}', 'the chat template .*: ZeroDivisionError: '),
+    ([_user()], '{{ range(10**9) }}', 'the chat template .*: OverflowError: '),
+    ([_user()], _RECURSIVE, 'the chat template .*: RecursionError: '),
+    ([_user()], '{{ a.b.c }}', "the chat template .*: 'a' is undefined"),
+    ([_user()], '{% if %}', 'the chat template of the target refuses'),
+    ([_user()], "{{ '\ud83d' }}", 'template of the target makes has the lone'),
+    ([_user(), _user(_HALF)], _TEMPLATE, 'message 1, content has the lone sur'),
+    ([_user() | {'role': _HALF}], _TEMPLATE, 'message 0, role has the lone'),
+    (
+      [_user() | {'tool_calls': [{'name': {'a': _HALF}}]}],
+      *(_TEMPLATE, 'message 0, tool_calls, name, a has the lone surrogate'),
+    ),
     ([], _TEMPLATE, 'messages is empty; give at least one'),
     ([_user(), 'Hello'], _TEMPLATE, "message 1 must be a dict .* got 'Hello'"),
     ([_user(3)], _TEMPLATE, 'message 0 must be a dict with the texts role and'),
@@ -206,6 +222,15 @@ def test_conversations_are_prompts():
 def test_what_is_no_conversation_is_refused(messages, template, words):
   with pytest.raises(ValueError, match=words):
     _generator(template=template).chat(messages)
+
+
+def test_a_template_file_may_have_a_byte_order_mark():
+  tokenizer = hub.load_tokenizer(hub.locate('demo'))
+  ids = []
+  for text in (_TEMPLATE, '\ufeff' + _TEMPLATE):
+    tokenizer.chat_template = text
+    ids.append(conversation_ids(tokenizer, [_user()]))
+  assert ids[0] == ids[1]
 
 
 def test_a_missing_template_is_noticed_before_the_weights_are_read(tmp_path):

@@ -44,7 +44,7 @@ def _arguments(method, dtype='float32', temperatures=(0.0, 1.0)):
     limit=jnp.full(rows, 20, jnp.int32),
     row_keys=tiny.row_keys(rows),
     sampling=tiny.sampling_params(*temperatures),
-    watchers=(EndOfText((1,)),),
+    watchers=(EndOfText(jnp.ones((1, 1), jnp.int32)),),
   )
   return model, drafter, request
 

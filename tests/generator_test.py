@@ -116,6 +116,51 @@ def test_without_eos_ids_special_tokens_end_nothing_and_have_no_text():
   assert [*map(len, result.tokens)] == [LIMIT] * 3
 
 
+def _special_end(tokens, words):
+  """As `_slow_end`, where a stop is a word before the special token."""
+  for end in (place for place, token in enumerate(tokens) if token == 0):
+    text = _slow_end(tokens[:end], ())[1]
+    if found := [len(word) for word in words if text.endswith(word)]:
+      return end + 1, text[: len(text) - max(found)], 'stop'
+  return LIMIT, _slow_end(tokens, ())[1], 'length'
+
+
+def test_a_stop_may_name_a_special_token():
+  """The row ends with it, alone or behind text, and none of it is shown."""
+  run = lambda **kw: _generator('staged').stream(**_arguments(eos_ids=(), **kw))
+  endless, reasons = run(), set()
+  endless.run()
+  for words in ([''], [' ', '', 'b'], ['b', '日本'], ['né']):
+    decoding = run(stop=[f'{word}<end>' for word in words])
+    shown = list(map(''.join, zip(*decoding, strict=True)))
+    result = decoding.result()
+    assert shown == result.text == [*map(''.join, result.pieces)]
+    reasons.update(result.finish_reasons)
+    for row, tokens in enumerate(endless.result().tokens):
+      end, text, reason = _special_end(tokens, words)
+      found = (result.tokens, result.text, result.finish_reasons)
+      assert [one[row] for one in found] == [tokens[:end], text, reason]
+  assert reasons == {'stop', 'length'}
+
+
+def test_eos_ids_may_be_texts():
+  lm = _generator('plain')
+  ids = lambda given: lm.eos_ids(given)
+  assert ids(None) == (0,)
+  (line_end,) = fuzzing.pair().encode('\n')
+  assert ids('<end>') == [0]
+  assert ids(['\n', 0, 'é']) == [line_end, 0, *fuzzing.pair().encode('é')]
+  run = lambda **kw: lm.generate(**_arguments(**kw))
+  assert run(eos_ids='<end>').tokens == _plain().tokens
+  for text in ('', 'b a', '<end><end>', '<en'):
+    with pytest.raises(
+      ValueError, match=rf'the text {text!r}, but no token of'
+    ):
+      run(eos_ids=['<end>', text])
+  with pytest.raises(ValueError, match='eos_ids has the lone surrogate'):
+    run(eos_ids='\ud800')
+
+
 def test_breaking_off():
   """What there is so far, and later the rest."""
   decoding = _generator('staged').stream(**_arguments())

@@ -13,6 +13,7 @@ import tiny_demo
 
 import models
 from models.bench.resumable import ResumableRows
+from models.text.many import ManyDecoding
 import specdec
 
 _PROMPTS = ['import ', 'def f(x):\n  return', '', 'a' * 9000, [20, 30], 'x = 1']
@@ -113,6 +114,12 @@ def _arguments(source, output, *more):
   return ('generate_many.py', *files, *flags, '--stop=\\n', *more)
 
 
+def _pipe(monkeypatch, data):
+  """Standard input, as on a system with another encoding."""
+  piped = io.TextIOWrapper(io.BytesIO(data), 'ascii')
+  monkeypatch.setattr('sys.stdin', piped)
+
+
 def _rows(text):
   return {row['index']: row for row in map(json.loads, text.splitlines())}
 
@@ -163,12 +170,12 @@ def test_the_script_completes_a_file_and_goes_on_where_it_was(
   words = 'is of a run with other settings (seed); give another --output'
   assert words in refusal(*_arguments(source, output, '--seed=1'))
   # Pipes.
-  monkeypatch.setattr('sys.stdin', io.StringIO(source.read_text()))
+  _pipe(monkeypatch, source.read_bytes())
   ended = run(*_arguments('-', '-', '--in_order'))
   assert ended.code == 0, ended
   assert list(_rows(ended.output)) == list(range(9))
   assert _rows(ended.output) == rows
-  monkeypatch.setattr('sys.stdin', io.StringIO('{"prompt": "x"}'))
+  _pipe(monkeypatch, b'{"prompt": "x"}')
   arguments = _arguments('-', tmp_path / 'piped.jsonl')
   assert run(*arguments).code == 0
   assert 'others than those of standard input' in refusal(*arguments)
@@ -181,6 +188,72 @@ def test_the_script_completes_a_file_and_goes_on_where_it_was(
     assert _rows(ended.output)[index]['tokens'] == alone.tokens[0]
   source.write_text(source.read_text() + '{"prompt": "x"}\n')
   assert 'settings (prompts_sha256)' in refusal(*_arguments(source, output))
+
+
+def test_lines_are_utf8_with_or_without_a_mark(tmp_path, monkeypatch):
+  """In a pipe as in a file, of which a line with other bytes is refused."""
+  lines = ['{"prompt": "# č"}', '{"prompt": "x"}']
+  data = '\r\n'.join(lines).encode('utf-8-sig')
+  tokens = set()
+  for name in ('a.JSONL', 'a.ndjson', 'a.json', '-'):
+    path = '-' if name == '-' else tmp_path / name
+    if name == '-':
+      _pipe(monkeypatch, data)
+    else:
+      path.write_bytes(data)
+    rows = _rows(run(*_arguments(path, '-', '--in_order')).output)
+    assert [row['error'] for row in rows.values()] == [None, None]
+    tokens.add(str([row['tokens'] for row in rows.values()]))
+  assert len(tokens) == 1
+  broken = data.replace(b'x', b'caf\xe9')
+  path = tmp_path / 'b.jsonl'
+  path.write_bytes(broken)
+  message = f'--prompt_file={path} cannot be read: line 2 has the byte 0xe9'
+  assert message in refusal(*_arguments(path, '-'))
+  _pipe(monkeypatch, broken)
+  rows = _rows(run(*_arguments('-', '-', '--in_order')).output)
+  assert rows[0]['error'] is None
+  assert 'the lone surrogate' in rows[1]['error']
+
+
+def test_a_prompt_may_have_eos_ids_of_its_own(lm, monkeypatch):
+  """As ids and as texts; those of the next prompt are the target's again."""
+  whole = _alone(lm, 'x = ', 7)
+  end = whole.tokens[0][2]
+  given = ([end, '<|endoftext|>'], None, [0, end], [], ['no token'], [4096])
+  lines = [{'prompt': 'x = ', 'seed': 7, 'eos_ids': one} for one in given]
+  _pipe(monkeypatch, '\n'.join(map(json.dumps, lines)).encode())
+  rows = _rows(run(*_arguments('-', '-')).output)
+  cut = _alone(lm, 'x = ', 7, eos_ids=[end])
+  assert cut.finish_reasons == ['eos']
+  for index, alone in enumerate((cut, whole, cut, whole)):
+    row = rows[index]
+    found = ([row['tokens']], [row['finish_reason']])
+    assert found == (alone.tokens, alone.finish_reasons), index
+  assert "the text 'no token', but no token of" in rows[4]['error']
+  assert 'eos_ids has token 4096, outside' in rows[5]['error']
+
+
+def test_an_interrupt_keeps_the_rows_and_is_one_line(tmp_path, monkeypatch):
+  source, output = tmp_path / 'in.jsonl', tmp_path / 'out.jsonl'
+  source.write_text('{"prompt": "import "}\n' * 4)
+  step, calls = ManyDecoding.__next__, []
+
+  def interrupted(many):
+    calls.append(1)
+    if len(calls) == 3:
+      raise KeyboardInterrupt
+    return step(many)
+
+  monkeypatch.setattr(ManyDecoding, '__next__', interrupted)
+  ended = run(*_arguments(source, output))
+  assert ended.code == 130
+  last = 'generate_many.py: interrupted; what is written is kept'
+  assert ended.errors.splitlines()[-1] == last
+  assert 'Traceback' not in ended.errors
+  assert len(_rows(output.read_text())) == 2
+  assert run(*_arguments(source, output)).code == 0
+  assert len(_rows(output.read_text())) == 4
 
 
 def test_files_of_results_survive_a_kill_at_every_byte(tmp_path):

@@ -1,6 +1,8 @@
 """The command lines, end to end, on a tiny pair of their own."""
 
 import builtins
+import dataclasses
+import functools
 import io
 import json
 import re
@@ -201,7 +203,10 @@ def test_what_is_asked_of_the_text(pair):
 
 def _converse(monkeypatch, lines, *flags):
   """What chat.py prints when a user types these lines, answer by answer."""
-  monkeypatch.setattr('sys.stdin', io.StringIO('\n'.join(lines)))
+  piped = '\n'.join(lines).encode('utf-8', 'surrogateescape')
+  # As on a system with another encoding.
+  stdin = io.TextIOWrapper(io.BytesIO(piped), 'ascii')
+  monkeypatch.setattr('sys.stdin', stdin)
   output = _output('chat.py', '--context=64', *flags)
   first, *answers = output.split('> ')
   assert 'begin anew' in first
@@ -229,7 +234,7 @@ def test_a_conversation(instruct, monkeypatch):
   assert 0 < int(counts[1][0]) < int(counts[1][2]) - length
   assert 'has room for 64; begin another one' in refused
   assert refused.count('\n') == 1
-  assert refused.endswith('/new begins another\n')
+  assert refused.endswith('your message is left out, /new begins anew\n')
 
 
 def test_an_interrupt_ends_an_answer_and_not_the_conversation(
@@ -260,6 +265,77 @@ def test_an_interrupt_ends_an_answer_and_not_the_conversation(
   assert '/quit' in dropped
   assert [one.endswith(' [stopped]\n') for one in answers] == [True, True]
   assert end == '\n'
+
+
+def test_no_message_ends_a_conversation(
+  target, instruct, tmp_path, monkeypatch
+):
+  """Bytes that are no text, and an answer that the template refuses."""
+  folder = tmp_path / 'strict'
+  shutil.copytree(target, folder)
+  refuse = "{{ raise_exception('it is empty') }}"
+  (folder / 'chat_template.jinja').write_text(
+    "{% for one in messages %}{% if not one['content'] %}" + refuse + '{% endif'
+    " %}{{ one['content'] }}{% endfor %}"
+  )
+  lines = ['caf\udce9', 'def', 'add', 'caf\udce9', '/new', 'def']
+  broken, first, left_out, again, new, anew, _ = _converse(
+    monkeypatch,
+    lines,
+    *(f'--target={folder}', *instruct[1:], '--max_new_tokens=0'),
+  )
+  for text in (broken, again):
+    assert 'message 0, content has the lone surrogate' in text
+    assert text.endswith('your message is left out, /new begins anew\n')
+  cut = ' [cut by --max_new_tokens or --context]\n'
+  assert (first, new, anew) == (cut, '', cut)
+  assert left_out.startswith('[your last message, without an answer, is left')
+  assert left_out.endswith(f': it is empty]\n{cut}')
+  # Nor does an answer that goes wrong.
+  wrong = mock.Mock(
+    side_effect=lambda chat: dataclasses.replace(
+      result_of(chat), errors=['the target gave NaN']
+    )
+  )
+  result_of = Chat.result
+  monkeypatch.setattr(Chat, 'result', lambda chat: wrong(chat))
+  answers = _converse(monkeypatch, ['def', 'add'], *instruct)
+  assert ['the target gave NaN]' in one for one in answers] == [
+    True,
+    True,
+    False,
+  ]
+
+
+@pytest.mark.parametrize('script', ['generate.py', 'chat.py', 'visualize.py'])
+def test_an_interrupt_is_one_line(script, instruct, tmp_path, monkeypatch):
+  monkeypatch.setattr(
+    'models.text.generator.load', mock.Mock(side_effect=KeyboardInterrupt)
+  )
+  output = [f'--output={tmp_path}/a.html'] if script == 'visualize.py' else []
+  ended = command_lines.run(script, *instruct, *output)
+  assert ended.code == 130
+  assert ended.errors.splitlines()[-1] == (
+    f'{script}: interrupted; what is written is kept'
+  )
+
+
+def test_eos_ids_of_flags(pair):
+  tokenizer = train_tokenizer([_TEXT], vocab_size=280, context=128)
+  letter, line_end = tokenizer.convert_tokens_to_ids(['x', 'Ċ'])
+  flags = [*pair, *_CHAIN, '--prompt=def', '--repetition_penalty=1.5']
+  flags += [f'--logit_bias={letter}:100,{line_end}:99,0:90']
+  for eos, end, reason in (
+    ([r'--eos=\n'], [letter, line_end], 'eos'),
+    (['--eos=none', '--stop=<|endoftext|>'], [letter, line_end, 0], 'stop'),
+    ([f'--eos={line_end}', '--eos=<|endoftext|>'], [letter, line_end], 'eos'),
+  ):
+    output = _generate(*flags, *eos)
+    assert (output['tokens'], output['finish_reasons']) == ([end], [reason])
+  refused = functools.partial(command_lines.refusal, 'generate.py', *pair)
+  assert "--eos) has the text 'xy', but no token of" in refused('--eos=xy')
+  assert 'eos_ids has token 999, outside' in refused('--eos=999')
+  assert '--eos=none ends no text' in refused('--eos=none', '--eos=1')
 
 
 _NO_TEMPLATE = 'has no chat template, like those of base models; choose'

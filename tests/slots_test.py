@@ -120,6 +120,27 @@ def test_the_tokens_are_those_of_decoding_each_prompt_alone(kind):
     assert found[1].stats == _together(only=1).stats
 
 
+def test_a_prompt_may_end_with_tokens_of_its_own():
+  """Without another program, and the next in its slot ends as all."""
+  expected = _tokens(_run(_slots('plain'), _JOBS)[0])
+  count, before = advance._cache_size, advance._cache_size()
+  ends = [row[len(row) // 2] if row else 0 for row in expected]
+  own = [[ends[0], 5], None, [], [ends[3]]] * 3
+  jobs = [job | {'eos_ids': ids} for job, ids in zip(_JOBS, own, strict=True)]
+  found = _tokens(_run(_slots('plain'), jobs)[0])
+  assert count() == before
+  for row, (tokens, ids) in enumerate(zip(found, own, strict=True)):
+    shared = min(len(tokens), len(expected[row]))
+    assert tokens[:shared] == expected[row][:shared]
+    ids = [_EOS] if ids is None else ids
+    assert not {*tokens[:-1]} & {*ids}
+    limit = _JOBS[row]['max_new_tokens']
+    assert len(tokens) == limit or tokens[-1] in ids
+  assert [len(row) for row in found] != [len(row) for row in expected]
+  with pytest.raises(ValueError, match='eos_ids of a prompt has 9 tokens, but'):
+    _slots('plain').insert(**_JOBS[0] | {'eos_ids': range(9)})
+
+
 def test_other_rules_draw_as_alone():
   """With the same drafter: these rules also use the noise of each step."""
   found, _ = _run(_slots('chain', verify='rejection'), _JOBS)

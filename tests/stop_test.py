@@ -87,6 +87,71 @@ def test_table_and_matcher_find_what_find_finds(alphabet):
       _check_matcher(stops[row], [token_bytes[token] for token in tokens])
 
 
+_TOKENS = {b'<a>': 3, b'<a><b>': 5, b'<b>': 4}
+
+
+def _symbols(text):
+  """A stop string with special tokens as -id, the longest first."""
+  found = [one for one in sorted(_TOKENS, key=len)[::-1] if text[:3] == one[:3]]
+  found = [one for one in found if text.startswith(one)]
+  if not text:
+    return []
+  if found:
+    return [-_TOKENS[found[0]], *_symbols(text[len(found[0]) :])]
+  return [text[0], *_symbols(text[1:])]
+
+
+def _slow_special(stops, token_bytes, tokens):
+  """The number of tokens until a stop string, and the text before it."""
+  spelled = [[*stop] for stop in stops] + [*map(_symbols, stops)]
+  goes_on = lambda text: any(
+    one[:size] == text[-size:]
+    for one in spelled
+    for size in range(1, len(one) + 1)
+  )
+  text = []
+  shown = lambda symbols: bytes(one for one in symbols if one >= 0)
+  for count, token in enumerate(tokens, 1):
+    for symbol in token_bytes[token] or [-token]:
+      if symbol < 0 and not goes_on([*text, symbol]):
+        continue
+      text.append(symbol)
+      ends = [len(one) for one in spelled if one == text[-len(one) :]]
+      if ends:
+        return count, shown(text[: -max(ends)])
+  return None, shown(text)
+
+
+def test_stops_that_name_special_tokens():
+  """Alone and within other text, also where it is spelled by other tokens."""
+  token_bytes = [b'x', b'<', b'a>', b'', b'', b'', b'xx', b'']
+  words = [b'x', *_TOKENS, b'<', b'a>']
+  rng, ends = random.Random(0), 0
+  for _ in range(300):
+    stops = [
+      [
+        b''.join(rng.choices(words, k=rng.randint(1, 3)))
+        for _ in range(rng.randint(0, 3))
+      ]
+      for _ in range(3)
+    ]
+    table = build_stop_table(stops, token_bytes, 8, _TOKENS)
+    for row, own in enumerate(stops):
+      tokens = rng.choices(range(8), k=8)
+      expected, text = _slow_special(own, token_bytes, tokens)
+      assert _tokens_until_stop(table, row, tokens) == expected, (own, tokens)
+      matcher, shown = StopMatcher(own, _TOKENS), b''
+      for token in tokens:
+        symbol = matcher.symbols.get(token)
+        shown += matcher.feed(
+          token_bytes[token] if symbol is None else [symbol]
+        )
+      assert shown + matcher.flush() == text, (own, tokens)
+      assert matcher.stopped == (expected is not None)
+      ends += matcher.stopped
+  assert 200 < ends < 800
+
+
 def test_overlapping_stops_in_every_short_text():
   stops = [
     *([b'aa', b'aab', b'ab'], [b'aab', b'ab', b'b'], [b'abab', b'ba']),

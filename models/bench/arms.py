@@ -162,8 +162,8 @@ class Task:
   """The decoding task that all arms share.
 
   Target, draft (None if no arm needs it), revision, `draft_dtype` (None: by the
-  dtype of the arm), `cpu_kernels`, `mesh` and `draft_mesh` are those of
-  `models.text.pair.load_pair`; `drafting` of
+  dtype of the arm), `cpu_kernels`, `mesh`, `draft_mesh` and `eos_ids` are those
+  of `models.text.pair.load_pair`; `drafting` of
   `models.text.drafters.make_drafter`, but arms may differ from it; `sampling`,
   `max_new_tokens` and the entries `verify`, `children` and `break_even` of
   `verification` of `specdec.generate`. `llama_cpp` is the folder of
@@ -180,6 +180,7 @@ class Task:
   cpu_kernels: bool = True
   mesh: Mesh | None = None
   draft_mesh: str = 'auto'
+  eos_ids: Sequence[int | str] | None = None
   verification: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   seed: int = 0
   batch_size: int = 1

@@ -125,7 +125,7 @@ class Report:
   def write(self, path: str) -> None:
     """Writes a JSON file, and the tables as Markdown beside it."""
     write_record(path, dict(self.settings), self.figures)
-    pathlib.Path(path).with_suffix('.md').write_text(f'{self}\n')
+    pathlib.Path(path).with_suffix('.md').write_text(f'{self}\n', 'utf-8')
 
   def __str__(self):
     tables = [
@@ -282,6 +282,7 @@ def _load(
       cpu_kernels=task.cpu_kernels,
       mesh=task.mesh,
       draft_mesh=task.draft_mesh,
+      eos_ids=task.eos_ids,
     )
     for dtype in sorted({spec.dtype for spec in ours})
   }

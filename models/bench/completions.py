@@ -16,6 +16,9 @@ import sys
 import tempfile
 from typing import Any
 
+from specdec import checks
+from specdec import text_files
+
 STOPS = ('\nclass ', '\ndef ', '\n#', '\nif ', '\nprint(', '\n@', '\n```')
 """What ends a completion: the function ends before it (section 2.1)."""
 
@@ -58,12 +61,14 @@ def read_problems(path: pathlib.Path) -> list[Problem]:
   """
   names = [field.name for field in dataclasses.fields(Problem)]
   problems: dict[str, Problem] = {}
-  for number, line in enumerate(path.read_text('utf-8').split('\n'), 1):
+  for number, line in text_files.lines(path):
     if not line.strip():
       continue
     try:
       found = json.loads(line)
       problem = Problem(**{name: found[name] for name in names})
+      for name in names:
+        checks.check_text(name, getattr(problem, name))
     except (KeyError, TypeError, ValueError) as error:
       raise ValueError(
         f'{path}, line {number}: expected a JSON object with the keys'

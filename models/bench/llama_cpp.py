@@ -32,6 +32,7 @@ from models.checkpoints import gguf
 from models.checkpoints import hub
 from models.nn.adapter import as_model
 from specdec.sampling import Sampling
+from specdec.text_files import to_json
 
 # Flags of the server, by method; an arm may have other values.
 _SPECULATION: Mapping[str, Mapping[str, str]] = {
@@ -108,7 +109,7 @@ class _Server:
 
   def complete(self, request: Mapping[str, Any]) -> dict[str, Any]:
     """The answer of `/completion`."""
-    body = json.dumps(request).encode()
+    body = to_json(request).encode()
     try:
       with urllib.request.urlopen(f'{self._address}/completion', body) as reply:
         return json.load(reply)

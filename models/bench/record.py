@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import importlib.metadata
-import json
 import os
 import pathlib
 import platform
@@ -12,6 +11,8 @@ import re
 from typing import Any
 
 import jax
+
+from specdec.text_files import to_json
 
 
 def prepare_output(path: str) -> None:
@@ -25,8 +26,8 @@ def write_record(
   path: str, settings: dict[str, Any], figures: dict[str, Any]
 ) -> None:
   """Writes `record` as JSON."""
-  text = json.dumps(record(settings, figures), indent=1)
-  pathlib.Path(path).write_text(f'{text}\n')
+  text = to_json(record(settings, figures), indent=1)
+  pathlib.Path(path).write_text(f'{text}\n', 'utf-8')
 
 
 def record(settings: dict[str, Any], figures: dict[str, Any]) -> dict[str, Any]:

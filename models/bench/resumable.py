@@ -4,6 +4,8 @@ import json
 import pathlib
 from typing import Any
 
+from specdec.text_files import to_json
+
 
 class ResumableRows:
   """A file of results, one JSON object per line; a line is appended at a time.
@@ -24,9 +26,9 @@ class ResumableRows:
     self.rows: list[dict[str, Any]] = []
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f'{path.name}.run.json')
-    settings = json.loads(json.dumps(settings))
+    settings = json.loads(to_json(settings))
     if not path.exists():
-      beside.write_text(json.dumps(settings, indent=1) + '\n', 'utf-8')
+      beside.write_text(to_json(settings, indent=1) + '\n', 'utf-8')
       path.touch()
       return
     _check_equal(path, beside, settings)
@@ -45,7 +47,7 @@ class ResumableRows:
   def add(self, row: dict[str, Any]) -> None:
     """Appends a result."""
     with self._path.open('a', encoding='utf-8') as file:
-      file.write(f'{json.dumps(row)}\n')
+      file.write(f'{to_json(row)}\n')
     self.rows.append(row)
 
 

@@ -366,7 +366,7 @@ def _request(workload: Workload, vocab_size: int) -> specdec.Request:
       limit=jnp.ones(rows, jnp.int32),
       row_keys=row_keys(jax.random.key(0), rows),
       sampling=check_sampling(workload.sampling, rows, vocab_size),
-      watchers=(EndOfText((0,)),),
+      watchers=(EndOfText(jnp.zeros((1, 1), jnp.int32)),),
     )
   )
 

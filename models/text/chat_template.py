@@ -1,5 +1,6 @@
 """Conversations as token ids, by the chat template of a tokenizer."""
 
+from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
@@ -7,6 +8,8 @@ from typing import TypeGuard
 
 import jinja2
 import transformers
+
+from specdec import checks
 
 Message = Mapping[str, str]
 """`role` (such as system, user or assistant) and `content`, both texts."""
@@ -29,6 +32,18 @@ def first_messages(text: str, system: str | None) -> list[Message]:
   return [{'role': 'system', 'content': system}, user]
 
 
+def _check_texts(name: str, value: Any) -> None:
+  """Refuses what is no Unicode in a message, however deep."""
+  if isinstance(value, str):
+    checks.check_text(name, value)
+  elif isinstance(value, Mapping):
+    for key, entry in value.items():
+      _check_texts(f'{name}, {key}', entry)
+  elif isinstance(value, Iterable):
+    for entry in value:
+      _check_texts(name, entry)
+
+
 def _check(messages: Sequence[Message]) -> None:
   for number, message in enumerate(messages):
     names = ('role', 'content')
@@ -39,6 +54,7 @@ def _check(messages: Sequence[Message]) -> None:
         f'message {number} must be a dict with the texts role and content, got'
         f' {message!r}'
       )
+    _check_texts(f'message {number}', message)
   if not messages:
     raise ValueError('messages is empty; give at least one')
 
@@ -60,15 +76,19 @@ def conversation_ids(
       ' folder of the target, or give a text as the prompt, without a chat'
     )
   try:
-    ids: Any = tokenizer.apply_chat_template(
+    text: Any = tokenizer.apply_chat_template(
       [dict(message) for message in messages],
       add_generation_prompt=True,
-      return_dict=False,
+      tokenize=False,
     )
-  except jinja2.TemplateError as error:
+  except Exception as error:  # A template is a program: it may raise anything.
     roles = ', '.join(message['role'] for message in messages)
+    is_refusal = isinstance(error, jinja2.TemplateError)
+    kind = '' if is_refusal else f'{type(error).__name__}: '
     raise ValueError(
       'the chat template of the target refuses a conversation with the roles'
-      f' {roles}: {error}'
+      f' {roles}: {kind}{error}'
     ) from error
-  return ids
+  text = text.removeprefix('\ufeff')  # A byte order mark of the template file.
+  checks.check_text('the text that the chat template of the target makes', text)
+  return tokenizer(text, add_special_tokens=False, verbose=False)['input_ids']

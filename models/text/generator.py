@@ -36,6 +36,11 @@ from models.text.chat_template import Prompt
 from models.text.drafters import make_drafter
 from models.text.drafters import PLANNED
 from models.text.drafters import planned_break_even
+from models.text.ends import eos_ids_of
+from models.text.ends import EosIds
+from models.text.ends import stop_table
+from models.text.ends import Stops
+from models.text.ends import stops_of_rows
 from models.text.many import Job
 from models.text.many import ManyDecoding
 from models.text.pair import find_checkpoints
@@ -50,13 +55,10 @@ from models.text.settings import INNERS
 from models.text.text_decoding import TextDecoding
 import specdec
 from specdec import checks
-from specdec.verify.stop_strings import build_stop_table
 from specdec.verify.stop_strings import StopTable
 
 # One prompt, or several.
 Prompts = Prompt | Sequence[Prompt]
-# One stop string, several, or a list of them per row.
-Stops = str | Sequence[str] | Sequence[Sequence[str]]
 
 
 def row_keys(seed: int | Sequence[int], batch_size: int) -> jax.Array:
@@ -106,46 +108,6 @@ def as_list(prompts: Any) -> list[Any]:
   return [prompts] if prompts and are_ids else prompts
 
 
-def stops_of_rows(stop: Any, batch_size: int) -> tuple[tuple[str, ...], ...]:
-  """`Stops` as the stop strings of each row.
-
-  Raises:
-    ValueError: there are other than B lists, or a stop string is empty or not
-      Unicode.
-  """
-  are_texts = lambda values: (
-    isinstance(values, Sequence)
-    and not isinstance(values, str)
-    and all(isinstance(text, str) for text in values)
-  )
-  if isinstance(stop, str):
-    stop = [stop]
-  if are_texts(stop):
-    stop = [stop] * batch_size
-  is_list = isinstance(stop, Sequence) and all(map(are_texts, stop))
-  if not is_list or len(stop) != batch_size:
-    raise ValueError(
-      'stop must be a string, a list of strings, or one list of strings per row'
-      f' ({batch_size}), got {stop!r}'
-    )
-  for row, strings in enumerate(stop):
-    for text in strings:
-      if not text or any('\ud800' <= letter <= '\udfff' for letter in text):
-        raise ValueError(f'row {row} has the stop string {text!r}; give text')
-  return tuple(map(tuple, stop))
-
-
-# Building a table takes a moment where the vocabulary is large.
-@functools.lru_cache(maxsize=16)
-def _stop_table(
-  stops: tuple[tuple[str, ...], ...],
-  token_bytes: tuple[bytes, ...],
-  vocab_size: int,
-) -> StopTable:
-  encoded = [[stop.encode() for stop in row] for row in stops]
-  return build_stop_table(encoded, token_bytes, vocab_size)
-
-
 def _passed(arguments: dict[str, Any]) -> dict[str, Any]:
   """The arguments for `Generator.stream`, from the `locals()` of a method."""
   names = set(inspect.signature(Generator.stream).parameters) - {'self'}
@@ -165,16 +127,16 @@ class Generator:
   break_even: float | None = None
 
   def stop_table(self, stops: tuple[tuple[str, ...], ...]) -> StopTable | None:
-    """The table of the stop strings of each row; None if there are none.
-
-    Raises:
-      ValueError: a stop string is empty, or the tokens of the tokenizer have no
-        bytes of their own.
-    """
-    if not any(stops):
-      return None
+    """The table of the stop strings of each row, see `ends.stop_table`."""
     vocab_size = self.pair.target.spec.vocab_size
-    return _stop_table(stops, self.pair.token_bytes(), vocab_size)
+    return stop_table(stops, self.pair.tokenizer, vocab_size)
+
+  def eos_ids(self, given: EosIds | None) -> Any:
+    """The ids of the tokens that end a text; None: those of the target."""
+    if given is None:
+      return self.pair.eos_ids
+    vocab_size = self.pair.target.spec.vocab_size
+    return eos_ids_of(given, self.pair.tokenizer, vocab_size)
 
   def stream(
     self,
@@ -185,7 +147,7 @@ class Generator:
     sampling: specdec.Sampling = specdec.Sampling(),
     seed: int | Sequence[int] = 0,
     stop: Stops = (),
-    eos_ids: Sequence[int] | None = None,
+    eos_ids: EosIds | None = None,
     verify: str = 'match',
     children: str | None = None,
     log_probs: bool = False,
@@ -208,7 +170,7 @@ class Generator:
       max_new_tokens=max_new_tokens,
       room_for_new_tokens=room_for_new_tokens,
       sampling=sampling,
-      eos_ids=self.pair.eos_ids if eos_ids is None else eos_ids,
+      eos_ids=self.eos_ids(eos_ids),
       stop=self.stop_table(stops),
       verify=verify,
       children=children,
@@ -226,7 +188,7 @@ class Generator:
     sampling: specdec.Sampling = specdec.Sampling(),
     seed: int | Sequence[int] = 0,
     stop: Stops = (),
-    eos_ids: Sequence[int] | None = None,
+    eos_ids: EosIds | None = None,
     verify: str = 'match',
     children: str | None = None,
     log_probs: bool = False,
@@ -247,8 +209,10 @@ class Generator:
       seed: of the sampling. One seed per row gives a row the same tokens in any
         batch; row 0 of a single seed has those of that seed alone.
       stop: stop strings: one, several, or a list of them per row. The text ends
-        before the first of them.
-      eos_ids: tokens that end a row. None: those of the target; `()`: none.
+        before the first of them. They may name special tokens, which are
+        looked for as such: `<|im_end|>` ends the text at this token.
+      eos_ids: tokens that end a row, as ids or as texts of one token each.
+        None: those of `models.load`; `()`: none.
       verify: `match`, `rejection` or `block`, see `specdec.verify`.
       children: how the drafter chooses its candidates for the other rules than
         `match`, one of `specdec.sampling.CHILDREN`; None for its default.
@@ -282,7 +246,7 @@ class Generator:
     sampling: specdec.Sampling = specdec.Sampling(),
     seed: int = 0,
     stop: str | Sequence[str] = (),
-    eos_ids: Sequence[int] | None = None,
+    eos_ids: EosIds | None = None,
     verify: str = 'match',
     children: str | None = None,
     log_probs: bool = False,
@@ -344,7 +308,7 @@ class Generator:
       key_of=lambda seed: row_keys([seed], 1)[0],
       stops=stops[0],
       stop=self.stop_table(stops),
-      eos_ids=self.pair.eos_ids if eos_ids is None else eos_ids,
+      eos_ids=self.eos_ids(eos_ids),
       verify=verify,
       children=children,
       log_probs=log_probs,
@@ -360,7 +324,7 @@ class Generator:
     sampling: specdec.Sampling = specdec.Sampling(),
     seed: int = 0,
     stop: Stops = (),
-    eos_ids: Sequence[int] | None = None,
+    eos_ids: EosIds | None = None,
     verify: str = 'match',
     children: str | None = None,
     log_probs: bool = False,
@@ -380,7 +344,7 @@ class Generator:
       sampling: as in `generate`, like all other arguments.
       seed: of the whole conversation.
       stop: stop strings of every answer.
-      eos_ids: tokens that end an answer.
+      eos_ids: tokens that end an answer, see `generate`.
       verify: see `generate`.
       children: see `generate`.
       log_probs: see `generate`.
@@ -422,7 +386,7 @@ class Generator:
     sampling: specdec.Sampling = specdec.Sampling(),
     seed: int | Sequence[int] = 0,
     stop: Stops = (),
-    eos_ids: Sequence[int] | None = None,
+    eos_ids: EosIds | None = None,
     verify: str = 'match',
     children: str | None = None,
     log_probs: bool = False,
@@ -444,7 +408,7 @@ class Generator:
     sampling: specdec.Sampling = specdec.Sampling(),
     seed: int | Sequence[int] = 0,
     stop: Stops = (),
-    eos_ids: Sequence[int] | None = None,
+    eos_ids: EosIds | None = None,
     verify: str = 'match',
     children: str | None = None,
     log_probs: bool = False,
@@ -485,6 +449,7 @@ def load(
   revision: str | None = None,
   mesh: jax.sharding.Mesh | Mapping[str, int] | None = None,
   draft_mesh: str = 'auto',
+  eos_ids: EosIds | None = None,
   messages: Sequence[Message] | None = None,
 ) -> Generator:
   """Loads a target and what drafts for it.
@@ -512,6 +477,8 @@ def load(
       number of devices. None: the default device.
     draft_mesh: `replicated`: every device has the whole draft; `sharded`: it is
       divided as the target is; `auto`: what should be faster by its size.
+    eos_ids: tokens that end a text unless a call says otherwise, as ids or as
+      texts of one token each. None: as the target's files say; `()`: none.
     messages: a conversation that the chat template of the target must accept,
       which is checked before the weights are loaded.
 
@@ -538,6 +505,7 @@ def load(
     cpu_kernels=cpu_kernels,
     mesh=mesh,
     draft_mesh=draft_mesh,
+    eos_ids=eos_ids,
   )
   break_even = planned_break_even(method, drafting)
   return Generator(pair, make_drafter(method, pair, drafting), break_even)

@@ -15,6 +15,8 @@ import jax
 
 from models.text.chat import MAX_CONTEXT
 from models.text.chat_template import Prompt
+from models.text.ends import eos_ids_of
+from models.text.ends import EosIds
 from models.text.pair import Pair
 from models.text.result import TextGeneration
 from models.text.text_decoding import prompt_text
@@ -32,6 +34,7 @@ class Job:
   seed: int | None = None
   #: It must set the options that the sampling of all prompts sets.
   sampling: specdec.Sampling | None = None
+  eos_ids: EosIds | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,11 +120,16 @@ class ManyDecoding(Iterator[Completion]):
   def _insert(self, index: int, job: Job) -> tuple[int, _Waiting]:
     """Gives a slot to a prompt; ValueError if it cannot be decoded."""
     ids = self._ids(job)
+    eos_ids = job.eos_ids
+    if eos_ids is not None:
+      vocab_size = self._pair.target.spec.vocab_size
+      eos_ids = eos_ids_of(eos_ids, self._pair.tokenizer, vocab_size)
     slot = self._slots.insert(
       ids,
       self._key_of(self._seed + index if job.seed is None else job.seed),
       max_new_tokens=self._limit_of(job),
       sampling=job.sampling,
+      eos_ids=eos_ids,
     )
     return slot, _Waiting(index, job.prompt, ids)
 

@@ -28,6 +28,8 @@ from models.nn.sharding import make_layout
 from models.text.chat_template import conversation_ids
 from models.text.chat_template import is_conversation
 from models.text.chat_template import Prompt
+from models.text.ends import eos_ids_of
+from models.text.ends import EosIds
 from models.text.token_bytes import is_byte_level
 from models.text.token_bytes import text_of
 from models.text.token_bytes import TextStream
@@ -226,6 +228,7 @@ def load_checkpoints(
   cpu_kernels: bool = True,
   mesh: Mesh | Mapping[str, int] | None = None,
   draft_mesh: str = 'auto',
+  eos_ids: EosIds | None = None,
 ) -> Pair:
   """Loads the weights of a target and a draft; see `load_pair`."""
   layout = make_layout(mesh)
@@ -241,6 +244,8 @@ def load_checkpoints(
   assert tokenizer is not None
   if draft is not None:
     _check_same_tokens(target, draft)
+  if eos_ids is not None:  # Refused before the weights are read.
+    eos_ids = eos_ids_of(eos_ids, tokenizer, len(tokenizer))
   load = functools.partial(hub.load_module, packed=packed)
   model = as_model(load(target.folder, dtype=dtype, layout=layout), layout)
   size = model.spec.vocab_size
@@ -257,8 +262,10 @@ def load_checkpoints(
     own_size = draft_model.spec.vocab_size
     _check_padding(size, own_size, len(tokenizer), draft)
     draft_model = with_vocab_size(draft_model, size)
-  eos_ids = _eos_ids(target.folder, tokenizer, size)
-  return Pair(model, draft_model, tokenizer, eos_ids, layout)
+  ends = _eos_ids(target.folder, tokenizer, size)
+  if eos_ids is not None:
+    ends = tuple(checks.check_ids('eos_ids', eos_ids, size))
+  return Pair(model, draft_model, tokenizer, ends, layout)
 
 
 def load_pair(
@@ -271,6 +278,7 @@ def load_pair(
   cpu_kernels: bool = True,
   mesh: Mesh | Mapping[str, int] | None = None,
   draft_mesh: str = 'auto',
+  eos_ids: EosIds | None = None,
 ) -> Pair:
   """Loads a target, its tokenizer and a draft, if one is given.
 
@@ -287,6 +295,7 @@ def load_pair(
       can be compiled and there is one device.
     mesh: the devices, see `models.nn.sharding.make_mesh`; None for one.
     draft_mesh: see `models.nn.sharding.draft_layout`.
+    eos_ids: see `models.load`.
 
   Raises:
     ValueError: a folder or the mesh cannot be used, or the tokenizers differ.
@@ -301,6 +310,7 @@ def load_pair(
     cpu_kernels=cpu_kernels,
     mesh=mesh,
     draft_mesh=draft_mesh,
+    eos_ids=eos_ids,
   )
 
 

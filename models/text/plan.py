@@ -23,6 +23,8 @@ from models.text.settings import OPTIONS
 from models.text.settings import PLANNED
 from models.text.settings import with_options
 from specdec.draft.lookup import PromptLookup
+from specdec.text_files import read
+from specdec.text_files import to_json
 from specdec.tree.topology import Topology
 
 SCHEMA = 1
@@ -123,7 +125,7 @@ class Plan:
       'context': dataclasses.asdict(self.context),
       'candidates': list(self.candidates),
     }
-    return json.dumps(record, indent=1) + '\n'
+    return to_json(record, indent=1) + '\n'
 
   def save(self, path: pathlib.Path) -> None:
     """Writes the file atomically; missing folders are made."""
@@ -184,8 +186,8 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     ValueError: the file cannot be read or is no plan; gives the reason.
   """
   try:
-    record = json.loads(pathlib.Path(path).read_text('utf-8'))
-  except (OSError, ValueError) as error:
+    record = json.loads(read(path))
+  except ValueError as error:
     raise ValueError(f'plan {path} cannot be read: {error}') from error
   schema = record.get('schema') if isinstance(record, dict) else None
   if schema != SCHEMA:

@@ -2,11 +2,11 @@
 
 import dataclasses
 import itertools
-import json
 import os
 from typing import Any
 from typing import TextIO
 
+from specdec.text_files import to_json
 from specdec.tracing.svg import mark_of
 
 
@@ -39,7 +39,7 @@ class TextGeneration:
 
   def to_json(self) -> str:
     """One JSON object in one line."""
-    return json.dumps(dataclasses.asdict(self))
+    return to_json(dataclasses.asdict(self))
 
   def __str__(self):
     rows = zip(self.prompts, self.text, strict=True)

@@ -8,6 +8,7 @@ import dataclasses
 from models.text.chat_template import Prompt
 from models.text.pair import Pair
 from models.text.result import TextGeneration
+from models.text.token_bytes import special_tokens
 from models.text.token_bytes import text_of
 from models.text.token_bytes import TextStream
 import specdec
@@ -78,8 +79,10 @@ class TextDecoding:
     """Yields the new text of each row, step by step, until all have ended."""
     # Kept, so that iterating can be resumed, also within a character.
     if self._streams is None:
-      pieces = self._pair.token_bytes()
-      self._streams = [TextStream(pieces, stops) for stops in self._stops]
+      pieces, special = self._pair.token_bytes(), _special(self._pair)
+      self._streams = [
+        TextStream(pieces, stops, special) for stops in self._stops
+      ]
     for new in self._decoding:
       reasons = self._decoding.finish_reasons
       texts = []
@@ -135,9 +138,13 @@ def prompt_text(pair: Pair, prompt: Prompt, ids: Sequence[int]) -> str:
   return prompt if isinstance(prompt, str) else pair.decode(list(ids))
 
 
+def _special(pair: Pair) -> dict[bytes, int]:
+  return special_tokens(pair.tokenizer, pair.target.spec.vocab_size)
+
+
 def _text(pair: Pair, tokens: Sequence[int], stops: Sequence[str]) -> str:
   try:
-    return text_of(pair.token_bytes(), tokens, stops)
+    return text_of(pair.token_bytes(), tokens, stops, _special(pair))
   except ValueError:
     if stops:
       raise

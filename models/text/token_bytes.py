@@ -8,9 +8,11 @@ and shown while it grows.
 import codecs
 from collections.abc import Callable
 from collections.abc import Iterable
+from collections.abc import Mapping
 from collections.abc import Sequence
 import json
 import re
+import types
 from typing import Any
 import weakref
 
@@ -170,21 +172,41 @@ def token_bytes(
   return known[key]
 
 
+def special_tokens(
+  tokenizer: transformers.PreTrainedTokenizerBase, vocab_size: int
+) -> dict[bytes, int]:
+  """The ids of the special tokens, which have no bytes, by their texts."""
+  backend = getattr(tokenizer, 'backend_tokenizer', None)
+  if backend is None:
+    return {}
+  return {
+    token.content.encode(): id_
+    for id_, token in backend.get_added_tokens_decoder().items()
+    if token.special and token.content and id_ < vocab_size
+  }
+
+
 class TextStream:
   """The text of one row while its tokens arrive.
 
   The results of `feed` and `flush` are together the text up to the first stop
   string, however the tokens are grouped. They end with whole characters: bytes
   are held back until they complete a character, or become U+FFFD. Ids beyond
-  `token_bytes` have no bytes.
+  `token_bytes` have no bytes. `special` has the ids of the special tokens that
+  stop strings may name, see `special_tokens`.
 
   Raises:
     ValueError: a stop string is empty or is not Unicode.
   """
 
-  def __init__(self, token_bytes: Sequence[bytes], stops: Sequence[str] = ()):
+  def __init__(
+    self,
+    token_bytes: Sequence[bytes],
+    stops: Sequence[str] = (),
+    special: Mapping[bytes, int] = types.MappingProxyType({}),
+  ):
     self._token_bytes = token_bytes
-    self._matcher = StopMatcher([stop.encode() for stop in stops])
+    self._matcher = StopMatcher([stop.encode() for stop in stops], special)
     self._decoder = codecs.getincrementaldecoder('utf-8')('replace')
 
   @property
@@ -194,8 +216,13 @@ class TextStream:
 
   def feed(self, ids: Iterable[int]) -> str:
     """Adds tokens; returns the text that can no longer change."""
-    known = len(self._token_bytes)
-    data = b''.join(self._token_bytes[token] for token in ids if token < known)
+    known, symbols = len(self._token_bytes), self._matcher.symbols
+    data: list[int] = []
+    for token in ids:
+      if token in symbols:
+        data.append(symbols[token])
+      elif token < known:
+        data += self._token_bytes[token]
     # A stop string begins with a character, so the text before it is complete.
     return self._decoder.decode(self._matcher.feed(data), self.stopped)
 
@@ -205,12 +232,15 @@ class TextStream:
 
 
 def text_of(
-  token_bytes: Sequence[bytes], ids: Iterable[int], stops: Sequence[str] = ()
+  token_bytes: Sequence[bytes],
+  ids: Iterable[int],
+  stops: Sequence[str] = (),
+  special: Mapping[bytes, int] = types.MappingProxyType({}),
 ) -> str:
   """The text of a finished row, up to the first stop string.
 
   The arguments and errors are those of `TextStream`. Without stop strings and
   with a byte-level tokenizer the text is that of `Pair.decode`.
   """
-  stream = TextStream(token_bytes, stops)
+  stream = TextStream(token_bytes, stops, special)
   return stream.feed(ids) + stream.flush()

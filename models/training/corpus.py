@@ -10,6 +10,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from models.training.run_record import save_whole
+from specdec import text_files
 
 _SKIPPED_FOLDERS = frozenset({'site-packages', '__pycache__', '.git'})
 
@@ -56,8 +57,8 @@ class Corpus:
       if self._is_held_out(path) != held_out:
         continue
       try:
-        text = path.read_text('utf-8')
-      except UnicodeDecodeError:
+        text = text_files.read(path)
+      except text_files.NotUtf8:
         continue
       found = True
       yield text

@@ -9,6 +9,8 @@ import json
 import pathlib
 from typing import Any
 
+from specdec.text_files import to_json
+
 
 def save_whole(path: pathlib.Path, save: Callable[[pathlib.Path], Any]) -> None:
   """Writes a file or folder completely or not at all.
@@ -23,8 +25,8 @@ def save_whole(path: pathlib.Path, save: Callable[[pathlib.Path], Any]) -> None:
 
 def save_json(path: pathlib.Path, record: Any) -> None:
   """Writes a record as JSON, completely or not at all."""
-  text = json.dumps(record, indent=1) + '\n'
-  save_whole(path, lambda partial: partial.write_text(text))
+  text = to_json(record, indent=1) + '\n'
+  save_whole(path, lambda partial: partial.write_text(text, 'utf-8'))
 
 
 def write_once(path: pathlib.Path, record: dict[str, Any]) -> None:
@@ -33,11 +35,11 @@ def write_once(path: pathlib.Path, record: dict[str, Any]) -> None:
   Raises:
     ValueError: the file holds another record; the message lists the changes.
   """
-  record = json.loads(json.dumps(record))
+  record = json.loads(to_json(record))
   if not path.exists():
     save_json(path, record)
     return
-  saved = json.loads(path.read_text())
+  saved = json.loads(path.read_text('utf-8'))
   changed = [
     f'{key}: {saved.get(key)} then, {record.get(key)} now'
     for key in sorted(saved.keys() | record.keys())

@@ -31,7 +31,11 @@ import specdec
 def _as_json(value: Any) -> Any:
   """A value of `Sampling` as JSON."""
   if isinstance(value, Mapping):
-    return {str(token): value[token] for token in sorted(value)}
+    # JSON has no infinity.
+    return {
+      str(token): value[token] if np.isfinite(value[token]) else '-inf'
+      for token in sorted(value)
+    }
   return np.asarray(value).tolist()
 
 
@@ -54,6 +58,7 @@ class Setup:
   cpu_kernels: bool = True
   mesh: Mesh | None = None
   draft_mesh: str = 'auto'
+  eos_ids: Sequence[int | str] | None = None
   batch_size: int
   sampling: specdec.Sampling
 
@@ -74,6 +79,7 @@ class Setup:
       revision=self.revision,
       mesh=self.mesh,
       draft_mesh=self.draft_mesh,
+      eos_ids=self.eos_ids,
     )
 
   def context(self) -> Context:

@@ -21,6 +21,8 @@ import numpy as np
 import safetensors
 from safetensors import numpy as safetensors_numpy
 
+from specdec.text_files import to_json
+
 _FORMAT = 'specdec n-gram table 1'
 # All metadata is one JSON object under one key: safetensors writes keys in a
 # random order, but equal tables must give equal files.
@@ -150,7 +152,7 @@ def save_table(
     'blake2b': _digest(tensors),
     'provenance': dict(provenance),
   }
-  metadata = {_KEY: json.dumps(record)}
+  metadata = {_KEY: to_json(record)}
   path.parent.mkdir(parents=True, exist_ok=True)
   partial = path.with_name(path.name + '.partial')
   safetensors_numpy.save_file(tensors, partial, metadata=metadata)

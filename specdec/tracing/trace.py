@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import dataclasses
 import functools
 import json
+import math
 import operator
 from typing import Any
 
@@ -21,6 +22,7 @@ from specdec import hosts
 from specdec.draft.drafter import Drafter
 from specdec.step import DecodeState
 from specdec.step import StepRecord
+from specdec.text_files import to_json
 from specdec.tree.tree import NO_NODE
 from specdec.tree.tree import ROOT
 
@@ -118,7 +120,7 @@ class Trace:
 
   def to_json(self) -> str:
     """One JSON object in one line; `from_json` reads it."""
-    return json.dumps({'format': _FORMAT} | dataclasses.asdict(self))
+    return to_json({'format': _FORMAT} | dataclasses.asdict(self))
 
   @classmethod
   def from_json(cls, text: str) -> 'Trace':
@@ -128,6 +130,10 @@ class Trace:
       if not isinstance(record, dict) or record.pop('format', '') != _FORMAT:
         raise ValueError(f'it is no JSON object of format {_FORMAT!r}')
       record['blocks'] = tuple(Block(**_frozen(b)) for b in record['blocks'])
+      if record.get('log_probs') is not None:  # JSON has no NaN.
+        record['log_probs'] = [
+          math.nan if one is None else one for one in record['log_probs']
+        ]
       record['texts'] = {int(key): x for key, x in record['texts'].items()}
       trace = cls(**_frozen(record))
       _check(trace)

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec.text_files import read
 from specdec.tree.tree import NO_NODE
 from specdec.tree.tree import ROOT
 from specdec.tree.tree import select_best
@@ -264,8 +265,8 @@ def load_topology(name: str) -> Topology:
   """
   file = pathlib.Path(name)
   try:
-    paths = json.loads(file.read_text('utf-8'))
-  except (OSError, ValueError) as error:
+    paths = json.loads(read(file))
+  except ValueError as error:
     raise ValueError(f'topology file {file} cannot be read: {error}') from error
   well_formed = isinstance(paths, list) and all(
     isinstance(path, list) and all(type(rank) is int for rank in path)

@@ -1,0 +1,118 @@
+"""Where a text ends: the stop strings and end-of-text tokens of users."""
+
+from collections.abc import Iterable
+from collections.abc import Sequence
+import functools
+from typing import Any
+
+import transformers
+
+from models.text.token_bytes import special_tokens
+from models.text.token_bytes import token_bytes
+from specdec import checks
+from specdec.verify.stop_strings import build_stop_table
+from specdec.verify.stop_strings import StopTable
+
+# One stop string, several, or a list of them per row.
+Stops = str | Sequence[str] | Sequence[Sequence[str]]
+# Ids of tokens, or their texts; one text alone stands for itself.
+EosIds = str | Sequence[int | str]
+
+
+def stops_of_rows(stop: Any, batch_size: int) -> tuple[tuple[str, ...], ...]:
+  """`Stops` as the stop strings of each row.
+
+  Raises:
+    ValueError: there are other than B lists, or a stop string is empty or not
+      Unicode.
+  """
+  are_texts = lambda values: (
+    isinstance(values, Sequence)
+    and not isinstance(values, str)
+    and all(isinstance(text, str) for text in values)
+  )
+  if isinstance(stop, str):
+    stop = [stop]
+  if are_texts(stop):
+    stop = [stop] * batch_size
+  is_list = isinstance(stop, Sequence) and all(map(are_texts, stop))
+  if not is_list or len(stop) != batch_size:
+    raise ValueError(
+      'stop must be a string, a list of strings, or one list of strings per row'
+      f' ({batch_size}), got {stop!r}'
+    )
+  for row, strings in enumerate(stop):
+    for text in strings:
+      checks.check_text(f'a stop string of row {row}', text)
+      if not text:
+        raise ValueError(f'row {row} has the stop string {text!r}; give text')
+  return tuple(map(tuple, stop))
+
+
+# Building a table takes a moment where the vocabulary is large.
+@functools.lru_cache(maxsize=16)
+def _stop_table(
+  stops: tuple[tuple[str, ...], ...],
+  pieces: tuple[bytes, ...],
+  special: tuple[tuple[bytes, int], ...],
+  vocab_size: int,
+) -> StopTable:
+  encoded = [[stop.encode() for stop in row] for row in stops]
+  return build_stop_table(encoded, pieces, vocab_size, dict(special))
+
+
+def stop_table(
+  stops: tuple[tuple[str, ...], ...],
+  tokenizer: transformers.PreTrainedTokenizerBase,
+  vocab_size: int,
+) -> StopTable | None:
+  """The table of the stop strings of each row; None if there are none.
+
+  Raises:
+    ValueError: a stop string is empty, or the tokens of the tokenizer have no
+      bytes of their own.
+  """
+  if not any(stops):
+    return None
+  pieces = token_bytes(tokenizer, vocab_size)
+  special = special_tokens(tokenizer, vocab_size)
+  return _stop_table(stops, pieces, tuple(special.items()), vocab_size)
+
+
+def _ids_of_text(
+  text: str, tokenizer: transformers.PreTrainedTokenizerBase, vocab_size: int
+) -> list[int]:
+  """The ids of the tokens with a text, of which there may be several."""
+  checks.check_text('eos_ids', text)
+  special = special_tokens(tokenizer, vocab_size).get(text.encode())
+  if special is not None:
+    return [special]
+  pieces = token_bytes(tokenizer, vocab_size) if text else ()
+  ids = [id_ for id_, piece in enumerate(pieces) if piece == text.encode()]
+  if not ids:
+    raise ValueError(
+      f'eos_ids (the flag --eos) has the text {text!r}, but no token of the'
+      ' target has this text; give the text of one token, or its id; a text of'
+      ' several tokens can be a stop string'
+    )
+  return ids
+
+
+def eos_ids_of(
+  given: Any, tokenizer: transformers.PreTrainedTokenizerBase, vocab_size: int
+) -> Any:
+  """`EosIds` as ids, which are checked where they are used.
+
+  Raises:
+    ValueError: a text is that of no token, or the tokens of the tokenizer have
+      no bytes of their own.
+  """
+  if isinstance(given, str):
+    given = [given]
+  if not isinstance(given, Iterable):
+    return given
+  ids: list[Any] = []
+  for one in given:
+    is_text = isinstance(one, str)
+    ids += _ids_of_text(one, tokenizer, vocab_size) if is_text else [one]
+  return ids

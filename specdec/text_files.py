@@ -1,0 +1,85 @@
+"""Files that users hand in as text, and JSON that is written.
+
+A text file is UTF-8 whatever the locale says, with or without a byte order
+mark, and with line ends of any system.
+"""
+
+from collections.abc import Iterator
+import contextlib
+import io
+import json
+import math
+import os
+import pathlib
+import sys
+from typing import Any
+
+_JSON_LINES = ('.jsonl', '.ndjson', '.json')
+
+
+class NotUtf8(ValueError):
+  """A file has bytes that are not UTF-8."""
+
+
+def is_json_lines(name: str | os.PathLike[str]) -> bool:
+  """Whether lines are JSON objects: by the suffix, or standard input, `-`."""
+  return str(name) == '-' or pathlib.Path(name).suffix.lower() in _JSON_LINES
+
+
+def lines(
+  name: str | os.PathLike[str], *, errors: str = 'strict'
+) -> Iterator[tuple[int, str]]:
+  r"""Yields the lines of a file with their numbers, from 1; `-`: of stdin.
+
+  Args:
+    name: of the file.
+    errors: what becomes of bytes that are not UTF-8, see `bytes.decode`.
+
+  Yields:
+    The number of a line, and its text, which ends with \n if the line does.
+
+  Raises:
+    NotUtf8: names the file and the line.
+    ValueError: the file cannot be read.
+  """
+  number = 0
+  with contextlib.ExitStack() as stack:
+    try:
+      standard = str(name) == '-'
+      file = (
+        sys.stdin.buffer if standard else stack.enter_context(open(name, 'rb'))
+      )
+      for data in file:
+        codec = 'utf-8' if number else 'utf-8-sig'
+        text = data.decode(codec, errors)
+        for line in io.StringIO(text, newline=None):
+          number += 1
+          yield number, line
+    except UnicodeDecodeError as error:
+      number += 1 + error.object[: error.start].count(b'\r')
+      raise NotUtf8(
+        f'{name} cannot be read: line {number} has the byte'
+        f' {error.object[error.start]:#04x}, which is not UTF-8'
+        f' ({error.reason}); save the file as UTF-8'
+      ) from error
+    except OSError as error:
+      raise ValueError(f'{name} cannot be read: {error.strerror}') from error
+
+
+def read(name: str | os.PathLike[str]) -> str:
+  """The text of a file; the errors are those of `lines`."""
+  return ''.join(line for _, line in lines(name))
+
+
+def to_json(value: Any, *, indent: int | None = None) -> str:
+  """A value as JSON, which has no NaN and no infinities: they become null."""
+  return json.dumps(_finite(value), allow_nan=False, indent=indent)
+
+
+def _finite(value: Any) -> Any:
+  if isinstance(value, dict):
+    return {key: _finite(entry) for key, entry in value.items()}
+  if isinstance(value, (list, tuple)):
+    return [*map(_finite, value)]
+  is_number = not isinstance(value, float) or math.isfinite(value)
+  return value if is_number else None

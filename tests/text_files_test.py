@@ -1,0 +1,85 @@
+"""Text files of users, whatever wrote them, and JSON that has no NaN."""
+
+import ast
+import io
+import json
+import math
+import pathlib
+
+import pytest
+
+from models.training.corpus import Corpus
+from specdec import text_files
+
+_ROOT = pathlib.Path(__file__).parents[1]
+_TEXT = 'čaj\none\u2028two \u00e9\n\nlast'
+
+
+@pytest.mark.parametrize('codec', ['utf-8', 'utf-8-sig'])
+@pytest.mark.parametrize('line_end', ['\n', '\r\n', '\r'])
+def test_a_text_is_the_same_with_every_mark_and_line_end(
+  tmp_path, monkeypatch, codec, line_end
+):
+  path = tmp_path / 'a.txt'
+  path.write_bytes(_TEXT.replace('\n', line_end).encode(codec))
+  expected = [*enumerate(['čaj\n', 'one\u2028two é\n', '\n', 'last'], 1)]
+  assert [*text_files.lines(path)] == expected
+  assert text_files.read(str(path)) == _TEXT
+  # The bytes of standard input, too, whatever the locale.
+  piped = io.TextIOWrapper(io.BytesIO(path.read_bytes()), 'ascii')
+  monkeypatch.setattr('sys.stdin', piped)
+  assert [*text_files.lines('-')] == expected
+
+
+@pytest.mark.parametrize('line_end', [b'\n', b'\r\n', b'\r'])
+def test_bytes_that_are_no_text_are_refused_by_line(tmp_path, line_end):
+  path = tmp_path / 'a.txt'
+  path.write_bytes(line_end.join([b'caf\xc3\xa9', b'', b'caf\xe9', b'']))
+  with pytest.raises(text_files.NotUtf8, match=r'a\.txt .*line 3 .*byte 0xe9'):
+    text_files.read(path)
+  path.write_bytes('x'.encode('utf-16'))
+  with pytest.raises(text_files.NotUtf8, match=r'line 1 .*save the file'):
+    text_files.read(path)
+  for name in (tmp_path, tmp_path / 'none'):
+    with pytest.raises(ValueError, match=f'{name} cannot be read: '):
+      text_files.read(name)
+
+
+def test_a_corpus_has_no_marks_and_skips_what_is_no_text(tmp_path):
+  for number in range(3):
+    (tmp_path / f'{number}.py').write_text('x = 1\n', 'utf-8-sig')
+  (tmp_path / 'latin.py').write_bytes(b'caf\xe9')
+  texts = [*Corpus(folder=str(tmp_path)).texts(held_out=False)]
+  assert {*texts} == {'x = 1\n'}
+
+
+def test_json_has_no_nan():
+  value = {'a': [math.nan, (1.5, -math.inf)], 'b': {'c': math.inf}, 'd': 'NaN'}
+  text = text_files.to_json(value)
+  expected = {'a': [None, [1.5, None]], 'b': {'c': None}, 'd': 'NaN'}
+  assert json.loads(text, parse_constant=pytest.fail) == expected
+
+
+# Where the JSON is read again at once, or hashed; none of it is written.
+_NOT_WRITTEN = {
+  'specdec/text_files.py',
+  'models/checkpoints/gguf_tokenizer.py',
+  'models/text/pair.py',
+  'models/text/plan.py',
+  'models/text/token_bytes.py',
+}
+
+
+def test_all_json_is_written_by_one_function():
+  files = [
+    path
+    for folder in ('specdec', 'models', 'scripts')
+    for path in (_ROOT / folder).rglob('*.py')
+  ]
+  calls = {
+    path.relative_to(_ROOT).as_posix()
+    for path in files
+    for node in ast.walk(ast.parse(path.read_text('utf-8')))
+    if isinstance(node, ast.Attribute) and node.attr in ('dump', 'dumps')
+  }
+  assert calls == _NOT_WRITTEN
