@@ -98,8 +98,8 @@ def _batch_sizes(num_prompts: int) -> list[int]:
 
 
 def _run(batch_size: int, prompts: list[str]):
-  from models.bench import arms
-  from models.bench import benchmark
+  from models.lab.bench import arms
+  from models.lab.bench import benchmark
 
   specs = arms.parse_arms(_ARMS.value, options.dtype())
   if _PEER.value != 'none':
@@ -142,9 +142,9 @@ def _run(batch_size: int, prompts: list[str]):
 
 
 def main() -> None:
-  from models.bench import benchmark
-  from models.bench import plots
-  from models.bench import record as results
+  from models.lab.bench import benchmark
+  from models.lab.bench import plots
+  from models.lab.bench import record as results
 
   if options.PROMPT_FILE.value is None:
     raise ValueError('--prompt_file is needed: a file of prompts')

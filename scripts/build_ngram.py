@@ -42,8 +42,8 @@ flags.DEFINE_integer(
 
 
 def main() -> None:
-  from models.training import build_ngram
-  from models.training.corpus import Corpus
+  from models.lab.training import build_ngram
+  from models.lab.training.corpus import Corpus
 
   corpus = None
   if _FLAGS.corpus is not None:

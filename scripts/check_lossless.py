@@ -32,8 +32,8 @@ _OUTPUT = flags.DEFINE_string('output', None, 'JSON file to write')
 
 
 def main() -> None:
-  from models.bench import lossless
-  from models.bench import record
+  from models.lab.bench import lossless
+  from models.lab.bench import record
 
   name = options.PROMPT_FILE.value
   prompts = options.read_prompts(name, _NUM_PROMPTS.value)

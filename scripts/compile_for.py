@@ -52,9 +52,9 @@ def main() -> None:
 
   import jax
 
-  from models.bench.record import prepare_output
-  from models.compiled import programs
-  from models.compiled import report
+  from models.lab.bench.record import prepare_output
+  from models.lab.compiled import programs
+  from models.lab.compiled import report
   from specdec.text_files import to_json
 
   if options.draft_name() is None and _METHODS.value != ['plain']:

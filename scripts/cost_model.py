@@ -57,12 +57,12 @@ _TITLES = (
 def _shape(flag):
   import pathlib
 
-  from specdec.cost_model import MODELS
+  from models.lab.cost_model import MODELS
 
   if flag.value in MODELS:
     return MODELS[flag.value]
   from models.checkpoints.families import read_config
-  from models.checkpoints.model_shape import model_shape
+  from models.lab.cost_model.model_shape import model_shape
 
   path = pathlib.Path(flag.value) / 'config.json'
   if not path.is_file():
@@ -74,8 +74,8 @@ def _shape(flag):
 
 
 def _hardware():
-  from models.bench.machine import this_machine
-  from specdec.cost_model import HARDWARE
+  from models.lab.bench.machine import this_machine
+  from models.lab.cost_model import HARDWARE
 
   name = _HARDWARE.value
   if name != 'this' and name not in HARDWARE:
@@ -96,10 +96,10 @@ def _cell(value):
 def main() -> None:
   import pathlib
 
-  from models.bench.record import to_table
-  from models.bench.record import write_record
-  from specdec.cost_model import claims
-  from specdec.cost_model import Deployment
+  from models.lab.bench.record import to_table
+  from models.lab.bench.record import write_record
+  from models.lab.cost_model import claims
+  from models.lab.cost_model import Deployment
 
   deployment = Deployment(
     target=_shape(_TARGET),

@@ -38,7 +38,7 @@ def _functions(text: str) -> Iterator[str]:
 
 
 def main() -> None:
-  from models.training.corpus import Corpus
+  from models.lab.training.corpus import Corpus
   from specdec.text_files import to_json
 
   corpus = Corpus(folder=_CORPUS.value, pattern='*.py')

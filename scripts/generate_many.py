@@ -143,7 +143,7 @@ class _Printed:
 
 
 def _output(name: str) -> Any:
-  from models.bench.resumable import ResumableRows
+  from models.text.resumable import ResumableRows
 
   if name == '-' or not options.writes():
     return _Printed()

@@ -2,10 +2,10 @@
 
   python scripts/measure.py WHAT [flags]
 
-WHAT: matmul, attention, kernels (at the shapes of GPT-2 Large), forward (V(N)
-of --target, with --peer beside transformers), memory (of loading --target),
-loss (of --target on a corpus), fallback (its cost, given --break_even),
-acceptance (by each rule of verification).
+WHAT: kernels (at the shapes of GPT-2 Large), forward (V(N) of --target, with
+--peer beside transformers), memory (of loading --target), loss (of --target on
+a corpus), fallback (its cost, given --break_even), acceptance (by each rule of
+verification).
 """
 
 import functools
@@ -19,8 +19,6 @@ import options
 flags.adopt_module_key_flags(options)  # Listed by --help.
 
 _SIZES = {
-  'matmul': [1, 2, 4, 8, 16, 32, 64],  # rows
-  'attention': [1, 2, 5, 8, 16],  # queries
   'kernels': [1, 2, 4, 8, 12, 16, 32, 64, 128, 256],  # rows, queries
   'forward': [1, 2, 5, 8, 12, 16, 24, 32, 64],  # N
   'memory': [],
@@ -54,8 +52,8 @@ _OUTPUT = flags.DEFINE_string('output', None, 'JSON file to write')
 
 def _loss(lengths: list[int]) -> list[dict]:
   from models.checkpoints import hub
-  from models.training.corpus import Corpus
-  from models.training.loss import held_out_loss
+  from models.lab.training.corpus import Corpus
+  from models.lab.training.loss import held_out_loss
 
   folder = hub.locate(options.TARGET.value, revision=options.REVISION.value)
   corpus = Corpus(folder=_CORPUS.value, pattern=_PATTERN.value)
@@ -69,8 +67,8 @@ def _loss(lengths: list[int]) -> list[dict]:
 
 
 def _decode(what: str, numbers_of_children: list[int]):
-  from models.bench import lossless
-  from models.bench import measure
+  from models.lab.bench import lossless
+  from models.lab.bench import measure
 
   if options.PROMPT_FILE.value is None:
     raise ValueError('--prompt_file is needed: a file of prompts')
@@ -97,8 +95,8 @@ def _decode(what: str, numbers_of_children: list[int]):
 
 
 def main(what: str) -> None:
-  from models.bench import measure
-  from models.bench import record
+  from models.lab.bench import measure
+  from models.lab.bench import record
 
   if what not in _SIZES:
     raise ValueError(f'{what!r} is none of {", ".join(_SIZES)}; see --help')
@@ -112,8 +110,8 @@ def main(what: str) -> None:
 
     target = str(hub.locate(target, revision=options.REVISION.value))
   kernels = options.CPU_KERNELS.value == 'auto'
-  if what in ('matmul', 'attention', 'kernels'):
-    rows = getattr(measure, what)(sizes, _REPEATS.value)
+  if what == 'kernels':
+    rows = measure.kernels(sizes, _REPEATS.value)
   elif what == 'forward':
     rows = measure.forward(
       target,

@@ -556,8 +556,8 @@ def model_digests() -> dict[str, str | None]:
 
 
 def plan_setup(batch_size: int) -> Any:
-  """The `models.tune.plan_lookup.Setup` of the flags."""
-  from models.tune import plan_lookup
+  """The `models.lab.tune.plan_lookup.Setup` of the flags."""
+  from models.lab.tune import plan_lookup
 
   return plan_lookup.Setup(
     **models(), batch_size=batch_size, sampling=sampling()
@@ -578,7 +578,7 @@ def plan(batch_size: int, samples: Callable[[], list[str]]) -> Any:
       f'--plan is for --verify=match, got {VERIFY.value}: other rules accept'
       ' other numbers of tokens'
     )
-  from models.tune import plan_lookup
+  from models.lab.tune import plan_lookup
 
   return plan_lookup.find_plan(
     PLAN.value,
@@ -626,15 +626,15 @@ def many(
   """The `models.Generator` of the flags, and the `tree_sizes` for many prompts.
 
   With `--plan=auto` there is a plan for the full batch and one for a single
-  prompt; see `models.tune.plan_lookup.join_plans`. The arguments are those of
-  `generator`, except that `samples` is called only if a plan has to be made.
+  prompt; see `models.lab.tune.plan_lookup.join_plans`. The arguments are those
+  of `generator`, except that `samples` is called only if a plan has to be made.
   """
   from models.text.generator import load
 
   found, sizes = plan(batch_size, samples), dict[int, int]()
   if found is not None:
     if PLAN.value == 'auto' and batch_size > 1:
-      from models.tune.plan_lookup import join_plans
+      from models.lab.tune.plan_lookup import join_plans
 
       found, sizes = join_plans(plan(1, samples), found, batch_size)
     _check_contradictions(found, method)

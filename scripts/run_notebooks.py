@@ -19,7 +19,7 @@ _TIMEOUT = flags.DEFINE_integer(
 
 
 def main() -> None:
-  from models.bench import notebooks
+  from models.lab.bench import notebooks
 
   folder = pathlib.Path(__file__).parents[1] / 'colab'
   files = _NOTEBOOKS.value or sorted(map(str, folder.glob('*.ipynb')))

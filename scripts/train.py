@@ -58,9 +58,9 @@ flags.DEFINE_enum(
 
 
 def main() -> None:
-  from models.training import pipeline
-  from models.training.corpus import Corpus
-  from models.training.trainer import TrainConfig
+  from models.lab.training import pipeline
+  from models.lab.training.corpus import Corpus
+  from models.lab.training.trainer import TrainConfig
 
   pipeline.run(
     corpus=Corpus(folder=_FLAGS.corpus, pattern=_FLAGS.pattern),

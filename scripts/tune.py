@@ -32,10 +32,10 @@ _OUTPUT = flags.DEFINE_string(
 
 
 def main() -> None:
-  from models.bench.record import prepare_output
+  from models.lab.bench.record import prepare_output
+  from models.lab.tune.plan_lookup import table
+  from models.lab.tune.planner import make_plan
   from models.text.plan import cache_path
-  from models.tune.plan_lookup import table
-  from models.tune.planner import make_plan
 
   if options.PROMPT_FILE.value is None:
     raise ValueError('--prompt_file is needed: a file of prompts')

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from models.bench.arms import ArmSpec
-from models.bench.arms import parse_arms
-from models.bench.arms import peer_arms
+from models.lab.bench.arms import ArmSpec
+from models.lab.bench.arms import parse_arms
+from models.lab.bench.arms import peer_arms
 from models.text.settings import DraftSettings
 from models.text.settings import OPTIONS
 from models.text.settings import with_options

@@ -9,17 +9,17 @@ import jax
 import numpy as np
 import pytest
 
+from models.lab.study.exactness import choice_margin
+from models.lab.study.timing import find_flips
+from models.lab.study.timing import Flip
+from models.lab.study.timing import measure
+from models.lab.study.timing import Measurement
+from models.lab.study.timing import pooled_interval
+from models.lab.study.timing import summarize_arms
+from models.lab.study.timing import warm_up
 from models.nn.table_model import table_model
 from specdec import Generation
 from specdec import Sampling
-from specdec.study.exactness import choice_margin
-from specdec.study.timing import find_flips
-from specdec.study.timing import Flip
-from specdec.study.timing import measure
-from specdec.study.timing import Measurement
-from specdec.study.timing import pooled_interval
-from specdec.study.timing import summarize_arms
-from specdec.study.timing import warm_up
 
 
 def _generation(*rows):

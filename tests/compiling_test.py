@@ -4,19 +4,19 @@ import pathlib
 
 import pytest
 
-from models.compiled.counts import count
-from models.compiled.hlo import Array
-from models.compiled.hlo import parse
-from models.compiled.hlo import parse_arrays
-from models.compiled.programs import compile_program
-from models.compiled.programs import Compiled
-from models.compiled.programs import config_of
-from models.compiled.programs import Device
-from models.compiled.programs import DEVICES
-from models.compiled.programs import Work
-from models.compiled.programs import Workload
-from models.compiled.report import analyse
-from models.compiled.report import to_markdown
+from models.lab.compiled.counts import count
+from models.lab.compiled.hlo import Array
+from models.lab.compiled.hlo import parse
+from models.lab.compiled.hlo import parse_arrays
+from models.lab.compiled.programs import compile_program
+from models.lab.compiled.programs import Compiled
+from models.lab.compiled.programs import config_of
+from models.lab.compiled.programs import Device
+from models.lab.compiled.programs import DEVICES
+from models.lab.compiled.programs import Work
+from models.lab.compiled.programs import Workload
+from models.lab.compiled.report import analyse
+from models.lab.compiled.report import to_markdown
 
 # Written by hand. A decode step of a model of two layers, with a growth round
 # of unknown length, a table look-up of three steps and a branch. The array

@@ -14,20 +14,20 @@ import numpy as np
 import pytest
 import tiny
 
-from models.bench import machine as machine_limits
-from models.checkpoints.model_shape import model_shape
+from models.lab import cost_model
+from models.lab.bench import machine as machine_limits
+from models.lab.cost_model import Deployment
+from models.lab.cost_model import forward_cost
+from models.lab.cost_model import HARDWARE
+from models.lab.cost_model import MODELS
+from models.lab.cost_model import ModelShape
+from models.lab.cost_model import predict
+from models.lab.cost_model import SpeculativeStep
+from models.lab.cost_model import tree_step
+from models.lab.cost_model.model_shape import model_shape
 from models.nn.adapter import as_model
 from models.nn.llama import LlamaConfig
 from models.nn.mixtral import MixtralConfig
-from specdec import cost_model
-from specdec.cost_model import Deployment
-from specdec.cost_model import forward_cost
-from specdec.cost_model import HARDWARE
-from specdec.cost_model import MODELS
-from specdec.cost_model import ModelShape
-from specdec.cost_model import predict
-from specdec.cost_model import SpeculativeStep
-from specdec.cost_model import tree_step
 from specdec.tree import topology
 
 _ROOT = pathlib.Path(__file__).parents[1]

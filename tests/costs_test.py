@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import tiny
 
-from specdec.study.costs import measure_step_costs
-from specdec.study.costs import StepCosts
-from specdec.study.costs import Trial
+from models.lab.study.costs import measure_step_costs
+from models.lab.study.costs import StepCosts
+from models.lab.study.costs import Trial
 
 _COSTS = StepCosts(prompt=0.5, verification={1: 0.1, 4: 0.13, 8: 0.21})
 

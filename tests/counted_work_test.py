@@ -24,14 +24,14 @@ import tiny
 import tiny_drafters
 from tiny_drafters import Settings
 
-from models.compiled import programs
-from models.compiled.hlo import parse
-from models.compiled.programs import compile_program
-from models.compiled.programs import config_of
-from models.compiled.programs import DEVICES
-from models.compiled.programs import find_libtpu
-from models.compiled.programs import Workload
-from models.compiled.report import analyse
+from models.lab.compiled import programs
+from models.lab.compiled.hlo import parse
+from models.lab.compiled.programs import compile_program
+from models.lab.compiled.programs import config_of
+from models.lab.compiled.programs import DEVICES
+from models.lab.compiled.programs import find_libtpu
+from models.lab.compiled.programs import Workload
+from models.lab.compiled.report import analyse
 from models.nn.llama import LlamaConfig
 from models.text.settings import DraftSettings
 from models.text.settings import parse_topology

@@ -12,7 +12,7 @@ import tiny
 
 from models.checkpoints import expand
 from models.checkpoints import hub
-from models.training.tokenizer import train_tokenizer
+from models.lab.training.tokenizer import train_tokenizer
 
 _UNTIED = {'tie_embeddings': False}
 # Wider sums are added up in an order of the machine's own; logits are near 1.

@@ -14,7 +14,7 @@ from tokenizers import trainers
 import transformers
 
 from models.checkpoints import hub
-from models.training.tokenizer import train_tokenizer
+from models.lab.training.tokenizer import train_tokenizer
 
 _TEXTS = [
   *(' 12 + 3', 'x = [\n    10,\n     2]\n', 'Don\'t "STOP"  a\t b'),

@@ -19,6 +19,7 @@ import pytest
 from models.checkpoints import hub
 from models.checkpoints.families import family_of
 from models.checkpoints.families import parameter_name
+from models.lab.training.tokenizer import train_tokenizer
 from models.nn.gpt2 import GPT2Config
 from models.nn.llama import LlamaConfig
 from models.nn.mixtral import MixtralConfig
@@ -26,7 +27,6 @@ from models.nn.rope import Llama3Scaling
 from models.nn.rope import Rope
 from models.nn.rope import YarnScaling
 from models.text.pair import load_pair
-from models.training.tokenizer import train_tokenizer
 
 _BOS = 9
 _LLAMA3 = Llama3Scaling(

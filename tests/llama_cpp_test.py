@@ -7,9 +7,9 @@ import gguf
 import numpy as np
 import pytest
 
-from models.bench import llama_cpp
-from models.bench.arms import parse_arms
-from models.bench.arms import Task
+from models.lab.bench import llama_cpp
+from models.lab.bench.arms import parse_arms
+from models.lab.bench.arms import Task
 from models.text.settings import DraftSettings
 from specdec import Sampling
 

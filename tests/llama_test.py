@@ -8,9 +8,9 @@ import pytest
 import tiny
 import variants
 
-from models.bench import machine as roofline
-from models.bench import peers as peer_counts
 from models.checkpoints import hub
+from models.lab.bench import machine as roofline
+from models.lab.bench import peers as peer_counts
 from models.nn.adapter import as_model
 
 

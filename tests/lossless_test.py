@@ -11,13 +11,13 @@ import reference
 import tiny
 import tiny_drafters
 
-from models.bench import lossless
+from models.lab.bench import lossless
+from models.lab.study import exactness as law
+from models.lab.study.exactness import choice_margin
 from models.nn.table_model import table_model
 from models.text.generator import Generator
 from specdec import Sampling
 from specdec.checks import check_sampling
-from specdec.study import exactness as law
-from specdec.study.exactness import choice_margin
 from specdec.verify import rejection
 
 _SIZE = 7

@@ -12,8 +12,8 @@ import pytest
 import tiny_demo
 
 import models
-from models.bench.resumable import ResumableRows
 from models.text.many import ManyDecoding
+from models.text.resumable import ResumableRows
 import specdec
 
 _PROMPTS = ['import ', 'def f(x):\n  return', '', 'a' * 9000, [20, 30], 'x = 1']

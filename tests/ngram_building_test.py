@@ -11,12 +11,12 @@ import pytest
 import tiny
 
 from models.checkpoints import hub
+from models.lab.training import build_ngram as ngram_building
+from models.lab.training.build_ngram import Samples
+from models.lab.training.build_ngram import TableConfig
+from models.lab.training.corpus import Corpus
+from models.lab.training.tokenizer import train_tokenizer
 from models.text.pair import vocabulary_digest
-from models.training import build_ngram as ngram_building
-from models.training.build_ngram import Samples
-from models.training.build_ngram import TableConfig
-from models.training.corpus import Corpus
-from models.training.tokenizer import train_tokenizer
 import specdec
 from specdec.ngram.table import find_context
 from specdec.ngram.table import load_table

@@ -10,7 +10,7 @@ import nbformat
 import pytest
 import tiny_demo
 
-from models.bench import notebooks
+from models.lab.bench import notebooks
 
 _FOLDER = pathlib.Path(__file__).parents[1] / 'colab'
 _FILES = sorted(_FOLDER.glob('*.ipynb'))

@@ -27,8 +27,9 @@ import tiny
 import tiny_drafters
 from tiny_drafters import Settings
 
-from models.bench import machine
 from models.checkpoints import hub
+from models.lab.bench import machine
+from models.lab.study.exactness import choice_margin
 from models.nn.adapter import as_model
 from models.nn.adapter import Module
 from models.nn.llama import LlamaConfig
@@ -37,7 +38,6 @@ from models.nn.sharding import make_mesh
 import specdec
 from specdec.loop import advance
 from specdec.memory import bytes_on_device
-from specdec.study.exactness import choice_margin
 from specdec.tree.topology import chain
 
 MESHES = {

@@ -6,10 +6,10 @@ import itertools
 import numpy as np
 import pytest
 
-from specdec.tree.optimal import acceptance_by_rank
-from specdec.tree.optimal import best_trees
-from specdec.tree.optimal import expected_tokens
-from specdec.tree.optimal import fastest_tree
+from models.lab.study.optimal import acceptance_by_rank
+from models.lab.study.optimal import best_trees
+from models.lab.study.optimal import expected_tokens
+from models.lab.study.optimal import fastest_tree
 from specdec.tree.topology import chain
 from specdec.tree.topology import from_paths
 from specdec.tree.topology import k_ary

@@ -17,6 +17,7 @@ import tiny
 import tiny_drafters
 
 from models.checkpoints import hub
+from models.lab.training.tokenizer import train_tokenizer
 from models.nn.adapter import as_model
 from models.nn.adapter import with_vocab_size
 from models.text import drafters
@@ -26,7 +27,6 @@ from models.text.pair import load_pair
 from models.text.pair import vocabulary_digest
 from models.text.settings import DraftSettings
 from models.text.settings import with_options
-from models.training.tokenizer import train_tokenizer
 import specdec
 from specdec.ngram.table import save_table
 

@@ -8,8 +8,8 @@ import tiny
 
 import models
 from models.checkpoints import hub
+from models.lab.training.tokenizer import train_tokenizer
 from models.text.pair import load_pair
-from models.training.tokenizer import train_tokenizer
 
 _TEXT = 'def add(first, second):\n  return first + second\n' * 20
 

@@ -5,7 +5,7 @@ import pathlib
 import numpy as np
 import pytest
 
-from models.bench import machine as peak_memory
+from models.lab.bench import machine as peak_memory
 
 _MEGABYTE = 1 << 20
 

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import tiny
 
-from models.bench import peers
-from models.bench.arms import parse_arms
-from models.bench.arms import Task
-from models.bench.machine import model_size
-from models.bench.peers import Forwards
-from models.bench.peers import statistics
 from models.checkpoints import hub
+from models.lab.bench import peers
+from models.lab.bench.arms import parse_arms
+from models.lab.bench.arms import Task
+from models.lab.bench.machine import model_size
+from models.lab.bench.peers import Forwards
+from models.lab.bench.peers import statistics
 from models.nn.adapter import as_model
 from models.text.settings import DraftSettings
 import specdec

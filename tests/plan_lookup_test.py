@@ -5,14 +5,14 @@ import functools
 
 import pytest
 
+from models.lab.tune import plan_lookup
+from models.lab.tune.plan_lookup import find_plan
+from models.lab.tune.plan_lookup import join_plans
+from models.lab.tune.plan_lookup import Setup
 from models.text.plan import cache_path
 from models.text.plan import Plan
 from models.text.settings import DraftSettings
 from models.text.settings import with_options
-from models.tune import plan_lookup
-from models.tune.plan_lookup import find_plan
-from models.tune.plan_lookup import join_plans
-from models.tune.plan_lookup import Setup
 import specdec
 
 _SETUP = Setup(

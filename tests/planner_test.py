@@ -8,21 +8,21 @@ import jax
 import numpy as np
 import pytest
 
+from models.lab.study.costs import measure_step_costs
+from models.lab.study.costs import StepCosts
+from models.lab.training.tokenizer import train_tokenizer
+from models.lab.tune import candidate_methods as candidates
+from models.lab.tune import plan_lookup
+from models.lab.tune import planner
+from models.lab.tune.planner import choose
+from models.lab.tune.planner import PLAIN
 from models.nn.table_model import table_model
 from models.text.drafters import make_drafter
 from models.text.pair import Pair
 from models.text.plan import Context
 from models.text.settings import DraftSettings
-from models.training.tokenizer import train_tokenizer
-from models.tune import candidate_methods as candidates
-from models.tune import plan_lookup
-from models.tune import planner
-from models.tune.planner import choose
-from models.tune.planner import PLAIN
 from specdec import generate
 from specdec import Sampling
-from specdec.study.costs import measure_step_costs
-from specdec.study.costs import StepCosts
 
 _TEXT = 'the cat says ok, and the dog says no to the cat\n' * 20
 _PROMPTS = ('the cat says', 'ok, and', 'the dog', 'to the cat')

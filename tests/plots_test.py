@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from models.bench import plots
+from models.lab.bench import plots
 
 
 def _arm(rate, speed, *, interval=True):

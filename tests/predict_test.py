@@ -4,8 +4,8 @@ import types
 
 import pytest
 
-from models.bench import predict
-from models.bench.arms import ReadyArm
+from models.lab.bench import predict
+from models.lab.bench.arms import ReadyArm
 
 _TARGET, _DRAFT = object(), object()
 # Seconds of a forward over so many tokens per row.

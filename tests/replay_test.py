@@ -10,11 +10,11 @@ import tiny
 import tiny_drafters
 from tiny_drafters import Settings
 
+from models.lab.study.replay import next_token_ranks
+from models.lab.study.replay import oracle_target
 from specdec import generate
 from specdec import staged
 from specdec.checks import check_sampling
-from specdec.study.replay import next_token_ranks
-from specdec.study.replay import oracle_target
 from specdec.tree.topology import k_ary
 
 _LIMIT = 32

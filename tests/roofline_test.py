@@ -2,7 +2,7 @@
 
 import pytest
 
-from models.bench import machine
+from models.lab.bench import machine
 
 _COSTS = {
   'target': {'per_forward': 100, 'per_slot': 2},

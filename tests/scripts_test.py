@@ -15,16 +15,16 @@ from flax import nnx
 import numpy as np
 import pytest
 
-from models.bench import machine
 from models.checkpoints import hub
+from models.lab.bench import machine
+from models.lab.training.tokenizer import train_tokenizer
+from models.lab.tune.plan_lookup import Setup
 from models.nn.gpt2 import GPT2
 from models.nn.gpt2 import GPT2Config
 from models.text.chat import Chat
 from models.text.generator import Generator
 from models.text.plan import Plan
 from models.text.settings import DraftSettings
-from models.training.tokenizer import train_tokenizer
-from models.tune.plan_lookup import Setup
 from specdec import Sampling
 from specdec import Trace
 from specdec.tree.topology import k_ary
@@ -378,7 +378,7 @@ _NO_TEMPLATE = 'has no chat template, like those of base models; choose'
       },
       'generate.py --chat': {'': _NO_TEMPLATE},
       'chat.py': {'': _NO_TEMPLATE},
-      'measure.py nothing': {'': "'nothing' is none of matmul, attention"},
+      'measure.py nothing': {'': "'nothing' is none of kernels, forward"},
       'measure.py fallback': {'': '--break_even is needed'},
     }.items()
     for flags, message in cases.items()

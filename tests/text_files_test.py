@@ -8,7 +8,7 @@ import pathlib
 
 import pytest
 
-from models.training.corpus import Corpus
+from models.lab.training.corpus import Corpus
 from specdec import text_files
 
 _ROOT = pathlib.Path(__file__).parents[1]

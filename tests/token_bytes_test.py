@@ -12,12 +12,12 @@ from tokenizers import decoders
 from tokenizers import models
 import transformers
 
+from models.lab.training.tokenizer import train_tokenizer
 from models.text.pair import load_pair
 from models.text.pair import Pair
 from models.text.token_bytes import text_of
 from models.text.token_bytes import TextStream
 from models.text.token_bytes import token_bytes
-from models.training.tokenizer import train_tokenizer
 
 
 @pytest.fixture(scope='module')

@@ -15,18 +15,18 @@ import tiny
 import transformers
 
 from models.checkpoints import hub
+from models.lab.training import corpus as corpora
+from models.lab.training import loss as losses
+from models.lab.training import pipeline
+from models.lab.training import trainer
+from models.lab.training.corpus import Corpus
+from models.lab.training.optimizer import make_optimizer
+from models.lab.training.tokenizer import END_OF_TEXT
+from models.lab.training.tokenizer import train_tokenizer
+from models.lab.training.trainer import TrainConfig
 from models.nn.experts import balance_loss
 from models.nn.gpt2 import GPT2
 from models.nn.gpt2 import GPT2Config
-from models.training import corpus as corpora
-from models.training import loss as losses
-from models.training import pipeline
-from models.training import trainer
-from models.training.corpus import Corpus
-from models.training.optimizer import make_optimizer
-from models.training.tokenizer import END_OF_TEXT
-from models.training.tokenizer import train_tokenizer
-from models.training.trainer import TrainConfig
 
 
 @pytest.fixture(scope='module', autouse=True)

@@ -2,10 +2,10 @@
 
 from unittest import mock
 
+from models.lab.training.tokenizer import train_tokenizer
 from models.text.drafters import DEMO_TABLE
 from models.text.pair import load_pair
 from models.text.pair import vocabulary_digest
-from models.training.tokenizer import train_tokenizer
 from specdec.ngram.table import load_table
 
 

@@ -324,6 +324,18 @@ def flat_params(module: Module) -> tuple[nnx.GraphDef, dict[tuple, Any]]:
   return graph, traverse_util.flatten_dict(nnx.to_pure_dict(variables))
 
 
+def layer_bytes(config: Config, dtype: jax.typing.DTypeLike) -> float:
+  """The bytes of the matrices of one layer."""
+  _, shapes = flat_params(shape_module(config, jnp.dtype(jnp.float32)))
+  in_layers = lambda path: any(isinstance(part, int) for part in path)
+  size = sum(
+    leaf.size
+    for path, leaf in shapes.items()
+    if leaf.ndim > 1 and in_layers(path)
+  )
+  return jnp.dtype(dtype).itemsize * size / config.num_layers
+
+
 def load_module(
   name: str | pathlib.Path,
   *,

@@ -22,14 +22,12 @@ from typing import Any
 
 import jax
 from jax import lax
-import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import Mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
 
 from specdec import cache as kv
-from specdec.cost_model import ModelShape
 
 DATA, MODEL = 'data', 'model'
 AXES = (DATA, MODEL)
@@ -292,9 +290,7 @@ def make_layout(mesh: Mesh | Mapping[str, int] | None) -> Layout:
   return Layout(None if mesh is None else make_mesh(mesh))
 
 
-def draft_layout(
-  layout: Layout, draft_mesh: str, shape: ModelShape, dtype: str
-) -> Layout:
+def draft_layout(layout: Layout, draft_mesh: str, layer_bytes: float) -> Layout:
   """The layout of a draft, on the devices of its target.
 
   Args:
@@ -302,8 +298,7 @@ def draft_layout(
     draft_mesh: `replicated`: every device of the axis `model` has all weights,
       and sums nothing with others; `sharded`: as the target; `auto`: sharded if
       that is faster by its size.
-    shape: of the draft.
-    dtype: of its matrices.
+    layer_bytes: those of a layer of the draft.
 
   Raises:
     ValueError: `draft_mesh` is none of `DRAFT_MESHES`.
@@ -312,8 +307,6 @@ def draft_layout(
     raise ValueError(
       f'draft_mesh={draft_mesh!r} is not known; choose from {DRAFT_MESHES}'
     )
-  itemsize = jnp.dtype(dtype).itemsize
-  layer_bytes = itemsize * shape.active_parameters / shape.num_layers
   large = draft_mesh == 'auto' and layer_bytes > _BYTES_WORTH_SUMS
   sharded = large or draft_mesh == 'sharded'
   return dataclasses.replace(layout, divides_weights=sharded)

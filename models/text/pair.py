@@ -17,7 +17,6 @@ import transformers
 from models.checkpoints import gguf
 from models.checkpoints import gguf_tokenizer
 from models.checkpoints import hub
-from models.checkpoints.model_shape import model_shape
 from models.nn.adapter import as_model
 from models.nn.adapter import with_vocab_size
 from models.nn.cpu import build
@@ -254,8 +253,8 @@ def load_checkpoints(
     own_dtype = hub.resolve_draft_dtype(
       draft_dtype, draft.folder, target_dtype=dtype, packed=packed
     )
-    shape = model_shape(hub.config_of(draft.folder), name='draft')
-    own_layout = draft_layout(layout, draft_mesh, shape, own_dtype)
+    layer_bytes = hub.layer_bytes(hub.config_of(draft.folder), own_dtype)
+    own_layout = draft_layout(layout, draft_mesh, layer_bytes)
     draft_model = as_model(
       load(draft.folder, dtype=own_dtype, layout=own_layout), own_layout
     )

@@ -1,6 +1,6 @@
 """Plans: saved settings of decoding for given models on a given machine.
 
-A plan is a small JSON file, made by `models.tune` (scripts/tune.py) and read by
+A plan is a small JSON file, made by scripts/tune.py and read by
 `models.load(plan=...)` and by `--plan` of the decoding scripts.
 """
 
@@ -51,7 +51,7 @@ class Context:
   """
 
   models: dict[str, str | None]  # Digests of target, draft and vocabulary.
-  machine: dict[str, Any]  # See `models.bench.record.describe_machine`.
+  machine: dict[str, Any]  # See `models.lab.bench.record.describe_machine`.
   dtype: str  # Of the target.
   draft_dtype: str
   batch_size: int

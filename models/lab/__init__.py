@@ -1,0 +1,1 @@
+"""Instruments: what measures, plans, counts, trains and predicts."""

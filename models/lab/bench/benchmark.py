@@ -1,0 +1,397 @@
+"""Benchmarks of decoding methods on text prompts, for scripts/benchmark.py."""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+import functools
+import pathlib
+import sys
+from typing import Any
+
+import jax
+import numpy as np
+import tqdm
+
+from models.lab.bench import llama_cpp
+from models.lab.bench import machine
+from models.lab.bench import peers
+from models.lab.bench.arms import ArmSpec
+from models.lab.bench.arms import ReadyArm
+from models.lab.bench.arms import Task
+from models.lab.bench.predict import predicted_speeds
+from models.lab.bench.record import to_table
+from models.lab.bench.record import write_record
+from models.lab.study import timing
+from models.lab.study.exactness import choice_margin
+from models.text.drafters import make_drafter
+from models.text.drafters import planned_break_even
+from models.text.pair import load_pair
+from models.text.pair import Pair
+from models.text.settings import with_options
+import specdec
+from specdec.checks import row_keys
+from specdec.draft.language_model import LanguageModelScorer
+from specdec.statistics import relative_bandwidth
+
+Figures = Mapping[str, Any]
+Batches = Sequence[Sequence[Sequence[int]]]
+
+
+def _optional(form: str, value: float | None, scale: float = 1.0) -> str:
+  return '-' if value is None else form.format(value / scale)
+
+
+def _interval(arm: Figures, name: str, unit: str = '') -> str:
+  value, ends = f'{arm[name]:.2f}{unit}', arm[f'{name}_interval']
+  return value if ends is None else f'{value} ({ends[0]:.2f}-{ends[1]:.2f})'
+
+
+def _forwards_per_token(arm: Figures) -> str:
+  counts = {'target': arm['target_forwards']} | arm['stage_forwards']
+  tokens = max(arm['new_tokens'], 1)
+  return ', '.join(f'{name} {n / tokens:.2f}' for name, n in counts.items())
+
+
+_Columns = Mapping[str, Callable[[Figures], str]]
+_SPEED: _Columns = {
+  'tokens/s (95 %)': lambda arm: _interval(arm, 'tokens_per_second'),
+  'speed (95 %)': lambda arm: _interval(arm, 'speed', 'x'),
+  'after the prompt: tokens/s': lambda arm: _interval(
+    arm, 'decoding_tokens_per_second'
+  ),
+  'speed': lambda arm: _interval(arm, 'decoding_speed', 'x'),
+  'predicted': lambda arm: _optional('{:.2f}x', arm['predicted_speed']),
+  'per batch: least, median, most': lambda arm: '{:.2f} {:.2f} {:.2f}'.format(
+    *np.quantile(arm['speed_per_batch'], (0, 0.5, 1))
+  ),
+  'block eff.': lambda arm: f'{arm["block_efficiency"]:.2f}',
+  'nodes': lambda arm: f'{arm["nodes_per_forward"]:.1f}',
+  'forwards per token': _forwards_per_token,
+  'flips': lambda arm: '-' if arm['flips'] is None else f'{len(arm["flips"])}',
+}
+_WORK: _Columns = {
+  'ms per target forward': lambda arm: (
+    f'{1e3 * arm["seconds_per_target_forward"]:.2f}'
+  ),
+  'of memory limit': lambda arm: f'{arm["of_memory_limit"]:.0%}',
+  'FLOP/byte': lambda arm: f'{arm["arithmetic_intensity"]:.2f}',
+  'GFLOP/s': lambda arm: f'{arm["flops_per_second"] / 1e9:.1f}',
+  'relative bandwidth': lambda arm: f'{arm["relative_bandwidth"]:.3f}',
+  'at paper costs': lambda arm: (
+    f'{arm["relative_bandwidth_at_paper_costs"]:.3f}'
+  ),
+  'memory, MB: weights + beyond': lambda arm: (
+    f'{arm["weight_bytes"] / 1e6:.1f} + '
+    + _optional('{:.1f}', arm['beyond_weights_bytes'], 1e6)
+  ),
+  'compile, s': lambda arm: f'{arm["compile_seconds"]:.1f}',
+}
+
+
+def _rows(arms: Mapping[str, Figures], columns: _Columns) -> list[list[str]]:
+  return [
+    [name, *(column(arm) for column in columns.values())]
+    for name, arm in arms.items()
+  ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+  """Settings and figures of one run; `str` is two Markdown tables.
+
+  Attributes:
+    settings: of the run.
+    limits: of `models.lab.bench.machine.MachineLimits.summary`.
+    arms: by name the figures of `timing.summarize_arms` and `machine.place`;
+      `relative_bandwidth_at_paper_costs`, that of the same forwards at
+      `PAPER_COSTS`; `predicted_speed`, see `models.lab.bench.predict`;
+      `compile_seconds`; `weight_bytes`; `beyond_weights_bytes`, the peak memory
+      of decoding the longest prompts without the weights; `flips`, the rows
+      whose tokens differ from those of the plain arm of the same dtype, each
+      with the margin of the choice, or None without such an arm or if tokens
+      may differ.
+  """
+
+  settings: Figures
+  limits: Figures
+  arms: Mapping[str, Figures]
+
+  @property
+  def figures(self) -> dict[str, Any]:
+    """Everything that was measured."""
+    return {'limits': self.limits, 'arms': self.arms}
+
+  def write(self, path: str) -> None:
+    """Writes a JSON file, and the tables as Markdown beside it."""
+    write_record(path, dict(self.settings), self.figures)
+    pathlib.Path(path).with_suffix('.md').write_text(f'{self}\n', 'utf-8')
+
+  def __str__(self):
+    tables = [
+      to_table(('arm', *columns), _rows(self.arms, columns))
+      for columns in (_SPEED, _WORK)
+    ]
+    rates = ', '.join(
+      f'{rate / 1e9:.0f} GFLOP/s {name}'
+      for name, rate in self.limits['flops_per_second'].items()
+    )
+    memory = self.limits['bytes_per_second'] / 1e9
+    limits = f'In this run the machine read {memory:.1f} GB/s and computed'
+    return '\n\n'.join([*tables, f'{limits} {rates}.'])
+
+
+def table_by_batch_size(reports: Mapping[int, Report]) -> str:
+  """One Markdown table with the speeds at several batch sizes."""
+  rows = [
+    [f'{size}', *row]
+    for size, report in reports.items()
+    for row in _rows(report.arms, _SPEED)
+  ]
+  return to_table(('batch', 'arm', *_SPEED), rows)
+
+
+# The models of the staged speculative decoding paper (arXiv 2308.04623): GPT-2
+# Large and a draft of 40 million parameters, in 16 bits. The shape of the draft
+# is not published; its cache is counted as that of 8 layers of width 512.
+PAPER_COSTS = {
+  'target': {'per_forward': 2 * 773e6, 'per_slot': 2 * 2 * 36 * 1280},
+  'draft': {'per_forward': 2 * 40e6, 'per_slot': 2 * 2 * 8 * 512},
+}
+
+
+def _our_arm(spec: ArmSpec, pair: Pair, task: Task) -> ReadyArm:
+  try:
+    drafting = with_options(task.drafting, dict(spec.options))
+    drafter = make_drafter(spec.method, pair, drafting)
+  except ValueError as error:
+    raise ValueError(f'arm {str(spec)!r}: {error}') from error
+  options = dict(task.verification)
+  if options.get('break_even') is None:
+    options['break_even'] = planned_break_even(spec.method, task.drafting)
+  if not drafter.stages:
+    options['children'] = None
+
+  def decode(batch, limit):
+    return specdec.generate(
+      pair.target,
+      jax.random.key(task.seed),
+      batch,
+      drafter=drafter,
+      max_new_tokens=limit,
+      room_for_new_tokens=task.max_new_tokens,
+      sampling=task.sampling,
+      eos_ids=pair.eos_ids,
+      **options,
+    )
+
+  models = {'target': pair.target} | {
+    stage.name: stage.scorer.model
+    for stage in drafter.stages
+    if isinstance(stage.scorer, LanguageModelScorer)
+  }
+  arrays = jax.tree.leaves((pair.target, drafter))
+  return ReadyArm(
+    decode=decode,
+    sizes={name: machine.model_size(model) for name, model in models.items()},
+    weight_bytes=sum(leaf.nbytes for leaf in arrays),
+    models=models,
+    num_nodes=drafter.shape.num_nodes,
+  )
+
+
+def make_batches(
+  ids: Sequence[list[int]], *, batch_size: int, bucket: int | None
+) -> list[list[list[int]]]:
+  """Token ids in full batches; those that do not fill a batch are left out.
+
+  Only prompts of bucket / 2 < length <= bucket tokens are kept, which share
+  their programs; all if `bucket` is None.
+
+  Raises:
+    ValueError: there are fewer prompts than `batch_size`.
+  """
+  if bucket is not None:
+    ids = [row for row in ids if bucket // 2 < len(row) <= bucket]
+    if not ids:
+      found = f'no prompt has {bucket // 2 + 1} to {bucket} tokens'
+      raise ValueError(f'{found}; choose another --prompt_bucket')
+  if not 1 <= batch_size <= len(ids):
+    most = f'1 and the number of prompts, {len(ids)}'
+    raise ValueError(f'--batch_size must be between {most}; got {batch_size}')
+  starts = range(0, len(ids) - batch_size + 1, batch_size)
+  return [list(ids[start : start + batch_size]) for start in starts]
+
+
+def _find_flips(
+  spec: ArmSpec,
+  results: Mapping[str, Sequence[timing.Measurement]],
+  batches: Batches,
+  pairs: Mapping[str, Pair],
+  task: Task,
+) -> list[dict[str, Any]] | None:
+  """Rows that differ from the plain arm of the same dtype, with margins."""
+  reference = results.get(str(ArmSpec('plain', spec.dtype)))
+  draws_differ = (spec.peer is not None and task.sampling.temperature > 0) or (
+    task.verification.get('verify', 'match') != 'match'
+  )
+  if reference is None or spec.dtype not in pairs or draws_differ:
+    return None
+  keys = row_keys(jax.random.key(task.seed), task.batch_size)
+  flips = []
+  for flip in timing.find_flips(results[str(spec)], reference):
+    tokens = reference[flip.batch].generation.tokens[flip.row]
+    margin = choice_margin(
+      pairs[spec.dtype].target,
+      keys[flip.row],
+      [*batches[flip.batch][flip.row], *tokens[: flip.offset]],
+      task.sampling,
+    )
+    flips.append(dataclasses.asdict(flip) | {'margin': margin})
+  return flips
+
+
+_PEERS = {'transformers': peers.make_arms, 'llama.cpp': llama_cpp.make_arms}
+
+
+def _describe_peers(specs: Sequence[ArmSpec], task: Task) -> dict[str, Any]:
+  """Versions of the peers among the arms; ValueError if one is missing."""
+  found, names = dict[str, Any](), {spec.peer for spec in specs}
+  if 'transformers' in names:
+    found |= peers.describe_torch()
+  if 'llama.cpp' in names:
+    found |= llama_cpp.describe(task.llama_cpp)
+  return found
+
+
+def _load(
+  specs: Sequence[ArmSpec], task: Task
+) -> tuple[dict[str, Pair], dict[str, ReadyArm]]:
+  """The pairs by dtype, and all arms by name in the order of `specs`."""
+  ours = [spec for spec in specs if spec.peer is None]
+  if not ours:
+    raise ValueError('--arms needs an arm of this library, e.g. plain')
+  _describe_peers(specs, task)  # raises before loading if one is missing
+  pairs = {
+    dtype: load_pair(
+      task.target,
+      task.draft,
+      dtype=dtype,
+      draft_dtype=task.draft_dtype,
+      revision=task.revision,
+      cpu_kernels=task.cpu_kernels,
+      mesh=task.mesh,
+      draft_mesh=task.draft_mesh,
+      eos_ids=task.eos_ids,
+    )
+    for dtype in sorted({spec.dtype for spec in ours})
+  }
+  arms = {spec: _our_arm(spec, pairs[spec.dtype], task) for spec in ours}
+  eos_ids = next(iter(pairs.values())).eos_ids
+  for peer, make_arms in _PEERS.items():
+    theirs = [spec for spec in specs if spec.peer == peer]
+    if theirs:
+      arms |= make_arms(theirs, task, eos_ids=eos_ids)
+  return pairs, {str(spec): arms[spec] for spec in specs}
+
+
+def _decode(
+  arms: Mapping[str, ReadyArm],
+  batches: Batches,
+  limits: machine.MachineLimits,
+  max_new_tokens: int,
+  max_seconds: float | None,
+) -> tuple[
+  dict[str, list[timing.Measurement]], dict[str, float], dict[str, int | None]
+]:
+  """By arm: measurements, seconds of compiling, peak memory beyond weights."""
+  decoders = {name: arm.decode for name, arm in arms.items()}
+  total = len(arms) * (len(batches) + 1)
+  longest = max(batches, key=lambda batch: max(map(len, batch)))
+  few = min(8, max_new_tokens)
+  with tqdm.tqdm(total=total, unit='batch', file=sys.stderr) as bar:
+    compile_seconds = timing.warm_up(
+      decoders, batches, max_new_tokens=max_new_tokens, report=bar.update
+    )
+    beyond = {
+      name: arm.peak_beyond(functools.partial(arm.decode, longest, few))
+      for name, arm in arms.items()
+    }
+    results = timing.measure(
+      decoders,
+      batches,
+      max_new_tokens=max_new_tokens,
+      before_batch=limits.sample,
+      max_seconds=max_seconds,
+      report=bar.update,
+    )
+  return results, compile_seconds, beyond
+
+
+def run(
+  prompts: Sequence[str],
+  *,
+  arms: Sequence[ArmSpec],
+  task: Task,
+  settings: Figures,
+  prompt_bucket: int | None = None,
+  max_seconds: float | None = None,
+  predict: bool = True,
+) -> Report:
+  """Decodes every prompt with every arm, interleaved.
+
+  The first arm is the baseline. `settings` are recorded unchanged. No batch
+  begins after `max_seconds`. With `predict` V(N) is measured and the speeds are
+  predicted. For the prompts see `make_batches`.
+
+  Raises:
+    ValueError: an argument is out of range; the message names it.
+  """
+  limit, baseline = task.max_new_tokens, str(arms[0])
+  if limit < 1:
+    raise ValueError(f'--max_new_tokens must be at least 1, got {limit}')
+  pairs, ready = _load(arms, task)
+  batches = make_batches(
+    [*map(next(iter(pairs.values())).encode, prompts)],
+    batch_size=task.batch_size,
+    bucket=prompt_bucket,
+  )
+  context = min(pair.target.spec.max_positions for pair in pairs.values())
+  longest = max(len(prompt) for batch in batches for prompt in batch)
+  if longest + limit > context:
+    raise ValueError(
+      f'--max_new_tokens={limit} and the longest prompt, {longest} tokens,'
+      f' exceed the context of the target, {context} tokens'
+    )
+  limits = machine.MachineLimits(list(pairs))
+  results, compile_seconds, beyond = _decode(
+    ready, batches, limits, limit, max_seconds
+  )
+  figures = timing.summarize_arms(results, baseline=baseline)
+  summary, predicted = limits.summary(), dict[str, float]()
+  if predict:
+    rows = zip(batches[0], results[baseline][0].generation.tokens, strict=True)
+    texts = [[*prompt, *new] for prompt, new in rows]
+    predicted = predicted_speeds(
+      ready, figures, prompts=batches[0], texts=texts, max_new_tokens=limit
+    )
+  for spec in arms:
+    name = str(spec)
+    own, arm = figures[name], ready[name]
+    costs = results[name][0].generation.stats['costs']
+    paper = relative_bandwidth(own['reads'], costs | PAPER_COSTS)
+    own |= machine.place(own, costs, arm.sizes, summary) | {
+      'relative_bandwidth_at_paper_costs': paper,
+      'predicted_speed': predicted.get(name),
+      'compile_seconds': compile_seconds[name],
+      'weight_bytes': arm.weight_bytes,
+      'beyond_weights_bytes': beyond[name],
+      'flips': _find_flips(spec, results, batches, pairs, task),
+    }
+  of_run = {
+    'arms': [str(spec) for spec in arms],
+    'batch_size': task.batch_size,
+    'batches_measured': len(results[baseline]),
+  }
+  of_run |= _describe_peers(arms, task)
+  return Report(dict(settings) | of_run, summary, figures)

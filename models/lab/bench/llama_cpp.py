@@ -1,0 +1,250 @@
+"""Decoding by llama.cpp, from the GGUF files that our own arms read.
+
+Each arm is a server of llama.cpp, which users install themselves. It is given
+the ids of the prompts and the limit, and keeps nothing from one prompt to the
+next. Everything else has the defaults of llama.cpp.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+import json
+import os
+import pathlib
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from typing import Any
+import urllib.error
+import urllib.request
+import weakref
+
+import jax.numpy as jnp
+
+from models.checkpoints import gguf
+from models.checkpoints import hub
+from models.lab.bench import peers
+from models.lab.bench.arms import ArmSpec
+from models.lab.bench.arms import ReadyArm
+from models.lab.bench.arms import Task
+from models.lab.bench.machine import model_size
+from models.lab.bench.machine import ModelSize
+from models.nn.adapter import as_model
+from specdec.sampling import Sampling
+from specdec.text_files import to_json
+
+# Flags of the server, by method; an arm may have other values.
+_SPECULATION: Mapping[str, Mapping[str, str]] = {
+  'llama.cpp': {},
+  'llama.cpp-draft': {'spec_type': 'draft-simple'},
+  'llama.cpp-lookup': {'spec_type': 'ngram-simple'},
+}
+_CONTEXT = 4096  # Slots of the cache, of two bytes per element.
+_START_SECONDS = 120.0
+
+
+def find_server(name: str | None) -> str:
+  """The program `llama-server`, in a folder or on the path.
+
+  Raises:
+    ValueError: there is none.
+  """
+  found = shutil.which('llama-server', path=name)
+  if found is None:
+    raise ValueError(
+      f'--llama_cpp={name or ""}: there is no program llama-server in'
+      f' {name or "any folder of PATH"}; install llama.cpp'
+      ' (https://github.com/ggml-org/llama.cpp) and name its folder of programs'
+    )
+  return found
+
+
+def describe(name: str | None) -> dict[str, Any]:
+  """Version and threads, for the record of a result."""
+  shown = subprocess.run(
+    [find_server(name), '--version'], capture_output=True, text=True
+  )
+  lines = (shown.stdout + shown.stderr).splitlines()
+  version = [line for line in lines if line.startswith('version')]
+  return {'llama.cpp': ' '.join(version), 'llama.cpp_threads': os.cpu_count()}
+
+
+def _stop(process: subprocess.Popen) -> None:
+  process.kill()
+  process.wait()
+
+
+class _Server:
+  """A server of llama.cpp, which ends with this object."""
+
+  def __init__(self, command: list[str]):
+    with socket.socket() as free:
+      free.bind(('127.0.0.1', 0))
+      port = free.getsockname()[1]
+    self._address = f'http://127.0.0.1:{port}'
+    # A file, because nobody reads while it decodes: a full pipe would stop it.
+    with tempfile.TemporaryFile('w+') as log:
+      process = subprocess.Popen(
+        [*command, '--host', '127.0.0.1', '--port', f'{port}'],
+        stdout=subprocess.DEVNULL,
+        stderr=log,
+      )
+      weakref.finalize(self, _stop, process)
+      end = time.monotonic() + _START_SECONDS
+      while not self._is_ready():
+        if process.poll() is not None or time.monotonic() > end:
+          _stop(process)
+          log.seek(0)
+          said = log.read().strip().splitlines()[-3:]
+          raise ValueError(f'{" ".join(command)} does not start: {said}')
+        time.sleep(0.1)
+
+  def _is_ready(self) -> bool:
+    try:
+      with urllib.request.urlopen(f'{self._address}/health'):
+        return True
+    except OSError:  # Nothing listens yet, or the model is being loaded.
+      return False
+
+  def complete(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    """The answer of `/completion`."""
+    body = to_json(request).encode()
+    try:
+      with urllib.request.urlopen(f'{self._address}/completion', body) as reply:
+        return json.load(reply)
+    except urllib.error.HTTPError as error:
+      raise ValueError(f'llama.cpp: {error.read().decode()}') from error
+
+
+def _settings(sampling: Sampling, seed: int) -> dict[str, Any]:
+  """The fields of a request for a `Sampling`, in the order of its fields."""
+  if sampling.logit_bias is not None or sampling.repetition_penalty is not None:
+    raise ValueError(
+      'llama.cpp arms have no --logit_bias and --repetition_penalty; leave them'
+      ' out'
+    )
+  return {
+    'seed': seed,
+    'samplers': ['temperature', 'top_k', 'top_p', 'min_p'],
+    'temperature': sampling.temperature,
+    'top_k': sampling.top_k or 0,
+    'top_p': 1.0 if sampling.top_p is None else sampling.top_p,
+    'min_p': 0.0 if sampling.min_p is None else sampling.min_p,
+  }
+
+
+class _Arm:
+  """Decodes with a server; a `models.lab.study.timing.Arm`."""
+
+  def __init__(self, server, task, eos_ids, sizes, costs):
+    self._server, self._eos_ids = server, eos_ids
+    self._settings = _settings(task.sampling, task.seed)
+    self._sizes, self._costs = sizes, costs
+
+  def __call__(self, prompts: Sequence[Sequence[int]], limit: int):
+    (prompt,) = prompts
+    if len(prompt) + limit > _CONTEXT:
+      raise ValueError(
+        f'a prompt of {len(prompt)} tokens and max_new_tokens={limit} exceed'
+        f' the context of the llama.cpp arms, {_CONTEXT} tokens'
+      )
+    answer = self._server.complete(
+      self._settings
+      | {
+        'prompt': [*map(int, prompt)],
+        'n_predict': limit,
+        'cache_prompt': False,
+        'return_tokens': True,
+      }
+    )
+    row = answer['tokens'][:limit]
+    if answer['stop_type'] == 'eos' and not {*row} & {*self._eos_ids}:
+      row.append(self._eos_ids[0])  # The server leaves it out.
+    timings = answer['timings']
+    drafted = timings.get('draft_n', 0)
+    forwards = max(len(row) - timings.get('draft_n_accepted', 0), 1)
+    counts = {'target': (forwards, forwards + drafted)}
+    if 'draft' in self._sizes:
+      counts['draft'] = (drafted, drafted)
+    # Which forward saw how many slots is not said: on average half of the new.
+    slots = len(prompt) + len(row) // 2
+    counted = {
+      name: peers.Forwards(len(prompt), number, positions, number * slots)
+      for name, (number, positions) in counts.items()
+    }
+    return peers.as_generation(
+      prompts, [row], self._eos_ids, counted, self._costs
+    )
+
+
+def _path(name: str, flag: str) -> pathlib.Path:
+  path = hub.locate(name)
+  if not gguf.is_gguf(path):
+    raise ValueError(
+      f'--{flag}={name}: llama.cpp reads GGUF files only; name one, or leave'
+      ' out the llama.cpp arms'
+    )
+  return path
+
+
+def _size(path: pathlib.Path) -> tuple[ModelSize, dict[str, int], int]:
+  """Size, costs and bytes of the weights of a GGUF file."""
+  size = model_size(
+    as_model(hub.shape_module(hub.config_of(path), jnp.dtype('float16')))
+  )
+  elements, total = gguf.stored_size(path)
+  costs = {
+    'per_forward': round(size.parameters * total / elements),
+    'per_slot': size.cache_per_slot * 2,
+  }
+  return size, costs, total
+
+
+def _command(spec: ArmSpec, program: str, paths: Mapping) -> list[str]:
+  options = {
+    'model': paths['target'],
+    'threads': os.cpu_count(),
+    'ctx_size': _CONTEXT,
+    'parallel': 1,
+    **({'spec_draft_model': paths['draft']} if 'draft' in paths else {}),
+    **_SPECULATION[spec.method],
+    **dict(spec.options),
+  }
+  flags = ((f'--{k.replace("_", "-")}', f'{v}') for k, v in options.items())
+  return [program, *(part for flag in flags for part in flag)]
+
+
+def make_arms(
+  specs: Sequence[ArmSpec], task: Task, *, eos_ids: Sequence[int]
+) -> dict[ArmSpec, ReadyArm]:
+  """Starts a server for each arm.
+
+  Raises:
+    ValueError: llama.cpp is missing or does not start, or an arm is not
+      supported.
+  """
+  program = find_server(task.llama_cpp)
+  arms = {}
+  for spec in specs:
+    if task.batch_size > 1:
+      raise ValueError(
+        f'arm {str(spec)!r}: llama.cpp arms decode one prompt at a time, not'
+        f' {task.batch_size}; leave out the arm or --batch_size'
+      )
+    paths = {'target': _path(task.target, 'target')}
+    if spec.method == 'llama.cpp-draft':
+      if task.draft is None:
+        raise ValueError(f'arm {str(spec)!r} needs a draft; give --draft')
+      paths['draft'] = _path(task.draft, 'draft')
+    found = {name: _size(path) for name, path in paths.items()}
+    sizes = {name: size for name, (size, _, _) in found.items()}
+    costs = {name: cost for name, (_, cost, _) in found.items()}
+    server = _Server(_command(spec, program, paths))
+    arms[spec] = ReadyArm(
+      decode=_Arm(server, task, eos_ids, sizes, costs),
+      sizes=sizes,
+      weight_bytes=sum(total for _, _, total in found.values()),
+      peak_beyond=lambda run: None,  # It is in another process.
+    )
+  return arms

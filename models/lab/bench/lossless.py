@@ -1,0 +1,417 @@
+"""Checks that speculative decoding preserves the output of the target.
+
+With `verify='match'` the tokens must equal those of plain decoding; with the
+other rules their distribution must be that of the target. `measure` compares
+the acceptance rates of the rules with theory.
+"""
+
+from collections.abc import Iterable
+from collections.abc import Sequence
+import dataclasses
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tqdm
+
+from models.lab.study import exactness
+from models.lab.study.exactness import choice_margin
+from models.lab.study.timing import first_difference
+from models.text.generator import Generator
+from models.text.generator import row_keys
+from models.text.result import TextGeneration
+import specdec
+from specdec.checks import check_sampling
+from specdec.sampling import BEST
+from specdec.sampling import WITH_REPLACEMENT
+from specdec.sampling import WITHOUT_REPLACEMENT
+from specdec.tree.topology import chain
+from specdec.tree.topology import k_ary
+from specdec.tree.topology import Topology
+
+# The probability that a correct sampler fails, all tests of a check together.
+_SIGNIFICANCE = 1e-3
+_FEWEST_TOKENS = 500
+
+
+@dataclasses.dataclass(frozen=True)
+class Divergence:
+  """The first difference of a row from plain decoding.
+
+  The offset is that of the first new token that differs; `plain` and `drafted`
+  are at most three tokens from there on; rounding can reverse the order of the
+  two best scores there if `margin`, their difference, is small.
+  """
+
+  prompt: int
+  offset: int
+  plain: list[int]
+  drafted: list[int]
+  margin: float
+
+  def __str__(self):
+    return (
+      f'prompt {self.prompt}, new token {self.offset}: plain {self.plain}...,'
+      f' drafted {self.drafted}..., margin {self.margin:.2g}'
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Check:
+  """A check at one batch size; block efficiency is tokens per forward."""
+
+  batch_size: int
+  num_tokens: int
+  block_efficiency: float
+
+  def _line(self, passed: bool, rest: str) -> str:
+    rate = f'{self.block_efficiency:.2f} per target forward'
+    batch = f'batch {self.batch_size}, {self.num_tokens} tokens, {rate}'
+    return f'{"ok" if passed else "FAILED"}: {batch}: {rest}'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenCheck(Check):
+  """Comparison with plain decoding; rounding may explain `max_margin`."""
+
+  num_prompts: int
+  divergences: list[Divergence]
+  max_margin: float
+
+  @property
+  def passed(self) -> bool:
+    """Whether rounding explains all divergences."""
+    return all(row.margin <= self.max_margin for row in self.divergences)
+
+  def __str__(self):
+    count = f'{len(self.divergences)} divergences of {self.num_prompts} prompts'
+    first = self._line(self.passed, count)
+    return '\n  '.join([first, *map(str, self.divergences)])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DistributionCheck(Check):
+  """Goodness-of-fit tests of the tokens, see `models.lab.study.exactness`.
+
+  Impossible tokens, by prompt and offset, have target probability 0.
+  """
+
+  p_values: dict[str, float]
+  impossible: list[tuple[int, int]]
+
+  @property
+  def passed(self) -> bool:
+    """Whether no test rejects the distribution of the target."""
+    bound = _SIGNIFICANCE / len(self.p_values)
+    return not self.impossible and min(self.p_values.values()) >= bound
+
+  def __str__(self):
+    tests = ', '.join(f'{name} {p:.3g}' for name, p in self.p_values.items())
+    first = f', the first at {self.impossible[0]}' if self.impossible else ''
+    impossible = f'{len(self.impossible)} impossible tokens{first}'
+    return self._line(self.passed, f'p-values: {tests}; {impossible}')
+
+
+def _decode(
+  generator: Generator,
+  prompts: Sequence[str],
+  seed: int,
+  batch_size: int,
+  title: str,
+  **options: Any,
+) -> tuple[list[list[int]], list[list[int]], float]:
+  """Prompt tokens, new tokens, and new tokens per target forward.
+
+  Prompt i has seed + i, so that its tokens do not depend on the batch size.
+  """
+  many = generator.generate_many(
+    prompts, batch_size=batch_size, seed=seed, in_order=True, **options
+  )
+  progress = tqdm.tqdm(many, title, len(prompts), unit='', file=sys.stderr)
+  results: list[TextGeneration] = []
+  for completion in progress:
+    if completion.result is None or completion.error:
+      raise ValueError(
+        f'{title}: prompt {completion.index}: {completion.error}'
+      )
+    results.append(completion.result)
+  join = lambda name: [getattr(result, name)[0] for result in results]
+  return join('prompt_tokens'), join('tokens'), _rate(results)
+
+
+def _rate(results: Sequence[TextGeneration]) -> float:
+  total = lambda name: sum(result.stats[name] for result in results)
+  return total('new_tokens') / max(total('target_forwards'), 1)
+
+
+def check_tokens(
+  generator: Generator,
+  prompts: Sequence[str],
+  *,
+  batch_sizes: Sequence[int],
+  sampling: specdec.Sampling,
+  seed: int,
+  max_margin: float,
+  **options: Any,
+) -> list[TokenCheck]:
+  """Compares the tokens with plain decoding of one prompt at a time.
+
+  There is a check for each batch size of speculative decoding. The seed of
+  prompt i is seed + i. Options are other arguments of `Generator.generate`.
+
+  Raises:
+    ValueError: the logits of the target are not finite.
+  """
+  options |= {'sampling': sampling}
+  plain = dataclasses.replace(generator, drafter=specdec.PLAIN)
+  own = options | {'children': None}  # Nothing is drafted.
+  ids, expected, _ = _decode(plain, prompts, seed, 1, 'plain', **own)
+  checks = []
+  for size in batch_sizes:
+    title = f'batch {size}'
+    _, found, rate = _decode(generator, prompts, seed, size, title, **options)
+    divergences = []
+    for number, (row, other) in enumerate(zip(expected, found, strict=True)):
+      at = first_difference(other, row)
+      if at is None:
+        continue
+      text, key = ids[number] + row[:at], row_keys([seed + number], 1)[0]
+      margin = choice_margin(generator.pair.target, key, text, sampling)
+      tokens = row[at : at + 3], other[at : at + 3]
+      divergences.append(Divergence(number, at, *tokens, margin))
+    checks.append(
+      TokenCheck(
+        batch_size=size,
+        num_prompts=len(prompts),
+        num_tokens=sum(map(len, expected)),
+        block_efficiency=rate,
+        divergences=divergences,
+        max_margin=max_margin,
+      )
+    )
+  return checks
+
+
+def check_distribution(
+  generator: Generator,
+  prompts: Sequence[str],
+  *,
+  batch_sizes: Sequence[int],
+  sampling: specdec.Sampling,
+  seed: int,
+  **options: Any,
+) -> list[DistributionCheck]:
+  """Tests whether the tokens are distributed as the target; see `check_tokens`.
+
+  Raises:
+    ValueError: there are too few tokens for a test, or the logits of the target
+      are not finite.
+  """
+  options |= {'sampling': sampling}
+  pair, checks = generator.pair, []
+  for size in batch_sizes:
+    title = f'batch {size}'
+    ids, new, rate = _decode(generator, prompts, seed, size, title, **options)
+    num_tokens = sum(map(len, new))
+    if num_tokens < _FEWEST_TOKENS:
+      raise ValueError(
+        f'{num_tokens} tokens are too few to test their distribution; give'
+        f' {_FEWEST_TOKENS} at least, by more prompts or --max_new_tokens'
+      )
+    rows, impossible = [], []
+    for number, (prompt, tokens) in enumerate(zip(ids, new, strict=True)):
+      if tokens:
+        key = jax.random.fold_in(jax.random.key(seed), number)
+        values, probs = exactness.transform(
+          pair.target, prompt, tokens, sampling, key, pair.draft
+        )
+        rows.append(values)
+        impossible += [(number, int(at)) for at in np.flatnonzero(probs <= 0)]
+    check = DistributionCheck(
+      batch_size=size,
+      num_tokens=num_tokens,
+      block_efficiency=rate,
+      p_values=exactness.p_values(rows),
+      impossible=impossible,
+    )
+    checks.append(check)
+  return checks
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+  """The arguments `verify` and `children` of `specdec.generate`."""
+
+  verify: str
+  children: str | None = None
+
+  def __str__(self):
+    return self.verify + (f', {self.children}' if self.children else '')
+
+
+# Each with its acceptance probability for a single child, see `theory`.
+RULES = {
+  Rule('match'): 'coupled',
+  Rule('rejection', WITHOUT_REPLACEMENT): '1 - TV',
+  Rule('rejection', WITH_REPLACEMENT): '1 - TV',
+  Rule('rejection', BEST): 'p(best)',
+}
+BLOCK = Rule('block', WITHOUT_REPLACEMENT)
+
+
+@jax.jit
+def theory(target: jax.Array, draft: jax.Array) -> dict[str, jax.Array]:
+  """Acceptance probabilities of a single draft token, at each of n positions.
+
+  Args:
+    target: `[n, V]`, distributions.
+    draft: `[n, V]`, distributions.
+
+  Returns:
+    `[n]` each: `1 - TV`, rejection sampling; `coupled`, match, where draft and
+    target choose with the same Gumbel noise (arXiv 2408.07978), and its lower
+    bound `(1 - TV)/(1 + TV)`; `sum p q`, independent noise; `p(best)`, the
+    draft's most likely token instead of a draw.
+  """
+  common = jnp.sum(jnp.minimum(target, draft), axis=1)
+  best = jnp.argmax(draft, axis=1)
+  # sum_j 1 / sum_i max(p_i / p_j, q_i / q_j): the maximum is the first term if
+  # p_i / q_i >= p_j / q_j, so that sorting by that ratio gives all sums.
+  ratio = jnp.where(draft > 0, target / jnp.maximum(draft, 1e-37), jnp.inf)
+  order = jnp.argsort(ratio, axis=1)
+  p, q = (jnp.take_along_axis(x, order, axis=1) for x in (target, draft))
+  p_from = jnp.flip(jnp.cumsum(jnp.flip(p, 1), axis=1), 1)
+  q_before = jnp.cumsum(q, axis=1) - q
+  both = (p > 0) & (q > 0)
+  share = lambda mass, own: mass / jnp.where(both, own, 1.0)
+  coupled = jnp.where(both, 1 / (share(p_from, p) + share(q_before, q)), 0.0)
+  return {
+    '1 - TV': common,
+    'coupled': jnp.sum(coupled, axis=1),
+    '(1 - TV)/(1 + TV)': common / (2 - common),
+    'sum p q': jnp.sum(target * draft, axis=1),
+    'p(best)': jnp.take_along_axis(target, best[:, None], axis=1)[:, 0],
+  }
+
+
+def _acceptance(
+  results: Iterable[TextGeneration], probs_of: Any, *, with_theory: bool
+) -> dict[str, Any]:
+  """Acceptance of the first draft token of each target forward."""
+  accepted: list[np.ndarray] = []
+  expected: list[dict[str, np.ndarray]] = []
+  for result in results:
+    rows = zip(result.prompt_tokens, result.tokens, result.origins, strict=True)
+    for prompt, tokens, origins in rows:
+      # Origin 0 is the target, whose token is the last of its forward.
+      first = np.concatenate([[0], origins[:-1]]) == 0
+      accepted.append(np.asarray(origins)[first] > 0)
+      if with_theory:
+        at = len(prompt) - 1 + np.flatnonzero(first)
+        target, draft = (probs[at] for probs in probs_of([*prompt, *tokens]))
+        expected.append(jax.device_get(theory(target, draft)))
+  pooled = np.concatenate(accepted)
+  figures: dict[str, Any] = {
+    'measured': float(pooled.mean()),
+    'standard_error': float(pooled.std() / np.sqrt(pooled.size)),
+    'forwards': pooled.size,
+  }
+  if with_theory:
+    means = jax.tree.map(lambda *rows: np.concatenate(rows).mean(), *expected)
+    figures['theory'] = {name: float(mean) for name, mean in means.items()}
+  return figures
+
+
+def measure(
+  generator: Generator,
+  prompts: Sequence[str],
+  *,
+  sampling: specdec.Sampling,
+  seed: int,
+  batch_size: int,
+  max_new_tokens: int,
+  numbers_of_children: Sequence[int],
+  chain_length: int,
+) -> dict[str, Any]:
+  """Measures how often each rule of verification accepts.
+
+  The drafter of the generator is not used: trees of depth 1 have the numbers of
+  children, a chain measures block efficiency. A last batch that is not full is
+  left out. The seed of the batch from prompt i on is seed + i.
+
+  Returns:
+    `acceptance` by number of children and rule: `measured`, the share of target
+    forwards that accepted a draft token, `standard_error` and `forwards`; for
+    one child also `theory`, the means of `theory` over the same positions. And
+    `block_efficiency` of the chain by rule.
+
+  Raises:
+    ValueError: there is no draft, or decoding is greedy.
+  """
+  if not np.all(np.asarray(sampling.temperature) > 0):
+    raise ValueError('acceptance of sampling needs --temperature above 0')
+  pair = generator.pair
+  if pair.draft is None:
+    raise ValueError('acceptance needs a draft; give --draft')
+  scorer = specdec.LanguageModelScorer(pair.draft)
+  if len(prompts) < batch_size:
+    raise ValueError(
+      f'--batch_size={batch_size} needs as many prompts, got {len(prompts)}'
+    )
+  starts = range(0, len(prompts) - batch_size + 1, batch_size)
+
+  def decode(topology: Topology, rule: Rule) -> Iterable[TextGeneration]:
+    drafter = specdec.fixed_drafter(scorer, topology)
+    drafted = dataclasses.replace(generator, drafter=drafter)
+    title = f'{topology.branching} x {topology.max_depth}, {rule}'
+    for start in tqdm.tqdm(starts, desc=title, unit='batch', file=sys.stderr):
+      yield drafted.generate(
+        prompts[start : start + batch_size],
+        seed=seed + start,
+        sampling=sampling,
+        max_new_tokens=max_new_tokens,
+        verify=rule.verify,
+        children=rule.children,
+        eos_ids=(),
+      )
+
+  def probs_of(ids):
+    params = check_sampling(sampling, 1, pair.target.spec.vocab_size)
+    text = exactness.padded(ids)
+    for model in (pair.target, pair.draft):
+      yield exactness.distributions(model, text, params)
+
+  acceptance = lambda n, rule: _acceptance(
+    decode(k_ary(n, 1), rule), probs_of, with_theory=n == 1
+  )
+  return {
+    'acceptance': {
+      str(n): {str(rule): acceptance(n, rule) for rule in RULES}
+      for n in numbers_of_children
+    },
+    'block_efficiency': {
+      str(rule): _rate(list(decode(chain(chain_length), rule)))
+      for rule in (*RULES, BLOCK)
+    },
+  }
+
+
+def acceptance_rows(figures: dict[str, Any]) -> list[dict[str, str]]:
+  """The rows of a table of the figures of `measure`."""
+  names = {str(rule): name for rule, name in RULES.items()}
+  rows = []
+  for rule, efficiency in figures['block_efficiency'].items():
+    row = {'rule': rule, 'theory, 1 child': ''}
+    for number, by_rule in figures['acceptance'].items():
+      found, column = by_rule.get(rule), f'measured, {number} children'
+      row[column] = ''
+      if found:
+        error = f'{found["standard_error"]:.3f}'
+        row[column] = f'{found["measured"]:.3f} ± {error}'
+        if 'theory' in found:
+          value = found['theory'][names[rule]]
+          row['theory, 1 child'] = f'{names[rule]} = {value:.3f}'
+    rows.append(row | {'chain: tokens per forward': f'{efficiency:.2f}'})
+  return rows

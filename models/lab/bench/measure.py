@@ -1,0 +1,276 @@
+"""Measurements of single parts of decoding, for scripts/measure.py.
+
+Each function returns the rows of a table as dictionaries. Alternatives are
+timed in turns, because the speed of a machine drifts.
+"""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+import functools
+import pathlib
+import statistics
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models.checkpoints import hub
+from models.lab.bench import machine
+from models.lab.bench import peers
+from models.lab.study.costs import measure_step_costs
+from models.nn.attention import attend
+from models.nn.cpu import build
+from models.nn.cpu import ops
+from models.nn.matmul import matmul as matmul_of
+from models.nn.matmul import Matrix
+from models.nn.matmul import pack
+from models.nn.matmul import quantize
+from models.text.generator import Generator
+from models.text.pair import load_pair
+import specdec
+
+Row = dict[str, Any]
+
+
+def best_milliseconds(
+  runs: Mapping[str, Callable[[], Any]], repeats: int
+) -> dict[str, float]:
+  """The shortest time of each run over interleaved repeats."""
+  for run in runs.values():
+    jax.block_until_ready(run())  # compiles
+  best = dict.fromkeys(runs, float('inf'))
+  for _ in range(repeats):
+    for name, run in runs.items():
+      start = time.perf_counter()
+      jax.block_until_ready(run())
+      best[name] = min(best[name], 1e3 * (time.perf_counter() - start))
+  return best
+
+
+def kernels(num_rows: Sequence[int], repeats: int) -> list[Row]:
+  """Milliseconds of XLA's products and attention, and of `models.nn.cpu`'s.
+
+  24 products of n rows at the shape of a layer of GPT-2 Large, and attention of
+  n queries of a layer to 320 of 512 slots.
+
+  Raises:
+    ValueError: there are no kernels on this machine.
+  """
+  if not build.is_available():
+    raise ValueError('kernels: there are none on this machine')
+  matrices, features_in, features_out = 24, 1280, 5120
+  heads, slots, filled, width = 20, 512, 320, 64
+  products = jax.jit(lambda x, weights: sum(matmul_of(x, w) for w in weights))
+  layers = {
+    'xla': jax.jit(functools.partial(attend, scale=0.1)),
+    'kernels': jax.jit(functools.partial(ops.attend, scale=0.1)),
+  }
+  table: list[Row] = []
+
+  def add(what: str, dtype: str, rows: int, runs) -> None:
+    times = best_milliseconds(runs, repeats)
+    row: Row = {'what': what, 'dtype': dtype, 'rows': rows}
+    table.append(row | times | {'ratio': times['xla'] / times['kernels']})
+
+  rng = np.random.default_rng(0)
+  draw = lambda *shape: np.asarray(rng.standard_normal(shape, np.float32))
+  for dtype in ops.DTYPES:
+    drawn = [draw(features_out, features_in) for _ in range(matrices)]
+    cast = quantize if dtype == 'int8' else lambda w, d=dtype: jnp.asarray(w, d)
+    weights: dict[str, list[Matrix]] = {'xla': [cast(one) for one in drawn]}
+    weights['kernels'] = [pack(weight) for weight in weights['xla']]
+    for n in num_rows:
+      x = draw(n, features_in)
+      runs = {
+        way: functools.partial(products, x, weights[way]) for way in weights
+      }
+      add('products', dtype, n, runs)
+    if dtype == 'int8':
+      continue  # Attention is computed in bfloat16.
+    cache = [draw(1, heads, slots, width).astype(dtype) for _ in range(2)]
+    for n in num_rows:
+      query = draw(1, heads, n, width).astype(dtype)
+      mask = jnp.tile(jnp.arange(slots) < filled, (1, n, 1))
+      runs = {
+        way: functools.partial(layer, query, *cache, mask)
+        for way, layer in layers.items()
+      }
+      add('attention', dtype, n, runs)
+  return table
+
+
+_STEPS = 4  # forwards per measurement
+
+
+def _our_forwards(
+  name, dtype, widths, context, cpu_kernels
+) -> Callable[[], Mapping]:
+  """A function that measures V(N) for every N."""
+  target = load_pair(name, None, dtype=dtype, cpu_kernels=cpu_kernels).target
+  return lambda: (
+    measure_step_costs(
+      target,
+      [list(range(target.spec.vocab_size))],
+      prompt_slots=context,
+      max_new_tokens=64,
+      context=context,
+      num_steps=_STEPS,
+      node_counts=widths,
+      repeats=1,
+    ).verification
+  )
+
+
+def _peer_forwards(name, dtype, widths, context) -> Callable[[], Mapping]:
+  """The same for transformers on torch."""
+  torch = peers.import_torch()
+  model = peers.load_peer(name, dtype, None)
+  slots = max(context, *widths)
+  ids = torch.zeros((1, slots), dtype=torch.long, device=model.device)
+  with torch.inference_mode():
+    cache = model(ids[:, :context], use_cache=True).past_key_values
+
+  def seconds(width: int) -> float:
+    start = time.perf_counter()
+    for _ in range(_STEPS):
+      logits = model(ids[:, :width], past_key_values=cache).logits
+      logits[0, -1, 0].item()  # waits for the device
+      cache.crop(-width)
+    return (time.perf_counter() - start) / _STEPS
+
+  def measure() -> dict[int, float]:
+    with torch.inference_mode():
+      return {width: seconds(width) for width in widths}
+
+  return measure
+
+
+def forward(
+  name: str,
+  widths: Sequence[int],
+  repeats: int,
+  *,
+  dtype: str,
+  context: int,
+  cpu_kernels: bool,
+  peer: bool,
+) -> list[Row]:
+  """V(N) as median milliseconds by N, which are 1 and the `widths`.
+
+  The context is the number of tokens in the cache. With `peer` transformers is
+  measured in turns with this library.
+
+  Raises:
+    ValueError: a width is below 1.
+  """
+  widths = sorted({1, *widths})
+  if widths[0] < 1:
+    raise ValueError(f'--sizes={widths}: expected integers of at least 1')
+  arms = {'ms': _our_forwards(name, dtype, widths, context, cpu_kernels)}
+  if peer:
+    arms['ms, transformers'] = _peer_forwards(name, dtype, widths, context)
+  for arm in arms.values():
+    arm()  # compiles, and reads all weights once
+  rounds = [{key: arm() for key, arm in arms.items()} for _ in range(repeats)]
+  median = lambda key, n: statistics.median(times[key][n] for times in rounds)
+  return [
+    {'dtype': dtype, 'N': n} | {key: 1e3 * median(key, n) for key in arms}
+    for n in widths
+  ]
+
+
+def memory(name: str, *, dtype: str, cpu_kernels: bool) -> list[Row]:
+  """The peak of host memory while a model is loaded (Linux only)."""
+  folder = hub.locate(name)
+  files = sum(file.stat().st_size for file in hub.weight_files(folder))
+  jax.devices()  # the memory of the backend itself does not count
+  loaded: list[jax.Array] = []
+
+  def load() -> None:
+    module = hub.load_module(
+      folder,
+      dtype=jnp.dtype(dtype),
+      packed=cpu_kernels and build.is_available(),
+    )
+    loaded.extend(jax.block_until_ready(jax.tree.leaves(module)))
+
+  peak = machine.host_peak(load)
+  loaded_bytes = sum(leaf.nbytes for leaf in loaded)
+  return [
+    {
+      'model': pathlib.Path(name).name,
+      'dtype': dtype,
+      'checkpoint_bytes': files,
+      'loaded_bytes': loaded_bytes,
+      'peak_bytes': peak,
+      'peak_per_loaded_byte': round(peak / loaded_bytes, 3),
+    }
+  ]
+
+
+def _seconds_in_turns(decodings: list[specdec.Decoding]) -> list[float]:
+  """Seconds of each decoding, all of which take turns of eight steps."""
+  seconds = [0.0] * len(decodings)
+  while not all(decoding.done for decoding in decodings):
+    for index, decoding in enumerate(decodings):
+      start = time.perf_counter()
+      if not decoding.done:
+        decoding.step(8)
+        seconds[index] += time.perf_counter() - start
+  return seconds
+
+
+def fallback(
+  generator: Generator,
+  prompts: Sequence[str],
+  *,
+  break_even: float | None,
+  max_new_tokens: int,
+  sampling: specdec.Sampling,
+  seed: int,
+) -> list[Row]:
+  """Decodes prompts with the adaptive fallback and plainly, in turns.
+
+  Returns:
+    For each prompt `seconds`, those with the fallback over those of plain
+    decoding; `plain_ms_per_token`; `new_tokens`; `speculative_steps`;
+    `same_tokens`.
+
+  Raises:
+    ValueError: `break_even` is None, which disables the fallback.
+  """
+  if break_even is None:
+    raise ValueError('--break_even is needed; it enables the fallback')
+  pair, table = generator.pair, []
+  arms = ((specdec.PLAIN, None), (generator.drafter, break_even))
+  for ids in map(pair.encode, prompts):
+    for limit in (min(24, max_new_tokens), max_new_tokens):  # compiles first
+      plain, other = (
+        specdec.Decoding(
+          pair.target,
+          jax.random.key(seed),
+          [ids],
+          max_new_tokens=limit,
+          room_for_new_tokens=max_new_tokens,
+          sampling=sampling,
+          eos_ids=pair.eos_ids,
+          drafter=drafter,
+          break_even=threshold,
+        )
+        for drafter, threshold in arms
+      )
+      plain_seconds, seconds = _seconds_in_turns([plain, other])
+    stats, tokens = other.result().stats, plain.result().tokens
+    table.append(
+      {
+        'seconds': seconds / plain_seconds,
+        'plain_ms_per_token': 1e3 * plain_seconds / len(tokens[0]),
+        'new_tokens': stats['new_tokens'],
+        'speculative_steps': stats['target_forwards'] - stats['plain_steps'],
+        'same_tokens': other.result().tokens == tokens,
+      }
+    )
+  return table

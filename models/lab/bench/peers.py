@@ -1,0 +1,358 @@
+"""Decoding by transformers on torch, which users install themselves.
+
+Greedy or sampled decoding, plain, with an assistant model, or with prompt
+lookup: on the same weights, prompts, limits and EOS tokens, with the same
+counts. Everything else has the defaults of transformers.
+"""
+
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Sequence
+import contextlib
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import transformers
+
+from models.checkpoints import hub
+from models.lab.bench import machine
+from models.lab.bench.arms import ArmSpec
+from models.lab.bench.arms import ReadyArm
+from models.lab.bench.arms import Task
+from models.lab.bench.machine import ModelSize
+from specdec.generation import Generation
+from specdec.sampling import Sampling
+from specdec.statistics import relative_bandwidth
+
+
+def import_torch() -> Any:
+  """Torch, an optional package; ValueError if it is not installed."""
+  try:
+    import torch
+  except ImportError as error:
+    raise ValueError(
+      'transformers decodes with torch, which is not installed; pip install'
+      ' torch, or leave out --peer and the transformers arms'
+    ) from error
+  return torch
+
+
+def _device(torch) -> str:
+  if jax.default_backend() == 'cpu':
+    return 'cpu'
+  if jax.default_backend() == 'gpu' and torch.cuda.is_available():
+    return 'cuda'
+  raise ValueError(
+    f'JAX decodes on {jax.default_backend()}, which this torch'
+    f' ({torch.__version__}) cannot use; install a torch for it, or leave out'
+    ' the transformers arms'
+  )
+
+
+def describe_torch() -> dict[str, Any]:
+  """Version, threads and device of torch, for the record of a result."""
+  torch = import_torch()
+  return {
+    'torch': torch.__version__,
+    'torch_threads': torch.get_num_threads(),
+    'torch_device': _device(torch),
+  }
+
+
+def load_peer(name: str, dtype: str, revision: str | None) -> Any:
+  """A model of transformers; see `hub.locate` for its name.
+
+  Raises:
+    ValueError: torch is not installed, or cannot use the device that JAX uses.
+  """
+  torch = import_torch()
+  path = hub.locate(name, revision=revision)
+  where = {'gguf_file': path.name} if path.is_file() else {}
+  model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+    path.parent if where else path, dtype=getattr(torch, dtype), **where
+  )
+  # The settings of the checkpoint would replace defaults.
+  model.generation_config = transformers.GenerationConfig()
+  return model.to(_device(torch)).eval()
+
+
+def _settings(sampling: Sampling) -> dict[str, Any]:
+  """The arguments of `generate` of transformers for a `Sampling`."""
+  if sampling.logit_bias is not None:
+    raise ValueError('transformers arms have no --logit_bias; leave it out')
+  settings: dict[str, Any] = {'repetition_penalty': sampling.repetition_penalty}
+  if sampling.temperature > 0:
+    names = ('temperature', 'top_p', 'min_p')
+    settings |= {name: getattr(sampling, name) for name in names}
+    settings['top_k'] = sampling.top_k or 0
+  return {name: value for name, value in settings.items() if value is not None}
+
+
+def _options(spec: ArmSpec) -> dict[str, Any]:
+  """The options of an arm as numbers."""
+  options: dict[str, Any] = {}
+  if spec.method == 'transformers-lookup':
+    # Transformers has no default; this value is that of its documentation.
+    options['prompt_lookup_num_tokens'] = 10
+  for name, value in spec.options:
+    is_share = name == 'assistant_confidence_threshold'
+    try:
+      options[name] = float(value) if is_share else int(value)
+      if options[name] < (0 if is_share else 1):
+        raise ValueError
+    except ValueError:
+      raise ValueError(
+        f'arm {str(spec)!r}: {name} must be'
+        f' {"a number from 0" if is_share else "an integer from 1"}'
+      ) from None
+  return options
+
+
+class _Peer:
+  """Decodes with transformers; a `models.lab.study.timing.Arm`."""
+
+  def __init__(self, spec, models, task, eos_ids):
+    self._models, self._task, self._eos_ids = models, task, eos_ids
+    self._options = _options(spec)
+    self._costs = {name: read_costs(model) for name, model in models.items()}
+
+  def _rows(self, prompts, limit: int) -> list[list[int]]:
+    """The new tokens of each row, those after EOS included."""
+    torch = import_torch()
+    target, draft = self._models['target'], self._models.get('draft')
+    longest = max(map(len, prompts))
+    ids = np.zeros((2, len(prompts), longest), np.int64)  # ids and mask
+    for row, prompt in enumerate(prompts):
+      ids[:, row, longest - len(prompt) :] = prompt, [1] * len(prompt)
+    tensors = torch.tensor(ids, device=target.device)
+    inputs = {'input_ids': tensors[0], 'attention_mask': tensors[1]}
+    if limit == 0:
+      with torch.inference_mode():
+        outputs = target(**inputs, use_cache=True, logits_to_keep=1)
+        outputs.logits[0, 0, 0].item()  # waits for the device
+      return [[] for _ in prompts]
+    options = self._options
+    if draft is not None:
+      # New for every call, because transformers changes it while decoding.
+      draft.generation_config = transformers.GenerationConfig(**options)
+      options = {'assistant_model': draft}
+    torch.manual_seed(self._task.seed)
+    output = target.generate(
+      **inputs,
+      max_new_tokens=limit,
+      do_sample=self._task.sampling.temperature > 0,
+      pad_token_id=0,
+      **({'eos_token_id': list(self._eos_ids)} if self._eos_ids else {}),
+      **_settings(self._task.sampling),
+      **options,
+    )
+    return output[:, longest:].tolist()
+
+  def __call__(self, prompts: Sequence[Sequence[int]], limit: int):
+    width = max(map(len, prompts))
+    context = self._models['target'].config.max_position_embeddings
+    if width + limit > context:
+      raise ValueError(
+        f'a prompt of {width} tokens and max_new_tokens={limit} exceed the'
+        f' context of the target, {context} tokens'
+      )
+    counted = {name: Forwards(width) for name in self._models}
+    with contextlib.ExitStack() as hooks:
+      for name, model in self._models.items():
+        count = counted[name]
+        hook = model.register_forward_pre_hook(count, with_kwargs=True)
+        hooks.callback(hook.remove)
+      rows = self._rows(prompts, limit)
+    return as_generation(prompts, rows, self._eos_ids, counted, self._costs)
+
+
+def _peak_beyond(run: Callable[[], Any]) -> int | None:
+  torch = import_torch()
+  if _device(torch) == 'cpu':
+    return machine.peak_beyond(run)
+  before = torch.cuda.memory_allocated()
+  torch.cuda.reset_peak_memory_stats()
+  run()
+  return torch.cuda.max_memory_allocated() - before
+
+
+def make_arms(
+  specs: Sequence[ArmSpec], task: Task, *, eos_ids: Sequence[int]
+) -> dict[ArmSpec, ReadyArm]:
+  """Loads the models of arms of transformers, each model once per dtype.
+
+  The random draws are those of torch; the seed is set again for every batch.
+
+  Raises:
+    ValueError: torch is missing, or an arm is not supported.
+  """
+  transformers.logging.set_verbosity_error()  # warns of its own calls
+  transformers.logging.disable_progress_bar()
+  # Two caches, because forwards of target and draft are counted separately.
+  load, load_draft = functools.cache(load_peer), functools.cache(load_peer)
+  arms = {}
+  for spec in specs:
+    if task.batch_size > 1 and spec.method != 'transformers':
+      raise ValueError(
+        f'arm {str(spec)!r}: assisted generation of transformers has a batch'
+        f' size of 1, not {task.batch_size}; leave out the arm or --batch_size'
+      )
+    models = {'target': load(task.target, spec.dtype, task.revision)}
+    if spec.method == 'transformers-assisted':
+      if task.draft is None:
+        raise ValueError(f'arm {str(spec)!r} needs a draft; give --draft')
+      name = hub.draft_name(task.draft)
+      models['draft'] = load_draft(name, spec.dtype, None)
+    sizes = [model.config.vocab_size for model in models.values()]
+    if sizes[0] != sizes[-1]:
+      raise ValueError(
+        f'arm {str(spec)!r}: transformers needs a draft of the vocabulary of'
+        f' the target, {sizes[0]} tokens, not {sizes[1]}; leave the arm out'
+      )
+    parameters = [p for model in models.values() for p in model.parameters()]
+    arms[spec] = ReadyArm(
+      decode=_Peer(spec, models, task, eos_ids),
+      sizes={name: model_size(model) for name, model in models.items()},
+      weight_bytes=sum(map(_num_bytes, parameters)),
+      peak_beyond=_peak_beyond,
+    )
+  return arms
+
+
+def _num_bytes(tensor: Any) -> int:
+  return tensor.numel() * tensor.element_size()
+
+
+def _parameters_read(model: Any) -> Iterable[tuple[Any, float]]:
+  """The tensors that a forward reads, and the share that one position reads.
+
+  Embedding tables are left out. The experts of a layer are one tensor
+  `[experts, out, in]`, of which a position reads some.
+  """
+  looked_up = {
+    id(module.weight)
+    for module in model.modules()
+    if type(module).__name__ == 'Embedding'
+  } - {id(model.get_output_embeddings().weight)}
+  for tensor in model.parameters():
+    if id(tensor) not in looked_up:
+      share = 1.0
+      if tensor.ndim > 2:
+        share = model.config.num_experts_per_tok / tensor.shape[0]
+      yield tensor, share
+
+
+def read_costs(model: Any) -> dict[str, int]:
+  """Bytes read per forward and per visible slot of the cache."""
+  read = _parameters_read(model)
+  return {
+    'per_forward': round(sum(share * _num_bytes(p) for p, share in read)),
+    'per_slot': model_size(model).cache_per_slot * model.dtype.itemsize,
+  }
+
+
+def model_size(model: Any) -> ModelSize:
+  """The size of a model of transformers."""
+  config, read = model.config, _parameters_read(model)
+  heads = config.num_attention_heads
+  width = getattr(config, 'head_dim', None) or config.hidden_size // heads
+  heads = getattr(config, 'num_key_value_heads', None) or heads
+  weights = sum(share * p.numel() for p, share in read if p.ndim > 1)
+  cache_per_slot = 2 * config.num_hidden_layers * heads * width
+  return ModelSize(round(weights), cache_per_slot)
+
+
+@dataclasses.dataclass
+class Forwards:
+  """A hook that counts the forwards of a model.
+
+  All but the last token of the prompts are prefill, whose positions are not
+  counted.
+  """
+
+  prompt_length: int  # Padded.
+  forwards: int = 0  # Of the batch.
+  positions: int = 0  # Of all rows.
+  slots: int = 0  # Visible slots of the cache, padding included.
+
+  def __call__(self, module, args, kwargs):
+    del module
+    ids = kwargs['input_ids'] if 'input_ids' in kwargs else args[0]
+    # Transformers calls it `cache` from 5.24 on.
+    cache = kwargs.get('cache', kwargs.get('past_key_values'))
+    before = 0 if cache is None else cache.get_seq_length()
+    batch_size, length = ids.shape
+    end = before + length
+    self.forwards += 1
+    self.positions += batch_size * (end - max(self.prompt_length - 1, before))
+    self.slots += batch_size * end
+
+
+def _until_eos(
+  row: Sequence[int], eos_ids: Sequence[int]
+) -> tuple[list[int], str]:
+  """The tokens up to the first EOS, and the finish reason."""
+  for index, token in enumerate(row):
+    if token in eos_ids:
+      return [*row[: index + 1]], 'eos'
+  return [*row], 'length'
+
+
+def as_generation(
+  prompts: Sequence[Sequence[int]],
+  rows: Sequence[Sequence[int]],
+  eos_ids: Sequence[int],
+  counted: Mapping[str, Forwards],
+  costs: Mapping[str, Mapping[str, float]],
+) -> Generation:
+  """What a peer decoded, cut after EOS; see `statistics`."""
+  ended = [_until_eos(row, eos_ids) for row in rows]
+  tokens = [row for row, _ in ended]
+  return Generation(
+    tokens=tokens,
+    origins=[],
+    labels=('target',),
+    log_probs=None,
+    finish_reasons=[reason for _, reason in ended],
+    errors=[None] * len(tokens),
+    stats=statistics(prompts, tokens, counted, costs),
+  )
+
+
+def statistics(
+  prompts: Sequence[Sequence[int]],
+  tokens: Sequence[Sequence[int]],
+  counted: Mapping[str, Forwards],
+  costs: Mapping[str, Mapping[str, float]],
+) -> dict[str, Any]:
+  """The figures of `specdec.statistics.summarize`, as far as known.
+
+  `tokens` are the new ones, including EOS; forwards and costs (`read_costs`)
+  are those of `target` and, if there is a draft, of `draft`.
+  """
+  new_tokens = np.array([len(row) for row in tokens])
+  lengths = np.array([len(prompt) for prompt in prompts])
+  plain = new_tokens * lengths + new_tokens * (new_tokens - 1) // 2
+  slots = {'plain': int(plain.sum())}
+  forwards = {'plain': int(new_tokens.max(initial=0))}
+  for name, hook in counted.items():
+    forwards[name], slots[name] = hook.forwards, hook.slots
+  reads = {
+    name: {'forwards': forwards[name], 'slots': slots[name]} for name in slots
+  }
+  return {
+    'new_tokens': int(new_tokens.sum()),
+    # A row of a batch may end before the others.
+    'target_forwards': int(np.minimum(new_tokens, forwards['target']).sum()),
+    'accepted_histogram': None,
+    'stage_forwards': {n: forwards[n] for n in counted if n != 'target'},
+    'origins': None,
+    'positions': {name: hook.positions for name, hook in counted.items()},
+    'relative_bandwidth': relative_bandwidth(reads, costs),
+    'reads': reads,
+    'costs': costs,
+  }

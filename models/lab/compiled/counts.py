@@ -1,0 +1,352 @@
+"""Kernels, copies and bytes of one round of each loop of a compiled program.
+
+A loop whose trip count the compiler knows is counted as that many times its
+body, as part of what surrounds it. Every other loop is a `Loop` of its own: the
+decode step, and within it the growth round of each stage. Of the branches of a
+conditional, only the one with the most kernels is counted.
+"""
+
+from collections import Counter
+import dataclasses
+import itertools
+import math
+import re
+
+from models.lab.compiled.hlo import Array
+from models.lab.compiled.hlo import Instruction
+from models.lab.compiled.hlo import Program
+
+LARGE_COPY = 64 * 1024
+"""Copies of more bytes than this are listed one by one."""
+
+# Instructions that run nothing.
+_FREE = re.compile(
+  'parameter|constant|tuple|get-tuple-element|bitcast|after-all|add-dependency'
+  '|opt-barrier|partition-id|replica-id|.*-(start|done|update)'
+)
+_FREE_TARGETS = ('ConcatBitcast', 'Sharding', 'AllocateBuffer', 'AssumeGather')
+_HOST_OPCODES = ('infeed', 'outfeed', 'send', 'recv')
+_HOST_TARGETS = ('callback', 'MoveToHost', 'MoveToDevice', 'PipelineForward')
+_HOST_SPACE = 5
+_RELAYOUT = frozenset({'parameter', 'copy', 'transpose', 'bitcast', 'tuple'})
+_VIEWS = ('bitcast', 'get-tuple-element', 'tuple', 'reshape')
+_SLICES = ('slice', 'dynamic-slice', 'gather')
+_LAYER = re.compile(r'/layer_(\d+)(?:/|$)')
+_ALL = float('inf')  # Bytes of a whole array, however large it is.
+_COLLECTIVE = re.compile(
+  '(all-reduce|all-gather|reduce-scatter|all-to-all|ragged-all-to-all'
+  '|collective-permute|collective-broadcast)(-start)?'
+)
+
+
+def axes_of(shape: tuple[int, ...]) -> tuple[int, ...]:
+  """The sizes of an array's axes above 1, whatever their order."""
+  return tuple(sorted(size for size in shape if size > 1))
+
+
+def joined_axes(shape: tuple[int, ...]) -> set[tuple[int, ...]]:
+  """`axes_of`, and the same with any two of the axes as one.
+
+  For the devices that something is gathered from are often an axis of its own.
+  """
+  axes = axes_of(shape)
+  found = {axes}
+  for pair in itertools.combinations(range(len(axes)), 2):
+    rest = (size for axis, size in enumerate(axes) if axis not in pair)
+    found.add(axes_of((*rest, math.prod(axes[axis] for axis in pair))))
+  return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+  """A kind of exchange between devices; a result is what each has after it."""
+
+  opcode: str  # Such as `all-reduce`.
+  arrays: tuple[Array, ...]  # The results.
+  in_layer: bool  # Whether it belongs to a layer of a model.
+
+  @property
+  def num_bytes(self) -> int:
+    """The bytes of the results, without the padding of tiled layouts."""
+    plain = (Array(array.element, array.dims) for array in self.arrays)
+    return sum(array.num_bytes for array in plain)
+
+  def __str__(self) -> str:
+    return f'{self.opcode} {", ".join(map(str, self.arrays))}'
+
+
+@dataclasses.dataclass
+class Loop:
+  """The work of one round of a loop, without the loops within it.
+
+  Kernels are what the device launches, such as fusions, library calls, sorts
+  and copies, except asynchronous copies (`prefetches`). `copies` counts, by
+  shape, those that are larger than `LARGE_COPY` and end in main memory;
+  `collectives` counts the exchanges between devices;
+  `host_transfers` names the instructions that communicate with the host. At
+  each of the `branches` a GPU waits for the host, unless it is part of a
+  command buffer. `loops` are those within it whose trip count is not known.
+  """
+
+  name: str = ''  # `op_name` of the loop; empty outside of loops.
+  kernels: int = 0
+  forward_kernels: int = 0  # Those that belong to a model's forward.
+  layer_kernels: Counter = dataclasses.field(default_factory=Counter)
+  prefetches: int = 0
+  copies: Counter = dataclasses.field(default_factory=Counter)
+  collectives: Counter = dataclasses.field(default_factory=Counter)
+  host_transfers: list[str] = dataclasses.field(default_factory=list)
+  branches: int = 0  # Conditionals and inner loops.
+  bytes: int = 0  # Of main memory, read or written.
+  cycles: int = 0  # As the compiler expects; 0 except on TPUs.
+  loops: list['Loop'] = dataclasses.field(default_factory=list)
+
+  @property
+  def other_kernels(self) -> int:
+    """Kernels outside of forwards: tree bookkeeping, token choice, counters."""
+    return self.kernels - self.forward_kernels
+
+  @property
+  def kernels_per_layer(self) -> float:
+    """Mean over the layers of a forward; 0 if the loop runs no forward."""
+    layers = self.layer_kernels
+    return sum(layers.values()) / len(layers) if layers else 0.0
+
+  @property
+  def collectives_per_layer(self) -> float:
+    """Mean over the layers of a forward; 0 if the loop runs no forward."""
+    number = sum(
+      times for found, times in self.collectives.items() if found.in_layer
+    )
+    return number / max(len(self.layer_kernels), 1)
+
+  def add(self, other: 'Loop', times: int = 1) -> None:
+    """Adds the counts of another loop, so many times, and its inner loops."""
+    for field in dataclasses.fields(self):
+      ours, theirs = getattr(self, field.name), getattr(other, field.name)
+      if isinstance(ours, int):
+        setattr(self, field.name, ours + times * theirs)
+      elif isinstance(ours, Counter):
+        ours.update({key: times * number for key, number in theirs.items()})
+      elif isinstance(ours, list):
+        ours.extend(theirs)
+
+
+def count(program: Program) -> Loop:
+  """Counts of a program outside of its loops, with the loops in `loops`."""
+  return _count_computation(program, program.entry)
+
+
+def _count_computation(program: Program, name: str) -> Loop:
+  total = Loop()
+  for instruction in program.computations[name].values():
+    called = instruction.called
+    if instruction.opcode == 'while':
+      loop = Loop(instruction.op_name)
+      for part in (*called['condition'], *called['body']):
+        loop.add(_count_computation(program, part))
+      total.branches += 1
+      trips = program.trip_count(instruction)
+      if trips is None:
+        total.loops.append(loop)
+      else:
+        total.add(loop, trips)
+    elif instruction.opcode == 'conditional':
+      branches = [
+        _count_computation(program, branch)
+        for attribute, names in called.items()
+        if 'computation' in attribute
+        for branch in names
+      ]
+      total.branches += 1
+      total.add(max(branches, key=lambda branch: branch.kernels))
+    elif instruction.opcode in ('call', 'async-start') and called:
+      for part in next(iter(called.values())):
+        total.add(_count_computation(program, part))
+    else:
+      total.add(_count_instruction(program, name, instruction))
+  return total
+
+
+def _count_instruction(
+  program: Program, computation: str, instruction: Instruction
+) -> Loop:
+  """Counts of an instruction that calls no computation but a fusion."""
+  is_kernel = _is_kernel(instruction)
+  starts = instruction.opcode.endswith('-start')
+  total = Loop(kernels=int(is_kernel), cycles=instruction.cycles)
+  if is_kernel or starts:
+    total.bytes = traffic(program, computation, instruction)
+  if _is_host_transfer(instruction):
+    total.host_transfers.append(instruction.name)
+  if is_kernel and '/forward/' in f'{instruction.op_name}/':
+    total.forward_kernels = 1
+    if layer := _LAYER.search(instruction.op_name):
+      total.layer_kernels[int(layer.group(1))] = 1
+  elif starts:
+    total.prefetches = 1
+  if found := _collective(program, instruction):
+    total.collectives[found] = 1
+  destination = instruction.arrays[:1]
+  if _is_copy(program, instruction) and bytes_of(destination) > LARGE_COPY:
+    total.copies[str(destination[0])] = 1
+  return total
+
+
+def _collective(
+  program: Program, instruction: Instruction
+) -> Collective | None:
+  """The collective that an instruction is, starts, or is fused with."""
+  inner = [instruction]
+  if instruction.opcode == 'fusion':
+    inner = [*program.computations[_fused(instruction)].values()]
+  for one in inner:
+    if kind := _COLLECTIVE.fullmatch(one.opcode):
+      arrays = one.arrays
+      if kind.group(2) and kind.group(1) != 'all-reduce':
+        arrays = arrays[1:2]  # The first is the operand.
+      layer = _LAYER.search(one.op_name) or _LAYER.search(instruction.op_name)
+      return Collective(kind.group(1), arrays, bool(layer))
+  return None
+
+
+def _is_kernel(instruction: Instruction) -> bool:
+  opcode = instruction.opcode
+  if _FREE.fullmatch(opcode):
+    return False
+  if opcode not in ('fusion', 'custom-call', 'copy') and not any(
+    array.dims for array in instruction.arrays
+  ):
+    return False  # The scalar unit of a TPU computes single numbers.
+  return instruction.target not in _FREE_TARGETS
+
+
+def _is_host_transfer(instruction: Instruction) -> bool:
+  opcode = instruction.opcode
+  named = any(name in instruction.target for name in _HOST_TARGETS)
+  spaces = {array.memory_space for array in instruction.arrays}
+  runs = _is_kernel(instruction) or opcode.endswith('-start')
+  moves = runs and _HOST_SPACE in spaces
+  return opcode.removesuffix('-start') in _HOST_OPCODES or named or moves
+
+
+def _is_copy(program: Program, instruction: Instruction) -> bool:
+  if instruction.opcode in ('copy', 'copy-start', 'transpose'):
+    return True
+  if instruction.opcode != 'fusion':
+    return False
+  fused = program.computations[_fused(instruction)].values()
+  opcodes = {inner.opcode for inner in fused}
+  return bool(opcodes & {'copy', 'transpose'}) and opcodes <= _RELAYOUT
+
+
+def _fused(fusion: Instruction) -> str:
+  """Name of the computation of a fusion."""
+  (called,) = fusion.called['calls']
+  return called
+
+
+def bytes_of(arrays: tuple[Array, ...]) -> int:
+  """Size of the arrays that are in main memory; the others count as 0."""
+  return sum(array.num_bytes for array in arrays if array.memory_space == 0)
+
+
+def _size(arrays: tuple[Array, ...]) -> int:
+  """Size in any memory; within a fusion the text does not name the memory."""
+  return sum(array.num_bytes for array in arrays)
+
+
+def traffic(
+  program: Program, computation: str, instruction: Instruction
+) -> int:
+  """Bytes of main memory that an instruction of a computation moves.
+
+  A slice reads, and an update in place writes, only a part of an array, also
+  inside a fusion. All else reads its operands and writes its result. The bytes
+  include the padding of tiled layouts.
+  """
+  opcode = instruction.opcode
+  siblings = program.computations[computation]
+  operands = [siblings[name].arrays for name in instruction.operands]
+  sizes = [bytes_of(arrays) for arrays in operands]
+  result = bytes_of(instruction.arrays)
+  if opcode.endswith('-done'):
+    return 0
+  if opcode.endswith('-start'):
+    # Its result is a tuple: a copy lists destination and source, a slice lists
+    # source and destination.
+    source = operands[0] if operands else ()
+    first = 0 if opcode == 'copy-start' else len(source)
+    moved = instruction.arrays[first : first + 1]
+    return _size(moved) * (bool(bytes_of(source)) + bool(bytes_of(moved)))
+  if opcode in _SLICES:
+    return min(sizes[0], _size(instruction.arrays)) + result
+  if opcode == 'dynamic-update-slice':
+    return 2 * sizes[1]
+  if opcode != 'fusion':
+    return sum(sizes) + result
+  called = _fused(instruction)
+  read = sum(
+    min(size, _read_of_operand(program, called, index))
+    for index, size in enumerate(sizes)
+  )
+  root = program.root(called)
+  names = root.operands if root.opcode == 'tuple' else (root.name,)
+  written = sum(
+    min(_written(program, called, name), array.num_bytes)
+    for array, name in zip(instruction.arrays, names, strict=False)
+    if array.memory_space == 0
+  )
+  return int(read + written)
+
+
+def _read_of_operand(program: Program, fused: str, index: int) -> float:
+  """Bytes of an operand that a fusion reads, or `_ALL`."""
+  for inner in program.computations[fused].values():
+    if inner.opcode == 'parameter' and inner.literal == str(index):
+      return _read(program, fused, inner.name)
+  return _ALL
+
+
+def _read(program: Program, computation: str, name: str) -> float:
+  """Bytes of an instruction's result that a computation reads, or `_ALL`."""
+  total = 0.0
+  for user in program.computations[computation].values():
+    if name not in user.operands:
+      continue
+    only_first = name not in user.operands[1:]
+    if user.opcode in _VIEWS:
+      total += _read(program, computation, user.name)
+    elif user.opcode in _SLICES and only_first:
+      total += _size(user.arrays)
+    elif user.opcode == 'dynamic-update-slice' and only_first:
+      pass  # The update is written in place.
+    elif user.opcode == 'fusion' and _is_view(program, user):
+      total += _read(program, computation, user.name)
+    elif user.opcode == 'fusion':
+      for index, operand in enumerate(user.operands):
+        if operand == name:
+          total += _read_of_operand(program, _fused(user), index)
+    else:
+      return _ALL
+  return total
+
+
+def _is_view(program: Program, fusion: Instruction) -> bool:
+  """Whether it does nothing but give its operand another shape."""
+  inner = program.computations[_fused(fusion)].values()
+  return all(one.opcode in ('parameter', *_VIEWS) for one in inner)
+
+
+def _written(program: Program, computation: str, name: str) -> float:
+  """Bytes of an instruction's result that are written, or `_ALL`."""
+  siblings = program.computations[computation]
+  instruction = siblings[name]
+  if instruction.opcode == 'dynamic-update-slice':
+    return _size(siblings[instruction.operands[1]].arrays)
+  if instruction.opcode == 'fusion':
+    called = _fused(instruction)
+    return _written(program, called, program.root(called).name)
+  if instruction.opcode in ('bitcast', 'reshape'):
+    return _written(program, computation, instruction.operands[0])
+  return _ALL

@@ -1,0 +1,503 @@
+"""The production decode loop, compiled for a device from shapes alone.
+
+The device need not be present. No weights are read or allocated: models are
+their configurations, and all arguments of `specdec.loop.advance` are abstract.
+"""
+
+import dataclasses
+import importlib.util
+import math
+import os
+import pathlib
+import re
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import NamedSharding
+from jax.sharding import SingleDeviceSharding
+import numpy as np
+
+from models.checkpoints import hub
+from models.lab.compiled.counts import axes_of
+from models.lab.cost_model import HARDWARE
+from models.lab.cost_model import MODELS
+from models.nn.adapter import as_model
+from models.nn.adapter import Config
+from models.nn.gpt2 import GPT2Config
+from models.nn.llama import LlamaConfig
+from models.nn.sharding import draft_layout
+from models.nn.sharding import Layout
+from models.nn.sharding import make_layout
+from models.text.drafters import DEMO_TABLE
+from models.text.drafters import make_drafter
+from models.text.pair import Pair
+from models.text.settings import DraftSettings
+import specdec
+from specdec.checks import check_rule
+from specdec.checks import check_sampling
+from specdec.checks import row_keys
+from specdec.draft.drafter import Drafter
+from specdec.draft.ngram import NGram
+from specdec.loop import advance
+from specdec.loop import start
+from specdec.memory import bytes_on_device
+from specdec.model import LanguageModel
+from specdec.ngram.table import load_table
+from specdec.step import DecodeState
+from specdec.watchers import EndOfText
+
+METHODS = ('plain', 'chain', 'tree', 'staged')
+
+LIBTPU = pathlib.Path(__file__).parents[2] / 'build' / 'libtpu'
+"""Folder that scripts/install_libtpu.py installs the TPU compiler into."""
+
+_TPU_ENVIRONMENT = {
+  # Otherwise libtpu asks a metadata server and waits for the answer.
+  'TPU_SKIP_MDS_QUERY': '1',
+  'TPU_ACCELERATOR_TYPE': 'v5litepod-4',
+  'TPU_WORKER_HOSTNAMES': 'localhost',
+  'TPU_WORKER_ID': '0',
+  # Several processes may compile at the same time.
+  'ALLOW_MULTIPLE_LIBTPU_LOAD': 'true',
+  'TPU_MIN_LOG_LEVEL': '3',
+  'TF_CPP_MIN_LOG_LEVEL': '3',
+}
+
+# Counts must depend neither on benchmarks of the compiler on this machine nor
+# on the instruction set of its processor.
+_OPTIONS: dict[str, dict[str, Any]] = {
+  'cuda': {'xla_gpu_autotune_level': 0},
+  # Otherwise the compiler moves the cache of each layer onto the chip, writes
+  # the new entries there and copies all of it back. Programs that run on a TPU
+  # need the option in LIBTPU_INIT_ARGS (docs/accelerators.md).
+  'tpu': {'xla_vf_vmem_max_outstanding_evictions': 0},
+  'cpu': {'xla_cpu_max_isa': 'AVX2'},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+  """A device to compile for, with the rates of its data sheet.
+
+  The description of a GPU is XLA's `GpuTargetConfigProto` as text, that of a
+  TPU the topology: the smallest that the compiler knows, or that of `device`.
+  """
+
+  platform: str  # For JAX: `tpu`, `cuda` or `cpu`.
+  bandwidth: float  # Of the main memory, bytes per second.
+  flops: float  # bfloat16 operations per second, without sparsity.
+  description: str = ''
+  num_gpus: int = 1  # Of one host.
+
+
+def _device(name: str, platform: str, description: str) -> Device:
+  limits = HARDWARE[name]
+  flops = limits.peak('bfloat16')
+  return Device(platform, limits.bytes_per_second, flops, description)
+
+
+def _gpu(key: str, name: str, limits: str) -> Device:
+  """A GPU, by its name in `HARDWARE`, that of its driver, and its own limits.
+
+  To XLA, cores are multiprocessors, and FPUs are float32 units.
+  """
+  description = f"""
+    gpu_device_info {{
+      threads_per_block_limit: 1024 threads_per_warp: 32
+      threads_per_core_limit: 2048
+      block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
+      block_dim_limit_z: 65535
+      thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+      registers_per_core_limit: 65536 registers_per_block_limit: 65536
+      shared_memory_per_block: 49152
+      memory_bandwidth: {HARDWARE[key].bytes_per_second:.0f}
+      device_memory_size: {HARDWARE[key].memory_bytes:.0f}
+      {limits}
+      device_vendor: "NVIDIA Corporation" name: "{name}"
+      driver_version: "12.9.0" runtime_version: "12.9.0"
+      compile_time_toolkit_version: "12.9.0" dnn_version: "9.10.0"
+    }}
+    platform_name: "CUDA"
+    dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+    device_description_str: "{name}"
+  """
+  return _device(key, 'cuda', description)
+
+
+_HOPPER = """
+  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+  l2_cache_size: 52428800
+  shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+"""
+_A100 = """
+  core_count: 108 fpus_per_core: 64 clock_rate_ghz: 1.41
+  l2_cache_size: 41943040
+  shared_memory_per_core: 167936 shared_memory_per_block_optin: 166912
+  cuda_compute_capability { major: 8 feature_extension: NONE }
+"""
+DEVICES = {
+  'h200': _gpu('h200', 'NVIDIA H200', _HOPPER),
+  'h100': _gpu('h100', 'NVIDIA H100 80GB HBM3', _HOPPER),
+  'a100': _gpu('a100', 'NVIDIA A100-SXM4-80GB', _A100),
+  'v5e': _device('v5e', 'tpu', 'v5e:2x2'),
+  'v5p': _device('v5p', 'tpu', 'v5p:2x2x1'),
+  'v6e': _device('v6e', 'tpu', 'v6e:2x2'),
+  # Rough rates of a virtual machine with two cores.
+  'cpu': Device('cpu', bandwidth=28e9, flops=2e12),
+}
+"""The devices that programs can be compiled for, by name."""
+
+
+def device(name: str) -> Device:
+  """A key of `DEVICES`, or several that are connected: `v5e:2x4`, `h100:8`.
+
+  Raises:
+    ValueError: there is no such device.
+  """
+  kind, colon, size = name.partition(':')
+  one = DEVICES.get(kind)
+  if one and not colon:
+    return one
+  if one and one.platform == 'tpu' and re.fullmatch(r'\d+(x\d+){1,2}', size):
+    return dataclasses.replace(one, description=name)
+  if one and one.platform == 'cuda' and re.fullmatch(r'[1-9]\d*', size):
+    return dataclasses.replace(one, num_gpus=int(size))
+  raise ValueError(
+    f'device={name} is not known; choose from {", ".join(DEVICES)}, or give a'
+    ' TPU with a topology, such as v5e:2x4 or v5p:2x2x2, or GPUs of a host,'
+    ' such as h100:8'
+  )
+
+
+def find_libtpu() -> pathlib.Path | None:
+  """Path of the TPU compiler, or None if it is not installed.
+
+  It is that of `TPU_LIBRARY_PATH`, in `LIBTPU` or in the Python environment.
+  """
+  installed = importlib.util.find_spec('libtpu')
+  installed_in = installed.submodule_search_locations if installed else ()
+  folders = (LIBTPU / 'libtpu', *map(pathlib.Path, installed_in or ()))
+  stated = os.environ.get('TPU_LIBRARY_PATH', '')
+  candidates = (pathlib.Path(stated), *(at / 'libtpu.so' for at in folders))
+  return next((path for path in candidates if path.is_file()), None)
+
+
+def _abstract_devices(device: Device) -> list[jax.Device]:
+  """JAX's description of devices, on which nothing can run."""
+  if device.platform == 'cpu':
+    return jax.devices('cpu')
+  if device.platform == 'tpu':
+    library = find_libtpu()
+    if library is None:
+      raise ValueError(
+        'compiling for a TPU needs libtpu, which is not installed; run'
+        ' python scripts/install_libtpu.py'
+      )
+    for name, value in _TPU_ENVIRONMENT.items():
+      os.environ.setdefault(name, value)
+    os.environ['TPU_LIBRARY_PATH'] = str(library)
+    return topologies.get_topology_desc(
+      platform='tpu', topology_name=device.description
+    ).devices
+  try:
+    return topologies.get_topology_desc(
+      platform='cuda',
+      topology=f'1x1x{device.num_gpus}',
+      target_config=device.description,
+    ).devices
+  except (NotImplementedError, RuntimeError, KeyError) as error:
+    raise ValueError(
+      'compiling for a GPU needs the CUDA plugin of the same version as JAX;'
+      f' run pip install "jax[cuda12]=={jax.__version__}" (5 GB; no GPU is'
+      f' needed): {error}'
+    ) from error
+
+
+def _gpt2(width: int, num_layers: int, num_heads: int) -> GPT2Config:
+  return GPT2Config(
+    vocab_size=50257,
+    num_positions=1024,
+    width=width,
+    num_layers=num_layers,
+    num_heads=num_heads,
+  )
+
+
+def _llama_2(name: str) -> LlamaConfig:
+  sizes = MODELS[name]
+  return LlamaConfig(
+    vocab_size=sizes.vocab_size,
+    num_positions=4096,
+    width=sizes.width,
+    num_layers=sizes.num_layers,
+    num_heads=sizes.num_heads,
+    num_kv_heads=sizes.num_kv_heads,
+    head_width=sizes.head_width,
+    inner_width=sizes.mlp_width,
+  )
+
+
+SHAPES: dict[str, Config] = {
+  'gpt2-large': _gpt2(1280, 36, 20),
+  'gpt2-xl': _gpt2(1600, 48, 25),
+  'draft-40m': _gpt2(512, 8, 8),
+  'llama-2-70b': _llama_2('llama-2-70b'),
+  'tinyllama-1.1b': _llama_2('tinyllama-1.1b'),
+}
+"""Models without weights, by name.
+
+`draft-40m` stands for the draft of the paper: 25 million parameters in layers,
+and 26 million in the embedding of 50,257 tokens.
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload:
+  """The models and the sizes of a decode.
+
+  A model is a key of `SHAPES` or a name that `hub.locate` takes, of which only
+  the config.json is read. The draft gets the vocabulary size of the target, and
+  the n-gram has the shape of the embedded n-gram.
+  """
+
+  target: str = 'demo'
+  num_layers: int | None = None  # Of the target, at most; None for all.
+  draft: str = 'demo'
+  draft_mesh: str = 'auto'  # See `models.nn.sharding.draft_layout`.
+  dtype: str = 'bfloat16'  # Of weights and cache, a float.
+  batch_size: int = 1
+  prompt_tokens: int = 256  # Slots for the prompt.
+  max_new_tokens: int = 192  # Slots for the new tokens.
+  drafting: DraftSettings = dataclasses.field(default_factory=DraftSettings)
+  sampling: specdec.Sampling = specdec.Sampling()
+  verify: str = 'match'
+  children: str | None = None  # See `specdec.checks.check_rule`.
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+  """The least work of a device in a forward; all 0 if no model runs.
+
+  What is divided is divided evenly among all devices.
+  """
+
+  bytes: int = 0  # The weights once, and the full cache once.
+  flops: int = 0  # Two operations per weight and position.
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+  """A decode loop that was compiled for a device, or for several.
+
+  `held` are the bytes of weights and caches that a device has, and the least
+  that it could: all of what every device has, and its part of the rest.
+  """
+
+  text: str  # The optimised program, which each device runs.
+  temporary_bytes: int  # Memory that it needs besides its arguments.
+  held: tuple[int, float]
+  #: The sizes of the axes of whole weights and caches that are divided.
+  divided: frozenset[tuple[int, ...]]
+  work: dict[str, Work]  # Of a forward of `target` and of each stage, by name.
+
+
+def config_of(name: str, vocab_size: int | None = None) -> Config:
+  """The configuration of a model, with another vocabulary size if given.
+
+  Raises:
+    ValueError: there is no such model.
+  """
+  config = SHAPES[name] if name in SHAPES else hub.config_of(name)
+  return dataclasses.replace(config, vocab_size=vocab_size or config.vocab_size)
+
+
+def _model(
+  config: Config, dtype: str, layout: Layout = Layout()
+) -> LanguageModel:
+  """A model whose weights are shapes."""
+  return as_model(hub.shape_module(config, jnp.dtype(dtype), layout), layout)
+
+
+def _target(workload: Workload, layout: Layout) -> LanguageModel:
+  config = config_of(workload.target)
+  layers = min(config.num_layers, workload.num_layers or config.num_layers)
+  config = dataclasses.replace(config, num_layers=layers)
+  return _model(config, workload.dtype, layout)
+
+
+def _drafter(
+  method: str, workload: Workload, target: LanguageModel, layout: Layout
+) -> Drafter:
+  if method == 'plain':
+    return specdec.PLAIN
+  vocab_size = target.spec.vocab_size
+  config = config_of(hub.draft_name(workload.draft), vocab_size)
+  layer_bytes = hub.layer_bytes(config, workload.dtype)
+  own_layout = draft_layout(layout, workload.draft_mesh, layer_bytes)
+  draft = _model(config, workload.dtype, own_layout)
+  # The tokenizer is not used, because no text is encoded.
+  pair = Pair(target, draft, None, (), layout)  # type: ignore[arg-type]
+  settings = dataclasses.replace(workload.drafting, inner='lookup')
+  drafter = make_drafter(method, pair, settings)
+  if method != 'staged':
+    return drafter
+  table = jax.eval_shape(lambda: load_table(DEMO_TABLE)[0])
+  ngram = NGram(table.replace(vocab_size=vocab_size))
+  *outer, inner = drafter.stages
+  scorer = inner.scorer.replace(proposers=(*inner.scorer.proposers, ngram))
+  return drafter.replace(stages=(*outer, inner.replace(scorer=scorer)))
+
+
+def _request(workload: Workload, vocab_size: int) -> specdec.Request:
+  rows = workload.batch_size
+  return jax.eval_shape(
+    lambda: specdec.Request(
+      prompt=jnp.zeros((rows, workload.prompt_tokens), jnp.int32),
+      prompt_length=jnp.ones(rows, jnp.int32),
+      limit=jnp.ones(rows, jnp.int32),
+      row_keys=row_keys(jax.random.key(0), rows),
+      sampling=check_sampling(workload.sampling, rows, vocab_size),
+      watchers=(EndOfText(jnp.zeros((1, 1), jnp.int32)),),
+    )
+  )
+
+
+def _work(model: LanguageModel, cache: specdec.KVCache, positions: int) -> Work:
+  spec = model.spec
+  rows = cache.length.shape[0]
+  row_shards = spec.row_shards if rows % spec.row_shards == 0 else 1
+  rows //= row_shards
+  leaves = jax.tree.leaves(model.params)
+  itemsize = min(leaf.dtype.itemsize for leaf in leaves)
+  whole = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+  share = sum(map(bytes_on_device, leaves)) / whole
+  weight_bytes = round(spec.weight_bytes * share)
+  per_slot = spec.cache_bytes_per_slot // spec.slot_shards
+  return Work(
+    bytes=weight_bytes + rows * cache.num_slots * per_slot,
+    flops=2 * rows * positions * weight_bytes // itemsize,
+  )
+
+
+def _works(
+  target: LanguageModel, drafter: Drafter, state: DecodeState
+) -> dict[str, Work]:
+  """The work of the target and of each stage, by name."""
+  num_nodes = drafter.shape.num_nodes
+  works = {'target': _work(target, state.target.cache, num_nodes)}
+  for stage, carried in zip(drafter.stages, state.stages, strict=True):
+    works[stage.name] = Work()
+    if isinstance(stage.scorer, specdec.LanguageModelScorer):
+      cache, width = carried.scorer.cache, stage.config.width
+      works[stage.name] = _work(stage.scorer.model, cache, width)
+  return works
+
+
+def _placed(
+  target: LanguageModel, tree: Any, devices: list[jax.Device], platform: str
+) -> Any:
+  """Shapes with the shardings that `ModelSpec.place` gives them."""
+  if len(devices) == 1:
+    one = SingleDeviceSharding(devices[0])
+    shardings = jax.tree.map(lambda _: one, tree)
+  else:
+    lowered = jax.jit(target.spec.place).trace(tree)
+    compiled = lowered.lower(lowering_platforms=(platform,)).compile()
+    shardings = compiled.output_shardings
+  return jax.tree.map(_with_sharding, tree, shardings)
+
+
+def _with_sharding(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _bytes(leaf: jax.ShapeDtypeStruct) -> int:
+  return leaf.size * leaf.dtype.itemsize
+
+
+def _layout(
+  devices: list[jax.Device], mesh: dict[str, int] | None, name: str
+) -> Layout:
+  if mesh is None:
+    return Layout()
+  if math.prod(mesh.values()) != len(devices):
+    sizes = ','.join(f'{axis}:{size}' for axis, size in mesh.items())
+    raise ValueError(
+      f'mesh={sizes} is for {math.prod(mesh.values())} devices, but {name} has'
+      f' {len(devices)}; give as many devices, such as v5e:2x4 or h100:8'
+    )
+  grid = np.array(devices).reshape([*mesh.values()])
+  return make_layout(Mesh(grid, [*mesh]))
+
+
+def compile_program(
+  method: str,
+  workload: Workload,
+  device: Device,
+  mesh: dict[str, int] | None = None,
+) -> Compiled:
+  """Compiles the decode loop of a method, one of `METHODS`.
+
+  Args:
+    method: how to decode.
+    workload: what to decode.
+    device: the device, with a topology for several.
+    mesh: the sizes of the axes of a mesh of all devices; None for one device.
+
+  Raises:
+    ValueError: the method or a model is not known, the compiler is not
+      installed, the mesh is not for so many devices, or the rule is not for
+      the method.
+  """
+  if method not in METHODS:
+    raise ValueError(f'method {method!r} is not known; choose from {METHODS}')
+  devices = _abstract_devices(device)
+  layout = _layout(devices, mesh, device.description or device.platform)
+  devices = devices if mesh else devices[:1]
+  target = _target(workload, layout)
+  drafter = _drafter(method, workload, target, layout)
+  request = _request(workload, target.spec.vocab_size)
+  config = specdec.DecodeConfig(
+    max_new_tokens=workload.max_new_tokens,
+    rule=check_rule(
+      workload.verify, workload.children if drafter.stages else None, drafter
+    ),
+  )
+  state = jax.eval_shape(
+    lambda *args: start(*args, config=config), target, drafter, request
+  )
+  count = jax.ShapeDtypeStruct((), jnp.int32)  # Of steps, and of rows.
+  everywhere = layout.everywhere or SingleDeviceSharding(devices[0])
+  target, drafter, request, count = jax.tree.map(
+    # Weights of several devices have theirs.
+    lambda leaf: _with_sharding(
+      leaf,
+      leaf.sharding if isinstance(leaf.sharding, NamedSharding) else everywhere,
+    ),
+    (target, drafter, request, count),
+  )
+  state = _placed(target, state, devices, device.platform)
+  compiled = (
+    advance.trace(target, drafter, request, state, count, count, config=config)
+    .lower(lowering_platforms=(device.platform,))
+    .compile(compiler_options=_OPTIONS[device.platform])
+  )
+  is_cache = lambda leaf: isinstance(leaf, specdec.KVCache)
+  caches = filter(is_cache, jax.tree.leaves(state, is_leaf=is_cache))
+  held = jax.tree.leaves((target.params, drafter, *caches))
+  divided = [leaf for leaf in held if bytes_on_device(leaf) < _bytes(leaf)]
+  return Compiled(
+    text=compiled.as_text(),
+    temporary_bytes=compiled.memory_analysis().temp_size_in_bytes,
+    held=(
+      sum(map(bytes_on_device, held)),
+      sum(map(_bytes, held))
+      - (1 - 1 / len(devices)) * sum(map(_bytes, divided)),
+    ),
+    divided=frozenset(axes_of(leaf.shape) for leaf in divided),
+    work=_works(target, drafter, state),
+  )

@@ -1,0 +1,36 @@
+"""Predicted cost of decoding from the sizes of models and machines alone.
+
+`ModelShape` and `Hardware` (presets: `MODELS`, `HARDWARE`) give the FLOP, bytes
+and seconds of a forward. `predict` gives the speed of a `SpeculativeStep` on a
+`Deployment`, and `claims` has tables of predictions.
+"""
+
+from models.lab.cost_model.forward import forward_cost
+from models.lab.cost_model.forward import ForwardCost
+from models.lab.cost_model.forward import Hardware
+from models.lab.cost_model.forward import ModelShape
+from models.lab.cost_model.presets import HARDWARE
+from models.lab.cost_model.presets import MODELS
+from models.lab.cost_model.speculation import best_tree
+from models.lab.cost_model.speculation import break_even_batch_size
+from models.lab.cost_model.speculation import Deployment
+from models.lab.cost_model.speculation import predict
+from models.lab.cost_model.speculation import Prediction
+from models.lab.cost_model.speculation import SpeculativeStep
+from models.lab.cost_model.speculation import tree_step
+
+__all__ = (
+  'HARDWARE',
+  'MODELS',
+  'Deployment',
+  'ForwardCost',
+  'Hardware',
+  'ModelShape',
+  'Prediction',
+  'SpeculativeStep',
+  'best_tree',
+  'break_even_batch_size',
+  'forward_cost',
+  'predict',
+  'tree_step',
+)

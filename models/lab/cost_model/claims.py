@@ -1,0 +1,291 @@
+"""Claims about speculative decoding as tables of predictions.
+
+A table is a list of rows, which map names of columns to values. A speedup is
+missing (None) where weights and caches exceed the memory. The tables are
+discussed in docs/cost_model.md.
+"""
+
+import dataclasses
+import itertools
+from typing import Any
+
+from models.lab.cost_model.forward import forward_cost
+from models.lab.cost_model.forward import ModelShape
+from models.lab.cost_model.presets import HARDWARE
+from models.lab.cost_model.presets import MODELS
+from models.lab.cost_model.speculation import best_tree
+from models.lab.cost_model.speculation import break_even_batch_size
+from models.lab.cost_model.speculation import Deployment
+from models.lab.cost_model.speculation import predict
+from models.lab.cost_model.speculation import SpeculativeStep
+from models.lab.cost_model.speculation import tree_step
+from specdec.tree.topology import chain
+
+Tables = dict[str, list[dict[str, Any]]]
+
+_BATCH_SIZES = tuple(2**power for power in range(9))
+_CONTEXTS = tuple(2**power for power in range(9, 18))
+_PLAIN = SpeculativeStep()
+
+# Spector and Ré 2023, arXiv 2308.04623: mode, method, relative bandwidth (table
+# 1) and tokens per second (table 2).
+PAPER = Deployment(
+  target=MODELS['gpt2-large'],
+  draft=MODELS['draft-40m'],
+  hardware=HARDWARE['rtx-4090'],
+)
+_PUBLISHED = (
+  ('greedy', 'chain', 0.31, 350),
+  ('greedy', 'staged', 0.23, 475),
+  ('top-k 50', 'chain', 0.48, 219),
+  ('top-k 50', 'staged', 0.35, 298),
+)
+_PLAIN_RATE = 150
+_PYTHON_SHARE = 0.35  # of their time
+
+
+def _step(
+  nodes: float, tokens: float, forwards: float, width: float
+) -> SpeculativeStep:
+  return SpeculativeStep(
+    num_nodes=nodes, tokens=tokens, draft_forwards=forwards, draft_width=width
+  )
+
+
+# Counted with the embedded pair on 40 HumanEval prompts (demo_counts_*.json in
+# results/amd-epyc-zen4-2-cores): mode, method; nodes, tokens, draft forwards
+# and draft width per step; relative bandwidth at the sizes of the paper.
+_COUNTED = (
+  ('greedy', 'plain', _PLAIN, 1.0),
+  ('greedy', 'chain', _step(5, 3.318, 4.0, 1), 0.365),
+  ('greedy', 'tree', _step(63.6, 4.441, 3.788, 16), 0.272),
+  ('greedy', 'staged', _step(64, 6.827, 1.825, 16), 0.162),
+  ('top-k 50', 'chain', _step(5, 1.934, 4.0, 1), 0.627),
+  ('top-k 50', 'tree', _step(64, 3.187, 4.0, 16), 0.383),
+  ('top-k 50', 'staged', _step(64, 3.255, 2.866, 16), 0.356),
+)
+_COUNTED_CONTEXT = 207  # mean cache slots visible to a plain forward
+
+
+def options(
+  shape: ModelShape, *, num_tokens: int = 10, contexts=(2048, 131072)
+) -> Tables:
+  """Option 1, one query verifying n tokens; option 2, n queries of one token.
+
+  `break_even`: how many of the n tokens option 1 must emit to move as few bytes
+  per token as option 2; `contexts_for`: the contexts where option 2 moves 1.5
+  and 2 times the bytes.
+  """
+  rows, break_even = [], []
+  for context in contexts:
+    first = forward_cost(shape, num_tokens=num_tokens, context=context)
+    second = forward_cost(shape, batch_size=num_tokens, context=context)
+    for name in ('weight', 'activation', 'cache_read', 'cache_write', 'all'):
+      field = 'num_bytes' if name == 'all' else f'{name}_bytes'
+      gb = [getattr(cost, field) / 1e9 for cost in (first, second)]
+      row = {'context': context, 'GB': name, 'option 1': gb[0]}
+      rows.append(row | {'option 2': gb[1], 'ratio': gb[1] / gb[0]})
+    emitted = num_tokens * first.num_bytes / second.num_bytes
+    break_even.append({'context': context, 'emitted tokens': emitted})
+  # With F bytes of other traffic and s of one cache, (F + n s) / (F + s) = r.
+  other = forward_cost(shape, num_tokens=num_tokens).num_bytes
+  context_for = lambda r: (
+    other * (r - 1) / ((num_tokens - r) * shape.kv_bytes_per_token)
+  )
+  contexts_for = [{'ratio': r, 'context': context_for(r)} for r in (1.5, 2.0)]
+  return {'bytes': rows, 'break_even': break_even, 'contexts_for': contexts_for}
+
+
+def _speedups(columns, **sizes) -> dict[str, float | None]:
+  return {
+    name: predict(deployment, step, **sizes).speedup
+    if deployment.fits(**sizes)
+    else None
+    for name, (deployment, step) in columns.items()
+  }
+
+
+def by_batch_size(
+  deployment: Deployment, acceptance: float, *, context: int
+) -> Tables:
+  """Speedup, break-even and best length of chains by batch size.
+
+  `rates` compares plain decoding with the chain of the best draft length.
+  """
+  steps = {n: tree_step(chain(n), [acceptance]) for n in (1, 2, 4, 8)}
+  columns = {f'{n} drafted': (deployment, step) for n, step in steps.items()}
+  speedup, rates = [], []
+  for batch_size in _BATCH_SIZES:
+    sizes = {'batch_size': batch_size, 'context': context}
+    speedup.append({'batch size': batch_size} | _speedups(columns, **sizes))
+    best = best_tree(
+      deployment, [acceptance], num_nodes=17, max_depth=16, **sizes
+    )
+    step = tree_step(best, [acceptance]) if best else _PLAIN
+    plain, fastest = (predict(deployment, s, **sizes) for s in (_PLAIN, step))
+    row = {
+      'batch size': batch_size,
+      'plain ms per token': 1e3 * plain.latency,
+      'plain tokens/s': plain.throughput,
+      'best draft length': int(step.num_nodes) - 1,
+      'ms per token': 1e3 * fastest.latency,
+      'tokens/s': fastest.throughput,
+    }
+    rates.append(row)
+  end_of = lambda step: break_even_batch_size(deployment, step, context=context)
+  break_even = [
+    {'drafted': n, 'break-even batch size': end_of(step)}
+    for n, step in steps.items()
+  ]
+  return {'speedup': speedup, 'break_even': break_even, 'rates': rates}
+
+
+def by_context(deployment: Deployment, acceptance: float) -> Tables:
+  """Speedup of a chain of 4 by context, with the draft and a free draft."""
+  step = tree_step(chain(4), [acceptance])
+  draft = deployment.draft.name if deployment.draft else 'free draft'
+  free = dataclasses.replace(deployment, draft=None)
+  columns = {draft: (deployment, step), 'free draft': (free, step)}
+  rows = lambda size: [
+    {'context': context} | _speedups(columns, batch_size=size, context=context)
+    for context in _CONTEXTS
+  ]
+  return {f'batch_size_{size}': rows(size) for size in (1, 32, 128)}
+
+
+def by_experts(
+  deployment: Deployment, acceptance: float, *, context: int
+) -> Tables:
+  """A chain of 4 from a free draft, for mixtures and their dense baselines."""
+  step = tree_step(chain(4), [acceptance])
+  rows, columns = [], {}
+  for shape in (MODELS['mixtral-8x7b'], MODELS['qwen3-30b-a3b']):
+    speeds = []
+    for target in (shape, shape.dense_baseline()):
+      free = dataclasses.replace(deployment, target=target, draft=None)
+      columns[target.name] = free, step
+      speeds.append(predict(free, step, context=context).speedup)
+    row = {
+      'target': shape.name,
+      'experts': shape.num_experts,
+      'used by 1 token': shape.expected_experts(1),
+      'by 5': shape.expected_experts(step.num_nodes),
+      'cost of 5 tokens': step.tokens / speeds[0],
+      'dense cost': step.tokens / speeds[1],
+      'speedup': speeds[0],
+      'dense speedup': speeds[1],
+    }
+    rows.append(row)
+  speedup = [
+    {'batch size': size} | _speedups(columns, batch_size=size, context=context)
+    for size in _BATCH_SIZES
+  ]
+  return {'batch_size_1': rows, 'speedup': speedup}
+
+
+def paper() -> Tables:
+  """Both tables of the paper, and predictions at its sizes.
+
+  `published` compares the published speedup with that of the bytes alone;
+  `counted` has predictions from the counts of the embedded pair; `plain` has
+  tokens per second of plain decoding.
+  """
+  published = [
+    {
+      'mode': mode,
+      'method': method,
+      'relative bandwidth': bandwidth,
+      'speedup by bytes': 1 / bandwidth,
+      'less Python': (1 - _PYTHON_SHARE) / bandwidth,
+      'published speedup': rate / _PLAIN_RATE,
+      'published / by bytes': rate / _PLAIN_RATE * bandwidth,
+    }
+    for mode, method, bandwidth, rate in _PUBLISHED
+  ]
+  counted = []
+  for mode, method, step, bandwidth in _COUNTED:
+    found = predict(PAPER, step, context=_COUNTED_CONTEXT)
+    row = {
+      'mode': mode,
+      'method': method,
+      'block efficiency': step.tokens,
+      'draft forwards per token': step.draft_forwards / step.tokens,
+      'counted relative bandwidth': bandwidth,
+      'relative bandwidth': found.relative_bandwidth,
+      'FLOP per byte': found.arithmetic_intensity,
+      'TFLOP/s': found.flops / found.seconds / 1e12,
+      'tokens/s': found.throughput,
+      'speedup': found.speedup,
+    }
+    counted.append(row)
+  rate = predict(PAPER, _PLAIN, context=_COUNTED_CONTEXT).throughput
+  plain = {'published': _PLAIN_RATE, '16 bits': rate, '32 bits': rate / 2}
+  return {'published': published, 'counted': counted, 'plain': [plain]}
+
+
+def by_devices(*, context: int, devices: int) -> Tables:
+  """A dense target and a mixture on one device and on several.
+
+  They need not have the memory. The draft is TinyLlama 1.1B, a step has the
+  greedy counts of `paper`.
+  `communication` is that of the target's forwards, per token; `free draft` is
+  the speedup of the same tree if drafting costs nothing.
+  """
+  return {
+    name.replace('-', '_'): _of_devices(MODELS[name], context, devices)
+    for name in ('llama-2-70b', 'mixtral-8x7b')
+  }
+
+
+def _of_devices(
+  target: ModelShape, context: int, devices: int
+) -> list[dict[str, Any]]:
+  draft = MODELS['tinyllama-1.1b']
+  steps = {method: step for _, method, step, _ in _COUNTED[:4]}  # Greedy.
+  rows = []
+  for name, batch_size, number in itertools.product(
+    ('v5e', 'v5p', 'v6e', 'h100'), (1, 16), sorted({1, devices})
+  ):
+    hardware = HARDWARE[name].times(number)
+    sizes = {'batch_size': batch_size, 'context': context}
+    plain = forward_cost(target, **sizes)
+    row = {
+      'machine': hardware.name,
+      'batch size': batch_size,
+      'plain ms per token': 1e3 * plain.seconds(hardware),
+      'communication ms': 1e3 * plain.communication_seconds(hardware),
+    }
+    for method in ('chain', 'staged'):
+      found = {
+        title: predict(
+          Deployment(target=target, draft=model, hardware=hardware),
+          steps[method],
+          **sizes,
+        )
+        for title, model in (('draft', draft), ('free draft', None))
+      }
+      step = steps[method]
+      verify = forward_cost(target, num_tokens=step.num_nodes, **sizes)
+      communication = verify.communication_seconds(hardware) / step.tokens
+      row |= {
+        f'{method} ms per token': 1e3 * found['draft'].latency,
+        f'{method} communication ms': 1e3 * communication,
+        f'{method} speedup': found['draft'].speedup,
+        f'{method}, free draft': found['free draft'].speedup,
+      }
+    rows.append(row)
+  return rows
+
+
+def roofline() -> Tables:
+  """The greedy counts of `paper` under the roofline of its machine."""
+  columns = ('method', 'FLOP per byte', 'TFLOP/s', 'tokens/s', 'speedup')
+  rows = [row for row in paper()['counted'] if row['mode'] == 'greedy']
+  points = [{name: row[name] for name in columns} for row in rows]
+  hardware, dtype = PAPER.hardware, PAPER.target.dtype
+  limits = {
+    'GB/s': hardware.bytes_per_second / 1e9,
+    'TFLOP/s': hardware.peak(dtype) / 1e12,
+    'ridge, FLOP per byte': hardware.ridge(dtype),
+  }
+  return {'points': points, 'limits': [limits]}

@@ -1,0 +1,205 @@
+"""Costs of decoding: the measured V(N), and the speed predicted from it.
+
+V(N) is the time of one target forward over N tree nodes of each row. With the
+counts and the time of a replay (`models.lab.study.replay`), which contains
+drafting, the loop and the host, it predicts the time of a decode:
+
+    replay seconds + prompts * prompt seconds + steps * V(N)
+
+The models were timed apart, so the prediction leaves out that they evict each
+other from the caches of the processor: it is a lower bound.
+"""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+import functools
+import math
+import time
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+
+from specdec.model import LanguageModel
+from specdec.model import prefill
+from specdec.sampling import best_token
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepCosts:
+  """Seconds of target forwards, at one batch size, dtype and context length.
+
+  Raises:
+    ValueError: V(1), plain decoding, is missing.
+  """
+
+  prompt: float  # Of reading a batch of prompts.
+  verification: Mapping[int, float]  # V by N.
+
+  def __post_init__(self):
+    if 1 not in self.verification:
+      raise ValueError(
+        'verification must include the seconds of 1 node, got those of'
+        f' {sorted(self.verification)}'
+      )
+
+  def of_nodes(self, num_nodes: int) -> float:
+    """V(N) in seconds, interpolated; ValueError beyond the measured N."""
+    sizes = sorted(self.verification)
+    if not 1 <= num_nodes <= sizes[-1]:
+      raise ValueError(
+        f'num_nodes must be 1 to {sizes[-1]}, for which V was measured, got'
+        f' {num_nodes}'
+      )
+    values = [self.verification[size] for size in sizes]
+    return float(np.interp(num_nodes, sizes, values))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trial:
+  """Counts and time of a replay of sample texts with one drafter."""
+
+  num_nodes: int  # N of the trees; 1 for plain decoding.
+  tokens: int  # Emitted tokens of all rows.
+  forwards: int  # Target forwards, summed over the rows that were not done.
+  steps: int  # Batched target forwards.
+  prompts: int  # Batches that were decoded.
+  seconds: float  # Wall time of the replay.
+
+  @property
+  def block_efficiency(self) -> float:
+    """Tokens per target forward."""
+    return self.tokens / max(self.forwards, 1)
+
+  @property
+  def drafting_seconds(self) -> float:
+    """Seconds per step of everything but the target."""
+    return self.seconds / max(self.steps, 1)
+
+  def step_seconds(self, costs: StepCosts) -> float:
+    """Predicted seconds of one step."""
+    return self.drafting_seconds + costs.of_nodes(self.num_nodes)
+
+  def tokens_per_second(self, costs: StepCosts) -> float:
+    """Predicted tokens per second, all rows together."""
+    verification = self.steps * costs.of_nodes(self.num_nodes)
+    seconds = self.seconds + self.prompts * costs.prompt + verification
+    return self.tokens / seconds
+
+
+_read_prompts = jax.jit(prefill, static_argnames=('num_slots', 'window_size'))
+
+
+@functools.partial(
+  jax.jit, static_argnames='num_nodes', donate_argnames='cache'
+)
+def _verify(target: LanguageModel, text, cache, num_steps, *, num_nodes: int):
+  """Some forwards over a root and its children, tokens of the text `[B, T]`."""
+  nodes = jnp.arange(num_nodes)
+  sees = (nodes[:, None] == nodes[None]) | (nodes[None] == 0)
+  sees = jnp.broadcast_to(sees[None], (len(text), num_nodes, num_nodes))
+  mask = cache.ops.mask(cache.length, sees, cache.num_slots)
+  positions = cache.length[:, None] + jnp.minimum(nodes, 1)[None]
+
+  def forward(step, carry):
+    cache, chosen = carry
+    # Other tokens in each step, or XLA would move work out of the loop.
+    first = jnp.maximum(cache.length[0] - num_nodes - step, 0)
+    tokens = lax.dynamic_slice_in_dim(text, first, num_nodes, axis=1)
+    logits, cache = target.apply(tokens, positions, mask, cache)
+    return cache, chosen + best_token(logits)
+
+  chosen = jnp.zeros((len(text), num_nodes), jnp.int32)
+  return lax.fori_loop(0, num_steps, forward, (cache, chosen))
+
+
+def _median_seconds(
+  verify: Callable[[int], float],
+  sizes: Sequence[int],
+  repeats: int,
+  most_tokens: float,
+  is_late: Callable[[], bool],
+) -> dict[int, float]:
+  """Medians of the seconds by N; see `measure_step_costs`."""
+  measured: dict[int, list[float]] = {}
+  for size in sizes:
+    if len(measured) >= 2 and is_late():
+      break
+    verify(size)  # compiles
+    first = verify(size)
+    if len(measured) >= 2 and first > most_tokens * measured[sizes[0]][0]:
+      break
+    measured[size] = [first]
+  repeated: dict[int, list[float]] = {size: [] for size in measured}
+  for _ in range(repeats):  # interleaved, because machines drift
+    for size, seconds in repeated.items():
+      seconds.append(verify(size))
+    if is_late():
+      break
+  return {size: float(np.median(seconds)) for size, seconds in repeated.items()}
+
+
+def measure_step_costs(
+  target: LanguageModel,
+  texts: Sequence[Sequence[int]],
+  *,
+  prompt_slots: int,
+  max_new_tokens: int,
+  context: int,
+  node_counts: Sequence[int],
+  num_steps: int = 8,
+  repeats: int = 5,
+  most_tokens: float = math.inf,
+  is_late: Callable[[], bool] = lambda: False,
+) -> StepCosts:
+  """Times target forwards over different tokens; medians of repeats.
+
+  Args:
+    target: the target model.
+    texts: tokens like those to be decoded, for each row; repeated if short.
+    prompt_slots: P, the padded length of the prompts.
+    max_new_tokens: room for new tokens, as padded by `specdec.generate`.
+    context: tokens in the cache during verification.
+    node_counts: the N to measure; 1 is added.
+    num_steps: forwards per measurement.
+    repeats: of each measurement.
+    most_tokens: after two N, those slower than so many plain forwards are left
+      out.
+    is_late: once it returns true, further N after two, and further repeats, are
+      left out.
+
+  Raises:
+    ValueError: a text is empty, or the context does not fit into the slots.
+  """
+  num_slots = prompt_slots + max_new_tokens
+  if not texts or not all(texts):
+    raise ValueError('texts must have at least one token in every row')
+  if not 1 < context <= num_slots:
+    raise ValueError(f'context must be 2 to {num_slots} tokens, got {context}')
+  sizes = sorted({1, *node_counts})
+  resize = lambda row: np.resize(np.int32(row), num_slots + sizes[-1])
+  text = jnp.asarray(np.stack(list(map(resize, texts))))
+  full = jnp.full(len(texts), context, jnp.int32)
+  slots = {'num_slots': num_slots, 'window_size': sizes[-1]}
+  read = lambda: jax.block_until_ready(
+    _read_prompts(target, text[:, :prompt_slots], full, **slots)
+  )
+  cache = read().cache  # compiles
+  begin = time.perf_counter()
+  read()
+  prompt = time.perf_counter() - begin
+
+  # Slots between prompts and context are zero, which take as long to read.
+  def verify(num_nodes: int) -> float:
+    nonlocal cache  # It is donated, its length included.
+    cache = cache.replace(length=jnp.copy(full))
+    begin = time.perf_counter()
+    cache, chosen = _verify(target, text, cache, num_steps, num_nodes=num_nodes)
+    jax.block_until_ready(chosen)
+    return (time.perf_counter() - begin) / num_steps
+
+  seconds = _median_seconds(verify, sizes, repeats, most_tokens, is_late)
+  return StepCosts(prompt=prompt, verification=seconds)

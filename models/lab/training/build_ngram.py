@@ -1,0 +1,242 @@
+"""From a draft and a corpus to an n-gram table, for `scripts/build_ngram.py`.
+
+A drafter for the draft should predict what the draft predicts, so the n-grams
+are counted in text sampled from the draft, at a high temperature, which shows
+more of its probable alternatives (Spector and Ré 2023, arXiv 2308.04623,
+section 3.2: a trigram model of 120 million tokens sampled at temperature 1.5).
+"""
+
+import dataclasses
+import functools
+import pathlib
+
+import jax
+import numpy as np
+import tqdm
+
+from models.checkpoints import hub
+from models.lab.training.corpus import Corpus
+from models.lab.training.run_record import save_whole
+from models.lab.training.run_record import write_once
+from models.text.pair import find_checkpoints
+from models.text.pair import load_pair
+from models.text.pair import Pair
+from models.text.pair import vocabulary_digest
+from models.text.plan import model_digest
+import specdec
+from specdec.ngram.counting import count_ngrams
+from specdec.ngram.katz import build_table
+from specdec.ngram.katz import estimate
+from specdec.ngram.table import save_table
+
+_MAX_ORDER = 5
+_TEXTS_PER_SHARD = 256
+
+
+def _check_at_least(low: int, **flags: int | None) -> None:
+  for flag, value in flags.items():
+    if value is not None and value < low:
+      raise ValueError(f'--{flag} must be at least {low}, got {value}')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Samples:
+  """What to sample from the draft: whole shards of 256 texts.
+
+  The compile time grows with the batch size, so a CPU prefers small batches.
+  """
+
+  num_tokens: int  # Rounded up to whole shards; 0 samples nothing.
+  length: int = 256  # Tokens per text.
+  batch_size: int = 16  # Texts sampled at once, a divisor of 256.
+  temperature: float = 1.5
+  top_k: int | None = None
+  seed: int = 0
+
+  def __post_init__(self):
+    _check_at_least(0, num_tokens=self.num_tokens)
+    _check_at_least(
+      1,
+      sample_length=self.length,
+      batch_size=self.batch_size,
+      top_k=self.top_k,
+    )
+    if _TEXTS_PER_SHARD % self.batch_size:
+      raise ValueError(
+        f'--batch_size must divide {_TEXTS_PER_SHARD}, got {self.batch_size}'
+      )
+    if not 0 < self.temperature < float('inf'):
+      raise ValueError(
+        f'--temperature must be above 0, got {self.temperature}; greedy texts'
+        ' would all be equal'
+      )
+
+  @property
+  def shard_tokens(self) -> int:
+    return self.length * _TEXTS_PER_SHARD
+
+  @property
+  def num_shards(self) -> int:
+    return -(-self.num_tokens // self.shard_tokens)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TableConfig:
+  """Size of the table."""
+
+  order: int = 3  # n, from 1 to 5.
+  num_continuations: int = 8  # K, next tokens kept per context.
+  min_count: int = 2  # Contexts with fewer occurrences are dropped.
+
+  def __post_init__(self):
+    if not 1 <= self.order <= _MAX_ORDER:
+      raise ValueError(
+        f'--order must be between 1 and {_MAX_ORDER}, got {self.order}'
+      )
+    _check_at_least(
+      1, continuations=self.num_continuations, min_count=self.min_count
+    )
+
+
+def _start_token(pair: Pair, draft: str) -> int:
+  """The token that precedes every text: the BOS token, else an EOS token."""
+  vocab_size = pair.target.spec.vocab_size
+  for token in (pair.tokenizer.bos_token_id, *pair.eos_ids):
+    if isinstance(token, int) and 0 <= token < vocab_size:
+      return token
+  raise ValueError(
+    f'--draft={draft} has a tokenizer without a BOS or EOS token to start from'
+  )
+
+
+def _sample_shard(
+  pair: Pair, samples: Samples, start: int, shard: int
+) -> np.ndarray:
+  """A shard `[tokens]`: of every text the start token, its tokens, and -1.
+
+  Each text is a function of the seed and its number alone.
+  """
+  key = jax.random.key(samples.seed)
+  sampling = specdec.Sampling(
+    temperature=samples.temperature, top_k=samples.top_k
+  )
+  numbers = shard * _TEXTS_PER_SHARD + np.arange(_TEXTS_PER_SHARD)
+  texts: list[list[int]] = []
+  for batch in numbers.reshape(-1, samples.batch_size):
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, batch)
+    # Without EOS ids the draft begins another text after the end of one, as in
+    # its training data.
+    sampled = specdec.generate(
+      pair.target,
+      keys,
+      [[start]] * len(batch),
+      max_new_tokens=samples.length,
+      sampling=sampling,
+    )
+    texts += [[start, *text, -1] for text in sampled.tokens]
+  small = pair.target.spec.vocab_size <= 1 << 15
+  return np.array(texts, np.int16 if small else np.int32).ravel()
+
+
+def _sample(
+  pair: Pair, draft: dict[str, str], samples: Samples, workdir: pathlib.Path
+) -> list[pathlib.Path]:
+  """Samples the shards that are not in the workdir yet; returns all paths."""
+  longest = pair.target.spec.max_positions - 1
+  if samples.length > longest:
+    raise ValueError(
+      f'--sample_length={samples.length} exceeds the {longest} tokens that'
+      f' --draft={draft["name"]} can add to a start token; lower it'
+    )
+  start = _start_token(pair, draft['name'])
+  record = dataclasses.asdict(samples) | {'draft': draft}
+  del record['num_tokens']  # The first shards of a longer run are equal.
+  write_once(workdir / 'samples.json', record)
+  paths = [
+    workdir / f'samples-{shard:06d}.npy' for shard in range(samples.num_shards)
+  ]
+  missing = [shard for shard, path in enumerate(paths) if not path.exists()]
+  with _progress('sampling', len(missing) * samples.shard_tokens) as bar:
+    for shard in missing:
+      tokens = _sample_shard(pair, samples, start, shard)
+      save_whole(paths[shard], functools.partial(np.save, arr=tokens))
+      bar.update(samples.shard_tokens)
+  return paths
+
+
+def _progress(what: str, total: int) -> tqdm.tqdm:
+  return tqdm.tqdm(total=total, desc=what, unit='token', unit_scale=True)
+
+
+def _count(shards, table: TableConfig, vocab_size: int):
+  with _progress('counting', 0) as bar:
+
+    def show(done, total):
+      bar.total = total
+      bar.update(done - bar.n)
+
+    return count_ngrams(
+      shards,
+      order=table.order,
+      vocab_size=vocab_size,
+      min_count=table.min_count,
+      progress=show,
+    )
+
+
+def build(
+  *,
+  draft: str,
+  corpus: Corpus | None,
+  samples: Samples,
+  table: TableConfig,
+  workdir: pathlib.Path,
+  output: pathlib.Path,
+) -> None:
+  """Samples (or resumes), tokenizes, counts, estimates and writes `output`.
+
+  The file depends on the arguments, the weights and the dtype of the draft on
+  this platform alone, even if the run was killed and resumed. `draft` is
+  `demo`, a folder or a hub id, with a tokenizer. The training split of a corpus
+  is counted too. `workdir` keeps the tokens. For the file see
+  `specdec.ngram.table`.
+
+  Raises:
+    ValueError: there is nothing to count, or an argument is not usable; the
+      message names the flag.
+  """
+  if corpus is None and not samples.num_tokens:
+    raise ValueError('nothing to count; give --num_tokens or --corpus')
+  checkpoint, _ = find_checkpoints(hub.draft_name(draft), None)
+  tokenizer, folder = checkpoint.tokenizer, checkpoint.folder
+  assert tokenizer is not None
+  described = {'name': draft, 'model_blake2b': model_digest(folder)}
+  shards, sources = [], {}
+  if corpus is not None:
+    record = dataclasses.asdict(corpus)
+    vocabulary = vocabulary_digest(tokenizer)
+    write_once(workdir / 'corpus.json', record | {'tokenizer': vocabulary})
+    path = workdir / 'corpus.npy'
+    tokens = corpus.kept_tokens(path, tokenizer, held_out=False)
+    shards.append(path)
+    sources['corpus'] = record | {'tokens': len(tokens)}
+  if samples.num_tokens:
+    pair = load_pair(hub.draft_name(draft), None)
+    shards += _sample(pair, described, samples, workdir)
+    sources['samples'] = dataclasses.asdict(samples) | {
+      'tokens': samples.num_shards * samples.shard_tokens
+    }
+  vocab_size = hub.config_of(folder).vocab_size
+  model = estimate(_count(shards, table, vocab_size))
+  result = build_table(model, table.num_continuations)
+  provenance = {
+    'specdec': specdec.__version__,
+    'draft': described,
+    'tokenizer_blake2b': vocabulary_digest(tokenizer),
+    'sources': sources,
+    'table': dataclasses.asdict(table),
+    'discounts': [dataclasses.asdict(order) for order in model.discounts],
+  }
+  save_table(output, result, provenance)
+  size = output.stat().st_size / 1e6
+  print(f'wrote {output}: {result.num_contexts} contexts, {size:.1f} MB')

@@ -1,0 +1,129 @@
+"""Text files as a corpus, and batches that are a function of the step."""
+
+from collections.abc import Iterator
+import dataclasses
+import hashlib
+import pathlib
+import sysconfig
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from models.lab.training.run_record import save_whole
+from specdec import text_files
+
+_SKIPPED_FOLDERS = frozenset({'site-packages', '__pycache__', '.git'})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Corpus:
+  """A set of text files, split into training and held-out files.
+
+  The folder is searched recursively; empty means the standard library of the
+  running interpreter. Held-out files are chosen by a hash of their relative
+  path, so that other files do not change the split.
+  """
+
+  folder: str = ''
+  pattern: str = '*.py'
+  held_out_percent: int = 2
+
+  def __post_init__(self):
+    if not 0 < self.held_out_percent < 100:
+      raise ValueError(
+        'held_out_percent must lie between 1 and 99, got'
+        f' {self.held_out_percent}'
+      )
+    if not self.root.is_dir():
+      raise ValueError(f'--corpus={self.folder} is not a folder')
+
+  @property
+  def root(self) -> pathlib.Path:
+    """The folder that is searched."""
+    return pathlib.Path(self.folder or sysconfig.get_path('stdlib'))
+
+  def _is_held_out(self, path: pathlib.Path) -> bool:
+    name = path.relative_to(self.root).as_posix().encode()
+    digest = hashlib.blake2b(name, digest_size=8).digest()
+    return int.from_bytes(digest, 'big') % 100 < self.held_out_percent
+
+  def texts(self, *, held_out: bool) -> Iterator[str]:
+    """Yields the UTF-8 files of one split in a fixed order."""
+    found = False
+    for path in sorted(self.root.rglob(self.pattern)):
+      folders = path.relative_to(self.root).parts
+      if _SKIPPED_FOLDERS.intersection(folders) or not path.is_file():
+        continue
+      if self._is_held_out(path) != held_out:
+        continue
+      try:
+        text = text_files.read(path)
+      except text_files.NotUtf8:
+        continue
+      found = True
+      yield text
+    if not found:
+      split = 'held-out' if held_out else 'training'
+      raise ValueError(
+        f'no {split} files match {self.pattern} under {self.root}'
+      )
+
+  def tokens(
+    self, tokenizer: PreTrainedTokenizerBase, *, held_out: bool
+  ) -> np.ndarray:
+    """The tokens of one split, int32, with `<|endoftext|>` after each file."""
+    if tokenizer.eos_token_id is None:
+      raise ValueError('the tokenizer has no end-of-text token; set eos_token')
+    parts = []
+    for text in self.texts(held_out=held_out):
+      ids = tokenizer.backend_tokenizer.encode(text).ids
+      parts.append(np.array([*ids, tokenizer.eos_token_id], np.int32))
+    return np.concatenate(parts)
+
+  def kept_tokens(
+    self,
+    path: pathlib.Path,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    held_out: bool,
+  ) -> np.ndarray:
+    """The tokens of one split, kept in a `.npy` file for the next resume."""
+    if not path.exists():
+      tokens = self.tokens(tokenizer, held_out=held_out)
+      save_whole(path, lambda partial: np.save(partial, tokens))
+    return np.load(path, mmap_mode='r')
+
+
+def training_batch(
+  tokens: np.ndarray, *, step: int, seed: int, batch_size: int, length: int
+) -> np.ndarray:
+  """Random windows, `[batch_size, length + 1]` int32.
+
+  They are a pure function of the arguments, so a resumed run sees the batches
+  of an uninterrupted run.
+  """
+  if len(tokens) <= length:
+    raise ValueError(
+      f'the corpus has {len(tokens)} tokens, fewer than one window of'
+      f' {length + 1}'
+    )
+  rng = np.random.default_rng([seed, step])
+  starts = rng.integers(0, len(tokens) - length, batch_size)
+  return tokens[starts[:, None] + np.arange(length + 1)]
+
+
+def held_out_batches(
+  tokens: np.ndarray, *, batch_size: int, length: int, limit: int
+) -> Iterator[np.ndarray]:
+  """Yields at most `limit` batches `[batch_size, length + 1]` of windows."""
+  windows = min((len(tokens) - 1) // length, limit * batch_size)
+  if windows < 1:
+    raise ValueError(
+      f'the held-out split has {len(tokens)} tokens, fewer than one window'
+      f' of {length + 1}'
+    )
+  starts = np.arange(windows) * length
+  # The last batch wraps around: a shorter one would compile a second program.
+  starts = np.resize(starts, -(-windows // batch_size) * batch_size)
+  for chunk in starts.reshape(-1, batch_size):
+    yield tokens[chunk[:, None] + np.arange(length + 1)]

@@ -1,0 +1,113 @@
+"""Losses: the next token, or the distribution of a teacher."""
+
+from collections.abc import Callable
+import dataclasses
+from typing import Any
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from models.lab.training import corpus
+from models.nn.adapter import Module
+from models.nn.experts import balance_loss
+from models.nn.mixtral import Mixtral
+
+
+@dataclasses.dataclass(frozen=True)
+class Teacher:
+  """A trained model whose distribution a draft learns."""
+
+  name: str  # Folder or hub id, for the record of the run.
+  model: Module
+
+
+def _forward(
+  graph, params, tokens: jax.Array
+) -> tuple[jax.Array, jax.Array | float]:
+  """Causal logits, and the layers' mean balance loss, 0 without experts."""
+  batch_size, length = tokens.shape
+  positions = jnp.broadcast_to(jnp.arange(length)[None], tokens.shape)
+  causal = jnp.tril(jnp.ones((length, length), bool))
+  mask = jnp.broadcast_to(causal[None], (batch_size, length, length))
+  module = nnx.merge(graph, params)
+  if not isinstance(module, Mixtral):
+    return module(tokens, positions, mask)[0], 0.0
+  logits, _, routings = module.with_routing(tokens, positions, mask)
+  return logits, sum(map(balance_loss, routings)) / len(routings)
+
+
+def make_loss(
+  graph: nnx.GraphDef,
+  *,
+  dtype: jnp.dtype,
+  teacher: Teacher | None = None,
+  balance_weight: float = 0.0,
+) -> Callable[[Any, jax.Array], jax.Array]:
+  """Makes `loss(params, windows) -> nats per token`.
+
+  Without a teacher it is the cross-entropy with the next token, with a teacher
+  the cross-entropy with its next-token distribution, which has the gradient of
+  the forward Kullback-Leibler divergence (DistillSpec, Zhou et al. 2023,
+  arXiv 2310.08461, section 4). `models.nn.experts.balance_loss` is added with
+  its weight. `graph` is that of the module that `params` belong to, and `dtype`
+  that of the matrices during the forward and backward pass.
+
+  Returns:
+    A function of float32 params and `[B, L + 1]` int32 windows.
+  """
+
+  def cast(params):
+    is_matrix = lambda leaf: leaf.ndim == 2 and leaf.dtype != jnp.int8
+    return jax.tree.map(
+      lambda leaf: leaf.astype(dtype) if is_matrix(leaf) else leaf, params
+    )
+
+  if teacher is not None:
+    teacher_graph, teacher_variables = nnx.split(teacher.model)
+    teacher_params = cast(nnx.to_pure_dict(teacher_variables))
+
+  def loss(params, windows):
+    tokens, targets = windows[:, :-1], windows[:, 1:]
+    logits, balance = _forward(graph, cast(params), tokens)
+    if teacher is None:
+      losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    else:
+      theirs, _ = _forward(teacher_graph, teacher_params, tokens)
+      losses = optax.softmax_cross_entropy(logits, jax.nn.softmax(theirs))
+    return losses.mean() + balance_weight * balance
+
+  return loss
+
+
+def held_out_loss(
+  module: Module, tokens: np.ndarray, *, length: int, batch_tokens: int = 8192
+) -> float:
+  """Mean loss over consecutive windows, in nats per token.
+
+  Matrices are multiplied in float32; attention has the dtype of the module.
+
+  `tokens` are `[tokens]` int32, see `Corpus.tokens`. Windows have `length`
+  tokens; `batch_tokens` are evaluated at once.
+
+  Raises:
+    ValueError: a window is longer than the context or than the tokens.
+  """
+  context = module.config.num_positions
+  if not 1 <= length <= context:
+    raise ValueError(
+      f'windows must have between 1 and {context} tokens, the context of the'
+      f' model; got {length}'
+    )
+  graph, variables = nnx.split(module)
+  params = nnx.to_pure_dict(variables)
+  loss = jax.jit(make_loss(graph, dtype=jnp.dtype(jnp.float32)))
+  batches = corpus.held_out_batches(
+    tokens,
+    batch_size=max(1, batch_tokens // length),
+    length=length,
+    limit=len(tokens),
+  )
+  return float(np.mean([loss(params, batch) for batch in batches]))

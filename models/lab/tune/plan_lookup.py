@@ -1,0 +1,211 @@
+"""Plans by name: a file, or `auto`, the plan of this machine."""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+import pathlib
+from typing import Any
+
+from jax.sharding import Mesh
+import numpy as np
+
+from models.checkpoints import hub
+from models.lab.bench.record import describe_machine
+from models.lab.bench.record import to_table
+from models.lab.tune.planner import make_plan
+from models.lab.tune.planner import PLAN_SECONDS
+from models.nn.cpu import build
+from models.text.pair import find_checkpoints
+from models.text.pair import load_pair
+from models.text.pair import Pair
+from models.text.plan import cache_path
+from models.text.plan import Context
+from models.text.plan import load_plan
+from models.text.plan import model_digests
+from models.text.plan import Plan
+from models.text.settings import with_options
+import specdec
+
+
+def _as_json(value: Any) -> Any:
+  """A value of `Sampling` as JSON."""
+  if isinstance(value, Mapping):
+    # JSON has no infinity.
+    return {
+      str(token): value[token] if np.isfinite(value[token]) else '-inf'
+      for token in sorted(value)
+    }
+  return np.asarray(value).tolist()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setup:
+  """The models and options that a plan depends on.
+
+  The models are those of `models.text.pair.load_pair`; `sampling` is the same
+  for all rows.
+
+  Raises:
+    ValueError: the batch size is below 1.
+  """
+
+  target: str
+  draft: str | None
+  revision: str | None = None
+  dtype: str
+  draft_dtype: str | None = None
+  cpu_kernels: bool = True
+  mesh: Mesh | None = None
+  draft_mesh: str = 'auto'
+  eos_ids: Sequence[int | str] | None = None
+  batch_size: int
+  sampling: specdec.Sampling
+
+  def __post_init__(self):
+    if self.batch_size < 1:
+      raise ValueError(
+        f'--batch_size must be at least 1, got {self.batch_size}'
+      )
+
+  def load(self) -> Pair:
+    """Loads the models."""
+    return load_pair(
+      self.target,
+      self.draft,
+      dtype=self.dtype,
+      draft_dtype=self.draft_dtype,
+      cpu_kernels=self.cpu_kernels,
+      revision=self.revision,
+      mesh=self.mesh,
+      draft_mesh=self.draft_mesh,
+      eos_ids=self.eos_ids,
+    )
+
+  def context(self) -> Context:
+    """What a plan made here is for.
+
+    Raises:
+      ValueError: a model cannot be found.
+    """
+    target, draft = find_checkpoints(
+      self.target, self.draft, revision=self.revision
+    )
+    one_device = self.mesh is None or self.mesh.size == 1
+    packed = self.cpu_kernels and one_device and build.is_available()
+    draft_dtype = self.dtype
+    if draft is not None:
+      draft_dtype = hub.resolve_draft_dtype(
+        self.draft_dtype, draft.folder, target_dtype=self.dtype, packed=packed
+      )
+    return Context(
+      models=model_digests(target, draft),
+      machine=describe_machine(),
+      dtype=self.dtype,
+      draft_dtype=draft_dtype,
+      cpu_kernels=packed,
+      mesh=f'{dict(self.mesh.shape)}, {self.draft_mesh}' if self.mesh else '',
+      batch_size=self.batch_size,
+      sampling={
+        name: _as_json(value)
+        for name, value in vars(self.sampling).items()
+        if value is not None
+      },
+    )
+
+
+def find_plan(
+  name: str,
+  prompts: Callable[[], Sequence[str]],
+  setup: Setup,
+  *,
+  report: Callable[[str], None],
+  **options: Any,
+) -> Plan:
+  """Reads a plan; makes and saves that of this machine if there is none.
+
+  The name is that of a file, or `auto`. `prompts` returns sample prompts and is
+  called only to make a plan. `report` is called with each line of progress, and
+  with warnings where the plan was made for another context. The options are
+  other arguments of `make_plan`.
+
+  Raises:
+    ValueError: the plan cannot be read or is for other models.
+  """
+  context = setup.context()
+  path = pathlib.Path(name)
+  if name == 'auto':
+    path = cache_path(context, options['drafting'])
+  if name != 'auto' or path.exists():
+    plan = load_plan(path)
+    plan.check_models(context.models)
+    for line in context.warnings(plan.context):
+      report(f'warning: {line}')
+    report(f'{plan.method}, from {path}')
+    return plan
+  seconds = options.setdefault('plan_seconds', PLAN_SECONDS)
+  report(
+    'there is no plan yet for this machine, these models and options; making it'
+    f' in about {seconds:.0f} s (Ctrl-C: from what is known by then)'
+  )
+  options |= {'sampling': setup.sampling, 'context': context}
+  plan = make_plan(setup.load(), prompts(), report=report, **options)
+  try:
+    plan.save(path)
+    report(f'{plan.method}, saved as {path}')
+  except OSError as error:
+    report(f'{plan.method}; warning: the plan is not saved: {error}')
+  return plan
+
+
+def _num_nodes(plan: Plan) -> int:
+  """N of the trees of a plan without a topology."""
+  if plan.method in ('chain', 'staged_chain'):
+    return plan.drafting.num_draft_tokens + 1
+  return plan.drafting.tree.num_nodes
+
+
+def join_plans(
+  alone: Plan, full: Plan, batch_size: int
+) -> tuple[Plan, dict[int, int]]:
+  """One way to decode batches that fill and run dry.
+
+  Args:
+    alone: the plan for one prompt.
+    full: the plan for `batch_size` prompts.
+    batch_size: at least 2.
+
+  Returns:
+    A plan, and the `tree_sizes` of `specdec.Slots`: the tree of `alone` for up
+    to a quarter of the batch, that of `full` from there on, if the two differ
+    in the size of their trees alone or `full` is plain decoding. Otherwise the
+    plan `full`, and no sizes.
+  """
+  resized = lambda plan: with_options(plan.drafting, {'num_nodes': 1})
+  if alone.method == 'plain' or alone.drafting.topology is not None:
+    return full, {}
+  few = max(batch_size // 4, 1)
+  if full.method == 'plain':
+    return alone, {few: _num_nodes(alone), batch_size: 1}
+  if (full.method, resized(full)) != (alone.method, resized(alone)):
+    return full, {}
+  larger = max(alone, full, key=_num_nodes)
+  return larger, {few: _num_nodes(alone), batch_size: _num_nodes(full)}
+
+
+def table(plan: Plan) -> str:
+  """The candidates of a plan as Markdown, fastest first."""
+  columns = {
+    'predicted tokens/s': ('tokens_per_second', '.1f'),
+    'measured': ('measured', '.1f'),
+    'block eff.': ('block_efficiency', '.2f'),
+    'pays above': ('min_block_efficiency', '.2f'),
+    'ms drafting': ('drafting_milliseconds', '.2f'),
+    'ms verifying': ('verification_milliseconds', '.2f'),
+  }
+  show = lambda value, form: '' if value is None else format(value, form)
+  rows = [
+    [figures['name'], *(show(figures[key], f) for key, f in columns.values())]
+    for figures in plan.candidates
+  ]
+  return to_table(['candidate', *columns], rows)

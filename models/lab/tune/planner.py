@@ -1,0 +1,429 @@
+"""Finds the fastest way to decode on this machine.
+
+1. The target decodes the sample prompts plainly.
+2. V(N), the time of a target forward over N nodes, is measured.
+3. Each candidate of a fixed list replays these texts (see `replay`), for which
+   the target is not needed. Its counts and V(N) predict its speed.
+4. The three candidates predicted to be fastest and plain decoding are decoded
+   with the target, interleaved.
+5. Of the candidates that beat plain decoding both as predicted and as measured
+   the fastest is chosen; if there is none, plain decoding.
+
+When the time budget is spent or the user interrupts, a plan is made from what
+is known by then.
+"""
+
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+import itertools
+import sys
+import time
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from models.lab.study.costs import measure_step_costs
+from models.lab.study.costs import StepCosts
+from models.lab.study.costs import Trial
+from models.lab.study.exactness import padded
+from models.lab.study.optimal import acceptance_by_rank
+from models.lab.study.optimal import fastest_tree
+from models.lab.study.replay import next_token_ranks
+from models.lab.study.replay import oracle_target
+from models.lab.tune.candidate_methods import Candidate
+from models.lab.tune.candidate_methods import list_candidates
+from models.lab.tune.candidate_methods import PLAIN
+from models.text.drafters import make_drafter
+from models.text.pair import Pair
+from models.text.plan import Context
+from models.text.plan import Plan
+from models.text.settings import DraftSettings
+from models.text.settings import with_options
+import specdec
+from specdec.checks import check_sampling
+from specdec.checks import padded_shape
+from specdec.checks import row_keys
+
+PLAN_SECONDS = 300.0
+NODE_COUNTS = (1, 2, 4, 8, 16, 32)
+"""The N for which V is measured; V is linear in between."""
+
+# Where each part ends, as a share of the time budget. The rest is for what
+# cannot be cut short: a compilation, or the steps that are running.
+_SAMPLING_ENDS, _COSTS_END, _REPLAYS_END = 0.15, 0.35, 0.6
+_COMPILING_ENDS, _DECODING_ENDS = 0.8, 0.92
+
+_PASSES = 3  # over the samples, if there is time
+_FINALISTS = 3
+_MARGIN = 0.03  # by which speculation must win
+_UNCONFIRMED_MARGIN = 0.15  # by which it must win where nothing was measured
+_MOST_TOKENS = 8.0  # of a step, realistically
+_LEAST_TOKENS = 16  # of a decode that is cut short
+_LEAST_CHECKS = 2  # of the clock, after eight steps each
+_MAX_BRANCHING, _MAX_DEPTH = 8, 8  # of the fixed tree
+
+
+def choose(*accounts: Mapping[str, float], margin: float) -> str:
+  """The fastest candidate, or plain decoding if no other is clearly faster.
+
+  Args:
+    *accounts: tokens per second by name, `PLAIN` included, from independent
+      sources such as measured and predicted. The first ranks its candidates.
+    margin: relative margin by which speculation must beat plain decoding in
+      every account.
+  """
+  first = accounts[0]
+  wins = lambda name: all(
+    rates[name] > (1.0 + margin) * rates[PLAIN] for rates in accounts
+  )
+  return max(filter(wins, first), key=first.__getitem__, default=PLAIN)
+
+
+def sample_batches(
+  prompts: Sequence[Sequence[int]], batch_size: int
+) -> list[list[list[int]]]:
+  """Full batches of prompts (token ids) that share a compiled program.
+
+  Prompts are padded to powers of two, and each padded length is a program. Only
+  prompts of the most frequent padded length are used; some are repeated where
+  they do not fill the last batch.
+  """
+  slots = [padded_shape([prompt], 1)[0] for prompt in prompts]
+  frequent = max(sorted(set(slots)), key=slots.count)
+  usable = itertools.compress(prompts, (size == frequent for size in slots))
+  cycle = itertools.cycle(map(list, usable))
+  starts = range(0, slots.count(frequent), batch_size)
+  return [list(itertools.islice(cycle, batch_size)) for _ in starts]
+
+
+class _Sample(NamedTuple):
+  """A batch of prompts, and the tokens with which the target continues them."""
+
+  prompts: list[list[int]]
+  new: list[list[int]]
+
+  @property
+  def texts(self) -> list[list[int]]:
+    pairs = zip(self.prompts, self.new, strict=True)
+    return [[*prompt, *new] for prompt, new in pairs]
+
+
+class _Tried(NamedTuple):
+  """A candidate that was replayed; `decodes` are seconds and tokens."""
+
+  candidate: Candidate
+  drafter: specdec.Drafter
+  trial: Trial
+  decodes: list[tuple[float, int]]
+
+
+@dataclasses.dataclass
+class _Search:
+  """The state of a search; a plan can be made from it at any time.
+
+  `options` are arguments of `specdec.generate`, and `seconds_left` returns the
+  seconds until a share of the budget is spent. `costs` has V(N), and `tried`
+  the candidates that were replayed, by name, plain decoding first.
+  """
+
+  pair: Pair
+  options: dict[str, Any]
+  key: jax.Array
+  drafting: DraftSettings
+  seconds_left: Callable[[float], float]
+  report: Callable[[str], None]
+  samples: list[_Sample] = dataclasses.field(default_factory=list)
+  costs: StepCosts = dataclasses.field(init=False)
+  tried: dict[str, _Tried] = dataclasses.field(default_factory=dict)
+
+  def _is_late(self, share: float) -> bool:
+    return self.seconds_left(share) <= 0
+
+  def _decode(
+    self,
+    target: specdec.LanguageModel,
+    drafter: specdec.Drafter,
+    sample: _Sample,
+    share: float,
+    limit: int = sys.maxsize,
+  ) -> tuple[float, specdec.Generation]:
+    """Seconds and result of a decode, cut short when a share is spent."""
+    checks = itertools.count()
+    is_late = lambda: next(checks) >= _LEAST_CHECKS and self._is_late(share)
+    start = time.perf_counter()
+    generation = specdec.generate(
+      target,
+      self.key,
+      sample.prompts,
+      drafter=drafter,
+      max_new_tokens=[min(len(new), limit) for new in sample.new],
+      should_stop=is_late,
+      **self.options,
+    )
+    return time.perf_counter() - start, generation
+
+  def run(self, batches: list[list[list[int]]]) -> None:
+    """Everything but the choice."""
+    self._decode_samples(batches)
+    self._measure_costs()
+    has_draft = self.pair.draft is not None
+    candidates = list_candidates(self.drafting, has_draft=has_draft)
+    for candidate in itertools.chain(candidates, self._fixed_trees()):
+      if len(self.tried) > 1 and self._is_late(_REPLAYS_END):
+        self.report('out of time for replays; other candidates are left out')
+        break
+      self._replay(candidate)
+    self._decode_finalists()
+
+  def _decode_samples(self, batches: list[list[list[int]]]) -> None:
+    """Decodes the prompts plainly."""
+    room = self.options['room_for_new_tokens']
+    for batch in batches:
+      if self.samples and self._is_late(_SAMPLING_ENDS):
+        break
+      any_text = _Sample(batch, [[0] * room for _ in batch])
+      seconds, generation = self._decode(
+        self.pair.target, specdec.PLAIN, any_text, _SAMPLING_ENDS
+      )
+      self.samples.append(_Sample(batch, generation.tokens))
+      self.report(
+        f'sample batch {len(self.samples)} of {len(batches)}:'
+        f' {generation.stats["new_tokens"]} tokens in {seconds:.1f} s'
+      )
+    if not any(any(sample.new) for sample in self.samples):
+      raise ValueError(
+        'the target ends all sample prompts at once; give other prompts'
+      )
+
+  def _measure_costs(self) -> None:
+    """Measures V(N) halfway through the first texts."""
+    first = self.samples[0]
+    limit = self.options['room_for_new_tokens']
+    slots, room = padded_shape(first.prompts, limit)
+    halfway = np.mean([*map(len, first.prompts), *map(len, first.texts)])
+    self.costs = measure_step_costs(
+      self.pair.target,
+      first.texts,
+      prompt_slots=slots,
+      max_new_tokens=room,
+      context=max(2, int(halfway)),
+      node_counts=NODE_COUNTS,
+      num_steps=4,
+      most_tokens=_MOST_TOKENS,
+      is_late=lambda: self._is_late(_COSTS_END),
+    )
+    times = self.costs.verification.items()
+    listed = ', '.join(
+      f'{size}: {1e3 * seconds:.2f}' for size, seconds in times
+    )
+    self.report(
+      f'milliseconds of a target forward by number of nodes: {listed}'
+    )
+
+  def _replay(self, candidate: Candidate) -> None:
+    """Counts and times the decodes of a candidate, without the target."""
+    name = candidate.name
+    try:
+      drafter = make_drafter(candidate.method, self.pair, candidate.drafting)
+    except ValueError as error:  # such as an n-gram with another tokenizer
+      self.report(f'{name} is left out: {error}')
+      return
+    num_nodes = drafter.shape.num_nodes
+    if num_nodes > max(self.costs.verification):
+      self.report(f'{name} is left out: V({num_nodes}) was not measured')
+      return
+    total, stats = 0.0, list[dict[str, Any]]()
+    for sample in self.samples * _PASSES:
+      if stats and self._is_late(_REPLAYS_END):
+        break
+      oracle = oracle_target(self.pair.target.spec, sample.texts)
+      if not stats:  # compiles
+        self._decode(oracle, drafter, sample, _REPLAYS_END, 1)
+      seconds, found = self._decode(oracle, drafter, sample, _REPLAYS_END)
+      total += seconds
+      stats.append(found.stats)
+    trial = Trial(
+      num_nodes=num_nodes,
+      tokens=sum(counts['new_tokens'] for counts in stats),
+      forwards=sum(counts['target_forwards'] for counts in stats),
+      steps=sum(counts['reads']['target']['forwards'] for counts in stats),
+      prompts=len(stats),
+      seconds=total,
+    )
+    self.tried[name] = _Tried(candidate, drafter, trial, [])
+    self.report(
+      f'{name}: {trial.tokens_per_second(self.costs):.1f} tokens/s predicted,'
+      f' block efficiency {trial.block_efficiency:.2f}'
+    )
+
+  def _fixed_trees(self) -> Iterator[Candidate]:
+    """The best fixed tree, if it is predicted to be faster than plain."""
+    chains = [name for name in self.tried if name.startswith('chain')]
+    if not chains:
+      return
+    chain = self.tried[chains[0]].trial
+    # The rest of a step is small and is counted as drafting.
+    forward = chain.drafting_seconds / (chain.num_nodes - 1)
+    plain = self.tried[PLAIN].trial.step_seconds(self.costs)
+    topology = fastest_tree(
+      acceptance_by_rank(self._token_ranks(), _MAX_BRANCHING).tolist(),
+      num_nodes=max(self.costs.verification),
+      max_depth=_MAX_DEPTH,
+      seconds=lambda nodes, depth: (
+        depth * forward + self.costs.of_nodes(nodes) if depth else plain
+      ),
+    )
+    if topology is not None:
+      yield Candidate(
+        name=f'fixed tree N={topology.num_nodes} depth={topology.max_depth}',
+        method='tree',
+        drafting=with_options(self.drafting, {'topology': topology}),
+      )
+
+  def _token_ranks(self) -> np.ndarray:
+    """Ranks of the new tokens of all texts among the draft's predictions."""
+    draft, ranks = self.pair.draft, []
+    assert draft is not None
+    params = check_sampling(self.options['sampling'], 1, draft.spec.vocab_size)
+    for prompts, texts in ((s.prompts, s.texts) for s in self.samples):
+      keys = row_keys(self.key, len(texts))
+      for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+        tokens = padded(text)[:, : draft.spec.max_positions]
+        found = next_token_ranks(draft, tokens, keys[row : row + 1], params)
+        ranks.append(np.asarray(found)[0, len(prompt) - 1 : len(text) - 1])
+    return np.concatenate(ranks)
+
+  def _decode_finalists(self) -> None:
+    """Decodes plainly and with the fastest candidates, interleaved."""
+    rates, target = self.predicted(), self.pair.target
+    faster = [rate > (1 + _MARGIN) * rates[PLAIN] for rate in rates.values()]
+    if not any(faster):
+      self.report('no candidate is predicted to be faster than plain decoding')
+      return
+    first, finalists = self.samples[0], list[_Tried]()
+    for name in (PLAIN, *list(rates)[: min(sum(faster), _FINALISTS)]):
+      if len(finalists) > 1 and self._is_late(_COMPILING_ENDS):
+        break
+      self.report(f'compiling {name}')
+      finalists.append(self.tried[name])
+      self._decode(target, finalists[-1].drafter, first, _DECODING_ENDS, 1)
+    # Tokens per row for which the time suffices.
+    names = [tried.candidate.name for tried in finalists]
+    per_token = len(first.new) * sum(1 / rates[name] for name in names)
+    limit = int(self.seconds_left(_DECODING_ENDS) / per_token)
+    limit = max(limit, _LEAST_TOKENS)
+    self.report('decoding with the target, interleaved')
+    for index, sample in enumerate(self.samples * _PASSES):
+      if index and self._is_late(_DECODING_ENDS):
+        break
+      for tried in finalists[:: 1 if index % 2 == 0 else -1]:
+        seconds, generation = self._decode(
+          target, tried.drafter, sample, _DECODING_ENDS, limit
+        )
+        tried.decodes.append((seconds, generation.stats['new_tokens']))
+    for name, rate in self.measured().items():
+      self.report(f'{name}: {rate:.1f} tokens/s measured')
+
+  def predicted(self) -> dict[str, float]:
+    """Predicted tokens per second, by name, fastest first."""
+    rates = {
+      name: tried.trial.tokens_per_second(self.costs)
+      for name, tried in self.tried.items()
+    }
+    return dict(sorted(rates.items(), key=lambda item: -item[1]))
+
+  def measured(self) -> dict[str, float]:
+    """Tokens per second with the target, by name."""
+    totals = {
+      name: np.sum(tried.decodes, axis=0)
+      for name, tried in self.tried.items()
+      if tried.decodes
+    }
+    return {n: float(tokens / time) for n, (time, tokens) in totals.items()}
+
+  def plan(self, context: Context) -> Plan:
+    """The choice, from what is known so far; plain decoding must be tried."""
+    predicted, measured = self.predicted(), self.measured()
+    if len(measured) > 1:
+      choice = choose(measured, predicted, margin=_MARGIN)
+    else:
+      choice = choose(predicted, margin=_UNCONFIRMED_MARGIN)
+    plain = self.tried[PLAIN].trial.step_seconds(self.costs)
+    figures: dict[str, dict[str, Any]] = {}
+    for name, rate in predicted.items():
+      trial = self.tried[name].trial
+      verification = self.costs.of_nodes(trial.num_nodes)
+      figures[name] = {
+        'name': name,
+        'tokens_per_second': rate,
+        'measured': measured.get(name),
+        'block_efficiency': trial.block_efficiency,
+        'min_block_efficiency': trial.step_seconds(self.costs) / plain,
+        'drafting_milliseconds': 1e3 * trial.drafting_seconds,
+        'verification_milliseconds': 1e3 * verification,
+      }
+    chosen = self.tried[choice].candidate
+    return Plan(
+      method=chosen.method,
+      drafting=chosen.drafting,
+      min_block_efficiency=figures[choice]['min_block_efficiency'],
+      context=context,
+      candidates=tuple(figures.values()),
+    )
+
+
+def make_plan(
+  pair: Pair,
+  prompts: Sequence[str],
+  *,
+  context: Context,
+  sampling: specdec.Sampling,
+  drafting: DraftSettings = DraftSettings(),
+  seed: int = 0,
+  max_new_tokens: int = 128,
+  plan_seconds: float = PLAN_SECONDS,
+  clock: Callable[[], float] = time.monotonic,
+  report: Callable[[str], None] = lambda line: None,
+) -> Plan:
+  """Measures, tries the candidates and chooses one; see the module.
+
+  The prompts are samples of what will be decoded, see `sample_batches`, in the
+  batch size of the context. The candidates vary some settings of `drafting`.
+  A compilation that has begun may exceed the time budget `plan_seconds`. The
+  clock returns seconds; `report` is called with each line of progress.
+
+  Raises:
+    ValueError: an argument cannot be used.
+    KeyboardInterrupt: the user interrupts before any drafter was tried.
+  """
+  if max_new_tokens < _LEAST_TOKENS:
+    least = f'max_new_tokens must be at least {_LEAST_TOKENS} to plan'
+    raise ValueError(f'{least}, got {max_new_tokens}')
+  if not plan_seconds > 0:
+    raise ValueError(f'plan_seconds must be positive, got {plan_seconds}')
+  start = clock()
+  search = _Search(
+    pair=pair,
+    options={
+      'room_for_new_tokens': max_new_tokens,
+      'sampling': sampling,
+      'eos_ids': pair.eos_ids,
+    },
+    key=jax.random.key(seed),
+    drafting=drafting,
+    seconds_left=lambda share: share * plan_seconds - (clock() - start),
+    report=lambda line: report(f'{clock() - start:.0f} s: {line}'),
+  )
+  encoded = [pair.encode(prompt) for prompt in prompts]
+  try:
+    search.run(sample_batches(encoded, context.batch_size))
+  except KeyboardInterrupt:
+    if len(search.tried) < 2:
+      raise
+    report('interrupted; the plan is made from what is known so far')
+  return search.plan(context)
