@@ -37,6 +37,7 @@ from specdec.step import DecodeState
 from specdec.step import Request
 from specdec.step import step
 from specdec.step import StepRecord
+from specdec.total import Total
 from specdec.verify.accept import LIMIT
 from specdec.verify.accept import RUNNING
 from specdec.watchers import SeenTokens
@@ -59,8 +60,7 @@ class DecodeResult(flax.struct.PyTreeNode):
   watchers: tuple[Any, ...]  #: The states of the request's watchers.
   counters: Counters  #: See `specdec.statistics`.
   stage_counters: tuple[StageCounters, ...]  #: For each stage, outermost first.
-  #: `[]` int32, steps in which the fallback drafted nothing.
-  plain_steps: jax.Array
+  plain_steps: Total  #: `[]`, steps in which the fallback drafted nothing.
 
 
 def _reason(request) -> jax.Array:
@@ -256,7 +256,7 @@ def extend(
     watchers=_watch(request, tokens, length),
     # What it learned about the drafter is kept.
     fallback=state.fallback.replace(
-      plain_steps=jnp.zeros((), jnp.int32), behind=jnp.zeros((), bool)
+      plain_steps=Total.zeros(), behind=jnp.zeros((), bool)
     ),
   )
   return target.spec.place(state), kept
