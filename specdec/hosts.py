@@ -5,11 +5,14 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
+from specdec.total import Total
+
 
 def read(tree: Any) -> Any:
   """`jax.device_get`, also of arrays of which other hosts have a part.
 
-  All hosts must read the same arrays in the same order.
+  A `Total` becomes an array of int64. All hosts must read the same arrays in
+  the same order.
   """
 
   def gather(leaf):
@@ -19,4 +22,9 @@ def read(tree: Any) -> Any:
       return multihost_utils.process_allgather(leaf, tiled=True)
     return leaf
 
-  return jax.device_get(jax.tree.map(gather, tree))
+  is_total = lambda node: isinstance(node, Total)
+  return jax.tree.map(
+    lambda node: node.value if is_total(node) else node,
+    jax.device_get(jax.tree.map(gather, tree)),
+    is_leaf=is_total,
+  )

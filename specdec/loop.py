@@ -10,7 +10,6 @@ prompt, while the others go on (`specdec.slots`). `advance_recorded` is one step
 that returns its tree, too (`specdec.tracing`).
 """
 
-import functools
 from typing import Any
 
 import flax.struct
@@ -26,6 +25,7 @@ from specdec.draft.stages import init_stage_counters
 from specdec.draft.stages import init_stages
 from specdec.draft.stages import StageCounters
 from specdec.fallback import init_fallback
+from specdec.mappings import jit
 from specdec.model import LanguageModel
 from specdec.model import prefill
 from specdec.model import read_text
@@ -37,6 +37,7 @@ from specdec.step import DecodeState
 from specdec.step import Request
 from specdec.step import step
 from specdec.step import StepRecord
+from specdec.total import Total
 from specdec.verify.accept import LIMIT
 from specdec.verify.accept import RUNNING
 from specdec.watchers import SeenTokens
@@ -59,8 +60,7 @@ class DecodeResult(flax.struct.PyTreeNode):
   watchers: tuple[Any, ...]  #: The states of the request's watchers.
   counters: Counters  #: See `specdec.statistics`.
   stage_counters: tuple[StageCounters, ...]  #: For each stage, outermost first.
-  #: `[]` int32, steps in which the fallback drafted nothing.
-  plain_steps: jax.Array
+  plain_steps: Total  #: `[]`, steps in which the fallback drafted nothing.
 
 
 def _reason(request) -> jax.Array:
@@ -162,7 +162,7 @@ def _advance(target, drafter, request, state, num_steps, num_done, *, config):
   return lax.while_loop(goes_on, alternate, carry)[1]
 
 
-@functools.partial(jax.jit, static_argnames='config')
+@jit(static_argnames='config')
 def start(
   target: LanguageModel,
   drafter: Drafter,
@@ -174,9 +174,7 @@ def start(
   return target.spec.place(_start(target, drafter, request, config=config))
 
 
-@functools.partial(
-  jax.jit, static_argnames='config', donate_argnames=('state',)
-)
+@jit(static_argnames='config', donate_argnames=('state',))
 def advance(
   target: LanguageModel,
   drafter: Drafter,
@@ -218,7 +216,7 @@ def _restarted(target, drafter, request, state, tokens, kept) -> DecodeState:
   )
 
 
-@functools.partial(jax.jit, donate_argnames=('state',))
+@jit(donate_argnames=('state',))
 def extend(
   target: LanguageModel,
   drafter: Drafter,
@@ -256,7 +254,7 @@ def extend(
     watchers=_watch(request, tokens, length),
     # What it learned about the drafter is kept.
     fallback=state.fallback.replace(
-      plain_steps=jnp.zeros((), jnp.int32), behind=jnp.zeros((), bool)
+      plain_steps=Total.zeros(), behind=jnp.zeros((), bool)
     ),
   )
   return target.spec.place(state), kept
@@ -286,7 +284,7 @@ def place_request(target: LanguageModel, request: Request) -> Request:
   return request.replace(**target.spec.place(rows))
 
 
-@functools.partial(jax.jit, donate_argnames=('state',))
+@jit(donate_argnames=('state',))
 def insert(
   target: LanguageModel,
   drafter: Drafter,
@@ -333,11 +331,7 @@ def insert(
   return place_request(target, request), target.spec.place(state)
 
 
-@functools.partial(
-  jax.jit,
-  static_argnames=('speculate', 'config'),
-  donate_argnames=('state',),
-)
+@jit(static_argnames=('speculate', 'config'), donate_argnames=('state',))
 def advance_recorded(
   target: LanguageModel,
   drafter: Drafter,
@@ -372,7 +366,7 @@ def result_of(state: DecodeState) -> DecodeResult:
   )
 
 
-@functools.partial(jax.jit, static_argnames='config')
+@jit(static_argnames='config')
 def decode(
   target: LanguageModel,
   drafter: Drafter,

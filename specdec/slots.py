@@ -324,7 +324,7 @@ class Slots:
     """The generation of a slot, which is free from now on."""
     slot, self._slots[row] = self._slots[row], None
     assert slot is not None
-    own: DecodeResult = jax.tree.map(
+    own: Any = jax.tree.map(  # Totals are integers now.
       lambda array: array[row : row + 1] if array.ndim else array, result
     )
     # The forwards of the batch, for each of its rows.
@@ -365,7 +365,7 @@ class Slots:
   @property
   def num_steps(self) -> int:
     """Batched target forwards so far, those that read prompts apart."""
-    return int(self._state.counters.steps)
+    return int(hosts.read(self._state.counters.steps))
 
 
 def _check_sizes(

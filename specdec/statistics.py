@@ -18,6 +18,7 @@ from specdec.context import StepContext
 from specdec.draft.drafter import Drafter
 from specdec.draft.stages import StageCounters
 from specdec.model import ModelSpec
+from specdec.total import Total
 
 
 class DecodeCounts(Protocol):
@@ -25,30 +26,33 @@ class DecodeCounts(Protocol):
 
   counters: 'Counters'
   stage_counters: tuple[StageCounters, ...]
-  plain_steps: jax.Array
+  plain_steps: Total
 
 
 class Counters(flax.struct.PyTreeNode):
-  """Counters that the loop carries, read once at the end; int32."""
+  """Counters that the loop carries, read once at the end.
 
-  steps: jax.Array  #: `[]` batched target forwards, prefill apart.
-  target_forwards: jax.Array  #: `[B]`, those in which the row was not done yet.
-  #: `[B, D + 1]`; entry i counts the forwards that emitted i + 1 tokens.
+  What is at most the number of tokens of a text is int32, all else a `Total`.
+  """
+
+  steps: Total  #: `[]` batched target forwards, prefill apart.
+  #: `[B]` int32, those in which the row was not done yet.
+  target_forwards: jax.Array
+  #: `[B, D + 1]` int32; entry i counts the forwards that emitted i + 1 tokens.
   emitted_histogram: jax.Array
-  nodes_verified: jax.Array  #: `[B]`, roots included.
+  nodes_verified: Total  #: `[B]`, roots included.
   #: `[B]` visible cache slots, summed over target forwards.
-  slots_read: jax.Array
+  slots_read: Total
 
 
 def init_counters(batch_size: int, max_depth: int) -> Counters:
   """All zeros."""
-  per_row = jnp.zeros(batch_size, jnp.int32)
   return Counters(
-    steps=jnp.zeros((), jnp.int32),
-    target_forwards=per_row,
+    steps=Total.zeros(),
+    target_forwards=jnp.zeros(batch_size, jnp.int32),
     emitted_histogram=jnp.zeros((batch_size, max_depth + 1), jnp.int32),
-    nodes_verified=per_row,
-    slots_read=per_row,
+    nodes_verified=Total.zeros(batch_size),
+    slots_read=Total.zeros(batch_size),
   )
 
 
@@ -181,6 +185,9 @@ def summarize(
     `plain_steps`: batched target forwards for which the fallback drafted
     nothing.
   """
+  # Their products may exceed 32 bits.
+  prompt_lengths = np.asarray(prompt_lengths, np.int64)
+  new_tokens = np.asarray(new_tokens, np.int64)
   counters, stage_counters, plain_steps = hosts.read(
     (result.counters, result.stage_counters, result.plain_steps)
   )

@@ -16,6 +16,7 @@ import tiny
 import tiny_drafters
 
 import specdec
+from specdec import hosts
 
 LIMIT = tiny.MAX_NEW_TOKENS
 TEMPERATURES = (0.0, 1.0, 1.0, 0.0, 0.7)
@@ -71,7 +72,7 @@ def _decode(drafter, rows=_ALL, fill=0):
   result = specdec.decode(
     tiny_drafters.target(), drafter, request, config=config
   )
-  return jax.device_get(result), tiny.new_tokens(result, lengths)
+  return hosts.read(result), tiny.new_tokens(result, lengths)
 
 
 def _histogram(result):

@@ -13,6 +13,7 @@ from tiny_drafters import Settings
 
 from models.nn.table_model import table_model
 from specdec import Drafter
+from specdec import hosts
 from specdec import Sampling
 from specdec.checks import check_sampling
 from specdec.draft.growth import grow
@@ -110,7 +111,7 @@ def run(drafter, step):
   active, num_tokens = np.array(step.active), step.noise.shape[2]
   sampling = Sampling(temperature=step.temperature)
   sampling = check_sampling(sampling, BATCH_SIZE, num_tokens)
-  stages, tree = jax.device_get(
+  stages, tree = hosts.read(
     grown(drafter, *padded(step.texts), active, step.noise, sampling)
   )
   for stage in stages:

@@ -12,7 +12,9 @@ from tiny_drafters import Settings
 
 from models.nn.table_model import table_model
 import specdec
+from specdec import hosts
 from specdec.statistics import relative_bandwidth
+from specdec.total import Total
 
 VOCAB_SIZE = 12
 LIMIT = 60
@@ -163,3 +165,35 @@ def test_stages_are_counted_by_stage():
     name: {'per_forward': table.nbytes * bool(slot), 'per_slot': slot}
     for name, slot in zip(labels, (70, 9, 0), strict=True)
   }
+
+
+def test_totals_do_not_overflow():
+  """Under `jit`, one by one, against integers of Python."""
+  rng, add = np.random.default_rng(0), jax.jit(Total.__add__)
+  largest, expected = 2**31 - 1, np.zeros(2, int)
+  total = Total.zeros(2)
+  for amount in (*[largest] * 9, 0, 1, *rng.integers(2**31, size=20)):
+    amounts = np.array([amount, largest - amount])
+    total = add(total, np.int32(amounts))
+    expected += amounts
+    np.testing.assert_array_equal(hosts.read([total])[0], expected)
+  assert expected.min() > 2**33
+
+
+def test_figures_of_long_texts_do_not_overflow():
+  """A step sees so many slots that those of few steps exceed 32 bits."""
+  length, limit, g = 2**22, 1650, 2
+  model = table_model(tiny.table(VOCAB_SIZE), max_positions=length + limit)
+  stats = specdec.generate(
+    *(model, jax.random.key(0), [[4] * length]),
+    max_new_tokens=limit,
+    drafter=tiny_drafters.simple('chain', model, length=g),
+  ).stats
+  slots = {name: one['slots'] for name, one in stats['reads'].items()}
+  steps = range(length, length + limit, g + 1)
+  assert slots == {
+    'plain': sum(range(length, length + limit)),
+    'target': sum(at + g for at in steps),
+    'draft': sum(2 * at + 1 for at in steps),
+  }
+  assert min(slots.values()) > 2**31

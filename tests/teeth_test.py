@@ -65,7 +65,7 @@ noise keyed by step, not by position
   - request.row_keys,
   -       state.length,
   + request.row_keys,
-  +       state.counters.steps + 0 * state.length,
+  +       state.counters.steps.wrapped + 0 * state.length,
 [sampling: RANDOMNESS]
 noise used again in every step
   (row_keys, positions, => (row_keys, positions - length[:, None],

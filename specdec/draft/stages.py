@@ -8,22 +8,24 @@ import jax.numpy as jnp
 
 from specdec.draft.drafter import Drafter
 from specdec.draft.drafter import Stage
+from specdec.total import Total
 from specdec.tree.tree import TokenTree
 
 
 class StageCounters(flax.struct.PyTreeNode):
-  """What a stage counts; int32."""
+  """What a stage counts."""
 
-  forwards: jax.Array  #: `[]`, batched forwards.
-  row_forwards: jax.Array  #: `[B]`, those in which the row was not done.
-  slots_read: jax.Array  #: `[B]`, visible cache slots, summed over these.
+  forwards: Total  #: `[]`, batched forwards.
+  row_forwards: Total  #: `[B]`, those in which the row was not done.
+  slots_read: Total  #: `[B]`, visible cache slots, summed over these.
 
 
 def init_stage_counters(batch_size: int) -> StageCounters:
   """All zeros."""
-  zeros = jnp.zeros(batch_size, jnp.int32)
   return StageCounters(
-    forwards=jnp.zeros((), jnp.int32), row_forwards=zeros, slots_read=zeros
+    forwards=Total.zeros(),
+    row_forwards=Total.zeros(batch_size),
+    slots_read=Total.zeros(batch_size),
   )
 
 

@@ -24,6 +24,7 @@ from models.text.generator import row_keys
 from models.text.result import TextGeneration
 import specdec
 from specdec.checks import check_sampling
+from specdec.mappings import jit
 from specdec.sampling import BEST
 from specdec.sampling import WITH_REPLACEMENT
 from specdec.sampling import WITHOUT_REPLACEMENT
@@ -261,7 +262,7 @@ RULES = {
 BLOCK = Rule('block', WITHOUT_REPLACEMENT)
 
 
-@jax.jit
+@jit()
 def theory(target: jax.Array, draft: jax.Array) -> dict[str, jax.Array]:
   """Acceptance probabilities of a single draft token, at each of n positions.
 

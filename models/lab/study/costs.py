@@ -14,7 +14,6 @@ from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
-import functools
 import math
 import time
 
@@ -23,6 +22,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec.mappings import jit
 from specdec.model import LanguageModel
 from specdec.model import prefill
 from specdec.sampling import best_token
@@ -90,12 +90,10 @@ class Trial:
     return self.tokens / seconds
 
 
-_read_prompts = jax.jit(prefill, static_argnames=('num_slots', 'window_size'))
+_read_prompts = jit(static_argnames=('num_slots', 'window_size'))(prefill)
 
 
-@functools.partial(
-  jax.jit, static_argnames='num_nodes', donate_argnames='cache'
-)
+@jit(static_argnames='num_nodes', donate_argnames='cache')
 def _verify(target: LanguageModel, text, cache, num_steps, *, num_nodes: int):
   """Some forwards over a root and its children, tokens of the text `[B, T]`."""
   nodes = jnp.arange(num_nodes)

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec.checks import check_sampling
+from specdec.mappings import jit
 from specdec.model import LanguageModel
 from specdec.sampling import adjust_logits
 from specdec.sampling import filter_logits
@@ -47,7 +48,7 @@ def _logits(
   return adjust_logits(model.logits(tokens), sampling, seen)
 
 
-@jax.jit
+@jit()
 def distributions(
   model: LanguageModel, tokens: jax.Array, sampling: SamplingParams
 ) -> jax.Array:
@@ -61,7 +62,7 @@ def distributions(
   return token_probs(_logits(model, tokens, sampling), sampling)[0]
 
 
-@jax.jit
+@jit()
 def _transform(all_probs, tokens, key):
   """`[n, orders]`, u of `tokens [n]` in each order; `[n]`, their p.
 
@@ -149,7 +150,7 @@ def p_values(rows: Sequence[np.ndarray]) -> dict[str, float]:
   return values
 
 
-@jax.jit
+@jit()
 def _margin(model, row_key, tokens, length, sampling):
   logits = lax.dynamic_slice_in_dim(
     _logits(model, tokens, sampling), length - 1, 1, axis=1

@@ -20,6 +20,7 @@ import numpy as np
 
 from specdec.cache import init_empty_cache
 from specdec.draft.ranking import rank_logits
+from specdec.mappings import jit
 from specdec.model import LanguageModel
 from specdec.model import ModelSpec
 from specdec.sampling import adjust_logits
@@ -67,7 +68,7 @@ def oracle_target(
   return LanguageModel(params=params, spec=_oracle_spec(spec))
 
 
-@jax.jit
+@jit()
 def next_token_ranks(
   draft: LanguageModel,
   tokens: jax.Array,
