@@ -5,7 +5,9 @@ one row, one query or one token alone.
 """
 
 import functools
+import itertools
 import os
+import re
 import subprocess
 import sys
 
@@ -22,6 +24,7 @@ from models.nn import attention
 from models.nn.adapter import as_model
 from models.nn.cpu import build
 from models.nn.cpu import ops
+from models.nn.experts import route
 from models.nn.matmul import matmul
 from models.nn.matmul import pack
 from models.nn.matmul import quantize
@@ -83,7 +86,7 @@ def _attention(width, dtype):
   return *(array.astype(jnp.dtype(dtype)) for array in arrays), mask
 
 
-@pytest.mark.parametrize('width', [4, 24, 80])
+@pytest.mark.parametrize('width', [5, 24, 77])
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_attention_equals_that_of_xla(width, dtype):
   query, key, value, mask = _attention(width, dtype)
@@ -136,6 +139,41 @@ def test_norms_equal_their_definition(width, center):
   np.testing.assert_array_equal(alone[0, 0], result[2, 0])
 
 
+@pytest.mark.parametrize('num_experts', [3, 64, 130])
+def test_routing_equals_that_of_xla(num_experts):
+  logits = 3 * _RNG.standard_normal((2, 9, num_experts), np.float32)
+  logits[:, :, 1] = logits[:, :, 0]  # Of equals the first one is better.
+  logits[0, 0] = 1.0
+  for renormalize in (False, True):
+    run = functools.partial(route, count=3, renormalize=renormalize)
+    result = run(logits, kernels=True)
+    jax.tree.map(
+      functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7),
+      *(result, run(logits)),
+    )
+    alone = run(logits[1:, 5:6], kernels=True)
+    jax.tree.map(
+      np.testing.assert_array_equal,
+      *(alone, jax.tree.map(lambda leaf: leaf[1:, 5:6], result)),
+    )
+  logits[1, 3, 2] = np.nan
+  spoiled = run(logits, kernels=True)
+  assert np.isnan(spoiled.weights[1, 3]).all()
+  assert len(set(spoiled.experts[1, 3].tolist())) == 3
+  np.testing.assert_array_equal(spoiled.weights[1, 4:], result.weights[1, 4:])
+
+
+def test_rows_are_summed_in_the_order_of_their_index():
+  """So that 1e8 takes all of 1 with it, and both are gone in the end."""
+  rows = np.tile(_RNG.standard_normal((5, 1), np.float32), 37)
+  rows[:3] = np.array([1.0, 1e8, -1e8])[:, None]
+  index = np.array([[0, 1, 2], [1, 2, 0], [3, 4, 3]], np.int32)
+  weights = np.array([[1, 1, 1], [1, 1, 1], [0.5, 0.25, 0]], np.float32)
+  expected = np.array([0.0, 1.0, rows[3, 0] / 2 + rows[4, 0] / 4], np.float32)
+  result = ops.sum_rows(rows, index, weights)
+  np.testing.assert_allclose(result, np.tile(expected[:, None], 37), rtol=1e-6)
+
+
 def _packed(module, dtype):
   """The module with packed matrices, of int8 or of its own dtype."""
   graph, params = hub.flat_params(module)
@@ -146,28 +184,51 @@ def _packed(module, dtype):
   return nnx.merge(graph, traverse_util.unflatten_dict(params))
 
 
-@pytest.mark.parametrize(
-  'case', ['gpt2 float32', 'gpt2 int8', 'llama bfloat16', 'mixtral int8']
-)
-def test_a_token_has_the_same_bits_in_any_forward(case):
-  """Read one by one, in chunks, in a batch of other orders: equal logits."""
-  family, dtype = case.split()
+# Trees of 24 nodes: of each two, the second is a wrong guess beside the first.
+_NODES = np.arange(24)
+_TREE = (_NODES % 2 == 0) & (_NODES <= _NODES[:, None])
+_TREE |= np.eye(24, dtype=bool)
+
+
+def _module(family, dtype, **changes):
   floats = 'float32' if dtype == 'float32' else 'bfloat16'
-  module = (
-    tiny.module(dtype=jnp.dtype(floats))
-    if family == 'gpt2'
-    else tiny.llama_module(family, floats)
-  )
-  graph, state = nnx.split(_packed(module, dtype))
+  if family == 'gpt2':
+    return tiny.module(dtype=jnp.dtype(floats))
+  return tiny.llama_module(family, floats, **changes)
+
+
+_many_experts = functools.partial(
+  pytest.param, 'mixtral', marks=pytest.mark.long
+)
+
+
+@pytest.mark.parametrize(
+  ('family', 'dtype', 'num_experts'),
+  [
+    ('gpt2', 'float32', 0),
+    ('gpt2', 'int8', 0),
+    ('llama', 'bfloat16', 0),
+    ('mixtral', 'float32', 64),
+    *(_many_experts(*case) for case in itertools.product(ops.DTYPES, (4, 128))),
+  ],
+)
+def test_a_token_has_the_same_bits_in_any_forward(
+  family, dtype, num_experts, request
+):
+  """Read one by one, in chunks, batches of other orders and trees."""
+  experts = {'num_experts': num_experts, 'experts_per_token': num_experts // 8}
+  changes = experts if num_experts >= 8 else {}
+  module = _packed(_module(family, dtype, **changes), dtype)
+  graph, state = nnx.split(module)
   apply = jax.jit(lambda state, *args: nnx.merge(graph, state)(*args))
   tokens = _RNG.integers(0, module.config.vocab_size, (3, 12))
+  empty = lambda rows: as_model(module).spec.init_cache(len(rows), 24)
 
   def logits(rows, chunk):
-    cache = as_model(module).spec.init_cache(len(rows), 20)
-    parts = []
+    cache, parts = empty(rows), []
     for start in range(0, 12, chunk):
       positions = np.tile(np.arange(start, start + chunk), (len(rows), 1))
-      mask = np.arange(20)[None, None] <= positions[:, :, None]
+      mask = _NODES[None, None] <= positions[:, :, None]
       part, cache = apply(
         state, tokens[rows][:, start : start + chunk], positions, mask, cache
       )
@@ -176,9 +237,46 @@ def test_a_token_has_the_same_bits_in_any_forward(case):
       parts.append(np.asarray(part))
     return np.concatenate(parts, axis=1)
 
+  def logits_of_trees(rows):
+    nodes = np.repeat(tokens[rows], 2, axis=1)
+    nodes[:, 1::2] = nodes[:, 1::2] // 2
+    positions = np.tile(_NODES // 2, (len(rows), 1))
+    mask = np.tile(_TREE[None], (len(rows), 1, 1))
+    return apply(state, nodes, positions, mask, empty(rows))[0][:, ::2]
+
   alone = np.concatenate([logits([row], 1) for row in range(3)])
-  for rows, chunk in (([0, 1, 2], 1), ([2, 0, 1], 4), ([1], 12)):
+  np.testing.assert_array_equal(logits_of_trees([1, 0, 2]), alone[[1, 0, 2]])
+  # Each shape of a mixture takes long to compile.
+  is_long = request.config.getoption('--long')
+  shapes = ([0, 1, 2], 1), ([2, 0, 1], 4), ([1], 12)
+  for rows, chunk in shapes if is_long or not num_experts else ():
     np.testing.assert_array_equal(logits(rows, chunk), alone[rows])
+
+
+# Sums whose order XLA chooses.
+_SUMS = re.compile(
+  r':b?f\d+\[[\d,]*\] = '
+  r'(\w*dot\w*|conv_\w+|reduce_(?!precision)\w+|cum\w+|scatter\W\w+)\['
+)
+
+
+@pytest.mark.parametrize('family', ['gpt2', 'llama', 'mixtral'])
+@pytest.mark.parametrize('dtype', ops.DTYPES)
+def test_xla_sums_nothing_in_a_forward(family, dtype):
+  module = _module(family, dtype)
+  arguments = np.zeros((2, 3), int), np.zeros((2, 3), int)
+  mask = np.zeros((2, 3, 9), bool)
+
+  def sums(module):
+    model = as_model(module)
+    cache = model.spec.init_cache(2, 9)
+    traced = jax.make_jaxpr(model.spec.apply)(
+      model.params, *arguments, mask, cache
+    )
+    return set(_SUMS.findall(str(traced)))
+
+  assert sums(module) >= {'dot_general', 'reduce_sum'}
+  assert not sums(_packed(module, dtype))
 
 
 def test_without_a_compiler_xla_computes(monkeypatch, capsys):

@@ -35,6 +35,8 @@ _FUNCTIONS = (
   'specdec_attend',
   'specdec_write_slots',
   'specdec_normalize',
+  'specdec_route',
+  'specdec_sum_rows',
 )
 
 
@@ -93,13 +95,17 @@ def compile_library(
   return library
 
 
-def register(library: pathlib.Path) -> None:
-  """Makes the functions of a compiled library known to XLA."""
+def register(library: pathlib.Path, suffix: str = '') -> None:
+  """Makes the functions of a compiled library known to XLA.
+
+  Args:
+    library: of `compile_library`.
+    suffix: appended to their names, which a process may register only once.
+  """
   loaded = ctypes.CDLL(str(library))
   for name in _FUNCTIONS:
-    jax.ffi.register_ffi_target(
-      name, jax.ffi.pycapsule(getattr(loaded, name)), platform='cpu'
-    )
+    function = jax.ffi.pycapsule(getattr(loaded, name))
+    jax.ffi.register_ffi_target(name + suffix, function, platform='cpu')
 
 
 @functools.cache
