@@ -7,6 +7,7 @@ one row, one query or one token alone.
 import functools
 import itertools
 import os
+import pathlib
 import re
 import subprocess
 import sys
@@ -186,8 +187,7 @@ def _packed(module, dtype):
 
 # Trees of 24 nodes: of each two, the second is a wrong guess beside the first.
 _NODES = np.arange(24)
-_TREE = (_NODES % 2 == 0) & (_NODES <= _NODES[:, None])
-_TREE |= np.eye(24, dtype=bool)
+_TREE = (_NODES % 2 == 0) & np.tri(24, dtype=bool) | np.eye(24, dtype=bool)
 
 
 def _module(family, dtype, **changes):
@@ -197,9 +197,8 @@ def _module(family, dtype, **changes):
   return tiny.llama_module(family, floats, **changes)
 
 
-_many_experts = functools.partial(
-  pytest.param, 'mixtral', marks=pytest.mark.long
-)
+_long = functools.partial(pytest.param, marks=pytest.mark.long)
+_MIXTURES = itertools.product(ops.DTYPES, (4, 64, 128))
 
 
 @pytest.mark.parametrize(
@@ -209,7 +208,7 @@ _many_experts = functools.partial(
     ('gpt2', 'int8', 0),
     ('llama', 'bfloat16', 0),
     ('mixtral', 'float32', 64),
-    *(_many_experts(*case) for case in itertools.product(ops.DTYPES, (4, 128))),
+    *(_long('mixtral', dtype, count) for dtype, count in _MIXTURES),
   ],
 )
 def test_a_token_has_the_same_bits_in_any_forward(
@@ -277,6 +276,85 @@ def test_xla_sums_nothing_in_a_forward(family, dtype):
 
   assert sums(module) >= {'dot_general', 'reduce_sum'}
   assert not sums(_packed(module, dtype))
+
+
+# Branches of the source: flags that choose them, of which the last ones count,
+# and what the processor must have.
+_BRANCHES = {
+  'plain': ('-march=x86-64', 'sse2'),
+  'avx2': ('-march=haswell', 'avx2 bmi2 f16c fma movbe'),
+  'avx512': ('-march=skylake-avx512', 'avx512bw avx512cd avx512dq avx512vl'),
+  # What GCC defines for Zen 4, without instructions that only AMD has.
+  'amd': ('-march=cooperlake -D__znver4__', 'avx512_bf16 avx512_vnni'),
+}
+_LONG_BRANCHES = {
+  'avx': ('-march=sandybridge', 'avx aes pclmulqdq'),
+  'avx512f': ('-march=haswell -mavx512f', 'avx512f'),
+  'vnni': ('-march=cascadelake', 'avx512_vnni'),
+}
+
+
+def _every_kernel():
+  """By names, what kernels compute of some rows, and of the last one alone."""
+  rng = np.random.default_rng(0)
+  draw = lambda *shape: rng.standard_normal(shape, np.float32)
+  results = {}
+
+  def call(name, function, *rows):
+    last = function(*(array[-1:] for array in rows))
+    results[name] = function(*rows), last
+
+  for dtype in ops.DTYPES:
+    values = draw(101, 203)
+    integers = dtype == 'int8'
+    matrix = quantize(values) if integers else values.astype(jnp.dtype(dtype))
+    product = functools.partial(ops.multiply, matrix=pack(matrix))
+    call(dtype, product, draw(11, 203))
+  for dtype in ('float32', 'bfloat16'):
+    cache = [jnp.asarray(draw(1, 2, 45, 77), dtype) for _ in range(2)]
+
+    def attend(query, mask, cache=cache):
+      query = query.swapaxes(0, 1)[None]
+      return ops.attend(query, *cache, mask[None], scale=0.2)[0].swapaxes(0, 1)
+
+    query = jnp.asarray(draw(9, 2, 77), dtype)
+    call(f'attention {dtype}', attend, query, rng.random((9, 45)) < 0.6)
+  for center in (False, True):
+    norm = functools.partial(
+      ops.normalize, scale=draw(37), epsilon=0.1, center=center
+    )
+    call(f'norm {center}', norm, draw(4, 37))
+  call('route', lambda x: ops.route(x, 5, renormalize=True)[1], draw(4, 70))
+  index = rng.integers(0, 7, (4, 5)).astype(np.int32)
+  call('sum', functools.partial(ops.sum_rows, draw(7, 37)), index, draw(4, 5))
+  return results
+
+
+@pytest.mark.parametrize('branch', [*_BRANCHES, *map(_long, _LONG_BRANCHES)])
+def test_every_branch_of_the_source_computes_the_same(
+  branch, monkeypatch, request
+):
+  """Integers are exact; sums of floats are rounded in other orders."""
+  flags, needed = (_BRANCHES | _LONG_BRANCHES)[branch]
+  cpuinfo = pathlib.Path('/proc/cpuinfo')
+  words = cpuinfo.read_text().split() if cpuinfo.exists() else []
+  if not {*needed.split()} <= {*words}:
+    pytest.skip(f'the processor must have {needed}')
+  if not request.config.getoption('--long'):
+    flags += ' -Og'
+  folder = pathlib.Path(__file__).parents[1] / 'build/kernels'
+  library = build.compile_library(
+    build.find_compiler(), folder, (*build.FLAGS, *flags.split())
+  )
+  build.register(library, f'_{branch}')
+  expected = jax.jit(_every_kernel)()
+  call = jax.ffi.ffi_call
+  renamed = lambda name, *args: call(f'{name}_{branch}', *args)
+  monkeypatch.setattr(jax.ffi, 'ffi_call', renamed)
+  for name, (some, last) in jax.jit(lambda: _every_kernel())().items():
+    np.testing.assert_array_equal(some[-1:], last, name)
+    off = 0 if name == 'int8' else 1e-4
+    np.testing.assert_allclose(some, expected[name][0], off, off, err_msg=name)
 
 
 def test_without_a_compiler_xla_computes(monkeypatch, capsys):

@@ -108,12 +108,17 @@ def register(library: pathlib.Path, suffix: str = '') -> None:
     jax.ffi.register_ffi_target(name + suffix, function, platform='cpu')
 
 
+def find_compiler() -> str | None:
+  """The C++ compiler to use: that of the variable `CXX`, or one of the path."""
+  return os.environ.get('CXX') or shutil.which('g++') or shutil.which('c++')
+
+
 @functools.cache
 def is_available() -> bool:
   """Compiles and registers the kernels; False, with a line, if that fails."""
   if jax.default_backend() != 'cpu':
     return False
-  compiler = os.environ.get('CXX') or shutil.which('g++') or shutil.which('c++')
+  compiler = find_compiler()
   if compiler is None:
     return _unavailable('there is no C++ compiler (g++)')
   try:
