@@ -78,6 +78,14 @@ def test_products_equal_those_of_xla(shape, dtype):
     np.testing.assert_array_equal(result[2:], alone[2:])
 
 
+def test_scaled_rows_are_not_scaled_by_xla():
+  """It may round the product with a sum that follows, or not, by the shape."""
+  packed = pack(_matrix((20, 3), 'int8'))
+  traced = str(jax.make_jaxpr(take_rows)(packed, np.zeros((2, 4), int)))
+  assert 'specdec_sum_rows' in traced
+  assert not re.search(r':f32\[[\d,]*\] = mul', traced)
+
+
 def _attention(width, dtype):
   batch, length, slots = 2, 3, 45
   draw = lambda heads, size: _RNG.standard_normal((batch, heads, size, width))
@@ -198,7 +206,7 @@ def _module(family, dtype, **changes):
 
 
 _long = functools.partial(pytest.param, marks=pytest.mark.long)
-_MIXTURES = itertools.product(ops.DTYPES, (4, 64, 128))
+_MIXTURES = [*itertools.product(ops.DTYPES, (64, 128))]
 
 
 @pytest.mark.parametrize(
@@ -208,15 +216,13 @@ _MIXTURES = itertools.product(ops.DTYPES, (4, 64, 128))
     ('gpt2', 'int8', 0),
     ('llama', 'bfloat16', 0),
     ('mixtral', 'float32', 64),
-    *(_long('mixtral', dtype, count) for dtype, count in _MIXTURES),
+    *(_long('mixtral', *case) for case in _MIXTURES[1:]),
   ],
 )
-def test_a_token_has_the_same_bits_in_any_forward(
-  family, dtype, num_experts, request
-):
+def test_a_token_has_the_same_bits_in_any_forward(family, dtype, num_experts):
   """Read one by one, in chunks, batches of other orders and trees."""
-  experts = {'num_experts': num_experts, 'experts_per_token': num_experts // 8}
-  changes = experts if num_experts >= 8 else {}
+  experts = {'num_experts': num_experts, 'experts_per_token': 8}
+  changes = experts if num_experts else {}
   module = _packed(_module(family, dtype, **changes), dtype)
   graph, state = nnx.split(module)
   apply = jax.jit(lambda state, *args: nnx.merge(graph, state)(*args))
@@ -246,9 +252,8 @@ def test_a_token_has_the_same_bits_in_any_forward(
   alone = np.concatenate([logits([row], 1) for row in range(3)])
   np.testing.assert_array_equal(logits_of_trees([1, 0, 2]), alone[[1, 0, 2]])
   # Each shape of a mixture takes long to compile.
-  is_long = request.config.getoption('--long')
   shapes = ([0, 1, 2], 1), ([2, 0, 1], 4), ([1], 12)
-  for rows, chunk in shapes if is_long or not num_experts else ():
+  for rows, chunk in () if num_experts else shapes:
     np.testing.assert_array_equal(logits(rows, chunk), alone[rows])
 
 

@@ -103,7 +103,12 @@ def take_rows(matrix: PackedMatrix, index: jax.Array) -> jax.Array:
   values = values.reshape(*index.shape, -1)[..., : matrix.shape[1]]
   rows = values.astype(jnp.float32)
   if matrix.dtype == 'int8':
-    return rows * matrix.scale[index][..., None]
+    # Not a product of XLA's, which may round it together with a sum that
+    # follows, or not, by the shape.
+    flat = rows.reshape(-1, matrix.shape[1])
+    each = jnp.arange(index.size, dtype=jnp.int32)[:, None]
+    scale = matrix.scale[index].reshape(-1, 1)
+    rows = sum_rows(flat, each, scale).reshape(rows.shape)
   return rows
 
 
