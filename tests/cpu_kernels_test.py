@@ -148,27 +148,27 @@ def test_norms_equal_their_definition(width, center):
   np.testing.assert_array_equal(alone[0, 0], result[2, 0])
 
 
-@pytest.mark.parametrize('num_experts', [3, 64, 130])
-def test_routing_equals_that_of_xla(num_experts):
+@pytest.mark.parametrize(
+  ('num_experts', 'renormalize'), [(3, False), (64, True), (130, True)]
+)
+def test_routing_equals_that_of_xla(num_experts, renormalize):
   logits = 3 * _RNG.standard_normal((2, 9, num_experts), np.float32)
   logits[:, :, 1] = logits[:, :, 0]  # Of equals the first one is better.
   logits[0, 0] = 1.0
-  for renormalize in (False, True):
-    run = functools.partial(route, count=3, renormalize=renormalize)
-    result = run(logits, kernels=True)
-    jax.tree.map(
-      functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7),
-      *(result, run(logits)),
-    )
-    alone = run(logits[1:, 5:6], kernels=True)
-    jax.tree.map(
-      np.testing.assert_array_equal,
-      *(alone, jax.tree.map(lambda leaf: leaf[1:, 5:6], result)),
-    )
+  run = functools.partial(route, count=3, renormalize=renormalize)
+  ours = jax.jit(functools.partial(run, kernels=True))
+  result, expected = ours(logits), jax.jit(run)(logits)
+  np.testing.assert_array_equal(result.experts, expected.experts)
+  for name in ('weights', 'probs'):
+    both = getattr(result, name), getattr(expected, name)
+    np.testing.assert_allclose(*both, rtol=1e-5, atol=1e-7)
+  last = jax.tree.map(lambda leaf: leaf[1:, 8:], result)
+  jax.tree.map(np.testing.assert_array_equal, ours(logits[1:, 8:]), last)
+  # A row that is not a number is routed somewhere, and spoils no other.
   logits[1, 3, 2] = np.nan
-  spoiled = run(logits, kernels=True)
+  spoiled = ours(logits)
   assert np.isnan(spoiled.weights[1, 3]).all()
-  assert len(set(spoiled.experts[1, 3].tolist())) == 3
+  assert len({*spoiled.experts[1, 3].tolist()}) == 3
   np.testing.assert_array_equal(spoiled.weights[1, 4:], result.weights[1, 4:])
 
 
