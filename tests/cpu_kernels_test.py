@@ -5,7 +5,10 @@ one row, one query or one token alone.
 """
 
 import functools
+import itertools
 import os
+import pathlib
+import re
 import subprocess
 import sys
 
@@ -16,12 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+import variants
 
 from models.checkpoints import hub
 from models.nn import attention
 from models.nn.adapter import as_model
 from models.nn.cpu import build
 from models.nn.cpu import ops
+from models.nn.experts import route
 from models.nn.matmul import matmul
 from models.nn.matmul import pack
 from models.nn.matmul import quantize
@@ -74,6 +79,14 @@ def test_products_equal_those_of_xla(shape, dtype):
     np.testing.assert_array_equal(result[2:], alone[2:])
 
 
+def test_scaled_rows_are_not_scaled_by_xla():
+  """It may round the product with a sum that follows, or not, by the shape."""
+  packed = pack(_matrix((20, 3), 'int8'))
+  traced = str(jax.make_jaxpr(take_rows)(packed, np.zeros((2, 4), int)))
+  assert 'specdec_sum_rows' in traced
+  assert not re.search(r':f32\[[\d,]*\] = mul', traced)
+
+
 def _attention(width, dtype):
   batch, length, slots = 2, 3, 45
   draw = lambda heads, size: _RNG.standard_normal((batch, heads, size, width))
@@ -83,7 +96,7 @@ def _attention(width, dtype):
   return *(array.astype(jnp.dtype(dtype)) for array in arrays), mask
 
 
-@pytest.mark.parametrize('width', [4, 24, 80])
+@pytest.mark.parametrize('width', [5, 24, 77])
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_attention_equals_that_of_xla(width, dtype):
   query, key, value, mask = _attention(width, dtype)
@@ -136,6 +149,41 @@ def test_norms_equal_their_definition(width, center):
   np.testing.assert_array_equal(alone[0, 0], result[2, 0])
 
 
+@pytest.mark.parametrize(
+  ('num_experts', 'renormalize'), [(3, False), (64, True), (130, True)]
+)
+def test_routing_equals_that_of_xla(num_experts, renormalize):
+  logits = 3 * _RNG.standard_normal((2, 9, num_experts), np.float32)
+  logits[:, :, 1] = logits[:, :, 0]  # Of equals the first one is better.
+  logits[0, 0] = 1.0
+  run = functools.partial(route, count=3, renormalize=renormalize)
+  ours = jax.jit(functools.partial(run, kernels=True))
+  result, expected = ours(logits), jax.jit(run)(logits)
+  np.testing.assert_array_equal(result.experts, expected.experts)
+  for name in ('weights', 'probs'):
+    both = getattr(result, name), getattr(expected, name)
+    np.testing.assert_allclose(*both, rtol=1e-5, atol=1e-7)
+  last = jax.tree.map(lambda leaf: leaf[1:, 8:], result)
+  jax.tree.map(np.testing.assert_array_equal, ours(logits[1:, 8:]), last)
+  # A row that is not a number is routed somewhere, and spoils no other.
+  logits[1, 3, 2] = np.nan
+  spoiled = ours(logits)
+  assert np.isnan(spoiled.weights[1, 3]).all()
+  assert len({*spoiled.experts[1, 3].tolist()}) == 3
+  np.testing.assert_array_equal(spoiled.weights[1, 4:], result.weights[1, 4:])
+
+
+def test_rows_are_summed_in_the_order_of_their_index():
+  """So that 1e8 takes all of 1 with it, and both are gone in the end."""
+  rows = np.tile(_RNG.standard_normal((5, 1), np.float32), 37)
+  rows[:3] = np.array([1.0, 1e8, -1e8])[:, None]
+  index = np.array([[0, 1, 2], [1, 2, 0], [3, 4, 3]], np.int32)
+  weights = np.array([[1, 1, 1], [1, 1, 1], [0.5, 0.25, 0]], np.float32)
+  expected = np.array([0.0, 1.0, rows[3, 0] / 2 + rows[4, 0] / 4], np.float32)
+  result = ops.sum_rows(rows, index, weights)
+  np.testing.assert_allclose(result, np.tile(expected[:, None], 37), rtol=1e-6)
+
+
 def _packed(module, dtype):
   """The module with packed matrices, of int8 or of its own dtype."""
   graph, params = hub.flat_params(module)
@@ -146,28 +194,47 @@ def _packed(module, dtype):
   return nnx.merge(graph, traverse_util.unflatten_dict(params))
 
 
-@pytest.mark.parametrize(
-  'case', ['gpt2 float32', 'gpt2 int8', 'llama bfloat16', 'mixtral int8']
-)
-def test_a_token_has_the_same_bits_in_any_forward(case):
-  """Read one by one, in chunks, in a batch of other orders: equal logits."""
-  family, dtype = case.split()
+# Trees of 24 nodes: of each two, the second is a wrong guess beside the first.
+_NODES = np.arange(24)
+_TREE = (_NODES % 2 == 0) & np.tri(24, dtype=bool) | np.eye(24, dtype=bool)
+
+
+def _module(family, dtype, **changes):
   floats = 'float32' if dtype == 'float32' else 'bfloat16'
-  module = (
-    tiny.module(dtype=jnp.dtype(floats))
-    if family == 'gpt2'
-    else tiny.llama_module(family, floats)
-  )
-  graph, state = nnx.split(_packed(module, dtype))
+  if family == 'gpt2':
+    return tiny.module(dtype=jnp.dtype(floats))
+  return tiny.llama_module(family, floats, **changes)
+
+
+_long = functools.partial(pytest.param, marks=pytest.mark.long)
+_MIXTURES = [*itertools.product(ops.DTYPES, (64, 128))]
+
+
+@pytest.mark.parametrize(
+  ('family', 'dtype', 'num_experts'),
+  [
+    ('gpt2', 'float32', 0),
+    ('gpt2', 'int8', 0),
+    ('llama', 'bfloat16', 0),
+    ('mixtral', 'float32', 64),
+    *(_long('mixtral', *case) for case in _MIXTURES[1:]),
+  ],
+)
+def test_a_token_has_the_same_bits_in_any_forward(family, dtype, num_experts):
+  """Read one by one, in chunks, batches of other orders and trees."""
+  experts = {'num_experts': num_experts, 'experts_per_token': 8}
+  changes = experts if num_experts else {}
+  module = _packed(_module(family, dtype, **changes), dtype)
+  graph, state = nnx.split(module)
   apply = jax.jit(lambda state, *args: nnx.merge(graph, state)(*args))
   tokens = _RNG.integers(0, module.config.vocab_size, (3, 12))
+  empty = lambda rows: as_model(module).spec.init_cache(len(rows), 24)
 
   def logits(rows, chunk):
-    cache = as_model(module).spec.init_cache(len(rows), 20)
-    parts = []
+    cache, parts = empty(rows), []
     for start in range(0, 12, chunk):
       positions = np.tile(np.arange(start, start + chunk), (len(rows), 1))
-      mask = np.arange(20)[None, None] <= positions[:, :, None]
+      mask = _NODES[None, None] <= positions[:, :, None]
       part, cache = apply(
         state, tokens[rows][:, start : start + chunk], positions, mask, cache
       )
@@ -176,9 +243,121 @@ def test_a_token_has_the_same_bits_in_any_forward(case):
       parts.append(np.asarray(part))
     return np.concatenate(parts, axis=1)
 
+  def logits_of_trees(rows):
+    nodes = np.repeat(tokens[rows], 2, axis=1)
+    nodes[:, 1::2] = nodes[:, 1::2] // 2
+    positions = np.tile(_NODES // 2, (len(rows), 1))
+    mask = np.tile(_TREE[None], (len(rows), 1, 1))
+    return apply(state, nodes, positions, mask, empty(rows))[0][:, ::2]
+
   alone = np.concatenate([logits([row], 1) for row in range(3)])
-  for rows, chunk in (([0, 1, 2], 1), ([2, 0, 1], 4), ([1], 12)):
+  np.testing.assert_array_equal(logits_of_trees([1, 0, 2]), alone[[1, 0, 2]])
+  # Each shape of a mixture takes long to compile.
+  shapes = ([0, 1, 2], 1), ([2, 0, 1], 4), ([1], 12)
+  for rows, chunk in () if num_experts else shapes:
     np.testing.assert_array_equal(logits(rows, chunk), alone[rows])
+
+
+# Sums whose order XLA chooses.
+_SUMS = re.compile(
+  r':b?f\d+\[[\d,]*\] = '
+  r'(\w*dot\w*|conv_\w+|reduce_(?!precision)\w+|cum\w+|scatter\W\w+)\['
+)
+
+
+@pytest.mark.parametrize('variant', ['gpt2', 'qwen3_biases', 'qwen3_moe'])
+@pytest.mark.parametrize('dtype', ops.DTYPES)
+def test_xla_sums_nothing_in_a_forward(variant, dtype, tmp_path):
+  folder = variants.write(variant, tmp_path / 'model')
+  tokens = np.zeros((2, 3), int)
+
+  def sums(packed):
+    model = as_model(hub.load_module(folder, dtype=dtype, packed=packed))
+    cache, mask = model.spec.init_cache(2, 9), np.zeros((2, 3, 9), bool)
+    arguments = model.params, tokens, tokens, mask, cache
+    return {*_SUMS.findall(str(jax.make_jaxpr(model.spec.apply)(*arguments)))}
+
+  assert sums(packed=False) >= {'dot_general', 'reduce_sum'}
+  assert not sums(packed=True)
+
+
+# Branches of the source: flags that choose them, of which the last ones count,
+# and what the processor must have.
+_BRANCHES = {
+  'plain': ('-march=x86-64', 'sse2'),
+  'avx2': ('-march=haswell', 'avx2 bmi2 f16c fma movbe'),
+  'avx512': ('-march=skylake-avx512', 'avx512bw avx512cd avx512dq avx512vl'),
+  # What GCC defines for Zen 4, without instructions that only AMD has.
+  'amd': ('-march=cooperlake -D__znver4__', 'avx512_bf16 avx512_vnni'),
+}
+_LONG_BRANCHES = {
+  'avx': ('-march=sandybridge', 'avx aes pclmulqdq'),
+  'avx512f': ('-march=haswell -mavx512f', 'avx512f'),
+  'vnni': ('-march=cascadelake', 'avx512_vnni'),
+}
+
+
+def _every_kernel():
+  """By names, what kernels compute of some rows, and of the last one alone."""
+  rng = np.random.default_rng(0)
+  draw = lambda *shape: rng.standard_normal(shape, np.float32)
+  results = {}
+
+  def call(name, function, *rows):
+    last = function(*(array[-1:] for array in rows))
+    results[name] = function(*rows), last
+
+  for dtype in ops.DTYPES:
+    values = draw(101, 203)
+    integers = dtype == 'int8'
+    matrix = quantize(values) if integers else values.astype(jnp.dtype(dtype))
+    product = functools.partial(ops.multiply, matrix=pack(matrix))
+    call(dtype, product, draw(11, 203))
+  for dtype in ('float32', 'bfloat16'):
+    cache = [jnp.asarray(draw(1, 2, 45, 77), dtype) for _ in range(2)]
+
+    def attend(query, mask, cache=cache):
+      query = query.swapaxes(0, 1)[None]
+      return ops.attend(query, *cache, mask[None], scale=0.2)[0].swapaxes(0, 1)
+
+    query = jnp.asarray(draw(9, 2, 77), dtype)
+    call(f'attention {dtype}', attend, query, rng.random((9, 45)) < 0.6)
+  for center in (False, True):
+    norm = functools.partial(
+      ops.normalize, scale=draw(37), epsilon=0.1, center=center
+    )
+    call(f'norm {center}', norm, draw(4, 37))
+  call('route', lambda x: ops.route(x, 5, renormalize=True)[1], draw(4, 70))
+  index = rng.integers(0, 7, (4, 5)).astype(np.int32)
+  call('sum', functools.partial(ops.sum_rows, draw(7, 37)), index, draw(4, 5))
+  return results
+
+
+@pytest.mark.parametrize('branch', [*_BRANCHES, *map(_long, _LONG_BRANCHES)])
+def test_every_branch_of_the_source_computes_the_same(
+  branch, monkeypatch, request
+):
+  """Integers are exact; sums of floats are rounded in other orders."""
+  flags, needed = (_BRANCHES | _LONG_BRANCHES)[branch]
+  cpuinfo = pathlib.Path('/proc/cpuinfo')
+  words = cpuinfo.read_text().split() if cpuinfo.exists() else []
+  if not {*needed.split()} <= {*words}:
+    pytest.skip(f'the processor must have {needed}')
+  if not request.config.getoption('--long'):
+    flags += ' -Og'
+  folder = pathlib.Path(__file__).parents[1] / 'build/kernels'
+  library = build.compile_library(
+    build.find_compiler(), folder, (*build.FLAGS, *flags.split())
+  )
+  build.register(library, f'_{branch}')
+  expected = jax.jit(_every_kernel)()
+  call = jax.ffi.ffi_call
+  renamed = lambda name, *args: call(f'{name}_{branch}', *args)
+  monkeypatch.setattr(jax.ffi, 'ffi_call', renamed)
+  for name, (some, last) in jax.jit(lambda: _every_kernel())().items():
+    np.testing.assert_array_equal(some[-1:], last, name)
+    off = 0 if name == 'int8' else 1e-4
+    np.testing.assert_allclose(some, expected[name][0], off, off, err_msg=name)
 
 
 def test_without_a_compiler_xla_computes(monkeypatch, capsys):

@@ -23,6 +23,8 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from models.nn.cpu import ops
+
 _MAX_BLOCK = 128  # Rows computed at once, at most.
 _BLOCK_STEP = 16
 
@@ -45,14 +47,19 @@ class Routing(NamedTuple):
   probs: jax.Array
 
 
-def route(logits: jax.Array, count: int, *, renormalize: bool) -> Routing:
+def route(
+  logits: jax.Array, count: int, *, renormalize: bool, kernels: bool = False
+) -> Routing:
   """Routing of each token to its most probable experts (arXiv 2401.04088, 2.1).
 
   Args:
     logits: `[..., E]` float32.
     count: k, experts per token.
     renormalize: whether the weights of the k experts sum to 1.
+    kernels: whether to use those of `models.nn.cpu`.
   """
+  if kernels:
+    return Routing(*ops.route(logits, count, renormalize=renormalize))
   probs = jax.nn.softmax(logits, axis=-1)
   weights, experts = lax.top_k(probs, count)
   if renormalize:
@@ -171,18 +178,24 @@ _apply.defvjp(_apply_fwd, _apply_bwd)
 
 
 def mix(
-  expert: Expert, weights: Sequence[Any], x: jax.Array, routing: Routing
+  expert: Expert,
+  weights: Sequence[Any],
+  x: jax.Array,
+  routing: Routing,
+  *,
+  kernels: bool = False,
 ) -> jax.Array:
   """Weighted sum of the outputs of each token's experts.
 
   The terms of a token are added in the order of its own choices, so its sum
-  does not depend on the other tokens.
+  does not depend on the other tokens; nor on their number, with the kernels.
 
   Args:
     expert: the function that all experts compute.
     weights: weights of each of the E experts.
     x: `[T, width]` float32.
     routing: routing of the T tokens.
+    kernels: whether to use those of `models.nn.cpu` for the sum.
 
   Returns:
     `[T, width]` float32.
@@ -195,4 +208,6 @@ def mix(
   counts = _tokens_per_expert(chosen, len(weights))
   out = _apply(expert, block, tuple(weights), rows, counts)
   back = jnp.argsort(order).reshape(num_tokens, per_token)
+  if kernels:
+    return ops.sum_rows(out, back, routing.weights)
   return jnp.sum(out[back] * routing.weights[..., None], axis=1)

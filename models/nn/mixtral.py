@@ -57,10 +57,12 @@ class Experts(nnx.Module):
     )
 
   def __call__(self, x: jax.Array) -> tuple[jax.Array, Routing]:
+    kernels = self.gate.is_packed
     routing = route(
       self.gate(x),
       self.config.experts_per_token,
       renormalize=self.config.renormalize,
+      kernels=kernels,
     )
     weights = [
       tuple(
@@ -72,7 +74,7 @@ class Experts(nnx.Module):
     expert = functools.partial(_swiglu, self.experts[0].activation)
     flat = lambda array: array.reshape(-1, array.shape[-1])
     out = sum_of_experts(
-      functools.partial(mix, expert),
+      functools.partial(mix, expert, kernels=kernels),
       weights,
       self.config.inner_width,
       flat(x),

@@ -35,6 +35,8 @@ _FUNCTIONS = (
   'specdec_attend',
   'specdec_write_slots',
   'specdec_normalize',
+  'specdec_route',
+  'specdec_sum_rows',
 )
 
 
@@ -93,13 +95,22 @@ def compile_library(
   return library
 
 
-def register(library: pathlib.Path) -> None:
-  """Makes the functions of a compiled library known to XLA."""
+def register(library: pathlib.Path, suffix: str = '') -> None:
+  """Makes the functions of a compiled library known to XLA.
+
+  Args:
+    library: of `compile_library`.
+    suffix: appended to their names, which a process may register only once.
+  """
   loaded = ctypes.CDLL(str(library))
   for name in _FUNCTIONS:
-    jax.ffi.register_ffi_target(
-      name, jax.ffi.pycapsule(getattr(loaded, name)), platform='cpu'
-    )
+    function = jax.ffi.pycapsule(getattr(loaded, name))
+    jax.ffi.register_ffi_target(name + suffix, function, platform='cpu')
+
+
+def find_compiler() -> str | None:
+  """The C++ compiler to use: that of the variable `CXX`, or one of the path."""
+  return os.environ.get('CXX') or shutil.which('g++') or shutil.which('c++')
 
 
 @functools.cache
@@ -107,7 +118,7 @@ def is_available() -> bool:
   """Compiles and registers the kernels; False, with a line, if that fails."""
   if jax.default_backend() != 'cpu':
     return False
-  compiler = os.environ.get('CXX') or shutil.which('g++') or shutil.which('c++')
+  compiler = find_compiler()
   if compiler is None:
     return _unavailable('there is no C++ compiler (g++)')
   try:

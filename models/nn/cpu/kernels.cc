@@ -1,4 +1,5 @@
-// Products, attention and norms of few rows on CPU, called from XLA programs.
+// Products, attention, norms and mixtures of few rows on CPU, called from XLA
+// programs.
 //
 // Every sum is added up in an order that depends on nothing but its own terms:
 // not on the number of rows, their places, the threads or masked slots. So a
@@ -240,7 +241,7 @@ struct Int8 {
     return (Sums)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights,
                                      _mm512_set1_epi32(*x));
   }
-#elif defined(__AVX2__)
+#elif defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))
   // Pairs of 16 bits: the weights at even places, then those at odd ones.
   static constexpr int kFactors = 2;
 
@@ -828,6 +829,75 @@ ffi::Error Normalize(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> scale,
   return ffi::Error::Success();
 }
 
+// Mixtures of experts.
+
+// The router: of each row of logits [rows, E] the probabilities of all experts,
+// and the k most probable ones (of equal ones the first) with their weights,
+// which are their probabilities, over the sum of these if `renormalize`.
+ffi::Error Route(ffi::Buffer<ffi::F32> logits, bool renormalize,
+                 ffi::ResultBuffer<ffi::S32> experts,
+                 ffi::ResultBuffer<ffi::F32> weights,
+                 ffi::ResultBuffer<ffi::F32> probs) {
+  const int64_t rows = logits.dimensions()[0], width = logits.dimensions()[1];
+  const int64_t count = experts->dimensions()[1];
+  std::vector<bool> is_taken(width);
+  for (int64_t row = 0; row < rows; ++row) {
+    const float* const from = logits.typed_data() + row * width;
+    float* const prob = probs->typed_data() + row * width;
+    int32_t* const expert = experts->typed_data() + row * count;
+    float* const weight = weights->typed_data() + row * count;
+    const float peak = *std::max_element(from, from + width);
+    Floats sum = {};
+    for (int64_t i = 0; i < width; i += kLanes) {
+      const int64_t left = width - i;
+      StoreFirst(prob + i, Exp(LoadFloats(from + i, left) - peak), left);
+      sum += LoadFloats(prob + i, left);
+    }
+    const float total = Sum(sum);
+    for (int64_t i = 0; i < width; ++i) prob[i] /= total;
+    std::fill(is_taken.begin(), is_taken.end(), false);
+    float kept = 0.0f;
+    for (int64_t i = 0; i < count; ++i) {
+      // Not a sort, which must not meet NaN.
+      int64_t best = -1;
+      for (int64_t e = 0; e < width; ++e) {
+        if (is_taken[e]) continue;
+        if (best < 0 || prob[e] > prob[best]) best = e;
+      }
+      is_taken[best] = true;
+      expert[i] = best;
+      weight[i] = prob[best];
+      kept += weight[i];
+    }
+    if (!renormalize) continue;
+    for (int64_t i = 0; i < count; ++i) weight[i] /= kept;
+  }
+  return ffi::Error::Success();
+}
+
+// Each row t of the result [T, width] is the sum of k rows index [T, k] of
+// `rows`, times weights [T, k], added in this order.
+ffi::Error SumRows(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> rows,
+                   ffi::Buffer<ffi::S32> index, ffi::Buffer<ffi::F32> weights,
+                   ffi::ResultBuffer<ffi::F32> out) {
+  const int64_t count = index.dimensions()[0], terms = index.dimensions()[1];
+  const int64_t width = out->dimensions()[1];
+  const int64_t bytes = count * terms * width * sizeof(float);
+  ParallelFor(pool, count, bytes, [&](int64_t t) {
+    const int32_t* const at = index.typed_data() + t * terms;
+    const float* const weight = weights.typed_data() + t * terms;
+    for (int64_t d = 0; d < width; d += kLanes) {
+      Floats sum = {};
+      for (int64_t i = 0; i < terms; ++i) {
+        const float* const row = rows.typed_data() + at[i] * width;
+        sum += LoadFloats(row + d, width - d) * weight[i];
+      }
+      StoreFirst(out->typed_data() + t * width + d, sum, width - d);
+    }
+  });
+  return ffi::Error::Success();
+}
+
 auto BindMultiply() {
   return ffi::Ffi::Bind()
       .Ctx<ffi::ThreadPool>()
@@ -866,4 +936,18 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(specdec_normalize, Normalize,
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Attr<float>("epsilon")
                                   .Attr<bool>("center")
+                                  .Ret<ffi::Buffer<ffi::F32>>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(specdec_route, Route,
+                              ffi::Ffi::Bind()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Attr<bool>("renormalize")
+                                  .Ret<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(specdec_sum_rows, SumRows,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>());

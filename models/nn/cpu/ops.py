@@ -103,7 +103,12 @@ def take_rows(matrix: PackedMatrix, index: jax.Array) -> jax.Array:
   values = values.reshape(*index.shape, -1)[..., : matrix.shape[1]]
   rows = values.astype(jnp.float32)
   if matrix.dtype == 'int8':
-    return rows * matrix.scale[index][..., None]
+    # Not a product of XLA's, which may round it together with a sum that
+    # follows, or not, by the shape.
+    flat = rows.reshape(-1, matrix.shape[1])
+    each = jnp.arange(index.size, dtype=jnp.int32)[:, None]
+    scale = matrix.scale[index].reshape(-1, 1)
+    rows = sum_rows(flat, each, scale).reshape(rows.shape)
   return rows
 
 
@@ -151,3 +156,39 @@ def normalize(
   )
   out = call(rows, scale, epsilon=np.float32(epsilon), center=center)
   return out.reshape(x.shape)
+
+
+def route(
+  logits: jax.Array, count: int, *, renormalize: bool
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """The fields of a `models.nn.experts.Routing`, see `models.nn.experts.route`.
+
+  Of equally probable experts the first is taken.
+  """
+  rows = logits.reshape(-1, logits.shape[-1])
+  chosen = (rows.shape[0], count)
+  call = jax.ffi.ffi_call(
+    'specdec_route',
+    (
+      jax.ShapeDtypeStruct(chosen, jnp.int32),
+      jax.ShapeDtypeStruct(chosen, jnp.float32),
+      jax.ShapeDtypeStruct(rows.shape, jnp.float32),
+    ),
+  )
+  experts, weights, probs = (
+    part.reshape(*logits.shape[:-1], -1)
+    for part in call(rows, renormalize=renormalize)
+  )
+  return experts, weights, probs
+
+
+def sum_rows(rows: jax.Array, index: jax.Array, weights: jax.Array):
+  """Weighted sums `[T, width]` of k rows each, added in the order of k.
+
+  Args:
+    rows: `[P, width]` float32.
+    index: `[T, k]` int32, rows of each sum.
+    weights: `[T, k]` float32.
+  """
+  out = jax.ShapeDtypeStruct((index.shape[0], rows.shape[1]), jnp.float32)
+  return jax.ffi.ffi_call('specdec_sum_rows', out)(rows, index, weights)
