@@ -24,7 +24,7 @@ def call(rng: np.random.Generator) -> jax.Array:
   """One call of random sizes, dtypes and masks."""
   size = lambda limit: int(rng.integers(1, limit))
   normal = lambda *shape: rng.standard_normal(shape, np.float32)
-  kind, width = rng.integers(4), size(70)
+  kind, width = rng.integers(6), size(70)
   if kind == 0:
     # Of many outputs a thread takes several blocks.
     outputs = size(120) * (20 if rng.random() < 0.1 else 1)
@@ -40,10 +40,18 @@ def call(rng: np.random.Generator) -> jax.Array:
       *(normal(size(5), width), normal(width)),
       **{'epsilon': 1e-5, 'center': rng.random() < 0.5},
     )
+  if kind == 2:
+    count, renormalize = size(width + 1), rng.random() < 0.5
+    logits = normal(size(5), width)
+    return ops.route(logits, count, renormalize=renormalize)[1]
+  if kind == 3:
+    rows, shape = size(9), (size(5), size(5))
+    index = jnp.asarray(rng.integers(0, rows, shape), jnp.int32)
+    return ops.sum_rows(normal(rows, width), index, normal(*shape))
   batch, heads, slots = size(4), size(3), size(50)
   dtype = jnp.dtype(rng.choice(['float32', 'bfloat16']))
   draw = lambda *shape: jnp.asarray(normal(batch, *shape, width), dtype)
-  if kind == 2:
+  if kind == 4:
     start = jnp.asarray(rng.integers(-3, slots + 3, batch), jnp.int32)
     return ops.write_slots(draw(2, slots), draw(2, size(slots + 1)), start)
   length = size(12)
