@@ -9,19 +9,32 @@ import pytest
 import tiny
 import tiny_drafters
 
+from models.nn.table_model import table_model
 import specdec
 from specdec.loop import advance
 from specdec.loop import insert
 from specdec.loop import start
 from specdec.tree.topology import chain
+from specdec.verify.stop_strings import build_stop_table
 
 _SLOTS = 3
 _CONTEXT = tiny.MAX_POSITIONS
 _EOS = 3
 # Neutral values, so that prompts can differ without another program.
-_SAMPLING = specdec.Sampling(temperature=0.0, top_k=20, repetition_penalty=1.2)
+_SAMPLING = specdec.Sampling(
+  **{'logit_bias': {}, 'repetition_penalty': 1.2, 'temperature': 0.0},
+  **{'top_k': 20, 'top_p': 1.0, 'min_p': 0.0},
+)
 _LARGER_K = dataclasses.replace(_SAMPLING, top_k=40)
-_SAMPLED = dataclasses.replace(_SAMPLING, temperature=1.0, top_k=9)
+_SAMPLED = dataclasses.replace(_SAMPLING, temperature=1.5, top_k=9)
+_OF_JOBS = (
+  _SAMPLING,
+  _SAMPLED,
+  dataclasses.replace(_SAMPLED, logit_bias={7: 9.0, 5: -np.inf}),
+  dataclasses.replace(_SAMPLED, repetition_penalty=3.0),
+  dataclasses.replace(_SAMPLED, top_p=0.5),
+  dataclasses.replace(_SAMPLED, min_p=0.3),
+)
 
 
 @functools.cache
@@ -41,7 +54,7 @@ def _slots(kind, **options):
 
 
 def _jobs():
-  """Short and long prompts, greedy and sampled, some of no new token."""
+  """Short and long prompts, each with options of its own, some of no token."""
   rng = np.random.default_rng(0)
   for index in range(12):
     prompt = rng.integers(tiny.TABOO, size=rng.integers(1, 50)).tolist()
@@ -49,11 +62,12 @@ def _jobs():
       'prompt': prompt,
       'rng_key': jax.random.key(index),
       'max_new_tokens': min(rng.integers(_CONTEXT - len(prompt)).item(), 24),
-      'sampling': (_SAMPLING, _SAMPLED)[index % 2],
+      'sampling': _OF_JOBS[index % len(_OF_JOBS)],
     }
 
 
 _JOBS = (*_jobs(),)
+_SAMPLED_BY = [field.name for field in dataclasses.fields(specdec.Sampling)]
 
 
 def _run(slots, jobs, num_ended=1):
@@ -69,11 +83,19 @@ def _run(slots, jobs, num_ended=1):
 
 
 @functools.cache
-def _together(kind='plain', verify='match', only=None):
-  """One batch of all, whose rows are as alone: `decode_test`."""
+def _together(kind='plain', verify='match', only=None, moved=None):
+  """One batch of all, whose rows are as alone: `decode_test`.
+
+  `moved`: an option that every job has from the one before it.
+  """
   jobs = _JOBS if only is None else [_JOBS[only]]
-  own = lambda name: [job[name] for job in jobs]
-  sampled = lambda name: [getattr(one, name) for one in own('sampling')]
+  move = lambda name, values: (
+    values[-1:] + values[:-1] if name == moved else values
+  )
+  own = lambda name: move(name, [job[name] for job in jobs])
+  sampled = lambda name: move(
+    name, [getattr(job['sampling'], name) for job in jobs]
+  )
   return specdec.generate(
     tiny.gpt2(num_layers=1),
     jax.numpy.stack(own('rng_key')),
@@ -82,11 +104,7 @@ def _together(kind='plain', verify='match', only=None):
     room_for_new_tokens=24,
     drafter=_drafter(kind),
     verify=verify,
-    sampling=specdec.Sampling(
-      temperature=sampled('temperature'),
-      top_k=sampled('top_k'),
-      repetition_penalty=[1.2] * len(jobs),
-    ),
+    sampling=specdec.Sampling(**{name: sampled(name) for name in _SAMPLED_BY}),
     eos_ids=[_EOS],
     log_probs=True,
   )
@@ -94,6 +112,12 @@ def _together(kind='plain', verify='match', only=None):
 
 def _tokens(generations):
   return [generation.tokens[0] for generation in generations]
+
+
+def test_no_job_decodes_the_same_with_the_options_of_another():
+  """Otherwise those below would not notice that slots exchange them."""
+  for name in ('rng_key', 'max_new_tokens', *_SAMPLED_BY):
+    assert _together(moved=name).tokens != _together().tokens, name
 
 
 @pytest.mark.parametrize('kind', ['plain', 'staged'])
@@ -146,6 +170,31 @@ def test_other_rules_draw_as_alone():
   found, _ = _run(_slots('chain', verify='rejection'), _JOBS)
   expected = _together('chain', 'rejection').tokens
   assert _tokens(found) == expected != _together().tokens
+
+
+def test_every_slot_has_stop_strings_of_its_own():
+  """Also for the prompts that come later."""
+  vocab_size = 12
+  names = [bytes([97 + token]) for token in range(vocab_size)]
+  following = np.roll(9 * np.eye(vocab_size, dtype=np.float32), 1, axis=1)
+  slots = specdec.Slots(
+    table_model(following, max_positions=64),  # Counts from 0 to 11 again.
+    num_slots=_SLOTS,
+    context=64,
+    stop=build_stop_table([[b'ef'], [], [b'gh', b'zz']], names, vocab_size),
+  )
+  job = {'rng_key': jax.random.key(0), 'max_new_tokens': 20}
+  for start_token in (0, 2):
+    for _ in range(_SLOTS):
+      slots.insert([start_token], **job)
+    ended = slots.advance(_SLOTS)
+    assert [ended[slot].finish_reasons for slot in range(_SLOTS)] == [
+      ['stop'],
+      ['length'],
+      ['stop'],
+    ]
+    lengths = [len(ended[slot].tokens[0]) for slot in range(_SLOTS)]
+    assert lengths == [5 - start_token, 20, 7 - start_token]
 
 
 @pytest.mark.parametrize('break_even', [1.5, None])
