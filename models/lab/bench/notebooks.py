@@ -4,7 +4,7 @@ import os
 import pathlib
 from typing import Any
 
-_ROOT = pathlib.Path(__file__).parents[2]
+_ROOT = pathlib.Path(__file__).parents[3]
 _KERNEL = {'display_name': 'Python 3', 'language': 'python', 'name': 'python3'}
 _METADATA = {'kernelspec': _KERNEL, 'language_info': {'name': 'python'}}
 
