@@ -31,7 +31,7 @@ _OF_JOBS = (
   _SAMPLING,
   _SAMPLED,
   dataclasses.replace(_SAMPLED, logit_bias={7: 9.0, 5: -np.inf}),
-  dataclasses.replace(_SAMPLED, repetition_penalty=3.0),
+  dataclasses.replace(_SAMPLED, repetition_penalty=0.3),
   dataclasses.replace(_SAMPLED, top_p=0.5),
   dataclasses.replace(_SAMPLED, min_p=0.3),
 )
