@@ -144,7 +144,7 @@ def init_cache(
   num_layers: int,
   num_heads: int,
   head_width: int,
-  dtype: jnp.dtype,
+  dtype: jax.typing.DTypeLike,
 ) -> KVCache:
   """An empty cache, of zeros because a masked NaN would still spread."""
   shape = (batch_size, num_heads, num_slots, head_width)

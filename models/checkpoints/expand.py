@@ -170,7 +170,7 @@ def expand_pretrained(
   num_layers: int,
   vocab_size: int | None = None,
   seed: int = 0,
-  dtype: jnp.dtype = jnp.float32,
+  dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> GPT2Config:
   """Expands a model and copies its tokenizer, if any, into a new folder.
 

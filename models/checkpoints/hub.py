@@ -433,7 +433,7 @@ def save_pretrained(
   folder: str | pathlib.Path,
   *,
   tokenizer: transformers.PreTrainedTokenizerBase | None = None,
-  dtype: jnp.dtype | None = None,
+  dtype: jax.typing.DTypeLike | None = None,
 ) -> None:
   """Writes a folder that both `load_module` and transformers read.
 
