@@ -55,12 +55,14 @@ def main() -> None:
   from models.lab.bench.record import prepare_output
   from models.lab.compiled import programs
   from models.lab.compiled import report
+  from models.nn import matrices
   from specdec.text_files import to_json
 
   if options.draft_name() is None and _METHODS.value != ['plain']:
     raise ValueError('--draft=none: name a draft, or pass --methods=plain')
-  if options.DTYPE.value == 'int8':
-    raise ValueError('--dtype=int8: compile for float32 or bfloat16')
+  form = matrices.FORMATS.get(options.DTYPE.value)
+  if form is not None and not form.is_float:
+    raise ValueError(f'--dtype={form.name}: compile for float32 or bfloat16')
   try:
     device = programs.device(_DEVICE.value)
   except ValueError as error:

@@ -17,6 +17,7 @@ from absl import flags
 import command_line
 
 from models.nn import dtypes
+from models.nn import matrices
 from models.nn import sharding
 from models.text import settings
 import specdec
@@ -121,7 +122,7 @@ BREAK_EVEN = flags.DEFINE_float(
 DTYPE = flags.DEFINE_enum(
   'dtype',
   dtypes.AUTO,
-  (dtypes.AUTO, *dtypes.DTYPES),
+  (dtypes.AUTO, *matrices.DTYPES),
   'of the target; auto: the 16-bit type of the checkpoint where this platform'
   ' computes in it natively, else float32; int8: eight-bit weights, the rest'
   ' computed in bfloat16',
@@ -129,7 +130,7 @@ DTYPE = flags.DEFINE_enum(
 DRAFT_DTYPE = flags.DEFINE_enum(
   'draft_dtype',
   None,
-  dtypes.DTYPES,
+  matrices.DTYPES,
   'of the draft; default: as --dtype, but int8 beside bfloat16 where the'
   ' kernels for CPU are used; what is decoded does not depend on it',
 )
@@ -522,11 +523,10 @@ def dtype() -> str:
 def is_exact() -> bool:
   """Whether drafted tokens are those of plain decoding without exceptions."""
   from models.nn.cpu import build
-  from models.nn.cpu import ops
 
   if dtype() == 'float32':
     return True
-  kernels = CPU_KERNELS.value == 'auto' and dtype() in ops.DTYPES
+  kernels = CPU_KERNELS.value == 'auto' and dtype() in matrices.KERNEL_DTYPES
   kernels &= math.prod(mesh_sizes().values()) == 1
   return kernels and build.is_available()
 

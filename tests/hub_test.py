@@ -15,7 +15,7 @@ import variants
 
 from models.checkpoints import hub
 from models.nn.adapter import as_model
-from models.nn.matmul import Int8Matrix
+from models.nn.matrices import Int8Matrix
 from specdec.cache import causal_mask
 
 WEIGHTS = 'model.safetensors'

@@ -28,13 +28,14 @@ from models.checkpoints.families import parameter_name
 from models.checkpoints.families import read_config
 from models.nn.adapter import Config
 from models.nn.adapter import Module
-from models.nn.cpu import ops
-from models.nn.cpu.ops import PackedMatrix
 from models.nn.dtypes import AUTO
 from models.nn.dtypes import native_dtypes
-from models.nn.matmul import Int8Matrix
-from models.nn.matmul import pack
-from models.nn.matmul import quantize_blocks
+from models.nn.matrices import fill
+from models.nn.matrices import format_of
+from models.nn.matrices import FORMATS
+from models.nn.matrices import Matrix
+from models.nn.matrices import pack
+from models.nn.matrices import unpack
 from models.nn.sharding import Layout
 from models.nn.sharding import undivided
 from models.waiting import progress
@@ -333,7 +334,7 @@ def layer_bytes(config: Config, dtype: jax.typing.DTypeLike) -> float:
     for path, leaf in shapes.items()
     if leaf.ndim > 1 and in_layers(path)
   )
-  return jnp.dtype(dtype).itemsize * size / config.num_layers
+  return format_of(dtype).bytes_per_weight * size / config.num_layers
 
 
 def load_module(
@@ -372,13 +373,12 @@ def load_module(
   # Of one matrix per layer, before shapes are made of absurd sizes.
   least = config.num_layers * config.width**2 // layout.num_devices
   check_fits({'the weights; see config.json': least})
-  in_int8 = jnp.dtype(dtype) == jnp.int8
-  float_dtype = jnp.dtype(jnp.bfloat16 if in_int8 else dtype)
+  form = format_of(dtype)
+  float_dtype = jnp.dtype(form.float_dtype)
+  ratio = form.bytes_per_weight / float_dtype.itemsize
   graph, expected = flat_params(shape_module(config, float_dtype, layout))
   held = sum(
-    # A byte for each element of a matrix in eight bits.
-    bytes_on_device(leaf)
-    // (leaf.dtype.itemsize if in_int8 and leaf.ndim == 2 else 1)
+    int(bytes_on_device(leaf) * (ratio if leaf.ndim == 2 else 1))
     for leaf in expected.values()
   )
   check_fits({'the weights; see dtype': held})
@@ -402,12 +402,10 @@ def load_module(
     leaf = expected[path]
     tensor.check(leaf.shape[::-1] if transposed else leaf.shape)
     blocks = tensor.blocks(transposed=transposed)
-    if in_int8 and leaf.ndim == 2 and not family.stays_float(key):
-      host: Any = quantize_blocks(blocks, leaf.shape)
+    if leaf.ndim == 2 and not family.stays_float(key):
+      host = form.from_blocks(blocks, leaf.shape)
     else:
-      host = np.empty(leaf.shape, leaf.dtype)
-      for index, rows in blocks:
-        host[index] = rows
+      host = fill(blocks, leaf.shape, dtype=leaf.dtype)
     # Position embeddings are added, not multiplied.
     if packed and leaf.ndim == 2 and path[0] != 'wpe':
       host = pack(host)
@@ -446,16 +444,12 @@ def save_pretrained(
   """
   family = family_of(module.config)
   _, params = flat_params(module)
-  in_int8 = any(
-    isinstance(leaf, Int8Matrix)
-    or (isinstance(leaf, PackedMatrix) and leaf.dtype == 'int8')
-    for leaf in params.values()
-  )
-  if in_int8:
-    raise ValueError(
-      f'{folder}: a model loaded with dtype=int8 cannot be saved; load it as'
-      ' float32 or bfloat16'
-    )
+  for leaf in params.values():
+    if isinstance(leaf, Matrix) and not FORMATS[leaf.dtype].is_float:
+      raise ValueError(
+        f'{folder}: a model loaded with dtype={leaf.dtype} cannot be saved;'
+        ' load it as float32 or bfloat16'
+      )
   described = family.to_hugging_face(
     module.config,
     dtype=jnp.dtype(dtype or module.dtype).name,
@@ -466,7 +460,7 @@ def save_pretrained(
   tensors = {}
   for path, leaf in params.items():
     name = parameter_name(path)
-    values = ops.unpack(leaf) if isinstance(leaf, PackedMatrix) else leaf
+    values = unpack(leaf)
     array = np.asarray(values, dtype=dtype or values.dtype)
     if family.is_transposed(name):
       array = array.T

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from models.lab.bench import machine
 from models.lab.bench.machine import ModelSize
 from models.lab.study.timing import Arm
-from models.nn.dtypes import DTYPES
+from models.nn.matrices import DTYPES
 from models.text.settings import DraftSettings
 from models.text.settings import METHODS
 from models.text.settings import OPTIONS
