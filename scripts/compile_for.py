@@ -56,6 +56,7 @@ def main() -> None:
   from models.lab.compiled import programs
   from models.lab.compiled import report
   from models.nn import matrices
+  from models.text.pair import ModelChoice
   from specdec.text_files import to_json
 
   if options.draft_name() is None and _METHODS.value != ['plain']:
@@ -79,13 +80,16 @@ def main() -> None:
     )
   if _OUTPUT.value:
     prepare_output(_OUTPUT.value)
+  # What accelerators are used with, whatever this machine computes in.
+  dtype = 'bfloat16' if options.DTYPE.value == 'auto' else options.DTYPE.value
   workload = programs.Workload(
-    target=options.TARGET.value,
+    models=ModelChoice(
+      options.TARGET.value,
+      options.draft_name(),
+      dtype=dtype,
+      draft_mesh=options.DRAFT_MESH.value,
+    ),
     num_layers=_NUM_LAYERS.value,
-    draft_mesh=options.DRAFT_MESH.value,
-    draft=options.DRAFT.value,
-    # What accelerators are used with, whatever this machine computes in.
-    dtype='bfloat16' if options.DTYPE.value == 'auto' else options.DTYPE.value,
     batch_size=_BATCH_SIZE.value,
     prompt_tokens=_PROMPT_TOKENS.value,
     max_new_tokens=options.MAX_NEW_TOKENS.value,
@@ -107,7 +111,7 @@ def main() -> None:
     reports.append(report.analyse(method, compiled, device))
   print(report.to_markdown(reports))
   if _OUTPUT.value:
-    settings = options.as_dict() | {'dtype': workload.dtype}
+    settings = options.as_dict() | {'dtype': dtype}
     del settings['text']
     counts = [dataclasses.asdict(counted) for counted in reports]
     result = {'jax': jax.__version__, 'settings': settings, 'programs': counts}

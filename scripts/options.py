@@ -513,9 +513,10 @@ def dtype() -> str:
   name = DTYPE.value
   if name == dtypes.AUTO:
     from models.checkpoints import hub
+    from models.checkpoints.checkpoint import resolve_dtype
 
-    folder = hub.locate(TARGET.value, revision=REVISION.value)
-    name = hub.resolve_dtype(name, folder)
+    found = hub.locate(TARGET.value, revision=REVISION.value)
+    name = resolve_dtype(name, found)
     print(f'--dtype=auto: {name}', file=sys.stderr)
   return name
 
@@ -531,19 +532,21 @@ def is_exact() -> bool:
   return kernels and build.is_available()
 
 
-def models() -> dict[str, Any]:
-  """The models of the flags, as arguments of `models.load`."""
-  return {
-    'target': TARGET.value,
-    'draft': draft_name(),
-    'dtype': dtype(),
-    'draft_dtype': DRAFT_DTYPE.value,
-    'cpu_kernels': CPU_KERNELS.value == 'auto',
-    'revision': REVISION.value,
-    'mesh': mesh(),
-    'draft_mesh': DRAFT_MESH.value,
-    'eos_ids': eos_ids(),
-  }
+def models() -> Any:
+  """The `models.text.pair.ModelChoice` of the flags."""
+  from models.text.pair import ModelChoice
+
+  return ModelChoice(
+    target=TARGET.value,
+    draft=draft_name(),
+    revision=REVISION.value,
+    dtype=dtype(),
+    draft_dtype=DRAFT_DTYPE.value,
+    cpu_kernels=CPU_KERNELS.value == 'auto',
+    mesh=mesh(),
+    draft_mesh=DRAFT_MESH.value,
+    eos_ids=eos_ids(),
+  )
 
 
 def model_digests() -> dict[str, str | None]:
@@ -551,8 +554,7 @@ def model_digests() -> dict[str, str | None]:
   from models.text import plan
   from models.text.pair import find_checkpoints
 
-  found = find_checkpoints(TARGET.value, draft_name(), revision=REVISION.value)
-  return plan.model_digests(*found)
+  return plan.model_digests(*find_checkpoints(models()))
 
 
 def plan_setup(batch_size: int) -> Any:
@@ -560,7 +562,7 @@ def plan_setup(batch_size: int) -> Any:
   from models.lab.tune import plan_lookup
 
   return plan_lookup.Setup(
-    **models(), batch_size=batch_size, sampling=sampling()
+    models=models(), batch_size=batch_size, sampling=sampling()
   )
 
 
@@ -612,7 +614,7 @@ def generator(
   if found is not None:
     _check_contradictions(found, method)
   return load(
-    **models(),
+    **vars(models()),
     method=method.value,
     drafting=draft_settings(),
     plan=found,
@@ -639,5 +641,7 @@ def many(
       found, sizes = join_plans(plan(1, samples), found, batch_size)
     _check_contradictions(found, method)
   drafting = draft_settings()
-  loaded = load(**models(), method=method.value, drafting=drafting, plan=found)
+  loaded = load(
+    **vars(models()), method=method.value, drafting=drafting, plan=found
+  )
   return loaded, sizes

@@ -8,6 +8,7 @@ import tiny
 
 import models
 from models.checkpoints import hub
+from models.checkpoints.checkpoint import resolve_draft_dtype
 from models.nn.matrices import Int8Matrix
 from models.nn.matrices import matmul
 from models.nn.matrices import quantize
@@ -138,7 +139,7 @@ def test_target_and_draft_are_quantised_independently():
 )
 def test_default_dtype_of_the_draft(dtype, target_dtype, packed, expected):
   others = {'target_dtype': target_dtype, 'packed': packed}
-  assert hub.resolve_draft_dtype(dtype, 'demo', **others) == expected
+  assert resolve_draft_dtype(dtype, hub.locate('demo'), **others) == expected
 
 
 def test_eight_bits_are_not_saved(tmp_path):

@@ -30,6 +30,7 @@ from models.nn.matrices import matmul as matmul_of
 from models.nn.matrices import pack
 from models.text.generator import Generator
 from models.text.pair import load_pair
+from models.text.pair import ModelChoice
 import specdec
 
 Row = dict[str, Any]
@@ -110,7 +111,8 @@ def _our_forwards(
   name, dtype, widths, context, cpu_kernels
 ) -> Callable[[], Mapping]:
   """A function that measures V(N) for every N."""
-  target = load_pair(name, None, dtype=dtype, cpu_kernels=cpu_kernels).target
+  choice = ModelChoice(name, None, dtype=dtype, cpu_kernels=cpu_kernels)
+  target = load_pair(choice).target
   return lambda: (
     measure_step_costs(
       target,
@@ -185,15 +187,14 @@ def forward(
 
 def memory(name: str, *, dtype: str, cpu_kernels: bool) -> list[Row]:
   """The peak of host memory while a model is loaded (Linux only)."""
-  folder = hub.locate(name)
-  files = sum(file.stat().st_size for file in hub.weight_files(folder))
+  found = hub.locate(name)
   jax.devices()  # the memory of the backend itself does not count
   loaded: list[jax.Array] = []
 
   def load() -> None:
-    module = hub.load_module(
-      folder,
-      dtype=jnp.dtype(dtype),
+    module = hub.read_module(
+      found,
+      dtype=dtype,
       packed=cpu_kernels and build.is_available(),
     )
     loaded.extend(jax.block_until_ready(jax.tree.leaves(module)))
@@ -204,7 +205,7 @@ def memory(name: str, *, dtype: str, cpu_kernels: bool) -> list[Row]:
     {
       'model': pathlib.Path(name).name,
       'dtype': dtype,
-      'checkpoint_bytes': files,
+      'checkpoint_bytes': found.size,
       'loaded_bytes': loaded_bytes,
       'peak_bytes': peak,
       'peak_per_loaded_byte': round(peak / loaded_bytes, 3),
