@@ -114,15 +114,8 @@ def _run(batch_size: int, prompts: list[str]):
     prompts,
     arms=specs,
     task=benchmark.Task(
-      target=options.TARGET.value,
-      draft=options.draft_name(),
-      revision=options.REVISION.value,
-      draft_dtype=options.DRAFT_DTYPE.value,
+      models=options.models(),
       llama_cpp=_LLAMA_CPP.value,
-      cpu_kernels=options.CPU_KERNELS.value == 'auto',
-      mesh=options.mesh(),
-      draft_mesh=options.DRAFT_MESH.value,
-      eos_ids=options.eos_ids(),
       drafting=options.draft_settings(plan),
       sampling=options.sampling(),
       verification={

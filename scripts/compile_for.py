@@ -55,12 +55,15 @@ def main() -> None:
   from models.lab.bench.record import prepare_output
   from models.lab.compiled import programs
   from models.lab.compiled import report
+  from models.nn import matrices
+  from models.text.pair import ModelChoice
   from specdec.text_files import to_json
 
   if options.draft_name() is None and _METHODS.value != ['plain']:
     raise ValueError('--draft=none: name a draft, or pass --methods=plain')
-  if options.DTYPE.value == 'int8':
-    raise ValueError('--dtype=int8: compile for float32 or bfloat16')
+  form = matrices.FORMATS.get(options.DTYPE.value)
+  if form is not None and not form.is_float:
+    raise ValueError(f'--dtype={form.name}: compile for float32 or bfloat16')
   try:
     device = programs.device(_DEVICE.value)
   except ValueError as error:
@@ -77,13 +80,16 @@ def main() -> None:
     )
   if _OUTPUT.value:
     prepare_output(_OUTPUT.value)
+  # What accelerators are used with, whatever this machine computes in.
+  dtype = 'bfloat16' if options.DTYPE.value == 'auto' else options.DTYPE.value
   workload = programs.Workload(
-    target=options.TARGET.value,
+    models=ModelChoice(
+      options.TARGET.value,
+      options.draft_name(),
+      dtype=dtype,
+      draft_mesh=options.DRAFT_MESH.value,
+    ),
     num_layers=_NUM_LAYERS.value,
-    draft_mesh=options.DRAFT_MESH.value,
-    draft=options.DRAFT.value,
-    # What accelerators are used with, whatever this machine computes in.
-    dtype='bfloat16' if options.DTYPE.value == 'auto' else options.DTYPE.value,
     batch_size=_BATCH_SIZE.value,
     prompt_tokens=_PROMPT_TOKENS.value,
     max_new_tokens=options.MAX_NEW_TOKENS.value,
@@ -105,7 +111,7 @@ def main() -> None:
     reports.append(report.analyse(method, compiled, device))
   print(report.to_markdown(reports))
   if _OUTPUT.value:
-    settings = options.as_dict() | {'dtype': workload.dtype}
+    settings = options.as_dict() | {'dtype': dtype}
     del settings['text']
     counts = [dataclasses.asdict(counted) for counted in reports]
     result = {'jax': jax.__version__, 'settings': settings, 'programs': counts}

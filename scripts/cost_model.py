@@ -61,7 +61,7 @@ def _shape(flag):
 
   if flag.value in MODELS:
     return MODELS[flag.value]
-  from models.checkpoints.families import read_config
+  from models.checkpoints.hugging_face import HuggingFaceFolder
   from models.lab.cost_model.model_shape import model_shape
 
   path = pathlib.Path(flag.value) / 'config.json'
@@ -70,7 +70,8 @@ def _shape(flag):
       f'--{flag.name}={flag.value} is neither a folder with a config.json nor'
       f' one of {", ".join(MODELS)}'
     )
-  return model_shape(read_config(path), name=path.parent.name)
+  config = HuggingFaceFolder(path.parent).config
+  return model_shape(config, name=path.parent.name)
 
 
 def _hardware():

@@ -55,13 +55,13 @@ def _loss(lengths: list[int]) -> list[dict]:
   from models.lab.training.corpus import Corpus
   from models.lab.training.loss import held_out_loss
 
-  folder = hub.locate(options.TARGET.value, revision=options.REVISION.value)
+  found = hub.locate(options.TARGET.value, revision=options.REVISION.value)
   corpus = Corpus(folder=_CORPUS.value, pattern=_PATTERN.value)
-  tokenizer = hub.load_tokenizer(folder)
+  tokenizer = found.tokenizer
   if tokenizer is None:
     raise ValueError(f'--target={options.TARGET.value} has no tokenizer')
   tokens = corpus.tokens(tokenizer, held_out=True)
-  module = hub.load_module(folder, dtype=options.dtype())
+  module = hub.read_module(found, dtype=options.dtype())
   loss = functools.partial(held_out_loss, module, tokens)
   return [{'window': n, 'nats_per_token': loss(length=n)} for n in lengths]
 
@@ -108,7 +108,7 @@ def main(what: str) -> None:
   if what in ('forward', 'memory'):
     from models.checkpoints import hub
 
-    target = str(hub.locate(target, revision=options.REVISION.value))
+    target = str(hub.locate(target, revision=options.REVISION.value).path)
   kernels = options.CPU_KERNELS.value == 'auto'
   if what == 'kernels':
     rows = measure.kernels(sizes, _REPEATS.value)

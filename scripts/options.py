@@ -17,6 +17,7 @@ from absl import flags
 import command_line
 
 from models.nn import dtypes
+from models.nn import matrices
 from models.nn import sharding
 from models.text import settings
 import specdec
@@ -121,7 +122,7 @@ BREAK_EVEN = flags.DEFINE_float(
 DTYPE = flags.DEFINE_enum(
   'dtype',
   dtypes.AUTO,
-  (dtypes.AUTO, *dtypes.DTYPES),
+  (dtypes.AUTO, *matrices.DTYPES),
   'of the target; auto: the 16-bit type of the checkpoint where this platform'
   ' computes in it natively, else float32; int8: eight-bit weights, the rest'
   ' computed in bfloat16',
@@ -129,7 +130,7 @@ DTYPE = flags.DEFINE_enum(
 DRAFT_DTYPE = flags.DEFINE_enum(
   'draft_dtype',
   None,
-  dtypes.DTYPES,
+  matrices.DTYPES,
   'of the draft; default: as --dtype, but int8 beside bfloat16 where the'
   ' kernels for CPU are used; what is decoded does not depend on it',
 )
@@ -512,9 +513,10 @@ def dtype() -> str:
   name = DTYPE.value
   if name == dtypes.AUTO:
     from models.checkpoints import hub
+    from models.checkpoints.checkpoint import resolve_dtype
 
-    folder = hub.locate(TARGET.value, revision=REVISION.value)
-    name = hub.resolve_dtype(name, folder)
+    found = hub.locate(TARGET.value, revision=REVISION.value)
+    name = resolve_dtype(name, found)
     print(f'--dtype=auto: {name}', file=sys.stderr)
   return name
 
@@ -522,28 +524,29 @@ def dtype() -> str:
 def is_exact() -> bool:
   """Whether drafted tokens are those of plain decoding without exceptions."""
   from models.nn.cpu import build
-  from models.nn.cpu import ops
 
   if dtype() == 'float32':
     return True
-  kernels = CPU_KERNELS.value == 'auto' and dtype() in ops.DTYPES
+  kernels = CPU_KERNELS.value == 'auto' and dtype() in matrices.KERNEL_DTYPES
   kernels &= math.prod(mesh_sizes().values()) == 1
   return kernels and build.is_available()
 
 
-def models() -> dict[str, Any]:
-  """The models of the flags, as arguments of `models.load`."""
-  return {
-    'target': TARGET.value,
-    'draft': draft_name(),
-    'dtype': dtype(),
-    'draft_dtype': DRAFT_DTYPE.value,
-    'cpu_kernels': CPU_KERNELS.value == 'auto',
-    'revision': REVISION.value,
-    'mesh': mesh(),
-    'draft_mesh': DRAFT_MESH.value,
-    'eos_ids': eos_ids(),
-  }
+def models() -> Any:
+  """The `models.text.pair.ModelChoice` of the flags."""
+  from models.text.pair import ModelChoice
+
+  return ModelChoice(
+    target=TARGET.value,
+    draft=draft_name(),
+    revision=REVISION.value,
+    dtype=dtype(),
+    draft_dtype=DRAFT_DTYPE.value,
+    cpu_kernels=CPU_KERNELS.value == 'auto',
+    mesh=mesh(),
+    draft_mesh=DRAFT_MESH.value,
+    eos_ids=eos_ids(),
+  )
 
 
 def model_digests() -> dict[str, str | None]:
@@ -551,8 +554,7 @@ def model_digests() -> dict[str, str | None]:
   from models.text import plan
   from models.text.pair import find_checkpoints
 
-  found = find_checkpoints(TARGET.value, draft_name(), revision=REVISION.value)
-  return plan.model_digests(*found)
+  return plan.model_digests(*find_checkpoints(models()))
 
 
 def plan_setup(batch_size: int) -> Any:
@@ -560,7 +562,7 @@ def plan_setup(batch_size: int) -> Any:
   from models.lab.tune import plan_lookup
 
   return plan_lookup.Setup(
-    **models(), batch_size=batch_size, sampling=sampling()
+    models=models(), batch_size=batch_size, sampling=sampling()
   )
 
 
@@ -612,7 +614,7 @@ def generator(
   if found is not None:
     _check_contradictions(found, method)
   return load(
-    **models(),
+    **vars(models()),
     method=method.value,
     drafting=draft_settings(),
     plan=found,
@@ -639,5 +641,7 @@ def many(
       found, sizes = join_plans(plan(1, samples), found, batch_size)
     _check_contradictions(found, method)
   drafting = draft_settings()
-  loaded = load(**models(), method=method.value, drafting=drafting, plan=found)
+  loaded = load(
+    **vars(models()), method=method.value, drafting=drafting, plan=found
+  )
   return loaded, sizes

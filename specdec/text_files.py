@@ -71,6 +71,22 @@ def read(name: str | os.PathLike[str]) -> str:
   return ''.join(line for _, line in lines(name))
 
 
+def read_object(name: str | os.PathLike[str]) -> dict[str, Any]:
+  """The JSON object of a file; errors, besides those of `lines`, name it too.
+
+  Raises:
+    ValueError: the text is not valid JSON, or its value is no object.
+  """
+  text = read(name)
+  try:
+    found = json.loads(text)
+  except (ValueError, RecursionError) as error:
+    raise ValueError(f'{name} is not valid JSON: {error}') from error
+  if not isinstance(found, dict):
+    raise ValueError(f'{name} must hold a JSON object, got {found!r:.40}')
+  return found
+
+
 def to_json(value: Any, *, indent: int | None = None) -> str:
   """A value as JSON, which has no NaN and no infinities: they become null."""
   return json.dumps(_finite(value), allow_nan=False, indent=indent)

@@ -225,7 +225,7 @@ def test_what_is_no_conversation_is_refused(messages, template, words):
 
 
 def test_a_template_file_may_have_a_byte_order_mark():
-  tokenizer = hub.load_tokenizer(hub.locate('demo'))
+  tokenizer = hub.locate('demo').tokenizer
   ids = []
   for text in (_TEMPLATE, '\ufeff' + _TEMPLATE):
     tokenizer.chat_template = text
@@ -236,7 +236,7 @@ def test_a_template_file_may_have_a_byte_order_mark():
 def test_a_missing_template_is_noticed_before_the_weights_are_read(tmp_path):
   without_weights = shutil.ignore_patterns('*.safetensors')
   folder = tmp_path / 'base'
-  shutil.copytree(hub.locate('demo'), folder, ignore=without_weights)
+  shutil.copytree(hub.locate('demo').path, folder, ignore=without_weights)
   with pytest.raises(ValueError, match='has no chat template'):
     models.load(str(folder), None, method='plain', messages=[_user()])
 

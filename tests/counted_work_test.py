@@ -33,6 +33,7 @@ from models.lab.compiled.programs import find_libtpu
 from models.lab.compiled.programs import Workload
 from models.lab.compiled.report import analyse
 from models.nn.llama import LlamaConfig
+from models.text.pair import ModelChoice
 from models.text.settings import DraftSettings
 from models.text.settings import parse_topology
 import specdec
@@ -165,7 +166,9 @@ def test_memory_with_a_large_vocabulary(
   """No method holds a float32 embedding (545 MB) beside weights and caches."""
   drafting = DraftSettings(topology=topology and parse_topology(topology))
   workload = Workload(
-    target='1.5b', draft='0.5b', drafting=drafting, verify=verify
+    models=ModelChoice('1.5b', '0.5b', dtype='bfloat16'),
+    drafting=drafting,
+    verify=verify,
   )
   with mock.patch.dict(programs.SHAPES, _VOCABULARY):
     compiled = _compile(method, workload, DEVICES[device])
@@ -175,7 +178,11 @@ def test_memory_with_a_large_vocabulary(
 @pytest.mark.parametrize('method', ['plain', _long('staged')])
 def test_the_collectives_of_eight_devices(method, update):
   """A target that one device cannot hold is counted by its shape alone."""
-  workload = dataclasses.replace(_WORKLOAD, target='llama-2-70b', num_layers=2)
+  workload = dataclasses.replace(
+    _WORKLOAD,
+    models=ModelChoice('llama-2-70b', dtype='bfloat16'),
+    num_layers=2,
+  )
   device = programs.device('v5e:2x4')
   compiled = _compile(method, workload, device, {'model': 8})
   report = analyse(method, compiled, device)

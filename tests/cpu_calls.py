@@ -16,6 +16,10 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 from models.nn.cpu import build
 from models.nn.cpu import ops
+from models.nn.matrices import FORMATS
+from models.nn.matrices import KERNEL_DTYPES
+from models.nn.matrices import matmul
+from models.nn.matrices import pack
 
 _SANITIZE = ('-fsanitize=address,undefined', '-fno-sanitize-recover=undefined')
 
@@ -28,13 +32,10 @@ def call(rng: np.random.Generator) -> jax.Array:
   if kind == 0:
     # Of many outputs a thread takes several blocks.
     outputs = size(120) * (20 if rng.random() < 0.1 else 1)
-    dtype = rng.choice(ops.DTYPES)
-    if dtype == 'int8':
-      values = rng.integers(-127, 128, (outputs, width)).astype(np.int8)
-      matrix = ops.pack(values, np.ones(outputs))
-    else:
-      matrix = ops.pack(normal(outputs, width).astype(jnp.dtype(dtype)))
-    return ops.multiply(normal(size(40), width), matrix)
+    made = FORMATS[rng.choice(KERNEL_DTYPES)].from_blocks
+    blocks = [(slice(None), normal(outputs, width))]
+    matrix = pack(made(blocks, (outputs, width)))
+    return matmul(normal(size(40), width), matrix)
   if kind == 1:
     return ops.normalize(
       *(normal(size(5), width), normal(width)),

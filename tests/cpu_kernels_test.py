@@ -27,10 +27,12 @@ from models.nn.adapter import as_model
 from models.nn.cpu import build
 from models.nn.cpu import ops
 from models.nn.experts import route
-from models.nn.matmul import matmul
-from models.nn.matmul import pack
-from models.nn.matmul import quantize
-from models.nn.matmul import take_rows
+from models.nn.matrices import KERNEL_DTYPES
+from models.nn.matrices import matmul
+from models.nn.matrices import pack
+from models.nn.matrices import quantize
+from models.nn.matrices import take_rows
+from models.nn.matrices import unpack
 from specdec import cache as kv
 
 pytestmark = pytest.mark.skipif(
@@ -43,7 +45,7 @@ _RNG = np.random.default_rng(0)
 _SHAPES = [(1, 1), (48, 64), (101, 37), (1900, 481)]
 
 
-_multiply, _matmul, _take_rows = map(jax.jit, (ops.multiply, matmul, take_rows))
+_matmul, _take_rows = map(jax.jit, (matmul, take_rows))
 _attend = jax.jit(functools.partial(ops.attend, scale=0.2))
 _write_slots = jax.jit(ops.write_slots, donate_argnums=0)
 
@@ -54,16 +56,16 @@ def _matrix(shape, dtype):
 
 
 @pytest.mark.parametrize('shape', _SHAPES)
-@pytest.mark.parametrize('dtype', ops.DTYPES)
+@pytest.mark.parametrize('dtype', KERNEL_DTYPES)
 def test_products_equal_those_of_xla(shape, dtype):
   weight = _matrix(shape, dtype)
   packed = pack(weight)
   unpacked = weight.values if dtype == 'int8' else weight
-  np.testing.assert_array_equal(ops.unpack(packed), unpacked)
+  np.testing.assert_array_equal(unpack(packed), unpacked)
   x = _RNG.standard_normal((35, shape[1]), np.float32)
-  alone = np.concatenate([_multiply(x[i : i + 1], packed) for i in range(35)])
+  alone = np.concatenate([_matmul(x[i : i + 1], packed) for i in range(35)])
   for count in (2, 8, 19, 35):
-    result = _multiply(x[:count], packed)
+    result = _matmul(x[:count], packed)
     np.testing.assert_array_equal(result, alone[:count])
   expected = _matmul(x, weight)
   np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-4)
@@ -74,7 +76,7 @@ def test_products_equal_those_of_xla(shape, dtype):
   for value in (np.nan, np.inf):
     spoiled = x.copy()
     spoiled[1, 0] = value
-    result = np.asarray(_multiply(spoiled, packed))
+    result = np.asarray(_matmul(spoiled, packed))
     assert not np.isfinite(result[1]).any()
     np.testing.assert_array_equal(result[2:], alone[2:])
 
@@ -207,7 +209,7 @@ def _module(family, dtype, **changes):
 
 
 _long = functools.partial(pytest.param, marks=pytest.mark.long)
-_MIXTURES = [*itertools.product(ops.DTYPES, (64, 128))]
+_MIXTURES = [*itertools.product(KERNEL_DTYPES, (64, 128))]
 
 
 @pytest.mark.parametrize(
@@ -266,7 +268,7 @@ _SUMS = re.compile(
 
 
 @pytest.mark.parametrize('variant', ['gpt2', 'qwen3_biases', 'qwen3_moe'])
-@pytest.mark.parametrize('dtype', ops.DTYPES)
+@pytest.mark.parametrize('dtype', KERNEL_DTYPES)
 def test_xla_sums_nothing_in_a_forward(variant, dtype, tmp_path):
   folder = variants.write(variant, tmp_path / 'model')
   tokens = np.zeros((2, 3), int)
@@ -307,11 +309,11 @@ def _every_kernel():
     last = function(*(array[-1:] for array in rows))
     results[name] = function(*rows), last
 
-  for dtype in ops.DTYPES:
+  for dtype in KERNEL_DTYPES:
     values = draw(101, 203)
     integers = dtype == 'int8'
     matrix = quantize(values) if integers else values.astype(jnp.dtype(dtype))
-    product = functools.partial(ops.multiply, matrix=pack(matrix))
+    product = functools.partial(matmul, weight=pack(matrix))
     call(dtype, product, draw(11, 203))
   for dtype in ('float32', 'bfloat16'):
     cache = [jnp.asarray(draw(1, 2, 45, 77), dtype) for _ in range(2)]

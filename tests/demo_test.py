@@ -7,6 +7,7 @@ from models.checkpoints import hub
 from models.text.drafters import DEMO_TABLE
 from models.text.drafters import make_drafter
 from models.text.pair import load_pair
+from models.text.pair import ModelChoice
 from models.text.settings import DraftSettings
 import specdec
 
@@ -19,7 +20,7 @@ _PROMPTS = (
 
 @pytest.fixture(scope='module')
 def pair():
-  return load_pair('demo', 'demo-draft')
+  return load_pair(ModelChoice('demo', 'demo-draft'))
 
 
 def _generate(pair, method):
@@ -49,7 +50,7 @@ def test_every_method_helps_and_changes_nothing(pair):
 
 
 def test_small_enough_to_ship_and_draft_cheap_enough_to_help(pair):
-  folders = [hub.locate(name) for name in ('demo', 'demo-draft')]
+  folders = [hub.locate(name).path for name in ('demo', 'demo-draft')]
   files = [file for folder in folders for file in folder.iterdir()]
   assert sum(file.stat().st_size for file in files) <= 40e6
   assert DEMO_TABLE.stat().st_size <= 10e6

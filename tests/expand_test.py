@@ -123,7 +123,7 @@ def test_the_script_expands_a_folder_with_tokenizer(tmp_path):
   with safetensors.safe_open(large / 'model.safetensors', 'numpy') as file:
     stored = file.get_slice('transformer.wte.weight').get_dtype()
   assert stored == 'F16'
-  copied = hub.load_tokenizer(large)
+  copied = hub.locate(large).tokenizer
   assert copied.get_vocab() == tokenizer.get_vocab()
   assert copied.eos_token_id == tokenizer.eos_token_id
   assert copied.model_max_length == 8
@@ -135,5 +135,5 @@ def test_a_folder_without_tokenizer(tmp_path):
   shape = expand.expand_pretrained(
     tmp_path / 'a', tmp_path / 'b', width_factor=2, num_layers=1
   )
-  assert hub.config_of(tmp_path / 'b') == shape
-  assert hub.load_tokenizer(tmp_path / 'b') is None
+  assert hub.locate(tmp_path / 'b').config == shape
+  assert hub.locate(tmp_path / 'b').tokenizer is None

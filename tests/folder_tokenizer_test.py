@@ -13,7 +13,7 @@ from tokenizers import processors
 from tokenizers import trainers
 import transformers
 
-from models.checkpoints import hub
+from models.checkpoints.folder_tokenizer import load_tokenizer
 from models.lab.training.tokenizer import train_tokenizer
 
 _TEXTS = [
@@ -116,7 +116,7 @@ def test_ids_are_those_of_the_file_itself(
     state['model']['merges'] = [' '.join(pair) for pair in merges]
     file.write_text(json.dumps(state))
   expected = tokenizers.Tokenizer.from_file(str(file))
-  tokenizer = hub.load_tokenizer(tmp_path)
+  tokenizer = load_tokenizer(tmp_path)
   assert tokenizer.get_vocab() == expected.get_vocab()
   assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 3)
   begins = layout in ('words', 'pieces')
@@ -134,7 +134,7 @@ def test_what_the_other_files_state(tmp_path, caplog):
     tmp_path, 'config.json', {'eos_token_id': 2, 'bos_token_id': None}
   )
   _write_json(tmp_path, 'special_tokens_map.json', {'unk_token': '<unk>'})
-  tokenizer = hub.load_tokenizer(tmp_path)
+  tokenizer = load_tokenizer(tmp_path)
   roles = (tokenizer.eos_token, tokenizer.unk_token, tokenizer.bos_token)
   assert roles == ('</s>', '<unk>', None)
   # A token beyond those of the file would not be one of the model.
@@ -143,15 +143,15 @@ def test_what_the_other_files_state(tmp_path, caplog):
   assert 'says add_bos_token' not in caplog.text
   assert tokenizer.get_chat_template() == 'old'
   (tmp_path / 'chat_template.jinja').write_text('new')
-  assert hub.load_tokenizer(tmp_path).chat_template == 'new'
+  assert load_tokenizer(tmp_path).chat_template == 'new'
   others = tmp_path / 'additional_chat_templates'
   others.mkdir()
   (others / 'tool_use.jinja').write_text('tools')
   templates = {'default': 'new', 'tool_use': 'tools'}
-  assert hub.load_tokenizer(tmp_path).chat_template == templates
+  assert load_tokenizer(tmp_path).chat_template == templates
   # What is saved is loaded again, here and by transformers.
   tokenizer.save_pretrained(tmp_path / 'saved')
-  for load in (hub.load_tokenizer, transformers.AutoTokenizer.from_pretrained):
+  for load in (load_tokenizer, transformers.AutoTokenizer.from_pretrained):
     again = load(tmp_path / 'saved')
     assert again(_TEXTS[1]) == tokenizer(_TEXTS[1])
     assert again.eos_token == '</s>'
@@ -173,9 +173,9 @@ def folder(tmp_path):
 
 
 def test_old_folders_that_are_complete(folder):
-  expected = hub.load_tokenizer(folder)
+  expected = load_tokenizer(folder)
   (folder / 'tokenizer.json').unlink()
-  tokenizer = hub.load_tokenizer(folder)
+  tokenizer = load_tokenizer(folder)
   assert tokenizer.convert_tokens_to_ids(['a']) == [expected.get_vocab()['a']]
   for text in _TEXTS:
     assert tokenizer(text)['input_ids'] == expected(text)['input_ids']
@@ -197,7 +197,7 @@ def test_incomplete_folders_are_refused(gone, empty, folder):
       (folder / name).touch()
   message = f'{folder} has no complete tokenizer: .* vocab.json with merges.txt'
   with pytest.raises(ValueError, match=message):
-    hub.load_tokenizer(folder)
+    load_tokenizer(folder)
 
 
 @pytest.mark.parametrize(
@@ -211,14 +211,14 @@ def test_files_of_another_class_are_refused(kind, folder):
   with pytest.raises(
     ValueError, match=f'{folder} has no (complete|usable) tok'
   ):
-    hub.load_tokenizer(folder)
+    load_tokenizer(folder)
 
 
 def test_a_class_whose_package_is_missing_is_not_needed(folder):
-  expected = hub.load_tokenizer(folder)(_TEXTS[0])
+  expected = load_tokenizer(folder)(_TEXTS[0])
   config = {'tokenizer_class': 'MistralCommonBackend'}
   _write_json(folder, 'tokenizer_config.json', config)
-  assert hub.load_tokenizer(folder)(_TEXTS[0]) == expected
+  assert load_tokenizer(folder)(_TEXTS[0]) == expected
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_a_class_whose_package_is_missing_is_not_needed(folder):
 def test_files_that_cannot_be_read(name, text, message, folder):
   (folder / name).write_text(text)
   with pytest.raises(ValueError, match=rf'{folder / name}.*{message}'):
-    hub.load_tokenizer(folder)
+    load_tokenizer(folder)
 
 
 def test_parts_that_a_newer_release_has(folder):
@@ -250,8 +250,8 @@ def test_parts_that_a_newer_release_has(folder):
   for change in ('pre_tokenizer', 'normalizer', 'decoder', 'model'):
     file.write_text(json.dumps(state | {change: {'type': 'OfTheNextRelease'}}))
     with pytest.raises(ValueError, match=f'{file}.*a newer tokenizers'):
-      hub.load_tokenizer(folder)
+      load_tokenizer(folder)
   state['model'] |= {'vocab': {}, 'merges': []}
   file.write_text(json.dumps(state | {'added_tokens': []}))
   with pytest.raises(ValueError, match='has no tokens'):
-    hub.load_tokenizer(folder)
+    load_tokenizer(folder)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from models.checkpoints import checkpoint
 from models.checkpoints import hub
 from models.checkpoints.families import family_of
 from models.checkpoints.families import parameter_name
@@ -27,6 +28,7 @@ from models.nn.rope import Llama3Scaling
 from models.nn.rope import Rope
 from models.nn.rope import YarnScaling
 from models.text.pair import load_pair
+from models.text.pair import ModelChoice
 
 _BOS = 9
 _LLAMA3 = Llama3Scaling(
@@ -226,7 +228,7 @@ def test_tokenizer_and_ends(path):
   special = ['<|im_end|>', '<日>']
   tokenizer.add_special_tokens({'additional_special_tokens': special})
   _write(path, 'vocabulary', tokenizer=tokenizer)
-  pair = load_pair(str(path), None)
+  pair = load_pair(ModelChoice(str(path), None))
   # The keys, and a special token that llama.cpp knows by its text.
   turn = tokenizer.convert_tokens_to_ids('<|im_end|>')
   assert pair.eos_ids == (tokenizer.eos_token_id, 7, turn)
@@ -241,7 +243,7 @@ def test_texts_begin_and_are_split_as_for_llama_cpp(pre, path, caplog):
   text = 'def add12(a, b):\n  return a + b\n' * 9
   tokenizer = train_tokenizer([text], vocab_size=290, context=64)
   _write(path, 'vocabulary', tokenizer=tokenizer, pre=pre)
-  pair = load_pair(str(path), None)
+  pair = load_pair(ModelChoice(str(path), None))
   ids = pair.encode(text)
   assert len(ids) > 1
   # The file does not say whether texts begin with a token.
@@ -336,8 +338,8 @@ def test_a_file_of_any_name(path):
   _write(path, 'gpt2')
   for name in ('model.GGUF', 'sha256-0123abcd'):
     renamed = path.rename(path.with_name(name))
-    assert hub.locate(str(renamed)) == renamed
-    assert hub.config_of(str(renamed)) == _CONFIGS['gpt2']
+    assert hub.locate(str(renamed)).path == renamed
+    assert hub.locate(str(renamed)).config == _CONFIGS['gpt2']
     renamed.rename(path)
   other = path.with_name('model.safetensors')
   other.touch()
@@ -365,10 +367,11 @@ def test_auto_is_what_is_stored_and_native(path, monkeypatch):
     (Kind.Q8_0, set(), 'float32'),
     (Kind.F32, {'float16', 'bfloat16'}, 'float32'),
   ):
-    monkeypatch.setattr(hub, 'native_dtypes', lambda found=native: found)
+    monkeypatch.setattr(checkpoint, 'native_dtypes', lambda found=native: found)
     _write(path, 'gpt2', kind)
-    assert hub.resolve_dtype('auto', path) == dtype
-    assert hub.resolve_dtype('int8', path) == 'int8'
+    stored = hub.locate(path)
+    assert checkpoint.resolve_dtype('auto', stored) == dtype
+    assert checkpoint.resolve_dtype('int8', stored) == 'int8'
 
 
 def test_what_is_not_there(path, monkeypatch):
@@ -378,7 +381,7 @@ def test_what_is_not_there(path, monkeypatch):
   with pytest.raises(ValueError, match='is not a hub id'):
     hub.load_module(path, revision='main')
   with pytest.raises(ValueError, match=r'model\.gguf has no tokenizer'):
-    load_pair(str(path), None)
+    load_pair(ModelChoice(str(path), None))
   monkeypatch.setitem(sys.modules, 'gguf', None)
   with pytest.raises(ValueError, match=re.escape("pip install -e '.[gguf]'")):
     hub.load_module(path)

@@ -31,7 +31,7 @@ def pair(tmp_path_factory):
   for name, width in (('target', 32), ('draft', 16)):
     module = tiny.module(width=width, seed=width, **shape)
     hub.save_pretrained(module, folder / name)
-    for file in hub.locate('demo').glob('tokenizer*'):
+    for file in hub.locate('demo').path.glob('tokenizer*'):
       shutil.copy(file, folder / name)
   lines = [json.dumps({'prompt': prompt}) for prompt in _PROMPTS]
   (folder / 'prompts.jsonl').write_text('\n'.join(lines) + '\n')

@@ -14,8 +14,9 @@ import tiny
 import variants
 
 from models.checkpoints import hub
+from models.checkpoints import hugging_face
 from models.nn.adapter import as_model
-from models.nn.matmul import Int8Matrix
+from models.nn.matrices import Int8Matrix
 from specdec.cache import causal_mask
 
 WEIGHTS = 'model.safetensors'
@@ -104,9 +105,12 @@ def _assert_same(*modules):
 )
 def test_large_tensors_are_read_in_blocks(name, monkeypatch, tmp_path):
   folder = _write(tmp_path, name)
-  load = lambda: [hub.load_module(folder, dtype=d) for d in ('float32', 'int8')]
+  dtypes = ('float32', 'int8')
+  load = lambda: [hub.load_module(folder, dtype=dtype) for dtype in dtypes]
   expected = load()
-  monkeypatch.setattr(hub, '_BLOCK_BYTES', 200)  # Three rows, in float32.
+  monkeypatch.setattr(
+    hugging_face, '_BLOCK_BYTES', 200
+  )  # Three rows, in float32.
   for module, whole in zip(load(), expected, strict=True):
     _assert_same(module, whole)
 

@@ -8,12 +8,12 @@ import tiny
 
 import models
 from models.checkpoints import hub
-from models.nn.matmul import int8_matmul
-from models.nn.matmul import Int8Matrix
-from models.nn.matmul import matmul
-from models.nn.matmul import quantize
-from models.nn.matmul import quantize_rows
-from models.nn.matmul import take_rows
+from models.checkpoints.checkpoint import resolve_draft_dtype
+from models.nn.matrices import Int8Matrix
+from models.nn.matrices import matmul
+from models.nn.matrices import quantize
+from models.nn.matrices import quantize_rows
+from models.nn.matrices import take_rows
 
 _RNG = np.random.default_rng(0)
 
@@ -46,7 +46,7 @@ def test_the_product_is_the_one_of_integers():
   rounded = np.round(x / scale).astype(np.int64)
   exact = rounded @ np.asarray(weight.values, np.int64).T
   expected = exact.astype(np.float32) * (scale * np.asarray(weight.scale)[None])
-  result = int8_matmul(jnp.asarray(x), weight)
+  result = weight.product(jnp.asarray(x))
   np.testing.assert_allclose(result, expected, rtol=1e-6)
 
 
@@ -75,7 +75,7 @@ def test_what_is_not_finite_stays_so_and_alone(width):
   weight = quantize(matrix)
   for value in (np.nan, np.inf):
     x = jnp.asarray(_matrix(3, width)).at[1, 2].set(value)
-    result = np.asarray(int8_matmul(x, weight))
+    result = np.asarray(weight.product(x))
     assert not np.isfinite(result[1]).any()
     assert np.isfinite(result[[0, 2]]).all()
   matrix[1, 1] = np.inf
@@ -141,7 +141,7 @@ def test_target_and_draft_are_quantised_independently():
 )
 def test_default_dtype_of_the_draft(dtype, target_dtype, packed, expected):
   others = {'target_dtype': target_dtype, 'packed': packed}
-  assert hub.resolve_draft_dtype(dtype, 'demo', **others) == expected
+  assert resolve_draft_dtype(dtype, hub.locate('demo'), **others) == expected
 
 
 def test_eight_bits_are_not_saved(tmp_path):

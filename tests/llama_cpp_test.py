@@ -10,6 +10,7 @@ import pytest
 from models.lab.bench import llama_cpp
 from models.lab.bench.arms import parse_arms
 from models.lab.bench.arms import Task
+from models.text.pair import ModelChoice
 from models.text.settings import DraftSettings
 from specdec import Sampling
 
@@ -79,7 +80,8 @@ def folder(tmp_path_factory):
 
 def _arms(folder, text, **changes):
   model = str(folder / 'model.gguf')
-  settings = {'target': model, 'draft': model, 'drafting': DraftSettings()}
+  choice = ModelChoice(model, model)
+  settings = {'models': choice, 'drafting': DraftSettings()}
   settings |= {'sampling': Sampling(), 'llama_cpp': str(folder)}
   specs = parse_arms(text, 'float32')
   task = Task(**settings | changes)

@@ -59,7 +59,7 @@ def test_the_context_ends_where_a_window_would_slide(
   keys = {'model_type': kind, 'sliding_window': 8, 'num_hidden_layers': 2}
   config = variants.VARIANTS[kind]['config'] | keys | changes
   (tmp_path / 'config.json').write_text(json.dumps(config))
-  assert hub.config_of(tmp_path).num_positions == context
+  assert hub.locate(tmp_path).config.num_positions == context
 
 
 def test_a_shape_that_transformers_has_not_is_not_saved(tmp_path):
@@ -94,5 +94,5 @@ def test_a_factor_of_yarn_that_is_null_follows_from_the_contexts(tmp_path):
   rope |= {'rope_theta': 10.0, 'original_max_position_embeddings': 64}
   config['rope_parameters'] = rope
   (folder / 'config.json').write_text(json.dumps(config))
-  scaling = hub.config_of(folder).rope.scaling
+  scaling = hub.locate(folder).config.rope.scaling
   assert (scaling.factor, scaling.beta_fast) == (1.5, 32.0)

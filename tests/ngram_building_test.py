@@ -16,6 +16,7 @@ from models.lab.training.build_ngram import Samples
 from models.lab.training.build_ngram import TableConfig
 from models.lab.training.corpus import Corpus
 from models.lab.training.tokenizer import train_tokenizer
+from models.text.pair import ModelChoice
 from models.text.pair import vocabulary_digest
 import specdec
 from specdec.ngram.table import find_context
@@ -90,7 +91,7 @@ def test_texts_are_those_of_generate_from_the_start_token(
   numbers = np.array([0, 3, 300, 301])
   # With as many rows as when they were sampled, so that no program is new.
   expected = specdec.generate(
-    ngram_building.load_pair(draft, None).target,
+    ngram_building.load_pair(ModelChoice(draft, None)).target,
     jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(5), numbers),
     [[start]] * 4,
     max_new_tokens=4,

@@ -24,6 +24,7 @@ from models.text import drafters
 from models.text.drafters import make_drafter
 from models.text.generator import Generator
 from models.text.pair import load_pair
+from models.text.pair import ModelChoice
 from models.text.pair import vocabulary_digest
 from models.text.settings import DraftSettings
 from models.text.settings import with_options
@@ -85,7 +86,7 @@ def _generate(pair, drafter):
 
 @pytest.fixture(scope='module')
 def plain(target):
-  generation = _generate(load_pair(target, None), specdec.PLAIN)
+  generation = _generate(load_pair(ModelChoice(target, None)), specdec.PLAIN)
   tokens = {*np.ravel(generation.tokens).tolist()}
   assert max(tokens) >= SMALLER > len(_train())  # not in the small draft
   assert len(tokens) > 15
@@ -96,7 +97,7 @@ def plain(target):
 def test_a_draft_may_have_other_padding(
   target, plain, tokenizer, tmp_path, vocab_size
 ):
-  pair = load_pair(target, _save(tmp_path, vocab_size, tokenizer))
+  pair = load_pair(ModelChoice(target, _save(tmp_path, vocab_size, tokenizer)))
   assert pair.draft.spec.vocab_size == SIZE
   settings = DraftSettings(num_draft_tokens=3)
   generation = _generate(pair, make_drafter('chain', pair, settings))
@@ -129,7 +130,9 @@ def test_drafts_of_other_vocabularies_are_refused(target, tokenizer, tmp_path):
   """Without a tokenizer the sizes must be equal; with one, the tokens."""
   folders = (tmp_path / str(number) for number in itertools.count())
   save = lambda *args: _save(next(folders), *args)
-  of_draft = lambda *args: load_pair(target, save(*args)).draft.spec
+  of_draft = lambda *args: (
+    load_pair(ModelChoice(target, save(*args))).draft.spec
+  )
   assert of_draft(SIZE).vocab_size == SIZE
   for size in (LARGER, SMALLER):
     with pytest.raises(ValueError, match=f'{SIZE} tokens, .* of {size}, and'):
@@ -146,7 +149,7 @@ def test_drafts_of_other_vocabularies_are_refused(target, tokenizer, tmp_path):
   assert len(other) == len(tokenizer)
   draft = save(SIZE, other)
   with pytest.raises(ValueError, match=r'differ in \d+ of the target') as error:
-    load_pair(target, draft)
+    load_pair(ModelChoice(target, draft))
   assert all(path in str(error.value) for path in (target, draft))
 
 
@@ -166,7 +169,7 @@ _TREE |= {'rounds': 3, 'cost_ratio': 0, 'inner_rounds_alone': 3}
 
 def _drafter(target, path, method='ngram', **kw):
   settings = with_options(DraftSettings(ngram=path, **kw), _TREE)
-  return make_drafter(method, load_pair(target, None), settings)
+  return make_drafter(method, load_pair(ModelChoice(target, None)), settings)
 
 
 def test_a_table_may_have_other_padding(target, plain, tokenizer, tmp_path):
@@ -183,7 +186,7 @@ def test_a_table_may_have_other_padding(target, plain, tokenizer, tmp_path):
     drafter = _drafter(target, path)
     assert drafter.labels == ('ngram',)
     assert drafter.stages[0].scorer.vocab_size == SIZE
-  generation = _generate(load_pair(target, None), drafter)
+  generation = _generate(load_pair(ModelChoice(target, None)), drafter)
   assert generation.tokens == plain.tokens
   assert generation.finish_reasons == ['length'] * 2
   assert generation.stats['block_efficiency'] > 1.3
@@ -209,7 +212,7 @@ def test_a_table_of_another_tokenizer_is_refused(target, tmp_path):
 def test_the_embedded_table_is_left_out_if_it_does_not_fit(
   target, tokenizer, tmp_path, monkeypatch
 ):
-  pair = load_pair(target, None)
+  pair = load_pair(ModelChoice(target, None))
   pair = dataclasses.replace(pair, draft=pair.target)
   labels = lambda inner=None: (
     make_drafter('staged', pair, DraftSettings(inner=inner)).labels

@@ -10,6 +10,7 @@ import models
 from models.checkpoints import hub
 from models.lab.training.tokenizer import train_tokenizer
 from models.text.pair import load_pair
+from models.text.pair import ModelChoice
 
 _TEXT = 'def add(first, second):\n  return first + second\n' * 20
 
@@ -39,20 +40,20 @@ def test_eos_is_what_the_configs_state_if_usable(
   write('config.json', config | {'eos_token_id': eos})
   if generation:
     write('generation_config.json', {'eos_token_id': generation})
-  assert load_pair(str(folder), None).eos_ids == expected
+  assert load_pair(ModelChoice(str(folder), None)).eos_ids == expected
   for file in folder.glob('tokenizer*'):
     file.unlink()
   with pytest.raises(ValueError, match='has no tokenizer'):
-    load_pair(str(folder), None)
+    load_pair(ModelChoice(str(folder), None))
 
 
 def test_loading_again_shares_the_definition(saved):
-  first, second = (load_pair(str(saved), None) for _ in range(2))
+  first, second = (load_pair(ModelChoice(str(saved), None)) for _ in range(2))
   assert first.target.spec is second.target.spec
 
 
 def test_demo_as_draft_is_the_embedded_draft():
-  pair = load_pair('demo', 'demo')
+  pair = load_pair(ModelChoice('demo', 'demo'))
   assert pair.draft.spec.weight_bytes < pair.target.spec.weight_bytes
   # A method that drafts without a model loads none, of whatever tokenizer.
   assert models.load(method='lookup').pair.draft is None
@@ -72,8 +73,8 @@ def test_demo_as_draft_is_the_embedded_draft():
 def test_how_two_tokenizers_differ(saved, tmp_path, ours, theirs, message):
   for name, added in (('target', ours), ('draft', theirs)):
     folder = shutil.copytree(saved, tmp_path / name)
-    tokenizer = hub.load_tokenizer(folder)
+    tokenizer = hub.locate(folder).tokenizer
     tokenizer.add_tokens(added)
     tokenizer.save_pretrained(folder)
   with pytest.raises(ValueError, match=message):
-    load_pair(str(tmp_path / 'target'), str(tmp_path / 'draft'))
+    load_pair(ModelChoice(str(tmp_path / 'target'), str(tmp_path / 'draft')))

@@ -20,6 +20,7 @@ from models.lab.bench.machine import model_size
 from models.lab.bench.peers import Forwards
 from models.lab.bench.peers import statistics
 from models.nn.adapter import as_model
+from models.text.pair import ModelChoice
 from models.text.settings import DraftSettings
 import specdec
 from specdec import Sampling
@@ -76,7 +77,8 @@ def folders(tmp_path_factory):
 
 
 def _arms(folders, text, *, eos_ids=(), **changes):
-  settings = {name: str(folders / name) for name in ('target', 'draft')}
+  pair = (str(folders / name) for name in ('target', 'draft'))
+  settings = {'models': ModelChoice(*pair)}
   settings |= {'drafting': DraftSettings(), 'sampling': Sampling(), 'seed': 3}
   specs = parse_arms(text, 'float32')
   task = Task(**settings | changes)
@@ -130,7 +132,8 @@ def test_rows_of_a_batch_are_those_of_batches_of_one(folders):
 def test_a_draft_that_is_the_target_saves_forwards(folders):
   options = 'num_assistant_tokens=4|1,assistant_confidence_threshold=0'
   text = f'transformers-assisted({options})'
-  arms = _arms(folders, text, draft=str(folders / 'target'))
+  target = str(folders / 'target')
+  arms = _arms(folders, text, models=ModelChoice(target, target))
   counts = [arm.decode([_PROMPT], _LIMIT).stats for arm in arms]
   for stats, guesses in zip(counts, (4, 1), strict=True):
     forwards = stats['target_forwards']

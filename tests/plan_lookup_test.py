@@ -9,6 +9,7 @@ from models.lab.tune import plan_lookup
 from models.lab.tune.plan_lookup import find_plan
 from models.lab.tune.plan_lookup import join_plans
 from models.lab.tune.plan_lookup import Setup
+from models.text.pair import ModelChoice
 from models.text.plan import cache_path
 from models.text.plan import Plan
 from models.text.settings import DraftSettings
@@ -16,9 +17,7 @@ from models.text.settings import with_options
 import specdec
 
 _SETUP = Setup(
-  target='demo',
-  draft='demo',
-  dtype='float32',
+  models=ModelChoice(dtype='float32'),
   batch_size=1,
   sampling=specdec.Sampling(temperature=0.5, logit_bias={7: -1.0}),
 )
@@ -88,7 +87,10 @@ def test_a_plan_from_elsewhere_is_warned_of_or_refused(tmp_path):
   _plan(context).save(path)
   assert _find(path)[1] == [f'lookup, from {path}']
   for changes, message in (
-    ({'target': 'demo-draft'}, 'made for another target'),
+    (
+      {'models': ModelChoice('demo-draft', dtype='float32')},
+      'made for another target',
+    ),
     ({'name': '/no/such/plan'}, 'cannot be read'),
     ({'batch_size': 0}, '--batch_size must be at least 1'),
   ):

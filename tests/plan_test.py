@@ -13,6 +13,7 @@ from models.checkpoints import hub
 from models.text.drafters import make_drafter
 from models.text.pair import find_checkpoints
 from models.text.pair import load_pair
+from models.text.pair import ModelChoice
 from models.text.plan import cache_path
 from models.text.plan import Context
 from models.text.plan import load_plan
@@ -155,20 +156,21 @@ def test_contexts(monkeypatch, tmp_path):
 
 def test_models_are_told_apart_by_what_is_in_their_files(tmp_path):
   original, copy = hub.locate('demo-draft'), tmp_path / 'copy'
-  shutil.copytree(original, copy)
-  digests = model_digests(*find_checkpoints('demo', 'demo'))
-  assert model_digest(copy) == model_digest(original) == digests['draft']
+  shutil.copytree(original.path, copy)
+  digests = model_digests(*find_checkpoints(ModelChoice('demo', 'demo')))
+  digest = lambda: model_digest(hub.locate(copy))
+  assert digest() == model_digest(original) == digests['draft']
   assert digests['draft'] != digests['target']
   weights = copy / 'model.safetensors'
   content = bytearray(weights.read_bytes())
   content[-1] ^= 1
   weights.write_bytes(content)
-  assert model_digest(copy) != digests['draft']
+  assert digest() != digests['draft']
 
 
 def test_a_model_of_the_hub_is_looked_up_once(monkeypatch):
-  folder, asked = str(hub.locate('demo-draft')), []
-  digests = model_digests(*find_checkpoints('demo-draft', 'demo'))
+  folder, asked = str(hub.locate('demo-draft').path), []
+  digests = model_digests(*find_checkpoints(ModelChoice('demo-draft', 'demo')))
   context = dataclasses.replace(_CONTEXT, models=digests)
   download = lambda name, **_: asked.append(name) or folder
   monkeypatch.setattr(huggingface_hub, 'snapshot_download', download)
@@ -183,7 +185,7 @@ def test_a_model_of_the_hub_is_looked_up_once(monkeypatch):
 
 
 def test_a_plan_without_a_draft_model_loads_none():
-  digests = model_digests(*find_checkpoints('demo-draft', None))
+  digests = model_digests(*find_checkpoints(ModelChoice('demo-draft', None)))
   context = dataclasses.replace(_CONTEXT, models=digests)
   plan = _plan(method='lookup', drafting=DraftSettings(), context=context)
   lm = models.load('demo-draft', '/no/such/draft', plan=plan)
@@ -191,7 +193,7 @@ def test_a_plan_without_a_draft_model_loads_none():
 
 
 def test_the_method_plan_is_what_the_plan_says():
-  pair = load_pair('demo', None)
+  pair = load_pair(ModelChoice('demo', None))
   made = make_drafter('plan', pair, DraftSettings(plan=_plan(method='lookup')))
   expected = make_drafter('lookup', pair, _STAGED)
   assert made.shape == expected.shape

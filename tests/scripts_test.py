@@ -23,6 +23,7 @@ from models.nn.gpt2 import GPT2
 from models.nn.gpt2 import GPT2Config
 from models.text.chat import Chat
 from models.text.generator import Generator
+from models.text.pair import ModelChoice
 from models.text.plan import Plan
 from models.text.settings import DraftSettings
 from specdec import Sampling
@@ -429,7 +430,8 @@ def test_benchmark_writes_what_it_prints(pair, prompts, tmp_path, monkeypatch):
 def test_a_plan_says_how_to_decode(pair, tmp_path):
   """A chain of 2, for this pair and this machine."""
   names = dict(flag.lstrip('-').split('=') for flag in pair[:2])
-  setup = Setup(**names, dtype='float32', batch_size=1, sampling=Sampling())
+  choice = ModelChoice(**names, dtype='float32')
+  setup = Setup(models=choice, batch_size=1, sampling=Sampling())
   drafting, path = DraftSettings(num_draft_tokens=2), tmp_path / 'plan.json'
   made = {'min_block_efficiency': 1.5, 'context': setup.context()}
   Plan(method='chain', drafting=drafting, **made).save(path)

@@ -21,7 +21,7 @@ import models
 from models.checkpoints import hub
 from models.lab.compiled import programs
 from models.nn.adapter import as_model
-from models.nn.matmul import take_rows
+from models.nn.matrices import take_rows
 from models.nn.sharding import AXES
 from models.nn.sharding import draft_layout
 from models.nn.sharding import Layout

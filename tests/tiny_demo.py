@@ -31,7 +31,7 @@ def stand_in(monkeypatch, folder: pathlib.Path) -> None:
   embedded = {'demo': folder / 'target', 'demo-draft': folder / 'draft'}
   for module, name in ((target, 'demo'), (draft, 'demo-draft')):
     hub.save_pretrained(module, embedded[name])
-    for file in hub.locate(name).glob('tokenizer*'):
+    for file in hub.locate(name).path.glob('tokenizer*'):
       shutil.copy(file, embedded[name])
   monkeypatch.setattr(hub, '_EMBEDDED', embedded)
   monkeypatch.setitem(models.load.__kwdefaults__, 'method', 'tree')

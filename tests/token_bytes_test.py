@@ -14,6 +14,7 @@ import transformers
 
 from models.lab.training.tokenizer import train_tokenizer
 from models.text.pair import load_pair
+from models.text.pair import ModelChoice
 from models.text.pair import Pair
 from models.text.token_bytes import text_of
 from models.text.token_bytes import TextStream
@@ -22,7 +23,7 @@ from models.text.token_bytes import token_bytes
 
 @pytest.fixture(scope='module')
 def pair():
-  return load_pair('demo', None)
+  return load_pair(ModelChoice('demo', None))
 
 
 @pytest.fixture(scope='module')

@@ -418,7 +418,7 @@ def test_run_writes_a_folder_and_refuses_another_corpus(
   }
   pipeline.run(**arguments)
   module = hub.load_module(folder)
-  vocabulary = hub.load_tokenizer(folder).get_vocab()
+  vocabulary = hub.locate(folder).tokenizer.get_vocab()
   assert module.config.vocab_size == len(vocabulary)
   assert (folder / 'loss_curve.json').exists()
   other = Corpus(folder=str(root), pattern='*.txt')
@@ -442,4 +442,4 @@ def test_run_writes_a_folder_and_refuses_another_corpus(
   assert teacher.name == draft['teacher_folder']
   parameters = map(tiny.parameters, (teacher.model, module))
   jax.tree.map(np.testing.assert_array_equal, *parameters)
-  assert hub.load_tokenizer(tmp_path / 'draft').get_vocab() == vocabulary
+  assert hub.locate(tmp_path / 'draft').tokenizer.get_vocab() == vocabulary

@@ -5,6 +5,7 @@ from unittest import mock
 from models.lab.training.tokenizer import train_tokenizer
 from models.text.drafters import DEMO_TABLE
 from models.text.pair import load_pair
+from models.text.pair import ModelChoice
 from models.text.pair import vocabulary_digest
 from specdec.ngram.table import load_table
 
@@ -26,5 +27,5 @@ def test_ids_matter_and_nothing_else():
 
 def test_the_embedded_table_knows_its_tokenizer():
   _, provenance = load_table(DEMO_TABLE)
-  digest = vocabulary_digest(load_pair('demo', None).tokenizer)
+  digest = vocabulary_digest(load_pair(ModelChoice('demo', None)).tokenizer)
   assert provenance['tokenizer_blake2b'] == digest

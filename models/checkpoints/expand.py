@@ -178,10 +178,10 @@ def expand_pretrained(
   is done in float32; `dtype` is that of the stored tensors. Returns the shape
   of the expanded model.
   """
-  folder = hub.locate(name)
-  tokenizer = hub.load_tokenizer(folder)
+  found = hub.locate(name)
+  tokenizer = found.tokenizer
   expanded = expand(
-    hub.load_module(folder),
+    hub.read_module(found),
     width_factor=width_factor,
     num_layers=num_layers,
     vocab_size=vocab_size,

@@ -7,12 +7,12 @@ with the leaf names of checkpoints: `h.0.ln_1.weight`.
 from collections.abc import Callable
 from collections.abc import Mapping
 import dataclasses
-import json
 import pathlib
 import re
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
+import numpy as np
 import transformers
 
 from models.checkpoints import gpt2
@@ -44,6 +44,9 @@ class Family:
     stored_name: maps `(canonical name, config)` to the name that transformers
       writes.
     is_transposed: whether the matrix of a canonical name is stored `[in, out]`.
+    convert: makes the values of a canonical name of those that are stored, for
+      some rows `[n, in]` or `[n]`; the identity by default.
+    to_stored: its inverse.
     stays_float: whether the matrix of a canonical name is never rounded to
       eight bits.
   """
@@ -57,6 +60,8 @@ class Family:
   canonical_name: Callable[[str, Any], str | None]
   stored_name: Callable[[str, Any], str]
   is_transposed: Callable[[str], bool] = lambda name: False
+  convert: Callable[[str, np.ndarray], np.ndarray] = lambda name, rows: rows
+  to_stored: Callable[[str, np.ndarray], np.ndarray] = lambda name, rows: rows
   stays_float: Callable[[str], bool] = lambda name: False
 
 
@@ -134,28 +139,13 @@ def parameter_name(path: tuple[Any, ...]) -> str:
   return '.'.join([*parents, leaf])
 
 
-def read_config(path: pathlib.Path) -> Config:
-  """Reads the shape of a model from its `config.json`.
-
-  Raises:
-    ValueError: the file describes a model that no family supports; the message
-      names the key and its value.
-  """
-  try:
-    raw = json.loads(path.read_text('utf-8'))
-  except (ValueError, RecursionError) as error:
-    raise ValueError(f'{path} is not valid JSON: {error}') from error
-  return config_from_keys(raw, path)
-
-
-def config_from_keys(raw: Any, path: pathlib.Path) -> Config:
+def config_from_keys(raw: Mapping[str, Any], path: pathlib.Path) -> Config:
   """The shape that the keys of a `config.json` describe.
 
   Raises:
-    ValueError: see `read_config`; the message begins with the path.
+    ValueError: no family supports it; the message begins with the path, and
+      names the key and its value.
   """
-  if not isinstance(raw, dict):
-    raise ValueError(f'{path} must hold a JSON object, got {raw!r:.40}')
   kind = raw.get('model_type')
   by_type = {kind: family for family in FAMILIES for kind in family.model_types}
   if not isinstance(kind, str) or kind not in by_type:

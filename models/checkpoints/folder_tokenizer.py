@@ -5,13 +5,15 @@ transformers would build a tokenizer anew from the name of a class, and leave
 out what the class does not have, such as a pre-tokenizer.
 """
 
-import json
+import codecs
 import pathlib
 from typing import Any
 
 from absl import logging
 import tokenizers
 import transformers
+
+from specdec import text_files
 
 _JSON = 'tokenizer.json'
 _CONFIG = 'tokenizer_config.json'
@@ -34,25 +36,9 @@ _KEPT: dict[str, Any] = {
 _TEMPLATES = 'additional_chat_templates'
 
 
-def _read_text(path: pathlib.Path) -> str:
-  try:
-    return path.read_text('utf-8')
-  except (OSError, ValueError) as error:
-    raise ValueError(f'{path} cannot be read: {error}') from error
-
-
 def _read_object(path: pathlib.Path) -> dict[str, Any]:
   """A JSON object, empty if there is no file; ValueError if it is another."""
-  if not path.is_file():
-    return {}
-  text = _read_text(path)
-  try:
-    found = json.loads(text)
-  except (ValueError, RecursionError) as error:
-    raise ValueError(f'{path} is not valid JSON: {error}') from error
-  if not isinstance(found, dict):
-    raise ValueError(f'{path} must hold a JSON object, got {found!r:.40}')
-  return found
+  return text_files.read_object(path) if path.is_file() else {}
 
 
 def _chat_template(
@@ -62,7 +48,7 @@ def _chat_template(
   files = {file.stem: file for file in folder.glob(f'{_TEMPLATES}/*.jinja')}
   if (folder / 'chat_template.jinja').is_file():
     files['default'] = folder / 'chat_template.jinja'
-  found = {name: _read_text(file) for name, file in files.items()}
+  found = {name: text_files.read(file) for name, file in files.items()}
   if found:
     return found['default'] if found.keys() == {'default'} else found
   stated = config.get('chat_template')
@@ -110,10 +96,15 @@ def _from_json(folder: pathlib.Path) -> transformers.PreTrainedTokenizerBase:
     key: config[key] for key in _KEPT if isinstance(config.get(key), _KEPT[key])
   }
   kept['chat_template'] = _chat_template(folder, config)
+  with open(folder / _JSON, 'rb') as file:
+    marked = file.read(3) == codecs.BOM_UTF8  # It would not be read as JSON.
   try:
-    tokenizer = transformers.PreTrainedTokenizerFast(
-      tokenizer_file=str(folder / _JSON), **kept
-    )
+    if marked:
+      text = text_files.read(folder / _JSON)
+      kept['tokenizer_object'] = tokenizers.Tokenizer.from_str(text)
+    else:
+      kept['tokenizer_file'] = str(folder / _JSON)
+    tokenizer = transformers.PreTrainedTokenizerFast(**kept)
   except Exception as error:  # The tokenizers package raises no narrower type.
     raise ValueError(
       f'{folder / _JSON} cannot be read by tokenizers {tokenizers.__version__}:'

@@ -1,4 +1,4 @@
-"""Models in GGUF files: their shape and tensors.
+"""Models in GGUF files.
 
 Names and layouts are those that llama.cpp's converters write
 (github.com/ggml-org/llama.cpp, convert_hf_to_gguf.py). Matrices are stored
@@ -8,29 +8,28 @@ Names and layouts are those that llama.cpp's converters write
 from collections.abc import Iterator
 from collections.abc import Mapping
 import dataclasses
+import functools
 import math
 import pathlib
 import re
 from typing import Any
+from typing import NamedTuple
 
 import numpy as np
+import transformers
 
+from models.checkpoints import gguf_tokenizer
+from models.checkpoints.checkpoint import usable_ids
+from models.checkpoints.families import config_from_keys
 from models.checkpoints.gguf_header import begins_as_gguf
 from models.checkpoints.gguf_header import Header
 from models.checkpoints.gguf_header import read_header
 from models.checkpoints.gguf_header import TensorInfo
+from models.nn.adapter import Config
 from models.nn.rope import Llama3Scaling
 
+SUFFIX = '.gguf'
 _BLOCK_BYTES = 1 << 24  # Bytes of a tensor, as float32, converted at once.
-
-# By architecture: the `model_type` without and with experts.
-_MODEL_TYPES = {
-  'gpt2': ('gpt2', None),
-  'llama': ('llama', 'mixtral'),
-  'qwen2': ('qwen2', None),
-  'qwen3': ('qwen3', None),
-  'qwen3moe': (None, 'qwen3_moe'),
-}
 
 # Keys of the metadata, after the architecture, and those of config.json.
 _GPT2_KEYS = {
@@ -114,6 +113,39 @@ _EXPERT_NAMES = {
   'ffn_up_exps': 'up_proj',
   'ffn_down_exps': 'down_proj',
 }
+
+
+class _Architecture(NamedTuple):
+  """What the files of an architecture have.
+
+  Attributes:
+    plain: the `model_type` without experts, None if there is none.
+    mixture: the `model_type` with experts.
+    keys: of the metadata.
+    names: of the tensors.
+    layers: canonical name of the list of layers.
+    rotates: whether positions are rotations of queries and keys.
+    swaps_rows: whether rows of queries and keys have llama.cpp's order.
+  """
+
+  plain: str | None
+  mixture: str | None = None
+  keys: Mapping[str, str] = _LLAMA_KEYS
+  names: Mapping[str, str] = _LLAMA_NAMES
+  layers: str = 'layers'
+  rotates: bool = True
+  swaps_rows: bool = False
+
+
+_ARCHITECTURES = {
+  'gpt2': _Architecture(
+    'gpt2', keys=_GPT2_KEYS, names=_GPT2_NAMES, layers='h', rotates=False
+  ),
+  'llama': _Architecture('llama', 'mixtral', swaps_rows=True),
+  'qwen2': _Architecture('qwen2'),
+  'qwen3': _Architecture('qwen3'),
+  'qwen3moe': _Architecture(None, 'qwen3_moe'),
+}
 _NAME = re.compile(r'(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)')
 
 
@@ -128,20 +160,13 @@ def _quants():
   return gguf
 
 
-def is_gguf(path: pathlib.Path) -> bool:
-  """Whether a path is named as GGUF files are, or begins as they do."""
-  if path.is_dir():
-    return False
-  return path.suffix.lower() == '.gguf' or begins_as_gguf(path)
-
-
-def architecture(path: pathlib.Path, header: Header) -> str:
+def _architecture(path: pathlib.Path, header: Header) -> str:
   """The architecture that a file states; ValueError if it is not known."""
   found = header.metadata.get('general.architecture')
-  if found not in _MODEL_TYPES:
+  if found not in _ARCHITECTURES:
     raise ValueError(
       f'{path}: architecture {found!r} is not known; choose from'
-      f' {sorted(_MODEL_TYPES)}'
+      f' {sorted(_ARCHITECTURES)}'
     )
   if header.metadata.get('split.count', 0) > 1:  # 0 in merged files.
     raise ValueError(
@@ -238,25 +263,13 @@ def _own_keys(path: pathlib.Path, header: Header, name: str) -> dict[str, Any]:
   return found
 
 
-def config_keys(path: pathlib.Path) -> dict[str, Any]:
-  """What the `config.json` of the same model would have.
-
-  Raises:
-    ValueError: the architecture or one of its keys is not known, or a key is
-      missing; the message names it.
-  """
-  header = read_header(path)
-  name = architecture(path, header)
-  metadata = _own_keys(path, header, name)
-  plain, mixture = _MODEL_TYPES[name]
-  has_experts = metadata.get('expert_count', 0) > 0
-  model_type = mixture if has_experts else plain
-  if model_type is None:
-    raise ValueError(
-      f'{path}: {name} with {metadata.get("expert_count", 0)} experts is not'
-      ' supported'
-    )
-  keys = _GPT2_KEYS if name == 'gpt2' else _LLAMA_KEYS
+def _check_keys(
+  path: pathlib.Path,
+  name: str,
+  keys: Mapping[str, str],
+  metadata: Mapping[str, Any],
+) -> None:
+  """Refuses keys of an architecture that are not known or missing."""
   if unknown := sorted(metadata.keys() - keys.keys() - _OTHER_KEYS):
     raise ValueError(f'{path}: {name}.{unknown[0]} is not supported')
   optional = {'attention.key_length', 'attention.sliding_window'}
@@ -264,23 +277,56 @@ def config_keys(path: pathlib.Path) -> dict[str, Any]:
   optional |= {key for key in keys if key.startswith('expert_')}
   if missing := sorted(keys.keys() - metadata.keys() - optional):
     raise ValueError(f'{path} lacks the key {name}.{missing[0]}')
+
+
+def _config_keys(path: pathlib.Path) -> dict[str, Any]:
+  """What the `config.json` of the same model would have.
+
+  Raises:
+    ValueError: the architecture or one of its keys is not known, or a key is
+      missing; the message names it.
+  """
+  header = read_header(path)
+  name = _architecture(path, header)
+  kind = _ARCHITECTURES[name]
+  metadata = _own_keys(path, header, name)
+  num_experts = metadata.get('expert_count', 0)
+  model_type = kind.mixture if num_experts > 0 else kind.plain
+  if model_type is None:
+    raise ValueError(
+      f'{path}: {name} with {num_experts} experts is not supported'
+    )
+  _check_keys(path, name, kind.keys, metadata)
   if 'token_embd.weight' not in header.tensors:
     raise ValueError(f'{path} lacks the tensor token_embd.weight')
-  raw = {keys[key]: metadata[key] for key in keys if key in metadata} | {
+  found = {
+    theirs: metadata[key]
+    for key, theirs in kind.keys.items()
+    if key in metadata and (num_experts > 0 or not key.startswith('expert_'))
+  }
+  found |= {
     'model_type': model_type,
     'vocab_size': header.tensors['token_embd.weight'].shape[0],
     'tie_word_embeddings': 'output.weight' not in header.tensors,
   }
-  if name == 'gpt2':
-    return raw
-  if not has_experts:
-    for key in ('num_local_experts', 'num_experts_per_tok'):
-      raw.pop(key, None)
+  if num_experts > 0:
+    found |= {'norm_topk_prob': True, 'num_experts': num_experts}
+  if kind.rotates:
+    _add_attention(path, header, name, found)
+  return found
+
+
+def _add_attention(
+  path: pathlib.Path, header: Header, name: str, found: dict[str, Any]
+) -> None:
+  """Adds the keys of attention with rotations to those that were found."""
+  metadata = _own_keys(path, header, name)
   rope = _rope_parameters(metadata, header)
   if _ROPE_FACTORS in header.tensors:
     rope['factor'] = _llama3_factor(path, header, rope['rope_theta'])
-  head_width = raw.setdefault(
-    'head_dim', raw['hidden_size'] // max(raw['num_attention_heads'], 1)
+  found['rope_parameters'] = rope
+  head_width = found.setdefault(
+    'head_dim', found['hidden_size'] // max(found['num_attention_heads'], 1)
   )
   for key in ('rope.dimension_count', 'attention.value_length'):
     if metadata.get(key, head_width) != head_width:
@@ -288,15 +334,11 @@ def config_keys(path: pathlib.Path) -> dict[str, Any]:
         f'{path}: {name}.{key}={metadata[key]} is not the width of a head,'
         f' {head_width}'
       )
-  raw |= {'rope_parameters': rope}
-  if model_type == 'qwen3_moe':
-    raw |= {'norm_topk_prob': True, 'num_experts': raw['num_local_experts']}
-  if model_type in ('llama', 'qwen3', 'qwen3_moe'):
-    raw['attention_bias'] = 'blk.0.attn_q.bias' in header.tensors
+  found['attention_bias'] = 'blk.0.attn_q.bias' in header.tensors
   # No module here slides a window: the context ends where it would begin to.
-  window = raw.pop('sliding_window', raw['max_position_embeddings'])
-  raw['max_position_embeddings'] = min(raw['max_position_embeddings'], window)
-  return raw
+  longest = found['max_position_embeddings']
+  window = found.pop('sliding_window', longest)
+  found['max_position_embeddings'] = min(longest, window)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -365,11 +407,8 @@ class Tensor:
     kind = gguf.GGMLQuantizationType(self.info.kind)
     return gguf.dequantize(raw.reshape(count, row_bytes), kind)
 
-  def blocks(
-    self, *, transposed: bool = False
-  ) -> Iterator[tuple[Any, np.ndarray]]:
+  def blocks(self) -> Iterator[tuple[Any, np.ndarray]]:
     """Yields indices of n rows and their values, `[n, in]` or `[n]` float32."""
-    assert not transposed, 'GGUF has all matrices as [out, in]'
     gguf = _quants()
     if len(self.shape) == 1:
       yield self._order(self.shape[0]), self._block(gguf, 0, 1)[0]
@@ -392,76 +431,97 @@ class Tensor:
     return order.reshape(self.num_heads, 2, -1).swapaxes(1, 2).reshape(-1)
 
 
-def _canonical(name: str, arch: str) -> str | None:
+def _canonical(name: str, kind: _Architecture) -> str | None:
   """The canonical name of a tensor, with `{}` for the number of an expert."""
   found = _NAME.fullmatch(name)
   if found is None:
     return None
   layer, part, leaf = found.groups()
-  names = _GPT2_NAMES if arch == 'gpt2' else _LLAMA_NAMES
-  prefix = '' if layer is None else ('h.' if arch == 'gpt2' else 'layers.')
-  prefix += '' if layer is None else f'{layer}.'
+  prefix = '' if layer is None else f'{kind.layers}.{layer}.'
   if part in _EXPERT_NAMES:
     return f'{prefix}mlp.experts.{{}}.{_EXPERT_NAMES[part]}.{leaf}'
-  return f'{prefix}{names[part]}.{leaf}' if part in names else None
+  return f'{prefix}{kind.names[part]}.{leaf}' if part in kind.names else None
 
 
-def tensors(path: pathlib.Path) -> Iterator[tuple[str, Tensor]]:
-  """Yields canonical names and tensors, in the order of the file.
+@dataclasses.dataclass(frozen=True)
+class GGUFFile:
+  """A file with a whole model; see `checkpoint.Checkpoint`."""
 
-  Raises:
-    ValueError: the name of a tensor is not known.
-  """
-  header = read_header(path)
-  arch = architecture(path, header)
-  keys = _own_keys(path, header, arch)
-  num_heads = keys.get('attention.head_count')
-  num_kv_heads = keys.get('attention.head_count_kv')
-  heads = {'attn_q': num_heads, 'attn_k': num_kv_heads or num_heads}
-  for name, info in header.tensors.items():
-    if name == _ROPE_FACTORS:
-      continue
-    canonical = _canonical(name, arch)
-    if canonical is None:
-      raise ValueError(f'{path}: tensor {name} is not part of a {arch}')
-    if '{}' in canonical:
-      for expert in range(info.shape[0]):
-        yield canonical.format(expert), Tensor(path, info, expert)
-      continue
-    part = name.split('.')[-2]
-    rotated = heads.get(part) if arch == 'llama' else None
-    yield canonical, Tensor(path, info, num_heads=rotated)
+  path: pathlib.Path
 
+  @staticmethod
+  def holds(path: pathlib.Path) -> bool:
+    """Whether a path is a file that is named or begins as GGUF files do."""
+    named = path.suffix.lower() == SUFFIX
+    return path.is_file() and (named or begins_as_gguf(path))
 
-def stored_dtypes(path: pathlib.Path) -> list[str]:
-  """Dtypes that the matrices of a file can be loaded as without much loss.
+  @functools.cached_property
+  def config(self) -> Config:
+    return config_from_keys(_config_keys(self.path), self.path)
 
-  Blocks of few bits have scales in float16 and are made from models in either
-  16-bit type.
-  """
-  gguf = _quants()
-  kinds = {
-    tensor.kind
-    for tensor in read_header(path).tensors.values()
-    if len(tensor.shape) > 1
-  }
-  kind = gguf.GGMLQuantizationType
-  if kinds == {kind.F32}:
-    return ['float32']
-  exact = {kind.BF16: 'bfloat16', kind.F16: 'float16'}
-  known = [exact[one] for one in exact if one in kinds]
-  return known if kinds <= {*exact, kind.F32} else ['bfloat16', 'float16']
+  @functools.cached_property
+  def tokenizer(self) -> transformers.PreTrainedTokenizerBase | None:
+    return gguf_tokenizer.load_tokenizer(self.path)
 
+  @property
+  def eos_ids(self) -> tuple[int, ...]:
+    """Those of the file, or of the tokenizer."""
+    of_tokenizer = getattr(self.tokenizer, 'eos_token_id', None)
+    stated = (gguf_tokenizer.eos_ids(self.path), of_tokenizer)
+    return usable_ids(self.path, stated, self.config.vocab_size)
 
-def stored_size(path: pathlib.Path) -> tuple[int, int]:
-  """The number of elements of all tensors of a file, and their bytes."""
-  sizes = _quants().GGML_QUANT_SIZES
-  elements = total = 0
-  for tensor in read_header(path).tensors.values():
-    number, (per_block, block_bytes) = (
-      math.prod(tensor.shape),
-      sizes[tensor.kind],
-    )
-    elements += number
-    total += number // per_block * block_bytes
-  return elements, total
+  @property
+  def stored_dtypes(self) -> list[str]:
+    """See `Checkpoint`.
+
+    Blocks of few bits have scales in float16 and are made from models in either
+    16-bit type.
+    """
+    kind = _quants().GGMLQuantizationType
+    tensors = read_header(self.path).tensors.values()
+    kinds = {tensor.kind for tensor in tensors if len(tensor.shape) > 1}
+    if kinds == {kind.F32}:
+      return ['float32']
+    exact = {kind.BF16: 'bfloat16', kind.F16: 'float16'}
+    known = [exact[one] for one in exact if one in kinds]
+    return known if kinds <= {*exact, kind.F32} else ['bfloat16', 'float16']
+
+  @property
+  def files(self) -> list[pathlib.Path]:
+    return [self.path]
+
+  @property
+  def size(self) -> int:
+    return self.path.stat().st_size
+
+  def tensors(self) -> Iterator[tuple[str, Tensor]]:
+    """Yields canonical names and tensors, in the order of the file."""
+    header = read_header(self.path)
+    arch = _architecture(self.path, header)
+    kind, keys = _ARCHITECTURES[arch], _own_keys(self.path, header, arch)
+    num_heads = keys.get('attention.head_count')
+    num_kv_heads = keys.get('attention.head_count_kv')
+    heads = {'attn_q': num_heads, 'attn_k': num_kv_heads or num_heads}
+    for name, info in header.tensors.items():
+      if name == _ROPE_FACTORS:
+        continue
+      canonical = _canonical(name, kind)
+      if canonical is None:
+        raise ValueError(f'{self.path}: tensor {name} is not part of a {arch}')
+      if '{}' in canonical:
+        for expert in range(info.shape[0]):
+          yield canonical.format(expert), Tensor(self.path, info, expert)
+        continue
+      rotated = heads.get(name.split('.')[-2]) if kind.swaps_rows else None
+      yield canonical, Tensor(self.path, info, num_heads=rotated)
+
+  def stored_size(self) -> tuple[int, int]:
+    """The number of elements of all tensors, and their bytes."""
+    sizes = _quants().GGML_QUANT_SIZES
+    elements = total = 0
+    for tensor in read_header(self.path).tensors.values():
+      number = math.prod(tensor.shape)
+      per_block, block_bytes = sizes[tensor.kind]
+      elements += number
+      total += number // per_block * block_bytes
+    return elements, total

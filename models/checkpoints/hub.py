@@ -1,9 +1,7 @@
-"""Loads and saves models as Hugging Face folders, one tensor at a time."""
+"""Finds models by name; loads and saves them, one tensor at a time."""
 
 from collections.abc import Iterator
-import dataclasses
-import json
-import math
+import functools
 import pathlib
 from typing import Any
 
@@ -14,85 +12,83 @@ import huggingface_hub
 import jax
 import jax.numpy as jnp
 import numpy as np
-import safetensors
 from safetensors import numpy as safetensors_numpy
 import transformers
 
-from models.checkpoints import folder_tokenizer
 from models.checkpoints import gguf
-from models.checkpoints import gguf_tokenizer
-from models.checkpoints.families import config_from_keys
+from models.checkpoints import hugging_face
+from models.checkpoints.checkpoint import Checkpoint
 from models.checkpoints.families import Family
 from models.checkpoints.families import family_of
 from models.checkpoints.families import parameter_name
-from models.checkpoints.families import read_config
 from models.nn.adapter import Config
 from models.nn.adapter import Module
-from models.nn.cpu import ops
-from models.nn.cpu.ops import PackedMatrix
-from models.nn.dtypes import AUTO
-from models.nn.dtypes import native_dtypes
-from models.nn.matmul import Int8Matrix
-from models.nn.matmul import pack
-from models.nn.matmul import quantize_blocks
+from models.nn.matrices import fill
+from models.nn.matrices import format_of
+from models.nn.matrices import FORMATS
+from models.nn.matrices import Matrix
+from models.nn.matrices import pack
+from models.nn.matrices import unpack
+from models.nn.matrices import WeightFormat
 from models.nn.sharding import Layout
 from models.nn.sharding import undivided
 from models.waiting import progress
 from specdec.memory import bytes_on_device
 from specdec.memory import check_fits
 
+# The first that holds a path has it.
+_CONTAINERS = (gguf.GGUFFile, hugging_face.HuggingFaceFolder)
+
 _DEMO = pathlib.Path(__file__).parents[1] / 'demo'
 _EMBEDDED = {'demo': _DEMO / 'target', 'demo-draft': _DEMO / 'draft'}
 
-_INDEX = 'model.safetensors.index.json'
-_SINGLE = 'model.safetensors'
-_BLOCK_BYTES = 1 << 24  # Bytes of a tensor, as float32, read at once.
-_FLOATS = {
-  'F32': 'float32',
-  'F16': 'float16',
-  'BF16': 'bfloat16',
-  'F64': 'float64',
-}
 _HUB_FILES = ('*.json', '*.jinja', '*.safetensors', '*.txt', '*.model')
 _NO_HUB_FILES = ('consolidated*',)  # The weights once more, in one file.
 
 
 def locate(
   name: str | pathlib.Path, *, revision: str | None = None
-) -> pathlib.Path:
-  """Resolves the name of a model to its folder or GGUF file.
+) -> Checkpoint:
+  """Finds a model by its name.
 
   Args:
     name: `demo` or `demo-draft` (the embedded pair), a folder, a GGUF file of
       whatever name, or the id of a model on the Hugging Face hub, which is
       downloaded (weights in safetensors, config and tokenizer only). A
-      `pathlib.Path` is always a folder or a file, so a result of this function
-      is never looked up again.
+      `pathlib.Path` is always a folder or a file.
     revision: branch, tag or commit on the hub.
-
-  Returns:
-    A folder with a `config.json`, or a GGUF file.
 
   Raises:
     ValueError: there is no such folder or file, and no such model can be
       downloaded.
   """
   try:
-    folder = _EMBEDDED.get(str(name), pathlib.Path(name).expanduser())
+    path = _EMBEDDED.get(str(name), pathlib.Path(name).expanduser())
   except RuntimeError as error:  # An unknown user, or none has a home.
     raise ValueError(f'there is no folder {name}: {error}') from error
-  if folder.is_dir() or (gguf.is_gguf(folder) and folder.is_file()):
+  if found := _at(path):
     if revision is not None:
       raise ValueError(f'{name} is not a hub id, and a revision needs one')
-    return folder
-  if folder.is_file():
+    return found
+  if path.is_file():
     raise ValueError(
       f'{name} is a file, but no GGUF file; give the folder of a model'
     )
-  if gguf.is_gguf(folder):
+  if path.suffix.lower() == gguf.SUFFIX:
     raise ValueError(f'there is no file {name}')
   if isinstance(name, pathlib.Path) or name.startswith(('/', '.', '~')):
     raise ValueError(f'there is no folder {name}')
+  found = _at(_download(name, revision))
+  assert found is not None
+  return found
+
+
+def _at(path: pathlib.Path) -> Checkpoint | None:
+  return next((kind(path) for kind in _CONTAINERS if kind.holds(path)), None)
+
+
+def _download(name: str, revision: str | None) -> pathlib.Path:
+  """The folder of a model of the hub."""
   try:
     fetched = huggingface_hub.snapshot_download(
       name,
@@ -117,186 +113,6 @@ def locate(
 def draft_name(name: str) -> str:
   """The name of a draft for `locate`, where `demo` is the embedded draft."""
   return 'demo-draft' if name == 'demo' else name
-
-
-def load_tokenizer(
-  path: pathlib.Path,
-) -> transformers.PreTrainedTokenizerBase | None:
-  """The tokenizer of a located model, or None if it has none.
-
-  Raises:
-    ValueError: it cannot be loaded.
-  """
-  if gguf.is_gguf(path):
-    return gguf_tokenizer.load_tokenizer(path)
-  return folder_tokenizer.load_tokenizer(path)
-
-
-def weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
-  """The files with the weights of a located model.
-
-  Raises:
-    ValueError: there are none, or some are missing.
-  """
-  if gguf.is_gguf(folder):
-    return [folder]
-  if (folder / _SINGLE).exists():
-    return [folder / _SINGLE]
-  if (folder / _INDEX).exists():
-    try:
-      index = json.loads((folder / _INDEX).read_text('utf-8'))
-      shards = sorted(set(index['weight_map'].values()))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-      raise ValueError(
-        f'{folder / _INDEX} is not an index of shards: {error!r}'
-      ) from error
-    files = [folder / shard for shard in shards]
-    missing = [file.name for file in files if not file.exists()]
-    if missing:
-      raise ValueError(f'{folder} lacks the shards {missing}')
-    return files
-  suffixes = {'.bin', '.pt', '.pth'}
-  pickled = sorted(p.name for p in folder.iterdir() if p.suffix in suffixes)
-  if pickled:
-    raise ValueError(
-      f'{folder} has only pickled weights ({pickled[0]}), which can run code'
-      ' when read; convert them where torch is installed: python -c "from'
-      ' transformers import AutoModelForCausalLM as M;'
-      f" M.from_pretrained('{folder}').save_pretrained('{folder}')\""
-    )
-  raise ValueError(
-    f'{folder} has no {_SINGLE} and no {_INDEX}; no other weights are read'
-  )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Tensor:
-  """Location and type of a stored tensor."""
-
-  file: pathlib.Path
-  name: str
-  dtype: str
-  shape: tuple[int, ...]
-
-  def check(self, expected: tuple[int, ...]) -> None:
-    """Raises ValueError on another shape, or a dtype that is not a float."""
-    where = f'{self.file.parent}: tensor {self.name}'
-    if self.shape != expected:
-      raise ValueError(f'{where} has shape {self.shape}, expected {expected}')
-    if self.dtype not in _FLOATS:
-      raise ValueError(
-        f'{where} has dtype {self.dtype}, expected one of {sorted(_FLOATS)}'
-      )
-
-  def blocks(self, *, transposed: bool) -> Iterator[tuple[Any, np.ndarray]]:
-    """Yields indices of n rows and their values, `[n, in]` or `[n]`.
-
-    The rows are those of the transposed tensor if that is asked for.
-
-    The file is mapped anew for every block: pages of a mapping that were
-    touched stay resident until it is closed, and would double the peak memory.
-    """
-    length = self.shape[-1 if transposed else 0]
-    row_bytes = 4 * math.prod(self.shape) // max(length, 1)
-    step = max(1, _BLOCK_BYTES // max(row_bytes, 1))
-    for start in range(0, length, step):
-      rows = slice(start, min(start + step, length))
-      with safetensors.safe_open(self.file, 'numpy') as mapped:
-        stored = mapped.get_slice(self.name)
-        yield rows, stored[:, rows].T if transposed else stored[rows]
-
-
-def _tensors(
-  folder: pathlib.Path, family: Family, config: Config
-) -> Iterator[tuple[str, _Tensor | gguf.Tensor, bool]]:
-  """Yields canonical names, tensors, and whether they are transposed."""
-  if gguf.is_gguf(folder):
-    for key, stored in gguf.tensors(folder):
-      yield key, stored, False
-    return
-  for tensor in _described(folder):
-    known = family.canonical_name(tensor.name, config)
-    if known is not None:
-      yield known, tensor, family.is_transposed(known)
-
-
-def _described(folder: pathlib.Path) -> Iterator[_Tensor]:
-  """Yields the stored tensors of a folder, in the order of its files."""
-  for file in weight_files(folder):
-    try:
-      with safetensors.safe_open(file, 'numpy') as mapped:
-        described = [
-          _Tensor(file, name, part.get_dtype(), tuple(part.get_shape()))
-          for name in mapped.offset_keys()
-          for part in (mapped.get_slice(name),)
-        ]
-    except safetensors.SafetensorError as error:
-      raise ValueError(f'{file} is not a safetensors file: {error}') from error
-    yield from described
-
-
-def config_of(name: str | pathlib.Path) -> Config:
-  """The shape of a model; see `locate` for the name.
-
-  Raises:
-    ValueError: there is no such model, or no family supports it.
-  """
-  folder = locate(name)
-  if gguf.is_gguf(folder):
-    return config_from_keys(gguf.config_keys(folder), folder)
-  if not (folder / 'config.json').exists():
-    raise ValueError(f'{folder} has no config.json')
-  return read_config(folder / 'config.json')
-
-
-def _stored_dtypes(path: pathlib.Path) -> list[str]:
-  """Dtypes of the matrices as they are stored, each once."""
-  if gguf.is_gguf(path):
-    return gguf.stored_dtypes(path)
-  kinds = (tensor.dtype for tensor in _described(path) if len(tensor.shape) > 1)
-  return list(dict.fromkeys(_FLOATS.get(kind, kind) for kind in kinds))
-
-
-def resolve_dtype(dtype: jax.typing.DTypeLike, name: str | pathlib.Path) -> str:
-  """The name of a dtype, where `auto` is chosen for a checkpoint.
-
-  It is the 16-bit type of the checkpoint's matrices if this platform computes
-  in it natively, else float32. The weights of few bits that GGUF files hold
-  fit either 16-bit type.
-
-  Args:
-    dtype: `auto` or a dtype.
-    name: of the checkpoint, see `locate`.
-  """
-  if dtype != AUTO:
-    return jnp.dtype(dtype).name
-  stored, native = _stored_dtypes(locate(name)), native_dtypes()
-  usable = [one for one in ('bfloat16', 'float16') if one in {*stored} & native]
-  return usable[0] if usable else 'float32'
-
-
-def resolve_draft_dtype(
-  dtype: jax.typing.DTypeLike | None,
-  name: str | pathlib.Path,
-  *,
-  target_dtype: str,
-  packed: bool,
-) -> str:
-  """The name of the dtype of a draft, where None is chosen for it.
-
-  It is that of the target, but int8 beside a target in bfloat16 if the kernels
-  of `models.nn.cpu` are used: no dtype of the draft changes what is decoded, a
-  forward then reads half as many bytes, and eight bits are multiplied faster.
-
-  Args:
-    dtype: None or a dtype, `auto` as for `resolve_dtype`.
-    name: of the draft, see `locate`.
-    target_dtype: of the target.
-    packed: whether the kernels are used.
-  """
-  if dtype is not None:
-    return resolve_dtype(dtype, name)
-  return 'int8' if packed and target_dtype == 'bfloat16' else target_dtype
 
 
 def shape_module(
@@ -333,7 +149,7 @@ def layer_bytes(config: Config, dtype: jax.typing.DTypeLike) -> float:
     for path, leaf in shapes.items()
     if leaf.ndim > 1 and in_layers(path)
   )
-  return jnp.dtype(dtype).itemsize * size / config.num_layers
+  return format_of(dtype).bytes_per_weight * size / config.num_layers
 
 
 def load_module(
@@ -344,19 +160,29 @@ def load_module(
   packed: bool = False,
   layout: Layout = Layout(),
 ) -> Module:
-  """Loads a model.
+  """Loads the model of a name, see `locate`; for the rest see `read_module`."""
+  checkpoint = locate(name, revision=revision)
+  return read_module(checkpoint, dtype=dtype, packed=packed, layout=layout)
+
+
+def read_module(
+  checkpoint: Checkpoint,
+  *,
+  dtype: jax.typing.DTypeLike = jnp.float32,
+  packed: bool = False,
+  layout: Layout = Layout(),
+) -> Module:
+  """Reads the weights of a model.
 
   One tensor at a time is converted and put on the device, so the peak memory is
   the size of the model plus one tensor (of a tied head that is stored twice).
-  Of several devices each gets its own parts, so what lies in the memory of the
-  host is one tensor, and no device has more than its parts.
+  On a mesh each device receives only its own parts.
 
   Args:
-    name: see `locate`.
-    dtype: of the matrices, one of `DTYPES`; norms are always float32. `int8`
-      rounds all matrices to eight bits, except position embeddings and routers,
-      and the rest is computed in bfloat16.
-    revision: see `locate`.
+    checkpoint: where the model is stored.
+    dtype: of the matrices, one of `models.nn.matrices.DTYPES`; norms are always
+      float32. `int8` rounds all matrices to eight bits, except position
+      embeddings and routers, and the rest is computed in bfloat16.
     packed: whether matrices are packed for the kernels of `models.nn.cpu`,
       which must be available; those of float16 are not. Not with several
       devices.
@@ -366,66 +192,78 @@ def load_module(
     ValueError: a config or tensor is unknown, missing, left over or misshapen;
       the message names it.
   """
-  folder = locate(name, revision=revision)
-  config = config_of(folder)
+  config, form = checkpoint.config, format_of(dtype)
   family = family_of(config)
   # Of one matrix per layer, before shapes are made of absurd sizes.
   least = config.num_layers * config.width**2 // layout.num_devices
   check_fits({'the weights; see config.json': least})
-  in_int8 = jnp.dtype(dtype) == jnp.int8
-  float_dtype = jnp.dtype(jnp.bfloat16 if in_int8 else dtype)
+  float_dtype = jnp.dtype(form.float_dtype)
   graph, expected = flat_params(shape_module(config, float_dtype, layout))
-  held = sum(
-    # A byte for each element of a matrix in eight bits.
-    bytes_on_device(leaf)
-    // (leaf.dtype.itemsize if in_int8 and leaf.ndim == 2 else 1)
-    for leaf in expected.values()
-  )
-  check_fits({'the weights; see dtype': held})
+  check_fits({'the weights; see dtype': _held_bytes(expected, form)})
   if whole := undivided(layout, config):
     logging.warning(
       '%s: every device has all of %s, which %d devices cannot divide',
-      *(folder.name, ', '.join(whole), layout.parts('heads')),
+      *(checkpoint.path.name, ', '.join(whole), layout.parts('heads')),
     )
+  loaded = dict[tuple[Any, ...], Any]()
+  origin = dict[tuple[Any, ...], str]()
+  for path, name, host in _read(checkpoint, family, expected, form):
+    # Position embeddings are added, not multiplied.
+    if packed and len(host.shape) == 2 and path[0] != 'wpe':
+      host = pack(host)
+    final = layout.put_parameter(path, host, config)
+    if path not in loaded:
+      loaded[path] = jax.block_until_ready(final)
+      origin[path] = name
+    elif not jax.tree.all(jax.tree.map(jnp.array_equal, loaded[path], final)):
+      raise ValueError(
+        f'{checkpoint.path}: tensors {origin[path]} and {name} should be equal'
+        ' but differ; is tie_word_embeddings wrong in config.json?'
+      )
+    del host  # Before the next tensor is read.
+  if missing := sorted(map(parameter_name, expected.keys() - loaded.keys())):
+    raise ValueError(
+      f'{checkpoint.path} lacks {len(missing)} tensors, the first is'
+      f' {missing[0]}'
+    )
+  return nnx.merge(graph, traverse_util.unflatten_dict(loaded))
+
+
+def _held_bytes(expected: dict[tuple, Any], form: WeightFormat) -> int:
+  """Bytes of the parameters that a device has, of which shapes are given."""
+  ratio = form.bytes_per_weight / jnp.dtype(form.float_dtype).itemsize
+  return sum(
+    int(bytes_on_device(leaf) * (ratio if leaf.ndim == 2 else 1))
+    for leaf in expected.values()
+  )
+
+
+def _read(
+  checkpoint: Checkpoint,
+  family: Family,
+  expected: dict[tuple, Any],
+  form: WeightFormat,
+) -> Iterator[tuple[tuple, str, Any]]:
+  """Yields paths in the module, stored names, and parameters on the host."""
   paths = {parameter_name(path): path for path in expected}
-  loaded, origin = {}, {}
-  tensors = _tensors(folder, family, config)
-  total = sum(file.stat().st_size for file in weight_files(folder))
-  for key, tensor, transposed in progress(
-    tensors, f'reading {folder.name}', len(paths), total
+  for key, tensor in progress(
+    checkpoint.tensors(),
+    f'reading {checkpoint.path.name}',
+    len(paths),
+    checkpoint.size,
   ):
     if key not in paths:
       raise ValueError(
-        f'{folder}: tensor {tensor.name} is not part of a {family.name}'
+        f'{checkpoint.path}: tensor {tensor.name} is not part of a'
+        f' {family.name}'
       )
-    path = paths[key]
-    leaf = expected[path]
-    tensor.check(leaf.shape[::-1] if transposed else leaf.shape)
-    blocks = tensor.blocks(transposed=transposed)
-    if in_int8 and leaf.ndim == 2 and not family.stays_float(key):
-      host: Any = quantize_blocks(blocks, leaf.shape)
-    else:
-      host = np.empty(leaf.shape, leaf.dtype)
-      for index, rows in blocks:
-        host[index] = rows
-    # Position embeddings are added, not multiplied.
-    if packed and leaf.ndim == 2 and path[0] != 'wpe':
-      host = pack(host)
-    final = layout.put_parameter(path, host, config)
-    if key not in loaded:
-      loaded[key] = jax.block_until_ready(final)
-      origin[key] = tensor.name
-    elif not jax.tree.all(jax.tree.map(jnp.array_equal, loaded[key], final)):
-      raise ValueError(
-        f'{folder}: tensors {origin[key]} and {tensor.name} should be equal but'
-        ' differ; is tie_word_embeddings wrong in config.json?'
-      )
-  if missing := sorted(paths.keys() - loaded.keys()):
-    raise ValueError(
-      f'{folder} lacks {len(missing)} tensors, the first is {missing[0]}'
-    )
-  by_path = {paths[key]: leaf for key, leaf in loaded.items()}
-  return nnx.merge(graph, traverse_util.unflatten_dict(by_path))
+    leaf = expected[paths[key]]
+    tensor.check(leaf.shape)
+    in_format = leaf.ndim == 2 and not family.stays_float(key)
+    floats = functools.partial(fill, dtype=leaf.dtype)
+    make = form.from_blocks if in_format else floats
+    # Not a variable, which would stay while the next tensor is read.
+    yield paths[key], tensor.name, make(tensor.blocks(), leaf.shape)
 
 
 def save_pretrained(
@@ -446,16 +284,12 @@ def save_pretrained(
   """
   family = family_of(module.config)
   _, params = flat_params(module)
-  in_int8 = any(
-    isinstance(leaf, Int8Matrix)
-    or (isinstance(leaf, PackedMatrix) and leaf.dtype == 'int8')
-    for leaf in params.values()
-  )
-  if in_int8:
-    raise ValueError(
-      f'{folder}: a model loaded with dtype=int8 cannot be saved; load it as'
-      ' float32 or bfloat16'
-    )
+  for leaf in params.values():
+    if isinstance(leaf, Matrix) and not FORMATS[leaf.dtype].is_float:
+      raise ValueError(
+        f'{folder}: a model loaded with dtype={leaf.dtype} cannot be saved;'
+        ' load it as float32 or bfloat16'
+      )
   described = family.to_hugging_face(
     module.config,
     dtype=jnp.dtype(dtype or module.dtype).name,
@@ -466,17 +300,17 @@ def save_pretrained(
   tensors = {}
   for path, leaf in params.items():
     name = parameter_name(path)
-    values = ops.unpack(leaf) if isinstance(leaf, PackedMatrix) else leaf
+    values = family.to_stored(name, np.asarray(unpack(leaf)))
     array = np.asarray(values, dtype=dtype or values.dtype)
     if family.is_transposed(name):
       array = array.T
     stored = family.stored_name(name, module.config)
     tensors[stored] = np.ascontiguousarray(array)
   safetensors_numpy.save_file(
-    tensors, folder / _SINGLE, metadata={'format': 'pt'}
+    tensors, folder / hugging_face.WEIGHTS, metadata={'format': 'pt'}
   )
   # safetensors makes the file readable by its owner only.
-  (folder / _SINGLE).chmod(0o644)
+  (folder / hugging_face.WEIGHTS).chmod(0o644)
   described.save_pretrained(folder)
   if tokenizer is not None:
     tokenizer.save_pretrained(folder)

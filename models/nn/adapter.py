@@ -15,6 +15,7 @@ from models.nn.gpt2 import GPT2
 from models.nn.gpt2 import GPT2Config
 from models.nn.llama import Llama
 from models.nn.llama import LlamaConfig
+from models.nn.matrices import uses_kernels
 from models.nn.mixtral import MixtralConfig
 from models.nn.sharding import Layout
 from models.nn.sharding import slot_ops
@@ -132,7 +133,7 @@ def as_model(module: Module, layout: Layout = Layout()) -> LanguageModel:
   kernels = False
   for path, leaf in traverse_util.flatten_dict(params).items():
     share = _share_read(path, config)
-    kernels |= isinstance(leaf, ops.PackedMatrix)
+    kernels |= uses_kernels(leaf)
     # Shapes have no `nbytes`.
     weight_bytes += share * sum(
       part.size * part.dtype.itemsize for part in jax.tree.leaves(leaf)

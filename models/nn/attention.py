@@ -11,7 +11,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from models.nn.cpu import ops
-from models.nn.matmul import precision
+from models.nn.matrices import precision
 from specdec import cache as kv
 
 # Finite, so that a query that sees nothing (padding) does not become NaN.

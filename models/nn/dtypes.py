@@ -4,9 +4,6 @@ import pathlib
 
 import jax
 
-DTYPES = ('float32', 'bfloat16', 'float16', 'int8')
-"""Dtypes that the matrices of a model may be loaded as."""
-
 AUTO = 'auto'
 """In place of a dtype: see `models.checkpoints.hub.resolve_dtype`."""
 

@@ -2,8 +2,8 @@
 
 Module and parameter names are those of the Hugging Face checkpoints, so that
 `models.checkpoints.hub` maps one to the other by name. Matrices are in the
-compute dtype, or `Int8Matrix`es; the residual stream, norms and softmax are
-float32.
+compute dtype or in a format of `models.nn.matrices`; the residual stream, norms
+and softmax are float32.
 """
 
 import dataclasses
@@ -15,14 +15,14 @@ import jax
 import jax.numpy as jnp
 
 from models.nn.attention import self_attention
-from models.nn.cpu.ops import PackedMatrix
 from models.nn.layers import ACTIVATIONS
 from models.nn.layers import check_config
 from models.nn.layers import LayerNorm
 from models.nn.layers import Linear
 from models.nn.layers import residual_stddev
-from models.nn.matmul import matmul
-from models.nn.matmul import take_rows
+from models.nn.matrices import matmul
+from models.nn.matrices import take_rows
+from models.nn.matrices import uses_kernels
 from specdec import cache as kv
 
 
@@ -184,5 +184,5 @@ class GPT2(nnx.Module):
         x, cache = block(x, mask, cache)
     tied = self.config.tie_embeddings
     head = embedding if tied else self.lm_head.get_value()
-    x = self.ln_f.normalize(x, kernels=isinstance(head, PackedMatrix))
+    x = self.ln_f.normalize(x, kernels=uses_kernels(head))
     return matmul(x, head), cache

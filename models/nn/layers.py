@@ -12,8 +12,8 @@ from jax import lax
 import jax.numpy as jnp
 
 from models.nn.cpu import ops
-from models.nn.cpu.ops import PackedMatrix
-from models.nn.matmul import matmul
+from models.nn.matrices import matmul
+from models.nn.matrices import uses_kernels
 
 _gelu_tanh = functools.partial(jax.nn.gelu, approximate=True)
 _TANH = ('new', 'fast', 'accurate', 'pytorch_tanh', 'python_tanh')
@@ -61,7 +61,7 @@ def residual_stddev(num_layers: int) -> float:
 
 
 class Linear(nnx.Module):
-  """Linear map with its weight stored `[out, in]` (see `models.nn.matmul`)."""
+  """Linear map with its weight `[out, in]` (see `models.nn.matrices`)."""
 
   def __init__(
     self, features_in, features_out, *, stddev=0.02, dtype, rngs, use_bias=True
@@ -75,7 +75,7 @@ class Linear(nnx.Module):
   @property
   def is_packed(self) -> bool:
     """Whether the weight is packed for the kernels of `models.nn.cpu`."""
-    return isinstance(self.weight.get_value(), PackedMatrix)
+    return uses_kernels(self.weight.get_value())
 
   def __call__(self, x: jax.Array) -> jax.Array:
     out = matmul(x, self.weight.get_value())

@@ -16,14 +16,14 @@ import jax
 import jax.numpy as jnp
 
 from models.nn.attention import self_attention
-from models.nn.cpu.ops import PackedMatrix
 from models.nn.layers import ACTIVATIONS
 from models.nn.layers import check_config
 from models.nn.layers import Linear
 from models.nn.layers import residual_stddev
 from models.nn.layers import RMSNorm
-from models.nn.matmul import matmul
-from models.nn.matmul import take_rows
+from models.nn.matrices import matmul
+from models.nn.matrices import take_rows
+from models.nn.matrices import uses_kernels
 from models.nn.rope import Rope
 from models.nn.rope import rotate
 from specdec import cache as kv
@@ -206,7 +206,7 @@ class Llama(nnx.Module):
       routings.append(routing)
     tied = self.config.tie_embeddings
     head = embedding if tied else self.lm_head.get_value()
-    x = self.norm.normalize(x, kernels=isinstance(head, PackedMatrix))
+    x = self.norm.normalize(x, kernels=uses_kernels(head))
     return matmul(x, head), cache, tuple(routings)
 
   def __call__(self, tokens, positions, mask, cache=None):

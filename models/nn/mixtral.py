@@ -17,7 +17,7 @@ from models.nn.layers import Linear
 from models.nn.llama import FeedForward
 from models.nn.llama import Llama
 from models.nn.llama import LlamaConfig
-from models.nn.matmul import matmul
+from models.nn.matrices import matmul
 from models.nn.sharding import sum_of_experts
 
 

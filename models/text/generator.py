@@ -45,6 +45,7 @@ from models.text.many import Job
 from models.text.many import ManyDecoding
 from models.text.pair import find_checkpoints
 from models.text.pair import load_checkpoints
+from models.text.pair import ModelChoice
 from models.text.pair import Pair
 from models.text.plan import load_plan
 from models.text.plan import model_digests
@@ -492,14 +493,10 @@ def load(
   without_draft = method in ('plain', *INNERS)
   if without_draft or (plan is not None and not plan.uses_draft):
     draft = None
-  checkpoints = find_checkpoints(target, draft, revision=revision)
-  if plan is not None:
-    plan.check_models(model_digests(*checkpoints))
-  tokenizer = checkpoints[0].tokenizer
-  if messages is not None and tokenizer is not None:
-    conversation_ids(tokenizer, messages)
-  pair = load_checkpoints(
-    *checkpoints,
+  choice = ModelChoice(
+    target,
+    draft,
+    revision=revision,
     dtype=dtype,
     draft_dtype=draft_dtype,
     cpu_kernels=cpu_kernels,
@@ -507,5 +504,12 @@ def load(
     draft_mesh=draft_mesh,
     eos_ids=eos_ids,
   )
+  checkpoints = find_checkpoints(choice)
+  if plan is not None:
+    plan.check_models(model_digests(*checkpoints))
+  tokenizer = checkpoints[0].tokenizer
+  if messages is not None and tokenizer is not None:
+    conversation_ids(tokenizer, messages)
+  pair = load_checkpoints(*checkpoints, choice)
   break_even = planned_break_even(method, drafting)
   return Generator(pair, make_drafter(method, pair, drafting), break_even)

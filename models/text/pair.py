@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import pathlib
 from typing import Any
 
 from absl import logging
@@ -14,9 +13,10 @@ import jax
 from jax.sharding import Mesh
 import transformers
 
-from models.checkpoints import gguf
-from models.checkpoints import gguf_tokenizer
 from models.checkpoints import hub
+from models.checkpoints.checkpoint import Checkpoint
+from models.checkpoints.checkpoint import resolve_draft_dtype
+from models.checkpoints.checkpoint import resolve_dtype
 from models.nn.adapter import as_model
 from models.nn.adapter import with_vocab_size
 from models.nn.cpu import build
@@ -38,11 +38,35 @@ from specdec.model import LanguageModel
 
 
 @dataclasses.dataclass(frozen=True)
-class Checkpoint:
-  """A model folder that was located, with its tokenizer if it has one."""
+class ModelChoice:
+  """The models of a decode, and how they are loaded.
 
-  folder: pathlib.Path  # Has a `config.json`; or a GGUF file.
-  tokenizer: transformers.PreTrainedTokenizerBase | None
+  Attributes:
+    target: `demo`, a folder, a GGUF file or a hub id, see `hub.locate`.
+    draft: a name as for the target, except that `demo` is the embedded draft;
+      None for no draft.
+    revision: of the target, on the hub.
+    dtype: of the target's matrices, one of `models.nn.matrices.DTYPES` or auto,
+      see `models.checkpoints.checkpoint.resolve_dtype`.
+    draft_dtype: of the draft's matrices; None: see
+      `models.checkpoints.checkpoint.resolve_draft_dtype`.
+    cpu_kernels: whether the kernels of `models.nn.cpu` are used on CPU, if they
+      can be compiled and there is one device.
+    mesh: the devices, see `models.nn.sharding.make_mesh`; None for one.
+    draft_mesh: see `models.nn.sharding.draft_layout`.
+    eos_ids: see `models.load`.
+  """
+
+  target: str = 'demo'
+  draft: str | None = 'demo'
+  _: dataclasses.KW_ONLY
+  revision: str | None = None
+  dtype: jax.typing.DTypeLike = AUTO
+  draft_dtype: jax.typing.DTypeLike | None = None
+  cpu_kernels: bool = True
+  mesh: Mesh | Mapping[str, int] | None = None
+  draft_mesh: str = 'auto'
+  eos_ids: EosIds | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,53 +154,29 @@ class Pair:
 
 
 def find_checkpoints(
-  target: str, draft: str | None, *, revision: str | None = None
+  choice: ModelChoice,
 ) -> tuple[Checkpoint, Checkpoint | None]:
-  """Locates a target and a draft, see `load_pair`, and loads their tokenizers.
+  """Locates a target and a draft, and reads their shapes and tokenizers.
 
   Raises:
-    ValueError: a model cannot be located, or its tokenizer cannot be loaded.
+    ValueError: a model cannot be located, its shape is not supported, or its
+      tokenizer cannot be loaded.
   """
-  folder = hub.locate(target, revision=revision)
-  if folder.is_dir() and not (folder / 'config.json').exists():
-    raise ValueError(f'{folder} is no model folder: it has no config.json')
-  hub.config_of(folder)  # It names a wrong key; the tokenizer would not.
-  found = Checkpoint(folder, hub.load_tokenizer(folder))
+  found = _find(choice.target, choice.revision)
   if found.tokenizer is None:
-    raise ValueError(f'{folder} has no tokenizer; copy that of the model there')
-  if draft is None:
+    raise ValueError(
+      f'{found.path} has no tokenizer; copy that of the model there'
+    )
+  if choice.draft is None:
     return found, None
-  folder = hub.locate(hub.draft_name(draft))
-  hub.config_of(folder)
-  return found, Checkpoint(folder, hub.load_tokenizer(folder))
+  return found, _find(hub.draft_name(choice.draft))
 
 
-def _eos_ids(
-  folder: pathlib.Path, tokenizer, vocab_size: int
-) -> tuple[int, ...]:
-  """The EOS ids of generation_config.json, config.json or the tokenizer.
-
-  Ids outside the vocabulary are skipped: published configs of small
-  vocabularies often keep GPT-2's 50256.
-  """
-  stated: list[Any] = []
-  if gguf.is_gguf(folder):
-    stated.append(gguf_tokenizer.eos_ids(folder))
-  for name in ('generation_config.json', 'config.json'):
-    path = folder / name
-    if path.exists():
-      try:
-        stated.append(json.loads(path.read_text('utf-8')).get('eos_token_id'))
-      except (AttributeError, ValueError) as error:
-        raise ValueError(f'{path} is not a JSON object: {error}') from error
-  for eos in (*stated, tokenizer.eos_token_id):
-    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    if any(type(token) is not int for token in ids):
-      raise ValueError(f'{folder}: eos_token_id={eos!r} is no token id')
-    usable = tuple(token for token in ids if 0 <= token < vocab_size)
-    if usable:
-      return usable
-  return ()
+def _find(name: str, revision: str | None = None) -> Checkpoint:
+  found = hub.locate(name, revision=revision)
+  # The shape first: it names a wrong key; the tokenizer would not.
+  _ = found.config, found.tokenizer
+  return found
 
 
 def _check_same_tokens(target: Checkpoint, draft: Checkpoint) -> None:
@@ -197,8 +197,8 @@ def _check_same_tokens(target: Checkpoint, draft: Checkpoint) -> None:
   ids = ours if changed else theirs
   first = min(changed or more, key=lambda token: ids[token])
   raise ValueError(
-    f'the tokenizers of the target {target.folder} ({len(ours)} tokens) and the'
-    f' draft {draft.folder} ({len(theirs)} tokens) differ in {differ}, such as'
+    f'the tokenizers of the target {target.path} ({len(ours)} tokens) and the'
+    f' draft {draft.path} ({len(theirs)} tokens) differ in {differ}, such as'
     f' {first!r}, whose ids are {where(ours, first)} and'
     f' {where(theirs, first)}; choose a draft with the same tokenizer'
   )
@@ -212,105 +212,60 @@ def _check_padding(
   if target != draft and not padded:
     raise ValueError(
       f'the target has a vocabulary of {target} tokens, the draft'
-      f' {checkpoint.folder} of {draft}, and nothing shows that the difference'
+      f' {checkpoint.path} of {draft}, and nothing shows that the difference'
       f' is padding (the tokenizer of the target has {num_tokens} tokens);'
       ' choose a draft with the same tokenizer, and its tokenizer in the folder'
     )
 
 
 def load_checkpoints(
-  target: Checkpoint,
-  draft: Checkpoint | None,
-  *,
-  dtype: jax.typing.DTypeLike = AUTO,
-  draft_dtype: jax.typing.DTypeLike | None = None,
-  cpu_kernels: bool = True,
-  mesh: Mesh | Mapping[str, int] | None = None,
-  draft_mesh: str = 'auto',
-  eos_ids: EosIds | None = None,
+  target: Checkpoint, draft: Checkpoint | None, choice: ModelChoice
 ) -> Pair:
-  """Loads the weights of a target and a draft; see `load_pair`."""
-  layout = make_layout(mesh)
-  packed = cpu_kernels and build.is_available()
+  """Loads the weights of models that were found; see `load_pair`."""
+  layout = make_layout(choice.mesh)
+  packed = choice.cpu_kernels and build.is_available()
   if packed and layout.num_devices > 1:
     packed = False
     logging.warning(
       'cpu_kernels are for one device; on %d XLA computes',
       layout.num_devices,
     )
-  dtype = hub.resolve_dtype(dtype, target.folder)
-  tokenizer = target.tokenizer
+  dtype = resolve_dtype(choice.dtype, target)
+  tokenizer, size = target.tokenizer, target.config.vocab_size
   assert tokenizer is not None
   if draft is not None:
     _check_same_tokens(target, draft)
-  if eos_ids is not None:  # Refused before the weights are read.
-    eos_ids = eos_ids_of(eos_ids, tokenizer, len(tokenizer))
-  load = functools.partial(hub.load_module, packed=packed)
-  model = as_model(load(target.folder, dtype=dtype, layout=layout), layout)
-  size = model.spec.vocab_size
+  if choice.eos_ids is None:
+    ends = target.eos_ids
+  else:
+    stated = eos_ids_of(choice.eos_ids, tokenizer, len(tokenizer))
+    ends = tuple(checks.check_ids('eos_ids', stated, size))
+  load = functools.partial(hub.read_module, packed=packed)
+  model = as_model(load(target, dtype=dtype, layout=layout), layout)
   draft_model = None
   if draft is not None:
-    own_dtype = hub.resolve_draft_dtype(
-      draft_dtype, draft.folder, target_dtype=dtype, packed=packed
+    _check_padding(size, draft.config.vocab_size, len(tokenizer), draft)
+    own_dtype = resolve_draft_dtype(
+      choice.draft_dtype, draft, target_dtype=dtype, packed=packed
     )
-    layer_bytes = hub.layer_bytes(hub.config_of(draft.folder), own_dtype)
-    own_layout = draft_layout(layout, draft_mesh, layer_bytes)
-    draft_model = as_model(
-      load(draft.folder, dtype=own_dtype, layout=own_layout), own_layout
+    layer_bytes = hub.layer_bytes(draft.config, own_dtype)
+    own_layout = draft_layout(layout, choice.draft_mesh, layer_bytes)
+    draft_model = with_vocab_size(
+      as_model(load(draft, dtype=own_dtype, layout=own_layout), own_layout),
+      size,
     )
-    own_size = draft_model.spec.vocab_size
-    _check_padding(size, own_size, len(tokenizer), draft)
-    draft_model = with_vocab_size(draft_model, size)
-  ends = _eos_ids(target.folder, tokenizer, size)
-  if eos_ids is not None:
-    ends = tuple(checks.check_ids('eos_ids', eos_ids, size))
   return Pair(model, draft_model, tokenizer, ends, layout)
 
 
-def load_pair(
-  target: str,
-  draft: str | None,
-  *,
-  dtype: jax.typing.DTypeLike = AUTO,
-  draft_dtype: jax.typing.DTypeLike | None = None,
-  revision: str | None = None,
-  cpu_kernels: bool = True,
-  mesh: Mesh | Mapping[str, int] | None = None,
-  draft_mesh: str = 'auto',
-  eos_ids: EosIds | None = None,
-) -> Pair:
-  """Loads a target, its tokenizer and a draft, if one is given.
-
-  Args:
-    target: `demo`, a folder, a GGUF file or a hub id, see `hub.locate`.
-    draft: a name as for the target, except that `demo` is the embedded draft;
-      None for no draft.
-    dtype: of the target's matrices: float32, bfloat16, float16 or int8, see
-      `hub.load_module`, or auto, see `hub.resolve_dtype`.
-    draft_dtype: of the draft's matrices; None: see
-      `hub.resolve_draft_dtype`.
-    revision: of the target, on the hub.
-    cpu_kernels: whether the kernels of `models.nn.cpu` are used on CPU, if they
-      can be compiled and there is one device.
-    mesh: the devices, see `models.nn.sharding.make_mesh`; None for one.
-    draft_mesh: see `models.nn.sharding.draft_layout`.
-    eos_ids: see `models.load`.
+def load_pair(choice: ModelChoice) -> Pair:
+  """Loads a target, its tokenizer and a draft, if one is chosen.
 
   Raises:
     ValueError: a folder or the mesh cannot be used, or the tokenizers differ.
       Vocabularies of one tokenizer may differ by padding; the draft then gets
       the target's.
   """
-  found = find_checkpoints(target, draft, revision=revision)
-  return load_checkpoints(
-    *found,
-    dtype=dtype,
-    draft_dtype=draft_dtype,
-    cpu_kernels=cpu_kernels,
-    mesh=mesh,
-    draft_mesh=draft_mesh,
-    eos_ids=eos_ids,
-  )
+  return load_checkpoints(*find_checkpoints(choice), choice)
 
 
 def vocabulary_digest(tokenizer: Any) -> str:

@@ -13,8 +13,7 @@ import pathlib
 from typing import Any
 
 from models import user_cache
-from models.checkpoints import hub
-from models.text.pair import Checkpoint
+from models.checkpoints.checkpoint import Checkpoint
 from models.text.pair import vocabulary_digest
 from models.text.settings import DraftSettings
 from models.text.settings import INNERS
@@ -219,7 +218,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     raise ValueError(f'plan {path} is no plan: {error}') from error
 
 
-def model_digest(folder: pathlib.Path) -> str:
+def model_digest(checkpoint: Checkpoint) -> str:
   """A digest of a model, independent of the dtype it is loaded in, 32 digits.
 
   It is taken over the config, and over size, beginning and end of every file of
@@ -227,8 +226,7 @@ def model_digest(folder: pathlib.Path) -> str:
   need not be read. The config of a GGUF file is at its beginning.
   """
   digest = hashlib.blake2b(digest_size=16)
-  config = [folder / 'config.json'] if folder.is_dir() else []
-  for file in (*config, *hub.weight_files(folder)):
+  for file in checkpoint.files:
     with file.open('rb') as opened:
       size = opened.seek(0, os.SEEK_END)
       digest.update(f'{file.name} {size}\n'.encode())
@@ -243,8 +241,8 @@ def model_digests(
 ) -> dict[str, str | None]:
   """The digests of `Context.models`."""
   return {
-    'target': model_digest(target.folder),
-    'draft': None if draft is None else model_digest(draft.folder),
+    'target': model_digest(target),
+    'draft': None if draft is None else model_digest(draft),
     'vocabulary': vocabulary_digest(target.tokenizer),
   }
 

@@ -8,12 +8,11 @@ import itertools
 import re
 from typing import Any
 
-from jax.sharding import Mesh
-
 from models.lab.bench import machine
 from models.lab.bench.machine import ModelSize
 from models.lab.study.timing import Arm
-from models.nn.dtypes import DTYPES
+from models.nn.matrices import DTYPES
+from models.text.pair import ModelChoice
 from models.text.settings import DraftSettings
 from models.text.settings import METHODS
 from models.text.settings import OPTIONS
@@ -161,26 +160,17 @@ def peer_arms(
 class Task:
   """The decoding task that all arms share.
 
-  Target, draft (None if no arm needs it), revision, `draft_dtype` (None: by the
-  dtype of the arm), `cpu_kernels`, `mesh`, `draft_mesh` and `eos_ids` are those
-  of `models.text.pair.load_pair`; `drafting` of
+  Of `models` the dtype is that of the arm; `drafting` is that of
   `models.text.drafters.make_drafter`, but arms may differ from it; `sampling`,
   `max_new_tokens` and the entries `verify`, `children` and `break_even` of
   `verification` of `specdec.generate`. `llama_cpp` is the folder of
   `llama-server`; None if it is on the path.
   """
 
-  target: str
-  draft: str | None
+  models: ModelChoice
   drafting: DraftSettings
   sampling: Sampling
-  revision: str | None = None
-  draft_dtype: str | None = None
   llama_cpp: str | None = None
-  cpu_kernels: bool = True
-  mesh: Mesh | None = None
-  draft_mesh: str = 'auto'
-  eos_ids: Sequence[int | str] | None = None
   verification: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   seed: int = 0
   batch_size: int = 1

@@ -273,17 +273,7 @@ def _load(
     raise ValueError('--arms needs an arm of this library, e.g. plain')
   _describe_peers(specs, task)  # raises before loading if one is missing
   pairs = {
-    dtype: load_pair(
-      task.target,
-      task.draft,
-      dtype=dtype,
-      draft_dtype=task.draft_dtype,
-      revision=task.revision,
-      cpu_kernels=task.cpu_kernels,
-      mesh=task.mesh,
-      draft_mesh=task.draft_mesh,
-      eos_ids=task.eos_ids,
-    )
+    dtype: load_pair(dataclasses.replace(task.models, dtype=dtype))
     for dtype in sorted({spec.dtype for spec in ours})
   }
   arms = {spec: _our_arm(spec, pairs[spec.dtype], task) for spec in ours}

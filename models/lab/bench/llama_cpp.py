@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import json
 import os
-import pathlib
 import shutil
 import socket
 import subprocess
@@ -22,8 +21,8 @@ import weakref
 
 import jax.numpy as jnp
 
-from models.checkpoints import gguf
 from models.checkpoints import hub
+from models.checkpoints.gguf import GGUFFile
 from models.lab.bench import peers
 from models.lab.bench.arms import ArmSpec
 from models.lab.bench.arms import ReadyArm
@@ -178,22 +177,22 @@ class _Arm:
     )
 
 
-def _path(name: str, flag: str) -> pathlib.Path:
-  path = hub.locate(name)
-  if not gguf.is_gguf(path):
+def _file(name: str, flag: str) -> GGUFFile:
+  found = hub.locate(name)
+  if not isinstance(found, GGUFFile):
     raise ValueError(
       f'--{flag}={name}: llama.cpp reads GGUF files only; name one, or leave'
       ' out the llama.cpp arms'
     )
-  return path
+  return found
 
 
-def _size(path: pathlib.Path) -> tuple[ModelSize, dict[str, int], int]:
+def _size(file: GGUFFile) -> tuple[ModelSize, dict[str, int], int]:
   """Size, costs and bytes of the weights of a GGUF file."""
   size = model_size(
-    as_model(hub.shape_module(hub.config_of(path), jnp.dtype('float16')))
+    as_model(hub.shape_module(file.config, jnp.dtype('float16')))
   )
-  elements, total = gguf.stored_size(path)
+  elements, total = file.stored_size()
   costs = {
     'per_forward': round(size.parameters * total / elements),
     'per_slot': size.cache_per_slot * 2,
@@ -201,13 +200,15 @@ def _size(path: pathlib.Path) -> tuple[ModelSize, dict[str, int], int]:
   return size, costs, total
 
 
-def _command(spec: ArmSpec, program: str, paths: Mapping) -> list[str]:
+def _command(
+  spec: ArmSpec, program: str, files: Mapping[str, GGUFFile]
+) -> list[str]:
   options = {
-    'model': paths['target'],
+    'model': files['target'].path,
     'threads': os.cpu_count(),
     'ctx_size': _CONTEXT,
     'parallel': 1,
-    **({'spec_draft_model': paths['draft']} if 'draft' in paths else {}),
+    **({'spec_draft_model': files['draft'].path} if 'draft' in files else {}),
     **_SPECULATION[spec.method],
     **dict(spec.options),
   }
@@ -232,15 +233,15 @@ def make_arms(
         f'arm {str(spec)!r}: llama.cpp arms decode one prompt at a time, not'
         f' {task.batch_size}; leave out the arm or --batch_size'
       )
-    paths = {'target': _path(task.target, 'target')}
+    files = {'target': _file(task.models.target, 'target')}
     if spec.method == 'llama.cpp-draft':
-      if task.draft is None:
+      if task.models.draft is None:
         raise ValueError(f'arm {str(spec)!r} needs a draft; give --draft')
-      paths['draft'] = _path(task.draft, 'draft')
-    found = {name: _size(path) for name, path in paths.items()}
+      files['draft'] = _file(task.models.draft, 'draft')
+    found = {name: _size(file) for name, file in files.items()}
     sizes = {name: size for name, (size, _, _) in found.items()}
     costs = {name: cost for name, (_, cost, _) in found.items()}
-    server = _Server(_command(spec, program, paths))
+    server = _Server(_command(spec, program, files))
     arms[spec] = ReadyArm(
       decode=_Arm(server, task, eos_ids, sizes, costs),
       sizes=sizes,

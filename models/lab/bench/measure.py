@@ -24,12 +24,13 @@ from models.lab.study.costs import measure_step_costs
 from models.nn.attention import attend
 from models.nn.cpu import build
 from models.nn.cpu import ops
-from models.nn.matmul import matmul as matmul_of
-from models.nn.matmul import Matrix
-from models.nn.matmul import pack
-from models.nn.matmul import quantize
+from models.nn.matrices import FORMATS
+from models.nn.matrices import KERNEL_DTYPES
+from models.nn.matrices import matmul as matmul_of
+from models.nn.matrices import pack
 from models.text.generator import Generator
 from models.text.pair import load_pair
+from models.text.pair import ModelChoice
 import specdec
 
 Row = dict[str, Any]
@@ -77,10 +78,11 @@ def kernels(num_rows: Sequence[int], repeats: int) -> list[Row]:
 
   rng = np.random.default_rng(0)
   draw = lambda *shape: np.asarray(rng.standard_normal(shape, np.float32))
-  for dtype in ops.DTYPES:
-    drawn = [draw(features_out, features_in) for _ in range(matrices)]
-    cast = quantize if dtype == 'int8' else lambda w, d=dtype: jnp.asarray(w, d)
-    weights: dict[str, list[Matrix]] = {'xla': [cast(one) for one in drawn]}
+  for dtype in KERNEL_DTYPES:
+    shape = features_out, features_in
+    blocks = [[(slice(None), draw(*shape))] for _ in range(matrices)]
+    make = FORMATS[dtype].from_blocks
+    weights = {'xla': jax.device_put([make(one, shape) for one in blocks])}
     weights['kernels'] = [pack(weight) for weight in weights['xla']]
     for n in num_rows:
       x = draw(n, features_in)
@@ -88,7 +90,7 @@ def kernels(num_rows: Sequence[int], repeats: int) -> list[Row]:
         way: functools.partial(products, x, weights[way]) for way in weights
       }
       add('products', dtype, n, runs)
-    if dtype == 'int8':
+    if not FORMATS[dtype].is_float:
       continue  # Attention is computed in bfloat16.
     cache = [draw(1, heads, slots, width).astype(dtype) for _ in range(2)]
     for n in num_rows:
@@ -109,7 +111,8 @@ def _our_forwards(
   name, dtype, widths, context, cpu_kernels
 ) -> Callable[[], Mapping]:
   """A function that measures V(N) for every N."""
-  target = load_pair(name, None, dtype=dtype, cpu_kernels=cpu_kernels).target
+  choice = ModelChoice(name, None, dtype=dtype, cpu_kernels=cpu_kernels)
+  target = load_pair(choice).target
   return lambda: (
     measure_step_costs(
       target,
@@ -184,15 +187,14 @@ def forward(
 
 def memory(name: str, *, dtype: str, cpu_kernels: bool) -> list[Row]:
   """The peak of host memory while a model is loaded (Linux only)."""
-  folder = hub.locate(name)
-  files = sum(file.stat().st_size for file in hub.weight_files(folder))
+  found = hub.locate(name)
   jax.devices()  # the memory of the backend itself does not count
   loaded: list[jax.Array] = []
 
   def load() -> None:
-    module = hub.load_module(
-      folder,
-      dtype=jnp.dtype(dtype),
+    module = hub.read_module(
+      found,
+      dtype=dtype,
       packed=cpu_kernels and build.is_available(),
     )
     loaded.extend(jax.block_until_ready(jax.tree.leaves(module)))
@@ -203,7 +205,7 @@ def memory(name: str, *, dtype: str, cpu_kernels: bool) -> list[Row]:
     {
       'model': pathlib.Path(name).name,
       'dtype': dtype,
-      'checkpoint_bytes': files,
+      'checkpoint_bytes': found.size,
       'loaded_bytes': loaded_bytes,
       'peak_bytes': peak,
       'peak_per_loaded_byte': round(peak / loaded_bytes, 3),

@@ -19,6 +19,7 @@ import numpy as np
 import transformers
 
 from models.checkpoints import hub
+from models.checkpoints.gguf import GGUFFile
 from models.lab.bench import machine
 from models.lab.bench.arms import ArmSpec
 from models.lab.bench.arms import ReadyArm
@@ -70,8 +71,9 @@ def load_peer(name: str, dtype: str, revision: str | None) -> Any:
     ValueError: torch is not installed, or cannot use the device that JAX uses.
   """
   torch = import_torch()
-  path = hub.locate(name, revision=revision)
-  where = {'gguf_file': path.name} if path.is_file() else {}
+  found = hub.locate(name, revision=revision)
+  path = found.path
+  where = {'gguf_file': path.name} if isinstance(found, GGUFFile) else {}
   model: Any = transformers.AutoModelForCausalLM.from_pretrained(
     path.parent if where else path, dtype=getattr(torch, dtype), **where
   )
@@ -201,11 +203,13 @@ def make_arms(
         f'arm {str(spec)!r}: assisted generation of transformers has a batch'
         f' size of 1, not {task.batch_size}; leave out the arm or --batch_size'
       )
-    models = {'target': load(task.target, spec.dtype, task.revision)}
+    models = {
+      'target': load(task.models.target, spec.dtype, task.models.revision)
+    }
     if spec.method == 'transformers-assisted':
-      if task.draft is None:
+      if task.models.draft is None:
         raise ValueError(f'arm {str(spec)!r} needs a draft; give --draft')
-      name = hub.draft_name(task.draft)
+      name = hub.draft_name(task.models.draft)
       models['draft'] = load_draft(name, spec.dtype, None)
     sizes = [model.config.vocab_size for model in models.values()]
     if sizes[0] != sizes[-1]:

@@ -33,6 +33,7 @@ from models.nn.sharding import Layout
 from models.nn.sharding import make_layout
 from models.text.drafters import DEMO_TABLE
 from models.text.drafters import make_drafter
+from models.text.pair import ModelChoice
 from models.text.pair import Pair
 from models.text.settings import DraftSettings
 import specdec
@@ -259,16 +260,14 @@ and 26 million in the embedding of 50,257 tokens.
 class Workload:
   """The models and the sizes of a decode.
 
-  A model is a key of `SHAPES` or a name that `hub.locate` takes, of which only
-  the config.json is read. The draft gets the vocabulary size of the target, and
+  Of `models` target, draft, dtype (a float) and draft_mesh count. A model is a
+  key of `SHAPES` or a name that `hub.locate` takes, of which only the shape is
+  read. The draft gets the vocabulary size of the target, and
   the n-gram has the shape of the embedded n-gram.
   """
 
-  target: str = 'demo'
+  models: ModelChoice = ModelChoice(dtype='bfloat16')
   num_layers: int | None = None  # Of the target, at most; None for all.
-  draft: str = 'demo'
-  draft_mesh: str = 'auto'  # See `models.nn.sharding.draft_layout`.
-  dtype: str = 'bfloat16'  # Of weights and cache, a float.
   batch_size: int = 1
   prompt_tokens: int = 256  # Slots for the prompt.
   max_new_tokens: int = 192  # Slots for the new tokens.
@@ -311,22 +310,22 @@ def config_of(name: str, vocab_size: int | None = None) -> Config:
   Raises:
     ValueError: there is no such model.
   """
-  config = SHAPES[name] if name in SHAPES else hub.config_of(name)
+  config = SHAPES[name] if name in SHAPES else hub.locate(name).config
   return dataclasses.replace(config, vocab_size=vocab_size or config.vocab_size)
 
 
 def _model(
-  config: Config, dtype: str, layout: Layout = Layout()
+  config: Config, dtype: jax.typing.DTypeLike, layout: Layout = Layout()
 ) -> LanguageModel:
   """A model whose weights are shapes."""
   return as_model(hub.shape_module(config, jnp.dtype(dtype), layout), layout)
 
 
 def _target(workload: Workload, layout: Layout) -> LanguageModel:
-  config = config_of(workload.target)
+  config = config_of(workload.models.target)
   layers = min(config.num_layers, workload.num_layers or config.num_layers)
   config = dataclasses.replace(config, num_layers=layers)
-  return _model(config, workload.dtype, layout)
+  return _model(config, workload.models.dtype, layout)
 
 
 def _drafter(
@@ -335,10 +334,12 @@ def _drafter(
   if method == 'plain':
     return specdec.PLAIN
   vocab_size = target.spec.vocab_size
-  config = config_of(hub.draft_name(workload.draft), vocab_size)
-  layer_bytes = hub.layer_bytes(config, workload.dtype)
-  own_layout = draft_layout(layout, workload.draft_mesh, layer_bytes)
-  draft = _model(config, workload.dtype, own_layout)
+  choice = workload.models
+  assert choice.draft is not None
+  config = config_of(hub.draft_name(choice.draft), vocab_size)
+  layer_bytes = hub.layer_bytes(config, choice.dtype)
+  own_layout = draft_layout(layout, choice.draft_mesh, layer_bytes)
+  draft = _model(config, choice.dtype, own_layout)
   # The tokenizer is not used, because no text is encoded.
   pair = Pair(target, draft, None, (), layout)  # type: ignore[arg-type]
   settings = dataclasses.replace(workload.drafting, inner='lookup')

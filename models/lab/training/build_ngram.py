@@ -20,6 +20,7 @@ from models.lab.training.run_record import save_whole
 from models.lab.training.run_record import write_once
 from models.text.pair import find_checkpoints
 from models.text.pair import load_pair
+from models.text.pair import ModelChoice
 from models.text.pair import Pair
 from models.text.pair import vocabulary_digest
 from models.text.plan import model_digest
@@ -207,10 +208,11 @@ def build(
   """
   if corpus is None and not samples.num_tokens:
     raise ValueError('nothing to count; give --num_tokens or --corpus')
-  checkpoint, _ = find_checkpoints(hub.draft_name(draft), None)
-  tokenizer, folder = checkpoint.tokenizer, checkpoint.folder
+  choice = ModelChoice(hub.draft_name(draft), None)
+  checkpoint, _ = find_checkpoints(choice)
+  tokenizer = checkpoint.tokenizer
   assert tokenizer is not None
-  described = {'name': draft, 'model_blake2b': model_digest(folder)}
+  described = {'name': draft, 'model_blake2b': model_digest(checkpoint)}
   shards, sources = [], {}
   if corpus is not None:
     record = dataclasses.asdict(corpus)
@@ -221,13 +223,12 @@ def build(
     shards.append(path)
     sources['corpus'] = record | {'tokens': len(tokens)}
   if samples.num_tokens:
-    pair = load_pair(hub.draft_name(draft), None)
+    pair = load_pair(choice)
     shards += _sample(pair, described, samples, workdir)
     sources['samples'] = dataclasses.asdict(samples) | {
       'tokens': samples.num_shards * samples.shard_tokens
     }
-  vocab_size = hub.config_of(folder).vocab_size
-  model = estimate(_count(shards, table, vocab_size))
+  model = estimate(_count(shards, table, checkpoint.config.vocab_size))
   result = build_table(model, table.num_continuations)
   provenance = {
     'specdec': specdec.__version__,

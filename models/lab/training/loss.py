@@ -60,7 +60,9 @@ def make_loss(
   """
 
   def cast(params):
-    is_matrix = lambda leaf: leaf.ndim == 2 and leaf.dtype != jnp.int8
+    is_matrix = lambda leaf: (
+      leaf.ndim == 2 and jnp.issubdtype(leaf.dtype, jnp.floating)
+    )
     return jax.tree.map(
       lambda leaf: leaf.astype(dtype) if is_matrix(leaf) else leaf, params
     )

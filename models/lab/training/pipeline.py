@@ -100,7 +100,7 @@ def _tokenizer(folder, corpus, workdir, *, vocab_size, context):
     texts = corpus.texts(held_out=False)
     trained = train_tokenizer(texts, vocab_size=vocab_size, context=context)
     save_whole(own, trained.save_pretrained)
-  found = hub.load_tokenizer(hub.locate(folder) if folder else own)
+  found = hub.locate(folder or own).tokenizer
   if found is None:
     raise ValueError(f'--tokenizer={folder} has no tokenizer')
   return found

@@ -7,18 +7,19 @@ import dataclasses
 import pathlib
 from typing import Any
 
-from jax.sharding import Mesh
 import numpy as np
 
-from models.checkpoints import hub
+from models.checkpoints.checkpoint import resolve_draft_dtype
+from models.checkpoints.checkpoint import resolve_dtype
 from models.lab.bench.record import describe_machine
 from models.lab.bench.record import to_table
 from models.lab.tune.planner import make_plan
 from models.lab.tune.planner import PLAN_SECONDS
 from models.nn.cpu import build
+from models.nn.sharding import make_layout
 from models.text.pair import find_checkpoints
 from models.text.pair import load_pair
-from models.text.pair import Pair
+from models.text.pair import ModelChoice
 from models.text.plan import cache_path
 from models.text.plan import Context
 from models.text.plan import load_plan
@@ -43,22 +44,13 @@ def _as_json(value: Any) -> Any:
 class Setup:
   """The models and options that a plan depends on.
 
-  The models are those of `models.text.pair.load_pair`; `sampling` is the same
-  for all rows.
+  `sampling` is the same for all rows.
 
   Raises:
     ValueError: the batch size is below 1.
   """
 
-  target: str
-  draft: str | None
-  revision: str | None = None
-  dtype: str
-  draft_dtype: str | None = None
-  cpu_kernels: bool = True
-  mesh: Mesh | None = None
-  draft_mesh: str = 'auto'
-  eos_ids: Sequence[int | str] | None = None
+  models: ModelChoice
   batch_size: int
   sampling: specdec.Sampling
 
@@ -68,43 +60,30 @@ class Setup:
         f'--batch_size must be at least 1, got {self.batch_size}'
       )
 
-  def load(self) -> Pair:
-    """Loads the models."""
-    return load_pair(
-      self.target,
-      self.draft,
-      dtype=self.dtype,
-      draft_dtype=self.draft_dtype,
-      cpu_kernels=self.cpu_kernels,
-      revision=self.revision,
-      mesh=self.mesh,
-      draft_mesh=self.draft_mesh,
-      eos_ids=self.eos_ids,
-    )
-
   def context(self) -> Context:
     """What a plan made here is for.
 
     Raises:
       ValueError: a model cannot be found.
     """
-    target, draft = find_checkpoints(
-      self.target, self.draft, revision=self.revision
-    )
-    one_device = self.mesh is None or self.mesh.size == 1
-    packed = self.cpu_kernels and one_device and build.is_available()
-    draft_dtype = self.dtype
+    choice = self.models
+    target, draft = find_checkpoints(choice)
+    layout = make_layout(choice.mesh)
+    one_device = layout.num_devices == 1
+    packed = choice.cpu_kernels and one_device and build.is_available()
+    dtype = draft_dtype = resolve_dtype(choice.dtype, target)
     if draft is not None:
-      draft_dtype = hub.resolve_draft_dtype(
-        self.draft_dtype, draft.folder, target_dtype=self.dtype, packed=packed
+      draft_dtype = resolve_draft_dtype(
+        choice.draft_dtype, draft, target_dtype=dtype, packed=packed
       )
+    axes = dict(layout.mesh.shape) if layout.mesh else {}
     return Context(
       models=model_digests(target, draft),
       machine=describe_machine(),
-      dtype=self.dtype,
+      dtype=dtype,
       draft_dtype=draft_dtype,
       cpu_kernels=packed,
-      mesh=f'{dict(self.mesh.shape)}, {self.draft_mesh}' if self.mesh else '',
+      mesh=f'{axes}, {choice.draft_mesh}' if axes else '',
       batch_size=self.batch_size,
       sampling={
         name: _as_json(value)
@@ -149,7 +128,7 @@ def find_plan(
     f' in about {seconds:.0f} s (Ctrl-C: from what is known by then)'
   )
   options |= {'sampling': setup.sampling, 'context': context}
-  plan = make_plan(setup.load(), prompts(), report=report, **options)
+  plan = make_plan(load_pair(setup.models), prompts(), report=report, **options)
   try:
     plan.save(path)
     report(f'{plan.method}, saved as {path}')

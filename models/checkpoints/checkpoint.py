@@ -1,0 +1,135 @@
+"""What all stored models have in common, whatever holds them."""
+
+from collections.abc import Iterator
+from collections.abc import Sequence
+import pathlib
+from typing import Any
+from typing import Protocol
+
+import jax
+import numpy as np
+import transformers
+
+from models.nn.adapter import Config
+from models.nn.dtypes import AUTO
+from models.nn.dtypes import native_dtypes
+from models.nn.matrices import format_of
+
+
+class StoredTensor(Protocol):
+  """A tensor of a checkpoint, whose matrices are `[out, in]`."""
+
+  @property
+  def name(self) -> str:
+    """The name that the checkpoint has for it."""
+
+  def check(self, expected: tuple[int, ...]) -> None:
+    """Raises ValueError on another shape, or a type that cannot be read."""
+
+  def blocks(self) -> Iterator[tuple[Any, np.ndarray]]:
+    """Yields indices of n rows and their values, `[n, in]` or `[n]`."""
+
+
+class Checkpoint(Protocol):
+  """A stored model; see `models.checkpoints.hub.locate`.
+
+  Everything is read when it is asked for, and shape and tokenizer once.
+
+  Attributes:
+    path: the folder or file.
+  """
+
+  @property
+  def path(self) -> pathlib.Path: ...
+
+  @property
+  def config(self) -> Config:
+    """The shape; raises ValueError if no family supports it."""
+
+  @property
+  def tokenizer(self) -> transformers.PreTrainedTokenizerBase | None:
+    """The tokenizer, None if there is none; ValueError if it is not usable."""
+
+  @property
+  def eos_ids(self) -> tuple[int, ...]:
+    """The tokens that end a text; raises ValueError if one is no token id."""
+
+  @property
+  def stored_dtypes(self) -> Sequence[str]:
+    """Dtypes that the matrices can be loaded as without much loss."""
+
+  @property
+  def files(self) -> Sequence[pathlib.Path]:
+    """The files with shape and weights; raises ValueError if some lack."""
+
+  @property
+  def size(self) -> int:
+    """Bytes of the files with weights."""
+
+  def tensors(self) -> Iterator[tuple[str, StoredTensor]]:
+    """Yields tensors and their canonical names, see `families`.
+
+    Raises:
+      ValueError: a file cannot be read, or the name of a tensor is not known.
+    """
+
+
+def usable_ids(
+  path: pathlib.Path, stated: Sequence[Any], vocab_size: int
+) -> tuple[int, ...]:
+  """The first of several statements of EOS ids that has usable ones.
+
+  Ids outside the vocabulary are skipped: published configs of small
+  vocabularies often keep GPT-2's 50256.
+
+  Args:
+    path: of the checkpoint, for messages.
+    stated: ids, lists of ids, and None where nothing is stated.
+    vocab_size: of the model.
+  """
+  for eos in stated:
+    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if any(type(token) is not int for token in ids):
+      raise ValueError(f'{path}: eos_token_id={eos!r} is no token id')
+    usable = tuple(token for token in ids if 0 <= token < vocab_size)
+    if usable:
+      return usable
+  return ()
+
+
+def resolve_dtype(dtype: jax.typing.DTypeLike, checkpoint: Checkpoint) -> str:
+  """The name of a format of weights, where `auto` is chosen for a checkpoint.
+
+  It is the 16-bit type of the checkpoint's matrices if this platform computes
+  in it natively, else float32. The weights of few bits that GGUF files hold
+  fit either 16-bit type.
+  """
+  if dtype != AUTO:
+    return format_of(dtype).name
+  stored, native = checkpoint.stored_dtypes, native_dtypes()
+  usable = [one for one in ('bfloat16', 'float16') if one in {*stored} & native]
+  return usable[0] if usable else 'float32'
+
+
+def resolve_draft_dtype(
+  dtype: jax.typing.DTypeLike | None,
+  checkpoint: Checkpoint,
+  *,
+  target_dtype: str,
+  packed: bool,
+) -> str:
+  """The name of the format of a draft, where None is chosen for it.
+
+  It is that of the target, but int8 beside a target in bfloat16 if the kernels
+  of `models.nn.cpu` are used: no format of the draft changes what is decoded, a
+  forward then reads half as many bytes, and eight bits are multiplied faster.
+
+  Args:
+    dtype: None or a dtype, `auto` as for `resolve_dtype`.
+    checkpoint: of the draft.
+    target_dtype: of the target.
+    packed: whether the kernels are used.
+  """
+  if dtype is not None:
+    return resolve_dtype(dtype, checkpoint)
+  return 'int8' if packed and target_dtype == 'bfloat16' else target_dtype

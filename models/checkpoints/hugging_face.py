@@ -1,0 +1,182 @@
+"""Folders of models as Hugging Face has them: JSON and safetensors."""
+
+from collections.abc import Callable
+from collections.abc import Iterator
+import dataclasses
+import functools
+import math
+import pathlib
+from typing import Any
+
+import numpy as np
+import safetensors
+import transformers
+
+from models.checkpoints import folder_tokenizer
+from models.checkpoints.checkpoint import usable_ids
+from models.checkpoints.families import config_from_keys
+from models.checkpoints.families import family_of
+from models.nn.adapter import Config
+from specdec.text_files import read_object
+
+CONFIG = 'config.json'
+WEIGHTS = 'model.safetensors'
+_INDEX = 'model.safetensors.index.json'
+_BLOCK_BYTES = 1 << 24  # Bytes of a tensor, as float32, read at once.
+_FLOATS = {
+  'F32': 'float32',
+  'F16': 'float16',
+  'BF16': 'bfloat16',
+  'F64': 'float64',
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tensor:
+  """Location and type of a stored tensor."""
+
+  file: pathlib.Path
+  name: str
+  dtype: str
+  shape: tuple[int, ...]
+  transposed: bool = False  # Whether it is stored `[in, out]`.
+  convert: Callable[[np.ndarray], np.ndarray] = lambda rows: rows
+
+  def check(self, expected: tuple[int, ...]) -> None:
+    """Raises ValueError on another shape, or a dtype that is not a float."""
+    where = f'{self.file.parent}: tensor {self.name}'
+    expected = expected[::-1] if self.transposed else expected
+    if self.shape != expected:
+      raise ValueError(f'{where} has shape {self.shape}, expected {expected}')
+    if self.dtype not in _FLOATS:
+      raise ValueError(
+        f'{where} has dtype {self.dtype}, expected one of {sorted(_FLOATS)}'
+      )
+
+  def blocks(self) -> Iterator[tuple[Any, np.ndarray]]:
+    """Yields indices of n rows and their values, `[n, in]` or `[n]`.
+
+    The file is mapped anew for every block: pages of a mapping that were
+    touched stay resident until it is closed, and would double the peak memory.
+    """
+    length = self.shape[-1 if self.transposed else 0]
+    row_bytes = 4 * math.prod(self.shape) // max(length, 1)
+    step = max(1, _BLOCK_BYTES // max(row_bytes, 1))
+    for start in range(0, length, step):
+      rows = slice(start, min(start + step, length))
+      with safetensors.safe_open(self.file, 'numpy') as mapped:
+        stored = mapped.get_slice(self.name)
+        block = stored[:, rows].T if self.transposed else stored[rows]
+        yield rows, self.convert(block)
+
+
+@dataclasses.dataclass(frozen=True)
+class HuggingFaceFolder:
+  """A folder with a `config.json`; see `checkpoint.Checkpoint`."""
+
+  path: pathlib.Path
+
+  @staticmethod
+  def holds(path: pathlib.Path) -> bool:
+    """Whether a path is such a folder."""
+    return path.is_dir()
+
+  @functools.cached_property
+  def config(self) -> Config:
+    if not (self.path / CONFIG).exists():
+      raise ValueError(f'{self.path} is no model folder: it has no {CONFIG}')
+    keys = read_object(self.path / CONFIG)
+    return config_from_keys(keys, self.path / CONFIG)
+
+  @functools.cached_property
+  def tokenizer(self) -> transformers.PreTrainedTokenizerBase | None:
+    return folder_tokenizer.load_tokenizer(self.path)
+
+  @property
+  def eos_ids(self) -> tuple[int, ...]:
+    """Those of generation_config.json, config.json or the tokenizer."""
+    names = ('generation_config.json', CONFIG)
+    paths = [self.path / name for name in names if (self.path / name).exists()]
+    stated = [read_object(path).get('eos_token_id') for path in paths]
+    stated.append(getattr(self.tokenizer, 'eos_token_id', None))
+    return usable_ids(self.path, stated, self.config.vocab_size)
+
+  @property
+  def stored_dtypes(self) -> list[str]:
+    kinds = [one.dtype for one in self._stored() if len(one.shape) > 1]
+    return list(dict.fromkeys(_FLOATS.get(kind, kind) for kind in kinds))
+
+  @property
+  def files(self) -> list[pathlib.Path]:
+    return [self.path / CONFIG, *self._weights()]
+
+  @property
+  def size(self) -> int:
+    return sum(file.stat().st_size for file in self._weights())
+
+  def tensors(self) -> Iterator[tuple[str, _Tensor]]:
+    """Yields canonical names and tensors, in the order of the files."""
+    config = self.config
+    family = family_of(config)
+    for tensor in self._stored():
+      known = family.canonical_name(tensor.name, config)
+      if known is not None:
+        yield (
+          known,
+          dataclasses.replace(
+            tensor,
+            transposed=family.is_transposed(known),
+            convert=functools.partial(family.convert, known),
+          ),
+        )
+
+  def _stored(self) -> Iterator[_Tensor]:
+    """Yields all tensors by their own names."""
+    for file in self._weights():
+      try:
+        with safetensors.safe_open(file, 'numpy') as mapped:
+          described = [
+            _Tensor(file, name, part.get_dtype(), tuple(part.get_shape()))
+            for name in mapped.offset_keys()
+            for part in (mapped.get_slice(name),)
+          ]
+      except safetensors.SafetensorError as error:
+        raise ValueError(
+          f'{file} is not a safetensors file: {error}'
+        ) from error
+      yield from described
+
+  def _weights(self) -> list[pathlib.Path]:
+    """The files with weights; ValueError if there are none or some lack."""
+    if (self.path / WEIGHTS).exists():
+      return [self.path / WEIGHTS]
+    if not (self.path / _INDEX).exists():
+      raise ValueError(_no_weights(self.path))
+    try:
+      index = read_object(self.path / _INDEX)
+      shards = sorted(set(index['weight_map'].values()))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+      raise ValueError(
+        f'{self.path / _INDEX} is not an index of shards: {error!r}'
+      ) from error
+    files = [self.path / shard for shard in shards]
+    missing = [file.name for file in files if not file.exists()]
+    if missing:
+      raise ValueError(f'{self.path} lacks the shards {missing}')
+    return files
+
+
+def _no_weights(folder: pathlib.Path) -> str:
+  """What is wrong with a folder without safetensors, and the remedy."""
+  suffixes = {'.bin', '.pt', '.pth'}
+  pickled = sorted(p.name for p in folder.iterdir() if p.suffix in suffixes)
+  if not pickled:
+    return (
+      f'{folder} has no {WEIGHTS} and no {_INDEX}; no other weights are read'
+    )
+  return (
+    f'{folder} has only pickled weights ({pickled[0]}), which can run code'
+    ' when read; convert them where torch is installed: python -c "from'
+    ' transformers import AutoModelForCausalLM as M;'
+    f" M.from_pretrained('{folder}').save_pretrained('{folder}')\""
+  )

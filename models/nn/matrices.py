@@ -1,0 +1,461 @@
+"""Matrices of weights: their formats, products and rows.
+
+Weights are stored `[out, in]` and contracted over their last axis, with float32
+results for every format: on CPU this is by far the fastest way to multiply a
+few bfloat16 rows (docs/cpu.md has more).
+
+A module holds an array of floats or another `Matrix`, by the `WeightFormat` it
+was loaded in. Another format is a class here, one for the kernels of
+`models.nn.cpu` if they have it, and an entry of `FORMATS`.
+"""
+
+from collections.abc import Callable
+from collections.abc import Iterable
+import dataclasses
+import functools
+import math
+from typing import Any
+from typing import Protocol
+from typing import runtime_checkable
+
+import flax.struct
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+
+from models.nn.cpu import ops
+
+# -128 has no counterpart, so rounding is symmetric without it.
+_LARGEST = 127.0
+
+# Of packed matrices, see `kernels.cc`.
+_BLOCK = 16  # Outputs that are stored together.
+_BLOCKS = 3  # Blocks that are multiplied together.
+_ALIGNMENT = 64  # Bytes; JAX copies arrays on the CPU that begin elsewhere.
+
+# Indices of n rows, and their values `[n, in]`; of a vector `[n]`.
+Blocks = Iterable[tuple[Any, np.ndarray]]
+
+
+@runtime_checkable
+class Matrix(Protocol):
+  """A matrix `[out, in]` of weights, a pytree.
+
+  Attributes:
+    shape: `(out, in)`.
+    dtype: the name of its format, a key of `FORMATS`.
+    uses_kernels: whether the kernels of `models.nn.cpu` compute its products.
+  """
+
+  @property
+  def shape(self) -> tuple[int, ...]: ...
+
+  @property
+  def dtype(self) -> str: ...
+
+  @property
+  def uses_kernels(self) -> bool: ...
+
+  def product(self, rows: jax.Array) -> jax.Array:
+    """`rows @ matrix.T`, `[n, out]` float32, of `[n, in]` of any float."""
+
+  def take(self, index: jax.Array) -> jax.Array:
+    """Rows `[..., in]` float32 for `index [...]`."""
+
+  def packed(self) -> Any:
+    """The weights as the kernels read them, or as they are if they cannot."""
+
+  def unpacked(self) -> Any:
+    """The stored numbers `[out, in]`, without scales."""
+
+
+def quantize_rows(rows, xp=jnp):
+  """Rounds each row to integers times a scale.
+
+  Args:
+    rows: `[n, k]` float32.
+    xp: `jax.numpy` or `numpy`.
+
+  Returns:
+    `[n, k]` int8 and `[n]` float32. The scale of a row that is not finite is
+    not finite either, and so are the products of that row.
+  """
+  # NaN as inf: a maximum of XLA's CPU backend drops NaN in long rows.
+  sizes = xp.where(xp.isnan(rows), xp.inf, xp.abs(rows))
+  scale = xp.max(sizes, axis=1) / _LARGEST
+  # The scale of a tiny row may be 0, as denormal numbers are.
+  scale = xp.where(scale == 0.0, 1.0, scale)
+  return xp.round(rows / scale[:, None]).astype(xp.int8), scale
+
+
+def precision(dtype: jnp.dtype) -> lax.Precision:
+  """Full precision for float32, which GPUs and TPUs round by default."""
+  exact = dtype == jnp.float32
+  return lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
+
+
+def _contract(x: jax.Array, weight: jax.Array) -> jax.Array:
+  """`x @ weight.T`, accumulated in int32 for int8 and in float32 otherwise."""
+  is_int8 = weight.dtype == jnp.int8
+  return lax.dot_general(
+    x,
+    weight,
+    (((1,), (1,)), ((), ())),
+    precision=precision(weight.dtype),
+    preferred_element_type=jnp.int32 if is_int8 else jnp.float32,
+  )
+
+
+def _contract_padded(num_rows: int, x: jax.Array, weight: jax.Array):
+  """The product of a single row, computed as `num_rows` equal rows."""
+  return _contract(jnp.broadcast_to(x, (num_rows, x.shape[1])), weight)[:1]
+
+
+def _rows_matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
+  """`x @ weight.T` for `x` `[rows, in]` and `weight` `[out, in]` of one dtype.
+
+  The padding is chosen when the program is lowered, so one traced program
+  serves every platform.
+  """
+  if x.shape[0] > 1 or weight.dtype == jnp.float32:
+    return _contract(x, weight)
+  return lax.platform_dependent(
+    x,
+    weight,
+    # bfloat16, 24 products: 187 ms for one row, 12.5 ms for two
+    # (docs/cpu.md, AMD EPYC Zen 5); int8 takes the same path.
+    cpu=functools.partial(_contract_padded, 2),
+    # 8 to 17 times fewer cycles by the estimate of the v5e compiler, not timed:
+    # a single row never reaches the matrix unit (docs/accelerators.md).
+    tpu=functools.partial(_contract_padded, 8),
+    default=_contract,
+  )
+
+
+@jax.custom_vjp
+def _linear(x: jax.Array, weight: jax.Array) -> jax.Array:
+  return _rows_matmul(x, weight)
+
+
+def _linear_fwd(x, weight):
+  return _rows_matmul(x, weight), (x, weight)
+
+
+def _linear_bwd(residuals, grad):
+  # The default rule would contract a float32 cotangent with bfloat16 weights,
+  # a mixed product that has no fast kernel on any platform.
+  x, weight = residuals
+  grad = grad.astype(weight.dtype)
+  grad_x = jnp.matmul(grad, weight, preferred_element_type=jnp.float32)
+  grad_weight = jnp.matmul(grad.T, x, preferred_element_type=jnp.float32)
+  return grad_x.astype(x.dtype), grad_weight.astype(weight.dtype)
+
+
+_linear.defvjp(_linear_fwd, _linear_bwd)
+
+
+class FloatMatrix(flax.struct.PyTreeNode):
+  """An array of floats `[out, in]` with the methods of a `Matrix`."""
+
+  values: jax.Array
+  uses_kernels = False
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    return self.values.shape
+
+  @property
+  def dtype(self) -> str:
+    return self.values.dtype.name
+
+  def product(self, rows: jax.Array) -> jax.Array:
+    return _linear(rows.astype(self.values.dtype), self.values)
+
+  def take(self, index: jax.Array) -> jax.Array:
+    take = lambda values, index: values[index].astype(jnp.float32)
+    if self.values.dtype == jnp.float32:
+      return take(self.values, index)
+    # XLA's CPU backend gathers 16-bit floats as float32. In a loop it converts
+    # the whole matrix, once, before the loop (933 MB for 151,936 rows of
+    # 1,536). A barrier ties the matrix to the index, which changes in the loop,
+    # so that rows are converted when they are gathered.
+    return lax.platform_dependent(
+      self.values,
+      index,
+      cpu=lambda *args: take(*lax.optimization_barrier(args)),
+      default=take,
+    )
+
+  def packed(self) -> Any:
+    if not FORMATS[self.dtype].has_kernels:
+      return self.values
+    return _pack(np.asarray(self.values), np.zeros(0))
+
+  def unpacked(self) -> jax.Array:
+    return self.values
+
+
+class Int8Matrix(flax.struct.PyTreeNode):
+  """A matrix in eight bits.
+
+  Attributes:
+    values: `[out, in]` int8, between -127 and 127.
+    scale: `[out]` float32, positive.
+  """
+
+  values: jax.Array
+  scale: jax.Array
+  dtype = 'int8'
+  uses_kernels = False
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    return self.values.shape
+
+  def product(self, rows: jax.Array) -> jax.Array:
+    """See `Matrix`; sums are exact, so a row does not depend on the others."""
+    values, scale = quantize_rows(rows.astype(jnp.float32))
+    product = _rows_matmul(values, self.values)
+    scales = scale[:, None] * self.scale[None]
+    return product.astype(jnp.float32) * scales
+
+  def take(self, index: jax.Array) -> jax.Array:
+    return self.values[index] * self.scale[index][..., None]
+
+  def packed(self) -> 'PackedMatrix':
+    return _pack(np.asarray(self.values), np.asarray(self.scale))
+
+  def unpacked(self) -> jax.Array:
+    return self.values
+
+
+class PackedMatrix(flax.struct.PyTreeNode):
+  """A matrix as the kernels read it.
+
+  Attributes:
+    words: `[3 ceil(out / 48), ceil(in / g), 16]` uint32, each g consecutive
+      weights of an output (g is 1, 2 or 4). Those of int8 are 128 larger.
+    scale: `[out]` float32 of int8, `[0]` of other dtypes.
+    shape: the shape `(out, in)` of the matrix.
+    dtype: the format, float32, bfloat16 or int8.
+  """
+
+  words: jax.Array
+  scale: jax.Array
+  shape: tuple[int, int] = flax.struct.field(pytree_node=False)
+  dtype: str = flax.struct.field(pytree_node=False)
+  uses_kernels = True
+
+  def product(self, rows: jax.Array) -> jax.Array:
+    """See `Matrix`; rows are rounded as those of the unpacked matrix are."""
+    out = jax.ShapeDtypeStruct((rows.shape[0], self.shape[0]), jnp.float32)
+    call = jax.ffi.ffi_call(f'specdec_multiply_{self.dtype}', out)
+    return call(rows.astype(jnp.float32), self.words, self.scale)
+
+  def take(self, index: jax.Array) -> jax.Array:
+    words = self.words[index // _BLOCK, :, index % _BLOCK]
+    if self.dtype == 'int8':
+      words ^= jnp.uint32(0x80808080)
+    values = jax.lax.bitcast_convert_type(words, self.dtype)
+    values = values.reshape(*index.shape, -1)[..., : self.shape[1]]
+    rows = values.astype(jnp.float32)
+    if self.dtype == 'int8':
+      # Not a product of XLA's, which may round it together with a sum that
+      # follows, or not, by the shape.
+      flat = rows.reshape(-1, self.shape[1])
+      each = jnp.arange(index.size, dtype=jnp.int32)[:, None]
+      scale = self.scale[index].reshape(-1, 1)
+      rows = ops.sum_rows(flat, each, scale).reshape(rows.shape)
+    return rows
+
+  def packed(self) -> 'PackedMatrix':
+    return self
+
+  def unpacked(self) -> np.ndarray:
+    words = np.array(self.words)
+    if self.dtype == 'int8':
+      words ^= np.uint32(0x80808080)
+    rows = np.ascontiguousarray(words.swapaxes(1, 2))
+    rows = rows.reshape(-1, words.shape[1])
+    num_outputs, num_inputs = self.shape
+    values = rows.view(jnp.dtype(self.dtype))
+    return np.ascontiguousarray(values[:num_outputs, :num_inputs])
+
+
+def _aligned_zeros(shape: tuple[int, ...]) -> np.ndarray:
+  """Zeros of uint32 that JAX can take as they are, without a copy."""
+  size = 4 * math.prod(shape)
+  memory = np.zeros(size + _ALIGNMENT, np.uint8)
+  start = -memory.ctypes.data % _ALIGNMENT
+  return memory[start : start + size].view(np.uint32).reshape(shape)
+
+
+def _pack(values: np.ndarray, scale: np.ndarray) -> PackedMatrix:
+  """Packs `[out, in]` float32, bfloat16 or int8, on the host."""
+  num_outputs, num_inputs = values.shape
+  per_word = 4 // values.dtype.itemsize
+  blocks = -(-num_outputs // (_BLOCK * _BLOCKS)) * _BLOCKS
+  words = -(-num_inputs // per_word)
+  packed = _aligned_zeros((blocks, words, _BLOCK))
+  for block in range(-(-num_outputs // _BLOCK)):
+    rows = values[block * _BLOCK : (block + 1) * _BLOCK]
+    padded = np.zeros((_BLOCK, words * per_word), values.dtype)
+    padded[: len(rows), :num_inputs] = rows
+    packed[block] = padded.view(np.uint32).T
+  if values.dtype == np.int8:
+    packed ^= np.uint32(0x80808080)
+  return PackedMatrix(
+    words=jnp.asarray(packed),
+    scale=jnp.asarray(scale, jnp.float32),
+    shape=values.shape,
+    dtype=values.dtype.name,
+  )
+
+
+def _as_matrix(weight: jax.Array | Matrix) -> Matrix:
+  return weight if isinstance(weight, Matrix) else FloatMatrix(weight)
+
+
+def matmul(x: jax.Array, weight: jax.Array | Matrix) -> jax.Array:
+  """`x @ weight.T` over the last axis, in the format of the weights.
+
+  Args:
+    x: `[..., in]` of any float dtype; rounded as the format needs it.
+    weight: `[out, in]`, an array of floats or another `Matrix`.
+
+  Returns:
+    `[..., out]` float32.
+  """
+  out = _as_matrix(weight).product(x.reshape(-1, x.shape[-1]))
+  return out.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def take_rows(weight: jax.Array | Matrix, index: jax.Array) -> jax.Array:
+  """Rows `[..., in]` float32 of a matrix `[out, in]`, for `index [...]`."""
+  matrix = _as_matrix(weight)
+  alone = index.size == 1 and not jax.sharding.get_abstract_mesh().empty
+  if matrix.uses_kernels or not alone:
+    return matrix.take(index)
+
+  def twice(matrix, index):
+    rows = matrix.take(jnp.broadcast_to(index.ravel(), 2))
+    return rows[0].reshape(*index.shape, -1)
+
+  # The compiler for GPUs makes a slice of the lookup of a single row, for which
+  # it gathers a matrix that is divided among devices.
+  take = lambda matrix, index: matrix.take(index)
+  return lax.platform_dependent(matrix, index, cuda=twice, default=take)
+
+
+def pack(weight: jax.Array | Matrix) -> jax.Array | Matrix:
+  """A matrix as the kernels of `models.nn.cpu` read it, if they can."""
+  return _as_matrix(weight).packed()
+
+
+def unpack(weight: jax.Array | Matrix) -> jax.Array | np.ndarray:
+  """The stored numbers `[out, in]` of a matrix, without scales."""
+  return _as_matrix(weight).unpacked()
+
+
+def uses_kernels(weight: jax.Array | Matrix) -> bool:
+  """Whether the kernels of `models.nn.cpu` compute the products of a matrix."""
+  return _as_matrix(weight).uses_kernels
+
+
+def quantize(matrix: np.ndarray) -> Int8Matrix:
+  """Rounds a matrix `[out, in]` row by row; its arrays are on the host.
+
+  Raises:
+    ValueError: the matrix has a weight that is not finite.
+  """
+  matrix = np.asarray(matrix, np.float32)
+  if not np.isfinite(matrix).all():
+    raise ValueError('a matrix has weights that are not finite')
+  values, scale = quantize_rows(matrix, np)
+  return Int8Matrix(values=values, scale=scale.astype(np.float32))
+
+
+def quantize_blocks(blocks: Blocks, shape: tuple[int, ...]) -> Int8Matrix:
+  """`quantize` of a matrix whose rows come one block after another.
+
+  Args:
+    blocks: of the rows.
+    shape: `(out, in)`.
+
+  Raises:
+    ValueError: the matrix has a weight that is not finite.
+  """
+  values: Any = np.empty(shape, np.int8)
+  scale: Any = np.empty(shape[0], np.float32)
+  for index, rows in blocks:
+    part = quantize(rows)
+    values[index], scale[index] = part.values, part.scale
+  return Int8Matrix(values=values, scale=scale)
+
+
+def fill(blocks: Blocks, shape: tuple[int, ...], *, dtype: Any) -> np.ndarray:
+  """An array on the host whose rows come one block after another."""
+  array = np.empty(shape, dtype)
+  for index, rows in blocks:
+    array[index] = rows
+  return array
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightFormat:
+  """What the matrices of a model may be loaded as.
+
+  Attributes:
+    name: what `dtype` calls it.
+    float_dtype: of the KV cache, and of parameters that are no matrices of this
+      format; norms are always float32.
+    bytes_per_weight: in memory.
+    from_blocks: makes a matrix on the host, of `(blocks, shape)`; raises
+      ValueError if a weight cannot be rounded.
+    has_kernels: whether the kernels of `models.nn.cpu` multiply it.
+  """
+
+  name: str
+  float_dtype: str
+  bytes_per_weight: float
+  from_blocks: Callable[[Blocks, tuple[int, ...]], Any]
+  has_kernels: bool = True
+
+  @property
+  def is_float(self) -> bool:
+    """Whether the matrices are plain arrays."""
+    return self.name == self.float_dtype
+
+
+def _floats(name: str, **options: Any) -> WeightFormat:
+  dtype = jnp.dtype(name)
+  make = functools.partial(fill, dtype=dtype)
+  return WeightFormat(name, name, dtype.itemsize, make, **options)
+
+
+_FORMATS = (
+  _floats('float32'),
+  _floats('bfloat16'),
+  _floats('float16', has_kernels=False),
+  WeightFormat('int8', 'bfloat16', 1, quantize_blocks),
+)
+FORMATS = {one.name: one for one in _FORMATS}
+"""The formats that weights may be loaded as, by name."""
+
+DTYPES = tuple(FORMATS)
+"""Their names, which are the values of `dtype`."""
+
+KERNEL_DTYPES = tuple(one.name for one in _FORMATS if one.has_kernels)
+"""Names of the formats that the kernels of `models.nn.cpu` multiply."""
+
+
+def format_of(dtype: jax.typing.DTypeLike) -> WeightFormat:
+  """The format of a name or dtype; ValueError if there is none."""
+  try:
+    name = jnp.dtype(dtype).name
+  except TypeError:  # Not every format is a dtype of JAX.
+    name = str(dtype)
+  if name not in FORMATS:
+    raise ValueError(f'dtype={name} is not known; choose from {DTYPES}')
+  return FORMATS[name]
