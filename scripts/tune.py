@@ -35,6 +35,7 @@ def main() -> None:
   from models.lab.bench.record import prepare_output
   from models.lab.tune.plan_lookup import table
   from models.lab.tune.planner import make_plan
+  from models.text.pair import load_pair
   from models.text.plan import cache_path
 
   if options.PROMPT_FILE.value is None:
@@ -56,7 +57,7 @@ def main() -> None:
   setup = options.plan_setup(_BATCH_SIZE.value)
   context = setup.context()
   plan = make_plan(
-    setup.load(),
+    load_pair(setup.models),
     prompts,
     context=context,
     sampling=setup.sampling,

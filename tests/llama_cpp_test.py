@@ -80,7 +80,9 @@ def folder(tmp_path_factory):
 
 def _arms(folder, text, **changes):
   model = str(folder / 'model.gguf')
-  choice = ModelChoice(model, model)
+  choice = ModelChoice(
+    **{name: changes.pop(name, model) for name in ('target', 'draft')}
+  )
   settings = {'models': choice, 'drafting': DraftSettings()}
   settings |= {'sampling': Sampling(), 'llama_cpp': str(folder)}
   specs = parse_arms(text, 'float32')

@@ -67,10 +67,10 @@ class Family:
 
 _LLAMA = Family(
   name='Llama',
-  model_types=frozenset(llama.LLAMA_CONFIGS),
+  model_types=llama.model_types(LlamaConfig),
   module=Llama,
   config=LlamaConfig,
-  read_config=llama.read_llama,
+  read_config=llama.read_config,
   to_hugging_face=llama.to_hugging_face,
   canonical_name=llama.canonical_name,
   stored_name=llama.stored_name,
@@ -93,10 +93,9 @@ FAMILIES = (
   dataclasses.replace(
     _LLAMA,
     name='Mixtral',
-    model_types=frozenset(llama.MIXTRAL_CONFIGS),
+    model_types=llama.model_types(MixtralConfig),
     module=Mixtral,
     config=MixtralConfig,
-    read_config=llama.read_mixtral,
     # A router in eight bits would route tokens to other experts.
     stays_float=lambda name: '.gate.' in name,
   ),

@@ -209,7 +209,7 @@ def read_module(
   origin = dict[tuple[Any, ...], str]()
   for path, name, host in _read(checkpoint, family, expected, form):
     # Position embeddings are added, not multiplied.
-    if packed and len(host.shape) == 2 and path[0] != 'wpe':
+    if packed and len(host.shape) == 2 and path[0] != config.position_embedding:
       host = pack(host)
     final = layout.put_parameter(path, host, config)
     if path not in loaded:

@@ -20,15 +20,63 @@ _BUFFERS = re.compile(r'layers\.\d+\.self_attn\.rotary_emb\.inv_freq')
 # Names of the parts of a perceptron, and what Mixtral calls them.
 _MIXTRAL_NAMES = {'gate_proj': 'w1', 'up_proj': 'w3', 'down_proj': 'w2'}
 
-LLAMA_CONFIGS: dict[str, Any] = {
-  'llama': transformers.LlamaConfig,
-  'mistral': transformers.MistralConfig,
-  'qwen2': transformers.Qwen2Config,
-  'qwen3': transformers.Qwen3Config,
-}
-MIXTRAL_CONFIGS: dict[str, Any] = {
-  'mixtral': transformers.MixtralConfig,
-  'qwen3_moe': transformers.Qwen3MoeConfig,
+
+_NONE = ((False, False),)
+_QKV = ((True, False),)
+_AS_STATED = ((False, False), (True, True))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _ModelType:
+  """What a `model_type` has beside the keys that all have.
+
+  Attributes:
+    config: class of transformers.
+    shape: class of the shape.
+    biases: what attention may have, `(qkv_bias, output_bias)`; `_AS_STATED` is
+      decided by the key attention_bias.
+    has_mlp_bias: whether there is a key mlp_bias.
+    qk_norm: whether queries and keys are normalised.
+    has_expert_keys: whether there are keys for the width of an expert and for
+      whether the weights of experts are normalised.
+  """
+
+  config: Any
+  shape: type[LlamaConfig] = LlamaConfig
+  biases: tuple[tuple[bool, bool], ...] = _NONE
+  has_mlp_bias: bool = False
+  qk_norm: bool = False
+  has_expert_keys: bool = False
+
+  def can_state(self, config: LlamaConfig) -> bool:
+    """Whether a config of this type can have a shape."""
+    return (
+      type(config) is self.shape
+      and (config.qkv_bias, config.output_bias) in self.biases
+      and config.qk_norm == self.qk_norm
+      and (self.has_mlp_bias or not config.mlp_bias)
+      and (self.has_expert_keys or getattr(config, 'renormalize', True))
+    )
+
+
+# A shape is saved as the first type that can state it.
+_MODEL_TYPES = {
+  'llama': _ModelType(
+    config=transformers.LlamaConfig, biases=_AS_STATED, has_mlp_bias=True
+  ),
+  'mistral': _ModelType(config=transformers.MistralConfig),
+  'qwen2': _ModelType(config=transformers.Qwen2Config, biases=_QKV),
+  'qwen3': _ModelType(
+    config=transformers.Qwen3Config, biases=_AS_STATED, qk_norm=True
+  ),
+  'mixtral': _ModelType(config=transformers.MixtralConfig, shape=MixtralConfig),
+  'qwen3_moe': _ModelType(
+    config=transformers.Qwen3MoeConfig,
+    shape=MixtralConfig,
+    biases=_AS_STATED,
+    qk_norm=True,
+    has_expert_keys=True,
+  ),
 }
 # Fields of a `LlamaConfig`, and their keys in config.json.
 _KEYS = {
@@ -110,7 +158,7 @@ def _stated(rope: dict[str, Any], longest: Any) -> dict[str, Any]:
   return stated
 
 
-def _from_dict(kinds: Mapping[str, Any], raw: Mapping[str, Any]) -> Any:
+def _from_dict(kind: Any, raw: Mapping[str, Any]) -> Any:
   """The transformers config, which fills in defaults."""
   if raw.get('num_attention_heads') == 0:  # transformers would divide by it.
     raise ValueError('num_attention_heads must be positive, got 0')
@@ -120,10 +168,10 @@ def _from_dict(kinds: Mapping[str, Any], raw: Mapping[str, Any]) -> Any:
     for key in ('rope_parameters', 'rope_scaling')
     if isinstance(raw.get(key), dict)
   }
-  return kinds[raw['model_type']].from_dict({**raw, **ropes})
+  return kind.from_dict({**raw, **ropes})
 
 
-def _common(config: Any, kind: str) -> dict[str, Any]:
+def _common(config: Any, kind: _ModelType) -> dict[str, Any]:
   """The fields of a `LlamaConfig`, from a transformers config."""
   if config.hidden_act not in ACTIVATIONS:
     raise ValueError(
@@ -136,67 +184,64 @@ def _common(config: Any, kind: str) -> dict[str, Any]:
     'head_width': getattr(config, 'head_dim', None)
     or config.hidden_size // config.num_attention_heads,
     'rope': _read_rope(config.rope_parameters),
-    'qkv_bias': kind == 'qwen2' or attention_bias,
-    'output_bias': kind != 'qwen2' and attention_bias,
+    'qkv_bias': kind.biases == _QKV or attention_bias,
+    'output_bias': kind.biases != _QKV and attention_bias,
     'mlp_bias': getattr(config, 'mlp_bias', False),
-    'qk_norm': kind in ('qwen3', 'qwen3_moe'),
+    'qk_norm': kind.qk_norm,
   }
 
 
-def read_llama(raw: Mapping[str, Any]) -> LlamaConfig:
-  """Reads the keys of a `config.json` without experts; raises ValueError."""
-  config = _from_dict(LLAMA_CONFIGS, raw)
-  return LlamaConfig(**_common(config, raw['model_type']))
-
-
-def read_mixtral(raw: Mapping[str, Any]) -> MixtralConfig:
-  """Reads the keys of a `config.json` with experts; raises ValueError."""
-  kind = raw['model_type']
-  config = _from_dict(MIXTRAL_CONFIGS, raw)
-  fields = _common(config, kind) | {
+def _experts(config: Any, kind: _ModelType) -> dict[str, Any]:
+  """The fields that a `MixtralConfig` has beside those of a `LlamaConfig`."""
+  fields = {
     'num_experts': config.num_experts,
     'experts_per_token': config.num_experts_per_tok,
   }
-  if kind == 'qwen3_moe':
-    if config.mlp_only_layers or config.decoder_sparse_step != 1:
-      raise ValueError(
-        f'mlp_only_layers={config.mlp_only_layers!r} and decoder_sparse_step='
-        f'{config.decoder_sparse_step!r}: layers without experts are not'
-        ' supported'
-      )
-    fields |= {
-      'inner_width': config.moe_intermediate_size,
-      'renormalize': config.norm_topk_prob,
-    }
-  return MixtralConfig(**fields)
+  if not kind.has_expert_keys:
+    return fields
+  if config.mlp_only_layers or config.decoder_sparse_step != 1:
+    raise ValueError(
+      f'mlp_only_layers={config.mlp_only_layers!r} and decoder_sparse_step='
+      f'{config.decoder_sparse_step!r}: layers without experts are not'
+      ' supported'
+    )
+  return fields | {
+    'inner_width': config.moe_intermediate_size,
+    'renormalize': config.norm_topk_prob,
+  }
+
+
+def model_types(shape: type[LlamaConfig]) -> frozenset[str]:
+  """Values of `model_type` whose shapes are of a class."""
+  types = _MODEL_TYPES.items()
+  return frozenset(name for name, kind in types if kind.shape is shape)
+
+
+def read_config(raw: Mapping[str, Any]) -> LlamaConfig:
+  """Reads the keys of a `config.json`; raises ValueError."""
+  kind = _MODEL_TYPES[raw['model_type']]
+  config = _from_dict(kind.config, raw)
+  fields = _common(config, kind)
+  if kind.shape is MixtralConfig:
+    fields |= _experts(config, kind)
+  return kind.shape(**fields)
 
 
 def _model_type(config: LlamaConfig) -> str:
-  """The `model_type` whose config can express a shape."""
-  same_bias = config.qkv_bias == config.output_bias
-  if isinstance(config, MixtralConfig) and config.qk_norm:
-    kind, fits = 'qwen3_moe', same_bias
-  elif isinstance(config, MixtralConfig):
-    has_bias = config.qkv_bias or config.output_bias
-    kind, fits = 'mixtral', config.renormalize and not has_bias
-  elif config.qk_norm:
-    kind, fits = 'qwen3', same_bias and not config.mlp_bias
-  elif same_bias:
-    kind, fits = 'llama', True
-  else:
-    kind, fits = 'qwen2', config.qkv_bias and not config.mlp_bias
-  if not fits:
-    raise ValueError(
-      f'no model of transformers has this shape; it cannot be saved: {config}'
-    )
-  return kind
+  """The `model_type` whose config can state a shape."""
+  for name, kind in _MODEL_TYPES.items():
+    if kind.can_state(config):
+      return name
+  raise ValueError(
+    f'no model of transformers has this shape; it cannot be saved: {config}'
+  )
 
 
 def to_hugging_face(
   config: LlamaConfig, *, dtype: str, eos_token_id: int | None
 ) -> transformers.PreTrainedConfig:
   """The transformers config of a shape; raises ValueError if there is none."""
-  kind = _model_type(config)
+  kind = _MODEL_TYPES[_model_type(config)]
   rope: dict[str, Any] = {'rope_theta': config.rope.theta}
   scaling = config.rope.scaling
   rope['rope_type'] = 'default' if scaling is None else scaling.rope_type
@@ -210,21 +255,17 @@ def to_hugging_face(
     'eos_token_id': eos_token_id,
     'dtype': dtype,
   }
-  if kind in ('llama', 'qwen3', 'qwen3_moe'):
+  if kind.biases == _AS_STATED:
     keys['attention_bias'] = config.qkv_bias
-  if kind == 'llama':
+  if kind.has_mlp_bias:
     keys['mlp_bias'] = config.mlp_bias
   if isinstance(config, MixtralConfig):
-    keys |= {
-      'num_local_experts': config.num_experts,
-      'num_experts_per_tok': config.experts_per_token,
-    }
-    if kind == 'qwen3_moe':
-      keys |= {
-        'moe_intermediate_size': config.inner_width,
-        'norm_topk_prob': config.renormalize,
-      }
-  made = (LLAMA_CONFIGS | MIXTRAL_CONFIGS)[kind](**keys)
+    keys['num_local_experts'] = config.num_experts
+    keys['num_experts_per_tok'] = config.experts_per_token
+    if kind.has_expert_keys:
+      keys['moe_intermediate_size'] = config.inner_width
+      keys['norm_topk_prob'] = config.renormalize
+  made = kind.config(**keys)
   made.architectures = [type(made).__name__.replace('Config', 'ForCausalLM')]
   return made
 

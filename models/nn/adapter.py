@@ -16,7 +16,6 @@ from models.nn.gpt2 import GPT2Config
 from models.nn.llama import Llama
 from models.nn.llama import LlamaConfig
 from models.nn.matrices import uses_kernels
-from models.nn.mixtral import MixtralConfig
 from models.nn.sharding import Layout
 from models.nn.sharding import slot_ops
 from specdec import cache as kv
@@ -55,11 +54,11 @@ def with_vocab_size(model: LanguageModel, vocab_size: int) -> LanguageModel:
 
 def _share_read(path: tuple[Any, ...], config: Config) -> float:
   """Fraction of a parameter that a forward of one position reads."""
-  if path[0] == 'wpe':
+  if path[0] == config.position_embedding:
     return 0.0  # A few rows.
-  if path[0] in ('wte', 'embed_tokens'):
+  if path[0] == config.embedding:
     return 1.0 if config.tie_embeddings else 0.0
-  if isinstance(config, MixtralConfig) and 'experts' in path:
+  if 'experts' in path:
     return config.experts_per_token / config.num_experts
   return 1.0
 

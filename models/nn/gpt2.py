@@ -9,6 +9,7 @@ and softmax are float32.
 import dataclasses
 import functools
 import math
+from typing import ClassVar
 
 from flax import nnx
 import jax
@@ -28,7 +29,15 @@ from specdec import cache as kv
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GPT2Config:
-  """Shape of a GPT-2: everything that changes what it computes."""
+  """Shape of a GPT-2: everything that changes what it computes.
+
+  What all models of the family have in common are attributes of the class.
+  """
+
+  embedding: ClassVar[str] = 'wte'  # Name of the token embedding.
+  position_embedding: ClassVar[str | None] = 'wpe'
+  gated: ClassVar[bool] = False  # Whether feed-forward layers have a gate.
+  num_experts = experts_per_token = 1
 
   vocab_size: int
   num_positions: int  # Longest context.

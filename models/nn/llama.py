@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import math
 from typing import Any
+from typing import ClassVar
 
 from flax import nnx
 import jax
@@ -34,8 +35,14 @@ class LlamaConfig:
   """Shape of a Llama: everything that changes what it computes.
 
   Each key and value head is shared by a group of query heads (grouped-query
-  attention, arXiv 2305.13245).
+  attention, arXiv 2305.13245). What all models of the family have in common are
+  attributes of the class.
   """
+
+  embedding: ClassVar[str] = 'embed_tokens'  # Name of the token embedding.
+  position_embedding: ClassVar[str | None] = None
+  gated: ClassVar[bool] = True  # Whether feed-forward layers have a gate.
+  num_experts = experts_per_token = 1
 
   vocab_size: int
   num_positions: int  # Longest context.

@@ -25,8 +25,9 @@ from models.nn.sharding import sum_of_experts
 class MixtralConfig(LlamaConfig):
   """Shape of a Mixtral: the shape of a Llama, and its experts."""
 
-  num_experts: int  # E, in every layer.
-  experts_per_token: int  # k.
+  # Fields without a default, where a Llama has constants.
+  num_experts: int = dataclasses.field()  # E, in every layer.
+  experts_per_token: int = dataclasses.field()  # k.
   renormalize: bool = True  # Whether the weights of the k experts sum to 1.
 
   def __post_init__(self):

@@ -13,7 +13,6 @@ import optax
 from models.lab.training import corpus
 from models.nn.adapter import Module
 from models.nn.experts import balance_loss
-from models.nn.mixtral import Mixtral
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +32,7 @@ def _forward(
   causal = jnp.tril(jnp.ones((length, length), bool))
   mask = jnp.broadcast_to(causal[None], (batch_size, length, length))
   module = nnx.merge(graph, params)
-  if not isinstance(module, Mixtral):
+  if module.config.num_experts == 1:
     return module(tokens, positions, mask)[0], 0.0
   logits, _, routings = module.with_routing(tokens, positions, mask)
   return logits, sum(map(balance_loss, routings)) / len(routings)

@@ -23,7 +23,6 @@ from models.lab.training.run_record import save_json
 from models.lab.training.run_record import write_once
 from models.nn.adapter import Config
 from models.nn.adapter import Module
-from models.nn.gpt2 import GPT2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,9 +122,7 @@ def _initial_model(
 
 
 def _embedding(module: Module) -> nnx.Param:
-  return (
-    module.wte if isinstance(module, GPT2) else module.embed_tokens
-  ).embedding
+  return getattr(module, module.config.embedding).embedding
 
 
 def _make_train_step(graph, config: TrainConfig, teacher: Teacher | None):
