@@ -51,7 +51,7 @@ from specdec.watchers import EndOfText
 
 METHODS = ('plain', 'chain', 'tree', 'staged')
 
-LIBTPU = pathlib.Path(__file__).parents[2] / 'build' / 'libtpu'
+LIBTPU = pathlib.Path(__file__).parents[3] / 'build' / 'libtpu'
 """Folder that scripts/install_libtpu.py installs the TPU compiler into."""
 
 _TPU_ENVIRONMENT = {
