@@ -40,8 +40,13 @@ _OVERLAP = flags.DEFINE_bool(
 )
 _OUT = flags.DEFINE_string('out', None, 'folder to write cost_model.json to')
 _SETTINGS = (
-  *(_TARGET, _DRAFT, _HARDWARE, _DEVICES),
-  *(_ACCEPTANCE, _CONTEXT, _OVERLAP),
+  _TARGET,
+  _DRAFT,
+  _HARDWARE,
+  _DEVICES,
+  _ACCEPTANCE,
+  _CONTEXT,
+  _OVERLAP,
 )
 _TITLES = (
   '(a) 1 query x 10 tokens (option 1), 10 queries x 1 token (option 2)',
