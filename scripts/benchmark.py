@@ -19,8 +19,6 @@ import options
 
 from models.text.settings import METHODS
 
-flags.adopt_module_key_flags(options)  # Listed by --help.
-
 _ARMS = flags.DEFINE_string(
   'arms',
   'plain,chain,tree,staged',
@@ -43,22 +41,14 @@ _PEER = flags.DEFINE_enum(
 _LLAMA_CPP = flags.DEFINE_string(
   'llama_cpp', None, 'folder of llama-server; default: it is on the path'
 )
-_NUM_PROMPTS = flags.DEFINE_integer(
-  'num_prompts', None, 'default: all', lower_bound=1
-)
+options.define_num_prompts()
 _PROMPT_BUCKET = flags.DEFINE_integer(
   'prompt_bucket',
   None,
   'of those, only prompts of more than half of it and at most so many tokens: a'
   ' power of 2 saves compiling for others; default: all',
 )
-_BATCH_SIZE = flags.DEFINE_integer(
-  'batch_size',
-  1,
-  'prompts per batch',
-  lower_bound=1,
-  upper_bound=options.LARGEST_BATCH,
-)
+_BATCH_SIZE = options.define_batch_size(1, 'prompts per batch')
 _BATCH_SIZES = flags.DEFINE_list(
   'batch_sizes',
   [],
@@ -139,12 +129,10 @@ def main() -> None:
   from models.lab.bench import plots
   from models.lab.bench import record as results
 
-  if options.PROMPT_FILE.value is None:
-    raise ValueError('--prompt_file is needed: a file of prompts')
   output = _OUTPUT.value
   path = pathlib.Path(output or 'benchmark.json')
   paths = {_BATCH_SIZE.value: path}
-  prompts = options.read_prompts(options.PROMPT_FILE.value, _NUM_PROMPTS.value)
+  prompts = options.file_prompts()
   if _BATCH_SIZES.value:
     sizes = _batch_sizes(len(prompts))
     paths = {n: path.with_stem(f'{path.stem}_b{n}') for n in sizes}

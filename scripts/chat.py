@@ -15,15 +15,9 @@ from absl import flags
 import command_line
 import options
 
-flags.adopt_module_key_flags(options)  # Listed by --help.
 flags.set_default(options.MAX_NEW_TOKENS, 512)
 
-_METHOD = flags.DEFINE_enum(
-  'method',
-  'staged',
-  ['plain', 'chain', 'tree', 'staged'],
-  'how to decode; the answers are the same; --plan chooses',
-)
+options.define_method()
 _SYSTEM = flags.DEFINE_string('system', None, 'the system message')
 _CONTEXT = flags.DEFINE_integer(
   'context',
@@ -107,9 +101,7 @@ def main() -> None:
     # UTF-8 whatever the locale; a message with other bytes is refused.
     sys.stdin.reconfigure(encoding='utf-8-sig', errors='surrogateescape')
   begin = functools.partial(first_messages, system=_SYSTEM.value)
-  generator = options.generator(
-    _METHOD, [options.DEFAULT_PROMPT], 1, begin(_FIRST)
-  )
+  generator = options.generator([options.DEFAULT_PROMPT], 1, begin(_FIRST))
   # Before anything is typed, so that bad flags are refused first.
   chat = generator.chat(
     begin(_FIRST), context=_CONTEXT.value, **options.decoding()

@@ -15,12 +15,10 @@ from absl import flags
 import command_line
 import options
 
-flags.adopt_module_key_flags(options)  # Listed by --help.
+from models.text.settings import METHODS
 
-_METHOD = flags.DEFINE_string('method', 'staged', 'how to draft')
-_NUM_PROMPTS = flags.DEFINE_integer(
-  'num_prompts', None, 'default: all', lower_bound=1
-)
+options.define_method(methods=METHODS)
+options.define_num_prompts()
 _BATCH_SIZES = flags.DEFINE_list('batch_sizes', ['1', '4'], 'to be checked')
 _MAX_MARGIN = flags.DEFINE_float(
   'max_margin',
@@ -35,21 +33,19 @@ def main() -> None:
   from models.lab.bench import lossless
   from models.lab.bench import record
 
-  name = options.PROMPT_FILE.value
-  prompts = options.read_prompts(name, _NUM_PROMPTS.value)
+  prompts = options.file_prompts()
   sizes = [int(size) if size.isdecimal() else 0 for size in _BATCH_SIZES.value]
   if not sizes or min(sizes) < 1:
     raise ValueError(
       f'--batch_sizes={",".join(_BATCH_SIZES.value)}: expected integers of at'
       ' least 1'
     )
-  if _OUTPUT.value:
-    record.prepare_output(_OUTPUT.value)
-  generator = options.generator(_METHOD, prompts, max(sizes))
+  record.prepare_output(_OUTPUT.value)
+  generator = options.generator(prompts, max(sizes))
   arguments = options.decoding()
   checks: list[Any]
   # Greedy decoding is deterministic by every rule.
-  if options.VERIFY.value == 'match' or options.TEMPERATURE.value == 0:
+  if options.VERIFY.value == 'match' or options.sampling().temperature == 0:
     margin = _MAX_MARGIN.value
     if margin is None:
       margin = 0.0 if options.is_exact() else 0.1
@@ -61,12 +57,8 @@ def main() -> None:
       generator, prompts, batch_sizes=sizes, **arguments
     )
   print(*checks, sep='\n')
-  if _OUTPUT.value:
-    record.write_record(
-      _OUTPUT.value,
-      options.as_dict(),
-      {'checks': [dataclasses.asdict(result) for result in checks]},
-    )
+  found = [dataclasses.asdict(result) for result in checks]
+  record.write_record(_OUTPUT.value, options.as_dict(), {'checks': found})
   if not all(result.passed for result in checks):
     sys.exit(1)
 

@@ -19,8 +19,6 @@ os.environ['JAX_PLATFORMS'] = 'cpu'
 
 import options
 
-flags.adopt_module_key_flags(options)  # Listed by --help.
-
 _DEVICE = flags.DEFINE_string(
   'device',
   'v5e',
@@ -46,18 +44,14 @@ _TEXT = flags.DEFINE_string(
 _OUTPUT = flags.DEFINE_string('output', None, 'JSON file to write')
 
 
-def main() -> None:
-  import dataclasses
-  import pathlib
+def _checked():
+  """The device and the mesh.
 
-  import jax
-
-  from models.lab.bench.record import prepare_output
+  Raises:
+    ValueError: flags cannot be used, or not together.
+  """
   from models.lab.compiled import programs
-  from models.lab.compiled import report
   from models.nn import matrices
-  from models.text.pair import ModelChoice
-  from specdec.text_files import to_json
 
   if options.draft_name() is None and _METHODS.value != ['plain']:
     raise ValueError('--draft=none: name a draft, or pass --methods=plain')
@@ -78,8 +72,23 @@ def main() -> None:
     raise ValueError(
       f'--methods={unknown[0]}: choose from {", ".join(programs.METHODS)}'
     )
-  if _OUTPUT.value:
-    prepare_output(_OUTPUT.value)
+  return device, mesh
+
+
+def main() -> None:
+  import dataclasses
+  import pathlib
+
+  import jax
+
+  from models.lab.bench.record import prepare_output
+  from models.lab.compiled import programs
+  from models.lab.compiled import report
+  from models.text.pair import ModelChoice
+  from specdec.text_files import to_json
+
+  device, mesh = _checked()
+  prepare_output(_OUTPUT.value)
   # What accelerators are used with, whatever this machine computes in.
   dtype = 'bfloat16' if options.DTYPE.value == 'auto' else options.DTYPE.value
   workload = programs.Workload(
@@ -102,12 +111,10 @@ def main() -> None:
   for method in _METHODS.value:
     compiled = programs.compile_program(method, workload, device, mesh)
     if _TEXT.value:
-      path = (
-        pathlib.Path(_TEXT.value)
-        / f'{_DEVICE.value.replace(":", "-")}-{method}.txt'
-      )
-      path.parent.mkdir(parents=True, exist_ok=True)
-      path.write_text(compiled.text, 'utf-8')
+      folder = pathlib.Path(_TEXT.value)
+      folder.mkdir(parents=True, exist_ok=True)
+      name = f'{_DEVICE.value.replace(":", "-")}-{method}.txt'
+      (folder / name).write_text(compiled.text, 'utf-8')
     reports.append(report.analyse(method, compiled, device))
   print(report.to_markdown(reports))
   if _OUTPUT.value:

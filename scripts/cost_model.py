@@ -40,8 +40,13 @@ _OVERLAP = flags.DEFINE_bool(
 )
 _OUT = flags.DEFINE_string('out', None, 'folder to write cost_model.json to')
 _SETTINGS = (
-  *(_TARGET, _DRAFT, _HARDWARE, _DEVICES),
-  *(_ACCEPTANCE, _CONTEXT, _OVERLAP),
+  _TARGET,
+  _DRAFT,
+  _HARDWARE,
+  _DEVICES,
+  _ACCEPTANCE,
+  _CONTEXT,
+  _OVERLAP,
 )
 _TITLES = (
   '(a) 1 query x 10 tokens (option 1), 10 queries x 1 token (option 2)',
@@ -49,7 +54,7 @@ _TITLES = (
   '(c) Context, chain of 4',
   '(d) Mixtures of experts, chain of 4 from a free draft',
   '(e) The paper',
-  '(f) Roofline, greedy counts of (e)',
+  '(f) Roofline',
   '(g) Several devices, greedy counts of (e)',
 )
 
@@ -109,6 +114,8 @@ def main() -> None:
     overlap=_OVERLAP.value,
   )
   acceptance, context = _ACCEPTANCE.value, _CONTEXT.value
+  root = pathlib.Path(__file__).parents[1]
+  counts = claims.read_counts(root / 'results')
   found = {
     'options': claims.options(deployment.target),
     'by_batch_size': claims.by_batch_size(
@@ -116,9 +123,11 @@ def main() -> None:
     ),
     'by_context': claims.by_context(deployment, acceptance),
     'by_experts': claims.by_experts(deployment, acceptance, context=context),
-    'paper': claims.paper(),
+    'paper': claims.paper(counts),
     'roofs': claims.roofline(),
-    'by_devices': claims.by_devices(context=context, devices=_DEVICES.value),
+    'by_devices': claims.by_devices(
+      counts['greedy'], context=context, devices=_DEVICES.value
+    ),
   }
   print(f'{deployment.target.name} on {deployment.hardware.name}')
   for title, tables in zip(_TITLES, found.values(), strict=True):

@@ -10,25 +10,12 @@ from absl import flags
 import command_line
 import options
 
-flags.adopt_module_key_flags(options)  # Listed by --help.
-
 _PROMPT = flags.DEFINE_string('prompt', options.DEFAULT_PROMPT, 'to continue')
-_METHOD = flags.DEFINE_enum(
-  'method',
-  'staged',
-  ['plain', 'chain', 'tree', 'staged'],
-  'how to decode; the text is the same; --plan chooses',
+options.define_method()
+_BATCH_SIZE = options.define_batch_size(
+  1, 'copies of the prompt, or prompts of the file'
 )
-_BATCH_SIZE = flags.DEFINE_integer(
-  'batch_size',
-  1,
-  'copies of the prompt, or prompts of the file',
-  lower_bound=1,
-  upper_bound=options.LARGEST_BATCH,
-)
-_STOP = flags.DEFINE_multi_string(
-  'stop', [], r'the text ends before this; \n is a line end; may be repeated'
-)
+options.define_stop()
 _LOG_PROBS = flags.DEFINE_bool(
   'log_probs', False, 'with --json, also the log-probabilities of the tokens'
 )
@@ -82,10 +69,10 @@ def main() -> None:
   ask = functools.partial(first_messages, system=_SYSTEM.value)
   given = [*map(ask, prompts)] if _CHAT.value else prompts
   generator = options.generator(
-    _METHOD, prompts, batch_size, given[0] if _CHAT.value else None
+    prompts, batch_size, given[0] if _CHAT.value else None
   )
   arguments = options.decoding() | {
-    'stop': options.unescaped(_STOP.value),
+    'stop': options.stop(),
     'log_probs': _LOG_PROBS.value,
   }
   if _STREAM.value:

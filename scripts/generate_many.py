@@ -27,22 +27,9 @@ import options
 
 from specdec import text_files
 
-flags.adopt_module_key_flags(options)  # Listed by --help.
-
-_METHOD = flags.DEFINE_enum(
-  'method',
-  'staged',
-  ['plain', 'chain', 'tree', 'staged'],
-  'how to decode; the text is the same; --plan chooses',
-)
+options.define_method()
 _OUTPUT = flags.DEFINE_string('output', None, 'JSON lines, or -; needed')
-_BATCH_SIZE = flags.DEFINE_integer(
-  'batch_size',
-  8,
-  'prompts that are decoded at once',
-  lower_bound=1,
-  upper_bound=options.LARGEST_BATCH,
-)
+_BATCH_SIZE = options.define_batch_size(8, 'prompts that are decoded at once')
 _CONTEXT = flags.DEFINE_integer(
   'context',
   None,
@@ -56,9 +43,7 @@ _READING = flags.DEFINE_integer(
   'the most tokens of new prompts that are read between two steps of others',
   lower_bound=1,
 )
-_STOP = flags.DEFINE_multi_string(
-  'stop', [], r'the text ends before this; \n is a line end; may be repeated'
-)
+options.define_stop()
 _IN_ORDER = flags.DEFINE_bool(
   'in_order', False, 'write lines in the order of the prompts'
 )
@@ -191,7 +176,7 @@ def main() -> None:
     )
   indices = lambda: [row['index'] for row in output.rows]
   done = {*options.of_first_host(indices)}
-  generator, tree_sizes = options.many(_METHOD, _samples, _BATCH_SIZE.value)
+  generator, tree_sizes = options.many(_samples, _BATCH_SIZE.value)
   taken: list[tuple[int, Any, str | None]] = []  # Index, id, error.
 
   def jobs():
@@ -208,7 +193,7 @@ def main() -> None:
     reading=_READING.value,
     in_order=_IN_ORDER.value,
     tree_sizes=tree_sizes,
-    stop=options.unescaped(_STOP.value),
+    stop=options.stop(),
     **options.decoding(),
   )
   begin, tokens, forwards = time.perf_counter(), 0, 0

@@ -10,13 +10,12 @@ verification).
 
 import functools
 import sys
-from typing import Any
 
 from absl import flags
 import command_line
 import options
 
-flags.adopt_module_key_flags(options)  # Listed by --help.
+from models.text.settings import METHODS
 
 _SIZES = {
   'kernels': [1, 2, 4, 8, 12, 16, 32, 64, 128, 256],  # rows, queries
@@ -34,17 +33,9 @@ _REPEATS = flags.DEFINE_integer(
 )
 _CONTEXT = flags.DEFINE_integer('context', 192, 'forward: tokens in the cache')
 _PEER = flags.DEFINE_bool('peer', False, 'forward: also transformers on torch')
-_METHOD = flags.DEFINE_string('method', 'chain', 'fallback: how to draft')
-_NUM_PROMPTS = flags.DEFINE_integer(
-  'num_prompts', None, 'default: all', lower_bound=1
-)
-_BATCH_SIZE = flags.DEFINE_integer(
-  'batch_size',
-  4,
-  'of acceptance',
-  lower_bound=1,
-  upper_bound=options.LARGEST_BATCH,
-)
+options.define_method('chain', METHODS)
+options.define_num_prompts()
+_BATCH_SIZE = options.define_batch_size(4, 'of acceptance')
 _CORPUS = flags.DEFINE_string('corpus', '', 'default: the standard library')
 _PATTERN = flags.DEFINE_string('pattern', '*.py', 'file names of the corpus')
 _OUTPUT = flags.DEFINE_string('output', None, 'JSON file to write')
@@ -70,17 +61,14 @@ def _decode(what: str, numbers_of_children: list[int]):
   from models.lab.bench import lossless
   from models.lab.bench import measure
 
-  if options.PROMPT_FILE.value is None:
-    raise ValueError('--prompt_file is needed: a file of prompts')
-  prompts = options.read_prompts(options.PROMPT_FILE.value, _NUM_PROMPTS.value)
-  generator = options.generator(_METHOD, prompts, 1)
-  common: dict[str, Any] = {
-    'max_new_tokens': options.MAX_NEW_TOKENS.value,
-    'sampling': options.sampling(),
-    'seed': options.SEED.value,
+  prompts = options.file_prompts()
+  generator = options.generator(prompts, 1)
+  given = options.decoding()
+  common = {
+    name: given[name] for name in ('max_new_tokens', 'sampling', 'seed')
   }
   if what == 'fallback':
-    even = options.BREAK_EVEN.value
+    even = given['break_even']
     rows = measure.fallback(generator, prompts, break_even=even, **common)
     return rows, {'prompts': rows}
   figures = lossless.measure(
@@ -88,7 +76,7 @@ def _decode(what: str, numbers_of_children: list[int]):
     prompts,
     batch_size=_BATCH_SIZE.value,
     numbers_of_children=numbers_of_children,
-    chain_length=options.NUM_DRAFT_TOKENS.value,
+    chain_length=options.draft_settings().num_draft_tokens,
     **common,
   )
   return lossless.acceptance_rows(figures), figures
@@ -100,8 +88,7 @@ def main(what: str) -> None:
 
   if what not in _SIZES:
     raise ValueError(f'{what!r} is none of {", ".join(_SIZES)}; see --help')
-  if _OUTPUT.value:
-    record.prepare_output(_OUTPUT.value)
+  record.prepare_output(_OUTPUT.value)
   figures: dict = {}
   sizes = [int(size) for size in _LIST.value or _SIZES[what]]
   target, dtype = options.TARGET.value, options.dtype()
@@ -129,9 +116,8 @@ def main(what: str) -> None:
   else:
     rows, figures = _decode(what, sizes)
   print(record.rows_to_table(rows))
-  if _OUTPUT.value:
-    settings = {'what': what} | options.as_dict()
-    record.write_record(_OUTPUT.value, settings, figures or {'rows': rows})
+  settings = {'what': what} | options.as_dict()
+  record.write_record(_OUTPUT.value, settings, figures or {'rows': rows})
 
 
 if __name__ == '__main__':

@@ -1,6 +1,9 @@
 """The flags that all decoding scripts share, and the objects made from them."""
 
 from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -25,8 +28,6 @@ from specdec import checks
 from specdec import text_files
 from specdec.checks import RULES
 from specdec.sampling import CHILDREN as CHILDREN_KINDS
-
-flags.adopt_module_key_flags(command_line)  # Listed by --help.
 
 _DEFAULTS = settings.DraftSettings()
 
@@ -68,28 +69,12 @@ MAX_NEW_TOKENS = flags.DEFINE_integer(
   lower_bound=0,
   upper_bound=1 << 20,
 )
-TEMPERATURE = flags.DEFINE_float('temperature', 0.0, '0 is greedy')
-TOP_K = flags.DEFINE_integer(
-  'top_k', None, 'keep the k likeliest tokens', lower_bound=1
-)
-TOP_P = flags.DEFINE_float(
-  'top_p', None, 'keep the likeliest tokens up to this probability'
-)
-MIN_P = flags.DEFINE_float(
-  'min_p', None, 'keep tokens this likely relative to the likeliest'
-)
 SEED = flags.DEFINE_integer(
   'seed',
   0,
   'of the sampling',
   lower_bound=-(2**31),
   upper_bound=2**32 - 1,
-)
-REPETITION_PENALTY = flags.DEFINE_float(
-  'repetition_penalty', None, 'above 1, repeating a token is less likely'
-)
-LOGIT_BIAS = flags.DEFINE_list(
-  'logit_bias', [], 'token:number, added to the logits; token:-inf bans it'
 )
 EOS = flags.DEFINE_multi_string(
   'eos',
@@ -183,6 +168,32 @@ LOOKUP_CONFIDENCE = flags.DEFINE_list(
 )
 
 
+_SAMPLING_HELP = {
+  'logit_bias': 'token:number, added to the logits; token:-inf bans it',
+  'repetition_penalty': 'above 1, repeating a token is less likely',
+  'temperature': '0 is greedy',
+  'top_k': 'keep the k likeliest tokens',
+  'top_p': 'keep the likeliest tokens up to this probability',
+  'min_p': 'keep tokens this likely relative to the likeliest',
+}
+
+
+def _define_sampling(name: str, default: Any) -> flags.FlagHolder:
+  """The flag of a field of `specdec.Sampling`."""
+  text = _SAMPLING_HELP[name]
+  if name == 'logit_bias':
+    return flags.DEFINE_list(name, [], text)
+  if name == 'top_k':
+    return flags.DEFINE_integer(name, default, text, lower_bound=1)
+  return flags.DEFINE_float(name, default, text)
+
+
+_SAMPLING = {
+  field.name: _define_sampling(field.name, field.default)
+  for field in dataclasses.fields(specdec.Sampling)
+}
+
+
 def _define(name: str, option: settings.Option) -> flags.FlagHolder:
   """The flag of a setting."""
   of_inner = 'of --inner: ' if option.record == 'inner_stage' else ''
@@ -197,30 +208,76 @@ def _define(name: str, option: settings.Option) -> flags.FlagHolder:
 _DRAFTING = {
   name: _define(name, settings.OPTIONS[name]) for name in settings.OPTIONS
 }
-NUM_DRAFT_TOKENS = _DRAFTING['num_draft_tokens']
+
+# Listed by --help of the script, and kept in its results.
+flags.adopt_module_key_flags(command_line)
+for _flag in flags.FLAGS.get_key_flags_for_module(__name__):
+  flags.FLAGS.register_key_flag_for_module(sys.argv[0], _flag)
+
+# Flags that some scripts have. Each belongs to the script that defines it.
+_OF_SCRIPT: dict[str, Any] = {'module_name': sys.argv[0]}
 
 
-def _logit_bias() -> dict[int, float] | None:
+def define_method(
+  default: str = 'staged',
+  methods: Sequence[str] = ('plain', 'chain', 'tree', 'staged'),
+) -> None:
+  """Defines `--method`, which `generator` and `many` read."""
+  text = 'how to decode; the text is the same; --plan chooses'
+  flags.DEFINE_enum('method', default, methods, text, **_OF_SCRIPT)
+
+
+def define_batch_size(default: int, text: str) -> flags.FlagHolder:
+  """Defines `--batch_size`."""
+  bounds = 1, LARGEST_BATCH
+  return flags.DEFINE_integer(
+    'batch_size', default, text, *bounds, **_OF_SCRIPT
+  )
+
+
+def define_num_prompts() -> None:
+  """Defines `--num_prompts`, which `file_prompts` reads."""
+  flags.DEFINE_integer(
+    'num_prompts', None, 'default: all', lower_bound=1, **_OF_SCRIPT
+  )
+
+
+def define_stop() -> None:
+  """Defines `--stop`, which `stop` reads."""
+  text = r'the text ends before this; \n is a line end; may be repeated'
+  flags.DEFINE_multi_string('stop', [], text, **_OF_SCRIPT)
+
+
+def stop() -> list[str]:
+  """The `stop` argument of decoding."""
+  return unescaped(flags.FLAGS.stop)
+
+
+@contextlib.contextmanager
+def _named_as_flag() -> Iterator[None]:
+  """An error that begins with the name of an argument names its flag."""
   try:
-    pairs = [text.split(':') for text in LOGIT_BIAS.value]
+    yield
+  except ValueError as error:
+    raise ValueError(f'--{error}') from error
+
+
+def _logit_bias(given: list[str]) -> dict[int, float] | None:
+  try:
+    pairs = [text.split(':') for text in given]
     return {int(token): float(bias) for token, bias in pairs} or None
   except ValueError as error:
     raise ValueError(
-      f'--logit_bias={",".join(LOGIT_BIAS.value)}: expected token:number,'
-      ' separated by commas'
+      f'--logit_bias={",".join(given)}: expected token:number, separated by'
+      ' commas'
     ) from error
 
 
 def sampling() -> specdec.Sampling:
   """The sampling options of the flags."""
-  return specdec.Sampling(
-    logit_bias=_logit_bias(),
-    repetition_penalty=REPETITION_PENALTY.value,
-    temperature=TEMPERATURE.value,
-    top_k=TOP_K.value,
-    top_p=TOP_P.value,
-    min_p=MIN_P.value,
-  )
+  given = {name: flag.value for name, flag in _SAMPLING.items()}
+  bias = _logit_bias(given['logit_bias'])
+  return specdec.Sampling(**given | {'logit_bias': bias})
 
 
 def eos_ids() -> list[int | str] | None:
@@ -265,28 +322,21 @@ def draft_settings(plan: Any = None) -> settings.DraftSettings:
     lookup = specdec.PromptLookup(confidence=confidence)
   except ValueError as error:
     raise ValueError(f'--lookup_confidence: {error}') from error
-  try:
+  with _named_as_flag():
     changed = settings.with_options(
       _DEFAULTS, {name: flag.value for name, flag in _DRAFTING.items()}
     )
-  except ValueError as error:
-    raise ValueError(f'--{error}') from error
   return dataclasses.replace(changed, lookup=lookup, plan=plan)
 
 
 @command_line.checked_first
 def _check() -> None:
   """Refuses values of the shared flags that no model could take."""
-  for flag in (REPETITION_PENALTY, TEMPERATURE, TOP_P, MIN_P):
-    if flag.value is not None:
-      try:
-        checks.check_range(flag.name, flag.value)
-      except ValueError as error:
-        raise ValueError(f'--{error}') from error
-  try:
+  with _named_as_flag():
+    for name, flag in _SAMPLING.items():
+      if isinstance(flag.value, float):
+        checks.check_range(name, flag.value)
     checks.check_break_even(BREAK_EVEN.value)
-  except ValueError as error:
-    raise ValueError(f'--{error}') from error
   sampling()
   eos_ids()
   draft_settings()
@@ -388,19 +438,15 @@ def of_first_host(make: Callable[[], Any]) -> Any:
 
 def mesh_sizes() -> dict[str, int]:
   """The sizes of the axes of `--mesh`; empty without it."""
-  try:
+  with _named_as_flag():
     return sharding.parse_mesh(MESH.value) if MESH.value is not None else {}
-  except ValueError as error:
-    raise ValueError(f'--{error}') from error
 
 
 @functools.cache
 def mesh() -> Any:
   """The `mesh` argument of `models.load`; starts the devices."""
-  try:
+  with _named_as_flag():
     return sharding.make_mesh(mesh_sizes()) if mesh_sizes() else None
-  except ValueError as error:
-    raise ValueError(f'--{error}') from error
 
 
 def draft_name() -> str | None:
@@ -446,6 +492,11 @@ def read_prompts(name: str | None, limit: int | None = None) -> list[str]:
   return prompts
 
 
+def file_prompts() -> list[str]:
+  """The prompts of `--prompt_file` that `--num_prompts` asks for."""
+  return read_prompts(PROMPT_FILE.value, flags.FLAGS.num_prompts)
+
+
 def prompts(prompt: flags.FlagHolder, number: int) -> list[str]:
   """The prompts of a script that also has `--prompt`.
 
@@ -466,9 +517,6 @@ def as_dict() -> dict[str, Any]:
   record = {
     flag.name: flag.value
     for flag in flags.FLAGS.get_key_flags_for_module(sys.argv[0])
-  } | {
-    flag.name: flag.value
-    for flag in flags.FLAGS.flags_by_module_dict()[__name__]
   }
   # These do not change results.
   of_hosts = (COORDINATOR, NUM_PROCESSES, PROCESS_ID, HOST_TIMEOUT)
@@ -486,7 +534,7 @@ def as_dict() -> dict[str, Any]:
   return record
 
 
-def _check_contradictions(plan: Any, method: flags.FlagHolder) -> None:
+def _check_contradictions(plan: Any) -> None:
   """Refuses flags that were given and differ from the plan."""
   ours = draft_settings()
   given = {
@@ -497,6 +545,7 @@ def _check_contradictions(plan: Any, method: flags.FlagHolder) -> None:
   if LOOKUP_CONFIDENCE.present:
     lookups = ours.lookup.confidence, plan.drafting.lookup.confidence
     given['lookup_confidence'] = lookups
+  method = flags.FLAGS['method']
   if method.present and method.value != 'plan':
     given['method'] = method.value, plan.method
   for name, (value, planned) in given.items():
@@ -566,6 +615,16 @@ def plan_setup(batch_size: int) -> Any:
   )
 
 
+def planning() -> dict[str, Any]:
+  """Arguments of `models.lab.tune.planner.make_plan` that the flags set."""
+  return {
+    'drafting': draft_settings(),
+    'seed': SEED.value,
+    'max_new_tokens': MAX_NEW_TOKENS.value,
+    'plan_seconds': PLAN_SECONDS.value,
+  }
+
+
 def plan(batch_size: int, samples: Callable[[], list[str]]) -> Any:
   """The `models.Plan` of `--plan`, or None.
 
@@ -586,62 +645,48 @@ def plan(batch_size: int, samples: Callable[[], list[str]]) -> Any:
     PLAN.value,
     samples,
     plan_setup(batch_size),
-    drafting=draft_settings(),
-    seed=SEED.value,
-    max_new_tokens=MAX_NEW_TOKENS.value,
-    plan_seconds=PLAN_SECONDS.value,
+    **planning(),
     report=lambda line: print(f'plan: {line}', file=sys.stderr),
   )
 
 
-def generator(
-  method: flags.FlagHolder,
-  samples: list[str],
-  batch_size: int,
-  messages: Any = None,
-) -> Any:
-  """The `models.Generator` of the flags.
-
-  Args:
-    method: the flag `--method`.
-    samples: prompts, in case that a plan has to be made.
-    batch_size: of the decodes to come.
-    messages: see `models.load`.
-  """
+def _load(found: Any, messages: Any = None) -> Any:
   from models.text.generator import load
 
-  found = plan(batch_size, lambda: samples)
   if found is not None:
-    _check_contradictions(found, method)
+    _check_contradictions(found)
   return load(
     **vars(models()),
-    method=method.value,
+    method=flags.FLAGS.method,
     drafting=draft_settings(),
     plan=found,
     messages=messages,
   )
 
 
+def generator(samples: list[str], batch_size: int, messages: Any = None) -> Any:
+  """The `models.Generator` of the flags.
+
+  Args:
+    samples: prompts, in case that a plan has to be made.
+    batch_size: of the decodes to come.
+    messages: see `models.load`.
+  """
+  return _load(plan(batch_size, lambda: samples), messages)
+
+
 def many(
-  method: flags.FlagHolder, samples: Callable[[], list[str]], batch_size: int
+  samples: Callable[[], list[str]], batch_size: int
 ) -> tuple[Any, dict[int, int]]:
   """The `models.Generator` of the flags, and the `tree_sizes` for many prompts.
 
   With `--plan=auto` there is a plan for the full batch and one for a single
-  prompt; see `models.lab.tune.plan_lookup.join_plans`. The arguments are those
-  of `generator`, except that `samples` is called only if a plan has to be made.
+  prompt; see `models.lab.tune.plan_lookup.join_plans`. `samples` returns
+  prompts, and is called only if a plan has to be made.
   """
-  from models.text.generator import load
-
   found, sizes = plan(batch_size, samples), dict[int, int]()
-  if found is not None:
-    if PLAN.value == 'auto' and batch_size > 1:
-      from models.lab.tune.plan_lookup import join_plans
+  if found is not None and PLAN.value == 'auto' and batch_size > 1:
+    from models.lab.tune.plan_lookup import join_plans
 
-      found, sizes = join_plans(plan(1, samples), found, batch_size)
-    _check_contradictions(found, method)
-  drafting = draft_settings()
-  loaded = load(
-    **vars(models()), method=method.value, drafting=drafting, plan=found
-  )
-  return loaded, sizes
+    found, sizes = join_plans(plan(1, samples), found, batch_size)
+  return _load(found), sizes

@@ -14,18 +14,8 @@ from absl import flags
 import command_line
 import options
 
-flags.adopt_module_key_flags(options)  # Listed by --help.
-
-_NUM_PROMPTS = flags.DEFINE_integer(
-  'num_prompts', None, 'prompts to use; default: all', lower_bound=1
-)
-_BATCH_SIZE = flags.DEFINE_integer(
-  'batch_size',
-  1,
-  'rows decoded together',
-  lower_bound=1,
-  upper_bound=options.LARGEST_BATCH,
-)
+options.define_num_prompts()
+_BATCH_SIZE = options.define_batch_size(1, 'rows decoded together')
 _OUTPUT = flags.DEFINE_string(
   'output', None, 'file of the plan; default: where --plan=auto looks for it'
 )
@@ -38,8 +28,6 @@ def main() -> None:
   from models.text.pair import load_pair
   from models.text.plan import cache_path
 
-  if options.PROMPT_FILE.value is None:
-    raise ValueError('--prompt_file is needed: a file of prompts')
   if options.PLAN.value is not None:
     raise ValueError('tune.py makes a plan; leave out --plan')
   if options.VERIFY.value != 'match':
@@ -51,9 +39,8 @@ def main() -> None:
       f'--coordinator={options.COORDINATOR.value}: hosts would decide by their'
       ' own clocks; make the plan on one host'
     )
-  if _OUTPUT.value:
-    prepare_output(_OUTPUT.value)
-  prompts = options.read_prompts(options.PROMPT_FILE.value, _NUM_PROMPTS.value)
+  prompts = options.file_prompts()
+  prepare_output(_OUTPUT.value)
   setup = options.plan_setup(_BATCH_SIZE.value)
   context = setup.context()
   plan = make_plan(
@@ -61,15 +48,12 @@ def main() -> None:
     prompts,
     context=context,
     sampling=setup.sampling,
-    drafting=options.draft_settings(),
-    seed=options.SEED.value,
-    max_new_tokens=options.MAX_NEW_TOKENS.value,
-    plan_seconds=options.PLAN_SECONDS.value,
+    **options.planning(),
     report=lambda line: print(line, file=sys.stderr),
   )
-  path = cache_path(context, options.draft_settings())
-  if _OUTPUT.value:
-    path = pathlib.Path(_OUTPUT.value)
+  path = pathlib.Path(
+    _OUTPUT.value or cache_path(context, options.draft_settings())
+  )
   print(f'{table(plan)}\n\n{plan.method}')
   plan.save(path)
   print(f'written to {path}')

@@ -17,12 +17,8 @@ from models.text.settings import METHODS
 import specdec
 from specdec import text_files
 
-flags.adopt_module_key_flags(options)  # Listed by --help.
-
 _PROMPT = flags.DEFINE_string('prompt', options.DEFAULT_PROMPT, 'to continue')
-_METHOD = flags.DEFINE_enum(
-  'method', 'staged', METHODS[:-1], 'how to decode; --plan chooses'
-)
+options.define_method(methods=METHODS[:-1])
 _OUTPUT = flags.DEFINE_string(
   'output', None, 'HTML file to write, with the trace beside it', required=True
 )
@@ -47,7 +43,7 @@ def main() -> None:
   page.parent.mkdir(parents=True, exist_ok=True)
   if _TRACE.value is None:
     prompts = options.prompts(_PROMPT, 1)
-    generator = options.generator(_METHOD, prompts, 1)
+    generator = options.generator(prompts, 1)
     (trace,) = generator.trace(prompts, log_probs=True, **options.decoding())
     data = page.with_suffix('.json')
     data.write_text(trace.to_json() + '\n', 'utf-8')

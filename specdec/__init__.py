@@ -42,7 +42,7 @@ from specdec.verify.block import BlockRule
 from specdec.verify.match import MatchRule
 from specdec.verify.rejection import RejectionRule
 
-__version__ = '0.7.0'
+__version__ = '0.8.0'
 
 __all__ = (
   'EXCLUDED',

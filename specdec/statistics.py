@@ -72,6 +72,34 @@ def count_step(
   )
 
 
+def bytes_read(
+  reads: Mapping[str, Mapping[str, float]],
+  costs: Mapping[str, Mapping[str, float]],
+) -> float:
+  """Bytes of weights and visible cache slots that all models read.
+
+  `reads` and `costs` are those of `summarize`; `plain` does not count.
+  """
+  return sum(
+    count['forwards'] * costs[name]['per_forward']
+    + count['slots'] * costs[name]['per_slot']
+    for name, count in reads.items()
+    if name != 'plain'
+  )
+
+
+def plain_reads(
+  prompt_lengths: np.ndarray, new_tokens: np.ndarray
+) -> dict[str, int]:
+  """Forwards and visible slots of plain decoding; lengths of the rows `[B]`."""
+  # Emitting token i of a row, plain decoding sees prompt_length + i slots.
+  slots = new_tokens * prompt_lengths + new_tokens * (new_tokens - 1) // 2
+  return {
+    'forwards': int(new_tokens.max(initial=0)),
+    'slots': int(slots.sum()),
+  }
+
+
 def relative_bandwidth(
   reads: Mapping[str, Mapping[str, float]],
   costs: Mapping[str, Mapping[str, float]],
@@ -83,16 +111,8 @@ def relative_bandwidth(
   formula; here the caches count.) 1 if nothing was decoded. `reads` and `costs`
   are those of `summarize`; the costs may be those of other models.
   """
-  total = lambda count, cost: (
-    count['forwards'] * cost['per_forward'] + count['slots'] * cost['per_slot']
-  )
-  plain = total(reads['plain'], costs['target'])
-  read = sum(
-    total(count, costs[name])
-    for name, count in reads.items()
-    if name != 'plain'
-  )
-  return read / plain if plain else 1.0
+  plain = bytes_read({'target': reads['plain']}, costs)
+  return bytes_read(reads, costs) / plain if plain else 1.0
 
 
 def _beyond(context: int, starts: np.ndarray, new_tokens: np.ndarray) -> int:
@@ -104,14 +124,12 @@ def _beyond(context: int, starts: np.ndarray, new_tokens: np.ndarray) -> int:
 
 def _reads(counters, stages, prompt_lengths, new_tokens):
   """`reads` of `summarize`; `stages` are pairs of a stage and its counters."""
-  # Emitting token i of a row, plain decoding sees prompt_length + i slots.
-  plain_slots = new_tokens * prompt_lengths + new_tokens * (new_tokens - 1) // 2
   count = lambda forwards, slots: {
     'forwards': int(forwards),
     'slots': int(slots.sum()),
   }
   return {
-    'plain': count(new_tokens.max(initial=0), plain_slots),
+    'plain': plain_reads(prompt_lengths, new_tokens),
     'target': count(counters.steps, counters.slots_read),
   } | {
     stage.name: count(counted.forwards, counted.slots_read)

@@ -129,8 +129,8 @@ def test_whole_weights_are_found_however_they_are_gathered():
   for divided, number in (((8, 512), 1), ((8, 8, 64), 1), ((16, 256), 0)):
     compiled = Compiled(text, 0, (1, 1.0), frozenset({divided}), {})
     (step,) = analyse('plain', compiled, DEVICES['v5e']).loops
-    assert step.whole_tensors == number, divided
-    assert step.collective_bytes == 4 * 64 + 4 * 8 * 64 + 2 * 8 * 64 * 8
+    assert step['whole_tensors'] == number, divided
+    assert step['collective_bytes'] == 4 * 64 + 4 * 8 * 64 + 2 * 8 * 64 * 8
 
 
 def test_a_report_compares_with_the_least_that_must_be_read():
@@ -144,12 +144,12 @@ def test_a_report_compares_with_the_least_that_must_be_read():
   device = Device(platform='tpu', bandwidth=1e6, flops=1e4)
   report = analyse('chain', compiled, device)
   step, growth = report.loops
-  assert step.loop == 'decode step'
-  assert (step.bookkeeping, step.host_transfers) == (3, 1)
-  assert growth.loop == 'growth round of draft, before'
+  assert step['loop'] == 'decode step'
+  assert (step['bookkeeping'], step['host_transfers']) == (3, 1)
+  assert growth['loop'] == 'growth round of draft, before'
   # Bound by bytes, and bound by products.
-  assert (step.floor_ms, growth.floor_ms) == (1.0, 4.0)
-  assert step.bandwidth_ms == pytest.approx(step.bytes / 1000, rel=1e-3)
+  assert (step['floor_ms'], growth['floor_ms']) == (1.0, 4.0)
+  assert step['bandwidth_ms'] == pytest.approx(step['bytes'] / 1000, rel=1e-3)
   table = to_markdown([report])
   assert '1 f32[96,171]' in table
   assert 'chain 2.0 MB' in table

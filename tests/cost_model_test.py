@@ -234,24 +234,6 @@ def test_expected_tokens_by_enumeration():
     assert step.draft_width * shape.max_depth == pytest.approx(len(parents))
 
 
-def test_memory_bound_speedup_is_the_formula_of_leviathan():
-  target, draft = (
-    dataclasses.replace(MODELS[name], activation_bytes=0, cache_bytes=0)
-    for name in ('gpt2-xl', 'gpt2')
-  )
-  fast = dataclasses.replace(_MACHINE, flops_per_second={'bfloat16': 1e12})
-  deployment = Deployment(target=target, draft=draft, hardware=fast)
-  ratio = draft.parameters / target.parameters
-  for n, a in ((1, 0.6), (2, 0.0), (5, 0.9), (6, 0.3)):
-    step = tree_step(topology.chain(n), [a])
-    found = predict(deployment, step)
-    tokens = (1 - a ** (n + 1)) / (1 - a)
-    assert step.tokens == pytest.approx(tokens)
-    assert (step.num_nodes, step.draft_width) == (n + 1, 1)
-    assert found.speedup == pytest.approx(tokens / (n * ratio + 1))
-    assert found.relative_bandwidth == pytest.approx(1 / found.speedup)
-
-
 def test_predictions_add_up():
   hardware = HARDWARE['h200']
   deployment = dataclasses.replace(_SERVER, overlap=False, hardware=hardware)
@@ -337,34 +319,6 @@ def test_the_script_prints_every_claim_as_it_is_documented(tmp_path):
   del found['machine'], documented['machine']
   assert jax.tree.structure(found) == jax.tree.structure(documented)
   assert jax.tree.leaves(found) == pytest.approx(jax.tree.leaves(documented))
-
-
-def _one_and_eight(target):
-  """Rows of one device and of eight of it, for a single text."""
-  documented = _ROOT / 'results' / 'cost_model' / 'cost_model.json'
-  rows = json.loads(documented.read_text())['by_devices'][target]
-  rows = [row for row in rows if row['batch size'] == 1]
-  return zip(rows[::2], rows[1::2], strict=True)
-
-
-def test_what_collectives_change():
-  """They are paid per forward; but a draft is not shared as well.
-
-  A mixture gains more on eight devices: where a tree reads more than a token,
-  what both wait for alike counts.
-  """
-  for one, eight in _one_and_eight('llama_2_70b'):
-    assert eight['machine'] == f'8 x {one["machine"]}'
-    assert one['communication ms'] == 0 < eight['communication ms']
-    for method in ('chain', 'staged'):
-      ours = eight[f'{method} communication ms']
-      assert ours < 0.7 * eight['communication ms']
-      assert 2 < eight[f'{method} speedup'] < one[f'{method} speedup']
-    free = 'chain, free draft'
-    assert eight[free] == pytest.approx(one[free], rel=0.01)
-  for one, eight in _one_and_eight('mixtral_8x7b'):
-    for free in ('chain, free draft', 'staged, free draft'):
-      assert eight[free] > one[free]
 
 
 def test_the_script_takes_folders_and_names(tmp_path):

@@ -117,15 +117,15 @@ def test_the_compiled_loops_of_the_demo_pair(device, method, update):
   report = analyse(method, compiled, DEVICES[device])
   counted = {'temporary bytes': report.temporary_bytes}
   for loop in report.loops:
-    assert loop.host_transfers == 0
+    assert loop['host_transfers'] == 0
     counted |= {
-      f'{loop.loop}, {what}': number
+      f'{loop["loop"]}, {what}': number
       for what, number in {
-        'kernels per layer': loop.kernels_per_layer,
-        'other kernels': loop.bookkeeping,
-        'large copies': sum(loop.copies.values()),
-        'branches': loop.branches,
-        'bytes': loop.bytes,
+        'kernels per layer': loop['kernels_per_layer'],
+        'other kernels': loop['bookkeeping'],
+        'large copies': sum(loop['copies'].values()),
+        'branches': loop['branches'],
+        'bytes': loop['bytes'],
       }.items()
     }
   compiler = ('jaxlib', 'cpu' if device == 'cpu' else 'libtpu')
@@ -189,11 +189,11 @@ def test_the_collectives_of_eight_devices(method, update):
   assert report.held_bytes < 1.03 * report.ideal_held_bytes
   counted = {}
   for loop in report.loops:
-    assert loop.whole_tensors == 0
+    assert loop['whole_tensors'] == 0
     counted |= {
-      f'{loop.loop}, collectives': sum(loop.collectives.values()),
-      f'{loop.loop}, collectives per layer': loop.collectives_per_layer,
-      f'{loop.loop}, bytes of collectives': loop.collective_bytes,
+      f'{loop["loop"]}, collectives': sum(loop['collectives'].values()),
+      f'{loop["loop"]}, collectives per layer': loop['collectives_per_layer'],
+      f'{loop["loop"]}, bytes of collectives': loop['collective_bytes'],
     }
   assert counted['decode step, collectives per layer'] <= 2
   name = f'v5e:2x4 {method}'

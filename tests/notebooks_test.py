@@ -3,14 +3,12 @@
 import json
 import pathlib
 import re
-import sys
 
 import nbclient
 import nbformat
 import pytest
+import strip_notebooks
 import tiny_demo
-
-from models.lab.bench import notebooks
 
 _FOLDER = pathlib.Path(__file__).parents[1] / 'colab'
 _FILES = sorted(_FOLDER.glob('*.ipynb'))
@@ -22,7 +20,9 @@ _for_every_file = pytest.mark.parametrize('file', _FILES, ids=lambda f: f.stem)
 @pytest.mark.long
 @_for_every_file
 def test_it_runs_in_a_kernel(file):
-  notebooks.execute(file, timeout=300)
+  where = {'metadata': {'path': str(_FOLDER)}}
+  notebook = nbformat.read(file, as_version=4)
+  nbclient.execute(notebook, timeout=300, resources=where)
 
 
 @_for_every_file
@@ -70,28 +70,6 @@ def test_it_is_kept_as_a_run_leaves_it(file):
     assert 'clone' not in words or words[-1] == 'specdec-repository'
 
 
-def test_outputs_are_kept_and_errors_are_clear(monkeypatch, tmp_path):
-  def write(*sources):
-    cells = [*map(nbformat.v4.new_code_cell, sources)]
-    nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
-
-  path = tmp_path / 'one.ipynb'
-  write('print(1)')
-  notebooks.update(path, timeout=60)
-  ((output,),) = [one.outputs for one in nbformat.read(path, 4).cells]
-  assert output.text == '1\n'
-  write('print(1)\n1 / 0')
-  with pytest.raises(nbclient.exceptions.CellExecutionError, match='Zero'):
-    notebooks.execute(path, timeout=60)
-  path.write_text('text')
-  with pytest.raises(ValueError, match=r'one\.ipynb is not a notebook'):
-    notebooks.execute(path, timeout=60)
-  monkeypatch.setitem(sys.modules, 'nbformat', None)
-  remedy = re.escape("pip install -e '.[notebooks,plot]'")
-  with pytest.raises(ValueError, match=remedy):
-    notebooks.update(path, timeout=60)
-
-
 def test_what_changes_with_every_run_is_stripped():
   cell, other = map(nbformat.v4.new_code_cell, ('print(1)', '2'))
   cell.metadata = {'execution': {'iopub.status.busy': '2026-01-01'}}
@@ -102,7 +80,7 @@ def test_what_changes_with_every_run_is_stripped():
   cell.outputs += [picture, said('3\n')]
   notebook = nbformat.v4.new_notebook(cells=[cell, other])
   notebook.metadata['language_info'] = {'version': '3.11.7'}
-  found = notebooks.stripped(notebook)
+  found = strip_notebooks.stripped(notebook)
   assert [one.id for one in found.cells] == ['cell-00', 'cell-01']
   assert found.cells[0].metadata == {}
   first, shown, last = found.cells[0].outputs

@@ -77,10 +77,8 @@ def test_a_chain_and_a_binary_tree():
     (lambda: k_ary(0, 2), 'at least 1, got 0 and 2'),
     (lambda: k_ary(2, 12), 'a 2-ary tree of depth 12 has more than 4096 nodes'),
     (lambda: k_ary(5000, 1), 'more than 4096 nodes'),
-    (lambda: from_paths([]), 'topology has no path'),
     (lambda: from_paths([()]), r'one or more ranks from 0, got \(\)'),
     (lambda: Topology(((0,), (0, -1))), r'ranks from 0, got \(0, -1\)'),
-    (lambda: Topology(((0, 0),)), r'path \(0, 0\) but not its parent \(0,\)'),
   ],
 )
 def test_shapes_that_are_refused(make, message):

@@ -26,6 +26,7 @@ import numpy as np
 
 from models.lab.cost_model import Hardware
 from specdec.model import LanguageModel
+from specdec.statistics import bytes_read
 
 # Larger than the caches of a processor, small enough to fit beside the models.
 _READ_BYTES = {'cpu': 256 << 20, 'default': 2 << 30}
@@ -130,22 +131,6 @@ def model_size(model: LanguageModel) -> ModelSize:
   cache = jax.tree.leaves(jax.eval_shape(lambda: model.spec.init_cache(1, 1)))
   slot = sum(leaf.size for leaf in cache if leaf.ndim > 1)
   return ModelSize(model.spec.parameters, slot)
-
-
-def bytes_read(
-  reads: Mapping[str, Mapping[str, float]],
-  costs: Mapping[str, Mapping[str, float]],
-) -> float:
-  """Bytes of weights and visible cache slots that all models read.
-
-  The arguments are `reads` and `costs` of `specdec.statistics.summarize`.
-  """
-  return sum(
-    count['forwards'] * costs[name]['per_forward']
-    + count['slots'] * costs[name]['per_slot']
-    for name, count in reads.items()
-    if name != 'plain'
-  )
 
 
 def flops(figures: Mapping[str, Any], sizes: Mapping[str, ModelSize]) -> float:

@@ -27,6 +27,7 @@ from models.lab.bench.arms import Task
 from models.lab.bench.machine import ModelSize
 from specdec.generation import Generation
 from specdec.sampling import Sampling
+from specdec.statistics import plain_reads
 from specdec.statistics import relative_bandwidth
 
 
@@ -340,20 +341,17 @@ def statistics(
   """
   new_tokens = np.array([len(row) for row in tokens])
   lengths = np.array([len(prompt) for prompt in prompts])
-  plain = new_tokens * lengths + new_tokens * (new_tokens - 1) // 2
-  slots = {'plain': int(plain.sum())}
-  forwards = {'plain': int(new_tokens.max(initial=0))}
-  for name, hook in counted.items():
-    forwards[name], slots[name] = hook.forwards, hook.slots
-  reads = {
-    name: {'forwards': forwards[name], 'slots': slots[name]} for name in slots
+  reads = {'plain': plain_reads(lengths, new_tokens)} | {
+    name: {'forwards': hook.forwards, 'slots': hook.slots}
+    for name, hook in counted.items()
   }
+  forwards = {name: hook.forwards for name, hook in counted.items()}
   return {
     'new_tokens': int(new_tokens.sum()),
     # A row of a batch may end before the others.
     'target_forwards': int(np.minimum(new_tokens, forwards['target']).sum()),
     'accepted_histogram': None,
-    'stage_forwards': {n: forwards[n] for n in counted if n != 'target'},
+    'stage_forwards': {n: forwards[n] for n in forwards if n != 'target'},
     'origins': None,
     'positions': {name: hook.positions for name, hook in counted.items()},
     'relative_bandwidth': relative_bandwidth(reads, costs),

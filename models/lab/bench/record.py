@@ -15,19 +15,22 @@ import jax
 from specdec.text_files import to_json
 
 
-def prepare_output(path: str) -> None:
-  """Raises OSError before measuring if the file cannot be written."""
+def prepare_output(path: str | None) -> None:
+  """Raises OSError before measuring if the file, if any, cannot be written."""
+  if not path:
+    return
   file = pathlib.Path(path)
   file.parent.mkdir(parents=True, exist_ok=True)
   file.touch()
 
 
 def write_record(
-  path: str, settings: dict[str, Any], figures: dict[str, Any]
+  path: str | None, settings: dict[str, Any], figures: dict[str, Any]
 ) -> None:
-  """Writes `record` as JSON."""
-  text = to_json(record(settings, figures), indent=1)
-  pathlib.Path(path).write_text(f'{text}\n', 'utf-8')
+  """Writes `record` as JSON, if there is a path."""
+  if path:
+    text = to_json(record(settings, figures), indent=1)
+    pathlib.Path(path).write_text(f'{text}\n', 'utf-8')
 
 
 def record(settings: dict[str, Any], figures: dict[str, Any]) -> dict[str, Any]:

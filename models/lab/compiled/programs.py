@@ -420,6 +420,15 @@ def _bytes(leaf: jax.ShapeDtypeStruct) -> int:
   return leaf.size * leaf.dtype.itemsize
 
 
+def _held(
+  target: LanguageModel, drafter: Drafter, state: DecodeState
+) -> list[jax.ShapeDtypeStruct]:
+  """All weights and caches."""
+  is_cache = lambda leaf: isinstance(leaf, specdec.KVCache)
+  caches = filter(is_cache, jax.tree.leaves(state, is_leaf=is_cache))
+  return jax.tree.leaves((target.params, drafter, *caches))
+
+
 def _layout(
   devices: list[jax.Device], mesh: dict[str, int] | None, name: str
 ) -> Layout:
@@ -443,11 +452,7 @@ def compile_program(
 ) -> Compiled:
   """Compiles the decode loop of a method, one of `METHODS`.
 
-  Args:
-    method: how to decode.
-    workload: what to decode.
-    device: the device, with a topology for several.
-    mesh: the sizes of the axes of a mesh of all devices; None for one device.
+  `mesh` has the sizes of the axes of a mesh of all devices; None for one.
 
   Raises:
     ValueError: the method or a model is not known, the compiler is not
@@ -487,18 +492,13 @@ def compile_program(
     .lower(lowering_platforms=(device.platform,))
     .compile(compiler_options=_OPTIONS[device.platform])
   )
-  is_cache = lambda leaf: isinstance(leaf, specdec.KVCache)
-  caches = filter(is_cache, jax.tree.leaves(state, is_leaf=is_cache))
-  held = jax.tree.leaves((target.params, drafter, *caches))
+  held = _held(target, drafter, state)
   divided = [leaf for leaf in held if bytes_on_device(leaf) < _bytes(leaf)]
+  saved = (1 - 1 / len(devices)) * sum(map(_bytes, divided))
   return Compiled(
     text=compiled.as_text(),
     temporary_bytes=compiled.memory_analysis().temp_size_in_bytes,
-    held=(
-      sum(map(bytes_on_device, held)),
-      sum(map(_bytes, held))
-      - (1 - 1 / len(devices)) * sum(map(_bytes, divided)),
-    ),
+    held=(sum(map(bytes_on_device, held)), sum(map(_bytes, held)) - saved),
     divided=frozenset(axes_of(leaf.shape) for leaf in divided),
     work=_works(target, drafter, state),
   )

@@ -5,11 +5,15 @@ missing (None) where weights and caches exceed the memory. The tables are
 discussed in docs/cost_model.md.
 """
 
+from collections.abc import Mapping
 import dataclasses
 import itertools
+import json
+import pathlib
 from typing import Any
 
 from models.lab.cost_model.forward import forward_cost
+from models.lab.cost_model.forward import Hardware
 from models.lab.cost_model.forward import ModelShape
 from models.lab.cost_model.presets import HARDWARE
 from models.lab.cost_model.presets import MODELS
@@ -19,6 +23,7 @@ from models.lab.cost_model.speculation import Deployment
 from models.lab.cost_model.speculation import predict
 from models.lab.cost_model.speculation import SpeculativeStep
 from models.lab.cost_model.speculation import tree_step
+from specdec import text_files
 from specdec.tree.topology import chain
 
 Tables = dict[str, list[dict[str, Any]]]
@@ -26,6 +31,8 @@ Tables = dict[str, list[dict[str, Any]]]
 _BATCH_SIZES = tuple(2**power for power in range(9))
 _CONTEXTS = tuple(2**power for power in range(9, 18))
 _PLAIN = SpeculativeStep()
+_COUNTS = 'amd-epyc-zen4-2-cores'  # Folder of the results that are read.
+_METHODS = ('plain', 'chain', 'tree', 'staged')
 
 # Spector and Ré 2023, arXiv 2308.04623: mode, method, relative bandwidth (table
 # 1) and tokens per second (table 2).
@@ -42,29 +49,6 @@ _PUBLISHED = (
 )
 _PLAIN_RATE = 150
 _PYTHON_SHARE = 0.35  # of their time
-
-
-def _step(
-  nodes: float, tokens: float, forwards: float, width: float
-) -> SpeculativeStep:
-  return SpeculativeStep(
-    num_nodes=nodes, tokens=tokens, draft_forwards=forwards, draft_width=width
-  )
-
-
-# Counted with the embedded pair on 40 HumanEval prompts (demo_counts_*.json in
-# results/amd-epyc-zen4-2-cores): mode, method; nodes, tokens, draft forwards
-# and draft width per step; relative bandwidth at the sizes of the paper.
-_COUNTED = (
-  ('greedy', 'plain', _PLAIN, 1.0),
-  ('greedy', 'chain', _step(5, 3.318, 4.0, 1), 0.365),
-  ('greedy', 'tree', _step(63.6, 4.441, 3.788, 16), 0.272),
-  ('greedy', 'staged', _step(64, 6.827, 1.825, 16), 0.162),
-  ('top-k 50', 'chain', _step(5, 1.934, 4.0, 1), 0.627),
-  ('top-k 50', 'tree', _step(64, 3.187, 4.0, 16), 0.383),
-  ('top-k 50', 'staged', _step(64, 3.255, 2.866, 16), 0.356),
-)
-_COUNTED_CONTEXT = 207  # mean cache slots visible to a plain forward
 
 
 def options(
@@ -183,12 +167,27 @@ def by_experts(
   return {'batch_size_1': rows, 'speedup': speedup}
 
 
-def paper() -> Tables:
+def read_counts(results: pathlib.Path) -> dict[str, dict[str, Any]]:
+  """Counts of the embedded pair: by mode, the figures of all methods.
+
+  `results` is the folder of that name in the repository.
+  """
+  read = lambda name: json.loads(text_files.read(str(results / _COUNTS / name)))
+  return {
+    mode: {arm.partition(':')[0]: found for arm, found in arms.items()}
+    for mode, arms in (
+      ('greedy', read('demo_counts_greedy.json')['arms']),
+      ('top-k 50', read('demo_counts_sampled.json')['arms']),
+    )
+  }
+
+
+def paper(counts: Mapping[str, Mapping[str, Any]]) -> Tables:
   """Both tables of the paper, and predictions at its sizes.
 
   `published` compares the published speedup with that of the bytes alone;
-  `counted` has predictions from the counts of the embedded pair; `plain` has
-  tokens per second of plain decoding.
+  `counted` has predictions from `counts` (`read_counts`); `plain` has tokens
+  per second of plain decoding, at the context of the first counts.
   """
   published = [
     {
@@ -202,90 +201,101 @@ def paper() -> Tables:
     }
     for mode, method, bandwidth, rate in _PUBLISHED
   ]
-  counted = []
-  for mode, method, step, bandwidth in _COUNTED:
-    found = predict(PAPER, step, context=_COUNTED_CONTEXT)
-    row = {
-      'mode': mode,
-      'method': method,
-      'block efficiency': step.tokens,
-      'draft forwards per token': step.draft_forwards / step.tokens,
-      'counted relative bandwidth': bandwidth,
-      'relative bandwidth': found.relative_bandwidth,
-      'FLOP per byte': found.arithmetic_intensity,
-      'TFLOP/s': found.flops / found.seconds / 1e12,
-      'tokens/s': found.throughput,
-      'speedup': found.speedup,
-    }
-    counted.append(row)
-  rate = predict(PAPER, _PLAIN, context=_COUNTED_CONTEXT).throughput
+  counted: list[dict[str, Any]] = [
+    {'mode': mode, 'method': method} | _at_paper_sizes(arms[method], arms)
+    for mode, arms in counts.items()
+    for method in _METHODS
+  ]
+  rate = counted[0]['tokens/s']
   plain = {'published': _PLAIN_RATE, '16 bits': rate, '32 bits': rate / 2}
   return {'published': published, 'counted': counted, 'plain': [plain]}
 
 
-def by_devices(*, context: int, devices: int) -> Tables:
-  """A dense target and a mixture on one device and on several.
-
-  They need not have the memory. The draft is TinyLlama 1.1B, a step has the
-  greedy counts of `paper`.
-  `communication` is that of the target's forwards, per token; `free draft` is
-  the speedup of the same tree if drafting costs nothing.
-  """
+def _at_paper_sizes(figures: Any, arms: Mapping[str, Any]) -> dict[str, float]:
+  plain = arms['plain']['reads']['plain']
+  context = plain['slots'] / plain['forwards']  # Mean over plain forwards.
+  step = counted_step(figures)
+  found = predict(PAPER, step, context=context)
   return {
-    name.replace('-', '_'): _of_devices(MODELS[name], context, devices)
-    for name in ('llama-2-70b', 'mixtral-8x7b')
+    'block efficiency': step.tokens,
+    'draft forwards per token': step.draft_forwards / step.tokens,
+    'counted relative bandwidth': figures['relative_bandwidth_at_paper_costs'],
+    'relative bandwidth': found.relative_bandwidth,
+    'FLOP per byte': found.arithmetic_intensity,
+    'TFLOP/s': found.flops / found.seconds / 1e12,
+    'tokens/s': found.throughput,
+    'speedup': found.speedup,
   }
 
 
-def _of_devices(
-  target: ModelShape, context: int, devices: int
-) -> list[dict[str, Any]]:
-  draft = MODELS['tinyllama-1.1b']
-  steps = {method: step for _, method, step, _ in _COUNTED[:4]}  # Greedy.
-  rows = []
-  for name, batch_size, number in itertools.product(
-    ('v5e', 'v5p', 'v6e', 'h100'), (1, 16), sorted({1, devices})
-  ):
-    hardware = HARDWARE[name].times(number)
-    sizes = {'batch_size': batch_size, 'context': context}
-    plain = forward_cost(target, **sizes)
-    row = {
-      'machine': hardware.name,
-      'batch size': batch_size,
-      'plain ms per token': 1e3 * plain.seconds(hardware),
-      'communication ms': 1e3 * plain.communication_seconds(hardware),
-    }
-    for method in ('chain', 'staged'):
-      found = {
-        title: predict(
-          Deployment(target=target, draft=model, hardware=hardware),
-          steps[method],
-          **sizes,
-        )
-        for title, model in (('draft', draft), ('free draft', None))
-      }
-      step = steps[method]
-      verify = forward_cost(target, num_tokens=step.num_nodes, **sizes)
-      communication = verify.communication_seconds(hardware) / step.tokens
-      row |= {
-        f'{method} ms per token': 1e3 * found['draft'].latency,
-        f'{method} communication ms': 1e3 * communication,
-        f'{method} speedup': found['draft'].speedup,
-        f'{method}, free draft': found['free draft'].speedup,
-      }
-    rows.append(row)
-  return rows
+def counted_step(figures: Mapping[str, Any]) -> SpeculativeStep:
+  """The mean step of an arm of scripts/benchmark.py with batch size 1."""
+  steps, positions = figures['target_forwards'], figures['positions']
+  forwards = figures['stage_forwards'].get('draft', 0)
+  return SpeculativeStep(
+    num_nodes=positions['target'] / steps,
+    tokens=figures['new_tokens'] / steps,
+    draft_forwards=forwards / steps,
+    draft_width=positions['draft'] / forwards if forwards else 1,
+  )
 
 
 def roofline() -> Tables:
-  """The greedy counts of `paper` under the roofline of its machine."""
-  columns = ('method', 'FLOP per byte', 'TFLOP/s', 'tokens/s', 'speedup')
-  rows = [row for row in paper()['counted'] if row['mode'] == 'greedy']
-  points = [{name: row[name] for name in columns} for row in rows]
+  """The limits of the paper's machine."""
   hardware, dtype = PAPER.hardware, PAPER.target.dtype
   limits = {
     'GB/s': hardware.bytes_per_second / 1e9,
     'TFLOP/s': hardware.peak(dtype) / 1e12,
     'ridge, FLOP per byte': hardware.ridge(dtype),
   }
-  return {'points': points, 'limits': [limits]}
+  return {'limits': [limits]}
+
+
+def by_devices(
+  arms: Mapping[str, Any], *, context: int, devices: int
+) -> Tables:
+  """A dense target and a mixture on one device and on several.
+
+  They need not have the memory. The draft is TinyLlama 1.1B; `arms` has the
+  counts of the steps. `communication` is that of the target's forwards, per
+  token; `free draft` is the speedup of the same tree if drafting costs nothing.
+  """
+  steps = {method: counted_step(arms[method]) for method in ('chain', 'staged')}
+  return {
+    name.replace('-', '_'): [
+      _of_devices(MODELS[name], HARDWARE[machine].times(number), steps, sizes)
+      for machine, size, number in itertools.product(
+        ('v5e', 'v5p', 'v6e', 'h100'), (1, 16), sorted({1, devices})
+      )
+      for sizes in ({'batch_size': size, 'context': context},)
+    ]
+    for name in ('llama-2-70b', 'mixtral-8x7b')
+  }
+
+
+def _of_devices(
+  target: ModelShape,
+  hardware: Hardware,
+  steps: Mapping[str, SpeculativeStep],
+  sizes: dict[str, int],
+) -> dict[str, Any]:
+  draft = MODELS['tinyllama-1.1b']
+  plain = forward_cost(target, **sizes)
+  row: dict[str, Any] = {
+    'machine': hardware.name,
+    'batch size': sizes['batch_size'],
+    'plain ms per token': 1e3 * plain.seconds(hardware),
+    'communication ms': 1e3 * plain.communication_seconds(hardware),
+  }
+  for method, step in steps.items():
+    alone = Deployment(target=target, draft=None, hardware=hardware)
+    found = predict(dataclasses.replace(alone, draft=draft), step, **sizes)
+    verify = forward_cost(target, num_tokens=step.num_nodes, **sizes)
+    communication = verify.communication_seconds(hardware) / step.tokens
+    row |= {
+      f'{method} ms per token': 1e3 * found.latency,
+      f'{method} communication ms': 1e3 * communication,
+      f'{method} speedup': found.speedup,
+      f'{method}, free draft': predict(alone, step, **sizes).speedup,
+    }
+  return row

@@ -122,13 +122,12 @@ class _Tried(NamedTuple):
   decodes: list[tuple[float, int]]
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class _Search:
-  """The state of a search; a plan can be made from it at any time.
+  """What all steps of a search share.
 
   `options` are arguments of `specdec.generate`, and `seconds_left` returns the
-  seconds until a share of the budget is spent. `costs` has V(N), and `tried`
-  the candidates that were replayed, by name, plain decoding first.
+  seconds until a share of the budget is spent.
   """
 
   pair: Pair
@@ -137,14 +136,11 @@ class _Search:
   drafting: DraftSettings
   seconds_left: Callable[[float], float]
   report: Callable[[str], None]
-  samples: list[_Sample] = dataclasses.field(default_factory=list)
-  costs: StepCosts = dataclasses.field(init=False)
-  tried: dict[str, _Tried] = dataclasses.field(default_factory=dict)
 
-  def _is_late(self, share: float) -> bool:
+  def is_late(self, share: float) -> bool:
     return self.seconds_left(share) <= 0
 
-  def _decode(
+  def decode(
     self,
     target: specdec.LanguageModel,
     drafter: specdec.Drafter,
@@ -154,7 +150,7 @@ class _Search:
   ) -> tuple[float, specdec.Generation]:
     """Seconds and result of a decode, cut short when a share is spent."""
     checks = itertools.count()
-    is_late = lambda: next(checks) >= _LEAST_CHECKS and self._is_late(share)
+    is_late = lambda: next(checks) >= _LEAST_CHECKS and self.is_late(share)
     start = time.perf_counter()
     generation = specdec.generate(
       target,
@@ -167,214 +163,254 @@ class _Search:
     )
     return time.perf_counter() - start, generation
 
-  def run(self, batches: list[list[list[int]]]) -> None:
-    """Everything but the choice."""
-    self._decode_samples(batches)
-    self._measure_costs()
-    has_draft = self.pair.draft is not None
-    candidates = list_candidates(self.drafting, has_draft=has_draft)
-    for candidate in itertools.chain(candidates, self._fixed_trees()):
-      if len(self.tried) > 1 and self._is_late(_REPLAYS_END):
-        self.report('out of time for replays; other candidates are left out')
-        break
-      self._replay(candidate)
-    self._decode_finalists()
 
-  def _decode_samples(self, batches: list[list[list[int]]]) -> None:
-    """Decodes the prompts plainly."""
-    room = self.options['room_for_new_tokens']
-    for batch in batches:
-      if self.samples and self._is_late(_SAMPLING_ENDS):
-        break
-      any_text = _Sample(batch, [[0] * room for _ in batch])
-      seconds, generation = self._decode(
-        self.pair.target, specdec.PLAIN, any_text, _SAMPLING_ENDS
-      )
-      self.samples.append(_Sample(batch, generation.tokens))
-      self.report(
-        f'sample batch {len(self.samples)} of {len(batches)}:'
-        f' {generation.stats["new_tokens"]} tokens in {seconds:.1f} s'
-      )
-    if not any(any(sample.new) for sample in self.samples):
-      raise ValueError(
-        'the target ends all sample prompts at once; give other prompts'
-      )
+def _decode_samples(
+  search: _Search, batches: list[list[list[int]]]
+) -> list[_Sample]:
+  """Decodes the prompts plainly."""
+  room, samples = search.options['room_for_new_tokens'], list[_Sample]()
+  for batch in batches:
+    if samples and search.is_late(_SAMPLING_ENDS):
+      break
+    any_text = _Sample(batch, [[0] * room for _ in batch])
+    seconds, generation = search.decode(
+      search.pair.target, specdec.PLAIN, any_text, _SAMPLING_ENDS
+    )
+    samples.append(_Sample(batch, generation.tokens))
+    search.report(
+      f'sample batch {len(samples)} of {len(batches)}:'
+      f' {generation.stats["new_tokens"]} tokens in {seconds:.1f} s'
+    )
+  if not any(any(sample.new) for sample in samples):
+    raise ValueError(
+      'the target ends all sample prompts at once; give other prompts'
+    )
+  return samples
 
-  def _measure_costs(self) -> None:
-    """Measures V(N) halfway through the first texts."""
-    first = self.samples[0]
-    limit = self.options['room_for_new_tokens']
-    slots, room = padded_shape(first.prompts, limit)
-    halfway = np.mean([*map(len, first.prompts), *map(len, first.texts)])
-    self.costs = measure_step_costs(
-      self.pair.target,
-      first.texts,
-      prompt_slots=slots,
-      max_new_tokens=room,
-      context=max(2, int(halfway)),
-      node_counts=NODE_COUNTS,
-      num_steps=4,
-      most_tokens=_MOST_TOKENS,
-      is_late=lambda: self._is_late(_COSTS_END),
-    )
-    times = self.costs.verification.items()
-    listed = ', '.join(
-      f'{size}: {1e3 * seconds:.2f}' for size, seconds in times
-    )
-    self.report(
-      f'milliseconds of a target forward by number of nodes: {listed}'
-    )
 
-  def _replay(self, candidate: Candidate) -> None:
-    """Counts and times the decodes of a candidate, without the target."""
-    name = candidate.name
-    try:
-      drafter = make_drafter(candidate.method, self.pair, candidate.drafting)
-    except ValueError as error:  # such as an n-gram with another tokenizer
-      self.report(f'{name} is left out: {error}')
-      return
-    num_nodes = drafter.shape.num_nodes
-    if num_nodes > max(self.costs.verification):
-      self.report(f'{name} is left out: V({num_nodes}) was not measured')
-      return
-    total, stats = 0.0, list[dict[str, Any]]()
-    for sample in self.samples * _PASSES:
-      if stats and self._is_late(_REPLAYS_END):
-        break
-      oracle = oracle_target(self.pair.target.spec, sample.texts)
-      if not stats:  # compiles
-        self._decode(oracle, drafter, sample, _REPLAYS_END, 1)
-      seconds, found = self._decode(oracle, drafter, sample, _REPLAYS_END)
-      total += seconds
-      stats.append(found.stats)
-    trial = Trial(
-      num_nodes=num_nodes,
-      tokens=sum(counts['new_tokens'] for counts in stats),
-      forwards=sum(counts['target_forwards'] for counts in stats),
-      steps=sum(counts['reads']['target']['forwards'] for counts in stats),
-      prompts=len(stats),
-      seconds=total,
-    )
-    self.tried[name] = _Tried(candidate, drafter, trial, [])
-    self.report(
-      f'{name}: {trial.tokens_per_second(self.costs):.1f} tokens/s predicted,'
-      f' block efficiency {trial.block_efficiency:.2f}'
-    )
+def _measure_costs(search: _Search, first: _Sample) -> StepCosts:
+  """Measures V(N) halfway through the first texts."""
+  slots, room = padded_shape(
+    first.prompts, search.options['room_for_new_tokens']
+  )
+  halfway = np.mean([*map(len, first.prompts), *map(len, first.texts)])
+  costs = measure_step_costs(
+    search.pair.target,
+    first.texts,
+    prompt_slots=slots,
+    max_new_tokens=room,
+    context=max(2, int(halfway)),
+    node_counts=NODE_COUNTS,
+    num_steps=4,
+    most_tokens=_MOST_TOKENS,
+    is_late=lambda: search.is_late(_COSTS_END),
+  )
+  times = costs.verification.items()
+  listed = ', '.join(f'{size}: {1e3 * seconds:.2f}' for size, seconds in times)
+  search.report(
+    f'milliseconds of a target forward by number of nodes: {listed}'
+  )
+  return costs
 
-  def _fixed_trees(self) -> Iterator[Candidate]:
-    """The best fixed tree, if it is predicted to be faster than plain."""
-    chains = [name for name in self.tried if name.startswith('chain')]
-    if not chains:
-      return
-    chain = self.tried[chains[0]].trial
-    # The rest of a step is small and is counted as drafting.
-    forward = chain.drafting_seconds / (chain.num_nodes - 1)
-    plain = self.tried[PLAIN].trial.step_seconds(self.costs)
-    topology = fastest_tree(
-      acceptance_by_rank(self._token_ranks(), _MAX_BRANCHING).tolist(),
-      num_nodes=max(self.costs.verification),
-      max_depth=_MAX_DEPTH,
-      seconds=lambda nodes, depth: (
-        depth * forward + self.costs.of_nodes(nodes) if depth else plain
-      ),
-    )
-    if topology is not None:
-      yield Candidate(
-        name=f'fixed tree N={topology.num_nodes} depth={topology.max_depth}',
-        method='tree',
-        drafting=with_options(self.drafting, {'topology': topology}),
+
+def _replay(
+  search: _Search,
+  candidate: Candidate,
+  samples: list[_Sample],
+  costs: StepCosts,
+) -> _Tried | None:
+  """Counts and times the decodes of a candidate, without the target."""
+  name = candidate.name
+  try:
+    drafter = make_drafter(candidate.method, search.pair, candidate.drafting)
+  except ValueError as error:  # such as an n-gram with another tokenizer
+    search.report(f'{name} is left out: {error}')
+    return None
+  num_nodes = drafter.shape.num_nodes
+  if num_nodes > max(costs.verification):
+    search.report(f'{name} is left out: V({num_nodes}) was not measured')
+    return None
+  total, stats = 0.0, list[dict[str, Any]]()
+  for sample in samples * _PASSES:
+    if stats and search.is_late(_REPLAYS_END):
+      break
+    oracle = oracle_target(search.pair.target.spec, sample.texts)
+    if not stats:  # compiles
+      search.decode(oracle, drafter, sample, _REPLAYS_END, 1)
+    seconds, found = search.decode(oracle, drafter, sample, _REPLAYS_END)
+    total += seconds
+    stats.append(found.stats)
+  trial = Trial(
+    num_nodes=num_nodes,
+    tokens=sum(counts['new_tokens'] for counts in stats),
+    forwards=sum(counts['target_forwards'] for counts in stats),
+    steps=sum(counts['reads']['target']['forwards'] for counts in stats),
+    prompts=len(stats),
+    seconds=total,
+  )
+  return _Tried(candidate, drafter, trial, [])
+
+
+def _replay_all(
+  search: _Search,
+  tried: dict[str, _Tried],
+  samples: list[_Sample],
+  costs: StepCosts,
+) -> None:
+  """Adds the candidates to `tried`, by name, plain decoding first."""
+  has_draft = search.pair.draft is not None
+  for candidate in itertools.chain(
+    list_candidates(search.drafting, has_draft=has_draft),
+    _fixed_trees(search, tried, samples, costs),
+  ):
+    if len(tried) > 1 and search.is_late(_REPLAYS_END):
+      search.report('out of time for replays; other candidates are left out')
+      break
+    if found := _replay(search, candidate, samples, costs):
+      tried[candidate.name] = found
+      search.report(
+        f'{candidate.name}:'
+        f' {found.trial.tokens_per_second(costs):.1f} tokens/s predicted,'
+        f' block efficiency {found.trial.block_efficiency:.2f}'
       )
 
-  def _token_ranks(self) -> np.ndarray:
-    """Ranks of the new tokens of all texts among the draft's predictions."""
-    draft, ranks = self.pair.draft, []
-    assert draft is not None
-    params = check_sampling(self.options['sampling'], 1, draft.spec.vocab_size)
-    for prompts, texts in ((s.prompts, s.texts) for s in self.samples):
-      keys = row_keys(self.key, len(texts))
-      for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
-        tokens = padded(text)[:, : draft.spec.max_positions]
-        found = next_token_ranks(draft, tokens, keys[row : row + 1], params)
-        ranks.append(np.asarray(found)[0, len(prompt) - 1 : len(text) - 1])
-    return np.concatenate(ranks)
 
-  def _decode_finalists(self) -> None:
-    """Decodes plainly and with the fastest candidates, interleaved."""
-    rates, target = self.predicted(), self.pair.target
-    faster = [rate > (1 + _MARGIN) * rates[PLAIN] for rate in rates.values()]
-    if not any(faster):
-      self.report('no candidate is predicted to be faster than plain decoding')
-      return
-    first, finalists = self.samples[0], list[_Tried]()
-    for name in (PLAIN, *list(rates)[: min(sum(faster), _FINALISTS)]):
-      if len(finalists) > 1 and self._is_late(_COMPILING_ENDS):
-        break
-      self.report(f'compiling {name}')
-      finalists.append(self.tried[name])
-      self._decode(target, finalists[-1].drafter, first, _DECODING_ENDS, 1)
-    # Tokens per row for which the time suffices.
-    names = [tried.candidate.name for tried in finalists]
-    per_token = len(first.new) * sum(1 / rates[name] for name in names)
-    limit = int(self.seconds_left(_DECODING_ENDS) / per_token)
-    limit = max(limit, _LEAST_TOKENS)
-    self.report('decoding with the target, interleaved')
-    for index, sample in enumerate(self.samples * _PASSES):
-      if index and self._is_late(_DECODING_ENDS):
-        break
-      for tried in finalists[:: 1 if index % 2 == 0 else -1]:
-        seconds, generation = self._decode(
-          target, tried.drafter, sample, _DECODING_ENDS, limit
-        )
-        tried.decodes.append((seconds, generation.stats['new_tokens']))
-    for name, rate in self.measured().items():
-      self.report(f'{name}: {rate:.1f} tokens/s measured')
+def _fixed_trees(
+  search: _Search,
+  tried: Mapping[str, _Tried],
+  samples: list[_Sample],
+  costs: StepCosts,
+) -> Iterator[Candidate]:
+  """The best fixed tree, if it is predicted to be faster than plain.
 
-  def predicted(self) -> dict[str, float]:
-    """Predicted tokens per second, by name, fastest first."""
-    rates = {
-      name: tried.trial.tokens_per_second(self.costs)
-      for name, tried in self.tried.items()
+  The time of a forward of the draft is that of the first chain in `tried`.
+  """
+  chains = (one for one in tried.values() if one.candidate.method == 'chain')
+  first = next(chains, None)
+  if first is None:
+    return
+  # The rest of a step is small and is counted as drafting.
+  forward = first.trial.drafting_seconds / (first.trial.num_nodes - 1)
+  plain = tried[PLAIN].trial.step_seconds(costs)
+  ranks = _token_ranks(search, samples)
+  topology = fastest_tree(
+    acceptance_by_rank(ranks, _MAX_BRANCHING).tolist(),
+    num_nodes=max(costs.verification),
+    max_depth=_MAX_DEPTH,
+    seconds=lambda nodes, depth: (
+      depth * forward + costs.of_nodes(nodes) if depth else plain
+    ),
+  )
+  if topology is not None:
+    yield Candidate(
+      name=f'fixed tree N={topology.num_nodes} depth={topology.max_depth}',
+      method='tree',
+      drafting=with_options(search.drafting, {'topology': topology}),
+    )
+
+
+def _token_ranks(search: _Search, samples: list[_Sample]) -> np.ndarray:
+  """Ranks of the new tokens of all texts among the draft's predictions."""
+  draft, ranks = search.pair.draft, []
+  assert draft is not None
+  vocab_size = draft.spec.vocab_size
+  params = check_sampling(search.options['sampling'], 1, vocab_size)
+  for prompts, texts in ((s.prompts, s.texts) for s in samples):
+    keys = row_keys(search.key, len(texts))
+    for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+      tokens = padded(text)[:, : draft.spec.max_positions]
+      found = next_token_ranks(draft, tokens, keys[row : row + 1], params)
+      ranks.append(np.asarray(found)[0, len(prompt) - 1 : len(text) - 1])
+  return np.concatenate(ranks)
+
+
+def _decode_finalists(
+  search: _Search,
+  tried: Mapping[str, _Tried],
+  samples: list[_Sample],
+  costs: StepCosts,
+) -> None:
+  """Decodes plainly and with the fastest candidates, interleaved."""
+  rates, target = _predicted(tried, costs), search.pair.target
+  faster = [rate > (1 + _MARGIN) * rates[PLAIN] for rate in rates.values()]
+  if not any(faster):
+    search.report('no candidate is predicted to be faster than plain decoding')
+    return
+  first, finalists = samples[0], list[_Tried]()
+  for name in (PLAIN, *list(rates)[: min(sum(faster), _FINALISTS)]):
+    if len(finalists) > 1 and search.is_late(_COMPILING_ENDS):
+      break
+    search.report(f'compiling {name}')
+    finalists.append(tried[name])
+    search.decode(target, finalists[-1].drafter, first, _DECODING_ENDS, 1)
+  # Tokens per row for which the time suffices.
+  names = [one.candidate.name for one in finalists]
+  per_token = len(first.new) * sum(1 / rates[name] for name in names)
+  limit = int(search.seconds_left(_DECODING_ENDS) / per_token)
+  limit = max(limit, _LEAST_TOKENS)
+  search.report('decoding with the target, interleaved')
+  for index, sample in enumerate(samples * _PASSES):
+    if index and search.is_late(_DECODING_ENDS):
+      break
+    for one in finalists[:: 1 if index % 2 == 0 else -1]:
+      seconds, generation = search.decode(
+        target, one.drafter, sample, _DECODING_ENDS, limit
+      )
+      one.decodes.append((seconds, generation.stats['new_tokens']))
+  for name, rate in _measured(tried).items():
+    search.report(f'{name}: {rate:.1f} tokens/s measured')
+
+
+def _predicted(
+  tried: Mapping[str, _Tried], costs: StepCosts
+) -> dict[str, float]:
+  """Predicted tokens per second, by name, fastest first."""
+  rates = {
+    name: one.trial.tokens_per_second(costs) for name, one in tried.items()
+  }
+  return dict(sorted(rates.items(), key=lambda item: -item[1]))
+
+
+def _measured(tried: Mapping[str, _Tried]) -> dict[str, float]:
+  """Tokens per second with the target, by name."""
+  totals = {
+    name: np.sum(one.decodes, axis=0)
+    for name, one in tried.items()
+    if one.decodes
+  }
+  return {n: float(tokens / time) for n, (time, tokens) in totals.items()}
+
+
+def _choose_plan(
+  tried: Mapping[str, _Tried], costs: StepCosts, context: Context
+) -> Plan:
+  """The choice, from what is known so far; plain decoding must be tried."""
+  predicted, measured = _predicted(tried, costs), _measured(tried)
+  if len(measured) > 1:
+    choice = choose(measured, predicted, margin=_MARGIN)
+  else:
+    choice = choose(predicted, margin=_UNCONFIRMED_MARGIN)
+  plain = tried[PLAIN].trial.step_seconds(costs)
+  figures: dict[str, dict[str, Any]] = {}
+  for name, rate in predicted.items():
+    trial = tried[name].trial
+    figures[name] = {
+      'name': name,
+      'tokens_per_second': rate,
+      'measured': measured.get(name),
+      'block_efficiency': trial.block_efficiency,
+      'min_block_efficiency': trial.step_seconds(costs) / plain,
+      'drafting_milliseconds': 1e3 * trial.drafting_seconds,
+      'verification_milliseconds': 1e3 * costs.of_nodes(trial.num_nodes),
     }
-    return dict(sorted(rates.items(), key=lambda item: -item[1]))
-
-  def measured(self) -> dict[str, float]:
-    """Tokens per second with the target, by name."""
-    totals = {
-      name: np.sum(tried.decodes, axis=0)
-      for name, tried in self.tried.items()
-      if tried.decodes
-    }
-    return {n: float(tokens / time) for n, (time, tokens) in totals.items()}
-
-  def plan(self, context: Context) -> Plan:
-    """The choice, from what is known so far; plain decoding must be tried."""
-    predicted, measured = self.predicted(), self.measured()
-    if len(measured) > 1:
-      choice = choose(measured, predicted, margin=_MARGIN)
-    else:
-      choice = choose(predicted, margin=_UNCONFIRMED_MARGIN)
-    plain = self.tried[PLAIN].trial.step_seconds(self.costs)
-    figures: dict[str, dict[str, Any]] = {}
-    for name, rate in predicted.items():
-      trial = self.tried[name].trial
-      verification = self.costs.of_nodes(trial.num_nodes)
-      figures[name] = {
-        'name': name,
-        'tokens_per_second': rate,
-        'measured': measured.get(name),
-        'block_efficiency': trial.block_efficiency,
-        'min_block_efficiency': trial.step_seconds(self.costs) / plain,
-        'drafting_milliseconds': 1e3 * trial.drafting_seconds,
-        'verification_milliseconds': 1e3 * verification,
-      }
-    chosen = self.tried[choice].candidate
-    return Plan(
-      method=chosen.method,
-      drafting=chosen.drafting,
-      min_block_efficiency=figures[choice]['min_block_efficiency'],
-      context=context,
-      candidates=tuple(figures.values()),
-    )
+  chosen = tried[choice].candidate
+  return Plan(
+    method=chosen.method,
+    drafting=chosen.drafting,
+    min_block_efficiency=figures[choice]['min_block_efficiency'],
+    context=context,
+    candidates=tuple(figures.values()),
+  )
 
 
 def make_plan(
@@ -419,11 +455,15 @@ def make_plan(
     seconds_left=lambda share: share * plan_seconds - (clock() - start),
     report=lambda line: report(f'{clock() - start:.0f} s: {line}'),
   )
-  encoded = [pair.encode(prompt) for prompt in prompts]
+  batches = sample_batches([*map(pair.encode, prompts)], context.batch_size)
+  tried: dict[str, _Tried] = {}
   try:
-    search.run(sample_batches(encoded, context.batch_size))
+    samples = _decode_samples(search, batches)
+    costs = _measure_costs(search, samples[0])
+    _replay_all(search, tried, samples, costs)
+    _decode_finalists(search, tried, samples, costs)
   except KeyboardInterrupt:
-    if len(search.tried) < 2:
+    if len(tried) < 2:
       raise
     report('interrupted; the plan is made from what is known so far')
-  return search.plan(context)
+  return _choose_plan(tried, costs, context)

@@ -150,10 +150,10 @@ void ParallelFor(ffi::ThreadPool& pool, int64_t count, int64_t bytes,
 constexpr int kBlock = 16;
 constexpr int kParts = kBlock / kLanes;  // Registers of a block.
 
-// How each dtype is multiplied. `Round` rounds a row to values of the dtype times
-// a scale, which it returns; `Put` writes kPerWord of them as kFactors words;
-// `Step` adds the products of a register of weights with those words to sums that
-// start at `*start`.
+// How each dtype is multiplied. `Round` rounds a row to values of the dtype
+// times a scale, which it returns; `Put` writes kPerWord of them as kFactors
+// words; `Step` adds the products of a register of weights with those words to
+// sums that start at `*start`.
 
 struct Float32 {
   using Value = float;
@@ -281,8 +281,8 @@ struct Int8 {
   }
 #endif
 
-  // Rounds a row to integers times a scale. Since the weights are 128 too large,
-  // the sums start at minus 128 times the sum of the row.
+  // Rounds a row to integers times a scale. Since the weights are 128 too
+  // large, the sums start at minus 128 times the sum of the row.
   static float Round(const float* row, int64_t width, int8_t* values,
                      int32_t* start) {
     uint32_t bits = 0;  // Of the largest; in the order of non-negative floats.
@@ -314,7 +314,8 @@ constexpr int kRows = 6, kBlocks = 1;  // 12 of 16.
 constexpr int kRows = 4, kBlocks = 1;  // 16 of 32 (Arm).
 #endif
 constexpr int kTiles = 4;  // Whose sums are in registers and the first cache.
-constexpr int64_t kWords = 48;  // That tiles take in turn, and prefetched ahead.
+// That tiles take in turn, and that are prefetched ahead.
+constexpr int64_t kWords = 48;
 
 // Packed rows: tiles of kRows rows (the last of fewer), each
 // [words of weights, rows, kFactors].
@@ -329,16 +330,15 @@ struct Rows {
 template <typename Kind>
 Rows PackRows(const float* x, int64_t count, int64_t width) {
   const int64_t words = (width + Kind::kPerWord - 1) / Kind::kPerWord;
-  Rows rows{count, words,
-            std::vector<uint32_t>(count * words * Kind::kFactors),
+  Rows rows{count, words, std::vector<uint32_t>(count * words * Kind::kFactors),
             std::vector<float>(count), std::vector<int32_t>(count)};
   std::vector<typename Kind::Value> values(words * Kind::kPerWord);
   for (int64_t row = 0; row < count; ++row) {
     const int64_t first = row / kRows * kRows;
     const int64_t stride =
         std::min<int64_t>(kRows, count - first) * Kind::kFactors;
-    uint32_t* const to = rows.packed.data() +
-                         (first * words + row - first) * Kind::kFactors;
+    uint32_t* const to =
+        rows.packed.data() + (first * words + row - first) * Kind::kFactors;
     rows.scale[row] =
         Kind::Round(x + row * width, width, values.data(), &rows.start[row]);
     for (int64_t word = 0; word < words; ++word) {
@@ -471,8 +471,7 @@ ffi::Error Multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
   const auto dims = packed.dimensions();
   const int64_t num_blocks = dims[0], words = dims[1];
   const int64_t width = x.dimensions()[1], outputs = out->dimensions()[1];
-  const Rows rows =
-      PackRows<Kind>(x.typed_data(), x.dimensions()[0], width);
+  const Rows rows = PackRows<Kind>(x.typed_data(), x.dimensions()[0], width);
   if (rows.words != words || outputs > num_blocks * kBlock) {
     return ffi::Error::InvalidArgument("shapes of a packed product differ");
   }
@@ -508,7 +507,8 @@ Floats Exp(Floats x) {
   const Floats lowest = Floats{} - 87.0f;
   const Ints is_low = x < lowest;
   x = is_low ? lowest : x;
-  const Floats magic = Floats{} + 12582912.0f;  // 1.5 * 2^23 rounds to integers.
+  // 1.5 * 2^23 rounds to integers.
+  const Floats magic = Floats{} + 12582912.0f;
   const Floats n = (x * 1.44269504f + magic) - magic;
   const Floats r = x - n * 0.693359375f + n * 2.12194440e-4f;
   Floats p = r * 1.9875691500e-4f + 1.3981999507e-3f;
@@ -531,14 +531,14 @@ struct Heads {
 // Queries of one head of keys that are computed together, as float32.
 struct Queries {
   int64_t count;
-  int64_t width, words;            // Values of a query; words of a key.
-  std::vector<float> values;       // [count, width], padded to whole words
+  int64_t width, words;  // Values of a query; words of a key.
+  std::vector<float> values;  // [count, width], padded to whole words
   std::vector<const bool*> masks;  // [slots] of each query
-  std::vector<float> weights;      // [count, stride], scores, then exponentials
-  int64_t slots, stride;           // `stride` has room for a register more.
+  std::vector<float> weights;  // [count, stride], scores, then exponentials
+  int64_t slots, stride;  // `stride` has room for a register more.
 };
 
-constexpr int kQueries = 32;      // At most, of Queries.
+constexpr int kQueries = 32;  // At most, of Queries.
 constexpr int kScoreQueries = 8;  // Queries that share a register of keys.
 constexpr int kValueQueries = 4;  // Queries that share registers of values.
 constexpr int kValueParts = kLanes == 16 ? 4 : 2;  // Those registers.
@@ -705,7 +705,9 @@ void AttendHead(Queries& queries, const Value* keys, const Value* values,
       peaks = score > peaks ? score : peaks;
     }
     float peak = peaks[0];
-    for (int lane = 1; lane < kLanes; ++lane) peak = std::max(peak, peaks[lane]);
+    for (int lane = 1; lane < kLanes; ++lane) {
+      peak = std::max(peak, peaks[lane]);
+    }
     for (int64_t i = start; i < end; i += kLanes) {
       Store(weights + i, Exp(Load<Floats>(weights + i) - peak));
     }
@@ -759,8 +761,8 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::AnyBuffer query,
                   ffi::ResultBuffer<ffi::F32> out) {
   const auto dims = query.dimensions(), of_keys = keys.dimensions();
   const Heads heads{dims[0], dims[1], dims[2], dims[3], of_keys[1], of_keys[2]};
-  const auto attend = keys.element_type() == ffi::F32 ? AttendAll<float>
-                                                      : AttendAll<uint16_t>;
+  const auto attend =
+      keys.element_type() == ffi::F32 ? AttendAll<float> : AttendAll<uint16_t>;
   attend(pool, heads, query.untyped_data(), keys.untyped_data(),
          values.untyped_data(), mask.typed_data(), scale, out->typed_data());
   return ffi::Error::Success();
