@@ -140,8 +140,7 @@ def step_context(
     shape=drafter.shape,
     max_depth=drafter.max_depth,
     target_bytes=target.spec.weight_bytes,
-    shares_noise=rule.shares_noise,
-    children=rule.children,
+    rule=rule,
   )
 
 

@@ -251,7 +251,7 @@ def _grown_tree(drafter, sampling, text, length, *, room):
     sampling,
     shape=drafter.shape,
     seen=seen[None],
-    shares_noise=False,
+    rule=RejectionRule(),
   )
   num_slots = text.shape[0] + room
   states = init_stages(drafter, text[None], length, num_slots=num_slots)

@@ -89,7 +89,7 @@ class CandidateScorer(flax.struct.PyTreeNode, Scorer):
       jax.vmap(noise_of)(ctx.randomness.noise, depths, tokens),
       ctx.sampling,
       config.calibration,
-      shares_noise=ctx.shares_noise,
+      shares_noise=ctx.rule.shares_noise,
     )
 
     def log_prob_of(place, wanted):

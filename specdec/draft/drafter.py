@@ -20,6 +20,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from specdec.context import StepContext
+from specdec.model import LanguageModel
 from specdec.tree.topology import check_settings
 from specdec.tree.topology import LARGEST_DEPTH
 from specdec.tree.topology import LARGEST_TREE
@@ -89,19 +90,45 @@ class Scores:
 
 
 class Scorer:
-  """Base of scorers: batched pure functions, and a pytree of what they need."""
+  """Base of scorers: batched pure functions, and a pytree of what they need.
 
-  #: Names of the sources of its candidates, for the origin of tokens.
-  labels: Any  # a tuple of strings
-  vocab_size: Any = None  #: V, or None if it has none of its own.
-  #: The longest context, or None if there is no limit.
-  max_positions: Any = None
-  #: Whether a node can be scored only after its ancestors.
-  needs_ancestors: Any = False
-  #: Whether it has a distribution to draw children from; if not, it always
-  #: proposes the best.
-  can_draw: Any = False
-  bytes_per_slot: Any = 0  #: Bytes read from memory per visible cache slot.
+  Subclasses override the properties by properties or by constants.
+  """
+
+  @property
+  def labels(self) -> tuple[str, ...]:
+    """Names of the sources of its candidates, for the origin of tokens."""
+    raise NotImplementedError
+
+  @property
+  def models(self) -> tuple[LanguageModel, ...]:
+    """The language models that it runs."""
+    return ()
+
+  @property
+  def vocab_size(self) -> int | None:
+    """V, or None if it has none of its own."""
+    return None
+
+  @property
+  def max_positions(self) -> int | None:
+    """The longest context, or None if there is no limit."""
+    return None
+
+  @property
+  def needs_ancestors(self) -> bool:
+    """Whether a node can be scored only after its ancestors."""
+    return False
+
+  @property
+  def can_draw(self) -> bool:
+    """Whether it has a distribution to draw children from, or only the best."""
+    return False
+
+  @property
+  def bytes_per_slot(self) -> int:
+    """Bytes read from memory per visible cache slot."""
+    return 0
 
   def bytes_per_forward(self, width: int) -> int:
     """Bytes read from memory by scoring `width` nodes, the cache apart."""
@@ -198,7 +225,7 @@ class Scorer:
 class Stage(flax.struct.PyTreeNode):
   """One level of drafting: a `Scorer`, and how it grows the tree (static)."""
 
-  scorer: Any
+  scorer: Scorer
   config: StageConfig = flax.struct.field(
     pytree_node=False, default=StageConfig()
   )
@@ -271,7 +298,7 @@ PLAIN = Drafter(stages=(), shape=TreeShape(num_nodes=1, capacity=1))
 
 
 def fixed_drafter(
-  scorer: Any, topology: Topology, *, calibration: float = 1.0
+  scorer: Scorer, topology: Topology, *, calibration: float = 1.0
 ) -> Drafter:
   """A drafter of one stage that fills a fixed topology.
 

@@ -1,6 +1,7 @@
 """What all rules of verification share: the verdict, and what is emitted."""
 
 from typing import Protocol
+from typing import runtime_checkable
 
 import flax.struct
 import jax
@@ -40,6 +41,7 @@ class Verdict(flax.struct.PyTreeNode):
     return jnp.where(self.place >= 0, self.along_path(nodes), NO_NODE)
 
 
+@runtime_checkable
 class Rule(Protocol):
   """A rule of verification; hashable, so static under `jit`.
 
@@ -48,6 +50,10 @@ class Rule(Protocol):
       that drafts may know, so that they rank tokens with it.
     children: how drafts choose the children of a node, one of
       `sampling.CHILDREN`.
+    needs_chain: whether trees must be chains.
+    may_draw: whether children may be drawn.
+    keeps_tokens: whether the tokens are those of plain decoding, whatever is
+      drafted. If not, their distribution is the target's.
   """
 
   @property
@@ -55,6 +61,15 @@ class Rule(Protocol):
 
   @property
   def children(self) -> str: ...
+
+  @property
+  def needs_chain(self) -> bool: ...
+
+  @property
+  def may_draw(self) -> bool: ...
+
+  @property
+  def keeps_tokens(self) -> bool: ...
 
   def __call__(
     self,

@@ -94,6 +94,9 @@ class BlockRule:
   children: str = BEST
 
   shares_noise = False
+  needs_chain = True
+  may_draw = True
+  keeps_tokens = False
 
   def __call__(self, tree, nodes, logits, proposals, randomness, sampling):
     """See `specdec.verify.accept.Rule`."""

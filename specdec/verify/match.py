@@ -22,6 +22,9 @@ class MatchRule:
 
   shares_noise = True
   children = BEST
+  needs_chain = False
+  may_draw = False
+  keeps_tokens = True
 
   def __call__(self, tree, nodes, logits, proposals, randomness, sampling):
     """See `specdec.verify.accept.Rule`."""

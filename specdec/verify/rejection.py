@@ -128,6 +128,9 @@ class RejectionRule:
   children: str = BEST
 
   shares_noise = False
+  needs_chain = False
+  may_draw = True
+  keeps_tokens = False
 
   def __call__(self, tree, nodes, logits, proposals, randomness, sampling):
     """See `specdec.verify.accept.Rule`."""

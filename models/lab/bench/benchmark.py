@@ -31,7 +31,8 @@ from models.text.pair import Pair
 from models.text.settings import with_options
 import specdec
 from specdec.checks import row_keys
-from specdec.draft.language_model import LanguageModelScorer
+from specdec.checks import RULES
+from specdec.sampling import BEST
 from specdec.statistics import relative_bandwidth
 
 Figures = Mapping[str, Any]
@@ -186,9 +187,9 @@ def _our_arm(spec: ArmSpec, pair: Pair, task: Task) -> ReadyArm:
     )
 
   models = {'target': pair.target} | {
-    stage.name: stage.scorer.model
+    stage.name: model
     for stage in drafter.stages
-    if isinstance(stage.scorer, LanguageModelScorer)
+    for model in stage.scorer.models
   }
   arrays = jax.tree.leaves((pair.target, drafter))
   return ReadyArm(
@@ -232,8 +233,9 @@ def _find_flips(
 ) -> list[dict[str, Any]] | None:
   """Rows that differ from the plain arm of the same dtype, with margins."""
   reference = results.get(str(ArmSpec('plain', spec.dtype)))
-  draws_differ = (spec.peer is not None and task.sampling.temperature > 0) or (
-    task.verification.get('verify', 'match') != 'match'
+  rule = RULES[task.verification.get('verify', 'match')](BEST)
+  draws_differ = not rule.keeps_tokens or (
+    spec.peer is not None and task.sampling.temperature > 0
   )
   if reference is None or spec.dtype not in pairs or draws_differ:
     return None

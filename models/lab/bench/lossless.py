@@ -24,6 +24,7 @@ from models.text.generator import row_keys
 from models.text.result import TextGeneration
 import specdec
 from specdec.checks import check_sampling
+from specdec.checks import RULES
 from specdec.mappings import jit
 from specdec.sampling import BEST
 from specdec.sampling import WITH_REPLACEMENT
@@ -242,7 +243,7 @@ def check_distribution(
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
+class Verification:
   """The arguments `verify` and `children` of `specdec.generate`."""
 
   verify: str
@@ -251,15 +252,22 @@ class Rule:
   def __str__(self):
     return self.verify + (f', {self.children}' if self.children else '')
 
+  @property
+  def theory(self) -> str:
+    """Acceptance probability of a single child, an entry of `theory`."""
+    rule = RULES[self.verify](self.children or BEST)
+    if rule.keeps_tokens:
+      return 'coupled'
+    return 'p(best)' if rule.children == BEST else '1 - TV'
 
-# Each with its acceptance probability for a single child, see `theory`.
-RULES = {
-  Rule('match'): 'coupled',
-  Rule('rejection', WITHOUT_REPLACEMENT): '1 - TV',
-  Rule('rejection', WITH_REPLACEMENT): '1 - TV',
-  Rule('rejection', BEST): 'p(best)',
-}
-BLOCK = Rule('block', WITHOUT_REPLACEMENT)
+
+OF_TREES = (
+  Verification('match'),
+  Verification('rejection', WITHOUT_REPLACEMENT),
+  Verification('rejection', WITH_REPLACEMENT),
+  Verification('rejection', BEST),
+)
+OF_CHAINS = (*OF_TREES, Verification('block', WITHOUT_REPLACEMENT))
 
 
 @jit()
@@ -363,7 +371,9 @@ def measure(
     )
   starts = range(0, len(prompts) - batch_size + 1, batch_size)
 
-  def decode(topology: Topology, rule: Rule) -> Iterable[TextGeneration]:
+  def decode(
+    topology: Topology, rule: Verification
+  ) -> Iterable[TextGeneration]:
     drafter = specdec.fixed_drafter(scorer, topology)
     drafted = dataclasses.replace(generator, drafter=drafter)
     title = f'{topology.branching} x {topology.max_depth}, {rule}'
@@ -389,19 +399,19 @@ def measure(
   )
   return {
     'acceptance': {
-      str(n): {str(rule): acceptance(n, rule) for rule in RULES}
+      str(n): {str(rule): acceptance(n, rule) for rule in OF_TREES}
       for n in numbers_of_children
     },
     'block_efficiency': {
       str(rule): _rate(list(decode(chain(chain_length), rule)))
-      for rule in (*RULES, BLOCK)
+      for rule in OF_CHAINS
     },
   }
 
 
 def acceptance_rows(figures: dict[str, Any]) -> list[dict[str, str]]:
   """The rows of a table of the figures of `measure`."""
-  names = {str(rule): name for rule, name in RULES.items()}
+  names = {str(rule): rule.theory for rule in OF_TREES}
   rows = []
   for rule, efficiency in figures['block_efficiency'].items():
     row = {'rule': rule, 'theory, 1 child': ''}
