@@ -4,7 +4,6 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +24,7 @@ from specdec.memory import check_fits
 from specdec.memory import decode_bytes
 from specdec.model import LanguageModel
 from specdec.sampling import Sampling
+from specdec.statistics import Statistics
 from specdec.statistics import summarize
 from specdec.step import DecodeConfig
 from specdec.step import Request
@@ -72,7 +72,7 @@ class Generation:
   #: `cancelled`, or `error`.
   finish_reasons: list[str]
   errors: list[str | None]  #: For each row an error message, or None.
-  stats: dict[str, Any]  #: See `specdec.statistics.summarize`.
+  stats: Statistics  #: The figures of the decode.
 
 
 def generation_of(

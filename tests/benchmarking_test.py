@@ -20,6 +20,7 @@ from models.lab.study.timing import warm_up
 from models.nn.table_model import table_model
 from specdec import Generation
 from specdec import Sampling
+from specdec.statistics import Statistics
 
 
 def _generation(*rows):
@@ -34,20 +35,20 @@ def _generation(*rows):
     log_probs=None,
     finish_reasons=['length'] * len(rows),
     errors=[None] * len(rows),
-    stats={
-      'new_tokens': new_tokens,
-      'target_forwards': forwards,
-      'stage_forwards': {'draft': 3},
-      'origins': {'target': new_tokens, 'draft': 0},
-      'accepted_histogram': [0, forwards],
-      'positions': {'target': new_tokens**2 // 2, 'draft': 3},
-      'reads': {
+    stats=Statistics(
+      new_tokens=new_tokens,
+      target_forwards=forwards,
+      stage_forwards={'draft': 3},
+      origins={'target': new_tokens, 'draft': 0},
+      accepted_histogram=[0, forwards],
+      positions={'target': new_tokens**2 // 2, 'draft': 3},
+      reads={
         'plain': reads(new_tokens, 0),
         'target': reads(forwards, 0),
         'draft': reads(3, new_tokens),
       },
-      'costs': {'target': costs(10, 1), 'draft': costs(1, 2)},
-    },
+      costs={'target': costs(10, 1), 'draft': costs(1, 2)},
+    ),
   )
 
 

@@ -118,9 +118,9 @@ def test_every_turn_is_that_of_decoding_the_whole_text_anew(kind):
     result = decoding.result()
     _check_equal(result, _anew(prompts))
     if kind == 'chain':  # Its draft is perfect where it knows all of the text.
-      assert result.stats['block_efficiency'] == 3
-      assert result.stats['stage_forwards']['draft'] == _ROWS * 4
-    assert result.stats['new_tokens'] == _ROWS * _LIMIT
+      assert result.stats.block_efficiency == 3
+      assert result.stats.stage_forwards['draft'] == _ROWS * 4
+    assert result.stats.new_tokens == _ROWS * _LIMIT
 
 
 @pytest.mark.parametrize('kind', _KINDS)

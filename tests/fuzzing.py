@@ -386,7 +386,7 @@ def run_good(seed: int) -> np.ndarray:
       assert stochastic or result.tokens[row] == plain.tokens[row], where
   if rng.random() < 0.2:
     _check_stream(shape, prompts, options, result, where)
-  return np.array(result.stats['accepted_histogram'])
+  return np.array(result.stats.accepted_histogram)
 
 
 def _check_ends(result, options, where):

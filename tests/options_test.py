@@ -102,7 +102,7 @@ def test_the_same_guess_is_judged_alike_by_draft_and_target():
   drafter = tiny_drafters.model(_MODEL, Settings(topology=chain(BLOCK - 1)))
   limits = [40, 16, 4, 0, 44]
   stats = _generate(_ROWS, drafter=drafter, max_new_tokens=limits).stats
-  assert stats['accepted_histogram'] == [0, 0, 0, sum(limits) // BLOCK]
+  assert stats.accepted_histogram == [0, 0, 0, sum(limits) // BLOCK]
 
 
 def test_one_bias_in_every_notation():

@@ -114,7 +114,7 @@ def test_a_decode_of_all_that_a_step_does():
     assert result.finish_reasons[row] == reason
   assert {*result.finish_reasons} == {'eos', 'length'}
   longest = max(map(len, result.tokens))
-  steps = result.stats['reads']['target']['forwards']
+  steps = result.stats.reads['target']['forwards']
   assert 4 < steps < longest - 2, 'a poor example'
 
 

@@ -380,8 +380,8 @@ def run(
   for spec in arms:
     name = str(spec)
     own, arm = figures[name], ready[name]
-    costs = results[name][0].generation.stats['costs']
-    paper = relative_bandwidth(own['reads'], costs | PAPER_COSTS)
+    costs = results[name][0].generation.stats.costs
+    paper = relative_bandwidth(own['reads'], {**costs, **PAPER_COSTS})
     own |= machine.place(own, costs, arm.sizes, summary) | {
       'relative_bandwidth_at_paper_costs': paper,
       'predicted_speed': predicted.get(name),

@@ -144,8 +144,8 @@ def _decode(
 
 
 def _rate(results: Sequence[TextGeneration]) -> float:
-  total = lambda name: sum(result.stats[name] for result in results)
-  return total('new_tokens') / max(total('target_forwards'), 1)
+  forwards = sum(result.stats.target_forwards for result in results)
+  return sum(result.stats.new_tokens for result in results) / max(forwards, 1)
 
 
 def check_tokens(

@@ -268,8 +268,8 @@ def fallback(
       {
         'seconds': seconds / plain_seconds,
         'plain_ms_per_token': 1e3 * plain_seconds / len(tokens[0]),
-        'new_tokens': stats['new_tokens'],
-        'speculative_steps': stats['target_forwards'] - stats['plain_steps'],
+        'new_tokens': stats.new_tokens,
+        'speculative_steps': stats.target_forwards - (stats.plain_steps or 0),
         'same_tokens': other.result().tokens == tokens,
       }
     )

@@ -26,7 +26,7 @@ from models.lab.bench.arms import Task
 from models.lab.bench.machine import ModelSize
 from specdec.generation import Generation
 from specdec.sampling import Sampling
-from specdec.statistics import relative_bandwidth
+from specdec.statistics import Statistics
 
 
 def import_torch() -> Any:
@@ -328,8 +328,8 @@ def statistics(
   tokens: Sequence[Sequence[int]],
   counted: Mapping[str, Forwards],
   costs: Mapping[str, Mapping[str, float]],
-) -> dict[str, Any]:
-  """The figures of `specdec.statistics.summarize`, as far as known.
+) -> Statistics:
+  """The figures of a decode, as far as known.
 
   `tokens` are the new ones, including EOS; forwards and costs (`read_costs`)
   are those of `target` and, if there is a draft, of `draft`.
@@ -344,15 +344,12 @@ def statistics(
   reads = {
     name: {'forwards': forwards[name], 'slots': slots[name]} for name in slots
   }
-  return {
-    'new_tokens': int(new_tokens.sum()),
+  return Statistics(
+    new_tokens=int(new_tokens.sum()),
     # A row of a batch may end before the others.
-    'target_forwards': int(np.minimum(new_tokens, forwards['target']).sum()),
-    'accepted_histogram': None,
-    'stage_forwards': {n: forwards[n] for n in counted if n != 'target'},
-    'origins': None,
-    'positions': {name: hook.positions for name, hook in counted.items()},
-    'relative_bandwidth': relative_bandwidth(reads, costs),
-    'reads': reads,
-    'costs': costs,
-  }
+    target_forwards=int(np.minimum(new_tokens, forwards['target']).sum()),
+    stage_forwards={n: forwards[n] for n in counted if n != 'target'},
+    positions={name: hook.positions for name, hook in counted.items()},
+    reads=reads,
+    costs=costs,
+  )

@@ -48,6 +48,7 @@ import specdec
 from specdec.checks import check_sampling
 from specdec.checks import padded_shape
 from specdec.checks import row_keys
+from specdec.statistics import Statistics
 
 PLAN_SECONDS = 300.0
 NODE_COUNTS = (1, 2, 4, 8, 16, 32)
@@ -193,7 +194,7 @@ class _Search:
       self.samples.append(_Sample(batch, generation.tokens))
       self.report(
         f'sample batch {len(self.samples)} of {len(batches)}:'
-        f' {generation.stats["new_tokens"]} tokens in {seconds:.1f} s'
+        f' {generation.stats.new_tokens} tokens in {seconds:.1f} s'
       )
     if not any(any(sample.new) for sample in self.samples):
       raise ValueError(
@@ -237,7 +238,7 @@ class _Search:
     if num_nodes > max(self.costs.verification):
       self.report(f'{name} is left out: V({num_nodes}) was not measured')
       return
-    total, stats = 0.0, list[dict[str, Any]]()
+    total, stats = 0.0, list[Statistics]()
     for sample in self.samples * _PASSES:
       if stats and self._is_late(_REPLAYS_END):
         break
@@ -249,9 +250,9 @@ class _Search:
       stats.append(found.stats)
     trial = Trial(
       num_nodes=num_nodes,
-      tokens=sum(counts['new_tokens'] for counts in stats),
-      forwards=sum(counts['target_forwards'] for counts in stats),
-      steps=sum(counts['reads']['target']['forwards'] for counts in stats),
+      tokens=sum(counts.new_tokens for counts in stats),
+      forwards=sum(counts.target_forwards for counts in stats),
+      steps=sum(counts.reads['target']['forwards'] for counts in stats),
       prompts=len(stats),
       seconds=total,
     )
@@ -325,7 +326,7 @@ class _Search:
         seconds, generation = self._decode(
           target, tried.drafter, sample, _DECODING_ENDS, limit
         )
-        tried.decodes.append((seconds, generation.stats['new_tokens']))
+        tried.decodes.append((seconds, generation.stats.new_tokens))
     for name, rate in self.measured().items():
       self.report(f'{name}: {rate:.1f} tokens/s measured')
 
