@@ -1,4 +1,4 @@
-"""What is known about one step of a decode, by the target and by all stages."""
+"""The context of one step of a decode, for the target and for all stages."""
 
 import flax.struct
 import jax
@@ -16,7 +16,7 @@ from specdec.verify.accept import Rule
 
 
 class StepContext(flax.struct.PyTreeNode):
-  """What is known about one step."""
+  """Inputs of one step, shared by the target and all stages."""
 
   tokens: jax.Array  #: `[B, T]` int32, the text so far.
   length: jax.Array  #: `[B]` int32, its lengths; the root is the last token.

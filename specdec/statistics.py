@@ -47,7 +47,7 @@ class Counters(flax.struct.PyTreeNode):
 
 
 def init_counters(batch_size: int, max_depth: int) -> Counters:
-  """All zeros."""
+  """Counters of zero."""
   return Counters(
     steps=Total.zeros(),
     target_forwards=jnp.zeros(batch_size, jnp.int32),

@@ -69,7 +69,7 @@ def _anew(prompts, **options):
 
 
 def _said(turn):
-  """What the users of both rows say."""
+  """The words of the users of both rows."""
   rng = np.random.default_rng(turn)
   lengths = ([5, 4, 3, 1, 2], [3, 1, 4, 4, 6])
   return [rng.integers(tiny.TABOO, size=row[turn]).tolist() for row in lengths]

@@ -141,7 +141,7 @@ def _drafter(name: str, target: str):
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-  """What is static about a call."""
+  """Static settings of a call."""
 
   target: str
   drafter: str

@@ -46,7 +46,7 @@ def _plain():
 
 
 def _slow_end(tokens, stops):
-  """How many tokens a row has, and its text, byte by byte."""
+  """The number of tokens of a row, and its text, byte by byte."""
   text = b''
   for number, token in enumerate(tokens, 1):
     for byte in _token_bytes()[token]:

@@ -42,7 +42,7 @@ def _plain():
 
 
 def _after(state, emitted, break_even=2.0, active=True):
-  """What a speculative step makes of the state."""
+  """The state after a speculative step."""
   rows = np.broadcast_arrays(np.atleast_1d(emitted), active)
   step = specdec.fallback.after_speculative_step
   return step(state, *rows, np.float32(break_even))

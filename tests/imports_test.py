@@ -42,7 +42,7 @@ def _named(node):
 
 
 def _imports(path):
-  """What a file imports when it is imported, and what its functions import."""
+  """Modules that a file imports, and those that its functions import."""
   tree = ast.parse((_ROOT / path).read_text('utf-8'))
   functions = [
     one

@@ -59,7 +59,7 @@ def random_tree(rng, ties=False) -> list[Node]:
 
 
 def find(nodes, parent, token) -> int:
-  """Where the child of a node with a token is."""
+  """The index of the child of a node with a token."""
   for index, node in enumerate(nodes):
     if parent != NO_NODE and node.parent == parent and node.token == token:
       return index

@@ -1,4 +1,4 @@
-"""What each row asks for: temperature, filters, bias, penalty, key and limit.
+"""Options of each row: temperature, filters, bias, penalty, key and limit.
 
 The tokens and their log-probabilities are those of a slow loop in numpy, one
 row at a time, whatever else is in the batch. Drafters are in `fuzz_test`.

@@ -30,7 +30,7 @@ _PROMPT = [1, 2, 3, 4, 5, 1, 2, 3]
 
 
 def _inputs(*shape, cached):
-  """What a forward of transformers is called with."""
+  """Arguments of a forward of transformers."""
   cache = mock.Mock(**{'get_seq_length.return_value': cached})
   return {'input_ids': np.zeros(shape), 'past_key_values': cache}
 

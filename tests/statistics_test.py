@@ -32,7 +32,7 @@ def _model(table, cache_bytes_per_slot):
 
 
 def _steps(origins):
-  """How many tokens each step emitted: the target's own is its last."""
+  """The number of tokens of each step: the target's own is its last."""
   ends = [end for end, origin in enumerate(origins, 1) if origin == 0]
   return np.diff(sorted({0, *ends, len(origins)}))
 

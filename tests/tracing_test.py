@@ -27,7 +27,7 @@ _TABLES = (_TABLE, _TABLE + 0.5 * tiny.table(_VOCAB_SIZE, 1))
 
 
 def _few(logits):
-  """Of each token one guess or none: a fixed topology then has gaps."""
+  """One guess or none for each token: a fixed topology then has gaps."""
   table = tiny_drafters.exact(logits, 'few')
   best = np.argsort(-logits, axis=1)[:, :3]
   log_probs = np.full(best.shape, -1e30, np.float32)

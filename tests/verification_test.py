@@ -144,7 +144,7 @@ def test_origins_by_hand():
 
 
 def _slow_step(accepted, valid, room, ends):
-  """How many tokens are emitted, and why the row ends."""
+  """The number of emitted tokens, and why the row ends."""
   for emitted, end in enumerate(ends[: accepted + 1]):
     if emitted == room:
       return emitted, LIMIT
@@ -164,7 +164,7 @@ def test_the_stop_rule_against_a_loop(max_depth, often):
   valid = draw(2 * max_depth + 3)
   kinds, shares = [RUNNING, EOS, STOP], [1 - 2 * often, often, often]
   ends = rng.choice(np.int32(kinds), (4000, max_depth + 1), p=shares)
-  verdict = Verdict(place=None, accepted=accepted, chosen=ends)
+  verdict = Verdict(index=None, accepted=accepted, chosen=ends)
   emitted, reason = _count_emitted(verdict, ends, valid, room)
   expected = list(map(_slow_step, accepted, valid, room, ends))
   # Not as lists: pytest would explain how two of 4,000 differ for hours.
@@ -187,5 +187,5 @@ def test_logits_count_as_far_as_they_are_numbers():
   assert accept.count_valid(logits, verdict).tolist() == [3, 0, 2, 3, 1]
   # Where the path has ended, nothing is asked of the logits.
   short = np.array([[0, NO_NODE, NO_NODE]] * 5)
-  valid = accept.count_valid(logits, verdict.replace(place=short))
+  valid = accept.count_valid(logits, verdict.replace(index=short))
   assert valid.tolist() == [3, 0, 3, 3, 3]

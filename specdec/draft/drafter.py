@@ -1,4 +1,4 @@
-"""What a drafter is made of: stages, each a scorer and how it grows the tree.
+"""Drafters: stages, each of a scorer and the settings of its growth.
 
 A scorer estimates how likely tokens are to follow a node. One loop grows a tree
 with any scorer (`specdec.draft.growth`), so a new way of drafting is a new
@@ -69,7 +69,7 @@ class StageConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-  """What a scorer estimates about W nodes; see `specdec.draft.ranking`."""
+  """Estimates of a scorer about W nodes; see `specdec.draft.ranking`."""
 
   #: `[B, W]` int32, those that were scored; `NO_NODE` for the others.
   nodes: jax.Array
@@ -79,8 +79,8 @@ class Scores:
   #: `sampling.EXCLUDED` for entries that are no candidates.
   cond_log_probs: jax.Array
   sources: jax.Array  #: `[B, W, K]` int32, indices of the scorer's `labels`.
-  #: `(place [B, M], tokens [B, M]) -> [B, M]` float32, the log-probability, at
-  #: most 0, of any token after the node at a place of W. Asked only for
+  #: `(index [B, M], tokens [B, M]) -> [B, M]` float32, the log-probability, at
+  #: most 0, of any token after the node at an index of W. Asked only for
   #: children that another stage drafted.
   log_prob_of: Callable[[jax.Array, jax.Array], jax.Array]
   slots_read: jax.Array  #: `[B]` int32, visible cache slots.
@@ -202,8 +202,8 @@ class Scorer:
     Args:
       state: the state before.
       tree: `[B, M]` per field.
-      nodes: `[B, W]` int32; `NO_NODE` where there is nothing to score. If the
-        scorer has no time for all, those in front come first.
+      nodes: `[B, W]` int32; `NO_NODE` where there is nothing to score. A
+        scorer that cannot take all W nodes must take a prefix of them.
       ctx: of the step.
       config: of the stage; `branching` is K.
     """
@@ -237,7 +237,7 @@ class Stage(flax.struct.PyTreeNode):
 
   @property
   def forward_width(self) -> int:
-    """W, with room for a node and for text that the scorer has not read."""
+    """max(W, 2), so that at least one unread token and one node fit."""
     return max(self.config.width, 2)
 
 

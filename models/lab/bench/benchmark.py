@@ -104,8 +104,9 @@ class Report:
   Attributes:
     settings: of the run.
     limits: of `models.lab.bench.machine.MachineLimits.summary`.
-    arms: by name the figures of `timing.summarize_arms` and `machine.place`;
-      `relative_bandwidth_at_paper_costs`, that of the same forwards at
+    arms: by name the figures of `timing.summarize_arms` and
+      `machine.roofline_point`; `relative_bandwidth_at_paper_costs`, that of the
+      same forwards at
       `PAPER_COSTS`; `predicted_speed`, see `models.lab.bench.predict`;
       `compile_seconds`; `weight_bytes`; `beyond_weights_bytes`, the peak memory
       of decoding the longest prompts without the weights; `flips`, the rows
@@ -319,7 +320,7 @@ def _decode(
       name: arm.peak_beyond(functools.partial(arm.decode, longest, few))
       for name, arm in arms.items()
     }
-    results = timing.measure(
+    results = timing.time_arms(
       decoders,
       batches,
       max_new_tokens=max_new_tokens,
@@ -382,7 +383,7 @@ def run(
     own, arm = figures[name], ready[name]
     costs = results[name][0].generation.stats.costs
     paper = relative_bandwidth(own['reads'], {**costs, **PAPER_COSTS})
-    own |= machine.place(own, costs, arm.sizes, summary) | {
+    own |= machine.roofline_point(own, costs, arm.sizes, summary) | {
       'relative_bandwidth_at_paper_costs': paper,
       'predicted_speed': predicted.get(name),
       'compile_seconds': compile_seconds[name],

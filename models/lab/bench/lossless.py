@@ -1,8 +1,8 @@
 """Checks that speculative decoding preserves the output of the target.
 
 With `verify='match'` the tokens must equal those of plain decoding; with the
-other rules their distribution must be that of the target. `measure` compares
-the acceptance rates of the rules with theory.
+other rules their distribution must be that of the target. `measure_acceptance`
+compares the acceptance rates of the rules with theory.
 """
 
 from collections.abc import Iterable
@@ -333,7 +333,7 @@ def _acceptance(
   return figures
 
 
-def measure(
+def measure_acceptance(
   generator: Generator,
   prompts: Sequence[str],
   *,
@@ -410,7 +410,7 @@ def measure(
 
 
 def acceptance_rows(figures: dict[str, Any]) -> list[dict[str, str]]:
-  """The rows of a table of the figures of `measure`."""
+  """The rows of a table of the figures of `measure_acceptance`."""
   names = {str(rule): rule.theory for rule in OF_TREES}
   rows = []
   for rule, efficiency in figures['block_efficiency'].items():

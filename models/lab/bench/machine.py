@@ -138,7 +138,7 @@ def bytes_read(
 ) -> float:
   """Bytes of weights and visible cache slots that all models read.
 
-  The arguments are `reads` and `costs` of `specdec.statistics.summarize`.
+  The arguments are `reads` and `costs` of `specdec.statistics.Statistics`.
   """
   return sum(
     count['forwards'] * costs[name]['per_forward']
@@ -164,7 +164,7 @@ def flops(figures: Mapping[str, Any], sizes: Mapping[str, ModelSize]) -> float:
   return total
 
 
-def place(
+def roofline_point(
   figures: Mapping[str, Any],
   costs: Mapping[str, Mapping[str, float]],
   sizes: Mapping[str, ModelSize],
@@ -173,8 +173,8 @@ def place(
   """The point of an arm in the roofline diagram.
 
   The time is that of decoding without prefill, all overhead included. Figures
-  are those of `timing.summarize_arms`, costs of `specdec.statistics.summarize`,
-  limits of `MachineLimits.summary`.
+  are those of `timing.summarize_arms`, costs of `specdec.statistics`, limits of
+  `MachineLimits.summary`.
 
   Returns:
     `arithmetic_intensity` (operations per byte) and `flops_per_second`;

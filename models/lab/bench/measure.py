@@ -125,7 +125,7 @@ def _our_forwards(
 
 
 def _peer_forwards(name, dtype, widths, context) -> Callable[[], Mapping]:
-  """The same for transformers on torch."""
+  """A function that measures V(N) of transformers on torch for every N."""
   torch = peers.import_torch()
   model = peers.load_peer(name, dtype, None)
   slots = max(context, *widths)

@@ -216,7 +216,7 @@ def make_arms(
     parameters = [p for model in models.values() for p in model.parameters()]
     arms[spec] = ReadyArm(
       decode=_Peer(spec, models, task, eos_ids),
-      sizes={name: model_size(model) for name, model in models.items()},
+      sizes={name: torch_model_size(model) for name, model in models.items()},
       weight_bytes=sum(map(_num_bytes, parameters)),
       peak_beyond=_peak_beyond,
     )
@@ -251,11 +251,11 @@ def read_costs(model: Any) -> dict[str, int]:
   read = _parameters_read(model)
   return {
     'per_forward': round(sum(share * _num_bytes(p) for p, share in read)),
-    'per_slot': model_size(model).cache_per_slot * model.dtype.itemsize,
+    'per_slot': torch_model_size(model).cache_per_slot * model.dtype.itemsize,
   }
 
 
-def model_size(model: Any) -> ModelSize:
+def torch_model_size(model: Any) -> ModelSize:
   """The size of a model of transformers."""
   config, read = model.config, _parameters_read(model)
   heads = config.num_attention_heads
@@ -309,7 +309,7 @@ def as_generation(
   counted: Mapping[str, Forwards],
   costs: Mapping[str, Mapping[str, float]],
 ) -> Generation:
-  """What a peer decoded, cut after EOS; see `statistics`."""
+  """Result of a peer, cut after EOS; see `statistics`."""
   ended = [_until_eos(row, eos_ids) for row in rows]
   tokens = [row for row, _ in ended]
   return Generation(

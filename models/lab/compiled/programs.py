@@ -293,8 +293,8 @@ class Work:
 class Compiled:
   """A decode loop that was compiled for a device, or for several.
 
-  `held` are the bytes of weights and caches that a device has, and the least
-  that it could: all of what every device has, and its part of the rest.
+  `held`: bytes of weights and caches per device, and their lower bound:
+  replicated arrays in full, divided ones over the number of devices.
   """
 
   text: str  # The optimised program, which each device runs.

@@ -55,7 +55,7 @@ def warm_up(
   max_new_tokens: int,
   report: Callable[[], Any] = lambda: None,
 ) -> dict[str, float]:
-  """Compiles every arm for every padded shape of the batches (see `measure`).
+  """Compiles every arm for every padded shape of the batches (see `time_arms`).
 
   Returns:
     By arm, the seconds of tracing and compiling: of its first calls minus those
@@ -75,7 +75,7 @@ def warm_up(
   return seconds
 
 
-def measure(
+def time_arms(
   arms: Mapping[str, Arm],
   batches: Sequence[Sequence[Sequence[int]]],
   *,
