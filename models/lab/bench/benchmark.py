@@ -225,6 +225,28 @@ def make_batches(
   return [list(ids[start : start + batch_size]) for start in starts]
 
 
+def _batches(
+  prompts: Sequence[str],
+  pairs: Mapping[str, Pair],
+  task: Task,
+  bucket: int | None,
+) -> list[list[list[int]]]:
+  """`make_batches` of texts; ValueError if they exceed the context."""
+  batches = make_batches(
+    [*map(next(iter(pairs.values())).encode, prompts)],
+    batch_size=task.batch_size,
+    bucket=bucket,
+  )
+  context = min(pair.target.spec.max_positions for pair in pairs.values())
+  longest = max(len(prompt) for batch in batches for prompt in batch)
+  if longest + task.max_new_tokens > context:
+    raise ValueError(
+      f'--max_new_tokens={task.max_new_tokens} and the longest prompt,'
+      f' {longest} tokens, exceed the context of the target, {context} tokens'
+    )
+  return batches
+
+
 def _find_flips(
   spec: ArmSpec,
   results: Mapping[str, Sequence[timing.Measurement]],
@@ -354,18 +376,7 @@ def run(
   if limit < 1:
     raise ValueError(f'--max_new_tokens must be at least 1, got {limit}')
   pairs, ready = _load(arms, task)
-  batches = make_batches(
-    [*map(next(iter(pairs.values())).encode, prompts)],
-    batch_size=task.batch_size,
-    bucket=prompt_bucket,
-  )
-  context = min(pair.target.spec.max_positions for pair in pairs.values())
-  longest = max(len(prompt) for batch in batches for prompt in batch)
-  if longest + limit > context:
-    raise ValueError(
-      f'--max_new_tokens={limit} and the longest prompt, {longest} tokens,'
-      f' exceed the context of the target, {context} tokens'
-    )
+  batches = _batches(prompts, pairs, task, prompt_bucket)
   limits = machine.MachineLimits(list(pairs))
   results, compile_seconds, beyond = _decode(
     ready, batches, limits, limit, max_seconds

@@ -6,8 +6,10 @@ compares the acceptance rates of the rules with theory.
 """
 
 from collections.abc import Iterable
+from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
+import functools
 import sys
 from typing import Any
 
@@ -26,6 +28,7 @@ import specdec
 from specdec.checks import check_sampling
 from specdec.checks import RULES
 from specdec.mappings import jit
+from specdec.model import LanguageModel
 from specdec.sampling import BEST
 from specdec.sampling import WITH_REPLACEMENT
 from specdec.sampling import WITHOUT_REPLACEMENT
@@ -333,6 +336,45 @@ def _acceptance(
   return figures
 
 
+def _probs_of(
+  models: Sequence[LanguageModel],
+  sampling: specdec.Sampling,
+  ids: Sequence[int],
+) -> Iterator[jax.Array]:
+  """The distributions of each model after each token, `[n, V]`."""
+  params = check_sampling(sampling, 1, models[0].spec.vocab_size)
+  for model in models:
+    yield exactness.distributions(model, exactness.padded(ids), params)
+
+
+def _decode_batches(
+  generator: Generator,
+  draft: LanguageModel,
+  prompts: Sequence[str],
+  topology: Topology,
+  rule: Verification,
+  *,
+  seed: int,
+  batch_size: int,
+  **options: Any,
+) -> Iterable[TextGeneration]:
+  """Decodes with a fixed topology; the last batch only if it is full."""
+  scorer = specdec.LanguageModelScorer(draft)
+  drafter = specdec.fixed_drafter(scorer, topology)
+  drafted = dataclasses.replace(generator, drafter=drafter)
+  starts = range(0, len(prompts) - batch_size + 1, batch_size)
+  title = f'{topology.branching} x {topology.max_depth}, {rule}'
+  for start in tqdm.tqdm(starts, desc=title, unit='batch', file=sys.stderr):
+    yield drafted.generate(
+      prompts[start : start + batch_size],
+      seed=seed + start,
+      verify=rule.verify,
+      children=rule.children,
+      eos_ids=(),
+      **options,
+    )
+
+
 def measure_acceptance(
   generator: Generator,
   prompts: Sequence[str],
@@ -364,36 +406,21 @@ def measure_acceptance(
   pair = generator.pair
   if pair.draft is None:
     raise ValueError('acceptance needs a draft; give --draft')
-  scorer = specdec.LanguageModelScorer(pair.draft)
   if len(prompts) < batch_size:
     raise ValueError(
       f'--batch_size={batch_size} needs as many prompts, got {len(prompts)}'
     )
-  starts = range(0, len(prompts) - batch_size + 1, batch_size)
-
-  def decode(
-    topology: Topology, rule: Verification
-  ) -> Iterable[TextGeneration]:
-    drafter = specdec.fixed_drafter(scorer, topology)
-    drafted = dataclasses.replace(generator, drafter=drafter)
-    title = f'{topology.branching} x {topology.max_depth}, {rule}'
-    for start in tqdm.tqdm(starts, desc=title, unit='batch', file=sys.stderr):
-      yield drafted.generate(
-        prompts[start : start + batch_size],
-        seed=seed + start,
-        sampling=sampling,
-        max_new_tokens=max_new_tokens,
-        verify=rule.verify,
-        children=rule.children,
-        eos_ids=(),
-      )
-
-  def probs_of(ids):
-    params = check_sampling(sampling, 1, pair.target.spec.vocab_size)
-    text = exactness.padded(ids)
-    for model in (pair.target, pair.draft):
-      yield exactness.distributions(model, text, params)
-
+  decode = functools.partial(
+    _decode_batches,
+    generator,
+    pair.draft,
+    prompts,
+    seed=seed,
+    batch_size=batch_size,
+    sampling=sampling,
+    max_new_tokens=max_new_tokens,
+  )
+  probs_of = functools.partial(_probs_of, (pair.target, pair.draft), sampling)
   acceptance = lambda n, rule: _acceptance(
     decode(k_ary(n, 1), rule), probs_of, with_theory=n == 1
   )
