@@ -1,4 +1,4 @@
-"""Where the library keeps what it need not make again."""
+"""The folder of files that the library need not make again."""
 
 import functools
 import os

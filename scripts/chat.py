@@ -63,8 +63,8 @@ def _show(chat):
   color, result = wants_color(sys.stdout), chat.result()
   print(f'{result.marked(0, color=color)}\n\n{result.legend(color=color)}')
   print(
-    f'{result.stats["new_tokens"]} tokens,'
-    f' {result.stats["block_efficiency"]:.2f} per forward of the target; read'
+    f'{result.stats.new_tokens} tokens,'
+    f' {result.stats.block_efficiency:.2f} per forward of the target; read'
     f' {chat.num_read} of {len(result.prompt_tokens[0])} tokens before them'
   )
 

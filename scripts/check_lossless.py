@@ -45,7 +45,7 @@ def main() -> None:
   arguments = options.decoding()
   checks: list[Any]
   # Greedy decoding is deterministic by every rule.
-  if options.VERIFY.value == 'match' or options.sampling().temperature == 0:
+  if options.keeps_tokens() or options.sampling().temperature == 0:
     margin = _MAX_MARGIN.value
     if margin is None:
       margin = 0.0 if options.is_exact() else 0.1

@@ -153,7 +153,7 @@ def _row(
     'finish_reason': result.finish_reasons[0],
     'stats': {
       'prompt_tokens': len(result.prompt_tokens[0]),
-      **{key: result.stats[key] for key in stats},
+      **{key: getattr(result.stats, key) for key in stats},
     },
   }
 
@@ -204,8 +204,8 @@ def main() -> None:
       index, name, error = taken[found.index]
       output.add(_row(index, name, error or found.error, found.result))
       if found.result is not None:
-        tokens += found.result.stats['new_tokens']
-        forwards += found.result.stats['target_forwards']
+        tokens += found.result.stats.new_tokens
+        forwards += found.result.stats.target_forwards
         rate = tokens / (time.perf_counter() - begin)
         progress.set_postfix(
           {

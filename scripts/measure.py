@@ -71,7 +71,7 @@ def _decode(what: str, numbers_of_children: list[int]):
     even = given['break_even']
     rows = measure.fallback(generator, prompts, break_even=even, **common)
     return rows, {'prompts': rows}
-  figures = lossless.measure(
+  figures = lossless.measure_acceptance(
     generator,
     prompts,
     batch_size=_BATCH_SIZE.value,

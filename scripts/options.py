@@ -27,6 +27,7 @@ import specdec
 from specdec import checks
 from specdec import text_files
 from specdec.checks import RULES
+from specdec.sampling import BEST
 from specdec.sampling import CHILDREN as CHILDREN_KINDS
 
 _DEFAULTS = settings.DraftSettings()
@@ -606,6 +607,11 @@ def model_digests() -> dict[str, str | None]:
   return plan.model_digests(*find_checkpoints(models()))
 
 
+def keeps_tokens() -> bool:
+  """Whether the tokens with `--verify` are those of plain decoding."""
+  return RULES[VERIFY.value](BEST).keeps_tokens
+
+
 def plan_setup(batch_size: int) -> Any:
   """The `models.lab.tune.plan_lookup.Setup` of the flags."""
   from models.lab.tune import plan_lookup
@@ -634,7 +640,7 @@ def plan(batch_size: int, samples: Callable[[], list[str]]) -> Any:
   """
   if PLAN.value is None:
     return None
-  if VERIFY.value != 'match':
+  if not keeps_tokens():
     raise ValueError(
       f'--plan is for --verify=match, got {VERIFY.value}: other rules accept'
       ' other numbers of tokens'

@@ -30,7 +30,7 @@ def main() -> None:
 
   if options.PLAN.value is not None:
     raise ValueError('tune.py makes a plan; leave out --plan')
-  if options.VERIFY.value != 'match':
+  if not options.keeps_tokens():
     raise ValueError(
       f'plans are for --verify=match, got {options.VERIFY.value}'
     )

@@ -78,12 +78,12 @@ def _written(start, window, *, num_slots):
 
 
 def _looked_up(start, window, *, num_slots):
-  """Every slot looks up its place in the window: two GPU kernels less."""
-  place = jnp.arange(num_slots)[None] - start[:, None]
-  within = (place >= 0) & (place < window.shape[2])
-  index = jnp.clip(place, 0, window.shape[2] - 1)
+  """Every slot looks up its offset in the window: two GPU kernels less."""
+  offset = jnp.arange(num_slots)[None] - start[:, None]
+  within = (offset >= 0) & (offset < window.shape[2])
+  index = jnp.clip(offset, 0, window.shape[2] - 1)
   seen = jax.vmap(lambda row, at: row[:, at])(window, index)
-  return jnp.where(within[:, None], seen, place[:, None] < 0)
+  return jnp.where(within[:, None], seen, offset[:, None] < 0)
 
 
 def window_mask(

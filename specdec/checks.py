@@ -6,6 +6,7 @@ Prompts are padded to powers of two and the room for new tokens to multiples of
 """
 
 from collections.abc import Callable
+from collections.abc import Hashable
 from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -299,42 +300,55 @@ RULES: dict[str, Callable[[str], Rule]] = {
 """The rules of verification by name, made from how children are chosen."""
 
 
-def check_rule(verify: str, children: str | None, drafter: Drafter) -> Rule:
+def _rule_maker(verify: Any) -> Callable[[str], Rule]:
+  """An entry of `RULES`, or a function that returns a given rule."""
+  if isinstance(verify, str) and verify in RULES:
+    return RULES[verify]
+  is_rule = isinstance(verify, Rule) and isinstance(verify, Hashable)
+  if not is_rule or isinstance(verify, type):
+    raise ValueError(
+      f'verify must be one of {tuple(RULES)} or a hashable'
+      f' specdec.verify.accept.Rule, got {verify!r}'
+    )
+  return lambda children: verify
+
+
+def to_rule(verify: str | Rule, children: str | None, drafter: Drafter) -> Rule:
   """The rule of verification.
 
   Args:
-    verify: one of `RULES`.
-    children: one of `sampling.CHILDREN`. None: drawn without replacement if
-      rule, topology and scorer allow it, else the best.
+    verify: one of `RULES`, or a rule.
+    children: one of `sampling.CHILDREN`. None: those of a given rule; else
+      drawn without replacement if rule, topology and scorer allow it, or the
+      best.
     drafter: the drafter.
 
   Raises:
     ValueError: the arguments are not known or do not go together.
   """
-  known_children = (None, *CHILDREN)
-  for name, value, known in (
-    ('verify', verify, tuple(RULES)),
-    ('children', children, known_children),
-  ):
-    if value not in known:
-      raise ValueError(f'{name} must be one of {known}, got {value!r}')
-  if verify == 'match' and children not in (None, BEST):
+  make_rule = _rule_maker(verify)
+  rule, known = make_rule(BEST), (None, *CHILDREN)
+  if children not in known:
+    raise ValueError(f'children must be one of {known}, got {children!r}')
+  if children not in (None, BEST) and not rule.may_draw:
     raise ValueError(
-      f'verify=match wants the best children, got children={children};'
+      f'verify={verify} wants the best children, got children={children};'
       ' choose verify=rejection to draw them'
     )
   shape = drafter.shape
   fixed = isinstance(shape, Topology)
   is_chain = isinstance(shape, Topology) and shape.branching == 1
-  if verify == 'block' and drafter.stages and not is_chain:
+  if rule.needs_chain and drafter.stages and not is_chain:
     raise ValueError(
-      'verify=block is for chains; choose a chain as the topology of the'
+      f'verify={verify} is for chains; choose a chain as the topology of the'
       ' drafter, or verify=rejection'
     )
   can_draw = fixed and drafter.stages[0].scorer.can_draw
   in_order = isinstance(shape, Topology) and shape.has_all_siblings
+  if children is None and rule is verify:
+    children = rule.children
   if children is None:
-    draws = can_draw and in_order and verify != 'match'
+    draws = can_draw and in_order and rule.may_draw
     children = WITHOUT_REPLACEMENT if draws else BEST
   if children != BEST and not can_draw:
     raise ValueError(
@@ -346,7 +360,13 @@ def check_rule(verify: str, children: str | None, drafter: Drafter) -> Rule:
       f'children={children} needs a topology in which each node has all'
       ' siblings of lower rank: the draws are tried in their order'
     )
-  return RULES[verify](children)
+  rule = make_rule(children)
+  if rule.children != children:
+    raise ValueError(
+      f'verify={verify} has children={rule.children}, got children={children};'
+      ' leave children out'
+    )
+  return rule
 
 
 def row_keys(rng_key: jax.Array, batch_size: int) -> jax.Array:

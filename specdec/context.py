@@ -1,4 +1,4 @@
-"""What is known about one step of a decode, by the target and by all stages."""
+"""The context of one step of a decode, for the target and for all stages."""
 
 import flax.struct
 import jax
@@ -12,10 +12,11 @@ from specdec.tree.topology import Topology
 from specdec.tree.topology import TreeShape
 from specdec.tree.tree import init_tree
 from specdec.tree.tree import TokenTree
+from specdec.verify.accept import Rule
 
 
 class StepContext(flax.struct.PyTreeNode):
-  """What is known about one step."""
+  """Inputs of one step, shared by the target and all stages."""
 
   tokens: jax.Array  #: `[B, T]` int32, the text so far.
   length: jax.Array  #: `[B]` int32, its lengths; the root is the last token.
@@ -30,10 +31,8 @@ class StepContext(flax.struct.PyTreeNode):
   max_depth: int = flax.struct.field(pytree_node=False)
   #: Bytes that one target forward reads; static.
   target_bytes: int = flax.struct.field(pytree_node=False)
-  #: Whether drafts rank tokens with the target's noise; static.
-  shares_noise: bool = flax.struct.field(pytree_node=False)
-  #: How children are chosen, one of `sampling.CHILDREN`; static.
-  children: str = flax.struct.field(pytree_node=False)
+  #: The rule of verification; static.
+  rule: Rule = flax.struct.field(pytree_node=False)
 
   def root_trees(self) -> TokenTree:
     """Trees of the last tokens alone, `[B, M]` per field."""

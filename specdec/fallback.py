@@ -70,8 +70,8 @@ def after_plain_step(
 ) -> FallbackState:
   """The state after a plain step; `break_even` as above.
 
-  A plain step while speculating, which `Slots` takes where so many rows do not
-  pay, says nothing about the drafter and leaves the account as it is.
+  If `Slots` chose a plain step because of the batch size, the credit does not
+  change.
   """
   credit = state.credit + jnp.where(state.speculating, 0.0, _PREMIUM)
   is_paid = credit >= _STEPS_PER_TRIAL * (break_even - 1.0)

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +24,7 @@ from specdec.memory import check_fits
 from specdec.memory import decode_bytes
 from specdec.model import LanguageModel
 from specdec.sampling import Sampling
+from specdec.statistics import Statistics
 from specdec.statistics import summarize
 from specdec.step import DecodeConfig
 from specdec.step import Request
@@ -35,6 +35,7 @@ from specdec.tracing.trace import Trace
 from specdec.verify.accept import EOS
 from specdec.verify.accept import LIMIT
 from specdec.verify.accept import NOT_FINITE
+from specdec.verify.accept import Rule
 from specdec.verify.accept import RUNNING
 from specdec.verify.accept import STOP
 from specdec.verify.stop_strings import StopTable
@@ -71,7 +72,7 @@ class Generation:
   #: `cancelled`, or `error`.
   finish_reasons: list[str]
   errors: list[str | None]  #: For each row an error message, or None.
-  stats: dict[str, Any]  #: See `specdec.statistics.summarize`.
+  stats: Statistics  #: The figures of the decode.
 
 
 def generation_of(
@@ -151,7 +152,7 @@ class Decoding:
     sampling: Sampling = Sampling(),
     eos_ids: Sequence[int] = (),
     stop: StopTable | None = None,
-    verify: str = 'match',
+    verify: str | Rule = 'match',
     children: str | None = None,
     log_probs: bool = False,
     break_even: float | None = None,
@@ -170,7 +171,7 @@ class Decoding:
     self._target, self._drafter = target, drafter
     self._config = DecodeConfig(
       max_new_tokens=checks.padded_room(room),
-      rule=checks.check_rule(verify, children, drafter),
+      rule=checks.to_rule(verify, children, drafter),
       fallback=bool(drafter.stages and threshold > 0),
     )
     check_fits(decode_bytes(target, drafter, padded.shape, self._config))
@@ -385,7 +386,7 @@ def generate(
   sampling: Sampling = Sampling(),
   eos_ids: Sequence[int] = (),
   stop: StopTable | None = None,
-  verify: str = 'match',
+  verify: str | Rule = 'match',
   children: str | None = None,
   log_probs: bool = False,
   break_even: float | None = None,
@@ -406,8 +407,8 @@ def generate(
     sampling: how to choose tokens; greedy by default.
     eos_ids: tokens that end a row.
     stop: stop strings, see `specdec.verify.stop_strings`.
-    verify: `match`, `rejection` or `block`, see `specdec.verify`.
-    children: how the drafter chooses children, see `checks.check_rule`.
+    verify: `match`, `rejection`, `block` or a `Rule`, see `specdec.verify`.
+    children: how the drafter chooses children, see `checks.to_rule`.
     log_probs: whether to return the log-probabilities of the new tokens.
     break_even: the time of a speculative step in plain ones, as scripts/tune.py
       measures it: decoding goes on plainly wherever speculation emits fewer

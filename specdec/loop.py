@@ -44,11 +44,11 @@ from specdec.watchers import SeenTokens
 from specdec.watchers import state_of
 
 ALL_STEPS = np.iinfo(np.int32).max
-"""As `num_steps` of `advance`: until all rows are done."""
+"""`num_steps` of `advance` for decoding until all rows are done."""
 
 
 class DecodeResult(flax.struct.PyTreeNode):
-  """What a decode returns."""
+  """Result of a decode."""
 
   #: `[B, T]` int32, prompt and new tokens of each row, then garbage.
   tokens: jax.Array
@@ -98,7 +98,8 @@ def _start(target, drafter, request, *, config) -> DecodeState:
     origins=jnp.zeros_like(tokens),
     length=request.prompt_length,
     reason=_reason(request),
-    # Rows that are done go on verifying until all are: one tree more.
+    # Finished rows keep verifying until the batch ends, so the cache has N
+    # extra slots.
     target=prefill(
       target,
       request.prompt,
@@ -353,7 +354,7 @@ def advance_recorded(
 
 
 def result_of(state: DecodeState) -> DecodeResult:
-  """What has been decoded so far."""
+  """The result of what has been decoded so far."""
   return DecodeResult(
     tokens=state.tokens,
     length=state.length,

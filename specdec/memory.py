@@ -8,7 +8,6 @@ from typing import Any
 import jax
 
 from specdec.draft.drafter import Drafter
-from specdec.draft.language_model import LanguageModelScorer
 from specdec.model import LanguageModel
 from specdec.sampling import BEST
 from specdec.step import DecodeConfig
@@ -80,11 +79,7 @@ def decode_bytes(
     rows //= target.spec.row_shards
   vocab_size = target.spec.vocab_size
   scorers = [stage.scorer for stage in drafter.stages]
-  models = [target] + [
-    scorer.model
-    for scorer in scorers
-    if isinstance(scorer, LanguageModelScorer)
-  ]
+  models = [target, *(model for one in scorers for model in one.models)]
   params = jax.tree.leaves([model.params for model in models])
   bytes_per_slot = sum(
     model.spec.cache_bytes_per_slot // model.spec.slot_shards

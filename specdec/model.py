@@ -106,7 +106,7 @@ class LanguageModel(flax.struct.PyTreeNode):
 
 
 class ModelState(flax.struct.PyTreeNode):
-  """What a model carries from forward to forward."""
+  """State of a model, carried from forward to forward."""
 
   #: Its `length` is that of the text it held when the step began.
   cache: KVCache
@@ -227,17 +227,17 @@ class _MissingText(NamedTuple):
 
 
 def _missing_text(state, nodes, ctx) -> _MissingText:
-  place = jnp.arange(nodes.shape[1])[None]
+  index = jnp.arange(nodes.shape[1])[None]
   known = state.cache.length + state.num_text
   missing = jnp.minimum(ctx.length - 1 - known, nodes.shape[1])[:, None]
-  is_text = place < missing
-  nodes = jnp.take_along_axis(nodes, jnp.maximum(place - missing, 0), axis=1)
+  is_text = index < missing
+  nodes = jnp.take_along_axis(nodes, jnp.maximum(index - missing, 0), axis=1)
   num_text = state.num_text[:, None] + missing
   return _MissingText(
     nodes=jnp.where(is_text, NO_NODE, nodes),
     is_text=is_text,
-    positions=known[:, None] + place,
-    num_seen=jnp.where(is_text, state.num_text[:, None] + place + 1, num_text),
+    positions=known[:, None] + index,
+    num_seen=jnp.where(is_text, state.num_text[:, None] + index + 1, num_text),
     num_text=num_text[:, 0],
   )
 

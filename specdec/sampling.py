@@ -72,20 +72,20 @@ def total(weights: jax.Array) -> jax.Array:
 
 
 def softmax(logits: jax.Array) -> jax.Array:
-  """As `jax.nn.softmax`, of `[..., V]`; bits do not depend on the shape."""
+  """Softmax of `logits [..., V]`, whose bits do not depend on the shape."""
   weights = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
   return weights / total(weights)
 
 
 def log_softmax(logits: jax.Array) -> jax.Array:
-  """As `jax.nn.log_softmax`; bits do not depend on the shape `[..., V]`."""
+  """Log-softmax of `logits [..., V]`, whose bits do not depend on the shape."""
   logits = logits - jnp.max(logits, axis=-1, keepdims=True)
   return logits - jnp.log(total(jnp.exp(logits)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-  """How to choose a token, as users state it; greedy by default.
+  """Parameters of the choice of tokens, as users state them; default: greedy.
 
   What is set applies in the order of the fields. Each value is for all rows, or
   there is one per row `[B]`. Changing a value does not recompile, except top_k
@@ -377,8 +377,8 @@ BEST = 'best'
 CHILDREN = (BEST, WITHOUT_REPLACEMENT, WITH_REPLACEMENT)
 """How the children of a node are chosen; all but the best are drawn."""
 
-# What randomness is for, when it belongs to a step and not to a position. Far
-# from any position, so that no stream is ever that of `position_noise`.
+# Streams of randomness that belong to a step, not to a position. They are far
+# from any position, so that none is ever a stream of `position_noise`.
 DRAFTING, ACCEPTANCE, RESIDUAL = (2**31 - 1 - stream for stream in range(3))
 
 

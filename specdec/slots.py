@@ -41,6 +41,7 @@ from specdec.sampling import SamplingParams
 from specdec.step import DecodeConfig
 from specdec.step import Request
 from specdec.tree.topology import TreeShape
+from specdec.verify.accept import Rule
 from specdec.verify.accept import RUNNING
 from specdec.verify.stop_strings import StopTable
 from specdec.watchers import EndOfText
@@ -112,7 +113,7 @@ class Slots:
     sampling: Sampling = Sampling(),
     eos_ids: Sequence[int] = (),
     stop: StopTable | None = None,
-    verify: str = 'match',
+    verify: str | Rule = 'match',
     children: str | None = None,
     log_probs: bool = False,
     break_even: float | None = None,
@@ -142,7 +143,7 @@ class Slots:
     rests = [one for one in self._drafters.values() if not one.stages]
     self._config = DecodeConfig(
       max_new_tokens=checks.padded_room(context),
-      rule=checks.check_rule(verify, children, drafter),
+      rule=checks.to_rule(verify, children, drafter),
       fallback=bool(drafter.stages and (threshold > 0 or rests)),
     )
     check_fits(decode_bytes(target, drafter, (num_slots, 0), self._config))

@@ -5,6 +5,7 @@ past an EOS or past the limit were not emitted and do not count.
 """
 
 from collections.abc import Mapping
+import dataclasses
 from typing import Any
 from typing import Protocol
 
@@ -46,7 +47,7 @@ class Counters(flax.struct.PyTreeNode):
 
 
 def init_counters(batch_size: int, max_depth: int) -> Counters:
-  """All zeros."""
+  """Counters of zero."""
   return Counters(
     steps=Total.zeros(),
     target_forwards=jnp.zeros(batch_size, jnp.int32),
@@ -78,7 +79,7 @@ def bytes_read(
 ) -> float:
   """Bytes of weights and visible cache slots that all models read.
 
-  `reads` and `costs` are those of `summarize`; `plain` does not count.
+  `reads` and `costs` are those of `Statistics`; `plain` does not count.
   """
   return sum(
     count['forwards'] * costs[name]['per_forward']
@@ -109,10 +110,62 @@ def relative_bandwidth(
   Plain decoding takes one target forward per token, and the rows of a batch
   share the weights. (The measure of arXiv 2308.04623, table 1, which gives no
   formula; here the caches count.) 1 if nothing was decoded. `reads` and `costs`
-  are those of `summarize`; the costs may be those of other models.
+  are those of `Statistics`; the costs may be those of other models.
   """
   plain = bytes_read({'target': reads['plain']}, costs)
   return bytes_read(reads, costs) / plain if plain else 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Statistics:
+  """Figures of a decode, pooled over its rows; None where they do not apply.
+
+  By stage or by model, they are mappings from its name.
+  """
+
+  new_tokens: int  #: Emitted by all rows.
+  target_forwards: int  #: Summed over rows.
+  #: Tokens per target forward, or 0.
+  block_efficiency: float = dataclasses.field(init=False)
+  #: Nodes verified per target forward, the root included, or 0.
+  nodes_per_forward: float = dataclasses.field(init=False)
+  #: Entry i counts the target forwards that emitted i + 1 tokens.
+  accepted_histogram: list[int] | None = None
+  #: By stage, the tokens that its context was too short to draft.
+  beyond_context: Mapping[str, int] | None = None
+  stage_forwards: Mapping[str, int]  #: By stage, summed over rows.
+  #: Nodes verified by the `target`, and by stage W per forward, summed over
+  #: rows.
+  positions: Mapping[str, int]
+  origins: Mapping[str, int] | None = None  #: Emitted tokens by source.
+  #: See `relative_bandwidth`.
+  relative_bandwidth: float = dataclasses.field(init=False)
+  #: Batched target forwards for which the fallback drafted nothing.
+  plain_steps: int | None = None
+  #: Batched `forwards` and visible cache `slots`, summed over rows, of the
+  #: `target`, of each stage and of `plain` decoding.
+  reads: Mapping[str, Mapping[str, int]]
+  #: Bytes `per_forward` and `per_slot`, of the `target` and of each stage.
+  costs: Mapping[str, Mapping[str, float]]
+  #: Time of decoding with the prompt, without compiling; of timed decodes.
+  seconds: float | None = None
+  tokens_per_second: float | None = None  #: Of all rows; of timed decodes.
+  compile_seconds: float | None = None  #: Of timed decodes.
+
+  def __post_init__(self) -> None:
+    per_forward = lambda number: number / max(self.target_forwards, 1)
+    derived = {
+      'block_efficiency': per_forward(self.new_tokens),
+      'nodes_per_forward': per_forward(self.positions['target']),
+      'relative_bandwidth': relative_bandwidth(self.reads, self.costs),
+    }
+    for name, value in derived.items():
+      object.__setattr__(self, name, value)
+
+  def as_dict(self) -> dict[str, Any]:
+    """The figures that apply, by name, for JSON."""
+    figures = dataclasses.asdict(self)
+    return {name: one for name, one in figures.items() if one is not None}
 
 
 def _beyond(context: int, starts: np.ndarray, new_tokens: np.ndarray) -> int:
@@ -123,7 +176,7 @@ def _beyond(context: int, starts: np.ndarray, new_tokens: np.ndarray) -> int:
 
 
 def _reads(counters, stages, prompt_lengths, new_tokens):
-  """`reads` of `summarize`; `stages` are pairs of a stage and its counters."""
+  """`Statistics.reads`; `stages` are pairs of a stage and its counters."""
   count = lambda forwards, slots: {
     'forwards': int(forwards),
     'slots': int(slots.sum()),
@@ -138,7 +191,7 @@ def _reads(counters, stages, prompt_lengths, new_tokens):
 
 
 def _costs(target, stages):
-  """`costs` of `summarize`."""
+  """`Statistics.costs`."""
   cost = lambda forward, slot: {'per_forward': forward, 'per_slot': slot}
   return {'target': cost(target.weight_bytes, target.cache_bytes_per_slot)} | {
     stage.name: cost(
@@ -150,7 +203,7 @@ def _costs(target, stages):
 
 
 def _by_stage(stages, prompt_lengths, new_tokens, verified):
-  """The figures of `summarize` that are mappings from stages."""
+  """The fields of `Statistics` that are mappings from stages."""
   forwards = {
     stage.name: int(counted.row_forwards.sum()) for stage, counted in stages
   }
@@ -179,8 +232,8 @@ def summarize(
   *,
   target: ModelSpec,
   drafter: Drafter,
-) -> dict[str, Any]:
-  """The figures of one decode, pooled over its rows.
+) -> Statistics:
+  """The figures of one decode.
 
   Args:
     result: the counters of the decode.
@@ -189,19 +242,6 @@ def summarize(
     new_tokens: `[B]`, how many were emitted.
     target: for the sizes in bytes.
     drafter: for names and sizes in bytes.
-
-  Returns:
-    `new_tokens`, `target_forwards`: summed over rows; `block_efficiency`:
-    tokens per target forward, or 0; `nodes_per_forward`: verified, the root
-    included; `accepted_histogram`: entry i counts the forwards that emitted i +
-    1 tokens; `beyond_context`: by stage, the tokens that its context was too
-    short to draft; `stage_forwards`: by stage; `origins`: emitted tokens by
-    source; `positions`: nodes verified, and by stage W per forward, summed over
-    rows; `reads`: batched forwards and visible cache slots (summed over rows)
-    of the target, of each stage and of plain decoding; `costs`: bytes per
-    forward and per slot; `relative_bandwidth`, which follows from the two;
-    `plain_steps`: batched target forwards for which the fallback drafted
-    nothing.
   """
   # Their products may exceed 32 bits.
   prompt_lengths = np.asarray(prompt_lengths, np.int64)
@@ -210,23 +250,18 @@ def summarize(
     (result.counters, result.stage_counters, result.plain_steps)
   )
   stages = list(zip(drafter.stages, stage_counters, strict=True))
-  reads = _reads(counters, stages, prompt_lengths, new_tokens)
-  costs = _costs(target, drafter.stages)
-  forwards = int(counters.target_forwards.sum())
-  emitted, verified = int(new_tokens.sum()), int(counters.nodes_verified.sum())
-  return {
-    'new_tokens': emitted,
-    'target_forwards': forwards,
-    'block_efficiency': emitted / forwards if forwards else 0.0,
-    'nodes_per_forward': verified / forwards if forwards else 0.0,
-    'accepted_histogram': counters.emitted_histogram.sum(axis=0).tolist(),
-    **_by_stage(stages, prompt_lengths, new_tokens, verified),
-    'origins': {
+  return Statistics(
+    new_tokens=int(new_tokens.sum()),
+    target_forwards=int(counters.target_forwards.sum()),
+    accepted_histogram=counters.emitted_histogram.sum(axis=0).tolist(),
+    **_by_stage(
+      stages, prompt_lengths, new_tokens, int(counters.nodes_verified.sum())
+    ),
+    origins={
       label: int(np.sum(origins == index))
       for index, label in enumerate(('target', *drafter.labels))
     },
-    'relative_bandwidth': relative_bandwidth(reads, costs),
-    'plain_steps': int(plain_steps),
-    'reads': reads,
-    'costs': costs,
-  }
+    plain_steps=int(plain_steps),
+    reads=_reads(counters, stages, prompt_lengths, new_tokens),
+    costs=_costs(target, drafter.stages),
+  )

@@ -41,7 +41,7 @@ from specdec.verify.accept import Rule
 from specdec.verify.accept import RUNNING
 from specdec.verify.match import MatchRule
 from specdec.watchers import append
-from specdec.watchers import keep
+from specdec.watchers import commit_watchers
 from specdec.watchers import Observation
 from specdec.watchers import observe
 from specdec.watchers import SeenTokens
@@ -51,7 +51,7 @@ from specdec.watchers import Watcher
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeConfig:
-  """What is static about a decode: changing it recompiles."""
+  """Static settings of a decode: changing one recompiles."""
 
   #: Room in the buffers; the limit itself is dynamic and at most this.
   max_new_tokens: int = 128
@@ -63,7 +63,7 @@ class DecodeConfig:
 
 
 class Request(flax.struct.PyTreeNode):
-  """What to decode: a batch of prompts, all of it dynamic."""
+  """A batch of prompts to decode; all of it is dynamic."""
 
   prompt: jax.Array  #: `[B, P]` int32, padded at the end with any valid token.
   prompt_length: jax.Array  #: `[B]` int32, at least 1.
@@ -80,7 +80,7 @@ class Request(flax.struct.PyTreeNode):
 
 
 class DecodeState(flax.struct.PyTreeNode):
-  """What is carried from step to step.
+  """State of a decode, carried from step to step.
 
   Between steps the target's cache holds all tokens but the last, the root.
   """
@@ -120,7 +120,7 @@ def step_context(
   state: DecodeState,
   config: DecodeConfig,
 ) -> StepContext:
-  """What target and drafter know about the step to come; see `step`."""
+  """The context of the step to come; see `step`."""
   rule, sampling = config.rule, request.sampling
   return StepContext(
     tokens=state.tokens,
@@ -140,8 +140,7 @@ def step_context(
     shape=drafter.shape,
     max_depth=drafter.max_depth,
     target_bytes=target.spec.weight_bytes,
-    shares_noise=rule.shares_noise,
-    children=rule.children,
+    rule=rule,
   )
 
 
@@ -187,7 +186,7 @@ def step(
     reason=jnp.where(ctx.active, reason, state.reason),
     target=commit(target_state, path, emitted - 1),
     stages=commit_stages(drafter, stages, path, emitted - 1),
-    watchers=keep(request.watchers, pending, emitted),
+    watchers=commit_watchers(request.watchers, pending, emitted),
     counters=count_step(state.counters, nodes, emitted, ctx),
     fallback=_settle(state.fallback, emitted, ctx, request, config),
   )

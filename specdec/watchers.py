@@ -1,4 +1,4 @@
-"""What watches the text of a decode: ends of texts, seen tokens, log-probs.
+"""Watchers of the text of a decode: ends of texts, seen tokens, log-probs.
 
 A watcher is a record of pure functions with a state per batch. Every step shows
 it the tokens that the target chose; it says where the text ends, and then keeps
@@ -40,7 +40,7 @@ def append(
 
 
 class Observation(flax.struct.PyTreeNode):
-  """What a step shows to the watchers."""
+  """Results of a step that watchers see."""
 
   verdict: Verdict  #: Its `chosen` tokens are those that may be emitted.
   #: `[B, N, V]` float32, the target's, as the model gave them.
@@ -65,10 +65,10 @@ class Watcher(Protocol):
 
     Returns:
       `[B, D + 1]` int32, why the text ends with each token (`EOS`, `STOP`, or
-      `RUNNING` if it does not), and what `keep` needs.
+      `RUNNING` if it does not), and what `commit` needs.
     """
 
-  def keep(self, pending: Any, emitted: jax.Array) -> Any:
+  def commit(self, pending: Any, emitted: jax.Array) -> Any:
     """The state after the step, of whose tokens `emitted [B]` were emitted."""
 
 
@@ -79,7 +79,7 @@ class Stateless:
     del prompt, prompt_length, num_slots
     return ()
 
-  def keep(self, pending, emitted) -> Any:
+  def commit(self, pending, emitted) -> Any:
     del emitted
     return pending
 
@@ -113,7 +113,7 @@ class StopStrings(flax.struct.PyTreeNode):
     is_stop, states = self.table.follow(state, seen.verdict.chosen)
     return jnp.where(is_stop, STOP, RUNNING), states
 
-  def keep(self, pending, emitted):
+  def commit(self, pending, emitted):
     return jnp.take_along_axis(pending, emitted[:, None], axis=1)[:, 0]
 
 
@@ -130,7 +130,7 @@ class SeenTokens(flax.struct.PyTreeNode):
   def observe(self, state, seen):
     return _no_end(seen), (state, seen.verdict.chosen)
 
-  def keep(self, pending, emitted):
+  def commit(self, pending, emitted):
     seen, chosen = pending
     return add_seen(seen, chosen, emitted)
 
@@ -153,7 +153,7 @@ class LogProbs(flax.struct.PyTreeNode):
     chosen_log_probs = jnp.take_along_axis(log_probs, chosen, axis=-1)[..., 0]
     return _no_end(seen), (state, seen.length, chosen_log_probs)
 
-  def keep(self, pending, emitted):
+  def commit(self, pending, emitted):
     log_probs, length, new = pending
     return append(log_probs, length, new, emitted)
 
@@ -199,7 +199,7 @@ def observe(
   """All watchers look at a step; where several end the text, the first counts.
 
   Returns:
-    `[B, D + 1]` int32, why the text ends with each token, and what `keep`
+    `[B, D + 1]` int32, why the text ends with each token, and what `commit`
     needs.
   """
   ends, pending = _no_end(seen), []
@@ -210,11 +210,11 @@ def observe(
   return ends, tuple(pending)
 
 
-def keep(
+def commit_watchers(
   watchers: tuple[Watcher, ...], pending: tuple[Any, ...], emitted: jax.Array
 ) -> tuple[Any, ...]:
   """The states of all watchers after a step."""
   return tuple(
-    watcher.keep(found, emitted)
+    watcher.commit(found, emitted)
     for watcher, found in zip(watchers, pending, strict=True)
   )

@@ -1,4 +1,4 @@
-"""What a benchmark reports, from measurements made by hand.
+"""Reports of a benchmark, from measurements made by hand.
 
 Intervals are beside cases that can be enumerated.
 """
@@ -12,14 +12,15 @@ import pytest
 from models.lab.study.exactness import choice_margin
 from models.lab.study.timing import find_flips
 from models.lab.study.timing import Flip
-from models.lab.study.timing import measure
 from models.lab.study.timing import Measurement
 from models.lab.study.timing import pooled_interval
 from models.lab.study.timing import summarize_arms
+from models.lab.study.timing import time_arms
 from models.lab.study.timing import warm_up
 from models.nn.table_model import table_model
 from specdec import Generation
 from specdec import Sampling
+from specdec.statistics import Statistics
 
 
 def _generation(*rows):
@@ -34,20 +35,20 @@ def _generation(*rows):
     log_probs=None,
     finish_reasons=['length'] * len(rows),
     errors=[None] * len(rows),
-    stats={
-      'new_tokens': new_tokens,
-      'target_forwards': forwards,
-      'stage_forwards': {'draft': 3},
-      'origins': {'target': new_tokens, 'draft': 0},
-      'accepted_histogram': [0, forwards],
-      'positions': {'target': new_tokens**2 // 2, 'draft': 3},
-      'reads': {
+    stats=Statistics(
+      new_tokens=new_tokens,
+      target_forwards=forwards,
+      stage_forwards={'draft': 3},
+      origins={'target': new_tokens, 'draft': 0},
+      accepted_histogram=[0, forwards],
+      positions={'target': new_tokens**2 // 2, 'draft': 3},
+      reads={
         'plain': reads(new_tokens, 0),
         'target': reads(forwards, 0),
         'draft': reads(3, new_tokens),
       },
-      'costs': {'target': costs(10, 1), 'draft': costs(1, 2)},
-    },
+      costs={'target': costs(10, 1), 'draft': costs(1, 2)},
+    ),
   )
 
 
@@ -144,7 +145,7 @@ def test_arms_take_turns_in_an_order_that_is_reversed():
   calls = []
   before = lambda: calls.append('before')
   batches, options = [[[7]], [[8]]], {'max_new_tokens': 20}
-  results = measure(_recorded(calls), batches, before_batch=before, **options)
+  results = time_arms(_recorded(calls), batches, before_batch=before, **options)
   turns = lambda order, batch: [
     (name, batch, limit) for name in order for limit in (0, 20)
   ]
@@ -184,7 +185,7 @@ def test_compiling_is_what_a_first_call_takes_longer(monkeypatch):
 
 def test_no_batch_is_begun_when_time_is_up(monkeypatch):
   arms = _clocked(monkeypatch, lambda limit: limit)
-  run = lambda seconds: measure(
+  run = lambda seconds: time_arms(
     arms, [[[1]]] * 5, max_new_tokens=10, max_seconds=seconds
   )['a']
   assert [len(run(seconds)) for seconds in (0, -1, 25, None)] == [1, 1, 3, 5]

@@ -1,4 +1,4 @@
-"""What only accelerators run, run on CPU: the branches by platform."""
+"""The branches of accelerators, run on CPU."""
 
 import functools
 

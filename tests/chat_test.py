@@ -96,7 +96,7 @@ def _chat(lm, **options):
 
 
 def _anew(messages, template=_TEMPLATE, sampling=_sampling()):
-  """What plain decoding of the whole conversation answers."""
+  """The answer of plain decoding of the whole conversation."""
   options = _WHOLE | {'sampling': sampling}
   return _generator(template=template).generate([messages], **options)
 

@@ -27,7 +27,7 @@ class Ended(NamedTuple):
 
 
 def run(script: str, *arguments) -> Ended:
-  """As a command line would; flags are defined anew by each run."""
+  """Runs a script as a command line would; each run defines the flags anew."""
   path = _FOLDER / script
   argv = [str(path), *map(str, arguments)]
   output, errors, code = io.StringIO(), io.StringIO(), 0
@@ -62,7 +62,7 @@ def refusal(script: str, *arguments) -> str:
 
 
 def run_alone(script: str, *arguments) -> Ended:
-  """In a process of its own, which compiles fast."""
+  """Runs a script in a process of its own, which compiles fast."""
   ended = subprocess.run(
     [sys.executable, _FOLDER / script, *map(str, arguments)],
     capture_output=True,

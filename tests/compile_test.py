@@ -1,4 +1,4 @@
-"""What is compiled, and how often."""
+"""Programs that are compiled, and how often."""
 
 import collections
 import dataclasses

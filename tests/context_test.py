@@ -86,11 +86,11 @@ def _check(target, batch, draft, config):
   origins, histogram, forwards, nodes = _slow(prompts, is_fixed)
   assert generation.origins == origins
   stats = generation.stats
-  assert stats['accepted_histogram'] == histogram
-  assert stats['stage_forwards'] == {'draft': forwards}
-  assert round(stats['nodes_per_forward'] * sum(histogram), 3) == nodes
+  assert stats.accepted_histogram == histogram
+  assert stats.stage_forwards == {'draft': forwards}
+  assert round(stats.nodes_per_forward * sum(histogram), 3) == nodes
   late = [min(len(prompt) - CONTEXT - 1, 0) + LIMIT for prompt in prompts]
-  assert stats['beyond_context'] == {'draft': sum(late)}
+  assert stats.beyond_context == {'draft': sum(late)}
   return generation
 
 
@@ -108,12 +108,12 @@ def test_a_stage_inside_goes_on():
     prompts = [_PROMPTS[row] for row in batch]
     generation = _generate(_TARGET, prompts, drafter)
     blocks = len(prompts) * LIMIT // (G + 1)
-    assert generation.stats['accepted_histogram'] == [0] * G + [blocks]
-    assert set(generation.stats['beyond_context']) == {'draft'}
+    assert generation.stats.accepted_histogram == [0] * G + [blocks]
+    assert set(generation.stats.beyond_context) == {'draft'}
     for prompt, origins in zip(prompts, generation.origins, strict=True):
       assert 1 not in origins[max(CONTEXT + 1 - len(prompt), 0) :]
     everyone_beyond = min(map(len, prompts)) > CONTEXT
-    forwards = generation.stats['stage_forwards']
+    forwards = generation.stats.stage_forwards
     assert (forwards['draft'] == 0) == everyone_beyond
 
 

@@ -225,5 +225,5 @@ def test_forwards_of_a_decode(update):
   options = {'drafter': drafter, 'max_new_tokens': 40}
   key, prompts = jax.random.key(0), tiny.prompts(2)
   stats = specdec.generate(model, key, prompts, **options).stats
-  counted = {'target': stats['target_forwards'], **stats['stage_forwards']}
+  counted = {'target': stats.target_forwards, **stats.stage_forwards}
   _check('forwards', counted, update)

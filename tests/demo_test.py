@@ -42,8 +42,8 @@ def test_every_method_helps_and_changes_nothing(pair):
   for method in ('chain', 'staged', 'ngram'):
     result = _generate(pair, method)
     assert result.tokens == plain.tokens
-    assert result.stats['relative_bandwidth'] < 1
-    tau[method] = result.stats['block_efficiency']
+    assert result.stats.relative_bandwidth < 1
+    tau[method] = result.stats.block_efficiency
   assert tau['chain'] > 1.5
   assert tau['staged'] > 1.1 * tau['chain']
   assert tau['ngram'] > 1.4

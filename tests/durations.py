@@ -1,4 +1,4 @@
-"""Where the time of a test run goes, file by file.
+"""The time of a test run, file by file.
 
 JAX reports how long it traces, lowers and compiles; the operating system how
 much processor time child processes took. The rest of a test's time is
@@ -65,7 +65,7 @@ def listen() -> None:
 
 
 def now() -> Times:
-  """What was counted so far; differences of two calls tell of a test."""
+  """Counts so far; those of a test are the differences of two calls."""
   used = resource.getrusage(resource.RUSAGE_CHILDREN)
   return _counted + Times(children=used.ru_utime + used.ru_stime)
 

@@ -251,7 +251,7 @@ def _grown_tree(drafter, sampling, text, length, *, room):
     sampling,
     shape=drafter.shape,
     seen=seen[None],
-    shares_noise=False,
+    rule=RejectionRule(),
   )
   num_slots = text.shape[0] + room
   states = init_stages(drafter, text[None], length, num_slots=num_slots)
@@ -264,7 +264,7 @@ def _grown_tree(drafter, sampling, text, length, *, room):
 
 
 def _grown_trees(worlds, drafters, length):
-  """Of all states of fewer than `length` tokens; arbitrary for the others."""
+  """Trees of all states of fewer than `length` tokens; arbitrary for others."""
   lengths = np.array([1 + len(context) for context in worlds.contexts])
   texts = np.zeros((len(lengths), length), np.int32)
   texts[:, 0] = enumeration.PROMPT
@@ -322,7 +322,7 @@ def _tree(token, parent):
 
 
 def _random_trees(case, children):
-  """Of all forms, with siblings that could have been drawn.
+  """Trees of all forms, with siblings that could have been drawn.
 
   And the nodes `[B, N]` that are verified, gaps among them.
   """
@@ -455,7 +455,7 @@ def _check_branches(rule, make_trees, slow_walk, num_batches, deepest):
         continue
       number = int(verdict.accepted[row])
       assert verdict.chosen[row, : number + 1].tolist() == emitted
-      found = np.stack([verdict.place[row], path[row]])
+      found = np.stack([verdict.index[row], path[row]])
       expected = [places, nodes[row, places]]
       np.testing.assert_array_equal(found[:, : number + 1], expected)
       assert np.all(found[:, number + 1 :] == NO_NODE)

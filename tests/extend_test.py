@@ -69,7 +69,7 @@ def _anew(prompts, **options):
 
 
 def _said(turn):
-  """What the users of both rows say."""
+  """The words of the users of both rows."""
   rng = np.random.default_rng(turn)
   lengths = ([5, 4, 3, 1, 2], [3, 1, 4, 4, 6])
   return [rng.integers(tiny.TABOO, size=row[turn]).tolist() for row in lengths]
@@ -118,9 +118,9 @@ def test_every_turn_is_that_of_decoding_the_whole_text_anew(kind):
     result = decoding.result()
     _check_equal(result, _anew(prompts))
     if kind == 'chain':  # Its draft is perfect where it knows all of the text.
-      assert result.stats['block_efficiency'] == 3
-      assert result.stats['stage_forwards']['draft'] == _ROWS * 4
-    assert result.stats['new_tokens'] == _ROWS * _LIMIT
+      assert result.stats.block_efficiency == 3
+      assert result.stats.stage_forwards['draft'] == _ROWS * 4
+    assert result.stats.new_tokens == _ROWS * _LIMIT
 
 
 @pytest.mark.parametrize('kind', _KINDS)

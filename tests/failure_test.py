@@ -76,10 +76,10 @@ def _assert_ends(generation, ends):
       f' {len(prompt) + end} (new token {end})'
     )
     assert generation.errors[row] == (error or None)
-  histogram = np.array(generation.stats['accepted_histogram'])
+  histogram = np.array(generation.stats.accepted_histogram)
   total = sum(map(len, generation.tokens))
   assert histogram @ np.arange(1, len(histogram) + 1) == total
-  assert generation.stats['new_tokens'] == total
+  assert generation.stats.new_tokens == total
 
 
 @pytest.mark.parametrize('name', _DRAFTERS)
@@ -124,13 +124,13 @@ def test_a_draft_may_break_as_it_likes(name):
       generation = _generate(_model(_table()), _drafter(name, draft))
       assert generation.tokens == _healthy(), kind
       assert generation.finish_reasons == ['length'] * 4
-      efficiency.append(generation.stats['block_efficiency'])
+      efficiency.append(generation.stats.block_efficiency)
     # No token is the draft's; the other stages still draft.
-    assert generation.stats['origins']['draft'] == 0
+    assert generation.stats.origins['draft'] == 0
     if name == 'staged':
       assert efficiency[1] > 1.2
     else:
-      assert generation.stats['nodes_per_forward'] == 1
+      assert generation.stats.nodes_per_forward == 1
       assert 'banned' in kind or 4 > efficiency[0] > 1.1
 
 

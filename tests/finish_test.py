@@ -87,18 +87,18 @@ def test_every_end_at_every_offset_of_a_block():
     sizes = [len(new) for new, _ in expected]
     blocks = [-(-size // (G + 1)) for size in sizes]
     forwards = sum(blocks) if step == 1 else sum(sizes)
-    assert generation.stats['target_forwards'] == forwards
+    assert generation.stats.target_forwards == forwards
 
 
 def _check_counts(generation):
   """Figures that must agree in any case; nothing is broken."""
   assert not any(generation.errors)
   stats, sizes = generation.stats, [*map(len, generation.tokens)]
-  histogram = np.array(stats['accepted_histogram'])
-  assert stats['new_tokens'] == sum(sizes) == sum(stats['origins'].values())
+  histogram = np.array(stats.accepted_histogram)
+  assert stats.new_tokens == sum(sizes) == sum(stats.origins.values())
   assert histogram @ np.arange(1, len(histogram) + 1) == sum(sizes)
-  assert histogram.sum() == stats['target_forwards']
-  assert stats['reads']['plain']['forwards'] == max(sizes)
+  assert histogram.sum() == stats.target_forwards
+  assert stats.reads['plain']['forwards'] == max(sizes)
   assert [*map(len, generation.origins)] == sizes
 
 
@@ -134,8 +134,8 @@ def test_a_cancelled_row_has_the_beginning_of_its_text():
       assert cut.origins[row] == whole.origins[row][: len(tokens)]
     _check_counts(cut)
     if not number:
-      assert cut.stats['block_efficiency'] == 0.0
-      assert cut.stats['relative_bandwidth'] == 1.0
+      assert cut.stats.block_efficiency == 0.0
+      assert cut.stats.relative_bandwidth == 1.0
   # It is called again soon, and each time there are more tokens.
   assert counts[0] == 0 < counts[1] <= 8 * (G + 1)
   assert np.all(np.diff(counts) > 0)

@@ -85,7 +85,7 @@ def _write_json(folder, name, what):
 
 
 def _token(content, **flags):
-  """As older releases of transformers write a token with its flags."""
+  """A token with its flags, as older releases of transformers write it."""
   names = ('lstrip', 'normalized', 'rstrip', 'single_word')
   return {'__type': 'AddedToken', 'content': content} | {
     name: flags.get(name, False) for name in names

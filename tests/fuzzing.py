@@ -141,7 +141,7 @@ def _drafter(name: str, target: str):
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-  """What is static about a call."""
+  """Static settings of a call."""
 
   target: str
   drafter: str
@@ -394,7 +394,7 @@ def run_good(seed: int) -> np.ndarray:
       assert stochastic or result.tokens[row] == plain.tokens[row], where
   if rng.random() < 0.2:
     _check_stream(shape, prompts, options, result, where)
-  return np.array(result.stats['accepted_histogram'])
+  return np.array(result.stats.accepted_histogram)
 
 
 def _check_ends(result, options, where):

@@ -46,7 +46,7 @@ def _plain():
 
 
 def _slow_end(tokens, stops):
-  """How many tokens a row has, and its text, byte by byte."""
+  """The number of tokens of a row, and its text, byte by byte."""
   text = b''
   for number, token in enumerate(tokens, 1):
     for byte in _token_bytes()[token]:
@@ -85,7 +85,7 @@ def test_the_text_is_worth_it():
   assert plain.text == [*map(_generator('plain').pair.decode, plain.tokens)]
   assert any('' in pieces for pieces in plain.pieces)
   stats = _generator('staged').generate(**_arguments()).stats
-  assert all(count > 4 for count in stats['accepted_histogram'][:3])
+  assert all(count > 4 for count in stats.accepted_histogram[:3])
 
 
 def test_overlapping_stops():
@@ -250,4 +250,5 @@ def test_timed_is_generate():
   timed = _generator('plain').timed(**_arguments())
   assert timed.tokens == _plain().tokens
   figures = {'seconds', 'tokens_per_second', 'compile_seconds'}
-  assert set(timed.stats) - set(_plain().stats) == figures
+  names = [set(one.stats.as_dict()) for one in (timed, _plain())]
+  assert names[0] - names[1] == figures

@@ -88,7 +88,7 @@ def _metadata(writer, config, arch):
 
 
 def _permuted(array, num_heads):
-  """As the converter of llama.cpp writes queries and keys of a Llama."""
+  """Queries and keys of a Llama as the converter of llama.cpp writes them."""
   halves = array.reshape(num_heads, 2, -1, *array.shape[1:])
   return halves.swapaxes(1, 2).reshape(array.shape)
 

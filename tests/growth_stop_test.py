@@ -32,7 +32,7 @@ def _run(drafter, texts, vocab_size, active=(True,) * 3, rounds=5):
 
 
 def _forwards(probs, config, *active):
-  """Of a batch of chains; a token of row i is followed as in its table."""
+  """Forwards of chains; a token of row i is followed as in its table."""
   # One table holds them all, each on tokens of its own.
   size = 10
   table = np.full((3 * size, 3 * size), -30.0, np.float32)

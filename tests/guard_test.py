@@ -42,7 +42,7 @@ def _plain():
 
 
 def _after(state, emitted, break_even=2.0, active=True):
-  """What a speculative step makes of the state."""
+  """The state after a speculative step."""
   rows = np.broadcast_arrays(np.atleast_1d(emitted), active)
   step = specdec.fallback.after_speculative_step
   return step(state, *rows, np.float32(break_even))
@@ -93,18 +93,18 @@ def test_a_hopeless_draft_is_left_a_perfect_one_kept_and_no_token_changes():
   result = _run(_draft('hopeless'), 3.0)
   assert result.tokens == _plain().tokens
   stats = result.stats
-  steps = stats['reads']['target']['forwards']
+  steps = stats.reads['target']['forwards']
   assert steps == _LIMIT  # one token each, whatever the step
   # Credit 8 is gone in 4 steps; premiums do not allow another before 200 more.
-  assert steps - stats['plain_steps'] == 4
-  assert stats['origins']['draft'] == 0
+  assert steps - stats.plain_steps == 4
+  assert stats.origins['draft'] == 0
   result = _run(_draft('perfect'), 3.0)
   assert result.tokens == _plain().tokens
-  assert result.stats['plain_steps'] == 0
+  assert result.stats.plain_steps == 0
   # All forwards are for drafting: nothing is missing to be caught up on.
   steps = _LIMIT // (_DEPTH + 1)
-  assert result.stats['target_forwards'] == _ROWS * steps
-  assert result.stats['stage_forwards'] == {'draft': _ROWS * steps * _DEPTH}
+  assert result.stats.target_forwards == _ROWS * steps
+  assert result.stats.stage_forwards == {'draft': _ROWS * steps * _DEPTH}
 
 
 @pytest.mark.parametrize('kind', ['random', 'perfect'])
@@ -115,9 +115,9 @@ def test_rests_are_the_same_in_pieces(kind):
   assert list(decoding)
   pieces = decoding.result()
   assert pieces.tokens == whole.tokens
-  assert pieces.stats['plain_steps'] == whole.stats['plain_steps']
-  assert pieces.stats['stage_forwards'] == whole.stats['stage_forwards']
-  assert (whole.stats['plain_steps'] > 0) == (kind == 'random')
+  assert pieces.stats.plain_steps == whole.stats.plain_steps
+  assert pieces.stats.stage_forwards == whole.stats.stage_forwards
+  assert (whole.stats.plain_steps > 0) == (kind == 'random')
   assert advance._cache_size() == before
 
 
@@ -156,11 +156,11 @@ def test_after_a_rest_all_stages_know_the_text(monkeypatch, is_fixed):
   result = _run(drafter, 14.0)
   assert result.tokens == _plain().tokens
   stats = result.stats
-  speculative = stats['reads']['target']['forwards'] - stats['plain_steps']
+  speculative = stats.reads['target']['forwards'] - stats.plain_steps
   assert speculative >= 3
   # More than a window each time.
-  assert stats['plain_steps'] > (speculative - 1) * 2 * _DEPTH
-  histogram = np.array(stats['accepted_histogram'])
+  assert stats.plain_steps > (speculative - 1) * 2 * _DEPTH
+  histogram = np.array(stats.accepted_histogram)
   # All of each guess was accepted, but for the rows' last steps.
   assert histogram[_DEPTH] >= _ROWS * (speculative - 1)
   assert histogram[1:_DEPTH].sum() <= _ROWS

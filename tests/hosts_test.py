@@ -80,7 +80,7 @@ def _hosts(script, arguments):
 
 
 def _together(script, arguments):
-  """What the first host printed; the other prints nothing.
+  """The output of the first host; the other prints nothing.
 
   Gloo says whom it is connected to, and is no part of that.
   """

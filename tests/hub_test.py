@@ -29,7 +29,7 @@ def _write(tmp_path, name):
 
 @jax.jit
 def _cached_logits(model, tokens):
-  """Of a prefill into a cache that is longer than the text."""
+  """Logits of a prefill into a cache that is longer than the text."""
   batch_size, length = tokens.shape
   cache = model.spec.init_cache(batch_size, length + 3)
   positions = jnp.broadcast_to(jnp.arange(length)[None], tokens.shape)
@@ -38,7 +38,7 @@ def _cached_logits(model, tokens):
 
 
 def _error(module, name):
-  """Of the logits, compared with those of transformers."""
+  """Error of the logits, compared with those of transformers."""
   tokens = jnp.asarray(variants.tokens(name))
   logits = _cached_logits(as_model(module), tokens)
   return np.abs(logits - np.load(variants.RESULTS)[name])

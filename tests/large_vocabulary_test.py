@@ -205,4 +205,4 @@ def test_drafted_tokens_are_those_of_plain_decoding_at_the_edge_of_top_p():
     drafted = run(drafter)
     assert drafted.tokens == plain.tokens
     assert drafted.log_probs == plain.log_probs
-    assert drafted.stats['block_efficiency'] > 1.5
+    assert drafted.stats.block_efficiency > 1.5

@@ -28,7 +28,7 @@ _EULER_GAMMA = 0.5772157
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-  """What all stages know."""
+  """Inputs that all stages share."""
 
   texts: list[list[int]]
   noise: np.ndarray  # `[B, D + 1, V]`

@@ -10,6 +10,7 @@ from specdec.context import StepContext
 from specdec.sampling import Randomness
 from specdec.tree.tree import NO_NODE
 from specdec.tree.tree import TokenTree
+from specdec.verify.match import MatchRule
 
 CAPACITY = 14
 NUM_TOKENS = 4
@@ -58,7 +59,7 @@ def random_tree(rng, ties=False) -> list[Node]:
 
 
 def find(nodes, parent, token) -> int:
-  """Where the child of a node with a token is."""
+  """The index of the child of a node with a token."""
   for index, node in enumerate(nodes):
     if parent != NO_NODE and node.parent == parent and node.token == token:
       return index
@@ -102,10 +103,13 @@ def stack(items):
 
 
 def match_context(tokens, length, noise, sampling, **kw) -> StepContext:
-  """Of a step with match verification; `noise [B, D + 1, V]`."""
+  """Context of a step, by default of match verification.
+
+  `noise`: `[B, D + 1, V]`.
+  """
   kw = {
     **{'active': length > 0, 'seen': None},
-    **{'shares_noise': True, 'target_bytes': 1},
+    **{'rule': MatchRule(), 'target_bytes': 1},
   } | kw
   return StepContext(
     tokens=tokens,
@@ -115,6 +119,5 @@ def match_context(tokens, length, noise, sampling, **kw) -> StepContext:
       noise=noise, draft_keys=None, uniforms=None, residual_noise=None
     ),
     max_depth=noise.shape[1] - 1,
-    children='best',
     **kw,
   )

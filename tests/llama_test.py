@@ -78,7 +78,7 @@ def test_peers_are_counted_alike(name, tmp_path):
   folder = _write(tmp_path, name)
   model = as_model(hub.load_module(folder))
   peer = transformers.AutoModelForCausalLM.from_pretrained(folder)
-  assert peer_counts.model_size(peer) == roofline.model_size(model)
+  assert peer_counts.torch_model_size(peer) == roofline.model_size(model)
   assert peer_counts.read_costs(peer) == {
     'per_forward': model.spec.weight_bytes,
     'per_slot': model.spec.cache_bytes_per_slot,

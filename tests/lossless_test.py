@@ -230,7 +230,9 @@ def test_theory_against_its_definition():
 def _measure(sampling=_SAMPLING, **changes):
   sizes = {'batch_size': 3, 'max_new_tokens': 150, 'chain_length': 1}
   options = {'sampling': sampling, 'seed': 0, 'numbers_of_children': [1]}
-  return lossless.measure(_generator(**changes), _PROMPTS, **options, **sizes)
+  return lossless.measure_acceptance(
+    _generator(**changes), _PROMPTS, **options, **sizes
+  )
 
 
 def test_guesses_stand_as_often_as_theory_says():

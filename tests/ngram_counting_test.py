@@ -17,7 +17,7 @@ _LARGE = 1 << 20  # More than there is in a text here.
 
 
 def _expected(texts, order):
-  """Of every context length: n-gram (the last token first) to count."""
+  """Counts by n-gram (the last token first), of every context length."""
   levels = [collections.Counter() for _ in range(order)]
   for text in texts:
     for end in range(len(text)):

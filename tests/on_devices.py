@@ -204,7 +204,7 @@ def check_case(case: Case) -> None:
   rule = method.split()[1]
   for temperature in (0.0, 0.9) if batch_size == 1 else (0.9,):
     drafted = _decode(mesh, family, batch_size, method, temperature)
-    assert drafted.stats['block_efficiency'] > 1.2, drafted.stats
+    assert drafted.stats.block_efficiency > 1.2, drafted.stats
     assert len(set(drafted.tokens[0])) > 3, drafted.tokens[0]
     reference = 'plain' if rule == 'match' else method
     # A row does not depend on the others, so the largest batch serves all.

@@ -1,4 +1,4 @@
-"""What each row asks for: temperature, filters, bias, penalty, key and limit.
+"""Options of each row: temperature, filters, bias, penalty, key and limit.
 
 The tokens and their log-probabilities are those of a slow loop in numpy, one
 row at a time, whatever else is in the batch. Drafters are in `fuzz_test`.
@@ -102,7 +102,7 @@ def test_the_same_guess_is_judged_alike_by_draft_and_target():
   drafter = tiny_drafters.model(_MODEL, Settings(topology=chain(BLOCK - 1)))
   limits = [40, 16, 4, 0, 44]
   stats = _generate(_ROWS, drafter=drafter, max_new_tokens=limits).stats
-  assert stats['accepted_histogram'] == [0, 0, 0, sum(limits) // BLOCK]
+  assert stats.accepted_histogram == [0, 0, 0, sum(limits) // BLOCK]
 
 
 def test_one_bias_in_every_notation():

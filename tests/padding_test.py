@@ -102,7 +102,7 @@ def test_a_draft_may_have_other_padding(
   settings = DraftSettings(num_draft_tokens=3)
   generation = _generate(pair, make_drafter('chain', pair, settings))
   assert generation.tokens == plain.tokens
-  histogram = generation.stats['accepted_histogram']
+  histogram = generation.stats.accepted_histogram
   if vocab_size > SIZE:  # the target itself, if the further logits are cut off
     assert histogram == [0, 0, 0, 2 * _LIMIT // 4]
   else:
@@ -189,7 +189,7 @@ def test_a_table_may_have_other_padding(target, plain, tokenizer, tmp_path):
   generation = _generate(load_pair(ModelChoice(target, None)), drafter)
   assert generation.tokens == plain.tokens
   assert generation.finish_reasons == ['length'] * 2
-  assert generation.stats['block_efficiency'] > 1.3
+  assert generation.stats.block_efficiency > 1.3
 
 
 def test_a_table_of_another_tokenizer_is_refused(target, tmp_path):

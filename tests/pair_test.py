@@ -1,4 +1,4 @@
-"""What is read beside the weights: tokenizer and end-of-text tokens."""
+"""Files beside the weights: tokenizer and end-of-text tokens."""
 
 import json
 import shutil

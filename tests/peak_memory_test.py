@@ -1,4 +1,4 @@
-"""What a call needs beyond what was there."""
+"""Peak memory of a call beyond what was in use before."""
 
 import pathlib
 

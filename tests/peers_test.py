@@ -31,7 +31,7 @@ _PROMPT = [1, 2, 3, 4, 5, 1, 2, 3]
 
 
 def _inputs(*shape, cached):
-  """What a forward of transformers is called with."""
+  """Arguments of a forward of transformers."""
   cache = mock.Mock(**{'get_seq_length.return_value': cached})
   return {'input_ids': np.zeros(shape), 'past_key_values': cache}
 
@@ -53,11 +53,11 @@ def test_what_is_counted():
   target = Forwards(2, forwards=3, positions=6, slots=18)
   costs = {'target': {'per_forward': 10, 'per_slot': 1}}
   stats = statistics([[1, 2], [3]], [[4, 5, 6], [7]], {'target': target}, costs)
-  assert stats['new_tokens'] == 4
-  assert stats['target_forwards'] == 3 + 1
+  assert stats.new_tokens == 4
+  assert stats.target_forwards == 3 + 1
   # Plain decoding reads 2, 3 and 4 slots of the first row, 1 of the other.
-  assert stats['reads']['plain'] == {'forwards': 3, 'slots': 10}
-  assert stats['relative_bandwidth'] == (30 + 18) / (30 + 10)
+  assert stats.reads['plain'] == {'forwards': 3, 'slots': 10}
+  assert stats.relative_bandwidth == (30 + 18) / (30 + 10)
 
 
 def test_without_torch_the_remedy_is_named(monkeypatch):
@@ -104,7 +104,7 @@ def test_greedy_tokens_are_ours_however_they_are_decoded(folders):
       generation = arm.decode([_PROMPT], _LIMIT)
       assert generation.tokens == [ours.tokens[0][:size]]
       assert generation.finish_reasons == [reason]
-      assert generation.stats['new_tokens'] == size
+      assert generation.stats.new_tokens == size
 
 
 def test_plain_decoding_is_counted_as_ours_is(folders):
@@ -113,7 +113,7 @@ def test_plain_decoding_is_counted_as_ours_is(folders):
   theirs = arm.decode([_PROMPT], _LIMIT).stats
   names = ('new_tokens', 'target_forwards', 'stage_forwards', 'positions')
   for name in (*names, 'relative_bandwidth', 'reads', 'costs'):
-    assert theirs[name] == ours.stats[name], name
+    assert getattr(theirs, name) == getattr(ours.stats, name), name
   assert arm.sizes == {'target': model_size(target)}
 
 
@@ -121,7 +121,7 @@ def test_rows_of_a_batch_are_those_of_batches_of_one(folders):
   """A limit of zero is the prompt's forward alone."""
   (arm,) = _arms(folders, 'transformers')
   nothing = arm.decode([_PROMPT], 0)
-  assert (nothing.tokens, nothing.stats['new_tokens']) == ([[]], 0)
+  assert (nothing.tokens, nothing.stats.new_tokens) == ([[]], 0)
   assert arm.peak_beyond(lambda: np.ones(1 << 25)) is not None
   prompts = [_PROMPT, [7, 8], [9, 1, 2]]
   _, ours = _ours(folders, prompts)
@@ -136,13 +136,13 @@ def test_a_draft_that_is_the_target_saves_forwards(folders):
   arms = _arms(folders, text, models=ModelChoice(target, target))
   counts = [arm.decode([_PROMPT], _LIMIT).stats for arm in arms]
   for stats, guesses in zip(counts, (4, 1), strict=True):
-    forwards = stats['target_forwards']
+    forwards = stats.target_forwards
     assert forwards < _LIMIT
-    assert stats['positions']['target'] <= (guesses + 1) * forwards
+    assert stats.positions['target'] <= (guesses + 1) * forwards
     # After a block that was accepted whole the draft catches up.
-    behind = stats['positions']['draft'] - stats['stage_forwards']['draft']
+    behind = stats.positions['draft'] - stats.stage_forwards['draft']
     assert 0 <= behind <= forwards
-  assert counts[0]['target_forwards'] < counts[1]['target_forwards']
+  assert counts[0].target_forwards < counts[1].target_forwards
 
 
 def test_samples_follow_the_seed_and_stay_within_top_k(folders):

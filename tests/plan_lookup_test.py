@@ -1,4 +1,4 @@
-"""Where `--plan` finds a plan, and its warnings."""
+"""The plan that `--plan` finds, and its warnings."""
 
 import dataclasses
 import functools

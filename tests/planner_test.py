@@ -180,7 +180,7 @@ def test_a_plan_is_made_of_what_was_counted(winning, monkeypatch):
   for batch in (_PROMPTS[:2], _PROMPTS[2:]):
     prompts = [*map(pair.encode, batch)]
     arguments = pair.target, jax.random.key(0), prompts
-    forwards += generate(*arguments, **options).stats['target_forwards']
+    forwards += generate(*arguments, **options).stats.target_forwards
   assert figures['chain 2']['block_efficiency'] == 80 / forwards > 1
   best = plan.candidates[0]
   decoded = {name for name in figures if figures[name]['measured']}

@@ -15,7 +15,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-  """What a row may ask for, see `specdec.Sampling`."""
+  """Options of a row, see `specdec.Sampling`."""
 
   temperature: float = 0.0
   top_k: int | None = None

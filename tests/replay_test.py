@@ -65,11 +65,11 @@ def test_stages_have_the_counts_and_the_ends_of_the_target():
   real = decode(_TARGET, knowing)
   # Tokens, origins, reasons, and all statistics.
   assert decode(oracle_target(_TARGET.spec, _texts(real)), knowing) == real
-  counts = real.stats['accepted_histogram']
+  counts = real.stats.accepted_histogram
   assert sum(count > 0 for count in counts) > 1, 'nothing to tell apart'
   assert 'eos' in real.finish_reasons
-  rounds = real.stats['stage_forwards']['draft']
-  assert 0 < rounds < 3 * real.stats['target_forwards']
+  rounds = real.stats.stage_forwards['draft']
+  assert 0 < rounds < 3 * real.stats.target_forwards
 
 
 def test_other_texts_share_the_program():

@@ -34,7 +34,9 @@ def test_an_arm_is_placed_under_the_roofs():
   """All models are read, and the reads of plain decoding do not count."""
   assert bytes_read(_FIGURES['reads'], _COSTS) == _BYTES
   assert machine.flops(_FIGURES, _SIZES) == _FLOPS
-  placed = machine.place(_FIGURES, _COSTS, _SIZES, {'bytes_per_second': 200.0})
+  placed = machine.roofline_point(
+    _FIGURES, _COSTS, _SIZES, {'bytes_per_second': 200.0}
+  )
   assert placed == {
     'arithmetic_intensity': pytest.approx(_FLOPS / _BYTES),
     'flops_per_second': pytest.approx(_FLOPS / 5),

@@ -1,4 +1,4 @@
-"""What scorers say about nodes, against the same in plain Python."""
+"""Estimates of scorers about nodes, against the same in plain Python."""
 
 import dataclasses
 import functools
@@ -62,7 +62,7 @@ def _path(tokens, length, nodes, node):
 
 
 def _slow_lookup(proposer, text, path):
-  """What followed the best matches of the end of a path in a text."""
+  """Tokens that followed the best matches of the end of a path in a text."""
   matches = []
   for end in range(1, len(text)):  # a match is text[start:end]
     longest = 0

@@ -203,7 +203,7 @@ def test_what_is_asked_of_the_text(pair):
 
 
 def _converse(monkeypatch, lines, *flags):
-  """What chat.py prints when a user types these lines, answer by answer."""
+  """Output of chat.py when a user types these lines, answer by answer."""
   piped = '\n'.join(lines).encode('utf-8', 'surrogateescape')
   # As on a system with another encoding.
   stdin = io.TextIOWrapper(io.BytesIO(piped), 'ascii')

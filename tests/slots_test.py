@@ -219,7 +219,7 @@ def test_the_draft_reads_what_full_batches_decoded_plainly():
     slots.insert([3, 2], jax.random.key(0), max_new_tokens=limit)
   assert list(slots.advance()) == [0]
   [last] = slots.advance().values()
-  assert last.stats['target_forwards'] == 20 + 30 / 3
+  assert last.stats.target_forwards == 20 + 30 / 3
 
 
 def test_a_long_prompt_is_read_between_the_steps_of_others():

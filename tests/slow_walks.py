@@ -23,7 +23,7 @@ _DRAFTING, _ACCEPTANCE, _RESIDUAL = 2147483647, 2147483646, 2147483645
 
 
 def randomness(keys, length, *, num_nodes, vocab_size):
-  """What a step draws from, by row keys `[B]` and lengths of the texts `[B]`.
+  """The randomness of a step, by row keys `[B]` and lengths of the texts `[B]`.
 
   Keys for drawing children `[B]`, uniforms `[B, N]`, bonus noise `[B, V]`.
   """

@@ -114,11 +114,11 @@ def test_a_decode_of_all_that_a_step_does():
     assert result.finish_reasons[row] == reason
   assert {*result.finish_reasons} == {'eos', 'length'}
   longest = max(map(len, result.tokens))
-  steps = result.stats['reads']['target']['forwards']
+  steps = result.stats.reads['target']['forwards']
   assert 4 < steps < longest - 2, 'a poor example'
 
 
 def test_stop_strings_go_on_where_the_emitted_tokens_led():
   watcher = StopStrings(types.SimpleNamespace(start=jnp.zeros(2, jnp.int32)))
   states = jnp.array([[5, 6, 7], [8, 9, 1]])  # after 0, 1 and 2 tokens
-  assert watcher.keep(states, jnp.array([0, 2])).tolist() == [5, 1]
+  assert watcher.commit(states, jnp.array([0, 2])).tolist() == [5, 1]

@@ -15,14 +15,14 @@ from specdec.verify.stop_strings import StopTable
 
 
 def _first_stop(stops, text):
-  """Where the text is cut, and where the stop string ends; or None."""
+  """Index at which the text is cut, and end of the stop string; or None."""
   found = [(text.find(stop), stop) for stop in stops]
   ends = [(at + len(stop), at) for at, stop in found if at >= 0]
   return min(ends)[::-1] if ends else None
 
 
 def _tokens_until_stop(table, row, tokens):
-  """How many tokens are read until one stops; None if none does."""
+  """The number of tokens read until one stops; None if none does."""
   next_state, state = np.asarray(table.next_state), np.asarray(table.start)[row]
   for count, token in enumerate(tokens, 1):
     state = next_state[state, token]

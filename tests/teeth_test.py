@@ -47,7 +47,7 @@ accepts tokens behind a rejected one
   jnp.all(agrees[None] | ~is_above, axis=1) => agrees
 [verify.match: STEP]
 bonus token from the wrong node
-  .along_path(choices) => .replace(place=jax.numpy.roll(place, 1, 1))@
+  .along_path(choices) => .replace(index=jax.numpy.roll(index, 1, 1))@
 [verify.accept: verification.test_the_stop_rule_against_a_loop(2, 0.1)]
 continues past an EOS accepted within a path
   jnp.minimum(until_end, room) => room
@@ -107,7 +107,7 @@ uniform numbers repeat from the sixteenth node on
 [verify.match: verification.test_greedy_paths('match', 'best')]
 bonus token after four accepted ones from the depth above
   - .along_path(choices)
-  + .replace(place=place - (place > 3)).along_path(choices)
+  + .replace(index=index - (index > 3)).along_path(choices)
 [verify.rejection: verification.test_greedy_paths('rejection', 'best')]
 bonus token after four accepted ones is always the same
   walk.accepted, bonus => walk.accepted, bonus * (walk.accepted < 4)
@@ -182,7 +182,7 @@ proposers share all of the probability, not what is left
 # What only GPUs run.
 [cache: cache.test_window_mask_by_hand('_looked_up')]
 slots before the window are looked up in it
-  seen, place[:, None] < 0 => seen, place[:, None] < -1
+  seen, offset[:, None] < 0 => seen, offset[:, None] < -1
 # Rejection verification: what the children were drawn from.
 [draft.ranking: DRAWS]
 distributions without the filters that were drawn with

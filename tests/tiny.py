@@ -76,7 +76,7 @@ def tokens(batch_size: int = 2, length: int = 8, seed: int = 0) -> np.ndarray:
 
 
 def logits(module: GPT2, tokens: np.ndarray) -> np.ndarray:
-  """Those of the plain causal forward."""
+  """Logits of the plain causal forward."""
   batch_size, length = tokens.shape
   positions = jnp.broadcast_to(jnp.arange(length)[None], tokens.shape)
   causal = jnp.tril(jnp.ones((length, length), bool))

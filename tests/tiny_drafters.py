@@ -73,7 +73,7 @@ def ngram_table(
 
 
 def table_of(texts: Sequence[Sequence[int]], kind: str) -> specdec.NGram:
-  """Of some texts of the tiny models; all kinds of `TABLES` have one shape."""
+  """Table of texts of the tiny models; all kinds of `TABLES` have one shape."""
   table = ngram_table(
     texts,
     tiny.VOCAB_SIZE,
@@ -146,7 +146,7 @@ def empty(vocab_size: int, num_candidates: int) -> BigramTable:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-  """Of a stage, and of the tree if it is the outermost one."""
+  """Settings of a stage, and of the tree if it is the outermost one."""
 
   num_nodes: int = 32
   width: int = 8
@@ -223,7 +223,7 @@ _RAGGED = from_paths(
 
 
 def target() -> specdec.LanguageModel:
-  """Of one layer, which compiles fast."""
+  """A target of one layer, which compiles fast."""
   return tiny.gpt2(num_layers=1)
 
 

@@ -27,7 +27,7 @@ _TABLES = (_TABLE, _TABLE + 0.5 * tiny.table(_VOCAB_SIZE, 1))
 
 
 def _few(logits):
-  """Of each token one guess or none: a fixed topology then has gaps."""
+  """One guess or none for each token: a fixed topology then has gaps."""
   table = tiny_drafters.exact(logits, 'few')
   best = np.argsort(-logits, axis=1)[:, :3]
   log_probs = np.full(best.shape, -1e30, np.float32)
@@ -79,14 +79,14 @@ def test_it_tells_what_generate_says(shape):
     sums.update(dict(enumerate(trace.accepted_histogram)))
   assert not traces[1].blocks  # its limit is 0
   stats = result.stats
-  assert sums['target'] == stats['target_forwards']
-  for name, forwards in stats['stage_forwards'].items():
+  assert sums['target'] == stats.target_forwards
+  for name, forwards in stats.stage_forwards.items():
     assert sums[name] == forwards > 0
-  for accepted, count in enumerate(stats['accepted_histogram']):
+  for accepted, count in enumerate(stats.accepted_histogram):
     assert sums[accepted] == count
   sizes = [len(block.tokens) for one in traces for block in one.blocks]
   if shape == 'staged':
-    verified = stats['nodes_per_forward'] * stats['target_forwards']
+    verified = stats.nodes_per_forward * stats.target_forwards
     assert sum(sizes) == pytest.approx(verified)
   else:  # Gaps are fed, but nobody guessed them; plain steps are told.
     assert min(sizes) == 1 < max(sizes)

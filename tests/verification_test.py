@@ -1,5 +1,6 @@
 """The verdict on a tree, and the rule by which tokens are emitted."""
 
+import dataclasses
 import functools
 
 import jax
@@ -10,12 +11,22 @@ from list_trees import to_arrays
 import numpy as np
 import pytest
 
+from specdec import CandidateScorer
+from specdec import chain
+from specdec import fixed_drafter
+from specdec import k_ary
+from specdec import MatchRule
+from specdec import PromptLookup
+from specdec import RejectionRule
 from specdec import Sampling
+from specdec import Scorer
 from specdec.checks import check_sampling
 from specdec.checks import RULES
+from specdec.checks import to_rule
 from specdec.sampling import BEST
 from specdec.sampling import CHILDREN
 from specdec.sampling import Randomness
+from specdec.sampling import WITHOUT_REPLACEMENT
 from specdec.tree.tree import NO_NODE
 from specdec.verify import accept
 from specdec.verify.accept import EOS
@@ -50,8 +61,8 @@ def _chains():
   best = logits.argmax(-1)
   is_right = np.arange(_DEPTH)[None] < np.arange(num_nodes)[:, None]
   tokens = np.where(is_right, best[:, :-1], (best[:, :-1] + 1) % _VOCAB_SIZE)
-  chain = lambda row: [Node(t, d, d + 1) for d, t in enumerate(row)]
-  trees = [to_arrays([Node(0), *chain(row)], num_nodes) for row in tokens]
+  nodes_of = lambda row: [Node(t, d, d + 1) for d, t in enumerate(row)]
+  trees = [to_arrays([Node(0), *nodes_of(row)], num_nodes) for row in tokens]
   nodes = np.tile(np.arange(num_nodes), (num_nodes, 1))
   proposals = np.full_like(logits, 1 / _VOCAB_SIZE)
   randomness = Randomness(
@@ -74,6 +85,53 @@ def test_greedy_paths(name, children):
     np.testing.assert_array_equal(chosen[: row + 1], best[row, : row + 1])
 
 
+@dataclasses.dataclass(frozen=True)
+class _ChainRule(MatchRule):
+  """A rule of a user."""
+
+  needs_chain = True
+
+
+class _Drawing(Scorer):
+  """A scorer that could draw children."""
+
+  labels = ('drawing',)
+  can_draw = True
+
+
+def _to_rule(verify, children=None, *, topology=None, scorer=None):
+  scorer = scorer or _Drawing()
+  drafter = fixed_drafter(scorer, topology or chain(2))
+  return to_rule(verify, children, drafter)
+
+
+def test_a_rule_is_a_name_or_an_object_and_says_its_own_conditions():
+  for name in ('rejection', 'block'):
+    assert _to_rule(name) == RULES[name](WITHOUT_REPLACEMENT)
+    assert _to_rule(name, BEST) == RULES[name](BEST)
+  assert _to_rule('match') == _to_rule(MatchRule(), BEST) == MatchRule()
+  assert _to_rule(_ChainRule()) == _ChainRule()
+  for children in CHILDREN:
+    rule = RejectionRule(children)
+    assert _to_rule(rule) is _to_rule(rule, children) is rule
+  tree = functools.partial(_to_rule, topology=k_ary(2, 2))
+  refused = {
+    'must be one of': [_to_rule, object()],
+    'hashable specdec.verify.accept.Rule, got <class': [_to_rule, MatchRule],
+    'got <function': [_to_rule, lambda *arguments: None],
+    r'_ChainRule\(\) is for chains': [tree, _ChainRule()],
+    r'_ChainRule\(\) wants the best': [_to_rule, _ChainRule(), CHILDREN[1]],
+    'has children=best, got': [_to_rule, RejectionRule(), CHILDREN[1]],
+    'needs a drafter with a distribution': [
+      functools.partial(_to_rule, scorer=CandidateScorer((PromptLookup(),))),
+      RejectionRule(WITHOUT_REPLACEMENT),
+    ],
+  }
+  for message, (call, *arguments) in refused.items():
+    with pytest.raises(ValueError, match=message):
+      call(*arguments)
+
+
 def test_origins_by_hand():
   """Whoever proposed the next node of the path; nobody the bonus token."""
   nodes = [Node(0), Node(1, 0, 1, 0, 0, 3), Node(2, 0, 1, 0, 0, 1)]
@@ -86,7 +144,7 @@ def test_origins_by_hand():
 
 
 def _slow_step(accepted, valid, room, ends):
-  """How many tokens are emitted, and why the row ends."""
+  """The number of emitted tokens, and why the row ends."""
   for emitted, end in enumerate(ends[: accepted + 1]):
     if emitted == room:
       return emitted, LIMIT
@@ -106,7 +164,7 @@ def test_the_stop_rule_against_a_loop(max_depth, often):
   valid = draw(2 * max_depth + 3)
   kinds, shares = [RUNNING, EOS, STOP], [1 - 2 * often, often, often]
   ends = rng.choice(np.int32(kinds), (4000, max_depth + 1), p=shares)
-  verdict = Verdict(place=None, accepted=accepted, chosen=ends)
+  verdict = Verdict(index=None, accepted=accepted, chosen=ends)
   emitted, reason = _count_emitted(verdict, ends, valid, room)
   expected = list(map(_slow_step, accepted, valid, room, ends))
   # Not as lists: pytest would explain how two of 4,000 differ for hours.
@@ -129,5 +187,5 @@ def test_logits_count_as_far_as_they_are_numbers():
   assert accept.count_valid(logits, verdict).tolist() == [3, 0, 2, 3, 1]
   # Where the path has ended, nothing is asked of the logits.
   short = np.array([[0, NO_NODE, NO_NODE]] * 5)
-  valid = accept.count_valid(logits, verdict.replace(place=short))
+  valid = accept.count_valid(logits, verdict.replace(index=short))
   assert valid.tolist() == [3, 0, 3, 3, 3]

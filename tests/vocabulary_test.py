@@ -1,4 +1,4 @@
-"""What tells one tokenizer's ids from another's."""
+"""Checks that tell one tokenizer's ids from another's."""
 
 from unittest import mock
 

@@ -117,7 +117,7 @@ class FeedForward(nnx.Module):
     return self.c_proj(self.activation(self.c_fc(x)))
 
 
-class Block(nnx.Module):
+class Layer(nnx.Module):
   """Pre-norm transformer block."""
 
   def __init__(self, config: GPT2Config, layer: int, *, dtype, rngs):
@@ -156,7 +156,7 @@ class GPT2(nnx.Module):
     self.wpe = make_embedding(config.num_positions, embedding_init=init(0.01))
     self.h = nnx.List(
       [
-        Block(config, layer, dtype=dtype, rngs=rngs)
+        Layer(config, layer, dtype=dtype, rngs=rngs)
         for layer in range(config.num_layers)
       ]
     )

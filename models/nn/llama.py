@@ -142,7 +142,7 @@ class FeedForward(nnx.Module):
     return self.down_proj(gate * self.up_proj(x)), ()
 
 
-class Block(nnx.Module):
+class Layer(nnx.Module):
   """Pre-norm transformer block."""
 
   def __init__(
@@ -181,7 +181,7 @@ class Llama(nnx.Module):
     )
     self.layers = nnx.List(
       [
-        Block(config, layer, self.feed_forward, dtype=dtype, rngs=rngs)
+        Layer(config, layer, self.feed_forward, dtype=dtype, rngs=rngs)
         for layer in range(config.num_layers)
       ]
     )

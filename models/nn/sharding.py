@@ -33,7 +33,7 @@ DATA, MODEL = 'data', 'model'
 AXES = (DATA, MODEL)
 
 # By the names of a tensor's axes.
-_RULES = {
+_MESH_AXES = {
   'rows': DATA,
   'heads': MODEL,
   'kv_heads': MODEL,
@@ -174,7 +174,7 @@ class Layout:
 
   def parts(self, name: str) -> int:
     """Into how many parts a name of the table is divided, where it can be."""
-    axis = _RULES[name]
+    axis = _MESH_AXES[name]
     if self.mesh is None or (axis == MODEL and not self.divides_weights):
       return 1
     return self.mesh.shape[axis]
@@ -192,7 +192,7 @@ class Layout:
     found: list[str | None] = []
     for name, size in zip(names, sizes, strict=False):
       divided = name and self.parts(name) > 1 and size % self.parts(name) == 0
-      axis = _RULES[name] if name and divided else None
+      axis = _MESH_AXES[name] if name and divided else None
       # Of two that could be divided by the same axis, the first one is.
       found.append(None if axis in found else axis)
     return PartitionSpec(*found)
@@ -265,8 +265,8 @@ class Layout:
   def gather_vocabulary(self, logits: jax.Array) -> jax.Array:
     """Divides `logits [B, L, V]` among the devices by rows alone.
 
-    As what they are computed from is divided by the vocabulary, they are, too,
-    at first. Otherwise XLA may gather the weights of the head instead of them.
+    Constrains them to be divided by vocabulary first, as the head is; without
+    this XLA may gather the head's weights.
     """
     if self.mesh is None:
       return logits

@@ -2,7 +2,7 @@
 
 lm = models.load('demo', 'demo')
 result = lm.generate('import ', max_new_tokens=64)
-print(result.text[0], result.stats['block_efficiency'])
+print(result.text[0], result.stats.block_efficiency)
 for new in lm.stream('import ', max_new_tokens=64):
   print(new[0], end='', flush=True)
 
@@ -429,12 +429,13 @@ class Generator:
     decoding.run()
     seconds = time.perf_counter() - compiled
     result = decoding.result()
-    timing = {
-      'seconds': seconds,
-      'tokens_per_second': result.stats['new_tokens'] / seconds,
-      'compile_seconds': compiled - start,
-    }
-    return dataclasses.replace(result, stats=result.stats | timing)
+    stats = dataclasses.replace(
+      result.stats,
+      seconds=seconds,
+      tokens_per_second=result.stats.new_tokens / seconds,
+      compile_seconds=compiled - start,
+    )
+    return dataclasses.replace(result, stats=stats)
 
 
 def load(

@@ -6,6 +6,7 @@ import os
 from typing import Any
 from typing import TextIO
 
+from specdec.statistics import Statistics
 from specdec.text_files import to_json
 from specdec.tracing.svg import mark_of
 
@@ -22,7 +23,7 @@ class TextGeneration:
     prompt_tokens: the ids of each prompt.
     pieces: the texts of the new tokens of each row, joined the text; a
       character that spans several tokens is in the piece of the last of them.
-    stats: see `specdec.statistics.summarize`, and `Generator.timed`.
+    stats: the figures of the decode; `Generator.timed` adds times.
   """
 
   prompts: list[str]
@@ -35,11 +36,12 @@ class TextGeneration:
   log_probs: list[list[float]] | None
   finish_reasons: list[str]
   errors: list[str | None]
-  stats: dict[str, Any]
+  stats: Statistics
 
   def to_json(self) -> str:
     """One JSON object in one line."""
-    return to_json(dataclasses.asdict(self))
+    record = dataclasses.asdict(self) | {'stats': self.stats.as_dict()}
+    return to_json(record)
 
   def __str__(self):
     rows = zip(self.prompts, self.text, strict=True)
@@ -68,7 +70,7 @@ class TextGeneration:
 
   def legend(self, *, color: bool) -> str:
     """What the marks mean, and the share of the tokens of each source."""
-    counts = self.stats['origins']
+    counts = self.stats.origins or {}
     total = max(sum(counts.values()), 1)
     sources = [
       f'{_mark(f" {label} ", origin, color)} {counts[label] / total:.0%}'
@@ -81,10 +83,11 @@ class TextGeneration:
     shown: dict[str, Any] = {
       'finish_reasons': ', '.join(dict.fromkeys(self.finish_reasons))
     }
-    shown |= self.stats
+    shown |= self.stats.as_dict()
     for name in ('reads', 'costs', 'beyond_context'):
       shown.pop(name, None)
-    beyond = {k: n for k, n in self.stats['beyond_context'].items() if n}
+    beyond = self.stats.beyond_context or {}
+    beyond = {name: count for name, count in beyond.items() if count}
     if beyond:
       shown['beyond_context'] = beyond
     width = max(map(len, shown))

@@ -89,11 +89,11 @@ class CandidateScorer(flax.struct.PyTreeNode, Scorer):
       jax.vmap(noise_of)(ctx.randomness.noise, depths, tokens),
       ctx.sampling,
       config.calibration,
-      shares_noise=ctx.shares_noise,
+      shares_noise=ctx.rule.shares_noise,
     )
 
-    def log_prob_of(place, wanted):
-      at = lambda array: jax.vmap(lambda row, index: row[index])(array, place)
+    def log_prob_of(index, wanted):
+      at = lambda array: jax.vmap(lambda row, one: row[one])(array, index)
       same = at(tokens) == wanted[:, :, None]
       return jnp.max(jnp.where(same, at(ranked), EXCLUDED), axis=2)
 

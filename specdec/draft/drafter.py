@@ -1,4 +1,4 @@
-"""What a drafter is made of: stages, each a scorer and how it grows the tree.
+"""Drafters: stages, each of a scorer and the settings of its growth.
 
 A scorer estimates how likely tokens are to follow a node. One loop grows a tree
 with any scorer (`specdec.draft.growth`), so a new way of drafting is a new
@@ -20,6 +20,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from specdec.context import StepContext
+from specdec.model import LanguageModel
 from specdec.tree.topology import check_settings
 from specdec.tree.topology import LARGEST_DEPTH
 from specdec.tree.topology import LARGEST_TREE
@@ -68,7 +69,7 @@ class StageConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-  """What a scorer estimates about W nodes; see `specdec.draft.ranking`."""
+  """Estimates of a scorer about W nodes; see `specdec.draft.ranking`."""
 
   #: `[B, W]` int32, those that were scored; `NO_NODE` for the others.
   nodes: jax.Array
@@ -78,8 +79,8 @@ class Scores:
   #: `sampling.EXCLUDED` for entries that are no candidates.
   cond_log_probs: jax.Array
   sources: jax.Array  #: `[B, W, K]` int32, indices of the scorer's `labels`.
-  #: `(place [B, M], tokens [B, M]) -> [B, M]` float32, the log-probability, at
-  #: most 0, of any token after the node at a place of W. Asked only for
+  #: `(index [B, M], tokens [B, M]) -> [B, M]` float32, the log-probability, at
+  #: most 0, of any token after the node at an index of W. Asked only for
   #: children that another stage drafted.
   log_prob_of: Callable[[jax.Array, jax.Array], jax.Array]
   slots_read: jax.Array  #: `[B]` int32, visible cache slots.
@@ -89,19 +90,45 @@ class Scores:
 
 
 class Scorer:
-  """Base of scorers: batched pure functions, and a pytree of what they need."""
+  """Base of scorers: batched pure functions, and a pytree of what they need.
 
-  #: Names of the sources of its candidates, for the origin of tokens.
-  labels: Any  # a tuple of strings
-  vocab_size: Any = None  #: V, or None if it has none of its own.
-  #: The longest context, or None if there is no limit.
-  max_positions: Any = None
-  #: Whether a node can be scored only after its ancestors.
-  needs_ancestors: Any = False
-  #: Whether it has a distribution to draw children from; if not, it always
-  #: proposes the best.
-  can_draw: Any = False
-  bytes_per_slot: Any = 0  #: Bytes read from memory per visible cache slot.
+  Subclasses override the properties by properties or by constants.
+  """
+
+  @property
+  def labels(self) -> tuple[str, ...]:
+    """Names of the sources of its candidates, for the origin of tokens."""
+    raise NotImplementedError
+
+  @property
+  def models(self) -> tuple[LanguageModel, ...]:
+    """The language models that it runs."""
+    return ()
+
+  @property
+  def vocab_size(self) -> int | None:
+    """V, or None if it has none of its own."""
+    return None
+
+  @property
+  def max_positions(self) -> int | None:
+    """The longest context, or None if there is no limit."""
+    return None
+
+  @property
+  def needs_ancestors(self) -> bool:
+    """Whether a node can be scored only after its ancestors."""
+    return False
+
+  @property
+  def can_draw(self) -> bool:
+    """Whether it has a distribution to draw children from, or only the best."""
+    return False
+
+  @property
+  def bytes_per_slot(self) -> int:
+    """Bytes read from memory per visible cache slot."""
+    return 0
 
   def bytes_per_forward(self, width: int) -> int:
     """Bytes read from memory by scoring `width` nodes, the cache apart."""
@@ -175,8 +202,8 @@ class Scorer:
     Args:
       state: the state before.
       tree: `[B, M]` per field.
-      nodes: `[B, W]` int32; `NO_NODE` where there is nothing to score. If the
-        scorer has no time for all, those in front come first.
+      nodes: `[B, W]` int32; `NO_NODE` where there is nothing to score. A
+        scorer that cannot take all W nodes must take a prefix of them.
       ctx: of the step.
       config: of the stage; `branching` is K.
     """
@@ -198,7 +225,7 @@ class Scorer:
 class Stage(flax.struct.PyTreeNode):
   """One level of drafting: a `Scorer`, and how it grows the tree (static)."""
 
-  scorer: Any
+  scorer: Scorer
   config: StageConfig = flax.struct.field(
     pytree_node=False, default=StageConfig()
   )
@@ -210,7 +237,7 @@ class Stage(flax.struct.PyTreeNode):
 
   @property
   def forward_width(self) -> int:
-    """W, with room for a node and for text that the scorer has not read."""
+    """max(W, 2), so that at least one unread token and one node fit."""
     return max(self.config.width, 2)
 
 
@@ -271,7 +298,7 @@ PLAIN = Drafter(stages=(), shape=TreeShape(num_nodes=1, capacity=1))
 
 
 def fixed_drafter(
-  scorer: Any, topology: Topology, *, calibration: float = 1.0
+  scorer: Scorer, topology: Topology, *, calibration: float = 1.0
 ) -> Drafter:
   """A drafter of one stage that fills a fixed topology.
 

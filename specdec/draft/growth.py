@@ -30,7 +30,7 @@ from specdec.tree.tree import accumulate
 from specdec.tree.tree import add_children
 from specdec.tree.tree import best_nodes
 from specdec.tree.tree import NO_NODE
-from specdec.tree.tree import place_children
+from specdec.tree.tree import put_children
 from specdec.tree.tree import ROOT
 from specdec.tree.tree import scatter_sum
 from specdec.tree.tree import TokenTree
@@ -63,7 +63,7 @@ def _grow(stages, states, tree, ctx, expanded, first_origin):
     return states, tree
   stage = stages[0]
   inner_origin = first_origin + len(stage.scorer.labels)
-  policy: Policy = (_FixedPlaces if _is_fixed(ctx) else _BestFirst)(
+  policy: Policy = (_FixedTopology if _is_fixed(ctx) else _BestFirst)(
     stage, ctx, expanded, bool(stages[1:]), first_origin
   )
 
@@ -158,8 +158,8 @@ class Policy(Protocol):
     """The trees with the candidates of a stage."""
 
 
-class _FixedPlaces:
-  """Every child has its place in a topology: nothing is sorted."""
+class _FixedTopology:
+  """Every child is a node of the topology: nothing is sorted."""
 
   def __init__(self, stage, ctx, expanded, has_inner, first_origin):
     del expanded, has_inner  # there is but one stage
@@ -171,7 +171,7 @@ class _FixedPlaces:
     schedule = jnp.asarray(self._topology.schedule)
     # After the last round there is no next one.
     nodes = schedule[jnp.minimum(rounds_done, schedule.shape[0] - 1)]
-    # A scorer may have had fewer candidates than the topology has places.
+    # A scorer may have had fewer candidates than the topology has nodes.
     exists = (nodes == ROOT)[None] | (tree.parent[:, nodes] >= 0)
     exists &= tree.depth[:, nodes] <= self._depth_limit[:, None]
     nodes = jnp.where(exists & (nodes >= 0)[None], nodes[None], NO_NODE)
@@ -182,7 +182,7 @@ class _FixedPlaces:
       index = jnp.asarray(self._topology.children)[nodes][:, : tokens.shape[1]]
       wanted = (nodes >= 0)[:, None] & (log_probs > EXCLUDED)
       index = jnp.where(wanted, index, tree.capacity)
-      return place_children(tree, index, nodes, tokens, log_probs, origins)
+      return put_children(tree, index, nodes, tokens, log_probs, origins)
 
     return jax.vmap(of_row)(
       tree,
@@ -194,7 +194,7 @@ class _FixedPlaces:
 
 
 class Frontier(flax.struct.PyTreeNode):
-  """What another round of a stage would score, and what it should bring."""
+  """Nodes that another round of a stage would score, and the expected gain."""
 
   #: `[B, W]` int32, the likeliest nodes to score, then `NO_NODE`.
   nodes: jax.Array
@@ -276,8 +276,8 @@ def _rescore(tree, scores, expanded, max_depth) -> TokenTree:
   parent = jnp.maximum(tree.parent, ROOT)
   known = jnp.any(is_child_of, axis=2)
   known &= ~jnp.take_along_axis(expanded, parent, axis=1)
-  place = jnp.argmax(is_child_of, axis=2)
-  log_probs = jnp.maximum(scores.log_prob_of(place, tree.token), _LAST)
+  index = jnp.argmax(is_child_of, axis=2)
+  log_probs = jnp.maximum(scores.log_prob_of(index, tree.token), _LAST)
   tree = tree.replace(
     cond_log_prob=jnp.where(known, log_probs, tree.cond_log_prob)
   )

@@ -36,6 +36,7 @@ class LanguageModelScorer(flax.struct.PyTreeNode, Scorer):
   vocab_size = property(lambda self: self.model.spec.vocab_size)
   max_positions = property(lambda self: self.model.spec.max_positions)
   bytes_per_slot = property(lambda self: self.model.spec.cache_bytes_per_slot)
+  models = property(lambda self: (self.model,))
 
   def bytes_per_forward(self, width: int) -> int:
     """Bytes of the weights, however many nodes there are."""
@@ -76,7 +77,7 @@ class LanguageModelScorer(flax.struct.PyTreeNode, Scorer):
     ranking = rank_logits(
       logits, noise, ctx.sampling, config.calibration, branching
     )
-    if ctx.children == BEST:
+    if ctx.rule.children == BEST:
       tokens, log_probs = ranking.tokens, ranking.best_log_probs
       drawn_from = jnp.zeros((*nodes.shape, 0))
     else:
@@ -86,7 +87,7 @@ class LanguageModelScorer(flax.struct.PyTreeNode, Scorer):
         ctx.randomness.draft_keys,
         ctx.sampling,
         branching,
-        replacement=ctx.children == WITH_REPLACEMENT,
+        replacement=ctx.rule.children == WITH_REPLACEMENT,
       )
     scores = Scores(
       nodes=nodes,

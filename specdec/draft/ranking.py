@@ -43,7 +43,7 @@ def _normalise(scores: jax.Array, log_total: jax.Array) -> jax.Array:
 
 
 class Ranking(flax.struct.PyTreeNode):
-  """How likely every token is to be the target's choice.
+  """Log-probability of every token to be the target's choice.
 
   Vocabularies are large, so scores are normalised only where they are wanted.
   """
@@ -61,11 +61,11 @@ class Ranking(flax.struct.PyTreeNode):
     """`[B, W, K]` float32, at most 0; `EXCLUDED` where nothing is known."""
     return _normalise(self.best, self.log_total)
 
-  def log_prob_of(self, place: jax.Array, tokens: jax.Array) -> jax.Array:
-    """`[B, M]`, of `tokens [B, M]` after the nodes at `place [B, M]` of W."""
-    of_row = lambda scores, place, tokens: scores[place, tokens]
-    scores = jax.vmap(of_row)(self.scores, place, tokens)
-    total = jnp.take_along_axis(self.log_total[..., 0], place, axis=1)
+  def log_prob_of(self, index: jax.Array, tokens: jax.Array) -> jax.Array:
+    """`[B, M]`, of `tokens [B, M]` after the nodes at `index [B, M]` of W."""
+    of_row = lambda scores, index, tokens: scores[index, tokens]
+    scores = jax.vmap(of_row)(self.scores, index, tokens)
+    total = jnp.take_along_axis(self.log_total[..., 0], index, axis=1)
     return _normalise(scores, total)
 
 

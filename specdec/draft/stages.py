@@ -1,4 +1,4 @@
-"""What the stages of a drafter carry: at the start, and from step to step."""
+"""States of the stages of a drafter: at the start, and from step to step."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from specdec.tree.tree import TokenTree
 
 
 class StageCounters(flax.struct.PyTreeNode):
-  """What a stage counts."""
+  """Counters of a stage."""
 
   forwards: Total  #: `[]`, batched forwards.
   row_forwards: Total  #: `[B]`, those in which the row was not done.
@@ -21,7 +21,7 @@ class StageCounters(flax.struct.PyTreeNode):
 
 
 def init_stage_counters(batch_size: int) -> StageCounters:
-  """All zeros."""
+  """Counters of zero."""
   return StageCounters(
     forwards=Total.zeros(),
     row_forwards=Total.zeros(batch_size),
@@ -30,7 +30,7 @@ def init_stage_counters(batch_size: int) -> StageCounters:
 
 
 class StageState(flax.struct.PyTreeNode):
-  """What one stage carries from step to step."""
+  """State of one stage, carried from step to step."""
 
   scorer: Any  #: The state of the scorer.
   scored: jax.Array  #: `[B, M]` bool, nodes that it has scored in this step.
@@ -41,7 +41,7 @@ class StageState(flax.struct.PyTreeNode):
 
 
 def _num_scored(drafter: Drafter) -> list[int]:
-  """Of each stage, the most nodes that it scores in one step."""
+  """The most nodes that each stage scores in one step."""
   sizes, growths = [], 1
   for stage in drafter.stages:
     forwards = growths * stage.config.rounds

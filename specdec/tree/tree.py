@@ -145,7 +145,7 @@ def find_children(
   return jnp.where(jnp.any(same, axis=2), jnp.argmax(same, axis=2), NO_NODE)
 
 
-def place_children(
+def put_children(
   tree: TokenTree,
   index: jax.Array,
   parents: jax.Array,
@@ -206,7 +206,7 @@ def add_children(
   order = jnp.cumsum(new.reshape(-1)).reshape(new.shape)
   index = jnp.where(new, tree.size + order - 1, tree.capacity)
   index = jnp.minimum(index, tree.capacity)
-  return place_children(tree, index, parents, tokens, cond_log_probs, origins)
+  return put_children(tree, index, parents, tokens, cond_log_probs, origins)
 
 
 def accumulate(tree: TokenTree, max_depth: int) -> TokenTree:

@@ -1,6 +1,7 @@
-"""What all rules of verification share: the verdict, and what is emitted."""
+"""The verdict of a rule of verification, and the tokens that follow from it."""
 
 from typing import Protocol
+from typing import runtime_checkable
 
 import flax.struct
 import jax
@@ -18,11 +19,11 @@ RUNNING, LIMIT, EOS, STOP, NOT_FINITE = range(5)
 
 
 class Verdict(flax.struct.PyTreeNode):
-  """How far down its tree the target goes in each row."""
+  """The path of accepted nodes in the tree of each row."""
 
   #: `[B, D + 1]` int32, the index among the verified nodes of the accepted node
   #: of each depth, the root first; `NO_NODE` from where the target disagrees.
-  place: jax.Array
+  index: jax.Array
   #: `[B]` int32, the number of accepted nodes, the root not counted; at most D.
   accepted: jax.Array
   #: `[B, D + 1]` int32, the target's token after each node of the path; the
@@ -32,14 +33,15 @@ class Verdict(flax.struct.PyTreeNode):
   def along_path(self, array: jax.Array) -> jax.Array:
     """`array [B, N, ...]` along the path, `[B, D + 1, ...]`, then garbage."""
     return jax.vmap(lambda row, at: row[at])(
-      array, jnp.maximum(self.place, ROOT)
+      array, jnp.maximum(self.index, ROOT)
     )
 
   def path(self, nodes: jax.Array) -> jax.Array:
     """`[B, D + 1]` int32, the accepted ones of `nodes [B, N]`."""
-    return jnp.where(self.place >= 0, self.along_path(nodes), NO_NODE)
+    return jnp.where(self.index >= 0, self.along_path(nodes), NO_NODE)
 
 
+@runtime_checkable
 class Rule(Protocol):
   """A rule of verification; hashable, so static under `jit`.
 
@@ -48,6 +50,10 @@ class Rule(Protocol):
       that drafts may know, so that they rank tokens with it.
     children: how drafts choose the children of a node, one of
       `sampling.CHILDREN`.
+    needs_chain: whether trees must be chains.
+    may_draw: whether children may be drawn.
+    keeps_tokens: whether the tokens are those of plain decoding, whatever is
+      drafted. If not, their distribution is the target's.
   """
 
   @property
@@ -55,6 +61,15 @@ class Rule(Protocol):
 
   @property
   def children(self) -> str: ...
+
+  @property
+  def needs_chain(self) -> bool: ...
+
+  @property
+  def may_draw(self) -> bool: ...
+
+  @property
+  def keeps_tokens(self) -> bool: ...
 
   def __call__(
     self,
@@ -85,7 +100,7 @@ def count_valid(logits: jax.Array, verdict: Verdict) -> jax.Array:
   `logits`: `[B, N, V]` float32 of the target, adjusted; see
   `sampling.is_usable`. `[B]` int32; D + 1 if all nodes have.
   """
-  usable = verdict.along_path(is_usable(logits)) | (verdict.place < 0)
+  usable = verdict.along_path(is_usable(logits)) | (verdict.index < 0)
   return jnp.sum(jnp.cumprod(usable.astype(jnp.int32), axis=1), axis=1)
 
 

@@ -46,7 +46,7 @@ def prefix_weights(
 def residuals(
   target: jax.Array, draft: jax.Array, weights: jax.Array
 ) -> jax.Array:
-  """What each prefix leaves to be drawn behind it, not normalised.
+  """Distributions left to be drawn from after each prefix, not normalised.
 
   The arguments are those of `prefix_weights` and its result.
 
@@ -94,6 +94,9 @@ class BlockRule:
   children: str = BEST
 
   shares_noise = False
+  needs_chain = True
+  may_draw = True
+  keeps_tokens = False
 
   def __call__(self, tree, nodes, logits, proposals, randomness, sampling):
     """See `specdec.verify.accept.Rule`."""
@@ -126,7 +129,7 @@ class BlockRule:
     )
     following = jnp.pad(tokens, ((0, 0), (0, 1)))
     return Verdict(
-      place=jnp.where(depth <= accepted[:, None], depth, NO_NODE),
+      index=jnp.where(depth <= accepted[:, None], depth, NO_NODE),
       accepted=accepted,
       chosen=jnp.where(depth == accepted[:, None], bonus[:, None], following),
     )

@@ -22,6 +22,9 @@ class MatchRule:
 
   shares_noise = True
   children = BEST
+  needs_chain = False
+  may_draw = False
+  keeps_tokens = True
 
   def __call__(self, tree, nodes, logits, proposals, randomness, sampling):
     """See `specdec.verify.accept.Rule`."""
@@ -29,8 +32,8 @@ class MatchRule:
     noise = randomness.noise_at(jax.vmap(pick)(tree.depth, nodes))
     choices = choose(logits, noise, sampling)
     max_depth = randomness.noise.shape[1] - 1
-    place, accepted = jax.vmap(accepted_path, (0, 0, 0, None))(
+    index, accepted = jax.vmap(accepted_path, (0, 0, 0, None))(
       tree, nodes, choices, max_depth
     )
-    verdict = Verdict(place=place, accepted=accepted, chosen=place)
+    verdict = Verdict(index=index, accepted=accepted, chosen=index)
     return verdict.replace(chosen=verdict.along_path(choices))

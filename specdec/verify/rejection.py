@@ -9,9 +9,9 @@ arXiv 2402.12374). If none is accepted, the bonus token is drawn from what is
 left.
 
 A token that was *not* drawn, such as that of an n-gram or the likeliest child,
-is a draw from a distribution that is all on it: it is accepted with the
-target's probability, which is removed if it is rejected. To treat it as a draw
-from the draft's softmax would be wrong.
+counts as a draw from the point mass on itself: it is accepted with the target's
+probability, which is removed if it is rejected. To treat it as a draw from the
+draft's softmax would be wrong.
 
 The emitted tokens have the target's distribution, but they are not those of
 plain decoding with the same seed. `specdec.verify.match` gives those.
@@ -64,7 +64,7 @@ def acceptance_probs(
 def after_rejection(
   target: jax.Array, draft: jax.Array, token: jax.Array, children: str
 ) -> tuple[jax.Array, jax.Array]:
-  """What is left of both distributions when a draft token was rejected.
+  """The rest of both distributions after a draft token was rejected.
 
   The arguments are those of `acceptance_probs`.
 
@@ -85,13 +85,13 @@ def draw(probs: jax.Array, noise: jax.Array) -> jax.Array:
 
 
 class _Walk(flax.struct.PyTreeNode):
-  """Where each row is on its way down the tree."""
+  """Position of each row on its way down the tree."""
 
   node: jax.Array  # [B] int32, the last accepted node
   accepted: jax.Array  # [B] int32, the number of accepted nodes
   target: jax.Array  # [B, V], what is left of the target's distribution
   draft: jax.Array  # [B, V], what the next child was drawn from
-  place: jax.Array  # [B, D + 1] int32, see `Verdict`
+  index: jax.Array  # [B, D + 1] int32, see `Verdict`
   chosen: jax.Array  # [B, D + 1] int32, see `Verdict`
 
 
@@ -104,7 +104,7 @@ def _init_walk(batch_size: int, vocab_size: int, path_length: int) -> _Walk:
     accepted=jnp.zeros(batch_size, jnp.int32),
     target=nothing,
     draft=nothing,
-    place=jnp.full(path_shape, NO_NODE, jnp.int32),
+    index=jnp.full(path_shape, NO_NODE, jnp.int32),
     chosen=jnp.zeros(path_shape, jnp.int32),
   )
 
@@ -128,6 +128,9 @@ class RejectionRule:
   children: str = BEST
 
   shares_noise = False
+  needs_chain = False
+  may_draw = True
+  keeps_tokens = False
 
   def __call__(self, tree, nodes, logits, proposals, randomness, sampling):
     """See `specdec.verify.accept.Rule`."""
@@ -139,9 +142,9 @@ class RejectionRule:
     depths = at(tree.depth, nodes)
     parents = jnp.where(nodes >= 0, parents, NO_NODE)
 
-    def enter(walk: _Walk, place: jax.Array, where: jax.Array) -> _Walk:
-      """Goes on from the node at `place [B]`, in some rows."""
-      of_row = lambda array: at(array, place)
+    def enter(walk: _Walk, index: jax.Array, where: jax.Array) -> _Walk:
+      """Goes on from the node at `index [B]`, in some rows."""
+      of_row = lambda array: at(array, index)
       replace = lambda new, old: jnp.where(where[:, None], new, old)
       node = of_row(nodes)
       target = token_probs(of_row(logits)[:, None], sampling)[:, 0]
@@ -152,7 +155,7 @@ class RejectionRule:
         node=jnp.where(where, node, walk.node),
         target=replace(target, walk.target),
         draft=draft,
-        place=_put(walk.place, of_row(depths), place, where),
+        index=_put(walk.index, of_row(depths), index, where),
       )
 
     def attempt(index, walk: _Walk) -> _Walk:
@@ -185,7 +188,7 @@ class RejectionRule:
     walk = lax.fori_loop(1, num_nodes, body, walk)
     bonus = draw(walk.target, randomness.residual_noise)
     return Verdict(
-      place=walk.place,
+      index=walk.index,
       accepted=walk.accepted,
       chosen=_put(walk.chosen, walk.accepted, bonus, everywhere),
     )

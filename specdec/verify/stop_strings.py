@@ -76,7 +76,7 @@ def _named(
 ) -> dict[bytes, int]:
   """The special tokens that stop strings name, by their texts; longest first.
 
-  A token's symbol is its place, from `_NUM_BYTES` on.
+  A token's symbol is its index, from `_NUM_BYTES` on.
   """
   texts = [text for text in special if any(text in stop for stop in stops)]
   return {text: special[text] for text in sorted(texts, key=len, reverse=True)}
@@ -235,7 +235,7 @@ class StopMatcher:
       raise ValueError(f'a stop string is empty: {list(stops)}')
     named = _named(stops, special)
     self.symbols = {
-      token: _NUM_BYTES + place for place, token in enumerate(named.values())
+      token: _NUM_BYTES + index for index, token in enumerate(named.values())
     }
     self.stopped = False
     spelled = [one for stop in stops for one in _spellings(stop, [*named])]

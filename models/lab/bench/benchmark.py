@@ -31,7 +31,8 @@ from models.text.pair import Pair
 from models.text.settings import with_options
 import specdec
 from specdec.checks import row_keys
-from specdec.draft.language_model import LanguageModelScorer
+from specdec.checks import RULES
+from specdec.sampling import BEST
 from specdec.statistics import relative_bandwidth
 
 Figures = Mapping[str, Any]
@@ -103,8 +104,9 @@ class Report:
   Attributes:
     settings: of the run.
     limits: of `models.lab.bench.machine.MachineLimits.summary`.
-    arms: by name the figures of `timing.summarize_arms` and `machine.place`;
-      `relative_bandwidth_at_paper_costs`, that of the same forwards at
+    arms: by name the figures of `timing.summarize_arms` and
+      `machine.roofline_point`; `relative_bandwidth_at_paper_costs`, that of the
+      same forwards at
       `PAPER_COSTS`; `predicted_speed`, see `models.lab.bench.predict`;
       `compile_seconds`; `weight_bytes`; `beyond_weights_bytes`, the peak memory
       of decoding the longest prompts without the weights; `flips`, the rows
@@ -186,9 +188,9 @@ def _our_arm(spec: ArmSpec, pair: Pair, task: Task) -> ReadyArm:
     )
 
   models = {'target': pair.target} | {
-    stage.name: stage.scorer.model
+    stage.name: model
     for stage in drafter.stages
-    if isinstance(stage.scorer, LanguageModelScorer)
+    for model in stage.scorer.models
   }
   arrays = jax.tree.leaves((pair.target, drafter))
   return ReadyArm(
@@ -223,6 +225,28 @@ def make_batches(
   return [list(ids[start : start + batch_size]) for start in starts]
 
 
+def _batches(
+  prompts: Sequence[str],
+  pairs: Mapping[str, Pair],
+  task: Task,
+  bucket: int | None,
+) -> list[list[list[int]]]:
+  """`make_batches` of texts; ValueError if they exceed the context."""
+  batches = make_batches(
+    [*map(next(iter(pairs.values())).encode, prompts)],
+    batch_size=task.batch_size,
+    bucket=bucket,
+  )
+  context = min(pair.target.spec.max_positions for pair in pairs.values())
+  longest = max(len(prompt) for batch in batches for prompt in batch)
+  if longest + task.max_new_tokens > context:
+    raise ValueError(
+      f'--max_new_tokens={task.max_new_tokens} and the longest prompt,'
+      f' {longest} tokens, exceed the context of the target, {context} tokens'
+    )
+  return batches
+
+
 def _find_flips(
   spec: ArmSpec,
   results: Mapping[str, Sequence[timing.Measurement]],
@@ -232,8 +256,9 @@ def _find_flips(
 ) -> list[dict[str, Any]] | None:
   """Rows that differ from the plain arm of the same dtype, with margins."""
   reference = results.get(str(ArmSpec('plain', spec.dtype)))
-  draws_differ = (spec.peer is not None and task.sampling.temperature > 0) or (
-    task.verification.get('verify', 'match') != 'match'
+  rule = RULES[task.verification.get('verify', 'match')](BEST)
+  draws_differ = not rule.keeps_tokens or (
+    spec.peer is not None and task.sampling.temperature > 0
   )
   if reference is None or spec.dtype not in pairs or draws_differ:
     return None
@@ -307,7 +332,7 @@ def _decode(
       name: arm.peak_beyond(functools.partial(arm.decode, longest, few))
       for name, arm in arms.items()
     }
-    results = timing.measure(
+    results = timing.time_arms(
       decoders,
       batches,
       max_new_tokens=max_new_tokens,
@@ -341,18 +366,7 @@ def run(
   if limit < 1:
     raise ValueError(f'--max_new_tokens must be at least 1, got {limit}')
   pairs, ready = _load(arms, task)
-  batches = make_batches(
-    [*map(next(iter(pairs.values())).encode, prompts)],
-    batch_size=task.batch_size,
-    bucket=prompt_bucket,
-  )
-  context = min(pair.target.spec.max_positions for pair in pairs.values())
-  longest = max(len(prompt) for batch in batches for prompt in batch)
-  if longest + limit > context:
-    raise ValueError(
-      f'--max_new_tokens={limit} and the longest prompt, {longest} tokens,'
-      f' exceed the context of the target, {context} tokens'
-    )
+  batches = _batches(prompts, pairs, task, prompt_bucket)
   limits = machine.MachineLimits(list(pairs))
   results, compile_seconds, beyond = _decode(
     ready, batches, limits, limit, max_seconds
@@ -368,9 +382,9 @@ def run(
   for spec in arms:
     name = str(spec)
     own, arm = figures[name], ready[name]
-    costs = results[name][0].generation.stats['costs']
-    paper = relative_bandwidth(own['reads'], costs | PAPER_COSTS)
-    own |= machine.place(own, costs, arm.sizes, summary) | {
+    costs = results[name][0].generation.stats.costs
+    paper = relative_bandwidth(own['reads'], {**costs, **PAPER_COSTS})
+    own |= machine.roofline_point(own, costs, arm.sizes, summary) | {
       'relative_bandwidth_at_paper_costs': paper,
       'predicted_speed': predicted.get(name),
       'compile_seconds': compile_seconds[name],

@@ -1,13 +1,15 @@
 """Checks that speculative decoding preserves the output of the target.
 
 With `verify='match'` the tokens must equal those of plain decoding; with the
-other rules their distribution must be that of the target. `measure` compares
-the acceptance rates of the rules with theory.
+other rules their distribution must be that of the target. `measure_acceptance`
+compares the acceptance rates of the rules with theory.
 """
 
 from collections.abc import Iterable
+from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
+import functools
 import sys
 from typing import Any
 
@@ -24,7 +26,9 @@ from models.text.generator import row_keys
 from models.text.result import TextGeneration
 import specdec
 from specdec.checks import check_sampling
+from specdec.checks import RULES
 from specdec.mappings import jit
+from specdec.model import LanguageModel
 from specdec.sampling import BEST
 from specdec.sampling import WITH_REPLACEMENT
 from specdec.sampling import WITHOUT_REPLACEMENT
@@ -143,8 +147,8 @@ def _decode(
 
 
 def _rate(results: Sequence[TextGeneration]) -> float:
-  total = lambda name: sum(result.stats[name] for result in results)
-  return total('new_tokens') / max(total('target_forwards'), 1)
+  forwards = sum(result.stats.target_forwards for result in results)
+  return sum(result.stats.new_tokens for result in results) / max(forwards, 1)
 
 
 def check_tokens(
@@ -242,7 +246,7 @@ def check_distribution(
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
+class Verification:
   """The arguments `verify` and `children` of `specdec.generate`."""
 
   verify: str
@@ -251,15 +255,22 @@ class Rule:
   def __str__(self):
     return self.verify + (f', {self.children}' if self.children else '')
 
+  @property
+  def theory(self) -> str:
+    """Acceptance probability of a single child, an entry of `theory`."""
+    rule = RULES[self.verify](self.children or BEST)
+    if rule.keeps_tokens:
+      return 'coupled'
+    return 'p(best)' if rule.children == BEST else '1 - TV'
 
-# Each with its acceptance probability for a single child, see `theory`.
-RULES = {
-  Rule('match'): 'coupled',
-  Rule('rejection', WITHOUT_REPLACEMENT): '1 - TV',
-  Rule('rejection', WITH_REPLACEMENT): '1 - TV',
-  Rule('rejection', BEST): 'p(best)',
-}
-BLOCK = Rule('block', WITHOUT_REPLACEMENT)
+
+OF_TREES = (
+  Verification('match'),
+  Verification('rejection', WITHOUT_REPLACEMENT),
+  Verification('rejection', WITH_REPLACEMENT),
+  Verification('rejection', BEST),
+)
+OF_CHAINS = (*OF_TREES, Verification('block', WITHOUT_REPLACEMENT))
 
 
 @jit()
@@ -325,7 +336,46 @@ def _acceptance(
   return figures
 
 
-def measure(
+def _probs_of(
+  models: Sequence[LanguageModel],
+  sampling: specdec.Sampling,
+  ids: Sequence[int],
+) -> Iterator[jax.Array]:
+  """The distributions of each model after each token, `[n, V]`."""
+  params = check_sampling(sampling, 1, models[0].spec.vocab_size)
+  for model in models:
+    yield exactness.distributions(model, exactness.padded(ids), params)
+
+
+def _decode_batches(
+  generator: Generator,
+  draft: LanguageModel,
+  prompts: Sequence[str],
+  topology: Topology,
+  rule: Verification,
+  *,
+  seed: int,
+  batch_size: int,
+  **options: Any,
+) -> Iterable[TextGeneration]:
+  """Decodes with a fixed topology; the last batch only if it is full."""
+  scorer = specdec.LanguageModelScorer(draft)
+  drafter = specdec.fixed_drafter(scorer, topology)
+  drafted = dataclasses.replace(generator, drafter=drafter)
+  starts = range(0, len(prompts) - batch_size + 1, batch_size)
+  title = f'{topology.branching} x {topology.max_depth}, {rule}'
+  for start in tqdm.tqdm(starts, desc=title, unit='batch', file=sys.stderr):
+    yield drafted.generate(
+      prompts[start : start + batch_size],
+      seed=seed + start,
+      verify=rule.verify,
+      children=rule.children,
+      eos_ids=(),
+      **options,
+    )
+
+
+def measure_acceptance(
   generator: Generator,
   prompts: Sequence[str],
   *,
@@ -356,52 +406,39 @@ def measure(
   pair = generator.pair
   if pair.draft is None:
     raise ValueError('acceptance needs a draft; give --draft')
-  scorer = specdec.LanguageModelScorer(pair.draft)
   if len(prompts) < batch_size:
     raise ValueError(
       f'--batch_size={batch_size} needs as many prompts, got {len(prompts)}'
     )
-  starts = range(0, len(prompts) - batch_size + 1, batch_size)
-
-  def decode(topology: Topology, rule: Rule) -> Iterable[TextGeneration]:
-    drafter = specdec.fixed_drafter(scorer, topology)
-    drafted = dataclasses.replace(generator, drafter=drafter)
-    title = f'{topology.branching} x {topology.max_depth}, {rule}'
-    for start in tqdm.tqdm(starts, desc=title, unit='batch', file=sys.stderr):
-      yield drafted.generate(
-        prompts[start : start + batch_size],
-        seed=seed + start,
-        sampling=sampling,
-        max_new_tokens=max_new_tokens,
-        verify=rule.verify,
-        children=rule.children,
-        eos_ids=(),
-      )
-
-  def probs_of(ids):
-    params = check_sampling(sampling, 1, pair.target.spec.vocab_size)
-    text = exactness.padded(ids)
-    for model in (pair.target, pair.draft):
-      yield exactness.distributions(model, text, params)
-
+  decode = functools.partial(
+    _decode_batches,
+    generator,
+    pair.draft,
+    prompts,
+    seed=seed,
+    batch_size=batch_size,
+    sampling=sampling,
+    max_new_tokens=max_new_tokens,
+  )
+  probs_of = functools.partial(_probs_of, (pair.target, pair.draft), sampling)
   acceptance = lambda n, rule: _acceptance(
     decode(k_ary(n, 1), rule), probs_of, with_theory=n == 1
   )
   return {
     'acceptance': {
-      str(n): {str(rule): acceptance(n, rule) for rule in RULES}
+      str(n): {str(rule): acceptance(n, rule) for rule in OF_TREES}
       for n in numbers_of_children
     },
     'block_efficiency': {
       str(rule): _rate(list(decode(chain(chain_length), rule)))
-      for rule in (*RULES, BLOCK)
+      for rule in OF_CHAINS
     },
   }
 
 
 def acceptance_rows(figures: dict[str, Any]) -> list[dict[str, str]]:
-  """The rows of a table of the figures of `measure`."""
-  names = {str(rule): name for rule, name in RULES.items()}
+  """The rows of a table of the figures of `measure_acceptance`."""
+  names = {str(rule): rule.theory for rule in OF_TREES}
   rows = []
   for rule, efficiency in figures['block_efficiency'].items():
     row = {'rule': rule, 'theory, 1 child': ''}

@@ -149,7 +149,7 @@ def flops(figures: Mapping[str, Any], sizes: Mapping[str, ModelSize]) -> float:
   return total
 
 
-def place(
+def roofline_point(
   figures: Mapping[str, Any],
   costs: Mapping[str, Mapping[str, float]],
   sizes: Mapping[str, ModelSize],
@@ -158,8 +158,8 @@ def place(
   """The point of an arm in the roofline diagram.
 
   The time is that of decoding without prefill, all overhead included. Figures
-  are those of `timing.summarize_arms`, costs of `specdec.statistics.summarize`,
-  limits of `MachineLimits.summary`.
+  are those of `timing.summarize_arms`, costs of `specdec.statistics`, limits of
+  `MachineLimits.summary`.
 
   Returns:
     `arithmetic_intensity` (operations per byte) and `flops_per_second`;

@@ -128,7 +128,7 @@ def _our_forwards(
 
 
 def _peer_forwards(name, dtype, widths, context) -> Callable[[], Mapping]:
-  """The same for transformers on torch."""
+  """A function that measures V(N) of transformers on torch for every N."""
   torch = peers.import_torch()
   model = peers.load_peer(name, dtype, None)
   slots = max(context, *widths)
@@ -270,8 +270,8 @@ def fallback(
       {
         'seconds': seconds / plain_seconds,
         'plain_ms_per_token': 1e3 * plain_seconds / len(tokens[0]),
-        'new_tokens': stats['new_tokens'],
-        'speculative_steps': stats['target_forwards'] - stats['plain_steps'],
+        'new_tokens': stats.new_tokens,
+        'speculative_steps': stats.target_forwards - (stats.plain_steps or 0),
         'same_tokens': other.result().tokens == tokens,
       }
     )

@@ -28,7 +28,7 @@ from models.lab.bench.machine import ModelSize
 from specdec.generation import Generation
 from specdec.sampling import Sampling
 from specdec.statistics import plain_reads
-from specdec.statistics import relative_bandwidth
+from specdec.statistics import Statistics
 
 
 def import_torch() -> Any:
@@ -221,7 +221,7 @@ def make_arms(
     parameters = [p for model in models.values() for p in model.parameters()]
     arms[spec] = ReadyArm(
       decode=_Peer(spec, models, task, eos_ids),
-      sizes={name: model_size(model) for name, model in models.items()},
+      sizes={name: torch_model_size(model) for name, model in models.items()},
       weight_bytes=sum(map(_num_bytes, parameters)),
       peak_beyond=_peak_beyond,
     )
@@ -256,11 +256,11 @@ def read_costs(model: Any) -> dict[str, int]:
   read = _parameters_read(model)
   return {
     'per_forward': round(sum(share * _num_bytes(p) for p, share in read)),
-    'per_slot': model_size(model).cache_per_slot * model.dtype.itemsize,
+    'per_slot': torch_model_size(model).cache_per_slot * model.dtype.itemsize,
   }
 
 
-def model_size(model: Any) -> ModelSize:
+def torch_model_size(model: Any) -> ModelSize:
   """The size of a model of transformers."""
   config, read = model.config, _parameters_read(model)
   heads = config.num_attention_heads
@@ -314,7 +314,7 @@ def as_generation(
   counted: Mapping[str, Forwards],
   costs: Mapping[str, Mapping[str, float]],
 ) -> Generation:
-  """What a peer decoded, cut after EOS; see `statistics`."""
+  """Result of a peer, cut after EOS; see `statistics`."""
   ended = [_until_eos(row, eos_ids) for row in rows]
   tokens = [row for row, _ in ended]
   return Generation(
@@ -333,8 +333,8 @@ def statistics(
   tokens: Sequence[Sequence[int]],
   counted: Mapping[str, Forwards],
   costs: Mapping[str, Mapping[str, float]],
-) -> dict[str, Any]:
-  """The figures of `specdec.statistics.summarize`, as far as known.
+) -> Statistics:
+  """The figures of a decode, as far as known.
 
   `tokens` are the new ones, including EOS; forwards and costs (`read_costs`)
   are those of `target` and, if there is a draft, of `draft`.
@@ -346,15 +346,12 @@ def statistics(
     for name, hook in counted.items()
   }
   forwards = {name: hook.forwards for name, hook in counted.items()}
-  return {
-    'new_tokens': int(new_tokens.sum()),
+  return Statistics(
+    new_tokens=int(new_tokens.sum()),
     # A row of a batch may end before the others.
-    'target_forwards': int(np.minimum(new_tokens, forwards['target']).sum()),
-    'accepted_histogram': None,
-    'stage_forwards': {n: forwards[n] for n in forwards if n != 'target'},
-    'origins': None,
-    'positions': {name: hook.positions for name, hook in counted.items()},
-    'relative_bandwidth': relative_bandwidth(reads, costs),
-    'reads': reads,
-    'costs': costs,
-  }
+    target_forwards=int(np.minimum(new_tokens, forwards['target']).sum()),
+    stage_forwards={n: forwards[n] for n in counted if n != 'target'},
+    positions={name: hook.positions for name, hook in counted.items()},
+    reads=reads,
+    costs=costs,
+  )

@@ -37,9 +37,9 @@ from models.text.pair import ModelChoice
 from models.text.pair import Pair
 from models.text.settings import DraftSettings
 import specdec
-from specdec.checks import check_rule
 from specdec.checks import check_sampling
 from specdec.checks import row_keys
+from specdec.checks import to_rule
 from specdec.draft.drafter import Drafter
 from specdec.draft.ngram import NGram
 from specdec.loop import advance
@@ -274,7 +274,7 @@ class Workload:
   drafting: DraftSettings = dataclasses.field(default_factory=DraftSettings)
   sampling: specdec.Sampling = specdec.Sampling()
   verify: str = 'match'
-  children: str | None = None  # See `specdec.checks.check_rule`.
+  children: str | None = None  # See `specdec.checks.to_rule`.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -292,8 +292,8 @@ class Work:
 class Compiled:
   """A decode loop that was compiled for a device, or for several.
 
-  `held` are the bytes of weights and caches that a device has, and the least
-  that it could: all of what every device has, and its part of the rest.
+  `held`: bytes of weights and caches per device, and their lower bound:
+  replicated arrays in full, divided ones over the number of devices.
   """
 
   text: str  # The optimised program, which each device runs.
@@ -349,6 +349,7 @@ def _drafter(
   table = jax.eval_shape(lambda: load_table(DEMO_TABLE)[0])
   ngram = NGram(table.replace(vocab_size=vocab_size))
   *outer, inner = drafter.stages
+  assert isinstance(inner.scorer, specdec.CandidateScorer)
   scorer = inner.scorer.replace(proposers=(*inner.scorer.proposers, ngram))
   return drafter.replace(stages=(*outer, inner.replace(scorer=scorer)))
 
@@ -392,9 +393,9 @@ def _works(
   works = {'target': _work(target, state.target.cache, num_nodes)}
   for stage, carried in zip(drafter.stages, state.stages, strict=True):
     works[stage.name] = Work()
-    if isinstance(stage.scorer, specdec.LanguageModelScorer):
+    for model in stage.scorer.models:
       cache, width = carried.scorer.cache, stage.config.width
-      works[stage.name] = _work(stage.scorer.model, cache, width)
+      works[stage.name] = _work(model, cache, width)
   return works
 
 
@@ -469,7 +470,7 @@ def compile_program(
   request = _request(workload, target.spec.vocab_size)
   config = specdec.DecodeConfig(
     max_new_tokens=workload.max_new_tokens,
-    rule=check_rule(
+    rule=to_rule(
       workload.verify, workload.children if drafter.stages else None, drafter
     ),
   )

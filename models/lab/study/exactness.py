@@ -64,9 +64,10 @@ def distributions(
 
 @jit()
 def _transform(all_probs, tokens, key):
-  """`[n, orders]`, u of `tokens [n]` in each order; `[n]`, their p.
+  """Values u of `tokens [n]` in each order, and their target probabilities.
 
   `all_probs`: `[n, V]` of the target and, if there is one, of the draft.
+  Returns `[n, orders]` and `[n]`.
   """
   of_token = lambda array: jnp.take_along_axis(array, tokens[:, None], axis=1)
   probs = all_probs[0]

@@ -18,7 +18,7 @@ import numpy as np
 
 from specdec.checks import padded_shape
 from specdec.generation import Generation
-from specdec.statistics import relative_bandwidth
+from specdec.statistics import Statistics
 
 # (prompts, limit) -> Generation. A call with limit 0 compiles, reads the
 # prompts and emits nothing.
@@ -37,7 +37,7 @@ class Measurement:
   @property
   def new_tokens(self) -> int:
     """Emitted tokens of all rows."""
-    return self.generation.stats['new_tokens']
+    return self.generation.stats.new_tokens
 
 
 def _timed(
@@ -55,7 +55,7 @@ def warm_up(
   max_new_tokens: int,
   report: Callable[[], Any] = lambda: None,
 ) -> dict[str, float]:
-  """Compiles every arm for every padded shape of the batches (see `measure`).
+  """Compiles every arm for every padded shape of the batches (see `time_arms`).
 
   Returns:
     By arm, the seconds of tracing and compiling: of its first calls minus those
@@ -75,7 +75,7 @@ def warm_up(
   return seconds
 
 
-def measure(
+def time_arms(
   arms: Mapping[str, Arm],
   batches: Sequence[Sequence[Sequence[int]]],
   *,
@@ -159,7 +159,7 @@ def summarize_arms(
   """Pools the measurements of each arm; speed ratios refer to `baseline`.
 
   Returns:
-    By arm: pooled counts and ratios of `specdec.statistics.summarize`;
+    By arm: pooled counts and ratios of `specdec.statistics.Statistics`;
     `seconds` and the `prefill_seconds` among them; `tokens_per_second`;
     `speed`, the baseline's seconds per token over the arm's, pooled, and
     `speed_per_batch`; `decoding_tokens_per_second` and `decoding_speed`, the
@@ -174,12 +174,11 @@ def _summarize(
   measurements: Sequence[Measurement], baseline: Sequence[Measurement]
 ) -> dict[str, Any]:
   stats = [measured.generation.stats for measured in measurements]
-  counts = [{key: entry[key] for key in _COUNTS} for entry in stats]
+  counts = [{key: getattr(one, key) for key in _COUNTS} for one in stats]
   # Numbers, lists and dictionaries are added entry by entry.
   pooled = jax.tree.map(lambda *values: sum(values), *counts)
-  tokens, forwards = pooled['new_tokens'], max(pooled['target_forwards'], 1)
+  figures = Statistics(**pooled, costs=stats[0].costs)
   per_token = lambda measured: measured.seconds / max(measured.new_tokens, 1)
-  bandwidth = relative_bandwidth(pooled['reads'], stats[0]['costs'])
   speed = lambda tokens, seconds, base_tokens, base_seconds: (
     tokens / seconds / (base_tokens / base_seconds)
   )
@@ -207,9 +206,9 @@ def _summarize(
     pooled
     | rates
     | {
-      'block_efficiency': tokens / forwards,
-      'nodes_per_forward': pooled['positions']['target'] / forwards,
-      'relative_bandwidth': bandwidth,
+      'block_efficiency': figures.block_efficiency,
+      'nodes_per_forward': figures.nodes_per_forward,
+      'relative_bandwidth': figures.relative_bandwidth,
       'seconds': sum(m.seconds for m in measurements),
       'prefill_seconds': sum(m.prefill_seconds for m in measurements),
       'speed_per_batch': [

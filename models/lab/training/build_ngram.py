@@ -42,7 +42,7 @@ def _check_at_least(low: int, **flags: int | None) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Samples:
-  """What to sample from the draft: whole shards of 256 texts.
+  """Settings of sampling from the draft: whole shards of 256 texts.
 
   The compile time grows with the batch size, so a CPU prefers small batches.
   """

@@ -155,10 +155,10 @@ def join_plans(
     batch_size: at least 2.
 
   Returns:
-    A plan, and the `tree_sizes` of `specdec.Slots`: the tree of `alone` for up
-    to a quarter of the batch, that of `full` from there on, if the two differ
-    in the size of their trees alone or `full` is plain decoding. Otherwise the
-    plan `full`, and no sizes.
+    A plan, and the `tree_sizes` of `specdec.Slots`. If the plans differ only in
+    tree size, or `full` is plain: the plan with the larger tree, and sizes that
+    use the tree of `alone` up to a quarter of the batch and that of `full`
+    above. Else `full` and `{}`.
   """
   resized = lambda plan: with_options(plan.drafting, {'num_nodes': 1})
   if alone.method == 'plain' or alone.drafting.topology is not None:

@@ -48,6 +48,7 @@ import specdec
 from specdec.checks import check_sampling
 from specdec.checks import padded_shape
 from specdec.checks import row_keys
+from specdec.statistics import Statistics
 
 PLAN_SECONDS = 300.0
 NODE_COUNTS = (1, 2, 4, 8, 16, 32)
@@ -179,7 +180,7 @@ def _decode_samples(
     samples.append(_Sample(batch, generation.tokens))
     search.report(
       f'sample batch {len(samples)} of {len(batches)}:'
-      f' {generation.stats["new_tokens"]} tokens in {seconds:.1f} s'
+      f' {generation.stats.new_tokens} tokens in {seconds:.1f} s'
     )
   if not any(any(sample.new) for sample in samples):
     raise ValueError(
@@ -230,7 +231,7 @@ def _replay(
   if num_nodes > max(costs.verification):
     search.report(f'{name} is left out: V({num_nodes}) was not measured')
     return None
-  total, stats = 0.0, list[dict[str, Any]]()
+  total, stats = 0.0, list[Statistics]()
   for sample in samples * _PASSES:
     if stats and search.is_late(_REPLAYS_END):
       break
@@ -242,9 +243,9 @@ def _replay(
     stats.append(found.stats)
   trial = Trial(
     num_nodes=num_nodes,
-    tokens=sum(counts['new_tokens'] for counts in stats),
-    forwards=sum(counts['target_forwards'] for counts in stats),
-    steps=sum(counts['reads']['target']['forwards'] for counts in stats),
+    tokens=sum(counts.new_tokens for counts in stats),
+    forwards=sum(counts.target_forwards for counts in stats),
+    steps=sum(counts.reads['target']['forwards'] for counts in stats),
     prompts=len(stats),
     seconds=total,
   )
@@ -356,7 +357,7 @@ def _decode_finalists(
       seconds, generation = search.decode(
         target, one.drafter, sample, _DECODING_ENDS, limit
       )
-      one.decodes.append((seconds, generation.stats['new_tokens']))
+      one.decodes.append((seconds, generation.stats.new_tokens))
   for name, rate in _measured(tried).items():
     search.report(f'{name}: {rate:.1f} tokens/s measured')
 
