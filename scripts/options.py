@@ -279,11 +279,11 @@ def _check() -> None:
   for flag in (REPETITION_PENALTY, TEMPERATURE, TOP_P, MIN_P):
     if flag.value is not None:
       try:
-        checks.check_range(flag.name, flag.value)
+        checks.sampling_value(flag.name, flag.value)
       except ValueError as error:
         raise ValueError(f'--{error}') from error
   try:
-    checks.check_break_even(BREAK_EVEN.value)
+    checks.to_break_even(BREAK_EVEN.value)
   except ValueError as error:
     raise ValueError(f'--{error}') from error
   sampling()

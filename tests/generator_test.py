@@ -15,7 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from models.text import text_decoding
 from models.text.generator import Generator
+from models.text.text_options import TextOptions
+import specdec
 from specdec import Sampling
 
 LIMIT = 60
@@ -221,18 +224,41 @@ def test_prompts_in_every_notation():
     assert run(one).tokens == expected.tokens[:1]
 
 
-def test_all_methods_have_the_same_arguments():
-  """In the signature, for editors; `fuzzing.BAD` lists what is refused."""
-  shared = dict(inspect.signature(Generator.generate).parameters)
-  docs = inspect.getdoc(Generator.generate)
-  assert all(f'{name}: ' in docs for name in shared if name != 'self')
-  del shared['should_stop']
-  for call in ('stream', 'trace', 'timed'):
-    method = getattr(_generator('plain'), call)
-    found = inspect.signature(getattr(Generator, call)).parameters
-    assert [*found.items()] == [*shared.items()]
-    with pytest.raises(ValueError, match="row 0 has the stop string ''"):
-      method('a', stop='')
+def test_an_option_that_does_not_exist_is_refused_by_name():
+  """Also where an option of another method, or of ids, has this name."""
+  lm, target = _generator('plain'), fuzzing.pair().target
+  of_ids = functools.partial(specdec.generate, target, max_new_tokens=2)
+  for method, given, name in (
+    *((lm.generate, 'a', name) for name in ('temperature', 'max_tokens')),
+    *((lm.stream, 'a', name) for name in ('should_stop', 'rests')),
+    *((lm.generate_many, ['a'], name) for name in ('num_slots', 'drafter')),
+    (functools.partial(of_ids, prompts=[[1]]), None, 'seed'),
+    (functools.partial(specdec.Slots, num_slots=2, context=9), target, 'seed'),
+  ):
+    with pytest.raises(TypeError, match=f"argument '{name}'; .* break_even, "):
+      method(given, **{name: 1})
+
+
+def test_help_shows_every_option():
+  for symbol, options in (
+    (specdec.generate, specdec.Options),
+    (specdec.Decoding, specdec.Options),
+    (specdec.Slots, specdec.Options),
+    *(
+      (getattr(Generator, name), TextOptions)
+      for name in ('stream', 'generate', 'generate_many', 'chat')
+    ),
+  ):
+    for name in options.__annotations__:
+      assert inspect.getdoc(symbol).count(f'\n  {name}: ') == 1, name
+
+
+def test_options_of_all_prompts_are_one_each():
+  many = functools.partial(_generator('plain').generate_many, ['a', 'b'])
+  with pytest.raises(ValueError, match='seed must be one integer for all'):
+    many(seed=[1, 2])
+  with pytest.raises(ValueError, match='stop must be a string'):
+    many(stop=[['a'], ['b']], batch_size=2)
 
 
 def test_stop_tables_are_kept():
@@ -247,7 +273,8 @@ def test_stop_tables_are_kept():
 
 
 def test_timed_is_generate():
-  timed = _generator('plain').timed(**_arguments())
+  stream = functools.partial(_generator('plain').stream, **_arguments())
+  timed = text_decoding.timed(stream)
   assert timed.tokens == _plain().tokens
   figures = {'seconds', 'tokens_per_second', 'compile_seconds'}
   assert set(timed.stats) - set(_plain().stats) == figures

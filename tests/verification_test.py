@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from specdec import Sampling
-from specdec.checks import check_sampling
 from specdec.checks import RULES
+from specdec.checks import to_params
 from specdec.sampling import BEST
 from specdec.sampling import CHILDREN
 from specdec.sampling import Randomness
@@ -60,7 +60,7 @@ def _chains():
     uniforms=rng.uniform(size=nodes.shape),
     residual_noise=rng.gumbel(size=(num_nodes, _VOCAB_SIZE)),
   )
-  sampling = check_sampling(Sampling(), num_nodes, _VOCAB_SIZE)
+  sampling = to_params(Sampling(), num_nodes, _VOCAB_SIZE)
   return (stack(trees), nodes, logits, proposals, randomness, sampling), best
 
 

@@ -263,7 +263,7 @@ def load_checkpoints(
     draft_model = with_vocab_size(draft_model, size)
   ends = _eos_ids(target.folder, tokenizer, size)
   if eos_ids is not None:
-    ends = tuple(checks.check_ids('eos_ids', eos_ids, size))
+    ends = tuple(checks.to_ids('eos_ids', eos_ids, size))
   return Pair(model, draft_model, tokenizer, ends, layout)
 
 

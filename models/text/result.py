@@ -22,7 +22,7 @@ class TextGeneration:
     prompt_tokens: the ids of each prompt.
     pieces: the texts of the new tokens of each row, joined the text; a
       character that spans several tokens is in the piece of the last of them.
-    stats: see `specdec.statistics.summarize`, and `Generator.timed`.
+    stats: see `specdec.statistics.summarize`, and `text_decoding.timed`.
   """
 
   prompts: list[str]

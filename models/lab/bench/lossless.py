@@ -20,10 +20,10 @@ from models.lab.study import exactness
 from models.lab.study.exactness import choice_margin
 from models.lab.study.timing import first_difference
 from models.text.generator import Generator
-from models.text.generator import row_keys
 from models.text.result import TextGeneration
+from models.text.text_options import keys_of_seeds
 import specdec
-from specdec.checks import check_sampling
+from specdec.checks import to_params
 from specdec.mappings import jit
 from specdec.sampling import BEST
 from specdec.sampling import WITH_REPLACEMENT
@@ -178,7 +178,7 @@ def check_tokens(
       at = first_difference(other, row)
       if at is None:
         continue
-      text, key = ids[number] + row[:at], row_keys([seed + number], 1)[0]
+      text, key = ids[number] + row[:at], keys_of_seeds([seed + number], 1)[0]
       margin = choice_margin(generator.pair.target, key, text, sampling)
       tokens = row[at : at + 3], other[at : at + 3]
       divergences.append(Divergence(number, at, *tokens, margin))
@@ -379,7 +379,7 @@ def measure(
       )
 
   def probs_of(ids):
-    params = check_sampling(sampling, 1, pair.target.spec.vocab_size)
+    params = to_params(sampling, 1, pair.target.spec.vocab_size)
     text = exactness.padded(ids)
     for model in (pair.target, pair.draft):
       yield exactness.distributions(model, text, params)

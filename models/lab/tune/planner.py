@@ -45,9 +45,9 @@ from models.text.plan import Plan
 from models.text.settings import DraftSettings
 from models.text.settings import with_options
 import specdec
-from specdec.checks import check_sampling
 from specdec.checks import padded_shape
 from specdec.checks import row_keys
+from specdec.checks import to_params
 
 PLAN_SECONDS = 300.0
 NODE_COUNTS = (1, 2, 4, 8, 16, 32)
@@ -289,7 +289,7 @@ class _Search:
     """Ranks of the new tokens of all texts among the draft's predictions."""
     draft, ranks = self.pair.draft, []
     assert draft is not None
-    params = check_sampling(self.options['sampling'], 1, draft.spec.vocab_size)
+    params = to_params(self.options['sampling'], 1, draft.spec.vocab_size)
     for prompts, texts in ((s.prompts, s.texts) for s in self.samples):
       keys = row_keys(self.key, len(texts))
       for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
