@@ -153,13 +153,7 @@ class Decoding:
   of 64, so that few shapes are compiled and short prompts do not pay for the
   longest context.
 
-  Args:
-    target: as of `generate`, like all that follow.
-    rng_key: one key, or one per row `[B]`.
-    prompts: B lists of token ids.
-    max_new_tokens: the limit, one for all or one per row.
-    room_for_new_tokens: size of the buffers.
-    drafter: drafts for the target.
+  The arguments are those of `generate`.
 
   Raises:
     ValueError: an argument cannot be used; says which and why.

@@ -18,6 +18,7 @@ import pytest
 from models.text import text_decoding
 from models.text.generator import Generator
 from models.text.text_options import TextOptions
+from models.text.text_options import with_ids
 import specdec
 from specdec import Sampling
 
@@ -148,7 +149,8 @@ def test_a_stop_may_name_a_special_token():
 
 def test_eos_ids_may_be_texts():
   lm = _generator('plain')
-  ids = lambda given: lm.eos_ids(given)
+  pair = fuzzing.pair()
+  ids = lambda given: with_ids(pair, {'eos_ids': given}, ())['eos_ids']
   assert ids(None) == (0,)
   (line_end,) = fuzzing.pair().encode('\n')
   assert ids('<end>') == [0]
@@ -262,7 +264,8 @@ def test_options_of_all_prompts_are_one_each():
 
 
 def test_stop_tables_are_kept():
-  table = _generator('plain').stop_table
+  pair = fuzzing.pair()
+  table = lambda stops: with_ids(pair, {}, stops)['stop']
   first = table((('a',), ()))
   assert table((('a',), ())) is first
   assert table(((), ())) is None

@@ -34,10 +34,9 @@ from models.text.chat_template import Prompt
 from models.text.drafters import make_drafter
 from models.text.drafters import PLANNED
 from models.text.drafters import planned_break_even
-from models.text.ends import eos_ids_of
 from models.text.ends import EosIds
-from models.text.ends import stop_table
 from models.text.ends import stops_of_rows
+from models.text.ends import StopsOfRows
 from models.text.many import Job
 from models.text.many import ManyDecoding
 from models.text.pair import find_checkpoints
@@ -52,11 +51,11 @@ from models.text.settings import INNERS
 from models.text.text_decoding import TextDecoding
 from models.text.text_options import keys_of_seeds
 from models.text.text_options import TextOptions
+from models.text.text_options import with_ids
 import specdec
 from specdec import checks
 from specdec.decode_options import check_names
 from specdec.decode_options import documented
-from specdec.verify.stop_strings import StopTable
 
 # One prompt, or several.
 Prompts = Prompt | Sequence[Prompt]
@@ -95,27 +94,11 @@ class Generator:
   drafter: specdec.Drafter
   break_even: float | None = None
 
-  def stop_table(self, stops: tuple[tuple[str, ...], ...]) -> StopTable | None:
-    """The table of the stop strings of each row, see `ends.stop_table`."""
-    vocab_size = self.pair.target.spec.vocab_size
-    return stop_table(stops, self.pair.tokenizer, vocab_size)
-
-  def eos_ids(self, given: EosIds | None) -> Any:
-    """The ids of the tokens that end a text; None: those of the target."""
-    if given is None:
-      return self.pair.eos_ids
-    vocab_size = self.pair.target.spec.vocab_size
-    return eos_ids_of(given, self.pair.tokenizer, vocab_size)
-
-  def _with_ids(
-    self, options: TextOptions, stops: tuple[tuple[str, ...], ...]
-  ) -> Any:
-    """The options with ids in place of texts; stop strings of each row."""
-    given = options.get('break_even')
-    return options | {
-      'stop': self.stop_table(stops),
-      'eos_ids': self.eos_ids(options.get('eos_ids')),
-      'break_even': self.break_even if given is None else given,
+  def _of_ids(self, options: TextOptions, stops: StopsOfRows) -> Any:
+    """The options of `specdec`; `stops` are the stop strings of each row."""
+    break_even = options.get('break_even')
+    return with_ids(self.pair, options, stops) | {
+      'break_even': self.break_even if break_even is None else break_even
     }
 
   @documented(TextOptions)
@@ -145,7 +128,7 @@ class Generator:
       max_new_tokens=max_new_tokens,
       room_for_new_tokens=room_for_new_tokens,
       drafter=self.drafter,
-      **self._with_ids(options, stops),
+      **self._of_ids(options, stops),
     )
     return TextDecoding(self.pair, decoding, given, stops)
 
@@ -244,7 +227,7 @@ class Generator:
       drafter=self.drafter,
       tree_sizes=tree_sizes,
       reading=reading,
-      **self._with_ids(options, (stops,) * batch_size),
+      **self._of_ids(options, (stops,) * batch_size),
     )
 
   @documented(TextOptions)

@@ -124,17 +124,14 @@ class ManyDecoding(Iterator[Completion]):
   def _insert(self, index: int, job: Job) -> tuple[int, _Waiting]:
     """Gives a slot to a prompt; ValueError if it cannot be decoded."""
     ids = self._ids(job)
-    eos_ids = job.eos_ids
-    if eos_ids is not None:
-      vocab_size = self._pair.target.spec.vocab_size
-      eos_ids = eos_ids_of(eos_ids, self._pair.tokenizer, vocab_size)
+    vocab_size = self._pair.target.spec.vocab_size
     seed = self._seed + index if job.seed is None else job.seed
     slot = self._slots.insert(
       ids,
       keys_of_seeds([seed], 1)[0],
       max_new_tokens=self._limit_of(job),
       sampling=job.sampling,
-      eos_ids=eos_ids,
+      eos_ids=eos_ids_of(job.eos_ids, self._pair.tokenizer, vocab_size),
     )
     return slot, _Waiting(index, job.prompt, ids)
 

@@ -7,6 +7,7 @@ import dataclasses
 import time
 
 from models.text.chat_template import Prompt
+from models.text.ends import StopsOfRows
 from models.text.pair import Pair
 from models.text.result import TextGeneration
 from models.text.token_bytes import special_tokens
@@ -29,7 +30,7 @@ class TextDecoding:
     pair: Pair,
     decoding: specdec.Decoding,
     prompts: Sequence[Prompt],
-    stops: tuple[tuple[str, ...], ...],
+    stops: StopsOfRows,
   ):
     self._pair, self._decoding, self._stops = pair, decoding, stops
     self._begin(prompts)

@@ -2,12 +2,17 @@
 
 from collections.abc import Sequence
 import numbers
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from models.text.ends import eos_ids_of
 from models.text.ends import EosIds
+from models.text.ends import stop_table
 from models.text.ends import Stops
+from models.text.ends import StopsOfRows
+from models.text.pair import Pair
 from specdec import checks
 from specdec.decode_options import CommonOptions
 from specdec.decode_options import documented
@@ -30,6 +35,16 @@ class TextOptions(CommonOptions, total=False):
   seed: int | Sequence[int]
   stop: Stops
   eos_ids: EosIds | None
+
+
+def with_ids(pair: Pair, options: TextOptions, stops: StopsOfRows) -> Any:
+  """The options with ids for texts; `stops` are the stop strings by row."""
+  vocab_size, given = pair.target.spec.vocab_size, options.get('eos_ids')
+  eos_ids = eos_ids_of(given, pair.tokenizer, vocab_size)
+  return options | {
+    'stop': stop_table(stops, pair.tokenizer, vocab_size),
+    'eos_ids': pair.eos_ids if given is None else eos_ids,
+  }
 
 
 def keys_of_seeds(seed: int | Sequence[int], batch_size: int) -> jax.Array:
