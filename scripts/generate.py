@@ -49,6 +49,7 @@ def _show(stream):
 def main() -> None:
   from models.text.chat_template import first_messages
   from models.text.result import wants_color
+  from models.text.text_decoding import timed
   from models.waiting import announced
 
   batch_size = _BATCH_SIZE.value
@@ -80,7 +81,7 @@ def main() -> None:
     print(f'\n\n{result.table()}')
   else:
     with announced('compiling and decoding'):
-      result = generator.timed(given, **arguments)
+      result = timed(functools.partial(generator.stream, given, **arguments))
     if _JSON.value:
       print(result.to_json())
     elif _SHOW_ORIGIN.value:

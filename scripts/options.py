@@ -336,8 +336,8 @@ def _check() -> None:
   with _named_as_flag():
     for name, flag in _SAMPLING.items():
       if isinstance(flag.value, float):
-        checks.check_range(name, flag.value)
-    checks.check_break_even(BREAK_EVEN.value)
+        checks.sampling_value(name, flag.value)
+    checks.to_break_even(BREAK_EVEN.value)
   sampling()
   eos_ids()
   draft_settings()

@@ -44,7 +44,8 @@ def main() -> None:
   if _TRACE.value is None:
     prompts = options.prompts(_PROMPT, 1)
     generator = options.generator(prompts, 1)
-    (trace,) = generator.trace(prompts, log_probs=True, **options.decoding())
+    arguments = options.decoding() | {'log_probs': True}
+    (trace,) = generator.stream(prompts, **arguments).trace()
     data = page.with_suffix('.json')
     data.write_text(trace.to_json() + '\n', 'utf-8')
     print(data)

@@ -2,6 +2,7 @@
 
 from specdec.cache import KVCache
 from specdec.context import StepContext
+from specdec.decode_options import Options
 from specdec.draft.candidates import CandidateScorer
 from specdec.draft.candidates import Proposer
 from specdec.draft.drafter import Drafter
@@ -59,6 +60,7 @@ __all__ = (
   'MatchRule',
   'ModelSpec',
   'NGram',
+  'Options',
   'PromptLookup',
   'Proposer',
   'RejectionRule',

@@ -73,7 +73,7 @@ def check_drafter(target: LanguageModel, drafter: Drafter) -> None:
       )
 
 
-def check_ids(name: str, ids: Any, vocab_size: int) -> list[int]:
+def to_ids(name: str, ids: Any, vocab_size: int) -> list[int]:
   """Token ids as a list."""
   array = np.asarray(list(ids)) if isinstance(ids, Iterable) else np.zeros(())
   if array.ndim != 1 or (array.size and array.dtype.kind not in 'iu'):
@@ -86,23 +86,28 @@ def check_ids(name: str, ids: Any, vocab_size: int) -> list[int]:
   return [int(token) for token in array]
 
 
-def check_prompts(prompts: Any, vocab_size: int) -> list[list[int]]:
+def to_prompt(name: str, prompt: Any, vocab_size: int) -> list[int]:
+  """The token ids of a prompt as a list."""
+  ids = to_ids(name, prompt, vocab_size)
+  if not ids:
+    raise ValueError(f'{name} is empty; give at least one token, e.g. the EOS')
+  return ids
+
+
+def to_prompts(prompts: Any, vocab_size: int) -> list[list[int]]:
   """The prompts as lists."""
   if not isinstance(prompts, Iterable):
     raise ValueError(f'prompts must be lists of token ids, got {prompts!r}')
-  checked = []
-  for row, prompt in enumerate(prompts):
-    checked.append(check_ids(f'prompt {row}', prompt, vocab_size))
-    if not checked[row]:
-      raise ValueError(
-        f'prompt {row} is empty; give at least one token, e.g. the EOS'
-      )
+  checked = [
+    to_prompt(f'prompt {row}', prompt, vocab_size)
+    for row, prompt in enumerate(prompts)
+  ]
   if not checked:
     raise ValueError('prompts is empty; give at least one')
   return checked
 
 
-def check_limits(
+def to_limits(
   prompts: Sequence[Sequence[int]],
   max_new_tokens: Any,
   room: Any,
@@ -139,7 +144,7 @@ def _dense_bias(bias: Any, batch_size: int, vocab_size: int) -> Any:
   """A mapping, or one per row, or an array, as `[V]` or `[B, V]`."""
   if isinstance(bias, Mapping):
     dense = np.zeros(vocab_size, np.float32)
-    tokens = check_ids('logit_bias', bias, vocab_size)
+    tokens = to_ids('logit_bias', bias, vocab_size)
     try:
       dense[tokens] = [float(value) for value in bias.values()]
     except (TypeError, ValueError) as error:
@@ -194,7 +199,7 @@ _RANGES: dict[str, tuple[float, float, str]] = {
 }
 
 
-def check_range(name: str, value: Any, batch_size: int = 1) -> np.ndarray:
+def sampling_value(name: str, value: Any, batch_size: int = 1) -> np.ndarray:
   """A number of `Sampling`, or one per row, as `[B]` float32."""
   low, high, bounds = _RANGES[name]
   array = _per_row(name, value, batch_size, np.float32)
@@ -207,7 +212,7 @@ def check_range(name: str, value: Any, batch_size: int = 1) -> np.ndarray:
 _ALL = np.iinfo(np.int32).max
 
 
-def _check_top_k(top_k: Any, batch_size: int) -> dict[str, Any]:
+def _top_k_params(top_k: Any, batch_size: int) -> dict[str, Any]:
   """As `[B]` int32, and a power of two that is at least as large."""
   if hasattr(top_k, 'dtype'):
     top_k = np.asarray(top_k).tolist()
@@ -230,7 +235,7 @@ def _check_top_k(top_k: Any, batch_size: int) -> dict[str, Any]:
   return {'top_k': jnp.asarray(array), 'max_top_k': bound}
 
 
-def _check_bias(bias: Any, batch_size: int, vocab_size: int) -> jax.Array:
+def _checked_bias(bias: Any, batch_size: int, vocab_size: int) -> jax.Array:
   """As `[V]` or `[B, V]` float32."""
   bias = _dense_bias(bias, batch_size, vocab_size)
   try:
@@ -244,7 +249,7 @@ def _check_bias(bias: Any, batch_size: int, vocab_size: int) -> jax.Array:
   return jnp.asarray(array)
 
 
-def check_sampling(
+def to_params(
   sampling: Sampling, batch_size: int, vocab_size: int
 ) -> SamplingParams:
   """As `decode` takes it: one value per row, biases as arrays.
@@ -256,16 +261,16 @@ def check_sampling(
   for name in _RANGES:
     value = getattr(sampling, name)
     if value is not None or name == 'temperature':
-      arrays[name] = jnp.asarray(check_range(name, value, batch_size))
+      arrays[name] = jnp.asarray(sampling_value(name, value, batch_size))
   if sampling.logit_bias is not None:
-    bias = _check_bias(sampling.logit_bias, batch_size, vocab_size)
+    bias = _checked_bias(sampling.logit_bias, batch_size, vocab_size)
     arrays['logit_bias'] = bias
   if sampling.top_k is not None:
-    arrays |= _check_top_k(sampling.top_k, batch_size)
+    arrays |= _top_k_params(sampling.top_k, batch_size)
   return SamplingParams(**arrays)
 
 
-def check_break_even(break_even: Any) -> np.float32:
+def to_break_even(break_even: Any) -> np.float32:
   """As a float32; 0, for no fallback, if it is None."""
   if break_even is None:
     return np.float32(0)
@@ -415,10 +420,15 @@ def padded_shape(
   return _prompt_bucket(max(map(len, prompts))), padded_room(room)
 
 
-def pad(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-  """`[B, P]` int32, padded with zeros at the end, and the lengths, `[B]`."""
+def pad(
+  prompts: Sequence[Sequence[int]], num_slots: int | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+  """`[B, P]` int32, padded with zeros at the end, and the lengths, `[B]`.
+
+  P is `num_slots`; None: as the prompts need, a power of two.
+  """
   lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-  bucket = _prompt_bucket(int(lengths.max()))
+  bucket = num_slots or _prompt_bucket(int(lengths.max()))
   padded = np.zeros((len(prompts), bucket), np.int32)
   for row, prompt in enumerate(prompts):
     padded[row, : len(prompt)] = prompt

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,10 @@ import numpy as np
 
 from specdec import checks
 from specdec import hosts
+from specdec.decode_options import check_names
+from specdec.decode_options import documented
+from specdec.decode_options import Options
+from specdec.decode_options import prepare
 from specdec.draft.drafter import Drafter
 from specdec.draft.drafter import PLAIN
 from specdec.loop import advance
@@ -20,27 +25,17 @@ from specdec.loop import DecodeResult
 from specdec.loop import extend
 from specdec.loop import result_of
 from specdec.loop import start
-from specdec.memory import check_fits
-from specdec.memory import decode_bytes
 from specdec.model import LanguageModel
-from specdec.sampling import Sampling
 from specdec.statistics import Statistics
 from specdec.statistics import summarize
-from specdec.step import DecodeConfig
-from specdec.step import Request
-from specdec.tracing.trace import Block
-from specdec.tracing.trace import blocks_of
-from specdec.tracing.trace import row_forwards
-from specdec.tracing.trace import Trace
+from specdec.step import DecodeState
+from specdec.step import StepRecord
 from specdec.verify.accept import EOS
 from specdec.verify.accept import LIMIT
 from specdec.verify.accept import NOT_FINITE
-from specdec.verify.accept import Rule
 from specdec.verify.accept import RUNNING
 from specdec.verify.accept import STOP
-from specdec.verify.stop_strings import StopTable
 from specdec.watchers import LogProbs
-from specdec.watchers import make_watchers
 from specdec.watchers import state_of
 from specdec.watchers import Watcher
 
@@ -120,6 +115,30 @@ def generation_of(
   )
 
 
+def _row_forwards(
+  state: DecodeState, drafter: Drafter
+) -> dict[str, np.ndarray]:
+  """The number of forwards of each row so far, `[B]`, by stage."""
+  counted = {'target': state.counters.target_forwards} | {
+    stage.name: stage_state.counters.row_forwards
+    for stage, stage_state in zip(drafter.stages, state.stages, strict=True)
+  }
+  # Separately: `read` of the mapping would sort it by name.
+  return {name: hosts.read(rows) for name, rows in counted.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordedStep:
+  """One step of a decode with its tree, see `specdec.tracing`."""
+
+  record: StepRecord  #: The tree and the accepted path of each row.
+  starts: np.ndarray  #: `[B]`, the tokens of each text before the step.
+  new_tokens: list[list[int]]  #: Of each row.
+  #: The forwards of each row in the step, `[B]`, by stage; the target first.
+  forwards: dict[str, np.ndarray]
+
+
+@documented(Options)
 class Decoding:
   """A decode that can be watched, and stopped, while it goes on.
 
@@ -149,52 +168,27 @@ class Decoding:
     max_new_tokens: int | Sequence[int],
     room_for_new_tokens: int | None = None,
     drafter: Drafter = PLAIN,
-    sampling: Sampling = Sampling(),
-    eos_ids: Sequence[int] = (),
-    stop: StopTable | None = None,
-    verify: str | Rule = 'match',
-    children: str | None = None,
-    log_probs: bool = False,
-    break_even: float | None = None,
+    **options: Unpack[Options],
   ):
+    check_names(options, Options)
     spec = target.spec
-    prompts = checks.check_prompts(prompts, spec.vocab_size)
-    checks.check_drafter(target, drafter)
-    checks.check_stop(stop, len(prompts), spec.vocab_size)
-    limits, room = checks.check_limits(
+    prompts = checks.to_prompts(prompts, spec.vocab_size)
+    limits, room = checks.to_limits(
       prompts, max_new_tokens, room_for_new_tokens, spec.max_positions
     )
-    padded, self._prompt_lengths = checks.pad(prompts)
-    params = checks.check_sampling(sampling, len(prompts), spec.vocab_size)
-    has_penalty = params.repetition_penalty is not None
-    threshold = checks.check_break_even(break_even)
+    padded, lengths = checks.pad(prompts)
     self._target, self._drafter = target, drafter
-    self._config = DecodeConfig(
-      max_new_tokens=checks.padded_room(room),
-      rule=checks.to_rule(verify, children, drafter),
-      fallback=bool(drafter.stages and threshold > 0),
-    )
-    check_fits(decode_bytes(target, drafter, padded.shape, self._config))
-    self._request = Request(
-      prompt=jnp.asarray(padded),
-      prompt_length=jnp.asarray(self._prompt_lengths),
-      limit=jnp.asarray(limits),
-      row_keys=checks.row_keys(rng_key, len(prompts)),
-      sampling=params,
-      watchers=make_watchers(
-        eos_ids=checks.check_ids('eos_ids', eos_ids, spec.vocab_size),
-        stop=stop,
-        penalty_vocab_size=spec.vocab_size if has_penalty else 0,
-        log_probs=log_probs,
-      ),
-      break_even=threshold,
+    self._request, self._config = prepare(
+      target, drafter, rng_key, padded, lengths, limits, room, **options
     )
     self._state = start(target, drafter, self._request, config=self._config)
-    self._begin(prompts, limits, num_kept=np.zeros_like(limits))
+    self._begin(prompts, lengths, limits, num_kept=np.zeros_like(limits))
 
-  def _begin(self, prompts, limits, *, num_kept) -> None:
-    """What is known on the host before the first step."""
-    self._prompts, self._ends = prompts, self._prompt_lengths
+  def _begin(self, prompts, lengths, limits, *, num_kept) -> None:
+    """Sets what is known on the host before the first step."""
+    #: The ids of each prompt.
+    self.prompts: list[list[int]] = prompts
+    self._prompt_lengths, self._ends = lengths, lengths
     self._reasons = np.where(limits > 0, RUNNING, LIMIT)
     #: Of each row, the tokens of its prompt that `extend` did not read again.
     self.num_kept: list[int] = num_kept.tolist()
@@ -234,15 +228,14 @@ class Decoding:
       ValueError: an argument cannot be used; nothing has changed then.
     """
     spec, (num_rows, num_slots) = self._target.spec, self._state.tokens.shape
-    prompts = checks.check_prompts(prompts, spec.vocab_size)
+    prompts = checks.to_prompts(prompts, spec.vocab_size)
     if len(prompts) != num_rows:
       raise ValueError(
         f'prompts must be one per row ({num_rows}), got {len(prompts)}'
       )
-    limits, _ = checks.check_limits(
+    limits, _ = checks.to_limits(
       prompts, max_new_tokens, None, spec.max_positions
     )
-    tokens = np.zeros((num_rows, num_slots), np.int32)
     for row, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
       if len(prompt) + limit > num_slots:
         raise ValueError(
@@ -250,15 +243,14 @@ class Decoding:
           f' exceed the {num_slots} slots of this decode; begin another, with a'
           ' larger room_for_new_tokens'
         )
-      tokens[row, : len(prompt)] = prompt
-    self._prompt_lengths = np.array([*map(len, prompts)], np.int32)
+    tokens, lengths = checks.pad(prompts, num_slots)
     self._request = self._request.replace(
-      prompt_length=jnp.asarray(self._prompt_lengths), limit=jnp.asarray(limits)
+      prompt_length=jnp.asarray(lengths), limit=jnp.asarray(limits)
     )
     self._state, kept = extend(
       self._target, self._drafter, self._request, self._state, tokens
     )
-    self._begin(prompts, limits, num_kept=hosts.read(kept))
+    self._begin(prompts, lengths, limits, num_kept=hosts.read(kept))
 
   def step(self, num_steps: int = 1) -> list[list[int]]:
     """Some target forwards of all rows that go on; their new tokens."""
@@ -273,15 +265,12 @@ class Decoding:
     )
     return self._new_tokens()
 
-  def step_recorded(self) -> list[Block | None]:
-    """One target forward of all rows that go on, and what happened in it.
+  def step_recorded(self) -> RecordedStep:
+    """One target forward of all rows that go on, and its tree.
 
     The tokens are those of `step`. Compiles a program of its own.
-
-    Returns:
-      Of each row its block; None if it was done before.
     """
-    before = row_forwards(self._state, self._drafter)
+    before, starts = _row_forwards(self._state, self._drafter), self._ends
     self._state, record = advance_recorded(
       self._target,
       self._drafter,
@@ -290,56 +279,9 @@ class Decoding:
       speculate=bool(self._state.fallback.speculating),
       config=self._config,
     )
-    after = row_forwards(self._state, self._drafter)
-    starts = self._ends
-    return blocks_of(record, starts, self._new_tokens(), before, after)
-
-  def record(self) -> list[list[Block]]:
-    """To the end by `step_recorded`; the blocks of each row.
-
-    Raises:
-      ValueError: tokens have been decoded without being recorded.
-    """
-    if not np.array_equal(self._ends, self._prompt_lengths):
-      raise ValueError(
-        'a trace begins with the first token, but some have been decoded;'
-        ' begin another decode, and call trace or record first'
-      )
-    rows: list[list[Block]] = [[] for _ in self._ends]
-    while not self.done:
-      for blocks, block in zip(rows, self.step_recorded(), strict=True):
-        if block is not None:
-          blocks.append(block)
-    return rows
-
-  def trace(self) -> list[Trace]:
-    """To the end by `step_recorded`; the trace of each row.
-
-    Without a tokenizer the text of a token is its number;
-    `models.Generator.trace` has the real texts.
-    """
-    rows, result = self.record(), self.result()
-    traces = []
-    for row, (blocks, prompt) in enumerate(
-      zip(rows, self._prompts, strict=True)
-    ):
-      ids = {
-        token for block in blocks for token in (*block.tokens, *block.emitted)
-      }
-      log_probs = tuple(result.log_probs[row]) if result.log_probs else None
-      traces.append(
-        Trace(
-          prompt=''.join(f'{token} ' for token in prompt),
-          prompt_tokens=tuple(prompt),
-          labels=result.labels,
-          blocks=tuple(blocks),
-          pieces=tuple(f'{token} ' for token in result.tokens[row]),
-          texts={token: str(token) for token in sorted(ids)},
-          finish_reason=result.finish_reasons[row],
-          log_probs=log_probs,
-        )
-      )
-    return traces
+    after = _row_forwards(self._state, self._drafter)
+    forwards = {name: after[name] - before[name] for name in after}
+    return RecordedStep(record, starts, self._new_tokens(), forwards)
 
   def _new_tokens(self) -> list[list[int]]:
     """Of each row, since the last look."""
@@ -375,6 +317,7 @@ class Decoding:
     )
 
 
+@documented(Options)
 def generate(
   target: LanguageModel,
   rng_key: jax.Array,
@@ -383,14 +326,8 @@ def generate(
   max_new_tokens: int | Sequence[int],
   room_for_new_tokens: int | None = None,
   drafter: Drafter = PLAIN,
-  sampling: Sampling = Sampling(),
-  eos_ids: Sequence[int] = (),
-  stop: StopTable | None = None,
-  verify: str | Rule = 'match',
-  children: str | None = None,
-  log_probs: bool = False,
-  break_even: float | None = None,
   should_stop: Callable[[], bool] | None = None,
+  **options: Unpack[Options],
 ) -> Generation:
   """Continues each prompt; the drafter changes the speed, not the output.
 
@@ -404,15 +341,6 @@ def generate(
     max_new_tokens: the limit, one for all or one per row.
     room_for_new_tokens: size of the buffers; calls of one size share a program.
     drafter: drafts for the target; `PLAIN` is plain decoding.
-    sampling: how to choose tokens; greedy by default.
-    eos_ids: tokens that end a row.
-    stop: stop strings, see `specdec.verify.stop_strings`.
-    verify: `match`, `rejection`, `block` or a `Rule`, see `specdec.verify`.
-    children: how the drafter chooses children, see `checks.to_rule`.
-    log_probs: whether to return the log-probabilities of the new tokens.
-    break_even: the time of a speculative step in plain ones, as scripts/tune.py
-      measures it: decoding goes on plainly wherever speculation emits fewer
-      tokens per step. None: it always speculates.
     should_stop: called now and then; true cancels the rows that are not done.
 
   Returns:
@@ -428,13 +356,7 @@ def generate(
     max_new_tokens=max_new_tokens,
     room_for_new_tokens=room_for_new_tokens,
     drafter=drafter,
-    sampling=sampling,
-    eos_ids=eos_ids,
-    stop=stop,
-    verify=verify,
-    children=children,
-    log_probs=log_probs,
-    break_even=break_even,
+    **options,
   )
   decoding.run(should_stop)
   return decoding.result()

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import dataclasses
 import types
 from typing import Any
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
@@ -22,30 +23,27 @@ import numpy as np
 
 from specdec import checks
 from specdec import hosts
+from specdec.decode_options import check_names
+from specdec.decode_options import documented
+from specdec.decode_options import Options
+from specdec.decode_options import prepare
 from specdec.draft.drafter import Drafter
 from specdec.draft.drafter import PLAIN
 from specdec.generation import Generation
 from specdec.generation import generation_of
 from specdec.loop import advance
 from specdec.loop import ALL_STEPS
-from specdec.loop import DecodeResult
 from specdec.loop import insert
 from specdec.loop import place_request
 from specdec.loop import result_of
 from specdec.loop import start
-from specdec.memory import check_fits
-from specdec.memory import decode_bytes
 from specdec.model import LanguageModel
 from specdec.sampling import Sampling
 from specdec.sampling import SamplingParams
-from specdec.step import DecodeConfig
 from specdec.step import Request
 from specdec.tree.topology import TreeShape
-from specdec.verify.accept import Rule
 from specdec.verify.accept import RUNNING
-from specdec.verify.stop_strings import StopTable
 from specdec.watchers import EndOfText
-from specdec.watchers import make_watchers
 
 # The room for EOS ids is a multiple of this, so that prompts may have others.
 _EOS_BLOCK = 8
@@ -63,7 +61,104 @@ class _Slot:
   def is_read(self) -> bool:
     return self.num_read == self.prompt_length
 
+  def read(self, most: int) -> tuple[Request, np.int32]:
+    """Goes on by at most so many tokens.
 
+    Returns:
+      What `insert` takes: the request for the text up to there, and how many
+      tokens of it were read before.
+    """
+    kept, length = self.num_read, self.prompt_length
+    self.num_read = min(kept + most, length)
+    request = self.request.replace(
+      prompt_length=np.array([self.num_read], np.int32),
+      limit=self.request.limit if self.is_read else np.array([0], np.int32),
+    )
+    return request, np.int32(kept)
+
+
+def _checked_prompt(
+  prompt: Any, limit: Any, context: int, vocab_size: int
+) -> list[int]:
+  """The ids of a prompt that fits into a slot with its new tokens."""
+  ids = checks.to_prompt('the prompt', prompt, vocab_size)
+  checks.check_count('max_new_tokens', limit, least=0)
+  if len(ids) + limit > context:
+    raise ValueError(
+      f'the prompt of {len(ids)} tokens and max_new_tokens={limit} exceed the'
+      f' context of {context} tokens'
+    )
+  return ids
+
+
+def _row_params(
+  sampling: Sampling, num_rows: int, vocab_size: int
+) -> SamplingParams:
+  """The parameters, with a `logit_bias` per row if there is one."""
+  params = checks.to_params(sampling, num_rows, vocab_size)
+  bias = params.logit_bias
+  if bias is not None and bias.ndim == 1:
+    bias = jnp.broadcast_to(bias, (num_rows, vocab_size))
+  return params.replace(logit_bias=bias)
+
+
+def _params_like(
+  sampling: Sampling | None,
+  default: Sampling,
+  of_all: SamplingParams,
+  vocab_size: int,
+) -> SamplingParams:
+  """The parameters of a prompt; ValueError if those of all have others."""
+  sampling = default if sampling is None else sampling
+  params = _row_params(sampling, 1, vocab_size)
+  largest = of_all.max_top_k
+  if params.max_top_k and (largest is None or params.max_top_k < largest):
+    params = params.replace(max_top_k=largest)
+  structure: Any = jax.tree.structure(params)
+  if structure != jax.tree.structure(of_all):
+    raise ValueError(
+      f'sampling={sampling} sets other options than that of all prompts,'
+      f' {default}; give values there that change nothing, such as top_p=1, and'
+      ' no larger top_k than there'
+    )
+  return params
+
+
+def _padded_ids(
+  eos_ids: Sequence[int], vocab_size: int, width: int | None = None
+) -> np.ndarray:
+  """A row of `EndOfText`, `[width]` int32; None: as wide as it needs."""
+  ids = checks.to_ids('eos_ids', eos_ids, vocab_size)
+  width = width or -(-max(len(ids), 1) // _EOS_BLOCK) * _EOS_BLOCK
+  if len(ids) > width:
+    raise ValueError(
+      f'eos_ids of a prompt has {len(ids)} tokens, but there is room for'
+      f' {width}; give fewer, or more for all prompts'
+    )
+  return np.array([*ids, *[-1] * (width - len(ids))], np.int32)
+
+
+def _with_ends(request: Request, eos_ids: np.ndarray) -> Request:
+  """The request with other tokens that end each row, `[B, K]` int32."""
+  others = [one for one in request.watchers if not isinstance(one, EndOfText)]
+  return request.replace(watchers=(EndOfText(jnp.array(eos_ids)), *others))
+
+
+def _row_of(result: Any, row: int) -> Any:
+  """The `DecodeResult` of a row, from one that was read."""
+  own = jax.tree.map(  # Totals are integers now.
+    lambda array: array[row : row + 1] if array.ndim else array, result
+  )
+  # The forwards of the batch, for each of its rows.
+  counters = own.counters.replace(steps=own.counters.target_forwards.sum())
+  stages = tuple(
+    stage.replace(forwards=stage.row_forwards.sum())
+    for stage in own.stage_counters
+  )
+  return own.replace(counters=counters, stage_counters=stages)
+
+
+@documented(Options)
 class Slots:
   """A batch whose rows come and go.
 
@@ -88,13 +183,6 @@ class Slots:
       `{2: 64, 8: 16}`: 64 with one or two, 16 with three to eight, and as the
       drafter says with more. 1 is plain decoding. More prompts at once want
       smaller trees. Empty: as the drafter says.
-    sampling: how to choose tokens, unless a prompt says otherwise.
-    eos_ids: tokens that end a row, unless a prompt says otherwise.
-    stop: stop strings, a table for B rows.
-    verify: `match`, `rejection` or `block`, see `specdec.verify`.
-    children: see `specdec.generate`.
-    log_probs: whether to return the log-probabilities of the new tokens.
-    break_even: see `specdec.generate`.
     reading: the most tokens of prompts that are read between two steps, while
       other prompts are under way.
 
@@ -110,70 +198,34 @@ class Slots:
     context: int,
     drafter: Drafter = PLAIN,
     tree_sizes: Mapping[int, int] = types.MappingProxyType({}),
-    sampling: Sampling = Sampling(),
-    eos_ids: Sequence[int] = (),
-    stop: StopTable | None = None,
-    verify: str | Rule = 'match',
-    children: str | None = None,
-    log_probs: bool = False,
-    break_even: float | None = None,
     reading: int = 512,
+    **options: Unpack[Options],
   ):
-    spec = target.spec
+    check_names(options, Options)
     checks.check_count('num_slots', num_slots)
-    checks.check_count('context', context, spec.max_positions)
+    checks.check_count('context', context, target.spec.max_positions)
     checks.check_count('reading', reading)
-    checks.check_drafter(target, drafter)
-    checks.check_stop(stop, num_slots, spec.vocab_size)
-    threshold = checks.check_break_even(break_even)
     #: The most tokens of a prompt and its continuation.
     self.context = context
     self._target, self._drafter, self._reading = target, drafter, reading
-    self._drafters = _check_sizes(tree_sizes, drafter)
-    self._default = sampling
-    params = self._params(sampling, num_slots)
-    default = checks.check_ids('eos_ids', eos_ids, spec.vocab_size)
-    width = -(-max(len(default), 1) // _EOS_BLOCK) * _EOS_BLOCK
-    self._default_eos = default
+    self._drafters = _drafters_by_number(tree_sizes, drafter)
+    rests = not all(one.stages for one in self._drafters.values())
+    key, ones = jax.random.key(0), np.ones(num_slots, np.int32)
+    none = np.zeros((num_slots, 0), np.int32)
+    request, self._config = prepare(
+      target, drafter, key, none, ones, 0 * ones, context, rests, **options
+    )
+    vocab_size = target.spec.vocab_size
+    self._default = options.get('sampling', Sampling())
+    _row_params(self._default, 1, vocab_size)  # Refuses values per row.
+    params = _row_params(self._default, num_slots, vocab_size)
+    self._default_ends = _padded_ids(options.get('eos_ids', ()), vocab_size)
     #: The ids of each slot, as `EndOfText` has them.
-    self._eos_ids = np.full((num_slots, width), -1, np.int32)
-    self._eos_ids[:, : len(default)] = default
-    self._params(sampling, 1)  # Refuses values per row: prompts share them.
-    # After plain steps the stages have text to read.
-    rests = [one for one in self._drafters.values() if not one.stages]
-    self._config = DecodeConfig(
-      max_new_tokens=checks.padded_room(context),
-      rule=checks.to_rule(verify, children, drafter),
-      fallback=bool(drafter.stages and (threshold > 0 or rests)),
-    )
-    check_fits(decode_bytes(target, drafter, (num_slots, 0), self._config))
-    request = Request(
-      prompt=jnp.zeros((num_slots, 0), jnp.int32),
-      prompt_length=jnp.ones(num_slots, jnp.int32),
-      limit=jnp.zeros(num_slots, jnp.int32),
-      row_keys=checks.row_keys(jax.random.key(0), num_slots),
-      sampling=params,
-      watchers=make_watchers(
-        eos_ids=self._eos_ids,
-        stop=stop,
-        penalty_vocab_size=(
-          0 if params.repetition_penalty is None else spec.vocab_size
-        ),
-        log_probs=log_probs,
-      ),
-      break_even=jnp.asarray(threshold),
-    )
+    self._eos_ids = np.tile(self._default_ends, (num_slots, 1))
+    request = _with_ends(request.replace(sampling=params), self._eos_ids)
     self._request = place_request(target, request)
     self._state = start(target, drafter, self._request, config=self._config)
     self._slots: list[_Slot | None] = [None] * num_slots
-
-  def _params(self, sampling: Sampling, num_rows: int) -> SamplingParams:
-    vocab_size = self._target.spec.vocab_size
-    params = checks.check_sampling(sampling, num_rows, vocab_size)
-    bias = params.logit_bias
-    if bias is not None and bias.ndim == 1:
-      bias = jnp.broadcast_to(bias, (num_rows, vocab_size))
-    return params.replace(logit_bias=bias)
 
   @property
   def free(self) -> list[int]:
@@ -208,35 +260,21 @@ class Slots:
     spec, row = self._target.spec, next(iter(self.free), None)
     if row is None:
       raise ValueError('no slot is free; call advance until one has ended')
-    ids = checks.check_ids('the prompt', prompt, spec.vocab_size)
-    if not ids:
-      raise ValueError(
-        'the prompt is empty; give at least one token, e.g. the EOS'
-      )
-    checks.check_count('max_new_tokens', max_new_tokens, least=0)
-    if len(ids) + max_new_tokens > self.context:
-      raise ValueError(
-        f'the prompt of {len(ids)} tokens and max_new_tokens={max_new_tokens}'
-        f' exceed the context of {self.context} tokens'
-      )
-    params = self._params(self._default if sampling is None else sampling, 1)
-    largest = self._request.sampling.max_top_k
-    if params.max_top_k and (largest is None or params.max_top_k < largest):
-      params = params.replace(max_top_k=largest)
-    structure: Any = jax.tree.structure(params)
-    if structure != jax.tree.structure(self._request.sampling):
-      raise ValueError(
-        f'sampling={sampling} sets other options than that of all prompts,'
-        f' {self._default}; give values there that change nothing, such as'
-        ' top_p=1, and no larger top_k than there'
-      )
+    ids = _checked_prompt(prompt, max_new_tokens, self.context, spec.vocab_size)
+    params = _params_like(
+      sampling, self._default, self._request.sampling, spec.vocab_size
+    )
     checks.row_keys(rng_key, 1)  # Refuses what is no key.
-    self._set_eos(row, self._default_eos if eos_ids is None else eos_ids)
-    tokens = np.zeros((1, self._state.tokens.shape[1]), np.int32)
-    tokens[0, : len(ids)] = ids
+    ends = self._default_ends
+    if eos_ids is not None:
+      ends = _padded_ids(eos_ids, spec.vocab_size, len(ends))
+    if not np.array_equal(ends, self._eos_ids[row]):
+      self._eos_ids[row] = ends
+      self._request = _with_ends(self._request, self._eos_ids)
+    tokens, lengths = checks.pad([ids], self._state.tokens.shape[1])
     request = Request(
       prompt=jnp.asarray(tokens),
-      prompt_length=jnp.array([len(ids)], jnp.int32),
+      prompt_length=jnp.asarray(lengths),
       limit=jnp.array([max_new_tokens], jnp.int32),
       row_keys=rng_key.reshape(1),
       sampling=params,
@@ -244,61 +282,25 @@ class Slots:
     self._slots[row] = _Slot(request, len(ids))
     return row
 
-  def _set_eos(self, row: int, eos_ids: Sequence[int]) -> None:
-    """Changes the tokens that end a slot, which is free."""
-    ids = checks.check_ids('eos_ids', eos_ids, self._target.spec.vocab_size)
-    width = self._eos_ids.shape[1]
-    if len(ids) > width:
-      raise ValueError(
-        f'eos_ids of a prompt has {len(ids)} tokens, but there is room for'
-        f' {width}; give fewer, or more for all prompts'
-      )
-    padded = np.array([*ids, *[-1] * (width - len(ids))], np.int32)
-    if np.array_equal(padded, self._eos_ids[row]):
-      return
-    self._eos_ids[row] = padded
-    others = [
-      one for one in self._request.watchers if not isinstance(one, EndOfText)
-    ]
-    own = EndOfText(jnp.array(self._eos_ids))
-    self._request = self._request.replace(watchers=(own, *others))
-
-  def _read(self, row: int, most: int) -> int:
-    """Reads at most so many tokens of a prompt; returns how many."""
-    slot = self._slots[row]
-    assert slot is not None
-    number = min(most, slot.prompt_length - slot.num_read)
-    end = slot.num_read + number
-    whole = end == slot.prompt_length
-    self._request, self._state = insert(
-      self._target,
-      self._drafter,
-      self._request,
-      self._state,
-      np.int32(row),
-      slot.request.replace(
-        prompt_length=np.array([end], np.int32),
-        limit=slot.request.limit if whole else np.array([0], np.int32),
-      ),
-      np.int32(slot.num_read),
-    )
-    slot.num_read = end
-    return number
-
   def _read_prompts(self, most: int) -> bool:
     """Reads what is new, at most so many tokens; whether that was all."""
     for row, slot in enumerate(self._slots):
       if slot is not None and not slot.is_read:
         if not most:
           return False
-        most -= self._read(row, most)
+        before = slot.num_read
+        self._request, self._state = insert(
+          self._target,
+          self._drafter,
+          self._request,
+          self._state,
+          np.int32(row),
+          *slot.read(most),
+        )
+        most -= slot.num_read - before
         if not slot.is_read:
           return False
     return True
-
-  def _drafter_for(self, num_active: int) -> Drafter:
-    fitting = [size for size in self._drafters if size >= num_active]
-    return self._drafters[min(fitting)] if fitting else self._drafter
 
   def _step(self, num_steps: int, num_ended: int) -> dict[int, Generation]:
     """Decodes until so many of the prompts that are read have ended."""
@@ -307,7 +309,7 @@ class Slots:
     ]
     self._state = advance(
       self._target,
-      self._drafter_for(len(rows)),
+      self._drafters[min(n for n in self._drafters if n >= len(rows))],
       self._request,
       self._state,
       np.int32(num_steps),
@@ -317,30 +319,19 @@ class Slots:
     reasons = hosts.read(self._state.reason)
     rows = [row for row in rows if reasons[row] != RUNNING]
     if not rows:
-      return {}
-    result = hosts.read(result_of(self._state))
-    return {row: self._take(result, row) for row in rows}
-
-  def _take(self, result: DecodeResult, row: int) -> Generation:
-    """The generation of a slot, which is free from now on."""
-    slot, self._slots[row] = self._slots[row], None
-    assert slot is not None
-    own: Any = jax.tree.map(  # Totals are integers now.
-      lambda array: array[row : row + 1] if array.ndim else array, result
-    )
-    # The forwards of the batch, for each of its rows.
-    counters = own.counters.replace(steps=own.counters.target_forwards.sum())
-    stages = tuple(
-      stage.replace(forwards=stage.row_forwards.sum())
-      for stage in own.stage_counters
-    )
-    return generation_of(
-      own.replace(counters=counters, stage_counters=stages),
-      np.array([slot.prompt_length], np.int32),
-      watchers=self._request.watchers,
-      target=self._target,
-      drafter=self._drafter,
-    )
+      return {}  # Without reading the result.
+    result, ended = hosts.read(result_of(self._state)), {}
+    for row in rows:
+      slot, self._slots[row] = self._slots[row], None
+      assert slot is not None
+      ended[row] = generation_of(
+        _row_of(result, row),
+        np.array([slot.prompt_length], np.int32),
+        watchers=self._request.watchers,
+        target=self._target,
+        drafter=self._drafter,
+      )
+    return ended
 
   def advance(self, num_ended: int = 1) -> dict[int, Generation]:
     """Reads the new prompts, and decodes until some have ended.
@@ -369,11 +360,11 @@ class Slots:
     return int(hosts.read(self._state.counters.steps))
 
 
-def _check_sizes(
+def _drafters_by_number(
   tree_sizes: Mapping[int, int], drafter: Drafter
-) -> dict[int, Drafter]:
-  """The drafters by the number of prompts under way."""
-  shape, drafters = drafter.shape, dict[int, Drafter]()
+) -> dict[float, Drafter]:
+  """The drafters by the most prompts under way that have them."""
+  shape, drafters = drafter.shape, {np.inf: drafter}
   for number, num_nodes in tree_sizes.items():
     checks.check_count('tree_sizes', number)
     checks.check_count('tree_sizes', num_nodes, shape.num_nodes)

@@ -186,10 +186,10 @@ def test_conversations_are_prompts():
   text = ''.join(new[0] for new in stream)
   assert stream.prompts == ['ab']  # without special tokens
   assert stream.result().text == [text]
-  for found in (call('generate'), call('timed'), stream.result()):
+  for found in (call('generate'), stream.result()):
     assert found.tokens == _anew(messages).tokens
     assert found.prompt_tokens == [prompt]
-  assert call('trace')[0].prompt_tokens == tuple(prompt)
+  assert call('stream').trace()[0].prompt_tokens == tuple(prompt)
   mixed = [[_user()], 'ab', [0, 1], [_user('c'), _user('d')]]
   lengths = [len(ids) for ids in _generator().pair.ids_of(mixed)]
   assert lengths == [5, 2, 2, 7]

@@ -28,7 +28,7 @@ from specdec import PromptLookup
 from specdec import Request
 from specdec import Sampling
 from specdec import staged
-from specdec.checks import check_sampling
+from specdec.checks import to_params
 from specdec.draft.ranking import draw_children
 from specdec.draft.ranking import rank_logits
 from specdec.sampling import adjust_logits
@@ -106,7 +106,7 @@ def full_sampling(values: dict, vocab_size: int) -> SamplingParams:
 
 def params(values: dict, batch_size: int, vocab_size: int) -> SamplingParams:
   """Checked parameters, whose static part does not depend on their values."""
-  checked = check_sampling(Sampling(**values), batch_size, vocab_size)
+  checked = to_params(Sampling(**values), batch_size, vocab_size)
   return checked.replace(max_top_k=None)
 
 

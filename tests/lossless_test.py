@@ -17,7 +17,7 @@ from models.lab.study.exactness import choice_margin
 from models.nn.table_model import table_model
 from models.text.generator import Generator
 from specdec import Sampling
-from specdec.checks import check_sampling
+from specdec.checks import to_params
 from specdec.verify import rejection
 
 _SIZE = 7
@@ -115,7 +115,7 @@ def test_distributions_are_those_of_a_loop():
   bias = np.linspace(-1, 1, tiny.VOCAB_SIZE)
   options = {'temperature': 0.7, 'top_p': 0.9, 'repetition_penalty': 1.5}
   sampling = Sampling(**options, logit_bias=bias)
-  checked = check_sampling(sampling, 1, tiny.VOCAB_SIZE)
+  checked = to_params(sampling, 1, tiny.VOCAB_SIZE)
   tokens = tiny.prompts(3)[2]
   found = law.distributions(target, law.padded(tokens), checked)
   forward = jax.jit(lambda ids: target.logits(ids))

@@ -16,7 +16,7 @@ from tiny_drafters import Settings
 
 from models.nn.table_model import table_model
 import specdec
-from specdec.checks import check_sampling
+from specdec.checks import to_params
 from specdec.sampling import add_seen
 from specdec.sampling import adjust_logits
 from specdec.tree.topology import chain
@@ -126,6 +126,6 @@ def test_the_penalty_by_hand():
     seen = add_seen(seen, np.array(part), np.array([count], np.int32))
   for penalty, expected in ((1.25, [1.6, -1.875]), (0.5, [4.0, -0.75])):
     sampling = specdec.Sampling(repetition_penalty=[penalty])
-    sampling = check_sampling(sampling, 1, VOCAB_SIZE)
+    sampling = to_params(sampling, 1, VOCAB_SIZE)
     adjusted = jax.jit(adjust_logits)(logits, sampling, seen[:, None])[0, 0]
     np.testing.assert_allclose(adjusted[:5], [*expected, 2.0, -1.5, 0.0])

@@ -14,7 +14,7 @@ from models.lab.study.replay import next_token_ranks
 from models.lab.study.replay import oracle_target
 from specdec import generate
 from specdec import staged
-from specdec.checks import check_sampling
+from specdec.checks import to_params
 from specdec.tree.topology import k_ary
 
 _LIMIT = 32
@@ -87,7 +87,7 @@ def _ranks(draft, texts, sampling=_SAMPLING):
   tokens = np.zeros((_ROWS, len(_PROMPTS[2]) + _LIMIT), np.int32)
   for row, text in enumerate(texts):
     tokens[row, : len(text)] = text
-  params = check_sampling(sampling, _ROWS, tiny.VOCAB_SIZE)
+  params = to_params(sampling, _ROWS, tiny.VOCAB_SIZE)
   given = jnp.asarray(tokens), tiny.row_keys(_ROWS), params
   return np.asarray(next_token_ranks(draft, *given))
 

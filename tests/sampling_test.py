@@ -7,7 +7,7 @@ import reference
 from scipy import stats
 
 from specdec import Sampling
-from specdec.checks import check_sampling
+from specdec.checks import to_params
 from specdec.sampling import adjust_logits
 from specdec.sampling import best_token
 from specdec.sampling import choose
@@ -40,7 +40,7 @@ def _noise(batch_size, length, vocab_size, sampling):
 
 
 def _probs(logits, sampling):
-  params = check_sampling(sampling, logits.shape[0], logits.shape[-1])
+  params = to_params(sampling, logits.shape[0], logits.shape[-1])
   kept = _filter_logits(logits, params)
   return np.apply_along_axis(_softmax, -1, np.asarray(kept, np.float64))
 
@@ -74,7 +74,7 @@ def test_filters_against_numpy(top_k, top_p, min_p):
 def test_top_p_of_1_keeps_all_of_a_large_vocabulary_and_top_k_keeps_ties():
   """Summed in float32, probabilities may reach 1 before the last token."""
   logits = np.random.default_rng(0).normal(size=(4, 50_000)) * 3
-  sampling = check_sampling(Sampling(temperature=1.0, top_p=1.0), 4, 50_000)
+  sampling = to_params(Sampling(temperature=1.0, top_p=1.0), 4, 50_000)
   kept = _filter_logits(logits.astype(np.float32), sampling)
   assert np.all(np.asarray(kept) > -100)
   logits = np.array([[2.0, 1.0, 1.0, 0.0]], np.float32)
@@ -90,7 +90,7 @@ def test_huge_logits_and_tiny_temperatures(filters):
   """The best token wins, or one of two that tie; never a NaN."""
   scale = np.repeat([1e-30, 1.0, 1e30, 3e38], 5).astype(np.float32)
   temperature = np.tile([0.0, 1e-30, 1e-45, 1.0, 1e6], 4)
-  sampling = check_sampling(Sampling(temperature=temperature, **filters), 20, 5)
+  sampling = to_params(Sampling(temperature=temperature, **filters), 20, 5)
   logits = np.array([-1.0, 0.2, 1.0, 0.3, -1.0], np.float32)
   logits = np.tile(scale[:, None, None] * logits, (1, 50, 1))
   noise = _noise(20, 50, 5, sampling)
@@ -106,7 +106,7 @@ def test_no_temperature_and_no_penalty_brings_a_banned_token_back():
   """Everything else is far less likely, and the text has the token."""
   temperature = np.tile([0.0, 1e-45, 1.0, 1e6], 3)
   penalty = np.repeat([1e-3, 1.0, 1e3], 4)
-  sampling = check_sampling(
+  sampling = to_params(
     Sampling(
       logit_bias={2: -np.inf},
       temperature=temperature,
@@ -129,7 +129,7 @@ def test_no_temperature_and_no_penalty_brings_a_banned_token_back():
 def test_temperature_0_is_argmax_whatever_the_filters():
   logits = np.random.default_rng(2).normal(size=(3, 5, 30)).astype(np.float32)
   for filters in _ALL_FILTERS:
-    sampling = check_sampling(Sampling(**filters), 3, 30)
+    sampling = to_params(Sampling(**filters), 3, 30)
     noise = _noise(3, 5, 30, sampling)
     np.testing.assert_array_equal(noise, 0.0)
     chosen = _choose(logits, noise, sampling)
@@ -169,7 +169,7 @@ def test_of_equal_scores_the_lowest_token_wins():
 )
 def test_the_law_of_choose(filters):
   values = {'temperature': 1.0} | filters
-  sampling = check_sampling(Sampling(**values), 1, len(_LAW))
+  sampling = to_params(Sampling(**values), 1, len(_LAW))
   noise = _noise(1, _NUM_DRAWS, len(_LAW), sampling)
   logits = np.tile(np.log(_LAW).astype(np.float32), (1, _NUM_DRAWS, 1))
   tokens = np.asarray(_choose(logits, noise, sampling))[0]
@@ -183,7 +183,7 @@ def test_the_law_of_choose(filters):
 
 def test_the_ends_of_the_ranges_are_allowed():
   ends = Sampling(temperature=0, top_k=1, top_p=1, min_p=1)
-  sampling = check_sampling(ends, 1, 9)
+  sampling = to_params(ends, 1, 9)
   for one in (sampling.temperature, sampling.top_p, sampling.min_p):
     assert one.dtype == np.float32
-  assert check_sampling(Sampling(), 1, 9).top_p is None
+  assert to_params(Sampling(), 1, 9).top_p is None

@@ -20,7 +20,7 @@ import tiny_drafters
 from tiny_drafters import BigramTable
 
 import specdec
-from specdec.checks import check_sampling
+from specdec.checks import to_params
 from specdec.draft.ranking import rank_candidates
 from specdec.draft.ranking import rank_logits
 from specdec.ngram.table import find_context
@@ -197,7 +197,7 @@ def _context(rng, tokens, length, temperatures):
 
 def _params(temperatures, **kw):
   sampling = specdec.Sampling(temperature=temperatures, **kw)
-  return check_sampling(sampling, len(temperatures), 8)
+  return to_params(sampling, len(temperatures), 8)
 
 
 @pytest.mark.parametrize('num_proposers', [2, 3])

@@ -125,7 +125,7 @@ def test_flags_become_arguments(pair, tmp_path, monkeypatch):
   file.write_text('\n'.join(lines))
   asked = mock.Mock(side_effect=ValueError('that is all'))
   monkeypatch.setattr(
-    Generator, 'timed', lambda *args, **kw: asked(*args, **kw)
+    Generator, 'stream', lambda *args, **kw: asked(*args, **kw)
   )
   sampling = {'temperature': 0.9, 'top_k': 40, 'top_p': 0.9, 'min_p': 0.01}
   sampling |= {'repetition_penalty': 1.5}

@@ -25,7 +25,7 @@ from models.nn.rope import Rope
 from specdec import LanguageModel
 from specdec import ModelSpec
 from specdec import Sampling
-from specdec.checks import check_sampling
+from specdec.checks import to_params
 from specdec.sampling import SamplingParams
 
 VOCAB_SIZE = 48
@@ -171,7 +171,7 @@ def sampling(*temperatures: float) -> Sampling:
 
 def sampling_params(*temperatures: float) -> SamplingParams:
   """`sampling`, as `decode` takes it."""
-  return check_sampling(sampling(*temperatures), len(temperatures), VOCAB_SIZE)
+  return to_params(sampling(*temperatures), len(temperatures), VOCAB_SIZE)
 
 
 def prompts(batch_size: int, seed: int = 0) -> list[list[int]]:

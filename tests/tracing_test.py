@@ -15,6 +15,7 @@ from tiny_drafters import Settings
 from models.nn.table_model import table_model
 import specdec
 from specdec import Trace
+from specdec import tracing
 from specdec.tracing import Block
 from specdec.tree.topology import from_paths
 
@@ -30,7 +31,7 @@ def _few(logits):
   """One guess or none for each token: a fixed topology then has gaps."""
   table = tiny_drafters.exact(logits, 'few')
   best = np.argsort(-logits, axis=1)[:, :3]
-  log_probs = np.full(best.shape, -1e30, np.float32)
+  log_probs = np.full(best.shape, specdec.EXCLUDED, np.float32)
   log_probs[::2, 0] = -0.1
   log_probs[::2, 2] = -0.7
   return dataclasses.replace(table, tokens=best, log_probs=log_probs)
@@ -61,7 +62,7 @@ def _arguments(shape):
 @functools.cache
 def _both(shape):
   """Traces and `generate`."""
-  traces = specdec.Decoding(**_arguments(shape)).trace()
+  traces = tracing.record(specdec.Decoding(**_arguments(shape)))
   return traces, specdec.generate(**_arguments(shape))
 
 
@@ -173,7 +174,7 @@ def test_a_trace_begins_with_the_first_token():
   decoding = specdec.Decoding(**_arguments('gaps'))
   decoding.step_recorded()
   with pytest.raises(ValueError, match='but some have been decoded'):
-    decoding.trace()
+    tracing.record(decoding)
 
 
 def test_inconsistent_blocks_are_refused():

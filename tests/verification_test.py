@@ -20,8 +20,8 @@ from specdec import PromptLookup
 from specdec import RejectionRule
 from specdec import Sampling
 from specdec import Scorer
-from specdec.checks import check_sampling
 from specdec.checks import RULES
+from specdec.checks import to_params
 from specdec.checks import to_rule
 from specdec.sampling import BEST
 from specdec.sampling import CHILDREN
@@ -71,7 +71,7 @@ def _chains():
     uniforms=rng.uniform(size=nodes.shape),
     residual_noise=rng.gumbel(size=(num_nodes, _VOCAB_SIZE)),
   )
-  sampling = check_sampling(Sampling(), num_nodes, _VOCAB_SIZE)
+  sampling = to_params(Sampling(), num_nodes, _VOCAB_SIZE)
   return (stack(trees), nodes, logits, proposals, randomness, sampling), best
 
 

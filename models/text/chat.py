@@ -105,7 +105,7 @@ class Chat:
     return self.result()
 
   def trace(self) -> specdec.Trace:
-    """Decodes the answer to its end; see `Generator.trace`."""
+    """Decodes the answer to its end; see `TextDecoding.trace`."""
     return self._decoding.trace()[0]
 
   def result(self) -> TextGeneration:

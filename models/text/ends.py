@@ -15,11 +15,12 @@ from specdec.verify.stop_strings import StopTable
 
 # One stop string, several, or a list of them per row.
 Stops = str | Sequence[str] | Sequence[Sequence[str]]
+StopsOfRows = tuple[tuple[str, ...], ...]
 # Ids of tokens, or their texts; one text alone stands for itself.
 EosIds = str | Sequence[int | str]
 
 
-def stops_of_rows(stop: Any, batch_size: int) -> tuple[tuple[str, ...], ...]:
+def stops_of_rows(stop: Any, batch_size: int) -> StopsOfRows:
   """`Stops` as the stop strings of each row.
 
   Raises:
@@ -52,7 +53,7 @@ def stops_of_rows(stop: Any, batch_size: int) -> tuple[tuple[str, ...], ...]:
 # Building a table takes a moment where the vocabulary is large.
 @functools.lru_cache(maxsize=16)
 def _stop_table(
-  stops: tuple[tuple[str, ...], ...],
+  stops: StopsOfRows,
   pieces: tuple[bytes, ...],
   special: tuple[tuple[bytes, int], ...],
   vocab_size: int,
@@ -62,7 +63,7 @@ def _stop_table(
 
 
 def stop_table(
-  stops: tuple[tuple[str, ...], ...],
+  stops: StopsOfRows,
   tokenizer: transformers.PreTrainedTokenizerBase,
   vocab_size: int,
 ) -> StopTable | None:

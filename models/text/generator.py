@@ -16,15 +16,13 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import functools
-import inspect
 import numbers
 import os
-import time
 import types
 from typing import Any
+from typing import Unpack
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from models.text.chat import Chat
@@ -36,11 +34,9 @@ from models.text.chat_template import Prompt
 from models.text.drafters import make_drafter
 from models.text.drafters import PLANNED
 from models.text.drafters import planned_break_even
-from models.text.ends import eos_ids_of
 from models.text.ends import EosIds
-from models.text.ends import stop_table
-from models.text.ends import Stops
 from models.text.ends import stops_of_rows
+from models.text.ends import StopsOfRows
 from models.text.many import Job
 from models.text.many import ManyDecoding
 from models.text.pair import find_checkpoints
@@ -54,38 +50,16 @@ from models.text.result import TextGeneration
 from models.text.settings import DraftSettings
 from models.text.settings import INNERS
 from models.text.text_decoding import TextDecoding
+from models.text.text_options import keys_of_seeds
+from models.text.text_options import TextOptions
+from models.text.text_options import with_ids
 import specdec
 from specdec import checks
-from specdec.verify.stop_strings import StopTable
+from specdec.decode_options import check_names
+from specdec.decode_options import documented
 
 # One prompt, or several.
 Prompts = Prompt | Sequence[Prompt]
-
-
-def row_keys(seed: int | Sequence[int], batch_size: int) -> jax.Array:
-  """The keys of each row, `[B]`, from one seed or one per row.
-
-  Raises:
-    ValueError: there are other than B seeds, or a seed is no integer.
-  """
-  seeds = seed if isinstance(seed, Sequence) else [seed]
-  for value in seeds:
-    is_integer = isinstance(value, numbers.Integral)
-    # JAX takes the lower 32 bits of larger integers without an error.
-    fits = is_integer and -(2**31) <= value < 2**32
-    if not fits or isinstance(value, bool):
-      raise ValueError(
-        f'seed must be an integer of 32 bits, or one per row, got {seed!r}'
-      )
-  if not isinstance(seed, Sequence):
-    return checks.row_keys(jax.random.key(seed), batch_size)
-  if len(seeds) != batch_size:
-    raise ValueError(
-      f'seed must be one integer or one per row ({batch_size}), got'
-      f' {len(seeds)}'
-    )
-  keys = [checks.row_keys(jax.random.key(value), 1)[0] for value in seeds]
-  return jnp.stack(keys)
 
 
 def as_list(prompts: Any) -> list[Any]:
@@ -109,12 +83,6 @@ def as_list(prompts: Any) -> list[Any]:
   return [prompts] if prompts and are_ids else prompts
 
 
-def _passed(arguments: dict[str, Any]) -> dict[str, Any]:
-  """The arguments for `Generator.stream`, from the `locals()` of a method."""
-  names = set(inspect.signature(Generator.stream).parameters) - {'self'}
-  return {name: arguments[name] for name in names}
-
-
 @dataclasses.dataclass(frozen=True)
 class Generator:
   """A target, a drafter and a tokenizer: text in, text out.
@@ -127,74 +95,53 @@ class Generator:
   drafter: specdec.Drafter
   break_even: float | None = None
 
-  def stop_table(self, stops: tuple[tuple[str, ...], ...]) -> StopTable | None:
-    """The table of the stop strings of each row, see `ends.stop_table`."""
-    vocab_size = self.pair.target.spec.vocab_size
-    return stop_table(stops, self.pair.tokenizer, vocab_size)
+  def _of_ids(self, options: TextOptions, stops: StopsOfRows) -> Any:
+    """The options of `specdec`; `stops` are the stop strings of each row."""
+    break_even = options.get('break_even')
+    return with_ids(self.pair, options, stops) | {
+      'break_even': self.break_even if break_even is None else break_even
+    }
 
-  def eos_ids(self, given: EosIds | None) -> Any:
-    """The ids of the tokens that end a text; None: those of the target."""
-    if given is None:
-      return self.pair.eos_ids
-    vocab_size = self.pair.target.spec.vocab_size
-    return eos_ids_of(given, self.pair.tokenizer, vocab_size)
-
+  @documented(TextOptions)
   def stream(
     self,
     prompts: Prompts,
     *,
     max_new_tokens: int | Sequence[int] = 128,
     room_for_new_tokens: int | None = None,
-    sampling: specdec.Sampling = specdec.Sampling(),
-    seed: int | Sequence[int] = 0,
-    stop: Stops = (),
-    eos_ids: EosIds | None = None,
-    verify: str = 'match',
-    children: str | None = None,
-    log_probs: bool = False,
-    break_even: float | None = None,
+    **options: Unpack[TextOptions],
   ) -> TextDecoding:
     """Continues prompts, and lets the text be shown while it grows.
 
     The arguments are those of `generate`. Iterating over what is returned
     yields the new text of each row, block by block. To cancel, stop iterating;
-    its `result` has the text so far.
+    its `result` has the text so far, and its `trace` every step.
     """
+    check_names(options, TextOptions)
     given = as_list(prompts)
     ids = self.pair.ids_of(given)
-    stops = stops_of_rows(stop, len(given))
+    keys = keys_of_seeds(options.pop('seed', 0), len(given))
+    stops = stops_of_rows(options.get('stop', ()), len(given))
     decoding = specdec.Decoding(
       self.pair.target,
-      row_keys(seed, len(given)),
+      keys,
       ids,
-      drafter=self.drafter,
       max_new_tokens=max_new_tokens,
       room_for_new_tokens=room_for_new_tokens,
-      sampling=sampling,
-      eos_ids=self.eos_ids(eos_ids),
-      stop=self.stop_table(stops),
-      verify=verify,
-      children=children,
-      log_probs=log_probs,
-      break_even=self.break_even if break_even is None else break_even,
+      drafter=self.drafter,
+      **self._of_ids(options, stops),
     )
-    return TextDecoding(self.pair, decoding, given, ids, stops)
+    return TextDecoding(self.pair, decoding, given, stops)
 
+  @documented(TextOptions)
   def generate(
     self,
     prompts: Prompts,
     *,
     max_new_tokens: int | Sequence[int] = 128,
     room_for_new_tokens: int | None = None,
-    sampling: specdec.Sampling = specdec.Sampling(),
-    seed: int | Sequence[int] = 0,
-    stop: Stops = (),
-    eos_ids: EosIds | None = None,
-    verify: str = 'match',
-    children: str | None = None,
-    log_probs: bool = False,
-    break_even: float | None = None,
     should_stop: Callable[[], bool] | None = None,
+    **options: Unpack[TextOptions],
   ) -> TextGeneration:
     """Continues prompts.
 
@@ -205,22 +152,6 @@ class Generator:
       max_new_tokens: the limit, one for all rows or one per row.
       room_for_new_tokens: size of the buffers, at least `max_new_tokens`, which
         is the default. Calls with one size share a program.
-      sampling: how to choose tokens; each value one for all rows or one per
-        row. The default is greedy.
-      seed: of the sampling. One seed per row gives a row the same tokens in any
-        batch; row 0 of a single seed has those of that seed alone.
-      stop: stop strings: one, several, or a list of them per row. The text ends
-        before the first of them. They may name special tokens, which are
-        looked for as such: `<|im_end|>` ends the text at this token.
-      eos_ids: tokens that end a row, as ids or as texts of one token each.
-        None: those of `models.load`; `()`: none.
-      verify: `match`, `rejection` or `block`, see `specdec.verify`.
-      children: how the drafter chooses its candidates for the other rules than
-        `match`, one of `specdec.sampling.CHILDREN`; None for its default.
-      log_probs: whether to return the log-probabilities of the new tokens.
-      break_even: the time of a speculative step in plain steps; decoding goes
-        on plainly wherever speculation emits fewer tokens per step. None: that
-        of the generator.
       should_stop: asked every few steps, from this thread; if it returns True,
         rows that have not ended are cancelled and keep the tokens they have.
 
@@ -230,10 +161,16 @@ class Generator:
     Raises:
       ValueError: an argument cannot be used; gives the reason.
     """
-    decoding = self.stream(**_passed(locals()))
+    decoding = self.stream(
+      prompts,
+      max_new_tokens=max_new_tokens,
+      room_for_new_tokens=room_for_new_tokens,
+      **options,
+    )
     decoding.run(should_stop)
     return decoding.result()
 
+  @documented(TextOptions)
   def generate_many(
     self,
     prompts: Iterable[Prompt | Job],
@@ -244,14 +181,7 @@ class Generator:
     tree_sizes: Mapping[int, int] = types.MappingProxyType({}),
     reading: int = 512,
     max_new_tokens: int = 128,
-    sampling: specdec.Sampling = specdec.Sampling(),
-    seed: int = 0,
-    stop: str | Sequence[str] = (),
-    eos_ids: EosIds | None = None,
-    verify: str = 'match',
-    children: str | None = None,
-    log_probs: bool = False,
-    break_even: float | None = None,
+    **options: Unpack[TextOptions],
   ) -> ManyDecoding:
     """Continues any number of prompts, some at a time.
 
@@ -260,6 +190,9 @@ class Generator:
     over what is returned yields a `models.Completion` for each prompt; to
     cancel, stop iterating; another loop goes on from there. A prompt that
     cannot be decoded is a completion with an error, and the others go on.
+
+    The options are the same for all prompts, unless one is a `models.Job` with
+    others. Prompt i has `seed` + i.
 
     Args:
       prompts: as for `generate`, or `models.Job`, which has options of its
@@ -275,61 +208,37 @@ class Generator:
         `specdec.Slots`.
       reading: the most tokens of prompts that are read between two steps.
       max_new_tokens: the limit of each prompt.
-      sampling: as for `generate`, the same for all rows.
-      seed: prompt i has seed + i, unless it is a `Job` with a seed.
-      stop: stop strings of all prompts.
-      eos_ids: see `generate`.
-      verify: see `generate`.
-      children: see `generate`.
-      log_probs: see `generate`.
-      break_even: see `generate`.
 
     Raises:
       ValueError: an argument cannot be used; gives the reason.
     """
+    check_names(options, TextOptions)
     checks.check_count('batch_size', batch_size)
-    if isinstance(prompts, str):
-      raise ValueError(
-        f'prompts must be several prompts, got the text {prompts[:40]!r}; give'
-        ' a list of texts'
-      )
-    stops = stops_of_rows(stop, batch_size)
+    seed = options.pop('seed', 0)
+    (stops,) = stops_of_rows(options.get('stop', ()), 1)
     return ManyDecoding(
       self.pair,
       prompts,
-      drafter=self.drafter,
       batch_size=batch_size,
       context=context,
       in_order=in_order,
+      max_new_tokens=max_new_tokens,
+      seed=seed,
+      stops=stops,
+      drafter=self.drafter,
       tree_sizes=tree_sizes,
       reading=reading,
-      max_new_tokens=max_new_tokens,
-      sampling=sampling,
-      seed=seed,
-      key_of=lambda seed: row_keys([seed], 1)[0],
-      stops=stops[0],
-      stop=self.stop_table(stops),
-      eos_ids=self.eos_ids(eos_ids),
-      verify=verify,
-      children=children,
-      log_probs=log_probs,
-      break_even=self.break_even if break_even is None else break_even,
+      **self._of_ids(options, (stops,) * batch_size),
     )
 
+  @documented(TextOptions)
   def chat(
     self,
     messages: Sequence[Message],
     *,
     context: int | None = None,
     max_new_tokens: int = 512,
-    sampling: specdec.Sampling = specdec.Sampling(),
-    seed: int = 0,
-    stop: Stops = (),
-    eos_ids: EosIds | None = None,
-    verify: str = 'match',
-    children: str | None = None,
-    log_probs: bool = False,
-    break_even: float | None = None,
+    **options: Unpack[TextOptions],
   ) -> Chat:
     """Answers the last message of a conversation, and those that follow.
 
@@ -342,14 +251,6 @@ class Generator:
       context: size of the buffers: the most tokens of the whole conversation.
         None: the context of the target, and at most 2,048.
       max_new_tokens: the limit of each answer.
-      sampling: as in `generate`, like all other arguments.
-      seed: of the whole conversation.
-      stop: stop strings of every answer.
-      eos_ids: tokens that end an answer, see `generate`.
-      verify: see `generate`.
-      children: see `generate`.
-      log_probs: see `generate`.
-      break_even: see `generate`.
 
     Raises:
       ValueError: an argument cannot be used, the tokenizer has no chat
@@ -362,80 +263,10 @@ class Generator:
         f'context must be an integer from 1 to {largest}, the context of the'
         f' target; got {context!r}'
       )
-    begin = functools.partial(
-      self.stream,
-      room_for_new_tokens=size,
-      sampling=sampling,
-      seed=seed,
-      stop=stop,
-      eos_ids=eos_ids,
-      verify=verify,
-      children=children,
-      log_probs=log_probs,
-      break_even=break_even,
-    )
+    begin = functools.partial(self.stream, room_for_new_tokens=size, **options)
     return Chat(
       begin, self.pair, messages, context=size, max_new_tokens=max_new_tokens
     )
-
-  def trace(
-    self,
-    prompts: Prompts,
-    *,
-    max_new_tokens: int | Sequence[int] = 128,
-    room_for_new_tokens: int | None = None,
-    sampling: specdec.Sampling = specdec.Sampling(),
-    seed: int | Sequence[int] = 0,
-    stop: Stops = (),
-    eos_ids: EosIds | None = None,
-    verify: str = 'match',
-    children: str | None = None,
-    log_probs: bool = False,
-    break_even: float | None = None,
-  ) -> list[specdec.Trace]:
-    """Records every step, row by row; `specdec.tracing` draws it.
-
-    The arguments and the texts are those of `generate`. It is slower, because
-    every step returns to the host.
-    """
-    return self.stream(**_passed(locals())).trace()
-
-  def timed(
-    self,
-    prompts: Prompts,
-    *,
-    max_new_tokens: int | Sequence[int] = 128,
-    room_for_new_tokens: int | None = None,
-    sampling: specdec.Sampling = specdec.Sampling(),
-    seed: int | Sequence[int] = 0,
-    stop: Stops = (),
-    eos_ids: EosIds | None = None,
-    verify: str = 'match',
-    children: str | None = None,
-    log_probs: bool = False,
-    break_even: float | None = None,
-  ) -> TextGeneration:
-    """`generate`, compiled before the clock starts.
-
-    The arguments are those of `generate`. The statistics also have `seconds` of
-    decoding (with the prompt, without compilation), `tokens_per_second` over
-    all rows, and `compile_seconds`.
-    """
-    make = functools.partial(self.stream, **_passed(locals()))
-    start = time.perf_counter()
-    make().compile()
-    compiled = time.perf_counter()
-    decoding = make()
-    decoding.run()
-    seconds = time.perf_counter() - compiled
-    result = decoding.result()
-    stats = dataclasses.replace(
-      result.stats,
-      seconds=seconds,
-      tokens_per_second=result.stats.new_tokens / seconds,
-      compile_seconds=compiled - start,
-    )
-    return dataclasses.replace(result, stats=stats)
 
 
 def load(

@@ -4,14 +4,11 @@ for completion in lm.generate_many(prompts, batch_size=8, max_new_tokens=64):
   print(completion.index, completion.error or completion.result.text[0])
 """
 
-from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
 from typing import Any
-
-import jax
 
 from models.text.chat import MAX_CONTEXT
 from models.text.chat_template import Prompt
@@ -21,6 +18,7 @@ from models.text.pair import Pair
 from models.text.result import TextGeneration
 from models.text.text_decoding import prompt_text
 from models.text.text_decoding import text_generation
+from models.text.text_options import keys_of_seeds
 import specdec
 from specdec import checks
 
@@ -58,7 +56,7 @@ class _Waiting:
 class ManyDecoding(Iterator[Completion]):
   """The decode of many prompts: an iterator over a `Completion` for each.
 
-  See `Generator.generate_many`, whose arguments these are.
+  `Generator.generate_many` makes it; `options` are those of `specdec.Slots`.
   """
 
   def __init__(
@@ -66,25 +64,31 @@ class ManyDecoding(Iterator[Completion]):
     pair: Pair,
     prompts: Iterable[Prompt | Job],
     *,
-    drafter: specdec.Drafter,
     batch_size: int,
     context: int | None,
     in_order: bool,
     max_new_tokens: int,
-    seed: int,
-    key_of: Callable[[int], jax.Array],
-    stops: Sequence[str],
+    seed: Any,
+    stops: tuple[str, ...],
     **options: Any,
   ):
+    if isinstance(prompts, str):
+      raise ValueError(
+        f'prompts must be several prompts, got the text {prompts[:40]!r}; give'
+        ' a list of texts'
+      )
+    if isinstance(seed, Sequence):
+      raise ValueError(
+        f'seed must be one integer for all prompts, got {seed!r}; a models.Job'
+        ' has a seed of its own'
+      )
     checks.check_count('max_new_tokens', max_new_tokens, least=0)
     self._pair, self._prompts = pair, prompts
-    self._limit, self._stops = max_new_tokens, tuple(stops)
-    self._seed, self._key_of = seed, key_of
+    self._limit, self._stops, self._seed = max_new_tokens, stops, seed
     self._slots = specdec.Slots(
       pair.target,
       num_slots=batch_size,
       context=self._context() if context is None else context,
-      drafter=drafter,
       **options,
     )
     self._completions = self._ordered() if in_order else self._as_they_end()
@@ -94,7 +98,7 @@ class ManyDecoding(Iterator[Completion]):
       raise ValueError('the prompt is empty; give at least one character')
     ids = self._pair.ids_of([job.prompt])[0]
     vocab_size = self._pair.target.spec.vocab_size
-    return checks.check_ids('the prompt', ids, vocab_size)
+    return checks.to_ids('the prompt', ids, vocab_size)
 
   def _context(self) -> int:
     """The size of the buffers: what a list of prompts needs, or the default."""
@@ -120,16 +124,14 @@ class ManyDecoding(Iterator[Completion]):
   def _insert(self, index: int, job: Job) -> tuple[int, _Waiting]:
     """Gives a slot to a prompt; ValueError if it cannot be decoded."""
     ids = self._ids(job)
-    eos_ids = job.eos_ids
-    if eos_ids is not None:
-      vocab_size = self._pair.target.spec.vocab_size
-      eos_ids = eos_ids_of(eos_ids, self._pair.tokenizer, vocab_size)
+    vocab_size = self._pair.target.spec.vocab_size
+    seed = self._seed + index if job.seed is None else job.seed
     slot = self._slots.insert(
       ids,
-      self._key_of(self._seed + index if job.seed is None else job.seed),
+      keys_of_seeds([seed], 1)[0],
       max_new_tokens=self._limit_of(job),
       sampling=job.sampling,
-      eos_ids=eos_ids,
+      eos_ids=eos_ids_of(job.eos_ids, self._pair.tokenizer, vocab_size),
     )
     return slot, _Waiting(index, job.prompt, ids)
 

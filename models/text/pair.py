@@ -239,7 +239,7 @@ def load_checkpoints(
     ends = target.eos_ids
   else:
     stated = eos_ids_of(choice.eos_ids, tokenizer, len(tokenizer))
-    ends = tuple(checks.check_ids('eos_ids', stated, size))
+    ends = tuple(checks.to_ids('eos_ids', stated, size))
   load = functools.partial(hub.read_module, packed=packed)
   model = as_model(load(target, dtype=dtype, layout=layout), layout)
   draft_model = None

@@ -23,7 +23,7 @@ class TextGeneration:
     prompt_tokens: the ids of each prompt.
     pieces: the texts of the new tokens of each row, joined the text; a
       character that spans several tokens is in the piece of the last of them.
-    stats: the figures of the decode; `Generator.timed` adds times.
+    stats: the figures of the decode; `text_decoding.timed` adds times.
   """
 
   prompts: list[str]

@@ -4,14 +4,17 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
+import time
 
 from models.text.chat_template import Prompt
+from models.text.ends import StopsOfRows
 from models.text.pair import Pair
 from models.text.result import TextGeneration
 from models.text.token_bytes import special_tokens
 from models.text.token_bytes import text_of
 from models.text.token_bytes import TextStream
 import specdec
+from specdec import tracing
 
 
 class TextDecoding:
@@ -27,18 +30,16 @@ class TextDecoding:
     pair: Pair,
     decoding: specdec.Decoding,
     prompts: Sequence[Prompt],
-    ids: Sequence[Sequence[int]],
-    stops: tuple[tuple[str, ...], ...],
+    stops: StopsOfRows,
   ):
     self._pair, self._decoding, self._stops = pair, decoding, stops
-    self._begin(prompts, ids)
+    self._begin(prompts)
 
-  def _begin(self, prompts, ids) -> None:
-    self._ids = [list(map(int, row)) for row in ids]
+  def _begin(self, prompts: Sequence[Prompt]) -> None:
+    rows = zip(prompts, self._decoding.prompts, strict=True)
     #: The text of each prompt.
     self.prompts: list[str] = [
-      prompt_text(self._pair, prompt, row)
-      for prompt, row in zip(prompts, self._ids, strict=True)
+      prompt_text(self._pair, prompt, ids) for prompt, ids in rows
     ]
     self._streams: list[TextStream] | None = None
 
@@ -51,12 +52,12 @@ class TextDecoding:
     """Goes on from other prompts, see `specdec.Decoding.extend`."""
     ids = self._pair.ids_of(prompts)
     self._decoding.extend(ids, max_new_tokens=max_new_tokens)
-    self._begin(prompts, ids)
+    self._begin(prompts)
 
   @property
   def num_read(self) -> list[int]:
     """Of each row, the prompt tokens that were not known before `extend`."""
-    rows = zip(self._ids, self._decoding.num_kept, strict=True)
+    rows = zip(self._decoding.prompts, self._decoding.num_kept, strict=True)
     return [len(ids) - kept for ids, kept in rows]
 
   @property
@@ -92,8 +93,12 @@ class TextDecoding:
       yield texts
 
   def trace(self) -> list[specdec.Trace]:
-    """Decodes to the end like `run`; a trace of every row."""
-    traces, result = self._decoding.trace(), self.result()
+    """Decodes to the end like `run`; a trace of every row.
+
+    `specdec.tracing` draws it. It is slower than `run`, because every step
+    returns to the host.
+    """
+    traces, result = tracing.record(self._decoding), self.result()
     return [
       dataclasses.replace(
         trace,
@@ -109,8 +114,39 @@ class TextDecoding:
   def result(self) -> TextGeneration:
     """Everything that was generated so far."""
     return text_generation(
-      self._pair, self.prompts, self._ids, self._stops, self._decoding.result()
+      self._pair,
+      self.prompts,
+      self._decoding.prompts,
+      self._stops,
+      self._decoding.result(),
     )
+
+
+def timed(begin: Callable[[], TextDecoding]) -> TextGeneration:
+  """The result of a decode that is compiled before the clock starts.
+
+  Args:
+    begin: makes the decode, such as a call of `Generator.stream`; called twice.
+
+  Returns:
+    A generation whose statistics also have `seconds` of decoding (with the
+    prompt, without compilation), `tokens_per_second` over all rows, and
+    `compile_seconds`.
+  """
+  start = time.perf_counter()
+  begin().compile()
+  compiled = time.perf_counter()
+  decoding = begin()
+  decoding.run()
+  seconds = time.perf_counter() - compiled
+  result = decoding.result()
+  stats = dataclasses.replace(
+    result.stats,
+    seconds=seconds,
+    tokens_per_second=result.stats.new_tokens / seconds,
+    compile_seconds=compiled - start,
+  )
+  return dataclasses.replace(result, stats=stats)
 
 
 def text_generation(

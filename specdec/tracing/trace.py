@@ -1,13 +1,12 @@
 """The trace of a decode: the tree, accepted path and output of each forward.
 
 decoding = specdec.Decoding(target, key, [prompt], max_new_tokens=64)
-trace = decoding.trace()
-trace[0].blocks[3].tokens      # the tree that the target verified
+traces = specdec.tracing.record(decoding)
+traces[0].blocks[3].tokens      # the tree that the target verified
 """
 
 import collections
 from collections.abc import Mapping
-from collections.abc import Sequence
 import dataclasses
 import functools
 import json
@@ -15,13 +14,6 @@ import math
 import operator
 from typing import Any
 
-import jax
-import numpy as np
-
-from specdec import hosts
-from specdec.draft.drafter import Drafter
-from specdec.step import DecodeState
-from specdec.step import StepRecord
 from specdec.text_files import to_json
 from specdec.tree.tree import NO_NODE
 from specdec.tree.tree import ROOT
@@ -173,49 +165,3 @@ def _check(trace: Trace) -> None:
   log_probs = trace.tokens if trace.log_probs is None else trace.log_probs
   if {len(trace.pieces), len(log_probs)} != {len(trace.tokens)}:
     raise ValueError('the number of pieces or log_probs is not that of tokens')
-
-
-def row_forwards(state: DecodeState, drafter: Drafter) -> dict[str, np.ndarray]:
-  """The number of forwards of each row so far, `[B]`, by stage."""
-  counted = {'target': state.counters.target_forwards} | {
-    stage.name: stage_state.counters.row_forwards
-    for stage, stage_state in zip(drafter.stages, state.stages, strict=True)
-  }
-  # Separately: `read` of the mapping would sort it by name.
-  return {name: hosts.read(rows) for name, rows in counted.items()}
-
-
-def blocks_of(
-  record: StepRecord,
-  starts: np.ndarray,
-  emitted: Sequence[Sequence[int]],
-  before: Mapping[str, np.ndarray],
-  after: Mapping[str, np.ndarray],
-) -> list[Block | None]:
-  """The block of each row in a step; None for rows that were finished.
-
-  `starts [B]` are the numbers of tokens before the step, `emitted` the new
-  tokens, `before` and `after` are from `row_forwards`.
-  """
-  tree, nodes, paths = hosts.read((record.tree, record.nodes, record.path))
-  blocks: list[Block | None] = [None] * len(starts)
-  for row in np.flatnonzero(after['target'] > before['target']).tolist():
-    of_row = jax.tree.map(lambda array, row=row: array[row], tree)
-    used = nodes[row][nodes[row] >= 0]
-    # Indices within the block; ascending, so a parent precedes its children.
-    number = np.full(of_row.capacity + 1, NO_NODE)
-    number[used] = np.arange(used.size)
-    probs = np.exp(np.minimum(of_row.cond_log_prob[used].astype(float), 0.0))
-    blocks[row] = Block(
-      start=int(starts[row]),
-      tokens=tuple(of_row.token[used].tolist()),
-      parents=tuple(number[of_row.parent[used]].tolist()),
-      origins=tuple(of_row.origin[used].tolist()),
-      probs=tuple(np.round(probs, 6).tolist()),
-      path=tuple(number[paths[row][paths[row] >= 0]].tolist()),
-      emitted=tuple(emitted[row]),
-      forwards={
-        name: int(after[name][row] - before[name][row]) for name in after
-      },
-    )
-  return blocks

@@ -22,11 +22,11 @@ from models.lab.study import exactness
 from models.lab.study.exactness import choice_margin
 from models.lab.study.timing import first_difference
 from models.text.generator import Generator
-from models.text.generator import row_keys
 from models.text.result import TextGeneration
+from models.text.text_options import keys_of_seeds
 import specdec
-from specdec.checks import check_sampling
 from specdec.checks import RULES
+from specdec.checks import to_params
 from specdec.mappings import jit
 from specdec.model import LanguageModel
 from specdec.sampling import BEST
@@ -182,7 +182,7 @@ def check_tokens(
       at = first_difference(other, row)
       if at is None:
         continue
-      text, key = ids[number] + row[:at], row_keys([seed + number], 1)[0]
+      text, key = ids[number] + row[:at], keys_of_seeds([seed + number], 1)[0]
       margin = choice_margin(generator.pair.target, key, text, sampling)
       tokens = row[at : at + 3], other[at : at + 3]
       divergences.append(Divergence(number, at, *tokens, margin))
@@ -342,7 +342,7 @@ def _probs_of(
   ids: Sequence[int],
 ) -> Iterator[jax.Array]:
   """The distributions of each model after each token, `[n, V]`."""
-  params = check_sampling(sampling, 1, models[0].spec.vocab_size)
+  params = to_params(sampling, 1, models[0].spec.vocab_size)
   for model in models:
     yield exactness.distributions(model, exactness.padded(ids), params)
 

@@ -37,8 +37,8 @@ from models.text.pair import ModelChoice
 from models.text.pair import Pair
 from models.text.settings import DraftSettings
 import specdec
-from specdec.checks import check_sampling
 from specdec.checks import row_keys
+from specdec.checks import to_params
 from specdec.checks import to_rule
 from specdec.draft.drafter import Drafter
 from specdec.draft.ngram import NGram
@@ -362,7 +362,7 @@ def _request(workload: Workload, vocab_size: int) -> specdec.Request:
       prompt_length=jnp.ones(rows, jnp.int32),
       limit=jnp.ones(rows, jnp.int32),
       row_keys=row_keys(jax.random.key(0), rows),
-      sampling=check_sampling(workload.sampling, rows, vocab_size),
+      sampling=to_params(workload.sampling, rows, vocab_size),
       watchers=(EndOfText(jnp.zeros((1, 1), jnp.int32)),),
     )
   )

@@ -20,7 +20,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec.checks import check_sampling
+from specdec.checks import to_params
 from specdec.mappings import jit
 from specdec.model import LanguageModel
 from specdec.sampling import adjust_logits
@@ -107,7 +107,7 @@ def transform(
     `[n]` float32, the target's probability of each token.
   """
   text = padded([*prompt, *new])
-  params = check_sampling(sampling, 1, model.spec.vocab_size)
+  params = to_params(sampling, 1, model.spec.vocab_size)
   models = [model, draft] if draft else [model]
   probs = [distributions(x, text, params) for x in models]
   tokens = jnp.asarray(np.roll(text[0], -1))
@@ -177,5 +177,5 @@ def choice_margin(
   `tokens` is the text so far; `row_key` and `sampling` are those of the row.
   """
   length = jnp.array(len(tokens), jnp.int32)
-  params = check_sampling(sampling, 1, model.spec.vocab_size)
+  params = to_params(sampling, 1, model.spec.vocab_size)
   return float(_margin(model, row_key, padded(tokens), length, params))

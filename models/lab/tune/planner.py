@@ -45,9 +45,9 @@ from models.text.plan import Plan
 from models.text.settings import DraftSettings
 from models.text.settings import with_options
 import specdec
-from specdec.checks import check_sampling
 from specdec.checks import padded_shape
 from specdec.checks import row_keys
+from specdec.checks import to_params
 from specdec.statistics import Statistics
 
 PLAN_SECONDS = 300.0
@@ -315,7 +315,7 @@ def _token_ranks(search: _Search, samples: list[_Sample]) -> np.ndarray:
   draft, ranks = search.pair.draft, []
   assert draft is not None
   vocab_size = draft.spec.vocab_size
-  params = check_sampling(search.options['sampling'], 1, vocab_size)
+  params = to_params(search.options['sampling'], 1, vocab_size)
   for prompts, texts in ((s.prompts, s.texts) for s in samples):
     keys = row_keys(search.key, len(texts))
     for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):

@@ -1,0 +1,73 @@
+"""The options of a decode of texts."""
+
+from collections.abc import Sequence
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from models.text.ends import eos_ids_of
+from models.text.ends import EosIds
+from models.text.ends import stop_table
+from models.text.ends import Stops
+from models.text.ends import StopsOfRows
+from models.text.pair import Pair
+from specdec import checks
+from specdec.decode_options import CommonOptions
+from specdec.decode_options import documented
+
+
+@documented(CommonOptions)
+class TextOptions(CommonOptions, total=False):
+  """Options of all methods of a `models.Generator`; each may be left out.
+
+  Keyword Args:
+    seed: of the sampling. One seed per row gives a row the same tokens in any
+      batch; row 0 of a single seed has those of that seed alone.
+    stop: stop strings: one, several, or a list of them per row. The text ends
+      before the first of them. They may name special tokens, which are looked
+      for as such: `<|im_end|>` ends the text at this token.
+    eos_ids: tokens that end a row, as ids or as texts of one token each. None:
+      those of `models.load`; `()`: none.
+  """
+
+  seed: int | Sequence[int]
+  stop: Stops
+  eos_ids: EosIds | None
+
+
+def with_ids(pair: Pair, options: TextOptions, stops: StopsOfRows) -> Any:
+  """The options with ids for texts; `stops` are the stop strings by row."""
+  vocab_size, given = pair.target.spec.vocab_size, options.get('eos_ids')
+  eos_ids = eos_ids_of(given, pair.tokenizer, vocab_size)
+  return options | {
+    'stop': stop_table(stops, pair.tokenizer, vocab_size),
+    'eos_ids': pair.eos_ids if given is None else eos_ids,
+  }
+
+
+def keys_of_seeds(seed: int | Sequence[int], batch_size: int) -> jax.Array:
+  """The keys of each row, `[B]`, from one seed or one per row.
+
+  Raises:
+    ValueError: there are other than B seeds, or a seed is no integer.
+  """
+  seeds = seed if isinstance(seed, Sequence) else [seed]
+  for value in seeds:
+    is_integer = isinstance(value, numbers.Integral)
+    # JAX takes the lower 32 bits of larger integers without an error.
+    fits = is_integer and -(2**31) <= value < 2**32
+    if not fits or isinstance(value, bool):
+      raise ValueError(
+        f'seed must be an integer of 32 bits, or one per row, got {seed!r}'
+      )
+  if not isinstance(seed, Sequence):
+    return checks.row_keys(jax.random.key(seed), batch_size)
+  if len(seeds) != batch_size:
+    raise ValueError(
+      f'seed must be one integer or one per row ({batch_size}), got'
+      f' {len(seeds)}'
+    )
+  keys = [checks.row_keys(jax.random.key(value), 1)[0] for value in seeds]
+  return jnp.stack(keys)

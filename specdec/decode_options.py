@@ -1,0 +1,146 @@
+"""The options of a decode: what they are, and what is made of them."""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+import inspect
+from typing import Any
+from typing import TypedDict
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specdec import checks
+from specdec.draft.drafter import Drafter
+from specdec.memory import check_fits
+from specdec.memory import decode_bytes
+from specdec.model import LanguageModel
+from specdec.sampling import Sampling
+from specdec.step import DecodeConfig
+from specdec.step import Request
+from specdec.verify.accept import Rule
+from specdec.verify.stop_strings import StopTable
+from specdec.watchers import make_watchers
+
+_Symbol = TypeVar('_Symbol')
+_HEAD = 'Keyword Args:'
+
+
+def documented(options: Any) -> Callable[[_Symbol], _Symbol]:
+  """Has `help` show the options that a function or class takes as keywords."""
+
+  def add(symbol: _Symbol) -> _Symbol:
+    own, common = inspect.getdoc(symbol) or '', inspect.getdoc(options) or ''
+    head = '\n' if _HEAD in own else f'\n\n{_HEAD}\n'
+    symbol.__doc__ = own + head + common.partition(f'{_HEAD}\n')[2]
+    return symbol
+
+  return add
+
+
+class CommonOptions(TypedDict, total=False):
+  """Options of every decode, of ids and of texts; each may be left out.
+
+  Keyword Args:
+    sampling: how to choose tokens; greedy by default. Each value is one for all
+      rows, or one per row.
+    verify: `match`, `rejection`, `block` or a `Rule`, see `specdec.verify`.
+    children: how the drafter chooses its candidates for the other rules than
+      `match`, one of `specdec.sampling.CHILDREN`; None for its default.
+    log_probs: whether to return the log-probabilities of the new tokens.
+    break_even: the time of a speculative step in plain ones, as scripts/tune.py
+      measures it: decoding goes on plainly wherever speculation emits fewer
+      tokens per step. None: that of the `models.Generator`; without it, always
+      speculate.
+  """
+
+  sampling: Sampling
+  verify: str | Rule
+  children: str | None
+  log_probs: bool
+  break_even: float | None
+
+
+@documented(CommonOptions)
+class Options(CommonOptions, total=False):
+  """Options of a decode of token ids; each may be left out.
+
+  Keyword Args:
+    eos_ids: tokens that end a row.
+    stop: stop strings, see `specdec.verify.stop_strings`; a table for B rows.
+  """
+
+  eos_ids: Sequence[int]
+  stop: StopTable | None
+
+
+def check_names(options: Any, known: Any) -> None:
+  """Refuses options that are not among those of a `TypedDict`."""
+  names = known.__optional_keys__
+  for name in options:
+    if name not in names:
+      raise TypeError(
+        f'unexpected keyword argument {name!r}; the options of a decode are'
+        f' {", ".join(sorted(names))}'
+      )
+
+
+def prepare(
+  target: LanguageModel,
+  drafter: Drafter,
+  rng_key: jax.Array,
+  prompt: np.ndarray,
+  prompt_length: np.ndarray,
+  limit: np.ndarray,
+  room: int,
+  rests: bool = False,
+  /,
+  *,
+  sampling: Sampling = Sampling(),
+  verify: str | Rule = 'match',
+  children: str | None = None,
+  log_probs: bool = False,
+  break_even: float | None = None,
+  eos_ids: Sequence[int] = (),
+  stop: StopTable | None = None,
+) -> tuple[Request, DecodeConfig]:
+  """The checked request of a decode, and its configuration.
+
+  `prompt [B, P]` has padded token ids of the vocabulary, `prompt_length [B]`
+  their lengths, and `limit [B]` the new tokens per row, at most `room`; all are
+  int32 and were checked before. There is one `rng_key`, or one per row. `rests`
+  says that the caller takes plain steps of its own, after which the drafter has
+  text to read. The keyword arguments are those of `Options`.
+
+  Raises:
+    ValueError: an option cannot be used, or the decode does not fit into the
+      memory of the device.
+  """
+  num_rows, vocab_size = len(prompt), target.spec.vocab_size
+  checks.check_drafter(target, drafter)
+  checks.check_stop(stop, num_rows, vocab_size)
+  params = checks.to_params(sampling, num_rows, vocab_size)
+  has_penalty = params.repetition_penalty is not None
+  threshold = checks.to_break_even(break_even)
+  config = DecodeConfig(
+    max_new_tokens=checks.padded_room(room),
+    rule=checks.to_rule(verify, children, drafter),
+    fallback=bool(drafter.stages and (threshold > 0 or rests)),
+  )
+  check_fits(decode_bytes(target, drafter, prompt.shape, config))
+  request = Request(
+    prompt=jnp.asarray(prompt),
+    prompt_length=jnp.asarray(prompt_length),
+    limit=jnp.asarray(limit),
+    row_keys=checks.row_keys(rng_key, num_rows),
+    sampling=params,
+    watchers=make_watchers(
+      eos_ids=checks.to_ids('eos_ids', eos_ids, vocab_size),
+      stop=stop,
+      penalty_vocab_size=vocab_size if has_penalty else 0,
+      log_probs=log_probs,
+    ),
+    break_even=jnp.asarray(threshold),
+  )
+  return request, config
