@@ -1,5 +1,6 @@
 """Files beside the weights: tokenizer and end-of-text tokens."""
 
+import codecs
 import json
 import shutil
 
@@ -45,6 +46,40 @@ def test_eos_is_what_the_configs_state_if_usable(
     file.unlink()
   with pytest.raises(ValueError, match='has no tokenizer'):
     load_pair(ModelChoice(str(folder), None))
+
+
+def test_byte_order_marks_change_nothing(saved, tmp_path):
+  folder = shutil.copytree(saved, tmp_path / 'model')
+  (folder / 'model.safetensors').rename(folder / 'a.safetensors')
+  texts = {
+    'generation_config.json': '{"eos_token_id": 7}',
+    'special_tokens_map.json': '{"unk_token": "def"}',
+    'chat_template.jinja': '{{ messages }}',
+    'model.safetensors.index.json': json.dumps(
+      {'weight_map': {'x': 'a.safetensors'}}
+    ),
+  }
+  for name, text in texts.items():
+    (folder / name).write_text(text)
+
+  def read():
+    found = hub.locate(folder)
+    tokenizer = found.tokenizer
+    roles = tokenizer.special_tokens_map, tokenizer.chat_template
+    text = tokenizer(_TEXT)['input_ids']
+    return found.config, found.eos_ids, found.files, text, roles
+
+  expected = read()
+  assert expected[1] == (7,)
+  for file in [*folder.glob('*.json'), *folder.glob('*.jinja')]:
+    file.write_bytes(codecs.BOM_UTF8 + file.read_bytes())
+  assert read() == expected
+  for name in ('config.json', 'generation_config.json'):
+    (folder / name).write_text('{')
+    with pytest.raises(ValueError, match=f'{folder / name} is not valid JSON'):
+      read()
+    (folder / name).unlink()
+    (folder / name).write_bytes((saved / 'config.json').read_bytes())
 
 
 def test_loading_again_shares_the_definition(saved):

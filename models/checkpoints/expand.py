@@ -87,6 +87,29 @@ def _row_of_added_tokens(params: Mapping[tuple[Any, ...], Any]) -> np.ndarray:
   return _ADDED_LOGIT / constant / scale
 
 
+def _expanded_shape(
+  old: GPT2Config, width_factor: int, num_layers: int, vocab_size: int | None
+) -> GPT2Config:
+  """The shape of the result; for the arguments and errors see `expand`."""
+  if width_factor < 1:
+    raise ValueError(f'width_factor must be at least 1, got {width_factor}')
+  sizes = {'num_layers': num_layers, 'vocab_size': vocab_size}
+  for name, size in sizes.items():
+    least = getattr(old, name)
+    if size is not None and size < least:
+      raise ValueError(
+        f'{name} must be at least the {least} of the model, got {size}'
+      )
+  return dataclasses.replace(
+    old,
+    vocab_size=vocab_size or old.vocab_size,
+    width=width_factor * old.width,
+    num_heads=width_factor * old.num_heads,
+    inner_width=old.inner_width and width_factor * old.inner_width,
+    num_layers=num_layers,
+  )
+
+
 def expand(
   module: Module,
   *,
@@ -120,26 +143,7 @@ def expand(
       f'only a GPT-2 can be expanded, not a {type(module).__name__}'
     )
   old = module.config
-  if width_factor < 1:
-    raise ValueError(f'width_factor must be at least 1, got {width_factor}')
-  if num_layers < old.num_layers:
-    raise ValueError(
-      f'num_layers must be at least the {old.num_layers} of the model, got'
-      f' {num_layers}'
-    )
-  if vocab_size is not None and vocab_size < old.vocab_size:
-    raise ValueError(
-      f'vocab_size must be at least the {old.vocab_size} of the model, got'
-      f' {vocab_size}'
-    )
-  config = dataclasses.replace(
-    old,
-    vocab_size=vocab_size or old.vocab_size,
-    width=width_factor * old.width,
-    num_heads=width_factor * old.num_heads,
-    inner_width=old.inner_width and width_factor * old.inner_width,
-    num_layers=num_layers,
-  )
+  config = _expanded_shape(old, width_factor, num_layers, vocab_size)
   _, params = hub.flat_params(module)
   graph, shapes = hub.flat_params(hub.shape_module(config, module.dtype))
   rng = np.random.default_rng(seed)

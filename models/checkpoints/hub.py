@@ -197,16 +197,16 @@ def read_module(
   # Of one matrix per layer, before shapes are made of absurd sizes.
   least = config.num_layers * config.width**2 // layout.num_devices
   check_fits({'the weights; see config.json': least})
-  float_dtype = jnp.dtype(form.float_dtype)
-  graph, expected = flat_params(shape_module(config, float_dtype, layout))
+  shapes = shape_module(config, jnp.dtype(form.float_dtype), layout)
+  graph, expected = flat_params(shapes)
   check_fits({'the weights; see dtype': _held_bytes(expected, form)})
   if whole := undivided(layout, config):
     logging.warning(
       '%s: every device has all of %s, which %d devices cannot divide',
       *(checkpoint.path.name, ', '.join(whole), layout.parts('heads')),
     )
-  loaded = dict[tuple[Any, ...], Any]()
-  origin = dict[tuple[Any, ...], str]()
+  loaded: dict[tuple, Any] = {}
+  origin: dict[tuple, str] = {}
   for path, name, host in _read(checkpoint, family, expected, form):
     # Position embeddings are added, not multiplied.
     if packed and len(host.shape) == 2 and path[0] != config.position_embedding:
@@ -222,10 +222,8 @@ def read_module(
       )
     del host  # Before the next tensor is read.
   if missing := sorted(map(parameter_name, expected.keys() - loaded.keys())):
-    raise ValueError(
-      f'{checkpoint.path} lacks {len(missing)} tensors, the first is'
-      f' {missing[0]}'
-    )
+    first = f'the first is {missing[0]}'
+    raise ValueError(f'{checkpoint.path} lacks {len(missing)} tensors, {first}')
   return nnx.merge(graph, traverse_util.unflatten_dict(loaded))
 
 

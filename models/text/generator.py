@@ -295,23 +295,13 @@ def load(
     drafting: settings of the method.
     plan: a `models.Plan` or its file, made by scripts/tune.py; takes the place
       of `method` and `drafting`.
-    dtype: of the target: float32, bfloat16, float16 or int8; auto: the 16-bit
-      type of the checkpoint where this platform computes in it natively, else
-      float32. In float32 drafted and plain tokens are equal, and with
-      `cpu_kernels` in every dtype but float16; else they may differ in 16 bits
-      where two logits are as close as rounding (docs/cpu.md).
-    draft_dtype: of the draft; None: as the target, but int8 beside
-      bfloat16 where the kernels for CPU are used.
-    cpu_kernels: whether the kernels of `models.nn.cpu` are used on CPU, if they
-      can be compiled and there is one device.
+    dtype: this and the next ones: see `models.text.pair.ModelChoice`.
+    draft_dtype: of the draft.
+    cpu_kernels: whether to use the kernels for CPU.
     revision: of the target, on the hub.
-    mesh: several devices, as a mesh with the axes `data` (rows) and `model`
-      (weights) or as their sizes, {'data': 2, 'model': 4}, whose product is the
-      number of devices. None: the default device.
-    draft_mesh: `replicated`: every device has the whole draft; `sharded`: it is
-      divided as the target is; `auto`: what should be faster by its size.
-    eos_ids: tokens that end a text unless a call says otherwise, as ids or as
-      texts of one token each. None: as the target's files say; `()`: none.
+    mesh: several devices.
+    draft_mesh: where the draft lies on them.
+    eos_ids: tokens that end a text.
     messages: a conversation that the chat template of the target must accept,
       which is checked before the weights are loaded.
 
@@ -336,12 +326,12 @@ def load(
     draft_mesh=draft_mesh,
     eos_ids=eos_ids,
   )
-  checkpoints = find_checkpoints(choice)
+  target_found, draft_found = find_checkpoints(choice)
   if plan is not None:
-    plan.check_models(model_digests(*checkpoints))
-  tokenizer = checkpoints[0].tokenizer
+    plan.check_models(model_digests(target_found, draft_found))
+  tokenizer = target_found.tokenizer
   if messages is not None and tokenizer is not None:
     conversation_ids(tokenizer, messages)
-  pair = load_checkpoints(*checkpoints, choice)
+  pair = load_checkpoints(target_found, draft_found, choice)
   break_even = planned_break_even(method, drafting)
   return Generator(pair, make_drafter(method, pair, drafting), break_even)

@@ -42,19 +42,27 @@ class ModelChoice:
   """The models of a decode, and how they are loaded.
 
   Attributes:
-    target: `demo`, a folder, a GGUF file or a hub id, see `hub.locate`.
-    draft: a name as for the target, except that `demo` is the embedded draft;
-      None for no draft.
+    target: `demo` (embedded), a folder, a GGUF file or the id of a model on the
+      Hugging Face hub.
+    draft: the draft model, named in the same way, except that `demo` is the
+      embedded draft; None for none.
     revision: of the target, on the hub.
-    dtype: of the target's matrices, one of `models.nn.matrices.DTYPES` or auto,
-      see `models.checkpoints.checkpoint.resolve_dtype`.
-    draft_dtype: of the draft's matrices; None: see
-      `models.checkpoints.checkpoint.resolve_draft_dtype`.
+    dtype: of the target: float32, bfloat16, float16 or int8; auto: the 16-bit
+      type of the checkpoint where this platform computes in it natively, else
+      float32. In float32 drafted and plain tokens are equal, and with
+      `cpu_kernels` in every dtype but float16; else they may differ in 16 bits
+      where two logits are as close as rounding (docs/cpu.md).
+    draft_dtype: of the draft; None: as the target, but int8 beside bfloat16
+      where the kernels for CPU are used.
     cpu_kernels: whether the kernels of `models.nn.cpu` are used on CPU, if they
       can be compiled and there is one device.
-    mesh: the devices, see `models.nn.sharding.make_mesh`; None for one.
-    draft_mesh: see `models.nn.sharding.draft_layout`.
-    eos_ids: see `models.load`.
+    mesh: several devices, as a mesh with the axes `data` (rows) and `model`
+      (weights) or as their sizes, {'data': 2, 'model': 4}, whose product is the
+      number of devices. None: the default device.
+    draft_mesh: `replicated`: every device has the whole draft; `sharded`: it is
+      divided as the target is; `auto`: what should be faster by its size.
+    eos_ids: tokens that end a text unless a call says otherwise, as ids or as
+      texts of one token each. None: as the target's files say; `()`: none.
   """
 
   target: str = 'demo'
