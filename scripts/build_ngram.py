@@ -41,6 +41,10 @@ flags.DEFINE_integer(
 )
 
 
+def _given(*names):
+  return {name: _FLAGS[name].value for name in names}
+
+
 def main() -> None:
   from models.lab.training import build_ngram
   from models.lab.training.corpus import Corpus
@@ -53,17 +57,11 @@ def main() -> None:
     draft=_FLAGS.draft,
     corpus=corpus,
     samples=build_ngram.Samples(
-      num_tokens=_FLAGS.num_tokens,
       length=_FLAGS.sample_length,
-      batch_size=_FLAGS.batch_size,
-      temperature=_FLAGS.temperature,
-      top_k=_FLAGS.top_k,
-      seed=_FLAGS.seed,
+      **_given('num_tokens', 'batch_size', 'temperature', 'top_k', 'seed'),
     ),
     table=build_ngram.TableConfig(
-      order=_FLAGS.order,
-      num_continuations=_FLAGS.continuations,
-      min_count=_FLAGS.min_count,
+      num_continuations=_FLAGS.continuations, **_given('order', 'min_count')
     ),
     workdir=pathlib.Path(_FLAGS.workdir),
     output=pathlib.Path(_FLAGS.output),

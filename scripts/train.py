@@ -57,6 +57,10 @@ flags.DEFINE_enum(
 )
 
 
+def _given(*names):
+  return {name: _FLAGS[name].value for name in names}
+
+
 def main() -> None:
   from models.lab.training import pipeline
   from models.lab.training.corpus import Corpus
@@ -71,21 +75,15 @@ def main() -> None:
         (part, min(length, _FLAGS.batch_tokens))
         for part, length in TrainConfig.phases
       ),
-      batch_tokens=_FLAGS.batch_tokens,
-      learning_rate=_FLAGS.learning_rate,
-      seed=_FLAGS.seed,
-      dtype=_FLAGS.dtype,
+      **_given('batch_tokens', 'learning_rate', 'seed', 'dtype'),
     ),
     shape=pipeline.Shape(
-      width=_FLAGS.width,
       num_layers=_FLAGS.layers,
       num_heads=_FLAGS.heads,
       num_positions=_FLAGS.context,
-      family=_FLAGS.family,
       num_kv_heads=_FLAGS.kv_heads,
-      inner_width=_FLAGS.inner_width,
       num_experts=_FLAGS.experts,
-      experts_per_token=_FLAGS.experts_per_token,
+      **_given('width', 'family', 'inner_width', 'experts_per_token'),
     ),
     vocab_size=_FLAGS.vocab_size,
     tokenizer_folder=_FLAGS.tokenizer,

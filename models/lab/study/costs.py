@@ -156,7 +156,7 @@ def measure_step_costs(
   """Times target forwards over different tokens; medians of repeats.
 
   Args:
-    target: the target model.
+    target: the model.
     texts: tokens like those to be decoded, for each row; repeated if short.
     prompt_slots: P, the padded length of the prompts.
     max_new_tokens: room for new tokens, as padded by `specdec.generate`.
@@ -164,10 +164,8 @@ def measure_step_costs(
     node_counts: the N to measure; 1 is added.
     num_steps: forwards per measurement.
     repeats: of each measurement.
-    most_tokens: after two N, those slower than so many plain forwards are left
-      out.
-    is_late: once it returns true, further N after two, and further repeats, are
-      left out.
+    most_tokens: after two N, slower ones than so many plain forwards go.
+    is_late: once it returns true, so do further N after two, and repeats.
 
   Raises:
     ValueError: a text is empty, or the context does not fit into the slots.
