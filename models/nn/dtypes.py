@@ -5,7 +5,7 @@ import pathlib
 import jax
 
 AUTO = 'auto'
-"""In place of a dtype: see `models.checkpoints.hub.resolve_dtype`."""
+"""In place of a dtype: see `models.checkpoints.checkpoint.resolve_dtype`."""
 
 # Of x86 processors with products of bfloat16, as /proc/cpuinfo names them.
 _BFLOAT16_INSTRUCTIONS = {'avx512_bf16', 'amx_bf16'}
