@@ -192,7 +192,13 @@ class Decoding:
     self._state = start(target, drafter, self._request, config=self._config)
     self._begin(prompts, limits, num_kept=np.zeros_like(limits))
 
-  def _begin(self, prompts, limits, *, num_kept) -> None:
+  def _begin(
+    self,
+    prompts: Sequence[Sequence[int]],
+    limits: np.ndarray,
+    *,
+    num_kept: np.ndarray,
+  ) -> None:
     """What is known on the host before the first step."""
     self._prompts, self._ends = prompts, self._prompt_lengths
     self._reasons = np.where(limits > 0, RUNNING, LIMIT)
