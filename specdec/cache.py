@@ -26,14 +26,14 @@ def write_slots(
   """Writes `new [B, H, L, Dh]` to `slots [B, H, S, Dh]` from `start [B]` on."""
 
   # Row by row: a vmapped update at per-row offsets would lower to a scatter.
-  def write_row(row, slots):
+  def write_row(row: jax.typing.ArrayLike, slots: jax.Array) -> jax.Array:
     row = jnp.asarray(row, start.dtype)
     zero = jnp.zeros_like(row)
     index = (row, zero, start[row], zero)
     of_row = lax.dynamic_slice_in_dim(new, row, 1, axis=0)
     return lax.dynamic_update_slice(slots, of_row, index)
 
-  def unrolled(slots):
+  def unrolled(slots: jax.Array) -> jax.Array:
     for row in range(slots.shape[0]):
       slots = write_row(row, slots)
     return slots
@@ -66,7 +66,9 @@ def causal_mask(start: jax.Array, length: int, num_slots: int) -> jax.Array:
   return jnp.arange(num_slots)[None, None] <= last
 
 
-def _written(start, window, *, num_slots):
+def _written(
+  start: jax.Array, window: jax.Array, *, num_slots: int
+) -> jax.Array:
   before = jnp.arange(num_slots)[None] < start[:, None]
   zero = jnp.zeros((), start.dtype)
   rows = []
@@ -77,7 +79,9 @@ def _written(start, window, *, num_slots):
   return jnp.stack(rows)
 
 
-def _looked_up(start, window, *, num_slots):
+def _looked_up(
+  start: jax.Array, window: jax.Array, *, num_slots: int
+) -> jax.Array:
   """Every slot looks up its offset in the window: two GPU kernels less."""
   offset = jnp.arange(num_slots)[None] - start[:, None]
   within = (offset >= 0) & (offset < window.shape[2])
@@ -173,7 +177,9 @@ def write(
   in every row (`dynamic_update_slice` would shift the write silently).
   """
 
-  def put(arrays, new):
+  def put(
+    arrays: tuple[jax.Array, ...], new: jax.Array
+  ) -> tuple[jax.Array, ...]:
     # A masked NaN would still spread, since 0 x NaN is NaN, from a candidate to
     # the whole tree. The logits of the candidate itself remain NaN.
     new = jnp.where(jnp.isfinite(new), new, 0)
@@ -211,7 +217,7 @@ def keep(
   """
   taken = offsets[:, :, None] == jnp.arange(window)[None, None]
 
-  def move(array):
+  def move(array: jax.Array) -> jax.Array:
     # A product with zeros and ones, which is exact. A gather from the array
     # that is then written to makes XLA's CPU backend copy the array.
     kept = jnp.einsum(

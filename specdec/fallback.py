@@ -52,7 +52,7 @@ def after_speculative_step(
   state: FallbackState,
   emitted: jax.Array,
   active: jax.Array,
-  break_even: jax.Array,
+  break_even: jax.typing.ArrayLike,
 ) -> FallbackState:
   """The state after a speculative step that emitted `emitted [B]` tokens.
 
@@ -66,7 +66,7 @@ def after_speculative_step(
 
 
 def after_plain_step(
-  state: FallbackState, break_even: jax.Array
+  state: FallbackState, break_even: jax.typing.ArrayLike
 ) -> FallbackState:
   """The state after a plain step; `break_even` as above.
 

@@ -184,7 +184,14 @@ class Decoding:
     self._state = start(target, drafter, self._request, config=self._config)
     self._begin(prompts, lengths, limits, num_kept=np.zeros_like(limits))
 
-  def _begin(self, prompts, lengths, limits, *, num_kept) -> None:
+  def _begin(
+    self,
+    prompts: list[list[int]],
+    lengths: np.ndarray,
+    limits: np.ndarray,
+    *,
+    num_kept: np.ndarray,
+  ) -> None:
     """Sets what is known on the host before the first step."""
     #: The ids of each prompt.
     self.prompts: list[list[int]] = prompts

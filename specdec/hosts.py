@@ -15,7 +15,7 @@ def read(tree: Any) -> Any:
   the same order.
   """
 
-  def gather(leaf):
+  def gather(leaf: Any) -> Any:
     if isinstance(leaf, jax.Array) and not (
       leaf.is_fully_addressable or leaf.is_fully_replicated
     ):

@@ -10,6 +10,7 @@ prompt, while the others go on (`specdec.slots`). `advance_recorded` is one step
 that returns its tree, too (`specdec.tracing`).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import flax.struct
@@ -63,13 +64,15 @@ class DecodeResult(flax.struct.PyTreeNode):
   plain_steps: Total  #: `[]`, steps in which the fallback drafted nothing.
 
 
-def _reason(request) -> jax.Array:
+def _reason(request: Request) -> jax.Array:
   """Why rows are done before the first step."""
   # Not weakly typed, or the second `advance` would compile again.
   return jnp.where(request.limit <= 0, LIMIT, RUNNING).astype(jnp.int32)
 
 
-def _watch(request, tokens, length) -> tuple[Any, ...]:
+def _watch(
+  request: Request, tokens: jax.Array, length: jax.Array
+) -> tuple[Any, ...]:
   """The states of the watchers after the texts `tokens [B, T]`."""
   return tuple(
     watcher.init(tokens, length, tokens.shape[1])
@@ -77,7 +80,13 @@ def _watch(request, tokens, length) -> tuple[Any, ...]:
   )
 
 
-def _start(target, drafter, request, *, config) -> DecodeState:
+def _start(
+  target: LanguageModel,
+  drafter: Drafter,
+  request: Request,
+  *,
+  config: DecodeConfig,
+) -> DecodeState:
   batch_size, prompt_bucket = request.prompt.shape
   num_slots = prompt_bucket + config.max_new_tokens
   padding = ((0, 0), (0, config.max_new_tokens))
@@ -120,7 +129,7 @@ def _start(target, drafter, request, *, config) -> DecodeState:
   )
 
 
-def _caught_up(drafter, state) -> DecodeState:
+def _caught_up(drafter: Drafter, state: DecodeState) -> DecodeState:
   """The stages read what plain steps decoded, unless the next one is plain."""
   fallback = state.fallback
   reads = fallback.behind & fallback.speculating
@@ -133,12 +142,29 @@ def _caught_up(drafter, state) -> DecodeState:
   )
 
 
-def _advance(target, drafter, request, state, num_steps, num_done, *, config):
-  def goes_on(carry):
+# Steps done, and the state.
+_Carry = tuple[jax.Array, DecodeState]
+
+
+def _advance(
+  target: LanguageModel,
+  drafter: Drafter,
+  request: Request,
+  state: DecodeState,
+  num_steps: jax.typing.ArrayLike,
+  num_done: jax.typing.ArrayLike,
+  *,
+  config: DecodeConfig,
+) -> DecodeState:
+  def goes_on(carry: _Carry) -> jax.Array:
     steps_done, state = carry
     return (jnp.sum(state.done) < num_done) & (steps_done < num_steps)
 
-  def repeat(drafter, carry, while_=lambda state: True):
+  def repeat(
+    drafter: Drafter,
+    carry: _Carry,
+    while_: Callable[[DecodeState], jax.typing.ArrayLike] = lambda state: True,
+  ) -> _Carry:
     take = lambda state: step(target, drafter, request, state, config)[0]
     return lax.while_loop(
       lambda carry: goes_on(carry) & while_(carry[1]),
@@ -146,7 +172,7 @@ def _advance(target, drafter, request, state, num_steps, num_done, *, config):
       carry,
     )
 
-  def alternate(carry):
+  def alternate(carry: _Carry) -> _Carry:
     """Speculates while it pays, then goes on plainly for a while."""
     steps_done, state = carry
     carry = repeat(
@@ -197,7 +223,14 @@ def advance(
   return target.spec.place(state)
 
 
-def _restarted(target, drafter, request, state, tokens, kept) -> DecodeState:
+def _restarted(
+  target: LanguageModel,
+  drafter: Drafter,
+  request: Request,
+  state: DecodeState,
+  tokens: jax.Array,
+  kept: jax.Array,
+) -> DecodeState:
   """The state of rows with other texts, whose first `kept` tokens were read.
 
   Watchers and fallback are those of before.

@@ -47,7 +47,7 @@ class Programs:
       jitted: Any = jax.jit(function, **options)
 
       @functools.wraps(function)
-      def call(*args, **kwargs):
+      def call(*args: Any, **kwargs: Any) -> Any:
         known = jitted._cache_size()
         result = jitted(*args, **kwargs)
         if jitted._cache_size() > known:

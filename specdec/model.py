@@ -97,7 +97,9 @@ class LanguageModel(flax.struct.PyTreeNode):
     cache = self.spec.init_cache(batch_size, length)
     return self._causal(tokens, cache)[0]
 
-  def _causal(self, tokens, cache):
+  def _causal(
+    self, tokens: jax.Array, cache: KVCache
+  ) -> tuple[jax.Array, KVCache]:
     positions = jnp.arange(tokens.shape[1])[None]
     mask = causal_mask(cache.length, tokens.shape[1], cache.num_slots)
     return self.apply(
@@ -226,7 +228,9 @@ class _MissingText(NamedTuple):
   num_text: jax.Array  # [B] int32, slots of text after the forward
 
 
-def _missing_text(state, nodes, ctx) -> _MissingText:
+def _missing_text(
+  state: ModelState, nodes: jax.Array, ctx: StepContext
+) -> _MissingText:
   index = jnp.arange(nodes.shape[1])[None]
   known = state.cache.length + state.num_text
   missing = jnp.minimum(ctx.length - 1 - known, nodes.shape[1])[:, None]
@@ -303,7 +307,7 @@ def read_text(
   end = jnp.minimum(length - 1, model.spec.max_positions)
   at = jax.vmap(pick)
 
-  def feed(carry):
+  def feed(carry: tuple[jax.Array, KVCache]) -> tuple[jax.Array, KVCache]:
     forwards, cache = carry
     # The last chunk of a text that fills the cache begins within what was read.
     start = jnp.minimum(cache.length, num_slots - size)

@@ -178,7 +178,7 @@ def seen_by_nodes(
     `[B, W, V]` bool.
   """
 
-  def of_row(tree, nodes, seen):
+  def of_row(tree: TokenTree, nodes: jax.Array, seen: jax.Array) -> jax.Array:
     walk = walk_up(tree.parent, nodes, max_depth)
     tokens = jnp.where(walk >= 0, tree.token[walk], seen.shape[0])
     index = jnp.arange(nodes.shape[0])[:, None]
@@ -208,7 +208,7 @@ def _bisect(
   bits_of = lambda logits: lax.bitcast_convert_type(jnp.abs(logits), integers)
   bits, weights = bits_of(logits), jnp.exp(logits)
 
-  def halve(bounds):
+  def halve(bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     kept, dropped = bounds
     middle = kept + (dropped - kept) // np.array(2, integers)
     likelier = jnp.where(bits < middle, weights, np.array(0, weights.dtype))
@@ -356,7 +356,7 @@ def position_noise(
     `[B, L, V]` float32, standard Gumbel.
   """
 
-  def draw(row_key, position):
+  def draw(row_key: jax.Array, position: jax.Array) -> jax.Array:
     return jax.random.gumbel(
       jax.random.fold_in(row_key, position), (vocab_size,)
     )

@@ -5,6 +5,7 @@ past an EOS or past the limit were not emitted and do not count.
 """
 
 from collections.abc import Mapping
+from collections.abc import Sequence
 import dataclasses
 from typing import Any
 from typing import Protocol
@@ -17,6 +18,7 @@ import numpy as np
 from specdec import hosts
 from specdec.context import StepContext
 from specdec.draft.drafter import Drafter
+from specdec.draft.drafter import Stage
 from specdec.draft.stages import StageCounters
 from specdec.model import ModelSpec
 from specdec.total import Total
@@ -175,8 +177,13 @@ def _beyond(context: int, starts: np.ndarray, new_tokens: np.ndarray) -> int:
   return int(np.maximum(starts + new_tokens - first, 0).sum())
 
 
-def _reads(counters, stages, prompt_lengths, new_tokens):
-  """`Statistics.reads`; `stages` are pairs of a stage and its counters."""
+def _reads(
+  counters: Any,
+  stages: Sequence[tuple[Stage, Any]],
+  prompt_lengths: np.ndarray,
+  new_tokens: np.ndarray,
+) -> dict[str, dict[str, int]]:
+  """`Statistics.reads`; counters, also those of stages, are on the host."""
   count = lambda forwards, slots: {
     'forwards': int(forwards),
     'slots': int(slots.sum()),
@@ -190,7 +197,9 @@ def _reads(counters, stages, prompt_lengths, new_tokens):
   }
 
 
-def _costs(target, stages):
+def _costs(
+  target: ModelSpec, stages: tuple[Stage, ...]
+) -> dict[str, dict[str, float]]:
   """`Statistics.costs`."""
   cost = lambda forward, slot: {'per_forward': forward, 'per_slot': slot}
   return {'target': cost(target.weight_bytes, target.cache_bytes_per_slot)} | {
@@ -199,28 +208,6 @@ def _costs(target, stages):
       stage.scorer.bytes_per_slot,
     )
     for stage in stages
-  }
-
-
-def _by_stage(stages, prompt_lengths, new_tokens, verified):
-  """The fields of `Statistics` that are mappings from stages."""
-  forwards = {
-    stage.name: int(counted.row_forwards.sum()) for stage, counted in stages
-  }
-  return {
-    'beyond_context': {
-      stage.name: _beyond(
-        stage.scorer.max_positions, prompt_lengths, new_tokens
-      )
-      for stage, _ in stages
-      if stage.scorer.max_positions
-    },
-    'stage_forwards': forwards,
-    'positions': {'target': verified}
-    | {
-      stage.name: stage.config.width * forwards[stage.name]
-      for stage, _ in stages
-    },
   }
 
 
@@ -250,13 +237,26 @@ def summarize(
     (result.counters, result.stage_counters, result.plain_steps)
   )
   stages = list(zip(drafter.stages, stage_counters, strict=True))
+  forwards = {
+    stage.name: int(counted.row_forwards.sum()) for stage, counted in stages
+  }
   return Statistics(
     new_tokens=int(new_tokens.sum()),
     target_forwards=int(counters.target_forwards.sum()),
     accepted_histogram=counters.emitted_histogram.sum(axis=0).tolist(),
-    **_by_stage(
-      stages, prompt_lengths, new_tokens, int(counters.nodes_verified.sum())
-    ),
+    beyond_context={
+      stage.name: _beyond(
+        stage.scorer.max_positions, prompt_lengths, new_tokens
+      )
+      for stage in drafter.stages
+      if stage.scorer.max_positions
+    },
+    stage_forwards=forwards,
+    positions={'target': int(counters.nodes_verified.sum())}
+    | {
+      stage.name: stage.config.width * forwards[stage.name]
+      for stage in drafter.stages
+    },
     origins={
       label: int(np.sum(origins == index))
       for index, label in enumerate(('target', *drafter.labels))

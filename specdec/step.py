@@ -193,7 +193,13 @@ def step(
   return state, StepRecord(tree=tree, nodes=nodes, path=path, emitted=emitted)
 
 
-def _settle(fallback, emitted, ctx, request, config) -> FallbackState:
+def _settle(
+  fallback: FallbackState,
+  emitted: jax.Array,
+  ctx: StepContext,
+  request: Request,
+  config: DecodeConfig,
+) -> FallbackState:
   """The account of the fallback after a step."""
   if not config.fallback:
     return fallback

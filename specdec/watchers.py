@@ -75,11 +75,13 @@ class Watcher(Protocol):
 class Stateless:
   """Base of watchers without a state, and default of `init`."""
 
-  def init(self, prompt, prompt_length, num_slots) -> Any:
+  def init(
+    self, prompt: jax.Array, prompt_length: jax.Array, num_slots: int
+  ) -> Any:
     del prompt, prompt_length, num_slots
     return ()
 
-  def commit(self, pending, emitted) -> Any:
+  def commit(self, pending: Any, emitted: jax.Array) -> Any:
     del emitted
     return pending
 
@@ -94,7 +96,7 @@ class EndOfText(flax.struct.PyTreeNode, Stateless):
   #: `[B, K]` int32, the tokens of each row, or `[1, K]`; -1 is none.
   ids: jax.Array
 
-  def observe(self, state, seen):
+  def observe(self, state: Any, seen: Observation) -> tuple[jax.Array, Any]:
     chosen = seen.verdict.chosen
     is_eos = jnp.any(chosen[:, :, None] == self.ids[:, None], axis=-1)
     return jnp.where(is_eos, EOS, RUNNING), state
@@ -105,15 +107,17 @@ class StopStrings(flax.struct.PyTreeNode):
 
   table: StopTable  #: See `specdec.verify.stop_strings`.
 
-  def init(self, prompt, prompt_length, num_slots):
+  def init(
+    self, prompt: jax.Array, prompt_length: jax.Array, num_slots: int
+  ) -> jax.Array:
     del prompt, prompt_length, num_slots
     return self.table.start
 
-  def observe(self, state, seen):
+  def observe(self, state: Any, seen: Observation) -> tuple[jax.Array, Any]:
     is_stop, states = self.table.follow(state, seen.verdict.chosen)
     return jnp.where(is_stop, STOP, RUNNING), states
 
-  def commit(self, pending, emitted):
+  def commit(self, pending: Any, emitted: jax.Array) -> jax.Array:
     return jnp.take_along_axis(pending, emitted[:, None], axis=1)[:, 0]
 
 
@@ -122,15 +126,17 @@ class SeenTokens(flax.struct.PyTreeNode):
 
   vocab_size: int = flax.struct.field(pytree_node=False)  #: V; static.
 
-  def init(self, prompt, prompt_length, num_slots):
+  def init(
+    self, prompt: jax.Array, prompt_length: jax.Array, num_slots: int
+  ) -> jax.Array:
     del num_slots
     nothing = jnp.zeros((prompt.shape[0], self.vocab_size), bool)
     return add_seen(nothing, prompt, prompt_length)
 
-  def observe(self, state, seen):
+  def observe(self, state: Any, seen: Observation) -> tuple[jax.Array, Any]:
     return _no_end(seen), (state, seen.verdict.chosen)
 
-  def commit(self, pending, emitted):
+  def commit(self, pending: Any, emitted: jax.Array) -> jax.Array:
     seen, chosen = pending
     return add_seen(seen, chosen, emitted)
 
@@ -142,18 +148,20 @@ class LogProbs(flax.struct.PyTreeNode):
   float32, aligned with the tokens of the text.
   """
 
-  def init(self, prompt, prompt_length, num_slots):
+  def init(
+    self, prompt: jax.Array, prompt_length: jax.Array, num_slots: int
+  ) -> jax.Array:
     del prompt_length
     return jnp.zeros((prompt.shape[0], num_slots))
 
-  def observe(self, state, seen):
+  def observe(self, state: Any, seen: Observation) -> tuple[jax.Array, Any]:
     logits = seen.verdict.along_path(seen.logits)
     log_probs = log_softmax(logits)
     chosen = seen.verdict.chosen[..., None]
     chosen_log_probs = jnp.take_along_axis(log_probs, chosen, axis=-1)[..., 0]
     return _no_end(seen), (state, seen.length, chosen_log_probs)
 
-  def commit(self, pending, emitted):
+  def commit(self, pending: Any, emitted: jax.Array) -> jax.Array:
     log_probs, length, new = pending
     return append(log_probs, length, new, emitted)
 

@@ -92,7 +92,7 @@ class CandidateScorer(flax.struct.PyTreeNode, Scorer):
       shares_noise=ctx.rule.shares_noise,
     )
 
-    def log_prob_of(index, wanted):
+    def log_prob_of(index: jax.Array, wanted: jax.Array) -> jax.Array:
       at = lambda array: jax.vmap(lambda row, one: row[one])(array, index)
       same = at(tokens) == wanted[:, :, None]
       return jnp.max(jnp.where(same, at(ranked), EXCLUDED), axis=2)
@@ -111,7 +111,13 @@ class CandidateScorer(flax.struct.PyTreeNode, Scorer):
     )
     return scores, state
 
-  def _merged(self, tree, nodes, tokens, length):
+  def _merged(
+    self,
+    tree: TokenTree,
+    nodes: jax.Array,
+    tokens: jax.Array,
+    length: jax.Array,
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """All candidates, their log-probabilities and sources, `[W, C]` each."""
     found, log_probs, sources = [], [], []
     left = jnp.zeros((nodes.shape[0], 1))  # log of what is left to distribute
@@ -132,7 +138,9 @@ class CandidateScorer(flax.struct.PyTreeNode, Scorer):
     )
 
 
-def _without_duplicates(tokens, log_probs, sources):
+def _without_duplicates(
+  tokens: jax.Array, log_probs: jax.Array, sources: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
   """The first of equal tokens gets the probability of all; `[W, C]` each."""
   possible = log_probs > EXCLUDED
   same = tokens[:, :, None] == tokens[:, None]

@@ -63,7 +63,7 @@ class StageConfig:
     low=0,
   )
 
-  def __post_init__(self):
+  def __post_init__(self) -> None:
     check_settings(self)
 
 
@@ -256,7 +256,7 @@ class Drafter(flax.struct.PyTreeNode):
     pytree_node=False, default=TreeShape()
   )
 
-  def __post_init__(self):
+  def __post_init__(self) -> None:
     if not self.stages and self.shape.num_nodes > 1:
       raise ValueError(
         'a drafter without stages drafts nothing; use specdec.PLAIN for plain'

@@ -12,8 +12,8 @@ takes fewer forwards (section 3.2). What was drafted after the last forward
 stays in the tree: the target may verify what the stage had no time to score.
 """
 
+import dataclasses
 import functools
-from typing import Protocol
 
 import flax.struct
 import jax
@@ -35,13 +35,18 @@ from specdec.tree.tree import ROOT
 from specdec.tree.tree import scatter_sum
 from specdec.tree.tree import TokenTree
 
+_States = tuple[StageState, ...]
+_Grown = tuple[_States, TokenTree]
+# Rounds done, states, trees, the nodes of the next round, whether there is one.
+_Carry = tuple[jax.Array, _States, TokenTree, jax.Array, jax.Array]
+
 
 def grow(
   stages: tuple[Stage, ...],
-  states: tuple[StageState, ...],
+  states: _States,
   tree: TokenTree,
   ctx: StepContext,
-) -> tuple[tuple[StageState, ...], TokenTree]:
+) -> _Grown:
   """Grows the trees of a batch, `[B, M]` per field; returns states and trees.
 
   `stages` are outermost first; without any the trees stay as they are.
@@ -52,7 +57,14 @@ def grow(
   return _grow(stages, states, tree, ctx, nothing, first_origin=1)
 
 
-def _grow(stages, states, tree, ctx, expanded, first_origin):
+def _grow(
+  stages: tuple[Stage, ...],
+  states: _States,
+  tree: TokenTree,
+  ctx: StepContext,
+  expanded: jax.Array,
+  first_origin: int,
+) -> _Grown:
   """`grow`, within other stages.
 
   `expanded [B, M]` bool are nodes that need no more children, because a stage
@@ -63,11 +75,13 @@ def _grow(stages, states, tree, ctx, expanded, first_origin):
     return states, tree
   stage = stages[0]
   inner_origin = first_origin + len(stage.scorer.labels)
-  policy: Policy = (_FixedTopology if _is_fixed(ctx) else _BestFirst)(
-    stage, ctx, expanded, bool(stages[1:]), first_origin
+  is_fixed = isinstance(ctx.shape, Topology)
+  policy = (_FixedTopology if is_fixed else _BestFirst)(
+    *(stage, ctx, expanded, bool(stages[1:]), first_origin),
+    _depth_limit(stage, ctx),
   )
 
-  def draft(states, tree):
+  def draft(states: _States, tree: TokenTree) -> _Grown:
     """Lets the inner stages draft below the nodes not yet scored."""
     inner_states, tree = _grow(
       stages[1:],
@@ -79,16 +93,18 @@ def _grow(stages, states, tree, ctx, expanded, first_origin):
     )
     return (states[0], *inner_states), tree
 
-  def score(states, tree, nodes):
+  def score(states: _States, tree: TokenTree, nodes: jax.Array) -> _Grown:
     state, tree = _score(stage, states[0], tree, nodes, ctx, policy)
     return (state, *states[1:]), tree
 
-  def plan(states, tree, rounds_done):
+  def plan(
+    states: _States, tree: TokenTree, rounds_done: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
     """The nodes of the next round, `[B, W]`, and whether there is one."""
     nodes, pays = policy.next_nodes(tree, states[0].scored, rounds_done)
     return nodes, (rounds_done < stage.config.rounds) & pays
 
-  def body(carry):
+  def body(carry: _Carry) -> _Carry:
     rounds_done, states, tree, nodes, _ = carry
     rounds_done += 1
     states, tree = draft(*score(states, tree, nodes))
@@ -102,7 +118,14 @@ def _grow(stages, states, tree, ctx, expanded, first_origin):
   return states, tree
 
 
-def _score(stage, state, tree, nodes, ctx, policy):
+def _score(
+  stage: Stage,
+  state: StageState,
+  tree: TokenTree,
+  nodes: jax.Array,
+  ctx: StepContext,
+  policy: '_Policy',
+) -> tuple[StageState, TokenTree]:
   """One forward of a stage, whose candidates join the tree."""
   padding = ((0, 0), (0, stage.forward_width - nodes.shape[1]))
   nodes = jnp.pad(nodes, padding, constant_values=NO_NODE)
@@ -133,10 +156,6 @@ def _contains(nodes: jax.Array, capacity: int) -> jax.Array:
   return jnp.any(entries == nodes[:, None], axis=2)
 
 
-def _is_fixed(ctx: StepContext) -> bool:
-  return isinstance(ctx.shape, Topology)
-
-
 def _depth_limit(stage: Stage, ctx: StepContext) -> jax.Array:
   """`[B]` int32, the depth to which nodes fit the context; -1 if none does."""
   longest = stage.scorer.max_positions
@@ -146,39 +165,57 @@ def _depth_limit(stage: Stage, ctx: StepContext) -> jax.Array:
   return depth
 
 
-class Policy(Protocol):
-  """Which nodes a stage scores next, and where their children go."""
+@dataclasses.dataclass(frozen=True)
+class _Policy:
+  """The choice of the nodes that a stage scores, and of their children."""
+
+  stage: Stage
+  ctx: StepContext
+  expanded: jax.Array  #: `[B, M]` bool, see `_grow`.
+  has_inner: bool  #: Whether the stage has inner ones.
+  first_origin: int  #: See `_grow`.
+  depth_limit: jax.Array  #: See `_depth_limit`.
 
   def next_nodes(
     self, tree: TokenTree, scored: jax.Array, rounds_done: jax.Array
   ) -> tuple[jax.Array, jax.Array]:
     """`[B, W]` int32 nodes, and `[]` bool, whether to score them."""
+    raise NotImplementedError
 
   def insert(self, tree: TokenTree, scores: Scores) -> TokenTree:
     """The trees with the candidates of a stage."""
+    raise NotImplementedError
 
 
-class _FixedTopology:
+class _FixedTopology(_Policy):
   """Every child is a node of the topology: nothing is sorted."""
 
-  def __init__(self, stage, ctx, expanded, has_inner, first_origin):
-    del expanded, has_inner  # there is but one stage
-    self._topology, self._ctx, self._origin = ctx.shape, ctx, first_origin
-    self._depth_limit = _depth_limit(stage, ctx)
+  @property
+  def _topology(self) -> Topology:
+    assert isinstance(self.ctx.shape, Topology)
+    return self.ctx.shape
 
-  def next_nodes(self, tree, scored, rounds_done):
+  def next_nodes(
+    self, tree: TokenTree, scored: jax.Array, rounds_done: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
     del scored
     schedule = jnp.asarray(self._topology.schedule)
     # After the last round there is no next one.
     nodes = schedule[jnp.minimum(rounds_done, schedule.shape[0] - 1)]
     # A scorer may have had fewer candidates than the topology has nodes.
     exists = (nodes == ROOT)[None] | (tree.parent[:, nodes] >= 0)
-    exists &= tree.depth[:, nodes] <= self._depth_limit[:, None]
+    exists &= tree.depth[:, nodes] <= self.depth_limit[:, None]
     nodes = jnp.where(exists & (nodes >= 0)[None], nodes[None], NO_NODE)
-    return nodes, jnp.any(self._ctx.active & (self._depth_limit >= 0))
+    return nodes, jnp.any(self.ctx.active & (self.depth_limit >= 0))
 
-  def insert(self, tree, scores):
-    def of_row(tree, nodes, tokens, log_probs, origins):
+  def insert(self, tree: TokenTree, scores: Scores) -> TokenTree:
+    def of_row(
+      tree: TokenTree,
+      nodes: jax.Array,
+      tokens: jax.Array,
+      log_probs: jax.Array,
+      origins: jax.Array,
+    ) -> TokenTree:
       index = jnp.asarray(self._topology.children)[nodes][:, : tokens.shape[1]]
       wanted = (nodes >= 0)[:, None] & (log_probs > EXCLUDED)
       index = jnp.where(wanted, index, tree.capacity)
@@ -189,7 +226,7 @@ class _FixedTopology:
       scores.nodes,
       scores.tokens,
       scores.cond_log_probs,
-      self._origin + scores.sources,
+      self.first_origin + scores.sources,
     )
 
 
@@ -206,30 +243,29 @@ class Frontier(flax.struct.PyTreeNode):
   expected: jax.Array
 
 
-class _BestFirst:
+class _BestFirst(_Policy):
   """The likeliest nodes are scored, as long as it pays."""
 
-  def __init__(self, stage, ctx, expanded, has_inner, first_origin):
-    self._stage, self._ctx = stage, ctx
-    self._expanded, self._has_inner = expanded, has_inner
-    self._origin, self._depth_limit = first_origin, _depth_limit(stage, ctx)
-
-  def next_nodes(self, tree, scored, rounds_done):
+  def next_nodes(
+    self, tree: TokenTree, scored: jax.Array, rounds_done: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
     of_row = functools.partial(
       _frontier,
-      max_depth=self._ctx.max_depth,
-      width=self._stage.config.width,
-      num_nodes=self._ctx.shape.num_nodes,
-      needs_ancestors=self._stage.scorer.needs_ancestors,
+      max_depth=self.ctx.max_depth,
+      width=self.stage.config.width,
+      num_nodes=self.ctx.shape.num_nodes,
+      needs_ancestors=self.stage.scorer.needs_ancestors,
     )
     frontier = jax.vmap(of_row)(
-      tree, scored, self._expanded, self._depth_limit, self._ctx.active
+      tree, scored, self.expanded, self.depth_limit, self.ctx.active
     )
     return frontier.nodes, self._pays(frontier, scored[:, ROOT], rounds_done)
 
-  def _pays(self, frontier, has_begun, rounds_done):
+  def _pays(
+    self, frontier: Frontier, has_begun: jax.Array, rounds_done: jax.Array
+  ) -> jax.Array:
     """Whether another round is expected to be worth its cost, `[]` bool."""
-    scorer, config, ctx = self._stage.scorer, self._stage.config, self._ctx
+    scorer, config, ctx = self.stage.scorer, self.stage.config, self.ctx
     cost = config.cost_ratio
     if cost is None:
       cost = scorer.bytes_per_forward(config.width) / ctx.target_bytes
@@ -240,16 +276,23 @@ class _BestFirst:
     # Rows share their forwards, so it is their sums that count.
     total = lambda values: jnp.sum(jnp.where(ctx.active, values, 0.0))
     # Before the root is scored nothing is known of the gain: do that round.
-    can_begin = ctx.active & (self._depth_limit >= 0)
+    can_begin = ctx.active & (self.depth_limit >= 0)
     all_have_begun = jnp.all(has_begun | ~can_begin)
     return (total(frontier.gain) > total(price)) | ~all_have_begun
 
-  def insert(self, tree, scores):
-    if self._has_inner:
-      tree = _rescore(tree, scores, self._expanded, self._ctx.max_depth)
+  def insert(self, tree: TokenTree, scores: Scores) -> TokenTree:
+    if self.has_inner:
+      tree = _rescore(tree, scores, self.expanded, self.ctx.max_depth)
 
-    def add(tree, nodes, tokens, log_probs, origins, expanded):
-      expandable = (nodes >= 0) & (tree.depth[nodes] < self._ctx.max_depth)
+    def add(
+      tree: TokenTree,
+      nodes: jax.Array,
+      tokens: jax.Array,
+      log_probs: jax.Array,
+      origins: jax.Array,
+      expanded: jax.Array,
+    ) -> TokenTree:
+      expandable = (nodes >= 0) & (tree.depth[nodes] < self.ctx.max_depth)
       expandable &= ~expanded[nodes]
       wanted = expandable[:, None] & (log_probs > EXCLUDED)
       return add_children(tree, nodes, tokens, log_probs, origins, wanted)
@@ -259,8 +302,8 @@ class _BestFirst:
       scores.nodes,
       scores.tokens,
       scores.cond_log_probs,
-      self._origin + scores.sources,
-      self._expanded,
+      self.first_origin + scores.sources,
+      self.expanded,
     )
 
 
@@ -269,7 +312,9 @@ class _BestFirst:
 _LAST = -1e30
 
 
-def _rescore(tree, scores, expanded, max_depth) -> TokenTree:
+def _rescore(
+  tree: TokenTree, scores: Scores, expanded: jax.Array, max_depth: int
+) -> TokenTree:
   """Gives children that inner stages drafted the numbers of this stage."""
   is_child_of = tree.parent[:, :, None] == scores.nodes[:, None]  # [B, M, W]
   is_child_of &= (scores.nodes >= 0)[:, None]
@@ -316,7 +361,9 @@ def _frontier(
   )
 
 
-def _gain(tree, scored, can_grow, width) -> jax.Array:
+def _gain(
+  tree: TokenTree, scored: jax.Array, can_grow: jax.Array, width: int
+) -> jax.Array:
   """The expected gain in tokens, `[]`.
 
   The sum over the W best nodes of max(share * p(node) - p(its children), 0),

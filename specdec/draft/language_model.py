@@ -43,7 +43,14 @@ class LanguageModelScorer(flax.struct.PyTreeNode, Scorer):
     del width
     return self.model.spec.weight_bytes
 
-  def init(self, prompt, prompt_length, *, num_slots, num_scored) -> ModelState:
+  def init(
+    self,
+    prompt: jax.Array,
+    prompt_length: jax.Array,
+    *,
+    num_slots: int,
+    num_scored: int,
+  ) -> ModelState:
     """Prefills the prompts."""
     return prefill(
       self.model,
@@ -53,7 +60,15 @@ class LanguageModelScorer(flax.struct.PyTreeNode, Scorer):
       window_size=num_scored,
     )
 
-  def catch_up(self, state, tokens, length, kept, *, num_scored):
+  def catch_up(
+    self,
+    state: ModelState,
+    tokens: jax.Array,
+    length: jax.Array,
+    kept: jax.Array,
+    *,
+    num_scored: int,
+  ) -> tuple[ModelState, jax.Array]:
     """Feeds the missing text, see `specdec.model.read_text`."""
     del num_scored
     return read_text(self.model, state, tokens, length, kept)
@@ -100,6 +115,8 @@ class LanguageModelScorer(flax.struct.PyTreeNode, Scorer):
     )
     return scores, state
 
-  def commit(self, state, path, num_kept) -> ModelState:
+  def commit(
+    self, state: ModelState, path: jax.Array, num_kept: jax.Array
+  ) -> ModelState:
     """Keeps the entries of accepted nodes, see `specdec.model.commit`."""
     return commit(state, path, num_kept)

@@ -39,7 +39,7 @@ class PromptLookup(flax.struct.PyTreeNode):
   name = 'lookup'
   vocab_size = None
 
-  def __post_init__(self):
+  def __post_init__(self) -> None:
     good = all(0 <= p < 1 for p in self.confidence)
     if not (good and 1 <= len(self.confidence) <= LONGEST_MATCH):
       raise ValueError(

@@ -174,7 +174,7 @@ def draw_children(
   stochastic = sampling.is_stochastic
   shape = (number, logits.shape[2]) if replacement else logits.shape[2:]
 
-  def noise_of(key, node):
+  def noise_of(key: jax.Array, node: jax.Array) -> jax.Array:
     return jax.random.gumbel(jax.random.fold_in(key, node), shape)
 
   noise = jax.vmap(jax.vmap(noise_of, (None, 0)))(keys, nodes)

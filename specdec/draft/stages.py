@@ -87,7 +87,7 @@ def catch_up_stages(
 ) -> tuple[StageState, ...]:
   """`Scorer.catch_up` of all stages; rows of length 0 have nothing to read."""
 
-  def catch_up(stage, state, num_scored):
+  def catch_up(stage: Stage, state: StageState, num_scored: int) -> StageState:
     scorer, forwards = stage.scorer.catch_up(
       state.scorer, tokens, length, kept, num_scored=num_scored
     )

@@ -56,9 +56,9 @@ class NGramCounts:
   num_tokens: int
 
 
-def _open(shard) -> np.ndarray:
+def _open(shard: str | os.PathLike[str]) -> np.ndarray:
   try:
-    tokens = np.load(shard, mmap_mode='r')
+    tokens: np.ndarray = np.load(shard, mmap_mode='r')
   except (OSError, ValueError) as error:
     raise ValueError(f'{shard} cannot be read as tokens: {error}') from error
   if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
@@ -69,7 +69,9 @@ def _open(shard) -> np.ndarray:
   return tokens
 
 
-def _windows(shards, order: int) -> Iterator[np.ndarray]:
+def _windows(
+  shards: Sequence[str | os.PathLike[str]], order: int
+) -> Iterator[np.ndarray]:
   """The shards as `[...]` int32, in chunks.
 
   Before each chunk comes its history, the last order - 1 tokens before it, -1
@@ -84,7 +86,9 @@ def _windows(shards, order: int) -> Iterator[np.ndarray]:
       yield np.pad(window, (history - known, 0), constant_values=_NO_TOKEN)
 
 
-def _count_tokens(shards, vocab_size) -> np.ndarray:
+def _count_tokens(
+  shards: Sequence[str | os.PathLike[str]], vocab_size: int
+) -> np.ndarray:
   """The number of occurrences of each token, `[V]` int64."""
   counts = np.zeros(vocab_size, np.int64)
   for shard in shards:
@@ -100,7 +104,9 @@ def _count_tokens(shards, vocab_size) -> np.ndarray:
   return counts
 
 
-def _partitions(token_counts, partition_tokens) -> Iterator[tuple[int, int]]:
+def _partitions(
+  token_counts: np.ndarray, partition_tokens: int
+) -> Iterator[tuple[int, int]]:
   """Ranges of token ids whose numbers of occurrences are about equal."""
   seen = np.cumsum(token_counts)
   parts = -(-int(seen[-1]) // partition_tokens)
@@ -109,7 +115,9 @@ def _partitions(token_counts, partition_tokens) -> Iterator[tuple[int, int]]:
   yield from zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)
 
 
-def _extract(shards, order, low, high) -> list[np.ndarray]:
+def _extract(
+  shards: Sequence[str | os.PathLike[str]], order: int, low: int, high: int
+) -> list[np.ndarray]:
   """The n-grams whose context ends in a token of `[low, high)`.
 
   An int32 array of the last tokens, an array of the tokens before them, and so
@@ -130,7 +138,9 @@ def _starts(keys: np.ndarray) -> np.ndarray:
   return np.flatnonzero(np.diff(keys, prepend=-1))
 
 
-def _count_partition(columns, vocab_size: int) -> Iterator[Level]:
+def _count_partition(
+  columns: Sequence[np.ndarray], vocab_size: int
+) -> Iterator[Level]:
   """The levels of context length 1, 2, ... of one partition."""
   tokens, *history = columns
   context = np.zeros(len(tokens), np.int64)

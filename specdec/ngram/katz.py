@@ -107,7 +107,9 @@ def _blocks(first: np.ndarray) -> Iterator[tuple[int, int]]:
     start = stop
 
 
-def _ngram_keys(level: Level, owners, start, stop, vocab_size) -> np.ndarray:
+def _ngram_keys(
+  level: Level, owners: np.ndarray, start: int, stop: int, vocab_size: int
+) -> np.ndarray:
   """Owner * V + token of each n-gram of contexts `[start, stop)`, int64."""
   repeated = np.repeat(owners, level.sizes[start:stop])
   ngrams = slice(level.first[start], level.first[stop])
@@ -192,7 +194,12 @@ def estimate(counts: NGramCounts) -> KatzModel:
   return KatzModel(tuple(levels), discounts, counts.vocab_size)
 
 
-def _rank(rows, tokens, probs, shape) -> np.ndarray:
+def _rank(
+  rows: np.ndarray,
+  tokens: np.ndarray,
+  probs: np.ndarray,
+  shape: tuple[int, int],
+) -> np.ndarray:
   """The K most probable of n candidates for each row, of shape `[rows, K]`.
 
   `rows`, `tokens` and `probs` (float32) are `[n]`; ties keep their order, and
@@ -212,7 +219,12 @@ def _rank(rows, tokens, probs, shape) -> np.ndarray:
 
 
 def _from_candidates(
-  model: KatzModel, length: int, start: int, stop: int, shorter: np.ndarray, k
+  model: KatzModel,
+  length: int,
+  start: int,
+  stop: int,
+  shorter: np.ndarray,
+  k: int,
 ) -> tuple[np.ndarray, np.ndarray]:
   """The k best of the tokens that occur and of the shorter contexts' best.
 

@@ -82,14 +82,14 @@ def _find_child(
 
   # Finds the last child with at most the token, bit by bit; by tokens, because
   # keys of (parent, token) would need 64 bits.
-  def halve(step, child):
+  def halve(step: jax.Array | int, child: jax.Array) -> jax.Array:
     probe = child + ((1 << table.num_probes) >> (step + 1))
     fits = jnp.take(table.edge_token, probe, mode='clip') <= token
     return jnp.where((probe < end) & fits, probe, child)
 
   # On a CPU the unrolled search compiles five times slower and is not faster;
   # elsewhere XLA fuses several of its steps into a kernel.
-  def unrolled(child):
+  def unrolled(child: jax.Array) -> jax.Array:
     for step in range(table.num_probes):
       child = halve(step, child)
     return child
@@ -160,7 +160,9 @@ def save_table(
   partial.replace(path)
 
 
-def load_table(path: str | os.PathLike[str]) -> tuple[NGramTable, dict]:
+def load_table(
+  path: str | os.PathLike[str],
+) -> tuple[NGramTable, dict[str, Any]]:
   """Reads the table (to the default device) and provenance of `save_table`.
 
   Raises ValueError if the file does not exist, is not a table, or is damaged.

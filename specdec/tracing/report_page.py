@@ -89,7 +89,9 @@ def _cell(value: str | float) -> str:
   return f'<td class="number">{shown}</td>'
 
 
-def _table(caption: str, head: str, rows: Iterable[Sequence]) -> str:
+def _table(
+  caption: str, head: str, rows: Iterable[Sequence[str | float]]
+) -> str:
   """A table; `head` holds the names of its columns, separated by commas."""
   columns = ''.join(f'<th scope="col">{name}</th>' for name in head.split(','))
   body = ''.join(f'<tr>{"".join(map(_cell, row))}</tr>' for row in rows)

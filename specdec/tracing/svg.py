@@ -41,7 +41,7 @@ _ENDS = {
 
 
 class _Markup(str):
-  def __repr__(self):  # A notebook stores it, so it must be short.
+  def __repr__(self) -> str:  # A notebook stores it, so it must be short.
     return f'<{type(self).__name__} of {len(self):,} characters>'
 
 

@@ -105,7 +105,7 @@ class TreeShape:
     high=16 * LARGEST_TREE,
   )
 
-  def __post_init__(self):
+  def __post_init__(self) -> None:
     check_settings(self)
     if self.capacity < self.num_nodes:
       raise ValueError(
@@ -131,7 +131,7 @@ class Topology:
   #: nodes, in which a parent comes before its children.
   paths: tuple[tuple[int, ...], ...]
 
-  def __post_init__(self):
+  def __post_init__(self) -> None:
     paths = tuple(tuple(path) for path in self.paths)
     paths = tuple(sorted(set(paths), key=lambda path: (len(path), path)))
     known = {(), *paths}

@@ -294,12 +294,16 @@ def accepted_path(
 # kernel for all arrays, but takes a CPU a pass over `M * n` entries.
 
 
-def _scattered(old, index, new):
+def _scattered(
+  old: tuple[jax.Array, ...], index: jax.Array, new: tuple[jax.Array, ...]
+) -> tuple[jax.Array, ...]:
   put = lambda array, values: array.at[index].set(values, mode='drop')
   return tuple(map(put, old, new))
 
 
-def _looked_up(old, index, new):
+def _looked_up(
+  old: tuple[jax.Array, ...], index: jax.Array, new: tuple[jax.Array, ...]
+) -> tuple[jax.Array, ...]:
   hits = index[None] == jnp.arange(old[0].shape[0])[:, None]  # [M, n]
   source = jnp.max(jnp.where(hits, jnp.arange(index.size)[None], -1), axis=1)
   put = lambda array, values: jnp.where(
@@ -320,11 +324,15 @@ def scatter(
   )
 
 
-def _scattered_sums(index, values, size):
+def _scattered_sums(
+  index: jax.Array, values: jax.Array, size: int
+) -> jax.Array:
   return jnp.zeros(size, values.dtype).at[index].add(values, mode='drop')
 
 
-def _looked_up_sums(index, values, size):
+def _looked_up_sums(
+  index: jax.Array, values: jax.Array, size: int
+) -> jax.Array:
   hits = index[None] == jnp.arange(size)[:, None]
   return jnp.sum(jnp.where(hits, values[None], 0), axis=1)
 

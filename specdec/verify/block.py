@@ -11,10 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from specdec.sampling import BEST
+from specdec.sampling import Randomness
+from specdec.sampling import SamplingParams
 from specdec.sampling import token_probs
 from specdec.sampling import total
 from specdec.tree.tree import NO_NODE
 from specdec.tree.tree import pick
+from specdec.tree.tree import TokenTree
 from specdec.verify.accept import Verdict
 from specdec.verify.rejection import draw
 from specdec.verify.rejection import normalized
@@ -98,7 +101,15 @@ class BlockRule:
   may_draw = True
   keeps_tokens = False
 
-  def __call__(self, tree, nodes, logits, proposals, randomness, sampling):
+  def __call__(
+    self,
+    tree: TokenTree,
+    nodes: jax.Array,
+    logits: jax.Array,
+    proposals: jax.Array,
+    randomness: Randomness,
+    sampling: SamplingParams,
+  ) -> Verdict:
     """See `specdec.verify.accept.Rule`."""
     num_nodes, vocab_size = logits.shape[1:]
     at = jax.vmap(pick)

@@ -11,8 +11,11 @@ import jax
 
 from specdec.sampling import BEST
 from specdec.sampling import choose
+from specdec.sampling import Randomness
+from specdec.sampling import SamplingParams
 from specdec.tree.tree import accepted_path
 from specdec.tree.tree import pick
+from specdec.tree.tree import TokenTree
 from specdec.verify.accept import Verdict
 
 
@@ -26,7 +29,15 @@ class MatchRule:
   may_draw = False
   keeps_tokens = True
 
-  def __call__(self, tree, nodes, logits, proposals, randomness, sampling):
+  def __call__(
+    self,
+    tree: TokenTree,
+    nodes: jax.Array,
+    logits: jax.Array,
+    proposals: jax.Array,
+    randomness: Randomness,
+    sampling: SamplingParams,
+  ) -> Verdict:
     """See `specdec.verify.accept.Rule`."""
     del proposals
     noise = randomness.noise_at(jax.vmap(pick)(tree.depth, nodes))

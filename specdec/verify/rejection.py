@@ -26,12 +26,15 @@ import jax.numpy as jnp
 
 from specdec.sampling import BEST
 from specdec.sampling import best_token
+from specdec.sampling import Randomness
+from specdec.sampling import SamplingParams
 from specdec.sampling import token_probs
 from specdec.sampling import total
 from specdec.sampling import WITHOUT_REPLACEMENT
 from specdec.tree.tree import NO_NODE
 from specdec.tree.tree import pick
 from specdec.tree.tree import ROOT
+from specdec.tree.tree import TokenTree
 from specdec.verify.accept import Verdict
 
 
@@ -94,6 +97,26 @@ class _Walk(flax.struct.PyTreeNode):
   index: jax.Array  # [B, D + 1] int32, see `Verdict`
   chosen: jax.Array  # [B, D + 1] int32, see `Verdict`
 
+  def after(
+    self,
+    token: jax.Array,
+    is_child: jax.Array,
+    is_accepted: jax.Array,
+    left: tuple[jax.Array, jax.Array],
+  ) -> '_Walk':
+    """After `token [B]` was tried in the rows of which it `is_child [B]`.
+
+    `left` is the result of `after_rejection`.
+    """
+    rejected = (is_child & ~is_accepted)[:, None]
+    is_accepted &= is_child
+    return self.replace(
+      chosen=_put(self.chosen, self.accepted, token, is_accepted),
+      accepted=self.accepted + is_accepted,
+      target=jnp.where(rejected, left[0], self.target),
+      draft=jnp.where(rejected, left[1], self.draft),
+    )
+
 
 def _init_walk(batch_size: int, vocab_size: int, path_length: int) -> _Walk:
   """A walk at the root, which is not entered yet."""
@@ -109,7 +132,9 @@ def _init_walk(batch_size: int, vocab_size: int, path_length: int) -> _Walk:
   )
 
 
-def _put(array: jax.Array, at: jax.Array, value: jax.Array, where: jax.Array):
+def _put(
+  array: jax.Array, at: jax.Array, value: jax.Array, where: jax.Array
+) -> jax.Array:
   """Sets `array [B, n]` at `at [B]` in some rows."""
   here = jnp.arange(array.shape[1])[None] == at[:, None]
   return jnp.where(here & where[:, None], value[:, None], array)
@@ -132,10 +157,17 @@ class RejectionRule:
   may_draw = True
   keeps_tokens = False
 
-  def __call__(self, tree, nodes, logits, proposals, randomness, sampling):
+  def __call__(
+    self,
+    tree: TokenTree,
+    nodes: jax.Array,
+    logits: jax.Array,
+    proposals: jax.Array,
+    randomness: Randomness,
+    sampling: SamplingParams,
+  ) -> Verdict:
     """See `specdec.verify.accept.Rule`."""
     batch_size, num_nodes, vocab_size = logits.shape
-    stochastic = sampling.is_stochastic
     is_drawn = self.children != BEST
     at = jax.vmap(pick)
     tokens, parents = at(tree.token, nodes), at(tree.parent, nodes)
@@ -158,27 +190,20 @@ class RejectionRule:
         index=_put(walk.index, of_row(depths), index, where),
       )
 
-    def attempt(index, walk: _Walk) -> _Walk:
+    def attempt(index: jax.Array, walk: _Walk) -> _Walk:
       """Accepts or rejects the child at `index` of N, in rows that reach it."""
       is_child = parents[:, index] == walk.node
       token = tokens[:, index]
       draft = jax.nn.one_hot(token, vocab_size)
       if is_drawn:
-        draft = jnp.where(stochastic[:, None], walk.draft, draft)
+        draft = jnp.where(sampling.is_stochastic[:, None], walk.draft, draft)
       probs = acceptance_probs(walk.target, draft, token)
       is_accepted = randomness.uniforms[:, index] < probs
-      left, draft = after_rejection(walk.target, draft, token, self.children)
-      rejected = (is_child & ~is_accepted)[:, None]
-      is_accepted &= is_child
-      walk = walk.replace(
-        chosen=_put(walk.chosen, walk.accepted, token, is_accepted),
-        accepted=walk.accepted + is_accepted,
-        target=jnp.where(rejected, left, walk.target),
-        draft=jnp.where(rejected, draft, walk.draft),
-      )
-      return enter(walk, jnp.full(batch_size, index, jnp.int32), is_accepted)
+      left = after_rejection(walk.target, draft, token, self.children)
+      walk = walk.after(token, is_child, is_accepted, left)
+      return enter(walk, jnp.full_like(token, index), is_accepted & is_child)
 
-    def body(index, walk: _Walk) -> _Walk:
+    def body(index: jax.Array, walk: _Walk) -> _Walk:
       reached = jnp.any(parents[:, index] == walk.node)
       return lax.cond(reached, attempt, lambda _, walk: walk, index, walk)
 

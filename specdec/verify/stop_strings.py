@@ -129,7 +129,9 @@ def _build_automaton(
   return _Automaton(delta, *np.array([depths, stop_lengths], np.int32))
 
 
-def _token_trie(token_bytes: Sequence[bytes], vocab_size: int):
+def _token_trie(
+  token_bytes: Sequence[bytes], vocab_size: int
+) -> tuple[list[tuple[np.ndarray, np.ndarray]], np.ndarray]:
   """The trie of all tokens, so that each distinct prefix is read only once.
 
   A list with, for each prefix length from 1, `[nodes]` parents and `[nodes]`
