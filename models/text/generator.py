@@ -463,13 +463,8 @@ def load(
     drafting: settings of the method.
     plan: a `models.Plan` or its file, made by scripts/tune.py; takes the place
       of `method` and `drafting`.
-    dtype: this and the next ones: see `models.text.pair.ModelChoice`.
-    draft_dtype: of the draft.
-    cpu_kernels: whether to use the kernels for CPU.
-    revision: of the target, on the hub.
-    mesh: several devices.
-    draft_mesh: where the draft lies on them.
-    eos_ids: tokens that end a text.
+    dtype: of the target; see `models.text.pair.ModelChoice` for this and for
+      draft_dtype, cpu_kernels, revision, mesh, draft_mesh and eos_ids.
     messages: a conversation that the chat template of the target must accept,
       which is checked before the weights are loaded.
 
@@ -480,8 +475,8 @@ def load(
   if plan is not None:
     plan = plan if isinstance(plan, Plan) else load_plan(plan)
     method, drafting = PLANNED, DraftSettings(plan=plan)
-  without_draft = method in ('plain', *INNERS)
-  if without_draft or (plan is not None and not plan.uses_draft):
+  without_draft = plan is not None and not plan.uses_draft
+  if without_draft or method in ('plain', *INNERS):
     draft = None
   choice = ModelChoice(
     target,
