@@ -469,8 +469,7 @@ def load(
       which is checked before the weights are loaded.
 
   Raises:
-    ValueError: a model or the mesh cannot be used, or target, draft and plan do
-      not fit together; gives the reason.
+    ValueError: a model or the mesh cannot be used, or the models do not fit.
   """
   if plan is not None:
     plan = plan if isinstance(plan, Plan) else load_plan(plan)
@@ -496,5 +495,5 @@ def load(
   if messages is not None and tokenizer is not None:
     conversation_ids(tokenizer, messages)
   pair = load_checkpoints(target_found, draft_found, choice)
-  break_even = planned_break_even(method, drafting)
-  return Generator(pair, make_drafter(method, pair, drafting), break_even)
+  drafter = make_drafter(method, pair, drafting)
+  return Generator(pair, drafter, planned_break_even(method, drafting))
