@@ -295,7 +295,8 @@ def load(
     drafting: settings of the method.
     plan: a `models.Plan` or its file, made by scripts/tune.py; takes the place
       of `method` and `drafting`.
-    dtype: this and the next ones: see `models.text.pair.ModelChoice`.
+    dtype: of the target; for this and the next see
+      `models.text.pair.ModelChoice`.
     draft_dtype: of the draft.
     cpu_kernels: whether to use the kernels for CPU.
     revision: of the target, on the hub.
@@ -309,12 +310,6 @@ def load(
     ValueError: a model or the mesh cannot be used, or target, draft and plan do
       not fit together; gives the reason.
   """
-  if plan is not None:
-    plan = plan if isinstance(plan, Plan) else load_plan(plan)
-    method, drafting = PLANNED, DraftSettings(plan=plan)
-  without_draft = method in ('plain', *INNERS)
-  if without_draft or (plan is not None and not plan.uses_draft):
-    draft = None
   choice = ModelChoice(
     target,
     draft,
@@ -326,12 +321,29 @@ def load(
     draft_mesh=draft_mesh,
     eos_ids=eos_ids,
   )
-  target_found, draft_found = find_checkpoints(choice)
+  if plan is not None and not isinstance(plan, Plan):
+    plan = load_plan(plan)
+  return _load(choice, method, drafting, plan, messages)
+
+
+def _load(
+  choice: ModelChoice,
+  method: str,
+  drafting: DraftSettings,
+  plan: Plan | None,
+  messages: Sequence[Message] | None,
+) -> Generator:
+  """See `load`."""
   if plan is not None:
-    plan.check_models(model_digests(target_found, draft_found))
-  tokenizer = target_found.tokenizer
-  if messages is not None and tokenizer is not None:
-    conversation_ids(tokenizer, messages)
-  pair = load_checkpoints(target_found, draft_found, choice)
-  break_even = planned_break_even(method, drafting)
-  return Generator(pair, make_drafter(method, pair, drafting), break_even)
+    method, drafting = PLANNED, DraftSettings(plan=plan)
+  without_draft = plan is not None and not plan.uses_draft
+  if without_draft or method in ('plain', *INNERS):
+    choice = dataclasses.replace(choice, draft=None)
+  target, draft = find_checkpoints(choice)
+  if plan is not None:
+    plan.check_models(model_digests(target, draft))
+  if messages is not None and target.tokenizer is not None:
+    conversation_ids(target.tokenizer, messages)
+  pair = load_checkpoints(target, draft, choice)
+  drafter = make_drafter(method, pair, drafting)
+  return Generator(pair, drafter, planned_break_even(method, drafting))
