@@ -25,6 +25,7 @@ from models.nn.llama import Llama
 from models.nn.llama import LlamaConfig
 from models.nn.mixtral import Mixtral
 from models.nn.mixtral import MixtralConfig
+from specdec.text_files import read_object
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,6 +137,11 @@ def parameter_name(path: tuple[Any, ...]) -> str:
   *parents, leaf = (str(part) for part in path)
   leaf = 'weight' if leaf in ('embedding', 'scale') else leaf
   return '.'.join([*parents, leaf])
+
+
+def read_config(path: pathlib.Path) -> Config:
+  """The shape that a `config.json` describes; see `config_from_keys`."""
+  return config_from_keys(read_object(path), path)
 
 
 def config_from_keys(raw: Mapping[str, Any], path: pathlib.Path) -> Config:

@@ -83,6 +83,13 @@ def locate(
   return found
 
 
+def load_tokenizer(
+  name: str | pathlib.Path,
+) -> transformers.PreTrainedTokenizerBase | None:
+  """The tokenizer of a model, see `locate` and `Checkpoint.tokenizer`."""
+  return locate(name).tokenizer
+
+
 def _at(path: pathlib.Path) -> Checkpoint | None:
   return next((kind(path) for kind in _CONTAINERS if kind.holds(path)), None)
 

@@ -14,8 +14,8 @@ import transformers
 
 from models.checkpoints import folder_tokenizer
 from models.checkpoints.checkpoint import usable_ids
-from models.checkpoints.families import config_from_keys
 from models.checkpoints.families import family_of
+from models.checkpoints.families import read_config
 from models.nn.adapter import Config
 from specdec.text_files import read_object
 
@@ -85,8 +85,7 @@ class HuggingFaceFolder:
   def config(self) -> Config:
     if not (self.path / CONFIG).exists():
       raise ValueError(f'{self.path} is no model folder: it has no {CONFIG}')
-    keys = read_object(self.path / CONFIG)
-    return config_from_keys(keys, self.path / CONFIG)
+    return read_config(self.path / CONFIG)
 
   @functools.cached_property
   def tokenizer(self) -> transformers.PreTrainedTokenizerBase | None:
