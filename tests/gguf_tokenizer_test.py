@@ -11,7 +11,7 @@ import pytest
 from tokenizers import pre_tokenizers
 
 from models.checkpoints.gguf_tokenizer import eos_ids
-from models.checkpoints.gguf_tokenizer import load_tokenizer
+from models.checkpoints.hub import load_tokenizer
 from models.text.token_bytes import token_bytes
 
 _ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
