@@ -17,15 +17,15 @@ from absl import flags
 import command_line
 import options
 
-from models.text.settings import METHODS
+from models.text import settings as settings_lib
 
 _ARMS = flags.DEFINE_string(
   'arms',
   'plain,chain,tree,staged',
   'separated by commas, each method, method:dtype or'
   ' method(option=value,...):dtype, the first is the baseline; methods:'
-  f' {METHODS}, those from ngram on without the draft and plan as --plan says,'
-  ' and transformers,'
+  f' {settings_lib.METHODS}, those from ngram on without the draft and plan as'
+  ' --plan says, and transformers,'
   ' transformers-assisted, transformers-lookup, llama.cpp, llama.cpp-draft,'
   ' llama.cpp-lookup; options: see the flags of the same names, a|b gives an'
   ' arm each; dtype: see --dtype',
@@ -88,12 +88,12 @@ def _batch_sizes(num_prompts: int) -> list[int]:
 
 
 def _run(batch_size: int, prompts: list[str]):
-  from models.lab.bench import arms
+  from models.lab.bench import arms as arms_lib
   from models.lab.bench import benchmark
 
-  specs = arms.parse_arms(_ARMS.value, options.dtype())
+  specs = arms_lib.parse_arms(_ARMS.value, options.dtype())
   if _PEER.value != 'none':
-    specs += arms.peer_arms(
+    specs += arms_lib.peer_arms(
       _PEER.value,
       specs,
       has_draft=options.draft_name() is not None,
@@ -103,7 +103,7 @@ def _run(batch_size: int, prompts: list[str]):
   return benchmark.run(
     prompts,
     arms=specs,
-    task=benchmark.Task(
+    task=arms_lib.Task(
       models=options.models(),
       llama_cpp=_LLAMA_CPP.value,
       drafting=options.draft_settings(plan),
@@ -127,7 +127,7 @@ def _run(batch_size: int, prompts: list[str]):
 def main() -> None:
   from models.lab.bench import benchmark
   from models.lab.bench import plots
-  from models.lab.bench import record as results
+  from models.lab.bench import record
 
   output = _OUTPUT.value
   path = pathlib.Path(output or 'benchmark.json')
@@ -137,7 +137,7 @@ def main() -> None:
     sizes = _batch_sizes(len(prompts))
     paths = {n: path.with_stem(f'{path.stem}_b{n}') for n in sizes}
   for file in paths.values() if output else ():
-    results.prepare_output(str(file))
+    record.prepare_output(str(file))
   folder = plots.choose_folder(_PLOTS.value, output)
   reports, records = {}, {}
   for size, file in paths.items():
@@ -146,7 +146,7 @@ def main() -> None:
     if output:
       report.write(str(file))
     if folder is not None:
-      records[size] = results.record(dict(report.settings), report.figures)
+      records[size] = record.record(dict(report.settings), report.figures)
       plots.draw(records[size], folder, file.name)
   if _BATCH_SIZES.value:
     print(benchmark.table_by_batch_size(reports))

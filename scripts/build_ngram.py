@@ -47,12 +47,12 @@ def _given(*names):
 
 def main() -> None:
   from models.lab.training import build_ngram
-  from models.lab.training.corpus import Corpus
+  from models.lab.training import corpus as corpus_lib
 
   corpus = None
   if _FLAGS.corpus is not None:
     folder = '' if _FLAGS.corpus == 'stdlib' else _FLAGS.corpus
-    corpus = Corpus(folder=folder, pattern=_FLAGS.pattern)
+    corpus = corpus_lib.Corpus(folder=folder, pattern=_FLAGS.pattern)
   build_ngram.build(
     draft=_FLAGS.draft,
     corpus=corpus,

@@ -58,9 +58,9 @@ def _next_line():
 
 def _show(chat):
   """Prints who proposed the tokens of the last answer."""
-  from models.text.result import wants_color
+  from models.text import result as result_lib
 
-  color, result = wants_color(sys.stdout), chat.result()
+  color, result = result_lib.wants_color(sys.stdout), chat.result()
   print(f'{result.marked(0, color=color)}\n\n{result.legend(color=color)}')
   print(
     f'{result.stats.new_tokens} tokens,'
@@ -93,14 +93,14 @@ def _ask(chat, line):
 
 
 def main() -> None:
-  from models.text.chat_template import first_messages
+  from models.text import chat_template
 
   with contextlib.suppress(ImportError):
     import readline  # noqa: F401, lets `input` edit lines
   if isinstance(sys.stdin, io.TextIOWrapper):
     # UTF-8 whatever the locale; a message with other bytes is refused.
     sys.stdin.reconfigure(encoding='utf-8-sig', errors='surrogateescape')
-  begin = functools.partial(first_messages, system=_SYSTEM.value)
+  begin = functools.partial(chat_template.first_messages, system=_SYSTEM.value)
   generator = options.generator([options.DEFAULT_PROMPT], 1, begin(_FIRST))
   # Before anything is typed, so that bad flags are refused first.
   chat = generator.chat(

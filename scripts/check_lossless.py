@@ -15,9 +15,9 @@ from absl import flags
 import command_line
 import options
 
-from models.text.settings import METHODS
+from models.text import settings as settings_lib
 
-options.define_method(methods=METHODS)
+options.define_method(methods=settings_lib.METHODS)
 options.define_num_prompts()
 _BATCH_SIZES = flags.DEFINE_list('batch_sizes', ['1', '4'], 'to be checked')
 _MAX_MARGIN = flags.DEFINE_float(

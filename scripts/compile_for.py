@@ -51,11 +51,11 @@ def _checked():
     ValueError: flags cannot be used, or not together.
   """
   from models.lab.compiled import programs
-  from models.nn import matrices
+  from models.nn import matrices as matrices_lib
 
   if options.draft_name() is None and _METHODS.value != ['plain']:
     raise ValueError('--draft=none: name a draft, or pass --methods=plain')
-  form = matrices.FORMATS.get(options.DTYPE.value)
+  form = matrices_lib.FORMATS.get(options.DTYPE.value)
   if form is not None and not form.is_float:
     raise ValueError(f'--dtype={form.name}: compile for float32 or bfloat16')
   try:
@@ -81,18 +81,18 @@ def main() -> None:
 
   import jax
 
-  from models.lab.bench.record import prepare_output
+  from models.lab.bench import record
   from models.lab.compiled import programs
-  from models.lab.compiled import report
-  from models.text.pair import ModelChoice
-  from specdec.text_files import to_json
+  from models.lab.compiled import report as report_lib
+  from models.text import pair as pair_lib
+  from specdec import text_files
 
   device, mesh = _checked()
-  prepare_output(_OUTPUT.value)
+  record.prepare_output(_OUTPUT.value)
   # What accelerators are used with, whatever this machine computes in.
   dtype = 'bfloat16' if options.DTYPE.value == 'auto' else options.DTYPE.value
   workload = programs.Workload(
-    models=ModelChoice(
+    models=pair_lib.ModelChoice(
       options.TARGET.value,
       options.draft_name(),
       dtype=dtype,
@@ -115,14 +115,14 @@ def main() -> None:
       folder.mkdir(parents=True, exist_ok=True)
       name = f'{_DEVICE.value.replace(":", "-")}-{method}.txt'
       (folder / name).write_text(compiled.text, 'utf-8')
-    reports.append(report.analyse(method, compiled, device))
-  print(report.to_markdown(reports))
+    reports.append(report_lib.analyse(method, compiled, device))
+  print(report_lib.to_markdown(reports))
   if _OUTPUT.value:
     settings = options.as_dict() | {'dtype': dtype}
     del settings['text']
     counts = [dataclasses.asdict(counted) for counted in reports]
     result = {'jax': jax.__version__, 'settings': settings, 'programs': counts}
-    text = to_json(result, indent=1) + '\n'
+    text = text_files.to_json(result, indent=1) + '\n'
     pathlib.Path(_OUTPUT.value).write_text(text, 'utf-8')
 
 

@@ -62,33 +62,35 @@ _TITLES = (
 def _shape(flag):
   import pathlib
 
-  from models.lab.cost_model import MODELS
+  from models.lab import cost_model
 
-  if flag.value in MODELS:
-    return MODELS[flag.value]
-  from models.checkpoints.hugging_face import HuggingFaceFolder
-  from models.lab.cost_model.model_shape import model_shape
+  if flag.value in cost_model.MODELS:
+    return cost_model.MODELS[flag.value]
+  from models.checkpoints import hugging_face
+  from models.lab.cost_model import model_shape
 
   path = pathlib.Path(flag.value) / 'config.json'
   if not path.is_file():
     raise ValueError(
       f'--{flag.name}={flag.value} is neither a folder with a config.json nor'
-      f' one of {", ".join(MODELS)}'
+      f' one of {", ".join(cost_model.MODELS)}'
     )
-  config = HuggingFaceFolder(path.parent).config
-  return model_shape(config, name=path.parent.name)
+  config = hugging_face.HuggingFaceFolder(path.parent).config
+  return model_shape.model_shape(config, name=path.parent.name)
 
 
 def _hardware():
-  from models.lab.bench.machine import this_machine
-  from models.lab.cost_model import HARDWARE
+  from models.lab import cost_model
+  from models.lab.bench import machine
 
   name = _HARDWARE.value
-  if name != 'this' and name not in HARDWARE:
+  if name != 'this' and name not in cost_model.HARDWARE:
     raise ValueError(
-      f'--hardware={name} must be one of this, {", ".join(HARDWARE)}'
+      f'--hardware={name} must be one of this, {", ".join(cost_model.HARDWARE)}'
     )
-  device = this_machine() if name == 'this' else HARDWARE[name]
+  device = (
+    machine.this_machine() if name == 'this' else cost_model.HARDWARE[name]
+  )
   return device.times(_DEVICES.value)
 
 
@@ -102,12 +104,11 @@ def _cell(value):
 def main() -> None:
   import pathlib
 
-  from models.lab.bench.record import to_table
-  from models.lab.bench.record import write_record
+  from models.lab import cost_model
+  from models.lab.bench import record
   from models.lab.cost_model import claims
-  from models.lab.cost_model import Deployment
 
-  deployment = Deployment(
+  deployment = cost_model.Deployment(
     target=_shape(_TARGET),
     draft=None if _DRAFT.value == 'none' else _shape(_DRAFT),
     hardware=_hardware(),
@@ -134,12 +135,14 @@ def main() -> None:
     print(f'\n## {title}')
     for name, rows in tables.items():
       cells = [[_cell(value) for value in row.values()] for row in rows]
-      print(f'\n{name.replace("_", " ")}\n\n{to_table(list(rows[0]), cells)}')
+      print(
+        f'\n{name.replace("_", " ")}\n\n{record.to_table(list(rows[0]), cells)}'
+      )
   if _OUT.value is not None:
     folder = pathlib.Path(_OUT.value)
     folder.mkdir(parents=True, exist_ok=True)
     settings = {flag.name: flag.value for flag in _SETTINGS}
-    write_record(str(folder / 'cost_model.json'), settings, found)
+    record.write_record(str(folder / 'cost_model.json'), settings, found)
 
 
 if __name__ == '__main__':

@@ -38,10 +38,10 @@ def _functions(text: str) -> Iterator[str]:
 
 
 def main() -> None:
-  from models.lab.training.corpus import Corpus
-  from specdec.text_files import to_json
+  from models.lab.training import corpus as corpus_lib
+  from specdec import text_files
 
-  corpus = Corpus(folder=_CORPUS.value, pattern='*.py')
+  corpus = corpus_lib.Corpus(folder=_CORPUS.value, pattern='*.py')
   prompts = [
     prompt
     for text in corpus.texts(held_out=True)
@@ -53,7 +53,7 @@ def main() -> None:
     raise ValueError(
       f'--corpus={_CORPUS.value} has no functions in its held-out files'
     )
-  lines = [to_json({'prompt': prompt}) for prompt in chosen]
+  lines = [text_files.to_json({'prompt': prompt}) for prompt in chosen]
   pathlib.Path(_OUTPUT.value).write_text('\n'.join(lines) + '\n', 'utf-8')
 
 

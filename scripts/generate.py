@@ -47,10 +47,10 @@ def _show(stream):
 
 
 def main() -> None:
-  from models.text.chat_template import first_messages
-  from models.text.result import wants_color
-  from models.text.text_decoding import timed
-  from models.waiting import announced
+  from models import waiting
+  from models.text import chat_template
+  from models.text import result as result_lib
+  from models.text import text_decoding
 
   batch_size = _BATCH_SIZE.value
   if _STREAM.value + _SHOW_ORIGIN.value + _JSON.value > 1:
@@ -67,7 +67,7 @@ def main() -> None:
       '--prompt_file: only its first prompt; --batch_size takes more',
       file=sys.stderr,
     )
-  ask = functools.partial(first_messages, system=_SYSTEM.value)
+  ask = functools.partial(chat_template.first_messages, system=_SYSTEM.value)
   given = [*map(ask, prompts)] if _CHAT.value else prompts
   generator = options.generator(
     prompts, batch_size, given[0] if _CHAT.value else None
@@ -80,12 +80,14 @@ def main() -> None:
     result = _show(generator.stream(given, **arguments))
     print(f'\n\n{result.table()}')
   else:
-    with announced('compiling and decoding'):
-      result = timed(functools.partial(generator.stream, given, **arguments))
+    with waiting.announced('compiling and decoding'):
+      result = text_decoding.timed(
+        functools.partial(generator.stream, given, **arguments)
+      )
     if _JSON.value:
       print(result.to_json())
     elif _SHOW_ORIGIN.value:
-      print(result.with_origins(color=wants_color(sys.stdout)))
+      print(result.with_origins(color=result_lib.wants_color(sys.stdout)))
     else:
       print(result)
   errors = [error for error in result.errors if error]

@@ -76,14 +76,14 @@ def _parse(line: str) -> tuple[dict[str, Any], Any]:
 
 def _job(index: int, number: int, line: str) -> tuple[Any, Any, str | None]:
   """The `models.Job` of a prompt, its id, and what is wrong with its line."""
-  from models.text.many import Job
+  from models.text import many as many_lib
 
   try:
     record, sampling = _parse(line)
   except (TypeError, ValueError, RecursionError) as error:
-    return Job(prompt=''), index, f'line {number}: {error}'
+    return many_lib.Job(prompt=''), index, f'line {number}: {error}'
   seed = record.get('seed')
-  job = Job(
+  job = many_lib.Job(
     prompt=record['prompt'] if 'prompt' in record else record['messages'],
     max_new_tokens=record.get('max_new_tokens'),
     seed=options.SEED.value + index if seed is None else seed,
@@ -128,7 +128,7 @@ class _Printed:
 
 
 def _output(name: str) -> Any:
-  from models.text.resumable import ResumableRows
+  from models.text import resumable
 
   if name == '-' or not options.writes():
     return _Printed()
@@ -137,7 +137,7 @@ def _output(name: str) -> Any:
     'models': options.model_digests(),
   }
   settings = {name: settings[name] for name in settings if name not in _FREE}
-  return ResumableRows(pathlib.Path(name), settings)
+  return resumable.ResumableRows(pathlib.Path(name), settings)
 
 
 def _row(

@@ -15,7 +15,7 @@ from absl import flags
 import command_line
 import options
 
-from models.text.settings import METHODS
+from models.text import settings as settings_lib
 
 _SIZES = {
   'kernels': [1, 2, 4, 8, 12, 16, 32, 64, 128, 256],  # rows, queries
@@ -33,7 +33,7 @@ _REPEATS = flags.DEFINE_integer(
 )
 _CONTEXT = flags.DEFINE_integer('context', 192, 'forward: tokens in the cache')
 _PEER = flags.DEFINE_bool('peer', False, 'forward: also transformers on torch')
-options.define_method('chain', METHODS)
+options.define_method('chain', settings_lib.METHODS)
 options.define_num_prompts()
 _BATCH_SIZE = options.define_batch_size(4, 'of acceptance')
 _CORPUS = flags.DEFINE_string('corpus', '', 'default: the standard library')
@@ -43,17 +43,17 @@ _OUTPUT = flags.DEFINE_string('output', None, 'JSON file to write')
 
 def _loss(lengths: list[int]) -> list[dict]:
   from models.checkpoints import hub
-  from models.lab.training.corpus import Corpus
-  from models.lab.training.loss import held_out_loss
+  from models.lab.training import corpus as corpus_lib
+  from models.lab.training import loss as loss_lib
 
   found = hub.locate(options.TARGET.value, revision=options.REVISION.value)
-  corpus = Corpus(folder=_CORPUS.value, pattern=_PATTERN.value)
+  corpus = corpus_lib.Corpus(folder=_CORPUS.value, pattern=_PATTERN.value)
   tokenizer = found.tokenizer
   if tokenizer is None:
     raise ValueError(f'--target={options.TARGET.value} has no tokenizer')
   tokens = corpus.tokens(tokenizer, held_out=True)
   module = hub.read_module(found, dtype=options.dtype())
-  loss = functools.partial(held_out_loss, module, tokens)
+  loss = functools.partial(loss_lib.held_out_loss, module, tokens)
   return [{'window': n, 'nats_per_token': loss(length=n)} for n in lengths]
 
 

@@ -20,17 +20,15 @@ from absl import flags
 import command_line
 
 from models.nn import dtypes
-from models.nn import matrices
-from models.nn import sharding
-from models.text import settings
+from models.nn import matrices as matrices_lib
+from models.nn import sharding as sharding_lib
+from models.text import settings as settings_lib
 import specdec
-from specdec import checks
+from specdec import checks as checks_lib
+from specdec import sampling as sampling_lib
 from specdec import text_files
-from specdec.checks import RULES
-from specdec.sampling import BEST
-from specdec.sampling import CHILDREN as CHILDREN_KINDS
 
-_DEFAULTS = settings.DraftSettings()
+_DEFAULTS = settings_lib.DraftSettings()
 
 LARGEST_BATCH = 1024
 """Rows of a batch, at most: writes to caches are unrolled by row."""
@@ -87,14 +85,14 @@ EOS = flags.DEFINE_multi_string(
 VERIFY = flags.DEFINE_enum(
   'verify',
   'match',
-  list(RULES),
+  list(checks_lib.RULES),
   'match: the tokens of plain decoding with the same seed; rejection, block'
   ' (chains): other tokens of the same distribution',
 )
 CHILDREN = flags.DEFINE_enum(
   'children',
   None,
-  CHILDREN_KINDS,
+  sampling_lib.CHILDREN,
   'the candidates of --verify=rejection and block; default: drawn without'
   ' replacement where the topology is fixed and the drafter is a model',
 )
@@ -108,7 +106,7 @@ BREAK_EVEN = flags.DEFINE_float(
 DTYPE = flags.DEFINE_enum(
   'dtype',
   dtypes.AUTO,
-  (dtypes.AUTO, *matrices.DTYPES),
+  (dtypes.AUTO, *matrices_lib.DTYPES),
   'of the target; auto: the 16-bit type of the checkpoint where this platform'
   ' computes in it natively, else float32; int8: eight-bit weights, the rest'
   ' computed in bfloat16',
@@ -116,7 +114,7 @@ DTYPE = flags.DEFINE_enum(
 DRAFT_DTYPE = flags.DEFINE_enum(
   'draft_dtype',
   None,
-  matrices.DTYPES,
+  matrices_lib.DTYPES,
   'of the draft; default: as --dtype, but int8 beside bfloat16 where the'
   ' kernels for CPU are used; what is decoded does not depend on it',
 )
@@ -136,7 +134,7 @@ MESH = flags.DEFINE_string(
 DRAFT_MESH = flags.DEFINE_enum(
   'draft_mesh',
   'auto',
-  sharding.DRAFT_MESHES,
+  sharding_lib.DRAFT_MESHES,
   'with --mesh, whether every device has the whole draft or the draft is'
   ' divided as the target is; auto: what should be faster by its size',
 )
@@ -195,7 +193,7 @@ _SAMPLING = {
 }
 
 
-def _define(name: str, option: settings.Option) -> flags.FlagHolder:
+def _define(name: str, option: settings_lib.Option) -> flags.FlagHolder:
   """The flag of a setting."""
   of_inner = 'of --inner: ' if option.record == 'inner_stage' else ''
   text = of_inner + option.field.metadata['help']
@@ -207,7 +205,8 @@ def _define(name: str, option: settings.Option) -> flags.FlagHolder:
 
 
 _DRAFTING = {
-  name: _define(name, settings.OPTIONS[name]) for name in settings.OPTIONS
+  name: _define(name, settings_lib.OPTIONS[name])
+  for name in settings_lib.OPTIONS
 }
 
 # Listed by --help of the script, and kept in its results.
@@ -312,7 +311,7 @@ def decoding() -> dict[str, Any]:
   }
 
 
-def draft_settings(plan: Any = None) -> settings.DraftSettings:
+def draft_settings(plan: Any = None) -> settings_lib.DraftSettings:
   """The drafting settings of the flags.
 
   Args:
@@ -324,7 +323,7 @@ def draft_settings(plan: Any = None) -> settings.DraftSettings:
   except ValueError as error:
     raise ValueError(f'--lookup_confidence: {error}') from error
   with _named_as_flag():
-    changed = settings.with_options(
+    changed = settings_lib.with_options(
       _DEFAULTS, {name: flag.value for name, flag in _DRAFTING.items()}
     )
   return dataclasses.replace(changed, lookup=lookup, plan=plan)
@@ -336,8 +335,8 @@ def _check() -> None:
   with _named_as_flag():
     for name, flag in _SAMPLING.items():
       if isinstance(flag.value, float):
-        checks.sampling_value(name, flag.value)
-    checks.to_break_even(BREAK_EVEN.value)
+        checks_lib.sampling_value(name, flag.value)
+    checks_lib.to_break_even(BREAK_EVEN.value)
   sampling()
   eos_ids()
   draft_settings()
@@ -440,14 +439,14 @@ def of_first_host(make: Callable[[], Any]) -> Any:
 def mesh_sizes() -> dict[str, int]:
   """The sizes of the axes of `--mesh`; empty without it."""
   with _named_as_flag():
-    return sharding.parse_mesh(MESH.value) if MESH.value is not None else {}
+    return sharding_lib.parse_mesh(MESH.value) if MESH.value is not None else {}
 
 
 @functools.cache
 def mesh() -> Any:
   """The `mesh` argument of `models.load`; starts the devices."""
   with _named_as_flag():
-    return sharding.make_mesh(mesh_sizes()) if mesh_sizes() else None
+    return sharding_lib.make_mesh(mesh_sizes()) if mesh_sizes() else None
 
 
 def draft_name() -> str | None:
@@ -489,7 +488,7 @@ def read_prompts(name: str | None, limit: int | None = None) -> list[str]:
         f'--prompt_file={name}, line {number}: expected a JSON object with the'
         ' key prompt and a string'
       )
-    checks.check_text(f'--prompt_file={name}, line {number}', prompts[-1])
+    checks_lib.check_text(f'--prompt_file={name}, line {number}', prompts[-1])
   return prompts
 
 
@@ -506,7 +505,7 @@ def prompts(prompt: flags.FlagHolder, number: int) -> list[str]:
     number: of prompts of the file, or copies of the prompt.
   """
   if PROMPT_FILE.value is None:
-    checks.check_text(f'--{prompt.name}', prompt.value)
+    checks_lib.check_text(f'--{prompt.name}', prompt.value)
     return [prompt.value] * number
   if prompt.present:
     raise ValueError('give --prompt or --prompt_file, not both')
@@ -540,7 +539,7 @@ def _check_contradictions(plan: Any) -> None:
   ours = draft_settings()
   given = {
     name: (option.read(ours), option.read(plan.drafting))
-    for name, option in settings.OPTIONS.items()
+    for name, option in settings_lib.OPTIONS.items()
     if _DRAFTING[name].present
   }
   if LOOKUP_CONFIDENCE.present:
@@ -562,11 +561,11 @@ def dtype() -> str:
   """The dtype of the target; what `auto` stands for is printed."""
   name = DTYPE.value
   if name == dtypes.AUTO:
+    from models.checkpoints import checkpoint as checkpoint_lib
     from models.checkpoints import hub
-    from models.checkpoints.checkpoint import resolve_dtype
 
     found = hub.locate(TARGET.value, revision=REVISION.value)
-    name = resolve_dtype(name, found)
+    name = checkpoint_lib.resolve_dtype(name, found)
     print(f'--dtype=auto: {name}', file=sys.stderr)
   return name
 
@@ -577,16 +576,18 @@ def is_exact() -> bool:
 
   if dtype() == 'float32':
     return True
-  kernels = CPU_KERNELS.value == 'auto' and dtype() in matrices.KERNEL_DTYPES
+  kernels = (
+    CPU_KERNELS.value == 'auto' and dtype() in matrices_lib.KERNEL_DTYPES
+  )
   kernels &= math.prod(mesh_sizes().values()) == 1
   return kernels and build.is_available()
 
 
 def models() -> Any:
   """The `models.text.pair.ModelChoice` of the flags."""
-  from models.text.pair import ModelChoice
+  from models.text import pair as pair_lib
 
-  return ModelChoice(
+  return pair_lib.ModelChoice(
     target=TARGET.value,
     draft=draft_name(),
     revision=REVISION.value,
@@ -601,15 +602,15 @@ def models() -> Any:
 
 def model_digests() -> dict[str, str | None]:
   """See `models.text.plan.model_digests`."""
-  from models.text import plan
-  from models.text.pair import find_checkpoints
+  from models.text import pair as pair_lib
+  from models.text import plan as plan_lib
 
-  return plan.model_digests(*find_checkpoints(models()))
+  return plan_lib.model_digests(*pair_lib.find_checkpoints(models()))
 
 
 def keeps_tokens() -> bool:
   """Whether the tokens with `--verify` are those of plain decoding."""
-  return RULES[VERIFY.value](BEST).keeps_tokens
+  return checks_lib.RULES[VERIFY.value](sampling_lib.BEST).keeps_tokens
 
 
 def plan_setup(batch_size: int) -> Any:
@@ -657,11 +658,11 @@ def plan(batch_size: int, samples: Callable[[], list[str]]) -> Any:
 
 
 def _load(found: Any, messages: Any = None) -> Any:
-  from models.text.generator import load
+  from models.text import generator as generator_lib
 
   if found is not None:
     _check_contradictions(found)
-  return load(
+  return generator_lib.load(
     **vars(models()),
     method=flags.FLAGS.method,
     drafting=draft_settings(),
@@ -692,7 +693,7 @@ def many(
   """
   found, sizes = plan(batch_size, samples), dict[int, int]()
   if found is not None and PLAN.value == 'auto' and batch_size > 1:
-    from models.lab.tune.plan_lookup import join_plans
+    from models.lab.tune import plan_lookup
 
-    found, sizes = join_plans(plan(1, samples), found, batch_size)
+    found, sizes = plan_lookup.join_plans(plan(1, samples), found, batch_size)
   return _load(found), sizes

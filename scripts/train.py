@@ -62,18 +62,18 @@ def _given(*names):
 
 
 def main() -> None:
+  from models.lab.training import corpus as corpus_lib
   from models.lab.training import pipeline
-  from models.lab.training.corpus import Corpus
-  from models.lab.training.trainer import TrainConfig
+  from models.lab.training import trainer
 
   pipeline.run(
-    corpus=Corpus(folder=_FLAGS.corpus, pattern=_FLAGS.pattern),
-    config=TrainConfig(
+    corpus=corpus_lib.Corpus(folder=_FLAGS.corpus, pattern=_FLAGS.pattern),
+    config=trainer.TrainConfig(
       num_steps=_FLAGS.steps,
-      warmup_steps=min(TrainConfig.warmup_steps, _FLAGS.steps // 10),
+      warmup_steps=min(trainer.TrainConfig.warmup_steps, _FLAGS.steps // 10),
       phases=tuple(
         (part, min(length, _FLAGS.batch_tokens))
-        for part, length in TrainConfig.phases
+        for part, length in trainer.TrainConfig.phases
       ),
       **_given('batch_tokens', 'learning_rate', 'seed', 'dtype'),
     ),

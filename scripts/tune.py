@@ -22,11 +22,11 @@ _OUTPUT = flags.DEFINE_string(
 
 
 def main() -> None:
-  from models.lab.bench.record import prepare_output
-  from models.lab.tune.plan_lookup import table
-  from models.lab.tune.planner import make_plan
-  from models.text.pair import load_pair
-  from models.text.plan import cache_path
+  from models.lab.bench import record
+  from models.lab.tune import plan_lookup
+  from models.lab.tune import planner
+  from models.text import pair as pair_lib
+  from models.text import plan as plan_lib
 
   if options.PLAN.value is not None:
     raise ValueError('tune.py makes a plan; leave out --plan')
@@ -40,11 +40,11 @@ def main() -> None:
       ' own clocks; make the plan on one host'
     )
   prompts = options.file_prompts()
-  prepare_output(_OUTPUT.value)
+  record.prepare_output(_OUTPUT.value)
   setup = options.plan_setup(_BATCH_SIZE.value)
   context = setup.context()
-  plan = make_plan(
-    load_pair(setup.models),
+  plan = planner.make_plan(
+    pair_lib.load_pair(setup.models),
     prompts,
     context=context,
     sampling=setup.sampling,
@@ -52,9 +52,9 @@ def main() -> None:
     report=lambda line: print(line, file=sys.stderr),
   )
   path = pathlib.Path(
-    _OUTPUT.value or cache_path(context, options.draft_settings())
+    _OUTPUT.value or plan_lib.cache_path(context, options.draft_settings())
   )
-  print(f'{table(plan)}\n\n{plan.method}')
+  print(f'{plan_lookup.table(plan)}\n\n{plan.method}')
   plan.save(path)
   print(f'written to {path}')
 

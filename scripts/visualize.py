@@ -13,12 +13,12 @@ from absl import flags
 import command_line
 import options
 
-from models.text.settings import METHODS
+from models.text import settings as settings_lib
 import specdec
 from specdec import text_files
 
 _PROMPT = flags.DEFINE_string('prompt', options.DEFAULT_PROMPT, 'to continue')
-options.define_method(methods=METHODS[:-1])
+options.define_method(methods=settings_lib.METHODS[:-1])
 _OUTPUT = flags.DEFINE_string(
   'output', None, 'HTML file to write, with the trace beside it', required=True
 )

@@ -17,20 +17,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec.draft.drafter import Drafter
-from specdec.model import LanguageModel
-from specdec.sampling import BEST
-from specdec.sampling import CHILDREN
-from specdec.sampling import EXCLUDED
-from specdec.sampling import Sampling
-from specdec.sampling import SamplingParams
-from specdec.sampling import WITHOUT_REPLACEMENT
-from specdec.tree.topology import Topology
-from specdec.verify.accept import Rule
-from specdec.verify.block import BlockRule
-from specdec.verify.match import MatchRule
-from specdec.verify.rejection import RejectionRule
-from specdec.verify.stop_strings import StopTable
+from specdec import model as model_lib
+from specdec import sampling as sampling_lib
+from specdec.draft import drafter as drafter_lib
+from specdec.tree import topology as topology_lib
+from specdec.verify import accept
+from specdec.verify import block as block_lib
+from specdec.verify import match
+from specdec.verify import rejection
+from specdec.verify import stop_strings
 
 
 def check_text(name: str, text: str) -> None:
@@ -55,7 +50,9 @@ def check_count(
     )
 
 
-def check_drafter(target: LanguageModel, drafter: Drafter) -> None:
+def check_drafter(
+  target: model_lib.LanguageModel, drafter: drafter_lib.Drafter
+) -> None:
   """Refuses stages that share a name or have another vocabulary."""
   ours = target.spec.vocab_size
   labels = ('target', 'plain', *drafter.labels)
@@ -244,14 +241,14 @@ def _checked_bias(bias: Any, batch_size: int, vocab_size: int) -> jax.Array:
     raise ValueError('logit_bias must be numbers or -inf') from error
   if np.any(np.isnan(array) | (array == np.inf)):
     raise ValueError('logit_bias must be numbers or -inf')
-  if np.any(np.all(array == EXCLUDED, axis=-1)):
+  if np.any(np.all(array == sampling_lib.EXCLUDED, axis=-1)):
     raise ValueError('logit_bias bans every token; leave one at least')
   return jnp.asarray(array)
 
 
 def to_params(
-  sampling: Sampling, batch_size: int, vocab_size: int
-) -> SamplingParams:
+  sampling: sampling_lib.Sampling, batch_size: int, vocab_size: int
+) -> sampling_lib.SamplingParams:
   """As `decode` takes it: one value per row, biases as arrays.
 
   Raises:
@@ -267,7 +264,7 @@ def to_params(
     arrays['logit_bias'] = bias
   if sampling.top_k is not None:
     arrays |= _top_k_params(sampling.top_k, batch_size)
-  return SamplingParams(**arrays)
+  return sampling_lib.SamplingParams(**arrays)
 
 
 def to_break_even(break_even: Any) -> np.float32:
@@ -284,7 +281,7 @@ def to_break_even(break_even: Any) -> np.float32:
 
 
 def check_stop(
-  stop: StopTable | None, batch_size: int, vocab_size: int
+  stop: stop_strings.StopTable | None, batch_size: int, vocab_size: int
 ) -> None:
   """Refuses a table that was built for other shapes."""
   if stop is None:
@@ -297,19 +294,19 @@ def check_stop(
     )
 
 
-RULES: dict[str, Callable[[str], Rule]] = {
-  'match': lambda children: MatchRule(),
-  'rejection': RejectionRule,
-  'block': BlockRule,
+RULES: dict[str, Callable[[str], accept.Rule]] = {
+  'match': lambda children: match.MatchRule(),
+  'rejection': rejection.RejectionRule,
+  'block': block_lib.BlockRule,
 }
 """The rules of verification by name, made from how children are chosen."""
 
 
-def _rule_maker(verify: Any) -> Callable[[str], Rule]:
+def _rule_maker(verify: Any) -> Callable[[str], accept.Rule]:
   """An entry of `RULES`, or a function that returns a given rule."""
   if isinstance(verify, str) and verify in RULES:
     return RULES[verify]
-  is_rule = isinstance(verify, Rule) and isinstance(verify, Hashable)
+  is_rule = isinstance(verify, accept.Rule) and isinstance(verify, Hashable)
   if not is_rule or isinstance(verify, type):
     raise ValueError(
       f'verify must be one of {tuple(RULES)} or a hashable'
@@ -318,7 +315,9 @@ def _rule_maker(verify: Any) -> Callable[[str], Rule]:
   return lambda children: verify
 
 
-def to_rule(verify: str | Rule, children: str | None, drafter: Drafter) -> Rule:
+def to_rule(
+  verify: str | accept.Rule, children: str | None, drafter: drafter_lib.Drafter
+) -> accept.Rule:
   """The rule of verification.
 
   Args:
@@ -332,35 +331,36 @@ def to_rule(verify: str | Rule, children: str | None, drafter: Drafter) -> Rule:
     ValueError: the arguments are not known or do not go together.
   """
   make_rule = _rule_maker(verify)
-  rule, known = make_rule(BEST), (None, *CHILDREN)
+  rule, known = make_rule(sampling_lib.BEST), (None, *sampling_lib.CHILDREN)
   if children not in known:
     raise ValueError(f'children must be one of {known}, got {children!r}')
-  if children not in (None, BEST) and not rule.may_draw:
+  if children not in (None, sampling_lib.BEST) and not rule.may_draw:
     raise ValueError(
       f'verify={verify} wants the best children, got children={children};'
       ' choose verify=rejection to draw them'
     )
   shape = drafter.shape
-  fixed = isinstance(shape, Topology)
-  is_chain = isinstance(shape, Topology) and shape.branching == 1
+  fixed = isinstance(shape, topology_lib.Topology)
+  is_chain = isinstance(shape, topology_lib.Topology) and shape.branching == 1
   if rule.needs_chain and drafter.stages and not is_chain:
     raise ValueError(
       f'verify={verify} is for chains; choose a chain as the topology of the'
       ' drafter, or verify=rejection'
     )
   can_draw = fixed and drafter.stages[0].scorer.can_draw
-  in_order = isinstance(shape, Topology) and shape.has_all_siblings
+  in_order = isinstance(shape, topology_lib.Topology) and shape.has_all_siblings
   if children is None and rule is verify:
     children = rule.children
   if children is None:
     draws = can_draw and in_order and rule.may_draw
-    children = WITHOUT_REPLACEMENT if draws else BEST
-  if children != BEST and not can_draw:
+    children = sampling_lib.WITHOUT_REPLACEMENT if draws else sampling_lib.BEST
+  if children != sampling_lib.BEST and not can_draw:
     raise ValueError(
       f'children={children} needs a drafter with a distribution to draw from'
-      f' and a fixed topology; choose children={BEST} or a topology'
+      f' and a fixed topology; choose children={sampling_lib.BEST} or a'
+      ' topology'
     )
-  if children == WITHOUT_REPLACEMENT and not in_order:
+  if children == sampling_lib.WITHOUT_REPLACEMENT and not in_order:
     raise ValueError(
       f'children={children} needs a topology in which each node has all'
       ' siblings of lower rank: the draws are tried in their order'

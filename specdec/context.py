@@ -4,15 +4,10 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from specdec.sampling import adjust_logits
-from specdec.sampling import Randomness
-from specdec.sampling import SamplingParams
-from specdec.sampling import seen_by_nodes
-from specdec.tree.topology import Topology
-from specdec.tree.topology import TreeShape
-from specdec.tree.tree import init_tree
-from specdec.tree.tree import TokenTree
-from specdec.verify.accept import Rule
+from specdec import sampling as sampling_lib
+from specdec.tree import topology as topology_lib
+from specdec.tree import tree as tree_lib
+from specdec.verify import accept
 
 
 class StepContext(flax.struct.PyTreeNode):
@@ -23,27 +18,33 @@ class StepContext(flax.struct.PyTreeNode):
   active: jax.Array  #: `[B]` bool, rows that are not done.
   #: `[B, V]` bool, tokens of the text; None without repetition penalty.
   seen: jax.Array | None
-  sampling: SamplingParams  #: The parameters, of target and drafts alike.
-  randomness: Randomness  #: The randomness of the step.
+  sampling: (
+    sampling_lib.SamplingParams
+  )  #: The parameters, of target and drafts alike.
+  randomness: sampling_lib.Randomness  #: The randomness of the step.
   #: The shape of the tree; static.
-  shape: TreeShape | Topology = flax.struct.field(pytree_node=False)
+  shape: topology_lib.TreeShape | topology_lib.Topology = flax.struct.field(
+    pytree_node=False
+  )
   #: D, the largest depth of a node; static.
   max_depth: int = flax.struct.field(pytree_node=False)
   #: Bytes that one target forward reads; static.
   target_bytes: int = flax.struct.field(pytree_node=False)
   #: The rule of verification; static.
-  rule: Rule = flax.struct.field(pytree_node=False)
+  rule: accept.Rule = flax.struct.field(pytree_node=False)
 
-  def root_trees(self) -> TokenTree:
+  def root_trees(self) -> tree_lib.TokenTree:
     """Trees of the last tokens alone, `[B, M]` per field."""
     root = jnp.take_along_axis(self.tokens, self.length[:, None] - 1, axis=1)
-    return jax.vmap(init_tree, (0, None))(root[:, 0], self.shape.capacity)
+    return jax.vmap(tree_lib.init_tree, (0, None))(
+      root[:, 0], self.shape.capacity
+    )
 
   def adjusted(
-    self, logits: jax.Array, tree: TokenTree, nodes: jax.Array
+    self, logits: jax.Array, tree: tree_lib.TokenTree, nodes: jax.Array
   ) -> jax.Array:
     """`logits [B, W, V]` of `nodes [B, W]` with bias and repetition penalty."""
     seen = self.seen
     if seen is not None:
-      seen = seen_by_nodes(tree, nodes, seen, self.max_depth)
-    return adjust_logits(logits, self.sampling, seen)
+      seen = sampling_lib.seen_by_nodes(tree, nodes, seen, self.max_depth)
+    return sampling_lib.adjust_logits(logits, self.sampling, seen)

@@ -11,17 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec import checks
-from specdec.draft.drafter import Drafter
-from specdec.memory import check_fits
-from specdec.memory import decode_bytes
-from specdec.model import LanguageModel
-from specdec.sampling import Sampling
-from specdec.step import DecodeConfig
-from specdec.step import Request
-from specdec.verify.accept import Rule
-from specdec.verify.stop_strings import StopTable
-from specdec.watchers import make_watchers
+from specdec import checks as checks_lib
+from specdec import memory
+from specdec import model as model_lib
+from specdec import sampling as sampling_lib
+from specdec import step as step_lib
+from specdec import watchers as watchers_lib
+from specdec.draft import drafter as drafter_lib
+from specdec.verify import accept
+from specdec.verify import stop_strings
 
 _Symbol = TypeVar('_Symbol')
 _HEAD = 'Keyword Args:'
@@ -55,8 +53,8 @@ class CommonOptions(TypedDict, total=False):
       speculate.
   """
 
-  sampling: Sampling
-  verify: str | Rule
+  sampling: sampling_lib.Sampling
+  verify: str | accept.Rule
   children: str | None
   log_probs: bool
   break_even: float | None
@@ -72,7 +70,7 @@ class Options(CommonOptions, total=False):
   """
 
   eos_ids: Sequence[int]
-  stop: StopTable | None
+  stop: stop_strings.StopTable | None
 
 
 def check_names(options: Any, known: Any) -> None:
@@ -87,8 +85,8 @@ def check_names(options: Any, known: Any) -> None:
 
 
 def prepare(
-  target: LanguageModel,
-  drafter: Drafter,
+  target: model_lib.LanguageModel,
+  drafter: drafter_lib.Drafter,
   rng_key: jax.Array,
   prompt: np.ndarray,
   prompt_length: np.ndarray,
@@ -97,14 +95,14 @@ def prepare(
   rests: bool = False,
   /,
   *,
-  sampling: Sampling = Sampling(),
-  verify: str | Rule = 'match',
+  sampling: sampling_lib.Sampling = sampling_lib.Sampling(),
+  verify: str | accept.Rule = 'match',
   children: str | None = None,
   log_probs: bool = False,
   break_even: float | None = None,
   eos_ids: Sequence[int] = (),
-  stop: StopTable | None = None,
-) -> tuple[Request, DecodeConfig]:
+  stop: stop_strings.StopTable | None = None,
+) -> tuple[step_lib.Request, step_lib.DecodeConfig]:
   """The checked request of a decode, and its configuration.
 
   `prompt [B, P]` has padded token ids of the vocabulary, `prompt_length [B]`
@@ -118,25 +116,25 @@ def prepare(
       memory of the device.
   """
   num_rows, vocab_size = len(prompt), target.spec.vocab_size
-  checks.check_drafter(target, drafter)
-  checks.check_stop(stop, num_rows, vocab_size)
-  params = checks.to_params(sampling, num_rows, vocab_size)
+  checks_lib.check_drafter(target, drafter)
+  checks_lib.check_stop(stop, num_rows, vocab_size)
+  params = checks_lib.to_params(sampling, num_rows, vocab_size)
   has_penalty = params.repetition_penalty is not None
-  threshold = checks.to_break_even(break_even)
-  config = DecodeConfig(
-    max_new_tokens=checks.padded_room(room),
-    rule=checks.to_rule(verify, children, drafter),
+  threshold = checks_lib.to_break_even(break_even)
+  config = step_lib.DecodeConfig(
+    max_new_tokens=checks_lib.padded_room(room),
+    rule=checks_lib.to_rule(verify, children, drafter),
     fallback=bool(drafter.stages and (threshold > 0 or rests)),
   )
-  check_fits(decode_bytes(target, drafter, prompt.shape, config))
-  request = Request(
+  memory.check_fits(memory.decode_bytes(target, drafter, prompt.shape, config))
+  request = step_lib.Request(
     prompt=jnp.asarray(prompt),
     prompt_length=jnp.asarray(prompt_length),
     limit=jnp.asarray(limit),
-    row_keys=checks.row_keys(rng_key, num_rows),
+    row_keys=checks_lib.row_keys(rng_key, num_rows),
     sampling=params,
-    watchers=make_watchers(
-      eos_ids=checks.to_ids('eos_ids', eos_ids, vocab_size),
+    watchers=watchers_lib.make_watchers(
+      eos_ids=checks_lib.to_ids('eos_ids', eos_ids, vocab_size),
       stop=stop,
       penalty_vocab_size=vocab_size if has_penalty else 0,
       log_probs=log_probs,

@@ -20,7 +20,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from specdec.total import Total
+from specdec import total as total_lib
 
 _INITIAL_CREDIT = 8.0
 _MAX_CREDIT = 16.0
@@ -33,7 +33,7 @@ class FallbackState(flax.struct.PyTreeNode):
 
   credit: jax.Array  #: `[]` float32, tokens per row.
   speculating: jax.Array  #: `[]` bool, whether the next step is speculative.
-  plain_steps: Total  #: `[]`, plain steps so far.
+  plain_steps: total_lib.Total  #: `[]`, plain steps so far.
   #: `[]` bool, whether a plain step decoded text that the stages have not read.
   behind: jax.Array
 
@@ -43,7 +43,7 @@ def init_fallback() -> FallbackState:
   return FallbackState(
     credit=jnp.full((), _INITIAL_CREDIT, jnp.float32),
     speculating=jnp.ones((), bool),
-    plain_steps=Total.zeros(),
+    plain_steps=total_lib.Total.zeros(),
     behind=jnp.zeros((), bool),
   )
 

@@ -10,44 +10,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec import checks
+from specdec import checks as checks_lib
+from specdec import decode_options
 from specdec import hosts
-from specdec.decode_options import check_names
-from specdec.decode_options import documented
-from specdec.decode_options import Options
-from specdec.decode_options import prepare
-from specdec.draft.drafter import Drafter
-from specdec.draft.drafter import PLAIN
-from specdec.loop import advance
-from specdec.loop import advance_recorded
-from specdec.loop import ALL_STEPS
-from specdec.loop import DecodeResult
-from specdec.loop import extend
-from specdec.loop import result_of
-from specdec.loop import start
-from specdec.model import LanguageModel
-from specdec.statistics import Statistics
-from specdec.statistics import summarize
-from specdec.step import DecodeState
-from specdec.step import StepRecord
-from specdec.verify.accept import EOS
-from specdec.verify.accept import LIMIT
-from specdec.verify.accept import NOT_FINITE
-from specdec.verify.accept import RUNNING
-from specdec.verify.accept import STOP
-from specdec.watchers import LogProbs
-from specdec.watchers import state_of
-from specdec.watchers import Watcher
+from specdec import loop
+from specdec import model as model_lib
+from specdec import statistics as statistics_lib
+from specdec import step as step_lib
+from specdec import watchers as watchers_lib
+from specdec.draft import drafter as drafter_lib
+from specdec.verify import accept
 
 # Between two calls of `should_stop`.
 _STEPS_BETWEEN_CHECKS = 8
 
 _FINISH_REASONS = {
-  RUNNING: 'cancelled',
-  LIMIT: 'length',
-  EOS: 'eos',
-  STOP: 'stop',
-  NOT_FINITE: 'error',
+  accept.RUNNING: 'cancelled',
+  accept.LIMIT: 'length',
+  accept.EOS: 'eos',
+  accept.STOP: 'stop',
+  accept.NOT_FINITE: 'error',
 }
 
 
@@ -67,22 +49,24 @@ class Generation:
   #: `cancelled`, or `error`.
   finish_reasons: list[str]
   errors: list[str | None]  #: For each row an error message, or None.
-  stats: Statistics  #: The figures of the decode.
+  stats: statistics_lib.Statistics  #: The figures of the decode.
 
 
 def generation_of(
-  result: DecodeResult,
+  result: loop.DecodeResult,
   starts: np.ndarray,
   *,
-  watchers: tuple[Watcher, ...],
-  target: LanguageModel,
-  drafter: Drafter,
+  watchers: tuple[watchers_lib.Watcher, ...],
+  target: model_lib.LanguageModel,
+  drafter: drafter_lib.Drafter,
 ) -> Generation:
   """What a decode returned, as lists; `starts [B]` are where new tokens begin.
 
   The watchers are those of the request.
   """
-  found = state_of(LogProbs, watchers, result.watchers)
+  found = watchers_lib.state_of(
+    watchers_lib.LogProbs, watchers, result.watchers
+  )
   tokens, origins, log_probs, ends, reasons = hosts.read(
     (result.tokens, result.origins, found, result.length, result.reason)
   )
@@ -98,13 +82,13 @@ def generation_of(
     errors=[
       f'row {row}: the target gave logits that are not finite for position'
       f' {end} (new token {end - begin})'
-      if reason == NOT_FINITE
+      if reason == accept.NOT_FINITE
       else None
       for row, (begin, end, reason) in enumerate(
         zip(starts, ends, reasons, strict=True)
       )
     ],
-    stats=summarize(
+    stats=statistics_lib.summarize(
       result,
       np.concatenate(cut(origins)),
       starts,
@@ -116,7 +100,7 @@ def generation_of(
 
 
 def _row_forwards(
-  state: DecodeState, drafter: Drafter
+  state: step_lib.DecodeState, drafter: drafter_lib.Drafter
 ) -> dict[str, np.ndarray]:
   """The number of forwards of each row so far, `[B]`, by stage."""
   counted = {'target': state.counters.target_forwards} | {
@@ -131,14 +115,14 @@ def _row_forwards(
 class RecordedStep:
   """One step of a decode with its tree, see `specdec.tracing`."""
 
-  record: StepRecord  #: The tree and the accepted path of each row.
+  record: step_lib.StepRecord  #: The tree and the accepted path of each row.
   starts: np.ndarray  #: `[B]`, the tokens of each text before the step.
   new_tokens: list[list[int]]  #: Of each row.
   #: The forwards of each row in the step, `[B]`, by stage; the target first.
   forwards: dict[str, np.ndarray]
 
 
-@documented(Options)
+@decode_options.documented(decode_options.Options)
 class Decoding:
   """A decode that can be watched, and stopped, while it goes on.
 
@@ -161,27 +145,29 @@ class Decoding:
 
   def __init__(
     self,
-    target: LanguageModel,
+    target: model_lib.LanguageModel,
     rng_key: jax.Array,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int | Sequence[int],
     room_for_new_tokens: int | None = None,
-    drafter: Drafter = PLAIN,
-    **options: Unpack[Options],
+    drafter: drafter_lib.Drafter = drafter_lib.PLAIN,
+    **options: Unpack[decode_options.Options],
   ):
-    check_names(options, Options)
+    decode_options.check_names(options, decode_options.Options)
     spec = target.spec
-    prompts = checks.to_prompts(prompts, spec.vocab_size)
-    limits, room = checks.to_limits(
+    prompts = checks_lib.to_prompts(prompts, spec.vocab_size)
+    limits, room = checks_lib.to_limits(
       prompts, max_new_tokens, room_for_new_tokens, spec.max_positions
     )
-    padded, lengths = checks.pad(prompts)
+    padded, lengths = checks_lib.pad(prompts)
     self._target, self._drafter = target, drafter
-    self._request, self._config = prepare(
+    self._request, self._config = decode_options.prepare(
       target, drafter, rng_key, padded, lengths, limits, room, **options
     )
-    self._state = start(target, drafter, self._request, config=self._config)
+    self._state = loop.start(
+      target, drafter, self._request, config=self._config
+    )
     self._begin(prompts, lengths, limits, num_kept=np.zeros_like(limits))
 
   def _begin(
@@ -196,20 +182,20 @@ class Decoding:
     #: The ids of each prompt.
     self.prompts: list[list[int]] = prompts
     self._prompt_lengths, self._ends = lengths, lengths
-    self._reasons = np.where(limits > 0, RUNNING, LIMIT)
+    self._reasons = np.where(limits > 0, accept.RUNNING, accept.LIMIT)
     #: Of each row, the tokens of its prompt that `extend` did not read again.
     self.num_kept: list[int] = num_kept.tolist()
 
   @property
   def done(self) -> bool:
     """Whether all rows are."""
-    return bool(np.all(self._reasons != RUNNING))
+    return bool(np.all(self._reasons != accept.RUNNING))
 
   @property
   def finish_reasons(self) -> list[str | None]:
     """Of each row, see `Generation`; None while it goes on."""
     return [
-      None if reason == RUNNING else _FINISH_REASONS[int(reason)]
+      None if reason == accept.RUNNING else _FINISH_REASONS[int(reason)]
       for reason in self._reasons
     ]
 
@@ -235,12 +221,12 @@ class Decoding:
       ValueError: an argument cannot be used; nothing has changed then.
     """
     spec, (num_rows, num_slots) = self._target.spec, self._state.tokens.shape
-    prompts = checks.to_prompts(prompts, spec.vocab_size)
+    prompts = checks_lib.to_prompts(prompts, spec.vocab_size)
     if len(prompts) != num_rows:
       raise ValueError(
         f'prompts must be one per row ({num_rows}), got {len(prompts)}'
       )
-    limits, _ = checks.to_limits(
+    limits, _ = checks_lib.to_limits(
       prompts, max_new_tokens, None, spec.max_positions
     )
     for row, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
@@ -250,18 +236,18 @@ class Decoding:
           f' exceed the {num_slots} slots of this decode; begin another, with a'
           ' larger room_for_new_tokens'
         )
-    tokens, lengths = checks.pad(prompts, num_slots)
+    tokens, lengths = checks_lib.pad(prompts, num_slots)
     self._request = self._request.replace(
       prompt_length=jnp.asarray(lengths), limit=jnp.asarray(limits)
     )
-    self._state, kept = extend(
+    self._state, kept = loop.extend(
       self._target, self._drafter, self._request, self._state, tokens
     )
     self._begin(prompts, lengths, limits, num_kept=hosts.read(kept))
 
   def step(self, num_steps: int = 1) -> list[list[int]]:
     """Some target forwards of all rows that go on; their new tokens."""
-    self._state = advance(
+    self._state = loop.advance(
       self._target,
       self._drafter,
       self._request,
@@ -278,7 +264,7 @@ class Decoding:
     The tokens are those of `step`. Compiles a program of its own.
     """
     before, starts = _row_forwards(self._state, self._drafter), self._ends
-    self._state, record = advance_recorded(
+    self._state, record = loop.advance_recorded(
       self._target,
       self._drafter,
       self._request,
@@ -303,7 +289,7 @@ class Decoding:
   def run(self, should_stop: Callable[[], bool] | None = None) -> None:
     """To the end, or until somebody wants to stop; see `generate`."""
     if should_stop is None:
-      self.step(ALL_STEPS)
+      self.step(loop.ALL_STEPS)
     else:
       while not (self.done or should_stop()):
         self.step(_STEPS_BETWEEN_CHECKS)
@@ -316,7 +302,7 @@ class Decoding:
   def result(self) -> Generation:
     """All new tokens so far, and the statistics."""
     return generation_of(
-      result_of(self._state),
+      loop.result_of(self._state),
       self._prompt_lengths,
       watchers=self._request.watchers,
       target=self._target,
@@ -324,17 +310,17 @@ class Decoding:
     )
 
 
-@documented(Options)
+@decode_options.documented(decode_options.Options)
 def generate(
-  target: LanguageModel,
+  target: model_lib.LanguageModel,
   rng_key: jax.Array,
   prompts: Sequence[Sequence[int]],
   *,
   max_new_tokens: int | Sequence[int],
   room_for_new_tokens: int | None = None,
-  drafter: Drafter = PLAIN,
+  drafter: drafter_lib.Drafter = drafter_lib.PLAIN,
   should_stop: Callable[[], bool] | None = None,
-  **options: Unpack[Options],
+  **options: Unpack[decode_options.Options],
 ) -> Generation:
   """Continues each prompt; the drafter changes the speed, not the output.
 

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
-from specdec.total import Total
+from specdec import total as total_lib
 
 
 def read(tree: Any) -> Any:
@@ -22,7 +22,7 @@ def read(tree: Any) -> Any:
       return multihost_utils.process_allgather(leaf, tiled=True)
     return leaf
 
-  is_total = lambda node: isinstance(node, Total)
+  is_total = lambda node: isinstance(node, total_lib.Total)
   return jax.tree.map(
     lambda node: node.value if is_total(node) else node,
     jax.device_get(jax.tree.map(gather, tree)),

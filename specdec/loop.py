@@ -19,30 +19,17 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec.draft.drafter import Drafter
-from specdec.draft.drafter import PLAIN
-from specdec.draft.stages import catch_up_stages
-from specdec.draft.stages import init_stage_counters
-from specdec.draft.stages import init_stages
-from specdec.draft.stages import StageCounters
-from specdec.fallback import init_fallback
-from specdec.mappings import jit
-from specdec.model import LanguageModel
-from specdec.model import prefill
-from specdec.model import read_text
-from specdec.sampling import BEST
-from specdec.statistics import Counters
-from specdec.statistics import init_counters
-from specdec.step import DecodeConfig
-from specdec.step import DecodeState
-from specdec.step import Request
-from specdec.step import step
-from specdec.step import StepRecord
-from specdec.total import Total
-from specdec.verify.accept import LIMIT
-from specdec.verify.accept import RUNNING
-from specdec.watchers import SeenTokens
-from specdec.watchers import state_of
+from specdec import fallback as fallback_lib
+from specdec import mappings
+from specdec import model as model_lib
+from specdec import sampling as sampling_lib
+from specdec import statistics as statistics_lib
+from specdec import step as step_lib
+from specdec import total as total_lib
+from specdec import watchers as watchers_lib
+from specdec.draft import drafter as drafter_lib
+from specdec.draft import stages as stages_lib
+from specdec.verify import accept
 
 ALL_STEPS = np.iinfo(np.int32).max
 """`num_steps` of `advance` for decoding until all rows are done."""
@@ -59,19 +46,25 @@ class DecodeResult(flax.struct.PyTreeNode):
   #: i-th of `Drafter.labels`.
   origins: jax.Array
   watchers: tuple[Any, ...]  #: The states of the request's watchers.
-  counters: Counters  #: See `specdec.statistics`.
-  stage_counters: tuple[StageCounters, ...]  #: For each stage, outermost first.
-  plain_steps: Total  #: `[]`, steps in which the fallback drafted nothing.
+  counters: statistics_lib.Counters  #: See `specdec.statistics`.
+  stage_counters: tuple[
+    stages_lib.StageCounters, ...
+  ]  #: For each stage, outermost first.
+  plain_steps: (
+    total_lib.Total
+  )  #: `[]`, steps in which the fallback drafted nothing.
 
 
-def _reason(request: Request) -> jax.Array:
+def _reason(request: step_lib.Request) -> jax.Array:
   """Why rows are done before the first step."""
   # Not weakly typed, or the second `advance` would compile again.
-  return jnp.where(request.limit <= 0, LIMIT, RUNNING).astype(jnp.int32)
+  return jnp.where(request.limit <= 0, accept.LIMIT, accept.RUNNING).astype(
+    jnp.int32
+  )
 
 
 def _watch(
-  request: Request, tokens: jax.Array, length: jax.Array
+  request: step_lib.Request, tokens: jax.Array, length: jax.Array
 ) -> tuple[Any, ...]:
   """The states of the watchers after the texts `tokens [B, T]`."""
   return tuple(
@@ -81,12 +74,12 @@ def _watch(
 
 
 def _start(
-  target: LanguageModel,
-  drafter: Drafter,
-  request: Request,
+  target: model_lib.LanguageModel,
+  drafter: drafter_lib.Drafter,
+  request: step_lib.Request,
   *,
-  config: DecodeConfig,
-) -> DecodeState:
+  config: step_lib.DecodeConfig,
+) -> step_lib.DecodeState:
   batch_size, prompt_bucket = request.prompt.shape
   num_slots = prompt_bucket + config.max_new_tokens
   padding = ((0, 0), (0, config.max_new_tokens))
@@ -99,43 +92,50 @@ def _start(
     )
   if (
     request.sampling.repetition_penalty is not None
-    and state_of(SeenTokens, request.watchers, watchers) is None
+    and watchers_lib.state_of(
+      watchers_lib.SeenTokens, request.watchers, watchers
+    )
+    is None
   ):
     raise ValueError('repetition_penalty needs SeenTokens among the watchers')
-  return DecodeState(
+  return step_lib.DecodeState(
     tokens=tokens,
     origins=jnp.zeros_like(tokens),
     length=request.prompt_length,
     reason=_reason(request),
     # Finished rows keep verifying until the batch ends, so the cache has N
     # extra slots.
-    target=prefill(
+    target=model_lib.prefill(
       target,
       request.prompt,
       request.prompt_length - 1,
       num_slots=num_slots,
       window_size=drafter.shape.num_nodes,
     ),
-    stages=init_stages(
+    stages=stages_lib.init_stages(
       drafter,
       request.prompt,
       request.prompt_length,
       num_slots=num_slots,
-      drawn_from=0 if config.rule.children == BEST else target.spec.vocab_size,
+      drawn_from=0
+      if config.rule.children == sampling_lib.BEST
+      else target.spec.vocab_size,
     ),
     watchers=watchers,
-    counters=init_counters(batch_size, drafter.max_depth),
-    fallback=init_fallback(),
+    counters=statistics_lib.init_counters(batch_size, drafter.max_depth),
+    fallback=fallback_lib.init_fallback(),
   )
 
 
-def _caught_up(drafter: Drafter, state: DecodeState) -> DecodeState:
+def _caught_up(
+  drafter: drafter_lib.Drafter, state: step_lib.DecodeState
+) -> step_lib.DecodeState:
   """The stages read what plain steps decoded, unless the next one is plain."""
   fallback = state.fallback
   reads = fallback.behind & fallback.speculating
   length = jnp.where(reads, state.length, 0)
   return state.replace(
-    stages=catch_up_stages(
+    stages=stages_lib.catch_up_stages(
       drafter, state.stages, state.tokens, length, kept=state.length
     ),
     fallback=fallback.replace(behind=fallback.behind & ~reads),
@@ -143,29 +143,33 @@ def _caught_up(drafter: Drafter, state: DecodeState) -> DecodeState:
 
 
 # Steps done, and the state.
-_Carry = tuple[jax.Array, DecodeState]
+_Carry = tuple[jax.Array, step_lib.DecodeState]
 
 
 def _advance(
-  target: LanguageModel,
-  drafter: Drafter,
-  request: Request,
-  state: DecodeState,
+  target: model_lib.LanguageModel,
+  drafter: drafter_lib.Drafter,
+  request: step_lib.Request,
+  state: step_lib.DecodeState,
   num_steps: jax.typing.ArrayLike,
   num_done: jax.typing.ArrayLike,
   *,
-  config: DecodeConfig,
-) -> DecodeState:
+  config: step_lib.DecodeConfig,
+) -> step_lib.DecodeState:
   def goes_on(carry: _Carry) -> jax.Array:
     steps_done, state = carry
     return (jnp.sum(state.done) < num_done) & (steps_done < num_steps)
 
   def repeat(
-    drafter: Drafter,
+    drafter: drafter_lib.Drafter,
     carry: _Carry,
-    while_: Callable[[DecodeState], jax.typing.ArrayLike] = lambda state: True,
+    while_: Callable[
+      [step_lib.DecodeState], jax.typing.ArrayLike
+    ] = lambda state: True,
   ) -> _Carry:
-    take = lambda state: step(target, drafter, request, state, config)[0]
+    take = lambda state: step_lib.step(target, drafter, request, state, config)[
+      0
+    ]
     return lax.while_loop(
       lambda carry: goes_on(carry) & while_(carry[1]),
       lambda carry: (carry[0] + 1, take(carry[1])),
@@ -180,7 +184,9 @@ def _advance(
       (steps_done, _caught_up(drafter, state)),
       lambda state: state.fallback.speculating,
     )
-    return repeat(PLAIN, carry, lambda state: ~state.fallback.speculating)
+    return repeat(
+      drafter_lib.PLAIN, carry, lambda state: ~state.fallback.speculating
+    )
 
   carry = (jnp.zeros((), jnp.int32), state)
   # A plain drafter has nothing to fall back from.
@@ -189,29 +195,29 @@ def _advance(
   return lax.while_loop(goes_on, alternate, carry)[1]
 
 
-@jit(static_argnames='config')
+@mappings.jit(static_argnames='config')
 def start(
-  target: LanguageModel,
-  drafter: Drafter,
-  request: Request,
+  target: model_lib.LanguageModel,
+  drafter: drafter_lib.Drafter,
+  request: step_lib.Request,
   *,
-  config: DecodeConfig,
-) -> DecodeState:
+  config: step_lib.DecodeConfig,
+) -> step_lib.DecodeState:
   """The state before the first step, prompts in the caches; see `decode`."""
   return target.spec.place(_start(target, drafter, request, config=config))
 
 
-@jit(static_argnames='config', donate_argnames=('state',))
+@mappings.jit(static_argnames='config', donate_argnames=('state',))
 def advance(
-  target: LanguageModel,
-  drafter: Drafter,
-  request: Request,
-  state: DecodeState,
+  target: model_lib.LanguageModel,
+  drafter: drafter_lib.Drafter,
+  request: step_lib.Request,
+  state: step_lib.DecodeState,
   num_steps: jax.typing.ArrayLike,
   num_done: jax.typing.ArrayLike,
   *,
-  config: DecodeConfig,
-) -> DecodeState:
+  config: step_lib.DecodeConfig,
+) -> step_lib.DecodeState:
   """Steps of all rows that are not done; see `decode`.
 
   At most `num_steps`, and none once `num_done` rows or more are done. The
@@ -224,40 +230,42 @@ def advance(
 
 
 def _restarted(
-  target: LanguageModel,
-  drafter: Drafter,
-  request: Request,
-  state: DecodeState,
+  target: model_lib.LanguageModel,
+  drafter: drafter_lib.Drafter,
+  request: step_lib.Request,
+  state: step_lib.DecodeState,
   tokens: jax.Array,
   kept: jax.Array,
-) -> DecodeState:
+) -> step_lib.DecodeState:
   """The state of rows with other texts, whose first `kept` tokens were read.
 
   Watchers and fallback are those of before.
   """
   length, (num_rows, _) = request.prompt_length, tokens.shape
-  stages = catch_up_stages(drafter, state.stages, tokens, length, kept)
-  counters = init_stage_counters(num_rows)
+  stages = stages_lib.catch_up_stages(
+    drafter, state.stages, tokens, length, kept
+  )
+  counters = stages_lib.init_stage_counters(num_rows)
   depth = state.counters.emitted_histogram.shape[1] - 1
   return state.replace(
     tokens=tokens,
     origins=jnp.zeros_like(tokens),
     length=length,
     reason=_reason(request),
-    target=read_text(target, state.target, tokens, length, kept)[0],
+    target=model_lib.read_text(target, state.target, tokens, length, kept)[0],
     stages=tuple(stage.replace(counters=counters) for stage in stages),
-    counters=init_counters(num_rows, depth),
+    counters=statistics_lib.init_counters(num_rows, depth),
   )
 
 
-@jit(donate_argnames=('state',))
+@mappings.jit(donate_argnames=('state',))
 def extend(
-  target: LanguageModel,
-  drafter: Drafter,
-  request: Request,
-  state: DecodeState,
+  target: model_lib.LanguageModel,
+  drafter: drafter_lib.Drafter,
+  request: step_lib.Request,
+  state: step_lib.DecodeState,
   tokens: jax.Array,
-) -> tuple[DecodeState, jax.Array]:
+) -> tuple[step_lib.DecodeState, jax.Array]:
   """The state before the first step after other texts, such as longer ones.
 
   What these texts have in common with those of the state is not read again, by
@@ -288,7 +296,7 @@ def extend(
     watchers=_watch(request, tokens, length),
     # What it learned about the drafter is kept.
     fallback=state.fallback.replace(
-      plain_steps=Total.zeros(), behind=jnp.zeros((), bool)
+      plain_steps=total_lib.Total.zeros(), behind=jnp.zeros((), bool)
     ),
   )
   return target.spec.place(state), kept
@@ -312,22 +320,24 @@ def _with_row(tree: Any, row: jax.Array, values: Any) -> Any:
 _OF_ROWS = ('prompt_length', 'limit', 'row_keys', 'sampling')
 
 
-def place_request(target: LanguageModel, request: Request) -> Request:
+def place_request(
+  target: model_lib.LanguageModel, request: step_lib.Request
+) -> step_lib.Request:
   """The request as `insert` returns it, so that it is compiled only once."""
   rows = {name: getattr(request, name) for name in _OF_ROWS}
   return request.replace(**target.spec.place(rows))
 
 
-@jit(donate_argnames=('state',))
+@mappings.jit(donate_argnames=('state',))
 def insert(
-  target: LanguageModel,
-  drafter: Drafter,
-  request: Request,
-  state: DecodeState,
+  target: model_lib.LanguageModel,
+  drafter: drafter_lib.Drafter,
+  request: step_lib.Request,
+  state: step_lib.DecodeState,
   row: jax.Array,
-  new: Request,
+  new: step_lib.Request,
   kept: jax.Array,
-) -> tuple[Request, DecodeState]:
+) -> tuple[step_lib.Request, step_lib.DecodeState]:
   """The state with another text in one row; the other rows stay as they are.
 
   A long text may be read in parts, between steps: every call has the text so
@@ -365,28 +375,30 @@ def insert(
   return place_request(target, request), target.spec.place(state)
 
 
-@jit(static_argnames=('speculate', 'config'), donate_argnames=('state',))
+@mappings.jit(
+  static_argnames=('speculate', 'config'), donate_argnames=('state',)
+)
 def advance_recorded(
-  target: LanguageModel,
-  drafter: Drafter,
-  request: Request,
-  state: DecodeState,
+  target: model_lib.LanguageModel,
+  drafter: drafter_lib.Drafter,
+  request: step_lib.Request,
+  state: step_lib.DecodeState,
   *,
   speculate: bool,
-  config: DecodeConfig,
-) -> tuple[DecodeState, StepRecord]:
+  config: step_lib.DecodeConfig,
+) -> tuple[step_lib.DecodeState, step_lib.StepRecord]:
   """`advance` by one step, and its trace data.
 
   `speculate` is the value of `state.fallback.speculating`.
   """
   if speculate and config.fallback:
     state = _caught_up(drafter, state)
-  chosen = drafter if speculate else PLAIN
-  state, record = step(target, chosen, request, state, config)
+  chosen = drafter if speculate else drafter_lib.PLAIN
+  state, record = step_lib.step(target, chosen, request, state, config)
   return target.spec.place(state), record
 
 
-def result_of(state: DecodeState) -> DecodeResult:
+def result_of(state: step_lib.DecodeState) -> DecodeResult:
   """The result of what has been decoded so far."""
   return DecodeResult(
     tokens=state.tokens,
@@ -400,13 +412,13 @@ def result_of(state: DecodeState) -> DecodeResult:
   )
 
 
-@jit(static_argnames='config')
+@mappings.jit(static_argnames='config')
 def decode(
-  target: LanguageModel,
-  drafter: Drafter,
-  request: Request,
+  target: model_lib.LanguageModel,
+  drafter: drafter_lib.Drafter,
+  request: step_lib.Request,
   *,
-  config: DecodeConfig,
+  config: step_lib.DecodeConfig,
 ) -> DecodeResult:
   """Decodes a batch; the pure function under `specdec.generate`.
 

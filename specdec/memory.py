@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 
-from specdec.draft.drafter import Drafter
-from specdec.model import LanguageModel
-from specdec.sampling import BEST
-from specdec.step import DecodeConfig
+from specdec import model as model_lib
+from specdec import sampling as sampling_lib
+from specdec import step as step_lib
+from specdec.draft import drafter as drafter_lib
 
 _FLOAT32 = 4
 
@@ -61,10 +61,10 @@ def check_fits(parts: dict[str, int]) -> None:
 
 
 def decode_bytes(
-  target: LanguageModel,
-  drafter: Drafter,
+  target: model_lib.LanguageModel,
+  drafter: drafter_lib.Drafter,
   prompt_shape: tuple[int, int],
-  config: DecodeConfig,
+  config: step_lib.DecodeConfig,
 ) -> dict[str, int]:
   """Bytes that a device holds at once at least, by part, for `check_fits`.
 
@@ -86,7 +86,7 @@ def decode_bytes(
     for model in models
   )
   slots = rows * (prompt_slots + config.max_new_tokens)
-  drawn = len(scorers) if config.rule.children != BEST else 0
+  drawn = len(scorers) if config.rule.children != sampling_lib.BEST else 0
   per_node = rows * vocab_size * _FLOAT32
   return {
     'the weights; see dtype': sum(map(bytes_on_device, params)),

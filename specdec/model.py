@@ -27,14 +27,9 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from specdec.cache import causal_mask
-from specdec.cache import keep
-from specdec.cache import KVCache
-from specdec.context import StepContext
-from specdec.tree.tree import ancestor_mask
-from specdec.tree.tree import NO_NODE
-from specdec.tree.tree import pick
-from specdec.tree.tree import TokenTree
+from specdec import cache as cache_lib
+from specdec import context as context_lib
+from specdec.tree import tree as tree_lib
 
 # Tokens that one forward of `read_text` reads at least.
 _READ_SIZE = 32
@@ -53,9 +48,9 @@ class ModelSpec:
   #: attends only where the mask is true. Positions and mask are arguments, so
   #: prefill, a chain, a tree and plain decoding are the same forward. Positions
   #: beyond the context must not give NaN: padding has them.
-  apply: Callable[..., tuple[jax.Array, KVCache]]
+  apply: Callable[..., tuple[jax.Array, cache_lib.KVCache]]
   #: `(batch_size, num_slots) -> KVCache`, empty.
-  init_cache: Callable[[int, int], KVCache]
+  init_cache: Callable[[int, int], cache_lib.KVCache]
   vocab_size: int  #: V.
   max_positions: int  #: The length of the context.
   #: Bytes of weights that one forward reads from memory. Where that depends on
@@ -85,8 +80,8 @@ class LanguageModel(flax.struct.PyTreeNode):
     tokens: jax.Array,
     positions: jax.Array,
     mask: jax.Array,
-    cache: KVCache,
-  ) -> tuple[jax.Array, KVCache]:
+    cache: cache_lib.KVCache,
+  ) -> tuple[jax.Array, cache_lib.KVCache]:
     """One forward, see `ModelSpec.apply`."""
     with jax.named_scope('forward'):  # the name in profiles and compiled text
       return self.spec.apply(self.params, tokens, positions, mask, cache)
@@ -98,10 +93,10 @@ class LanguageModel(flax.struct.PyTreeNode):
     return self._causal(tokens, cache)[0]
 
   def _causal(
-    self, tokens: jax.Array, cache: KVCache
-  ) -> tuple[jax.Array, KVCache]:
+    self, tokens: jax.Array, cache: cache_lib.KVCache
+  ) -> tuple[jax.Array, cache_lib.KVCache]:
     positions = jnp.arange(tokens.shape[1])[None]
-    mask = causal_mask(cache.length, tokens.shape[1], cache.num_slots)
+    mask = cache_lib.causal_mask(cache.length, tokens.shape[1], cache.num_slots)
     return self.apply(
       tokens, jnp.broadcast_to(positions, tokens.shape), mask, cache
     )
@@ -111,7 +106,7 @@ class ModelState(flax.struct.PyTreeNode):
   """State of a model, carried from forward to forward."""
 
   #: Its `length` is that of the text it held when the step began.
-  cache: KVCache
+  cache: cache_lib.KVCache
   #: `[B]` int32, slots of the window that hold text, at its start.
   num_text: jax.Array
   #: `[B, T]` int32, the node in each slot of the window; `NO_NODE` for text,
@@ -148,7 +143,7 @@ def prefill(
   return ModelState(
     cache=cache.replace(length=num_cached),
     num_text=jnp.zeros(batch_size, jnp.int32),
-    window=jnp.full((batch_size, window_size), NO_NODE, jnp.int32),
+    window=jnp.full((batch_size, window_size), tree_lib.NO_NODE, jnp.int32),
     used=jnp.zeros((), jnp.int32),
   )
 
@@ -164,9 +159,9 @@ class NodeScores(NamedTuple):
 def forward_nodes(
   model: LanguageModel,
   state: ModelState,
-  tree: TokenTree,
+  tree: tree_lib.TokenTree,
   nodes: jax.Array,
-  ctx: StepContext,
+  ctx: context_lib.StepContext,
   *,
   may_lag: bool,
 ) -> tuple[NodeScores, ModelState]:
@@ -185,13 +180,13 @@ def forward_nodes(
     may_lag: whether text may be missing; static. If not, as for the target,
       nothing is computed for it.
   """
-  at = jax.vmap(pick)
+  at = jax.vmap(tree_lib.pick)
   text = _missing_text(state, nodes, ctx) if may_lag else None
   nodes = text.nodes if text else nodes
   num_text = text.num_text if text else state.num_text
   zero = jnp.zeros((), state.used.dtype)
   window = lax.dynamic_update_slice(state.window, nodes, (zero, state.used))
-  sees = jax.vmap(ancestor_mask, (0, 0, 0, None))(
+  sees = jax.vmap(tree_lib.ancestor_mask, (0, 0, 0, None))(
     tree.parent, nodes, window, ctx.max_depth
   )
   tokens = at(tree.token, nodes)
@@ -229,7 +224,7 @@ class _MissingText(NamedTuple):
 
 
 def _missing_text(
-  state: ModelState, nodes: jax.Array, ctx: StepContext
+  state: ModelState, nodes: jax.Array, ctx: context_lib.StepContext
 ) -> _MissingText:
   index = jnp.arange(nodes.shape[1])[None]
   known = state.cache.length + state.num_text
@@ -238,7 +233,7 @@ def _missing_text(
   nodes = jnp.take_along_axis(nodes, jnp.maximum(index - missing, 0), axis=1)
   num_text = state.num_text[:, None] + missing
   return _MissingText(
-    nodes=jnp.where(is_text, NO_NODE, nodes),
+    nodes=jnp.where(is_text, tree_lib.NO_NODE, nodes),
     is_text=is_text,
     positions=known[:, None] + index,
     num_seen=jnp.where(is_text, state.num_text[:, None] + index + 1, num_text),
@@ -264,7 +259,7 @@ def commit(
   in_slot &= (path >= 0)[:, :, None]
   scored = jnp.any(in_slot, axis=2)
   num_scored = jnp.sum(jnp.cumprod(scored.astype(jnp.int32), axis=1), axis=1)
-  cache = keep(
+  cache = cache_lib.keep(
     state.cache,
     state.cache.length + state.num_text,
     jnp.argmax(in_slot, axis=2),
@@ -274,7 +269,7 @@ def commit(
   return ModelState(
     cache=cache,
     num_text=jnp.zeros_like(state.num_text),
-    window=jnp.full_like(state.window, NO_NODE),
+    window=jnp.full_like(state.window, tree_lib.NO_NODE),
     used=jnp.zeros_like(state.used),
   )
 
@@ -305,14 +300,16 @@ def read_text(
   num_slots = state.cache.num_slots
   size = min(max(state.window.shape[1], _READ_SIZE), num_slots)
   end = jnp.minimum(length - 1, model.spec.max_positions)
-  at = jax.vmap(pick)
+  at = jax.vmap(tree_lib.pick)
 
-  def feed(carry: tuple[jax.Array, KVCache]) -> tuple[jax.Array, KVCache]:
+  def feed(
+    carry: tuple[jax.Array, cache_lib.KVCache],
+  ) -> tuple[jax.Array, cache_lib.KVCache]:
     forwards, cache = carry
     # The last chunk of a text that fills the cache begins within what was read.
     start = jnp.minimum(cache.length, num_slots - size)
     positions = start[:, None] + jnp.arange(size)[None]
-    mask = causal_mask(start, size, num_slots)
+    mask = cache_lib.causal_mask(start, size, num_slots)
     _, fed = model.apply(
       at(tokens, positions), positions, mask, cache.replace(length=start)
     )

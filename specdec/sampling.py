@@ -22,9 +22,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec.tree.tree import pick
-from specdec.tree.tree import TokenTree
-from specdec.tree.tree import walk_up
+from specdec.tree import tree as tree_lib
 
 EXCLUDED = -np.inf
 """Log-probability of a token that cannot be chosen.
@@ -162,7 +160,7 @@ def add_seen(seen: jax.Array, tokens: jax.Array, count: jax.Array) -> jax.Array:
 
 
 def seen_by_nodes(
-  tree: TokenTree, nodes: jax.Array, seen: jax.Array, max_depth: int
+  tree: tree_lib.TokenTree, nodes: jax.Array, seen: jax.Array, max_depth: int
 ) -> jax.Array:
   """The tokens that the sequence of each node has, its own included.
 
@@ -178,8 +176,10 @@ def seen_by_nodes(
     `[B, W, V]` bool.
   """
 
-  def of_row(tree: TokenTree, nodes: jax.Array, seen: jax.Array) -> jax.Array:
-    walk = walk_up(tree.parent, nodes, max_depth)
+  def of_row(
+    tree: tree_lib.TokenTree, nodes: jax.Array, seen: jax.Array
+  ) -> jax.Array:
+    walk = tree_lib.walk_up(tree.parent, nodes, max_depth)
     tokens = jnp.where(walk >= 0, tree.token[walk], seen.shape[0])
     index = jnp.arange(nodes.shape[0])[:, None]
     spread = jnp.broadcast_to(seen[None], (nodes.shape[0], seen.shape[0]))
@@ -406,7 +406,7 @@ class Randomness(flax.struct.PyTreeNode):
 
   def noise_at(self, depth: jax.Array) -> jax.Array:
     """`[B, W, V]`, the noise after nodes of `depth [B, W]`."""
-    return jax.vmap(pick)(self.noise, depth)
+    return jax.vmap(tree_lib.pick)(self.noise, depth)
 
 
 def step_randomness(

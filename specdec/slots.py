@@ -21,29 +21,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec import checks
+from specdec import checks as checks_lib
+from specdec import decode_options
+from specdec import generation as generation_lib
 from specdec import hosts
-from specdec.decode_options import check_names
-from specdec.decode_options import documented
-from specdec.decode_options import Options
-from specdec.decode_options import prepare
-from specdec.draft.drafter import Drafter
-from specdec.draft.drafter import PLAIN
-from specdec.generation import Generation
-from specdec.generation import generation_of
-from specdec.loop import advance
-from specdec.loop import ALL_STEPS
-from specdec.loop import insert
-from specdec.loop import place_request
-from specdec.loop import result_of
-from specdec.loop import start
-from specdec.model import LanguageModel
-from specdec.sampling import Sampling
-from specdec.sampling import SamplingParams
-from specdec.step import Request
-from specdec.tree.topology import TreeShape
-from specdec.verify.accept import RUNNING
-from specdec.watchers import EndOfText
+from specdec import loop
+from specdec import model as model_lib
+from specdec import sampling as sampling_lib
+from specdec import step as step_lib
+from specdec import watchers as watchers_lib
+from specdec.draft import drafter as drafter_lib
+from specdec.tree import topology as topology_lib
+from specdec.verify import accept
 
 # The room for EOS ids is a multiple of this, so that prompts may have others.
 _EOS_BLOCK = 8
@@ -53,7 +42,7 @@ _EOS_BLOCK = 8
 class _Slot:
   """A prompt in its slot."""
 
-  request: Request  # Of one row.
+  request: step_lib.Request  # Of one row.
   prompt_length: int
   num_read: int = 0  # Tokens of the prompt.
 
@@ -61,7 +50,7 @@ class _Slot:
   def is_read(self) -> bool:
     return self.num_read == self.prompt_length
 
-  def read(self, most: int) -> tuple[Request, np.int32]:
+  def read(self, most: int) -> tuple[step_lib.Request, np.int32]:
     """Goes on by at most so many tokens.
 
     Returns:
@@ -81,8 +70,8 @@ def _checked_prompt(
   prompt: Any, limit: Any, context: int, vocab_size: int
 ) -> list[int]:
   """The ids of a prompt that fits into a slot with its new tokens."""
-  ids = checks.to_prompt('the prompt', prompt, vocab_size)
-  checks.check_count('max_new_tokens', limit, least=0)
+  ids = checks_lib.to_prompt('the prompt', prompt, vocab_size)
+  checks_lib.check_count('max_new_tokens', limit, least=0)
   if len(ids) + limit > context:
     raise ValueError(
       f'the prompt of {len(ids)} tokens and max_new_tokens={limit} exceed the'
@@ -92,10 +81,10 @@ def _checked_prompt(
 
 
 def _row_params(
-  sampling: Sampling, num_rows: int, vocab_size: int
-) -> SamplingParams:
+  sampling: sampling_lib.Sampling, num_rows: int, vocab_size: int
+) -> sampling_lib.SamplingParams:
   """The parameters, with a `logit_bias` per row if there is one."""
-  params = checks.to_params(sampling, num_rows, vocab_size)
+  params = checks_lib.to_params(sampling, num_rows, vocab_size)
   bias = params.logit_bias
   if bias is not None and bias.ndim == 1:
     bias = jnp.broadcast_to(bias, (num_rows, vocab_size))
@@ -103,11 +92,11 @@ def _row_params(
 
 
 def _params_like(
-  sampling: Sampling | None,
-  default: Sampling,
-  of_all: SamplingParams,
+  sampling: sampling_lib.Sampling | None,
+  default: sampling_lib.Sampling,
+  of_all: sampling_lib.SamplingParams,
   vocab_size: int,
-) -> SamplingParams:
+) -> sampling_lib.SamplingParams:
   """The parameters of a prompt; ValueError if those of all have others."""
   sampling = default if sampling is None else sampling
   params = _row_params(sampling, 1, vocab_size)
@@ -128,7 +117,7 @@ def _padded_ids(
   eos_ids: Sequence[int], vocab_size: int, width: int | None = None
 ) -> np.ndarray:
   """A row of `EndOfText`, `[width]` int32; None: as wide as it needs."""
-  ids = checks.to_ids('eos_ids', eos_ids, vocab_size)
+  ids = checks_lib.to_ids('eos_ids', eos_ids, vocab_size)
   width = width or -(-max(len(ids), 1) // _EOS_BLOCK) * _EOS_BLOCK
   if len(ids) > width:
     raise ValueError(
@@ -138,10 +127,13 @@ def _padded_ids(
   return np.array([*ids, *[-1] * (width - len(ids))], np.int32)
 
 
-def _with_ends(request: Request, eos_ids: np.ndarray) -> Request:
+def _with_ends(
+  request: step_lib.Request, eos_ids: np.ndarray
+) -> step_lib.Request:
   """The request with other tokens that end each row, `[B, K]` int32."""
-  others = [one for one in request.watchers if not isinstance(one, EndOfText)]
-  return request.replace(watchers=(EndOfText(jnp.array(eos_ids)), *others))
+  ends = watchers_lib.EndOfText(jnp.array(eos_ids))
+  others = [one for one in request.watchers if not isinstance(one, type(ends))]
+  return request.replace(watchers=(ends, *others))
 
 
 def _row_of(result: Any, row: int) -> Any:
@@ -158,7 +150,7 @@ def _row_of(result: Any, row: int) -> Any:
   return own.replace(counters=counters, stage_counters=stages)
 
 
-@documented(Options)
+@decode_options.documented(decode_options.Options)
 class Slots:
   """A batch whose rows come and go.
 
@@ -192,19 +184,19 @@ class Slots:
 
   def __init__(
     self,
-    target: LanguageModel,
+    target: model_lib.LanguageModel,
     *,
     num_slots: int,
     context: int,
-    drafter: Drafter = PLAIN,
+    drafter: drafter_lib.Drafter = drafter_lib.PLAIN,
     tree_sizes: Mapping[int, int] = types.MappingProxyType({}),
     reading: int = 512,
-    **options: Unpack[Options],
+    **options: Unpack[decode_options.Options],
   ):
-    check_names(options, Options)
-    checks.check_count('num_slots', num_slots)
-    checks.check_count('context', context, target.spec.max_positions)
-    checks.check_count('reading', reading)
+    decode_options.check_names(options, decode_options.Options)
+    checks_lib.check_count('num_slots', num_slots)
+    checks_lib.check_count('context', context, target.spec.max_positions)
+    checks_lib.check_count('reading', reading)
     #: The most tokens of a prompt and its continuation.
     self.context = context
     self._target, self._drafter, self._reading = target, drafter, reading
@@ -212,19 +204,21 @@ class Slots:
     rests = not all(one.stages for one in self._drafters.values())
     key, ones = jax.random.key(0), np.ones(num_slots, np.int32)
     none = np.zeros((num_slots, 0), np.int32)
-    request, self._config = prepare(
+    request, self._config = decode_options.prepare(
       target, drafter, key, none, ones, 0 * ones, context, rests, **options
     )
     vocab_size = target.spec.vocab_size
-    self._default = options.get('sampling', Sampling())
+    self._default = options.get('sampling', sampling_lib.Sampling())
     _row_params(self._default, 1, vocab_size)  # Refuses values per row.
     params = _row_params(self._default, num_slots, vocab_size)
     self._default_ends = _padded_ids(options.get('eos_ids', ()), vocab_size)
     #: The ids of each slot, as `EndOfText` has them.
     self._eos_ids = np.tile(self._default_ends, (num_slots, 1))
     request = _with_ends(request.replace(sampling=params), self._eos_ids)
-    self._request = place_request(target, request)
-    self._state = start(target, drafter, self._request, config=self._config)
+    self._request = loop.place_request(target, request)
+    self._state = loop.start(
+      target, drafter, self._request, config=self._config
+    )
     self._slots: list[_Slot | None] = [None] * num_slots
 
   @property
@@ -238,7 +232,7 @@ class Slots:
     rng_key: jax.Array,
     *,
     max_new_tokens: int,
-    sampling: Sampling | None = None,
+    sampling: sampling_lib.Sampling | None = None,
     eos_ids: Sequence[int] | None = None,
   ) -> int:
     """Gives a free slot to a prompt; it is read by `advance`.
@@ -264,15 +258,15 @@ class Slots:
     params = _params_like(
       sampling, self._default, self._request.sampling, spec.vocab_size
     )
-    checks.row_keys(rng_key, 1)  # Refuses what is no key.
+    checks_lib.row_keys(rng_key, 1)  # Refuses what is no key.
     ends = self._default_ends
     if eos_ids is not None:
       ends = _padded_ids(eos_ids, spec.vocab_size, len(ends))
     if not np.array_equal(ends, self._eos_ids[row]):
       self._eos_ids[row] = ends
       self._request = _with_ends(self._request, self._eos_ids)
-    tokens, lengths = checks.pad([ids], self._state.tokens.shape[1])
-    request = Request(
+    tokens, lengths = checks_lib.pad([ids], self._state.tokens.shape[1])
+    request = step_lib.Request(
       prompt=jnp.asarray(tokens),
       prompt_length=jnp.asarray(lengths),
       limit=jnp.array([max_new_tokens], jnp.int32),
@@ -289,25 +283,22 @@ class Slots:
         if not most:
           return False
         before = slot.num_read
-        self._request, self._state = insert(
-          self._target,
-          self._drafter,
-          self._request,
-          self._state,
-          np.int32(row),
-          *slot.read(most),
+        self._request, self._state = loop.insert(
+          *(self._target, self._drafter, self._request, self._state),
+          *(np.int32(row), *slot.read(most)),
         )
         most -= slot.num_read - before
         if not slot.is_read:
           return False
     return True
 
-  def _step(self, num_steps: int, num_ended: int) -> dict[int, Generation]:
+  def _step(
+    self, num_steps: int, num_ended: int
+  ) -> dict[int, generation_lib.Generation]:
     """Decodes until so many of the prompts that are read have ended."""
-    rows = [
-      row for row, slot in enumerate(self._slots) if slot and slot.is_read
-    ]
-    self._state = advance(
+    pairs = enumerate(self._slots)
+    rows = [row for row, slot in pairs if slot and slot.is_read]
+    self._state = loop.advance(
       self._target,
       self._drafters[min(n for n in self._drafters if n >= len(rows))],
       self._request,
@@ -317,14 +308,14 @@ class Slots:
       config=self._config,
     )
     reasons = hosts.read(self._state.reason)
-    rows = [row for row in rows if reasons[row] != RUNNING]
+    rows = [row for row in rows if reasons[row] != accept.RUNNING]
     if not rows:
       return {}  # Without reading the result.
-    result, ended = hosts.read(result_of(self._state)), {}
+    result, ended = hosts.read(loop.result_of(self._state)), {}
     for row in rows:
       slot, self._slots[row] = self._slots[row], None
       assert slot is not None
-      ended[row] = generation_of(
+      ended[row] = generation_lib.generation_of(
         _row_of(result, row),
         np.array([slot.prompt_length], np.int32),
         watchers=self._request.watchers,
@@ -333,7 +324,7 @@ class Slots:
       )
     return ended
 
-  def advance(self, num_ended: int = 1) -> dict[int, Generation]:
+  def advance(self, num_ended: int = 1) -> dict[int, generation_lib.Generation]:
     """Reads the new prompts, and decodes until some have ended.
 
     Args:
@@ -346,12 +337,14 @@ class Slots:
       `break_even` and `tree_sizes`; else the prompts of a batch decide together
       how much is drafted, and `plain_steps` counts the steps of all so far.
     """
-    checks.check_count('num_ended', num_ended)
-    ended: dict[int, Generation] = {}
+    checks_lib.check_count('num_ended', num_ended)
+    ended: dict[int, generation_lib.Generation] = {}
     while len(ended) < num_ended and any(self._slots):
       wait = any(slot and slot.is_read for slot in self._slots)
-      all_read = self._read_prompts(self._reading if wait else ALL_STEPS)
-      ended |= self._step(ALL_STEPS if all_read else 1, num_ended - len(ended))
+      all_read = self._read_prompts(self._reading if wait else loop.ALL_STEPS)
+      ended |= self._step(
+        loop.ALL_STEPS if all_read else 1, num_ended - len(ended)
+      )
     return ended
 
   @property
@@ -361,18 +354,18 @@ class Slots:
 
 
 def _drafters_by_number(
-  tree_sizes: Mapping[int, int], drafter: Drafter
-) -> dict[float, Drafter]:
+  tree_sizes: Mapping[int, int], drafter: drafter_lib.Drafter
+) -> dict[float, drafter_lib.Drafter]:
   """The drafters by the most prompts under way that have them."""
   shape, drafters = drafter.shape, {np.inf: drafter}
   for number, num_nodes in tree_sizes.items():
-    checks.check_count('tree_sizes', number)
-    checks.check_count('tree_sizes', num_nodes, shape.num_nodes)
+    checks_lib.check_count('tree_sizes', number)
+    checks_lib.check_count('tree_sizes', num_nodes, shape.num_nodes)
     if num_nodes == 1:
-      drafters[number] = PLAIN
+      drafters[number] = drafter_lib.PLAIN
     elif num_nodes == shape.num_nodes:
       drafters[number] = drafter
-    elif isinstance(shape, TreeShape):
+    elif isinstance(shape, topology_lib.TreeShape):
       smaller = dataclasses.replace(shape, num_nodes=num_nodes)
       drafters[number] = drafter.replace(shape=smaller)
     else:

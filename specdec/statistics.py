@@ -15,21 +15,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec import context as context_lib
 from specdec import hosts
-from specdec.context import StepContext
-from specdec.draft.drafter import Drafter
-from specdec.draft.drafter import Stage
-from specdec.draft.stages import StageCounters
-from specdec.model import ModelSpec
-from specdec.total import Total
+from specdec import model as model_lib
+from specdec import total as total_lib
+from specdec.draft import drafter as drafter_lib
+from specdec.draft import stages as stages_lib
 
 
 class DecodeCounts(Protocol):
   """The counters of a `DecodeResult`."""
 
   counters: 'Counters'
-  stage_counters: tuple[StageCounters, ...]
-  plain_steps: Total
+  stage_counters: tuple[stages_lib.StageCounters, ...]
+  plain_steps: total_lib.Total
 
 
 class Counters(flax.struct.PyTreeNode):
@@ -38,29 +37,32 @@ class Counters(flax.struct.PyTreeNode):
   What is at most the number of tokens of a text is int32, all else a `Total`.
   """
 
-  steps: Total  #: `[]` batched target forwards, prefill apart.
+  steps: total_lib.Total  #: `[]` batched target forwards, prefill apart.
   #: `[B]` int32, those in which the row was not done yet.
   target_forwards: jax.Array
   #: `[B, D + 1]` int32; entry i counts the forwards that emitted i + 1 tokens.
   emitted_histogram: jax.Array
-  nodes_verified: Total  #: `[B]`, roots included.
+  nodes_verified: total_lib.Total  #: `[B]`, roots included.
   #: `[B]` visible cache slots, summed over target forwards.
-  slots_read: Total
+  slots_read: total_lib.Total
 
 
 def init_counters(batch_size: int, max_depth: int) -> Counters:
   """Counters of zero."""
   return Counters(
-    steps=Total.zeros(),
+    steps=total_lib.Total.zeros(),
     target_forwards=jnp.zeros(batch_size, jnp.int32),
     emitted_histogram=jnp.zeros((batch_size, max_depth + 1), jnp.int32),
-    nodes_verified=Total.zeros(batch_size),
-    slots_read=Total.zeros(batch_size),
+    nodes_verified=total_lib.Total.zeros(batch_size),
+    slots_read=total_lib.Total.zeros(batch_size),
   )
 
 
 def count_step(
-  counters: Counters, nodes: jax.Array, emitted: jax.Array, ctx: StepContext
+  counters: Counters,
+  nodes: jax.Array,
+  emitted: jax.Array,
+  ctx: context_lib.StepContext,
 ) -> Counters:
   """Counts one target forward over `nodes [B, N]`; `emitted [B]` new tokens."""
   sizes = jnp.arange(1, counters.emitted_histogram.shape[1] + 1)[None]
@@ -179,7 +181,7 @@ def _beyond(context: int, starts: np.ndarray, new_tokens: np.ndarray) -> int:
 
 def _reads(
   counters: Any,
-  stages: Sequence[tuple[Stage, Any]],
+  stages: Sequence[tuple[drafter_lib.Stage, Any]],
   prompt_lengths: np.ndarray,
   new_tokens: np.ndarray,
 ) -> dict[str, dict[str, int]]:
@@ -198,7 +200,7 @@ def _reads(
 
 
 def _costs(
-  target: ModelSpec, stages: tuple[Stage, ...]
+  target: model_lib.ModelSpec, stages: tuple[drafter_lib.Stage, ...]
 ) -> dict[str, dict[str, float]]:
   """`Statistics.costs`."""
   cost = lambda forward, slot: {'per_forward': forward, 'per_slot': slot}
@@ -217,8 +219,8 @@ def summarize(
   prompt_lengths: np.ndarray,
   new_tokens: np.ndarray,
   *,
-  target: ModelSpec,
-  drafter: Drafter,
+  target: model_lib.ModelSpec,
+  drafter: drafter_lib.Drafter,
 ) -> Statistics:
   """The figures of one decode.
 

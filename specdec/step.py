@@ -16,37 +16,18 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from specdec.context import StepContext
-from specdec.draft.drafter import Drafter
-from specdec.draft.growth import grow
-from specdec.draft.stages import commit_stages
-from specdec.draft.stages import proposals_of
-from specdec.draft.stages import StageState
-from specdec.fallback import after_plain_step
-from specdec.fallback import after_speculative_step
-from specdec.fallback import FallbackState
-from specdec.model import commit
-from specdec.model import forward_nodes
-from specdec.model import LanguageModel
-from specdec.model import ModelState
-from specdec.sampling import SamplingParams
-from specdec.sampling import step_randomness
-from specdec.statistics import count_step
-from specdec.statistics import Counters
-from specdec.tree.tree import TokenTree
-from specdec.verify.accept import count_emitted
-from specdec.verify.accept import count_valid
-from specdec.verify.accept import emitted_origins
-from specdec.verify.accept import Rule
-from specdec.verify.accept import RUNNING
-from specdec.verify.match import MatchRule
-from specdec.watchers import append
-from specdec.watchers import commit_watchers
-from specdec.watchers import Observation
-from specdec.watchers import observe
-from specdec.watchers import SeenTokens
-from specdec.watchers import state_of
-from specdec.watchers import Watcher
+from specdec import context as context_lib
+from specdec import fallback as fallback_lib
+from specdec import model as model_lib
+from specdec import sampling as sampling_lib
+from specdec import statistics as statistics_lib
+from specdec import watchers as watchers_lib
+from specdec.draft import drafter as drafter_lib
+from specdec.draft import growth
+from specdec.draft import stages as stages_lib
+from specdec.tree import tree as tree_lib
+from specdec.verify import accept
+from specdec.verify import match
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,7 +37,7 @@ class DecodeConfig:
   #: Room in the buffers; the limit itself is dynamic and at most this.
   max_new_tokens: int = 128
   #: The rule of verification, see `specdec.verify`.
-  rule: Rule = dataclasses.field(default_factory=MatchRule)
+  rule: accept.Rule = dataclasses.field(default_factory=match.MatchRule)
   #: Whether decoding may go on plainly where speculation does not pay, see
   #: `Request.break_even`.
   fallback: bool = False
@@ -71,8 +52,8 @@ class Request(flax.struct.PyTreeNode):
   limit: jax.Array
   row_keys: jax.Array  #: `[B]` keys, one per row; consumed.
   #: The parameters. A repetition penalty needs `SeenTokens` among the watchers.
-  sampling: SamplingParams
-  watchers: tuple[Watcher, ...] = ()  #: See `specdec.watchers`.
+  sampling: sampling_lib.SamplingParams
+  watchers: tuple[watchers_lib.Watcher, ...] = ()  #: See `specdec.watchers`.
   #: `[]` float32, the time of a speculative step in plain ones: decoding goes
   #: on plainly while speculation emits fewer tokens per step; used if
   #: `DecodeConfig.fallback` is set, see `specdec.fallback`.
@@ -90,22 +71,24 @@ class DecodeState(flax.struct.PyTreeNode):
   origins: jax.Array  #: `[B, T]` int32, see `DecodeResult`.
   length: jax.Array  #: `[B]` int32, the number of valid tokens.
   reason: jax.Array  #: `[B]` int32, why the row is done, see `verify.accept`.
-  target: ModelState  #: The state of the target.
-  stages: tuple[StageState, ...]  #: The states of the drafter's stages.
+  target: model_lib.ModelState  #: The state of the target.
+  stages: tuple[
+    stages_lib.StageState, ...
+  ]  #: The states of the drafter's stages.
   watchers: tuple[Any, ...]  #: The states of the request's watchers.
-  counters: Counters  #: The counters so far.
-  fallback: FallbackState  #: The account of the fallback.
+  counters: statistics_lib.Counters  #: The counters so far.
+  fallback: fallback_lib.FallbackState  #: The account of the fallback.
 
   @property
   def done(self) -> jax.Array:
     """`[B]` bool."""
-    return self.reason != RUNNING
+    return self.reason != accept.RUNNING
 
 
 class StepRecord(flax.struct.PyTreeNode):
   """Trace data of a step; XLA removes it where it is not returned."""
 
-  tree: TokenTree  #: `[B, M]` per field.
+  tree: tree_lib.TokenTree  #: `[B, M]` per field.
   #: `[B, N]` int32, the verified nodes; `NO_NODE` for entries without.
   nodes: jax.Array
   path: jax.Array  #: `[B, D + 1]` int32, the accepted nodes, then `NO_NODE`.
@@ -114,21 +97,23 @@ class StepRecord(flax.struct.PyTreeNode):
 
 
 def step_context(
-  target: LanguageModel,
-  drafter: Drafter,
+  target: model_lib.LanguageModel,
+  drafter: drafter_lib.Drafter,
   request: Request,
   state: DecodeState,
   config: DecodeConfig,
-) -> StepContext:
+) -> context_lib.StepContext:
   """The context of the step to come; see `step`."""
   rule, sampling = config.rule, request.sampling
-  return StepContext(
+  return context_lib.StepContext(
     tokens=state.tokens,
     length=state.length,
     active=~state.done,
-    seen=state_of(SeenTokens, request.watchers, state.watchers),
+    seen=watchers_lib.state_of(
+      watchers_lib.SeenTokens, request.watchers, state.watchers
+    ),
     sampling=sampling,
-    randomness=step_randomness(
+    randomness=sampling_lib.step_randomness(
       request.row_keys,
       state.length,
       sampling,
@@ -145,8 +130,8 @@ def step_context(
 
 
 def step(
-  target: LanguageModel,
-  drafter: Drafter,
+  target: model_lib.LanguageModel,
+  drafter: drafter_lib.Drafter,
   request: Request,
   state: DecodeState,
   config: DecodeConfig,
@@ -157,54 +142,61 @@ def step(
   """
   ctx = step_context(target, drafter, request, state, config)
   tree = ctx.root_trees()
-  stages, tree = grow(drafter.stages, state.stages, tree, ctx)
+  stages, tree = growth.grow(drafter.stages, state.stages, tree, ctx)
   nodes = drafter.shape.select(tree)
-  scores, target_state = forward_nodes(
+  scores, target_state = model_lib.forward_nodes(
     target, state.target, tree, nodes, ctx, may_lag=False
   )
   logits = ctx.adjusted(scores.logits, tree, nodes)
-  proposals = proposals_of(drafter, stages, tree)
+  proposals = stages_lib.proposals_of(drafter, stages, tree)
   verdict = config.rule(
     tree, nodes, logits, proposals, ctx.randomness, ctx.sampling
   )
-  ends, pending = observe(
+  ends, pending = watchers_lib.observe(
     request.watchers,
     state.watchers,
-    Observation(verdict=verdict, logits=scores.logits, length=ctx.length),
+    watchers_lib.Observation(
+      verdict=verdict, logits=scores.logits, length=ctx.length
+    ),
   )
   room = request.prompt_length + request.limit - ctx.length
-  valid = count_valid(logits, verdict)
-  emitted, reason = count_emitted(
+  valid = accept.count_valid(logits, verdict)
+  emitted, reason = accept.count_emitted(
     verdict, ends, valid, jnp.where(ctx.active, room, 0)
   )
-  path, origins = verdict.path(nodes), emitted_origins(tree, nodes, verdict)
-  write = functools.partial(append, length=ctx.length, count=emitted)
+  path, origins = (
+    verdict.path(nodes),
+    accept.emitted_origins(tree, nodes, verdict),
+  )
+  write = functools.partial(
+    watchers_lib.append, length=ctx.length, count=emitted
+  )
   state = DecodeState(
     tokens=write(state.tokens, new=verdict.chosen),
     origins=write(state.origins, new=origins),
     length=ctx.length + emitted,
     reason=jnp.where(ctx.active, reason, state.reason),
-    target=commit(target_state, path, emitted - 1),
-    stages=commit_stages(drafter, stages, path, emitted - 1),
-    watchers=commit_watchers(request.watchers, pending, emitted),
-    counters=count_step(state.counters, nodes, emitted, ctx),
+    target=model_lib.commit(target_state, path, emitted - 1),
+    stages=stages_lib.commit_stages(drafter, stages, path, emitted - 1),
+    watchers=watchers_lib.commit_watchers(request.watchers, pending, emitted),
+    counters=statistics_lib.count_step(state.counters, nodes, emitted, ctx),
     fallback=_settle(state.fallback, emitted, ctx, request, config),
   )
   return state, StepRecord(tree=tree, nodes=nodes, path=path, emitted=emitted)
 
 
 def _settle(
-  fallback: FallbackState,
+  fallback: fallback_lib.FallbackState,
   emitted: jax.Array,
-  ctx: StepContext,
+  ctx: context_lib.StepContext,
   request: Request,
   config: DecodeConfig,
-) -> FallbackState:
+) -> fallback_lib.FallbackState:
   """The account of the fallback after a step."""
   if not config.fallback:
     return fallback
   if not ctx.max_depth:
-    return after_plain_step(fallback, request.break_even)
-  return after_speculative_step(
+    return fallback_lib.after_plain_step(fallback, request.break_even)
+  return fallback_lib.after_speculative_step(
     fallback, emitted, ctx.active, request.break_even
   )

@@ -14,13 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec.sampling import add_seen
-from specdec.sampling import log_softmax
-from specdec.verify.accept import EOS
-from specdec.verify.accept import RUNNING
-from specdec.verify.accept import STOP
-from specdec.verify.accept import Verdict
-from specdec.verify.stop_strings import StopTable
+from specdec import sampling as sampling_lib
+from specdec.verify import accept
+from specdec.verify import stop_strings
 
 
 def append(
@@ -42,7 +38,7 @@ def append(
 class Observation(flax.struct.PyTreeNode):
   """Results of a step that watchers see."""
 
-  verdict: Verdict  #: Its `chosen` tokens are those that may be emitted.
+  verdict: accept.Verdict  #: Its `chosen` tokens are those that may be emitted.
   #: `[B, N, V]` float32, the target's, as the model gave them.
   logits: jax.Array
   length: jax.Array  #: `[B]` int32, of the texts before the step.
@@ -87,7 +83,7 @@ class Stateless:
 
 
 def _no_end(seen: Observation) -> jax.Array:
-  return jnp.full(seen.verdict.chosen.shape, RUNNING)
+  return jnp.full(seen.verdict.chosen.shape, accept.RUNNING)
 
 
 class EndOfText(flax.struct.PyTreeNode, Stateless):
@@ -99,13 +95,13 @@ class EndOfText(flax.struct.PyTreeNode, Stateless):
   def observe(self, state: Any, seen: Observation) -> tuple[jax.Array, Any]:
     chosen = seen.verdict.chosen
     is_eos = jnp.any(chosen[:, :, None] == self.ids[:, None], axis=-1)
-    return jnp.where(is_eos, EOS, RUNNING), state
+    return jnp.where(is_eos, accept.EOS, accept.RUNNING), state
 
 
 class StopStrings(flax.struct.PyTreeNode):
   """Ends a row when a stop string is complete; the state is `[B]` int32."""
 
-  table: StopTable  #: See `specdec.verify.stop_strings`.
+  table: stop_strings.StopTable  #: See `specdec.verify.stop_strings`.
 
   def init(
     self, prompt: jax.Array, prompt_length: jax.Array, num_slots: int
@@ -115,7 +111,7 @@ class StopStrings(flax.struct.PyTreeNode):
 
   def observe(self, state: Any, seen: Observation) -> tuple[jax.Array, Any]:
     is_stop, states = self.table.follow(state, seen.verdict.chosen)
-    return jnp.where(is_stop, STOP, RUNNING), states
+    return jnp.where(is_stop, accept.STOP, accept.RUNNING), states
 
   def commit(self, pending: Any, emitted: jax.Array) -> jax.Array:
     return jnp.take_along_axis(pending, emitted[:, None], axis=1)[:, 0]
@@ -131,14 +127,14 @@ class SeenTokens(flax.struct.PyTreeNode):
   ) -> jax.Array:
     del num_slots
     nothing = jnp.zeros((prompt.shape[0], self.vocab_size), bool)
-    return add_seen(nothing, prompt, prompt_length)
+    return sampling_lib.add_seen(nothing, prompt, prompt_length)
 
   def observe(self, state: Any, seen: Observation) -> tuple[jax.Array, Any]:
     return _no_end(seen), (state, seen.verdict.chosen)
 
   def commit(self, pending: Any, emitted: jax.Array) -> jax.Array:
     seen, chosen = pending
-    return add_seen(seen, chosen, emitted)
+    return sampling_lib.add_seen(seen, chosen, emitted)
 
 
 class LogProbs(flax.struct.PyTreeNode):
@@ -156,7 +152,7 @@ class LogProbs(flax.struct.PyTreeNode):
 
   def observe(self, state: Any, seen: Observation) -> tuple[jax.Array, Any]:
     logits = seen.verdict.along_path(seen.logits)
-    log_probs = log_softmax(logits)
+    log_probs = sampling_lib.log_softmax(logits)
     chosen = seen.verdict.chosen[..., None]
     chosen_log_probs = jnp.take_along_axis(log_probs, chosen, axis=-1)[..., 0]
     return _no_end(seen), (state, seen.length, chosen_log_probs)
@@ -169,7 +165,7 @@ class LogProbs(flax.struct.PyTreeNode):
 def make_watchers(
   *,
   eos_ids: Sequence[int] | np.ndarray = (),
-  stop: StopTable | None = None,
+  stop: stop_strings.StopTable | None = None,
   penalty_vocab_size: int = 0,
   log_probs: bool = False,
 ) -> tuple[Watcher, ...]:
@@ -213,7 +209,7 @@ def observe(
   ends, pending = _no_end(seen), []
   for watcher, state in zip(watchers, states, strict=True):
     reasons, kept = watcher.observe(state, seen)
-    ends = jnp.where(ends == RUNNING, reasons, ends)
+    ends = jnp.where(ends == accept.RUNNING, reasons, ends)
     pending.append(kept)
   return ends, tuple(pending)
 

@@ -4,13 +4,9 @@ import re
 
 import pytest
 
-from models.lab.bench.arms import ArmSpec
-from models.lab.bench.arms import parse_arms
-from models.lab.bench.arms import peer_arms
-from models.text.settings import DraftSettings
-from models.text.settings import OPTIONS
-from models.text.settings import with_options
-from specdec.tree.topology import chain
+from models.lab.bench import arms as arms_lib
+from models.text import settings as settings_lib
+from specdec.tree import topology as topology_lib
 
 
 def test_methods_dtypes_and_options_are_told_apart():
@@ -18,20 +14,22 @@ def test_methods_dtypes_and_options_are_told_apart():
     'plain,chain:bfloat16,tree(num_nodes=16,rounds=2),'
     'staged(inner=lookup):bfloat16,transformers-lookup'
   )
-  arms = parse_arms(text, 'float32')
+  arms = arms_lib.parse_arms(text, 'float32')
   assert arms == [
-    ArmSpec('plain', 'float32'),
-    ArmSpec('chain', 'bfloat16'),
-    ArmSpec('tree', 'float32', (('num_nodes', '16'), ('rounds', '2'))),
-    ArmSpec('staged', 'bfloat16', (('inner', 'lookup'),)),
-    ArmSpec('transformers-lookup', 'float32'),
+    arms_lib.ArmSpec('plain', 'float32'),
+    arms_lib.ArmSpec('chain', 'bfloat16'),
+    arms_lib.ArmSpec('tree', 'float32', (('num_nodes', '16'), ('rounds', '2'))),
+    arms_lib.ArmSpec('staged', 'bfloat16', (('inner', 'lookup'),)),
+    arms_lib.ArmSpec('transformers-lookup', 'float32'),
   ]
   assert [arm.peer for arm in arms] == [None] * 4 + ['transformers']
-  (arm,) = parse_arms('llama.cpp-draft(spec_draft_n_max=8)', 'float32')
+  (arm,) = arms_lib.parse_arms('llama.cpp-draft(spec_draft_n_max=8)', 'float32')
   assert (arm.peer, arm.dtype) == ('llama.cpp', 'gguf')
-  assert parse_arms(','.join(map(str, arms)), 'bfloat16') == arms
+  assert arms_lib.parse_arms(','.join(map(str, arms)), 'bfloat16') == arms
   # Alternatives give all combinations.
-  arms = parse_arms('tree(num_nodes=8|16,rounds=2|4|6):bfloat16', 'float32')
+  arms = arms_lib.parse_arms(
+    'tree(num_nodes=8|16,rounds=2|4|6):bfloat16', 'float32'
+  )
   assert [str(arm) for arm in arms] == [
     f'tree(num_nodes={nodes},rounds={rounds}):bfloat16'
     for nodes in (8, 16)
@@ -61,15 +59,19 @@ def test_methods_dtypes_and_options_are_told_apart():
 )
 def test_what_is_not_known_is_refused(text, message):
   name, _, value = text.partition('=')
-  call = lambda: parse_arms(text, 'float32')
-  if name in OPTIONS:
-    call = lambda: with_options(DraftSettings(), {name: value})
+  call = lambda: arms_lib.parse_arms(text, 'float32')
+  if name in settings_lib.OPTIONS:
+    call = lambda: settings_lib.with_options(
+      settings_lib.DraftSettings(), {name: value}
+    )
   with pytest.raises(ValueError, match=re.escape(message)):
     call()
 
 
 def test_peers_come_in_the_dtypes_of_the_arms():
-  arms = parse_arms('plain:bfloat16,chain:bfloat16,transformers', 'float32')
+  arms = arms_lib.parse_arms(
+    'plain:bfloat16,chain:bfloat16,transformers', 'float32'
+  )
   alone = [':bfloat16', '-lookup:bfloat16', '-lookup:float32']
   drafted = [*alone, '-assisted:bfloat16', '-assisted:float32']
   for has_draft, batch_size, expected in (
@@ -78,26 +80,26 @@ def test_peers_come_in_the_dtypes_of_the_arms():
     (True, 2, alone[:1]),
   ):
     shared = {'has_draft': has_draft, 'batch_size': batch_size}
-    added = [*map(str, peer_arms('transformers', arms, **shared))]
+    added = [*map(str, arms_lib.peer_arms('transformers', arms, **shared))]
     assert sorted(added) == sorted(f'transformers{end}' for end in expected)
-  added = peer_arms('llama.cpp', arms, has_draft=False, batch_size=1)
+  added = arms_lib.peer_arms('llama.cpp', arms, has_draft=False, batch_size=1)
   assert [*map(str, added)] == ['llama.cpp:gguf', 'llama.cpp-lookup:gguf']
-  assert not peer_arms('llama.cpp', arms, has_draft=True, batch_size=2)
+  assert not arms_lib.peer_arms('llama.cpp', arms, has_draft=True, batch_size=2)
 
 
 def test_options_change_what_they_name_and_nothing_else():
-  settings = DraftSettings()
+  settings = settings_lib.DraftSettings()
   options = {'num_nodes': '8', 'inner_rounds': '2', 'num_draft_tokens': '3'}
-  changed = with_options(settings, options)
+  changed = settings_lib.with_options(settings, options)
   assert (changed.tree.num_nodes, changed.stage.rounds) == (8, 4)
   assert changed.inner_stage.rounds == 2
   assert changed.inner_stage.width == settings.inner_stage.width
   assert changed.num_draft_tokens == 3
-  assert with_options(settings, {}) == settings
-  fixed = with_options(settings, {'topology': 'chain:3'})
-  assert fixed.topology == chain(3)
-  assert with_options(fixed, {'topology': None}) == settings
+  assert settings_lib.with_options(settings, {}) == settings
+  fixed = settings_lib.with_options(settings, {'topology': 'chain:3'})
+  assert fixed.topology == topology_lib.chain(3)
+  assert settings_lib.with_options(fixed, {'topology': None}) == settings
   values = {'inner': 'lookup', 'topology': 'k_ary:2x2', 'capacity': '99'}
-  for name in OPTIONS:
-    changed = with_options(settings, {name: values.get(name, '7')})
+  for name in settings_lib.OPTIONS:
+    changed = settings_lib.with_options(settings, {name: values.get(name, '7')})
     assert changed != settings, name

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from models.nn import attention
-from models.nn import matrices
+from models.nn import matrices as matrices_lib
 
 _SCALE = 0.3
 
@@ -61,7 +61,7 @@ def test_attend_equals_one_query_and_head_at_a_time(length, heads, dtype):
 def test_products_are_of_the_last_axes_in_the_dtype_of_the_weights(dtype, rows):
   x, weight = _matrices(rows)
   weight = weight.astype(dtype)
-  result = jax.jit(matrices.matmul)(x, weight)
+  result = jax.jit(matrices_lib.matmul)(x, weight)
   rounded = np.asarray(x.astype(dtype), np.float64)
   expected = rounded @ np.asarray(weight, np.float64).T
   assert result.dtype == jnp.float32
@@ -73,14 +73,14 @@ def test_padding_does_not_change_a_single_query_or_row():
   result = attention._attend_padded(8, *operands, scale=_SCALE)
   np.testing.assert_allclose(result, _reference(*operands), 1e-5, 1e-6)
   row, weight = _matrices(1)
-  result = matrices._contract_padded(8, row, weight)
+  result = matrices_lib._contract_padded(8, row, weight)
   np.testing.assert_allclose(result, row @ weight.T, rtol=1e-4, atol=1e-5)
 
 
 def test_gradients_of_matmul_are_those_of_the_plain_product():
   x, weight = _matrices(6)
   x = x.reshape(2, 3, 16)
-  ours = jax.grad(lambda *a: jnp.sum(jnp.sin(matrices.matmul(*a))), (0, 1))
+  ours = jax.grad(lambda *a: jnp.sum(jnp.sin(matrices_lib.matmul(*a))), (0, 1))
   plain = jax.grad(lambda x, w: jnp.sum(jnp.sin(x @ w.T)), (0, 1))
   for got, expected in zip(ours(x, weight), plain(x, weight), strict=True):
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)

@@ -20,8 +20,8 @@ import pytest
 import tiny_drafters
 
 from models import waiting
-from models.checkpoints.families import config_from_keys
-from models.nn.table_model import table_model
+from models.checkpoints import families
+from models.nn import table_model
 import specdec
 from specdec import memory
 
@@ -204,10 +204,10 @@ _CONFIGS = (
 def test_configs(tmp_path):
   path = tmp_path / 'config.json'
   for config, *rows in _CONFIGS:
-    config_from_keys(config, path)
+    families.config_from_keys(config, path)
     for key, value, message in rows:
       with pytest.raises(ValueError, match=r'config\.json: ') as caught:
-        config_from_keys(config | {key: value}, path)
+        families.config_from_keys(config | {key: value}, path)
       assert message in str(caught.value)
   path.write_text('[' * 99_999)
   flags = [f'--target={tmp_path}', '--draft=none']
@@ -247,13 +247,15 @@ def test_any_value_of_a_flag_is_taken_or_refused_in_a_line(tmp_path):
 
 
 def test_a_call_that_does_not_fit_is_refused_before_it_is_traced(monkeypatch):
-  model = table_model(np.zeros((8, 8), np.float32), max_positions=64)
+  model = table_model.table_model(
+    np.zeros((8, 8), np.float32), max_positions=64
+  )
   tree = tiny_drafters.Settings(num_nodes=8, width=3, rounds=2, capacity=24)
   drafter = tiny_drafters.model(model, tree)
   # Two tables of 8 x 8 numbers; 3 rows, 8 nodes, 8 tokens; all of 4 bytes.
   needed = 2 * 8 * 8 * 4 + 3 * 8 * 8 * 4
   start = mock.Mock(side_effect=RuntimeError('traced'))
-  monkeypatch.setattr(specdec.generation, 'start', start)
+  monkeypatch.setattr(specdec.loop, 'start', start)
   refused = r'has 0\.0 GB.*the logits.*num_nodes'
   for available, error in (
     (needed - 1, pytest.raises(ValueError, match=refused)),

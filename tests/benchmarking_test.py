@@ -9,18 +9,11 @@ import jax
 import numpy as np
 import pytest
 
-from models.lab.study.exactness import choice_margin
-from models.lab.study.timing import find_flips
-from models.lab.study.timing import Flip
-from models.lab.study.timing import Measurement
-from models.lab.study.timing import pooled_interval
-from models.lab.study.timing import summarize_arms
-from models.lab.study.timing import time_arms
-from models.lab.study.timing import warm_up
-from models.nn.table_model import table_model
-from specdec import Generation
-from specdec import Sampling
-from specdec.statistics import Statistics
+from models.lab.study import exactness
+from models.lab.study import timing
+from models.nn import table_model
+import specdec
+from specdec import statistics as statistics_lib
 
 
 def _generation(*rows):
@@ -28,14 +21,14 @@ def _generation(*rows):
   forwards = new_tokens // 2
   reads = lambda forwards, slots: {'forwards': forwards, 'slots': slots}
   costs = lambda forward, slot: {'per_forward': forward, 'per_slot': slot}
-  return Generation(
+  return specdec.Generation(
     tokens=[list(row) for row in rows],
     origins=[[0] * len(row) for row in rows],
     labels=('target', 'draft'),
     log_probs=None,
     finish_reasons=['length'] * len(rows),
     errors=[None] * len(rows),
-    stats=Statistics(
+    stats=statistics_lib.Statistics(
       new_tokens=new_tokens,
       target_forwards=forwards,
       stage_forwards={'draft': 3},
@@ -56,15 +49,20 @@ def _measured(*seconds, prefill=0.0):
   """Batches of 2 and of 4 tokens that took so long, each with its prefill."""
   texts = ([1, 2], [1, 2, 3, 4])
   pairs = zip(seconds, texts, strict=False)
-  return [Measurement(took, _generation(text), prefill) for took, text in pairs]
+  return [
+    timing.Measurement(took, _generation(text), prefill) for took, text in pairs
+  ]
 
 
 def test_flips_are_found_where_rows_part():
-  reference = [Measurement(1.0, _generation([1, 2, 3], [4, 5]))]
-  same = [Measurement(1.0, _generation([1, 2, 3], [4, 5]))]
-  other = [Measurement(1.0, _generation([1, 9, 3], [4]))]
-  assert find_flips(same, reference) == []
-  assert find_flips(other, reference) == [Flip(0, 0, 1), Flip(0, 1, 1)]
+  reference = [timing.Measurement(1.0, _generation([1, 2, 3], [4, 5]))]
+  same = [timing.Measurement(1.0, _generation([1, 2, 3], [4, 5]))]
+  other = [timing.Measurement(1.0, _generation([1, 9, 3], [4]))]
+  assert timing.find_flips(same, reference) == []
+  assert timing.find_flips(other, reference) == [
+    timing.Flip(0, 0, 1),
+    timing.Flip(0, 1, 1),
+  ]
 
 
 def test_speed_is_pooled_and_per_batch():
@@ -72,7 +70,7 @@ def test_speed_is_pooled_and_per_batch():
     'slow': _measured(4.0, 8.0, prefill=1.0),
     'fast': _measured(1.0, 3.0, prefill=0.5),
   }
-  arms = summarize_arms(measured, baseline='slow')
+  arms = timing.summarize_arms(measured, baseline='slow')
   fast = arms['fast']
   assert arms['slow']['speed'] == 1
   assert fast['speed'] == pytest.approx(12 / 4)
@@ -95,11 +93,13 @@ def test_speed_is_pooled_and_per_batch():
 def test_intervals_are_those_of_resampled_batches():
   # Either batch alone, or both: tokens over seconds, and over the baseline's.
   measured = {'slow': _measured(4.0, 8.0), 'fast': _measured(1.0, 4.0)}
-  arms = summarize_arms(measured, baseline='slow')
+  arms = timing.summarize_arms(measured, baseline='slow')
   assert arms['fast']['tokens_per_second_interval'] == (1, 2)
   assert arms['fast']['speed_interval'] == (2, 4)
   assert arms['slow']['speed_interval'] == (1, 1)
-  alone = summarize_arms({'slow': _measured(4.0)}, baseline='slow')['slow']
+  alone = timing.summarize_arms({'slow': _measured(4.0)}, baseline='slow')[
+    'slow'
+  ]
   assert alone['speed_interval'] is None
 
 
@@ -111,13 +111,13 @@ def test_figures_are_pooled_before_they_are_divided():
     seen.update(zip(tokens.tolist(), seconds.tolist(), strict=True))
     return tokens / seconds
 
-  assert pooled_interval(([4, 1], [1, 2]), rate) == (0.5, 4)
+  assert timing.pooled_interval(([4, 1], [1, 2]), rate) == (0.5, 4)
   assert seen == {(2, 4), (5, 3), (8, 2)}
 
 
 def test_the_width_is_that_of_the_mean():
   values = np.random.default_rng(1).normal(size=400)
-  low, high = pooled_interval(
+  low, high = timing.pooled_interval(
     (values, np.ones(400)), lambda total, count: total / count
   )
   error = values.std() / 20
@@ -127,10 +127,10 @@ def test_the_width_is_that_of_the_mean():
 
 def test_ends_of_the_range():
   """A rate that depends on no prompt, a single prompt, bad input."""
-  assert pooled_interval(([2, 4, 6], [1, 2, 3]), np.divide) == (2, 2)
-  assert pooled_interval(([1.0], [2.0]), np.divide) is None
+  assert timing.pooled_interval(([2, 4, 6], [1, 2, 3]), np.divide) == (2, 2)
+  assert timing.pooled_interval(([1.0], [2.0]), np.divide) is None
   with pytest.raises(ValueError, match='columns must be of one length'):
-    pooled_interval(([1, 2], [1]), np.divide)
+    timing.pooled_interval(([1, 2], [1]), np.divide)
 
 
 def _recorded(calls):
@@ -145,7 +145,9 @@ def test_arms_take_turns_in_an_order_that_is_reversed():
   calls = []
   before = lambda: calls.append('before')
   batches, options = [[[7]], [[8]]], {'max_new_tokens': 20}
-  results = time_arms(_recorded(calls), batches, before_batch=before, **options)
+  results = timing.time_arms(
+    _recorded(calls), batches, before_batch=before, **options
+  )
   turns = lambda order, batch: [
     (name, batch, limit) for name in order for limit in (0, 20)
   ]
@@ -158,7 +160,7 @@ def test_every_arm_is_warmed_up_once_for_every_shape():
   # The first two are padded to the same shape.
   calls, batches = [], [[[7]], [[8]], [[9] * 40]]
   arms = _recorded(calls)
-  assert warm_up(arms, batches, max_new_tokens=20).keys() == arms.keys()
+  assert timing.warm_up(arms, batches, max_new_tokens=20).keys() == arms.keys()
   limits = [(9, 0), (9, 0), (7, 0), (7, 0), (7, 8)]
   assert calls == [(name, *one) for name in 'ab' for one in limits]
 
@@ -180,12 +182,12 @@ def test_compiling_is_what_a_first_call_takes_longer(monkeypatch):
   # 5 seconds at first, then 2.
   takes = iter([5.0, 2.0, 4.0, 2.0, 0.0])
   arms = _clocked(monkeypatch, lambda limit: next(takes))
-  assert warm_up(arms, [[[7]], [[8] * 40]], max_new_tokens=9) == {'a': 5}
+  assert timing.warm_up(arms, [[[7]], [[8] * 40]], max_new_tokens=9) == {'a': 5}
 
 
 def test_no_batch_is_begun_when_time_is_up(monkeypatch):
   arms = _clocked(monkeypatch, lambda limit: limit)
-  run = lambda seconds: time_arms(
+  run = lambda seconds: timing.time_arms(
     arms, [[[1]]] * 5, max_new_tokens=10, max_seconds=seconds
   )['a']
   assert [len(run(seconds)) for seconds in (0, -1, 25, None)] == [1, 1, 3, 5]
@@ -196,7 +198,9 @@ def test_no_batch_is_begun_when_time_is_up(monkeypatch):
 def test_margin_is_the_gap_of_the_best_two_logits():
   table = np.zeros((4, 4), np.float32)
   table[0] = [0.5, 2.0, 1.25, -3.0]
-  model = table_model(table, max_positions=16)
+  model = table_model.table_model(table, max_positions=16)
   for prefix in ([0], [2, 1, 0]):
-    margin = choice_margin(model, jax.random.key(0), prefix, Sampling())
+    margin = exactness.choice_margin(
+      model, jax.random.key(0), prefix, specdec.Sampling()
+    )
     assert margin == pytest.approx(0.75)

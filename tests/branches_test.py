@@ -9,14 +9,8 @@ import numpy as np
 import tiny
 import tiny_drafters
 
-from specdec import decode
-from specdec import DecodeConfig
-from specdec import PromptLookup
-from specdec import Request
-from specdec.tree.tree import _looked_up
-from specdec.tree.tree import _looked_up_sums
-from specdec.tree.tree import _scattered
-from specdec.tree.tree import _scattered_sums
+import specdec
+from specdec.tree import tree as tree_lib
 
 _ROWS = 2
 
@@ -27,17 +21,21 @@ def _decode():
     tiny.gpt2(seed=seed, num_layers=1, num_heads=1) for seed in range(2)
   )
   table = tiny_drafters.table_of(tiny.prompts(_ROWS), 'random')
-  drafter = tiny_drafters.simple('staged', draft, table, PromptLookup())
+  drafter = tiny_drafters.simple('staged', draft, table, specdec.PromptLookup())
   prompt, lengths = tiny.pad(tiny.prompts(_ROWS))
-  request = Request(
+  request = specdec.Request(
     prompt=prompt,
     prompt_length=lengths,
     limit=np.full(_ROWS, 24, np.int32),
     row_keys=tiny.row_keys(_ROWS),
     sampling=tiny.sampling_params(0.0, 1.0),
   )
-  run = jax.jit(functools.partial(decode.__wrapped__), static_argnames='config')
-  return run(target, drafter, request, config=DecodeConfig(max_new_tokens=32))
+  run = jax.jit(
+    functools.partial(specdec.decode.__wrapped__), static_argnames='config'
+  )
+  return run(
+    target, drafter, request, config=specdec.DecodeConfig(max_new_tokens=32)
+  )
 
 
 def test_a_gpu_decodes_what_a_cpu_decodes(monkeypatch):
@@ -64,7 +62,10 @@ def test_a_gpu_decodes_what_a_cpu_decodes(monkeypatch):
 
 def test_what_is_looked_up_is_what_a_scatter_writes_and_sums():
   rng = np.random.default_rng(0)
-  looked_up, scattered = jax.jit(_looked_up), jax.jit(_scattered)
+  looked_up, scattered = (
+    jax.jit(tree_lib._looked_up),
+    jax.jit(tree_lib._scattered),
+  )
   arrays = lambda size: (rng.integers(9, size=size), rng.normal(size=size))
   equal = functools.partial(np.testing.assert_array_equal, strict=True)
   for _ in range(50):
@@ -78,5 +79,7 @@ def test_what_is_looked_up_is_what_a_scatter_writes_and_sums():
   sums = lambda of: jax.jit(jax.vmap(lambda at, new: of(at, new, 12)))(
     index, values
   )
-  assert sums(_looked_up_sums).dtype == values.dtype
-  np.testing.assert_array_equal(sums(_looked_up_sums), sums(_scattered_sums))
+  assert sums(tree_lib._looked_up_sums).dtype == values.dtype
+  np.testing.assert_array_equal(
+    sums(tree_lib._looked_up_sums), sums(tree_lib._scattered_sums)
+  )

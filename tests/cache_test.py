@@ -8,13 +8,10 @@ import numpy as np
 import pytest
 import tiny
 import tiny_drafters
-from tiny_drafters import Settings
 
 import specdec
-from specdec import cache as kv
-from specdec.model import commit
-from specdec.model import ModelState
-from specdec.model import prefill
+from specdec import cache as cache_lib
+from specdec import model as model_lib
 
 
 def _assert_masks(masks, drawn):
@@ -28,7 +25,7 @@ def _assert_masks(masks, drawn):
 
 def test_causal_mask_by_hand():
   _assert_masks(
-    kv.causal_mask(jnp.array([0, 2, 3]), 3, 6),
+    cache_lib.causal_mask(jnp.array([0, 2, 3]), 3, 6),
     ['100000 110000 111000', '111000 111100 111110', '111100 111110 111111'],
   )
 
@@ -37,7 +34,7 @@ def test_causal_mask_by_hand():
 def test_window_mask_by_hand(how):
   """The root and two children that is drawn there, then in front and behind."""
   window = np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], bool)
-  make = getattr(kv, how)
+  make = getattr(cache_lib, how)
   _assert_masks(
     make(jnp.array([2, 0, 3]), jnp.asarray([window] * 3), num_slots=6),
     ['111000 111100 111010', '100000 110000 101000', '111100 111110 111101'],
@@ -52,7 +49,7 @@ def _lettered(rows, length):
   array = lambda rows: np.array(
     [[ord(one) for one in row] for row in rows], np.float32
   )[:, None, :, None]
-  return kv.KVCache(
+  return cache_lib.KVCache(
     keys=(array(rows),),
     values=(array([row.upper() for row in rows]),),
     length=np.array(length, np.int32),
@@ -74,7 +71,7 @@ def test_keep_by_hand():
   """What is drawn there, all of it kept, none, and that of a later row."""
   rows = ['tttt' + 'rxayb.', 'tttt' + 'rxayb.', 'ttt' + 'rxayb..']
   cache = _lettered(rows, [4, 4, 3])
-  kept = kv.keep(
+  kept = cache_lib.keep(
     cache,
     jnp.array([5, 5, 4]),
     jnp.array([[2, 4, 1], [3, 3, 3], [2, 3, 4]]),
@@ -85,7 +82,7 @@ def test_keep_by_hand():
   assert kept.num_slots == cache.num_slots
 
 
-_commit = jax.jit(commit)
+_commit = jax.jit(model_lib.commit)
 
 
 def test_commit_by_hand():
@@ -99,7 +96,7 @@ def test_commit_by_hand():
     ([2, 0, 3, 1, -1], 0, ['', 'r', 'rb', 'rb']),
   ):
     slots = ''.join('x' if node < 0 else 'rabcd'[node] for node in window)
-    state = ModelState(
+    state = model_lib.ModelState(
       cache=_lettered([f'text{slots}..'] * 4, [4] * 4),
       num_text=np.full(4, read),
       window=np.tile(window, (4, 1)),
@@ -118,10 +115,10 @@ def test_what_is_kept_is_kept_exactly(dtype):
   exponents = rng.integers(-30, 30, size=shape)
   array = jnp.asarray(rng.normal(size=shape) * 10.0**exponents, dtype)
   lengths, offsets = np.array([2, 4]), np.array([[1, 5, 3], [2, 6, 7]])
-  cache = kv.KVCache(
+  cache = cache_lib.KVCache(
     keys=(array,), values=(-array,), length=lengths, num_slots=shape[2]
   )
-  keep = jax.jit(kv.keep, static_argnames='window')
+  keep = jax.jit(cache_lib.keep, static_argnames='window')
   kept = jax.device_get(
     keep(cache, lengths, offsets, np.array([3, 2]), window=8)
   )
@@ -146,9 +143,9 @@ def _drafter(name):
   # What is inside guesses so far ahead that the draft cannot catch up, in the
   # row that it knows by heart.
   narrow = {'width': 1, 'branching': 2, 'rounds': 2, 'cost_ratio': 0}
-  outer = Settings(num_nodes=10, capacity=32, **narrow)
+  outer = tiny_drafters.Settings(num_nodes=10, capacity=32, **narrow)
   table = tiny_drafters.table_of(_texts()[:1], 'perfect')
-  ahead = Settings(width=1, branching=1, rounds=6)
+  ahead = tiny_drafters.Settings(width=1, branching=1, rounds=6)
   inner = tiny_drafters.candidates(table, config=ahead)
   return specdec.staged(tiny_drafters.model(draft, outer), inner)
 
@@ -171,7 +168,9 @@ def _texts():
   return [prompt + new for prompt, new in rows]
 
 
-_prefill = jax.jit(prefill, static_argnames=('num_slots', 'window_size'))
+_prefill = jax.jit(
+  model_lib.prefill, static_argnames=('num_slots', 'window_size')
+)
 
 
 def _assert_equals_fresh(model, cache, tokens):

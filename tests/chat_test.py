@@ -17,14 +17,11 @@ import transformers
 
 import models
 from models.checkpoints import hub
-from models.text.chat_template import conversation_ids
-from models.text.generator import Generator
-from models.text.pair import Pair
-from specdec import PromptLookup
-from specdec import Sampling
-from specdec.loop import advance
-from specdec.loop import extend
-from specdec.loop import start
+from models.text import chat_template
+from models.text import generator as generator_lib
+from models.text import pair as pair_lib
+import specdec
+from specdec import loop
 
 _LETTERS = string.ascii_letters[:40]
 _SPECIAL = ('<end>', '<system>', '<user>', '<assistant>', '<a>', '<b>', '<c>')
@@ -63,7 +60,7 @@ def _tokenizer(template):
 
 @functools.cache
 def _drafter(kind):
-  lookup = PromptLookup((0.5,))
+  lookup = specdec.PromptLookup((0.5,))
   if kind == 'lookup':
     return tiny_drafters.candidates(lookup, config=tiny_drafters.TREE)
   return tiny_drafters.simple(kind, tiny.draft('similar', num_layers=1), lookup)
@@ -71,8 +68,8 @@ def _drafter(kind):
 
 def _generator(kind='plain', template=_TEMPLATE):
   target = tiny.gpt2(num_layers=1)
-  pair = Pair(target, None, _tokenizer(template), eos_ids=_EOS_IDS)
-  return Generator(pair, _drafter(kind))
+  pair = pair_lib.Pair(target, None, _tokenizer(template), eos_ids=_EOS_IDS)
+  return generator_lib.Generator(pair, _drafter(kind))
 
 
 def _user(text='ab'):
@@ -82,7 +79,7 @@ def _user(text='ab'):
 def _sampling(temperature=0.0, bias=2.0):
   """Ends of turns are likelier than in the model, and do occur."""
   ends = dict.fromkeys(_EOS_IDS, bias)
-  return Sampling(temperature=temperature, logit_bias=ends)
+  return specdec.Sampling(temperature=temperature, logit_bias=ends)
 
 
 _ENDLESS = {'sampling': _sampling(bias=-np.inf)}
@@ -101,7 +98,9 @@ def _anew(messages, template=_TEMPLATE, sampling=_sampling()):
   return _generator(template=template).generate([messages], **options)
 
 
-_num_programs = lambda: [one._cache_size() for one in (start, extend, advance)]
+_num_programs = lambda: [
+  one._cache_size() for one in (loop.start, loop.extend, loop.advance)
+]
 
 
 @pytest.mark.parametrize('temperature', [0.0, 1.0])
@@ -148,7 +147,7 @@ def test_a_template_may_change_earlier_turns():
 @pytest.mark.parametrize('end', _EOS_IDS[:2])
 def test_every_end_of_turn_ends_an_answer(end):
   """Also one that is not that of the template, which is read instead."""
-  chat = _chat(_generator(), sampling=Sampling(logit_bias={end: 1e5}))
+  chat = _chat(_generator(), sampling=specdec.Sampling(logit_bias={end: 1e5}))
   for said in _SAID[1:4]:
     result = chat.run()
     assert (result.tokens, result.text) == ([[end]], [''])
@@ -229,7 +228,7 @@ def test_a_template_file_may_have_a_byte_order_mark():
   ids = []
   for text in (_TEMPLATE, '\ufeff' + _TEMPLATE):
     tokenizer.chat_template = text
-    ids.append(conversation_ids(tokenizer, [_user()]))
+    ids.append(chat_template.conversation_ids(tokenizer, [_user()]))
   assert ids[0] == ids[1]
 
 

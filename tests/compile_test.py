@@ -8,13 +8,9 @@ import numpy as np
 import tiny
 import tiny_drafters
 
-from models.nn.table_model import table_model
-from specdec import generate
-from specdec import NGram
-from specdec import PromptLookup
-from specdec import Sampling
-from specdec.loop import advance
-from specdec.loop import start
+from models.nn import table_model
+import specdec
+from specdec import loop
 
 
 def _staged(draft):
@@ -22,11 +18,13 @@ def _staged(draft):
   table = tiny_drafters.ngram_table(
     [[3, 1, 4, 1, 5]], draft.spec.vocab_size, order=3, num_continuations=2
   )
-  return tiny_drafters.simple('staged', draft, NGram(table), PromptLookup())
+  return tiny_drafters.simple(
+    'staged', draft, specdec.NGram(table), specdec.PromptLookup()
+  )
 
 
 def _table(seed):
-  return table_model(tiny.table(10, seed), max_positions=500)
+  return table_model.table_model(tiny.table(10, seed), max_positions=500)
 
 
 def _counting(model, counts, name):
@@ -46,16 +44,18 @@ def test_one_program_for_all_prompts_limits_seeds_and_temperatures():
   draft = _counting(_table(1), counts, 'draft')
 
   def run(prompts, limit, seed, temperature, top_p):
-    generate(
+    specdec.generate(
       target,
       jax.random.key(seed),
       prompts,
       max_new_tokens=limit,
       drafter=_staged(draft),
-      sampling=Sampling(temperature=temperature, top_p=top_p),
+      sampling=specdec.Sampling(temperature=temperature, top_p=top_p),
     )
 
-  programs = lambda: np.array([start._cache_size(), advance._cache_size()])
+  programs = lambda: np.array(
+    [loop.start._cache_size(), loop.advance._cache_size()]
+  )
   before = programs()
   run([[1], [2]], 10, 0, 1.0, 0.9)
   np.testing.assert_array_equal(programs(), before + 1)

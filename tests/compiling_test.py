@@ -4,19 +4,10 @@ import pathlib
 
 import pytest
 
-from models.lab.compiled.counts import count
-from models.lab.compiled.hlo import Array
-from models.lab.compiled.hlo import parse
-from models.lab.compiled.hlo import parse_arrays
-from models.lab.compiled.programs import compile_program
-from models.lab.compiled.programs import Compiled
-from models.lab.compiled.programs import config_of
-from models.lab.compiled.programs import Device
-from models.lab.compiled.programs import DEVICES
-from models.lab.compiled.programs import Work
-from models.lab.compiled.programs import Workload
-from models.lab.compiled.report import analyse
-from models.lab.compiled.report import to_markdown
+from models.lab.compiled import counts
+from models.lab.compiled import hlo
+from models.lab.compiled import programs
+from models.lab.compiled import report as report_lib
 
 # Written by hand. A decode step of a model of two layers, with a growth round
 # of unknown length, a table look-up of three steps and a branch. The array
@@ -26,15 +17,17 @@ _PROGRAM = (_GOLDEN / 'compiled_step.txt').read_text()
 
 
 def _step(program=_PROGRAM):
-  return count(parse(program)).loops[0]
+  return counts.count(hlo.parse(program)).loops[0]
 
 
 def test_shapes_are_read_with_their_layout():
-  arrays = parse_arrays('(f32[2,3]{1,0}, bf16[4,2]{0,1:T(8,128)S(1)}, s32[])')
+  arrays = hlo.parse_arrays(
+    '(f32[2,3]{1,0}, bf16[4,2]{0,1:T(8,128)S(1)}, s32[])'
+  )
   assert arrays == (
-    Array('f32', (2, 3), '1,0'),
-    Array('bf16', (4, 2), '0,1:T(8,128)S(1)'),
-    Array('s32', ()),
+    hlo.Array('f32', (2, 3), '1,0'),
+    hlo.Array('bf16', (4, 2), '0,1:T(8,128)S(1)'),
+    hlo.Array('s32', ()),
   )
   assert [one.memory_space for one in arrays] == [0, 1, 0]
   # 4 is the most minor dimension here: 2 -> 8, 4 -> 128.
@@ -51,7 +44,7 @@ def test_bytes_of_arrays():
     'bf16[1,449,20,64]{3,2,1,0:T(8,128)(2,1)}': 2 * 449 * 24 * 128,
     'bf16[1280]{0:T(1024)(128)(2,1)}': 2 * 2048,
   }.items():
-    assert parse_arrays(shape)[0].num_bytes == num_bytes, shape
+    assert hlo.parse_arrays(shape)[0].num_bytes == num_bytes, shape
 
 
 def test_kernels_of_a_step_by_layer_and_beside_the_model():
@@ -101,7 +94,7 @@ def test_bytes_are_those_looked_at():
 
 def test_prefetches_onto_the_chip_are_read_once():
   text = (_GOLDEN / 'compiled_prefetch.txt').read_text()
-  total = count(parse(text))
+  total = counts.count(hlo.parse(text))
   assert total.kernels == 0
   assert total.prefetches == 3
   # There, a part of it, and back: only the last is a copy in main memory.
@@ -111,7 +104,7 @@ def test_prefetches_onto_the_chip_are_read_once():
 
 def test_exchanges_between_devices():
   text = (_GOLDEN / 'compiled_collectives.txt').read_text()
-  (step,) = count(parse(text)).loops
+  (step,) = counts.count(hlo.parse(text)).loops
   found = {str(one): number for one, number in step.collectives.items()}
   assert found == {
     'all-reduce f32[1,64]': 1,
@@ -127,22 +120,27 @@ def test_whole_weights_are_found_however_they_are_gathered():
   text = (_GOLDEN / 'compiled_collectives.txt').read_text()
   # The weight, of which each device has [64, 8].
   for divided, number in (((8, 512), 1), ((8, 8, 64), 1), ((16, 256), 0)):
-    compiled = Compiled(text, 0, (1, 1.0), frozenset({divided}), {})
-    (step,) = analyse('plain', compiled, DEVICES['v5e']).loops
+    compiled = programs.Compiled(text, 0, (1, 1.0), frozenset({divided}), {})
+    (step,) = report_lib.analyse(
+      'plain', compiled, programs.DEVICES['v5e']
+    ).loops
     assert step['whole_tensors'] == number, divided
     assert step['collective_bytes'] == 4 * 64 + 4 * 8 * 64 + 2 * 8 * 64 * 8
 
 
 def test_a_report_compares_with_the_least_that_must_be_read():
-  compiled = Compiled(
+  compiled = programs.Compiled(
     text=_PROGRAM,
     temporary_bytes=2_000_000,
     held=(3_000_000, 2.4e6),
     divided=frozenset(),
-    work={'target': Work(bytes=1000, flops=10), 'draft': Work(4, 40)},
+    work={
+      'target': programs.Work(bytes=1000, flops=10),
+      'draft': programs.Work(4, 40),
+    },
   )
-  device = Device(platform='tpu', bandwidth=1e6, flops=1e4)
-  report = analyse('chain', compiled, device)
+  device = programs.Device(platform='tpu', bandwidth=1e6, flops=1e4)
+  report = report_lib.analyse('chain', compiled, device)
   step, growth = report.loops
   assert step['loop'] == 'decode step'
   assert (step['bookkeeping'], step['host_transfers']) == (3, 1)
@@ -150,7 +148,7 @@ def test_a_report_compares_with_the_least_that_must_be_read():
   # Bound by bytes, and bound by products.
   assert (step['floor_ms'], growth['floor_ms']) == (1.0, 4.0)
   assert step['bandwidth_ms'] == pytest.approx(step['bytes'] / 1000, rel=1e-3)
-  table = to_markdown([report])
+  table = report_lib.to_markdown([report])
   assert '1 f32[96,171]' in table
   assert 'chain 2.0 MB' in table
   assert 'chain 0.003 GB (1.2500 of ideal)' in table
@@ -158,19 +156,23 @@ def test_a_report_compares_with_the_least_that_must_be_read():
 
 def test_what_is_no_program_is_refused():
   with pytest.raises(ValueError, match='no ENTRY'):
-    parse('module @jit_advance { func.func public @main() }')
+    hlo.parse('module @jit_advance { func.func public @main() }')
   empty = 'ENTRY %main (a: s32[]) -> s32[] {\n}\n'
-  none = Compiled(empty, 0, (0, 0.0), frozenset(), {})
+  none = programs.Compiled(empty, 0, (0, 0.0), frozenset(), {})
   with pytest.raises(ValueError, match='one decode loop'):
-    analyse('plain', none, DEVICES['v5e'])
+    report_lib.analyse('plain', none, programs.DEVICES['v5e'])
   with pytest.raises(ValueError, match="'beam' is not known"):
-    compile_program('beam', Workload(), DEVICES['v5e'])
+    programs.compile_program(
+      'beam', programs.Workload(), programs.DEVICES['v5e']
+    )
   with pytest.raises(ValueError, match='verify=block is for chains'):
-    compile_program('tree', Workload(verify='block'), DEVICES['cpu'])
+    programs.compile_program(
+      'tree', programs.Workload(verify='block'), programs.DEVICES['cpu']
+    )
 
 
 def test_the_drafts_of_forty_million_have_as_many_parameters():
   """And the embeddings of positions, give or take."""
-  draft = config_of('draft-40m')
+  draft = programs.config_of('draft-40m')
   layers = 12 * draft.width**2 * draft.num_layers
   assert 40e6 < layers + draft.vocab_size * draft.width < 55e6

@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 import tiny
 import tiny_drafters
-from tiny_drafters import Settings
 
-from models.nn.table_model import table_model
+from models.nn import table_model
 import specdec
-from specdec.tree.topology import chain
+from specdec.tree import topology as topology_lib
 
 VOCAB_SIZE = 16
 CONTEXT = 20
@@ -35,11 +34,11 @@ _BATCHES = [[0, 4, 1], [2, 3, 0], [3, 4, 3], [1, 2, 1]]
 
 
 _TARGET, _DRAFT = (
-  table_model(tiny.table(VOCAB_SIZE), max_positions=size)
+  table_model.table_model(tiny.table(VOCAB_SIZE), max_positions=size)
   for size in (200, CONTEXT)
 )
 # A tree that grows as a chain.
-_TREE = Settings(
+_TREE = tiny_drafters.Settings(
   num_nodes=G + 1, width=1, branching=1, rounds=G, capacity=8, cost_ratio=0
 )
 
@@ -127,5 +126,10 @@ def test_a_fixed_topology_of_a_gpt2_with_fewer_positions():
     spec=dataclasses.replace(target.spec, max_positions=CONTEXT),
   )
   for batch in _BATCHES:
-    generation = _check(target, batch, draft, Settings(topology=chain(G)))
+    generation = _check(
+      target,
+      batch,
+      draft,
+      tiny_drafters.Settings(topology=topology_lib.chain(G)),
+    )
   assert all(len(set(row)) > 3 for row in generation.tokens)

@@ -15,39 +15,31 @@ import pytest
 import tiny
 
 from models.lab import cost_model
-from models.lab.bench import machine as machine_limits
-from models.lab.cost_model import Deployment
-from models.lab.cost_model import forward_cost
-from models.lab.cost_model import HARDWARE
-from models.lab.cost_model import MODELS
-from models.lab.cost_model import ModelShape
-from models.lab.cost_model import predict
-from models.lab.cost_model import SpeculativeStep
-from models.lab.cost_model import tree_step
-from models.lab.cost_model.model_shape import model_shape
-from models.nn.adapter import as_model
-from models.nn.llama import LlamaConfig
-from models.nn.mixtral import MixtralConfig
-from specdec.tree import topology
+from models.lab.bench import machine
+from models.lab.cost_model import model_shape
+from models.nn import adapter
+from models.nn import llama as nn_llama
+from models.nn import mixtral as mixtral_lib
+from specdec.tree import topology as topology_lib
 
 _ROOT = pathlib.Path(__file__).parents[1]
 
 # 4 query heads and 2 KV heads of width 3; SwiGLU of width 10.
 _SIZES = {'num_layers': 2, 'width': 8, 'mlp_width': 10, 'vocab_size': 50}
 _HEADS = {'num_heads': 4, 'num_kv_heads': 2, 'head_width': 3}
-_SMALL = ModelShape(name='small', **_SIZES, **_HEADS)
+_SMALL = cost_model.ModelShape(name='small', **_SIZES, **_HEADS)
 _small = functools.partial(dataclasses.replace, _SMALL)
 _ATTENTION = 8 * 12 + 2 * (8 * 6) + 12 * 8
 _HEAD = 8 * 50
 _MACHINE = cost_model.Hardware(
   name='machine', bytes_per_second=100.0, flops_per_second={'bfloat16': 1e3}
 )
-_SERVER = Deployment(
-  target=MODELS['llama-3-70b'],
-  draft=MODELS['llama-3-8b'],
-  hardware=HARDWARE['h200'].times(8),
+_SERVER = cost_model.Deployment(
+  target=cost_model.MODELS['llama-3-70b'],
+  draft=cost_model.MODELS['llama-3-8b'],
+  hardware=cost_model.HARDWARE['h200'].times(8),
 )
-_CHAIN = tree_step(topology.chain(4), [0.8])
+_CHAIN = cost_model.tree_step(topology_lib.chain(4), [0.8])
 
 
 # Millions of parameters, bytes of a token in the cache, and billions of active
@@ -64,9 +56,12 @@ _PUBLISHED = {
 }
 
 
-@pytest.mark.parametrize('name', MODELS)
+@pytest.mark.parametrize('name', cost_model.MODELS)
 def test_presets_have_the_published_sizes(name):
-  shape, (millions, kv_bytes, *billions) = MODELS[name], _PUBLISHED[name]
+  shape, (millions, kv_bytes, *billions) = (
+    cost_model.MODELS[name],
+    _PUBLISHED[name],
+  )
   coarse = name in ('draft-40m', 'qwen3-30b-a3b')
   near = functools.partial(pytest.approx, rel=0.02 if coarse else 0.01)
   assert shape.parameters / 1e6 == near(millions)
@@ -86,23 +81,29 @@ def test_shapes_of_configs():
     module = tiny.module(
       width=16, num_layers=2, vocab_size=40, tie_embeddings=tied
     )
-    size = machine_limits.model_size(as_model(module))
-    shape = model_shape(module.config, name='tiny')
+    size = machine.model_size(adapter.as_model(module))
+    shape = model_shape.model_shape(module.config, name='tiny')
     assert shape.active_parameters == size.parameters
     assert shape.kv_bytes_per_token == 2 * size.cache_per_slot
   sizes = {'num_positions': 4096, 'width': 4096, 'num_layers': 32}
   sizes |= {'num_heads': 32, 'num_kv_heads': 8, 'head_width': 128}
   sizes |= {'inner_width': 14336}
-  llama = LlamaConfig(**sizes, vocab_size=128256)
-  assert model_shape(llama, name='llama-3-8b') == MODELS['llama-3-8b']
+  llama = nn_llama.LlamaConfig(**sizes, vocab_size=128256)
+  assert (
+    model_shape.model_shape(llama, name='llama-3-8b')
+    == cost_model.MODELS['llama-3-8b']
+  )
   experts = {'num_experts': 8, 'experts_per_token': 2}
-  mixtral = MixtralConfig(**sizes, **experts, vocab_size=32000)
-  assert model_shape(mixtral, name='mixtral-8x7b') == MODELS['mixtral-8x7b']
+  mixtral = mixtral_lib.MixtralConfig(**sizes, **experts, vocab_size=32000)
+  assert (
+    model_shape.model_shape(mixtral, name='mixtral-8x7b')
+    == cost_model.MODELS['mixtral-8x7b']
+  )
 
 
 def test_forward_cost_by_hand():
   shape = _small(weight_bytes=0.5, cache_bytes=1, activation_bytes=4)
-  cost = forward_cost(shape, batch_size=3, num_tokens=5, context=7)
+  cost = cost_model.forward_cost(shape, batch_size=3, num_tokens=5, context=7)
   weights = 2 * (_ATTENTION + 3 * 8 * 10) + _HEAD
   assert shape.parameters == weights + 50 * 8
   # Inputs and outputs of the seven matrices of a layer, and of the head.
@@ -133,9 +134,9 @@ def test_mixtures_read_only_the_experts_that_they_use():
   always = 2 * (_ATTENTION + router) + _HEAD
   assert shape.parameters == always + 2 * 4 * expert + 50 * 8
   assert shape.active_parameters == always + 2 * 2 * expert
-  plain = forward_cost(shape)
+  plain = cost_model.forward_cost(shape)
   assert plain.weight_bytes == 2 * shape.active_parameters
-  verify = forward_cost(shape, num_tokens=3)
+  verify = cost_model.forward_cost(shape, num_tokens=3)
   distinct = 4 * (1 - 0.5**3)
   read = 2 * (always + 2 * distinct * expert)
   assert verify.weight_bytes == pytest.approx(read)
@@ -155,7 +156,7 @@ def test_expected_experts_by_enumeration():
 
 
 def test_every_kernel_has_its_own_roofline():
-  cost = forward_cost(_SMALL, batch_size=2, context=1000)
+  cost = cost_model.forward_cost(_SMALL, batch_size=2, context=1000)
   cache_bytes = cost.cache_read_bytes + cost.cache_write_bytes
   work = (
     ((cost.num_bytes - cache_bytes) / 100, cost.matmul_flops / 1e3),
@@ -180,7 +181,7 @@ def test_devices_wait_for_their_collectives():
     (1, 8.0, 5 * 8.0 + 150 / 8),
     (1, 20.0, 6 * 20.0),
   ):
-    cost = forward_cost(_SMALL, num_tokens=num_tokens)
+    cost = cost_model.forward_cost(_SMALL, num_tokens=num_tokens)
     four = dataclasses.replace(
       _MACHINE.times(4), link_bytes_per_second=8.0, collective_seconds=latency
     )
@@ -192,12 +193,15 @@ def test_devices_wait_for_their_collectives():
 
 
 def test_a_draft_is_shared_only_if_that_is_faster():
-  step = SpeculativeStep(draft_forwards=1)
+  step = cost_model.SpeculativeStep(draft_forwards=1)
   for latency in (0.0, 1e3):
     four = dataclasses.replace(_MACHINE.times(4), collective_seconds=latency)
-    pair = Deployment(target=_SMALL, draft=_SMALL, hardware=four)
-    found = predict(pair, step)
-    shared, whole = found.plain_seconds, forward_cost(_SMALL).seconds(_MACHINE)
+    pair = cost_model.Deployment(target=_SMALL, draft=_SMALL, hardware=four)
+    found = cost_model.predict(pair, step)
+    shared, whole = (
+      found.plain_seconds,
+      cost_model.forward_cost(_SMALL).seconds(_MACHINE),
+    )
     assert (shared < whole) == (latency == 0)
     drafting = found.seconds - found.plain_seconds
     assert drafting == pytest.approx(min(shared, whole))
@@ -222,10 +226,10 @@ def test_expected_tokens_by_enumeration():
   acceptance = [0.5, 0.2, 0.1]
   ragged = [[0], [1], [2], [0, 0], [0, 1], [0, 0, 0], [2, 0]]
   for shape in (
-    *(topology.chain(1), topology.chain(5), topology.k_ary(2, 3)),
-    topology.from_paths(ragged),
+    *(topology_lib.chain(1), topology_lib.chain(5), topology_lib.k_ary(2, 3)),
+    topology_lib.from_paths(ragged),
   ):
-    step = tree_step(shape, acceptance)
+    step = cost_model.tree_step(shape, acceptance)
     assert step.tokens == pytest.approx(_mean_tokens(shape, acceptance))
     assert step.num_nodes == shape.num_nodes
     assert step.draft_forwards == shape.max_depth
@@ -235,15 +239,15 @@ def test_expected_tokens_by_enumeration():
 
 
 def test_predictions_add_up():
-  hardware = HARDWARE['h200']
+  hardware = cost_model.HARDWARE['h200']
   deployment = dataclasses.replace(_SERVER, overlap=False, hardware=hardware)
   drafting = {'draft_forwards': 2.5, 'draft_width': 4}
-  step = SpeculativeStep(num_nodes=9, tokens=3, **drafting)
+  step = cost_model.SpeculativeStep(num_nodes=9, tokens=3, **drafting)
   sizes = {'batch_size': 6, 'context': 100}
-  found = predict(deployment, step, **sizes)
-  plain = forward_cost(deployment.target, **sizes)
-  verify = forward_cost(deployment.target, num_tokens=9, **sizes)
-  draft = forward_cost(deployment.draft, num_tokens=4, **sizes)
+  found = cost_model.predict(deployment, step, **sizes)
+  plain = cost_model.forward_cost(deployment.target, **sizes)
+  verify = cost_model.forward_cost(deployment.target, num_tokens=9, **sizes)
+  draft = cost_model.forward_cost(deployment.draft, num_tokens=4, **sizes)
   both = lambda value: value(verify) + 2.5 * value(draft)
   seconds = lambda cost: cost.seconds(hardware, overlap=False)
   expected = {
@@ -259,7 +263,9 @@ def test_predictions_add_up():
   }
   for name, value in expected.items():
     assert getattr(found, name) == pytest.approx(value), name
-  nothing = predict(deployment, SpeculativeStep(), **sizes)
+  nothing = cost_model.predict(
+    deployment, cost_model.SpeculativeStep(), **sizes
+  )
   assert nothing.speedup == nothing.relative_bandwidth == 1
   resident = 2 * (deployment.target.parameters + deployment.draft.parameters)
   resident += 600 * (327_680 + 131_072)
@@ -271,18 +277,25 @@ def test_predictions_add_up():
 
 def test_break_even_is_the_last_crossing():
   found = cost_model.break_even_batch_size(_SERVER, _CHAIN, context=2048)
-  speed = lambda size: predict(_SERVER, _CHAIN, batch_size=size, context=2048)
+  speed = lambda size: cost_model.predict(
+    _SERVER, _CHAIN, batch_size=size, context=2048
+  )
   assert speed(found).speedup <= 1 < speed(found - 1).speedup
   # Below 1 at few rows, which use most experts, and above it at many.
-  mixture = Deployment(
-    target=MODELS['qwen3-30b-a3b'], draft=None, hardware=HARDWARE['h200']
+  mixture = cost_model.Deployment(
+    target=cost_model.MODELS['qwen3-30b-a3b'],
+    draft=None,
+    hardware=cost_model.HARDWARE['h200'],
   )
   poor = dataclasses.replace(_CHAIN, tokens=2.8)
-  speeds = [predict(mixture, poor, batch_size=size).speedup for size in (2, 64)]
+  speeds = [
+    cost_model.predict(mixture, poor, batch_size=size).speedup
+    for size in (2, 64)
+  ]
   assert speeds[0] < 1 < speeds[1]
   assert cost_model.break_even_batch_size(mixture, poor, limit=64) is None
   hopeless = dataclasses.replace(_SERVER, draft=_SERVER.target)
-  never = tree_step(topology.chain(2), [0])
+  never = cost_model.tree_step(topology_lib.chain(2), [0])
   assert cost_model.break_even_batch_size(hopeless, never) == 1
 
 
@@ -290,13 +303,15 @@ def test_best_tree_is_the_best_chain_and_branches_if_drafting_is_free():
   for batch_size in (1, 48, 96, 512):
     where = {'batch_size': batch_size, 'context': 2048}
     speeds = [1.0] + [
-      predict(_SERVER, tree_step(topology.chain(n), [0.8]), **where).speedup
+      cost_model.predict(
+        _SERVER, cost_model.tree_step(topology_lib.chain(n), [0.8]), **where
+      ).speedup
       for n in range(1, 11)
     ]
     sizes = {'num_nodes': 11, 'max_depth': 10}
     tree = cost_model.best_tree(_SERVER, [0.8], **sizes, **where)
     best = int(np.argmax(speeds))
-    assert tree == (topology.chain(best) if best else None)
+    assert tree == (topology_lib.chain(best) if best else None)
   free = dataclasses.replace(_SERVER, draft=None)
   tree = cost_model.best_tree(free, [0.5, 0.2, 0.1], num_nodes=20, max_depth=6)
   assert tree.num_nodes == 20
@@ -340,32 +355,34 @@ def test_the_script_takes_folders_and_names(tmp_path):
 def test_this_machine_is_measured(monkeypatch):
   rates = {'bytes_per_second': 3.0, 'flops_per_second': {'float32': 7.0}}
   limits = mock.Mock(**{'return_value.summary.return_value': rates})
-  monkeypatch.setattr(machine_limits, 'MachineLimits', limits)
-  found = machine_limits.this_machine(['float32'], samples=4)
+  monkeypatch.setattr(machine, 'MachineLimits', limits)
+  found = machine.this_machine(['float32'], samples=4)
   limits.assert_called_once_with(['float32'])
   assert limits.return_value.sample.call_count == 4
   assert dataclasses.asdict(found).items() >= rates.items()
 
 
 def test_bad_input_is_refused():
-  int4 = forward_cost(_small(dtype='int4'))
-  one = topology.chain(1)
+  int4 = cost_model.forward_cost(_small(dtype='int4'))
+  one = topology_lib.chain(1)
   for message, call in {
     'experts_per_token=5 must be between 1 and num_experts=1': (
       lambda: _small(experts_per_token=5)
     ),
     'must be a multiple of num_kv_heads=2': lambda: _small(num_heads=5),
-    'got 1, 0 and 0': lambda: forward_cost(_SMALL, num_tokens=0),
+    'got 1, 0 and 0': lambda: cost_model.forward_cost(_SMALL, num_tokens=0),
     "dtype='int4' has no peak rate on machine; choose from bfloat16": (
       lambda: int4.seconds(_MACHINE)
     ),
     'devices must be at least 1, got 0': lambda: _MACHINE.times(0),
-    'must be at least 1': lambda: SpeculativeStep(tokens=float('nan')),
-    'acceptance has 1 ranks, but the tree has 2': (
-      lambda: tree_step(topology.k_ary(2, 1), [0.5])
+    'must be at least 1': lambda: cost_model.SpeculativeStep(
+      tokens=float('nan')
     ),
-    'together at most 1': lambda: tree_step(one, [1.2]),
-    'got .nan': lambda: tree_step(one, [float('nan')]),
+    'acceptance has 1 ranks, but the tree has 2': (
+      lambda: cost_model.tree_step(topology_lib.k_ary(2, 1), [0.5])
+    ),
+    'together at most 1': lambda: cost_model.tree_step(one, [1.2]),
+    'got .nan': lambda: cost_model.tree_step(one, [float('nan')]),
   }.items():
     with pytest.raises(ValueError, match=message):
       call()

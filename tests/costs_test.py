@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import tiny
 
-from models.lab.study.costs import measure_step_costs
-from models.lab.study.costs import StepCosts
-from models.lab.study.costs import Trial
+from models.lab.study import costs as costs_lib
 
-_COSTS = StepCosts(prompt=0.5, verification={1: 0.1, 4: 0.13, 8: 0.21})
+_COSTS = costs_lib.StepCosts(
+  prompt=0.5, verification={1: 0.1, 4: 0.13, 8: 0.21}
+)
 
 
 def test_v_is_linear_between_the_measured_sizes():
@@ -22,12 +22,12 @@ def test_v_is_linear_between_the_measured_sizes():
     with pytest.raises(ValueError, match='num_nodes must be 1 to 8'):
       _COSTS.of_nodes(outside)
   with pytest.raises(ValueError, match='1 node'):
-    StepCosts(prompt=0.0, verification={4: 1.0})
+    costs_lib.StepCosts(prompt=0.0, verification={4: 1.0})
 
 
 def test_a_prediction_by_hand():
   counts = {'num_nodes': 4, 'steps': 40, 'prompts': 2, 'seconds': 2.0}
-  trial = Trial(tokens=100, forwards=40, **counts)
+  trial = costs_lib.Trial(tokens=100, forwards=40, **counts)
   # 2 s of replay, 2 prompts of 0.5 s, 40 steps of 0.13 s.
   assert trial.tokens_per_second(_COSTS) == pytest.approx(100 / (2 + 1 + 5.2))
   assert trial.block_efficiency == 2.5
@@ -35,13 +35,13 @@ def test_a_prediction_by_hand():
   assert trial.drafting_seconds == pytest.approx(0.05)
   assert trial.step_seconds(_COSTS) == pytest.approx(0.18)
   # Rows share their steps: one of 4 is slow, and the others wait for it.
-  trial = Trial(tokens=400, forwards=100, **counts)
+  trial = costs_lib.Trial(tokens=400, forwards=100, **counts)
   assert trial.block_efficiency == 4.0
   assert trial.tokens_per_second(_COSTS) == pytest.approx(400 / 8.2)
 
 
 def _measure(target=None, texts=((1, 2, 3), (4,)), context=40, **options):
-  return measure_step_costs(
+  return costs_lib.measure_step_costs(
     tiny.gpt2(num_layers=1) if target is None else target,
     texts,
     prompt_slots=32,

@@ -22,24 +22,17 @@ import jax
 import pytest
 import tiny
 import tiny_drafters
-from tiny_drafters import Settings
 
+from models.lab.compiled import hlo
 from models.lab.compiled import programs
-from models.lab.compiled.hlo import parse
-from models.lab.compiled.programs import compile_program
-from models.lab.compiled.programs import config_of
-from models.lab.compiled.programs import DEVICES
-from models.lab.compiled.programs import find_libtpu
-from models.lab.compiled.programs import Workload
-from models.lab.compiled.report import analyse
-from models.nn.llama import LlamaConfig
-from models.text.pair import ModelChoice
-from models.text.settings import DraftSettings
-from models.text.settings import parse_topology
+from models.lab.compiled import report as report_lib
+from models.nn import llama as nn_llama
+from models.text import pair as pair_lib
+from models.text import settings as settings_lib
 import specdec
 
 _LIMITS = pathlib.Path(__file__).parent / 'golden' / 'counted_work.json'
-_WORKLOAD = Workload(prompt_tokens=64, max_new_tokens=64)
+_WORKLOAD = programs.Workload(prompt_tokens=64, max_new_tokens=64)
 # By these XLA's CPU backend chooses its products.
 _INSTRUCTIONS = ('amx_bf16', 'avx2', 'avx512_bf16', 'avx512_vnni', 'avx512f')
 
@@ -49,7 +42,7 @@ _long = functools.partial(pytest.param, marks=pytest.mark.long)
 
 def _versions():
   """Of what the counts hang on besides this code, as far as it can be known."""
-  cpuinfo, libtpu = pathlib.Path('/proc/cpuinfo'), find_libtpu()
+  cpuinfo, libtpu = pathlib.Path('/proc/cpuinfo'), programs.find_libtpu()
   flags = cpuinfo.read_text().split() if cpuinfo.exists() else []
   found = libtpu and [*libtpu.parents[1].glob('libtpu-*.dist-info')]
   return {
@@ -88,14 +81,14 @@ def _check(name, counted, update, *, compiler=()):
 
 
 def _compile(method, workload, device, *mesh):
-  if device.platform == 'tpu' and find_libtpu() is None:
+  if device.platform == 'tpu' and programs.find_libtpu() is None:
     pytest.skip('no libtpu; run python scripts/install_libtpu.py')
-  return compile_program(method, workload, device, *mesh)
+  return programs.compile_program(method, workload, device, *mesh)
 
 
 @functools.cache
 def _compiled(device, method):
-  return _compile(method, _WORKLOAD, DEVICES[device])
+  return _compile(method, _WORKLOAD, programs.DEVICES[device])
 
 
 @pytest.fixture
@@ -114,7 +107,7 @@ def update(request):
 )
 def test_the_compiled_loops_of_the_demo_pair(device, method, update):
   compiled = _compiled(device, method)
-  report = analyse(method, compiled, DEVICES[device])
+  report = report_lib.analyse(method, compiled, programs.DEVICES[device])
   counted = {'temporary bytes': report.temporary_bytes}
   for loop in report.loops:
     assert loop['host_transfers'] == 0
@@ -134,7 +127,7 @@ def test_the_compiled_loops_of_the_demo_pair(device, method, update):
 
 # Qwen2.5 1.5B and 0.5B with one layer each: 467 and 272 MB of embeddings.
 _VOCABULARY = {
-  name: LlamaConfig(
+  name: nn_llama.LlamaConfig(
     **{'vocab_size': 151_936, 'num_positions': 4096, 'width': width},
     **{'num_heads': width // head_width, 'head_width': head_width},
     **{'num_layers': 1, 'num_kv_heads': 2, 'inner_width': inner_width},
@@ -164,14 +157,16 @@ def test_memory_with_a_large_vocabulary(
   device, method, topology, verify, megabytes
 ):
   """No method holds a float32 embedding (545 MB) beside weights and caches."""
-  drafting = DraftSettings(topology=topology and parse_topology(topology))
-  workload = Workload(
-    models=ModelChoice('1.5b', '0.5b', dtype='bfloat16'),
+  drafting = settings_lib.DraftSettings(
+    topology=topology and settings_lib.parse_topology(topology)
+  )
+  workload = programs.Workload(
+    models=pair_lib.ModelChoice('1.5b', '0.5b', dtype='bfloat16'),
     drafting=drafting,
     verify=verify,
   )
   with mock.patch.dict(programs.SHAPES, _VOCABULARY):
-    compiled = _compile(method, workload, DEVICES[device])
+    compiled = _compile(method, workload, programs.DEVICES[device])
   assert compiled.temporary_bytes < megabytes * 1e6
 
 
@@ -180,12 +175,12 @@ def test_the_collectives_of_eight_devices(method, update):
   """A target that one device cannot hold is counted by its shape alone."""
   workload = dataclasses.replace(
     _WORKLOAD,
-    models=ModelChoice('llama-2-70b', dtype='bfloat16'),
+    models=pair_lib.ModelChoice('llama-2-70b', dtype='bfloat16'),
     num_layers=2,
   )
   device = programs.device('v5e:2x4')
   compiled = _compile(method, workload, device, {'model': 8})
-  report = analyse(method, compiled, device)
+  report = report_lib.analyse(method, compiled, device)
   assert report.held_bytes < 1.03 * report.ideal_held_bytes
   counted = {}
   for loop in report.loops:
@@ -202,20 +197,20 @@ def test_the_collectives_of_eight_devices(method, update):
 
 def test_a_cpu_does_not_sort_the_vocabulary():
   """As XLA would where only a part of a top-k is used."""
-  program = parse(_compiled('cpu', 'staged').text)
+  program = hlo.parse(_compiled('cpu', 'staged').text)
   sizes = [
     max(instruction.arrays[0].dims)
     for instructions in program.computations.values()
     for instruction in instructions.values()
     if instruction.opcode == 'sort'
   ]
-  assert max(sizes, default=0) < config_of('demo').vocab_size
+  assert max(sizes, default=0) < programs.config_of('demo').vocab_size
 
 
 def test_forwards_of_a_decode(update):
   """The draft is the target, so how many forwards it takes is up to us."""
   model = tiny.gpt2()
-  tree = Settings(
+  tree = tiny_drafters.Settings(
     num_nodes=8, width=4, branching=2, rounds=3, capacity=32, cost_ratio=0.0
   )
   drafter = specdec.staged(

@@ -14,12 +14,9 @@ import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
+from models.nn import matrices as matrices_lib
 from models.nn.cpu import build
 from models.nn.cpu import ops
-from models.nn.matrices import FORMATS
-from models.nn.matrices import KERNEL_DTYPES
-from models.nn.matrices import matmul
-from models.nn.matrices import pack
 
 _SANITIZE = ('-fsanitize=address,undefined', '-fno-sanitize-recover=undefined')
 
@@ -32,10 +29,12 @@ def call(rng: np.random.Generator) -> jax.Array:
   if kind == 0:
     # Of many outputs a thread takes several blocks.
     outputs = size(120) * (20 if rng.random() < 0.1 else 1)
-    made = FORMATS[rng.choice(KERNEL_DTYPES)].from_blocks
+    made = matrices_lib.FORMATS[
+      rng.choice(matrices_lib.KERNEL_DTYPES)
+    ].from_blocks
     blocks = [(slice(None), normal(outputs, width))]
-    matrix = pack(made(blocks, (outputs, width)))
-    return matmul(normal(size(40), width), matrix)
+    matrix = matrices_lib.pack(made(blocks, (outputs, width)))
+    return matrices_lib.matmul(normal(size(40), width), matrix)
   if kind == 1:
     return ops.normalize(
       *(normal(size(5), width), normal(width)),

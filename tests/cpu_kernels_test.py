@@ -22,18 +22,13 @@ import tiny
 import variants
 
 from models.checkpoints import hub
+from models.nn import adapter
 from models.nn import attention
-from models.nn.adapter import as_model
+from models.nn import experts as experts_lib
+from models.nn import matrices as matrices_lib
 from models.nn.cpu import build
 from models.nn.cpu import ops
-from models.nn.experts import route
-from models.nn.matrices import KERNEL_DTYPES
-from models.nn.matrices import matmul
-from models.nn.matrices import pack
-from models.nn.matrices import quantize
-from models.nn.matrices import take_rows
-from models.nn.matrices import unpack
-from specdec import cache as kv
+from specdec import cache as cache_lib
 
 pytestmark = pytest.mark.skipif(
   not build.is_available(), reason='the CPU kernels need a C++ compiler'
@@ -45,23 +40,29 @@ _RNG = np.random.default_rng(0)
 _SHAPES = [(1, 1), (48, 64), (101, 37), (1900, 481)]
 
 
-_matmul, _take_rows = map(jax.jit, (matmul, take_rows))
+_matmul, _take_rows = map(
+  jax.jit, (matrices_lib.matmul, matrices_lib.take_rows)
+)
 _attend = jax.jit(functools.partial(ops.attend, scale=0.2))
 _write_slots = jax.jit(ops.write_slots, donate_argnums=0)
 
 
 def _matrix(shape, dtype):
   values = _RNG.standard_normal(shape, np.float32)
-  return quantize(values) if dtype == 'int8' else jnp.asarray(values, dtype)
+  return (
+    matrices_lib.quantize(values)
+    if dtype == 'int8'
+    else jnp.asarray(values, dtype)
+  )
 
 
 @pytest.mark.parametrize('shape', _SHAPES)
-@pytest.mark.parametrize('dtype', KERNEL_DTYPES)
+@pytest.mark.parametrize('dtype', matrices_lib.KERNEL_DTYPES)
 def test_products_equal_those_of_xla(shape, dtype):
   weight = _matrix(shape, dtype)
-  packed = pack(weight)
+  packed = matrices_lib.pack(weight)
   unpacked = weight.values if dtype == 'int8' else weight
-  np.testing.assert_array_equal(unpack(packed), unpacked)
+  np.testing.assert_array_equal(matrices_lib.unpack(packed), unpacked)
   x = _RNG.standard_normal((35, shape[1]), np.float32)
   alone = np.concatenate([_matmul(x[i : i + 1], packed) for i in range(35)])
   for count in (2, 8, 19, 35):
@@ -83,8 +84,10 @@ def test_products_equal_those_of_xla(shape, dtype):
 
 def test_scaled_rows_are_not_scaled_by_xla():
   """It may round the product with a sum that follows, or not, by the shape."""
-  packed = pack(_matrix((20, 3), 'int8'))
-  traced = str(jax.make_jaxpr(take_rows)(packed, np.zeros((2, 4), int)))
+  packed = matrices_lib.pack(_matrix((20, 3), 'int8'))
+  traced = str(
+    jax.make_jaxpr(matrices_lib.take_rows)(packed, np.zeros((2, 4), int))
+  )
   assert 'specdec_sum_rows' in traced
   assert not re.search(r':f32\[[\d,]*\] = mul', traced)
 
@@ -128,7 +131,7 @@ def test_entries_are_written_where_xla_writes_them(dtype):
   draw = lambda *shape: jnp.asarray(_RNG.standard_normal(shape), dtype)
   slots, new = draw(3, 2, 9, 5), draw(3, 2, 4, 5)
   start = jnp.array([0, 3, 7], jnp.int32)
-  expected = np.asarray(kv.write_slots(slots, new, start), np.float32)
+  expected = np.asarray(cache_lib.write_slots(slots, new, start), np.float32)
   before = slots.unsafe_buffer_pointer()
   written = _write_slots(slots, new, start)
   np.testing.assert_array_equal(np.asarray(written, np.float32), expected)
@@ -158,7 +161,7 @@ def test_routing_equals_that_of_xla(num_experts, renormalize):
   logits = 3 * _RNG.standard_normal((2, 9, num_experts), np.float32)
   logits[:, :, 1] = logits[:, :, 0]  # Of equals the first one is better.
   logits[0, 0] = 1.0
-  run = functools.partial(route, count=3, renormalize=renormalize)
+  run = functools.partial(experts_lib.route, count=3, renormalize=renormalize)
   ours = jax.jit(functools.partial(run, kernels=True))
   result, expected = ours(logits), jax.jit(run)(logits)
   np.testing.assert_array_equal(result.experts, expected.experts)
@@ -191,8 +194,10 @@ def _packed(module, dtype):
   graph, params = hub.flat_params(module)
   for path, leaf in params.items():
     if leaf.ndim == 2 and path[0] != 'wpe':
-      matrix = quantize(np.asarray(leaf)) if dtype == 'int8' else leaf
-      params[path] = pack(matrix)
+      matrix = (
+        matrices_lib.quantize(np.asarray(leaf)) if dtype == 'int8' else leaf
+      )
+      params[path] = matrices_lib.pack(matrix)
   return nnx.merge(graph, traverse_util.unflatten_dict(params))
 
 
@@ -209,7 +214,7 @@ def _module(family, dtype, **changes):
 
 
 _long = functools.partial(pytest.param, marks=pytest.mark.long)
-_MIXTURES = [*itertools.product(KERNEL_DTYPES, (64, 128))]
+_MIXTURES = [*itertools.product(matrices_lib.KERNEL_DTYPES, (64, 128))]
 
 
 @pytest.mark.parametrize(
@@ -230,7 +235,7 @@ def test_a_token_has_the_same_bits_in_any_forward(family, dtype, num_experts):
   graph, state = nnx.split(module)
   apply = jax.jit(lambda state, *args: nnx.merge(graph, state)(*args))
   tokens = _RNG.integers(0, module.config.vocab_size, (3, 12))
-  empty = lambda rows: as_model(module).spec.init_cache(len(rows), 24)
+  empty = lambda rows: adapter.as_model(module).spec.init_cache(len(rows), 24)
 
   def logits(rows, chunk):
     cache, parts = empty(rows), []
@@ -268,13 +273,15 @@ _SUMS = re.compile(
 
 
 @pytest.mark.parametrize('variant', ['gpt2', 'qwen3_biases', 'qwen3_moe'])
-@pytest.mark.parametrize('dtype', KERNEL_DTYPES)
+@pytest.mark.parametrize('dtype', matrices_lib.KERNEL_DTYPES)
 def test_xla_sums_nothing_in_a_forward(variant, dtype, tmp_path):
   folder = variants.write(variant, tmp_path / 'model')
   tokens = np.zeros((2, 3), int)
 
   def sums(packed):
-    model = as_model(hub.load_module(folder, dtype=dtype, packed=packed))
+    model = adapter.as_model(
+      hub.load_module(folder, dtype=dtype, packed=packed)
+    )
     cache, mask = model.spec.init_cache(2, 9), np.zeros((2, 3, 9), bool)
     arguments = model.params, tokens, tokens, mask, cache
     return {*_SUMS.findall(str(jax.make_jaxpr(model.spec.apply)(*arguments)))}
@@ -309,11 +316,17 @@ def _every_kernel():
     last = function(*(array[-1:] for array in rows))
     results[name] = function(*rows), last
 
-  for dtype in KERNEL_DTYPES:
+  for dtype in matrices_lib.KERNEL_DTYPES:
     values = draw(101, 203)
     integers = dtype == 'int8'
-    matrix = quantize(values) if integers else values.astype(jnp.dtype(dtype))
-    product = functools.partial(matmul, weight=pack(matrix))
+    matrix = (
+      matrices_lib.quantize(values)
+      if integers
+      else values.astype(jnp.dtype(dtype))
+    )
+    product = functools.partial(
+      matrices_lib.matmul, weight=matrices_lib.pack(matrix)
+    )
     call(dtype, product, draw(11, 203))
   for dtype in ('float32', 'bfloat16'):
     cache = [jnp.asarray(draw(1, 2, 45, 77), dtype) for _ in range(2)]

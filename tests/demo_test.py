@@ -4,11 +4,9 @@ import jax
 import pytest
 
 from models.checkpoints import hub
-from models.text.drafters import DEMO_TABLE
-from models.text.drafters import make_drafter
-from models.text.pair import load_pair
-from models.text.pair import ModelChoice
-from models.text.settings import DraftSettings
+from models.text import drafters
+from models.text import pair as pair_lib
+from models.text import settings as settings_lib
 import specdec
 
 _PROMPTS = (
@@ -20,7 +18,7 @@ _PROMPTS = (
 
 @pytest.fixture(scope='module')
 def pair():
-  return load_pair(ModelChoice('demo', 'demo-draft'))
+  return pair_lib.load_pair(pair_lib.ModelChoice('demo', 'demo-draft'))
 
 
 def _generate(pair, method):
@@ -30,7 +28,7 @@ def _generate(pair, method):
     pair.target,
     jax.random.key(3),
     [pair.encode(prompt) for prompt in _PROMPTS],
-    drafter=make_drafter(method, pair, DraftSettings()),
+    drafter=drafters.make_drafter(method, pair, settings_lib.DraftSettings()),
     max_new_tokens=32,
     sampling=sampling,
     eos_ids=pair.eos_ids,
@@ -53,7 +51,7 @@ def test_small_enough_to_ship_and_draft_cheap_enough_to_help(pair):
   folders = [hub.locate(name).path for name in ('demo', 'demo-draft')]
   files = [file for folder in folders for file in folder.iterdir()]
   assert sum(file.stat().st_size for file in files) <= 40e6
-  assert DEMO_TABLE.stat().st_size <= 10e6
+  assert drafters.DEMO_TABLE.stat().st_size <= 10e6
   target, draft = pair.target.spec, pair.draft.spec
   assert draft.weight_bytes * 8 <= target.weight_bytes
   assert target.max_positions == draft.max_positions == 1024

@@ -17,32 +17,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tiny_drafters
-from tiny_drafters import Settings
-from tiny_drafters import with_settings
 
-from models.nn.table_model import table_model
-from specdec import Drafter
-from specdec import NGram
-from specdec import PLAIN
-from specdec import PromptLookup
-from specdec import Request
-from specdec import Sampling
-from specdec import staged
-from specdec.checks import to_params
-from specdec.draft.ranking import draw_children
-from specdec.draft.ranking import rank_logits
-from specdec.sampling import adjust_logits
-from specdec.sampling import BEST
-from specdec.sampling import EXCLUDED
-from specdec.sampling import SamplingParams
-from specdec.sampling import token_probs
-from specdec.sampling import WITHOUT_REPLACEMENT
-from specdec.tree.topology import chain
-from specdec.tree.topology import from_paths
-from specdec.tree.topology import k_ary
-from specdec.verify import block
+from models.nn import table_model
+import specdec
+from specdec import checks as checks_lib
+from specdec import sampling as sampling_lib
+from specdec import watchers as watchers_lib
+from specdec.draft import ranking as ranking_lib
+from specdec.tree import topology as topology_lib
+from specdec.verify import block as block_lib
 from specdec.verify import rejection
-from specdec.watchers import make_watchers
 
 PROMPT = 0
 
@@ -96,7 +80,7 @@ def draft_logits(kind: str, target: np.ndarray, rng) -> np.ndarray:
   return _DRAFT_LOGITS[kind](target, noise, order)
 
 
-def full_sampling(values: dict, vocab_size: int) -> SamplingParams:
+def full_sampling(values: dict, vocab_size: int) -> sampling_lib.SamplingParams:
   """One of `SAMPLINGS` with every parameter set, for one row."""
   values = NEUTRAL | values
   bias = np.zeros((1, vocab_size), np.float32)
@@ -104,57 +88,78 @@ def full_sampling(values: dict, vocab_size: int) -> SamplingParams:
   return params(values | {'logit_bias': bias}, 1, vocab_size)
 
 
-def params(values: dict, batch_size: int, vocab_size: int) -> SamplingParams:
+def params(
+  values: dict, batch_size: int, vocab_size: int
+) -> sampling_lib.SamplingParams:
   """Checked parameters, whose static part does not depend on their values."""
-  checked = to_params(Sampling(**values), batch_size, vocab_size)
+  checked = checks_lib.to_params(
+    specdec.Sampling(**values), batch_size, vocab_size
+  )
   return checked.replace(max_top_k=None)
 
 
-TOPOLOGIES = {f'chain of {size}': chain(size) for size in (1, 2, 3)} | {
-  'binary tree': k_ary(2, 2),
-  'ternary tree': k_ary(3, 2),
-  'ragged tree': from_paths(
+TOPOLOGIES = {
+  f'chain of {size}': topology_lib.chain(size) for size in (1, 2, 3)
+} | {
+  'binary tree': topology_lib.k_ary(2, 2),
+  'ternary tree': topology_lib.k_ary(3, 2),
+  'ragged tree': topology_lib.from_paths(
     [(0,), (1,), (2,), (0, 0), (2, 0), (2, 1), (2, 1, 0)]
   ),
-  'more children than tokens': k_ary(5, 1),
+  'more children than tokens': topology_lib.k_ary(5, 1),
 }
-_GROWN = Settings(
+_GROWN = tiny_drafters.Settings(
   num_nodes=7, width=3, branching=2, rounds=2, capacity=20, cost_ratio=0
 )
 
 
-def drafter(name: str, draft: np.ndarray) -> Drafter:
+def drafter(name: str, draft: np.ndarray) -> specdec.Drafter:
   """A drafter with logits `draft [V, V]`, by name, below or in TOPOLOGIES."""
-  model = tiny_drafters.model(table_model(draft, max_positions=1000), _GROWN)
+  model = tiny_drafters.model(
+    table_model.table_model(draft, max_positions=1000), _GROWN
+  )
   if name in TOPOLOGIES:
-    return with_settings(model, Settings(topology=TOPOLOGIES[name]))
+    return tiny_drafters.with_settings(
+      model, tiny_drafters.Settings(topology=TOPOLOGIES[name])
+    )
   wrong = tiny_drafters.exact(np.roll(draft, 1, axis=0))
   bigram = tiny_drafters.candidates(wrong, config=_GROWN)
   text = np.random.default_rng(1).integers(len(draft), size=40).tolist()
   ngram = tiny_drafters.ngram_table(
     [text], len(draft), order=3, num_continuations=2
   )
-  tables = (NGram(ngram), PromptLookup((0.3, 0.6), num_matches=2))
+  tables = (
+    specdec.NGram(ngram),
+    specdec.PromptLookup((0.3, 0.6), num_matches=2),
+  )
   return {
-    'none': PLAIN,
+    'none': specdec.PLAIN,
     'tree': model,
-    'staged': staged(model, with_settings(bigram, tiny_drafters.INNER)),
+    'staged': specdec.staged(
+      model, tiny_drafters.with_settings(bigram, tiny_drafters.INNER)
+    ),
     'tables': tiny_drafters.candidates(*tables, config=_GROWN),
     'bigram': bigram,
-    'bigram chain': with_settings(bigram, Settings(topology=chain(2))),
+    'bigram chain': tiny_drafters.with_settings(
+      bigram, tiny_drafters.Settings(topology=topology_lib.chain(2))
+    ),
   }[name]
 
 
-def request(keys, sampling: SamplingParams, length: int) -> Request:
+def request(
+  keys, sampling: sampling_lib.SamplingParams, length: int
+) -> specdec.Request:
   """A request for `length` tokens of each row; `keys [B]` are of the rows."""
   batch_size = keys.shape[0]
-  return Request(
+  return specdec.Request(
     prompt=jnp.full((batch_size, 1), PROMPT, jnp.int32),
     prompt_length=jnp.ones(batch_size, jnp.int32),
     limit=jnp.full(batch_size, length, jnp.int32),
     row_keys=keys,
     sampling=sampling,
-    watchers=make_watchers(penalty_vocab_size=sampling.logit_bias.shape[-1]),
+    watchers=watchers_lib.make_watchers(
+      penalty_vocab_size=sampling.logit_bias.shape[-1]
+    ),
   )
 
 
@@ -219,7 +224,7 @@ class Worlds:
 
   def is_drawn(self, states: np.ndarray, children) -> np.ndarray:
     """`[n]` bool, whether the children of a state are drawn, not the best."""
-    return self.stochastic[states] & (children != BEST)
+    return self.stochastic[states] & (children != sampling_lib.BEST)
 
   def begin(self) -> np.ndarray:
     """The mass of each state at the start: all of it on the prompt."""
@@ -247,7 +252,7 @@ class Worlds:
     greedy states have the best children.
     """
     law = self.draft[states].astype(np.float64)
-    if children == WITHOUT_REPLACEMENT:
+    if children == sampling_lib.WITHOUT_REPLACEMENT:
       law = np.where(drawn, 0.0, law)
     total = law.sum(1, keepdims=True)
     law = law / np.where(total > 0, total, 1.0)
@@ -265,18 +270,26 @@ def spread(mass: np.ndarray, at: np.ndarray, more: np.ndarray) -> None:
 @quick_jit
 def _distributions(target, draft, seen, sampling, keys):
   """Of `[S, V]` logits: distributions, and the best tokens with their ranks."""
-  adjust = lambda logits: adjust_logits(
+  adjust = lambda logits: sampling_lib.adjust_logits(
     logits[:, None], sampling, seen[:, None]
   )
   target, draft = adjust(target), adjust(draft)
   nodes = jnp.zeros((target.shape[0], 1), jnp.int32)
-  _, _, drawn_from = draw_children(
+  _, _, drawn_from = ranking_lib.draw_children(
     draft, nodes, keys, sampling, 1, replacement=False
   )
   noise = jnp.zeros_like(draft)
-  ranking = rank_logits(draft, noise, sampling, 1.0, draft.shape[-1])
-  best = jnp.where(ranking.best_log_probs > EXCLUDED, ranking.tokens, -1)
-  return token_probs(target, sampling)[:, 0], drawn_from[:, 0], best[:, 0]
+  ranking = ranking_lib.rank_logits(
+    draft, noise, sampling, 1.0, draft.shape[-1]
+  )
+  best = jnp.where(
+    ranking.best_log_probs > sampling_lib.EXCLUDED, ranking.tokens, -1
+  )
+  return (
+    sampling_lib.token_probs(target, sampling)[:, 0],
+    drawn_from[:, 0],
+    best[:, 0],
+  )
 
 
 def make_worlds(
@@ -449,7 +462,7 @@ def grown_law(worlds: Worlds, trees, length: int) -> np.ndarray:
         continue
       tokens = token[roots[tried], index]
       certain = np.eye(worlds.vocab_size, dtype=target.dtype)[tokens]
-      attempt = functools.partial(_attempt, children=BEST)
+      attempt = functools.partial(_attempt, children=sampling_lib.BEST)
       chance, left, _ = _in_chunks(attempt, target[tried], certain, tokens)
       after = worlds.after(states[tried], tokens)
       # Those that are not tried, are accepted, are rejected.
@@ -471,9 +484,9 @@ def grown_law(worlds: Worlds, trees, length: int) -> np.ndarray:
 @quick_jit
 def judge_block(target, draft, tokens, size):
   """`[B, D + 1]` acceptance probabilities, and `[B, D, V]` residuals."""
-  weights = block.prefix_weights(target, draft, tokens)
-  residual = block.residuals(target, draft, weights)
-  probs = block.acceptance_probs(weights, residual, size)
+  weights = block_lib.prefix_weights(target, draft, tokens)
+  residual = block_lib.residuals(target, draft, weights)
+  probs = block_lib.acceptance_probs(weights, residual, size)
   return probs, rejection.normalized(residual, target[:, :-1])
 
 

@@ -11,35 +11,23 @@ import itertools
 from unittest import mock
 
 import enumeration
-from enumeration import quick_jit
 import jax
 import jax.numpy as jnp
-from list_trees import match_context
+import list_trees
 import numpy as np
 import pytest
 import slow_walks
 
-from models.nn.table_model import table_model
-from specdec import decode
-from specdec import DecodeConfig
-from specdec import sampling as sampling_module
-from specdec.draft.growth import grow
-from specdec.draft.ranking import draw_children
-from specdec.draft.stages import init_stages
-from specdec.sampling import BEST
-from specdec.sampling import CHILDREN
-from specdec.sampling import EXCLUDED
-from specdec.sampling import Randomness
-from specdec.sampling import step_randomness
-from specdec.sampling import WITH_REPLACEMENT
-from specdec.sampling import WITHOUT_REPLACEMENT
-from specdec.tree.topology import chain
-from specdec.tree.topology import k_ary
-from specdec.tree.tree import NO_NODE
-from specdec.tree.tree import TokenTree
+from models.nn import table_model
+import specdec
+from specdec import sampling as sampling_lib
+from specdec.draft import growth
+from specdec.draft import ranking as ranking_lib
+from specdec.draft import stages as stages_lib
+from specdec.tree import topology as topology_lib
+from specdec.tree import tree as tree_lib
+from specdec.verify import block as block_lib
 from specdec.verify import rejection
-from specdec.verify.block import BlockRule
-from specdec.verify.rejection import RejectionRule
 
 # Total variation of whole sequences: the rounding of float32.
 _TOLERANCE = 1e-6
@@ -76,7 +64,7 @@ _LAWS = {'rejection': _tree_laws, 'block': _block_laws}
 
 
 @pytest.mark.parametrize('rule', _LAWS)
-@pytest.mark.parametrize('children', CHILDREN)
+@pytest.mark.parametrize('children', sampling_lib.CHILDREN)
 @pytest.mark.parametrize(('vocab_size', 'length'), _SIZES)
 def test_sequences_have_the_targets_law(vocab_size, length, children, rule):
   worlds = _worlds(vocab_size, length)
@@ -94,7 +82,7 @@ def check_few(rule, children):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize('children', CHILDREN)
+@pytest.mark.parametrize('children', sampling_lib.CHILDREN)
 @pytest.mark.parametrize('seed', range(3))
 def test_more_worlds_and_longer_sequences(seed, children):
   for vocab_size, length in ((2, 6), (3, 5), (4, 4), (5, 3)):
@@ -111,7 +99,7 @@ def test_in_float64_nothing_is_left():
   with jax.enable_x64(True):
     worlds = enumeration.make_worlds(3, 5, dtype=np.float64)
     assert worlds.target.dtype == worlds.draft.dtype == np.float64
-    for children in CHILDREN:
+    for children in sampling_lib.CHILDREN:
       for law, _ in (
         *(enumeration.tree_law(worlds, tree, children, 3) for tree in trees),
         enumeration.block_law(worlds, 3, children, 3, 3),
@@ -122,7 +110,9 @@ def test_in_float64_nothing_is_left():
 def test_an_error_would_be_seen():
   """Another distribution than the target's is far away."""
   worlds = _worlds(3, 4)
-  law, _ = enumeration.tree_law(worlds, chain(1), BEST, 4)
+  law, _ = enumeration.tree_law(
+    worlds, topology_lib.chain(1), sampling_lib.BEST, 4
+  )
   other = np.roll(worlds.exact_law(4), 1, axis=0)
   assert np.all(enumeration.distance(law, other) > 0.01)
 
@@ -132,12 +122,14 @@ def test_an_error_would_be_seen():
 
 def _emitted(worlds, num_tokens, children):
   """Expected tokens of a step with a chain, by rejection and by blocks."""
-  one_by_one = enumeration.tree_law(worlds, chain(num_tokens), children, 4)
+  one_by_one = enumeration.tree_law(
+    worlds, topology_lib.chain(num_tokens), children, 4
+  )
   block = enumeration.block_law(worlds, num_tokens, children, 4, num_tokens)
   return one_by_one[1], block[1]
 
 
-@pytest.mark.parametrize('children', CHILDREN)
+@pytest.mark.parametrize('children', sampling_lib.CHILDREN)
 def test_as_many_guesses_stand_as_can(children):
   """Of one token 1 - TV, or the target's probability of one not drawn."""
   worlds = _worlds(3, 4)
@@ -145,7 +137,7 @@ def test_as_many_guesses_stand_as_can(children):
   target, draft = worlds.exact[root], worlds.draft[root]
   best = np.take_along_axis(target, worlds.ranked[root, :1], axis=1)[:, 0]
   likely = np.minimum(target, draft).sum(1)
-  is_drawn = worlds.stochastic[root] & (children != BEST)
+  is_drawn = worlds.stochastic[root] & (children != sampling_lib.BEST)
   expected = 1 + np.where(is_drawn, likely, best)
   for emitted in _emitted(worlds, 1, children):
     np.testing.assert_allclose(emitted, expected, atol=1e-6)
@@ -153,9 +145,9 @@ def test_as_many_guesses_stand_as_can(children):
   one_by_one, block = _emitted(worlds, 3, children)
   assert np.all(block > one_by_one - 1e-6)
   more = np.mean(block > one_by_one + 1e-3)
-  assert more == 0 if children == BEST else more > 0.1
+  assert more == 0 if children == sampling_lib.BEST else more > 0.1
   # An identical draft is never rejected.
-  if children != BEST:
+  if children != sampling_lib.BEST:
     same = enumeration.make_worlds(3, 6, drafts=('identical',))
     stochastic = same.stochastic[:: len(same.contexts)]
     for emitted in _emitted(same, 3, children):
@@ -169,7 +161,9 @@ def test_all_of_a_few_best_guesses_stand():
   best = worlds.ranked[root, :3]
   probs = np.take_along_axis(worlds.exact[root], np.maximum(best, 0), axis=1)
   expected = np.where(best >= 0, probs, 0.0).sum(1)
-  _, emitted = enumeration.tree_law(worlds, k_ary(3, 1), BEST, 3)
+  _, emitted = enumeration.tree_law(
+    worlds, topology_lib.k_ary(3, 1), sampling_lib.BEST, 3
+  )
   np.testing.assert_allclose(emitted, 1 + expected, atol=1e-6)
 
 
@@ -204,7 +198,7 @@ def _ulps(probs, number):
   return bits.astype(np.int32).view(np.float32)
 
 
-@pytest.mark.parametrize('children', CHILDREN)
+@pytest.mark.parametrize('children', sampling_lib.CHILDREN)
 def test_drafts_that_leave_nothing(children):
   """All on one token, or the target up to rounding."""
   rng = np.random.default_rng(0)
@@ -234,7 +228,7 @@ def test_a_block_of_which_nothing_is_left():
 # Trees that are grown, not drawn: every state has a tree of its own.
 
 
-@functools.partial(quick_jit, static_argnames='room')
+@functools.partial(enumeration.quick_jit, static_argnames='room')
 def _grown_tree(drafter, sampling, text, length, *, room):
   """The tree of a step of one row; unverified nodes have no parent.
 
@@ -244,23 +238,25 @@ def _grown_tree(drafter, sampling, text, length, *, room):
   in_text = (jnp.arange(text.shape[0]) < length)[:, None]
   seen = jnp.any(jax.nn.one_hot(text, vocab_size, dtype=bool) & in_text, axis=0)
   length = length[None]
-  ctx = match_context(
+  ctx = list_trees.match_context(
     jnp.pad(text, (0, room))[None],
     length,
     jnp.zeros((1, drafter.max_depth + 1, vocab_size)),
     sampling,
     shape=drafter.shape,
     seen=seen[None],
-    rule=RejectionRule(),
+    rule=rejection.RejectionRule(),
   )
   num_slots = text.shape[0] + room
-  states = init_stages(drafter, text[None], length, num_slots=num_slots)
-  _, tree = grow(drafter.stages, states, ctx.root_trees(), ctx)
+  states = stages_lib.init_stages(
+    drafter, text[None], length, num_slots=num_slots
+  )
+  _, tree = growth.grow(drafter.stages, states, ctx.root_trees(), ctx)
   tree, nodes = jax.tree.map(
     lambda array: array[0], (tree, drafter.shape.select(tree))
   )
   verified = jnp.isin(jnp.arange(tree.capacity), nodes)
-  return tree.replace(parent=jnp.where(verified, tree.parent, NO_NODE))
+  return tree.replace(parent=jnp.where(verified, tree.parent, tree_lib.NO_NODE))
 
 
 def _grown_trees(worlds, drafters, length):
@@ -313,7 +309,7 @@ def _tree(token, parent):
     above = np.maximum(parent[:, node], 0)
     depth[:, node] = depth[range(len(depth)), above] + 1
   zeros = np.zeros(token.shape, np.float32)
-  return TokenTree(
+  return tree_lib.TokenTree(
     **{'token': np.int32(token), 'parent': np.int32(parent)},
     **{'depth': np.int32(depth), 'origin': np.int32(zeros)},
     **{'cond_log_prob': zeros, 'log_prob': zeros},
@@ -328,8 +324,8 @@ def _random_trees(case, children):
   """
   rng, vocab_size = case['rng'], case['logits'].shape[2]
   token = rng.integers(vocab_size, size=(_BATCH_SIZE, _CAPACITY))
-  parent = np.full(token.shape, NO_NODE)
-  nodes = np.full((_BATCH_SIZE, _NUM_NODES), NO_NODE, np.int32)
+  parent = np.full(token.shape, tree_lib.NO_NODE)
+  nodes = np.full((_BATCH_SIZE, _NUM_NODES), tree_lib.NO_NODE, np.int32)
   for row in range(_BATCH_SIZE):
     left = case['proposals'][row].astype(float)
     depth = np.zeros(_CAPACITY, int)
@@ -343,7 +339,7 @@ def _random_trees(case, children):
       above = rng.choice(can_grow[-reach:])
       law = left[above] / left[above].sum()
       token[row, node] = rng.choice(vocab_size, p=law)
-      if children != WITH_REPLACEMENT:
+      if children != sampling_lib.WITH_REPLACEMENT:
         left[above, token[row, node]] = 0.0
       parent[row, node], depth[node] = above, depth[above] + 1
       if above in verified and rng.random() < share:
@@ -360,8 +356,8 @@ def _random_chains(case, is_drawn):
   rng, vocab_size = case['rng'], case['logits'].shape[2]
   token = rng.integers(vocab_size, size=(_BATCH_SIZE, _CAPACITY))
   parent = rng.integers(np.maximum(np.arange(_CAPACITY), 1), size=token.shape)
-  parent[:, 0] = NO_NODE
-  nodes = np.full((_BATCH_SIZE, _NUM_NODES), NO_NODE, np.int32)
+  parent[:, 0] = tree_lib.NO_NODE
+  nodes = np.full((_BATCH_SIZE, _NUM_NODES), tree_lib.NO_NODE, np.int32)
   for row in range(_BATCH_SIZE):
     number = rng.integers(_NUM_NODES)
     below = np.sort(1 + rng.choice(_CAPACITY - 1, size=number, replace=False))
@@ -378,7 +374,7 @@ def _random_chains(case, is_drawn):
   return _tree(token, parent), nodes
 
 
-@functools.partial(quick_jit, static_argnames='rule')
+@functools.partial(enumeration.quick_jit, static_argnames='rule')
 def _verify(rule, tree, nodes, logits, proposals, randomness, sampling):
   verdict = rule(tree, nodes, logits, proposals, randomness, sampling)
   return verdict, verdict.path(nodes)
@@ -417,7 +413,7 @@ def _random_case(seed, vocab_size=4):
     'proposals': proposals,
     'stochastic': np.array([row.get('temperature', 1.0) > 0 for row in rows]),
     'sampling': enumeration.params(values, _BATCH_SIZE, vocab_size),
-    'randomness': Randomness(
+    'randomness': sampling_lib.Randomness(
       noise=np.zeros((_BATCH_SIZE, _DEPTH + 1, vocab_size), np.float32),
       draft_keys=jax.random.split(jax.random.key(seed), _BATCH_SIZE),
       uniforms=rng.random((_BATCH_SIZE, _NUM_NODES), np.float32),
@@ -437,13 +433,17 @@ def _check_branches(rule, make_trees, slow_walk, num_batches, deepest):
       np.take_along_axis(case[name], at, axis=1)
       for name in ('logits', 'target', 'proposals')
     )
-    proposals = case['proposals'][:, :, : 0 if rule.children == BEST else None]
+    proposals = case['proposals'][
+      :, :, : 0 if rule.children == sampling_lib.BEST else None
+    ]
     randomness = case['randomness']
     given = (tree, nodes, logits, proposals, randomness, case['sampling'])
     verdict, path = jax.device_get(_verify(rule, *given))
     for row in range(_BATCH_SIZE):
       place_of = {node: place for place, node in enumerate(nodes[row])}
-      above = np.where(nodes[row] > 0, tree.parent[row, nodes[row]], NO_NODE)
+      above = np.where(
+        nodes[row] > 0, tree.parent[row, nodes[row]], tree_lib.NO_NODE
+      )
       emitted, places, margin = slow_walk(
         np.array([place_of[node] if node >= 0 else -1 for node in above]),
         *(tree.token[row, nodes[row]], target[row], draft[row].astype(float)),
@@ -458,7 +458,7 @@ def _check_branches(rule, make_trees, slow_walk, num_batches, deepest):
       found = np.stack([verdict.index[row], path[row]])
       expected = [places, nodes[row, places]]
       np.testing.assert_array_equal(found[:, : number + 1], expected)
-      assert np.all(found[:, number + 1 :] == NO_NODE)
+      assert np.all(found[:, number + 1 :] == tree_lib.NO_NODE)
       numbers.append(number)
   # It was no poor example.
   assert num_close < 0.05 * num_batches * _BATCH_SIZE
@@ -468,17 +468,19 @@ def _check_branches(rule, make_trees, slow_walk, num_batches, deepest):
 
 def check_walks(children, num_batches=30):
   trees = functools.partial(_random_trees, children=children)
-  rule = RejectionRule(children)
+  rule = rejection.RejectionRule(children)
   _check_branches(rule, trees, slow_walks.walk, num_batches, deepest=2)
 
 
 def check_cuts(is_drawn):
   chains = functools.partial(_random_chains, is_drawn=is_drawn)
-  rule = BlockRule(WITH_REPLACEMENT if is_drawn else BEST)
+  rule = block_lib.BlockRule(
+    sampling_lib.WITH_REPLACEMENT if is_drawn else sampling_lib.BEST
+  )
   _check_branches(rule, chains, slow_walks.walk_block, 20, deepest=3)
 
 
-@pytest.mark.parametrize('children', CHILDREN)
+@pytest.mark.parametrize('children', sampling_lib.CHILDREN)
 @pytest.mark.parametrize(
   'num_batches', [30, pytest.param(500, marks=pytest.mark.long)]
 )
@@ -491,13 +493,15 @@ def test_the_compiled_block_is_cut_as_the_slow_one(is_drawn):
   check_cuts(is_drawn)
 
 
-_draw = quick_jit(draw_children, static_argnames=('number', 'replacement'))
+_draw = enumeration.quick_jit(
+  ranking_lib.draw_children, static_argnames=('number', 'replacement')
+)
 
 
 def check_draws(children):
   """In order, from the filtered distribution, with noise of their own."""
   number, num_close = 3, 0
-  replacement = children != WITHOUT_REPLACEMENT
+  replacement = children != sampling_lib.WITHOUT_REPLACEMENT
   for seed in range(4):
     case = _random_case(seed)
     rng, logits = case['rng'], case['logits']
@@ -530,7 +534,9 @@ def check_draws(children):
   assert num_close < 20
 
 
-@pytest.mark.parametrize('children', [WITHOUT_REPLACEMENT, WITH_REPLACEMENT])
+@pytest.mark.parametrize(
+  'children', [sampling_lib.WITHOUT_REPLACEMENT, sampling_lib.WITH_REPLACEMENT]
+)
 def test_children_are_drawn_from_what_is_said(children):
   check_draws(children)
 
@@ -559,7 +565,9 @@ def test_children_that_float32_gives_no_probability():
     given += (jax.random.split(jax.random.key(0), 200), sampling)
     drawn = _draw(*given, number=5, replacement=False)
     _, log_probs, drawn_from = jax.device_get(drawn)
-    drawn = np.asarray(log_probs[:, 0] > EXCLUDED)  # the children in the tree
+    drawn = np.asarray(
+      log_probs[:, 0] > sampling_lib.EXCLUDED
+    )  # the children in the tree
     possible = (drawn_from[:, 0] > 1e-37).sum(1)
     np.testing.assert_array_equal(drawn.sum(1), possible)
     assert np.all(np.diff(drawn.astype(int), axis=1) <= 0), 'a gap'
@@ -573,8 +581,8 @@ def test_the_randomness_of_a_step_is_of_these_keys():
   fold_in = jax.random.fold_in
   of_depth = lambda key, at: jax.random.gumbel(fold_in(key, at), (6,))
   of_rows = jax.vmap(jax.vmap(of_depth, (None, 0)))
-  find = quick_jit(
-    functools.partial(step_randomness, max_depth=2, **sizes),
+  find = enumeration.quick_jit(
+    functools.partial(sampling_lib.step_randomness, max_depth=2, **sizes),
     static_argnames='shares_noise',
   )
   for length in (np.array([1, 7, 3]), np.array([2, 8, 900])):
@@ -608,9 +616,9 @@ def _decode_with_noise(target, drafter, sampling, noise):
     lambda array: jnp.repeat(array, len(noise), axis=0), sampling
   )
   request = enumeration.request(keys, sampling, _MATCH_LENGTH)
-  config = DecodeConfig(max_new_tokens=_MATCH_LENGTH)
-  with mock.patch.object(sampling_module, 'position_noise', given):
-    result = decode.__wrapped__(target, drafter, request, config=config)
+  config = specdec.DecodeConfig(max_new_tokens=_MATCH_LENGTH)
+  with mock.patch.object(sampling_lib, 'position_noise', given):
+    result = specdec.decode.__wrapped__(target, drafter, request, config=config)
   return result.tokens[:, 1:], result.counters.target_forwards
 
 
@@ -646,7 +654,7 @@ _LONG = [pytest.param(name, marks=pytest.mark.long) for name in _LONG]
 @pytest.mark.parametrize('name', ['none', 'staged', *_LONG])
 def test_match_says_what_plain_decoding_does(name):
   """All sequences that are possible, with noises that lead to them."""
-  run = quick_jit(_decode_with_noise)
+  run = enumeration.quick_jit(_decode_with_noise)
   steps = []
   for number, (sampling, values) in enumerate(enumeration.SAMPLINGS.items()):
     rng = np.random.default_rng(number)
@@ -658,7 +666,7 @@ def test_match_says_what_plain_decoding_does(name):
     for kind in ('similar', 'adversarial'):
       draft = enumeration.draft_logits(kind, target, rng)
       emitted, num_steps = run(
-        table_model(target, max_positions=1000),
+        table_model.table_model(target, max_positions=1000),
         enumeration.drafter(name, draft),
         enumeration.full_sampling(values, _MATCH_VOCAB_SIZE),
         noises,

@@ -12,7 +12,7 @@ import tiny
 
 from models.checkpoints import expand
 from models.checkpoints import hub
-from models.lab.training.tokenizer import train_tokenizer
+from models.lab.training import tokenizer as tokenizer_lib
 
 _UNTIED = {'tie_embeddings': False}
 # Wider sums are added up in an order of the machine's own; logits are near 1.
@@ -111,7 +111,9 @@ def test_bad_arguments():
 def test_the_script_expands_a_folder_with_tokenizer(tmp_path):
   small, large = tmp_path / 'small', tmp_path / 'large'
   module = tiny.module(vocab_size=260)
-  tokenizer = train_tokenizer(['a b c d'], vocab_size=260, context=8)
+  tokenizer = tokenizer_lib.train_tokenizer(
+    ['a b c d'], vocab_size=260, context=8
+  )
   hub.save_pretrained(module, small, tokenizer=tokenizer)
   flags = [f'--model={small}', f'--output={large}', '--dtype=float16']
   flags += ['--width_factor=2', '--layers=3']

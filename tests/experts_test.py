@@ -12,12 +12,8 @@ import pytest
 import variants
 
 from models.checkpoints import hub
-from models.nn import experts
-from models.nn.experts import balance_loss
-from models.nn.experts import mix
-from models.nn.experts import route
-from models.nn.experts import Routing
-from specdec.cache import causal_mask
+from models.nn import experts as experts_lib
+from specdec import cache as cache_lib
 
 _WIDTH = 6
 
@@ -44,12 +40,12 @@ def _by_brute_force(weights, x, routing):
 
 def _use_blocks_of(size, monkeypatch):
   block_size = lambda num_tokens, *_: min(num_tokens, size)
-  monkeypatch.setattr(experts, '_block_size', block_size)
+  monkeypatch.setattr(experts_lib, '_block_size', block_size)
 
 
 def test_blocks_are_about_the_share_of_an_expert():
   sizes = {1: 1, 40: 16, 80: 32, 256: 64, 4096: 128}
-  assert {size: experts._block_size(size, 2, 8) for size in sizes} == sizes
+  assert {size: experts_lib._block_size(size, 2, 8) for size in sizes} == sizes
 
 
 @pytest.mark.parametrize(
@@ -63,14 +59,14 @@ def test_values_and_gradients_are_those_of_brute_force(
   weights, x, logits = _inputs(num_tokens, num_experts)
 
   def total(combine, weights, x, logits):
-    routing = route(logits, count, renormalize=True)
+    routing = experts_lib.route(logits, count, renormalize=True)
     return jnp.sum(jnp.sin(combine(weights, x, routing)))
 
   def run(combine):
     of = functools.partial(total, combine)
     return jax.value_and_grad(of, (0, 1, 2))(weights, x, logits)
 
-  combines = functools.partial(mix, _expert), _by_brute_force
+  combines = functools.partial(experts_lib.mix, _expert), _by_brute_force
   actual, expected = jax.jit(lambda: [*map(run, combines)])()
   close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
   jax.tree.map(close, actual, expected)
@@ -83,8 +79,8 @@ def test_an_expert_that_nobody_chose_is_not_computed(block, monkeypatch):
   _use_blocks_of(block, monkeypatch)
   weights, x, logits = _inputs(5, 3)
   spoiled = [*weights[:2], jax.tree.map(lambda leaf: leaf * np.nan, weights[2])]
-  routing = route(logits.at[:, 2].set(-100.0), 2, renormalize=True)
-  mixed = jax.jit(mix, static_argnums=0)
+  routing = experts_lib.route(logits.at[:, 2].set(-100.0), 2, renormalize=True)
+  mixed = jax.jit(experts_lib.mix, static_argnums=0)
   result = mixed(_expert, spoiled, x, routing)
   np.testing.assert_array_equal(result, mixed(_expert, weights, x, routing))
   assert np.all(np.isfinite(result))
@@ -101,8 +97,12 @@ def test_as_many_blocks_are_computed_as_there_are_rows_for(monkeypatch):
   weights, x, _ = _inputs(8, 4)
   # Rows of the experts: 8, 4, 0, 4.
   chosen = jnp.array([[0, 1]] * 4 + [[0, 3]] * 4)
-  routing = Routing(chosen, jnp.full((8, 2), 0.5), jnp.zeros((8, 4)))
-  jax.block_until_ready(jax.jit(lambda: mix(counted, weights, x, routing))())
+  routing = experts_lib.Routing(
+    chosen, jnp.full((8, 2), 0.5), jnp.zeros((8, 4))
+  )
+  jax.block_until_ready(
+    jax.jit(lambda: experts_lib.mix(counted, weights, x, routing))()
+  )
   jax.effects_barrier()
   assert blocks == [3] * (3 + 2 + 0 + 2)
 
@@ -110,8 +110,10 @@ def test_as_many_blocks_are_computed_as_there_are_rows_for(monkeypatch):
 def test_tokens_do_not_depend_on_those_beside_them():
   """Of one shape: other rows, and other places, change no bit of a row."""
   weights, x, logits = _inputs(9, 3)
-  routed = lambda logits: route(logits, 2, renormalize=True)
-  mixed = jax.jit(lambda x, logits: mix(_expert, weights, x, routed(logits)))
+  routed = lambda logits: experts_lib.route(logits, 2, renormalize=True)
+  mixed = jax.jit(
+    lambda x, logits: experts_lib.mix(_expert, weights, x, routed(logits))
+  )
   expected = np.asarray(mixed(x, logits))
   order = np.random.default_rng(1).permutation(9)
   np.testing.assert_array_equal(mixed(x[order], logits[order]), expected[order])
@@ -122,10 +124,10 @@ def test_tokens_do_not_depend_on_those_beside_them():
 
 def test_routing_by_hand():
   logits = jnp.log(jnp.array([[[0.5, 0.1, 0.4], [0.2, 0.7, 0.1]]]))
-  plain = route(logits, 2, renormalize=False)
+  plain = experts_lib.route(logits, 2, renormalize=False)
   np.testing.assert_array_equal(plain.experts, [[[0, 2], [1, 0]]])
   np.testing.assert_allclose(plain.weights, [[[0.5, 0.4], [0.7, 0.2]]], 1e-6)
-  shared = route(logits, 2, renormalize=True).weights
+  shared = experts_lib.route(logits, 2, renormalize=True).weights
   np.testing.assert_allclose(shared, [[[5 / 9, 4 / 9], [7 / 9, 2 / 9]]], 1e-6)
 
 
@@ -140,8 +142,10 @@ def test_routing_by_hand():
 )
 def test_balance_by_hand(experts, first, expected):
   probs = np.stack([first, 1 - np.array(first)], 1).astype(np.float32)
-  routing = Routing(np.array(experts)[:, None], probs[:, :1], probs)
-  assert jax.jit(balance_loss)(routing) == pytest.approx(expected)
+  routing = experts_lib.Routing(
+    np.array(experts_lib)[:, None], probs[:, :1], probs
+  )
+  assert jax.jit(experts_lib.balance_loss)(routing) == pytest.approx(expected)
 
 
 def test_routing_is_that_of_transformers(tmp_path):
@@ -149,7 +153,7 @@ def test_routing_is_that_of_transformers(tmp_path):
   tokens = variants.tokens('mixtral')
   batch_size, length = tokens.shape
   positions = np.broadcast_to(np.arange(length), tokens.shape)
-  mask = causal_mask(np.zeros(batch_size, np.int32), length, length)
+  mask = cache_lib.causal_mask(np.zeros(batch_size, np.int32), length, length)
   *_, routings = jax.jit(module.with_routing)(tokens, positions, mask)
   chosen = np.sort([routing.experts for routing in routings])
   expected = np.load(variants.RESULTS)['chosen_experts']

@@ -14,15 +14,11 @@ import pytest
 import tiny
 import tiny_drafters
 
-from specdec import decode
-from specdec import DecodeConfig
-from specdec import NGram
-from specdec import PromptLookup
-from specdec import Request
-from specdec.watchers import EndOfText
+import specdec
+from specdec import watchers as watchers_lib
 
 _PLATFORMS = ('cpu', 'cuda', 'tpu')
-_CONFIG = DecodeConfig(max_new_tokens=32)
+_CONFIG = specdec.DecodeConfig(max_new_tokens=32)
 
 
 def _arguments(method, dtype='float32', temperatures=(0.0, 1.0)):
@@ -35,16 +31,19 @@ def _arguments(method, dtype='float32', temperatures=(0.0, 1.0)):
   text = np.random.default_rng(0).integers(size, size=50).tolist()
   table = tiny_drafters.ngram_table([text], size, order=3, num_continuations=2)
   drafter = tiny_drafters.simple(
-    method, tiny.perturbed(model, 0.1), NGram(table), PromptLookup()
+    method,
+    tiny.perturbed(model, 0.1),
+    specdec.NGram(table),
+    specdec.PromptLookup(),
   )
   prompt, lengths = tiny.pad(tiny.prompts(rows))
-  request = Request(
+  request = specdec.Request(
     prompt=jnp.asarray(prompt),
     prompt_length=jnp.asarray(lengths),
     limit=jnp.full(rows, 20, jnp.int32),
     row_keys=tiny.row_keys(rows),
     sampling=tiny.sampling_params(*temperatures),
-    watchers=(EndOfText(jnp.ones((1, 1), jnp.int32)),),
+    watchers=(watchers_lib.EndOfText(jnp.ones((1, 1), jnp.int32)),),
   )
   return model, drafter, request
 
@@ -58,7 +57,7 @@ def _export(method, dtype):
   leaves, tree = jax.tree.flatten(_arguments(method, dtype))
 
   def run(*leaves):
-    result = decode(*jax.tree.unflatten(tree, leaves), config=_CONFIG)
+    result = specdec.decode(*jax.tree.unflatten(tree, leaves), config=_CONFIG)
     return result.tokens, result.length
 
   return export.export(jax.jit(run), platforms=_PLATFORMS)(*leaves)
@@ -87,7 +86,7 @@ def test_a_stored_artifact_decodes_the_same_tokens():
   stored = export.deserialize(_export('staged', 'float32').serialize())
   arguments = _arguments('staged')
   tokens, length = stored.call(*jax.tree.leaves(arguments))
-  expected = decode(*arguments, config=_CONFIG)
+  expected = specdec.decode(*arguments, config=_CONFIG)
   np.testing.assert_array_equal(length, expected.length)
   assert np.all(length > arguments[2].prompt_length)
   for row, end in enumerate(expected.length):
@@ -97,7 +96,7 @@ def test_a_stored_artifact_decodes_the_same_tokens():
 def test_no_transfer_between_host_and_device_in_a_decode():
   arguments = _arguments('staged')
   with jax.transfer_guard('disallow'):
-    result = jax.block_until_ready(decode(*arguments, config=_CONFIG))
+    result = jax.block_until_ready(specdec.decode(*arguments, config=_CONFIG))
     # The guard is on: this would have to fetch an array.
     with pytest.raises(Exception, match=r'[Dd]isallow'):
       jnp.zeros(3) + np.ones(3, np.float32)
@@ -109,7 +108,7 @@ def _rows_of_products(platform, dtype):
   element = {'float32': 'f32', 'bfloat16': 'bf16'}[dtype]
   shape = rf'tensor<(\d+)x\d+x{element}>'
   arguments = _arguments('plain', dtype, [1.0])
-  exported = export.export(decode, platforms=(platform,))
+  exported = export.export(specdec.decode, platforms=(platform,))
   text = exported(*arguments, config=_CONFIG).mlir_module()
   products = re.findall(rf'dot_general.*: \({shape}, {shape}\)', text)
   return {int(rows) for rows, _ in products}

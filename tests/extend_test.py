@@ -14,8 +14,7 @@ import tiny
 import tiny_drafters
 
 import specdec
-from specdec.loop import advance
-from specdec.loop import extend
+from specdec import loop
 
 _ROWS = 2
 _TURNS = 5
@@ -105,7 +104,7 @@ def test_every_turn_is_that_of_decoding_the_whole_text_anew(kind):
   decoding, result = _started(kind, prompts)
   assert decoding.num_kept == [0, 0]
   for turn in range(1, _TURNS):
-    programs = extend._cache_size(), advance._cache_size()
+    programs = loop.extend._cache_size(), loop.advance._cache_size()
     ends = [len(prompt) + _LIMIT for prompt in prompts]
     prompts = _longer(prompts, result, turn)
     read = _extend(decoding, prompts)
@@ -113,7 +112,7 @@ def test_every_turn_is_that_of_decoding_the_whole_text_anew(kind):
     assert decoding.num_kept == [end - 1 for end in ends]
     assert kind != 'chain' or read == {'target': 32, 'draft': 32}
     decoding.run()
-    now = extend._cache_size(), advance._cache_size()
+    now = loop.extend._cache_size(), loop.advance._cache_size()
     assert turn == 1 or now == programs
     result = decoding.result()
     _check_equal(result, _anew(prompts))

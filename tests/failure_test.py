@@ -12,7 +12,7 @@ import pytest
 import tiny
 import tiny_drafters
 
-from models.nn.table_model import table_model
+from models.nn import table_model
 import specdec
 
 VOCAB_SIZE = 16
@@ -23,7 +23,7 @@ _DRAFTERS = ('plain', 'chain', 'staged')
 
 
 _table = functools.partial(tiny.table, VOCAB_SIZE)
-_model = functools.partial(table_model, max_positions=64)
+_model = functools.partial(table_model.table_model, max_positions=64)
 
 
 def _drafter(name, model):

@@ -12,9 +12,9 @@ import numpy as np
 import tiny
 import tiny_drafters
 
-from models.nn.table_model import table_model
+from models.nn import table_model
 import specdec
-from specdec.verify.stop_strings import build_stop_table
+from specdec.verify import stop_strings
 
 VOCAB_SIZE = 64
 EOS_IDS = (60, 40, 7)
@@ -27,7 +27,7 @@ MAX_POSITIONS = 2 + OFFSETS[-1] + 2
 def _model(step=1):
   """Predicts i + step after i."""
   table = 10 * np.roll(np.eye(VOCAB_SIZE, dtype=np.float32), step, axis=1)
-  return table_model(table, max_positions=MAX_POSITIONS)
+  return table_model.table_model(table, max_positions=MAX_POSITIONS)
 
 
 def _rows():
@@ -65,7 +65,7 @@ def test_every_end_at_every_offset_of_a_block():
   prompts, limits, stops = _rows()
   of_rows = [[] if stop is None else [stop] for stop in stops]
   token_bytes = [bytes([token]) for token in range(VOCAB_SIZE)]
-  table = build_stop_table(of_rows, token_bytes, VOCAB_SIZE)
+  table = stop_strings.build_stop_table(of_rows, token_bytes, VOCAB_SIZE)
   expected = list(map(_expected, prompts, limits, stops))
   reasons = [reason for _, reason in expected]
   assert set(reasons) == {'length', 'eos', 'stop'}
@@ -107,7 +107,7 @@ def _check_counts(generation):
 
 def _run(make=specdec.generate, **kw):
   """Rows of many tokens; the last is done at once."""
-  target = table_model(tiny.table(VOCAB_SIZE, 3), max_positions=200)
+  target = table_model.table_model(tiny.table(VOCAB_SIZE, 3), max_positions=200)
   return make(
     target,
     jax.random.key(1),

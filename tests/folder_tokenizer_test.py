@@ -13,8 +13,8 @@ from tokenizers import processors
 from tokenizers import trainers
 import transformers
 
-from models.checkpoints.folder_tokenizer import load_tokenizer
-from models.lab.training.tokenizer import train_tokenizer
+from models.checkpoints import folder_tokenizer
+from models.lab.training import tokenizer as tokenizer_lib
 
 _TEXTS = [
   *(' 12 + 3', 'x = [\n    10,\n     2]\n', 'Don\'t "STOP"  a\t b'),
@@ -116,7 +116,7 @@ def test_ids_are_those_of_the_file_itself(
     state['model']['merges'] = [' '.join(pair) for pair in merges]
     file.write_text(json.dumps(state))
   expected = tokenizers.Tokenizer.from_file(str(file))
-  tokenizer = load_tokenizer(tmp_path)
+  tokenizer = folder_tokenizer.load_tokenizer(tmp_path)
   assert tokenizer.get_vocab() == expected.get_vocab()
   assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 3)
   begins = layout in ('words', 'pieces')
@@ -134,7 +134,7 @@ def test_what_the_other_files_state(tmp_path, caplog):
     tmp_path, 'config.json', {'eos_token_id': 2, 'bos_token_id': None}
   )
   _write_json(tmp_path, 'special_tokens_map.json', {'unk_token': '<unk>'})
-  tokenizer = load_tokenizer(tmp_path)
+  tokenizer = folder_tokenizer.load_tokenizer(tmp_path)
   roles = (tokenizer.eos_token, tokenizer.unk_token, tokenizer.bos_token)
   assert roles == ('</s>', '<unk>', None)
   # A token beyond those of the file would not be one of the model.
@@ -143,15 +143,18 @@ def test_what_the_other_files_state(tmp_path, caplog):
   assert 'says add_bos_token' not in caplog.text
   assert tokenizer.get_chat_template() == 'old'
   (tmp_path / 'chat_template.jinja').write_text('new')
-  assert load_tokenizer(tmp_path).chat_template == 'new'
+  assert folder_tokenizer.load_tokenizer(tmp_path).chat_template == 'new'
   others = tmp_path / 'additional_chat_templates'
   others.mkdir()
   (others / 'tool_use.jinja').write_text('tools')
   templates = {'default': 'new', 'tool_use': 'tools'}
-  assert load_tokenizer(tmp_path).chat_template == templates
+  assert folder_tokenizer.load_tokenizer(tmp_path).chat_template == templates
   # What is saved is loaded again, here and by transformers.
   tokenizer.save_pretrained(tmp_path / 'saved')
-  for load in (load_tokenizer, transformers.AutoTokenizer.from_pretrained):
+  for load in (
+    folder_tokenizer.load_tokenizer,
+    transformers.AutoTokenizer.from_pretrained,
+  ):
     again = load(tmp_path / 'saved')
     assert again(_TEXTS[1]) == tokenizer(_TEXTS[1])
     assert again.eos_token == '</s>'
@@ -160,7 +163,7 @@ def test_what_the_other_files_state(tmp_path, caplog):
 @pytest.fixture
 def folder(tmp_path):
   """An old folder of GPT-2, without tokenizer.json."""
-  tokenizer = train_tokenizer(_TEXTS, vocab_size=300, context=8)
+  tokenizer = tokenizer_lib.train_tokenizer(_TEXTS, vocab_size=300, context=8)
   tokenizer.save_pretrained(tmp_path)
   state = json.loads((tmp_path / 'tokenizer.json').read_text())['model']
   merges = [' '.join(pair) for pair in state['merges']]
@@ -173,9 +176,9 @@ def folder(tmp_path):
 
 
 def test_old_folders_that_are_complete(folder):
-  expected = load_tokenizer(folder)
+  expected = folder_tokenizer.load_tokenizer(folder)
   (folder / 'tokenizer.json').unlink()
-  tokenizer = load_tokenizer(folder)
+  tokenizer = folder_tokenizer.load_tokenizer(folder)
   assert tokenizer.convert_tokens_to_ids(['a']) == [expected.get_vocab()['a']]
   for text in _TEXTS:
     assert tokenizer(text)['input_ids'] == expected(text)['input_ids']
@@ -197,7 +200,7 @@ def test_incomplete_folders_are_refused(gone, empty, folder):
       (folder / name).touch()
   message = f'{folder} has no complete tokenizer: .* vocab.json with merges.txt'
   with pytest.raises(ValueError, match=message):
-    load_tokenizer(folder)
+    folder_tokenizer.load_tokenizer(folder)
 
 
 @pytest.mark.parametrize(
@@ -211,14 +214,14 @@ def test_files_of_another_class_are_refused(kind, folder):
   with pytest.raises(
     ValueError, match=f'{folder} has no (complete|usable) tok'
   ):
-    load_tokenizer(folder)
+    folder_tokenizer.load_tokenizer(folder)
 
 
 def test_a_class_whose_package_is_missing_is_not_needed(folder):
-  expected = load_tokenizer(folder)(_TEXTS[0])
+  expected = folder_tokenizer.load_tokenizer(folder)(_TEXTS[0])
   config = {'tokenizer_class': 'MistralCommonBackend'}
   _write_json(folder, 'tokenizer_config.json', config)
-  assert load_tokenizer(folder)(_TEXTS[0]) == expected
+  assert folder_tokenizer.load_tokenizer(folder)(_TEXTS[0]) == expected
 
 
 @pytest.mark.parametrize(
@@ -241,7 +244,7 @@ def test_a_class_whose_package_is_missing_is_not_needed(folder):
 def test_files_that_cannot_be_read(name, text, message, folder):
   (folder / name).write_text(text)
   with pytest.raises(ValueError, match=rf'{folder / name}.*{message}'):
-    load_tokenizer(folder)
+    folder_tokenizer.load_tokenizer(folder)
 
 
 def test_parts_that_a_newer_release_has(folder):
@@ -250,8 +253,8 @@ def test_parts_that_a_newer_release_has(folder):
   for change in ('pre_tokenizer', 'normalizer', 'decoder', 'model'):
     file.write_text(json.dumps(state | {change: {'type': 'OfTheNextRelease'}}))
     with pytest.raises(ValueError, match=f'{file}.*a newer tokenizers'):
-      load_tokenizer(folder)
+      folder_tokenizer.load_tokenizer(folder)
   state['model'] |= {'vocab': {}, 'merges': []}
   file.write_text(json.dumps(state | {'added_tokens': []}))
   with pytest.raises(ValueError, match='has no tokens'):
-    load_tokenizer(folder)
+    folder_tokenizer.load_tokenizer(folder)

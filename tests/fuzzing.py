@@ -12,18 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import tiny
 import tiny_drafters
-from tiny_drafters import Settings
-from tiny_drafters import with_settings
 import tokenizers
 import transformers
 
-from models.nn.adapter import as_model
-from models.nn.table_model import table_model
-from models.text.generator import Generator
-from models.text.pair import Pair
+from models.nn import adapter
+from models.nn import table_model
+from models.text import generator as generator_lib
+from models.text import pair as pair_lib
 import specdec
-from specdec.tree.topology import chain
-from specdec.tree.topology import from_paths
+from specdec.tree import topology as topology_lib
 
 # A few tokens that share bytes, and some with pieces of characters.
 _PIECES = (
@@ -89,7 +86,7 @@ def _model(name: str, kind: str = 'target') -> specdec.LanguageModel:
   context = _DRAFT_CONTEXT if kind == 'draft' else _CONTEXT
   shape = {'vocab_size': len(_tokenizer()), 'num_positions': context}
   if name == 'table':
-    return table_model(table, max_positions=context)
+    return table_model.table_model(table, max_positions=context)
   if name == 'gpt2':
     # The draft has a cache of another shape.
     number = 1 if kind == 'draft' else 2
@@ -97,12 +94,12 @@ def _model(name: str, kind: str = 'target') -> specdec.LanguageModel:
     module = tiny.module(**shape, **inner)
   else:
     module = tiny.llama_module(name, num_layers=1, **shape)
-  return _with_table(as_model(module), table)
+  return _with_table(adapter.as_model(module), table)
 
 
 @functools.cache
-def pair(name: str = 'table') -> Pair:
-  return Pair(
+def pair(name: str = 'table') -> pair_lib.Pair:
+  return pair_lib.Pair(
     target=_model(name),
     draft=_model('gpt2' if name == 'gpt2' else 'table', 'draft'),
     tokenizer=_tokenizer(),
@@ -121,20 +118,26 @@ def _drafter(name: str, target: str):
   both = tiny_drafters.candidates(
     specdec.PromptLookup((0.2, 0.5), num_matches=2),
     specdec.NGram(table),
-    config=Settings(width=2, branching=2, rounds=2, cost_ratio=0),
+    config=tiny_drafters.Settings(width=2, branching=2, rounds=2, cost_ratio=0),
   )
-  tree = Settings(
+  tree = tiny_drafters.Settings(
     num_nodes=8, width=3, branching=2, rounds=2, capacity=24, cost_ratio=0
   )
-  ragged = from_paths([(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 0, 0)])
+  ragged = topology_lib.from_paths(
+    [(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 0, 0)]
+  )
   drafted = lambda config: tiny_drafters.model(pair(target).draft, config)
   return {
     'plain': lambda: specdec.PLAIN,
-    'chain of 1': lambda: drafted(Settings(topology=chain(1))),
-    'chain of 3': lambda: drafted(Settings(topology=chain(3))),
-    'ragged': lambda: drafted(Settings(topology=ragged)),
+    'chain of 1': lambda: drafted(
+      tiny_drafters.Settings(topology=topology_lib.chain(1))
+    ),
+    'chain of 3': lambda: drafted(
+      tiny_drafters.Settings(topology=topology_lib.chain(3))
+    ),
+    'ragged': lambda: drafted(tiny_drafters.Settings(topology=ragged)),
     'tree': lambda: drafted(tree),
-    'tables': lambda: with_settings(both, tree),
+    'tables': lambda: tiny_drafters.with_settings(both, tree),
     'staged': lambda: specdec.staged(drafted(tree), both),
   }[name]()
 
@@ -151,9 +154,9 @@ class Shape:
   children: str | None = None
   long_prompt: bool = False
 
-  def generator(self, drafter: str | None = None) -> Generator:
+  def generator(self, drafter: str | None = None) -> generator_lib.Generator:
     chosen = _drafter(drafter or self.drafter, self.target)
-    return Generator(pair(self.target), chosen)
+    return generator_lib.Generator(pair(self.target), chosen)
 
 
 _FILTERS = frozenset({'top_k', 'top_p', 'min_p'})

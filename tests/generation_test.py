@@ -5,22 +5,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_drafters
-from tiny_drafters import Settings
 
-from models.nn.table_model import table_model
-from specdec import generate
-from specdec import PromptLookup
-from specdec import Sampling
-from specdec import staged
-from specdec.tree.topology import chain
+from models.nn import table_model
+import specdec
+from specdec.tree import topology as topology_lib
 
 _KEY = jax.random.key(0)
-_CHAIN = Settings(topology=chain(4))
-_TREE = Settings(num_nodes=6, width=2, branching=2, rounds=2)
+_CHAIN = tiny_drafters.Settings(topology=topology_lib.chain(4))
+_TREE = tiny_drafters.Settings(num_nodes=6, width=2, branching=2, rounds=2)
 
 
 def _model(vocab_size=6):
-  return table_model(np.zeros((vocab_size,) * 2), max_positions=50)
+  return table_model.table_model(np.zeros((vocab_size,) * 2), max_positions=50)
 
 
 def _draft(config=_CHAIN, name='draft', **kw):
@@ -28,12 +24,14 @@ def _draft(config=_CHAIN, name='draft', **kw):
 
 
 def _lookup(*proposers):
-  return tiny_drafters.candidates(*proposers, PromptLookup(), config=_TREE)
+  return tiny_drafters.candidates(
+    *proposers, specdec.PromptLookup(), config=_TREE
+  )
 
 
 def _generate(**kw):
   kw = {'target': _model(), 'rng_key': _KEY, 'prompts': [[0], [1, 2]]} | kw
-  return generate(**{'max_new_tokens': 5} | kw)
+  return specdec.generate(**{'max_new_tokens': 5} | kw)
 
 
 _KEYS = r'rng_key must be one key or one per row \(2\)'
@@ -45,15 +43,22 @@ _KEYS = r'rng_key must be one key or one per row \(2\)'
   [
     ({'drafter': _draft(vocab_size=7)}, '6 tokens, the draft of 7.*tokenizer'),
     (
-      {'drafter': staged(_draft(_TREE), _draft(_TREE, 'small', vocab_size=5))},
+      {
+        'drafter': specdec.staged(
+          _draft(_TREE), _draft(_TREE, 'small', vocab_size=5)
+        )
+      },
       'the target has a vocabulary of 6 tokens, the small of 5',
     ),
     (
-      {'drafter': staged(_draft(_TREE), _draft(_TREE))},
+      {'drafter': specdec.staged(_draft(_TREE), _draft(_TREE))},
       r"\('draft', 'draft'\)",
     ),
     ({'drafter': _draft(name='target')}, 'a name of its own'),
-    ({'drafter': _lookup(PromptLookup())}, r"own.* \('lookup', 'lookup'\)"),
+    (
+      {'drafter': _lookup(specdec.PromptLookup())},
+      r"own.* \('lookup', 'lookup'\)",
+    ),
     ({'rng_key': jax.random.split(_KEY, 3)}, rf'{_KEYS}, got \(3,\)'),
     ({'rng_key': jax.random.split(_KEY, (2, 1))}, rf'{_KEYS}, got \(2, 1\)'),
     # Two numbers, which would pass for the keys of two rows.
@@ -77,7 +82,7 @@ def test_one_key_gives_every_row_its_own():
   arguments = {
     'prompts': [[0], [0]],
     'max_new_tokens': 30,
-    'sampling': Sampling(temperature=1.0),
+    'sampling': specdec.Sampling(temperature=1.0),
   }
   tokens = _generate(**arguments).tokens
   assert tokens[0] != tokens[1]

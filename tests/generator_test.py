@@ -15,12 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from models.text import generator as generator_lib
 from models.text import text_decoding
-from models.text.generator import Generator
-from models.text.text_options import TextOptions
-from models.text.text_options import with_ids
+from models.text import text_options
 import specdec
-from specdec import Sampling
 
 LIMIT = 60
 _NEVER = '\x01'
@@ -36,7 +34,7 @@ def _arguments(stop=_NEVER, **kw):
     'prompts': _PROMPTS,
     'seed': _SEEDS,
     'max_new_tokens': LIMIT,
-    'sampling': Sampling(temperature=[1.0, 0.8, 1.0]),
+    'sampling': specdec.Sampling(temperature=[1.0, 0.8, 1.0]),
     'stop': stop,
   } | kw
 
@@ -150,7 +148,9 @@ def test_a_stop_may_name_a_special_token():
 def test_eos_ids_may_be_texts():
   lm = _generator('plain')
   pair = fuzzing.pair()
-  ids = lambda given: with_ids(pair, {'eos_ids': given}, ())['eos_ids']
+  ids = lambda given: text_options.with_ids(pair, {'eos_ids': given}, ())[
+    'eos_ids'
+  ]
   assert ids(None) == (0,)
   (line_end,) = fuzzing.pair().encode('\n')
   assert ids('<end>') == [0]
@@ -196,7 +196,7 @@ def test_seeds():
   """Rows of one seed differ; the first has the tokens of the seed alone."""
   rows = {
     'prompts': _PROMPTS[:1] * 3,
-    'sampling': Sampling(temperature=[1.0] * 3),
+    'sampling': specdec.Sampling(temperature=[1.0] * 3),
   }
   generate = _generator('plain').generate
   run = lambda seed: generate(**_arguments(**rows, seed=seed)).tokens
@@ -247,7 +247,7 @@ def test_help_shows_every_option():
     (specdec.Decoding, specdec.Options),
     (specdec.Slots, specdec.Options),
     *(
-      (getattr(Generator, name), TextOptions)
+      (getattr(generator_lib.Generator, name), text_options.TextOptions)
       for name in ('stream', 'generate', 'generate_many', 'chat')
     ),
   ):
@@ -265,7 +265,7 @@ def test_options_of_all_prompts_are_one_each():
 
 def test_stop_tables_are_kept():
   pair = fuzzing.pair()
-  table = lambda stops: with_ids(pair, {}, stops)['stop']
+  table = lambda stops: text_options.with_ids(pair, {}, stops)['stop']
   first = table((('a',), ()))
   assert table((('a',), ())) is first
   assert table(((), ())) is None

@@ -16,44 +16,44 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.checkpoints import checkpoint
+from models.checkpoints import checkpoint as checkpoint_lib
+from models.checkpoints import families
 from models.checkpoints import hub
-from models.checkpoints.families import family_of
-from models.checkpoints.families import parameter_name
-from models.lab.training.tokenizer import train_tokenizer
-from models.nn.gpt2 import GPT2Config
-from models.nn.llama import LlamaConfig
-from models.nn.mixtral import MixtralConfig
-from models.nn.rope import Llama3Scaling
-from models.nn.rope import Rope
-from models.nn.rope import YarnScaling
-from models.text.pair import load_pair
-from models.text.pair import ModelChoice
+from models.lab.training import tokenizer as tokenizer_lib
+from models.nn import gpt2 as nn_gpt2
+from models.nn import llama as nn_llama
+from models.nn import mixtral as mixtral_lib
+from models.nn import rope as rope_lib
+from models.text import pair as pair_lib
 
 _BOS = 9
-_LLAMA3 = Llama3Scaling(
+_LLAMA3 = rope_lib.Llama3Scaling(
   factor=8.0,
   low_freq_factor=1.0,
   high_freq_factor=4.0,
   original_max_position_embeddings=8192,
 )
-_YARN = YarnScaling(factor=4.0, original_max_position_embeddings=16)
+_YARN = rope_lib.YarnScaling(factor=4.0, original_max_position_embeddings=16)
 # Rows of 256 numbers, the longest block of any type.
 _SHAPE = {'vocab_size': 40, 'num_layers': 2, 'width': 256, 'num_heads': 4}
 _LLAMA = _SHAPE | {'num_kv_heads': 2, 'head_width': 64, 'inner_width': 256}
 _LLAMA |= {'num_positions': 64, 'tie_embeddings': False}
 _MIXTURE = _LLAMA | {'num_experts': 3, 'experts_per_token': 2}
 _CONFIGS = {
-  'gpt2': GPT2Config(**_SHAPE, num_positions=16, inner_width=512),
-  'llama': LlamaConfig(**_LLAMA, rope=Rope(theta=5e5)),
-  'llama, tied': LlamaConfig(**_LLAMA | {'tie_embeddings': True}),
-  'llama, llama3': LlamaConfig(**_LLAMA, rope=Rope(scaling=_LLAMA3)),
-  'llama, mixture': MixtralConfig(**_MIXTURE),
-  'qwen2': LlamaConfig(**_LLAMA, qkv_bias=True),
-  'qwen2, yarn': LlamaConfig(**_LLAMA, qkv_bias=True, rope=Rope(scaling=_YARN)),
-  'qwen3': LlamaConfig(**_LLAMA, qk_norm=True),
-  'qwen3moe': MixtralConfig(**_MIXTURE, qk_norm=True),
-  'vocabulary': LlamaConfig(**_LLAMA | {'vocab_size': 293}),
+  'gpt2': nn_gpt2.GPT2Config(**_SHAPE, num_positions=16, inner_width=512),
+  'llama': nn_llama.LlamaConfig(**_LLAMA, rope=rope_lib.Rope(theta=5e5)),
+  'llama, tied': nn_llama.LlamaConfig(**_LLAMA | {'tie_embeddings': True}),
+  'llama, llama3': nn_llama.LlamaConfig(
+    **_LLAMA, rope=rope_lib.Rope(scaling=_LLAMA3)
+  ),
+  'llama, mixture': mixtral_lib.MixtralConfig(**_MIXTURE),
+  'qwen2': nn_llama.LlamaConfig(**_LLAMA, qkv_bias=True),
+  'qwen2, yarn': nn_llama.LlamaConfig(
+    **_LLAMA, qkv_bias=True, rope=rope_lib.Rope(scaling=_YARN)
+  ),
+  'qwen3': nn_llama.LlamaConfig(**_LLAMA, qk_norm=True),
+  'qwen3moe': mixtral_lib.MixtralConfig(**_MIXTURE, qk_norm=True),
+  'vocabulary': nn_llama.LlamaConfig(**_LLAMA | {'vocab_size': 293}),
 }
 _EXPERT = re.compile(r'(mlp|block_sparse_moe)\.experts\.\d+')
 
@@ -77,7 +77,7 @@ def _metadata(writer, config, arch):
     writer.add_value_length,
   ):
     add_width(config.head_width)
-  if isinstance(config, MixtralConfig):
+  if isinstance(config, mixtral_lib.MixtralConfig):
     writer.add_expert_count(config.num_experts)
     writer.add_expert_used_count(config.experts_per_token)
     writer.add_expert_feed_forward_length(config.inner_width)
@@ -95,12 +95,12 @@ def _permuted(array, num_heads):
 
 def _stored(module, arch):
   """Names and arrays of a file, by gguf's own table of names."""
-  config, family = module.config, family_of(module.config)
+  config, family = module.config, families.family_of(module.config)
   architectures = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
   table = gguf.get_tensor_name_map(architectures[arch], config.num_layers)
   stacks = collections.defaultdict(list)
   for path, leaf in hub.flat_params(module)[1].items():
-    name = parameter_name(path)
+    name = families.parameter_name(path)
     array = np.asarray(leaf, np.float32)
     for part, heads in (('q', config.num_heads), ('k', config.num_kv_heads)):
       if arch == 'llama' and f'.{part}_proj.' in name:
@@ -145,7 +145,9 @@ def _write(path, name, kind=Kind.F32, *, change=None, tokenizer=None, pre=None):
   module = nnx.merge(graph, traverse_util.unflatten_dict(drawn))
   tensors = dict(_stored(module, arch))
   if 'llama3' in name:
-    plain = Rope(theta=config.rope.theta).frequencies(config.head_width)
+    plain = rope_lib.Rope(theta=config.rope.theta).frequencies(
+      config.head_width
+    )
     scaled = config.rope.frequencies(config.head_width)
     tensors['rope_freqs.weight'] = plain / scaled
   expected = {}
@@ -223,12 +225,12 @@ def test_final_dtypes_are_those_of_a_folder(dtype, path, tmp_path):
 
 def test_tokenizer_and_ends(path):
   text = 'def add(a, b):\n  return a + b\n' * 9 + 'naïve 日本 \n\n  x'
-  tokenizer = train_tokenizer([text], vocab_size=290, context=64)
+  tokenizer = tokenizer_lib.train_tokenizer([text], vocab_size=290, context=64)
   # The last one has letters that no byte is spelled with.
   special = ['<|im_end|>', '<日>']
   tokenizer.add_special_tokens({'additional_special_tokens': special})
   _write(path, 'vocabulary', tokenizer=tokenizer)
-  pair = load_pair(ModelChoice(str(path), None))
+  pair = pair_lib.load_pair(pair_lib.ModelChoice(str(path), None))
   # The keys, and a special token that llama.cpp knows by its text.
   turn = tokenizer.convert_tokens_to_ids('<|im_end|>')
   assert pair.eos_ids == (tokenizer.eos_token_id, 7, turn)
@@ -241,9 +243,9 @@ def test_tokenizer_and_ends(path):
 @pytest.mark.parametrize('pre', ['llama-bpe', 'gpt-2', 'smollm', 'other'])
 def test_texts_begin_and_are_split_as_for_llama_cpp(pre, path, caplog):
   text = 'def add12(a, b):\n  return a + b\n' * 9
-  tokenizer = train_tokenizer([text], vocab_size=290, context=64)
+  tokenizer = tokenizer_lib.train_tokenizer([text], vocab_size=290, context=64)
   _write(path, 'vocabulary', tokenizer=tokenizer, pre=pre)
-  pair = load_pair(ModelChoice(str(path), None))
+  pair = pair_lib.load_pair(pair_lib.ModelChoice(str(path), None))
   ids = pair.encode(text)
   assert len(ids) > 1
   # The file does not say whether texts begin with a token.
@@ -367,11 +369,13 @@ def test_auto_is_what_is_stored_and_native(path, monkeypatch):
     (Kind.Q8_0, set(), 'float32'),
     (Kind.F32, {'float16', 'bfloat16'}, 'float32'),
   ):
-    monkeypatch.setattr(checkpoint, 'native_dtypes', lambda found=native: found)
+    monkeypatch.setattr(
+      checkpoint_lib, 'native_dtypes', lambda found=native: found
+    )
     _write(path, 'gpt2', kind)
     stored = hub.locate(path)
-    assert checkpoint.resolve_dtype('auto', stored) == dtype
-    assert checkpoint.resolve_dtype('int8', stored) == 'int8'
+    assert checkpoint_lib.resolve_dtype('auto', stored) == dtype
+    assert checkpoint_lib.resolve_dtype('int8', stored) == 'int8'
 
 
 def test_what_is_not_there(path, monkeypatch):
@@ -381,7 +385,7 @@ def test_what_is_not_there(path, monkeypatch):
   with pytest.raises(ValueError, match='is not a hub id'):
     hub.load_module(path, revision='main')
   with pytest.raises(ValueError, match=r'model\.gguf has no tokenizer'):
-    load_pair(ModelChoice(str(path), None))
+    pair_lib.load_pair(pair_lib.ModelChoice(str(path), None))
   monkeypatch.setitem(sys.modules, 'gguf', None)
   with pytest.raises(ValueError, match=re.escape("pip install -e '.[gguf]'")):
     hub.load_module(path)

@@ -10,9 +10,9 @@ from gguf import TokenType
 import pytest
 from tokenizers import pre_tokenizers
 
-from models.checkpoints.gguf_tokenizer import eos_ids
-from models.checkpoints.hub import load_tokenizer
-from models.text.token_bytes import token_bytes
+from models.checkpoints import gguf_tokenizer
+from models.checkpoints import hub
+from models.text import token_bytes as token_bytes_lib
 
 _ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 
@@ -98,7 +98,7 @@ def test_texts_are_split_as_for_llama_cpp(pre, path):
         tokens[text[start : end + 1]] = None
   words = list(tokens)
   keys = {'pre': pre, 'merges': list(merges), 'add_bos_token': False}
-  tokenizer = load_tokenizer(_write(path, words, **keys))
+  tokenizer = hub.load_tokenizer(_write(path, words, **keys))
   for text, expected in zip(_TEXTS, _WORDS[pre], strict=True):
     ids = [words.index(_spelled(word)) for word in expected]
     assert tokenizer(text)['input_ids'] == ids, text
@@ -114,7 +114,7 @@ def test_texts_are_split_as_for_llama_cpp(pre, path):
 def test_words_of_the_vocabulary_that_merges_do_not_reach(pre, expected, path):
   words = [*_ALPHABET, 'ie', 'ĠV', 'ĠViet']
   keys = {'pre': pre, 'merges': ['i e', 'Ġ V'], 'add_bos_token': False}
-  tokenizer = load_tokenizer(_write(path, words, **keys))
+  tokenizer = hub.load_tokenizer(_write(path, words, **keys))
   ids = tokenizer('a Viet')['input_ids']
   assert tokenizer.convert_ids_to_tokens(ids) == expected
 
@@ -149,14 +149,14 @@ def _write_pieces(path, **keys):
 )
 def test_sentencepiece_is_as_for_llama_cpp(text, prefix, expected, path):
   _, words = _write_pieces(path, add_space_prefix=prefix)
-  tokenizer = load_tokenizer(path)
+  tokenizer = hub.load_tokenizer(path)
   assert len(tokenizer) == len(words)
   # Without keys these are the tokens 1 and 2, and a text begins with the first.
   ids = tokenizer(text)['input_ids']
   assert ids == [1, *map(words.index, expected)]
   assert tokenizer.decode(ids[1:]).replace('> ', '>') == text
   assert (tokenizer.bos_token, tokenizer.eos_token) == ('<begin>', '<end>')
-  assert eos_ids(path) == [2]
+  assert gguf_tokenizer.eos_ids(path) == [2]
 
 
 @pytest.mark.parametrize('kind', [None, *TokenType])
@@ -172,11 +172,13 @@ def test_tokens_that_end_a_text_by_their_names(kind, path):
   kinds = kind and [*[TokenType.NORMAL] * 257, *[kind] * 23, TokenType.NORMAL]
   keys = {'eos_token_id': 5, 'eot_token_id': 999}
   _write(path, words, kinds=kinds, **_GPT2 | keys)
-  assert eos_ids(path) == [5, *range(257, 280)]
+  assert gguf_tokenizer.eos_ids(path) == [5, *range(257, 280)]
   # They are read whole, and have no text.
-  tokenizer = load_tokenizer(path)
+  tokenizer = hub.load_tokenizer(path)
   assert tokenizer('a<|im_end|>')['input_ids'][1:] == [258]
-  assert set(token_bytes(tokenizer, len(words))[257:280]) == {b''}
+  assert set(token_bytes_lib.token_bytes(tokenizer, len(words))[257:280]) == {
+    b''
+  }
 
 
 @pytest.mark.parametrize('name', ['[PAD{}]', 'filling {}'])
@@ -188,7 +190,7 @@ def test_tokens_that_only_fill_the_vocabulary_up(name, path):
     *[1] * 257,
     *[TokenType.USER_DEFINED if own else TokenType.UNUSED] * 2,
   ]
-  tokenizer = load_tokenizer(_write(path, words, kinds=kinds, **_GPT2))
+  tokenizer = hub.load_tokenizer(_write(path, words, kinds=kinds, **_GPT2))
   assert tokenizer.get_vocab() == {
     word: i for i, word in enumerate(words[:257])
   }
@@ -224,12 +226,12 @@ def test_metadata_that_does_not_fit(change, message, path):
     none = b'\x08\0\0\0' + bytes(8)
     path.write_bytes(path.read_bytes().replace(one, none))
   with pytest.raises(ValueError, match=f'{re.escape(str(path))}.*{message}'):
-    load_tokenizer(path)
+    hub.load_tokenizer(path)
 
 
 def test_types_beyond_the_tokens_and_ids_that_are_none(path):
   words = [*_ALPHABET, 'er']
   keys = _GPT2 | {'bos_token_id': 257, 'padding_token_id': 2**32 - 1}
-  tokenizer = load_tokenizer(_write(path, words, kinds=[1] * 300, **keys))
+  tokenizer = hub.load_tokenizer(_write(path, words, kinds=[1] * 300, **keys))
   assert tokenizer('er')['input_ids'] == [256]
   assert tokenizer.bos_token is tokenizer.pad_token is None

@@ -14,14 +14,18 @@ import list_trees
 import numpy as np
 import pytest
 import tiny_drafters
-from tiny_drafters import Settings
 
+from specdec import sampling as sampling_lib
 from specdec.draft import growth
-from specdec.sampling import EXCLUDED
 
 # One guess after every node, and five rounds that cost nothing.
 _chain_config = functools.partial(
-  Settings, num_nodes=8, width=2, branching=1, rounds=5, cost_ratio=0
+  tiny_drafters.Settings,
+  num_nodes=8,
+  width=2,
+  branching=1,
+  rounds=5,
+  cost_ratio=0,
 )
 
 
@@ -77,7 +81,9 @@ def test_rows_that_are_done_have_no_say():
 def test_rows_that_are_done_have_no_say_without_a_cost_either():
   """Only the second row has something to score after the root."""
   size = 7
-  log_probs = jnp.where(jnp.arange(size)[:, None] < 3, EXCLUDED, -0.1)
+  log_probs = jnp.where(
+    jnp.arange(size)[:, None] < 3, sampling_lib.EXCLUDED, -0.1
+  )
   proposer = tiny_drafters.BigramTable(jnp.full((size, 1), 3), log_probs)
   drafter = tiny_drafters.candidates(proposer, config=_chain_config(rounds=4))
   forwards = lambda *active: _run(drafter, [[0], [3], [1]], size, active, 4)

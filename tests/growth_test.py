@@ -3,25 +3,22 @@
 import itertools
 
 import jax
+import list_growth
 import list_growth as growth
-from list_growth import assert_equal_trees
-from list_growth import run
 import list_trees
 import numpy as np
 import pytest
 import tiny
 import tiny_drafters
-from tiny_drafters import Settings
 
-from specdec import staged
-from specdec.draft.stages import commit_stages
-from specdec.tree.topology import from_paths
-from specdec.tree.topology import k_ary
+import specdec
+from specdec.draft import stages as stages_lib
+from specdec.tree import topology as topology_lib
 
 _TREE = {'num_nodes': 10, 'width': 3, 'branching': 3, 'rounds': 3}
 _TREE |= {'capacity': 40, 'cost_ratio': 0}
-_SMALL = Settings(width=3, branching=2, rounds=2, cost_ratio=0)
-_TINY = Settings(width=2, branching=2, rounds=1, cost_ratio=0)
+_SMALL = tiny_drafters.Settings(width=3, branching=2, rounds=2, cost_ratio=0)
+_TINY = tiny_drafters.Settings(width=2, branching=2, rounds=1, cost_ratio=0)
 
 
 def _table(seed):
@@ -51,7 +48,7 @@ def test_growth_is_a_best_first_search(names, config):
 
 def check(names, config=()):
   """Checks 12 batches; the outermost stage is named first."""
-  outer, sizes = Settings(**(_TREE | dict(config))), set()
+  outer, sizes = tiny_drafters.Settings(**(_TREE | dict(config))), set()
   for temperature, seed in itertools.product((0.0, 1.0, 0.6), range(4)):
     stages = [
       # Two of three stages are alike now and then.
@@ -63,12 +60,12 @@ def check(names, config=()):
         zip(names.split(', '), (outer, _SMALL, _TINY), strict=False)
       )
     ]
-    drafter = staged(*(stage.drafter() for stage in stages))
+    drafter = specdec.staged(*(stage.drafter() for stage in stages))
     active = [True, True, config != () or seed > 0]
     step = growth.random_step(
       seed, drafter.max_depth, temperature, active=active
     )
-    trees, scored, forwards = run(drafter, step)
+    trees, scored, forwards = list_growth.run(drafter, step)
     # Rows that are done grow as far as the others take them.
     for row, nodes in enumerate(trees):
       by_stage = [set(np.flatnonzero(one[row]).tolist()) for one in scored]
@@ -138,15 +135,17 @@ def _best_first(nodes, rounds, width):
 
 
 def test_an_inner_drafter_without_guesses_changes_nothing():
-  alone = growth.TableStage(_table(4), Settings(**_TREE)).drafter()
+  alone = growth.TableStage(
+    _table(4), tiny_drafters.Settings(**_TREE)
+  ).drafter()
   nothing = tiny_drafters.empty(growth.VOCAB_SIZE, 3)
-  both = staged(alone, tiny_drafters.candidates(nothing, config=_SMALL))
+  both = specdec.staged(alone, tiny_drafters.candidates(nothing, config=_SMALL))
   step = growth.random_step(4, both.max_depth, 1.0)
   (trees, _, forwards), (expected, _, of_one) = (
-    run(both, step),
-    run(alone, step),
+    list_growth.run(both, step),
+    list_growth.run(alone, step),
   )
-  assert_equal_trees(trees, expected)
+  list_growth.assert_equal_trees(trees, expected)
   assert forwards[0] == of_one[0] == 3
 
 
@@ -154,12 +153,17 @@ def test_growth_after_a_step_is_growth_after_a_prefill():
   """Also where the draft has yet to read what it did not guess itself."""
   rng = np.random.default_rng(2)
   draft = tiny.draft('similar', num_layers=1)
-  drafter = tiny_drafters.model(draft, Settings(topology=k_ary(2, 2)))
+  drafter = tiny_drafters.model(
+    draft, tiny_drafters.Settings(topology=topology_lib.k_ary(2, 2))
+  )
   step = growth.random_step(2, 2, 1.0, tiny.VOCAB_SIZE)
   rows = np.arange(growth.BATCH_SIZE)
   tokens, length = growth.padded(step.texts)
   rest = (rows >= 0, step.noise, tiny.sampling_params(1.0, 0.0, 1.0))
-  commit, grow_again = jax.jit(commit_stages), jax.jit(growth.grown_from)
+  commit, grow_again = (
+    jax.jit(stages_lib.commit_stages),
+    jax.jit(growth.grown_from),
+  )
   stages, tree = growth.grown(drafter, tokens, length, *rest)
   for leaf in (3, 4, 5, 6):
     # To a leaf, which no draft has scored, and a bonus token.
@@ -171,17 +175,21 @@ def test_growth_after_a_step_is_growth_after_a_prefill():
     length = length + 3
     stages, tree = grow_again(drafter, stages, tokens, length, *rest)
     _, expected = growth.grown(drafter, tokens, length, *rest)
-    assert_equal_trees(growth.lists_of(tree), growth.lists_of(expected))
+    list_growth.assert_equal_trees(
+      growth.lists_of(tree), growth.lists_of(expected)
+    )
 
 
 @pytest.mark.parametrize('is_model', [True, False])
 def test_fixed_shapes_are_filled_by_rank(is_model):
-  topology = from_paths([(1,), (0,), (3,), (1, 2), (1, 0), (1, 2, 4), (3, 0)])
-  config = Settings(topology=topology, calibration=1.5)
+  topology = topology_lib.from_paths(
+    [(1,), (0,), (3,), (1, 2), (1, 0), (1, 2, 4), (3, 0)]
+  )
+  config = tiny_drafters.Settings(topology=topology, calibration=1.5)
   stage = growth.TableStage(_table(5), config, is_model)
   for temperature in (0.0, 1.0):
     step = growth.random_step(5, topology.max_depth, temperature)
-    trees, _, forwards = run(stage.drafter(), step)
+    trees, _, forwards = list_growth.run(stage.drafter(), step)
     assert forwards == [topology.max_depth]
     for row, nodes in enumerate(trees):
       expected = [list_trees.Node(step.texts[row][-1])]
@@ -194,4 +202,4 @@ def test_fixed_shapes_are_filled_by_rank(is_model):
         expected.append(
           list_trees.child(expected, places[above], token, said[token], 1)
         )
-      assert_equal_trees([nodes], [expected])
+      list_growth.assert_equal_trees([nodes], [expected])

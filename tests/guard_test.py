@@ -9,18 +9,21 @@ import numpy as np
 import pytest
 import tiny
 import tiny_drafters
-from tiny_drafters import Settings
 
 import specdec
-from specdec.loop import advance
-from specdec.tree.topology import chain
+from specdec import loop
+from specdec.tree import topology as topology_lib
 
 _DEPTH = 4
 _ROWS = 3
 _LIMIT = 40
 
 
-def _draft(kind, config=Settings(topology=chain(_DEPTH)), name='draft'):
+def _draft(
+  kind,
+  config=tiny_drafters.Settings(topology=topology_lib.chain(_DEPTH)),
+  name='draft',
+):
   return tiny_drafters.model(tiny.draft(kind, num_layers=1), config, name)
 
 
@@ -110,7 +113,7 @@ def test_a_hopeless_draft_is_left_a_perfect_one_kept_and_no_token_changes():
 @pytest.mark.parametrize('kind', ['random', 'perfect'])
 def test_rests_are_the_same_in_pieces(kind):
   """Streaming makes one step at a time; it compiles nothing more."""
-  whole, before = _run(_draft(kind), 2.5), advance._cache_size()
+  whole, before = _run(_draft(kind), 2.5), loop.advance._cache_size()
   decoding = _run(_draft(kind), 2.5, specdec.Decoding)
   assert list(decoding)
   pieces = decoding.result()
@@ -118,7 +121,7 @@ def test_rests_are_the_same_in_pieces(kind):
   assert pieces.stats.plain_steps == whole.stats.plain_steps
   assert pieces.stats.stage_forwards == whole.stats.stage_forwards
   assert (whole.stats.plain_steps > 0) == (kind == 'random')
-  assert advance._cache_size() == before
+  assert loop.advance._cache_size() == before
 
 
 @pytest.mark.parametrize('bad', [0, -1.0, np.nan, np.inf, 'no', True])
@@ -145,7 +148,7 @@ def test_after_a_rest_all_stages_know_the_text(monkeypatch, is_fixed):
   drafter = _draft('perfect', name='restless')
   if not is_fixed:
     sizes = {'num_nodes': _DEPTH + 1, 'width': 3, 'branching': 1, 'rounds': 4}
-    config = Settings(**sizes, max_depth=_DEPTH, cost_ratio=0)
+    config = tiny_drafters.Settings(**sizes, max_depth=_DEPTH, cost_ratio=0)
     outer, inner = (
       _draft('perfect', config, name) for name in ('restless', 'inner')
     )

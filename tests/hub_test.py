@@ -17,9 +17,9 @@ import variants
 from models.checkpoints import families
 from models.checkpoints import hub
 from models.checkpoints import hugging_face
-from models.nn.adapter import as_model
-from models.nn.matrices import Int8Matrix
-from specdec.cache import causal_mask
+from models.nn import adapter
+from models.nn import matrices as matrices_lib
+from specdec import cache as cache_lib
 
 WEIGHTS = 'model.safetensors'
 INDEX = 'model.safetensors.index.json'
@@ -35,14 +35,14 @@ def _cached_logits(model, tokens):
   batch_size, length = tokens.shape
   cache = model.spec.init_cache(batch_size, length + 3)
   positions = jnp.broadcast_to(jnp.arange(length)[None], tokens.shape)
-  mask = causal_mask(cache.length, length, length + 3)
+  mask = cache_lib.causal_mask(cache.length, length, length + 3)
   return model.apply(tokens, positions, mask, cache)[0]
 
 
 def _error(module, name):
   """Error of the logits, compared with those of transformers."""
   tokens = jnp.asarray(variants.tokens(name))
-  logits = _cached_logits(as_model(module), tokens)
+  logits = _cached_logits(adapter.as_model(module), tokens)
   return np.abs(logits - np.load(variants.RESULTS)[name])
 
 
@@ -81,12 +81,13 @@ def test_eight_bits(name, tmp_path):
   """All matrices but routers and position embeddings; a wrong scale shows."""
   module = hub.load_module(_write(tmp_path, name), dtype='int8')
   leaves, _ = jax.tree_util.tree_flatten_with_path(
-    as_model(module).params, is_leaf=lambda leaf: isinstance(leaf, Int8Matrix)
+    adapter.as_model(module).params,
+    is_leaf=lambda leaf: isinstance(leaf, matrices_lib.Int8Matrix),
   )
   for path, leaf in leaves:
     stays_float = {'gate', 'wpe'} & {getattr(key, 'key', 0) for key in path}
     is_matrix = len(leaf.shape) == 2 and not stays_float
-    assert isinstance(leaf, Int8Matrix) == is_matrix, path
+    assert isinstance(leaf, matrices_lib.Int8Matrix) == is_matrix, path
   assert 0 < np.median(_error(module, name)) < 0.2
 
 
@@ -110,9 +111,8 @@ def test_large_tensors_are_read_in_blocks(name, monkeypatch, tmp_path):
   dtypes = ('float32', 'int8')
   load = lambda: [hub.load_module(folder, dtype=dtype) for dtype in dtypes]
   expected = load()
-  monkeypatch.setattr(
-    hugging_face, '_BLOCK_BYTES', 200
-  )  # Three rows, in float32.
+  # Three rows, in float32.
+  monkeypatch.setattr(hugging_face, '_BLOCK_BYTES', 200)
   for module, whole in zip(load(), expected, strict=True):
     _assert_same(module, whole)
 
@@ -198,7 +198,7 @@ _NORM = 'transformer.h.2.ln_1.bias'  # of a layer that is not there
 _EXPERTS = 'model.layers.1.block_sparse_moe.experts'
 _FIRST, _LAST = f'{_EXPERTS}.2.w2.weight', f'{_EXPERTS}.4.w1.weight'
 _MISSING = 'lacks 1 tensors, the first is'
-_TIED = 'lm_head.weight and transformer.wte.weight should be equal'
+_TIED = 'lm_head.weight and transformer.wte.weight must be equal'
 _ones = lambda *shape: lambda _: np.ones(shape, np.float32)
 
 
@@ -303,16 +303,16 @@ def test_a_folder_is_not_asked_of_the_hub(folder, monkeypatch):
 def test_logits_do_not_depend_on_how_the_cache_was_filled(make, atol):
   """All at once or token by token; no cache gives the same."""
   module, tokens = make(), tiny.tokens()
-  model, (batch_size, length) = as_model(module), tokens.shape
+  model, (batch_size, length) = adapter.as_model(module), tokens.shape
   every = np.broadcast_to(np.arange(length), tokens.shape)
-  causal = causal_mask(np.zeros(batch_size, np.int32), length, length)
+  causal = cache_lib.causal_mask(np.zeros(batch_size, np.int32), length, length)
   expected = jax.jit(lambda: module(tokens, every, causal)[0])()
   apply = jax.jit(model.spec.apply)
   for size in (length, 1):
     cache = model.spec.init_cache(batch_size, length + 3)
     for start in range(0, length, size):
       now = slice(start, start + size)
-      mask = causal_mask(cache.length, size, length + 3)
+      mask = cache_lib.causal_mask(cache.length, size, length + 3)
       logits, cache = apply(
         model.params, tokens[:, now], every[:, now], mask, cache
       )

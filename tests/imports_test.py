@@ -94,6 +94,18 @@ def test_imports_point_one_way():
     assert not within or name.startswith('scripts'), (name, within)
 
 
+def test_modules_are_imported_not_names():
+  """So that a call names the file of what it calls: `accept.count_emitted`."""
+  for name, path in _MODULES.items():
+    # A package exports the names of its files.
+    if path.name == '__init__.py':
+      continue
+    for node in ast.walk(ast.parse((_ROOT / path).read_text('utf-8'))):
+      if isinstance(node, ast.ImportFrom) and node.module in _MODULES:
+        names = {f'{node.module}.{alias.name}' for alias in node.names}
+        assert names <= _MODULES.keys(), f'{name} imports {names}'
+
+
 def test_what_only_training_needs_is_imported_by_training_alone():
   """The package is installed without it; flax itself needs optax."""
   names = ('loss', 'optimizer', 'pipeline', 'tokenizer', 'trainer')

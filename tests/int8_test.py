@@ -7,13 +7,9 @@ import pytest
 import tiny
 
 import models
+from models.checkpoints import checkpoint as checkpoint_lib
 from models.checkpoints import hub
-from models.checkpoints.checkpoint import resolve_draft_dtype
-from models.nn.matrices import Int8Matrix
-from models.nn.matrices import matmul
-from models.nn.matrices import quantize
-from models.nn.matrices import quantize_rows
-from models.nn.matrices import take_rows
+from models.nn import matrices as matrices_lib
 
 _RNG = np.random.default_rng(0)
 
@@ -26,7 +22,7 @@ def _matrix(rows, columns):
 def test_weights_are_rounded_to_the_nearest_step_of_their_row():
   matrix = _matrix(6, 40)
   matrix[2] = 0.0
-  ours = quantize(matrix)
+  ours = matrices_lib.quantize(matrix)
   assert ours.shape == matrix.shape
   values = np.asarray(ours.values, np.float32)
   step = np.asarray(ours.scale)[:, None]
@@ -35,13 +31,13 @@ def test_weights_are_rounded_to_the_nearest_step_of_their_row():
   # The largest weight of every row that is not zero is exactly representable.
   peaks = np.abs(values).max(axis=1)
   assert peaks.tolist() == [127, 127, 0, 127, 127, 127]
-  rows = take_rows(ours, jnp.array([[4, 1]]))
+  rows = matrices_lib.take_rows(ours, jnp.array([[4, 1]]))
   np.testing.assert_array_equal(rows, (values * step)[[[4, 1]]])
 
 
 def test_the_product_is_the_one_of_integers():
   """Bit by bit what NumPy has in 64-bit integers, scaled in the same order."""
-  x, weight = _matrix(5, 300), quantize(_matrix(7, 300))
+  x, weight = _matrix(5, 300), matrices_lib.quantize(_matrix(7, 300))
   scale = (np.abs(x).max(axis=1) / np.float32(127)).astype(np.float32)[:, None]
   rounded = np.round(x / scale).astype(np.int64)
   exact = rounded @ np.asarray(weight.values, np.int64).T
@@ -52,8 +48,11 @@ def test_the_product_is_the_one_of_integers():
 
 @pytest.mark.parametrize('rows', [1, 3, 16])
 def test_a_row_does_not_depend_on_those_beside_it(rows):
-  x, weight = jnp.asarray(_matrix(64, 160)), quantize(_matrix(96, 160))
-  product = jax.jit(matmul)
+  x, weight = (
+    jnp.asarray(_matrix(64, 160)),
+    matrices_lib.quantize(_matrix(96, 160)),
+  )
+  product = jax.jit(matrices_lib.matmul)
   together = np.asarray(product(x, weight))
   for start in range(0, 64 - rows + 1, max(rows, 7)):
     alone = product(x[start : start + rows], weight)
@@ -63,7 +62,7 @@ def test_a_row_does_not_depend_on_those_beside_it(rows):
 def test_rows_of_denormal_numbers_have_a_scale_that_is_not_zero():
   rows = np.array([[1e-44, -1e-44, 0], [1e-38, 0, 0]], np.float32)
   for xp in (np, jnp):
-    values, scale = quantize_rows(rows, xp)
+    values, scale = matrices_lib.quantize_rows(rows, xp)
     assert np.all(np.asarray(scale) > 0)
     np.testing.assert_array_less(np.abs(values.astype(int)), 128)
 
@@ -72,7 +71,7 @@ def test_rows_of_denormal_numbers_have_a_scale_that_is_not_zero():
 def test_what_is_not_finite_stays_so_and_alone(width):
   """In long rows, too, where a maximum of XLA's may drop NaN."""
   matrix = _matrix(4, width)
-  weight = quantize(matrix)
+  weight = matrices_lib.quantize(matrix)
   for value in (np.nan, np.inf):
     x = jnp.asarray(_matrix(3, width)).at[1, 2].set(value)
     result = np.asarray(weight.product(x))
@@ -80,10 +79,10 @@ def test_what_is_not_finite_stays_so_and_alone(width):
     assert np.isfinite(result[[0, 2]]).all()
   matrix[1, 1] = np.inf
   with pytest.raises(ValueError, match='not finite'):
-    quantize(matrix)
+    matrices_lib.quantize(matrix)
 
 
-_is_matrix = lambda leaf: isinstance(leaf, Int8Matrix)
+_is_matrix = lambda leaf: isinstance(leaf, matrices_lib.Int8Matrix)
 
 
 def test_all_matrices_are_in_eight_bits_and_are_counted_so():
@@ -141,7 +140,10 @@ def test_target_and_draft_are_quantised_independently():
 )
 def test_default_dtype_of_the_draft(dtype, target_dtype, packed, expected):
   others = {'target_dtype': target_dtype, 'packed': packed}
-  assert resolve_draft_dtype(dtype, hub.locate('demo'), **others) == expected
+  assert (
+    checkpoint_lib.resolve_draft_dtype(dtype, hub.locate('demo'), **others)
+    == expected
+  )
 
 
 def test_eight_bits_are_not_saved(tmp_path):

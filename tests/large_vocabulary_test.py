@@ -14,13 +14,11 @@ import pytest
 import tiny_drafters
 
 import specdec
-from specdec import sampling
-from specdec.cache import init_empty_cache
-from specdec.checks import to_params
-from specdec.draft.ranking import draw_children
-from specdec.draft.ranking import rank_logits
-from specdec.model import LanguageModel
-from specdec.model import ModelSpec
+from specdec import cache as cache_lib
+from specdec import checks as checks_lib
+from specdec import model as model_lib
+from specdec import sampling as sampling_lib
+from specdec.draft import ranking as ranking_lib
 
 _SIZES = (1_000, 50_257, 151_936)
 _NUM_ROWS = 8
@@ -63,12 +61,12 @@ def _around(value):
 
 def _params(batch_size, vocab_size, **filters):
   filters = specdec.Sampling(**{'temperature': 1.0} | filters)
-  return to_params(filters, batch_size, vocab_size)
+  return checks_lib.to_params(filters, batch_size, vocab_size)
 
 
 @jax.jit
 def _best_log_prob(logits, noise, params):
-  ranking = rank_logits(logits, noise, params, 1.0, 1)
+  ranking = ranking_lib.rank_logits(logits, noise, params, 1.0, 1)
   return ranking.best_log_probs[:, 0, 0]
 
 
@@ -77,11 +75,13 @@ def _decisions(logits, noise, params, keys):
   """All that decides about tokens, for `logits [B, W, V]`."""
   nodes = jnp.zeros(logits.shape[:2], jnp.int32)
   return (
-    sampling.filter_logits(logits, params),
-    sampling.choose(logits, noise, params),
-    sampling.token_probs(logits, params),
-    sampling.log_softmax(logits),
-    *draw_children(logits, nodes, keys, params, 4, replacement=False),
+    sampling_lib.filter_logits(logits, params),
+    sampling_lib.choose(logits, noise, params),
+    sampling_lib.token_probs(logits, params),
+    sampling_lib.log_softmax(logits),
+    *ranking_lib.draw_children(
+      logits, nodes, keys, params, 4, replacement=False
+    ),
   )
 
 
@@ -118,10 +118,10 @@ def test_top_p_keeps_what_the_definition_says(vocab_size, rank):
   """Halfway between two edges; a sum in 16 bits would be elsewhere."""
   top_p = (_edge(vocab_size, rank - 1) + _edge(vocab_size, rank)) / 2
   params = _params(1, vocab_size, top_p=top_p)
-  kept = jax.jit(sampling.filter_logits)(_base(vocab_size)[None], params)[0]
+  kept = jax.jit(sampling_lib.filter_logits)(_base(vocab_size)[None], params)[0]
   least = np.sort(_base(vocab_size))[-rank]
   np.testing.assert_array_equal(
-    kept > sampling.EXCLUDED, _base(vocab_size) >= least
+    kept > sampling_lib.EXCLUDED, _base(vocab_size) >= least
   )
 
 
@@ -131,7 +131,7 @@ def test_of_equal_scores_the_lowest_token_wins(vocab_size):
   scores[0] = -np.inf
   scores[0, [vocab_size // 3, vocab_size - 1]] = 1
   np.testing.assert_array_equal(
-    jax.jit(sampling.best_token)(scores), scores.argmax(axis=-1)
+    jax.jit(sampling_lib.best_token)(scores), scores.argmax(axis=-1)
   )
 
 
@@ -144,11 +144,11 @@ def test_a_value_that_is_not_finite_is_seen(vocab_size):
     logits[0, place] = value
     logits[1] = -np.inf
     logits[2, place] = -np.inf
-    usable = jax.jit(sampling.is_usable)(logits)
+    usable = jax.jit(sampling_lib.is_usable)(logits)
     np.testing.assert_array_equal(usable, [False, False, True, True])
     params, no_noise = _params(4, vocab_size), np.zeros_like(logits[:, None])
     best = _best_log_prob(logits[:, None], no_noise, params)
-    np.testing.assert_array_equal(best > sampling.EXCLUDED, usable)
+    np.testing.assert_array_equal(best > sampling_lib.EXCLUDED, usable)
 
 
 def _apply(params, tokens, positions, mask, cache):
@@ -161,9 +161,9 @@ def _apply(params, tokens, positions, mask, cache):
 
 @functools.cache
 def _spec(vocab_size):
-  return ModelSpec(
+  return model_lib.ModelSpec(
     apply=_apply,
-    init_cache=init_empty_cache,
+    init_cache=cache_lib.init_empty_cache,
     vocab_size=vocab_size,
     max_positions=64,
     weight_bytes=vocab_size,
@@ -173,7 +173,9 @@ def _spec(vocab_size):
 
 def _generate(logits, drafter, **options):
   """Four rows of the model that has these `logits [V]`."""
-  model = LanguageModel(params={'logits': logits}, spec=_spec(len(logits)))
+  model = model_lib.LanguageModel(
+    params={'logits': logits}, spec=_spec(len(logits))
+  )
   return specdec.generate(
     *(model, jax.random.key(0), [[1, 2], [3], [4, 5, 6], [7]]),
     max_new_tokens=12,

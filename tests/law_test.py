@@ -14,14 +14,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from models.nn.table_model import table_model
-from specdec import decode
-from specdec import DecodeConfig
-from specdec.checks import RULES
-from specdec.sampling import BEST
-from specdec.sampling import CHILDREN
-from specdec.sampling import WITH_REPLACEMENT
-from specdec.sampling import WITHOUT_REPLACEMENT
+from models.nn import table_model
+import specdec
+from specdec import checks as checks_lib
+from specdec import sampling as sampling_lib
 
 _VOCAB_SIZE = 4
 _LENGTH = 4
@@ -39,19 +35,23 @@ _DRAWN = ('temperature 1', 'filters')  # those whose distribution is tested
 
 # Rule, children, drafter.
 _CASES = [
-  ('rejection', BEST, 'staged'),
-  ('rejection', WITHOUT_REPLACEMENT, 'binary tree'),
-  ('rejection', WITH_REPLACEMENT, 'binary tree'),
-  ('block', WITHOUT_REPLACEMENT, 'chain of 2'),
+  ('rejection', sampling_lib.BEST, 'staged'),
+  ('rejection', sampling_lib.WITHOUT_REPLACEMENT, 'binary tree'),
+  ('rejection', sampling_lib.WITH_REPLACEMENT, 'binary tree'),
+  ('block', sampling_lib.WITHOUT_REPLACEMENT, 'chain of 2'),
 ]
 _MORE_CASES = [
   (rule, children, name)
   for rule, kinds, names in (
-    ('rejection', [BEST], ('none', 'bigram', 'binary tree', 'tree')),
-    ('rejection', CHILDREN, ('chain of 2', 'ragged tree')),
-    ('block', CHILDREN, ('chain of 2',)),
-    ('block', [BEST], ('none', 'bigram chain')),
-    ('match', [BEST], ('none', 'tree', 'binary tree')),
+    (
+      'rejection',
+      [sampling_lib.BEST],
+      ('none', 'bigram', 'binary tree', 'tree'),
+    ),
+    ('rejection', sampling_lib.CHILDREN, ('chain of 2', 'ragged tree')),
+    ('block', sampling_lib.CHILDREN, ('chain of 2',)),
+    ('block', [sampling_lib.BEST], ('none', 'bigram chain')),
+    ('match', [sampling_lib.BEST], ('none', 'tree', 'binary tree')),
   )
   for children in kinds
   for name in names
@@ -86,7 +86,7 @@ def _run(target, drafter, samplings, keys, kinds, *, config):
     keys, kinds = batch
     sampling = jax.tree.map(lambda array: array[kinds], samplings)
     request = enumeration.request(keys, sampling, _LENGTH)
-    result = decode(target, drafter, request, config=config)
+    result = specdec.decode(target, drafter, request, config=config)
     return result.tokens[:, 1:], result.counters.target_forwards
 
   return jax.lax.map(decode_batch, (keys, kinds))
@@ -102,12 +102,14 @@ def _decode(rule, children, name, num_rows, seed):
   kinds = np.repeat(np.arange(len(sizes)), sizes)
   keys = jax.random.split(jax.random.key(seed), len(kinds))
   found = _run(
-    table_model(target, max_positions=1000),
+    table_model.table_model(target, max_positions=1000),
     enumeration.drafter(name, draft),
     jax.tree.map(lambda *rows: jnp.concatenate(rows), *samplings),
     keys.reshape(-1, _BATCH_SIZE),
     kinds.reshape(-1, _BATCH_SIZE),
-    config=DecodeConfig(max_new_tokens=_LENGTH, rule=RULES[rule](children)),
+    config=specdec.DecodeConfig(
+      max_new_tokens=_LENGTH, rule=checks_lib.RULES[rule](children)
+    ),
   )
   ends = np.cumsum(sizes)[:-1]
   return [np.split(np.concatenate(np.asarray(array)), ends) for array in found]

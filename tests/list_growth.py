@@ -5,19 +5,16 @@ import dataclasses
 import math
 
 import jax
-from list_trees import from_arrays
-from list_trees import match_context
+import list_trees
 import numpy as np
 import tiny_drafters
-from tiny_drafters import Settings
 
-from models.nn.table_model import table_model
-from specdec import Drafter
+from models.nn import table_model
+import specdec
+from specdec import checks as checks_lib
 from specdec import hosts
-from specdec import Sampling
-from specdec.checks import to_params
-from specdec.draft.growth import grow
-from specdec.draft.stages import init_stages
+from specdec.draft import growth
+from specdec.draft import stages as stages_lib
 
 VOCAB_SIZE = 7
 TEXT_SLOTS = 32
@@ -41,13 +38,13 @@ class TableStage:
   """A stage whose scorer says what a table of logits says, `[V, V]`."""
 
   table: np.ndarray
-  config: Settings
+  config: tiny_drafters.Settings
   is_model: bool = True  # or it leaves out tokens of probability 0
   name: str = 'model 0'
 
-  def drafter(self) -> Drafter:
+  def drafter(self) -> specdec.Drafter:
     if self.is_model:
-      model = table_model(self.table, max_positions=100)
+      model = table_model.table_model(self.table, max_positions=100)
       return tiny_drafters.model(model, self.config, self.name)
     exact = tiny_drafters.exact(self.table)
     return tiny_drafters.candidates(exact, config=self.config)
@@ -76,24 +73,26 @@ def _log_softmax(scores):
 @jax.jit
 def grown(drafter, tokens, length, *rest):
   """States and trees after a first step."""
-  stages = init_stages(drafter, tokens, length, num_slots=TEXT_SLOTS)
+  stages = stages_lib.init_stages(drafter, tokens, length, num_slots=TEXT_SLOTS)
   return grown_from(drafter, stages, tokens, length, *rest)
 
 
 def grown_from(drafter, stages, tokens, length, active, noise, sampling):
-  ctx = match_context(
+  ctx = list_trees.match_context(
     *(tokens, length, noise, sampling),
     active=active,
     shape=drafter.shape,
     target_bytes=_TARGET_BYTES,
   )
-  return grow(drafter.stages, stages, ctx.root_trees(), ctx)
+  return growth.grow(drafter.stages, stages, ctx.root_trees(), ctx)
 
 
 def lists_of(tree):
   """The trees of a batch as lists of nodes."""
   return [
-    from_arrays(jax.tree.map(lambda leaf, row=row: np.asarray(leaf)[row], tree))
+    list_trees.from_arrays(
+      jax.tree.map(lambda leaf, row=row: np.asarray(leaf)[row], tree)
+    )
     for row in range(BATCH_SIZE)
   ]
 
@@ -109,8 +108,8 @@ def padded(texts):
 def run(drafter, step):
   """Trees as lists; which nodes were scored, and forwards, by stage."""
   active, num_tokens = np.array(step.active), step.noise.shape[2]
-  sampling = Sampling(temperature=step.temperature)
-  sampling = to_params(sampling, BATCH_SIZE, num_tokens)
+  sampling = specdec.Sampling(temperature=step.temperature)
+  sampling = checks_lib.to_params(sampling, BATCH_SIZE, num_tokens)
   stages, tree = hosts.read(
     grown(drafter, *padded(step.texts), active, step.noise, sampling)
   )

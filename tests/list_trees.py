@@ -6,11 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec.context import StepContext
-from specdec.sampling import Randomness
-from specdec.tree.tree import NO_NODE
-from specdec.tree.tree import TokenTree
-from specdec.verify.match import MatchRule
+from specdec import context as context_lib
+from specdec import sampling as sampling_lib
+from specdec.tree import tree as tree_lib
+from specdec.verify import match
 
 CAPACITY = 14
 NUM_TOKENS = 4
@@ -21,7 +20,7 @@ class Node:
   """One node of a tree that is a list."""
 
   token: int
-  parent: int = NO_NODE
+  parent: int = tree_lib.NO_NODE
   depth: int = 0
   cond_log_prob: float = 0.0
   log_prob: float = 0.0
@@ -50,7 +49,7 @@ def random_tree(rng, ties=False) -> list[Node]:
   while len(nodes) < size:
     parent = int(rng.integers(max(0, len(nodes) - reach), len(nodes)))
     token = int(rng.integers(NUM_TOKENS))
-    if find(nodes, parent, token) == NO_NODE:
+    if find(nodes, parent, token) == tree_lib.NO_NODE:
       edge, origin = random_edge(rng, ties), int(rng.integers(1, 4))
       nodes.append(child(nodes, parent, token, edge, origin))
     else:
@@ -61,21 +60,25 @@ def random_tree(rng, ties=False) -> list[Node]:
 def find(nodes, parent, token) -> int:
   """The index of the child of a node with a token."""
   for index, node in enumerate(nodes):
-    if parent != NO_NODE and node.parent == parent and node.token == token:
+    if (
+      parent != tree_lib.NO_NODE
+      and node.parent == parent
+      and node.token == token
+    ):
       return index
-  return NO_NODE
+  return tree_lib.NO_NODE
 
 
 def up(nodes, index) -> list[int]:
   """The node and its ancestors."""
   walk = []
-  while index != NO_NODE:
+  while index != tree_lib.NO_NODE:
     walk.append(index)
     index = nodes[index].parent
   return walk
 
 
-def to_arrays(nodes, capacity=CAPACITY) -> TokenTree:
+def to_arrays(nodes, capacity=CAPACITY) -> tree_lib.TokenTree:
   """The list as arrays."""
   unused = Node(0, log_prob=-np.inf)
   padded = [*nodes, *[unused] * (capacity - len(nodes))]
@@ -86,10 +89,10 @@ def to_arrays(nodes, capacity=CAPACITY) -> TokenTree:
     )
     for field in dataclasses.fields(Node)
   }
-  return TokenTree(size=jnp.asarray(len(nodes), jnp.int32), **columns)
+  return tree_lib.TokenTree(size=jnp.asarray(len(nodes), jnp.int32), **columns)
 
 
-def from_arrays(tree: TokenTree) -> list[Node]:
+def from_arrays(tree: tree_lib.TokenTree) -> list[Node]:
   """The used entries of the arrays as a list."""
   names = [field.name for field in dataclasses.fields(Node)]
   used = slice(int(tree.size))
@@ -102,20 +105,22 @@ def stack(items):
   return jax.tree.map(lambda *leaves: np.stack(leaves), *items)
 
 
-def match_context(tokens, length, noise, sampling, **kw) -> StepContext:
+def match_context(
+  tokens, length, noise, sampling, **kw
+) -> context_lib.StepContext:
   """Context of a step, by default of match verification.
 
   `noise`: `[B, D + 1, V]`.
   """
   kw = {
     **{'active': length > 0, 'seen': None},
-    **{'rule': MatchRule(), 'target_bytes': 1},
+    **{'rule': match.MatchRule(), 'target_bytes': 1},
   } | kw
-  return StepContext(
+  return context_lib.StepContext(
     tokens=tokens,
     length=length,
     sampling=sampling,
-    randomness=Randomness(
+    randomness=sampling_lib.Randomness(
       noise=noise, draft_keys=None, uniforms=None, residual_noise=None
     ),
     max_depth=noise.shape[1] - 1,

@@ -7,12 +7,11 @@ import gguf
 import numpy as np
 import pytest
 
+from models.lab.bench import arms as arms_lib
 from models.lab.bench import llama_cpp
-from models.lab.bench.arms import parse_arms
-from models.lab.bench.arms import Task
-from models.text.pair import ModelChoice
-from models.text.settings import DraftSettings
-from specdec import Sampling
+from models.text import pair as pair_lib
+from models.text import settings as settings_lib
+import specdec
 
 _EOS = 7
 # It counts on from the last id, and ends before 7 as the real one does; it
@@ -80,13 +79,13 @@ def folder(tmp_path_factory):
 
 def _arms(folder, text, **changes):
   model = str(folder / 'model.gguf')
-  choice = ModelChoice(
+  choice = pair_lib.ModelChoice(
     **{name: changes.pop(name, model) for name in ('target', 'draft')}
   )
-  settings = {'models': choice, 'drafting': DraftSettings()}
-  settings |= {'sampling': Sampling(), 'llama_cpp': str(folder)}
-  specs = parse_arms(text, 'float32')
-  task = Task(**settings | changes)
+  settings = {'models': choice, 'drafting': settings_lib.DraftSettings()}
+  settings |= {'sampling': specdec.Sampling(), 'llama_cpp': str(folder)}
+  specs = arms_lib.parse_arms(text, 'float32')
+  task = arms_lib.Task(**settings | changes)
   arms = llama_cpp.make_arms(specs, task, eos_ids=(_EOS,))
   return [arms[spec] for spec in specs]
 
@@ -112,7 +111,7 @@ def test_tokens_and_forwards_are_counted_as_ours(folder):
 
 
 def test_what_the_server_is_told(folder):
-  sampling = Sampling(temperature=1.5, top_k=3)
+  sampling = specdec.Sampling(temperature=1.5, top_k=3)
   text = 'llama.cpp-draft(spec_draft_n_max=4)'
   (arm,) = _arms(folder, text, sampling=sampling, seed=9)
   with pytest.raises(ValueError, match=r'llama\.cpp: ') as error:
@@ -128,7 +127,7 @@ def test_what_the_server_is_told(folder):
   assert llama_cpp.describe(str(folder))['llama.cpp'] == 'version: 5 (abc)'
 
 
-_BIASED = {'sampling': Sampling(logit_bias={1: 2})}
+_BIASED = {'sampling': specdec.Sampling(logit_bias={1: 2})}
 _TOO_MANY = '-draft(spec_draft_n_max=99)'
 
 

@@ -9,9 +9,9 @@ import tiny
 import variants
 
 from models.checkpoints import hub
-from models.lab.bench import machine as roofline
-from models.lab.bench import peers as peer_counts
-from models.nn.adapter import as_model
+from models.lab.bench import machine
+from models.lab.bench import peers
+from models.nn import adapter
 
 
 def _write(tmp_path, name):
@@ -19,14 +19,18 @@ def _write(tmp_path, name):
 
 
 def test_a_forward_of_one_position_reads_the_experts_of_one_token(tmp_path):
-  definition = as_model(hub.load_module(_write(tmp_path, 'mixtral'))).spec
+  definition = adapter.as_model(
+    hub.load_module(_write(tmp_path, 'mixtral'))
+  ).spec
   attention = 16 * 16 + 2 * 8 * 16 + 16 * 16
   experts = 2 * 3 * 16 * 24  # 2 of 4
   per_layer = attention + 4 * 16 + experts
   matrices = 2 * per_layer + 40 * 16
   assert definition.parameters == matrices
   assert definition.weight_bytes == 4 * (matrices + 5 * 16)
-  tied = as_model(hub.load_module(_write(tmp_path, 'mixture_tied'))).spec
+  tied = adapter.as_model(
+    hub.load_module(_write(tmp_path, 'mixture_tied'))
+  ).spec
   assert tied.parameters == per_layer + 40 * 16
 
 
@@ -76,10 +80,10 @@ def test_peers_are_counted_alike(name, tmp_path):
   import transformers
 
   folder = _write(tmp_path, name)
-  model = as_model(hub.load_module(folder))
+  model = adapter.as_model(hub.load_module(folder))
   peer = transformers.AutoModelForCausalLM.from_pretrained(folder)
-  assert peer_counts.torch_model_size(peer) == roofline.model_size(model)
-  assert peer_counts.read_costs(peer) == {
+  assert peers.torch_model_size(peer) == machine.model_size(model)
+  assert peers.read_costs(peer) == {
     'per_forward': model.spec.weight_bytes,
     'per_slot': model.spec.cache_bytes_per_slot,
   }

@@ -12,18 +12,17 @@ import tiny
 import tiny_drafters
 
 from models.lab.bench import lossless
-from models.lab.study import exactness as law
-from models.lab.study.exactness import choice_margin
-from models.nn.table_model import table_model
-from models.text.generator import Generator
-from specdec import Sampling
-from specdec.checks import to_params
+from models.lab.study import exactness
+from models.nn import table_model
+from models.text import generator as generator_lib
+import specdec
+from specdec import checks as checks_lib
 from specdec.verify import rejection
 
 _SIZE = 7
-_SAMPLING = Sampling(temperature=1.0)
+_SAMPLING = specdec.Sampling(temperature=1.0)
 _LOGITS = 1.5 * np.random.default_rng(0).normal(size=(_SIZE, _SIZE))
-_MODEL = table_model(_LOGITS, max_positions=4096)
+_MODEL = table_model.table_model(_LOGITS, max_positions=4096)
 
 
 def _probs(logits):
@@ -50,8 +49,10 @@ def _p_values(logits, model=_MODEL, draft=None, **kw):
   for row in range(8):
     prompt, new = _markov(rng, logits, 400, **kw)
     key = jax.random.key(row)
-    rows.append(law.transform(model, prompt, new, _SAMPLING, key, draft)[0])
-  return law.p_values(rows)
+    rows.append(
+      exactness.transform(model, prompt, new, _SAMPLING, key, draft)[0]
+    )
+  return exactness.p_values(rows)
 
 
 def test_the_right_law_passes_and_another_fails():
@@ -65,7 +66,7 @@ def test_the_right_law_passes_and_another_fails():
   assert sticky['independent, by probability'] < 1e-5
   # A shift among equally likely tokens, which have no order by probability.
   flat = np.zeros((_SIZE, _SIZE))
-  model = table_model(flat, max_positions=4096)
+  model = table_model.table_model(flat, max_positions=4096)
   shifted = flat + np.eye(_SIZE)[3]
   assert min(_p_values(shifted, model).values()) < 1e-5
   assert min(_p_values(flat, model).values()) > 0.01
@@ -75,7 +76,7 @@ def test_p_values_of_the_right_law_are_uniform():
   """So a test at level 0.1 % fails once in a thousand times."""
   rng = np.random.default_rng(0)
   found = [
-    list(law.p_values([rng.random((100, 2)) for _ in range(4)]).values())
+    list(exactness.p_values([rng.random((100, 2)) for _ in range(4)]).values())
     for _ in range(2000)
   ]
   for level, deviation in ((0.25, 0.04), (0.01, 0.006)):
@@ -86,7 +87,7 @@ def test_p_values_of_the_right_law_are_uniform():
 def test_a_little_of_the_draft_fails():
   """Where other orders do not see it."""
   noise = np.random.default_rng(5).normal(size=_LOGITS.shape)
-  draft = table_model(_LOGITS + noise, max_positions=4096)
+  draft = table_model.table_model(_LOGITS + noise, max_positions=4096)
   mixed = np.log(0.7 * _probs(_LOGITS) + 0.3 * _probs(_LOGITS + noise))
   p_values = _p_values(mixed, draft=draft)
   assert len(p_values) == 6
@@ -98,15 +99,17 @@ def test_a_little_of_the_draft_fails():
 def test_a_token_that_was_filtered_out_is_impossible():
   """By a filter, or by a bias, which may be a mapping as elsewhere."""
   key = jax.random.key(0)
-  own = lambda token, sampling: law.transform(
+  own = lambda token, sampling: exactness.transform(
     _MODEL, [0], [token], sampling, key
   )[1][0]
   worst, *_, best = map(int, np.argsort(_LOGITS[0]))
-  few = Sampling(temperature=1.0, top_k=2)
+  few = specdec.Sampling(temperature=1.0, top_k=2)
   assert own(best, few) > 0.5 > own(worst, few) == 0
-  biased = Sampling(temperature=1.0, logit_bias={best: -np.inf, worst: 1.0})
+  biased = specdec.Sampling(
+    temperature=1.0, logit_bias={best: -np.inf, worst: 1.0}
+  )
   assert own(best, biased) == 0 < own(worst, biased)
-  assert choice_margin(_MODEL, key, [0, 1], biased) > 0
+  assert exactness.choice_margin(_MODEL, key, [0, 1], biased) > 0
 
 
 def test_distributions_are_those_of_a_loop():
@@ -114,10 +117,10 @@ def test_distributions_are_those_of_a_loop():
   target = tiny.gpt2(num_layers=1)
   bias = np.linspace(-1, 1, tiny.VOCAB_SIZE)
   options = {'temperature': 0.7, 'top_p': 0.9, 'repetition_penalty': 1.5}
-  sampling = Sampling(**options, logit_bias=bias)
-  checked = to_params(sampling, 1, tiny.VOCAB_SIZE)
+  sampling = specdec.Sampling(**options, logit_bias=bias)
+  checked = checks_lib.to_params(sampling, 1, tiny.VOCAB_SIZE)
   tokens = tiny.prompts(3)[2]
-  found = law.distributions(target, law.padded(tokens), checked)
+  found = exactness.distributions(target, exactness.padded(tokens), checked)
   forward = jax.jit(lambda ids: target.logits(ids))
   logits = np.asarray(forward(jnp.array([tokens]))[0])
   slow = reference.Options(**options, logit_bias=dict(enumerate(bias)))
@@ -139,11 +142,15 @@ def _generator(**changes):
   pair = fuzzing.pair()
   # Longer contexts, of one length.
   models = {
-    name: table_model(getattr(pair, name).params['logits'], max_positions=200)
+    name: table_model.table_model(
+      getattr(pair, name).params['logits'], max_positions=200
+    )
     for name in ('target', 'draft')
   }
   drafter = tiny_drafters.simple('chain', models['draft'])
-  return Generator(dataclasses.replace(pair, **models | changes), drafter)
+  return generator_lib.Generator(
+    dataclasses.replace(pair, **models | changes), drafter
+  )
 
 
 # All checks are of one batch size, to share programs.
@@ -264,7 +271,7 @@ def test_guesses_stand_as_often_as_theory_says():
 
 def test_acceptance_is_of_sampling():
   with pytest.raises(ValueError, match='temperature above 0'):
-    _measure(sampling=Sampling())
+    _measure(sampling=specdec.Sampling())
   with pytest.raises(ValueError, match='needs a draft'):
     _measure(draft=None)
 

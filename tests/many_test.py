@@ -5,15 +5,14 @@ import io
 import itertools
 import json
 
-from command_lines import refusal
-from command_lines import run
+import command_lines
 import numpy as np
 import pytest
 import tiny_demo
 
 import models
-from models.text.many import ManyDecoding
-from models.text.resumable import ResumableRows
+from models.text import many as many_lib
+from models.text import resumable
 import specdec
 
 _PROMPTS = ['import ', 'def f(x):\n  return', '', 'a' * 9000, [20, 30], 'x = 1']
@@ -128,7 +127,7 @@ def test_the_script_completes_a_file_and_goes_on_where_it_was(
   tmp_path, lm, monkeypatch
 ):
   source, output = _input(tmp_path / 'in.jsonl'), tmp_path / 'out' / 'out.jsonl'
-  ended = run(*_arguments(source, output))
+  ended = command_lines.run(*_arguments(source, output))
   assert ended.code == 0, ended
   text = output.read_text()
   rows = _rows(text)
@@ -159,35 +158,41 @@ def test_the_script_completes_a_file_and_goes_on_where_it_was(
   lines = text.splitlines(keepends=True)
   kept = ''.join(lines[:3])
   output.write_text(kept + lines[3][:20])
-  assert run(*_arguments(source, output)).code == 0
+  assert command_lines.run(*_arguments(source, output)).code == 0
   again = output.read_text()
   assert again.startswith(kept)
   assert len(again.splitlines()) == 9
   assert _rows(again) == rows
   # Nothing is left to do, with another batch size and nothing else.
-  assert run(*_arguments(source, output, '--batch_size=3')).code == 0
+  assert (
+    command_lines.run(*_arguments(source, output, '--batch_size=3')).code == 0
+  )
   assert output.read_text() == again
   words = 'is of a run with other settings (seed); give another --output'
-  assert words in refusal(*_arguments(source, output, '--seed=1'))
+  assert words in command_lines.refusal(*_arguments(source, output, '--seed=1'))
   # Pipes.
   _pipe(monkeypatch, source.read_bytes())
-  ended = run(*_arguments('-', '-', '--in_order'))
+  ended = command_lines.run(*_arguments('-', '-', '--in_order'))
   assert ended.code == 0, ended
   assert list(_rows(ended.output)) == list(range(9))
   assert _rows(ended.output) == rows
   _pipe(monkeypatch, b'{"prompt": "x"}')
   arguments = _arguments('-', tmp_path / 'piped.jsonl')
-  assert run(*arguments).code == 0
-  assert 'others than those of standard input' in refusal(*arguments)
+  assert command_lines.run(*arguments).code == 0
+  assert 'others than those of standard input' in command_lines.refusal(
+    *arguments
+  )
   # A file that is not called so has no JSON.
   texts = tmp_path / 'in.txt'
   texts.write_text('\nimport \n\nx = \n')
-  ended = run(*_arguments(texts, '-', '--in_order'))
+  ended = command_lines.run(*_arguments(texts, '-', '--in_order'))
   for index, prompt in enumerate(['import ', 'x = ']):
     alone = _alone(lm, prompt, index)
     assert _rows(ended.output)[index]['tokens'] == alone.tokens[0]
   source.write_text(source.read_text() + '{"prompt": "x"}\n')
-  assert 'settings (prompts_sha256)' in refusal(*_arguments(source, output))
+  assert 'settings (prompts_sha256)' in command_lines.refusal(
+    *_arguments(source, output)
+  )
 
 
 def test_lines_are_utf8_with_or_without_a_mark(tmp_path, monkeypatch):
@@ -201,7 +206,7 @@ def test_lines_are_utf8_with_or_without_a_mark(tmp_path, monkeypatch):
       _pipe(monkeypatch, data)
     else:
       path.write_bytes(data)
-    rows = _rows(run(*_arguments(path, '-', '--in_order')).output)
+    rows = _rows(command_lines.run(*_arguments(path, '-', '--in_order')).output)
     assert [row['error'] for row in rows.values()] == [None, None]
     tokens.add(str([row['tokens'] for row in rows.values()]))
   assert len(tokens) == 1
@@ -209,9 +214,9 @@ def test_lines_are_utf8_with_or_without_a_mark(tmp_path, monkeypatch):
   path = tmp_path / 'b.jsonl'
   path.write_bytes(broken)
   message = f'--prompt_file={path} cannot be read: line 2 has the byte 0xe9'
-  assert message in refusal(*_arguments(path, '-'))
+  assert message in command_lines.refusal(*_arguments(path, '-'))
   _pipe(monkeypatch, broken)
-  rows = _rows(run(*_arguments('-', '-', '--in_order')).output)
+  rows = _rows(command_lines.run(*_arguments('-', '-', '--in_order')).output)
   assert rows[0]['error'] is None
   assert 'the lone surrogate' in rows[1]['error']
 
@@ -223,7 +228,7 @@ def test_a_prompt_may_have_eos_ids_of_its_own(lm, monkeypatch):
   given = ([end, '<|endoftext|>'], None, [0, end], [], ['no token'], [4096])
   lines = [{'prompt': 'x = ', 'seed': 7, 'eos_ids': one} for one in given]
   _pipe(monkeypatch, '\n'.join(map(json.dumps, lines)).encode())
-  rows = _rows(run(*_arguments('-', '-')).output)
+  rows = _rows(command_lines.run(*_arguments('-', '-')).output)
   cut = _alone(lm, 'x = ', 7, eos_ids=[end])
   assert cut.finish_reasons == ['eos']
   for index, alone in enumerate((cut, whole, cut, whole)):
@@ -237,7 +242,7 @@ def test_a_prompt_may_have_eos_ids_of_its_own(lm, monkeypatch):
 def test_an_interrupt_keeps_the_rows_and_is_one_line(tmp_path, monkeypatch):
   source, output = tmp_path / 'in.jsonl', tmp_path / 'out.jsonl'
   source.write_text('{"prompt": "import "}\n' * 4)
-  step, calls = ManyDecoding.__next__, []
+  step, calls = many_lib.ManyDecoding.__next__, []
 
   def interrupted(many):
     calls.append(1)
@@ -245,27 +250,27 @@ def test_an_interrupt_keeps_the_rows_and_is_one_line(tmp_path, monkeypatch):
       raise KeyboardInterrupt
     return step(many)
 
-  monkeypatch.setattr(ManyDecoding, '__next__', interrupted)
-  ended = run(*_arguments(source, output))
+  monkeypatch.setattr(many_lib.ManyDecoding, '__next__', interrupted)
+  ended = command_lines.run(*_arguments(source, output))
   assert ended.code == 130
   last = 'generate_many.py: interrupted; what is written is kept'
   assert ended.errors.splitlines()[-1] == last
   assert 'Traceback' not in ended.errors
   assert len(_rows(output.read_text())) == 2
-  assert run(*_arguments(source, output)).code == 0
+  assert command_lines.run(*_arguments(source, output)).code == 0
   assert len(_rows(output.read_text())) == 4
 
 
 def test_files_of_results_survive_a_kill_at_every_byte(tmp_path):
   path = tmp_path / 'rows.jsonl'
   rows = [{'index': 0, 'text': 'a\nü'}, {'index': 1, 'text': ''}]
-  results = ResumableRows(path, {'seed': 0, 'stop': ('a',)})
+  results = resumable.ResumableRows(path, {'seed': 0, 'stop': ('a',)})
   for row in rows:
     results.add(row)
   whole = path.read_bytes()
   for size in range(len(whole) + 1):
     path.write_bytes(whole[:size])
-    again = ResumableRows(path, {'stop': ['a'], 'seed': 0})
+    again = resumable.ResumableRows(path, {'stop': ['a'], 'seed': 0})
     complete = whole[:size].count(b'\n')
     assert again.rows == rows[:complete]
     for row in rows[complete:]:
@@ -273,16 +278,16 @@ def test_files_of_results_survive_a_kill_at_every_byte(tmp_path):
     assert path.read_bytes() == whole
   refused = functools.partial(pytest.raises, ValueError)
   with refused(match=r'settings \(method, seed, stop\)'):
-    ResumableRows(path, {'seed': 1, 'method': 'plain'})
+    resumable.ResumableRows(path, {'seed': 1, 'method': 'plain'})
   path.write_text('no JSON\n')
   with refused(match='a line that is no JSON'):
-    ResumableRows(path, {'seed': 0, 'stop': ['a']})
+    resumable.ResumableRows(path, {'seed': 0, 'stop': ['a']})
   (tmp_path / 'rows.jsonl.run.json').unlink()
   with refused(match=r'rows.jsonl.run.json, .* cannot be re'):
-    ResumableRows(path, {'seed': 0})
+    resumable.ResumableRows(path, {'seed': 0})
 
 
 def test_bad_command_lines():
-  refused = functools.partial(refusal, 'generate_many.py')
+  refused = functools.partial(command_lines.refusal, 'generate_many.py')
   assert 'no.jsonl' in refused('--prompt_file=no.jsonl', '--output=-')
   assert '--prompt_file and --output are needed' in refused()

@@ -7,13 +7,12 @@ import pytest
 import tiny
 import tiny_drafters
 
-from models.nn.table_model import table_model
+from models.nn import table_model
 import specdec
+from specdec import loop
 from specdec import mappings
-from specdec.loop import advance
-from specdec.loop import start
 
-_MODEL = table_model(tiny.table(12), max_positions=500)
+_MODEL = table_model.table_model(tiny.table(12), max_positions=500)
 _DRAFTER = tiny_drafters.simple('chain', _MODEL, length=2)
 _KEY = jax.random.key(0)
 
@@ -34,7 +33,7 @@ def _tokens(room):
   return decoding.result().tokens
 
 
-_sizes = lambda: (start._cache_size(), advance._cache_size())
+_sizes = lambda: (loop.start._cache_size(), loop.advance._cache_size())
 
 
 @pytest.mark.skipif(not mappings._TAKEN.exists(), reason='there is no limit')

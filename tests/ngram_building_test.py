@@ -11,25 +11,22 @@ import pytest
 import tiny
 
 from models.checkpoints import hub
-from models.lab.training import build_ngram as ngram_building
-from models.lab.training.build_ngram import Samples
-from models.lab.training.build_ngram import TableConfig
-from models.lab.training.corpus import Corpus
-from models.lab.training.tokenizer import train_tokenizer
-from models.text.pair import ModelChoice
-from models.text.pair import vocabulary_digest
+from models.lab.training import build_ngram
+from models.lab.training import corpus as corpus_lib
+from models.lab.training import tokenizer as tokenizer_lib
+from models.text import pair as pair_lib
+from models.text import plan as plan_lib
 import specdec
-from specdec.ngram.table import find_context
-from specdec.ngram.table import load_table
+from specdec.ngram import table as table_lib
 
 _TEXT = 'def add(first, second):\n  return first + second\n'
 _SETTINGS = {'num_tokens': 3 * 256 * 4, 'length': 4, 'batch_size': 4, 'seed': 5}
-_SAMPLES = Samples(**_SETTINGS)
+_SAMPLES = build_ngram.Samples(**_SETTINGS)
 
 
 @pytest.fixture(scope='module')
 def tokenizer():
-  return train_tokenizer([_TEXT] * 20, vocab_size=270, context=32)
+  return tokenizer_lib.train_tokenizer([_TEXT] * 20, vocab_size=270, context=32)
 
 
 @pytest.fixture(scope='module')
@@ -54,15 +51,19 @@ def corpus(tmp_path_factory):
 @pytest.fixture(scope='module', autouse=True)
 def _one_program():
   """The draft is loaded once, so that its program is compiled once."""
-  load_once = functools.cache(ngram_building.load_pair)
-  with mock.patch.object(ngram_building, 'load_pair', load_once):
+  load_once = functools.cache(build_ngram.load_pair)
+  with mock.patch.object(build_ngram, 'load_pair', load_once):
     yield
 
 
 def _build(draft, workdir, **arguments):
   output = workdir / 'table'
-  usual = {'corpus': None, 'samples': _SAMPLES, 'table': TableConfig()}
-  ngram_building.build(
+  usual = {
+    'corpus': None,
+    'samples': _SAMPLES,
+    'table': build_ngram.TableConfig(),
+  }
+  build_ngram.build(
     draft=draft, workdir=workdir, output=output, **usual | arguments
   )
   return output
@@ -91,7 +92,7 @@ def test_texts_are_those_of_generate_from_the_start_token(
   numbers = np.array([0, 3, 300, 301])
   # With as many rows as when they were sampled, so that no program is new.
   expected = specdec.generate(
-    ngram_building.load_pair(ModelChoice(draft, None)).target,
+    build_ngram.load_pair(pair_lib.ModelChoice(draft, None)).target,
     jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(5), numbers),
     [[start]] * 4,
     max_new_tokens=4,
@@ -101,7 +102,7 @@ def test_texts_are_those_of_generate_from_the_start_token(
 
 
 def test_the_table_says_what_it_was_made_of(draft, finished, tokenizer):
-  table, provenance = load_table(finished)
+  table, provenance = table_lib.load_table(finished)
   assert (table.order, table.num_continuations) == (3, 8)
   assert len(provenance['draft'].pop('model_blake2b')) == 32
   discounts = provenance.pop('discounts')
@@ -112,7 +113,7 @@ def test_the_table_says_what_it_was_made_of(draft, finished, tokenizer):
   assert provenance == {
     'specdec': specdec.__version__,
     'draft': {'name': draft},
-    'tokenizer_blake2b': vocabulary_digest(tokenizer),
+    'tokenizer_blake2b': pair_lib.vocabulary_digest(tokenizer),
     'sources': {'samples': counted},
     'table': {'order': 3, 'num_continuations': 8, 'min_count': 2},
   }
@@ -144,9 +145,9 @@ def test_a_killed_run_resumes_to_the_same_file(
   everything = written()
   assert survivors.items() < everything.items()
   # A shorter run counts the first shards, and a longer one keeps them.
-  less = Samples(**(_SETTINGS | {'num_tokens': 1}))
+  less = build_ngram.Samples(**(_SETTINGS | {'num_tokens': 1}))
   table = _build(draft, tmp_path, samples=less)
-  assert load_table(table)[1]['sources']['samples']['tokens'] == 1024
+  assert table_lib.load_table(table)[1]['sources']['samples']['tokens'] == 1024
   _build(draft, tmp_path)
   assert table.read_bytes() == finished.read_bytes()
   assert written() == everything
@@ -159,9 +160,13 @@ def test_a_workdir_is_not_resumed_with_other_settings_or_weights(
   changes = {'seed': 6, 'temperature': 1.0, 'top_k': 3, 'length': 5}
   for name, value in changes.items():
     with pytest.raises(ValueError, match=rf'another run .*{name}'):
-      _build(draft, tmp_path, samples=Samples(**(_SETTINGS | {name: value})))
+      _build(
+        draft,
+        tmp_path,
+        samples=build_ngram.Samples(**(_SETTINGS | {name: value})),
+      )
   # Other weights of the same name.
-  monkeypatch.setattr(ngram_building, 'model_digest', lambda _: 'another')
+  monkeypatch.setattr(plan_lib, 'model_digest', lambda _: 'another')
   with pytest.raises(ValueError, match=r'another run .*model_blake2b'):
     _build(draft, tmp_path)
 
@@ -169,12 +174,12 @@ def test_a_workdir_is_not_resumed_with_other_settings_or_weights(
 def test_the_training_split_of_a_corpus_is_counted(
   draft, finished, corpus, tokenizer, tmp_path, monkeypatch
 ):
-  chosen = Corpus(folder=str(corpus), pattern='*.py')
-  nothing = Samples(num_tokens=0)
+  chosen = corpus_lib.Corpus(folder=str(corpus), pattern='*.py')
+  nothing = build_ngram.Samples(num_tokens=0)
   with monkeypatch.context() as without_weights:
-    without_weights.setattr(ngram_building, 'load_pair', None)
+    without_weights.setattr(pair_lib, 'load_pair', None)
     path = _build(draft, tmp_path, corpus=chosen, samples=nothing)
-  table, provenance = load_table(path)
+  table, provenance = table_lib.load_table(path)
   tokens = chosen.tokens(tokenizer, held_out=False)
   assert np.array_equal(np.load(tmp_path / 'corpus.npy'), tokens)
   counted = {'held_out_percent': 2, 'tokens': len(tokens)}
@@ -182,13 +187,17 @@ def test_the_training_split_of_a_corpus_is_counted(
   assert provenance['sources'] == {'corpus': counted}
   # So uniform a text leaves the likeliest token of a context hardly a choice.
   first, second = tokenizer(_TEXT)['input_ids'][:2]
-  context = find_context(table, np.array([first, -1], np.int32))
+  context = table_lib.find_context(table, np.array([first, -1], np.int32))
   assert table.next_tokens[context, 0] == second
   # With samples more contexts are known.
   for shard in (*_shards(finished.parent), finished.parent / 'samples.json'):
     shutil.copy(shard, tmp_path)
-  both = load_table(_build(draft, tmp_path, corpus=chosen))[0].num_contexts
-  assert both > max(table.num_contexts, load_table(finished)[0].num_contexts)
+  both = table_lib.load_table(_build(draft, tmp_path, corpus=chosen))[
+    0
+  ].num_contexts
+  assert both > max(
+    table.num_contexts, table_lib.load_table(finished)[0].num_contexts
+  )
 
 
 def test_the_command_line(draft, corpus, tmp_path):
@@ -202,7 +211,7 @@ def test_the_command_line(draft, corpus, tmp_path):
   assert result.code == 0, result.errors
   assert 'contexts' in result.output
   assert 'counting' in result.errors
-  table, provenance = load_table(tmp_path / 'table')
+  table, provenance = table_lib.load_table(tmp_path / 'table')
   assert (table.order, table.num_continuations) == (2, 3)
   assert provenance['table']['min_count'] == 1
   samples = _SETTINGS | {'num_tokens': 1, 'tokens': 1024}
@@ -212,17 +221,17 @@ def test_the_command_line(draft, corpus, tmp_path):
 
 
 def test_bad_values_name_their_flag():
-  samples = lambda **kw: Samples(**{'num_tokens': 1} | kw)
+  samples = lambda **kw: build_ngram.Samples(**{'num_tokens': 1} | kw)
   for make, changes, flag in (
     (samples, {'num_tokens': -1}, 'num_tokens'),
     (samples, {'length': 0}, 'sample_length'),
     *((samples, {'batch_size': size}, 'batch_size') for size in (0, 7)),
     *((samples, {'temperature': t}, 'temperature') for t in (0, np.nan)),
     (samples, {'top_k': 0}, 'top_k'),
-    *((TableConfig, {'order': order}, 'order') for order in (0, 6)),
-    (TableConfig, {'num_continuations': 0}, 'continuations'),
-    (TableConfig, {'min_count': 0}, 'min_count'),
-    (Corpus, {'folder': '/no/such/folder'}, 'corpus'),
+    *((build_ngram.TableConfig, {'order': order}, 'order') for order in (0, 6)),
+    (build_ngram.TableConfig, {'num_continuations': 0}, 'continuations'),
+    (build_ngram.TableConfig, {'min_count': 0}, 'min_count'),
+    (corpus_lib.Corpus, {'folder': '/no/such/folder'}, 'corpus'),
   ):
     with pytest.raises(ValueError, match=f'^--{flag}[ =]'):
       make(**changes)
@@ -239,4 +248,4 @@ def test_what_cannot_be_built_is_refused(draft, tmp_path):
     ('/no/such/draft', _SETTINGS, 'there is no folder'),
   ):
     with pytest.raises(ValueError, match=message):
-      _build(name, tmp_path, samples=Samples(**samples))
+      _build(name, tmp_path, samples=build_ngram.Samples(**samples))

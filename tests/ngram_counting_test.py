@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from specdec.ngram import counting
-from specdec.ngram.counting import count_ngrams
 
 _LARGE = 1 << 20  # More than there is in a text here.
 
@@ -81,7 +80,7 @@ def test_counts_are_those_of_a_counter(
   sizes = {'order': order, 'vocab_size': vocab_size, 'min_count': min_count}
   sizes |= {'partition_tokens': partition}
   with mock.patch.object(counting, '_CHUNK_TOKENS', chunk):
-    counts = count_ngrams(
+    counts = counting.count_ngrams(
       shards, progress=lambda *call: calls.append(call), **sizes
     )
   expected = _expected(texts, order)
@@ -103,7 +102,7 @@ def test_partitions_have_about_their_number_of_tokens(folder):
   calls, shards = [], ngram_texts.save(folder, [[*range(9)] * 10])
   progress = lambda *call: calls.append(call)
   sizes = {'order': 2, 'vocab_size': 9, 'partition_tokens': 20}
-  count_ngrams(shards, progress=progress, **sizes)
+  counting.count_ngrams(shards, progress=progress, **sizes)
   assert calls == [(done, 90) for done in (10, 30, 50, 70, 90)]
 
 
@@ -112,7 +111,7 @@ def test_bad_shards_are_refused(tmp_path):
 
   def refused(message):
     with pytest.raises(ValueError, match=message) as caught:
-      count_ngrams([path], order=3, vocab_size=9)
+      counting.count_ngrams([path], order=3, vocab_size=9)
     assert '\n' not in str(caught.value)
 
   refused(r'shard\.npy cannot be read')

@@ -8,13 +8,12 @@ import hypothesis
 from hypothesis import strategies as st
 import jax
 import ngram_texts
-from ngram_texts import text
 import numpy as np
 import pytest
 
+from specdec.ngram import counting
 from specdec.ngram import katz
-from specdec.ngram.counting import count_ngrams
-from specdec.ngram.table import find_context
+from specdec.ngram import table as table_lib
 
 
 class _Reference:
@@ -25,10 +24,10 @@ class _Reference:
     self.min_count = min_count
     self.order = order
     self.counts = collections.Counter(
-      tuple(text[start : start + n])
+      tuple(ngram_texts.text[start : start + n])
       for text in texts
       for n in range(1, order + 1)
-      for start in range(len(text) - n + 1)
+      for start in range(len(ngram_texts.text) - n + 1)
     )
     self.following = collections.defaultdict(list)
     for ngram in self.counts:
@@ -76,7 +75,9 @@ def _build(folder, texts, k, **arguments):
   shards = ngram_texts.save(folder, texts)
   # JAX would compile a program for every shape of an array.
   with mock.patch.object(katz, 'jnp', np):
-    return katz.build_table(katz.estimate(count_ngrams(shards, **arguments)), k)
+    return katz.build_table(
+      katz.estimate(counting.count_ngrams(shards, **arguments)), k
+    )
 
 
 def _check(table, reference, k):
@@ -118,7 +119,10 @@ def _case(vocab_size):
 
 def _long(vocab_size, length, **arguments):
   """The last token never occurs."""
-  texts = [text(vocab_size - 1, length), text(vocab_size - 1, 9, seed=1)]
+  texts = [
+    ngram_texts.text(vocab_size - 1, length),
+    ngram_texts.text(vocab_size - 1, 9, seed=1),
+  ]
   return {'texts': texts, 'order': 5, 'vocab_size': vocab_size} | arguments
 
 
@@ -132,7 +136,7 @@ def _frequent_alone():
 
 def _beyond_the_candidates():
   """Seen once, and so discounted below many that were not seen."""
-  texts = [text(200, 3000, skew=1)]
+  texts = [ngram_texts.text(200, 3000, skew=1)]
   return {'texts': texts, 'order': 2, 'vocab_size': 200}
 
 
@@ -159,7 +163,7 @@ def test_the_contexts_of_a_table_are_found(folder):
   histories = np.full((table.num_contexts, 4), -1, np.int32)
   for row, name in enumerate(ngram_texts.contexts(table)):
     histories[row, : len(name)] = name
-  found = jax.jit(find_context)(table, histories)
+  found = jax.jit(table_lib.find_context)(table, histories)
   assert np.array_equal(found, np.arange(table.num_contexts))
 
 

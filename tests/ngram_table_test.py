@@ -10,11 +10,9 @@ import pytest
 from safetensors import numpy as safetensors_numpy
 import tiny_drafters
 
-from specdec.ngram.table import find_context
-from specdec.ngram.table import load_table
-from specdec.ngram.table import save_table
+from specdec.ngram import table as table_lib
 
-_find = jax.jit(find_context)
+_find = jax.jit(table_lib.find_context)
 
 
 def _table(texts, vocab_size, order, k=2):
@@ -71,16 +69,18 @@ def test_any_leading_shape_and_vmap_take_the_same_steps():
   expected = np.array(_expected(index, histories))
   shaped = _find(table, histories.reshape(5, 6, 10, 2))
   assert np.array_equal(shaped, expected.reshape(5, 6, 10))
-  mapped = jax.jit(jax.vmap(find_context, (None, 0)))(table, histories)
+  mapped = jax.jit(jax.vmap(table_lib.find_context, (None, 0)))(
+    table, histories
+  )
   assert np.array_equal(mapped, expected)
   # Whatever the text; and the sizes of a table are static.
-  steps = str(jax.make_jaxpr(find_context)(table, histories))
+  steps = str(jax.make_jaxpr(table_lib.find_context)(table, histories))
   assert f'length={table.num_probes}' in steps
   assert 'while' not in steps
   assert 'callback' not in steps
   assert len(jax.tree.leaves(table)) == 4
   with pytest.raises(ValueError, match=r'the last 2 tokens .* order 3, got'):
-    find_context(table, np.zeros((4, 3), np.int32))
+    table_lib.find_context(table, np.zeros((4, 3), np.int32))
 
 
 def test_bytes_of_a_lookup_and_a_table_without_contexts():
@@ -101,8 +101,8 @@ def test_a_file_holds_the_table(vocab_size, tmp_path):
   table, _, _ = _random(4, vocab_size, vocab_size - 200)
   path = tmp_path / 'new' / 'table.safetensors'
   provenance = {'draft': 'a', 'tokens': 3, 'discounts': [0.5]}
-  save_table(path, table, provenance)
-  loaded, found = load_table(path)
+  table_lib.save_table(path, table, provenance)
+  loaded, found = table_lib.load_table(path)
   assert found == provenance
   assert (loaded.order, loaded.vocab_size) == (4, vocab_size)
   for field in ('edge_token', 'first_child', 'next_tokens'):
@@ -120,18 +120,18 @@ def test_a_file_holds_the_table(vocab_size, tmp_path):
   assert 0 < content < 1000  # What describes it.
   # What was rounded once stays as it is.
   whole = path.read_bytes()
-  save_table(path, loaded, provenance)
+  table_lib.save_table(path, loaded, provenance)
   assert path.read_bytes() == whole
   # A failed write leaves the old file.
   with pytest.raises(TypeError):
-    save_table(path, table, {'version': object()})
+    table_lib.save_table(path, table, {'version': object()})
   assert path.read_bytes() == whole
   assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
 def _refused(path, message):
   with pytest.raises(ValueError, match=message) as caught:
-    load_table(path)
+    table_lib.load_table(path)
   assert str(path) in str(caught.value)
   assert 'scripts/build_ngram.py' in str(caught.value)
 
@@ -141,7 +141,7 @@ def test_bad_files_are_refused(tmp_path):
   _refused(path, 'there is no n-gram table')
   _refused(tmp_path, 'there is no n-gram table')
   table, _, _ = _random(3, 300, 0)
-  save_table(path, table, {})
+  table_lib.save_table(path, table, {})
   whole = path.read_bytes()
   damaged = whole[:-1] + bytes([whole[-1] ^ 1])
   text = b'def f():\n  pass\n' * 9

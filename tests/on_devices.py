@@ -25,20 +25,17 @@ import jax.numpy as jnp
 import numpy as np
 import tiny
 import tiny_drafters
-from tiny_drafters import Settings
 
 from models.checkpoints import hub
 from models.lab.bench import machine
-from models.lab.study.exactness import choice_margin
-from models.nn.adapter import as_model
-from models.nn.adapter import Module
-from models.nn.llama import LlamaConfig
-from models.nn.sharding import Layout
-from models.nn.sharding import make_mesh
+from models.lab.study import exactness
+from models.nn import adapter
+from models.nn import llama as nn_llama
+from models.nn import sharding as sharding_lib
 import specdec
-from specdec.loop import advance
-from specdec.memory import bytes_on_device
-from specdec.tree.topology import chain
+from specdec import loop
+from specdec import memory
+from specdec.tree import topology as topology_lib
 
 MESHES = {
   f'{data}x{model}': {'data': data, 'model': model}
@@ -84,7 +81,7 @@ FEW = [
 ]
 
 
-def _module(family: str) -> Module:
+def _module(family: str) -> adapter.Module:
   """A module with as many heads as devices, and half as many KV heads.
 
   The mixture has half of both, and a vocabulary that nothing divides.
@@ -119,32 +116,38 @@ _FILES = tempfile.TemporaryDirectory()
 
 
 @functools.cache
-def _layout(mesh: str | None) -> Layout:
+def _layout(mesh: str | None) -> sharding_lib.Layout:
   if mesh is None:
-    return Layout()
+    return sharding_lib.Layout()
   sizes = MESHES[mesh]
   devices = np.array(jax.devices()[: sizes['data'] * sizes['model']])
   shape = tuple(sizes.values())
-  return Layout(make_mesh(jax.sharding.Mesh(devices.reshape(shape), [*sizes])))
+  return sharding_lib.Layout(
+    sharding_lib.make_mesh(jax.sharding.Mesh(devices.reshape(shape), [*sizes]))
+  )
 
 
 @functools.cache
 def _load(
-  family: str, kind: str, layout: Layout, **options
+  family: str, kind: str, layout: sharding_lib.Layout, **options
 ) -> specdec.LanguageModel:
   module = hub.load_module(_folder(family, kind), layout=layout, **options)
-  return as_model(module, layout)
+  return adapter.as_model(module, layout)
 
 
-def _drafter(method: str, family: str, layout: Layout) -> specdec.Drafter:
+def _drafter(
+  method: str, family: str, layout: sharding_lib.Layout
+) -> specdec.Drafter:
   kind = method.split()[0]
   if kind == 'plain':
     return specdec.PLAIN
   if kind == 'chain':
     draft = _load(family, 'draft', layout)
-    return tiny_drafters.model(draft, Settings(topology=chain(3)))
+    return tiny_drafters.model(
+      draft, tiny_drafters.Settings(topology=topology_lib.chain(3))
+    )
   # Of the staged ones every device has the whole draft.
-  whole = Layout(layout.mesh, divides_weights=False)
+  whole = sharding_lib.Layout(layout.mesh, divides_weights=False)
   return specdec.staged(
     tiny_drafters.model(_load(family, 'draft', whole), tiny_drafters.TREE),
     tiny_drafters.candidates(
@@ -188,8 +191,8 @@ def _assert_alike(tokens, expected, family: str, temperature: float) -> None:
       continue
     pairs = enumerate(zip(ours, theirs, strict=False))
     at = next(place for place, (one, other) in pairs if one != other)
-    margin = choice_margin(
-      _load(family, 'target', Layout()),
+    margin = exactness.choice_margin(
+      _load(family, 'target', sharding_lib.Layout()),
       rows['rng_key'][row],
       [*rows['prompts'][row], *theirs[:at]],
       tiny.sampling([temperature, 0.0][row % 2]),
@@ -240,7 +243,7 @@ def check_tensors_lie_where_the_table_says() -> None:
   expected |= dict.fromkeys(('k_proj', 'v_proj'), (8, 16))
   expected |= dict.fromkeys(('gate_proj', 'up_proj'), (6, 16))
   expected |= {'down_proj': (16, 6), 'q_norm': (8,), 'norm': (16,)}
-  alone = _leaves(_load('llama', 'target', Layout()))
+  alone = _leaves(_load('llama', 'target', sharding_lib.Layout()))
   for path, leaf in ours.items():
     name = next((name for name in expected if name in path), None)
     if name:
@@ -267,7 +270,7 @@ def check_eight_bits_on_several_devices() -> None:
   """The scales go with the outputs."""
   whole, parts = (
     _leaves(_load('llama', 'target', layout, dtype='int8'))
-    for layout in (Layout(), _layout('2x4'))
+    for layout in (sharding_lib.Layout(), _layout('2x4'))
   )
   for path, leaf in parts.items():
     np.testing.assert_array_equal(leaf, whole[path])
@@ -302,14 +305,14 @@ def check_streams_keep_what_they_hold_where_it_was() -> None:
   compiled = None
   for _ in range(3):
     decoding.step()
-    compiled = compiled or advance._cache_size()
+    compiled = compiled or loop.advance._cache_size()
     state = decoding._state
     # 4 rows, 4 KV heads of 8; the draft is whole on each device.
     assert _part(state.target.cache.keys[0])[:2] == (2, 1)
     assert _part(state.stages[0].scorer.cache.values[0])[:2] == (2, 4)
     for of_rows in (state.tokens, state.counters.emitted_histogram):
       assert _part(of_rows)[0] == 2
-  assert advance._cache_size() == compiled
+  assert loop.advance._cache_size() == compiled
   decoding.run()
   expected = _decode('2x4', 'llama', 4, 'staged match', 0.9)
   assert decoding.result().tokens == expected.tokens
@@ -327,7 +330,9 @@ def check_another_turn_on_several_devices() -> None:
   assert min(decoding.num_kept) > 0
   decoding.run()
   arguments |= {'prompts': turns, 'max_new_tokens': 8}
-  alone = specdec.generate(_load('llama', 'target', Layout()), **arguments)
+  alone = specdec.generate(
+    _load('llama', 'target', sharding_lib.Layout()), **arguments
+  )
   assert decoding.result().tokens == alone.tokens
 
 
@@ -372,7 +377,7 @@ def names(cases: Sequence[Case]) -> list[str]:
 
 
 # Two layers of Llama 3.2 1B.
-_LARGE = LlamaConfig(
+_LARGE = nn_llama.LlamaConfig(
   **{'vocab_size': 128256, 'num_positions': 4096, 'width': 2048},
   **{'num_layers': 2, 'inner_width': 8192, 'tie_embeddings': True},
   **{'num_heads': 32, 'num_kv_heads': 8, 'head_width': 64},
@@ -387,14 +392,14 @@ def check_the_host_holds_one_tensor() -> None:
   folder = pathlib.Path(_FILES.name) / 'large'
   module = nnx.merge(graph, traverse_util.unflatten_dict(drawn))
   hub.save_pretrained(module, folder)
-  loaded: list[Module] = []
+  loaded: list[adapter.Module] = []
   load = lambda: loaded.append(
     hub.load_module(folder, dtype='bfloat16', layout=_layout('1x8'))
   )
   peak = machine.peak_beyond(load)
   assert peak is not None
   leaves = jax.tree.leaves(hub.flat_params(loaded[0])[1])
-  held = sum(8 * bytes_on_device(leaf) for leaf in leaves)
+  held = sum(8 * memory.bytes_on_device(leaf) for leaf in leaves)
   largest = max(leaf.nbytes for leaf in leaves)
   assert peak < held + 1.2 * largest, (peak, held, largest)
 

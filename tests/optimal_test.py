@@ -6,14 +6,8 @@ import itertools
 import numpy as np
 import pytest
 
-from models.lab.study.optimal import acceptance_by_rank
-from models.lab.study.optimal import best_trees
-from models.lab.study.optimal import expected_tokens
-from models.lab.study.optimal import fastest_tree
-from specdec.tree.topology import chain
-from specdec.tree.topology import from_paths
-from specdec.tree.topology import k_ary
-from specdec.tree.topology import Topology
+from models.lab.study import optimal
+from specdec.tree import topology as topology_lib
 
 
 @functools.cache
@@ -47,55 +41,67 @@ _ACCEPTANCE += [(0.5, 0.0, 0.25), (0.9,), (0.0,)]
 def test_no_tree_is_better(acceptance):
   # Ordered trees are as many as the Catalan numbers.
   assert [len(_all_trees(n, n, n)) for n in range(4, 8)] == [5, 14, 42, 132]
-  table = best_trees(acceptance, num_nodes=7, max_depth=6)
+  table = optimal.best_trees(acceptance, num_nodes=7, max_depth=6)
   for size, depth in itertools.product(range(1, 8), range(1, 7)):
     tokens = [
-      expected_tokens(Topology(paths), acceptance) if paths else 1.0
+      optimal.expected_tokens(topology_lib.Topology(paths), acceptance)
+      if paths
+      else 1.0
       for paths in _all_trees(size, depth, len(acceptance))
     ]
     best = max(tokens, default=-np.inf)
     assert table.tokens[size, depth] == pytest.approx(best, abs=1e-12)
     if best > 0 and size > 1:
-      shape = from_paths(table.paths(size, depth))
+      shape = topology_lib.from_paths(table.paths(size, depth))
       assert shape.num_nodes == size
       assert shape.max_depth <= depth
       assert shape.has_all_siblings
-      assert expected_tokens(shape, acceptance) == pytest.approx(best)
+      assert optimal.expected_tokens(shape, acceptance) == pytest.approx(best)
 
 
 def test_expected_tokens_by_hand():
-  assert expected_tokens(chain(3), (0.5,)) == 1 + 0.5 + 0.25 + 0.125
-  assert expected_tokens(k_ary(2, 2), (0.5, 0.25)) == 1 + 0.75 + 0.75**2
+  assert (
+    optimal.expected_tokens(topology_lib.chain(3), (0.5,))
+    == 1 + 0.5 + 0.25 + 0.125
+  )
+  assert (
+    optimal.expected_tokens(topology_lib.k_ary(2, 2), (0.5, 0.25))
+    == 1 + 0.75 + 0.75**2
+  )
 
 
 def test_time_decides_on_size_and_depth():
   p, most = (0.7, 0.2, 0.05), {'num_nodes': 16, 'max_depth': 8}
-  shape = lambda seconds: fastest_tree(p, seconds=seconds, **most)
+  shape = lambda seconds: optimal.fastest_tree(p, seconds=seconds, **most)
   # Nodes and rounds cost nothing: as many as allowed.
   assert shape(lambda n, d: 1.0).num_nodes == 16
   # A draft forward takes nearly as long as the target: one wide level.
   assert shape(lambda n, d: 1.0 + 0.9 * d).max_depth == 1
   assert shape(lambda n, d: 1.0 + 0.9 * d).num_nodes == 4
   # Nodes are expensive and rounds cost nothing: a short chain.
-  assert shape(lambda n, d: 0.7 + 0.3 * n) == chain(2)
+  assert shape(lambda n, d: 0.7 + 0.3 * n) == topology_lib.chain(2)
   # A step takes at least as long as its tokens in plain decoding.
   assert shape(lambda n, d: float(n)) is None
   assert shape(lambda n, d: 1.0 + 3.0 * d) is None
   # The choice is the best of the table by its own measure.
   seconds = lambda n, d: 1.0 + 0.03 * n + 0.1 * d
   best = shape(seconds)
-  rate = expected_tokens(best, p) / seconds(best.num_nodes, best.max_depth)
+  rate = optimal.expected_tokens(best, p) / seconds(
+    best.num_nodes, best.max_depth
+  )
   for paths in _all_trees(6, 5, 3):
-    other = Topology(paths)
-    assert rate >= expected_tokens(other, p) / seconds(6, other.max_depth)
+    other = topology_lib.Topology(paths)
+    assert rate >= optimal.expected_tokens(other, p) / seconds(
+      6, other.max_depth
+    )
 
 
 def test_ranks_become_probabilities():
   ranks = np.array([[0, 0, 1], [5, 0, 2]])
-  assert acceptance_by_rank(ranks, 3).tolist() == [3 / 6, 1 / 6, 1 / 6]
-  assert acceptance_by_rank(np.array([9]), 2).tolist() == [0, 0]
+  assert optimal.acceptance_by_rank(ranks, 3).tolist() == [3 / 6, 1 / 6, 1 / 6]
+  assert optimal.acceptance_by_rank(np.array([9]), 2).tolist() == [0, 0]
   with pytest.raises(ValueError, match='at least one position'):
-    acceptance_by_rank(np.zeros(0, int), 2)
+    optimal.acceptance_by_rank(np.zeros(0, int), 2)
 
 
 def test_bad_input_is_refused():
@@ -104,4 +110,4 @@ def test_bad_input_is_refused():
     *(((-0.1,), 4, 'at least 0'), ((0.5,), 0, 'num_nodes and max_depth')),
   ):
     with pytest.raises(ValueError, match=message):
-      best_trees(acceptance, num_nodes=4, max_depth=depth)
+      optimal.best_trees(acceptance, num_nodes=4, max_depth=depth)

@@ -12,14 +12,12 @@ import numpy as np
 import reference
 import tiny
 import tiny_drafters
-from tiny_drafters import Settings
 
-from models.nn.table_model import table_model
+from models.nn import table_model
 import specdec
-from specdec.checks import to_params
-from specdec.sampling import add_seen
-from specdec.sampling import adjust_logits
-from specdec.tree.topology import chain
+from specdec import checks as checks_lib
+from specdec import sampling as sampling_lib
+from specdec.tree import topology as topology_lib
 
 VOCAB_SIZE = 24
 BLOCK = 4
@@ -42,7 +40,7 @@ _OPTIONS = {
 }
 _ROWS = range(5)
 _TARGET = tiny.table(VOCAB_SIZE)
-_MODEL = table_model(_TARGET, max_positions=64)
+_MODEL = table_model.table_model(_TARGET, max_positions=64)
 _KEYS = tiny.row_keys(5, seed=7)
 
 
@@ -99,7 +97,9 @@ def test_the_same_guess_is_judged_alike_by_draft_and_target():
 
   The penalty counts tokens that were guessed in the same block.
   """
-  drafter = tiny_drafters.model(_MODEL, Settings(topology=chain(BLOCK - 1)))
+  drafter = tiny_drafters.model(
+    _MODEL, tiny_drafters.Settings(topology=topology_lib.chain(BLOCK - 1))
+  )
   limits = [40, 16, 4, 0, 44]
   stats = _generate(_ROWS, drafter=drafter, max_new_tokens=limits).stats
   assert stats.accepted_histogram == [0, 0, 0, sum(limits) // BLOCK]
@@ -123,9 +123,13 @@ def test_the_penalty_by_hand():
   logits[0, 0, :4] = 2.0, -1.5, 2.0, -1.5
   seen = jnp.zeros((1, VOCAB_SIZE), bool)
   for part, count in (([[0, 2]], 1), ([[1, 4]], 2)):
-    seen = add_seen(seen, np.array(part), np.array([count], np.int32))
+    seen = sampling_lib.add_seen(
+      seen, np.array(part), np.array([count], np.int32)
+    )
   for penalty, expected in ((1.25, [1.6, -1.875]), (0.5, [4.0, -0.75])):
     sampling = specdec.Sampling(repetition_penalty=[penalty])
-    sampling = to_params(sampling, 1, VOCAB_SIZE)
-    adjusted = jax.jit(adjust_logits)(logits, sampling, seen[:, None])[0, 0]
+    sampling = checks_lib.to_params(sampling, 1, VOCAB_SIZE)
+    adjusted = jax.jit(sampling_lib.adjust_logits)(
+      logits, sampling, seen[:, None]
+    )[0, 0]
     np.testing.assert_allclose(adjusted[:5], [*expected, 2.0, -1.5, 0.0])

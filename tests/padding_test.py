@@ -17,19 +17,14 @@ import tiny
 import tiny_drafters
 
 from models.checkpoints import hub
-from models.lab.training.tokenizer import train_tokenizer
-from models.nn.adapter import as_model
-from models.nn.adapter import with_vocab_size
+from models.lab.training import tokenizer as tokenizer_lib
+from models.nn import adapter
 from models.text import drafters
-from models.text.drafters import make_drafter
-from models.text.generator import Generator
-from models.text.pair import load_pair
-from models.text.pair import ModelChoice
-from models.text.pair import vocabulary_digest
-from models.text.settings import DraftSettings
-from models.text.settings import with_options
+from models.text import generator as generator_lib
+from models.text import pair as pair_lib
+from models.text import settings as settings_lib
 import specdec
-from specdec.ngram.table import save_table
+from specdec.ngram import table as table_lib
 
 _TEXT = 'def add(first, second):\n  return first + second\n' * 20
 SIZE = 296
@@ -38,7 +33,7 @@ _LIMIT = 24
 
 
 def _train(text=_TEXT):
-  return train_tokenizer([text], vocab_size=280, context=96)
+  return tokenizer_lib.train_tokenizer([text], vocab_size=280, context=96)
 
 
 def _module(vocab_size):
@@ -76,7 +71,7 @@ def target(tmp_path_factory, tokenizer):
 
 
 def _generate(pair, drafter):
-  return Generator(pair, drafter).generate(
+  return generator_lib.Generator(pair, drafter).generate(
     ['def add(', 'return'],
     max_new_tokens=_LIMIT,
     sampling=specdec.Sampling(temperature=[0.0, 1.0]),
@@ -86,7 +81,9 @@ def _generate(pair, drafter):
 
 @pytest.fixture(scope='module')
 def plain(target):
-  generation = _generate(load_pair(ModelChoice(target, None)), specdec.PLAIN)
+  generation = _generate(
+    pair_lib.load_pair(pair_lib.ModelChoice(target, None)), specdec.PLAIN
+  )
   tokens = {*np.ravel(generation.tokens).tolist()}
   assert max(tokens) >= SMALLER > len(_train())  # not in the small draft
   assert len(tokens) > 15
@@ -97,10 +94,12 @@ def plain(target):
 def test_a_draft_may_have_other_padding(
   target, plain, tokenizer, tmp_path, vocab_size
 ):
-  pair = load_pair(ModelChoice(target, _save(tmp_path, vocab_size, tokenizer)))
+  pair = pair_lib.load_pair(
+    pair_lib.ModelChoice(target, _save(tmp_path, vocab_size, tokenizer))
+  )
   assert pair.draft.spec.vocab_size == SIZE
-  settings = DraftSettings(num_draft_tokens=3)
-  generation = _generate(pair, make_drafter('chain', pair, settings))
+  settings = settings_lib.DraftSettings(num_draft_tokens=3)
+  generation = _generate(pair, drafters.make_drafter('chain', pair, settings))
   assert generation.tokens == plain.tokens
   histogram = generation.stats.accepted_histogram
   if vocab_size > SIZE:  # the target itself, if the further logits are cut off
@@ -111,9 +110,11 @@ def test_a_draft_may_have_other_padding(
 
 @pytest.mark.parametrize('vocab_size', [LARGER, SMALLER])
 def test_logits_are_cut_off_or_impossible(vocab_size):
-  model = as_model(_module(vocab_size))
-  resized = with_vocab_size(model, SIZE)
-  assert with_vocab_size(model, SIZE).spec is resized.spec  # one program
+  model = adapter.as_model(_module(vocab_size))
+  resized = adapter.with_vocab_size(model, SIZE)
+  assert (
+    adapter.with_vocab_size(model, SIZE).spec is resized.spec
+  )  # one program
   size = min(SIZE, vocab_size)
   tokens = np.array([[0, 5, SIZE - 1]])
   forward = jax.jit(specdec.LanguageModel.logits)
@@ -131,7 +132,7 @@ def test_drafts_of_other_vocabularies_are_refused(target, tokenizer, tmp_path):
   folders = (tmp_path / str(number) for number in itertools.count())
   save = lambda *args: _save(next(folders), *args)
   of_draft = lambda *args: (
-    load_pair(ModelChoice(target, save(*args))).draft.spec
+    pair_lib.load_pair(pair_lib.ModelChoice(target, save(*args))).draft.spec
   )
   assert of_draft(SIZE).vocab_size == SIZE
   for size in (LARGER, SMALLER):
@@ -149,7 +150,7 @@ def test_drafts_of_other_vocabularies_are_refused(target, tokenizer, tmp_path):
   assert len(other) == len(tokenizer)
   draft = save(SIZE, other)
   with pytest.raises(ValueError, match=r'differ in \d+ of the target') as error:
-    load_pair(ModelChoice(target, draft))
+    pair_lib.load_pair(pair_lib.ModelChoice(target, draft))
   assert all(path in str(error.value) for path in (target, draft))
 
 
@@ -158,8 +159,10 @@ def _save_table(path, vocab_size, tokenizer=None, texts=((1, 2),)):
   table = tiny_drafters.ngram_table(
     texts, vocab_size, order=3, num_continuations=2
   )
-  digest = tokenizer and {'tokenizer_blake2b': vocabulary_digest(tokenizer)}
-  save_table(path, table, digest or {})
+  digest = tokenizer and {
+    'tokenizer_blake2b': pair_lib.vocabulary_digest(tokenizer)
+  }
+  table_lib.save_table(path, table, digest or {})
   return str(path)
 
 
@@ -168,8 +171,12 @@ _TREE |= {'rounds': 3, 'cost_ratio': 0, 'inner_rounds_alone': 3}
 
 
 def _drafter(target, path, method='ngram', **kw):
-  settings = with_options(DraftSettings(ngram=path, **kw), _TREE)
-  return make_drafter(method, load_pair(ModelChoice(target, None)), settings)
+  settings = settings_lib.with_options(
+    settings_lib.DraftSettings(ngram=path, **kw), _TREE
+  )
+  return drafters.make_drafter(
+    method, pair_lib.load_pair(pair_lib.ModelChoice(target, None)), settings
+  )
 
 
 def test_a_table_may_have_other_padding(target, plain, tokenizer, tmp_path):
@@ -186,7 +193,9 @@ def test_a_table_may_have_other_padding(target, plain, tokenizer, tmp_path):
     drafter = _drafter(target, path)
     assert drafter.labels == ('ngram',)
     assert drafter.stages[0].scorer.vocab_size == SIZE
-  generation = _generate(load_pair(ModelChoice(target, None)), drafter)
+  generation = _generate(
+    pair_lib.load_pair(pair_lib.ModelChoice(target, None)), drafter
+  )
   assert generation.tokens == plain.tokens
   assert generation.finish_reasons == ['length'] * 2
   assert generation.stats.block_efficiency > 1.3
@@ -212,10 +221,12 @@ def test_a_table_of_another_tokenizer_is_refused(target, tmp_path):
 def test_the_embedded_table_is_left_out_if_it_does_not_fit(
   target, tokenizer, tmp_path, monkeypatch
 ):
-  pair = load_pair(ModelChoice(target, None))
+  pair = pair_lib.load_pair(pair_lib.ModelChoice(target, None))
   pair = dataclasses.replace(pair, draft=pair.target)
   labels = lambda inner=None: (
-    make_drafter('staged', pair, DraftSettings(inner=inner)).labels
+    drafters.make_drafter(
+      'staged', pair, settings_lib.DraftSettings(inner=inner)
+    ).labels
   )
   assert labels() == ('draft', 'lookup')
   with pytest.raises(ValueError, match='built with another tokenizer'):

@@ -9,9 +9,8 @@ import tiny
 
 import models
 from models.checkpoints import hub
-from models.lab.training.tokenizer import train_tokenizer
-from models.text.pair import load_pair
-from models.text.pair import ModelChoice
+from models.lab.training import tokenizer as tokenizer_lib
+from models.text import pair as pair_lib
 
 _TEXT = 'def add(first, second):\n  return first + second\n' * 20
 
@@ -19,7 +18,7 @@ _TEXT = 'def add(first, second):\n  return first + second\n' * 20
 @pytest.fixture(scope='module')
 def saved(tmp_path_factory):
   folder = tmp_path_factory.mktemp('saved')
-  tokenizer = train_tokenizer([_TEXT], vocab_size=280, context=8)
+  tokenizer = tokenizer_lib.train_tokenizer([_TEXT], vocab_size=280, context=8)
   module = tiny.module(vocab_size=len(tokenizer), width=8, num_layers=1)
   hub.save_pretrained(module, folder, tokenizer=tokenizer)
   return folder
@@ -41,11 +40,14 @@ def test_eos_is_what_the_configs_state_if_usable(
   write('config.json', config | {'eos_token_id': eos})
   if generation:
     write('generation_config.json', {'eos_token_id': generation})
-  assert load_pair(ModelChoice(str(folder), None)).eos_ids == expected
+  assert (
+    pair_lib.load_pair(pair_lib.ModelChoice(str(folder), None)).eos_ids
+    == expected
+  )
   for file in folder.glob('tokenizer*'):
     file.unlink()
   with pytest.raises(ValueError, match='has no tokenizer'):
-    load_pair(ModelChoice(str(folder), None))
+    pair_lib.load_pair(pair_lib.ModelChoice(str(folder), None))
 
 
 def test_byte_order_marks_change_nothing(saved, tmp_path):
@@ -83,12 +85,14 @@ def test_byte_order_marks_change_nothing(saved, tmp_path):
 
 
 def test_loading_again_shares_the_definition(saved):
-  first, second = (load_pair(ModelChoice(str(saved), None)) for _ in range(2))
+  first, second = (
+    pair_lib.load_pair(pair_lib.ModelChoice(str(saved), None)) for _ in range(2)
+  )
   assert first.target.spec is second.target.spec
 
 
 def test_demo_as_draft_is_the_embedded_draft():
-  pair = load_pair(ModelChoice('demo', 'demo'))
+  pair = pair_lib.load_pair(pair_lib.ModelChoice('demo', 'demo'))
   assert pair.draft.spec.weight_bytes < pair.target.spec.weight_bytes
   # A method that drafts without a model loads none, of whatever tokenizer.
   assert models.load(method='lookup').pair.draft is None
@@ -112,4 +116,6 @@ def test_how_two_tokenizers_differ(saved, tmp_path, ours, theirs, message):
     tokenizer.add_tokens(added)
     tokenizer.save_pretrained(folder)
   with pytest.raises(ValueError, match=message):
-    load_pair(ModelChoice(str(tmp_path / 'target'), str(tmp_path / 'draft')))
+    pair_lib.load_pair(
+      pair_lib.ModelChoice(str(tmp_path / 'target'), str(tmp_path / 'draft'))
+    )

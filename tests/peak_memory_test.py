@@ -5,7 +5,7 @@ import pathlib
 import numpy as np
 import pytest
 
-from models.lab.bench import machine as peak_memory
+from models.lab.bench import machine
 
 _MEGABYTE = 1 << 20
 
@@ -19,7 +19,7 @@ _on_linux = pytest.mark.skipif(
 def test_the_peak_of_a_call_is_seen_every_time():
   there_before = np.ones(100 * _MEGABYTE, np.uint8)
   for size in (64, 16, 64):
-    peak = peak_memory.peak_beyond(
+    peak = machine.peak_beyond(
       lambda size=size: np.ones(size * _MEGABYTE, np.uint8).sum()
     )
     assert peak is not None
@@ -37,7 +37,7 @@ def test_what_was_freed_but_kept_counts_again():
     del blocks
 
   for _ in range(2):
-    assert (peak_memory.peak_beyond(run) or 0) > 50_000_000
+    assert (machine.peak_beyond(run) or 0) > 50_000_000
 
 
 class _Device:
@@ -62,6 +62,6 @@ def test_a_device_is_watched_during_a_call(monkeypatch):
       pass
     device.used = 100
 
-  assert peak_memory.peak_beyond(run) == 70
+  assert machine.peak_beyond(run) == 70
   device.memory_stats = lambda: None
-  assert peak_memory.peak_beyond(lambda: None) is None
+  assert machine.peak_beyond(lambda: None) is None

@@ -13,17 +13,13 @@ import pytest
 import tiny
 
 from models.checkpoints import hub
+from models.lab.bench import arms as arms_lib
+from models.lab.bench import machine
 from models.lab.bench import peers
-from models.lab.bench.arms import parse_arms
-from models.lab.bench.arms import Task
-from models.lab.bench.machine import model_size
-from models.lab.bench.peers import Forwards
-from models.lab.bench.peers import statistics
-from models.nn.adapter import as_model
-from models.text.pair import ModelChoice
-from models.text.settings import DraftSettings
+from models.nn import adapter
+from models.text import pair as pair_lib
+from models.text import settings as settings_lib
 import specdec
-from specdec import Sampling
 
 _CONTEXT = 96
 _LIMIT = 20
@@ -39,20 +35,22 @@ def _inputs(*shape, cached):
 def test_what_is_counted():
   """A prompt of 5 is its last token; then a token, then 3 with two guesses."""
   found = lambda counted: (counted.forwards, counted.positions, counted.slots)
-  counted = Forwards(5)
+  counted = peers.Forwards(5)
   counted(None, (np.zeros((2, 5)),), {})
   assert found(counted) == (1, 2, 10)
   counted(None, (), _inputs(2, 1, cached=5))
   counted(None, (), _inputs(2, 3, cached=6))
   assert found(counted) == (3, 2 * (1 + 1 + 3), 2 * (5 + 6 + 9))
   # Guesses that come with the prompt count.
-  counted = Forwards(5)
+  counted = peers.Forwards(5)
   counted(None, (), _inputs(1, 8, cached=0))
   assert found(counted) == (1, 4, 8)
   # Rows that are done have no more forwards.
-  target = Forwards(2, forwards=3, positions=6, slots=18)
+  target = peers.Forwards(2, forwards=3, positions=6, slots=18)
   costs = {'target': {'per_forward': 10, 'per_slot': 1}}
-  stats = statistics([[1, 2], [3]], [[4, 5, 6], [7]], {'target': target}, costs)
+  stats = peers.statistics(
+    [[1, 2], [3]], [[4, 5, 6], [7]], {'target': target}, costs
+  )
   assert stats.new_tokens == 4
   assert stats.target_forwards == 3 + 1
   # Plain decoding reads 2, 3 and 4 slots of the first row, 1 of the other.
@@ -78,16 +76,22 @@ def folders(tmp_path_factory):
 
 def _arms(folders, text, *, eos_ids=(), **changes):
   pair = (str(folders / name) for name in ('target', 'draft'))
-  settings = {'models': ModelChoice(*pair)}
-  settings |= {'drafting': DraftSettings(), 'sampling': Sampling(), 'seed': 3}
-  specs = parse_arms(text, 'float32')
-  task = Task(**settings | changes)
+  settings = {'models': pair_lib.ModelChoice(*pair)}
+  settings |= {
+    'drafting': settings_lib.DraftSettings(),
+    'sampling': specdec.Sampling(),
+    'seed': 3,
+  }
+  specs = arms_lib.parse_arms(text, 'float32')
+  task = arms_lib.Task(**settings | changes)
   arms = peers.make_arms(specs, task, eos_ids=eos_ids)
   return [arms[spec] for spec in specs]
 
 
 def _ours(folders, prompts):
-  target = as_model(hub.load_module(folders / 'target', dtype=jnp.float32))
+  target = adapter.as_model(
+    hub.load_module(folders / 'target', dtype=jnp.float32)
+  )
   generation = specdec.generate(
     target, jax.random.key(0), prompts, max_new_tokens=_LIMIT
   )
@@ -114,7 +118,7 @@ def test_plain_decoding_is_counted_as_ours_is(folders):
   names = ('new_tokens', 'target_forwards', 'stage_forwards', 'positions')
   for name in (*names, 'relative_bandwidth', 'reads', 'costs'):
     assert getattr(theirs, name) == getattr(ours.stats, name), name
-  assert arm.sizes == {'target': model_size(target)}
+  assert arm.sizes == {'target': machine.model_size(target)}
 
 
 def test_rows_of_a_batch_are_those_of_batches_of_one(folders):
@@ -133,7 +137,7 @@ def test_a_draft_that_is_the_target_saves_forwards(folders):
   options = 'num_assistant_tokens=4|1,assistant_confidence_threshold=0'
   text = f'transformers-assisted({options})'
   target = str(folders / 'target')
-  arms = _arms(folders, text, models=ModelChoice(target, target))
+  arms = _arms(folders, text, models=pair_lib.ModelChoice(target, target))
   counts = [arm.decode([_PROMPT], _LIMIT).stats for arm in arms]
   for stats, guesses in zip(counts, (4, 1), strict=True):
     forwards = stats.target_forwards
@@ -150,10 +154,10 @@ def test_samples_follow_the_seed_and_stay_within_top_k(folders):
     (arm,) = _arms(folders, text, **changes)
     return arm.decode([_PROMPT], limit).tokens
 
-  sampling = Sampling(temperature=1.0, top_k=1)
+  sampling = specdec.Sampling(temperature=1.0, top_k=1)
   for text in ('transformers', 'transformers-assisted'):
     assert draw(text, sampling=sampling) == draw()
-  hot = Sampling(temperature=3.0)
+  hot = specdec.Sampling(temperature=3.0)
   one, again, other = (draw(sampling=hot, seed=seed) for seed in (3, 3, 4))
   assert one == again != other
 
@@ -165,7 +169,12 @@ def test_samples_follow_the_seed_and_stay_within_top_k(folders):
     ('-assisted', {'draft': None}, 1, 'needs a draft'),
     ('-assisted(num_assistant_tokens=0)', {}, 1, 'must be an integer from 1'),
     ('', {}, _CONTEXT, 'exceed the context of the target'),
-    ('', {'sampling': Sampling(logit_bias={1: 2})}, 1, 'have no --logit_bias'),
+    (
+      '',
+      {'sampling': specdec.Sampling(logit_bias={1: 2})},
+      1,
+      'have no --logit_bias',
+    ),
   ],
 )
 def test_what_it_cannot_do_is_refused(folders, kind, changes, limit, message):

@@ -6,36 +6,40 @@ import functools
 import pytest
 
 from models.lab.tune import plan_lookup
-from models.lab.tune.plan_lookup import find_plan
-from models.lab.tune.plan_lookup import join_plans
-from models.lab.tune.plan_lookup import Setup
-from models.text.pair import ModelChoice
-from models.text.plan import cache_path
-from models.text.plan import Plan
-from models.text.settings import DraftSettings
-from models.text.settings import with_options
+from models.lab.tune import planner
+from models.text import pair as pair_lib
+from models.text import plan as plan_lib
+from models.text import settings as settings_lib
 import specdec
 
-_SETUP = Setup(
-  models=ModelChoice(dtype='float32'),
+_SETUP = plan_lookup.Setup(
+  models=pair_lib.ModelChoice(dtype='float32'),
   batch_size=1,
   sampling=specdec.Sampling(temperature=0.5, logit_bias={7: -1.0}),
 )
 
 
-_USUAL = {'drafting': DraftSettings(), 'seed': 0, 'max_new_tokens': 32}
+_USUAL = {
+  'drafting': settings_lib.DraftSettings(),
+  'seed': 0,
+  'max_new_tokens': 32,
+}
 
 
 def _find(name, prompts=lambda: ['import '], **changes):
   lines, setup = [], dataclasses.replace(_SETUP, **changes)
-  plan = find_plan(str(name), prompts, setup, report=lines.append, **_USUAL)
+  plan = plan_lookup.find_plan(
+    str(name), prompts, setup, report=lines.append, **_USUAL
+  )
   return plan, lines
 
 
 def _plan(context, method='lookup', **options):
   made = {'min_block_efficiency': 1.5, 'context': context}
-  made['drafting'] = with_options(DraftSettings(), options)
-  return Plan(method=method, **made)
+  made['drafting'] = settings_lib.with_options(
+    settings_lib.DraftSettings(), options
+  )
+  return plan_lib.Plan(method=method, **made)
 
 
 @pytest.fixture(autouse=True)
@@ -50,10 +54,10 @@ def test_auto_makes_a_plan_once(monkeypatch):
     made.append((prompts, context.batch_size, options['max_new_tokens']))
     return _plan(context)
 
-  monkeypatch.setattr(plan_lookup, 'make_plan', make_plan)
+  monkeypatch.setattr(planner, 'make_plan', make_plan)
   first, lines = _find('auto')
   assert any('making it' in line for line in lines)
-  path = cache_path(first.context, DraftSettings())
+  path = plan_lib.cache_path(first.context, settings_lib.DraftSettings())
   assert path.exists()
   again, lines = _find('auto', prompts=None)  # nobody asks for them
   assert (again, lines) == (first, [f'lookup, from {path}'])
@@ -62,13 +66,15 @@ def test_auto_makes_a_plan_once(monkeypatch):
   assert other.context.batch_size == 2
   assert made == [(['import '], size, 32) for size in (1, 2)]
   # So are other settings that all candidates share.
-  fewer = with_options(DraftSettings(), {'inner': 'lookup'})
-  assert cache_path(first.context, fewer) != path
+  fewer = settings_lib.with_options(
+    settings_lib.DraftSettings(), {'inner': 'lookup'}
+  )
+  assert plan_lib.cache_path(first.context, fewer) != path
 
 
 def test_a_plan_that_cannot_be_saved_is_used(monkeypatch, tmp_path):
   make = lambda pair, prompts, *, context, **options: _plan(context)
-  monkeypatch.setattr(plan_lookup, 'make_plan', make)
+  monkeypatch.setattr(planner, 'make_plan', make)
   (tmp_path / 'cache').write_text('no folder')
   plan, lines = _find('auto')
   assert plan.method == 'lookup'
@@ -88,7 +94,7 @@ def test_a_plan_from_elsewhere_is_warned_of_or_refused(tmp_path):
   assert _find(path)[1] == [f'lookup, from {path}']
   for changes, message in (
     (
-      {'models': ModelChoice('demo-draft', dtype='float32')},
+      {'models': pair_lib.ModelChoice('demo-draft', dtype='float32')},
       'made for another target',
     ),
     ({'name': '/no/such/plan'}, 'cannot be read'),
@@ -101,18 +107,24 @@ def test_a_plan_from_elsewhere_is_warned_of_or_refused(tmp_path):
 def test_two_plans_are_joined_where_their_trees_differ_in_size_alone():
   plan = functools.partial(_plan, _SETUP.context())
   large, small = (plan('staged', num_nodes=n) for n in (32, 8))
-  assert join_plans(large, small, 8) == (large, {2: 32, 8: 8})
-  assert join_plans(small, large, 3) == (large, {1: 8, 3: 32})
-  assert join_plans(large, plan('plain'), 8) == (large, {2: 32, 8: 1})
+  assert plan_lookup.join_plans(large, small, 8) == (large, {2: 32, 8: 8})
+  assert plan_lookup.join_plans(small, large, 3) == (large, {1: 8, 3: 32})
+  assert plan_lookup.join_plans(large, plan('plain'), 8) == (
+    large,
+    {2: 32, 8: 1},
+  )
   # The tables of other methods and settings are not compatible.
   for other in (plan('tree', num_nodes=8), plan('staged', width=4)):
-    assert join_plans(large, other, 8) == (other, {})
-  assert join_plans(plan('plain'), small, 8) == (small, {})
+    assert plan_lookup.join_plans(large, other, 8) == (other, {})
+  assert plan_lookup.join_plans(plan('plain'), small, 8) == (small, {})
   # A chain has as many nodes as drafted tokens, and the root.
   chain = plan('chain', num_draft_tokens=4)
-  assert join_plans(chain, plan('plain'), 8) == (chain, {2: 5, 8: 1})
-  assert join_plans(chain, chain, 8) == (chain, {2: 5, 8: 5})
+  assert plan_lookup.join_plans(chain, plan('plain'), 8) == (
+    chain,
+    {2: 5, 8: 1},
+  )
+  assert plan_lookup.join_plans(chain, chain, 8) == (chain, {2: 5, 8: 5})
   shorter = plan('chain', num_draft_tokens=2)
-  assert join_plans(chain, shorter, 8) == (shorter, {})
+  assert plan_lookup.join_plans(chain, shorter, 8) == (shorter, {})
   fixed = plan('tree', topology='chain:3')
-  assert join_plans(fixed, small, 8) == (small, {})
+  assert plan_lookup.join_plans(fixed, small, 8) == (small, {})

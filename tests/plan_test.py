@@ -10,22 +10,14 @@ import pytest
 
 import models
 from models.checkpoints import hub
-from models.text.drafters import make_drafter
-from models.text.pair import find_checkpoints
-from models.text.pair import load_pair
-from models.text.pair import ModelChoice
-from models.text.plan import cache_path
-from models.text.plan import Context
-from models.text.plan import load_plan
-from models.text.plan import model_digest
-from models.text.plan import model_digests
-from models.text.plan import Plan
-from models.text.settings import DraftSettings
-from models.text.settings import with_options
-from specdec import PromptLookup
-from specdec.tree.topology import from_paths
+from models.text import drafters
+from models.text import pair as pair_lib
+from models.text import plan as plan_lib
+from models.text import settings as settings_lib
+import specdec
+from specdec.tree import topology as topology_lib
 
-_CONTEXT = Context(
+_CONTEXT = plan_lib.Context(
   models={'target': 't', 'draft': 'd', 'vocabulary': 'v'},
   machine={'device': 'cpu', 'processor': 'p', 'cores': 2, 'jax': '1'},
   dtype='float32',
@@ -33,16 +25,22 @@ _CONTEXT = Context(
   batch_size=2,
   sampling={'temperature': 1.0, 'top_k': 50},
 )
-_USUAL = DraftSettings()
-_STAGED = with_options(
-  dataclasses.replace(_USUAL, lookup=PromptLookup(confidence=(0.0, 0.5))),
+_USUAL = settings_lib.DraftSettings()
+_STAGED = settings_lib.with_options(
+  dataclasses.replace(
+    _USUAL, lookup=specdec.PromptLookup(confidence=(0.0, 0.5))
+  ),
   {'num_nodes': 16, 'width': 4, 'cost_ratio': 0.03, 'inner_rounds': 1},
 )
-_CHAIN = DraftSettings(num_draft_tokens=7, inner='lookup', ngram='x.st')
-_FIXED = DraftSettings(topology=from_paths([(0,), (1,), (0, 0), (0, 2)]))
+_CHAIN = settings_lib.DraftSettings(
+  num_draft_tokens=7, inner='lookup', ngram='x.st'
+)
+_FIXED = settings_lib.DraftSettings(
+  topology=topology_lib.from_paths([(0,), (1,), (0, 0), (0, 2)])
+)
 
 
-_PLAN = Plan(
+_PLAN = plan_lib.Plan(
   method='staged',
   drafting=_STAGED,
   min_block_efficiency=1.7,
@@ -55,7 +53,7 @@ _plan = functools.partial(dataclasses.replace, _PLAN)
 def _load(path, record):
   path /= 'plan.json'
   path.write_text(record if isinstance(record, str) else json.dumps(record))
-  return load_plan(path)
+  return plan_lib.load_plan(path)
 
 
 def test_a_plan_comes_back_as_it_was(tmp_path):
@@ -63,7 +61,7 @@ def test_a_plan_comes_back_as_it_was(tmp_path):
   for drafting in (_USUAL, _STAGED, _CHAIN, _FIXED):
     plan = _plan(drafting=drafting)
     plan.save(path)
-    assert load_plan(path) == plan
+    assert plan_lib.load_plan(path) == plan
     assert [one.name for one in path.parent.iterdir()] == ['plan.json']
 
 
@@ -80,7 +78,7 @@ def test_only_what_differs_is_written(tmp_path):
   assert not {'num_nodes', 'rounds', 'capacity'} & tree.keys()
   # In the old form the calibration stood beside a topology.
   drafting = _load(tmp_path, record | _tree(**tree, calibration=1.0)).drafting
-  assert drafting == with_options(_FIXED, {'calibration': 1.0})
+  assert drafting == settings_lib.with_options(_FIXED, {'calibration': 1.0})
 
 
 def _tree(**entries):
@@ -146,7 +144,7 @@ def test_contexts(monkeypatch, tmp_path):
   change = functools.partial(dataclasses.replace, _CONTEXT)
   others = [change(**{name: value}) for name, value in changes.items()]
   newer = change(machine=_CONTEXT.machine | {'jax': '2'})
-  paths = {*map(cache_path, [_CONTEXT, newer, *others])}
+  paths = {*map(plan_lib.cache_path, [_CONTEXT, newer, *others])}
   assert len(paths) == len(changes) + 2
   assert {path.parent for path in paths} == {tmp_path / 'specdec' / 'plans'}
   assert _CONTEXT.warnings(_CONTEXT) == newer.warnings(_CONTEXT) == []
@@ -157,9 +155,11 @@ def test_contexts(monkeypatch, tmp_path):
 def test_models_are_told_apart_by_what_is_in_their_files(tmp_path):
   original, copy = hub.locate('demo-draft'), tmp_path / 'copy'
   shutil.copytree(original.path, copy)
-  digests = model_digests(*find_checkpoints(ModelChoice('demo', 'demo')))
-  digest = lambda: model_digest(hub.locate(copy))
-  assert digest() == model_digest(original) == digests['draft']
+  digests = plan_lib.model_digests(
+    *pair_lib.find_checkpoints(pair_lib.ModelChoice('demo', 'demo'))
+  )
+  digest = lambda: plan_lib.model_digest(hub.locate(copy))
+  assert digest() == plan_lib.model_digest(original) == digests['draft']
   assert digests['draft'] != digests['target']
   weights = copy / 'model.safetensors'
   content = bytearray(weights.read_bytes())
@@ -170,11 +170,15 @@ def test_models_are_told_apart_by_what_is_in_their_files(tmp_path):
 
 def test_a_model_of_the_hub_is_looked_up_once(monkeypatch):
   folder, asked = str(hub.locate('demo-draft').path), []
-  digests = model_digests(*find_checkpoints(ModelChoice('demo-draft', 'demo')))
+  digests = plan_lib.model_digests(
+    *pair_lib.find_checkpoints(pair_lib.ModelChoice('demo-draft', 'demo'))
+  )
   context = dataclasses.replace(_CONTEXT, models=digests)
   download = lambda name, **_: asked.append(name) or folder
   monkeypatch.setattr(huggingface_hub, 'snapshot_download', download)
-  plan = _plan(method='chain', drafting=DraftSettings(), context=context)
+  plan = _plan(
+    method='chain', drafting=settings_lib.DraftSettings(), context=context
+  )
   generator = models.load('some/target', 'some/draft', plan=plan)
   assert asked == ['some/target', 'some/draft']
   assert generator.break_even == plan.min_block_efficiency
@@ -185,19 +189,25 @@ def test_a_model_of_the_hub_is_looked_up_once(monkeypatch):
 
 
 def test_a_plan_without_a_draft_model_loads_none():
-  digests = model_digests(*find_checkpoints(ModelChoice('demo-draft', None)))
+  digests = plan_lib.model_digests(
+    *pair_lib.find_checkpoints(pair_lib.ModelChoice('demo-draft', None))
+  )
   context = dataclasses.replace(_CONTEXT, models=digests)
-  plan = _plan(method='lookup', drafting=DraftSettings(), context=context)
+  plan = _plan(
+    method='lookup', drafting=settings_lib.DraftSettings(), context=context
+  )
   lm = models.load('demo-draft', '/no/such/draft', plan=plan)
   assert lm.pair.draft is None
 
 
 def test_the_method_plan_is_what_the_plan_says():
-  pair = load_pair(ModelChoice('demo', None))
-  made = make_drafter('plan', pair, DraftSettings(plan=_plan(method='lookup')))
-  expected = make_drafter('lookup', pair, _STAGED)
+  pair = pair_lib.load_pair(pair_lib.ModelChoice('demo', None))
+  made = drafters.make_drafter(
+    'plan', pair, settings_lib.DraftSettings(plan=_plan(method='lookup'))
+  )
+  expected = drafters.make_drafter('lookup', pair, _STAGED)
   assert made.shape == expected.shape
   assert made.stages[0].config == expected.stages[0].config
   assert made.labels == expected.labels
   with pytest.raises(ValueError, match='method plan needs'):
-    make_drafter('plan', pair, DraftSettings())
+    drafters.make_drafter('plan', pair, settings_lib.DraftSettings())

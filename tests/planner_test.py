@@ -8,43 +8,45 @@ import jax
 import numpy as np
 import pytest
 
-from models.lab.study.costs import measure_step_costs
-from models.lab.study.costs import StepCosts
-from models.lab.training.tokenizer import train_tokenizer
-from models.lab.tune import candidate_methods as candidates
+from models.lab.study import costs as costs_lib
+from models.lab.training import tokenizer as tokenizer_lib
+from models.lab.tune import candidate_methods
 from models.lab.tune import plan_lookup
 from models.lab.tune import planner
-from models.lab.tune.planner import choose
-from models.lab.tune.planner import PLAIN
-from models.nn.table_model import table_model
-from models.text.drafters import make_drafter
-from models.text.pair import Pair
-from models.text.plan import Context
-from models.text.settings import DraftSettings
-from specdec import generate
-from specdec import Sampling
+from models.nn import table_model
+from models.text import drafters
+from models.text import pair as pair_lib
+from models.text import plan as plan_lib
+from models.text import settings as settings_lib
+import specdec
 
 _TEXT = 'the cat says ok, and the dog says no to the cat\n' * 20
 _PROMPTS = ('the cat says', 'ok, and', 'the dog', 'to the cat')
-_SAMPLING = Sampling(temperature=0.7)
-_FEW = {PLAIN, 'chain 2', 'lookup N=8'}
+_SAMPLING = specdec.Sampling(temperature=0.7)
+# Before a test replaces it.
+_MEASURE = costs_lib.measure_step_costs
+_FEW = {planner.PLAIN, 'chain 2', 'lookup N=8'}
 
 
 @functools.cache
 def _pair():
-  tokenizer = train_tokenizer([_TEXT], vocab_size=300, context=128)
+  tokenizer = tokenizer_lib.train_tokenizer(
+    [_TEXT], vocab_size=300, context=128
+  )
   size = len(tokenizer)
   rng = np.random.default_rng(0)
   counts = 1e-3 + 0.05 * rng.random((size, size)) ** 8
   for before, after in itertools.pairwise(tokenizer(_TEXT)['input_ids']):
     counts[before, after] += 1
   logits, noise = np.log(counts), rng.normal(size=counts.shape)
-  target = table_model(logits, max_positions=256)
-  draft = table_model(logits + noise, max_positions=256)
-  return Pair(target=target, draft=draft, tokenizer=tokenizer, eos_ids=())
+  target = table_model.table_model(logits, max_positions=256)
+  draft = table_model.table_model(logits + noise, max_positions=256)
+  return pair_lib.Pair(
+    target=target, draft=draft, tokenizer=tokenizer, eos_ids=()
+  )
 
 
-_CONTEXT = Context(
+_CONTEXT = plan_lib.Context(
   models={'target': 't', 'draft': 'd', 'vocabulary': 'v'},
   machine={},
   dtype='float32',
@@ -60,12 +62,12 @@ def winning(monkeypatch):
 
   V is the same for any N, so that speculation is predicted to win.
   """
-  kept = tuple(one for one in candidates._CANDIDATES if one[0] in _FEW)
-  monkeypatch.setattr(candidates, '_CANDIDATES', kept)
+  kept = tuple(one for one in candidate_methods._CANDIDATES if one[0] in _FEW)
+  monkeypatch.setattr(candidate_methods, '_CANDIDATES', kept)
   monkeypatch.setattr(planner, 'NODE_COUNTS', (1, 8))
-  costs = StepCosts(prompt=0.0, verification={1: 10.0, 8: 10.0})
+  costs = costs_lib.StepCosts(prompt=0.0, verification={1: 10.0, 8: 10.0})
   measure = mock.Mock(return_value=costs)
-  monkeypatch.setattr(planner, 'measure_step_costs', measure)
+  monkeypatch.setattr(costs_lib, 'measure_step_costs', measure)
   return measure
 
 
@@ -90,7 +92,7 @@ def _plan(**options):
     _PROMPTS,
     context=_CONTEXT,
     sampling=_SAMPLING,
-    drafting=DraftSettings(inner='lookup'),
+    drafting=settings_lib.DraftSettings(inner='lookup'),
     **{'max_new_tokens': 20, 'plan_seconds': 1e6} | options,
   )
 
@@ -105,23 +107,32 @@ def test_prompts_of_one_padded_length_fill_batches():
 
 
 def test_plain_unless_another_is_faster_by_more_than_noise_in_every_account():
-  rates = {PLAIN: 100.0, 'chain': 102.9, 'tree': 90.0}
-  assert choose(rates, margin=0.03) == PLAIN
-  assert choose(rates | {'chain': 103.1}, margin=0.03) == 'chain'
-  assert choose({PLAIN: 100.0}, margin=0.03) == PLAIN
-  assert choose({'a': 2.0, PLAIN: 1.0, 'b': 2.0}, margin=0.0) == 'a'
-  measured = {PLAIN: 100.0, 'tree': 130.0, 'chain': 110.0}
-  predicted = {PLAIN: 100.0, 'tree': 102.0, 'chain': 120.0, 'more': 200.0}
-  assert choose(measured, margin=0.03) == 'tree'
-  assert choose(measured, predicted, margin=0.03) == 'chain'
-  assert choose(measured, predicted, margin=0.25) == PLAIN
+  rates = {planner.PLAIN: 100.0, 'chain': 102.9, 'tree': 90.0}
+  assert planner.choose(rates, margin=0.03) == planner.PLAIN
+  assert planner.choose(rates | {'chain': 103.1}, margin=0.03) == 'chain'
+  assert planner.choose({planner.PLAIN: 100.0}, margin=0.03) == planner.PLAIN
+  assert (
+    planner.choose({'a': 2.0, planner.PLAIN: 1.0, 'b': 2.0}, margin=0.0) == 'a'
+  )
+  measured = {planner.PLAIN: 100.0, 'tree': 130.0, 'chain': 110.0}
+  predicted = {
+    planner.PLAIN: 100.0,
+    'tree': 102.0,
+    'chain': 120.0,
+    'more': 200.0,
+  }
+  assert planner.choose(measured, margin=0.03) == 'tree'
+  assert planner.choose(measured, predicted, margin=0.03) == 'chain'
+  assert planner.choose(measured, predicted, margin=0.25) == planner.PLAIN
 
 
 def test_a_dozen_candidates_have_names_of_their_own_and_room():
-  listed = candidates.list_candidates(DraftSettings(), has_draft=True)
+  listed = candidate_methods.list_candidates(
+    settings_lib.DraftSettings(), has_draft=True
+  )
   assert 10 <= len(listed) <= 14
   assert len({candidate.name for candidate in listed}) == len(listed)
-  assert listed[0].name == listed[0].method == PLAIN
+  assert listed[0].name == listed[0].method == planner.PLAIN
   for candidate in listed[1:]:
     drafting, method = candidate.drafting, candidate.method
     if method == 'chain':
@@ -145,14 +156,14 @@ def test_only_what_is_there_and_wanted_is_tried():
     ('none', True, 'chain tree'),
     ('lookup', True, 'chain tree staged lookup'),
   ):
-    settings = DraftSettings(inner=inner)
-    listed = candidates.list_candidates(settings, has_draft=has_draft)
+    settings = settings_lib.DraftSettings(inner=inner)
+    listed = candidate_methods.list_candidates(settings, has_draft=has_draft)
     found = {candidate.method for candidate in listed}
-    assert found == {PLAIN, *methods.split()}
+    assert found == {planner.PLAIN, *methods.split()}
   # What the user chose is not varied.
   chosen = {'calibration': 0.7, 'max_depth': 5, 'capacity': 400}
-  base = candidates.with_options(DraftSettings(), chosen)
-  for candidate in candidates.list_candidates(base, has_draft=True):
+  base = candidate_methods.with_options(settings_lib.DraftSettings(), chosen)
+  for candidate in candidate_methods.list_candidates(base, has_draft=True):
     assert candidate.drafting.stage.calibration == 0.7
     assert candidate.drafting.tree.max_depth == 5
     if candidate.method == 'staged':
@@ -165,31 +176,31 @@ def test_a_plan_is_made_of_what_was_counted(winning, monkeypatch):
   monkeypatch.setattr(planner, '_FINALISTS', 1)
   # The costs are measured, but others are used.
   winning.side_effect = lambda *arguments, **options: (
-    measure_step_costs(*arguments, **options) and winning.return_value
+    _MEASURE(*arguments, **options) and winning.return_value
   )
   plan = _plan(report=lines.append)
   figures = _by_name(plan)
   (fixed,) = figures.keys() - _FEW
   assert fixed.startswith('fixed tree N=8')
-  assert figures[PLAIN]['block_efficiency'] == 1
-  assert figures[PLAIN]['min_block_efficiency'] == 1
+  assert figures[planner.PLAIN]['block_efficiency'] == 1
+  assert figures[planner.PLAIN]['min_block_efficiency'] == 1
   # The replay counted what decoding with the target counts.
-  drafting = DraftSettings(inner='lookup', num_draft_tokens=2)
-  drafter, forwards = make_drafter('chain', pair, drafting), 0
+  drafting = settings_lib.DraftSettings(inner='lookup', num_draft_tokens=2)
+  drafter, forwards = drafters.make_drafter('chain', pair, drafting), 0
   options = {'drafter': drafter, 'sampling': _SAMPLING, 'max_new_tokens': 20}
   for batch in (_PROMPTS[:2], _PROMPTS[2:]):
     prompts = [*map(pair.encode, batch)]
     arguments = pair.target, jax.random.key(0), prompts
-    forwards += generate(*arguments, **options).stats.target_forwards
+    forwards += specdec.generate(*arguments, **options).stats.target_forwards
   assert figures['chain 2']['block_efficiency'] == 80 / forwards > 1
   best = plan.candidates[0]
   decoded = {name for name in figures if figures[name]['measured']}
-  assert decoded == {PLAIN, best['name']}
+  assert decoded == {planner.PLAIN, best['name']}
   wins = all(
-    best[account] > 1.03 * figures[PLAIN][account]
+    best[account] > 1.03 * figures[planner.PLAIN][account]
     for account in ('tokens_per_second', 'measured')
   )
-  assert (plan.method != PLAIN) == wins
+  assert (plan.method != planner.PLAIN) == wins
   assert plan.context == _CONTEXT
   assert len(plan_lookup.table(plan).splitlines()) == 2 + len(figures)
   assert any('chain 2: ' in line for line in lines)
@@ -202,7 +213,7 @@ def test_when_the_budget_is_spent_a_plan_is_made_of_what_is_known():
   plan = _plan(plan_seconds=1, clock=lambda: next(clock), report=lines.append)
   # One sample, and plain decoding and one drafter were tried and decoded.
   figures = _by_name(plan)
-  assert figures.keys() == {'lookup N=8', PLAIN}
+  assert figures.keys() == {'lookup N=8', planner.PLAIN}
   assert all(one['measured'] > 0 for one in figures.values())
   assert sum('sample batch' in line for line in lines) == 1
   assert any('out of time for replays' in line for line in lines)
@@ -213,21 +224,23 @@ def test_when_the_budget_is_spent_a_plan_is_made_of_what_is_known():
 def test_when_the_user_interrupts_a_plan_is_made_of_what_is_known(moment):
   lines = []
   plan = _plan(report=_interrupting(moment, lines))
-  assert {PLAIN, 'lookup N=8'} <= _by_name(plan).keys()
+  assert {planner.PLAIN, 'lookup N=8'} <= _by_name(plan).keys()
   assert 'interrupted' in lines[-1]
   # Nothing was measured with the target, and the predictions are clear.
   assert all(figures['measured'] is None for figures in plan.candidates)
-  assert plan.method != PLAIN
+  assert plan.method != planner.PLAIN
   assert plan.min_block_efficiency == pytest.approx(1.0, rel=0.1)
 
 
 def test_an_ngram_of_another_tokenizer_is_left_out(winning, monkeypatch):
+  make = drafters.make_drafter
+
   def refuse(method, *rest):
     if method == 'lookup':
       raise ValueError('another tokenizer')
-    return make_drafter(method, *rest)
+    return make(method, *rest)
 
-  monkeypatch.setattr(planner, 'make_drafter', refuse)
+  monkeypatch.setattr(drafters, 'make_drafter', refuse)
   lines = []
   # Interrupted, because the rest is that of other plans.
   plan = _plan(report=_interrupting('compiling', lines))
@@ -243,4 +256,4 @@ def test_what_cannot_be_planned_is_refused():
     _plan(plan_seconds=0)
   # An interrupt before any drafter was tried leaves no plan.
   with pytest.raises(KeyboardInterrupt):
-    _plan(report=_interrupting(f'{PLAIN}: ', []))
+    _plan(report=_interrupting(f'{planner.PLAIN}: ', []))

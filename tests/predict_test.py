@@ -4,8 +4,9 @@ import types
 
 import pytest
 
-from models.lab.bench import predict
-from models.lab.bench.arms import ReadyArm
+from models.lab.bench import arms as arms_lib
+from models.lab.bench import predict as predict_lib
+from models.lab.study import costs as costs_lib
 
 _TARGET, _DRAFT = object(), object()
 # Seconds of a forward over so many tokens per row.
@@ -14,7 +15,7 @@ _COSTS = {_TARGET: {1: 2.0, 5: 3.0}, _DRAFT: {4: 0.25}}
 
 def _arm(models, num_nodes=1):
   unused = {'decode': None, 'sizes': {}, 'weight_bytes': 0}
-  return ReadyArm(**unused, models=models, num_nodes=num_nodes)
+  return arms_lib.ReadyArm(**unused, models=models, num_nodes=num_nodes)
 
 
 def _figures(**forwards):
@@ -33,7 +34,7 @@ def test_a_decode_is_its_prefill_and_its_forwards(monkeypatch):
     costs = {width: _COSTS[model][width] for width in node_counts}
     return types.SimpleNamespace(verification=costs)
 
-  monkeypatch.setattr(predict, 'measure_step_costs', measure)
+  monkeypatch.setattr(costs_lib, 'measure_step_costs', measure)
   sizes = {'prompts': [[1] * 9], 'texts': [[1] * 50], 'max_new_tokens': 40}
   arms = {
     'plain': _arm({'target': _TARGET}),
@@ -45,10 +46,10 @@ def test_a_decode_is_its_prefill_and_its_forwards(monkeypatch):
     'tree': _figures(target=12, draft=24),
     'peer': _figures(),
   }
-  speeds = predict.predicted_speeds(arms, figures, **sizes)
+  speeds = predict_lib.predicted_speeds(arms, figures, **sizes)
   plain = 4 + 48 * 2
   tree = 4 + 12 * 3 + 24 * 0.25
   assert speeds == {'plain': 1, 'tree': pytest.approx(plain / tree)}
   # There is no prediction over a peer.
   arms = {name: arms[name] for name in ('peer', 'plain')}
-  assert predict.predicted_speeds(arms, figures, **sizes) == {}
+  assert predict_lib.predicted_speeds(arms, figures, **sizes) == {}

@@ -8,14 +8,11 @@ import numpy as np
 import pytest
 import tiny
 import tiny_drafters
-from tiny_drafters import Settings
 
-from models.lab.study.replay import next_token_ranks
-from models.lab.study.replay import oracle_target
-from specdec import generate
-from specdec import staged
-from specdec.checks import to_params
-from specdec.tree.topology import k_ary
+from models.lab.study import replay
+import specdec
+from specdec import checks as checks_lib
+from specdec.tree import topology as topology_lib
 
 _LIMIT = 32
 _BRANCHING = 3
@@ -33,7 +30,7 @@ _SAMPLING = dataclasses.replace(
 
 def _decode(target, drafter, **options):
   options = {'max_new_tokens': _LIMIT, 'sampling': _SAMPLING} | options
-  return generate(
+  return specdec.generate(
     target, tiny.row_keys(_ROWS), _PROMPTS, drafter=drafter, **options
   )
 
@@ -49,7 +46,7 @@ def test_stages_have_the_counts_and_the_ends_of_the_target():
   """
   options = {'sampling': dataclasses.replace(_SAMPLING, repetition_penalty=1.3)}
   options['eos_ids'] = _EOS_IDS
-  config = Settings(
+  config = tiny_drafters.Settings(
     num_nodes=8, width=3, branching=2, rounds=3, capacity=24, cost_ratio=None
   )
   outer = tiny_drafters.model(_DRAFT, config)
@@ -58,13 +55,15 @@ def test_stages_have_the_counts_and_the_ends_of_the_target():
   def drafter(texts, kind):
     table = tiny_drafters.table_of(texts, kind)
     inner = tiny_drafters.candidates(table, config=tiny_drafters.INNER)
-    return staged(outer, inner)
+    return specdec.staged(outer, inner)
 
   texts = _texts(decode(_TARGET, drafter(_PROMPTS, 'empty')))
   knowing = drafter(texts, 'perfect')
   real = decode(_TARGET, knowing)
   # Tokens, origins, reasons, and all statistics.
-  assert decode(oracle_target(_TARGET.spec, _texts(real)), knowing) == real
+  assert (
+    decode(replay.oracle_target(_TARGET.spec, _texts(real)), knowing) == real
+  )
   counts = real.stats.accepted_histogram
   assert sum(count > 0 for count in counts) > 1, 'nothing to tell apart'
   assert 'eos' in real.finish_reasons
@@ -74,22 +73,22 @@ def test_stages_have_the_counts_and_the_ends_of_the_target():
 
 def test_other_texts_share_the_program():
   spec = _TARGET.spec
-  one = oracle_target(spec, [[1, 2, 3]])
-  other = oracle_target(spec, [[4], [5, 6]])
+  one = replay.oracle_target(spec, [[1, 2, 3]])
+  other = replay.oracle_target(spec, [[4], [5, 6]])
   assert one.spec is other.spec
   assert one.spec.weight_bytes == spec.weight_bytes
-  oracle_target(spec, [[0] * spec.max_positions])
+  replay.oracle_target(spec, [[0] * spec.max_positions])
   with pytest.raises(ValueError, match='exceeds the context'):
-    oracle_target(spec, [[0] * (spec.max_positions + 1)])
+    replay.oracle_target(spec, [[0] * (spec.max_positions + 1)])
 
 
 def _ranks(draft, texts, sampling=_SAMPLING):
   tokens = np.zeros((_ROWS, len(_PROMPTS[2]) + _LIMIT), np.int32)
   for row, text in enumerate(texts):
     tokens[row, : len(text)] = text
-  params = to_params(sampling, _ROWS, tiny.VOCAB_SIZE)
+  params = checks_lib.to_params(sampling, _ROWS, tiny.VOCAB_SIZE)
   given = jnp.asarray(tokens), tiny.row_keys(_ROWS), params
-  return np.asarray(next_token_ranks(draft, *given))
+  return np.asarray(replay.next_token_ranks(draft, *given))
 
 
 def test_ranks_are_those_of_the_drafter():
@@ -97,7 +96,9 @@ def test_ranks_are_those_of_the_drafter():
 
   One position is tried per forward, that after the token emitted last.
   """
-  drafter = tiny_drafters.model(_DRAFT, Settings(topology=k_ary(_BRANCHING, 1)))
+  drafter = tiny_drafters.model(
+    _DRAFT, tiny_drafters.Settings(topology=topology_lib.k_ary(_BRANCHING, 1))
+  )
   real = _decode(_TARGET, drafter, eos_ids=_EOS_IDS)  # before their limits
   ranks, own = (_ranks(model, _texts(real)) for model in (_DRAFT, _TARGET))
   all_stood = []

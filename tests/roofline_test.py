@@ -3,7 +3,7 @@
 import pytest
 
 from models.lab.bench import machine
-from specdec.statistics import bytes_read
+from specdec import statistics as statistics_lib
 
 _COSTS = {
   'target': {'per_forward': 100, 'per_slot': 2},
@@ -32,7 +32,7 @@ _BYTES = 4 * 100 + 40 * 2 + 8 * 10 + 160 + 20 * 3
 
 def test_an_arm_is_placed_under_the_roofs():
   """All models are read, and the reads of plain decoding do not count."""
-  assert bytes_read(_FIGURES['reads'], _COSTS) == _BYTES
+  assert statistics_lib.bytes_read(_FIGURES['reads'], _COSTS) == _BYTES
   assert machine.flops(_FIGURES, _SIZES) == _FLOPS
   placed = machine.roofline_point(
     _FIGURES, _COSTS, _SIZES, {'bytes_per_second': 200.0}

@@ -6,15 +6,9 @@ import pytest
 import reference
 from scipy import stats
 
-from specdec import Sampling
-from specdec.checks import to_params
-from specdec.sampling import adjust_logits
-from specdec.sampling import best_token
-from specdec.sampling import choose
-from specdec.sampling import EXCLUDED
-from specdec.sampling import filter_logits
-from specdec.sampling import is_usable
-from specdec.sampling import position_noise
+import specdec
+from specdec import checks as checks_lib
+from specdec import sampling as sampling_lib
 
 
 def _softmax(logits):
@@ -28,9 +22,9 @@ def _expected(logits, **values):
 
 
 # Compiled once per set of filters: dispatching op by op costs far more.
-_filter_logits = jax.jit(filter_logits)
-_choose = jax.jit(choose)
-_position_noise = jax.jit(position_noise, static_argnums=2)
+_filter_logits = jax.jit(sampling_lib.filter_logits)
+_choose = jax.jit(sampling_lib.choose)
+_position_noise = jax.jit(sampling_lib.position_noise, static_argnums=2)
 
 
 def _noise(batch_size, length, vocab_size, sampling):
@@ -40,7 +34,7 @@ def _noise(batch_size, length, vocab_size, sampling):
 
 
 def _probs(logits, sampling):
-  params = to_params(sampling, logits.shape[0], logits.shape[-1])
+  params = checks_lib.to_params(sampling, logits.shape[0], logits.shape[-1])
   kept = _filter_logits(logits, params)
   return np.apply_along_axis(_softmax, -1, np.asarray(kept, np.float64))
 
@@ -60,7 +54,7 @@ def test_filters_against_numpy(top_k, top_p, min_p):
   temperature = [0.3, 1.0, 2.5, 0.3, 1.0, 2.5]
   filters = {'top_k': top_k, 'top_p': top_p, 'min_p': min_p}
   filters = {name: one for name, one in filters.items() if one is not None}
-  sampling = Sampling(temperature=temperature, **filters)
+  sampling = specdec.Sampling(temperature=temperature, **filters)
   actual = _probs(logits.astype(np.float32), sampling)
   for row in range(6):
     of_row = lambda value, row=row: np.ravel(value)[row % np.size(value)].item()
@@ -74,11 +68,13 @@ def test_filters_against_numpy(top_k, top_p, min_p):
 def test_top_p_of_1_keeps_all_of_a_large_vocabulary_and_top_k_keeps_ties():
   """Summed in float32, probabilities may reach 1 before the last token."""
   logits = np.random.default_rng(0).normal(size=(4, 50_000)) * 3
-  sampling = to_params(Sampling(temperature=1.0, top_p=1.0), 4, 50_000)
+  sampling = checks_lib.to_params(
+    specdec.Sampling(temperature=1.0, top_p=1.0), 4, 50_000
+  )
   kept = _filter_logits(logits.astype(np.float32), sampling)
   assert np.all(np.asarray(kept) > -100)
   logits = np.array([[2.0, 1.0, 1.0, 0.0]], np.float32)
-  probs = _probs(logits, Sampling(temperature=1.0, top_k=2))
+  probs = _probs(logits, specdec.Sampling(temperature=1.0, top_k=2))
   np.testing.assert_array_equal(probs[0] > 0, [True, True, True, False])
 
 
@@ -90,7 +86,9 @@ def test_huge_logits_and_tiny_temperatures(filters):
   """The best token wins, or one of two that tie; never a NaN."""
   scale = np.repeat([1e-30, 1.0, 1e30, 3e38], 5).astype(np.float32)
   temperature = np.tile([0.0, 1e-30, 1e-45, 1.0, 1e6], 4)
-  sampling = to_params(Sampling(temperature=temperature, **filters), 20, 5)
+  sampling = checks_lib.to_params(
+    specdec.Sampling(temperature=temperature, **filters), 20, 5
+  )
   logits = np.array([-1.0, 0.2, 1.0, 0.3, -1.0], np.float32)
   logits = np.tile(scale[:, None, None] * logits, (1, 50, 1))
   noise = _noise(20, 50, 5, sampling)
@@ -106,8 +104,8 @@ def test_no_temperature_and_no_penalty_brings_a_banned_token_back():
   """Everything else is far less likely, and the text has the token."""
   temperature = np.tile([0.0, 1e-45, 1.0, 1e6], 3)
   penalty = np.repeat([1e-3, 1.0, 1e3], 4)
-  sampling = to_params(
-    Sampling(
+  sampling = checks_lib.to_params(
+    specdec.Sampling(
       logit_bias={2: -np.inf},
       temperature=temperature,
       repetition_penalty=penalty,
@@ -117,19 +115,23 @@ def test_no_temperature_and_no_penalty_brings_a_banned_token_back():
   )
   logits = np.tile(np.float32([-1e4, -2e4, 1e6, -1e4, -3e4]), (12, 200, 1))
   seen = np.broadcast_to(np.arange(5) == 2, logits.shape)
-  adjusted = adjust_logits(logits, sampling, seen)
+  adjusted = sampling_lib.adjust_logits(logits, sampling, seen)
   noise = _noise(12, 200, 5, sampling)
   assert 2 not in np.asarray(_choose(adjusted, noise, sampling))
-  assert np.all(_filter_logits(adjusted, sampling)[..., 2] == EXCLUDED)
+  assert np.all(
+    _filter_logits(adjusted, sampling)[..., 2] == sampling_lib.EXCLUDED
+  )
   # Where nothing but it can be said, nothing can.
   only = np.where(np.arange(5) == 2, logits, -np.inf)
-  assert not np.any(is_usable(adjust_logits(only, sampling, seen)))
+  assert not np.any(
+    sampling_lib.is_usable(sampling_lib.adjust_logits(only, sampling, seen))
+  )
 
 
 def test_temperature_0_is_argmax_whatever_the_filters():
   logits = np.random.default_rng(2).normal(size=(3, 5, 30)).astype(np.float32)
   for filters in _ALL_FILTERS:
-    sampling = to_params(Sampling(**filters), 3, 30)
+    sampling = checks_lib.to_params(specdec.Sampling(**filters), 3, 30)
     noise = _noise(3, 5, 30, sampling)
     np.testing.assert_array_equal(noise, 0.0)
     chosen = _choose(logits, noise, sampling)
@@ -157,10 +159,10 @@ def test_of_equal_scores_the_lowest_token_wins():
   scores[0, 0] = -np.inf
   scores[0, 1, 3:] = -np.inf
   np.testing.assert_array_equal(
-    jax.jit(best_token)(scores), scores.argmax(axis=-1)
+    jax.jit(sampling_lib.best_token)(scores), scores.argmax(axis=-1)
   )
   scores[1, 0, 5] = np.nan
-  assert 0 <= best_token(scores)[1, 0] < 11
+  assert 0 <= sampling_lib.best_token(scores)[1, 0] < 11
 
 
 @pytest.mark.parametrize(
@@ -169,7 +171,7 @@ def test_of_equal_scores_the_lowest_token_wins():
 )
 def test_the_law_of_choose(filters):
   values = {'temperature': 1.0} | filters
-  sampling = to_params(Sampling(**values), 1, len(_LAW))
+  sampling = checks_lib.to_params(specdec.Sampling(**values), 1, len(_LAW))
   noise = _noise(1, _NUM_DRAWS, len(_LAW), sampling)
   logits = np.tile(np.log(_LAW).astype(np.float32), (1, _NUM_DRAWS, 1))
   tokens = np.asarray(_choose(logits, noise, sampling))[0]
@@ -182,8 +184,8 @@ def test_the_law_of_choose(filters):
 
 
 def test_the_ends_of_the_ranges_are_allowed():
-  ends = Sampling(temperature=0, top_k=1, top_p=1, min_p=1)
-  sampling = to_params(ends, 1, 9)
+  ends = specdec.Sampling(temperature=0, top_k=1, top_p=1, min_p=1)
+  sampling = checks_lib.to_params(ends, 1, 9)
   for one in (sampling.temperature, sampling.top_p, sampling.min_p):
     assert one.dtype == np.float32
-  assert to_params(Sampling(), 1, 9).top_p is None
+  assert checks_lib.to_params(specdec.Sampling(), 1, 9).top_p is None

@@ -6,26 +6,17 @@ import itertools
 
 import jax
 import jax.numpy as jnp
-from list_trees import CAPACITY
-from list_trees import match_context
-from list_trees import Node
-from list_trees import NUM_TOKENS
-from list_trees import random_tree
-from list_trees import stack
-from list_trees import to_arrays
-from list_trees import up
+import list_trees
 import numpy as np
 import pytest
 import tiny_drafters
-from tiny_drafters import BigramTable
 
 import specdec
-from specdec.checks import to_params
-from specdec.draft.ranking import rank_candidates
-from specdec.draft.ranking import rank_logits
-from specdec.ngram.table import find_context
-from specdec.sampling import EXCLUDED
-from specdec.tree.topology import TreeShape
+from specdec import checks as checks_lib
+from specdec import sampling as sampling_lib
+from specdec.draft import ranking as ranking_lib
+from specdec.ngram import table as table_lib
+from specdec.tree import topology as topology_lib
 
 _MAX_LENGTH = 20
 _WIDTH = 4
@@ -36,7 +27,7 @@ _propose = jax.jit(lambda proposer, *args: proposer.propose(*args))
 def _said(tokens, log_probs):
   """The guesses of each node, as (token, log-probability)."""
   return [
-    [pair for pair in zip(*row, strict=True) if pair[1] > EXCLUDED]
+    [pair for pair in zip(*row, strict=True) if pair[1] > sampling_lib.EXCLUDED]
     for row in zip(tokens.tolist(), log_probs.tolist(), strict=True)
   ]
 
@@ -45,8 +36,10 @@ def _random_case(rng, length=None):
   """A text, a tree below its last token, and nodes of it."""
   length = int(rng.integers(1, _MAX_LENGTH + 1)) if length is None else length
   # What is behind the text is garbage, and likely to match.
-  tokens = rng.integers(NUM_TOKENS, size=_MAX_LENGTH).astype(np.int32)
-  nodes = random_tree(rng)
+  tokens = rng.integers(list_trees.NUM_TOKENS, size=_MAX_LENGTH).astype(
+    np.int32
+  )
+  nodes = list_trees.random_tree(rng)
   nodes[0] = dataclasses.replace(nodes[0], token=int(tokens[length - 1]))
   chosen = rng.integers(len(nodes), size=_WIDTH).astype(np.int32)
   return tokens, length, nodes, chosen
@@ -54,7 +47,7 @@ def _random_case(rng, length=None):
 
 def _path(tokens, length, nodes, node):
   """All tokens up to a node."""
-  below = [nodes[index].token for index in reversed(up(nodes, node))]
+  below = [nodes[index].token for index in reversed(list_trees.up(nodes, node))]
   return tokens[: length - 1].tolist() + below
 
 
@@ -90,7 +83,7 @@ def test_lookup_against_a_loop():
     rng, numbers = np.random.default_rng(0), set()
     for _ in range(60):
       tokens, length, nodes, chosen = _random_case(rng)
-      given = to_arrays(nodes), chosen, tokens, length
+      given = list_trees.to_arrays(nodes), chosen, tokens, length
       text = tokens[:length].tolist()
       for row, node in zip(
         _said(*_propose(proposer, *given)), chosen, strict=True
@@ -103,7 +96,7 @@ def test_lookup_against_a_loop():
         assert sum(np.exp(log_prob) for _, log_prob in row) <= 1
         numbers.add(len(row))
     assert 0 in numbers
-    assert max(numbers) >= min(proposer.num_matches, NUM_TOKENS - 1)
+    assert max(numbers) >= min(proposer.num_matches, list_trees.NUM_TOKENS - 1)
 
 
 def test_bad_settings_of_lookup():
@@ -117,20 +110,22 @@ def test_bad_settings_of_lookup():
 
 # N-grams.
 
-_find_context = jax.jit(find_context)
+_find_context = jax.jit(table_lib.find_context)
 
 
 @pytest.mark.parametrize('order', [1, 4])
 def test_an_ngram_table_is_asked_about_the_path(order):
   rng = np.random.default_rng(order)
-  text = rng.integers(NUM_TOKENS, size=60).tolist()
+  text = rng.integers(list_trees.NUM_TOKENS, size=60).tolist()
   table = tiny_drafters.ngram_table(
-    [text], NUM_TOKENS, order=order, num_continuations=3
+    [text], list_trees.NUM_TOKENS, order=order, num_continuations=3
   )
   proposer, found = specdec.NGram(table), set()
   for _ in range(30):
     tokens, length, nodes, chosen = _random_case(rng)
-    said = _propose(proposer, to_arrays(nodes), chosen, tokens, length)
+    said = _propose(
+      proposer, list_trees.to_arrays(nodes), chosen, tokens, length
+    )
     for place, node in enumerate(chosen):
       path = _path(tokens, length, nodes, node)
       history = [*reversed(path), *[-1] * order][: order - 1]
@@ -139,7 +134,7 @@ def test_an_ngram_table_is_asked_about_the_path(order):
       for one, other in zip(said, known, strict=True):
         np.testing.assert_array_equal(one[place], other[index])
       found.add(int(index))
-  assert order == 1 or len(found) >= NUM_TOKENS
+  assert order == 1 or len(found) >= list_trees.NUM_TOKENS
 
 
 # Several proposers as one scorer.
@@ -147,11 +142,17 @@ def test_an_ngram_table_is_asked_about_the_path(order):
 
 def _bigrams(rng, num_candidates, total, name):
   """Distinct tokens, some of them missing."""
-  shape = (NUM_TOKENS, num_candidates)
-  tokens = np.argsort(rng.random((NUM_TOKENS, NUM_TOKENS)))[:, :num_candidates]
-  probs = total * rng.dirichlet(np.ones(num_candidates), size=NUM_TOKENS)
-  log_probs = np.where(rng.random(shape) < 0.3, EXCLUDED, np.log(probs))
-  return BigramTable(
+  shape = (list_trees.NUM_TOKENS, num_candidates)
+  tokens = np.argsort(
+    rng.random((list_trees.NUM_TOKENS, list_trees.NUM_TOKENS))
+  )[:, :num_candidates]
+  probs = total * rng.dirichlet(
+    np.ones(num_candidates), size=list_trees.NUM_TOKENS
+  )
+  log_probs = np.where(
+    rng.random(shape) < 0.3, sampling_lib.EXCLUDED, np.log(probs)
+  )
+  return tiny_drafters.BigramTable(
     jnp.asarray(tokens, jnp.int32), jnp.asarray(log_probs, jnp.float32), name
   )
 
@@ -161,11 +162,11 @@ def _slow_merge(proposers):
 
   Also `[V, V]`, who was the first to propose a token after a token.
   """
-  probs = np.zeros((NUM_TOKENS, NUM_TOKENS))
+  probs = np.zeros((list_trees.NUM_TOKENS, list_trees.NUM_TOKENS))
   sources = np.full(probs.shape, -1)
-  left = np.ones(NUM_TOKENS)
+  left = np.ones(list_trees.NUM_TOKENS)
   for source, one in enumerate(proposers):
-    shared = np.zeros(NUM_TOKENS)
+    shared = np.zeros(list_trees.NUM_TOKENS)
     for last, row in enumerate(_said(one.tokens, one.log_probs)):
       for token, log_prob in row:
         shared[last] += left[last] * np.exp(log_prob)
@@ -173,9 +174,15 @@ def _slow_merge(proposers):
         if sources[last, token] < 0:
           sources[last, token] = source
     left = np.maximum(left - shared, 1e-6)
-  log_probs = np.where(probs > 0, np.log(np.maximum(probs, 1e-9)), EXCLUDED)
-  tokens = np.tile(np.arange(NUM_TOKENS, dtype=np.int32), (NUM_TOKENS, 1))
-  return BigramTable(tokens, log_probs.astype(np.float32)), sources
+  log_probs = np.where(
+    probs > 0, np.log(np.maximum(probs, 1e-9)), sampling_lib.EXCLUDED
+  )
+  tokens = np.tile(
+    np.arange(list_trees.NUM_TOKENS, dtype=np.int32), (list_trees.NUM_TOKENS, 1)
+  )
+  return tiny_drafters.BigramTable(
+    tokens, log_probs.astype(np.float32)
+  ), sources
 
 
 @functools.partial(jax.jit, static_argnums=4)
@@ -187,17 +194,17 @@ def _score(scorer, tree, ctx, nodes, config):
 
 
 def _context(rng, tokens, length, temperatures):
-  shape = (len(temperatures), CAPACITY + 1, NUM_TOKENS)
+  shape = (len(temperatures), list_trees.CAPACITY + 1, list_trees.NUM_TOKENS)
   stochastic = np.array(temperatures)[:, None, None] > 0
   noise = (rng.gumbel(size=shape) * stochastic).astype(np.float32)
-  return match_context(
-    tokens, length, noise, _params(temperatures), shape=TreeShape()
+  return list_trees.match_context(
+    tokens, length, noise, _params(temperatures), shape=topology_lib.TreeShape()
   )
 
 
 def _params(temperatures, **kw):
   sampling = specdec.Sampling(temperature=temperatures, **kw)
-  return to_params(sampling, len(temperatures), 8)
+  return checks_lib.to_params(sampling, len(temperatures), 8)
 
 
 @pytest.mark.parametrize('num_proposers', [2, 3])
@@ -216,14 +223,16 @@ def test_merging_proposers(num_proposers):
     scorer = specdec.CandidateScorer(tuple(proposers))
     assert scorer.labels == tuple(names)
     table, source_of = _slow_merge(proposers)
-    doubled += sum(len(one.tokens[0]) for one in proposers) * NUM_TOKENS
+    doubled += (
+      sum(len(one.tokens[0]) for one in proposers) * list_trees.NUM_TOKENS
+    )
     doubled -= np.sum(source_of >= 0)
     tokens, length, trees, nodes = zip(
       *(_random_case(rng) for _ in temperatures), strict=True
     )
     tokens, length, nodes = map(np.array, (tokens, length, nodes))
     nodes[:, 2] = -1
-    tree = stack(list(map(to_arrays, trees)))
+    tree = list_trees.stack(list(map(list_trees.to_arrays, trees)))
     ctx = _context(rng, tokens, length, temperatures)
     found, expected = (
       jax.device_get(_score(one, tree, ctx, nodes, config))
@@ -232,9 +241,9 @@ def test_merging_proposers(num_proposers):
     np.testing.assert_array_equal(found['nodes'], nodes)
     assert not np.any(found['slots_read'])
     edges, said = found['cond_log_probs'], found['tokens']
-    possible = expected['cond_log_probs'] > EXCLUDED
+    possible = expected['cond_log_probs'] > sampling_lib.EXCLUDED
     assert not possible[:, 2].any()
-    np.testing.assert_array_equal(edges > EXCLUDED, possible)
+    np.testing.assert_array_equal(edges > sampling_lib.EXCLUDED, possible)
     np.testing.assert_array_equal(said[possible], expected['tokens'][possible])
     last = np.take_along_axis(tree.token, np.maximum(nodes, 0), axis=1)
     sources = source_of[last[:, :, None], said]
@@ -249,17 +258,19 @@ def test_merging_proposers(num_proposers):
 
 def test_proposers_that_know_everything_leave_nothing():
   """Probabilities add up to 1, not to more, whatever comes after."""
-  sure = BigramTable(
+  sure = tiny_drafters.BigramTable(
     jnp.array([[0, 1], [1, 0]]), jnp.log(jnp.array([[1.0, 0.0], [0.25, 0.75]]))
   )
   scorer = specdec.CandidateScorer((sure, sure.replace(name='again')))
-  tree = stack([to_arrays([Node(token)]) for token in (0, 1)])
+  tree = list_trees.stack(
+    [list_trees.to_arrays([list_trees.Node(token)]) for token in (0, 1)]
+  )
   text, length = np.zeros((2, 4), np.int32), np.ones(2, int)
   ctx = _context(np.random.default_rng(0), text, length, (0.0,) * 2)
   nodes = np.zeros((2, 1), np.int32)
   scores = _score(scorer, tree, ctx, nodes, specdec.StageConfig(branching=4))
   edges = np.asarray(scores['cond_log_probs'])[:, 0]
-  probs = np.where(edges > EXCLUDED, np.exp(edges), 0)
+  probs = np.where(edges > sampling_lib.EXCLUDED, np.exp(edges), 0)
   np.testing.assert_allclose(probs.sum(axis=1), [1, 1], atol=1e-4)
   assert (edges <= 0).all()
   assert scores['tokens'][1, 0, 0] == 0
@@ -277,7 +288,7 @@ def test_sizes_are_those_of_the_proposers():
 # Ranks.
 
 
-_rank_logits = jax.jit(rank_logits, static_argnums=4)
+_rank_logits = jax.jit(ranking_lib.rank_logits, static_argnums=4)
 
 
 def test_ranking_logits():
@@ -306,7 +317,7 @@ def test_ranking_logits():
         ranked[row, place, kept], expected, rtol=1e-3, atol=1e-4
       )
       others = np.delete(ranked[row, place], kept)
-      assert (others == EXCLUDED).all()
+      assert (others == sampling_lib.EXCLUDED).all()
 
 
 def test_ranks_know_the_noise_of_the_candidates():
@@ -316,7 +327,7 @@ def test_ranks_know_the_noise_of_the_candidates():
   noise = rng.gumbel(size=(1, 20_000, 8)).astype(np.float32)
   log_probs = np.broadcast_to(np.log(probs[:2]), (1, 20_000, 2))
   given = log_probs.astype(np.float32), noise[..., :2], _params([1.0]), 1.0
-  ranked = rank_candidates(*given, shares_noise=True)
+  ranked = ranking_lib.rank_candidates(*given, shares_noise=True)
   chosen = np.argmax(np.log(probs) + noise[0], axis=-1)
   among = chosen < 2
   best = np.asarray(ranked[0]).argmax(axis=-1)

@@ -17,18 +17,16 @@ import pytest
 
 from models.checkpoints import hub
 from models.lab.bench import machine
-from models.lab.training.tokenizer import train_tokenizer
-from models.lab.tune.plan_lookup import Setup
-from models.nn.gpt2 import GPT2
-from models.nn.gpt2 import GPT2Config
-from models.text.chat import Chat
-from models.text.generator import Generator
-from models.text.pair import ModelChoice
-from models.text.plan import Plan
-from models.text.settings import DraftSettings
-from specdec import Sampling
-from specdec import Trace
-from specdec.tree.topology import k_ary
+from models.lab.training import tokenizer as tokenizer_lib
+from models.lab.tune import plan_lookup
+from models.nn import gpt2 as nn_gpt2
+from models.text import chat as chat_lib
+from models.text import generator as generator_lib
+from models.text import pair as pair_lib
+from models.text import plan as plan_lib
+from models.text import settings as settings_lib
+import specdec
+from specdec.tree import topology as topology_lib
 
 _TEXT = 'def add(first, second):\n  return first + second\n' * 20
 _CHAIN = ('--method=chain', '--num_draft_tokens=2')
@@ -38,10 +36,12 @@ _TEMPLATE = """\
 
 
 def _save(folder, seed):
-  tokenizer = train_tokenizer([_TEXT], vocab_size=280, context=128)
+  tokenizer = tokenizer_lib.train_tokenizer(
+    [_TEXT], vocab_size=280, context=128
+  )
   shape = {'width': 16, 'num_layers': 1, 'num_heads': 2, 'num_positions': 128}
-  config = GPT2Config(vocab_size=len(tokenizer), **shape)
-  module = GPT2(config, rngs=nnx.Rngs(seed))
+  config = nn_gpt2.GPT2Config(vocab_size=len(tokenizer), **shape)
+  module = nn_gpt2.GPT2(config, rngs=nnx.Rngs(seed))
   hub.save_pretrained(module, folder, tokenizer=tokenizer)
   return folder
 
@@ -125,7 +125,7 @@ def test_flags_become_arguments(pair, tmp_path, monkeypatch):
   file.write_text('\n'.join(lines))
   asked = mock.Mock(side_effect=ValueError('that is all'))
   monkeypatch.setattr(
-    Generator, 'stream', lambda *args, **kw: asked(*args, **kw)
+    generator_lib.Generator, 'stream', lambda *args, **kw: asked(*args, **kw)
   )
   sampling = {'temperature': 0.9, 'top_k': 40, 'top_p': 0.9, 'min_p': 0.01}
   sampling |= {'repetition_penalty': 1.5}
@@ -140,12 +140,12 @@ def test_flags_become_arguments(pair, tmp_path, monkeypatch):
   )
   assert refused.endswith('that is all')
   (generator, prompts), arguments = asked.call_args
-  assert generator.drafter.shape == k_ary(2, 2)
+  assert generator.drafter.shape == topology_lib.k_ary(2, 2)
   assert generator.pair.target.spec.init_cache(1, 8).keys[0].dtype == 'bfloat16'
   assert prompts == ['def', 'return']
   assert arguments == same | {
     'max_new_tokens': 9,
-    'sampling': Sampling(logit_bias={3: 100.0, 4: -np.inf}, **sampling),
+    'sampling': specdec.Sampling(logit_bias={3: 100.0, 4: -np.inf}, **sampling),
     'stop': ['\nxx', 'nothing'],
     'log_probs': True,
   }
@@ -185,7 +185,9 @@ def test_a_table_follows_the_text_and_origins_are_marked(pair, monkeypatch):
 def test_what_is_asked_of_the_text(pair):
   """A bias for two tokens, a penalty to have both, a stop that ends it."""
   # The bytes of a byte-level vocabulary come in the order of their characters.
-  tokenizer = train_tokenizer([_TEXT], vocab_size=280, context=128)
+  tokenizer = tokenizer_lib.train_tokenizer(
+    [_TEXT], vocab_size=280, context=128
+  )
   letter, line_end = tokenizer.convert_tokens_to_ids(['x', 'Ċ'])
   flags = [*pair, *_CHAIN, '--prompt=def', '--repetition_penalty=1.5']
   flags += [f'--logit_bias={letter}:100,{line_end}:99', r'--stop=\nxx']
@@ -242,7 +244,7 @@ def test_an_interrupt_ends_an_answer_and_not_the_conversation(
   instruct, monkeypatch
 ):
   """Neither does one while nothing is decoded."""
-  step_by_step, read = Chat.__iter__, builtins.input
+  step_by_step, read = chat_lib.Chat.__iter__, builtins.input
   interrupts = [KeyboardInterrupt]
 
   def interrupted(chat):
@@ -257,7 +259,7 @@ def test_an_interrupt_ends_an_answer_and_not_the_conversation(
       raise interrupts.pop()
     return line
 
-  monkeypatch.setattr(Chat, '__iter__', interrupted)
+  monkeypatch.setattr(chat_lib.Chat, '__iter__', interrupted)
   monkeypatch.setattr(builtins, 'input', typed)
   before = signal.getsignal(signal.SIGINT)
   lines = ['lost', 'def', 'add']
@@ -298,8 +300,8 @@ def test_no_message_ends_a_conversation(
       result_of(chat), errors=['the target gave NaN']
     )
   )
-  result_of = Chat.result
-  monkeypatch.setattr(Chat, 'result', lambda chat: wrong(chat))
+  result_of = chat_lib.Chat.result
+  monkeypatch.setattr(chat_lib.Chat, 'result', lambda chat: wrong(chat))
   answers = _converse(monkeypatch, ['def', 'add'], *instruct)
   assert ['the target gave NaN]' in one for one in answers] == [
     True,
@@ -322,7 +324,9 @@ def test_an_interrupt_is_one_line(script, instruct, tmp_path, monkeypatch):
 
 
 def test_eos_ids_of_flags(pair):
-  tokenizer = train_tokenizer([_TEXT], vocab_size=280, context=128)
+  tokenizer = tokenizer_lib.train_tokenizer(
+    [_TEXT], vocab_size=280, context=128
+  )
   letter, line_end = tokenizer.convert_tokens_to_ids(['x', 'Ċ'])
   flags = [*pair, *_CHAIN, '--prompt=def', '--repetition_penalty=1.5']
   flags += [f'--logit_bias={letter}:100,{line_end}:99,0:90']
@@ -430,11 +434,16 @@ def test_benchmark_writes_what_it_prints(pair, prompts, tmp_path, monkeypatch):
 def test_a_plan_says_how_to_decode(pair, tmp_path):
   """A chain of 2, for this pair and this machine."""
   names = dict(flag.lstrip('-').split('=') for flag in pair[:2])
-  choice = ModelChoice(**names, dtype='float32')
-  setup = Setup(models=choice, batch_size=1, sampling=Sampling())
-  drafting, path = DraftSettings(num_draft_tokens=2), tmp_path / 'plan.json'
+  choice = pair_lib.ModelChoice(**names, dtype='float32')
+  setup = plan_lookup.Setup(
+    models=choice, batch_size=1, sampling=specdec.Sampling()
+  )
+  drafting, path = (
+    settings_lib.DraftSettings(num_draft_tokens=2),
+    tmp_path / 'plan.json',
+  )
   made = {'min_block_efficiency': 1.5, 'context': setup.context()}
-  Plan(method='chain', drafting=drafting, **made).save(path)
+  plan_lib.Plan(method='chain', drafting=drafting, **made).save(path)
   flags = [*pair, '--prompt=def add', '--json', f'--plan={path}']
   planned = command_lines.run('generate.py', *flags)
   assert 'warning' not in planned.errors
@@ -491,7 +500,7 @@ def test_a_decode_is_shown_and_shown_again(pair, tmp_path):
   given = ('--prompt=def <b>add', f'--output={page}')
   printed = _output(*show, *pair, *_CHAIN, *given)
   assert printed.split() == [str(data), str(page)]
-  trace = Trace.from_json(data.read_text())
+  trace = specdec.Trace.from_json(data.read_text())
   assert len(trace.tokens) == 9
   assert trace.prompt == 'def <b>add'
   assert trace.stage_forwards['draft'] == 2 * len(trace.blocks)

@@ -20,14 +20,10 @@ import pytest
 import models
 from models.checkpoints import hub
 from models.lab.compiled import programs
-from models.nn.adapter import as_model
-from models.nn.matrices import take_rows
-from models.nn.sharding import AXES
-from models.nn.sharding import draft_layout
-from models.nn.sharding import Layout
-from models.nn.sharding import make_mesh
-from models.nn.sharding import parse_mesh
-from specdec.memory import bytes_on_device
+from models.nn import adapter
+from models.nn import matrices as matrices_lib
+from models.nn import sharding as sharding_lib
+from specdec import memory
 
 _FILE = pathlib.Path(on_devices.__file__)
 
@@ -70,16 +66,16 @@ def test_a_large_model_is_loaded_part_by_part():
 
 
 def test_each_of_eight_devices_has_an_eighth_of_a_model_of_70b():
-  layout = Layout(AbstractMesh((1, 8), AXES))
+  layout = sharding_lib.Layout(AbstractMesh((1, 8), sharding_lib.AXES))
   config = programs.config_of('llama-2-70b')
   module = hub.shape_module(config, jnp.dtype('bfloat16'), layout)
-  model = as_model(module, layout)
+  model = adapter.as_model(module, layout)
   leaves = jax.tree.leaves(model.params)
   size = lambda leaf: leaf.size * leaf.dtype.itemsize
   assert 137e9 < sum(map(size, leaves)) < 139e9
   norms = sum(size(leaf) for leaf in leaves if leaf.ndim == 1)
   ideal = sum(size(leaf) for leaf in leaves if leaf.ndim == 2) / 8 + norms
-  held = sum(map(bytes_on_device, leaves))
+  held = sum(map(memory.bytes_on_device, leaves))
   assert ideal <= held < 1.001 * ideal
   assert model.spec.slot_shards == 8
 
@@ -87,20 +83,20 @@ def test_each_of_eight_devices_has_an_eighth_of_a_model_of_70b():
 def test_the_lookup_of_one_row_on_a_mesh_is_of_two():
   """Or XLA makes it a slice, for which a GPU gathers the whole matrix."""
   matrix, index = jnp.arange(64.0).reshape(16, 4), jnp.array([3])
-  mesh = AbstractMesh((1, 8), AXES)
+  mesh = AbstractMesh((1, 8), sharding_lib.AXES)
   for context, result in (
     (contextlib.nullcontext(), 'f32[1,4] = gather'),
     (jax.sharding.use_abstract_mesh(mesh), 'f32[2,4] = gather'),
   ):
     with context:
-      traced = jax.make_jaxpr(take_rows)(matrix, index)
+      traced = jax.make_jaxpr(matrices_lib.take_rows)(matrix, index)
     assert result in str(traced)
     assert [one.shape for one in traced.out_avals] == [(1, 4)]
 
 
 def test_the_sizes_of_a_mesh_are_read():
-  assert parse_mesh('data:2,model:4') == {'data': 2, 'model': 4}
-  assert parse_mesh('model:8') == {'model': 8}
+  assert sharding_lib.parse_mesh('data:2,model:4') == {'data': 2, 'model': 4}
+  assert sharding_lib.parse_mesh('model:8') == {'model': 8}
 
 
 @pytest.mark.parametrize(
@@ -136,17 +132,23 @@ def test_a_mesh_that_cannot_be_is_refused(mesh, reason):
 
 def test_any_mesh_gets_the_axes_and_types_that_are_needed():
   given = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ('model', 'data'))
-  assert make_mesh(given) == make_mesh({'data': 1}) == make_mesh({'model': 1})
-  assert make_mesh(given).axis_names == AXES
+  assert (
+    sharding_lib.make_mesh(given)
+    == sharding_lib.make_mesh({'data': 1})
+    == sharding_lib.make_mesh({'model': 1})
+  )
+  assert sharding_lib.make_mesh(given).axis_names == sharding_lib.AXES
 
 
 def test_a_draft_is_divided_only_if_it_is_large():
   small, large = 1 << 23, 1 << 28  # bytes of a layer
-  layout = Layout(AbstractMesh((2, 4), AXES))
-  divides = lambda *args: draft_layout(layout, *args).divides_weights
+  layout = sharding_lib.Layout(AbstractMesh((2, 4), sharding_lib.AXES))
+  divides = lambda *args: (
+    sharding_lib.draft_layout(layout, *args).divides_weights
+  )
   assert not divides('auto', small)
   assert divides('auto', large)
   assert divides('sharded', small)
   assert not divides('replicated', large)
   with pytest.raises(ValueError, match="draft_mesh='half' is not known"):
-    draft_layout(layout, 'half', small)
+    sharding_lib.draft_layout(layout, 'half', small)

@@ -9,13 +9,11 @@ import pytest
 import tiny
 import tiny_drafters
 
-from models.nn.table_model import table_model
+from models.nn import table_model
 import specdec
-from specdec.loop import advance
-from specdec.loop import insert
-from specdec.loop import start
-from specdec.tree.topology import chain
-from specdec.verify.stop_strings import build_stop_table
+from specdec import loop
+from specdec.tree import topology as topology_lib
+from specdec.verify import stop_strings
 
 _SLOTS = 3
 _CONTEXT = tiny.MAX_POSITIONS
@@ -123,7 +121,9 @@ def test_no_job_decodes_the_same_with_the_options_of_another():
 @pytest.mark.parametrize('kind', ['plain', 'staged'])
 def test_the_tokens_are_those_of_decoding_each_prompt_alone(kind):
   """Three programs do it: for the buffers, for reading and for steps."""
-  count = lambda: [made._cache_size() for made in (start, insert, advance)]
+  count = lambda: [
+    made._cache_size() for made in (loop.start, loop.insert, loop.advance)
+  ]
   expected, before = _together(), count()
   found, order = _run(_slots(kind), _JOBS)
   after = count()
@@ -147,7 +147,7 @@ def test_the_tokens_are_those_of_decoding_each_prompt_alone(kind):
 def test_a_prompt_may_end_with_tokens_of_its_own():
   """Without another program, and the next in its slot ends as all."""
   expected = _tokens(_run(_slots('plain'), _JOBS)[0])
-  count, before = advance._cache_size, advance._cache_size()
+  count, before = loop.advance._cache_size, loop.advance._cache_size()
   ends = [row[len(row) // 2] if row else 0 for row in expected]
   own = [[ends[0], 5], None, [], [ends[3]]] * 3
   jobs = [job | {'eos_ids': ids} for job, ids in zip(_JOBS, own, strict=True)]
@@ -178,10 +178,14 @@ def test_every_slot_has_stop_strings_of_its_own():
   names = [bytes([97 + token]) for token in range(vocab_size)]
   following = np.roll(9 * np.eye(vocab_size, dtype=np.float32), 1, axis=1)
   slots = specdec.Slots(
-    table_model(following, max_positions=64),  # Counts from 0 to 11 again.
+    table_model.table_model(
+      following, max_positions=64
+    ),  # Counts from 0 to 11 again.
     num_slots=_SLOTS,
     context=64,
-    stop=build_stop_table([[b'ef'], [], [b'gh', b'zz']], names, vocab_size),
+    stop=stop_strings.build_stop_table(
+      [[b'ef'], [], [b'gh', b'zz']], names, vocab_size
+    ),
   )
   job = {'rng_key': jax.random.key(0), 'max_new_tokens': 20}
   for start_token in (0, 2):
@@ -206,7 +210,7 @@ def test_how_prompts_take_turns_changes_no_token(break_even):
 
 def test_the_draft_reads_what_full_batches_decoded_plainly():
   """A perfect one then proposes nothing that the target rejects."""
-  settings = tiny_drafters.Settings(topology=chain(2))
+  settings = tiny_drafters.Settings(topology=topology_lib.chain(2))
   draft = tiny_drafters.model(tiny.draft('perfect', num_layers=1), settings)
   slots = specdec.Slots(
     tiny.gpt2(num_layers=1),

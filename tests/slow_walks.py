@@ -7,13 +7,12 @@ whose smallest is returned: the last digits of float32 are not float64's.
 
 import functools
 
-from enumeration import quick_jit
+import enumeration
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec.sampling import BEST
-from specdec.sampling import WITHOUT_REPLACEMENT
+from specdec import sampling as sampling_lib
 
 ENOUGH = 1e-5
 """A decision with a smaller margin is not compared."""
@@ -39,7 +38,9 @@ def randomness(keys, length, *, num_nodes, vocab_size):
   )
 
 
-@functools.partial(quick_jit, static_argnames=('num_nodes', 'shape'))
+@functools.partial(
+  enumeration.quick_jit, static_argnames=('num_nodes', 'shape')
+)
 def child_noise(keys, num_nodes, shape):
   """`[B, N, *shape]` of the children of each node, by keys `[B]` for drawing.
 
@@ -75,9 +76,9 @@ def pick_children(probs, noise, number, stochastic, children):
 
   `probs [V]` are the draft's, `noise` that of the node, see `child_noise`.
   """
-  if children == BEST or not stochastic:
+  if children == sampling_lib.BEST or not stochastic:
     return _best(_log(probs), number)
-  if children == WITHOUT_REPLACEMENT:
+  if children == sampling_lib.WITHOUT_REPLACEMENT:
     return _best(_log(probs) + noise, number)
   drawn = [_choose(probs, of_child) for of_child in noise[:number]]
   return [token for token, _ in drawn], min(margin for _, margin in drawn)
@@ -102,7 +103,7 @@ def walk(parent, token, target, draft, uniforms, noise, stochastic, children):
     for child in np.flatnonzero(parent == path[-1]):
       proposed = token[child]
       drawn_from = np.eye(len(wanted))[proposed]
-      if stochastic and children != BEST:
+      if stochastic and children != sampling_lib.BEST:
         drawn_from = left
       ratio = wanted[proposed] / drawn_from[proposed]
       accepted, gap = _is_accepted(uniforms[child], ratio)
@@ -115,7 +116,7 @@ def walk(parent, token, target, draft, uniforms, noise, stochastic, children):
       if rest.sum() < 1e-6:  # by rounding alone
         margin, rest = 0.0, wanted
       wanted = rest / rest.sum()
-      if children == WITHOUT_REPLACEMENT:
+      if children == sampling_lib.WITHOUT_REPLACEMENT:
         left = np.where(np.arange(len(left)) == proposed, 0.0, left)
         left = left / max(left.sum(), 1e-300)
     else:
@@ -128,7 +129,7 @@ def walk_block(
 ):
   """Along a chain; see `walk`. Literally algorithm 2 of arXiv 2403.10444."""
   number = int(np.sum(parent >= 0))
-  if not stochastic or children == BEST:
+  if not stochastic or children == sampling_lib.BEST:
     draft = np.eye(target.shape[1])[[*token[1:], 0]]
   left = lambda weight, at: np.maximum(weight * target[at] - draft[at], 0.0)
   accepted, weight, weight_there, margin = 0, 1.0, 1.0, np.inf

@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 import tiny
 import tiny_drafters
-from tiny_drafters import Settings
 
-from models.nn.table_model import table_model
+from models.nn import table_model
 import specdec
 from specdec import hosts
-from specdec.statistics import relative_bandwidth
-from specdec.total import Total
+from specdec import statistics as statistics_lib
+from specdec import total as total_lib
 
 VOCAB_SIZE = 12
 LIMIT = 60
@@ -24,7 +23,7 @@ _ROWS = [[4], [5, 6, 8, 9], [1] * 20]
 
 def _model(table, cache_bytes_per_slot):
   """A table that says it has a cache, so that reading it counts."""
-  model = table_model(table, max_positions=128)
+  model = table_model.table_model(table, max_positions=128)
   spec = dataclasses.replace(
     model.spec, cache_bytes_per_slot=cache_bytes_per_slot
   )
@@ -89,7 +88,9 @@ def test_figures_follow_from_origins(prompts, g):
     if len(prompts) == 1:
       # Of the caches the slots that are visible.
       assert reads['draft']['slots'] == draft_slots
-      assert stats.relative_bandwidth == relative_bandwidth(reads, stats.costs)
+      assert stats.relative_bandwidth == statistics_lib.relative_bandwidth(
+        reads, stats.costs
+      )
 
 
 def test_plain_decoding_is_counted_by_the_same_code():
@@ -111,9 +112,9 @@ def test_relative_bandwidth_by_hand():
   costs = named(('per_forward', 'per_slot'), costs)
   some = reads(plain=(10, 100), target=(4, 60), draft=(8, 30), ngram=(20, 0))
   # (200 + 300 + 40 + 30 + 10) / (500 + 500)
-  assert relative_bandwidth(some, costs) == 0.58
+  assert statistics_lib.relative_bandwidth(some, costs) == 0.58
   nothing = reads(**dict.fromkeys(some, (0, 0)))
-  assert relative_bandwidth(nothing, costs) == 1.0
+  assert statistics_lib.relative_bandwidth(nothing, costs) == 1.0
 
 
 def test_stages_are_counted_by_stage():
@@ -128,8 +129,8 @@ def test_stages_are_counted_by_stage():
   probs = np.where(following, 0.9, 0.1 / (VOCAB_SIZE - 1))
   table = np.log(probs).astype(np.float32)
   sizes = {'num_nodes': 12, 'capacity': 20, 'branching': 1, 'cost_ratio': 0}
-  outer = Settings(**sizes, width=8, rounds=2)
-  inner = Settings(**sizes, width=2, rounds=3)
+  outer = tiny_drafters.Settings(**sizes, width=8, rounds=2)
+  inner = tiny_drafters.Settings(**sizes, width=2, rounds=3)
   by_heart = tiny_drafters.exact(table, 'by heart')
   drafter = specdec.staged(
     tiny_drafters.model(_model(table, 9), outer),
@@ -167,9 +168,9 @@ def test_stages_are_counted_by_stage():
 
 def test_totals_do_not_overflow():
   """Under `jit`, one by one, against integers of Python."""
-  rng, add = np.random.default_rng(0), jax.jit(Total.__add__)
+  rng, add = np.random.default_rng(0), jax.jit(total_lib.Total.__add__)
   largest, expected = 2**31 - 1, np.zeros(2, int)
-  total = Total.zeros(2)
+  total = total_lib.Total.zeros(2)
   for amount in (*[largest] * 9, 0, 1, *rng.integers(2**31, size=20)):
     amounts = np.array([amount, largest - amount])
     total = add(total, np.int32(amounts))
@@ -181,7 +182,9 @@ def test_totals_do_not_overflow():
 def test_figures_of_long_texts_do_not_overflow():
   """A step sees so many slots that those of few steps exceed 32 bits."""
   length, limit, g = 2**22, 1650, 2
-  model = table_model(tiny.table(VOCAB_SIZE), max_positions=length + limit)
+  model = table_model.table_model(
+    tiny.table(VOCAB_SIZE), max_positions=length + limit
+  )
   stats = specdec.generate(
     *(model, jax.random.key(0), [[4] * length]),
     max_new_tokens=limit,

@@ -13,15 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import reference
 import tiny_drafters
-from tiny_drafters import Settings
 
-from specdec import cache as kv
-from specdec import generate
-from specdec import LanguageModel
-from specdec import ModelSpec
-from specdec import Sampling
-from specdec.tree.topology import k_ary
-from specdec.watchers import StopStrings
+import specdec
+from specdec import cache as cache_lib
+from specdec import watchers as watchers_lib
+from specdec.tree import topology as topology_lib
 
 _VOCAB_SIZE = 10
 _END, _BROKEN = 4, 5
@@ -39,7 +35,7 @@ _OPTIONS = [
 
 def _apply(params, tokens, positions, mask, cache):
   new = (params['token'][tokens] * (1.0 + positions))[:, None, :, None]
-  cache = kv.write(cache, 0, new, -new)
+  cache = cache_lib.write(cache, 0, new, -new)
   # Like attention, it multiplies what is masked by zero.
   sees = jnp.sum(mask * cache.keys[0][:, :, :, 0], axis=2)
   logits = jnp.sin(sees[..., None] * params['sees'][None, None])
@@ -47,7 +43,11 @@ def _apply(params, tokens, positions, mask, cache):
 
 
 _init_cache = functools.partial(
-  kv.init_cache, num_layers=1, num_heads=1, head_width=1, dtype=jnp.float32
+  cache_lib.init_cache,
+  num_layers=1,
+  num_heads=1,
+  head_width=1,
+  dtype=jnp.float32,
 )
 
 
@@ -70,9 +70,9 @@ def _logits(params, text):
 
 def test_a_decode_of_all_that_a_step_does():
   params, keys = _params(), jax.random.split(jax.random.key(6), len(_PROMPTS))
-  target = LanguageModel(
+  target = specdec.LanguageModel(
     params=params,
-    spec=ModelSpec(
+    spec=specdec.ModelSpec(
       apply=_apply,
       init_cache=_init_cache,
       vocab_size=_VOCAB_SIZE,
@@ -84,19 +84,20 @@ def test_a_decode_of_all_that_a_step_does():
   guesses = params['table'].copy()
   guesses[::2, _BROKEN] = 2.0  # which the target never says
   drafter = tiny_drafters.candidates(
-    tiny_drafters.exact(guesses), config=Settings(topology=k_ary(4, 2))
+    tiny_drafters.exact(guesses),
+    config=tiny_drafters.Settings(topology=topology_lib.k_ary(4, 2)),
   )
   per_row = {
     field.name: [getattr(options, field.name) for options in _OPTIONS]
     for field in dataclasses.fields(reference.Options)
   }
-  result = generate(
+  result = specdec.generate(
     target,
     keys,
     _PROMPTS,
     max_new_tokens=_LIMITS,
     drafter=drafter,
-    sampling=Sampling(**per_row),
+    sampling=specdec.Sampling(**per_row),
     eos_ids=(_END,),
     log_probs=True,
   )
@@ -119,6 +120,8 @@ def test_a_decode_of_all_that_a_step_does():
 
 
 def test_stop_strings_go_on_where_the_emitted_tokens_led():
-  watcher = StopStrings(types.SimpleNamespace(start=jnp.zeros(2, jnp.int32)))
+  watcher = watchers_lib.StopStrings(
+    types.SimpleNamespace(start=jnp.zeros(2, jnp.int32))
+  )
   states = jnp.array([[5, 6, 7], [8, 9, 1]])  # after 0, 1 and 2 tokens
   assert watcher.commit(states, jnp.array([0, 2])).tolist() == [5, 1]

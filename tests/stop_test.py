@@ -8,10 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specdec.verify.stop_strings import build_stop_table
-from specdec.verify.stop_strings import StopMatcher
-from specdec.verify.stop_strings import STOPPED
-from specdec.verify.stop_strings import StopTable
+from specdec.verify import stop_strings
 
 
 def _first_stop(stops, text):
@@ -26,7 +23,7 @@ def _tokens_until_stop(table, row, tokens):
   next_state, state = np.asarray(table.next_state), np.asarray(table.start)[row]
   for count, token in enumerate(tokens, 1):
     state = next_state[state, token]
-    if state == STOPPED:
+    if state == stop_strings.STOPPED:
       return count
   return None
 
@@ -41,7 +38,7 @@ def _check(table, row, stops, token_bytes, tokens):
 
 def _check_matcher(stops, pieces):
   """After each piece and at the end, what is returned and what is held."""
-  matcher, text, returned = StopMatcher(stops), b'', b''
+  matcher, text, returned = stop_strings.StopMatcher(stops), b'', b''
   beginnings = {stop[:size] for stop in stops for size in range(len(stop))}
   for piece in pieces:
     text += piece
@@ -78,7 +75,7 @@ def test_table_and_matcher_find_what_find_finds(alphabet):
     token_bytes = _strings(rng, alphabet, 12, 0, 5)
     # The last tokens have no bytes, or some are not of the vocabulary.
     vocab_size = rng.randint(9, 15)
-    table = build_stop_table(stops, token_bytes, vocab_size)
+    table = stop_strings.build_stop_table(stops, token_bytes, vocab_size)
     assert table.next_state.shape[1] == vocab_size
     token_bytes += [b''] * 3
     for row, longest in itertools.product(range(3), range(12)):
@@ -135,12 +132,12 @@ def test_stops_that_name_special_tokens():
       ]
       for _ in range(3)
     ]
-    table = build_stop_table(stops, token_bytes, 8, _TOKENS)
+    table = stop_strings.build_stop_table(stops, token_bytes, 8, _TOKENS)
     for row, own in enumerate(stops):
       tokens = rng.choices(range(8), k=8)
       expected, text = _slow_special(own, token_bytes, tokens)
       assert _tokens_until_stop(table, row, tokens) == expected, (own, tokens)
-      matcher, shown = StopMatcher(own, _TOKENS), b''
+      matcher, shown = stop_strings.StopMatcher(own, _TOKENS), b''
       for token in tokens:
         symbol = matcher.symbols.get(token)
         shown += matcher.feed(
@@ -160,7 +157,7 @@ def test_overlapping_stops_in_every_short_text():
   token_bytes = [b'a', b'b', b'z']
   # However often and in whatever order a row names its strings.
   again = [own[::-1] * 2 for own in stops]
-  table = build_stop_table([*stops, *again], token_bytes, 3)
+  table = stop_strings.build_stop_table([*stops, *again], token_bytes, 3)
   start = table.start.tolist()
   assert start[: len(stops)] == start[len(stops) :]
   assert len({*start}) == len(stops)
@@ -172,11 +169,13 @@ def test_overlapping_stops_in_every_short_text():
 def test_states_come_in_blocks_and_lead_to_states():
   for longest in (1, 16, 17):
     stop = bytes(range(longest))
-    table = build_stop_table([[stop]], [bytes([i]) for i in range(64)], 64)
+    table = stop_strings.build_stop_table(
+      [[stop]], [bytes([i]) for i in range(64)], 64
+    )
     # One state for every proper beginning of the stop string.
     assert table.next_state.shape == (-(-longest // 16) * 16, 64)
     own = np.asarray(table.next_state)[:longest]
-    assert {*own.ravel().tolist()} == {0, *range(longest), STOPPED}
+    assert {*own.ravel().tolist()} == {0, *range(longest), stop_strings.STOPPED}
 
 
 def test_many_states_need_wider_integers():
@@ -184,7 +183,7 @@ def test_many_states_need_wider_integers():
   for count, dtype in ((20, jnp.int16), (2500, jnp.int32)):
     stops = _strings(rng, range(256), count, 16, 16)
     token_bytes = [stops[-1][:9], stops[-1][9:], b'']
-    table = build_stop_table([stops, stops[-1:]], token_bytes, 3)
+    table = stop_strings.build_stop_table([stops, stops[-1:]], token_bytes, 3)
     assert table.next_state.dtype == dtype
     for row, tokens in itertools.product(range(2), ([0, 2, 1], [1, 0, 0])):
       _check(table, row, stops, token_bytes, tokens)
@@ -193,9 +192,9 @@ def test_many_states_need_wider_integers():
 def test_follow_under_jit_in_a_batch():
   token_bytes = [b'a', b'b', b'ab', b'c', b'']
   stops = [[b'aab'], [], [b'bc', b'ca'], [b'c']]
-  table = build_stop_table(stops, token_bytes, 5)
+  table = stop_strings.build_stop_table(stops, token_bytes, 5)
   tokens = np.random.default_rng(0).integers(5, size=(4, 12)).astype(np.int32)
-  follow = jax.jit(StopTable.follow)
+  follow = jax.jit(stop_strings.StopTable.follow)
   stopped, states = follow(table, table.start, tokens)
   assert 2 <= stopped[:, -1].sum() < 4
   for row in range(4):
@@ -203,7 +202,7 @@ def test_follow_under_jit_in_a_batch():
     expected = np.arange(1, 13) >= (count or 99)
     np.testing.assert_array_equal(stopped[row], expected)
   np.testing.assert_array_equal(states[:, 0], table.start)
-  np.testing.assert_array_equal(states[:, 1:] == STOPPED, stopped)
+  np.testing.assert_array_equal(states[:, 1:] == stop_strings.STOPPED, stopped)
   # In portions, from the state where the last one ended.
   _, seen = follow(table, table.start, tokens[:, :6])
   after, rest = follow(table, seen[:, -1], tokens[:, 6:])
@@ -213,6 +212,6 @@ def test_follow_under_jit_in_a_batch():
 
 def test_empty_stop_is_refused_by_row():
   with pytest.raises(ValueError, match='row 1 has an empty stop string'):
-    build_stop_table([[b'a'], [b'b', b'']], [b'a'], 1)
+    stop_strings.build_stop_table([[b'a'], [b'b', b'']], [b'a'], 1)
   with pytest.raises(ValueError, match='a stop string is empty'):
-    StopMatcher([b'a', b''])
+    stop_strings.StopMatcher([b'a', b''])

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from models.nn.table_model import table_model
+from models.nn import table_model
 
 
 def test_logits_are_rows_of_the_table():
   table = np.random.default_rng(0).normal(size=(7, 7)).astype(np.float32)
-  model = table_model(table, max_positions=30)
+  model = table_model.table_model(table, max_positions=30)
   cache = model.spec.init_cache(2, 9)
   assert cache.keys == cache.values == ()  # It has slots, but no layers.
   assert (cache.num_slots, cache.length.tolist()) == (9, [0, 0])
@@ -22,7 +22,7 @@ def test_logits_are_rows_of_the_table():
 
 def test_tables_of_one_size_share_their_definition():
   """And with it their compiled programs."""
-  make = lambda logits: table_model(logits, max_positions=5).spec
+  make = lambda logits: table_model.table_model(logits, max_positions=5).spec
   one, other = make(np.eye(3)), make(np.eye(3) * 2)
   assert one == other
   assert hash(one) == hash(other)

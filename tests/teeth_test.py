@@ -58,7 +58,10 @@ goes on with a row that is done
   jnp.where(ctx.active, room, 0) => room
 [verify.accept: verification.test_origins_by_hand()]
 the origin of a token is that of the token before
-  [:, 1:], ((0, 0), (0, 1)) => , ((0, 0), (0, 0))
+  - verdict.path(nodes)[:, 1:],
+  -     ((0, 0), (0, 1)),
+  + verdict.path(nodes),
+  +     ((0, 0), (0, 0)),
 # The noise.
 [step: STEP]
 noise keyed by step, not by position
@@ -71,10 +74,10 @@ noise used again in every step
   (row_keys, positions, => (row_keys, positions - length[:, None],
 [verify.match: STEP]
 target chooses with the noise of the depth above
-  jax.vmap(pick)(tree.depth, nodes) => jax.vmap(pick)(tree.depth, nodes) - 1
+  (tree.depth, nodes) => (tree.depth, nodes) - 1
 [draft.language_model: growth.check('model')]
 draft ranks with the noise of the depth above
-  jax.vmap(pick)(tree.depth, nodes) => jax.vmap(pick)(tree.depth, nodes) - 1
+  (tree.depth, nodes) => (tree.depth, nodes) - 1
 # Large vocabularies, and trees larger than most.
 [sampling: LARGE_TOP_P]
 top-p adds up in 16 bits
@@ -129,9 +132,12 @@ draft forgets the text that it could not read in time
 # The caches.
 [step: STEP]
 target keeps the first nodes, not those of the path
-  - commit(target_state, path, emitted - 1)
-  + commit(target_state, jnp.where(path >= 0, nodes[:, : path.shape[1]], path),
-  +   emitted - 1)
+  - model_lib.commit(target_state, path, emitted - 1)
+  + model_lib.commit(
+  +   target_state,
+  +   jnp.where(path >= 0, nodes[:, : path.shape[1]], path),
+  +   emitted - 1,
+  + )
 [model: COMMIT]
 target cache keeps one too many
   jnp.minimum(num_scored, num_kept + 1) => @ + 1
@@ -189,7 +195,7 @@ distributions without the filters that were drawn with
   -     jnp.exp(log_probs),
   +     jax.nn.softmax(logits, axis=-1),
 the best children count as drawn
-  jnp.where(per_row(stochastic, noise), noise, 0.0) => 0.0 * noise
+  jnp.where(sampling_lib.per_row(stochastic, noise), noise, 0.0) => 0.0 * noise
 [verify.rejection: enumeration.check_walks('best')]
 children that are not drawn count as drawn evenly
   jax.nn.one_hot(token, vocab_size) => 0.0 * @ + 1.0 / vocab_size
@@ -228,9 +234,9 @@ rows that accepted get the residual of those that did not
   (is_child & ~is_accepted)[:, None] => (~is_accepted)[:, None]
 the draft of the node above
   - replace(at(proposals, node), walk.draft)
-  + walk.draft + (node == ROOT)[:, None] * at(proposals, node)
+  + walk.draft + (node == tree_lib.ROOT)[:, None] * at(proposals, node)
 the bonus token from the distribution of the root
-  token_probs(of_row(logits)[:, None], => token_probs(logits[:, :1],
+  (of_row(logits)[:, None], => (logits[:, :1],
 the bonus token where the last draft token was
   (walk.chosen, walk.accepted, bonus => (walk.chosen, walk.accepted - 1, bonus
 tokens of the first nodes, not of the verified ones
@@ -244,10 +250,10 @@ residual of the target alone
 residual subtracts the probability of another token
   (target - draft, 0.0) => (target - jnp.roll(draft, 1, axis=1), 0.0)
 drawn without replacement, judged as with
-  if children == WITHOUT_REPLACEMENT: => if False:
+  if children == sampling_lib.WITHOUT_REPLACEMENT: => if False:
 [verify.rejection: enumeration.check_few('rejection', 'with_replacement')]
 drawn with replacement, judged as without
-  if children == WITHOUT_REPLACEMENT: => if True:
+  if children == sampling_lib.WITHOUT_REPLACEMENT: => if True:
 [draft.ranking: DRAWS]
 siblings in another order than they were drawn
   lax.top_k(log_probs + noise, number) => [jnp.flip(one, axis=-1) for one in @]

@@ -8,7 +8,7 @@ import pathlib
 
 import pytest
 
-from models.lab.training.corpus import Corpus
+from models.lab.training import corpus as corpus_lib
 from specdec import text_files
 
 _ROOT = pathlib.Path(__file__).parents[1]
@@ -49,7 +49,7 @@ def test_a_corpus_has_no_marks_and_skips_what_is_no_text(tmp_path):
   for number in range(3):
     (tmp_path / f'{number}.py').write_text('x = 1\n', 'utf-8-sig')
   (tmp_path / 'latin.py').write_bytes(b'caf\xe9')
-  texts = [*Corpus(folder=str(tmp_path)).texts(held_out=False)]
+  texts = [*corpus_lib.Corpus(folder=str(tmp_path)).texts(held_out=False)]
   assert {*texts} == {'x = 1\n'}
 
 

@@ -13,20 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.checkpoints.families import family_of
-from models.nn.adapter import as_model
-from models.nn.adapter import Module
-from models.nn.gpt2 import GPT2
-from models.nn.gpt2 import GPT2Config
-from models.nn.llama import LlamaConfig
-from models.nn.mixtral import MixtralConfig
-from models.nn.rope import Llama3Scaling
-from models.nn.rope import Rope
-from specdec import LanguageModel
-from specdec import ModelSpec
-from specdec import Sampling
-from specdec.checks import to_params
-from specdec.sampling import SamplingParams
+from models.checkpoints import families
+from models.nn import adapter
+from models.nn import gpt2 as nn_gpt2
+from models.nn import llama as nn_llama
+from models.nn import mixtral as mixtral_lib
+from models.nn import rope as rope_lib
+import specdec
+from specdec import checks as checks_lib
+from specdec import sampling as sampling_lib
 
 VOCAB_SIZE = 48
 MAX_PROMPT = 32  # The longest of its bucket.
@@ -42,12 +37,14 @@ MODULE_SHAPE = {'vocab_size': 40, 'num_positions': 8, 'width': 16}
 MODULE_SHAPE |= {'num_layers': 2, 'num_heads': 2}
 
 
-def module(*, dtype=jnp.float32, seed: int = 0, **config) -> GPT2:
+def module(*, dtype=jnp.float32, seed: int = 0, **config) -> nn_gpt2.GPT2:
   """A GPT-2 of `MODULE_SHAPE | config`; no bias is zero, no scale one."""
   rng = np.random.default_rng(seed)
-  shape = GPT2Config(**(MODULE_SHAPE | config))
+  shape = nn_gpt2.GPT2Config(**(MODULE_SHAPE | config))
   # Its weights are replaced, so do not spend time on drawing them.
-  shapes = nnx.eval_shape(lambda: GPT2(shape, dtype=dtype, rngs=nnx.Rngs(0)))
+  shapes = nnx.eval_shape(
+    lambda: nn_gpt2.GPT2(shape, dtype=dtype, rngs=nnx.Rngs(0))
+  )
   graph, variables = nnx.split(shapes)
 
   def draw(path, leaf):
@@ -59,7 +56,7 @@ def module(*, dtype=jnp.float32, seed: int = 0, **config) -> GPT2:
   return nnx.merge(graph, params)
 
 
-def parameters(module: GPT2) -> dict[str, np.ndarray]:
+def parameters(module: nn_gpt2.GPT2) -> dict[str, np.ndarray]:
   """Every parameter by its path."""
   leaves, _ = jax.tree_util.tree_flatten_with_path(
     nnx.to_pure_dict(nnx.split(module)[1])
@@ -75,7 +72,7 @@ def tokens(batch_size: int = 2, length: int = 8, seed: int = 0) -> np.ndarray:
   return rng.integers(MODULE_SHAPE['vocab_size'], size=(batch_size, length))
 
 
-def logits(module: GPT2, tokens: np.ndarray) -> np.ndarray:
+def logits(module: nn_gpt2.GPT2, tokens: np.ndarray) -> np.ndarray:
   """Logits of the plain causal forward."""
   batch_size, length = tokens.shape
   positions = jnp.broadcast_to(jnp.arange(length)[None], tokens.shape)
@@ -92,7 +89,7 @@ def _bias(sign: float) -> jax.Array:
 
 
 @functools.cache
-def _base(seed: int = 0, **shape) -> LanguageModel:
+def _base(seed: int = 0, **shape) -> specdec.LanguageModel:
   made = module(
     seed=seed,
     vocab_size=VOCAB_SIZE,
@@ -106,11 +103,11 @@ def _base(seed: int = 0, **shape) -> LanguageModel:
   made.ln_f.bias[...] *= 0
   for embedding in (made.wte.embedding, made.wpe.embedding):
     embedding[...] *= 4
-  return as_model(made)
+  return adapter.as_model(made)
 
 
 @functools.cache
-def _spec(**shape) -> ModelSpec:
+def _spec(**shape) -> specdec.ModelSpec:
   base = _base(**shape).spec
 
   def apply(params, tokens, positions, mask, cache):
@@ -121,7 +118,7 @@ def _spec(**shape) -> ModelSpec:
 
 
 @functools.cache
-def gpt2(seed: int = 0, **shape) -> LanguageModel:
+def gpt2(seed: int = 0, **shape) -> specdec.LanguageModel:
   """A random GPT-2 whose greedy text is varied.
 
   With one layer `decode_test` makes sure of that.
@@ -131,10 +128,12 @@ def gpt2(seed: int = 0, **shape) -> LanguageModel:
     **shape: what differs from `MODULE_SHAPE`, and `dtype`.
   """
   params = {'gpt2': _base(seed, **shape).params, 'bias': _bias(-1)}
-  return LanguageModel(params=params, spec=_spec(**shape))
+  return specdec.LanguageModel(params=params, spec=_spec(**shape))
 
 
-def perturbed(model: LanguageModel, amount: float) -> LanguageModel:
+def perturbed(
+  model: specdec.LanguageModel, amount: float
+) -> specdec.LanguageModel:
   """The model with every weight changed by about this fraction of itself."""
   rng = np.random.default_rng(99)
   factor = lambda leaf: 1 + amount * rng.normal(size=leaf.shape)
@@ -144,7 +143,7 @@ def perturbed(model: LanguageModel, amount: float) -> LanguageModel:
 
 
 @functools.cache
-def draft(kind: str, **shape) -> LanguageModel:
+def draft(kind: str, **shape) -> specdec.LanguageModel:
   """A draft for `gpt2(**shape)`, with the same definition.
 
   Args:
@@ -163,15 +162,19 @@ def draft(kind: str, **shape) -> LanguageModel:
   }[kind]()
 
 
-def sampling(*temperatures: float) -> Sampling:
+def sampling(*temperatures: float) -> specdec.Sampling:
   """One temperature per row, and all filters: one program for most tests."""
   temperature = np.array(temperatures, np.float32)
-  return Sampling(temperature=temperature, top_k=20, top_p=0.95, min_p=0.01)
+  return specdec.Sampling(
+    temperature=temperature, top_k=20, top_p=0.95, min_p=0.01
+  )
 
 
-def sampling_params(*temperatures: float) -> SamplingParams:
+def sampling_params(*temperatures: float) -> sampling_lib.SamplingParams:
   """`sampling`, as `decode` takes it."""
-  return to_params(sampling(*temperatures), len(temperatures), VOCAB_SIZE)
+  return checks_lib.to_params(
+    sampling(*temperatures), len(temperatures), VOCAB_SIZE
+  )
 
 
 def prompts(batch_size: int, seed: int = 0) -> list[list[int]]:
@@ -212,17 +215,17 @@ def table(vocab_size: int, seed: int = 0) -> np.ndarray:
 _LLAMA_SHAPE = {'vocab_size': VOCAB_SIZE, 'num_positions': MAX_POSITIONS}
 _LLAMA_SHAPE |= {'width': 16, 'num_layers': 2, 'inner_width': 24}
 _LLAMA_SHAPE |= {'num_heads': 4, 'num_kv_heads': 2, 'head_width': 8}
-_SCALING = Llama3Scaling(
+_SCALING = rope_lib.Llama3Scaling(
   factor=4.0,
   low_freq_factor=1.0,
   high_freq_factor=4.0,
   original_max_position_embeddings=64,
 )
-_ROPE = Rope(theta=1000.0, scaling=_SCALING)
+_ROPE = rope_lib.Rope(theta=1000.0, scaling=_SCALING)
 LLAMA_CONFIGS = {
-  'llama': LlamaConfig(**_LLAMA_SHAPE, qk_norm=True, rope=_ROPE),
+  'llama': nn_llama.LlamaConfig(**_LLAMA_SHAPE, qk_norm=True, rope=_ROPE),
   # One layer: every expert has a loop of its own to compile.
-  'mixtral': MixtralConfig(
+  'mixtral': mixtral_lib.MixtralConfig(
     **(_LLAMA_SHAPE | {'num_layers': 1}), num_experts=4, experts_per_token=2
   ),
 }
@@ -232,7 +235,9 @@ _LLAMA_SEED = 9000  # Of models that do not repeat themselves.
 
 
 @functools.cache
-def llama_module(name: str, dtype: str = 'float32', **changes) -> Module:
+def llama_module(
+  name: str, dtype: str = 'float32', **changes
+) -> adapter.Module:
   """A random model whose greedy text is varied.
 
   Args:
@@ -241,7 +246,7 @@ def llama_module(name: str, dtype: str = 'float32', **changes) -> Module:
     **changes: of its config.
   """
   config = dataclasses.replace(LLAMA_CONFIGS[name], **changes)
-  make = family_of(config).module
+  make = families.family_of(config).module
   graph, variables = nnx.split(
     nnx.eval_shape(lambda: make(config, dtype=dtype, rngs=nnx.Rngs(0)))
   )

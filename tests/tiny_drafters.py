@@ -17,10 +17,9 @@ import numpy as np
 import tiny
 
 import specdec
-from specdec.ngram.table import NGramTable
-from specdec.sampling import EXCLUDED
-from specdec.tree.topology import chain
-from specdec.tree.topology import from_paths
+from specdec import sampling as sampling_lib
+from specdec.ngram import table as table_lib
+from specdec.tree import topology as topology_lib
 
 # How good a table is: it knows the text by heart, says anything, says what no
 # target ever says, or says nothing.
@@ -34,7 +33,7 @@ def ngram_table(
   order: int,
   num_continuations: int,
   num_contexts: int | None = None,
-) -> NGramTable:
+) -> table_lib.NGramTable:
   """Counts of texts as a table, made slowly.
 
   Contexts nobody can reach are appended up to `num_contexts`.
@@ -53,7 +52,9 @@ def ngram_table(
   edge_token = np.zeros(size, np.int32)
   first_child = np.full(size + 1, len(contexts), np.int32)
   tokens = np.zeros((size, num_continuations), np.int32)
-  log_probs = np.full((size, num_continuations), EXCLUDED, np.float32)
+  log_probs = np.full(
+    (size, num_continuations), sampling_lib.EXCLUDED, np.float32
+  )
   for number, context in enumerate(contexts):
     edge_token[number] = context[-1] if context else 0
     first_child[number] = 1 + bisect.bisect_left(parents, by_depth(context))
@@ -62,7 +63,7 @@ def ngram_table(
     for rank, (token, count) in enumerate(best):
       tokens[number, rank] = token
       log_probs[number, rank] = np.log(0.95 * count / total)
-  return NGramTable(
+  return table_lib.NGramTable(
     edge_token=jnp.asarray(edge_token),
     first_child=jnp.asarray(first_child),
     next_tokens=jnp.asarray(tokens),
@@ -82,7 +83,7 @@ def table_of(texts: Sequence[Sequence[int]], kind: str) -> specdec.NGram:
     num_contexts=2048 * -(-len(texts) // 2),
   )
   shape = table.next_tokens.shape
-  nothing = np.full(shape, EXCLUDED, np.float32)
+  nothing = np.full(shape, sampling_lib.EXCLUDED, np.float32)
   likely, first = np.full(shape, np.log(0.3), np.float32), nothing.copy()
   first[:, 0] = np.log(0.95)
   rng = np.random.default_rng(5)
@@ -140,7 +141,8 @@ def empty(vocab_size: int, num_candidates: int) -> BigramTable:
   """Says nothing at all."""
   shape = (vocab_size, num_candidates)
   return BigramTable(
-    tokens=jnp.zeros(shape, jnp.int32), log_probs=jnp.full(shape, EXCLUDED)
+    tokens=jnp.zeros(shape, jnp.int32),
+    log_probs=jnp.full(shape, sampling_lib.EXCLUDED),
   )
 
 
@@ -204,7 +206,7 @@ def simple(
   kind: str, draft: specdec.LanguageModel, *proposers: Any, length: int = 3
 ) -> specdec.Drafter:
   """Plain decoding, or a draft: a chain, a tree, or a tree around proposers."""
-  chain_of_it = Settings(topology=chain(length))
+  chain_of_it = Settings(topology=topology_lib.chain(length))
   proposers = proposers or (specdec.PromptLookup((0.5,)),)
   return {
     'plain': lambda: specdec.PLAIN,
@@ -217,7 +219,7 @@ def simple(
 
 
 # The third child, but not the first two, goes on.
-_RAGGED = from_paths(
+_RAGGED = topology_lib.from_paths(
   [(0,), (1,), (2,), (2, 0), (2, 1), (2, 1, 0), (2, 1, 0, 0), (0, 3)]
 )
 

@@ -12,23 +12,21 @@ from tokenizers import decoders
 from tokenizers import models
 import transformers
 
-from models.lab.training.tokenizer import train_tokenizer
-from models.text.pair import load_pair
-from models.text.pair import ModelChoice
-from models.text.pair import Pair
-from models.text.token_bytes import text_of
-from models.text.token_bytes import TextStream
-from models.text.token_bytes import token_bytes
+from models.lab.training import tokenizer as tokenizer_lib
+from models.text import pair as pair_lib
+from models.text import token_bytes as token_bytes_lib
 
 
 @pytest.fixture(scope='module')
 def pair():
-  return load_pair(ModelChoice('demo', None))
+  return pair_lib.load_pair(pair_lib.ModelChoice('demo', None))
 
 
 @pytest.fixture(scope='module')
 def table(pair):
-  return token_bytes(pair.tokenizer, pair.target.spec.vocab_size)
+  return token_bytes_lib.token_bytes(
+    pair.tokenizer, pair.target.spec.vocab_size
+  )
 
 
 @pytest.fixture(scope='module')
@@ -40,7 +38,9 @@ def spelt(table):
 def _pair_of(tokenizer):
   spec = types.SimpleNamespace(vocab_size=len(tokenizer))
   target = types.SimpleNamespace(spec=spec)
-  return Pair(target=target, draft=None, tokenizer=tokenizer, eos_ids=())
+  return pair_lib.Pair(
+    target=target, draft=None, tokenizer=tokenizer, eos_ids=()
+  )
 
 
 def test_every_token_of_the_embedded_pair(pair, table):
@@ -86,75 +86,77 @@ def test_text_and_streams_are_what_the_pair_decodes(
   for part in parts:
     ids += [part % len(table)] if isinstance(part, int) else spelt(part)
   text = pair.decode(ids)
-  assert text_of(table, ids) == text
+  assert token_bytes_lib.text_of(table, ids) == text
   # Pieces of the text itself, and characters that are begun but not there.
   stops = [text[at : at + size] for at, size in cuts if at < len(text)]
   stops = [stop for stop in stops if '\ufffd' not in stop] + ['\u20ac', 'é!']
-  stream = TextStream(table, stops)
+  stream = token_bytes_lib.TextStream(table, stops)
   streamed = _streamed(stream, ids, sizes)
   assert _cut(text, stops).startswith(streamed)
   assert stream.stopped == any(stop in text for stop in stops)
   assert streamed + stream.flush() == _cut(text, stops)
-  assert text_of(table, ids, stops) == _cut(text, stops)
+  assert token_bytes_lib.text_of(table, ids, stops) == _cut(text, stops)
 
 
 def test_when_streams_return_what(pair, table, spelt):
   spell = lambda data: [[one] for one in spelt(data)]
   # No half characters.
   pieces = ['a', '', '', '€', '', '', '', '😀', '', '']
-  stream = TextStream(table)
+  stream = token_bytes_lib.TextStream(table)
   portions = spell('a€😀'.encode() + b'\xe2\x82')
   assert [stream.feed(portion) for portion in portions] == pieces
   assert stream.flush() == '\ufffd'
   # A stop may begin within a broken character.
-  stream = TextStream(table, ['€'])
+  stream = token_bytes_lib.TextStream(table, ['€'])
   portions = spell(b'a\xe2\x82' + '€z'.encode())
   assert ''.join(map(stream.feed, portions)) == 'a\ufffd'
   assert (stream.flush(), stream.stopped) == ('', True)
   # It is held back until it is none, and nothing comes after it.
-  stream = TextStream(table, ['\n\nQ', '.'])
+  stream = token_bytes_lib.TextStream(table, ['\n\nQ', '.'])
   portions = map(pair.encode, ['one\n', '\ntwo', '\n\n', 'x. y', 'z'])
   pieces = ['one', '\n\ntwo', '', '\n\nx', '']
   assert [stream.feed(portion) for portion in portions] == pieces
   for stop, message in (('', 'empty'), ('\ud800', 'surrogates')):
     with pytest.raises(ValueError, match=message):
-      TextStream(table, ['a', stop])
+      token_bytes_lib.TextStream(table, ['a', stop])
 
 
 def test_ids_beyond_the_tokenizer_have_no_text(pair, table):
   size = len(pair.tokenizer)
-  longer = token_bytes(pair.tokenizer, size + 5)
+  longer = token_bytes_lib.token_bytes(pair.tokenizer, size + 5)
   assert longer == (*table, *[b''] * 5)
   for ids in ([size + 1], [size + 5, 70, size + 2, size + 9, 71]):
-    assert text_of(longer, ids) == pair.decode(ids)
-  assert token_bytes(pair.tokenizer, 100) == table[:100]
+    assert token_bytes_lib.text_of(longer, ids) == pair.decode(ids)
+  assert token_bytes_lib.token_bytes(pair.tokenizer, 100) == table[:100]
 
 
 def test_added_tokens_of_a_byte_level_tokenizer():
   """The bytes are remembered until tokens are added."""
-  tokenizer = train_tokenizer(['a b c'], vocab_size=260, context=64)
+  tokenizer = tokenizer_lib.train_tokenizer(
+    ['a b c'], vocab_size=260, context=64
+  )
   size = len(tokenizer) + 2
-  table = token_bytes(tokenizer, size)
-  assert token_bytes(tokenizer, size) is table
-  assert token_bytes(tokenizer, size + 1) is not table
+  table = token_bytes_lib.token_bytes(tokenizer, size)
+  assert token_bytes_lib.token_bytes(tokenizer, size) is table
+  assert token_bytes_lib.token_bytes(tokenizer, size + 1) is not table
   assert table[-2] == b''
   tokenizer.add_tokens(['more'])
-  assert token_bytes(tokenizer, size)[-2:] == (b'more', b'')
+  assert token_bytes_lib.token_bytes(tokenizer, size)[-2:] == (b'more', b'')
   tokenizer.add_special_tokens({'pad_token': 'more'})
-  assert token_bytes(tokenizer, size)[-2:] == (b'', b'')
+  assert token_bytes_lib.token_bytes(tokenizer, size)[-2:] == (b'', b'')
   tokenizer.add_tokens([AddedToken('<tool> Ġ'), 'né', 'čaj'])
   tokenizer.add_special_tokens({'pad_token': '<pad>'})
-  table = token_bytes(tokenizer, len(tokenizer))
+  table = token_bytes_lib.token_bytes(tokenizer, len(tokenizer))
   ids = tokenizer.convert_tokens_to_ids(['<tool> Ġ', 'né', 'čaj', '<pad>'])
   # Texts are searched for them as they are: no letter stands for a byte.
   plain = ['<tool> Ġ'.encode(), 'né'.encode(), 'čaj'.encode(), b'']
   assert [table[token] for token in ids] == plain
   pair = _pair_of(tokenizer)
   for some in (ids, [0, *ids, 0, *ids[:2]]):
-    assert text_of(table, some) == pair.decode(some)
+    assert token_bytes_lib.text_of(table, some) == pair.decode(some)
   text = 'a b čaj né c'
   assert pair.decode(pair.encode(text)) == text
-  assert text_of(table, pair.encode(text), ['čaj']) == 'a b '
+  assert token_bytes_lib.text_of(table, pair.encode(text), ['čaj']) == 'a b '
 
 
 _PIECES = ['▁the', '▁', '▁▁▁', 'cat', 's▁t', 'é', '▁né', '.']
@@ -195,7 +197,7 @@ def _spell(text):
 def test_sentencepiece_text_is_what_the_pair_decodes(decoder):
   tokenizer = _sentencepiece(decoder)
   pair, size = _pair_of(tokenizer), len(tokenizer) + 1
-  table = token_bytes(tokenizer, size)
+  table = token_bytes_lib.token_bytes(tokenizer, size)
   # Malformed bytes are left out: `tokenizers` writes U+FFFD for each of them.
   single = [[one] for one in range(131)]
   pieces = [[one] for one in range(259, size)]
@@ -208,8 +210,8 @@ def test_sentencepiece_text_is_what_the_pair_decodes(decoder):
   def check(parts, sizes):
     # A word goes first: the space that begins a text is left out of it.
     ids = sum(parts, start=tokenizer.convert_tokens_to_ids(['cat']))
-    assert text_of(table, ids) == pair.decode(ids)
-    stream = TextStream(table)
+    assert token_bytes_lib.text_of(table, ids) == pair.decode(ids)
+    stream = token_bytes_lib.TextStream(table)
     assert _streamed(stream, ids, sizes) + stream.flush() == pair.decode(ids)
 
   check()
@@ -218,9 +220,9 @@ def test_sentencepiece_text_is_what_the_pair_decodes(decoder):
 def test_the_space_that_begins_what_is_decoded_is_kept():
   """What is generated goes on after a prompt."""
   tokenizer = _sentencepiece(_LLAMA)
-  table = token_bytes(tokenizer, len(tokenizer))
+  table = token_bytes_lib.token_bytes(tokenizer, len(tokenizer))
   ids = tokenizer.convert_tokens_to_ids(['▁the', 'cat'])
-  assert text_of(table, ids) == ' thecat'
+  assert token_bytes_lib.text_of(table, ids) == ' thecat'
   pair = _pair_of(tokenizer)
   assert pair.decode(ids) == 'thecat'
   pieces = pair.pieces([*ids, *_spell('é'), ids[0], _spell('é')[0]])
@@ -244,7 +246,7 @@ def test_other_decoders_are_refused(decoder):
   tokenizer = _sentencepiece(decoder)
   name = json.loads(tokenizer.backend_tokenizer.to_str())['decoder']['type']
   with pytest.raises(ValueError, match=f'streaming need .*{name}"'):
-    token_bytes(tokenizer, 300)
+    token_bytes_lib.token_bytes(tokenizer, 300)
   # Pieces are then decoded one by one.
   cat = tokenizer.convert_tokens_to_ids('cat')
   pair = _pair_of(tokenizer)
@@ -255,6 +257,6 @@ def test_tokenizers_without_a_decoder_are_refused():
   backend = tokenizers.Tokenizer(models.WordLevel({'a': 0}, unk_token='a'))
   tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
   with pytest.raises(ValueError, match='this one has the decoder null'):
-    token_bytes(tokenizer, 1)
+    token_bytes_lib.token_bytes(tokenizer, 1)
   with pytest.raises(ValueError, match='Other has no decoder'):
-    token_bytes(type('Other', (), {})(), 1)
+    token_bytes_lib.token_bytes(type('Other', (), {})(), 1)

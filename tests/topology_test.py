@@ -7,19 +7,10 @@ import hypothesis
 from hypothesis import strategies
 import numpy as np
 import pytest
-from tiny_drafters import Settings
+import tiny_drafters
 
-from specdec import Drafter
-from specdec import fixed_drafter
-from specdec import PromptLookup
-from specdec import Stage
-from specdec import StageConfig
-from specdec import staged
-from specdec import Topology
-from specdec.tree.topology import chain
-from specdec.tree.topology import from_paths
-from specdec.tree.topology import k_ary
-from specdec.tree.topology import load_topology
+import specdec
+from specdec.tree import topology as topology_lib
 
 NOWHERE = np.iinfo(np.int32).max
 
@@ -32,10 +23,13 @@ _PATHS = strategies.lists(_PATH.map(tuple), min_size=1, max_size=8).map(
 @hypothesis.given(_PATHS, strategies.randoms(use_true_random=False))
 def test_any_tree(paths, rng: random.Random):
   """However its paths are ordered, and however often one is named."""
-  shape = from_paths([list(path) for path in paths])
+  shape = topology_lib.from_paths([list(path) for path in paths])
   rng.shuffle(paths)
-  assert (shape, hash(shape)) == (from_paths(paths), hash(from_paths(paths)))
-  assert shape == Topology(tuple(paths))
+  assert (shape, hash(shape)) == (
+    topology_lib.from_paths(paths),
+    hash(topology_lib.from_paths(paths)),
+  )
+  assert shape == specdec.Topology(tuple(paths))
   nodes = sorted({(), *paths}, key=lambda path: (len(path), path))
   assert shape.paths == tuple(nodes[1:])
   assert shape.num_nodes == len(nodes)
@@ -59,26 +53,43 @@ def test_any_tree(paths, rng: random.Random):
   missing = rng.choice(shape.paths)
   if missing in inner:
     with pytest.raises(ValueError, match='but not its parent'):
-      from_paths([path for path in shape.paths if path != missing])
+      topology_lib.from_paths([path for path in shape.paths if path != missing])
 
 
 def test_a_chain_and_a_binary_tree():
-  assert chain(3).paths == ((0,), (0, 0), (0, 0, 0))
-  assert k_ary(2, 2).paths == ((0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1))
-  assert k_ary(2, 2).schedule.tolist() == [[0, -1], [1, 2]]
-  assert k_ary(1, 3) == chain(3) != k_ary(2, 2)
-  assert k_ary(2, 11).num_nodes == 4095
+  assert topology_lib.chain(3).paths == ((0,), (0, 0), (0, 0, 0))
+  assert topology_lib.k_ary(2, 2).paths == (
+    (0,),
+    (1,),
+    (0, 0),
+    (0, 1),
+    (1, 0),
+    (1, 1),
+  )
+  assert topology_lib.k_ary(2, 2).schedule.tolist() == [[0, -1], [1, 2]]
+  assert (
+    topology_lib.k_ary(1, 3)
+    == topology_lib.chain(3)
+    != topology_lib.k_ary(2, 2)
+  )
+  assert topology_lib.k_ary(2, 11).num_nodes == 4095
 
 
 @pytest.mark.parametrize(
   ('make', 'message'),
   [
-    (lambda: chain(0), 'at least one token, got 0'),
-    (lambda: k_ary(0, 2), 'at least 1, got 0 and 2'),
-    (lambda: k_ary(2, 12), 'a 2-ary tree of depth 12 has more than 4096 nodes'),
-    (lambda: k_ary(5000, 1), 'more than 4096 nodes'),
-    (lambda: from_paths([()]), r'one or more ranks from 0, got \(\)'),
-    (lambda: Topology(((0,), (0, -1))), r'ranks from 0, got \(0, -1\)'),
+    (lambda: topology_lib.chain(0), 'at least one token, got 0'),
+    (lambda: topology_lib.k_ary(0, 2), 'at least 1, got 0 and 2'),
+    (
+      lambda: topology_lib.k_ary(2, 12),
+      'a 2-ary tree of depth 12 has more than 4096 nodes',
+    ),
+    (lambda: topology_lib.k_ary(5000, 1), 'more than 4096 nodes'),
+    (
+      lambda: topology_lib.from_paths([()]),
+      r'one or more ranks from 0, got \(\)',
+    ),
+    (lambda: specdec.Topology(((0,), (0, -1))), r'ranks from 0, got \(0, -1\)'),
   ],
 )
 def test_shapes_that_are_refused(make, message):
@@ -101,12 +112,14 @@ _NO_LIST = 'must hold a JSON list of lists of ranks'
 def test_files(tmp_path, content, message):
   path = tmp_path / 'shape.json'
   with pytest.raises(ValueError, match='cannot be read'):
-    load_topology(str(path))
+    topology_lib.load_topology(str(path))
   path.write_text('[[0], [1], [1, 2], [1, 0]]')
-  assert load_topology(str(path)) == from_paths([(0,), (1,), (1, 0), (1, 2)])
+  assert topology_lib.load_topology(str(path)) == topology_lib.from_paths(
+    [(0,), (1,), (1, 0), (1, 2)]
+  )
   path.write_bytes(content)
   with pytest.raises(ValueError, match=message) as error:
-    load_topology(str(path))
+    topology_lib.load_topology(str(path))
   assert str(path) in str(error.value)
 
 
@@ -114,10 +127,12 @@ def test_files(tmp_path, content, message):
 
 
 def test_settings_follow_from_a_topology():
-  shape = from_paths([(0,), (1,), (3,), (1, 2), (3, 0)])
-  drafter = fixed_drafter(PromptLookup(), shape, calibration=1.5)
+  shape = topology_lib.from_paths([(0,), (1,), (3,), (1, 2), (3, 0)])
+  drafter = specdec.fixed_drafter(
+    specdec.PromptLookup(), shape, calibration=1.5
+  )
   assert (drafter.shape.num_nodes, drafter.shape.capacity) == (6, 6)
-  assert drafter.stages[0].config == StageConfig(
+  assert drafter.stages[0].config == specdec.StageConfig(
     width=2, branching=4, rounds=2, calibration=1.5
   )
   assert drafter.max_depth == shape.max_depth == 2
@@ -145,29 +160,37 @@ _NUMBERS = (math.inf, math.nan)
 def test_settings_out_of_range(name, values, message):
   for value in values:
     with pytest.raises(ValueError, match=f'{message} {value}'):
-      Settings(**{name: value}).drafter(PromptLookup())
+      tiny_drafters.Settings(**{name: value}).drafter(specdec.PromptLookup())
 
 
 def _drafters(rounds, **settings):
-  settings = [Settings(rounds=count, **settings) for count in rounds]
-  return [one.drafter(PromptLookup()) for one in settings]
+  settings = [
+    tiny_drafters.Settings(rounds=count, **settings) for count in rounds
+  ]
+  return [one.drafter(specdec.PromptLookup()) for one in settings]
 
 
 def test_the_stage_of_a_topology_has_its_sizes():
   for sizes in ({'width': 1, 'branching': 2}, {'width': 2, 'branching': 4}):
-    stage = Stage(PromptLookup(), StageConfig(**sizes))
+    stage = specdec.Stage(specdec.PromptLookup(), specdec.StageConfig(**sizes))
     with pytest.raises(ValueError, match=r'branching=2, got .*fixed_drafter'):
-      Drafter((stage,), k_ary(2, 2))
+      specdec.Drafter((stage,), topology_lib.k_ary(2, 2))
 
 
 def test_staging_is_associative_and_leaves_fixed_shapes_alone():
   one, two, three = _drafters((2, 3, 1))
-  nested = staged(one, staged(two, three)), staged(staged(one, two), three)
+  nested = (
+    specdec.staged(one, specdec.staged(two, three)),
+    specdec.staged(specdec.staged(one, two), three),
+  )
   for drafter in nested:
     assert [stage.config.rounds for stage in drafter.stages] == [2, 3, 1]
-  fixed = fixed_drafter(PromptLookup(), chain(2))
-  both = {'shape': chain(2), 'stages': (*one.stages, *fixed.stages)}
-  for make in (lambda: staged(fixed, one), lambda: one.replace(**both)):
+  fixed = specdec.fixed_drafter(specdec.PromptLookup(), topology_lib.chain(2))
+  both = {
+    'shape': topology_lib.chain(2),
+    'stages': (*one.stages, *fixed.stages),
+  }
+  for make in (lambda: specdec.staged(fixed, one), lambda: one.replace(**both)):
     with pytest.raises(ValueError, match='a fixed topology leaves no room'):
       make()
 
@@ -185,4 +208,4 @@ def test_staging_is_associative_and_leaves_fixed_shapes_alone():
 )
 def test_how_deep_a_tree_can_grow(rounds, settings, expected):
   drafters = _drafters(rounds, **({'max_depth': 64} | settings))
-  assert staged(*drafters).max_depth == expected
+  assert specdec.staged(*drafters).max_depth == expected

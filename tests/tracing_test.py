@@ -10,14 +10,11 @@ import numpy as np
 import pytest
 import tiny
 import tiny_drafters
-from tiny_drafters import Settings
 
-from models.nn.table_model import table_model
+from models.nn import table_model
 import specdec
-from specdec import Trace
 from specdec import tracing
-from specdec.tracing import Block
-from specdec.tree.topology import from_paths
+from specdec.tree import topology as topology_lib
 
 _VOCAB_SIZE = 24
 _PROMPTS = [[1, 2, 4], [3], [5, 6, 7, 5]]
@@ -41,10 +38,12 @@ def _few(logits):
 def _arguments(shape):
   """The arguments of a decode; if the tree has gaps, with a fallback."""
   guesses = tiny_drafters.exact(tiny.table(_VOCAB_SIZE, 2) + _TABLE)
-  target, draft = (table_model(one, max_positions=96) for one in _TABLES)
+  target, draft = (
+    table_model.table_model(one, max_positions=96) for one in _TABLES
+  )
   drafter = tiny_drafters.simple('staged', draft, guesses)
   if shape == 'gaps':
-    gaps = Settings(topology=from_paths(_PATHS))
+    gaps = tiny_drafters.Settings(topology=topology_lib.from_paths(_PATHS))
     drafter = tiny_drafters.candidates(_few(_TABLE), config=gaps)
   return {
     'target': target,
@@ -127,7 +126,7 @@ def test_probabilities_are_those_of_who_guessed():
   assert len(found) > 10
 
 
-_BLOCK = Block(
+_BLOCK = tracing.Block(
   start=2,
   tokens=(7, 8, 9, 8, 5),
   parents=(-1, 0, 0, 1, 3),
@@ -138,7 +137,7 @@ _BLOCK = Block(
   forwards={'target': 1, 'draft': 2},
 )
 _block = functools.partial(dataclasses.replace, _BLOCK)
-_TRACE = Trace(
+_TRACE = specdec.Trace(
   prompt='ab',
   prompt_tokens=(1, 7),
   labels=('target', 'draft', 'ngram'),
@@ -152,7 +151,7 @@ _TRACE = Trace(
 def _read(**changes):
   """A trace from the JSON of one with these changes."""
   record = json.loads(_TRACE.to_json()) | changes
-  return Trace.from_json(json.dumps(record, default=dataclasses.asdict))
+  return specdec.Trace.from_json(json.dumps(record, default=dataclasses.asdict))
 
 
 def test_what_follows_from_a_block_by_hand():
@@ -209,8 +208,8 @@ def test_what_is_no_trace_is_refused():
     (read({'blocks': [{}]}), 'missing'),
     (read({'blocks': 3}), 'not iterable'),
     (read({'more': 3}), 'more'),
-    (lambda: Trace.from_json('{'), 'Expecting'),
-    (lambda: Trace.from_json('null'), 'no JSON object'),
+    (lambda: specdec.Trace.from_json('{'), 'Expecting'),
+    (lambda: specdec.Trace.from_json('null'), 'no JSON object'),
   ):
     with pytest.raises(ValueError, match='no trace of a decode.*' + message):
       call()
@@ -218,5 +217,5 @@ def test_what_is_no_trace_is_refused():
 
 def test_json_there_and_back():
   for trace in (_TRACE, _both('staged')[0][0]):
-    assert Trace.from_json(trace.to_json()) == trace
+    assert specdec.Trace.from_json(trace.to_json()) == trace
     assert '\n' not in trace.to_json()

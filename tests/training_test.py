@@ -15,18 +15,14 @@ import tiny
 import transformers
 
 from models.checkpoints import hub
-from models.lab.training import corpus as corpora
-from models.lab.training import loss as losses
+from models.lab.training import corpus as corpus_lib
+from models.lab.training import loss as loss_lib
+from models.lab.training import optimizer as optimizer_lib
 from models.lab.training import pipeline
+from models.lab.training import tokenizer as tokenizer_lib
 from models.lab.training import trainer
-from models.lab.training.corpus import Corpus
-from models.lab.training.optimizer import make_optimizer
-from models.lab.training.tokenizer import END_OF_TEXT
-from models.lab.training.tokenizer import train_tokenizer
-from models.lab.training.trainer import TrainConfig
-from models.nn.experts import balance_loss
-from models.nn.gpt2 import GPT2
-from models.nn.gpt2 import GPT2Config
+from models.nn import experts as experts_lib
+from models.nn import gpt2 as nn_gpt2
 
 
 @pytest.fixture(scope='module', autouse=True)
@@ -48,7 +44,7 @@ TEXTS = (
 
 @pytest.fixture(scope='module')
 def tokenizer():
-  return train_tokenizer([CODE] * 20, vocab_size=300, context=64)
+  return tokenizer_lib.train_tokenizer([CODE] * 20, vocab_size=300, context=64)
 
 
 def test_any_text_round_trips_also_once_saved(tokenizer, tmp_path):
@@ -60,7 +56,7 @@ def test_any_text_round_trips_also_once_saved(tokenizer, tmp_path):
   config = json.loads((tmp_path / 'config.json').read_text())
   assert config['eos_token_id'] == tokenizer.eos_token_id
   loaded = transformers.AutoTokenizer.from_pretrained(tmp_path)
-  assert loaded.eos_token == END_OF_TEXT
+  assert loaded.eos_token == tokenizer_lib.END_OF_TEXT
   assert loaded.eos_token_id == tokenizer.eos_token_id
   assert loaded.model_max_length == 64
   for text in TEXTS:
@@ -81,7 +77,9 @@ def _write_files(root, names, end=''):
 
 
 def _texts(folder, pattern='*.py', *, held_out=False, percent=20):
-  corpus = Corpus(folder=str(folder), pattern=pattern, held_out_percent=percent)
+  corpus = corpus_lib.Corpus(
+    folder=str(folder), pattern=pattern, held_out_percent=percent
+  )
   return list(corpus.texts(held_out=held_out))
 
 
@@ -117,17 +115,17 @@ def test_files_are_split_by_their_relative_path_alone(root):
 
 
 def test_tokens_end_every_file(root, tokenizer):
-  corpus = Corpus(folder=str(root), held_out_percent=20)
+  corpus = corpus_lib.Corpus(folder=str(root), held_out_percent=20)
   tokens = corpus.tokens(tokenizer, held_out=True)
   assert tokens.dtype == np.int32
-  texts = tokenizer.decode(tokens).split(END_OF_TEXT)
+  texts = tokenizer.decode(tokens).split(tokenizer_lib.END_OF_TEXT)
   assert texts == [*corpus.texts(held_out=True), '']
 
 
 def test_training_batches_are_windows_that_follow_from_the_arguments():
   usual = {'step': 7, 'seed': 3, 'batch_size': 200, 'length': 9}
   tokens = np.arange(12, dtype=np.int32)
-  draw = lambda **kw: corpora.training_batch(tokens, **usual | kw)
+  draw = lambda **kw: corpus_lib.training_batch(tokens, **usual | kw)
   first = draw()
   assert first.shape == (200, 10)
   np.testing.assert_array_equal(np.diff(first, axis=1), 1)
@@ -142,7 +140,7 @@ def test_training_batches_are_windows_that_follow_from_the_arguments():
 def test_held_out_batches_are_consecutive_windows():
   draw = lambda limit, count=22: [
     batch.tolist()
-    for batch in corpora.held_out_batches(
+    for batch in corpus_lib.held_out_batches(
       np.arange(count, dtype=np.int32), limit=limit, batch_size=2, length=4
     )
   ]
@@ -157,7 +155,7 @@ def test_held_out_batches_are_consecutive_windows():
 def test_window_length_follows_the_phases():
   for scale in (1.0, 28):
     phases = ((0.5 * scale, 4), (0.25 * scale, 8), (0.25 * scale, 16))
-    config = TrainConfig(num_steps=8, warmup_steps=0, phases=phases)
+    config = trainer.TrainConfig(num_steps=8, warmup_steps=0, phases=phases)
     lengths = [config.window_length(step) for step in range(8)]
     assert lengths == [4, 4, 4, 4, 8, 8, 16, 16]
 
@@ -165,15 +163,27 @@ def test_window_length_follows_the_phases():
 @pytest.mark.parametrize(
   ('message', 'make'),
   [
-    ('warmup_steps must', lambda _: TrainConfig(warmup_steps=9, num_steps=9)),
-    ('every phase needs a positive', lambda _: TrainConfig(phases=((0, 8),))),
-    ('at most batch_tokens=4096', lambda _: TrainConfig(phases=((1, 9000),))),
-    ('--corpus=/no is not a folder', lambda _: Corpus(folder='/no')),
-    ('percent must lie', lambda at: Corpus(folder=at, held_out_percent=0)),
+    (
+      'warmup_steps must',
+      lambda _: trainer.TrainConfig(warmup_steps=9, num_steps=9),
+    ),
+    (
+      'every phase needs a positive',
+      lambda _: trainer.TrainConfig(phases=((0, 8),)),
+    ),
+    (
+      'at most batch_tokens=4096',
+      lambda _: trainer.TrainConfig(phases=((1, 9000),)),
+    ),
+    ('--corpus=/no is not a folder', lambda _: corpus_lib.Corpus(folder='/no')),
+    (
+      'percent must lie',
+      lambda at: corpus_lib.Corpus(folder=at, held_out_percent=0),
+    ),
     (r'no training files match \*\.c under', lambda at: _texts(at, '*.c')),
     (
       '--vocab_size=256 must exceed',
-      lambda _: train_tokenizer([], vocab_size=256, context=8),
+      lambda _: tokenizer_lib.train_tokenizer([], vocab_size=256, context=8),
     ),
     ('16 tokens exceed the con', lambda at: _train(at, phases=((1.0, 16),))),
   ],
@@ -192,7 +202,9 @@ def test_muon_is_for_the_matrices_of_blocks_alone():
   _, gradients = _pure(tiny.module(tie_embeddings=False, num_layers=1))
   # At zero there is no weight decay to see.
   params = jax.tree.map(jnp.zeros_like, gradients)
-  optimizer = make_optimizer(num_steps=10, learning_rate=0.1, warmup_steps=0)
+  optimizer = optimizer_lib.make_optimizer(
+    num_steps=10, learning_rate=0.1, warmup_steps=0
+  )
   updates, _ = jax.jit(optimizer.update)(
     gradients, jax.jit(optimizer.init)(params), params
   )
@@ -218,7 +230,9 @@ def test_muon_is_for_the_matrices_of_blocks_alone():
 
 def test_learning_rate_rises_then_falls_to_zero():
   params = {'wte': jnp.zeros((4, 4))}
-  optimizer = make_optimizer(num_steps=8, learning_rate=0.1, warmup_steps=2)
+  optimizer = optimizer_lib.make_optimizer(
+    num_steps=8, learning_rate=0.1, warmup_steps=2
+  )
   state, update = optimizer.init(params), jax.jit(optimizer.update)
   rates = []
   for _ in range(9):
@@ -237,7 +251,7 @@ def test_loss_is_that_of_the_next_token():
   """Low precision rounds the products, not the gradients."""
   module = tiny.module(num_layers=1)
   graph, params = _pure(module)
-  makes = (losses.make_loss(graph, dtype=d) for d in ('float32', 'bfloat16'))
+  makes = (loss_lib.make_loss(graph, dtype=d) for d in ('float32', 'bfloat16'))
   run = lambda loss: jax.jit(jax.value_and_grad(loss))(params, _WINDOWS)
   (loss, _), rounded = map(run, makes)
   logits = tiny.logits(module, _WINDOWS[:, :-1])
@@ -253,8 +267,8 @@ def test_loss_is_that_of_the_next_token():
 def test_a_student_equal_to_its_teacher_has_nothing_to_learn():
   module, other = (tiny.module(num_layers=1, seed=seed) for seed in (0, 1))
   graph, params = _pure(module)
-  teacher = losses.Teacher('t', module)
-  loss = losses.make_loss(graph, dtype=jnp.float32, teacher=teacher)
+  teacher = loss_lib.Teacher('t', module)
+  loss = loss_lib.make_loss(graph, dtype=jnp.float32, teacher=teacher)
   run = jax.jit(jax.value_and_grad(loss))
   equal, gradient = run(params, _WINDOWS)
   largest = lambda tree: max(
@@ -273,13 +287,13 @@ def test_a_mixture_also_learns_to_use_its_experts_alike():
   tokens = jnp.asarray(_WINDOWS)[:, :-1]
   positions = np.broadcast_to(np.arange(8), tokens.shape)
   mask = np.broadcast_to(np.tri(8, dtype=bool), (len(tokens), 8, 8))
-  make = functools.partial(losses.make_loss, graph, dtype=jnp.float32)
+  make = functools.partial(loss_lib.make_loss, graph, dtype=jnp.float32)
 
   @jax.jit
   def losses_and_balance(weights):
     *_, routings = module.with_routing(tokens, positions, mask)
     loss = lambda weight: make(balance_weight=weight)(params, _WINDOWS)
-    balance = jnp.stack([*map(balance_loss, routings)]).mean()
+    balance = jnp.stack([*map(experts_lib.balance_loss, routings)]).mean()
     return jax.lax.map(loss, weights), balance
 
   (plain, weighted), balance = losses_and_balance(jnp.array([0.0, 2.0]))
@@ -288,7 +302,7 @@ def test_a_mixture_also_learns_to_use_its_experts_alike():
 
 
 SHAPE = {'width': 16, 'num_layers': 1, 'num_heads': 2}
-MODEL = GPT2Config(**SHAPE, vocab_size=16, num_positions=8)
+MODEL = nn_gpt2.GPT2Config(**SHAPE, vocab_size=16, num_positions=8)
 SETTINGS = {'num_steps': 40, 'batch_tokens': 32, 'phases': ((1.0, 8),)}
 SETTINGS |= {'learning_rate': 0.03, 'warmup_steps': 1, 'dtype': 'float32'}
 SETTINGS |= {'eval_every': 20, 'eval_tokens': 64}
@@ -298,7 +312,7 @@ TOKENS = np.tile(np.arange(12, dtype=np.int32), 40)
 def _train(
   workdir, *, model=MODEL, tokens=TOKENS, report=str, teacher=None, **kw
 ):
-  config = TrainConfig(**(SETTINGS | kw))
+  config = trainer.TrainConfig(**(SETTINGS | kw))
   others = {'workdir': workdir, 'teacher': teacher, 'report': report}
   return trainer.train(model, config, tokens, TOKENS[5:200], **others)
 
@@ -391,12 +405,12 @@ def test_a_loss_that_is_not_a_number_ends_the_run(
 
 def test_distilling_approaches_the_teacher(tmp_path):
   module = tiny.module(vocab_size=16, num_layers=1)
-  teacher = losses.Teacher('t', module)
+  teacher = loss_lib.Teacher('t', module)
   student, curve = _train(tmp_path, teacher=teacher, learning_rate=0.02)
   assert curve[-1].train_loss < curve[0].train_loss
-  loss = losses.make_loss(_pure(student)[0], dtype='float32', teacher=teacher)
+  loss = loss_lib.make_loss(_pure(student)[0], dtype='float32', teacher=teacher)
   loss_of = lambda one: jax.jit(loss)(_pure(one)[1], TOKENS[None, :9])
-  beginner = GPT2(MODEL, rngs=nnx.Rngs(0))
+  beginner = nn_gpt2.GPT2(MODEL, rngs=nnx.Rngs(0))
   entropy, trained, untrained = map(loss_of, (module, student, beginner))
   assert trained - entropy < 0.3 * (untrained - entropy)
 
@@ -410,8 +424,10 @@ def test_run_writes_a_folder_and_refuses_another_corpus(
   # The windows of 8 tokens are cut to this context.
   six, seven = (pipeline.Shape(**SHAPE, num_positions=n) for n in (6, 7))
   arguments = {
-    'corpus': Corpus(folder=str(root), held_out_percent=20),
-    'config': TrainConfig(**(SETTINGS | {'num_steps': 2, 'eval_every': 2})),
+    'corpus': corpus_lib.Corpus(folder=str(root), held_out_percent=20),
+    'config': trainer.TrainConfig(
+      **(SETTINGS | {'num_steps': 2, 'eval_every': 2})
+    ),
     **{'shape': six, 'vocab_size': 270, 'output_dtype': 'float16'},
     **{'tokenizer_folder': None, 'teacher_folder': None},
     **{'workdir': tmp_path / 'work', 'output': folder},
@@ -421,7 +437,7 @@ def test_run_writes_a_folder_and_refuses_another_corpus(
   vocabulary = hub.locate(folder).tokenizer.get_vocab()
   assert module.config.vocab_size == len(vocabulary)
   assert (folder / 'loss_curve.json').exists()
-  other = Corpus(folder=str(root), pattern='*.txt')
+  other = corpus_lib.Corpus(folder=str(root), pattern='*.txt')
   with pytest.raises(ValueError, match=r'holds another run \(corpus: '):
     pipeline.run(**arguments | {'corpus': other})
 
@@ -432,7 +448,7 @@ def test_run_writes_a_folder_and_refuses_another_corpus(
     pipeline.run(**draft | {'shape': seven})
   # It learns from a teacher in test_distilling_approaches_the_teacher.
   train = mock.Mock(return_value=(module, []))
-  monkeypatch.setattr(pipeline, 'train', train)
+  monkeypatch.setattr(trainer, 'train', train)
   pipeline.run(**draft)
   config, settings, *texts = train.call_args.args
   assert config == module.config

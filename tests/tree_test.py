@@ -6,27 +6,21 @@ import functools
 import jax
 import jax.numpy as jnp
 import list_trees
-from list_trees import CAPACITY
-from list_trees import find
-from list_trees import from_arrays
-from list_trees import Node
-from list_trees import to_arrays
 import numpy as np
 import pytest
 
-from specdec.tree import tree as trees
-from specdec.tree.tree import NO_NODE
+from specdec.tree import tree as tree_lib
 
 NUM_TREES = 200
 
 
-def _lists_of(batch) -> list[list[Node]]:
+def _lists_of(batch) -> list[list[list_trees.Node]]:
   """The rows of a batch of trees, whose unused entries must be blank."""
-  unused = np.arange(CAPACITY) >= np.asarray(batch.size)[:, None]
-  assert (np.asarray(batch.parent)[unused] == NO_NODE).all()
+  unused = np.arange(list_trees.CAPACITY) >= np.asarray(batch.size)[:, None]
+  assert (np.asarray(batch.parent)[unused] == tree_lib.NO_NODE).all()
   assert (np.asarray(batch.log_prob)[unused] == -np.inf).all()
   row_of = lambda row: jax.tree.map(lambda leaf: leaf[row], batch)
-  return [from_arrays(row_of(row)) for row in range(NUM_TREES)]
+  return [list_trees.from_arrays(row_of(row)) for row in range(NUM_TREES)]
 
 
 @functools.cache
@@ -39,12 +33,12 @@ def _random_trees(seed, **kw):
   """Lists, the same as arrays, and a generator of what else is needed."""
   rng = np.random.default_rng(seed)
   lists = [list_trees.random_tree(rng, **kw) for _ in range(NUM_TREES)]
-  return lists, list_trees.stack(map(to_arrays, lists)), rng
+  return lists, list_trees.stack(map(list_trees.to_arrays, lists)), rng
 
 
 def _with_gaps(rng, lists, width) -> np.ndarray:
   """Distinct nodes of each tree in any order, `NO_NODE` among them."""
-  padded = np.full((len(lists), width), NO_NODE, np.int32)
+  padded = np.full((len(lists), width), tree_lib.NO_NODE, np.int32)
   for row, nodes in zip(padded, lists, strict=True):
     chosen = rng.permutation(len(nodes))[:width]
     row[: len(chosen)] = chosen
@@ -54,12 +48,14 @@ def _with_gaps(rng, lists, width) -> np.ndarray:
 def test_walks_and_masks():
   lists, batch, rng = _random_trees(1)
   nodes, others = (_with_gaps(rng, lists, width) for width in (6, 8))
-  walks = _batched(trees.walk_up, CAPACITY)(batch.parent, nodes)
-  masks = _batched(trees.ancestor_mask, CAPACITY)(batch.parent, nodes, others)
+  walks = _batched(tree_lib.walk_up, list_trees.CAPACITY)(batch.parent, nodes)
+  masks = _batched(tree_lib.ancestor_mask, list_trees.CAPACITY)(
+    batch.parent, nodes, others
+  )
   for row, one in enumerate(lists):
     for place, node in enumerate(nodes[row]):
       above = list_trees.up(one, node)
-      padding = [NO_NODE] * (CAPACITY + 1 - len(above))
+      padding = [tree_lib.NO_NODE] * (list_trees.CAPACITY + 1 - len(above))
       assert walks[row, place].tolist() == above + padding
       assert masks[row, place].tolist() == [
         other in above for other in others[row]
@@ -78,14 +74,16 @@ def test_adding_children():
   origins = rng.integers(1, 5, size=shape)
   wanted = (rng.random(shape) < 0.7) & (parents >= 0)[..., None]
   grown = jax.device_get(
-    _batched(trees.add_children)(batch, parents, tokens, edges, origins, wanted)
+    _batched(tree_lib.add_children)(
+      batch, parents, tokens, edges, origins, wanted
+    )
   )
   dropped = doubled = 0
   for at in map(tuple, np.argwhere(wanted)):
     nodes, parent = lists[at[0]], int(parents[at[:2]])
-    if find(nodes, parent, tokens[at]) != NO_NODE:
+    if list_trees.find(nodes, parent, tokens[at]) != tree_lib.NO_NODE:
       doubled += 1
-    elif len(nodes) == CAPACITY:
+    elif len(nodes) == list_trees.CAPACITY:
       dropped += 1
     else:
       new = (int(tokens[at]), float(edges[at]), int(origins[at]))
@@ -111,11 +109,13 @@ def _rescored(seed, edges):
     for index, node in enumerate(nodes[1:], 1):
       edge = _NEW_EDGES[edges](rng)
       nodes[index] = dataclasses.replace(node, cond_log_prob=edge)
-    old.append(to_arrays(nodes))
+    old.append(list_trees.to_arrays(nodes))
     for index, node in enumerate(nodes[1:], 1):
       new = (node.token, node.cond_log_prob, node.origin)
       nodes[index] = list_trees.child(nodes, node.parent, *new)
-  return lists, _batched(trees.accumulate, CAPACITY)(list_trees.stack(old))
+  return lists, _batched(tree_lib.accumulate, list_trees.CAPACITY)(
+    list_trees.stack(old)
+  )
 
 
 @pytest.mark.parametrize('edges', _NEW_EDGES)
@@ -128,49 +128,55 @@ def test_accumulating_new_edges(edges):
 
 
 @pytest.mark.parametrize('edges', ['different', 'ties', 'huge'])
-@pytest.mark.parametrize('number', [1, 6, CAPACITY])
+@pytest.mark.parametrize('number', [1, 6, list_trees.CAPACITY])
 def test_the_best_nodes_are_a_connected_subtree(number, edges):
   """Also where sums are so huge that a child is as likely as its parent."""
   lists, batch, _ = _random_trees(7, ties=edges == 'ties')
   if edges == 'huge':
     lists, batch = _rescored(7, edges)
-  kept = _batched(trees.select_best, number)(batch)
+  kept = _batched(tree_lib.select_best, number)(batch)
   assert kept.dtype == jnp.int32
   equals = 0
   for row, one in enumerate(lists):
     # The likeliest; of equals the first.
     order = sorted(range(len(one)), key=lambda index: -one[index].log_prob)
     expected = order[:number]
-    padding = [NO_NODE] * (number - len(expected))
+    padding = [tree_lib.NO_NODE] * (number - len(expected))
     assert kept[row].tolist() == sorted(expected) + padding
-    assert trees.ROOT in expected
+    assert tree_lib.ROOT in expected
     for node in one[1:]:
       equals += node.log_prob == one[node.parent].log_prob
-    assert all(one[index].parent in [*expected, NO_NODE] for index in expected)
+    assert all(
+      one[index].parent in [*expected, tree_lib.NO_NODE] for index in expected
+    )
   assert (equals > NUM_TREES) == (edges != 'different')
 
 
 def test_the_accepted_path():
   lists, batch, rng = _random_trees(9)
   # Half of the choices are right somewhere below.
-  chosen = rng.integers(4, size=(NUM_TREES, CAPACITY)).astype(np.int32)
+  chosen = rng.integers(4, size=(NUM_TREES, list_trees.CAPACITY)).astype(
+    np.int32
+  )
   for row, one in enumerate(lists):
     for node in one[1:]:
       if rng.random() < 0.5:
         chosen[row, node.parent] = node.token
-  for number in (CAPACITY, 5):
-    nodes = np.asarray(_batched(trees.select_best, number)(batch))
+  for number in (list_trees.CAPACITY, 5):
+    nodes = np.asarray(_batched(tree_lib.select_best, number)(batch))
     at = np.maximum(nodes, 0)
-    places, accepted = _batched(trees.accepted_path, CAPACITY)(
+    places, accepted = _batched(tree_lib.accepted_path, list_trees.CAPACITY)(
       batch, nodes, np.take_along_axis(chosen, at, axis=1)
     )
     for row, one in enumerate(lists):
-      selected, path = nodes[row].tolist(), [trees.ROOT]
-      while (below := find(one, path[-1], chosen[row, path[-1]])) in selected:
-        if below == NO_NODE:
+      selected, path = nodes[row].tolist(), [tree_lib.ROOT]
+      while (
+        below := list_trees.find(one, path[-1], chosen[row, path[-1]])
+      ) in selected:
+        if below == tree_lib.NO_NODE:
           break
         path.append(below)
-      padding = [NO_NODE] * (CAPACITY + 1 - len(path))
+      padding = [tree_lib.NO_NODE] * (list_trees.CAPACITY + 1 - len(path))
       assert places[row].tolist() == [*map(selected.index, path), *padding]
       assert accepted[row] == len(path) - 1
     assert {*accepted.tolist()} >= {*range(min(6, number))}
@@ -178,10 +184,15 @@ def test_the_accepted_path():
 
 def test_equal_children_are_one_guess():
   """A fixed shape may have them; the path goes on below either."""
-  nodes = [Node(0), Node(1, 0, 1), Node(1, 0, 1), Node(2, 2, 2)]
-  chosen = jnp.array([1, 2, 2, 5, *[0] * (CAPACITY - 4)])
-  path, accepted = trees.accepted_path(
-    to_arrays(nodes), jnp.arange(CAPACITY), chosen, 3
+  nodes = [
+    list_trees.Node(0),
+    list_trees.Node(1, 0, 1),
+    list_trees.Node(1, 0, 1),
+    list_trees.Node(2, 2, 2),
+  ]
+  chosen = jnp.array([1, 2, 2, 5, *[0] * (list_trees.CAPACITY - 4)])
+  path, accepted = tree_lib.accepted_path(
+    list_trees.to_arrays(nodes), jnp.arange(list_trees.CAPACITY), chosen, 3
   )
   assert accepted == 2
   assert [nodes[node].token for node in path.tolist() if node >= 0] == [0, 1, 2]

@@ -5,36 +5,15 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from list_trees import Node
-from list_trees import stack
-from list_trees import to_arrays
+import list_trees
 import numpy as np
 import pytest
 
-from specdec import CandidateScorer
-from specdec import chain
-from specdec import fixed_drafter
-from specdec import k_ary
-from specdec import MatchRule
-from specdec import PromptLookup
-from specdec import RejectionRule
-from specdec import Sampling
-from specdec import Scorer
-from specdec.checks import RULES
-from specdec.checks import to_params
-from specdec.checks import to_rule
-from specdec.sampling import BEST
-from specdec.sampling import CHILDREN
-from specdec.sampling import Randomness
-from specdec.sampling import WITHOUT_REPLACEMENT
-from specdec.tree.tree import NO_NODE
+import specdec
+from specdec import checks as checks_lib
+from specdec import sampling as sampling_lib
+from specdec.tree import tree as tree_lib
 from specdec.verify import accept
-from specdec.verify.accept import EOS
-from specdec.verify.accept import LIMIT
-from specdec.verify.accept import NOT_FINITE
-from specdec.verify.accept import RUNNING
-from specdec.verify.accept import STOP
-from specdec.verify.accept import Verdict
 
 _count_emitted = jax.jit(accept.count_emitted)
 
@@ -42,9 +21,11 @@ _count_emitted = jax.jit(accept.count_emitted)
 _DEPTH, _VOCAB_SIZE = 6, 11
 _CHAIN_RULES = [
   *(
-    (name, children) for name in ('rejection', 'block') for children in CHILDREN
+    (name, children)
+    for name in ('rejection', 'block')
+    for children in sampling_lib.CHILDREN
   ),
-  ('match', BEST),
+  ('match', sampling_lib.BEST),
 ]
 
 
@@ -61,38 +42,50 @@ def _chains():
   best = logits.argmax(-1)
   is_right = np.arange(_DEPTH)[None] < np.arange(num_nodes)[:, None]
   tokens = np.where(is_right, best[:, :-1], (best[:, :-1] + 1) % _VOCAB_SIZE)
-  nodes_of = lambda row: [Node(t, d, d + 1) for d, t in enumerate(row)]
-  trees = [to_arrays([Node(0), *nodes_of(row)], num_nodes) for row in tokens]
+  nodes_of = lambda row: [
+    list_trees.Node(t, d, d + 1) for d, t in enumerate(row)
+  ]
+  trees = [
+    list_trees.to_arrays([list_trees.Node(0), *nodes_of(row)], num_nodes)
+    for row in tokens
+  ]
   nodes = np.tile(np.arange(num_nodes), (num_nodes, 1))
   proposals = np.full_like(logits, 1 / _VOCAB_SIZE)
-  randomness = Randomness(
+  randomness = sampling_lib.Randomness(
     noise=np.zeros_like(logits),
     draft_keys=None,
     uniforms=rng.uniform(size=nodes.shape),
     residual_noise=rng.gumbel(size=(num_nodes, _VOCAB_SIZE)),
   )
-  sampling = to_params(Sampling(), num_nodes, _VOCAB_SIZE)
-  return (stack(trees), nodes, logits, proposals, randomness, sampling), best
+  sampling = checks_lib.to_params(specdec.Sampling(), num_nodes, _VOCAB_SIZE)
+  return (
+    list_trees.stack(trees),
+    nodes,
+    logits,
+    proposals,
+    randomness,
+    sampling,
+  ), best
 
 
 @pytest.mark.parametrize(('name', 'children'), _CHAIN_RULES)
 def test_greedy_paths(name, children):
   """Each token that is emitted is that of its own depth."""
   arguments, best = _chains()
-  verdict = jax.jit(RULES[name](children))(*arguments)
+  verdict = jax.jit(checks_lib.RULES[name](children))(*arguments)
   np.testing.assert_array_equal(verdict.accepted, np.arange(_DEPTH + 1))
   for row, chosen in enumerate(np.asarray(verdict.chosen)):
     np.testing.assert_array_equal(chosen[: row + 1], best[row, : row + 1])
 
 
 @dataclasses.dataclass(frozen=True)
-class _ChainRule(MatchRule):
+class _ChainRule(specdec.MatchRule):
   """A rule of a user."""
 
   needs_chain = True
 
 
-class _Drawing(Scorer):
+class _Drawing(specdec.Scorer):
   """A scorer that could draw children."""
 
   labels = ('drawing',)
@@ -101,30 +94,51 @@ class _Drawing(Scorer):
 
 def _to_rule(verify, children=None, *, topology=None, scorer=None):
   scorer = scorer or _Drawing()
-  drafter = fixed_drafter(scorer, topology or chain(2))
-  return to_rule(verify, children, drafter)
+  drafter = specdec.fixed_drafter(scorer, topology or specdec.chain(2))
+  return checks_lib.to_rule(verify, children, drafter)
 
 
 def test_a_rule_is_a_name_or_an_object_and_says_its_own_conditions():
   for name in ('rejection', 'block'):
-    assert _to_rule(name) == RULES[name](WITHOUT_REPLACEMENT)
-    assert _to_rule(name, BEST) == RULES[name](BEST)
-  assert _to_rule('match') == _to_rule(MatchRule(), BEST) == MatchRule()
+    assert _to_rule(name) == checks_lib.RULES[name](
+      sampling_lib.WITHOUT_REPLACEMENT
+    )
+    assert _to_rule(name, sampling_lib.BEST) == checks_lib.RULES[name](
+      sampling_lib.BEST
+    )
+  assert (
+    _to_rule('match')
+    == _to_rule(specdec.MatchRule(), sampling_lib.BEST)
+    == specdec.MatchRule()
+  )
   assert _to_rule(_ChainRule()) == _ChainRule()
-  for children in CHILDREN:
-    rule = RejectionRule(children)
+  for children in sampling_lib.CHILDREN:
+    rule = specdec.RejectionRule(children)
     assert _to_rule(rule) is _to_rule(rule, children) is rule
-  tree = functools.partial(_to_rule, topology=k_ary(2, 2))
+  tree = functools.partial(_to_rule, topology=specdec.k_ary(2, 2))
   refused = {
     'must be one of': [_to_rule, object()],
-    'hashable specdec.verify.accept.Rule, got <class': [_to_rule, MatchRule],
+    'hashable specdec.verify.accept.Rule, got <class': [
+      _to_rule,
+      specdec.MatchRule,
+    ],
     'got <function': [_to_rule, lambda *arguments: None],
     r'_ChainRule\(\) is for chains': [tree, _ChainRule()],
-    r'_ChainRule\(\) wants the best': [_to_rule, _ChainRule(), CHILDREN[1]],
-    'has children=best, got': [_to_rule, RejectionRule(), CHILDREN[1]],
+    r'_ChainRule\(\) wants the best': [
+      _to_rule,
+      _ChainRule(),
+      sampling_lib.CHILDREN[1],
+    ],
+    'has children=best, got': [
+      _to_rule,
+      specdec.RejectionRule(),
+      sampling_lib.CHILDREN[1],
+    ],
     'needs a drafter with a distribution': [
-      functools.partial(_to_rule, scorer=CandidateScorer((PromptLookup(),))),
-      RejectionRule(WITHOUT_REPLACEMENT),
+      functools.partial(
+        _to_rule, scorer=specdec.CandidateScorer((specdec.PromptLookup(),))
+      ),
+      specdec.RejectionRule(sampling_lib.WITHOUT_REPLACEMENT),
     ],
   }
   for message, (call, *arguments) in refused.items():
@@ -134,10 +148,24 @@ def test_a_rule_is_a_name_or_an_object_and_says_its_own_conditions():
 
 def test_origins_by_hand():
   """Whoever proposed the next node of the path; nobody the bonus token."""
-  nodes = [Node(0), Node(1, 0, 1, 0, 0, 3), Node(2, 0, 1, 0, 0, 1)]
-  tree = stack([to_arrays([*nodes, Node(3, 2, 2, 0, 0, 2)], 6)] * 3)
-  place = jnp.array([[0, 2, 3], [0, 1, NO_NODE], [0, NO_NODE, NO_NODE]])
-  verdict = Verdict(place, jnp.array([2, 1, 0]), jnp.zeros((3, 3), jnp.int32))
+  nodes = [
+    list_trees.Node(0),
+    list_trees.Node(1, 0, 1, 0, 0, 3),
+    list_trees.Node(2, 0, 1, 0, 0, 1),
+  ]
+  tree = list_trees.stack(
+    [list_trees.to_arrays([*nodes, list_trees.Node(3, 2, 2, 0, 0, 2)], 6)] * 3
+  )
+  place = jnp.array(
+    [
+      [0, 2, 3],
+      [0, 1, tree_lib.NO_NODE],
+      [0, tree_lib.NO_NODE, tree_lib.NO_NODE],
+    ]
+  )
+  verdict = accept.Verdict(
+    place, jnp.array([2, 1, 0]), jnp.zeros((3, 3), jnp.int32)
+  )
   nodes = jnp.tile(jnp.arange(6), (3, 1))
   origins = accept.emitted_origins(tree, nodes, verdict)
   assert origins.tolist() == [[1, 2, 0], [3, 0, 0], [0, 0, 0]]
@@ -147,12 +175,12 @@ def _slow_step(accepted, valid, room, ends):
   """The number of emitted tokens, and why the row ends."""
   for emitted, end in enumerate(ends[: accepted + 1]):
     if emitted == room:
-      return emitted, LIMIT
+      return emitted, accept.LIMIT
     if emitted == valid:
-      return emitted, NOT_FINITE
-    if end != RUNNING:
+      return emitted, accept.NOT_FINITE
+    if end != accept.RUNNING:
       return emitted + 1, end
-  return accepted + 1, LIMIT if accepted + 1 == room else RUNNING
+  return accepted + 1, accept.LIMIT if accepted + 1 == room else accept.RUNNING
 
 
 @pytest.mark.parametrize('often', [0.0, 0.1])
@@ -162,16 +190,21 @@ def test_the_stop_rule_against_a_loop(max_depth, often):
   draw = lambda end: rng.integers(end, size=4000).astype(np.int32)
   accepted, room = draw(max_depth + 1), draw(max_depth + 4)
   valid = draw(2 * max_depth + 3)
-  kinds, shares = [RUNNING, EOS, STOP], [1 - 2 * often, often, often]
+  kinds, shares = (
+    [accept.RUNNING, accept.EOS, accept.STOP],
+    [1 - 2 * often, often, often],
+  )
   ends = rng.choice(np.int32(kinds), (4000, max_depth + 1), p=shares)
-  verdict = Verdict(index=None, accepted=accepted, chosen=ends)
+  verdict = accept.Verdict(index=None, accepted=accepted, chosen=ends)
   emitted, reason = _count_emitted(verdict, ends, valid, room)
   expected = list(map(_slow_step, accepted, valid, room, ends))
   # Not as lists: pytest would explain how two of 4,000 differ for hours.
   np.testing.assert_array_equal(np.stack([emitted, reason], 1), expected)
   # The cases that matter were among them.
   assert {case[0] for case in expected} == set(range(max_depth + 2))
-  reasons = {RUNNING, LIMIT, NOT_FINITE} | ({EOS, STOP} if often else set())
+  reasons = {accept.RUNNING, accept.LIMIT, accept.NOT_FINITE} | (
+    {accept.EOS, accept.STOP} if often else set()
+  )
   assert {case[1] for case in expected} == reasons
 
 
@@ -183,9 +216,9 @@ def test_logits_count_as_far_as_they_are_numbers():
   logits[3, 1, 0] = np.nan  # off the path
   logits[4, 2] = -np.inf  # no token can be chosen
   path = np.array([[0, 2, 3]] * 5)
-  verdict = Verdict(path, np.full(5, 2), np.zeros((5, 3), np.int32))
+  verdict = accept.Verdict(path, np.full(5, 2), np.zeros((5, 3), np.int32))
   assert accept.count_valid(logits, verdict).tolist() == [3, 0, 2, 3, 1]
   # Where the path has ended, nothing is asked of the logits.
-  short = np.array([[0, NO_NODE, NO_NODE]] * 5)
+  short = np.array([[0, tree_lib.NO_NODE, tree_lib.NO_NODE]] * 5)
   valid = accept.count_valid(logits, verdict.replace(index=short))
   assert valid.tolist() == [3, 0, 3, 3, 3]

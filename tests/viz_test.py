@@ -14,12 +14,11 @@ import jax
 import numpy as np
 import pytest
 
-from specdec import Trace
-from specdec import tracing as viz
-from specdec.tracing import Block
+import specdec
+from specdec import tracing
 from specdec.tracing import report_page
 from specdec.tracing import svg
-from specdec.tree import tree
+from specdec.tree import tree as tree_lib
 
 _NASTY = '</script><!--<script>alert(1)</script>&amp;"\''
 _PIECES = ('\n', _NASTY, ' def', '\x00\u202e\ud800', '漢字', '\t', '')
@@ -29,7 +28,7 @@ def _block(start, path, emitted, forwards, root, *nodes):
   """Nodes are (token, parent, origin, probability); of the root, the token."""
   nodes = zip((root, -1, 0, 1.0), *nodes, strict=True)
   stages = zip(('target', 'draft', 'lookup+ngram'), forwards, strict=False)
-  return Block(start, *nodes, path, emitted, dict(stages))
+  return tracing.Block(start, *nodes, path, emitted, dict(stages))
 
 
 _NODES = [(2, 0, 1, 0.75), (3, 0, 2, 0.1), (4, 1, 1, 0.25), (5, 1, 3, 0.5)]
@@ -41,7 +40,7 @@ _BLOCKS = (
   _block(6, (0, 1, 2), (6,), (1, 1, 3), 3, *_FEW),
 )
 _LABELS = ('target', 'draft', 'lookup', 'ngram', '<i>', 'far')
-_TRACE = Trace(
+_TRACE = specdec.Trace(
   prompt='a <b> & "c"\n\tx',
   prompt_tokens=(6, 1),
   labels=_LABELS,
@@ -90,7 +89,7 @@ def _of_kind(elements, kind):
 
 def test_every_node_is_a_box_and_the_accepted_ones_stand_out():
   for number, block in enumerate(_BLOCKS):
-    root, find = _svg(viz.tree(_TRACE, number))
+    root, find = _svg(tracing.tree(_TRACE, number))
     boxes = _of_kind(find('rect'), 'box')
     bonus = block.bonus is not None
     assert len(_of_kind(boxes, 'bonus')) == bonus
@@ -102,15 +101,15 @@ def test_every_node_is_a_box_and_the_accepted_ones_stand_out():
     assert root.get('role') == 'img'
     assert 'Token tree' in root.get('aria-label')
   assert len({svg.style_of(origin).line for origin in range(5)}) == 5
-  assert viz.tree(_TRACE, -1) == viz.tree(_TRACE, 2)
-  for draw in (viz.tree, viz.mask):
+  assert tracing.tree(_TRACE, -1) == tracing.tree(_TRACE, 2)
+  for draw in (tracing.tree, tracing.mask):
     with pytest.raises(ValueError, match='block 3 does not exist; the trace'):
       draw(_TRACE, 3)
 
 
 def test_the_parts_of_a_tree():
   """Boxes do not overlap, and what was accepted is one line."""
-  _, find = _svg(viz.tree(_TRACE, 0))
+  _, find = _svg(tracing.tree(_TRACE, 0))
   boxes = _of_kind(find('rect'), 'box')
   spans = collections.defaultdict(list)
   for one in boxes:
@@ -138,7 +137,7 @@ def test_the_parts_of_a_tree():
 
 
 def test_the_mask_is_the_one_of_the_device():
-  ancestor_mask = jax.jit(tree.ancestor_mask, static_argnums=3)
+  ancestor_mask = jax.jit(tree_lib.ancestor_mask, static_argnums=3)
   for number, block in enumerate(_BLOCKS):
     parents, nodes = np.array(block.parents), np.arange(len(block.parents))
     expected = np.asarray(
@@ -146,14 +145,14 @@ def test_the_mask_is_the_one_of_the_device():
     )
     for row, above in zip(expected, svg.ancestors(block), strict=True):
       assert np.flatnonzero(row).tolist() == sorted(above)
-    _, find = _svg(viz.mask(_TRACE, number))
+    _, find = _svg(tracing.mask(_TRACE, number))
     [seen] = _of_kind(find('path'), 'seen')
     assert seen.get('d').count('z') == expected.sum()
     assert 'black: the nodes it sees; bold' in find('text')[0].text
 
 
 def test_the_text_is_the_text_with_its_origins():
-  page = _Page(viz.text(_TRACE))
+  page = _Page(tracing.text(_TRACE))
   blocks, spans = (
     [one for one in page.found['span'] if key in one]
     for key in ('data-block', 'title')
@@ -182,7 +181,7 @@ def test_white_space_is_visible_and_long_tokens_are_cut():
 
 
 def test_the_report_is_one_page_that_needs_nothing(tmp_path):
-  text = viz.report(_TRACE, title='A <title>')
+  text = tracing.report(_TRACE, title='A <title>')
   text.encode('utf-8')
   page = _Page(text)
   assert page.found['title'][0]['text'] == 'A <title>'
@@ -197,18 +196,18 @@ def test_the_report_is_one_page_that_needs_nothing(tmp_path):
   # Two scripts, whatever the texts say: the trace and what turns its pages.
   data, script = page.found['script']
   assert data['type'] == 'application/json'
-  assert Trace.from_json(data['text']) == _TRACE
+  assert specdec.Trace.from_json(data['text']) == _TRACE
   assert data['text'] == _TRACE.to_json().replace('<', '\\u003c')
   if node := shutil.which('node'):
     file = tmp_path / 'report.js'
     file.write_text(script['text'])
     subprocess.run([node, '--check', str(file)], check=True)
-  for path in pathlib.Path(viz.__file__).parent.glob('*.py'):
+  for path in pathlib.Path(tracing.__file__).parent.glob('*.py'):
     assert 'matplotlib' not in path.read_text('utf-8')
 
 
 def test_the_report_has_every_block_for_eyes_and_ears():
-  page = _Page(viz.report(_TRACE))
+  page = _Page(tracing.report(_TRACE))
   blocks = _of_kind(page.found['section'], 'block')
   ids = {one.get('id') for one in itertools.chain(*page.found.values())}
   assert len(blocks) == 3
@@ -235,11 +234,11 @@ def test_the_report_has_every_block_for_eyes_and_ears():
 
 def test_of_nothing_there_are_pictures_too():
   empty = dataclasses.replace(_TRACE, blocks=(), pieces=(), log_probs=None)
-  page = _Page(viz.report(empty))
+  page = _Page(tracing.report(empty))
   assert '0 tokens in 0 target forwards' in page.found['p'][0]['text']
-  _Page(viz.text(empty))
-  assert viz.tree(_TRACE, 0)._repr_svg_().startswith('<svg')
-  assert viz.text(_TRACE)._repr_html_().startswith('<div')
+  _Page(tracing.text(empty))
+  assert tracing.tree(_TRACE, 0)._repr_svg_().startswith('<svg')
+  assert tracing.text(_TRACE)._repr_html_().startswith('<div')
 
 
 @pytest.mark.parametrize(
@@ -264,7 +263,7 @@ def test_a_block_that_is_cut_says_why_and_counts_as_accepted(
   changes |= {'pieces': ('a',) * (1 + number), 'finish_reason': reason}
   trace = dataclasses.replace(_TRACE, blocks=(first, second), **changes)
   assert end in svg.sentence(trace, second)
-  tables = [one['text'] for one in _Page(viz.report(trace)).found['table']]
+  tables = [one['text'] for one in _Page(tracing.report(trace)).found['table']]
   [survival] = [text for text in tables if 'at least this' in text]
   # Of two forwards, one had three accepted.
   assert survival.endswith('10.50020.50030.500')

@@ -2,16 +2,14 @@
 
 from unittest import mock
 
-from models.lab.training.tokenizer import train_tokenizer
-from models.text.drafters import DEMO_TABLE
-from models.text.pair import load_pair
-from models.text.pair import ModelChoice
-from models.text.pair import vocabulary_digest
-from specdec.ngram.table import load_table
+from models.lab.training import tokenizer as tokenizer_lib
+from models.text import drafters
+from models.text import pair as pair_lib
+from specdec.ngram import table as table_lib
 
 
 def test_ids_matter_and_nothing_else():
-  of = lambda ids: vocabulary_digest(mock.Mock(get_vocab=lambda: ids))
+  of = lambda ids: pair_lib.vocabulary_digest(mock.Mock(get_vocab=lambda: ids))
   digest = of({'a': 0, 'b': 1, 'é': 2})
   assert (len(digest), int(digest, 16) > 0) == (32, True)
   assert of({'é': 2, 'b': 1, 'a': 0}) == digest
@@ -19,13 +17,17 @@ def test_ids_matter_and_nothing_else():
   assert of({'a': 0, 'b': 1, 'c': 2}) != digest
   # Of a tokenizer, not the longest text that it takes.
   one, other = (
-    vocabulary_digest(train_tokenizer(['ab'], vocab_size=270, context=context))
+    pair_lib.vocabulary_digest(
+      tokenizer_lib.train_tokenizer(['ab'], vocab_size=270, context=context)
+    )
     for context in (32, 64)
   )
   assert one == other != digest
 
 
 def test_the_embedded_table_knows_its_tokenizer():
-  _, provenance = load_table(DEMO_TABLE)
-  digest = vocabulary_digest(load_pair(ModelChoice('demo', None)).tokenizer)
+  _, provenance = table_lib.load_table(drafters.DEMO_TABLE)
+  digest = pair_lib.vocabulary_digest(
+    pair_lib.load_pair(pair_lib.ModelChoice('demo', None)).tokenizer
+  )
   assert provenance['tokenizer_blake2b'] == digest

@@ -10,10 +10,9 @@ import jax
 import numpy as np
 import transformers
 
-from models.nn.adapter import Config
-from models.nn.dtypes import AUTO
-from models.nn.dtypes import native_dtypes
-from models.nn.matrices import format_of
+from models.nn import adapter
+from models.nn import dtypes
+from models.nn import matrices as matrices_lib
 
 
 class StoredTensor(Protocol):
@@ -43,7 +42,7 @@ class Checkpoint(Protocol):
   def path(self) -> pathlib.Path: ...
 
   @property
-  def config(self) -> Config:
+  def config(self) -> adapter.Config:
     """The shape; raises ValueError if no family supports it."""
 
   @property
@@ -104,9 +103,9 @@ def resolve_dtype(dtype: jax.typing.DTypeLike, checkpoint: Checkpoint) -> str:
   in it natively, else float32. The weights of few bits that GGUF files hold
   fit either 16-bit type.
   """
-  if dtype != AUTO:
-    return format_of(dtype).name
-  stored, native = checkpoint.stored_dtypes, native_dtypes()
+  if dtype != dtypes.AUTO:
+    return matrices_lib.format_of(dtype).name
+  stored, native = checkpoint.stored_dtypes, dtypes.native_dtypes()
   usable = [one for one in ('bfloat16', 'float16') if one in {*stored} & native]
   return usable[0] if usable else 'float32'
 

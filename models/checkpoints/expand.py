@@ -23,9 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.checkpoints import hub
-from models.nn.adapter import Module
-from models.nn.gpt2 import GPT2
-from models.nn.gpt2 import GPT2Config
+from models.nn import adapter
+from models.nn import gpt2 as nn_gpt2
 
 _NEW_STDDEV = 0.02
 _ADDED_LOGIT = -30.0
@@ -39,7 +38,10 @@ def _repeat(array: np.ndarray, axis: int, factor: int, group: int):
 
 
 def _widen(
-  path: tuple[Any, ...], array: np.ndarray, factor: int, config: GPT2Config
+  path: tuple[Any, ...],
+  array: np.ndarray,
+  factor: int,
+  config: nn_gpt2.GPT2Config,
 ) -> np.ndarray:
   """Widens one parameter of a model of shape `config`."""
   is_embedding = path[-1] == 'embedding'
@@ -88,8 +90,11 @@ def _row_of_added_tokens(params: Mapping[tuple[Any, ...], Any]) -> np.ndarray:
 
 
 def _expanded_shape(
-  old: GPT2Config, width_factor: int, num_layers: int, vocab_size: int | None
-) -> GPT2Config:
+  old: nn_gpt2.GPT2Config,
+  width_factor: int,
+  num_layers: int,
+  vocab_size: int | None,
+) -> nn_gpt2.GPT2Config:
   """The shape of the result; for the arguments and errors see `expand`."""
   if width_factor < 1:
     raise ValueError(f'width_factor must be at least 1, got {width_factor}')
@@ -111,13 +116,13 @@ def _expanded_shape(
 
 
 def expand(
-  module: Module,
+  module: adapter.Module,
   *,
   width_factor: int,
   num_layers: int,
   vocab_size: int | None = None,
   seed: int = 0,
-) -> GPT2:
+) -> nn_gpt2.GPT2:
   """Widens and deepens a GPT-2 without changing its logits.
 
   With a power of two as factor only the order of sums changes; with another
@@ -138,7 +143,7 @@ def expand(
     ValueError: `width_factor`, `num_layers` or `vocab_size` is too small, the
       module is not a GPT-2, or no token can be added to it.
   """
-  if not isinstance(module, GPT2):
+  if not isinstance(module, nn_gpt2.GPT2):
     raise ValueError(
       f'only a GPT-2 can be expanded, not a {type(module).__name__}'
     )
@@ -175,7 +180,7 @@ def expand_pretrained(
   vocab_size: int | None = None,
   seed: int = 0,
   dtype: jax.typing.DTypeLike = jnp.float32,
-) -> GPT2Config:
+) -> nn_gpt2.GPT2Config:
   """Expands a model and copies its tokenizer, if any, into a new folder.
 
   For the name see `hub.locate`, for the other arguments `expand`. The expansion

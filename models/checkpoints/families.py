@@ -15,17 +15,13 @@ from huggingface_hub.errors import StrictDataclassError
 import numpy as np
 import transformers
 
-from models.checkpoints import gpt2
-from models.checkpoints import llama
-from models.nn.adapter import Config
-from models.nn.adapter import Module
-from models.nn.gpt2 import GPT2
-from models.nn.gpt2 import GPT2Config
-from models.nn.llama import Llama
-from models.nn.llama import LlamaConfig
-from models.nn.mixtral import Mixtral
-from models.nn.mixtral import MixtralConfig
-from specdec.text_files import read_object
+from models.checkpoints import gpt2 as checkpoints_gpt2
+from models.checkpoints import llama as checkpoints_llama
+from models.nn import adapter
+from models.nn import gpt2 as nn_gpt2
+from models.nn import llama as nn_llama
+from models.nn import mixtral as mixtral_lib
+from specdec import text_files
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,9 +50,9 @@ class Family:
 
   name: str
   model_types: frozenset[str]
-  module: Callable[..., Module]
-  config: type[Config]
-  read_config: Callable[[Mapping[str, Any]], Config]
+  module: Callable[..., adapter.Module]
+  config: type[adapter.Config]
+  read_config: Callable[[Mapping[str, Any]], adapter.Config]
   to_hugging_face: Callable[..., transformers.PreTrainedConfig]
   canonical_name: Callable[[str, Any], str | None]
   stored_name: Callable[[str, Any], str]
@@ -68,35 +64,35 @@ class Family:
 
 _LLAMA = Family(
   name='Llama',
-  model_types=llama.model_types(LlamaConfig),
-  module=Llama,
-  config=LlamaConfig,
-  read_config=llama.read_config,
-  to_hugging_face=llama.to_hugging_face,
-  canonical_name=llama.canonical_name,
-  stored_name=llama.stored_name,
+  model_types=checkpoints_llama.model_types(nn_llama.LlamaConfig),
+  module=nn_llama.Llama,
+  config=nn_llama.LlamaConfig,
+  read_config=checkpoints_llama.read_config,
+  to_hugging_face=checkpoints_llama.to_hugging_face,
+  canonical_name=checkpoints_llama.canonical_name,
+  stored_name=checkpoints_llama.stored_name,
 )
 
 FAMILIES = (
   Family(
     name='GPT-2',
     model_types=frozenset({'gpt2'}),
-    module=GPT2,
-    config=GPT2Config,
-    read_config=gpt2.read_config,
-    to_hugging_face=gpt2.to_hugging_face,
-    canonical_name=gpt2.canonical_name,
-    stored_name=gpt2.stored_name,
-    is_transposed=gpt2.is_transposed,
+    module=nn_gpt2.GPT2,
+    config=nn_gpt2.GPT2Config,
+    read_config=checkpoints_gpt2.read_config,
+    to_hugging_face=checkpoints_gpt2.to_hugging_face,
+    canonical_name=checkpoints_gpt2.canonical_name,
+    stored_name=checkpoints_gpt2.stored_name,
+    is_transposed=checkpoints_gpt2.is_transposed,
     stays_float=lambda name: name == 'wpe.weight',
   ),
   _LLAMA,
   dataclasses.replace(
     _LLAMA,
     name='Mixtral',
-    model_types=llama.model_types(MixtralConfig),
-    module=Mixtral,
-    config=MixtralConfig,
+    model_types=checkpoints_llama.model_types(mixtral_lib.MixtralConfig),
+    module=mixtral_lib.Mixtral,
+    config=mixtral_lib.MixtralConfig,
     # A router in eight bits would route tokens to other experts.
     stays_float=lambda name: '.gate.' in name,
   ),
@@ -121,7 +117,7 @@ _MAX_LAYERS = 256
 _QUOTED = re.compile(r"field '(\w+)'")
 
 
-def family_of(config: Config) -> Family:
+def family_of(config: adapter.Config) -> Family:
   """The family of a shape."""
   return next(family for family in FAMILIES if family.config is type(config))
 
@@ -139,12 +135,14 @@ def parameter_name(path: tuple[Any, ...]) -> str:
   return '.'.join([*parents, leaf])
 
 
-def read_config(path: pathlib.Path) -> Config:
+def read_config(path: pathlib.Path) -> adapter.Config:
   """The shape that a `config.json` describes; see `config_from_keys`."""
-  return config_from_keys(read_object(path), path)
+  return config_from_keys(text_files.read_object(path), path)
 
 
-def config_from_keys(raw: Mapping[str, Any], path: pathlib.Path) -> Config:
+def config_from_keys(
+  raw: Mapping[str, Any], path: pathlib.Path
+) -> adapter.Config:
   """The shape that the keys of a `config.json` describe.
 
   Raises:

@@ -18,15 +18,12 @@ from typing import NamedTuple
 import numpy as np
 import transformers
 
+from models.checkpoints import checkpoint as checkpoint_lib
+from models.checkpoints import families
+from models.checkpoints import gguf_header
 from models.checkpoints import gguf_tokenizer
-from models.checkpoints.checkpoint import usable_ids
-from models.checkpoints.families import config_from_keys
-from models.checkpoints.gguf_header import begins_as_gguf
-from models.checkpoints.gguf_header import Header
-from models.checkpoints.gguf_header import read_header
-from models.checkpoints.gguf_header import TensorInfo
-from models.nn.adapter import Config
-from models.nn.rope import Llama3Scaling
+from models.nn import adapter
+from models.nn import rope as rope_lib
 
 SUFFIX = '.gguf'
 _BLOCK_BYTES = 1 << 24  # Bytes of a tensor, as float32, converted at once.
@@ -160,7 +157,7 @@ def _quants():
   return gguf
 
 
-def _architecture(path: pathlib.Path, header: Header) -> str:
+def _architecture(path: pathlib.Path, header: gguf_header.Header) -> str:
   """The architecture that a file states; ValueError if it is not known."""
   found = header.metadata.get('general.architecture')
   if found not in _ARCHITECTURES:
@@ -176,7 +173,9 @@ def _architecture(path: pathlib.Path, header: Header) -> str:
   return found
 
 
-def _rope_parameters(metadata: Mapping[str, Any], header: Header) -> dict:
+def _rope_parameters(
+  metadata: Mapping[str, Any], header: gguf_header.Header
+) -> dict:
   """What transformers calls `rope_parameters`.
 
   Args:
@@ -216,7 +215,9 @@ def _rope_parameters(metadata: Mapping[str, Any], header: Header) -> dict:
   return parameters
 
 
-def _llama3_factor(path: pathlib.Path, header: Header, theta: float) -> float:
+def _llama3_factor(
+  path: pathlib.Path, header: gguf_header.Header, theta: float
+) -> float:
   """The factor of a Llama 3 scaling, of which a file has the result.
 
   Raises:
@@ -226,7 +227,7 @@ def _llama3_factor(path: pathlib.Path, header: Header, theta: float) -> float:
   exponents = np.arange(len(stored), dtype=np.float32) / len(stored)
   frequencies = np.float32(1) / np.float32(theta) ** exponents
   factor = float(np.max(stored))
-  scaling = Llama3Scaling(factor=factor, **_LLAMA3)
+  scaling = rope_lib.Llama3Scaling(factor=factor, **_LLAMA3)
   scaled = frequencies / scaling.scale(frequencies, theta)
   if not np.allclose(stored, scaled, rtol=1e-3):
     raise ValueError(
@@ -241,7 +242,9 @@ def _shortest(value: Any) -> Any:
   return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
-def _own_keys(path: pathlib.Path, header: Header, name: str) -> dict[str, Any]:
+def _own_keys(
+  path: pathlib.Path, header: gguf_header.Header, name: str
+) -> dict[str, Any]:
   """The keys of an architecture, without its name before them.
 
   A list that repeats a value, once for each layer, is this value.
@@ -286,7 +289,7 @@ def _config_keys(path: pathlib.Path) -> dict[str, Any]:
     ValueError: the architecture or one of its keys is not known, or a key is
       missing; the message names it.
   """
-  header = read_header(path)
+  header = gguf_header.read_header(path)
   name = _architecture(path, header)
   kind = _ARCHITECTURES[name]
   metadata = _own_keys(path, header, name)
@@ -317,7 +320,10 @@ def _config_keys(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _add_attention(
-  path: pathlib.Path, header: Header, name: str, found: dict[str, Any]
+  path: pathlib.Path,
+  header: gguf_header.Header,
+  name: str,
+  found: dict[str, Any],
 ) -> None:
   """Adds the keys of attention with rotations to those that were found."""
   metadata = _own_keys(path, header, name)
@@ -346,7 +352,7 @@ class Tensor:
   """A tensor of a file, or that of one expert in a stack of them."""
 
   file: pathlib.Path
-  info: TensorInfo
+  info: gguf_header.TensorInfo
   expert: int | None = None
   num_heads: int | None = None  # Of rows in the order of llama.cpp's Llama.
 
@@ -453,11 +459,11 @@ class GGUFFile:
   def holds(path: pathlib.Path) -> bool:
     """Whether a path is a file that is named or begins as GGUF files do."""
     named = path.suffix.lower() == SUFFIX
-    return path.is_file() and (named or begins_as_gguf(path))
+    return path.is_file() and (named or gguf_header.begins_as_gguf(path))
 
   @functools.cached_property
-  def config(self) -> Config:
-    return config_from_keys(_config_keys(self.path), self.path)
+  def config(self) -> adapter.Config:
+    return families.config_from_keys(_config_keys(self.path), self.path)
 
   @functools.cached_property
   def tokenizer(self) -> transformers.PreTrainedTokenizerBase | None:
@@ -468,7 +474,7 @@ class GGUFFile:
     """Those of the file, or of the tokenizer."""
     of_tokenizer = getattr(self.tokenizer, 'eos_token_id', None)
     stated = (gguf_tokenizer.eos_ids(self.path), of_tokenizer)
-    return usable_ids(self.path, stated, self.config.vocab_size)
+    return checkpoint_lib.usable_ids(self.path, stated, self.config.vocab_size)
 
   @property
   def stored_dtypes(self) -> list[str]:
@@ -478,7 +484,7 @@ class GGUFFile:
     16-bit type.
     """
     kind = _quants().GGMLQuantizationType
-    tensors = read_header(self.path).tensors.values()
+    tensors = gguf_header.read_header(self.path).tensors.values()
     kinds = {tensor.kind for tensor in tensors if len(tensor.shape) > 1}
     if kinds == {kind.F32}:
       return ['float32']
@@ -496,7 +502,7 @@ class GGUFFile:
 
   def tensors(self) -> Iterator[tuple[str, Tensor]]:
     """Yields canonical names and tensors, in the order of the file."""
-    header = read_header(self.path)
+    header = gguf_header.read_header(self.path)
     arch = _architecture(self.path, header)
     kind, keys = _ARCHITECTURES[arch], _own_keys(self.path, header, arch)
     num_heads = keys.get('attention.head_count')
@@ -519,7 +525,7 @@ class GGUFFile:
     """The number of elements of all tensors, and their bytes."""
     sizes = _quants().GGML_QUANT_SIZES
     elements = total = 0
-    for tensor in read_header(self.path).tensors.values():
+    for tensor in gguf_header.read_header(self.path).tensors.values():
       number = math.prod(tensor.shape)
       per_block, block_bytes = sizes[tensor.kind]
       elements += number

@@ -15,8 +15,8 @@ from tokenizers import models
 from tokenizers import normalizers
 import transformers
 
+from models.checkpoints import gguf_header
 from models.checkpoints import gguf_words
-from models.checkpoints.gguf_header import read_header
 
 _PREFIX = 'tokenizer.ggml.'
 _SPECIAL = {
@@ -76,7 +76,7 @@ def _array(path: pathlib.Path, keys: dict[str, Any], name: str, length: int):
 
 def _read(path: pathlib.Path) -> _Vocabulary | None:
   """The vocabulary of a file; None if it has none, ValueError if it is bad."""
-  metadata = read_header(path).metadata
+  metadata = gguf_header.read_header(path).metadata
   keys = {
     key.removeprefix(_PREFIX): value
     for key, value in metadata.items()
@@ -235,7 +235,9 @@ def load_tokenizer(
     tokenizer_object=backend,
     add_bos_token=adds['bos'],
     add_eos_token=adds['eos'],
-    chat_template=read_header(path).metadata.get('tokenizer.chat_template'),
+    chat_template=gguf_header.read_header(path).metadata.get(
+      'tokenizer.chat_template'
+    ),
     **{name: words[one] for name, one in roles.items() if one is not None},
   )
 

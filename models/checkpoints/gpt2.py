@@ -6,8 +6,8 @@ from typing import Any
 
 import transformers
 
-from models.nn.gpt2 import GPT2Config
-from models.nn.layers import ACTIVATIONS
+from models.nn import gpt2 as nn_gpt2
+from models.nn import layers
 
 # Buffers of old checkpoints: the causal mask, which is an argument here.
 _BUFFERS = re.compile(r'h\.\d+\.attn\.(bias|masked_bias)')
@@ -31,7 +31,7 @@ _KEYS = {
 }
 
 
-def read_config(raw: Mapping[str, Any]) -> GPT2Config:
+def read_config(raw: Mapping[str, Any]) -> nn_gpt2.GPT2Config:
   """Reads the keys of a `config.json`.
 
   `reorder_and_upcast_attn` requests float32 attention scores, which are always
@@ -41,18 +41,18 @@ def read_config(raw: Mapping[str, Any]) -> GPT2Config:
     ValueError: the keys describe something that is not a plain GPT-2.
   """
   config = transformers.GPT2Config.from_dict(dict(raw))
-  if config.activation_function not in ACTIVATIONS:
+  if config.activation_function not in layers.ACTIVATIONS:
     raise ValueError(
       f'activation_function={config.activation_function!r} is not known;'
-      f' choose from {sorted(ACTIVATIONS)}'
+      f' choose from {sorted(layers.ACTIVATIONS)}'
     )
-  return GPT2Config(
+  return nn_gpt2.GPT2Config(
     **{ours: getattr(config, key) for ours, key in _KEYS.items()}
   )
 
 
 def to_hugging_face(
-  config: GPT2Config, *, dtype: str, eos_token_id: int | None
+  config: nn_gpt2.GPT2Config, *, dtype: str, eos_token_id: int | None
 ) -> transformers.GPT2Config:
   """The transformers config of a shape; the inverse of `read_config`."""
   return transformers.GPT2Config(
@@ -64,7 +64,7 @@ def to_hugging_face(
   )
 
 
-def canonical_name(stored: str, config: GPT2Config) -> str | None:
+def canonical_name(stored: str, config: nn_gpt2.GPT2Config) -> str | None:
   """The canonical name of a stored tensor, or None for a known buffer.
 
   Checkpoints of `GPT2Model` lack the `transformer.` prefix of those of
@@ -78,7 +78,7 @@ def canonical_name(stored: str, config: GPT2Config) -> str | None:
   return name
 
 
-def stored_name(name: str, config: GPT2Config) -> str:
+def stored_name(name: str, config: nn_gpt2.GPT2Config) -> str:
   """The name that `GPT2LMHeadModel` stores a canonical name under."""
   del config
   return name if name == 'lm_head.weight' else _PREFIX + name

@@ -15,26 +15,15 @@ import numpy as np
 from safetensors import numpy as safetensors_numpy
 import transformers
 
+from models import waiting
+from models.checkpoints import checkpoint as checkpoint_lib
+from models.checkpoints import families
 from models.checkpoints import gguf
 from models.checkpoints import hugging_face
-from models.checkpoints.checkpoint import Checkpoint
-from models.checkpoints.families import Family
-from models.checkpoints.families import family_of
-from models.checkpoints.families import parameter_name
-from models.nn.adapter import Config
-from models.nn.adapter import Module
-from models.nn.matrices import fill
-from models.nn.matrices import format_of
-from models.nn.matrices import FORMATS
-from models.nn.matrices import Matrix
-from models.nn.matrices import pack
-from models.nn.matrices import unpack
-from models.nn.matrices import WeightFormat
-from models.nn.sharding import Layout
-from models.nn.sharding import undivided
-from models.waiting import progress
-from specdec.memory import bytes_on_device
-from specdec.memory import check_fits
+from models.nn import adapter
+from models.nn import matrices as matrices_lib
+from models.nn import sharding as sharding_lib
+from specdec import memory
 
 # The first that holds a path has it.
 _CONTAINERS = (gguf.GGUFFile, hugging_face.HuggingFaceFolder)
@@ -48,7 +37,7 @@ _NO_HUB_FILES = ('consolidated*',)  # The weights once more, in one file.
 
 def locate(
   name: str | pathlib.Path, *, revision: str | None = None
-) -> Checkpoint:
+) -> checkpoint_lib.Checkpoint:
   """Finds a model by its name.
 
   Args:
@@ -90,7 +79,7 @@ def load_tokenizer(
   return locate(name).tokenizer
 
 
-def _at(path: pathlib.Path) -> Checkpoint | None:
+def _at(path: pathlib.Path) -> checkpoint_lib.Checkpoint | None:
   return next((kind(path) for kind in _CONTAINERS if kind.holds(path)), None)
 
 
@@ -123,10 +112,12 @@ def draft_name(name: str) -> str:
 
 
 def shape_module(
-  config: Config, dtype: jnp.dtype, layout: Layout = Layout()
-) -> Module:
+  config: adapter.Config,
+  dtype: jnp.dtype,
+  layout: sharding_lib.Layout = sharding_lib.Layout(),
+) -> adapter.Module:
   """A module with shapes and shardings in place of weights."""
-  make = family_of(config).module
+  make = families.family_of(config).module
   graph, shapes = flat_params(
     nnx.eval_shape(lambda: make(config, dtype=dtype, rngs=nnx.Rngs(0)))
   )
@@ -141,13 +132,15 @@ def shape_module(
   return nnx.merge(graph, traverse_util.unflatten_dict(placed))
 
 
-def flat_params(module: Module) -> tuple[nnx.GraphDef, dict[tuple, Any]]:
+def flat_params(
+  module: adapter.Module,
+) -> tuple[nnx.GraphDef, dict[tuple, Any]]:
   """The graph of a module, and its parameters by path."""
   graph, variables = nnx.split(module)
   return graph, traverse_util.flatten_dict(nnx.to_pure_dict(variables))
 
 
-def layer_bytes(config: Config, dtype: jax.typing.DTypeLike) -> float:
+def layer_bytes(config: adapter.Config, dtype: jax.typing.DTypeLike) -> float:
   """The bytes of the matrices of one layer."""
   _, shapes = flat_params(shape_module(config, jnp.dtype(jnp.float32)))
   in_layers = lambda path: any(isinstance(part, int) for part in path)
@@ -156,7 +149,9 @@ def layer_bytes(config: Config, dtype: jax.typing.DTypeLike) -> float:
     for path, leaf in shapes.items()
     if leaf.ndim > 1 and in_layers(path)
   )
-  return format_of(dtype).bytes_per_weight * size / config.num_layers
+  return (
+    matrices_lib.format_of(dtype).bytes_per_weight * size / config.num_layers
+  )
 
 
 def load_module(
@@ -165,20 +160,20 @@ def load_module(
   dtype: jax.typing.DTypeLike = jnp.float32,
   revision: str | None = None,
   packed: bool = False,
-  layout: Layout = Layout(),
-) -> Module:
+  layout: sharding_lib.Layout = sharding_lib.Layout(),
+) -> adapter.Module:
   """Loads the model of a name, see `locate`; for the rest see `read_module`."""
   checkpoint = locate(name, revision=revision)
   return read_module(checkpoint, dtype=dtype, packed=packed, layout=layout)
 
 
 def read_module(
-  checkpoint: Checkpoint,
+  checkpoint: checkpoint_lib.Checkpoint,
   *,
   dtype: jax.typing.DTypeLike = jnp.float32,
   packed: bool = False,
-  layout: Layout = Layout(),
-) -> Module:
+  layout: sharding_lib.Layout = sharding_lib.Layout(),
+) -> adapter.Module:
   """Reads the weights of a model.
 
   One tensor at a time is converted and put on the device, so the peak memory is
@@ -199,59 +194,60 @@ def read_module(
     ValueError: a config or tensor is unknown, missing, left over or misshapen;
       the message names it.
   """
-  config, form = checkpoint.config, format_of(dtype)
-  family = family_of(config)
+  config, form = checkpoint.config, matrices_lib.format_of(dtype)
+  family = families.family_of(config)
   # Of one matrix per layer, before shapes are made of absurd sizes.
   least = config.num_layers * config.width**2 // layout.num_devices
-  check_fits({'the weights; see config.json': least})
+  memory.check_fits({'the weights; see config.json': least})
   shapes = shape_module(config, jnp.dtype(form.float_dtype), layout)
   graph, expected = flat_params(shapes)
-  check_fits({'the weights; see dtype': _held_bytes(expected, form)})
-  if whole := undivided(layout, config):
+  memory.check_fits({'the weights; see dtype': _held_bytes(expected, form)})
+  if whole := sharding_lib.undivided(layout, config):
     logging.warning(
       '%s: every device has all of %s, which %d devices cannot divide',
       *(checkpoint.path.name, ', '.join(whole), layout.parts('heads')),
     )
-  loaded: dict[tuple, Any] = {}
-  origin: dict[tuple, str] = {}
+  loaded, origin = dict[tuple, Any](), dict[tuple, str]()
   for path, name, host in _read(checkpoint, family, expected, form):
     # Position embeddings are added, not multiplied.
     if packed and len(host.shape) == 2 and path[0] != config.position_embedding:
-      host = pack(host)
+      host = matrices_lib.pack(host)
     final = layout.put_parameter(path, host, config)
     if path not in loaded:
       loaded[path] = jax.block_until_ready(final)
       origin[path] = name
     elif not jax.tree.all(jax.tree.map(jnp.array_equal, loaded[path], final)):
       raise ValueError(
-        f'{checkpoint.path}: tensors {origin[path]} and {name} should be equal'
-        ' but differ; is tie_word_embeddings wrong in config.json?'
+        f'{checkpoint.path}: tensors {origin[path]} and {name} must be equal but'
+        ' are not; is tie_word_embeddings wrong in config.json?'
       )
     del host  # Before the next tensor is read.
-  if missing := sorted(map(parameter_name, expected.keys() - loaded.keys())):
-    first = f'the first is {missing[0]}'
-    raise ValueError(f'{checkpoint.path} lacks {len(missing)} tensors, {first}')
+  if missing := sorted(map(families.parameter_name, expected.keys() - loaded)):
+    lacks = f'lacks {len(missing)} tensors, the first is {missing[0]}'
+    raise ValueError(f'{checkpoint.path} {lacks}')
   return nnx.merge(graph, traverse_util.unflatten_dict(loaded))
 
 
-def _held_bytes(expected: dict[tuple, Any], form: WeightFormat) -> int:
+def _held_bytes(
+  expected: dict[tuple, Any], form: matrices_lib.WeightFormat
+) -> int:
   """Bytes of the parameters that a device has, of which shapes are given."""
   ratio = form.bytes_per_weight / jnp.dtype(form.float_dtype).itemsize
   return sum(
-    int(bytes_on_device(leaf) * (ratio if leaf.ndim == 2 else 1))
+    int(memory.bytes_on_device(leaf) * (ratio if leaf.ndim == 2 else 1))
     for leaf in expected.values()
   )
 
 
 def _read(
-  checkpoint: Checkpoint,
-  family: Family,
+  checkpoint: checkpoint_lib.Checkpoint,
+  family: families.Family,
   expected: dict[tuple, Any],
-  form: WeightFormat,
+  form: matrices_lib.WeightFormat,
 ) -> Iterator[tuple[tuple, str, Any]]:
   """Yields paths in the module, stored names, and parameters on the host."""
-  paths = {parameter_name(path): path for path in expected}
-  for key, tensor in progress(
+  paths = {families.parameter_name(path): path for path in expected}
+  for key, tensor in waiting.progress(
     checkpoint.tensors(),
     f'reading {checkpoint.path.name}',
     len(paths),
@@ -265,14 +261,14 @@ def _read(
     leaf = expected[paths[key]]
     tensor.check(leaf.shape)
     in_format = leaf.ndim == 2 and not family.stays_float(key)
-    floats = functools.partial(fill, dtype=leaf.dtype)
+    floats = functools.partial(matrices_lib.fill, dtype=leaf.dtype)
     make = form.from_blocks if in_format else floats
     # Not a variable, which would stay while the next tensor is read.
     yield paths[key], tensor.name, make(tensor.blocks(), leaf.shape)
 
 
 def save_pretrained(
-  module: Module,
+  module: adapter.Module,
   folder: str | pathlib.Path,
   *,
   tokenizer: transformers.PreTrainedTokenizerBase | None = None,
@@ -287,10 +283,13 @@ def save_pretrained(
     ValueError: the matrices are in eight bits, or no model of transformers has
       the shape.
   """
-  family = family_of(module.config)
+  family = families.family_of(module.config)
   _, params = flat_params(module)
   for leaf in params.values():
-    if isinstance(leaf, Matrix) and not FORMATS[leaf.dtype].is_float:
+    if (
+      isinstance(leaf, matrices_lib.Matrix)
+      and not matrices_lib.FORMATS[leaf.dtype].is_float
+    ):
       raise ValueError(
         f'{folder}: a model loaded with dtype={leaf.dtype} cannot be saved;'
         ' load it as float32 or bfloat16'
@@ -304,8 +303,8 @@ def save_pretrained(
   folder.mkdir(parents=True, exist_ok=True)
   tensors = {}
   for path, leaf in params.items():
-    name = parameter_name(path)
-    values = family.to_stored(name, np.asarray(unpack(leaf)))
+    name = families.parameter_name(path)
+    values = family.to_stored(name, np.asarray(matrices_lib.unpack(leaf)))
     array = np.asarray(values, dtype=dtype or values.dtype)
     if family.is_transposed(name):
       array = array.T

@@ -12,12 +12,11 @@ import numpy as np
 import safetensors
 import transformers
 
+from models.checkpoints import checkpoint as checkpoint_lib
+from models.checkpoints import families
 from models.checkpoints import folder_tokenizer
-from models.checkpoints.checkpoint import usable_ids
-from models.checkpoints.families import family_of
-from models.checkpoints.families import read_config
-from models.nn.adapter import Config
-from specdec.text_files import read_object
+from models.nn import adapter
+from specdec import text_files
 
 CONFIG = 'config.json'
 WEIGHTS = 'model.safetensors'
@@ -82,10 +81,10 @@ class HuggingFaceFolder:
     return path.is_dir()
 
   @functools.cached_property
-  def config(self) -> Config:
+  def config(self) -> adapter.Config:
     if not (self.path / CONFIG).exists():
       raise ValueError(f'{self.path} is no model folder: it has no {CONFIG}')
-    return read_config(self.path / CONFIG)
+    return families.read_config(self.path / CONFIG)
 
   @functools.cached_property
   def tokenizer(self) -> transformers.PreTrainedTokenizerBase | None:
@@ -96,9 +95,11 @@ class HuggingFaceFolder:
     """Those of generation_config.json, config.json or the tokenizer."""
     names = ('generation_config.json', CONFIG)
     paths = [self.path / name for name in names if (self.path / name).exists()]
-    stated = [read_object(path).get('eos_token_id') for path in paths]
+    stated = [
+      text_files.read_object(path).get('eos_token_id') for path in paths
+    ]
     stated.append(getattr(self.tokenizer, 'eos_token_id', None))
-    return usable_ids(self.path, stated, self.config.vocab_size)
+    return checkpoint_lib.usable_ids(self.path, stated, self.config.vocab_size)
 
   @property
   def stored_dtypes(self) -> list[str]:
@@ -116,7 +117,7 @@ class HuggingFaceFolder:
   def tensors(self) -> Iterator[tuple[str, _Tensor]]:
     """Yields canonical names and tensors, in the order of the files."""
     config = self.config
-    family = family_of(config)
+    family = families.family_of(config)
     for tensor in self._stored():
       known = family.canonical_name(tensor.name, config)
       if known is not None:
@@ -152,7 +153,7 @@ class HuggingFaceFolder:
     if not (self.path / _INDEX).exists():
       raise ValueError(_no_weights(self.path))
     try:
-      index = read_object(self.path / _INDEX)
+      index = text_files.read_object(self.path / _INDEX)
       shards = sorted(set(index['weight_map'].values()))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
       raise ValueError(

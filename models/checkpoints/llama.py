@@ -7,11 +7,10 @@ from typing import Any
 
 import transformers
 
-from models.nn.layers import ACTIVATIONS
-from models.nn.llama import LlamaConfig
-from models.nn.mixtral import MixtralConfig
-from models.nn.rope import Rope
-from models.nn.rope import SCALINGS
+from models.nn import layers
+from models.nn import llama as nn_llama
+from models.nn import mixtral as mixtral_lib
+from models.nn import rope as rope_lib
 
 _PREFIX = 'model.'
 # Buffers of old checkpoints: frequencies, which follow from the config.
@@ -42,13 +41,13 @@ class _ModelType:
   """
 
   config: Any
-  shape: type[LlamaConfig] = LlamaConfig
+  shape: type[nn_llama.LlamaConfig] = nn_llama.LlamaConfig
   biases: tuple[tuple[bool, bool], ...] = _NONE
   has_mlp_bias: bool = False
   qk_norm: bool = False
   has_expert_keys: bool = False
 
-  def can_state(self, config: LlamaConfig) -> bool:
+  def can_state(self, config: nn_llama.LlamaConfig) -> bool:
     """Whether a config of this type can have a shape."""
     return (
       type(config) is self.shape
@@ -69,10 +68,12 @@ _MODEL_TYPES = {
   'qwen3': _ModelType(
     config=transformers.Qwen3Config, biases=_AS_STATED, qk_norm=True
   ),
-  'mixtral': _ModelType(config=transformers.MixtralConfig, shape=MixtralConfig),
+  'mixtral': _ModelType(
+    config=transformers.MixtralConfig, shape=mixtral_lib.MixtralConfig
+  ),
   'qwen3_moe': _ModelType(
     config=transformers.Qwen3MoeConfig,
-    shape=MixtralConfig,
+    shape=mixtral_lib.MixtralConfig,
     biases=_AS_STATED,
     qk_norm=True,
     has_expert_keys=True,
@@ -93,11 +94,13 @@ _KEYS = {
 # Keys of `rope_parameters` that are not fields of a scaling.
 _ROPE_KEYS = {'rope_type', 'type', 'rope_theta', 'partial_rotary_factor'}
 _ROPE_NUMBERS = {'rope_theta'} | {
-  field.name for kind in SCALINGS.values() for field in dataclasses.fields(kind)
+  field.name
+  for kind in rope_lib.SCALINGS.values()
+  for field in dataclasses.fields(kind)
 }
 
 
-def _read_rope(raw: Mapping[str, Any]) -> Rope:
+def _read_rope(raw: Mapping[str, Any]) -> rope_lib.Rope:
   """The rotary embedding of transformers' `rope_parameters`."""
   if raw.get('partial_rotary_factor', 1.0) != 1.0:
     raise ValueError(
@@ -107,19 +110,19 @@ def _read_rope(raw: Mapping[str, Any]) -> Rope:
   if not isinstance(kind, str):
     raise ValueError(f'rope_type must be a name, got {kind!r}')
   if kind == 'default':
-    return Rope(theta=theta)
-  if kind not in SCALINGS:
+    return rope_lib.Rope(theta=theta)
+  if kind not in rope_lib.SCALINGS:
     raise ValueError(
       f'rope_type={kind!r} is not supported; choose from'
-      f' {["default", *SCALINGS]}'
+      f' {["default", *rope_lib.SCALINGS]}'
     )
   values = {key: raw[key] for key in raw if key not in _ROPE_KEYS}
-  known = {field.name for field in dataclasses.fields(SCALINGS[kind])}
+  known = {field.name for field in dataclasses.fields(rope_lib.SCALINGS[kind])}
   if kind == 'linear':  # Some checkpoints have it; it has no effect.
     values.pop('original_max_position_embeddings', None)
   if unknown := sorted(set(values) - known):
     raise ValueError(f'{unknown[0]} is not supported with rope_type={kind!r}')
-  return Rope(theta=theta, scaling=SCALINGS[kind](**values))
+  return rope_lib.Rope(theta=theta, scaling=rope_lib.SCALINGS[kind](**values))
 
 
 def _longest_context(config: Any) -> int:
@@ -173,10 +176,10 @@ def _from_dict(kind: Any, raw: Mapping[str, Any]) -> Any:
 
 def _common(config: Any, kind: _ModelType) -> dict[str, Any]:
   """The fields of a `LlamaConfig`, from a transformers config."""
-  if config.hidden_act not in ACTIVATIONS:
+  if config.hidden_act not in layers.ACTIVATIONS:
     raise ValueError(
       f'hidden_act={config.hidden_act!r} is not known; choose from'
-      f' {sorted(ACTIVATIONS)}'
+      f' {sorted(layers.ACTIVATIONS)}'
     )
   attention_bias = getattr(config, 'attention_bias', False)
   return {ours: getattr(config, key) for ours, key in _KEYS.items()} | {
@@ -211,23 +214,23 @@ def _experts(config: Any, kind: _ModelType) -> dict[str, Any]:
   }
 
 
-def model_types(shape: type[LlamaConfig]) -> frozenset[str]:
+def model_types(shape: type[nn_llama.LlamaConfig]) -> frozenset[str]:
   """Values of `model_type` whose shapes are of a class."""
   types = _MODEL_TYPES.items()
   return frozenset(name for name, kind in types if kind.shape is shape)
 
 
-def read_config(raw: Mapping[str, Any]) -> LlamaConfig:
+def read_config(raw: Mapping[str, Any]) -> nn_llama.LlamaConfig:
   """Reads the keys of a `config.json`; raises ValueError."""
   kind = _MODEL_TYPES[raw['model_type']]
   config = _from_dict(kind.config, raw)
   fields = _common(config, kind)
-  if kind.shape is MixtralConfig:
+  if kind.shape is mixtral_lib.MixtralConfig:
     fields |= _experts(config, kind)
   return kind.shape(**fields)
 
 
-def _model_type(config: LlamaConfig) -> str:
+def _model_type(config: nn_llama.LlamaConfig) -> str:
   """The `model_type` whose config can state a shape."""
   for name, kind in _MODEL_TYPES.items():
     if kind.can_state(config):
@@ -238,7 +241,7 @@ def _model_type(config: LlamaConfig) -> str:
 
 
 def to_hugging_face(
-  config: LlamaConfig, *, dtype: str, eos_token_id: int | None
+  config: nn_llama.LlamaConfig, *, dtype: str, eos_token_id: int | None
 ) -> transformers.PreTrainedConfig:
   """The transformers config of a shape; raises ValueError if there is none."""
   kind = _MODEL_TYPES[_model_type(config)]
@@ -259,7 +262,7 @@ def to_hugging_face(
     keys['attention_bias'] = config.qkv_bias
   if kind.has_mlp_bias:
     keys['mlp_bias'] = config.mlp_bias
-  if isinstance(config, MixtralConfig):
+  if isinstance(config, mixtral_lib.MixtralConfig):
     keys['num_local_experts'] = config.num_experts
     keys['num_experts_per_tok'] = config.experts_per_token
     if kind.has_expert_keys:
@@ -270,7 +273,7 @@ def to_hugging_face(
   return made
 
 
-def canonical_name(stored: str, config: LlamaConfig) -> str | None:
+def canonical_name(stored: str, config: nn_llama.LlamaConfig) -> str | None:
   """The canonical name of a stored tensor, or None for a known buffer.
 
   Bare models lack the `model.` prefix. A tied head may be stored too.
@@ -287,7 +290,7 @@ def canonical_name(stored: str, config: LlamaConfig) -> str | None:
   return name
 
 
-def stored_name(name: str, config: LlamaConfig) -> str:
+def stored_name(name: str, config: nn_llama.LlamaConfig) -> str:
   """The name that transformers stores a canonical name under."""
   if name == 'lm_head.weight':
     return name

@@ -10,25 +10,21 @@ from flax import traverse_util
 import jax
 import jax.numpy as jnp
 
+from models.nn import gpt2 as nn_gpt2
+from models.nn import llama as nn_llama
+from models.nn import matrices as matrices_lib
+from models.nn import sharding as sharding_lib
 from models.nn.cpu import ops
-from models.nn.gpt2 import GPT2
-from models.nn.gpt2 import GPT2Config
-from models.nn.llama import Llama
-from models.nn.llama import LlamaConfig
-from models.nn.matrices import uses_kernels
-from models.nn.sharding import Layout
-from models.nn.sharding import slot_ops
-from specdec import cache as kv
-from specdec.model import LanguageModel
-from specdec.model import ModelSpec
+from specdec import cache as cache_lib
+from specdec import model as model_lib
 
 # A module and its shape, of any family; a Mixtral is a Llama.
-Module = GPT2 | Llama
-Config = GPT2Config | LlamaConfig
+Module = nn_gpt2.GPT2 | nn_llama.Llama
+Config = nn_gpt2.GPT2Config | nn_llama.LlamaConfig
 
 
 @functools.cache
-def _resized(spec: ModelSpec, vocab_size: int) -> ModelSpec:
+def _resized(spec: model_lib.ModelSpec, vocab_size: int) -> model_lib.ModelSpec:
   own_size = spec.vocab_size
 
   def apply(params, tokens, positions, mask, cache):
@@ -42,7 +38,9 @@ def _resized(spec: ModelSpec, vocab_size: int) -> ModelSpec:
   return dataclasses.replace(spec, apply=apply, vocab_size=vocab_size)
 
 
-def with_vocab_size(model: LanguageModel, vocab_size: int) -> LanguageModel:
+def with_vocab_size(
+  model: model_lib.LanguageModel, vocab_size: int
+) -> model_lib.LanguageModel:
   """Pads the logits `[..., V]` of a model with -inf, or cuts off padding.
 
   The vocabulary of the model must differ from the new one by padding only.
@@ -71,14 +69,14 @@ def _spec(
   weight_bytes: int,
   parameters: int,
   kernels: bool,
-  layout: Layout,
-) -> ModelSpec:
+  layout: sharding_lib.Layout,
+) -> model_lib.ModelSpec:
   """The record of a shape; cached, so that loading it again does not recompile.
 
   The arguments are those of `ModelSpec`, `graph` of the module; `kernels` says
   whether those of `models.nn.cpu` compute.
   """
-  cache_ops = slot_ops(layout)
+  cache_ops = sharding_lib.slot_ops(layout)
   if kernels:
     cache_ops = cache_ops._replace(write=ops.write_slots)
 
@@ -90,7 +88,7 @@ def _spec(
     return layout.gather_vocabulary(logits), cache
 
   def init_cache(batch_size, num_slots):
-    cache = kv.init_cache(
+    cache = cache_lib.init_cache(
       batch_size,
       num_slots,
       num_layers=config.num_layers,
@@ -102,7 +100,7 @@ def _spec(
 
   per_slot = 2 * config.num_layers * config.num_kv_heads * config.head_width
   head_parts = layout.parts('kv_heads')
-  return ModelSpec(
+  return model_lib.ModelSpec(
     apply=apply,
     init_cache=init_cache,
     vocab_size=config.vocab_size,
@@ -116,7 +114,9 @@ def _spec(
   )
 
 
-def as_model(module: Module, layout: Layout = Layout()) -> LanguageModel:
+def as_model(
+  module: Module, layout: sharding_lib.Layout = sharding_lib.Layout()
+) -> model_lib.LanguageModel:
   """Splits a module into the parameters and functions that `specdec` decodes.
 
   The module has weights, or shapes only; the result shares its arrays.
@@ -132,14 +132,14 @@ def as_model(module: Module, layout: Layout = Layout()) -> LanguageModel:
   kernels = False
   for path, leaf in traverse_util.flatten_dict(params).items():
     share = _share_read(path, config)
-    kernels |= uses_kernels(leaf)
+    kernels |= matrices_lib.uses_kernels(leaf)
     # Shapes have no `nbytes`.
     weight_bytes += share * sum(
       part.size * part.dtype.itemsize for part in jax.tree.leaves(leaf)
     )
     if len(leaf.shape) == 2:
       parameters += share * math.prod(leaf.shape)
-  return LanguageModel(
+  return model_lib.LanguageModel(
     params=params,
     spec=_spec(
       graph,

@@ -10,9 +10,9 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from models.nn import matrices as matrices_lib
 from models.nn.cpu import ops
-from models.nn.matrices import precision
-from specdec import cache as kv
+from specdec import cache as cache_lib
 
 # Finite, so that a query that sees nothing (padding) does not become NaN.
 _MASKED_SCORE = -1e30
@@ -24,7 +24,7 @@ def _batched_matmul(x: jax.Array, y: jax.Array, contract: int) -> jax.Array:
     x,
     y,
     (((3,), (contract,)), ((0, 1), (0, 1))),
-    precision=precision(y.dtype),
+    precision=matrices_lib.precision(y.dtype),
     preferred_element_type=jnp.float32,
   )
 
@@ -82,12 +82,12 @@ def self_attention(
   key: jax.Array,
   value: jax.Array,
   mask: jax.Array,
-  cache: kv.KVCache | None,
+  cache: cache_lib.KVCache | None,
   layer: int,
   *,
   scale: float,
   kernels: bool,
-) -> tuple[jax.Array, kv.KVCache | None]:
+) -> tuple[jax.Array, cache_lib.KVCache | None]:
   """Writes the keys and values of L positions to a cache, then attends to it.
 
   Args:
@@ -107,7 +107,7 @@ def self_attention(
     `[B, Hq, L, Dh]` float32, and the cache with the new entries.
   """
   if cache is not None:
-    cache = kv.write(cache, layer, key, value)
+    cache = cache_lib.write(cache, layer, key, value)
     key, value = cache.keys[layer], cache.values[layer]
   compute = ops.attend if kernels else attend
   return compute(query, key, value, mask, scale=scale), cache

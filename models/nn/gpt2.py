@@ -15,16 +15,10 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from models.nn.attention import self_attention
-from models.nn.layers import ACTIVATIONS
-from models.nn.layers import check_config
-from models.nn.layers import LayerNorm
-from models.nn.layers import Linear
-from models.nn.layers import residual_stddev
-from models.nn.matrices import matmul
-from models.nn.matrices import take_rows
-from models.nn.matrices import uses_kernels
-from specdec import cache as kv
+from models.nn import attention
+from models.nn import layers
+from models.nn import matrices as matrices_lib
+from specdec import cache as cache_lib
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,7 +46,7 @@ class GPT2Config:
   tie_embeddings: bool = True  # Use the token embedding as the head.
 
   def __post_init__(self):
-    check_config(self)
+    layers.check_config(self)
     if self.width % self.num_heads:
       raise ValueError(
         f'num_heads must divide width {self.width}, got {self.num_heads}'
@@ -80,16 +74,20 @@ class Attention(nnx.Module):
       self.scale /= math.sqrt(config.head_width)
     if config.scale_attention_by_layer:
       self.scale /= layer + 1
-    make = functools.partial(Linear, config.width, dtype=dtype, rngs=rngs)
+    make = functools.partial(
+      layers.Linear, config.width, dtype=dtype, rngs=rngs
+    )
     self.c_attn = make(3 * config.width)
-    self.c_proj = make(config.width, stddev=residual_stddev(config.num_layers))
+    self.c_proj = make(
+      config.width, stddev=layers.residual_stddev(config.num_layers)
+    )
 
   def __call__(self, x, mask, cache):
     heads = (*x.shape[:-1], 3, self.config.num_heads, self.config.head_width)
     query, key, value = (
       self.c_attn(x).astype(self.dtype).reshape(heads).transpose(2, 0, 3, 1, 4)
     )
-    out, cache = self_attention(
+    out, cache = attention.self_attention(
       query,
       key,
       value,
@@ -106,10 +104,10 @@ class FeedForward(nnx.Module):
   """Two-layer perceptron of one block."""
 
   def __init__(self, config: GPT2Config, *, dtype, rngs):
-    self.activation = ACTIVATIONS[config.activation]
+    self.activation = layers.ACTIVATIONS[config.activation]
     width, inner = config.width, config.inner_width or 4 * config.width
-    stddev = residual_stddev(config.num_layers)
-    make = functools.partial(Linear, dtype=dtype, rngs=rngs)
+    stddev = layers.residual_stddev(config.num_layers)
+    make = functools.partial(layers.Linear, dtype=dtype, rngs=rngs)
     self.c_fc = make(width, inner)
     self.c_proj = make(inner, width, stddev=stddev)
 
@@ -121,9 +119,9 @@ class Layer(nnx.Module):
   """Pre-norm transformer block."""
 
   def __init__(self, config: GPT2Config, layer: int, *, dtype, rngs):
-    self.ln_1 = LayerNorm(config.width, config.norm_epsilon, rngs=rngs)
+    self.ln_1 = layers.LayerNorm(config.width, config.norm_epsilon, rngs=rngs)
     self.attn = Attention(config, layer, dtype=dtype, rngs=rngs)
-    self.ln_2 = LayerNorm(config.width, config.norm_epsilon, rngs=rngs)
+    self.ln_2 = layers.LayerNorm(config.width, config.norm_epsilon, rngs=rngs)
     self.mlp = FeedForward(config, dtype=dtype, rngs=rngs)
 
   def __call__(self, x, mask, cache):
@@ -160,7 +158,7 @@ class GPT2(nnx.Module):
         for layer in range(config.num_layers)
       ]
     )
-    self.ln_f = LayerNorm(config.width, config.norm_epsilon, rngs=rngs)
+    self.ln_f = layers.LayerNorm(config.width, config.norm_epsilon, rngs=rngs)
     if not config.tie_embeddings:
       shape = (config.vocab_size, config.width)
       self.lm_head = nnx.Param(init(0.02)(rngs.params(), shape, dtype))
@@ -170,8 +168,8 @@ class GPT2(nnx.Module):
     tokens: jax.Array,
     positions: jax.Array,
     mask: jax.Array,
-    cache: kv.KVCache | None = None,
-  ) -> tuple[jax.Array, kv.KVCache | None]:
+    cache: cache_lib.KVCache | None = None,
+  ) -> tuple[jax.Array, cache_lib.KVCache | None]:
     """Computes the logits of L positions.
 
     Args:
@@ -187,11 +185,11 @@ class GPT2(nnx.Module):
     """
     positions = jnp.clip(positions, 0, self.config.num_positions - 1)
     embedding = self.wte.embedding.get_value()
-    x = take_rows(embedding, tokens) + self.wpe(positions)
+    x = matrices_lib.take_rows(embedding, tokens) + self.wpe(positions)
     for layer, block in enumerate(self.h):
       with jax.named_scope(f'layer_{layer}'):
         x, cache = block(x, mask, cache)
     tied = self.config.tie_embeddings
     head = embedding if tied else self.lm_head.get_value()
-    x = self.ln_f.normalize(x, kernels=uses_kernels(head))
-    return matmul(x, head), cache
+    x = self.ln_f.normalize(x, kernels=matrices_lib.uses_kernels(head))
+    return matrices_lib.matmul(x, head), cache

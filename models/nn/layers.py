@@ -11,9 +11,8 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from models.nn import matrices as matrices_lib
 from models.nn.cpu import ops
-from models.nn.matrices import matmul
-from models.nn.matrices import uses_kernels
 
 _gelu_tanh = functools.partial(jax.nn.gelu, approximate=True)
 _TANH = ('new', 'fast', 'accurate', 'pytorch_tanh', 'python_tanh')
@@ -75,10 +74,10 @@ class Linear(nnx.Module):
   @property
   def is_packed(self) -> bool:
     """Whether the weight is packed for the kernels of `models.nn.cpu`."""
-    return uses_kernels(self.weight.get_value())
+    return matrices_lib.uses_kernels(self.weight.get_value())
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    out = matmul(x, self.weight.get_value())
+    out = matrices_lib.matmul(x, self.weight.get_value())
     if self.bias is None:
       return out
     bias = self.bias[...].astype(jnp.float32)

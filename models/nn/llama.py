@@ -16,18 +16,11 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from models.nn.attention import self_attention
-from models.nn.layers import ACTIVATIONS
-from models.nn.layers import check_config
-from models.nn.layers import Linear
-from models.nn.layers import residual_stddev
-from models.nn.layers import RMSNorm
-from models.nn.matrices import matmul
-from models.nn.matrices import take_rows
-from models.nn.matrices import uses_kernels
-from models.nn.rope import Rope
-from models.nn.rope import rotate
-from specdec import cache as kv
+from models.nn import attention
+from models.nn import layers
+from models.nn import matrices as matrices_lib
+from models.nn import rope as rope_lib
+from specdec import cache as cache_lib
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +47,7 @@ class LlamaConfig:
   inner_width: int  # Of the feed-forward layer, or of one expert.
   activation: str = 'silu'  # Of the gate, a key of `layers.ACTIVATIONS`.
   norm_epsilon: float = 1e-6  # Added to the mean square in every norm.
-  rope: Rope = dataclasses.field(default_factory=Rope)
+  rope: rope_lib.Rope = dataclasses.field(default_factory=rope_lib.Rope)
   qkv_bias: bool = False
   output_bias: bool = False  # Of the output projection of attention.
   mlp_bias: bool = False
@@ -62,7 +55,7 @@ class LlamaConfig:
   tie_embeddings: bool = False  # Use the token embedding as the head.
 
   def __post_init__(self):
-    check_config(self)
+    layers.check_config(self)
     if self.num_heads % self.num_kv_heads:
       raise ValueError(
         f'num_kv_heads must divide num_heads {self.num_heads}, got'
@@ -79,7 +72,7 @@ class Attention(nnx.Module):
     self.config = config
     self.layer = layer
     self.dtype = dtype
-    make = functools.partial(Linear, dtype=dtype, rngs=rngs)
+    make = functools.partial(layers.Linear, dtype=dtype, rngs=rngs)
     make_head = functools.partial(make, config.width, use_bias=config.qkv_bias)
     self.q_proj = make_head(config.num_heads * config.head_width)
     self.k_proj = make_head(config.num_kv_heads * config.head_width)
@@ -87,12 +80,12 @@ class Attention(nnx.Module):
     self.o_proj = make(
       config.num_heads * config.head_width,
       config.width,
-      stddev=residual_stddev(config.num_layers),
+      stddev=layers.residual_stddev(config.num_layers),
       use_bias=config.output_bias,
     )
     if config.qk_norm:
-      self.q_norm = RMSNorm(config.head_width, config.norm_epsilon)
-      self.k_norm = RMSNorm(config.head_width, config.norm_epsilon)
+      self.q_norm = layers.RMSNorm(config.head_width, config.norm_epsilon)
+      self.k_norm = layers.RMSNorm(config.head_width, config.norm_epsilon)
 
   def _heads(self, x: jax.Array) -> jax.Array:
     heads = (*x.shape[:-1], -1, self.config.head_width)
@@ -104,11 +97,11 @@ class Attention(nnx.Module):
     if self.config.qk_norm:
       query = self.q_norm.normalize(query, kernels=kernels)
       key = self.k_norm.normalize(key, kernels=kernels)
-    query = rotate(query, rotation).astype(self.dtype)
-    key = rotate(key, rotation).astype(self.dtype)
+    query = rope_lib.rotate(query, rotation).astype(self.dtype)
+    key = rope_lib.rotate(key, rotation).astype(self.dtype)
     value = self._heads(self.v_proj(x)).astype(self.dtype)
     scale = 1 / math.sqrt(self.config.head_width)
-    out, cache = self_attention(
+    out, cache = attention.self_attention(
       query,
       key,
       value,
@@ -126,15 +119,15 @@ class FeedForward(nnx.Module):
   """Gated perceptron (SwiGLU, arXiv 2002.05202) of one block."""
 
   def __init__(self, config: LlamaConfig, *, dtype, rngs):
-    self.activation = ACTIVATIONS[config.activation]
+    self.activation = layers.ACTIVATIONS[config.activation]
     width, inner = config.width, config.inner_width
     make = functools.partial(
-      Linear, dtype=dtype, rngs=rngs, use_bias=config.mlp_bias
+      layers.Linear, dtype=dtype, rngs=rngs, use_bias=config.mlp_bias
     )
     self.gate_proj = make(width, inner)
     self.up_proj = make(width, inner)
     self.down_proj = make(
-      inner, width, stddev=residual_stddev(config.num_layers)
+      inner, width, stddev=layers.residual_stddev(config.num_layers)
     )
 
   def __call__(self, x: jax.Array) -> tuple[jax.Array, tuple[()]]:
@@ -148,9 +141,11 @@ class Layer(nnx.Module):
   def __init__(
     self, config: LlamaConfig, layer: int, feed_forward: Any, *, dtype, rngs
   ):
-    self.input_layernorm = RMSNorm(config.width, config.norm_epsilon)
+    self.input_layernorm = layers.RMSNorm(config.width, config.norm_epsilon)
     self.self_attn = Attention(config, layer, dtype=dtype, rngs=rngs)
-    self.post_attention_layernorm = RMSNorm(config.width, config.norm_epsilon)
+    self.post_attention_layernorm = layers.RMSNorm(
+      config.width, config.norm_epsilon
+    )
     self.mlp = feed_forward(config, dtype=dtype, rngs=rngs)
 
   def __call__(self, x, rotation, mask, cache):
@@ -185,7 +180,7 @@ class Llama(nnx.Module):
         for layer in range(config.num_layers)
       ]
     )
-    self.norm = RMSNorm(config.width, config.norm_epsilon)
+    self.norm = layers.RMSNorm(config.width, config.norm_epsilon)
     if not config.tie_embeddings:
       shape = (config.vocab_size, config.width)
       self.lm_head = nnx.Param(init(rngs.params(), shape, dtype))
@@ -195,8 +190,8 @@ class Llama(nnx.Module):
     tokens: jax.Array,
     positions: jax.Array,
     mask: jax.Array,
-    cache: kv.KVCache | None = None,
-  ) -> tuple[jax.Array, kv.KVCache | None, tuple[Any, ...]]:
+    cache: cache_lib.KVCache | None = None,
+  ) -> tuple[jax.Array, cache_lib.KVCache | None, tuple[Any, ...]]:
     """Computes logits and cache as `models.nn.gpt2.GPT2` does.
 
     Returns:
@@ -204,7 +199,7 @@ class Llama(nnx.Module):
       `models.nn.experts.Routing`, of shapes `[B, L, ...]`; () without experts.
     """
     embedding = self.embed_tokens.embedding.get_value()
-    x = take_rows(embedding, tokens)
+    x = matrices_lib.take_rows(embedding, tokens)
     rotation = self.config.rope.rotation(positions, self.config.head_width)
     routings = []
     for layer, block in enumerate(self.layers):
@@ -213,8 +208,8 @@ class Llama(nnx.Module):
       routings.append(routing)
     tied = self.config.tie_embeddings
     head = embedding if tied else self.lm_head.get_value()
-    x = self.norm.normalize(x, kernels=uses_kernels(head))
-    return matmul(x, head), cache, tuple(routings)
+    x = self.norm.normalize(x, kernels=matrices_lib.uses_kernels(head))
+    return matrices_lib.matmul(x, head), cache, tuple(routings)
 
   def __call__(self, tokens, positions, mask, cache=None):
     return self.with_routing(tokens, positions, mask, cache)[:2]

@@ -10,19 +10,15 @@ import functools
 from flax import nnx
 import jax
 
-from models.nn.experts import mix
-from models.nn.experts import route
-from models.nn.experts import Routing
-from models.nn.layers import Linear
-from models.nn.llama import FeedForward
-from models.nn.llama import Llama
-from models.nn.llama import LlamaConfig
-from models.nn.matrices import matmul
-from models.nn.sharding import sum_of_experts
+from models.nn import experts as experts_lib
+from models.nn import layers
+from models.nn import llama as nn_llama
+from models.nn import matrices as matrices_lib
+from models.nn import sharding as sharding_lib
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MixtralConfig(LlamaConfig):
+class MixtralConfig(nn_llama.LlamaConfig):
   """Shape of a Mixtral: the shape of a Llama, and its experts."""
 
   # Fields without a default, where a Llama has constants.
@@ -43,7 +39,9 @@ class MixtralConfig(LlamaConfig):
 
 def _swiglu(activation, weights, x):
   gate, up, down = weights
-  return matmul(activation(matmul(x, gate)) * matmul(x, up), down)
+  return matrices_lib.matmul(
+    activation(matrices_lib.matmul(x, gate)) * matrices_lib.matmul(x, up), down
+  )
 
 
 class Experts(nnx.Module):
@@ -52,14 +50,19 @@ class Experts(nnx.Module):
   def __init__(self, config: MixtralConfig, *, dtype, rngs):
     self.config = config
     width, count = config.width, config.num_experts
-    self.gate = Linear(width, count, dtype=dtype, rngs=rngs, use_bias=False)
+    self.gate = layers.Linear(
+      width, count, dtype=dtype, rngs=rngs, use_bias=False
+    )
     self.experts = nnx.List(
-      [FeedForward(config, dtype=dtype, rngs=rngs) for _ in range(count)]
+      [
+        nn_llama.FeedForward(config, dtype=dtype, rngs=rngs)
+        for _ in range(count)
+      ]
     )
 
-  def __call__(self, x: jax.Array) -> tuple[jax.Array, Routing]:
+  def __call__(self, x: jax.Array) -> tuple[jax.Array, experts_lib.Routing]:
     kernels = self.gate.is_packed
-    routing = route(
+    routing = experts_lib.route(
       self.gate(x),
       self.config.experts_per_token,
       renormalize=self.config.renormalize,
@@ -74,8 +77,8 @@ class Experts(nnx.Module):
     ]
     expert = functools.partial(_swiglu, self.experts[0].activation)
     flat = lambda array: array.reshape(-1, array.shape[-1])
-    out = sum_of_experts(
-      functools.partial(mix, expert, kernels=kernels),
+    out = sharding_lib.sum_of_experts(
+      functools.partial(experts_lib.mix, expert, kernels=kernels),
       weights,
       self.config.inner_width,
       flat(x),
@@ -84,7 +87,7 @@ class Experts(nnx.Module):
     return out.reshape(x.shape), routing
 
 
-class Mixtral(Llama):
+class Mixtral(nn_llama.Llama):
   """Mixtral language model; see `models.nn.llama.Llama`."""
 
   config: MixtralConfig

@@ -27,7 +27,7 @@ from jax.sharding import Mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
 
-from specdec import cache as kv
+from specdec import cache as cache_lib
 
 DATA, MODEL = 'data', 'model'
 AXES = (DATA, MODEL)
@@ -253,7 +253,9 @@ class Layout:
     if self.mesh is None:
       return tree
     return jax.tree.map(
-      self._place, tree, is_leaf=lambda leaf: isinstance(leaf, kv.KVCache)
+      self._place,
+      tree,
+      is_leaf=lambda leaf: isinstance(leaf, cache_lib.KVCache),
     )
 
   def in_use(self) -> contextlib.AbstractContextManager[Any]:
@@ -275,7 +277,7 @@ class Layout:
     return self.place(lax.with_sharding_constraint(logits, divided))
 
   def _place(self, leaf: Any) -> Any:
-    if isinstance(leaf, kv.KVCache):
+    if isinstance(leaf, cache_lib.KVCache):
       return leaf.replace(
         keys=tuple(map(leaf.ops.place, leaf.keys)),
         values=tuple(map(leaf.ops.place, leaf.values)),
@@ -363,14 +365,14 @@ def sum_of_experts(
 
 
 @functools.cache
-def slot_ops(layout: Layout) -> kv.SlotOps:
+def slot_ops(layout: Layout) -> cache_lib.SlotOps:
   """`specdec.cache.SlotOps`, each device on its own rows and heads.
 
   As programs for all devices they would go from row to row and gather each of
   them from the device that has it.
   """
   if layout.mesh is None:
-    return kv.SlotOps()
+    return cache_lib.SlotOps()
 
   def by_parts(function, in_names, out_names):
     def specs(names, array):
@@ -392,19 +394,19 @@ def slot_ops(layout: Layout) -> kv.SlotOps:
   rows = ('rows',)
 
   def read(slots, start, number):
-    take = functools.partial(kv.read_slots, number=number)
+    take = functools.partial(cache_lib.read_slots, number=number)
     return by_parts(take, (_CACHE, rows), _CACHE)(slots, start)
 
   def mask(start, window, num_slots):
-    make = functools.partial(kv.window_mask, num_slots=num_slots)
+    make = functools.partial(cache_lib.window_mask, num_slots=num_slots)
     return by_parts(make, (rows, rows), rows)(start, window)
 
   def place(slots):
     sharding = layout.sharding(_CACHE, slots.shape)
     return lax.with_sharding_constraint(slots, sharding)
 
-  return kv.SlotOps(
-    write=by_parts(kv.write_slots, (_CACHE, _CACHE, rows), _CACHE),
+  return cache_lib.SlotOps(
+    write=by_parts(cache_lib.write_slots, (_CACHE, _CACHE, rows), _CACHE),
     read=read,
     mask=mask,
     place=place,

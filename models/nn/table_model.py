@@ -6,9 +6,8 @@ The next token depends on the last token alone, so the cache holds no layers.
 import jax
 import jax.numpy as jnp
 
-from specdec.cache import init_empty_cache
-from specdec.model import LanguageModel
-from specdec.model import ModelSpec
+from specdec import cache as cache_lib
+from specdec import model as model_lib
 
 
 def _apply(params, tokens, positions, mask, cache):
@@ -16,7 +15,9 @@ def _apply(params, tokens, positions, mask, cache):
   return params['logits'][tokens], cache
 
 
-def table_model(logits: jax.Array, *, max_positions: int) -> LanguageModel:
+def table_model(
+  logits: jax.Array, *, max_positions: int
+) -> model_lib.LanguageModel:
   """A Markov chain of order 1 as a model.
 
   Row i of the logits `[V, V]` is for the token after token i. Tables of one
@@ -28,11 +29,11 @@ def table_model(logits: jax.Array, *, max_positions: int) -> LanguageModel:
   logits = jnp.asarray(logits, jnp.float32)
   if logits.ndim != 2 or logits.shape[0] != logits.shape[1]:
     raise ValueError(f'logits must be [V, V], got shape {logits.shape}')
-  return LanguageModel(
+  return model_lib.LanguageModel(
     params={'logits': logits},
-    spec=ModelSpec(
+    spec=model_lib.ModelSpec(
       apply=_apply,
-      init_cache=init_empty_cache,
+      init_cache=cache_lib.init_empty_cache,
       vocab_size=logits.shape[0],
       max_positions=max_positions,
       weight_bytes=logits.nbytes,

@@ -4,11 +4,10 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 
-from models.text.chat_template import conversation_ids
-from models.text.chat_template import Message
-from models.text.pair import Pair
-from models.text.result import TextGeneration
-from models.text.text_decoding import TextDecoding
+from models.text import chat_template
+from models.text import pair as pair_lib
+from models.text import result as result_lib
+from models.text import text_decoding
 import specdec
 
 MAX_CONTEXT = 2048
@@ -39,9 +38,9 @@ class Chat:
 
   def __init__(
     self,
-    begin: Callable[..., TextDecoding],
-    pair: Pair,
-    messages: Sequence[Message],
+    begin: Callable[..., text_decoding.TextDecoding],
+    pair: pair_lib.Pair,
+    messages: Sequence[chat_template.Message],
     *,
     context: int,
     max_new_tokens: int,
@@ -55,7 +54,7 @@ class Chat:
 
   def _limit(self, messages) -> int:
     """The most tokens of the answer."""
-    size = len(conversation_ids(self._pair.tokenizer, messages))
+    size = len(chat_template.conversation_ids(self._pair.tokenizer, messages))
     if size >= self._context:
       raise ContextFull(
         f'the conversation has {size} tokens, and its context has room for'
@@ -73,7 +72,7 @@ class Chat:
     question = {'role': 'user', 'content': text}
     return self.restart([*self.messages, answer, question])
 
-  def restart(self, messages: Sequence[Message]) -> 'Chat':
+  def restart(self, messages: Sequence[chat_template.Message]) -> 'Chat':
     """Answers the last message of any conversation; returns itself.
 
     What it has in common with the conversation so far is not read again.
@@ -99,7 +98,7 @@ class Chat:
 
   def run(
     self, should_stop: Callable[[], bool] | None = None
-  ) -> TextGeneration:
+  ) -> result_lib.TextGeneration:
     """Decodes the answer to its end; see `Generator.generate`."""
     self._decoding.run(should_stop)
     return self.result()
@@ -108,6 +107,6 @@ class Chat:
     """Decodes the answer to its end; see `TextDecoding.trace`."""
     return self._decoding.trace()[0]
 
-  def result(self) -> TextGeneration:
+  def result(self) -> result_lib.TextGeneration:
     """The answer so far; a batch of one row."""
     return self._decoding.result()

@@ -9,7 +9,7 @@ from typing import TypeGuard
 import jinja2
 import transformers
 
-from specdec import checks
+from specdec import checks as checks_lib
 
 Message = Mapping[str, str]
 """`role` (such as system, user or assistant) and `content`, both texts."""
@@ -35,7 +35,7 @@ def first_messages(text: str, system: str | None) -> list[Message]:
 def _check_texts(name: str, value: Any) -> None:
   """Refuses what is no Unicode in a message, however deep."""
   if isinstance(value, str):
-    checks.check_text(name, value)
+    checks_lib.check_text(name, value)
   elif isinstance(value, Mapping):
     for key, entry in value.items():
       _check_texts(f'{name}, {key}', entry)
@@ -90,5 +90,7 @@ def conversation_ids(
       f' {roles}: {kind}{error}'
     ) from error
   text = text.removeprefix('\ufeff')  # A byte order mark of the template file.
-  checks.check_text('the text that the chat template of the target makes', text)
+  checks_lib.check_text(
+    'the text that the chat template of the target makes', text
+  )
   return tokenizer(text, add_special_tokens=False, verbose=False)['input_ids']

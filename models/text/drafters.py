@@ -7,44 +7,40 @@ from typing import Any
 from absl import logging
 import jax
 
-from models.text.pair import Pair
-from models.text.pair import vocabulary_digest
-from models.text.settings import DraftSettings
-from models.text.settings import INNERS
-from models.text.settings import METHODS
-from models.text.settings import PLANNED
-from specdec.draft.candidates import CandidateScorer
-from specdec.draft.drafter import Drafter
-from specdec.draft.drafter import fixed_drafter
-from specdec.draft.drafter import PLAIN
-from specdec.draft.drafter import Stage
-from specdec.draft.drafter import StageConfig
-from specdec.draft.language_model import LanguageModelScorer
-from specdec.draft.ngram import NGram
-from specdec.ngram.table import load_table
-from specdec.tree.topology import chain
+from models.text import pair as pair_lib
+from models.text import settings as settings_lib
+from specdec.draft import candidates
+from specdec.draft import drafter as drafter_lib
+from specdec.draft import language_model
+from specdec.draft import ngram as ngram_lib
+from specdec.ngram import table as table_lib
+from specdec.tree import topology as topology_lib
 
 DEMO_TABLE = pathlib.Path(__file__).parents[1] / 'demo' / 'ngram.safetensors'
 
 
-def planned_break_even(method: str, settings: DraftSettings) -> float | None:
+def planned_break_even(
+  method: str, settings: settings_lib.DraftSettings
+) -> float | None:
   """The `break_even` of a method: that of its plan, else None."""
-  if method != PLANNED or settings.plan is None:
+  if method != settings_lib.PLANNED or settings.plan is None:
     return None
   return settings.plan.min_block_efficiency
 
 
-def _load_ngram(settings: DraftSettings, pair: Pair) -> NGram:
+def _load_ngram(
+  settings: settings_lib.DraftSettings, pair: pair_lib.Pair
+) -> ngram_lib.NGram:
   """The n-gram table; ValueError if it was built with another tokenizer."""
   path = DEMO_TABLE if settings.ngram == 'demo' else settings.ngram
-  table, provenance = load_table(path)
+  table, provenance = table_lib.load_table(path)
   ours = pair.target.spec.vocab_size
   theirs = provenance.get('tokenizer_blake2b')
   if theirs is None:  # Without a digest only the size can be compared.
     fits = table.vocab_size == ours
   else:
     # Sizes of one tokenizer can only differ by padding.
-    fits = theirs == vocabulary_digest(pair.tokenizer)
+    fits = theirs == pair_lib.vocabulary_digest(pair.tokenizer)
   if not fits:
     raise ValueError(
       f'the n-gram table {path} ({table.vocab_size} tokens) was built with'
@@ -52,10 +48,12 @@ def _load_ngram(settings: DraftSettings, pair: Pair) -> NGram:
       ' with scripts/build_ngram.py, or choose --inner=lookup'
     )
   table = jax.device_put(table, pair.layout.everywhere)
-  return NGram(table.replace(vocab_size=ours))
+  return ngram_lib.NGram(table.replace(vocab_size=ours))
 
 
-def _default_inner(settings: DraftSettings, pair: Pair) -> str:
+def _default_inner(
+  settings: settings_lib.DraftSettings, pair: pair_lib.Pair
+) -> str:
   if settings.ngram != 'demo':
     return 'ngram+lookup'  # A chosen table that does not fit is refused.
   try:
@@ -71,27 +69,35 @@ def _default_inner(settings: DraftSettings, pair: Pair) -> str:
   return 'ngram+lookup'
 
 
-def _tables(inner: str, settings: DraftSettings, pair: Pair) -> CandidateScorer:
+def _tables(
+  inner: str, settings: settings_lib.DraftSettings, pair: pair_lib.Pair
+) -> candidates.CandidateScorer:
   # A match in the text itself is the better evidence, so it comes first.
   proposers: list = []
   if 'lookup' in inner.split('+'):
     proposers.append(settings.lookup)
   if 'ngram' in inner.split('+'):
     proposers.append(_load_ngram(settings, pair))
-  return CandidateScorer(tuple(proposers))
+  return candidates.CandidateScorer(tuple(proposers))
 
 
 def _one_stage(
-  scorer: Any, config: StageConfig, settings: DraftSettings
-) -> Drafter:
+  scorer: Any,
+  config: drafter_lib.StageConfig,
+  settings: settings_lib.DraftSettings,
+) -> drafter_lib.Drafter:
   if settings.topology is None:
-    return Drafter((Stage(scorer, config),), settings.tree)
-  return fixed_drafter(
+    return drafter_lib.Drafter(
+      (drafter_lib.Stage(scorer, config),), settings.tree
+    )
+  return drafter_lib.fixed_drafter(
     scorer, settings.topology, calibration=settings.stage.calibration
   )
 
 
-def _alone(inner: str, settings: DraftSettings, pair: Pair) -> Drafter:
+def _alone(
+  inner: str, settings: settings_lib.DraftSettings, pair: pair_lib.Pair
+) -> drafter_lib.Drafter:
   """N-gram or prompt lookup as the only drafter, without a draft model."""
   config = dataclasses.replace(
     settings.stage,
@@ -102,24 +108,29 @@ def _alone(inner: str, settings: DraftSettings, pair: Pair) -> Drafter:
   return _one_stage(_tables(inner, settings, pair), config, settings)
 
 
-def make_drafter(method: str, pair: Pair, settings: DraftSettings) -> Drafter:
+def make_drafter(
+  method: str, pair: pair_lib.Pair, settings: settings_lib.DraftSettings
+) -> drafter_lib.Drafter:
   """The drafter of a method, one of `METHODS`.
 
   Raises:
     ValueError: the method is not known or does not fit the settings.
   """
-  if method not in METHODS or settings.inner not in (None, *INNERS):
+  if method not in settings_lib.METHODS or settings.inner not in (
+    None,
+    *settings_lib.INNERS,
+  ):
     raise ValueError(
       f'method {method!r} with inner {settings.inner!r} is not known; methods'
-      f' are {METHODS}, inner drafters {INNERS}'
+      f' are {settings_lib.METHODS}, inner drafters {settings_lib.INNERS}'
     )
-  if method == PLANNED:
+  if method == settings_lib.PLANNED:
     if settings.plan is None:
       raise ValueError('the method plan needs one; give --plan=auto or a file')
     return make_drafter(settings.plan.method, pair, settings.plan.drafting)
   if method == 'plain':
-    return PLAIN
-  if method in INNERS:
+    return drafter_lib.PLAIN
+  if method in settings_lib.INNERS:
     return _alone(method, settings, pair)
   inner = settings.inner or _default_inner(settings, pair)
   if pair.draft is None:
@@ -129,17 +140,17 @@ def make_drafter(method: str, pair: Pair, settings: DraftSettings) -> Drafter:
       f'--method={method} with --inner={inner} needs a draft; give --draft,'
       ' or plain'
     )
-  scorer = LanguageModelScorer(pair.draft)
+  scorer = language_model.LanguageModelScorer(pair.draft)
   length = settings.num_draft_tokens
   if method == 'chain':
-    return fixed_drafter(scorer, chain(length))
+    return drafter_lib.fixed_drafter(scorer, topology_lib.chain(length))
   tree, config = settings.tree, settings.stage
   if method == 'tree':
     return _one_stage(scorer, config, settings)
   if inner == 'none':
     raise ValueError(
       f'--method={method} with --inner=none has nothing to stage; choose one of'
-      f' {INNERS[1:]}, or --method=tree'
+      f' {settings_lib.INNERS[1:]}, or --method=tree'
     )
   if settings.topology is not None:
     raise ValueError(
@@ -149,5 +160,7 @@ def make_drafter(method: str, pair: Pair, settings: DraftSettings) -> Drafter:
   if method == 'staged_chain':
     tree = dataclasses.replace(tree, num_nodes=length + 1, max_depth=length)
     config = dataclasses.replace(config, width=length + 1, branching=1)
-  tables = Stage(_tables(inner, settings, pair), settings.inner_stage)
-  return Drafter((Stage(scorer, config), tables), tree)
+  tables = drafter_lib.Stage(
+    _tables(inner, settings, pair), settings.inner_stage
+  )
+  return drafter_lib.Drafter((drafter_lib.Stage(scorer, config), tables), tree)

@@ -7,11 +7,9 @@ from typing import Any
 
 import transformers
 
-from models.text.token_bytes import special_tokens
-from models.text.token_bytes import token_bytes
-from specdec import checks
-from specdec.verify.stop_strings import build_stop_table
-from specdec.verify.stop_strings import StopTable
+from models.text import token_bytes as token_bytes_lib
+from specdec import checks as checks_lib
+from specdec.verify import stop_strings
 
 # One stop string, several, or a list of them per row.
 Stops = str | Sequence[str] | Sequence[Sequence[str]]
@@ -44,7 +42,7 @@ def stops_of_rows(stop: Any, batch_size: int) -> StopsOfRows:
     )
   for row, strings in enumerate(stop):
     for text in strings:
-      checks.check_text(f'a stop string of row {row}', text)
+      checks_lib.check_text(f'a stop string of row {row}', text)
       if not text:
         raise ValueError(f'row {row} has the stop string {text!r}; give text')
   return tuple(map(tuple, stop))
@@ -57,16 +55,18 @@ def _stop_table(
   pieces: tuple[bytes, ...],
   special: tuple[tuple[bytes, int], ...],
   vocab_size: int,
-) -> StopTable:
+) -> stop_strings.StopTable:
   encoded = [[stop.encode() for stop in row] for row in stops]
-  return build_stop_table(encoded, pieces, vocab_size, dict(special))
+  return stop_strings.build_stop_table(
+    encoded, pieces, vocab_size, dict(special)
+  )
 
 
 def stop_table(
   stops: StopsOfRows,
   tokenizer: transformers.PreTrainedTokenizerBase,
   vocab_size: int,
-) -> StopTable | None:
+) -> stop_strings.StopTable | None:
   """The table of the stop strings of each row; None if there are none.
 
   Raises:
@@ -75,8 +75,8 @@ def stop_table(
   """
   if not any(stops):
     return None
-  pieces = token_bytes(tokenizer, vocab_size)
-  special = special_tokens(tokenizer, vocab_size)
+  pieces = token_bytes_lib.token_bytes(tokenizer, vocab_size)
+  special = token_bytes_lib.special_tokens(tokenizer, vocab_size)
   return _stop_table(stops, pieces, tuple(special.items()), vocab_size)
 
 
@@ -84,11 +84,13 @@ def _ids_of_text(
   text: str, tokenizer: transformers.PreTrainedTokenizerBase, vocab_size: int
 ) -> list[int]:
   """The ids of the tokens with a text, of which there may be several."""
-  checks.check_text('eos_ids', text)
-  special = special_tokens(tokenizer, vocab_size).get(text.encode())
+  checks_lib.check_text('eos_ids', text)
+  special = token_bytes_lib.special_tokens(tokenizer, vocab_size).get(
+    text.encode()
+  )
   if special is not None:
     return [special]
-  pieces = token_bytes(tokenizer, vocab_size) if text else ()
+  pieces = token_bytes_lib.token_bytes(tokenizer, vocab_size) if text else ()
   ids = [id_ for id_, piece in enumerate(pieces) if piece == text.encode()]
   if not ids:
     raise ValueError(

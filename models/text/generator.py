@@ -25,41 +25,23 @@ from typing import Unpack
 import jax
 import numpy as np
 
-from models.text.chat import Chat
-from models.text.chat import MAX_CONTEXT
-from models.text.chat_template import conversation_ids
-from models.text.chat_template import is_conversation
-from models.text.chat_template import Message
-from models.text.chat_template import Prompt
-from models.text.drafters import make_drafter
-from models.text.drafters import PLANNED
-from models.text.drafters import planned_break_even
-from models.text.ends import EosIds
-from models.text.ends import stops_of_rows
-from models.text.ends import StopsOfRows
-from models.text.many import Job
-from models.text.many import ManyDecoding
-from models.text.pair import find_checkpoints
-from models.text.pair import load_checkpoints
-from models.text.pair import ModelChoice
-from models.text.pair import Pair
-from models.text.plan import load_plan
-from models.text.plan import model_digests
-from models.text.plan import Plan
-from models.text.result import TextGeneration
-from models.text.settings import DraftSettings
-from models.text.settings import INNERS
-from models.text.text_decoding import TextDecoding
-from models.text.text_options import keys_of_seeds
-from models.text.text_options import TextOptions
-from models.text.text_options import with_ids
+from models.text import chat as chat_lib
+from models.text import chat_template
+from models.text import drafters
+from models.text import ends as ends_lib
+from models.text import many as many_lib
+from models.text import pair as pair_lib
+from models.text import plan as plan_lib
+from models.text import result as result_lib
+from models.text import settings as settings_lib
+from models.text import text_decoding
+from models.text import text_options
 import specdec
-from specdec import checks
-from specdec.decode_options import check_names
-from specdec.decode_options import documented
+from specdec import checks as checks_lib
+from specdec import decode_options
 
 # One prompt, or several.
-Prompts = Prompt | Sequence[Prompt]
+Prompts = chat_template.Prompt | Sequence[chat_template.Prompt]
 
 
 def as_list(prompts: Any) -> list[Any]:
@@ -68,7 +50,7 @@ def as_list(prompts: Any) -> list[Any]:
   Raises:
     ValueError: the prompts are none.
   """
-  if isinstance(prompts, str) or is_conversation(prompts):
+  if isinstance(prompts, str) or chat_template.is_conversation(prompts):
     return [prompts]
   if not isinstance(prompts, Iterable):
     raise ValueError(
@@ -91,37 +73,39 @@ class Generator:
   `specdec.PLAIN`. `break_even` is the default of that argument of `generate`.
   """
 
-  pair: Pair
+  pair: pair_lib.Pair
   drafter: specdec.Drafter
   break_even: float | None = None
 
-  def _of_ids(self, options: TextOptions, stops: StopsOfRows) -> Any:
+  def _of_ids(
+    self, options: text_options.TextOptions, stops: ends_lib.StopsOfRows
+  ) -> Any:
     """The options of `specdec`; `stops` are the stop strings of each row."""
     break_even = options.get('break_even')
-    return with_ids(self.pair, options, stops) | {
+    return text_options.with_ids(self.pair, options, stops) | {
       'break_even': self.break_even if break_even is None else break_even
     }
 
-  @documented(TextOptions)
+  @decode_options.documented(text_options.TextOptions)
   def stream(
     self,
     prompts: Prompts,
     *,
     max_new_tokens: int | Sequence[int] = 128,
     room_for_new_tokens: int | None = None,
-    **options: Unpack[TextOptions],
-  ) -> TextDecoding:
+    **options: Unpack[text_options.TextOptions],
+  ) -> text_decoding.TextDecoding:
     """Continues prompts, and lets the text be shown while it grows.
 
     The arguments are those of `generate`. Iterating over what is returned
     yields the new text of each row, block by block. To cancel, stop iterating;
     its `result` has the text so far, and its `trace` every step.
     """
-    check_names(options, TextOptions)
+    decode_options.check_names(options, text_options.TextOptions)
     given = as_list(prompts)
     ids = self.pair.ids_of(given)
-    keys = keys_of_seeds(options.pop('seed', 0), len(given))
-    stops = stops_of_rows(options.get('stop', ()), len(given))
+    keys = text_options.keys_of_seeds(options.pop('seed', 0), len(given))
+    stops = ends_lib.stops_of_rows(options.get('stop', ()), len(given))
     decoding = specdec.Decoding(
       self.pair.target,
       keys,
@@ -131,9 +115,9 @@ class Generator:
       drafter=self.drafter,
       **self._of_ids(options, stops),
     )
-    return TextDecoding(self.pair, decoding, given, stops)
+    return text_decoding.TextDecoding(self.pair, decoding, given, stops)
 
-  @documented(TextOptions)
+  @decode_options.documented(text_options.TextOptions)
   def generate(
     self,
     prompts: Prompts,
@@ -141,8 +125,8 @@ class Generator:
     max_new_tokens: int | Sequence[int] = 128,
     room_for_new_tokens: int | None = None,
     should_stop: Callable[[], bool] | None = None,
-    **options: Unpack[TextOptions],
-  ) -> TextGeneration:
+    **options: Unpack[text_options.TextOptions],
+  ) -> result_lib.TextGeneration:
     """Continues prompts.
 
     Args:
@@ -170,10 +154,10 @@ class Generator:
     decoding.run(should_stop)
     return decoding.result()
 
-  @documented(TextOptions)
+  @decode_options.documented(text_options.TextOptions)
   def generate_many(
     self,
-    prompts: Iterable[Prompt | Job],
+    prompts: Iterable[chat_template.Prompt | many_lib.Job],
     *,
     batch_size: int = 8,
     context: int | None = None,
@@ -181,8 +165,8 @@ class Generator:
     tree_sizes: Mapping[int, int] = types.MappingProxyType({}),
     reading: int = 512,
     max_new_tokens: int = 128,
-    **options: Unpack[TextOptions],
-  ) -> ManyDecoding:
+    **options: Unpack[text_options.TextOptions],
+  ) -> many_lib.ManyDecoding:
     """Continues any number of prompts, some at a time.
 
     When a prompt ends, the next takes its place in the batch. The tokens of a
@@ -212,11 +196,11 @@ class Generator:
     Raises:
       ValueError: an argument cannot be used; gives the reason.
     """
-    check_names(options, TextOptions)
-    checks.check_count('batch_size', batch_size)
+    decode_options.check_names(options, text_options.TextOptions)
+    checks_lib.check_count('batch_size', batch_size)
     seed = options.pop('seed', 0)
-    (stops,) = stops_of_rows(options.get('stop', ()), 1)
-    return ManyDecoding(
+    (stops,) = ends_lib.stops_of_rows(options.get('stop', ()), 1)
+    return many_lib.ManyDecoding(
       self.pair,
       prompts,
       batch_size=batch_size,
@@ -231,15 +215,15 @@ class Generator:
       **self._of_ids(options, (stops,) * batch_size),
     )
 
-  @documented(TextOptions)
+  @decode_options.documented(text_options.TextOptions)
   def chat(
     self,
-    messages: Sequence[Message],
+    messages: Sequence[chat_template.Message],
     *,
     context: int | None = None,
     max_new_tokens: int = 512,
-    **options: Unpack[TextOptions],
-  ) -> Chat:
+    **options: Unpack[text_options.TextOptions],
+  ) -> chat_lib.Chat:
     """Answers the last message of a conversation, and those that follow.
 
     Every answer is that of `generate` for all messages up to then and the same
@@ -257,14 +241,14 @@ class Generator:
         template, or the messages do not fit into the context.
     """
     largest = self.pair.target.spec.max_positions
-    size = min(largest, MAX_CONTEXT) if context is None else context
+    size = min(largest, chat_lib.MAX_CONTEXT) if context is None else context
     if not (isinstance(size, numbers.Integral) and 1 <= size <= largest):
       raise ValueError(
         f'context must be an integer from 1 to {largest}, the context of the'
         f' target; got {context!r}'
       )
     begin = functools.partial(self.stream, room_for_new_tokens=size, **options)
-    return Chat(
+    return chat_lib.Chat(
       begin, self.pair, messages, context=size, max_new_tokens=max_new_tokens
     )
 
@@ -274,16 +258,16 @@ def load(
   draft: str | None = 'demo',
   *,
   method: str = 'staged',
-  drafting: DraftSettings = DraftSettings(),
-  plan: Plan | str | os.PathLike[str] | None = None,
+  drafting: settings_lib.DraftSettings = settings_lib.DraftSettings(),
+  plan: plan_lib.Plan | str | os.PathLike[str] | None = None,
   dtype: jax.typing.DTypeLike = 'auto',
   draft_dtype: jax.typing.DTypeLike | None = None,
   cpu_kernels: bool = True,
   revision: str | None = None,
   mesh: jax.sharding.Mesh | Mapping[str, int] | None = None,
   draft_mesh: str = 'auto',
-  eos_ids: EosIds | None = None,
-  messages: Sequence[Message] | None = None,
+  eos_ids: ends_lib.EosIds | None = None,
+  messages: Sequence[chat_template.Message] | None = None,
 ) -> Generator:
   """Loads a target and what drafts for it.
 
@@ -310,7 +294,7 @@ def load(
     ValueError: a model or the mesh cannot be used, or target, draft and plan do
       not fit together; gives the reason.
   """
-  choice = ModelChoice(
+  choice = pair_lib.ModelChoice(
     target,
     draft,
     revision=revision,
@@ -321,29 +305,30 @@ def load(
     draft_mesh=draft_mesh,
     eos_ids=eos_ids,
   )
-  if plan is not None and not isinstance(plan, Plan):
-    plan = load_plan(plan)
+  if plan is not None and not isinstance(plan, plan_lib.Plan):
+    plan = plan_lib.load_plan(plan)
   return _load(choice, method, drafting, plan, messages)
 
 
 def _load(
-  choice: ModelChoice,
+  choice: pair_lib.ModelChoice,
   method: str,
-  drafting: DraftSettings,
-  plan: Plan | None,
-  messages: Sequence[Message] | None,
+  drafting: settings_lib.DraftSettings,
+  plan: plan_lib.Plan | None,
+  messages: Sequence[chat_template.Message] | None,
 ) -> Generator:
   """See `load`."""
   if plan is not None:
-    method, drafting = PLANNED, DraftSettings(plan=plan)
+    method = settings_lib.PLANNED
+    drafting = settings_lib.DraftSettings(plan=plan)
   without_draft = plan is not None and not plan.uses_draft
-  if without_draft or method in ('plain', *INNERS):
+  if without_draft or method in ('plain', *settings_lib.INNERS):
     choice = dataclasses.replace(choice, draft=None)
-  target, draft = find_checkpoints(choice)
+  target, draft = pair_lib.find_checkpoints(choice)
   if plan is not None:
-    plan.check_models(model_digests(target, draft))
+    plan.check_models(plan_lib.model_digests(target, draft))
   if messages is not None and target.tokenizer is not None:
-    conversation_ids(target.tokenizer, messages)
-  pair = load_checkpoints(target, draft, choice)
-  drafter = make_drafter(method, pair, drafting)
-  return Generator(pair, drafter, planned_break_even(method, drafting))
+    chat_template.conversation_ids(target.tokenizer, messages)
+  pair = pair_lib.load_checkpoints(target, draft, choice)
+  drafter = drafters.make_drafter(method, pair, drafting)
+  return Generator(pair, drafter, drafters.planned_break_even(method, drafting))

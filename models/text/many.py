@@ -10,29 +10,27 @@ from collections.abc import Sequence
 import dataclasses
 from typing import Any
 
-from models.text.chat import MAX_CONTEXT
-from models.text.chat_template import Prompt
-from models.text.ends import eos_ids_of
-from models.text.ends import EosIds
-from models.text.pair import Pair
-from models.text.result import TextGeneration
-from models.text.text_decoding import prompt_text
-from models.text.text_decoding import text_generation
-from models.text.text_options import keys_of_seeds
+from models.text import chat as chat_lib
+from models.text import chat_template
+from models.text import ends as ends_lib
+from models.text import pair as pair_lib
+from models.text import result as result_lib
+from models.text import text_decoding
+from models.text import text_options
 import specdec
-from specdec import checks
+from specdec import checks as checks_lib
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
   """A prompt with options of its own; None stands for that of all prompts."""
 
-  prompt: Prompt
+  prompt: chat_template.Prompt
   max_new_tokens: int | None = None
   seed: int | None = None
   #: It must set the options that the sampling of all prompts sets.
   sampling: specdec.Sampling | None = None
-  eos_ids: EosIds | None = None
+  eos_ids: ends_lib.EosIds | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +38,9 @@ class Completion:
   """What became of a prompt."""
 
   index: int  #: Its number, from 0.
-  result: TextGeneration | None  #: Of one row; None if the prompt is refused.
+  result: (
+    result_lib.TextGeneration | None
+  )  #: Of one row; None if the prompt is refused.
   error: str | None  #: Why it is refused, or what went wrong in decoding it.
 
 
@@ -49,7 +49,7 @@ class _Waiting:
   """A prompt in a slot."""
 
   index: int
-  prompt: Prompt
+  prompt: chat_template.Prompt
   ids: list[int]
 
 
@@ -61,8 +61,8 @@ class ManyDecoding(Iterator[Completion]):
 
   def __init__(
     self,
-    pair: Pair,
-    prompts: Iterable[Prompt | Job],
+    pair: pair_lib.Pair,
+    prompts: Iterable[chat_template.Prompt | Job],
     *,
     batch_size: int,
     context: int | None,
@@ -82,7 +82,7 @@ class ManyDecoding(Iterator[Completion]):
         f'seed must be one integer for all prompts, got {seed!r}; a models.Job'
         ' has a seed of its own'
       )
-    checks.check_count('max_new_tokens', max_new_tokens, least=0)
+    checks_lib.check_count('max_new_tokens', max_new_tokens, least=0)
     self._pair, self._prompts = pair, prompts
     self._limit, self._stops, self._seed = max_new_tokens, stops, seed
     self._slots = specdec.Slots(
@@ -98,11 +98,11 @@ class ManyDecoding(Iterator[Completion]):
       raise ValueError('the prompt is empty; give at least one character')
     ids = self._pair.ids_of([job.prompt])[0]
     vocab_size = self._pair.target.spec.vocab_size
-    return checks.to_ids('the prompt', ids, vocab_size)
+    return checks_lib.to_ids('the prompt', ids, vocab_size)
 
   def _context(self) -> int:
     """The size of the buffers: what a list of prompts needs, or the default."""
-    largest = min(self._pair.target.spec.max_positions, MAX_CONTEXT)
+    largest = min(self._pair.target.spec.max_positions, chat_lib.MAX_CONTEXT)
     if not isinstance(self._prompts, Sequence):
       return largest
     needed = 1
@@ -128,19 +128,21 @@ class ManyDecoding(Iterator[Completion]):
     seed = self._seed + index if job.seed is None else job.seed
     slot = self._slots.insert(
       ids,
-      keys_of_seeds([seed], 1)[0],
+      text_options.keys_of_seeds([seed], 1)[0],
       max_new_tokens=self._limit_of(job),
       sampling=job.sampling,
-      eos_ids=eos_ids_of(job.eos_ids, self._pair.tokenizer, vocab_size),
+      eos_ids=ends_lib.eos_ids_of(
+        job.eos_ids, self._pair.tokenizer, vocab_size
+      ),
     )
     return slot, _Waiting(index, job.prompt, ids)
 
   def _completion(
     self, waiting: _Waiting, generation: specdec.Generation
   ) -> Completion:
-    result = text_generation(
+    result = text_decoding.text_generation(
       self._pair,
-      [prompt_text(self._pair, waiting.prompt, waiting.ids)],
+      [text_decoding.prompt_text(self._pair, waiting.prompt, waiting.ids)],
       [waiting.ids],
       [self._stops],
       generation,
@@ -179,5 +181,5 @@ class ManyDecoding(Iterator[Completion]):
     return next(self._completions)
 
 
-def _as_job(prompt: Prompt | Job) -> Job:
+def _as_job(prompt: chat_template.Prompt | Job) -> Job:
   return prompt if isinstance(prompt, Job) else Job(prompt=prompt)

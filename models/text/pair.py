@@ -13,28 +13,17 @@ import jax
 from jax.sharding import Mesh
 import transformers
 
+from models.checkpoints import checkpoint as checkpoint_lib
 from models.checkpoints import hub
-from models.checkpoints.checkpoint import Checkpoint
-from models.checkpoints.checkpoint import resolve_draft_dtype
-from models.checkpoints.checkpoint import resolve_dtype
-from models.nn.adapter import as_model
-from models.nn.adapter import with_vocab_size
+from models.nn import adapter
+from models.nn import dtypes
+from models.nn import sharding as sharding_lib
 from models.nn.cpu import build
-from models.nn.dtypes import AUTO
-from models.nn.sharding import draft_layout
-from models.nn.sharding import Layout
-from models.nn.sharding import make_layout
-from models.text.chat_template import conversation_ids
-from models.text.chat_template import is_conversation
-from models.text.chat_template import Prompt
-from models.text.ends import eos_ids_of
-from models.text.ends import EosIds
-from models.text.token_bytes import is_byte_level
-from models.text.token_bytes import text_of
-from models.text.token_bytes import TextStream
-from models.text.token_bytes import token_bytes
-from specdec import checks
-from specdec.model import LanguageModel
+from models.text import chat_template
+from models.text import ends as ends_lib
+from models.text import token_bytes as token_bytes_lib
+from specdec import checks as checks_lib
+from specdec import model as model_lib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,12 +58,12 @@ class ModelChoice:
   draft: str | None = 'demo'
   _: dataclasses.KW_ONLY
   revision: str | None = None
-  dtype: jax.typing.DTypeLike = AUTO
+  dtype: jax.typing.DTypeLike = dtypes.AUTO
   draft_dtype: jax.typing.DTypeLike | None = None
   cpu_kernels: bool = True
   mesh: Mesh | Mapping[str, int] | None = None
   draft_mesh: str = 'auto'
-  eos_ids: EosIds | None = None
+  eos_ids: ends_lib.EosIds | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,19 +73,19 @@ class Pair:
   `eos_ids` are the tokens that end a text, `layout` is that of the target.
   """
 
-  target: LanguageModel
-  draft: LanguageModel | None
+  target: model_lib.LanguageModel
+  draft: model_lib.LanguageModel | None
   tokenizer: transformers.PreTrainedTokenizerBase
   eos_ids: tuple[int, ...]
-  layout: Layout = Layout()
+  layout: sharding_lib.Layout = sharding_lib.Layout()
 
   def encode(self, text: str) -> list[int]:
     """Text to token ids; ValueError if the text is not valid Unicode."""
-    checks.check_text('the prompt', text)
+    checks_lib.check_text('the prompt', text)
     # `verbose=False`: a text that is too long is refused when it is decoded.
     return self.tokenizer(text, verbose=False)['input_ids']
 
-  def ids_of(self, prompts: Sequence[Prompt]) -> list[Any]:
+  def ids_of(self, prompts: Sequence[chat_template.Prompt]) -> list[Any]:
     """The token ids of texts and conversations; ids stay as they are.
 
     Raises:
@@ -110,16 +99,18 @@ class Pair:
             f'prompt {row} is empty; give at least one character'
           )
         ids.append(self.encode(prompt))
-      elif is_conversation(prompt):
-        ids.append(conversation_ids(self.tokenizer, prompt))
+      elif chat_template.is_conversation(prompt):
+        ids.append(chat_template.conversation_ids(self.tokenizer, prompt))
       else:
         ids.append(prompt)
     return ids
 
   def decode(self, ids: list[int]) -> str:
     """Token ids to text, without special tokens."""
-    if is_byte_level(self.tokenizer):  # Added tokens would be read as bytes.
-      return text_of(self.token_bytes(), ids)
+    if token_bytes_lib.is_byte_level(
+      self.tokenizer
+    ):  # Added tokens would be read as bytes.
+      return token_bytes_lib.text_of(self.token_bytes(), ids)
     text = self.tokenizer.decode(
       ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
@@ -128,7 +119,9 @@ class Pair:
 
   def token_bytes(self) -> tuple[bytes, ...]:
     """The bytes of each token, see `models.text.token_bytes`."""
-    return token_bytes(self.tokenizer, self.target.spec.vocab_size)
+    return token_bytes_lib.token_bytes(
+      self.tokenizer, self.target.spec.vocab_size
+    )
 
   def pieces(self, ids: list[int]) -> list[str]:
     """The text of each token; joined they are `token_bytes.text_of`.
@@ -138,7 +131,7 @@ class Pair:
     `decode`.
     """
     try:
-      stream = TextStream(self.token_bytes())
+      stream = token_bytes_lib.TextStream(self.token_bytes())
     except ValueError:
       return self._decoded_pieces(ids)
     pieces = [stream.feed([token]) for token in ids]
@@ -163,7 +156,7 @@ class Pair:
 
 def find_checkpoints(
   choice: ModelChoice,
-) -> tuple[Checkpoint, Checkpoint | None]:
+) -> tuple[checkpoint_lib.Checkpoint, checkpoint_lib.Checkpoint | None]:
   """Locates a target and a draft, and reads their shapes and tokenizers.
 
   Raises:
@@ -180,14 +173,16 @@ def find_checkpoints(
   return found, _find(hub.draft_name(choice.draft))
 
 
-def _find(name: str, revision: str | None = None) -> Checkpoint:
+def _find(name: str, revision: str | None = None) -> checkpoint_lib.Checkpoint:
   found = hub.locate(name, revision=revision)
   # The shape first: it names a wrong key; the tokenizer would not.
   _ = found.config, found.tokenizer
   return found
 
 
-def _check_same_tokens(target: Checkpoint, draft: Checkpoint) -> None:
+def _check_same_tokens(
+  target: checkpoint_lib.Checkpoint, draft: checkpoint_lib.Checkpoint
+) -> None:
   """Refuses a draft whose token ids have other meanings."""
   if target.tokenizer is None or draft.tokenizer is None:
     return  # Then only the sizes can be compared, see `_check_padding`.
@@ -213,7 +208,10 @@ def _check_same_tokens(target: Checkpoint, draft: Checkpoint) -> None:
 
 
 def _check_padding(
-  target: int, draft: int, num_tokens: int, checkpoint: Checkpoint
+  target: int,
+  draft: int,
+  num_tokens: int,
+  checkpoint: checkpoint_lib.Checkpoint,
 ) -> None:
   """Refuses vocabulary sizes that differ by more than padding."""
   padded = checkpoint.tokenizer is not None and num_tokens <= min(target, draft)
@@ -227,10 +225,12 @@ def _check_padding(
 
 
 def load_checkpoints(
-  target: Checkpoint, draft: Checkpoint | None, choice: ModelChoice
+  target: checkpoint_lib.Checkpoint,
+  draft: checkpoint_lib.Checkpoint | None,
+  choice: ModelChoice,
 ) -> Pair:
   """Loads the weights of models that were found; see `load_pair`."""
-  layout = make_layout(choice.mesh)
+  layout = sharding_lib.make_layout(choice.mesh)
   packed = choice.cpu_kernels and build.is_available()
   if packed and layout.num_devices > 1:
     packed = False
@@ -238,7 +238,7 @@ def load_checkpoints(
       'cpu_kernels are for one device; on %d XLA computes',
       layout.num_devices,
     )
-  dtype = resolve_dtype(choice.dtype, target)
+  dtype = checkpoint_lib.resolve_dtype(choice.dtype, target)
   tokenizer, size = target.tokenizer, target.config.vocab_size
   assert tokenizer is not None
   if draft is not None:
@@ -246,20 +246,24 @@ def load_checkpoints(
   if choice.eos_ids is None:
     ends = target.eos_ids
   else:
-    stated = eos_ids_of(choice.eos_ids, tokenizer, len(tokenizer))
-    ends = tuple(checks.to_ids('eos_ids', stated, size))
+    stated = ends_lib.eos_ids_of(choice.eos_ids, tokenizer, len(tokenizer))
+    ends = tuple(checks_lib.to_ids('eos_ids', stated, size))
   load = functools.partial(hub.read_module, packed=packed)
-  model = as_model(load(target, dtype=dtype, layout=layout), layout)
+  model = adapter.as_model(load(target, dtype=dtype, layout=layout), layout)
   draft_model = None
   if draft is not None:
     _check_padding(size, draft.config.vocab_size, len(tokenizer), draft)
-    own_dtype = resolve_draft_dtype(
+    own_dtype = checkpoint_lib.resolve_draft_dtype(
       choice.draft_dtype, draft, target_dtype=dtype, packed=packed
     )
     layer_bytes = hub.layer_bytes(draft.config, own_dtype)
-    own_layout = draft_layout(layout, choice.draft_mesh, layer_bytes)
-    draft_model = with_vocab_size(
-      as_model(load(draft, dtype=own_dtype, layout=own_layout), own_layout),
+    own_layout = sharding_lib.draft_layout(
+      layout, choice.draft_mesh, layer_bytes
+    )
+    draft_model = adapter.with_vocab_size(
+      adapter.as_model(
+        load(draft, dtype=own_dtype, layout=own_layout), own_layout
+      ),
       size,
     )
   return Pair(model, draft_model, tokenizer, ends, layout)

@@ -13,18 +13,12 @@ import pathlib
 from typing import Any
 
 from models import user_cache
-from models.checkpoints.checkpoint import Checkpoint
-from models.text.pair import vocabulary_digest
-from models.text.settings import DraftSettings
-from models.text.settings import INNERS
-from models.text.settings import METHODS
-from models.text.settings import OPTIONS
-from models.text.settings import PLANNED
-from models.text.settings import with_options
-from specdec.draft.lookup import PromptLookup
-from specdec.text_files import read
-from specdec.text_files import to_json
-from specdec.tree.topology import Topology
+from models.checkpoints import checkpoint as checkpoint_lib
+from models.text import pair as pair_lib
+from models.text import settings as settings_lib
+from specdec import text_files
+from specdec.draft import lookup as lookup_lib
+from specdec.tree import topology as topology_lib
 
 SCHEMA = 1
 
@@ -33,13 +27,16 @@ _SAMPLE_BYTES = 1 << 16
 
 def _entry(name: str) -> tuple[str, str]:
   """The object of a plan's settings that holds an option, and its key there."""
-  record, field = OPTIONS[name].record, OPTIONS[name].field
+  record, field = (
+    settings_lib.OPTIONS[name].record,
+    settings_lib.OPTIONS[name].field,
+  )
   if record == 'inner_stage':
     return 'inner_tree', field.name
   return 'tree' if record or name == 'topology' else '', field.name
 
 
-_ENTRIES = {_entry(name): name for name in OPTIONS}
+_ENTRIES = {_entry(name): name for name in settings_lib.OPTIONS}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,7 +89,7 @@ class Plan:
   """
 
   method: str
-  drafting: DraftSettings
+  drafting: settings_lib.DraftSettings
   min_block_efficiency: float
   context: Context
   candidates: tuple[dict[str, Any], ...] = ()
@@ -100,7 +97,7 @@ class Plan:
   @property
   def uses_draft(self) -> bool:
     """Whether the method has a draft model."""
-    return self.method not in ('plain', *INNERS[1:])
+    return self.method not in ('plain', *settings_lib.INNERS[1:])
 
   def check_models(self, models: Mapping[str, str | None]) -> None:
     """Raises ValueError if the digests of the models in use are others."""
@@ -124,7 +121,7 @@ class Plan:
       'context': dataclasses.asdict(self.context),
       'candidates': list(self.candidates),
     }
-    return to_json(record, indent=1) + '\n'
+    return text_files.to_json(record, indent=1) + '\n'
 
   def save(self, path: pathlib.Path) -> None:
     """Writes the file atomically; missing folders are made."""
@@ -134,23 +131,25 @@ class Plan:
     partial.replace(path)
 
 
-def _to_record(settings: DraftSettings) -> dict[str, Any]:
+def _to_record(settings: settings_lib.DraftSettings) -> dict[str, Any]:
   """The settings that are not the defaults, as JSON."""
   record: dict[str, Any] = {}
   for (group, key), name in _ENTRIES.items():
-    value = OPTIONS[name].read(settings)
-    if value != OPTIONS[name].read(DraftSettings()):
-      if isinstance(value, Topology):
+    value = settings_lib.OPTIONS[name].read(settings)
+    if value != settings_lib.OPTIONS[name].read(settings_lib.DraftSettings()):
+      if isinstance(value, topology_lib.Topology):
         value = [list(path) for path in value.paths]
       (record.setdefault(group, {}) if group else record)[key] = value
-  lookup, usual = map(dataclasses.asdict, (settings.lookup, PromptLookup()))
+  lookup, usual = map(
+    dataclasses.asdict, (settings.lookup, lookup_lib.PromptLookup())
+  )
   if lookup != usual:
     changed = {key: lookup[key] for key in lookup if lookup[key] != usual[key]}
     record['lookup'] = changed
   return record
 
 
-def _from_record(record: dict[str, Any]) -> DraftSettings:
+def _from_record(record: dict[str, Any]) -> settings_lib.DraftSettings:
   """The inverse of `_to_record`."""
   groups = {
     name: record.pop(name, {}) for name in ('lookup', 'inner_tree', 'tree')
@@ -173,9 +172,11 @@ def _from_record(record: dict[str, Any]) -> DraftSettings:
     options |= {_ENTRIES[group, key]: values[key] for key in values}
   if 'topology' in options:
     paths = options['topology']
-    options['topology'] = Topology(tuple(tuple(path) for path in paths))
-  settings = with_options(DraftSettings(), options)
-  return dataclasses.replace(settings, lookup=PromptLookup(**lookup))
+    options['topology'] = topology_lib.Topology(
+      tuple(tuple(path) for path in paths)
+    )
+  settings = settings_lib.with_options(settings_lib.DraftSettings(), options)
+  return dataclasses.replace(settings, lookup=lookup_lib.PromptLookup(**lookup))
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
@@ -185,7 +186,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     ValueError: the file cannot be read or is no plan; gives the reason.
   """
   try:
-    record = json.loads(read(path))
+    record = json.loads(text_files.read(path))
   except ValueError as error:
     raise ValueError(f'plan {path} cannot be read: {error}') from error
   schema = record.get('schema') if isinstance(record, dict) else None
@@ -199,7 +200,11 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     missing = {'target', 'draft', 'vocabulary'} - context.models.keys()
     if missing:
       raise ValueError(f'context.models lacks {sorted(missing)}')
-    methods = tuple(method for method in METHODS if method != PLANNED)
+    methods = tuple(
+      method
+      for method in settings_lib.METHODS
+      if method != settings_lib.PLANNED
+    )
     if record['method'] not in methods:
       raise ValueError(f'method {record["method"]!r} is none of {methods}')
     ratio = float(record['min_block_efficiency'])
@@ -218,7 +223,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     raise ValueError(f'plan {path} is no plan: {error}') from error
 
 
-def model_digest(checkpoint: Checkpoint) -> str:
+def model_digest(checkpoint: checkpoint_lib.Checkpoint) -> str:
   """A digest of a model, independent of the dtype it is loaded in, 32 digits.
 
   It is taken over the config, and over size, beginning and end of every file of
@@ -237,18 +242,19 @@ def model_digest(checkpoint: Checkpoint) -> str:
 
 
 def model_digests(
-  target: Checkpoint, draft: Checkpoint | None
+  target: checkpoint_lib.Checkpoint, draft: checkpoint_lib.Checkpoint | None
 ) -> dict[str, str | None]:
   """The digests of `Context.models`."""
   return {
     'target': model_digest(target),
     'draft': None if draft is None else model_digest(draft),
-    'vocabulary': vocabulary_digest(target.tokenizer),
+    'vocabulary': pair_lib.vocabulary_digest(target.tokenizer),
   }
 
 
 def cache_path(
-  context: Context, drafting: DraftSettings = DraftSettings()
+  context: Context,
+  drafting: settings_lib.DraftSettings = settings_lib.DraftSettings(),
 ) -> pathlib.Path:
   """The file of the plan for a context, in the user's cache folder.
 

@@ -6,9 +6,9 @@ import os
 from typing import Any
 from typing import TextIO
 
-from specdec.statistics import Statistics
-from specdec.text_files import to_json
-from specdec.tracing.svg import mark_of
+from specdec import statistics as statistics_lib
+from specdec import text_files
+from specdec.tracing import svg
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,12 +36,12 @@ class TextGeneration:
   log_probs: list[list[float]] | None
   finish_reasons: list[str]
   errors: list[str | None]
-  stats: Statistics
+  stats: statistics_lib.Statistics
 
   def to_json(self) -> str:
     """One JSON object in one line."""
     record = dataclasses.asdict(self) | {'stats': self.stats.as_dict()}
-    return to_json(record)
+    return text_files.to_json(record)
 
   def __str__(self):
     rows = zip(self.prompts, self.text, strict=True)
@@ -121,7 +121,7 @@ def wants_color(stream: TextIO) -> bool:
 
 def _mark(text: str, origin: int, color: bool) -> str:
   if not color:
-    return mark_of(origin) + text
+    return svg.mark_of(origin) + text
   background = _COLORS[origin % len(_COLORS)]
   if not background:
     return text

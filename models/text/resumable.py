@@ -4,7 +4,7 @@ import json
 import pathlib
 from typing import Any
 
-from specdec.text_files import to_json
+from specdec import text_files
 
 
 class ResumableRows:
@@ -26,9 +26,9 @@ class ResumableRows:
     self.rows: list[dict[str, Any]] = []
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f'{path.name}.run.json')
-    settings = json.loads(to_json(settings))
+    settings = json.loads(text_files.to_json(settings))
     if not path.exists():
-      beside.write_text(to_json(settings, indent=1) + '\n', 'utf-8')
+      beside.write_text(text_files.to_json(settings, indent=1) + '\n', 'utf-8')
       path.touch()
       return
     _check_equal(path, beside, settings)
@@ -47,7 +47,7 @@ class ResumableRows:
   def add(self, row: dict[str, Any]) -> None:
     """Appends a result."""
     with self._path.open('a', encoding='utf-8') as file:
-      file.write(f'{to_json(row)}\n')
+      file.write(f'{text_files.to_json(row)}\n')
     self.rows.append(row)
 
 

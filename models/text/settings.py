@@ -12,16 +12,9 @@ from typing import Any
 from typing import get_args
 from typing import Literal
 
-from specdec.draft.drafter import StageConfig
-from specdec.draft.lookup import PromptLookup
-from specdec.tree.topology import chain
-from specdec.tree.topology import check_settings
-from specdec.tree.topology import k_ary
-from specdec.tree.topology import LARGEST_DEPTH
-from specdec.tree.topology import load_topology
-from specdec.tree.topology import setting
-from specdec.tree.topology import Topology
-from specdec.tree.topology import TreeShape
+from specdec.draft import drafter as drafter_lib
+from specdec.draft import lookup as lookup_lib
+from specdec.tree import topology as topology_lib
 
 Inner = Literal['none', 'ngram', 'lookup', 'ngram+lookup']
 INNERS: tuple[str, ...] = get_args(Inner)
@@ -37,7 +30,7 @@ METHODS = (
 )
 
 
-def parse_topology(text: str) -> Topology:
+def parse_topology(text: str) -> topology_lib.Topology:
   """Reads `chain:4`, `k_ary:2x3` (2 children, 3 levels) or a topology file.
 
   Raises:
@@ -46,15 +39,15 @@ def parse_topology(text: str) -> Topology:
   kind, _, size = text.partition(':')
   try:
     if kind == 'chain':
-      return chain(int(size))
+      return topology_lib.chain(int(size))
     if kind == 'k_ary':
       branching, depth = size.split('x')
-      return k_ary(int(branching), int(depth))
+      return topology_lib.k_ary(int(branching), int(depth))
   except ValueError as error:
     raise ValueError(
       f'topology {text!r}: expected chain:4, k_ary:2x3 or a file ({error})'
     ) from error
-  return load_topology(text)
+  return topology_lib.load_topology(text)
 
 
 def _record(default: Any, prefix: str) -> Any:
@@ -75,43 +68,49 @@ class DraftSettings:
     ValueError: a value is out of range; names it.
   """
 
-  num_draft_tokens: int = setting(
+  num_draft_tokens: int = topology_lib.setting(
     4,
     'tokens drafted per target forward, in a chain',
-    high=LARGEST_DEPTH,
+    high=topology_lib.LARGEST_DEPTH,
   )
-  tree: TreeShape = _record(TreeShape(num_nodes=64, capacity=512), '')
-  stage: StageConfig = _record(
-    StageConfig(width=16, branching=8, rounds=4, calibration=1.2), ''
+  tree: topology_lib.TreeShape = _record(
+    topology_lib.TreeShape(num_nodes=64, capacity=512), ''
   )
-  topology: Topology | None = setting(
+  stage: drafter_lib.StageConfig = _record(
+    drafter_lib.StageConfig(width=16, branching=8, rounds=4, calibration=1.2),
+    '',
+  )
+  topology: topology_lib.Topology | None = topology_lib.setting(
     None,
     'fixed tree in place of one that grows: chain:4, k_ary:2x3 (children x'
     ' levels) or a JSON file of paths',
   )
-  inner: Inner | None = setting(
+  inner: Inner | None = topology_lib.setting(
     None,
     'what drafts for the draft model (--method=staged), or in its place'
     ' (--draft=none); default: ngram+lookup if the n-gram has the vocabulary of'
     ' the target, else lookup',
   )
   # The forwards of tables cost next to nothing.
-  inner_stage: StageConfig = _record(
-    StageConfig(width=8, branching=3, rounds=3, cost_ratio=0.0), 'inner_'
+  inner_stage: drafter_lib.StageConfig = _record(
+    drafter_lib.StageConfig(width=8, branching=3, rounds=3, cost_ratio=0.0),
+    'inner_',
   )
-  inner_rounds_alone: int = setting(
+  inner_rounds_alone: int = topology_lib.setting(
     8,
     'levels that --inner drafts without a draft model',
-    high=LARGEST_DEPTH,
+    high=topology_lib.LARGEST_DEPTH,
   )
-  ngram: str = setting(
+  ngram: str = topology_lib.setting(
     'demo', 'demo (embedded) or a file made by build_ngram.py'
   )
-  lookup: PromptLookup = PromptLookup()
+  lookup: lookup_lib.PromptLookup = lookup_lib.PromptLookup()
   plan: Any = None
 
   def __post_init__(self):
-    check_settings(self, ('num_draft_tokens', 'inner_rounds_alone'))
+    topology_lib.check_settings(
+      self, ('num_draft_tokens', 'inner_rounds_alone')
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +133,10 @@ class Option:
 
   def parse(self, text: str) -> Any:
     """Its value from a text; ValueError if the text is not of its kind."""
-    parsers: dict[Any, Any] = {Topology: parse_topology, Inner: str}
+    parsers: dict[Any, Any] = {
+      topology_lib.Topology: parse_topology,
+      Inner: str,
+    }
     return parsers.get(self.kind, self.kind)(text)
 
 

@@ -6,13 +6,11 @@ from collections.abc import Sequence
 import dataclasses
 import time
 
-from models.text.chat_template import Prompt
-from models.text.ends import StopsOfRows
-from models.text.pair import Pair
-from models.text.result import TextGeneration
-from models.text.token_bytes import special_tokens
-from models.text.token_bytes import text_of
-from models.text.token_bytes import TextStream
+from models.text import chat_template
+from models.text import ends as ends_lib
+from models.text import pair as pair_lib
+from models.text import result as result_lib
+from models.text import token_bytes as token_bytes_lib
 import specdec
 from specdec import tracing
 
@@ -27,25 +25,25 @@ class TextDecoding:
 
   def __init__(
     self,
-    pair: Pair,
+    pair: pair_lib.Pair,
     decoding: specdec.Decoding,
-    prompts: Sequence[Prompt],
-    stops: StopsOfRows,
+    prompts: Sequence[chat_template.Prompt],
+    stops: ends_lib.StopsOfRows,
   ):
     self._pair, self._decoding, self._stops = pair, decoding, stops
     self._begin(prompts)
 
-  def _begin(self, prompts: Sequence[Prompt]) -> None:
+  def _begin(self, prompts: Sequence[chat_template.Prompt]) -> None:
     rows = zip(prompts, self._decoding.prompts, strict=True)
     #: The text of each prompt.
     self.prompts: list[str] = [
       prompt_text(self._pair, prompt, ids) for prompt, ids in rows
     ]
-    self._streams: list[TextStream] | None = None
+    self._streams: list[token_bytes_lib.TextStream] | None = None
 
   def extend(
     self,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[chat_template.Prompt],
     *,
     max_new_tokens: int | Sequence[int],
   ) -> None:
@@ -82,7 +80,8 @@ class TextDecoding:
     if self._streams is None:
       pieces, special = self._pair.token_bytes(), _special(self._pair)
       self._streams = [
-        TextStream(pieces, stops, special) for stops in self._stops
+        token_bytes_lib.TextStream(pieces, stops, special)
+        for stops in self._stops
       ]
     for new in self._decoding:
       reasons = self._decoding.finish_reasons
@@ -111,7 +110,7 @@ class TextDecoding:
       )
     ]
 
-  def result(self) -> TextGeneration:
+  def result(self) -> result_lib.TextGeneration:
     """Everything that was generated so far."""
     return text_generation(
       self._pair,
@@ -122,7 +121,7 @@ class TextDecoding:
     )
 
 
-def timed(begin: Callable[[], TextDecoding]) -> TextGeneration:
+def timed(begin: Callable[[], TextDecoding]) -> result_lib.TextGeneration:
   """The result of a decode that is compiled before the clock starts.
 
   Args:
@@ -150,17 +149,17 @@ def timed(begin: Callable[[], TextDecoding]) -> TextGeneration:
 
 
 def text_generation(
-  pair: Pair,
+  pair: pair_lib.Pair,
   prompts: Sequence[str],
   ids: Sequence[Sequence[int]],
   stops: Sequence[Sequence[str]],
   generation: specdec.Generation,
-) -> TextGeneration:
+) -> result_lib.TextGeneration:
   """The texts of a generation; all arguments have an entry per row."""
   rows = zip(generation.tokens, stops, strict=True)
   texts = [_text(pair, tokens, own) for tokens, own in rows]
   pieces = map(pair.pieces, generation.tokens)
-  return TextGeneration(
+  return result_lib.TextGeneration(
     prompts=list(prompts),
     text=texts,
     prompt_tokens=[list(row) for row in ids],
@@ -169,18 +168,26 @@ def text_generation(
   )
 
 
-def prompt_text(pair: Pair, prompt: Prompt, ids: Sequence[int]) -> str:
+def prompt_text(
+  pair: pair_lib.Pair, prompt: chat_template.Prompt, ids: Sequence[int]
+) -> str:
   """The text of a prompt, which may be given as ids or as a conversation."""
   return prompt if isinstance(prompt, str) else pair.decode(list(ids))
 
 
-def _special(pair: Pair) -> dict[bytes, int]:
-  return special_tokens(pair.tokenizer, pair.target.spec.vocab_size)
+def _special(pair: pair_lib.Pair) -> dict[bytes, int]:
+  return token_bytes_lib.special_tokens(
+    pair.tokenizer, pair.target.spec.vocab_size
+  )
 
 
-def _text(pair: Pair, tokens: Sequence[int], stops: Sequence[str]) -> str:
+def _text(
+  pair: pair_lib.Pair, tokens: Sequence[int], stops: Sequence[str]
+) -> str:
   try:
-    return text_of(pair.token_bytes(), tokens, stops, _special(pair))
+    return token_bytes_lib.text_of(
+      pair.token_bytes(), tokens, stops, _special(pair)
+    )
   except ValueError:
     if stops:
       raise

@@ -7,19 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from models.text.ends import eos_ids_of
-from models.text.ends import EosIds
-from models.text.ends import stop_table
-from models.text.ends import Stops
-from models.text.ends import StopsOfRows
-from models.text.pair import Pair
-from specdec import checks
-from specdec.decode_options import CommonOptions
-from specdec.decode_options import documented
+from models.text import ends as ends_lib
+from models.text import pair as pair_lib
+from specdec import checks as checks_lib
+from specdec import decode_options
 
 
-@documented(CommonOptions)
-class TextOptions(CommonOptions, total=False):
+@decode_options.documented(decode_options.CommonOptions)
+class TextOptions(decode_options.CommonOptions, total=False):
   """Options of all methods of a `models.Generator`; each may be left out.
 
   Keyword Args:
@@ -33,16 +28,18 @@ class TextOptions(CommonOptions, total=False):
   """
 
   seed: int | Sequence[int]
-  stop: Stops
-  eos_ids: EosIds | None
+  stop: ends_lib.Stops
+  eos_ids: ends_lib.EosIds | None
 
 
-def with_ids(pair: Pair, options: TextOptions, stops: StopsOfRows) -> Any:
+def with_ids(
+  pair: pair_lib.Pair, options: TextOptions, stops: ends_lib.StopsOfRows
+) -> Any:
   """The options with ids for texts; `stops` are the stop strings by row."""
   vocab_size, given = pair.target.spec.vocab_size, options.get('eos_ids')
-  eos_ids = eos_ids_of(given, pair.tokenizer, vocab_size)
+  eos_ids = ends_lib.eos_ids_of(given, pair.tokenizer, vocab_size)
   return options | {
-    'stop': stop_table(stops, pair.tokenizer, vocab_size),
+    'stop': ends_lib.stop_table(stops, pair.tokenizer, vocab_size),
     'eos_ids': pair.eos_ids if given is None else eos_ids,
   }
 
@@ -63,11 +60,11 @@ def keys_of_seeds(seed: int | Sequence[int], batch_size: int) -> jax.Array:
         f'seed must be an integer of 32 bits, or one per row, got {seed!r}'
       )
   if not isinstance(seed, Sequence):
-    return checks.row_keys(jax.random.key(seed), batch_size)
+    return checks_lib.row_keys(jax.random.key(seed), batch_size)
   if len(seeds) != batch_size:
     raise ValueError(
       f'seed must be one integer or one per row ({batch_size}), got'
       f' {len(seeds)}'
     )
-  keys = [checks.row_keys(jax.random.key(value), 1)[0] for value in seeds]
+  keys = [checks_lib.row_keys(jax.random.key(value), 1)[0] for value in seeds]
   return jnp.stack(keys)

@@ -18,7 +18,7 @@ import weakref
 
 import transformers
 
-from specdec.verify.stop_strings import StopMatcher
+from specdec.verify import stop_strings
 
 _BYTE_TOKEN = re.compile('<0x([0-9A-Fa-f]{2})>')
 
@@ -206,7 +206,9 @@ class TextStream:
     special: Mapping[bytes, int] = types.MappingProxyType({}),
   ):
     self._token_bytes = token_bytes
-    self._matcher = StopMatcher([stop.encode() for stop in stops], special)
+    self._matcher = stop_strings.StopMatcher(
+      [stop.encode() for stop in stops], special
+    )
     self._decoder = codecs.getincrementaldecoder('utf-8')('replace')
 
   @property

@@ -12,13 +12,11 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from specdec.context import StepContext
-from specdec.draft.drafter import Scorer
-from specdec.draft.drafter import Scores
-from specdec.draft.drafter import StageConfig
-from specdec.draft.ranking import rank_candidates
-from specdec.sampling import EXCLUDED
-from specdec.tree.tree import TokenTree
+from specdec import context as context_lib
+from specdec import sampling as sampling_lib
+from specdec.draft import drafter as drafter_lib
+from specdec.draft import ranking as ranking_lib
+from specdec.tree import tree as tree_lib
 
 
 class Proposer(Protocol):
@@ -30,7 +28,7 @@ class Proposer(Protocol):
 
   def propose(
     self,
-    tree: TokenTree,
+    tree: tree_lib.TokenTree,
     nodes: jax.Array,
     tokens: jax.Array,
     length: jax.Array,
@@ -50,7 +48,7 @@ class Proposer(Protocol):
     """
 
 
-class CandidateScorer(flax.struct.PyTreeNode, Scorer):
+class CandidateScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
   """One or more proposers as a scorer; see `Scorer`."""
 
   proposers: tuple[Any, ...]  #: The proposers, the most reliable first.
@@ -73,18 +71,18 @@ class CandidateScorer(flax.struct.PyTreeNode, Scorer):
   def score(
     self,
     state: tuple[()],
-    tree: TokenTree,
+    tree: tree_lib.TokenTree,
     nodes: jax.Array,
-    ctx: StepContext,
-    config: StageConfig,
-  ) -> tuple[Scores, tuple[()]]:
+    ctx: context_lib.StepContext,
+    config: drafter_lib.StageConfig,
+  ) -> tuple[drafter_lib.Scores, tuple[()]]:
     """Looks the nodes up."""
     tokens, log_probs, sources = jax.vmap(self._merged)(
       tree, nodes, ctx.tokens, ctx.length
     )
     noise_of = lambda noise, depth, token: noise[depth[:, None], token]
     depths = jax.vmap(lambda tree, nodes: tree.depth[nodes])(tree, nodes)
-    ranked = rank_candidates(
+    ranked = ranking_lib.rank_candidates(
       log_probs,
       jax.vmap(noise_of)(ctx.randomness.noise, depths, tokens),
       ctx.sampling,
@@ -95,12 +93,12 @@ class CandidateScorer(flax.struct.PyTreeNode, Scorer):
     def log_prob_of(index: jax.Array, wanted: jax.Array) -> jax.Array:
       at = lambda array: jax.vmap(lambda row, one: row[one])(array, index)
       same = at(tokens) == wanted[:, :, None]
-      return jnp.max(jnp.where(same, at(ranked), EXCLUDED), axis=2)
+      return jnp.max(jnp.where(same, at(ranked), sampling_lib.EXCLUDED), axis=2)
 
     branching = min(config.branching, ranked.shape[-1])
     best_log_probs, best = jax.lax.top_k(ranked, branching)
     at_best = lambda array: jnp.take_along_axis(array, best, axis=-1)
-    scores = Scores(
+    scores = drafter_lib.Scores(
       nodes=nodes,
       tokens=at_best(tokens),
       cond_log_probs=best_log_probs,
@@ -113,7 +111,7 @@ class CandidateScorer(flax.struct.PyTreeNode, Scorer):
 
   def _merged(
     self,
-    tree: TokenTree,
+    tree: tree_lib.TokenTree,
     nodes: jax.Array,
     tokens: jax.Array,
     length: jax.Array,
@@ -124,7 +122,9 @@ class CandidateScorer(flax.struct.PyTreeNode, Scorer):
     for source, proposer in enumerate(self.proposers):
       proposed, log_prob = proposer.propose(tree, nodes, tokens, length)
       log_prob = jnp.where(
-        (nodes >= 0)[:, None] & (log_prob > EXCLUDED), log_prob + left, EXCLUDED
+        (nodes >= 0)[:, None] & (log_prob > sampling_lib.EXCLUDED),
+        log_prob + left,
+        sampling_lib.EXCLUDED,
       )
       found.append(proposed)
       log_probs.append(log_prob)
@@ -142,12 +142,14 @@ def _without_duplicates(
   tokens: jax.Array, log_probs: jax.Array, sources: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """The first of equal tokens gets the probability of all; `[W, C]` each."""
-  possible = log_probs > EXCLUDED
+  possible = log_probs > sampling_lib.EXCLUDED
   same = tokens[:, :, None] == tokens[:, None]
   same &= possible[:, :, None] & possible[:, None]
   total = jnp.sum(jnp.where(same, jnp.exp(log_probs)[:, None], 0.0), axis=2)
   is_first = jnp.argmax(same, axis=2) == jnp.arange(tokens.shape[1])[None]
   log_probs = jnp.where(
-    possible & is_first, jnp.log(jnp.maximum(total, 1e-30)), EXCLUDED
+    possible & is_first,
+    jnp.log(jnp.maximum(total, 1e-30)),
+    sampling_lib.EXCLUDED,
   )
   return tokens, log_probs, sources

@@ -19,15 +19,10 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from specdec.context import StepContext
-from specdec.model import LanguageModel
-from specdec.tree.topology import check_settings
-from specdec.tree.topology import LARGEST_DEPTH
-from specdec.tree.topology import LARGEST_TREE
-from specdec.tree.topology import setting
-from specdec.tree.topology import Topology
-from specdec.tree.topology import TreeShape
-from specdec.tree.tree import TokenTree
+from specdec import context as context_lib
+from specdec import model as model_lib
+from specdec.tree import topology as topology_lib
+from specdec.tree import tree as tree_lib
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,24 +34,30 @@ class StageConfig:
   """
 
   #: W, nodes that the stage scores in one forward.
-  width: int = setting(8, 'nodes per forward of the stage', high=LARGEST_TREE)
+  width: int = topology_lib.setting(
+    8, 'nodes per forward of the stage', high=topology_lib.LARGEST_TREE
+  )
   #: K, children that a scored node gets from the stage.
-  branching: int = setting(4, 'children per node', high=LARGEST_TREE)
+  branching: int = topology_lib.setting(
+    4, 'children per node', high=topology_lib.LARGEST_TREE
+  )
   #: The largest number of forwards per growth; without an inner stage each goes
   #: one level deeper.
-  rounds: int = setting(
-    4, 'forwards of the stage per tree, at most', high=LARGEST_DEPTH
+  rounds: int = topology_lib.setting(
+    4,
+    'forwards of the stage per tree, at most',
+    high=topology_lib.LARGEST_DEPTH,
   )
   #: Exponent of the stage's probabilities. Above 1 the stage is trusted more
   #: than its own probabilities say, and the tree grows deep; below 1, broad.
-  calibration: float = setting(
+  calibration: float = topology_lib.setting(
     1.0, 'exponent of the probabilities of the stage', low=1e-30
   )
   #: Cost of one forward of the stage, in target forwards. Growth stops when
   #: another round is expected to bring fewer accepted tokens than the same time
   #: spent at the rate so far. None: the ratio of the bytes that the two read.
   #: 0: all rounds, as long as there is anything to score.
-  cost_ratio: float | None = setting(
+  cost_ratio: float | None = topology_lib.setting(
     None,
     'cost of a forward of the stage in target forwards, for stopping early; 0:'
     ' never stop; default: by the bytes they read',
@@ -64,7 +65,7 @@ class StageConfig:
   )
 
   def __post_init__(self) -> None:
-    check_settings(self)
+    topology_lib.check_settings(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +102,7 @@ class Scorer:
     raise NotImplementedError
 
   @property
-  def models(self) -> tuple[LanguageModel, ...]:
+  def models(self) -> tuple[model_lib.LanguageModel, ...]:
     """The language models that it runs."""
     return ()
 
@@ -192,9 +193,9 @@ class Scorer:
   def score(
     self,
     state: Any,
-    tree: TokenTree,
+    tree: tree_lib.TokenTree,
     nodes: jax.Array,
-    ctx: StepContext,
+    ctx: context_lib.StepContext,
     config: StageConfig,
   ) -> tuple[Scores, Any]:
     """One forward.
@@ -252,8 +253,8 @@ class Drafter(flax.struct.PyTreeNode):
   #: target. Without stages decoding is plain.
   stages: tuple[Stage, ...]
   #: The shape of the tree; static.
-  shape: TreeShape | Topology = flax.struct.field(
-    pytree_node=False, default=TreeShape()
+  shape: topology_lib.TreeShape | topology_lib.Topology = flax.struct.field(
+    pytree_node=False, default=topology_lib.TreeShape()
   )
 
   def __post_init__(self) -> None:
@@ -262,12 +263,12 @@ class Drafter(flax.struct.PyTreeNode):
         'a drafter without stages drafts nothing; use specdec.PLAIN for plain'
         ' decoding'
       )
-    if isinstance(self.shape, Topology) and len(self.stages) > 1:
+    if isinstance(self.shape, topology_lib.Topology) and len(self.stages) > 1:
       raise ValueError(
         'a fixed topology leaves no room for the candidates of an inner stage;'
         ' use one of the two'
       )
-    if isinstance(self.shape, Topology):
+    if isinstance(self.shape, topology_lib.Topology):
       width, children = self.shape.schedule.shape[1], self.shape.branching
       config = self.stages[0].config
       if config.width < width or config.branching != children:
@@ -293,12 +294,14 @@ class Drafter(flax.struct.PyTreeNode):
     return min(self.shape.max_depth, reach, self.shape.num_nodes - 1)
 
 
-PLAIN = Drafter(stages=(), shape=TreeShape(num_nodes=1, capacity=1))
+PLAIN = Drafter(
+  stages=(), shape=topology_lib.TreeShape(num_nodes=1, capacity=1)
+)
 """Plain decoding: nothing is drafted, every tree is just its root."""
 
 
 def fixed_drafter(
-  scorer: Scorer, topology: Topology, *, calibration: float = 1.0
+  scorer: Scorer, topology: topology_lib.Topology, *, calibration: float = 1.0
 ) -> Drafter:
   """A drafter of one stage that fills a fixed topology.
 

@@ -20,32 +20,24 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from specdec.context import StepContext
-from specdec.draft.drafter import Scores
-from specdec.draft.drafter import Stage
-from specdec.draft.stages import StageState
-from specdec.sampling import EXCLUDED
-from specdec.tree.topology import Topology
-from specdec.tree.tree import accumulate
-from specdec.tree.tree import add_children
-from specdec.tree.tree import best_nodes
-from specdec.tree.tree import NO_NODE
-from specdec.tree.tree import put_children
-from specdec.tree.tree import ROOT
-from specdec.tree.tree import scatter_sum
-from specdec.tree.tree import TokenTree
+from specdec import context as context_lib
+from specdec import sampling as sampling_lib
+from specdec.draft import drafter as drafter_lib
+from specdec.draft import stages as stages_lib
+from specdec.tree import topology as topology_lib
+from specdec.tree import tree as tree_lib
 
-_States = tuple[StageState, ...]
-_Grown = tuple[_States, TokenTree]
+_States = tuple[stages_lib.StageState, ...]
+_Grown = tuple[_States, tree_lib.TokenTree]
 # Rounds done, states, trees, the nodes of the next round, whether there is one.
-_Carry = tuple[jax.Array, _States, TokenTree, jax.Array, jax.Array]
+_Carry = tuple[jax.Array, _States, tree_lib.TokenTree, jax.Array, jax.Array]
 
 
 def grow(
-  stages: tuple[Stage, ...],
+  stages: tuple[drafter_lib.Stage, ...],
   states: _States,
-  tree: TokenTree,
-  ctx: StepContext,
+  tree: tree_lib.TokenTree,
+  ctx: context_lib.StepContext,
 ) -> _Grown:
   """Grows the trees of a batch, `[B, M]` per field; returns states and trees.
 
@@ -58,10 +50,10 @@ def grow(
 
 
 def _grow(
-  stages: tuple[Stage, ...],
+  stages: tuple[drafter_lib.Stage, ...],
   states: _States,
-  tree: TokenTree,
-  ctx: StepContext,
+  tree: tree_lib.TokenTree,
+  ctx: context_lib.StepContext,
   expanded: jax.Array,
   first_origin: int,
 ) -> _Grown:
@@ -75,13 +67,13 @@ def _grow(
     return states, tree
   stage = stages[0]
   inner_origin = first_origin + len(stage.scorer.labels)
-  is_fixed = isinstance(ctx.shape, Topology)
+  is_fixed = isinstance(ctx.shape, topology_lib.Topology)
   policy = (_FixedTopology if is_fixed else _BestFirst)(
     *(stage, ctx, expanded, bool(stages[1:]), first_origin),
     _depth_limit(stage, ctx),
   )
 
-  def draft(states: _States, tree: TokenTree) -> _Grown:
+  def draft(states: _States, tree: tree_lib.TokenTree) -> _Grown:
     """Lets the inner stages draft below the nodes not yet scored."""
     inner_states, tree = _grow(
       stages[1:],
@@ -93,12 +85,8 @@ def _grow(
     )
     return (states[0], *inner_states), tree
 
-  def score(states: _States, tree: TokenTree, nodes: jax.Array) -> _Grown:
-    state, tree = _score(stage, states[0], tree, nodes, ctx, policy)
-    return (state, *states[1:]), tree
-
   def plan(
-    states: _States, tree: TokenTree, rounds_done: jax.Array
+    states: _States, tree: tree_lib.TokenTree, rounds_done: jax.Array
   ) -> tuple[jax.Array, jax.Array]:
     """The nodes of the next round, `[B, W]`, and whether there is one."""
     nodes, pays = policy.next_nodes(tree, states[0].scored, rounds_done)
@@ -107,7 +95,8 @@ def _grow(
   def body(carry: _Carry) -> _Carry:
     rounds_done, states, tree, nodes, _ = carry
     rounds_done += 1
-    states, tree = draft(*score(states, tree, nodes))
+    state, tree = _score(stage, states[0], tree, nodes, ctx, policy)
+    states, tree = draft((state, *states[1:]), tree)
     return rounds_done, states, tree, *plan(states, tree, rounds_done)
 
   rounds_done = jnp.zeros((), jnp.int32)
@@ -119,16 +108,16 @@ def _grow(
 
 
 def _score(
-  stage: Stage,
-  state: StageState,
-  tree: TokenTree,
+  stage: drafter_lib.Stage,
+  state: stages_lib.StageState,
+  tree: tree_lib.TokenTree,
   nodes: jax.Array,
-  ctx: StepContext,
+  ctx: context_lib.StepContext,
   policy: '_Policy',
-) -> tuple[StageState, TokenTree]:
+) -> tuple[stages_lib.StageState, tree_lib.TokenTree]:
   """One forward of a stage, whose candidates join the tree."""
   padding = ((0, 0), (0, stage.forward_width - nodes.shape[1]))
-  nodes = jnp.pad(nodes, padding, constant_values=NO_NODE)
+  nodes = jnp.pad(nodes, padding, constant_values=tree_lib.NO_NODE)
   scores, scorer = stage.scorer.score(
     state.scorer, tree, nodes, ctx, stage.config
   )
@@ -156,7 +145,9 @@ def _contains(nodes: jax.Array, capacity: int) -> jax.Array:
   return jnp.any(entries == nodes[:, None], axis=2)
 
 
-def _depth_limit(stage: Stage, ctx: StepContext) -> jax.Array:
+def _depth_limit(
+  stage: drafter_lib.Stage, ctx: context_lib.StepContext
+) -> jax.Array:
   """`[B]` int32, the depth to which nodes fit the context; -1 if none does."""
   longest = stage.scorer.max_positions
   depth = jnp.full(ctx.length.shape, ctx.max_depth)
@@ -169,20 +160,22 @@ def _depth_limit(stage: Stage, ctx: StepContext) -> jax.Array:
 class _Policy:
   """The choice of the nodes that a stage scores, and of their children."""
 
-  stage: Stage
-  ctx: StepContext
+  stage: drafter_lib.Stage
+  ctx: context_lib.StepContext
   expanded: jax.Array  #: `[B, M]` bool, see `_grow`.
   has_inner: bool  #: Whether the stage has inner ones.
   first_origin: int  #: See `_grow`.
   depth_limit: jax.Array  #: See `_depth_limit`.
 
   def next_nodes(
-    self, tree: TokenTree, scored: jax.Array, rounds_done: jax.Array
+    self, tree: tree_lib.TokenTree, scored: jax.Array, rounds_done: jax.Array
   ) -> tuple[jax.Array, jax.Array]:
     """`[B, W]` int32 nodes, and `[]` bool, whether to score them."""
     raise NotImplementedError
 
-  def insert(self, tree: TokenTree, scores: Scores) -> TokenTree:
+  def insert(
+    self, tree: tree_lib.TokenTree, scores: drafter_lib.Scores
+  ) -> tree_lib.TokenTree:
     """The trees with the candidates of a stage."""
     raise NotImplementedError
 
@@ -191,35 +184,41 @@ class _FixedTopology(_Policy):
   """Every child is a node of the topology: nothing is sorted."""
 
   @property
-  def _topology(self) -> Topology:
-    assert isinstance(self.ctx.shape, Topology)
+  def _topology(self) -> topology_lib.Topology:
+    assert isinstance(self.ctx.shape, topology_lib.Topology)
     return self.ctx.shape
 
   def next_nodes(
-    self, tree: TokenTree, scored: jax.Array, rounds_done: jax.Array
+    self, tree: tree_lib.TokenTree, scored: jax.Array, rounds_done: jax.Array
   ) -> tuple[jax.Array, jax.Array]:
     del scored
     schedule = jnp.asarray(self._topology.schedule)
     # After the last round there is no next one.
     nodes = schedule[jnp.minimum(rounds_done, schedule.shape[0] - 1)]
     # A scorer may have had fewer candidates than the topology has nodes.
-    exists = (nodes == ROOT)[None] | (tree.parent[:, nodes] >= 0)
+    exists = (nodes == tree_lib.ROOT)[None] | (tree.parent[:, nodes] >= 0)
     exists &= tree.depth[:, nodes] <= self.depth_limit[:, None]
-    nodes = jnp.where(exists & (nodes >= 0)[None], nodes[None], NO_NODE)
+    nodes = jnp.where(
+      exists & (nodes >= 0)[None], nodes[None], tree_lib.NO_NODE
+    )
     return nodes, jnp.any(self.ctx.active & (self.depth_limit >= 0))
 
-  def insert(self, tree: TokenTree, scores: Scores) -> TokenTree:
+  def insert(
+    self, tree: tree_lib.TokenTree, scores: drafter_lib.Scores
+  ) -> tree_lib.TokenTree:
     def of_row(
-      tree: TokenTree,
+      tree: tree_lib.TokenTree,
       nodes: jax.Array,
       tokens: jax.Array,
       log_probs: jax.Array,
       origins: jax.Array,
-    ) -> TokenTree:
+    ) -> tree_lib.TokenTree:
       index = jnp.asarray(self._topology.children)[nodes][:, : tokens.shape[1]]
-      wanted = (nodes >= 0)[:, None] & (log_probs > EXCLUDED)
+      wanted = (nodes >= 0)[:, None] & (log_probs > sampling_lib.EXCLUDED)
       index = jnp.where(wanted, index, tree.capacity)
-      return put_children(tree, index, nodes, tokens, log_probs, origins)
+      return tree_lib.put_children(
+        tree, index, nodes, tokens, log_probs, origins
+      )
 
     return jax.vmap(of_row)(
       tree,
@@ -247,7 +246,7 @@ class _BestFirst(_Policy):
   """The likeliest nodes are scored, as long as it pays."""
 
   def next_nodes(
-    self, tree: TokenTree, scored: jax.Array, rounds_done: jax.Array
+    self, tree: tree_lib.TokenTree, scored: jax.Array, rounds_done: jax.Array
   ) -> tuple[jax.Array, jax.Array]:
     of_row = functools.partial(
       _frontier,
@@ -259,7 +258,9 @@ class _BestFirst(_Policy):
     frontier = jax.vmap(of_row)(
       tree, scored, self.expanded, self.depth_limit, self.ctx.active
     )
-    return frontier.nodes, self._pays(frontier, scored[:, ROOT], rounds_done)
+    return frontier.nodes, self._pays(
+      frontier, scored[:, tree_lib.ROOT], rounds_done
+    )
 
   def _pays(
     self, frontier: Frontier, has_begun: jax.Array, rounds_done: jax.Array
@@ -280,22 +281,26 @@ class _BestFirst(_Policy):
     all_have_begun = jnp.all(has_begun | ~can_begin)
     return (total(frontier.gain) > total(price)) | ~all_have_begun
 
-  def insert(self, tree: TokenTree, scores: Scores) -> TokenTree:
+  def insert(
+    self, tree: tree_lib.TokenTree, scores: drafter_lib.Scores
+  ) -> tree_lib.TokenTree:
     if self.has_inner:
       tree = _rescore(tree, scores, self.expanded, self.ctx.max_depth)
 
     def add(
-      tree: TokenTree,
+      tree: tree_lib.TokenTree,
       nodes: jax.Array,
       tokens: jax.Array,
       log_probs: jax.Array,
       origins: jax.Array,
       expanded: jax.Array,
-    ) -> TokenTree:
+    ) -> tree_lib.TokenTree:
       expandable = (nodes >= 0) & (tree.depth[nodes] < self.ctx.max_depth)
       expandable &= ~expanded[nodes]
-      wanted = expandable[:, None] & (log_probs > EXCLUDED)
-      return add_children(tree, nodes, tokens, log_probs, origins, wanted)
+      wanted = expandable[:, None] & (log_probs > sampling_lib.EXCLUDED)
+      return tree_lib.add_children(
+        tree, nodes, tokens, log_probs, origins, wanted
+      )
 
     return jax.vmap(add)(
       tree,
@@ -313,12 +318,15 @@ _LAST = -1e30
 
 
 def _rescore(
-  tree: TokenTree, scores: Scores, expanded: jax.Array, max_depth: int
-) -> TokenTree:
+  tree: tree_lib.TokenTree,
+  scores: drafter_lib.Scores,
+  expanded: jax.Array,
+  max_depth: int,
+) -> tree_lib.TokenTree:
   """Gives children that inner stages drafted the numbers of this stage."""
   is_child_of = tree.parent[:, :, None] == scores.nodes[:, None]  # [B, M, W]
   is_child_of &= (scores.nodes >= 0)[:, None]
-  parent = jnp.maximum(tree.parent, ROOT)
+  parent = jnp.maximum(tree.parent, tree_lib.ROOT)
   known = jnp.any(is_child_of, axis=2)
   known &= ~jnp.take_along_axis(expanded, parent, axis=1)
   index = jnp.argmax(is_child_of, axis=2)
@@ -326,11 +334,11 @@ def _rescore(
   tree = tree.replace(
     cond_log_prob=jnp.where(known, log_probs, tree.cond_log_prob)
   )
-  return jax.vmap(accumulate, (0, None))(tree, max_depth)
+  return jax.vmap(tree_lib.accumulate, (0, None))(tree, max_depth)
 
 
 def _frontier(
-  tree: TokenTree,
+  tree: tree_lib.TokenTree,
   scored: jax.Array,
   expanded: jax.Array,
   depth_limit: jax.Array,
@@ -351,8 +359,8 @@ def _frontier(
   can_grow = candidates & (tree.depth < max_depth) & active & ~expanded
   if not needs_ancestors:
     candidates &= ~expanded
-  nodes, _ = best_nodes(tree, candidates, width)
-  _, log_prob = best_nodes(tree, used, num_nodes)
+  nodes, _ = tree_lib.best_nodes(tree, candidates, width)
+  _, log_prob = tree_lib.best_nodes(tree, used, num_nodes)
   return Frontier(
     nodes=nodes,
     can_grow=jnp.any(can_grow),
@@ -362,7 +370,7 @@ def _frontier(
 
 
 def _gain(
-  tree: TokenTree, scored: jax.Array, can_grow: jax.Array, width: int
+  tree: tree_lib.TokenTree, scored: jax.Array, can_grow: jax.Array, width: int
 ) -> jax.Array:
   """The expected gain in tokens, `[]`.
 
@@ -372,10 +380,12 @@ def _gain(
   """
   prob = jnp.exp(tree.log_prob)
   parent = jnp.where(tree.parent >= 0, tree.parent, tree.capacity)
-  of_children = jnp.minimum(scatter_sum(parent, prob, tree.capacity), prob)
+  of_children = jnp.minimum(
+    tree_lib.scatter_sum(parent, prob, tree.capacity), prob
+  )
   of_scored = jnp.sum(jnp.where(scored, prob, 0.0))
   share = jnp.sum(jnp.where(scored, of_children, 0.0))
   share = jnp.where(of_scored > 0, share / jnp.maximum(of_scored, 1e-6), 1.0)
-  nodes, _ = best_nodes(tree, can_grow, width)
+  nodes, _ = tree_lib.best_nodes(tree, can_grow, width)
   new = jnp.maximum(share * prob - of_children, 0.0)[nodes]
   return jnp.sum(jnp.where(nodes >= 0, new, 0.0))

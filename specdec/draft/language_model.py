@@ -4,28 +4,20 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from specdec.context import StepContext
-from specdec.draft.drafter import Scorer
-from specdec.draft.drafter import Scores
-from specdec.draft.drafter import StageConfig
-from specdec.draft.ranking import draw_children
-from specdec.draft.ranking import rank_logits
-from specdec.model import commit
-from specdec.model import forward_nodes
-from specdec.model import LanguageModel
-from specdec.model import ModelState
-from specdec.model import prefill
-from specdec.model import read_text
-from specdec.sampling import BEST
-from specdec.sampling import WITH_REPLACEMENT
-from specdec.tree.tree import pick
-from specdec.tree.tree import TokenTree
+from specdec import context as context_lib
+from specdec import model as model_lib
+from specdec import sampling as sampling_lib
+from specdec.draft import drafter as drafter_lib
+from specdec.draft import ranking as ranking_lib
+from specdec.tree import tree as tree_lib
 
 
-class LanguageModelScorer(flax.struct.PyTreeNode, Scorer):
+class LanguageModelScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
   """A language model with its own cache; see `Scorer`."""
 
-  model: LanguageModel  #: A language model with the target's vocabulary.
+  model: (
+    model_lib.LanguageModel
+  )  #: A language model with the target's vocabulary.
   #: The name of the stage; static.
   name: str = flax.struct.field(pytree_node=False, default='draft')
 
@@ -50,9 +42,9 @@ class LanguageModelScorer(flax.struct.PyTreeNode, Scorer):
     *,
     num_slots: int,
     num_scored: int,
-  ) -> ModelState:
+  ) -> model_lib.ModelState:
     """Prefills the prompts."""
-    return prefill(
+    return model_lib.prefill(
       self.model,
       prompt,
       prompt_length - 1,
@@ -62,49 +54,49 @@ class LanguageModelScorer(flax.struct.PyTreeNode, Scorer):
 
   def catch_up(
     self,
-    state: ModelState,
+    state: model_lib.ModelState,
     tokens: jax.Array,
     length: jax.Array,
     kept: jax.Array,
     *,
     num_scored: int,
-  ) -> tuple[ModelState, jax.Array]:
+  ) -> tuple[model_lib.ModelState, jax.Array]:
     """Feeds the missing text, see `specdec.model.read_text`."""
     del num_scored
-    return read_text(self.model, state, tokens, length, kept)
+    return model_lib.read_text(self.model, state, tokens, length, kept)
 
   def score(
     self,
-    state: ModelState,
-    tree: TokenTree,
+    state: model_lib.ModelState,
+    tree: tree_lib.TokenTree,
     nodes: jax.Array,
-    ctx: StepContext,
-    config: StageConfig,
-  ) -> tuple[Scores, ModelState]:
+    ctx: context_lib.StepContext,
+    config: drafter_lib.StageConfig,
+  ) -> tuple[drafter_lib.Scores, model_lib.ModelState]:
     """One forward over missing text and nodes, as far as they fit."""
-    found, state = forward_nodes(
+    found, state = model_lib.forward_nodes(
       self.model, state, tree, nodes, ctx, may_lag=True
     )
     nodes = found.nodes
     logits = ctx.adjusted(found.logits, tree, nodes)
-    noise = ctx.randomness.noise_at(jax.vmap(pick)(tree.depth, nodes))
+    noise = ctx.randomness.noise_at(jax.vmap(tree_lib.pick)(tree.depth, nodes))
     branching = min(config.branching, self.vocab_size)
-    ranking = rank_logits(
+    ranking = ranking_lib.rank_logits(
       logits, noise, ctx.sampling, config.calibration, branching
     )
-    if ctx.rule.children == BEST:
+    if ctx.rule.children == sampling_lib.BEST:
       tokens, log_probs = ranking.tokens, ranking.best_log_probs
       drawn_from = jnp.zeros((*nodes.shape, 0))
     else:
-      tokens, log_probs, drawn_from = draw_children(
+      tokens, log_probs, drawn_from = ranking_lib.draw_children(
         logits,
         nodes,
         ctx.randomness.draft_keys,
         ctx.sampling,
         branching,
-        replacement=ctx.rule.children == WITH_REPLACEMENT,
+        replacement=ctx.rule.children == sampling_lib.WITH_REPLACEMENT,
       )
-    scores = Scores(
+    scores = drafter_lib.Scores(
       nodes=nodes,
       tokens=tokens,
       cond_log_probs=log_probs,
@@ -116,7 +108,7 @@ class LanguageModelScorer(flax.struct.PyTreeNode, Scorer):
     return scores, state
 
   def commit(
-    self, state: ModelState, path: jax.Array, num_kept: jax.Array
-  ) -> ModelState:
+    self, state: model_lib.ModelState, path: jax.Array, num_kept: jax.Array
+  ) -> model_lib.ModelState:
     """Keeps the entries of accepted nodes, see `specdec.model.commit`."""
-    return commit(state, path, num_kept)
+    return model_lib.commit(state, path, num_kept)

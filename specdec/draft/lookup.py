@@ -11,10 +11,9 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from specdec.draft.ngram import recent_tokens
-from specdec.sampling import EXCLUDED
-from specdec.tree.tree import histories
-from specdec.tree.tree import TokenTree
+from specdec import sampling as sampling_lib
+from specdec.draft import ngram as ngram_lib
+from specdec.tree import tree as tree_lib
 
 LONGEST_MATCH = 32
 """Lengths of matches that are told apart, at most; they are unrolled."""
@@ -58,14 +57,16 @@ class PromptLookup(flax.struct.PyTreeNode):
 
   def propose(
     self,
-    tree: TokenTree,
+    tree: tree_lib.TokenTree,
     nodes: jax.Array,
     tokens: jax.Array,
     length: jax.Array,
   ) -> tuple[jax.Array, jax.Array]:
     """The tokens that followed the best matches, see `Proposer`."""
     longest, num_tokens = len(self.confidence), tokens.shape[0]
-    ends = histories(tree, nodes, recent_tokens(tokens, length, longest))
+    ends = tree_lib.histories(
+      tree, nodes, ngram_lib.recent_tokens(tokens, length, longest)
+    )
     matched = jnp.zeros((nodes.shape[0], num_tokens), jnp.int32)
     matches = jnp.ones_like(matched, bool)
     for back in range(longest):
@@ -89,4 +90,4 @@ class PromptLookup(flax.struct.PyTreeNode):
     prob = jnp.where(good, confidence[jnp.maximum(quality, 0) // num_tokens], 0)
     left = jnp.cumprod(1.0 - prob, axis=1) / (1.0 - prob)
     log_prob = jnp.log(jnp.maximum(prob * left, 1e-30))
-    return proposed, jnp.where(good, log_prob, EXCLUDED)
+    return proposed, jnp.where(good, log_prob, sampling_lib.EXCLUDED)

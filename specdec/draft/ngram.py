@@ -4,10 +4,8 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from specdec.ngram.table import find_context
-from specdec.ngram.table import NGramTable
-from specdec.tree.tree import histories
-from specdec.tree.tree import TokenTree
+from specdec.ngram import table as table_lib
+from specdec.tree import tree as tree_lib
 
 
 def recent_tokens(
@@ -24,7 +22,7 @@ def recent_tokens(
 class NGram(flax.struct.PyTreeNode):
   """A `Proposer` that looks contexts up in a table."""
 
-  table: NGramTable  #: From `specdec.ngram`.
+  table: table_lib.NGramTable  #: From `specdec.ngram`.
 
   name = 'ngram'
 
@@ -40,12 +38,14 @@ class NGram(flax.struct.PyTreeNode):
 
   def propose(
     self,
-    tree: TokenTree,
+    tree: tree_lib.TokenTree,
     nodes: jax.Array,
     tokens: jax.Array,
     length: jax.Array,
   ) -> tuple[jax.Array, jax.Array]:
     """The likeliest tokens after the longest known context, see `Proposer`."""
     recent = recent_tokens(tokens, length, self.table.order - 1)
-    context = find_context(self.table, histories(tree, nodes, recent))
+    context = table_lib.find_context(
+      self.table, tree_lib.histories(tree, nodes, recent)
+    )
     return self.table.next_tokens[context], self.table.next_log_probs[context]

@@ -20,13 +20,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from specdec.sampling import best_token
-from specdec.sampling import EXCLUDED
-from specdec.sampling import filter_logits
-from specdec.sampling import is_usable
-from specdec.sampling import log_softmax
-from specdec.sampling import per_row
-from specdec.sampling import SamplingParams
+from specdec import sampling as sampling_lib
 
 # The mean of a standard Gumbel variable.
 _EULER_GAMMA = 0.5772157
@@ -39,7 +33,7 @@ _LEAST_LOG_PROB = -69.0
 
 def _normalise(scores: jax.Array, log_total: jax.Array) -> jax.Array:
   log_probs = jnp.minimum(scores - log_total, 0.0)
-  return jnp.where(jnp.isfinite(log_total), log_probs, EXCLUDED)
+  return jnp.where(jnp.isfinite(log_total), log_probs, sampling_lib.EXCLUDED)
 
 
 class Ranking(flax.struct.PyTreeNode):
@@ -72,7 +66,7 @@ class Ranking(flax.struct.PyTreeNode):
 def rank_logits(
   logits: jax.Array,
   noise: jax.Array,
-  sampling: SamplingParams,
+  sampling: sampling_lib.SamplingParams,
   calibration: float,
   number: int,
 ) -> Ranking:
@@ -86,14 +80,14 @@ def rank_logits(
     calibration: b above.
     number: K, of the best; at most V.
   """
-  scores = calibration * (filter_logits(logits, sampling) + noise)
+  scores = calibration * (sampling_lib.filter_logits(logits, sampling) + noise)
   # For the barriers see `sampling.filter_logits`. A single one for both results
   # crashes XLA's CPU backend on several devices.
   best, tokens = map(lax.optimization_barrier, lax.top_k(scores, number))
   # The log-sum-exp of all, without searching for the largest once more.
   total = jnp.sum(jnp.exp(scores - best[..., :1]), axis=-1, keepdims=True)
   # Filtering leaves no trace of NaN and inf.
-  usable = is_usable(logits)[..., None]
+  usable = sampling_lib.is_usable(logits)[..., None]
   return Ranking(
     scores=scores,
     log_total=jnp.where(usable, best[..., :1] + jnp.log(total), jnp.inf),
@@ -105,7 +99,7 @@ def rank_logits(
 def rank_candidates(
   log_probs: jax.Array,
   noise: jax.Array,
-  sampling: SamplingParams,
+  sampling: sampling_lib.SamplingParams,
   calibration: float,
   *,
   shares_noise: bool,
@@ -127,8 +121,8 @@ def rank_candidates(
   Returns:
     `[B, W, C]` float32, log-probabilities, at most 0.
   """
-  stochastic = per_row(sampling.is_stochastic, log_probs)
-  temperature = per_row(sampling.temperature, log_probs)
+  stochastic = sampling_lib.per_row(sampling.is_stochastic, log_probs)
+  temperature = sampling_lib.per_row(sampling.temperature, log_probs)
   temperature = jnp.where(stochastic, temperature, 1.0)
   rest = 1.0 - jnp.sum(jnp.exp(log_probs), axis=-1, keepdims=True)
   others = jnp.log(jnp.maximum(rest, 1e-6)) / temperature
@@ -144,7 +138,7 @@ def draw_children(
   logits: jax.Array,
   nodes: jax.Array,
   keys: jax.Array,
-  sampling: SamplingParams,
+  sampling: sampling_lib.SamplingParams,
   number: int,
   *,
   replacement: bool,
@@ -168,9 +162,11 @@ def draw_children(
     small for those that cannot be drawn; and `[B, W, V]` float32, the
     distributions that they were drawn from.
   """
-  filtered = filter_logits(logits, sampling)
-  log_probs = log_softmax(filtered)
-  log_probs = jnp.where(log_probs > _LEAST_LOG_PROB, log_probs, EXCLUDED)
+  filtered = sampling_lib.filter_logits(logits, sampling)
+  log_probs = sampling_lib.log_softmax(filtered)
+  log_probs = jnp.where(
+    log_probs > _LEAST_LOG_PROB, log_probs, sampling_lib.EXCLUDED
+  )
   stochastic = sampling.is_stochastic
   shape = (number, logits.shape[2]) if replacement else logits.shape[2:]
 
@@ -178,11 +174,11 @@ def draw_children(
     return jax.random.gumbel(jax.random.fold_in(key, node), shape)
 
   noise = jax.vmap(jax.vmap(noise_of, (None, 0)))(keys, nodes)
-  noise = jnp.where(per_row(stochastic, noise), noise, 0.0)
+  noise = jnp.where(sampling_lib.per_row(stochastic, noise), noise, 0.0)
   if replacement:
-    drawn = best_token(log_probs[:, :, None] + noise)
+    drawn = sampling_lib.best_token(log_probs[:, :, None] + noise)
     _, best = lax.top_k(log_probs, number)
-    tokens = jnp.where(per_row(stochastic, best), drawn, best)
+    tokens = jnp.where(sampling_lib.per_row(stochastic, best), drawn, best)
   else:
     _, tokens = lax.top_k(log_probs + noise, number)
   return (

@@ -6,26 +6,25 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from specdec.draft.drafter import Drafter
-from specdec.draft.drafter import Stage
-from specdec.total import Total
-from specdec.tree.tree import TokenTree
+from specdec import total as total_lib
+from specdec.draft import drafter as drafter_lib
+from specdec.tree import tree as tree_lib
 
 
 class StageCounters(flax.struct.PyTreeNode):
   """Counters of a stage."""
 
-  forwards: Total  #: `[]`, batched forwards.
-  row_forwards: Total  #: `[B]`, those in which the row was not done.
-  slots_read: Total  #: `[B]`, visible cache slots, summed over these.
+  forwards: total_lib.Total  #: `[]`, batched forwards.
+  row_forwards: total_lib.Total  #: `[B]`, those in which the row was not done.
+  slots_read: total_lib.Total  #: `[B]`, visible cache slots, summed over these.
 
 
 def init_stage_counters(batch_size: int) -> StageCounters:
   """Counters of zero."""
   return StageCounters(
-    forwards=Total.zeros(),
-    row_forwards=Total.zeros(batch_size),
-    slots_read=Total.zeros(batch_size),
+    forwards=total_lib.Total.zeros(),
+    row_forwards=total_lib.Total.zeros(batch_size),
+    slots_read=total_lib.Total.zeros(batch_size),
   )
 
 
@@ -40,7 +39,7 @@ class StageState(flax.struct.PyTreeNode):
   counters: StageCounters  #: The counters so far.
 
 
-def _num_scored(drafter: Drafter) -> list[int]:
+def _num_scored(drafter: drafter_lib.Drafter) -> list[int]:
   """The most nodes that each stage scores in one step."""
   sizes, growths = [], 1
   for stage in drafter.stages:
@@ -52,7 +51,7 @@ def _num_scored(drafter: Drafter) -> list[int]:
 
 
 def init_stages(
-  drafter: Drafter,
+  drafter: drafter_lib.Drafter,
   prompt: jax.Array,
   prompt_length: jax.Array,
   *,
@@ -65,7 +64,7 @@ def init_stages(
   """
   batch_size, capacity = prompt.shape[0], drafter.shape.capacity
 
-  def init(stage: Stage, num_scored: int) -> StageState:
+  def init(stage: drafter_lib.Stage, num_scored: int) -> StageState:
     return StageState(
       scorer=stage.scorer.init(
         prompt, prompt_length, num_slots=num_slots, num_scored=num_scored
@@ -79,7 +78,7 @@ def init_stages(
 
 
 def catch_up_stages(
-  drafter: Drafter,
+  drafter: drafter_lib.Drafter,
   states: tuple[StageState, ...],
   tokens: jax.Array,
   length: jax.Array,
@@ -87,7 +86,9 @@ def catch_up_stages(
 ) -> tuple[StageState, ...]:
   """`Scorer.catch_up` of all stages; rows of length 0 have nothing to read."""
 
-  def catch_up(stage: Stage, state: StageState, num_scored: int) -> StageState:
+  def catch_up(
+    stage: drafter_lib.Stage, state: StageState, num_scored: int
+  ) -> StageState:
     scorer, forwards = stage.scorer.catch_up(
       state.scorer, tokens, length, kept, num_scored=num_scored
     )
@@ -102,7 +103,7 @@ def catch_up_stages(
 
 
 def commit_stages(
-  drafter: Drafter,
+  drafter: drafter_lib.Drafter,
   states: tuple[StageState, ...],
   path: jax.Array,
   num_kept: jax.Array,
@@ -123,7 +124,9 @@ def commit_stages(
 
 
 def proposals_of(
-  drafter: Drafter, states: tuple[StageState, ...], tree: TokenTree
+  drafter: drafter_lib.Drafter,
+  states: tuple[StageState, ...],
+  tree: tree_lib.TokenTree,
 ) -> jax.Array:
   """`[B, M, V]`, the proposals of the outermost stage in this step.
 

@@ -25,9 +25,8 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from specdec.ngram.counting import Level
-from specdec.ngram.counting import NGramCounts
-from specdec.ngram.table import NGramTable
+from specdec.ngram import counting
+from specdec.ngram import table as table_lib
 
 # A smaller mass of the tokens that do not occur is a rounding error.
 _NO_MASS = 1e-8
@@ -91,7 +90,7 @@ def discounts_of(counts_of_counts: np.ndarray) -> Discounts:
 class KatzLevel:
   """The probabilities of one `Level` of C contexts and N n-grams."""
 
-  counts: Level
+  counts: counting.Level
   probs: np.ndarray  # [N] float64, of each n-gram's last token in its context.
   backoff: np.ndarray  # [C] float64, alpha of each context.
 
@@ -108,7 +107,11 @@ def _blocks(first: np.ndarray) -> Iterator[tuple[int, int]]:
 
 
 def _ngram_keys(
-  level: Level, owners: np.ndarray, start: int, stop: int, vocab_size: int
+  level: counting.Level,
+  owners: np.ndarray,
+  start: int,
+  stop: int,
+  vocab_size: int,
 ) -> np.ndarray:
   """Owner * V + token of each n-gram of contexts `[start, stop)`, int64."""
   repeated = np.repeat(owners, level.sizes[start:stop])
@@ -117,7 +120,10 @@ def _ngram_keys(
 
 
 def _estimate_level(
-  level: Level, shorter: list[KatzLevel], discounts: Discounts, vocab_size: int
+  level: counting.Level,
+  shorter: list[KatzLevel],
+  discounts: Discounts,
+  vocab_size: int,
 ) -> KatzLevel:
   """The probabilities of a level; `shorter` holds all shorter levels."""
   probs = np.empty(len(level.tokens))
@@ -181,7 +187,7 @@ class KatzModel:
     return probs
 
 
-def estimate(counts: NGramCounts) -> KatzModel:
+def estimate(counts: counting.NGramCounts) -> KatzModel:
   """Estimates all probabilities.
 
   Contexts left out by `min_count` have the distribution of their longest suffix
@@ -286,7 +292,9 @@ def _best_of_level(
   return best
 
 
-def build_table(model: KatzModel, num_continuations: int) -> NGramTable:
+def build_table(
+  model: KatzModel, num_continuations: int
+) -> table_lib.NGramTable:
   """The table of the `num_continuations` (K) most probable next tokens."""
   counts = [level.counts for level in model.levels]
   # The parents of the contexts of the next level; none after the last level.
@@ -307,7 +315,7 @@ def build_table(model: KatzModel, num_continuations: int) -> NGramTable:
   with np.errstate(divide='ignore'):
     log_probs = np.log(candidates['prob'])
   first_child.append(np.array([num_contexts]))
-  return NGramTable(
+  return table_lib.NGramTable(
     edge_token=jnp.asarray(np.concatenate([x.edge_token for x in counts])),
     first_child=jnp.asarray(np.concatenate(first_child), jnp.int32),
     next_tokens=jnp.asarray(candidates['token']),

@@ -21,7 +21,7 @@ import numpy as np
 import safetensors
 from safetensors import numpy as safetensors_numpy
 
-from specdec.text_files import to_json
+from specdec import text_files
 
 _FORMAT = 'specdec n-gram table 1'
 # All metadata is one JSON object under one key: safetensors writes keys in a
@@ -152,7 +152,7 @@ def save_table(
     'blake2b': _digest(tensors),
     'provenance': dict(provenance),
   }
-  metadata = {_KEY: to_json(record)}
+  metadata = {_KEY: text_files.to_json(record)}
   path.parent.mkdir(parents=True, exist_ok=True)
   partial = path.with_name(path.name + '.partial')
   safetensors_numpy.save_file(tensors, partial, metadata=metadata)

@@ -3,27 +3,27 @@
 import jax
 import numpy as np
 
+from specdec import generation as generation_lib
 from specdec import hosts
-from specdec.generation import Decoding
-from specdec.generation import RecordedStep
-from specdec.tracing.trace import Block
-from specdec.tracing.trace import Trace
-from specdec.tree.tree import NO_NODE
+from specdec.tracing import trace as trace_lib
+from specdec.tree import tree as tree_lib
 
 
-def _blocks_of(step: RecordedStep) -> list[Block | None]:
+def _blocks_of(
+  step: generation_lib.RecordedStep,
+) -> list[trace_lib.Block | None]:
   """The block of each row in a step; None for rows that were finished."""
   record = step.record
   tree, nodes, paths = hosts.read((record.tree, record.nodes, record.path))
-  blocks: list[Block | None] = [None] * len(step.starts)
+  blocks: list[trace_lib.Block | None] = [None] * len(step.starts)
   for row in np.flatnonzero(step.forwards['target']).tolist():
     of_row = jax.tree.map(lambda array, row=row: array[row], tree)
     used = nodes[row][nodes[row] >= 0]
     # Indices within the block; ascending, so a parent precedes its children.
-    number = np.full(of_row.capacity + 1, NO_NODE)
+    number = np.full(of_row.capacity + 1, tree_lib.NO_NODE)
     number[used] = np.arange(used.size)
     probs = np.exp(np.minimum(of_row.cond_log_prob[used].astype(float), 0.0))
-    blocks[row] = Block(
+    blocks[row] = trace_lib.Block(
       start=int(step.starts[row]),
       tokens=tuple(of_row.token[used].tolist()),
       parents=tuple(number[of_row.parent[used]].tolist()),
@@ -36,7 +36,7 @@ def _blocks_of(step: RecordedStep) -> list[Block | None]:
   return blocks
 
 
-def record(decoding: Decoding) -> list[Trace]:
+def record(decoding: generation_lib.Decoding) -> list[trace_lib.Trace]:
   """Decodes to the end by `Decoding.step_recorded`; the trace of each row.
 
   It is slower than `Decoding.run`, because every step returns to the host. The
@@ -51,7 +51,7 @@ def record(decoding: Decoding) -> list[Trace]:
       'a trace begins with the first token, but some have been decoded;'
       ' begin another decode, and record it first'
     )
-  rows: list[list[Block]] = [[] for _ in decoding.prompts]
+  rows: list[list[trace_lib.Block]] = [[] for _ in decoding.prompts]
   while not decoding.done:
     for blocks, block in zip(
       rows, _blocks_of(decoding.step_recorded()), strict=True
@@ -67,7 +67,7 @@ def record(decoding: Decoding) -> list[Trace]:
     }
     log_probs = tuple(result.log_probs[row]) if result.log_probs else None
     traces.append(
-      Trace(
+      trace_lib.Trace(
         prompt=''.join(f'{token} ' for token in prompt),
         prompt_tokens=tuple(prompt),
         labels=result.labels,

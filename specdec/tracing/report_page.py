@@ -9,10 +9,7 @@ from importlib import resources
 import itertools
 
 from specdec.tracing import svg
-from specdec.tracing.svg import escape
-from specdec.tracing.svg import Html
-from specdec.tracing.svg import plural
-from specdec.tracing.trace import Trace
+from specdec.tracing import trace as trace_lib
 
 _INTRODUCTION = (
   'A block is one forward of the target over a tree of draft tokens. The root'
@@ -27,7 +24,7 @@ def _css(source: int) -> str:
   return css if source else ''
 
 
-def _spans(trace: Trace) -> str:
+def _spans(trace: trace_lib.Trace) -> str:
   """The new text, with an element `data-block` for each block."""
   log_probs = trace.log_probs or itertools.repeat(None)
   pieces = zip(trace.pieces, log_probs, strict=False)
@@ -45,15 +42,15 @@ def _spans(trace: Trace) -> str:
         title += f', log-probability {log_prob:.3f}'
       if piece:  # Empty within a character, and after a stop string.
         shown.append(
-          f'<span style="{_css(source)}" title="{escape(title)}">'
-          f'{escape(piece)}</span>'
+          f'<span style="{_css(source)}" title="{svg.escape(title)}">'
+          f'{svg.escape(piece)}</span>'
         )
     if shown:
       blocks.append(f'<span data-block="{number}">{"".join(shown)}</span>')
   return ''.join(blocks)
 
 
-def text(trace: Trace) -> Html:
+def text(trace: trace_lib.Trace) -> svg.Html:
   """The prompt and the new text, whose tokens are coloured by their sources.
 
   This is figure 3 of the staged speculative decoding paper (arXiv 2308.04623).
@@ -63,14 +60,14 @@ def text(trace: Trace) -> Html:
   total = max(len(trace.tokens), 1)
   entries = [
     '<li style="display:inline;margin-right:1.5em">'
-    f'<span style="{_css(source)}"> {svg.mark_of(source)} {escape(label)}'
+    f'<span style="{_css(source)}"> {svg.mark_of(source)} {svg.escape(label)}'
     f' </span> {trace.origins.count(source) / total:.0%}'
     f' ({svg.style_of(source).line.replace("none", "no line")})</li>'
     for source, label in enumerate(trace.labels)
   ]
-  return Html(
+  return svg.Html(
     '<div><pre style="white-space:pre-wrap;line-height:1.7">'
-    f'{escape(trace.prompt)}{_spans(trace)}</pre><ul aria-label="Sources"'
+    f'{svg.escape(trace.prompt)}{_spans(trace)}</pre><ul aria-label="Sources"'
     f' style="list-style:none;padding:0">{"".join(entries)}</ul></div>'
   )
 
@@ -81,10 +78,10 @@ def _scrolling(shown: str, label: str) -> str:
 
 
 def _cell(value: str | float) -> str:
-  if isinstance(value, Html):
+  if isinstance(value, svg.Html):
     return f'<td>{value}</td>'
   if isinstance(value, str):
-    return f'<td>{escape(value)}</td>'
+    return f'<td>{svg.escape(value)}</td>'
   shown = f'{value:.3f}' if isinstance(value, float) else f'{value:,}'
   return f'<td class="number">{shown}</td>'
 
@@ -96,7 +93,7 @@ def _table(
   columns = ''.join(f'<th scope="col">{name}</th>' for name in head.split(','))
   body = ''.join(f'<tr>{"".join(map(_cell, row))}</tr>' for row in rows)
   return (
-    f'<table><caption>{escape(caption)}</caption><thead><tr>{columns}</tr>'
+    f'<table><caption>{svg.escape(caption)}</caption><thead><tr>{columns}</tr>'
     f'</thead><tbody>{body}</tbody></table>'
   )
 
@@ -116,20 +113,22 @@ def survivors(histogram: Sequence[int]) -> list[float]:
   return [sum(parts[depth:]) for depth in range(1, len(parts))]
 
 
-def _bar(share: float) -> Html:
+def _bar(share: float) -> svg.Html:
   # Hidden from screen readers, which read the number in the cell before.
-  return Html(f'<i aria-hidden="true" style="width:{10 * share:.2f}rem"></i>')
+  return svg.Html(
+    f'<i aria-hidden="true" style="width:{10 * share:.2f}rem"></i>'
+  )
 
 
-def _section(trace: Trace, number: int) -> str:
+def _section(trace: trace_lib.Trace, number: int) -> str:
   block = trace.blocks[number]
   title = f'Block {number + 1} of {len(trace.blocks)}'
-  sentence = escape(svg.sentence(trace, block))
+  sentence = svg.escape(svg.sentence(trace, block))
   forwards = ', '.join(f'{name} {n}' for name, n in block.forwards.items())
   return (
     f'<section class="block" aria-labelledby="block-{number}"'
     f' data-summary="{title}. {sentence}"><h2 id="block-{number}">{title}</h2>'
-    f'<p>{sentence} Forwards: {escape(forwards)}.</p>'
+    f'<p>{sentence} Forwards: {svg.escape(forwards)}.</p>'
     f'{_scrolling(svg.tree(trace, number), "Token tree")}'
     f'<details><summary>The attention mask</summary>'
     f'{_scrolling(svg.mask(trace, number), "Attention mask")}</details>'
@@ -137,7 +136,7 @@ def _section(trace: Trace, number: int) -> str:
   )
 
 
-def _summary(trace: Trace) -> str:
+def _summary(trace: trace_lib.Trace) -> str:
   histogram = trace.accepted_histogram
   emitted = enumerate(zip(histogram, shares(histogram), strict=True), 1)
   # The last block may have accepted more tokens than it emitted.
@@ -167,11 +166,13 @@ def _summary(trace: Trace) -> str:
   )
 
 
-def report(trace: Trace, *, title: str = 'Decoding, block by block') -> Html:
+def report(
+  trace: trace_lib.Trace, *, title: str = 'Decoding, block by block'
+) -> svg.Html:
   """A page (UTF-8) of all blocks; its element `trace` has `Trace.to_json`."""
   figures = (
-    f'{plural(len(trace.tokens), "token")} in'
-    f' {plural(len(trace.blocks), "target forward")}:'
+    f'{svg.plural(len(trace.tokens), "token")} in'
+    f' {svg.plural(len(trace.blocks), "target forward")}:'
     f' {trace.block_efficiency:.2f} per forward. Finish reason:'
     f' {trace.finish_reason}.'
   )
@@ -186,13 +187,13 @@ def report(trace: Trace, *, title: str = 'Decoding, block by block') -> Html:
   files = resources.files('specdec.tracing')
   css = files.joinpath('report.css').read_text('utf-8')
   script = files.joinpath('report.js').read_text('utf-8')
-  return Html(
+  return svg.Html(
     '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
     '<meta http-equiv="Content-Security-Policy" content="default-src'
     " 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'\">"
     '<meta name="viewport" content="width=device-width, initial-scale=1">'
-    f'<title>{escape(title)}</title><style>{css}</style>'
-    f'</head><body><header><h1>{escape(title)}</h1><p>{escape(figures)}</p>'
+    f'<title>{svg.escape(title)}</title><style>{css}</style>'
+    f'</head><body><header><h1>{svg.escape(title)}</h1><p>{svg.escape(figures)}</p>'
     f'<p>{_INTRODUCTION}</p></header><nav aria-label="Blocks" hidden>{buttons}'
     ' <span>or <kbd>←</kbd> <kbd>→</kbd> <kbd>Home</kbd> <kbd>End</kbd></span>'
     '<div id="status" role="status" aria-live="polite"></div></nav>'

@@ -9,8 +9,7 @@ import html
 import itertools
 import unicodedata
 
-from specdec.tracing.trace import Block
-from specdec.tracing.trace import Trace
+from specdec.tracing import trace as trace_lib
 
 _COLUMN = 7.3  # The width of a character of the font of 12 pixels.
 _LINE, _MARGIN = 16, 12
@@ -106,7 +105,7 @@ def plural(number: int, noun: str) -> str:
   return f'{number:,} {noun}' + ('' if number == 1 else 's')
 
 
-def sentence(trace: Trace, block: Block) -> str:
+def sentence(trace: trace_lib.Trace, block: trace_lib.Block) -> str:
   """A sentence on the draft tokens of a block and on what was accepted."""
   quoted = lambda token: f'“{visible(trace.texts[token])}”'
   drafted = plural(len(block.tokens) - 1, 'draft token')
@@ -148,7 +147,7 @@ def _picture(
   )
 
 
-def _block_of(trace: Trace, number: int) -> Block:
+def _block_of(trace: trace_lib.Trace, number: int) -> trace_lib.Block:
   total = len(trace.blocks)
   if -total <= number < total:
     return trace.blocks[number]
@@ -159,7 +158,7 @@ def _block_of(trace: Trace, number: int) -> Block:
 _Box = collections.namedtuple('_Box', 'parent depth source kind label hint')
 
 
-def _boxes(trace: Trace, block: Block) -> list[_Box]:
+def _boxes(trace: trace_lib.Trace, block: trace_lib.Block) -> list[_Box]:
   boxes = []
   for node, token in enumerate(block.tokens):
     source, kind = block.origins[node], 'yes' if node in block.path else ''
@@ -200,7 +199,7 @@ def _rows(boxes: list[_Box], probs: Sequence[float]) -> list[int]:
   return rows
 
 
-def tree(trace: Trace, number: int) -> Svg:
+def tree(trace: trace_lib.Trace, number: int) -> Svg:
   """Draws the tree that the target verified in a block.
 
   Depth grows to the right; the accepted path is the upper edge. A box shows the
@@ -253,7 +252,7 @@ def tree(trace: Trace, number: int) -> Svg:
   )
 
 
-def ancestors(block: Block) -> list[list[int]]:
+def ancestors(block: trace_lib.Block) -> list[list[int]]:
   """The nodes from the root to each node, including both."""
   lists: list[list[int]] = []
   for node, parent in enumerate(block.parents):
@@ -261,7 +260,7 @@ def ancestors(block: Block) -> list[list[int]]:
   return lists
 
 
-def mask(trace: Trace, number: int) -> Svg:
+def mask(trace: trace_lib.Trace, number: int) -> Svg:
   """Draws the attention mask of the nodes of a block; arguments as in `tree`.
 
   A row per node; a column for the text before the root, and a column per node.

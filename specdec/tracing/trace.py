@@ -14,9 +14,8 @@ import math
 import operator
 from typing import Any
 
-from specdec.text_files import to_json
-from specdec.tree.tree import NO_NODE
-from specdec.tree.tree import ROOT
+from specdec import text_files
+from specdec.tree import tree as tree_lib
 
 _FORMAT = 'specdec trace 1'
 
@@ -112,7 +111,7 @@ class Trace:
 
   def to_json(self) -> str:
     """One JSON object in one line; `from_json` reads it."""
-    return to_json({'format': _FORMAT} | dataclasses.asdict(self))
+    return text_files.to_json({'format': _FORMAT} | dataclasses.asdict(self))
 
   @classmethod
   def from_json(cls, text: str) -> 'Trace':
@@ -149,10 +148,10 @@ def _check(trace: Trace) -> None:
     if not (
       block.start == end
       and {*map(len, columns)} == {len(block.tokens)}
-      and block.parents[ROOT] == NO_NODE
+      and block.parents[tree_lib.ROOT] == tree_lib.NO_NODE
       and all(0 <= x <= node for node, x in enumerate(block.parents[1:]))
       and all(0 <= prob <= 1 for prob in block.probs)
-      and parents == [NO_NODE, *block.path[:-1]]
+      and parents == [tree_lib.NO_NODE, *block.path[:-1]]
       and len(block.emitted) <= len(block.path)
       and all(map(operator.eq, accepted, block.emitted))
       and min(block.path) >= 0

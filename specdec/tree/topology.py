@@ -22,11 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec.text_files import read
-from specdec.tree.tree import NO_NODE
-from specdec.tree.tree import ROOT
-from specdec.tree.tree import select_best
-from specdec.tree.tree import TokenTree
+from specdec import text_files
+from specdec.tree import tree as tree_lib
 
 # Marks "no node" in the tables: writes to it are dropped.
 _NOWHERE = np.iinfo(np.int32).max
@@ -113,9 +110,9 @@ class TreeShape:
         f' {self.capacity}'
       )
 
-  def select(self, tree: TokenTree) -> jax.Array:
+  def select(self, tree: tree_lib.TokenTree) -> jax.Array:
     """`[B, N]` int32, the N likeliest nodes, see `select_best`."""
-    return jax.vmap(select_best, (0, None))(tree, self.num_nodes)
+    return jax.vmap(tree_lib.select_best, (0, None))(tree, self.num_nodes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,10 +203,12 @@ class Topology:
       table[index[path[:-1]], path[-1]] = index[path]
     return table
 
-  def select(self, tree: TokenTree) -> jax.Array:
+  def select(self, tree: tree_lib.TokenTree) -> jax.Array:
     """`[B, N]` int32, all places; `NO_NODE` where no candidate was found."""
     places = jnp.arange(self.num_nodes)[None]
-    return jnp.where((places == ROOT) | (tree.parent >= 0), places, NO_NODE)
+    return jnp.where(
+      (places == tree_lib.ROOT) | (tree.parent >= 0), places, tree_lib.NO_NODE
+    )
 
 
 def chain(num_tokens: int) -> Topology:
@@ -265,7 +264,7 @@ def load_topology(name: str) -> Topology:
   """
   file = pathlib.Path(name)
   try:
-    paths = json.loads(read(file))
+    paths = json.loads(text_files.read(file))
   except ValueError as error:
     raise ValueError(f'topology file {file} cannot be read: {error}') from error
   well_formed = isinstance(paths, list) and all(

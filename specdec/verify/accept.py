@@ -7,12 +7,8 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from specdec.sampling import is_usable
-from specdec.sampling import Randomness
-from specdec.sampling import SamplingParams
-from specdec.tree.tree import NO_NODE
-from specdec.tree.tree import ROOT
-from specdec.tree.tree import TokenTree
+from specdec import sampling as sampling_lib
+from specdec.tree import tree as tree_lib
 
 # Why a row ended, see `count_emitted`.
 RUNNING, LIMIT, EOS, STOP, NOT_FINITE = range(5)
@@ -33,12 +29,12 @@ class Verdict(flax.struct.PyTreeNode):
   def along_path(self, array: jax.Array) -> jax.Array:
     """`array [B, N, ...]` along the path, `[B, D + 1, ...]`, then garbage."""
     return jax.vmap(lambda row, at: row[at])(
-      array, jnp.maximum(self.index, ROOT)
+      array, jnp.maximum(self.index, tree_lib.ROOT)
     )
 
   def path(self, nodes: jax.Array) -> jax.Array:
     """`[B, D + 1]` int32, the accepted ones of `nodes [B, N]`."""
-    return jnp.where(self.index >= 0, self.along_path(nodes), NO_NODE)
+    return jnp.where(self.index >= 0, self.along_path(nodes), tree_lib.NO_NODE)
 
 
 @runtime_checkable
@@ -73,12 +69,12 @@ class Rule(Protocol):
 
   def __call__(
     self,
-    tree: TokenTree,
+    tree: tree_lib.TokenTree,
     nodes: jax.Array,
     logits: jax.Array,
     proposals: jax.Array,
-    randomness: Randomness,
-    sampling: SamplingParams,
+    randomness: sampling_lib.Randomness,
+    sampling: sampling_lib.SamplingParams,
   ) -> Verdict:
     """Decides which nodes are accepted.
 
@@ -100,7 +96,9 @@ def count_valid(logits: jax.Array, verdict: Verdict) -> jax.Array:
   `logits`: `[B, N, V]` float32 of the target, adjusted; see
   `sampling.is_usable`. `[B]` int32; D + 1 if all nodes have.
   """
-  usable = verdict.along_path(is_usable(logits)) | (verdict.index < 0)
+  usable = verdict.along_path(sampling_lib.is_usable(logits)) | (
+    verdict.index < 0
+  )
   return jnp.sum(jnp.cumprod(usable.astype(jnp.int32), axis=1), axis=1)
 
 
@@ -141,7 +139,7 @@ def count_emitted(
 
 
 def emitted_origins(
-  tree: TokenTree, nodes: jax.Array, verdict: Verdict
+  tree: tree_lib.TokenTree, nodes: jax.Array, verdict: Verdict
 ) -> jax.Array:
   """The origins of `Verdict.chosen`, `[B, D + 1]` int32; 0: the target's own.
 
@@ -149,7 +147,11 @@ def emitted_origins(
   """
   # The token after a node was proposed as the next node of the path, if any.
   following = jnp.pad(
-    verdict.path(nodes)[:, 1:], ((0, 0), (0, 1)), constant_values=NO_NODE
+    verdict.path(nodes)[:, 1:],
+    ((0, 0), (0, 1)),
+    constant_values=tree_lib.NO_NODE,
   )
   # Where there is none, the root stands in, whose origin is 0.
-  return jnp.take_along_axis(tree.origin, jnp.maximum(following, ROOT), axis=1)
+  return jnp.take_along_axis(
+    tree.origin, jnp.maximum(following, tree_lib.ROOT), axis=1
+  )

@@ -10,17 +10,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from specdec.sampling import BEST
-from specdec.sampling import Randomness
-from specdec.sampling import SamplingParams
-from specdec.sampling import token_probs
-from specdec.sampling import total
-from specdec.tree.tree import NO_NODE
-from specdec.tree.tree import pick
-from specdec.tree.tree import TokenTree
-from specdec.verify.accept import Verdict
-from specdec.verify.rejection import draw
-from specdec.verify.rejection import normalized
+from specdec import sampling as sampling_lib
+from specdec.tree import tree as tree_lib
+from specdec.verify import accept
+from specdec.verify import rejection
 
 
 def prefix_weights(
@@ -77,7 +70,7 @@ def acceptance_probs(
     `[B, D + 1]` float32.
   """
   depth = jnp.arange(weights.shape[1])[None]
-  mass = jnp.pad(total(residual)[..., 0], ((0, 0), (0, 1)))
+  mass = jnp.pad(sampling_lib.total(residual)[..., 0], ((0, 0), (0, 1)))
   rest = mass + 1.0 - weights
   # Nothing is left and nothing is missing: the next prefix is accepted anyway.
   inner = jnp.where(rest > 0, mass / jnp.where(rest > 0, rest, 1.0), 1.0)
@@ -94,7 +87,7 @@ class BlockRule:
   """
 
   #: One of `sampling.CHILDREN`; at temperature 0 the tokens are the best.
-  children: str = BEST
+  children: str = sampling_lib.BEST
 
   shares_noise = False
   needs_chain = True
@@ -103,20 +96,20 @@ class BlockRule:
 
   def __call__(
     self,
-    tree: TokenTree,
+    tree: tree_lib.TokenTree,
     nodes: jax.Array,
     logits: jax.Array,
     proposals: jax.Array,
-    randomness: Randomness,
-    sampling: SamplingParams,
-  ) -> Verdict:
+    randomness: sampling_lib.Randomness,
+    sampling: sampling_lib.SamplingParams,
+  ) -> accept.Verdict:
     """See `specdec.verify.accept.Rule`."""
     num_nodes, vocab_size = logits.shape[1:]
-    at = jax.vmap(pick)
-    target = token_probs(logits, sampling)
+    at = jax.vmap(tree_lib.pick)
+    target = sampling_lib.token_probs(logits, sampling)
     tokens = at(tree.token, nodes)[:, 1:]
     draft = jax.nn.one_hot(tokens, vocab_size)
-    if self.children != BEST:
+    if self.children != sampling_lib.BEST:
       drawn_from = at(proposals, nodes[:, :-1])
       draft = jnp.where(
         sampling.is_stochastic[:, None, None], drawn_from, draft
@@ -132,15 +125,17 @@ class BlockRule:
     whole = (accepted == size)[:, None]
     left = jnp.pad(residual, ((0, 0), (0, 1), (0, 0)))
     after_chain = at(target, accepted)
-    bonus = draw(
+    bonus = rejection.draw(
       jnp.where(
-        whole, after_chain, normalized(at(left, accepted), after_chain)
+        whole,
+        after_chain,
+        rejection.normalized(at(left, accepted), after_chain),
       ),
       randomness.residual_noise,
     )
     following = jnp.pad(tokens, ((0, 0), (0, 1)))
-    return Verdict(
-      index=jnp.where(depth <= accepted[:, None], depth, NO_NODE),
+    return accept.Verdict(
+      index=jnp.where(depth <= accepted[:, None], depth, tree_lib.NO_NODE),
       accepted=accepted,
       chosen=jnp.where(depth == accepted[:, None], bonus[:, None], following),
     )

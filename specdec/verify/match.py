@@ -9,14 +9,9 @@ import dataclasses
 
 import jax
 
-from specdec.sampling import BEST
-from specdec.sampling import choose
-from specdec.sampling import Randomness
-from specdec.sampling import SamplingParams
-from specdec.tree.tree import accepted_path
-from specdec.tree.tree import pick
-from specdec.tree.tree import TokenTree
-from specdec.verify.accept import Verdict
+from specdec import sampling as sampling_lib
+from specdec.tree import tree as tree_lib
+from specdec.verify import accept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,27 +19,27 @@ class MatchRule:
   """Accepts nodes as long as they are the target's choice; see `Rule`."""
 
   shares_noise = True
-  children = BEST
+  children = sampling_lib.BEST
   needs_chain = False
   may_draw = False
   keeps_tokens = True
 
   def __call__(
     self,
-    tree: TokenTree,
+    tree: tree_lib.TokenTree,
     nodes: jax.Array,
     logits: jax.Array,
     proposals: jax.Array,
-    randomness: Randomness,
-    sampling: SamplingParams,
-  ) -> Verdict:
+    randomness: sampling_lib.Randomness,
+    sampling: sampling_lib.SamplingParams,
+  ) -> accept.Verdict:
     """See `specdec.verify.accept.Rule`."""
     del proposals
-    noise = randomness.noise_at(jax.vmap(pick)(tree.depth, nodes))
-    choices = choose(logits, noise, sampling)
+    noise = randomness.noise_at(jax.vmap(tree_lib.pick)(tree.depth, nodes))
+    choices = sampling_lib.choose(logits, noise, sampling)
     max_depth = randomness.noise.shape[1] - 1
-    index, accepted = jax.vmap(accepted_path, (0, 0, 0, None))(
+    index, accepted = jax.vmap(tree_lib.accepted_path, (0, 0, 0, None))(
       tree, nodes, choices, max_depth
     )
-    verdict = Verdict(index=index, accepted=accepted, chosen=index)
+    verdict = accept.Verdict(index=index, accepted=accepted, chosen=index)
     return verdict.replace(chosen=verdict.along_path(choices))

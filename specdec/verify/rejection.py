@@ -24,18 +24,9 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from specdec.sampling import BEST
-from specdec.sampling import best_token
-from specdec.sampling import Randomness
-from specdec.sampling import SamplingParams
-from specdec.sampling import token_probs
-from specdec.sampling import total
-from specdec.sampling import WITHOUT_REPLACEMENT
-from specdec.tree.tree import NO_NODE
-from specdec.tree.tree import pick
-from specdec.tree.tree import ROOT
-from specdec.tree.tree import TokenTree
-from specdec.verify.accept import Verdict
+from specdec import sampling as sampling_lib
+from specdec.tree import tree as tree_lib
+from specdec.verify import accept
 
 
 def normalized(mass: jax.Array, fallback: jax.Array) -> jax.Array:
@@ -47,7 +38,7 @@ def normalized(mass: jax.Array, fallback: jax.Array) -> jax.Array:
   """
   largest = jnp.max(mass, axis=-1, keepdims=True)
   mass = mass / jnp.where(largest > 0, largest, 1.0)
-  return jnp.where(largest > 0, mass / total(mass), fallback)
+  return jnp.where(largest > 0, mass / sampling_lib.total(mass), fallback)
 
 
 def acceptance_probs(
@@ -76,7 +67,7 @@ def after_rejection(
     sibling was drawn from.
   """
   left = normalized(jnp.maximum(target - draft, 0.0), target)
-  if children == WITHOUT_REPLACEMENT:
+  if children == sampling_lib.WITHOUT_REPLACEMENT:
     drawn = jax.nn.one_hot(token, draft.shape[1], dtype=bool)
     draft = normalized(jnp.where(drawn, 0.0, draft), draft)
   return left, draft
@@ -84,7 +75,7 @@ def after_rejection(
 
 def draw(probs: jax.Array, noise: jax.Array) -> jax.Array:
   """A token from each of `probs [B, V]`, `[B]` int32; `noise [B, V]` Gumbel."""
-  return best_token(jnp.log(probs) + noise)
+  return sampling_lib.best_token(jnp.log(probs) + noise)
 
 
 class _Walk(flax.struct.PyTreeNode):
@@ -123,11 +114,11 @@ def _init_walk(batch_size: int, vocab_size: int, path_length: int) -> _Walk:
   nothing = jnp.zeros((batch_size, vocab_size))
   path_shape = (batch_size, path_length)
   return _Walk(
-    node=jnp.full(batch_size, ROOT, jnp.int32),
+    node=jnp.full(batch_size, tree_lib.ROOT, jnp.int32),
     accepted=jnp.zeros(batch_size, jnp.int32),
     target=nothing,
     draft=nothing,
-    index=jnp.full(path_shape, NO_NODE, jnp.int32),
+    index=jnp.full(path_shape, tree_lib.NO_NODE, jnp.int32),
     chosen=jnp.zeros(path_shape, jnp.int32),
   )
 
@@ -150,7 +141,7 @@ class RejectionRule:
 
   #: One of `sampling.CHILDREN`. Siblings must come in the order in which they
   #: were drawn. In rows at temperature 0 children are the best.
-  children: str = BEST
+  children: str = sampling_lib.BEST
 
   shares_noise = False
   needs_chain = False
@@ -159,27 +150,27 @@ class RejectionRule:
 
   def __call__(
     self,
-    tree: TokenTree,
+    tree: tree_lib.TokenTree,
     nodes: jax.Array,
     logits: jax.Array,
     proposals: jax.Array,
-    randomness: Randomness,
-    sampling: SamplingParams,
-  ) -> Verdict:
+    randomness: sampling_lib.Randomness,
+    sampling: sampling_lib.SamplingParams,
+  ) -> accept.Verdict:
     """See `specdec.verify.accept.Rule`."""
     batch_size, num_nodes, vocab_size = logits.shape
-    is_drawn = self.children != BEST
-    at = jax.vmap(pick)
+    is_drawn = self.children != sampling_lib.BEST
+    at = jax.vmap(tree_lib.pick)
     tokens, parents = at(tree.token, nodes), at(tree.parent, nodes)
     depths = at(tree.depth, nodes)
-    parents = jnp.where(nodes >= 0, parents, NO_NODE)
+    parents = jnp.where(nodes >= 0, parents, tree_lib.NO_NODE)
 
     def enter(walk: _Walk, index: jax.Array, where: jax.Array) -> _Walk:
       """Goes on from the node at `index [B]`, in some rows."""
       of_row = lambda array: at(array, index)
       replace = lambda new, old: jnp.where(where[:, None], new, old)
       node = of_row(nodes)
-      target = token_probs(of_row(logits)[:, None], sampling)[:, 0]
+      target = sampling_lib.token_probs(of_row(logits)[:, None], sampling)[:, 0]
       draft = (
         replace(at(proposals, node), walk.draft) if is_drawn else walk.draft
       )
@@ -212,7 +203,7 @@ class RejectionRule:
     walk = enter(walk, walk.node, everywhere)
     walk = lax.fori_loop(1, num_nodes, body, walk)
     bonus = draw(walk.target, randomness.residual_noise)
-    return Verdict(
+    return accept.Verdict(
       index=walk.index,
       accepted=walk.accepted,
       chosen=_put(walk.chosen, walk.accepted, bonus, everywhere),

@@ -9,15 +9,12 @@ import re
 from typing import Any
 
 from models.lab.bench import machine
-from models.lab.bench.machine import ModelSize
-from models.lab.study.timing import Arm
-from models.nn.matrices import DTYPES
-from models.text.pair import ModelChoice
-from models.text.settings import DraftSettings
-from models.text.settings import METHODS
-from models.text.settings import OPTIONS
-from specdec.model import LanguageModel
-from specdec.sampling import Sampling
+from models.lab.study import timing
+from models.nn import matrices as matrices_lib
+from models.text import pair as pair_lib
+from models.text import settings as settings_lib
+from specdec import model as model_lib
+from specdec import sampling as sampling_lib
 
 PEERS = ('transformers', 'llama.cpp')
 """Other programs that decode the same weights, see `peers` and `llama_cpp`."""
@@ -31,10 +28,15 @@ _PEER_DTYPES = {
   'llama.cpp': ('gguf',),
 }
 
-_INNER = (*(name for name in OPTIONS if name.startswith('inner')), 'ngram')
+_INNER = (
+  *(name for name in settings_lib.OPTIONS if name.startswith('inner')),
+  'ngram',
+)
 _STOPPING = ('rounds', 'calibration', 'cost_ratio')
 _TREE = tuple(
-  name for name in OPTIONS if name not in (*_INNER, 'num_draft_tokens')
+  name
+  for name in settings_lib.OPTIONS
+  if name not in (*_INNER, 'num_draft_tokens')
 )
 _TABLE = tuple(name for name in (*_TREE, *_INNER) if name not in _STOPPING)
 
@@ -112,13 +114,14 @@ def parse_arms(text: str, default_dtype: str) -> list[ArmSpec]:
     match = re.fullmatch(r'([^():]*)(?:\(([^()]*)\))?(?::(.*))?', arm.strip())
     method, options, dtype = match.groups() if match else (arm, None, None)
     peer = ArmSpec(method, '').peer
-    dtypes = _PEER_DTYPES[peer] if peer else DTYPES
+    dtypes = _PEER_DTYPES[peer] if peer else matrices_lib.DTYPES
     dtype = dtype or ('gguf' if peer == 'llama.cpp' else default_dtype)
-    methods = (*METHODS, *PEER_METHODS)
-    if method not in methods or dtype not in {*DTYPES, *dtypes}:
+    methods = (*settings_lib.METHODS, *PEER_METHODS)
+    if method not in methods or dtype not in {*matrices_lib.DTYPES, *dtypes}:
       raise ValueError(
         f'arm {arm!r} is not known; it is method:dtype or'
-        f' method(option=value):dtype, methods are {methods}, dtypes {DTYPES}'
+        f' method(option=value):dtype, methods are {methods}, dtypes'
+        f' {matrices_lib.DTYPES}'
       )
     if dtype not in dtypes:
       raise ValueError(
@@ -167,9 +170,9 @@ class Task:
   `llama-server`; None if it is on the path.
   """
 
-  models: ModelChoice
-  drafting: DraftSettings
-  sampling: Sampling
+  models: pair_lib.ModelChoice
+  drafting: settings_lib.DraftSettings
+  sampling: sampling_lib.Sampling
   llama_cpp: str | None = None
   verification: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   seed: int = 0
@@ -190,9 +193,11 @@ class ReadyArm:
     num_nodes: N that a forward of the target verifies.
   """
 
-  decode: Arm
-  sizes: Mapping[str, ModelSize]
+  decode: timing.Arm
+  sizes: Mapping[str, machine.ModelSize]
   weight_bytes: int
   peak_beyond: Callable[[Callable[[], Any]], int | None] = machine.peak_beyond
-  models: Mapping[str, LanguageModel] = dataclasses.field(default_factory=dict)
+  models: Mapping[str, model_lib.LanguageModel] = dataclasses.field(
+    default_factory=dict
+  )
   num_nodes: int = 1

@@ -13,27 +13,21 @@ import jax
 import numpy as np
 import tqdm
 
+from models.lab.bench import arms as arms_lib
 from models.lab.bench import llama_cpp
 from models.lab.bench import machine
 from models.lab.bench import peers
-from models.lab.bench.arms import ArmSpec
-from models.lab.bench.arms import ReadyArm
-from models.lab.bench.arms import Task
-from models.lab.bench.predict import predicted_speeds
-from models.lab.bench.record import to_table
-from models.lab.bench.record import write_record
+from models.lab.bench import predict as predict_lib
+from models.lab.bench import record
+from models.lab.study import exactness
 from models.lab.study import timing
-from models.lab.study.exactness import choice_margin
-from models.text.drafters import make_drafter
-from models.text.drafters import planned_break_even
-from models.text.pair import load_pair
-from models.text.pair import Pair
-from models.text.settings import with_options
+from models.text import drafters
+from models.text import pair as pair_lib
+from models.text import settings as settings_lib
 import specdec
-from specdec.checks import row_keys
-from specdec.checks import RULES
-from specdec.sampling import BEST
-from specdec.statistics import relative_bandwidth
+from specdec import checks as checks_lib
+from specdec import sampling as sampling_lib
+from specdec import statistics as statistics_lib
 
 Figures = Mapping[str, Any]
 Batches = Sequence[Sequence[Sequence[int]]]
@@ -126,12 +120,12 @@ class Report:
 
   def write(self, path: str) -> None:
     """Writes a JSON file, and the tables as Markdown beside it."""
-    write_record(path, dict(self.settings), self.figures)
+    record.write_record(path, dict(self.settings), self.figures)
     pathlib.Path(path).with_suffix('.md').write_text(f'{self}\n', 'utf-8')
 
   def __str__(self):
     tables = [
-      to_table(('arm', *columns), _rows(self.arms, columns))
+      record.to_table(('arm', *columns), _rows(self.arms, columns))
       for columns in (_SPEED, _WORK)
     ]
     rates = ', '.join(
@@ -150,7 +144,7 @@ def table_by_batch_size(reports: Mapping[int, Report]) -> str:
     for size, report in reports.items()
     for row in _rows(report.arms, _SPEED)
   ]
-  return to_table(('batch', 'arm', *_SPEED), rows)
+  return record.to_table(('batch', 'arm', *_SPEED), rows)
 
 
 # The models of the staged speculative decoding paper (arXiv 2308.04623): GPT-2
@@ -162,15 +156,19 @@ PAPER_COSTS = {
 }
 
 
-def _our_arm(spec: ArmSpec, pair: Pair, task: Task) -> ReadyArm:
+def _our_arm(
+  spec: arms_lib.ArmSpec, pair: pair_lib.Pair, task: arms_lib.Task
+) -> arms_lib.ReadyArm:
   try:
-    drafting = with_options(task.drafting, dict(spec.options))
-    drafter = make_drafter(spec.method, pair, drafting)
+    drafting = settings_lib.with_options(task.drafting, dict(spec.options))
+    drafter = drafters.make_drafter(spec.method, pair, drafting)
   except ValueError as error:
     raise ValueError(f'arm {str(spec)!r}: {error}') from error
   options = dict(task.verification)
   if options.get('break_even') is None:
-    options['break_even'] = planned_break_even(spec.method, task.drafting)
+    options['break_even'] = drafters.planned_break_even(
+      spec.method, task.drafting
+    )
   if not drafter.stages:
     options['children'] = None
 
@@ -193,7 +191,7 @@ def _our_arm(spec: ArmSpec, pair: Pair, task: Task) -> ReadyArm:
     for model in stage.scorer.models
   }
   arrays = jax.tree.leaves((pair.target, drafter))
-  return ReadyArm(
+  return arms_lib.ReadyArm(
     decode=decode,
     sizes={name: machine.model_size(model) for name, model in models.items()},
     weight_bytes=sum(leaf.nbytes for leaf in arrays),
@@ -227,8 +225,8 @@ def make_batches(
 
 def _batches(
   prompts: Sequence[str],
-  pairs: Mapping[str, Pair],
-  task: Task,
+  pairs: Mapping[str, pair_lib.Pair],
+  task: arms_lib.Task,
   bucket: int | None,
 ) -> list[list[list[int]]]:
   """`make_batches` of texts; ValueError if they exceed the context."""
@@ -248,25 +246,27 @@ def _batches(
 
 
 def _find_flips(
-  spec: ArmSpec,
+  spec: arms_lib.ArmSpec,
   results: Mapping[str, Sequence[timing.Measurement]],
   batches: Batches,
-  pairs: Mapping[str, Pair],
-  task: Task,
+  pairs: Mapping[str, pair_lib.Pair],
+  task: arms_lib.Task,
 ) -> list[dict[str, Any]] | None:
   """Rows that differ from the plain arm of the same dtype, with margins."""
-  reference = results.get(str(ArmSpec('plain', spec.dtype)))
-  rule = RULES[task.verification.get('verify', 'match')](BEST)
+  reference = results.get(str(arms_lib.ArmSpec('plain', spec.dtype)))
+  rule = checks_lib.RULES[task.verification.get('verify', 'match')](
+    sampling_lib.BEST
+  )
   draws_differ = not rule.keeps_tokens or (
     spec.peer is not None and task.sampling.temperature > 0
   )
   if reference is None or spec.dtype not in pairs or draws_differ:
     return None
-  keys = row_keys(jax.random.key(task.seed), task.batch_size)
+  keys = checks_lib.row_keys(jax.random.key(task.seed), task.batch_size)
   flips = []
   for flip in timing.find_flips(results[str(spec)], reference):
     tokens = reference[flip.batch].generation.tokens[flip.row]
-    margin = choice_margin(
+    margin = exactness.choice_margin(
       pairs[spec.dtype].target,
       keys[flip.row],
       [*batches[flip.batch][flip.row], *tokens[: flip.offset]],
@@ -279,7 +279,9 @@ def _find_flips(
 _PEERS = {'transformers': peers.make_arms, 'llama.cpp': llama_cpp.make_arms}
 
 
-def _describe_peers(specs: Sequence[ArmSpec], task: Task) -> dict[str, Any]:
+def _describe_peers(
+  specs: Sequence[arms_lib.ArmSpec], task: arms_lib.Task
+) -> dict[str, Any]:
   """Versions of the peers among the arms; ValueError if one is missing."""
   found, names = dict[str, Any](), {spec.peer for spec in specs}
   if 'transformers' in names:
@@ -290,15 +292,15 @@ def _describe_peers(specs: Sequence[ArmSpec], task: Task) -> dict[str, Any]:
 
 
 def _load(
-  specs: Sequence[ArmSpec], task: Task
-) -> tuple[dict[str, Pair], dict[str, ReadyArm]]:
+  specs: Sequence[arms_lib.ArmSpec], task: arms_lib.Task
+) -> tuple[dict[str, pair_lib.Pair], dict[str, arms_lib.ReadyArm]]:
   """The pairs by dtype, and all arms by name in the order of `specs`."""
   ours = [spec for spec in specs if spec.peer is None]
   if not ours:
     raise ValueError('--arms needs an arm of this library, e.g. plain')
   _describe_peers(specs, task)  # raises before loading if one is missing
   pairs = {
-    dtype: load_pair(dataclasses.replace(task.models, dtype=dtype))
+    dtype: pair_lib.load_pair(dataclasses.replace(task.models, dtype=dtype))
     for dtype in sorted({spec.dtype for spec in ours})
   }
   arms = {spec: _our_arm(spec, pairs[spec.dtype], task) for spec in ours}
@@ -311,7 +313,7 @@ def _load(
 
 
 def _decode(
-  arms: Mapping[str, ReadyArm],
+  arms: Mapping[str, arms_lib.ReadyArm],
   batches: Batches,
   limits: machine.MachineLimits,
   max_new_tokens: int,
@@ -346,8 +348,8 @@ def _decode(
 def run(
   prompts: Sequence[str],
   *,
-  arms: Sequence[ArmSpec],
-  task: Task,
+  arms: Sequence[arms_lib.ArmSpec],
+  task: arms_lib.Task,
   settings: Figures,
   prompt_bucket: int | None = None,
   max_seconds: float | None = None,
@@ -376,14 +378,16 @@ def run(
   if predict:
     rows = zip(batches[0], results[baseline][0].generation.tokens, strict=True)
     texts = [[*prompt, *new] for prompt, new in rows]
-    predicted = predicted_speeds(
+    predicted = predict_lib.predicted_speeds(
       ready, figures, prompts=batches[0], texts=texts, max_new_tokens=limit
     )
   for spec in arms:
     name = str(spec)
     own, arm = figures[name], ready[name]
     costs = results[name][0].generation.stats.costs
-    paper = relative_bandwidth(own['reads'], {**costs, **PAPER_COSTS})
+    paper = statistics_lib.relative_bandwidth(
+      own['reads'], {**costs, **PAPER_COSTS}
+    )
     own |= machine.roofline_point(own, costs, arm.sizes, summary) | {
       'relative_bandwidth_at_paper_costs': paper,
       'predicted_speed': predicted.get(name),

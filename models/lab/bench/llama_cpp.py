@@ -21,17 +21,14 @@ import weakref
 
 import jax.numpy as jnp
 
+from models.checkpoints import gguf
 from models.checkpoints import hub
-from models.checkpoints.gguf import GGUFFile
+from models.lab.bench import arms as arms_lib
+from models.lab.bench import machine
 from models.lab.bench import peers
-from models.lab.bench.arms import ArmSpec
-from models.lab.bench.arms import ReadyArm
-from models.lab.bench.arms import Task
-from models.lab.bench.machine import model_size
-from models.lab.bench.machine import ModelSize
-from models.nn.adapter import as_model
-from specdec.sampling import Sampling
-from specdec.text_files import to_json
+from models.nn import adapter
+from specdec import sampling as sampling_lib
+from specdec import text_files
 
 # Flags of the server, by method; an arm may have other values.
 _SPECULATION: Mapping[str, Mapping[str, str]] = {
@@ -108,7 +105,7 @@ class _Server:
 
   def complete(self, request: Mapping[str, Any]) -> dict[str, Any]:
     """The answer of `/completion`."""
-    body = to_json(request).encode()
+    body = text_files.to_json(request).encode()
     try:
       with urllib.request.urlopen(f'{self._address}/completion', body) as reply:
         return json.load(reply)
@@ -116,7 +113,7 @@ class _Server:
       raise ValueError(f'llama.cpp: {error.read().decode()}') from error
 
 
-def _settings(sampling: Sampling, seed: int) -> dict[str, Any]:
+def _settings(sampling: sampling_lib.Sampling, seed: int) -> dict[str, Any]:
   """The fields of a request for a `Sampling`, in the order of its fields."""
   if sampling.logit_bias is not None or sampling.repetition_penalty is not None:
     raise ValueError(
@@ -177,9 +174,9 @@ class _Arm:
     )
 
 
-def _file(name: str, flag: str) -> GGUFFile:
+def _file(name: str, flag: str) -> gguf.GGUFFile:
   found = hub.locate(name)
-  if not isinstance(found, GGUFFile):
+  if not isinstance(found, gguf.GGUFFile):
     raise ValueError(
       f'--{flag}={name}: llama.cpp reads GGUF files only; name one, or leave'
       ' out the llama.cpp arms'
@@ -187,10 +184,10 @@ def _file(name: str, flag: str) -> GGUFFile:
   return found
 
 
-def _size(file: GGUFFile) -> tuple[ModelSize, dict[str, int], int]:
+def _size(file: gguf.GGUFFile) -> tuple[machine.ModelSize, dict[str, int], int]:
   """Size, costs and bytes of the weights of a GGUF file."""
-  size = model_size(
-    as_model(hub.shape_module(file.config, jnp.dtype('float16')))
+  size = machine.model_size(
+    adapter.as_model(hub.shape_module(file.config, jnp.dtype('float16')))
   )
   elements, total = file.stored_size()
   costs = {
@@ -201,7 +198,7 @@ def _size(file: GGUFFile) -> tuple[ModelSize, dict[str, int], int]:
 
 
 def _command(
-  spec: ArmSpec, program: str, files: Mapping[str, GGUFFile]
+  spec: arms_lib.ArmSpec, program: str, files: Mapping[str, gguf.GGUFFile]
 ) -> list[str]:
   options = {
     'model': files['target'].path,
@@ -217,8 +214,11 @@ def _command(
 
 
 def make_arms(
-  specs: Sequence[ArmSpec], task: Task, *, eos_ids: Sequence[int]
-) -> dict[ArmSpec, ReadyArm]:
+  specs: Sequence[arms_lib.ArmSpec],
+  task: arms_lib.Task,
+  *,
+  eos_ids: Sequence[int],
+) -> dict[arms_lib.ArmSpec, arms_lib.ReadyArm]:
   """Starts a server for each arm.
 
   Raises:
@@ -242,7 +242,7 @@ def make_arms(
     sizes = {name: size for name, (size, _, _) in found.items()}
     costs = {name: cost for name, (_, cost, _) in found.items()}
     server = _Server(_command(spec, program, files))
-    arms[spec] = ReadyArm(
+    arms[spec] = arms_lib.ReadyArm(
       decode=_Arm(server, task, eos_ids, sizes, costs),
       sizes=sizes,
       weight_bytes=sum(total for _, _, total in found.values()),

@@ -19,22 +19,16 @@ import numpy as np
 import tqdm
 
 from models.lab.study import exactness
-from models.lab.study.exactness import choice_margin
-from models.lab.study.timing import first_difference
-from models.text.generator import Generator
-from models.text.result import TextGeneration
-from models.text.text_options import keys_of_seeds
+from models.lab.study import timing
+from models.text import generator as generator_lib
+from models.text import result as result_lib
+from models.text import text_options
 import specdec
-from specdec.checks import RULES
-from specdec.checks import to_params
-from specdec.mappings import jit
-from specdec.model import LanguageModel
-from specdec.sampling import BEST
-from specdec.sampling import WITH_REPLACEMENT
-from specdec.sampling import WITHOUT_REPLACEMENT
-from specdec.tree.topology import chain
-from specdec.tree.topology import k_ary
-from specdec.tree.topology import Topology
+from specdec import checks as checks_lib
+from specdec import mappings
+from specdec import model as model_lib
+from specdec import sampling as sampling_lib
+from specdec.tree import topology as topology_lib
 
 # The probability that a correct sampler fails, all tests of a check together.
 _SIGNIFICANCE = 1e-3
@@ -120,7 +114,7 @@ class DistributionCheck(Check):
 
 
 def _decode(
-  generator: Generator,
+  generator: generator_lib.Generator,
   prompts: Sequence[str],
   seed: int,
   batch_size: int,
@@ -135,7 +129,7 @@ def _decode(
     prompts, batch_size=batch_size, seed=seed, in_order=True, **options
   )
   progress = tqdm.tqdm(many, title, len(prompts), unit='', file=sys.stderr)
-  results: list[TextGeneration] = []
+  results: list[result_lib.TextGeneration] = []
   for completion in progress:
     if completion.result is None or completion.error:
       raise ValueError(
@@ -146,13 +140,13 @@ def _decode(
   return join('prompt_tokens'), join('tokens'), _rate(results)
 
 
-def _rate(results: Sequence[TextGeneration]) -> float:
+def _rate(results: Sequence[result_lib.TextGeneration]) -> float:
   forwards = sum(result.stats.target_forwards for result in results)
   return sum(result.stats.new_tokens for result in results) / max(forwards, 1)
 
 
 def check_tokens(
-  generator: Generator,
+  generator: generator_lib.Generator,
   prompts: Sequence[str],
   *,
   batch_sizes: Sequence[int],
@@ -179,11 +173,16 @@ def check_tokens(
     _, found, rate = _decode(generator, prompts, seed, size, title, **options)
     divergences = []
     for number, (row, other) in enumerate(zip(expected, found, strict=True)):
-      at = first_difference(other, row)
+      at = timing.first_difference(other, row)
       if at is None:
         continue
-      text, key = ids[number] + row[:at], keys_of_seeds([seed + number], 1)[0]
-      margin = choice_margin(generator.pair.target, key, text, sampling)
+      text, key = (
+        ids[number] + row[:at],
+        text_options.keys_of_seeds([seed + number], 1)[0],
+      )
+      margin = exactness.choice_margin(
+        generator.pair.target, key, text, sampling
+      )
       tokens = row[at : at + 3], other[at : at + 3]
       divergences.append(Divergence(number, at, *tokens, margin))
     checks.append(
@@ -200,7 +199,7 @@ def check_tokens(
 
 
 def check_distribution(
-  generator: Generator,
+  generator: generator_lib.Generator,
   prompts: Sequence[str],
   *,
   batch_sizes: Sequence[int],
@@ -258,22 +257,22 @@ class Verification:
   @property
   def theory(self) -> str:
     """Acceptance probability of a single child, an entry of `theory`."""
-    rule = RULES[self.verify](self.children or BEST)
+    rule = checks_lib.RULES[self.verify](self.children or sampling_lib.BEST)
     if rule.keeps_tokens:
       return 'coupled'
-    return 'p(best)' if rule.children == BEST else '1 - TV'
+    return 'p(best)' if rule.children == sampling_lib.BEST else '1 - TV'
 
 
 OF_TREES = (
   Verification('match'),
-  Verification('rejection', WITHOUT_REPLACEMENT),
-  Verification('rejection', WITH_REPLACEMENT),
-  Verification('rejection', BEST),
+  Verification('rejection', sampling_lib.WITHOUT_REPLACEMENT),
+  Verification('rejection', sampling_lib.WITH_REPLACEMENT),
+  Verification('rejection', sampling_lib.BEST),
 )
-OF_CHAINS = (*OF_TREES, Verification('block', WITHOUT_REPLACEMENT))
+OF_CHAINS = (*OF_TREES, Verification('block', sampling_lib.WITHOUT_REPLACEMENT))
 
 
-@jit()
+@mappings.jit()
 def theory(target: jax.Array, draft: jax.Array) -> dict[str, jax.Array]:
   """Acceptance probabilities of a single draft token, at each of n positions.
 
@@ -309,7 +308,10 @@ def theory(target: jax.Array, draft: jax.Array) -> dict[str, jax.Array]:
 
 
 def _acceptance(
-  results: Iterable[TextGeneration], probs_of: Any, *, with_theory: bool
+  results: Iterable[result_lib.TextGeneration],
+  probs_of: Any,
+  *,
+  with_theory: bool,
 ) -> dict[str, Any]:
   """Acceptance of the first draft token of each target forward."""
   accepted: list[np.ndarray] = []
@@ -337,27 +339,27 @@ def _acceptance(
 
 
 def _probs_of(
-  models: Sequence[LanguageModel],
+  models: Sequence[model_lib.LanguageModel],
   sampling: specdec.Sampling,
   ids: Sequence[int],
 ) -> Iterator[jax.Array]:
   """The distributions of each model after each token, `[n, V]`."""
-  params = to_params(sampling, 1, models[0].spec.vocab_size)
+  params = checks_lib.to_params(sampling, 1, models[0].spec.vocab_size)
   for model in models:
     yield exactness.distributions(model, exactness.padded(ids), params)
 
 
 def _decode_batches(
-  generator: Generator,
-  draft: LanguageModel,
+  generator: generator_lib.Generator,
+  draft: model_lib.LanguageModel,
   prompts: Sequence[str],
-  topology: Topology,
+  topology: topology_lib.Topology,
   rule: Verification,
   *,
   seed: int,
   batch_size: int,
   **options: Any,
-) -> Iterable[TextGeneration]:
+) -> Iterable[result_lib.TextGeneration]:
   """Decodes with a fixed topology; the last batch only if it is full."""
   scorer = specdec.LanguageModelScorer(draft)
   drafter = specdec.fixed_drafter(scorer, topology)
@@ -376,7 +378,7 @@ def _decode_batches(
 
 
 def measure_acceptance(
-  generator: Generator,
+  generator: generator_lib.Generator,
   prompts: Sequence[str],
   *,
   sampling: specdec.Sampling,
@@ -422,7 +424,7 @@ def measure_acceptance(
   )
   probs_of = functools.partial(_probs_of, (pair.target, pair.draft), sampling)
   acceptance = lambda n, rule: _acceptance(
-    decode(k_ary(n, 1), rule), probs_of, with_theory=n == 1
+    decode(topology_lib.k_ary(n, 1), rule), probs_of, with_theory=n == 1
   )
   return {
     'acceptance': {
@@ -430,7 +432,7 @@ def measure_acceptance(
       for n in numbers_of_children
     },
     'block_efficiency': {
-      str(rule): _rate(list(decode(chain(chain_length), rule)))
+      str(rule): _rate(list(decode(topology_lib.chain(chain_length), rule)))
       for rule in OF_CHAINS
     },
   }

@@ -24,9 +24,9 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from models.lab.cost_model import Hardware
-from specdec.model import LanguageModel
-from specdec.statistics import bytes_read
+from models.lab import cost_model
+from specdec import model as model_lib
+from specdec import statistics as statistics_lib
 
 # Larger than the caches of a processor, small enough to fit beside the models.
 _READ_BYTES = {'cpu': 256 << 20, 'default': 2 << 30}
@@ -105,13 +105,13 @@ class MachineLimits:
 
 def this_machine(
   dtypes: Sequence[str] = ('float32', 'bfloat16'), *, samples: int = 5
-) -> Hardware:
+) -> cost_model.Hardware:
   """The default device as a `Hardware` of the cost model."""
   limits = MachineLimits(dtypes)
   for _ in range(samples):
     limits.sample()
   summary = limits.summary()
-  return Hardware(
+  return cost_model.Hardware(
     name='this machine',
     bytes_per_second=summary['bytes_per_second'],
     flops_per_second=summary['flops_per_second'],
@@ -126,7 +126,7 @@ class ModelSize:
   cache_per_slot: int  # Elements of keys and values in one slot of the cache.
 
 
-def model_size(model: LanguageModel) -> ModelSize:
+def model_size(model: model_lib.LanguageModel) -> ModelSize:
   """The size of a model made by `models.nn.adapter.as_model`."""
   cache = jax.tree.leaves(jax.eval_shape(lambda: model.spec.init_cache(1, 1)))
   slot = sum(leaf.size for leaf in cache if leaf.ndim > 1)
@@ -170,7 +170,7 @@ def roofline_point(
   """
   steps = max(figures['reads']['target']['forwards'], 1)
   seconds = max(figures['seconds'] - figures['prefill_seconds'], 1e-9)
-  read = bytes_read(figures['reads'], costs)
+  read = statistics_lib.bytes_read(figures['reads'], costs)
   ideal = read / limits['bytes_per_second']
   operations = flops(figures, sizes)
   return {

@@ -20,17 +20,13 @@ import numpy as np
 from models.checkpoints import hub
 from models.lab.bench import machine
 from models.lab.bench import peers
-from models.lab.study.costs import measure_step_costs
-from models.nn.attention import attend
+from models.lab.study import costs as costs_lib
+from models.nn import attention
+from models.nn import matrices as matrices_lib
 from models.nn.cpu import build
 from models.nn.cpu import ops
-from models.nn.matrices import FORMATS
-from models.nn.matrices import KERNEL_DTYPES
-from models.nn.matrices import matmul as matmul_of
-from models.nn.matrices import pack
-from models.text.generator import Generator
-from models.text.pair import load_pair
-from models.text.pair import ModelChoice
+from models.text import generator as generator_lib
+from models.text import pair as pair_lib
 import specdec
 
 Row = dict[str, Any]
@@ -64,9 +60,11 @@ def kernels(num_rows: Sequence[int], repeats: int) -> list[Row]:
     raise ValueError('kernels: there are none on this machine')
   matrices, features_in, features_out = 24, 1280, 5120
   heads, slots, filled, width = 20, 512, 320, 64
-  products = jax.jit(lambda x, weights: sum(matmul_of(x, w) for w in weights))
+  products = jax.jit(
+    lambda x, weights: sum(matrices_lib.matmul(x, w) for w in weights)
+  )
   layers = {
-    'xla': jax.jit(functools.partial(attend, scale=0.1)),
+    'xla': jax.jit(functools.partial(attention.attend, scale=0.1)),
     'kernels': jax.jit(functools.partial(ops.attend, scale=0.1)),
   }
   table: list[Row] = []
@@ -78,19 +76,21 @@ def kernels(num_rows: Sequence[int], repeats: int) -> list[Row]:
 
   rng = np.random.default_rng(0)
   draw = lambda *shape: np.asarray(rng.standard_normal(shape, np.float32))
-  for dtype in KERNEL_DTYPES:
+  for dtype in matrices_lib.KERNEL_DTYPES:
     shape = features_out, features_in
     blocks = [[(slice(None), draw(*shape))] for _ in range(matrices)]
-    make = FORMATS[dtype].from_blocks
+    make = matrices_lib.FORMATS[dtype].from_blocks
     weights = {'xla': jax.device_put([make(one, shape) for one in blocks])}
-    weights['kernels'] = [pack(weight) for weight in weights['xla']]
+    weights['kernels'] = [
+      matrices_lib.pack(weight) for weight in weights['xla']
+    ]
     for n in num_rows:
       x = draw(n, features_in)
       runs = {
         way: functools.partial(products, x, weights[way]) for way in weights
       }
       add('products', dtype, n, runs)
-    if not FORMATS[dtype].is_float:
+    if not matrices_lib.FORMATS[dtype].is_float:
       continue  # Attention is computed in bfloat16.
     cache = [draw(1, heads, slots, width).astype(dtype) for _ in range(2)]
     for n in num_rows:
@@ -111,10 +111,12 @@ def _our_forwards(
   name, dtype, widths, context, cpu_kernels
 ) -> Callable[[], Mapping]:
   """A function that measures V(N) for every N."""
-  choice = ModelChoice(name, None, dtype=dtype, cpu_kernels=cpu_kernels)
-  target = load_pair(choice).target
+  choice = pair_lib.ModelChoice(
+    name, None, dtype=dtype, cpu_kernels=cpu_kernels
+  )
+  target = pair_lib.load_pair(choice).target
   return lambda: (
-    measure_step_costs(
+    costs_lib.measure_step_costs(
       target,
       [list(range(target.spec.vocab_size))],
       prompt_slots=context,
@@ -226,7 +228,7 @@ def _seconds_in_turns(decodings: list[specdec.Decoding]) -> list[float]:
 
 
 def fallback(
-  generator: Generator,
+  generator: generator_lib.Generator,
   prompts: Sequence[str],
   *,
   break_even: float | None,

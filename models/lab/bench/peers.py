@@ -18,17 +18,13 @@ import jax
 import numpy as np
 import transformers
 
+from models.checkpoints import gguf
 from models.checkpoints import hub
-from models.checkpoints.gguf import GGUFFile
+from models.lab.bench import arms as arms_lib
 from models.lab.bench import machine
-from models.lab.bench.arms import ArmSpec
-from models.lab.bench.arms import ReadyArm
-from models.lab.bench.arms import Task
-from models.lab.bench.machine import ModelSize
-from specdec.generation import Generation
-from specdec.sampling import Sampling
-from specdec.statistics import plain_reads
-from specdec.statistics import Statistics
+from specdec import generation as generation_lib
+from specdec import sampling as sampling_lib
+from specdec import statistics as statistics_lib
 
 
 def import_torch() -> Any:
@@ -74,7 +70,7 @@ def load_peer(name: str, dtype: str, revision: str | None) -> Any:
   torch = import_torch()
   found = hub.locate(name, revision=revision)
   path = found.path
-  where = {'gguf_file': path.name} if isinstance(found, GGUFFile) else {}
+  where = {'gguf_file': path.name} if isinstance(found, gguf.GGUFFile) else {}
   model: Any = transformers.AutoModelForCausalLM.from_pretrained(
     path.parent if where else path, dtype=getattr(torch, dtype), **where
   )
@@ -83,7 +79,7 @@ def load_peer(name: str, dtype: str, revision: str | None) -> Any:
   return model.to(_device(torch)).eval()
 
 
-def _settings(sampling: Sampling) -> dict[str, Any]:
+def _settings(sampling: sampling_lib.Sampling) -> dict[str, Any]:
   """The arguments of `generate` of transformers for a `Sampling`."""
   if sampling.logit_bias is not None:
     raise ValueError('transformers arms have no --logit_bias; leave it out')
@@ -95,7 +91,7 @@ def _settings(sampling: Sampling) -> dict[str, Any]:
   return {name: value for name, value in settings.items() if value is not None}
 
 
-def _options(spec: ArmSpec) -> dict[str, Any]:
+def _options(spec: arms_lib.ArmSpec) -> dict[str, Any]:
   """The options of an arm as numbers."""
   options: dict[str, Any] = {}
   if spec.method == 'transformers-lookup':
@@ -184,8 +180,11 @@ def _peak_beyond(run: Callable[[], Any]) -> int | None:
 
 
 def make_arms(
-  specs: Sequence[ArmSpec], task: Task, *, eos_ids: Sequence[int]
-) -> dict[ArmSpec, ReadyArm]:
+  specs: Sequence[arms_lib.ArmSpec],
+  task: arms_lib.Task,
+  *,
+  eos_ids: Sequence[int],
+) -> dict[arms_lib.ArmSpec, arms_lib.ReadyArm]:
   """Loads the models of arms of transformers, each model once per dtype.
 
   The random draws are those of torch; the seed is set again for every batch.
@@ -219,7 +218,7 @@ def make_arms(
         f' the target, {sizes[0]} tokens, not {sizes[1]}; leave the arm out'
       )
     parameters = [p for model in models.values() for p in model.parameters()]
-    arms[spec] = ReadyArm(
+    arms[spec] = arms_lib.ReadyArm(
       decode=_Peer(spec, models, task, eos_ids),
       sizes={name: torch_model_size(model) for name, model in models.items()},
       weight_bytes=sum(map(_num_bytes, parameters)),
@@ -260,7 +259,7 @@ def read_costs(model: Any) -> dict[str, int]:
   }
 
 
-def torch_model_size(model: Any) -> ModelSize:
+def torch_model_size(model: Any) -> machine.ModelSize:
   """The size of a model of transformers."""
   config, read = model.config, _parameters_read(model)
   heads = config.num_attention_heads
@@ -268,7 +267,7 @@ def torch_model_size(model: Any) -> ModelSize:
   heads = getattr(config, 'num_key_value_heads', None) or heads
   weights = sum(share * p.numel() for p, share in read if p.ndim > 1)
   cache_per_slot = 2 * config.num_hidden_layers * heads * width
-  return ModelSize(round(weights), cache_per_slot)
+  return machine.ModelSize(round(weights), cache_per_slot)
 
 
 @dataclasses.dataclass
@@ -313,11 +312,11 @@ def as_generation(
   eos_ids: Sequence[int],
   counted: Mapping[str, Forwards],
   costs: Mapping[str, Mapping[str, float]],
-) -> Generation:
+) -> generation_lib.Generation:
   """Result of a peer, cut after EOS; see `statistics`."""
   ended = [_until_eos(row, eos_ids) for row in rows]
   tokens = [row for row, _ in ended]
-  return Generation(
+  return generation_lib.Generation(
     tokens=tokens,
     origins=[],
     labels=('target',),
@@ -333,7 +332,7 @@ def statistics(
   tokens: Sequence[Sequence[int]],
   counted: Mapping[str, Forwards],
   costs: Mapping[str, Mapping[str, float]],
-) -> Statistics:
+) -> statistics_lib.Statistics:
   """The figures of a decode, as far as known.
 
   `tokens` are the new ones, including EOS; forwards and costs (`read_costs`)
@@ -341,12 +340,12 @@ def statistics(
   """
   new_tokens = np.array([len(row) for row in tokens])
   lengths = np.array([len(prompt) for prompt in prompts])
-  reads = {'plain': plain_reads(lengths, new_tokens)} | {
+  reads = {'plain': statistics_lib.plain_reads(lengths, new_tokens)} | {
     name: {'forwards': hook.forwards, 'slots': hook.slots}
     for name, hook in counted.items()
   }
   forwards = {name: hook.forwards for name, hook in counted.items()}
-  return Statistics(
+  return statistics_lib.Statistics(
     new_tokens=int(new_tokens.sum()),
     # A row of a batch may end before the others.
     target_forwards=int(np.minimum(new_tokens, forwards['target']).sum()),

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from models.lab.bench.arms import PEER_METHODS
+from models.lab.bench import arms as arms_lib
 
 COLORS = (
   *('#4477aa', '#ee6677', '#228833', '#ccbb44'),
@@ -154,7 +154,7 @@ def _styles(record) -> dict[str, tuple[str, str]]:
   counts = {True: 0, False: 0}
   styles = {}
   for name in record['arms']:
-    is_peer = name.partition(':')[0].partition('(')[0] in PEER_METHODS
+    is_peer = name.partition(':')[0].partition('(')[0] in arms_lib.PEER_METHODS
     colors = _PEER_COLORS if is_peer else COLORS
     markers = _PEER_MARKERS if is_peer else _MARKERS
     row, column = divmod(counts[is_peer], len(colors))

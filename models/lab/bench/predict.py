@@ -11,15 +11,15 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 
-from models.lab.bench.arms import ReadyArm
-from models.lab.study.costs import measure_step_costs
-from specdec.checks import padded_shape
+from models.lab.bench import arms as arms_lib
+from models.lab.study import costs as costs_lib
+from specdec import checks as checks_lib
 
 _STEPS = 4
 
 
 def predicted_speeds(
-  arms: Mapping[str, ReadyArm],
+  arms: Mapping[str, arms_lib.ReadyArm],
   figures: Mapping[str, Mapping[str, Any]],
   *,
   prompts: Sequence[Sequence[int]],
@@ -32,7 +32,7 @@ def predicted_speeds(
   is. V(N) is measured on the tokens of `texts`, which are the prompts of a
   batch, continued. Figures are those of `timing.summarize_arms`, by name.
   """
-  slots, room = padded_shape(prompts, max_new_tokens)
+  slots, room = checks_lib.padded_shape(prompts, max_new_tokens)
   halfway = sum(map(len, prompts)) // len(prompts) + max_new_tokens // 2
   # By arm: model, number of forwards, and tokens per row of each.
   forwards: dict[str, list[tuple[Any, int, int]]] = {}
@@ -47,7 +47,7 @@ def predicted_speeds(
       forwards[name].append((model, count, width))
   used = [use for uses in forwards.values() for use in uses]
   costs = {
-    id(model): measure_step_costs(
+    id(model): costs_lib.measure_step_costs(
       model,
       texts,
       prompt_slots=slots,

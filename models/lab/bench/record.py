@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from specdec.text_files import to_json
+from specdec import text_files
 
 
 def prepare_output(path: str | None) -> None:
@@ -29,7 +29,7 @@ def write_record(
 ) -> None:
   """Writes `record` as JSON, if there is a path."""
   if path:
-    text = to_json(record(settings, figures), indent=1)
+    text = text_files.to_json(record(settings, figures), indent=1)
     pathlib.Path(path).write_text(f'{text}\n', 'utf-8')
 
 

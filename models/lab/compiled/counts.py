@@ -12,9 +12,7 @@ import itertools
 import math
 import re
 
-from models.lab.compiled.hlo import Array
-from models.lab.compiled.hlo import Instruction
-from models.lab.compiled.hlo import Program
+from models.lab.compiled import hlo
 
 LARGE_COPY = 64 * 1024
 """Copies of more bytes than this are listed one by one."""
@@ -62,13 +60,13 @@ class Collective:
   """A kind of exchange between devices; a result is what each has after it."""
 
   opcode: str  # Such as `all-reduce`.
-  arrays: tuple[Array, ...]  # The results.
+  arrays: tuple[hlo.Array, ...]  # The results.
   in_layer: bool  # Whether it belongs to a layer of a model.
 
   @property
   def num_bytes(self) -> int:
     """The bytes of the results, without the padding of tiled layouts."""
-    plain = (Array(array.element, array.dims) for array in self.arrays)
+    plain = (hlo.Array(array.element, array.dims) for array in self.arrays)
     return sum(array.num_bytes for array in plain)
 
   def __str__(self) -> str:
@@ -132,12 +130,12 @@ class Loop:
         ours.extend(theirs)
 
 
-def count(program: Program) -> Loop:
+def count(program: hlo.Program) -> Loop:
   """Counts of a program outside of its loops, with the loops in `loops`."""
   return _count_computation(program, program.entry)
 
 
-def _count_computation(program: Program, name: str) -> Loop:
+def _count_computation(program: hlo.Program, name: str) -> Loop:
   total = Loop()
   for instruction in program.computations[name].values():
     called = instruction.called
@@ -169,7 +167,7 @@ def _count_computation(program: Program, name: str) -> Loop:
 
 
 def _count_instruction(
-  program: Program, computation: str, instruction: Instruction
+  program: hlo.Program, computation: str, instruction: hlo.Instruction
 ) -> Loop:
   """Counts of an instruction that calls no computation but a fusion."""
   is_kernel = _is_kernel(instruction)
@@ -194,7 +192,7 @@ def _count_instruction(
 
 
 def _collective(
-  program: Program, instruction: Instruction
+  program: hlo.Program, instruction: hlo.Instruction
 ) -> Collective | None:
   """The collective that an instruction is, starts, or is fused with."""
   inner = [instruction]
@@ -210,7 +208,7 @@ def _collective(
   return None
 
 
-def _is_kernel(instruction: Instruction) -> bool:
+def _is_kernel(instruction: hlo.Instruction) -> bool:
   opcode = instruction.opcode
   if _FREE.fullmatch(opcode):
     return False
@@ -221,7 +219,7 @@ def _is_kernel(instruction: Instruction) -> bool:
   return instruction.target not in _FREE_TARGETS
 
 
-def _is_host_transfer(instruction: Instruction) -> bool:
+def _is_host_transfer(instruction: hlo.Instruction) -> bool:
   opcode = instruction.opcode
   named = any(name in instruction.target for name in _HOST_TARGETS)
   spaces = {array.memory_space for array in instruction.arrays}
@@ -230,7 +228,7 @@ def _is_host_transfer(instruction: Instruction) -> bool:
   return opcode.removesuffix('-start') in _HOST_OPCODES or named or moves
 
 
-def _is_copy(program: Program, instruction: Instruction) -> bool:
+def _is_copy(program: hlo.Program, instruction: hlo.Instruction) -> bool:
   if instruction.opcode in ('copy', 'copy-start', 'transpose'):
     return True
   if instruction.opcode != 'fusion':
@@ -240,24 +238,24 @@ def _is_copy(program: Program, instruction: Instruction) -> bool:
   return bool(opcodes & {'copy', 'transpose'}) and opcodes <= _RELAYOUT
 
 
-def _fused(fusion: Instruction) -> str:
+def _fused(fusion: hlo.Instruction) -> str:
   """Name of the computation of a fusion."""
   (called,) = fusion.called['calls']
   return called
 
 
-def bytes_of(arrays: tuple[Array, ...]) -> int:
+def bytes_of(arrays: tuple[hlo.Array, ...]) -> int:
   """Size of the arrays that are in main memory; the others count as 0."""
   return sum(array.num_bytes for array in arrays if array.memory_space == 0)
 
 
-def _size(arrays: tuple[Array, ...]) -> int:
+def _size(arrays: tuple[hlo.Array, ...]) -> int:
   """Size in any memory; within a fusion the text does not name the memory."""
   return sum(array.num_bytes for array in arrays)
 
 
 def traffic(
-  program: Program, computation: str, instruction: Instruction
+  program: hlo.Program, computation: str, instruction: hlo.Instruction
 ) -> int:
   """Bytes of main memory that an instruction of a computation moves.
 
@@ -300,7 +298,7 @@ def traffic(
   return int(read + written)
 
 
-def _read_of_operand(program: Program, fused: str, index: int) -> float:
+def _read_of_operand(program: hlo.Program, fused: str, index: int) -> float:
   """Bytes of an operand that a fusion reads, or `_ALL`."""
   for inner in program.computations[fused].values():
     if inner.opcode == 'parameter' and inner.literal == str(index):
@@ -308,7 +306,7 @@ def _read_of_operand(program: Program, fused: str, index: int) -> float:
   return _ALL
 
 
-def _read(program: Program, computation: str, name: str) -> float:
+def _read(program: hlo.Program, computation: str, name: str) -> float:
   """Bytes of an instruction's result that a computation reads, or `_ALL`."""
   total = 0.0
   for user in program.computations[computation].values():
@@ -332,13 +330,13 @@ def _read(program: Program, computation: str, name: str) -> float:
   return total
 
 
-def _is_view(program: Program, fusion: Instruction) -> bool:
+def _is_view(program: hlo.Program, fusion: hlo.Instruction) -> bool:
   """Whether it does nothing but give its operand another shape."""
   inner = program.computations[_fused(fusion)].values()
   return all(one.opcode in ('parameter', *_VIEWS) for one in inner)
 
 
-def _written(program: Program, computation: str, name: str) -> float:
+def _written(program: hlo.Program, computation: str, name: str) -> float:
   """Bytes of an instruction's result that are written, or `_ALL`."""
   siblings = program.computations[computation]
   instruction = siblings[name]

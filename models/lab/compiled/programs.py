@@ -21,34 +21,25 @@ from jax.sharding import SingleDeviceSharding
 import numpy as np
 
 from models.checkpoints import hub
-from models.lab.compiled.counts import axes_of
-from models.lab.cost_model import HARDWARE
-from models.lab.cost_model import MODELS
-from models.nn.adapter import as_model
-from models.nn.adapter import Config
-from models.nn.gpt2 import GPT2Config
-from models.nn.llama import LlamaConfig
-from models.nn.sharding import draft_layout
-from models.nn.sharding import Layout
-from models.nn.sharding import make_layout
-from models.text.drafters import DEMO_TABLE
-from models.text.drafters import make_drafter
-from models.text.pair import ModelChoice
-from models.text.pair import Pair
-from models.text.settings import DraftSettings
+from models.lab import cost_model
+from models.lab.compiled import counts
+from models.nn import adapter
+from models.nn import gpt2 as nn_gpt2
+from models.nn import llama as nn_llama
+from models.nn import sharding as sharding_lib
+from models.text import drafters
+from models.text import pair as pair_lib
+from models.text import settings as settings_lib
 import specdec
-from specdec.checks import row_keys
-from specdec.checks import to_params
-from specdec.checks import to_rule
-from specdec.draft.drafter import Drafter
-from specdec.draft.ngram import NGram
-from specdec.loop import advance
-from specdec.loop import start
-from specdec.memory import bytes_on_device
-from specdec.model import LanguageModel
-from specdec.ngram.table import load_table
-from specdec.step import DecodeState
-from specdec.watchers import EndOfText
+from specdec import checks as checks_lib
+from specdec import loop
+from specdec import memory
+from specdec import model as model_lib
+from specdec import step as step_lib
+from specdec import watchers as watchers_lib
+from specdec.draft import drafter as drafter_lib
+from specdec.draft import ngram as ngram_lib
+from specdec.ngram import table as table_lib
 
 METHODS = ('plain', 'chain', 'tree', 'staged')
 
@@ -95,7 +86,7 @@ class Device:
 
 
 def _device(name: str, platform: str, description: str) -> Device:
-  limits = HARDWARE[name]
+  limits = cost_model.HARDWARE[name]
   flops = limits.peak('bfloat16')
   return Device(platform, limits.bytes_per_second, flops, description)
 
@@ -114,8 +105,8 @@ def _gpu(key: str, name: str, limits: str) -> Device:
       thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
       registers_per_core_limit: 65536 registers_per_block_limit: 65536
       shared_memory_per_block: 49152
-      memory_bandwidth: {HARDWARE[key].bytes_per_second:.0f}
-      device_memory_size: {HARDWARE[key].memory_bytes:.0f}
+      memory_bandwidth: {cost_model.HARDWARE[key].bytes_per_second:.0f}
+      device_memory_size: {cost_model.HARDWARE[key].memory_bytes:.0f}
       {limits}
       device_vendor: "NVIDIA Corporation" name: "{name}"
       driver_version: "12.9.0" runtime_version: "12.9.0"
@@ -218,8 +209,8 @@ def _abstract_devices(device: Device) -> list[jax.Device]:
     ) from error
 
 
-def _gpt2(width: int, num_layers: int, num_heads: int) -> GPT2Config:
-  return GPT2Config(
+def _gpt2(width: int, num_layers: int, num_heads: int) -> nn_gpt2.GPT2Config:
+  return nn_gpt2.GPT2Config(
     vocab_size=50257,
     num_positions=1024,
     width=width,
@@ -228,9 +219,9 @@ def _gpt2(width: int, num_layers: int, num_heads: int) -> GPT2Config:
   )
 
 
-def _llama_2(name: str) -> LlamaConfig:
-  sizes = MODELS[name]
-  return LlamaConfig(
+def _llama_2(name: str) -> nn_llama.LlamaConfig:
+  sizes = cost_model.MODELS[name]
+  return nn_llama.LlamaConfig(
     vocab_size=sizes.vocab_size,
     num_positions=4096,
     width=sizes.width,
@@ -242,7 +233,7 @@ def _llama_2(name: str) -> LlamaConfig:
   )
 
 
-SHAPES: dict[str, Config] = {
+SHAPES: dict[str, adapter.Config] = {
   'gpt2-large': _gpt2(1280, 36, 20),
   'gpt2-xl': _gpt2(1600, 48, 25),
   'draft-40m': _gpt2(512, 8, 8),
@@ -266,12 +257,14 @@ class Workload:
   the n-gram has the shape of the embedded n-gram.
   """
 
-  models: ModelChoice = ModelChoice(dtype='bfloat16')
+  models: pair_lib.ModelChoice = pair_lib.ModelChoice(dtype='bfloat16')
   num_layers: int | None = None  # Of the target, at most; None for all.
   batch_size: int = 1
   prompt_tokens: int = 256  # Slots for the prompt.
   max_new_tokens: int = 192  # Slots for the new tokens.
-  drafting: DraftSettings = dataclasses.field(default_factory=DraftSettings)
+  drafting: settings_lib.DraftSettings = dataclasses.field(
+    default_factory=settings_lib.DraftSettings
+  )
   sampling: specdec.Sampling = specdec.Sampling()
   verify: str = 'match'
   children: str | None = None  # See `specdec.checks.to_rule`.
@@ -304,7 +297,7 @@ class Compiled:
   work: dict[str, Work]  # Of a forward of `target` and of each stage, by name.
 
 
-def config_of(name: str, vocab_size: int | None = None) -> Config:
+def config_of(name: str, vocab_size: int | None = None) -> adapter.Config:
   """The configuration of a model, with another vocabulary size if given.
 
   Raises:
@@ -315,13 +308,19 @@ def config_of(name: str, vocab_size: int | None = None) -> Config:
 
 
 def _model(
-  config: Config, dtype: jax.typing.DTypeLike, layout: Layout = Layout()
-) -> LanguageModel:
+  config: adapter.Config,
+  dtype: jax.typing.DTypeLike,
+  layout: sharding_lib.Layout = sharding_lib.Layout(),
+) -> model_lib.LanguageModel:
   """A model whose weights are shapes."""
-  return as_model(hub.shape_module(config, jnp.dtype(dtype), layout), layout)
+  return adapter.as_model(
+    hub.shape_module(config, jnp.dtype(dtype), layout), layout
+  )
 
 
-def _target(workload: Workload, layout: Layout) -> LanguageModel:
+def _target(
+  workload: Workload, layout: sharding_lib.Layout
+) -> model_lib.LanguageModel:
   config = config_of(workload.models.target)
   layers = min(config.num_layers, workload.num_layers or config.num_layers)
   config = dataclasses.replace(config, num_layers=layers)
@@ -329,8 +328,11 @@ def _target(workload: Workload, layout: Layout) -> LanguageModel:
 
 
 def _drafter(
-  method: str, workload: Workload, target: LanguageModel, layout: Layout
-) -> Drafter:
+  method: str,
+  workload: Workload,
+  target: model_lib.LanguageModel,
+  layout: sharding_lib.Layout,
+) -> drafter_lib.Drafter:
   if method == 'plain':
     return specdec.PLAIN
   vocab_size = target.spec.vocab_size
@@ -338,16 +340,16 @@ def _drafter(
   assert choice.draft is not None
   config = config_of(hub.draft_name(choice.draft), vocab_size)
   layer_bytes = hub.layer_bytes(config, choice.dtype)
-  own_layout = draft_layout(layout, choice.draft_mesh, layer_bytes)
+  own_layout = sharding_lib.draft_layout(layout, choice.draft_mesh, layer_bytes)
   draft = _model(config, choice.dtype, own_layout)
   # The tokenizer is not used, because no text is encoded.
-  pair = Pair(target, draft, None, (), layout)  # type: ignore[arg-type]
+  pair = pair_lib.Pair(target, draft, None, (), layout)  # type: ignore[arg-type]
   settings = dataclasses.replace(workload.drafting, inner='lookup')
-  drafter = make_drafter(method, pair, settings)
+  drafter = drafters.make_drafter(method, pair, settings)
   if method != 'staged':
     return drafter
-  table = jax.eval_shape(lambda: load_table(DEMO_TABLE)[0])
-  ngram = NGram(table.replace(vocab_size=vocab_size))
+  table = jax.eval_shape(lambda: table_lib.load_table(drafters.DEMO_TABLE)[0])
+  ngram = ngram_lib.NGram(table.replace(vocab_size=vocab_size))
   *outer, inner = drafter.stages
   assert isinstance(inner.scorer, specdec.CandidateScorer)
   scorer = inner.scorer.replace(proposers=(*inner.scorer.proposers, ngram))
@@ -361,14 +363,16 @@ def _request(workload: Workload, vocab_size: int) -> specdec.Request:
       prompt=jnp.zeros((rows, workload.prompt_tokens), jnp.int32),
       prompt_length=jnp.ones(rows, jnp.int32),
       limit=jnp.ones(rows, jnp.int32),
-      row_keys=row_keys(jax.random.key(0), rows),
-      sampling=to_params(workload.sampling, rows, vocab_size),
-      watchers=(EndOfText(jnp.zeros((1, 1), jnp.int32)),),
+      row_keys=checks_lib.row_keys(jax.random.key(0), rows),
+      sampling=checks_lib.to_params(workload.sampling, rows, vocab_size),
+      watchers=(watchers_lib.EndOfText(jnp.zeros((1, 1), jnp.int32)),),
     )
   )
 
 
-def _work(model: LanguageModel, cache: specdec.KVCache, positions: int) -> Work:
+def _work(
+  model: model_lib.LanguageModel, cache: specdec.KVCache, positions: int
+) -> Work:
   spec = model.spec
   rows = cache.length.shape[0]
   row_shards = spec.row_shards if rows % spec.row_shards == 0 else 1
@@ -376,7 +380,7 @@ def _work(model: LanguageModel, cache: specdec.KVCache, positions: int) -> Work:
   leaves = jax.tree.leaves(model.params)
   itemsize = min(leaf.dtype.itemsize for leaf in leaves)
   whole = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-  share = sum(map(bytes_on_device, leaves)) / whole
+  share = sum(map(memory.bytes_on_device, leaves)) / whole
   weight_bytes = round(spec.weight_bytes * share)
   per_slot = spec.cache_bytes_per_slot // spec.slot_shards
   return Work(
@@ -386,7 +390,9 @@ def _work(model: LanguageModel, cache: specdec.KVCache, positions: int) -> Work:
 
 
 def _works(
-  target: LanguageModel, drafter: Drafter, state: DecodeState
+  target: model_lib.LanguageModel,
+  drafter: drafter_lib.Drafter,
+  state: step_lib.DecodeState,
 ) -> dict[str, Work]:
   """The work of the target and of each stage, by name."""
   num_nodes = drafter.shape.num_nodes
@@ -400,7 +406,10 @@ def _works(
 
 
 def _placed(
-  target: LanguageModel, tree: Any, devices: list[jax.Device], platform: str
+  target: model_lib.LanguageModel,
+  tree: Any,
+  devices: list[jax.Device],
+  platform: str,
 ) -> Any:
   """Shapes with the shardings that `ModelSpec.place` gives them."""
   if len(devices) == 1:
@@ -422,7 +431,9 @@ def _bytes(leaf: jax.ShapeDtypeStruct) -> int:
 
 
 def _held(
-  target: LanguageModel, drafter: Drafter, state: DecodeState
+  target: model_lib.LanguageModel,
+  drafter: drafter_lib.Drafter,
+  state: step_lib.DecodeState,
 ) -> list[jax.ShapeDtypeStruct]:
   """All weights and caches."""
   is_cache = lambda leaf: isinstance(leaf, specdec.KVCache)
@@ -432,9 +443,9 @@ def _held(
 
 def _layout(
   devices: list[jax.Device], mesh: dict[str, int] | None, name: str
-) -> Layout:
+) -> sharding_lib.Layout:
   if mesh is None:
-    return Layout()
+    return sharding_lib.Layout()
   if math.prod(mesh.values()) != len(devices):
     sizes = ','.join(f'{axis}:{size}' for axis, size in mesh.items())
     raise ValueError(
@@ -442,7 +453,7 @@ def _layout(
       f' {len(devices)}; give as many devices, such as v5e:2x4 or h100:8'
     )
   grid = np.array(devices).reshape([*mesh.values()])
-  return make_layout(Mesh(grid, [*mesh]))
+  return sharding_lib.make_layout(Mesh(grid, [*mesh]))
 
 
 def compile_program(
@@ -468,38 +479,39 @@ def compile_program(
   target = _target(workload, layout)
   drafter = _drafter(method, workload, target, layout)
   request = _request(workload, target.spec.vocab_size)
+  children = workload.children if drafter.stages else None
+  rule = checks_lib.to_rule(workload.verify, children, drafter)
   config = specdec.DecodeConfig(
-    max_new_tokens=workload.max_new_tokens,
-    rule=to_rule(
-      workload.verify, workload.children if drafter.stages else None, drafter
-    ),
+    max_new_tokens=workload.max_new_tokens, rule=rule
   )
   state = jax.eval_shape(
-    lambda *args: start(*args, config=config), target, drafter, request
+    lambda *args: loop.start(*args, config=config), target, drafter, request
   )
   count = jax.ShapeDtypeStruct((), jnp.int32)  # Of steps, and of rows.
+  # Weights of several devices have their places.
   everywhere = layout.everywhere or SingleDeviceSharding(devices[0])
   target, drafter, request, count = jax.tree.map(
-    # Weights of several devices have theirs.
-    lambda leaf: _with_sharding(
-      leaf,
-      leaf.sharding if isinstance(leaf.sharding, NamedSharding) else everywhere,
+    lambda leaf: (
+      leaf
+      if isinstance(leaf.sharding, NamedSharding)
+      else _with_sharding(leaf, everywhere)
     ),
     (target, drafter, request, count),
   )
   state = _placed(target, state, devices, device.platform)
-  compiled = (
-    advance.trace(target, drafter, request, state, count, count, config=config)
-    .lower(lowering_platforms=(device.platform,))
-    .compile(compiler_options=_OPTIONS[device.platform])
+  traced = loop.advance.trace(
+    target, drafter, request, state, count, count, config=config
   )
+  lowered = traced.lower(lowering_platforms=(device.platform,))
+  compiled = lowered.compile(compiler_options=_OPTIONS[device.platform])
   held = _held(target, drafter, state)
-  divided = [leaf for leaf in held if bytes_on_device(leaf) < _bytes(leaf)]
+  divided = [one for one in held if memory.bytes_on_device(one) < _bytes(one)]
   saved = (1 - 1 / len(devices)) * sum(map(_bytes, divided))
+  own = sum(map(memory.bytes_on_device, held))
   return Compiled(
     text=compiled.as_text(),
     temporary_bytes=compiled.memory_analysis().temp_size_in_bytes,
-    held=(sum(map(bytes_on_device, held)), sum(map(_bytes, held)) - saved),
-    divided=frozenset(axes_of(leaf.shape) for leaf in divided),
+    held=(own, sum(map(_bytes, held)) - saved),
+    divided=frozenset(counts.axes_of(leaf.shape) for leaf in divided),
     work=_works(target, drafter, state),
   )

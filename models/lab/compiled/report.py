@@ -5,13 +5,9 @@ from collections.abc import Mapping
 import dataclasses
 from typing import Any
 
-from models.lab.compiled.counts import count
-from models.lab.compiled.counts import joined_axes
-from models.lab.compiled.counts import Loop
-from models.lab.compiled.hlo import parse
-from models.lab.compiled.programs import Compiled
-from models.lab.compiled.programs import Device
-from models.lab.compiled.programs import Work
+from models.lab.compiled import counts
+from models.lab.compiled import hlo
+from models.lab.compiled import programs
 
 STEP = 'decode step'
 
@@ -36,7 +32,10 @@ def _by_text(collectives: Counter) -> dict[str, int]:
 
 
 def loop_figures(
-  loop: Loop, work: Work, compiled: Compiled, device: Device
+  loop: counts.Loop,
+  work: programs.Work,
+  compiled: programs.Compiled,
+  device: programs.Device,
 ) -> dict[str, Any]:
   """Figures of one round of a loop, without the loops within it.
 
@@ -47,7 +46,9 @@ def loop_figures(
   `bandwidth_ms`, the milliseconds for `bytes` at peak bandwidth.
   """
   exchanges = loop.collectives.items()
-  is_whole = lambda array: bool(joined_axes(array.dims) & compiled.divided)
+  is_whole = lambda array: bool(
+    counts.joined_axes(array.dims) & compiled.divided
+  )
   floor = max(work.bytes / device.bandwidth, work.flops / device.flops)
   return {
     'kernels': loop.kernels,
@@ -71,7 +72,11 @@ def loop_figures(
 
 
 def _all_figures(
-  method: str, loop: Loop, depth: int, compiled: Compiled, device: Device
+  method: str,
+  loop: counts.Loop,
+  depth: int,
+  compiled: programs.Compiled,
+  device: programs.Device,
 ) -> list[dict[str, Any]]:
   """Figures of a loop, at `depth` of the program, and of the loops within."""
   # Growth runs in the scope `grow_` and the name of the stage. Other loops
@@ -84,7 +89,7 @@ def _all_figures(
     worker = growing[0]
     where = 'before' if depth == 1 else 'within'
     label = f'growth round of {worker}, {where}'
-  work = compiled.work.get(worker, Work())
+  work = compiled.work.get(worker, programs.Work())
   figures = loop_figures(loop, work, compiled, device)
   found = [{'method': method, 'loop': label} | figures]
   for inner in loop.loops:
@@ -92,13 +97,15 @@ def _all_figures(
   return found
 
 
-def analyse(method: str, compiled: Compiled, device: Device) -> ProgramReport:
+def analyse(
+  method: str, compiled: programs.Compiled, device: programs.Device
+) -> ProgramReport:
   """Counts the work of a compiled decode loop.
 
   Raises:
     ValueError: the program does not have exactly one outermost loop.
   """
-  top = count(parse(compiled.text))
+  top = counts.count(hlo.parse(compiled.text))
   names = [loop.name for loop in top.loops]
   if len(names) != 1:
     raise ValueError(f'expected one decode loop, the program has {names}')

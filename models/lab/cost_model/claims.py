@@ -12,34 +12,26 @@ import json
 import pathlib
 from typing import Any
 
-from models.lab.cost_model.forward import forward_cost
-from models.lab.cost_model.forward import Hardware
-from models.lab.cost_model.forward import ModelShape
-from models.lab.cost_model.presets import HARDWARE
-from models.lab.cost_model.presets import MODELS
-from models.lab.cost_model.speculation import best_tree
-from models.lab.cost_model.speculation import break_even_batch_size
-from models.lab.cost_model.speculation import Deployment
-from models.lab.cost_model.speculation import predict
-from models.lab.cost_model.speculation import SpeculativeStep
-from models.lab.cost_model.speculation import tree_step
+from models.lab.cost_model import forward as forward_lib
+from models.lab.cost_model import presets
+from models.lab.cost_model import speculation
 from specdec import text_files
-from specdec.tree.topology import chain
+from specdec.tree import topology as topology_lib
 
 Tables = dict[str, list[dict[str, Any]]]
 
 _BATCH_SIZES = tuple(2**power for power in range(9))
 _CONTEXTS = tuple(2**power for power in range(9, 18))
-_PLAIN = SpeculativeStep()
+_PLAIN = speculation.SpeculativeStep()
 _COUNTS = 'amd-epyc-zen4-2-cores'  # Folder of the results that are read.
 _METHODS = ('plain', 'chain', 'tree', 'staged')
 
 # Spector and Ré 2023, arXiv 2308.04623: mode, method, relative bandwidth (table
 # 1) and tokens per second (table 2).
-PAPER = Deployment(
-  target=MODELS['gpt2-large'],
-  draft=MODELS['draft-40m'],
-  hardware=HARDWARE['rtx-4090'],
+PAPER = speculation.Deployment(
+  target=presets.MODELS['gpt2-large'],
+  draft=presets.MODELS['draft-40m'],
+  hardware=presets.HARDWARE['rtx-4090'],
 )
 _PUBLISHED = (
   ('greedy', 'chain', 0.31, 350),
@@ -52,7 +44,10 @@ _PYTHON_SHARE = 0.35  # of their time
 
 
 def options(
-  shape: ModelShape, *, num_tokens: int = 10, contexts=(2048, 131072)
+  shape: forward_lib.ModelShape,
+  *,
+  num_tokens: int = 10,
+  contexts=(2048, 131072),
 ) -> Tables:
   """Option 1, one query verifying n tokens; option 2, n queries of one token.
 
@@ -62,8 +57,12 @@ def options(
   """
   rows, break_even = [], []
   for context in contexts:
-    first = forward_cost(shape, num_tokens=num_tokens, context=context)
-    second = forward_cost(shape, batch_size=num_tokens, context=context)
+    first = forward_lib.forward_cost(
+      shape, num_tokens=num_tokens, context=context
+    )
+    second = forward_lib.forward_cost(
+      shape, batch_size=num_tokens, context=context
+    )
     for name in ('weight', 'activation', 'cache_read', 'cache_write', 'all'):
       field = 'num_bytes' if name == 'all' else f'{name}_bytes'
       gb = [getattr(cost, field) / 1e9 for cost in (first, second)]
@@ -72,7 +71,7 @@ def options(
     emitted = num_tokens * first.num_bytes / second.num_bytes
     break_even.append({'context': context, 'emitted tokens': emitted})
   # With F bytes of other traffic and s of one cache, (F + n s) / (F + s) = r.
-  other = forward_cost(shape, num_tokens=num_tokens).num_bytes
+  other = forward_lib.forward_cost(shape, num_tokens=num_tokens).num_bytes
   context_for = lambda r: (
     other * (r - 1) / ((num_tokens - r) * shape.kv_bytes_per_token)
   )
@@ -82,7 +81,7 @@ def options(
 
 def _speedups(columns, **sizes) -> dict[str, float | None]:
   return {
-    name: predict(deployment, step, **sizes).speedup
+    name: speculation.predict(deployment, step, **sizes).speedup
     if deployment.fits(**sizes)
     else None
     for name, (deployment, step) in columns.items()
@@ -90,23 +89,28 @@ def _speedups(columns, **sizes) -> dict[str, float | None]:
 
 
 def by_batch_size(
-  deployment: Deployment, acceptance: float, *, context: int
+  deployment: speculation.Deployment, acceptance: float, *, context: int
 ) -> Tables:
   """Speedup, break-even and best length of chains by batch size.
 
   `rates` compares plain decoding with the chain of the best draft length.
   """
-  steps = {n: tree_step(chain(n), [acceptance]) for n in (1, 2, 4, 8)}
+  steps = {
+    n: speculation.tree_step(topology_lib.chain(n), [acceptance])
+    for n in (1, 2, 4, 8)
+  }
   columns = {f'{n} drafted': (deployment, step) for n, step in steps.items()}
   speedup, rates = [], []
   for batch_size in _BATCH_SIZES:
     sizes = {'batch_size': batch_size, 'context': context}
     speedup.append({'batch size': batch_size} | _speedups(columns, **sizes))
-    best = best_tree(
+    best = speculation.best_tree(
       deployment, [acceptance], num_nodes=17, max_depth=16, **sizes
     )
-    step = tree_step(best, [acceptance]) if best else _PLAIN
-    plain, fastest = (predict(deployment, s, **sizes) for s in (_PLAIN, step))
+    step = speculation.tree_step(best, [acceptance]) if best else _PLAIN
+    plain, fastest = (
+      speculation.predict(deployment, s, **sizes) for s in (_PLAIN, step)
+    )
     row = {
       'batch size': batch_size,
       'plain ms per token': 1e3 * plain.latency,
@@ -116,7 +120,9 @@ def by_batch_size(
       'tokens/s': fastest.throughput,
     }
     rates.append(row)
-  end_of = lambda step: break_even_batch_size(deployment, step, context=context)
+  end_of = lambda step: speculation.break_even_batch_size(
+    deployment, step, context=context
+  )
   break_even = [
     {'drafted': n, 'break-even batch size': end_of(step)}
     for n, step in steps.items()
@@ -124,9 +130,9 @@ def by_batch_size(
   return {'speedup': speedup, 'break_even': break_even, 'rates': rates}
 
 
-def by_context(deployment: Deployment, acceptance: float) -> Tables:
+def by_context(deployment: speculation.Deployment, acceptance: float) -> Tables:
   """Speedup of a chain of 4 by context, with the draft and a free draft."""
-  step = tree_step(chain(4), [acceptance])
+  step = speculation.tree_step(topology_lib.chain(4), [acceptance])
   draft = deployment.draft.name if deployment.draft else 'free draft'
   free = dataclasses.replace(deployment, draft=None)
   columns = {draft: (deployment, step), 'free draft': (free, step)}
@@ -138,17 +144,20 @@ def by_context(deployment: Deployment, acceptance: float) -> Tables:
 
 
 def by_experts(
-  deployment: Deployment, acceptance: float, *, context: int
+  deployment: speculation.Deployment, acceptance: float, *, context: int
 ) -> Tables:
   """A chain of 4 from a free draft, for mixtures and their dense baselines."""
-  step = tree_step(chain(4), [acceptance])
+  step = speculation.tree_step(topology_lib.chain(4), [acceptance])
   rows, columns = [], {}
-  for shape in (MODELS['mixtral-8x7b'], MODELS['qwen3-30b-a3b']):
+  for shape in (
+    presets.MODELS['mixtral-8x7b'],
+    presets.MODELS['qwen3-30b-a3b'],
+  ):
     speeds = []
     for target in (shape, shape.dense_baseline()):
       free = dataclasses.replace(deployment, target=target, draft=None)
       columns[target.name] = free, step
-      speeds.append(predict(free, step, context=context).speedup)
+      speeds.append(speculation.predict(free, step, context=context).speedup)
     row = {
       'target': shape.name,
       'experts': shape.num_experts,
@@ -215,7 +224,7 @@ def _at_paper_sizes(figures: Any, arms: Mapping[str, Any]) -> dict[str, float]:
   plain = arms['plain']['reads']['plain']
   context = plain['slots'] / plain['forwards']  # Mean over plain forwards.
   step = counted_step(figures)
-  found = predict(PAPER, step, context=context)
+  found = speculation.predict(PAPER, step, context=context)
   return {
     'block efficiency': step.tokens,
     'draft forwards per token': step.draft_forwards / step.tokens,
@@ -228,11 +237,11 @@ def _at_paper_sizes(figures: Any, arms: Mapping[str, Any]) -> dict[str, float]:
   }
 
 
-def counted_step(figures: Mapping[str, Any]) -> SpeculativeStep:
+def counted_step(figures: Mapping[str, Any]) -> speculation.SpeculativeStep:
   """The mean step of an arm of scripts/benchmark.py with batch size 1."""
   steps, positions = figures['target_forwards'], figures['positions']
   forwards = figures['stage_forwards'].get('draft', 0)
-  return SpeculativeStep(
+  return speculation.SpeculativeStep(
     num_nodes=positions['target'] / steps,
     tokens=figures['new_tokens'] / steps,
     draft_forwards=forwards / steps,
@@ -263,7 +272,12 @@ def by_devices(
   steps = {method: counted_step(arms[method]) for method in ('chain', 'staged')}
   return {
     name.replace('-', '_'): [
-      _of_devices(MODELS[name], HARDWARE[machine].times(number), steps, sizes)
+      _of_devices(
+        presets.MODELS[name],
+        presets.HARDWARE[machine].times(number),
+        steps,
+        sizes,
+      )
       for machine, size, number in itertools.product(
         ('v5e', 'v5p', 'v6e', 'h100'), (1, 16), sorted({1, devices})
       )
@@ -274,13 +288,13 @@ def by_devices(
 
 
 def _of_devices(
-  target: ModelShape,
-  hardware: Hardware,
-  steps: Mapping[str, SpeculativeStep],
+  target: forward_lib.ModelShape,
+  hardware: forward_lib.Hardware,
+  steps: Mapping[str, speculation.SpeculativeStep],
   sizes: dict[str, int],
 ) -> dict[str, Any]:
-  draft = MODELS['tinyllama-1.1b']
-  plain = forward_cost(target, **sizes)
+  draft = presets.MODELS['tinyllama-1.1b']
+  plain = forward_lib.forward_cost(target, **sizes)
   row: dict[str, Any] = {
     'machine': hardware.name,
     'batch size': sizes['batch_size'],
@@ -288,14 +302,20 @@ def _of_devices(
     'communication ms': 1e3 * plain.communication_seconds(hardware),
   }
   for method, step in steps.items():
-    alone = Deployment(target=target, draft=None, hardware=hardware)
-    found = predict(dataclasses.replace(alone, draft=draft), step, **sizes)
-    verify = forward_cost(target, num_tokens=step.num_nodes, **sizes)
+    alone = speculation.Deployment(target=target, draft=None, hardware=hardware)
+    found = speculation.predict(
+      dataclasses.replace(alone, draft=draft), step, **sizes
+    )
+    verify = forward_lib.forward_cost(
+      target, num_tokens=step.num_nodes, **sizes
+    )
     communication = verify.communication_seconds(hardware) / step.tokens
     row |= {
       f'{method} ms per token': 1e3 * found.latency,
       f'{method} communication ms': 1e3 * communication,
       f'{method} speedup': found.speedup,
-      f'{method}, free draft': predict(alone, step, **sizes).speedup,
+      f'{method}, free draft': speculation.predict(
+        alone, step, **sizes
+      ).speedup,
     }
   return row

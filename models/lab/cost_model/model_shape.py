@@ -1,12 +1,12 @@
 """Sizes of a model for the cost model, from its config."""
 
-from models.lab.cost_model import ModelShape
-from models.nn.adapter import Config
+from models.lab import cost_model
+from models.nn import adapter
 
 
-def model_shape(config: Config, *, name: str) -> ModelShape:
+def model_shape(config: adapter.Config, *, name: str) -> cost_model.ModelShape:
   """The sizes of a model with 16-bit weights and caches, named in tables."""
-  return ModelShape(
+  return cost_model.ModelShape(
     name=name,
     num_layers=config.num_layers,
     width=config.width,

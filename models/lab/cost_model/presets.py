@@ -6,8 +6,7 @@ Weights and caches of all models have 16 bits; for other sizes use
 
 from typing import Any
 
-from models.lab.cost_model.forward import Hardware
-from models.lab.cost_model.forward import ModelShape
+from models.lab.cost_model import forward as forward_lib
 
 _SIZES = (
   *('num_layers', 'width', 'num_heads', 'num_kv_heads', 'mlp_width'),
@@ -41,11 +40,11 @@ _LLAMAS = {
 }
 
 
-def _model(name: str, sizes: tuple[int, ...]) -> ModelShape:
+def _model(name: str, sizes: tuple[int, ...]) -> forward_lib.ModelShape:
   named: dict[str, Any] = dict(zip(_SIZES, sizes, strict=True))
   if name in _GPT2S:
-    return ModelShape(name=name, gated=False, tied=True, **named)
-  return ModelShape(name=name, **named)
+    return forward_lib.ModelShape(name=name, gated=False, tied=True, **named)
+  return forward_lib.ModelShape(name=name, **named)
 
 
 MODELS = {name: _model(name, row) for name, row in (_GPT2S | _LLAMAS).items()}
@@ -88,9 +87,9 @@ def _device(
   link: float,
   latency: float,
   *rates: float,
-) -> Hardware:
+) -> forward_lib.Hardware:
   known = zip(_DTYPES, rates, strict=True)
-  return Hardware(
+  return forward_lib.Hardware(
     name=name,
     bytes_per_second=1e9 * bandwidth,
     flops_per_second={dtype: 1e9 * rate for dtype, rate in known if rate},

@@ -13,21 +13,20 @@ from collections.abc import Sequence
 import dataclasses
 import functools
 
-from models.lab.cost_model.forward import forward_cost
-from models.lab.cost_model.forward import ForwardCost
-from models.lab.cost_model.forward import Hardware
-from models.lab.cost_model.forward import ModelShape
+from models.lab.cost_model import forward as forward_lib
 from models.lab.study import optimal
-from specdec.tree.topology import Topology
+from specdec.tree import topology as topology_lib
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Deployment:
   """The models and the machine of a prediction."""
 
-  target: ModelShape  #: The model that verifies.
-  draft: ModelShape | None  #: None if drafting costs nothing (n-grams).
-  hardware: Hardware  #: The machine that runs both.
+  target: forward_lib.ModelShape  #: The model that verifies.
+  draft: (
+    forward_lib.ModelShape | None
+  )  #: None if drafting costs nothing (n-grams).
+  hardware: forward_lib.Hardware  #: The machine that runs both.
   overlap: bool = True  #: See `ForwardCost.seconds`.
 
   def fits(self, *, batch_size: int, context: float) -> bool:
@@ -64,7 +63,7 @@ class SpeculativeStep:
 
 
 def tree_step(
-  topology: Topology, acceptance: Sequence[float]
+  topology: topology_lib.Topology, acceptance: Sequence[float]
 ) -> SpeculativeStep:
   """The step of a fixed tree with one draft forward per level.
 
@@ -141,12 +140,16 @@ def predict(
   Raises:
     ValueError: a size is out of range, or a dtype has no peak rate.
   """
-  cost = functools.partial(forward_cost, batch_size=batch_size, context=context)
+  cost = functools.partial(
+    forward_lib.forward_cost, batch_size=batch_size, context=context
+  )
   plain = cost(deployment.target)
   verify = cost(deployment.target, num_tokens=step.num_nodes)
   forwards = [(1.0, verify)]
   hardware = deployment.hardware
-  seconds = functools.partial(ForwardCost.seconds, overlap=deployment.overlap)
+  seconds = functools.partial(
+    forward_lib.ForwardCost.seconds, overlap=deployment.overlap
+  )
   step_seconds = seconds(verify, hardware)
   if deployment.draft and step.draft_forwards:
     drafting = cost(deployment.draft, num_tokens=step.draft_width)
@@ -195,7 +198,7 @@ def best_tree(
   max_depth: int,
   batch_size: int = 1,
   context: float = 0,
-) -> Topology | None:
+) -> topology_lib.Topology | None:
   """The fixed tree with the most predicted tokens per second.
 
   Arguments are those of `tree_step` and `predict`; `num_nodes` (root included)

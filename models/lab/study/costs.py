@@ -22,10 +22,9 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec.mappings import jit
-from specdec.model import LanguageModel
-from specdec.model import prefill
-from specdec.sampling import best_token
+from specdec import mappings
+from specdec import model as model_lib
+from specdec import sampling as sampling_lib
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,11 +89,15 @@ class Trial:
     return self.tokens / seconds
 
 
-_read_prompts = jit(static_argnames=('num_slots', 'window_size'))(prefill)
+_read_prompts = mappings.jit(static_argnames=('num_slots', 'window_size'))(
+  model_lib.prefill
+)
 
 
-@jit(static_argnames='num_nodes', donate_argnames='cache')
-def _verify(target: LanguageModel, text, cache, num_steps, *, num_nodes: int):
+@mappings.jit(static_argnames='num_nodes', donate_argnames='cache')
+def _verify(
+  target: model_lib.LanguageModel, text, cache, num_steps, *, num_nodes: int
+):
   """Some forwards over a root and its children, tokens of the text `[B, T]`."""
   nodes = jnp.arange(num_nodes)
   sees = (nodes[:, None] == nodes[None]) | (nodes[None] == 0)
@@ -108,7 +111,7 @@ def _verify(target: LanguageModel, text, cache, num_steps, *, num_nodes: int):
     first = jnp.maximum(cache.length[0] - num_nodes - step, 0)
     tokens = lax.dynamic_slice_in_dim(text, first, num_nodes, axis=1)
     logits, cache = target.apply(tokens, positions, mask, cache)
-    return cache, chosen + best_token(logits)
+    return cache, chosen + sampling_lib.best_token(logits)
 
   chosen = jnp.zeros((len(text), num_nodes), jnp.int32)
   return lax.fori_loop(0, num_steps, forward, (cache, chosen))
@@ -141,7 +144,7 @@ def _median_seconds(
 
 
 def measure_step_costs(
-  target: LanguageModel,
+  target: model_lib.LanguageModel,
   texts: Sequence[Sequence[int]],
   *,
   prompt_slots: int,

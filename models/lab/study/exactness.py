@@ -20,15 +20,10 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec.checks import to_params
-from specdec.mappings import jit
-from specdec.model import LanguageModel
-from specdec.sampling import adjust_logits
-from specdec.sampling import filter_logits
-from specdec.sampling import position_noise
-from specdec.sampling import Sampling
-from specdec.sampling import SamplingParams
-from specdec.sampling import token_probs
+from specdec import checks as checks_lib
+from specdec import mappings
+from specdec import model as model_lib
+from specdec import sampling as sampling_lib
 
 _BINS = 20
 _PAIR_BINS = 5
@@ -38,19 +33,23 @@ ORDERS = ('by probability', 'by token', 'by draft')
 
 
 def _logits(
-  model: LanguageModel, tokens: jax.Array, sampling: SamplingParams
+  model: model_lib.LanguageModel,
+  tokens: jax.Array,
+  sampling: sampling_lib.SamplingParams,
 ) -> jax.Array:
   """`[1, S, V]`, adjusted logits after each token of `tokens [1, S]`."""
   seen = None
   if sampling.repetition_penalty is not None:
     occurs = jax.nn.one_hot(tokens, model.spec.vocab_size, dtype=jnp.int32)
     seen = jnp.cumsum(occurs, axis=1) > 0
-  return adjust_logits(model.logits(tokens), sampling, seen)
+  return sampling_lib.adjust_logits(model.logits(tokens), sampling, seen)
 
 
-@jit()
+@mappings.jit()
 def distributions(
-  model: LanguageModel, tokens: jax.Array, sampling: SamplingParams
+  model: model_lib.LanguageModel,
+  tokens: jax.Array,
+  sampling: sampling_lib.SamplingParams,
 ) -> jax.Array:
   """The distributions from which the tokens of a text should be drawn.
 
@@ -59,10 +58,10 @@ def distributions(
   Returns:
     `[S, V]` float32; entry t is the distribution of token t + 1.
   """
-  return token_probs(_logits(model, tokens, sampling), sampling)[0]
+  return sampling_lib.token_probs(_logits(model, tokens, sampling), sampling)[0]
 
 
-@jit()
+@mappings.jit()
 def _transform(all_probs, tokens, key):
   """Values u of `tokens [n]` in each order, and their target probabilities.
 
@@ -93,12 +92,12 @@ def padded(tokens: Sequence[int]) -> np.ndarray:
 
 
 def transform(
-  model: LanguageModel,
+  model: model_lib.LanguageModel,
   prompt: Sequence[int],
   new: Sequence[int],
-  sampling: Sampling,
+  sampling: sampling_lib.Sampling,
   key: jax.Array,
-  draft: LanguageModel | None = None,
+  draft: model_lib.LanguageModel | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
   """The numbers u of the new tokens of a row; `key` is for v and random order.
 
@@ -107,7 +106,7 @@ def transform(
     `[n]` float32, the target's probability of each token.
   """
   text = padded([*prompt, *new])
-  params = to_params(sampling, 1, model.spec.vocab_size)
+  params = checks_lib.to_params(sampling, 1, model.spec.vocab_size)
   models = [model, draft] if draft else [model]
   probs = [distributions(x, text, params) for x in models]
   tokens = jnp.asarray(np.roll(text[0], -1))
@@ -151,23 +150,25 @@ def p_values(rows: Sequence[np.ndarray]) -> dict[str, float]:
   return values
 
 
-@jit()
+@mappings.jit()
 def _margin(model, row_key, tokens, length, sampling):
   logits = lax.dynamic_slice_in_dim(
     _logits(model, tokens, sampling), length - 1, 1, axis=1
   )
-  noise = position_noise(
+  noise = sampling_lib.position_noise(
     row_key[None], length[None, None], model.spec.vocab_size, sampling
   )
-  best = lax.top_k(filter_logits(logits, sampling) + noise, 2)[0][0, 0]
+  best = lax.top_k(sampling_lib.filter_logits(logits, sampling) + noise, 2)[0][
+    0, 0
+  ]
   return best[0] - best[1]
 
 
 def choice_margin(
-  model: LanguageModel,
+  model: model_lib.LanguageModel,
   row_key: jax.Array,
   tokens: Sequence[int],
-  sampling: Sampling,
+  sampling: sampling_lib.Sampling,
 ) -> float:
   """The margin, at least 0, of the two best scores of the next token.
 
@@ -177,5 +178,5 @@ def choice_margin(
   `tokens` is the text so far; `row_key` and `sampling` are those of the row.
   """
   length = jnp.array(len(tokens), jnp.int32)
-  params = to_params(sampling, 1, model.spec.vocab_size)
+  params = checks_lib.to_params(sampling, 1, model.spec.vocab_size)
   return float(_margin(model, row_key, padded(tokens), length, params))

@@ -15,7 +15,7 @@ import math
 
 import numpy as np
 
-from specdec.tree.topology import Topology
+from specdec.tree import topology as topology_lib
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -101,7 +101,7 @@ def fastest_tree(
   num_nodes: int,
   max_depth: int,
   seconds: Callable[[int, int], float],
-) -> Topology | None:
+) -> topology_lib.Topology | None:
   """The tree that emits most tokens per second; None for plain decoding.
 
   Arguments and errors are those of `best_trees`. `seconds` returns the seconds
@@ -119,7 +119,7 @@ def fastest_tree(
   best = max(rates, key=rates.__getitem__)
   if rates[best] <= 1.0 / seconds(1, 0):
     return None
-  return Topology(tuple(table.paths(*best)))
+  return topology_lib.Topology(tuple(table.paths(*best)))
 
 
 def acceptance_by_rank(ranks: np.ndarray, max_branching: int) -> np.ndarray:
@@ -134,7 +134,9 @@ def acceptance_by_rank(ranks: np.ndarray, max_branching: int) -> np.ndarray:
   return counts / ranks.size
 
 
-def expected_tokens(topology: Topology, acceptance: Sequence[float]) -> float:
+def expected_tokens(
+  topology: topology_lib.Topology, acceptance: Sequence[float]
+) -> float:
   """Expected tokens per step of a tree, the target's own token included."""
   return 1.0 + sum(
     math.prod(acceptance[rank] for rank in path) for path in topology.paths

@@ -18,19 +18,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec.cache import init_empty_cache
-from specdec.draft.ranking import rank_logits
-from specdec.mappings import jit
-from specdec.model import LanguageModel
-from specdec.model import ModelSpec
-from specdec.sampling import adjust_logits
-from specdec.sampling import EXCLUDED
-from specdec.sampling import position_noise
-from specdec.sampling import SamplingParams
+from specdec import cache as cache_lib
+from specdec import mappings
+from specdec import model as model_lib
+from specdec import sampling as sampling_lib
+from specdec.draft import ranking as ranking_lib
 
 
 @functools.cache
-def _oracle_spec(spec: ModelSpec) -> ModelSpec:
+def _oracle_spec(spec: model_lib.ModelSpec) -> model_lib.ModelSpec:
   """The same object for all texts, so that other texts do not recompile."""
 
   def apply(params, tokens, positions, mask, cache):
@@ -42,12 +38,14 @@ def _oracle_spec(spec: ModelSpec) -> ModelSpec:
     # No bias, penalty, temperature or noise makes another token likelier.
     return jnp.where(known, 0.0, -jnp.inf), cache
 
-  return dataclasses.replace(spec, apply=apply, init_cache=init_empty_cache)
+  return dataclasses.replace(
+    spec, apply=apply, init_cache=cache_lib.init_empty_cache
+  )
 
 
 def oracle_target(
-  spec: ModelSpec, texts: Sequence[Sequence[int]]
-) -> LanguageModel:
+  spec: model_lib.ModelSpec, texts: Sequence[Sequence[int]]
+) -> model_lib.LanguageModel:
   """A target that predicts the known next token, at almost no cost.
 
   Its counts are those of the real target, whose `spec` it takes, for the same
@@ -65,15 +63,15 @@ def oracle_target(
   for row, text in enumerate(texts):
     padded[row, : len(text)] = text
   params = {'texts': jnp.asarray(padded)}
-  return LanguageModel(params=params, spec=_oracle_spec(spec))
+  return model_lib.LanguageModel(params=params, spec=_oracle_spec(spec))
 
 
-@jit()
+@mappings.jit()
 def next_token_ranks(
-  draft: LanguageModel,
+  draft: model_lib.LanguageModel,
   tokens: jax.Array,
   row_keys: jax.Array,
-  sampling: SamplingParams,
+  sampling: sampling_lib.SamplingParams,
 ) -> jax.Array:
   """The rank of each next token of a text among the draft's candidates.
 
@@ -93,12 +91,14 @@ def next_token_ranks(
     t + 1 after the first t + 1 tokens.
   """
   positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
-  logits = adjust_logits(draft.logits(tokens)[:, :-1], sampling, None)
-  noise = position_noise(
+  logits = sampling_lib.adjust_logits(
+    draft.logits(tokens)[:, :-1], sampling, None
+  )
+  noise = sampling_lib.position_noise(
     row_keys, positions[:, 1:], draft.spec.vocab_size, sampling
   )
-  scores = rank_logits(logits, noise, sampling, 1.0, 1).scores
+  scores = ranking_lib.rank_logits(logits, noise, sampling, 1.0, 1).scores
   own = jnp.take_along_axis(scores, tokens[:, 1:, None], axis=-1)
   ranks = jnp.sum(scores > own, axis=-1)
-  possible = own[..., 0] > EXCLUDED
+  possible = own[..., 0] > sampling_lib.EXCLUDED
   return jnp.where(possible, ranks, scores.shape[-1]).astype(jnp.int32)

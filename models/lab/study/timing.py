@@ -16,13 +16,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from specdec.checks import padded_shape
-from specdec.generation import Generation
-from specdec.statistics import Statistics
+from specdec import checks as checks_lib
+from specdec import generation as generation_lib
+from specdec import statistics as statistics_lib
 
 # (prompts, limit) -> Generation. A call with limit 0 compiles, reads the
 # prompts and emits nothing.
-Arm = Callable[[Sequence[Sequence[int]], int], Generation]
+Arm = Callable[[Sequence[Sequence[int]], int], generation_lib.Generation]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Measurement:
   """One decode of one batch of prompts by one arm."""
 
   seconds: float  # Wall time of the call.
-  generation: Generation
+  generation: generation_lib.Generation
   # Of the same call with limit 0: the prefill and the fixed cost of a call.
   prefill_seconds: float = 0.0
 
@@ -42,7 +42,7 @@ class Measurement:
 
 def _timed(
   arm: Arm, batch: Sequence[Sequence[int]], limit: int
-) -> tuple[float, Generation]:
+) -> tuple[float, generation_lib.Generation]:
   start = time.perf_counter()
   generation = arm(batch, limit)
   return time.perf_counter() - start, generation
@@ -61,7 +61,10 @@ def warm_up(
     By arm, the seconds of tracing and compiling: of its first calls minus those
     of the same calls repeated. Earlier arms may have compiled its programs.
   """
-  shape = lambda batch: (len(batch), *padded_shape(batch, max_new_tokens))
+  shape = lambda batch: (
+    len(batch),
+    *checks_lib.padded_shape(batch, max_new_tokens),
+  )
   first_of_shape = {shape(batch): batch for batch in reversed(batches)}
   seconds = {}
   for name, arm in arms.items():
@@ -177,7 +180,7 @@ def _summarize(
   counts = [{key: getattr(one, key) for key in _COUNTS} for one in stats]
   # Numbers, lists and dictionaries are added entry by entry.
   pooled = jax.tree.map(lambda *values: sum(values), *counts)
-  figures = Statistics(**pooled, costs=stats[0].costs)
+  figures = statistics_lib.Statistics(**pooled, costs=stats[0].costs)
   per_token = lambda measured: measured.seconds / max(measured.new_tokens, 1)
   speed = lambda tokens, seconds, base_tokens, base_seconds: (
     tokens / seconds / (base_tokens / base_seconds)

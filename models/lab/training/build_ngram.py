@@ -15,20 +15,14 @@ import numpy as np
 import tqdm
 
 from models.checkpoints import hub
-from models.lab.training.corpus import Corpus
-from models.lab.training.run_record import save_whole
-from models.lab.training.run_record import write_once
-from models.text.pair import find_checkpoints
-from models.text.pair import load_pair
-from models.text.pair import ModelChoice
-from models.text.pair import Pair
-from models.text.pair import vocabulary_digest
-from models.text.plan import model_digest
+from models.lab.training import corpus as corpus_lib
+from models.lab.training import run_record
+from models.text import pair as pair_lib
+from models.text import plan as plan_lib
 import specdec
-from specdec.ngram.counting import count_ngrams
-from specdec.ngram.katz import build_table
-from specdec.ngram.katz import estimate
-from specdec.ngram.table import save_table
+from specdec.ngram import counting
+from specdec.ngram import katz
+from specdec.ngram import table as table_lib
 
 _MAX_ORDER = 5
 _TEXTS_PER_SHARD = 256
@@ -99,7 +93,7 @@ class TableConfig:
     )
 
 
-def _start_token(pair: Pair, draft: str) -> int:
+def _start_token(pair: pair_lib.Pair, draft: str) -> int:
   """The token that precedes every text: the BOS token, else an EOS token."""
   vocab_size = pair.target.spec.vocab_size
   for token in (pair.tokenizer.bos_token_id, *pair.eos_ids):
@@ -111,7 +105,7 @@ def _start_token(pair: Pair, draft: str) -> int:
 
 
 def _sample_shard(
-  pair: Pair, samples: Samples, start: int, shard: int
+  pair: pair_lib.Pair, samples: Samples, start: int, shard: int
 ) -> np.ndarray:
   """A shard `[tokens]`: of every text the start token, its tokens, and -1.
 
@@ -140,7 +134,10 @@ def _sample_shard(
 
 
 def _sample(
-  pair: Pair, draft: dict[str, str], samples: Samples, workdir: pathlib.Path
+  pair: pair_lib.Pair,
+  draft: dict[str, str],
+  samples: Samples,
+  workdir: pathlib.Path,
 ) -> list[pathlib.Path]:
   """Samples the shards that are not in the workdir yet; returns all paths."""
   longest = pair.target.spec.max_positions - 1
@@ -152,7 +149,7 @@ def _sample(
   start = _start_token(pair, draft['name'])
   record = dataclasses.asdict(samples) | {'draft': draft}
   del record['num_tokens']  # The first shards of a longer run are equal.
-  write_once(workdir / 'samples.json', record)
+  run_record.write_once(workdir / 'samples.json', record)
   paths = [
     workdir / f'samples-{shard:06d}.npy' for shard in range(samples.num_shards)
   ]
@@ -160,7 +157,9 @@ def _sample(
   with _progress('sampling', len(missing) * samples.shard_tokens) as bar:
     for shard in missing:
       tokens = _sample_shard(pair, samples, start, shard)
-      save_whole(paths[shard], functools.partial(np.save, arr=tokens))
+      run_record.save_whole(
+        paths[shard], functools.partial(np.save, arr=tokens)
+      )
       bar.update(samples.shard_tokens)
   return paths
 
@@ -176,7 +175,7 @@ def _count(shards, table: TableConfig, vocab_size: int):
       bar.total = total
       bar.update(done - bar.n)
 
-    return count_ngrams(
+    return counting.count_ngrams(
       shards,
       order=table.order,
       vocab_size=vocab_size,
@@ -188,7 +187,7 @@ def _count(shards, table: TableConfig, vocab_size: int):
 def build(
   *,
   draft: str,
-  corpus: Corpus | None,
+  corpus: corpus_lib.Corpus | None,
   samples: Samples,
   table: TableConfig,
   workdir: pathlib.Path,
@@ -208,36 +207,39 @@ def build(
   """
   if corpus is None and not samples.num_tokens:
     raise ValueError('nothing to count; give --num_tokens or --corpus')
-  choice = ModelChoice(hub.draft_name(draft), None)
-  checkpoint, _ = find_checkpoints(choice)
+  choice = pair_lib.ModelChoice(hub.draft_name(draft), None)
+  checkpoint, _ = pair_lib.find_checkpoints(choice)
   tokenizer = checkpoint.tokenizer
   assert tokenizer is not None
-  described = {'name': draft, 'model_blake2b': model_digest(checkpoint)}
+  digest = plan_lib.model_digest(checkpoint)
+  described = {'name': draft, 'model_blake2b': digest}
   shards, sources = [], {}
   if corpus is not None:
     record = dataclasses.asdict(corpus)
-    vocabulary = vocabulary_digest(tokenizer)
-    write_once(workdir / 'corpus.json', record | {'tokenizer': vocabulary})
+    vocabulary = pair_lib.vocabulary_digest(tokenizer)
+    run_record.write_once(
+      workdir / 'corpus.json', record | {'tokenizer': vocabulary}
+    )
     path = workdir / 'corpus.npy'
     tokens = corpus.kept_tokens(path, tokenizer, held_out=False)
     shards.append(path)
     sources['corpus'] = record | {'tokens': len(tokens)}
   if samples.num_tokens:
-    pair = load_pair(choice)
+    pair = pair_lib.load_pair(choice)
     shards += _sample(pair, described, samples, workdir)
     sources['samples'] = dataclasses.asdict(samples) | {
       'tokens': samples.num_shards * samples.shard_tokens
     }
-  model = estimate(_count(shards, table, checkpoint.config.vocab_size))
-  result = build_table(model, table.num_continuations)
+  model = katz.estimate(_count(shards, table, checkpoint.config.vocab_size))
+  result = katz.build_table(model, table.num_continuations)
   provenance = {
     'specdec': specdec.__version__,
     'draft': described,
-    'tokenizer_blake2b': vocabulary_digest(tokenizer),
+    'tokenizer_blake2b': pair_lib.vocabulary_digest(tokenizer),
     'sources': sources,
     'table': dataclasses.asdict(table),
     'discounts': [dataclasses.asdict(order) for order in model.discounts],
   }
-  save_table(output, result, provenance)
+  table_lib.save_table(output, result, provenance)
   size = output.stat().st_size / 1e6
   print(f'wrote {output}: {result.num_contexts} contexts, {size:.1f} MB')

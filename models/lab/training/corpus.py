@@ -9,7 +9,7 @@ import sysconfig
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from models.lab.training.run_record import save_whole
+from models.lab.training import run_record
 from specdec import text_files
 
 _SKIPPED_FOLDERS = frozenset({'site-packages', '__pycache__', '.git'})
@@ -90,7 +90,7 @@ class Corpus:
     """The tokens of one split, kept in a `.npy` file for the next resume."""
     if not path.exists():
       tokens = self.tokens(tokenizer, held_out=held_out)
-      save_whole(path, lambda partial: np.save(partial, tokens))
+      run_record.save_whole(path, lambda partial: np.save(partial, tokens))
     return np.load(path, mmap_mode='r')
 
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from models.lab.training import corpus
-from models.nn.adapter import Module
-from models.nn.experts import balance_loss
+from models.lab.training import corpus as corpus_lib
+from models.nn import adapter
+from models.nn import experts as experts_lib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Teacher:
   """A trained model whose distribution a draft learns."""
 
   name: str  # Folder or hub id, for the record of the run.
-  model: Module
+  model: adapter.Module
 
 
 def _forward(
@@ -35,7 +35,7 @@ def _forward(
   if module.config.num_experts == 1:
     return module(tokens, positions, mask)[0], 0.0
   logits, _, routings = module.with_routing(tokens, positions, mask)
-  return logits, sum(map(balance_loss, routings)) / len(routings)
+  return logits, sum(map(experts_lib.balance_loss, routings)) / len(routings)
 
 
 def make_loss(
@@ -84,7 +84,11 @@ def make_loss(
 
 
 def held_out_loss(
-  module: Module, tokens: np.ndarray, *, length: int, batch_tokens: int = 8192
+  module: adapter.Module,
+  tokens: np.ndarray,
+  *,
+  length: int,
+  batch_tokens: int = 8192,
 ) -> float:
   """Mean loss over consecutive windows, in nats per token.
 
@@ -105,7 +109,7 @@ def held_out_loss(
   graph, variables = nnx.split(module)
   params = nnx.to_pure_dict(variables)
   loss = jax.jit(make_loss(graph, dtype=jnp.dtype(jnp.float32)))
-  batches = corpus.held_out_batches(
+  batches = corpus_lib.held_out_batches(
     tokens,
     batch_size=max(1, batch_tokens // length),
     length=length,

@@ -7,18 +7,15 @@ from typing import Any
 import jax.numpy as jnp
 
 from models.checkpoints import hub
-from models.lab.training.corpus import Corpus
-from models.lab.training.loss import Teacher
-from models.lab.training.run_record import save_json
-from models.lab.training.run_record import save_whole
-from models.lab.training.run_record import write_once
-from models.lab.training.tokenizer import train_tokenizer
-from models.lab.training.trainer import train
-from models.lab.training.trainer import TrainConfig
-from models.nn.adapter import Config
-from models.nn.gpt2 import GPT2Config
-from models.nn.llama import LlamaConfig
-from models.nn.mixtral import MixtralConfig
+from models.lab.training import corpus as corpus_lib
+from models.lab.training import loss as loss_lib
+from models.lab.training import run_record
+from models.lab.training import tokenizer as tokenizer_lib
+from models.lab.training import trainer
+from models.nn import adapter
+from models.nn import gpt2 as nn_gpt2
+from models.nn import llama as nn_llama
+from models.nn import mixtral as mixtral_lib
 
 FAMILIES = ('gpt2', 'llama', 'mixtral')
 
@@ -40,7 +37,7 @@ class Shape:
   num_experts: int = 8
   experts_per_token: int = 2
 
-  def config(self, vocab_size: int) -> Config:
+  def config(self, vocab_size: int) -> adapter.Config:
     """The whole shape, with tied embeddings.
 
     Raises:
@@ -60,7 +57,7 @@ class Shape:
           f'--kv_heads={self.num_kv_heads} must equal --heads={self.num_heads}'
           ' with --family=gpt2'
         )
-      return GPT2Config(**common, inner_width=self.inner_width)
+      return nn_gpt2.GPT2Config(**common, inner_width=self.inner_width)
     if self.num_heads < 1 or self.width % (2 * self.num_heads):
       raise ValueError(
         f'--heads={self.num_heads} must divide --width={self.width} into heads'
@@ -73,12 +70,12 @@ class Shape:
       'inner_width': self.inner_width or 8 * self.width // 3,
     }
     if self.family == 'llama':
-      return LlamaConfig(**common)
+      return nn_llama.LlamaConfig(**common)
     if self.family != 'mixtral':
       raise ValueError(
         f'--family={self.family} is not known; choose from {FAMILIES}'
       )
-    return MixtralConfig(
+    return mixtral_lib.MixtralConfig(
       **common,
       num_experts=self.num_experts,
       experts_per_token=self.experts_per_token,
@@ -93,33 +90,35 @@ def _tokenizer(folder, corpus, workdir, *, vocab_size, context):
     'vocab_size': vocab_size,
     'tokenizer': folder,
   }
-  write_once(workdir / 'data.json', record)
+  run_record.write_once(workdir / 'data.json', record)
   own = workdir / 'tokenizer'
   if folder is None and not own.exists():
     print(f'training a tokenizer of {vocab_size} tokens')
     texts = corpus.texts(held_out=False)
-    trained = train_tokenizer(texts, vocab_size=vocab_size, context=context)
-    save_whole(own, trained.save_pretrained)
+    trained = tokenizer_lib.train_tokenizer(
+      texts, vocab_size=vocab_size, context=context
+    )
+    run_record.save_whole(own, trained.save_pretrained)
   found = hub.locate(folder or own).tokenizer
   if found is None:
     raise ValueError(f'--tokenizer={folder} has no tokenizer')
   return found
 
 
-def _load_teacher(folder: str, num_positions: int) -> Teacher:
+def _load_teacher(folder: str, num_positions: int) -> loss_lib.Teacher:
   module = hub.load_module(folder)
   if module.config.num_positions < num_positions:
     raise ValueError(
       f'--context={num_positions} exceeds the context of the teacher,'
       f' {module.config.num_positions}'
     )
-  return Teacher(folder, module)
+  return loss_lib.Teacher(folder, module)
 
 
 def run(
   *,
-  corpus: Corpus,
-  config: TrainConfig,
+  corpus: corpus_lib.Corpus,
+  config: trainer.TrainConfig,
   shape: Shape,
   vocab_size: int,
   tokenizer_folder: str | None,
@@ -153,7 +152,7 @@ def run(
   )
   print(f'{len(train_tokens)} training, {len(held_out_tokens)} held-out tokens')
   phases = tuple((part, min(length, context)) for part, length in config.phases)
-  model, curve = train(
+  model, curve = trainer.train(
     shape.config(num_tokens),
     dataclasses.replace(config, phases=phases),
     train_tokens,
@@ -164,5 +163,7 @@ def run(
   hub.save_pretrained(
     model, output, tokenizer=tokenizer, dtype=jnp.dtype(output_dtype)
   )
-  save_json(output / 'loss_curve.json', list(map(dataclasses.asdict, curve)))
+  run_record.save_json(
+    output / 'loss_curve.json', list(map(dataclasses.asdict, curve))
+  )
   print(f'wrote {output}')

@@ -9,7 +9,7 @@ import json
 import pathlib
 from typing import Any
 
-from specdec.text_files import to_json
+from specdec import text_files
 
 
 def save_whole(path: pathlib.Path, save: Callable[[pathlib.Path], Any]) -> None:
@@ -25,7 +25,7 @@ def save_whole(path: pathlib.Path, save: Callable[[pathlib.Path], Any]) -> None:
 
 def save_json(path: pathlib.Path, record: Any) -> None:
   """Writes a record as JSON, completely or not at all."""
-  text = to_json(record, indent=1) + '\n'
+  text = text_files.to_json(record, indent=1) + '\n'
   save_whole(path, lambda partial: partial.write_text(text, 'utf-8'))
 
 
@@ -35,7 +35,7 @@ def write_once(path: pathlib.Path, record: dict[str, Any]) -> None:
   Raises:
     ValueError: the file holds another record; the message lists the changes.
   """
-  record = json.loads(to_json(record))
+  record = json.loads(text_files.to_json(record))
   if not path.exists():
     save_json(path, record)
     return

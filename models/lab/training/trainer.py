@@ -14,15 +14,12 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 
-from models.checkpoints.families import family_of
-from models.lab.training import corpus
-from models.lab.training.loss import make_loss
-from models.lab.training.loss import Teacher
-from models.lab.training.optimizer import make_optimizer
-from models.lab.training.run_record import save_json
-from models.lab.training.run_record import write_once
-from models.nn.adapter import Config
-from models.nn.adapter import Module
+from models.checkpoints import families
+from models.lab.training import corpus as corpus_lib
+from models.lab.training import loss as loss_lib
+from models.lab.training import optimizer as optimizer_lib
+from models.lab.training import run_record
+from models.nn import adapter
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,10 +107,12 @@ def _fingerprint(tokens: np.ndarray) -> str:
 
 
 def _initial_model(
-  model_config: Config, seed: int, teacher: Teacher | None
-) -> Module:
+  model_config: adapter.Config, seed: int, teacher: loss_lib.Teacher | None
+) -> adapter.Module:
   """Draws the weights; copies the teacher's token embedding if it fits."""
-  model = family_of(model_config).module(model_config, rngs=nnx.Rngs(seed))
+  model = families.family_of(model_config).module(
+    model_config, rngs=nnx.Rngs(seed)
+  )
   if teacher is not None:
     theirs, ours = _embedding(teacher.model), _embedding(model)
     if theirs.shape == ours.shape:
@@ -121,19 +120,21 @@ def _initial_model(
   return model
 
 
-def _embedding(module: Module) -> nnx.Param:
+def _embedding(module: adapter.Module) -> nnx.Param:
   return getattr(module, module.config.embedding).embedding
 
 
-def _make_train_step(graph, config: TrainConfig, teacher: Teacher | None):
+def _make_train_step(
+  graph, config: TrainConfig, teacher: loss_lib.Teacher | None
+):
   """Makes the optimizer's `init`, and `(state, batch) -> (state, loss)`."""
-  loss_fn = make_loss(
+  loss_fn = loss_lib.make_loss(
     graph,
     dtype=jnp.dtype(config.dtype),
     teacher=teacher,
     balance_weight=config.balance_weight,
   )
-  optimizer = make_optimizer(
+  optimizer = optimizer_lib.make_optimizer(
     learning_rate=config.learning_rate,
     warmup_steps=config.warmup_steps,
     num_steps=config.num_steps,
@@ -152,15 +153,15 @@ def _make_train_step(graph, config: TrainConfig, teacher: Teacher | None):
 
 
 def train(
-  model_config: Config,
+  model_config: adapter.Config,
   config: TrainConfig,
   train_tokens: np.ndarray,
   held_out_tokens: np.ndarray,
   *,
   workdir: pathlib.Path,
-  teacher: Teacher | None = None,
+  teacher: loss_lib.Teacher | None = None,
   report: Callable[[Progress], None] = print,
-) -> tuple[Module, list[Progress]]:
+) -> tuple[adapter.Module, list[Progress]]:
   """Trains to `config.num_steps`, from the last checkpoint if there is one.
 
   Tokens are `[tokens]` int32, see `Corpus.tokens`. `workdir` holds `run.json`,
@@ -188,7 +189,7 @@ def train(
     'data': _fingerprint(train_tokens),
     'teacher': teacher.name if teacher else None,
   }
-  write_once(workdir / 'run.json', record)
+  run_record.write_once(workdir / 'run.json', record)
   graph, variables = nnx.split(
     _initial_model(model_config, config.seed, teacher)
   )
@@ -197,7 +198,7 @@ def train(
   loop = _Loop(
     config=config,
     train_step=train_step,
-    eval_loss=jax.jit(make_loss(graph, dtype=jnp.dtype(config.dtype))),
+    eval_loss=jax.jit(loss_lib.make_loss(graph, dtype=jnp.dtype(config.dtype))),
     train_tokens=train_tokens,
     held_out_tokens=held_out_tokens,
   )
@@ -219,7 +220,7 @@ class _Loop:
   def _batch(self, step: int) -> np.ndarray:
     """The batch of the step after `step` steps."""
     length = self.config.window_length(step)
-    return corpus.training_batch(
+    return corpus_lib.training_batch(
       self.train_tokens,
       step=step,
       seed=self.config.seed,
@@ -229,7 +230,7 @@ class _Loop:
 
   def _held_out_loss(self, params, length: int) -> float:
     batch_size = max(1, self.config.batch_tokens // length)
-    batches = corpus.held_out_batches(
+    batches = corpus_lib.held_out_batches(
       self.held_out_tokens,
       batch_size=batch_size,
       length=length,
@@ -300,7 +301,7 @@ def _save(manager, step, state, curve, workdir) -> None:
       state=ocp.args.StandardSave(state), curve=ocp.args.JsonSave(record)
     ),
   )
-  save_json(workdir / 'loss_curve.json', record)
+  run_record.save_json(workdir / 'loss_curve.json', record)
 
 
 def _restore(manager, state) -> tuple[Any, list[Progress]]:

@@ -3,9 +3,7 @@
 from collections.abc import Mapping
 import dataclasses
 
-from models.text.settings import DraftSettings
-from models.text.settings import INNERS
-from models.text.settings import with_options
+from models.text import settings as settings_lib
 
 PLAIN = 'plain'
 
@@ -38,21 +36,30 @@ class Candidate:
 
   name: str
   method: str
-  drafting: DraftSettings
+  drafting: settings_lib.DraftSettings
 
 
-def list_candidates(base: DraftSettings, *, has_draft: bool) -> list[Candidate]:
+def list_candidates(
+  base: settings_lib.DraftSettings, *, has_draft: bool
+) -> list[Candidate]:
   """The candidates in the order in which they are tried, plain decoding first.
 
   `base` has the settings that the candidates do not vary. If it names an inner
   drafter, candidates with other inner drafters are left out.
   """
-  methods = {PLAIN, *(INNERS[1:] if base.inner is None else [base.inner])}
+  methods = {
+    PLAIN,
+    *(settings_lib.INNERS[1:] if base.inner is None else [base.inner]),
+  }
   if has_draft:
     methods |= {'chain', 'tree'}
     methods |= {'staged'} if base.inner != 'none' else set()
   return [
-    Candidate(name, method, with_options(base, {**options, 'topology': None}))
+    Candidate(
+      name,
+      method,
+      settings_lib.with_options(base, {**options, 'topology': None}),
+    )
     for name, method, options in _CANDIDATES
     if method in methods
   ]

@@ -9,23 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from models.checkpoints.checkpoint import resolve_draft_dtype
-from models.checkpoints.checkpoint import resolve_dtype
-from models.lab.bench.record import describe_machine
-from models.lab.bench.record import to_table
-from models.lab.tune.planner import make_plan
-from models.lab.tune.planner import PLAN_SECONDS
+from models.checkpoints import checkpoint as checkpoint_lib
+from models.lab.bench import record
+from models.lab.tune import planner
+from models.nn import sharding as sharding_lib
 from models.nn.cpu import build
-from models.nn.sharding import make_layout
-from models.text.pair import find_checkpoints
-from models.text.pair import load_pair
-from models.text.pair import ModelChoice
-from models.text.plan import cache_path
-from models.text.plan import Context
-from models.text.plan import load_plan
-from models.text.plan import model_digests
-from models.text.plan import Plan
-from models.text.settings import with_options
+from models.text import pair as pair_lib
+from models.text import plan as plan_lib
+from models.text import settings as settings_lib
 import specdec
 
 
@@ -50,7 +41,7 @@ class Setup:
     ValueError: the batch size is below 1.
   """
 
-  models: ModelChoice
+  models: pair_lib.ModelChoice
   batch_size: int
   sampling: specdec.Sampling
 
@@ -60,26 +51,26 @@ class Setup:
         f'--batch_size must be at least 1, got {self.batch_size}'
       )
 
-  def context(self) -> Context:
+  def context(self) -> plan_lib.Context:
     """What a plan made here is for.
 
     Raises:
       ValueError: a model cannot be found.
     """
     choice = self.models
-    target, draft = find_checkpoints(choice)
-    layout = make_layout(choice.mesh)
+    target, draft = pair_lib.find_checkpoints(choice)
+    layout = sharding_lib.make_layout(choice.mesh)
     one_device = layout.num_devices == 1
     packed = choice.cpu_kernels and one_device and build.is_available()
-    dtype = draft_dtype = resolve_dtype(choice.dtype, target)
+    dtype = draft_dtype = checkpoint_lib.resolve_dtype(choice.dtype, target)
     if draft is not None:
-      draft_dtype = resolve_draft_dtype(
+      draft_dtype = checkpoint_lib.resolve_draft_dtype(
         choice.draft_dtype, draft, target_dtype=dtype, packed=packed
       )
     axes = dict(layout.mesh.shape) if layout.mesh else {}
-    return Context(
-      models=model_digests(target, draft),
-      machine=describe_machine(),
+    return plan_lib.Context(
+      models=plan_lib.model_digests(target, draft),
+      machine=record.describe_machine(),
       dtype=dtype,
       draft_dtype=draft_dtype,
       cpu_kernels=packed,
@@ -100,7 +91,7 @@ def find_plan(
   *,
   report: Callable[[str], None],
   **options: Any,
-) -> Plan:
+) -> plan_lib.Plan:
   """Reads a plan; makes and saves that of this machine if there is none.
 
   The name is that of a file, or `auto`. `prompts` returns sample prompts and is
@@ -114,21 +105,23 @@ def find_plan(
   context = setup.context()
   path = pathlib.Path(name)
   if name == 'auto':
-    path = cache_path(context, options['drafting'])
+    path = plan_lib.cache_path(context, options['drafting'])
   if name != 'auto' or path.exists():
-    plan = load_plan(path)
+    plan = plan_lib.load_plan(path)
     plan.check_models(context.models)
     for line in context.warnings(plan.context):
       report(f'warning: {line}')
     report(f'{plan.method}, from {path}')
     return plan
-  seconds = options.setdefault('plan_seconds', PLAN_SECONDS)
+  seconds = options.setdefault('plan_seconds', planner.PLAN_SECONDS)
   report(
     'there is no plan yet for this machine, these models and options; making it'
     f' in about {seconds:.0f} s (Ctrl-C: from what is known by then)'
   )
   options |= {'sampling': setup.sampling, 'context': context}
-  plan = make_plan(load_pair(setup.models), prompts(), report=report, **options)
+  plan = planner.make_plan(
+    pair_lib.load_pair(setup.models), prompts(), report=report, **options
+  )
   try:
     plan.save(path)
     report(f'{plan.method}, saved as {path}')
@@ -137,7 +130,7 @@ def find_plan(
   return plan
 
 
-def _num_nodes(plan: Plan) -> int:
+def _num_nodes(plan: plan_lib.Plan) -> int:
   """N of the trees of a plan without a topology."""
   if plan.method in ('chain', 'staged_chain'):
     return plan.drafting.num_draft_tokens + 1
@@ -145,8 +138,8 @@ def _num_nodes(plan: Plan) -> int:
 
 
 def join_plans(
-  alone: Plan, full: Plan, batch_size: int
-) -> tuple[Plan, dict[int, int]]:
+  alone: plan_lib.Plan, full: plan_lib.Plan, batch_size: int
+) -> tuple[plan_lib.Plan, dict[int, int]]:
   """One way to decode batches that fill and run dry.
 
   Args:
@@ -160,7 +153,9 @@ def join_plans(
     use the tree of `alone` up to a quarter of the batch and that of `full`
     above. Else `full` and `{}`.
   """
-  resized = lambda plan: with_options(plan.drafting, {'num_nodes': 1})
+  resized = lambda plan: settings_lib.with_options(
+    plan.drafting, {'num_nodes': 1}
+  )
   if alone.method == 'plain' or alone.drafting.topology is not None:
     return full, {}
   few = max(batch_size // 4, 1)
@@ -172,7 +167,7 @@ def join_plans(
   return larger, {few: _num_nodes(alone), batch_size: _num_nodes(full)}
 
 
-def table(plan: Plan) -> str:
+def table(plan: plan_lib.Plan) -> str:
   """The candidates of a plan as Markdown, fastest first."""
   columns = {
     'predicted tokens/s': ('tokens_per_second', '.1f'),
@@ -187,4 +182,4 @@ def table(plan: Plan) -> str:
     [figures['name'], *(show(figures[key], f) for key, f in columns.values())]
     for figures in plan.candidates
   ]
-  return to_table(['candidate', *columns], rows)
+  return record.to_table(['candidate', *columns], rows)

@@ -27,28 +27,18 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from models.lab.study.costs import measure_step_costs
-from models.lab.study.costs import StepCosts
-from models.lab.study.costs import Trial
-from models.lab.study.exactness import padded
-from models.lab.study.optimal import acceptance_by_rank
-from models.lab.study.optimal import fastest_tree
-from models.lab.study.replay import next_token_ranks
-from models.lab.study.replay import oracle_target
-from models.lab.tune.candidate_methods import Candidate
-from models.lab.tune.candidate_methods import list_candidates
-from models.lab.tune.candidate_methods import PLAIN
-from models.text.drafters import make_drafter
-from models.text.pair import Pair
-from models.text.plan import Context
-from models.text.plan import Plan
-from models.text.settings import DraftSettings
-from models.text.settings import with_options
+from models.lab.study import costs as costs_lib
+from models.lab.study import exactness
+from models.lab.study import optimal
+from models.lab.study import replay
+from models.lab.tune import candidate_methods
+from models.text import drafters
+from models.text import pair as pair_lib
+from models.text import plan as plan_lib
+from models.text import settings as settings_lib
 import specdec
-from specdec.checks import padded_shape
-from specdec.checks import row_keys
-from specdec.checks import to_params
-from specdec.statistics import Statistics
+from specdec import checks as checks_lib
+from specdec import statistics as statistics_lib
 
 PLAN_SECONDS = 300.0
 NODE_COUNTS = (1, 2, 4, 8, 16, 32)
@@ -80,9 +70,12 @@ def choose(*accounts: Mapping[str, float], margin: float) -> str:
   """
   first = accounts[0]
   wins = lambda name: all(
-    rates[name] > (1.0 + margin) * rates[PLAIN] for rates in accounts
+    rates[name] > (1.0 + margin) * rates[candidate_methods.PLAIN]
+    for rates in accounts
   )
-  return max(filter(wins, first), key=first.__getitem__, default=PLAIN)
+  return max(
+    filter(wins, first), key=first.__getitem__, default=candidate_methods.PLAIN
+  )
 
 
 def sample_batches(
@@ -94,7 +87,7 @@ def sample_batches(
   prompts of the most frequent padded length are used; some are repeated where
   they do not fill the last batch.
   """
-  slots = [padded_shape([prompt], 1)[0] for prompt in prompts]
+  slots = [checks_lib.padded_shape([prompt], 1)[0] for prompt in prompts]
   frequent = max(sorted(set(slots)), key=slots.count)
   usable = itertools.compress(prompts, (size == frequent for size in slots))
   cycle = itertools.cycle(map(list, usable))
@@ -117,9 +110,9 @@ class _Sample(NamedTuple):
 class _Tried(NamedTuple):
   """A candidate that was replayed; `decodes` are seconds and tokens."""
 
-  candidate: Candidate
+  candidate: candidate_methods.Candidate
   drafter: specdec.Drafter
-  trial: Trial
+  trial: costs_lib.Trial
   decodes: list[tuple[float, int]]
 
 
@@ -131,10 +124,10 @@ class _Search:
   seconds until a share of the budget is spent.
   """
 
-  pair: Pair
+  pair: pair_lib.Pair
   options: dict[str, Any]
   key: jax.Array
-  drafting: DraftSettings
+  drafting: settings_lib.DraftSettings
   seconds_left: Callable[[float], float]
   report: Callable[[str], None]
 
@@ -189,13 +182,13 @@ def _decode_samples(
   return samples
 
 
-def _measure_costs(search: _Search, first: _Sample) -> StepCosts:
+def _measure_costs(search: _Search, first: _Sample) -> costs_lib.StepCosts:
   """Measures V(N) halfway through the first texts."""
-  slots, room = padded_shape(
+  slots, room = checks_lib.padded_shape(
     first.prompts, search.options['room_for_new_tokens']
   )
   halfway = np.mean([*map(len, first.prompts), *map(len, first.texts)])
-  costs = measure_step_costs(
+  costs = costs_lib.measure_step_costs(
     search.pair.target,
     first.texts,
     prompt_slots=slots,
@@ -216,14 +209,16 @@ def _measure_costs(search: _Search, first: _Sample) -> StepCosts:
 
 def _replay(
   search: _Search,
-  candidate: Candidate,
+  candidate: candidate_methods.Candidate,
   samples: list[_Sample],
-  costs: StepCosts,
+  costs: costs_lib.StepCosts,
 ) -> _Tried | None:
   """Counts and times the decodes of a candidate, without the target."""
   name = candidate.name
   try:
-    drafter = make_drafter(candidate.method, search.pair, candidate.drafting)
+    drafter = drafters.make_drafter(
+      candidate.method, search.pair, candidate.drafting
+    )
   except ValueError as error:  # such as an n-gram with another tokenizer
     search.report(f'{name} is left out: {error}')
     return None
@@ -231,17 +226,17 @@ def _replay(
   if num_nodes > max(costs.verification):
     search.report(f'{name} is left out: V({num_nodes}) was not measured')
     return None
-  total, stats = 0.0, list[Statistics]()
+  total, stats = 0.0, list[statistics_lib.Statistics]()
   for sample in samples * _PASSES:
     if stats and search.is_late(_REPLAYS_END):
       break
-    oracle = oracle_target(search.pair.target.spec, sample.texts)
+    oracle = replay.oracle_target(search.pair.target.spec, sample.texts)
     if not stats:  # compiles
       search.decode(oracle, drafter, sample, _REPLAYS_END, 1)
     seconds, found = search.decode(oracle, drafter, sample, _REPLAYS_END)
     total += seconds
     stats.append(found.stats)
-  trial = Trial(
+  trial = costs_lib.Trial(
     num_nodes=num_nodes,
     tokens=sum(counts.new_tokens for counts in stats),
     forwards=sum(counts.target_forwards for counts in stats),
@@ -256,12 +251,12 @@ def _replay_all(
   search: _Search,
   tried: dict[str, _Tried],
   samples: list[_Sample],
-  costs: StepCosts,
+  costs: costs_lib.StepCosts,
 ) -> None:
   """Adds the candidates to `tried`, by name, plain decoding first."""
   has_draft = search.pair.draft is not None
   for candidate in itertools.chain(
-    list_candidates(search.drafting, has_draft=has_draft),
+    candidate_methods.list_candidates(search.drafting, has_draft=has_draft),
     _fixed_trees(search, tried, samples, costs),
   ):
     if len(tried) > 1 and search.is_late(_REPLAYS_END):
@@ -280,8 +275,8 @@ def _fixed_trees(
   search: _Search,
   tried: Mapping[str, _Tried],
   samples: list[_Sample],
-  costs: StepCosts,
-) -> Iterator[Candidate]:
+  costs: costs_lib.StepCosts,
+) -> Iterator[candidate_methods.Candidate]:
   """The best fixed tree, if it is predicted to be faster than plain.
 
   The time of a forward of the draft is that of the first chain in `tried`.
@@ -292,10 +287,10 @@ def _fixed_trees(
     return
   # The rest of a step is small and is counted as drafting.
   forward = first.trial.drafting_seconds / (first.trial.num_nodes - 1)
-  plain = tried[PLAIN].trial.step_seconds(costs)
+  plain = tried[candidate_methods.PLAIN].trial.step_seconds(costs)
   ranks = _token_ranks(search, samples)
-  topology = fastest_tree(
-    acceptance_by_rank(ranks, _MAX_BRANCHING).tolist(),
+  topology = optimal.fastest_tree(
+    optimal.acceptance_by_rank(ranks, _MAX_BRANCHING).tolist(),
     num_nodes=max(costs.verification),
     max_depth=_MAX_DEPTH,
     seconds=lambda nodes, depth: (
@@ -303,10 +298,12 @@ def _fixed_trees(
     ),
   )
   if topology is not None:
-    yield Candidate(
+    yield candidate_methods.Candidate(
       name=f'fixed tree N={topology.num_nodes} depth={topology.max_depth}',
       method='tree',
-      drafting=with_options(search.drafting, {'topology': topology}),
+      drafting=settings_lib.with_options(
+        search.drafting, {'topology': topology}
+      ),
     )
 
 
@@ -315,12 +312,14 @@ def _token_ranks(search: _Search, samples: list[_Sample]) -> np.ndarray:
   draft, ranks = search.pair.draft, []
   assert draft is not None
   vocab_size = draft.spec.vocab_size
-  params = to_params(search.options['sampling'], 1, vocab_size)
+  params = checks_lib.to_params(search.options['sampling'], 1, vocab_size)
   for prompts, texts in ((s.prompts, s.texts) for s in samples):
-    keys = row_keys(search.key, len(texts))
+    keys = checks_lib.row_keys(search.key, len(texts))
     for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
-      tokens = padded(text)[:, : draft.spec.max_positions]
-      found = next_token_ranks(draft, tokens, keys[row : row + 1], params)
+      tokens = exactness.padded(text)[:, : draft.spec.max_positions]
+      found = replay.next_token_ranks(
+        draft, tokens, keys[row : row + 1], params
+      )
       ranks.append(np.asarray(found)[0, len(prompt) - 1 : len(text) - 1])
   return np.concatenate(ranks)
 
@@ -329,16 +328,22 @@ def _decode_finalists(
   search: _Search,
   tried: Mapping[str, _Tried],
   samples: list[_Sample],
-  costs: StepCosts,
+  costs: costs_lib.StepCosts,
 ) -> None:
   """Decodes plainly and with the fastest candidates, interleaved."""
   rates, target = _predicted(tried, costs), search.pair.target
-  faster = [rate > (1 + _MARGIN) * rates[PLAIN] for rate in rates.values()]
+  faster = [
+    rate > (1 + _MARGIN) * rates[candidate_methods.PLAIN]
+    for rate in rates.values()
+  ]
   if not any(faster):
     search.report('no candidate is predicted to be faster than plain decoding')
     return
   first, finalists = samples[0], list[_Tried]()
-  for name in (PLAIN, *list(rates)[: min(sum(faster), _FINALISTS)]):
+  for name in (
+    candidate_methods.PLAIN,
+    *list(rates)[: min(sum(faster), _FINALISTS)],
+  ):
     if len(finalists) > 1 and search.is_late(_COMPILING_ENDS):
       break
     search.report(f'compiling {name}')
@@ -363,7 +368,7 @@ def _decode_finalists(
 
 
 def _predicted(
-  tried: Mapping[str, _Tried], costs: StepCosts
+  tried: Mapping[str, _Tried], costs: costs_lib.StepCosts
 ) -> dict[str, float]:
   """Predicted tokens per second, by name, fastest first."""
   rates = {
@@ -383,15 +388,17 @@ def _measured(tried: Mapping[str, _Tried]) -> dict[str, float]:
 
 
 def _choose_plan(
-  tried: Mapping[str, _Tried], costs: StepCosts, context: Context
-) -> Plan:
+  tried: Mapping[str, _Tried],
+  costs: costs_lib.StepCosts,
+  context: plan_lib.Context,
+) -> plan_lib.Plan:
   """The choice, from what is known so far; plain decoding must be tried."""
   predicted, measured = _predicted(tried, costs), _measured(tried)
   if len(measured) > 1:
     choice = choose(measured, predicted, margin=_MARGIN)
   else:
     choice = choose(predicted, margin=_UNCONFIRMED_MARGIN)
-  plain = tried[PLAIN].trial.step_seconds(costs)
+  plain = tried[candidate_methods.PLAIN].trial.step_seconds(costs)
   figures: dict[str, dict[str, Any]] = {}
   for name, rate in predicted.items():
     trial = tried[name].trial
@@ -405,7 +412,7 @@ def _choose_plan(
       'verification_milliseconds': 1e3 * costs.of_nodes(trial.num_nodes),
     }
   chosen = tried[choice].candidate
-  return Plan(
+  return plan_lib.Plan(
     method=chosen.method,
     drafting=chosen.drafting,
     min_block_efficiency=figures[choice]['min_block_efficiency'],
@@ -415,18 +422,18 @@ def _choose_plan(
 
 
 def make_plan(
-  pair: Pair,
+  pair: pair_lib.Pair,
   prompts: Sequence[str],
   *,
-  context: Context,
+  context: plan_lib.Context,
   sampling: specdec.Sampling,
-  drafting: DraftSettings = DraftSettings(),
+  drafting: settings_lib.DraftSettings = settings_lib.DraftSettings(),
   seed: int = 0,
   max_new_tokens: int = 128,
   plan_seconds: float = PLAN_SECONDS,
   clock: Callable[[], float] = time.monotonic,
   report: Callable[[str], None] = lambda line: None,
-) -> Plan:
+) -> plan_lib.Plan:
   """Measures, tries the candidates and chooses one; see the module.
 
   The prompts are samples of what will be decoded, see `sample_batches`, in the
