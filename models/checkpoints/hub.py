@@ -218,8 +218,8 @@ def read_module(
       origin[path] = name
     elif not jax.tree.all(jax.tree.map(jnp.array_equal, loaded[path], final)):
       raise ValueError(
-        f'{checkpoint.path}: tensors {origin[path]} and {name} must be equal but'
-        ' are not; is tie_word_embeddings wrong in config.json?'
+        f'{checkpoint.path}: tensors {origin[path]} and {name} must be equal'
+        ' but are not; is tie_word_embeddings wrong in config.json?'
       )
     del host  # Before the next tensor is read.
   if missing := sorted(map(families.parameter_name, expected.keys() - loaded)):
