@@ -5,6 +5,7 @@ chain, a token tree and training.
 """
 
 import functools
+from typing import Any
 
 import jax
 from jax import lax
@@ -86,7 +87,6 @@ def self_attention(
   layer: int,
   *,
   scale: float,
-  kernels: bool,
 ) -> tuple[jax.Array, cache_lib.KVCache | None]:
   """Writes the keys and values of L positions to a cache, then attends to it.
 
@@ -101,7 +101,6 @@ def self_attention(
       attend to one another only.
     layer: index of the layer in the cache.
     scale: factor of the scores.
-    kernels: whether to use those of `models.nn.cpu`.
 
   Returns:
     `[B, Hq, L, Dh]` float32, and the cache with the new entries.
@@ -109,5 +108,44 @@ def self_attention(
   if cache is not None:
     cache = cache_lib.write(cache, layer, key, value)
     key, value = cache.keys[layer], cache.values[layer]
-  compute = ops.attend if kernels else attend
-  return compute(query, key, value, mask, scale=scale), cache
+  return attend(query, key, value, mask, scale=scale), cache
+
+
+def attend_projections(
+  projections: jax.Array,
+  mask: jax.Array,
+  cache: cache_lib.KVCache | None,
+  layer: int,
+  *,
+  slots_shape: tuple[int, int],
+  dtype: jnp.dtype,
+  **options: Any,
+) -> tuple[jax.Array, cache_lib.KVCache | None]:
+  """`self_attention` with the kernels of `models.nn.cpu`, in one call.
+
+  Args:
+    projections: `[B, L, (Hq + 2 H) Dh]` float32: heads of queries, of keys and
+      of values.
+    mask: see `self_attention`.
+    cache: see `self_attention`.
+    layer: see `self_attention`.
+    slots_shape: `(H, Dh)`.
+    dtype: of the keys and values.
+    **options: of `ops.attend`.
+
+  Returns:
+    `[B, L, Hq Dh]` float32, and the cache with the new entries.
+  """
+  if cache is None:
+    batch, heads, width = projections.shape[0], *slots_shape
+    keys = values = jnp.zeros((batch, heads, mask.shape[2], width), dtype)
+    start = jnp.zeros(batch, jnp.int32)
+  else:
+    keys, values = cache.keys[layer], cache.values[layer]
+    start = cache.length
+  out, keys, values = ops.attend(
+    projections, mask, start, keys, values, **options
+  )
+  if cache is not None:
+    cache = cache_lib.with_layer(cache, layer, keys, values)
+  return out, cache

@@ -72,6 +72,7 @@ class Attention(nnx.Module):
     self.config = config
     self.layer = layer
     self.dtype = dtype
+    self.scale = 1 / math.sqrt(config.head_width)
     make = functools.partial(layers.Linear, dtype=dtype, rngs=rngs)
     make_head = functools.partial(make, config.width, use_bias=config.qkv_bias)
     self.q_proj = make_head(config.num_heads * config.head_width)
@@ -91,35 +92,48 @@ class Attention(nnx.Module):
     heads = (*x.shape[:-1], -1, self.config.head_width)
     return x.reshape(heads).swapaxes(1, 2)
 
-  def __call__(self, x, rotation, mask, cache):
-    kernels = self.o_proj.is_packed
-    query, key = self._heads(self.q_proj(x)), self._heads(self.k_proj(x))
+  def __call__(self, x, norm, rotation, mask, cache):
+    attend = self._fused if self.o_proj.is_packed else self._composed
+    out, cache = attend(x, norm, rotation, mask, cache)
+    return layers.project(out, [self.o_proj.parameters], residual=x), cache
+
+  def _fused(self, x, norm, rotation, mask, cache):
+    """With the kernels of `models.nn.cpu`, in two calls."""
+    linears = self.q_proj, self.k_proj, self.v_proj
+    norms = None
     if self.config.qk_norm:
-      query = self.q_norm.normalize(query, kernels=kernels)
-      key = self.k_norm.normalize(key, kernels=kernels)
-    query = rope_lib.rotate(query, rotation).astype(self.dtype)
-    key = rope_lib.rotate(key, rotation).astype(self.dtype)
-    value = self._heads(self.v_proj(x)).astype(self.dtype)
-    scale = 1 / math.sqrt(self.config.head_width)
-    out, cache = attention.self_attention(
-      query,
-      key,
-      value,
+      norms = self.q_norm.operand, self.k_norm.operand
+    return attention.attend_projections(
+      layers.project(x, [one.parameters for one in linears], norm=norm),
       mask,
       cache,
       self.layer,
-      scale=scale,
-      kernels=kernels,
+      slots_shape=(self.config.num_kv_heads, self.config.head_width),
+      dtype=self.dtype,
+      scale=self.scale,
+      norms=norms,
+      rotation=rotation,
     )
-    out = out.swapaxes(1, 2).reshape(*x.shape[:-1], -1)
-    return self.o_proj(out), cache
+
+  def _composed(self, x, norm, rotation, mask, cache):
+    rows = norm(x)
+    query, key = self._heads(self.q_proj(rows)), self._heads(self.k_proj(rows))
+    if self.config.qk_norm:
+      query, key = self.q_norm(query), self.k_norm(key)
+    query = rope_lib.rotate(query, rotation).astype(self.dtype)
+    key = rope_lib.rotate(key, rotation).astype(self.dtype)
+    value = self._heads(self.v_proj(rows)).astype(self.dtype)
+    out, cache = attention.self_attention(
+      query, key, value, mask, cache, self.layer, scale=self.scale
+    )
+    return out.swapaxes(1, 2).reshape(*x.shape[:-1], -1), cache
 
 
 class FeedForward(nnx.Module):
   """Gated perceptron (SwiGLU, arXiv 2002.05202) of one block."""
 
   def __init__(self, config: LlamaConfig, *, dtype, rngs):
-    self.activation = layers.ACTIVATIONS[config.activation]
+    self.activation = config.activation
     width, inner = config.width, config.inner_width
     make = functools.partial(
       layers.Linear, dtype=dtype, rngs=rngs, use_bias=config.mlp_bias
@@ -130,9 +144,12 @@ class FeedForward(nnx.Module):
       inner, width, stddev=layers.residual_stddev(config.num_layers)
     )
 
-  def __call__(self, x: jax.Array) -> tuple[jax.Array, tuple[()]]:
-    gate = self.activation(self.gate_proj(x))
-    return self.down_proj(gate * self.up_proj(x)), ()
+  def __call__(self, x, norm):
+    linears = [self.gate_proj.parameters, self.up_proj.parameters]
+    inner = layers.project(
+      x, linears, norm=norm, activation=self.activation, gated=True
+    )
+    return layers.project(inner, [self.down_proj.parameters], residual=x), ()
 
 
 class Layer(nnx.Module):
@@ -149,13 +166,9 @@ class Layer(nnx.Module):
     self.mlp = feed_forward(config, dtype=dtype, rngs=rngs)
 
   def __call__(self, x, rotation, mask, cache):
-    kernels = self.self_attn.o_proj.is_packed
-    normalized = self.input_layernorm.normalize(x, kernels=kernels)
-    attended, cache = self.self_attn(normalized, rotation, mask, cache)
-    x = x + attended
-    normalized = self.post_attention_layernorm.normalize(x, kernels=kernels)
-    out, routing = self.mlp(normalized)
-    return x + out, cache, routing
+    x, cache = self.self_attn(x, self.input_layernorm, rotation, mask, cache)
+    x, routing = self.mlp(x, self.post_attention_layernorm)
+    return x, cache, routing
 
 
 class Llama(nnx.Module):
@@ -208,8 +221,8 @@ class Llama(nnx.Module):
       routings.append(routing)
     tied = self.config.tie_embeddings
     head = embedding if tied else self.lm_head.get_value()
-    x = self.norm.normalize(x, kernels=matrices_lib.uses_kernels(head))
-    return matrices_lib.matmul(x, head), cache, tuple(routings)
+    logits = layers.project(x, [(head, None)], norm=self.norm)
+    return logits, cache, tuple(routings)
 
   def __call__(self, tokens, positions, mask, cache=None):
     return self.with_routing(tokens, positions, mask, cache)[:2]

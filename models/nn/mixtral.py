@@ -13,8 +13,8 @@ import jax
 from models.nn import experts as experts_lib
 from models.nn import layers
 from models.nn import llama as nn_llama
-from models.nn import matrices as matrices_lib
 from models.nn import sharding as sharding_lib
+from models.nn.cpu import ops
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,10 +38,9 @@ class MixtralConfig(nn_llama.LlamaConfig):
 
 
 def _swiglu(activation, weights, x):
-  gate, up, down = weights
-  return matrices_lib.matmul(
-    activation(matrices_lib.matmul(x, gate)) * matrices_lib.matmul(x, up), down
-  )
+  gate, up, down = ((weight, None) for weight in weights)
+  inner = layers.project(x, [gate, up], activation=activation, gated=True)
+  return layers.project(inner, [down])
 
 
 class Experts(nnx.Module):
@@ -60,10 +59,11 @@ class Experts(nnx.Module):
       ]
     )
 
-  def __call__(self, x: jax.Array) -> tuple[jax.Array, experts_lib.Routing]:
+  def __call__(self, x, norm):
     kernels = self.gate.is_packed
+    rows = ops.normalize(x, norm.operand) if kernels else norm(x)
     routing = experts_lib.route(
-      self.gate(x),
+      self.gate(rows),
       self.config.experts_per_token,
       renormalize=self.config.renormalize,
       kernels=kernels,
@@ -81,10 +81,10 @@ class Experts(nnx.Module):
       functools.partial(experts_lib.mix, expert, kernels=kernels),
       weights,
       self.config.inner_width,
-      flat(x),
+      flat(rows),
       jax.tree.map(flat, routing),
     )
-    return out.reshape(x.shape), routing
+    return x + out.reshape(x.shape), routing
 
 
 class Mixtral(nn_llama.Llama):
