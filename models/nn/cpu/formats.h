@@ -53,16 +53,16 @@ constexpr int kRegisters = kGroup / kLanes;  // Of a group's word.
 constexpr int kRows = kLanes == 16 ? 8 : 3;
 // Words that tiles of rows take in turn, so that the processor computes with
 // those in its cache while it reads the next ones.
-constexpr int64_t kWords = 64;
-// Bytes to what is prefetched: into the second cache, then into the first one,
-// whose few open reads alone would not keep up with the memory.
-constexpr int64_t kAhead = 4096, kNear = 1024;
+constexpr int64_t kWords = 128;
+// Bytes to what one tile prefetches into the second cache and then into the
+// first one, whose few open reads alone would not keep up with the memory.
+constexpr int64_t kFar = 4096, kNear = 1024;
 
 // Words `begin` to `end` of a group, and what is prefetched meanwhile.
 struct Span {
   Group group;
   int64_t begin, end;
-  const char *next, *near;  // Into the second cache, into the first one.
+  const char *near, *far;  // Into the first cache, into the second one.
   int64_t step;  // Bytes to what is prefetched with the next word.
 };
 
@@ -73,21 +73,25 @@ void AddProducts(const Rows& rows, int64_t first, const Span& span,
                  typename Format::Sum* to) {
   using Vector = typename Format::Vector;
   Vector sums[R][kRegisters];
-  std::memcpy(sums, to, sizeof(sums));
+  for (int r = 0; r < R; ++r) {
+    for (int i = 0; i < kRegisters; ++i) {
+      sums[r][i] = Load<Vector>(to + r * kGroup + i * kLanes);
+    }
+  }
   const uint32_t* x[R];
   for (int r = 0; r < R; ++r) x[r] = rows.row(first + r);
-  const char *next = span.next, *near = span.near;
+  const char *near = span.near, *far = span.far;
   for (int64_t word = span.begin; word < span.end; ++word) {
     Words weights[kRegisters];
     for (int i = 0; i < kRegisters; ++i) {
       weights[i] = Load<Words>(span.group.words + word * kGroup + i * kLanes);
     }
-    for (int64_t line = 0; line < 128; line += 64) {
-      __builtin_prefetch(next + line, 0, 2);
+    for (int64_t line = 0; line < 4 * kGroup; line += 64) {
       __builtin_prefetch(near + line);
+      __builtin_prefetch(far + line, 0, 2);
     }
-    next += span.step;
     near += span.step;
+    far += span.step;
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
@@ -97,7 +101,11 @@ void AddProducts(const Rows& rows, int64_t first, const Span& span,
       }
     }
   }
-  std::memcpy(to, sums, sizeof(sums));
+  for (int r = 0; r < R; ++r) {
+    for (int i = 0; i < kRegisters; ++i) {
+      Store(to + r * kGroup + i * kLanes, sums[r][i]);
+    }
+  }
 }
 
 // The same for `count` rows, at most kRows.
@@ -123,13 +131,12 @@ void MultiplyVectors(const Rows& rows, int64_t first, int64_t count,
     const int64_t end = std::min(begin + length, group.num_words);
     for (int64_t tile = 0; tile < tiles; ++tile) {
       const int64_t row = tile * kRows;
-      const char* next = bytes + begin * kBytes + kAhead;
-      const char* near = bytes + begin * kBytes + kNear;
-      if (tiles > 1) {
+      const char *near = bytes + kNear, *far = bytes + kFar;
+      if (tiles > 1) {  // What the next turn reads, and the one after it.
         near = bytes + (end + kWords * tile / tiles) * kBytes;
-        next = near + kWords * kBytes;
+        far = near + kWords * kBytes;
       }
-      const Span span{group, begin, end, next, near, kBytes / tiles};
+      const Span span{group, begin, end, near, far, kBytes / tiles};
       AddProductsOf<Format>(count - row, rows, first + row, span,
                             sums + row * kGroup);
     }

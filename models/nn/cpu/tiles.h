@@ -53,8 +53,8 @@ class TilesInUse {
   ~TilesInUse() { _tile_release(); }
 };
 
-// Like kAhead and kNear.
-constexpr int64_t kTilesAhead = 8192, kTilesNear = 2048;
+// Like kFar and kNear.
+constexpr int64_t kTilesFar = 8192, kTilesNear = 2048;
 
 template <typename Format>
 void MultiplyTiles(const Rows& rows, int64_t first, int64_t count,
@@ -71,7 +71,7 @@ void MultiplyTiles(const Rows& rows, int64_t first, int64_t count,
   _tile_zero(3);
   for (int64_t word = 0; word < group.num_words; word += 16) {
     for (int64_t i = 0; i < 16 * kBytes; i += 64) {
-      __builtin_prefetch(weights + kTilesAhead + i, 0, 2);
+      __builtin_prefetch(weights + kTilesFar + i, 0, 2);
       __builtin_prefetch(weights + kTilesNear + i);
     }
     _tile_loadd(4, x, stride);
