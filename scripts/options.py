@@ -118,6 +118,14 @@ DRAFT_DTYPE = flags.DEFINE_enum(
   'of the draft; default: as --dtype, but int8 beside bfloat16 where the'
   ' kernels for CPU are used; what is decoded does not depend on it',
 )
+DRAFT_VOCAB = flags.DEFINE_string(
+  'draft_vocab',
+  None,
+  'how many tokens the draft computes and proposes: N, for those that the'
+  ' tokenizer learned first, or N:FILE, for those of the largest counts, an'
+  ' array [V] in a .npy file; what is decoded does not depend on it; default:'
+  ' all',
+)
 CPU_KERNELS = flags.DEFINE_enum(
   'cpu_kernels',
   'auto',
@@ -294,6 +302,23 @@ def eos_ids() -> list[int | str] | None:
   return [int(one) if one.isdecimal() else one for one in unescaped(given)]
 
 
+def draft_vocab() -> int | list[int] | None:
+  """The `draft_vocab` argument of `models.load`."""
+  if DRAFT_VOCAB.value is None:
+    return None
+  number, _, path = DRAFT_VOCAB.value.partition(':')
+  if not number.isdecimal() or int(number) < 1:
+    raise ValueError(
+      f'--draft_vocab={DRAFT_VOCAB.value} is neither N nor N:FILE, such as'
+      ' 32768'
+    )
+  if not path:
+    return int(number)
+  from models.text import draft_vocabulary
+
+  return draft_vocabulary.most_frequent(path, int(number))
+
+
 def unescaped(texts: list[str]) -> list[str]:
   r"""Texts of flags in which \n is a line end."""
   return [text.replace('\\n', '\n') for text in texts]
@@ -339,6 +364,7 @@ def _check() -> None:
     checks_lib.to_break_even(BREAK_EVEN.value)
   sampling()
   eos_ids()
+  draft_vocab()
   draft_settings()
   mesh_sizes()
   _check_hosts()
@@ -593,6 +619,7 @@ def models() -> Any:
     revision=REVISION.value,
     dtype=dtype(),
     draft_dtype=DRAFT_DTYPE.value,
+    draft_vocab=draft_vocab(),
     cpu_kernels=CPU_KERNELS.value == 'auto',
     mesh=mesh(),
     draft_mesh=DRAFT_MESH.value,

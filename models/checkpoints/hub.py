@@ -155,16 +155,10 @@ def layer_bytes(config: adapter.Config, dtype: jax.typing.DTypeLike) -> float:
 
 
 def load_module(
-  name: str | pathlib.Path,
-  *,
-  dtype: jax.typing.DTypeLike = jnp.float32,
-  revision: str | None = None,
-  packed: bool = False,
-  layout: sharding_lib.Layout = sharding_lib.Layout(),
+  name: str | pathlib.Path, *, revision: str | None = None, **options: Any
 ) -> adapter.Module:
-  """Loads the model of a name, see `locate`; for the rest see `read_module`."""
-  checkpoint = locate(name, revision=revision)
-  return read_module(checkpoint, dtype=dtype, packed=packed, layout=layout)
+  """Loads the model of a name; see `locate`, and `read_module` for options."""
+  return read_module(locate(name, revision=revision), **options)
 
 
 def read_module(
@@ -173,6 +167,7 @@ def read_module(
   dtype: jax.typing.DTypeLike = jnp.float32,
   packed: bool = False,
   layout: sharding_lib.Layout = sharding_lib.Layout(),
+  outputs: np.ndarray | None = None,
 ) -> adapter.Module:
   """Reads the weights of a model.
 
@@ -189,6 +184,8 @@ def read_module(
       which must be available; those of float16 are not. Not with several
       devices.
     layout: where the tensors lie.
+    outputs: `[N]` int, ascending, the tokens whose logits are computed; those
+      of the others are -inf. None: all.
 
   Raises:
     ValueError: a config or tensor is unknown, missing, left over or misshapen;
@@ -208,7 +205,11 @@ def read_module(
       *(checkpoint.path.name, ', '.join(whole), layout.parts('heads')),
     )
   loaded, origin = dict[tuple, Any](), dict[tuple, str]()
+  tied = config.tie_embeddings
+  head = config.embedding if tied else 'lm_head'
   for path, name, host in _read(checkpoint, family, expected, form):
+    if outputs is not None and path[0] == head:
+      host = matrices_lib.few_outputs(host, outputs, is_embedding=tied)
     # Position embeddings are added, not multiplied.
     if packed and len(host.shape) == 2 and path[0] != config.position_embedding:
       host = matrices_lib.pack(host)

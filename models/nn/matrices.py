@@ -283,6 +283,71 @@ class PackedMatrix(flax.struct.PyTreeNode):
     return np.ascontiguousarray(values[:num_outputs, :num_inputs])
 
 
+class FewOutputs(flax.struct.PyTreeNode):
+  """A head that computes some of its outputs; the others are -inf.
+
+  The draft vocabulary of FR-Spec (arXiv 2502.14856, section 4).
+
+  Attributes:
+    outputs: the matrix `[N, in]` of those that are computed.
+    rows: the matrix `[out, in]` whose rows are looked up where the token
+      embedding is the head, or None.
+    ids: `[N]` int32, the outputs that are computed, ascending.
+    shape: `(out, in)`.
+    num_first: how many of the ids are 0, 1, 2 and so on.
+  """
+
+  outputs: Any
+  rows: Any
+  ids: Any
+  shape: tuple[int, int] = flax.struct.field(pytree_node=False)
+  num_first: int = flax.struct.field(pytree_node=False)
+
+  @property
+  def dtype(self) -> str:
+    return _as_matrix(self.outputs).dtype
+
+  @property
+  def uses_kernels(self) -> bool:
+    return uses_kernels(self.outputs)
+
+  def product(self, rows: jax.Array) -> jax.Array:
+    few = _as_matrix(self.outputs).product(rows)
+    padding = ((0, 0), (0, self.shape[0] - self.num_first))
+    first = few[:, : self.num_first]
+    out = jnp.pad(first, padding, constant_values=-jnp.inf)
+    return out.at[:, self.ids[self.num_first :]].set(few[:, self.num_first :])
+
+  def take(self, index: jax.Array) -> jax.Array:
+    return _as_matrix(self.rows).take(index)
+
+  def packed(self) -> 'FewOutputs':
+    rows = None if self.rows is None else pack(self.rows)
+    return self.replace(outputs=pack(self.outputs), rows=rows)
+
+  def unpacked(self) -> Any:
+    raise ValueError('a head that computes few outputs cannot be saved')
+
+
+def few_outputs(
+  matrix: Any, ids: np.ndarray, *, is_embedding: bool
+) -> FewOutputs:
+  """A head on the host that computes the outputs `ids [N]`, ascending.
+
+  Args:
+    matrix: `[out, in]`, an array of floats or another unpacked `Matrix`.
+    ids: the outputs.
+    is_embedding: whether rows of the matrix are looked up as well.
+  """
+  return FewOutputs(
+    outputs=jax.tree.map(lambda leaf: leaf[ids], matrix),
+    rows=matrix if is_embedding else None,
+    ids=np.asarray(ids, np.int32),
+    shape=matrix.shape,
+    num_first=int(np.sum(ids == np.arange(len(ids)))),
+  )
+
+
 def _aligned_zeros(shape: tuple[int, ...]) -> np.ndarray:
   """Zeros of uint32 that JAX can take as they are, without a copy."""
   size = 4 * math.prod(shape)

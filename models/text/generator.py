@@ -262,6 +262,7 @@ def load(
   plan: plan_lib.Plan | str | os.PathLike[str] | None = None,
   dtype: jax.typing.DTypeLike = 'auto',
   draft_dtype: jax.typing.DTypeLike | None = None,
+  draft_vocab: int | Sequence[int] | None = None,
   cpu_kernels: bool = True,
   revision: str | None = None,
   mesh: jax.sharding.Mesh | Mapping[str, int] | None = None,
@@ -282,6 +283,7 @@ def load(
     dtype: of the target; for this and the next see
       `models.text.pair.ModelChoice`.
     draft_dtype: of the draft.
+    draft_vocab: how many tokens the draft proposes, or which.
     cpu_kernels: whether to use the kernels for CPU.
     revision: of the target, on the hub.
     mesh: several devices.
@@ -300,6 +302,7 @@ def load(
     revision=revision,
     dtype=dtype,
     draft_dtype=draft_dtype,
+    draft_vocab=draft_vocab,
     cpu_kernels=cpu_kernels,
     mesh=mesh,
     draft_mesh=draft_mesh,

@@ -20,6 +20,7 @@ from models.nn import dtypes
 from models.nn import sharding as sharding_lib
 from models.nn.cpu import build
 from models.text import chat_template
+from models.text import draft_vocabulary
 from models.text import ends as ends_lib
 from models.text import token_bytes as token_bytes_lib
 from specdec import checks as checks_lib
@@ -43,6 +44,8 @@ class ModelChoice:
       where two logits are as close as rounding (docs/cpu.md).
     draft_dtype: of the draft; None: as the target, but int8 beside bfloat16
       where the kernels for CPU are used.
+    draft_vocab: how many tokens the draft computes and proposes, or which, see
+      `models.text.draft_vocabulary`. None: all.
     cpu_kernels: whether the kernels of `models.nn.cpu` are used on CPU, if they
       can be compiled and there is one device.
     mesh: several devices, as a mesh with the axes `data` (rows) and `model`
@@ -60,6 +63,7 @@ class ModelChoice:
   revision: str | None = None
   dtype: jax.typing.DTypeLike = dtypes.AUTO
   draft_dtype: jax.typing.DTypeLike | None = None
+  draft_vocab: int | Sequence[int] | None = None
   cpu_kernels: bool = True
   mesh: Mesh | Mapping[str, int] | None = None
   draft_mesh: str = 'auto'
@@ -260,12 +264,12 @@ def load_checkpoints(
     own_layout = sharding_lib.draft_layout(
       layout, choice.draft_mesh, layer_bytes
     )
-    draft_model = adapter.with_vocab_size(
-      adapter.as_model(
-        load(draft, dtype=own_dtype, layout=own_layout), own_layout
-      ),
-      size,
+    outputs = draft_vocabulary.tokens_of(
+      choice.draft_vocab, tokenizer, draft.config.vocab_size
     )
+    module = load(draft, dtype=own_dtype, layout=own_layout, outputs=outputs)
+    own = adapter.as_model(module, own_layout)
+    draft_model = adapter.with_vocab_size(own, size)
   return Pair(model, draft_model, tokenizer, ends, layout)
 
 

@@ -50,6 +50,7 @@ class Context:
   machine: dict[str, Any]  # See `models.lab.bench.record.describe_machine`.
   dtype: str  # Of the target.
   draft_dtype: str
+  draft_vocab: int | None = None  # How many tokens the draft proposes, or all.
   batch_size: int
   sampling: dict[str, Any]  # The sampling options that are set.
   cpu_kernels: bool = False  # Whether those of `models.nn.cpu` were used.
@@ -59,7 +60,7 @@ class Context:
     """The differences that make a plan for `other` less reliable here."""
     names = (
       *('dtype', 'draft_dtype', 'batch_size', 'sampling'),
-      *('cpu_kernels', 'mesh'),
+      *('cpu_kernels', 'mesh', 'draft_vocab'),
     )
     pairs = {
       name: (getattr(self, name), getattr(other, name)) for name in names

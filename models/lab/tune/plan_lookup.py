@@ -14,6 +14,7 @@ from models.lab.bench import record
 from models.lab.tune import planner
 from models.nn import sharding as sharding_lib
 from models.nn.cpu import build
+from models.text import draft_vocabulary
 from models.text import pair as pair_lib
 from models.text import plan as plan_lib
 from models.text import settings as settings_lib
@@ -73,6 +74,7 @@ class Setup:
       machine=record.describe_machine(),
       dtype=dtype,
       draft_dtype=draft_dtype,
+      draft_vocab=draft_vocabulary.size_of(choice.draft_vocab),
       cpu_kernels=packed,
       mesh=f'{axes}, {choice.draft_mesh}' if axes else '',
       batch_size=self.batch_size,
