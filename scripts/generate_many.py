@@ -24,6 +24,7 @@ from typing import Any
 from absl import flags
 import command_line
 import options
+import several_hosts
 
 from specdec import text_files
 
@@ -128,13 +129,18 @@ class _Printed:
 
 
 def _output(name: str) -> Any:
+  import loading
+
+  from models.text import pair as pair_lib
+  from models.text import plan as plan_lib
   from models.text import resumable
 
-  if name == '-' or not options.writes():
+  if name == '-' or not several_hosts.writes():
     return _Printed()
+  found = pair_lib.find_checkpoints(loading.models())
   settings = options.as_dict() | {
-    'dtype': options.dtype(),
-    'models': options.model_digests(),
+    'dtype': loading.dtype(),
+    'models': plan_lib.model_digests(*found),
   }
   settings = {name: settings[name] for name in settings if name not in _FREE}
   return resumable.ResumableRows(pathlib.Path(name), settings)
@@ -165,6 +171,8 @@ def main() -> None:
     raise ValueError(
       '--prompt_file and --output are needed, each a file or -; see --help'
     )
+  import loading
+
   is_pipe = options.PROMPT_FILE.value == '-'
   total = None if is_pipe else sum(1 for _ in _lines())
   output = _output(_OUTPUT.value)
@@ -175,8 +183,8 @@ def main() -> None:
       ' --output, or the prompts as a file'
     )
   indices = lambda: [row['index'] for row in output.rows]
-  done = {*options.of_first_host(indices)}
-  generator, tree_sizes = options.many(_samples, _BATCH_SIZE.value)
+  done = {*several_hosts.of_first_host(indices)}
+  generator, tree_sizes = loading.many(_samples, _BATCH_SIZE.value)
   taken: list[tuple[int, Any, str | None]] = []  # Index, id, error.
 
   def jobs():

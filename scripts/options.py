@@ -1,15 +1,11 @@
 """The flags that all decoding scripts share, and the objects made from them."""
 
-from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import json
-import math
-import os
 import pathlib
 import re
 import sys
@@ -18,6 +14,7 @@ from typing import get_args
 
 from absl import flags
 import command_line
+import several_hosts
 
 from models.nn import dtypes
 from models.nn import matrices as matrices_lib
@@ -204,7 +201,7 @@ def _define(name: str, option: settings_lib.Option) -> flags.FlagHolder:
   return kinds.get(option.kind, flags.DEFINE_string)(name, default, text)
 
 
-_DRAFTING = {
+DRAFTING = {
   name: _define(name, settings_lib.OPTIONS[name])
   for name in settings_lib.OPTIONS
 }
@@ -254,7 +251,7 @@ def stop() -> list[str]:
 
 
 @contextlib.contextmanager
-def _named_as_flag() -> Iterator[None]:
+def named_as_flag() -> Iterator[None]:
   """An error that begins with the name of an argument names its flag."""
   try:
     yield
@@ -322,9 +319,9 @@ def draft_settings(plan: Any = None) -> settings_lib.DraftSettings:
     lookup = specdec.PromptLookup(confidence=confidence)
   except ValueError as error:
     raise ValueError(f'--lookup_confidence: {error}') from error
-  with _named_as_flag():
+  with named_as_flag():
     changed = settings_lib.with_options(
-      _DEFAULTS, {name: flag.value for name, flag in _DRAFTING.items()}
+      _DEFAULTS, {name: flag.value for name, flag in DRAFTING.items()}
     )
   return dataclasses.replace(changed, lookup=lookup, plan=plan)
 
@@ -332,7 +329,7 @@ def draft_settings(plan: Any = None) -> settings_lib.DraftSettings:
 @command_line.checked_first
 def _check() -> None:
   """Refuses values of the shared flags that no model could take."""
-  with _named_as_flag():
+  with named_as_flag():
     for name, flag in _SAMPLING.items():
       if isinstance(flag.value, float):
         checks_lib.sampling_value(name, flag.value)
@@ -379,74 +376,16 @@ def _check_hosts() -> None:
 
 @command_line.before_main
 def _join_hosts() -> None:
-  """Waits for the other hosts; only process 0 prints from now on."""
-  address = COORDINATOR.value
-  if address is None:
-    return
-  import jax
-
-  try:
-    jax.distributed.initialize(
-      None if address == 'auto' else address,
-      NUM_PROCESSES.value,
-      PROCESS_ID.value,
-      heartbeat_timeout_seconds=HOST_TIMEOUT.value,
-      shutdown_timeout_seconds=HOST_TIMEOUT.value,
-    )
-  except (ValueError, RuntimeError) as error:
-    raise ValueError(f'--coordinator={address}: {error}') from error
-  sys.excepthook = _end_at_once
-  if not writes():
-    sys.stdout = open(os.devnull, 'w', encoding='utf-8')  # noqa: SIM115
-
-
-def _end_at_once(kind: type, error: BaseException, trace: Any) -> None:
-  """Ends this process without waiting for hosts, of which one may be dead."""
-  sys.__excepthook__(kind, error, trace)
-  print(
-    f'{pathlib.Path(sys.argv[0]).name}: this host or another one has failed:'
-    f' {" ".join(str(error).split())}',
-    file=sys.stderr,
-    flush=True,
-  )
-  os._exit(1)
-
-
-def writes() -> bool:
-  """Whether this process prints and writes: the first of all hosts."""
-  import jax
-
-  return jax.process_index() == 0
-
-
-def of_first_host(make: Callable[[], Any]) -> Any:
-  """What a function returns on the first host, which alone calls it, as JSON.
-
-  Files are read so, because hosts whose inputs differ would wait for ever.
-  """
-  from jax.experimental import multihost_utils
-  import numpy as np
-
-  text = text_files.to_json(make() if writes() else None).encode()
-  size = multihost_utils.broadcast_one_to_all(np.array(len(text)))
-  padded = np.zeros(int(size), np.uint8)
-  if writes():
-    padded[:] = np.frombuffer(text, np.uint8)
-  found = multihost_utils.broadcast_one_to_all(padded)
-  return json.loads(np.asarray(found, np.uint8).tobytes())
+  of_hosts = COORDINATOR, NUM_PROCESSES, PROCESS_ID, HOST_TIMEOUT
+  address, *others = (flag.value for flag in of_hosts)
+  if address is not None:
+    several_hosts.join(address, *others)
 
 
 def mesh_sizes() -> dict[str, int]:
   """The sizes of the axes of `--mesh`; empty without it."""
-  with _named_as_flag():
+  with named_as_flag():
     return sharding_lib.parse_mesh(MESH.value) if MESH.value is not None else {}
-
-
-@functools.cache
-def mesh() -> Any:
-  """The `mesh` argument of `models.load`; starts the devices."""
-  with _named_as_flag():
-    return sharding_lib.make_mesh(mesh_sizes()) if mesh_sizes() else None
 
 
 def draft_name() -> str | None:
@@ -534,166 +473,6 @@ def as_dict() -> dict[str, Any]:
   return record
 
 
-def _check_contradictions(plan: Any) -> None:
-  """Refuses flags that were given and differ from the plan."""
-  ours = draft_settings()
-  given = {
-    name: (option.read(ours), option.read(plan.drafting))
-    for name, option in settings_lib.OPTIONS.items()
-    if _DRAFTING[name].present
-  }
-  if LOOKUP_CONFIDENCE.present:
-    lookups = ours.lookup.confidence, plan.drafting.lookup.confidence
-    given['lookup_confidence'] = lookups
-  method = flags.FLAGS['method']
-  if method.present and method.value != 'plan':
-    given['method'] = method.value, plan.method
-  for name, (value, planned) in given.items():
-    if value != planned:
-      raise ValueError(
-        f'--{name}={value} contradicts --plan={PLAN.value}, which has'
-        f' {planned}; leave out one of the two'
-      )
-
-
-@functools.cache
-def dtype() -> str:
-  """The dtype of the target; what `auto` stands for is printed."""
-  name = DTYPE.value
-  if name == dtypes.AUTO:
-    from models.checkpoints import checkpoint as checkpoint_lib
-    from models.checkpoints import hub
-
-    found = hub.locate(TARGET.value, revision=REVISION.value)
-    name = checkpoint_lib.resolve_dtype(name, found)
-    print(f'--dtype=auto: {name}', file=sys.stderr)
-  return name
-
-
-def is_exact() -> bool:
-  """Whether drafted tokens are those of plain decoding without exceptions."""
-  from models.nn.cpu import build
-
-  if dtype() == 'float32':
-    return True
-  kernels = (
-    CPU_KERNELS.value == 'auto' and dtype() in matrices_lib.KERNEL_DTYPES
-  )
-  kernels &= math.prod(mesh_sizes().values()) == 1
-  return kernels and build.is_available()
-
-
-def models() -> Any:
-  """The `models.text.pair.ModelChoice` of the flags."""
-  from models.text import pair as pair_lib
-
-  return pair_lib.ModelChoice(
-    target=TARGET.value,
-    draft=draft_name(),
-    revision=REVISION.value,
-    dtype=dtype(),
-    draft_dtype=DRAFT_DTYPE.value,
-    cpu_kernels=CPU_KERNELS.value == 'auto',
-    mesh=mesh(),
-    draft_mesh=DRAFT_MESH.value,
-    eos_ids=eos_ids(),
-  )
-
-
-def model_digests() -> dict[str, str | None]:
-  """See `models.text.plan.model_digests`."""
-  from models.text import pair as pair_lib
-  from models.text import plan as plan_lib
-
-  return plan_lib.model_digests(*pair_lib.find_checkpoints(models()))
-
-
 def keeps_tokens() -> bool:
   """Whether the tokens with `--verify` are those of plain decoding."""
   return checks_lib.RULES[VERIFY.value](sampling_lib.BEST).keeps_tokens
-
-
-def plan_setup(batch_size: int) -> Any:
-  """The `models.lab.tune.plan_lookup.Setup` of the flags."""
-  from models.lab.tune import plan_lookup
-
-  return plan_lookup.Setup(
-    models=models(), batch_size=batch_size, sampling=sampling()
-  )
-
-
-def planning() -> dict[str, Any]:
-  """Arguments of `models.lab.tune.planner.make_plan` that the flags set."""
-  return {
-    'drafting': draft_settings(),
-    'seed': SEED.value,
-    'max_new_tokens': MAX_NEW_TOKENS.value,
-    'plan_seconds': PLAN_SECONDS.value,
-  }
-
-
-def plan(batch_size: int, samples: Callable[[], list[str]]) -> Any:
-  """The `models.Plan` of `--plan`, or None.
-
-  Args:
-    batch_size: of the decodes to come.
-    samples: returns prompts; called only if a plan has to be made.
-  """
-  if PLAN.value is None:
-    return None
-  if not keeps_tokens():
-    raise ValueError(
-      f'--plan is for --verify=match, got {VERIFY.value}: other rules accept'
-      ' other numbers of tokens'
-    )
-  from models.lab.tune import plan_lookup
-
-  return plan_lookup.find_plan(
-    PLAN.value,
-    samples,
-    plan_setup(batch_size),
-    **planning(),
-    report=lambda line: print(f'plan: {line}', file=sys.stderr),
-  )
-
-
-def _load(found: Any, messages: Any = None) -> Any:
-  from models.text import generator as generator_lib
-
-  if found is not None:
-    _check_contradictions(found)
-  return generator_lib.load(
-    **vars(models()),
-    method=flags.FLAGS.method,
-    drafting=draft_settings(),
-    plan=found,
-    messages=messages,
-  )
-
-
-def generator(samples: list[str], batch_size: int, messages: Any = None) -> Any:
-  """The `models.Generator` of the flags.
-
-  Args:
-    samples: prompts, in case that a plan has to be made.
-    batch_size: of the decodes to come.
-    messages: see `models.load`.
-  """
-  return _load(plan(batch_size, lambda: samples), messages)
-
-
-def many(
-  samples: Callable[[], list[str]], batch_size: int
-) -> tuple[Any, dict[int, int]]:
-  """The `models.Generator` of the flags, and the `tree_sizes` for many prompts.
-
-  With `--plan=auto` there is a plan for the full batch and one for a single
-  prompt; see `models.lab.tune.plan_lookup.join_plans`. `samples` returns
-  prompts, and is called only if a plan has to be made.
-  """
-  found, sizes = plan(batch_size, samples), dict[int, int]()
-  if found is not None and PLAN.value == 'auto' and batch_size > 1:
-    from models.lab.tune import plan_lookup
-
-    found, sizes = plan_lookup.join_plans(plan(1, samples), found, batch_size)
-  return _load(found), sizes
