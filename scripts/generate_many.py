@@ -96,17 +96,10 @@ def _job(index: int, number: int, line: str) -> tuple[Any, Any, str | None]:
 
 def _lines() -> Iterator[tuple[int, int, str]]:
   """The index of each prompt, and the number and text of its line."""
-  name = options.PROMPT_FILE.value
-  assert name is not None
   # A file is refused before anything is decoded; of a pipe, the prompt is.
-  errors = 'surrogateescape' if name == '-' else 'strict'
-  try:
-    numbered = text_files.lines(name, errors=errors)
-    full = ((number, line) for number, line in numbered if line.strip())
-    for index, (number, line) in enumerate(full):
-      yield index, number, line
-  except ValueError as error:
-    raise ValueError(f'--prompt_file={error}') from error
+  errors = 'surrogateescape' if options.PROMPT_FILE.value == '-' else 'strict'
+  for index, line in enumerate(options.prompt_lines(errors)):
+    yield index, *line
 
 
 def _samples() -> list[str]:

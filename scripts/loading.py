@@ -83,11 +83,9 @@ def planning() -> dict[str, Any]:
 def plan(
   batch_size: int, samples: Callable[[], list[str]]
 ) -> plan_lib.Plan | None:
-  """The plan of `--plan`, if there is one.
+  """The plan of `--plan`, if there is one, for batches of a size.
 
-  Args:
-    batch_size: of the decodes to come.
-    samples: returns prompts; called only if a plan has to be made.
+  `samples` returns prompts, and is called only if a plan has to be made.
   """
   if options.PLAN.value is None:
     return None
@@ -143,13 +141,7 @@ def _load(
 def generator(
   samples: list[str], batch_size: int, messages: Any = None
 ) -> generator_lib.Generator:
-  """The generator of the flags.
-
-  Args:
-    samples: prompts, in case that a plan has to be made.
-    batch_size: of the decodes to come.
-    messages: see `models.load`.
-  """
+  """The generator of the flags; see `plan`, and `models.load` for messages."""
   return _load(plan(batch_size, lambda: samples), messages)
 
 

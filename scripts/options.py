@@ -1,4 +1,8 @@
-"""The flags that all decoding scripts share, and the objects made from them."""
+"""The flags that all decoding scripts share, and their values.
+
+This module imports what takes no time, so that a wrong flag is refused before
+`loading` imports what reads models.
+"""
 
 from collections.abc import Iterator
 from collections.abc import Sequence
@@ -156,6 +160,7 @@ HOST_TIMEOUT = flags.DEFINE_integer(
   'seconds after which a host that is not heard of ends the others',
   lower_bound=1,
 )
+_OF_HOSTS = (COORDINATOR, NUM_PROCESSES, PROCESS_ID, HOST_TIMEOUT)
 LOOKUP_CONFIDENCE = flags.DEFINE_list(
   'lookup_confidence',
   [str(value) for value in _DEFAULTS.lookup.confidence],
@@ -219,7 +224,7 @@ def define_method(
   default: str = 'staged',
   methods: Sequence[str] = ('plain', 'chain', 'tree', 'staged'),
 ) -> None:
-  """Defines `--method`, which `generator` and `many` read."""
+  """Defines `--method`, which `loading` reads."""
   text = 'how to decode; the text is the same; --plan chooses'
   flags.DEFINE_enum('method', default, methods, text, **_OF_SCRIPT)
 
@@ -251,12 +256,12 @@ def stop() -> list[str]:
 
 
 @contextlib.contextmanager
-def named_as_flag() -> Iterator[None]:
-  """An error that begins with the name of an argument names its flag."""
+def named_as_flag(name: str = '') -> Iterator[None]:
+  """An error names its flag: `name`, or the argument that it begins with."""
   try:
     yield
   except ValueError as error:
-    raise ValueError(f'--{error}') from error
+    raise ValueError(f'--{name}{error}') from error
 
 
 def _logit_bias(given: list[str]) -> dict[int, float] | None:
@@ -309,16 +314,10 @@ def decoding() -> dict[str, Any]:
 
 
 def draft_settings(plan: Any = None) -> settings_lib.DraftSettings:
-  """The drafting settings of the flags.
-
-  Args:
-    plan: the `models.Plan` of the method `plan`, or None.
-  """
-  try:
-    confidence = tuple(float(text) for text in LOOKUP_CONFIDENCE.value)
+  """The drafting settings of the flags, with the plan of the method `plan`."""
+  with named_as_flag('lookup_confidence: '):
+    confidence = tuple(map(float, LOOKUP_CONFIDENCE.value))
     lookup = specdec.PromptLookup(confidence=confidence)
-  except ValueError as error:
-    raise ValueError(f'--lookup_confidence: {error}') from error
   with named_as_flag():
     changed = settings_lib.with_options(
       _DEFAULTS, {name: flag.value for name, flag in DRAFTING.items()}
@@ -376,8 +375,7 @@ def _check_hosts() -> None:
 
 @command_line.before_main
 def _join_hosts() -> None:
-  of_hosts = COORDINATOR, NUM_PROCESSES, PROCESS_ID, HOST_TIMEOUT
-  address, *others = (flag.value for flag in of_hosts)
+  address, *others = (flag.value for flag in _OF_HOSTS)
   if address is not None:
     several_hosts.join(address, *others)
 
@@ -393,28 +391,32 @@ def draft_name() -> str | None:
   return None if DRAFT.value == 'none' else DRAFT.value
 
 
-def read_prompts(name: str | None, limit: int | None = None) -> list[str]:
-  """The first prompts of a file, see `--prompt_file`.
+def prompt_lines(errors: str = 'strict') -> Iterator[tuple[int, str]]:
+  """Yields the lines of `--prompt_file` that are not blank, and their numbers.
 
-  Args:
-    name: the value of `--prompt_file`.
-    limit: the number of prompts, or None for all.
+  The arguments and errors are those of `text_files.lines`.
+  """
+  if PROMPT_FILE.value is None:
+    raise ValueError('--prompt_file is needed: a file of prompts')
+  with named_as_flag('prompt_file='):
+    for number, line in text_files.lines(PROMPT_FILE.value, errors=errors):
+      if line.strip():
+        yield number, line
+
+
+def _read_prompts(limit: int | None) -> list[str]:
+  """The first prompts of `--prompt_file`; None: all.
 
   Raises:
     ValueError: the file cannot be read, or has fewer; names file and line.
   """
-  if name is None:
-    raise ValueError('--prompt_file is needed: a file of prompts')
-  try:
-    lines = [one for one in text_files.lines(name) if one[1].strip()]
-  except ValueError as error:
-    raise ValueError(f'--prompt_file={error}') from error
+  name, lines = PROMPT_FILE.value, [*prompt_lines()]
   if not lines or (limit and len(lines) < limit):
     raise ValueError(
       f'--prompt_file={name} has {len(lines)} prompts, {limit or 1} needed;'
       ' see --batch_size and --num_prompts'
     )
-  if not text_files.is_json_lines(name):
+  if not text_files.is_json_lines(str(name)):
     return [line.rstrip('\n') for _, line in lines[:limit]]
   prompts = []
   for number, line in lines[:limit]:
@@ -433,22 +435,17 @@ def read_prompts(name: str | None, limit: int | None = None) -> list[str]:
 
 def file_prompts() -> list[str]:
   """The prompts of `--prompt_file` that `--num_prompts` asks for."""
-  return read_prompts(PROMPT_FILE.value, flags.FLAGS.num_prompts)
+  return _read_prompts(flags.FLAGS.num_prompts)
 
 
 def prompts(prompt: flags.FlagHolder, number: int) -> list[str]:
-  """The prompts of a script that also has `--prompt`.
-
-  Args:
-    prompt: the flag `--prompt`.
-    number: of prompts of the file, or copies of the prompt.
-  """
+  """So many prompts of the file, or copies of the flag `--prompt`."""
   if PROMPT_FILE.value is None:
     checks_lib.check_text(f'--{prompt.name}', prompt.value)
     return [prompt.value] * number
   if prompt.present:
     raise ValueError('give --prompt or --prompt_file, not both')
-  return read_prompts(PROMPT_FILE.value, number)
+  return _read_prompts(number)
 
 
 def as_dict() -> dict[str, Any]:
@@ -458,8 +455,7 @@ def as_dict() -> dict[str, Any]:
     for flag in flags.FLAGS.get_key_flags_for_module(sys.argv[0])
   }
   # These do not change results.
-  of_hosts = (COORDINATOR, NUM_PROCESSES, PROCESS_ID, HOST_TIMEOUT)
-  for name in ('output', 'plots', *(flag.name for flag in of_hosts)):
+  for name in ('output', 'plots', *(flag.name for flag in _OF_HOSTS)):
     record.pop(name, None)
   # Folders may be private.
   for name in ('target', 'draft', 'plan', 'ngram', 'llama_cpp'):

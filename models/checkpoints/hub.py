@@ -155,16 +155,10 @@ def layer_bytes(config: adapter.Config, dtype: jax.typing.DTypeLike) -> float:
 
 
 def load_module(
-  name: str | pathlib.Path,
-  *,
-  dtype: jax.typing.DTypeLike = jnp.float32,
-  revision: str | None = None,
-  packed: bool = False,
-  layout: sharding_lib.Layout = sharding_lib.Layout(),
+  name: str | pathlib.Path, *, revision: str | None = None, **options: Any
 ) -> adapter.Module:
-  """Loads the model of a name, see `locate`; for the rest see `read_module`."""
-  checkpoint = locate(name, revision=revision)
-  return read_module(checkpoint, dtype=dtype, packed=packed, layout=layout)
+  """Loads the model of a name, see `locate`; the options of `read_module`."""
+  return read_module(locate(name, revision=revision), **options)
 
 
 def read_module(
