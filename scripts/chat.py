@@ -93,6 +93,8 @@ def _ask(chat, line):
 
 
 def main() -> None:
+  import loading
+
   from models.text import chat_template
 
   with contextlib.suppress(ImportError):
@@ -101,7 +103,7 @@ def main() -> None:
     # UTF-8 whatever the locale; a message with other bytes is refused.
     sys.stdin.reconfigure(encoding='utf-8-sig', errors='surrogateescape')
   begin = functools.partial(chat_template.first_messages, system=_SYSTEM.value)
-  generator = options.generator([options.DEFAULT_PROMPT], 1, begin(_FIRST))
+  generator = loading.generator([options.DEFAULT_PROMPT], 1, begin(_FIRST))
   # Before anything is typed, so that bad flags are refused first.
   chat = generator.chat(
     begin(_FIRST), context=_CONTEXT.value, **options.decoding()

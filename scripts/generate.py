@@ -47,6 +47,8 @@ def _show(stream):
 
 
 def main() -> None:
+  import loading
+
   from models import waiting
   from models.text import chat_template
   from models.text import result as result_lib
@@ -69,7 +71,7 @@ def main() -> None:
     )
   ask = functools.partial(chat_template.first_messages, system=_SYSTEM.value)
   given = [*map(ask, prompts)] if _CHAT.value else prompts
-  generator = options.generator(
+  generator = loading.generator(
     prompts, batch_size, given[0] if _CHAT.value else None
   )
   arguments = options.decoding() | {

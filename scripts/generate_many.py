@@ -24,6 +24,7 @@ from typing import Any
 from absl import flags
 import command_line
 import options
+import several_hosts
 
 from specdec import text_files
 
@@ -95,17 +96,10 @@ def _job(index: int, number: int, line: str) -> tuple[Any, Any, str | None]:
 
 def _lines() -> Iterator[tuple[int, int, str]]:
   """The index of each prompt, and the number and text of its line."""
-  name = options.PROMPT_FILE.value
-  assert name is not None
   # A file is refused before anything is decoded; of a pipe, the prompt is.
-  errors = 'surrogateescape' if name == '-' else 'strict'
-  try:
-    numbered = text_files.lines(name, errors=errors)
-    full = ((number, line) for number, line in numbered if line.strip())
-    for index, (number, line) in enumerate(full):
-      yield index, number, line
-  except ValueError as error:
-    raise ValueError(f'--prompt_file={error}') from error
+  errors = 'surrogateescape' if options.PROMPT_FILE.value == '-' else 'strict'
+  for index, line in enumerate(options.prompt_lines(errors)):
+    yield index, *line
 
 
 def _samples() -> list[str]:
@@ -128,13 +122,18 @@ class _Printed:
 
 
 def _output(name: str) -> Any:
+  import loading
+
+  from models.text import pair as pair_lib
+  from models.text import plan as plan_lib
   from models.text import resumable
 
-  if name == '-' or not options.writes():
+  if name == '-' or not several_hosts.writes():
     return _Printed()
+  found = pair_lib.find_checkpoints(loading.models())
   settings = options.as_dict() | {
-    'dtype': options.dtype(),
-    'models': options.model_digests(),
+    'dtype': loading.dtype(),
+    'models': plan_lib.model_digests(*found),
   }
   settings = {name: settings[name] for name in settings if name not in _FREE}
   return resumable.ResumableRows(pathlib.Path(name), settings)
@@ -165,6 +164,8 @@ def main() -> None:
     raise ValueError(
       '--prompt_file and --output are needed, each a file or -; see --help'
     )
+  import loading
+
   is_pipe = options.PROMPT_FILE.value == '-'
   total = None if is_pipe else sum(1 for _ in _lines())
   output = _output(_OUTPUT.value)
@@ -175,8 +176,8 @@ def main() -> None:
       ' --output, or the prompts as a file'
     )
   indices = lambda: [row['index'] for row in output.rows]
-  done = {*options.of_first_host(indices)}
-  generator, tree_sizes = options.many(_samples, _BATCH_SIZE.value)
+  done = {*several_hosts.of_first_host(indices)}
+  generator, tree_sizes = loading.many(_samples, _BATCH_SIZE.value)
   taken: list[tuple[int, Any, str | None]] = []  # Index, id, error.
 
   def jobs():

@@ -42,6 +42,8 @@ _OUTPUT = flags.DEFINE_string('output', None, 'JSON file to write')
 
 
 def _loss(lengths: list[int]) -> list[dict]:
+  import loading
+
   from models.checkpoints import hub
   from models.lab.training import corpus as corpus_lib
   from models.lab.training import loss as loss_lib
@@ -52,17 +54,19 @@ def _loss(lengths: list[int]) -> list[dict]:
   if tokenizer is None:
     raise ValueError(f'--target={options.TARGET.value} has no tokenizer')
   tokens = corpus.tokens(tokenizer, held_out=True)
-  module = hub.read_module(found, dtype=options.dtype())
+  module = hub.read_module(found, dtype=loading.dtype())
   loss = functools.partial(loss_lib.held_out_loss, module, tokens)
   return [{'window': n, 'nats_per_token': loss(length=n)} for n in lengths]
 
 
 def _decode(what: str, numbers_of_children: list[int]):
+  import loading
+
   from models.lab.bench import lossless
   from models.lab.bench import measure
 
   prompts = options.file_prompts()
-  generator = options.generator(prompts, 1)
+  generator = loading.generator(prompts, 1)
   given = options.decoding()
   common = {
     name: given[name] for name in ('max_new_tokens', 'sampling', 'seed')
@@ -83,6 +87,8 @@ def _decode(what: str, numbers_of_children: list[int]):
 
 
 def main(what: str) -> None:
+  import loading
+
   from models.lab.bench import measure
   from models.lab.bench import record
 
@@ -91,7 +97,7 @@ def main(what: str) -> None:
   record.prepare_output(_OUTPUT.value)
   figures: dict = {}
   sizes = [int(size) for size in _LIST.value or _SIZES[what]]
-  target, dtype = options.TARGET.value, options.dtype()
+  target, dtype = options.TARGET.value, loading.dtype()
   if what in ('forward', 'memory'):
     from models.checkpoints import hub
 

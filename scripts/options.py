@@ -1,15 +1,15 @@
-"""The flags that all decoding scripts share, and the objects made from them."""
+"""The flags that all decoding scripts share, and their values.
 
-from collections.abc import Callable
+This module imports what takes no time, so that a wrong flag is refused before
+`loading` imports what reads models.
+"""
+
 from collections.abc import Iterator
 from collections.abc import Sequence
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import json
-import math
-import os
 import pathlib
 import re
 import sys
@@ -18,6 +18,7 @@ from typing import get_args
 
 from absl import flags
 import command_line
+import several_hosts
 
 from models.nn import dtypes
 from models.nn import matrices as matrices_lib
@@ -167,6 +168,7 @@ HOST_TIMEOUT = flags.DEFINE_integer(
   'seconds after which a host that is not heard of ends the others',
   lower_bound=1,
 )
+_OF_HOSTS = (COORDINATOR, NUM_PROCESSES, PROCESS_ID, HOST_TIMEOUT)
 LOOKUP_CONFIDENCE = flags.DEFINE_list(
   'lookup_confidence',
   [str(value) for value in _DEFAULTS.lookup.confidence],
@@ -212,7 +214,7 @@ def _define(name: str, option: settings_lib.Option) -> flags.FlagHolder:
   return kinds.get(option.kind, flags.DEFINE_string)(name, default, text)
 
 
-_DRAFTING = {
+DRAFTING = {
   name: _define(name, settings_lib.OPTIONS[name])
   for name in settings_lib.OPTIONS
 }
@@ -230,7 +232,7 @@ def define_method(
   default: str = 'staged',
   methods: Sequence[str] = ('plain', 'chain', 'tree', 'staged'),
 ) -> None:
-  """Defines `--method`, which `generator` and `many` read."""
+  """Defines `--method`, which `loading` reads."""
   text = 'how to decode; the text is the same; --plan chooses'
   flags.DEFINE_enum('method', default, methods, text, **_OF_SCRIPT)
 
@@ -262,12 +264,12 @@ def stop() -> list[str]:
 
 
 @contextlib.contextmanager
-def _named_as_flag() -> Iterator[None]:
-  """An error that begins with the name of an argument names its flag."""
+def named_as_flag(name: str = '') -> Iterator[None]:
+  """An error names its flag: `name`, or the argument that it begins with."""
   try:
     yield
   except ValueError as error:
-    raise ValueError(f'--{error}') from error
+    raise ValueError(f'--{name}{error}') from error
 
 
 def _logit_bias(given: list[str]) -> dict[int, float] | None:
@@ -337,19 +339,13 @@ def decoding() -> dict[str, Any]:
 
 
 def draft_settings(plan: Any = None) -> settings_lib.DraftSettings:
-  """The drafting settings of the flags.
-
-  Args:
-    plan: the `models.Plan` of the method `plan`, or None.
-  """
-  try:
-    confidence = tuple(float(text) for text in LOOKUP_CONFIDENCE.value)
+  """The drafting settings of the flags, with the plan of the method `plan`."""
+  with named_as_flag('lookup_confidence: '):
+    confidence = tuple(map(float, LOOKUP_CONFIDENCE.value))
     lookup = specdec.PromptLookup(confidence=confidence)
-  except ValueError as error:
-    raise ValueError(f'--lookup_confidence: {error}') from error
-  with _named_as_flag():
+  with named_as_flag():
     changed = settings_lib.with_options(
-      _DEFAULTS, {name: flag.value for name, flag in _DRAFTING.items()}
+      _DEFAULTS, {name: flag.value for name, flag in DRAFTING.items()}
     )
   return dataclasses.replace(changed, lookup=lookup, plan=plan)
 
@@ -357,7 +353,7 @@ def draft_settings(plan: Any = None) -> settings_lib.DraftSettings:
 @command_line.checked_first
 def _check() -> None:
   """Refuses values of the shared flags that no model could take."""
-  with _named_as_flag():
+  with named_as_flag():
     for name, flag in _SAMPLING.items():
       if isinstance(flag.value, float):
         checks_lib.sampling_value(name, flag.value)
@@ -405,74 +401,15 @@ def _check_hosts() -> None:
 
 @command_line.before_main
 def _join_hosts() -> None:
-  """Waits for the other hosts; only process 0 prints from now on."""
-  address = COORDINATOR.value
-  if address is None:
-    return
-  import jax
-
-  try:
-    jax.distributed.initialize(
-      None if address == 'auto' else address,
-      NUM_PROCESSES.value,
-      PROCESS_ID.value,
-      heartbeat_timeout_seconds=HOST_TIMEOUT.value,
-      shutdown_timeout_seconds=HOST_TIMEOUT.value,
-    )
-  except (ValueError, RuntimeError) as error:
-    raise ValueError(f'--coordinator={address}: {error}') from error
-  sys.excepthook = _end_at_once
-  if not writes():
-    sys.stdout = open(os.devnull, 'w', encoding='utf-8')  # noqa: SIM115
-
-
-def _end_at_once(kind: type, error: BaseException, trace: Any) -> None:
-  """Ends this process without waiting for hosts, of which one may be dead."""
-  sys.__excepthook__(kind, error, trace)
-  print(
-    f'{pathlib.Path(sys.argv[0]).name}: this host or another one has failed:'
-    f' {" ".join(str(error).split())}',
-    file=sys.stderr,
-    flush=True,
-  )
-  os._exit(1)
-
-
-def writes() -> bool:
-  """Whether this process prints and writes: the first of all hosts."""
-  import jax
-
-  return jax.process_index() == 0
-
-
-def of_first_host(make: Callable[[], Any]) -> Any:
-  """What a function returns on the first host, which alone calls it, as JSON.
-
-  Files are read so, because hosts whose inputs differ would wait for ever.
-  """
-  from jax.experimental import multihost_utils
-  import numpy as np
-
-  text = text_files.to_json(make() if writes() else None).encode()
-  size = multihost_utils.broadcast_one_to_all(np.array(len(text)))
-  padded = np.zeros(int(size), np.uint8)
-  if writes():
-    padded[:] = np.frombuffer(text, np.uint8)
-  found = multihost_utils.broadcast_one_to_all(padded)
-  return json.loads(np.asarray(found, np.uint8).tobytes())
+  address, *others = (flag.value for flag in _OF_HOSTS)
+  if address is not None:
+    several_hosts.join(address, *others)
 
 
 def mesh_sizes() -> dict[str, int]:
   """The sizes of the axes of `--mesh`; empty without it."""
-  with _named_as_flag():
+  with named_as_flag():
     return sharding_lib.parse_mesh(MESH.value) if MESH.value is not None else {}
-
-
-@functools.cache
-def mesh() -> Any:
-  """The `mesh` argument of `models.load`; starts the devices."""
-  with _named_as_flag():
-    return sharding_lib.make_mesh(mesh_sizes()) if mesh_sizes() else None
 
 
 def draft_name() -> str | None:
@@ -480,28 +417,32 @@ def draft_name() -> str | None:
   return None if DRAFT.value == 'none' else DRAFT.value
 
 
-def read_prompts(name: str | None, limit: int | None = None) -> list[str]:
-  """The first prompts of a file, see `--prompt_file`.
+def prompt_lines(errors: str = 'strict') -> Iterator[tuple[int, str]]:
+  """Yields the lines of `--prompt_file` that are not blank, and their numbers.
 
-  Args:
-    name: the value of `--prompt_file`.
-    limit: the number of prompts, or None for all.
+  The arguments and errors are those of `text_files.lines`.
+  """
+  if PROMPT_FILE.value is None:
+    raise ValueError('--prompt_file is needed: a file of prompts')
+  with named_as_flag('prompt_file='):
+    for number, line in text_files.lines(PROMPT_FILE.value, errors=errors):
+      if line.strip():
+        yield number, line
+
+
+def _read_prompts(limit: int | None) -> list[str]:
+  """The first prompts of `--prompt_file`; None: all.
 
   Raises:
     ValueError: the file cannot be read, or has fewer; names file and line.
   """
-  if name is None:
-    raise ValueError('--prompt_file is needed: a file of prompts')
-  try:
-    lines = [one for one in text_files.lines(name) if one[1].strip()]
-  except ValueError as error:
-    raise ValueError(f'--prompt_file={error}') from error
+  name, lines = PROMPT_FILE.value, [*prompt_lines()]
   if not lines or (limit and len(lines) < limit):
     raise ValueError(
       f'--prompt_file={name} has {len(lines)} prompts, {limit or 1} needed;'
       ' see --batch_size and --num_prompts'
     )
-  if not text_files.is_json_lines(name):
+  if not text_files.is_json_lines(str(name)):
     return [line.rstrip('\n') for _, line in lines[:limit]]
   prompts = []
   for number, line in lines[:limit]:
@@ -520,22 +461,17 @@ def read_prompts(name: str | None, limit: int | None = None) -> list[str]:
 
 def file_prompts() -> list[str]:
   """The prompts of `--prompt_file` that `--num_prompts` asks for."""
-  return read_prompts(PROMPT_FILE.value, flags.FLAGS.num_prompts)
+  return _read_prompts(flags.FLAGS.num_prompts)
 
 
 def prompts(prompt: flags.FlagHolder, number: int) -> list[str]:
-  """The prompts of a script that also has `--prompt`.
-
-  Args:
-    prompt: the flag `--prompt`.
-    number: of prompts of the file, or copies of the prompt.
-  """
+  """So many prompts of the file, or copies of the flag `--prompt`."""
   if PROMPT_FILE.value is None:
     checks_lib.check_text(f'--{prompt.name}', prompt.value)
     return [prompt.value] * number
   if prompt.present:
     raise ValueError('give --prompt or --prompt_file, not both')
-  return read_prompts(PROMPT_FILE.value, number)
+  return _read_prompts(number)
 
 
 def as_dict() -> dict[str, Any]:
@@ -545,8 +481,7 @@ def as_dict() -> dict[str, Any]:
     for flag in flags.FLAGS.get_key_flags_for_module(sys.argv[0])
   }
   # These do not change results.
-  of_hosts = (COORDINATOR, NUM_PROCESSES, PROCESS_ID, HOST_TIMEOUT)
-  for name in ('output', 'plots', *(flag.name for flag in of_hosts)):
+  for name in ('output', 'plots', *(flag.name for flag in _OF_HOSTS)):
     record.pop(name, None)
   # Folders may be private.
   for name in ('target', 'draft', 'plan', 'ngram', 'llama_cpp'):
@@ -560,167 +495,6 @@ def as_dict() -> dict[str, Any]:
   return record
 
 
-def _check_contradictions(plan: Any) -> None:
-  """Refuses flags that were given and differ from the plan."""
-  ours = draft_settings()
-  given = {
-    name: (option.read(ours), option.read(plan.drafting))
-    for name, option in settings_lib.OPTIONS.items()
-    if _DRAFTING[name].present
-  }
-  if LOOKUP_CONFIDENCE.present:
-    lookups = ours.lookup.confidence, plan.drafting.lookup.confidence
-    given['lookup_confidence'] = lookups
-  method = flags.FLAGS['method']
-  if method.present and method.value != 'plan':
-    given['method'] = method.value, plan.method
-  for name, (value, planned) in given.items():
-    if value != planned:
-      raise ValueError(
-        f'--{name}={value} contradicts --plan={PLAN.value}, which has'
-        f' {planned}; leave out one of the two'
-      )
-
-
-@functools.cache
-def dtype() -> str:
-  """The dtype of the target; what `auto` stands for is printed."""
-  name = DTYPE.value
-  if name == dtypes.AUTO:
-    from models.checkpoints import checkpoint as checkpoint_lib
-    from models.checkpoints import hub
-
-    found = hub.locate(TARGET.value, revision=REVISION.value)
-    name = checkpoint_lib.resolve_dtype(name, found)
-    print(f'--dtype=auto: {name}', file=sys.stderr)
-  return name
-
-
-def is_exact() -> bool:
-  """Whether drafted tokens are those of plain decoding without exceptions."""
-  from models.nn.cpu import build
-
-  if dtype() == 'float32':
-    return True
-  kernels = (
-    CPU_KERNELS.value == 'auto' and dtype() in matrices_lib.KERNEL_DTYPES
-  )
-  kernels &= math.prod(mesh_sizes().values()) == 1
-  return kernels and build.is_available()
-
-
-def models() -> Any:
-  """The `models.text.pair.ModelChoice` of the flags."""
-  from models.text import pair as pair_lib
-
-  return pair_lib.ModelChoice(
-    target=TARGET.value,
-    draft=draft_name(),
-    revision=REVISION.value,
-    dtype=dtype(),
-    draft_dtype=DRAFT_DTYPE.value,
-    draft_vocab=draft_vocab(),
-    cpu_kernels=CPU_KERNELS.value == 'auto',
-    mesh=mesh(),
-    draft_mesh=DRAFT_MESH.value,
-    eos_ids=eos_ids(),
-  )
-
-
-def model_digests() -> dict[str, str | None]:
-  """See `models.text.plan.model_digests`."""
-  from models.text import pair as pair_lib
-  from models.text import plan as plan_lib
-
-  return plan_lib.model_digests(*pair_lib.find_checkpoints(models()))
-
-
 def keeps_tokens() -> bool:
   """Whether the tokens with `--verify` are those of plain decoding."""
   return checks_lib.RULES[VERIFY.value](sampling_lib.BEST).keeps_tokens
-
-
-def plan_setup(batch_size: int) -> Any:
-  """The `models.lab.tune.plan_lookup.Setup` of the flags."""
-  from models.lab.tune import plan_lookup
-
-  return plan_lookup.Setup(
-    models=models(), batch_size=batch_size, sampling=sampling()
-  )
-
-
-def planning() -> dict[str, Any]:
-  """Arguments of `models.lab.tune.planner.make_plan` that the flags set."""
-  return {
-    'drafting': draft_settings(),
-    'seed': SEED.value,
-    'max_new_tokens': MAX_NEW_TOKENS.value,
-    'plan_seconds': PLAN_SECONDS.value,
-  }
-
-
-def plan(batch_size: int, samples: Callable[[], list[str]]) -> Any:
-  """The `models.Plan` of `--plan`, or None.
-
-  Args:
-    batch_size: of the decodes to come.
-    samples: returns prompts; called only if a plan has to be made.
-  """
-  if PLAN.value is None:
-    return None
-  if not keeps_tokens():
-    raise ValueError(
-      f'--plan is for --verify=match, got {VERIFY.value}: other rules accept'
-      ' other numbers of tokens'
-    )
-  from models.lab.tune import plan_lookup
-
-  return plan_lookup.find_plan(
-    PLAN.value,
-    samples,
-    plan_setup(batch_size),
-    **planning(),
-    report=lambda line: print(f'plan: {line}', file=sys.stderr),
-  )
-
-
-def _load(found: Any, messages: Any = None) -> Any:
-  from models.text import generator as generator_lib
-
-  if found is not None:
-    _check_contradictions(found)
-  return generator_lib.load(
-    **vars(models()),
-    method=flags.FLAGS.method,
-    drafting=draft_settings(),
-    plan=found,
-    messages=messages,
-  )
-
-
-def generator(samples: list[str], batch_size: int, messages: Any = None) -> Any:
-  """The `models.Generator` of the flags.
-
-  Args:
-    samples: prompts, in case that a plan has to be made.
-    batch_size: of the decodes to come.
-    messages: see `models.load`.
-  """
-  return _load(plan(batch_size, lambda: samples), messages)
-
-
-def many(
-  samples: Callable[[], list[str]], batch_size: int
-) -> tuple[Any, dict[int, int]]:
-  """The `models.Generator` of the flags, and the `tree_sizes` for many prompts.
-
-  With `--plan=auto` there is a plan for the full batch and one for a single
-  prompt; see `models.lab.tune.plan_lookup.join_plans`. `samples` returns
-  prompts, and is called only if a plan has to be made.
-  """
-  found, sizes = plan(batch_size, samples), dict[int, int]()
-  if found is not None and PLAN.value == 'auto' and batch_size > 1:
-    from models.lab.tune import plan_lookup
-
-    found, sizes = plan_lookup.join_plans(plan(1, samples), found, batch_size)
-  return _load(found), sizes

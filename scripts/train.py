@@ -57,10 +57,6 @@ flags.DEFINE_enum(
 )
 
 
-def _given(*names):
-  return {name: _FLAGS[name].value for name in names}
-
-
 def main() -> None:
   from models.lab.training import corpus as corpus_lib
   from models.lab.training import pipeline
@@ -75,7 +71,7 @@ def main() -> None:
         (part, min(length, _FLAGS.batch_tokens))
         for part, length in trainer.TrainConfig.phases
       ),
-      **_given('batch_tokens', 'learning_rate', 'seed', 'dtype'),
+      **command_line.given('batch_tokens', 'learning_rate', 'seed', 'dtype'),
     ),
     shape=pipeline.Shape(
       num_layers=_FLAGS.layers,
@@ -83,7 +79,9 @@ def main() -> None:
       num_positions=_FLAGS.context,
       num_kv_heads=_FLAGS.kv_heads,
       num_experts=_FLAGS.experts,
-      **_given('width', 'family', 'inner_width', 'experts_per_token'),
+      **command_line.given(
+        'width', 'family', 'inner_width', 'experts_per_token'
+      ),
     ),
     vocab_size=_FLAGS.vocab_size,
     tokenizer_folder=_FLAGS.tokenizer,

@@ -1,8 +1,6 @@
 """Checks the arguments that users pass, and makes of them what `decode` takes.
 
 What cannot be used is a `ValueError` that names the argument and the remedy.
-Prompts are padded to powers of two and the room for new tokens to multiples of
-64, so that few shapes are compiled.
 """
 
 from collections.abc import Callable
@@ -38,12 +36,16 @@ def check_text(name: str, text: str) -> None:
       )
 
 
+def is_integer(value: Any) -> bool:
+  """Whether a value is an integer of Python or NumPy, and no bool."""
+  return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
 def check_count(
   name: str, value: Any, largest: float = np.inf, least: int = 1
 ) -> None:
   """Refuses what is no integer from the least to the largest."""
-  is_integer = isinstance(value, numbers.Integral)
-  if not is_integer or isinstance(value, bool) or not least <= value <= largest:
+  if not (is_integer(value) and least <= value <= largest):
     bound = '' if largest == np.inf else f' and at most {largest}'
     raise ValueError(
       f'{name} must be an integer of at least {least}{bound}, got {value!r}'
@@ -120,8 +122,8 @@ def to_limits(
   limits = np.broadcast_to(limits, len(prompts))
   if limits.min() < 0:
     raise ValueError(f'max_new_tokens must be at least 0, got {max_new_tokens}')
-  is_integer = isinstance(room, numbers.Integral)
-  if room is not None and not (is_integer and limits.max() <= room <= context):
+  fits = is_integer(room) and limits.max() <= room <= context
+  if room is not None and not fits:
     raise ValueError(
       f'room_for_new_tokens must be an integer from max_new_tokens='
       f'{max_new_tokens} to the context of the target, {context} tokens; got'
@@ -216,10 +218,7 @@ def _top_k_params(top_k: Any, batch_size: int) -> dict[str, Any]:
   single = isinstance(top_k, (numbers.Number, str))
   entries = [top_k] if single else list(top_k)
   for entry in entries:
-    is_integer = isinstance(entry, numbers.Integral)
-    if entry is not None and (
-      not is_integer or isinstance(entry, bool) or entry < 1
-    ):
+    if entry is not None and not (is_integer(entry) and entry >= 1):
       raise ValueError(f'top_k must be a positive integer, got {top_k}')
   counts = [_ALL if entry is None else min(entry, _ALL) for entry in entries]
   array = _per_row(
@@ -400,6 +399,7 @@ def row_keys(rng_key: jax.Array, batch_size: int) -> jax.Array:
   return jax.vmap(jax.random.fold_in, (None, 0))(rng_key, rows)
 
 
+# Few shapes, so that few programs are compiled.
 _SMALLEST_PROMPT_BUCKET = 32
 _NEW_TOKENS_BUCKET = 64
 

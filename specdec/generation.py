@@ -89,7 +89,7 @@ def generation_of(
       )
     ],
     stats=statistics_lib.summarize(
-      result,
+      (result.counters, result.stage_counters, result.plain_steps),
       np.concatenate(cut(origins)),
       starts,
       ends - starts,

@@ -157,7 +157,7 @@ def layer_bytes(config: adapter.Config, dtype: jax.typing.DTypeLike) -> float:
 def load_module(
   name: str | pathlib.Path, *, revision: str | None = None, **options: Any
 ) -> adapter.Module:
-  """Loads the model of a name; see `locate`, and `read_module` for options."""
+  """Loads the model of a name, see `locate`; the options of `read_module`."""
   return read_module(locate(name, revision=revision), **options)
 
 

@@ -42,7 +42,6 @@ class _Tensor:
   convert: Callable[[np.ndarray], np.ndarray] = lambda rows: rows
 
   def check(self, expected: tuple[int, ...]) -> None:
-    """Raises ValueError on another shape, or a dtype that is not a float."""
     where = f'{self.file.parent}: tensor {self.name}'
     expected = expected[::-1] if self.transposed else expected
     if self.shape != expected:

@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import functools
-import numbers
 import os
 import types
 from typing import Any
@@ -242,7 +241,7 @@ class Generator:
     """
     largest = self.pair.target.spec.max_positions
     size = min(largest, chat_lib.MAX_CONTEXT) if context is None else context
-    if not (isinstance(size, numbers.Integral) and 1 <= size <= largest):
+    if not (checks_lib.is_integer(size) and 1 <= size <= largest):
       raise ValueError(
         f'context must be an integer from 1 to {largest}, the context of the'
         f' target; got {context!r}'

@@ -38,9 +38,8 @@ class Completion:
   """What became of a prompt."""
 
   index: int  #: Its number, from 0.
-  result: (
-    result_lib.TextGeneration | None
-  )  #: Of one row; None if the prompt is refused.
+  #: Of one row; None if the prompt is refused.
+  result: result_lib.TextGeneration | None
   error: str | None  #: Why it is refused, or what went wrong in decoding it.
 
 

@@ -111,9 +111,8 @@ class Pair:
 
   def decode(self, ids: list[int]) -> str:
     """Token ids to text, without special tokens."""
-    if token_bytes_lib.is_byte_level(
-      self.tokenizer
-    ):  # Added tokens would be read as bytes.
+    # Otherwise added tokens would be read as bytes.
+    if token_bytes_lib.is_byte_level(self.tokenizer):
       return token_bytes_lib.text_of(self.token_bytes(), ids)
     text = self.tokenizer.decode(
       ids, skip_special_tokens=True, clean_up_tokenization_spaces=False

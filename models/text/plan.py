@@ -27,13 +27,11 @@ _SAMPLE_BYTES = 1 << 16
 
 def _entry(name: str) -> tuple[str, str]:
   """The object of a plan's settings that holds an option, and its key there."""
-  record, field = (
-    settings_lib.OPTIONS[name].record,
-    settings_lib.OPTIONS[name].field,
-  )
-  if record == 'inner_stage':
-    return 'inner_tree', field.name
-  return 'tree' if record or name == 'topology' else '', field.name
+  option = settings_lib.OPTIONS[name]
+  if option.record == 'inner_stage':
+    return 'inner_tree', option.field.name
+  in_tree = option.record or name == 'topology'
+  return 'tree' if in_tree else '', option.field.name
 
 
 _ENTRIES = {_entry(name): name for name in settings_lib.OPTIONS}
@@ -58,22 +56,18 @@ class Context:
 
   def warnings(self, other: 'Context') -> list[str]:
     """The differences that make a plan for `other` less reliable here."""
-    names = (
-      *('dtype', 'draft_dtype', 'batch_size', 'sampling'),
-      *('cpu_kernels', 'mesh', 'draft_vocab'),
-    )
-    pairs = {
-      name: (getattr(self, name), getattr(other, name)) for name in names
-    }
-    machine = {
-      name: (self.machine.get(name), other.machine.get(name))
-      for name in ('device', 'processor', 'cores')
-    }
+    here, there = self._compared(), other._compared()
     return [
-      f'{name} is {here}, the plan is for {there}'
-      for name, (here, there) in (machine | pairs).items()
-      if here != there
+      f'{name} is {value}, the plan is for {there[name]}'
+      for name, value in here.items()
+      if value != there[name]
     ]
+
+  def _compared(self) -> dict[str, Any]:
+    machine = ('device', 'processor', 'cores')
+    facts = {name: self.machine.get(name) for name in machine} | vars(self)
+    del facts['models'], facts['machine']
+    return facts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,13 +135,9 @@ def _to_record(settings: settings_lib.DraftSettings) -> dict[str, Any]:
       if isinstance(value, topology_lib.Topology):
         value = [list(path) for path in value.paths]
       (record.setdefault(group, {}) if group else record)[key] = value
-  lookup, usual = map(
-    dataclasses.asdict, (settings.lookup, lookup_lib.PromptLookup())
-  )
-  if lookup != usual:
-    changed = {key: lookup[key] for key in lookup if lookup[key] != usual[key]}
-    record['lookup'] = changed
-  return record
+  lookup, usual = vars(settings.lookup), vars(lookup_lib.PromptLookup())
+  changed = {key: lookup[key] for key in lookup if lookup[key] != usual[key]}
+  return record | ({'lookup': changed} if changed else {})
 
 
 def _from_record(record: dict[str, Any]) -> settings_lib.DraftSettings:
@@ -201,11 +191,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     missing = {'target', 'draft', 'vocabulary'} - context.models.keys()
     if missing:
       raise ValueError(f'context.models lacks {sorted(missing)}')
-    methods = tuple(
-      method
-      for method in settings_lib.METHODS
-      if method != settings_lib.PLANNED
-    )
+    methods = settings_lib.METHODS[:-1]  # Without `plan`.
     if record['method'] not in methods:
       raise ValueError(f'method {record["method"]!r} is none of {methods}')
     ratio = float(record['min_block_efficiency'])

@@ -1,7 +1,6 @@
 """The options of a decode of texts."""
 
 from collections.abc import Sequence
-import numbers
 from typing import Any
 
 import jax
@@ -52,10 +51,8 @@ def keys_of_seeds(seed: int | Sequence[int], batch_size: int) -> jax.Array:
   """
   seeds = seed if isinstance(seed, Sequence) else [seed]
   for value in seeds:
-    is_integer = isinstance(value, numbers.Integral)
     # JAX takes the lower 32 bits of larger integers without an error.
-    fits = is_integer and -(2**31) <= value < 2**32
-    if not fits or isinstance(value, bool):
+    if not (checks_lib.is_integer(value) and -(2**31) <= value < 2**32):
       raise ValueError(
         f'seed must be an integer of 32 bits, or one per row, got {seed!r}'
       )
