@@ -46,8 +46,7 @@ def _decoding(kind, prompts, **options):
   draft = _model('draft') if kind == 'chain' else similar
   return specdec.Decoding(
     _model('target') if kind == 'chain' else tiny.gpt2(num_layers=1),
-    tiny.row_keys(_ROWS),
-    prompts,
+    *(tiny.row_keys(_ROWS), prompts),
     drafter=tiny_drafters.simple(kind, draft, length=2),
     sampling=sampling,
     room_for_new_tokens=tiny.MAX_NEW_TOKENS,
@@ -153,21 +152,6 @@ def test_text_that_changed_is_read_again_from_there_on(kind):
     result = decoding.result()
     assert result.finish_reasons == ['length'] * _ROWS
     _check_equal(result, _anew(prompts))
-
-
-def test_what_ended_a_turn_does_not_end_the_next():
-  first = _anew(_said(0)).tokens
-  eos = first[0][2]
-  decoding, result = _started('plain', _said(0), eos_ids=[eos])
-  assert decoding.finish_reasons[0] == 'eos'
-  prompts = _longer(_said(0), result, 1)
-  _extend(decoding, prompts, max_new_tokens=[_LIMIT, 0])
-  assert decoding.finish_reasons == [None, 'length']
-  decoding.run()
-  again = _anew(prompts, eos_ids=[eos], max_new_tokens=[_LIMIT, 0])
-  assert decoding.result().tokens == again.tokens
-  assert len(again.tokens[0]) > 0
-  assert again.tokens[1] == []
 
 
 def test_bad_turns_are_refused_and_change_nothing():
