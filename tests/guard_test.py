@@ -110,7 +110,10 @@ def test_rests_are_the_same_in_pieces(kind):
   """Streaming makes one step at a time; it compiles nothing more."""
   whole, before = _run(_draft(kind), 2.5), loop.advance._cache_size()
   decoding = _run(_draft(kind), 2.5, specdec.Decoding)
+  assert decoding.finish_reasons == [None] * _ROWS
   assert list(decoding)
+  assert decoding.done
+  assert list(decoding) == []
   pieces = decoding.result()
   assert pieces.tokens == whole.tokens
   assert pieces.stats.plain_steps == whole.stats.plain_steps

@@ -35,12 +35,9 @@ def pair(tmp_path_factory):
       shutil.copy(file, folder / name)
   lines = [json.dumps({'prompt': prompt}) for prompt in _PROMPTS]
   (folder / 'prompts.jsonl').write_text('\n'.join(lines) + '\n')
-  files = {'target': 'target', 'draft': 'draft', 'prompt_file': 'prompts.jsonl'}
-  flags = (
-    '--dtype=float32 --method=chain --num_draft_tokens=2 --temperature=0.7'
-  )
-  named = [f'--{name}={folder / file}' for name, file in files.items()]
-  return [*named, *flags.split()]
+  flags = [f'--target={folder}/target', f'--draft={folder}/draft']
+  flags += [f'--prompt_file={folder}/prompts.jsonl', '--temperature=0.7']
+  return [*flags, '--dtype=float32', '--method=chain', '--num_draft_tokens=2']
 
 
 def _begin(script, arguments, *, devices=_DEVICES):

@@ -16,7 +16,7 @@ from specdec import model as model_lib
 from specdec import sampling as sampling_lib
 from specdec.draft import ranking as ranking_lib
 
-_SIZES = (1_000, 50_257, 151_936)
+_SIZES = (1_000, 151_936)
 _NUM_ROWS = 8
 
 # Logits of the tokens that have most of the probability; all others together

@@ -151,7 +151,7 @@ def test_bad_input_is_refused(root):
     ('--corpus=/no is not a folder', _texts, {'folder': '/no'}),
     ('percent must lie', _texts, {'folder': root, 'percent': 0}),
     ('files match .*c under', _texts, {'folder': root, 'pattern': '*.c'}),
-    ('=256 must', train, {'corpus': [], 'vocab_size': 256, 'context': 8}),
+    ('=256 must', train, {'texts': [], 'vocab_size': 256, 'context': 8}),
     ('16 tokens exceed', _train, {'workdir': root, 'phases': ((1.0, 16),)}),
   ):
     with pytest.raises(ValueError, match=message):
