@@ -328,8 +328,8 @@ def test_a_loss_that_is_not_a_number_ends_the_run(tmp_path, monkeypatch):
     spoiled = lambda *args, step=step: (make(*args)[0], step)
     monkeypatch.setattr(trainer, '_make_train_step', spoiled)
     with pytest.raises(FloatingPointError, match=f'{words}.* is not a number'):
-      _train(tmp_path, eval_every=eval_every)
-    assert not (tmp_path / 'loss_curve.json').exists()
+      _train(tmp_path / words, eval_every=eval_every)
+    assert not (tmp_path / words / 'loss_curve.json').exists()
 
 
 def test_run_writes_a_folder_and_refuses_another_corpus(
