@@ -56,18 +56,6 @@ def test_attend_equals_one_query_and_head_at_a_time(length, heads, dtype):
   assert np.isfinite(attend(*operands, np.zeros_like(mask))).all()
 
 
-@_dtypes
-@pytest.mark.parametrize('rows', [1, 2, 5])
-def test_products_are_of_the_last_axes_in_the_dtype_of_the_weights(dtype, rows):
-  x, weight = _matrices(rows)
-  weight = weight.astype(dtype)
-  result = jax.jit(matrices_lib.matmul)(x, weight)
-  rounded = np.asarray(x.astype(dtype), np.float64)
-  expected = rounded @ np.asarray(weight, np.float64).T
-  assert result.dtype == jnp.float32
-  np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-5)
-
-
 def test_padding_does_not_change_a_single_query_or_row():
   operands = _operands(length=1)
   result = attention._attend_padded(8, *operands, scale=_SCALE)

@@ -23,13 +23,6 @@ def _assert_masks(masks, drawn):
   ] == drawn
 
 
-def test_causal_mask_by_hand():
-  _assert_masks(
-    cache_lib.causal_mask(jnp.array([0, 2, 3]), 3, 6),
-    ['100000 110000 111000', '111000 111100 111110', '111100 111110 111111'],
-  )
-
-
 @pytest.mark.parametrize('how', ['_written', '_looked_up'])
 def test_window_mask_by_hand(how):
   """The root and two children that is drawn there, then in front and behind."""
@@ -72,10 +65,8 @@ def test_keep_by_hand():
   rows = ['tttt' + 'rxayb.', 'tttt' + 'rxayb.', 'ttt' + 'rxayb..']
   cache = _lettered(rows, [4, 4, 3])
   kept = cache_lib.keep(
-    cache,
-    jnp.array([5, 5, 4]),
-    jnp.array([[2, 4, 1], [3, 3, 3], [2, 3, 4]]),
-    jnp.array([2, 0, 3]),
+    *(cache, jnp.array([5, 5, 4])),
+    *(jnp.array([[2, 4, 1], [3, 3, 3], [2, 3, 4]]), jnp.array([2, 0, 3])),
     window=5,
   )
   _assert_holds(kept, ['ttttrab', 'ttttr', 'tttrayb'])
@@ -152,8 +143,7 @@ def _drafter(name):
 
 def _decoding(drafter, make=specdec.Decoding):
   return make(
-    tiny.gpt2(num_layers=1),
-    tiny.row_keys(len(_LIMITS)),
+    *(tiny.gpt2(num_layers=1), tiny.row_keys(len(_LIMITS))),
     tiny.prompts(len(_LIMITS)),
     max_new_tokens=_LIMITS,
     drafter=drafter,

@@ -56,8 +56,7 @@ def call(rng: np.random.Generator) -> jax.Array:
     return ops.write_slots(draw(2, slots), draw(2, size(slots + 1)), start)
   length = size(12)
   query, cache = (
-    draw(heads * size(3), length),
-    (draw(heads, slots) for _ in range(2)),
+    *(draw(heads * size(3), length), (draw(heads, slots) for _ in range(2))),
   )
   mask = rng.random((batch, length, slots)) < rng.random()
   return ops.attend(query, *cache, mask, scale=0.3)

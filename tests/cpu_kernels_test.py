@@ -1,8 +1,4 @@
-"""Kernels for CPU: against XLA, and the same bits whatever is computed beside.
-
-What is compared bit by bit is compared with what the same kernel computes for
-one row, one query or one token alone.
-"""
+"""Kernels for CPU: against XLA, and the same bits whatever is beside."""
 
 import functools
 import itertools
@@ -220,9 +216,7 @@ _MIXTURES = [*itertools.product(matrices_lib.KERNEL_DTYPES, (64, 128))]
 @pytest.mark.parametrize(
   ('family', 'dtype', 'num_experts'),
   [
-    ('gpt2', 'float32', 0),
-    ('gpt2', 'int8', 0),
-    ('llama', 'bfloat16', 0),
+    *(('gpt2', 'float32', 0), ('gpt2', 'int8', 0), ('llama', 'bfloat16', 0)),
     ('mixtral', 'float32', 64),
     *(_long('mixtral', *case) for case in _MIXTURES[1:]),
   ],

@@ -13,7 +13,6 @@ from unittest import mock
 import enumeration
 import jax
 import jax.numpy as jnp
-import list_trees
 import numpy as np
 import pytest
 import slow_walks
@@ -21,10 +20,7 @@ import slow_walks
 from models.nn import table_model
 import specdec
 from specdec import sampling as sampling_lib
-from specdec.draft import growth
 from specdec.draft import ranking as ranking_lib
-from specdec.draft import stages as stages_lib
-from specdec.tree import topology as topology_lib
 from specdec.tree import tree as tree_lib
 from specdec.verify import block as block_lib
 from specdec.verify import rejection
@@ -50,14 +46,14 @@ def _assert_law(worlds, law, length, tolerance=_TOLERANCE):
 
 def _tree_laws(worlds, length, children):
   for topology in enumeration.TOPOLOGIES.values():
-    yield enumeration.tree_law(worlds, topology, children, length)[0]
+    yield enumeration.tree_law(worlds, topology, children, length)
 
 
 def _block_laws(worlds, length, children):
   """Chains cut short, as at the end of the draft's context, among them."""
   for room in range(1, _CHAIN + 1):
     for size in range(room + 1):
-      yield enumeration.block_law(worlds, room, children, length, size)[0]
+      yield enumeration.block_law(worlds, room, children, length, size)
 
 
 _LAWS = {'rejection': _tree_laws, 'block': _block_laws}
@@ -87,7 +83,7 @@ def check_few(rule, children):
 def test_more_worlds_and_longer_sequences(seed, children):
   for vocab_size, length in ((2, 6), (3, 5), (4, 4), (5, 3)):
     worlds = enumeration.make_worlds(vocab_size, length + 1, seed=seed + 10)
-    law, _ = enumeration.block_law(worlds, 2, children, length, 2)
+    law = enumeration.block_law(worlds, 2, children, length, 2)
     for one in (law, *_tree_laws(worlds, length, children)):
       _assert_law(worlds, one, length)
 
@@ -100,83 +96,14 @@ def test_in_float64_nothing_is_left():
     worlds = enumeration.make_worlds(3, 5, dtype=np.float64)
     assert worlds.target.dtype == worlds.draft.dtype == np.float64
     for children in sampling_lib.CHILDREN:
-      for law, _ in (
+      for law in (
         *(enumeration.tree_law(worlds, tree, children, 3) for tree in trees),
         enumeration.block_law(worlds, 3, children, 3, 3),
       ):
         _assert_law(worlds, law, 3, tolerance=1e-13)
 
 
-def test_an_error_would_be_seen():
-  """Another distribution than the target's is far away."""
-  worlds = _worlds(3, 4)
-  law, _ = enumeration.tree_law(
-    worlds, topology_lib.chain(1), sampling_lib.BEST, 4
-  )
-  other = np.roll(worlds.exact_law(4), 1, axis=0)
-  assert np.all(enumeration.distance(law, other) > 0.01)
-
-
-# How many tokens are accepted: a rule that rejected all would be exact, too.
-
-
-def _emitted(worlds, num_tokens, children):
-  """Expected tokens of a step with a chain, by rejection and by blocks."""
-  one_by_one = enumeration.tree_law(
-    worlds, topology_lib.chain(num_tokens), children, 4
-  )
-  block = enumeration.block_law(worlds, num_tokens, children, 4, num_tokens)
-  return one_by_one[1], block[1]
-
-
-@pytest.mark.parametrize('children', sampling_lib.CHILDREN)
-def test_as_many_guesses_stand_as_can(children):
-  """Of one token 1 - TV, or the target's probability of one not drawn."""
-  worlds = _worlds(3, 4)
-  root = slice(None, None, len(worlds.contexts))
-  target, draft = worlds.exact[root], worlds.draft[root]
-  best = np.take_along_axis(target, worlds.ranked[root, :1], axis=1)[:, 0]
-  likely = np.minimum(target, draft).sum(1)
-  is_drawn = worlds.stochastic[root] & (children != sampling_lib.BEST)
-  expected = 1 + np.where(is_drawn, likely, best)
-  for emitted in _emitted(worlds, 1, children):
-    np.testing.assert_allclose(emitted, expected, atol=1e-6)
-  # A block keeps as many or, but for point masses, more.
-  one_by_one, block = _emitted(worlds, 3, children)
-  assert np.all(block > one_by_one - 1e-6)
-  more = np.mean(block > one_by_one + 1e-3)
-  assert more == 0 if children == sampling_lib.BEST else more > 0.1
-  # An identical draft is never rejected.
-  if children != sampling_lib.BEST:
-    same = enumeration.make_worlds(3, 6, drafts=('identical',))
-    stochastic = same.stochastic[:: len(same.contexts)]
-    for emitted in _emitted(same, 3, children):
-      np.testing.assert_allclose(emitted[stochastic], 4, atol=1e-5)
-
-
-def test_all_of_a_few_best_guesses_stand():
-  """One of several point masses: the sum of the target's probabilities."""
-  worlds = _worlds(4, 3)
-  root = slice(None, None, len(worlds.contexts))
-  best = worlds.ranked[root, :3]
-  probs = np.take_along_axis(worlds.exact[root], np.maximum(best, 0), axis=1)
-  expected = np.where(best >= 0, probs, 0.0).sum(1)
-  _, emitted = enumeration.tree_law(
-    worlds, topology_lib.k_ary(3, 1), sampling_lib.BEST, 3
-  )
-  np.testing.assert_allclose(emitted, 1 + expected, atol=1e-6)
-
-
 # Distributions of which rejection leaves nothing.
-
-
-def test_normalized():
-  mass = np.array([[0.0, 0.0, 0.0], [0.0, 3.0, 1.0], [0.0, 1e-30, 0.0]])
-  fallback = np.tile([0.5, 0.25, 0.25], (3, 1))
-  normalized = rejection.normalized(mass.astype(np.float32), fallback)
-  np.testing.assert_allclose(
-    normalized, [[0.5, 0.25, 0.25], [0.0, 0.75, 0.25], [0.0, 1.0, 0.0]]
-  )
 
 
 def _one_guess(target, draft, children):
@@ -223,75 +150,6 @@ def test_a_block_of_which_nothing_is_left():
   assert chances.tolist() == [[1, 1, 1], [1, 0, 0], [1, 1, 1]]
   np.testing.assert_array_equal(left[0], [half, half])  # the target itself
   np.testing.assert_array_equal(left[1, 0], 1 - one)
-
-
-# Trees that are grown, not drawn: every state has a tree of its own.
-
-
-@functools.partial(enumeration.quick_jit, static_argnames='room')
-def _grown_tree(drafter, sampling, text, length, *, room):
-  """The tree of a step of one row; unverified nodes have no parent.
-
-  `text [P]` has `length` tokens, and there is `room` for new ones.
-  """
-  vocab_size = sampling.logit_bias.shape[-1]
-  in_text = (jnp.arange(text.shape[0]) < length)[:, None]
-  seen = jnp.any(jax.nn.one_hot(text, vocab_size, dtype=bool) & in_text, axis=0)
-  length = length[None]
-  ctx = list_trees.match_context(
-    jnp.pad(text, (0, room))[None],
-    length,
-    jnp.zeros((1, drafter.max_depth + 1, vocab_size)),
-    sampling,
-    shape=drafter.shape,
-    seen=seen[None],
-    rule=rejection.RejectionRule(),
-  )
-  num_slots = text.shape[0] + room
-  states = stages_lib.init_stages(
-    drafter, text[None], length, num_slots=num_slots
-  )
-  _, tree = growth.grow(drafter.stages, states, ctx.root_trees(), ctx)
-  tree, nodes = jax.tree.map(
-    lambda array: array[0], (tree, drafter.shape.select(tree))
-  )
-  verified = jnp.isin(jnp.arange(tree.capacity), nodes)
-  return tree.replace(parent=jnp.where(verified, tree.parent, tree_lib.NO_NODE))
-
-
-def _grown_trees(worlds, drafters, length):
-  """Trees of all states of fewer than `length` tokens; arbitrary for others."""
-  lengths = np.array([1 + len(context) for context in worlds.contexts])
-  texts = np.zeros((len(lengths), length), np.int32)
-  texts[:, 0] = enumeration.PROMPT
-  for text, context in zip(texts, worlds.contexts, strict=True):
-    text[1 : 1 + len(context)] = context[: length - 1]
-  grown = functools.partial(_grown_tree, room=8)
-  grow_all = jax.vmap(grown, (None, None, 0, 0))
-  params = [
-    enumeration.full_sampling(values, worlds.vocab_size)
-    for values in enumeration.SAMPLINGS.values()
-  ]
-  trees = [
-    grow_all(drafter, one, texts, lengths)
-    for drafter, one in itertools.product(drafters, params)
-  ]
-  return jax.tree.map(lambda *arrays: np.concatenate(arrays), *trees)
-
-
-@pytest.mark.parametrize('name', ['tree', 'staged', 'tables'])
-def test_grown_trees_have_the_targets_law(name):
-  length, vocab_size = 4, 3
-  drafts = ('uniform',) * 3  # only the targets are used
-  worlds = enumeration.make_worlds(vocab_size, length, drafts=drafts)
-  tables = 2 * np.random.default_rng(0).normal(size=(3, vocab_size, vocab_size))
-  drafters = [enumeration.drafter(name, table) for table in tables]
-  trees = _grown_trees(worlds, drafters, length)
-  law = enumeration.grown_law(worlds, trees, length)
-  _assert_law(worlds, law, length)
-  short = worlds.length < length
-  kinds = np.concatenate([trees.parent, trees.token], axis=1)[short]
-  assert len(np.unique(kinds, axis=0)) >= 10, 'a poor example'
 
 
 # The link: the rules take the branches that were summed above.
@@ -407,10 +265,7 @@ def _random_case(seed, vocab_size=4):
   near = rng.random(shape[:2]) < 0.15
   proposals[near] = target[near]
   return {
-    'rng': rng,
-    'logits': logits,
-    'target': target,
-    'proposals': proposals,
+    **{'rng': rng, 'logits': logits, 'target': target, 'proposals': proposals},
     'stochastic': np.array([row.get('temperature', 1.0) > 0 for row in rows]),
     'sampling': enumeration.params(values, _BATCH_SIZE, vocab_size),
     'randomness': sampling_lib.Randomness(
@@ -545,13 +400,11 @@ def test_every_node_draws_children_of_its_own():
   """However large the tree is: no two of 64 nodes draw the same four."""
   logits = np.zeros((1, 64, 1000), np.float32)
   nodes, keys = np.arange(64)[None], jax.random.split(jax.random.key(0), 1)
-  sampling = enumeration.params(
-    enumeration.NEUTRAL | {'logit_bias': {}}, 1, 1000
-  )
+  neutral = enumeration.NEUTRAL | {'logit_bias': {}}
+  sampling = enumeration.params(neutral, 1, 1000)
   for replacement in (False, True):
-    tokens, *_ = _draw(
-      logits, nodes, keys, sampling, number=4, replacement=replacement
-    )
+    given = (logits, nodes, keys, sampling)
+    tokens, *_ = _draw(*given, number=4, replacement=replacement)
     assert len({tuple(four) for four in tokens[0].tolist()}) == 64
 
 
@@ -565,9 +418,8 @@ def test_children_that_float32_gives_no_probability():
     given += (jax.random.split(jax.random.key(0), 200), sampling)
     drawn = _draw(*given, number=5, replacement=False)
     _, log_probs, drawn_from = jax.device_get(drawn)
-    drawn = np.asarray(
-      log_probs[:, 0] > sampling_lib.EXCLUDED
-    )  # the children in the tree
+    # The children in the tree.
+    drawn = np.asarray(log_probs[:, 0] > sampling_lib.EXCLUDED)
     possible = (drawn_from[:, 0] > 1e-37).sum(1)
     np.testing.assert_array_equal(drawn.sum(1), possible)
     assert np.all(np.diff(drawn.astype(int), axis=1) <= 0), 'a gap'
@@ -612,9 +464,8 @@ def _decode_with_noise(target, drafter, sampling, noise):
     return jnp.take_along_axis(noise, positions[..., None], axis=1)
 
   keys = jax.random.split(jax.random.key(0), noise.shape[0])
-  sampling = jax.tree.map(
-    lambda array: jnp.repeat(array, len(noise), axis=0), sampling
-  )
+  repeat = lambda array: jnp.repeat(array, len(noise), axis=0)
+  sampling = jax.tree.map(repeat, sampling)
   request = enumeration.request(keys, sampling, _MATCH_LENGTH)
   config = specdec.DecodeConfig(max_new_tokens=_MATCH_LENGTH)
   with mock.patch.object(sampling_lib, 'position_noise', given):
@@ -668,8 +519,7 @@ def test_match_says_what_plain_decoding_does(name):
       emitted, num_steps = run(
         table_model.table_model(target, max_positions=1000),
         enumeration.drafter(name, draft),
-        enumeration.full_sampling(values, _MATCH_VOCAB_SIZE),
-        noises,
+        *(enumeration.full_sampling(values, _MATCH_VOCAB_SIZE), noises),
       )
       np.testing.assert_array_equal(emitted, expected, err_msg=sampling)
       steps += np.asarray(num_steps).tolist()

@@ -9,8 +9,6 @@ import tiny
 import variants
 
 from models.checkpoints import hub
-from models.lab.bench import machine
-from models.lab.bench import peers
 from models.nn import adapter
 
 
@@ -19,18 +17,16 @@ def _write(tmp_path, name):
 
 
 def test_a_forward_of_one_position_reads_the_experts_of_one_token(tmp_path):
-  definition = adapter.as_model(
-    hub.load_module(_write(tmp_path, 'mixtral'))
-  ).spec
+  spec_of = lambda name: (
+    adapter.as_model(hub.load_module(_write(tmp_path, name))).spec
+  )
+  definition, tied = map(spec_of, ('mixtral', 'mixture_tied'))
   attention = 16 * 16 + 2 * 8 * 16 + 16 * 16
   experts = 2 * 3 * 16 * 24  # 2 of 4
   per_layer = attention + 4 * 16 + experts
   matrices = 2 * per_layer + 40 * 16
   assert definition.parameters == matrices
   assert definition.weight_bytes == 4 * (matrices + 5 * 16)
-  tied = adapter.as_model(
-    hub.load_module(_write(tmp_path, 'mixture_tied'))
-  ).spec
   assert tied.parameters == per_layer + 40 * 16
 
 
@@ -72,21 +68,6 @@ def test_a_shape_that_transformers_has_not_is_not_saved(tmp_path):
   with pytest.raises(ValueError, match='no model of transformers has this sha'):
     hub.save_pretrained(module, tmp_path / 'saved')
   assert not (tmp_path / 'saved').exists()
-
-
-@pytest.mark.parametrize('name', ['multi_query', 'tied', 'mixtral'])
-def test_peers_are_counted_alike(name, tmp_path):
-  pytest.importorskip('torch')
-  import transformers
-
-  folder = _write(tmp_path, name)
-  model = adapter.as_model(hub.load_module(folder))
-  peer = transformers.AutoModelForCausalLM.from_pretrained(folder)
-  assert peers.torch_model_size(peer) == machine.model_size(model)
-  assert peers.read_costs(peer) == {
-    'per_forward': model.spec.weight_bytes,
-    'per_slot': model.spec.cache_bytes_per_slot,
-  }
 
 
 def test_a_factor_of_yarn_that_is_null_follows_from_the_contexts(tmp_path):

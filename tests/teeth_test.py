@@ -316,9 +316,7 @@ def _parse(table):
   lines = lambda text: '\n'.join(line[4:] for line in text.splitlines())
   return [
     pytest.param(
-      module,
-      old or lines(olds),
-      new.replace('@', old) or lines(news),
+      *(module, old or lines(olds), new.replace('@', old) or lines(news)),
       _TESTS.get(test, test),
       id=name,
     )
@@ -326,8 +324,7 @@ def _parse(table):
       r'^\[(.*): (.*)\]\n((?:[^\[].*\n)+)', table, re.MULTILINE
     )
     for name, old, new, olds, news in re.findall(
-      r'^(\w.*)\n(?:  (\S.*) => (.*)|((?:  -.*\n)+)((?:  \+.*\n)+))',
-      bugs,
+      *(r'^(\w.*)\n(?:  (\S.*) => (.*)|((?:  -.*\n)+)((?:  \+.*\n)+))', bugs),
       re.MULTILINE,
     )
   ]

@@ -62,8 +62,7 @@ _IN_FULL = _rope('yarn', factor=4.0, truncate=False, **_ENDS)
 _OLD = {'type': 'linear', 'factor': 3.0}
 _WINDOW = {'sliding_window': variants.LENGTH}
 _of_three = lambda chosen: {
-  'num_local_experts': 3,
-  'num_experts_per_tok': chosen,
+  **{'num_local_experts': 3, 'num_experts_per_tok': chosen},
 }
 
 # The model_type of each variant, how its config.json differs from the plain
@@ -86,8 +85,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]] | tuple[str, dict, dict]] = {
   'qwen3': ('qwen3', {'head_dim': 8} | _DEEP),
   'qwen3_biases': ('qwen3', {'head_dim': 4, 'attention_bias': True}),
   'bfloat16': ('llama', {}, {'dtype': 'bfloat16'}),
-  'mixtral': ('mixtral', _DEEP),
-  'one_of_three': ('mixtral', _of_three(1)),
+  **{'mixtral': ('mixtral', _DEEP), 'one_of_three': ('mixtral', _of_three(1))},
   'all_of_three': ('mixtral', _of_three(3)),
   'mixture_multi_query': ('mixtral', {'num_key_value_heads': 1, 'head_dim': 8}),
   'mixture_of_windows': ('mixtral', _WINDOW),
@@ -100,8 +98,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]] | tuple[str, dict, dict]] = {
     'qwen3_moe',
     {'norm_topk_prob': True, 'attention_bias': True, 'head_dim': 4},
   ),
-  'gpt2': ('gpt2', _TWO_LAYERS),
-  'gpt2_untied': ('gpt2', _UNTIED),
+  **{'gpt2': ('gpt2', _TWO_LAYERS), 'gpt2_untied': ('gpt2', _UNTIED)},
   'gpt2_default_inner': ('gpt2', {'n_inner': None}),
   'gpt2_scaled_by_layer': ('gpt2', _BY_LAYER),
   'gpt2_unscaled': ('gpt2', _UNSCALED),
