@@ -247,10 +247,7 @@ class Worlds:
   def exact_law(self, length: int) -> np.ndarray:
     """`[W, V ** length]`, the distribution of whole sequences."""
     mass = self.begin()
-    for depth in range(length):
-      states = np.flatnonzero((self.length == depth) & (mass > 0))
-      more = mass[states, None] * self.exact[states]
-      spread(mass, self.following(states), more)
+    finish(self, mass, length)
     return self.of_length(mass, length)
 
   def of_length(self, mass: np.ndarray, length: int) -> np.ndarray:
@@ -328,6 +325,7 @@ def make_worlds(
   samplings=tuple(SAMPLINGS),
   seed: int = 0,
   dtype=np.float32,
+  scale: float = 1.3,
 ) -> Worlds:
   """Every draft with every sampling, contexts of up to `longest` tokens."""
   contexts: list[tuple[int, ...]] = [()]
@@ -341,7 +339,7 @@ def make_worlds(
   settings = [NEUTRAL | SAMPLINGS[how] for _ in drafts for how in samplings]
   made = []
   for number, values in enumerate(settings):
-    target = (1.3 * rng.normal(size=shape)).astype(np.float32)
+    target = (scale * rng.normal(size=shape)).astype(np.float32)
     kind = drafts[number // len(samplings)]
     draft = draft_logits(kind, target, rng).astype(np.float32)
     made.append((target, draft, exact_probs(target, seen, values)))
@@ -520,6 +518,14 @@ def weigh(weight, target, draft, token, *, children):
   return chance, left, *rejection.after_rejection(*given, children)
 
 
+def finish(worlds: Worlds, mass: np.ndarray, length: int) -> None:
+  """Adds tokens of the target's to states up to some length."""
+  for depth in range(length):
+    states = np.flatnonzero((worlds.length == depth) & (mass > 0))
+    more = mass[states, None] * worlds.exact[states]
+    spread(mass, worlds.following(states), more)
+
+
 def traversal_law(worlds: Worlds, topology, children: str):
   """By traversal verification, whose first step is summed.
 
@@ -571,8 +577,5 @@ def traversal_law(worlds: Worlds, topology, children: str):
   roots = np.flatnonzero(worlds.length == 0)
   ones = np.ones(len(roots), worlds.target.dtype)
   np.testing.assert_allclose(visit((), roots, np.float64(ones), ones), 0)
-  for depth in range(1, length):
-    states = np.flatnonzero((worlds.length == depth) & (found > 0))
-    more = found[states, None] * worlds.exact[states]
-    spread(found, worlds.following(states), more)
+  finish(worlds, found, length)
   return worlds.of_length(found, length), accepted

@@ -22,7 +22,7 @@ _DEPTH, _VOCAB_SIZE = 6, 11
 _CHAIN_RULES = [
   *(
     (name, children)
-    for name in ('rejection', 'block')
+    for name in ('rejection', 'traversal', 'block')
     for children in sampling_lib.CHILDREN
   ),
   ('match', sampling_lib.BEST),
@@ -99,7 +99,7 @@ def _to_rule(verify, children=None, *, topology=None, scorer=None):
 
 
 def test_a_rule_is_a_name_or_an_object_and_says_its_own_conditions():
-  for name in ('rejection', 'block'):
+  for name in ('rejection', 'traversal', 'block'):
     assert _to_rule(name) == checks_lib.RULES[name](
       sampling_lib.WITHOUT_REPLACEMENT
     )
