@@ -5,7 +5,7 @@
 WHAT: kernels (at the shapes of GPT-2 Large), forward (V(N) of --target, with
 --peer beside transformers), memory (of loading --target), loss (of --target on
 a corpus), fallback (its cost, given --break_even), acceptance (by each rule of
-verification).
+verification, beside the most that any lossless rule accepts of such children).
 """
 
 import functools
@@ -38,6 +38,9 @@ options.define_num_prompts()
 _BATCH_SIZE = options.define_batch_size(4, 'of acceptance')
 _CORPUS = flags.DEFINE_string('corpus', '', 'default: the standard library')
 _PATTERN = flags.DEFINE_string('pattern', '*.py', 'file names of the corpus')
+_TREES = flags.DEFINE_list(
+  'trees', ['8', '32'], 'acceptance: sizes of trees, the root included'
+)
 _OUTPUT = flags.DEFINE_string('output', None, 'JSON file to write')
 
 
@@ -81,6 +84,7 @@ def _decode(what: str, numbers_of_children: list[int]):
     batch_size=_BATCH_SIZE.value,
     numbers_of_children=numbers_of_children,
     chain_length=options.draft_settings().num_draft_tokens,
+    tree_sizes=[int(size) for size in _TREES.value],
     **common,
   )
   return lossless.acceptance_rows(figures), figures

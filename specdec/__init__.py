@@ -39,16 +39,15 @@ from specdec.tree.topology import k_ary
 from specdec.tree.topology import Topology
 from specdec.tree.topology import TreeShape
 from specdec.tree.tree import histories
-from specdec.verify.block import BlockRule
 from specdec.verify.match import MatchRule
 from specdec.verify.rejection import RejectionRule
+from specdec.verify.traversal import TraversalRule
 
 __version__ = '0.8.0'
 
 __all__ = (
   'EXCLUDED',
   'PLAIN',
-  'BlockRule',
   'CandidateScorer',
   'DecodeConfig',
   'Decoding',
@@ -74,6 +73,7 @@ __all__ = (
   'StepContext',
   'Topology',
   'Trace',
+  'TraversalRule',
   'TreeShape',
   'advance',
   'chain',

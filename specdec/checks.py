@@ -8,6 +8,7 @@ from collections.abc import Hashable
 from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
+import functools
 import numbers
 from typing import Any
 
@@ -20,10 +21,10 @@ from specdec import sampling as sampling_lib
 from specdec.draft import drafter as drafter_lib
 from specdec.tree import topology as topology_lib
 from specdec.verify import accept
-from specdec.verify import block as block_lib
 from specdec.verify import match
 from specdec.verify import rejection
 from specdec.verify import stop_strings
+from specdec.verify import traversal
 
 
 def check_text(name: str, text: str) -> None:
@@ -296,7 +297,8 @@ def check_stop(
 RULES: dict[str, Callable[[str], accept.Rule]] = {
   'match': lambda children: match.MatchRule(),
   'rejection': rejection.RejectionRule,
-  'block': block_lib.BlockRule,
+  'traversal': traversal.TraversalRule,
+  'block': functools.partial(traversal.TraversalRule, needs_chain=True),
 }
 """The rules of verification by name, made from how children are chosen."""
 
@@ -359,7 +361,8 @@ def to_rule(
       f' and a fixed topology; choose children={sampling_lib.BEST} or a'
       ' topology'
     )
-  if children == sampling_lib.WITHOUT_REPLACEMENT and not in_order:
+  ordered = (sampling_lib.WITHOUT_REPLACEMENT, sampling_lib.BEST_AND_DRAWN)
+  if children in ordered and not in_order:
     raise ValueError(
       f'children={children} needs a topology in which each node has all'
       ' siblings of lower rank: the draws are tried in their order'

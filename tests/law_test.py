@@ -35,16 +35,23 @@ _DRAWN = ('temperature 1', 'filters')  # those whose distribution is tested
 _CASES = [
   ('rejection', sampling_lib.BEST, 'staged'),
   ('rejection', sampling_lib.WITHOUT_REPLACEMENT, 'binary tree'),
-  ('rejection', sampling_lib.WITH_REPLACEMENT, 'binary tree'),
-  ('block', sampling_lib.WITHOUT_REPLACEMENT, 'chain of 2'),
+  ('rejection', sampling_lib.BEST_AND_DRAWN, 'binary tree'),
+  ('traversal', sampling_lib.WITHOUT_REPLACEMENT, 'binary tree'),
 ]
 _MORE_CASES = [
   (rule, children, name)
   for rule, kinds, names in (
-    ('rejection', ['best'], ('none', 'bigram', 'binary tree', 'tree')),
+    (
+      'rejection',
+      [sampling_lib.BEST],
+      ('none', 'bigram', 'binary tree', 'tree'),
+    ),
+    ('rejection', [sampling_lib.WITH_REPLACEMENT], ('binary tree',)),
     ('rejection', sampling_lib.CHILDREN, ('chain of 2', 'ragged tree')),
+    ('traversal', sampling_lib.CHILDREN, ('chain of 2', 'ragged tree')),
+    ('traversal', [sampling_lib.BEST], ('none', 'staged')),
     ('block', sampling_lib.CHILDREN, ('chain of 2',)),
-    ('block', [sampling_lib.BEST], ('none', 'bigram chain')),
+    ('block', [sampling_lib.BEST], ('bigram chain',)),
     ('match', [sampling_lib.BEST], ('none', 'tree', 'binary tree')),
   )
   for children in kinds

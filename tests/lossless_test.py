@@ -197,21 +197,29 @@ def _measure(sampling=_SAMPLING, **changes):
 def test_guesses_stand_as_often_as_theory_says():
   figures = _measure()
   names = {
-    **{'match': 'coupled', 'rejection, without_replacement': '1 - TV'},
-    **{'rejection, with_replacement': '1 - TV', 'rejection, best': 'p(best)'},
+    'match': 'coupled',
+    'rejection, without_replacement': '1 - TV',
+    'rejection, with_replacement': '1 - TV',
+    'rejection, best_and_drawn': '1 - TV',
+    'rejection, best': 'p(best)',
   }
-  one, efficiency = figures['acceptance']['1'], figures['block_efficiency']
+  one = figures['acceptance']['1']
+  efficiency = figures['block_efficiency']['chain of 1']
   assert one.keys() == names.keys()
   for rule, name in names.items():
     measured, error = one[rule]['measured'], one[rule]['standard_error']
     assert abs(measured - one[rule]['theory'][name]) < 4 * error, rule
+    if rule != 'match':  # with one child every rule accepts what it can
+      most = one[rule]['theory']['most']
+      assert most == pytest.approx(one[rule]['theory'][name], abs=1e-5)
     # A chain of one is a tree with one child.
     assert efficiency[rule] == pytest.approx(1 + measured, abs=0.01)
   # Enough forwards to tell the theories from each other.
   assert one['match']['standard_error'] < 0.03
   theory = one['match']['theory']
   assert theory['1 - TV'] - theory['coupled'] > 0.03
-  assert efficiency.keys() == {*names, 'block, without_replacement'}
+  kinds = 'without_replacement', 'with_replacement', 'best_and_drawn'
+  assert efficiency.keys() == {*names, *(f'traversal, {one}' for one in kinds)}
   rows = lossless.acceptance_rows(figures)
   assert [row['rule'] for row in rows] == [*efficiency]
   assert rows[0]['theory, 1 child'].startswith('coupled = 0.')

@@ -21,10 +21,10 @@ _HELPERS += ('tiny_drafters', 'tiny')
 
 # Tests that detect several bugs.
 _TESTS = {
+  'APART': "enumeration.check_draws('best_and_drawn')",
   'BANNED': (
     'sampling.test_no_temperature_and_no_penalty_brings_a_banned_token_back()'
   ),
-  'BLOCKS': "enumeration.check_few('block', 'without_replacement')",
   'COMMIT': 'cache.test_commit_by_hand()',
   'CUTS': 'enumeration.check_cuts(True)',
   'DRAWS': "enumeration.check_draws('without_replacement')",
@@ -34,6 +34,8 @@ _TESTS = {
   'NEXT_STEP': 'growth.test_growth_after_a_step_is_growth_after_a_prefill()',
   'RANDOMNESS': 'enumeration.test_the_randomness_of_a_step_is_of_these_keys()',
   'STEP': 'step.test_a_decode_of_all_that_a_step_does()',
+  'TRAVERSALS': "enumeration.check_few('traversal', 'without_replacement')",
+  'TRAVERSED': "enumeration.check_walks('without_replacement', 'traversal')",
   'TREES': "enumeration.check_few('rejection', 'without_replacement')",
   'WALKS': "enumeration.check_walks('without_replacement')",
 }
@@ -113,7 +115,7 @@ bonus token after four accepted ones from the depth above
   + .replace(index=index - (index > 3)).along_path(choices)
 [verify.rejection: verification.test_greedy_paths('rejection', 'best')]
 bonus token after four accepted ones is always the same
-  walk.accepted, bonus => walk.accepted, bonus * (walk.accepted < 4)
+  bonus[:, None], following => (bonus * (walk.depth < 4))[:, None], following
 # What nodes see, and where they are.
 [tree.tree: tree.test_walks_and_masks()]
 mask forgets the farthest ancestor
@@ -192,13 +194,12 @@ slots before the window are looked up in it
 # Rejection verification: what the children were drawn from.
 [draft.ranking: DRAWS]
 distributions without the filters that were drawn with
-  -     jnp.exp(log_probs),
-  +     jax.nn.softmax(logits, axis=-1),
+  drawn_from = jnp.exp(log_probs) => drawn_from = jax.nn.softmax(logits)
 the best children count as drawn
   jnp.where(sampling_lib.per_row(stochastic, noise), noise, 0.0) => 0.0 * noise
 [verify.rejection: enumeration.check_walks('best')]
 children that are not drawn count as drawn evenly
-  jax.nn.one_hot(token, vocab_size) => 0.0 * @ + 1.0 / vocab_size
+  jax.nn.one_hot(token, target.shape[1]) => 0.0 * @ + 1.0 / target.shape[1]
 [draft.ranking: enumeration.test_children_that_float32_gives_no_probability()]
 drawn where float32 has no probability
   _LEAST_LOG_PROB = -69.0 => _LEAST_LOG_PROB = -1e29
@@ -224,23 +225,22 @@ uniforms and bonus token from one stream
   2**31 - 1 - stream => 2**31 - 1 - min(stream, 1)
 [verify.rejection: WALKS]
 one uniform for all siblings
-  randomness.uniforms[:, index] => randomness.uniforms[:, 0]
+  _at(nodes.uniform, child) => nodes.uniform[:, 0]
 [draft.ranking: DRAWS]
 one drafting noise for all nodes
   jax.random.fold_in(key, node) => jax.random.fold_in(key, 0 * node)
 # What is left after a rejection.
 [verify.rejection: WALKS]
-rows that accepted get the residual of those that did not
-  (is_child & ~is_accepted)[:, None] => (~is_accepted)[:, None]
+rows that are done get the residual of those that are not
+  rejects = moves & ~enters => rejects = ~enters
 the draft of the node above
-  - replace(at(proposals, node), walk.draft)
-  + walk.draft + (node == tree_lib.ROOT)[:, None] * at(proposals, node)
+  _at(self.node, place)), draft) => _at(self.parent, place)), draft)
 the bonus token from the distribution of the root
-  (of_row(logits)[:, None], => (logits[:, :1],
+  logits = _at(self.logits, place)[:, None] => logits = self.logits[:, :1]
 the bonus token where the last draft token was
-  (walk.chosen, walk.accepted, bonus => (walk.chosen, walk.accepted - 1, bonus
+  == walk.depth[:, None] => == walk.depth[:, None] - 1
 tokens of the first nodes, not of the verified ones
-  at(tree.token, nodes), at( => tree.token[:, :num_nodes], at(
+  token=_at(tree.token, nodes), => token=tree.token[:, : nodes.shape[1]],
 [verify.rejection: TREES]
 residual not normalised for the next sibling
   - left = normalized(jnp.maximum(target - draft, 0.0), target)
@@ -257,30 +257,46 @@ drawn with replacement, judged as without
 [draft.ranking: DRAWS]
 siblings in another order than they were drawn
   lax.top_k(log_probs + noise, number) => [jnp.flip(one, axis=-1) for one in @]
-# Block verification.
-[verify.block: CUTS]
+# Traversal verification.
+[verify.rejection: CUTS]
 a block: proposals of the first nodes, not of the verified ones
-  at(proposals, nodes[:, :-1]) => proposals[:, : num_nodes - 1]
-a block: cut at the first uniform that rejects
-  - jnp.max(jnp.where(is_accepted, depth, 0), axis=1)
-  + jnp.sum(jnp.cumprod(is_accepted, axis=1), axis=1) - 1
+  _at(self.proposals, _at(self.node, place)) => _at(self.proposals, place)
+a block: the residual of the root behind any prefix
+  left = _at(walk.target, walk.depth) => left = walk.target[:, 0]
 a block: residual where all was accepted
-  whole = (accepted == size)[:, None] => whole = (accepted > size)[:, None]
-a block: the bonus token of the depth above
-  -     after_chain = at(target, accepted)
-  +     after_chain = at(target, jnp.maximum(accepted - 1, 0))
-  +     left = jnp.concatenate([left[:, :1], left[:, :-1]], axis=1)
-[verify.block: BLOCKS]
-a block: weights above 1
-  weights[-1] * ratios[:, depth], 1.0 => weights[-1] * ratios[:, depth], 1e9
-a block: every ratio cut at 1, as one by one
-  ] * ratios[:, depth], 1.0) => ] * jnp.minimum(ratios[:, depth], 1.0), 1.0)
-a block: probabilities without the mass of the residual
-  rest = mass + 1.0 - weights => rest = 1.0 + 0.0 * mass
-a block: inner prefixes are accepted by their weight
-  jnp.where(depth == size[:, None], weights, inner) => weights
-a block: residual not weighted
-  weighted = weights[:, :-1, None] * target[:, :-1] => weighted = target[:, :-1]
+  untried = walk.last == walk.place => untried = walk.depth > 99
+[verify.rejection: TRAVERSED]
+weights above 1
+  draft), 1e-37), 1.0) => draft), 1e-37), 1e9)
+children forget the weight of their parent
+  given = weight[:, None] * target, => given = target,
+residual not weighted
+  *after_rejection(*given, => *after_rejection(target, *given[1:],
+one uniform for all nodes
+  _at(nodes.uniform, walk.place) => nodes.uniform[:, 0]
+[verify.traversal: TRAVERSALS]
+weights without the mass of the residual
+  whole = mass + (1.0 - weight) => whole = 1.0 + 0.0 * mass
+a node is accepted by its weight before its children
+  jnp.where(whole > 0, mass / => jnp.where(whole < 0, mass /
+[verify.traversal: enumeration.test_a_weight_of_which_nothing_is_left()]
+nothing left and nothing missing is a weight of 0
+  whole, 1.0), weight) => whole, 1.0), 0.0)
+# The best children and one that is drawn.
+[draft.ranking: APART]
+drawn among the best, too
+  is_apart, best, log_probs.shape[-1]) => False, best, log_probs.shape[-1])
+all children are apart from the draw
+  counts[..., None] - 1 => counts[..., None]
+the draw counts as one from the whole distribution
+  jnp.where(can_draw, rest, point)) => log_probs)
+a draw where there is nothing to draw
+  jnp.where(can_draw, tokens, best) => tokens
+[verify.rejection: enumeration.check_walks('best_and_drawn')]
+the best count as drawn
+  jnp.any(jnp.tril(same, -1), axis=2) => (same[:, 0] & False)
+the last of the best counts as drawn
+  jnp.tril(same, -1) => jnp.triu(same, 1)
 # What is returned beside tokens.
 [watchers: step.test_stop_strings_go_on_where_the_emitted_tokens_led()]
 stop strings are forgotten between blocks
@@ -402,7 +418,7 @@ def _run(test):
 def test_every_bug_is_read():
   names = [line for line in _TABLE.splitlines() if re.match(r'[^\s#[]', line)]
   assert names == [bug.id for bug in _BUGS]
-  assert len(names) == len(set(names)) == 82
+  assert len(names) == len(set(names)) == 89
 
 
 @pytest.mark.parametrize(('module', 'old', 'new', 'test'), _BUGS)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,12 @@ _count_emitted = jax.jit(accept.count_emitted)
 
 _DEPTH, _VOCAB_SIZE = 6, 11
 _CHAIN_RULES = [
-  *itertools.product(('rejection', 'block'), sampling_lib.CHILDREN)
+  *(
+    (name, children)
+    for name in ('rejection', 'traversal', 'block')
+    for children in sampling_lib.CHILDREN
+  ),
+  ('match', sampling_lib.BEST),
 ]
 _CHAIN_RULES += [('match', sampling_lib.BEST)]
 
@@ -90,12 +94,18 @@ def _to_rule(verify, children=None, *, topology=None, scorer=None):
 
 
 def test_a_rule_is_a_name_or_an_object_and_says_its_own_conditions():
-  best, drawn = sampling_lib.BEST, sampling_lib.WITHOUT_REPLACEMENT
-  for name in ('rejection', 'block'):
-    make = checks_lib.RULES[name]
-    assert (_to_rule(name), _to_rule(name, best)) == (make(drawn), make(best))
-  match = specdec.MatchRule()
-  assert _to_rule('match') == _to_rule(match, best) == match
+  for name in ('rejection', 'traversal', 'block'):
+    assert _to_rule(name) == checks_lib.RULES[name](
+      sampling_lib.WITHOUT_REPLACEMENT
+    )
+    assert _to_rule(name, sampling_lib.BEST) == checks_lib.RULES[name](
+      sampling_lib.BEST
+    )
+  assert (
+    _to_rule('match')
+    == _to_rule(specdec.MatchRule(), sampling_lib.BEST)
+    == specdec.MatchRule()
+  )
   assert _to_rule(_ChainRule()) == _ChainRule()
   for children in sampling_lib.CHILDREN:
     rule = specdec.RejectionRule(children)

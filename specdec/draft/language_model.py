@@ -9,6 +9,7 @@ from specdec import model as model_lib
 from specdec import sampling as sampling_lib
 from specdec.draft import drafter as drafter_lib
 from specdec.draft import ranking as ranking_lib
+from specdec.tree import topology as topology_lib
 from specdec.tree import tree as tree_lib
 
 
@@ -88,13 +89,15 @@ class LanguageModelScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
       tokens, log_probs = ranking.tokens, ranking.best_log_probs
       drawn_from = jnp.zeros((*nodes.shape, 0))
     else:
+      assert isinstance(ctx.shape, topology_lib.Topology)  # as rules check
       tokens, log_probs, drawn_from = ranking_lib.draw_children(
         logits,
         nodes,
         ctx.randomness.draft_keys,
         ctx.sampling,
         branching,
-        replacement=ctx.rule.children == sampling_lib.WITH_REPLACEMENT,
+        children=ctx.rule.children,
+        counts=ctx.shape.num_children(nodes),
       )
     scores = drafter_lib.Scores(
       nodes=nodes,

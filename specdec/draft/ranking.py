@@ -134,6 +134,43 @@ def rank_candidates(
   return ranked
 
 
+def _best_and_drawn(
+  log_probs: jax.Array, noise: jax.Array, number: int, counts: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """One child drawn off the k - 1 best, then these (arXiv 2502.18779).
+
+  Where no other token can be drawn, the best one is, with certainty.
+
+  Args:
+    log_probs: `[B, W, V]` float32.
+    noise: `[B, W, V]` float32, Gumbel.
+    number: K, the most children.
+    counts: `[B, W]` int32, how many children each node has, k.
+
+  Returns:
+    `[B, W, K]` int32 tokens, and the distributions of the first, `[B, W, V]`.
+  """
+  _, best = lax.top_k(log_probs, number)
+  is_apart = jnp.arange(number) < counts[..., None] - 1
+  at = jnp.where(is_apart, best, log_probs.shape[-1])
+  exclude = jax.vmap(
+    jax.vmap(lambda row, at: row.at[at].set(sampling_lib.EXCLUDED, mode='drop'))
+  )
+  rest = exclude(log_probs, at)
+  can_draw = jnp.max(rest, axis=-1, keepdims=True) > sampling_lib.EXCLUDED
+  point = jnp.where(
+    jax.nn.one_hot(best[..., 0], rest.shape[-1], dtype=bool),
+    0.0,
+    sampling_lib.EXCLUDED,
+  )
+  drawn = sampling_lib.best_token(rest + noise)[..., None]
+  tokens = jnp.concatenate([drawn, best[..., :-1]], axis=-1)
+  return (
+    jnp.where(can_draw, tokens, best),
+    sampling_lib.softmax(jnp.where(can_draw, rest, point)),
+  )
+
+
 def draw_children(
   logits: jax.Array,
   nodes: jax.Array,
@@ -141,7 +178,8 @@ def draw_children(
   sampling: sampling_lib.SamplingParams,
   number: int,
   *,
-  replacement: bool,
+  children: str,
+  counts: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Draws children of W nodes.
 
@@ -155,7 +193,8 @@ def draw_children(
     sampling: the target's. Rows at temperature 0 draw nothing and get the
       likeliest tokens.
     number: K, at most V.
-    replacement: whether siblings are drawn with replacement.
+    children: one of `sampling.CHILDREN` but the best.
+    counts: `[B, W]` int32, how many of the K children each node has.
 
   Returns:
     `[B, W, K]` int32 tokens; `[B, W, K]` float32, their log-probabilities, very
@@ -168,6 +207,7 @@ def draw_children(
     log_probs > _LEAST_LOG_PROB, log_probs, sampling_lib.EXCLUDED
   )
   stochastic = sampling.is_stochastic
+  replacement = children == sampling_lib.WITH_REPLACEMENT
   shape = (number, logits.shape[2]) if replacement else logits.shape[2:]
 
   def noise_of(key: jax.Array, node: jax.Array) -> jax.Array:
@@ -175,14 +215,18 @@ def draw_children(
 
   noise = jax.vmap(jax.vmap(noise_of, (None, 0)))(keys, nodes)
   noise = jnp.where(sampling_lib.per_row(stochastic, noise), noise, 0.0)
-  if replacement:
-    drawn = sampling_lib.best_token(log_probs[:, :, None] + noise)
+  drawn_from = jnp.exp(log_probs)
+  if children == sampling_lib.WITHOUT_REPLACEMENT:
+    _, tokens = lax.top_k(log_probs + noise, number)
+  else:
+    if replacement:
+      drawn = sampling_lib.best_token(log_probs[:, :, None] + noise)
+    else:
+      drawn, drawn_from = _best_and_drawn(log_probs, noise, number, counts)
     _, best = lax.top_k(log_probs, number)
     tokens = jnp.where(sampling_lib.per_row(stochastic, best), drawn, best)
-  else:
-    _, tokens = lax.top_k(log_probs + noise, number)
   return (
     tokens.astype(jnp.int32),
     jnp.take_along_axis(log_probs, tokens, axis=-1),
-    jnp.exp(log_probs),
+    drawn_from,
   )
