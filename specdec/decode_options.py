@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec import checks as checks_lib
+from specdec import constraint as constraint_lib
 from specdec import memory
 from specdec import model as model_lib
 from specdec import sampling as sampling_lib
@@ -67,10 +68,12 @@ class Options(CommonOptions, total=False):
   Keyword Args:
     eos_ids: tokens that end a row.
     stop: stop strings, see `specdec.verify.stop_strings`; a table for B rows.
+    constraint: which tokens may follow which, a `specdec.Constraint`.
   """
 
   eos_ids: Sequence[int]
   stop: stop_strings.StopTable | None
+  constraint: constraint_lib.Constraint | None
 
 
 def check_names(options: Any, known: Any) -> None:
@@ -102,6 +105,7 @@ def prepare(
   break_even: float | None = None,
   eos_ids: Sequence[int] = (),
   stop: stop_strings.StopTable | None = None,
+  constraint: constraint_lib.Constraint | None = None,
 ) -> tuple[step_lib.Request, step_lib.DecodeConfig]:
   """The checked request of a decode, and its configuration.
 
@@ -118,6 +122,7 @@ def prepare(
   num_rows, vocab_size = len(prompt), target.spec.vocab_size
   checks_lib.check_drafter(target, drafter)
   checks_lib.check_stop(stop, num_rows, vocab_size)
+  checks_lib.check_constraint(constraint, num_rows, vocab_size)
   params = checks_lib.to_params(sampling, num_rows, vocab_size)
   has_penalty = params.repetition_penalty is not None
   threshold = checks_lib.to_break_even(break_even)
@@ -126,7 +131,9 @@ def prepare(
     rule=checks_lib.to_rule(verify, children, drafter),
     fallback=bool(drafter.stages and (threshold > 0 or rests)),
   )
-  memory.check_fits(memory.decode_bytes(target, drafter, prompt.shape, config))
+  parts = memory.decode_bytes(target, drafter, prompt.shape, config)
+  tables = sum(map(memory.bytes_on_device, jax.tree.leaves(constraint)))
+  memory.check_fits(parts | {'the tables of the constraint': tables})
   request = step_lib.Request(
     prompt=jnp.asarray(prompt),
     prompt_length=jnp.asarray(prompt_length),
@@ -138,6 +145,7 @@ def prepare(
       stop=stop,
       penalty_vocab_size=vocab_size if has_penalty else 0,
       log_probs=log_probs,
+      constraint=constraint,
     ),
     break_even=jnp.asarray(threshold),
   )
