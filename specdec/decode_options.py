@@ -109,31 +109,28 @@ def prepare(
 ) -> tuple[step_lib.Request, step_lib.DecodeConfig]:
   """The checked request of a decode, and its configuration.
 
-  `prompt [B, P]` has padded token ids of the vocabulary, `prompt_length [B]`
-  their lengths, and `limit [B]` the new tokens per row, at most `room`; all are
-  int32 and were checked before. There is one `rng_key`, or one per row. `rests`
-  says that the caller takes plain steps of its own, after which the drafter has
-  text to read. The keyword arguments are those of `Options`.
+  `prompt [B, P]` has padded token ids, `prompt_length [B]` their lengths, and
+  `limit [B]` the new tokens per row, at most `room`; all are int32 and were
+  checked before. `rests`: the caller takes plain steps of its own, after which
+  the drafter has text to read. The keyword arguments are those of `Options`.
 
   Raises:
-    ValueError: an option cannot be used, or the decode does not fit into the
-      memory of the device.
+    ValueError: an option cannot be used, or memory does not suffice.
   """
   num_rows, vocab_size = len(prompt), target.spec.vocab_size
   checks_lib.check_drafter(target, drafter)
   checks_lib.check_stop(stop, num_rows, vocab_size)
   checks_lib.check_constraint(constraint, num_rows, vocab_size)
   params = checks_lib.to_params(sampling, num_rows, vocab_size)
-  has_penalty = params.repetition_penalty is not None
   threshold = checks_lib.to_break_even(break_even)
   config = step_lib.DecodeConfig(
     max_new_tokens=checks_lib.padded_room(room),
     rule=checks_lib.to_rule(verify, children, drafter),
     fallback=bool(drafter.stages and (threshold > 0 or rests)),
   )
-  parts = memory.decode_bytes(target, drafter, prompt.shape, config)
-  tables = sum(map(memory.bytes_on_device, jax.tree.leaves(constraint)))
-  memory.check_fits(parts | {'the tables of the constraint': tables})
+  memory.check_fits(
+    memory.decode_bytes(target, drafter, prompt.shape, config, constraint)
+  )
   request = step_lib.Request(
     prompt=jnp.asarray(prompt),
     prompt_length=jnp.asarray(prompt_length),
@@ -143,7 +140,7 @@ def prepare(
     watchers=watchers_lib.make_watchers(
       eos_ids=checks_lib.to_ids('eos_ids', eos_ids, vocab_size),
       stop=stop,
-      penalty_vocab_size=vocab_size if has_penalty else 0,
+      penalty_vocab_size=0 if params.repetition_penalty is None else vocab_size,
       log_probs=log_probs,
       constraint=constraint,
     ),

@@ -260,7 +260,6 @@ class Slots:
     _row_params(self._default, 1, vocab_size)  # Refuses values per row.
     params = _row_params(self._default, num_slots, vocab_size)
     self._default_ends = _padded_ids(options.get('eos_ids', ()), vocab_size)
-    #: The ids of each slot, as `EndOfText` has them.
     self._eos_ids = np.tile(self._default_ends, (num_slots, 1))
     request = _with_ends(request.replace(sampling=params), self._eos_ids)
     self._request = loop.place_request(target, request)
@@ -294,8 +293,7 @@ class Slots:
       sampling: how to choose its tokens. It must set the options that the
         sampling of all prompts sets, and no others. None: as that.
       eos_ids: tokens that end it. None: those of all prompts.
-      automaton: what may follow what in its continuation, if the prompts have
-        no `constraint` in common. The first one compiles, and larger ones.
+      automaton: what may follow what; without a `constraint` of all prompts.
 
     Returns:
       The slot.

@@ -102,7 +102,14 @@ class EndOfText(flax.struct.PyTreeNode, Stateless):
     return jnp.where(is_eos, accept.EOS, accept.RUNNING), state
 
 
-class StopStrings(flax.struct.PyTreeNode):
+class _Automaton:
+  """Base of watchers that read the text, of whose states one stays."""
+
+  def commit(self, pending: Any, emitted: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(pending, emitted[:, None], axis=1)[:, 0]
+
+
+class StopStrings(flax.struct.PyTreeNode, _Automaton):
   """Ends a row when a stop string is complete; the state is `[B]` int32."""
 
   table: stop_strings.StopTable  #: See `specdec.verify.stop_strings`.
@@ -116,9 +123,6 @@ class StopStrings(flax.struct.PyTreeNode):
   def observe(self, state: Any, seen: Observation) -> tuple[jax.Array, Any]:
     is_stop, states = self.table.follow(state, seen.verdict.chosen)
     return jnp.where(is_stop, accept.STOP, accept.RUNNING), states
-
-  def commit(self, pending: Any, emitted: jax.Array) -> jax.Array:
-    return jnp.take_along_axis(pending, emitted[:, None], axis=1)[:, 0]
 
 
 class SeenTokens(flax.struct.PyTreeNode):
@@ -141,7 +145,7 @@ class SeenTokens(flax.struct.PyTreeNode):
     return sampling_lib.add_seen(seen, chosen, emitted)
 
 
-class Constrained(flax.struct.PyTreeNode):
+class Constrained(flax.struct.PyTreeNode, _Automaton):
   """Follows the constraint; the state is that of the constraint, `[B]`."""
 
   constraint: constraint_lib.Constraint
@@ -158,9 +162,6 @@ class Constrained(flax.struct.PyTreeNode):
       self.constraint, seen.states, seen.verdict.chosen
     )
     return _no_end(seen), jnp.concatenate([state[:, None], after], axis=1)
-
-  def commit(self, pending: Any, emitted: jax.Array) -> jax.Array:
-    return jnp.take_along_axis(pending, emitted[:, None], axis=1)[:, 0]
 
 
 class LogProbs(flax.struct.PyTreeNode):
