@@ -18,6 +18,7 @@ import options
 flags.set_default(options.MAX_NEW_TOKENS, 512)
 
 options.define_method()
+options.define_constraint()
 _SYSTEM = flags.DEFINE_string('system', None, 'the system message')
 _CONTEXT = flags.DEFINE_integer(
   'context',
@@ -106,7 +107,10 @@ def main() -> None:
   generator = loading.generator([options.DEFAULT_PROMPT], 1, begin(_FIRST))
   # Before anything is typed, so that bad flags are refused first.
   chat = generator.chat(
-    begin(_FIRST), context=_CONTEXT.value, **options.decoding()
+    begin(_FIRST),
+    context=_CONTEXT.value,
+    **options.decoding(),
+    **options.constraint(),
   )
   is_new = True
   print(_COMMANDS)

@@ -16,6 +16,7 @@ _BATCH_SIZE = options.define_batch_size(
   1, 'copies of the prompt, or prompts of the file'
 )
 options.define_stop()
+options.define_constraint()
 _LOG_PROBS = flags.DEFINE_bool(
   'log_probs', False, 'with --json, also the log-probabilities of the tokens'
 )
@@ -77,6 +78,7 @@ def main() -> None:
   arguments = options.decoding() | {
     'stop': options.stop(),
     'log_probs': _LOG_PROBS.value,
+    **options.constraint(),
   }
   if _STREAM.value:
     result = _show(generator.stream(given, **arguments))

@@ -6,11 +6,12 @@ python scripts/generate_many.py --prompt_file=prompts.jsonl \
 A line of a file `*.jsonl`, `*.ndjson` or `*.json` and of standard input is a
 JSON object with `prompt` or `messages` (a conversation), and may have an `id`,
 `max_new_tokens`, `seed`, `eos_ids` (ids or texts), `temperature`, `top_k`,
-`top_p` and `min_p` of its own. A line of another file is a prompt. A line is
-appended to the output when a prompt ends: `index` (of the prompt, from 0),
-`id`, `text`, `tokens`, `finish_reason`, `error` and `stats`, or `index`, `id`
-and `error` alone. A run that was stopped or killed goes on where it was, with
-the same command, if its prompts are in a file. `-` is standard input or output.
+`top_p`, `min_p`, `regex` and `json_schema` of its own. A line of another file
+is a prompt. A line is appended to the output when a prompt ends: `index` (of
+the prompt, from 0), `id`, `text`, `tokens`, `finish_reason`, `error` and
+`stats`, or `index`, `id` and `error` alone. A run that was stopped or killed
+goes on where it was, with the same command, if its prompts are in a file. `-`
+is standard input or output.
 """
 
 from collections.abc import Iterator
@@ -45,13 +46,14 @@ _READING = flags.DEFINE_integer(
   lower_bound=1,
 )
 options.define_stop()
+options.define_constraint()
 _IN_ORDER = flags.DEFINE_bool(
   'in_order', False, 'write lines in the order of the prompts'
 )
 
 _NUM_SAMPLES = 32  # Prompts, for making a plan.
 _SAMPLING = ('temperature', 'top_k', 'top_p', 'min_p')
-_OWN = ('max_new_tokens', 'seed', 'eos_ids')
+_OWN = ('max_new_tokens', 'seed', 'eos_ids', 'regex', 'json_schema')
 _KEYS = ('prompt', 'messages', 'id', *_OWN, *_SAMPLING)
 
 # They change no token of a prompt, and refuse none.
@@ -90,6 +92,8 @@ def _job(index: int, number: int, line: str) -> tuple[Any, Any, str | None]:
     seed=options.SEED.value + index if seed is None else seed,
     sampling=sampling,
     eos_ids=record.get('eos_ids'),
+    regex=record.get('regex'),
+    json_schema=record.get('json_schema'),
   )
   return job, record.get('id', index), None
 
@@ -196,6 +200,7 @@ def main() -> None:
     tree_sizes=tree_sizes,
     stop=options.stop(),
     **options.decoding(),
+    **options.constraint(),
   )
   begin, tokens, forwards = time.perf_counter(), 0, 0
   with tqdm.tqdm(

@@ -263,6 +263,43 @@ def stop() -> list[str]:
   return unescaped(flags.FLAGS.stop)
 
 
+def define_constraint() -> None:
+  """Defines `--regex` and `--json_schema`, which `constraint` reads."""
+  flags.DEFINE_string(
+    'regex',
+    None,
+    "an expression that the text matches, in the syntax of Rust's regex",
+    **_OF_SCRIPT,
+  )
+  text = 'a JSON schema that the text matches, or the file of one'
+  flags.DEFINE_string('json_schema', None, text, **_OF_SCRIPT)
+  command_line.checked_first(_check_constraint)
+
+
+def _check_constraint() -> None:
+  """Refuses a schema that is no JSON; that of a file takes its place."""
+  schema = flags.FLAGS.json_schema
+  if schema is None:
+    return
+  if flags.FLAGS.regex is not None:
+    raise ValueError('give --regex or --json_schema, not both')
+  if not schema.lstrip().startswith('{'):
+    with named_as_flag('json_schema='):
+      schema = text_files.to_json(text_files.read_object(schema))
+  try:
+    json.loads(schema)
+  except (ValueError, RecursionError) as error:
+    raise ValueError(
+      f'--json_schema is neither a file nor JSON: {error}'
+    ) from error
+  flags.FLAGS.json_schema = schema
+
+
+def constraint() -> dict[str, str | None]:
+  """The arguments `regex` and `json_schema` of decoding."""
+  return {name: flags.FLAGS[name].value for name in ('regex', 'json_schema')}
+
+
 @contextlib.contextmanager
 def named_as_flag(name: str = '') -> Iterator[None]:
   """An error names its flag: `name`, or the argument that it begins with."""

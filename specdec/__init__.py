@@ -1,6 +1,7 @@
 """Staged, tree-structured speculative decoding in JAX."""
 
 from specdec.cache import KVCache
+from specdec.constraint import Constraint
 from specdec.context import StepContext
 from specdec.decode_options import Options
 from specdec.draft.candidates import CandidateScorer
@@ -49,6 +50,7 @@ __all__ = (
   'EXCLUDED',
   'PLAIN',
   'CandidateScorer',
+  'Constraint',
   'DecodeConfig',
   'Decoding',
   'Drafter',

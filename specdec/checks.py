@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec import constraint as constraint_lib
 from specdec import model as model_lib
 from specdec import sampling as sampling_lib
 from specdec.draft import drafter as drafter_lib
@@ -292,6 +293,39 @@ def check_stop(
       f'stop was built for {rows} rows and {tokens} tokens, but there are'
       f' {batch_size} prompts and a vocabulary of {vocab_size}'
     )
+
+
+def check_constraint(constraint: Any, batch_size: int, vocab_size: int) -> None:
+  """Refuses a constraint whose functions return other shapes than they should.
+
+  Raises:
+    ValueError: it does, or it is none.
+  """
+  if constraint is None:
+    return
+  if not isinstance(constraint, constraint_lib.Constraint):
+    raise ValueError(
+      f'constraint must be a specdec.Constraint or None, got {constraint!r}'
+    )
+  states = jax.ShapeDtypeStruct((batch_size,), jnp.int32)
+  nodes = jax.ShapeDtypeStruct((batch_size, 2), jnp.int32)
+  for name, function, arguments, shape in (
+    ('start', lambda: constraint.start(batch_size), (), states),
+    ('next_state', constraint.next_state, (nodes, nodes), nodes),
+    (
+      'allowed',
+      lambda state: constraint.allowed(state, vocab_size),
+      (nodes,),
+      jax.ShapeDtypeStruct((batch_size, 2, vocab_size), jnp.bool_),
+    ),
+  ):
+    found = jax.eval_shape(function, *arguments)
+    if (found.shape, found.dtype) != (shape.shape, shape.dtype):
+      raise ValueError(
+        f'constraint.{name} must return an array of {shape.shape} and type'
+        f' {shape.dtype} for {batch_size} rows and a vocabulary of'
+        f' {vocab_size}, but returns {found.shape}, {found.dtype}'
+      )
 
 
 RULES: dict[str, Callable[[str], accept.Rule]] = {

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from specdec import constraint as constraint_lib
 from specdec import model as model_lib
 from specdec import sampling as sampling_lib
 from specdec import step as step_lib
@@ -65,10 +66,16 @@ def decode_bytes(
   drafter: drafter_lib.Drafter,
   prompt_shape: tuple[int, int],
   config: step_lib.DecodeConfig,
+  constraint: constraint_lib.Constraint | None = None,
 ) -> dict[str, int]:
   """Bytes that a device holds at once at least, by part, for `check_fits`.
 
-  `prompt_shape` is B and P, the rows and the padded length of their prompts.
+  Args:
+    target: the target.
+    drafter: the drafter.
+    prompt_shape: B and P, the rows and the padded length of their prompts.
+    config: of the decode.
+    constraint: of the decode.
   """
   rows, prompt_slots = prompt_shape
   if rows % target.spec.row_shards == 0:
@@ -92,5 +99,8 @@ def decode_bytes(
     ),
     'the distributions of drawn nodes; see capacity and batch_size': (
       drawn * drafter.shape.capacity * per_node
+    ),
+    'the tables of the constraint': sum(
+      map(bytes_on_device, jax.tree.leaves(constraint))
     ),
   }

@@ -105,13 +105,15 @@ def step_context(
 ) -> context_lib.StepContext:
   """The context of the step to come; see `step`."""
   rule, sampling = config.rule, request.sampling
+  own = functools.partial(
+    watchers_lib.state_of, watchers=request.watchers, states=state.watchers
+  )
+  constrained = watchers_lib.find(watchers_lib.Constrained, request.watchers)
   return context_lib.StepContext(
     tokens=state.tokens,
     length=state.length,
     active=~state.done,
-    seen=watchers_lib.state_of(
-      watchers_lib.SeenTokens, request.watchers, state.watchers
-    ),
+    seen=own(watchers_lib.SeenTokens),
     sampling=sampling,
     randomness=sampling_lib.step_randomness(
       request.row_keys,
@@ -126,6 +128,8 @@ def step_context(
     max_depth=drafter.max_depth,
     target_bytes=target.spec.weight_bytes,
     rule=rule,
+    constraint=constrained and constrained.constraint,
+    state=own(watchers_lib.Constrained),
   )
 
 
@@ -152,11 +156,15 @@ def step(
   verdict = config.rule(
     tree, nodes, logits, proposals, ctx.randomness, ctx.sampling
   )
+  states = context_lib.states_of(tree, nodes)
   ends, pending = watchers_lib.observe(
     request.watchers,
     state.watchers,
     watchers_lib.Observation(
-      verdict=verdict, logits=scores.logits, length=ctx.length
+      verdict=verdict,
+      logits=scores.logits,
+      length=ctx.length,
+      states=None if states is None else verdict.along_path(states),
     ),
   )
   room = request.prompt_length + request.limit - ctx.length

@@ -22,10 +22,12 @@ _HELPERS += ('tiny_drafters', 'tiny')
 # Tests that detect several bugs.
 _TESTS = {
   'APART': "enumeration.check_draws('best_and_drawn')",
+  'AUTOMATA': 'constraint.check_tables([0, 1, 2, 3, 4, 5, 6, 7])',
   'BANNED': (
     'sampling.test_no_temperature_and_no_penalty_brings_a_banned_token_back()'
   ),
   'COMMIT': 'cache.test_commit_by_hand()',
+  'CONSTRAINED': "constraint.check_tokens('chain', 'match')",
   'CUTS': 'enumeration.check_cuts(True)',
   'DRAWS': "enumeration.check_draws('without_replacement')",
   'LARGE_TOP_P': (
@@ -314,6 +316,32 @@ the fallback tries a hopeless draft too often
 [fallback: guard.test_rows_that_are_done_have_no_say()]
 the fallback counts rows that are done
   jnp.maximum(jnp.sum(active), 1) => active.shape[0]
+# Constraints.
+[context: CONSTRAINED]
+a child has the state of its parent
+  jnp.where(tree.parent >= 0, after, tree.state) => before
+[draft.language_model: CONSTRAINED]
+a draft does not know the constraint
+  logits = ctx.adjusted(found.logits, tree, nodes) => logits = found.logits
+[watchers: CONSTRAINED]
+the constraint goes on from the root, not from the last token
+  - jnp.concatenate([state[:, None], after], axis=1)
+  + jnp.repeat(state[:, None], 1 + after.shape[1], axis=1)
+[draft.candidates: constraint.check_tokens('guesses', 'match')]
+forbidden candidates take the places of others
+  ctx.conditioned(log_probs, tree, nodes, tokens) => log_probs
+[automaton: AUTOMATA]
+a text may end anywhere
+  np.where(accepting[kept], 0, constraint_lib.FORBIDDEN) => 0
+a token leads to where no text ends
+  leads[ends] = True => leads[:] = True
+tokens of several bytes are told apart by the first
+  above = np.full((len(states), len(parents)), dead) => @ * 0 + dead; break
+[constraint: AUTOMATA]
+the bits of a mask are of other tokens
+  jnp.right_shift(jnp.broadcast_to(words, shape), bit) => @ >> 1
+all rows follow the first automaton
+  automaton = state % number => automaton = 0 * state
 # Broken models and short contexts.
 [cache: STEP]
 a node that is NaN spoils the tree
@@ -418,7 +446,7 @@ def _run(test):
 def test_every_bug_is_read():
   names = [line for line in _TABLE.splitlines() if re.match(r'[^\s#[]', line)]
   assert names == [bug.id for bug in _BUGS]
-  assert len(names) == len(set(names)) == 89
+  assert len(names) == len(set(names)) == 98
 
 
 @pytest.mark.parametrize(('module', 'old', 'new', 'test'), _BUGS)

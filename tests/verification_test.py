@@ -94,18 +94,12 @@ def _to_rule(verify, children=None, *, topology=None, scorer=None):
 
 
 def test_a_rule_is_a_name_or_an_object_and_says_its_own_conditions():
+  best, drawn = sampling_lib.BEST, sampling_lib.WITHOUT_REPLACEMENT
   for name in ('rejection', 'traversal', 'block'):
-    assert _to_rule(name) == checks_lib.RULES[name](
-      sampling_lib.WITHOUT_REPLACEMENT
-    )
-    assert _to_rule(name, sampling_lib.BEST) == checks_lib.RULES[name](
-      sampling_lib.BEST
-    )
-  assert (
-    _to_rule('match')
-    == _to_rule(specdec.MatchRule(), sampling_lib.BEST)
-    == specdec.MatchRule()
-  )
+    make = checks_lib.RULES[name]
+    assert (_to_rule(name), _to_rule(name, best)) == (make(drawn), make(best))
+  match = specdec.MatchRule()
+  assert _to_rule('match') == _to_rule(match, best) == match
   assert _to_rule(_ChainRule()) == _ChainRule()
   for children in sampling_lib.CHILDREN:
     rule = specdec.RejectionRule(children)

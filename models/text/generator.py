@@ -103,6 +103,7 @@ class Generator:
     decode_options.check_names(options, text_options.TextOptions)
     given = as_list(prompts)
     ids = self.pair.ids_of(given)
+    constraint = text_options.constraint_of_rows(self.pair, options, len(given))
     keys = text_options.keys_of_seeds(options.pop('seed', 0), len(given))
     stops = ends_lib.stops_of_rows(options.get('stop', ()), len(given))
     decoding = specdec.Decoding(
@@ -112,6 +113,7 @@ class Generator:
       max_new_tokens=max_new_tokens,
       room_for_new_tokens=room_for_new_tokens,
       drafter=self.drafter,
+      constraint=constraint,
       **self._of_ids(options, stops),
     )
     return text_decoding.TextDecoding(self.pair, decoding, given, stops)
@@ -208,6 +210,7 @@ class Generator:
       max_new_tokens=max_new_tokens,
       seed=seed,
       stops=stops,
+      constraint=text_options.constraint_of_all(options),
       drafter=self.drafter,
       tree_sizes=tree_sizes,
       reading=reading,

@@ -121,7 +121,7 @@ def _score(
   scores, scorer = stage.scorer.score(
     state.scorer, tree, nodes, ctx, stage.config
   )
-  tree = policy.insert(tree, scores)
+  tree = ctx.followed(policy.insert(tree, scores))
   if_active = lambda number: jnp.where(ctx.active, number, 0)
   entries = jnp.where(scores.nodes >= 0, scores.nodes, tree.capacity)
   put = lambda array, at, probs: array.at[at].set(probs, mode='drop')
