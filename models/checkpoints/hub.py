@@ -302,15 +302,20 @@ def save_pretrained(
   )
   folder = pathlib.Path(folder)
   folder.mkdir(parents=True, exist_ok=True)
-  tensors = {}
+  stored = dict[str, dict[str, np.ndarray]]()
   for path, leaf in params.items():
     name = families.parameter_name(path)
     values = family.to_stored(name, np.asarray(matrices_lib.unpack(leaf)))
     array = np.asarray(values, dtype=dtype or values.dtype)
     if family.is_transposed(name):
       array = array.T
-    stored = family.stored_name(name, module.config)
-    tensors[stored] = np.ascontiguousarray(array)
+    own = family.stored_name(name, module.config)
+    stored.setdefault(own, {})[name] = array
+  tensors = {}
+  for own, arrays in stored.items():
+    known = family.canonical_name(own, module.config) or own
+    order = family.parts(known, module.config) or arrays
+    tensors[own] = np.concatenate([arrays[name] for name in order])
   safetensors_numpy.save_file(
     tensors, folder / hugging_face.WEIGHTS, metadata={'format': 'pt'}
   )

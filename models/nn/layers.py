@@ -54,6 +54,11 @@ def check_config(config: Any) -> None:
     )
 
 
+def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
+  """Values squeezed to between -cap and cap (arXiv 2408.00118, section 2)."""
+  return x if cap is None else cap * jnp.tanh(x / cap)
+
+
 def residual_stddev(num_layers: int) -> float:
   """Initial deviation of weights that write to the residual stream (GPT-2)."""
   return 0.02 / math.sqrt(2 * num_layers)
