@@ -4,6 +4,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from specdec import hidden as hidden_lib
 from specdec import sampling as sampling_lib
 from specdec.tree import topology as topology_lib
 from specdec.tree import tree as tree_lib
@@ -32,6 +33,11 @@ class StepContext(flax.struct.PyTreeNode):
   target_bytes: int = flax.struct.field(pytree_node=False)
   #: The rule of verification; static.
   rule: accept.Rule = flax.struct.field(pytree_node=False)
+  #: The target's hidden states at the D + 1 tokens before the root, if it keeps
+  #: any.
+  hidden: hidden_lib.HiddenStates = flax.struct.field(
+    default_factory=hidden_lib.HiddenStates
+  )
 
   def root_trees(self) -> tree_lib.TokenTree:
     """Trees of the last tokens alone, `[B, M]` per field."""

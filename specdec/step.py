@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from specdec import context as context_lib
 from specdec import fallback as fallback_lib
+from specdec import hidden as hidden_lib
 from specdec import model as model_lib
 from specdec import sampling as sampling_lib
 from specdec import statistics as statistics_lib
@@ -126,6 +127,12 @@ def step_context(
     max_depth=drafter.max_depth,
     target_bytes=target.spec.weight_bytes,
     rule=rule,
+    # A longer path than this tree has may have been accepted before.
+    hidden=hidden_lib.before_root(
+      state.target.cache,
+      state.length,
+      state.counters.emitted_histogram.shape[1],
+    ),
   )
 
 

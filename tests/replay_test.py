@@ -61,9 +61,7 @@ def test_stages_have_the_counts_and_the_ends_of_the_target():
   knowing = drafter(texts, 'perfect')
   real = decode(_TARGET, knowing)
   # Tokens, origins, reasons, and all statistics.
-  assert (
-    decode(replay.oracle_target(_TARGET.spec, _texts(real)), knowing) == real
-  )
+  assert decode(replay.oracle_target(_TARGET, _texts(real)), knowing) == real
   counts = real.stats.accepted_histogram
   assert sum(count > 0 for count in counts) > 1, 'nothing to tell apart'
   assert 'eos' in real.finish_reasons
@@ -73,13 +71,13 @@ def test_stages_have_the_counts_and_the_ends_of_the_target():
 
 def test_other_texts_share_the_program():
   spec = _TARGET.spec
-  one = replay.oracle_target(spec, [[1, 2, 3]])
-  other = replay.oracle_target(spec, [[4], [5, 6]])
+  one = replay.oracle_target(_TARGET, [[1, 2, 3]])
+  other = replay.oracle_target(_TARGET, [[4], [5, 6]])
   assert one.spec is other.spec
   assert one.spec.weight_bytes == spec.weight_bytes
-  replay.oracle_target(spec, [[0] * spec.max_positions])
+  replay.oracle_target(_TARGET, [[0] * spec.max_positions])
   with pytest.raises(ValueError, match='exceeds the context'):
-    replay.oracle_target(spec, [[0] * (spec.max_positions + 1)])
+    replay.oracle_target(_TARGET, [[0] * (spec.max_positions + 1)])
 
 
 def _ranks(draft, texts, sampling=_SAMPLING):

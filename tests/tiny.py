@@ -89,7 +89,7 @@ def _bias(sign: float) -> jax.Array:
 
 
 @functools.cache
-def _base(seed: int = 0, **shape) -> specdec.LanguageModel:
+def _base(seed: int = 0, hidden=(), **shape) -> specdec.LanguageModel:
   made = module(
     seed=seed,
     vocab_size=VOCAB_SIZE,
@@ -103,7 +103,7 @@ def _base(seed: int = 0, **shape) -> specdec.LanguageModel:
   made.ln_f.bias[...] *= 0
   for embedding in (made.wte.embedding, made.wpe.embedding):
     embedding[...] *= 4
-  return adapter.as_model(made)
+  return adapter.as_model(made, hidden=hidden)
 
 
 @functools.cache
@@ -125,7 +125,8 @@ def gpt2(seed: int = 0, **shape) -> specdec.LanguageModel:
 
   Args:
     seed: of the weights.
-    **shape: what differs from `MODULE_SHAPE`, and `dtype`.
+    **shape: what differs from `MODULE_SHAPE`, `dtype`, and `hidden`, see
+      `adapter.as_model`.
   """
   params = {'gpt2': _base(seed, **shape).params, 'bias': _bias(-1)}
   return specdec.LanguageModel(params=params, spec=_spec(**shape))
