@@ -45,6 +45,12 @@ DRAFT = flags.DEFINE_string(
   'demo',
   'demo (embedded), a model folder, a GGUF file, a hub id, or none',
 )
+HEAD = flags.DEFINE_string(
+  'head',
+  None,
+  'a drafting head of the target in place of a draft: demo (embedded), a folder'
+  ' or a hub id',
+)
 PLAN = flags.DEFINE_string(
   'plan',
   None,
@@ -339,6 +345,7 @@ def _check() -> None:
     checks_lib.to_break_even(BREAK_EVEN.value)
   sampling()
   eos_ids()
+  draft_name()
   draft_settings()
   mesh_sizes()
   _check_hosts()
@@ -451,6 +458,13 @@ def mesh() -> Any:
 
 def draft_name() -> str | None:
   """The `draft` argument of `models.load`."""
+  if HEAD.value is not None:
+    if DRAFT.present and DRAFT.value != 'none':
+      raise ValueError(
+        f'--head={HEAD.value} takes the place of --draft={DRAFT.value}; give'
+        ' one of the two'
+      )
+    return None
   return None if DRAFT.value == 'none' else DRAFT.value
 
 
@@ -523,7 +537,7 @@ def as_dict() -> dict[str, Any]:
   for name in ('output', 'plots', *(flag.name for flag in of_hosts)):
     record.pop(name, None)
   # Folders may be private.
-  for name in ('target', 'draft', 'plan', 'ngram', 'llama_cpp'):
+  for name in ('target', 'draft', 'head', 'plan', 'ngram', 'llama_cpp'):
     path = pathlib.Path(str(record.get(name)))
     record |= {name: path.name} if path.exists() else {}
   prompts = record.pop('prompt_file')
@@ -597,6 +611,7 @@ def models() -> Any:
     mesh=mesh(),
     draft_mesh=DRAFT_MESH.value,
     eos_ids=eos_ids(),
+    head=HEAD.value,
   )
 
 
@@ -605,7 +620,8 @@ def model_digests() -> dict[str, str | None]:
   from models.text import pair as pair_lib
   from models.text import plan as plan_lib
 
-  return plan_lib.model_digests(*pair_lib.find_checkpoints(models()))
+  found = pair_lib.find_checkpoints(models())
+  return plan_lib.model_digests(*found, HEAD.value)
 
 
 def keeps_tokens() -> bool:

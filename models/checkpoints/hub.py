@@ -133,7 +133,7 @@ def shape_module(
 
 
 def flat_params(
-  module: adapter.Module,
+  module: nnx.Module,
 ) -> tuple[nnx.GraphDef, dict[tuple, Any]]:
   """The graph of a module, and its parameters by path."""
   graph, variables = nnx.split(module)
@@ -162,7 +162,7 @@ def load_module(
   packed: bool = False,
   layout: sharding_lib.Layout = sharding_lib.Layout(),
 ) -> adapter.Module:
-  """Loads the model of a name, see `locate`; for the rest see `read_module`."""
+  """Loads the model of a name, see `locate`; see `read_module`."""
   checkpoint = locate(name, revision=revision)
   return read_module(checkpoint, dtype=dtype, packed=packed, layout=layout)
 
@@ -207,6 +207,37 @@ def read_module(
       '%s: every device has all of %s, which %d devices cannot divide',
       *(checkpoint.path.name, ', '.join(whole), layout.parts('heads')),
     )
+  loaded = read_parameters(
+    checkpoint, family, expected, form, config, packed=packed, layout=layout
+  )
+  return nnx.merge(graph, traverse_util.unflatten_dict(loaded))
+
+
+def read_parameters(
+  checkpoint: checkpoint_lib.StoredTensors,
+  family: families.Family,
+  expected: dict[tuple, Any],
+  form: matrices_lib.WeightFormat,
+  config: Any,
+  *,
+  packed: bool,
+  layout: sharding_lib.Layout,
+) -> dict[tuple, Any]:
+  """Reads parameters by path; see `read_module`.
+
+  Args:
+    checkpoint: where they are stored.
+    family: what they belong to.
+    expected: their shapes by path.
+    form: the format of the matrices.
+    config: the shape of the model.
+    packed: see `read_module`.
+    layout: see `read_module`.
+
+  Raises:
+    ValueError: a tensor is unknown, missing, left over or misshapen; the
+      message names it.
+  """
   loaded, origin = dict[tuple, Any](), dict[tuple, str]()
   for path, name, host in _read(checkpoint, family, expected, form):
     # Position embeddings are added, not multiplied.
@@ -225,7 +256,7 @@ def read_module(
   if missing := sorted(map(families.parameter_name, expected.keys() - loaded)):
     lacks = f'lacks {len(missing)} tensors, the first is {missing[0]}'
     raise ValueError(f'{checkpoint.path} {lacks}')
-  return nnx.merge(graph, traverse_util.unflatten_dict(loaded))
+  return loaded
 
 
 def _held_bytes(
@@ -240,7 +271,7 @@ def _held_bytes(
 
 
 def _read(
-  checkpoint: checkpoint_lib.Checkpoint,
+  checkpoint: checkpoint_lib.StoredTensors,
   family: families.Family,
   expected: dict[tuple, Any],
   form: matrices_lib.WeightFormat,
