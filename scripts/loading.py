@@ -61,6 +61,7 @@ def models() -> pair_lib.ModelChoice:
     mesh=mesh,
     draft_mesh=options.DRAFT_MESH.value,
     eos_ids=options.eos_ids(),
+    head=options.HEAD.value,
   )
 
 

@@ -46,6 +46,12 @@ DRAFT = flags.DEFINE_string(
   'demo',
   'demo (embedded), a model folder, a GGUF file, a hub id, or none',
 )
+HEAD = flags.DEFINE_string(
+  'head',
+  None,
+  'a drafting head of the target in place of a draft: demo (embedded), a folder'
+  ' or a hub id',
+)
 PLAN = flags.DEFINE_string(
   'plan',
   None,
@@ -295,7 +301,7 @@ def _check_constraint() -> None:
   flags.FLAGS.json_schema = schema
 
 
-def constraint() -> dict[str, str | None]:
+def constraint() -> dict[str, Any]:
   """The arguments `regex` and `json_schema` of decoding."""
   return {name: flags.FLAGS[name].value for name in ('regex', 'json_schema')}
 
@@ -398,6 +404,7 @@ def _check() -> None:
   sampling()
   eos_ids()
   draft_vocab()
+  draft_name()
   draft_settings()
   mesh_sizes()
   _check_hosts()
@@ -451,6 +458,13 @@ def mesh_sizes() -> dict[str, int]:
 
 def draft_name() -> str | None:
   """The `draft` argument of `models.load`."""
+  if HEAD.value is not None:
+    if DRAFT.present and DRAFT.value != 'none':
+      raise ValueError(
+        f'--head={HEAD.value} takes the place of --draft={DRAFT.value}; give'
+        ' one of the two'
+      )
+    return None
   return None if DRAFT.value == 'none' else DRAFT.value
 
 
@@ -521,7 +535,7 @@ def as_dict() -> dict[str, Any]:
   for name in ('output', 'plots', *(flag.name for flag in _OF_HOSTS)):
     record.pop(name, None)
   # Folders may be private.
-  for name in ('target', 'draft', 'plan', 'ngram', 'llama_cpp'):
+  for name in ('target', 'draft', 'head', 'plan', 'ngram', 'llama_cpp'):
     path = pathlib.Path(str(record.get(name)))
     record |= {name: path.name} if path.exists() else {}
   prompts = record.pop('prompt_file')

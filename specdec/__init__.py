@@ -14,6 +14,9 @@ from specdec.draft.drafter import Scores
 from specdec.draft.drafter import Stage
 from specdec.draft.drafter import StageConfig
 from specdec.draft.drafter import staged
+from specdec.draft.head import Head
+from specdec.draft.head import HeadScorer
+from specdec.draft.head import HeadSpec
 from specdec.draft.language_model import LanguageModelScorer
 from specdec.draft.lookup import PromptLookup
 from specdec.draft.ngram import NGram
@@ -55,6 +58,9 @@ __all__ = (
   'Decoding',
   'Drafter',
   'Generation',
+  'Head',
+  'HeadScorer',
+  'HeadSpec',
   'KVCache',
   'LanguageModel',
   'LanguageModelScorer',

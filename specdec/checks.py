@@ -57,7 +57,7 @@ def check_count(
 def check_drafter(
   target: model_lib.LanguageModel, drafter: drafter_lib.Drafter
 ) -> None:
-  """Refuses stages that share a name or have another vocabulary."""
+  """Refuses stages that share a name or do not fit the target."""
   ours = target.spec.vocab_size
   labels = ('target', 'plain', *drafter.labels)
   if len(set(labels)) < len(labels):
@@ -71,6 +71,13 @@ def check_drafter(
       raise ValueError(
         f'the target has a vocabulary of {ours} tokens, the {stage.name} of'
         f' {theirs}; choose one that was made with the tokenizer of the target'
+      )
+    missing = set(stage.scorer.hidden) - set(target.spec.hidden)
+    if missing:
+      raise ValueError(
+        f'the {stage.name} reads the hidden states {stage.scorer.hidden} of the'
+        f' target, whose cache keeps {target.spec.hidden}; load the target with'
+        ' the head'
       )
 
 

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 
 from specdec import constraint as constraint_lib
+from specdec import hidden as hidden_lib
 from specdec import sampling as sampling_lib
 from specdec.tree import topology as topology_lib
 from specdec.tree import tree as tree_lib
@@ -37,6 +38,11 @@ class StepContext(flax.struct.PyTreeNode):
   constraint: constraint_lib.Constraint | None = None
   #: `[B]` int32, the state of the constraint after the text.
   state: jax.Array | None = None
+  #: The target's hidden states at the D + 1 tokens before the root, if it keeps
+  #: any.
+  hidden: hidden_lib.HiddenStates = flax.struct.field(
+    default_factory=hidden_lib.HiddenStates
+  )
 
   def root_trees(self) -> tree_lib.TokenTree:
     """Trees of the last tokens alone, `[B, M]` per field."""

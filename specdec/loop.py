@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec import fallback as fallback_lib
+from specdec import hidden as hidden_lib
 from specdec import mappings
 from specdec import model as model_lib
 from specdec import sampling as sampling_lib
@@ -93,26 +94,28 @@ def _start(
   penalizes = request.sampling.repetition_penalty is not None
   if penalizes and not any(map(is_seen, request.watchers)):
     raise ValueError('repetition_penalty needs SeenTokens among the watchers')
+  # Finished rows keep verifying until the batch ends, so the cache has N extra
+  # slots.
+  read = model_lib.prefill(
+    target,
+    request.prompt,
+    request.prompt_length - 1,
+    num_slots=num_slots,
+    window_size=drafter.shape.num_nodes,
+  )
   return step_lib.DecodeState(
     tokens=tokens,
     origins=jnp.zeros_like(tokens),
     length=request.prompt_length,
     reason=_reason(request),
-    # Finished rows keep verifying until the batch ends, so the cache has N
-    # extra slots.
-    target=model_lib.prefill(
-      target,
-      request.prompt,
-      request.prompt_length - 1,
-      num_slots=num_slots,
-      window_size=drafter.shape.num_nodes,
-    ),
+    target=read,
     stages=stages_lib.init_stages(
       drafter,
       request.prompt,
       request.prompt_length,
       num_slots=num_slots,
       drawn_from=target.spec.vocab_size if draws else 0,
+      hidden=hidden_lib.of_text(read.cache),
     ),
     watchers=watchers,
     counters=statistics_lib.init_counters(batch_size, drafter.max_depth),
@@ -129,7 +132,12 @@ def _caught_up(
   length = jnp.where(reads, state.length, 0)
   return state.replace(
     stages=stages_lib.catch_up_stages(
-      drafter, state.stages, state.tokens, length, kept=state.length
+      drafter,
+      state.stages,
+      state.tokens,
+      length,
+      kept=state.length,
+      hidden=hidden_lib.of_text(state.target.cache),
     ),
     fallback=fallback.replace(behind=fallback.behind & ~reads),
   )
@@ -232,8 +240,14 @@ def _restarted(
   Watchers and fallback are those of before.
   """
   length, (num_rows, _) = request.prompt_length, tokens.shape
+  read, _ = model_lib.read_text(target, state.target, tokens, length, kept)
   stages = stages_lib.catch_up_stages(
-    drafter, state.stages, tokens, length, kept
+    drafter,
+    state.stages,
+    tokens,
+    length,
+    kept,
+    hidden=hidden_lib.of_text(read.cache),
   )
   counters = stages_lib.init_stage_counters(num_rows)
   depth = state.counters.emitted_histogram.shape[1] - 1
@@ -242,7 +256,7 @@ def _restarted(
     origins=jnp.zeros_like(tokens),
     length=length,
     reason=_reason(request),
-    target=model_lib.read_text(target, state.target, tokens, length, kept)[0],
+    target=read,
     stages=tuple(stage.replace(counters=counters) for stage in stages),
     counters=statistics_lib.init_counters(num_rows, depth),
   )

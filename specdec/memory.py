@@ -83,7 +83,9 @@ def decode_bytes(
   vocab_size = target.spec.vocab_size
   scorers = [stage.scorer for stage in drafter.stages]
   models = [target, *(model for one in scorers for model in one.models)]
-  params = jax.tree.leaves([model.params for model in models])
+  # A head may have matrices of the target.
+  leaves = jax.tree.leaves([model.params for model in models])
+  params = {id(leaf): leaf for leaf in leaves}.values()
   bytes_per_slot = sum(
     model.spec.cache_bytes_per_slot // model.spec.slot_shards
     for model in models

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from specdec import context as context_lib
 from specdec import fallback as fallback_lib
+from specdec import hidden as hidden_lib
 from specdec import model as model_lib
 from specdec import sampling as sampling_lib
 from specdec import statistics as statistics_lib
@@ -130,6 +131,12 @@ def step_context(
     rule=rule,
     constraint=constrained and constrained.constraint,
     state=own(watchers_lib.Constrained),
+    # A longer path than this tree has may have been accepted before.
+    hidden=hidden_lib.before_root(
+      state.target.cache,
+      state.length,
+      state.counters.emitted_histogram.shape[1],
+    ),
   )
 
 

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import traceback
 
+from flax import nnx
 import jax.numpy as jnp
 import numpy as np
 import tiny
@@ -15,7 +16,9 @@ import tiny_drafters
 import tokenizers
 import transformers
 
+from models.checkpoints import heads
 from models.nn import adapter
+from models.nn import head as nn_head
 from models.nn import table_model
 from models.text import generator as generator_lib
 from models.text import pair as pair_lib
@@ -94,7 +97,31 @@ def _model(name: str, kind: str = 'target') -> specdec.LanguageModel:
     module = tiny.module(**shape, **inner)
   else:
     module = tiny.llama_module(name, num_layers=1, **shape)
-  return _with_table(adapter.as_model(module), table)
+  hidden = _READS if kind == 'target' and name == 'gpt2' else ()
+  return _with_table(adapter.as_model(module, hidden=hidden), table)
+
+
+_READS = (0, 2)
+
+
+@functools.cache
+def _head() -> specdec.Head:
+  """A random head for the target `gpt2`, with tokens of its own."""
+  target = _model('gpt2').params['model']
+  config = nn_head.HeadConfig(
+    vocab_size=len(_tokenizer()),
+    num_positions=_DRAFT_CONTEXT,
+    **{'width': 8, 'num_layers': 1, 'num_heads': 2, 'num_kv_heads': 1},
+    **{'head_width': 4, 'inner_width': 8, 'target_width': 8, 'reads': _READS},
+  )
+  matrix = target['wte']['embedding']
+  ids = np.arange(0, config.vocab_size, 2)
+  return nn_head.as_head(
+    nn_head.Head(config, rngs=nnx.Rngs(0)),
+    embedding=matrix,
+    lm_head=matrix[ids],
+    index=heads.index_of(ids, config.vocab_size),
+  )
 
 
 @functools.cache
@@ -127,6 +154,7 @@ def _drafter(name: str, target: str):
   )
   fixed = lambda shape: tiny_drafters.Settings(topology=shape)
   drafted = lambda config: tiny_drafters.model(pair(target).draft, config)
+  head = lambda config: config.drafter(specdec.HeadScorer(_head()))
   return {
     'plain': lambda: specdec.PLAIN,
     'chain of 1': lambda: drafted(fixed(topology_lib.chain(1))),
@@ -135,6 +163,8 @@ def _drafter(name: str, target: str):
     'tree': lambda: drafted(tree),
     'tables': lambda: tiny_drafters.with_settings(both, tree),
     'staged': lambda: specdec.staged(drafted(tree), both),
+    'ragged head': lambda: head(tiny_drafters.Settings(topology=ragged)),
+    'staged head': lambda: specdec.staged(head(tree), both),
   }[name]()
 
 
@@ -169,6 +199,8 @@ SHAPES = (
   Shape('table', 'tree', 2, verify='rejection'),
   Shape('table', 'chain of 3', 2, verify='block', children='with_replacement'),
   *(Shape('gpt2', 'staged', 2, _EVERYTHING), Shape('llama', 'tree', 1, _TEXT)),
+  Shape('gpt2', 'staged head', 2, _EVERYTHING),
+  Shape('gpt2', 'ragged head', 2, _EVERYTHING, verify='rejection'),
   Shape('mixtral', 'chain of 3', 3, _FILTERS),
 )
 

@@ -59,9 +59,7 @@ def test_stages_have_the_counts_and_the_ends_of_the_target():
   knowing = drafter(texts, 'perfect')
   real = decode(_TARGET, knowing)
   # Tokens, origins, reasons, and all statistics.
-  assert (
-    decode(replay.oracle_target(_TARGET.spec, _texts(real)), knowing) == real
-  )
+  assert decode(replay.oracle_target(_TARGET, _texts(real)), knowing) == real
   counts = real.stats.accepted_histogram
   assert sum(count > 0 for count in counts) > 1, 'nothing to tell apart'
   assert 'eos' in real.finish_reasons

@@ -90,7 +90,7 @@ def _bias(sign: float) -> jax.Array:
 
 
 @functools.cache
-def _base(seed: int = 0, **shape) -> specdec.LanguageModel:
+def _base(seed: int = 0, hidden=(), **shape) -> specdec.LanguageModel:
   made = module(
     seed=seed,
     vocab_size=VOCAB_SIZE,
@@ -104,7 +104,7 @@ def _base(seed: int = 0, **shape) -> specdec.LanguageModel:
   made.ln_f.bias[...] *= 0
   for embedding in (made.wte.embedding, made.wpe.embedding):
     embedding[...] *= 4
-  return adapter.as_model(made)
+  return adapter.as_model(made, hidden=hidden)
 
 
 @functools.cache
@@ -120,7 +120,10 @@ def _spec(**shape) -> specdec.ModelSpec:
 
 @functools.cache
 def gpt2(seed: int = 0, **shape) -> specdec.LanguageModel:
-  """A random GPT-2 whose greedy text is varied; `shape` may have a `dtype`."""
+  """A random GPT-2 whose greedy text is varied.
+
+  `shape` may have a `dtype`, and `hidden`, see `adapter.as_model`.
+  """
   params = {'gpt2': _base(seed, **shape).params, 'bias': _bias(-1)}
   return specdec.LanguageModel(params=params, spec=_spec(**shape))
 

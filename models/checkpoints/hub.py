@@ -133,7 +133,7 @@ def shape_module(
 
 
 def flat_params(
-  module: adapter.Module,
+  module: nnx.Module,
 ) -> tuple[nnx.GraphDef, dict[tuple, Any]]:
   """The graph of a module, and its parameters by path."""
   graph, variables = nnx.split(module)
@@ -204,11 +204,48 @@ def read_module(
       '%s: every device has all of %s, which %d devices cannot divide',
       *(checkpoint.path.name, ', '.join(whole), layout.parts('heads')),
     )
+  loaded = read_parameters(
+    *(checkpoint, family, expected, form, config),
+    packed=packed,
+    layout=layout,
+    outputs=outputs,
+  )
+  return nnx.merge(graph, traverse_util.unflatten_dict(loaded))
+
+
+def read_parameters(
+  checkpoint: checkpoint_lib.StoredTensors,
+  family: families.Family,
+  expected: dict[tuple, Any],
+  form: matrices_lib.WeightFormat,
+  config: Any,
+  *,
+  packed: bool,
+  layout: sharding_lib.Layout,
+  outputs: np.ndarray | None = None,
+) -> dict[tuple, Any]:
+  """Reads parameters by path; see `read_module`.
+
+  Args:
+    checkpoint: where they are stored.
+    family: what they belong to.
+    expected: their shapes by path.
+    form: the format of the matrices.
+    config: the shape of the model.
+    packed: see `read_module`.
+    layout: see `read_module`.
+    outputs: see `read_module`.
+
+  Raises:
+    ValueError: a tensor is unknown, missing, left over or misshapen; the
+      message names it.
+  """
   loaded, origin = dict[tuple, Any](), dict[tuple, str]()
-  tied = config.tie_embeddings
-  head = config.embedding if tied else 'lm_head'
   for path, name, host in _read(checkpoint, family, expected, form):
-    if outputs is not None and path[0] == head:
+    tied = outputs is not None and config.tie_embeddings
+    if outputs is not None and path[0] == (
+      config.embedding if tied else 'lm_head'
+    ):
       host = matrices_lib.few_outputs(host, outputs, is_embedding=tied)
     # Position embeddings are added, not multiplied.
     if packed and len(host.shape) == 2 and path[0] != config.position_embedding:
@@ -226,7 +263,7 @@ def read_module(
   if missing := sorted(map(families.parameter_name, expected.keys() - loaded)):
     lacks = f'lacks {len(missing)} tensors, the first is {missing[0]}'
     raise ValueError(f'{checkpoint.path} {lacks}')
-  return nnx.merge(graph, traverse_util.unflatten_dict(loaded))
+  return loaded
 
 
 def _held_bytes(
@@ -241,7 +278,7 @@ def _held_bytes(
 
 
 def _read(
-  checkpoint: checkpoint_lib.Checkpoint,
+  checkpoint: checkpoint_lib.StoredTensors,
   family: families.Family,
   expected: dict[tuple, Any],
   form: matrices_lib.WeightFormat,

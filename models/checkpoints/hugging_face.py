@@ -113,7 +113,7 @@ class HuggingFaceFolder:
 
   @property
   def stored_dtypes(self) -> list[str]:
-    kinds = [one.dtype for one in self._stored() if len(one.stored_shape) > 1]
+    kinds = [one.dtype for one in self.stored() if len(one.stored_shape) > 1]
     return list(dict.fromkeys(_FLOATS.get(kind, kind) for kind in kinds))
 
   @property
@@ -128,7 +128,7 @@ class HuggingFaceFolder:
     """Yields canonical names and tensors, in the order of the files."""
     config = self.config
     family = families.family_of(config)
-    for tensor in self._stored():
+    for tensor in self.stored():
       known = family.canonical_name(tensor.name, config)
       if known is None:
         continue
@@ -144,7 +144,7 @@ class HuggingFaceFolder:
           ),
         )
 
-  def _stored(self) -> Iterator[_Tensor]:
+  def stored(self) -> Iterator[_Tensor]:
     """Yields all tensors by their own names."""
     for file in self._weights():
       try:

@@ -121,12 +121,21 @@ class LlamaConfig:
 class Attention(nnx.Module):
   """Grouped-query self-attention of one block."""
 
-  def __init__(self, config: LlamaConfig, layer: int, *, dtype, rngs):
+  def __init__(
+    self,
+    config: LlamaConfig,
+    layer: int,
+    *,
+    dtype,
+    rngs,
+    input_width: int | None = None,  # None: that of the residual stream.
+  ):
     self.config = config
     self.layer = layer
     self.dtype = dtype
     make = functools.partial(layers.Linear, dtype=dtype, rngs=rngs)
-    make_head = functools.partial(make, config.width, use_bias=config.qkv_bias)
+    width = input_width or config.width
+    make_head = functools.partial(make, width, use_bias=config.qkv_bias)
     self.q_proj = make_head(config.num_heads * config.head_width)
     self.k_proj = make_head(config.num_kv_heads * config.head_width)
     self.v_proj = make_head(config.num_kv_heads * config.head_width)
@@ -300,12 +309,15 @@ class Llama(nnx.Module):
     routings = []
     for layer, block in enumerate(self.layers):
       rotation, seen = rotations[ropes[layer]], masks[windows[layer]]
+      cache = cache_lib.write_hidden(cache, layer, x)
       with jax.named_scope(f'layer_{layer}'):
         x, cache, routing = block(x, rotation, seen, cache)
       routings.append(routing)
+    cache = cache_lib.write_hidden(cache, len(self.layers), x)
     tied = config.tie_embeddings
     head = embedding if tied else self.lm_head.get_value()
     x = self.norm.normalize(x, kernels=matrices_lib.uses_kernels(head))
+    cache = cache_lib.write_hidden(cache, cache_lib.AFTER_NORM, x)
     logits = matrices_lib.matmul(x, head)
     if config.logit_divisor != 1.0:
       logits /= config.logit_divisor

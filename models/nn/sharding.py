@@ -277,6 +277,7 @@ class Layout:
       return leaf.replace(
         keys=tuple(map(leaf.ops.place, leaf.keys)),
         values=tuple(map(leaf.ops.place, leaf.values)),
+        hidden=jax.tree.map(leaf.ops.place, leaf.hidden),
         length=self._place(leaf.length),
       )
     sharding = self.sharding(('rows',), leaf.shape)

@@ -270,6 +270,7 @@ def load(
   mesh: jax.sharding.Mesh | Mapping[str, int] | None = None,
   draft_mesh: str = 'auto',
   eos_ids: ends_lib.EosIds | None = None,
+  head: str | None = None,
   messages: Sequence[chat_template.Message] | None = None,
 ) -> Generator:
   """Loads a target and what drafts for it.
@@ -291,6 +292,8 @@ def load(
     mesh: several devices.
     draft_mesh: where the draft lies on them.
     eos_ids: tokens that end a text.
+    head: a drafting head, in place of the draft: `demo` (embedded), a folder or
+      the id of one on the hub.
     messages: a conversation that the chat template of the target must accept,
       which is checked before the weights are loaded.
 
@@ -309,6 +312,7 @@ def load(
     mesh=mesh,
     draft_mesh=draft_mesh,
     eos_ids=eos_ids,
+    head=head,
   )
   if plan is not None and not isinstance(plan, plan_lib.Plan):
     plan = plan_lib.load_plan(plan)
@@ -328,10 +332,10 @@ def _load(
     drafting = settings_lib.DraftSettings(plan=plan)
   without_draft = plan is not None and not plan.uses_draft
   if without_draft or method in ('plain', *settings_lib.INNERS):
-    choice = dataclasses.replace(choice, draft=None)
+    choice = dataclasses.replace(choice, draft=None, head=None)
   target, draft = pair_lib.find_checkpoints(choice)
   if plan is not None:
-    plan.check_models(plan_lib.model_digests(target, draft))
+    plan.check_models(plan_lib.model_digests(target, draft, choice.head))
   if messages is not None and target.tokenizer is not None:
     chat_template.conversation_ids(target.tokenizer, messages)
   pair = pair_lib.load_checkpoints(target, draft, choice)

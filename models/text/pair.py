@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 import transformers
 
 from models.checkpoints import checkpoint as checkpoint_lib
+from models.checkpoints import heads
 from models.checkpoints import hub
 from models.nn import adapter
 from models.nn import dtypes
@@ -25,6 +26,7 @@ from models.text import ends as ends_lib
 from models.text import token_bytes as token_bytes_lib
 from specdec import checks as checks_lib
 from specdec import model as model_lib
+from specdec.draft import head as head_lib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +57,9 @@ class ModelChoice:
       divided as the target is; `auto`: what should be faster by its size.
     eos_ids: tokens that end a text unless a call says otherwise, as ids or as
       texts of one token each. None: as the target's files say; `()`: none.
+    head: a drafting head in place of a draft: `demo` (the embedded target's), a
+      folder, or the id of one on the hub. `draft_dtype` is that of its
+      matrices, and every device has all of them.
   """
 
   target: str = 'demo'
@@ -68,13 +73,15 @@ class ModelChoice:
   mesh: Mesh | Mapping[str, int] | None = None
   draft_mesh: str = 'auto'
   eos_ids: ends_lib.EosIds | None = None
+  head: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-  """A target, a draft model that drafts for it, and the tokenizer of both.
+  """A target, what drafts for it, and the tokenizer.
 
-  `eos_ids` are the tokens that end a text, `layout` is that of the target.
+  `eos_ids` are the tokens that end a text, `layout` is that of the target. It
+  has a draft model, a drafting head or neither.
   """
 
   target: model_lib.LanguageModel
@@ -82,6 +89,12 @@ class Pair:
   tokenizer: transformers.PreTrainedTokenizerBase
   eos_ids: tuple[int, ...]
   layout: sharding_lib.Layout = sharding_lib.Layout()
+  head: head_lib.Head | None = None
+
+  @property
+  def drafting_model(self) -> model_lib.LanguageModel | None:
+    """The draft or the head, if there is one."""
+    return self.draft if self.head is None else self.head
 
   def encode(self, text: str) -> list[int]:
     """Text to token ids; ValueError if the text is not valid Unicode."""
@@ -171,7 +184,7 @@ def find_checkpoints(
     raise ValueError(
       f'{found.path} has no tokenizer; copy that of the model there'
     )
-  if choice.draft is None:
+  if choice.draft is None or choice.head is not None:
     return found, None
   return found, _find(hub.draft_name(choice.draft))
 
@@ -252,8 +265,24 @@ def load_checkpoints(
     stated = ends_lib.eos_ids_of(choice.eos_ids, tokenizer, len(tokenizer))
     ends = tuple(checks_lib.to_ids('eos_ids', stated, size))
   load = functools.partial(hub.read_module, packed=packed)
-  model = adapter.as_model(load(target, dtype=dtype, layout=layout), layout)
-  draft_model = None
+  found_head, hidden = None, tuple[int, ...]()
+  if choice.head is not None:
+    found_head = heads.locate(choice.head, target.config)
+    hidden = tuple(sorted({*found_head.config.reads}))
+  model = adapter.as_model(
+    load(target, dtype=dtype, layout=layout), layout, hidden
+  )
+  draft_model = head = None
+  if found_head is not None:
+    head = heads.load(
+      found_head,
+      model,
+      dtype=checkpoint_lib.resolve_draft_dtype(
+        choice.draft_dtype, found_head, target_dtype=dtype, packed=packed
+      ),
+      packed=packed,
+      layout=dataclasses.replace(layout, divides_weights=False),
+    )
   if draft is not None:
     _check_padding(size, draft.config.vocab_size, len(tokenizer), draft)
     own_dtype = checkpoint_lib.resolve_draft_dtype(
@@ -269,7 +298,7 @@ def load_checkpoints(
     module = load(draft, dtype=own_dtype, layout=own_layout, outputs=outputs)
     own = adapter.as_model(module, own_layout)
     draft_model = adapter.with_vocab_size(own, size)
-  return Pair(model, draft_model, tokenizer, ends, layout)
+  return Pair(model, draft_model, tokenizer, ends, layout, head)
 
 
 def load_pair(choice: ModelChoice) -> Pair:

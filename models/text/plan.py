@@ -14,6 +14,7 @@ from typing import Any
 
 from models import user_cache
 from models.checkpoints import checkpoint as checkpoint_lib
+from models.checkpoints import heads
 from models.text import pair as pair_lib
 from models.text import settings as settings_lib
 from specdec import text_files
@@ -44,7 +45,7 @@ class Context:
   A plan for other models is refused, other differences give `warnings`.
   """
 
-  models: dict[str, str | None]  # Digests of target, draft and vocabulary.
+  models: dict[str, str | None]  # Digests of target, vocabulary, what drafts.
   machine: dict[str, Any]  # See `models.lab.bench.record.describe_machine`.
   dtype: str  # Of the target.
   draft_dtype: str
@@ -97,7 +98,7 @@ class Plan:
   def check_models(self, models: Mapping[str, str | None]) -> None:
     """Raises ValueError if the digests of the models in use are others."""
     for name, digest in self.context.models.items():
-      if name == 'draft' and not self.uses_draft:
+      if name in ('draft', 'head') and not self.uses_draft:
         continue
       if models.get(name) != digest:
         raise ValueError(
@@ -210,7 +211,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     raise ValueError(f'plan {path} is no plan: {error}') from error
 
 
-def model_digest(checkpoint: checkpoint_lib.Checkpoint) -> str:
+def model_digest(checkpoint: checkpoint_lib.StoredTensors) -> str:
   """A digest of a model, independent of the dtype it is loaded in, 32 digits.
 
   It is taken over the config, and over size, beginning and end of every file of
@@ -229,14 +230,19 @@ def model_digest(checkpoint: checkpoint_lib.Checkpoint) -> str:
 
 
 def model_digests(
-  target: checkpoint_lib.Checkpoint, draft: checkpoint_lib.Checkpoint | None
+  target: checkpoint_lib.Checkpoint,
+  draft: checkpoint_lib.Checkpoint | None,
+  head: str | None = None,
 ) -> dict[str, str | None]:
-  """The digests of `Context.models`."""
-  return {
+  """The digests of `Context.models`; `head` is the name of a drafting head."""
+  digests = {
     'target': model_digest(target),
     'draft': None if draft is None else model_digest(draft),
     'vocabulary': pair_lib.vocabulary_digest(target.tokenizer),
   }
+  if head is not None:
+    digests['head'] = model_digest(heads.locate(head, target.config))
+  return digests
 
 
 def cache_path(

@@ -116,7 +116,8 @@ def _score(
   policy: '_Policy',
 ) -> tuple[stages_lib.StageState, tree_lib.TokenTree]:
   """One forward of a stage, whose candidates join the tree."""
-  padding = ((0, 0), (0, stage.forward_width - nodes.shape[1]))
+  width = stage.forward_width(ctx.max_depth)
+  padding = ((0, 0), (0, width - nodes.shape[1]))
   nodes = jnp.pad(nodes, padding, constant_values=tree_lib.NO_NODE)
   scores, scorer = stage.scorer.score(
     state.scorer, tree, nodes, ctx, stage.config
@@ -254,6 +255,7 @@ class _BestFirst(_Policy):
       width=self.stage.config.width,
       num_nodes=self.ctx.shape.num_nodes,
       needs_ancestors=self.stage.scorer.needs_ancestors,
+      needs_parents=self.stage.scorer.needs_parents,
     )
     frontier = jax.vmap(of_row)(
       tree, scored, self.expanded, self.depth_limit, self.ctx.active
@@ -348,6 +350,7 @@ def _frontier(
   width: int,
   num_nodes: int,
   needs_ancestors: bool,
+  needs_parents: bool,
 ) -> Frontier:
   """The frontier of one row; `[M]` per field of the tree.
 
@@ -356,6 +359,8 @@ def _frontier(
   """
   used = tree.log_prob > -jnp.inf
   candidates = used & ~scored & (tree.depth <= depth_limit)
+  if needs_parents:
+    candidates &= (tree.parent < 0) | scored[jnp.maximum(tree.parent, 0)]
   can_grow = candidates & (tree.depth < max_depth) & active & ~expanded
   if not needs_ancestors:
     candidates &= ~expanded
