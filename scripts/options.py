@@ -445,7 +445,8 @@ def _check_hosts() -> None:
 
 @command_line.before_main
 def _join_hosts() -> None:
-  address, *others = (flag.value for flag in _OF_HOSTS)
+  values: Any = [flag.value for flag in _OF_HOSTS]
+  address, *others = values
   if address is not None:
     several_hosts.join(address, *others)
 

@@ -35,6 +35,7 @@ from models.checkpoints import llama as checkpoints_llama
 from models.nn import head as nn_head
 from models.nn import llama as nn_llama
 from models.nn import matrices as matrices_lib
+from models.nn import rope as rope_lib
 from models.nn import sharding as sharding_lib
 from specdec import cache as cache_lib
 from specdec import model as model_lib
@@ -485,6 +486,7 @@ def save(
   if ids is not None:
     stored[_D2T] = np.asarray(ids - np.arange(len(ids)), np.int64)
     stored[_T2D] = np.isin(np.arange(config.vocab_size), ids)
+  assert isinstance(config.rope, rope_lib.Rope)  # One for all its layers.
   described = checkpoints_llama.to_hugging_face(
     nn_llama.LlamaConfig(
       **{

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from models.nn import layers
 from models.nn import llama as nn_llama
 from models.nn import matrices as matrices_lib
+from models.nn import rope as rope_lib
 from models.nn import sharding as sharding_lib
 from models.nn.cpu import ops
 from specdec import cache as cache_lib
@@ -179,6 +180,7 @@ class Head(nnx.Module):
       cache: where keys and values are written.
     """
     config = self.config
+    assert isinstance(config.rope, rope_lib.Rope)  # One for all its layers.
     rotation = config.rope.rotation(positions, config.head_width)
     first, *others = self.layers
     if config.kind == EAGLE3:
