@@ -174,7 +174,6 @@ HOST_TIMEOUT = flags.DEFINE_integer(
   'seconds after which a host that is not heard of ends the others',
   lower_bound=1,
 )
-_OF_HOSTS = (COORDINATOR, NUM_PROCESSES, PROCESS_ID, HOST_TIMEOUT)
 LOOKUP_CONFIDENCE = flags.DEFINE_list(
   'lookup_confidence',
   [str(value) for value in _DEFAULTS.lookup.confidence],
@@ -445,10 +444,13 @@ def _check_hosts() -> None:
 
 @command_line.before_main
 def _join_hosts() -> None:
-  values: Any = [flag.value for flag in _OF_HOSTS]
-  address, *others = values
-  if address is not None:
-    several_hosts.join(address, *others)
+  if COORDINATOR.value is not None:
+    several_hosts.join(
+      COORDINATOR.value,
+      NUM_PROCESSES.value,
+      PROCESS_ID.value,
+      HOST_TIMEOUT.value,
+    )
 
 
 def mesh_sizes() -> dict[str, int]:
@@ -533,7 +535,8 @@ def as_dict() -> dict[str, Any]:
     for flag in flags.FLAGS.get_key_flags_for_module(sys.argv[0])
   }
   # These do not change results.
-  for name in ('output', 'plots', *(flag.name for flag in _OF_HOSTS)):
+  of_hosts = (COORDINATOR, NUM_PROCESSES, PROCESS_ID, HOST_TIMEOUT)
+  for name in ('output', 'plots', *(flag.name for flag in of_hosts)):
     record.pop(name, None)
   # Folders may be private.
   for name in ('target', 'draft', 'head', 'plan', 'ngram', 'llama_cpp'):
