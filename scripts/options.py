@@ -93,14 +93,14 @@ VERIFY = flags.DEFINE_enum(
   'verify',
   'match',
   list(checks_lib.RULES),
-  'match: the tokens of plain decoding with the same seed; rejection, block'
-  ' (chains): other tokens of the same distribution',
+  'match: the tokens of plain decoding with the same seed; rejection, traversal'
+  ' (block: the same on chains): other tokens of the same distribution',
 )
 CHILDREN = flags.DEFINE_enum(
   'children',
   None,
   sampling_lib.CHILDREN,
-  'the candidates of --verify=rejection and block; default: drawn without'
+  'the candidates of --verify=rejection and traversal; default: drawn without'
   ' replacement where the topology is fixed and the drafter is a model',
 )
 BREAK_EVEN = flags.DEFINE_float(

@@ -44,7 +44,8 @@ class CommonOptions(TypedDict, total=False):
   Keyword Args:
     sampling: how to choose tokens; greedy by default. Each value is one for all
       rows, or one per row.
-    verify: `match`, `rejection`, `block` or a `Rule`, see `specdec.verify`.
+    verify: `match`, `rejection`, `traversal`, `block` or a `Rule`, see
+      `specdec.verify`.
     children: how the drafter chooses its candidates for the other rules than
       `match`, one of `specdec.sampling.CHILDREN`; None for its default.
     log_probs: whether to return the log-probabilities of the new tokens.

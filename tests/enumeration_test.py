@@ -94,14 +94,20 @@ def _small_trees():
       )
 
 
+@pytest.mark.parametrize('rule', _RULES)
 @pytest.mark.parametrize('children', sampling_lib.CHILDREN)
-def test_in_float64_nothing_is_left(children):
+def test_in_float64_nothing_is_left(children, rule):
   """So the distance in float32 is rounding, and no error of the method."""
   few = ('temperature 1', 'all filters', 'greedy')
+  trees = [*_small_trees()]
+  if children == sampling_lib.BEST or (
+    rule == 'rejection' and children != sampling_lib.BEST_AND_DRAWN
+  ):
+    trees = trees[::10]
   with jax.enable_x64(True):
     worlds = _worlds(3, 3, samplings=few, dtype=np.float64)
     assert worlds.target.dtype == worlds.draft.dtype == np.float64
-    for topology, rule in itertools.product(_small_trees(), _RULES):
+    for topology in trees:
       law = _law(rule, worlds, topology, children, 3)
       _assert_law(worlds, *law, tolerance=1e-13)
 
@@ -405,7 +411,7 @@ def _check_branches(rule, make_trees, slow_walk, num_batches, deepest):
   assert np.all(counts[: deepest + 1] >= 10)
 
 
-def check_walks(children, name='rejection', num_batches=30):
+def check_walks(children, name='rejection', num_batches=25):
   trees = functools.partial(_random_trees, children=children)
   rule, slow_walk = {
     'rejection': (rejection.RejectionRule, slow_walks.walk),
@@ -425,7 +431,7 @@ def check_cuts(is_drawn):
 @pytest.mark.parametrize('name', _RULES)
 @pytest.mark.parametrize('children', sampling_lib.CHILDREN)
 @pytest.mark.parametrize(
-  'num_batches', [30, pytest.param(500, marks=pytest.mark.long)]
+  'num_batches', [25, pytest.param(500, marks=pytest.mark.long)]
 )
 def test_the_compiled_walk_branches_as_the_slow_one(
   children, num_batches, name
