@@ -39,8 +39,8 @@ _TESTS = {
   'WALKS': "enumeration.check_walks('without_replacement')",
 }
 
-# A module, of specdec if nothing else, and a test; the name of a bug, code, what
-# replaces it, in which @ stands for the code.
+# A module, of specdec or with its whole name, and a test; the name of a bug,
+# code, what replaces it, in which @ stands for the code.
 _TABLE = r"""
 # The rule by which tokens are accepted and emitted.
 [tree.tree: tree.test_the_accepted_path()]
