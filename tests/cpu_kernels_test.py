@@ -22,6 +22,7 @@ from models.nn import adapter
 from models.nn import attention
 from models.nn import experts as experts_lib
 from models.nn import matrices as matrices_lib
+from models.nn import rope as rope_lib
 from models.nn.cpu import build
 from models.nn.cpu import ops
 from specdec import cache as cache_lib
@@ -206,6 +207,9 @@ def _module(family, dtype, **changes):
   floats = 'float32' if dtype == 'float32' else 'bfloat16'
   if family == 'gpt2':
     return tiny.module(dtype=jnp.dtype(floats))
+  if family == 'windows':
+    changes |= {'window': (5, None), 'rope': (rope_lib.Rope(), None)}
+    family = 'llama'
   return tiny.llama_module(family, floats, **changes)
 
 
@@ -216,13 +220,16 @@ _MIXTURES = [*itertools.product(matrices_lib.KERNEL_DTYPES, (64, 128))]
 @pytest.mark.parametrize(
   ('family', 'dtype', 'num_experts'),
   [
-    *(('gpt2', 'float32', 0), ('gpt2', 'int8', 0), ('llama', 'bfloat16', 0)),
+    *(('gpt2', 'float32', 0), ('gpt2', 'int8', 0), ('windows', 'bfloat16', 0)),
     ('mixtral', 'float32', 64),
     *(_long('mixtral', *case) for case in _MIXTURES[1:]),
   ],
 )
 def test_a_token_has_the_same_bits_in_any_forward(family, dtype, num_experts):
-  """Read one by one, in chunks, batches of other orders and trees."""
+  """Read one by one, in chunks, batches of other orders and trees.
+
+  All of them go beyond a window, within the tree as well.
+  """
   experts = {'num_experts': num_experts, 'experts_per_token': 8}
   changes = experts if num_experts else {}
   module = _packed(_module(family, dtype, **changes), dtype)

@@ -96,6 +96,8 @@ def _model(name: str, kind: str = 'target') -> specdec.LanguageModel:
     inner = {'num_layers': number, 'num_heads': number, 'width': 8}
     module = tiny.module(**shape, **inner)
   else:
+    if name == 'llama':  # Texts have several times the length of its windows.
+      shape |= {'window': 4}
     module = tiny.llama_module(name, num_layers=1, **shape)
   hidden = _READS if kind == 'target' and name == 'gpt2' else ()
   return _with_table(adapter.as_model(module, hidden=hidden), table)

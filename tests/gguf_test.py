@@ -21,6 +21,7 @@ from models.checkpoints import families
 from models.checkpoints import hub
 from models.lab.training import tokenizer as tokenizer_lib
 from models.nn import dtypes
+from models.nn import gemma as gemma_lib
 from models.nn import gpt2 as nn_gpt2
 from models.nn import llama as nn_llama
 from models.nn import mixtral as mixtral_lib
@@ -33,12 +34,21 @@ _LLAMA3 = rope_lib.Llama3Scaling(
   high_freq_factor=4.0,
   original_max_position_embeddings=8192,
 )
+_LINEAR = rope_lib.LinearScaling(factor=2.0)
 _YARN = rope_lib.YarnScaling(factor=4.0, original_max_position_embeddings=16)
 # Rows of 256 numbers, the longest block of any type.
 _SHAPE = {'vocab_size': 40, 'num_layers': 2, 'width': 256, 'num_heads': 4}
 _LLAMA = _SHAPE | {'num_kv_heads': 2, 'head_width': 64, 'inner_width': 256}
 _LLAMA |= {'num_positions': 64, 'tie_embeddings': False}
 _MIXTURE = _LLAMA | {'num_experts': 3, 'experts_per_token': 2}
+_GEMMA = _LLAMA | {'activation': 'gelu_pytorch_tanh', 'tie_embeddings': True}
+_GEMMA |= {'post_norm': True, 'window': (8, None)}
+_LOCAL, _GLOBAL = rope_lib.Rope(), rope_lib.Rope(theta=1e6, scaling=_LINEAR)
+_ROPE_3 = (*[_LOCAL] * 5, _GLOBAL, _LOCAL)
+_BEHIND = {'pre_norm': False, 'post_norm': True, 'qk_norm': True}
+_BEHIND |= {'joint_qk_norm': True}
+_MULTIPLIERS = {'embedding_scale': 3.0, 'attention_scale': 0.25}
+_MULTIPLIERS |= {'residual_scale': 0.5, 'logit_divisor': 2.0}
 _CONFIGS = {
   'gpt2': nn_gpt2.GPT2Config(**_SHAPE, num_positions=16, inner_width=512),
   'llama': nn_llama.LlamaConfig(**_LLAMA, rope=rope_lib.Rope(theta=5e5)),
@@ -53,8 +63,24 @@ _CONFIGS = {
   ),
   'qwen3': nn_llama.LlamaConfig(**_LLAMA, qk_norm=True),
   'qwen3moe': mixtral_lib.MixtralConfig(**_MIXTURE, qk_norm=True),
+  'llama, window': nn_llama.LlamaConfig(**_LLAMA, window=8),
+  'gemma': gemma_lib.GemmaConfig(
+    **_LLAMA | {'activation': 'gelu_pytorch_tanh', 'tie_embeddings': True}
+  ),
+  'gemma2': gemma_lib.GemmaConfig(**_GEMMA, score_cap=5.0, logit_cap=3.0),
+  'gemma3': gemma_lib.GemmaConfig(
+    **_GEMMA
+    | {'num_layers': 7, 'window': (*[8] * 5, None, 8), 'rope': _ROPE_3},
+    qk_norm=True,
+  ),
+  'granite': nn_llama.LlamaConfig(**_LLAMA, **_MULTIPLIERS),
+  'olmo2': nn_llama.LlamaConfig(**_LLAMA, **_BEHIND),
+  'smollm3': nn_llama.LlamaConfig(
+    **_LLAMA | {'num_layers': 4, 'rope': (*[_LOCAL] * 3, None)}
+  ),
   'vocabulary': nn_llama.LlamaConfig(**_LLAMA | {'vocab_size': 293}),
 }
+_SWAPPED = ('llama', 'granite', 'smollm3')
 _EXPERT = re.compile(r'(mlp|block_sparse_moe)\.experts\.\d+')
 
 
@@ -71,7 +97,22 @@ def _metadata(writer, config, arch, kv_heads):
   if config.num_kv_heads != config.num_heads:  # It is the default.
     writer.add_head_count_kv(kv_heads or config.num_kv_heads)
   writer.add_layer_norm_rms_eps(config.norm_epsilon)
-  writer.add_rope_freq_base(config.rope.theta)
+  rope = next(one for one in config.of_layers('rope')[::-1] if one)
+  if arch == 'gemma3':
+    rope = _GLOBAL
+    writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+    writer.add_rope_scaling_factor(_LINEAR.factor)
+  writer.add_rope_freq_base(rope.theta)
+  if config.window:
+    writer.add_sliding_window(8)
+  if config.score_cap:
+    writer.add_attn_logit_softcapping(config.score_cap)
+    writer.add_final_logit_softcapping(config.logit_cap)
+  if arch == 'granite':
+    writer.add_attention_scale(config.attention_scale)
+    writer.add_embedding_scale(config.embedding_scale)
+    writer.add_residual_scale(config.residual_scale)
+    writer.add_logit_scale(config.logit_divisor)
   for add_width in (
     *(writer.add_rope_dimension_count, writer.add_key_length),
     writer.add_value_length,
@@ -81,7 +122,7 @@ def _metadata(writer, config, arch, kv_heads):
     writer.add_expert_count(config.num_experts)
     writer.add_expert_used_count(config.experts_per_token)
     writer.add_expert_feed_forward_length(config.inner_width)
-  if config.rope.scaling == _YARN:
+  if rope.scaling == _YARN:
     writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
     writer.add_rope_scaling_factor(_YARN.factor)
     writer.add_rope_scaling_orig_ctx_len(_YARN.original_max_position_embeddings)
@@ -103,7 +144,7 @@ def _stored(module, arch):
     name = families.parameter_name(path)
     array = np.asarray(leaf, np.float32)
     for part, heads in (('q', config.num_heads), ('k', config.num_kv_heads)):
-      if arch == 'llama' and f'.{part}_proj.' in name:
+      if arch in _SWAPPED and f'.{part}_proj.' in name:
         array = _permuted(array, heads)
     stem, leaf_name = family.stored_name(name, config).rsplit('.', 1)
     stem, is_expert = _EXPERT.subn('mlp.experts', stem)

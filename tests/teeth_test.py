@@ -17,7 +17,7 @@ import pytest
 _ROOTS = ('specdec', 'models')
 # Nothing imported under one source may be used under another.
 _HELPERS = ('enumeration', 'list_growth', 'list_trees', 'slow_walks')
-_HELPERS += ('tiny_drafters', 'tiny')
+_HELPERS += ('tiny_drafters', 'tiny', 'variants')
 
 # Tests that detect several bugs.
 _TESTS = {
@@ -39,11 +39,12 @@ _TESTS = {
   'TRAVERSALS': "enumeration.check_few('traversal', 'without_replacement')",
   'TRAVERSED': "enumeration.check_walks('without_replacement', 'traversal')",
   'TREES': "enumeration.check_few('rejection', 'without_replacement')",
+  'WINDOWS': 'attention.test_a_window_is_counted_along_the_path_of_a_query()',
   'WALKS': "enumeration.check_walks('without_replacement')",
 }
 
-# A module of specdec and a test; the name of a bug, code, what replaces it, in
-# which @ stands for the code.
+# A module, of specdec or with its whole name, and a test; the name of a bug,
+# code, what replaces it, in which @ stands for the code.
 _TABLE = r"""
 # The rule by which tokens are accepted and emitted.
 [tree.tree: tree.test_the_accepted_path()]
@@ -352,6 +353,21 @@ a row goes on with choices from NaN
 [draft.growth: growth_stop.test_no_node_is_scored_beyond_the_context()]
 a draft goes on beyond its context
   jnp.maximum(longest - ctx.length, -1) => @ + 1
+# Layers that differ, and models that store something else.
+[models.nn.attention: WINDOWS]
+a window is one position too short
+  counted <= window => counted < window
+a window counts slots
+  mask.astype(jnp.int32), axis=2 => jnp.ones(mask.shape, jnp.int32), axis=2
+[models.nn.llama: hub.check_logits('gemma3')]
+layers with a window rotate as those without
+  rotations[ropes[layer]] => rotations[ropes[-1]]
+[models.checkpoints.llama: hub.check_logits('gemma3')]
+scales of norms are taken as they are stored
+  np.float32(by) if is_norm => np.float32(0) if is_norm
+[models.nn.layers: hub.check_logits('gemma2')]
+scores and logits are not capped
+  cap * jnp.tanh(x / cap) => x
 """
 
 
@@ -392,6 +408,10 @@ class _Planter(importlib.machinery.SourceFileLoader):
     return compile(source, f'<{fullname}, planted>', 'exec')
 
 
+def _whole(name):
+  return name if name.startswith('models.') else f'specdec.{name}'
+
+
 def _is_ours(module):
   root = module.split('.')[0]
   return root in (*_ROOTS, *_HELPERS) or module.endswith('_test')
@@ -405,7 +425,7 @@ class _Finder:
   """
 
   def __init__(self, name, old, new):
-    self._name, self._bug = f'specdec.{name}', (old, new)
+    self._name, self._bug = _whole(name), (old, new)
 
   def find_spec(self, fullname, path, target=None):
     if not _is_ours(fullname):
@@ -429,7 +449,7 @@ def _planted(name, old, new):
   sys.meta_path.insert(0, finder)
   try:
     yield
-    assert f'specdec.{name}' in sys.modules
+    assert _whole(name) in sys.modules
   finally:
     sys.meta_path.remove(finder)
     pop()
@@ -446,7 +466,7 @@ def _run(test):
 def test_every_bug_is_read():
   names = [line for line in _TABLE.splitlines() if re.match(r'[^\s#[]', line)]
   assert names == [bug.id for bug in _BUGS]
-  assert len(names) == len(set(names)) == 98
+  assert len(names) == len(set(names)) == 103
 
 
 @pytest.mark.parametrize(('module', 'old', 'new', 'test'), _BUGS)

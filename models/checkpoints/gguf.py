@@ -385,9 +385,13 @@ def _add_attention(
   if _ROPE_FACTORS in header.tensors:
     rope['factor'] = _llama3_factor(path, header, rope['rope_theta'])
   found['rope_parameters'] = rope
-  head_width = found.setdefault(
-    'head_dim', found['hidden_size'] // max(found['num_attention_heads'], 1)
-  )
+  from_width = found['hidden_size'] // max(found['num_attention_heads'], 1)
+  head_width = found.setdefault('head_dim', from_width)
+  special = _ARCHITECTURES[name].head_from_width
+  if special is not None:
+    found['query_pre_attn_scalar'] = (
+      from_width if special == found['num_hidden_layers'] else head_width
+    )
   for key in ('rope.dimension_count', 'attention.value_length'):
     if metadata.get(key, head_width) != head_width:
       raise ValueError(
@@ -395,10 +399,6 @@ def _add_attention(
         f' {head_width}'
       )
   found['attention_bias'] = 'blk.0.attn_q.bias' in header.tensors
-  if _ARCHITECTURES[name].head_from_width == found['num_hidden_layers']:
-    found['query_pre_attn_scalar'] = (
-      found['hidden_size'] // found['num_attention_heads']
-    )
   if found.get('sliding_window'):
     _add_windows(path, name, metadata, found)
 
