@@ -179,10 +179,8 @@ def step(
   emitted, reason = accept.count_emitted(
     verdict, ends, valid, jnp.where(ctx.active, room, 0)
   )
-  path, origins = (
-    verdict.path(nodes),
-    accept.emitted_origins(tree, nodes, verdict),
-  )
+  path = verdict.path(nodes)
+  origins = accept.emitted_origins(tree, nodes, verdict)
   write = functools.partial(
     watchers_lib.append, length=ctx.length, count=emitted
   )

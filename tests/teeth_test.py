@@ -310,7 +310,7 @@ a token is not seen before the next block
   + jnp.broadcast_to(seen[:, None], logits.shape)
 [step: STEP]
 log-probabilities after bias and penalty
-  verdict=verdict, logits=scores.logits => verdict=verdict, logits=logits
+  logits=scores.logits, => logits=logits,
 [fallback: guard.test_the_worst_of_drafts_costs_under_five_percent(2.0)]
 the fallback tries a hopeless draft too often
   _PREMIUM = 0.02 => _PREMIUM = 0.2
