@@ -97,7 +97,7 @@ class LanguageModelScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
         ctx.sampling,
         branching,
         children=ctx.rule.children,
-        counts=ctx.shape.num_children(nodes),
+        counts=jnp.asarray(ctx.shape.num_children)[nodes],
       )
     scores = drafter_lib.Scores(
       nodes=nodes,
