@@ -387,7 +387,7 @@ def to_rule(
   if rule.needs_chain and drafter.stages and not is_chain:
     raise ValueError(
       f'verify={verify} is for chains; choose a chain as the topology of the'
-      ' drafter, or verify=rejection'
+      ' drafter, or verify=traversal'
     )
   can_draw = fixed and drafter.stages[0].scorer.can_draw
   in_order = isinstance(shape, topology_lib.Topology) and shape.has_all_siblings

@@ -199,7 +199,7 @@ SHAPES = (
   Shape('table', 'chain of 3', 3, _TEXT, verify='block', long_prompt=True),
   Shape('table', 'tables', 2),
   Shape('table', 'tree', 2, verify='rejection'),
-  Shape('table', 'chain of 3', 2, verify='block', children='with_replacement'),
+  Shape('table', 'ragged', 2, verify='traversal', children='with_replacement'),
   *(Shape('gpt2', 'staged', 2, _EVERYTHING), Shape('llama', 'tree', 1, _TEXT)),
   Shape('gpt2', 'staged head', 2, _EVERYTHING),
   Shape('gpt2', 'ragged head', 2, _EVERYTHING, verify='rejection'),

@@ -70,14 +70,18 @@ def _best_log_prob(logits, noise, params):
 def _decisions(logits, noise, params, keys):
   """All that decides about tokens, for `logits [B, W, V]`."""
   nodes = jnp.zeros(logits.shape[:2], jnp.int32)
+  drawn = [
+    ranking_lib.draw_children(
+      *(logits, nodes, keys, params, 4), children=children, counts=nodes + 4
+    )
+    for children in sampling_lib.CHILDREN[1::2]
+  ]
   return (
     sampling_lib.filter_logits(logits, params),
     sampling_lib.choose(logits, noise, params),
     sampling_lib.token_probs(logits, params),
     sampling_lib.log_softmax(logits),
-    *ranking_lib.draw_children(
-      logits, nodes, keys, params, 4, replacement=False
-    ),
+    *itertools.chain.from_iterable(drawn),
   )
 
 

@@ -40,7 +40,7 @@ def scores_of(
       ctx.sampling,
       branching,
       children=ctx.rule.children,
-      counts=ctx.shape.num_children(nodes),
+      counts=jnp.asarray(ctx.shape.num_children)[nodes],
     )
   return drafter_lib.Scores(
     nodes=nodes,

@@ -203,10 +203,10 @@ class Topology:
       table[index[path[:-1]], path[-1]] = index[path]
     return table
 
-  def num_children(self, nodes: jax.Array) -> jax.Array:
-    """`[...]` int32, of `nodes [...]`; arbitrary for `NO_NODE`."""
-    counts = np.sum(self.children < self.num_nodes, axis=1, dtype=np.int32)
-    return jnp.asarray(counts)[nodes]
+  @property
+  def num_children(self) -> np.ndarray:
+    """`[N]` int32, of each node."""
+    return np.sum(self.children < self.num_nodes, axis=1, dtype=np.int32)
 
   def select(self, tree: tree_lib.TokenTree) -> jax.Array:
     """`[B, N]` int32, all places; `NO_NODE` where no candidate was found."""

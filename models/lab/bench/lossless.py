@@ -410,6 +410,24 @@ def _trees(
   return trees
 
 
+def _checked_draft(
+  draft: model_lib.LanguageModel | None,
+  sampling: specdec.Sampling,
+  num_prompts: int,
+  batch_size: int,
+) -> model_lib.LanguageModel:
+  """The draft; ValueError if there is no acceptance of sampling to measure."""
+  if not np.all(np.asarray(sampling.temperature) > 0):
+    raise ValueError('acceptance of sampling needs --temperature above 0')
+  if draft is None:
+    raise ValueError('acceptance needs a draft; give --draft')
+  if num_prompts < batch_size:
+    raise ValueError(
+      f'--batch_size={batch_size} needs as many prompts, got {num_prompts}'
+    )
+  return draft
+
+
 def measure_acceptance(
   generator: generator_lib.Generator,
   prompts: Sequence[str],
@@ -439,33 +457,22 @@ def measure_acceptance(
   Raises:
     ValueError: there is no draft, or decoding is greedy.
   """
-  if not np.all(np.asarray(sampling.temperature) > 0):
-    raise ValueError('acceptance of sampling needs --temperature above 0')
   pair = generator.pair
-  if pair.draft is None:
-    raise ValueError('acceptance needs a draft; give --draft')
-  if len(prompts) < batch_size:
-    raise ValueError(
-      f'--batch_size={batch_size} needs as many prompts, got {len(prompts)}'
-    )
+  draft = _checked_draft(pair.draft, sampling, len(prompts), batch_size)
   decode = functools.partial(
     _decode_batches,
-    generator,
-    pair.draft,
-    prompts,
+    *(generator, draft, prompts),
     seed=seed,
     batch_size=batch_size,
     sampling=sampling,
     max_new_tokens=max_new_tokens,
   )
-  probs_of = functools.partial(_probs_of, (pair.target, pair.draft), sampling)
+  probs_of = functools.partial(_probs_of, (pair.target, draft), sampling)
+  accepted = lambda n, rule: _acceptance(
+    decode(topology_lib.k_ary(n, 1), rule), probs_of, n, rule
+  )
   acceptance = {
-    str(n): {
-      str(rule): _acceptance(
-        decode(topology_lib.k_ary(n, 1), rule), probs_of, n, rule
-      )
-      for rule in OF_CHILDREN
-    }
+    str(n): {str(rule): accepted(n, rule) for rule in OF_CHILDREN}
     for n in numbers_of_children
   }
   trees = _trees(acceptance, chain_length, tree_sizes)
