@@ -101,7 +101,7 @@ _ONLY = '1 tokens that only the draft has, such'
   [
     ([], ['<c>'], f"in {_ONLY} as '<c>'"),
     (['<c>'], [], "in 1 of the target's tokens, such as '<c>'"),
-    (['a b', 'b'], ['b', 'a b', 'c'], f"2 of the target's .* and {_ONLY}"),
+    (['<a>', '<b>'], ['<b>', '<a>', '<c>'], f'in 2 of the .* and {_ONLY}'),
   ],
 )
 def test_how_two_tokenizers_differ(saved, tmp_path, ours, theirs, message):
