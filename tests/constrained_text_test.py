@@ -9,10 +9,12 @@ import json
 import re
 from unittest import mock
 
+import command_lines
 import constraints_of_use
 import jsonschema
 import pytest
 import tiny
+import tiny_demo
 import tiny_drafters
 import tokenizers
 import transformers
@@ -223,6 +225,33 @@ def test_anchors_around_everything_say_nothing():
   options = {'max_new_tokens': 8, 'sampling': _SAMPLED}
   plain = _generator().generate(_PROMPT, regex='[a-c]{2}', **options)
   assert _generator().generate(_PROMPT, regex='^[a-c]{2}$', **options) == plain
+
+
+def test_scripts(tmp_path, monkeypatch):
+  """A schema in a file, and constraints of single JSON lines."""
+  tiny_demo.stand_in(monkeypatch, tmp_path / 'pair')
+  schema = tmp_path / 'schema.json'
+  schema.write_text(json.dumps(_NAMED))
+  options = ['--method=plain', '--temperature=0.9', '--max_new_tokens=48']
+  ended = command_lines.run(
+    'generate.py', f'--json_schema={schema}', '--json', *options
+  )
+  assert _matches(json.loads(ended.output)['text'][0], None, _NAMED), ended
+  lines = [
+    {'prompt': 'x'},
+    {'prompt': 'x', 'json_schema': _NAMED},
+    {'prompt': 'x', 'regex': 5},
+  ]
+  prompts = tmp_path / 'prompts.jsonl'
+  prompts.write_text('\n'.join(map(json.dumps, lines)))
+  ended = command_lines.run(
+    *('generate_many.py', f'--prompt_file={prompts}', '--output=-'),
+    *('--regex=[ab]{3}', '--in_order', '--batch_size=2', *options),
+  )
+  first, second, third = map(json.loads, ended.output.splitlines())
+  assert _matches(first['text'], '[ab]{3}', None)
+  assert _matches(second['text'], None, _NAMED)
+  assert third['error'] == 'regex must be text, got 5'
 
 
 @functools.cache
