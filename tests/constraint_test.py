@@ -243,7 +243,8 @@ def check_tables(seeds):
 
 
 def test_tables_against_reading_bytes():
-  check_tables(range(12))
+  # In the last one only a token that ends a text spells what is needed.
+  check_tables([*range(11), 297])
 
 
 def test_forbidden_is_never_left():

@@ -320,7 +320,7 @@ a text may end anywhere
 a token leads to where no text ends
   leads[ends] = True => leads[:] = True
 tokens of several bytes are told apart by the first
-  above = np.full((len(states), len(parents)), dead) => @ * 0 + dead; break
+  above = np.full((len(states), len(parents)), dead, np.int32) => @ * 0 + dead; break
 [constraint: AUTOMATA]
 the bits of a mask are of other tokens
   jnp.right_shift(jnp.broadcast_to(words, shape), bit) => @ >> 1
