@@ -135,11 +135,15 @@ def of_bytes(
   num_states = len(delta)
   check_size(num_states + 1, 1, vocab_size)
   # The last state is the one after forbidden bytes.
-  delta = np.where(delta < 0, num_states, delta)
-  delta = np.append(delta, np.full((1, 256), num_states), axis=0)
-  examples, kinds = _kinds(delta, token_bytes, vocab_size)
+  delta = np.where(delta < 0, num_states, delta).astype(np.int32)
+  delta = np.pad(delta, ((0, 1), (0, 0)), constant_values=num_states)
+  # Their bytes are not read, as those of no text.
+  pieces = list(token_bytes)
+  for token in eos_ids:
+    pieces[token : token + 1] = [b''] if token < len(pieces) else []
+  examples, kinds = _kinds(delta, pieces, vocab_size)
   check_size(num_states + 1, len(examples) + 1, vocab_size)
-  after = _read(delta, [token_bytes[token] for token in examples.tolist()])
+  after = _read(delta, [pieces[token] for token in examples.tolist()])
   kinds[list(eos_ids)] = len(examples)
   return _trimmed(after, accepting, kinds)
 
@@ -169,7 +173,7 @@ def _kinds(
         break  # Nothing longer is allowed either.
       after = delta[above[:, parents[alive]], byte[alive]]
       sums[start + alive] += of_state[states] @ of_next[after]
-      above = np.full((len(states), len(parents)), dead)
+      above = np.full((len(states), len(parents)), dead, np.int32)
       above[:, alive] = after
       above_start, start = start, start + len(parents)
   found, examples, kinds = np.unique(
@@ -183,7 +187,7 @@ def _kinds(
 def _read(delta: np.ndarray, tokens: Sequence[bytes]) -> np.ndarray:
   """`[S, tokens]`, the state after each token, or `FORBIDDEN`."""
   dead = len(delta) - 1
-  after = np.repeat(np.arange(dead)[:, None], len(tokens), axis=1)
+  after = np.repeat(np.arange(dead, dtype=np.int32)[:, None], len(tokens), 1)
   lengths = np.array([len(token) for token in tokens], np.int64)
   for position in range(lengths.max(initial=0)):
     longer = np.flatnonzero(lengths > position)
@@ -214,8 +218,10 @@ def _trimmed(
     Unspeakable: there is no such way.
   """
   num_states = len(after)
-  before, kind = np.nonzero(after >= 0)
-  edges = np.unique(np.stack([before, after[before, kind]]), axis=1)
+  targets = [np.unique(row) for row in after]
+  before = np.repeat(np.arange(num_states), [len(row) for row in targets])
+  edges = np.stack([before, np.concatenate(targets)])
+  edges = edges[:, edges[1] >= 0]
   ends = _order(edges[::-1], num_states, np.flatnonzero(accepting))
   leads = np.zeros(num_states + 1, bool)
   leads[ends] = True

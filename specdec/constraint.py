@@ -126,6 +126,7 @@ class Tables(flax.struct.PyTreeNode, Constraint):
     return jnp.where(after < 0, FORBIDDEN, after * number + automaton)
 
   def allowed(self, state: jax.Array, vocab_size: int) -> jax.Array:
+    del vocab_size  # `checks.check_constraint` compares it with that of tables.
     words = self.masks[state]
     # Without the barrier XLA's CPU backend reads a word once for each bit, by
     # an index of its own.
@@ -134,4 +135,4 @@ class Tables(flax.struct.PyTreeNode, Constraint):
     bit = jax.lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 2)
     bits = jnp.right_shift(jnp.broadcast_to(words, shape), bit) & 1
     flat = bits.reshape(*state.shape, 32 * words.shape[-1])
-    return flat[..., :vocab_size] != 0
+    return flat[..., : self.kinds.shape[1]] != 0

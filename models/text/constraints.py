@@ -114,9 +114,9 @@ def _over_bytes(kind: str, text: str) -> tuple[np.ndarray, np.ndarray]:
   program = pathlib.Path(__file__).with_name('build_automaton.py')
   limit = automaton_lib.MAX_STATES
   given = {'kind': kind, 'text': text, 'max_states': limit, 'max_bytes': _BYTES}
-  too_large = (
-    f'{kind} {_short(text)!r} is too large: {{}}at most {limit:,} states are'
-    ' possible; choose smaller numbers of repetitions'
+  too_large = lambda reason: ValueError(
+    f'{kind} {_short(text)!r} is too large: {reason}at most {limit:,} states'
+    ' are possible; choose smaller numbers of repetitions'
   )
   try:
     done = subprocess.run(
@@ -127,13 +127,12 @@ def _over_bytes(kind: str, text: str) -> tuple[np.ndarray, np.ndarray]:
       check=False,
     )
   except subprocess.TimeoutExpired as error:
-    raise ValueError(too_large.format('')) from error
+    raise too_large('') from error
   message = done.stderr.decode(errors='replace').strip()
   if done.returncode == 2:
     raise ValueError(f'{kind} {_short(text)!r} cannot be used: {message}')
   if done.returncode:  # Without memory it ends as it can.
-    reason = f'{message}; ' if done.returncode == 3 else ''
-    raise ValueError(too_large.format(reason))
+    raise too_large(f'{message}; ' if done.returncode == 3 else '')
   first, final, transitions = pickle.loads(done.stdout)
   number = {first: 0}
   for state in sorted(transitions):
