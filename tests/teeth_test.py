@@ -17,7 +17,7 @@ import pytest
 _ROOTS = ('specdec', 'models')
 # Nothing imported under one source may be used under another.
 _HELPERS = ('enumeration', 'list_growth', 'list_trees', 'slow_walks')
-_HELPERS += ('tiny_drafters', 'tiny')
+_HELPERS += ('slow_head', 'tiny_drafters', 'tiny_heads', 'tiny')
 
 # Tests that detect several bugs.
 _TESTS = {
@@ -28,9 +28,11 @@ _TESTS = {
   'COMMIT': 'cache.test_commit_by_hand()',
   'CUTS': 'enumeration.check_cuts(True)',
   'DRAWS': "enumeration.check_draws('without_replacement')",
+  'HEAD': "heads.check_logits('sglang')",
   'LARGE_TOP_P': (
     'large_vocabulary.test_top_p_keeps_what_the_definition_says(50257, 400)'
   ),
+  'LENGTHS': 'heads.check_lengths()',
   'NEXT_STEP': 'growth.test_growth_after_a_step_is_growth_after_a_prefill()',
   'RANDOMNESS': 'enumeration.test_the_randomness_of_a_step_is_of_these_keys()',
   'STEP': 'step.test_a_decode_of_all_that_a_step_does()',
@@ -38,8 +40,8 @@ _TESTS = {
   'WALKS': "enumeration.check_walks('without_replacement')",
 }
 
-# A module of specdec and a test; the name of a bug, code, what replaces it, in
-# which @ stands for the code.
+# A module, of specdec unless it says so, and a test; the name of a bug, code,
+# what replaces it, in which @ stands for the code.
 _TABLE = r"""
 # The rule by which tokens are accepted and emitted.
 [tree.tree: tree.test_the_accepted_path()]
@@ -298,6 +300,33 @@ the fallback tries a hopeless draft too often
 [fallback: guard.test_rows_that_are_done_have_no_say()]
 the fallback counts rows that are done
   jnp.maximum(jnp.sum(active), 1) => active.shape[0]
+# Drafting heads, which change no output.
+[draft.head: LENGTHS]
+accepted tokens are not read anew by a head
+  (path.shape[1])[None] == 0, => (path.shape[1])[None] >= 0,
+positions of drafted tokens are shifted in a head
+  planned.positions, planned => planned.positions + (planned.nodes > 0), planned
+a head does not read the prompt
+  prompt_length - 1, => 0 * prompt_length,
+drafted tokens are read with the state of the target
+  None], of_parent, fused => None], fused, fused
+[hidden: LENGTHS]
+a token is read with its own state, not with that before it
+  index = positions - 1 => index = positions
+[models.nn.llama: heads.test_what_a_state_is('llama')]
+a hidden state counts as that of the next layer
+  (cache, layer, x) => (cache, layer + 1, x)
+[models.nn.head: HEAD]
+a head takes embedding and state for each other
+  [embedded, normalized] => [normalized, embedded]
+a head feeds its state back after the norm
+  config.kind == MTP or config.norm_output => config.kind != EAGLE
+[models.nn.layers: HEAD]
+weights of a norm are one less
+  jnp.expand_dims(scale, => jnp.expand_dims(scale - 1,
+[models.checkpoints.heads: heads.check_logits('sglang norm')]
+rows of a reduced vocabulary are taken for ids
+  index[ids] = => index[: len(ids)] =
 # Broken models and short contexts.
 [cache: STEP]
 a node that is NaN spoils the tree
@@ -356,6 +385,10 @@ def _is_ours(module):
   return root in (*_ROOTS, *_HELPERS) or module.endswith('_test')
 
 
+def _full(name):
+  return name if name.startswith('models.') else f'specdec.{name}'
+
+
 class _Finder:
   """Finds the modules of this project, one of them with a bug.
 
@@ -364,7 +397,7 @@ class _Finder:
   """
 
   def __init__(self, name, old, new):
-    self._name, self._bug = f'specdec.{name}', (old, new)
+    self._name, self._bug = _full(name), (old, new)
 
   def find_spec(self, fullname, path, target=None):
     if not _is_ours(fullname):
@@ -388,7 +421,7 @@ def _planted(name, old, new):
   sys.meta_path.insert(0, finder)
   try:
     yield
-    assert f'specdec.{name}' in sys.modules
+    assert _full(name) in sys.modules
   finally:
     sys.meta_path.remove(finder)
     pop()
@@ -405,7 +438,7 @@ def _run(test):
 def test_every_bug_is_read():
   names = [line for line in _TABLE.splitlines() if re.match(r'[^\s#[]', line)]
   assert names == [bug.id for bug in _BUGS]
-  assert len(names) == len(set(names)) == 82
+  assert len(names) == len(set(names)) == 92
 
 
 @pytest.mark.parametrize(('module', 'old', 'new', 'test'), _BUGS)

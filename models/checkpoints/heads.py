@@ -6,9 +6,9 @@ the target (its number of layers too) or name another kind. Names of tensors:
     EAGLE-3    fc, midlayer.* (SafeAILab, SpecForge, SGLang) or layers.0.*
                (speculators, vLLM), norm, lm_head, d2t, t2d
     EAGLE-1/2  fc, layers.0.* without input_layernorm
-    MTP        eh_proj, enorm, hnorm, shared_head.* (DeepSeek, GLM), input_proj,
-               token_layernorm, hidden_layernorm, final_layernorm (MiMo,
-               speculators) or mtp.fc, mtp.pre_fc_norm_* (Qwen)
+    MTP        eh_proj, enorm, hnorm, shared_head.* (DeepSeek, GLM) or
+               input_proj, token_layernorm, hidden_layernorm, final_layernorm
+               (MiMo, speculators)
 """
 
 from collections.abc import Iterator
@@ -41,19 +41,19 @@ from specdec import model as model_lib
 from specdec import text_files
 from specdec.draft import head as head_lib
 
-_BLOCK = r'(?:model\.)?(?:layers\.\d+|mtp_layers\.0|mtp\.layers\.0|mtp)\.'
+_BLOCK = r'(?:model\.)?(?:layers\.\d+|mtp_layers\.0)\.'
 # Stored names and canonical ones, those of parameters of `models.nn.head`.
 _RENAMED = tuple(
   (re.compile(pattern), new)
   for pattern, new in (
     (r'(?:model\.)?midlayer\.', 'layers.0.'),
-    (_BLOCK + r'(?:eh_proj|input_proj|fc)\.', 'fc.'),
-    (_BLOCK + r'(?:enorm|token_layernorm|pre_fc_norm_embedding)\.', 'enorm.'),
-    (_BLOCK + r'(?:hnorm|hidden_layernorm|pre_fc_norm_hidden)\.', 'hnorm.'),
-    (_BLOCK + r'(?:shared_head\.norm|final_layernorm|norm)\.', 'norm.'),
+    (_BLOCK + r'(?:eh_proj|input_proj)\.', 'fc.'),
+    (_BLOCK + r'(?:enorm|token_layernorm)\.', 'enorm.'),
+    (_BLOCK + r'(?:hnorm|hidden_layernorm)\.', 'hnorm.'),
+    (_BLOCK + r'(?:shared_head\.norm|final_layernorm)\.', 'norm.'),
     (_BLOCK + r'shared_head\.head\.', 'lm_head.'),
     (_BLOCK + r'embed_tokens\.', 'embed_tokens.'),
-    (r'(?:model\.)?(?:mtp_layers|mtp\.layers)\.', 'layers.'),
+    (r'(?:model\.)?mtp_layers\.', 'layers.'),
     (r'model\.', ''),
   )
 )
@@ -62,7 +62,6 @@ _LAYER = re.compile(r'layers\.(\d+)\.(.*)')
 # Of a reduced vocabulary: offsets of its tokens, and whether a token is one.
 _D2T, _T2D = 'd2t', 't2d'
 _AUX = 'eagle_aux_hidden_state_layer_ids'
-_DEMO = pathlib.Path(__file__).parents[1] / 'demo' / 'head'
 _NAMES = {
   nn_head.EAGLE3: 'EAGLE-3',
   nn_head.EAGLE: 'EAGLE-1',
@@ -156,7 +155,7 @@ class HeadFolder:
     """The shape; raises ValueError if it is not a head for the target."""
     kind, raw = self.kind, self._layer_keys()
     width, fused = self._shape('fc.weight')
-    layer = checkpoints_llama.read_config(raw)
+    layer = families.config_from_keys(raw, self.path)
     fields = {
       field.name: getattr(layer, field.name)
       for field in dataclasses.fields(nn_llama.LlamaConfig)
@@ -211,25 +210,17 @@ class HeadFolder:
     layer['vocab_size'] = raw.get('vocab_size') or self.target.vocab_size
     if not theirs and hasattr(self.target, 'rope'):
       layer['rope_theta'] = self.target.rope.theta
-    try:
-      checkpoints_llama.read_config(layer)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-      raise self._refuse(f'config.json: {error or repr(error)}') from error
+    layer.pop('auto_map', None)
     return layer
 
-  def _by_tensors(self, layer: nn_llama.LlamaConfig) -> dict[str, Any]:
+  def _by_tensors(self, layer: Any) -> dict[str, Any]:
     """What is read from the tensors rather than from the config."""
     has = lambda name: f'layers.0.self_attn.{name}' in self._all
     numbers = [_LAYER.fullmatch(name) for name in self._all]
     rows = self._shape('layers.0.self_attn.q_proj.weight')[0]
-    heads = layer.num_heads
-    if rows % heads:
-      raise self._refuse(
-        f'num_attention_heads={heads} does not divide the {rows} rows of q_proj'
-      )
     return {
       'num_layers': 1 + max(int(one[1]) for one in numbers if one),
-      'head_width': rows // heads,
+      'head_width': rows // layer.num_heads,
       'inner_width': self._shape('layers.0.mlp.gate_proj.weight')[0],
       'qkv_bias': has('q_proj.bias'),
       'output_bias': has('o_proj.bias'),
@@ -371,7 +362,8 @@ def locate(name: str | pathlib.Path, target: Any) -> HeadFolder:
     ValueError: there is no such folder, it holds no head, or one for another
       target.
   """
-  found = HeadFolder(_DEMO if name == 'demo' else hub.locate(name).path, target)
+  path = hub.locate('demo-head' if name == 'demo' else name).path
+  found = HeadFolder(path, target)
   _ = found.config
   return found
 
