@@ -27,8 +27,8 @@ import tiny_heads
 from models.checkpoints import heads
 from models.lab.training import head_loss
 from models.nn import adapter
+from models.nn import eagle
 from models.nn import gpt2 as nn_gpt2
-from models.nn import head as nn_head
 import specdec
 from specdec import cache as cache_lib
 from specdec.draft import head as head_lib
@@ -471,7 +471,7 @@ def _trained(folder):
     normed=hidden[cache_lib.AFTER_NORM][:, 0],
     choices=np.argmax(logits, -1),
   )
-  config = nn_head.HeadConfig(
+  config = eagle.HeadConfig(
     vocab_size=tiny.VOCAB_SIZE,
     num_positions=tiny.MAX_POSITIONS,
     **{'width': tiny_heads.WIDTH, 'num_layers': 1, 'inner_width': 64},
@@ -479,7 +479,7 @@ def _trained(folder):
     target_width=tiny_heads.WIDTH,
     reads=tiny_heads.READS,
   )
-  graph, variables = nnx.split(nn_head.Head(config, rngs=nnx.Rngs(0)))
+  graph, variables = nnx.split(eagle.Head(config, rngs=nnx.Rngs(0)))
   base = tiny_heads.target().params['gpt2']
   loss = head_loss.make_loss(
     graph,

@@ -316,7 +316,7 @@ a token is read with its own state, not with that before it
 [models.nn.llama: heads.test_what_a_state_is('llama')]
 a hidden state counts as that of the next layer
   (cache, layer, x) => (cache, layer + 1, x)
-[models.nn.head: HEAD]
+[models.nn.eagle: HEAD]
 a head takes embedding and state for each other
   [embedded, normalized] => [normalized, embedded]
 a head feeds its state back after the norm

@@ -16,7 +16,7 @@ from models.checkpoints import expand
 from models.checkpoints import heads
 from models.checkpoints import hub
 from models.lab.training import head_trainer
-from models.nn import head as nn_head
+from models.nn import eagle
 
 
 def stand_in(monkeypatch, folder: pathlib.Path) -> None:
@@ -39,7 +39,7 @@ def stand_in(monkeypatch, folder: pathlib.Path) -> None:
     for file in hub.locate(name).path.glob('tokenizer*'):
       shutil.copy(file, embedded[name])
   config = head_trainer.head_config(head_trainer.HeadTraining(), target.config)
-  head = nn_head.Head(config, rngs=nnx.Rngs(0))
+  head = eagle.Head(config, rngs=nnx.Rngs(0))
   heads.save(head, embedded['demo-head'])
   monkeypatch.setattr(hub, '_EMBEDDED', embedded)
   monkeypatch.setitem(models.load.__kwdefaults__, 'method', 'tree')
