@@ -124,6 +124,13 @@ def _check_logits(name, folder):
   np.testing.assert_allclose(found, expected, atol=1e-4, rtol=1e-4)
 
 
+def test_pickled_weights_are_refused_with_the_remedy(tmp_path):
+  folder = tiny_heads.write(tmp_path, 'eagle', {})
+  (folder / 'model.safetensors').rename(folder / 'pytorch_model.bin')
+  with pytest.raises(ValueError, match='torch'):
+    tiny_heads.load(folder)
+
+
 def _keys(**keys):
   return {'keys': keys}
 

@@ -33,6 +33,7 @@ _RENAMED = tuple(
 )
 _BUFFERS = re.compile(r'.*rotary_emb\.inv_freq')
 _LAYER = re.compile(r'layers\.(\d+)\.(.*)')
+_PICKLED = 'pytorch_model.bin'
 # Of a reduced vocabulary: offsets of its tokens, and whether a token is one.
 D2T, T2D = 'd2t', 't2d'
 
@@ -66,6 +67,15 @@ class HeadTensors:
     file = self._file
     if isinstance(file, gguf_head.GGUFHead):
       return dict(file.stored())
+    pickled = self.path / _PICKLED
+    if pickled.exists() and not (self.path / hugging_face.WEIGHTS).exists():
+      raise ValueError(
+        f'{self.path} has only pickled weights ({_PICKLED}), which can run code'
+        ' when read; convert them where torch is installed: python -c "import'
+        ' torch, safetensors.torch as s;'
+        f" s.save_file(torch.load('{pickled}', weights_only=True),"
+        f" '{self.path / hugging_face.WEIGHTS}')\""
+      )
     found: dict[str, Any] = {}
     for tensor in file.stored():
       if not _BUFFERS.fullmatch(tensor.name):
