@@ -15,6 +15,7 @@ import tiny
 
 from models.lab import cost_model
 from models.lab.bench import machine
+from models.lab.cost_model import drafting_head
 from models.lab.cost_model import model_shape
 from models.nn import adapter
 from models.nn import llama as nn_llama
@@ -214,3 +215,30 @@ def test_bad_input_is_refused():
   }.items():
     with pytest.raises(ValueError, match=message):
       call()
+
+
+def test_a_head_may_be_accepted_less_often_than_a_larger_draft():
+  """Qwen2.5 1.5B, where a head of 32,000 tokens has 106 million parameters."""
+  qwen = functools.partial(
+    cost_model.ModelShape, vocab_size=151_936, num_kv_heads=2, tied=True
+  )
+  target = qwen(
+    **{'name': '1.5b', 'num_layers': 28, 'width': 1536, 'num_heads': 12},
+    **{'head_width': 128, 'mlp_width': 8960},
+  )
+  draft = qwen(
+    **{'name': '0.5b', 'num_layers': 24, 'width': 896, 'num_heads': 14},
+    **{'head_width': 64, 'mlp_width': 4864},
+  )
+  head = drafting_head.eagle3(target)
+  assert head.active_parameters == pytest.approx(106e6, rel=0.01)
+  needed = functools.partial(
+    drafting_head.needed_acceptance,
+    cost_model.Deployment(
+      target=target, draft=draft, hardware=cost_model.HARDWARE['a100']
+    ),
+  )
+  assert needed(draft, 0.7) == pytest.approx(0.7, abs=1e-6)
+  assert needed(head, 0.7) == pytest.approx(0.377, abs=1e-3)
+  assert needed(head, 0.6) < needed(head, 0.7) < needed(head, 0.8)
+  assert needed(target, 0.7) is None

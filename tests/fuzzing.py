@@ -18,7 +18,7 @@ import transformers
 
 from models.checkpoints import heads
 from models.nn import adapter
-from models.nn import head as nn_head
+from models.nn import eagle
 from models.nn import table_model
 from models.text import generator as generator_lib
 from models.text import pair as pair_lib
@@ -110,7 +110,7 @@ _READS = (0, 2)
 def _head() -> specdec.Head:
   """A random head for the target `gpt2`, with tokens of its own."""
   target = _model('gpt2').params['model']
-  config = nn_head.HeadConfig(
+  config = eagle.HeadConfig(
     vocab_size=len(_tokenizer()),
     num_positions=_DRAFT_CONTEXT,
     **{'width': 8, 'num_layers': 1, 'num_heads': 2, 'num_kv_heads': 1},
@@ -118,8 +118,8 @@ def _head() -> specdec.Head:
   )
   matrix = target['wte']['embedding']
   ids = np.arange(0, config.vocab_size, 2)
-  return nn_head.as_head(
-    nn_head.Head(config, rngs=nnx.Rngs(0)),
+  return eagle.as_head(
+    eagle.Head(config, rngs=nnx.Rngs(0)),
     embedding=matrix,
     lm_head=matrix[ids],
     index=heads.index_of(ids, config.vocab_size),

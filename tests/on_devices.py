@@ -7,6 +7,7 @@ of each check the error, or null.
 from collections.abc import Callable
 from collections.abc import Sequence
 import contextlib
+import dataclasses
 import functools
 import itertools
 import json
@@ -26,10 +27,12 @@ import numpy as np
 import tiny
 import tiny_drafters
 
+from models.checkpoints import heads
 from models.checkpoints import hub
 from models.lab.bench import machine
 from models.lab.study import exactness
 from models.nn import adapter
+from models.nn import eagle
 from models.nn import llama as nn_llama
 from models.nn import sharding as sharding_lib
 import specdec
@@ -355,7 +358,36 @@ def check_prompts_take_turns_on_several_devices() -> None:
   assert found == {row: expected.tokens[row] for row in range(0, 5, 2)}
 
 
+def check_a_head_drafts_on_several_devices() -> None:
+  """Rows of hidden states are divided, and every device has the whole head."""
+  layout, reads = _layout('2x4'), (0, 2)
+  module = hub.load_module(_folder('llama', 'target'), layout=layout)
+  target, config = adapter.as_model(module, layout, reads), module.config
+  embedding, lm_head = heads.matrices_of(target, config)
+  fields = dataclasses.asdict(config) | {'rope': config.rope, 'num_layers': 1}
+  head = eagle.as_head(
+    eagle.Head(
+      eagle.HeadConfig(**fields, target_width=config.width, reads=reads),
+      rngs=nnx.Rngs(0),
+    ),
+    embedding=embedding,
+    lm_head=lm_head,
+    layout=dataclasses.replace(layout, divides_weights=False),
+  )
+  drafted = specdec.generate(
+    target,
+    **_arguments('llama', 4, 0.9),
+    max_new_tokens=_NEW_TOKENS,
+    drafter=specdec.fixed_drafter(
+      specdec.HeadScorer(head), topology_lib.k_ary(4, 2)
+    ),
+  )
+  assert drafted.tokens == _decode('2x4', 'llama', 4, 'plain', 0.9).tokens
+  assert drafted.stats.block_efficiency > 1
+
+
 CHECKS = [
+  check_a_head_drafts_on_several_devices,
   check_tensors_lie_where_the_table_says,
   check_what_cannot_be_divided_is_whole,
   *(check_eight_bits_on_several_devices, check_what_was_divided_can_be_saved),

@@ -17,7 +17,7 @@ import pytest
 _ROOTS = ('specdec', 'models')
 # Nothing imported under one source may be used under another.
 _HELPERS = ('enumeration', 'list_growth', 'list_trees', 'slow_walks')
-_HELPERS += ('tiny_drafters', 'tiny', 'variants')
+_HELPERS += ('slow_head', 'tiny_drafters', 'tiny_heads', 'tiny', 'variants')
 
 # Tests that detect several bugs.
 _TESTS = {
@@ -30,9 +30,11 @@ _TESTS = {
   'CONSTRAINED': "constraint.check_tokens('chain', 'match')",
   'CUTS': 'enumeration.check_cuts(True)',
   'DRAWS': "enumeration.check_draws('without_replacement')",
+  'HEAD': "heads.check_logits('sglang')",
   'LARGE_TOP_P': (
     'large_vocabulary.test_top_p_keeps_what_the_definition_says(50257, 400)'
   ),
+  'LENGTHS': 'heads.check_lengths()',
   'NEXT_STEP': 'growth.test_growth_after_a_step_is_growth_after_a_prefill()',
   'RANDOMNESS': 'enumeration.test_the_randomness_of_a_step_is_of_these_keys()',
   'STEP': 'step.test_a_decode_of_all_that_a_step_does()',
@@ -345,6 +347,33 @@ the bits of a mask are of other tokens
   jnp.right_shift(jnp.broadcast_to(words, shape), bit) => @ >> 1
 all rows follow the first automaton
   automaton = state % number => automaton = 0 * state
+# Drafting heads, which change no output.
+[draft.head: LENGTHS]
+accepted tokens are not read anew by a head
+  (path.shape[1])[None] == 0, => (path.shape[1])[None] >= 0,
+positions of drafted tokens are shifted in a head
+  planned.positions, planned => planned.positions + (planned.nodes > 0), planned
+a head does not read the prompt
+  prompt_length - 1, => 0 * prompt_length,
+drafted tokens are read with the state of the target
+  None], of_parent, fused => None], fused, fused
+[hidden: LENGTHS]
+a token is read with its own state, not with that before it
+  index = positions - 1 => index = positions
+[models.nn.llama: heads.test_what_a_state_is('llama')]
+a hidden state counts as that of the next layer
+  (cache, layer, x) => (cache, layer + 1, x)
+[models.nn.eagle: HEAD]
+a head takes embedding and state for each other
+  [embedded, normalized] => [normalized, embedded]
+a head feeds its state back after the norm
+  config.kind == MTP or config.norm_output => config.kind != EAGLE
+[models.nn.layers: HEAD]
+weights of a norm are one less
+  jnp.expand_dims(scale, => jnp.expand_dims(scale - 1,
+[models.checkpoints.heads: heads.check_logits('sglang norm')]
+rows of a reduced vocabulary are taken for ids
+  index[ids] = => index[: len(ids)] =
 # Broken models and short contexts.
 [cache: STEP]
 a node that is NaN spoils the tree
@@ -468,7 +497,7 @@ def _run(test):
 def test_every_bug_is_read():
   names = [line for line in _TABLE.splitlines() if re.match(r'[^\s#[]', line)]
   assert names == [bug.id for bug in _BUGS]
-  assert len(names) == len(set(names)) == 104
+  assert len(names) == len(set(names)) == 114
 
 
 @pytest.mark.parametrize(('module', 'old', 'new', 'test'), _BUGS)

@@ -1,6 +1,8 @@
 """Tiny heads with random weights, in folders as those who train heads write."""
 
 import json
+import pathlib
+import tempfile
 
 import gguf
 import numpy as np
@@ -91,7 +93,6 @@ _MIMO = {'enorm': 'token_layernorm', 'hnorm': 'hidden_layernorm'}
 _MIMO |= {'fc': 'input_proj', 'norm': 'final_layernorm'}
 _DEEPSEEK = {'fc': 'eh_proj', 'norm': 'shared_head.norm'}
 _DEEPSEEK |= {'lm_head': 'shared_head.head'}
-_QWEN = {'enorm': 'pre_fc_norm_embedding', 'hnorm': 'pre_fc_norm_hidden'}
 
 
 def _within(prefix, own):
@@ -108,13 +109,6 @@ def _within(prefix, own):
   return rename
 
 
-def _qwen(name):
-  if name.startswith(('embed_tokens', 'lm_head')):
-    return name
-  first, _, rest = name.partition('.')
-  return f'mtp.{_QWEN.get(first, first)}.{rest}'
-
-
 NAMINGS = {
   'sglang': (
     lambda name: name.replace('layers.0.', 'midlayer.'),
@@ -124,7 +118,6 @@ NAMINGS = {
   'mimo': (_within('model.mtp_layers.0.', _MIMO), {}),
   'speculators mtp': (_within('mtp_layers.0.', _MIMO), {}),
   'deepseek': (_within('model.layers.61.', _DEEPSEEK), {}),
-  'qwen': (_qwen, {}),
   'eagle': (lambda name: name, {}),
 }
 
@@ -186,3 +179,10 @@ def load(folder, **options):
   model = target()
   model = model.replace(params=model.params['gpt2'])
   return heads.load(heads.locate(folder, TARGET), model, **options)
+
+
+def random_head():
+  """An EAGLE-3 head with random weights."""
+  with tempfile.TemporaryDirectory() as made:
+    folder = write(pathlib.Path(made), 'sglang', tensors('eagle3'))
+    return load(folder)

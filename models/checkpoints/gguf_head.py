@@ -125,10 +125,10 @@ class GGUFHead:
     heads = {'attn_q': keys.get('num_attention_heads')}
     heads['attn_k'] = keys.get('num_key_value_heads', heads['attn_q'])
     for name, info in gguf_header.read_header(self.path).tensors.items():
-      *layer, part, leaf = name.split('.')[-4:]
       if name.removesuffix('.weight') == 'd2t':
         yield 'd2t', _Ids(self.path, info)
         continue
+      *layer, part = name.removesuffix('.weight').split('.')
       if part not in _NAMES or len(layer) not in (0, 2):
         raise ValueError(
           f'{self.path}: tensor {name} is not part of an {_ARCHITECTURE}'
@@ -136,4 +136,4 @@ class GGUFHead:
       prefix = f'layers.{layer[1]}.' if layer else ''
       # llama.cpp rotates the neighbours of a head.
       tensor = gguf.Tensor(self.path, info, num_heads=heads.get(part))
-      yield f'{prefix}{_NAMES[part]}.{leaf}', tensor
+      yield f'{prefix}{_NAMES[part]}.weight', tensor

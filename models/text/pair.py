@@ -278,7 +278,7 @@ def load_checkpoints(
       found_head,
       model,
       dtype=checkpoint_lib.resolve_draft_dtype(
-        choice.draft_dtype, found_head, target_dtype=dtype, packed=packed
+        choice.draft_dtype, found_head.stored, target_dtype=dtype, packed=packed
       ),
       packed=packed,
       layout=dataclasses.replace(layout, divides_weights=False),

@@ -241,7 +241,7 @@ def model_digests(
     'vocabulary': pair_lib.vocabulary_digest(target.tokenizer),
   }
   if head is not None:
-    digests['head'] = model_digest(heads.locate(head, target.config))
+    digests['head'] = model_digest(heads.locate(head, target.config).stored)
   return digests
 
 

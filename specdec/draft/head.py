@@ -56,6 +56,18 @@ class Head(model_lib.LanguageModel):
 
   spec: HeadSpec = flax.struct.field(pytree_node=False)
 
+  def apply(
+    self,
+    tokens: jax.Array,
+    positions: jax.Array,
+    mask: jax.Array,
+    cache: cache_lib.KVCache,
+  ) -> tuple[jax.Array, cache_lib.KVCache]:
+    """Logits with states of zeros: what a forward costs can be measured."""
+    states = jnp.zeros((*tokens.shape, self.spec.width))
+    states, cache = self.forward(tokens, positions, mask, cache, states)
+    return self.spec.logits(self.params, states), cache
+
   def forward(
     self,
     tokens: jax.Array,

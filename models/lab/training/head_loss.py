@@ -23,7 +23,7 @@ import numpy as np
 import optax
 
 from models.lab.training import loss as loss_lib
-from models.nn import head as nn_head
+from models.nn import eagle
 from models.nn import matrices as matrices_lib
 from specdec import cache as cache_lib
 
@@ -46,7 +46,7 @@ def _joined(slots: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
 
 
 def _growing_cache(
-  config: nn_head.HeadConfig, batch_size: int, dtype: Any
+  config: eagle.HeadConfig, batch_size: int, dtype: Any
 ) -> cache_lib.KVCache:
   """A cache to which a write appends, so that gradients pass through it."""
   cache = cache_lib.init_cache(
@@ -67,9 +67,26 @@ def _mask(length: int, step: int) -> np.ndarray:
   return np.concatenate([key <= query - step, *own], axis=1)
 
 
+def _judge(
+  logits: jax.Array,
+  wanted: jax.Array,
+  choices: jax.Array,
+  ids: jax.Array | None,
+  step: int,
+) -> tuple[jax.Array, jax.Array]:
+  """The loss of a step, and the fraction of tokens that are accepted."""
+  rows = jnp.arange(logits.shape[1])[None] >= step  # The others lack a root.
+  number = logits.shape[0] * max(logits.shape[1] - step, 1)
+  mean = lambda values: jnp.sum(jnp.where(rows, values, 0)) / number
+  best = jnp.argmax(logits, axis=-1)
+  best = best if ids is None else ids[best]
+  losses = optax.softmax_cross_entropy(logits, wanted)
+  return mean(losses), mean(best == choices)
+
+
 def make_loss(
   graph: nnx.GraphDef,
-  config: nn_head.HeadConfig,
+  config: eagle.HeadConfig,
   *,
   embedding: Any,
   lm_head: Any,
@@ -100,18 +117,6 @@ def make_loss(
     matrix = params.get('lm_head', lm_head)
     return matrices_lib.matmul(module.output(states), matrix)
 
-  def judge(logits, wanted, choices, step):
-    """The loss and the accepted tokens of a step."""
-    rows = jnp.arange(logits.shape[1])[None] >= step  # The others lack a root.
-    losses = optax.softmax_cross_entropy(logits, wanted)
-    best = jnp.argmax(logits, axis=-1)
-    best = best if ids_array is None else ids_array[best]
-    mean = lambda values: (
-      jnp.sum(jnp.where(rows, values, 0))
-      / (logits.shape[0] * max(logits.shape[1] - step, 1))
-    )
-    return mean(losses), mean(best == choices)
-
   def loss(params, batch):
     params = loss_lib.cast(params, dtype)
     own = {name: part for name, part in params.items() if name != 'lm_head'}
@@ -128,8 +133,9 @@ def make_loss(
       mask = jnp.asarray(_mask(length, step))[None]
       mask = jnp.broadcast_to(mask, (batch_size, *mask.shape[1:]))
       states, cache = module(embedded, states, positions, mask, cache)
-      judged = jax.checkpoint(judge, static_argnums=3)(
-        logits_of(module, params, states), wanted, batch.choices[:, 1:], step
+      logits = logits_of(module, params, states)
+      judged = jax.checkpoint(_judge, static_argnums=4)(
+        logits, wanted, batch.choices[:, 1:], ids_array, step
       )
       losses.append(judged[0])
       accepted.append(judged[1])

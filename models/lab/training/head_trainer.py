@@ -20,7 +20,7 @@ from models.lab.training import run_record
 from models.lab.training import training_loop
 from models.nn import adapter
 from models.nn import dtypes
-from models.nn import head as nn_head
+from models.nn import eagle
 from models.nn import rope as rope_lib
 from models.nn.cpu import build
 from specdec import cache as cache_lib
@@ -83,7 +83,7 @@ class HeadTraining:
 
 def head_config(
   settings: HeadTraining, target: adapter.Config
-) -> nn_head.HeadConfig:
+) -> eagle.HeadConfig:
   """The shape of a head for a target.
 
   Raises:
@@ -98,7 +98,7 @@ def head_config(
       f'--heads={num_heads} must divide the width {target.width} of the target'
       ' into heads of even width'
     )
-  return nn_head.HeadConfig(
+  return eagle.HeadConfig(
     vocab_size=target.vocab_size,
     num_positions=target.num_positions,
     width=target.width,
@@ -136,7 +136,7 @@ class _Run:
   """
 
   settings: HeadTraining
-  config: nn_head.HeadConfig
+  config: eagle.HeadConfig
   target: model_lib.LanguageModel
   embedding: Any
   lm_head: Any
@@ -179,7 +179,7 @@ class _Run:
   ) -> tuple[nnx.GraphDef, Any, jax.Array]:
     """The module's graph and parameters, and the target's output matrix."""
     graph, variables = nnx.split(
-      nn_head.Head(self.config, rngs=nnx.Rngs(self.settings.seed))
+      eagle.Head(self.config, rngs=nnx.Rngs(self.settings.seed))
     )
     params = nnx.to_pure_dict(variables)
     # The output matrix is made for states that the target has normalised.
@@ -197,7 +197,7 @@ class _Run:
     ids: np.ndarray | None,
     train_set: head_features.Features,
     held_out: head_features.Features,
-  ) -> tuple[nn_head.Head, np.ndarray | None, list[training_loop.Progress]]:
+  ) -> tuple[eagle.Head, np.ndarray | None, list[training_loop.Progress]]:
     """The trained module, its output matrix if it has one, and the curve."""
     settings = self.settings
     graph, params, of_target = self._initial(ids)

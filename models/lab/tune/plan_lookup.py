@@ -67,7 +67,7 @@ class Setup:
     dtype = draft_dtype = checkpoint_lib.resolve_dtype(choice.dtype, target)
     drafting: checkpoint_lib.StoredTensors | None = draft
     if choice.head is not None:
-      drafting = heads.locate(choice.head, target.config)
+      drafting = heads.locate(choice.head, target.config).stored
     if drafting is not None:
       draft_dtype = checkpoint_lib.resolve_draft_dtype(
         choice.draft_dtype, drafting, target_dtype=dtype, packed=packed
