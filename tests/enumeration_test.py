@@ -359,7 +359,8 @@ def _random_case(seed, vocab_size=4):
     'stochastic': np.array([row.get('temperature', 1.0) > 0 for row in rows]),
     'sampling': enumeration.params(values, _BATCH_SIZE, vocab_size),
     'randomness': sampling_lib.Randomness(
-      noise=np.zeros((_BATCH_SIZE, _DEPTH + 1, vocab_size), np.float32),
+      # A chain may be as deep as there are nodes.
+      noise=np.zeros((_BATCH_SIZE, _NUM_NODES, vocab_size), np.float32),
       draft_keys=jax.random.split(jax.random.key(seed), _BATCH_SIZE),
       uniforms=rng.random((_BATCH_SIZE, _NUM_NODES), np.float32),
       residual_noise=rng.gumbel(size=shape[::2]).astype(np.float32),
