@@ -89,6 +89,11 @@ def _compile(method, workload, device, *mesh):
   return programs.compile_program(method, workload, device, *mesh)
 
 
+@functools.cache
+def _compiled(device, method):
+  return _compile(method, _WORKLOAD, programs.DEVICES[device])
+
+
 @pytest.fixture
 def update(request):
   return request.config.getoption('--update_limits')
@@ -102,7 +107,7 @@ def update(request):
   ],
 )
 def test_the_compiled_loops_of_the_demo_pair(device, method, update):
-  compiled = _compile(method, _WORKLOAD, programs.DEVICES[device])
+  compiled = _compiled(device, method)
   report = report_lib.analyse(method, compiled, programs.DEVICES[device])
   # As XLA would where only a part of a top-k is used.
   for one in hlo.parse(compiled.text).computations.values():

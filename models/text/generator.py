@@ -281,8 +281,7 @@ def load(
     draft: the draft model, named in the same way; None for none.
     method: one of `models.text.drafters.METHODS`; `plain` drafts nothing.
     drafting: settings of the method.
-    plan: a `models.Plan` or its file, made by scripts/tune.py; takes the place
-      of `method` and `drafting`.
+    plan: a `models.Plan` or its file, in place of `method` and `drafting`.
     dtype: of the target; for this and the next see
       `models.text.pair.ModelChoice`.
     draft_dtype: of the draft.
@@ -302,8 +301,7 @@ def load(
       not fit together; gives the reason.
   """
   choice = pair_lib.ModelChoice(
-    target,
-    draft,
+    *(target, draft),
     revision=revision,
     dtype=dtype,
     draft_dtype=draft_dtype,

@@ -113,13 +113,10 @@ def make_loss(
   """
   ids_array = None if ids is None else jnp.asarray(ids, jnp.int32)
 
-  def logits_of(module, params, states):
-    matrix = params.get('lm_head', lm_head)
-    return matrices_lib.matmul(module.output(states), matrix)
-
   def loss(params, batch):
     params = loss_lib.cast(params, dtype)
     own = {name: part for name, part in params.items() if name != 'lm_head'}
+    matrix = params.get('lm_head', lm_head)
     module = nnx.merge(graph, own)
     tokens = jnp.asarray(batch.tokens)[:, 1:]
     batch_size, length = tokens.shape
@@ -133,7 +130,7 @@ def make_loss(
       mask = jnp.asarray(_mask(length, step))[None]
       mask = jnp.broadcast_to(mask, (batch_size, *mask.shape[1:]))
       states, cache = module(embedded, states, positions, mask, cache)
-      logits = logits_of(module, params, states)
+      logits = matrices_lib.matmul(module.output(states), matrix)
       judged = jax.checkpoint(_judge, static_argnums=4)(
         logits, wanted, batch.choices[:, 1:], ids_array, step
       )
