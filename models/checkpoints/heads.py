@@ -242,16 +242,14 @@ def locate(name: str | pathlib.Path, target: Any) -> StoredHead:
   """Finds a head for a target of this shape, and reads its own shape.
 
   Args:
-    name: `demo` (embedded), a folder, a GGUF file, or an id on the Hugging Face
-      hub.
+    name: a folder, a GGUF file, or an id on the Hugging Face hub.
     target: the shape of the target.
 
   Raises:
     ValueError: there is no such folder, it holds no head, or one for another
       target.
   """
-  path = hub.locate('demo-head' if name == 'demo' else name).path
-  found = StoredHead(path, target)
+  found = StoredHead(hub.locate(name).path, target)
   _ = found.config
   return found
 

@@ -29,11 +29,7 @@ from specdec import memory
 _CONTAINERS = (gguf.GGUFFile, hugging_face.HuggingFaceFolder)
 
 _DEMO = pathlib.Path(__file__).parents[1] / 'demo'
-_EMBEDDED = {
-  'demo': _DEMO / 'target',
-  'demo-draft': _DEMO / 'draft',
-  'demo-head': _DEMO / 'head',
-}
+_EMBEDDED = {'demo': _DEMO / 'target', 'demo-draft': _DEMO / 'draft'}
 
 _HUB_FILES = ('*.json', '*.jinja', '*.safetensors', '*.txt', '*.model')
 _NO_HUB_FILES = ('consolidated*',)  # The weights once more, in one file.
@@ -45,11 +41,10 @@ def locate(
   """Finds a model by its name.
 
   Args:
-    name: `demo`, `demo-draft` or `demo-head` (the embedded target and what
-      drafts for it), a folder, a GGUF file of whatever name, or the id of a
-      model on the Hugging Face hub, which is downloaded (weights in
-      safetensors, config and tokenizer only). A `pathlib.Path` is always a
-      folder or a file.
+    name: `demo` or `demo-draft` (the embedded pair), a folder, a GGUF file of
+      whatever name, or the id of a model on the Hugging Face hub, which is
+      downloaded (weights in safetensors, config and tokenizer only). A
+      `pathlib.Path` is always a folder or a file.
     revision: branch, tag or commit on the hub.
 
   Raises:
