@@ -94,8 +94,8 @@ def _start(
   penalizes = request.sampling.repetition_penalty is not None
   if penalizes and not any(map(is_seen, request.watchers)):
     raise ValueError('repetition_penalty needs SeenTokens among the watchers')
-  # Finished rows keep verifying until the batch ends, so the cache has N extra
-  # slots.
+  # Rows that are done are computed until the batch ends, so the cache has N
+  # slots more than tokens.
   read = model_lib.prefill(
     target,
     request.prompt,

@@ -290,7 +290,7 @@ def commit(
     state: after the forwards of the step.
     path: `[B, D + 1]` int32, the accepted node of each depth, then `NO_NODE`.
     num_kept: `[B]` int32, the number of them, the root not counted, that are
-      now part of the text; -1 for a row that is done and stays as it is.
+      now part of the text; -1 for a row that is done, which keeps no node.
   """
   if state.window.shape[1] == 1:  # the root alone, which is in place
     cache = state.cache.replace(length=state.cache.length + num_kept + 1)

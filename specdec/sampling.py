@@ -173,7 +173,8 @@ def seen_by_nodes(
     max_depth: D.
 
   Returns:
-    `[B, W, V]` bool.
+    `[B, W, V]` bool. The root's token is in `seen`, too; a count would have to
+    leave it out once.
   """
 
   def of_row(

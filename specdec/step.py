@@ -149,6 +149,7 @@ def step(
 ) -> tuple[DecodeState, StepRecord]:
   """Takes all rows on that are not done; see `loop.decode`.
 
+  A row that is done is computed with the others, but emits and keeps nothing.
   The drafter `PLAIN` makes it a plain step, whatever stages the state has.
   """
   ctx = step_context(target, drafter, request, state, config)

@@ -75,7 +75,8 @@ class Scores:
 
   #: `[B, W]` int32, those that were scored; `NO_NODE` for the others.
   nodes: jax.Array
-  #: `[B, W, K]` int32, the likeliest tokens to follow, best first and distinct.
+  #: `[B, W, K]` int32, the tokens of the K children, best first and distinct;
+  #: if they are drawn, in the order of the draws, with replacement repeated.
   tokens: jax.Array
   #: `[B, W, K]` float32, their log-probabilities, at most 0;
   #: `sampling.EXCLUDED` for entries that are no candidates.
@@ -244,7 +245,7 @@ class Scorer:
       state: the state before.
       path: `[B, D + 1]` int32, the accepted node of each depth, then `NO_NODE`.
       num_kept: `[B]` int32, the number of them, the root not counted, that are
-        now part of the text; -1 for a row that is done and stays as it is.
+        now part of the text; -1 for a row that is done, which keeps no node.
     """
     del path, num_kept
     return state

@@ -274,7 +274,7 @@ class _BestFirst(_Policy):
       cost = scorer.bytes_per_forward(config.width) / ctx.target_bytes
     if cost == 0:
       return jnp.any(frontier.can_grow)
-    # The same cost at the rate of tokens per cost so far.
+    # The tokens that this cost would bring at the average rate so far.
     price = cost * frontier.expected / (1.0 + rounds_done * cost)
     # Rows share their forwards, so it is their sums that count.
     total = lambda values: jnp.sum(jnp.where(ctx.active, values, 0.0))

@@ -81,7 +81,7 @@ def rank_logits(
     number: K, of the best; at most V.
   """
   scores = calibration * (sampling_lib.filter_logits(logits, sampling) + noise)
-  # For the barriers see `sampling.filter_logits`. A single one for both results
+  # For the barriers see `sampling._ranked`. A single one for both results
   # crashes XLA's CPU backend on several devices.
   best, tokens = map(lax.optimization_barrier, lax.top_k(scores, number))
   # The log-sum-exp of all, without searching for the largest once more.
