@@ -377,8 +377,8 @@ WITHOUT_REPLACEMENT = 'without_replacement'
 BEST_AND_DRAWN = 'best_and_drawn'
 BEST = 'best'
 CHILDREN = (BEST, WITHOUT_REPLACEMENT, WITH_REPLACEMENT, BEST_AND_DRAWN)
-"""How the k children of a node are chosen: the best, k draws, or one draw and
-the k - 1 best, among which it is not."""
+"""How the k children of a node are chosen: the best, k draws, or the k - 1 best
+and, as the last, a draw among the other tokens."""
 
 # Streams of randomness that belong to a step, not to a position. They are far
 # from any position, so that none is ever a stream of `position_noise`.

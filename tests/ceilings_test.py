@@ -77,18 +77,19 @@ def test_one_step_against_a_linear_program(children):
 
 def _drawn_trees(worlds, world, topology, children):
   """The probabilities and the states of the nodes of all drawn trees."""
-  paths, trees = [(), *topology.paths], {(world * len(worlds.contexts),): 1.0}
-  for path in topology.paths:
-    siblings = [other for other in topology.paths if other[:-1] == path[:-1]]
-    more = collections.Counter()
-    for states, prob in trees.items():
-      parent = np.array([states[paths.index(path[:-1])]])
-      after = worlds.following(parent)
-      drawn = np.isin(after, states)
-      [law] = worlds.next_draw(parent, drawn, path[-1], len(siblings), children)
-      for token in np.flatnonzero(law):
-        more[(*states, int(after[0, token]))] += prob * law[token]
-    trees = more
+  paths, trees = [()], {(world * len(worlds.contexts),): 1.0}
+  for above in [(), *topology.paths]:
+    ranks = enumeration.turns(topology, above, children)
+    for rank in ranks:
+      more = collections.Counter()
+      for states, prob in trees.items():
+        parent = np.array([states[paths.index(above)]])
+        after = worlds.following(parent)
+        given = np.isin(after, states), rank, len(ranks), children
+        [law] = worlds.next_draw(parent, *given)
+        for token in np.flatnonzero(law):
+          more[(*states, int(after[0, token]))] += prob * law[token]
+      paths, trees = [*paths, (*above, rank)], more
   sets = collections.Counter()
   for states, prob in trees.items():
     sets[frozenset(states)] += prob

@@ -218,21 +218,21 @@ class Worlds:
     """`[n]`, the state after one token of each state."""
     return self.following(states)[range(len(tokens)), tokens]
 
-  def is_drawn(self, states: np.ndarray, rank: int, children) -> np.ndarray:
-    """`[n]` bool, whether a child of a state is drawn, not the best."""
-    others = children == sampling_lib.BEST_AND_DRAWN and rank > 0
+  def is_drawn(self, states, rank: int, number: int, children) -> np.ndarray:
+    """`[n]` bool, whether a child of a state is drawn, not one of the best."""
+    others = children == sampling_lib.BEST_AND_DRAWN and rank < number - 1
     is_best = children == sampling_lib.BEST or others
     return self.stochastic[states] & (not is_best)
 
   def proposals(self, states, number: int, children) -> np.ndarray:
-    """`[n, V]`, what the first of `number` drawn children is drawn from."""
+    """`[n, V]`, what drawn children are from; zeros if there is no such."""
     law = self.draft[states]
     if children != sampling_lib.BEST_AND_DRAWN:
       return law
     order = np.argsort(np.argsort(-law, axis=1, kind='stable'), axis=1)
     rest = np.where(order < number - 1, 0.0, law)
-    rest = np.where(np.any(rest, axis=1)[:, None], rest, order == 0)
-    return (rest / rest.sum(1, keepdims=True)).astype(law.dtype)
+    total = rest.sum(1, keepdims=True)
+    return (rest / np.where(total > 0, total, 1.0)).astype(law.dtype)
 
   def begin(self) -> np.ndarray:
     """The mass of each state at the start: all of it on the prompt."""
@@ -261,20 +261,20 @@ class Worlds:
       law = np.where(drawn, 0.0, law)
     total = law.sum(1, keepdims=True)
     law = law / np.where(total > 0, total, 1.0)
-    stochastic = self.stochastic[states]
-    place = np.full(len(states), rank)
-    possible = np.ones(law.shape, bool)
-    if children == sampling_lib.BEST_AND_DRAWN:
-      support = self.draft[states] > 0
-      # The draw comes before them, unless there is nothing else to draw.
-      place -= stochastic & (support.sum(1) >= number)
-      possible = support | ~stochastic[:, None]
     best = np.zeros(law.shape, bool)
-    there = (place >= 0) & (place < self.vocab_size)
-    ranked = self.ranked[states, np.clip(place, 0, self.vocab_size - 1)]
-    best[there] = ranked[there, None] == np.arange(self.vocab_size)
-    is_drawn = self.is_drawn(states, rank, children)[:, None]
-    return np.where(is_drawn, law, best & possible)
+    if rank < self.vocab_size:
+      best = self.ranked[states, rank, None] == np.arange(self.vocab_size)
+    if children == sampling_lib.BEST_AND_DRAWN:
+      best &= (self.draft[states] > 0) | ~self.stochastic[states][:, None]
+    is_drawn = self.is_drawn(states, rank, number, children)[:, None]
+    return np.where(is_drawn, law, best)
+
+
+def turns(topology, path, children) -> list[int]:
+  """The ranks of the children of a node, in the order of their turns."""
+  ranks = [other[-1] for other in topology.paths if other[:-1] == path]
+  is_last_first = children == sampling_lib.BEST_AND_DRAWN
+  return sorted(ranks, reverse=is_last_first)
 
 
 def spread(mass: np.ndarray, at: np.ndarray, more: np.ndarray) -> None:
@@ -403,7 +403,7 @@ def _try_children(worlds, states, mass, ranks, children):
     rows, tokens = np.nonzero(law)
     here = states[rows]
     certain = np.eye(worlds.vocab_size, dtype=draft.dtype)[tokens]
-    is_drawn = worlds.is_drawn(here, rank, children)[:, None]
+    is_drawn = worlds.is_drawn(here, rank, len(ranks), children)[:, None]
     chance, left, after = _in_chunks(
       *(functools.partial(_attempt, children=children), target[rows]),
       *(np.where(is_drawn, draft[rows], certain), tokens.astype(np.int32)),
@@ -433,10 +433,7 @@ def tree_law(worlds: Worlds, topology, children: str, length: int):
   `[W, V ** length]`.
   """
   paths = [(), *topology.paths]
-  ranks = {
-    path: [other[-1] for other in paths if other and other[:-1] == path]
-    for path in paths
-  }
+  ranks = {path: turns(topology, path, children) for path in paths}
   mass = worlds.begin()
   for first in range(length):
     arrived = {(): np.where(worlds.length == first, mass, 0.0)}
@@ -486,12 +483,11 @@ def traversal_law(worlds: Worlds, topology, children: str):
   length = topology.max_depth + 1
   found = np.zeros(len(worlds.length))
   accepted = np.zeros(len(worlds.names))
-  paths = {(), *topology.paths}
 
   def visit(path, states, mass, weight):
     """The mass with which a node is left, of rows that enter it, all `[n]`."""
     rows, size = np.arange(len(states)), len(states)
-    ranks = sorted(other[-1] for other in paths if other[:-1] == path != other)
+    ranks = turns(topology, path, children)
     target = worlds.target[states]
     draft = worlds.proposals(states, len(ranks), children)
     drawn = np.zeros(target.shape, bool)
@@ -500,7 +496,7 @@ def traversal_law(worlds: Worlds, topology, children: str):
       at, tokens = np.nonzero(law)
       here = states[at]
       certain = np.eye(worlds.vocab_size, dtype=draft.dtype)[tokens]
-      is_drawn = worlds.is_drawn(here, rank, children)[:, None]
+      is_drawn = worlds.is_drawn(here, rank, len(ranks), children)[:, None]
       chance, *left = _in_chunks(
         functools.partial(weigh, children=children),
         *(weight[at], target[at], np.where(is_drawn, draft[at], certain)),

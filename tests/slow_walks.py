@@ -72,14 +72,14 @@ def _choose(probs, noise):
 
 
 def drawn_from(probs, number, children):
-  """What the first of `number` children is drawn from, by the draft's [V]."""
+  """What a drawn one of `number` children is from, by the draft's [V]."""
   best, _ = _best(_log(probs), len(probs))
   if children != sampling_lib.BEST_AND_DRAWN:
     return probs
   apart = best[: min(number, len(best)) - 1]
   rest = np.where(np.isin(np.arange(len(probs)), apart), 0.0, probs)
-  if number > len(best):  # the best stands in for a draw
-    rest = np.eye(len(probs))[best[0]]
+  if number > len(best):  # the last one stands in for a draw
+    rest = np.eye(len(probs))[best[-1]]
   return rest / rest.sum()
 
 
@@ -93,9 +93,9 @@ def pick_children(probs, noise, number, stochastic, children, count):
     best, margin = _best(_log(probs), count)
     if not stochastic:
       return best, margin
-    first, gap = _choose(drawn_from(probs, count, children), noise)
-    others = [token for token in best if token != first]
-    return [first, *others][: min(count, len(best))], min(margin, gap)
+    drawn, gap = _choose(drawn_from(probs, count, children), noise)
+    others = [token for token in best[: count - 1] if token != drawn]
+    return [*others, drawn], min(margin, gap)
   if children == sampling_lib.BEST or not stochastic:
     return _best(_log(probs), number)
   if children == sampling_lib.WITHOUT_REPLACEMENT:
@@ -110,9 +110,9 @@ def _is_accepted(uniform, prob):
   return uniform < prob, abs(uniform - prob) if close else np.inf
 
 
-def _counts_as(left, token, rank, stochastic, children):
+def _counts_as(left, token, turn, stochastic, children):
   """The distribution that a child is judged by; `left [V]` is the draft's."""
-  if children == sampling_lib.BEST_AND_DRAWN and rank:
+  if children == sampling_lib.BEST_AND_DRAWN and turn:
     children = sampling_lib.BEST
   is_drawn = stochastic and children != sampling_lib.BEST
   return left if is_drawn else np.eye(len(left))[token]
@@ -125,6 +125,12 @@ def _without(left, token, children):
   return left / max(left.sum(), 1e-300)
 
 
+def _children(parent, node, children):
+  """The places of children in their turns."""
+  places = np.flatnonzero(parent == node)
+  return places[::-1] if children == sampling_lib.BEST_AND_DRAWN else places
+
+
 def walk(parent, token, target, draft, uniforms, noise, stochastic, children):
   """Goes down a tree, from sibling to sibling.
 
@@ -135,9 +141,9 @@ def walk(parent, token, target, draft, uniforms, noise, stochastic, children):
   path, margin = [0], np.inf
   wanted, left = target[0], draft[0]
   while True:
-    for rank, child in enumerate(np.flatnonzero(parent == path[-1])):
+    for turn, child in enumerate(_children(parent, path[-1], children)):
       proposed = token[child]
-      law = _counts_as(left, proposed, rank, stochastic, children)
+      law = _counts_as(left, proposed, turn, stochastic, children)
       ratio = wanted[proposed] / law[proposed]
       accepted, gap = _is_accepted(uniforms[child], ratio)
       margin = min(margin, gap)
@@ -163,9 +169,9 @@ def walk_up(
   def visit(node, weight):
     """The path from a node on and what is left at its end, or None."""
     wanted, left = target[node], draft[node]
-    for rank, child in enumerate(np.flatnonzero(parent == node)):
+    for turn, child in enumerate(_children(parent, node, children)):
       proposed = token[child]
-      law = _counts_as(left, proposed, rank, stochastic, children)
+      law = _counts_as(left, proposed, turn, stochastic, children)
       below = visit(child, min(1.0, weight * wanted[proposed] / law[proposed]))
       if below:
         return [node, *below[0]], below[1]

@@ -269,7 +269,7 @@ a block: proposals of the first nodes, not of the verified ones
 a block: the residual of the root behind any prefix
   left = _at(walk.target, walk.depth) => left = walk.target[:, 0]
 a block: residual where all was accepted
-  untried = walk.last == walk.place => untried = walk.depth > 99
+  _where(walk.turn == 0, known => _where(walk.depth > 99, known
 [verify.rejection: TRAVERSED]
 weights above 1
   draft), 1e-37), 1.0) => draft), 1e-37), 1e9)
@@ -292,16 +292,16 @@ nothing left and nothing missing is a weight of 0
 drawn among the best, too
   is_apart, best, log_probs.shape[-1]) => False, best, log_probs.shape[-1])
 all children are apart from the draw
-  counts[..., None] - 1 => counts[..., None]
+  < counts[..., None] - 1 => < counts[..., None]
 the draw counts as one from the whole distribution
   jnp.where(can_draw, rest, point)) => log_probs)
 a draw where there is nothing to draw
-  jnp.where(can_draw, tokens, best) => tokens
+  is_drawn = can_draw & => is_drawn =
 [verify.rejection: enumeration.check_walks('best_and_drawn')]
 the best count as drawn
-  jnp.any(jnp.tril(same, -1), axis=2) => (same[:, 0] & False)
-the last of the best counts as drawn
-  jnp.tril(same, -1) => jnp.triu(same, 1)
+  is_drawn = ~jnp.any(before, axis=2) => pass
+the best are tried first, as if the first was drawn
+  jnp.triu(siblings, 1) => before
 # What is returned beside tokens.
 [watchers: step.test_stop_strings_go_on_where_the_emitted_tokens_led()]
 stop strings are forgotten between blocks

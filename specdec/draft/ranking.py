@@ -137,9 +137,9 @@ def rank_candidates(
 def _best_and_drawn(
   log_probs: jax.Array, noise: jax.Array, number: int, counts: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """One child drawn off the k - 1 best, then these (arXiv 2502.18779).
+  """The k - 1 best children, then one drawn off them (arXiv 2502.18779).
 
-  Where no other token can be drawn, the best one is, with certainty.
+  Where there is no other token, the last possible child is drawn for certain.
 
   Args:
     log_probs: `[B, W, V]` float32.
@@ -148,9 +148,9 @@ def _best_and_drawn(
     counts: `[B, W]` int32, how many children each node has, k.
 
   Returns:
-    `[B, W, K]` int32 tokens, and the distributions of the first, `[B, W, V]`.
+    `[B, W, K]` int32 tokens, and the distributions of the last, `[B, W, V]`.
   """
-  _, best = lax.top_k(log_probs, number)
+  scores, best = lax.top_k(log_probs, number)
   is_apart = jnp.arange(number) < counts[..., None] - 1
   at = jnp.where(is_apart, best, log_probs.shape[-1])
   exclude = jax.vmap(
@@ -158,15 +158,14 @@ def _best_and_drawn(
   )
   rest = exclude(log_probs, at)
   can_draw = jnp.max(rest, axis=-1, keepdims=True) > sampling_lib.EXCLUDED
-  point = jnp.where(
-    jax.nn.one_hot(best[..., 0], rest.shape[-1], dtype=bool),
-    0.0,
-    sampling_lib.EXCLUDED,
-  )
+  last = jnp.sum(scores > sampling_lib.EXCLUDED, axis=-1, keepdims=True) - 1
+  last = jnp.take_along_axis(best, jnp.maximum(last, 0), axis=-1)
+  is_last = jnp.arange(rest.shape[-1]) == last
+  point = jnp.where(is_last, 0.0, sampling_lib.EXCLUDED)
   drawn = sampling_lib.best_token(rest + noise)[..., None]
-  tokens = jnp.concatenate([drawn, best[..., :-1]], axis=-1)
+  is_drawn = can_draw & (jnp.arange(number) == counts[..., None] - 1)
   return (
-    jnp.where(can_draw, tokens, best),
+    jnp.where(is_drawn, drawn, best),
     sampling_lib.softmax(jnp.where(can_draw, rest, point)),
   )
 

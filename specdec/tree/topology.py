@@ -206,8 +206,8 @@ class Topology:
   @property
   def num_children(self) -> np.ndarray:
     """`[N]` int32, of each node."""
-    is_node = self.children < self.num_nodes
-    return np.asarray(np.sum(is_node, axis=1, dtype=np.int32))
+    exists = self.children < self.num_nodes
+    return exists.sum(axis=1).astype(np.int32)
 
   def select(self, tree: tree_lib.TokenTree) -> jax.Array:
     """`[B, N]` int32, all places; `NO_NODE` where no candidate was found."""

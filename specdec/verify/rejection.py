@@ -104,6 +104,7 @@ class _Nodes(flax.struct.PyTreeNode):
   node: jax.Array  # [B, N] int32, in the tree
   token: jax.Array  # [B, N] int32
   parent: jax.Array  # [B, N] int32, in the tree
+  turn: jax.Array  # [B, N] int32, how many siblings are tried before
   is_drawn: jax.Array  # [B, N] bool; the others are as drawn from point masses
   uniform: jax.Array  # [B, N]
   logits: jax.Array  # [B, N, V]
@@ -115,12 +116,12 @@ class _Nodes(flax.struct.PyTreeNode):
     logits = _at(self.logits, place)[:, None]
     return sampling_lib.token_probs(logits, self.sampling)[:, 0]
 
-  def next_child(
-    self, place: jax.Array, last: jax.Array
+  def child(
+    self, place: jax.Array, turn: jax.Array
   ) -> tuple[jax.Array, jax.Array]:
-    """Whether a node has a child behind `last`, and its place or the node's."""
-    untried = jnp.arange(self.node.shape[1])[None] > last[:, None]
-    below = untried & (self.parent == _at(self.node, place)[:, None])
+    """Whether a node has a child of this turn, and its place or the node's."""
+    below = self.parent == _at(self.node, place)[:, None]
+    below &= self.turn == turn[:, None]
     exists = jnp.any(below, axis=1)
     return exists, jnp.where(exists, jnp.argmax(below, axis=1), place)
 
@@ -142,7 +143,7 @@ class _Walk(flax.struct.PyTreeNode):
 
   depth: jax.Array  # [B] int32
   path: jax.Array  # [B, D + 1] int32, see `Verdict.index`
-  last: jax.Array  # [B] int32, the place of the node that was tried last
+  turn: jax.Array  # [B] int32, of the child that is tried next
   done: jax.Array  # [B] bool, whether the node at `place` is accepted
   weight: jax.Array  # [B, D + 1], the chance to accept a node or one below it
   # [B, D + 1, V], at nodes of which a child was tried; [B, 1, V], at the last
@@ -164,7 +165,7 @@ def _init_walk(shape: tuple[int, int], num_kept: int, vocab_size: int) -> _Walk:
   return _Walk(
     depth=zeros,
     path=jnp.where(is_root, tree_lib.ROOT, tree_lib.NO_NODE),
-    last=zeros,
+    turn=zeros,
     done=zeros > 0,
     weight=is_root.astype(jnp.float32),
     target=nothing,
@@ -177,7 +178,8 @@ class RejectionRule:
   """Tries the children of each accepted node in turn; see `Rule`."""
 
   #: One of `sampling.CHILDREN`. Siblings must come in the order in which they
-  #: were drawn. In rows at temperature 0 children are the best.
+  #: were drawn, or the one that was drawn after the best. In rows at
+  #: temperature 0 children are the best.
   children: str = sampling_lib.BEST
 
   shares_noise = False
@@ -205,7 +207,7 @@ class RejectionRule:
 
   def _move(self, nodes: _Nodes, walk: _Walk) -> _Walk:
     """Tries the next child of a node, or accepts or leaves the node."""
-    tries, child = nodes.next_child(walk.place, walk.last)
+    tries, child = nodes.child(walk.place, walk.turn)
     fails = _at(nodes.uniform, walk.place) >= _at(walk.weight, walk.depth)
     leaves = ~tries & fails & (walk.depth > 0)
     moves = tries | leaves
@@ -213,7 +215,7 @@ class RejectionRule:
     weight, target, draft = (
       _at(array, depth) for array in (walk.weight, walk.target, walk.draft)
     )
-    is_first = tries & (walk.last == walk.place)
+    is_first = tries & (walk.turn == 0)
     begin = functools.partial(nodes.begin, is_first, walk.place)
     keep = lambda *given: given
     target, draft = lax.cond(jnp.any(is_first), begin, keep, target, draft)
@@ -240,7 +242,7 @@ class RejectionRule:
     return _Walk(
       depth=depth + enters,
       path=_put(walk.path, depth + 1, entered, moves),
-      last=jnp.where(moves, child, walk.last),
+      turn=jnp.where(rejects, _at(nodes.turn, child) + 1, walk.turn * ~moves),
       done=~moves,
       weight=_put(weights, depth + 1, weight_below, enters),
       target=_write(walk.target, depth, target),
@@ -260,13 +262,16 @@ class RejectionRule:
     parent = jnp.where(nodes >= 0, _at(tree.parent, nodes), tree_lib.NO_NODE)
     draws = self.children != sampling_lib.BEST
     is_drawn = jnp.full(parent.shape, draws)
-    if self.children == sampling_lib.BEST_AND_DRAWN:  # the first of siblings
-      same = parent[:, :, None] == parent[:, None]
-      is_drawn = ~jnp.any(jnp.tril(same, -1), axis=2)
+    siblings = parent[:, :, None] == parent[:, None]
+    before = jnp.tril(siblings, -1)
+    if self.children == sampling_lib.BEST_AND_DRAWN:  # the last one first
+      before = jnp.triu(siblings, 1)
+      is_drawn = ~jnp.any(before, axis=2)
     known = _Nodes(
       node=nodes,
       token=_at(tree.token, nodes),
       parent=parent,
+      turn=jnp.sum(before, axis=2, dtype=jnp.int32),
       is_drawn=is_drawn & sampling.is_stochastic[:, None],
       uniform=randomness.uniforms,
       logits=logits,
@@ -281,8 +286,7 @@ class RejectionRule:
       _init_walk(shape, num_kept, logits.shape[2]),
     )
     left = _at(walk.target, walk.depth)
-    untried = walk.last == walk.place
-    left = _where(untried, known.target_after(walk.place), left)
+    left = _where(walk.turn == 0, known.target_after(walk.place), left)
     bonus = draw(left, randomness.residual_noise)
     following = jnp.pad(_at(known.token, walk.path)[:, 1:], ((0, 0), (0, 1)))
     at_end = jnp.arange(shape[1])[None] == walk.depth[:, None]
