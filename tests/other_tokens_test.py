@@ -185,7 +185,7 @@ def test_sequences_have_the_targets_law(monkeypatch):
         enumeration.block_law(worlds, 2, children, length, 2),
       ):
         assert enumeration.distance(law, expected).max() < 1e-12
-        assert emitted.mean() > 1.3
+        assert emitted.mean() > 1.2
 
 
 _TEXT = 'def add(first, second):\n  return first + second\n' * 20
@@ -194,9 +194,9 @@ _OTHER = 'def sub(first, third):\n  return [first - third]\n' * 20
 
 @pytest.fixture(scope='module')
 def folders(tmp_path_factory):
-  """A target, a draft with another tokenizer, one that shares only bytes."""
+  """A target, and a draft with another tokenizer."""
   folder = tmp_path_factory.mktemp('pair')
-  texts = {'target': _TEXT, 'draft': _OTHER, 'bytes': _TEXT.upper()}
+  texts = {'target': _TEXT, 'draft': _OTHER}
   for seed, (name, text) in enumerate(texts.items()):
     tokenizer = tokenizer_lib.train_tokenizer(
       [text], vocab_size=280 + seed, context=96
@@ -208,9 +208,9 @@ def folders(tmp_path_factory):
   return folder
 
 
-def _load(folder, draft='draft', **options):
+def _load(folder, **options):
   return models.load(
-    str(folder / 'target'), str(folder / draft), dtype='float32', **options
+    str(folder / 'target'), str(folder / 'draft'), dtype='float32', **options
   )
 
 
@@ -225,10 +225,9 @@ _DECODE |= {'sampling': specdec.Sampling(temperature=0.9, top_p=0.95)}
 def test_a_pair(folders, method, verify, size, caplog):
   lm = _load(folders, method=method, draft_vocab=size)
   (line,) = [one for one in caplog.messages if 'tokenizers of' in one]
-  pairs = [(folders / name).name for name in ('target', 'draft')]
-  assert all(name in line for name in pairs)
-  target, draft = (hub.locate(folders / name) for name in pairs)
-  shared = shared_tokens.of_checkpoints(target, draft)
+  paths = (folders / 'target', folders / 'draft')
+  assert all(str(path) in line for path in paths)
+  shared = shared_tokens.of_checkpoints(*map(hub.locate, paths))
   same = shared.same
   assert f'share {(same >= 0).sum()} tokens' in line
   assert f'about {100 * shared.share:.0f} %' in line
@@ -247,11 +246,3 @@ def test_a_pair(folders, method, verify, size, caplog):
   assert proposed
   # The ids of a draft vocabulary are the draft's.
   assert all(0 <= same[one] < (size or 281) for one in proposed)
-
-
-def test_what_shares_too_little_is_refused(folders):
-  with pytest.raises(ValueError, match=r'share \d+ tokens, .* 5 %') as error:
-    _load(folders, 'bytes')
-  assert all(
-    str(folders / one) in str(error.value) for one in ('target', 'bytes')
-  )

@@ -38,8 +38,8 @@ _TESTS = {
   'WALKS': "enumeration.check_walks('without_replacement')",
 }
 
-# A module of specdec and a test; the name of a bug, code, what replaces it, in
-# which @ stands for the code.
+# A module of specdec, or the whole name of another, and a test; the name of a
+# bug, code, what replaces it, in which @ stands for the code.
 _TABLE = r"""
 # The rule by which tokens are accepted and emitted.
 [tree.tree: tree.test_the_accepted_path()]
@@ -308,6 +308,21 @@ a row goes on with choices from NaN
 [draft.growth: growth_stop.test_no_node_is_scored_beyond_the_context()]
 a draft goes on beyond its context
   jnp.maximum(longest - ctx.length, -1) => @ + 1
+# A draft with another tokenizer.
+[models.nn.other_tokens: other_tokens.check_what_is_read('gpt2')]
+logits of other ids than the target's
+  jnp.maximum(same, 0), axis => jnp.arange(same.size), axis
+ids are read as they are
+  parts = params['parts'][tokens] => parts = 0 * @ + tokens[..., None]
+parts are read in the wrong order
+  jnp.maximum(parts, 0).reshape => jnp.maximum(parts, 0)[..., ::-1].reshape
+positions are those of the target's tokens
+  (before[:, :, None] + own) => (before[:, :, None] * 0 + slot[..., None] + own)
+slots without a part are seen
+  & is_used[:, None, None] => & (is_used[:, None, None] | True)
+[models.text.shared_tokens: other_tokens.check_what_is_shared()]
+the first parts are kept, not the last
+  tokens[-_MOST_PARTS:] => tokens[:_MOST_PARTS]
 """
 
 
@@ -356,6 +371,10 @@ def _is_ours(module):
   return root in (*_ROOTS, *_HELPERS) or module.endswith('_test')
 
 
+def _whole(name):
+  return name if name.startswith('models.') else f'specdec.{name}'
+
+
 class _Finder:
   """Finds the modules of this project, one of them with a bug.
 
@@ -364,7 +383,7 @@ class _Finder:
   """
 
   def __init__(self, name, old, new):
-    self._name, self._bug = f'specdec.{name}', (old, new)
+    self._name, self._bug = _whole(name), (old, new)
 
   def find_spec(self, fullname, path, target=None):
     if not _is_ours(fullname):
@@ -388,7 +407,7 @@ def _planted(name, old, new):
   sys.meta_path.insert(0, finder)
   try:
     yield
-    assert f'specdec.{name}' in sys.modules
+    assert _whole(name) in sys.modules
   finally:
     sys.meta_path.remove(finder)
     pop()

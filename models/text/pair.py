@@ -220,7 +220,9 @@ def load_checkpoints(
   dtype = checkpoint_lib.resolve_dtype(choice.dtype, target)
   tokenizer, size = target.tokenizer, target.config.vocab_size
   assert tokenizer is not None
-  shared = draft and shared_tokens.of_checkpoints(target, draft)
+  shared = None
+  if draft is not None:
+    shared = shared_tokens.of_checkpoints(target, draft)
   if choice.eos_ids is None:
     ends = target.eos_ids
   else:
