@@ -399,6 +399,21 @@ scales of norms are taken as they are stored
 [models.nn.layers: hub.check_logits('gemma2')]
 scores and logits are not capped
   cap * jnp.tanh(x / cap) => x
+# A draft with another tokenizer.
+[models.nn.other_tokens: other_tokens.check_what_is_read('gpt2')]
+logits of other ids than the target's
+  jnp.maximum(same, 0), axis => jnp.arange(same.size), axis
+ids are read as they are
+  parts = params['parts'][tokens] => parts = 0 * @ + tokens[..., None]
+parts are read in the wrong order
+  jnp.maximum(parts, 0).reshape => jnp.maximum(parts, 0)[..., ::-1].reshape
+positions are those of the target's tokens
+  (before[:, :, None] + own) => (before[:, :, None] * 0 + slot[..., None] + own)
+slots without a part are seen
+  & is_used[:, None, None] => & (is_used[:, None, None] | True)
+[models.text.shared_tokens: other_tokens.check_what_is_shared()]
+the first parts are kept, not the last
+  tokens[-_MOST_PARTS:] => tokens[:_MOST_PARTS]
 """
 
 
@@ -446,6 +461,10 @@ def _whole(name):
 def _is_ours(module):
   root = module.split('.')[0]
   return root in (*_ROOTS, *_HELPERS) or module.endswith('_test')
+
+
+def _whole(name):
+  return name if name.startswith('models.') else f'specdec.{name}'
 
 
 class _Finder:
@@ -497,7 +516,7 @@ def _run(test):
 def test_every_bug_is_read():
   names = [line for line in _TABLE.splitlines() if re.match(r'[^\s#[]', line)]
   assert names == [bug.id for bug in _BUGS]
-  assert len(names) == len(set(names)) == 114
+  assert len(names) == len(set(names)) == 120
 
 
 @pytest.mark.parametrize(('module', 'old', 'new', 'test'), _BUGS)

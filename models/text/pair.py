@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
-import functools
 import hashlib
 import json
 from typing import Any
@@ -18,11 +17,13 @@ from models.checkpoints import heads
 from models.checkpoints import hub
 from models.nn import adapter
 from models.nn import dtypes
+from models.nn import other_tokens
 from models.nn import sharding as sharding_lib
 from models.nn.cpu import build
 from models.text import chat_template
 from models.text import draft_vocabulary
 from models.text import ends as ends_lib
+from models.text import shared_tokens
 from models.text import token_bytes as token_bytes_lib
 from specdec import checks as checks_lib
 from specdec import model as model_lib
@@ -46,8 +47,8 @@ class ModelChoice:
       where two logits are as close as rounding (docs/cpu.md).
     draft_dtype: of the draft; None: as the target, but int8 beside bfloat16
       where the kernels for CPU are used.
-    draft_vocab: how many tokens the draft computes and proposes, or which, see
-      `models.text.draft_vocabulary`. None: all.
+    draft_vocab: how many of its tokens the draft computes and proposes, or
+      which, see `models.text.draft_vocabulary`. None: all.
     cpu_kernels: whether the kernels of `models.nn.cpu` are used on CPU, if they
       can be compiled and there is one device.
     mesh: several devices, as a mesh with the axes `data` (rows) and `model`
@@ -78,7 +79,7 @@ class ModelChoice:
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-  """A target, what drafts for it, and the tokenizer.
+  """A target, what drafts for it, and the target's tokenizer.
 
   `eos_ids` are the tokens that end a text, `layout` is that of the target. It
   has a draft model, a drafting head or neither.
@@ -196,33 +197,6 @@ def _find(name: str, revision: str | None = None) -> checkpoint_lib.Checkpoint:
   return found
 
 
-def _check_same_tokens(
-  target: checkpoint_lib.Checkpoint, draft: checkpoint_lib.Checkpoint
-) -> None:
-  """Refuses a draft whose token ids have other meanings."""
-  if target.tokenizer is None or draft.tokenizer is None:
-    return  # Then only the sizes can be compared, see `_check_padding`.
-  ours, theirs = target.tokenizer.get_vocab(), draft.tokenizer.get_vocab()
-  if ours == theirs:
-    return
-  where = lambda ids, token: ids.get(token, 'none')
-  changed = [token for token in ours if theirs.get(token) != ours[token]]
-  more = [token for token in theirs if token not in ours]
-  counts = {
-    "of the target's tokens": len(changed),
-    'tokens that only the draft has': len(more),
-  }
-  differ = ' and '.join(f'{n} {what}' for what, n in counts.items() if n)
-  ids = ours if changed else theirs
-  first = min(changed or more, key=lambda token: ids[token])
-  raise ValueError(
-    f'the tokenizers of the target {target.path} ({len(ours)} tokens) and the'
-    f' draft {draft.path} ({len(theirs)} tokens) differ in {differ}, such as'
-    f' {first!r}, whose ids are {where(ours, first)} and'
-    f' {where(theirs, first)}; choose a draft with the same tokenizer'
-  )
-
-
 def _check_padding(
   target: int,
   draft: int,
@@ -238,6 +212,41 @@ def _check_padding(
       f' is padding (the tokenizer of the target has {num_tokens} tokens);'
       ' choose a draft with the same tokenizer, and its tokenizer in the folder'
     )
+
+
+def _load_draft(
+  draft: checkpoint_lib.Checkpoint,
+  shared: shared_tokens.SharedTokens | None,
+  target: checkpoint_lib.Checkpoint,
+  choice: ModelChoice,
+  *,
+  dtype: str,
+  packed: bool,
+  layout: sharding_lib.Layout,
+) -> model_lib.LanguageModel:
+  """The draft in the vocabulary of the target, of which are dtype and layout."""
+  size, tokenizer = target.config.vocab_size, target.tokenizer
+  assert tokenizer is not None
+  if shared is None:
+    _check_padding(size, draft.config.vocab_size, len(tokenizer), draft)
+  own_dtype = checkpoint_lib.resolve_draft_dtype(
+    choice.draft_dtype, draft, target_dtype=dtype, packed=packed
+  )
+  layer_bytes = hub.layer_bytes(draft.config, own_dtype)
+  own_layout = sharding_lib.draft_layout(layout, choice.draft_mesh, layer_bytes)
+  outputs = draft_vocabulary.tokens_of(
+    choice.draft_vocab,
+    draft.tokenizer if shared else tokenizer,
+    draft.config.vocab_size,
+  )
+  module = hub.read_module(
+    draft, dtype=own_dtype, packed=packed, layout=own_layout, outputs=outputs
+  )
+  own = adapter.as_model(module, own_layout)
+  if shared is None:
+    return adapter.with_vocab_size(own, size)
+  tables = jax.device_put((shared.same, shared.parts), own_layout.everywhere)
+  return other_tokens.with_other_tokens(own, *tables)
 
 
 def load_checkpoints(
@@ -257,21 +266,18 @@ def load_checkpoints(
   dtype = checkpoint_lib.resolve_dtype(choice.dtype, target)
   tokenizer, size = target.tokenizer, target.config.vocab_size
   assert tokenizer is not None
-  if draft is not None:
-    _check_same_tokens(target, draft)
+  shared = draft and shared_tokens.of_checkpoints(target, draft)
   if choice.eos_ids is None:
     ends = target.eos_ids
   else:
     stated = ends_lib.eos_ids_of(choice.eos_ids, tokenizer, len(tokenizer))
     ends = tuple(checks_lib.to_ids('eos_ids', stated, size))
-  load = functools.partial(hub.read_module, packed=packed)
   found_head, hidden = None, tuple[int, ...]()
   if choice.head is not None:
     found_head = heads.locate(choice.head, target.config)
     hidden = tuple(sorted({*found_head.config.reads}))
-  model = adapter.as_model(
-    load(target, dtype=dtype, layout=layout), layout, hidden
-  )
+  module = hub.read_module(target, dtype=dtype, packed=packed, layout=layout)
+  model = adapter.as_model(module, layout, hidden)
   draft_model = head = None
   if found_head is not None:
     head = heads.load(
@@ -284,20 +290,12 @@ def load_checkpoints(
       layout=dataclasses.replace(layout, divides_weights=False),
     )
   if draft is not None:
-    _check_padding(size, draft.config.vocab_size, len(tokenizer), draft)
-    own_dtype = checkpoint_lib.resolve_draft_dtype(
-      choice.draft_dtype, draft, target_dtype=dtype, packed=packed
+    draft_model = _load_draft(
+      *(draft, shared, target, choice),
+      dtype=dtype,
+      packed=packed,
+      layout=layout,
     )
-    layer_bytes = hub.layer_bytes(draft.config, own_dtype)
-    own_layout = sharding_lib.draft_layout(
-      layout, choice.draft_mesh, layer_bytes
-    )
-    outputs = draft_vocabulary.tokens_of(
-      choice.draft_vocab, tokenizer, draft.config.vocab_size
-    )
-    module = load(draft, dtype=own_dtype, layout=own_layout, outputs=outputs)
-    own = adapter.as_model(module, own_layout)
-    draft_model = adapter.with_vocab_size(own, size)
   return Pair(model, draft_model, tokenizer, ends, layout, head)
 
 
@@ -305,9 +303,9 @@ def load_pair(choice: ModelChoice) -> Pair:
   """Loads a target, its tokenizer and a draft, if one is chosen.
 
   Raises:
-    ValueError: a folder or the mesh cannot be used, or the tokenizers differ.
-      Vocabularies of one tokenizer may differ by padding; the draft then gets
-      the target's.
+    ValueError: a folder or the mesh cannot be used, or the tokenizers share too
+      little, see `models.text.shared_tokens`. Vocabularies of one tokenizer may
+      differ by padding. Either way the draft gets the target's.
   """
   return load_checkpoints(*find_checkpoints(choice), choice)
 
