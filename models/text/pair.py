@@ -224,7 +224,10 @@ def _load_draft(
   packed: bool,
   layout: sharding_lib.Layout,
 ) -> model_lib.LanguageModel:
-  """The draft in the vocabulary of the target, of which are dtype and layout."""
+  """Loads a draft in the vocabulary of a target of this dtype and layout.
+
+  `shared` are the tokens of both, if they have different tokenizers.
+  """
   size, tokenizer = target.config.vocab_size, target.tokenizer
   assert tokenizer is not None
   if shared is None:
@@ -266,7 +269,9 @@ def load_checkpoints(
   dtype = checkpoint_lib.resolve_dtype(choice.dtype, target)
   tokenizer, size = target.tokenizer, target.config.vocab_size
   assert tokenizer is not None
-  shared = draft and shared_tokens.of_checkpoints(target, draft)
+  shared = None
+  if draft is not None:
+    shared = shared_tokens.of_checkpoints(target, draft)
   if choice.eos_ids is None:
     ends = target.eos_ids
   else:
