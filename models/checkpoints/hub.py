@@ -352,7 +352,9 @@ def save_pretrained(
   for own, arrays in stored.items():
     known = family.canonical_name(own, module.config) or own
     order = family.parts(known, module.config) or arrays
-    tensors[own] = np.concatenate([arrays[name] for name in order])
+    # What is transposed stays so when it is joined, and would be written so.
+    joined = np.concatenate([arrays[name] for name in order])
+    tensors[own] = np.ascontiguousarray(joined)
   safetensors_numpy.save_file(
     tensors, folder / hugging_face.WEIGHTS, metadata={'format': 'pt'}
   )
