@@ -302,7 +302,8 @@ def _check_constraint() -> None:
 
 def constraint() -> dict[str, Any]:
   """The arguments `regex` and `json_schema` of decoding."""
-  return {name: flags.FLAGS[name].value for name in ('regex', 'json_schema')}
+  values = {name: flags.FLAGS[name].value for name in ('regex', 'json_schema')}
+  return {name: one for name, one in values.items() if one is not None}
 
 
 @contextlib.contextmanager

@@ -102,7 +102,10 @@ def decode_bytes(
     'the distributions of drawn nodes; see capacity and batch_size': (
       drawn * drafter.shape.capacity * per_node
     ),
+    # A constraint of one's own may have plain numbers.
     'the tables of the constraint': sum(
-      map(bytes_on_device, jax.tree.leaves(constraint))
+      bytes_on_device(leaf)
+      for leaf in jax.tree.leaves(constraint)
+      if isinstance(leaf, jax.Array)
     ),
   }

@@ -236,8 +236,9 @@ def test_a_call_that_does_not_fit_is_refused_before_it_is_traced(monkeypatch):
   )
   tree = tiny_drafters.Settings(num_nodes=8, width=3, rounds=2, capacity=24)
   drafter = tiny_drafters.model(model, tree)
-  # Two tables of 8 x 8 numbers; 3 rows, 8 nodes, 8 tokens; all of 4 bytes.
-  needed = 2 * 8 * 8 * 4 + 3 * 8 * 8 * 4
+  # A table of 8 x 8 numbers, which both have; 3 rows, 8 nodes, 8 tokens; all of
+  # 4 bytes.
+  needed = 8 * 8 * 4 + 3 * 8 * 8 * 4
   start = mock.Mock(side_effect=RuntimeError('traced'))
   monkeypatch.setattr(specdec.loop, 'start', start)
   refused = r'has 0\.0 GB.*the logits.*num_nodes'

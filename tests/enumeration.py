@@ -41,9 +41,11 @@ _CHUNK = 4096  # rows at a time, so that few shapes are compiled
 NEUTRAL = {'temperature': 1.0, 'top_k': 1000, 'top_p': 1.0, 'min_p': 0.0}
 NEUTRAL |= {'repetition_penalty': 1.0, 'logit_bias': 0.0}
 SAMPLINGS = {
-  **{'temperature 1': {}, 'temperature 0.6': {'temperature': 0.6}},
+  'temperature 1': {},
+  'temperature 0.6': {'temperature': 0.6},
   'top-k': {'temperature': 1.3, 'top_k': 2},
-  **{'top-p': {'temperature': 0.9, 'top_p': 0.8}, 'min-p': {'min_p': 0.25}},
+  'top-p': {'temperature': 0.9, 'top_p': 0.8},
+  'min-p': {'min_p': 0.25},
   'all filters': {'temperature': 1.5, 'top_k': 3, 'top_p': 0.9, 'min_p': 0.1},
   'penalty': {'repetition_penalty': 2.5},
   'penalty, bias, filters': {'temperature': 0.7, 'top_p': 0.9, 'min_p': 0.02}
@@ -127,10 +129,12 @@ def drafter(name: str, draft: np.ndarray) -> specdec.Drafter:
     [text], len(draft), order=3, num_continuations=2
   )
   tables = (
-    *(specdec.NGram(ngram), specdec.PromptLookup((0.3, 0.6), num_matches=2)),
+    specdec.NGram(ngram),
+    specdec.PromptLookup((0.3, 0.6), num_matches=2),
   )
   return {
-    **{'none': specdec.PLAIN, 'tree': model},
+    'none': specdec.PLAIN,
+    'tree': model,
     'staged': specdec.staged(
       model, tiny_drafters.with_settings(bigram, tiny_drafters.INNER)
     ),
@@ -307,7 +311,8 @@ def _distributions(target, draft, seen, sampling, keys):
     ranking.best_log_probs > sampling_lib.EXCLUDED, ranking.tokens, -1
   )
   return (
-    *(sampling_lib.token_probs(target, sampling)[:, 0], drawn_from[:, 0]),
+    sampling_lib.token_probs(target, sampling)[:, 0],
+    drawn_from[:, 0],
     best[:, 0],
   )
 
@@ -347,8 +352,10 @@ def make_worlds(
   bias = arrays['logit_bias'][:, None]
   arrays['logit_bias'] = np.where(tokens == 1, bias, 0.0)
   probs, drawn_from, ranked = _distributions(
-    *(target.astype(dtype), draft.astype(dtype)),
-    *(np.tile(seen, (len(names), 1)), params(arrays, len(target), vocab_size)),
+    target.astype(dtype),
+    draft.astype(dtype),
+    np.tile(seen, (len(names), 1)),
+    params(arrays, len(target), vocab_size),
     jax.random.split(jax.random.key(0), len(target)),
   )
   return Worlds(
@@ -405,8 +412,10 @@ def _try_children(worlds, states, mass, ranks, children):
     certain = np.eye(worlds.vocab_size, dtype=draft.dtype)[tokens]
     is_drawn = worlds.is_drawn(here, rank, len(ranks), children)[:, None]
     chance, left, after = _in_chunks(
-      *(functools.partial(_attempt, children=children), target[rows]),
-      *(np.where(is_drawn, draft[rows], certain), tokens.astype(np.int32)),
+      functools.partial(_attempt, children=children),
+      target[rows],
+      np.where(is_drawn, draft[rows], certain),
+      tokens.astype(np.int32),
     )
     tried = mass[rows] * law[rows, tokens]
     of_child = np.zeros(number)
@@ -428,13 +437,15 @@ def _try_children(worlds, states, mass, ranks, children):
 
 
 def tree_law(worlds: Worlds, topology, children: str, length: int):
-  """Of sequences of a length, by rejection with a fixed topology.
+  """By rejection with a fixed topology.
 
-  `[W, V ** length]`.
+  Returns the distribution of sequences of a length, `[W, V ** length]`, and the
+  expected number of tokens that the first step emits, cut at the length, `[W]`.
   """
   paths = [(), *topology.paths]
   ranks = {path: turns(topology, path, children) for path in paths}
   mass = worlds.begin()
+  expected = np.zeros(len(worlds.names))
   for first in range(length):
     arrived = {(): np.where(worlds.length == first, mass, 0.0)}
     for path in paths:  # a parent before its children
@@ -451,6 +462,46 @@ def tree_law(worlds: Worlds, topology, children: str, length: int):
       mass += bonus
       for rank, of_child in zip(ranks[path], of_children, strict=True):
         arrived[*path, rank] = of_child
+      if first == 0:
+        emitted = bonus + sum(of_children)
+        expected += emitted.reshape(len(expected), -1).sum(1)
+  return worlds.of_length(mass, length), expected
+
+
+def grown_law(worlds: Worlds, trees, length: int) -> np.ndarray:
+  """The distribution by rejection, where every state has a tree of its own.
+
+  The trees, `[W * C, M]` per field, are of states of fewer than `length`
+  tokens; the parent of nodes that are not verified is -1.
+  """
+  token, parent = np.asarray(trees.token), np.asarray(trees.parent)
+  mass = worlds.begin()
+  for first in range(length):
+    roots = np.flatnonzero((worlds.length == first) & (mass > 0))
+    states, here, node = roots, mass[roots], np.zeros(len(roots), int)
+    target = worlds.target[states]
+    for index in range(1, token.shape[1]):
+      tried = (parent[roots, index] == node) & (worlds.length[states] < length)
+      if not np.any(tried):
+        continue
+      tokens = token[roots[tried], index]
+      certain = np.eye(worlds.vocab_size, dtype=target.dtype)[tokens]
+      attempt = functools.partial(_attempt, children=sampling_lib.BEST)
+      chance, left, _ = _in_chunks(attempt, target[tried], certain, tokens)
+      after = worlds.after(states[tried], tokens)
+      # Those that are not tried, are accepted, are rejected.
+      join = lambda old, new, same, tried=tried: np.concatenate(
+        [old[~tried], new, same]
+      )
+      target = join(target, worlds.target[after], left)
+      here = join(here, here[tried] * chance, here[tried] * (1.0 - chance))
+      node = join(node, np.full(len(tokens), index), node[tried])
+      states = join(states, after, states[tried])
+      roots = join(roots, roots[tried], roots[tried])
+    enough = worlds.length[states] == length
+    spread(mass, states[enough], here[enough])
+    states, here, target = (array[~enough] for array in (states, here, target))
+    spread(mass, worlds.following(states), here[:, None] * target)
   return worlds.of_length(mass, length)
 
 

@@ -13,6 +13,7 @@ from unittest import mock
 import enumeration
 import jax
 import jax.numpy as jnp
+import list_trees
 import numpy as np
 import pytest
 import slow_walks
@@ -20,7 +21,9 @@ import slow_walks
 from models.nn import table_model
 import specdec
 from specdec import sampling as sampling_lib
+from specdec.draft import growth
 from specdec.draft import ranking as ranking_lib
+from specdec.draft import stages as stages_lib
 from specdec.tree import topology as topology_lib
 from specdec.tree import tree as tree_lib
 from specdec.verify import rejection
@@ -195,6 +198,15 @@ def test_all_of_a_few_best_guesses_stand():
 # Distributions of which rejection leaves nothing.
 
 
+def test_normalized():
+  mass = np.array([[0.0, 0.0, 0.0], [0.0, 3.0, 1.0], [0.0, 1e-30, 0.0]])
+  fallback = np.tile([0.5, 0.25, 0.25], (3, 1))
+  normalized = rejection.normalized(mass.astype(np.float32), fallback)
+  np.testing.assert_allclose(
+    normalized, [[0.5, 0.25, 0.25], [0.0, 0.75, 0.25], [0.0, 1.0, 0.0]]
+  )
+
+
 def _one_guess(target, draft, children):
   """The distribution of the next token, one child tried; `[V]` each."""
   tokens = np.arange(len(target), dtype=np.int32)
@@ -240,6 +252,75 @@ def test_a_weight_of_which_nothing_is_left():
   _, left, rest, _ = weigh(weights, half, one, tokens)
   np.testing.assert_allclose(left, [1.0, 1 / 3, 0.0])
   np.testing.assert_array_equal(rest[:2], 1 - one[:2])
+
+
+# Trees that are grown, not drawn: every state has a tree of its own.
+
+
+@functools.partial(enumeration.quick_jit, static_argnames='room')
+def _grown_tree(drafter, sampling, text, length, *, room):
+  """The tree of a step of one row; unverified nodes have no parent.
+
+  `text [P]` has `length` tokens, and there is `room` for new ones.
+  """
+  vocab_size = sampling.logit_bias.shape[-1]
+  in_text = (jnp.arange(text.shape[0]) < length)[:, None]
+  seen = jnp.any(jax.nn.one_hot(text, vocab_size, dtype=bool) & in_text, axis=0)
+  length = length[None]
+  ctx = list_trees.match_context(
+    jnp.pad(text, (0, room))[None],
+    length,
+    jnp.zeros((1, drafter.max_depth + 1, vocab_size)),
+    sampling,
+    shape=drafter.shape,
+    seen=seen[None],
+    rule=rejection.RejectionRule(),
+  )
+  num_slots = text.shape[0] + room
+  states = stages_lib.init_stages(
+    drafter, text[None], length, num_slots=num_slots
+  )
+  _, tree = growth.grow(drafter.stages, states, ctx.root_trees(), ctx)
+  tree, nodes = jax.tree.map(
+    lambda array: array[0], (tree, drafter.shape.select(tree))
+  )
+  verified = jnp.isin(jnp.arange(tree.capacity), nodes)
+  return tree.replace(parent=jnp.where(verified, tree.parent, tree_lib.NO_NODE))
+
+
+def _grown_trees(worlds, drafters, length):
+  """Trees of all states of fewer than `length` tokens; arbitrary for others."""
+  lengths = np.array([1 + len(context) for context in worlds.contexts])
+  texts = np.zeros((len(lengths), length), np.int32)
+  texts[:, 0] = enumeration.PROMPT
+  for text, context in zip(texts, worlds.contexts, strict=True):
+    text[1 : 1 + len(context)] = context[: length - 1]
+  grown = functools.partial(_grown_tree, room=8)
+  grow_all = jax.vmap(grown, (None, None, 0, 0))
+  params = [
+    enumeration.full_sampling(values, worlds.vocab_size)
+    for values in enumeration.SAMPLINGS.values()
+  ]
+  trees = [
+    grow_all(drafter, one, texts, lengths)
+    for drafter, one in itertools.product(drafters, params)
+  ]
+  return jax.tree.map(lambda *arrays: np.concatenate(arrays), *trees)
+
+
+@pytest.mark.parametrize('name', ['tree', 'staged', 'tables'])
+def test_grown_trees_have_the_targets_law(name):
+  length, vocab_size = 4, 3
+  drafts = ('uniform',) * 3  # only the targets are used
+  worlds = enumeration.make_worlds(vocab_size, length, drafts=drafts)
+  tables = 2 * np.random.default_rng(0).normal(size=(3, vocab_size, vocab_size))
+  drafters = [enumeration.drafter(name, table) for table in tables]
+  trees = _grown_trees(worlds, drafters, length)
+  law = enumeration.grown_law(worlds, trees, length)
+  _assert_law(worlds, law, length)
+  short = worlds.length < length
+  kinds = np.concatenate([trees.parent, trees.token], axis=1)[short]
+  assert len(np.unique(kinds, axis=0)) >= 10, 'a poor example'
 
 
 # The link: the rules take the branches that were summed above.
@@ -355,7 +436,10 @@ def _random_case(seed, vocab_size=4):
   near = rng.random(shape[:2]) < 0.15
   proposals[near] = target[near]
   return {
-    **{'rng': rng, 'logits': logits, 'target': target, 'proposals': proposals},
+    'rng': rng,
+    'logits': logits,
+    'target': target,
+    'proposals': proposals,
     'stochastic': np.array([row.get('temperature', 1.0) > 0 for row in rows]),
     'sampling': enumeration.params(values, _BATCH_SIZE, vocab_size),
     'randomness': sampling_lib.Randomness(
@@ -524,8 +608,9 @@ def test_children_that_float32_gives_no_probability():
     given += (jax.random.split(jax.random.key(0), 200), sampling)
     drawn = _draw(*given, number=5, children=_DRAWN[0], counts=given[1])
     _, log_probs, drawn_from = jax.device_get(drawn)
-    # The children in the tree.
-    drawn = np.asarray(log_probs[:, 0] > sampling_lib.EXCLUDED)
+    drawn = np.asarray(
+      log_probs[:, 0] > sampling_lib.EXCLUDED
+    )  # the children in the tree
     possible = (drawn_from[:, 0] > 1e-37).sum(1)
     np.testing.assert_array_equal(drawn.sum(1), possible)
     assert np.all(np.diff(drawn.astype(int), axis=1) <= 0), 'a gap'
@@ -570,8 +655,9 @@ def _decode_with_noise(target, drafter, sampling, noise):
     return jnp.take_along_axis(noise, positions[..., None], axis=1)
 
   keys = jax.random.split(jax.random.key(0), noise.shape[0])
-  repeat = lambda array: jnp.repeat(array, len(noise), axis=0)
-  sampling = jax.tree.map(repeat, sampling)
+  sampling = jax.tree.map(
+    lambda array: jnp.repeat(array, len(noise), axis=0), sampling
+  )
   request = enumeration.request(keys, sampling, _MATCH_LENGTH)
   config = specdec.DecodeConfig(max_new_tokens=_MATCH_LENGTH)
   with mock.patch.object(sampling_lib, 'position_noise', given):
@@ -625,7 +711,8 @@ def test_match_says_what_plain_decoding_does(name):
       emitted, num_steps = run(
         table_model.table_model(target, max_positions=1000),
         enumeration.drafter(name, draft),
-        *(enumeration.full_sampling(values, _MATCH_VOCAB_SIZE), noises),
+        enumeration.full_sampling(values, _MATCH_VOCAB_SIZE),
+        noises,
       )
       np.testing.assert_array_equal(emitted, expected, err_msg=sampling)
       steps += np.asarray(num_steps).tolist()

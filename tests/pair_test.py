@@ -91,26 +91,3 @@ def test_demo_as_draft_is_the_embedded_draft():
   assert pair.draft.spec.weight_bytes < pair.target.spec.weight_bytes
   # A method that drafts without a model loads none, of whatever tokenizer.
   assert models.load(method='lookup').pair.draft is None
-
-
-_ONLY = '1 tokens that only the draft has, such'
-
-
-@pytest.mark.parametrize(
-  ('ours', 'theirs', 'message'),
-  [
-    ([], ['<c>'], f"in {_ONLY} as '<c>'"),
-    (['<c>'], [], "in 1 of the target's tokens, such as '<c>'"),
-    (['<a>', '<b>'], ['<b>', '<a>', '<c>'], f'in 2 of the .* and {_ONLY}'),
-  ],
-)
-def test_how_two_tokenizers_differ(saved, tmp_path, ours, theirs, message):
-  for name, added in (('target', ours), ('draft', theirs)):
-    folder = shutil.copytree(saved, tmp_path / name)
-    tokenizer = hub.locate(folder).tokenizer
-    tokenizer.add_tokens(added)
-    tokenizer.save_pretrained(folder)
-  with pytest.raises(ValueError, match=message):
-    pair_lib.load_pair(
-      pair_lib.ModelChoice(str(tmp_path / 'target'), str(tmp_path / 'draft'))
-    )

@@ -168,7 +168,7 @@ def config_from_keys(
     ValueError: no family supports it; the message begins with the path, and
       names the key and its value.
   """
-  if raw.get('model_type') in _WITH_TEXT:
+  if str(raw.get('model_type')) in _WITH_TEXT:
     text = raw.get('text_config')
     if not isinstance(text, dict):
       raise ValueError(f'{path}: text_config must be an object, got {text!r}')

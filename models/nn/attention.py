@@ -43,7 +43,7 @@ def within_window(mask: jax.Array, window: int | None) -> jax.Array:
   return mask & (counted <= window)
 
 
-def _attend(query, key, value, mask, *, scale, cap):
+def _attend(query, key, value, mask, *, scale, cap=None):
   scores = layers.soft_cap(scale * _batched_matmul(query, key, 3), cap)
   scores = jnp.where(mask[:, None], scores, _MASKED_SCORE)
   probs = jax.nn.softmax(scores, axis=-1).astype(value.dtype)

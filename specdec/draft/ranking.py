@@ -151,7 +151,8 @@ def _best_and_drawn(
     `[B, W, K]` int32 tokens, and the distributions of the last, `[B, W, V]`.
   """
   scores, best = lax.top_k(log_probs, number)
-  is_apart = jnp.arange(number) < counts[..., None] - 1
+  places = jnp.arange(number)[None, None]
+  is_apart = places < counts[..., None] - 1
   at = jnp.where(is_apart, best, log_probs.shape[-1])
   exclude = jax.vmap(
     jax.vmap(lambda row, at: row.at[at].set(sampling_lib.EXCLUDED, mode='drop'))
@@ -160,10 +161,12 @@ def _best_and_drawn(
   can_draw = jnp.max(rest, axis=-1, keepdims=True) > sampling_lib.EXCLUDED
   last = jnp.sum(scores > sampling_lib.EXCLUDED, axis=-1, keepdims=True) - 1
   last = jnp.take_along_axis(best, jnp.maximum(last, 0), axis=-1)
-  is_last = jnp.arange(rest.shape[-1]) == last
+  is_last = jnp.arange(rest.shape[-1])[None, None] == last
   point = jnp.where(is_last, 0.0, sampling_lib.EXCLUDED)
   drawn = sampling_lib.best_token(rest + noise)[..., None]
-  is_drawn = can_draw & (jnp.arange(number) == counts[..., None] - 1)
+  is_drawn = can_draw & (
+    jnp.arange(number)[None, None] == counts[..., None] - 1
+  )
   return (
     jnp.where(is_drawn, drawn, best),
     sampling_lib.softmax(jnp.where(can_draw, rest, point)),
