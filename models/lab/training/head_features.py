@@ -155,7 +155,7 @@ def compute(
   for number in range(-(-len(tokens) // _WINDOWS)):
     file = folder / f'states_{number:05d}.npy'
     files.append(file)
-    if file.exists():
+    if file.exists() and _choices(file).exists():
       continue
     part = tokens[number * _WINDOWS : (number + 1) * _WINDOWS]
     size = min(batch_size, len(tokens))
@@ -168,7 +168,6 @@ def compute(
       np.concatenate(parts)[: len(part)] for parts in zip(*found, strict=True)
     )
     save = lambda array: lambda path: np.save(path, array)
-    # The states last: a file of them says that both are there.
     run_record.save_whole(_choices(file), save(chosen))
     run_record.save_whole(file, save(states))
     done += part.size
