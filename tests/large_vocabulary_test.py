@@ -74,7 +74,7 @@ def _decisions(logits, noise, params, keys):
     ranking_lib.draw_children(
       *(logits, nodes, keys, params, 4), children=children, counts=nodes + 4
     )
-    for children in sampling_lib.CHILDREN[1::2]
+    for children in (sampling_lib.WITHOUT_REPLACEMENT,)
   ]
   return (
     sampling_lib.filter_logits(logits, params),

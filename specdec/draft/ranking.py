@@ -164,13 +164,10 @@ def _best_and_drawn(
   is_last = jnp.arange(rest.shape[-1])[None, None] == last
   point = jnp.where(is_last, 0.0, sampling_lib.EXCLUDED)
   drawn = sampling_lib.best_token(rest + noise)[..., None]
-  is_drawn = can_draw & (
-    jnp.arange(number)[None, None] == counts[..., None] - 1
-  )
-  return (
-    jnp.where(is_drawn, drawn, best),
-    sampling_lib.softmax(jnp.where(can_draw, rest, point)),
-  )
+  is_drawn = can_draw & (places == counts[..., None] - 1)
+  # Fused with what made the logits, it would round by the shape.
+  law = lax.optimization_barrier(jnp.where(can_draw, rest, point))
+  return jnp.where(is_drawn, drawn, best), sampling_lib.softmax(law)
 
 
 def draw_children(
