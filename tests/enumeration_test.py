@@ -51,7 +51,7 @@ _RULES = ('rejection', 'traversal')
 
 
 def _law(rule, worlds, topology, children, length):
-  """Of sequences of a length, or of the first step of a traversal."""
+  """The law of sequences, or of the first step of a traversal; the length."""
   if rule == 'rejection':
     return enumeration.tree_law(worlds, topology, children, length)[0], length
   law, _ = enumeration.traversal_law(worlds, topology, children)

@@ -106,6 +106,21 @@ def test_modules_are_imported_not_names():
         assert names <= _MODULES.keys(), f'{name} imports {names}'
 
 
+def test_what_only_training_needs_is_imported_by_training_alone():
+  """The package is installed without it; flax itself needs optax."""
+  names = ('loss', 'optimizer', 'pipeline', 'tokenizer', 'trainer')
+  names += ('head_features', 'head_loss', 'head_trainer', 'training_loop')
+  training = {f'models.lab.training.{name}' for name in names}
+  assert training < _MODULES.keys()
+  users = {
+    name
+    for name, (here, _) in _ALL.items()
+    if here & training or {'optax', 'orbax.checkpoint'} & here
+  }
+  assert users
+  assert users <= {*training, 'scripts.train'}
+
+
 def test_functions_and_classes_are_short():
   """A longer one has several jobs."""
   longest = {ast.FunctionDef: 60, ast.AsyncFunctionDef: 60, ast.ClassDef: 200}

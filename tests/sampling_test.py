@@ -1,4 +1,4 @@
-"""Filters against slow references; `law_test` has the law of the tokens."""
+"""Compares filters with slow references; `law_test` checks the tokens' law."""
 
 import jax
 import numpy as np

@@ -369,7 +369,7 @@ a head feeds its state back after the norm
 [models.nn.layers: HEAD]
 weights of a norm are one less
   jnp.expand_dims(scale, => jnp.expand_dims(scale - 1,
-[models.checkpoints.heads: heads.check_logits('sglang norm')]
+[models.nn.matrices: heads.check_logits('sglang norm')]
 rows of a reduced vocabulary are taken for ids
   index[ids] = => index[: len(ids)] =
 # Broken models and short contexts.
@@ -398,9 +398,10 @@ scales of norms are taken as they are stored
 scores and logits are not capped
   cap * jnp.tanh(x / cap) => x
 # A draft with another tokenizer.
-[models.nn.other_tokens: other_tokens.check_what_is_read('gpt2')]
+[models.nn.matrices: other_tokens.check_what_is_read('gpt2')]
 logits of other ids than the target's
-  jnp.maximum(same, 0), axis => jnp.arange(same.size), axis
+  jnp.maximum(index, 0), axis => jnp.arange(index.size), axis
+[models.nn.other_tokens: other_tokens.check_what_is_read('gpt2')]
 ids are read as they are
   params['parts'][tokens] => 0 * @ + tokens[..., None]
 parts are read in the wrong order

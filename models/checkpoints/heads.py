@@ -300,11 +300,13 @@ def load(
       )
   if ids is not None and lm_head.shape[0] != size:
     raise ValueError(f'{head.path}: has d2t, but no lm_head.weight of its own')
+  if ids is not None:
+    index = jnp.asarray(matrices_lib.index_of(ids, config.vocab_size))
+    lm_head = matrices_lib.FewOutputs(outputs=lm_head, index=index)
   return eagle.as_head(
     nnx.merge(graph, traverse_util.unflatten_dict(loaded)),
     embedding=embedding,
     lm_head=lm_head,
-    index=None if ids is None else index_of(ids, config.vocab_size),
     layout=layout,
   )
 
@@ -317,13 +319,6 @@ def matrices_of(
   if config.tie_embeddings:
     return embedding, embedding
   return embedding, target.params['lm_head']
-
-
-def index_of(ids: np.ndarray, vocab_size: int) -> jax.Array:
-  """`[V]` int32, see `models.nn.eagle.expand`, of a reduced vocabulary."""
-  index = np.full(vocab_size, -1, np.int32)
-  index[ids] = np.arange(len(ids))
-  return jnp.asarray(index)
 
 
 def rows_of(matrix: Any, ids: np.ndarray) -> np.ndarray:

@@ -140,8 +140,7 @@ def as_model(
   kernels = False
   for path, leaf in traverse_util.flatten_dict(params).items():
     share = _share_read(path, config)
-    if isinstance(leaf, matrices_lib.FewOutputs):
-      leaf = leaf.outputs
+    leaf = matrices_lib.computed(leaf)
     kernels |= matrices_lib.uses_kernels(leaf)
     # Shapes have no `nbytes`.
     weight_bytes += share * sum(

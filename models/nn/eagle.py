@@ -82,22 +82,11 @@ class _WideLayer(nnx.Module):
     return x + self.mlp(out)[0], cache
 
 
-class _BareLayer(nn_llama.Layer):
+def _bare_layer(config: HeadConfig, *, dtype, rngs):
   """First layer of EAGLE-1, which does not normalise its input."""
-
-  input_layernorm: Any
-
-  def __init__(self, config: HeadConfig, *, dtype, rngs):
-    super().__init__(config, 0, nn_llama.FeedForward, dtype=dtype, rngs=rngs)
-    self.input_layernorm = _Nothing()
-
-
-class _Nothing(nnx.Module):
-  """A norm that leaves its input as it is."""
-
-  def normalize(self, x: jax.Array, *, kernels: bool) -> jax.Array:
-    del kernels
-    return x
+  layer = _plain(config, dtype=dtype, rngs=rngs)
+  layer.input_layernorm = None
+  return layer
 
 
 class Head(nnx.Module):
@@ -122,7 +111,7 @@ class Head(nnx.Module):
       rngs=rngs,
       use_bias=config.kind == EAGLE,
     )
-    first: Any = {EAGLE3: _WideLayer, EAGLE: _BareLayer, MTP: _plain}
+    first: Any = {EAGLE3: _WideLayer, EAGLE: _bare_layer, MTP: _plain}
     self.layers = nnx.List(
       [
         first[config.kind](config, dtype=dtype, rngs=rngs),
@@ -207,19 +196,6 @@ def _plain(config: HeadConfig, layer: int = 0, *, dtype, rngs):
   )
 
 
-def expand(logits: jax.Array, index: jax.Array | None) -> jax.Array:
-  """Logits `[..., D]` of a reduced vocabulary for all tokens, `[..., V]`.
-
-  `index`: `[V]` int32, the row of each token, -1 for those that have none and
-  can never be drafted.
-  """
-  if index is None:
-    return logits
-  taken = jnp.take(logits, jnp.maximum(index, 0), axis=-1)
-  has_row = jnp.expand_dims(index >= 0, range(logits.ndim - 1))
-  return jnp.where(has_row, taken, -jnp.inf)
-
-
 @functools.cache
 def _spec(
   graph: nnx.GraphDef,
@@ -246,7 +222,7 @@ def _spec(
   def logits(params, states):
     states = nnx.merge(graph, params['head']).output(states)
     found = matrices_lib.matmul(states, params['lm_head'])
-    return layout.gather_vocabulary(expand(found, params['index']))
+    return layout.gather_vocabulary(found)
 
   def init_cache(batch_size, num_slots):
     cache = cache_lib.init_cache(
@@ -285,7 +261,6 @@ def as_head(
   *,
   embedding: Any,
   lm_head: Any,
-  index: jax.Array | None = None,
   layout: sharding_lib.Layout = sharding_lib.Layout(),
 ) -> head_lib.Head:
   """Splits a module into the parameters and functions that `specdec` uses.
@@ -293,20 +268,16 @@ def as_head(
   Args:
     module: the head.
     embedding: `[V, H]`, its own or the target's.
-    lm_head: `[D, H]`, its own or the target's.
-    index: see `expand`; None if D is V.
+    lm_head: `[V, H]`, its own or the target's; of a reduced vocabulary a
+      `matrices.FewOutputs`.
     layout: where the module lies.
   """
   graph, variables = nnx.split(module)
   own = nnx.to_pure_dict(variables)
-  parameters = {
-    'head': own,
-    'embedding': embedding,
-    'lm_head': lm_head,
-    'index': index,
-  }
+  parameters = {'head': own, 'embedding': embedding, 'lm_head': lm_head}
   # A forward reads a few rows of the embedding.
-  read = [*traverse_util.flatten_dict(own).values(), lm_head]
+  read = [*traverse_util.flatten_dict(own).values()]
+  read.append(matrices_lib.computed(lm_head))
   leaves = jax.tree.leaves(read)
   weight_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
   matrices = [leaf for leaf in read if len(leaf.shape) == 2]

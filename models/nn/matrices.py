@@ -283,25 +283,42 @@ class PackedMatrix(flax.struct.PyTreeNode):
     return np.ascontiguousarray(values[:num_outputs, :num_inputs])
 
 
+def spread(few: jax.Array, index: jax.Array) -> jax.Array:
+  """Some outputs `[..., N]` among all, `[..., out]`; the others are -inf.
+
+  `index`: `[out]` int32, the place of each output among the N, or -1.
+  """
+  taken = jnp.take(few, jnp.maximum(index, 0), axis=-1)
+  is_there = jnp.expand_dims(index >= 0, range(few.ndim - 1))
+  return jnp.where(is_there, taken, -jnp.inf)
+
+
+def index_of(ids: np.ndarray, size: int) -> np.ndarray:
+  """`[size]` int32, the place of each number among `ids [N]`, or -1."""
+  index = np.full(size, -1, np.int32)
+  index[ids] = np.arange(len(ids))
+  return index
+
+
 class FewOutputs(flax.struct.PyTreeNode):
   """A head that computes some of its outputs; the others are -inf.
 
-  The draft vocabulary of FR-Spec (arXiv 2502.14856, section 4).
+  The draft vocabulary of FR-Spec (arXiv 2502.14856) and of EAGLE-3.
 
   Attributes:
     outputs: the matrix `[N, in]` of those that are computed.
+    index: see `spread`.
     rows: the matrix `[out, in]` whose rows are looked up where the token
       embedding is the head, or None.
-    ids: `[N]` int32, the outputs that are computed, ascending.
-    shape: `(out, in)`.
-    num_first: how many of the ids are 0, 1, 2 and so on.
   """
 
   outputs: Any
-  rows: Any
-  ids: Any
-  shape: tuple[int, int] = flax.struct.field(pytree_node=False)
-  num_first: int = flax.struct.field(pytree_node=False)
+  index: Any
+  rows: Any = None
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    return (*self.index.shape, self.outputs.shape[1])
 
   @property
   def dtype(self) -> str:
@@ -312,11 +329,7 @@ class FewOutputs(flax.struct.PyTreeNode):
     return uses_kernels(self.outputs)
 
   def product(self, rows: jax.Array) -> jax.Array:
-    few = _as_matrix(self.outputs).product(rows)
-    padding = ((0, 0), (0, self.shape[0] - self.num_first))
-    first = few[:, : self.num_first]
-    out = jnp.pad(first, padding, constant_values=-jnp.inf)
-    return out.at[:, self.ids[self.num_first :]].set(few[:, self.num_first :])
+    return spread(_as_matrix(self.outputs).product(rows), self.index)
 
   def take(self, index: jax.Array) -> jax.Array:
     return _as_matrix(self.rows).take(index)
@@ -332,7 +345,7 @@ class FewOutputs(flax.struct.PyTreeNode):
 def few_outputs(
   matrix: Any, ids: np.ndarray, *, is_embedding: bool
 ) -> FewOutputs:
-  """A head on the host that computes the outputs `ids [N]`, ascending.
+  """A head on the host that computes the outputs `ids [N]`.
 
   Args:
     matrix: `[out, in]`, an array of floats or another unpacked `Matrix`.
@@ -341,11 +354,14 @@ def few_outputs(
   """
   return FewOutputs(
     outputs=jax.tree.map(lambda leaf: leaf[ids], matrix),
+    index=index_of(ids, matrix.shape[0]),
     rows=matrix if is_embedding else None,
-    ids=np.asarray(ids, np.int32),
-    shape=matrix.shape,
-    num_first=int(np.sum(ids == np.arange(len(ids)))),
   )
+
+
+def computed(matrix: Any) -> Any:
+  """What a product with a matrix reads of it."""
+  return matrix.outputs if isinstance(matrix, FewOutputs) else matrix
 
 
 def _aligned_zeros(shape: tuple[int, ...]) -> np.ndarray:

@@ -24,6 +24,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from models.nn import matrices as matrices_lib
 from specdec import cache as cache_lib
 from specdec import model as model_lib
 
@@ -145,9 +146,7 @@ def _spec(
   def apply(params, tokens, positions, mask, cache):
     parts = params['parts'][tokens]
     logits, cache = read(params['draft'], parts, positions, mask, cache)
-    same = params['same']
-    shared = jnp.take(logits, jnp.maximum(same, 0), axis=-1)
-    return jnp.where((same >= 0)[None, None], shared, -jnp.inf), cache
+    return matrices_lib.spread(logits, params['same']), cache
 
   return dataclasses.replace(
     own,

@@ -1,9 +1,9 @@
 """The tokens that a draft computes and proposes: the most frequent ones.
 
-The head is a third of what a small draft with a large vocabulary reads, and
-most of its rows are of tokens that hardly occur (FR-Spec, arXiv 2502.14856). A
-draft may propose whatever it likes: what is decoded does not depend on it, and
-tokens outside are found by the other stages and the target.
+The head is a large part of what a small draft with a large vocabulary reads,
+and most of its rows are of tokens that hardly occur (FR-Spec, arXiv
+2502.14856). A draft may propose any tokens: what is decoded does not depend on
+them, and other tokens come from the other stages and from the target.
 """
 
 from collections.abc import Sequence
@@ -65,8 +65,8 @@ def tokens_of(
   special = {one for one in special if one < vocab_size}
   if draft_vocab <= len(special):
     raise ValueError(
-      f'draft_vocab={draft_vocab} is for more than the {len(special)} special'
-      f' tokens of the draft; its vocabulary has {vocab_size}'
+      f'draft_vocab={draft_vocab} must be more than the {len(special)} special'
+      f' tokens of the draft, whose vocabulary has {vocab_size}'
     )
   others = (one for one in range(vocab_size) if one not in special)
   first = [next(others) for _ in range(draft_vocab - len(special))]

@@ -28,7 +28,7 @@ _CHUNK = 256  # positions at a time
 
 
 def _apart(p: np.ndarray, q: np.ndarray, number: int) -> np.ndarray:
-  """Of the best children and one drawn off them: what rejection accepts."""
+  """What rejection accepts of the best children and one drawn, `[n]`."""
   order = np.argsort(-q, axis=1, kind='stable')
   p, q = (np.take_along_axis(array, order, axis=1) for array in (p, q))
   best, rest = p[:, : number - 1].sum(1), q[:, number - 1 :]
@@ -39,7 +39,7 @@ def _apart(p: np.ndarray, q: np.ndarray, number: int) -> np.ndarray:
 
 
 def _best(p: np.ndarray, q: np.ndarray, number: int) -> np.ndarray:
-  """Of the best children: the target's probability of all of them."""
+  """The target's probability of the best children together, `[n]`."""
   order = np.argsort(-q, axis=1, kind='stable')[:, :number]
   possible = np.take_along_axis(q, order, axis=1) > 0
   return (np.take_along_axis(p, order, axis=1) * possible).sum(1)
@@ -51,7 +51,7 @@ def _with_replacement(q: np.ndarray, number: int) -> np.ndarray:
 
 
 def _without_replacement(q: np.ndarray, number: int) -> np.ndarray:
-  """The same; fewer are drawn if there are fewer.
+  """As `_with_replacement`; fewer are drawn if there are fewer.
 
   Draws without replacement are the order in which clocks of rates q ring. So
   this is the probability that K of the clocks of the first tokens ring before

@@ -146,7 +146,7 @@ class _Run:
   def features(
     self, tokens: dict[str, np.ndarray]
   ) -> tuple[head_features.Features, head_features.Features]:
-    """Of training and held-out windows; states the size before."""
+    """Features of training and held-out windows; the size is stated before."""
     settings = self.settings
     each = (settings.length + 1) * head_features.bytes_per_token(
       len(self.config.reads), self.config.width
