@@ -16,9 +16,9 @@ import tiny_drafters
 import tokenizers
 import transformers
 
-from models.checkpoints import heads
 from models.nn import adapter
 from models.nn import eagle
+from models.nn import matrices as matrices_lib
 from models.nn import table_model
 from models.text import generator as generator_lib
 from models.text import pair as pair_lib
@@ -121,8 +121,7 @@ def _head() -> specdec.Head:
   return eagle.as_head(
     eagle.Head(config, rngs=nnx.Rngs(0)),
     embedding=matrix,
-    lm_head=matrix[ids],
-    index=heads.index_of(ids, config.vocab_size),
+    lm_head=matrices_lib.few_outputs(matrix, ids, is_embedding=False),
   )
 
 
