@@ -8,23 +8,13 @@ from typing import Any
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-  from models.text.generator import Generator
-  from models.text.generator import load
-  from models.text.many import Completion
-  from models.text.many import Job
-  from models.text.plan import Plan
-  from models.text.result import TextGeneration
-  from models.text.settings import DraftSettings
-
-__all__ = (
-  'Completion',
-  'DraftSettings',
-  'Generator',
-  'Job',
-  'Plan',
-  'TextGeneration',
-  'load',
-)
+  from models.text.generator import Generator as Generator
+  from models.text.generator import load as load
+  from models.text.many import Completion as Completion
+  from models.text.many import Job as Job
+  from models.text.plan import Plan as Plan
+  from models.text.result import TextGeneration as TextGeneration
+  from models.text.settings import DraftSettings as DraftSettings
 
 # Imported when they are asked for: transformers takes seconds, and scripts
 # refuse a wrong flag before (`models.text.settings`).
@@ -37,6 +27,7 @@ _MODULES = {
   'TextGeneration': 'models.text.result',
   'load': 'models.text.generator',
 }
+__all__ = tuple(_MODULES)
 
 
 def __getattr__(name: str) -> Any:

@@ -17,12 +17,7 @@ _Item = TypeVar('_Item')
 
 @contextlib.contextmanager
 def announced(what: str, patience: float = _PATIENCE) -> Iterator[None]:
-  """Prints a line on stderr if the block takes longer than `patience` seconds.
-
-  Args:
-    what: the line, such as `compiling`.
-    patience: seconds.
-  """
+  """Prints `what` on stderr if the block takes longer than `patience` s."""
   line = lambda: print(f'{what} ...', file=sys.stderr, flush=True)
   timer = threading.Timer(patience, line)
   timer.daemon = True

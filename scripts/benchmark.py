@@ -88,10 +88,12 @@ def _batch_sizes(num_prompts: int) -> list[int]:
 
 
 def _run(batch_size: int, prompts: list[str]):
+  import loading
+
   from models.lab.bench import arms as arms_lib
   from models.lab.bench import benchmark
 
-  specs = arms_lib.parse_arms(_ARMS.value, options.dtype())
+  specs = arms_lib.parse_arms(_ARMS.value, loading.dtype())
   if _PEER.value != 'none':
     specs += arms_lib.peer_arms(
       _PEER.value,
@@ -99,12 +101,12 @@ def _run(batch_size: int, prompts: list[str]):
       has_draft=options.draft_name() is not None,
       batch_size=batch_size,
     )
-  plan = options.plan(batch_size, lambda: prompts)
+  plan = loading.plan(batch_size, lambda: prompts)
   return benchmark.run(
     prompts,
     arms=specs,
     task=arms_lib.Task(
-      models=options.models(),
+      models=loading.models(),
       llama_cpp=_LLAMA_CPP.value,
       drafting=options.draft_settings(plan),
       sampling=options.sampling(),

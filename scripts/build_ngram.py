@@ -41,10 +41,6 @@ flags.DEFINE_integer(
 )
 
 
-def _given(*names):
-  return {name: _FLAGS[name].value for name in names}
-
-
 def main() -> None:
   from models.lab.training import build_ngram
   from models.lab.training import corpus as corpus_lib
@@ -58,10 +54,13 @@ def main() -> None:
     corpus=corpus,
     samples=build_ngram.Samples(
       length=_FLAGS.sample_length,
-      **_given('num_tokens', 'batch_size', 'temperature', 'top_k', 'seed'),
+      **command_line.given(
+        'num_tokens', 'batch_size', 'temperature', 'top_k', 'seed'
+      ),
     ),
     table=build_ngram.TableConfig(
-      num_continuations=_FLAGS.continuations, **_given('order', 'min_count')
+      num_continuations=_FLAGS.continuations,
+      **command_line.given('order', 'min_count'),
     ),
     workdir=pathlib.Path(_FLAGS.workdir),
     output=pathlib.Path(_FLAGS.output),

@@ -18,6 +18,7 @@ import options
 flags.set_default(options.MAX_NEW_TOKENS, 512)
 
 options.define_method()
+options.define_constraint()
 _SYSTEM = flags.DEFINE_string('system', None, 'the system message')
 _CONTEXT = flags.DEFINE_integer(
   'context',
@@ -93,6 +94,8 @@ def _ask(chat, line):
 
 
 def main() -> None:
+  import loading
+
   from models.text import chat_template
 
   with contextlib.suppress(ImportError):
@@ -101,10 +104,13 @@ def main() -> None:
     # UTF-8 whatever the locale; a message with other bytes is refused.
     sys.stdin.reconfigure(encoding='utf-8-sig', errors='surrogateescape')
   begin = functools.partial(chat_template.first_messages, system=_SYSTEM.value)
-  generator = options.generator([options.DEFAULT_PROMPT], 1, begin(_FIRST))
+  generator = loading.generator([options.DEFAULT_PROMPT], 1, begin(_FIRST))
   # Before anything is typed, so that bad flags are refused first.
   chat = generator.chat(
-    begin(_FIRST), context=_CONTEXT.value, **options.decoding()
+    begin(_FIRST),
+    context=_CONTEXT.value,
+    **options.decoding(),
+    **options.constraint(),
   )
   is_new = True
   print(_COMMANDS)

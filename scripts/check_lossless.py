@@ -30,6 +30,8 @@ _OUTPUT = flags.DEFINE_string('output', None, 'JSON file to write')
 
 
 def main() -> None:
+  import loading
+
   from models.lab.bench import lossless
   from models.lab.bench import record
 
@@ -41,14 +43,14 @@ def main() -> None:
       ' least 1'
     )
   record.prepare_output(_OUTPUT.value)
-  generator = options.generator(prompts, max(sizes))
+  generator = loading.generator(prompts, max(sizes))
   arguments = options.decoding()
   checks: list[Any]
   # Greedy decoding is deterministic by every rule.
   if options.keeps_tokens() or options.sampling().temperature == 0:
     margin = _MAX_MARGIN.value
     if margin is None:
-      margin = 0.0 if options.is_exact() else 0.1
+      margin = 0.0 if loading.is_exact() else 0.1
     checks = lossless.check_tokens(
       generator, prompts, batch_sizes=sizes, max_margin=margin, **arguments
     )

@@ -9,6 +9,7 @@ import os
 import pathlib
 import signal
 import sys
+from typing import Any
 from typing import NoReturn
 
 from absl import app
@@ -118,12 +119,13 @@ def _parse(argv: Sequence[str]) -> list[str]:
   return left
 
 
-def run(main: Callable[[], None]) -> None:
-  """`app.run` that reports bad input and Ctrl-C in one line, not a traceback.
+def given(*names: str) -> dict[str, Any]:
+  """The values of flags by their names."""
+  return {name: flags.FLAGS[name].value for name in names}
 
-  Args:
-    main: called once the flags are parsed.
-  """
+
+def run(main: Callable[[], None]) -> None:
+  """Calls `main` with the flags parsed; bad input and Ctrl-C are one line."""
 
   def checked(argv):
     try:

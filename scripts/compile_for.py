@@ -45,11 +45,7 @@ _OUTPUT = flags.DEFINE_string('output', None, 'JSON file to write')
 
 
 def _checked():
-  """The device and the mesh.
-
-  Raises:
-    ValueError: flags cannot be used, or not together.
-  """
+  """The device and the mesh; ValueError if flags do not go together."""
   from models.lab.compiled import programs
   from models.nn import matrices as matrices_lib
 
@@ -58,10 +54,8 @@ def _checked():
   form = matrices_lib.FORMATS.get(options.DTYPE.value)
   if form is not None and not form.is_float:
     raise ValueError(f'--dtype={form.name}: compile for float32 or bfloat16')
-  try:
+  with options.named_as_flag():
     device = programs.device(_DEVICE.value)
-  except ValueError as error:
-    raise ValueError(f'--{error}') from error
   mesh = options.mesh_sizes() or None
   if ':' in _DEVICE.value and mesh is None:
     raise ValueError(

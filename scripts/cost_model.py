@@ -10,6 +10,8 @@ Nothing is run. The tables are explained in docs/cost_model.md, the pictures are
 in colab/05_when_it_pays.ipynb.
 """
 
+import sys
+
 from absl import flags
 import command_line
 
@@ -38,16 +40,8 @@ _CONTEXT = flags.DEFINE_integer(
 _OVERLAP = flags.DEFINE_bool(
   'overlap', True, 'whether a kernel computes while it reads'
 )
+_SETTINGS = flags.FLAGS.get_key_flags_for_module(sys.argv[0])  # Those above.
 _OUT = flags.DEFINE_string('out', None, 'folder to write cost_model.json to')
-_SETTINGS = (
-  _TARGET,
-  _DRAFT,
-  _HARDWARE,
-  _DEVICES,
-  _ACCEPTANCE,
-  _CONTEXT,
-  _OVERLAP,
-)
 _TITLES = (
   '(a) 1 query x 10 tokens (option 1), 10 queries x 1 token (option 2)',
   '(b) Batch size',

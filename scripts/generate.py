@@ -16,6 +16,7 @@ _BATCH_SIZE = options.define_batch_size(
   1, 'copies of the prompt, or prompts of the file'
 )
 options.define_stop()
+options.define_constraint()
 _LOG_PROBS = flags.DEFINE_bool(
   'log_probs', False, 'with --json, also the log-probabilities of the tokens'
 )
@@ -47,6 +48,8 @@ def _show(stream):
 
 
 def main() -> None:
+  import loading
+
   from models import waiting
   from models.text import chat_template
   from models.text import result as result_lib
@@ -69,12 +72,13 @@ def main() -> None:
     )
   ask = functools.partial(chat_template.first_messages, system=_SYSTEM.value)
   given = [*map(ask, prompts)] if _CHAT.value else prompts
-  generator = options.generator(
+  generator = loading.generator(
     prompts, batch_size, given[0] if _CHAT.value else None
   )
   arguments = options.decoding() | {
     'stop': options.stop(),
     'log_probs': _LOG_PROBS.value,
+    **options.constraint(),
   }
   if _STREAM.value:
     result = _show(generator.stream(given, **arguments))

@@ -6,11 +6,12 @@ python scripts/generate_many.py --prompt_file=prompts.jsonl \
 A line of a file `*.jsonl`, `*.ndjson` or `*.json` and of standard input is a
 JSON object with `prompt` or `messages` (a conversation), and may have an `id`,
 `max_new_tokens`, `seed`, `eos_ids` (ids or texts), `temperature`, `top_k`,
-`top_p` and `min_p` of its own. A line of another file is a prompt. A line is
-appended to the output when a prompt ends: `index` (of the prompt, from 0),
-`id`, `text`, `tokens`, `finish_reason`, `error` and `stats`, or `index`, `id`
-and `error` alone. A run that was stopped or killed goes on where it was, with
-the same command, if its prompts are in a file. `-` is standard input or output.
+`top_p`, `min_p`, `regex` and `json_schema` of its own. A line of another file
+is a prompt. A line is appended to the output when a prompt ends: `index` (of
+the prompt, from 0), `id`, `text`, `tokens`, `finish_reason`, `error` and
+`stats`, or `index`, `id` and `error` alone. A run that was stopped or killed
+goes on where it was, with the same command, if its prompts are in a file. `-`
+is standard input or output.
 """
 
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from typing import Any
 from absl import flags
 import command_line
 import options
+import several_hosts
 
 from specdec import text_files
 
@@ -44,13 +46,14 @@ _READING = flags.DEFINE_integer(
   lower_bound=1,
 )
 options.define_stop()
+options.define_constraint()
 _IN_ORDER = flags.DEFINE_bool(
   'in_order', False, 'write lines in the order of the prompts'
 )
 
 _NUM_SAMPLES = 32  # Prompts, for making a plan.
 _SAMPLING = ('temperature', 'top_k', 'top_p', 'min_p')
-_OWN = ('max_new_tokens', 'seed', 'eos_ids')
+_OWN = ('max_new_tokens', 'seed', 'eos_ids', 'regex', 'json_schema')
 _KEYS = ('prompt', 'messages', 'id', *_OWN, *_SAMPLING)
 
 # They change no token of a prompt, and refuse none.
@@ -89,23 +92,18 @@ def _job(index: int, number: int, line: str) -> tuple[Any, Any, str | None]:
     seed=options.SEED.value + index if seed is None else seed,
     sampling=sampling,
     eos_ids=record.get('eos_ids'),
+    regex=record.get('regex'),
+    json_schema=record.get('json_schema'),
   )
   return job, record.get('id', index), None
 
 
 def _lines() -> Iterator[tuple[int, int, str]]:
   """The index of each prompt, and the number and text of its line."""
-  name = options.PROMPT_FILE.value
-  assert name is not None
   # A file is refused before anything is decoded; of a pipe, the prompt is.
-  errors = 'surrogateescape' if name == '-' else 'strict'
-  try:
-    numbered = text_files.lines(name, errors=errors)
-    full = ((number, line) for number, line in numbered if line.strip())
-    for index, (number, line) in enumerate(full):
-      yield index, number, line
-  except ValueError as error:
-    raise ValueError(f'--prompt_file={error}') from error
+  errors = 'surrogateescape' if options.PROMPT_FILE.value == '-' else 'strict'
+  for index, line in enumerate(options.prompt_lines(errors)):
+    yield index, *line
 
 
 def _samples() -> list[str]:
@@ -128,13 +126,18 @@ class _Printed:
 
 
 def _output(name: str) -> Any:
+  import loading
+
+  from models.text import pair as pair_lib
+  from models.text import plan as plan_lib
   from models.text import resumable
 
-  if name == '-' or not options.writes():
+  if name == '-' or not several_hosts.writes():
     return _Printed()
+  found = pair_lib.find_checkpoints(loading.models())
   settings = options.as_dict() | {
-    'dtype': options.dtype(),
-    'models': options.model_digests(),
+    'dtype': loading.dtype(),
+    'models': plan_lib.model_digests(*found),
   }
   settings = {name: settings[name] for name in settings if name not in _FREE}
   return resumable.ResumableRows(pathlib.Path(name), settings)
@@ -165,6 +168,8 @@ def main() -> None:
     raise ValueError(
       '--prompt_file and --output are needed, each a file or -; see --help'
     )
+  import loading
+
   is_pipe = options.PROMPT_FILE.value == '-'
   total = None if is_pipe else sum(1 for _ in _lines())
   output = _output(_OUTPUT.value)
@@ -175,8 +180,8 @@ def main() -> None:
       ' --output, or the prompts as a file'
     )
   indices = lambda: [row['index'] for row in output.rows]
-  done = {*options.of_first_host(indices)}
-  generator, tree_sizes = options.many(_samples, _BATCH_SIZE.value)
+  done = {*several_hosts.of_first_host(indices)}
+  generator, tree_sizes = loading.many(_samples, _BATCH_SIZE.value)
   taken: list[tuple[int, Any, str | None]] = []  # Index, id, error.
 
   def jobs():
@@ -195,6 +200,7 @@ def main() -> None:
     tree_sizes=tree_sizes,
     stop=options.stop(),
     **options.decoding(),
+    **options.constraint(),
   )
   begin, tokens, forwards = time.perf_counter(), 0, 0
   with tqdm.tqdm(

@@ -5,7 +5,7 @@
 WHAT: kernels (at the shapes of GPT-2 Large), forward (V(N) of --target, with
 --peer beside transformers), memory (of loading --target), loss (of --target on
 a corpus), fallback (its cost, given --break_even), acceptance (by each rule of
-verification).
+verification, beside the most that any lossless rule accepts of such children).
 """
 
 import functools
@@ -38,10 +38,15 @@ options.define_num_prompts()
 _BATCH_SIZE = options.define_batch_size(4, 'of acceptance')
 _CORPUS = flags.DEFINE_string('corpus', '', 'default: the standard library')
 _PATTERN = flags.DEFINE_string('pattern', '*.py', 'file names of the corpus')
+_TREES = flags.DEFINE_list(
+  'trees', ['8', '32'], 'acceptance: sizes of trees, the root included'
+)
 _OUTPUT = flags.DEFINE_string('output', None, 'JSON file to write')
 
 
 def _loss(lengths: list[int]) -> list[dict]:
+  import loading
+
   from models.checkpoints import hub
   from models.lab.training import corpus as corpus_lib
   from models.lab.training import loss as loss_lib
@@ -52,17 +57,19 @@ def _loss(lengths: list[int]) -> list[dict]:
   if tokenizer is None:
     raise ValueError(f'--target={options.TARGET.value} has no tokenizer')
   tokens = corpus.tokens(tokenizer, held_out=True)
-  module = hub.read_module(found, dtype=options.dtype())
+  module = hub.read_module(found, dtype=loading.dtype())
   loss = functools.partial(loss_lib.held_out_loss, module, tokens)
   return [{'window': n, 'nats_per_token': loss(length=n)} for n in lengths]
 
 
 def _decode(what: str, numbers_of_children: list[int]):
+  import loading
+
   from models.lab.bench import lossless
   from models.lab.bench import measure
 
   prompts = options.file_prompts()
-  generator = options.generator(prompts, 1)
+  generator = loading.generator(prompts, 1)
   given = options.decoding()
   common = {
     name: given[name] for name in ('max_new_tokens', 'sampling', 'seed')
@@ -77,12 +84,15 @@ def _decode(what: str, numbers_of_children: list[int]):
     batch_size=_BATCH_SIZE.value,
     numbers_of_children=numbers_of_children,
     chain_length=options.draft_settings().num_draft_tokens,
+    tree_sizes=[int(size) for size in _TREES.value],
     **common,
   )
   return lossless.acceptance_rows(figures), figures
 
 
 def main(what: str) -> None:
+  import loading
+
   from models.lab.bench import measure
   from models.lab.bench import record
 
@@ -91,7 +101,7 @@ def main(what: str) -> None:
   record.prepare_output(_OUTPUT.value)
   figures: dict = {}
   sizes = [int(size) for size in _LIST.value or _SIZES[what]]
-  target, dtype = options.TARGET.value, options.dtype()
+  target, dtype = options.TARGET.value, loading.dtype()
   if what in ('forward', 'memory'):
     from models.checkpoints import hub
 

@@ -1,15 +1,15 @@
-"""The flags that all decoding scripts share, and the objects made from them."""
+"""The flags that all decoding scripts share, and their values.
 
-from collections.abc import Callable
+This module imports what takes no time, so that a wrong flag is refused before
+`loading` imports what reads models.
+"""
+
 from collections.abc import Iterator
 from collections.abc import Sequence
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import json
-import math
-import os
 import pathlib
 import re
 import sys
@@ -18,6 +18,7 @@ from typing import get_args
 
 from absl import flags
 import command_line
+import several_hosts
 
 from models.nn import dtypes
 from models.nn import matrices as matrices_lib
@@ -44,6 +45,12 @@ DRAFT = flags.DEFINE_string(
   'draft',
   'demo',
   'demo (embedded), a model folder, a GGUF file, a hub id, or none',
+)
+HEAD = flags.DEFINE_string(
+  'head',
+  None,
+  'a drafting head of the target in place of a draft: a folder, a GGUF file or'
+  ' a hub id',
 )
 PLAN = flags.DEFINE_string(
   'plan',
@@ -86,14 +93,14 @@ VERIFY = flags.DEFINE_enum(
   'verify',
   'match',
   list(checks_lib.RULES),
-  'match: the tokens of plain decoding with the same seed; rejection, block'
-  ' (chains): other tokens of the same distribution',
+  'match: the tokens of plain decoding with the same seed; rejection, traversal'
+  ' (block: the same on chains): other tokens of the same distribution',
 )
 CHILDREN = flags.DEFINE_enum(
   'children',
   None,
   sampling_lib.CHILDREN,
-  'the candidates of --verify=rejection and block; default: drawn without'
+  'the candidates of --verify=rejection and traversal; default: drawn without'
   ' replacement where the topology is fixed and the drafter is a model',
 )
 BREAK_EVEN = flags.DEFINE_float(
@@ -117,6 +124,14 @@ DRAFT_DTYPE = flags.DEFINE_enum(
   matrices_lib.DTYPES,
   'of the draft; default: as --dtype, but int8 beside bfloat16 where the'
   ' kernels for CPU are used; what is decoded does not depend on it',
+)
+DRAFT_VOCAB = flags.DEFINE_string(
+  'draft_vocab',
+  None,
+  'how many tokens the draft computes and proposes: N, for those that the'
+  ' tokenizer learned first, or N:FILE, for those of the largest counts, an'
+  ' array [V] in a .npy file; what is decoded does not depend on it; default:'
+  ' all',
 )
 CPU_KERNELS = flags.DEFINE_enum(
   'cpu_kernels',
@@ -204,7 +219,7 @@ def _define(name: str, option: settings_lib.Option) -> flags.FlagHolder:
   return kinds.get(option.kind, flags.DEFINE_string)(name, default, text)
 
 
-_DRAFTING = {
+DRAFTING = {
   name: _define(name, settings_lib.OPTIONS[name])
   for name in settings_lib.OPTIONS
 }
@@ -222,7 +237,7 @@ def define_method(
   default: str = 'staged',
   methods: Sequence[str] = ('plain', 'chain', 'tree', 'staged'),
 ) -> None:
-  """Defines `--method`, which `generator` and `many` read."""
+  """Defines `--method`, which `loading` reads."""
   text = 'how to decode; the text is the same; --plan chooses'
   flags.DEFINE_enum('method', default, methods, text, **_OF_SCRIPT)
 
@@ -253,13 +268,51 @@ def stop() -> list[str]:
   return unescaped(flags.FLAGS.stop)
 
 
+def define_constraint() -> None:
+  """Defines `--regex` and `--json_schema`, which `constraint` reads."""
+  flags.DEFINE_string(
+    'regex',
+    None,
+    "an expression that the text matches, in the syntax of Rust's regex",
+    **_OF_SCRIPT,
+  )
+  text = 'a JSON schema that the text matches, or the file of one'
+  flags.DEFINE_string('json_schema', None, text, **_OF_SCRIPT)
+  command_line.checked_first(_check_constraint)
+
+
+def _check_constraint() -> None:
+  """Refuses a schema that is no JSON; that of a file takes its place."""
+  schema = flags.FLAGS.json_schema
+  if schema is None:
+    return
+  if flags.FLAGS.regex is not None:
+    raise ValueError('give --regex or --json_schema, not both')
+  if not schema.lstrip().startswith('{'):
+    with named_as_flag('json_schema='):
+      schema = text_files.to_json(text_files.read_object(schema))
+  try:
+    json.loads(schema)
+  except (ValueError, RecursionError) as error:
+    raise ValueError(
+      f'--json_schema is neither a file nor JSON: {error}'
+    ) from error
+  flags.FLAGS.json_schema = schema
+
+
+def constraint() -> dict[str, Any]:
+  """The arguments `regex` and `json_schema` of decoding."""
+  values = {name: flags.FLAGS[name].value for name in ('regex', 'json_schema')}
+  return {name: one for name, one in values.items() if one is not None}
+
+
 @contextlib.contextmanager
-def _named_as_flag() -> Iterator[None]:
-  """An error that begins with the name of an argument names its flag."""
+def named_as_flag(name: str = '') -> Iterator[None]:
+  """An error names its flag: `name`, or the argument that it begins with."""
   try:
     yield
   except ValueError as error:
-    raise ValueError(f'--{error}') from error
+    raise ValueError(f'--{name}{error}') from error
 
 
 def _logit_bias(given: list[str]) -> dict[int, float] | None:
@@ -294,6 +347,23 @@ def eos_ids() -> list[int | str] | None:
   return [int(one) if one.isdecimal() else one for one in unescaped(given)]
 
 
+def draft_vocab() -> int | list[int] | None:
+  """The `draft_vocab` argument of `models.load`."""
+  if DRAFT_VOCAB.value is None:
+    return None
+  number, _, path = DRAFT_VOCAB.value.partition(':')
+  if not number.isdecimal() or int(number) < 1:
+    raise ValueError(
+      f'--draft_vocab={DRAFT_VOCAB.value} is neither N nor N:FILE, such as'
+      ' 32768'
+    )
+  if not path:
+    return int(number)
+  from models.text import draft_vocabulary
+
+  return draft_vocabulary.most_frequent(path, int(number))
+
+
 def unescaped(texts: list[str]) -> list[str]:
   r"""Texts of flags in which \n is a line end."""
   return [text.replace('\\n', '\n') for text in texts]
@@ -312,19 +382,13 @@ def decoding() -> dict[str, Any]:
 
 
 def draft_settings(plan: Any = None) -> settings_lib.DraftSettings:
-  """The drafting settings of the flags.
-
-  Args:
-    plan: the `models.Plan` of the method `plan`, or None.
-  """
-  try:
-    confidence = tuple(float(text) for text in LOOKUP_CONFIDENCE.value)
+  """The drafting settings of the flags, with the plan of the method `plan`."""
+  with named_as_flag('lookup_confidence: '):
+    confidence = tuple(map(float, LOOKUP_CONFIDENCE.value))
     lookup = specdec.PromptLookup(confidence=confidence)
-  except ValueError as error:
-    raise ValueError(f'--lookup_confidence: {error}') from error
-  with _named_as_flag():
+  with named_as_flag():
     changed = settings_lib.with_options(
-      _DEFAULTS, {name: flag.value for name, flag in _DRAFTING.items()}
+      _DEFAULTS, {name: flag.value for name, flag in DRAFTING.items()}
     )
   return dataclasses.replace(changed, lookup=lookup, plan=plan)
 
@@ -332,13 +396,15 @@ def draft_settings(plan: Any = None) -> settings_lib.DraftSettings:
 @command_line.checked_first
 def _check() -> None:
   """Refuses values of the shared flags that no model could take."""
-  with _named_as_flag():
+  with named_as_flag():
     for name, flag in _SAMPLING.items():
       if isinstance(flag.value, float):
         checks_lib.sampling_value(name, flag.value)
     checks_lib.to_break_even(BREAK_EVEN.value)
   sampling()
   eos_ids()
+  draft_vocab()
+  draft_name()
   draft_settings()
   mesh_sizes()
   _check_hosts()
@@ -379,103 +445,59 @@ def _check_hosts() -> None:
 
 @command_line.before_main
 def _join_hosts() -> None:
-  """Waits for the other hosts; only process 0 prints from now on."""
-  address = COORDINATOR.value
-  if address is None:
-    return
-  import jax
-
-  try:
-    jax.distributed.initialize(
-      None if address == 'auto' else address,
+  if COORDINATOR.value is not None:
+    several_hosts.join(
+      COORDINATOR.value,
       NUM_PROCESSES.value,
       PROCESS_ID.value,
-      heartbeat_timeout_seconds=HOST_TIMEOUT.value,
-      shutdown_timeout_seconds=HOST_TIMEOUT.value,
+      HOST_TIMEOUT.value,
     )
-  except (ValueError, RuntimeError) as error:
-    raise ValueError(f'--coordinator={address}: {error}') from error
-  sys.excepthook = _end_at_once
-  if not writes():
-    sys.stdout = open(os.devnull, 'w', encoding='utf-8')  # noqa: SIM115
-
-
-def _end_at_once(kind: type, error: BaseException, trace: Any) -> None:
-  """Ends this process without waiting for hosts, of which one may be dead."""
-  sys.__excepthook__(kind, error, trace)
-  print(
-    f'{pathlib.Path(sys.argv[0]).name}: this host or another one has failed:'
-    f' {" ".join(str(error).split())}',
-    file=sys.stderr,
-    flush=True,
-  )
-  os._exit(1)
-
-
-def writes() -> bool:
-  """Whether this process prints and writes: the first of all hosts."""
-  import jax
-
-  return jax.process_index() == 0
-
-
-def of_first_host(make: Callable[[], Any]) -> Any:
-  """What a function returns on the first host, which alone calls it, as JSON.
-
-  Files are read so, because hosts whose inputs differ would wait for ever.
-  """
-  from jax.experimental import multihost_utils
-  import numpy as np
-
-  text = text_files.to_json(make() if writes() else None).encode()
-  size = multihost_utils.broadcast_one_to_all(np.array(len(text)))
-  padded = np.zeros(int(size), np.uint8)
-  if writes():
-    padded[:] = np.frombuffer(text, np.uint8)
-  found = multihost_utils.broadcast_one_to_all(padded)
-  return json.loads(np.asarray(found, np.uint8).tobytes())
 
 
 def mesh_sizes() -> dict[str, int]:
   """The sizes of the axes of `--mesh`; empty without it."""
-  with _named_as_flag():
+  with named_as_flag():
     return sharding_lib.parse_mesh(MESH.value) if MESH.value is not None else {}
-
-
-@functools.cache
-def mesh() -> Any:
-  """The `mesh` argument of `models.load`; starts the devices."""
-  with _named_as_flag():
-    return sharding_lib.make_mesh(mesh_sizes()) if mesh_sizes() else None
 
 
 def draft_name() -> str | None:
   """The `draft` argument of `models.load`."""
+  if HEAD.value is not None:
+    if DRAFT.present and DRAFT.value != 'none':
+      raise ValueError(
+        f'--head={HEAD.value} takes the place of --draft={DRAFT.value}; give'
+        ' one of the two'
+      )
+    return None
   return None if DRAFT.value == 'none' else DRAFT.value
 
 
-def read_prompts(name: str | None, limit: int | None = None) -> list[str]:
-  """The first prompts of a file, see `--prompt_file`.
+def prompt_lines(errors: str = 'strict') -> Iterator[tuple[int, str]]:
+  """Yields the lines of `--prompt_file` that are not blank, and their numbers.
 
-  Args:
-    name: the value of `--prompt_file`.
-    limit: the number of prompts, or None for all.
+  The arguments and errors are those of `text_files.lines`.
+  """
+  if PROMPT_FILE.value is None:
+    raise ValueError('--prompt_file is needed: a file of prompts')
+  with named_as_flag('prompt_file='):
+    for number, line in text_files.lines(PROMPT_FILE.value, errors=errors):
+      if line.strip():
+        yield number, line
+
+
+def _read_prompts(limit: int | None) -> list[str]:
+  """The first prompts of `--prompt_file`; None: all.
 
   Raises:
     ValueError: the file cannot be read, or has fewer; names file and line.
   """
-  if name is None:
-    raise ValueError('--prompt_file is needed: a file of prompts')
-  try:
-    lines = [one for one in text_files.lines(name) if one[1].strip()]
-  except ValueError as error:
-    raise ValueError(f'--prompt_file={error}') from error
+  name, lines = PROMPT_FILE.value, [*prompt_lines()]
   if not lines or (limit and len(lines) < limit):
     raise ValueError(
       f'--prompt_file={name} has {len(lines)} prompts, {limit or 1} needed;'
       ' see --batch_size and --num_prompts'
     )
-  if not text_files.is_json_lines(name):
+  if not text_files.is_json_lines(str(name)):
     return [line.rstrip('\n') for _, line in lines[:limit]]
   prompts = []
   for number, line in lines[:limit]:
@@ -494,22 +516,17 @@ def read_prompts(name: str | None, limit: int | None = None) -> list[str]:
 
 def file_prompts() -> list[str]:
   """The prompts of `--prompt_file` that `--num_prompts` asks for."""
-  return read_prompts(PROMPT_FILE.value, flags.FLAGS.num_prompts)
+  return _read_prompts(flags.FLAGS.num_prompts)
 
 
 def prompts(prompt: flags.FlagHolder, number: int) -> list[str]:
-  """The prompts of a script that also has `--prompt`.
-
-  Args:
-    prompt: the flag `--prompt`.
-    number: of prompts of the file, or copies of the prompt.
-  """
+  """So many prompts of the file, or copies of the flag `--prompt`."""
   if PROMPT_FILE.value is None:
     checks_lib.check_text(f'--{prompt.name}', prompt.value)
     return [prompt.value] * number
   if prompt.present:
     raise ValueError('give --prompt or --prompt_file, not both')
-  return read_prompts(PROMPT_FILE.value, number)
+  return _read_prompts(number)
 
 
 def as_dict() -> dict[str, Any]:
@@ -523,7 +540,7 @@ def as_dict() -> dict[str, Any]:
   for name in ('output', 'plots', *(flag.name for flag in of_hosts)):
     record.pop(name, None)
   # Folders may be private.
-  for name in ('target', 'draft', 'plan', 'ngram', 'llama_cpp'):
+  for name in ('target', 'draft', 'head', 'plan', 'ngram', 'llama_cpp'):
     path = pathlib.Path(str(record.get(name)))
     record |= {name: path.name} if path.exists() else {}
   prompts = record.pop('prompt_file')
@@ -534,166 +551,6 @@ def as_dict() -> dict[str, Any]:
   return record
 
 
-def _check_contradictions(plan: Any) -> None:
-  """Refuses flags that were given and differ from the plan."""
-  ours = draft_settings()
-  given = {
-    name: (option.read(ours), option.read(plan.drafting))
-    for name, option in settings_lib.OPTIONS.items()
-    if _DRAFTING[name].present
-  }
-  if LOOKUP_CONFIDENCE.present:
-    lookups = ours.lookup.confidence, plan.drafting.lookup.confidence
-    given['lookup_confidence'] = lookups
-  method = flags.FLAGS['method']
-  if method.present and method.value != 'plan':
-    given['method'] = method.value, plan.method
-  for name, (value, planned) in given.items():
-    if value != planned:
-      raise ValueError(
-        f'--{name}={value} contradicts --plan={PLAN.value}, which has'
-        f' {planned}; leave out one of the two'
-      )
-
-
-@functools.cache
-def dtype() -> str:
-  """The dtype of the target; what `auto` stands for is printed."""
-  name = DTYPE.value
-  if name == dtypes.AUTO:
-    from models.checkpoints import checkpoint as checkpoint_lib
-    from models.checkpoints import hub
-
-    found = hub.locate(TARGET.value, revision=REVISION.value)
-    name = checkpoint_lib.resolve_dtype(name, found)
-    print(f'--dtype=auto: {name}', file=sys.stderr)
-  return name
-
-
-def is_exact() -> bool:
-  """Whether drafted tokens are those of plain decoding without exceptions."""
-  from models.nn.cpu import build
-
-  if dtype() == 'float32':
-    return True
-  kernels = (
-    CPU_KERNELS.value == 'auto' and dtype() in matrices_lib.KERNEL_DTYPES
-  )
-  kernels &= math.prod(mesh_sizes().values()) == 1
-  return kernels and build.is_available()
-
-
-def models() -> Any:
-  """The `models.text.pair.ModelChoice` of the flags."""
-  from models.text import pair as pair_lib
-
-  return pair_lib.ModelChoice(
-    target=TARGET.value,
-    draft=draft_name(),
-    revision=REVISION.value,
-    dtype=dtype(),
-    draft_dtype=DRAFT_DTYPE.value,
-    cpu_kernels=CPU_KERNELS.value == 'auto',
-    mesh=mesh(),
-    draft_mesh=DRAFT_MESH.value,
-    eos_ids=eos_ids(),
-  )
-
-
-def model_digests() -> dict[str, str | None]:
-  """See `models.text.plan.model_digests`."""
-  from models.text import pair as pair_lib
-  from models.text import plan as plan_lib
-
-  return plan_lib.model_digests(*pair_lib.find_checkpoints(models()))
-
-
 def keeps_tokens() -> bool:
   """Whether the tokens with `--verify` are those of plain decoding."""
   return checks_lib.RULES[VERIFY.value](sampling_lib.BEST).keeps_tokens
-
-
-def plan_setup(batch_size: int) -> Any:
-  """The `models.lab.tune.plan_lookup.Setup` of the flags."""
-  from models.lab.tune import plan_lookup
-
-  return plan_lookup.Setup(
-    models=models(), batch_size=batch_size, sampling=sampling()
-  )
-
-
-def planning() -> dict[str, Any]:
-  """Arguments of `models.lab.tune.planner.make_plan` that the flags set."""
-  return {
-    'drafting': draft_settings(),
-    'seed': SEED.value,
-    'max_new_tokens': MAX_NEW_TOKENS.value,
-    'plan_seconds': PLAN_SECONDS.value,
-  }
-
-
-def plan(batch_size: int, samples: Callable[[], list[str]]) -> Any:
-  """The `models.Plan` of `--plan`, or None.
-
-  Args:
-    batch_size: of the decodes to come.
-    samples: returns prompts; called only if a plan has to be made.
-  """
-  if PLAN.value is None:
-    return None
-  if not keeps_tokens():
-    raise ValueError(
-      f'--plan is for --verify=match, got {VERIFY.value}: other rules accept'
-      ' other numbers of tokens'
-    )
-  from models.lab.tune import plan_lookup
-
-  return plan_lookup.find_plan(
-    PLAN.value,
-    samples,
-    plan_setup(batch_size),
-    **planning(),
-    report=lambda line: print(f'plan: {line}', file=sys.stderr),
-  )
-
-
-def _load(found: Any, messages: Any = None) -> Any:
-  from models.text import generator as generator_lib
-
-  if found is not None:
-    _check_contradictions(found)
-  return generator_lib.load(
-    **vars(models()),
-    method=flags.FLAGS.method,
-    drafting=draft_settings(),
-    plan=found,
-    messages=messages,
-  )
-
-
-def generator(samples: list[str], batch_size: int, messages: Any = None) -> Any:
-  """The `models.Generator` of the flags.
-
-  Args:
-    samples: prompts, in case that a plan has to be made.
-    batch_size: of the decodes to come.
-    messages: see `models.load`.
-  """
-  return _load(plan(batch_size, lambda: samples), messages)
-
-
-def many(
-  samples: Callable[[], list[str]], batch_size: int
-) -> tuple[Any, dict[int, int]]:
-  """The `models.Generator` of the flags, and the `tree_sizes` for many prompts.
-
-  With `--plan=auto` there is a plan for the full batch and one for a single
-  prompt; see `models.lab.tune.plan_lookup.join_plans`. `samples` returns
-  prompts, and is called only if a plan has to be made.
-  """
-  found, sizes = plan(batch_size, samples), dict[int, int]()
-  if found is not None and PLAN.value == 'auto' and batch_size > 1:
-    from models.lab.tune import plan_lookup
-
-    found, sizes = plan_lookup.join_plans(plan(1, samples), found, batch_size)
-  return _load(found), sizes

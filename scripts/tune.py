@@ -22,6 +22,8 @@ _OUTPUT = flags.DEFINE_string(
 
 
 def main() -> None:
+  import loading
+
   from models.lab.bench import record
   from models.lab.tune import plan_lookup
   from models.lab.tune import planner
@@ -41,14 +43,14 @@ def main() -> None:
     )
   prompts = options.file_prompts()
   record.prepare_output(_OUTPUT.value)
-  setup = options.plan_setup(_BATCH_SIZE.value)
+  setup = loading.plan_setup(_BATCH_SIZE.value)
   context = setup.context()
   plan = planner.make_plan(
     pair_lib.load_pair(setup.models),
     prompts,
     context=context,
     sampling=setup.sampling,
-    **options.planning(),
+    **loading.planning(),
     report=lambda line: print(line, file=sys.stderr),
   )
   path = pathlib.Path(

@@ -42,8 +42,10 @@ def main() -> None:
     raise ValueError(f'--output={page} must end in .html')
   page.parent.mkdir(parents=True, exist_ok=True)
   if _TRACE.value is None:
+    import loading
+
     prompts = options.prompts(_PROMPT, 1)
-    generator = options.generator(prompts, 1)
+    generator = loading.generator(prompts, 1)
     arguments = options.decoding() | {'log_probs': True}
     (trace,) = generator.stream(prompts, **arguments).trace()
     data = page.with_suffix('.json')

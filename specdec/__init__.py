@@ -1,6 +1,7 @@
 """Staged, tree-structured speculative decoding in JAX."""
 
 from specdec.cache import KVCache
+from specdec.constraint import Constraint
 from specdec.context import StepContext
 from specdec.decode_options import Options
 from specdec.draft.candidates import CandidateScorer
@@ -13,6 +14,9 @@ from specdec.draft.drafter import Scores
 from specdec.draft.drafter import Stage
 from specdec.draft.drafter import StageConfig
 from specdec.draft.drafter import staged
+from specdec.draft.head import Head
+from specdec.draft.head import HeadScorer
+from specdec.draft.head import HeadSpec
 from specdec.draft.language_model import LanguageModelScorer
 from specdec.draft.lookup import PromptLookup
 from specdec.draft.ngram import NGram
@@ -39,21 +43,24 @@ from specdec.tree.topology import k_ary
 from specdec.tree.topology import Topology
 from specdec.tree.topology import TreeShape
 from specdec.tree.tree import histories
-from specdec.verify.block import BlockRule
 from specdec.verify.match import MatchRule
 from specdec.verify.rejection import RejectionRule
+from specdec.verify.traversal import TraversalRule
 
 __version__ = '0.8.0'
 
 __all__ = (
   'EXCLUDED',
   'PLAIN',
-  'BlockRule',
   'CandidateScorer',
+  'Constraint',
   'DecodeConfig',
   'Decoding',
   'Drafter',
   'Generation',
+  'Head',
+  'HeadScorer',
+  'HeadSpec',
   'KVCache',
   'LanguageModel',
   'LanguageModelScorer',
@@ -74,6 +81,7 @@ __all__ = (
   'StepContext',
   'Topology',
   'Trace',
+  'TraversalRule',
   'TreeShape',
   'advance',
   'chain',

@@ -11,6 +11,7 @@ of the accepted path move to the front of the tree's.
 """
 
 from collections.abc import Callable
+from collections.abc import Mapping
 import functools
 from typing import NamedTuple
 
@@ -130,6 +131,10 @@ class SlotOps(NamedTuple):
   place: Callable[[jax.Array], jax.Array] = lambda slots: slots
 
 
+AFTER_NORM = -1
+"""The key of the states after the final norm in `KVCache.hidden`."""
+
+
 class KVCache(flax.struct.PyTreeNode):
   """Keys and values of the tokens that a model has seen."""
 
@@ -139,6 +144,10 @@ class KVCache(flax.struct.PyTreeNode):
   # S; static, and known even of a model that keeps no layers.
   num_slots: int = flax.struct.field(pytree_node=False)
   ops: SlotOps = flax.struct.field(pytree_node=False, default=SlotOps())
+  # Hidden states that are kept beside keys and values, `[B, 1, S, width]`: i is
+  # the residual stream that layer i reads, counted from 0; the number of layers
+  # that which the last one writes; `AFTER_NORM` the state after the final norm.
+  hidden: Mapping[int, jax.Array] = flax.struct.field(default_factory=dict)
 
 
 def init_cache(
@@ -203,6 +212,34 @@ def with_layer(
   )
 
 
+def with_hidden(
+  cache: KVCache,
+  widths: Mapping[int, int],
+  dtype: jax.typing.DTypeLike,
+) -> KVCache:
+  """An empty cache that also keeps hidden states, of these widths by layer."""
+  shape = (cache.length.shape[0], 1, cache.num_slots)
+  hidden = {
+    layer: jnp.zeros((*shape, width), dtype) for layer, width in widths.items()
+  }
+  return cache.replace(hidden=hidden)
+
+
+def write_hidden(
+  cache: KVCache | None, layer: int, states: jax.Array
+) -> KVCache | None:
+  """Writes hidden states `[B, L, width]` as `write` does, if they are kept.
+
+  `layer` is a key of `KVCache.hidden`. Nothing is written without a cache.
+  """
+  if cache is None or layer not in cache.hidden:
+    return cache
+  kept = cache.hidden[layer]
+  new = jnp.where(jnp.isfinite(states), states, 0).astype(kept.dtype)
+  written = cache.ops.write(kept, new[:, None], cache.length)
+  return cache.replace(hidden={**cache.hidden, layer: written})
+
+
 def keep(
   cache: KVCache,
   start: jax.Array,
@@ -244,5 +281,6 @@ def keep(
   return cache.replace(
     keys=tuple(map(move, cache.keys)),
     values=tuple(map(move, cache.values)),
+    hidden=jax.tree.map(move, cache.hidden),
     length=start + count,
   )

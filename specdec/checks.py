@@ -1,8 +1,6 @@
 """Checks the arguments that users pass, and makes of them what `decode` takes.
 
 What cannot be used is a `ValueError` that names the argument and the remedy.
-Prompts are padded to powers of two and the room for new tokens to multiples of
-64, so that few shapes are compiled.
 """
 
 from collections.abc import Callable
@@ -10,6 +8,7 @@ from collections.abc import Hashable
 from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
+import functools
 import numbers
 from typing import Any
 
@@ -17,15 +16,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec import constraint as constraint_lib
 from specdec import model as model_lib
 from specdec import sampling as sampling_lib
 from specdec.draft import drafter as drafter_lib
 from specdec.tree import topology as topology_lib
 from specdec.verify import accept
-from specdec.verify import block as block_lib
 from specdec.verify import match
 from specdec.verify import rejection
 from specdec.verify import stop_strings
+from specdec.verify import traversal
 
 
 def check_text(name: str, text: str) -> None:
@@ -38,12 +38,16 @@ def check_text(name: str, text: str) -> None:
       )
 
 
+def is_integer(value: Any) -> bool:
+  """Whether a value is an integer of Python or NumPy, and no bool."""
+  return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
 def check_count(
   name: str, value: Any, largest: float = np.inf, least: int = 1
 ) -> None:
   """Refuses what is no integer from the least to the largest."""
-  is_integer = isinstance(value, numbers.Integral)
-  if not is_integer or isinstance(value, bool) or not least <= value <= largest:
+  if not (is_integer(value) and least <= value <= largest):
     bound = '' if largest == np.inf else f' and at most {largest}'
     raise ValueError(
       f'{name} must be an integer of at least {least}{bound}, got {value!r}'
@@ -53,7 +57,7 @@ def check_count(
 def check_drafter(
   target: model_lib.LanguageModel, drafter: drafter_lib.Drafter
 ) -> None:
-  """Refuses stages that share a name or have another vocabulary."""
+  """Refuses stages that share a name or do not fit the target."""
   ours = target.spec.vocab_size
   labels = ('target', 'plain', *drafter.labels)
   if len(set(labels)) < len(labels):
@@ -67,6 +71,13 @@ def check_drafter(
       raise ValueError(
         f'the target has a vocabulary of {ours} tokens, the {stage.name} of'
         f' {theirs}; choose one that was made with the tokenizer of the target'
+      )
+    missing = set(stage.scorer.hidden) - set(target.spec.hidden)
+    if missing:
+      raise ValueError(
+        f'the {stage.name} reads the hidden states {stage.scorer.hidden} of the'
+        f' target, whose cache keeps {target.spec.hidden}; load the target with'
+        ' the head'
       )
 
 
@@ -120,8 +131,8 @@ def to_limits(
   limits = np.broadcast_to(limits, len(prompts))
   if limits.min() < 0:
     raise ValueError(f'max_new_tokens must be at least 0, got {max_new_tokens}')
-  is_integer = isinstance(room, numbers.Integral)
-  if room is not None and not (is_integer and limits.max() <= room <= context):
+  fits = is_integer(room) and limits.max() <= room <= context
+  if room is not None and not fits:
     raise ValueError(
       f'room_for_new_tokens must be an integer from max_new_tokens='
       f'{max_new_tokens} to the context of the target, {context} tokens; got'
@@ -216,10 +227,7 @@ def _top_k_params(top_k: Any, batch_size: int) -> dict[str, Any]:
   single = isinstance(top_k, (numbers.Number, str))
   entries = [top_k] if single else list(top_k)
   for entry in entries:
-    is_integer = isinstance(entry, numbers.Integral)
-    if entry is not None and (
-      not is_integer or isinstance(entry, bool) or entry < 1
-    ):
+    if entry is not None and not (is_integer(entry) and entry >= 1):
       raise ValueError(f'top_k must be a positive integer, got {top_k}')
   counts = [_ALL if entry is None else min(entry, _ALL) for entry in entries]
   array = _per_row(
@@ -294,10 +302,44 @@ def check_stop(
     )
 
 
+def check_constraint(constraint: Any, batch_size: int, vocab_size: int) -> None:
+  """Refuses a constraint whose functions return other shapes than they should.
+
+  Raises:
+    ValueError: it does, or it is none.
+  """
+  if constraint is None:
+    return
+  if not isinstance(constraint, constraint_lib.Constraint):
+    raise ValueError(
+      f'constraint must be a specdec.Constraint or None, got {constraint!r}'
+    )
+  states = jax.ShapeDtypeStruct((batch_size,), jnp.int32)
+  nodes = jax.ShapeDtypeStruct((batch_size, 2), jnp.int32)
+  for name, function, arguments, shape in (
+    ('start', lambda: constraint.start(batch_size), (), states),
+    ('next_state', constraint.next_state, (nodes, nodes), nodes),
+    (
+      'allowed',
+      lambda state: constraint.allowed(state, vocab_size),
+      (nodes,),
+      jax.ShapeDtypeStruct((batch_size, 2, vocab_size), jnp.bool_),
+    ),
+  ):
+    found = jax.eval_shape(function, *arguments)
+    if (found.shape, found.dtype) != (shape.shape, shape.dtype):
+      raise ValueError(
+        f'constraint.{name} must return an array of {shape.shape} and type'
+        f' {shape.dtype} for {batch_size} rows and a vocabulary of'
+        f' {vocab_size}, but returns {found.shape}, {found.dtype}'
+      )
+
+
 RULES: dict[str, Callable[[str], accept.Rule]] = {
   'match': lambda children: match.MatchRule(),
   'rejection': rejection.RejectionRule,
-  'block': block_lib.BlockRule,
+  'traversal': traversal.TraversalRule,
+  'block': functools.partial(traversal.TraversalRule, needs_chain=True),
 }
 """The rules of verification by name, made from how children are chosen."""
 
@@ -345,7 +387,7 @@ def to_rule(
   if rule.needs_chain and drafter.stages and not is_chain:
     raise ValueError(
       f'verify={verify} is for chains; choose a chain as the topology of the'
-      ' drafter, or verify=rejection'
+      ' drafter, or verify=traversal'
     )
   can_draw = fixed and drafter.stages[0].scorer.can_draw
   in_order = isinstance(shape, topology_lib.Topology) and shape.has_all_siblings
@@ -360,7 +402,8 @@ def to_rule(
       f' and a fixed topology; choose children={sampling_lib.BEST} or a'
       ' topology'
     )
-  if children == sampling_lib.WITHOUT_REPLACEMENT and not in_order:
+  ordered = (sampling_lib.WITHOUT_REPLACEMENT, sampling_lib.BEST_AND_DRAWN)
+  if children in ordered and not in_order:
     raise ValueError(
       f'children={children} needs a topology in which each node has all'
       ' siblings of lower rank: the draws are tried in their order'
@@ -400,6 +443,7 @@ def row_keys(rng_key: jax.Array, batch_size: int) -> jax.Array:
   return jax.vmap(jax.random.fold_in, (None, 0))(rng_key, rows)
 
 
+# Few shapes, so that few programs are compiled.
 _SMALLEST_PROMPT_BUCKET = 32
 _NEW_TOKENS_BUCKET = 64
 

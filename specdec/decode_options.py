@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec import checks as checks_lib
+from specdec import constraint as constraint_lib
 from specdec import memory
 from specdec import model as model_lib
 from specdec import sampling as sampling_lib
@@ -43,7 +44,8 @@ class CommonOptions(TypedDict, total=False):
   Keyword Args:
     sampling: how to choose tokens; greedy by default. Each value is one for all
       rows, or one per row.
-    verify: `match`, `rejection`, `block` or a `Rule`, see `specdec.verify`.
+    verify: `match`, `rejection`, `traversal`, `block` or a `Rule`, see
+      `specdec.verify`.
     children: how the drafter chooses its candidates for the other rules than
       `match`, one of `specdec.sampling.CHILDREN`; None for its default.
     log_probs: whether to return the log-probabilities of the new tokens.
@@ -67,10 +69,12 @@ class Options(CommonOptions, total=False):
   Keyword Args:
     eos_ids: tokens that end a row.
     stop: stop strings, see `specdec.verify.stop_strings`; a table for B rows.
+    constraint: which tokens may follow which, a `specdec.Constraint`.
   """
 
   eos_ids: Sequence[int]
   stop: stop_strings.StopTable | None
+  constraint: constraint_lib.Constraint | None
 
 
 def check_names(options: Any, known: Any) -> None:
@@ -102,31 +106,32 @@ def prepare(
   break_even: float | None = None,
   eos_ids: Sequence[int] = (),
   stop: stop_strings.StopTable | None = None,
+  constraint: constraint_lib.Constraint | None = None,
 ) -> tuple[step_lib.Request, step_lib.DecodeConfig]:
   """The checked request of a decode, and its configuration.
 
-  `prompt [B, P]` has padded token ids of the vocabulary, `prompt_length [B]`
-  their lengths, and `limit [B]` the new tokens per row, at most `room`; all are
-  int32 and were checked before. There is one `rng_key`, or one per row. `rests`
-  says that the caller takes plain steps of its own, after which the drafter has
-  text to read. The keyword arguments are those of `Options`.
+  `prompt [B, P]` has padded token ids, `prompt_length [B]` their lengths, and
+  `limit [B]` the new tokens per row, at most `room`; all are int32 and were
+  checked before. `rests`: the caller takes plain steps of its own, after which
+  the drafter has text to read. The keyword arguments are those of `Options`.
 
   Raises:
-    ValueError: an option cannot be used, or the decode does not fit into the
-      memory of the device.
+    ValueError: an option cannot be used, or memory does not suffice.
   """
   num_rows, vocab_size = len(prompt), target.spec.vocab_size
   checks_lib.check_drafter(target, drafter)
   checks_lib.check_stop(stop, num_rows, vocab_size)
+  checks_lib.check_constraint(constraint, num_rows, vocab_size)
   params = checks_lib.to_params(sampling, num_rows, vocab_size)
-  has_penalty = params.repetition_penalty is not None
   threshold = checks_lib.to_break_even(break_even)
   config = step_lib.DecodeConfig(
     max_new_tokens=checks_lib.padded_room(room),
     rule=checks_lib.to_rule(verify, children, drafter),
     fallback=bool(drafter.stages and (threshold > 0 or rests)),
   )
-  memory.check_fits(memory.decode_bytes(target, drafter, prompt.shape, config))
+  memory.check_fits(
+    memory.decode_bytes(target, drafter, prompt.shape, config, constraint)
+  )
   request = step_lib.Request(
     prompt=jnp.asarray(prompt),
     prompt_length=jnp.asarray(prompt_length),
@@ -136,8 +141,9 @@ def prepare(
     watchers=watchers_lib.make_watchers(
       eos_ids=checks_lib.to_ids('eos_ids', eos_ids, vocab_size),
       stop=stop,
-      penalty_vocab_size=vocab_size if has_penalty else 0,
+      penalty_vocab_size=0 if params.repetition_penalty is None else vocab_size,
       log_probs=log_probs,
+      constraint=constraint,
     ),
     break_even=jnp.asarray(threshold),
   )

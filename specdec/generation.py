@@ -73,6 +73,8 @@ def generation_of(
   spans = [slice(*span) for span in zip(starts, ends, strict=True)]
   cut = lambda array: [array[row, span] for row, span in enumerate(spans)]
   lists = lambda array: [row.tolist() for row in cut(array)]
+  constrained = watchers_lib.find(watchers_lib.Constrained, watchers)
+  hint = ', or constraint and bias exclude all tokens' if constrained else ''
   return Generation(
     tokens=lists(tokens),
     origins=lists(origins),
@@ -81,7 +83,7 @@ def generation_of(
     finish_reasons=[_FINISH_REASONS[int(reason)] for reason in reasons],
     errors=[
       f'row {row}: the target gave logits that are not finite for position'
-      f' {end} (new token {end - begin})'
+      f' {end} (new token {end - begin}){hint}'
       if reason == accept.NOT_FINITE
       else None
       for row, (begin, end, reason) in enumerate(
@@ -89,7 +91,7 @@ def generation_of(
       )
     ],
     stats=statistics_lib.summarize(
-      result,
+      (result.counters, result.stage_counters, result.plain_steps),
       np.concatenate(cut(origins)),
       starts,
       ends - starts,

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec import fallback as fallback_lib
+from specdec import hidden as hidden_lib
 from specdec import mappings
 from specdec import model as model_lib
 from specdec import sampling as sampling_lib
@@ -47,12 +48,10 @@ class DecodeResult(flax.struct.PyTreeNode):
   origins: jax.Array
   watchers: tuple[Any, ...]  #: The states of the request's watchers.
   counters: statistics_lib.Counters  #: See `specdec.statistics`.
-  stage_counters: tuple[
-    stages_lib.StageCounters, ...
-  ]  #: For each stage, outermost first.
-  plain_steps: (
-    total_lib.Total
-  )  #: `[]`, steps in which the fallback drafted nothing.
+  #: For each stage, outermost first.
+  stage_counters: tuple[stages_lib.StageCounters, ...]
+  #: `[]`, steps in which the fallback drafted nothing.
+  plain_steps: total_lib.Total
 
 
 def _reason(request: step_lib.Request) -> jax.Array:
@@ -85,41 +84,38 @@ def _start(
   padding = ((0, 0), (0, config.max_new_tokens))
   tokens = jnp.pad(jnp.asarray(request.prompt), padding)
   watchers = _watch(request, tokens, request.prompt_length)
+  draws = config.rule.children != sampling_lib.BEST
   if jax.dtypes.canonicalize_dtype(int) != jnp.int32:
     raise ValueError(
       'jax_enable_x64 is on, but decoding has types of 32 bits; switch it off,'
       ' or decode within jax.enable_x64(False)'
     )
-  if (
-    request.sampling.repetition_penalty is not None
-    and watchers_lib.state_of(
-      watchers_lib.SeenTokens, request.watchers, watchers
-    )
-    is None
-  ):
+  is_seen = lambda watcher: isinstance(watcher, watchers_lib.SeenTokens)
+  penalizes = request.sampling.repetition_penalty is not None
+  if penalizes and not any(map(is_seen, request.watchers)):
     raise ValueError('repetition_penalty needs SeenTokens among the watchers')
+  # Rows that are done are computed until the batch ends, so the cache has N
+  # slots more than tokens.
+  read = model_lib.prefill(
+    target,
+    request.prompt,
+    request.prompt_length - 1,
+    num_slots=num_slots,
+    window_size=drafter.shape.num_nodes,
+  )
   return step_lib.DecodeState(
     tokens=tokens,
     origins=jnp.zeros_like(tokens),
     length=request.prompt_length,
     reason=_reason(request),
-    # Finished rows keep verifying until the batch ends, so the cache has N
-    # extra slots.
-    target=model_lib.prefill(
-      target,
-      request.prompt,
-      request.prompt_length - 1,
-      num_slots=num_slots,
-      window_size=drafter.shape.num_nodes,
-    ),
+    target=read,
     stages=stages_lib.init_stages(
       drafter,
       request.prompt,
       request.prompt_length,
       num_slots=num_slots,
-      drawn_from=0
-      if config.rule.children == sampling_lib.BEST
-      else target.spec.vocab_size,
+      drawn_from=target.spec.vocab_size if draws else 0,
+      hidden=hidden_lib.of_text(read.cache),
     ),
     watchers=watchers,
     counters=statistics_lib.init_counters(batch_size, drafter.max_depth),
@@ -136,7 +132,12 @@ def _caught_up(
   length = jnp.where(reads, state.length, 0)
   return state.replace(
     stages=stages_lib.catch_up_stages(
-      drafter, state.stages, state.tokens, length, kept=state.length
+      drafter,
+      state.stages,
+      state.tokens,
+      length,
+      kept=state.length,
+      hidden=hidden_lib.of_text(state.target.cache),
     ),
     fallback=fallback.replace(behind=fallback.behind & ~reads),
   )
@@ -163,29 +164,26 @@ def _advance(
   def repeat(
     drafter: drafter_lib.Drafter,
     carry: _Carry,
-    while_: Callable[
-      [step_lib.DecodeState], jax.typing.ArrayLike
-    ] = lambda state: True,
+    while_: Callable[[_Carry], jax.Array] = goes_on,
   ) -> _Carry:
-    take = lambda state: step_lib.step(target, drafter, request, state, config)[
-      0
-    ]
-    return lax.while_loop(
-      lambda carry: goes_on(carry) & while_(carry[1]),
-      lambda carry: (carry[0] + 1, take(carry[1])),
-      carry,
-    )
+    def take(carry: _Carry) -> _Carry:
+      steps_done, state = carry
+      state, _ = step_lib.step(target, drafter, request, state, config)
+      return steps_done + 1, state
+
+    return lax.while_loop(while_, take, carry)
 
   def alternate(carry: _Carry) -> _Carry:
     """Speculates while it pays, then goes on plainly for a while."""
+    pays = lambda carry: carry[1].fallback.speculating
     steps_done, state = carry
     carry = repeat(
       drafter,
       (steps_done, _caught_up(drafter, state)),
-      lambda state: state.fallback.speculating,
+      lambda carry: goes_on(carry) & pays(carry),
     )
     return repeat(
-      drafter_lib.PLAIN, carry, lambda state: ~state.fallback.speculating
+      drafter_lib.PLAIN, carry, lambda carry: goes_on(carry) & ~pays(carry)
     )
 
   carry = (jnp.zeros((), jnp.int32), state)
@@ -242,8 +240,14 @@ def _restarted(
   Watchers and fallback are those of before.
   """
   length, (num_rows, _) = request.prompt_length, tokens.shape
+  read, _ = model_lib.read_text(target, state.target, tokens, length, kept)
   stages = stages_lib.catch_up_stages(
-    drafter, state.stages, tokens, length, kept
+    drafter,
+    state.stages,
+    tokens,
+    length,
+    kept,
+    hidden=hidden_lib.of_text(read.cache),
   )
   counters = stages_lib.init_stage_counters(num_rows)
   depth = state.counters.emitted_histogram.shape[1] - 1
@@ -252,7 +256,7 @@ def _restarted(
     origins=jnp.zeros_like(tokens),
     length=length,
     reason=_reason(request),
-    target=model_lib.read_text(target, state.target, tokens, length, kept)[0],
+    target=read,
     stages=tuple(stage.replace(counters=counters) for stage in stages),
     counters=statistics_lib.init_counters(num_rows, depth),
   )
@@ -273,9 +277,9 @@ def extend(
   program. The counters and watchers begin anew, as do the limits.
 
   Args:
-    target: the target.
-    drafter: the drafter.
-    request: that of the state, except that `prompt_length` are the lengths of
+    target: the target of the state.
+    drafter: its drafter.
+    request: its request, except that `prompt_length` are the lengths of
       the texts, and `limit` the new tokens after them.
     state: from `start`, `advance` or `extend`; consumed.
     tokens: `[B, T]` int32, the texts, of the shape of `DecodeState.tokens`;

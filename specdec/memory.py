@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from specdec import constraint as constraint_lib
 from specdec import model as model_lib
 from specdec import sampling as sampling_lib
 from specdec import step as step_lib
@@ -65,6 +66,7 @@ def decode_bytes(
   drafter: drafter_lib.Drafter,
   prompt_shape: tuple[int, int],
   config: step_lib.DecodeConfig,
+  constraint: constraint_lib.Constraint | None = None,
 ) -> dict[str, int]:
   """Bytes that a device holds at once at least, by part, for `check_fits`.
 
@@ -73,6 +75,7 @@ def decode_bytes(
     drafter: the drafter.
     prompt_shape: B and P, the rows and the padded length of their prompts.
     config: of the decode.
+    constraint: of the decode.
   """
   rows, prompt_slots = prompt_shape
   if rows % target.spec.row_shards == 0:
@@ -80,7 +83,9 @@ def decode_bytes(
   vocab_size = target.spec.vocab_size
   scorers = [stage.scorer for stage in drafter.stages]
   models = [target, *(model for one in scorers for model in one.models)]
-  params = jax.tree.leaves([model.params for model in models])
+  # A head may have matrices of the target.
+  leaves = jax.tree.leaves([model.params for model in models])
+  params = {id(leaf): leaf for leaf in leaves}.values()
   bytes_per_slot = sum(
     model.spec.cache_bytes_per_slot // model.spec.slot_shards
     for model in models
@@ -96,5 +101,11 @@ def decode_bytes(
     ),
     'the distributions of drawn nodes; see capacity and batch_size': (
       drawn * drafter.shape.capacity * per_node
+    ),
+    # A constraint of one's own may have plain numbers.
+    'the tables of the constraint': sum(
+      bytes_on_device(leaf)
+      for leaf in jax.tree.leaves(constraint)
+      if isinstance(leaf, jax.Array)
     ),
   }

@@ -66,6 +66,8 @@ class ModelSpec:
   #: and those that each row of the cache is.
   row_shards: int = 1
   slot_shards: int = 1
+  #: The hidden states that its cache keeps, keys of `KVCache.hidden`.
+  hidden: tuple[int, ...] = ()
 
 
 class LanguageModel(flax.struct.PyTreeNode):
@@ -90,11 +92,12 @@ class LanguageModel(flax.struct.PyTreeNode):
     """`[B, L, V]` float32 logits after each of `tokens [B, L]`, causally."""
     batch_size, length = tokens.shape
     cache = self.spec.init_cache(batch_size, length)
-    return self._causal(tokens, cache)[0]
+    return self.causal(tokens, cache)[0]
 
-  def _causal(
+  def causal(
     self, tokens: jax.Array, cache: cache_lib.KVCache
   ) -> tuple[jax.Array, cache_lib.KVCache]:
+    """The logits of `logits`, and the empty `cache` with the tokens."""
     positions = jnp.arange(tokens.shape[1])[None]
     mask = cache_lib.causal_mask(cache.length, tokens.shape[1], cache.num_slots)
     return self.apply(
@@ -139,7 +142,7 @@ def prefill(
   batch_size = prompt.shape[0]
   cache = model.spec.init_cache(batch_size, num_slots + window_size)
   if prompt.shape[1]:
-    _, cache = model._causal(prompt, cache)
+    _, cache = model.causal(prompt, cache)
   return ModelState(
     cache=cache.replace(length=num_cached),
     num_text=jnp.zeros(batch_size, jnp.int32),
@@ -156,23 +159,37 @@ class NodeScores(NamedTuple):
   slots_read: jax.Array  # [B] int32, visible cache slots
 
 
-def forward_nodes(
-  model: LanguageModel,
+class NodeForward(NamedTuple):
+  """The arguments of a forward over missing text and nodes, and its nodes."""
+
+  tokens: jax.Array  # [B, W] int32
+  positions: jax.Array  # [B, W] int32
+  mask: jax.Array  # [B, W, S] bool
+  cache: cache_lib.KVCache  # its length is where the forward writes
+  nodes: jax.Array  # [B, W] int32, after those of text; NO_NODE for the others
+  slots_read: jax.Array  # [B] int32, visible cache slots
+  after: ModelState  # but for the cache
+
+  def next_state(self, cache: cache_lib.KVCache) -> ModelState:
+    """The state after the forward, which wrote to the cache."""
+    length = self.after.cache.length
+    return self.after.replace(cache=cache.replace(length=length))
+
+
+def plan_forward(
   state: ModelState,
   tree: tree_lib.TokenTree,
   nodes: jax.Array,
   ctx: context_lib.StepContext,
   *,
   may_lag: bool,
-) -> tuple[NodeScores, ModelState]:
-  """One forward over the missing text and the nodes, as far as they fit.
+) -> NodeForward:
+  """The forward over the missing text and the nodes, as far as they fit.
 
-  Every node sees the text and its own ancestors. Serves the target and drafting
-  models alike.
+  Every node sees the text and its own ancestors.
 
   Args:
-    model: the model.
-    state: its state; its cache has W unused slots in the window.
+    state: of the model; its cache has W unused slots in the window.
     tree: `[B, M]` per field.
     nodes: `[B, W]` int32, ancestors first; `NO_NODE` where there is nothing to
       score. Missing text takes their places, and pushes out the last of them.
@@ -197,20 +214,43 @@ def forward_nodes(
     tokens = jnp.where(text.is_text, at(ctx.tokens, text.positions), tokens)
     positions = jnp.where(text.is_text, text.positions, positions)
   length = state.cache.length
+  return NodeForward(
+    tokens=tokens,
+    positions=positions,
+    mask=state.cache.ops.mask(length, sees, state.cache.num_slots),
+    cache=state.cache.replace(length=length + state.used),
+    nodes=nodes,
+    slots_read=length + num_text + jnp.sum(window >= 0, axis=1),
+    after=ModelState(
+      cache=state.cache,
+      num_text=num_text,
+      window=window,
+      used=state.used + nodes.shape[1],
+    ),
+  )
+
+
+def forward_nodes(
+  model: LanguageModel,
+  state: ModelState,
+  tree: tree_lib.TokenTree,
+  nodes: jax.Array,
+  ctx: context_lib.StepContext,
+  *,
+  may_lag: bool,
+) -> tuple[NodeScores, ModelState]:
+  """One forward over the missing text and the nodes, see `plan_forward`.
+
+  Serves the target and drafting models alike.
+  """
+  planned = plan_forward(state, tree, nodes, ctx, may_lag=may_lag)
   logits, cache = model.apply(
-    tokens,
-    positions,
-    state.cache.ops.mask(length, sees, state.cache.num_slots),
-    state.cache.replace(length=length + state.used),
+    planned.tokens, planned.positions, planned.mask, planned.cache
   )
-  slots_read = length + num_text + jnp.sum(window >= 0, axis=1)
-  scores = NodeScores(nodes=nodes, logits=logits, slots_read=slots_read)
-  return scores, ModelState(
-    cache=cache.replace(length=length),
-    num_text=num_text,
-    window=window,
-    used=state.used + nodes.shape[1],
+  scores = NodeScores(
+    nodes=planned.nodes, logits=logits, slots_read=planned.slots_read
   )
+  return scores, planned.next_state(cache)
 
 
 class _MissingText(NamedTuple):
@@ -250,7 +290,7 @@ def commit(
     state: after the forwards of the step.
     path: `[B, D + 1]` int32, the accepted node of each depth, then `NO_NODE`.
     num_kept: `[B]` int32, the number of them, the root not counted, that are
-      now part of the text; -1 for a row that is done and stays as it is.
+      now part of the text; -1 for a row that is done, which keeps no node.
   """
   if state.window.shape[1] == 1:  # the root alone, which is in place
     cache = state.cache.replace(length=state.cache.length + num_kept + 1)

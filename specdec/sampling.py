@@ -173,7 +173,8 @@ def seen_by_nodes(
     max_depth: D.
 
   Returns:
-    `[B, W, V]` bool.
+    `[B, W, V]` bool. The root's token is in `seen`, too; a count would have to
+    leave it out once.
   """
 
   def of_row(
@@ -373,9 +374,11 @@ def position_noise(
 
 WITH_REPLACEMENT = 'with_replacement'
 WITHOUT_REPLACEMENT = 'without_replacement'
+BEST_AND_DRAWN = 'best_and_drawn'
 BEST = 'best'
-CHILDREN = (BEST, WITHOUT_REPLACEMENT, WITH_REPLACEMENT)
-"""How the children of a node are chosen; all but the best are drawn."""
+CHILDREN = (BEST, WITHOUT_REPLACEMENT, WITH_REPLACEMENT, BEST_AND_DRAWN)
+"""How the k children of a node are chosen: the best, k draws, or the k - 1 best
+and, as the last, a draw among the other tokens."""
 
 # Streams of randomness that belong to a step, not to a position. They are far
 # from any position, so that none is ever a stream of `position_noise`.

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec import automaton as automaton_lib
 from specdec import checks as checks_lib
 from specdec import decode_options
 from specdec import generation as generation_lib
@@ -64,6 +65,25 @@ class _Slot:
       limit=self.request.limit if self.is_read else np.array([0], np.int32),
     )
     return request, np.int32(kept)
+
+
+def _slot_of(
+  ids: list[int],
+  rng_key: jax.Array,
+  limit: int,
+  params: sampling_lib.SamplingParams,
+  num_tokens: int,
+) -> _Slot:
+  """A prompt that is not read yet; `num_tokens` are the size of the buffers."""
+  tokens, lengths = checks_lib.pad([ids], num_tokens)
+  request = step_lib.Request(
+    prompt=jnp.asarray(tokens),
+    prompt_length=jnp.asarray(lengths),
+    limit=jnp.array([limit], jnp.int32),
+    row_keys=rng_key.reshape(1),
+    sampling=params,
+  )
+  return _Slot(request, len(ids))
 
 
 def _checked_prompt(
@@ -134,6 +154,34 @@ def _with_ends(
   ends = watchers_lib.EndOfText(jnp.array(eos_ids))
   others = [one for one in request.watchers if not isinstance(one, type(ends))]
   return request.replace(watchers=(ends, *others))
+
+
+def _constrained(
+  request: step_lib.Request,
+  state: step_lib.DecodeState,
+  pool: automaton_lib.Pool,
+  row: int,
+  automaton: automaton_lib.Automaton | None,
+  slots: Sequence[_Slot | None],
+) -> tuple[step_lib.Request, step_lib.DecodeState]:
+  """The request and the state when a row gets an automaton, or none."""
+  old = watchers_lib.find(watchers_lib.Constrained, request.watchers)
+  if automaton is not None and old is not None and pool.tables is None:
+    raise ValueError(
+      'automaton: these slots have a constraint for all prompts; leave out one'
+      ' of the two'
+    )
+  pairs = enumerate(slots)
+  pool.assign(row, automaton, [one for one, slot in pairs if slot is not None])
+  if pool.tables is None:
+    return request, state
+  new = watchers_lib.Constrained(pool.tables)
+  if old is None:
+    free = jnp.zeros(len(slots), jnp.int32)
+    state = state.replace(watchers=(*state.watchers, free))
+    return request.replace(watchers=(*request.watchers, new)), state
+  watchers = (new if one is old else one for one in request.watchers)
+  return request.replace(watchers=tuple(watchers)), state
 
 
 def _row_of(result: Any, row: int) -> Any:
@@ -212,7 +260,6 @@ class Slots:
     _row_params(self._default, 1, vocab_size)  # Refuses values per row.
     params = _row_params(self._default, num_slots, vocab_size)
     self._default_ends = _padded_ids(options.get('eos_ids', ()), vocab_size)
-    #: The ids of each slot, as `EndOfText` has them.
     self._eos_ids = np.tile(self._default_ends, (num_slots, 1))
     request = _with_ends(request.replace(sampling=params), self._eos_ids)
     self._request = loop.place_request(target, request)
@@ -220,6 +267,7 @@ class Slots:
       target, drafter, self._request, config=self._config
     )
     self._slots: list[_Slot | None] = [None] * num_slots
+    self._automata = automaton_lib.Pool(num_slots, vocab_size)
 
   @property
   def free(self) -> list[int]:
@@ -234,6 +282,7 @@ class Slots:
     max_new_tokens: int,
     sampling: sampling_lib.Sampling | None = None,
     eos_ids: Sequence[int] | None = None,
+    automaton: automaton_lib.Automaton | None = None,
   ) -> int:
     """Gives a free slot to a prompt; it is read by `advance`.
 
@@ -244,6 +293,7 @@ class Slots:
       sampling: how to choose its tokens. It must set the options that the
         sampling of all prompts sets, and no others. None: as that.
       eos_ids: tokens that end it. None: those of all prompts.
+      automaton: what may follow what; without a `constraint` of all prompts.
 
     Returns:
       The slot.
@@ -265,15 +315,13 @@ class Slots:
     if not np.array_equal(ends, self._eos_ids[row]):
       self._eos_ids[row] = ends
       self._request = _with_ends(self._request, self._eos_ids)
-    tokens, lengths = checks_lib.pad([ids], self._state.tokens.shape[1])
-    request = step_lib.Request(
-      prompt=jnp.asarray(tokens),
-      prompt_length=jnp.asarray(lengths),
-      limit=jnp.array([max_new_tokens], jnp.int32),
-      row_keys=rng_key.reshape(1),
-      sampling=params,
+    self._request, self._state = _constrained(
+      *(self._request, self._state, self._automata),
+      *(row, automaton, self._slots),
     )
-    self._slots[row] = _Slot(request, len(ids))
+    self._slots[row] = _slot_of(
+      ids, rng_key, max_new_tokens, params, self._state.tokens.shape[1]
+    )
     return row
 
   def _read_prompts(self, most: int) -> bool:

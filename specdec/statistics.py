@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 from typing import Any
-from typing import Protocol
 
 import flax.struct
 import jax
@@ -21,14 +20,6 @@ from specdec import model as model_lib
 from specdec import total as total_lib
 from specdec.draft import drafter as drafter_lib
 from specdec.draft import stages as stages_lib
-
-
-class DecodeCounts(Protocol):
-  """The counters of a `DecodeResult`."""
-
-  counters: 'Counters'
-  stage_counters: tuple[stages_lib.StageCounters, ...]
-  plain_steps: total_lib.Total
 
 
 class Counters(flax.struct.PyTreeNode):
@@ -214,7 +205,9 @@ def _costs(
 
 
 def summarize(
-  result: DecodeCounts,
+  counts: tuple[
+    Counters, tuple[stages_lib.StageCounters, ...], total_lib.Total
+  ],
   origins: np.ndarray,
   prompt_lengths: np.ndarray,
   new_tokens: np.ndarray,
@@ -225,7 +218,7 @@ def summarize(
   """The figures of one decode.
 
   Args:
-    result: the counters of the decode.
+    counts: `counters`, `stage_counters` and `plain_steps` of the decode.
     origins: of all emitted tokens, in any order.
     prompt_lengths: `[B]`.
     new_tokens: `[B]`, how many were emitted.
@@ -235,9 +228,7 @@ def summarize(
   # Their products may exceed 32 bits.
   prompt_lengths = np.asarray(prompt_lengths, np.int64)
   new_tokens = np.asarray(new_tokens, np.int64)
-  counters, stage_counters, plain_steps = hosts.read(
-    (result.counters, result.stage_counters, result.plain_steps)
-  )
+  counters, stage_counters, plain_steps = hosts.read(counts)
   stages = list(zip(drafter.stages, stage_counters, strict=True))
   forwards = {
     stage.name: int(counted.row_forwards.sum()) for stage, counted in stages

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from specdec import context as context_lib
 from specdec import fallback as fallback_lib
+from specdec import hidden as hidden_lib
 from specdec import model as model_lib
 from specdec import sampling as sampling_lib
 from specdec import statistics as statistics_lib
@@ -105,13 +106,15 @@ def step_context(
 ) -> context_lib.StepContext:
   """The context of the step to come; see `step`."""
   rule, sampling = config.rule, request.sampling
+  own = functools.partial(
+    watchers_lib.state_of, watchers=request.watchers, states=state.watchers
+  )
+  constrained = watchers_lib.find(watchers_lib.Constrained, request.watchers)
   return context_lib.StepContext(
     tokens=state.tokens,
     length=state.length,
     active=~state.done,
-    seen=watchers_lib.state_of(
-      watchers_lib.SeenTokens, request.watchers, state.watchers
-    ),
+    seen=own(watchers_lib.SeenTokens),
     sampling=sampling,
     randomness=sampling_lib.step_randomness(
       request.row_keys,
@@ -126,6 +129,14 @@ def step_context(
     max_depth=drafter.max_depth,
     target_bytes=target.spec.weight_bytes,
     rule=rule,
+    constraint=constrained and constrained.constraint,
+    state=own(watchers_lib.Constrained),
+    # A longer path than this tree has may have been accepted before.
+    hidden=hidden_lib.before_root(
+      state.target.cache,
+      state.length,
+      state.counters.emitted_histogram.shape[1],
+    ),
   )
 
 
@@ -138,6 +149,7 @@ def step(
 ) -> tuple[DecodeState, StepRecord]:
   """Takes all rows on that are not done; see `loop.decode`.
 
+  A row that is done is computed with the others, but emits and keeps nothing.
   The drafter `PLAIN` makes it a plain step, whatever stages the state has.
   """
   ctx = step_context(target, drafter, request, state, config)
@@ -152,11 +164,15 @@ def step(
   verdict = config.rule(
     tree, nodes, logits, proposals, ctx.randomness, ctx.sampling
   )
+  states = context_lib.states_of(tree, nodes)
   ends, pending = watchers_lib.observe(
     request.watchers,
     state.watchers,
     watchers_lib.Observation(
-      verdict=verdict, logits=scores.logits, length=ctx.length
+      verdict=verdict,
+      logits=scores.logits,
+      length=ctx.length,
+      states=None if states is None else verdict.along_path(states),
     ),
   )
   room = request.prompt_length + request.limit - ctx.length
@@ -164,10 +180,8 @@ def step(
   emitted, reason = accept.count_emitted(
     verdict, ends, valid, jnp.where(ctx.active, room, 0)
   )
-  path, origins = (
-    verdict.path(nodes),
-    accept.emitted_origins(tree, nodes, verdict),
-  )
+  path = verdict.path(nodes)
+  origins = accept.emitted_origins(tree, nodes, verdict)
   write = functools.partial(
     watchers_lib.append, length=ctx.length, count=emitted
   )

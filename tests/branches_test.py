@@ -62,10 +62,8 @@ def test_a_gpu_decodes_what_a_cpu_decodes(monkeypatch):
 
 def test_what_is_looked_up_is_what_a_scatter_writes_and_sums():
   rng = np.random.default_rng(0)
-  looked_up, scattered = (
-    jax.jit(tree_lib._looked_up),
-    jax.jit(tree_lib._scattered),
-  )
+  looked_up = jax.jit(tree_lib._looked_up)
+  scattered = jax.jit(tree_lib._scattered)
   arrays = lambda size: (rng.integers(9, size=size), rng.normal(size=size))
   equal = functools.partial(np.testing.assert_array_equal, strict=True)
   for _ in range(50):

@@ -23,13 +23,6 @@ def _assert_masks(masks, drawn):
   ] == drawn
 
 
-def test_causal_mask_by_hand():
-  _assert_masks(
-    cache_lib.causal_mask(jnp.array([0, 2, 3]), 3, 6),
-    ['100000 110000 111000', '111000 111100 111110', '111100 111110 111111'],
-  )
-
-
 @pytest.mark.parametrize('how', ['_written', '_looked_up'])
 def test_window_mask_by_hand(how):
   """The root and two children that is drawn there, then in front and behind."""
@@ -72,10 +65,8 @@ def test_keep_by_hand():
   rows = ['tttt' + 'rxayb.', 'tttt' + 'rxayb.', 'ttt' + 'rxayb..']
   cache = _lettered(rows, [4, 4, 3])
   kept = cache_lib.keep(
-    cache,
-    jnp.array([5, 5, 4]),
-    jnp.array([[2, 4, 1], [3, 3, 3], [2, 3, 4]]),
-    jnp.array([2, 0, 3]),
+    *(cache, jnp.array([5, 5, 4])),
+    *(jnp.array([[2, 4, 1], [3, 3, 3], [2, 3, 4]]), jnp.array([2, 0, 3])),
     window=5,
   )
   _assert_holds(kept, ['ttttrab', 'ttttr', 'tttrayb'])
@@ -136,6 +127,11 @@ _LIMITS = (30, 9, 28)
 _DEPTH = 3
 
 
+def _target():
+  """Keeps hidden states, too, which lie beside keys and values."""
+  return tiny.gpt2(num_layers=1, hidden=(0, 1, cache_lib.AFTER_NORM))
+
+
 def _drafter(name):
   draft = tiny.draft('similar', num_layers=1)
   if name == 'chain':
@@ -152,8 +148,7 @@ def _drafter(name):
 
 def _decoding(drafter, make=specdec.Decoding):
   return make(
-    tiny.gpt2(num_layers=1),
-    tiny.row_keys(len(_LIMITS)),
+    *(_target(), tiny.row_keys(len(_LIMITS))),
     tiny.prompts(len(_LIMITS)),
     max_new_tokens=_LIMITS,
     drafter=drafter,
@@ -179,7 +174,9 @@ def _assert_equals_fresh(model, cache, tokens):
   fresh = jax.device_get(
     _prefill(model, tokens, cache.length, num_slots=num_slots, window_size=1)
   ).cache
-  arrays = lambda cache: (*cache.keys, *cache.values)
+  arrays = lambda cache: jax.tree.leaves(
+    (cache.keys, cache.values, cache.hidden)
+  )
   for array, expected in zip(arrays(cache), arrays(fresh), strict=True):
     for row, length in enumerate(cache.length):
       np.testing.assert_allclose(
@@ -197,8 +194,8 @@ def test_caches_of_all_stages_after_every_step(name):
     emitted = np.array([*map(len, new)])
     sizes |= {*emitted.tolist()}
     state = jax.device_get(decoding._state)
-    target = tiny.gpt2(num_layers=1)
-    _assert_equals_fresh(target, state.target.cache, state.tokens)
+    assert len(state.target.cache.hidden) == 3
+    _assert_equals_fresh(_target(), state.target.cache, state.tokens)
     stages = zip(drafter.stages, state.stages, lags, strict=True)
     for stage, found, seen in stages:
       assert not np.any(found.scored)

@@ -43,10 +43,11 @@ def run(script: str, *arguments) -> Ended:
     code = end.code or 0
   finally:
     # Those of libraries stay, which are imported once.
-    for module in (argv[0], 'command_line', 'options'):
+    ours = [file.stem for file in _FOLDER.glob('*.py')]
+    for module in (argv[0], *ours):
       for flag in [*flags.FLAGS.flags_by_module_dict().get(module, ())]:
         delattr(flags.FLAGS, flag.name)
-    for module in ('command_line', 'options'):
+    for module in ours:
       sys.modules.pop(module, None)
   return Ended(code, output.getvalue(), errors.getvalue())
 

@@ -13,16 +13,6 @@ import specdec
 from specdec import loop
 
 
-def _staged(draft):
-  """All there is: a model, a table and lookup."""
-  table = tiny_drafters.ngram_table(
-    [[3, 1, 4, 1, 5]], draft.spec.vocab_size, order=3, num_continuations=2
-  )
-  return tiny_drafters.simple(
-    'staged', draft, specdec.NGram(table), specdec.PromptLookup()
-  )
-
-
 def _table(seed):
   return table_model.table_model(tiny.table(10, seed), max_positions=500)
 
@@ -45,11 +35,9 @@ def test_one_program_for_all_prompts_limits_seeds_and_temperatures():
 
   def run(prompts, limit, seed, temperature, top_p):
     specdec.generate(
-      target,
-      jax.random.key(seed),
-      prompts,
+      *(target, jax.random.key(seed), prompts),
       max_new_tokens=limit,
-      drafter=_staged(draft),
+      drafter=tiny_drafters.simple('staged', draft),
       sampling=specdec.Sampling(temperature=temperature, top_p=top_p),
     )
 

@@ -26,8 +26,7 @@ def test_shapes_are_read_with_their_layout():
   )
   assert arrays == (
     hlo.Array('f32', (2, 3), '1,0'),
-    hlo.Array('bf16', (4, 2), '0,1:T(8,128)S(1)'),
-    hlo.Array('s32', ()),
+    *(hlo.Array('bf16', (4, 2), '0,1:T(8,128)S(1)'), hlo.Array('s32', ())),
   )
   assert [one.memory_space for one in arrays] == [0, 1, 0]
   # 4 is the most minor dimension here: 2 -> 8, 4 -> 128.
@@ -37,9 +36,7 @@ def test_shapes_are_read_with_their_layout():
 
 def test_bytes_of_arrays():
   for shape, num_bytes in {
-    'pred[7]': 7,
-    's4[8]': 4,
-    'token[]': 0,
+    **{'pred[7]': 7, 's4[8]': 4, 'token[]': 0},
     # Head width 64 lies in tiles of 128: a cache of twice the size.
     'bf16[1,449,20,64]{3,2,1,0:T(8,128)(2,1)}': 2 * 449 * 24 * 128,
     'bf16[1280]{0:T(1024)(128)(2,1)}': 2 * 2048,
@@ -85,9 +82,7 @@ def test_bytes_are_those_looked_at():
     'gemm': 32 + 128,
     'write': 128 + 4 + 128,  # in place: the update alone, and where it goes
     'row': 32 + 4 + 32,  # of the table one row
-    'turn': 2 * 4 * 171 * 96,
-    'noise': 32 + 32,
-    'send': 32 + 32 + 4,
+    **{'turn': 2 * 4 * 171 * 96, 'noise': 32 + 32, 'send': 32 + 32 + 4},
   }
   assert _step().bytes == sum(expected.values())
 
@@ -107,8 +102,7 @@ def test_exchanges_between_devices():
   (step,) = counts.count(hlo.parse(text)).loops
   found = {str(one): number for one, number in step.collectives.items()}
   assert found == {
-    'all-reduce f32[1,64]': 1,
-    'all-gather f32[8,1,64]': 1,
+    **{'all-reduce f32[1,64]': 1, 'all-gather f32[8,1,64]': 1},
     'all-gather bf16[8,64,8]': 1,
   }
   assert step.collectives_per_layer == 1.0  # Only the sum is in a layer.
@@ -119,11 +113,10 @@ def test_exchanges_between_devices():
 def test_whole_weights_are_found_however_they_are_gathered():
   text = (_GOLDEN / 'compiled_collectives.txt').read_text()
   # The weight, of which each device has [64, 8].
+  device = programs.DEVICES['v5e']
   for divided, number in (((8, 512), 1), ((8, 8, 64), 1), ((16, 256), 0)):
     compiled = programs.Compiled(text, 0, (1, 1.0), frozenset({divided}), {})
-    (step,) = report_lib.analyse(
-      'plain', compiled, programs.DEVICES['v5e']
-    ).loops
+    (step,) = report_lib.analyse('plain', compiled, device).loops
     assert step['whole_tensors'] == number, divided
     assert step['collective_bytes'] == 4 * 64 + 4 * 8 * 64 + 2 * 8 * 64 * 8
 
@@ -161,18 +154,10 @@ def test_what_is_no_program_is_refused():
   none = programs.Compiled(empty, 0, (0, 0.0), frozenset(), {})
   with pytest.raises(ValueError, match='one decode loop'):
     report_lib.analyse('plain', none, programs.DEVICES['v5e'])
-  with pytest.raises(ValueError, match="'beam' is not known"):
-    programs.compile_program(
-      'beam', programs.Workload(), programs.DEVICES['v5e']
-    )
-  with pytest.raises(ValueError, match='verify=block is for chains'):
-    programs.compile_program(
-      'tree', programs.Workload(verify='block'), programs.DEVICES['cpu']
-    )
-
-
-def test_the_drafts_of_forty_million_have_as_many_parameters():
-  """And the embeddings of positions, give or take."""
-  draft = programs.config_of('draft-40m')
-  layers = 12 * draft.width**2 * draft.num_layers
-  assert 40e6 < layers + draft.vocab_size * draft.width < 55e6
+  for method, verify, message in (
+    ('beam', 'match', "'beam' is not known"),
+    ('tree', 'block', 'verify=block is for chains'),
+  ):
+    workload = programs.Workload(verify=verify)
+    with pytest.raises(ValueError, match=message):
+      programs.compile_program(method, workload, programs.DEVICES['cpu'])

@@ -1,7 +1,6 @@
 """Set before anything else imports JAX: the platform, and strict shapes."""
 
 import collections
-import dataclasses
 import gc
 import json
 import os
@@ -20,7 +19,6 @@ if 'JAX_COMPILATION_CACHE_DIR' not in os.environ:
   os.environ['JAX_COMPILATION_CACHE_MAX_SIZE'] = str(2**30)
   os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.1'
 
-import durations
 import hypothesis
 import jax
 import pytest
@@ -41,7 +39,13 @@ _MAX_MAPPINGS = 25_000
 # when that was counted (for the order of files, longest first).
 _BUDGETS = pathlib.Path(__file__).parent / 'golden/budgets.json'
 
-_STARTED = pytest.StashKey[durations.Times]()
+# Files that took more seconds are slow. By file and not by test, because the
+# first test of a file often pays for programs that others then have compiled.
+_SLOW = 10
+
+_COMPILED = '/jax/core/compile/backend_compile_duration'
+_STARTED = pytest.StashKey[int]()
+_compiled = []
 
 
 @pytest.fixture(autouse=True, scope='module')
@@ -65,7 +69,10 @@ def pytest_configure(config):
     flags += ' --xla_backend_optimization_level=0'
     with mock.patch.dict(os.environ, XLA_FLAGS=flags):
       jax.devices()  # XLA reads its flags once
-  durations.listen()
+  # What a persistent cache compiles in no time counts, too.
+  jax.monitoring.register_event_duration_secs_listener(
+    lambda event, *_, **__: event == _COMPILED and _compiled.append(event)
+  )
 
 
 def pytest_addoption(parser):
@@ -75,7 +82,7 @@ def pytest_addoption(parser):
   parser.addoption(
     '--fast',
     action='store_true',
-    help=f'skip files of over {durations.LIMIT:.0f} s in golden/budgets.json',
+    help=f'skip files of over {_SLOW} s in golden/budgets.json',
   )
   parser.addoption(
     '--update_limits',
@@ -97,7 +104,7 @@ def pytest_collection_modifyitems(config, items):
   known = json.loads(_BUDGETS.read_text())
   seconds = lambda item: known.get(_file_of(item), {}).get('seconds', 0)
   if config.getoption('--fast'):
-    is_slow = lambda item: seconds(item) > durations.LIMIT
+    is_slow = lambda item: seconds(item) > _SLOW
     config.hook.pytest_deselected(
       items=[item for item in items if is_slow(item)]
     )
@@ -107,7 +114,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_runtest_setup(item):
-  item.stash.setdefault(_STARTED, durations.now())
+  item.stash.setdefault(_STARTED, len(_compiled))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -115,39 +122,41 @@ def pytest_runtest_makereport(item, call):
   report = yield
   if call.when == 'teardown':
     # Of the process that ran it; xdist carries it to the one that reports.
-    report.times = dataclasses.asdict(
-      durations.now() - item.stash.get(_STARTED, durations.now())
-    )
+    now = len(_compiled)
+    report.programs = now - item.stash.get(_STARTED, now)
   return report
 
 
-_seconds = collections.Counter[str]()
-_times: dict[str, durations.Times] = {}
+_seconds, _programs = collections.Counter(), collections.Counter()
 
 
 def pytest_runtest_logreport(report):
-  _seconds[report.nodeid] += report.duration
-  if hasattr(report, 'times'):
-    _times[report.nodeid] = durations.Times(
-      **(report.times | {'total': _seconds[report.nodeid]})
-    )
+  file = report.nodeid.split('::')[0]
+  _seconds[file] += report.duration
+  _programs[file] += getattr(report, 'programs', 0)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session):
   if hasattr(session.config, 'workerinput'):
     return  # Of several processes the one that hears from all.
-  files = durations.by_file(_times.items())
   budgets = json.loads(_BUDGETS.read_text())
   if session.config.getoption('--update_limits'):
     budgets |= {
-      file: {'programs': times.programs, 'seconds': round(times.total)}
-      for file, times in files.items()
+      file: {'programs': _programs[file], 'seconds': round(seconds)}
+      for file, seconds in _seconds.items()
     }
     _BUDGETS.write_text(json.dumps(budgets, indent=1, sort_keys=True) + '\n')
   elif not session.config.getoption('--long'):
-    programs = {file: budget['programs'] for file, budget in budgets.items()}
-    _complaints[:] = durations.over_budget(files, programs)
+    # A tenth more, and five, pass: single operations that JAX forgot meanwhile
+    # are compiled again, which depends on the files that the worker ran before.
+    _complaints[:] = [
+      f'{file} had {count} programs compiled; its budget is {budget}. Share'
+      ' programs that other tests have, or raise the budget with'
+      ' --update_limits.'
+      for file, count in _programs.items()
+      if count > 1.1 * (budget := budgets.get(file, {}).get('programs', 0)) + 5
+    ]
     if _complaints and session.exitstatus == pytest.ExitCode.OK:
       session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
@@ -156,10 +165,10 @@ _complaints: list[str] = []
 
 
 def pytest_terminal_summary(terminalreporter):
-  files = durations.by_file(_times.items())
-  if len(files) > 1:
-    terminalreporter.section('seconds by file')
-    for line in durations.table(files):
-      terminalreporter.line(line)
+  if len(_seconds) > 1:
+    terminalreporter.section('seconds and programs by file')
+    for file, seconds in _seconds.most_common():
+      if seconds >= 2:
+        terminalreporter.line(f'{seconds:6.0f} {_programs[file]:5} {file}')
   for complaint in _complaints:
     terminalreporter.line(complaint, red=True)

@@ -1,11 +1,4 @@
-"""A draft whose context is shorter than that of its target.
-
-It drafts up to its last position and no further; the text is that of plain
-decoding. Drafts here are perfect, so the origins of tokens follow from lengths
-alone, as in the slow loop below.
-"""
-
-import dataclasses
+"""A draft whose context is shorter than that of its target."""
 
 import jax
 import numpy as np
@@ -24,10 +17,7 @@ G = 3
 
 # Below, at and beyond the last position that can still be scored, and a mix.
 _PROMPTS = [
-  [1, 2, 3],
-  [4] * (CONTEXT - 1),
-  [5] * CONTEXT,
-  [6] * (CONTEXT + 1),
+  *([1, 2, 3], [4] * (CONTEXT - 1), [5] * CONTEXT, [6] * (CONTEXT + 1)),
   [7] * (CONTEXT + 12),
 ]
 _BATCHES = [[0, 4, 1], [2, 3, 0], [3, 4, 3], [1, 2, 1]]
@@ -43,11 +33,12 @@ _TREE = tiny_drafters.Settings(
 )
 
 
-def _generate(target, prompts, drafter=specdec.PLAIN):
+_FIXED = tiny_drafters.Settings(topology=topology_lib.chain(G))
+
+
+def _generate(prompts, drafter=specdec.PLAIN):
   return specdec.generate(
-    target,
-    jax.random.key(0),
-    prompts,
+    *(_TARGET, jax.random.key(0), prompts),
     max_new_tokens=LIMIT,
     sampling=specdec.Sampling(temperature=[0.0, 1.0, 1.0]),
     drafter=drafter,
@@ -76,13 +67,14 @@ def _slow(prompts, is_fixed):
   return origins, histogram, forwards, nodes
 
 
-def _check(target, batch, draft, config):
+@pytest.mark.parametrize('batch', _BATCHES)
+@pytest.mark.parametrize('config', [_TREE, _FIXED])
+def test_drafts_go_up_to_the_last_position_exactly(batch, config):
   """The tokens are those of plain decoding, the origins those of the loop."""
   prompts = [_PROMPTS[row] for row in batch]
-  generation = _generate(target, prompts, tiny_drafters.model(draft, config))
-  assert generation.tokens == _generate(target, prompts).tokens
-  is_fixed = config.topology is not None
-  origins, histogram, forwards, nodes = _slow(prompts, is_fixed)
+  generation = _generate(prompts, tiny_drafters.model(_DRAFT, config))
+  assert generation.tokens == _generate(prompts).tokens
+  origins, histogram, forwards, nodes = _slow(prompts, config is _FIXED)
   assert generation.origins == origins
   stats = generation.stats
   assert stats.accepted_histogram == histogram
@@ -90,12 +82,6 @@ def _check(target, batch, draft, config):
   assert round(stats.nodes_per_forward * sum(histogram), 3) == nodes
   late = [min(len(prompt) - CONTEXT - 1, 0) + LIMIT for prompt in prompts]
   assert stats.beyond_context == {'draft': sum(late)}
-  return generation
-
-
-@pytest.mark.parametrize('batch', _BATCHES)
-def test_a_tree_grows_up_to_the_last_position_exactly(batch):
-  _check(_TARGET, batch, _DRAFT, _TREE)
 
 
 def test_a_stage_inside_goes_on():
@@ -105,7 +91,7 @@ def test_a_stage_inside_goes_on():
   drafter = specdec.staged(tiny_drafters.model(_DRAFT, _TREE), inner)
   for batch in _BATCHES:
     prompts = [_PROMPTS[row] for row in batch]
-    generation = _generate(_TARGET, prompts, drafter)
+    generation = _generate(prompts, drafter)
     blocks = len(prompts) * LIMIT // (G + 1)
     assert generation.stats.accepted_histogram == [0] * G + [blocks]
     assert set(generation.stats.beyond_context) == {'draft'}
@@ -114,22 +100,3 @@ def test_a_stage_inside_goes_on():
     everyone_beyond = min(map(len, prompts)) > CONTEXT
     forwards = generation.stats.stage_forwards
     assert (forwards['draft'] == 0) == everyone_beyond
-
-
-def test_a_fixed_topology_of_a_gpt2_with_fewer_positions():
-  """Prompts beyond its context are fed all the same, and forgotten."""
-  target = tiny.gpt2(num_layers=1)
-  gpt2 = target.params['gpt2']
-  positions = {'embedding': gpt2['wpe']['embedding'][:CONTEXT]}
-  draft = target.replace(
-    params=target.params | {'gpt2': gpt2 | {'wpe': positions}},
-    spec=dataclasses.replace(target.spec, max_positions=CONTEXT),
-  )
-  for batch in _BATCHES:
-    generation = _check(
-      target,
-      batch,
-      draft,
-      tiny_drafters.Settings(topology=topology_lib.chain(G)),
-    )
-  assert all(len(set(row)) > 3 for row in generation.tokens)

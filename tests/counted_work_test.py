@@ -15,10 +15,13 @@ import dataclasses
 import functools
 import importlib.metadata
 import json
+import math
 import pathlib
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import tiny
 import tiny_drafters
@@ -99,15 +102,18 @@ def update(request):
 @pytest.mark.parametrize(
   ('device', 'method'),
   [
-    ('cpu', 'plain'),
-    ('cpu', 'staged'),
-    ('v5e', 'plain'),
+    *(('cpu', 'plain'), ('cpu', 'staged'), ('v5e', 'plain')),
     _long('v5e', 'staged'),
   ],
 )
 def test_the_compiled_loops_of_the_demo_pair(device, method, update):
   compiled = _compiled(device, method)
   report = report_lib.analyse(method, compiled, programs.DEVICES[device])
+  # As XLA would where only a part of a top-k is used.
+  for one in hlo.parse(compiled.text).computations.values():
+    for instruction in one.values() if device == 'cpu' else ():
+      sorts = instruction.opcode == 'sort' and instruction.arrays[0].dims
+      assert max(sorts or (0,)) < programs.config_of('demo').vocab_size
   counted = {'temporary bytes': report.temporary_bytes}
   for loop in report.loops:
     assert loop['host_transfers'] == 0
@@ -117,8 +123,7 @@ def test_the_compiled_loops_of_the_demo_pair(device, method, update):
         'kernels per layer': loop['kernels_per_layer'],
         'other kernels': loop['bookkeeping'],
         'large copies': sum(loop['copies'].values()),
-        'branches': loop['branches'],
-        'bytes': loop['bytes'],
+        **{'branches': loop['branches'], 'bytes': loop['bytes']},
       }.items()
     }
   compiler = ('jaxlib', 'cpu' if device == 'cpu' else 'libtpu')
@@ -135,8 +140,7 @@ _VOCABULARY = {
     tie_embeddings=True,
   )
   for name, width, head_width, inner_width in (
-    ('1.5b', 1536, 128, 8960),
-    ('0.5b', 896, 64, 4864),
+    *(('1.5b', 1536, 128, 8960), ('0.5b', 896, 64, 4864)),
   )
 }
 
@@ -144,12 +148,10 @@ _VOCABULARY = {
 @pytest.mark.parametrize(
   ('method', 'topology', 'verify', 'megabytes'),
   [
-    ('plain', None, 'match', 64),
-    ('tree', 'k_ary:2x5', 'rejection', 128),
+    *(('plain', None, 'match', 64), ('tree', 'k_ary:2x5', 'rejection', 128)),
     _long('tree', None, 'rejection', 128),
     _long('chain', None, 'rejection', 64),
-    _long('chain', None, 'block', 64),
-    _long('staged', None, 'match', 256),
+    *(_long('chain', None, 'block', 64), _long('staged', None, 'match', 256)),
   ],
 )
 @pytest.mark.parametrize('device', ['cpu', _long('v5e')])
@@ -195,16 +197,47 @@ def test_the_collectives_of_eight_devices(method, update):
   _check(name, counted, update, compiler=('jaxlib', 'libtpu'))
 
 
-def test_a_cpu_does_not_sort_the_vocabulary():
-  """As XLA would where only a part of a top-k is used."""
-  program = hlo.parse(_compiled('cpu', 'staged').text)
-  sizes = [
-    max(instruction.arrays[0].dims)
-    for instructions in program.computations.values()
-    for instruction in instructions.values()
-    if instruction.opcode == 'sort'
-  ]
-  assert max(sizes, default=0) < programs.config_of('demo').vocab_size
+# So many sums of a product XLA's CPU backend computes rightly in one fusion;
+# jaxlib 0.10.2 adds zeros to those behind them (jax#39103).
+_RIGHT_SUMS = 32_768
+
+
+def _large_sums_of_products(program):
+  """The computations that have more sums than that, and a product."""
+  found = []
+  for name, instructions in program.computations.items():
+    sums = [
+      math.prod(one.arrays[0].dims)
+      for one in instructions.values()
+      if one.opcode == 'reduce'
+    ]
+    if any(one.opcode == 'dot' for one in instructions.values()):
+      found += [name] if max(sums, default=0) > _RIGHT_SUMS else []
+  return found
+
+
+def test_no_program_has_what_a_release_of_jaxlib_compiles_wrongly():
+  """Nor arctan, which 0.10.2 gets wrong on some processors (jax#39352)."""
+  for method in ('plain', 'staged'):
+    program = hlo.parse(_compiled('cpu', method).text)
+    assert not _large_sums_of_products(program)
+    opcodes = {
+      one.opcode
+      for instructions in program.computations.values()
+      for one in instructions.values()
+    }
+    assert {'dot', 'reduce'} < opcodes
+    assert not {'atan', 'atan2'} & opcodes
+  rows = np.ones((_RIGHT_SUMS + 64, 3), np.float32)
+  sums = jax.vmap(lambda row: jnp.sum((jnp.eye(3) @ row) ** 2))
+  compiled = jax.jit(sums).lower(rows).compile()
+  if not np.array_equal(compiled(rows), np.full(len(rows), 3)):
+    assert _large_sums_of_products(hlo.parse(compiled.as_text()))
+    version = importlib.metadata.version('jaxlib')
+    pytest.xfail(
+      f'jaxlib {version} computes sums of small products wrongly on CPU from'
+      f' the {_RIGHT_SUMS + 1}th on (jax#39103); no program here has so many'
+    )
 
 
 def test_forwards_of_a_decode(update):

@@ -69,8 +69,8 @@ def _attention(rng: np.random.Generator) -> jax.Array:
   dtype = rng.choice(['float32', 'bfloat16'])
   cache = [jnp.asarray(normal(*shape), dtype) for _ in range(2)]
   norm = lambda: ops.Norm(normal(width), None, 1e-5, False)
-  half = batch, 1, length, width // 2
-  rotation = None if width % 2 else maybe((normal(*half), normal(*half)))
+  angles = batch, 1, length, size(width // 2 + 1) if width > 1 else 0
+  rotation = maybe((normal(*angles), normal(*angles)))
   return ops.attend(
     rows,
     rng.random((batch, length, slots)) < rng.random(),

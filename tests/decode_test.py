@@ -103,10 +103,8 @@ _BOTH = [
 # Which drafters are tried of a shape, and how many tokens a step must have
 # emitted now and then: otherwise the equality would be tested at the extremes.
 _SHAPES = {
-  'ragged tree': (_MODELS, range(1, 4)),
-  'tree': (_MODELS, range(1, 5)),
-  'tables': (_TABLES, range(1, 3)),
-  'staged': (_BOTH, range(1, 7)),
+  **{'ragged tree': (_MODELS, range(1, 4)), 'tree': (_MODELS, range(1, 5))},
+  **{'tables': (_TABLES, range(1, 3)), 'staged': (_BOTH, range(1, 7))},
 }
 
 

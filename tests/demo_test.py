@@ -25,8 +25,7 @@ def _generate(pair, method):
   """Greedy and sampled rows, with the settings that scripts have by default."""
   sampling = specdec.Sampling(temperature=[0, 0, 1], top_k=[None, None, 50])
   return specdec.generate(
-    pair.target,
-    jax.random.key(3),
+    *(pair.target, jax.random.key(3)),
     [pair.encode(prompt) for prompt in _PROMPTS],
     drafter=drafters.make_drafter(method, pair, settings_lib.DraftSettings()),
     max_new_tokens=32,
@@ -55,8 +54,3 @@ def test_small_enough_to_ship_and_draft_cheap_enough_to_help(pair):
   target, draft = pair.target.spec, pair.draft.spec
   assert draft.weight_bytes * 8 <= target.weight_bytes
   assert target.max_positions == draft.max_positions == 1024
-
-
-def test_tokenizer_round_trips(pair):
-  for text in (*_PROMPTS, '\tnaïve ☃\r\n\x00  end  '):
-    assert pair.decode(pair.encode(text)) == text

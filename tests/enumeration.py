@@ -25,8 +25,8 @@ from specdec import sampling as sampling_lib
 from specdec import watchers as watchers_lib
 from specdec.draft import ranking as ranking_lib
 from specdec.tree import topology as topology_lib
-from specdec.verify import block as block_lib
 from specdec.verify import rejection
+from specdec.verify import traversal
 
 PROMPT = 0
 
@@ -222,9 +222,21 @@ class Worlds:
     """`[n]`, the state after one token of each state."""
     return self.following(states)[range(len(tokens)), tokens]
 
-  def is_drawn(self, states: np.ndarray, children) -> np.ndarray:
-    """`[n]` bool, whether the children of a state are drawn, not the best."""
-    return self.stochastic[states] & (children != sampling_lib.BEST)
+  def is_drawn(self, states, rank: int, number: int, children) -> np.ndarray:
+    """`[n]` bool, whether a child of a state is drawn, not one of the best."""
+    others = children == sampling_lib.BEST_AND_DRAWN and rank < number - 1
+    is_best = children == sampling_lib.BEST or others
+    return self.stochastic[states] & (not is_best)
+
+  def proposals(self, states, number: int, children) -> np.ndarray:
+    """`[n, V]`, what drawn children are from; zeros if there is no such."""
+    law = self.draft[states]
+    if children != sampling_lib.BEST_AND_DRAWN:
+      return law
+    order = np.argsort(np.argsort(-law, axis=1, kind='stable'), axis=1)
+    rest = np.where(order < number - 1, 0.0, law)
+    total = rest.sum(1, keepdims=True)
+    return (rest / np.where(total > 0, total, 1.0)).astype(law.dtype)
 
   def begin(self) -> np.ndarray:
     """The mass of each state at the start: all of it on the prompt."""
@@ -235,23 +247,20 @@ class Worlds:
   def exact_law(self, length: int) -> np.ndarray:
     """`[W, V ** length]`, the distribution of whole sequences."""
     mass = self.begin()
-    for depth in range(length):
-      states = np.flatnonzero((self.length == depth) & (mass > 0))
-      more = mass[states, None] * self.exact[states]
-      spread(mass, self.following(states), more)
+    finish(self, mass, length)
     return self.of_length(mass, length)
 
   def of_length(self, mass: np.ndarray, length: int) -> np.ndarray:
     """The mass of all states with contexts of one length, world by world."""
     return mass[self.length == length].reshape(len(self.names), -1)
 
-  def next_draw(self, states, drawn, rank, children) -> np.ndarray:
+  def next_draw(self, states, drawn, rank, number, children) -> np.ndarray:
     """The distribution of the next child, `[n, V]`; zeros if there is none.
 
-    Of the parents' states `[n]`, and siblings drawn before, `[n, V]` bool;
-    greedy states have the best children.
+    Of the parents' states `[n]`, their `number` of children, and siblings drawn
+    before, `[n, V]` bool; greedy states have the best children.
     """
-    law = self.draft[states].astype(np.float64)
+    law = self.proposals(states, number, children).astype(np.float64)
     if children == sampling_lib.WITHOUT_REPLACEMENT:
       law = np.where(drawn, 0.0, law)
     total = law.sum(1, keepdims=True)
@@ -259,7 +268,17 @@ class Worlds:
     best = np.zeros(law.shape, bool)
     if rank < self.vocab_size:
       best = self.ranked[states, rank, None] == np.arange(self.vocab_size)
-    return np.where(self.is_drawn(states, children)[:, None], law, best)
+    if children == sampling_lib.BEST_AND_DRAWN:
+      best &= (self.draft[states] > 0) | ~self.stochastic[states][:, None]
+    is_drawn = self.is_drawn(states, rank, number, children)[:, None]
+    return np.where(is_drawn, law, best)
+
+
+def turns(topology, path, children) -> list[int]:
+  """The ranks of the children of a node, in the order of their turns."""
+  ranks = [other[-1] for other in topology.paths if other[:-1] == path]
+  is_last_first = children == sampling_lib.BEST_AND_DRAWN
+  return sorted(ranks, reverse=is_last_first)
 
 
 def spread(mass: np.ndarray, at: np.ndarray, more: np.ndarray) -> None:
@@ -276,7 +295,13 @@ def _distributions(target, draft, seen, sampling, keys):
   target, draft = adjust(target), adjust(draft)
   nodes = jnp.zeros((target.shape[0], 1), jnp.int32)
   _, _, drawn_from = ranking_lib.draw_children(
-    draft, nodes, keys, sampling, 1, replacement=False
+    draft,
+    nodes,
+    keys,
+    sampling,
+    1,
+    children=sampling_lib.WITH_REPLACEMENT,
+    counts=nodes,
   )
   noise = jnp.zeros_like(draft)
   ranking = ranking_lib.rank_logits(
@@ -300,6 +325,7 @@ def make_worlds(
   samplings=tuple(SAMPLINGS),
   seed: int = 0,
   dtype=np.float32,
+  scale: float = 1.3,
 ) -> Worlds:
   """Every draft with every sampling, contexts of up to `longest` tokens."""
   contexts: list[tuple[int, ...]] = [()]
@@ -313,7 +339,7 @@ def make_worlds(
   settings = [NEUTRAL | SAMPLINGS[how] for _ in drafts for how in samplings]
   made = []
   for number, values in enumerate(settings):
-    target = (1.3 * rng.normal(size=shape)).astype(np.float32)
+    target = (scale * rng.normal(size=shape)).astype(np.float32)
     kind = drafts[number // len(samplings)]
     draft = draft_logits(kind, target, rng).astype(np.float32)
     made.append((target, draft, exact_probs(target, seen, values)))
@@ -375,15 +401,16 @@ def _try_children(worlds, states, mass, ranks, children):
   states behind a bonus token.
   """
   number = len(worlds.length)
-  target, draft = worlds.target[states], worlds.draft[states]
+  target = worlds.target[states]
+  draft = worlds.proposals(states, len(ranks), children)
   drawn = np.zeros(target.shape, bool)
   arrived = []
   for rank in ranks:
-    law = worlds.next_draw(states, drawn, rank, children)
+    law = worlds.next_draw(states, drawn, rank, len(ranks), children)
     rows, tokens = np.nonzero(law)
     here = states[rows]
     certain = np.eye(worlds.vocab_size, dtype=draft.dtype)[tokens]
-    is_drawn = worlds.is_drawn(here, children)[:, None]
+    is_drawn = worlds.is_drawn(here, rank, len(ranks), children)[:, None]
     chance, left, after = _in_chunks(
       functools.partial(_attempt, children=children),
       target[rows],
@@ -416,10 +443,7 @@ def tree_law(worlds: Worlds, topology, children: str, length: int):
   expected number of tokens that the first step emits, cut at the length, `[W]`.
   """
   paths = [(), *topology.paths]
-  ranks = {
-    path: [other[-1] for other in paths if other and other[:-1] == path]
-    for path in paths
-  }
+  ranks = {path: turns(topology, path, children) for path in paths}
   mass = worlds.begin()
   expected = np.zeros(len(worlds.names))
   for first in range(length):
@@ -481,58 +505,73 @@ def grown_law(worlds: Worlds, trees, length: int) -> np.ndarray:
   return worlds.of_length(mass, length)
 
 
-@quick_jit
-def judge_block(target, draft, tokens, size):
-  """`[B, D + 1]` acceptance probabilities, and `[B, D, V]` residuals."""
-  weights = block_lib.prefix_weights(target, draft, tokens)
-  residual = block_lib.residuals(target, draft, weights)
-  probs = block_lib.acceptance_probs(weights, residual, size)
-  return probs, rejection.normalized(residual, target[:, :-1])
+@functools.partial(quick_jit, static_argnames='children')
+def weigh(weight, target, draft, token, *, children):
+  """By traversal: the weight of a child; if it is left, what remains."""
+  rule = traversal.TraversalRule(children)
+  given = weight[:, None] * target, draft, token
+  _, chance = rule.enter(rejection.acceptance_probs(*given), weight)
+  left = rule.weight_left(weight, *given[:2])
+  return chance, left, *rejection.after_rejection(*given, children)
 
 
-def block_law(
-  worlds: Worlds, num_tokens: int, children: str, length: int, size: int
-):
-  """By block verification; like `tree_law`.
+def finish(worlds: Worlds, mass: np.ndarray, length: int) -> None:
+  """Adds tokens of the target's to states up to some length."""
+  for depth in range(length):
+    states = np.flatnonzero((worlds.length == depth) & (mass > 0))
+    more = mass[states, None] * worlds.exact[states]
+    spread(mass, worlds.following(states), more)
 
-  The chain has room for `num_tokens` and has `size` tokens; those behind are
-  arbitrary. There are contexts of `length - 1 + num_tokens` tokens.
+
+def traversal_law(worlds: Worlds, topology, children: str):
+  """By traversal verification, whose first step is summed.
+
+  There are contexts of one token more than the topology is deep. Returns the
+  distribution of sequences of that length, `[W, V ** length]`, all but those of
+  the first step drawn from the target; and the expected number of tokens that
+  this step accepts, `[W]`.
   """
-  mass = worlds.begin()
-  expected = np.zeros(len(worlds.names))
-  for first in range(length):
-    start = np.flatnonzero((worlds.length == first) & (mass > 0))
-    # By node of the chain; what is behind its end is arbitrary.
-    states, here = np.tile(start[:, None], num_tokens + 1), mass[start]
-    tokens = np.zeros((len(start), num_tokens), np.int32)
-    for depth in range(size):
-      nothing = np.zeros((len(here), worlds.vocab_size), bool)
-      law = worlds.next_draw(states[:, depth], nothing, 0, children)
-      rows, drawn = np.nonzero(law)
-      here = here[rows] * law[rows, drawn]
-      states, tokens = states[rows], tokens[rows]
-      tokens[:, depth] = drawn
-      states[:, depth + 1] = worlds.after(states[:, depth], drawn)
-    certain = np.eye(worlds.vocab_size, dtype=worlds.draft.dtype)[tokens]
-    is_drawn = worlds.is_drawn(states[:, 0], children)[:, None, None]
-    chances, left = _in_chunks(
-      judge_block,
-      worlds.target[states],
-      np.where(is_drawn, worlds.draft[states[:, :-1]], certain),
-      tokens,
-      np.full(len(here), size, np.int32),
-    )
-    for accepted in reversed(range(size + 1)):  # the longest accepted prefix
-      kept = here * chances[:, accepted]
-      here = here * (1.0 - chances[:, accepted])
-      if first + accepted >= length:
-        spread(mass, states[:, length - first], kept)
-      else:
-        at = states[:, accepted]
-        bonus = worlds.target[at] if accepted == size else left[:, accepted]
-        spread(mass, worlds.following(at), kept[:, None] * bonus)
-      if first == 0:
-        world = states[:, 0] // len(worlds.contexts)
-        spread(expected, world, kept * min(accepted + 1, length))
-    np.testing.assert_allclose(here, 0.0, atol=1e-12)
-  return worlds.of_length(mass, length), expected
+  length = topology.max_depth + 1
+  found = np.zeros(len(worlds.length))
+  accepted = np.zeros(len(worlds.names))
+
+  def visit(path, states, mass, weight):
+    """The mass with which a node is left, of rows that enter it, all `[n]`."""
+    rows, size = np.arange(len(states)), len(states)
+    ranks = turns(topology, path, children)
+    target = worlds.target[states]
+    draft = worlds.proposals(states, len(ranks), children)
+    drawn = np.zeros(target.shape, bool)
+    for rank in ranks:
+      law = worlds.next_draw(states, drawn, rank, len(ranks), children)
+      at, tokens = np.nonzero(law)
+      here = states[at]
+      certain = np.eye(worlds.vocab_size, dtype=draft.dtype)[tokens]
+      is_drawn = worlds.is_drawn(here, rank, len(ranks), children)[:, None]
+      chance, *left = _in_chunks(
+        functools.partial(weigh, children=children),
+        *(weight[at], target[at], np.where(is_drawn, draft[at], certain)),
+        tokens.astype(np.int32),
+      )
+      tried = mass[at] * law[at, tokens]
+      after = worlds.after(here, tokens)
+      failed = visit((*path, rank), after, tried, chance)
+      none = law.sum(1) == 0
+      states, mass, rows, drawn, weight, target, draft = (
+        np.concatenate([old[none], new[failed > 0]])
+        for old, new in (
+          *((states, here), (mass, failed), (rows, rows[at])),
+          (drawn, drawn[at] | (certain > 0)),
+          *zip((weight, target, draft), left, strict=True),
+        )
+      )
+    stays = mass * weight
+    spread(found, worlds.following(states), stays[:, None] * target)
+    spread(accepted, states // len(worlds.contexts), len(path) * stays)
+    return np.bincount(rows, mass - stays, minlength=size)
+
+  roots = np.flatnonzero(worlds.length == 0)
+  ones = np.ones(len(roots), worlds.target.dtype)
+  np.testing.assert_allclose(visit((), roots, np.float64(ones), ones), 0)
+  finish(worlds, found, length)
+  return worlds.of_length(found, length), accepted

@@ -26,20 +26,19 @@ from specdec.draft import ranking as ranking_lib
 from specdec.draft import stages as stages_lib
 from specdec.tree import topology as topology_lib
 from specdec.tree import tree as tree_lib
-from specdec.verify import block as block_lib
 from specdec.verify import rejection
+from specdec.verify import traversal
 
 # Total variation of whole sequences: the rounding of float32.
 _TOLERANCE = 1e-6
 
 # Tokens and length of the sequences.
 _SIZES = [(3, 4), (4, 3)]
-_CHAIN = 3
 
 
 @functools.cache
-def _worlds(vocab_size, length):
-  return enumeration.make_worlds(vocab_size, length - 1 + _CHAIN, seed=3)
+def _worlds(vocab_size, longest, **changes):
+  return enumeration.make_worlds(vocab_size, longest, seed=3, **changes)
 
 
 def _assert_law(worlds, law, length, tolerance=_TOLERANCE):
@@ -48,37 +47,32 @@ def _assert_law(worlds, law, length, tolerance=_TOLERANCE):
   assert distances[worst] < tolerance, worlds.names[worst]
 
 
-def _tree_laws(worlds, length, children):
-  for topology in enumeration.TOPOLOGIES.values():
-    yield enumeration.tree_law(worlds, topology, children, length)[0]
+_RULES = ('rejection', 'traversal')
 
 
-def _block_laws(worlds, length, children):
-  """Chains cut short, as at the end of the draft's context, among them."""
-  for room in range(1, _CHAIN + 1):
-    for size in range(room + 1):
-      yield enumeration.block_law(worlds, room, children, length, size)[0]
+def _law(rule, worlds, topology, children, length):
+  """The law of sequences, or of the first step of a traversal; the length."""
+  if rule == 'rejection':
+    return enumeration.tree_law(worlds, topology, children, length)[0], length
+  law, _ = enumeration.traversal_law(worlds, topology, children)
+  return law, topology.max_depth + 1
 
 
-_LAWS = {'rejection': _tree_laws, 'block': _block_laws}
-
-
-@pytest.mark.parametrize('rule', _LAWS)
+@pytest.mark.parametrize('rule', _RULES)
 @pytest.mark.parametrize('children', sampling_lib.CHILDREN)
 @pytest.mark.parametrize(('vocab_size', 'length'), _SIZES)
 def test_sequences_have_the_targets_law(vocab_size, length, children, rule):
-  worlds = _worlds(vocab_size, length)
-  for law in _LAWS[rule](worlds, length, children):
-    _assert_law(worlds, law, length)
+  worlds = _worlds(vocab_size, 4)
+  for topology in enumeration.TOPOLOGIES.values():
+    _assert_law(worlds, *_law(rule, worlds, topology, children, length))
 
 
 def check_few(rule, children):
   """A part of the above that takes a moment."""
-  worlds = enumeration.make_worlds(
-    3, 5, seed=3, drafts=('similar',), samplings=('temperature 1',)
-  )
-  for law in _LAWS[rule](worlds, 3, children):
-    _assert_law(worlds, law, 3)
+  few = {'drafts': ('similar',), 'samplings': ('temperature 1',)}
+  worlds = enumeration.make_worlds(3, 4, seed=3, **few)
+  for topology in enumeration.TOPOLOGIES.values():
+    _assert_law(worlds, *_law(rule, worlds, topology, children, 3))
 
 
 @pytest.mark.long
@@ -87,24 +81,38 @@ def check_few(rule, children):
 def test_more_worlds_and_longer_sequences(seed, children):
   for vocab_size, length in ((2, 6), (3, 5), (4, 4), (5, 3)):
     worlds = enumeration.make_worlds(vocab_size, length + 1, seed=seed + 10)
-    law, _ = enumeration.block_law(worlds, 2, children, length, 2)
-    for one in (law, *_tree_laws(worlds, length, children)):
-      _assert_law(worlds, one, length)
+    for topology in enumeration.TOPOLOGIES.values():
+      for rule in _RULES:
+        _assert_law(worlds, *_law(rule, worlds, topology, children, length))
 
 
-def test_in_float64_nothing_is_left():
+def _small_trees():
+  """All of at most three children and depth 2, 84 of them."""
+  for number in (1, 2, 3):
+    for below in itertools.product(range(4), repeat=number):
+      yield topology_lib.from_paths(
+        path
+        for rank, size in enumerate(below)
+        for path in [(rank,), *((rank, other) for other in range(size))]
+      )
+
+
+@pytest.mark.parametrize('rule', _RULES)
+@pytest.mark.parametrize('children', sampling_lib.CHILDREN)
+def test_in_float64_nothing_is_left(children, rule):
   """So the distance in float32 is rounding, and no error of the method."""
-  names = ('chain of 2', 'ternary tree', 'ragged tree')
-  trees = [enumeration.TOPOLOGIES[name] for name in names]
+  few = ('temperature 1', 'all filters', 'greedy')
+  trees = [*_small_trees()]
+  if children == sampling_lib.BEST or (
+    rule == 'rejection' and children != sampling_lib.BEST_AND_DRAWN
+  ):
+    trees = trees[::10]
   with jax.enable_x64(True):
-    worlds = enumeration.make_worlds(3, 5, dtype=np.float64)
+    worlds = _worlds(3, 3, samplings=few, dtype=np.float64)
     assert worlds.target.dtype == worlds.draft.dtype == np.float64
-    for children in sampling_lib.CHILDREN:
-      for law, _ in (
-        *(enumeration.tree_law(worlds, tree, children, 3) for tree in trees),
-        enumeration.block_law(worlds, 3, children, 3, 3),
-      ):
-        _assert_law(worlds, law, 3, tolerance=1e-13)
+    for topology in trees:
+      law = _law(rule, worlds, topology, children, 3)
+      _assert_law(worlds, *law, tolerance=1e-13)
 
 
 def test_an_error_would_be_seen():
@@ -121,12 +129,30 @@ def test_an_error_would_be_seen():
 
 
 def _emitted(worlds, num_tokens, children):
-  """Expected tokens of a step with a chain, by rejection and by blocks."""
-  one_by_one = enumeration.tree_law(
-    worlds, topology_lib.chain(num_tokens), children, 4
-  )
-  block = enumeration.block_law(worlds, num_tokens, children, 4, num_tokens)
-  return one_by_one[1], block[1]
+  """Expected tokens of a step with a chain, by rejection and by traversal."""
+  chain = topology_lib.chain(num_tokens)
+  _, by_rejection = enumeration.tree_law(worlds, chain, children, 4)
+  return by_rejection, 1 + enumeration.traversal_law(worlds, chain, children)[1]
+
+
+def _block_tokens(worlds, num_tokens, children):
+  """The same by block verification, from the weights of all prefixes.
+
+  A prefix is accepted with its weight (lemma 3 of arXiv 2403.10444).
+  """
+  states = np.flatnonzero(worlds.length == 0)
+  shares, weights, tokens = (np.ones(len(states)) for _ in range(3))
+  world = np.arange(len(states))
+  for _ in range(num_tokens):
+    nothing = np.zeros((len(states), worlds.vocab_size), bool)
+    law = worlds.next_draw(states, nothing, 0, 1, children)
+    at, token = np.nonzero(law)
+    ratio = worlds.exact[states][at, token] / law[at, token]
+    weights = np.minimum(weights[at] * ratio, 1.0)
+    shares, world = shares[at] * law[at, token], world[at]
+    states = worlds.after(states[at], token)
+    tokens += np.bincount(world, shares * weights, len(tokens))
+  return tokens
 
 
 @pytest.mark.parametrize('children', sampling_lib.CHILDREN)
@@ -141,14 +167,16 @@ def test_as_many_guesses_stand_as_can(children):
   expected = 1 + np.where(is_drawn, likely, best)
   for emitted in _emitted(worlds, 1, children):
     np.testing.assert_allclose(emitted, expected, atol=1e-6)
-  # A block keeps as many or, but for point masses, more.
-  one_by_one, block = _emitted(worlds, 3, children)
-  assert np.all(block > one_by_one - 1e-6)
-  more = np.mean(block > one_by_one + 1e-3)
+  # By traversal as many or, but for point masses, more: those of a block.
+  one_by_one, by_traversal = _emitted(worlds, 3, children)
+  block = _block_tokens(worlds, 3, children)
+  np.testing.assert_allclose(by_traversal, block, atol=1e-5)
+  assert np.all(by_traversal > one_by_one - 1e-6)
+  more = np.mean(by_traversal > one_by_one + 1e-3)
   assert more == 0 if children == sampling_lib.BEST else more > 0.1
   # An identical draft is never rejected.
   if children != sampling_lib.BEST:
-    same = enumeration.make_worlds(3, 6, drafts=('identical',))
+    same = enumeration.make_worlds(3, 4, drafts=('identical',))
     stochastic = same.stochastic[:: len(same.contexts)]
     for emitted in _emitted(same, 3, children):
       np.testing.assert_allclose(emitted[stochastic], 4, atol=1e-5)
@@ -211,18 +239,19 @@ def test_drafts_that_leave_nothing(children):
     np.testing.assert_allclose(law, target, atol=1e-6)
 
 
-def test_a_block_of_which_nothing_is_left():
-  """Weights of 1 and of 0, and no residual: never NaN nor a wrong cut."""
-  one, half = np.eye(2, dtype=np.float32)[0], np.full(2, 0.5, np.float32)
-  target = np.stack([[half] * 3, [1 - one, half, half], [one] * 3])
-  draft = np.stack([[half] * 2, [one, half], [one] * 2])
-  tokens = np.array([[0, 1], [0, 1], [0, 0]], np.int32)
-  chances, left = enumeration.judge_block(
-    target, draft, tokens, np.full(3, 2, np.int32)
-  )
-  assert chances.tolist() == [[1, 1, 1], [1, 0, 0], [1, 1, 1]]
-  np.testing.assert_array_equal(left[0], [half, half])  # the target itself
-  np.testing.assert_array_equal(left[1, 0], 1 - one)
+def test_a_weight_of_which_nothing_is_left():
+  """Neither NaN nor a weight below 1 at the root, by rounding."""
+  half, one = np.full((3, 2), 0.5, np.float32), np.float32([[1, 0]] * 3)
+  weights = np.float32([1.0, 0.5, 0.0])
+  tokens = np.zeros(3, np.int32)
+  weigh = functools.partial(enumeration.weigh, children=sampling_lib.BEST)
+  chance, left, rest, _ = weigh(weights, half, half, tokens)
+  assert chance.tolist() == [1.0, 0.5, 0.0]
+  assert left.tolist() == [1.0, 0.0, 0.0]
+  np.testing.assert_array_equal(rest[0], half[0])  # the target itself
+  _, left, rest, _ = weigh(weights, half, one, tokens)
+  np.testing.assert_allclose(left, [1.0, 1 / 3, 0.0])
+  np.testing.assert_array_equal(rest[:2], 1 - one[:2])
 
 
 # Trees that are grown, not drawn: every state has a tree of its own.
@@ -414,7 +443,8 @@ def _random_case(seed, vocab_size=4):
     'stochastic': np.array([row.get('temperature', 1.0) > 0 for row in rows]),
     'sampling': enumeration.params(values, _BATCH_SIZE, vocab_size),
     'randomness': sampling_lib.Randomness(
-      noise=np.zeros((_BATCH_SIZE, _DEPTH + 1, vocab_size), np.float32),
+      # A chain may be as deep as there are nodes.
+      noise=np.zeros((_BATCH_SIZE, _NUM_NODES, vocab_size), np.float32),
       draft_keys=jax.random.split(jax.random.key(seed), _BATCH_SIZE),
       uniforms=rng.random((_BATCH_SIZE, _NUM_NODES), np.float32),
       residual_noise=rng.gumbel(size=shape[::2]).astype(np.float32),
@@ -466,42 +496,48 @@ def _check_branches(rule, make_trees, slow_walk, num_batches, deepest):
   assert np.all(counts[: deepest + 1] >= 10)
 
 
-def check_walks(children, num_batches=30):
+def check_walks(children, name='rejection', num_batches=25):
   trees = functools.partial(_random_trees, children=children)
-  rule = rejection.RejectionRule(children)
-  _check_branches(rule, trees, slow_walks.walk, num_batches, deepest=2)
+  rule, slow_walk = {
+    'rejection': (rejection.RejectionRule, slow_walks.walk),
+    'traversal': (traversal.TraversalRule, slow_walks.walk_up),
+  }[name]
+  _check_branches(rule(children), trees, slow_walk, num_batches, deepest=2)
 
 
 def check_cuts(is_drawn):
   chains = functools.partial(_random_chains, is_drawn=is_drawn)
-  rule = block_lib.BlockRule(
+  rule = traversal.TraversalRule(
     sampling_lib.WITH_REPLACEMENT if is_drawn else sampling_lib.BEST
   )
   _check_branches(rule, chains, slow_walks.walk_block, 20, deepest=3)
 
 
+@pytest.mark.parametrize('name', _RULES)
 @pytest.mark.parametrize('children', sampling_lib.CHILDREN)
 @pytest.mark.parametrize(
-  'num_batches', [30, pytest.param(500, marks=pytest.mark.long)]
+  'num_batches', [25, pytest.param(500, marks=pytest.mark.long)]
 )
-def test_the_compiled_walk_branches_as_the_slow_one(children, num_batches):
-  check_walks(children, num_batches)
+def test_the_compiled_walk_branches_as_the_slow_one(
+  children, num_batches, name
+):
+  check_walks(children, name, num_batches)
 
 
 @pytest.mark.parametrize('is_drawn', [True, False])
-def test_the_compiled_block_is_cut_as_the_slow_one(is_drawn):
+def test_the_traversal_of_a_chain_is_the_cut_of_a_block(is_drawn):
   check_cuts(is_drawn)
 
 
 _draw = enumeration.quick_jit(
-  ranking_lib.draw_children, static_argnames=('number', 'replacement')
+  ranking_lib.draw_children, static_argnames=('number', 'children')
 )
 
 
 def check_draws(children):
   """In order, from the filtered distribution, with noise of their own."""
   number, num_close = 3, 0
-  replacement = children != sampling_lib.WITHOUT_REPLACEMENT
+  replacement = children == sampling_lib.WITH_REPLACEMENT
   for seed in range(4):
     case = _random_case(seed)
     rng, logits = case['rng'], case['logits']
@@ -509,8 +545,9 @@ def check_draws(children):
     nodes = np.argsort(rng.random((batch_size, num_nodes)), axis=1)
     keys = case['randomness'].draft_keys
     given = (logits, np.int32(nodes), keys, case['sampling'])
+    counts = rng.integers(1, number + 1, size=nodes.shape)
     tokens, log_probs, drawn_from = jax.device_get(
-      _draw(*given, number=number, replacement=replacement)
+      _draw(*given, number=number, children=children, counts=counts)
     )
     shape = (number, vocab_size) if replacement else (vocab_size,)
     noise = np.float64(slow_walks.child_noise(keys, num_nodes, shape))
@@ -520,23 +557,30 @@ def check_draws(children):
       probs = case['target'][row]
       if not stochastic:
         probs = enumeration.exact_probs(logits[row], nothing, {})
-      np.testing.assert_allclose(drawn_from[row], probs, atol=1e-6)
       for place, node in enumerate(nodes[row]):
+        count = counts[row, place]
+        if stochastic:
+          given = probs[place], count, children
+          law = slow_walks.drawn_from(*given)
+          np.testing.assert_allclose(drawn_from[row, place], law, atol=1e-6)
         given = (probs[place], noise[row, node], number, stochastic, children)
-        expected, margin = slow_walks.pick_children(*given)
+        expected, margin = slow_walks.pick_children(*given, count)
         if margin < slow_walks.ENOUGH:
           num_close += 1
           continue
         found = log_probs[row, place] > -100
+        if children == sampling_lib.BEST_AND_DRAWN:
+          found[count:] = False
         assert tokens[row, place][found].tolist() == expected
         found, logs = log_probs[row, place][found], np.log(probs[place])
         np.testing.assert_allclose(found, logs[expected], atol=1e-5)
   assert num_close < 20
 
 
-@pytest.mark.parametrize(
-  'children', [sampling_lib.WITHOUT_REPLACEMENT, sampling_lib.WITH_REPLACEMENT]
-)
+_DRAWN = sampling_lib.CHILDREN[1:]
+
+
+@pytest.mark.parametrize('children', _DRAWN)
 def test_children_are_drawn_from_what_is_said(children):
   check_draws(children)
 
@@ -548,10 +592,9 @@ def test_every_node_draws_children_of_its_own():
   sampling = enumeration.params(
     enumeration.NEUTRAL | {'logit_bias': {}}, 1, 1000
   )
-  for replacement in (False, True):
-    tokens, *_ = _draw(
-      logits, nodes, keys, sampling, number=4, replacement=replacement
-    )
+  given = logits, nodes, keys, sampling
+  for children in _DRAWN[:2]:
+    tokens, *_ = _draw(*given, number=4, children=children, counts=nodes)
     assert len({tuple(four) for four in tokens[0].tolist()}) == 64
 
 
@@ -563,7 +606,7 @@ def test_children_that_float32_gives_no_probability():
   for scale in (0.1, 0.5, 0.8, 1.0, 1.1, 2.0):
     given = (np.tile(scale * logits, (200, 1, 1)), np.zeros((200, 1), np.int32))
     given += (jax.random.split(jax.random.key(0), 200), sampling)
-    drawn = _draw(*given, number=5, replacement=False)
+    drawn = _draw(*given, number=5, children=_DRAWN[0], counts=given[1])
     _, log_probs, drawn_from = jax.device_get(drawn)
     drawn = np.asarray(
       log_probs[:, 0] > sampling_lib.EXCLUDED

@@ -30,12 +30,9 @@ def _arguments(method, dtype='float32', temperatures=(0.0, 1.0)):
   model = tiny.gpt2(num_layers=1, dtype=jnp.dtype(dtype))
   text = np.random.default_rng(0).integers(size, size=50).tolist()
   table = tiny_drafters.ngram_table([text], size, order=3, num_continuations=2)
-  drafter = tiny_drafters.simple(
-    method,
-    tiny.perturbed(model, 0.1),
-    specdec.NGram(table),
-    specdec.PromptLookup(),
-  )
+  proposers = specdec.NGram(table), specdec.PromptLookup()
+  draft = tiny.perturbed(model, 0.1)
+  drafter = tiny_drafters.simple(method, draft, *proposers)
   prompt, lengths = tiny.pad(tiny.prompts(rows))
   request = specdec.Request(
     prompt=jnp.asarray(prompt),
@@ -66,8 +63,7 @@ def _export(method, dtype):
 @pytest.mark.parametrize(
   ('method', 'dtype', 'loops'),
   [
-    ('chain', 'float32', 2),
-    ('staged', 'float32', 3),
+    *(('chain', 'float32', 2), ('staged', 'float32', 3)),
     ('staged', 'bfloat16', 3),  # Its products differ by platform.
   ],
 )

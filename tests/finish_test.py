@@ -1,8 +1,4 @@
-"""Why a row ends: its limit, an EOS, a stop string, or a cancellation.
-
-A counting table predicts i + 1 after i, so the tokens of a row follow from its
-prompt by a few lines of Python.
-"""
+"""Why a row ends: its limit, an EOS, a stop string, or a cancellation."""
 
 import itertools
 from unittest import mock
@@ -72,9 +68,7 @@ def test_every_end_at_every_offset_of_a_block():
   assert max(np.add([*map(len, prompts)], limits)) == MAX_POSITIONS
   for step, temperature in ((1, 0.0), (2, 0.0), (1, 1.0)):
     generation = specdec.generate(
-      _model(),
-      jax.random.key(0),
-      prompts,
+      *(_model(), jax.random.key(0), prompts),
       max_new_tokens=limits,
       drafter=tiny_drafters.simple('chain', _model(step), length=G),
       sampling=specdec.Sampling(temperature=temperature, top_k=1),
@@ -109,9 +103,7 @@ def _run(make=specdec.generate, **kw):
   """Rows of many tokens; the last is done at once."""
   target = table_model.table_model(tiny.table(VOCAB_SIZE, 3), max_positions=200)
   return make(
-    target,
-    jax.random.key(1),
-    [[1], [2, 3], [4], [5]],
+    *(target, jax.random.key(1), [[1], [2, 3], [4], [5]]),
     max_new_tokens=[120, 30, 120, 0],
     drafter=tiny_drafters.simple('chain', target, length=G),
     sampling=specdec.Sampling(temperature=1.0),
@@ -144,26 +136,3 @@ def test_a_cancelled_row_has_the_beginning_of_its_text():
   never = mock.Mock(return_value=False)
   assert _run(should_stop=never).tokens == whole.tokens
   assert never.call_count == np.ceil(120 / (G + 1) / 8)
-
-
-def test_a_decode_can_be_watched():
-  whole, decoding = _run(), _run(specdec.Decoding)
-  assert decoding.finish_reasons == [None] * 3 + ['length']
-  so_far = [[], [], [], []]
-  for new in itertools.islice(decoding, 20):
-    so_far = list(map(list.__add__, so_far, new))
-    assert all(len(tokens) <= G + 1 for tokens in new)
-    result = decoding.result()
-    assert result.tokens == so_far
-    done = map(list.__eq__, so_far, whole.tokens)
-    ended = ['length' if one else None for one in done]
-    assert decoding.finish_reasons == ended
-    assert result.finish_reasons == [reason or 'cancelled' for reason in ended]
-    _check_counts(result)
-  assert not decoding.done
-  decoding.run(mock.Mock(side_effect=[False, False, True]))
-  decoding.run()
-  assert decoding.done
-  assert decoding.result().tokens == whole.tokens
-  assert decoding.result().stats == whole.stats
-  assert list(decoding) == []

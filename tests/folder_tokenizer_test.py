@@ -39,25 +39,20 @@ _LAYOUTS = {
   ),
   'space before': (
     normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()]),
-    _byte_level(add_prefix_space=True),
-    decoders.ByteLevel(),
+    *(_byte_level(add_prefix_space=True), decoders.ByteLevel()),
   ),
   'pieces': (
-    normalizers.Sequence([normalizers.Prepend('▁'), _SPACES]),
-    None,
+    *(normalizers.Sequence([normalizers.Prepend('▁'), _SPACES]), None),
     decoders.Sequence([*_LLAMA, decoders.Strip(' ', 1, 0)]),
   ),
   'metaspace': (
     normalizers.StripAccents(),
-    pre_tokenizers.Metaspace(prepend_scheme='never'),
-    decoders.Metaspace(),
+    *(pre_tokenizers.Metaspace(prepend_scheme='never'), decoders.Metaspace()),
   ),
 }
 _CLASSES = {
-  'GPT2Tokenizer': 'gpt2',
-  'LlamaTokenizerFast': 'llama',
-  'Qwen2Tokenizer': 'qwen2',
-  'PreTrainedTokenizerFast': 'mistral',
+  **{'GPT2Tokenizer': 'gpt2', 'LlamaTokenizerFast': 'llama'},
+  **{'Qwen2Tokenizer': 'qwen2', 'PreTrainedTokenizerFast': 'mistral'},
 }
 
 
@@ -203,17 +198,14 @@ def test_incomplete_folders_are_refused(gone, empty, folder):
     folder_tokenizer.load_tokenizer(folder)
 
 
-@pytest.mark.parametrize(
-  'kind', ['LlamaTokenizer', 'MistralCommonBackend', 'X']
-)
+@pytest.mark.parametrize('kind', ['LlamaTokenizer', 'MistralCommonBackend'])
 def test_files_of_another_class_are_refused(kind, folder):
   """It would have a vocabulary of its own, or needs another package."""
   (folder / 'tokenizer.json').unlink()
   _write_json(folder, 'tokenizer_config.json', {'tokenizer_class': kind})
   _write_json(folder, 'config.json', {'model_type': 'llama'})
-  with pytest.raises(
-    ValueError, match=f'{folder} has no (complete|usable) tok'
-  ):
+  message = f'{folder} has no (complete|usable) tok'
+  with pytest.raises(ValueError, match=message):
     folder_tokenizer.load_tokenizer(folder)
 
 
@@ -233,11 +225,6 @@ def test_a_class_whose_package_is_missing_is_not_needed(folder):
     ('tokenizer_config.json', '{', 'is not valid JSON'),
     ('tokenizer_config.json', '[]', 'must hold a JSON object'),
     ('tokenizer_config.json', '{"chat_template": 1}', 'chat_template must be'),
-    (
-      'tokenizer_config.json',
-      '{"chat_template": [1]}',
-      'chat_template must be',
-    ),
     ('special_tokens_map.json', '3', 'must hold a JSON object'),
   ],
 )

@@ -1,7 +1,4 @@
-"""Tokenizers of GGUF files, against the rules of llama.cpp.
-
-What is expected was derived by hand from its regular expressions.
-"""
+"""Tokenizers of GGUF files, against the rules of llama.cpp."""
 
 import re
 
@@ -49,18 +46,15 @@ def _spelled(text):
 _TEXTS = ["we'RE a12345", 'x +=\n\n\t y', 'mixUp Éd', '=\n/z']
 _DIGITS = list('12345')
 _SMOLLM = [
-  ['we', "'", 'RE', ' a', *_DIGITS],
-  ['x', ' +=', '\n\n\t', ' y'],
+  *(['we', "'", 'RE', ' a', *_DIGITS], ['x', ' +=', '\n\n\t', ' y']),
   *(['mixUp', ' Éd'], ['=', '\n', '/', 'z']),
 ]
 _LLAMA = [
-  ['we', "'RE", ' a', '123', '45'],
-  ['x', ' +=\n\n', '\t', ' y'],
+  *(['we', "'RE", ' a', '123', '45'], ['x', ' +=\n\n', '\t', ' y']),
   *(['mixUp', ' Éd'], ['=\n', '/z']),
 ]
 _DEEPSEEK = [
-  ['we', "'", 'RE', ' a', '12345'],
-  ['x', ' +=', '\n', '\n', '\t', ' y'],
+  *(['we', "'", 'RE', ' a', '12345'], ['x', ' +=', '\n', '\n', '\t', ' y']),
   *_SMOLLM[2:],
 ]
 _TEKKEN = [
@@ -68,27 +62,23 @@ _TEKKEN = [
   *(_LLAMA[1], ['mix', 'Up', ' Éd'], ['=\n/', 'z']),
 ]
 _WORDS = {
-  'gpt-2': [_DEEPSEEK[0], *_SMOLLM[1:]],
-  'smollm': _SMOLLM,
-  'llama-bpe': _LLAMA,
-  'qwen2': [_TEKKEN[0], *_LLAMA[1:]],
+  **{'gpt-2': [_DEEPSEEK[0], *_SMOLLM[1:]], 'smollm': _SMOLLM},
+  **{'llama-bpe': _LLAMA, 'qwen2': [_TEKKEN[0], *_LLAMA[1:]]},
   'tekken': _TEKKEN,
   'gpt-4o': [["we'RE", ' a', '123', '45'], *_TEKKEN[1:]],
   # Among its signs are the letters of ASCII, which are cut from others.
   'deepseek-llm': [*_DEEPSEEK[:2], ['mixUp', ' É', 'd'], _DEEPSEEK[3]],
-  'deepseek-coder': [_SMOLLM[0], *_DEEPSEEK[1:]],
-  'deepseek-v3': _LLAMA,
+  **{'deepseek-coder': [_SMOLLM[0], *_DEEPSEEK[1:]], 'deepseek-v3': _LLAMA},
   'falcon': [
-    ['we', "'", 'RE', ' a', '123', '45'],
-    ['x', ' ', '+=', '\n\n\t', ' y'],
+    *(['we', "'", 'RE', ' a', '123', '45'], ['x', ' ', '+=', '\n\n\t', ' y']),
     *_SMOLLM[2:],
   ],
 }
 _WORDS['default'] = _WORDS['falcon']
 
 
-@pytest.mark.parametrize('pre', _WORDS)
-def test_texts_are_split_as_for_llama_cpp(pre, path):
+@pytest.mark.parametrize('pre', [*_WORDS, 'other'])
+def test_texts_are_split_as_for_llama_cpp(pre, path, caplog):
   tokens = dict.fromkeys(_ALPHABET)
   merges = {}
   for text in map(_spelled, _TEXTS):
@@ -99,9 +89,17 @@ def test_texts_are_split_as_for_llama_cpp(pre, path):
   words = list(tokens)
   keys = {'pre': pre, 'merges': list(merges), 'add_bos_token': False}
   tokenizer = hub.load_tokenizer(_write(path, words, **keys))
-  for text, expected in zip(_TEXTS, _WORDS[pre], strict=True):
+  known = pre in _WORDS
+  expected_words = _WORDS[pre if known else 'default']
+  for text, expected in zip(_TEXTS, expected_words, strict=True):
     ids = [words.index(_spelled(word)) for word in expected]
     assert tokenizer(text)['input_ids'] == ids, text
+  assert ("pre-tokenizer 'other' is not known" in caplog.text) == (not known)
+  # Where the file does not say whether texts begin with a token.
+  del keys['add_bos_token']
+  tokenizer = hub.load_tokenizer(_write(path, words, bos_token_id=9, **keys))
+  begins = tokenizer(text)['input_ids'][0] == 9
+  assert begins == (pre in ('llama-bpe', 'tekken'))
 
 
 @pytest.mark.parametrize(
@@ -176,9 +174,8 @@ def test_tokens_that_end_a_text_by_their_names(kind, path):
   # They are read whole, and have no text.
   tokenizer = hub.load_tokenizer(path)
   assert tokenizer('a<|im_end|>')['input_ids'][1:] == [258]
-  assert set(token_bytes_lib.token_bytes(tokenizer, len(words))[257:280]) == {
-    b''
-  }
+  table = token_bytes_lib.token_bytes(tokenizer, len(words))
+  assert set(table[257:280]) == {b''}
 
 
 @pytest.mark.parametrize('name', ['[PAD{}]', 'filling {}'])
@@ -186,14 +183,11 @@ def test_tokens_that_only_fill_the_vocabulary_up(name, path):
   """The converter once gave them another type."""
   words = [*_ALPHABET, 'er', *(name.format(index) for index in (257, 258))]
   own = name.startswith('[')
-  kinds = [
-    *[1] * 257,
-    *[TokenType.USER_DEFINED if own else TokenType.UNUSED] * 2,
-  ]
+  kind = TokenType.USER_DEFINED if own else TokenType.UNUSED
+  kinds = [1] * 257 + [kind] * 2
   tokenizer = hub.load_tokenizer(_write(path, words, kinds=kinds, **_GPT2))
-  assert tokenizer.get_vocab() == {
-    word: i for i, word in enumerate(words[:257])
-  }
+  expected = {word: token for token, word in enumerate(words[:257])}
+  assert tokenizer.get_vocab() == expected
 
 
 @pytest.mark.parametrize(

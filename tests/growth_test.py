@@ -3,7 +3,6 @@
 import itertools
 
 import jax
-import list_growth
 import list_growth as growth
 import list_trees
 import numpy as np
@@ -29,21 +28,16 @@ _MORE_THAN_THERE_ARE = {'branching': growth.VOCAB_SIZE + 5, 'width': 60}
 _MORE_THAN_THERE_ARE |= {'capacity': 50, 'calibration': 0.5}
 
 
-@pytest.mark.parametrize(
-  ('names', 'config'),
-  [
-    ('model', {}),
-    ('model, table', {}),
-    ('model, model, table', {}),
+def test_growth_is_a_best_first_search():
+  for names, config in (
+    *(('model', {}), ('model, table', {}), ('model, model, table', {})),
     # Full after a round or two: what is guessed later is dropped.
     ('model, table', {'num_nodes': 6, 'capacity': 11}),
     # Reached before the rounds are over; one node wide is two in a forward.
     ('model', {'width': 1, 'max_depth': 3, 'branching': 2, 'rounds': 9}),
     ('table', _MORE_THAN_THERE_ARE),
-  ],
-)
-def test_growth_is_a_best_first_search(names, config):
-  check(names, config)
+  ):
+    check(names, config)
 
 
 def check(names, config=()):
@@ -65,7 +59,7 @@ def check(names, config=()):
     step = growth.random_step(
       seed, drafter.max_depth, temperature, active=active
     )
-    trees, scored, forwards = list_growth.run(drafter, step)
+    trees, scored, forwards = growth.run(drafter, step)
     # Rows that are done grow as far as the others take them.
     for row, nodes in enumerate(trees):
       by_stage = [set(np.flatnonzero(one[row]).tolist()) for one in scored]
@@ -134,36 +128,17 @@ def _best_first(nodes, rounds, width):
   return scored
 
 
-def test_an_inner_drafter_without_guesses_changes_nothing():
-  alone = growth.TableStage(
-    _table(4), tiny_drafters.Settings(**_TREE)
-  ).drafter()
-  nothing = tiny_drafters.empty(growth.VOCAB_SIZE, 3)
-  both = specdec.staged(alone, tiny_drafters.candidates(nothing, config=_SMALL))
-  step = growth.random_step(4, both.max_depth, 1.0)
-  (trees, _, forwards), (expected, _, of_one) = (
-    list_growth.run(both, step),
-    list_growth.run(alone, step),
-  )
-  list_growth.assert_equal_trees(trees, expected)
-  assert forwards[0] == of_one[0] == 3
-
-
 def test_growth_after_a_step_is_growth_after_a_prefill():
   """Also where the draft has yet to read what it did not guess itself."""
   rng = np.random.default_rng(2)
-  draft = tiny.draft('similar', num_layers=1)
-  drafter = tiny_drafters.model(
-    draft, tiny_drafters.Settings(topology=topology_lib.k_ary(2, 2))
-  )
+  settings = tiny_drafters.Settings(topology=topology_lib.k_ary(2, 2))
+  drafter = tiny_drafters.model(tiny.draft('similar', num_layers=1), settings)
   step = growth.random_step(2, 2, 1.0, tiny.VOCAB_SIZE)
   rows = np.arange(growth.BATCH_SIZE)
   tokens, length = growth.padded(step.texts)
   rest = (rows >= 0, step.noise, tiny.sampling_params(1.0, 0.0, 1.0))
-  commit, grow_again = (
-    jax.jit(stages_lib.commit_stages),
-    jax.jit(growth.grown_from),
-  )
+  commit = jax.jit(stages_lib.commit_stages)
+  grow_again = jax.jit(growth.grown_from)
   stages, tree = growth.grown(drafter, tokens, length, *rest)
   for leaf in (3, 4, 5, 6):
     # To a leaf, which no draft has scored, and a bonus token.
@@ -175,9 +150,7 @@ def test_growth_after_a_step_is_growth_after_a_prefill():
     length = length + 3
     stages, tree = grow_again(drafter, stages, tokens, length, *rest)
     _, expected = growth.grown(drafter, tokens, length, *rest)
-    list_growth.assert_equal_trees(
-      growth.lists_of(tree), growth.lists_of(expected)
-    )
+    growth.assert_equal_trees(*map(growth.lists_of, (tree, expected)))
 
 
 @pytest.mark.parametrize('is_model', [True, False])
@@ -189,7 +162,7 @@ def test_fixed_shapes_are_filled_by_rank(is_model):
   stage = growth.TableStage(_table(5), config, is_model)
   for temperature in (0.0, 1.0):
     step = growth.random_step(5, topology.max_depth, temperature)
-    trees, _, forwards = list_growth.run(stage.drafter(), step)
+    trees, _, forwards = growth.run(stage.drafter(), step)
     assert forwards == [topology.max_depth]
     for row, nodes in enumerate(trees):
       expected = [list_trees.Node(step.texts[row][-1])]
@@ -202,4 +175,4 @@ def test_fixed_shapes_are_filled_by_rank(is_model):
         expected.append(
           list_trees.child(expected, places[above], token, said[token], 1)
         )
-      list_growth.assert_equal_trees([nodes], [expected])
+      growth.assert_equal_trees([nodes], [expected])

@@ -1,7 +1,4 @@
-"""The adaptive fallback: its worst cost, unchanged tokens, and catching up.
-
-Counts only: a speculative step is taken to last `break_even` plain ones.
-"""
+"""The adaptive fallback: its worst cost, unchanged tokens, and catching up."""
 
 import functools
 
@@ -29,9 +26,7 @@ def _draft(
 
 def _run(drafter, break_even=None, run=specdec.generate):
   return run(
-    tiny.gpt2(num_layers=1),
-    tiny.row_keys(_ROWS),
-    tiny.prompts(_ROWS),
+    *(tiny.gpt2(num_layers=1), tiny.row_keys(_ROWS), tiny.prompts(_ROWS)),
     drafter=drafter,
     max_new_tokens=_LIMIT,
     sampling=specdec.Sampling(temperature=[0.0, 1.0, 0.7]),
@@ -115,7 +110,10 @@ def test_rests_are_the_same_in_pieces(kind):
   """Streaming makes one step at a time; it compiles nothing more."""
   whole, before = _run(_draft(kind), 2.5), loop.advance._cache_size()
   decoding = _run(_draft(kind), 2.5, specdec.Decoding)
+  assert decoding.finish_reasons == [None] * _ROWS
   assert list(decoding)
+  assert decoding.done
+  assert list(decoding) == []
   pieces = decoding.result()
   assert pieces.tokens == whole.tokens
   assert pieces.stats.plain_steps == whole.stats.plain_steps

@@ -35,23 +35,15 @@ def pair(tmp_path_factory):
       shutil.copy(file, folder / name)
   lines = [json.dumps({'prompt': prompt}) for prompt in _PROMPTS]
   (folder / 'prompts.jsonl').write_text('\n'.join(lines) + '\n')
-  return [
-    f'--target={folder / "target"}',
-    f'--draft={folder / "draft"}',
-    f'--prompt_file={folder / "prompts.jsonl"}',
-    '--dtype=float32',
-    '--method=chain',
-    '--num_draft_tokens=2',
-    '--temperature=0.7',
-  ]
+  flags = [f'--target={folder}/target', f'--draft={folder}/draft']
+  flags += [f'--prompt_file={folder}/prompts.jsonl', '--temperature=0.7']
+  return [*flags, '--dtype=float32', '--method=chain', '--num_draft_tokens=2']
 
 
 def _begin(script, arguments, *, devices=_DEVICES):
-  environment = os.environ | {
-    'JAX_NUM_CPU_DEVICES': str(devices),
-    'JAX_CPU_COLLECTIVES_IMPLEMENTATION': 'gloo',
-    'XLA_FLAGS': '--xla_backend_optimization_level=0',
-  }
+  environment = os.environ | {'JAX_NUM_CPU_DEVICES': str(devices)}
+  environment['JAX_CPU_COLLECTIVES_IMPLEMENTATION'] = 'gloo'
+  environment['XLA_FLAGS'] = '--xla_backend_optimization_level=0'
   return subprocess.Popen(
     [sys.executable, _SCRIPTS / script, *arguments],
     **dict.fromkeys(('stdout', 'stderr'), subprocess.PIPE),
@@ -151,9 +143,8 @@ _TWO = '--coordinator=a:1 --mesh=model:4 --num_processes=2'
 _AUTO = '--coordinator=auto --mesh=model:4'
 
 
-@pytest.mark.parametrize(
-  ('flags', 'message'),
-  [
+def test_flags_that_do_not_fit_together():
+  for flags, message in (
     ('generate.py --process_id=1', '--process_id needs --coordinator'),
     ('generate.py --coordinator=a:1', '--coordinator needs --mesh'),
     ('generate.py --coordinator=a --mesh=model:4', 'expected host:port'),
@@ -161,7 +152,5 @@ _AUTO = '--coordinator=auto --mesh=model:4'
     (f'generate.py {_AUTO} --process_id=0', '--coordinator=auto finds --proc'),
     (f'generate.py {_AUTO} --plan=auto', '--plan=auto measures'),
     (f'chat.py --target=demo {_AUTO}', 'needs one host'),
-  ],
-)
-def test_flags_that_do_not_fit_together(flags, message):
-  assert message in command_lines.refusal(*flags.split())
+  ):
+    assert message in command_lines.refusal(*flags.split())

@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import json
+import pathlib
+import tempfile
 
 import huggingface_hub
 import jax
@@ -46,6 +48,13 @@ def _error(module, name):
   return np.abs(logits - np.load(variants.RESULTS)[name])
 
 
+def check_logits(name):
+  """Those of a variant are those of transformers."""
+  with tempfile.TemporaryDirectory() as parent:
+    module = hub.load_module(_write(pathlib.Path(parent), name))
+  assert np.max(_error(module, name)) < 1e-4
+
+
 @pytest.mark.parametrize('name', variants.VARIANTS)
 def test_logits_and_tensors_are_those_of_transformers(name, tmp_path):
   folder, saved = _write(tmp_path, name), tmp_path / 'saved'
@@ -63,8 +72,11 @@ def test_logits_and_tensors_are_those_of_transformers(name, tmp_path):
   for file in folder.glob('*.safetensors'):
     for key, array in safetensors_numpy.load_file(file).items():
       if (key := with_prefix(key)) in expected:  # or it is a buffer
-        array = array.astype(np.float32)
-        np.testing.assert_array_equal(tensors[key], array, key)
+        # Scales that are stored minus one are rounded.
+        atol = 1e-6 if 'gemma' in name and 'norm' in key else 0
+        np.testing.assert_allclose(
+          tensors[key], array.astype(np.float32), rtol=0, atol=atol, err_msg=key
+        )
 
 
 @pytest.mark.parametrize('name', ['gpt2_untied', 'qwen3_moe'])
@@ -140,7 +152,12 @@ def test_a_family_may_convert_values(monkeypatch, tmp_path):
 # One of each model_type that is written, and a scaling.
 @pytest.mark.parametrize(
   'name',
-  ['yarn_in_full', 'biases', 'qwen3_biases', 'mixtral', 'qwen3_moe'],
+  [
+    *('yarn_in_full', 'biases', 'qwen3_biases', 'mixtral', 'qwen3_moe'),
+    *('mistral', 'qwen2_windows', 'qwen3_windows', 'ministral', 'phi3'),
+    *('olmo2', 'olmo3', 'granite', 'smollm3', 'gemma', 'gemma2', 'gemma3'),
+    'qwen2_moe',
+  ],
 )
 def test_transformers_loads_what_is_saved(name, tmp_path):
   hub.save_pretrained(hub.load_module(_write(tmp_path, name)), tmp_path)
@@ -157,8 +174,7 @@ _UNUSUAL |= {'scale_attention': False, 'scale_attention_by_layer': True}
 @pytest.mark.parametrize(
   ('dtype', 'stored', 'rounding', 'shape'),
   [
-    ('float32', 'F32', 0, _UNUSUAL),
-    ('float16', 'F16', 2**-11, {}),
+    *(('float32', 'F32', 0, _UNUSUAL), ('float16', 'F16', 2**-11, {})),
     ('bfloat16', 'BF16', 2**-8, _UNUSUAL),
   ],
 )
@@ -289,35 +305,6 @@ def test_a_folder_is_not_asked_of_the_hub(folder, monkeypatch):
     hub.load_module('~nobody-of-this/x')
   with pytest.raises(ValueError, match='is not a hub id, and a revision needs'):
     hub.load_module(folder, revision='main')
-
-
-@pytest.mark.parametrize(
-  ('make', 'atol'),
-  [
-    (lambda: tiny.module(scale_attention_by_layer=True), 1e-5),
-    (lambda: tiny.module(dtype='bfloat16'), 0.05),
-    (lambda: tiny.llama_module('llama'), 2e-5),
-    (lambda: tiny.llama_module('mixtral'), 2e-5),
-  ],
-)
-def test_logits_do_not_depend_on_how_the_cache_was_filled(make, atol):
-  """All at once or token by token; no cache gives the same."""
-  module, tokens = make(), tiny.tokens()
-  model, (batch_size, length) = adapter.as_model(module), tokens.shape
-  every = np.broadcast_to(np.arange(length), tokens.shape)
-  causal = cache_lib.causal_mask(np.zeros(batch_size, np.int32), length, length)
-  expected = jax.jit(lambda: module(tokens, every, causal)[0])()
-  apply = jax.jit(model.spec.apply)
-  for size in (length, 1):
-    cache = model.spec.init_cache(batch_size, length + 3)
-    for start in range(0, length, size):
-      now = slice(start, start + size)
-      mask = cache_lib.causal_mask(cache.length, size, length + 3)
-      logits, cache = apply(
-        model.params, tokens[:, now], every[:, now], mask, cache
-      )
-      cache = cache.replace(length=cache.length + size)
-      np.testing.assert_allclose(logits, expected[:, now], rtol=0, atol=atol)
 
 
 def test_positions_beyond_the_context_and_tokens_that_see_nothing_are_finite():

@@ -42,21 +42,12 @@ def test_the_product_is_the_one_of_integers():
   rounded = np.round(x / scale).astype(np.int64)
   exact = rounded @ np.asarray(weight.values, np.int64).T
   expected = exact.astype(np.float32) * (scale * np.asarray(weight.scale)[None])
-  result = weight.product(jnp.asarray(x))
-  np.testing.assert_allclose(result, expected, rtol=1e-6)
-
-
-@pytest.mark.parametrize('rows', [1, 3, 16])
-def test_a_row_does_not_depend_on_those_beside_it(rows):
-  x, weight = (
-    jnp.asarray(_matrix(64, 160)),
-    matrices_lib.quantize(_matrix(96, 160)),
-  )
   product = jax.jit(matrices_lib.matmul)
-  together = np.asarray(product(x, weight))
-  for start in range(0, 64 - rows + 1, max(rows, 7)):
-    alone = product(x[start : start + rows], weight)
-    np.testing.assert_array_equal(alone, together[start : start + rows])
+  result = product(jnp.asarray(x), weight)
+  np.testing.assert_allclose(result, expected, rtol=1e-6)
+  # Nor does a row depend on those beside it.
+  alone = product(jnp.asarray(x[3:4]), weight)
+  np.testing.assert_array_equal(alone, result[3:4])
 
 
 def test_rows_of_denormal_numbers_have_a_scale_that_is_not_zero():
@@ -99,29 +90,6 @@ def test_all_matrices_are_in_eight_bits_and_are_counted_so():
   assert target.spec.init_cache(1, 8).keys[0].dtype == jnp.bfloat16
 
 
-def test_a_quantised_model_predicts_nearly_what_the_float_one_does():
-  """Of each next token in a text; a wrong scale anywhere would spoil it."""
-  options = {'method': 'plain', 'cpu_kernels': False}
-  exact, rounded = (
-    models.load('demo', None, dtype=dtype, **options).pair
-    for dtype in ('float32', 'int8')
-  )
-  text = 'def read(path):\n  """Reads a file."""\n  with open(path) as file:\n'
-  ids = jnp.array([exact.encode(text)])
-  positions = np.arange(ids.shape[1])[None]
-  mask = np.tril(np.ones((1, ids.shape[1], ids.shape[1]), bool))
-
-  @jax.jit
-  def log_probs(model):
-    cache = model.spec.init_cache(1, ids.shape[1])
-    logits, _ = model.apply(ids, positions, mask, cache)
-    return jax.nn.log_softmax(logits)
-
-  theirs, ours = log_probs(exact.target), log_probs(rounded.target)
-  divergence = np.mean(np.sum(np.exp(theirs) * (theirs - ours), axis=-1))
-  assert 0 < divergence < 0.02
-
-
 def test_target_and_draft_are_quantised_independently():
   dtypes = {'dtype': 'float32', 'draft_dtype': 'int8', 'cpu_kernels': False}
   pair = models.load('demo', 'demo', method='chain', **dtypes).pair
@@ -129,21 +97,16 @@ def test_target_and_draft_are_quantised_independently():
   assert _is_matrix(pair.draft.params['wte']['embedding'])
 
 
-@pytest.mark.parametrize(
-  ('dtype', 'target_dtype', 'packed', 'expected'),
-  [
-    (None, 'bfloat16', True, 'int8'),
-    (None, 'bfloat16', False, 'bfloat16'),
+def test_default_dtype_of_the_draft():
+  for dtype, target_dtype, packed, expected in (
+    *((None, 'bfloat16', True, 'int8'), (None, 'bfloat16', False, 'bfloat16')),
     (None, 'float32', True, 'float32'),
     ('bfloat16', 'bfloat16', True, 'bfloat16'),
-  ],
-)
-def test_default_dtype_of_the_draft(dtype, target_dtype, packed, expected):
-  others = {'target_dtype': target_dtype, 'packed': packed}
-  assert (
-    checkpoint_lib.resolve_draft_dtype(dtype, hub.locate('demo'), **others)
-    == expected
-  )
+  ):
+    found = checkpoint_lib.resolve_draft_dtype(
+      dtype, hub.locate('demo'), target_dtype=target_dtype, packed=packed
+    )
+    assert found == expected
 
 
 def test_eight_bits_are_not_saved(tmp_path):

@@ -27,9 +27,7 @@ _BATCH_SIZE = 100
 _FILTERS = {'temperature': 0.7, 'top_p': 0.9, 'min_p': 0.02}
 _FILTERS |= {'repetition_penalty': 1.4, 'logit_bias': 0.3}
 _SAMPLINGS = {
-  'temperature 1': {},
-  'filters': _FILTERS,
-  'greedy': {'temperature': 0.0},
+  **{'temperature 1': {}, 'filters': _FILTERS, 'greedy': {'temperature': 0.0}},
 }
 _DRAWN = ('temperature 1', 'filters')  # those whose distribution is tested
 
@@ -37,8 +35,8 @@ _DRAWN = ('temperature 1', 'filters')  # those whose distribution is tested
 _CASES = [
   ('rejection', sampling_lib.BEST, 'staged'),
   ('rejection', sampling_lib.WITHOUT_REPLACEMENT, 'binary tree'),
-  ('rejection', sampling_lib.WITH_REPLACEMENT, 'binary tree'),
-  ('block', sampling_lib.WITHOUT_REPLACEMENT, 'chain of 2'),
+  ('rejection', sampling_lib.BEST_AND_DRAWN, 'binary tree'),
+  ('traversal', sampling_lib.WITHOUT_REPLACEMENT, 'binary tree'),
 ]
 _MORE_CASES = [
   (rule, children, name)
@@ -48,9 +46,12 @@ _MORE_CASES = [
       [sampling_lib.BEST],
       ('none', 'bigram', 'binary tree', 'tree'),
     ),
+    ('rejection', [sampling_lib.WITH_REPLACEMENT], ('binary tree',)),
     ('rejection', sampling_lib.CHILDREN, ('chain of 2', 'ragged tree')),
+    ('traversal', sampling_lib.CHILDREN, ('chain of 2', 'ragged tree')),
+    ('traversal', [sampling_lib.BEST], ('none', 'staged')),
     ('block', sampling_lib.CHILDREN, ('chain of 2',)),
-    ('block', [sampling_lib.BEST], ('none', 'bigram chain')),
+    ('block', [sampling_lib.BEST], ('bigram chain',)),
     ('match', [sampling_lib.BEST], ('none', 'tree', 'binary tree')),
   )
   for children in kinds
@@ -105,8 +106,7 @@ def _decode(rule, children, name, num_rows, seed):
     table_model.table_model(target, max_positions=1000),
     enumeration.drafter(name, draft),
     jax.tree.map(lambda *rows: jnp.concatenate(rows), *samplings),
-    keys.reshape(-1, _BATCH_SIZE),
-    kinds.reshape(-1, _BATCH_SIZE),
+    *(keys.reshape(-1, _BATCH_SIZE), kinds.reshape(-1, _BATCH_SIZE)),
     config=specdec.DecodeConfig(
       max_new_tokens=_LENGTH, rule=checks_lib.RULES[rule](children)
     ),

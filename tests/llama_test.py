@@ -5,12 +5,11 @@ import json
 import jax
 import numpy as np
 import pytest
+from safetensors import numpy as safetensors_numpy
 import tiny
 import variants
 
 from models.checkpoints import hub
-from models.lab.bench import machine
-from models.lab.bench import peers
 from models.nn import adapter
 
 
@@ -19,18 +18,16 @@ def _write(tmp_path, name):
 
 
 def test_a_forward_of_one_position_reads_the_experts_of_one_token(tmp_path):
-  definition = adapter.as_model(
-    hub.load_module(_write(tmp_path, 'mixtral'))
-  ).spec
+  spec_of = lambda name: (
+    adapter.as_model(hub.load_module(_write(tmp_path, name))).spec
+  )
+  definition, tied = map(spec_of, ('mixtral', 'mixture_tied'))
   attention = 16 * 16 + 2 * 8 * 16 + 16 * 16
   experts = 2 * 3 * 16 * 24  # 2 of 4
   per_layer = attention + 4 * 16 + experts
   matrices = 2 * per_layer + 40 * 16
   assert definition.parameters == matrices
   assert definition.weight_bytes == 4 * (matrices + 5 * 16)
-  tied = adapter.as_model(
-    hub.load_module(_write(tmp_path, 'mixture_tied'))
-  ).spec
   assert tied.parameters == per_layer + 40 * 16
 
 
@@ -45,25 +42,83 @@ def test_old_buffers_and_a_head_stored_twice_are_fine(tmp_path):
   jax.tree.map(np.testing.assert_array_equal, again, expected)
 
 
+_SWITCH = {'use_sliding_window': True}
+_TYPES = {'layer_types': ['sliding_attention', 'full_attention']}
+
+
 @pytest.mark.parametrize(
-  ('kind', 'changes', 'context'),
+  ('kind', 'changes', 'window'),
   [
-    ('mistral', {'sliding_window': 8}, 8),
-    ('mistral', {'sliding_window': 100}, 64),
-    ('mistral', {'sliding_window': None}, 64),
-    ('mixtral', {'sliding_window': 8}, 8),
-    ('qwen2', {'use_sliding_window': False}, 64),
-    ('qwen2', {'use_sliding_window': True, 'max_window_layers': 1}, 8),
-    ('qwen2', {'use_sliding_window': True, 'max_window_layers': 2}, 64),
+    ('mistral', {}, 8),
+    ('mistral', {'sliding_window': 64}, None),  # All of the context.
+    ('mistral', {'sliding_window': None}, None),
+    ('mixtral', {}, 8),
+    ('qwen2', {'use_sliding_window': False}, None),
+    ('qwen2', _SWITCH | {'max_window_layers': 1}, (None, 8)),
+    ('qwen2', _SWITCH | {'max_window_layers': 2}, None),
+    ('qwen3', _SWITCH | _TYPES, (8, None)),
+    ('llama', _SWITCH | _TYPES, None),  # As transformers, which ignores them.
+    ('gemma2', {}, (8, None)),
+    ('gemma3_text', {}, 8),  # The sixth layer would see the whole text.
+    ('gemma3_text', {'num_hidden_layers': 7}, (*[8] * 5, None, 8)),
   ],
 )
-def test_the_context_ends_where_a_window_would_slide(
-  kind, changes, context, tmp_path
+def test_layers_have_windows_and_the_context_is_whole(
+  kind, changes, window, tmp_path
 ):
   keys = {'model_type': kind, 'sliding_window': 8, 'num_hidden_layers': 2}
-  config = variants.VARIANTS[kind]['config'] | keys | changes
+  name = kind.removesuffix('_text')
+  config = variants.VARIANTS.get(name, variants.VARIANTS['grouped'])['config']
+  plain = {k: v for k, v in config.items() if k != 'sliding_window_pattern'}
+  (tmp_path / 'config.json').write_text(json.dumps(plain | keys | changes))
+  config = hub.locate(tmp_path).config
+  assert (config.num_positions, config.window) == (64, window)
+
+
+@pytest.mark.parametrize(
+  ('kind', 'changes', 'message'),
+  [
+    ('qwen3', _SWITCH | {'layer_types': ['chunked_attention'] * 2}, 'chunked_'),
+    ('qwen3', _SWITCH | {'layer_types': ['full_attention']}, 'layer_types'),
+    ('smollm3', {'no_rope_layers': [1, 0, 1]}, 'no_rope_layers has 3 entri'),
+    ('mistral', {'sliding_window': -1}, 'sliding_window must be positive'),
+    ('mistral', {'sliding_window': '8'}, 'sliding_window'),
+    ('gemma2', {'final_logit_softcapping': -3.0}, 'logit_cap must be positive'),
+    ('gemma2', {'use_bidirectional_attention': True}, 'is not supported'),
+    ('gemma3', {}, 'text_config must be an object'),
+    ('phi3', {'partial_rotary_factor': 0}, 'partial_rotary_factor must be'),
+    ('llama', {'partial_rotary_factor': 0.5}, 'is not supported'),
+    ('qwen2_moe', {'decoder_sparse_step': 2}, 'layers without experts'),
+  ],
+)
+def test_what_no_layer_here_computes_is_refused(
+  kind, changes, message, tmp_path
+):
+  known = variants.VARIANTS.get(kind, variants.VARIANTS['grouped'])['config']
+  keys = {'model_type': kind, 'sliding_window': 8, 'num_hidden_layers': 2}
+  config = known | keys | changes
   (tmp_path / 'config.json').write_text(json.dumps(config))
-  assert hub.locate(tmp_path).config.num_positions == context
+  with pytest.raises(ValueError, match=rf'config\.json: .*{message}'):
+    hub.locate(tmp_path).config  # noqa: B018
+
+
+def test_the_language_model_of_a_gemma_that_sees(tmp_path):
+  """Its config is within another, its tensors have another prefix."""
+  folder = _write(tmp_path, 'gemma3')
+  expected = tiny.parameters(hub.load_module(folder))
+  config = json.loads((folder / 'config.json').read_text())
+  whole = {'model_type': 'gemma3', 'text_config': config, 'vision_config': {}}
+  (folder / 'config.json').write_text(json.dumps(whole))
+  tensors = safetensors_numpy.load_file(folder / 'model.safetensors')
+  for prefix in ('language_model.model.', 'model.language_model.'):
+    named = {
+      name.replace('model.', prefix, 1): array
+      for name, array in tensors.items()
+    }
+    named['vision_tower.embeddings.weight'] = np.ones((2, 2), np.float32)
+    safetensors_numpy.save_file(named, folder / 'model.safetensors')
+    found = tiny.parameters(hub.load_module(folder))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def test_a_shape_that_transformers_has_not_is_not_saved(tmp_path):
@@ -72,21 +127,6 @@ def test_a_shape_that_transformers_has_not_is_not_saved(tmp_path):
   with pytest.raises(ValueError, match='no model of transformers has this sha'):
     hub.save_pretrained(module, tmp_path / 'saved')
   assert not (tmp_path / 'saved').exists()
-
-
-@pytest.mark.parametrize('name', ['multi_query', 'tied', 'mixtral'])
-def test_peers_are_counted_alike(name, tmp_path):
-  pytest.importorskip('torch')
-  import transformers
-
-  folder = _write(tmp_path, name)
-  model = adapter.as_model(hub.load_module(folder))
-  peer = transformers.AutoModelForCausalLM.from_pretrained(folder)
-  assert peers.torch_model_size(peer) == machine.model_size(model)
-  assert peers.read_costs(peer) == {
-    'per_forward': model.spec.weight_bytes,
-    'per_slot': model.spec.cache_bytes_per_slot,
-  }
 
 
 def test_a_factor_of_yarn_that_is_null_follows_from_the_contexts(tmp_path):

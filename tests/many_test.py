@@ -92,18 +92,18 @@ def test_what_is_no_list_of_prompts_is_refused(lm):
       lm.generate_many(prompts, batch_size=batch_size)
 
 
-def _input(path):
+def _input(path, end):
   lines = [
     {'prompt': 'import ', 'id': 'first'},
     {'prompt': 'x = ', 'seed': 7, 'max_new_tokens': 4},
-    {'prompt': 'x = ', 'temperature': 1.0, 'seed': 3},
-    {'prompt': ''},
-    {'prompt': 'x', 'prompts': 'y'},
-    {'prompt': 'x', 'top_p': 0.5},
-    {'messages': [{'role': 'user', 'content': 'x'}]},
-    {'prompt': 'def f('},
+    *({'prompt': 'x = ', 'temperature': 1.0, 'seed': 3}, {'prompt': ''}),
+    *({'prompt': 'x', 'prompts': 'y'}, {'prompt': 'x', 'top_p': 0.5}),
+    *({'messages': [{'role': 'user', 'content': 'x'}]}, {'prompt': 'def f('}),
+    {'prompt': 'def f(', 'seed': 7, 'eos_ids': [end, '<|endoftext|>']},
+    {'prompt': 'x', 'eos_ids': ['no token']},
   ]
-  path.write_text('\n'.join([*map(json.dumps, lines), '{', '']))
+  text = '\n'.join([*map(json.dumps, lines), '{', ''])
+  path.write_text(text, 'utf-8-sig')
   return path
 
 
@@ -126,25 +126,25 @@ def _rows(text):
 def test_the_script_completes_a_file_and_goes_on_where_it_was(
   tmp_path, lm, monkeypatch
 ):
-  source, output = _input(tmp_path / 'in.jsonl'), tmp_path / 'out' / 'out.jsonl'
+  end = _alone(lm, 'def f(', 7).tokens[0][2]
+  source, output = tmp_path / 'in.jsonl', tmp_path / 'out' / 'out.jsonl'
+  _input(source, end)
   ended = command_lines.run(*_arguments(source, output))
   assert ended.code == 0, ended
   text = output.read_text()
   rows = _rows(text)
-  assert len(text.splitlines()) == len(rows) == 9
+  assert len(text.splitlines()) == len(rows) == 11
   for index, words in {
     3: 'the prompt is empty',
     4: 'line 5: expected a JSON object with keys of prompt',
-    5: 'sets other options',
-    6: 'has no chat template',
-    8: 'line 9: ',
+    **{5: 'sets other options', 6: 'has no chat template'},
+    **{9: "the text 'no token', but no token of", 10: 'line 11: '},
   }.items():
     assert words in rows[index]['error']
   for index, prompt, seed, options in (
-    (0, 'import ', 0, {}),
-    (1, 'x = ', 7, {'max_new_tokens': 4}),
+    *((0, 'import ', 0, {}), (1, 'x = ', 7, {'max_new_tokens': 4})),
     (2, 'x = ', 3, {'sampling': specdec.Sampling(temperature=[1.0])}),
-    (7, 'def f(', 7, {}),
+    *((7, 'def f(', 7, {}), (8, 'def f(', 7, {'eos_ids': [end]})),
   ):
     alone = _alone(lm, prompt, seed, **options)
     row = rows[index]
@@ -153,6 +153,7 @@ def test_the_script_completes_a_file_and_goes_on_where_it_was(
     assert row['finish_reason'] == alone.finish_reasons[0]
     assert row['stats']['new_tokens'] == len(row['tokens'])
   assert (rows[0]['id'], rows[7]['id']) == ('first', 7)
+  assert rows[8]['finish_reason'] == 'eos'
 
   # Killed within the fourth line.
   lines = text.splitlines(keepends=True)
@@ -161,12 +162,11 @@ def test_the_script_completes_a_file_and_goes_on_where_it_was(
   assert command_lines.run(*_arguments(source, output)).code == 0
   again = output.read_text()
   assert again.startswith(kept)
-  assert len(again.splitlines()) == 9
+  assert len(again.splitlines()) == 11
   assert _rows(again) == rows
   # Nothing is left to do, with another batch size and nothing else.
-  assert (
-    command_lines.run(*_arguments(source, output, '--batch_size=3')).code == 0
-  )
+  ended = command_lines.run(*_arguments(source, output, '--batch_size=3'))
+  assert ended.code == 0
   assert output.read_text() == again
   words = 'is of a run with other settings (seed); give another --output'
   assert words in command_lines.refusal(*_arguments(source, output, '--seed=1'))
@@ -174,14 +174,13 @@ def test_the_script_completes_a_file_and_goes_on_where_it_was(
   _pipe(monkeypatch, source.read_bytes())
   ended = command_lines.run(*_arguments('-', '-', '--in_order'))
   assert ended.code == 0, ended
-  assert list(_rows(ended.output)) == list(range(9))
+  assert list(_rows(ended.output)) == list(range(11))
   assert _rows(ended.output) == rows
   _pipe(monkeypatch, b'{"prompt": "x"}')
   arguments = _arguments('-', tmp_path / 'piped.jsonl')
   assert command_lines.run(*arguments).code == 0
-  assert 'others than those of standard input' in command_lines.refusal(
-    *arguments
-  )
+  words = 'others than those of standard input'
+  assert words in command_lines.refusal(*arguments)
   # A file that is not called so has no JSON.
   texts = tmp_path / 'in.txt'
   texts.write_text('\nimport \n\nx = \n')
@@ -190,53 +189,10 @@ def test_the_script_completes_a_file_and_goes_on_where_it_was(
     alone = _alone(lm, prompt, index)
     assert _rows(ended.output)[index]['tokens'] == alone.tokens[0]
   source.write_text(source.read_text() + '{"prompt": "x"}\n')
-  assert 'settings (prompts_sha256)' in command_lines.refusal(
-    *_arguments(source, output)
-  )
-
-
-def test_lines_are_utf8_with_or_without_a_mark(tmp_path, monkeypatch):
-  """In a pipe as in a file, of which a line with other bytes is refused."""
-  lines = ['{"prompt": "# č"}', '{"prompt": "x"}']
-  data = '\r\n'.join(lines).encode('utf-8-sig')
-  tokens = set()
-  for name in ('a.JSONL', 'a.ndjson', 'a.json', '-'):
-    path = '-' if name == '-' else tmp_path / name
-    if name == '-':
-      _pipe(monkeypatch, data)
-    else:
-      path.write_bytes(data)
-    rows = _rows(command_lines.run(*_arguments(path, '-', '--in_order')).output)
-    assert [row['error'] for row in rows.values()] == [None, None]
-    tokens.add(str([row['tokens'] for row in rows.values()]))
-  assert len(tokens) == 1
-  broken = data.replace(b'x', b'caf\xe9')
-  path = tmp_path / 'b.jsonl'
-  path.write_bytes(broken)
-  message = f'--prompt_file={path} cannot be read: line 2 has the byte 0xe9'
-  assert message in command_lines.refusal(*_arguments(path, '-'))
-  _pipe(monkeypatch, broken)
-  rows = _rows(command_lines.run(*_arguments('-', '-', '--in_order')).output)
-  assert rows[0]['error'] is None
-  assert 'the lone surrogate' in rows[1]['error']
-
-
-def test_a_prompt_may_have_eos_ids_of_its_own(lm, monkeypatch):
-  """As ids and as texts; those of the next prompt are the target's again."""
-  whole = _alone(lm, 'x = ', 7)
-  end = whole.tokens[0][2]
-  given = ([end, '<|endoftext|>'], None, [0, end], [], ['no token'], [4096])
-  lines = [{'prompt': 'x = ', 'seed': 7, 'eos_ids': one} for one in given]
-  _pipe(monkeypatch, '\n'.join(map(json.dumps, lines)).encode())
-  rows = _rows(command_lines.run(*_arguments('-', '-')).output)
-  cut = _alone(lm, 'x = ', 7, eos_ids=[end])
-  assert cut.finish_reasons == ['eos']
-  for index, alone in enumerate((cut, whole, cut, whole)):
-    row = rows[index]
-    found = ([row['tokens']], [row['finish_reason']])
-    assert found == (alone.tokens, alone.finish_reasons), index
-  assert "the text 'no token', but no token of" in rows[4]['error']
-  assert 'eos_ids has token 4096, outside' in rows[5]['error']
+  refused = functools.partial(command_lines.refusal, 'generate_many.py')
+  words = 'settings (prompts_sha256)'
+  assert words in refused(*_arguments(source, output)[1:])
+  assert '--prompt_file and --output are needed' in refused()
 
 
 def test_an_interrupt_keeps_the_rows_and_is_one_line(tmp_path, monkeypatch):
@@ -285,9 +241,3 @@ def test_files_of_results_survive_a_kill_at_every_byte(tmp_path):
   (tmp_path / 'rows.jsonl.run.json').unlink()
   with refused(match=r'rows.jsonl.run.json, .* cannot be re'):
     resumable.ResumableRows(path, {'seed': 0})
-
-
-def test_bad_command_lines():
-  refused = functools.partial(command_lines.refusal, 'generate_many.py')
-  assert 'no.jsonl' in refused('--prompt_file=no.jsonl', '--output=-')
-  assert '--prompt_file and --output are needed' in refused()

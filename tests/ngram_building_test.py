@@ -4,7 +4,6 @@ import functools
 import shutil
 from unittest import mock
 
-import command_lines
 import jax
 import numpy as np
 import pytest
@@ -51,21 +50,16 @@ def corpus(tmp_path_factory):
 @pytest.fixture(scope='module', autouse=True)
 def _one_program():
   """The draft is loaded once, so that its program is compiled once."""
-  load_once = functools.cache(build_ngram.load_pair)
-  with mock.patch.object(build_ngram, 'load_pair', load_once):
+  load_once = functools.cache(pair_lib.load_pair)
+  with mock.patch.object(pair_lib, 'load_pair', load_once):
     yield
 
 
 def _build(draft, workdir, **arguments):
   output = workdir / 'table'
-  usual = {
-    'corpus': None,
-    'samples': _SAMPLES,
-    'table': build_ngram.TableConfig(),
-  }
-  build_ngram.build(
-    draft=draft, workdir=workdir, output=output, **usual | arguments
-  )
+  usual = {'corpus': None, 'samples': _SAMPLES}
+  usual |= {'table': build_ngram.TableConfig()} | arguments
+  build_ngram.build(draft=draft, workdir=workdir, output=output, **usual)
   return output
 
 
@@ -92,7 +86,7 @@ def test_texts_are_those_of_generate_from_the_start_token(
   numbers = np.array([0, 3, 300, 301])
   # With as many rows as when they were sampled, so that no program is new.
   expected = specdec.generate(
-    build_ngram.load_pair(pair_lib.ModelChoice(draft, None)).target,
+    pair_lib.load_pair(pair_lib.ModelChoice(draft, None)).target,
     jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(5), numbers),
     [[start]] * 4,
     max_new_tokens=4,
@@ -111,8 +105,7 @@ def test_the_table_says_what_it_was_made_of(draft, finished, tokenizer):
   assert {one['method'] for one in discounts} <= methods
   counted = _SETTINGS | {'tokens': 3072, 'temperature': 1.5, 'top_k': None}
   assert provenance == {
-    'specdec': specdec.__version__,
-    'draft': {'name': draft},
+    **{'specdec': specdec.__version__, 'draft': {'name': draft}},
     'tokenizer_blake2b': pair_lib.vocabulary_digest(tokenizer),
     'sources': {'samples': counted},
     'table': {'order': 3, 'num_continuations': 8, 'min_count': 2},
@@ -134,9 +127,7 @@ def test_a_killed_run_resumes_to_the_same_file(
     patch.setattr(np, 'save', save_a_half_of_the_last)
     with pytest.raises(KeyboardInterrupt):
       _build(draft, tmp_path)
-  written = lambda: {
-    path: path.stat().st_mtime_ns for path in _shards(tmp_path)
-  }
+  written = lambda: {one: one.stat().st_mtime_ns for one in _shards(tmp_path)}
   survivors = written()
   assert len(survivors) == 2
   assert not (tmp_path / 'table').exists()
@@ -159,12 +150,9 @@ def test_a_workdir_is_not_resumed_with_other_settings_or_weights(
   shutil.copytree(finished.parent, tmp_path, dirs_exist_ok=True)
   changes = {'seed': 6, 'temperature': 1.0, 'top_k': 3, 'length': 5}
   for name, value in changes.items():
+    samples = build_ngram.Samples(**(_SETTINGS | {name: value}))
     with pytest.raises(ValueError, match=rf'another run .*{name}'):
-      _build(
-        draft,
-        tmp_path,
-        samples=build_ngram.Samples(**(_SETTINGS | {name: value})),
-      )
+      _build(draft, tmp_path, samples=samples)
   # Other weights of the same name.
   monkeypatch.setattr(plan_lib, 'model_digest', lambda _: 'another')
   with pytest.raises(ValueError, match=r'another run .*model_blake2b'):
@@ -192,32 +180,9 @@ def test_the_training_split_of_a_corpus_is_counted(
   # With samples more contexts are known.
   for shard in (*_shards(finished.parent), finished.parent / 'samples.json'):
     shutil.copy(shard, tmp_path)
-  both = table_lib.load_table(_build(draft, tmp_path, corpus=chosen))[
-    0
-  ].num_contexts
-  assert both > max(
-    table.num_contexts, table_lib.load_table(finished)[0].num_contexts
-  )
-
-
-def test_the_command_line(draft, corpus, tmp_path):
-  flags = {'draft': draft, 'corpus': corpus, 'workdir': tmp_path}
-  flags |= {'num_tokens': 1, 'sample_length': 4, 'batch_size': 4, 'seed': 5}
-  flags |= {'temperature': 1.25, 'top_k': 9, 'order': 2, 'continuations': 3}
-  flags |= {'min_count': 1, 'output': tmp_path / 'table'}
-  result = command_lines.run(
-    'build_ngram.py', *(f'--{name}={value}' for name, value in flags.items())
-  )
-  assert result.code == 0, result.errors
-  assert 'contexts' in result.output
-  assert 'counting' in result.errors
-  table, provenance = table_lib.load_table(tmp_path / 'table')
-  assert (table.order, table.num_continuations) == (2, 3)
-  assert provenance['table']['min_count'] == 1
-  samples = _SETTINGS | {'num_tokens': 1, 'tokens': 1024}
-  samples |= {'temperature': 1.25, 'top_k': 9}
-  assert provenance['sources']['samples'] == samples
-  assert provenance['sources']['corpus']['folder'] == str(corpus)
+  both, _ = table_lib.load_table(_build(draft, tmp_path, corpus=chosen))
+  sampled, _ = table_lib.load_table(finished)
+  assert both.num_contexts > max(table.num_contexts, sampled.num_contexts)
 
 
 def test_bad_values_name_their_flag():
@@ -238,14 +203,9 @@ def test_bad_values_name_their_flag():
 
 
 def test_what_cannot_be_built_is_refused(draft, tmp_path):
-  for name, samples, message in (
-    (draft, {'num_tokens': 0}, 'give --num_tokens or --corpus'),
-    (
-      draft,
-      {'num_tokens': 1, 'length': 32},
-      '--sample_length=32 exceeds the 31',
-    ),
-    ('/no/such/draft', _SETTINGS, 'there is no folder'),
+  for samples, message in (
+    ({'num_tokens': 0}, 'give --num_tokens or --corpus'),
+    ({'num_tokens': 1, 'length': 32}, '--sample_length=32 exceeds the 31'),
   ):
     with pytest.raises(ValueError, match=message):
-      _build(name, tmp_path, samples=build_ngram.Samples(**samples))
+      _build(draft, tmp_path, samples=build_ngram.Samples(**samples))

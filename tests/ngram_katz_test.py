@@ -6,14 +6,12 @@ from unittest import mock
 
 import hypothesis
 from hypothesis import strategies as st
-import jax
 import ngram_texts
 import numpy as np
 import pytest
 
 from specdec.ngram import counting
 from specdec.ngram import katz
-from specdec.ngram import table as table_lib
 
 
 class _Reference:
@@ -24,10 +22,10 @@ class _Reference:
     self.min_count = min_count
     self.order = order
     self.counts = collections.Counter(
-      tuple(ngram_texts.text[start : start + n])
+      tuple(text[start : start + n])
       for text in texts
       for n in range(1, order + 1)
-      for start in range(len(ngram_texts.text) - n + 1)
+      for start in range(len(text) - n + 1)
     )
     self.following = collections.defaultdict(list)
     for ngram in self.counts:
@@ -109,10 +107,8 @@ def _check(table, reference, k):
 def _case(vocab_size):
   return st.fixed_dictionaries(
     {
-      'texts': ngram_texts.texts(vocab_size),
-      'order': st.integers(1, 5),
-      'vocab_size': st.just(vocab_size),
-      'min_count': st.integers(1, 3),
+      **{'texts': ngram_texts.texts(vocab_size), 'order': st.integers(1, 5)},
+      **{'vocab_size': st.just(vocab_size), 'min_count': st.integers(1, 3)},
     }
   )
 
@@ -156,15 +152,6 @@ def test_tables_are_those_of_the_formulas(case, k, block, folder):
   blocks = {'_BLOCK_NGRAMS': block // 4, '_BLOCK_PROBS': block}
   with mock.patch.multiple(katz, **blocks):
     _check(_build(folder, k=k, **case), reference, k)
-
-
-def test_the_contexts_of_a_table_are_found(folder):
-  table = _build(folder, k=3, **_long(7, 600))
-  histories = np.full((table.num_contexts, 4), -1, np.int32)
-  for row, name in enumerate(ngram_texts.contexts(table)):
-    histories[row, : len(name)] = name
-  found = jax.jit(table_lib.find_context)(table, histories)
-  assert np.array_equal(found, np.arange(table.num_contexts))
 
 
 def test_good_turing_by_hand():

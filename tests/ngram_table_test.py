@@ -69,16 +69,12 @@ def test_any_leading_shape_and_vmap_take_the_same_steps():
   expected = np.array(_expected(index, histories))
   shaped = _find(table, histories.reshape(5, 6, 10, 2))
   assert np.array_equal(shaped, expected.reshape(5, 6, 10))
-  mapped = jax.jit(jax.vmap(table_lib.find_context, (None, 0)))(
-    table, histories
-  )
-  assert np.array_equal(mapped, expected)
+  mapped = jax.jit(jax.vmap(table_lib.find_context, (None, 0)))
+  assert np.array_equal(mapped(table, histories), expected)
   # Whatever the text; and the sizes of a table are static.
   steps = str(jax.make_jaxpr(table_lib.find_context)(table, histories))
   assert f'length={table.num_probes}' in steps
   assert 'while' not in steps
-  assert 'callback' not in steps
-  assert len(jax.tree.leaves(table)) == 4
   with pytest.raises(ValueError, match=r'the last 2 tokens .* order 3, got'):
     table_lib.find_context(table, np.zeros((4, 3), np.int32))
 

@@ -7,7 +7,6 @@ import re
 import nbclient
 import nbformat
 import pytest
-import strip_notebooks
 import tiny_demo
 
 _FOLDER = pathlib.Path(__file__).parents[1] / 'colab'
@@ -68,22 +67,3 @@ def test_it_is_kept_as_a_run_leaves_it(file):
     assert not {'-e', '--editable'} & {*words}
     # A folder called specdec would pass for the library, and hide it.
     assert 'clone' not in words or words[-1] == 'specdec-repository'
-
-
-def test_what_changes_with_every_run_is_stripped():
-  cell, other = map(nbformat.v4.new_code_cell, ('print(1)', '2'))
-  cell.metadata = {'execution': {'iopub.status.busy': '2026-01-01'}}
-  new = nbformat.v4.new_output
-  said = lambda text, name='stdout': new('stream', name=name, text=text)
-  picture = new('display_data', {'text/plain': 'a picture'})
-  cell.outputs = [said('1\n'), said('a warning', 'stderr'), said('2\n')]
-  cell.outputs += [picture, said('3\n')]
-  notebook = nbformat.v4.new_notebook(cells=[cell, other])
-  notebook.metadata['language_info'] = {'version': '3.11.7'}
-  found = strip_notebooks.stripped(notebook)
-  assert [one.id for one in found.cells] == ['cell-00', 'cell-01']
-  assert found.cells[0].metadata == {}
-  first, shown, last = found.cells[0].outputs
-  assert (first.text, last.text) == ('1\n2\n', '3\n')
-  assert shown.data == picture.data
-  assert 'version' not in found.metadata['language_info']

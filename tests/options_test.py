@@ -1,12 +1,7 @@
-"""Options of each row: temperature, filters, bias, penalty, key and limit.
-
-The tokens and their log-probabilities are those of a slow loop in numpy, one
-row at a time, whatever else is in the batch. Drafters are in `fuzz_test`.
-"""
+"""Options of each row: temperature, filters, bias, penalty, key and limit."""
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import reference
@@ -15,8 +10,6 @@ import tiny_drafters
 
 from models.nn import table_model
 import specdec
-from specdec import checks as checks_lib
-from specdec import sampling as sampling_lib
 from specdec.tree import topology as topology_lib
 
 VOCAB_SIZE = 24
@@ -26,17 +19,12 @@ _PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 5, 6], [8, 1], [3, 3, 9, 0]]
 _LIMITS = (44, 17, 40, 1, 33)
 _OPTIONS = {
   'logit_bias': (
-    None,
-    {3: 2.5, 7: -np.inf, 2: -1.0},
-    {},
-    {5: 4.0},
+    *(None, {3: 2.5, 7: -np.inf, 2: -1.0}, {}, {5: 4.0}),
     {1: 3.0, 9: 2.0, **dict.fromkeys(range(10, 24), -np.inf)},
   ),
   'repetition_penalty': (1.3, 1.5, 2.0, 1.0, 0.8),
-  'temperature': (0.0, 1.0, 0.7, 1.6, 3.0),
-  'top_k': (3, None, 4, 3, None),
-  'top_p': (1.0, 0.9, 0.8, 1.0, 0.97),
-  'min_p': (0.0, 0.02, 0.0, 0.3, 0.2),
+  **{'temperature': (0.0, 1.0, 0.7, 1.6, 3.0), 'top_k': (3, None, 4, 3, None)},
+  **{'top_p': (1.0, 0.9, 0.8, 1.0, 0.97), 'min_p': (0.0, 0.02, 0.0, 0.3, 0.2)},
 }
 _ROWS = range(5)
 _TARGET = tiny.table(VOCAB_SIZE)
@@ -49,10 +37,8 @@ def _generate(rows, *, options=None, **changed):
   pick = lambda values: [values[row] for row in rows]
   chosen = {name: pick(values) for name, values in _OPTIONS.items()}
   arguments = {
-    'target': _MODEL,
-    'rng_key': _KEYS[jnp.array(rows)],
-    'prompts': pick(_PROMPTS),
-    'max_new_tokens': pick(_LIMITS),
+    **{'target': _MODEL, 'rng_key': _KEYS[jnp.array(rows)]},
+    **{'prompts': pick(_PROMPTS), 'max_new_tokens': pick(_LIMITS)},
     'room_for_new_tokens': 44,
     'sampling': specdec.Sampling(**chosen | (options or {})),
     'log_probs': True,
@@ -67,10 +53,7 @@ def _slow_row(row, neutral=None):
   one.pop(neutral, None)
   return reference.decode(
     lambda text: _TARGET[text[-1]],
-    _PROMPTS[row],
-    _LIMITS[row],
-    _KEYS[row],
-    reference.Options(**one),
+    *(_PROMPTS[row], _LIMITS[row], _KEYS[row], reference.Options(**one)),
   )
 
 
@@ -103,33 +86,3 @@ def test_the_same_guess_is_judged_alike_by_draft_and_target():
   limits = [40, 16, 4, 0, 44]
   stats = _generate(_ROWS, drafter=drafter, max_new_tokens=limits).stats
   assert stats.accepted_histogram == [0, 0, 0, sum(limits) // BLOCK]
-
-
-def test_one_bias_in_every_notation():
-  """And, of all rows or of each, the same."""
-  run = lambda bias: _generate(_ROWS, options={'logit_bias': bias}).tokens
-  dense = np.zeros(VOCAB_SIZE, np.float32)
-  dense[[2, 5]] = 3.5, -np.inf
-  mapping = {2: 3.5, 5: -np.inf}
-  tokens = run(mapping)
-  for bias in (dense, [mapping] * 5, np.stack([dense] * 5)):
-    assert run(bias) == tokens
-  assert not any(5 in row for row in tokens)
-
-
-def test_the_penalty_by_hand():
-  """As in transformers: it divides what is above zero, multiplies the rest."""
-  logits = np.zeros((1, 1, VOCAB_SIZE), np.float32)
-  logits[0, 0, :4] = 2.0, -1.5, 2.0, -1.5
-  seen = jnp.zeros((1, VOCAB_SIZE), bool)
-  for part, count in (([[0, 2]], 1), ([[1, 4]], 2)):
-    seen = sampling_lib.add_seen(
-      seen, np.array(part), np.array([count], np.int32)
-    )
-  for penalty, expected in ((1.25, [1.6, -1.875]), (0.5, [4.0, -0.75])):
-    sampling = specdec.Sampling(repetition_penalty=[penalty])
-    sampling = checks_lib.to_params(sampling, 1, VOCAB_SIZE)
-    adjusted = jax.jit(sampling_lib.adjust_logits)(
-      logits, sampling, seen[:, None]
-    )[0, 0]
-    np.testing.assert_allclose(adjusted[:5], [*expected, 2.0, -1.5, 0.0])

@@ -19,26 +19,19 @@ _SETUP = plan_lookup.Setup(
 )
 
 
-_USUAL = {
-  'drafting': settings_lib.DraftSettings(),
-  'seed': 0,
-  'max_new_tokens': 32,
-}
+_USUAL = settings_lib.DraftSettings()
 
 
 def _find(name, prompts=lambda: ['import '], **changes):
   lines, setup = [], dataclasses.replace(_SETUP, **changes)
-  plan = plan_lookup.find_plan(
-    str(name), prompts, setup, report=lines.append, **_USUAL
-  )
-  return plan, lines
+  options = {'drafting': _USUAL, 'seed': 0, 'max_new_tokens': 32}
+  options['report'] = lines.append
+  return plan_lookup.find_plan(str(name), prompts, setup, **options), lines
 
 
 def _plan(context, method='lookup', **options):
   made = {'min_block_efficiency': 1.5, 'context': context}
-  made['drafting'] = settings_lib.with_options(
-    settings_lib.DraftSettings(), options
-  )
+  made['drafting'] = settings_lib.with_options(_USUAL, options)
   return plan_lib.Plan(method=method, **made)
 
 
@@ -57,7 +50,7 @@ def test_auto_makes_a_plan_once(monkeypatch):
   monkeypatch.setattr(planner, 'make_plan', make_plan)
   first, lines = _find('auto')
   assert any('making it' in line for line in lines)
-  path = plan_lib.cache_path(first.context, settings_lib.DraftSettings())
+  path = plan_lib.cache_path(first.context, _USUAL)
   assert path.exists()
   again, lines = _find('auto', prompts=None)  # nobody asks for them
   assert (again, lines) == (first, [f'lookup, from {path}'])
@@ -66,9 +59,7 @@ def test_auto_makes_a_plan_once(monkeypatch):
   assert other.context.batch_size == 2
   assert made == [(['import '], size, 32) for size in (1, 2)]
   # So are other settings that all candidates share.
-  fewer = settings_lib.with_options(
-    settings_lib.DraftSettings(), {'inner': 'lookup'}
-  )
+  fewer = settings_lib.with_options(_USUAL, {'inner': 'lookup'})
   assert plan_lib.cache_path(first.context, fewer) != path
 
 
@@ -107,24 +98,19 @@ def test_a_plan_from_elsewhere_is_warned_of_or_refused(tmp_path):
 def test_two_plans_are_joined_where_their_trees_differ_in_size_alone():
   plan = functools.partial(_plan, _SETUP.context())
   large, small = (plan('staged', num_nodes=n) for n in (32, 8))
-  assert plan_lookup.join_plans(large, small, 8) == (large, {2: 32, 8: 8})
-  assert plan_lookup.join_plans(small, large, 3) == (large, {1: 8, 3: 32})
-  assert plan_lookup.join_plans(large, plan('plain'), 8) == (
-    large,
-    {2: 32, 8: 1},
-  )
-  # The tables of other methods and settings are not compatible.
-  for other in (plan('tree', num_nodes=8), plan('staged', width=4)):
-    assert plan_lookup.join_plans(large, other, 8) == (other, {})
-  assert plan_lookup.join_plans(plan('plain'), small, 8) == (small, {})
-  # A chain has as many nodes as drafted tokens, and the root.
-  chain = plan('chain', num_draft_tokens=4)
-  assert plan_lookup.join_plans(chain, plan('plain'), 8) == (
-    chain,
-    {2: 5, 8: 1},
-  )
-  assert plan_lookup.join_plans(chain, chain, 8) == (chain, {2: 5, 8: 5})
-  shorter = plan('chain', num_draft_tokens=2)
-  assert plan_lookup.join_plans(chain, shorter, 8) == (shorter, {})
+  plain, chain = plan('plain'), plan('chain', num_draft_tokens=4)
+  shorter, wide = plan('chain', num_draft_tokens=2), plan('staged', width=4)
   fixed = plan('tree', topology='chain:3')
-  assert plan_lookup.join_plans(fixed, small, 8) == (small, {})
+  for alone, full, size, expected in (
+    (large, small, 8, (large, {2: 32, 8: 8})),
+    (small, large, 3, (large, {1: 8, 3: 32})),
+    (large, plain, 8, (large, {2: 32, 8: 1})),
+    # The tables of other methods and settings are not compatible.
+    *((large, one, 8, (one, {})) for one in (plan('tree'), wide)),
+    (plain, small, 8, (small, {})),
+    # A chain has as many nodes as drafted tokens, and the root.
+    (chain, plain, 8, (chain, {2: 5, 8: 1})),
+    (chain, chain, 8, (chain, {2: 5, 8: 5})),
+    *((chain, shorter, 8, (shorter, {})), (fixed, small, 8, (small, {}))),
+  ):
+    assert plan_lookup.join_plans(alone, full, size) == expected

@@ -81,14 +81,9 @@ def decode(
   row_key: jax.Array,
   options: Options = Options(),
 ) -> tuple[list[int], list[float]]:
-  """The new tokens of one row, and their log-probabilities.
+  """At most `limit` new tokens of one row, and their log-probabilities.
 
-  Args:
-    logits_of: what the target says after a text, `[V]`.
-    prompt: the beginning of the text.
-    limit: the number of new tokens.
-    row_key: of the noise.
-    options: what the row asks for.
+  `logits_of` is what the target says after a text, `[V]`.
   """
   text, log_probs = list(prompt), []
   every = None

@@ -1,8 +1,4 @@
-"""The API reference names every public symbol.
-
-That each has a docstring is for ruff to check; of what is twice there, Sphinx
-warns.
-"""
+"""The API reference names every public symbol."""
 
 import importlib
 import pathlib

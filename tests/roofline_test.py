@@ -11,8 +11,7 @@ _COSTS = {
   'ngram': {'per_forward': 3, 'per_slot': 0},
 }
 _FIGURES = {
-  'target_forwards': 4,
-  'stage_forwards': {'draft': 8, 'ngram': 20},
+  **{'target_forwards': 4, 'stage_forwards': {'draft': 8, 'ngram': 20}},
   'positions': {'target': 12, 'draft': 16, 'ngram': 99},
   'reads': {
     'plain': {'forwards': 50, 'slots': 1000},
@@ -20,8 +19,7 @@ _FIGURES = {
     'draft': {'forwards': 8, 'slots': 160},
     'ngram': {'forwards': 20, 'slots': 0},
   },
-  'seconds': 7.0,
-  'prefill_seconds': 2.0,
+  **{'seconds': 7.0, 'prefill_seconds': 2.0},
 }
 _SIZES = {'target': machine.ModelSize(50, 1), 'draft': machine.ModelSize(5, 2)}
 
@@ -43,30 +41,4 @@ def test_an_arm_is_placed_under_the_roofs():
     'seconds_per_target_forward': pytest.approx(5 / 4),
     'ideal_seconds_per_target_forward': pytest.approx(_BYTES / 200 / 4),
     'of_memory_limit': pytest.approx(_BYTES / 200 / 5),
-  }
-
-
-def test_medians_of_the_samples_count(monkeypatch):
-  monkeypatch.setattr(machine, '_READ_BYTES', {'default': 1 << 16})
-  monkeypatch.setattr(machine, '_MATRIX_WIDTH', {'default': 8})
-  limits = machine.MachineLimits(['float32', 'bfloat16'])
-  # Two readers, the faster counts; then a product of each dtype.
-  rates = iter([1, 3, 10, 20, 5, 4, 30, 70, 9, 2, 20, 30])
-  works = []
-
-  def rate(work, run):
-    run()
-    works.append(work)
-    return next(rates)
-
-  monkeypatch.setattr(machine, '_rate', rate)
-  for _ in range(3):
-    limits.sample()
-  assert works == [1 << 16, 1 << 16, 2 * 8**3, 2 * 8**3] * 3
-  samples = {'float32': [10, 30, 20], 'bfloat16': [20, 70, 30]}
-  assert limits.summary() == {
-    'bytes_per_second': 5,
-    'bytes_per_second_samples': [3, 5, 9],
-    'flops_per_second': {'float32': 20, 'bfloat16': 30},
-    'flops_per_second_samples': samples,
   }

@@ -1,10 +1,9 @@
-"""Filters against slow references, and the law of the tokens."""
+"""Compares filters with slow references; `law_test` checks the tokens' law."""
 
 import jax
 import numpy as np
 import pytest
 import reference
-from scipy import stats
 
 import specdec
 from specdec import checks as checks_lib
@@ -136,56 +135,3 @@ def test_temperature_0_is_argmax_whatever_the_filters():
     np.testing.assert_array_equal(noise, 0.0)
     chosen = _choose(logits, noise, sampling)
     np.testing.assert_array_equal(chosen, logits.argmax(-1))
-
-
-# The law. The noise is that of a real decode: one row key, and position after
-# position; `enumeration_test` shows that it is of this key and this position.
-
-_NUM_DRAWS = 40_000
-_LAW = np.array([0.31, 0.22, 0.15, 0.12, 0.1, 0.06, 0.03, 0.01])
-_SIGNIFICANCE = 1e-4
-
-
-def _p_value(counts, probs):
-  kept = probs > 0
-  if np.any(counts[~kept]):
-    return 0.0
-  return stats.chisquare(counts[kept], counts.sum() * probs[kept]).pvalue
-
-
-def test_of_equal_scores_the_lowest_token_wins():
-  scores = np.random.default_rng(0).integers(-2, 3, (3, 50, 11)) / 2
-  scores = scores.astype(np.float32)
-  scores[0, 0] = -np.inf
-  scores[0, 1, 3:] = -np.inf
-  np.testing.assert_array_equal(
-    jax.jit(sampling_lib.best_token)(scores), scores.argmax(axis=-1)
-  )
-  scores[1, 0, 5] = np.nan
-  assert 0 <= sampling_lib.best_token(scores)[1, 0] < 11
-
-
-@pytest.mark.parametrize(
-  'filters',
-  [{}, {'temperature': 1.4, 'top_k': 6, 'top_p': 0.9, 'min_p': 0.2}],
-)
-def test_the_law_of_choose(filters):
-  values = {'temperature': 1.0} | filters
-  sampling = checks_lib.to_params(specdec.Sampling(**values), 1, len(_LAW))
-  noise = _noise(1, _NUM_DRAWS, len(_LAW), sampling)
-  logits = np.tile(np.log(_LAW).astype(np.float32), (1, _NUM_DRAWS, 1))
-  tokens = np.asarray(_choose(logits, noise, sampling))[0]
-  law = _expected(np.log(_LAW), **values)
-  counts = np.bincount(tokens, minlength=len(_LAW))
-  assert _p_value(counts, law) > _SIGNIFICANCE
-  # And the test is powerful: it sees 0.015 of the mass in another place.
-  moved = law + 0.015 * np.array([1, -1, 0, 0, 0, 0, 0, 0])
-  assert _p_value(counts, moved) < _SIGNIFICANCE
-
-
-def test_the_ends_of_the_ranges_are_allowed():
-  ends = specdec.Sampling(temperature=0, top_k=1, top_p=1, min_p=1)
-  sampling = checks_lib.to_params(ends, 1, 9)
-  for one in (sampling.temperature, sampling.top_p, sampling.min_p):
-    assert one.dtype == np.float32
-  assert checks_lib.to_params(specdec.Sampling(), 1, 9).top_p is None

@@ -1,4 +1,4 @@
-"""Rejection and block verification in plain Python, one row at a time.
+"""Rules of verification in plain Python, one row at a time.
 
 Randomness is data, which `randomness` and `child_noise` derive from the keys of
 a step, independently of `specdec.sampling`. Every decision has a *margin*,
@@ -71,11 +71,31 @@ def _choose(probs, noise):
   return token, margin
 
 
-def pick_children(probs, noise, number, stochastic, children):
+def drawn_from(probs, number, children):
+  """What a drawn one of `number` children is from, by the draft's [V]."""
+  best, _ = _best(_log(probs), len(probs))
+  if children != sampling_lib.BEST_AND_DRAWN:
+    return probs
+  apart = best[: min(number, len(best)) - 1]
+  rest = np.where(np.isin(np.arange(len(probs)), apart), 0.0, probs)
+  if number > len(best):  # the last one stands in for a draw
+    rest = np.eye(len(probs))[best[-1]]
+  return rest / rest.sum()
+
+
+def pick_children(probs, noise, number, stochastic, children, count):
   """Tokens of at most `number` children, and the margin.
 
-  `probs [V]` are the draft's, `noise` that of the node, see `child_noise`.
+  `probs [V]` are the draft's, `noise` that of the node, see `child_noise`, and
+  `count` its children, which matters only where that many are apart.
   """
+  if children == sampling_lib.BEST_AND_DRAWN:
+    best, margin = _best(_log(probs), count)
+    if not stochastic:
+      return best, margin
+    drawn, gap = _choose(drawn_from(probs, count, children), noise)
+    others = [token for token in best[: count - 1] if token != drawn]
+    return [*others, drawn], min(margin, gap)
   if children == sampling_lib.BEST or not stochastic:
     return _best(_log(probs), number)
   if children == sampling_lib.WITHOUT_REPLACEMENT:
@@ -90,6 +110,27 @@ def _is_accepted(uniform, prob):
   return uniform < prob, abs(uniform - prob) if close else np.inf
 
 
+def _counts_as(left, token, turn, stochastic, children):
+  """The distribution that a child is judged by; `left [V]` is the draft's."""
+  if children == sampling_lib.BEST_AND_DRAWN and turn:
+    children = sampling_lib.BEST
+  is_drawn = stochastic and children != sampling_lib.BEST
+  return left if is_drawn else np.eye(len(left))[token]
+
+
+def _without(left, token, children):
+  if children != sampling_lib.WITHOUT_REPLACEMENT:
+    return left
+  left = np.where(np.arange(len(left)) == token, 0.0, left)
+  return left / max(left.sum(), 1e-300)
+
+
+def _children(parent, node, children):
+  """The places of children in their turns."""
+  places = np.flatnonzero(parent == node)
+  return places[::-1] if children == sampling_lib.BEST_AND_DRAWN else places
+
+
 def walk(parent, token, target, draft, uniforms, noise, stochastic, children):
   """Goes down a tree, from sibling to sibling.
 
@@ -100,28 +141,55 @@ def walk(parent, token, target, draft, uniforms, noise, stochastic, children):
   path, margin = [0], np.inf
   wanted, left = target[0], draft[0]
   while True:
-    for child in np.flatnonzero(parent == path[-1]):
+    for turn, child in enumerate(_children(parent, path[-1], children)):
       proposed = token[child]
-      drawn_from = np.eye(len(wanted))[proposed]
-      if stochastic and children != sampling_lib.BEST:
-        drawn_from = left
-      ratio = wanted[proposed] / drawn_from[proposed]
+      law = _counts_as(left, proposed, turn, stochastic, children)
+      ratio = wanted[proposed] / law[proposed]
       accepted, gap = _is_accepted(uniforms[child], ratio)
       margin = min(margin, gap)
       if accepted:
         path.append(int(child))
         wanted, left = target[child], draft[child]
         break
-      rest = np.maximum(wanted - drawn_from, 0.0)
+      rest = np.maximum(wanted - law, 0.0)
       if rest.sum() < 1e-6:  # by rounding alone
         margin, rest = 0.0, wanted
-      wanted = rest / rest.sum()
-      if children == sampling_lib.WITHOUT_REPLACEMENT:
-        left = np.where(np.arange(len(left)) == proposed, 0.0, left)
-        left = left / max(left.sum(), 1e-300)
+      wanted, left = rest / rest.sum(), _without(left, proposed, children)
     else:
       bonus, gap = _choose(wanted, noise)
       return [*token[path[1:]].tolist(), bonus], path, min(margin, gap)
+
+
+def walk_up(
+  parent, token, target, draft, uniforms, noise, stochastic, children
+):
+  """From the leaves to the root; see `walk`. Recursive, arXiv 2505.12398."""
+  margins = [np.inf]
+
+  def visit(node, weight):
+    """The path from a node on and what is left at its end, or None."""
+    wanted, left = target[node], draft[node]
+    for turn, child in enumerate(_children(parent, node, children)):
+      proposed = token[child]
+      law = _counts_as(left, proposed, turn, stochastic, children)
+      below = visit(child, min(1.0, weight * wanted[proposed] / law[proposed]))
+      if below:
+        return [node, *below[0]], below[1]
+      rest = np.maximum(weight * wanted - law, 0.0)
+      mass = rest.sum()
+      if mass < 1e-6 and mass + 1.0 - weight < 1e-3:  # by rounding alone
+        margins.append(0.0)
+      weight = mass / max(mass + 1.0 - weight, 1e-300)
+      wanted = rest / mass if mass > 1e-6 else wanted
+      left = _without(left, proposed, children)
+    passes, gap = _is_accepted(uniforms[node], weight)
+    margins.append(gap if node else np.inf)
+    return ([node], wanted) if passes or not node else None
+
+  path, wanted = visit(0, 1.0)
+  bonus, gap = _choose(wanted, noise)
+  new = [*token[path[1:]].tolist(), bonus]
+  return new, [*map(int, path)], min(*margins, gap)
 
 
 def walk_block(

@@ -1,8 +1,4 @@
-"""A decode of all that a step does, against a loop in plain Python.
-
-The model is small, but like a transformer: what it says depends on the tokens
-that it sees and on their positions, and it reads them from its cache.
-"""
+"""A decode of all that a step does, against a loop in plain Python."""
 
 import dataclasses
 import functools
@@ -92,9 +88,7 @@ def test_a_decode_of_all_that_a_step_does():
     for field in dataclasses.fields(reference.Options)
   }
   result = specdec.generate(
-    target,
-    keys,
-    _PROMPTS,
+    *(target, keys, _PROMPTS),
     max_new_tokens=_LIMITS,
     drafter=drafter,
     sampling=specdec.Sampling(**per_row),

@@ -3,7 +3,6 @@
 import itertools
 import random
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -149,23 +148,6 @@ def test_stops_that_name_special_tokens():
   assert 200 < ends < 800
 
 
-def test_overlapping_stops_in_every_short_text():
-  stops = [
-    *([b'aa', b'aab', b'ab'], [b'aab', b'ab', b'b'], [b'abab', b'ba']),
-    *([b'aabaaab', b'abaaa'], [b'aaaa', b'aa'], []),
-  ]
-  token_bytes = [b'a', b'b', b'z']
-  # However often and in whatever order a row names its strings.
-  again = [own[::-1] * 2 for own in stops]
-  table = stop_strings.build_stop_table([*stops, *again], token_bytes, 3)
-  start = table.start.tolist()
-  assert start[: len(stops)] == start[len(stops) :]
-  assert len({*start}) == len(stops)
-  for tokens in itertools.product(range(3), repeat=7):
-    for row, own in enumerate(stops):
-      _check(table, row, own, token_bytes, tokens)
-
-
 def test_states_come_in_blocks_and_lead_to_states():
   for longest in (1, 16, 17):
     stop = bytes(range(longest))
@@ -187,27 +169,6 @@ def test_many_states_need_wider_integers():
     assert table.next_state.dtype == dtype
     for row, tokens in itertools.product(range(2), ([0, 2, 1], [1, 0, 0])):
       _check(table, row, stops, token_bytes, tokens)
-
-
-def test_follow_under_jit_in_a_batch():
-  token_bytes = [b'a', b'b', b'ab', b'c', b'']
-  stops = [[b'aab'], [], [b'bc', b'ca'], [b'c']]
-  table = stop_strings.build_stop_table(stops, token_bytes, 5)
-  tokens = np.random.default_rng(0).integers(5, size=(4, 12)).astype(np.int32)
-  follow = jax.jit(stop_strings.StopTable.follow)
-  stopped, states = follow(table, table.start, tokens)
-  assert 2 <= stopped[:, -1].sum() < 4
-  for row in range(4):
-    count = _tokens_until_stop(table, row, tokens[row])
-    expected = np.arange(1, 13) >= (count or 99)
-    np.testing.assert_array_equal(stopped[row], expected)
-  np.testing.assert_array_equal(states[:, 0], table.start)
-  np.testing.assert_array_equal(states[:, 1:] == stop_strings.STOPPED, stopped)
-  # In portions, from the state where the last one ended.
-  _, seen = follow(table, table.start, tokens[:, :6])
-  after, rest = follow(table, seen[:, -1], tokens[:, 6:])
-  np.testing.assert_array_equal(after, stopped[:, 6:])
-  np.testing.assert_array_equal(rest, states[:, 6:])
 
 
 def test_empty_stop_is_refused_by_row():

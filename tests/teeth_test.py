@@ -17,29 +17,36 @@ import pytest
 _ROOTS = ('specdec', 'models')
 # Nothing imported under one source may be used under another.
 _HELPERS = ('enumeration', 'list_growth', 'list_trees', 'slow_walks')
-_HELPERS += ('tiny_drafters', 'tiny')
+_HELPERS += ('slow_head', 'tiny_drafters', 'tiny_heads', 'tiny', 'variants')
 
 # Tests that detect several bugs.
 _TESTS = {
+  'APART': "enumeration.check_draws('best_and_drawn')",
+  'AUTOMATA': 'constraint.check_tables([0, 1, 2, 3, 4, 5, 297])',
   'BANNED': (
     'sampling.test_no_temperature_and_no_penalty_brings_a_banned_token_back()'
   ),
-  'BLOCKS': "enumeration.check_few('block', 'without_replacement')",
   'COMMIT': 'cache.test_commit_by_hand()',
+  'CONSTRAINED': "constraint.check_tokens('chain', 'match')",
   'CUTS': 'enumeration.check_cuts(True)',
   'DRAWS': "enumeration.check_draws('without_replacement')",
+  'HEAD': "heads.check_logits('sglang')",
   'LARGE_TOP_P': (
     'large_vocabulary.test_top_p_keeps_what_the_definition_says(50257, 400)'
   ),
+  'LENGTHS': 'heads.check_lengths()',
   'NEXT_STEP': 'growth.test_growth_after_a_step_is_growth_after_a_prefill()',
   'RANDOMNESS': 'enumeration.test_the_randomness_of_a_step_is_of_these_keys()',
   'STEP': 'step.test_a_decode_of_all_that_a_step_does()',
+  'TRAVERSALS': "enumeration.check_few('traversal', 'without_replacement')",
+  'TRAVERSED': "enumeration.check_walks('without_replacement', 'traversal')",
   'TREES': "enumeration.check_few('rejection', 'without_replacement')",
+  'WINDOWS': 'attention.test_a_window_is_counted_along_the_path_of_a_query()',
   'WALKS': "enumeration.check_walks('without_replacement')",
 }
 
-# A module of specdec and a test; the name of a bug, code, what replaces it, in
-# which @ stands for the code.
+# A module, of specdec or with its whole name, and a test; the name of a bug,
+# code, what replaces it, in which @ stands for the code.
 _TABLE = r"""
 # The rule by which tokens are accepted and emitted.
 [tree.tree: tree.test_the_accepted_path()]
@@ -113,7 +120,7 @@ bonus token after four accepted ones from the depth above
   + .replace(index=index - (index > 3)).along_path(choices)
 [verify.rejection: verification.test_greedy_paths('rejection', 'best')]
 bonus token after four accepted ones is always the same
-  walk.accepted, bonus => walk.accepted, bonus * (walk.accepted < 4)
+  bonus[:, None], following => (bonus * (walk.depth < 4))[:, None], following
 # What nodes see, and where they are.
 [tree.tree: tree.test_walks_and_masks()]
 mask forgets the farthest ancestor
@@ -192,13 +199,12 @@ slots before the window are looked up in it
 # Rejection verification: what the children were drawn from.
 [draft.ranking: DRAWS]
 distributions without the filters that were drawn with
-  -     jnp.exp(log_probs),
-  +     jax.nn.softmax(logits, axis=-1),
+  drawn_from = jnp.exp(log_probs) => drawn_from = jax.nn.softmax(logits)
 the best children count as drawn
   jnp.where(sampling_lib.per_row(stochastic, noise), noise, 0.0) => 0.0 * noise
 [verify.rejection: enumeration.check_walks('best')]
 children that are not drawn count as drawn evenly
-  jax.nn.one_hot(token, vocab_size) => 0.0 * @ + 1.0 / vocab_size
+  jax.nn.one_hot(token, target.shape[1]) => 0.0 * @ + 1.0 / target.shape[1]
 [draft.ranking: enumeration.test_children_that_float32_gives_no_probability()]
 drawn where float32 has no probability
   _LEAST_LOG_PROB = -69.0 => _LEAST_LOG_PROB = -1e29
@@ -224,23 +230,20 @@ uniforms and bonus token from one stream
   2**31 - 1 - stream => 2**31 - 1 - min(stream, 1)
 [verify.rejection: WALKS]
 one uniform for all siblings
-  randomness.uniforms[:, index] => randomness.uniforms[:, 0]
+  _at(nodes.uniform, child) => nodes.uniform[:, 0]
 [draft.ranking: DRAWS]
 one drafting noise for all nodes
   jax.random.fold_in(key, node) => jax.random.fold_in(key, 0 * node)
 # What is left after a rejection.
 [verify.rejection: WALKS]
-rows that accepted get the residual of those that did not
-  (is_child & ~is_accepted)[:, None] => (~is_accepted)[:, None]
 the draft of the node above
-  - replace(at(proposals, node), walk.draft)
-  + walk.draft + (node == tree_lib.ROOT)[:, None] * at(proposals, node)
+  _at(self.node, place)), draft) => _at(self.parent, place)), draft)
 the bonus token from the distribution of the root
-  (of_row(logits)[:, None], => (logits[:, :1],
+  logits = _at(self.logits, place)[:, None] => logits = self.logits[:, :1]
 the bonus token where the last draft token was
-  (walk.chosen, walk.accepted, bonus => (walk.chosen, walk.accepted - 1, bonus
+  == walk.depth[:, None] => == walk.depth[:, None] - 1
 tokens of the first nodes, not of the verified ones
-  at(tree.token, nodes), at( => tree.token[:, :num_nodes], at(
+  token=_at(tree.token, nodes), => token=tree.token[:, : nodes.shape[1]],
 [verify.rejection: TREES]
 residual not normalised for the next sibling
   - left = normalized(jnp.maximum(target - draft, 0.0), target)
@@ -257,30 +260,46 @@ drawn with replacement, judged as without
 [draft.ranking: DRAWS]
 siblings in another order than they were drawn
   lax.top_k(log_probs + noise, number) => [jnp.flip(one, axis=-1) for one in @]
-# Block verification.
-[verify.block: CUTS]
+# Traversal verification.
+[verify.rejection: CUTS]
 a block: proposals of the first nodes, not of the verified ones
-  at(proposals, nodes[:, :-1]) => proposals[:, : num_nodes - 1]
-a block: cut at the first uniform that rejects
-  - jnp.max(jnp.where(is_accepted, depth, 0), axis=1)
-  + jnp.sum(jnp.cumprod(is_accepted, axis=1), axis=1) - 1
+  _at(self.proposals, _at(self.node, place)) => _at(self.proposals, place)
+a block: the residual of the root behind any prefix
+  left = _at(walk.target, walk.depth) => left = walk.target[:, 0]
 a block: residual where all was accepted
-  whole = (accepted == size)[:, None] => whole = (accepted > size)[:, None]
-a block: the bonus token of the depth above
-  -     after_chain = at(target, accepted)
-  +     after_chain = at(target, jnp.maximum(accepted - 1, 0))
-  +     left = jnp.concatenate([left[:, :1], left[:, :-1]], axis=1)
-[verify.block: BLOCKS]
-a block: weights above 1
-  weights[-1] * ratios[:, depth], 1.0 => weights[-1] * ratios[:, depth], 1e9
-a block: every ratio cut at 1, as one by one
-  ] * ratios[:, depth], 1.0) => ] * jnp.minimum(ratios[:, depth], 1.0), 1.0)
-a block: probabilities without the mass of the residual
-  rest = mass + 1.0 - weights => rest = 1.0 + 0.0 * mass
-a block: inner prefixes are accepted by their weight
-  jnp.where(depth == size[:, None], weights, inner) => weights
-a block: residual not weighted
-  weighted = weights[:, :-1, None] * target[:, :-1] => weighted = target[:, :-1]
+  _where(walk.turn == 0, known => _where(walk.depth > 99, known
+[verify.rejection: TRAVERSED]
+weights above 1
+  draft), 1e-37), 1.0) => draft), 1e-37), 1e9)
+children forget the weight of their parent
+  given = weight[:, None] * target, => given = target,
+residual not weighted
+  *after_rejection(*given, => *after_rejection(target, *given[1:],
+one uniform for all nodes
+  _at(nodes.uniform, walk.place) => nodes.uniform[:, 0]
+[verify.traversal: TRAVERSALS]
+weights without the mass of the residual
+  whole = mass + (1.0 - weight) => whole = 1.0 + 0.0 * mass
+a node is accepted by its weight before its children
+  jnp.where(whole > 0, mass / => jnp.where(whole < 0, mass /
+[verify.traversal: enumeration.test_a_weight_of_which_nothing_is_left()]
+nothing left and nothing missing is a weight of 0
+  whole, 1.0), weight) => whole, 1.0), 0.0)
+# The best children and one that is drawn.
+[draft.ranking: APART]
+drawn among the best, too
+  is_apart, best, log_probs.shape[-1]) => False, best, log_probs.shape[-1])
+all children are apart from the draw
+  < counts[..., None] - 1 => < counts[..., None]
+the draw counts as one from the whole distribution
+  jnp.where(can_draw, rest, point)) => log_probs)
+a draw where there is nothing to draw
+  is_drawn = can_draw & => is_drawn =
+[verify.rejection: enumeration.check_walks('best_and_drawn')]
+the best count as drawn
+  is_drawn = ~jnp.any(before, axis=2) => pass
+the best are tried first, as if the first was drawn
+  jnp.triu(siblings, 1) => before
 # What is returned beside tokens.
 [watchers: step.test_stop_strings_go_on_where_the_emitted_tokens_led()]
 stop strings are forgotten between blocks
@@ -291,13 +310,68 @@ a token is not seen before the next block
   + jnp.broadcast_to(seen[:, None], logits.shape)
 [step: STEP]
 log-probabilities after bias and penalty
-  verdict=verdict, logits=scores.logits => verdict=verdict, logits=logits
+  logits=scores.logits, => logits=logits,
 [fallback: guard.test_the_worst_of_drafts_costs_under_five_percent(2.0)]
 the fallback tries a hopeless draft too often
   _PREMIUM = 0.02 => _PREMIUM = 0.2
 [fallback: guard.test_rows_that_are_done_have_no_say()]
 the fallback counts rows that are done
   jnp.maximum(jnp.sum(active), 1) => active.shape[0]
+# Constraints.
+[context: CONSTRAINED]
+a child has the state of its parent
+  jnp.where(tree.parent >= 0, after, tree.state) => before
+[draft.language_model: CONSTRAINED]
+a draft does not know the constraint
+  logits = ctx.adjusted(found.logits, tree, nodes) => logits = found.logits
+[watchers: CONSTRAINED]
+the constraint goes on from the root, not from the last token
+  - jnp.concatenate([state[:, None], after], axis=1)
+  + jnp.repeat(state[:, None], 1 + after.shape[1], axis=1)
+[draft.candidates: constraint.check_tokens('guesses', 'match')]
+forbidden candidates take the places of others
+  ctx.conditioned(log_probs, tree, nodes, tokens) => log_probs
+[automaton: AUTOMATA]
+a text may end anywhere
+  np.where(accepting[kept], 0, constraint_lib.FORBIDDEN) => 0
+a token leads to where no text ends
+  leads[ends] = True => leads[:] = True
+tokens of several bytes are told apart by the first
+  above[:, alive] = after => break
+a token that ends a text spells its bytes, too
+  [b''] if token < len(pieces) else [] => pieces[token : token + 1]
+[constraint: AUTOMATA]
+the bits of a mask are of other tokens
+  jnp.right_shift(jnp.broadcast_to(words, shape), bit) => @ >> 1
+all rows follow the first automaton
+  automaton = state % number => automaton = 0 * state
+# Drafting heads, which change no output.
+[draft.head: LENGTHS]
+accepted tokens are not read anew by a head
+  (path.shape[1])[None] == 0, => (path.shape[1])[None] >= 0,
+positions of drafted tokens are shifted in a head
+  planned.positions, planned => planned.positions + (planned.nodes > 0), planned
+a head does not read the prompt
+  prompt_length - 1, => 0 * prompt_length,
+drafted tokens are read with the state of the target
+  None], of_parent, fused => None], fused, fused
+[hidden: LENGTHS]
+a token is read with its own state, not with that before it
+  index = positions - 1 => index = positions
+[models.nn.llama: heads.test_what_a_state_is('llama')]
+a hidden state counts as that of the next layer
+  (cache, layer, x) => (cache, layer + 1, x)
+[models.nn.eagle: HEAD]
+a head takes embedding and state for each other
+  [embedded, normalized] => [normalized, embedded]
+a head feeds its state back after the norm
+  config.kind == MTP or config.norm_output => config.kind != EAGLE
+[models.nn.layers: HEAD]
+weights of a norm are one less
+  jnp.expand_dims(scale, => jnp.expand_dims(scale - 1,
+[models.nn.matrices: heads.check_logits('sglang norm')]
+rows of a reduced vocabulary are taken for ids
+  index[ids] = => index[: len(ids)] =
 # Broken models and short contexts.
 [cache: STEP]
 a node that is NaN spoils the tree
@@ -308,6 +382,37 @@ a row goes on with choices from NaN
 [draft.growth: growth_stop.test_no_node_is_scored_beyond_the_context()]
 a draft goes on beyond its context
   jnp.maximum(longest - ctx.length, -1) => @ + 1
+# Layers that differ, and models that store something else.
+[models.nn.attention: WINDOWS]
+a window is one position too short
+  counted <= window => counted < window
+a window counts slots
+  mask.astype(jnp.int32), axis=2 => jnp.ones(mask.shape, jnp.int32), axis=2
+[models.nn.llama: hub.check_logits('gemma3')]
+layers with a window rotate as those without
+  rotations[ropes[layer]] => rotations[ropes[-1]]
+[models.checkpoints.llama: hub.check_logits('gemma3')]
+scales of norms are taken as they are stored
+  np.float32(by) if is_norm => np.float32(0) if is_norm
+[models.nn.layers: hub.check_logits('gemma2')]
+scores and logits are not capped
+  cap * jnp.tanh(x / cap) => x
+# A draft with another tokenizer.
+[models.nn.matrices: other_tokens.check_what_is_read('gpt2')]
+logits of other ids than the target's
+  jnp.maximum(index, 0), axis => jnp.arange(index.size), axis
+[models.nn.other_tokens: other_tokens.check_what_is_read('gpt2')]
+ids are read as they are
+  params['parts'][tokens] => 0 * @ + tokens[..., None]
+parts are read in the wrong order
+  jnp.maximum(parts, 0).reshape => jnp.maximum(parts, 0)[..., ::-1].reshape
+positions are those of the target's tokens
+  (before[:, :, None] + own) => (before[:, :, None] * 0 + slot[..., None] + own)
+slots without a part are seen
+  & is_used[:, None, None] => & (is_used[:, None, None] | True)
+[models.text.shared_tokens: other_tokens.check_what_is_shared()]
+the first parts are kept, not the last
+  tokens[-_MOST_PARTS:] => tokens[:_MOST_PARTS]
 """
 
 
@@ -316,9 +421,7 @@ def _parse(table):
   lines = lambda text: '\n'.join(line[4:] for line in text.splitlines())
   return [
     pytest.param(
-      module,
-      old or lines(olds),
-      new.replace('@', old) or lines(news),
+      *(module, old or lines(olds), new.replace('@', old) or lines(news)),
       _TESTS.get(test, test),
       id=name,
     )
@@ -326,8 +429,7 @@ def _parse(table):
       r'^\[(.*): (.*)\]\n((?:[^\[].*\n)+)', table, re.MULTILINE
     )
     for name, old, new, olds, news in re.findall(
-      r'^(\w.*)\n(?:  (\S.*) => (.*)|((?:  -.*\n)+)((?:  \+.*\n)+))',
-      bugs,
+      *(r'^(\w.*)\n(?:  (\S.*) => (.*)|((?:  -.*\n)+)((?:  \+.*\n)+))', bugs),
       re.MULTILINE,
     )
   ]
@@ -351,9 +453,17 @@ class _Planter(importlib.machinery.SourceFileLoader):
     return compile(source, f'<{fullname}, planted>', 'exec')
 
 
+def _whole(name):
+  return name if name.startswith('models.') else f'specdec.{name}'
+
+
 def _is_ours(module):
   root = module.split('.')[0]
   return root in (*_ROOTS, *_HELPERS) or module.endswith('_test')
+
+
+def _whole(name):
+  return name if name.startswith('models.') else f'specdec.{name}'
 
 
 class _Finder:
@@ -364,7 +474,7 @@ class _Finder:
   """
 
   def __init__(self, name, old, new):
-    self._name, self._bug = f'specdec.{name}', (old, new)
+    self._name, self._bug = _whole(name), (old, new)
 
   def find_spec(self, fullname, path, target=None):
     if not _is_ours(fullname):
@@ -388,7 +498,7 @@ def _planted(name, old, new):
   sys.meta_path.insert(0, finder)
   try:
     yield
-    assert f'specdec.{name}' in sys.modules
+    assert _whole(name) in sys.modules
   finally:
     sys.meta_path.remove(finder)
     pop()
@@ -405,7 +515,7 @@ def _run(test):
 def test_every_bug_is_read():
   names = [line for line in _TABLE.splitlines() if re.match(r'[^\s#[]', line)]
   assert names == [bug.id for bug in _BUGS]
-  assert len(names) == len(set(names)) == 82
+  assert len(names) == len(set(names)) == 119
 
 
 @pytest.mark.parametrize(('module', 'old', 'new', 'test'), _BUGS)

@@ -31,6 +31,7 @@ MAX_POSITIONS = MAX_PROMPT + MAX_NEW_TOKENS
 # No target ever says it, and the hopeless draft says nothing else.
 TABOO = VOCAB_SIZE - 1
 
+# The target itself, one that is right now and then, another model, never right.
 DRAFTS = ('perfect', 'similar', 'random', 'hopeless')
 
 MODULE_SHAPE = {'vocab_size': 40, 'num_positions': 8, 'width': 16}
@@ -89,7 +90,7 @@ def _bias(sign: float) -> jax.Array:
 
 
 @functools.cache
-def _base(seed: int = 0, **shape) -> specdec.LanguageModel:
+def _base(seed: int = 0, hidden=(), **shape) -> specdec.LanguageModel:
   made = module(
     seed=seed,
     vocab_size=VOCAB_SIZE,
@@ -103,7 +104,7 @@ def _base(seed: int = 0, **shape) -> specdec.LanguageModel:
   made.ln_f.bias[...] *= 0
   for embedding in (made.wte.embedding, made.wpe.embedding):
     embedding[...] *= 4
-  return adapter.as_model(made)
+  return adapter.as_model(made, hidden=hidden)
 
 
 @functools.cache
@@ -121,11 +122,7 @@ def _spec(**shape) -> specdec.ModelSpec:
 def gpt2(seed: int = 0, **shape) -> specdec.LanguageModel:
   """A random GPT-2 whose greedy text is varied.
 
-  With one layer `decode_test` makes sure of that.
-
-  Args:
-    seed: of the weights.
-    **shape: what differs from `MODULE_SHAPE`, and `dtype`.
+  `shape` may have a `dtype`, and `hidden`, see `adapter.as_model`.
   """
   params = {'gpt2': _base(seed, **shape).params, 'bias': _bias(-1)}
   return specdec.LanguageModel(params=params, spec=_spec(**shape))
@@ -144,17 +141,10 @@ def perturbed(
 
 @functools.cache
 def draft(kind: str, **shape) -> specdec.LanguageModel:
-  """A draft for `gpt2(**shape)`, with the same definition.
-
-  Args:
-    kind: 'perfect', the target itself; 'similar', right now and then;
-      'random', another model; 'hopeless', which is never right.
-    **shape: as of `gpt2`.
-  """
+  """A draft of one of `DRAFTS` for `gpt2(**shape)`, with its definition."""
   target = gpt2(**shape)
   return {
-    'perfect': lambda: target,
-    'similar': lambda: perturbed(target, 0.05),
+    **{'perfect': lambda: target, 'similar': lambda: perturbed(target, 0.05)},
     'random': lambda: gpt2(seed=1, **shape),
     'hopeless': lambda: target.replace(
       params=target.params | {'bias': _bias(+1)}
@@ -238,13 +228,7 @@ _LLAMA_SEED = 9000  # Of models that do not repeat themselves.
 def llama_module(
   name: str, dtype: str = 'float32', **changes
 ) -> adapter.Module:
-  """A random model whose greedy text is varied.
-
-  Args:
-    name: of `LLAMA_CONFIGS`.
-    dtype: of the matrices.
-    **changes: of its config.
-  """
+  """A random model of `LLAMA_CONFIGS` whose greedy text is varied."""
   config = dataclasses.replace(LLAMA_CONFIGS[name], **changes)
   make = families.family_of(config).module
   graph, variables = nnx.split(

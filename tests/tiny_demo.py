@@ -1,9 +1,4 @@
-"""A tiny pair with random weights, where examples name the embedded pair.
-
-Its tokenizer, vocabulary and context are those of the embedded pair; compiling
-a decode with it takes a fraction of the time. `--long` decodes with the
-embedded pair itself.
-"""
+"""A tiny pair with random weights, where examples name the embedded pair."""
 
 import pathlib
 import shutil

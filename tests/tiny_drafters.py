@@ -76,8 +76,7 @@ def ngram_table(
 def table_of(texts: Sequence[Sequence[int]], kind: str) -> specdec.NGram:
   """Table of texts of the tiny models; all kinds of `TABLES` have one shape."""
   table = ngram_table(
-    texts,
-    tiny.VOCAB_SIZE,
+    *(texts, tiny.VOCAB_SIZE),
     order=5,
     num_continuations=3,
     num_contexts=2048 * -(-len(texts) // 2),
@@ -103,16 +102,10 @@ def table_of(texts: Sequence[Sequence[int]], kind: str) -> specdec.NGram:
 
 
 class BigramTable(flax.struct.PyTreeNode):
-  """A proposer that is given for each token what follows it.
+  """A proposer that is given for each token what follows it."""
 
-  Attributes:
-    tokens: `[V, C]` int32.
-    log_probs: `[V, C]` float32.
-    name: static.
-  """
-
-  tokens: jax.Array
-  log_probs: jax.Array
+  tokens: jax.Array  # `[V, C]` int32
+  log_probs: jax.Array  # `[V, C]` float32
   name: str = flax.struct.field(pytree_node=False, default='bigram')
 
   bytes_per_node = 0
@@ -134,15 +127,6 @@ def exact(logits: np.ndarray, name: str = 'bigram') -> BigramTable:
     tokens=jnp.asarray(tokens, jnp.int32),
     log_probs=jax.nn.log_softmax(jnp.asarray(logits, jnp.float32)),
     name=name,
-  )
-
-
-def empty(vocab_size: int, num_candidates: int) -> BigramTable:
-  """Says nothing at all."""
-  shape = (vocab_size, num_candidates)
-  return BigramTable(
-    tokens=jnp.zeros(shape, jnp.int32),
-    log_probs=jnp.full(shape, sampling_lib.EXCLUDED),
   )
 
 
@@ -230,13 +214,9 @@ def target() -> specdec.LanguageModel:
 
 
 def make(shape: str, kind: str, inner: str, texts) -> specdec.Drafter:
-  """A drafter for `target()`.
+  """A drafter for `target()`: a kind of `tiny.DRAFTS` around one of `TABLES`.
 
-  Args:
-    shape: which stages there are, and what the tree is.
-    kind: of the outermost model, see `tiny.DRAFTS`.
-    inner: of the table, see `TABLES`. The model between is similar.
-    texts: what the table of that kind would know by heart.
+  A perfect table knows the texts by heart. The model between is similar.
   """
   draft = lambda kind: tiny.draft(kind, num_layers=1)
   outer, ragged = model(draft(kind), TREE), Settings(topology=_RAGGED)

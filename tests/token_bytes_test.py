@@ -98,38 +98,6 @@ def test_text_and_streams_are_what_the_pair_decodes(
   assert token_bytes_lib.text_of(table, ids, stops) == _cut(text, stops)
 
 
-def test_when_streams_return_what(pair, table, spelt):
-  spell = lambda data: [[one] for one in spelt(data)]
-  # No half characters.
-  pieces = ['a', '', '', '€', '', '', '', '😀', '', '']
-  stream = token_bytes_lib.TextStream(table)
-  portions = spell('a€😀'.encode() + b'\xe2\x82')
-  assert [stream.feed(portion) for portion in portions] == pieces
-  assert stream.flush() == '\ufffd'
-  # A stop may begin within a broken character.
-  stream = token_bytes_lib.TextStream(table, ['€'])
-  portions = spell(b'a\xe2\x82' + '€z'.encode())
-  assert ''.join(map(stream.feed, portions)) == 'a\ufffd'
-  assert (stream.flush(), stream.stopped) == ('', True)
-  # It is held back until it is none, and nothing comes after it.
-  stream = token_bytes_lib.TextStream(table, ['\n\nQ', '.'])
-  portions = map(pair.encode, ['one\n', '\ntwo', '\n\n', 'x. y', 'z'])
-  pieces = ['one', '\n\ntwo', '', '\n\nx', '']
-  assert [stream.feed(portion) for portion in portions] == pieces
-  for stop, message in (('', 'empty'), ('\ud800', 'surrogates')):
-    with pytest.raises(ValueError, match=message):
-      token_bytes_lib.TextStream(table, ['a', stop])
-
-
-def test_ids_beyond_the_tokenizer_have_no_text(pair, table):
-  size = len(pair.tokenizer)
-  longer = token_bytes_lib.token_bytes(pair.tokenizer, size + 5)
-  assert longer == (*table, *[b''] * 5)
-  for ids in ([size + 1], [size + 5, 70, size + 2, size + 9, 71]):
-    assert token_bytes_lib.text_of(longer, ids) == pair.decode(ids)
-  assert token_bytes_lib.token_bytes(pair.tokenizer, 100) == table[:100]
-
-
 def test_added_tokens_of_a_byte_level_tokenizer():
   """The bytes are remembered until tokens are added."""
   tokenizer = tokenizer_lib.train_tokenizer(
@@ -230,9 +198,8 @@ def test_the_space_that_begins_what_is_decoded_is_kept():
   assert pair.pieces([]) == []
 
 
-@pytest.mark.parametrize(
-  'decoder',
-  [
+def test_other_decoders_are_refused():
+  for decoder in (
     *(decoders.WordPiece(), decoders.CTC(), _in_turn()),
     *(_in_turn(decoders.ByteLevel(), _STRIP), _in_turn(_STRIP, _FUSE)),
     _in_turn(_FUSE, decoders.Strip(' ', 0, 1)),
@@ -240,17 +207,15 @@ def test_the_space_that_begins_what_is_decoded_is_kept():
     *(_in_turn(_FUSE, _SPACES), _in_turn(_FUSE, _BYTES)),
     _in_turn(_BYTES, _METASPACE),
     _in_turn(decoders.Replace(tokenizers.Regex('▁+'), ' ')),
-  ],
-)
-def test_other_decoders_are_refused(decoder):
-  tokenizer = _sentencepiece(decoder)
-  name = json.loads(tokenizer.backend_tokenizer.to_str())['decoder']['type']
-  with pytest.raises(ValueError, match=f'streaming need .*{name}"'):
-    token_bytes_lib.token_bytes(tokenizer, 300)
-  # Pieces are then decoded one by one.
-  cat = tokenizer.convert_tokens_to_ids('cat')
-  pair = _pair_of(tokenizer)
-  assert pair.pieces([cat, cat]) == [pair.decode([cat])] * 2
+  ):
+    tokenizer = _sentencepiece(decoder)
+    name = json.loads(tokenizer.backend_tokenizer.to_str())['decoder']['type']
+    with pytest.raises(ValueError, match=f'streaming need .*{name}"'):
+      token_bytes_lib.token_bytes(tokenizer, 300)
+    # Pieces are then decoded one by one.
+    cat = tokenizer.convert_tokens_to_ids('cat')
+    pair = _pair_of(tokenizer)
+    assert pair.pieces([cat, cat]) == [pair.decode([cat])] * 2
 
 
 def test_tokenizers_without_a_decoder_are_refused():

@@ -25,10 +25,8 @@ def test_any_tree(paths, rng: random.Random):
   """However its paths are ordered, and however often one is named."""
   shape = topology_lib.from_paths([list(path) for path in paths])
   rng.shuffle(paths)
-  assert (shape, hash(shape)) == (
-    topology_lib.from_paths(paths),
-    hash(topology_lib.from_paths(paths)),
-  )
+  again = topology_lib.from_paths(paths)
+  assert (shape, hash(shape)) == (again, hash(again))
   assert shape == specdec.Topology(tuple(paths))
   nodes = sorted({(), *paths}, key=lambda path: (len(path), path))
   assert shape.paths == tuple(nodes[1:])
@@ -41,6 +39,8 @@ def test_any_tree(paths, rng: random.Random):
     [where.get((*path, rank), NOWHERE) for rank in range(shape.branching)]
     for path in nodes
   ]
+  counts = [sum(path[:-1] == node for path in shape.paths) for node in nodes]
+  assert shape.num_children.tolist() == counts
   # Level by level all nodes with children, each once.
   inner = {path[:-1] for path in shape.paths}
   parents = [
@@ -58,43 +58,24 @@ def test_any_tree(paths, rng: random.Random):
 
 def test_a_chain_and_a_binary_tree():
   assert topology_lib.chain(3).paths == ((0,), (0, 0), (0, 0, 0))
-  assert topology_lib.k_ary(2, 2).paths == (
-    (0,),
-    (1,),
-    (0, 0),
-    (0, 1),
-    (1, 0),
-    (1, 1),
-  )
-  assert topology_lib.k_ary(2, 2).schedule.tolist() == [[0, -1], [1, 2]]
-  assert (
-    topology_lib.k_ary(1, 3)
-    == topology_lib.chain(3)
-    != topology_lib.k_ary(2, 2)
-  )
+  tree = topology_lib.k_ary(2, 2)
+  assert tree.paths == ((0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1))
+  assert tree.schedule.tolist() == [[0, -1], [1, 2]]
+  assert topology_lib.k_ary(1, 3) == topology_lib.chain(3) != tree
   assert topology_lib.k_ary(2, 11).num_nodes == 4095
 
 
-@pytest.mark.parametrize(
-  ('make', 'message'),
-  [
+def test_shapes_that_are_refused():
+  for make, message in (
     (lambda: topology_lib.chain(0), 'at least one token, got 0'),
     (lambda: topology_lib.k_ary(0, 2), 'at least 1, got 0 and 2'),
-    (
-      lambda: topology_lib.k_ary(2, 12),
-      'a 2-ary tree of depth 12 has more than 4096 nodes',
-    ),
+    (lambda: topology_lib.k_ary(2, 12), '2-ary tree of depth 12 has more'),
     (lambda: topology_lib.k_ary(5000, 1), 'more than 4096 nodes'),
-    (
-      lambda: topology_lib.from_paths([()]),
-      r'one or more ranks from 0, got \(\)',
-    ),
+    (lambda: topology_lib.from_paths([()]), r'ranks from 0, got \(\)'),
     (lambda: specdec.Topology(((0,), (0, -1))), r'ranks from 0, got \(0, -1\)'),
-  ],
-)
-def test_shapes_that_are_refused(make, message):
-  with pytest.raises(ValueError, match=message):
-    make()
+  ):
+    with pytest.raises(ValueError, match=message):
+      make()
 
 
 _NO_LIST = 'must hold a JSON list of lists of ranks'
@@ -128,9 +109,8 @@ def test_files(tmp_path, content, message):
 
 def test_settings_follow_from_a_topology():
   shape = topology_lib.from_paths([(0,), (1,), (3,), (1, 2), (3, 0)])
-  drafter = specdec.fixed_drafter(
-    specdec.PromptLookup(), shape, calibration=1.5
-  )
+  lookup = specdec.PromptLookup()
+  drafter = specdec.fixed_drafter(lookup, shape, calibration=1.5)
   assert (drafter.shape.num_nodes, drafter.shape.capacity) == (6, 6)
   assert drafter.stages[0].config == specdec.StageConfig(
     width=2, branching=4, rounds=2, calibration=1.5
@@ -144,9 +124,8 @@ _TOO_SMALL = 'capacity must be at least num_nodes=32, got'
 _NUMBERS = (math.inf, math.nan)
 
 
-@pytest.mark.parametrize(
-  ('name', 'values', 'message'),
-  [
+def test_settings_out_of_range():
+  for name, values, message in (
     *[
       (name, (0, -3, 2.5, 4.0, True, *_NUMBERS), f'{name} {_COUNT}')
       for name in ('num_nodes', 'width', 'branching', 'rounds', 'max_depth')
@@ -155,12 +134,10 @@ _NUMBERS = (math.inf, math.nan)
     ('capacity', (31,), _TOO_SMALL),
     ('calibration', (0.0, -1.0, *_NUMBERS), 'must be a number above 0, got'),
     ('cost_ratio', (-0.1, *_NUMBERS), _RATIO),
-  ],
-)
-def test_settings_out_of_range(name, values, message):
-  for value in values:
-    with pytest.raises(ValueError, match=f'{message} {value}'):
-      tiny_drafters.Settings(**{name: value}).drafter(specdec.PromptLookup())
+  ):
+    for value in values:
+      with pytest.raises(ValueError, match=f'{message} {value}'):
+        tiny_drafters.Settings(**{name: value}).drafter(specdec.PromptLookup())
 
 
 def _drafters(rounds, **settings):
@@ -179,33 +156,25 @@ def test_the_stage_of_a_topology_has_its_sizes():
 
 def test_staging_is_associative_and_leaves_fixed_shapes_alone():
   one, two, three = _drafters((2, 3, 1))
-  nested = (
-    specdec.staged(one, specdec.staged(two, three)),
-    specdec.staged(specdec.staged(one, two), three),
-  )
-  for drafter in nested:
+  staged = specdec.staged
+  for drafter in (
+    *(staged(one, staged(two, three)), staged(staged(one, two), three)),
+  ):
     assert [stage.config.rounds for stage in drafter.stages] == [2, 3, 1]
   fixed = specdec.fixed_drafter(specdec.PromptLookup(), topology_lib.chain(2))
-  both = {
-    'shape': topology_lib.chain(2),
-    'stages': (*one.stages, *fixed.stages),
-  }
+  stages = (*one.stages, *fixed.stages)
+  both = {'shape': topology_lib.chain(2), 'stages': stages}
   for make in (lambda: specdec.staged(fixed, one), lambda: one.replace(**both)):
     with pytest.raises(ValueError, match='a fixed topology leaves no room'):
       make()
 
 
-@pytest.mark.parametrize(
-  ('rounds', 'settings', 'expected'),
-  [
+def test_how_deep_a_tree_can_grow():
+  for rounds, settings, expected in (
     ((3,), {}, 3),
     # Four levels before the first round, and one and four more in each.
-    ((2, 4), {}, 4 + 2 * 5),
-    ((2, 1, 3), {}, 7 + 2 * 8),
-    ((2, 4), {'max_depth': 9}, 9),
-    ((3,), {'num_nodes': 3}, 2),
-  ],
-)
-def test_how_deep_a_tree_can_grow(rounds, settings, expected):
-  drafters = _drafters(rounds, **({'max_depth': 64} | settings))
-  assert specdec.staged(*drafters).max_depth == expected
+    *(((2, 4), {}, 4 + 2 * 5), ((2, 1, 3), {}, 7 + 2 * 8)),
+    *(((2, 4), {'max_depth': 9}, 9), ((3,), {'num_nodes': 3}, 2)),
+  ):
+    drafters = _drafters(rounds, **({'max_depth': 64} | settings))
+    assert specdec.staged(*drafters).max_depth == expected

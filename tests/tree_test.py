@@ -73,11 +73,8 @@ def test_adding_children():
   edges = -rng.exponential(size=shape).astype(np.float32)
   origins = rng.integers(1, 5, size=shape)
   wanted = (rng.random(shape) < 0.7) & (parents >= 0)[..., None]
-  grown = jax.device_get(
-    _batched(tree_lib.add_children)(
-      batch, parents, tokens, edges, origins, wanted
-    )
-  )
+  given = (batch, parents, tokens, edges, origins, wanted)
+  grown = jax.device_get(_batched(tree_lib.add_children)(*given))
   dropped = doubled = 0
   for at in map(tuple, np.argwhere(wanted)):
     nodes, parent = lists[at[0]], int(parents[at[:2]])
@@ -146,18 +143,16 @@ def test_the_best_nodes_are_a_connected_subtree(number, edges):
     assert tree_lib.ROOT in expected
     for node in one[1:]:
       equals += node.log_prob == one[node.parent].log_prob
-    assert all(
-      one[index].parent in [*expected, tree_lib.NO_NODE] for index in expected
-    )
+    above = [*expected, tree_lib.NO_NODE]
+    assert all(one[index].parent in above for index in expected)
   assert (equals > NUM_TREES) == (edges != 'different')
 
 
 def test_the_accepted_path():
   lists, batch, rng = _random_trees(9)
   # Half of the choices are right somewhere below.
-  chosen = rng.integers(4, size=(NUM_TREES, list_trees.CAPACITY)).astype(
-    np.int32
-  )
+  shape = (NUM_TREES, list_trees.CAPACITY)
+  chosen = np.int32(rng.integers(4, size=shape))
   for row, one in enumerate(lists):
     for node in one[1:]:
       if rng.random() < 0.5:
@@ -170,11 +165,10 @@ def test_the_accepted_path():
     )
     for row, one in enumerate(lists):
       selected, path = nodes[row].tolist(), [tree_lib.ROOT]
-      while (
-        below := list_trees.find(one, path[-1], chosen[row, path[-1]])
-      ) in selected:
-        if below == tree_lib.NO_NODE:
-          break
+      follow = lambda at, one=one, row=row: list_trees.find(
+        one, at, chosen[row, at]
+      )
+      while (below := follow(path[-1])) in {*selected} - {tree_lib.NO_NODE}:
         path.append(below)
       padding = [tree_lib.NO_NODE] * (list_trees.CAPACITY + 1 - len(path))
       assert places[row].tolist() == [*map(selected.index, path), *padding]
@@ -184,12 +178,8 @@ def test_the_accepted_path():
 
 def test_equal_children_are_one_guess():
   """A fixed shape may have them; the path goes on below either."""
-  nodes = [
-    list_trees.Node(0),
-    list_trees.Node(1, 0, 1),
-    list_trees.Node(1, 0, 1),
-    list_trees.Node(2, 2, 2),
-  ]
+  nodes = [(0,), (1, 0, 1), (1, 0, 1), (2, 2, 2)]
+  nodes = [list_trees.Node(*node) for node in nodes]
   chosen = jnp.array([1, 2, 2, 5, *[0] * (list_trees.CAPACITY - 4)])
   path, accepted = tree_lib.accepted_path(
     list_trees.to_arrays(nodes), jnp.arange(list_trees.CAPACITY), chosen, 3

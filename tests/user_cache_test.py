@@ -34,13 +34,6 @@ def test_without_a_home_there_is_a_folder_of_the_users_own(temporary, caplog):
   assert caplog.text.count('XDG_CACHE_HOME names another one') == 1
 
 
-def test_a_cache_that_cannot_be_written(temporary, monkeypatch, caplog):
-  (temporary / '.cache').touch()
-  monkeypatch.setenv('HOME', str(temporary))
-  assert user_cache.folder('plans').parent.parent == temporary
-  assert str(temporary / '.cache') in caplog.text
-
-
 def test_a_folder_that_somebody_else_made_is_not_used(temporary):
   """Libraries in it would be run."""
   own = temporary / f'specdec-{os.getuid()}'

@@ -22,11 +22,12 @@ _DEPTH, _VOCAB_SIZE = 6, 11
 _CHAIN_RULES = [
   *(
     (name, children)
-    for name in ('rejection', 'block')
+    for name in ('rejection', 'traversal', 'block')
     for children in sampling_lib.CHILDREN
   ),
   ('match', sampling_lib.BEST),
 ]
+_CHAIN_RULES += [('match', sampling_lib.BEST)]
 
 
 @functools.cache
@@ -58,14 +59,8 @@ def _chains():
     residual_noise=rng.gumbel(size=(num_nodes, _VOCAB_SIZE)),
   )
   sampling = checks_lib.to_params(specdec.Sampling(), num_nodes, _VOCAB_SIZE)
-  return (
-    list_trees.stack(trees),
-    nodes,
-    logits,
-    proposals,
-    randomness,
-    sampling,
-  ), best
+  tree = list_trees.stack(trees)
+  return (tree, nodes, logits, proposals, randomness, sampling), best
 
 
 @pytest.mark.parametrize(('name', 'children'), _CHAIN_RULES)
@@ -99,73 +94,44 @@ def _to_rule(verify, children=None, *, topology=None, scorer=None):
 
 
 def test_a_rule_is_a_name_or_an_object_and_says_its_own_conditions():
-  for name in ('rejection', 'block'):
-    assert _to_rule(name) == checks_lib.RULES[name](
-      sampling_lib.WITHOUT_REPLACEMENT
-    )
-    assert _to_rule(name, sampling_lib.BEST) == checks_lib.RULES[name](
-      sampling_lib.BEST
-    )
-  assert (
-    _to_rule('match')
-    == _to_rule(specdec.MatchRule(), sampling_lib.BEST)
-    == specdec.MatchRule()
-  )
+  best, drawn = sampling_lib.BEST, sampling_lib.WITHOUT_REPLACEMENT
+  for name in ('rejection', 'traversal', 'block'):
+    make = checks_lib.RULES[name]
+    assert (_to_rule(name), _to_rule(name, best)) == (make(drawn), make(best))
+  match = specdec.MatchRule()
+  assert _to_rule('match') == _to_rule(match, best) == match
   assert _to_rule(_ChainRule()) == _ChainRule()
   for children in sampling_lib.CHILDREN:
     rule = specdec.RejectionRule(children)
     assert _to_rule(rule) is _to_rule(rule, children) is rule
-  tree = functools.partial(_to_rule, topology=specdec.k_ary(2, 2))
-  refused = {
-    'must be one of': [_to_rule, object()],
-    'hashable specdec.verify.accept.Rule, got <class': [
-      _to_rule,
-      specdec.MatchRule,
-    ],
-    'got <function': [_to_rule, lambda *arguments: None],
-    r'_ChainRule\(\) is for chains': [tree, _ChainRule()],
-    r'_ChainRule\(\) wants the best': [
-      _to_rule,
-      _ChainRule(),
-      sampling_lib.CHILDREN[1],
-    ],
-    'has children=best, got': [
-      _to_rule,
-      specdec.RejectionRule(),
-      sampling_lib.CHILDREN[1],
-    ],
-    'needs a drafter with a distribution': [
-      functools.partial(
-        _to_rule, scorer=specdec.CandidateScorer((specdec.PromptLookup(),))
-      ),
-      specdec.RejectionRule(sampling_lib.WITHOUT_REPLACEMENT),
-    ],
-  }
-  for message, (call, *arguments) in refused.items():
+  lookup = specdec.CandidateScorer((specdec.PromptLookup(),))
+  for message, (rule, *children), options in (
+    ('must be one of', [object()], {}),
+    (
+      'hashable specdec.verify.accept.Rule, got <class',
+      *([specdec.MatchRule], {}),
+    ),
+    ('got <function', [lambda *arguments: None], {}),
+    ('is for chains', [_ChainRule()], {'topology': specdec.k_ary(2, 2)}),
+    (r'_ChainRule\(\) wants the best', [_ChainRule(), drawn], {}),
+    ('has children=best, got', [specdec.RejectionRule(), drawn], {}),
+    (
+      *('needs a drafter with a distribution', ['rejection', drawn]),
+      {'scorer': lookup},
+    ),
+  ):
     with pytest.raises(ValueError, match=message):
-      call(*arguments)
+      _to_rule(rule, *children, **options)
 
 
 def test_origins_by_hand():
   """Whoever proposed the next node of the path; nobody the bonus token."""
-  nodes = [
-    list_trees.Node(0),
-    list_trees.Node(1, 0, 1, 0, 0, 3),
-    list_trees.Node(2, 0, 1, 0, 0, 1),
-  ]
-  tree = list_trees.stack(
-    [list_trees.to_arrays([*nodes, list_trees.Node(3, 2, 2, 0, 0, 2)], 6)] * 3
-  )
-  place = jnp.array(
-    [
-      [0, 2, 3],
-      [0, 1, tree_lib.NO_NODE],
-      [0, tree_lib.NO_NODE, tree_lib.NO_NODE],
-    ]
-  )
-  verdict = accept.Verdict(
-    place, jnp.array([2, 1, 0]), jnp.zeros((3, 3), jnp.int32)
-  )
+  nodes = [(0,), (1, 0, 1, 0, 0, 3), (2, 0, 1, 0, 0, 1), (3, 2, 2, 0, 0, 2)]
+  one = list_trees.to_arrays([list_trees.Node(*node) for node in nodes], 6)
+  tree, none = list_trees.stack([one] * 3), tree_lib.NO_NODE
+  place = jnp.array([[0, 2, 3], [0, 1, none], [0, none, none]])
+  chosen = jnp.zeros((3, 3), jnp.int32)
+  verdict = accept.Verdict(place, jnp.array([2, 1, 0]), chosen)
   nodes = jnp.tile(jnp.arange(6), (3, 1))
   origins = accept.emitted_origins(tree, nodes, verdict)
   assert origins.tolist() == [[1, 2, 0], [3, 0, 0], [0, 0, 0]]
@@ -190,10 +156,8 @@ def test_the_stop_rule_against_a_loop(max_depth, often):
   draw = lambda end: rng.integers(end, size=4000).astype(np.int32)
   accepted, room = draw(max_depth + 1), draw(max_depth + 4)
   valid = draw(2 * max_depth + 3)
-  kinds, shares = (
-    [accept.RUNNING, accept.EOS, accept.STOP],
-    [1 - 2 * often, often, often],
-  )
+  kinds = [accept.RUNNING, accept.EOS, accept.STOP]
+  shares = [1 - 2 * often, often, often]
   ends = rng.choice(np.int32(kinds), (4000, max_depth + 1), p=shares)
   verdict = accept.Verdict(index=None, accepted=accepted, chosen=ends)
   emitted, reason = _count_emitted(verdict, ends, valid, room)

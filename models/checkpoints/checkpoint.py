@@ -29,10 +29,8 @@ class StoredTensor(Protocol):
     """Yields indices of n rows and their values, `[n, in]` or `[n]`."""
 
 
-class Checkpoint(Protocol):
-  """A stored model; see `models.checkpoints.hub.locate`.
-
-  Everything is read when it is asked for, and shape and tokenizer once.
+class StoredTensors(Protocol):
+  """Tensors in a folder or file.
 
   Attributes:
     path: the folder or file.
@@ -40,6 +38,32 @@ class Checkpoint(Protocol):
 
   @property
   def path(self) -> pathlib.Path: ...
+
+  @property
+  def files(self) -> Sequence[pathlib.Path]:
+    """The files with shape and weights; raises ValueError if some lack."""
+
+  @property
+  def stored_dtypes(self) -> Sequence[str]:
+    """Dtypes that the matrices can be loaded as without much loss."""
+
+  @property
+  def size(self) -> int:
+    """Bytes of the files with weights."""
+
+  def tensors(self) -> Iterator[tuple[str, StoredTensor]]:
+    """Yields tensors and their canonical names, see `families`.
+
+    Raises:
+      ValueError: a file cannot be read, or the name of a tensor is not known.
+    """
+
+
+class Checkpoint(StoredTensors, Protocol):
+  """A stored model; see `models.checkpoints.hub.locate`.
+
+  Everything is read when it is asked for, and shape and tokenizer once.
+  """
 
   @property
   def config(self) -> adapter.Config:
@@ -52,25 +76,6 @@ class Checkpoint(Protocol):
   @property
   def eos_ids(self) -> tuple[int, ...]:
     """The tokens that end a text; raises ValueError if one is no token id."""
-
-  @property
-  def stored_dtypes(self) -> Sequence[str]:
-    """Dtypes that the matrices can be loaded as without much loss."""
-
-  @property
-  def files(self) -> Sequence[pathlib.Path]:
-    """The files with shape and weights; raises ValueError if some lack."""
-
-  @property
-  def size(self) -> int:
-    """Bytes of the files with weights."""
-
-  def tensors(self) -> Iterator[tuple[str, StoredTensor]]:
-    """Yields tensors and their canonical names, see `families`.
-
-    Raises:
-      ValueError: a file cannot be read, or the name of a tensor is not known.
-    """
 
 
 def usable_ids(
@@ -96,7 +101,9 @@ def usable_ids(
   return ()
 
 
-def resolve_dtype(dtype: jax.typing.DTypeLike, checkpoint: Checkpoint) -> str:
+def resolve_dtype(
+  dtype: jax.typing.DTypeLike, checkpoint: StoredTensors
+) -> str:
   """The name of a format of weights, where `auto` is chosen for a checkpoint.
 
   It is the 16-bit type of the checkpoint's matrices if this platform computes
@@ -112,7 +119,7 @@ def resolve_dtype(dtype: jax.typing.DTypeLike, checkpoint: Checkpoint) -> str:
 
 def resolve_draft_dtype(
   dtype: jax.typing.DTypeLike | None,
-  checkpoint: Checkpoint,
+  checkpoint: StoredTensors,
   *,
   target_dtype: str,
   packed: bool,

@@ -7,6 +7,7 @@ with the leaf names of checkpoints: `h.0.ln_1.weight`.
 from collections.abc import Callable
 from collections.abc import Mapping
 import dataclasses
+import functools
 import pathlib
 import re
 from typing import Any
@@ -18,6 +19,7 @@ import transformers
 from models.checkpoints import gpt2 as checkpoints_gpt2
 from models.checkpoints import llama as checkpoints_llama
 from models.nn import adapter
+from models.nn import gemma as gemma_lib
 from models.nn import gpt2 as nn_gpt2
 from models.nn import llama as nn_llama
 from models.nn import mixtral as mixtral_lib
@@ -38,6 +40,9 @@ class Family:
     to_hugging_face: its inverse, called with `(config, dtype=, eos_token_id=)`.
     canonical_name: maps `(stored name, config)` to a canonical name, or to None
       for a tensor that is not needed.
+    parts: maps `(canonical name, config)` to the canonical names of tensors
+      that are stored as one under it, and their rows; to {} by default, for a
+      tensor by itself.
     stored_name: maps `(canonical name, config)` to the name that transformers
       writes.
     is_transposed: whether the matrix of a canonical name is stored `[in, out]`.
@@ -56,6 +61,7 @@ class Family:
   to_hugging_face: Callable[..., transformers.PreTrainedConfig]
   canonical_name: Callable[[str, Any], str | None]
   stored_name: Callable[[str, Any], str]
+  parts: Callable[[str, Any], Mapping[str, slice]] = lambda name, config: {}
   is_transposed: Callable[[str], bool] = lambda name: False
   convert: Callable[[str, np.ndarray], np.ndarray] = lambda name, rows: rows
   to_stored: Callable[[str, np.ndarray], np.ndarray] = lambda name, rows: rows
@@ -70,6 +76,7 @@ _LLAMA = Family(
   read_config=checkpoints_llama.read_config,
   to_hugging_face=checkpoints_llama.to_hugging_face,
   canonical_name=checkpoints_llama.canonical_name,
+  parts=checkpoints_llama.parts,
   stored_name=checkpoints_llama.stored_name,
 )
 
@@ -94,7 +101,16 @@ FAMILIES = (
     module=mixtral_lib.Mixtral,
     config=mixtral_lib.MixtralConfig,
     # A router in eight bits would route tokens to other experts.
-    stays_float=lambda name: '.gate.' in name,
+    stays_float=lambda name: 'gate.' in name,
+  ),
+  dataclasses.replace(
+    _LLAMA,
+    name='Gemma',
+    model_types=checkpoints_llama.model_types(gemma_lib.GemmaConfig),
+    config=gemma_lib.GemmaConfig,
+    canonical_name=checkpoints_llama.gemma_name,
+    convert=functools.partial(checkpoints_llama.shift_norms, 1.0),
+    to_stored=functools.partial(checkpoints_llama.shift_norms, -1.0),
   ),
 )
 
@@ -105,11 +121,14 @@ _REFUSED_UNLESS: dict[str, tuple[Any, ...]] = {
   'auto_map': (None,),
   'pruned_heads': ({}, None),
   'quantization_config': (None,),
+  'use_bidirectional_attention': (False, None),
 }
+# Models that have more than a language model, by the `model_type` of the whole.
+_WITH_TEXT = {'gemma3'}
 
 # What transformers and the families raise on values of another type.
 _WRONG_VALUES = (
-  *(AttributeError, KeyError, TypeError, ValueError),
+  *(AttributeError, IndexError, KeyError, TypeError, ValueError),
   *(OverflowError, ZeroDivisionError),
 )
 # Layers are unrolled: shapes alone of 4,000 take over a minute.
@@ -149,6 +168,11 @@ def config_from_keys(
     ValueError: no family supports it; the message begins with the path, and
       names the key and its value.
   """
+  if str(raw.get('model_type')) in _WITH_TEXT:
+    text = raw.get('text_config')
+    if not isinstance(text, dict):
+      raise ValueError(f'{path}: text_config must be an object, got {text!r}')
+    raw = text
   kind = raw.get('model_type')
   by_type = {kind: family for family in FAMILIES for kind in family.model_types}
   if not isinstance(kind, str) or kind not in by_type:

@@ -51,11 +51,33 @@ _LLAMA_KEYS = {
   'expert_used_count': 'num_experts_per_tok',
   'expert_feed_forward_length': 'moe_intermediate_size',
 }
+_CAPPED_KEYS = _LLAMA_KEYS | {
+  'attn_logit_softcapping': 'attn_logit_softcapping',
+  'final_logit_softcapping': 'final_logit_softcapping',
+}
+_GRANITE_KEYS = _LLAMA_KEYS | {
+  'attention.scale': 'attention_multiplier',
+  'embedding_scale': 'embedding_multiplier',
+  'logit_scale': 'logits_scaling',
+  'residual_scale': 'residual_multiplier',
+}
+# Keys that a file may lack, beside those of experts.
+_OPTIONAL_KEYS = {
+  'attention.head_count_kv',
+  'attention.key_length',
+  'attention.sliding_window',
+  'attn_logit_softcapping',
+  'final_logit_softcapping',
+}
+# For each layer, whether it has the window; or every how many has not.
+_PATTERN = 'attention.sliding_window_pattern'
 # Keys that are read elsewhere, or that change nothing.
 _OTHER_KEYS = {
+  _PATTERN,
   'attention.value_length',
   'rope.dimension_count',
   'rope.freq_base',
+  'rope.freq_base_swa',
   'rope.scaling.attn_factor',
   'rope.scaling.factor',
   'rope.scaling.finetuned',
@@ -105,6 +127,11 @@ _LLAMA_NAMES = {
   'ffn_down': 'mlp.down_proj',
   'ffn_gate_inp': 'mlp.gate',
 }
+_BEHIND_NAMES = _LLAMA_NAMES | {
+  'post_attention_norm': 'post_attention_layernorm',
+  'post_ffw_norm': 'post_feedforward_layernorm',
+}
+_GEMMA_NAMES = _BEHIND_NAMES | {'ffn_norm': 'pre_feedforward_layernorm'}
 _EXPERT_NAMES = {
   'ffn_gate_exps': 'gate_proj',
   'ffn_up_exps': 'up_proj',
@@ -123,6 +150,11 @@ class _Architecture(NamedTuple):
     layers: canonical name of the list of layers.
     rotates: whether positions are rotations of queries and keys.
     swaps_rows: whether rows of queries and keys have llama.cpp's order.
+    pattern: every how many layers one has no window, of files that do not say
+      it; 0 if all have one, None if it is not known.
+    local_rope: whether layers with a window have a rotation of their own.
+    head_from_width: the number of layers of a model whose scores are divided by
+      the square root of the width over the number of heads, not of a head's.
   """
 
   plain: str | None
@@ -132,16 +164,38 @@ class _Architecture(NamedTuple):
   layers: str = 'layers'
   rotates: bool = True
   swaps_rows: bool = False
+  pattern: int | None = None
+  local_rope: bool = False
+  head_from_width: int | None = None
 
 
 _ARCHITECTURES = {
   'gpt2': _Architecture(
     'gpt2', keys=_GPT2_KEYS, names=_GPT2_NAMES, layers='h', rotates=False
   ),
-  'llama': _Architecture('llama', 'mixtral', swaps_rows=True),
+  'llama': _Architecture('llama', 'mixtral', swaps_rows=True, pattern=0),
+  'gemma': _Architecture('gemma'),
+  'gemma2': _Architecture(
+    'gemma2',
+    keys=_CAPPED_KEYS,
+    names=_GEMMA_NAMES,
+    pattern=2,
+    head_from_width=46,
+  ),
+  'gemma3': _Architecture(
+    'gemma3_text',
+    keys=_CAPPED_KEYS,
+    names=_GEMMA_NAMES,
+    pattern=6,
+    local_rope=True,
+    head_from_width=62,
+  ),
+  'granite': _Architecture('granite', keys=_GRANITE_KEYS, swaps_rows=True),
+  'olmo2': _Architecture('olmo2', names=_BEHIND_NAMES),
   'qwen2': _Architecture('qwen2'),
   'qwen3': _Architecture('qwen3'),
   'qwen3moe': _Architecture(None, 'qwen3_moe'),
+  'smollm3': _Architecture('smollm3', swaps_rows=True),
 }
 _NAME = re.compile(r'(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)')
 
@@ -247,7 +301,8 @@ def _own_keys(
 ) -> dict[str, Any]:
   """The keys of an architecture, without its name before them.
 
-  A list that repeats a value, once for each layer, is this value.
+  A list that repeats a value, once for each layer, is this value; only whether
+  layers have windows may differ between them.
 
   Raises:
     ValueError: the values of a list differ, or there are none.
@@ -256,7 +311,7 @@ def _own_keys(
   for key, value in header.metadata.items():
     if not key.startswith(f'{name}.'):
       continue
-    if isinstance(value, list):
+    if isinstance(value, list) and key != f'{name}.{_PATTERN}':
       if not value or any(one != value[0] for one in value):
         raise ValueError(
           f'{path}: {key} differs between layers; this is not supported'
@@ -269,15 +324,14 @@ def _own_keys(
 def _check_keys(
   path: pathlib.Path,
   name: str,
-  keys: Mapping[str, str],
   metadata: Mapping[str, Any],
 ) -> None:
   """Refuses keys of an architecture that are not known or missing."""
+  keys, pattern = _ARCHITECTURES[name].keys, _ARCHITECTURES[name].pattern
   if unknown := sorted(metadata.keys() - keys.keys() - _OTHER_KEYS):
     raise ValueError(f'{path}: {name}.{unknown[0]} is not supported')
-  optional = {'attention.key_length', 'attention.sliding_window'}
-  optional.add('attention.head_count_kv')
-  optional |= {key for key in keys if key.startswith('expert_')}
+  optional = {key for key in keys if key.startswith('expert_')}
+  optional |= _OPTIONAL_KEYS - {'attention.sliding_window' if pattern else ''}
   if missing := sorted(keys.keys() - metadata.keys() - optional):
     raise ValueError(f'{path} lacks the key {name}.{missing[0]}')
 
@@ -299,7 +353,7 @@ def _config_keys(path: pathlib.Path) -> dict[str, Any]:
     raise ValueError(
       f'{path}: {name} with {num_experts} experts is not supported'
     )
-  _check_keys(path, name, kind.keys, metadata)
+  _check_keys(path, name, metadata)
   if 'token_embd.weight' not in header.tensors:
     raise ValueError(f'{path} lacks the tensor token_embd.weight')
   found = {
@@ -331,9 +385,13 @@ def _add_attention(
   if _ROPE_FACTORS in header.tensors:
     rope['factor'] = _llama3_factor(path, header, rope['rope_theta'])
   found['rope_parameters'] = rope
-  head_width = found.setdefault(
-    'head_dim', found['hidden_size'] // max(found['num_attention_heads'], 1)
-  )
+  from_width = found['hidden_size'] // max(found['num_attention_heads'], 1)
+  head_width = found.setdefault('head_dim', from_width)
+  special = _ARCHITECTURES[name].head_from_width
+  if special is not None:
+    found['query_pre_attn_scalar'] = (
+      from_width if special == found['num_hidden_layers'] else head_width
+    )
   for key in ('rope.dimension_count', 'attention.value_length'):
     if metadata.get(key, head_width) != head_width:
       raise ValueError(
@@ -341,10 +399,36 @@ def _add_attention(
         f' {head_width}'
       )
   found['attention_bias'] = 'blk.0.attn_q.bias' in header.tensors
-  # No module here slides a window: the context ends where it would begin to.
-  longest = found['max_position_embeddings']
-  window = found.pop('sliding_window', longest)
-  found['max_position_embeddings'] = min(longest, window)
+  if found.get('sliding_window'):
+    _add_windows(path, name, metadata, found)
+
+
+def _add_windows(
+  path: pathlib.Path,
+  name: str,
+  metadata: Mapping[str, Any],
+  found: dict[str, Any],
+) -> None:
+  """Adds which layers have the window, and how those rotate."""
+  kind, number = _ARCHITECTURES[name], found['num_hidden_layers']
+  pattern = metadata.get(_PATTERN, kind.pattern)
+  if pattern is None:
+    raise ValueError(
+      f'{path}: {name}.attention.sliding_window={found["sliding_window"]}, but'
+      f' no {name}.{_PATTERN} says which layers have it'
+    )
+  if not isinstance(pattern, list):
+    pattern = [pattern == 0 or (at + 1) % pattern for at in range(number)]
+  if name == 'llama' and found['model_type'] == 'llama':
+    found['model_type'] = 'mistral' if all(pattern) else 'ministral'
+  types = ['sliding_attention' if one else 'full_attention' for one in pattern]
+  found |= {'layer_types': types, 'use_sliding_window': True}
+  if kind.local_rope:
+    local = {'rope_theta': metadata.get('rope.freq_base_swa', 10000.0)}
+    found['rope_parameters'] = {
+      'full_attention': found['rope_parameters'],
+      'sliding_attention': local | {'rope_type': 'default'},
+    }
 
 
 @dataclasses.dataclass(frozen=True)

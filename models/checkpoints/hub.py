@@ -133,7 +133,7 @@ def shape_module(
 
 
 def flat_params(
-  module: adapter.Module,
+  module: nnx.Module,
 ) -> tuple[nnx.GraphDef, dict[tuple, Any]]:
   """The graph of a module, and its parameters by path."""
   graph, variables = nnx.split(module)
@@ -155,16 +155,10 @@ def layer_bytes(config: adapter.Config, dtype: jax.typing.DTypeLike) -> float:
 
 
 def load_module(
-  name: str | pathlib.Path,
-  *,
-  dtype: jax.typing.DTypeLike = jnp.float32,
-  revision: str | None = None,
-  packed: bool = False,
-  layout: sharding_lib.Layout = sharding_lib.Layout(),
+  name: str | pathlib.Path, *, revision: str | None = None, **options: Any
 ) -> adapter.Module:
-  """Loads the model of a name, see `locate`; for the rest see `read_module`."""
-  checkpoint = locate(name, revision=revision)
-  return read_module(checkpoint, dtype=dtype, packed=packed, layout=layout)
+  """Loads the model of a name, see `locate`; the options of `read_module`."""
+  return read_module(locate(name, revision=revision), **options)
 
 
 def read_module(
@@ -173,6 +167,7 @@ def read_module(
   dtype: jax.typing.DTypeLike = jnp.float32,
   packed: bool = False,
   layout: sharding_lib.Layout = sharding_lib.Layout(),
+  outputs: np.ndarray | None = None,
 ) -> adapter.Module:
   """Reads the weights of a model.
 
@@ -189,6 +184,8 @@ def read_module(
       which must be available; those of float16 are not. Not with several
       devices.
     layout: where the tensors lie.
+    outputs: `[N]` int, ascending, the tokens whose logits are computed; those
+      of the others are -inf. None: all.
 
   Raises:
     ValueError: a config or tensor is unknown, missing, left over or misshapen;
@@ -207,8 +204,49 @@ def read_module(
       '%s: every device has all of %s, which %d devices cannot divide',
       *(checkpoint.path.name, ', '.join(whole), layout.parts('heads')),
     )
+  loaded = read_parameters(
+    *(checkpoint, family, expected, form, config),
+    packed=packed,
+    layout=layout,
+    outputs=outputs,
+  )
+  return nnx.merge(graph, traverse_util.unflatten_dict(loaded))
+
+
+def read_parameters(
+  checkpoint: checkpoint_lib.StoredTensors,
+  family: families.Family,
+  expected: dict[tuple, Any],
+  form: matrices_lib.WeightFormat,
+  config: Any,
+  *,
+  packed: bool,
+  layout: sharding_lib.Layout,
+  outputs: np.ndarray | None = None,
+) -> dict[tuple, Any]:
+  """Reads parameters by path; see `read_module`.
+
+  Args:
+    checkpoint: where they are stored.
+    family: what they belong to.
+    expected: their shapes by path.
+    form: the format of the matrices.
+    config: the shape of the model.
+    packed: see `read_module`.
+    layout: see `read_module`.
+    outputs: see `read_module`.
+
+  Raises:
+    ValueError: a tensor is unknown, missing, left over or misshapen; the
+      message names it.
+  """
   loaded, origin = dict[tuple, Any](), dict[tuple, str]()
   for path, name, host in _read(checkpoint, family, expected, form):
+    tied = outputs is not None and config.tie_embeddings
+    if outputs is not None and path[0] == (
+      config.embedding if tied else 'lm_head'
+    ):
+      host = matrices_lib.few_outputs(host, outputs, is_embedding=tied)
     # Position embeddings are added, not multiplied.
     if packed and len(host.shape) == 2 and path[0] != config.position_embedding:
       host = matrices_lib.pack(host)
@@ -225,7 +263,7 @@ def read_module(
   if missing := sorted(map(families.parameter_name, expected.keys() - loaded)):
     lacks = f'lacks {len(missing)} tensors, the first is {missing[0]}'
     raise ValueError(f'{checkpoint.path} {lacks}')
-  return nnx.merge(graph, traverse_util.unflatten_dict(loaded))
+  return loaded
 
 
 def _held_bytes(
@@ -240,7 +278,7 @@ def _held_bytes(
 
 
 def _read(
-  checkpoint: checkpoint_lib.Checkpoint,
+  checkpoint: checkpoint_lib.StoredTensors,
   family: families.Family,
   expected: dict[tuple, Any],
   form: matrices_lib.WeightFormat,
@@ -301,15 +339,22 @@ def save_pretrained(
   )
   folder = pathlib.Path(folder)
   folder.mkdir(parents=True, exist_ok=True)
-  tensors = {}
+  stored = dict[str, dict[str, np.ndarray]]()
   for path, leaf in params.items():
     name = families.parameter_name(path)
     values = family.to_stored(name, np.asarray(matrices_lib.unpack(leaf)))
     array = np.asarray(values, dtype=dtype or values.dtype)
     if family.is_transposed(name):
       array = array.T
-    stored = family.stored_name(name, module.config)
-    tensors[stored] = np.ascontiguousarray(array)
+    own = family.stored_name(name, module.config)
+    stored.setdefault(own, {})[name] = array
+  tensors = {}
+  for own, arrays in stored.items():
+    known = family.canonical_name(own, module.config) or own
+    order = family.parts(known, module.config) or arrays
+    # What is transposed stays so when it is joined, and would be written so.
+    joined = np.concatenate([arrays[name] for name in order])
+    tensors[own] = np.ascontiguousarray(joined)
   safetensors_numpy.save_file(
     tensors, folder / hugging_face.WEIGHTS, metadata={'format': 'pt'}
   )

@@ -37,12 +37,20 @@ class _Tensor:
   file: pathlib.Path
   name: str
   dtype: str
-  shape: tuple[int, ...]
+  stored_shape: tuple[int, ...]
+  rows: slice | None = None  # Of a part of what is stored.
   transposed: bool = False  # Whether it is stored `[in, out]`.
   convert: Callable[[np.ndarray], np.ndarray] = lambda rows: rows
 
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """The shape, as it is stored."""
+    if self.rows is None:
+      return self.stored_shape
+    within = range(*self.rows.indices(self.stored_shape[0]))
+    return (len(within), *self.stored_shape[1:])
+
   def check(self, expected: tuple[int, ...]) -> None:
-    """Raises ValueError on another shape, or a dtype that is not a float."""
     where = f'{self.file.parent}: tensor {self.name}'
     expected = expected[::-1] if self.transposed else expected
     if self.shape != expected:
@@ -61,12 +69,14 @@ class _Tensor:
     length = self.shape[-1 if self.transposed else 0]
     row_bytes = 4 * math.prod(self.shape) // max(length, 1)
     step = max(1, _BLOCK_BYTES // max(row_bytes, 1))
+    first = self.rows.start if self.rows else 0
     for start in range(0, length, step):
-      rows = slice(start, min(start + step, length))
+      end = min(start + step, length)
+      rows = slice(first + start, first + end)
       with safetensors.safe_open(self.file, 'numpy') as mapped:
         stored = mapped.get_slice(self.name)
         block = stored[:, rows].T if self.transposed else stored[rows]
-        yield rows, self.convert(block)
+        yield slice(start, end), self.convert(block)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +113,7 @@ class HuggingFaceFolder:
 
   @property
   def stored_dtypes(self) -> list[str]:
-    kinds = [one.dtype for one in self._stored() if len(one.shape) > 1]
+    kinds = [one.dtype for one in self.stored() if len(one.stored_shape) > 1]
     return list(dict.fromkeys(_FLOATS.get(kind, kind) for kind in kinds))
 
   @property
@@ -118,19 +128,23 @@ class HuggingFaceFolder:
     """Yields canonical names and tensors, in the order of the files."""
     config = self.config
     family = families.family_of(config)
-    for tensor in self._stored():
+    for tensor in self.stored():
       known = family.canonical_name(tensor.name, config)
-      if known is not None:
+      if known is None:
+        continue
+      parts = dict[str, slice | None](family.parts(known, config))
+      for name, rows in (parts or {known: None}).items():
         yield (
-          known,
+          name,
           dataclasses.replace(
             tensor,
-            transposed=family.is_transposed(known),
-            convert=functools.partial(family.convert, known),
+            rows=rows,
+            transposed=family.is_transposed(name),
+            convert=functools.partial(family.convert, name),
           ),
         )
 
-  def _stored(self) -> Iterator[_Tensor]:
+  def stored(self) -> Iterator[_Tensor]:
     """Yields all tensors by their own names."""
     for file in self._weights():
       try:

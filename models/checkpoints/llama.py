@@ -2,11 +2,16 @@
 
 from collections.abc import Mapping
 import dataclasses
+import functools
+import math
 import re
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
+import numpy as np
 import transformers
 
+from models.nn import gemma as gemma_lib
 from models.nn import layers
 from models.nn import llama as nn_llama
 from models.nn import mixtral as mixtral_lib
@@ -18,11 +23,16 @@ _BUFFERS = re.compile(r'layers\.\d+\.self_attn\.rotary_emb\.inv_freq')
 
 # Names of the parts of a perceptron, and what Mixtral calls them.
 _MIXTRAL_NAMES = {'gate_proj': 'w1', 'up_proj': 'w3', 'down_proj': 'w2'}
+# Matrices that Phi-3 stores as one, whose rows lie one after the other.
+_FUSED = {
+  'qkv_proj': ('q_proj', 'k_proj', 'v_proj'),
+  'gate_up_proj': ('gate_proj', 'up_proj'),
+}
+# What a Gemma that sees has beside its language model, and how that is called.
+_VISION = re.compile(r'(model\.)?(vision_tower|multi_modal_projector)\..*')
+_LANGUAGE = re.compile(r'(model\.)?language_model\.')
 
-
-_NONE = ((False, False),)
-_QKV = ((True, False),)
-_AS_STATED = ((False, False), (True, True))
+_FULL, _SLIDING = 'full_attention', 'sliding_attention'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,51 +42,148 @@ class _ModelType:
   Attributes:
     config: class of transformers.
     shape: class of the shape.
-    biases: what attention may have, `(qkv_bias, output_bias)`; `_AS_STATED` is
-      decided by the key attention_bias.
-    has_mlp_bias: whether there is a key mlp_bias.
-    qk_norm: whether queries and keys are normalised.
-    has_expert_keys: whether there are keys for the width of an expert and for
-      whether the weights of experts are normalised.
+    keys: further fields of the shape, and their keys in config.json.
+    fixed: further fields, and the values that they have in all such models.
+    windows: which layers may have a window: `none`, `all` by the key
+      sliding_window, `some` by layer_types, or `switched`, some only if
+      use_sliding_window is true.
+    ropes: `one` for all layers, one for each of the `kinds` of layers with a
+      window and without, or one for the layers of the key `no_rope_layers` that
+      are not 0.
+    is_partial: whether partial_rotary_factor may be below 1.
   """
 
   config: Any
   shape: type[nn_llama.LlamaConfig] = nn_llama.LlamaConfig
-  biases: tuple[tuple[bool, bool], ...] = _NONE
-  has_mlp_bias: bool = False
-  qk_norm: bool = False
-  has_expert_keys: bool = False
+  keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  windows: str = 'none'
+  ropes: str = 'one'
+  is_partial: bool = False
 
   def can_state(self, config: nn_llama.LlamaConfig) -> bool:
     """Whether a config of this type can have a shape."""
-    return (
-      type(config) is self.shape
-      and (config.qkv_bias, config.output_bias) in self.biases
-      and config.qk_norm == self.qk_norm
-      and (self.has_mlp_bias or not config.mlp_bias)
-      and (self.has_expert_keys or getattr(config, 'renormalize', True))
-    )
+    if type(config) is not self.shape:
+      return False
+    stated = {*_KEYS, *self.keys, *_COMPUTED}
+    others = {
+      field.name: self.fixed.get(field.name, field.default)
+      for field in dataclasses.fields(config)
+      if field.name not in stated
+    }
+    if any(getattr(config, name) != value for name, value in others.items()):
+      return False
+    try:
+      written = self.config(**_to_keys(config, self))
+      return _read_shape(written, self) == config
+    except (StrictDataclassError, ValueError):  # It has no such models.
+      return False
 
+
+_BIASES = {'qkv_bias': 'attention_bias', 'output_bias': 'attention_bias'}
+_MLP_BIAS = {'mlp_bias': 'mlp_bias'}
+_EXPERTS = {'experts_per_token': 'num_experts_per_tok'}
+_OWN_EXPERTS = _EXPERTS | {
+  'num_experts': 'num_experts',
+  'inner_width': 'moe_intermediate_size',
+  'renormalize': 'norm_topk_prob',
+}
+_MULTIPLIERS = {
+  'embedding_scale': 'embedding_multiplier',
+  'attention_scale': 'attention_multiplier',
+  'residual_scale': 'residual_multiplier',
+  'logit_divisor': 'logits_scaling',
+}
+_SCALAR = 'query_pre_attn_scalar'  # Scores are divided by its square root.
+_CAPS = {
+  'activation': 'hidden_activation',
+  'attention_scale': _SCALAR,
+  'score_cap': 'attn_logit_softcapping',
+  'logit_cap': 'final_logit_softcapping',
+}
+_BEHIND = {'pre_norm': False, 'post_norm': True}
+_BEHIND |= {'qk_norm': True, 'joint_qk_norm': True}
 
 # A shape is saved as the first type that can state it.
 _MODEL_TYPES = {
   'llama': _ModelType(
-    config=transformers.LlamaConfig, biases=_AS_STATED, has_mlp_bias=True
+    config=transformers.LlamaConfig, keys=_BIASES | _MLP_BIAS
   ),
-  'mistral': _ModelType(config=transformers.MistralConfig),
-  'qwen2': _ModelType(config=transformers.Qwen2Config, biases=_QKV),
+  'mistral': _ModelType(config=transformers.MistralConfig, windows='all'),
+  'qwen2': _ModelType(
+    config=transformers.Qwen2Config,
+    fixed={'qkv_bias': True},
+    windows='switched',
+  ),
   'qwen3': _ModelType(
-    config=transformers.Qwen3Config, biases=_AS_STATED, qk_norm=True
+    config=transformers.Qwen3Config,
+    keys=_BIASES,
+    fixed={'qk_norm': True},
+    windows='switched',
+  ),
+  'ministral': _ModelType(config=transformers.MinistralConfig, windows='some'),
+  'phi3': _ModelType(
+    config=transformers.Phi3Config, windows='all', is_partial=True
+  ),
+  'olmo2': _ModelType(
+    config=transformers.Olmo2Config, keys=_BIASES, fixed=_BEHIND
+  ),
+  'olmo3': _ModelType(
+    config=transformers.Olmo3Config,
+    keys=_BIASES,
+    fixed=_BEHIND,
+    windows='some',
+    ropes='kinds',
+  ),
+  'granite': _ModelType(
+    config=transformers.GraniteConfig, keys=_BIASES | _MLP_BIAS | _MULTIPLIERS
+  ),
+  'smollm3': _ModelType(
+    config=transformers.SmolLM3Config,
+    keys=_BIASES | _MLP_BIAS,
+    windows='switched',
+    ropes='no_rope_layers',
+  ),
+  'gemma': _ModelType(
+    config=transformers.GemmaConfig, shape=gemma_lib.GemmaConfig, keys=_BIASES
+  ),
+  'gemma2': _ModelType(
+    config=transformers.Gemma2Config,
+    shape=gemma_lib.GemmaConfig,
+    keys=_BIASES | _CAPS,
+    fixed={'post_norm': True},
+    windows='some',
+  ),
+  'gemma3_text': _ModelType(
+    config=transformers.Gemma3TextConfig,
+    shape=gemma_lib.GemmaConfig,
+    keys=_BIASES | _CAPS,
+    fixed={'post_norm': True, 'qk_norm': True},
+    windows='some',
+    ropes='kinds',
   ),
   'mixtral': _ModelType(
-    config=transformers.MixtralConfig, shape=mixtral_lib.MixtralConfig
+    config=transformers.MixtralConfig,
+    shape=mixtral_lib.MixtralConfig,
+    keys=_EXPERTS | {'num_experts': 'num_local_experts'},
+    windows='all',
   ),
   'qwen3_moe': _ModelType(
     config=transformers.Qwen3MoeConfig,
     shape=mixtral_lib.MixtralConfig,
-    biases=_AS_STATED,
-    qk_norm=True,
-    has_expert_keys=True,
+    keys=_BIASES | _OWN_EXPERTS,
+    fixed={'qk_norm': True},
+    windows='all',
+  ),
+  'qwen2_moe': _ModelType(
+    config=transformers.Qwen2MoeConfig,
+    shape=mixtral_lib.MixtralConfig,
+    keys=_OWN_EXPERTS
+    | {
+      'qkv_bias': 'qkv_bias',
+      'shared_width': 'shared_expert_intermediate_size',
+    },
+    windows='switched',
   ),
 }
 # Fields of a `LlamaConfig`, and their keys in config.json.
@@ -91,6 +198,9 @@ _KEYS = {
   'norm_epsilon': 'rms_norm_eps',
   'tie_embeddings': 'tie_word_embeddings',
 }
+# Fields that follow from several keys, or from a key and others.
+_COMPUTED = {'num_positions', 'head_width', 'rope', 'window'}
+_COMPUTED |= {'attention_scale', 'embedding_scale'}
 # Keys of `rope_parameters` that are not fields of a scaling.
 _ROPE_KEYS = {'rope_type', 'type', 'rope_theta', 'partial_rotary_factor'}
 _ROPE_NUMBERS = {'rope_theta'} | {
@@ -100,17 +210,16 @@ _ROPE_NUMBERS = {'rope_theta'} | {
 }
 
 
-def _read_rope(raw: Mapping[str, Any]) -> rope_lib.Rope:
+def _read_rope(raw: Mapping[str, Any], is_partial: bool) -> rope_lib.Rope:
   """The rotary embedding of transformers' `rope_parameters`."""
-  if raw.get('partial_rotary_factor', 1.0) != 1.0:
-    raise ValueError(
-      f'partial_rotary_factor={raw["partial_rotary_factor"]!r} is not supported'
-    )
+  fraction = raw.get('partial_rotary_factor', 1.0)
+  if fraction != 1.0 and not is_partial:
+    raise ValueError(f'partial_rotary_factor={fraction!r} is not supported')
   kind, theta = raw.get('rope_type', 'default'), raw['rope_theta']
   if not isinstance(kind, str):
     raise ValueError(f'rope_type must be a name, got {kind!r}')
   if kind == 'default':
-    return rope_lib.Rope(theta=theta)
+    return rope_lib.Rope(theta=theta, fraction=fraction)
   if kind not in rope_lib.SCALINGS:
     raise ValueError(
       f'rope_type={kind!r} is not supported; choose from'
@@ -122,23 +231,48 @@ def _read_rope(raw: Mapping[str, Any]) -> rope_lib.Rope:
     values.pop('original_max_position_embeddings', None)
   if unknown := sorted(set(values) - known):
     raise ValueError(f'{unknown[0]} is not supported with rope_type={kind!r}')
-  return rope_lib.Rope(theta=theta, scaling=rope_lib.SCALINGS[kind](**values))
+  scaling = rope_lib.SCALINGS[kind](**values)
+  return rope_lib.Rope(theta=theta, scaling=scaling, fraction=fraction)
 
 
-def _longest_context(config: Any) -> int:
-  """Longest context in which every token sees all tokens before it.
-
-  It ends where a sliding window would begin to slide: no module here slides it.
-  """
-  longest = config.max_position_embeddings
-  kinds = set(getattr(config, 'layer_types', None) or ())
-  if unknown := kinds - {'full_attention', 'sliding_attention'}:
-    raise ValueError(f'layer_types has {sorted(unknown)}, not supported')
+def _read_windows(config: Any, kind: _ModelType) -> tuple[int | None, ...]:
+  """The window of each layer, None where it sees the whole text."""
   window = getattr(config, 'sliding_window', None)
   if not isinstance(window, int | None):
     raise ValueError(f'sliding_window must be an integer, got {window!r}')
-  slides = window is not None and (not kinds or 'sliding_attention' in kinds)
-  return min(longest, window) if slides else longest
+  number = config.num_hidden_layers
+  if kind.windows == 'none':
+    return (None,) * number
+  if kind.windows == 'all':
+    return (window,) * number
+  kinds = config.layer_types
+  if unknown := {*kinds} - {_FULL, _SLIDING}:
+    raise ValueError(f'layer_types has {sorted(unknown)}, not supported')
+  if len(kinds) != number:
+    raise ValueError(
+      f'layer_types has {len(kinds)} entries for {number} layers'
+    )
+  return tuple(window if kind == _SLIDING else None for kind in kinds)
+
+
+def _read_ropes(
+  config: Any, kind: _ModelType
+) -> tuple[rope_lib.Rope | None, ...]:
+  """The rotation of each layer, None where there is none."""
+  number, raw = config.num_hidden_layers, config.rope_parameters
+  read = functools.partial(_read_rope, is_partial=kind.is_partial)
+  if kind.ropes == 'kinds':
+    ropes = {key: read(raw[key]) for key in {*config.layer_types}}
+    return tuple(ropes[key] for key in config.layer_types)
+  rope = read(raw)
+  if kind.ropes == 'one':
+    return (rope,) * number
+  rotates = config.no_rope_layers
+  if len(rotates) != number:
+    raise ValueError(
+      f'no_rope_layers has {len(rotates)} entries for {number} layers'
+    )
+  return tuple(rope if one else None for one in rotates)
 
 
 def _stated(rope: dict[str, Any], longest: Any) -> dict[str, Any]:
@@ -174,44 +308,35 @@ def _from_dict(kind: Any, raw: Mapping[str, Any]) -> Any:
   return kind.from_dict({**raw, **ropes})
 
 
-def _common(config: Any, kind: _ModelType) -> dict[str, Any]:
-  """The fields of a `LlamaConfig`, from a transformers config."""
-  if config.hidden_act not in layers.ACTIVATIONS:
+def _read_shape(config: Any, kind: _ModelType) -> nn_llama.LlamaConfig:
+  """The shape that a transformers config describes."""
+  keys = {**_KEYS, **kind.keys}
+  activation = getattr(config, keys['activation'])
+  if activation not in layers.ACTIVATIONS:
     raise ValueError(
-      f'hidden_act={config.hidden_act!r} is not known; choose from'
+      f'{keys["activation"]}={activation!r} is not known; choose from'
       f' {sorted(layers.ACTIVATIONS)}'
     )
-  attention_bias = getattr(config, 'attention_bias', False)
-  return {ours: getattr(config, key) for ours, key in _KEYS.items()} | {
-    'num_positions': _longest_context(config),
-    'head_width': getattr(config, 'head_dim', None)
-    or config.hidden_size // config.num_attention_heads,
-    'rope': _read_rope(config.rope_parameters),
-    'qkv_bias': kind.biases == _QKV or attention_bias,
-    'output_bias': kind.biases != _QKV and attention_bias,
-    'mlp_bias': getattr(config, 'mlp_bias', False),
-    'qk_norm': kind.qk_norm,
-  }
-
-
-def _experts(config: Any, kind: _ModelType) -> dict[str, Any]:
-  """The fields that a `MixtralConfig` has beside those of a `LlamaConfig`."""
-  fields = {
-    'num_experts': config.num_experts,
-    'experts_per_token': config.num_experts_per_tok,
-  }
-  if not kind.has_expert_keys:
-    return fields
-  if config.mlp_only_layers or config.decoder_sparse_step != 1:
+  if kind.shape is mixtral_lib.MixtralConfig and (
+    getattr(config, 'mlp_only_layers', None)
+    or getattr(config, 'decoder_sparse_step', 1) != 1
+  ):
     raise ValueError(
       f'mlp_only_layers={config.mlp_only_layers!r} and decoder_sparse_step='
       f'{config.decoder_sparse_step!r}: layers without experts are not'
       ' supported'
     )
-  return fields | {
-    'inner_width': config.moe_intermediate_size,
-    'renormalize': config.norm_topk_prob,
-  }
+  fields = {ours: getattr(config, key) for ours, key in keys.items()}
+  if _SCALAR in keys.values():
+    fields['attention_scale'] = 1 / math.sqrt(fields['attention_scale'])
+  return kind.shape(
+    **{**fields, **kind.fixed},
+    num_positions=config.max_position_embeddings,
+    head_width=getattr(config, 'head_dim', None)
+    or config.hidden_size // config.num_attention_heads,
+    rope=_read_ropes(config, kind),
+    window=_read_windows(config, kind),
+  )
 
 
 def model_types(shape: type[nn_llama.LlamaConfig]) -> frozenset[str]:
@@ -223,13 +348,10 @@ def model_types(shape: type[nn_llama.LlamaConfig]) -> frozenset[str]:
 def read_config(raw: Mapping[str, Any]) -> nn_llama.LlamaConfig:
   """Reads the keys of a `config.json`; raises ValueError."""
   kind = _MODEL_TYPES[raw['model_type']]
-  config = _from_dict(kind.config, raw)
-  fields = _common(config, kind)
-  if kind.shape is mixtral_lib.MixtralConfig:
-    fields |= _experts(config, kind)
-  return kind.shape(**fields)
+  return _read_shape(_from_dict(kind.config, raw), kind)
 
 
+@functools.lru_cache
 def _model_type(config: nn_llama.LlamaConfig) -> str:
   """The `model_type` whose config can state a shape."""
   for name, kind in _MODEL_TYPES.items():
@@ -240,36 +362,72 @@ def _model_type(config: nn_llama.LlamaConfig) -> str:
   )
 
 
+def _rope_keys(rope: rope_lib.Rope) -> dict[str, Any]:
+  """What transformers calls `rope_parameters`."""
+  keys: dict[str, Any] = {'rope_theta': rope.theta, 'rope_type': 'default'}
+  if rope.fraction != 1.0:
+    keys['partial_rotary_factor'] = rope.fraction
+  if rope.scaling is not None:
+    keys['rope_type'] = rope.scaling.rope_type
+    keys |= dataclasses.asdict(rope.scaling)
+  return keys
+
+
+def _layer_keys(
+  config: nn_llama.LlamaConfig, kind: _ModelType
+) -> dict[str, Any]:
+  """The keys of what layers see, and how they rotate."""
+  windows, ropes = config.of_layers('window'), config.of_layers('rope')
+  slides = [window is not None for window in windows]
+  types = [_SLIDING if one else _FULL for one in slides]
+  window = next((one for one in windows if one is not None), None)
+  keys: dict[str, Any] = {}
+  if kind.windows != 'none':
+    keys['sliding_window'] = window
+  if kind.windows in ('some', 'switched'):
+    keys['layer_types'] = types
+  if kind.windows == 'switched':
+    keys['use_sliding_window'] = any(slides)
+  by_type = {
+    name: _rope_keys(rope)
+    for name, rope in zip(types, ropes, strict=True)
+    if rope is not None
+  }
+  if kind.ropes == 'kinds':
+    return keys | {'rope_parameters': by_type}
+  if kind.ropes == 'no_rope_layers':
+    keys['no_rope_layers'] = [int(rope is not None) for rope in ropes]
+  return keys | {'rope_parameters': next(iter(by_type.values()), None)}
+
+
+def _to_keys(config: nn_llama.LlamaConfig, kind: _ModelType) -> dict[str, Any]:
+  """The keys of a config of a type that are to state a shape."""
+  names = {**_KEYS, **kind.keys}
+  keys = {key: getattr(config, ours) for ours, key in names.items()}
+  if key := kind.keys.get('attention_scale'):
+    scale = config.attention_scale or 1 / math.sqrt(config.head_width)
+    keys[key] = round(scale**-2) if key == _SCALAR else scale
+  return keys | {
+    'max_position_embeddings': config.num_positions,
+    'head_dim': config.head_width,
+    **_layer_keys(config, kind),
+  }
+
+
 def to_hugging_face(
   config: nn_llama.LlamaConfig, *, dtype: str, eos_token_id: int | None
 ) -> transformers.PreTrainedConfig:
   """The transformers config of a shape; raises ValueError if there is none."""
   kind = _MODEL_TYPES[_model_type(config)]
-  rope: dict[str, Any] = {'rope_theta': config.rope.theta}
-  scaling = config.rope.scaling
-  rope['rope_type'] = 'default' if scaling is None else scaling.rope_type
-  if scaling is not None:
-    rope |= dataclasses.asdict(scaling)
-  keys = {key: getattr(config, ours) for ours, key in _KEYS.items()} | {
-    'max_position_embeddings': config.num_positions,
-    'head_dim': config.head_width,
-    'rope_parameters': rope,
-    'bos_token_id': eos_token_id,
-    'eos_token_id': eos_token_id,
-    'dtype': dtype,
-  }
-  if kind.biases == _AS_STATED:
-    keys['attention_bias'] = config.qkv_bias
-  if kind.has_mlp_bias:
-    keys['mlp_bias'] = config.mlp_bias
-  if isinstance(config, mixtral_lib.MixtralConfig):
-    keys['num_local_experts'] = config.num_experts
-    keys['num_experts_per_tok'] = config.experts_per_token
-    if kind.has_expert_keys:
-      keys['moe_intermediate_size'] = config.inner_width
-      keys['norm_topk_prob'] = config.renormalize
-  made = kind.config(**keys)
-  made.architectures = [type(made).__name__.replace('Config', 'ForCausalLM')]
+  made = kind.config(
+    **_to_keys(config, kind),
+    bos_token_id=eos_token_id,
+    eos_token_id=eos_token_id,
+    pad_token_id=eos_token_id,  # Some defaults lie beyond small vocabularies.
+    dtype=dtype,
+  )
+  name = type(made).__name__.replace('TextConfig', 'Config')
+  made.architectures = [name.replace('Config', 'ForCausalLM')]
   return made
 
 
@@ -290,12 +448,44 @@ def canonical_name(stored: str, config: nn_llama.LlamaConfig) -> str | None:
   return name
 
 
+def parts(name: str, config: nn_llama.LlamaConfig) -> Mapping[str, slice]:
+  """The tensors that are stored as one, and their rows; {} if it is but one."""
+  sizes = {'q_proj': config.num_heads * config.head_width}
+  sizes['k_proj'] = sizes['v_proj'] = config.num_kv_heads * config.head_width
+  found: dict[str, slice] = {}
+  start = 0
+  *parents, own, leaf = name.split('.')
+  for one in _FUSED.get(own, ()):
+    end = start + sizes.get(one, config.inner_width)
+    found['.'.join([*parents, one, leaf])] = slice(start, end)
+    start = end
+  return found
+
+
 def stored_name(name: str, config: nn_llama.LlamaConfig) -> str:
   """The name that transformers stores a canonical name under."""
   if name == 'lm_head.weight':
     return name
-  if _model_type(config) == 'mixtral':
+  kind = _model_type(config)
+  if kind == 'mixtral':
     name = name.replace('.mlp.', '.block_sparse_moe.')
     for ours, theirs in _MIXTRAL_NAMES.items():
       name = name.replace(f'.{ours}.', f'.{theirs}.')
+  if kind == 'phi3':
+    for fused, names in _FUSED.items():
+      for one in names:
+        name = name.replace(f'.{one}.', f'.{fused}.')
   return _PREFIX + name
+
+
+def gemma_name(stored: str, config: gemma_lib.GemmaConfig) -> str | None:
+  """The same as `canonical_name`, of a Gemma that may see."""
+  if _VISION.fullmatch(stored):
+    return None
+  return canonical_name(_LANGUAGE.sub('', stored, count=1), config)
+
+
+def shift_norms(by: float, name: str, rows: np.ndarray) -> np.ndarray:
+  """Values of a Gemma, whose folders have the scales of norms minus one."""
+  is_norm = name.endswith('norm.weight')
+  return rows.astype(np.float32) + np.float32(by) if is_norm else rows

@@ -70,6 +70,7 @@ def _spec(
   parameters: int,
   kernels: bool,
   layout: sharding_lib.Layout,
+  hidden: tuple[int, ...],
 ) -> model_lib.ModelSpec:
   """The record of a shape; cached, so that loading it again does not recompile.
 
@@ -96,6 +97,8 @@ def _spec(
       head_width=config.head_width,
       dtype=dtype,
     )
+    widths = dict.fromkeys(hidden, config.width)
+    cache = cache_lib.with_hidden(cache, widths, dtype)
     return layout.place(cache.replace(ops=cache_ops))
 
   per_slot = 2 * config.num_layers * config.num_kv_heads * config.head_width
@@ -111,11 +114,14 @@ def _spec(
     place=layout.place,
     row_shards=layout.parts('rows'),
     slot_shards=head_parts if config.num_kv_heads % head_parts == 0 else 1,
+    hidden=hidden,
   )
 
 
 def as_model(
-  module: Module, layout: sharding_lib.Layout = sharding_lib.Layout()
+  module: Module,
+  layout: sharding_lib.Layout = sharding_lib.Layout(),
+  hidden: tuple[int, ...] = (),
 ) -> model_lib.LanguageModel:
   """Splits a module into the parameters and functions that `specdec` decodes.
 
@@ -124,6 +130,8 @@ def as_model(
   Args:
     module: of any family.
     layout: where the module lies, as it was loaded.
+    hidden: the hidden states that its cache keeps for a drafting head, keys of
+      `specdec.cache.KVCache.hidden`.
   """
   config = module.config
   graph, variables = nnx.split(module)
@@ -132,6 +140,7 @@ def as_model(
   kernels = False
   for path, leaf in traverse_util.flatten_dict(params).items():
     share = _share_read(path, config)
+    leaf = matrices_lib.computed(leaf)
     kernels |= matrices_lib.uses_kernels(leaf)
     # Shapes have no `nbytes`.
     weight_bytes += share * sum(
@@ -149,5 +158,6 @@ def as_model(
       round(parameters),
       kernels,
       layout,
+      hidden,
     ),
   )

@@ -11,6 +11,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from models.nn import layers
 from models.nn import matrices as matrices_lib
 from models.nn.cpu import ops
 from specdec import cache as cache_lib
@@ -30,18 +31,31 @@ def _batched_matmul(x: jax.Array, y: jax.Array, contract: int) -> jax.Array:
   )
 
 
-def _attend(query, key, value, mask, *, scale):
-  scores = scale * _batched_matmul(query, key, 3)
+def within_window(mask: jax.Array, window: int | None) -> jax.Array:
+  """A mask `[B, L, S]` whose queries see their last `window` positions only.
+
+  What a query sees is its text and its ancestors in a tree, in the order of
+  their slots, itself the last. So positions are counted along its own path,
+  whatever slots lie between.
+  """
+  if window is None:
+    return mask
+  counted = lax.cumsum(mask.astype(jnp.int32), axis=2, reverse=True)
+  return mask & (counted <= window)
+
+
+def _attend(query, key, value, mask, *, scale, cap=None):
+  scores = layers.soft_cap(scale * _batched_matmul(query, key, 3), cap)
   scores = jnp.where(mask[:, None], scores, _MASKED_SCORE)
   probs = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
   return _batched_matmul(probs, value, 2)
 
 
-def _attend_padded(num_queries, query, key, value, mask, *, scale):
+def _attend_padded(num_queries, query, key, value, mask, **options):
   """Attention of a single query, computed as `num_queries` equal ones."""
   padded = (*query.shape[:2], num_queries, query.shape[3])
   query = jnp.broadcast_to(query, padded)
-  return _attend(query, key, value, mask, scale=scale)[:, :, :1]
+  return _attend(query, key, value, mask, **options)[:, :, :1]
 
 
 def attend(
@@ -51,6 +65,7 @@ def attend(
   mask: jax.Array,
   *,
   scale: float,
+  cap: float | None = None,
 ) -> jax.Array:
   """Softmax attention `[B, Hq, L, Dh]`, computed in float32.
 
@@ -63,9 +78,11 @@ def attend(
     # read once.
     rows = query.reshape(*key.shape[:2], -1, query.shape[3])
     mask = jnp.tile(mask, (1, group, 1))
-    return attend(rows, key, value, mask, scale=scale).reshape(query.shape)
+    out = attend(rows, key, value, mask, scale=scale, cap=cap)
+    return out.reshape(query.shape)
+  options = {'scale': scale, 'cap': cap}
   if query.shape[2] > 1 or value.dtype == jnp.float32:
-    return _attend(query, key, value, mask, scale=scale)
+    return _attend(query, key, value, mask, **options)
   # A bfloat16 product of a single row misses the fast CPU kernel
   # (docs/cpu.md: 187 ms, against 12.5 ms with two rows, AMD EPYC Zen 5).
   return lax.platform_dependent(
@@ -73,8 +90,8 @@ def attend(
     key,
     value,
     mask,
-    cpu=functools.partial(_attend_padded, 2, scale=scale),
-    default=functools.partial(_attend, scale=scale),
+    cpu=functools.partial(_attend_padded, 2, **options),
+    default=functools.partial(_attend, **options),
   )
 
 
@@ -87,6 +104,7 @@ def self_attention(
   layer: int,
   *,
   scale: float,
+  cap: float | None = None,
 ) -> tuple[jax.Array, cache_lib.KVCache | None]:
   """Writes the keys and values of L positions to a cache, then attends to it.
 
@@ -101,6 +119,7 @@ def self_attention(
       attend to one another only.
     layer: index of the layer in the cache.
     scale: factor of the scores.
+    cap: see `layers.soft_cap`, of the scores (Gemma 2).
 
   Returns:
     `[B, Hq, L, Dh]` float32, and the cache with the new entries.
@@ -108,7 +127,7 @@ def self_attention(
   if cache is not None:
     cache = cache_lib.write(cache, layer, key, value)
     key, value = cache.keys[layer], cache.values[layer]
-  return attend(query, key, value, mask, scale=scale), cache
+  return attend(query, key, value, mask, scale=scale, cap=cap), cache
 
 
 def attend_projections(

@@ -195,8 +195,12 @@ class GPT2(nnx.Module):
     embedding = self.wte.embedding.get_value()
     x = matrices_lib.take_rows(embedding, tokens) + self.wpe(positions)
     for layer, block in enumerate(self.h):
+      cache = cache_lib.write_hidden(cache, layer, x)
       with jax.named_scope(f'layer_{layer}'):
         x, cache = block(x, mask, cache)
+    cache = cache_lib.write_hidden(cache, len(self.h), x)
     tied = self.config.tie_embeddings
     head = embedding if tied else self.lm_head.get_value()
-    return layers.project(x, [(head, None)], norm=self.ln_f), cache
+    x = layers.normalize(x, self.ln_f, kernels=matrices_lib.uses_kernels(head))
+    cache = cache_lib.write_hidden(cache, cache_lib.AFTER_NORM, x)
+    return matrices_lib.matmul(x, head), cache

@@ -64,6 +64,11 @@ def check_config(config: Any) -> None:
     )
 
 
+def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
+  """Values squeezed to between -cap and cap (arXiv 2408.00118, section 2)."""
+  return x if cap is None else cap * jnp.tanh(x / cap)
+
+
 def residual_stddev(num_layers: int) -> float:
   """Initial deviation of weights that write to the residual stream (GPT-2)."""
   return 0.02 / math.sqrt(2 * num_layers)
@@ -134,6 +139,18 @@ class RMSNorm(nnx.Module):
     return normalized * jnp.expand_dims(scale, range(x.ndim - 1))
 
 
+def normalize(
+  x: jax.Array, norm: LayerNorm | RMSNorm | None, *, kernels: bool
+) -> jax.Array:
+  """The norm of `[..., width]`, by the kernels of `models.nn.cpu` or by XLA.
+
+  None changes nothing.
+  """
+  if norm is None:
+    return x
+  return ops.normalize(x, norm.operand) if kernels else norm(x)
+
+
 def _product(x: jax.Array, linear: Parameters) -> jax.Array:
   weight, bias = linear
   out = matrices_lib.matmul(x, weight)
@@ -180,7 +197,7 @@ def project(
     out = multiply()
     results = jnp.split(out, 2, axis=-1) if gated else [out]
   else:
-    rows = x if norm is None else norm(x)
+    rows = normalize(x, norm, kernels=False)
     results = [_product(rows, linear) for linear in linears]
   function = ACTIVATIONS[activation]
   if gated:

@@ -1,9 +1,9 @@
 """Llama and related models in Flax NNX, with positions and mask as arguments.
 
-One module serves Llama 2 and 3, SmolLM2, Mistral, Qwen 2.5 and Qwen 3, which
-differ in `LlamaConfig` only. `models.nn.mixtral` has the same blocks with
-experts in place of the feed-forward layer. Names and dtypes follow the same
-rules as in `models.nn.gpt2`.
+One module serves Llama 2 and 3, Mistral, Qwen, Gemma, OLMo, Granite, SmolLM and
+Phi, which differ in `LlamaConfig` only. `models.nn.mixtral` has the same blocks
+with experts in place of the feed-forward layer. Names and dtypes follow the
+same rules as in `models.nn.gpt2`.
 """
 
 import dataclasses
@@ -20,7 +20,14 @@ from models.nn import attention
 from models.nn import layers
 from models.nn import matrices as matrices_lib
 from models.nn import rope as rope_lib
+from models.nn.cpu import ops
 from specdec import cache as cache_lib
+
+_Rope = rope_lib.Rope | None
+_FACTORS = (
+  *('embedding_scale', 'attention_scale', 'residual_scale'),
+  *('logit_divisor', 'score_cap', 'logit_cap'),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,11 +54,24 @@ class LlamaConfig:
   inner_width: int  # Of the feed-forward layer, or of one expert.
   activation: str = 'silu'  # Of the gate, a key of `layers.ACTIVATIONS`.
   norm_epsilon: float = 1e-6  # Added to the mean square in every norm.
-  rope: rope_lib.Rope = dataclasses.field(default_factory=rope_lib.Rope)
+  # One for all layers, or a tuple with one for each.
+  rope: _Rope | tuple[_Rope, ...] = rope_lib.Rope()  # None rotates nothing.
+  window: int | tuple[int | None, ...] | None = None  # See `within_window`.
   qkv_bias: bool = False
   output_bias: bool = False  # Of the output projection of attention.
   mlp_bias: bool = False
-  qk_norm: bool = False  # Whether queries and keys are normalised (Qwen 3).
+  qk_norm: bool = False  # Whether queries and keys are normalised (Qwen 3),
+  joint_qk_norm: bool = False  # and that over all heads together (OLMo 2).
+  # Where else norms are: before attention and perceptron, behind them (OLMo 2),
+  # or both (Gemma 2).
+  pre_norm: bool = True
+  post_norm: bool = False
+  embedding_scale: float = 1.0  # Factor of the embeddings (Granite, Gemma).
+  attention_scale: float | None = None  # Of the scores; None: 1 / sqrt(Dh).
+  residual_scale: float = 1.0  # Of what a layer adds to the stream (Granite).
+  logit_divisor: float = 1.0  # Of the logits (Granite).
+  score_cap: float | None = None  # See `layers.soft_cap` (Gemma 2).
+  logit_cap: float | None = None
   tie_embeddings: bool = False  # Use the token embedding as the head.
 
   def __post_init__(self):
@@ -63,18 +83,61 @@ class LlamaConfig:
       )
     if self.head_width % 2:
       raise ValueError(f'head_width must be even, got {self.head_width}')
+    if not (self.pre_norm or self.post_norm):
+      raise ValueError('pre_norm and post_norm are both False')
+    for name in _FACTORS:
+      factor = getattr(self, name)
+      if factor is not None and not factor > 0:
+        raise ValueError(f'{name} must be positive, got {factor}')
+    # Equal models are equal records.
+    if self.attention_scale == 1 / math.sqrt(self.head_width):
+      self._set('attention_scale', None)
+    windows = self.of_layers('window')
+    for window in windows:
+      if window is not None and window < 1:
+        raise ValueError(f'sliding_window must be positive, got {window}')
+    slides = lambda size: size is not None and size < self.num_positions
+    self._set_layers('window', tuple(w if slides(w) else None for w in windows))
+    self._set_layers('rope', self.of_layers('rope'))
+
+  def _set(self, field: str, value: Any) -> None:
+    object.__setattr__(self, field, value)
+
+  def _set_layers(self, field: str, values: tuple[Any, ...]) -> None:
+    self._set(field, values if len(set(values)) > 1 else values[0])
+
+  def of_layers(self, field: str) -> tuple[Any, ...]:
+    """A field with one value for all layers or one for each, for each."""
+    value = getattr(self, field)
+    if not isinstance(value, tuple):
+      return (value,) * self.num_layers
+    if len(value) != self.num_layers:
+      raise ValueError(
+        f'{field} has {len(value)} values, expected one for each of'
+        f' {self.num_layers} layers'
+      )
+    return value
 
 
 class Attention(nnx.Module):
   """Grouped-query self-attention of one block."""
 
-  def __init__(self, config: LlamaConfig, layer: int, *, dtype, rngs):
+  def __init__(
+    self,
+    config: LlamaConfig,
+    layer: int,
+    *,
+    dtype,
+    rngs,
+    input_width: int | None = None,  # None: that of the residual stream.
+  ):
     self.config = config
     self.layer = layer
     self.dtype = dtype
-    self.scale = 1 / math.sqrt(config.head_width)
+    self.scale = config.attention_scale or 1 / math.sqrt(config.head_width)
     make = functools.partial(layers.Linear, dtype=dtype, rngs=rngs)
-    make_head = functools.partial(make, config.width, use_bias=config.qkv_bias)
+    width = input_width or config.width
+    make_head = functools.partial(make, width, use_bias=config.qkv_bias)
     self.q_proj = make_head(config.num_heads * config.head_width)
     self.k_proj = make_head(config.num_kv_heads * config.head_width)
     self.v_proj = make_head(config.num_kv_heads * config.head_width)
@@ -85,46 +148,83 @@ class Attention(nnx.Module):
       use_bias=config.output_bias,
     )
     if config.qk_norm:
-      self.q_norm = layers.RMSNorm(config.head_width, config.norm_epsilon)
-      self.k_norm = layers.RMSNorm(config.head_width, config.norm_epsilon)
+      make_norm = functools.partial(layers.RMSNorm, epsilon=config.norm_epsilon)
+      joint = config.joint_qk_norm
+      self.q_norm = make_norm(
+        config.head_width * (config.num_heads if joint else 1)
+      )
+      self.k_norm = make_norm(
+        config.head_width * (config.num_kv_heads if joint else 1)
+      )
 
   def _heads(self, x: jax.Array) -> jax.Array:
     heads = (*x.shape[:-1], -1, self.config.head_width)
     return x.reshape(heads).swapaxes(1, 2)
 
-  def __call__(self, x, norm, rotation, mask, cache):
-    attend = self._fused if self.o_proj.is_packed else self._composed
+  def __call__(self, x, norm, rotation, mask, cache, residual):
+    # No kernel caps scores.
+    fused = self.o_proj.is_packed and self.config.score_cap is None
+    attend = self._fused if fused else self._composed
     out, cache = attend(x, norm, rotation, mask, cache)
-    return layers.project(out, [self.o_proj.parameters], residual=x), cache
+    out = layers.project(out, [self.o_proj.parameters], residual=residual)
+    return out, cache
 
   def _fused(self, x, norm, rotation, mask, cache):
     """With the kernels of `models.nn.cpu`, in two calls."""
+    config = self.config
     linears = self.q_proj, self.k_proj, self.v_proj
+    projections = layers.project(
+      x, [one.parameters for one in linears], norm=norm
+    )
     norms = None
-    if self.config.qk_norm:
+    if config.qk_norm and config.joint_qk_norm:
+      width = config.num_heads * config.head_width
+      ends = width, width + config.num_kv_heads * config.head_width
+      query, key, value = jnp.split(projections, ends, axis=-1)
+      query = ops.normalize(query, self.q_norm.operand)
+      key = ops.normalize(key, self.k_norm.operand)
+      projections = jnp.concatenate([query, key, value], axis=-1)
+    elif config.qk_norm:
       norms = self.q_norm.operand, self.k_norm.operand
     return attention.attend_projections(
-      layers.project(x, [one.parameters for one in linears], norm=norm),
+      projections,
       mask,
       cache,
       self.layer,
-      slots_shape=(self.config.num_kv_heads, self.config.head_width),
+      slots_shape=(config.num_kv_heads, config.head_width),
       dtype=self.dtype,
       scale=self.scale,
       norms=norms,
       rotation=rotation,
     )
 
+  def _normalized_heads(self, x, name: str) -> jax.Array:
+    if not self.config.qk_norm:
+      return self._heads(x)
+    norm = functools.partial(
+      layers.normalize,
+      norm=getattr(self, name),
+      kernels=self.o_proj.is_packed,
+    )
+    joint = self.config.joint_qk_norm
+    return self._heads(norm(x)) if joint else norm(self._heads(x))
+
   def _composed(self, x, norm, rotation, mask, cache):
-    rows = norm(x)
-    query, key = self._heads(self.q_proj(rows)), self._heads(self.k_proj(rows))
-    if self.config.qk_norm:
-      query, key = self.q_norm(query), self.k_norm(key)
+    rows = layers.normalize(x, norm, kernels=self.o_proj.is_packed)
+    query = self._normalized_heads(self.q_proj(rows), 'q_norm')
+    key = self._normalized_heads(self.k_proj(rows), 'k_norm')
     query = rope_lib.rotate(query, rotation).astype(self.dtype)
     key = rope_lib.rotate(key, rotation).astype(self.dtype)
     value = self._heads(self.v_proj(rows)).astype(self.dtype)
     out, cache = attention.self_attention(
-      query, key, value, mask, cache, self.layer, scale=self.scale
+      query,
+      key,
+      value,
+      mask,
+      cache,
+      self.layer,
+      scale=self.scale,
+      cap=self.config.score_cap,
     )
     return out.swapaxes(1, 2).reshape(*x.shape[:-1], -1), cache
 
@@ -144,31 +244,55 @@ class FeedForward(nnx.Module):
       inner, width, stddev=layers.residual_stddev(config.num_layers)
     )
 
-  def __call__(self, x, norm):
+  def __call__(self, x, norm, residual):
     linears = [self.gate_proj.parameters, self.up_proj.parameters]
     inner = layers.project(
       x, linears, norm=norm, activation=self.activation, gated=True
     )
-    return layers.project(inner, [self.down_proj.parameters], residual=x), ()
+    linears = [self.down_proj.parameters]
+    return layers.project(inner, linears, residual=residual), ()
 
 
 class Layer(nnx.Module):
-  """Pre-norm transformer block."""
+  """Transformer block with norms before its two parts, behind them, or both."""
 
   def __init__(
     self, config: LlamaConfig, layer: int, feed_forward: Any, *, dtype, rngs
   ):
-    self.input_layernorm = layers.RMSNorm(config.width, config.norm_epsilon)
-    self.self_attn = Attention(config, layer, dtype=dtype, rngs=rngs)
-    self.post_attention_layernorm = layers.RMSNorm(
-      config.width, config.norm_epsilon
+    self.config = config
+    norm = lambda wanted: (
+      layers.RMSNorm(config.width, config.norm_epsilon) if wanted else None
     )
+    both = config.pre_norm and config.post_norm
+    self.input_layernorm = norm(config.pre_norm)
+    self.self_attn = Attention(config, layer, dtype=dtype, rngs=rngs)
+    # Before the perceptron where nothing is normalised behind attention.
+    self.post_attention_layernorm = norm(True)
+    self.pre_feedforward_layernorm = norm(both)
     self.mlp = feed_forward(config, dtype=dtype, rngs=rngs)
+    self.post_feedforward_layernorm = norm(config.post_norm)
 
   def __call__(self, x, rotation, mask, cache):
-    x, cache = self.self_attn(x, self.input_layernorm, rotation, mask, cache)
-    x, routing = self.mlp(x, self.post_attention_layernorm)
-    return x, cache, routing
+    config = self.config
+    kernels = self.self_attn.o_proj.is_packed
+    # What a part adds to the stream, at once or after a norm and a factor.
+    at_once = not config.post_norm and config.residual_scale == 1.0
+    behind, before = None, self.post_attention_layernorm
+    if config.post_norm:
+      behind, before = before, self.pre_feedforward_layernorm
+
+    def add(x, out, norm):
+      if at_once:
+        return out
+      out = layers.normalize(out, norm, kernels=kernels)
+      return x + config.residual_scale * out
+
+    out, cache = self.self_attn(
+      x, self.input_layernorm, rotation, mask, cache, x if at_once else None
+    )
+    x = add(x, out, behind)
+    out, routing = self.mlp(x, before, x if at_once else None)
+    return add(x, out, self.post_feedforward_layernorm), cache, routing
 
 
 class Llama(nnx.Module):
@@ -213,15 +337,34 @@ class Llama(nnx.Module):
     """
     embedding = self.embed_tokens.embedding.get_value()
     x = matrices_lib.take_rows(embedding, tokens)
-    rotation = self.config.rope.rotation(positions, self.config.head_width)
+    config = self.config
+    if config.embedding_scale != 1.0:
+      x *= config.embedding_scale
+    ropes, windows = config.of_layers('rope'), config.of_layers('window')
+    rotations = {
+      rope: rope and rope.rotation(positions, config.head_width)
+      for rope in dict.fromkeys(ropes)
+    }
+    masks = {
+      window: attention.within_window(mask, window)
+      for window in dict.fromkeys(windows)
+    }
     routings = []
     for layer, block in enumerate(self.layers):
+      rotation, seen = rotations[ropes[layer]], masks[windows[layer]]
+      cache = cache_lib.write_hidden(cache, layer, x)
       with jax.named_scope(f'layer_{layer}'):
-        x, cache, routing = block(x, rotation, mask, cache)
+        x, cache, routing = block(x, rotation, seen, cache)
       routings.append(routing)
-    tied = self.config.tie_embeddings
+    cache = cache_lib.write_hidden(cache, len(self.layers), x)
+    tied = config.tie_embeddings
     head = embedding if tied else self.lm_head.get_value()
-    logits = layers.project(x, [(head, None)], norm=self.norm)
+    x = layers.normalize(x, self.norm, kernels=matrices_lib.uses_kernels(head))
+    cache = cache_lib.write_hidden(cache, cache_lib.AFTER_NORM, x)
+    logits = matrices_lib.matmul(x, head)
+    if config.logit_divisor != 1.0:
+      logits /= config.logit_divisor
+    logits = layers.soft_cap(logits, config.logit_cap)
     return logits, cache, tuple(routings)
 
   def __call__(self, tokens, positions, mask, cache=None):

@@ -285,6 +285,87 @@ class PackedMatrix(flax.struct.PyTreeNode):
     return np.ascontiguousarray(values[:num_outputs, :num_inputs])
 
 
+def spread(few: jax.Array, index: jax.Array) -> jax.Array:
+  """Some outputs `[..., N]` among all, `[..., out]`; the others are -inf.
+
+  `index`: `[out]` int32, the place of each output among the N, or -1.
+  """
+  taken = jnp.take(few, jnp.maximum(index, 0), axis=-1)
+  is_there = jnp.expand_dims(index >= 0, range(few.ndim - 1))
+  return jnp.where(is_there, taken, -jnp.inf)
+
+
+def index_of(ids: np.ndarray, size: int) -> np.ndarray:
+  """`[size]` int32, the place of each number among `ids [N]`, or -1."""
+  index = np.full(size, -1, np.int32)
+  index[ids] = np.arange(len(ids))
+  return index
+
+
+class FewOutputs(flax.struct.PyTreeNode):
+  """A head that computes some of its outputs; the others are -inf.
+
+  The draft vocabulary of FR-Spec (arXiv 2502.14856) and of EAGLE-3.
+
+  Attributes:
+    outputs: the matrix `[N, in]` of those that are computed.
+    index: see `spread`.
+    rows: the matrix `[out, in]` whose rows are looked up where the token
+      embedding is the head, or None.
+  """
+
+  outputs: Any
+  index: Any
+  rows: Any = None
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    return (*self.index.shape, self.outputs.shape[1])
+
+  @property
+  def dtype(self) -> str:
+    return _as_matrix(self.outputs).dtype
+
+  @property
+  def uses_kernels(self) -> bool:
+    return uses_kernels(self.outputs)
+
+  def product(self, rows: jax.Array) -> jax.Array:
+    return spread(_as_matrix(self.outputs).product(rows), self.index)
+
+  def take(self, index: jax.Array) -> jax.Array:
+    return _as_matrix(self.rows).take(index)
+
+  def packed(self) -> 'FewOutputs':
+    rows = None if self.rows is None else pack(self.rows)
+    return self.replace(outputs=pack(self.outputs), rows=rows)
+
+  def unpacked(self) -> Any:
+    raise ValueError('a head that computes few outputs cannot be saved')
+
+
+def few_outputs(
+  matrix: Any, ids: np.ndarray, *, is_embedding: bool
+) -> FewOutputs:
+  """A head on the host that computes the outputs `ids [N]`.
+
+  Args:
+    matrix: `[out, in]`, an array of floats or another unpacked `Matrix`.
+    ids: the outputs.
+    is_embedding: whether rows of the matrix are looked up as well.
+  """
+  return FewOutputs(
+    outputs=jax.tree.map(lambda leaf: leaf[ids], matrix),
+    index=index_of(ids, matrix.shape[0]),
+    rows=matrix if is_embedding else None,
+  )
+
+
+def computed(matrix: Any) -> Any:
+  """What a product with a matrix reads of it."""
+  return matrix.outputs if isinstance(matrix, FewOutputs) else matrix
+
+
 def _aligned_zeros(shape: tuple[int, ...]) -> np.ndarray:
   """Zeros of uint32 that JAX can take as they are, without a copy."""
   size = 4 * math.prod(shape)

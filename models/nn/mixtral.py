@@ -1,6 +1,6 @@
 """Mixtral and related models: Llamas with experts as feed-forward layers.
 
-One module serves Mixtral (arXiv 2401.04088) and Qwen 3's mixtures. A forward
+One module serves Mixtral (arXiv 2401.04088) and Qwen's mixtures. A forward
 computes only the experts that its tokens are routed to (`models.nn.experts`).
 """
 
@@ -14,7 +14,6 @@ from models.nn import experts as experts_lib
 from models.nn import layers
 from models.nn import llama as nn_llama
 from models.nn import sharding as sharding_lib
-from models.nn.cpu import ops
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,6 +24,7 @@ class MixtralConfig(nn_llama.LlamaConfig):
   num_experts: int = dataclasses.field()  # E, in every layer.
   experts_per_token: int = dataclasses.field()  # k.
   renormalize: bool = True  # Whether the weights of the k experts sum to 1.
+  shared_width: int | None = None  # Of an expert for all tokens (Qwen2-MoE).
 
   def __post_init__(self):
     super().__post_init__()
@@ -58,10 +58,16 @@ class Experts(nnx.Module):
         for _ in range(count)
       ]
     )
+    if config.shared_width:
+      shape = dataclasses.replace(config, inner_width=config.shared_width)
+      self.shared_expert = nn_llama.FeedForward(shape, dtype=dtype, rngs=rngs)
+      self.shared_expert_gate = layers.Linear(
+        width, 1, dtype=dtype, rngs=rngs, use_bias=False
+      )
 
-  def __call__(self, x, norm):
+  def __call__(self, x, norm, residual):
     kernels = self.gate.is_packed
-    rows = ops.normalize(x, norm.operand) if kernels else norm(x)
+    rows = layers.normalize(x, norm, kernels=kernels)
     routing = experts_lib.route(
       self.gate(rows),
       self.config.experts_per_token,
@@ -84,7 +90,11 @@ class Experts(nnx.Module):
       flat(rows),
       jax.tree.map(flat, routing),
     )
-    return x + out.reshape(x.shape), routing
+    out = out.reshape(x.shape)
+    if self.config.shared_width:
+      share = jax.nn.sigmoid(self.shared_expert_gate(rows))
+      out += share * self.shared_expert(rows, None, None)[0]
+    return out if residual is None else residual + out, routing
 
 
 class Mixtral(nn_llama.Llama):

@@ -146,14 +146,20 @@ class Rope:
 
   theta: float = 10000.0  # Base of the frequencies, above 1.
   scaling: Scaling | None = None
+  fraction: float = 1.0  # Of each head, from its start; the rest stays.
 
   def __post_init__(self):
+    if not 0 < self.fraction <= 1:
+      raise ValueError(
+        f'partial_rotary_factor must be in (0, 1], got {self.fraction!r}'
+      )
     if not (isinstance(self.theta, (int, float)) and self.theta > 1):
       raise ValueError(f'rope_theta must be above 1, got {self.theta!r}')
 
   def frequencies(self, head_width: int) -> np.ndarray:
-    """Radians per position of each pair, `[Dh / 2]` float32."""
-    powers = np.arange(0, head_width, 2, dtype=np.float32) / head_width
+    """Radians per position of each pair, `[P]` float32; P = Dh / 2 if whole."""
+    width = int(self.fraction * head_width)
+    powers = np.arange(0, width, 2, dtype=np.float32) / width
     plain = np.float32(1) / np.float32(self.theta) ** powers
     if self.scaling is None:
       return plain
@@ -162,7 +168,7 @@ class Rope:
   def rotation(
     self, positions: jax.Array, head_width: int
   ) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines `[B, 1, L, Dh / 2]` float32, for `rotate`.
+    """Cosines and sines `[B, 1, L, P]` float32, for `rotate`.
 
     Args:
       positions: `[B, L]` int32; positions beyond the context are allowed.
@@ -178,11 +184,17 @@ class Rope:
 
 
 def rotate(
-  heads: jax.Array, rotation: tuple[jax.Array, jax.Array]
+  heads: jax.Array, rotation: tuple[jax.Array, jax.Array] | None
 ) -> jax.Array:
-  """Queries or keys `[B, H, L, Dh]` float32, rotated by their positions."""
+  """Queries or keys `[B, H, L, Dh]` float32, rotated by their positions.
+
+  None rotates nothing, as in some layers of SmolLM3 (arXiv 2501.18795).
+  """
+  if rotation is None:
+    return heads
   cos, sin = rotation
-  first, second = jnp.split(heads, 2, axis=-1)
+  pairs = cos.shape[-1]
+  first, second, rest = jnp.split(heads, (pairs, 2 * pairs), axis=-1)
   return jnp.concatenate(
-    [first * cos - second * sin, second * cos + first * sin], axis=-1
+    [first * cos - second * sin, second * cos + first * sin, rest], axis=-1
   )

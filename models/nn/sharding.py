@@ -28,6 +28,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
 
 from specdec import cache as cache_lib
+from specdec import checks as checks_lib
 
 DATA, MODEL = 'data', 'model'
 AXES = (DATA, MODEL)
@@ -48,8 +49,8 @@ _EMBEDDING = ('vocabulary', 'features')
 _BY_OUTPUT, _BY_INPUT = ('hidden', None), (None, 'hidden')
 
 # The axes of the parameters that are divided, by the ends of their paths. A
-# matrix is stored `[out, in]`. A product over a divided axis is summed over the
-# devices, twice in a layer.
+# matrix is stored `[out, in]`; a bias is divided as the outputs are. A product
+# over a divided axis is summed over the devices, twice in a layer.
 _PARAMETERS: Mapping[tuple[str, ...], tuple[str | None, ...]] = {
   # All families.
   ('lm_head',): _EMBEDDING,
@@ -57,25 +58,18 @@ _PARAMETERS: Mapping[tuple[str, ...], tuple[str | None, ...]] = {
   # not have those of its heads: the products, not the weights, are exchanged.
   ('wte', 'embedding'): _EMBEDDING,
   ('attn', 'c_attn', 'weight'): ('fused_heads', None),
-  ('attn', 'c_attn', 'bias'): ('fused_heads',),
   ('attn', 'c_proj', 'weight'): (None, 'heads'),
   ('mlp', 'c_fc', 'weight'): _BY_OUTPUT,
-  ('mlp', 'c_fc', 'bias'): ('hidden',),
   ('mlp', 'c_proj', 'weight'): _BY_INPUT,
   # Llama and related models.
   ('embed_tokens', 'embedding'): _EMBEDDING,
   ('q_proj', 'weight'): ('heads', None),
-  ('q_proj', 'bias'): ('heads',),
   ('k_proj', 'weight'): ('kv_heads', None),
-  ('k_proj', 'bias'): ('kv_heads',),
   ('v_proj', 'weight'): ('kv_heads', None),
-  ('v_proj', 'bias'): ('kv_heads',),
   ('o_proj', 'weight'): (None, 'heads'),
   # The perceptron, or each of the experts.
   ('gate_proj', 'weight'): _BY_OUTPUT,
-  ('gate_proj', 'bias'): ('hidden',),
   ('up_proj', 'weight'): _BY_OUTPUT,
-  ('up_proj', 'bias'): ('hidden',),
   ('down_proj', 'weight'): _BY_INPUT,
 }
 _CACHE = ('rows', 'kv_heads')
@@ -112,7 +106,7 @@ def _check_sizes(sizes: Mapping[str, int]) -> None:
         f'mesh={_text(sizes)}: there is no axis {name!r}; choose from data'
         ' (rows) and model (weights)'
       )
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+    if not checks_lib.is_integer(size) or size < 1:
       raise ValueError(
         f'mesh={_text(sizes)}: the size of {name} must be a positive integer'
       )
@@ -220,6 +214,8 @@ class Layout:
       shape: of the parameter, or of the scales of its outputs.
       config: the shape of the model.
     """
+    if path[-1] == 'bias':
+      path = (*path[:-1], 'weight')
     ends = (path[-length:] for length in (1, 2, 3))
     names = next((_PARAMETERS[end] for end in ends if end in _PARAMETERS), ())
     units = {'heads': config.num_heads, 'kv_heads': config.num_kv_heads}
@@ -281,6 +277,7 @@ class Layout:
       return leaf.replace(
         keys=tuple(map(leaf.ops.place, leaf.keys)),
         values=tuple(map(leaf.ops.place, leaf.values)),
+        hidden=jax.tree.map(leaf.ops.place, leaf.hidden),
         length=self._place(leaf.length),
       )
     sharding = self.sharding(('rows',), leaf.shape)

@@ -11,6 +11,7 @@ from models.text import pair as pair_lib
 from models.text import settings as settings_lib
 from specdec.draft import candidates
 from specdec.draft import drafter as drafter_lib
+from specdec.draft import head as head_lib
 from specdec.draft import language_model
 from specdec.draft import ngram as ngram_lib
 from specdec.ngram import table as table_lib
@@ -133,14 +134,16 @@ def make_drafter(
   if method in settings_lib.INNERS:
     return _alone(method, settings, pair)
   inner = settings.inner or _default_inner(settings, pair)
-  if pair.draft is None:
+  if pair.draft is None and pair.head is None:
     if method in ('tree', 'staged') and inner != 'none':
       return _alone(inner, settings, pair)
     raise ValueError(
-      f'--method={method} with --inner={inner} needs a draft; give --draft,'
-      ' or plain'
+      f'--method={method} with --inner={inner} needs a draft; give --draft or'
+      ' --head, or plain'
     )
-  scorer = language_model.LanguageModelScorer(pair.draft)
+  scorer: Any = pair.head and head_lib.HeadScorer(pair.head)
+  if pair.draft is not None:
+    scorer = language_model.LanguageModelScorer(pair.draft)
   length = settings.num_draft_tokens
   if method == 'chain':
     return drafter_lib.fixed_drafter(scorer, topology_lib.chain(length))

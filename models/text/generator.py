@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import functools
-import numbers
 import os
 import types
 from typing import Any
@@ -104,6 +103,7 @@ class Generator:
     decode_options.check_names(options, text_options.TextOptions)
     given = as_list(prompts)
     ids = self.pair.ids_of(given)
+    constraint = text_options.constraint_of_rows(self.pair, options, len(given))
     keys = text_options.keys_of_seeds(options.pop('seed', 0), len(given))
     stops = ends_lib.stops_of_rows(options.get('stop', ()), len(given))
     decoding = specdec.Decoding(
@@ -113,6 +113,7 @@ class Generator:
       max_new_tokens=max_new_tokens,
       room_for_new_tokens=room_for_new_tokens,
       drafter=self.drafter,
+      constraint=constraint,
       **self._of_ids(options, stops),
     )
     return text_decoding.TextDecoding(self.pair, decoding, given, stops)
@@ -209,6 +210,7 @@ class Generator:
       max_new_tokens=max_new_tokens,
       seed=seed,
       stops=stops,
+      constraint=text_options.constraint_of_all(options),
       drafter=self.drafter,
       tree_sizes=tree_sizes,
       reading=reading,
@@ -242,7 +244,7 @@ class Generator:
     """
     largest = self.pair.target.spec.max_positions
     size = min(largest, chat_lib.MAX_CONTEXT) if context is None else context
-    if not (isinstance(size, numbers.Integral) and 1 <= size <= largest):
+    if not (checks_lib.is_integer(size) and 1 <= size <= largest):
       raise ValueError(
         f'context must be an integer from 1 to {largest}, the context of the'
         f' target; got {context!r}'
@@ -262,11 +264,13 @@ def load(
   plan: plan_lib.Plan | str | os.PathLike[str] | None = None,
   dtype: jax.typing.DTypeLike = 'auto',
   draft_dtype: jax.typing.DTypeLike | None = None,
+  draft_vocab: int | Sequence[int] | None = None,
   cpu_kernels: bool = True,
   revision: str | None = None,
   mesh: jax.sharding.Mesh | Mapping[str, int] | None = None,
   draft_mesh: str = 'auto',
   eos_ids: ends_lib.EosIds | None = None,
+  head: str | None = None,
   messages: Sequence[chat_template.Message] | None = None,
 ) -> Generator:
   """Loads a target and what drafts for it.
@@ -277,16 +281,18 @@ def load(
     draft: the draft model, named in the same way; None for none.
     method: one of `models.text.drafters.METHODS`; `plain` drafts nothing.
     drafting: settings of the method.
-    plan: a `models.Plan` or its file, made by scripts/tune.py; takes the place
-      of `method` and `drafting`.
+    plan: a `models.Plan` or its file, in place of `method` and `drafting`.
     dtype: of the target; for this and the next see
       `models.text.pair.ModelChoice`.
     draft_dtype: of the draft.
+    draft_vocab: how many tokens the draft proposes, or which.
     cpu_kernels: whether to use the kernels for CPU.
     revision: of the target, on the hub.
     mesh: several devices.
     draft_mesh: where the draft lies on them.
     eos_ids: tokens that end a text.
+    head: a drafting head, in place of the draft: a folder, a GGUF file or the
+      id of one on the hub.
     messages: a conversation that the chat template of the target must accept,
       which is checked before the weights are loaded.
 
@@ -295,15 +301,16 @@ def load(
       not fit together; gives the reason.
   """
   choice = pair_lib.ModelChoice(
-    target,
-    draft,
+    *(target, draft),
     revision=revision,
     dtype=dtype,
     draft_dtype=draft_dtype,
+    draft_vocab=draft_vocab,
     cpu_kernels=cpu_kernels,
     mesh=mesh,
     draft_mesh=draft_mesh,
     eos_ids=eos_ids,
+    head=head,
   )
   if plan is not None and not isinstance(plan, plan_lib.Plan):
     plan = plan_lib.load_plan(plan)
@@ -323,10 +330,10 @@ def _load(
     drafting = settings_lib.DraftSettings(plan=plan)
   without_draft = plan is not None and not plan.uses_draft
   if without_draft or method in ('plain', *settings_lib.INNERS):
-    choice = dataclasses.replace(choice, draft=None)
+    choice = dataclasses.replace(choice, draft=None, head=None)
   target, draft = pair_lib.find_checkpoints(choice)
   if plan is not None:
-    plan.check_models(plan_lib.model_digests(target, draft))
+    plan.check_models(plan_lib.model_digests(target, draft, choice.head))
   if messages is not None and target.tokenizer is not None:
     chat_template.conversation_ids(target.tokenizer, messages)
   pair = pair_lib.load_checkpoints(target, draft, choice)

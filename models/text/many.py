@@ -6,12 +6,14 @@ for completion in lm.generate_many(prompts, batch_size=8, max_new_tokens=64):
 
 from collections.abc import Iterable
 from collections.abc import Iterator
+from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 from typing import Any
 
 from models.text import chat as chat_lib
 from models.text import chat_template
+from models.text import constraints as constraints_lib
 from models.text import ends as ends_lib
 from models.text import pair as pair_lib
 from models.text import result as result_lib
@@ -31,6 +33,8 @@ class Job:
   #: It must set the options that the sampling of all prompts sets.
   sampling: specdec.Sampling | None = None
   eos_ids: ends_lib.EosIds | None = None
+  regex: str | None = None
+  json_schema: str | Mapping[str, Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,9 +42,8 @@ class Completion:
   """What became of a prompt."""
 
   index: int  #: Its number, from 0.
-  result: (
-    result_lib.TextGeneration | None
-  )  #: Of one row; None if the prompt is refused.
+  #: Of one row; None if the prompt is refused.
+  result: result_lib.TextGeneration | None
   error: str | None  #: Why it is refused, or what went wrong in decoding it.
 
 
@@ -70,6 +73,7 @@ class ManyDecoding(Iterator[Completion]):
     max_new_tokens: int,
     seed: Any,
     stops: tuple[str, ...],
+    constraint: constraints_lib.Constraint,
     **options: Any,
   ):
     if isinstance(prompts, str):
@@ -85,6 +89,8 @@ class ManyDecoding(Iterator[Completion]):
     checks_lib.check_count('max_new_tokens', max_new_tokens, least=0)
     self._pair, self._prompts = pair, prompts
     self._limit, self._stops, self._seed = max_new_tokens, stops, seed
+    self._constraint, self._eos_ids = constraint, options['eos_ids']
+    self._automaton(Job(prompt=''), self._eos_ids)  # Refused at once.
     self._slots = specdec.Slots(
       pair.target,
       num_slots=batch_size,
@@ -121,18 +127,30 @@ class ManyDecoding(Iterator[Completion]):
     """Batched target forwards so far, those that read prompts apart."""
     return self._slots.num_steps
 
+  def _automaton(self, job: Job, eos_ids: Any) -> Any:
+    """That of the prompt's own constraint, or of all."""
+    own = constraints_lib.constraint_of(job.regex, job.json_schema)
+    return constraints_lib.automaton_of(
+      self._constraint if own is None else own,
+      self._pair.tokenizer,
+      self._pair.target.spec.vocab_size,
+      eos_ids,
+    )
+
   def _insert(self, index: int, job: Job) -> tuple[int, _Waiting]:
     """Gives a slot to a prompt; ValueError if it cannot be decoded."""
     ids = self._ids(job)
     vocab_size = self._pair.target.spec.vocab_size
     seed = self._seed + index if job.seed is None else job.seed
+    eos_ids = ends_lib.eos_ids_of(job.eos_ids, self._pair.tokenizer, vocab_size)
     slot = self._slots.insert(
       ids,
       text_options.keys_of_seeds([seed], 1)[0],
       max_new_tokens=self._limit_of(job),
       sampling=job.sampling,
-      eos_ids=ends_lib.eos_ids_of(
-        job.eos_ids, self._pair.tokenizer, vocab_size
+      eos_ids=eos_ids,
+      automaton=self._automaton(
+        job, self._eos_ids if eos_ids is None else eos_ids
       ),
     )
     return slot, _Waiting(index, job.prompt, ids)

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
-import functools
 import hashlib
 import json
 from typing import Any
@@ -14,16 +13,21 @@ from jax.sharding import Mesh
 import transformers
 
 from models.checkpoints import checkpoint as checkpoint_lib
+from models.checkpoints import heads
 from models.checkpoints import hub
 from models.nn import adapter
 from models.nn import dtypes
+from models.nn import other_tokens
 from models.nn import sharding as sharding_lib
 from models.nn.cpu import build
 from models.text import chat_template
+from models.text import draft_vocabulary
 from models.text import ends as ends_lib
+from models.text import shared_tokens
 from models.text import token_bytes as token_bytes_lib
 from specdec import checks as checks_lib
 from specdec import model as model_lib
+from specdec.draft import head as head_lib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +47,8 @@ class ModelChoice:
       where two logits are as close as rounding (docs/cpu.md).
     draft_dtype: of the draft; None: as the target, but int8 beside bfloat16
       where the kernels for CPU are used.
+    draft_vocab: how many of its tokens the draft computes and proposes, or
+      which, see `models.text.draft_vocabulary`. None: all.
     cpu_kernels: whether the kernels of `models.nn.cpu` are used on CPU, if they
       can be compiled and there is one device.
     mesh: several devices, as a mesh with the axes `data` (rows) and `model`
@@ -52,6 +58,9 @@ class ModelChoice:
       divided as the target is; `auto`: what should be faster by its size.
     eos_ids: tokens that end a text unless a call says otherwise, as ids or as
       texts of one token each. None: as the target's files say; `()`: none.
+    head: a drafting head in place of a draft: a folder, a GGUF file or the id
+      of one on the hub. `draft_dtype` is that of its matrices, and every device
+      has all of them.
   """
 
   target: str = 'demo'
@@ -60,17 +69,20 @@ class ModelChoice:
   revision: str | None = None
   dtype: jax.typing.DTypeLike = dtypes.AUTO
   draft_dtype: jax.typing.DTypeLike | None = None
+  draft_vocab: int | Sequence[int] | None = None
   cpu_kernels: bool = True
   mesh: Mesh | Mapping[str, int] | None = None
   draft_mesh: str = 'auto'
   eos_ids: ends_lib.EosIds | None = None
+  head: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-  """A target, a draft model that drafts for it, and the tokenizer of both.
+  """A target, what drafts for it, and the target's tokenizer.
 
-  `eos_ids` are the tokens that end a text, `layout` is that of the target.
+  `eos_ids` are the tokens that end a text, `layout` is that of the target. It
+  has a draft model, a drafting head or neither.
   """
 
   target: model_lib.LanguageModel
@@ -78,6 +90,12 @@ class Pair:
   tokenizer: transformers.PreTrainedTokenizerBase
   eos_ids: tuple[int, ...]
   layout: sharding_lib.Layout = sharding_lib.Layout()
+  head: head_lib.Head | None = None
+
+  @property
+  def drafting_model(self) -> model_lib.LanguageModel | None:
+    """The draft or the head, if there is one."""
+    return self.draft if self.head is None else self.head
 
   def encode(self, text: str) -> list[int]:
     """Text to token ids; ValueError if the text is not valid Unicode."""
@@ -107,9 +125,8 @@ class Pair:
 
   def decode(self, ids: list[int]) -> str:
     """Token ids to text, without special tokens."""
-    if token_bytes_lib.is_byte_level(
-      self.tokenizer
-    ):  # Added tokens would be read as bytes.
+    # Otherwise added tokens would be read as bytes.
+    if token_bytes_lib.is_byte_level(self.tokenizer):
       return token_bytes_lib.text_of(self.token_bytes(), ids)
     text = self.tokenizer.decode(
       ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
@@ -168,7 +185,7 @@ def find_checkpoints(
     raise ValueError(
       f'{found.path} has no tokenizer; copy that of the model there'
     )
-  if choice.draft is None:
+  if choice.draft is None or choice.head is not None:
     return found, None
   return found, _find(hub.draft_name(choice.draft))
 
@@ -178,33 +195,6 @@ def _find(name: str, revision: str | None = None) -> checkpoint_lib.Checkpoint:
   # The shape first: it names a wrong key; the tokenizer would not.
   _ = found.config, found.tokenizer
   return found
-
-
-def _check_same_tokens(
-  target: checkpoint_lib.Checkpoint, draft: checkpoint_lib.Checkpoint
-) -> None:
-  """Refuses a draft whose token ids have other meanings."""
-  if target.tokenizer is None or draft.tokenizer is None:
-    return  # Then only the sizes can be compared, see `_check_padding`.
-  ours, theirs = target.tokenizer.get_vocab(), draft.tokenizer.get_vocab()
-  if ours == theirs:
-    return
-  where = lambda ids, token: ids.get(token, 'none')
-  changed = [token for token in ours if theirs.get(token) != ours[token]]
-  more = [token for token in theirs if token not in ours]
-  counts = {
-    "of the target's tokens": len(changed),
-    'tokens that only the draft has': len(more),
-  }
-  differ = ' and '.join(f'{n} {what}' for what, n in counts.items() if n)
-  ids = ours if changed else theirs
-  first = min(changed or more, key=lambda token: ids[token])
-  raise ValueError(
-    f'the tokenizers of the target {target.path} ({len(ours)} tokens) and the'
-    f' draft {draft.path} ({len(theirs)} tokens) differ in {differ}, such as'
-    f' {first!r}, whose ids are {where(ours, first)} and'
-    f' {where(theirs, first)}; choose a draft with the same tokenizer'
-  )
 
 
 def _check_padding(
@@ -224,6 +214,44 @@ def _check_padding(
     )
 
 
+def _load_draft(
+  draft: checkpoint_lib.Checkpoint,
+  shared: shared_tokens.SharedTokens | None,
+  target: checkpoint_lib.Checkpoint,
+  choice: ModelChoice,
+  *,
+  dtype: str,
+  packed: bool,
+  layout: sharding_lib.Layout,
+) -> model_lib.LanguageModel:
+  """Loads a draft in the vocabulary of a target of this dtype and layout.
+
+  `shared` are the tokens of both, if they have different tokenizers.
+  """
+  size, tokenizer = target.config.vocab_size, target.tokenizer
+  assert tokenizer is not None
+  if shared is None:
+    _check_padding(size, draft.config.vocab_size, len(tokenizer), draft)
+  own_dtype = checkpoint_lib.resolve_draft_dtype(
+    choice.draft_dtype, draft, target_dtype=dtype, packed=packed
+  )
+  layer_bytes = hub.layer_bytes(draft.config, own_dtype)
+  own_layout = sharding_lib.draft_layout(layout, choice.draft_mesh, layer_bytes)
+  outputs = draft_vocabulary.tokens_of(
+    choice.draft_vocab,
+    draft.tokenizer if shared else tokenizer,
+    draft.config.vocab_size,
+  )
+  module = hub.read_module(
+    draft, dtype=own_dtype, packed=packed, layout=own_layout, outputs=outputs
+  )
+  own = adapter.as_model(module, own_layout)
+  if shared is None:
+    return adapter.with_vocab_size(own, size)
+  tables = jax.device_put((shared.same, shared.parts), own_layout.everywhere)
+  return other_tokens.with_other_tokens(own, *tables)
+
+
 def load_checkpoints(
   target: checkpoint_lib.Checkpoint,
   draft: checkpoint_lib.Checkpoint | None,
@@ -241,41 +269,48 @@ def load_checkpoints(
   dtype = checkpoint_lib.resolve_dtype(choice.dtype, target)
   tokenizer, size = target.tokenizer, target.config.vocab_size
   assert tokenizer is not None
+  shared = None
   if draft is not None:
-    _check_same_tokens(target, draft)
+    shared = shared_tokens.of_checkpoints(target, draft)
   if choice.eos_ids is None:
     ends = target.eos_ids
   else:
     stated = ends_lib.eos_ids_of(choice.eos_ids, tokenizer, len(tokenizer))
     ends = tuple(checks_lib.to_ids('eos_ids', stated, size))
-  load = functools.partial(hub.read_module, packed=packed)
-  model = adapter.as_model(load(target, dtype=dtype, layout=layout), layout)
-  draft_model = None
-  if draft is not None:
-    _check_padding(size, draft.config.vocab_size, len(tokenizer), draft)
-    own_dtype = checkpoint_lib.resolve_draft_dtype(
-      choice.draft_dtype, draft, target_dtype=dtype, packed=packed
-    )
-    layer_bytes = hub.layer_bytes(draft.config, own_dtype)
-    own_layout = sharding_lib.draft_layout(
-      layout, choice.draft_mesh, layer_bytes
-    )
-    draft_model = adapter.with_vocab_size(
-      adapter.as_model(
-        load(draft, dtype=own_dtype, layout=own_layout), own_layout
+  found_head, hidden = None, tuple[int, ...]()
+  if choice.head is not None:
+    found_head = heads.locate(choice.head, target.config)
+    hidden = tuple(sorted({*found_head.config.reads}))
+  module = hub.read_module(target, dtype=dtype, packed=packed, layout=layout)
+  model = adapter.as_model(module, layout, hidden)
+  draft_model = head = None
+  if found_head is not None:
+    head = heads.load(
+      found_head,
+      model,
+      dtype=checkpoint_lib.resolve_draft_dtype(
+        choice.draft_dtype, found_head.stored, target_dtype=dtype, packed=packed
       ),
-      size,
+      packed=packed,
+      layout=dataclasses.replace(layout, divides_weights=False),
     )
-  return Pair(model, draft_model, tokenizer, ends, layout)
+  if draft is not None:
+    draft_model = _load_draft(
+      *(draft, shared, target, choice),
+      dtype=dtype,
+      packed=packed,
+      layout=layout,
+    )
+  return Pair(model, draft_model, tokenizer, ends, layout, head)
 
 
 def load_pair(choice: ModelChoice) -> Pair:
   """Loads a target, its tokenizer and a draft, if one is chosen.
 
   Raises:
-    ValueError: a folder or the mesh cannot be used, or the tokenizers differ.
-      Vocabularies of one tokenizer may differ by padding; the draft then gets
-      the target's.
+    ValueError: a folder or the mesh cannot be used, or the tokenizers share too
+      little, see `models.text.shared_tokens`. Vocabularies of one tokenizer may
+      differ by padding. Either way the draft gets the target's.
   """
   return load_checkpoints(*find_checkpoints(choice), choice)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from models import user_cache
 from models.checkpoints import checkpoint as checkpoint_lib
+from models.checkpoints import heads
 from models.text import pair as pair_lib
 from models.text import settings as settings_lib
 from specdec import text_files
@@ -27,13 +28,11 @@ _SAMPLE_BYTES = 1 << 16
 
 def _entry(name: str) -> tuple[str, str]:
   """The object of a plan's settings that holds an option, and its key there."""
-  record, field = (
-    settings_lib.OPTIONS[name].record,
-    settings_lib.OPTIONS[name].field,
-  )
-  if record == 'inner_stage':
-    return 'inner_tree', field.name
-  return 'tree' if record or name == 'topology' else '', field.name
+  option = settings_lib.OPTIONS[name]
+  if option.record == 'inner_stage':
+    return 'inner_tree', option.field.name
+  in_tree = option.record or name == 'topology'
+  return 'tree' if in_tree else '', option.field.name
 
 
 _ENTRIES = {_entry(name): name for name in settings_lib.OPTIONS}
@@ -46,10 +45,11 @@ class Context:
   A plan for other models is refused, other differences give `warnings`.
   """
 
-  models: dict[str, str | None]  # Digests of target, draft and vocabulary.
+  models: dict[str, str | None]  # Digests of target, vocabulary, what drafts.
   machine: dict[str, Any]  # See `models.lab.bench.record.describe_machine`.
   dtype: str  # Of the target.
   draft_dtype: str
+  draft_vocab: int | None = None  # How many tokens the draft proposes, or all.
   batch_size: int
   sampling: dict[str, Any]  # The sampling options that are set.
   cpu_kernels: bool = False  # Whether those of `models.nn.cpu` were used.
@@ -57,22 +57,18 @@ class Context:
 
   def warnings(self, other: 'Context') -> list[str]:
     """The differences that make a plan for `other` less reliable here."""
-    names = (
-      *('dtype', 'draft_dtype', 'batch_size', 'sampling'),
-      *('cpu_kernels', 'mesh'),
-    )
-    pairs = {
-      name: (getattr(self, name), getattr(other, name)) for name in names
-    }
-    machine = {
-      name: (self.machine.get(name), other.machine.get(name))
-      for name in ('device', 'processor', 'cores')
-    }
+    here, there = self._compared(), other._compared()
     return [
-      f'{name} is {here}, the plan is for {there}'
-      for name, (here, there) in (machine | pairs).items()
-      if here != there
+      f'{name} is {value}, the plan is for {there[name]}'
+      for name, value in here.items()
+      if value != there[name]
     ]
+
+  def _compared(self) -> dict[str, Any]:
+    machine = ('device', 'processor', 'cores')
+    facts = {name: self.machine.get(name) for name in machine} | vars(self)
+    del facts['models'], facts['machine']
+    return facts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,7 +98,7 @@ class Plan:
   def check_models(self, models: Mapping[str, str | None]) -> None:
     """Raises ValueError if the digests of the models in use are others."""
     for name, digest in self.context.models.items():
-      if name == 'draft' and not self.uses_draft:
+      if name in ('draft', 'head') and not self.uses_draft:
         continue
       if models.get(name) != digest:
         raise ValueError(
@@ -140,13 +136,9 @@ def _to_record(settings: settings_lib.DraftSettings) -> dict[str, Any]:
       if isinstance(value, topology_lib.Topology):
         value = [list(path) for path in value.paths]
       (record.setdefault(group, {}) if group else record)[key] = value
-  lookup, usual = map(
-    dataclasses.asdict, (settings.lookup, lookup_lib.PromptLookup())
-  )
-  if lookup != usual:
-    changed = {key: lookup[key] for key in lookup if lookup[key] != usual[key]}
-    record['lookup'] = changed
-  return record
+  lookup, usual = vars(settings.lookup), vars(lookup_lib.PromptLookup())
+  changed = {key: lookup[key] for key in lookup if lookup[key] != usual[key]}
+  return record | ({'lookup': changed} if changed else {})
 
 
 def _from_record(record: dict[str, Any]) -> settings_lib.DraftSettings:
@@ -200,11 +192,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     missing = {'target', 'draft', 'vocabulary'} - context.models.keys()
     if missing:
       raise ValueError(f'context.models lacks {sorted(missing)}')
-    methods = tuple(
-      method
-      for method in settings_lib.METHODS
-      if method != settings_lib.PLANNED
-    )
+    methods = settings_lib.METHODS[:-1]  # Without `plan`.
     if record['method'] not in methods:
       raise ValueError(f'method {record["method"]!r} is none of {methods}')
     ratio = float(record['min_block_efficiency'])
@@ -223,7 +211,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     raise ValueError(f'plan {path} is no plan: {error}') from error
 
 
-def model_digest(checkpoint: checkpoint_lib.Checkpoint) -> str:
+def model_digest(checkpoint: checkpoint_lib.StoredTensors) -> str:
   """A digest of a model, independent of the dtype it is loaded in, 32 digits.
 
   It is taken over the config, and over size, beginning and end of every file of
@@ -242,14 +230,19 @@ def model_digest(checkpoint: checkpoint_lib.Checkpoint) -> str:
 
 
 def model_digests(
-  target: checkpoint_lib.Checkpoint, draft: checkpoint_lib.Checkpoint | None
+  target: checkpoint_lib.Checkpoint,
+  draft: checkpoint_lib.Checkpoint | None,
+  head: str | None = None,
 ) -> dict[str, str | None]:
-  """The digests of `Context.models`."""
-  return {
+  """The digests of `Context.models`; `head` is the name of a drafting head."""
+  digests = {
     'target': model_digest(target),
     'draft': None if draft is None else model_digest(draft),
     'vocabulary': pair_lib.vocabulary_digest(target.tokenizer),
   }
+  if head is not None:
+    digests['head'] = model_digest(heads.locate(head, target.config).stored)
+  return digests
 
 
 def cache_path(

@@ -1,14 +1,16 @@
 """The options of a decode of texts."""
 
 from collections.abc import Sequence
-import numbers
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from models.text import constraints as constraints_lib
 from models.text import ends as ends_lib
 from models.text import pair as pair_lib
+import specdec
+from specdec import automaton as automaton_lib
 from specdec import checks as checks_lib
 from specdec import decode_options
 
@@ -25,23 +27,67 @@ class TextOptions(decode_options.CommonOptions, total=False):
       for as such: `<|im_end|>` ends the text at this token.
     eos_ids: tokens that end a row, as ids or as texts of one token each. None:
       those of `models.load`; `()`: none.
+    regex: an expression that all of a text must match, in the syntax of Rust's
+      `regex`, or one per row, of which some may be None. The text ends where it
+      matches and the target ends it; `max_new_tokens` may end it before.
+    json_schema: in place of it a JSON schema, as a dict or as its text.
   """
 
   seed: int | Sequence[int]
   stop: ends_lib.Stops
   eos_ids: ends_lib.EosIds | None
+  regex: constraints_lib.Regex | None
+  json_schema: constraints_lib.Schema | None
 
 
 def with_ids(
   pair: pair_lib.Pair, options: TextOptions, stops: ends_lib.StopsOfRows
 ) -> Any:
-  """The options with ids for texts; `stops` are the stop strings by row."""
+  """The options with ids for texts; `stops` are the stop strings by row.
+
+  Without the constraints, see `constraint_of_rows`.
+  """
   vocab_size, given = pair.target.spec.vocab_size, options.get('eos_ids')
   eos_ids = ends_lib.eos_ids_of(given, pair.tokenizer, vocab_size)
-  return options | {
+  of_text = ('regex', 'json_schema')
+  kept = {name: one for name, one in options.items() if name not in of_text}
+  return kept | {
     'stop': ends_lib.stop_table(stops, pair.tokenizer, vocab_size),
     'eos_ids': pair.eos_ids if given is None else eos_ids,
   }
+
+
+def constraint_of_all(options: TextOptions) -> constraints_lib.Constraint:
+  """The constraint of prompts that are not rows; None if there is none."""
+  return constraints_lib.constraint_of(
+    options.get('regex'), options.get('json_schema')
+  )
+
+
+def constraint_of_rows(
+  pair: pair_lib.Pair, options: TextOptions, batch_size: int
+) -> specdec.Constraint | None:
+  """The constraint of `regex` and `json_schema`; None if there is none."""
+  vocab_size, given = pair.target.spec.vocab_size, options.get('eos_ids')
+  eos_ids = ends_lib.eos_ids_of(given, pair.tokenizer, vocab_size)
+  rows = constraints_lib.of_rows(
+    options.get('regex'), options.get('json_schema'), batch_size
+  )
+  if not any(rows):
+    return None
+  automata = {
+    one: constraints_lib.automaton_of(
+      one,
+      pair.tokenizer,
+      vocab_size,
+      pair.eos_ids if given is None else eos_ids,
+    )
+    for one in rows
+  }
+  distinct = list(automata)
+  return automaton_lib.stack(
+    [*automata.values()], [distinct.index(one) for one in rows], vocab_size
+  )
 
 
 def keys_of_seeds(seed: int | Sequence[int], batch_size: int) -> jax.Array:
@@ -52,10 +98,8 @@ def keys_of_seeds(seed: int | Sequence[int], batch_size: int) -> jax.Array:
   """
   seeds = seed if isinstance(seed, Sequence) else [seed]
   for value in seeds:
-    is_integer = isinstance(value, numbers.Integral)
     # JAX takes the lower 32 bits of larger integers without an error.
-    fits = is_integer and -(2**31) <= value < 2**32
-    if not fits or isinstance(value, bool):
+    if not (checks_lib.is_integer(value) and -(2**31) <= value < 2**32):
       raise ValueError(
         f'seed must be an integer of 32 bits, or one per row, got {seed!r}'
       )

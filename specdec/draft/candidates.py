@@ -80,6 +80,7 @@ class CandidateScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
     tokens, log_probs, sources = jax.vmap(self._merged)(
       tree, nodes, ctx.tokens, ctx.length
     )
+    log_probs = ctx.conditioned(log_probs, tree, nodes, tokens)
     noise_of = lambda noise, depth, token: noise[depth[:, None], token]
     depths = jax.vmap(lambda tree, nodes: tree.depth[nodes])(tree, nodes)
     ranked = ranking_lib.rank_candidates(

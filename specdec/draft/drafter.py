@@ -20,6 +20,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from specdec import context as context_lib
+from specdec import hidden as hidden_lib
 from specdec import model as model_lib
 from specdec.tree import topology as topology_lib
 from specdec.tree import tree as tree_lib
@@ -74,7 +75,8 @@ class Scores:
 
   #: `[B, W]` int32, those that were scored; `NO_NODE` for the others.
   nodes: jax.Array
-  #: `[B, W, K]` int32, the likeliest tokens to follow, best first and distinct.
+  #: `[B, W, K]` int32, the tokens of the K children, best first and distinct;
+  #: if they are drawn, in the order of the draws, with replacement repeated.
   tokens: jax.Array
   #: `[B, W, K]` float32, their log-probabilities, at most 0;
   #: `sampling.EXCLUDED` for entries that are no candidates.
@@ -122,6 +124,16 @@ class Scorer:
     return False
 
   @property
+  def needs_parents(self) -> bool:
+    """Whether a node can be scored only in a forward after its parent's."""
+    return False
+
+  @property
+  def hidden(self) -> tuple[int, ...]:
+    """The target's hidden states that it reads, keys of `KVCache.hidden`."""
+    return ()
+
+  @property
   def can_draw(self) -> bool:
     """Whether it has a distribution to draw children from, or only the best."""
     return False
@@ -135,6 +147,14 @@ class Scorer:
     """Bytes read from memory by scoring `width` nodes, the cache apart."""
     raise NotImplementedError
 
+  def forward_width(self, width: int, max_depth: int) -> int:
+    """Text and nodes that one forward reads, where W nodes are to be scored.
+
+    By default max(W, 2), so that at least one unread token and one node fit.
+    """
+    del max_depth
+    return max(width, 2)
+
   def init(
     self,
     prompt: jax.Array,
@@ -142,6 +162,7 @@ class Scorer:
     *,
     num_slots: int,
     num_scored: int,
+    hidden: hidden_lib.HiddenStates,
   ) -> Any:
     """The state before the first step; by default there is none.
 
@@ -152,8 +173,9 @@ class Scorer:
       prompt_length: `[B]` int32.
       num_slots: the longest text, in tokens.
       num_scored: the most nodes that are scored in one step.
+      hidden: the target's hidden states at all tokens but the last.
     """
-    del prompt, prompt_length, num_slots, num_scored
+    del prompt, prompt_length, num_slots, num_scored, hidden
     return ()
 
   def catch_up(
@@ -164,6 +186,7 @@ class Scorer:
     kept: jax.Array,
     *,
     num_scored: int,
+    hidden: hidden_lib.HiddenStates,
   ) -> tuple[Any, jax.typing.ArrayLike]:
     """Between steps: takes in text that the scorer has not seen.
 
@@ -176,6 +199,7 @@ class Scorer:
       kept: `[B]` int32, the tokens of each text, from its first on, that are
         those of the state before.
       num_scored: as for `init`.
+      hidden: as for `init`.
 
     Returns:
       The state, and the number of forwards that it took.
@@ -185,7 +209,11 @@ class Scorer:
       return state, 0
     missing = jnp.any(length > 0)
     init = lambda: self.init(
-      tokens, length, num_slots=tokens.shape[1], num_scored=num_scored
+      tokens,
+      length,
+      num_slots=tokens.shape[1],
+      num_scored=num_scored,
+      hidden=hidden,
     )
     state = lax.cond(missing, init, lambda: state)
     return state, missing.astype(jnp.int32)
@@ -217,7 +245,7 @@ class Scorer:
       state: the state before.
       path: `[B, D + 1]` int32, the accepted node of each depth, then `NO_NODE`.
       num_kept: `[B]` int32, the number of them, the root not counted, that are
-        now part of the text; -1 for a row that is done and stays as it is.
+        now part of the text; -1 for a row that is done, which keeps no node.
     """
     del path, num_kept
     return state
@@ -236,10 +264,9 @@ class Stage(flax.struct.PyTreeNode):
     """The labels of its scorer, joined."""
     return '+'.join(self.scorer.labels)
 
-  @property
-  def forward_width(self) -> int:
-    """max(W, 2), so that at least one unread token and one node fit."""
-    return max(self.config.width, 2)
+  def forward_width(self, max_depth: int) -> int:
+    """See `Scorer.forward_width`; `max_depth` is D."""
+    return self.scorer.forward_width(self.config.width, max_depth)
 
 
 class Drafter(flax.struct.PyTreeNode):

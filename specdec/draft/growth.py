@@ -116,12 +116,13 @@ def _score(
   policy: '_Policy',
 ) -> tuple[stages_lib.StageState, tree_lib.TokenTree]:
   """One forward of a stage, whose candidates join the tree."""
-  padding = ((0, 0), (0, stage.forward_width - nodes.shape[1]))
+  width = stage.forward_width(ctx.max_depth)
+  padding = ((0, 0), (0, width - nodes.shape[1]))
   nodes = jnp.pad(nodes, padding, constant_values=tree_lib.NO_NODE)
   scores, scorer = stage.scorer.score(
     state.scorer, tree, nodes, ctx, stage.config
   )
-  tree = policy.insert(tree, scores)
+  tree = ctx.followed(policy.insert(tree, scores))
   if_active = lambda number: jnp.where(ctx.active, number, 0)
   entries = jnp.where(scores.nodes >= 0, scores.nodes, tree.capacity)
   put = lambda array, at, probs: array.at[at].set(probs, mode='drop')
@@ -254,6 +255,7 @@ class _BestFirst(_Policy):
       width=self.stage.config.width,
       num_nodes=self.ctx.shape.num_nodes,
       needs_ancestors=self.stage.scorer.needs_ancestors,
+      needs_parents=self.stage.scorer.needs_parents,
     )
     frontier = jax.vmap(of_row)(
       tree, scored, self.expanded, self.depth_limit, self.ctx.active
@@ -272,7 +274,7 @@ class _BestFirst(_Policy):
       cost = scorer.bytes_per_forward(config.width) / ctx.target_bytes
     if cost == 0:
       return jnp.any(frontier.can_grow)
-    # The same cost at the rate of tokens per cost so far.
+    # The tokens that this cost would bring at the average rate so far.
     price = cost * frontier.expected / (1.0 + rounds_done * cost)
     # Rows share their forwards, so it is their sums that count.
     total = lambda values: jnp.sum(jnp.where(ctx.active, values, 0.0))
@@ -348,6 +350,7 @@ def _frontier(
   width: int,
   num_nodes: int,
   needs_ancestors: bool,
+  needs_parents: bool,
 ) -> Frontier:
   """The frontier of one row; `[M]` per field of the tree.
 
@@ -356,6 +359,8 @@ def _frontier(
   """
   used = tree.log_prob > -jnp.inf
   candidates = used & ~scored & (tree.depth <= depth_limit)
+  if needs_parents:
+    candidates &= (tree.parent < 0) | scored[jnp.maximum(tree.parent, 0)]
   can_grow = candidates & (tree.depth < max_depth) & active & ~expanded
   if not needs_ancestors:
     candidates &= ~expanded

@@ -5,11 +5,52 @@ import jax
 import jax.numpy as jnp
 
 from specdec import context as context_lib
+from specdec import hidden as hidden_lib
 from specdec import model as model_lib
 from specdec import sampling as sampling_lib
 from specdec.draft import drafter as drafter_lib
 from specdec.draft import ranking as ranking_lib
+from specdec.tree import topology as topology_lib
 from specdec.tree import tree as tree_lib
+
+
+def scores_of(
+  found: model_lib.NodeScores,
+  tree: tree_lib.TokenTree,
+  ctx: context_lib.StepContext,
+  config: drafter_lib.StageConfig,
+) -> drafter_lib.Scores:
+  """The scores of nodes by the logits of a forward; see `Scorer.score`."""
+  nodes = found.nodes
+  logits = ctx.adjusted(found.logits, tree, nodes)
+  noise = ctx.randomness.noise_at(jax.vmap(tree_lib.pick)(tree.depth, nodes))
+  branching = min(config.branching, logits.shape[-1])
+  ranking = ranking_lib.rank_logits(
+    logits, noise, ctx.sampling, config.calibration, branching
+  )
+  if ctx.rule.children == sampling_lib.BEST:
+    tokens, log_probs = ranking.tokens, ranking.best_log_probs
+    drawn_from = jnp.zeros((*nodes.shape, 0))
+  else:
+    assert isinstance(ctx.shape, topology_lib.Topology)  # as rules check
+    tokens, log_probs, drawn_from = ranking_lib.draw_children(
+      logits,
+      nodes,
+      ctx.randomness.draft_keys,
+      ctx.sampling,
+      branching,
+      children=ctx.rule.children,
+      counts=jnp.asarray(ctx.shape.num_children)[nodes],
+    )
+  return drafter_lib.Scores(
+    nodes=nodes,
+    tokens=tokens,
+    cond_log_probs=log_probs,
+    sources=jnp.zeros_like(tokens),
+    log_prob_of=ranking.log_prob_of,
+    slots_read=found.slots_read,
+    drawn_from=drawn_from,
+  )
 
 
 class LanguageModelScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
@@ -42,8 +83,10 @@ class LanguageModelScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
     *,
     num_slots: int,
     num_scored: int,
+    hidden: hidden_lib.HiddenStates,
   ) -> model_lib.ModelState:
     """Prefills the prompts."""
+    del hidden
     return model_lib.prefill(
       self.model,
       prompt,
@@ -60,9 +103,10 @@ class LanguageModelScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
     kept: jax.Array,
     *,
     num_scored: int,
+    hidden: hidden_lib.HiddenStates,
   ) -> tuple[model_lib.ModelState, jax.Array]:
     """Feeds the missing text, see `specdec.model.read_text`."""
-    del num_scored
+    del num_scored, hidden
     return model_lib.read_text(self.model, state, tokens, length, kept)
 
   def score(
@@ -77,35 +121,7 @@ class LanguageModelScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
     found, state = model_lib.forward_nodes(
       self.model, state, tree, nodes, ctx, may_lag=True
     )
-    nodes = found.nodes
-    logits = ctx.adjusted(found.logits, tree, nodes)
-    noise = ctx.randomness.noise_at(jax.vmap(tree_lib.pick)(tree.depth, nodes))
-    branching = min(config.branching, self.vocab_size)
-    ranking = ranking_lib.rank_logits(
-      logits, noise, ctx.sampling, config.calibration, branching
-    )
-    if ctx.rule.children == sampling_lib.BEST:
-      tokens, log_probs = ranking.tokens, ranking.best_log_probs
-      drawn_from = jnp.zeros((*nodes.shape, 0))
-    else:
-      tokens, log_probs, drawn_from = ranking_lib.draw_children(
-        logits,
-        nodes,
-        ctx.randomness.draft_keys,
-        ctx.sampling,
-        branching,
-        replacement=ctx.rule.children == sampling_lib.WITH_REPLACEMENT,
-      )
-    scores = drafter_lib.Scores(
-      nodes=nodes,
-      tokens=tokens,
-      cond_log_probs=log_probs,
-      sources=jnp.zeros_like(tokens),
-      log_prob_of=ranking.log_prob_of,
-      slots_read=found.slots_read,
-      drawn_from=drawn_from,
-    )
-    return scores, state
+    return scores_of(found, tree, ctx, config), state
 
   def commit(
     self, state: model_lib.ModelState, path: jax.Array, num_kept: jax.Array

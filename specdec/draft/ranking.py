@@ -81,7 +81,7 @@ def rank_logits(
     number: K, of the best; at most V.
   """
   scores = calibration * (sampling_lib.filter_logits(logits, sampling) + noise)
-  # For the barriers see `sampling.filter_logits`. A single one for both results
+  # For the barriers see `sampling._ranked`. A single one for both results
   # crashes XLA's CPU backend on several devices.
   best, tokens = map(lax.optimization_barrier, lax.top_k(scores, number))
   # The log-sum-exp of all, without searching for the largest once more.
@@ -134,6 +134,42 @@ def rank_candidates(
   return ranked
 
 
+def _best_and_drawn(
+  log_probs: jax.Array, noise: jax.Array, number: int, counts: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """The k - 1 best children, then one drawn off them (arXiv 2502.18779).
+
+  Where there is no other token, the last possible child is drawn for certain.
+
+  Args:
+    log_probs: `[B, W, V]` float32.
+    noise: `[B, W, V]` float32, Gumbel.
+    number: K, the most children.
+    counts: `[B, W]` int32, how many children each node has, k.
+
+  Returns:
+    `[B, W, K]` int32 tokens, and the distributions of the last, `[B, W, V]`.
+  """
+  scores, best = lax.top_k(log_probs, number)
+  places = jnp.arange(number)[None, None]
+  is_apart = places < counts[..., None] - 1
+  at = jnp.where(is_apart, best, log_probs.shape[-1])
+  exclude = jax.vmap(
+    jax.vmap(lambda row, at: row.at[at].set(sampling_lib.EXCLUDED, mode='drop'))
+  )
+  rest = exclude(log_probs, at)
+  can_draw = jnp.max(rest, axis=-1, keepdims=True) > sampling_lib.EXCLUDED
+  last = jnp.sum(scores > sampling_lib.EXCLUDED, axis=-1, keepdims=True) - 1
+  last = jnp.take_along_axis(best, jnp.maximum(last, 0), axis=-1)
+  is_last = jnp.arange(rest.shape[-1])[None, None] == last
+  point = jnp.where(is_last, 0.0, sampling_lib.EXCLUDED)
+  drawn = sampling_lib.best_token(rest + noise)[..., None]
+  is_drawn = can_draw & (places == counts[..., None] - 1)
+  # Fused with what made the logits, it would round by the shape.
+  law = lax.optimization_barrier(jnp.where(can_draw, rest, point))
+  return jnp.where(is_drawn, drawn, best), sampling_lib.softmax(law)
+
+
 def draw_children(
   logits: jax.Array,
   nodes: jax.Array,
@@ -141,7 +177,8 @@ def draw_children(
   sampling: sampling_lib.SamplingParams,
   number: int,
   *,
-  replacement: bool,
+  children: str,
+  counts: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Draws children of W nodes.
 
@@ -155,7 +192,8 @@ def draw_children(
     sampling: the target's. Rows at temperature 0 draw nothing and get the
       likeliest tokens.
     number: K, at most V.
-    replacement: whether siblings are drawn with replacement.
+    children: one of `sampling.CHILDREN` but the best.
+    counts: `[B, W]` int32, how many of the K children each node has.
 
   Returns:
     `[B, W, K]` int32 tokens; `[B, W, K]` float32, their log-probabilities, very
@@ -168,6 +206,7 @@ def draw_children(
     log_probs > _LEAST_LOG_PROB, log_probs, sampling_lib.EXCLUDED
   )
   stochastic = sampling.is_stochastic
+  replacement = children == sampling_lib.WITH_REPLACEMENT
   shape = (number, logits.shape[2]) if replacement else logits.shape[2:]
 
   def noise_of(key: jax.Array, node: jax.Array) -> jax.Array:
@@ -175,14 +214,18 @@ def draw_children(
 
   noise = jax.vmap(jax.vmap(noise_of, (None, 0)))(keys, nodes)
   noise = jnp.where(sampling_lib.per_row(stochastic, noise), noise, 0.0)
-  if replacement:
-    drawn = sampling_lib.best_token(log_probs[:, :, None] + noise)
+  drawn_from = jnp.exp(log_probs)
+  if children == sampling_lib.WITHOUT_REPLACEMENT:
+    _, tokens = lax.top_k(log_probs + noise, number)
+  else:
+    if replacement:
+      drawn = sampling_lib.best_token(log_probs[:, :, None] + noise)
+    else:
+      drawn, drawn_from = _best_and_drawn(log_probs, noise, number, counts)
     _, best = lax.top_k(log_probs, number)
     tokens = jnp.where(sampling_lib.per_row(stochastic, best), drawn, best)
-  else:
-    _, tokens = lax.top_k(log_probs + noise, number)
   return (
     tokens.astype(jnp.int32),
     jnp.take_along_axis(log_probs, tokens, axis=-1),
-    jnp.exp(log_probs),
+    drawn_from,
   )

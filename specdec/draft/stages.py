@@ -6,6 +6,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from specdec import hidden as hidden_lib
 from specdec import total as total_lib
 from specdec.draft import drafter as drafter_lib
 from specdec.tree import tree as tree_lib
@@ -44,8 +45,9 @@ def _num_scored(drafter: drafter_lib.Drafter) -> list[int]:
   sizes, growths = [], 1
   for stage in drafter.stages:
     forwards = growths * stage.config.rounds
+    width = stage.forward_width(drafter.max_depth)
     # A whole path must fit when it is committed.
-    sizes.append(max(forwards * stage.forward_width, drafter.max_depth + 1))
+    sizes.append(max(forwards * width, drafter.max_depth + 1))
     growths += forwards  # before each growth and after each forward
   return sizes
 
@@ -57,6 +59,7 @@ def init_stages(
   *,
   num_slots: int,
   drawn_from: int = 0,
+  hidden: hidden_lib.HiddenStates = hidden_lib.HiddenStates(),
 ) -> tuple[StageState, ...]:
   """The states of all stages before the first step; see `Scorer.init`.
 
@@ -67,7 +70,11 @@ def init_stages(
   def init(stage: drafter_lib.Stage, num_scored: int) -> StageState:
     return StageState(
       scorer=stage.scorer.init(
-        prompt, prompt_length, num_slots=num_slots, num_scored=num_scored
+        prompt,
+        prompt_length,
+        num_slots=num_slots,
+        num_scored=num_scored,
+        hidden=hidden,
       ),
       scored=jnp.zeros((batch_size, capacity), bool),
       proposals=jnp.zeros((batch_size, capacity, drawn_from)),
@@ -83,6 +90,7 @@ def catch_up_stages(
   tokens: jax.Array,
   length: jax.Array,
   kept: jax.Array,
+  hidden: hidden_lib.HiddenStates,
 ) -> tuple[StageState, ...]:
   """`Scorer.catch_up` of all stages; rows of length 0 have nothing to read."""
 
@@ -90,7 +98,7 @@ def catch_up_stages(
     stage: drafter_lib.Stage, state: StageState, num_scored: int
   ) -> StageState:
     scorer, forwards = stage.scorer.catch_up(
-      state.scorer, tokens, length, kept, num_scored=num_scored
+      state.scorer, tokens, length, kept, num_scored=num_scored, hidden=hidden
     )
     counters = state.counters.replace(
       forwards=state.counters.forwards + forwards,

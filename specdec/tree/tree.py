@@ -43,6 +43,9 @@ class TokenTree(flax.struct.PyTreeNode):
   #: 0 at the root.
   origin: jax.Array
   size: jax.Array  #: `[]` int32.
+  #: `[M]` int32, the state of the constraint after each node, see
+  #: `StepContext.followed`; None without a constraint.
+  state: jax.Array | None = None
 
   @property
   def capacity(self) -> int:
@@ -179,7 +182,7 @@ def put_children(
     tuple(values.reshape(-1) for values in new.values()),
   )
   size = tree.size + jnp.sum(index < tree.capacity)
-  return TokenTree(**dict(zip(new, placed, strict=True)), size=size)
+  return tree.replace(**dict(zip(new, placed, strict=True)), size=size)
 
 
 def add_children(

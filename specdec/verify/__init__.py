@@ -1,5 +1,5 @@
 """Rules of verification, and what a step emits.
 
 `accept` has what all rules share; `match` (the default), `rejection` and
-`block` are the rules; `stop_strings` finds ends of texts.
+`traversal` are the rules; `stop_strings` finds ends of texts.
 """

@@ -41,5 +41,6 @@ class MatchRule:
     index, accepted = jax.vmap(tree_lib.accepted_path, (0, 0, 0, None))(
       tree, nodes, choices, max_depth
     )
+    # The choices along the path take the place of the nodes.
     verdict = accept.Verdict(index=index, accepted=accepted, chosen=index)
     return verdict.replace(chosen=verdict.along_path(choices))

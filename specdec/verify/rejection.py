@@ -11,13 +11,14 @@ left.
 A token that was *not* drawn, such as that of an n-gram or the likeliest child,
 counts as a draw from the point mass on itself: it is accepted with the target's
 probability, which is removed if it is rejected. To treat it as a draw from the
-draft's softmax would be wrong.
+draft's softmax would be wrong. Both kinds may be siblings (arXiv 2502.18779).
 
 The emitted tokens have the target's distribution, but they are not those of
 plain decoding with the same seed. `specdec.verify.match` gives those.
 """
 
 import dataclasses
+import functools
 
 import flax.struct
 import jax
@@ -78,49 +79,15 @@ def draw(probs: jax.Array, noise: jax.Array) -> jax.Array:
   return sampling_lib.best_token(jnp.log(probs) + noise)
 
 
-class _Walk(flax.struct.PyTreeNode):
-  """Position of each row on its way down the tree."""
-
-  node: jax.Array  # [B] int32, the last accepted node
-  accepted: jax.Array  # [B] int32, the number of accepted nodes
-  target: jax.Array  # [B, V], what is left of the target's distribution
-  draft: jax.Array  # [B, V], what the next child was drawn from
-  index: jax.Array  # [B, D + 1] int32, see `Verdict`
-  chosen: jax.Array  # [B, D + 1] int32, see `Verdict`
-
-  def after(
-    self,
-    token: jax.Array,
-    is_child: jax.Array,
-    is_accepted: jax.Array,
-    left: tuple[jax.Array, jax.Array],
-  ) -> '_Walk':
-    """After `token [B]` was tried in the rows of which it `is_child [B]`.
-
-    `left` is the result of `after_rejection`.
-    """
-    rejected = (is_child & ~is_accepted)[:, None]
-    is_accepted &= is_child
-    return self.replace(
-      chosen=_put(self.chosen, self.accepted, token, is_accepted),
-      accepted=self.accepted + is_accepted,
-      target=jnp.where(rejected, left[0], self.target),
-      draft=jnp.where(rejected, left[1], self.draft),
-    )
+_at = jax.vmap(tree_lib.pick)
+_write = jax.vmap(
+  lambda row, index, value: row.at[index].set(value, mode='clip')
+)
 
 
-def _init_walk(batch_size: int, vocab_size: int, path_length: int) -> _Walk:
-  """A walk at the root, which is not entered yet."""
-  nothing = jnp.zeros((batch_size, vocab_size))
-  path_shape = (batch_size, path_length)
-  return _Walk(
-    node=jnp.full(batch_size, tree_lib.ROOT, jnp.int32),
-    accepted=jnp.zeros(batch_size, jnp.int32),
-    target=nothing,
-    draft=nothing,
-    index=jnp.full(path_shape, tree_lib.NO_NODE, jnp.int32),
-    chosen=jnp.zeros(path_shape, jnp.int32),
-  )
+def _where(rows: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+  """`new [B, ...]` in some rows, else `old`."""
+  return jnp.where(sampling_lib.per_row(rows, new), new, old)
 
 
 def _put(
@@ -131,22 +98,156 @@ def _put(
   return jnp.where(here & where[:, None], value[:, None], array)
 
 
+class _Nodes(flax.struct.PyTreeNode):
+  """What is known of the N verified nodes of each row."""
+
+  node: jax.Array  # [B, N] int32, in the tree
+  token: jax.Array  # [B, N] int32
+  parent: jax.Array  # [B, N] int32, in the tree
+  turn: jax.Array  # [B, N] int32, how many siblings are tried before
+  is_drawn: jax.Array  # [B, N] bool; the others are as drawn from point masses
+  uniform: jax.Array  # [B, N]
+  logits: jax.Array  # [B, N, V]
+  proposals: jax.Array  # [B, M, V]; of size 0 if nothing is drawn
+  sampling: sampling_lib.SamplingParams
+
+  def target_after(self, place: jax.Array) -> jax.Array:
+    """The target's distribution after the node at `place [B]`, `[B, V]`."""
+    logits = _at(self.logits, place)[:, None]
+    return sampling_lib.token_probs(logits, self.sampling)[:, 0]
+
+  def child(
+    self, place: jax.Array, turn: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
+    """Whether a node has a child of this turn, and its place or the node's."""
+    below = self.parent == _at(self.node, place)[:, None]
+    below &= self.turn == turn[:, None]
+    exists = jnp.any(below, axis=1)
+    return exists, jnp.where(exists, jnp.argmax(below, axis=1), place)
+
+  def begin(
+    self,
+    where: jax.Array,
+    place: jax.Array,
+    target: jax.Array,
+    draft: jax.Array,
+  ) -> tuple[jax.Array, jax.Array]:
+    """Both distributions; in some rows those at a node before any child."""
+    if self.proposals.shape[2]:
+      draft = _where(where, _at(self.proposals, _at(self.node, place)), draft)
+    return _where(where, self.target_after(place), target), draft
+
+
+class _Walk(flax.struct.PyTreeNode):
+  """Position of each row in its tree, and what is left along the path to it."""
+
+  depth: jax.Array  # [B] int32
+  path: jax.Array  # [B, D + 1] int32, see `Verdict.index`
+  turn: jax.Array  # [B] int32, of the child that is tried next
+  done: jax.Array  # [B] bool, whether the node at `place` is accepted
+  weight: jax.Array  # [B, D + 1], the chance to accept a node or one below it
+  # [B, D + 1, V], at nodes of which a child was tried; [B, 1, V], at the last
+  # of them, under a rule that leaves no node.
+  target: jax.Array
+  draft: jax.Array  # the same, of what the next child was drawn from
+
+  @property
+  def place(self) -> jax.Array:
+    """`[B]` int32, the place of the node among the N."""
+    return _at(self.path, self.depth)
+
+
+def _init_walk(shape: tuple[int, int], num_kept: int, vocab_size: int) -> _Walk:
+  """A walk at the root; `shape` is B and D + 1."""
+  is_root = jnp.broadcast_to(jnp.arange(shape[1]) == 0, shape)
+  zeros = jnp.zeros(shape[0], jnp.int32)
+  nothing = jnp.zeros((shape[0], num_kept, vocab_size))
+  return _Walk(
+    depth=zeros,
+    path=jnp.where(is_root, tree_lib.ROOT, tree_lib.NO_NODE),
+    turn=zeros,
+    done=zeros > 0,
+    weight=is_root.astype(jnp.float32),
+    target=nothing,
+    draft=nothing,
+  )
+
+
 @dataclasses.dataclass(frozen=True)
 class RejectionRule:
-  """Tries the children of each accepted node in turn; see `Rule`.
-
-  The children of a node all come after it, so one pass over the nodes in order
-  tries every child of every node that is reached.
-  """
+  """Tries the children of each accepted node in turn; see `Rule`."""
 
   #: One of `sampling.CHILDREN`. Siblings must come in the order in which they
-  #: were drawn. In rows at temperature 0 children are the best.
+  #: were drawn, or the one that was drawn after the best. In rows at
+  #: temperature 0 children are the best.
   children: str = sampling_lib.BEST
 
   shares_noise = False
   needs_chain = False
   may_draw = True
   keeps_tokens = False
+  leaves_nodes = False  #: Whether a node is entered before it is accepted.
+
+  def enter(
+    self, chance: jax.Array, uniform: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
+    """Whether a child is entered, and its weight then; `[B]` each."""
+    return uniform < chance, jnp.ones_like(chance)
+
+  def weight_left(
+    self, weight: jax.Array, target: jax.Array, draft: jax.Array
+  ) -> jax.Array:
+    """The weight of a node, `[B]`, after a child was rejected.
+
+    `target [B, V]` is multiplied with the `weight [B]` before; the child was
+    drawn from `draft [B, V]`.
+    """
+    del target, draft
+    return weight
+
+  def _move(self, nodes: _Nodes, walk: _Walk) -> _Walk:
+    """Tries the next child of a node, or accepts or leaves the node."""
+    tries, child = nodes.child(walk.place, walk.turn)
+    fails = _at(nodes.uniform, walk.place) >= _at(walk.weight, walk.depth)
+    leaves = ~tries & fails & (walk.depth > 0)
+    moves = tries | leaves
+    depth, token = walk.depth - leaves, _at(nodes.token, child)  # of the parent
+    weight, target, draft = (
+      _at(array, depth) for array in (walk.weight, walk.target, walk.draft)
+    )
+    is_first = tries & (walk.turn == 0)
+    begin = functools.partial(nodes.begin, is_first, walk.place)
+    keep = lambda *given: given
+    target, draft = lax.cond(jnp.any(is_first), begin, keep, target, draft)
+    point = jax.nn.one_hot(token, target.shape[1])
+    proposed = _where(_at(nodes.is_drawn, child), draft, point)
+    given = weight[:, None] * target, proposed, token
+    chance = acceptance_probs(*given)
+    enters, weight_below = self.enter(chance, _at(nodes.uniform, child))
+    enters &= tries
+    rejects = moves & ~enters
+
+    def reject(*kept: jax.Array) -> tuple[jax.Array, ...]:
+      left = (
+        self.weight_left(weight, *given[:2]),
+        *after_rejection(*given, self.children),
+      )
+      return tuple(map(functools.partial(_where, rejects), left, kept))
+
+    weight, target, draft = lax.cond(
+      jnp.any(rejects), reject, keep, weight, target, draft
+    )
+    entered = jnp.where(enters, child, tree_lib.NO_NODE)
+    weights = _put(walk.weight, depth, weight, rejects)
+    return _Walk(
+      depth=depth + enters,
+      path=_put(walk.path, depth + 1, entered, moves),
+      turn=jnp.where(rejects, _at(nodes.turn, child) + 1, walk.turn * ~moves),
+      done=~moves,
+      weight=_put(weights, depth + 1, weight_below, enters),
+      target=_write(walk.target, depth, target),
+      draft=_write(walk.draft, depth, draft),
+    )
 
   def __call__(
     self,
@@ -158,53 +259,39 @@ class RejectionRule:
     sampling: sampling_lib.SamplingParams,
   ) -> accept.Verdict:
     """See `specdec.verify.accept.Rule`."""
-    batch_size, num_nodes, vocab_size = logits.shape
-    is_drawn = self.children != sampling_lib.BEST
-    at = jax.vmap(tree_lib.pick)
-    tokens, parents = at(tree.token, nodes), at(tree.parent, nodes)
-    depths = at(tree.depth, nodes)
-    parents = jnp.where(nodes >= 0, parents, tree_lib.NO_NODE)
-
-    def enter(walk: _Walk, index: jax.Array, where: jax.Array) -> _Walk:
-      """Goes on from the node at `index [B]`, in some rows."""
-      of_row = lambda array: at(array, index)
-      replace = lambda new, old: jnp.where(where[:, None], new, old)
-      node = of_row(nodes)
-      target = sampling_lib.token_probs(of_row(logits)[:, None], sampling)[:, 0]
-      draft = (
-        replace(at(proposals, node), walk.draft) if is_drawn else walk.draft
-      )
-      return walk.replace(
-        node=jnp.where(where, node, walk.node),
-        target=replace(target, walk.target),
-        draft=draft,
-        index=_put(walk.index, of_row(depths), index, where),
-      )
-
-    def attempt(index: jax.Array, walk: _Walk) -> _Walk:
-      """Accepts or rejects the child at `index` of N, in rows that reach it."""
-      is_child = parents[:, index] == walk.node
-      token = tokens[:, index]
-      draft = jax.nn.one_hot(token, vocab_size)
-      if is_drawn:
-        draft = jnp.where(sampling.is_stochastic[:, None], walk.draft, draft)
-      probs = acceptance_probs(walk.target, draft, token)
-      is_accepted = randomness.uniforms[:, index] < probs
-      left = after_rejection(walk.target, draft, token, self.children)
-      walk = walk.after(token, is_child, is_accepted, left)
-      return enter(walk, jnp.full_like(token, index), is_accepted & is_child)
-
-    def body(index: jax.Array, walk: _Walk) -> _Walk:
-      reached = jnp.any(parents[:, index] == walk.node)
-      return lax.cond(reached, attempt, lambda _, walk: walk, index, walk)
-
-    everywhere = jnp.ones(batch_size, bool)
-    walk = _init_walk(batch_size, vocab_size, randomness.noise.shape[1])
-    walk = enter(walk, walk.node, everywhere)
-    walk = lax.fori_loop(1, num_nodes, body, walk)
-    bonus = draw(walk.target, randomness.residual_noise)
+    parent = jnp.where(nodes >= 0, _at(tree.parent, nodes), tree_lib.NO_NODE)
+    draws = self.children != sampling_lib.BEST
+    is_drawn = jnp.full(parent.shape, draws)
+    siblings = parent[:, :, None] == parent[:, None]
+    before = jnp.tril(siblings, -1)
+    if self.children == sampling_lib.BEST_AND_DRAWN:  # the last one first
+      before = jnp.triu(siblings, 1)
+      is_drawn = ~jnp.any(before, axis=2)
+    known = _Nodes(
+      node=nodes,
+      token=_at(tree.token, nodes),
+      parent=parent,
+      turn=jnp.sum(before, axis=2, dtype=jnp.int32),
+      is_drawn=is_drawn & sampling.is_stochastic[:, None],
+      uniform=randomness.uniforms,
+      logits=logits,
+      proposals=proposals if draws else proposals[:, :, :0],
+      sampling=sampling,
+    )
+    shape = (nodes.shape[0], randomness.noise.shape[1])
+    num_kept = shape[1] if self.leaves_nodes else 1
+    walk = lax.while_loop(
+      lambda walk: ~jnp.all(walk.done),
+      functools.partial(self._move, known),
+      _init_walk(shape, num_kept, logits.shape[2]),
+    )
+    left = _at(walk.target, walk.depth)
+    left = _where(walk.turn == 0, known.target_after(walk.place), left)
+    bonus = draw(left, randomness.residual_noise)
+    following = jnp.pad(_at(known.token, walk.path)[:, 1:], ((0, 0), (0, 1)))
+    at_end = jnp.arange(shape[1])[None] == walk.depth[:, None]
     return accept.Verdict(
-      index=walk.index,
-      accepted=walk.accepted,
-      chosen=_put(walk.chosen, walk.accepted, bonus, everywhere),
+      index=walk.path,
+      accepted=walk.depth,
+      chosen=jnp.where(at_end, bonus[:, None], following),
     )

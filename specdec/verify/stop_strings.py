@@ -23,6 +23,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec import token_trie
+
 # The state of a row whose text contains a stop string.
 STOPPED = -1
 
@@ -129,32 +131,6 @@ def _build_automaton(
   return _Automaton(delta, *np.array([depths, stop_lengths], np.int32))
 
 
-def _token_trie(
-  token_bytes: Sequence[bytes], vocab_size: int
-) -> tuple[list[tuple[np.ndarray, np.ndarray]], np.ndarray]:
-  """The trie of all tokens, so that each distinct prefix is read only once.
-
-  A list with, for each prefix length from 1, `[nodes]` parents and `[nodes]`
-  last bytes; and `[V]`, the node of each token. Nodes are numbered in the order
-  of the list, after node 0, the empty prefix.
-  """
-  tokens = token_bytes[:vocab_size]
-  lengths = np.zeros(vocab_size, np.int64)
-  lengths[: len(tokens)] = [len(token) for token in tokens]
-  first = np.cumsum(lengths) - lengths
-  text = np.frombuffer(b''.join(tokens), np.uint8)
-  levels: list[tuple[np.ndarray, np.ndarray]] = []
-  node, num_nodes = np.zeros(vocab_size, np.int64), 1
-  for position in range(lengths.max(initial=0)):
-    longer = np.flatnonzero(lengths > position)
-    keys = node[longer] * 256 + text[first[longer] + position]
-    distinct, inverse = np.unique(keys, return_inverse=True)
-    node[longer] = num_nodes + inverse
-    num_nodes += len(distinct)
-    levels.append((distinct // 256, distinct % 256))
-  return levels, node
-
-
 def build_stop_table(
   stops: Sequence[Sequence[bytes]],
   token_bytes: Sequence[bytes],
@@ -196,7 +172,7 @@ def build_stop_table(
   # The last row (index -1) is that of `STOPPED`, which is never left.
   rest = np.full((padded + 1 - num_states, num_symbols), STOPPED, np.int32)
   delta = np.concatenate([*blocks, rest])
-  levels, node = _token_trie(token_bytes, vocab_size)
+  levels, node = token_trie.token_trie(token_bytes, vocab_size)
   dtype = np.int16 if padded < 2**15 else np.int32
   next_state = np.empty((padded, vocab_size), dtype)
   num_nodes = 1 + sum(len(parents) for parents, _ in levels)

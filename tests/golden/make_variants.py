@@ -6,7 +6,7 @@ it computes. Weights are in neither: `variants.py` draws them by name.
 
   PYTHONPATH=tests python tests/golden/make_variants.py
 
-Made with torch 2.13.0+cpu and transformers 5.23.0.
+Made with torch 2.13.0+cpu and transformers 5.24.0.
 """
 
 import json
@@ -39,6 +39,12 @@ _OF_TYPE = {
     **{'num_experts': 4, 'num_experts_per_tok': 2},
     **{'moe_intermediate_size': 20, 'norm_topk_prob': False},
   },
+  'qwen2_moe': {
+    **{'num_experts': 4, 'num_experts_per_tok': 2},
+    **{'moe_intermediate_size': 20, 'shared_expert_intermediate_size': 12},
+  },
+  'phi3': {'pad_token_id': 0},
+  'smollm3': {'pad_token_id': 0},
 }
 
 
@@ -60,10 +66,17 @@ _BY_LAYER = {'scale_attn_by_inverse_layer_idx': True} | _TWO_LAYERS
 _ENDS = {'beta_fast': 2.0, 'beta_slow': 0.5, 'attention_factor': 1.5}
 _IN_FULL = _rope('yarn', factor=4.0, truncate=False, **_ENDS)
 _OLD = {'type': 'linear', 'factor': 3.0}
-_WINDOW = {'sliding_window': variants.LENGTH}
+_WINDOW = {'sliding_window': 5}  # Below the length of the texts.
+_SLIDING, _FULL = 'sliding_attention', 'full_attention'
+_WINDOWS = _WINDOW | _DEEP | {'use_sliding_window': True}
+_FIRST = _WINDOWS | {'layer_types': [_SLIDING, _FULL]}  # As in gpt-oss.
+_CAPS = {'attn_logit_softcapping': 2.0, 'final_logit_softcapping': 3.0}
+_GEMMA = {'head_dim': 8, 'query_pre_attn_scalar': 12, 'pad_token_id': 0}
+_GEMMA |= _TIED | _WINDOW | _DEEP
+_MULTIPLIERS = {'embedding_multiplier': 3.0, 'logits_scaling': 0.5}
+_MULTIPLIERS |= {'residual_multiplier': 0.7, 'attention_multiplier': 0.4}
 _of_three = lambda chosen: {
-  'num_local_experts': 3,
-  'num_experts_per_tok': chosen,
+  **{'num_local_experts': 3, 'num_experts_per_tok': chosen},
 }
 
 # The model_type of each variant, how its config.json differs from the plain
@@ -84,10 +97,28 @@ MODELS: dict[str, tuple[str, dict[str, Any]] | tuple[str, dict, dict]] = {
   'mistral': ('mistral', {'head_dim': 6} | _WINDOW),
   'qwen2': ('qwen2', _TIED, {'shards': 3}),
   'qwen3': ('qwen3', {'head_dim': 8} | _DEEP),
+  'qwen2_windows': ('qwen2', _WINDOWS | {'max_window_layers': 1}),
+  'qwen3_windows': ('qwen3', _FIRST | {'head_dim': 8}),
+  'ministral': ('ministral', _FIRST | {'head_dim': 6}),
+  'phi3': ('phi3', _WINDOW | {'partial_rotary_factor': 0.5}),
+  'olmo2': ('olmo2', {}),
+  'olmo3': (
+    'olmo3',
+    _FIRST | {'head_dim': 16, 'rope_scaling': _OLD | {'rope_type': 'linear'}},
+  ),
+  'granite': ('granite', _MULTIPLIERS),
+  'smollm3': ('smollm3', _DEEP | {'no_rope_layers': [1, 0]}),
+  'gemma': ('gemma', _TIED | {'head_dim': 6, 'pad_token_id': 0}),
+  'gemma2': ('gemma2', _GEMMA | _CAPS),
+  'gemma3': (
+    'gemma3_text',
+    _GEMMA
+    | {'rope_local_base_freq': 50.0, 'sliding_window_pattern': 2}
+    | {'rope_scaling': {'rope_type': 'linear', 'factor': 2.0}},
+  ),
   'qwen3_biases': ('qwen3', {'head_dim': 4, 'attention_bias': True}),
   'bfloat16': ('llama', {}, {'dtype': 'bfloat16'}),
-  'mixtral': ('mixtral', _DEEP),
-  'one_of_three': ('mixtral', _of_three(1)),
+  **{'mixtral': ('mixtral', _DEEP), 'one_of_three': ('mixtral', _of_three(1))},
   'all_of_three': ('mixtral', _of_three(3)),
   'mixture_multi_query': ('mixtral', {'num_key_value_heads': 1, 'head_dim': 8}),
   'mixture_of_windows': ('mixtral', _WINDOW),
@@ -96,12 +127,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]] | tuple[str, dict, dict]] = {
   'mixture_sharded': ('mixtral', {}, {'shards': 4}),
   'mixture_float16': ('mixtral', {}, {'dtype': 'float16', 'shards': 2}),
   'qwen3_moe': ('qwen3_moe', {'head_dim': 8}),
+  'qwen2_moe': ('qwen2_moe', {}),
   'qwen3_moe_renormalized': (
     'qwen3_moe',
     {'norm_topk_prob': True, 'attention_bias': True, 'head_dim': 4},
   ),
-  'gpt2': ('gpt2', _TWO_LAYERS),
-  'gpt2_untied': ('gpt2', _UNTIED),
+  **{'gpt2': ('gpt2', _TWO_LAYERS), 'gpt2_untied': ('gpt2', _UNTIED)},
   'gpt2_default_inner': ('gpt2', {'n_inner': None}),
   'gpt2_scaled_by_layer': ('gpt2', _BY_LAYER),
   'gpt2_unscaled': ('gpt2', _UNSCALED),

@@ -7,6 +7,7 @@ compares the acceptance rates of the rules with theory.
 
 from collections.abc import Iterable
 from collections.abc import Iterator
+from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import functools
@@ -18,7 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 import tqdm
 
+from models.lab.study import ceilings
 from models.lab.study import exactness
+from models.lab.study import optimal
 from models.lab.study import timing
 from models.text import generator as generator_lib
 from models.text import result as result_lib
@@ -263,13 +266,20 @@ class Verification:
     return 'p(best)' if rule.children == sampling_lib.BEST else '1 - TV'
 
 
-OF_TREES = (
+OF_CHILDREN = (
   Verification('match'),
   Verification('rejection', sampling_lib.WITHOUT_REPLACEMENT),
   Verification('rejection', sampling_lib.WITH_REPLACEMENT),
+  Verification('rejection', sampling_lib.BEST_AND_DRAWN),
   Verification('rejection', sampling_lib.BEST),
 )
-OF_CHAINS = (*OF_TREES, Verification('block', sampling_lib.WITHOUT_REPLACEMENT))
+# With children alone traversal is rejection, and with the best ones always.
+OF_TREES = (
+  *OF_CHILDREN,
+  Verification('traversal', sampling_lib.WITHOUT_REPLACEMENT),
+  Verification('traversal', sampling_lib.WITH_REPLACEMENT),
+  Verification('traversal', sampling_lib.BEST_AND_DRAWN),
+)
 
 
 @mappings.jit()
@@ -310,10 +320,10 @@ def theory(target: jax.Array, draft: jax.Array) -> dict[str, jax.Array]:
 def _acceptance(
   results: Iterable[result_lib.TextGeneration],
   probs_of: Any,
-  *,
-  with_theory: bool,
+  number: int,
+  rule: Verification,
 ) -> dict[str, Any]:
-  """Acceptance of the first draft token of each target forward."""
+  """Acceptance of one of the first draft tokens of each target forward."""
   accepted: list[np.ndarray] = []
   expected: list[dict[str, np.ndarray]] = []
   for result in results:
@@ -322,19 +332,21 @@ def _acceptance(
       # Origin 0 is the target, whose token is the last of its forward.
       first = np.concatenate([[0], origins[:-1]]) == 0
       accepted.append(np.asarray(origins)[first] > 0)
-      if with_theory:
-        at = len(prompt) - 1 + np.flatnonzero(first)
-        target, draft = (probs[at] for probs in probs_of([*prompt, *tokens]))
-        expected.append(jax.device_get(theory(target, draft)))
+      at = len(prompt) - 1 + np.flatnonzero(first)
+      target, draft = (probs[at] for probs in probs_of([*prompt, *tokens]))
+      found = jax.device_get(theory(target, draft)) if number == 1 else {}
+      if rule.children is not None:
+        most = ceilings.one_step(target, draft, number, rule.children)
+        found = {'most': most, **found}
+      expected.append(found)
   pooled = np.concatenate(accepted)
   figures: dict[str, Any] = {
     'measured': float(pooled.mean()),
     'standard_error': float(pooled.std() / np.sqrt(pooled.size)),
     'forwards': pooled.size,
   }
-  if with_theory:
-    means = jax.tree.map(lambda *rows: np.concatenate(rows).mean(), *expected)
-    figures['theory'] = {name: float(mean) for name, mean in means.items()}
+  means = jax.tree.map(lambda *rows: np.concatenate(rows).mean(), *expected)
+  figures['theory'] = {name: float(mean) for name, mean in means.items()}
   return figures
 
 
@@ -377,6 +389,45 @@ def _decode_batches(
     )
 
 
+def _trees(
+  acceptance: Mapping[str, Any], chain_length: int, sizes: Sequence[int]
+) -> dict[str, topology_lib.Topology]:
+  """A chain, and the trees of some sizes that are best for drawn children.
+
+  `acceptance` is that of `measure_acceptance`.
+  """
+  by_rank: list[float] = []
+  drawn = str(Verification('rejection', sampling_lib.WITHOUT_REPLACEMENT))
+  for number in sorted(map(int, acceptance)):
+    more = acceptance[str(number)][drawn]['measured'] - sum(by_rank)
+    ranks = number - len(by_rank)
+    by_rank += [max(more, 0.0) / ranks] * ranks
+  trees = {f'chain of {chain_length}': topology_lib.chain(chain_length)}
+  for size in sizes:
+    table = optimal.best_trees(by_rank, num_nodes=size, max_depth=size - 1)
+    paths = table.paths(size, size - 1)
+    trees[f'tree of {size}'] = topology_lib.from_paths(paths)
+  return trees
+
+
+def _checked_draft(
+  draft: model_lib.LanguageModel | None,
+  sampling: specdec.Sampling,
+  num_prompts: int,
+  batch_size: int,
+) -> model_lib.LanguageModel:
+  """The draft; ValueError if there is no acceptance of sampling to measure."""
+  if not np.all(np.asarray(sampling.temperature) > 0):
+    raise ValueError('acceptance of sampling needs --temperature above 0')
+  if draft is None:
+    raise ValueError('acceptance needs a draft; give --draft')
+  if num_prompts < batch_size:
+    raise ValueError(
+      f'--batch_size={batch_size} needs as many prompts, got {num_prompts}'
+    )
+  return draft
+
+
 def measure_acceptance(
   generator: generator_lib.Generator,
   prompts: Sequence[str],
@@ -387,71 +438,72 @@ def measure_acceptance(
   max_new_tokens: int,
   numbers_of_children: Sequence[int],
   chain_length: int,
+  tree_sizes: Sequence[int] = (),
 ) -> dict[str, Any]:
   """Measures how often each rule of verification accepts.
 
   The drafter of the generator is not used: trees of depth 1 have the numbers of
-  children, a chain measures block efficiency. A last batch that is not full is
-  left out. The seed of the batch from prompt i on is seed + i.
+  children; a chain and trees of some sizes, the root included, measure block
+  efficiency. A last batch that is not full is left out. The seed of the batch
+  from prompt i on is seed + i.
 
   Returns:
     `acceptance` by number of children and rule: `measured`, the share of target
-    forwards that accepted a draft token, `standard_error` and `forwards`; for
-    one child also `theory`, the means of `theory` over the same positions. And
-    `block_efficiency` of the chain by rule.
+    forwards that accepted a draft token, `standard_error`, `forwards` and
+    `theory`, means over the same positions: `most`, see `ceilings.one_step`,
+    and for one child those of `theory`. And `block_efficiency` by shape and
+    rule; `paths` by shape.
 
   Raises:
     ValueError: there is no draft, or decoding is greedy.
   """
-  if not np.all(np.asarray(sampling.temperature) > 0):
-    raise ValueError('acceptance of sampling needs --temperature above 0')
   pair = generator.pair
-  if pair.draft is None:
-    raise ValueError('acceptance needs a draft; give --draft')
-  if len(prompts) < batch_size:
-    raise ValueError(
-      f'--batch_size={batch_size} needs as many prompts, got {len(prompts)}'
-    )
+  draft = _checked_draft(pair.draft, sampling, len(prompts), batch_size)
   decode = functools.partial(
     _decode_batches,
-    generator,
-    pair.draft,
-    prompts,
+    *(generator, draft, prompts),
     seed=seed,
     batch_size=batch_size,
     sampling=sampling,
     max_new_tokens=max_new_tokens,
   )
-  probs_of = functools.partial(_probs_of, (pair.target, pair.draft), sampling)
-  acceptance = lambda n, rule: _acceptance(
-    decode(topology_lib.k_ary(n, 1), rule), probs_of, with_theory=n == 1
+  probs_of = functools.partial(_probs_of, (pair.target, draft), sampling)
+  accepted = lambda n, rule: _acceptance(
+    decode(topology_lib.k_ary(n, 1), rule), probs_of, n, rule
   )
+  acceptance = {
+    str(n): {str(rule): accepted(n, rule) for rule in OF_CHILDREN}
+    for n in numbers_of_children
+  }
+  trees = _trees(acceptance, chain_length, tree_sizes)
   return {
-    'acceptance': {
-      str(n): {str(rule): acceptance(n, rule) for rule in OF_TREES}
-      for n in numbers_of_children
-    },
+    'acceptance': acceptance,
     'block_efficiency': {
-      str(rule): _rate(list(decode(topology_lib.chain(chain_length), rule)))
-      for rule in OF_CHAINS
+      name: {str(rule): _rate(list(decode(tree, rule))) for rule in OF_TREES}
+      for name, tree in trees.items()
     },
+    'paths': {name: tree.paths for name, tree in trees.items()},
   }
 
 
 def acceptance_rows(figures: dict[str, Any]) -> list[dict[str, str]]:
   """The rows of a table of the figures of `measure_acceptance`."""
-  names = {str(rule): rule.theory for rule in OF_TREES}
   rows = []
-  for rule, efficiency in figures['block_efficiency'].items():
-    row = {'rule': rule, 'theory, 1 child': ''}
+  for rule in OF_TREES:
+    row = {'rule': str(rule), 'theory, 1 child': ''}
     for number, by_rule in figures['acceptance'].items():
-      found, column = by_rule.get(rule), f'measured, {number} children'
-      row[column] = ''
+      found = by_rule.get(str(rule))
+      measured, most = f'measured, {number} children', f'most, {number}'
+      row |= {measured: '', most: ''}
       if found:
         error = f'{found["standard_error"]:.3f}'
-        row[column] = f'{found["measured"]:.3f} ± {error}'
-        if 'theory' in found:
-          value = found['theory'][names[rule]]
-          row['theory, 1 child'] = f'{names[rule]} = {value:.3f}'
-    rows.append(row | {'chain: tokens per forward': f'{efficiency:.2f}'})
+        row[measured] = f'{found["measured"]:.3f} ± {error}'
+        if np.isfinite(found['theory'].get('most', np.nan)):
+          row[most] = f'{found["theory"]["most"]:.3f}'
+        if rule.theory in found['theory']:
+          value = found['theory'][rule.theory]
+          row['theory, 1 child'] = f'{rule.theory} = {value:.3f}'
+    for shape, by_rule in figures['block_efficiency'].items():
+      row[f'{shape}: tokens per forward'] = f'{by_rule[str(rule)]:.2f}'
+    rows.append(row)
   return rows

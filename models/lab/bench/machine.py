@@ -128,8 +128,8 @@ class ModelSize:
 
 def model_size(model: model_lib.LanguageModel) -> ModelSize:
   """The size of a model made by `models.nn.adapter.as_model`."""
-  cache = jax.tree.leaves(jax.eval_shape(lambda: model.spec.init_cache(1, 1)))
-  slot = sum(leaf.size for leaf in cache if leaf.ndim > 1)
+  cache = jax.eval_shape(lambda: model.spec.init_cache(1, 1))
+  slot = sum(leaf.size for leaf in (*cache.keys, *cache.values))
   return ModelSize(model.spec.parameters, slot)
 
 

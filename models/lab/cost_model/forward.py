@@ -29,6 +29,7 @@ class ModelShape:
   tied: bool = False  #: Whether the output head is the token embedding.
   num_experts: int = 1  #: E, per layer; a dense model has no router.
   experts_per_token: int = 1  #: k, the number of experts of a token.
+  other_parameters: int = 0  #: Weights of matrices that no layer has.
   weight_bytes: float = 2.0  #: Bytes per weight.
   cache_bytes: float = 2.0  #: Bytes per element of the KV cache.
   activation_bytes: float = 2.0  #: Bytes per element of an activation.
@@ -54,7 +55,7 @@ class ModelShape:
     attention = 2 * self.width * heads * self.head_width
     router = self.width * self.num_experts if self.num_experts > 1 else 0
     in_layers = self.num_layers * (attention + router)
-    return in_layers + self.width * self.vocab_size
+    return in_layers + self.width * self.vocab_size + self.other_parameters
 
   @property
   def expert_parameters(self) -> int:

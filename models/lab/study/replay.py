@@ -6,7 +6,7 @@ token. All counts are those of the real decode; the time is that of drafting.
 
     known = specdec.generate(target, key, prompts, ...).tokens
     texts = [prompt + new for prompt, new in zip(prompts, known)]
-    oracle = replay.oracle_target(target.spec, texts)
+    oracle = replay.oracle_target(target, texts)
     specdec.generate(oracle, key, prompts, drafter=any_drafter, ...).stats
 """
 
@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from models.lab.study import exactness
 from specdec import cache as cache_lib
 from specdec import mappings
 from specdec import model as model_lib
@@ -35,24 +36,48 @@ def _oracle_spec(spec: model_lib.ModelSpec) -> model_lib.ModelSpec:
     next_positions = jnp.minimum(positions + 1, texts.shape[1] - 1)
     following = jnp.take_along_axis(texts, next_positions, axis=1)
     known = jax.nn.one_hot(following, spec.vocab_size, dtype=bool)
+    for layer, states in params['hidden'].items():
+      # Right for the tokens of the text; those of others are not kept.
+      at = jnp.clip(positions, 0, states.shape[1] - 1)[:, :, None]
+      states = jnp.take_along_axis(states, at, axis=1)
+      cache = cache_lib.write_hidden(cache, layer, states)
     # No bias, penalty, temperature or noise makes another token likelier.
     return jnp.where(known, 0.0, -jnp.inf), cache
 
-  return dataclasses.replace(
-    spec, apply=apply, init_cache=cache_lib.init_empty_cache
-  )
+  def init_cache(batch_size, num_slots):
+    kept = jax.eval_shape(lambda: spec.init_cache(1, 1)).hidden
+    cache = cache_lib.init_empty_cache(batch_size, num_slots)
+    return cache_lib.with_hidden(
+      cache,
+      {layer: array.shape[-1] for layer, array in kept.items()},
+      next((array.dtype for array in kept.values()), jnp.float32),
+    )
+
+  return dataclasses.replace(spec, apply=apply, init_cache=init_cache)
+
+
+@mappings.jit()
+def _hidden_states(
+  target: model_lib.LanguageModel, tokens: jax.Array
+) -> dict[int, jax.Array]:
+  """`[B, T, width]` by layer, those that the target keeps of texts."""
+  cache = target.spec.init_cache(*tokens.shape)
+  hidden = target.causal(tokens, cache)[1].hidden
+  return {layer: states[:, 0] for layer, states in hidden.items()}
 
 
 def oracle_target(
-  spec: model_lib.ModelSpec, texts: Sequence[Sequence[int]]
+  target: model_lib.LanguageModel, texts: Sequence[Sequence[int]]
 ) -> model_lib.LanguageModel:
   """A target that predicts the known next token, at almost no cost.
 
   Its counts are those of the real target, whose `spec` it takes, for the same
   row keys, sampling and limits. `texts` are the prompts and the tokens that the
-  target emitted; tokens behind their end are arbitrary. ValueError if a text is
-  longer than the context of the target.
+  target emitted; tokens behind their end are arbitrary. The hidden states that
+  a head reads are computed once. ValueError if a text is longer than the
+  context of the target.
   """
+  spec = target.spec
   longest = max(map(len, texts))
   if longest > spec.max_positions:
     raise ValueError(
@@ -62,7 +87,10 @@ def oracle_target(
   padded = np.zeros((len(texts), spec.max_positions), np.int32)
   for row, text in enumerate(texts):
     padded[row, : len(text)] = text
-  params = {'texts': jnp.asarray(padded)}
+  params = {'texts': jnp.asarray(padded), 'hidden': {}}
+  if spec.hidden:
+    size = exactness.padded(max(texts, key=len)).shape[1]
+    params['hidden'] = _hidden_states(target, padded[:, :size])
   return model_lib.LanguageModel(params=params, spec=_oracle_spec(spec))
 
 

@@ -38,6 +38,16 @@ def _forward(
   return logits, sum(map(experts_lib.balance_loss, routings)) / len(routings)
 
 
+def cast(params: Any, dtype: jnp.dtype) -> Any:
+  """Parameters with their matrices in a dtype of floats."""
+  is_matrix = lambda leaf: (
+    leaf.ndim == 2 and jnp.issubdtype(leaf.dtype, jnp.floating)
+  )
+  return jax.tree.map(
+    lambda leaf: leaf.astype(dtype) if is_matrix(leaf) else leaf, params
+  )
+
+
 def make_loss(
   graph: nnx.GraphDef,
   *,
@@ -57,22 +67,13 @@ def make_loss(
   Returns:
     A function of float32 params and `[B, L + 1]` int32 windows.
   """
-
-  def cast(params):
-    is_matrix = lambda leaf: (
-      leaf.ndim == 2 and jnp.issubdtype(leaf.dtype, jnp.floating)
-    )
-    return jax.tree.map(
-      lambda leaf: leaf.astype(dtype) if is_matrix(leaf) else leaf, params
-    )
-
   if teacher is not None:
     teacher_graph, teacher_variables = nnx.split(teacher.model)
-    teacher_params = cast(nnx.to_pure_dict(teacher_variables))
+    teacher_params = cast(nnx.to_pure_dict(teacher_variables), dtype)
 
   def loss(params, windows):
     tokens, targets = windows[:, :-1], windows[:, 1:]
-    logits, balance = _forward(graph, cast(params), tokens)
+    logits, balance = _forward(graph, cast(params, dtype), tokens)
     if teacher is None:
       losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
     else:

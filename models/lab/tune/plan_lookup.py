@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 
 from models.checkpoints import checkpoint as checkpoint_lib
+from models.checkpoints import heads
 from models.lab.bench import record
 from models.lab.tune import planner
 from models.nn import sharding as sharding_lib
 from models.nn.cpu import build
+from models.text import draft_vocabulary
 from models.text import pair as pair_lib
 from models.text import plan as plan_lib
 from models.text import settings as settings_lib
@@ -63,16 +65,20 @@ class Setup:
     one_device = layout.num_devices == 1
     packed = choice.cpu_kernels and one_device and build.is_available()
     dtype = draft_dtype = checkpoint_lib.resolve_dtype(choice.dtype, target)
-    if draft is not None:
+    drafting: checkpoint_lib.StoredTensors | None = draft
+    if choice.head is not None:
+      drafting = heads.locate(choice.head, target.config).stored
+    if drafting is not None:
       draft_dtype = checkpoint_lib.resolve_draft_dtype(
-        choice.draft_dtype, draft, target_dtype=dtype, packed=packed
+        choice.draft_dtype, drafting, target_dtype=dtype, packed=packed
       )
     axes = dict(layout.mesh.shape) if layout.mesh else {}
     return plan_lib.Context(
-      models=plan_lib.model_digests(target, draft),
+      models=plan_lib.model_digests(target, draft, choice.head),
       machine=record.describe_machine(),
       dtype=dtype,
       draft_dtype=draft_dtype,
+      draft_vocab=draft_vocabulary.size_of(choice.draft_vocab),
       cpu_kernels=packed,
       mesh=f'{axes}, {choice.draft_mesh}' if axes else '',
       batch_size=self.batch_size,

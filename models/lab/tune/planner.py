@@ -230,7 +230,7 @@ def _replay(
   for sample in samples * _PASSES:
     if stats and search.is_late(_REPLAYS_END):
       break
-    oracle = replay.oracle_target(search.pair.target.spec, sample.texts)
+    oracle = replay.oracle_target(search.pair.target, sample.texts)
     if not stats:  # compiles
       search.decode(oracle, drafter, sample, _REPLAYS_END, 1)
     seconds, found = search.decode(oracle, drafter, sample, _REPLAYS_END)
@@ -254,7 +254,7 @@ def _replay_all(
   costs: costs_lib.StepCosts,
 ) -> None:
   """Adds the candidates to `tried`, by name, plain decoding first."""
-  has_draft = search.pair.draft is not None
+  has_draft = search.pair.drafting_model is not None
   for candidate in itertools.chain(
     candidate_methods.list_candidates(search.drafting, has_draft=has_draft),
     _fixed_trees(search, tried, samples, costs),
@@ -283,8 +283,8 @@ def _fixed_trees(
   """
   chains = (one for one in tried.values() if one.candidate.method == 'chain')
   first = next(chains, None)
-  if first is None:
-    return
+  if first is None or search.pair.draft is None:
+    return  # A head cannot be asked for ranks without its target.
   # The rest of a step is small and is counted as drafting.
   forward = first.trial.drafting_seconds / (first.trial.num_nodes - 1)
   plain = tried[candidate_methods.PLAIN].trial.step_seconds(costs)

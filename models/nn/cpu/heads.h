@@ -26,7 +26,8 @@ struct Attention {
   const float* projections;
   int64_t batch, length, query_heads, heads, width, slots;
   Norm query_norm, key_norm;
-  const float *cos, *sin;  // [B, L, Dh / 2], or null.
+  const float *cos, *sin;  // [B, L, pairs], or null.
+  int64_t pairs;  // Of a head that are rotated, the values i and i + pairs.
   const bool* mask;  // [B, L, S]
   const int32_t* start;  // [B], the slots of the first new entries.
   void *keys, *values;  // [B, H, S, Dh]
@@ -44,7 +45,7 @@ struct Attention {
 inline void PrepareHead(const Attention& attention, int64_t row,
                         int64_t position, int64_t head, const Norm& norm,
                         float* to) {
-  const int64_t width = attention.width, half = width / 2;
+  const int64_t width = attention.width, pairs = attention.pairs;
   const float* from = attention.projection(row, position, head);
   if (norm.scale != nullptr) {
     Normalize(norm, from, width, to);
@@ -52,15 +53,15 @@ inline void PrepareHead(const Attention& attention, int64_t row,
     std::copy(from, from + width, to);
   }
   if (attention.cos == nullptr) return;
-  const int64_t at = (row * attention.length + position) * half;
-  for (int64_t i = 0; i < half; i += kLanes) {
-    const int64_t left = half - i;
+  const int64_t at = (row * attention.length + position) * pairs;
+  for (int64_t i = 0; i < pairs; i += kLanes) {
+    const int64_t left = pairs - i;
     const Floats cos = LoadFloats(attention.cos + at + i, left);
     const Floats sin = LoadFloats(attention.sin + at + i, left);
     const Floats first = LoadFloats(to + i, left);
-    const Floats second = LoadFloats(to + half + i, left);
+    const Floats second = LoadFloats(to + pairs + i, left);
     StoreFirst(to + i, first * cos - second * sin, left);
-    StoreFirst(to + half + i, second * cos + first * sin, left);
+    StoreFirst(to + pairs + i, second * cos + first * sin, left);
   }
 }
 

@@ -123,6 +123,7 @@ ffi::Error Attend(ffi::ThreadPool pool, FloatBuffer projections,
   attention.key_norm = {OrNull(key_norm), nullptr, epsilon, false};
   attention.cos = OrNull(cos);
   attention.sin = OrNull(sin);
+  attention.pairs = attention.cos == nullptr ? 0 : cos.dimensions()[3];
   attention.mask = mask.typed_data();
   attention.start = start.typed_data();
   attention.keys = new_keys->untyped_data();

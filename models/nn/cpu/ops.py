@@ -129,7 +129,7 @@ def attend(
     values: like the keys.
     scale: factor of the scores.
     norms: of each head of queries and of keys; they have one epsilon.
-    rotation: cosines and sines `[B, 1, L, Dh / 2]` float32, see
+    rotation: cosines and sines `[B, 1, L, pairs]` float32, see
       `models.nn.rope.rotate`.
 
   Returns:

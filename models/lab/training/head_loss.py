@@ -1,0 +1,146 @@
+"""Training of a drafting head on its own states (training-time test, EAGLE-3).
+
+In step 0 the head reads the target's states, as of text. In step s it reads the
+states that it gave in step s - 1 one token before, as of the s-th token below a
+root (arXiv 2503.01840, section 3.2). With 4 tokens, a query of step 1 sees
+
+    keys of     step 0: 0 1 2 3      step 1: 0 1 2 3
+    query 1             x . . .              . x . .
+    query 2             x x . .              . . x .
+    query 3             x x x .              . . . x
+
+Every step predicts the target's distribution after the same tokens.
+"""
+
+from collections.abc import Callable
+from typing import Any
+from typing import NamedTuple
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from models.lab.training import loss as loss_lib
+from models.nn import eagle
+from models.nn import matrices as matrices_lib
+from specdec import cache as cache_lib
+
+# Of the loss of a step in that of the step before it.
+_DECAY = 0.8
+
+
+class Batch(NamedTuple):
+  """Windows of text with what the target computes."""
+
+  tokens: Any  # [B, L + 1] int32
+  states: Any  # [B, L + 1, F] floats, those that the head reads, side by side
+  normed: Any  # [B, L + 1, width] floats, after the final norm
+  choices: Any  # [B, L + 1] int32, the likeliest token after each
+
+
+def _joined(slots: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
+  del start
+  return jnp.concatenate([slots, new], axis=2)
+
+
+def _growing_cache(
+  config: eagle.HeadConfig, batch_size: int, dtype: Any
+) -> cache_lib.KVCache:
+  """A cache to which a write appends, so that gradients pass through it."""
+  cache = cache_lib.init_cache(
+    batch_size,
+    0,
+    num_layers=config.num_layers,
+    num_heads=config.num_kv_heads,
+    head_width=config.head_width,
+    dtype=dtype,
+  )
+  return cache.replace(ops=cache_lib.SlotOps(write=_joined))
+
+
+def _mask(length: int, step: int) -> np.ndarray:
+  """`[L, (step + 1) L]` bool, see the top of the file."""
+  query, key = np.arange(length)[:, None], np.arange(length)[None]
+  own = [key == query - step + block for block in range(1, step + 1)]
+  return np.concatenate([key <= query - step, *own], axis=1)
+
+
+def _judge(
+  logits: jax.Array,
+  wanted: jax.Array,
+  choices: jax.Array,
+  ids: jax.Array | None,
+  step: int,
+) -> tuple[jax.Array, jax.Array]:
+  """The loss of a step, and the fraction of tokens that are accepted."""
+  rows = jnp.arange(logits.shape[1])[None] >= step  # The others lack a root.
+  number = logits.shape[0] * max(logits.shape[1] - step, 1)
+  mean = lambda values: jnp.sum(jnp.where(rows, values, 0)) / number
+  best = jnp.argmax(logits, axis=-1)
+  best = best if ids is None else ids[best]
+  losses = optax.softmax_cross_entropy(logits, wanted)
+  return mean(losses), mean(best == choices)
+
+
+def make_loss(
+  graph: nnx.GraphDef,
+  config: eagle.HeadConfig,
+  *,
+  embedding: Any,
+  lm_head: Any,
+  ids: np.ndarray | None,
+  num_steps: int,
+  dtype: jnp.dtype,
+) -> Callable[[Any, Batch], tuple[jax.Array, jax.Array]]:
+  """Makes `(params, batch) -> (loss, accepted)`.
+
+  Args:
+    graph: of the module.
+    config: its shape.
+    embedding: `[V, H]`, which is not trained.
+    lm_head: `[D, width]`, the output matrix of the target for these tokens.
+    ids: `[D]`, the tokens of a reduced vocabulary; None for all.
+    num_steps: S, of training-time test.
+    dtype: of the matrices.
+
+  Returns:
+    A function of float32 params, those of the module by name and `lm_head` if
+    the head has one of its own. The loss is in nats per token, the mean over
+    the steps, which count less and less. `accepted [S]` is the fraction of the
+    tokens for which the head's likeliest token is the target's.
+  """
+  ids_array = None if ids is None else jnp.asarray(ids, jnp.int32)
+
+  def loss(params, batch):
+    params = loss_lib.cast(params, dtype)
+    own = {name: part for name, part in params.items() if name != 'lm_head'}
+    matrix = params.get('lm_head', lm_head)
+    module = nnx.merge(graph, own)
+    tokens = jnp.asarray(batch.tokens)[:, 1:]
+    batch_size, length = tokens.shape
+    embedded = matrices_lib.take_rows(embedding, tokens)
+    widths = np.cumsum([config.target_width] * len(config.reads))[:-1]
+    states = module.fuse(*jnp.split(batch.states[:, :-1], widths, axis=-1))
+    positions = jnp.broadcast_to(jnp.arange(1, length + 1)[None], tokens.shape)
+    wanted = jax.nn.softmax(matrices_lib.matmul(batch.normed[:, 1:], lm_head))
+    cache, losses, accepted = _growing_cache(config, batch_size, dtype), [], []
+    for step in range(num_steps):
+      mask = jnp.asarray(_mask(length, step))[None]
+      mask = jnp.broadcast_to(mask, (batch_size, *mask.shape[1:]))
+      states, cache = module(embedded, states, positions, mask, cache)
+      logits = matrices_lib.matmul(module.output(states), matrix)
+      judged = jax.checkpoint(_judge, static_argnums=4)(
+        logits, wanted, batch.choices[:, 1:], ids_array, step
+      )
+      losses.append(judged[0])
+      accepted.append(judged[1])
+      states = jnp.pad(states, ((0, 0), (1, 0), (0, 0)))[:, :-1]
+    weights = _DECAY ** np.arange(num_steps)
+    total = sum(
+      weight * one for weight, one in zip(weights, losses, strict=True)
+    )
+    return total / weights.sum(), jnp.stack(accepted)
+
+  return loss

@@ -1,0 +1,294 @@
+"""Drafting heads in Flax NNX: EAGLE-3, EAGLE-1 and multi-token prediction.
+
+A head is one or a few Llama layers that read the embedding of a token and the
+state before it; `specdec.draft.head` says which states these are. Embedding and
+output matrix may be the target's, so they are not part of the module.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+from flax import nnx
+from flax import traverse_util
+import jax
+import jax.numpy as jnp
+
+from models.nn import layers
+from models.nn import llama as nn_llama
+from models.nn import matrices as matrices_lib
+from models.nn import rope as rope_lib
+from models.nn import sharding as sharding_lib
+from models.nn.cpu import ops
+from specdec import cache as cache_lib
+from specdec.draft import head as head_lib
+
+EAGLE3, EAGLE, MTP = 'eagle3', 'eagle', 'mtp'
+KINDS = (EAGLE3, EAGLE, MTP)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeadConfig(nn_llama.LlamaConfig):
+  """Shape of a head: that of its layers, and how they are fed.
+
+  `vocab_size` is that of the target, `num_layers` that of the head.
+  """
+
+  target_width: int = dataclasses.field()  # Of the states of the target.
+  kind: str = EAGLE3
+  reads: tuple[int, ...] = (cache_lib.AFTER_NORM,)  # See `KVCache.hidden`.
+  # Of EAGLE-3.
+  norm_before_residual: bool = False  # Whether the residual is normalised.
+  fc_norm: bool = False  # Whether each state is normalised before `fc`.
+  norm_before_fc: bool = False  # Whether all of them are, as one vector.
+  norm_output: bool = False  # Whether a state is fed back after the norm.
+  # Of multi-token prediction.
+  state_first: bool = False  # Whether the state comes before the embedding.
+
+  def __post_init__(self):
+    super().__post_init__()
+    if self.kind not in KINDS:
+      raise ValueError(f'kind {self.kind!r} is not known; choose from {KINDS}')
+    if self.kind == EAGLE3 and not self.reads:
+      raise ValueError('an EAGLE-3 head reads at least one state')
+    if self.kind != EAGLE3 and self.target_width != self.width:
+      raise ValueError(
+        f'a head of width {self.width} cannot read the states of a target of'
+        f' width {self.target_width}'
+      )
+
+
+class _WideLayer(nnx.Module):
+  """First layer of EAGLE-3, whose queries, keys and values see both inputs."""
+
+  def __init__(self, config: HeadConfig, *, dtype, rngs):
+    self.config = config
+    norm = functools.partial(layers.RMSNorm, config.width, config.norm_epsilon)
+    self.input_layernorm, self.hidden_norm = norm(), norm()
+    self.self_attn = nn_llama.Attention(
+      config, 0, dtype=dtype, rngs=rngs, input_width=2 * config.width
+    )
+    self.post_attention_layernorm = norm()
+    self.mlp = nn_llama.FeedForward(config, dtype=dtype, rngs=rngs)
+
+  def __call__(self, embedded, x, rotation, mask, cache):
+    kernels = self.self_attn.o_proj.is_packed
+    normalized = layers.normalize(x, self.hidden_norm, kernels=kernels)
+    embedded = layers.normalize(embedded, self.input_layernorm, kernels=kernels)
+    both = jnp.concatenate([embedded, normalized], axis=-1)
+    residual = normalized if self.config.norm_before_residual else x
+    x, cache = self.self_attn(both, None, rotation, mask, cache, residual)
+    return self.mlp(x, self.post_attention_layernorm, x)[0], cache
+
+
+def _bare_layer(config: HeadConfig, *, dtype, rngs):
+  """First layer of EAGLE-1, which does not normalise its input."""
+  layer = _plain(config, dtype=dtype, rngs=rngs)
+  layer.input_layernorm = None
+  return layer
+
+
+class Head(nnx.Module):
+  """A drafting head without embedding and output matrix.
+
+  EAGLE-3 (arXiv 2503.01840, section 3) fuses states of several layers, and its
+  layer keeps embedding and state apart. In EAGLE-1 (arXiv 2401.15077, section
+  4.1) and multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2)
+  one matrix makes a single input of both; the latter normalises them before.
+  """
+
+  def __init__(self, config: HeadConfig, *, dtype=jnp.float32, rngs: nnx.Rngs):
+    self.config = config
+    self.dtype = jnp.dtype(dtype)
+    width, wide = config.width, config.kind == EAGLE3
+    norm = functools.partial(layers.RMSNorm, epsilon=config.norm_epsilon)
+    fused = len(config.reads) * config.target_width
+    self.fc = layers.Linear(
+      fused if wide else 2 * width,
+      width,
+      dtype=dtype,
+      rngs=rngs,
+      use_bias=config.kind == EAGLE,
+    )
+    first: Any = {EAGLE3: _WideLayer, EAGLE: _bare_layer, MTP: _plain}
+    self.layers = nnx.List(
+      [
+        first[config.kind](config, dtype=dtype, rngs=rngs),
+        *(
+          _plain(config, layer, dtype=dtype, rngs=rngs)
+          for layer in range(1, config.num_layers)
+        ),
+      ]
+    )
+    if wide and config.fc_norm:
+      each = [norm(config.target_width) for _ in config.reads]
+      self.fc_norm = nnx.List(each)
+    if wide and config.norm_before_fc:
+      self.input_norm = norm(fused)
+    if config.kind == MTP:
+      self.enorm, self.hnorm = norm(width), norm(width)
+    if config.kind != EAGLE:
+      self.norm = norm(width)
+
+  def fuse(self, *states: jax.Array) -> jax.Array:
+    """See `specdec.draft.head.HeadSpec.fuse`."""
+    config, kernels = self.config, self.fc.is_packed
+    floats = [state.astype(jnp.float32) for state in states]
+    if config.kind != EAGLE3:
+      return floats[0]
+    if config.fc_norm:
+      floats = [
+        layers.normalize(state, norm, kernels=kernels)
+        for norm, state in zip(self.fc_norm, floats, strict=True)
+      ]
+    fused = jnp.concatenate(floats, axis=-1)
+    if config.norm_before_fc:
+      fused = layers.normalize(fused, self.input_norm, kernels=kernels)
+    return self.fc(fused)
+
+  def _first_input(self, embedded: jax.Array, states: jax.Array) -> jax.Array:
+    """`[B, L, H]`, one input of both, but for EAGLE-3."""
+    if self.config.kind == MTP:
+      kernels = self.fc.is_packed
+      embedded = layers.normalize(embedded, self.enorm, kernels=kernels)
+      states = layers.normalize(states, self.hnorm, kernels=kernels)
+    parts = [embedded, states]
+    return self.fc(
+      jnp.concatenate(parts[::-1] if self.config.state_first else parts, -1)
+    )
+
+  def __call__(self, embedded, states, positions, mask, cache):
+    """States `[B, L, H]` that are fed back, and the cache.
+
+    Args:
+      embedded: `[B, L, H]` float32, embeddings of the tokens.
+      states: `[B, L, H]` float32, before the tokens.
+      positions: `[B, L]` int32.
+      mask: `[B, L, S]` bool, as of `models.nn.gpt2.GPT2`.
+      cache: where keys and values are written.
+    """
+    config = self.config
+    assert isinstance(config.rope, rope_lib.Rope)  # One for all its layers.
+    rotation = config.rope.rotation(positions, config.head_width)
+    first, *others = self.layers
+    if config.kind == EAGLE3:
+      x, cache = first(embedded, states, rotation, mask, cache)
+    else:
+      x = self._first_input(embedded, states)
+      x, cache, _ = first(x, rotation, mask, cache)
+    for layer in others:
+      x, cache, _ = layer(x, rotation, mask, cache)
+    if config.kind == MTP or config.norm_output:
+      x = layers.normalize(x, self.norm, kernels=self.fc.is_packed)
+    return x, cache
+
+  def output(self, states: jax.Array) -> jax.Array:
+    """`[B, L, H]`, what the output matrix multiplies, of what is fed back."""
+    if self.config.kind != EAGLE3 or self.config.norm_output:
+      return states
+    return layers.normalize(states, self.norm, kernels=self.fc.is_packed)
+
+
+def _plain(config: HeadConfig, layer: int = 0, *, dtype, rngs):
+  return nn_llama.Layer(
+    config, layer, nn_llama.FeedForward, dtype=dtype, rngs=rngs
+  )
+
+
+@functools.cache
+def _spec(
+  graph: nnx.GraphDef,
+  config: HeadConfig,
+  dtype: jnp.dtype,
+  weight_bytes: int,
+  parameters: int,
+  kernels: bool,
+  layout: sharding_lib.Layout,
+) -> head_lib.HeadSpec:
+  """The record of a shape; cached, so that loading it again does not recompile.
+
+  The arguments are those of `HeadSpec`, see `models.nn.adapter`.
+  """
+  cache_ops = sharding_lib.slot_ops(layout)
+  if kernels:
+    cache_ops = cache_ops._replace(write=ops.write_slots)
+
+  def apply(params, tokens, positions, mask, cache, states):
+    embedded = matrices_lib.take_rows(params['embedding'], tokens)
+    module = nnx.merge(graph, params['head'])
+    return module(embedded, states, positions, mask, cache)
+
+  def logits(params, states):
+    states = nnx.merge(graph, params['head']).output(states)
+    found = matrices_lib.matmul(states, params['lm_head'])
+    return layout.gather_vocabulary(found)
+
+  def init_cache(batch_size, num_slots):
+    cache = cache_lib.init_cache(
+      batch_size,
+      num_slots,
+      num_layers=config.num_layers,
+      num_heads=config.num_kv_heads,
+      head_width=config.head_width,
+      dtype=dtype,
+    )
+    return layout.place(cache.replace(ops=cache_ops))
+
+  per_slot = 2 * config.num_layers * config.num_kv_heads * config.head_width
+  parts = layout.parts('kv_heads')
+  return head_lib.HeadSpec(
+    apply=apply,
+    fuse=lambda params, *states: nnx.merge(graph, params['head']).fuse(*states),
+    logits=logits,
+    init_cache=init_cache,
+    vocab_size=config.vocab_size,
+    max_positions=config.num_positions,
+    weight_bytes=weight_bytes,
+    cache_bytes_per_slot=per_slot * dtype.itemsize,
+    parameters=parameters,
+    place=layout.place,
+    row_shards=layout.parts('rows'),
+    slot_shards=parts if config.num_kv_heads % parts == 0 else 1,
+    reads=config.reads,
+    target_width=config.target_width,
+    width=config.width,
+  )
+
+
+def as_head(
+  module: Head,
+  *,
+  embedding: Any,
+  lm_head: Any,
+  layout: sharding_lib.Layout = sharding_lib.Layout(),
+) -> head_lib.Head:
+  """Splits a module into the parameters and functions that `specdec` uses.
+
+  Args:
+    module: the head.
+    embedding: `[V, H]`, its own or the target's.
+    lm_head: `[V, H]`, its own or the target's; of a reduced vocabulary a
+      `matrices.FewOutputs`.
+    layout: where the module lies.
+  """
+  graph, variables = nnx.split(module)
+  own = nnx.to_pure_dict(variables)
+  parameters = {'head': own, 'embedding': embedding, 'lm_head': lm_head}
+  # A forward reads a few rows of the embedding.
+  read = [*traverse_util.flatten_dict(own).values()]
+  read.append(matrices_lib.computed(lm_head))
+  leaves = jax.tree.leaves(read)
+  weight_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+  matrices = [leaf for leaf in read if len(leaf.shape) == 2]
+  return head_lib.Head(
+    params=parameters,
+    spec=_spec(
+      graph,
+      module.config,
+      module.dtype,
+      weight_bytes,
+      sum(matrix.shape[0] * matrix.shape[1] for matrix in matrices),
+      any(map(matrices_lib.uses_kernels, matrices)),
+      layout,
+    ),
+  )

@@ -1,0 +1,138 @@
+"""Constraints: which tokens may follow a text, such as one of a grammar.
+
+A constraint is an automaton that reads tokens. Its state is an integer, so
+every node of a tree has one: that of its parent, taken on by its token. What is
+forbidden gets no probability, from the target and from the drafts alike, so a
+drafted text is that of plain decoding under the same constraint.
+"""
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from specdec import sampling as sampling_lib
+
+FORBIDDEN = -1
+"""The state after a token that must not follow."""
+
+
+class Constraint:
+  """Base of constraints: pure functions, and a pytree of what they need.
+
+  A subclass needs `next_state` alone. At least one token must be possible in
+  every state that a text can reach: a token that ends the text where it may
+  end, see `eos_ids`.
+  """
+
+  def start(self, batch_size: int) -> jax.Array:
+    """`[B]` int32, the states before the first new token; by default 0."""
+    return jnp.zeros(batch_size, jnp.int32)
+
+  def next_state(self, state: jax.Array, tokens: jax.Array) -> jax.Array:
+    """The states after tokens; works element by element.
+
+    Args:
+      state: int32 of any shape, at least 0.
+      tokens: int32 of the same shape.
+
+    Returns:
+      int32 of the same shape: at least 0, or `FORBIDDEN`.
+    """
+    raise NotImplementedError
+
+  def allowed(self, state: jax.Array, vocab_size: int) -> jax.Array:
+    """`[..., V]` bool, the tokens that may follow each `state [...]`.
+
+    By default those that `next_state` does not forbid.
+    """
+    shape = (*state.shape, vocab_size)
+    tokens = jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
+    state = jnp.broadcast_to(state[..., None], shape)
+    return self.next_state(state, tokens) >= 0
+
+
+def follow(
+  constraint: Constraint, state: jax.Array, tokens: jax.Array
+) -> jax.Array:
+  """`next_state`, also from `FORBIDDEN`, which is never left."""
+  after = constraint.next_state(jnp.maximum(state, 0), tokens)
+  return jnp.where(state < 0, FORBIDDEN, after).astype(jnp.int32)
+
+
+def exclude(
+  constraint: Constraint, logits: jax.Array, state: jax.Array
+) -> jax.Array:
+  """`logits [..., V]` with `EXCLUDED` for tokens that must not follow.
+
+  Where `state [...]` is `FORBIDDEN`, they stay as they are: nothing there is
+  ever chosen.
+  """
+  allowed = constraint.allowed(jnp.maximum(state, 0), logits.shape[-1])
+  allowed |= (state < 0)[..., None]
+  # It is added, so that NaN stays NaN, as with a bias.
+  return logits + jnp.where(allowed, 0.0, sampling_lib.EXCLUDED)
+
+
+def condition(
+  constraint: Constraint,
+  log_probs: jax.Array,
+  state: jax.Array,
+  tokens: jax.Array,
+) -> jax.Array:
+  """Log-probabilities of a few tokens, given that they may follow.
+
+  Args:
+    constraint: the constraint.
+    log_probs: `[..., C]` float32, of distinct tokens, adding up to at most 1;
+      `EXCLUDED` for entries that are no candidates.
+    state: `[...]` int32.
+    tokens: `[..., C]` int32.
+
+  Returns:
+    `[..., C]` float32, `EXCLUDED` for tokens that must not follow.
+  """
+  state = jnp.broadcast_to(state[..., None], tokens.shape)
+  may_follow = follow(constraint, state, tokens) >= 0
+  lost = jnp.where(may_follow, 0.0, jnp.exp(log_probs))
+  left = 1.0 - jnp.sum(lost, axis=-1, keepdims=True)
+  conditioned = jnp.minimum(log_probs - jnp.log(jnp.maximum(left, 1e-6)), 0.0)
+  return jnp.where(may_follow, conditioned, sampling_lib.EXCLUDED)
+
+
+class Tables(flax.struct.PyTreeNode, Constraint):
+  """Several automata over tokens, of which every row of a batch follows one.
+
+  State `q * G + g` is state q of automaton g. State 0 of each automaton allows
+  everything and is never left: it is that of rows without a constraint, and of
+  texts that have ended. `automaton.stack` makes the tables.
+  """
+
+  #: `[Q * G, C]` int16, the state q after a token of each kind.
+  after: jax.Array
+  kinds: jax.Array  #: `[G, V]` int32, the kind of each token.
+  #: `[Q * G, ceil(V / 32)]` uint32, the tokens that may follow: bit i of word j
+  #: is that of token `i * ceil(V / 32) + j`.
+  masks: jax.Array
+  rows: jax.Array  #: `[B]` int32, the first state of each row.
+
+  def start(self, batch_size: int) -> jax.Array:
+    return jnp.broadcast_to(self.rows, batch_size)
+
+  def next_state(self, state: jax.Array, tokens: jax.Array) -> jax.Array:
+    number = self.kinds.shape[0]
+    automaton = state % number
+    kind = self.kinds[automaton, tokens]
+    after = self.after[state, kind].astype(jnp.int32)
+    return jnp.where(after < 0, FORBIDDEN, after * number + automaton)
+
+  def allowed(self, state: jax.Array, vocab_size: int) -> jax.Array:
+    del vocab_size  # `checks.check_constraint` compares it with that of tables.
+    words = self.masks[state]
+    # Without the barrier XLA's CPU backend reads a word once for each bit, by
+    # an index of its own.
+    words = jax.lax.optimization_barrier(words)[..., None, :]
+    shape = (*state.shape, 32, words.shape[-1])
+    bit = jax.lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 2)
+    bits = jnp.right_shift(jnp.broadcast_to(words, shape), bit) & 1
+    flat = bits.reshape(*state.shape, 32 * words.shape[-1])
+    return flat[..., : self.kinds.shape[1]] != 0

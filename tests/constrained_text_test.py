@@ -1,0 +1,283 @@
+"""Texts that match expressions and JSON schemas, checked by other validators.
+
+The tokens of a tiny model are letters, digits and pieces of JSON. `--long`
+takes the embedded pair, and a hundred constraints.
+"""
+
+import functools
+import json
+import re
+from unittest import mock
+
+import command_lines
+import constraints_of_use
+import jsonschema
+import pytest
+import tiny
+import tiny_demo
+import tiny_drafters
+import tokenizers
+import transformers
+
+import models
+from models.text import constraints as constraints_lib
+from models.text import generator as generator_lib
+from models.text import pair as pair_lib
+import specdec
+from specdec import hosts
+
+_PIECES = (*'abcdeflnrstu0123456789 {}[]":,-.\n', '":', '{"', 'true', 'ab')
+_PIECES += ('name', 'null', '", "', 'é', 'cab', '"}')
+_END, _TABOO = tiny.VOCAB_SIZE - 2, tiny.TABOO
+_SAMPLED = specdec.Sampling(temperature=0.9)
+_PROMPT = 'tab:'
+_TEMPLATE = "{% for message in messages %}{{ message['content'] }}:{% endfor %}"
+
+_NAMED = {
+  'type': 'object',
+  'properties': {
+    'name': {'type': 'string', 'maxLength': 4},
+    'ab': {'type': 'boolean'},
+  },
+  'required': ['name'],
+}
+_REGEX = [r'(cab|[a-c]{2}){2,3}', None, r'\d{2,3}(\.\d)?(é|\n)?', None, None]
+_SCHEMA = [None, _NAMED, None, None, json.dumps({'enum': ['ab', 1, None]})]
+
+
+@functools.cache
+def _tokenizer():
+  """One token for each piece, whose bytes are written in GPT-2's alphabet."""
+  alphabet = tokenizers.decoders.ByteLevel
+  backend = tokenizers.Tokenizer(tokenizers.models.BPE({}, []))
+  pre = tokenizers.pre_tokenizers.ByteLevel(
+    add_prefix_space=False, use_regex=False
+  )
+  spelled = [pre.pre_tokenize_str(piece)[0][0] for piece in _PIECES]
+  ids = {piece: index for index, piece in enumerate(spelled)}
+  backend = tokenizers.Tokenizer(tokenizers.models.BPE(ids, []))
+  backend.pre_tokenizer, backend.decoder = pre, alphabet()
+  fill = [f'<{index}>' for index in range(len(_PIECES), _END)]
+  backend.add_special_tokens([*fill, '<end>', '<taboo>'])
+  return transformers.PreTrainedTokenizerFast(
+    tokenizer_object=backend, eos_token='<end>', chat_template=_TEMPLATE
+  )
+
+
+@functools.cache
+def _generator(kind='plain', draft='similar'):
+  pair = pair_lib.Pair(
+    tiny_drafters.target(), None, _tokenizer(), eos_ids=(_END,)
+  )
+  drafter = tiny_drafters.simple(kind, tiny.draft(draft, num_layers=1))
+  return generator_lib.Generator(pair, drafter)
+
+
+def _matches(text, regex, schema):
+  """By `re` and `jsonschema`."""
+  if regex is not None:
+    return re.fullmatch(regex, text) is not None
+  schema = json.loads(schema) if isinstance(schema, str) else schema
+  jsonschema.validate(
+    json.loads(text),
+    schema,
+    format_checker=jsonschema.FormatChecker(),
+  )
+  return True
+
+
+def _generate(kind='plain', rows=range(5), **options):
+  pick = lambda values: [values[row] for row in rows]
+  arguments = {
+    'max_new_tokens': 40,
+    'sampling': _SAMPLED,
+    'seed': [10 + row for row in rows],
+    'regex': pick(_REGEX),
+    'json_schema': pick(_SCHEMA),
+  }
+  return _generator(kind).generate([_PROMPT] * len(rows), **arguments | options)
+
+
+def check_rows(kind):
+  """The texts match, and are those of plain decoding."""
+  result, plain = _generate(kind), _generate()
+  assert result.tokens == plain.tokens
+  for row, text in enumerate(result.text):
+    if row != 3:  # which has no constraint
+      assert result.finish_reasons[row] == 'eos'
+      assert _matches(text, _REGEX[row], _SCHEMA[row]), text
+  return result
+
+
+def test_rows_match_constraints_of_their_own():
+  result = check_rows('tree')
+  free = _generate(regex=None, json_schema=None)
+  assert result.tokens[3] == free.tokens[3]
+  assert not _matches(free.text[0], _REGEX[0], None)
+
+
+def test_one_constraint_is_that_of_all_rows():
+  both = _generate(rows=[0, 0], regex=_REGEX[0], json_schema=None)
+  assert both.tokens == [_generate().tokens[0]] * 2
+
+
+def test_the_text_of_a_stream_is_that_of_its_result():
+  options = {'regex': _REGEX[2], 'sampling': _SAMPLED, 'seed': [12]}
+  stream = _generator('tree').stream([_PROMPT], max_new_tokens=40, **options)
+  text = ''.join(new[0] for new in stream)
+  assert text == stream.result().text[0] == _generate().text[2]
+
+
+def test_every_answer_of_a_chat_matches():
+  options = {'regex': _REGEX[0], 'sampling': _SAMPLED, 'max_new_tokens': 20}
+  generator = _generator('tree')
+  chat = generator.chat([{'role': 'user', 'content': 'tab'}], **options)
+  assert _matches(chat.run().text[0], _REGEX[0], None)
+  second = chat.reply('cab').run()
+  alone = generator.generate(chat.messages, room_for_new_tokens=48, **options)
+  assert second.tokens == alone.tokens
+  assert _matches(second.text[0], _REGEX[0], None)
+
+
+def test_prompts_in_slots_have_constraints_of_their_own():
+  """Also where one needs larger tables than those before it."""
+  larger = ('[a-c]{280}', None)
+  wanted = [*zip(_REGEX, _SCHEMA, strict=True), larger]
+  jobs = [
+    models.Job(
+      prompt=_PROMPT,
+      seed=10 + row,
+      regex=wanted[row][0],
+      json_schema=wanted[row][1],
+    )
+    for row in (3, 0, 1, 2, 4, 0, 5, 1, 3)
+  ]
+  jobs.insert(2, models.Job(prompt=_PROMPT, regex='('))
+  many = _generator('tree').generate_many(
+    jobs,
+    batch_size=3,
+    context=80,
+    max_new_tokens=40,
+    sampling=_SAMPLED,
+    in_order=True,
+  )
+  found, plain = list(many), _generate().tokens
+  assert 'regex' in found.pop(2).error
+  assert found.pop(6).result.finish_reasons == ['length']
+  rows = (3, 0, 1, 2, 4, 0, 1, 3)
+  assert [one.result.tokens[0] for one in found] == [plain[row] for row in rows]
+
+
+def test_a_longer_text_takes_no_more_round_trips():
+  """Nor does a text without a constraint: the loop runs on the device."""
+
+  def reads(limit, **options):
+    with mock.patch.object(hosts, 'read', wraps=hosts.read) as read:
+      new = (
+        _generator('tree')
+        .generate(
+          _PROMPT, max_new_tokens=limit, room_for_new_tokens=48, **options
+        )
+        .stats.new_tokens
+      )
+    return new, read.call_count
+
+  (few, once), (many, again) = (reads(n, regex='[a-c]{47}') for n in (4, 44))
+  assert few < many
+  assert once == again == reads(44)[1]
+
+
+_REFUSED = [
+  ({'regex': '('}, r"regex '\(' cannot be used"),
+  ({'regex': 'a(?=b)'}, 'cannot be used'),
+  ({'regex': '(a|b)*a(a|b){13}'}, 'too large: 32,768 states'),
+  ({'regex': '(a|b)*a(a|b){60}'}, 'too large: at most 16,383 states'),
+  ({'regex': 'xyz'}, 'no text that the tokens of the target can spell'),
+  ({'regex': 3}, 'regex must be text, got 3'),
+  ({'regex': 'a\ud83d'}, 'lone surrogate'),
+  ({'regex': ['a', 'b']}, r'one per row \(1\), got 2'),
+  ({'regex': 'a', 'json_schema': {}}, 'regex or json_schema, not both'),
+  ({'json_schema': '{'}, 'json_schema .* cannot be used'),
+  ({'json_schema': {'type': 'nothing'}}, 'Unsupported type: nothing'),
+  ({'json_schema': {'enum': {1}}}, 'json_schema is no JSON'),
+  ({'json_schema': 5}, 'a JSON object, or the text of one, got 5'),
+  ({'regex': 'a', 'eos_ids': ()}, 'regex needs a token that ends the text'),
+]
+
+
+@pytest.mark.parametrize(('options', 'message'), _REFUSED)
+def test_what_cannot_be_used_is_refused(options, message, monkeypatch):
+  monkeypatch.setattr(constraints_lib, '_SECONDS', 5)
+  with pytest.raises(ValueError, match=message) as refused:
+    _generator().generate(_PROMPT, max_new_tokens=4, **options)
+  assert '\n' not in str(refused.value)
+
+
+def test_without_the_package_it_is_named(monkeypatch):
+  monkeypatch.setattr(
+    constraints_lib.importlib.util, 'find_spec', lambda _: None
+  )
+  with pytest.raises(ValueError, match='pip install'):
+    _generator().generate(_PROMPT, regex='ab?c')
+
+
+def test_anchors_around_everything_say_nothing():
+  options = {'max_new_tokens': 8, 'sampling': _SAMPLED}
+  plain = _generator().generate(_PROMPT, regex='[a-c]{2}', **options)
+  assert _generator().generate(_PROMPT, regex='^[a-c]{2}$', **options) == plain
+
+
+def test_scripts(tmp_path, monkeypatch):
+  """A schema in a file, and constraints of single JSON lines."""
+  tiny_demo.stand_in(monkeypatch, tmp_path / 'pair')
+  schema = tmp_path / 'schema.json'
+  schema.write_text(json.dumps(_NAMED))
+  options = ['--method=plain', '--temperature=0.9', '--max_new_tokens=48']
+  ended = command_lines.run(
+    'generate.py', f'--json_schema={schema}', '--json', *options
+  )
+  assert _matches(json.loads(ended.output)['text'][0], None, _NAMED), ended
+  lines = [
+    {'prompt': 'x'},
+    {'prompt': 'x', 'json_schema': _NAMED},
+    {'prompt': 'x', 'regex': 5},
+  ]
+  prompts = tmp_path / 'prompts.jsonl'
+  prompts.write_text('\n'.join(map(json.dumps, lines)))
+  ended = command_lines.run(
+    *('generate_many.py', f'--prompt_file={prompts}', '--output=-'),
+    *('--regex=[ab]{3}', '--in_order', '--batch_size=2', *options),
+  )
+  first, second, third = map(json.loads, ended.output.splitlines())
+  assert _matches(first['text'], '[ab]{3}', None)
+  assert _matches(second['text'], None, _NAMED)
+  assert third['error'] == 'regex must be text, got 5'
+
+
+@functools.cache
+def _embedded(method):
+  return models.load(draft=None if method == 'plain' else 'demo', method=method)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize('seed', range(3))
+@pytest.mark.parametrize('kind', ['regex', 'json_schema'])
+def test_a_hundred_constraints_and_the_embedded_pair(kind, seed):
+  """One batch for each seed: drafted is plain, and what ends matches."""
+  given = getattr(
+    constraints_of_use, {'regex': 'expressions'}.get(kind, 'schemas')
+  )(50)
+  decode = lambda method: _embedded(method).generate(
+    ['# A record:\n'] * 50,
+    max_new_tokens=96,
+    sampling=specdec.Sampling(temperature=[0.0, *[0.9] * 49]),
+    seed=[100 * seed + row for row in range(50)],
+    **{kind: given},
+  )
+  plain = decode('plain')
+  assert {*plain.finish_reasons} == {'eos'}
+  for text, one in zip(plain.text, given, strict=True):
+    own = (one, None) if kind == 'regex' else (None, one)
+    assert _matches(text, *own), text
+  for method in ('chain', 'tree', 'staged'):
+    assert decode(method).tokens == plain.tokens

@@ -1,0 +1,110 @@
+"""A draft that computes and proposes some of its tokens."""
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+import models
+from models.checkpoints import hub
+from models.lab.training import tokenizer as tokenizer_lib
+from models.nn import adapter
+from models.nn.cpu import build
+from models.text import draft_vocabulary
+import specdec
+
+_TEXT = 'def add(first, second):\n  return first + second\n' * 20
+_V, _N = 280, 60
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+  folder = tmp_path_factory.mktemp('draft_vocab')
+  tokenizer = tokenizer_lib.train_tokenizer([_TEXT], vocab_size=_V, context=8)
+  for name, tied in (('tied', True), ('untied', False)):
+    shape = {'vocab_size': _V, 'width': 8, 'num_positions': 64}
+    module = tiny.module(tie_embeddings=tied, **shape)
+    hub.save_pretrained(module, folder / name, tokenizer=tokenizer)
+  return folder
+
+
+@pytest.mark.parametrize(
+  ('name', 'packed', 'dtype'),
+  [
+    *(('tied', True, 'int8'), ('tied', False, 'int8')),
+    *(('untied', True, 'float32'), ('untied', False, 'int8')),
+  ],
+)
+def test_logits_are_those_of_the_whole_head(folder, name, packed, dtype):
+  if packed and not build.is_available():
+    pytest.skip('there is no compiler')
+  path, ids = folder / name, np.array([*range(40), 77, 200, 279])
+  load = lambda **options: adapter.as_model(
+    hub.load_module(path, dtype=dtype, packed=packed, **options)
+  )
+  whole, few = load(), load(outputs=ids)
+  # Rows of other tokens are looked up.
+  tokens = np.arange(12).reshape(2, 6) * 23
+  logits = jax.jit(lambda model: model.logits(tokens))
+  expected, found = map(np.asarray, map(logits, (whole, few)))
+  np.testing.assert_array_equal(found[..., ids], expected[..., ids])
+  assert (np.delete(found, ids, axis=-1) == -np.inf).all()
+  # What a forward reads: the cost of the draft follows from it.
+  saved = whole.spec.parameters - few.spec.parameters
+  assert saved == 8 * (_V - len(ids))
+  assert few.spec.weight_bytes < whole.spec.weight_bytes
+
+
+@pytest.mark.parametrize(
+  ('method', 'verify'), [('staged', 'match'), ('chain', 'rejection')]
+)
+def test_only_these_are_drafted_and_the_text_is_the_same(
+  folder, method, verify
+):
+  texts = ['def add(first', 'return']
+  options = {'max_new_tokens': 24, 'eos_ids': (), 'verify': verify}
+  options['sampling'] = specdec.Sampling(temperature=0.8, top_p=0.9)
+  load = lambda **changed: models.load(
+    str(folder / 'untied'), str(folder / 'untied'), dtype='float32', **changed
+  )
+  decode = lambda lm: lm.generate(texts, seed=5, **options)
+  drafted = decode(load(method=method, draft_vocab=_N))
+  if verify == 'match':
+    assert drafted.tokens == decode(load(method='plain')).tokens
+  label = drafted.labels.index('draft')
+  pairs = zip(drafted.tokens, drafted.origins, strict=True)
+  proposed = {
+    token
+    for row in pairs
+    for token, origin in zip(*row, strict=True)
+    if origin == label
+  }
+  allowed = draft_vocabulary.tokens_of(
+    _N, hub.locate(folder / 'untied').tokenizer, _V
+  )
+  assert proposed
+  assert proposed <= set(allowed.tolist())
+
+
+def test_special_tokens_and_the_first_ones(folder, tmp_path):
+  tokenizer = hub.locate(folder / 'tied').tokenizer
+  tokenizer.add_tokens(['<end>'], special_tokens=True)
+  ids = draft_vocabulary.tokens_of(_N, tokenizer, _V + 9)
+  assert len(ids) == _N
+  assert {*ids.tolist()} == {_V, *range(_N - 1)}
+  every = (None, _V + 9, 10**6)
+  assert [
+    draft_vocabulary.tokens_of(one, tokenizer, _V + 9) for one in every
+  ] == [None] * 3
+  given = draft_vocabulary.tokens_of([7, 3, 7], tokenizer, _V)
+  assert given.tolist() == [3, 7]
+  for wrong, message in ((1, 'more than the 1 special'), ([_V], 'outside')):
+    with pytest.raises(ValueError, match=f'draft_vocab.*{message}'):
+      draft_vocabulary.tokens_of(wrong, tokenizer, _V)
+  path = tmp_path / 'counts.npy'
+  np.save(path, [5, 0, 9, 5, 5])
+  assert draft_vocabulary.most_frequent(path, 3) == [0, 2, 3]
+  np.save(path, np.ones((2, 2)))
+  for wrong, message in ((path, 'no array'), ('nowhere.npy', 'cannot be read')):
+    with pytest.raises(ValueError, match=message):
+      draft_vocabulary.most_frequent(wrong, 3)

@@ -1,0 +1,562 @@
+"""Drafting heads: their formulas, and how decoding feeds them.
+
+A head that is fed wrongly changes no output, so equality with plain decoding
+proves nothing here. What it drafts in every step is compared with a slow head
+that reads the whole text anew (`slow_head`).
+"""
+
+import dataclasses
+import functools
+import json
+import pathlib
+import tempfile
+
+import command_lines
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from safetensors import numpy as safetensors_numpy
+import slow_head
+import tiny
+import tiny_drafters
+import tiny_heads
+
+from models.checkpoints import heads
+from models.lab.training import head_loss
+from models.nn import adapter
+from models.nn import eagle
+from models.nn import gpt2 as nn_gpt2
+import specdec
+from specdec import cache as cache_lib
+from specdec.draft import head as head_lib
+from specdec.tree import topology as topology_lib
+
+
+@jax.jit
+def _hidden(tokens):
+  """The target's hidden states and logits of whole texts."""
+  target = tiny_heads.target()
+  cache = target.spec.init_cache(*tokens.shape)
+  logits, cache = target.causal(tokens, cache)
+  return logits, cache.hidden
+
+
+# How a head is stored, what it is and what the oracle is told.
+_KINDS = {
+  'sglang': ('eagle3', {}),
+  'speculators': (
+    'eagle3',
+    {'norm_before_residual': True, 'norm_output': True},
+  ),
+  'speculators norms': ('eagle3', {'fc_norm': True, 'num_layers': 2}),
+  'sglang norm': ('eagle3', {'norm_before_fc': True, 'reduced': True}),
+  'eagle': ('eagle', {}),
+  'deepseek': ('mtp', {}),
+  'mimo': ('mtp', {'state_first': True}),
+  'speculators mtp': ('mtp', {'state_first': True}),
+}
+
+
+@jax.jit
+def _forward(head, tokens, positions, mask, cache, states):
+  given, cache = head.forward(tokens, positions, mask, cache, states)
+  cache = cache.replace(length=cache.length + tokens.shape[1])
+  return head.spec.logits(head.params, given), given, cache
+
+
+def check_logits(name):
+  """From a folder of a naming, against the formulas."""
+  with tempfile.TemporaryDirectory() as folder:
+    _check_logits(name, pathlib.Path(folder))
+
+
+@pytest.mark.parametrize('name', _KINDS)
+def test_logits_of_text_and_of_recycled_states(name):
+  check_logits(name)
+
+
+def _check_logits(name, folder):
+  kind, flags = _KINDS[name]
+  reduced = flags.get('reduced', False)
+  values = tiny_heads.tensors(kind, **flags)
+  naming = name.removesuffix(' norms').removesuffix(' norm')
+  stated = {key: flags[key] for key in flags if key.startswith('norm_')}
+  folder = tiny_heads.write(
+    folder, naming, values, reduced=reduced, keys=stated
+  )
+  head = tiny_heads.load(folder)
+  assert head.spec.reads == (tiny_heads.READS if kind == 'eagle3' else (-1,))
+  text = tiny.prompts(3)[2][:9]
+  _, hidden = _hidden(np.array([text]))
+  slow = slow_head.SlowHead(
+    values, heads=tiny_heads.HEADS, head_width=tiny_heads.HEAD_WIDTH, **flags
+  )
+  of_layers = np.stack([hidden[one][0, 0] for one in head.spec.reads], 1)
+  index = tiny_heads.IDS if reduced else None
+  drafted, expected = slow.draft(text, of_layers, 4, index)
+
+  tokens = jnp.array([text])
+  positions = jnp.arange(len(text))[None]
+  slots = len(text) + 3
+  cache = head.spec.init_cache(1, slots)
+  shifted = [
+    jnp.pad(hidden[layer][:, 0], ((0, 0), (1, 0), (0, 0)))[:, :-1]
+    for layer in head.spec.reads
+  ]
+  states = head.spec.fuse(head.params, *shifted)
+  mask = cache_lib.causal_mask(cache.length, len(text), slots)
+  found = []
+  for token in drafted:
+    logits, states, cache = _forward(
+      head, tokens, positions, mask, cache, states
+    )
+    found.append(np.asarray(logits[0, -1]))
+    states, tokens = states[:, -1:], jnp.array([[token]])
+    positions = positions[:, -1:] + 1
+    mask = cache_lib.causal_mask(cache.length, 1, slots)
+  found = np.array(found)
+  if reduced:
+    assert np.isneginf(np.delete(found, index, axis=1)).all()
+    found = found[:, index]
+  np.testing.assert_allclose(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_pickled_weights_are_refused_with_the_remedy(tmp_path):
+  folder = tiny_heads.write(tmp_path, 'eagle', {})
+  (folder / 'model.safetensors').rename(folder / 'pytorch_model.bin')
+  with pytest.raises(ValueError, match='torch'):
+    tiny_heads.load(folder)
+
+
+def _keys(**keys):
+  return {'keys': keys}
+
+
+_AUX = 'eagle_aux_hidden_state_layer_ids'
+_MIMO = 'model.mtp_layers.0.'
+_OTHER = np.ones((2, 2), np.float32)
+# A naming, the kind, what is written otherwise, and what the error says.
+_BAD = {
+  'a tensor too many': (
+    *('sglang', 'eagle3', {'midlayer.extra.weight': _OTHER}),
+    'tensor midlayer.extra.weight is not part of a head of the kind EAGLE-3',
+  ),
+  'a tensor too few': (
+    *('speculators', 'eagle3', {'layers.0.mlp.up_proj.weight': None}),
+    r'lacks 1 tensors, the first is layers.0.mlp.up_proj.weight',
+  ),
+  'misshapen': (
+    *('mimo', 'mtp', {f'{_MIMO}final_layernorm.weight': np.ones(3, 'f4')}),
+    r'final_layernorm.weight has shape \(3,\), expected \(16,\)',
+  ),
+  'another vocabulary': (
+    *('eagle', 'eagle', _keys(vocab_size=99)),
+    'vocabulary of 99 tokens; the target has 48',
+  ),
+  'another number of layers': (
+    *('speculators', 'eagle3', _keys(**{_AUX: [2, 16, 29]})),
+    r'=\[2, 16, 29\]: the target has 2 layers',
+  ),
+  'another width': (
+    *('sglang', 'eagle3', {'fc.weight': np.ones((16, 40), np.float32)}),
+    'reads 40 numbers, which are no states of a target of width 16',
+  ),
+  'another number of states': (
+    *('sglang', 'eagle3', _keys(eagle_config={_AUX: [0, 1]})),
+    r'reads 3 states of a target of width 16, but \w+=\[0, 1\]',
+  ),
+  'EAGLE-1 as EAGLE-3': (
+    *('eagle', 'eagle', _keys(architectures=['LlamaForCausalLMEagle3'])),
+    r"\['LlamaForCausalLMEagle3'\] says EAGLE-3, but .* those of EAGLE-1",
+  ),
+  'no head': (
+    'eagle',
+    'eagle',
+    {'layers.0.input_layernorm.weight': np.ones(16, np.float32)},
+    'those of a language model',
+  ),
+  'ids for offsets': (
+    *('sglang', 'eagle3', {'d2t': tiny_heads.IDS}),
+    'd2t: ids must differ and lie below the vocabulary of 48',
+  ),
+  'other ids': (
+    *(
+      'sglang',
+      'eagle3',
+      {'d2t': 0 * tiny_heads.IDS, 't2d': np.arange(48) > 9},
+    ),
+    'd2t .* and t2d .* do not say the same',
+  ),
+  'no key': (
+    *('mimo', 'mtp', _keys(num_attention_heads=3)),
+    'not a multiple of the number of attention heads',
+  ),
+}
+
+
+@pytest.mark.parametrize('name', _BAD)
+def test_what_is_no_head_for_the_target_is_refused(name, tmp_path):
+  naming, kind, changed, message = _BAD[name]
+  folder = tiny_heads.write(
+    tmp_path, naming, tiny_heads.tensors(kind), **changed
+  )
+  with pytest.raises(ValueError, match=message) as raised:
+    tiny_heads.load(folder)
+  assert str(folder) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+  ('keys', 'reads'),
+  [
+    ({_AUX: [1, 16, 29]}, (1, 16, 29)),  # the layers that read a state
+    ({'eagle_config': {_AUX: [1, 15, 28]}}, (2, 16, 29)),  # that write it
+    ({'eagle_config': {_AUX: [2, 16, 29]}}, (2, 16, 29)),
+    ({}, (2, 16, 29)),
+  ],
+)
+def test_the_states_that_are_read(keys, reads, tmp_path):
+  folder = tiny_heads.write(tmp_path, 'eagle', {}, keys=keys)
+  config = tiny_heads.CONFIG | keys
+  (folder / 'config.json').write_text(json.dumps(config))
+  values = tiny_heads.tensors('eagle3')
+  safetensors_numpy.save_file(values, folder / 'model.safetensors')
+  deep = dataclasses.replace(tiny_heads.TARGET, num_layers=32)
+  assert heads.locate(folder, deep).config.reads == reads
+
+
+def _blocks(module, tokens, positions):
+  """The embedding, the layers and the final norm of a module."""
+  if isinstance(module, nn_gpt2.GPT2):
+    return module.wte(tokens) + module.wpe(positions), module.h, module.ln_f, ()
+  rope = module.config.rope.rotation(positions, module.config.head_width)
+  norm = functools.partial(module.norm.normalize, kernels=False)
+  return module.embed_tokens(tokens), module.layers, norm, (rope,)
+
+
+@pytest.mark.parametrize('family', ['gpt2', 'llama'])
+def test_what_a_state_is(family):
+  """State i goes into layer i, and the last one through the final norm."""
+  module = tiny.module() if family == 'gpt2' else tiny.llama_module('llama')
+  tokens = jnp.array([[1, 5, 3, 2]])
+  model = adapter.as_model(module, hidden=(0, 1, 2, cache_lib.AFTER_NORM))
+  _, cache = model.causal(tokens, model.spec.init_cache(*tokens.shape))
+  hidden = {layer: states[:, 0] for layer, states in cache.hidden.items()}
+  near = functools.partial(np.testing.assert_allclose, atol=1e-5, rtol=1e-4)
+  first, layers, norm, rope = _blocks(module, tokens, jnp.arange(4)[None])
+  near(hidden[0], first)
+  causal = jnp.tril(jnp.ones((1, 4, 4), bool))
+  for number, layer in enumerate(layers):
+    near(hidden[number + 1], layer(hidden[number], *rope, causal, None)[0])
+  near(hidden[cache_lib.AFTER_NORM], norm(hidden[2]))
+
+
+def test_a_gguf_file_is_the_same_head(tmp_path):
+  values = tiny_heads.tensors('eagle3', reduced=True)
+  folder = tiny_heads.write(tmp_path / 'folder', 'sglang', values, reduced=True)
+  tiny_heads.write_gguf(tmp_path / 'head.gguf', values)
+  expected, found = (
+    tiny_heads.load(folder),
+    tiny_heads.load(tmp_path / 'head.gguf'),
+  )
+  assert found.spec.reads == tiny_heads.READS
+  jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
+  tiny_heads.write_gguf(tmp_path / 'other.gguf', values, arch='llama')
+  with pytest.raises(ValueError, match="'llama' is no drafting head"):
+    tiny_heads.load(tmp_path / 'other.gguf')
+
+
+# A target that says given texts, whose hidden states are easily computed.
+
+
+def _hidden_of(table, tokens, positions):
+  """`[..., layers, width]`, after tokens at these positions."""
+  scale = jnp.cos(positions)[..., None, None]
+  return table[tokens] * (1 + scale)
+
+
+def _apply(params, tokens, positions, mask, cache):
+  del mask
+  states = _hidden_of(params['table'], tokens, positions)
+  for layer in tiny_heads.READS:
+    cache = cache_lib.write_hidden(cache, layer, states[:, :, layer])
+  last = params['texts'].shape[1] - 1
+  after = jnp.minimum(positions + 1, last)
+  said = jnp.take_along_axis(params['texts'], after, axis=1)
+  return 9 * jax.nn.one_hot(said, tiny.VOCAB_SIZE), cache
+
+
+def _init_cache(batch_size, num_slots):
+  cache = cache_lib.init_empty_cache(batch_size, num_slots)
+  widths = dict.fromkeys(tiny_heads.READS, tiny_heads.WIDTH)
+  return cache_lib.with_hidden(cache, widths, jnp.float32)
+
+
+_SPEC = specdec.ModelSpec(
+  apply=_apply,
+  init_cache=_init_cache,
+  vocab_size=tiny.VOCAB_SIZE,
+  max_positions=tiny.MAX_POSITIONS,
+  weight_bytes=1,
+  cache_bytes_per_slot=1,
+  hidden=tiny_heads.READS,
+)
+# Rows begin with so many tokens; in each step so many of three drafted ones are
+# accepted, and one more token is emitted.
+_STARTS = (7, 1, 3)
+_ACCEPTED = ((3, 0, 1, 3, 2, 2, 0, 3), (1, 3, 3, 0, 2, 1, 3), (0, 3, 2, 3, 3))
+_DRAFTED = 3
+
+
+@functools.cache
+def _head_tensors():
+  return tiny_heads.tensors('eagle3', reduced=True)
+
+
+def _slow():
+  return slow_head.SlowHead(
+    _head_tensors(), heads=tiny_heads.HEADS, head_width=tiny_heads.HEAD_WIDTH
+  )
+
+
+@functools.cache
+def _case():
+  """The target and the texts, in which drafts are accepted as is listed."""
+  rng = np.random.default_rng(5)
+  shape = (tiny.VOCAB_SIZE, len(tiny_heads.READS), tiny_heads.WIDTH)
+  table = rng.normal(size=shape).astype(np.float32)
+  texts = []
+  for start, steps in zip(_STARTS, _ACCEPTED, strict=True):
+    text, slow = rng.integers(tiny.TABOO, size=start).tolist(), _slow()
+    for accepted in steps:
+      drafted, _ = slow.draft(
+        text, _states_of(table, text), _DRAFTED, tiny_heads.IDS
+      )
+      others = [one for one in range(tiny.TABOO) if one not in drafted]
+      text += [*drafted[:accepted], int(rng.choice(others))]
+    texts.append(text)
+  size = max(map(len, texts)) + _DRAFTED + 2
+  padded = np.array([text + [0] * (size - len(text)) for text in texts])
+  params = {'table': jnp.asarray(table), 'texts': jnp.asarray(padded)}
+  return specdec.LanguageModel(params=params, spec=_SPEC), texts
+
+
+def _states_of(table, text):
+  return np.asarray(_hidden_of(table, np.array(text), np.arange(len(text))))
+
+
+def _drafter(folder, kind='chain'):
+  folder = tiny_heads.write(folder, 'sglang', _head_tensors(), reduced=True)
+  scorer = head_lib.HeadScorer(tiny_heads.load(folder))
+  if kind == 'chain':
+    return specdec.fixed_drafter(scorer, topology_lib.chain(_DRAFTED))
+  outer = tiny_drafters.TREE.drafter(scorer)
+  inner = tiny_drafters.candidates(
+    specdec.PromptLookup((0.5,)), config=tiny_drafters.INNER
+  )
+  return outer if kind == 'tree' else specdec.staged(outer, inner)
+
+
+def test_accepted_lengths_are_those_of_a_slow_head():
+  """The slow head reads all of the text with the target's states."""
+  check_lengths()
+
+
+def check_lengths():
+  """With a chain; see `_ACCEPTED`."""
+  target, texts = _case()
+  with tempfile.TemporaryDirectory() as folder:
+    drafter = _drafter(pathlib.Path(folder))
+  found = specdec.generate(
+    target,
+    jax.random.key(0),
+    [text[:start] for text, start in zip(texts, _STARTS, strict=True)],
+    max_new_tokens=[
+      len(text) - start for text, start in zip(texts, _STARTS, strict=True)
+    ],
+    drafter=drafter,
+  )
+  new = [text[start:] for text, start in zip(texts, _STARTS, strict=True)]
+  assert found.tokens == new
+  expected = np.bincount(sum(_ACCEPTED, ()), minlength=_DRAFTED + 1)
+  assert found.stats.accepted_histogram == expected.tolist()
+
+
+def _check_tree(tree, slow, text, states):
+  """The children of every node that the head scored are its likeliest."""
+  checked = 0
+  for node in range(int(tree.size)):
+    children = np.flatnonzero(tree.parent == node)
+    if not np.any(tree.origin[children] == 1):
+      continue
+    path, above = [], node
+    while above > 0:
+      path.append(int(tree.token[above]))
+      above = int(tree.parent[above])
+    logits = slow.after(text, states, path[::-1])
+    likeliest = np.argsort(-logits)[: tiny_drafters.TREE.branching]
+    found = {*tree.token[children].tolist()}
+    assert {*tiny_heads.IDS[likeliest].tolist()} <= found
+    checked += 1
+  return checked
+
+
+@pytest.mark.parametrize('kind', ['tree', 'staged'])
+def test_trees_of_every_step_with_plain_steps_and_turns(kind, tmp_path):
+  """However the text before a step was decoded or given."""
+  target, texts = _case()
+  prompts = [text[:start] for text, start in zip(texts, _STARTS, strict=True)]
+  decoding = specdec.Decoding(
+    target,
+    jax.random.key(0),
+    prompts,
+    max_new_tokens=9,
+    room_for_new_tokens=20,
+    drafter=_drafter(tmp_path, kind),
+    break_even=0.01,
+  )
+  slow, table = [_slow() for _ in texts], target.params['table']
+  checked = 0
+  for step in range(8):
+    if step == 5:  # Every row goes on a few tokens later.
+      ends = decoding._ends + 2
+      given = [text[:end] for text, end in zip(texts, ends, strict=True)]
+      decoding.extend(given, max_new_tokens=3)
+    fallback = decoding._state.fallback
+    speculating = jnp.array(step not in (1, 2))
+    decoding._state = decoding._state.replace(
+      fallback=fallback.replace(speculating=speculating)
+    )
+    active = np.asarray(decoding._reasons) == 0
+    record = decoding.step_recorded()
+    trees = jax.device_get(record.record.tree)
+    for row in np.flatnonzero(active & (step not in (1, 2))):
+      text = texts[row][: record.starts[row]]
+      tree = jax.tree.map(lambda array, row=row: array[row], trees)
+      checked += _check_tree(tree, slow[row], text, _states_of(table, text))
+  for text, ends in zip(texts, decoding._ends, strict=True):
+    assert ends > len(text) // 2
+  assert checked > 25
+
+
+# A head that knows some texts by heart.
+
+_NUM_TEXTS, _LENGTH, _NEW = 4, 8, 40
+
+
+@functools.cache
+def _texts():
+  """Texts that the target wrote, `[texts, tokens]`."""
+  rng = np.random.default_rng(3)
+  prompts = rng.integers(tiny.TABOO, size=(_NUM_TEXTS, _LENGTH)).tolist()
+  plain = _generate(specdec.PLAIN, prompts)
+  return np.array(
+    [prompt + new for prompt, new in zip(prompts, plain.tokens, strict=True)]
+  )
+
+
+def _generate(drafter, prompts, **options):
+  return specdec.generate(
+    tiny_heads.target(),
+    jax.random.key(0),
+    prompts,
+    drafter=drafter,
+    max_new_tokens=_NEW,
+    **options,
+  )
+
+
+def _trained(folder):
+  """An EAGLE-3 head trained on the texts, written and read again."""
+  texts = _texts()
+  logits, hidden = _hidden(texts)
+  batch = head_loss.Batch(
+    tokens=texts,
+    states=np.concatenate([hidden[one][:, 0] for one in tiny_heads.READS], -1),
+    normed=hidden[cache_lib.AFTER_NORM][:, 0],
+    choices=np.argmax(logits, -1),
+  )
+  config = eagle.HeadConfig(
+    vocab_size=tiny.VOCAB_SIZE,
+    num_positions=tiny.MAX_POSITIONS,
+    **{'width': tiny_heads.WIDTH, 'num_layers': 1, 'inner_width': 128},
+    **{'num_heads': 4, 'num_kv_heads': 2, 'head_width': 16},
+    target_width=tiny_heads.WIDTH,
+    reads=tiny_heads.READS,
+  )
+  graph, variables = nnx.split(eagle.Head(config, rngs=nnx.Rngs(0)))
+  base = tiny_heads.target().params['gpt2']
+  loss = head_loss.make_loss(
+    graph,
+    config,
+    embedding=base['wte']['embedding'],
+    lm_head=base['lm_head'],
+    ids=None,
+    num_steps=_DRAFTED,
+    dtype=jnp.dtype('float32'),
+  )
+  steps = 600
+  optimizer = optax.adam(optax.linear_schedule(1e-2, 0.0, steps))
+
+  @jax.jit
+  def fit(params):
+    def step(_, carry):
+      params, state = carry
+      grads = jax.grad(lambda params: loss(params, batch)[0])(params)
+      updates, state = optimizer.update(grads, state)
+      return optax.apply_updates(params, updates), state
+
+    return jax.lax.fori_loop(0, steps, step, (params, optimizer.init(params)))
+
+  params, _ = fit(nnx.to_pure_dict(variables))
+  heads.save(nnx.merge(graph, params), folder)
+  return tiny_heads.load(folder)
+
+
+def _by_position(histogram):
+  """The fraction accepted at positions 1, 2 and 3, of what was reached."""
+  reached = np.cumsum(np.array(histogram)[::-1])[::-1]
+  return reached[1:] / reached[:-1]
+
+
+def test_an_overfitted_head_drafts_its_text(tmp_path):
+  """Alone, and in slots whose rows come and go."""
+  texts, target = _texts(), tiny_heads.target()
+  drafter = specdec.fixed_drafter(
+    head_lib.HeadScorer(_trained(tmp_path)), topology_lib.chain(_DRAFTED)
+  )
+  prompts = texts[:, :_LENGTH].tolist()
+  found = _generate(drafter, prompts)
+  assert found.tokens == texts[:, _LENGTH:].tolist()
+  assert (_by_position(found.stats.accepted_histogram) > 0.94).all()
+  slots = specdec.Slots(
+    target, num_slots=2, context=_LENGTH + _NEW, drafter=drafter
+  )
+  ended = []
+  for prompt in prompts:
+    if not slots.free:
+      ended += slots.advance().values()
+    slots.insert(prompt, jax.random.key(1), max_new_tokens=_NEW)
+  while len(ended) < len(prompts):
+    ended += slots.advance().values()
+  tokens = sorted(one.tokens[0] for one in ended)
+  assert tokens == sorted(found.tokens)
+  histograms = [one.stats.accepted_histogram for one in ended]
+  assert np.sum(histograms, 0).tolist() == found.stats.accepted_histogram
+
+
+def test_flags_and_what_does_not_fit():
+  line = command_lines.refusal('generate.py', '--head=a', '--draft=b')
+  assert '--head=a takes the place of --draft=b' in line
+  scorer = head_lib.HeadScorer(tiny_heads.random_head())
+  drafter = specdec.fixed_drafter(scorer, topology_lib.chain(1))
+  with pytest.raises(ValueError, match=r'reads the hidden states \(0, 1, 2\)'):
+    specdec.generate(
+      tiny.gpt2(),
+      jax.random.key(0),
+      [[1]],
+      max_new_tokens=1,
+      drafter=drafter,
+    )

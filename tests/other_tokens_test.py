@@ -1,0 +1,245 @@
+"""A draft with another tokenizer: what it reads and proposes, and exactness."""
+
+import functools
+import itertools
+
+import enumeration
+import jax
+import numpy as np
+import pytest
+import tiny
+import tiny_drafters
+import tokenizers
+import transformers
+
+import models
+from models.checkpoints import hub
+from models.lab.training import tokenizer as tokenizer_lib
+from models.nn import adapter
+from models.nn import other_tokens
+from models.text import shared_tokens
+import specdec
+from specdec import sampling as sampling_lib
+
+# A model that reads every token as one to three of its own, in any order, and
+# has a logit of its own for each: what it says shows what it has read.
+_PARTS = 3
+
+
+@functools.cache
+def _tables(seed=0):
+  rng = np.random.default_rng(seed)
+  parts = rng.integers(tiny.VOCAB_SIZE, size=(tiny.VOCAB_SIZE, _PARTS))
+  number = rng.integers(1, _PARTS + 1, size=(tiny.VOCAB_SIZE, 1))
+  parts[np.arange(_PARTS)[None] < _PARTS - number] = -1
+  return rng.permutation(tiny.VOCAB_SIZE).astype('i4'), parts.astype('i4')
+
+
+def _model(name='gpt2'):
+  own = tiny.gpt2(num_layers=1)
+  if name != 'gpt2':
+    own = adapter.as_model(tiny.llama_module(name))
+  return other_tokens.with_other_tokens(own, *_tables()), own
+
+
+_logits = jax.jit(specdec.LanguageModel.logits)
+
+
+def check_what_is_read(name):
+  """The logits are those of the draft after all parts of all tokens."""
+  model, own = _model(name)
+  same, parts = _tables()
+  same = np.where(np.arange(tiny.VOCAB_SIZE) % 5 == 2, -1, same)
+  model = model.replace(params=model.params | {'same': same})
+  tokens = np.random.default_rng(1).integers(tiny.VOCAB_SIZE, size=(2, 9))
+  found = np.asarray(_logits(model, tokens))
+  assert (found[..., same < 0] == -np.inf).all()
+  for row, text in zip(found, tokens, strict=True):
+    read = parts[text]
+    flat = np.pad(read[read >= 0], (0, _PARTS * 9))[None, : _PARTS * 9]
+    last = np.cumsum((read >= 0).sum(1)) - 1
+    assert last[-1] > 12  # several parts
+    expected = np.asarray(_logits(own, flat))[0, last]
+    np.testing.assert_allclose(
+      row[:, same >= 0], expected[:, same[same >= 0]], rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize('name', ['gpt2', 'llama'])
+def test_a_token_is_read_as_all_its_parts(name):
+  check_what_is_read(name)
+
+
+_PROMPTS = ([3, 9, 4, 1, 20], [7])
+
+
+def _decode(kind, prompts=_PROMPTS):
+  model, _ = _model()
+  decoding = specdec.Decoding(
+    model,
+    tiny.row_keys(2),
+    prompts,
+    drafter=tiny_drafters.simple(kind, model),
+    sampling=tiny.sampling(0.0, 1.0),
+    max_new_tokens=12,
+    room_for_new_tokens=tiny.MAX_NEW_TOKENS,
+  )
+  decoding.run()
+  return decoding
+
+
+@pytest.mark.parametrize('kind', ['chain', 'staged'])
+def test_the_caches_keep_the_parts_of_the_path(kind):
+  """Drafting for itself, the model is right as long as its caches are."""
+  decoding, plain = _decode(kind), _decode('plain').result()
+  _, parts = _tables()
+  assert (parts[np.ravel(plain.tokens), -2] >= 0).any()
+  found = decoding.result()
+  assert found.tokens == plain.tokens
+  if kind == 'chain':
+    assert found.stats.accepted_histogram == [0, 0, 0, 6]
+  # The next turn reads what the caches lack.
+  pairs = zip(_PROMPTS, found.tokens, strict=True)
+  longer = [prompt + new + [8, 2] for prompt, new in pairs]
+  decoding.extend(longer, max_new_tokens=12)
+  decoding.run()
+  assert decoding.result().tokens == _decode('plain', longer).result().tokens
+
+
+# Two tokenizers whose merges overlap, and which both have bytes of their own.
+
+
+def _tokenizer(tokens, merges, *special, metaspace=False):
+  vocab = {token: id_ for id_, token in enumerate(tokens)}
+  backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges))
+  if metaspace:
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    backend.decoder = tokenizers.decoders.Metaspace()
+  else:
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+  backend.add_special_tokens([*special])
+  return transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+def check_what_is_shared():
+  """By bytes, whatever the ids; special tokens by their texts and roles."""
+  ours = ['a', 'b', 'ab', 'abab', 'c', 'Ãa', 'Ġa']
+  merges = [('a', 'b'), ('ab', 'ab'), ('Ġ', 'a'), ('Ã', 'a')]
+  target = _tokenizer([*ours, 'Ġ', 'Ã'], merges, '<x>', '<y>', '<end>')
+  size, end = 13, 11  # one is padding
+  find = functools.partial(shared_tokens.find, target)
+  draft = _tokenizer(['b', 'a', 'ba', 'd'], [('b', 'a')], '<x>', '</s>')
+  found = find(draft, sizes=(size, 6), ends=((end,), (5,)))
+  assert found.same.tolist() == [1, 0, *[-1] * 7, 4, -1, 5, -1]
+  # 'abab' is 'a', 'ba', 'b', of which two are kept; a byte is left out.
+  read = [[-1, 1], [-1, 0], [1, 0], [2, 0], [-1, 5], [-1, 1], [-1, 1]]
+  assert found.parts[: len(read)].tolist() == read
+  assert found.parts[len(read) :, 1].tolist() == [5, 5, 4, 5, 5, 5]
+  assert found.share == 0  # of more than a byte
+  # This one would put a space before every text.
+  draft = _tokenizer(['▁', 'a', 'b', '▁a'], [('▁', 'a')], metaspace=True)
+  found = find(draft, sizes=(size, 4), ends=((end,), ()))
+  assert found.same.tolist() == [1, 2, *[-1] * 4, 3, 0, *[-1] * 5]
+  assert found.parts[:4].tolist() == [[-1, 1], [-1, 2], [1, 2], [1, 2]]
+  assert 0 < found.share < 0.5
+
+
+def test_tokens_are_mapped_by_their_bytes():
+  check_what_is_shared()
+
+
+def test_sequences_have_the_targets_law(monkeypatch):
+  """In float64 every branch is summed: nothing is left."""
+  target = _tokenizer(['a', 'b', 'ab', 'c'], [('a', 'b')])
+  draft = _tokenizer(['b', 'd', 'a', 'ba'], [('b', 'a')])
+  found = shared_tokens.find(target, draft, sizes=(4, 4), ends=((), ()))
+  assert found.same.tolist() == [2, 0, -1, -1]
+  assert found.parts.tolist() == [[-1, 2], [-1, 0], [2, 0], [-1, 0]]
+  own = adapter.as_model(tiny.module(vocab_size=4, num_positions=16))
+  model = other_tokens.with_other_tokens(own, found.same, found.parts)
+  length, longest = 3, 4
+  contexts = [
+    (enumeration.PROMPT, *one)
+    for size in range(longest + 1)
+    for one in itertools.product(range(4), repeat=size)
+  ]
+  padded = np.array([(*one, *[0] * longest)[: longest + 1] for one in contexts])
+  logits = np.asarray(_logits(model, padded))
+  logits = logits[range(len(contexts)), [len(one) - 1 for one in contexts]]
+  assert (logits[:, 2:] == -np.inf).all()
+  assert np.ptp(logits[:, 0] - logits[:, 1]) > 1  # not of the last token alone
+  monkeypatch.setitem(
+    enumeration._DRAFT_LOGITS, 'other tokens', lambda *_: logits
+  )
+  with jax.enable_x64(True):
+    worlds = enumeration.make_worlds(
+      4, longest, drafts=('other tokens',), dtype=np.float64
+    )
+    expected = worlds.exact_law(length)
+    for children in sampling_lib.CHILDREN:
+      law, emitted = enumeration.tree_law(
+        worlds, enumeration.TOPOLOGIES['ragged tree'], children, length
+      )
+      assert enumeration.distance(law, expected).max() < 1e-12
+      assert emitted.mean() > 1.2
+
+
+_TEXT = 'def add(first, second):\n  return first + second\n' * 20
+_OTHER = 'def sub(first, third):\n  return [first - third]\n' * 20
+
+
+@pytest.fixture(scope='module')
+def folders(tmp_path_factory):
+  """A target, and a draft with another tokenizer."""
+  folder = tmp_path_factory.mktemp('pair')
+  texts = {'target': _TEXT, 'draft': _OTHER}
+  for seed, (name, text) in enumerate(texts.items()):
+    tokenizer = tokenizer_lib.train_tokenizer(
+      [text], vocab_size=280 + seed, context=96
+    )
+    module = tiny.module(
+      vocab_size=280 + seed, num_positions=96, num_layers=1, width=8, seed=seed
+    )
+    hub.save_pretrained(module, folder / name, tokenizer=tokenizer)
+  return folder
+
+
+def _load(folder, **options):
+  return models.load(
+    str(folder / 'target'), str(folder / 'draft'), dtype='float32', **options
+  )
+
+
+_DECODE = {'max_new_tokens': 24, 'eos_ids': (), 'seed': 5}
+_DECODE |= {'sampling': specdec.Sampling(temperature=0.9, top_p=0.95)}
+
+
+@pytest.mark.parametrize(
+  ('method', 'verify', 'size'),
+  [('staged', 'match', None), ('chain', 'rejection', 262)],
+)
+def test_a_pair(folders, method, verify, size, caplog):
+  lm = _load(folders, method=method, draft_vocab=size)
+  (line,) = [one for one in caplog.messages if 'tokenizers of' in one]
+  paths = (folders / 'target', folders / 'draft')
+  assert all(str(path) in line for path in paths)
+  shared = shared_tokens.of_checkpoints(*map(hub.locate, paths))
+  same = shared.same
+  assert f'share {(same >= 0).sum()} tokens' in line
+  assert f'about {100 * shared.share:.0f} %' in line
+  texts = ['def add(first', 'return']
+  found = lm.generate(texts, verify=verify, **_DECODE)
+  if verify == 'match':
+    plain = _load(folders, method='plain')
+    assert found.tokens == plain.generate(texts, **_DECODE).tokens
+  label = found.labels.index('draft')
+  proposed = [
+    token
+    for row in zip(found.tokens, found.origins, strict=True)
+    for token, origin in zip(*row, strict=True)
+    if origin == label
+  ]
+  assert proposed
+  # The ids of a draft vocabulary are the draft's.
+  assert all(0 <= same[one] < (size or 281) for one in proposed)

@@ -1,0 +1,152 @@
+"""Drafting heads in NumPy, token by token, written from their formulas.
+
+Tensors have the names of SafeAILab's EAGLE-3 (its layers as `layers.0`), and of
+DeepSeek's MTP without the number of the layer. Positions are counted from 0,
+where those of the project are one more: rotations are relative.
+"""
+
+import copy
+
+import numpy as np
+
+
+def _norm(x, weight):
+  return x / np.sqrt(np.mean(x * x) + 1e-6) * weight
+
+
+def _silu(x):
+  return x / (1 + np.exp(-x))
+
+
+class SlowHead:
+  """A head that has read some tokens of a text."""
+
+  def __init__(self, tensors, *, heads, head_width, theta=10000.0, **flags):
+    self.tensors = tensors
+    self.heads, self.head_width, self.theta = heads, head_width, theta
+    self.flags = flags
+    self.num_layers = 1 + max(
+      int(name.split('.')[1]) for name in tensors if name.startswith('layers')
+    )
+    self.num_read, self.last = 0, (None, None)
+    self.keys = [[] for _ in range(self.num_layers)]
+    self.values = [[] for _ in range(self.num_layers)]
+
+  def _rotated(self, vector):
+    x = vector.reshape(-1, self.head_width)
+    half = self.head_width // 2
+    speed = self.theta ** (-np.arange(half) / half)
+    angle = (len(self.keys[-1])) * speed
+    a, b = x[:, :half], x[:, half:]
+    cos, sin = np.cos(angle), np.sin(angle)
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=1)
+
+  def _attend(self, layer, x):
+    at = lambda name: self.tensors[f'layers.{layer}.self_attn.{name}.weight']
+    query, key = (
+      self._rotated(at('q_proj') @ x),
+      self._rotated(at('k_proj') @ x),
+    )
+    self.keys[layer].append(key)
+    value = (at('v_proj') @ x).reshape(-1, self.head_width)
+    self.values[layer].append(value)
+    group, out = self.heads // len(key), []
+    for head, one in enumerate(query):
+      keys = np.array([rows[head // group] for rows in self.keys[layer]])
+      values = np.array([rows[head // group] for rows in self.values[layer]])
+      scores = keys @ one / np.sqrt(self.head_width)
+      weights = np.exp(scores - scores.max())
+      out.append(weights @ values / weights.sum())
+    return at('o_proj') @ np.concatenate(out)
+
+  def _mlp(self, layer, x):
+    x = _norm(
+      x, self.tensors[f'layers.{layer}.post_attention_layernorm.weight']
+    )
+    at = lambda name: self.tensors[f'layers.{layer}.mlp.{name}.weight']
+    return at('down_proj') @ (_silu(at('gate_proj') @ x) * (at('up_proj') @ x))
+
+  def fuse(self, states):
+    """The state before a token from those of the target, one per layer."""
+    tensors = self.tensors
+    if 'layers.0.hidden_norm.weight' not in tensors:
+      return states[0]
+    if 'fc_norm.0.weight' in tensors:
+      states = [
+        _norm(state, tensors[f'fc_norm.{number}.weight'])
+        for number, state in enumerate(states)
+      ]
+    fused = np.concatenate(states)
+    if 'input_norm.weight' in tensors:
+      fused = _norm(fused, tensors['input_norm.weight'])
+    return tensors['fc.weight'] @ fused
+
+  def read(self, token, state):
+    """The next token and the state before it; its logits and its own state."""
+    tensors, flags = self.tensors, self.flags
+    embedded = tensors['embed_tokens.weight'][token]
+    if 'layers.0.hidden_norm.weight' in tensors:
+      normed = _norm(state, tensors['layers.0.hidden_norm.weight'])
+      first = _norm(embedded, tensors['layers.0.input_layernorm.weight'])
+      x = normed if flags.get('norm_before_residual') else state
+      x = x + self._attend(0, np.concatenate([first, normed]))
+    else:
+      parts = [embedded, state]
+      if 'enorm.weight' in tensors:
+        parts = [
+          _norm(embedded, tensors['enorm.weight']),
+          _norm(state, tensors['hnorm.weight']),
+        ]
+      parts = parts[::-1] if flags.get('state_first') else parts
+      x = tensors['fc.weight'] @ np.concatenate(parts)
+      x = x + tensors.get('fc.bias', 0.0)
+      first = tensors.get('layers.0.input_layernorm.weight')
+      x = x + self._attend(0, x if first is None else _norm(x, first))
+    x = x + self._mlp(0, x)
+    for layer in range(1, self.num_layers):
+      weight = tensors[f'layers.{layer}.input_layernorm.weight']
+      x = x + self._attend(layer, _norm(x, weight))
+      x = x + self._mlp(layer, x)
+    normed = x
+    if 'norm.weight' in tensors:
+      normed = _norm(x, tensors['norm.weight'])
+    logits = tensors['lm_head.weight'] @ normed
+    fed_back = 'enorm.weight' in tensors or flags.get('norm_output')
+    return logits, normed if fed_back else x
+
+  def _begin(self, tokens, states):
+    """A copy that has read a text, with the logits and the state after it.
+
+    What was read of the text before is not read again. `states[t]` are the
+    target's after token t.
+    """
+    for place in range(self.num_read + 1, len(tokens)):
+      self.last = self.read(tokens[place], self.fuse(states[place - 1]))
+    self.num_read = len(tokens) - 1
+    if len(tokens) > 1:
+      return copy.deepcopy(self), *self.last
+    # There is nothing to see, nor is it seen.
+    zeros = np.zeros_like(states[0])
+    return self, *copy.deepcopy(self).read(tokens[0], self.fuse(zeros))
+
+  def draft(self, tokens, states, number, ids=None):
+    """The likeliest tokens after a text, each read with the head's own state.
+
+    `ids`: of a reduced vocabulary. Also returns the logits, `[number, D]`.
+    """
+    head, logits, state = self._begin(tokens, states)
+    head, drafted, seen = copy.deepcopy(head), [], []
+    for _ in range(number):
+      seen.append(logits)
+      best = int(np.argmax(logits))
+      drafted.append(best if ids is None else int(ids[best]))
+      logits, state = head.read(drafted[-1], state)
+    return drafted, np.array(seen)
+
+  def after(self, tokens, states, path):
+    """The logits after a text and some drafted tokens."""
+    head, logits, state = self._begin(tokens, states)
+    head = copy.deepcopy(head)
+    for token in path:
+      logits, state = head.read(token, state)
+    return logits

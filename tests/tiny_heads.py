@@ -1,0 +1,188 @@
+"""Tiny heads with random weights, in folders as those who train heads write."""
+
+import json
+import pathlib
+import tempfile
+
+import gguf
+import numpy as np
+from safetensors import numpy as safetensors_numpy
+import tiny
+
+from models.checkpoints import heads
+from models.nn import gpt2 as nn_gpt2
+import specdec
+from specdec import cache as cache_lib
+
+HEADS, KV_HEADS, HEAD_WIDTH, INNER = 4, 2, 8, 24
+WIDTH = tiny.MODULE_SHAPE['width']
+READS = (0, 1, 2)
+TARGET = nn_gpt2.GPT2Config(
+  **tiny.MODULE_SHAPE
+  | {'vocab_size': tiny.VOCAB_SIZE, 'num_positions': tiny.MAX_POSITIONS},
+  tie_embeddings=False,
+)
+IDS = np.array([token for token in range(tiny.VOCAB_SIZE) if token % 3])
+
+
+def target() -> specdec.LanguageModel:
+  """The tiny target with all that a head may read."""
+  return tiny.gpt2(hidden=(*READS, cache_lib.AFTER_NORM))
+
+
+def _layer(inputs: int) -> dict[str, tuple[int, ...]]:
+  rows, kv_rows = HEADS * HEAD_WIDTH, KV_HEADS * HEAD_WIDTH
+  return {
+    'self_attn.q_proj.weight': (rows, inputs),
+    'self_attn.k_proj.weight': (kv_rows, inputs),
+    'self_attn.v_proj.weight': (kv_rows, inputs),
+    'self_attn.o_proj.weight': (WIDTH, rows),
+    'mlp.gate_proj.weight': (INNER, WIDTH),
+    'mlp.up_proj.weight': (INNER, WIDTH),
+    'mlp.down_proj.weight': (WIDTH, INNER),
+    'post_attention_layernorm.weight': (WIDTH,),
+  }
+
+
+def tensors(kind: str, *, num_layers: int = 1, reduced=False, **flags):
+  """Random tensors by the names of `slow_head`."""
+  wide = kind == 'eagle3'
+  vocabulary = len(IDS) if reduced else tiny.VOCAB_SIZE
+  shapes = {
+    'embed_tokens.weight': (tiny.VOCAB_SIZE, WIDTH),
+    'lm_head.weight': (vocabulary, WIDTH),
+    'fc.weight': (WIDTH, (len(READS) if wide else 2) * WIDTH),
+  }
+  for layer in range(num_layers):
+    inputs = 2 * WIDTH if wide and not layer else WIDTH
+    own = _layer(inputs)
+    if wide and not layer:
+      own['hidden_norm.weight'] = (WIDTH,)
+    if layer or kind != 'eagle':
+      own['input_layernorm.weight'] = (WIDTH,)
+    shapes |= {f'layers.{layer}.{name}': one for name, one in own.items()}
+  if kind == 'eagle':
+    shapes['fc.bias'] = (WIDTH,)
+  else:
+    shapes['norm.weight'] = (WIDTH,)
+  if kind == 'mtp':
+    shapes |= {'enorm.weight': (WIDTH,), 'hnorm.weight': (WIDTH,)}
+  if flags.get('fc_norm'):
+    shapes |= {f'fc_norm.{number}.weight': (WIDTH,) for number in range(3)}
+  if flags.get('norm_before_fc'):
+    shapes['input_norm.weight'] = (3 * WIDTH,)
+  rng = np.random.default_rng(0)
+  return {
+    name: (0.4 * rng.normal(size=shape) + (len(shape) == 1)).astype(np.float32)
+    for name, shape in shapes.items()
+  }
+
+
+CONFIG = {
+  **{'model_type': 'llama', 'num_attention_heads': HEADS, 'hidden_size': WIDTH},
+  **{'num_key_value_heads': KV_HEADS, 'head_dim': HEAD_WIDTH},
+  **{'intermediate_size': INNER, 'num_hidden_layers': 40},
+  **{'max_position_embeddings': tiny.MAX_POSITIONS, 'rms_norm_eps': 1e-6},
+  'vocab_size': tiny.VOCAB_SIZE,
+}
+_AUX = 'eagle_aux_hidden_state_layer_ids'
+
+# For each way to write heads: how a name of `slow_head` is stored, and keys of
+# config.json that are its own.
+_MIMO = {'enorm': 'token_layernorm', 'hnorm': 'hidden_layernorm'}
+_MIMO |= {'fc': 'input_proj', 'norm': 'final_layernorm'}
+_DEEPSEEK = {'fc': 'eh_proj', 'norm': 'shared_head.norm'}
+_DEEPSEEK |= {'lm_head': 'shared_head.head'}
+
+
+def _within(prefix, own):
+  """Names of a module that has its layer and all else under one prefix."""
+
+  def rename(name):
+    first, _, rest = name.partition('.')
+    if first == 'layers':
+      return prefix + rest.partition('.')[2]
+    if name.startswith(('embed_tokens', 'lm_head')) and first not in own:
+      return name
+    return f'{prefix}{own.get(first, first)}.{rest}'
+
+  return rename
+
+
+NAMINGS = {
+  'sglang': (
+    lambda name: name.replace('layers.0.', 'midlayer.'),
+    {'eagle_config': {_AUX: list(READS)}},
+  ),
+  'speculators': (lambda name: name, {'speculators_model_type': 'eagle3'}),
+  'mimo': (_within('model.mtp_layers.0.', _MIMO), {}),
+  'speculators mtp': (_within('mtp_layers.0.', _MIMO), {}),
+  'deepseek': (_within('model.layers.61.', _DEEPSEEK), {}),
+  'eagle': (lambda name: name, {}),
+}
+
+
+def write(folder, naming, values, *, reduced=False, keys=None, **changed):
+  """Writes a folder; `changed` are tensors, None for those that lack."""
+  rename, own = NAMINGS[naming]
+  stored = {rename(name): array for name, array in values.items()}
+  if reduced:
+    stored['d2t'] = IDS - np.arange(len(IDS))
+    stored['t2d'] = np.isin(np.arange(tiny.VOCAB_SIZE), IDS)
+  stored |= changed
+  stored = {name: one for name, one in stored.items() if one is not None}
+  if naming == 'speculators':
+    config = {'transformer_layer_config': CONFIG, _AUX: list(READS)}
+  else:
+    config = dict(CONFIG)
+  config |= own | (keys or {})
+  folder.mkdir(exist_ok=True)
+  (folder / 'config.json').write_text(json.dumps(config))
+  safetensors_numpy.save_file(stored, folder / 'model.safetensors')
+  return folder
+
+
+_GGUF = {'self_attn.q_proj': 'attn_q', 'self_attn.k_proj': 'attn_k'}
+_GGUF |= {'self_attn.v_proj': 'attn_v', 'self_attn.o_proj': 'attn_output'}
+_GGUF |= {'input_layernorm': 'attn_norm', 'hidden_norm': 'attn_norm_2'}
+_GGUF |= {'post_attention_layernorm': 'ffn_norm', 'norm': 'output_norm'}
+_GGUF |= {f'mlp.{name}_proj': f'ffn_{name}' for name in ('gate', 'up', 'down')}
+_GGUF |= {'embed_tokens': 'token_embd', 'lm_head': 'output', 'fc': 'fc'}
+
+
+def write_gguf(path, values, arch='eagle3'):
+  """Writes an EAGLE-3 head of a reduced vocabulary as llama.cpp does."""
+  writer = gguf.GGUFWriter(path, arch)
+  writer.add_context_length(tiny.MAX_POSITIONS)
+  writer.add_embedding_length(WIDTH)
+  writer.add_feed_forward_length(INNER)
+  writer.add_head_count(HEADS)
+  writer.add_head_count_kv(KV_HEADS)
+  writer.add_key_length(HEAD_WIDTH)
+  writer.add_layer_norm_rms_eps(1e-6)
+  writer.add_array(f'{arch}.extract_layers', list(READS))
+  writer.add_tensor('d2t', IDS.astype(np.int64))
+  for name, array in values.items():
+    layer = 'blk.0.' if name.startswith('layers.0.') else ''
+    part = name.removeprefix('layers.0.').removesuffix('.weight')
+    if part.endswith(('q_proj', 'k_proj')):  # Neighbours are rotated.
+      halves = array.reshape(-1, 2, HEAD_WIDTH // 2, array.shape[1])
+      array = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(array.shape)
+    writer.add_tensor(f'{layer}{_GGUF[part]}.weight', array)
+  writer.write_header_to_file()
+  writer.write_kv_data_to_file()
+  writer.write_tensors_to_file()
+  writer.close()
+
+
+def load(folder, **options):
+  model = target()
+  model = model.replace(params=model.params['gpt2'])
+  return heads.load(heads.locate(folder, TARGET), model, **options)
+
+
+def random_head():
+  """An EAGLE-3 head with random weights."""
+  with tempfile.TemporaryDirectory() as made:
+    folder = write(pathlib.Path(made), 'sglang', tensors('eagle3'))
+    return load(folder)
