@@ -145,6 +145,7 @@ void MultiplyVectors(const Rows& rows, int64_t first, int64_t count,
 
 struct Float32 {
   using Sum = float;
+  static constexpr int64_t kFewRows = 0;
   using Vector = Floats;
   static constexpr int kPerWord = 1;
   static constexpr int kFactors = 1;
@@ -167,6 +168,7 @@ struct Float32 {
 
 struct BFloat16 {
   using Sum = float;
+  static constexpr int64_t kFewRows = 0;
   using Vector = Floats;
   static constexpr int kPerWord = 2;
 
@@ -214,6 +216,7 @@ struct BFloat16 {
 // is minus 128 times the sum of the row.
 struct Int8 {
   using Sum = int32_t;
+  static constexpr int64_t kFewRows = 0;
   using Vector = Ints;
   static constexpr int kPerWord = 4;
 

@@ -51,7 +51,8 @@ Activation ActivationOf(std::string_view name) {
 // `Products`. After the named arguments each matrix has three: words
 // (formats.h), scale [out] of int8 or [0], bias [out] or [0].
 //
-// `Tiles` is the format for the processor's matrix unit, if it has one.
+// `Tiles` is the format for the processor's matrix unit, if it has one, and more
+// than its `kFewRows` rows.
 template <typename Format, typename Tiles>
 ffi::Error Multiply(ffi::ThreadPool pool, FloatBuffer x, FloatBuffer norm_scale,
                     FloatBuffer norm_bias, FloatBuffer residual,
@@ -88,7 +89,7 @@ ffi::Error Multiply(ffi::ThreadPool pool, FloatBuffer x, FloatBuffer norm_scale,
     width = gated ? outputs[i] : width + outputs[i];
   }
   if (width != products.outputs) return InvalidArgument("outputs are missing");
-  if (CanUseTiles()) {
+  if (products.rows > Tiles::kFewRows && CanUseTiles()) {
     Compute<Tiles>(pool, products);
   } else {
     Compute<Format>(pool, products);

@@ -97,6 +97,7 @@ void MultiplyTiles(const Rows& rows, int64_t first, int64_t count,
 
 struct BFloat16Tiles {
   using Sum = float;
+  static constexpr int64_t kFewRows = 0;
   static constexpr int kPerWord = 2, kFactors = 1;
 
   static float Round(const float* row, int64_t width, uint32_t* to, int32_t*) {
@@ -121,6 +122,8 @@ struct BFloat16Tiles {
 
 struct Int8Tiles {
   using Sum = int32_t;
+  // Sums are exact, so few rows may be multiplied by vectors, a little sooner.
+  static constexpr int64_t kFewRows = 8;
   static constexpr int kPerWord = 4, kFactors = 1;
 
   static float Round(const float* row, int64_t width, uint32_t* to,
