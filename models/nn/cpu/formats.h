@@ -56,7 +56,7 @@ constexpr int kRows = kLanes == 16 ? 8 : 3;
 constexpr int64_t kWords = 128;
 // Bytes to what one tile prefetches into the second cache and then into the
 // first one, whose few open reads alone would not keep up with the memory.
-constexpr int64_t kFar = 4096, kNear = 1024;
+constexpr int64_t kFar = 8192, kNear = 2048;
 
 // Words `begin` to `end` of a group, and what is prefetched meanwhile.
 struct Span {
