@@ -186,17 +186,29 @@ def write(
   in every row (`dynamic_update_slice` would shift the write silently).
   """
 
-  def put(
-    arrays: tuple[jax.Array, ...], new: jax.Array
-  ) -> tuple[jax.Array, ...]:
+  def put(arrays: tuple[jax.Array, ...], new: jax.Array) -> jax.Array:
     # A masked NaN would still spread, since 0 x NaN is NaN, from a candidate to
     # the whole tree. The logits of the candidate itself remain NaN.
     new = jnp.where(jnp.isfinite(new), new, 0)
-    array = cache.ops.write(arrays[layer], new, cache.length)
+    return cache.ops.write(arrays[layer], new, cache.length)
+
+  return with_layer(
+    cache, layer, put(cache.keys, key), put(cache.values, value)
+  )
+
+
+def with_layer(
+  cache: KVCache, layer: int, keys: jax.Array, values: jax.Array
+) -> KVCache:
+  """The cache with other keys and values `[B, H, S, Dh]` of a layer."""
+
+  def put(
+    arrays: tuple[jax.Array, ...], array: jax.Array
+  ) -> tuple[jax.Array, ...]:
     return (*arrays[:layer], array, *arrays[layer + 1 :])
 
   return cache.replace(
-    keys=put(cache.keys, key), values=put(cache.values, value)
+    keys=put(cache.keys, keys), values=put(cache.values, values)
   )
 
 

@@ -21,25 +21,77 @@ from models.nn.cpu import ops
 _SANITIZE = ('-fsanitize=address,undefined', '-fno-sanitize-recover=undefined')
 
 
+def _products(rng: np.random.Generator) -> jax.Array:
+  """Products with one matrix or two, and what may come before and after."""
+  size = lambda limit: int(rng.integers(1, limit))
+  normal = lambda *shape: rng.standard_normal(shape, np.float32)
+  maybe = lambda value: value if rng.random() < 0.5 else None
+  count, width = size(70), size(70)
+  # Of many outputs a thread takes several groups.
+  outputs = size(120) * (20 if rng.random() < 0.1 else 1)
+  number, gated = size(3), False
+  if number == 2:
+    gated = rng.random() < 0.5
+  dtype = rng.choice(matrices_lib.KERNEL_DTYPES)
+  make = matrices_lib.FORMATS[dtype].from_blocks
+  matrices = [
+    matrices_lib.pack(
+      make([(slice(None), normal(outputs, width))], (outputs, width))
+    )
+    for _ in range(number)
+  ]
+  biases = [
+    maybe(jnp.asarray(normal(outputs), rng.choice(['float32', 'bfloat16'])))
+    for _ in matrices
+  ]
+  norm = ops.Norm(normal(width), maybe(normal(width)), 1e-5, size(3) == 1)
+  results = outputs if gated else number * outputs
+  return matrices_lib.multiply_packed(
+    normal(count, width),
+    matrices,
+    biases,
+    norm=maybe(norm),
+    activation=maybe(rng.choice(ops.ACTIVATIONS)),
+    gated=gated,
+    residual=maybe(normal(count, results)),
+  )
+
+
+def _attention(rng: np.random.Generator) -> jax.Array:
+  """Attention with or without norms and a rotation."""
+  size = lambda limit: int(rng.integers(1, limit))
+  normal = lambda *shape: rng.standard_normal(shape, np.float32)
+  maybe = lambda value: value if rng.random() < 0.5 else None
+  batch, heads, width, slots = size(4), size(3), size(70), size(50)
+  length = size(min(12, slots) + 1)
+  rows = normal(batch, length, heads * (size(3) + 2) * width)
+  shape = batch, heads, slots, width
+  dtype = rng.choice(['float32', 'bfloat16'])
+  cache = [jnp.asarray(normal(*shape), dtype) for _ in range(2)]
+  norm = lambda: ops.Norm(normal(width), None, 1e-5, False)
+  angles = batch, 1, length, size(width // 2 + 1) if width > 1 else 0
+  rotation = maybe((normal(*angles), normal(*angles)))
+  return ops.attend(
+    rows,
+    rng.random((batch, length, slots)) < rng.random(),
+    jnp.asarray(rng.integers(-3, slots + 3, batch), jnp.int32),
+    *cache,
+    scale=0.3,
+    norms=maybe((norm(), norm())),
+    rotation=rotation,
+  )[0]
+
+
 def call(rng: np.random.Generator) -> jax.Array:
   """One call of random sizes, dtypes and masks."""
   size = lambda limit: int(rng.integers(1, limit))
   normal = lambda *shape: rng.standard_normal(shape, np.float32)
   kind, width = rng.integers(6), size(70)
   if kind == 0:
-    # Of many outputs a thread takes several blocks.
-    outputs = size(120) * (20 if rng.random() < 0.1 else 1)
-    made = matrices_lib.FORMATS[
-      rng.choice(matrices_lib.KERNEL_DTYPES)
-    ].from_blocks
-    blocks = [(slice(None), normal(outputs, width))]
-    matrix = matrices_lib.pack(made(blocks, (outputs, width)))
-    return matrices_lib.matmul(normal(size(40), width), matrix)
+    return _products(rng)
   if kind == 1:
-    return ops.normalize(
-      *(normal(size(5), width), normal(width)),
-      **{'epsilon': 1e-5, 'center': rng.random() < 0.5},
-    )
+    norm = ops.Norm(normal(width), None, 1e-5, rng.random() < 0.5)
+    return ops.normalize(normal(size(5), width), norm)
   if kind == 2:
     count, renormalize = size(width + 1), rng.random() < 0.5
     logits = normal(size(5), width)
@@ -48,18 +100,13 @@ def call(rng: np.random.Generator) -> jax.Array:
     rows, shape = size(9), (size(5), size(5))
     index = jnp.asarray(rng.integers(0, rows, shape), jnp.int32)
     return ops.sum_rows(normal(rows, width), index, normal(*shape))
-  batch, heads, slots = size(4), size(3), size(50)
-  dtype = jnp.dtype(rng.choice(['float32', 'bfloat16']))
-  draw = lambda *shape: jnp.asarray(normal(batch, *shape, width), dtype)
   if kind == 4:
+    batch, heads, slots = size(4), size(3), size(50)
+    dtype = jnp.dtype(rng.choice(['float32', 'bfloat16']))
+    draw = lambda slots: jnp.asarray(normal(batch, heads, slots, width), dtype)
     start = jnp.asarray(rng.integers(-3, slots + 3, batch), jnp.int32)
-    return ops.write_slots(draw(2, slots), draw(2, size(slots + 1)), start)
-  length = size(12)
-  query, cache = (
-    *(draw(heads * size(3), length), (draw(heads, slots) for _ in range(2))),
-  )
-  mask = rng.random((batch, length, slots)) < rng.random()
-  return ops.attend(query, *cache, mask, scale=0.3)
+    return ops.write_slots(draw(slots), draw(size(slots + 1)), start)
+  return _attention(rng)
 
 
 def main(folder: str, count: str) -> None:

@@ -40,7 +40,9 @@ _SHAPES = [(1, 1), (48, 64), (101, 37), (1900, 481)]
 _matmul, _take_rows = map(
   jax.jit, (matrices_lib.matmul, matrices_lib.take_rows)
 )
-_attend = jax.jit(functools.partial(ops.attend, scale=0.2))
+_attend = jax.jit(
+  functools.partial(ops.attend, scale=0.2), donate_argnums=(3, 4)
+)
 _write_slots = jax.jit(ops.write_slots, donate_argnums=0)
 
 
@@ -89,37 +91,131 @@ def test_scaled_rows_are_not_scaled_by_xla():
   assert not re.search(r':f32\[[\d,]*\] = mul', traced)
 
 
+_FUNCTIONS = {
+  'silu': jax.nn.silu,
+  'gelu_tanh': functools.partial(jax.nn.gelu, approximate=True),
+  'quick_gelu': lambda x: x * jax.nn.sigmoid(1.702 * x),
+  'relu': jax.nn.relu,
+}
+
+
+@pytest.mark.parametrize('dtype', matrices_lib.KERNEL_DTYPES)
+def test_what_surrounds_products_equals_the_parts_one_by_one(dtype):
+  """Norms and residuals bit by bit, and so all of a row alone."""
+  draw = lambda *shape: _RNG.standard_normal(shape, np.float32)
+  matrices = [matrices_lib.pack(_matrix((70, 90), dtype)) for _ in range(2)]
+  biases = [draw(70), jnp.asarray(draw(70), jnp.bfloat16)]
+  norm = ops.Norm(draw(90), draw(90), 0.1, True)
+
+  @jax.jit
+  def compute(x, residual):
+    multiply = matrices_lib.multiply_packed
+    rows, pairs = ops.normalize(x, norm), [*zip(matrices, biases, strict=True)]
+    return {
+      'without': [multiply(rows, [matrix], [None]) for matrix in matrices],
+      'parts': [multiply(rows, [matrix], [bias]) for matrix, bias in pairs],
+      'whole': multiply(x, matrices, biases, norm=norm),
+      'added': multiply(
+        rows, matrices[:1], biases[:1], activation='relu', residual=residual
+      ),
+      'gated': [
+        multiply(x, matrices, biases, activation=name, gated=True, norm=norm)
+        for name in _FUNCTIONS
+      ],
+    }
+
+  x, residual = 3 * draw(37, 90), draw(37, 70)
+  results = jax.tree.map(np.asarray, compute(x, residual))
+  alone = compute(x[35:36], residual[35:36])
+  last = jax.tree.map(lambda array: array[35:36], results)
+  jax.tree.map(np.testing.assert_array_equal, alone, last)
+  first, second = parts = results['parts']
+  for part, without, bias in zip(
+    parts, results['without'], biases, strict=True
+  ):
+    expected = without + np.float32(bias)[None]
+    np.testing.assert_allclose(part, expected, rtol=1e-6, atol=1e-5)
+  np.testing.assert_array_equal(results['whole'], np.hstack(parts))
+  expected = residual + np.maximum(first, 0)
+  np.testing.assert_array_equal(results['added'], expected)
+  functions = _FUNCTIONS.values()
+  for gated, function in zip(results['gated'], functions, strict=True):
+    expected = function(first) * second
+    np.testing.assert_allclose(gated, expected, rtol=1e-5, atol=1e-4)
+
+
 def _attention(width, dtype):
+  """Projections of 6 heads of queries and 2 of keys, and a cache."""
   batch, length, slots = 2, 3, 45
-  draw = lambda heads, size: _RNG.standard_normal((batch, heads, size, width))
-  arrays = draw(6, length), draw(2, slots), draw(2, slots)
+  draw = lambda *shape: _RNG.standard_normal(shape, np.float32)
+  cache = [draw(batch, 2, slots, width).astype(dtype) for _ in range(2)]
   mask = _RNG.random((batch, length, slots)) < 0.6
   mask[:, :, 0], mask[:, :, 7] = True, False
-  return *(array.astype(jnp.dtype(dtype)) for array in arrays), mask
+  rows = draw(batch, length, 10 * width)
+  return rows, mask, jnp.array([40, 17], jnp.int32), *cache
+
+
+def _attention_of_xla(
+  rows, mask, start, keys, values, *, norms=None, rotation=None
+):
+  """`ops.attend` in float32, of the rounded queries, keys and values."""
+  heads = rows.reshape(*rows.shape[:2], 10, -1).swapaxes(1, 2)
+  query, key, value = jnp.split(heads, (6, 8), axis=1)
+  if norms is not None:
+    query, key = map(ops.normalize, (query, key), norms)
+    query, key = (rope_lib.rotate(part, rotation) for part in (query, key))
+  new = [part.astype(keys.dtype) for part in (query, key, value)]
+  keys = cache_lib.write_slots(keys, new[1], start)
+  values = cache_lib.write_slots(values, new[2], start)
+  exact = [part.astype('float32') for part in (new[0], keys, values)]
+  out = attention.attend(*exact, mask, scale=0.2)
+  return out.swapaxes(1, 2).reshape(*rows.shape[:2], -1), keys, values
 
 
 @pytest.mark.parametrize('width', [5, 24, 77])
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_attention_equals_that_of_xla(width, dtype):
-  query, key, value, mask = _attention(width, dtype)
-  result = np.asarray(_attend(query, key, value, mask))
-  exact = [array.astype('float32') for array in (query, key, value)]
-  expected = attention.attend(*exact, mask, scale=0.2)
-  np.testing.assert_allclose(result, expected, rtol=2e-5, atol=2e-6)
-  nothing = _attend(query, key, value, np.zeros_like(mask))
-  assert not np.asarray(nothing).any()
-  # A query has the same bits wherever the slots are that it sees.
-  for row, place in np.ndindex(mask.shape[:2]) if width == 24 else ():
+  arguments = _attention(width, jnp.dtype(dtype))
+  rows, mask, start, *cache = arguments
+  options = {}
+  if width == 24:
+    draw = lambda *shape: _RNG.standard_normal(shape, np.float32)
+    norms = [ops.Norm(draw(width), None, 0.1, False) for _ in range(2)]
+    angles = draw(2, 1, 3, width // 2 - 3)  # The last values stay.
+    options = {'norms': norms, 'rotation': (np.cos(angles), np.sin(angles))}
+  attend = jax.jit(functools.partial(ops.attend, scale=0.2, **options))
+  result, *written = map(np.asarray, attend(*arguments))
+  of_xla = functools.partial(_attention_of_xla, **options)
+  expected = jax.jit(of_xla)(*arguments)
+  # Rounded after a rotation, a number may be the next one.
+  exact = dtype == 'float32' or width != 24
+  close = (
+    {'rtol': 2e-5, 'atol': 2e-6} if exact else {'rtol': 0.02, 'atol': 0.02}
+  )
+  for part, wanted in zip((result, *written), expected, strict=True):
+    both = (np.asarray(array, np.float32) for array in (part, wanted))
+    np.testing.assert_allclose(*both, **close)
+  assert not np.asarray(attend(rows, mask & False, start, *cache)[0]).any()
+  # A query has the same bits wherever the slots are that it sees. Its own entry
+  # is written behind them.
+  for row, place in np.ndindex(mask.shape[:2]) if width == 5 else ():
     seen = np.flatnonzero(mask[row, place])
-    alone = _attend(
-      query[row : row + 1, :, place : place + 1],
-      *(array[row : row + 1, :, seen] for array in (key, value)),
-      np.ones((1, 1, len(seen)), bool),
+    slots = [*seen, 0]
+    alone = attend(
+      rows[row : row + 1, place : place + 1],
+      (np.arange(len(slots)) < len(seen))[None, None],
+      np.array([len(seen)], np.int32),
+      *(array[row : row + 1, :, slots] for array in written),
     )
-    np.testing.assert_array_equal(alone[0, :, 0], result[row, :, place])
-  # What a masked slot holds; values are finite, see `specdec.cache.write`.
-  key[:, :, 7], value[:, :, 7] = np.nan, -3.0
-  np.testing.assert_array_equal(_attend(query, key, value, mask), result)
+    np.testing.assert_array_equal(alone[0][0, 0], result[row, place])
+  # What a masked slot holds, and what is written of a row that is not finite.
+  cache[0][:, :, 7], cache[1][:, :, 7] = np.nan, -3.0
+  mask[0, :, 42] = False
+  clean = attend(rows, mask, start, *cache)
+  rows[0, 2] = np.nan
+  spoiled, *written = attend(rows, mask, start, *cache)
+  np.testing.assert_array_equal(spoiled[0, :2], clean[0][0, :2])
+  assert not np.asarray(written)[:, 0, :, 42].astype('float32').any()
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
@@ -133,6 +229,11 @@ def test_entries_are_written_where_xla_writes_them(dtype):
   written = _write_slots(slots, new, start)
   np.testing.assert_array_equal(np.asarray(written, np.float32), expected)
   assert written.unsafe_buffer_pointer() == before
+  rows, mask, start, *cache = _attention(5, jnp.dtype(dtype))
+  cache = [jnp.array(array) for array in cache]
+  before = [array.unsafe_buffer_pointer() for array in cache]
+  written = _attend(rows, mask, start, *cache)[1:]
+  assert [array.unsafe_buffer_pointer() for array in written] == before
 
 
 @pytest.mark.parametrize(
@@ -141,13 +242,13 @@ def test_entries_are_written_where_xla_writes_them(dtype):
 def test_norms_equal_their_definition(width, center):
   x = _RNG.standard_normal((4, 3, width), np.float32)
   scale = _RNG.standard_normal(width, np.float32)
-  normalize = functools.partial(ops.normalize, epsilon=0.1, center=center)
-  result = normalize(x, scale)
+  norm = ops.Norm(scale, None, 0.1, center)
+  result = ops.normalize(x, norm)
   shifted = x - x.mean(-1, keepdims=True) if center else x
   mean_square = np.square(shifted).mean(-1, keepdims=True)
   expected = shifted / np.sqrt(mean_square + 0.1) * scale
   np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
-  alone = normalize(x[2:3, :1], scale)
+  alone = ops.normalize(x[2:3, :1], norm)
   np.testing.assert_array_equal(alone[0, 0], result[2, 0])
 
 
@@ -299,6 +400,7 @@ _BRANCHES = {
   'avx512': ('-march=skylake-avx512', 'avx512bw avx512cd avx512dq avx512vl'),
   # What GCC defines for Zen 4, without instructions that only AMD has.
   'amd': ('-march=cooperlake -D__znver4__', 'avx512_bf16 avx512_vnni'),
+  'tiles': ('-march=sapphirerapids', 'amx_tile amx_int8 amx_bf16 avx512_fp16'),
 }
 _LONG_BRANCHES = {
   'avx': ('-march=sandybridge', 'avx aes pclmulqdq'),
@@ -325,24 +427,41 @@ def _every_kernel():
       if integers
       else values.astype(jnp.dtype(dtype))
     )
-    product = functools.partial(
-      matrices_lib.matmul, weight=matrices_lib.pack(matrix)
+    packed = matrices_lib.pack(matrix)
+    call(
+      dtype,
+      functools.partial(matrices_lib.matmul, weight=packed),
+      draw(40, 203),
     )
-    call(dtype, product, draw(11, 203))
+    gated = functools.partial(
+      matrices_lib.multiply_packed,
+      matrices=[packed, packed],
+      biases=[draw(101), None],
+      activation='silu',
+      gated=True,
+    )
+    call(f'gated {dtype}', gated, draw(11, 203))
   for dtype in ('float32', 'bfloat16'):
     cache = [jnp.asarray(draw(1, 2, 45, 77), dtype) for _ in range(2)]
 
-    def attend(query, mask, cache=cache):
-      query = query.swapaxes(0, 1)[None]
-      return ops.attend(query, *cache, mask[None], scale=0.2)[0].swapaxes(0, 1)
+    def attend(rows, mask, cache=cache):
+      # Each row as a text of its own, so that it sees no other's entries.
+      batch = len(rows)
+      slots = [jnp.tile(array, (batch, 1, 1, 1)) for array in cache]
+      start = jnp.zeros(batch, jnp.int32)
+      return ops.attend(rows, mask, start, *slots, scale=0.2)[0]
 
-    query = jnp.asarray(draw(9, 2, 77), dtype)
-    call(f'attention {dtype}', attend, query, rng.random((9, 45)) < 0.6)
-  for center in (False, True):
-    norm = functools.partial(
-      ops.normalize, scale=draw(37), epsilon=0.1, center=center
+    call(
+      f'attention {dtype}',
+      attend,
+      draw(9, 1, 6 * 77),
+      rng.random((9, 1, 45)) < 0.6,
     )
-    call(f'norm {center}', norm, draw(4, 37))
+  for center in (False, True):
+    norm = ops.Norm(draw(37), None, 0.1, center)
+    call(
+      f'norm {center}', functools.partial(ops.normalize, norm=norm), draw(4, 37)
+    )
   call('route', lambda x: ops.route(x, 5, renormalize=True)[1], draw(4, 70))
   index = rng.integers(0, 7, (4, 5)).astype(np.int32)
   call('sum', functools.partial(ops.sum_rows, draw(7, 37)), index, draw(4, 5))
@@ -368,7 +487,7 @@ def test_every_branch_of_the_source_computes_the_same(
   build.register(library, f'_{branch}')
   expected = jax.jit(_every_kernel)()
   call = jax.ffi.ffi_call
-  renamed = lambda name, *args: call(f'{name}_{branch}', *args)
+  renamed = lambda name, *args, **kw: call(f'{name}_{branch}', *args, **kw)
   monkeypatch.setattr(jax.ffi, 'ffi_call', renamed)
   for name, (some, last) in jax.jit(lambda: _every_kernel())().items():
     np.testing.assert_array_equal(some[-1:], last, name)

@@ -232,7 +232,7 @@ def _blocks(module, tokens, positions):
   if isinstance(module, nn_gpt2.GPT2):
     return module.wte(tokens) + module.wpe(positions), module.h, module.ln_f, ()
   rope = module.config.rope.rotation(positions, module.config.head_width)
-  norm = functools.partial(module.norm.normalize, kernels=False)
+  norm = module.norm
   return module.embed_tokens(tokens), module.layers, norm, (rope,)
 
 

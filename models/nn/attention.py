@@ -5,6 +5,7 @@ chain, a token tree and training.
 """
 
 import functools
+from typing import Any
 
 import jax
 from jax import lax
@@ -103,7 +104,6 @@ def self_attention(
   layer: int,
   *,
   scale: float,
-  kernels: bool,
   cap: float | None = None,
 ) -> tuple[jax.Array, cache_lib.KVCache | None]:
   """Writes the keys and values of L positions to a cache, then attends to it.
@@ -119,8 +119,6 @@ def self_attention(
       attend to one another only.
     layer: index of the layer in the cache.
     scale: factor of the scores.
-    kernels: whether to use those of `models.nn.cpu`, which know no `cap`: with
-      it XLA computes, and bits may depend on the number of rows.
     cap: see `layers.soft_cap`, of the scores (Gemma 2).
 
   Returns:
@@ -129,6 +127,44 @@ def self_attention(
   if cache is not None:
     cache = cache_lib.write(cache, layer, key, value)
     key, value = cache.keys[layer], cache.values[layer]
-  if kernels and cap is None:
-    return ops.attend(query, key, value, mask, scale=scale), cache
   return attend(query, key, value, mask, scale=scale, cap=cap), cache
+
+
+def attend_projections(
+  projections: jax.Array,
+  mask: jax.Array,
+  cache: cache_lib.KVCache | None,
+  layer: int,
+  *,
+  slots_shape: tuple[int, int],
+  dtype: jnp.dtype,
+  **options: Any,
+) -> tuple[jax.Array, cache_lib.KVCache | None]:
+  """`self_attention` with the kernels of `models.nn.cpu`, in one call.
+
+  Args:
+    projections: `[B, L, (Hq + 2 H) Dh]` float32: heads of queries, of keys and
+      of values.
+    mask: see `self_attention`.
+    cache: see `self_attention`.
+    layer: see `self_attention`.
+    slots_shape: `(H, Dh)`.
+    dtype: of the keys and values.
+    **options: of `ops.attend`.
+
+  Returns:
+    `[B, L, Hq Dh]` float32, and the cache with the new entries.
+  """
+  if cache is None:
+    batch, heads, width = projections.shape[0], *slots_shape
+    keys = values = jnp.zeros((batch, heads, mask.shape[2], width), dtype)
+    start = jnp.zeros(batch, jnp.int32)
+  else:
+    keys, values = cache.keys[layer], cache.values[layer]
+    start = cache.length
+  out, keys, values = ops.attend(
+    projections, mask, start, keys, values, **options
+  )
+  if cache is not None:
+    cache = cache_lib.with_layer(cache, layer, keys, values)
+  return out, cache

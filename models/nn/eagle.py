@@ -73,13 +73,12 @@ class _WideLayer(nnx.Module):
 
   def __call__(self, embedded, x, rotation, mask, cache):
     kernels = self.self_attn.o_proj.is_packed
-    normalized = self.hidden_norm.normalize(x, kernels=kernels)
-    embedded = self.input_layernorm.normalize(embedded, kernels=kernels)
+    normalized = layers.normalize(x, self.hidden_norm, kernels=kernels)
+    embedded = layers.normalize(embedded, self.input_layernorm, kernels=kernels)
     both = jnp.concatenate([embedded, normalized], axis=-1)
-    attended, cache = self.self_attn(both, rotation, mask, cache)
-    x = (normalized if self.config.norm_before_residual else x) + attended
-    out = self.post_attention_layernorm.normalize(x, kernels=kernels)
-    return x + self.mlp(out)[0], cache
+    residual = normalized if self.config.norm_before_residual else x
+    x, cache = self.self_attn(both, None, rotation, mask, cache, residual)
+    return self.mlp(x, self.post_attention_layernorm, x)[0], cache
 
 
 def _bare_layer(config: HeadConfig, *, dtype, rngs):
@@ -139,20 +138,20 @@ class Head(nnx.Module):
       return floats[0]
     if config.fc_norm:
       floats = [
-        norm.normalize(state, kernels=kernels)
+        layers.normalize(state, norm, kernels=kernels)
         for norm, state in zip(self.fc_norm, floats, strict=True)
       ]
     fused = jnp.concatenate(floats, axis=-1)
     if config.norm_before_fc:
-      fused = self.input_norm.normalize(fused, kernels=kernels)
+      fused = layers.normalize(fused, self.input_norm, kernels=kernels)
     return self.fc(fused)
 
   def _first_input(self, embedded: jax.Array, states: jax.Array) -> jax.Array:
     """`[B, L, H]`, one input of both, but for EAGLE-3."""
     if self.config.kind == MTP:
       kernels = self.fc.is_packed
-      embedded = self.enorm.normalize(embedded, kernels=kernels)
-      states = self.hnorm.normalize(states, kernels=kernels)
+      embedded = layers.normalize(embedded, self.enorm, kernels=kernels)
+      states = layers.normalize(states, self.hnorm, kernels=kernels)
     parts = [embedded, states]
     return self.fc(
       jnp.concatenate(parts[::-1] if self.config.state_first else parts, -1)
@@ -180,14 +179,14 @@ class Head(nnx.Module):
     for layer in others:
       x, cache, _ = layer(x, rotation, mask, cache)
     if config.kind == MTP or config.norm_output:
-      x = self.norm.normalize(x, kernels=self.fc.is_packed)
+      x = layers.normalize(x, self.norm, kernels=self.fc.is_packed)
     return x, cache
 
   def output(self, states: jax.Array) -> jax.Array:
     """`[B, L, H]`, what the output matrix multiplies, of what is fed back."""
     if self.config.kind != EAGLE3 or self.config.norm_output:
       return states
-    return self.norm.normalize(states, kernels=self.fc.is_packed)
+    return layers.normalize(states, self.norm, kernels=self.fc.is_packed)
 
 
 def _plain(config: HeadConfig, layer: int = 0, *, dtype, rngs):

@@ -82,37 +82,48 @@ class Attention(nnx.Module):
       config.width, stddev=layers.residual_stddev(config.num_layers)
     )
 
-  def __call__(self, x, mask, cache):
-    heads = (*x.shape[:-1], 3, self.config.num_heads, self.config.head_width)
-    query, key, value = (
-      self.c_attn(x).astype(self.dtype).reshape(heads).transpose(2, 0, 3, 1, 4)
-    )
-    out, cache = attention.self_attention(
-      query,
-      key,
-      value,
-      mask,
-      cache,
-      self.layer,
-      scale=self.scale,
-      kernels=self.c_proj.is_packed,
-    )
-    return self.c_proj(out.swapaxes(1, 2).reshape(x.shape)), cache
+  def __call__(self, x, norm, mask, cache):
+    projections = layers.project(x, [self.c_attn.parameters], norm=norm)
+    heads = self.config.num_heads, self.config.head_width
+    if self.c_proj.is_packed:
+      out, cache = attention.attend_projections(
+        projections,
+        mask,
+        cache,
+        self.layer,
+        slots_shape=heads,
+        dtype=self.dtype,
+        scale=self.scale,
+      )
+    else:
+      query, key, value = (
+        projections.astype(self.dtype)
+        .reshape(*x.shape[:-1], 3, *heads)
+        .transpose(2, 0, 3, 1, 4)
+      )
+      out, cache = attention.self_attention(
+        query, key, value, mask, cache, self.layer, scale=self.scale
+      )
+      out = out.swapaxes(1, 2).reshape(x.shape)
+    return layers.project(out, [self.c_proj.parameters], residual=x), cache
 
 
 class FeedForward(nnx.Module):
   """Two-layer perceptron of one block."""
 
   def __init__(self, config: GPT2Config, *, dtype, rngs):
-    self.activation = layers.ACTIVATIONS[config.activation]
+    self.activation = config.activation
     width, inner = config.width, config.inner_width or 4 * config.width
     stddev = layers.residual_stddev(config.num_layers)
     make = functools.partial(layers.Linear, dtype=dtype, rngs=rngs)
     self.c_fc = make(width, inner)
     self.c_proj = make(inner, width, stddev=stddev)
 
-  def __call__(self, x):
-    return self.c_proj(self.activation(self.c_fc(x)))
+  def __call__(self, x, norm):
+    inner = layers.project(
+      x, [self.c_fc.parameters], norm=norm, activation=self.activation
+    )
+    return layers.project(inner, [self.c_proj.parameters], residual=x)
 
 
 class Layer(nnx.Module):
@@ -125,11 +136,8 @@ class Layer(nnx.Module):
     self.mlp = FeedForward(config, dtype=dtype, rngs=rngs)
 
   def __call__(self, x, mask, cache):
-    kernels = self.attn.c_proj.is_packed
-    normalized = self.ln_1.normalize(x, kernels=kernels)
-    attended, cache = self.attn(normalized, mask, cache)
-    x = x + attended
-    return x + self.mlp(self.ln_2.normalize(x, kernels=kernels)), cache
+    x, cache = self.attn(x, self.ln_1, mask, cache)
+    return self.mlp(x, self.ln_2), cache
 
 
 class GPT2(nnx.Module):
@@ -193,6 +201,6 @@ class GPT2(nnx.Module):
     cache = cache_lib.write_hidden(cache, len(self.h), x)
     tied = self.config.tie_embeddings
     head = embedding if tied else self.lm_head.get_value()
-    x = self.ln_f.normalize(x, kernels=matrices_lib.uses_kernels(head))
+    x = layers.normalize(x, self.ln_f, kernels=matrices_lib.uses_kernels(head))
     cache = cache_lib.write_hidden(cache, cache_lib.AFTER_NORM, x)
     return matrices_lib.matmul(x, head), cache

@@ -1,6 +1,7 @@
 """Layers and checks that all model families share."""
 
 from collections.abc import Callable
+from collections.abc import Sequence
 import dataclasses
 import functools
 import math
@@ -35,6 +36,15 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
+# What `ops.multiply` calls the activations that it knows.
+_KERNEL_NAMES = {
+  **dict.fromkeys((f'gelu_{name}' for name in _TANH), 'gelu_tanh'),
+  **{name: name for name in ops.ACTIVATIONS},
+  'swish': 'silu',
+  'linear': None,
+}
+
+
 def check_config(config: Any) -> None:
   """Checks what the configurations of all families have in common.
 
@@ -64,6 +74,10 @@ def residual_stddev(num_layers: int) -> float:
   return 0.02 / math.sqrt(2 * num_layers)
 
 
+# A weight `[out, in]`, and a bias `[out]` or None.
+Parameters = tuple[jax.Array | matrices_lib.Matrix, jax.Array | None]
+
+
 class Linear(nnx.Module):
   """Linear map with its weight `[out, in]` (see `models.nn.matrices`)."""
 
@@ -81,12 +95,14 @@ class Linear(nnx.Module):
     """Whether the weight is packed for the kernels of `models.nn.cpu`."""
     return matrices_lib.uses_kernels(self.weight.get_value())
 
+  @property
+  def parameters(self) -> Parameters:
+    """Weight and bias, for `project`."""
+    bias = None if self.bias is None else self.bias[...]
+    return self.weight.get_value(), bias
+
   def __call__(self, x: jax.Array) -> jax.Array:
-    out = matrices_lib.matmul(x, self.weight.get_value())
-    if self.bias is None:
-      return out
-    bias = self.bias[...].astype(jnp.float32)
-    return out + jnp.expand_dims(bias, range(x.ndim - 1))
+    return project(x, [self.parameters])
 
 
 class LayerNorm(nnx.LayerNorm):
@@ -96,15 +112,12 @@ class LayerNorm(nnx.LayerNorm):
     # A difference of squares, which is fast, would cancel.
     super().__init__(width, epsilon=epsilon, use_fast_variance=False, rngs=rngs)
 
-  def normalize(self, x: jax.Array, *, kernels: bool) -> jax.Array:
-    """Normalizes `[..., width]`, with the kernels of `models.nn.cpu` or not."""
-    if not kernels:
-      return self(x)
+  @property
+  def operand(self) -> ops.Norm:
+    """The norm for the kernels of `models.nn.cpu`."""
     assert self.scale is not None
     assert self.bias is not None
-    scale, bias = self.scale[...], self.bias[...]
-    out = ops.normalize(x, scale, epsilon=self.epsilon, center=True)
-    return out + jnp.expand_dims(bias, range(x.ndim - 1))
+    return ops.Norm(self.scale[...], self.bias[...], self.epsilon, center=True)
 
 
 class RMSNorm(nnx.Module):
@@ -114,11 +127,81 @@ class RMSNorm(nnx.Module):
     self.epsilon = epsilon
     self.scale = nnx.Param(jnp.ones(width, jnp.float32))
 
-  def normalize(self, x: jax.Array, *, kernels: bool) -> jax.Array:
-    """Normalizes `[..., width]`, with the kernels of `models.nn.cpu` or not."""
+  @property
+  def operand(self) -> ops.Norm:
+    """The norm for the kernels of `models.nn.cpu`."""
+    return ops.Norm(self.scale[...], None, self.epsilon, center=False)
+
+  def __call__(self, x: jax.Array) -> jax.Array:
     scale = self.scale[...]
-    if kernels:
-      return ops.normalize(x, scale, epsilon=self.epsilon, center=False)
     mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
     normalized = x * lax.rsqrt(mean_square + self.epsilon)
     return normalized * jnp.expand_dims(scale, range(x.ndim - 1))
+
+
+def normalize(
+  x: jax.Array, norm: LayerNorm | RMSNorm | None, *, kernels: bool
+) -> jax.Array:
+  """The norm of `[..., width]`, by the kernels of `models.nn.cpu` or by XLA.
+
+  None changes nothing.
+  """
+  if norm is None:
+    return x
+  return ops.normalize(x, norm.operand) if kernels else norm(x)
+
+
+def _product(x: jax.Array, linear: Parameters) -> jax.Array:
+  weight, bias = linear
+  out = matrices_lib.matmul(x, weight)
+  if bias is None:
+    return out
+  return out + jnp.expand_dims(bias.astype(jnp.float32), range(x.ndim - 1))
+
+
+def project(
+  x: jax.Array,
+  linears: Sequence[Parameters],
+  *,
+  norm: LayerNorm | RMSNorm | None = None,
+  activation: str = 'linear',
+  gated: bool = False,
+  residual: jax.Array | None = None,
+) -> jax.Array:
+  """Linear maps of rows, the norm before them and what follows them.
+
+  With the kernels of `models.nn.cpu`, all of it is one call.
+
+  Args:
+    x: `[..., in]` float32.
+    linears: of `in` inputs each, all or none of them packed.
+    norm: of the rows before.
+    activation: of the results, a key of `ACTIVATIONS`.
+    gated: whether the result is the activation of the first of two times the
+      second one.
+    residual: `[..., out]` float32 that is added in the end.
+
+  Returns:
+    `[..., out]` float32, the results of all maps beside one another.
+  """
+  if matrices_lib.uses_kernels(linears[0][0]):
+    multiply = functools.partial(
+      matrices_lib.multiply_packed,
+      x,
+      *zip(*linears, strict=True),
+      norm=None if norm is None else norm.operand,
+    )
+    if activation in _KERNEL_NAMES:
+      name = _KERNEL_NAMES[activation]
+      return multiply(activation=name, gated=gated, residual=residual)
+    out = multiply()
+    results = jnp.split(out, 2, axis=-1) if gated else [out]
+  else:
+    rows = normalize(x, norm, kernels=False)
+    results = [_product(rows, linear) for linear in linears]
+  function = ACTIVATIONS[activation]
+  if gated:
+    out = function(results[0]) * results[1]
+  else:
+    out = function(jnp.concatenate(results, axis=-1))
+  return out if residual is None else residual + out

@@ -20,6 +20,7 @@ from models.nn import attention
 from models.nn import layers
 from models.nn import matrices as matrices_lib
 from models.nn import rope as rope_lib
+from models.nn.cpu import ops
 from specdec import cache as cache_lib
 
 _Rope = rope_lib.Rope | None
@@ -133,6 +134,7 @@ class Attention(nnx.Module):
     self.config = config
     self.layer = layer
     self.dtype = dtype
+    self.scale = config.attention_scale or 1 / math.sqrt(config.head_width)
     make = functools.partial(layers.Linear, dtype=dtype, rngs=rngs)
     width = input_width or config.width
     make_head = functools.partial(make, width, use_bias=config.qkv_bias)
@@ -159,22 +161,61 @@ class Attention(nnx.Module):
     heads = (*x.shape[:-1], -1, self.config.head_width)
     return x.reshape(heads).swapaxes(1, 2)
 
+  def __call__(self, x, norm, rotation, mask, cache, residual):
+    # No kernel caps scores.
+    fused = self.o_proj.is_packed and self.config.score_cap is None
+    attend = self._fused if fused else self._composed
+    out, cache = attend(x, norm, rotation, mask, cache)
+    out = layers.project(out, [self.o_proj.parameters], residual=residual)
+    return out, cache
+
+  def _fused(self, x, norm, rotation, mask, cache):
+    """With the kernels of `models.nn.cpu`, in two calls."""
+    config = self.config
+    linears = self.q_proj, self.k_proj, self.v_proj
+    projections = layers.project(
+      x, [one.parameters for one in linears], norm=norm
+    )
+    norms = None
+    if config.qk_norm and config.joint_qk_norm:
+      width = config.num_heads * config.head_width
+      ends = width, width + config.num_kv_heads * config.head_width
+      query, key, value = jnp.split(projections, ends, axis=-1)
+      query = ops.normalize(query, self.q_norm.operand)
+      key = ops.normalize(key, self.k_norm.operand)
+      projections = jnp.concatenate([query, key, value], axis=-1)
+    elif config.qk_norm:
+      norms = self.q_norm.operand, self.k_norm.operand
+    return attention.attend_projections(
+      projections,
+      mask,
+      cache,
+      self.layer,
+      slots_shape=(config.num_kv_heads, config.head_width),
+      dtype=self.dtype,
+      scale=self.scale,
+      norms=norms,
+      rotation=rotation,
+    )
+
   def _normalized_heads(self, x, name: str) -> jax.Array:
     if not self.config.qk_norm:
       return self._heads(x)
     norm = functools.partial(
-      getattr(self, name).normalize, kernels=self.o_proj.is_packed
+      layers.normalize,
+      norm=getattr(self, name),
+      kernels=self.o_proj.is_packed,
     )
     joint = self.config.joint_qk_norm
     return self._heads(norm(x)) if joint else norm(self._heads(x))
 
-  def __call__(self, x, rotation, mask, cache):
-    kernels = self.o_proj.is_packed
-    query = self._normalized_heads(self.q_proj(x), 'q_norm')
-    key = self._normalized_heads(self.k_proj(x), 'k_norm')
+  def _composed(self, x, norm, rotation, mask, cache):
+    rows = layers.normalize(x, norm, kernels=self.o_proj.is_packed)
+    query = self._normalized_heads(self.q_proj(rows), 'q_norm')
+    key = self._normalized_heads(self.k_proj(rows), 'k_norm')
     query = rope_lib.rotate(query, rotation).astype(self.dtype)
     key = rope_lib.rotate(key, rotation).astype(self.dtype)
-    value = self._heads(self.v_proj(x)).astype(self.dtype)
+    value = self._heads(self.v_proj(rows)).astype(self.dtype)
     out, cache = attention.self_attention(
       query,
       key,
@@ -182,20 +223,17 @@ class Attention(nnx.Module):
       mask,
       cache,
       self.layer,
-      scale=self.config.attention_scale
-      or 1 / math.sqrt(self.config.head_width),
-      kernels=kernels,
+      scale=self.scale,
       cap=self.config.score_cap,
     )
-    out = out.swapaxes(1, 2).reshape(*x.shape[:-1], -1)
-    return self.o_proj(out), cache
+    return out.swapaxes(1, 2).reshape(*x.shape[:-1], -1), cache
 
 
 class FeedForward(nnx.Module):
   """Gated perceptron (SwiGLU, arXiv 2002.05202) of one block."""
 
   def __init__(self, config: LlamaConfig, *, dtype, rngs):
-    self.activation = layers.ACTIVATIONS[config.activation]
+    self.activation = config.activation
     width, inner = config.width, config.inner_width
     make = functools.partial(
       layers.Linear, dtype=dtype, rngs=rngs, use_bias=config.mlp_bias
@@ -206,9 +244,13 @@ class FeedForward(nnx.Module):
       inner, width, stddev=layers.residual_stddev(config.num_layers)
     )
 
-  def __call__(self, x: jax.Array) -> tuple[jax.Array, tuple[()]]:
-    gate = self.activation(self.gate_proj(x))
-    return self.down_proj(gate * self.up_proj(x)), ()
+  def __call__(self, x, norm, residual):
+    linears = [self.gate_proj.parameters, self.up_proj.parameters]
+    inner = layers.project(
+      x, linears, norm=norm, activation=self.activation, gated=True
+    )
+    linears = [self.down_proj.parameters]
+    return layers.project(inner, linears, residual=residual), ()
 
 
 class Layer(nnx.Module):
@@ -231,25 +273,26 @@ class Layer(nnx.Module):
     self.post_feedforward_layernorm = norm(config.post_norm)
 
   def __call__(self, x, rotation, mask, cache):
+    config = self.config
     kernels = self.self_attn.o_proj.is_packed
-    scale = self.config.residual_scale
-
-    def normalized(norm, x):
-      return x if norm is None else norm.normalize(x, kernels=kernels)
-
-    def add(x, out):
-      return x + (out if scale == 1.0 else scale * out)
-
+    # What a part adds to the stream, at once or after a norm and a factor.
+    at_once = not config.post_norm and config.residual_scale == 1.0
     behind, before = None, self.post_attention_layernorm
-    if self.config.post_norm:
+    if config.post_norm:
       behind, before = before, self.pre_feedforward_layernorm
-    attended, cache = self.self_attn(
-      normalized(self.input_layernorm, x), rotation, mask, cache
+
+    def add(x, out, norm):
+      if at_once:
+        return out
+      out = layers.normalize(out, norm, kernels=kernels)
+      return x + config.residual_scale * out
+
+    out, cache = self.self_attn(
+      x, self.input_layernorm, rotation, mask, cache, x if at_once else None
     )
-    x = add(x, normalized(behind, attended))
-    out, routing = self.mlp(normalized(before, x))
-    out = normalized(self.post_feedforward_layernorm, out)
-    return add(x, out), cache, routing
+    x = add(x, out, behind)
+    out, routing = self.mlp(x, before, x if at_once else None)
+    return add(x, out, self.post_feedforward_layernorm), cache, routing
 
 
 class Llama(nnx.Module):
@@ -316,7 +359,7 @@ class Llama(nnx.Module):
     cache = cache_lib.write_hidden(cache, len(self.layers), x)
     tied = config.tie_embeddings
     head = embedding if tied else self.lm_head.get_value()
-    x = self.norm.normalize(x, kernels=matrices_lib.uses_kernels(head))
+    x = layers.normalize(x, self.norm, kernels=matrices_lib.uses_kernels(head))
     cache = cache_lib.write_hidden(cache, cache_lib.AFTER_NORM, x)
     logits = matrices_lib.matmul(x, head)
     if config.logit_divisor != 1.0:

@@ -11,6 +11,7 @@ was loaded in. Another format is a class here, one for the kernels of
 
 from collections.abc import Callable
 from collections.abc import Iterable
+from collections.abc import Sequence
 import dataclasses
 import functools
 import math
@@ -30,8 +31,9 @@ from models.nn.cpu import ops
 _LARGEST = 127.0
 
 # Of packed matrices, see `kernels.cc`.
-_BLOCK = 16  # Outputs that are stored together.
-_BLOCKS = 3  # Blocks that are multiplied together.
+_BLOCK = 16  # Outputs that a register has.
+_BLOCKS = 2  # Blocks that lie beside one another, a group.
+_WORDS = 16  # Of a tile of the matrix unit; their number is a multiple.
 _ALIGNMENT = 64  # Bytes; JAX copies arrays on the CPU that begin elsewhere.
 
 # Indices of n rows, and their values `[n, in]`; of a vector `[n]`.
@@ -234,8 +236,9 @@ class PackedMatrix(flax.struct.PyTreeNode):
   """A matrix as the kernels read it.
 
   Attributes:
-    words: `[3 ceil(out / 48), ceil(in / g), 16]` uint32, each g consecutive
-      weights of an output (g is 1, 2 or 4). Those of int8 are 128 larger.
+    words: `[ceil(out / 32), 16 ceil(in / 16 g), 2, 16]` uint32, each g
+      consecutive weights of an output (g is 1, 2 or 4). Those of int8 are 128
+      larger.
     scale: `[out]` float32 of int8, `[0]` of other dtypes.
     shape: the shape `(out, in)` of the matrix.
     dtype: the format, float32, bfloat16 or int8.
@@ -249,12 +252,11 @@ class PackedMatrix(flax.struct.PyTreeNode):
 
   def product(self, rows: jax.Array) -> jax.Array:
     """See `Matrix`; rows are rounded as those of the unpacked matrix are."""
-    out = jax.ShapeDtypeStruct((rows.shape[0], self.shape[0]), jnp.float32)
-    call = jax.ffi.ffi_call(f'specdec_multiply_{self.dtype}', out)
-    return call(rows.astype(jnp.float32), self.words, self.scale)
+    return multiply_packed(rows.astype(jnp.float32), [self], [None])
 
   def take(self, index: jax.Array) -> jax.Array:
-    words = self.words[index // _BLOCK, :, index % _BLOCK]
+    group, within = index // (_BLOCK * _BLOCKS), index % (_BLOCK * _BLOCKS)
+    words = self.words[group, :, within // _BLOCK, within % _BLOCK]
     if self.dtype == 'int8':
       words ^= jnp.uint32(0x80808080)
     values = jax.lax.bitcast_convert_type(words, self.dtype)
@@ -276,7 +278,7 @@ class PackedMatrix(flax.struct.PyTreeNode):
     words = np.array(self.words)
     if self.dtype == 'int8':
       words ^= np.uint32(0x80808080)
-    rows = np.ascontiguousarray(words.swapaxes(1, 2))
+    rows = np.ascontiguousarray(words.transpose(0, 2, 3, 1))
     rows = rows.reshape(-1, words.shape[1])
     num_outputs, num_inputs = self.shape
     values = rows.view(jnp.dtype(self.dtype))
@@ -376,14 +378,15 @@ def _pack(values: np.ndarray, scale: np.ndarray) -> PackedMatrix:
   """Packs `[out, in]` float32, bfloat16 or int8, on the host."""
   num_outputs, num_inputs = values.shape
   per_word = 4 // values.dtype.itemsize
-  blocks = -(-num_outputs // (_BLOCK * _BLOCKS)) * _BLOCKS
-  words = -(-num_inputs // per_word)
-  packed = _aligned_zeros((blocks, words, _BLOCK))
-  for block in range(-(-num_outputs // _BLOCK)):
-    rows = values[block * _BLOCK : (block + 1) * _BLOCK]
-    padded = np.zeros((_BLOCK, words * per_word), values.dtype)
+  size = _BLOCK * _BLOCKS
+  groups = -(-num_outputs // size)
+  words = -(-num_inputs // (_WORDS * per_word)) * _WORDS
+  packed = _aligned_zeros((groups, words, _BLOCKS, _BLOCK))
+  for group in range(groups):
+    rows = values[group * size : (group + 1) * size]
+    padded = np.zeros((size, words * per_word), values.dtype)
     padded[: len(rows), :num_inputs] = rows
-    packed[block] = padded.view(np.uint32).T
+    packed[group] = padded.view(np.uint32).T.reshape(packed[group].shape)
   if values.dtype == np.int8:
     packed ^= np.uint32(0x80808080)
   return PackedMatrix(
@@ -410,6 +413,20 @@ def matmul(x: jax.Array, weight: jax.Array | Matrix) -> jax.Array:
   """
   out = _as_matrix(weight).product(x.reshape(-1, x.shape[-1]))
   return out.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def multiply_packed(
+  x: jax.Array,
+  matrices: Sequence[PackedMatrix],
+  biases: Sequence[jax.Array | None],
+  **options: Any,
+) -> jax.Array:
+  """`ops.multiply` of packed matrices of one format, with its options."""
+  operands = [
+    ops.Matrix(matrix.words, matrix.scale, matrix.shape[0], bias)
+    for matrix, bias in zip(matrices, biases, strict=True)
+  ]
+  return ops.multiply(x, operands, dtype=matrices[0].dtype, **options)
 
 
 def take_rows(weight: jax.Array | Matrix, index: jax.Array) -> jax.Array:

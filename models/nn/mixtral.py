@@ -13,7 +13,6 @@ import jax
 from models.nn import experts as experts_lib
 from models.nn import layers
 from models.nn import llama as nn_llama
-from models.nn import matrices as matrices_lib
 from models.nn import sharding as sharding_lib
 
 
@@ -39,10 +38,9 @@ class MixtralConfig(nn_llama.LlamaConfig):
 
 
 def _swiglu(activation, weights, x):
-  gate, up, down = weights
-  return matrices_lib.matmul(
-    activation(matrices_lib.matmul(x, gate)) * matrices_lib.matmul(x, up), down
-  )
+  gate, up, down = ((weight, None) for weight in weights)
+  inner = layers.project(x, [gate, up], activation=activation, gated=True)
+  return layers.project(inner, [down])
 
 
 class Experts(nnx.Module):
@@ -67,10 +65,11 @@ class Experts(nnx.Module):
         width, 1, dtype=dtype, rngs=rngs, use_bias=False
       )
 
-  def __call__(self, x: jax.Array) -> tuple[jax.Array, experts_lib.Routing]:
+  def __call__(self, x, norm, residual):
     kernels = self.gate.is_packed
+    rows = layers.normalize(x, norm, kernels=kernels)
     routing = experts_lib.route(
-      self.gate(x),
+      self.gate(rows),
       self.config.experts_per_token,
       renormalize=self.config.renormalize,
       kernels=kernels,
@@ -88,14 +87,14 @@ class Experts(nnx.Module):
       functools.partial(experts_lib.mix, expert, kernels=kernels),
       weights,
       self.config.inner_width,
-      flat(x),
+      flat(rows),
       jax.tree.map(flat, routing),
     )
     out = out.reshape(x.shape)
     if self.config.shared_width:
-      share = jax.nn.sigmoid(self.shared_expert_gate(x))
-      out += share * self.shared_expert(x)[0]
-    return out, routing
+      share = jax.nn.sigmoid(self.shared_expert_gate(rows))
+      out += share * self.shared_expert(rows, None, None)[0]
+    return out if residual is None else residual + out, routing
 
 
 class Mixtral(nn_llama.Llama):

@@ -28,6 +28,7 @@ from models.nn.cpu import ops
 from models.text import generator as generator_lib
 from models.text import pair as pair_lib
 import specdec
+from specdec import cache as cache_lib
 
 Row = dict[str, Any]
 
@@ -47,11 +48,36 @@ def best_milliseconds(
   return best
 
 
+def _xla_attention(projections, mask, start, keys, values, *, scale):
+  """`ops.attend` of as many heads of queries as of keys, by XLA."""
+  heads, width = keys.shape[1], keys.shape[3]
+  shape = *projections.shape[:2], 3, heads, width
+  query, key, value = (
+    projections.astype(keys.dtype).reshape(shape).transpose(2, 0, 3, 1, 4)
+  )
+  cache = cache_lib.KVCache((keys,), (values,), start, keys.shape[2])
+  cache = cache_lib.write(cache, 0, key, value)
+  slots = cache.keys[0], cache.values[0]
+  return attention.attend(query, *slots, mask, scale=scale), *slots
+
+
+def _in_place(
+  function: Callable[..., Any], arrays: list[jax.Array]
+) -> Callable[[], Any]:
+  """A run of a function that is given its arrays and returns them anew."""
+
+  def run():
+    out, *arrays[:] = function(*arrays)
+    return out
+
+  return run
+
+
 def kernels(num_rows: Sequence[int], repeats: int) -> list[Row]:
   """Milliseconds of XLA's products and attention, and of `models.nn.cpu`'s.
 
   24 products of n rows at the shape of a layer of GPT-2 Large, and attention of
-  n queries of a layer to 320 of 512 slots.
+  n queries of a layer to 320 of 512 slots, of which n are written before.
 
   Raises:
     ValueError: there are no kernels on this machine.
@@ -64,8 +90,8 @@ def kernels(num_rows: Sequence[int], repeats: int) -> list[Row]:
     lambda x, weights: sum(matrices_lib.matmul(x, w) for w in weights)
   )
   layers = {
-    'xla': jax.jit(functools.partial(attention.attend, scale=0.1)),
-    'kernels': jax.jit(functools.partial(ops.attend, scale=0.1)),
+    way: jax.jit(functools.partial(attend, scale=0.1), donate_argnums=(3, 4))
+    for way, attend in (('xla', _xla_attention), ('kernels', ops.attend))
   }
   table: list[Row] = []
 
@@ -92,15 +118,19 @@ def kernels(num_rows: Sequence[int], repeats: int) -> list[Row]:
       add('products', dtype, n, runs)
     if not matrices_lib.FORMATS[dtype].is_float:
       continue  # Attention is computed in bfloat16.
-    cache = [draw(1, heads, slots, width).astype(dtype) for _ in range(2)]
+    slots_shape = 1, heads, slots, width
     for n in num_rows:
-      query = draw(1, heads, n, width).astype(dtype)
+      rows = draw(1, n, 3 * heads * width)
       mask = jnp.tile(jnp.arange(slots) < filled, (1, n, 1))
-      runs = {
-        way: functools.partial(layer, query, *cache, mask)
+      start = jnp.full(1, max(filled - n, 0), jnp.int32)
+      layer_runs = {
+        way: _in_place(
+          functools.partial(layer, rows, mask, start),
+          [jnp.asarray(draw(*slots_shape), dtype) for _ in range(2)],
+        )
         for way, layer in layers.items()
       }
-      add('attention', dtype, n, runs)
+      add('attention', dtype, n, layer_runs)
   return table
 
 

@@ -1,4 +1,4 @@
-"""Compiles `kernels.cc` on first use, and makes XLA know its functions."""
+"""Compiles the kernels on first use, and makes XLA know their functions."""
 
 import ctypes
 import functools
@@ -17,6 +17,7 @@ import jaxlib
 from models import user_cache
 
 _SOURCE = pathlib.Path(__file__).with_name('kernels.cc')
+_SOURCES = _SOURCE, *sorted(_SOURCE.parent.glob('*.h'))
 FLAGS = (
   '-std=c++17',
   '-O3',
@@ -72,7 +73,7 @@ def compile_library(
     [compiler, '--version'], capture_output=True, check=True
   ).stdout
   parts = (
-    _SOURCE.read_bytes(),
+    *(source.read_bytes() for source in _SOURCES),
     version,
     ' '.join(flags).encode(),
     _processor().encode(),

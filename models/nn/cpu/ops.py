@@ -5,24 +5,162 @@ row depend on nothing but the row itself, and those of a query on nothing but
 the slots that it sees.
 """
 
+from collections.abc import Sequence
+from typing import Any
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+ACTIVATIONS = 'silu', 'gelu_tanh', 'quick_gelu', 'relu'
+"""Names of the activations that `multiply` knows."""
+
+
+class Norm(NamedTuple):
+  """A norm over the last axis: rows over the root of their mean square.
+
+  Attributes:
+    scale: `[width]` float32, a factor of the result.
+    bias: `[width]` float32 that is added to it, or None.
+    epsilon: added to the mean square.
+    center: whether the mean is subtracted before.
+  """
+
+  scale: jax.Array
+  bias: jax.Array | None
+  epsilon: float
+  center: bool
+
+
+class Matrix(NamedTuple):
+  """A packed matrix `[out, in]` and a bias.
+
+  Attributes:
+    words: see `models.nn.matrices.PackedMatrix`.
+    scale: `[out]` float32 of int8, otherwise `[0]`.
+    outputs: their number.
+    bias: `[out]` float32 or bfloat16, or None.
+  """
+
+  words: jax.Array
+  scale: jax.Array
+  outputs: int
+  bias: jax.Array | None = None
+
+
+def _or_empty(array: jax.Array | None) -> Any:
+  return np.zeros(0, np.float32) if array is None else array
+
+
+def multiply(
+  x: jax.Array,
+  matrices: Sequence[Matrix],
+  *,
+  dtype: str,
+  norm: Norm | None = None,
+  activation: str | None = None,
+  gated: bool = False,
+  residual: jax.Array | None = None,
+) -> jax.Array:
+  """Products `norm(x) @ matrix.T + bias`, and what follows them, in one call.
+
+  Args:
+    x: `[..., in]` float32.
+    matrices: of `in` inputs each.
+    dtype: of their weights, to which rows are rounded.
+    norm: of the rows before.
+    activation: of the products, one of `ACTIVATIONS`.
+    gated: whether the result is the activation of the first of two products
+      times the second one.
+    residual: `[..., out]` float32 that is added.
+
+  Returns:
+    `[..., out]` float32, the products beside one another.
+  """
+  rows = x.reshape(-1, x.shape[-1])
+  outputs = [matrix.outputs for matrix in matrices]
+  width = outputs[0] if gated else sum(outputs)
+  if norm is None:
+    norm = Norm(_or_empty(None), None, 0.0, False)
+  if residual is not None:
+    residual = residual.reshape(-1, width)
+  arguments = [
+    _or_empty(part)
+    for matrix in matrices
+    for part in (matrix.words, matrix.scale, matrix.bias)
+  ]
+  out = jax.ShapeDtypeStruct((rows.shape[0], width), jnp.float32)
+  call = jax.ffi.ffi_call(f'specdec_multiply_{dtype}', out)
+  result = call(
+    rows,
+    norm.scale,
+    _or_empty(norm.bias),
+    _or_empty(residual),
+    *arguments,
+    epsilon=np.float32(norm.epsilon),
+    center=norm.center,
+    activation=activation or '',
+    gated=gated,
+    outputs=np.array(outputs, np.int64),
+  )
+  return result.reshape(*x.shape[:-1], width)
+
 
 def attend(
-  query: jax.Array,
-  key: jax.Array,
-  value: jax.Array,
+  projections: jax.Array,
   mask: jax.Array,
+  start: jax.Array,
+  keys: jax.Array,
+  values: jax.Array,
   *,
   scale: float,
-) -> jax.Array:
-  """Softmax attention `[B, Hq, L, Dh]`, see `models.nn.attention.attend`."""
+  norms: tuple[Norm, Norm] | None = None,
+  rotation: tuple[jax.Array, jax.Array] | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Writes new keys and values to a cache, in place, and attends to it.
+
+  Args:
+    projections: `[B, L, (Hq + 2 H) Dh]` float32: heads of queries, of keys and
+      of values.
+    mask: `[B, L, S]` bool, true where a query may look.
+    start: `[B]` int32, the slots of the first new entries.
+    keys: `[B, H, S, Dh]` float32 or bfloat16.
+    values: like the keys.
+    scale: factor of the scores.
+    norms: of each head of queries and of keys; they have one epsilon.
+    rotation: cosines and sines `[B, 1, L, pairs]` float32, see
+      `models.nn.rope.rotate`.
+
+  Returns:
+    `[B, L, Hq Dh]` float32, and the keys and values with the new ones.
+  """
+  batch, heads, _, width = keys.shape
+  out_width = projections.shape[-1] - 2 * heads * width
+  out = (batch, projections.shape[1], out_width)
   call = jax.ffi.ffi_call(
-    'specdec_attend', jax.ShapeDtypeStruct(query.shape, jnp.float32)
+    'specdec_attend',
+    (
+      jax.ShapeDtypeStruct(out, jnp.float32),
+      jax.ShapeDtypeStruct(keys.shape, keys.dtype),
+      jax.ShapeDtypeStruct(values.shape, values.dtype),
+    ),
+    input_output_aliases={7: 1, 8: 2},
   )
-  return call(query, key, value, mask, scale=np.float32(scale))
+  query_norm, key_norm = norms or (None, None)
+  result, new_keys, new_values = call(
+    projections,
+    _or_empty(query_norm and query_norm.scale),
+    _or_empty(key_norm and key_norm.scale),
+    *(rotation or 2 * [_or_empty(None)]),
+    mask,
+    start,
+    keys,
+    values,
+    epsilon=np.float32(query_norm.epsilon if query_norm else 0.0),
+    scale=np.float32(scale),
+  )
+  return result, new_keys, new_values
 
 
 def write_slots(
@@ -37,22 +175,19 @@ def write_slots(
   return call(slots, new, start)
 
 
-def normalize(
-  x: jax.Array, scale: jax.Array, *, epsilon: float, center: bool
-) -> jax.Array:
-  """`x [..., width]` float32 over its root mean square, times `scale [width]`.
-
-  Args:
-    x: the rows.
-    scale: of the width.
-    epsilon: added to the mean square.
-    center: whether the mean is subtracted before.
-  """
+def normalize(x: jax.Array, norm: Norm) -> jax.Array:
+  """The norm of `x [..., width]` float32."""
   rows = x.reshape(-1, x.shape[-1])
   call = jax.ffi.ffi_call(
     'specdec_normalize', jax.ShapeDtypeStruct(rows.shape, jnp.float32)
   )
-  out = call(rows, scale, epsilon=np.float32(epsilon), center=center)
+  out = call(
+    rows,
+    norm.scale,
+    _or_empty(norm.bias),
+    epsilon=np.float32(norm.epsilon),
+    center=norm.center,
+  )
   return out.reshape(x.shape)
 
 

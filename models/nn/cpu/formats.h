@@ -1,0 +1,298 @@
+// The formats of weights, and how each is multiplied.
+//
+// A packed matrix [out, in] has groups of 32 outputs, each one stream of memory:
+//
+//   words [out / 32, in / g, 2, 16] of 32 bits, each with g consecutive weights
+//   of one output: 1 float32, 2 bfloat16 or 4 int8 (plus 128, so unsigned)
+//
+// Inputs are padded with zeros to a multiple of 16 words, outputs to whole
+// groups. A format says
+//
+//   Sum        type of a sum
+//   kPerWord   weights of a word
+//   kFactors   words of a row that are multiplied with one word of weights
+//   Round      rounds a row to values times a scale, which is returned
+//   Multiply   adds up the products of some rows and a group, all inputs in
+//              their order
+
+#ifndef SPECDEC_FORMATS_H_
+#define SPECDEC_FORMATS_H_
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "rows.h"
+#include "vectors.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace specdec {
+
+constexpr int kBlock = 16;  // Outputs of a block.
+constexpr int kGroup = 32;  // Outputs of a group, which has two blocks.
+constexpr int kMostRows = 32;  // That are multiplied at once.
+
+// Sums [kMostRows, kGroup] of rows and a group of outputs.
+template <typename Format>
+using Sums = typename Format::Sum[kMostRows * kGroup];
+
+// The words [words, 32] of a group.
+struct Group {
+  const uint32_t* words;
+  int64_t num_words;
+};
+
+// Vectors of 32-bit lanes, each with the sum of one output of one row.
+
+constexpr int kRegisters = kGroup / kLanes;  // Of a group's word.
+// Rows whose sums are in registers at once, as many as there is room for.
+constexpr int kRows = kLanes == 16 ? 8 : 3;
+// Words that tiles of rows take in turn, so that the processor computes with
+// those in its cache while it reads the next ones.
+constexpr int64_t kWords = 128;
+// Bytes to what one tile prefetches into the second cache and then into the
+// first one, whose few open reads alone would not keep up with the memory.
+constexpr int64_t kFar = 8192, kNear = 2048;
+
+// Words `begin` to `end` of a group, and what is prefetched meanwhile.
+struct Span {
+  Group group;
+  int64_t begin, end;
+  const char *near, *far;  // Into the first cache, into the second one.
+  int64_t step;  // Bytes to what is prefetched with the next word.
+};
+
+// Adds the products of R rows from `first` on with a span to `to`, R rows of
+// Sums.
+template <typename Format, int R>
+void AddProducts(const Rows& rows, int64_t first, const Span& span,
+                 typename Format::Sum* to) {
+  using Vector = typename Format::Vector;
+  Vector sums[R][kRegisters];
+  for (int r = 0; r < R; ++r) {
+    for (int i = 0; i < kRegisters; ++i) {
+      sums[r][i] = Load<Vector>(to + r * kGroup + i * kLanes);
+    }
+  }
+  const uint32_t* x[R];
+  for (int r = 0; r < R; ++r) x[r] = rows.row(first + r);
+  const char *near = span.near, *far = span.far;
+  for (int64_t word = span.begin; word < span.end; ++word) {
+    Words weights[kRegisters];
+    for (int i = 0; i < kRegisters; ++i) {
+      weights[i] = Load<Words>(span.group.words + word * kGroup + i * kLanes);
+    }
+    for (int64_t line = 0; line < 4 * kGroup; line += 64) {
+      __builtin_prefetch(near + line);
+      __builtin_prefetch(far + line, 0, 2);
+    }
+    near += span.step;
+    far += span.step;
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+      for (int i = 0; i < kRegisters; ++i) {
+        sums[r][i] = Format::Step(sums[r][i], weights[i],
+                                  x[r] + word * Format::kFactors);
+      }
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    for (int i = 0; i < kRegisters; ++i) {
+      Store(to + r * kGroup + i * kLanes, sums[r][i]);
+    }
+  }
+}
+
+// The same for `count` rows, at most kRows.
+template <typename Format, int R = kRows>
+void AddProductsOf(int64_t count, const Rows& rows, int64_t first,
+                   const Span& span, typename Format::Sum* to) {
+  if (count >= R) {
+    AddProducts<Format, R>(rows, first, span, to);
+  } else if constexpr (R > 1) {
+    AddProductsOf<Format, R - 1>(count, rows, first, span, to);
+  }
+}
+
+template <typename Format>
+void MultiplyVectors(const Rows& rows, int64_t first, int64_t count,
+                     const Group& group, Sums<Format>& sums) {
+  std::fill_n(sums, count * kGroup, 0);
+  constexpr int64_t kBytes = 4 * kGroup;  // Of a word of every output.
+  const int64_t tiles = (count + kRows - 1) / kRows;
+  const int64_t length = tiles == 1 ? group.num_words : kWords;
+  const auto* const bytes = reinterpret_cast<const char*>(group.words);
+  for (int64_t begin = 0; begin < group.num_words; begin += length) {
+    const int64_t end = std::min(begin + length, group.num_words);
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      const int64_t row = tile * kRows;
+      const char *near = bytes + kNear, *far = bytes + kFar;
+      if (tiles > 1) {  // What the next turn reads, and the one after it.
+        near = bytes + (end + kWords * tile / tiles) * kBytes;
+        far = near + kWords * kBytes;
+      }
+      const Span span{group, begin, end, near, far, kBytes / tiles};
+      AddProductsOf<Format>(count - row, rows, first + row, span,
+                            sums + row * kGroup);
+    }
+  }
+}
+
+struct Float32 {
+  using Sum = float;
+  static constexpr int64_t kFewRows = 0;
+  using Vector = Floats;
+  static constexpr int kPerWord = 1;
+  static constexpr int kFactors = 1;
+
+  static float Round(const float* row, int64_t width, uint32_t* to, int32_t*) {
+    std::memcpy(to, row, width * sizeof(float));
+    return 1.0f;
+  }
+
+  static Vector Step(const Vector& sums, const Words& weights,
+                     const uint32_t* x) {
+    return sums + BitCast<Floats>(weights) * BitCast<float>(*x);
+  }
+
+  static void Multiply(const Rows& rows, int64_t first, int64_t count,
+                       const Group& group, Sums<Float32>& sums) {
+    MultiplyVectors<Float32>(rows, first, count, group, sums);
+  }
+};
+
+struct BFloat16 {
+  using Sum = float;
+  static constexpr int64_t kFewRows = 0;
+  using Vector = Floats;
+  static constexpr int kPerWord = 2;
+
+// AMD multiplies pairs of bfloat16 twice as fast as float32, Intel (Sapphire
+// Rapids) half as fast. GCC before 12.3 takes Zen 4 for a Zen 3 with AVX-512.
+#if defined(__AVX512BF16__) && \
+    (defined(__znver3__) || defined(__znver4__) || defined(__znver5__))
+  static constexpr int kFactors = 1;
+  using Factor = uint16_t;
+
+  static Vector Step(const Vector& sums, const Words& weights,
+                     const uint32_t* x) {
+    return (Vector)_mm512_dpbf16_ps((__m512)sums, BitCast<__m512bh>(weights),
+                                    (__m512bh)_mm512_set1_epi32(*x));
+  }
+#else
+  static constexpr int kFactors = 2;
+  using Factor = float;
+
+  static Vector Step(const Vector& sums, const Words& weights,
+                     const uint32_t* x) {
+    const Floats even = BitCast<Floats>(weights << 16);
+    const Floats odd = BitCast<Floats>(weights & 0xffff0000u);
+    const Floats first = sums + even * BitCast<float>(x[0]);
+    return first + odd * BitCast<float>(x[1]);
+  }
+#endif
+
+  static float Round(const float* row, int64_t width, uint32_t* to, int32_t*) {
+    auto* const factors = reinterpret_cast<Factor*>(to);
+    for (int64_t i = 0; i < width; i += kLanes) {
+      const Words rounded = RoundToBFloat16(LoadFloats(row + i, width - i));
+      StoreFloats(factors + i, BitCast<Floats>(rounded), width - i);
+    }
+    return 1.0f;
+  }
+
+  static void Multiply(const Rows& rows, int64_t first, int64_t count,
+                       const Group& group, Sums<BFloat16>& sums) {
+    MultiplyVectors<BFloat16>(rows, first, count, group, sums);
+  }
+};
+
+// Sums are exact. Since the weights are 128 too large, what is missing of a sum
+// is minus 128 times the sum of the row.
+struct Int8 {
+  using Sum = int32_t;
+  static constexpr int64_t kFewRows = 0;
+  using Vector = Ints;
+  static constexpr int kPerWord = 4;
+
+#if defined(__AVX512VNNI__)
+  static constexpr int kFactors = 1;
+
+  static void Spread(const int8_t* values, uint32_t* words) {
+    std::memcpy(words, values, 4);
+  }
+
+  static Vector Step(const Vector& sums, const Words& weights,
+                     const uint32_t* x) {
+    return (Vector)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights,
+                                       _mm512_set1_epi32(*x));
+  }
+#elif defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))
+  // Pairs of 16 bits: the weights at even places, then those at odd ones.
+  static constexpr int kFactors = 2;
+
+  static void Spread(const int8_t* values, uint32_t* words) {
+    for (int i = 0; i < 2; ++i) {
+      words[i] = static_cast<uint16_t>(values[i]) |
+                 static_cast<uint32_t>(values[i + 2]) << 16;
+    }
+  }
+
+  static Ints MultiplyPairs(const Words& weights, uint32_t x) {
+#if defined(__AVX512BW__)
+    return (Ints)_mm512_madd_epi16((__m512i)weights, _mm512_set1_epi32(x));
+#else
+    return (Ints)_mm256_madd_epi16((__m256i)weights, _mm256_set1_epi32(x));
+#endif
+  }
+
+  static Vector Step(const Vector& sums, const Words& weights,
+                     const uint32_t* x) {
+    return sums + MultiplyPairs(weights & 0x00ff00ffu, x[0]) +
+           MultiplyPairs(weights >> 8 & 0x00ff00ffu, x[1]);
+  }
+#else
+  static constexpr int kFactors = 4;
+
+  static void Spread(const int8_t* values, uint32_t* words) {
+    std::copy(values, values + 4, words);
+  }
+
+  static Vector Step(const Vector& sums, const Words& weights,
+                     const uint32_t* x) {
+    Vector result = sums;
+    for (int place = 0; place < 4; ++place) {
+      const Words bytes = weights >> 8 * place & 0xffu;
+      result += BitCast<Ints>(bytes) * static_cast<int32_t>(x[place]);
+    }
+    return result;
+  }
+#endif
+
+  static float Round(const float* row, int64_t width, uint32_t* to,
+                     int32_t* start) {
+    if constexpr (kFactors == 1) {
+      return RoundToIntegers(row, width, reinterpret_cast<int8_t*>(to), start);
+    }
+    std::vector<int8_t> values((width + 3) / 4 * 4);
+    const float scale = RoundToIntegers(row, width, values.data(), start);
+    for (size_t i = 0; i < values.size() / 4; ++i) {
+      Spread(values.data() + 4 * i, to + kFactors * i);
+    }
+    return scale;
+  }
+
+  static void Multiply(const Rows& rows, int64_t first, int64_t count,
+                       const Group& group, Sums<Int8>& sums) {
+    MultiplyVectors<Int8>(rows, first, count, group, sums);
+  }
+};
+
+}  // namespace specdec
+
+#endif  // SPECDEC_FORMATS_H_

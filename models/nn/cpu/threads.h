@@ -1,0 +1,137 @@
+// Threads that work through loops together.
+
+#ifndef SPECDEC_THREADS_H_
+#define SPECDEC_THREADS_H_
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <thread>
+#include <vector>
+
+namespace specdec {
+
+// The calling thread and, if there is much to do, those of a pool, for a few
+// loops after one another. A pool has `num_threads()` and `Schedule(task)`.
+//
+// Each thread takes the indices of a part of its own, which lie beside one
+// another, and then those that are left of the others' parts. The calling
+// thread waits only for indices that another thread has begun, so a pool that
+// is busy or blocked delays nothing. Between two loops the others wait without
+// sleeping; they are released when the team goes out of scope.
+class Team {
+ public:
+  // At most `most` threads take part, and one alone if only few `bytes` are read
+  // (or products computed): waking up takes longer than to read kMinBytes.
+  template <typename Pool>
+  Team(Pool& pool, int64_t most, int64_t bytes) {
+    // XLA reports 0 threads where it does not know the number.
+    const int64_t threads = bytes < kMinBytes ? 1 : pool.num_threads();
+    size_ = std::max<int64_t>(std::min({threads, most, kMaxThreads}), 1);
+    shared_ = std::make_shared<Shared>(size_);
+    for (int64_t i = 1; i < size_; ++i) {
+      pool.Schedule([shared = shared_] { shared->Help(); });
+    }
+  }
+
+  ~Team() { shared_->published.store(kClosed, std::memory_order_release); }
+
+  Team(const Team&) = delete;
+  Team& operator=(const Team&) = delete;
+
+  int64_t size() const { return size_; }
+
+  // Calls `body(index)` for all indices below `count`. Of a team there are at
+  // most kMaxLoops such calls.
+  template <typename Body>
+  void For(int64_t count, const Body& body) {
+    Loop& loop = shared_->loops[number_++];
+    loop.count = count;
+    loop.body = &body;
+    loop.call = [](const void* body, int64_t index) {
+      (*static_cast<const Body*>(body))(index);
+    };
+    shared_->published.store(number_, std::memory_order_release);
+    shared_->Work(loop, 0);
+    Wait([&] { return loop.done.load(std::memory_order_acquire) == count; });
+  }
+
+ private:
+  static constexpr int64_t kMinBytes = 1 << 18;
+  static constexpr int64_t kMaxThreads = 64;
+  static constexpr int kMaxLoops = 2;
+  static constexpr int kClosed = kMaxLoops + 1;
+
+  struct alignas(64) Part {
+    std::atomic<int64_t> next{0};
+  };
+
+  struct Loop {
+    int64_t count = 0;
+    const void* body = nullptr;
+    void (*call)(const void* body, int64_t index) = nullptr;
+    std::vector<Part> parts;
+    alignas(64) std::atomic<int64_t> done{0};
+  };
+
+  struct Shared {
+    explicit Shared(int64_t size) {
+      for (Loop& loop : loops) loop.parts = std::vector<Part>(size);
+    }
+
+    // Takes indices of the part `own`, then of those that follow it.
+    void Work(Loop& loop, int64_t own) {
+      const int64_t size = loop.parts.size();
+      for (int64_t i = 0; i < size; ++i) {
+        const int64_t part = (own + i) % size;
+        const int64_t begin = part * loop.count / size;
+        const int64_t length = (part + 1) * loop.count / size - begin;
+        // A thread that comes late gets no index, and does not touch the body.
+        for (int64_t next; (next = loop.parts[part].next.fetch_add(1)) < length;
+             loop.done.fetch_add(1, std::memory_order_release)) {
+          loop.call(loop.body, begin + next);
+        }
+      }
+    }
+
+    void Help() {
+      const int64_t own = helpers.fetch_add(1) + 1;
+      for (int number = 0; number < kMaxLoops; ++number) {
+        int seen = 0;
+        Wait([&] {
+          seen = published.load(std::memory_order_acquire);
+          return seen > number;
+        });
+        if (seen == kClosed) return;
+        Work(loops[number], own);
+      }
+    }
+
+    std::atomic<int> published{0};  // Loops that may be worked at.
+    std::atomic<int64_t> helpers{0};
+    Loop loops[kMaxLoops];
+  };
+
+  // Waits until `is_done()`, at first without giving up the processor.
+  template <typename IsDone>
+  static void Wait(const IsDone& is_done) {
+    for (int i = 0; !is_done(); ++i) {
+#if defined(__x86_64__)
+      if (i < 1000) {
+        __builtin_ia32_pause();
+        continue;
+      }
+#endif
+      std::this_thread::yield();
+    }
+  }
+
+  int64_t size_;
+  int number_ = 0;
+  std::shared_ptr<Shared> shared_;
+};
+
+}  // namespace specdec
+
+#endif  // SPECDEC_THREADS_H_
