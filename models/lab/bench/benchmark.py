@@ -277,7 +277,7 @@ def _batches(
   """All turns in batches; ValueError if they exceed the context."""
   context = min(pair.target.spec.max_positions for pair in pairs.values())
   limits = {'max_new_tokens': task.max_new_tokens, 'context': context}
-  sizes = {'batch_size': task.batch_size, 'bucket': bucket}
+  sizes: dict[str, Any] = {'batch_size': task.batch_size, 'bucket': bucket}
   pair = next(iter(pairs.values()))
   turns = batches_lib.turns_of(questions, pair, answer, **sizes, **limits)
   batches = batches_lib.make_batches(turns, **sizes)
@@ -288,16 +288,16 @@ def _batches(
 
 def _by_category(
   results: Mapping[str, Sequence[timing.Measurement]],
-  categories: Sequence[str | None],
+  batches: Sequence[batches_lib.Batch],
   figures: Mapping[str, Figures],
   baseline: str,
 ) -> dict[str, dict[str, dict[str, Any]]]:
   """By category and arm the figures of `timing.summarize_arms`, and `flips`.
 
-  `categories` are those of the batches, `figures` the figures of all.
+  `figures` are those of all batches together.
   """
   found = {}
-  measured = categories[: len(results[baseline])]
+  measured = [name for name, _ in batches[: len(results[baseline])]]
   for name in dict.fromkeys(measured):
     if name is None:
       continue
@@ -442,11 +442,10 @@ def run(
 ) -> Report:
   """Decodes every turn of the questions with every arm, interleaved.
 
-  The first arm is the baseline. It first answers all turns but the last ones,
-  for the conversations that all arms then decode. `settings` are recorded
+  The first arm is the baseline. Its answers, decoded beforehand, are in the
+  conversations of all (`models.lab.bench.batches`). `settings` are recorded
   unchanged. No batch begins after `max_seconds`. With `predict` V(N) is
-  measured and the speeds are predicted. For the prompts see
-  `models.lab.bench.batches`.
+  measured and the speeds are predicted.
 
   Raises:
     ValueError: an argument is out of range; the message names it.
@@ -455,8 +454,7 @@ def run(
   if limit < 1:
     raise ValueError(f'--max_new_tokens must be at least 1, got {limit}')
   pairs, ready = _load(arms, task)
-  answer = ready[baseline].decode
-  made = _batches(questions, pairs, answer, task, prompt_bucket)
+  made = _batches(questions, pairs, ready[baseline].decode, task, prompt_bucket)
   batches = [rows for _, rows in made]
   limits = machine.MachineLimits(list(pairs))
   results, compile_seconds, beyond = _decode(
@@ -488,7 +486,5 @@ def run(
     'batches_measured': len(results[baseline]),
   }
   of_run |= _describe_peers(arms, task)
-  categories = _by_category(
-    results, [category for category, _ in made], figures, baseline
-  )
+  categories = _by_category(results, made, figures, baseline)
   return Report(dict(settings) | of_run, summary, figures, categories)
