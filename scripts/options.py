@@ -67,7 +67,8 @@ PROMPT_FILE = flags.DEFINE_string(
   'prompt_file',
   None,
   'prompts: one JSON object per line with the key prompt (*.jsonl, *.ndjson,'
-  ' *.json, and -, standard input), else one prompt per line; in UTF-8',
+  ' *.json, and -, standard input), else one prompt per line; in UTF-8;'
+  ' benchmark.py also reads questions: lines with the keys category and turns',
 )
 MAX_NEW_TOKENS = flags.DEFINE_integer(
   'max_new_tokens',

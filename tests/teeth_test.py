@@ -453,6 +453,10 @@ class _Planter(importlib.machinery.SourceFileLoader):
     return compile(source, f'<{fullname}, planted>', 'exec')
 
 
+def _whole(name):
+  return name if name.startswith('models.') else f'specdec.{name}'
+
+
 def _is_ours(module):
   root = module.split('.')[0]
   return root in (*_ROOTS, *_HELPERS) or module.endswith('_test')
