@@ -1,6 +1,7 @@
 """The models of the flags, their plan, and the generator made from them."""
 
 from collections.abc import Callable
+from collections.abc import Sequence
 import functools
 import math
 import sys
@@ -16,6 +17,7 @@ from models.nn import dtypes
 from models.nn import matrices as matrices_lib
 from models.nn import sharding as sharding_lib
 from models.nn.cpu import build
+from models.text import chat_template
 from models.text import generator as generator_lib
 from models.text import pair as pair_lib
 from models.text import plan as plan_lib
@@ -83,7 +85,7 @@ def planning() -> dict[str, Any]:
 
 
 def plan(
-  batch_size: int, samples: Callable[[], list[str]]
+  batch_size: int, samples: Callable[[], Sequence[chat_template.Prompt]]
 ) -> plan_lib.Plan | None:
   """The plan of `--plan`, if there is one, for batches of a size.
 

@@ -15,6 +15,7 @@ from models.lab.bench import record
 from models.lab.tune import planner
 from models.nn import sharding as sharding_lib
 from models.nn.cpu import build
+from models.text import chat_template
 from models.text import draft_vocabulary
 from models.text import pair as pair_lib
 from models.text import plan as plan_lib
@@ -92,7 +93,7 @@ class Setup:
 
 def find_plan(
   name: str,
-  prompts: Callable[[], Sequence[str]],
+  prompts: Callable[[], Sequence[chat_template.Prompt]],
   setup: Setup,
   *,
   report: Callable[[str], None],
