@@ -1,16 +1,16 @@
 """Matrices in blocks of few bits, as GGUF files have them.
 
 A weight is `f q - o` or `f (q - c)`: an integer q without sign, a scale f and a
-minimum o of a group of 16 or 32 inputs, or an offset c of the kind (`ggml-quants`
+minimum o of a group of 16 or 32 inputs, or an offset c of the kind (ggml-quants
 of github.com/ggml-org/llama.cpp; `gguf.quants` is the same in Python). Here a
 matrix is held in words of 32 bits, block by block, with the same bits as in the
 file:
 
-    kind        inputs   words of a block
-    Q4_0, Q5_0, Q8_0  128   scales, fifth bits, q
-    Q4_1, Q5_1        128   scales and minima, fifth bits, q
-    Q4_K, Q5_K        256   as in the file
-    Q6_K              256   as in the file, and two bytes
+    kind              inputs  a block has
+    Q4_0, Q5_0, Q8_0  128     scales of four groups, fifth bits, q
+    Q4_1, Q5_1        128     scales and minima of four groups, fifth bits, q
+    Q4_K, Q5_K        256     what it has in the file
+    Q6_K              256     what it has in the file, and two bytes
 
 Inputs are padded with groups whose scale is zero. `cpu/blocks.h` multiplies
 them on CPU; elsewhere they are expanded within the product.
@@ -106,7 +106,7 @@ def to_words(raw: np.ndarray, kind: str, width: int) -> np.ndarray:
   """Rows of a file in the words of this module.
 
   Args:
-    raw: `[n, bytes]` uint8, rows of blocks.
+    raw: `[n, bytes]` uint8, rows of whole blocks.
     kind: a key of `KINDS`.
     width: inputs of a row.
 
@@ -122,7 +122,9 @@ def to_words(raw: np.ndarray, kind: str, width: int) -> np.ndarray:
     return np.ascontiguousarray(found).view(np.uint32)
   together = known.inputs // known.file_inputs
   padded = np.zeros((count, blocks * together, known.bytes), np.uint8)
-  padded[:, : width // known.file_inputs] = raw.reshape(count, -1, known.bytes)
+  padded[:, : -(-width // known.file_inputs)] = raw.reshape(
+    count, -1, known.bytes
+  )
   parts, start = [], 0
   for name, size in known.fields.items():
     part = np.ascontiguousarray(padded[..., start : start + size])
@@ -341,7 +343,7 @@ class PackedBlocks(flax.struct.PyTreeNode):
 
 
 def from_raw(
-  blocks: Any, shape: tuple[int, ...], kind: str, dtype: str
+  blocks: Any, shape: tuple[int, ...], kind: str, dtype: str = 'stored'
 ) -> BlockMatrix:
   """A matrix on the host of the rows of a file.
 
@@ -358,4 +360,3 @@ def from_raw(
   for index, raw in blocks:
     words[index] = to_words(raw, kind, shape[1])
   return BlockMatrix(words=words, kind=kind, width=shape[1], dtype=dtype)
-

@@ -53,6 +53,7 @@ def rows_matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
+  """`x @ weight.T`, `[n, out]` float32, of floats of one dtype."""
   return rows_matmul(x, weight)
 
 

@@ -14,7 +14,6 @@ from collections.abc import Iterable
 from collections.abc import Sequence
 import dataclasses
 import functools
-import math
 from typing import Any
 from typing import Protocol
 from typing import runtime_checkable
@@ -27,6 +26,7 @@ import numpy as np
 
 from models.nn import blocks as blocks_lib
 from models.nn import contraction
+from models.nn import four_bits
 from models.nn.cpu import ops
 
 # -128 has no counterpart, so rounding is symmetric without it.
@@ -456,6 +456,8 @@ class WeightFormat:
     bytes_per_weight: in memory.
     from_blocks: makes a matrix on the host, of `(blocks, shape)`; raises
       ValueError if a weight cannot be rounded.
+    of_head: the same for the token embedding and the head; None: `from_blocks`.
+    keeps_blocks: whether a matrix in blocks of few bits stays as it is stored.
     has_kernels: whether the kernels of `models.nn.cpu` multiply it.
   """
 
@@ -463,12 +465,18 @@ class WeightFormat:
   float_dtype: str
   bytes_per_weight: float
   from_blocks: Callable[[Blocks, tuple[int, ...]], Any]
+  of_head: Callable[[Blocks, tuple[int, ...]], Any] | None = None
+  keeps_blocks: bool = False
   has_kernels: bool = True
 
   @property
   def is_float(self) -> bool:
     """Whether the matrices are plain arrays."""
     return self.name == self.float_dtype
+
+
+STORED = 'stored'
+"""The format of matrices that stay as a GGUF file has them."""
 
 
 def _floats(name: str, **options: Any) -> WeightFormat:
@@ -482,6 +490,21 @@ _FORMATS = (
   _floats('bfloat16'),
   _floats('float16', has_kernels=False),
   WeightFormat('int8', 'bfloat16', 1, quantize_blocks),
+  WeightFormat(
+    'int4',
+    'bfloat16',
+    0.5625,
+    four_bits.quantize_blocks,
+    functools.partial(four_bits.quantize_blocks, is_head=True),
+  ),
+  # What is not in blocks is in bfloat16; of the others, four bits are usual.
+  WeightFormat(
+    STORED,
+    'bfloat16',
+    0.5625,
+    functools.partial(fill, dtype=jnp.dtype('bfloat16')),
+    keeps_blocks=True,
+  ),
 )
 FORMATS = {one.name: one for one in _FORMATS}
 """The formats that weights may be loaded as, by name."""
