@@ -1,7 +1,6 @@
 """Rounds matrices of floats to the four-bit blocks of `models.nn.blocks`."""
 
 from collections.abc import Iterable
-import functools
 from typing import Any
 
 import jax
@@ -15,28 +14,30 @@ _SUPER = 256  # Inputs that share the two factors of Q4_K,
 _GROUPS = 8  # in groups of 32.
 _LARGEST = 15.0  # Of q,
 _LARGEST_SCALE = 63.0  # and of scales and minima in Q4_K.
-_STEPS = 21  # Scales that are tried for a group.
-_CHUNK = 1 << 12  # Rows of 256 inputs that are rounded at once.
+_STEPS = 11  # Scales that are tried for a group.
+_CHUNK = 1 << 10  # Rows of 256 inputs that are rounded at once.
 
 
 def _fit(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Scales and minima of groups `[n, 32]`, both `[n]` and not negative.
+  """Scales and minima of groups `[32, n]`, both `[n]` and not negative.
 
   The search of llama.cpp (`make_qkx2_quants` of ggml-quants.c): for each of
   some first scales weights are rounded, and scale and minimum chosen by least
   squares, larger weights counting more; the best of these is taken.
   """
-  importance = jnp.sqrt(jnp.mean(x * x, axis=1, keepdims=True)) + jnp.abs(x)
-  low = jnp.minimum(jnp.min(x, axis=1), 0.0)
-  span = jnp.max(x, axis=1) - low
+  importance = jnp.sqrt(jnp.mean(x * x, axis=0))[None] + jnp.abs(x)
+  low = jnp.minimum(jnp.min(x, axis=0), 0.0)
+  span = jnp.max(x, axis=0) - low
   safe = jnp.where(span > 0.0, span, 1.0)
-  total = lambda values: jnp.sum(importance * values, axis=1)
-  sum_w, sum_x = total(jnp.ones_like(x)), total(x)
+  total = lambda values: jnp.sum(values, axis=0)
+  sum_w, weighted = total(importance), importance * x
+  sum_x = total(weighted)
 
   def attempt(step, best):
-    steps = (_LARGEST - 1.0 + 0.1 * step) / safe
-    q = jnp.round(steps[:, None] * (x - low[:, None])).clip(0.0, _LARGEST)
-    sum_q, sum_qq, sum_qx = total(q), total(q * q), total(q * x)
+    steps = (_LARGEST - 1.0 + 0.2 * step) / safe
+    q = jnp.round(steps[None] * (x - low[None])).clip(0.0, _LARGEST)
+    sum_q, sum_qq = total(importance * q), total(importance * q * q)
+    sum_qx = total(weighted * q)
     det = sum_w * sum_qq - sum_q * sum_q
     usable = det > 0.0
     det = jnp.where(usable, det, 1.0)
@@ -45,7 +46,9 @@ def _fit(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     alone = sum_qx / jnp.where(sum_qq > 0.0, sum_qq, 1.0)
     scale = jnp.where(start > 0.0, alone, scale)
     start = jnp.minimum(start, 0.0)
-    error = total((scale[:, None] * q + start[:, None] - x) ** 2)
+    # What differs of the sum of squares.
+    error = scale * (scale * sum_qq + 2.0 * (start * sum_q - sum_qx))
+    error += start * (start * sum_w - 2.0 * sum_x)
     better = usable & (error < best[0])
     found = error, scale, start
     return tuple(
@@ -57,12 +60,11 @@ def _fit(x: jax.Array) -> tuple[jax.Array, jax.Array]:
   return jnp.where(span > 0.0, scale, 0.0), -start
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _fitted(rows: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
-  """`_fit` of rows `[n, width]`, as `[n, width / 32]`."""
-  found = _fit(rows.reshape(-1, 32))
-  scale, minimum = (part.reshape(-1, width // 32) for part in found)
-  return scale, minimum
+@jax.jit
+def _fitted(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Scales and minima `[n, 8]` of rows `[n, 256]`."""
+  scale, minimum = _fit(rows.reshape(-1, 32).T)
+  return scale.reshape(-1, _GROUPS), minimum.reshape(-1, _GROUPS)
 
 
 @jax.jit
@@ -81,7 +83,7 @@ def _halves(values: np.ndarray) -> np.ndarray:
 
 def _q4_k(rows: np.ndarray) -> np.ndarray:
   """Blocks of Q4_K, `[n, 144]` uint8, of rows `[n, 256]`."""
-  scale, minimum = map(np.asarray, _fitted(rows, _SUPER))
+  scale, minimum = map(np.asarray, _fitted(rows))
   parts, exact, integers = [], [], []
   for values in (scale, minimum):
     peak = values.max(axis=1, keepdims=True)
@@ -105,7 +107,7 @@ def _q4_k(rows: np.ndarray) -> np.ndarray:
 
 def _q4_1(rows: np.ndarray) -> np.ndarray:
   """Blocks of Q4_1, `[8 n, 20]` uint8, of rows `[n, 256]`."""
-  scale, minimum = map(np.asarray, _fitted(rows, _SUPER))
+  scale, minimum = map(np.asarray, _fitted(rows))
   exact = [part.astype(np.float16) for part in (scale, -minimum)]
   floats = [part.astype(np.float32) for part in exact]
   q = np.asarray(_rounded(rows, floats[0], -floats[1])).reshape(-1, 32)
