@@ -34,6 +34,17 @@ def _drawn(kind, shape):
   return matrix, weights[:, : shape[1]]
 
 
+@jax.jit
+def _computed(x, packed, index):
+  """Products of all rows, products of some of them, and rows of the matrix."""
+  some = [
+    matrices_lib.matmul(x[2 : 2 + count], packed)
+    for count in (*range(1, 9), 11)
+  ]
+  rows = matrices_lib.take_rows(packed, index)
+  return matrices_lib.matmul(x, packed), some, rows
+
+
 def _rounded(x):
   """Rows in eight bits by 128 inputs."""
   parts = np.pad(x, ((0, 0), (0, -x.shape[1] % 128))).reshape(len(x), -1, 128)
@@ -52,19 +63,18 @@ def test_products_are_those_of_the_weights_of_gguf(kind, shape):
   np.testing.assert_array_equal(matrices_lib.unpack(packed), matrix.words)
   x = _RNG.standard_normal((19, shape[1]), np.float32)
   x[3] *= 1e-30
-  result = np.asarray(_matmul(x, packed))
+  index = _RNG.integers(0, shape[0], (2, 3))
+  result, some, rows = jax.tree.map(np.asarray, _computed(x, packed, index))
   # float32 loses as much of a sum as of its largest term.
   sizes = np.abs(_rounded(x)) @ np.abs(weights).T
   exact = _rounded(x).astype(np.float64) @ weights.T.astype(np.float64)
   assert (np.abs(result - exact) <= 1e-6 * sizes).all()
-  for count in (1, 2, 5, 8, 11):
-    rows = _matmul(x[2 : 2 + count], packed)
-    np.testing.assert_array_equal(rows, result[2 : 2 + count])
-  index = _RNG.integers(0, shape[0], (2, 3))
-  np.testing.assert_array_equal(_take_rows(packed, index), weights[index])
+  for part in some:
+    np.testing.assert_array_equal(part, result[2 : 2 + len(part)])
+  np.testing.assert_array_equal(rows, weights[index])
   # A row that is not finite spoils no other.
   x[1, 0] = np.nan
-  spoiled = np.asarray(_matmul(x, packed))
+  spoiled = np.asarray(_computed(x, packed, index)[0])
   assert not np.isfinite(spoiled[1]).any()
   np.testing.assert_array_equal(spoiled[2:], result[2:])
 

@@ -421,7 +421,8 @@ the scale of a neighbouring group
 minima are forgotten
   values -= minimum[..., None] => values -= 0 * minimum[..., None]
 halves of bytes are swapped
-  q = low >> np.array([[0], [4]] => q = low >> np.array([[4], [0]]
+  - (_shifted(low, (0, 4), -2) & nibbles).reshape(*lead, 8, 8)
+  + (_shifted(low, (4, 0), -2) & nibbles).reshape(*lead, 8, 8)
 """
 
 

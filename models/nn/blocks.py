@@ -138,10 +138,16 @@ def to_words(raw: np.ndarray, kind: str, width: int) -> np.ndarray:
   return np.concatenate(parts, axis=-1)
 
 
-def _bytes_of(words, xp):
+def _shifted(words, by, axis: int = -1):
+  """Words `[..., 1, ...]` shifted down by several numbers, along an axis."""
+  shape = [1] * words.ndim
+  shape[axis] = len(by)
+  return words >> np.array(by, np.uint32).reshape(shape)
+
+
+def _bytes_of(words):
   """The bytes of words `[..., n]`, as int32 `[..., 4 n]`."""
-  shifts = xp.arange(0, 32, 8, dtype=np.uint32)
-  found = words[..., None] >> shifts & np.uint32(0xFF)
+  found = _shifted(words[..., None], (0, 8, 16, 24)) & np.uint32(0xFF)
   return found.astype(np.int32).reshape(*words.shape[:-1], -1)
 
 
@@ -165,23 +171,21 @@ def _small(words, known: Kind, xp):
   """q, scales and minima of kinds with blocks of 32 inputs in the file."""
   head, nibbles = words[..., :2], np.uint32(0x0F0F0F0F)
   lead = words.shape[:-1]
-  shifts = np.array([0, 16], np.uint32)
   if 'dm' in known.fields:
     head = words[..., :4]
-    scale, minimum = _halves(head, xp), -_halves(head >> shifts[1], xp)
+    scale, minimum = _halves(head, xp), -_halves(head >> np.uint32(16), xp)
   else:
-    scale, minimum = _halves((head[..., None] >> shifts), xp), None
+    scale, minimum = _halves(_shifted(head[..., None], (0, 16)), xp), None
     scale = scale.reshape(*lead, 4)
   rest = words[..., head.shape[-1] :]
   if known.fields['q'] == 32:
-    return _bytes_of(rest, xp), scale, minimum
+    return _bytes_of(rest), scale, minimum
   low = rest[..., -16:].reshape(*lead, 4, 1, 4)
-  both = low >> np.array([[0], [4]], np.uint32) & nibbles
-  q = both.reshape(*lead, 4, 8)
+  q = (_shifted(low, (0, 4), -2) & nibbles).reshape(*lead, 4, 8)
   if 'high' in known.fields:
-    bits = rest[..., :4, None] >> np.arange(8, dtype=np.uint32)
+    bits = _shifted(rest[..., :4, None], range(8))
     q |= (bits & np.uint32(0x01010101)) << np.uint32(4)
-  return _bytes_of(q.reshape(*lead, 32), xp), scale, minimum
+  return _bytes_of(q.reshape(*lead, 32)), scale, minimum
 
 
 def _with_six_bits(words, known: Kind, xp):
@@ -190,34 +194,33 @@ def _with_six_bits(words, known: Kind, xp):
   first, second, third = (words[..., i : i + 1] for i in (1, 2, 3))
   nibbles, upper = np.uint32(0x0F0F0F0F), np.uint32(0x30303030)
   six, two, four = np.uint32(0x3F3F3F3F), np.uint32(2), np.uint32(4)
-  pack = lambda *parts: _bytes_of(xp.concatenate(parts, -1), xp)
+  pack = lambda *parts: _bytes_of(xp.concatenate(parts, -1))
   scales = pack(first & six, third & nibbles | first >> two & upper)
   minima = pack(second & six, third >> four & nibbles | second >> two & upper)
   scale = _halves(words[..., :1], xp) * scales.astype(np.float32)
   minimum = _halves(words[..., :1] >> np.uint32(16), xp)
   minimum = minimum * minima.astype(np.float32)
   low = words[..., -32:].reshape(*lead, 4, 1, 8)
-  q = low >> np.array([[0], [4]], np.uint32) & nibbles
-  q = q.reshape(*lead, 8, 8)
+  q = (_shifted(low, (0, 4), -2) & nibbles).reshape(*lead, 8, 8)
   if 'high' in known.fields:
-    bits = words[..., None, 4:12] >> np.arange(8, dtype=np.uint32)[:, None]
+    bits = _shifted(words[..., None, 4:12], range(8), -2)
     q |= (bits & np.uint32(0x01010101)) << four
-  return _bytes_of(q.reshape(*lead, 64), xp), scale, minimum
+  return _bytes_of(q.reshape(*lead, 64)), scale, minimum
 
 
 def _by_sixteens(words, known: Kind, xp):
   """q, scales and minima of Q6_K, which has none."""
   lead = words.shape[:-1]
   low = words[..., :32].reshape(*lead, 2, 1, 16)
-  low = low >> np.array([[0], [4]], np.uint32) & np.uint32(0x0F0F0F0F)
+  low = _shifted(low, (0, 4), -2) & np.uint32(0x0F0F0F0F)
   high = words[..., 32:48].reshape(*lead, 2, 1, 8)
-  high = high >> np.array([[0], [2], [4], [6]], np.uint32)
-  high = (high & np.uint32(0x03030303)) << np.uint32(4)
+  high = _shifted(high, (0, 2, 4, 6), -2) & np.uint32(0x03030303)
+  high = high << np.uint32(4)
   q = low.reshape(*lead, 64) | high.reshape(*lead, 64)
-  scales = _bytes_of(words[..., 48:52], xp)
+  scales = _bytes_of(words[..., 48:52])
   signed = scales - 2 * (scales & 128)
   scale = _halves(words[..., 52:53], xp) * signed.astype(np.float32)
-  return _bytes_of(q, xp), scale, None
+  return _bytes_of(q), scale, None
 
 
 def expand(words: Any, kind: str, width: int, xp: Any = jnp) -> Any:

@@ -26,12 +26,27 @@
 
 namespace specdec {
 
-// Of a row: 128 values, their sums by 32 and by 16, and their scale.
+// Like kFar and kNear of formats.h.
+constexpr int64_t kBlocksFar = 6144, kBlocksNear = 1024;
+
+// Of a row: 128 values, what is taken from sums, and the scale of the values.
 constexpr int64_t kPart = 128;
-constexpr int64_t kSums32 = kPart / 4 * Int8::kFactors;
-constexpr int64_t kSums16 = kSums32 + 4;
-constexpr int64_t kScale = kSums16 + 8;
-constexpr int64_t kPartWords = kSums32 + 16;
+constexpr int64_t kTaken = kPart / 4 * Int8::kFactors;
+constexpr int64_t kScale = kTaken + 24;
+constexpr int64_t kPartWords = kTaken + 32;
+
+// Sums begin at the bits of this float, so that they are floats, too: 1.5 * 2^23
+// plus an integer, exactly, while that is below 2^22.
+constexpr float kStart = 12582912.0f;
+
+// What is taken from a sum of a kind with the offset c: kStart plus c times the
+// sum of the values; for 0, the sum of the values, which minima are for.
+constexpr int kOffsets[] = {0, 8, 16, 128, 32};
+constexpr int64_t TakenOf(int offset) {
+  int64_t at = kTaken;
+  for (int i = 0; kOffsets[i] != offset; ++i) at += 4;
+  return at;  // For 32 by 16 inputs, so eight numbers.
+}
 
 // The float16 in the lower halves, without the flush of denormal numbers, which
 // XLA's threads have.
@@ -60,6 +75,8 @@ inline Floats ToFloats(const Words& words) {
 //   Part              what a part has, read from the words of 16 outputs:
 //     Weights         four inputs of a group, a byte each
 //     Scale, Minimum  f and o of a group
+//
+// Weights may be larger by a factor than q, and the scale is smaller then.
 
 inline Words Line(const uint32_t* lines, int64_t index) {
   return Load<Words>(lines + index * kBlock);
@@ -186,13 +203,16 @@ struct K32 {
 
   Words Weights(int group, int word) const {
     const Words bytes = Line(weights, 8 * (group / 2) + word);
+    // 16 times as large in every second group.
+    if (kBits == 4 && group % 2) return bytes & 0xf0f0f0f0;
     const Words low = bytes >> 4 * (group % 2) & 0x0f0f0f0f;
     if constexpr (kBits == 4) return low;
     const Words high = Line(fifth, word) >> shift;
     return low | (Shift(high, 4 - group) & 0x10101010);
   }
   Floats Scale(int group) const {
-    return factor * ToFloats(scales >> 8 * group & 0xff);
+    const Floats scale = factor * ToFloats(scales >> 8 * group & 0xff);
+    return kBits == 4 && group % 2 ? scale * 0.0625f : scale;
   }
   Floats Minimum(int group) const {
     return minimum * ToFloats(minima >> 8 * group & 0xff);
@@ -232,22 +252,17 @@ struct Q6_K {
   }
 };
 
-// What is prefetched while a block is multiplied.
-struct Ahead {
-  const char* from;
-  int64_t bytes;
-};
-
 // Adds the products of R rows and a block of kLanes outputs to `to`, R rows of
 // Sums.
 template <typename Kind, int R>
 void AddBlock(const uint32_t* lines, const uint32_t* const (&x)[R],
-              const Ahead& ahead, float* to) {
+              float* to) {
   constexpr int kGroups = kPart / 4 / Kind::kGroupWords;
-  constexpr int64_t kSumsOf = Kind::kGroupWords == 8 ? kSums32 : kSums16;
-  const char* line = ahead.from;
-  const char* const end = ahead.from + ahead.bytes;
-  constexpr int kLines = (Kind::kWords / Kind::kParts + kGroups) / kGroups;
+  constexpr int64_t kTakenOf = TakenOf(Kind::kOffset);
+  // Prefetched lines of a group, so that all of them are those of a block.
+  constexpr int kSets = kGroups * Kind::kParts;
+  constexpr int kLines = (Kind::kWords + kSets - 1) / kSets;
+  const auto* ahead = reinterpret_cast<const char*>(lines);
   for (int part = 0; part < Kind::kParts; ++part) {
     const Kind kind(lines, part);
     const uint32_t* row[R];
@@ -255,14 +270,19 @@ void AddBlock(const uint32_t* lines, const uint32_t* const (&x)[R],
     Floats results[R] = {};
 #pragma GCC unroll 8
     for (int group = 0; group < kGroups; ++group) {
-      for (int i = 0; i < kLines && line < end; ++i, line += 64) {
-        __builtin_prefetch(line, 0, 2);
-        __builtin_prefetch(line - (kFar - kNear));
+      Ints sums[R];
+      for (int r = 0; r < R; ++r) {
+        sums[r] = BitCast<Ints>(Floats{} + kStart);
       }
-      Ints sums[R] = {};
 #pragma GCC unroll 8
       for (int word = 0; word < Kind::kGroupWords; ++word) {
         const Words weights = kind.Weights(group, word);
+        constexpr int kOf = Kind::kGroupWords;
+        for (int i = word * kLines / kOf; i < (word + 1) * kLines / kOf; ++i) {
+          __builtin_prefetch(ahead + kBlocksFar, 0, 2);
+          __builtin_prefetch(ahead + kBlocksNear);
+          ahead += 64;
+        }
         const int64_t at = (group * Kind::kGroupWords + word) * Int8::kFactors;
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
@@ -274,14 +294,13 @@ void AddBlock(const uint32_t* lines, const uint32_t* const (&x)[R],
       if constexpr (Kind::kHasMinima) minimum = kind.Minimum(group);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
-        const float sum = BitCast<float>(row[r][kSumsOf + group]);
-        Floats product = __builtin_convertvector(sums[r], Floats);
+        const float taken = BitCast<float>(row[r][kTakenOf + group]);
+        const auto sum = BitCast<Floats>(sums[r]);
         if constexpr (Kind::kHasMinima) {
-          results[r] += scale * product;
-          results[r] -= minimum * sum;
+          results[r] += scale * (sum - kStart);
+          results[r] -= minimum * taken;
         } else {
-          product -= (Floats{} + float{Kind::kOffset}) * sum;
-          results[r] += scale * product;
+          results[r] += scale * (sum - taken);
         }
       }
     }
@@ -296,18 +315,19 @@ void AddBlock(const uint32_t* lines, const uint32_t* const (&x)[R],
 // The same for `count` rows, at most kRows.
 template <typename Kind, int R = kRows>
 void AddBlockOf(int64_t count, const Rows& rows, int64_t first, int64_t at,
-                const uint32_t* lines, const Ahead& ahead, float* to) {
+                const uint32_t* lines, float* to) {
   if (count >= R) {
     const uint32_t* x[R];
     for (int r = 0; r < R; ++r) x[r] = rows.row(first + r) + at;
-    AddBlock<Kind, R>(lines, x, ahead, to);
+    AddBlock<Kind, R>(lines, x, to);
   } else if constexpr (R > 1) {
-    AddBlockOf<Kind, R - 1>(count, rows, first, at, lines, ahead, to);
+    AddBlockOf<Kind, R - 1>(count, rows, first, at, lines, to);
   }
 }
 
 struct Blocks {
   using Sum = float;
+  static constexpr int64_t kFewRows = 0;
   static constexpr int kPerWord = 1, kFactors = 1;
 
   static int64_t RowWords(int64_t width) {
@@ -326,12 +346,17 @@ struct Blocks {
       for (int64_t i = 0; i < kPart / 16; ++i) {
         int32_t sum = 0;
         for (int64_t j = 0; j < 16; ++j) sum += values[16 * i + j];
-        to[kSums16 + i] = BitCast<uint32_t>(static_cast<float>(sum));
+        to[TakenOf(32) + i] = sum;
       }
-      for (int64_t i = 0; i < kPart / 32; ++i) {
-        const uint32_t* const halves = to + kSums16 + 2 * i;
-        to[kSums32 + i] = BitCast<uint32_t>(BitCast<float>(halves[0]) +
-                                            BitCast<float>(halves[1]));
+      for (const int offset : kOffsets) {
+        const bool by_16 = offset == 32;
+        const float start = offset == 0 ? 0.0f : kStart;
+        for (int64_t i = 0; i < (by_16 ? 8 : 4); ++i) {
+          const uint32_t* const sums = to + TakenOf(32);
+          const auto sum = static_cast<int32_t>(
+              by_16 ? sums[i] : sums[2 * i] + sums[2 * i + 1]);
+          to[TakenOf(offset) + i] = BitCast<uint32_t>(start + offset * sum);
+        }
       }
       to[kScale] = BitCast<uint32_t>(scale);
     }
@@ -377,19 +402,15 @@ struct Blocks {
   template <typename Kind>
   static void MultiplyKind(const Rows& rows, int64_t first, int64_t count,
                            const Group& group, float* sums) {
-    constexpr int64_t kBytes = Kind::kWords * kBlock * 4;
     const int64_t tiles = (count + kRows - 1) / kRows;
     const uint32_t* lines = group.words;
     for (int64_t block = 0; block < group.num_words / Kind::kWords; ++block) {
       const int64_t at = block * Kind::kParts * kPartWords;
       for (int64_t half = 0; half < kGroup; half += kBlock) {
-        const auto* const from = reinterpret_cast<const char*>(lines) + kFar;
         for (int64_t tile = 0; tile < tiles; ++tile) {
           const int64_t row = tile * kRows;
           for (int64_t lane = 0; lane < kBlock; lane += kLanes) {
-            const bool is_first = tile == 0 && lane == 0;
             AddBlockOf<Kind>(count - row, rows, first + row, at, lines + lane,
-                             Ahead{from, is_first ? kBytes : 0},
                              sums + row * kGroup + half + lane);
           }
         }
