@@ -24,13 +24,21 @@ from models.text import plan as plan_lib
 from models.text import settings as settings_lib
 
 
+def _uses_kernels() -> bool:
+  return (
+    options.CPU_KERNELS.value == 'auto'
+    and math.prod(options.mesh_sizes().values()) == 1
+    and build.is_available()
+  )
+
+
 @functools.cache
 def dtype() -> str:
   """The dtype of the target; what `auto` stands for is printed."""
   name = options.DTYPE.value
   if name == dtypes.AUTO:
     found = hub.locate(options.TARGET.value, revision=options.REVISION.value)
-    name = checkpoint_lib.resolve_dtype(name, found)
+    name = checkpoint_lib.resolve_dtype(name, found, packed=_uses_kernels())
     print(f'--dtype=auto: {name}', file=sys.stderr)
   return name
 
@@ -39,12 +47,7 @@ def is_exact() -> bool:
   """Whether drafted tokens are those of plain decoding without exceptions."""
   if dtype() == 'float32':
     return True
-  kernels = (
-    options.CPU_KERNELS.value == 'auto'
-    and dtype() in matrices_lib.KERNEL_DTYPES
-    and math.prod(options.mesh_sizes().values()) == 1
-  )
-  return kernels and build.is_available()
+  return dtype() in matrices_lib.KERNEL_DTYPES and _uses_kernels()
 
 
 def models() -> pair_lib.ModelChoice:

@@ -116,9 +116,11 @@ DTYPE = flags.DEFINE_enum(
   'dtype',
   dtypes.AUTO,
   (dtypes.AUTO, *matrices_lib.DTYPES),
-  'of the target; auto: the 16-bit type of the checkpoint where this platform'
-  ' computes in it natively, else float32; int8: eight-bit weights, the rest'
-  ' computed in bfloat16',
+  'of the target; auto: stored for GGUF files of few bits where the kernels for'
+  ' CPU are used, otherwise the 16-bit type of the checkpoint where this'
+  ' platform computes in it natively, else float32; int8, int4: weights of'
+  ' eight or four bits, the rest computed in bfloat16; stored: as the GGUF file'
+  ' has them',
 )
 DRAFT_DTYPE = flags.DEFINE_enum(
   'draft_dtype',

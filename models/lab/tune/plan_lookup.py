@@ -65,7 +65,9 @@ class Setup:
     layout = sharding_lib.make_layout(choice.mesh)
     one_device = layout.num_devices == 1
     packed = choice.cpu_kernels and one_device and build.is_available()
-    dtype = draft_dtype = checkpoint_lib.resolve_dtype(choice.dtype, target)
+    dtype = draft_dtype = checkpoint_lib.resolve_dtype(
+      choice.dtype, target, packed=packed
+    )
     drafting: checkpoint_lib.StoredTensors | None = draft
     if choice.head is not None:
       drafting = heads.locate(choice.head, target.config).stored
