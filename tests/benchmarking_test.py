@@ -147,7 +147,7 @@ def test_batches_have_one_category_and_categories_take_turns():
   assert make(1) == alone
   assert make(2) == [('a', [1, 2]), ('b', [3, 5])]
   assert make(1, 4) == [('b', [3]), ('a', [4])]
-  with pytest.raises(ValueError, match=r"prompts, 2, of the category 'b'"):
+  with pytest.raises(ValueError, match="prompts of the category 'b', 2; got"):
     make(3)
 
 

@@ -418,6 +418,8 @@ def test_turns_are_decoded_and_counted_by_category(
   )
   flags = f'--prompt_file={file}', f'--output={output}', '--num_prompts=1'
   flags += '--arms=plain,chain(num_draft_tokens=2)', '--nopredict'
+  # The target drafts for itself, so that all that is drafted is accepted.
+  flags += (instruct[0].replace('target', 'draft', 1),)
   printed = _output('benchmark.py', *instruct[:3], *flags)
   answer = _generate(*instruct[:3], '--chat', '--prompt=def', '--method=plain')
   texts = 'u:def\na:', 'u:first\na:'
@@ -434,6 +436,8 @@ def test_turns_are_decoded_and_counted_by_category(
       assert sum(one[name] for one in own) == pooled[name]
     histograms = [one['accepted_histogram'] for one in own]
     assert np.sum(histograms, axis=0).tolist() == pooled['accepted_histogram']
+    accepted = [0, 0, 3] if arm.startswith('chain') else [9]
+    assert categories['talk'][arm]['accepted_histogram'] == accepted
     means = report['mean_over_categories'][arm]
     for name in ('speed', 'block_efficiency'):
       assert means[name] == pytest.approx(np.mean([one[name] for one in own]))

@@ -101,10 +101,10 @@ def make_batches(
   by_category: list[list[Batch]] = []
   for category, rows in groups.items():
     if not 1 <= batch_size <= len(rows):
-      most = f'1 and the number of prompts, {len(rows)}'
       of = '' if category is None else f' of the category {category!r}'
       raise ValueError(
-        f'--batch_size must be between {most}{of}; got {batch_size}'
+        f'--batch_size must be between 1 and the number of prompts{of},'
+        f' {len(rows)}; got {batch_size}'
       )
     starts = range(0, len(rows) - batch_size + 1, batch_size)
     by_category.append(
