@@ -137,7 +137,7 @@ def test_drafted_tokens_in_four_bits_are_those_of_plain_decoding(tmp_path):
   plain, drafted = load('plain'), load('chain')
   prompts = ['def f(x):', 'import']
   texts = [
-    [one.tokens for one in each.generate(prompts, max_new_tokens=12, seed=3)]
+    each.generate(prompts, max_new_tokens=12, seed=3).tokens
     for each in (plain, drafted)
   ]
   assert texts[0] == texts[1]

@@ -350,12 +350,12 @@ struct Blocks {
       }
       for (const int offset : kOffsets) {
         const bool by_16 = offset == 32;
-        const float start = offset == 0 ? 0.0f : kStart;
         for (int64_t i = 0; i < (by_16 ? 8 : 4); ++i) {
           const uint32_t* const sums = to + TakenOf(32);
           const auto sum = static_cast<int32_t>(
               by_16 ? sums[i] : sums[2 * i] + sums[2 * i + 1]);
-          to[TakenOf(offset) + i] = BitCast<uint32_t>(start + offset * sum);
+          const float taken = offset == 0 ? sum : kStart + offset * sum;
+          to[TakenOf(offset) + i] = BitCast<uint32_t>(taken);
         }
       }
       to[kScale] = BitCast<uint32_t>(scale);
