@@ -21,7 +21,9 @@ from models.nn import matrices as matrices_lib
 from models.nn.cpu import build
 from models.nn.cpu import ops
 
-_SANITIZE = ('-fsanitize=address,undefined', '-fno-sanitize-recover=undefined')
+# With -O3 this compiles for many minutes.
+_SANITIZE = ('-O1', '-fsanitize=address,undefined')
+_SANITIZE += ('-fno-sanitize-recover=undefined',)
 
 
 def _products(rng: np.random.Generator) -> jax.Array:

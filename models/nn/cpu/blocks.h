@@ -67,20 +67,23 @@ inline Floats ToFloats(const Words& words) {
   return __builtin_convertvector(BitCast<Ints>(words), Floats);
 }
 
-// A kind of blocks says
-//
-//   kWords, kParts    words of a block, and parts of 128 inputs
-//   kGroupWords       words of four inputs in a group
-//   kOffset           c, if it has no minima
-//   Part              what a part has, read from the words of 16 outputs:
-//     Weights         four inputs of a group, a byte each
-//     Scale, Minimum  f and o of a group
-//
-// Weights may be larger by a factor than q, and the scale is smaller then.
-
 inline Words Line(const uint32_t* lines, int64_t index) {
   return Load<Words>(lines + index * kBlock);
 }
+
+// A kind of blocks says
+//
+//   kWords, kParts    words of a block, and its parts of 128 inputs
+//   kGroupWords       words of four inputs in a group
+//   kOffset           c, 0 if it has minima
+//
+// and is made of the words of kLanes outputs and the number of a part, of which
+// it has, with constant arguments,
+//
+//   Weights           four q of a group, a byte each
+//   Scale, Minimum    f and o of a group
+//
+// Weights may be larger than q by a factor, by which the scale is smaller.
 
 // Four groups of 32, each with a scale in float16; those of two in a word.
 template <int kOffsetOfKind, int kWordsOfKind>
