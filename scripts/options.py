@@ -126,8 +126,9 @@ DRAFT_DTYPE = flags.DEFINE_enum(
   'draft_dtype',
   None,
   matrices_lib.DTYPES,
-  'of the draft; default: as --dtype, but int8 beside bfloat16 where the'
-  ' kernels for CPU are used; what is decoded does not depend on it',
+  'of the draft; default: as --dtype, but where the kernels for CPU are used'
+  ' four bits beside bfloat16 and fewer bits (eight if its files have less than'
+  ' 64 MiB); what is decoded does not depend on it',
 )
 DRAFT_VOCAB = flags.DEFINE_string(
   'draft_vocab',

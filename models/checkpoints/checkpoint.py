@@ -14,6 +14,9 @@ from models.nn import adapter
 from models.nn import dtypes
 from models.nn import matrices as matrices_lib
 
+# Bytes of a draft's files that a processor's cache may hold.
+_CACHED = 1 << 26
+
 
 class StoredTensor(Protocol):
   """A tensor of a checkpoint, whose matrices are `[out, in]`."""
@@ -157,10 +160,11 @@ def resolve_draft_dtype(
 ) -> str:
   """The name of the format of a draft, where None is chosen for it.
 
-  It is that of the target, but int8 beside a target in bfloat16 if the kernels
-  of `models.nn.cpu` are used: no format of the draft changes what is decoded, a
-  forward then reads half as many bytes, and eight bits are multiplied faster.
-  Beside a target as it is stored, it is int4 if the draft has no blocks.
+  No format of the draft changes what is decoded, and a forward that reads fewer
+  bytes is faster. So if the kernels of `models.nn.cpu` are used, a draft has
+  four bits (as stored, if it has blocks) beside a target in bfloat16 or fewer
+  bits; but a small one, which the processor's cache holds, has eight beside
+  bfloat16. Otherwise its format is that of the target.
 
   Args:
     dtype: None or a dtype, `auto` as for `resolve_dtype`.
@@ -170,6 +174,12 @@ def resolve_draft_dtype(
   """
   if dtype is not None:
     return resolve_dtype(dtype, checkpoint, packed=packed)
+  has_blocks = matrices_lib.STORED in checkpoint.stored_dtypes
+  few_bits = matrices_lib.STORED if has_blocks else 'int4'
   if target_dtype == matrices_lib.STORED:
-    return target_dtype if target_dtype in checkpoint.stored_dtypes else 'int4'
-  return 'int8' if packed and target_dtype == 'bfloat16' else target_dtype
+    return few_bits
+  if not packed or target_dtype not in ('bfloat16', 'int8', 'int4'):
+    return target_dtype
+  if checkpoint.size > _CACHED:
+    return few_bits
+  return 'int8' if target_dtype == 'bfloat16' else target_dtype

@@ -47,8 +47,9 @@ class ModelChoice:
       are equal, and with `cpu_kernels` in every dtype but float16; else they
       may differ in 16 bits where two logits are as close as rounding
       (docs/cpu.md).
-    draft_dtype: of the draft; None: as the target, but int8 beside bfloat16
-      where the kernels for CPU are used.
+    draft_dtype: of the draft; None: as the target, but where the kernels for
+      CPU are used four bits beside bfloat16 and fewer bits, see
+      `models.checkpoints.checkpoint.resolve_draft_dtype`.
     draft_vocab: how many of its tokens the draft computes and proposes, or
       which, see `models.text.draft_vocabulary`. None: all.
     cpu_kernels: whether the kernels of `models.nn.cpu` are used on CPU, if they
