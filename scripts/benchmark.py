@@ -9,6 +9,12 @@ alternatives are separated by bars:
       --arms='plain,chain(num_draft_tokens=2|4),tree(num_nodes=8|16,rounds=2|3)'
 
   python scripts/benchmark.py --prompt_file=prompts.jsonl --batch_sizes=1,2,4,8
+
+Lines with the keys category and turns are questions, as in Spec-Bench and
+SPEED-Bench. The chat template of the target is applied, which it must have, and
+every turn is decoded, after the answers that the first arm gives:
+
+  python scripts/benchmark.py --prompt_file=questions.jsonl --num_prompts=10
 """
 
 import pathlib
@@ -17,6 +23,7 @@ from absl import flags
 import command_line
 import options
 
+from models.lab.bench import questions as questions_lib
 from models.text import settings as settings_lib
 
 _ARMS = flags.DEFINE_string(
@@ -41,7 +48,14 @@ _PEER = flags.DEFINE_enum(
 _LLAMA_CPP = flags.DEFINE_string(
   'llama_cpp', None, 'folder of llama-server; default: it is on the path'
 )
-options.define_num_prompts()
+options.define_num_prompts(
+  'default: all; of questions at most so many of each category'
+)
+_CATEGORIES = flags.DEFINE_list(
+  'categories',
+  [],
+  'of questions, decode those of these categories; default: all',
+)
 _PROMPT_BUCKET = flags.DEFINE_integer(
   'prompt_bucket',
   None,
@@ -87,7 +101,7 @@ def _batch_sizes(num_prompts: int) -> list[int]:
   return sizes
 
 
-def _run(batch_size: int, prompts: list[str]):
+def _run(batch_size: int, questions: list[questions_lib.Question]):
   import loading
 
   from models.lab.bench import arms as arms_lib
@@ -101,9 +115,9 @@ def _run(batch_size: int, prompts: list[str]):
       has_draft=options.draft_name() is not None,
       batch_size=batch_size,
     )
-  plan = loading.plan(batch_size, lambda: prompts)
+  plan = loading.plan(batch_size, lambda: [one.first for one in questions])
   return benchmark.run(
-    prompts,
+    questions,
     arms=specs,
     task=arms_lib.Task(
       models=loading.models(),
@@ -134,16 +148,16 @@ def main() -> None:
   output = _OUTPUT.value
   path = pathlib.Path(output or 'benchmark.json')
   paths = {_BATCH_SIZE.value: path}
-  prompts = options.file_prompts()
+  questions = options.file_questions(_CATEGORIES.value)
   if _BATCH_SIZES.value:
-    sizes = _batch_sizes(len(prompts))
+    sizes = _batch_sizes(len(questions))
     paths = {n: path.with_stem(f'{path.stem}_b{n}') for n in sizes}
   for file in paths.values() if output else ():
     record.prepare_output(str(file))
   folder = plots.choose_folder(_PLOTS.value, output)
   reports, records = {}, {}
   for size, file in paths.items():
-    report = reports[size] = _run(size, prompts)
+    report = reports[size] = _run(size, questions)
     print(f'{report}\n' if _BATCH_SIZES.value else report, flush=True)
     if output:
       report.write(str(file))

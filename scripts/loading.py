@@ -1,6 +1,7 @@
 """The models of the flags, their plan, and the generator made from them."""
 
 from collections.abc import Callable
+from collections.abc import Sequence
 import functools
 import math
 import sys
@@ -16,10 +17,19 @@ from models.nn import dtypes
 from models.nn import matrices as matrices_lib
 from models.nn import sharding as sharding_lib
 from models.nn.cpu import build
+from models.text import chat_template
 from models.text import generator as generator_lib
 from models.text import pair as pair_lib
 from models.text import plan as plan_lib
 from models.text import settings as settings_lib
+
+
+def _uses_kernels() -> bool:
+  return (
+    options.CPU_KERNELS.value == 'auto'
+    and math.prod(options.mesh_sizes().values()) == 1
+    and build.is_available()
+  )
 
 
 @functools.cache
@@ -28,7 +38,7 @@ def dtype() -> str:
   name = options.DTYPE.value
   if name == dtypes.AUTO:
     found = hub.locate(options.TARGET.value, revision=options.REVISION.value)
-    name = checkpoint_lib.resolve_dtype(name, found)
+    name = checkpoint_lib.resolve_dtype(name, found, packed=_uses_kernels())
     print(f'--dtype=auto: {name}', file=sys.stderr)
   return name
 
@@ -37,12 +47,7 @@ def is_exact() -> bool:
   """Whether drafted tokens are those of plain decoding without exceptions."""
   if dtype() == 'float32':
     return True
-  kernels = (
-    options.CPU_KERNELS.value == 'auto'
-    and dtype() in matrices_lib.KERNEL_DTYPES
-    and math.prod(options.mesh_sizes().values()) == 1
-  )
-  return kernels and build.is_available()
+  return dtype() in matrices_lib.KERNEL_DTYPES and _uses_kernels()
 
 
 def models() -> pair_lib.ModelChoice:
@@ -83,7 +88,7 @@ def planning() -> dict[str, Any]:
 
 
 def plan(
-  batch_size: int, samples: Callable[[], list[str]]
+  batch_size: int, samples: Callable[[], Sequence[chat_template.Prompt]]
 ) -> plan_lib.Plan | None:
   """The plan of `--plan`, if there is one, for batches of a size.
 

@@ -20,6 +20,7 @@ from absl import flags
 import command_line
 import several_hosts
 
+from models.lab.bench import questions as questions_lib
 from models.nn import dtypes
 from models.nn import matrices as matrices_lib
 from models.nn import sharding as sharding_lib
@@ -66,7 +67,8 @@ PROMPT_FILE = flags.DEFINE_string(
   'prompt_file',
   None,
   'prompts: one JSON object per line with the key prompt (*.jsonl, *.ndjson,'
-  ' *.json, and -, standard input), else one prompt per line; in UTF-8',
+  ' *.json, and -, standard input), else one prompt per line; in UTF-8;'
+  ' benchmark.py also reads questions: lines with the keys category and turns',
 )
 MAX_NEW_TOKENS = flags.DEFINE_integer(
   'max_new_tokens',
@@ -114,16 +116,19 @@ DTYPE = flags.DEFINE_enum(
   'dtype',
   dtypes.AUTO,
   (dtypes.AUTO, *matrices_lib.DTYPES),
-  'of the target; auto: the 16-bit type of the checkpoint where this platform'
-  ' computes in it natively, else float32; int8: eight-bit weights, the rest'
-  ' computed in bfloat16',
+  'of the target; auto: stored for GGUF files of few bits where the kernels for'
+  ' CPU are used, otherwise the 16-bit type of the checkpoint where this'
+  ' platform computes in it natively, else float32; int8, int4: weights of'
+  ' eight or four bits, the rest computed in bfloat16; stored: as the GGUF file'
+  ' has them',
 )
 DRAFT_DTYPE = flags.DEFINE_enum(
   'draft_dtype',
   None,
   matrices_lib.DTYPES,
-  'of the draft; default: as --dtype, but int8 beside bfloat16 where the'
-  ' kernels for CPU are used; what is decoded does not depend on it',
+  'of the draft; default: as --dtype, but where the kernels for CPU are used'
+  ' four bits beside bfloat16 and fewer bits (eight if its files have less than'
+  ' 64 MiB); what is decoded does not depend on it',
 )
 DRAFT_VOCAB = flags.DEFINE_string(
   'draft_vocab',
@@ -250,11 +255,9 @@ def define_batch_size(default: int, text: str) -> flags.FlagHolder:
   )
 
 
-def define_num_prompts() -> None:
+def define_num_prompts(text: str = 'default: all') -> None:
   """Defines `--num_prompts`, which `file_prompts` reads."""
-  flags.DEFINE_integer(
-    'num_prompts', None, 'default: all', lower_bound=1, **_OF_SCRIPT
-  )
+  flags.DEFINE_integer('num_prompts', None, text, lower_bound=1, **_OF_SCRIPT)
 
 
 def define_stop() -> None:
@@ -485,13 +488,15 @@ def prompt_lines(errors: str = 'strict') -> Iterator[tuple[int, str]]:
         yield number, line
 
 
-def _read_prompts(limit: int | None) -> list[str]:
-  """The first prompts of `--prompt_file`; None: all.
+def _read_prompts(
+  limit: int | None, lines: Sequence[tuple[int, str]]
+) -> list[str]:
+  """The first prompts of the lines of `--prompt_file`; None: all.
 
   Raises:
     ValueError: the file cannot be read, or has fewer; names file and line.
   """
-  name, lines = PROMPT_FILE.value, [*prompt_lines()]
+  name = PROMPT_FILE.value
   if not lines or (limit and len(lines) < limit):
     raise ValueError(
       f'--prompt_file={name} has {len(lines)} prompts, {limit or 1} needed;'
@@ -516,7 +521,33 @@ def _read_prompts(limit: int | None) -> list[str]:
 
 def file_prompts() -> list[str]:
   """The prompts of `--prompt_file` that `--num_prompts` asks for."""
-  return _read_prompts(flags.FLAGS.num_prompts)
+  return _read_prompts(flags.FLAGS.num_prompts, [*prompt_lines()])
+
+
+def file_questions(categories: Sequence[str]) -> list[questions_lib.Question]:
+  """The questions of `--prompt_file`, or its prompts as questions.
+
+  It has questions if its first line has. `--num_prompts` is for each of the
+  `categories`, none of which stand for all.
+
+  Raises:
+    ValueError: see `_read_prompts`, `questions.parse` and `questions.choose`.
+  """
+  name, lines = str(PROMPT_FILE.value), [*prompt_lines()]
+  limit = flags.FLAGS.num_prompts
+  is_json = text_files.is_json_lines(name)
+  if not (is_json and lines and questions_lib.has_turns(lines[0][1])):
+    if categories:
+      raise ValueError(
+        f'--categories={",".join(categories)}: --prompt_file={name} has prompts'
+        ' without categories'
+      )
+    texts = _read_prompts(limit, lines)
+    return [questions_lib.Question((text,)) for text in texts]
+  with named_as_flag('prompt_file='):
+    questions = questions_lib.parse(name, lines)
+  with named_as_flag():
+    return questions_lib.choose(questions, limit, categories)
 
 
 def prompts(prompt: flags.FlagHolder, number: int) -> list[str]:
@@ -526,7 +557,7 @@ def prompts(prompt: flags.FlagHolder, number: int) -> list[str]:
     return [prompt.value] * number
   if prompt.present:
     raise ValueError('give --prompt or --prompt_file, not both')
-  return _read_prompts(number)
+  return _read_prompts(number, [*prompt_lines()])
 
 
 def as_dict() -> dict[str, Any]:

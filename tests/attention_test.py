@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from models.nn import attention
+from models.nn import contraction
 from models.nn import matrices as matrices_lib
 
 _SCALE = 0.3
@@ -87,7 +88,7 @@ def test_padding_does_not_change_a_single_query_or_row():
   result = attention._attend_padded(8, *operands, scale=_SCALE)
   np.testing.assert_allclose(result, _reference(*operands), 1e-5, 1e-6)
   row, weight = _matrices(1)
-  result = matrices_lib._contract_padded(8, row, weight)
+  result = contraction._contract_padded(8, row, weight)
   np.testing.assert_allclose(result, row @ weight.T, rtol=1e-4, atol=1e-5)
 
 

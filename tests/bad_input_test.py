@@ -114,6 +114,32 @@ def test_files_of_prompts(tmp_path):
     _refused_file(tmp_path / 'prompts.jsonl', content, '--batch_size=20')
 
 
+def test_files_of_questions(tmp_path):
+  file, good = tmp_path / 'a.jsonl', '{"category": "b", "turns": ["a"]}'
+  for line, message in (
+    *(
+      ('{"turns": ["a"]}', 'line 2: expected an object with a'),
+      ('5', 'line 2'),
+    ),
+    ('{"category": 5, "turns": ["a"]}', 'line 2: expected an object with a'),
+    ('{"prompt": "a", "category": "b"}', 'line 2: expected turns'),
+    *(
+      (good.replace('["a"]', turns), 'line 2: expected turns, a list')
+      for turns in ('[]', '"a"', '["a", ""]', '["a", 5]', '[["a"]]', 'null')
+    ),
+    (good.replace('"a"', r'"\ud800"'), 'line 2'),
+    (good, "--categories=b,c: there is no 'c'; the categories are b"),
+  ):
+    file.write_text(f'{good}\n{line}\n')
+    flags = f'--prompt_file={file}', '--categories=b,c'
+    refused = command_lines.refusal('benchmark.py', *flags)
+    assert message in refused
+    assert str(file) in refused or line == good
+  file.write_text('{"prompt": "a"}')
+  refused = command_lines.refusal('benchmark.py', *flags)
+  assert '--categories=b,c: --prompt_file=' in refused
+
+
 def _rope(kind, **values):
   return 'rope_parameters', {'rope_theta': 10.0, 'rope_type': kind} | values
 

@@ -6,6 +6,8 @@ import jax
 import numpy as np
 import pytest
 
+from models.lab.bench import batches as batches_lib
+from models.lab.bench import questions as questions_lib
 from models.lab.study import exactness
 from models.lab.study import timing
 from models.nn import table_model
@@ -108,6 +110,45 @@ def test_figures_are_pooled_before_they_are_divided():
 
   assert timing.pooled_interval(([4, 1], [1, 2]), rate) == (0.5, 4)
   assert seen == {(2, 4), (5, 3), (8, 2)}
+
+
+def test_acceptance_by_position_adds_up_to_block_efficiency():
+  # 10 forwards emitted 4 + 2 * 3 + 3 * 3 tokens.
+  shares = timing.acceptance_by_position([4, 3, 3])
+  assert shares == pytest.approx([0.6, 0.3])
+  assert 1 + sum(shares) == pytest.approx((4 + 6 + 9) / 10)
+  assert timing.acceptance_by_position(None) == []
+  assert timing.acceptance_by_position([0, 0]) == [0]
+
+
+def test_each_category_has_so_many_questions():
+  names = 'aababca'
+  asked = [
+    questions_lib.Question((f'{number}',), name)
+    for number, name in enumerate(names)
+  ]
+  chosen = lambda *of: [
+    int(one.turns[0]) for one in questions_lib.choose(asked, *of)
+  ]
+  assert chosen(2, ()) == [0, 1, 2, 4, 5]
+  assert chosen(2, ['c', 'a']) == [0, 1, 5]
+  assert sorted(chosen(None, ())) == [*range(7)]
+
+
+def test_batches_have_one_category_and_categories_take_turns():
+  turns = [(name, [size] * size) for size, name in enumerate('aabab', 1)]
+  make = lambda batch_size, bucket=None: [
+    (name, [*map(len, rows)])
+    for name, rows in batches_lib.make_batches(
+      turns, batch_size=batch_size, bucket=bucket
+    )
+  ]
+  alone = [('a', [1]), ('b', [3]), ('a', [2]), ('b', [5]), ('a', [4])]
+  assert make(1) == alone
+  assert make(2) == [('a', [1, 2]), ('b', [3, 5])]
+  assert make(1, 4) == [('b', [3]), ('a', [4])]
+  with pytest.raises(ValueError, match="prompts of the category 'b', 2; got"):
+    make(3)
 
 
 def _recorded(calls):

@@ -14,11 +14,16 @@ import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
+import tiny_blocks
+
+from models.nn import blocks as blocks_lib
 from models.nn import matrices as matrices_lib
 from models.nn.cpu import build
 from models.nn.cpu import ops
 
-_SANITIZE = ('-fsanitize=address,undefined', '-fno-sanitize-recover=undefined')
+# With -O3 this compiles for many minutes.
+_SANITIZE = ('-O1', '-fsanitize=address,undefined')
+_SANITIZE += ('-fno-sanitize-recover=undefined',)
 
 
 def _products(rng: np.random.Generator) -> jax.Array:
@@ -26,20 +31,22 @@ def _products(rng: np.random.Generator) -> jax.Array:
   size = lambda limit: int(rng.integers(1, limit))
   normal = lambda *shape: rng.standard_normal(shape, np.float32)
   maybe = lambda value: value if rng.random() < 0.5 else None
-  count, width = size(70), size(70)
+  count, width = size(70), size(70) * (5 if rng.random() < 0.3 else 1)
   # Of many outputs a thread takes several groups.
   outputs = size(120) * (20 if rng.random() < 0.1 else 1)
   number, gated = size(3), False
   if number == 2:
     gated = rng.random() < 0.5
-  dtype = rng.choice(matrices_lib.KERNEL_DTYPES)
-  make = matrices_lib.FORMATS[dtype].from_blocks
-  matrices = [
-    matrices_lib.pack(
-      make([(slice(None), normal(outputs, width))], (outputs, width))
-    )
-    for _ in range(number)
-  ]
+  dtype = rng.choice(['float32', 'bfloat16', 'int8', 'blocks'])
+
+  def matrix():
+    if dtype == 'blocks':
+      kind = rng.choice([*blocks_lib.KINDS])
+      return tiny_blocks.matrix(rng, kind, (outputs, width))
+    make = matrices_lib.FORMATS[dtype].from_blocks
+    return make([(slice(None), normal(outputs, width))], (outputs, width))
+
+  matrices = [matrices_lib.pack(matrix()) for _ in range(number)]
   biases = [
     maybe(jnp.asarray(normal(outputs), rng.choice(['float32', 'bfloat16'])))
     for _ in matrices

@@ -15,11 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+import tiny_blocks
 import variants
 
 from models.checkpoints import hub
 from models.nn import adapter
 from models.nn import attention
+from models.nn import blocks as blocks_lib
 from models.nn import experts as experts_lib
 from models.nn import matrices as matrices_lib
 from models.nn import rope as rope_lib
@@ -46,7 +48,13 @@ _attend = jax.jit(
 _write_slots = jax.jit(ops.write_slots, donate_argnums=0)
 
 
+# Without blocks of few bits, which tests/blocks_test.py multiplies.
+_DTYPES = 'float32', 'bfloat16', 'int8'
+
+
 def _matrix(shape, dtype):
+  if dtype in blocks_lib.KINDS:
+    return tiny_blocks.matrix(_RNG, dtype, shape)
   values = _RNG.standard_normal(shape, np.float32)
   return (
     matrices_lib.quantize(values)
@@ -56,7 +64,7 @@ def _matrix(shape, dtype):
 
 
 @pytest.mark.parametrize('shape', _SHAPES)
-@pytest.mark.parametrize('dtype', matrices_lib.KERNEL_DTYPES)
+@pytest.mark.parametrize('dtype', _DTYPES)
 def test_products_equal_those_of_xla(shape, dtype):
   weight = _matrix(shape, dtype)
   packed = matrices_lib.pack(weight)
@@ -99,11 +107,13 @@ _FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize('dtype', matrices_lib.KERNEL_DTYPES)
+@pytest.mark.parametrize('dtype', [*_DTYPES, 'Q4_K', 'Q6_K'])
 def test_what_surrounds_products_equals_the_parts_one_by_one(dtype):
   """Norms and residuals bit by bit, and so all of a row alone."""
   draw = lambda *shape: _RNG.standard_normal(shape, np.float32)
-  matrices = [matrices_lib.pack(_matrix((70, 90), dtype)) for _ in range(2)]
+  # Blocks of two kinds in one call.
+  kinds = [dtype, 'Q5_0' if dtype == 'Q4_K' else dtype]
+  matrices = [matrices_lib.pack(_matrix((70, 90), kind)) for kind in kinds]
   biases = [draw(70), jnp.asarray(draw(70), jnp.bfloat16)]
   norm = ops.Norm(draw(90), draw(90), 0.1, True)
 
@@ -288,13 +298,14 @@ def test_rows_are_summed_in_the_order_of_their_index():
 
 
 def _packed(module, dtype):
-  """The module with packed matrices, of int8 or of its own dtype."""
+  """The module with packed matrices, rounded or of its own dtype."""
   graph, params = hub.flat_params(module)
   for path, leaf in params.items():
     if leaf.ndim == 2 and path[0] != 'wpe':
-      matrix = (
-        matrices_lib.quantize(np.asarray(leaf)) if dtype == 'int8' else leaf
-      )
+      matrix, form = leaf, matrices_lib.FORMATS[dtype]
+      if not form.is_float:
+        rows = slice(None), np.asarray(leaf, np.float32)
+        matrix = form.from_blocks([rows], leaf.shape)
       params[path] = matrices_lib.pack(matrix)
   return nnx.merge(graph, traverse_util.unflatten_dict(params))
 
@@ -315,13 +326,14 @@ def _module(family, dtype, **changes):
 
 
 _long = functools.partial(pytest.param, marks=pytest.mark.long)
-_MIXTURES = [*itertools.product(matrices_lib.KERNEL_DTYPES, (64, 128))]
+_MIXTURES = [*itertools.product((*_DTYPES, 'int4'), (64, 128))]
 
 
 @pytest.mark.parametrize(
   ('family', 'dtype', 'num_experts'),
   [
     *(('gpt2', 'float32', 0), ('gpt2', 'int8', 0), ('windows', 'bfloat16', 0)),
+    ('gpt2', 'int4', 0),
     ('mixtral', 'float32', 64),
     *(_long('mixtral', *case) for case in _MIXTURES[1:]),
   ],
@@ -375,7 +387,7 @@ _SUMS = re.compile(
 
 
 @pytest.mark.parametrize('variant', ['gpt2', 'qwen3_biases', 'qwen3_moe'])
-@pytest.mark.parametrize('dtype', matrices_lib.KERNEL_DTYPES)
+@pytest.mark.parametrize('dtype', [*_DTYPES, 'int4'])
 def test_xla_sums_nothing_in_a_forward(variant, dtype, tmp_path):
   folder = variants.write(variant, tmp_path / 'model')
   tokens = np.zeros((2, 3), int)
@@ -419,14 +431,14 @@ def _every_kernel():
     last = function(*(array[-1:] for array in rows))
     results[name] = function(*rows), last
 
-  for dtype in matrices_lib.KERNEL_DTYPES:
+  for dtype in (*_DTYPES, *blocks_lib.KINDS):
     values = draw(101, 203)
-    integers = dtype == 'int8'
-    matrix = (
-      matrices_lib.quantize(values)
-      if integers
-      else values.astype(jnp.dtype(dtype))
-    )
+    if dtype in blocks_lib.KINDS:
+      matrix = tiny_blocks.matrix(rng, dtype, values.shape)
+    elif dtype == 'int8':
+      matrix = matrices_lib.quantize(values)
+    else:
+      matrix = values.astype(jnp.dtype(dtype))
     packed = matrices_lib.pack(matrix)
     call(
       dtype,

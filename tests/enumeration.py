@@ -20,9 +20,11 @@ import tiny_drafters
 
 from models.nn import table_model
 import specdec
+from specdec import cache as cache_lib
 from specdec import checks as checks_lib
 from specdec import sampling as sampling_lib
 from specdec import watchers as watchers_lib
+from specdec.draft import head as head_lib
 from specdec.draft import ranking as ranking_lib
 from specdec.tree import topology as topology_lib
 from specdec.verify import rejection
@@ -144,6 +146,55 @@ def drafter(name: str, draft: np.ndarray) -> specdec.Drafter:
       bigram, tiny_drafters.Settings(topology=topology_lib.chain(2))
     ),
   }[name]
+
+
+def _states_of(params, tokens, positions, mask, cache):
+  logits = params['logits'][tokens]
+  return logits, cache_lib.write_hidden(cache, 0, logits)
+
+
+def _cache_of_states(width):
+  def init_cache(batch_size, num_slots):
+    empty = cache_lib.init_empty_cache(batch_size, num_slots)
+    return cache_lib.with_hidden(empty, {0: width}, jnp.float32)
+
+  return init_cache
+
+
+def _head_states(params, tokens, positions, mask, cache, states):
+  return params['logits'][tokens] + 0.4 * states, cache
+
+
+def with_head(
+  target: specdec.LanguageModel, draft: np.ndarray
+) -> tuple[specdec.LanguageModel, specdec.Drafter]:
+  """A table that keeps its logits as states, and a head that reads them.
+
+  The head adds its own logits `draft [V, V]` to a part of the state before a
+  token, so what it drafts depends on the path to a node.
+  """
+  size = len(draft)
+  spec = dataclasses.replace(
+    target.spec, apply=_states_of, init_cache=_cache_of_states(size)
+  )
+  head = specdec.Head(
+    params={'logits': jnp.float32(draft)},
+    spec=head_lib.HeadSpec(
+      apply=_head_states,
+      fuse=lambda params, states: states,
+      logits=lambda params, states: states,
+      init_cache=cache_lib.init_empty_cache,
+      vocab_size=size,
+      max_positions=target.spec.max_positions,
+      weight_bytes=draft.nbytes,
+      cache_bytes_per_slot=0,
+      reads=(0,),
+      target_width=size,
+      width=size,
+    ),
+  )
+  drafter = _GROWN.drafter(specdec.HeadScorer(head))
+  return target.replace(spec=spec), drafter
 
 
 def request(

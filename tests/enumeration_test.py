@@ -718,3 +718,20 @@ def test_match_says_what_plain_decoding_does(name):
       steps += np.asarray(num_steps).tolist()
   # More than one step, and fewer than in plain decoding.
   assert name == 'none' or 1.2 < np.mean(steps) < 0.9 * _MATCH_LENGTH
+
+
+def test_match_with_a_head_says_what_plain_decoding_does():
+  rng = np.random.default_rng(0)
+  table = np.float32(1.3 * rng.normal(size=(_MATCH_VOCAB_SIZE,) * 2))
+  draft = enumeration.draft_logits('similar', table, rng)
+  target, drafter = enumeration.with_head(
+    table_model.table_model(table, max_positions=1000), draft
+  )
+  run = enumeration.quick_jit(_decode_with_noise)
+  for name in ('temperature 1', 'penalty, bias, filters', 'greedy'):
+    values = enumeration.SAMPLINGS[name]
+    noises, expected = _noises(table, values)
+    sampling = enumeration.full_sampling(values, _MATCH_VOCAB_SIZE)
+    emitted, steps = run(target, drafter, sampling, noises)
+    np.testing.assert_array_equal(emitted, expected, err_msg=name)
+    assert 1.2 < np.mean(steps) < 0.8 * _MATCH_LENGTH

@@ -20,6 +20,7 @@ from models.checkpoints import checkpoint as checkpoint_lib
 from models.checkpoints import families
 from models.checkpoints import hub
 from models.lab.training import tokenizer as tokenizer_lib
+from models.nn import blocks as blocks_lib
 from models.nn import dtypes
 from models.nn import gemma as gemma_lib
 from models.nn import gpt2 as nn_gpt2
@@ -353,6 +354,38 @@ def test_a_file_of_any_name(path):
     hub.locate(str(other))
 
 
+@pytest.mark.parametrize(
+  ('name', 'kind'),
+  [('llama', Kind.Q4_K), ('gpt2', Kind.Q8_0), ('llama, mixture', Kind.Q5_0)],
+)
+def test_matrices_stay_as_they_are_stored(name, kind, path, caplog):
+  """But one that is in no blocks, and positions and routers."""
+
+  def change(tensors):
+    key = 'blk.0.attn_output.weight'
+    exact = gguf.dequantize(*tensors[key])
+    return tensors | {key: (exact.astype(np.float16), Kind.F16)}
+
+  _write(path, name, kind, change=change)
+  found = hub.flat_params(hub.load_module(path, dtype='stored'))[1]
+  expected = hub.flat_params(hub.load_module(path))[1]
+  floats = set()
+  for key, leaf in found.items():
+    values = np.asarray(expected[key])
+    if isinstance(leaf, blocks_lib.BlockMatrix):
+      assert leaf.kind == kind.name
+      words = np.asarray(leaf.words)
+      weights = blocks_lib.expand(words, leaf.kind, leaf.width, np)
+      np.testing.assert_array_equal(weights, values)
+    elif leaf.ndim == 2:
+      assert leaf.dtype == jnp.bfloat16
+      rounded = values.astype(jnp.bfloat16)
+      np.testing.assert_array_equal(np.asarray(leaf), rounded)
+      floats.add(key[-2:])
+  assert len(floats) == 1 + (name != 'llama')
+  assert '1 matrices are in bfloat16' in caplog.text
+
+
 def test_a_file_that_is_cut_off_is_noticed_at_every_length(path):
   _write(path, 'qwen2')
   whole = path.read_bytes()
@@ -377,6 +410,8 @@ def test_auto_is_what_is_stored_and_native(path, monkeypatch):
     stored = hub.locate(path)
     assert checkpoint_lib.resolve_dtype('auto', stored) == dtype
     assert checkpoint_lib.resolve_dtype('int8', stored) == 'int8'
+    packed = 'stored' if kind == Kind.Q8_0 else dtype
+    assert checkpoint_lib.resolve_dtype('auto', stored, packed=True) == packed
 
 
 def test_what_is_not_there(path, monkeypatch):

@@ -121,13 +121,18 @@ _GPT2 = {'pre': 'gpt-2', 'merges': ['e r']}
 _BYTES = [f'<0x{byte:02X}>' for byte in range(256)]
 _PIECES = {'▁': -6, 'h': -7, 'i': -8, '▁▁': -5, '▁h': -3, 'hi': -2, '▁hi': -1}
 
+# Such as a Gemma has, for HTML and for runs of lines.
+_WHOLE = ['\n', '\n\n', 'i\n']
+
 
 def _write_pieces(path, **keys):
   """SentencePiece, whose unknown, begin and end tokens have own names."""
-  words = ['<none>', '<begin>', '<end>', *_BYTES, *_PIECES]
+  words = ['<none>', '<begin>', '<end>', *_BYTES, *_PIECES, *_WHOLE]
   kinds = [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL]
   kinds += [TokenType.BYTE] * 256 + [TokenType.NORMAL] * len(_PIECES)
+  kinds += [TokenType.USER_DEFINED] * len(_WHOLE)
   scores = [0.0] * 259 + [float(score) for score in _PIECES.values()]
+  scores += [-1000.0] * len(_WHOLE)
   keys = {'scores': scores} | keys
   return _write(path, words, model='llama', kinds=kinds, **keys), words
 
@@ -143,6 +148,8 @@ def _write_pieces(path, **keys):
     # Tags that other files have are text.
     ('<s>', False, ['<0x3C>', '<0x73>', '<0x3E>']),
     ('č', True, ['▁', '<0xC4>', '<0x8D>']),
+    # Whole ones are cut off before others are merged, the longest first.
+    ('hi\n\n\nhi', False, ['h', 'i\n', '\n\n', 'hi']),
   ],
 )
 def test_sentencepiece_is_as_for_llama_cpp(text, prefix, expected, path):

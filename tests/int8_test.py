@@ -1,5 +1,7 @@
 """Eight-bit weights: exact products, bounded rounding, and whole models."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -98,13 +100,24 @@ def test_target_and_draft_are_quantised_independently():
 
 
 def test_default_dtype_of_the_draft():
-  for dtype, target_dtype, packed, expected in (
-    *((None, 'bfloat16', True, 'int8'), (None, 'bfloat16', False, 'bfloat16')),
-    (None, 'float32', True, 'float32'),
-    ('bfloat16', 'bfloat16', True, 'bfloat16'),
+  small = hub.locate('demo')
+  large = types.SimpleNamespace(size=1 << 27, stored_dtypes=['float16'])
+  in_blocks = types.SimpleNamespace(size=1 << 27, stored_dtypes=['stored'])
+  for draft, dtype, target_dtype, packed, expected in (
+    (small, None, 'bfloat16', True, 'int8'),
+    (small, None, 'bfloat16', False, 'bfloat16'),
+    (small, None, 'float32', True, 'float32'),
+    (small, 'bfloat16', 'bfloat16', True, 'bfloat16'),
+    (small, None, 'int8', True, 'int8'),
+    (small, None, 'stored', True, 'int4'),
+    (large, None, 'bfloat16', True, 'int4'),
+    (large, None, 'int8', False, 'int8'),
+    (large, None, 'float32', True, 'float32'),
+    (in_blocks, None, 'int8', True, 'stored'),
+    (in_blocks, None, 'stored', True, 'stored'),
   ):
     found = checkpoint_lib.resolve_draft_dtype(
-      dtype, hub.locate('demo'), target_dtype=target_dtype, packed=packed
+      dtype, draft, target_dtype=target_dtype, packed=packed
     )
     assert found == expected
 

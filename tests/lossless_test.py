@@ -1,6 +1,8 @@
 """The checks that users run must pass what is right and fail what is not."""
 
 import dataclasses
+import math
+from unittest import mock
 
 import fuzzing
 import jax
@@ -213,7 +215,9 @@ def test_guesses_stand_as_often_as_theory_says():
       most = one[rule]['theory']['most']
       assert most == pytest.approx(one[rule]['theory'][name], abs=1e-5)
     # A chain of one is a tree with one child.
-    assert efficiency[rule] == pytest.approx(1 + measured, abs=0.01)
+    assert efficiency[rule]['measured'] == pytest.approx(1 + measured, abs=0.01)
+    forwards = efficiency[rule]['forwards']
+    assert abs(forwards - one[rule]['forwards']) <= 3, rule
   # Enough forwards to tell the theories from each other.
   assert one['match']['standard_error'] < 0.03
   theory = one['match']['theory']
@@ -225,6 +229,17 @@ def test_guesses_stand_as_often_as_theory_says():
   assert rows[0]['theory, 1 child'].startswith('coupled = 0.')
   assert rows[0]['measured, 1 children'].startswith('0.')
   assert rows[-1]['theory, 1 child'] == ''
+
+
+def test_the_error_of_a_block_efficiency_is_that_of_a_ratio():
+  """Two texts: two tokens in one forward, and three in two, the last cut."""
+  cut = mock.Mock(origins=[[1, 0], [2, 0, 1], []])
+  found = lossless._efficiency([cut])
+  assert found['measured'] == pytest.approx(5 / 3)
+  # Residuals of 1/3 each, so a spread of 2/9 over one degree of freedom.
+  error = math.sqrt(2 / 9 / 2) / 1.5
+  assert found['standard_error'] == pytest.approx(error)
+  assert found['forwards'] == 3
 
 
 def test_acceptance_is_of_sampling():

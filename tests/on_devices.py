@@ -264,8 +264,8 @@ def check_what_cannot_be_divided_is_whole() -> None:
     assert {*map(_part, found)} == {part}, name
 
 
-def check_eight_bits_on_several_devices() -> None:
-  """The scales go with the outputs."""
+def check_few_bits_on_several_devices() -> None:
+  """Scales go with the outputs, and blocks that are not enough are whole."""
   whole, parts = (
     _leaves(_load('llama', 'target', layout, dtype='int8'))
     for layout in (sharding_lib.Layout(), _layout('2x4'))
@@ -275,6 +275,10 @@ def check_eight_bits_on_several_devices() -> None:
   gate = {path[-1]: leaf for path, leaf in parts.items() if 'gate_proj' in path}
   shapes = {name: _part(leaf) for name, leaf in gate.items()}
   assert shapes == {'.values': (6, 16), '.scale': (6,)}
+  parts = _leaves(_load('llama', 'target', _layout('2x4'), dtype='int4'))
+  for name, outputs in (('gate_proj', 6), ('down_proj', 16)):
+    found = [leaf for path, leaf in parts.items() if name in path]
+    assert {*map(_part, found)} == {(outputs, 1, 20)}
 
 
 def check_what_was_divided_can_be_saved() -> None:
@@ -390,7 +394,7 @@ CHECKS = [
   check_a_head_drafts_on_several_devices,
   check_tensors_lie_where_the_table_says,
   check_what_cannot_be_divided_is_whole,
-  *(check_eight_bits_on_several_devices, check_what_was_divided_can_be_saved),
+  *(check_few_bits_on_several_devices, check_what_was_divided_can_be_saved),
   check_streams_keep_what_they_hold_where_it_was,
   check_another_turn_on_several_devices,
   check_prompts_take_turns_on_several_devices,

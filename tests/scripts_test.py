@@ -17,6 +17,7 @@ import pytest
 
 from models.checkpoints import hub
 from models.lab.bench import machine
+from models.lab.study import timing
 from models.lab.training import tokenizer as tokenizer_lib
 from models.lab.tune import plan_lookup
 from models.nn import gpt2 as nn_gpt2
@@ -391,6 +392,59 @@ def test_benchmark_writes_what_it_prints(pair, prompts, tmp_path, monkeypatch):
       assert names <= arm.keys()
       assert arm['new_tokens'] == 18
       assert len(arm['speed_per_batch']) == 2 // size
+
+
+def test_turns_are_decoded_and_counted_by_category(
+  instruct, tmp_path, monkeypatch
+):
+  """After the answers of plain decoding, which `generate.py` gives, too."""
+  monkeypatch.setattr(machine, '_MATRIX_WIDTH', {'default': 64})
+  monkeypatch.setattr(machine, '_READ_BYTES', {'default': 1 << 20})
+  decode, seen = timing.time_arms, []
+
+  def time_arms(arms, batches, **options):
+    seen.extend(batches)
+    return decode(arms, batches, **options)
+
+  monkeypatch.setattr(timing, 'time_arms', time_arms)
+  asked = {'code': [['def', 'x'], ['add', 'y']], 'talk': [['first']]}
+  file, output = tmp_path / 'asked.jsonl', tmp_path / 'one.json'
+  file.write_text(
+    '\n'.join(
+      json.dumps({'category': name, 'turns': turns, 'question_id': 1})
+      for name, questions in asked.items()
+      for turns in questions
+    )
+  )
+  flags = f'--prompt_file={file}', f'--output={output}', '--num_prompts=1'
+  flags += '--arms=plain,chain(num_draft_tokens=2)', '--nopredict'
+  # The target drafts for itself, so that all that is drafted is accepted.
+  flags += (instruct[0].replace('target', 'draft', 1),)
+  printed = _output('benchmark.py', *instruct[:3], *flags)
+  answer = _generate(*instruct[:3], '--chat', '--prompt=def', '--method=plain')
+  texts = 'u:def\na:', 'u:first\na:'
+  texts += (f'{texts[0]}{answer["text"][0]}\nu:x\na:',)
+  assert seen == [[_tokenizer()(text)['input_ids']] for text in texts]
+  report = json.loads(output.read_text())
+  categories = report['categories']
+  assert list(categories) == ['code', 'talk']
+  for arm, pooled in report['arms'].items():
+    own = [arms[arm] for arms in categories.values()]
+    assert [len(one['speed_per_batch']) for one in own] == [2, 1]
+    assert [one['flips'] for one in own] == [[], []]
+    for name in ('new_tokens', 'target_forwards'):
+      assert sum(one[name] for one in own) == pooled[name]
+    histograms = [one['accepted_histogram'] for one in own]
+    assert np.sum(histograms, axis=0).tolist() == pooled['accepted_histogram']
+    accepted = [0, 0, 3] if arm.startswith('chain') else [9]
+    assert categories['talk'][arm]['accepted_histogram'] == accepted
+    means = report['mean_over_categories'][arm]
+    for name in ('speed', 'block_efficiency'):
+      assert means[name] == pytest.approx(np.mean([one[name] for one in own]))
+  for table in (printed, output.with_suffix('.md').read_text()):
+    for name in (*categories, 'all, pooled', 'mean of categories'):
+      assert len(re.findall(rf'^\| {name} ', table, re.M)) == 1 + 2
+  assert (tmp_path / 'one_categories.png').stat().st_size > 0
 
 
 def test_a_plan_says_how_to_decode(pair, tmp_path):

@@ -17,7 +17,8 @@ import pytest
 _ROOTS = ('specdec', 'models')
 # Nothing imported under one source may be used under another.
 _HELPERS = ('enumeration', 'list_growth', 'list_trees', 'slow_walks')
-_HELPERS += ('slow_head', 'tiny_drafters', 'tiny_heads', 'tiny', 'variants')
+_HELPERS += ('slow_head', 'tiny_blocks', 'tiny_drafters', 'tiny_heads')
+_HELPERS += ('tiny', 'variants')
 
 # Tests that detect several bugs.
 _TESTS = {
@@ -413,6 +414,15 @@ slots without a part are seen
 [models.text.shared_tokens: other_tokens.check_what_is_shared()]
 the first parts are kept, not the last
   tokens[-_MOST_PARTS:] => tokens[:_MOST_PARTS]
+# Blocks of few bits.
+[models.nn.blocks: blocks.test_xla_expands_what_gguf_does('Q5_K')]
+the scale of a neighbouring group
+  scale[..., None] => jnp.roll(scale, 1, -1)[..., None]
+minima are forgotten
+  values -= minimum[..., None] => values -= 0 * minimum[..., None]
+halves of bytes are swapped
+  - (_shifted(low, (0, 4), -2) & nibbles).reshape(*lead, 8, 8)
+  + (_shifted(low, (4, 0), -2) & nibbles).reshape(*lead, 8, 8)
 """
 
 
@@ -511,7 +521,7 @@ def _run(test):
 def test_every_bug_is_read():
   names = [line for line in _TABLE.splitlines() if re.match(r'[^\s#[]', line)]
   assert names == [bug.id for bug in _BUGS]
-  assert len(names) == len(set(names)) == 119
+  assert len(names) == len(set(names)) == 122
 
 
 @pytest.mark.parametrize(('module', 'old', 'new', 'test'), _BUGS)

@@ -14,6 +14,9 @@ from models.nn import adapter
 from models.nn import dtypes
 from models.nn import matrices as matrices_lib
 
+# Bytes of a draft's files that a processor's cache may hold.
+_CACHED = 1 << 26
+
 
 class StoredTensor(Protocol):
   """A tensor of a checkpoint, whose matrices are `[out, in]`."""
@@ -27,6 +30,12 @@ class StoredTensor(Protocol):
 
   def blocks(self) -> Iterator[tuple[Any, np.ndarray]]:
     """Yields indices of n rows and their values, `[n, in]` or `[n]`."""
+
+  def raw(self) -> tuple[str, Iterator[tuple[Any, np.ndarray]]] | None:
+    """The kind of its blocks, if `models.nn.blocks` has it, and its rows.
+
+    These are indices of n rows, and `[n, bytes]` uint8 as they are stored.
+    """
 
 
 class StoredTensors(Protocol):
@@ -45,7 +54,10 @@ class StoredTensors(Protocol):
 
   @property
   def stored_dtypes(self) -> Sequence[str]:
-    """Dtypes that the matrices can be loaded as without much loss."""
+    """Dtypes that the matrices can be loaded as without much loss.
+
+    `stored` is one if there are blocks of few bits that can be computed with.
+    """
 
   @property
   def size(self) -> int:
@@ -102,17 +114,39 @@ def usable_ids(
 
 
 def resolve_dtype(
-  dtype: jax.typing.DTypeLike, checkpoint: StoredTensors
+  dtype: jax.typing.DTypeLike,
+  checkpoint: StoredTensors,
+  *,
+  packed: bool = False,
 ) -> str:
   """The name of a format of weights, where `auto` is chosen for a checkpoint.
 
-  It is the 16-bit type of the checkpoint's matrices if this platform computes
-  in it natively, else float32. The weights of few bits that GGUF files hold
-  fit either 16-bit type.
+  It is `stored` for blocks of few bits if the kernels of `models.nn.cpu` are
+  used. Otherwise it is the 16-bit type of the checkpoint's matrices if this
+  platform computes in it natively, else float32. Blocks of few bits fit either
+  16-bit type.
+
+  Args:
+    dtype: a format, or `auto`.
+    checkpoint: whose matrices are loaded.
+    packed: whether the kernels are used.
+
+  Raises:
+    ValueError: there is no such format, or it is `stored` and the checkpoint
+      has no such blocks.
   """
   if dtype != dtypes.AUTO:
-    return matrices_lib.format_of(dtype).name
+    name = matrices_lib.format_of(dtype).name
+    is_stored = name == matrices_lib.STORED
+    if is_stored and matrices_lib.STORED not in checkpoint.stored_dtypes:
+      raise ValueError(
+        f'dtype={name} is for GGUF files in blocks of few bits, and'
+        f' {checkpoint.path} has none; choose another, such as int4'
+      )
+    return name
   stored, native = checkpoint.stored_dtypes, dtypes.native_dtypes()
+  if packed and matrices_lib.STORED in stored:
+    return matrices_lib.STORED
   usable = [one for one in ('bfloat16', 'float16') if one in {*stored} & native]
   return usable[0] if usable else 'float32'
 
@@ -126,9 +160,11 @@ def resolve_draft_dtype(
 ) -> str:
   """The name of the format of a draft, where None is chosen for it.
 
-  It is that of the target, but int8 beside a target in bfloat16 if the kernels
-  of `models.nn.cpu` are used: no format of the draft changes what is decoded, a
-  forward then reads half as many bytes, and eight bits are multiplied faster.
+  No format of the draft changes what is decoded, and a forward that reads fewer
+  bytes is faster. So if the kernels of `models.nn.cpu` are used, a draft has
+  four bits (as stored, if it has blocks) beside a target in bfloat16 or fewer
+  bits; but a small one, which the processor's cache holds, has eight beside
+  bfloat16. Otherwise its format is that of the target.
 
   Args:
     dtype: None or a dtype, `auto` as for `resolve_dtype`.
@@ -137,5 +173,13 @@ def resolve_draft_dtype(
     packed: whether the kernels are used.
   """
   if dtype is not None:
-    return resolve_dtype(dtype, checkpoint)
-  return 'int8' if packed and target_dtype == 'bfloat16' else target_dtype
+    return resolve_dtype(dtype, checkpoint, packed=packed)
+  has_blocks = matrices_lib.STORED in checkpoint.stored_dtypes
+  few_bits = matrices_lib.STORED if has_blocks else 'int4'
+  if target_dtype == matrices_lib.STORED:
+    return few_bits
+  if not packed or target_dtype not in ('bfloat16', 'int8', 'int4'):
+    return target_dtype
+  if checkpoint.size > _CACHED:
+    return few_bits
+  return 'int8' if target_dtype == 'bfloat16' else target_dtype

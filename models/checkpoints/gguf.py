@@ -5,6 +5,7 @@ Names and layouts are those that llama.cpp's converters write
 `[out, in]`, in blocks of numbers of few bits along the last axis.
 """
 
+from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
 import dataclasses
@@ -23,6 +24,7 @@ from models.checkpoints import families
 from models.checkpoints import gguf_header
 from models.checkpoints import gguf_tokenizer
 from models.nn import adapter
+from models.nn import blocks as blocks_lib
 from models.nn import rope as rope_lib
 
 SUFFIX = '.gguf'
@@ -484,30 +486,41 @@ class Tensor:
     per_block, block_bytes = gguf.GGML_QUANT_SIZES[self.info.kind]
     return self.shape[-1] // per_block * block_bytes
 
-  def _block(self, gguf, start: int, count: int) -> np.ndarray:
-    """Rows of the tensor, as float32."""
+  def _raw_rows(self, gguf, start: int, count: int) -> np.ndarray:
+    """Rows of the tensor as they are stored, `[count, bytes]` uint8."""
     row_bytes = self._row_bytes(gguf)
     start += (self.expert or 0) * math.prod(self.shape[:-1])
-    raw = np.fromfile(
-      self.file,
-      np.uint8,
-      count * row_bytes,
-      offset=self.info.offset + start * row_bytes,
-    )
-    kind = gguf.GGMLQuantizationType(self.info.kind)
-    return gguf.dequantize(raw.reshape(count, row_bytes), kind)
+    offset = self.info.offset + start * row_bytes
+    raw = np.fromfile(self.file, np.uint8, count * row_bytes, offset=offset)
+    return raw.reshape(count, row_bytes)
 
-  def blocks(self) -> Iterator[tuple[Any, np.ndarray]]:
-    """Yields indices of n rows and their values, `[n, in]` or `[n]` float32."""
-    gguf = _quants()
-    if len(self.shape) == 1:
-      yield self._order(self.shape[0]), self._block(gguf, 0, 1)[0]
-      return
-    order = self._order(self.shape[0])
+  def _block(self, gguf, start: int, count: int) -> np.ndarray:
+    """Rows of the tensor, as float32."""
+    kind = gguf.GGMLQuantizationType(self.info.kind)
+    return gguf.dequantize(self._raw_rows(gguf, start, count), kind)
+
+  def _by_rows(
+    self, read: Callable[[Any, int, int], np.ndarray]
+  ) -> Iterator[tuple[Any, np.ndarray]]:
+    gguf, order = _quants(), self._order(self.shape[0])
     step = max(1, _BLOCK_BYTES // (4 * self.shape[1]))
     for start in range(0, self.shape[0], step):
       end = min(start + step, self.shape[0])
-      yield order[start:end], self._block(gguf, start, end - start)
+      yield order[start:end], read(gguf, start, end - start)
+
+  def blocks(self) -> Iterator[tuple[Any, np.ndarray]]:
+    """Yields indices of n rows and their values, `[n, in]` or `[n]` float32."""
+    if len(self.shape) == 1:
+      yield self._order(self.shape[0]), self._block(_quants(), 0, 1)[0]
+    else:
+      yield from self._by_rows(self._block)
+
+  def raw(self) -> tuple[str, Iterator[tuple[Any, np.ndarray]]] | None:
+    """See `checkpoint.StoredTensor`."""
+    kind = _quants().GGMLQuantizationType(self.info.kind).name
+    if kind not in blocks_lib.KINDS:
+      return None
+    return kind, self._by_rows(self._raw_rows)
 
   def _order(self, length: int) -> np.ndarray:
     """Where each stored row goes.
@@ -574,7 +587,10 @@ class GGUFFile:
       return ['float32']
     exact = {kind.BF16: 'bfloat16', kind.F16: 'float16'}
     known = [exact[one] for one in exact if one in kinds]
-    return known if kinds <= {*exact, kind.F32} else ['bfloat16', 'float16']
+    if kinds <= {*exact, kind.F32}:
+      return known
+    computed = any(one.name in blocks_lib.KINDS for one in map(kind, kinds))
+    return ['stored'] * computed + ['bfloat16', 'float16']
 
   @property
   def files(self) -> list[pathlib.Path]:

@@ -21,6 +21,7 @@ from models.checkpoints import families
 from models.checkpoints import gguf
 from models.checkpoints import hugging_face
 from models.nn import adapter
+from models.nn import blocks as blocks_lib
 from models.nn import matrices as matrices_lib
 from models.nn import sharding as sharding_lib
 from specdec import memory
@@ -179,7 +180,9 @@ def read_module(
     checkpoint: where the model is stored.
     dtype: of the matrices, one of `models.nn.matrices.DTYPES`; norms are always
       float32. `int8` rounds all matrices to eight bits, except position
-      embeddings and routers, and the rest is computed in bfloat16.
+      embeddings and routers, and the rest is computed in bfloat16; `int4` to
+      four, but embedding and head to eight. `stored` leaves those in blocks of
+      few bits as they are.
     packed: whether matrices are packed for the kernels of `models.nn.cpu`,
       which must be available; those of float16 are not. Not with several
       devices.
@@ -241,7 +244,8 @@ def read_parameters(
       message names it.
   """
   loaded, origin = dict[tuple, Any](), dict[tuple, str]()
-  for path, name, host in _read(checkpoint, family, expected, form):
+  heads = {config.embedding, 'lm_head'}
+  for path, name, host in _read(checkpoint, family, expected, form, heads):
     tied = outputs is not None and config.tie_embeddings
     if outputs is not None and path[0] == (
       config.embedding if tied else 'lm_head'
@@ -282,8 +286,13 @@ def _read(
   family: families.Family,
   expected: dict[tuple, Any],
   form: matrices_lib.WeightFormat,
+  heads: set[Any],
 ) -> Iterator[tuple[tuple, str, Any]]:
-  """Yields paths in the module, stored names, and parameters on the host."""
+  """Yields paths in the module, stored names, and parameters on the host.
+
+  `heads` are the first parts of the paths of token embedding and head.
+  """
+  expanded = list[str]()
   paths = {families.parameter_name(path): path for path in expected}
   for key, tensor in waiting.progress(
     checkpoint.tensors(),
@@ -298,11 +307,25 @@ def _read(
       )
     leaf = expected[paths[key]]
     tensor.check(leaf.shape)
-    in_format = leaf.ndim == 2 and not family.stays_float(key)
-    floats = functools.partial(matrices_lib.fill, dtype=leaf.dtype)
-    make = form.from_blocks if in_format else floats
+    path, make = paths[key], form.from_blocks
+    if leaf.ndim != 2 or family.stays_float(key):
+      make = functools.partial(matrices_lib.fill, dtype=leaf.dtype)
+    elif form.keeps_blocks and (raw := tensor.raw()) is not None:
+      kind, rows = raw
+      yield path, tensor.name, blocks_lib.from_raw(rows, leaf.shape, kind)
+      continue
+    elif form.keeps_blocks:
+      expanded.append(tensor.name)
+    elif form.of_head is not None and path[0] in heads:
+      make = form.of_head
     # Not a variable, which would stay while the next tensor is read.
-    yield paths[key], tensor.name, make(tensor.blocks(), leaf.shape)
+    yield path, tensor.name, make(tensor.blocks(), leaf.shape)
+  if expanded:
+    logging.warning(
+      '%s: %d matrices are in bfloat16, since no kernel computes their types:'
+      ' %s, ...',
+      *(checkpoint.path.name, len(expanded), expanded[0]),
+    )
 
 
 def save_pretrained(

@@ -78,6 +78,9 @@ class _Tensor:
         block = stored[:, rows].T if self.transposed else stored[rows]
         yield slice(start, end), self.convert(block)
 
+  def raw(self) -> None:
+    """There are no blocks of few bits."""
+
 
 @dataclasses.dataclass(frozen=True)
 class HuggingFaceFolder:

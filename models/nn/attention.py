@@ -11,8 +11,8 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from models.nn import contraction
 from models.nn import layers
-from models.nn import matrices as matrices_lib
 from models.nn.cpu import ops
 from specdec import cache as cache_lib
 
@@ -26,7 +26,7 @@ def _batched_matmul(x: jax.Array, y: jax.Array, contract: int) -> jax.Array:
     x,
     y,
     (((3,), (contract,)), ((0, 1), (0, 1))),
-    precision=matrices_lib.precision(y.dtype),
+    precision=contraction.precision(y.dtype),
     preferred_element_type=jnp.float32,
   )
 

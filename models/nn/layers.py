@@ -170,7 +170,8 @@ def project(
 ) -> jax.Array:
   """Linear maps of rows, the norm before them and what follows them.
 
-  With the kernels of `models.nn.cpu`, all of it is one call.
+  With the kernels of `models.nn.cpu`, all of it is one call, unless the
+  matrices are of several formats.
 
   Args:
     x: `[..., in]` float32.
@@ -184,7 +185,8 @@ def project(
   Returns:
     `[..., out]` float32, the results of all maps beside one another.
   """
-  if matrices_lib.uses_kernels(linears[0][0]):
+  matrices = [matrix for matrix, _ in linears]
+  if matrices_lib.are_one_call(matrices):
     multiply = functools.partial(
       matrices_lib.multiply_packed,
       x,
@@ -197,7 +199,8 @@ def project(
     out = multiply()
     results = jnp.split(out, 2, axis=-1) if gated else [out]
   else:
-    rows = normalize(x, norm, kernels=False)
+    kernels = matrices_lib.uses_kernels(matrices[0])
+    rows = normalize(x, norm, kernels=kernels)
     results = [_product(rows, linear) for linear in linears]
   function = ACTIVATIONS[activation]
   if gated:

@@ -14,7 +14,6 @@ from collections.abc import Iterable
 from collections.abc import Sequence
 import dataclasses
 import functools
-import math
 from typing import Any
 from typing import Protocol
 from typing import runtime_checkable
@@ -25,6 +24,9 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
+from models.nn import blocks as blocks_lib
+from models.nn import contraction
+from models.nn import four_bits
 from models.nn.cpu import ops
 
 # -128 has no counterpart, so rounding is symmetric without it.
@@ -34,7 +36,6 @@ _LARGEST = 127.0
 _BLOCK = 16  # Outputs that a register has.
 _BLOCKS = 2  # Blocks that lie beside one another, a group.
 _WORDS = 16  # Of a tile of the matrix unit; their number is a multiple.
-_ALIGNMENT = 64  # Bytes; JAX copies arrays on the CPU that begin elsewhere.
 
 # Indices of n rows, and their values `[n, in]`; of a vector `[n]`.
 Blocks = Iterable[tuple[Any, np.ndarray]]
@@ -91,72 +92,6 @@ def quantize_rows(rows, xp=jnp):
   return xp.round(rows / scale[:, None]).astype(xp.int8), scale
 
 
-def precision(dtype: jnp.dtype) -> lax.Precision:
-  """Full precision for float32, which GPUs and TPUs round by default."""
-  exact = dtype == jnp.float32
-  return lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
-
-
-def _contract(x: jax.Array, weight: jax.Array) -> jax.Array:
-  """`x @ weight.T`, accumulated in int32 for int8 and in float32 otherwise."""
-  is_int8 = weight.dtype == jnp.int8
-  return lax.dot_general(
-    x,
-    weight,
-    (((1,), (1,)), ((), ())),
-    precision=precision(weight.dtype),
-    preferred_element_type=jnp.int32 if is_int8 else jnp.float32,
-  )
-
-
-def _contract_padded(num_rows: int, x: jax.Array, weight: jax.Array):
-  """The product of a single row, computed as `num_rows` equal rows."""
-  return _contract(jnp.broadcast_to(x, (num_rows, x.shape[1])), weight)[:1]
-
-
-def _rows_matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
-  """`x @ weight.T` for `x` `[rows, in]` and `weight` `[out, in]` of one dtype.
-
-  The padding is chosen when the program is lowered, so one traced program
-  serves every platform.
-  """
-  if x.shape[0] > 1 or weight.dtype == jnp.float32:
-    return _contract(x, weight)
-  return lax.platform_dependent(
-    x,
-    weight,
-    # bfloat16, 24 products: 187 ms for one row, 12.5 ms for two
-    # (docs/cpu.md, AMD EPYC Zen 5); int8 takes the same path.
-    cpu=functools.partial(_contract_padded, 2),
-    # 8 to 17 times fewer cycles by the estimate of the v5e compiler, not timed:
-    # a single row never reaches the matrix unit (docs/accelerators.md).
-    tpu=functools.partial(_contract_padded, 8),
-    default=_contract,
-  )
-
-
-@jax.custom_vjp
-def _linear(x: jax.Array, weight: jax.Array) -> jax.Array:
-  return _rows_matmul(x, weight)
-
-
-def _linear_fwd(x, weight):
-  return _rows_matmul(x, weight), (x, weight)
-
-
-def _linear_bwd(residuals, grad):
-  # The default rule would contract a float32 cotangent with bfloat16 weights,
-  # a mixed product that has no fast kernel on any platform.
-  x, weight = residuals
-  grad = grad.astype(weight.dtype)
-  grad_x = jnp.matmul(grad, weight, preferred_element_type=jnp.float32)
-  grad_weight = jnp.matmul(grad.T, x, preferred_element_type=jnp.float32)
-  return grad_x.astype(x.dtype), grad_weight.astype(weight.dtype)
-
-
-_linear.defvjp(_linear_fwd, _linear_bwd)
-
-
 class FloatMatrix(flax.struct.PyTreeNode):
   """An array of floats `[out, in]` with the methods of a `Matrix`."""
 
@@ -172,7 +107,7 @@ class FloatMatrix(flax.struct.PyTreeNode):
     return self.values.dtype.name
 
   def product(self, rows: jax.Array) -> jax.Array:
-    return _linear(rows.astype(self.values.dtype), self.values)
+    return contraction.linear(rows.astype(self.values.dtype), self.values)
 
   def take(self, index: jax.Array) -> jax.Array:
     take = lambda values, index: values[index].astype(jnp.float32)
@@ -218,7 +153,7 @@ class Int8Matrix(flax.struct.PyTreeNode):
   def product(self, rows: jax.Array) -> jax.Array:
     """See `Matrix`; sums are exact, so a row does not depend on the others."""
     values, scale = quantize_rows(rows.astype(jnp.float32))
-    product = _rows_matmul(values, self.values)
+    product = contraction.rows_matmul(values, self.values)
     scales = scale[:, None] * self.scale[None]
     return product.astype(jnp.float32) * scales
 
@@ -249,6 +184,15 @@ class PackedMatrix(flax.struct.PyTreeNode):
   shape: tuple[int, int] = flax.struct.field(pytree_node=False)
   dtype: str = flax.struct.field(pytree_node=False)
   uses_kernels = True
+
+  @property
+  def kernel(self) -> str:
+    """The name for `ops.multiply`."""
+    return self.dtype
+
+  def operand(self, bias: jax.Array | None) -> ops.Matrix:
+    """The matrix and a bias for `ops.multiply`."""
+    return ops.Matrix(self.words, self.scale, self.shape[0], bias)
 
   def product(self, rows: jax.Array) -> jax.Array:
     """See `Matrix`; rows are rounded as those of the unpacked matrix are."""
@@ -366,14 +310,6 @@ def computed(matrix: Any) -> Any:
   return matrix.outputs if isinstance(matrix, FewOutputs) else matrix
 
 
-def _aligned_zeros(shape: tuple[int, ...]) -> np.ndarray:
-  """Zeros of uint32 that JAX can take as they are, without a copy."""
-  size = 4 * math.prod(shape)
-  memory = np.zeros(size + _ALIGNMENT, np.uint8)
-  start = -memory.ctypes.data % _ALIGNMENT
-  return memory[start : start + size].view(np.uint32).reshape(shape)
-
-
 def _pack(values: np.ndarray, scale: np.ndarray) -> PackedMatrix:
   """Packs `[out, in]` float32, bfloat16 or int8, on the host."""
   num_outputs, num_inputs = values.shape
@@ -381,7 +317,7 @@ def _pack(values: np.ndarray, scale: np.ndarray) -> PackedMatrix:
   size = _BLOCK * _BLOCKS
   groups = -(-num_outputs // size)
   words = -(-num_inputs // (_WORDS * per_word)) * _WORDS
-  packed = _aligned_zeros((groups, words, _BLOCKS, _BLOCK))
+  packed = blocks_lib.aligned_zeros((groups, words, _BLOCKS, _BLOCK))
   for group in range(groups):
     rows = values[group * size : (group + 1) * size]
     padded = np.zeros((size, words * per_word), values.dtype)
@@ -415,18 +351,27 @@ def matmul(x: jax.Array, weight: jax.Array | Matrix) -> jax.Array:
   return out.reshape(*x.shape[:-1], weight.shape[0])
 
 
+Packed = PackedMatrix | blocks_lib.PackedBlocks
+"""A matrix as the kernels read it."""
+
+
+def are_one_call(matrices: Sequence[Any]) -> bool:
+  """Whether one call of `multiply_packed` takes all of these matrices."""
+  packed = [one for one in matrices if uses_kernels(one)]
+  return len(packed) == len(matrices) and len({m.kernel for m in packed}) == 1
+
+
 def multiply_packed(
   x: jax.Array,
-  matrices: Sequence[PackedMatrix],
+  matrices: Sequence[Packed],
   biases: Sequence[jax.Array | None],
   **options: Any,
 ) -> jax.Array:
-  """`ops.multiply` of packed matrices of one format, with its options."""
+  """`ops.multiply` of packed matrices of one kernel, with its options."""
   operands = [
-    ops.Matrix(matrix.words, matrix.scale, matrix.shape[0], bias)
-    for matrix, bias in zip(matrices, biases, strict=True)
+    matrix.operand(bias) for matrix, bias in zip(matrices, biases, strict=True)
   ]
-  return ops.multiply(x, operands, dtype=matrices[0].dtype, **options)
+  return ops.multiply(x, operands, dtype=matrices[0].kernel, **options)
 
 
 def take_rows(weight: jax.Array | Matrix, index: jax.Array) -> jax.Array:
@@ -511,6 +456,8 @@ class WeightFormat:
     bytes_per_weight: in memory.
     from_blocks: makes a matrix on the host, of `(blocks, shape)`; raises
       ValueError if a weight cannot be rounded.
+    of_head: the same for the token embedding and the head; None: `from_blocks`.
+    keeps_blocks: whether a matrix in blocks of few bits stays as it is stored.
     has_kernels: whether the kernels of `models.nn.cpu` multiply it.
   """
 
@@ -518,12 +465,18 @@ class WeightFormat:
   float_dtype: str
   bytes_per_weight: float
   from_blocks: Callable[[Blocks, tuple[int, ...]], Any]
+  of_head: Callable[[Blocks, tuple[int, ...]], Any] | None = None
+  keeps_blocks: bool = False
   has_kernels: bool = True
 
   @property
   def is_float(self) -> bool:
     """Whether the matrices are plain arrays."""
     return self.name == self.float_dtype
+
+
+STORED = 'stored'
+"""The format of matrices that stay as a GGUF file has them."""
 
 
 def _floats(name: str, **options: Any) -> WeightFormat:
@@ -537,6 +490,21 @@ _FORMATS = (
   _floats('bfloat16'),
   _floats('float16', has_kernels=False),
   WeightFormat('int8', 'bfloat16', 1, quantize_blocks),
+  WeightFormat(
+    'int4',
+    'bfloat16',
+    0.5625,
+    four_bits.quantize_blocks,
+    functools.partial(four_bits.quantize_blocks, is_head=True),
+  ),
+  # What is not in blocks is in bfloat16; of the others, four bits are usual.
+  WeightFormat(
+    STORED,
+    'bfloat16',
+    0.5625,
+    functools.partial(fill, dtype=jnp.dtype('bfloat16')),
+    keeps_blocks=True,
+  ),
 )
 FORMATS = {one.name: one for one in _FORMATS}
 """The formats that weights may be loaded as, by name."""

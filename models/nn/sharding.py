@@ -236,10 +236,17 @@ class Layout:
 
     def put(array):
       sharding = self.of_parameter(path, array.shape, config)
-      if sharding is None:
+      if self.mesh is None or sharding is None:
         return jax.device_put(array)
+      # Of a matrix in blocks, whole blocks are divided.
+      axes = (
+        axis if axis and size % self.mesh.shape[axis] == 0 else None
+        for axis, size in zip(sharding.spec, array.shape, strict=False)
+      )
       return jax.make_array_from_callback(
-        array.shape, sharding, lambda index: array[index]
+        array.shape,
+        NamedSharding(sharding.mesh, PartitionSpec(*axes)),
+        lambda index: array[index],
       )
 
     return jax.tree.map(put, matrix)

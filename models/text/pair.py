@@ -40,13 +40,16 @@ class ModelChoice:
     draft: the draft model, named in the same way, except that `demo` is the
       embedded draft; None for none.
     revision: of the target, on the hub.
-    dtype: of the target: float32, bfloat16, float16 or int8; auto: the 16-bit
-      type of the checkpoint where this platform computes in it natively, else
-      float32. In float32 drafted and plain tokens are equal, and with
-      `cpu_kernels` in every dtype but float16; else they may differ in 16 bits
-      where two logits are as close as rounding (docs/cpu.md).
-    draft_dtype: of the draft; None: as the target, but int8 beside bfloat16
-      where the kernels for CPU are used.
+    dtype: of the target: float32, bfloat16, float16, int8, int4 or stored (as a
+      GGUF file has it); auto: stored for such files where `cpu_kernels` are
+      used, otherwise the 16-bit type of the checkpoint where this platform
+      computes in it natively, else float32. In float32 drafted and plain tokens
+      are equal, and with `cpu_kernels` in every dtype but float16; else they
+      may differ in 16 bits where two logits are as close as rounding
+      (docs/cpu.md).
+    draft_dtype: of the draft; None: as the target, but where the kernels for
+      CPU are used four bits beside bfloat16 and fewer bits, see
+      `models.checkpoints.checkpoint.resolve_draft_dtype`.
     draft_vocab: how many of its tokens the draft computes and proposes, or
       which, see `models.text.draft_vocabulary`. None: all.
     cpu_kernels: whether the kernels of `models.nn.cpu` are used on CPU, if they
@@ -266,7 +269,7 @@ def load_checkpoints(
       'cpu_kernels are for one device; on %d XLA computes',
       layout.num_devices,
     )
-  dtype = checkpoint_lib.resolve_dtype(choice.dtype, target)
+  dtype = checkpoint_lib.resolve_dtype(choice.dtype, target, packed=packed)
   tokenizer, size = target.tokenizer, target.config.vocab_size
   assert tokenizer is not None
   shared = None

@@ -14,10 +14,12 @@ import numpy as np
 import tqdm
 
 from models.lab.bench import arms as arms_lib
+from models.lab.bench import batches as batches_lib
 from models.lab.bench import llama_cpp
 from models.lab.bench import machine
 from models.lab.bench import peers
 from models.lab.bench import predict as predict_lib
+from models.lab.bench import questions as questions_lib
 from models.lab.bench import record
 from models.lab.study import exactness
 from models.lab.study import timing
@@ -84,6 +86,25 @@ _WORK: _Columns = {
 }
 
 
+_CATEGORY: _Columns = {
+  'tokens': lambda arm: _optional('{:.0f}', arm['new_tokens']),
+  'after the prompt: speed (95 %)': lambda arm: _interval(
+    arm, 'decoding_speed', 'x'
+  ),
+  'speed (95 %)': _SPEED['speed (95 %)'],
+  'block eff.': _SPEED['block eff.'],
+  'accepted at 1, 2, ...': lambda arm: (
+    ' '.join(f'{x:.2f}' for x in arm['acceptance_by_position'] if x) or '-'
+  ),
+  'flips': _SPEED['flips'],
+}
+# Of these there is a mean over categories.
+_MEANS = (
+  *('tokens_per_second', 'decoding_tokens_per_second', 'block_efficiency'),
+  *('speed', 'decoding_speed', 'acceptance_by_position'),
+)
+
+
 def _rows(arms: Mapping[str, Figures], columns: _Columns) -> list[list[str]]:
   return [
     [name, *(column(arm) for column in columns.values())]
@@ -91,9 +112,21 @@ def _rows(arms: Mapping[str, Figures], columns: _Columns) -> list[list[str]]:
   ]
 
 
+def _to_table(
+  kind: str, groups: Mapping[str, Mapping[str, Figures]], columns: _Columns
+) -> str:
+  """A Markdown table of groups of arms; `kind` is what tells groups apart."""
+  rows = [
+    [name, *row]
+    for name, arms in groups.items()
+    for row in _rows(arms, columns)
+  ]
+  return record.to_table((kind, 'arm', *columns), rows)
+
+
 @dataclasses.dataclass(frozen=True)
 class Report:
-  """Settings and figures of one run; `str` is two Markdown tables.
+  """Settings and figures of one run; `str` is Markdown tables.
 
   Attributes:
     settings: of the run.
@@ -107,16 +140,31 @@ class Report:
       whose tokens differ from those of the plain arm of the same dtype, each
       with the margin of the choice, or None without such an arm or if tokens
       may differ.
+    categories: by category and by arm, the figures of `timing.summarize_arms`
+      and the `flips`; empty for prompts without categories.
   """
 
   settings: Figures
   limits: Figures
   arms: Mapping[str, Figures]
+  categories: Mapping[str, Mapping[str, Figures]]
+
+  @property
+  def mean_over_categories(self) -> dict[str, dict[str, Any]]:
+    """By arm, arithmetic means in which each category counts the same."""
+    mean = lambda arm, key: np.mean(
+      [arms[arm][key] for arms in self.categories.values()], axis=0
+    ).tolist()
+    return {arm: {key: mean(arm, key) for key in _MEANS} for arm in self.arms}
 
   @property
   def figures(self) -> dict[str, Any]:
     """Everything that was measured."""
-    return {'limits': self.limits, 'arms': self.arms}
+    found = {'limits': self.limits, 'arms': self.arms}
+    if not self.categories:
+      return found
+    means = {'mean_over_categories': self.mean_over_categories}
+    return found | {'categories': self.categories} | means
 
   def write(self, path: str) -> None:
     """Writes a JSON file, and the tables as Markdown beside it."""
@@ -134,17 +182,36 @@ class Report:
     )
     memory = self.limits['bytes_per_second'] / 1e9
     limits = f'In this run the machine read {memory:.1f} GB/s and computed'
+    if self.categories:
+      tables += self._category_tables()
     return '\n\n'.join([*tables, f'{limits} {rates}.'])
+
+  def _category_tables(self) -> list[str]:
+    """The speeds of all arms side by side, and all figures by category."""
+    unknown = {'new_tokens': None, 'flips': None}
+    for name in ('decoding_speed', 'speed'):
+      unknown[f'{name}_interval'] = None
+    means = self.mean_over_categories
+    groups = {
+      **self.categories,
+      'all, pooled': self.arms,
+      'mean of categories': {arm: own | unknown for arm, own in means.items()},
+    }
+    head = 'speed after the prompt', *self.arms
+    speeds = [
+      [name, *(f'{arm["decoding_speed"]:.2f}x' for arm in arms.values())]
+      for name, arms in groups.items()
+    ]
+    return [
+      record.to_table(head, speeds),
+      _to_table('category', groups, _CATEGORY),
+    ]
 
 
 def table_by_batch_size(reports: Mapping[int, Report]) -> str:
   """One Markdown table with the speeds at several batch sizes."""
-  rows = [
-    [f'{size}', *row]
-    for size, report in reports.items()
-    for row in _rows(report.arms, _SPEED)
-  ]
-  return record.to_table(('batch', 'arm', *_SPEED), rows)
+  groups = {f'{size}': report.arms for size, report in reports.items()}
+  return _to_table('batch', groups, _SPEED)
 
 
 # The models of the staged speculative decoding paper (arXiv 2308.04623): GPT-2
@@ -200,49 +267,49 @@ def _our_arm(
   )
 
 
-def make_batches(
-  ids: Sequence[list[int]], *, batch_size: int, bucket: int | None
-) -> list[list[list[int]]]:
-  """Token ids in full batches; those that do not fill a batch are left out.
-
-  Only prompts of bucket / 2 < length <= bucket tokens are kept, which share
-  their programs; all if `bucket` is None.
-
-  Raises:
-    ValueError: there are fewer prompts than `batch_size`.
-  """
-  if bucket is not None:
-    ids = [row for row in ids if bucket // 2 < len(row) <= bucket]
-    if not ids:
-      found = f'no prompt has {bucket // 2 + 1} to {bucket} tokens'
-      raise ValueError(f'{found}; choose another --prompt_bucket')
-  if not 1 <= batch_size <= len(ids):
-    most = f'1 and the number of prompts, {len(ids)}'
-    raise ValueError(f'--batch_size must be between {most}; got {batch_size}')
-  starts = range(0, len(ids) - batch_size + 1, batch_size)
-  return [list(ids[start : start + batch_size]) for start in starts]
-
-
 def _batches(
-  prompts: Sequence[str],
+  questions: Sequence[questions_lib.Question],
   pairs: Mapping[str, pair_lib.Pair],
+  answer: timing.Arm,
   task: arms_lib.Task,
   bucket: int | None,
-) -> list[list[list[int]]]:
-  """`make_batches` of texts; ValueError if they exceed the context."""
-  batches = make_batches(
-    [*map(next(iter(pairs.values())).encode, prompts)],
-    batch_size=task.batch_size,
-    bucket=bucket,
-  )
+) -> list[batches_lib.Batch]:
+  """All turns in batches; ValueError if they exceed the context."""
   context = min(pair.target.spec.max_positions for pair in pairs.values())
-  longest = max(len(prompt) for batch in batches for prompt in batch)
-  if longest + task.max_new_tokens > context:
-    raise ValueError(
-      f'--max_new_tokens={task.max_new_tokens} and the longest prompt,'
-      f' {longest} tokens, exceed the context of the target, {context} tokens'
-    )
+  limits = {'max_new_tokens': task.max_new_tokens, 'context': context}
+  sizes: dict[str, Any] = {'batch_size': task.batch_size, 'bucket': bucket}
+  pair = next(iter(pairs.values()))
+  turns = batches_lib.turns_of(questions, pair, answer, **sizes, **limits)
+  batches = batches_lib.make_batches(turns, **sizes)
+  rows = [row for _, batch in batches for row in batch]
+  batches_lib.check_context(rows, **limits)
   return batches
+
+
+def _by_category(
+  results: Mapping[str, Sequence[timing.Measurement]],
+  batches: Sequence[batches_lib.Batch],
+  figures: Mapping[str, Figures],
+  baseline: str,
+) -> dict[str, dict[str, dict[str, Any]]]:
+  """By category and arm the figures of `timing.summarize_arms`, and `flips`.
+
+  `figures` are those of all batches together.
+  """
+  found = {}
+  measured = [name for name, _ in batches[: len(results[baseline])]]
+  for name in dict.fromkeys(measured):
+    if name is None:
+      continue
+    own = [index for index, other in enumerate(measured) if other == name]
+    found[name] = timing.summarize_arms(
+      {arm: [all_[index] for index in own] for arm, all_ in results.items()},
+      baseline=baseline,
+    )
+    for arm, one in found[name].items():
+      flips = figures[arm]['flips']
+      one['flips'] = flips and [flip for flip in flips if flip['batch'] in own]
+  return found
 
 
 def _find_flips(
@@ -345,8 +412,26 @@ def _decode(
   return results, compile_seconds, beyond
 
 
+def _predicted(
+  arms: Mapping[str, arms_lib.ReadyArm],
+  figures: Mapping[str, Figures],
+  prompts: Sequence[Sequence[int]],
+  new: Sequence[Sequence[int]],
+  max_new_tokens: int,
+) -> dict[str, float]:
+  """Speeds by `predict_lib`, from the prompts of a batch and its new tokens."""
+  rows = zip(prompts, new, strict=True)
+  return predict_lib.predicted_speeds(
+    arms,
+    figures,
+    prompts=prompts,
+    texts=[[*prompt, *tokens] for prompt, tokens in rows],
+    max_new_tokens=max_new_tokens,
+  )
+
+
 def run(
-  prompts: Sequence[str],
+  questions: Sequence[questions_lib.Question],
   *,
   arms: Sequence[arms_lib.ArmSpec],
   task: arms_lib.Task,
@@ -355,11 +440,12 @@ def run(
   max_seconds: float | None = None,
   predict: bool = True,
 ) -> Report:
-  """Decodes every prompt with every arm, interleaved.
+  """Decodes every turn of the questions with every arm, interleaved.
 
-  The first arm is the baseline. `settings` are recorded unchanged. No batch
-  begins after `max_seconds`. With `predict` V(N) is measured and the speeds are
-  predicted. For the prompts see `make_batches`.
+  The first arm is the baseline. Its answers, decoded beforehand, are in the
+  conversations of all (`models.lab.bench.batches`). `settings` are recorded
+  unchanged. No batch begins after `max_seconds`. With `predict` V(N) is
+  measured and the speeds are predicted.
 
   Raises:
     ValueError: an argument is out of range; the message names it.
@@ -368,7 +454,8 @@ def run(
   if limit < 1:
     raise ValueError(f'--max_new_tokens must be at least 1, got {limit}')
   pairs, ready = _load(arms, task)
-  batches = _batches(prompts, pairs, task, prompt_bucket)
+  made = _batches(questions, pairs, ready[baseline].decode, task, prompt_bucket)
+  batches = [rows for _, rows in made]
   limits = machine.MachineLimits(list(pairs))
   results, compile_seconds, beyond = _decode(
     ready, batches, limits, limit, max_seconds
@@ -376,11 +463,8 @@ def run(
   figures = timing.summarize_arms(results, baseline=baseline)
   summary, predicted = limits.summary(), dict[str, float]()
   if predict:
-    rows = zip(batches[0], results[baseline][0].generation.tokens, strict=True)
-    texts = [[*prompt, *new] for prompt, new in rows]
-    predicted = predict_lib.predicted_speeds(
-      ready, figures, prompts=batches[0], texts=texts, max_new_tokens=limit
-    )
+    first = batches[0], results[baseline][0].generation.tokens
+    predicted = _predicted(ready, figures, *first, limit)
   for spec in arms:
     name = str(spec)
     own, arm = figures[name], ready[name]
@@ -402,4 +486,5 @@ def run(
     'batches_measured': len(results[baseline]),
   }
   of_run |= _describe_peers(arms, task)
-  return Report(dict(settings) | of_run, summary, figures)
+  categories = _by_category(results, made, figures, baseline)
+  return Report(dict(settings) | of_run, summary, figures, categories)

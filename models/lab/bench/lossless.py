@@ -317,6 +317,23 @@ def theory(target: jax.Array, draft: jax.Array) -> dict[str, jax.Array]:
   }
 
 
+def _efficiency(
+  results: Iterable[result_lib.TextGeneration],
+) -> dict[str, float]:
+  """Tokens per target forward, and the standard error of that ratio by rows."""
+  rows = [row for result in results for row in result.origins if row]
+  tokens = np.array([len(row) for row in rows])
+  # Origin 0 is the target, whose token is the last of its forward.
+  forwards = np.array([row.count(0) + (row[-1] != 0) for row in rows])
+  rate = tokens.sum() / forwards.sum()
+  spread = np.square(tokens - rate * forwards).sum() / max(len(rows) - 1, 1)
+  return {
+    'measured': float(rate),
+    'standard_error': float(np.sqrt(spread / len(rows)) / forwards.mean()),
+    'forwards': int(forwards.sum()),
+  }
+
+
 def _acceptance(
   results: Iterable[result_lib.TextGeneration],
   probs_of: Any,
@@ -452,7 +469,8 @@ def measure_acceptance(
     forwards that accepted a draft token, `standard_error`, `forwards` and
     `theory`, means over the same positions: `most`, see `ceilings.one_step`,
     and for one child those of `theory`. And `block_efficiency` by shape and
-    rule; `paths` by shape.
+    rule: `measured`, `standard_error` between rows, `forwards`; `paths` by
+    shape.
 
   Raises:
     ValueError: there is no draft, or decoding is greedy.
@@ -479,7 +497,7 @@ def measure_acceptance(
   return {
     'acceptance': acceptance,
     'block_efficiency': {
-      name: {str(rule): _rate(list(decode(tree, rule))) for rule in OF_TREES}
+      name: {str(rule): _efficiency(decode(tree, rule)) for rule in OF_TREES}
       for name, tree in trees.items()
     },
     'paths': {name: tree.paths for name, tree in trees.items()},
@@ -504,6 +522,8 @@ def acceptance_rows(figures: dict[str, Any]) -> list[dict[str, str]]:
           value = found['theory'][rule.theory]
           row['theory, 1 child'] = f'{rule.theory} = {value:.3f}'
     for shape, by_rule in figures['block_efficiency'].items():
-      row[f'{shape}: tokens per forward'] = f'{by_rule[str(rule)]:.2f}'
+      found = by_rule[str(rule)]
+      error = f'{found["standard_error"]:.3f}'
+      row[f'{shape}: tokens per forward'] = f'{found["measured"]:.3f} ± {error}'
     rows.append(row)
   return rows

@@ -51,13 +51,16 @@ def draw(
   """Draws a record of `models.lab.bench.benchmark` into an existing folder.
 
   The file names begin with `name` without its folder and suffix, and end with
-  `..._tokens_per_second.png`, `..._speeds.png` and `..._roofline.png`.
+  `..._tokens_per_second.png`, `..._speeds.png`, `..._roofline.png` and, if
+  there are categories, `..._categories.png`.
   """
   kinds = {
     'tokens_per_second': _draw_rates,
     'speeds': _draw_speeds,
     'roofline': _draw_roofline,
   }
+  if 'categories' in record:
+    kinds['categories'] = draw_categories
   stem = pathlib.Path(name).stem
   files = {kind: folder / f'{stem}_{kind}.png' for kind in kinds}
   for kind, draw_figure in kinds.items():
@@ -224,6 +227,33 @@ def _draw_speeds(record):
   figure.supxlabel(label, fontsize=8)
   batched = record['settings']['batch_size'] > 1
   figure.supylabel('batches' if batched else 'prompts', fontsize=8)
+  return figure
+
+
+def draw_categories(record: Mapping[str, Any]) -> Any:
+  """A figure of the record's categories and their mean, with a bar per arm."""
+  means = {'mean': record['mean_over_categories']}
+  groups = {**record['categories'], **means}
+  baseline, *others = record['arms']
+  others = others or [baseline]
+  size = 0.8 / len(others)
+  width = 3 + max(0.12 * len(others), 0.35) * len(groups)
+  title = f'Speed after the prompt over {_label(baseline, record)}'
+  figure = _figure(record, width, 4, title)
+  axes = figure.subplots()
+  for index, name in enumerate(others):
+    axes.bar(
+      np.arange(len(groups)) + size * (index - (len(others) - 1) / 2),
+      [arms[name]['decoding_speed'] for arms in groups.values()],
+      size,
+      color=_styles(record)[name][0],
+      label=_label(name, record),
+    )
+  axes.axhline(1, color='black', lw=0.8, ls=':')
+  axes.set_xticks(range(len(groups)), [*groups], rotation=30, ha='right')
+  axes.set_ylabel('speed (dotted: no gain)', fontsize=8)
+  axes.legend(loc='upper left', bbox_to_anchor=(1.01, 1), fontsize=7)
+  _finish(axes)
   return figure
 
 

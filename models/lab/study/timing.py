@@ -156,6 +156,16 @@ _COUNTS = (
 )
 
 
+def acceptance_by_position(histogram: Sequence[int] | None) -> list[float]:
+  """By depth from 1, the share of target forwards that accepted a draft token.
+
+  One plus their sum is the block efficiency. `histogram` is the
+  `accepted_histogram` of `specdec.statistics.Statistics`; empty without it.
+  """
+  reached = np.cumsum((histogram or [0])[::-1])[::-1]
+  return (reached[1:] / max(reached[0], 1)).tolist()
+
+
 def summarize_arms(
   results: Mapping[str, Sequence[Measurement]], *, baseline: str
 ) -> dict[str, dict[str, Any]]:
@@ -163,6 +173,7 @@ def summarize_arms(
 
   Returns:
     By arm: pooled counts and ratios of `specdec.statistics.Statistics`;
+    `acceptance_by_position`;
     `seconds` and the `prefill_seconds` among them; `tokens_per_second`;
     `speed`, the baseline's seconds per token over the arm's, pooled, and
     `speed_per_batch`; `decoding_tokens_per_second` and `decoding_speed`, the
@@ -210,6 +221,9 @@ def _summarize(
     | rates
     | {
       'block_efficiency': figures.block_efficiency,
+      'acceptance_by_position': acceptance_by_position(
+        pooled['accepted_histogram']
+      ),
       'nodes_per_forward': figures.nodes_per_forward,
       'relative_bandwidth': figures.relative_bandwidth,
       'seconds': sum(m.seconds for m in measurements),

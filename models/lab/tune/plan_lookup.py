@@ -15,6 +15,7 @@ from models.lab.bench import record
 from models.lab.tune import planner
 from models.nn import sharding as sharding_lib
 from models.nn.cpu import build
+from models.text import chat_template
 from models.text import draft_vocabulary
 from models.text import pair as pair_lib
 from models.text import plan as plan_lib
@@ -64,7 +65,9 @@ class Setup:
     layout = sharding_lib.make_layout(choice.mesh)
     one_device = layout.num_devices == 1
     packed = choice.cpu_kernels and one_device and build.is_available()
-    dtype = draft_dtype = checkpoint_lib.resolve_dtype(choice.dtype, target)
+    dtype = draft_dtype = checkpoint_lib.resolve_dtype(
+      choice.dtype, target, packed=packed
+    )
     drafting: checkpoint_lib.StoredTensors | None = draft
     if choice.head is not None:
       drafting = heads.locate(choice.head, target.config).stored
@@ -92,7 +95,7 @@ class Setup:
 
 def find_plan(
   name: str,
-  prompts: Callable[[], Sequence[str]],
+  prompts: Callable[[], Sequence[chat_template.Prompt]],
   setup: Setup,
   *,
   report: Callable[[str], None],

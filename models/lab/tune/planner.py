@@ -32,6 +32,7 @@ from models.lab.study import exactness
 from models.lab.study import optimal
 from models.lab.study import replay
 from models.lab.tune import candidate_methods
+from models.text import chat_template
 from models.text import drafters
 from models.text import pair as pair_lib
 from models.text import plan as plan_lib
@@ -423,7 +424,7 @@ def _choose_plan(
 
 def make_plan(
   pair: pair_lib.Pair,
-  prompts: Sequence[str],
+  prompts: Sequence[chat_template.Prompt],
   *,
   context: plan_lib.Context,
   sampling: specdec.Sampling,
@@ -463,7 +464,7 @@ def make_plan(
     seconds_left=lambda share: share * plan_seconds - (clock() - start),
     report=lambda line: report(f'{clock() - start:.0f} s: {line}'),
   )
-  batches = sample_batches([*map(pair.encode, prompts)], context.batch_size)
+  batches = sample_batches(pair.ids_of(prompts), context.batch_size)
   tried: dict[str, _Tried] = {}
   try:
     samples = _decode_samples(search, batches)

@@ -33,6 +33,7 @@ _FUNCTIONS = (
   'specdec_multiply_float32',
   'specdec_multiply_bfloat16',
   'specdec_multiply_int8',
+  'specdec_multiply_blocks',
   'specdec_attend',
   'specdec_write_slots',
   'specdec_normalize',

@@ -44,6 +44,7 @@ using Sums = typename Format::Sum[kMostRows * kGroup];
 struct Group {
   const uint32_t* words;
   int64_t num_words;
+  int kind;  // Of Blocks.
 };
 
 // Vectors of 32-bit lanes, each with the sum of one output of one row.

@@ -11,6 +11,7 @@
 #include <string_view>
 #include <vector>
 
+#include "blocks.h"
 #include "formats.h"
 #include "heads.h"
 #include "products.h"
@@ -49,7 +50,8 @@ Activation ActivationOf(std::string_view name) {
 
 // Products of x [rows, in] with matrices of `outputs` outputs each, see
 // `Products`. After the named arguments each matrix has three: words
-// (formats.h), scale [out] of int8 or [0], bias [out] or [0].
+// (formats.h, blocks.h), scale [out] of int8 or [0], bias [out] or [0]. `kinds`
+// are those of Blocks.
 //
 // `Tiles` is the format for the processor's matrix unit, if it has one, and more
 // than its `kFewRows` rows.
@@ -58,7 +60,8 @@ ffi::Error Multiply(ffi::ThreadPool pool, FloatBuffer x, FloatBuffer norm_scale,
                     FloatBuffer norm_bias, FloatBuffer residual,
                     ffi::RemainingArgs args, FloatResult out, float epsilon,
                     bool center, std::string_view activation, bool gated,
-                    ffi::Span<const int64_t> outputs) {
+                    ffi::Span<const int64_t> outputs,
+                    ffi::Span<const int64_t> kinds) {
   Products products;
   products.x = x.typed_data();
   products.rows = x.dimensions()[0];
@@ -69,20 +72,20 @@ ffi::Error Multiply(ffi::ThreadPool pool, FloatBuffer x, FloatBuffer norm_scale,
   products.residual = OrNull(residual);
   products.out = out->typed_data();
   products.outputs = out->dimensions()[1];
-  const int64_t words =
-      (products.width + 16 * Format::kPerWord - 1) / (16 * Format::kPerWord) * 16;
   int64_t width = 0;
   for (size_t i = 0; i < outputs.size(); ++i) {
     const auto packed = args.get<ffi::Buffer<ffi::U32>>(3 * i);
     const auto scale = args.get<FloatBuffer>(3 * i + 1);
     const auto bias = args.get<ffi::AnyBuffer>(3 * i + 2);
     if (!packed || !scale || !bias) return InvalidArgument("a matrix is missing");
+    const int kind = kinds[i];
     const Matrix matrix{
-        packed->typed_data(), words, outputs[i], OrNull(*scale),
+        packed->typed_data(), NumWords<Format>(kind, products.width), kind,
+        outputs[i], OrNull(*scale),
         {bias->element_count() == 0 ? nullptr : bias->untyped_data(),
          bias->element_type() == ffi::F32}};
-    if (packed->dimensions()[0] != matrix.groups() ||
-        packed->dimensions()[1] != words) {
+    if (static_cast<int64_t>(packed->element_count()) !=
+        matrix.groups() * kGroup * matrix.num_words) {
       return InvalidArgument("a matrix has another shape");
     }
     products.matrices.push_back(matrix);
@@ -268,7 +271,8 @@ auto BindMultiply() {
       .Attr<bool>("center")
       .Attr<std::string_view>("activation")
       .Attr<bool>("gated")
-      .Attr<ffi::Span<const int64_t>>("outputs");
+      .Attr<ffi::Span<const int64_t>>("outputs")
+      .Attr<ffi::Span<const int64_t>>("kinds");
 }
 
 }  // namespace
@@ -287,6 +291,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
     specdec::BindMultiply());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     specdec_multiply_int8, (specdec::Multiply<specdec::Int8, specdec::Int8Tiles>),
+    specdec::BindMultiply());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    specdec_multiply_blocks,
+    (specdec::Multiply<specdec::Blocks, specdec::Blocks>),
     specdec::BindMultiply());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(specdec_attend, specdec::Attend,
                               ffi::Ffi::Bind()

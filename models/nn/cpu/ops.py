@@ -37,16 +37,18 @@ class Matrix(NamedTuple):
   """A packed matrix `[out, in]` and a bias.
 
   Attributes:
-    words: see `models.nn.matrices.PackedMatrix`.
-    scale: `[out]` float32 of int8, otherwise `[0]`.
+    words: see `models.nn.matrices.PackedMatrix` and `models.nn.blocks`.
+    scale: `[out]` float32 of int8, otherwise `[0]` or None.
     outputs: their number.
     bias: `[out]` float32 or bfloat16, or None.
+    kind: the number that GGUF has for a kind of blocks, otherwise 0.
   """
 
   words: jax.Array
-  scale: jax.Array
+  scale: jax.Array | None
   outputs: int
   bias: jax.Array | None = None
+  kind: int = 0
 
 
 def _or_empty(array: jax.Array | None) -> Any:
@@ -68,7 +70,8 @@ def multiply(
   Args:
     x: `[..., in]` float32.
     matrices: of `in` inputs each.
-    dtype: of their weights, to which rows are rounded.
+    dtype: of their weights, to which rows are rounded; `blocks` for those of
+      `models.nn.blocks`, of any kinds.
     norm: of the rows before.
     activation: of the products, one of `ACTIVATIONS`.
     gated: whether the result is the activation of the first of two products
@@ -103,6 +106,7 @@ def multiply(
     activation=activation or '',
     gated=gated,
     outputs=np.array(outputs, np.int64),
+    kinds=np.array([matrix.kind for matrix in matrices], np.int64),
   )
   return result.reshape(*x.shape[:-1], width)
 

@@ -5,8 +5,10 @@
 #define SPECDEC_PRODUCTS_H_
 
 #include <cstdint>
+#include <type_traits>
 #include <vector>
 
+#include "blocks.h"
 #include "formats.h"
 #include "rows.h"
 #include "threads.h"
@@ -20,8 +22,9 @@ struct Bias {
 };
 
 struct Matrix {
-  const uint32_t* words;  // See formats.h.
-  int64_t num_words;
+  const uint32_t* words;  // See formats.h and blocks.h.
+  int64_t num_words;  // Of an output.
+  int kind;  // Of Blocks.
   int64_t outputs;
   const float* scale;  // [outputs] of int8, otherwise null.
   Bias bias;
@@ -63,9 +66,26 @@ struct Products {
   int64_t outputs;  // Of a row of `out`.
 };
 
+// The words of a row of so many inputs.
 template <typename Format>
-Rows RoundRows(const Products& products, int64_t words, Team& team) {
-  Rows rows(products.rows, words * Format::kFactors);
+int64_t RowWords(int64_t width) {
+  if constexpr (std::is_same_v<Format, Blocks>) return Blocks::RowWords(width);
+  const int64_t size = 16 * Format::kPerWord;
+  return (width + size - 1) / size * 16 * Format::kFactors;
+}
+
+// The words of an output of so many inputs, see `Matrix`.
+template <typename Format>
+int64_t NumWords(int kind, int64_t width) {
+  if constexpr (std::is_same_v<Format, Blocks>) {
+    return Blocks::NumWords(kind, width);
+  }
+  return RowWords<Format>(width) / Format::kFactors;
+}
+
+template <typename Format>
+Rows RoundRows(const Products& products, Team& team) {
+  Rows rows(products.rows, RowWords<Format>(products.width));
   auto round = [&](int64_t index) {
     const float* x = products.x + index * products.width;
     std::vector<float> normalized;
@@ -74,8 +94,11 @@ Rows RoundRows(const Products& products, int64_t words, Team& team) {
       Normalize(products.norm, x, products.width, normalized.data());
       x = normalized.data();
     }
+    // Blocks fill their rows themselves, in another order.
     const int64_t filled =
-        products.width / Format::kPerWord * Format::kFactors;
+        std::is_same_v<Format, Blocks>
+            ? 0
+            : products.width / Format::kPerWord * Format::kFactors;
     std::fill(rows.row(index) + filled, rows.row(index) + rows.stride, 0);
     rows.scale[index] = Format::Round(x, products.width, rows.row(index),
                                       &rows.start[index]);
@@ -168,7 +191,7 @@ void MultiplyTask(const Products& products, const Rows& rows, const Task& task,
                     std::min<int64_t>(matrix->outputs - start, kGroup)};
     for (int i = 0; i < (products.gated ? 2 : 1); ++i, ++matrix) {
       const Group group{matrix->words + start * matrix->num_words,
-                        matrix->num_words};
+                        matrix->num_words, matrix->kind};
       Format::Multiply(rows, row, part.rows, group, sums[i]);
       values[i] = Finish<Format>(rows, *matrix, part, sums[i]);
     }
@@ -182,12 +205,11 @@ constexpr int64_t kRowBytes = 1 << 20;
 
 template <typename Format, typename Pool>
 void Compute(Pool& pool, const Products& products) {
-  const int64_t words = products.matrices[0].num_words;
   std::vector<Task> tasks;
   int64_t column = 0, bytes = 0;
   for (size_t i = 0; i < products.matrices.size(); ++i) {
     const Matrix& matrix = products.matrices[i];
-    bytes += matrix.groups() * kGroup * words * 4;
+    bytes += matrix.groups() * kGroup * matrix.num_words * 4;
     if (products.gated && i > 0) continue;
     for (int64_t group = 0; group < matrix.groups(); ++group) {
       tasks.push_back({static_cast<int64_t>(i), group, column});
@@ -196,7 +218,7 @@ void Compute(Pool& pool, const Products& products) {
   }
   const int64_t tiles = (products.rows + 7) / 8;
   Team team(pool, tasks.size(), bytes * tiles);
-  const Rows rows = RoundRows<Format>(products, words, team);
+  const Rows rows = RoundRows<Format>(products, team);
   const int64_t most =
       std::max<int64_t>(kRowBytes / (4 * rows.stride) / kMostRows, 2) *
       kMostRows;

@@ -1,0 +1,365 @@
+"""Matrices in blocks of few bits, as GGUF files have them.
+
+A weight is `f q - o` or `f (q - c)`: an integer q without sign, a scale f and a
+minimum o of a group of 16 or 32 inputs, or an offset c of the kind (ggml-quants
+of github.com/ggml-org/llama.cpp; `gguf.quants` is the same in Python). Here a
+matrix is held in words of 32 bits, block by block, with the same bits as in the
+file:
+
+    kind              inputs  a block has
+    Q4_0, Q5_0, Q8_0  128     scales of four groups, fifth bits, q
+    Q4_1, Q5_1        128     scales and minima of four groups, fifth bits, q
+    Q4_K, Q5_K        256     what it has in the file
+    Q6_K              256     what it has in the file, and two bytes
+
+Inputs are padded with groups whose scale is zero. `cpu/blocks.h` multiplies
+them on CPU; elsewhere they are expanded within the product.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import flax.struct
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+
+from models.nn import contraction
+from models.nn.cpu import ops
+
+_ALIGNMENT = 64  # Bytes; JAX copies arrays on the CPU that begin elsewhere.
+_LANES = 16  # Outputs of a register, of which a group has two.
+_GROUP = 2 * _LANES
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+  """A kind of blocks.
+
+  Attributes:
+    number: in GGUF.
+    inputs: of a block here.
+    fields: bytes of the parts of a block of the file, by name.
+    offset: c, of kinds without minima.
+  """
+
+  number: int
+  inputs: int
+  fields: dict[str, int]
+  offset: int = 0
+
+  @property
+  def bytes(self) -> int:
+    """Of a block of the file."""
+    return sum(self.fields.values())
+
+  @property
+  def file_inputs(self) -> int:
+    """Inputs of a block of the file."""
+    return min(self.inputs, 32) if self.inputs == 128 else self.inputs
+
+  @property
+  def words(self) -> int:
+    """Of a block here."""
+    return -(-self.bytes * (self.inputs // self.file_inputs) // 4)
+
+  def blocks(self, width: int) -> int:
+    """How many blocks so many inputs have here."""
+    return -(-width // self.inputs)
+
+
+KINDS = {
+  'Q4_0': Kind(2, 128, {'d': 2, 'q': 16}, 8),
+  'Q4_1': Kind(3, 128, {'dm': 4, 'q': 16}),
+  'Q5_0': Kind(6, 128, {'d': 2, 'high': 4, 'q': 16}, 16),
+  'Q5_1': Kind(7, 128, {'dm': 4, 'high': 4, 'q': 16}),
+  'Q8_0': Kind(8, 128, {'d': 2, 'q': 32}, 128),
+  'Q4_K': Kind(12, 256, {'dm': 4, 'scales': 12, 'q': 128}),
+  'Q5_K': Kind(13, 256, {'dm': 4, 'scales': 12, 'high': 32, 'q': 128}),
+  'Q6_K': Kind(14, 256, {'q': 128, 'high': 64, 'scales': 16, 'd': 2}, 32),
+}
+"""Kinds by their names in GGUF."""
+
+
+def aligned_zeros(shape: tuple[int, ...]) -> np.ndarray:
+  """Zeros of uint32 that JAX can take as they are, without a copy."""
+  size = 4 * math.prod(shape)
+  memory = np.zeros(size + _ALIGNMENT, np.uint8)
+  start = -memory.ctypes.data % _ALIGNMENT
+  return memory[start : start + size].view(np.uint32).reshape(shape)
+
+
+def _spread_fifth_bits(bits: np.ndarray) -> np.ndarray:
+  """Moves bit `4 j + b` of words to bit j of their byte b."""
+  words = np.zeros_like(bits)
+  for byte in range(4):
+    part = bits >> np.uint32(byte) & np.uint32(0x11111111)
+    for shift, mask in ((3, 0x03030303), (6, 0x000F000F), (12, 0x000000FF)):
+      part = (part | part >> np.uint32(shift)) & np.uint32(mask)
+    words |= part << np.uint32(8 * byte)
+  return words
+
+
+def to_words(raw: np.ndarray, kind: str, width: int) -> np.ndarray:
+  """Rows of a file in the words of this module.
+
+  Args:
+    raw: `[n, bytes]` uint8, rows of whole blocks.
+    kind: a key of `KINDS`.
+    width: inputs of a row.
+
+  Returns:
+    `[n, blocks, words]` uint32.
+  """
+  known = KINDS[kind]
+  count, blocks = len(raw), known.blocks(width)
+  if known.inputs == 256:
+    found = raw.reshape(count, blocks, known.bytes)
+    if known.bytes % 4:
+      found = np.pad(found, ((0, 0), (0, 0), (0, -known.bytes % 4)))
+    return np.ascontiguousarray(found).view(np.uint32)
+  together = known.inputs // known.file_inputs
+  padded = np.zeros((count, blocks * together, known.bytes), np.uint8)
+  padded[:, : -(-width // known.file_inputs)] = raw.reshape(
+    count, -1, known.bytes
+  )
+  parts, start = [], 0
+  for name, size in known.fields.items():
+    part = np.ascontiguousarray(padded[..., start : start + size])
+    part = part.reshape(count, blocks, -1).view(np.uint32)
+    if name == 'high':
+      part = _spread_fifth_bits(part)
+    if kind == 'Q8_0' and name == 'q':
+      part ^= np.uint32(0x80808080)
+    parts.append(part)
+    start += size
+  return np.concatenate(parts, axis=-1)
+
+
+def _shifted(words, by, axis: int = -1):
+  """Words `[..., 1, ...]` shifted down by several numbers, along an axis."""
+  shape = [1] * words.ndim
+  shape[axis] = len(by)
+  return words >> np.array(by, np.uint32).reshape(shape)
+
+
+def _bytes_of(words):
+  """The bytes of words `[..., n]`, as int32 `[..., 4 n]`."""
+  found = _shifted(words[..., None], (0, 8, 16, 24)) & np.uint32(0xFF)
+  return found.astype(np.int32).reshape(*words.shape[:-1], -1)
+
+
+def _halves(words, xp):
+  """The float16 in the lower halves, as float32 to the last bit.
+
+  Not a conversion of XLA's, which on CPU takes denormal numbers for zero.
+  """
+  bits = words & np.uint32(0x7FFF)
+  large = (bits << np.uint32(13)) + np.uint32(112 << 23)
+  if xp is np:
+    large = large.view(np.float32)
+  else:
+    large = lax.bitcast_convert_type(large, np.float32)
+  tiny = bits.astype(np.int32).astype(np.float32) * np.float32(2.0**-24)
+  size = xp.where(bits < np.uint32(0x400), tiny, large)
+  return xp.where(words & np.uint32(0x8000), -size, size)
+
+
+def _small(words, known: Kind, xp):
+  """q, scales and minima of kinds with blocks of 32 inputs in the file."""
+  head, nibbles = words[..., :2], np.uint32(0x0F0F0F0F)
+  lead = words.shape[:-1]
+  if 'dm' in known.fields:
+    head = words[..., :4]
+    scale, minimum = _halves(head, xp), -_halves(head >> np.uint32(16), xp)
+  else:
+    scale, minimum = _halves(_shifted(head[..., None], (0, 16)), xp), None
+    scale = scale.reshape(*lead, 4)
+  rest = words[..., head.shape[-1] :]
+  if known.fields['q'] == 32:
+    return _bytes_of(rest), scale, minimum
+  low = rest[..., -16:].reshape(*lead, 4, 1, 4)
+  q = (_shifted(low, (0, 4), -2) & nibbles).reshape(*lead, 4, 8)
+  if 'high' in known.fields:
+    bits = _shifted(rest[..., :4, None], range(8))
+    q |= (bits & np.uint32(0x01010101)) << np.uint32(4)
+  return _bytes_of(q.reshape(*lead, 32)), scale, minimum
+
+
+def _with_six_bits(words, known: Kind, xp):
+  """q, scales and minima of Q4_K and Q5_K."""
+  lead = words.shape[:-1]
+  first, second, third = (words[..., i : i + 1] for i in (1, 2, 3))
+  nibbles, upper = np.uint32(0x0F0F0F0F), np.uint32(0x30303030)
+  six, two, four = np.uint32(0x3F3F3F3F), np.uint32(2), np.uint32(4)
+  pack = lambda *parts: _bytes_of(xp.concatenate(parts, -1))
+  scales = pack(first & six, third & nibbles | first >> two & upper)
+  minima = pack(second & six, third >> four & nibbles | second >> two & upper)
+  scale = _halves(words[..., :1], xp) * scales.astype(np.float32)
+  minimum = _halves(words[..., :1] >> np.uint32(16), xp)
+  minimum = minimum * minima.astype(np.float32)
+  low = words[..., -32:].reshape(*lead, 4, 1, 8)
+  q = (_shifted(low, (0, 4), -2) & nibbles).reshape(*lead, 8, 8)
+  if 'high' in known.fields:
+    bits = _shifted(words[..., None, 4:12], range(8), -2)
+    q |= (bits & np.uint32(0x01010101)) << four
+  return _bytes_of(q.reshape(*lead, 64)), scale, minimum
+
+
+def _by_sixteens(words, known: Kind, xp):
+  """q, scales and minima of Q6_K, which has none."""
+  lead = words.shape[:-1]
+  low = words[..., :32].reshape(*lead, 2, 1, 16)
+  low = _shifted(low, (0, 4), -2) & np.uint32(0x0F0F0F0F)
+  high = words[..., 32:48].reshape(*lead, 2, 1, 8)
+  high = _shifted(high, (0, 2, 4, 6), -2) & np.uint32(0x03030303)
+  high = high << np.uint32(4)
+  q = low.reshape(*lead, 64) | high.reshape(*lead, 64)
+  scales = _bytes_of(words[..., 48:52])
+  signed = scales - 2 * (scales & 128)
+  scale = _halves(words[..., 52:53], xp) * signed.astype(np.float32)
+  return _bytes_of(q), scale, None
+
+
+def expand(words: Any, kind: str, width: int, xp: Any = jnp) -> Any:
+  """The weights of rows.
+
+  Products of q and f are exact, so it makes no difference whether a compiler
+  rounds them before it subtracts the minimum.
+
+  Args:
+    words: `[..., blocks, words]` uint32.
+    kind: a key of `KINDS`.
+    width: inputs of a row.
+    xp: `jax.numpy` or `numpy`.
+
+  Returns:
+    `[..., width]` float32.
+  """
+  known = KINDS[kind]
+  read = _small if known.inputs == 128 else _with_six_bits
+  read = _by_sixteens if kind == 'Q6_K' else read
+  q, scale, minimum = read(words, known, xp)
+  q = q.reshape(*scale.shape, -1) - known.offset
+  values = q.astype(np.float32) * scale[..., None]
+  if minimum is not None:
+    values -= minimum[..., None]
+  return values.reshape(*words.shape[:-2], -1)[..., :width]
+
+
+class BlockMatrix(flax.struct.PyTreeNode):
+  """A matrix `[out, in]` in blocks; see `models.nn.matrices.Matrix`.
+
+  Attributes:
+    words: `[out, blocks, words]` uint32, see `to_words`.
+    kind: a key of `KINDS`.
+    width: the number of inputs.
+    dtype: the format it was loaded in.
+  """
+
+  words: jax.Array
+  kind: str = flax.struct.field(pytree_node=False)
+  width: int = flax.struct.field(pytree_node=False)
+  dtype: str = flax.struct.field(pytree_node=False)
+  uses_kernels = False
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    return (self.words.shape[0], self.width)
+
+  def product(self, rows: jax.Array) -> jax.Array:
+    """See `Matrix`; weights and rows are rounded to bfloat16."""
+    # Tied to the rows, which change in a loop, so that no compiler expands the
+    # matrix before the loop.
+    words, rows = lax.optimization_barrier((self.words, rows))
+    weights = expand(words, self.kind, self.width).astype(jnp.bfloat16)
+    return contraction.linear(rows.astype(jnp.bfloat16), weights)
+
+  def take(self, index: jax.Array) -> jax.Array:
+    return expand(self.words[index], self.kind, self.width)
+
+  def packed(self) -> 'PackedBlocks':
+    words = np.asarray(self.words)
+    groups = -(-len(words) // _GROUP)
+    packed = aligned_zeros((groups, words.shape[1], 2, words.shape[2], _LANES))
+    whole = len(words) // _GROUP
+    rows = words[: whole * _GROUP].reshape(whole, 2, _LANES, *words.shape[1:])
+    packed[:whole] = rows.transpose(0, 3, 1, 4, 2)
+    if whole < groups:
+      rest = np.zeros((_GROUP, *words.shape[1:]), np.uint32)
+      rest[: len(words) - whole * _GROUP] = words[whole * _GROUP :]
+      rest = rest.reshape(2, _LANES, *words.shape[1:])
+      packed[whole] = rest.transpose(2, 0, 3, 1)
+    return PackedBlocks(
+      words=jnp.asarray(packed),
+      kind=self.kind,
+      shape=(len(words), self.width),
+      dtype=self.dtype,
+    )
+
+  def unpacked(self) -> jax.Array:
+    return self.words
+
+
+class PackedBlocks(flax.struct.PyTreeNode):
+  """A `BlockMatrix` as the kernels read it.
+
+  Attributes:
+    words: `[ceil(out / 32), blocks, 2, words, 16]` uint32.
+    kind: a key of `KINDS`.
+    shape: the shape `(out, in)` of the matrix.
+    dtype: the format it was loaded in.
+  """
+
+  words: jax.Array
+  kind: str = flax.struct.field(pytree_node=False)
+  shape: tuple[int, int] = flax.struct.field(pytree_node=False)
+  dtype: str = flax.struct.field(pytree_node=False)
+  uses_kernels = True
+  kernel = 'blocks'
+
+  def operand(self, bias: jax.Array | None) -> ops.Matrix:
+    """The matrix and a bias for `ops.multiply`."""
+    number = KINDS[self.kind].number
+    return ops.Matrix(self.words, None, self.shape[0], bias, number)
+
+  def product(self, rows: jax.Array) -> jax.Array:
+    """See `Matrix`; rows are rounded to eight bits by 128 inputs."""
+    operand = self.operand(None)
+    return ops.multiply(rows.astype(jnp.float32), [operand], dtype=self.kernel)
+
+  def take(self, index: jax.Array) -> jax.Array:
+    group, within = index // _GROUP, index % _GROUP
+    lane = within % _LANES
+    words = self.words[group, :, within // _LANES, :, lane]
+    return expand(words, self.kind, self.shape[1])
+
+  def packed(self) -> 'PackedBlocks':
+    return self
+
+  def unpacked(self) -> np.ndarray:
+    words = np.asarray(self.words).transpose(0, 2, 4, 1, 3)
+    rows = words.reshape(-1, words.shape[3], words.shape[4])
+    return np.ascontiguousarray(rows[: self.shape[0]])
+
+
+def from_raw(
+  blocks: Any, shape: tuple[int, ...], kind: str, dtype: str = 'stored'
+) -> BlockMatrix:
+  """A matrix on the host of the rows of a file.
+
+  Args:
+    blocks: indices of n rows, and those rows as in `to_words`.
+    shape: `(out, in)`.
+    kind: a key of `KINDS`.
+    dtype: the format that it belongs to.
+  """
+  known = KINDS[kind]
+  words: Any = np.empty(
+    (shape[0], known.blocks(shape[1]), known.words), np.uint32
+  )
+  for index, raw in blocks:
+    words[index] = to_words(raw, kind, shape[1])
+  return BlockMatrix(words=words, kind=kind, width=shape[1], dtype=dtype)

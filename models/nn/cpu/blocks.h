@@ -1,0 +1,428 @@
+// Weights in blocks of few bits, as GGUF files have them, and their products.
+//
+// An output has its inputs in blocks of 128 or 256, each of some words of 32
+// bits: those of the file, with what has fewer bits put together. A packed
+// matrix [out, in] has groups of 32 outputs, each one stream of memory:
+//
+//   words [out / 32, in / block, 2, words of a block, 16]
+//
+// so that a register holds the same word of 16 outputs. A group of 16 or 32
+// inputs is integers q without sign, a scale f and a minimum o, or an offset c:
+//
+//   weight = f q - o    or    weight = f (q - c)
+//
+// Activations are rounded to eight bits in parts of 128. Sums of a group are
+// exact integers. Groups and parts are added in their order, whatever the number
+// of rows, so a row has the same bits alone.
+
+#ifndef SPECDEC_BLOCKS_H_
+#define SPECDEC_BLOCKS_H_
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+#include "formats.h"
+
+namespace specdec {
+
+// Like kFar and kNear of formats.h.
+constexpr int64_t kBlocksFar = 6144, kBlocksNear = 1024;
+
+// Of a row: 128 values, what is taken from sums, and the scale of the values.
+constexpr int64_t kPart = 128;
+constexpr int64_t kTaken = kPart / 4 * Int8::kFactors;
+constexpr int64_t kScale = kTaken + 24;
+constexpr int64_t kPartWords = kTaken + 32;
+
+// Sums begin at the bits of this float, so that they are floats, too: 1.5 * 2^23
+// plus an integer, exactly, while that is below 2^22.
+constexpr float kStart = 12582912.0f;
+
+// What is taken from a sum of a kind with the offset c: kStart plus c times the
+// sum of the values; for 0, the sum of the values, which minima are for.
+constexpr int kOffsets[] = {0, 8, 16, 128, 32};
+constexpr int64_t TakenOf(int offset) {
+  int64_t at = kTaken;
+  for (int i = 0; kOffsets[i] != offset; ++i) at += 4;
+  return at;  // For 32 by 16 inputs, so eight numbers.
+}
+
+// The float16 in the lower halves, without the flush of denormal numbers, which
+// XLA's threads have.
+inline Floats HalfToFloat(const Words& words) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)words));
+#else
+  const Words bits = words & 0x7fff;
+  const Floats tiny =
+      __builtin_convertvector(BitCast<Ints>(bits), Floats) * 0x1p-24f;
+  const Words large = (bits << 13) + (112u << 23);
+  const Words size = bits < 0x400 ? BitCast<Words>(tiny) : large;
+  return BitCast<Floats>(size | (words & 0x8000) << 16);
+#endif
+}
+
+inline Floats ToFloats(const Words& words) {
+  return __builtin_convertvector(BitCast<Ints>(words), Floats);
+}
+
+inline Words Line(const uint32_t* lines, int64_t index) {
+  return Load<Words>(lines + index * kBlock);
+}
+
+// A kind of blocks says
+//
+//   kWords, kParts    words of a block, and its parts of 128 inputs
+//   kGroupWords       words of four inputs in a group
+//   kOffset           c, 0 if it has minima
+//
+// and is made of the words of kLanes outputs and the number of a part, of which
+// it has, with constant arguments,
+//
+//   Weights           four q of a group, a byte each
+//   Scale, Minimum    f and o of a group
+//
+// Weights may be larger than q by a factor, by which the scale is smaller.
+
+// Four groups of 32, each with a scale in float16; those of two in a word.
+template <int kOffsetOfKind, int kWordsOfKind>
+struct Halves32 {
+  static constexpr int kWords = kWordsOfKind, kParts = 1, kGroupWords = 8;
+  static constexpr int kOffset = kOffsetOfKind;
+  static constexpr bool kHasMinima = false;
+
+  const uint32_t* lines;
+
+  Halves32(const uint32_t* lines, int) : lines(lines) {}
+
+  Floats Scale(int group) const {
+    return HalfToFloat(Line(lines, group / 2) >> 16 * (group % 2));
+  }
+};
+
+// Four groups of 32, each with a scale and the negative minimum in a word.
+template <int kWordsOfKind>
+struct Pairs32 {
+  static constexpr int kWords = kWordsOfKind, kParts = 1, kGroupWords = 8;
+  static constexpr int kOffset = 0;
+  static constexpr bool kHasMinima = true;
+
+  const uint32_t* lines;
+
+  Pairs32(const uint32_t* lines, int) : lines(lines) {}
+
+  Floats Scale(int group) const {
+    return HalfToFloat(Line(lines, group));
+  }
+  Floats Minimum(int group) const {
+    return -HalfToFloat(Line(lines, group) >> 16);
+  }
+};
+
+// Words whose bits are moved up, or down.
+inline Words Shift(const Words& words, int by) {
+  return by > 0 ? words << by : words >> -by;
+}
+
+// Inputs 16 to 31 of a group are the upper halves of bytes.
+inline Words Nibbles(const uint32_t* lines, int group, int word) {
+  return Line(lines, 4 * group + word % 4) >> 4 * (word / 4) & 0x0f0f0f0f;
+}
+
+// A word has the upper bits of a group: of byte b bit j is that of word j.
+inline Words FifthBits(const uint32_t* lines, int group, int word) {
+  return Shift(Line(lines, group), 4 - word) & 0x10101010;
+}
+
+struct Q4_0 : Halves32<8, 18> {
+  using Halves32::Halves32;
+  Words Weights(int group, int word) const {
+    return Nibbles(lines + 2 * kBlock, group, word);
+  }
+};
+
+struct Q4_1 : Pairs32<20> {
+  using Pairs32::Pairs32;
+  Words Weights(int group, int word) const {
+    return Nibbles(lines + 4 * kBlock, group, word);
+  }
+};
+
+struct Q5_0 : Halves32<16, 22> {
+  using Halves32::Halves32;
+  Words Weights(int group, int word) const {
+    return Nibbles(lines + 6 * kBlock, group, word) |
+           FifthBits(lines + 2 * kBlock, group, word);
+  }
+};
+
+struct Q5_1 : Pairs32<24> {
+  using Pairs32::Pairs32;
+  Words Weights(int group, int word) const {
+    return Nibbles(lines + 8 * kBlock, group, word) |
+           FifthBits(lines + 4 * kBlock, group, word);
+  }
+};
+
+struct Q8_0 : Halves32<128, 34> {
+  using Halves32::Halves32;
+  Words Weights(int group, int word) const {
+    return Line(lines, 2 + 8 * group + word);
+  }
+};
+
+// Eight groups of 32: two factors in float16, three words with scales and minima
+// of six bits. Neighbouring groups are the halves of the same bytes.
+template <int kBits>
+struct K32 {
+  static constexpr int kWords = kBits == 5 ? 44 : 36, kParts = 2;
+  static constexpr int kGroupWords = 8, kOffset = 0;
+  static constexpr bool kHasMinima = true;
+
+  const uint32_t* weights;
+  const uint32_t* fifth;
+  Words shift;
+  Words scales, minima;  // A byte for each group of the part.
+  Floats factor, minimum;
+
+  K32(const uint32_t* lines, int part)
+      : weights(lines + (kWords - 32 + 16 * part) * kBlock),
+        fifth(lines + 4 * kBlock),
+        shift(Words{} + 4 * part) {
+    const Words first = Line(lines, 1), second = Line(lines, 2);
+    const Words third = Line(lines, 3);
+    if (part == 0) {
+      scales = first & 0x3f3f3f3f;
+      minima = second & 0x3f3f3f3f;
+    } else {
+      scales = (third & 0x0f0f0f0f) | (first >> 2 & 0x30303030);
+      minima = (third >> 4 & 0x0f0f0f0f) | (second >> 2 & 0x30303030);
+    }
+    const Words factors = Line(lines, 0);
+    factor = HalfToFloat(factors);
+    minimum = HalfToFloat(factors >> 16);
+  }
+
+  Words Weights(int group, int word) const {
+    const Words bytes = Line(weights, 8 * (group / 2) + word);
+    // 16 times as large in every second group.
+    if (kBits == 4 && group % 2) return bytes & 0xf0f0f0f0;
+    const Words low = bytes >> 4 * (group % 2) & 0x0f0f0f0f;
+    if constexpr (kBits == 4) return low;
+    const Words high = Line(fifth, word) >> shift;
+    return low | (Shift(high, 4 - group) & 0x10101010);
+  }
+  Floats Scale(int group) const {
+    const Floats scale = factor * ToFloats(scales >> 8 * group & 0xff);
+    return kBits == 4 && group % 2 ? scale * 0.0625f : scale;
+  }
+  Floats Minimum(int group) const {
+    return minimum * ToFloats(minima >> 8 * group & 0xff);
+  }
+};
+
+using Q4_K = K32<4>;
+using Q5_K = K32<5>;
+
+// Sixteen groups of 16 with signed scales, and a factor in float16. Of a part,
+// inputs 64 to 127 are the upper halves of the bytes.
+struct Q6_K {
+  static constexpr int kWords = 53, kParts = 2, kGroupWords = 4, kOffset = 32;
+  static constexpr bool kHasMinima = false;
+
+  const uint32_t* low;
+  const uint32_t* high;
+  const uint32_t* scales;
+  Floats factor;
+
+  Q6_K(const uint32_t* lines, int part)
+      : low(lines + 16 * part * kBlock),
+        high(lines + (32 + 8 * part) * kBlock),
+        scales(lines + (48 + 2 * part) * kBlock),
+        factor(HalfToFloat(Line(lines, 52))) {}
+
+  Words Weights(int group, int word) const {
+    const int index = 4 * group + word, quarter = index / 8;
+    const Words bytes = Line(low, index % 16) >> 4 * (index / 16);
+    const Words upper = Shift(Line(high, index % 8), 4 - 2 * quarter);
+    return (bytes & 0x0f0f0f0f) | (upper & 0x30303030);
+  }
+  Floats Scale(int group) const {
+    const Ints word = BitCast<Ints>(Line(scales, group / 4));
+    return factor *
+           __builtin_convertvector(word << 8 * (3 - group % 4) >> 24, Floats);
+  }
+};
+
+// Adds the products of R rows and a block of kLanes outputs to `to`, R rows of
+// Sums.
+template <typename Kind, int R>
+void AddBlock(const uint32_t* lines, const uint32_t* const (&x)[R],
+              float* to) {
+  constexpr int kGroups = kPart / 4 / Kind::kGroupWords;
+  constexpr int64_t kTakenOf = TakenOf(Kind::kOffset);
+  // Prefetched lines of a group, so that all of them are those of a block.
+  constexpr int kSets = kGroups * Kind::kParts;
+  constexpr int kLines = (Kind::kWords + kSets - 1) / kSets;
+  const auto* ahead = reinterpret_cast<const char*>(lines);
+  for (int part = 0; part < Kind::kParts; ++part) {
+    const Kind kind(lines, part);
+    const uint32_t* row[R];
+    for (int r = 0; r < R; ++r) row[r] = x[r] + part * kPartWords;
+    Floats results[R] = {};
+#pragma GCC unroll 8
+    for (int group = 0; group < kGroups; ++group) {
+      Ints sums[R];
+      for (int r = 0; r < R; ++r) {
+        sums[r] = BitCast<Ints>(Floats{} + kStart);
+      }
+#pragma GCC unroll 8
+      for (int word = 0; word < Kind::kGroupWords; ++word) {
+        const Words weights = kind.Weights(group, word);
+        constexpr int kOf = Kind::kGroupWords;
+        for (int i = word * kLines / kOf; i < (word + 1) * kLines / kOf; ++i) {
+          __builtin_prefetch(ahead + kBlocksFar, 0, 2);
+          __builtin_prefetch(ahead + kBlocksNear);
+          ahead += 64;
+        }
+        const int64_t at = (group * Kind::kGroupWords + word) * Int8::kFactors;
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+          sums[r] = Int8::Step(sums[r], weights, row[r] + at);
+        }
+      }
+      const Floats scale = kind.Scale(group);
+      Floats minimum = {};
+      if constexpr (Kind::kHasMinima) minimum = kind.Minimum(group);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const float taken = BitCast<float>(row[r][kTakenOf + group]);
+        const auto sum = BitCast<Floats>(sums[r]);
+        if constexpr (Kind::kHasMinima) {
+          results[r] += scale * (sum - kStart);
+          results[r] -= minimum * taken;
+        } else {
+          results[r] += scale * (sum - taken);
+        }
+      }
+    }
+    for (int r = 0; r < R; ++r) {
+      const float factor = BitCast<float>(row[r][kScale]);
+      float* const sum = to + r * kGroup;
+      Store(sum, Load<Floats>(sum) + results[r] * factor);
+    }
+  }
+}
+
+// The same for `count` rows, at most kRows.
+template <typename Kind, int R = kRows>
+void AddBlockOf(int64_t count, const Rows& rows, int64_t first, int64_t at,
+                const uint32_t* lines, float* to) {
+  if (count >= R) {
+    const uint32_t* x[R];
+    for (int r = 0; r < R; ++r) x[r] = rows.row(first + r) + at;
+    AddBlock<Kind, R>(lines, x, to);
+  } else if constexpr (R > 1) {
+    AddBlockOf<Kind, R - 1>(count, rows, first, at, lines, to);
+  }
+}
+
+struct Blocks {
+  using Sum = float;
+  static constexpr int64_t kFewRows = 0;
+  static constexpr int kPerWord = 1, kFactors = 1;
+
+  static int64_t RowWords(int64_t width) {
+    return (width + 2 * kPart - 1) / (2 * kPart) * 2 * kPartWords;
+  }
+
+  static float Round(const float* row, int64_t width, uint32_t* to, int32_t*) {
+    for (; width > 0; width -= kPart, row += kPart, to += kPartWords) {
+      int8_t values[kPart] = {};
+      int32_t start;
+      const float scale =
+          RoundToIntegers(row, std::min(width, kPart), values, &start);
+      for (int64_t i = 0; i < kPart / 4; ++i) {
+        Int8::Spread(values + 4 * i, to + Int8::kFactors * i);
+      }
+      for (int64_t i = 0; i < kPart / 16; ++i) {
+        int32_t sum = 0;
+        for (int64_t j = 0; j < 16; ++j) sum += values[16 * i + j];
+        to[TakenOf(32) + i] = sum;
+      }
+      for (const int offset : kOffsets) {
+        const bool by_16 = offset == 32;
+        for (int64_t i = 0; i < (by_16 ? 8 : 4); ++i) {
+          const uint32_t* const sums = to + TakenOf(32);
+          const auto sum = static_cast<int32_t>(
+              by_16 ? sums[i] : sums[2 * i] + sums[2 * i + 1]);
+          const float taken = offset == 0 ? sum : kStart + offset * sum;
+          to[TakenOf(offset) + i] = BitCast<uint32_t>(taken);
+        }
+      }
+      to[kScale] = BitCast<uint32_t>(scale);
+    }
+    return 1.0f;
+  }
+
+  // Calls `visit` with a null pointer to the kind that has this number in GGUF.
+  template <typename Visit>
+  static void Of(int kind, const Visit& visit) {
+    switch (kind) {
+      case 2: return visit(static_cast<Q4_0*>(nullptr));
+      case 3: return visit(static_cast<Q4_1*>(nullptr));
+      case 6: return visit(static_cast<Q5_0*>(nullptr));
+      case 7: return visit(static_cast<Q5_1*>(nullptr));
+      case 8: return visit(static_cast<Q8_0*>(nullptr));
+      case 12: return visit(static_cast<Q4_K*>(nullptr));
+      case 13: return visit(static_cast<Q5_K*>(nullptr));
+      case 14: return visit(static_cast<Q6_K*>(nullptr));
+    }
+  }
+
+  // The words of an output; 0 if there is no such kind.
+  static int64_t NumWords(int kind, int64_t width) {
+    int64_t words = 0;
+    Of(kind, [&](auto* kind) {
+      using Kind = std::remove_pointer_t<decltype(kind)>;
+      const int64_t inputs = Kind::kParts * kPart;
+      words = (width + inputs - 1) / inputs * Kind::kWords;
+    });
+    return words;
+  }
+
+  static void Multiply(const Rows& rows, int64_t first, int64_t count,
+                       const Group& group, Sums<Blocks>& sums) {
+    std::fill_n(sums, count * kGroup, 0);
+    Of(group.kind, [&](auto* kind) {
+      MultiplyKind<std::remove_pointer_t<decltype(kind)>>(rows, first, count,
+                                                          group, sums);
+    });
+  }
+
+ private:
+  template <typename Kind>
+  static void MultiplyKind(const Rows& rows, int64_t first, int64_t count,
+                           const Group& group, float* sums) {
+    const int64_t tiles = (count + kRows - 1) / kRows;
+    const uint32_t* lines = group.words;
+    for (int64_t block = 0; block < group.num_words / Kind::kWords; ++block) {
+      const int64_t at = block * Kind::kParts * kPartWords;
+      for (int64_t half = 0; half < kGroup; half += kBlock) {
+        for (int64_t tile = 0; tile < tiles; ++tile) {
+          const int64_t row = tile * kRows;
+          for (int64_t lane = 0; lane < kBlock; lane += kLanes) {
+            AddBlockOf<Kind>(count - row, rows, first + row, at, lines + lane,
+                             sums + row * kGroup + half + lane);
+          }
+        }
+        lines += Kind::kWords * kBlock;
+      }
+    }
+  }
+};
+
+}  // namespace specdec
+
+#endif  // SPECDEC_BLOCKS_H_

@@ -1,0 +1,34 @@
+"""Random matrices in blocks of few bits."""
+
+import numpy as np
+
+from models.nn import blocks as blocks_lib
+
+
+def raw_rows(
+  rng: np.random.Generator, kind: str, count: int, width: int
+) -> np.ndarray:
+  """Rows `[count, bytes]` uint8 of any bits, and of factors of any size.
+
+  Some of the factors are denormal.
+  """
+  known = blocks_lib.KINDS[kind]
+  shape = count, -(-width // known.file_inputs)
+  raw = rng.integers(0, 256, (*shape, known.bytes), dtype=np.uint8)
+  start = 0
+  for name, size in known.fields.items():
+    if name in ('d', 'dm'):
+      sizes = 10.0 ** rng.uniform(-6, -3, (*shape, size // 2))
+      factors = sizes * rng.choice([-1, 1], sizes.shape)
+      half = factors.astype(np.float16)
+      raw[..., start : start + size] = half.view(np.uint8)
+    start += size
+  return raw.reshape(count, -1)
+
+
+def matrix(
+  rng: np.random.Generator, kind: str, shape: tuple[int, int]
+) -> blocks_lib.BlockMatrix:
+  """A matrix `[out, in]` on the host."""
+  rows = slice(None), raw_rows(rng, kind, *shape)
+  return blocks_lib.from_raw([rows], shape, kind)
