@@ -28,6 +28,17 @@ _FLOPS = 2 * 12 * (50 + 10) + 2 * 16 * (5 + 20 * 2)
 _BYTES = 4 * 100 + 40 * 2 + 8 * 10 + 160 + 20 * 3
 
 
+def test_every_format_of_weights_has_a_rate(monkeypatch):
+  monkeypatch.setattr(machine, '_READ_BYTES', {'default': 1 << 20})
+  monkeypatch.setattr(machine, '_MATRIX_WIDTH', {'default': 64})
+  formats = ['float32', 'int4', 'stored']
+  rates = machine.MachineLimits(formats)
+  rates.sample()
+  found = rates.summary()['flops_per_second']
+  assert list(found) == formats
+  assert min(found.values()) > 0
+
+
 def test_an_arm_is_placed_under_the_roofs():
   """All models are read, and the reads of plain decoding do not count."""
   assert statistics_lib.bytes_read(_FIGURES['reads'], _COSTS) == _BYTES

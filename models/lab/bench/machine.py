@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.lab import cost_model
+from models.nn import matrices as matrices_lib
 from specdec import model as model_lib
 from specdec import statistics as statistics_lib
 
@@ -64,7 +65,14 @@ class MachineLimits:
     width = pick(_MATRIX_WIDTH)
     self._array = jnp.ones(shape, jnp.float32)
     self._vector = jnp.ones(_COLUMNS, jnp.float32)
-    self._matrices = {name: jnp.ones((width, width), name) for name in dtypes}
+    # Blocks of few bits are multiplied as integers of eight bits.
+    few = {
+      name: matrices_lib.format_of(name).bytes_per_weight < 1 for name in dtypes
+    }
+    self._matrices = {
+      name: jnp.ones((width, width), 'int8' if few[name] else name)
+      for name in dtypes
+    }
     self._memory: list[float] = []
     self._arithmetic: dict[str, list[float]] = {name: [] for name in dtypes}
     self.sample()  # compiles
