@@ -57,7 +57,7 @@ def _rounded(x):
 @pytest.mark.parametrize('shape', _SHAPES)
 @pytest.mark.parametrize('kind', blocks_lib.KINDS)
 def test_products_are_those_of_the_weights_of_gguf(kind, shape):
-  """Of the same rounded rows, and a row has the same bits alone."""
+  """The rows are rounded alike, and a row has the same bits alone."""
   matrix, weights = _drawn(kind, shape)
   packed = matrices_lib.pack(matrix)
   np.testing.assert_array_equal(matrices_lib.unpack(packed), matrix.words)

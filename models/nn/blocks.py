@@ -52,7 +52,7 @@ class Kind:
 
   @property
   def bytes(self) -> int:
-    """Of a block of the file."""
+    """The number of bytes of a block in the file."""
     return sum(self.fields.values())
 
   @property
@@ -62,7 +62,7 @@ class Kind:
 
   @property
   def words(self) -> int:
-    """Of a block here."""
+    """The number of words of a block here, of 32 bits."""
     return -(-self.bytes * (self.inputs // self.file_inputs) // 4)
 
   def blocks(self, width: int) -> int:
