@@ -24,8 +24,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+import tiny_blocks
 import tiny_drafters
 
+from models.lab.compiled import counts
 from models.lab.compiled import hlo
 from models.lab.compiled import programs
 from models.lab.compiled import report as report_lib
@@ -170,6 +172,33 @@ def test_memory_with_a_large_vocabulary(
   with mock.patch.dict(programs.SHAPES, _VOCABULARY):
     compiled = _compile(method, workload, programs.DEVICES[device])
   assert compiled.temporary_bytes < megabytes * 1e6
+
+
+@pytest.mark.parametrize('kind', ['Q4_K', _long('Q6_K')])
+def test_weights_of_few_bits_are_computed_within_a_product(kind):
+  """A TPU writes neither the matrix nor words of it, in no round of a loop."""
+  if programs.find_libtpu() is None:
+    pytest.skip('no libtpu; run python scripts/install_libtpu.py')
+  shape = 8960, 1536
+  (device, *_) = programs.abstract_devices(programs.DEVICES['v5e'])
+  matrix = jax.tree.map(
+    lambda leaf: jax.ShapeDtypeStruct(
+      *(shape[:1] + leaf.shape[1:], leaf.dtype),
+      sharding=jax.sharding.SingleDeviceSharding(device),
+    ),
+    tiny_blocks.matrix(np.random.default_rng(0), kind, (1, shape[1])).grouped(),
+  )
+
+  def rounds(matrix, rows, count):
+    product = lambda _, rows: matrix.product(rows)[:, : shape[1]]
+    return jax.lax.fori_loop(0, count, product, rows)
+
+  traced = jax.jit(rounds).trace(matrix, jnp.ones((8, shape[1])), 3)
+  compiled = traced.lower(lowering_platforms=('tpu',)).compile()
+  expanded = 2 * math.prod(shape)  # Bytes, in bfloat16.
+  assert compiled.memory_analysis().temp_size_in_bytes < expanded / 3
+  (loop,) = counts.count(hlo.parse(compiled.as_text())).loops
+  assert loop.bytes < expanded
 
 
 @pytest.mark.parametrize('method', ['plain', _long('staged')])

@@ -372,10 +372,9 @@ def test_matrices_stay_as_they_are_stored(name, kind, path, caplog):
   floats = set()
   for key, leaf in found.items():
     values = np.asarray(expected[key])
-    if isinstance(leaf, blocks_lib.BlockMatrix):
-      assert leaf.kind == kind.name
-      words = np.asarray(leaf.words)
-      weights = blocks_lib.expand(words, leaf.kind, leaf.width, np)
+    if isinstance(leaf, blocks_lib.GroupedMatrix):
+      assert leaf.codes.dtype == blocks_lib.KINDS[kind.name].code_dtype
+      weights = jax.tree.map(np.asarray, leaf).take(np.arange(len(values)))
       np.testing.assert_array_equal(weights, values)
     elif leaf.ndim == 2:
       assert leaf.dtype == jnp.bfloat16

@@ -419,7 +419,7 @@ the first parts are kept, not the last
 the scale of a neighbouring group
   scale[..., None] => jnp.roll(scale, 1, -1)[..., None]
 minima are forgotten
-  values -= minimum[..., None] => values -= 0 * minimum[..., None]
+  values - minimum[..., None] => values - 0 * minimum[..., None]
 halves of bytes are swapped
   - (_shifted(low, (0, 4), -2) & nibbles).reshape(*lead, 8, 8)
   + (_shifted(low, (4, 0), -2) & nibbles).reshape(*lead, 8, 8)

@@ -251,8 +251,10 @@ def read_parameters(
       config.embedding if tied else 'lm_head'
     ):
       host = matrices_lib.few_outputs(host, outputs, is_embedding=tied)
+    if not packed:
+      host = matrices_lib.for_xla(host)
     # Position embeddings are added, not multiplied.
-    if packed and len(host.shape) == 2 and path[0] != config.position_embedding:
+    elif len(host.shape) == 2 and path[0] != config.position_embedding:
       host = matrices_lib.pack(host)
     final = layout.put_parameter(path, host, config)
     if path not in loaded:

@@ -32,6 +32,7 @@ from models.nn.cpu import ops
 _ALIGNMENT = 64  # Bytes; JAX copies arrays on the CPU that begin elsewhere.
 _LANES = 16  # Outputs of a register, of which a group has two.
 _GROUP = 2 * _LANES
+_ROWS = 4096  # That are read at once.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,12 +44,14 @@ class Kind:
     inputs: of a block here.
     fields: bytes of the parts of a block of the file, by name.
     offset: c, of kinds without minima.
+    code_dtype: of q or q - c in `GroupedMatrix`.
   """
 
   number: int
   inputs: int
   fields: dict[str, int]
   offset: int = 0
+  code_dtype: Any = np.int8
 
   @property
   def bytes(self) -> int:
@@ -71,12 +74,12 @@ class Kind:
 
 
 KINDS = {
-  'Q4_0': Kind(2, 128, {'d': 2, 'q': 16}, 8),
-  'Q4_1': Kind(3, 128, {'dm': 4, 'q': 16}),
+  'Q4_0': Kind(2, 128, {'d': 2, 'q': 16}, 8, jnp.int4),
+  'Q4_1': Kind(3, 128, {'dm': 4, 'q': 16}, 0, jnp.uint4),
   'Q5_0': Kind(6, 128, {'d': 2, 'high': 4, 'q': 16}, 16),
   'Q5_1': Kind(7, 128, {'dm': 4, 'high': 4, 'q': 16}),
   'Q8_0': Kind(8, 128, {'d': 2, 'q': 32}, 128),
-  'Q4_K': Kind(12, 256, {'dm': 4, 'scales': 12, 'q': 128}),
+  'Q4_K': Kind(12, 256, {'dm': 4, 'scales': 12, 'q': 128}, 0, jnp.uint4),
   'Q5_K': Kind(13, 256, {'dm': 4, 'scales': 12, 'high': 32, 'q': 128}),
   'Q6_K': Kind(14, 256, {'q': 128, 'high': 64, 'scales': 16, 'd': 2}, 32),
 }
@@ -223,11 +226,32 @@ def _by_sixteens(words, known: Kind, xp):
   return _bytes_of(q), scale, None
 
 
+def _read(words: Any, kind: str, xp: Any) -> tuple[Any, Any, Any]:
+  """Integers and factors of the weights `code scale - minimum`.
+
+  Returns:
+    `[..., blocks, inputs]` int32, and twice `[..., blocks, groups]` float32 or,
+    of a kind without minima, None.
+  """
+  known = KINDS[kind]
+  read = _small if known.inputs == 128 else _with_six_bits
+  read = _by_sixteens if kind == 'Q6_K' else read
+  q, scale, minimum = read(words, known, xp)
+  return q.reshape(*scale.shape[:-1], -1) - known.offset, scale, minimum
+
+
+def _weights(codes: Any, scale: Any, minimum: Any) -> Any:
+  """Weights `[..., n, inputs]` float32 of n groups, of codes of that shape.
+
+  Products of codes and scales are exact, so it makes no difference whether a
+  compiler rounds them before it subtracts the minimum.
+  """
+  values = codes.astype(np.float32) * scale[..., None]
+  return values if minimum is None else values - minimum[..., None]
+
+
 def expand(words: Any, kind: str, width: int, xp: Any = jnp) -> Any:
   """The weights of rows.
-
-  Products of q and f are exact, so it makes no difference whether a compiler
-  rounds them before it subtracts the minimum.
 
   Args:
     words: `[..., blocks, words]` uint32.
@@ -238,19 +262,63 @@ def expand(words: Any, kind: str, width: int, xp: Any = jnp) -> Any:
   Returns:
     `[..., width]` float32.
   """
-  known = KINDS[kind]
-  read = _small if known.inputs == 128 else _with_six_bits
-  read = _by_sixteens if kind == 'Q6_K' else read
-  q, scale, minimum = read(words, known, xp)
-  q = q.reshape(*scale.shape, -1) - known.offset
-  values = q.astype(np.float32) * scale[..., None]
-  if minimum is not None:
-    values -= minimum[..., None]
+  codes, scale, minimum = _read(words, kind, xp)
+  values = _weights(codes.reshape(*scale.shape, -1), scale, minimum)
   return values.reshape(*words.shape[:-2], -1)[..., :width]
 
 
+class GroupedMatrix(flax.struct.PyTreeNode):
+  """A matrix as XLA multiplies it; see `models.nn.matrices.Matrix`.
+
+  Compilers for GPUs and TPUs can compute its weights within a product, which
+  those of the words of a file they cannot (docs/accelerators.md).
+
+  Attributes:
+    codes: `[out, inputs of whole blocks]`, as `code_dtype` of the kind.
+    scales: `[out, groups]` float32.
+    minima: the same, or None for a kind without.
+    width: the number of inputs.
+    dtype: the format it was loaded in.
+  """
+
+  codes: Any
+  scales: Any
+  minima: Any
+  width: int = flax.struct.field(pytree_node=False)
+  dtype: str = flax.struct.field(pytree_node=False)
+  uses_kernels = False
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    return (self.codes.shape[0], self.width)
+
+  def product(self, rows: jax.Array) -> jax.Array:
+    """See `Matrix`; weights and rows are rounded to bfloat16."""
+    # Tied to the rows, which change in a loop, so that no compiler computes the
+    # weights before the loop.
+    held, rows = lax.optimization_barrier((self, rows))
+    codes = held.codes.reshape(*held.scales.shape, -1)
+    weights = _weights(codes, held.scales, held.minima).astype(jnp.bfloat16)
+    missing = held.codes.shape[1] - self.width
+    rows = jnp.pad(rows.astype(jnp.bfloat16), ((0, 0), (0, missing)))
+    rows = rows.reshape(-1, *codes.shape[1:])
+    return contraction.rows_matmul(rows, weights)
+
+  def take(self, index: jax.Array) -> jax.Array:
+    rows = jax.tree.map(lambda leaf: leaf[index], self)
+    codes = rows.codes.reshape(*rows.scales.shape, -1)
+    values = _weights(codes, rows.scales, rows.minima)
+    return values.reshape(*index.shape, -1)[..., : self.width]
+
+  def packed(self) -> 'GroupedMatrix':
+    return self
+
+  def unpacked(self) -> Any:
+    return self.codes
+
+
 class BlockMatrix(flax.struct.PyTreeNode):
-  """A matrix `[out, in]` in blocks; see `models.nn.matrices.Matrix`.
+  """A matrix `[out, in]` on the host, in the words of this module.
 
   Attributes:
     words: `[out, blocks, words]` uint32, see `to_words`.
@@ -259,26 +327,35 @@ class BlockMatrix(flax.struct.PyTreeNode):
     dtype: the format it was loaded in.
   """
 
-  words: jax.Array
+  words: Any
   kind: str = flax.struct.field(pytree_node=False)
   width: int = flax.struct.field(pytree_node=False)
   dtype: str = flax.struct.field(pytree_node=False)
-  uses_kernels = False
 
   @property
   def shape(self) -> tuple[int, ...]:
     return (self.words.shape[0], self.width)
 
-  def product(self, rows: jax.Array) -> jax.Array:
-    """See `Matrix`; weights and rows are rounded to bfloat16."""
-    # Tied to the rows, which change in a loop, so that no compiler expands the
-    # matrix before the loop.
-    words, rows = lax.optimization_barrier((self.words, rows))
-    weights = expand(words, self.kind, self.width).astype(jnp.bfloat16)
-    return contraction.linear(rows.astype(jnp.bfloat16), weights)
-
-  def take(self, index: jax.Array) -> jax.Array:
-    return expand(self.words[index], self.kind, self.width)
+  def grouped(self) -> GroupedMatrix:
+    """The matrix as XLA multiplies it."""
+    known = KINDS[self.kind]
+    count, blocks = self.words.shape[:2]
+    codes: Any = np.empty((count, blocks * known.inputs), known.code_dtype)
+    scales, minima = list[np.ndarray](), list[np.ndarray]()
+    for start in range(0, count, _ROWS):
+      part = self.words[start : start + _ROWS]
+      found, scale, minimum = _read(part, self.kind, np)
+      codes[start : start + _ROWS] = found.reshape(len(part), -1)
+      scales.append(scale.reshape(len(part), -1))
+      if minimum is not None:
+        minima.append(minimum.reshape(len(part), -1))
+    return GroupedMatrix(
+      codes=codes,
+      scales=np.concatenate(scales),
+      minima=np.concatenate(minima) if minima else None,
+      width=self.width,
+      dtype=self.dtype,
+    )
 
   def packed(self) -> 'PackedBlocks':
     words = np.asarray(self.words)

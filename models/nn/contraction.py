@@ -16,10 +16,11 @@ def precision(dtype: jnp.dtype) -> lax.Precision:
 def _contract(x: jax.Array, weight: jax.Array) -> jax.Array:
   """`x @ weight.T`, accumulated in int32 for int8 and in float32 otherwise."""
   is_int8 = weight.dtype == jnp.int8
+  inputs = tuple(range(1, x.ndim))
   return lax.dot_general(
     x,
     weight,
-    (((1,), (1,)), ((), ())),
+    ((inputs, inputs), ((), ())),
     precision=precision(weight.dtype),
     preferred_element_type=jnp.int32 if is_int8 else jnp.float32,
   )
@@ -27,11 +28,13 @@ def _contract(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 def _contract_padded(num_rows: int, x: jax.Array, weight: jax.Array):
   """The product of a single row, computed as `num_rows` equal rows."""
-  return _contract(jnp.broadcast_to(x, (num_rows, x.shape[1])), weight)[:1]
+  return _contract(jnp.broadcast_to(x, (num_rows, *x.shape[1:])), weight)[:1]
 
 
 def rows_matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
   """`x @ weight.T` for `x` `[rows, in]` and `weight` `[out, in]` of one dtype.
+
+  Inputs may have several axes.
 
   The padding is chosen when the program is lowered, so one traced program
   serves every platform.

@@ -391,9 +391,17 @@ def take_rows(weight: jax.Array | Matrix, index: jax.Array) -> jax.Array:
   return lax.platform_dependent(matrix, index, cuda=twice, default=take)
 
 
-def pack(weight: jax.Array | Matrix) -> jax.Array | Matrix:
+def pack(weight: Any) -> Any:
   """A matrix as the kernels of `models.nn.cpu` read it, if they can."""
-  return _as_matrix(weight).packed()
+  is_blocks = isinstance(weight, blocks_lib.BlockMatrix)
+  return (weight if is_blocks else _as_matrix(weight)).packed()
+
+
+def for_xla(weight: Any) -> Any:
+  """A matrix on the host as XLA multiplies it."""
+  is_blocks = lambda leaf: isinstance(leaf, blocks_lib.BlockMatrix)
+  grouped = lambda leaf: leaf.grouped() if is_blocks(leaf) else leaf
+  return jax.tree.map(grouped, weight, is_leaf=is_blocks)
 
 
 def unpack(weight: jax.Array | Matrix) -> jax.Array | np.ndarray:

@@ -178,7 +178,7 @@ def find_libtpu() -> pathlib.Path | None:
   return next((path for path in candidates if path.is_file()), None)
 
 
-def _abstract_devices(device: Device) -> list[jax.Device]:
+def abstract_devices(device: Device) -> list[jax.Device]:
   """JAX's description of devices, on which nothing can run."""
   if device.platform == 'cpu':
     return jax.devices('cpu')
@@ -473,7 +473,7 @@ def compile_program(
   """
   if method not in METHODS:
     raise ValueError(f'method {method!r} is not known; choose from {METHODS}')
-  devices = _abstract_devices(device)
+  devices = abstract_devices(device)
   layout = _layout(devices, mesh, device.description or device.platform)
   devices = devices if mesh else devices[:1]
   target = _target(workload, layout)
