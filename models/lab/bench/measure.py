@@ -112,10 +112,11 @@ def kernels(num_rows: Sequence[int], repeats: int) -> list[Row]:
     shape = features_out, features_in
     blocks = [[(slice(None), draw(*shape))] for _ in range(matrices)]
     make = matrices_lib.FORMATS[dtype].from_blocks
-    weights = {'xla': jax.device_put([make(one, shape) for one in blocks])}
-    weights['kernels'] = [
-      matrices_lib.pack(weight) for weight in weights['xla']
-    ]
+    made = [make(one, shape) for one in blocks]
+    weights = {
+      'xla': jax.device_put(matrices_lib.for_xla(made)),
+      'kernels': list(map(matrices_lib.pack, made)),
+    }
     for n in num_rows:
       x = draw(n, features_in)
       runs = {
