@@ -1,5 +1,6 @@
 """Weights in blocks of few bits, as GGUF files have them, and in four bits."""
 
+import command_lines
 import gguf
 import jax
 import jax.numpy as jnp
@@ -155,6 +156,41 @@ def test_drafted_tokens_in_four_bits_are_those_of_plain_decoding(tmp_path):
     hub.save_pretrained(hub.load_module(folder, dtype='int4'), tmp_path / 'b')
 
 
+@pytest.mark.parametrize('family', ['gpt2', 'mixtral'])
+def test_a_model_written_in_four_bits_is_not_rounded_again(family, tmp_path):
+  folder, rounded = tmp_path / 'model', tmp_path / 'rounded'
+  module = tiny.module() if family == 'gpt2' else tiny.llama_module(family)
+  hub.save_pretrained(module, folder, tokenizer=hub.load_tokenizer('demo'))
+  ended = command_lines.run(
+    'round_model.py', f'--model={folder}', f'--output={rounded}'
+  )
+  assert ended.code == 0, ended.errors
+  checkpoint = hub.locate(rounded)
+  assert checkpoint.tokenizer is not None
+  assert checkpoint_lib.resolve_dtype('auto', checkpoint, packed=True) == (
+    'stored'
+  )
+  loaded = [
+    hub.flat_params(hub.load_module(path, dtype=dtype))[1]
+    for path, dtype in (
+      *((folder, 'int4'), (rounded, 'stored'), (rounded, 'float32')),
+    )
+  ]
+  for whole, again, floats in zip(
+    *(part.values() for part in loaded), strict=True
+  ):
+    jax.tree.map(
+      np.testing.assert_array_equal,
+      *map(jax.tree.leaves, (whole, again)),
+    )
+    if isinstance(whole, blocks_lib.GroupedMatrix):
+      whole = jax.tree.map(np.asarray, whole).take(np.arange(len(floats)))
+    np.testing.assert_array_equal(np.asarray(whole, np.float32), floats)
+  for name, output in ((rounded, tmp_path), (folder, folder)):
+    with pytest.raises(ValueError, match=r'few bits already|is the folder of'):
+      hub.save_in_four_bits(str(name), output)
+
+
 def test_stored_is_for_files_in_blocks():
-  with pytest.raises(ValueError, match='dtype=stored is for GGUF files'):
+  with pytest.raises(ValueError, match='dtype=stored is for files in blocks'):
     checkpoint_lib.resolve_dtype('stored', hub.locate('demo'))

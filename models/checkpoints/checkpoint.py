@@ -11,6 +11,7 @@ import numpy as np
 import transformers
 
 from models.nn import adapter
+from models.nn import blocks as blocks_lib
 from models.nn import dtypes
 from models.nn import matrices as matrices_lib
 
@@ -31,11 +32,8 @@ class StoredTensor(Protocol):
   def blocks(self) -> Iterator[tuple[Any, np.ndarray]]:
     """Yields indices of n rows and their values, `[n, in]` or `[n]`."""
 
-  def raw(self) -> tuple[str, Iterator[tuple[Any, np.ndarray]]] | None:
-    """The kind of its blocks, if `models.nn.blocks` has it, and its rows.
-
-    These are indices of n rows, and `[n, bytes]` uint8 as they are stored.
-    """
+  def in_blocks(self) -> blocks_lib.BlockMatrix | None:
+    """The matrix as it is stored, if `models.nn.blocks` has that kind."""
 
 
 class StoredTensors(Protocol):
@@ -140,7 +138,7 @@ def resolve_dtype(
     is_stored = name == matrices_lib.STORED
     if is_stored and matrices_lib.STORED not in checkpoint.stored_dtypes:
       raise ValueError(
-        f'dtype={name} is for GGUF files in blocks of few bits, and'
+        f'dtype={name} is for files in blocks of few bits, such as GGUF, and'
         f' {checkpoint.path} has none; choose another, such as int4'
       )
     return name

@@ -515,12 +515,12 @@ class Tensor:
     else:
       yield from self._by_rows(self._block)
 
-  def raw(self) -> tuple[str, Iterator[tuple[Any, np.ndarray]]] | None:
+  def in_blocks(self) -> blocks_lib.BlockMatrix | None:
     """See `checkpoint.StoredTensor`."""
     kind = _quants().GGMLQuantizationType(self.info.kind).name
     if kind not in blocks_lib.KINDS:
       return None
-    return kind, self._by_rows(self._raw_rows)
+    return blocks_lib.from_raw(self._by_rows(self._raw_rows), self.shape, kind)
 
   def _order(self, length: int) -> np.ndarray:
     """Where each stored row goes.

@@ -20,14 +20,18 @@ from models.checkpoints import checkpoint as checkpoint_lib
 from models.checkpoints import families
 from models.checkpoints import gguf
 from models.checkpoints import hugging_face
+from models.checkpoints import rounded
 from models.nn import adapter
-from models.nn import blocks as blocks_lib
 from models.nn import matrices as matrices_lib
 from models.nn import sharding as sharding_lib
 from specdec import memory
 
 # The first that holds a path has it.
-_CONTAINERS = (gguf.GGUFFile, hugging_face.HuggingFaceFolder)
+_CONTAINERS = (
+  gguf.GGUFFile,
+  rounded.RoundedFolder,
+  hugging_face.HuggingFaceFolder,
+)
 
 _DEMO = pathlib.Path(__file__).parents[1] / 'demo'
 _EMBEDDED = {'demo': _DEMO / 'target', 'demo-draft': _DEMO / 'draft'}
@@ -312,9 +316,9 @@ def _read(
     path, make = paths[key], form.from_blocks
     if leaf.ndim != 2 or family.stays_float(key):
       make = functools.partial(matrices_lib.fill, dtype=leaf.dtype)
-    elif form.keeps_blocks and (raw := tensor.raw()) is not None:
-      kind, rows = raw
-      yield path, tensor.name, blocks_lib.from_raw(rows, leaf.shape, kind)
+    elif form.keeps_blocks and (stored := tensor.in_blocks()) is not None:
+      yield path, tensor.name, stored
+      del stored  # Before the next tensor is read.
       continue
     elif form.keeps_blocks:
       expanded.append(tensor.name)
@@ -388,3 +392,38 @@ def save_pretrained(
   described.save_pretrained(folder)
   if tokenizer is not None:
     tokenizer.save_pretrained(folder)
+
+
+def save_in_four_bits(name: str, folder: str | pathlib.Path) -> None:
+  """Rounds a model to `int4` and writes a folder that loads as `stored`.
+
+  Loading it takes no rounding, and gives the weights that `int4` gives. Besides
+  the weights everything in the model's folder is copied.
+
+  Args:
+    name: see `locate`.
+    folder: to be written; it is made if it does not exist.
+
+  Raises:
+    ValueError: the model is in blocks already, or cannot be read.
+  """
+  checkpoint = locate(name)
+  if matrices_lib.STORED in checkpoint.stored_dtypes:
+    raise ValueError(
+      f'{name} is in blocks of few bits already; load it with dtype=stored'
+    )
+  if pathlib.Path(folder).resolve() == checkpoint.path.resolve():
+    raise ValueError(f'{folder} is the folder of the model; give another')
+  config, form = checkpoint.config, matrices_lib.FORMATS['int4']
+  _, expected = flat_params(shape_module(config, jnp.dtype(form.float_dtype)))
+  heads = {config.embedding, 'lm_head'}
+  family = families.family_of(config)
+  parameters = {
+    families.parameter_name(path): host
+    for path, _, host in _read(checkpoint, family, expected, form, heads)
+  }
+  if missing := sorted(
+    {*map(families.parameter_name, expected)} - parameters.keys()
+  ):
+    raise ValueError(f'{name} lacks the tensor {missing[0]}')
+  rounded.save(parameters, checkpoint.path, pathlib.Path(folder))

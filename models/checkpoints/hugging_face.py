@@ -78,7 +78,7 @@ class _Tensor:
         block = stored[:, rows].T if self.transposed else stored[rows]
         yield slice(start, end), self.convert(block)
 
-  def raw(self) -> None:
+  def in_blocks(self) -> None:
     """There are no blocks of few bits."""
 
 
