@@ -265,7 +265,7 @@ def check_what_cannot_be_divided_is_whole() -> None:
 
 
 def check_few_bits_on_several_devices() -> None:
-  """Scales go with the outputs, and blocks that are not enough are whole."""
+  """Scales go with what they scale, outputs or groups of inputs."""
   whole, parts = (
     _leaves(_load('llama', 'target', layout, dtype='int8'))
     for layout in (sharding_lib.Layout(), _layout('2x4'))
@@ -276,9 +276,12 @@ def check_few_bits_on_several_devices() -> None:
   shapes = {name: _part(leaf) for name, leaf in gate.items()}
   assert shapes == {'.values': (6, 16), '.scale': (6,)}
   parts = _leaves(_load('llama', 'target', _layout('2x4'), dtype='int4'))
-  for name, outputs in (('gate_proj', 6), ('down_proj', 16)):
+  for name, shapes in {
+    'gate_proj': {(6, 128), (6, 4)},
+    'down_proj': {(16, 32), (16, 1)},
+  }.items():
     found = [leaf for path, leaf in parts.items() if name in path]
-    assert {*map(_part, found)} == {(outputs, 1, 20)}
+    assert {*map(_part, found)} == shapes
 
 
 def check_what_was_divided_can_be_saved() -> None:

@@ -238,7 +238,7 @@ class Layout:
       sharding = self.of_parameter(path, array.shape, config)
       if self.mesh is None or sharding is None:
         return jax.device_put(array)
-      # Of a matrix in blocks, whole blocks are divided.
+      # Of a matrix in groups, whole groups are divided.
       axes = (
         axis if axis and size % self.mesh.shape[axis] == 0 else None
         for axis, size in zip(sharding.spec, array.shape, strict=False)
