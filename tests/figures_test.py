@@ -1,0 +1,71 @@
+"""Figures in the tables of pages are those of the files that they cite."""
+
+import collections
+import pathlib
+import re
+
+import pytest
+
+_ROOT = pathlib.Path(__file__).parent.parent
+_NUMBER = re.compile(r'(?<![\w.])\d+(?:\.\d+)?')
+_LINK = re.compile(r'\]\([^)]*(results/[^)]*\.md)\)')
+# A figure of another arm, which a cell has for comparison.
+_OTHER_ARM = re.compile(r', [\d.]+x of \w+')
+
+
+def _numbers(text):
+  """Values, and half a unit of the last digit."""
+  found = _NUMBER.findall(text.replace('-', ' '))
+  return [
+    (float(one), 0.5 * 10.0 ** -len(one.partition('.')[2])) for one in found
+  ]
+
+
+def _arms(files):
+  """All figures of each arm in files of `scripts/benchmark.py`."""
+  arms = collections.defaultdict(list)
+  for file in files:
+    for line in (_ROOT / file).read_text('utf-8').splitlines():
+      if line.startswith('| ') and not line.startswith('| arm'):
+        _, name, rest = line.split('|', 2)
+        arms[name.strip()] += _numbers(rest)
+  return arms
+
+
+def _rows(page):
+  """Rows of tables, and the files that they or the text above them cite."""
+  cited, in_table = [], False
+  for line in page.read_text('utf-8').splitlines():
+    links = _LINK.findall(line)
+    was_in_table, in_table = in_table, line.startswith('|')
+    if not in_table:
+      # Text after a table is about another one.
+      cited = links if was_in_table or line.startswith('#') else cited + links
+    elif not was_in_table:
+      header = line
+    elif ' the paper' not in header and '---' not in line:
+      name, *cells = line.strip('|').split('|')
+      figures = _numbers(_OTHER_ARM.sub('', '|'.join(cells)))
+      if links and not figures:  # A heading within the table.
+        cited = links
+      if figures:
+        yield name.strip(), figures, links or cited
+
+
+@pytest.mark.parametrize('name', ['README.md', 'docs/measured.md'])
+def test_each_row_is_of_one_arm(name):
+  rows = [*_rows(_ROOT / name)]
+  assert len(rows) > 5
+  for label, figures, files in rows:
+    assert files, f'{name}: {label} cites no file'
+
+    def missing(arm, figures=figures):
+      return [
+        value
+        for value, unit in figures
+        if not any(abs(value - one) <= unit + own + 1e-9 for one, own in arm)
+      ]
+
+    arms = _arms(files)
+    lacks = min(map(missing, arms.values()), key=len)
+    assert not lacks, f'{name}: {label}: {lacks} are in no arm of {files}'
