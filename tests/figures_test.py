@@ -14,11 +14,17 @@ _OTHER_ARM = re.compile(r', [\d.]+x of \w+')
 
 
 def _numbers(text):
-  """Values, and half a unit of the last digit."""
+  """Values, and the number of their decimal places."""
   found = _NUMBER.findall(text.replace('-', ' '))
-  return [
-    (float(one), 0.5 * 10.0 ** -len(one.partition('.')[2])) for one in found
-  ]
+  return [(float(one), len(one.partition('.')[2])) for one in found]
+
+
+def _is_rounded(value, places, exact, own_places):
+  """Whether a file has a figure, or one that was rounded to it."""
+  if own_places <= places:
+    return value == exact
+  half = 0.5 * 10.0**-places + 0.5 * 10.0**-own_places
+  return abs(value - exact) <= half + 1e-9
 
 
 def _arms(files):
@@ -61,9 +67,9 @@ def test_each_row_is_of_one_arm(name):
 
     def missing(arm, figures=figures):
       return [
-        value
-        for value, unit in figures
-        if not any(abs(value - one) <= unit + own + 1e-9 for one, own in arm)
+        one[0]
+        for one in figures
+        if not any(_is_rounded(*one, *exact) for exact in arm)
       ]
 
     arms = _arms(files)
