@@ -497,7 +497,7 @@ def _trained(folder):
     num_steps=_DRAFTED,
     dtype=jnp.dtype('float32'),
   )
-  steps = 600
+  steps = 1200
   optimizer = optax.adam(optax.linear_schedule(1e-2, 0.0, steps))
 
   @jax.jit
@@ -530,7 +530,7 @@ def test_an_overfitted_head_drafts_its_text(tmp_path):
   prompts = texts[:, :_LENGTH].tolist()
   found = _generate(drafter, prompts)
   assert found.tokens == texts[:, _LENGTH:].tolist()
-  assert (_by_position(found.stats.accepted_histogram) > 0.94).all()
+  assert (_by_position(found.stats.accepted_histogram) >= 0.95).all()
   slots = specdec.Slots(
     target, num_slots=2, context=_LENGTH + _NEW, drafter=drafter
   )
