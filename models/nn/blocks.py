@@ -13,7 +13,7 @@ file:
     Q6_K              256     what it has in the file, and two bytes
 
 Inputs are padded with groups whose scale is zero. `cpu/blocks.h` multiplies
-them on CPU; elsewhere they are expanded within the product.
+`PackedBlocks` of these words; XLA multiplies a `GroupedMatrix`.
 """
 
 import dataclasses
