@@ -1,6 +1,6 @@
 """Random calls end in equality with plain decoding, bad ones in clear errors.
 
-Here some hundreds of calls; `--long` makes 2,000.
+Here some hundreds of calls; `--long` makes 3,000.
 """
 
 import fuzzing

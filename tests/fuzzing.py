@@ -19,6 +19,7 @@ import transformers
 from models.nn import adapter
 from models.nn import eagle
 from models.nn import matrices as matrices_lib
+from models.nn import rope as rope_lib
 from models.nn import table_model
 from models.text import generator as generator_lib
 from models.text import pair as pair_lib
@@ -96,14 +97,23 @@ def _model(name: str, kind: str = 'target') -> specdec.LanguageModel:
     inner = {'num_layers': number, 'num_heads': number, 'width': 8}
     module = tiny.module(**shape, **inner)
   else:
-    if name == 'llama':  # Texts have several times the length of its windows.
-      shape |= {'window': 4}
-    module = tiny.llama_module(name, num_layers=1, **shape)
+    changes = shape | {'num_layers': 1} | _WINDOWS.get(name, {})
+    module = tiny.llama_module('llama' if name in _WINDOWS else name, **changes)
   hidden = _READS if kind == 'target' and name == 'gpt2' else ()
   return _with_table(adapter.as_model(module, hidden=hidden), table)
 
 
 _READS = (0, 2)
+# Llamas that see no more than the last tokens: in all layers, or in one of two,
+# which rotates in its own way, as in Gemma 3. Texts of the first outgrow their
+# windows while they are decoded, those of the second have ten times the length.
+_WINDOWS = {
+  'mistral': {'window': 4},
+  'gemma': {
+    **{'num_layers': 2, 'window': (4, None), 'post_norm': True},
+    'rope': (rope_lib.Rope(theta=100.0), rope_lib.Rope(theta=1000.0)),
+  },
+}
 
 
 @functools.cache
@@ -199,10 +209,13 @@ SHAPES = (
   Shape('table', 'tables', 2),
   Shape('table', 'tree', 2, verify='rejection'),
   Shape('table', 'ragged', 2, verify='traversal', children='with_replacement'),
-  *(Shape('gpt2', 'staged', 2, _EVERYTHING), Shape('llama', 'tree', 1, _TEXT)),
+  Shape('gpt2', 'staged', 2, _EVERYTHING),
   Shape('gpt2', 'staged head', 2, _EVERYTHING),
   Shape('gpt2', 'ragged head', 2, _EVERYTHING, verify='rejection'),
   Shape('mixtral', 'chain of 3', 3, _FILTERS),
+  *(Shape('mistral', name, 2) for name in ('tree', 'chain of 3')),
+  Shape('gemma', 'tree', 2, long_prompt=True),
+  Shape('gemma', 'chain of 3', 2, long_prompt=True),
 )
 
 

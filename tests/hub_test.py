@@ -213,6 +213,7 @@ _WEIGHT = f'{_FC}.weight'
 _NORM = 'transformer.h.2.ln_1.bias'  # of a layer that is not there
 _EXPERTS = 'model.layers.1.block_sparse_moe.experts'
 _FIRST, _LAST = f'{_EXPERTS}.2.w2.weight', f'{_EXPERTS}.4.w1.weight'
+_QKV = 'model.layers.0.self_attn.qkv_proj.weight'
 _MISSING = 'lacks 1 tensors, the first is'
 _TIED = 'lm_head.weight and transformer.wte.weight must be equal'
 _ones = lambda *shape: lambda _: np.ones(shape, np.float32)
@@ -232,6 +233,7 @@ _ones = lambda *shape: lambda _: np.ones(shape, np.float32)
       'h.1.mlp.c_fc.weight has dtype I8, expected one of',
     ),
     ('gpt2', 'lm_head.weight', _ones(40, 16), _TIED),
+    ('phi3', _QKV, _ones(99, 16), rf'{_QKV} has shape .*, expected'),
   ],
 )
 def test_bad_tensor(variant, name, edit, message, tmp_path):

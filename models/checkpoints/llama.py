@@ -449,16 +449,20 @@ def canonical_name(stored: str, config: nn_llama.LlamaConfig) -> str | None:
 
 
 def parts(name: str, config: nn_llama.LlamaConfig) -> Mapping[str, slice]:
-  """The tensors that are stored as one, and their rows; {} if it is but one."""
-  sizes = {'q_proj': config.num_heads * config.head_width}
-  sizes['k_proj'] = sizes['v_proj'] = config.num_kv_heads * config.head_width
+  """The tensors that are stored as one, and their rows; {} if it is but one.
+
+  The last has all rows that are left, so that too many do not pass.
+  """
+  sizes = {'gate_proj': config.inner_width}
+  sizes['q_proj'] = config.num_heads * config.head_width
+  sizes['k_proj'] = config.num_kv_heads * config.head_width
   found: dict[str, slice] = {}
   start = 0
   *parents, own, leaf = name.split('.')
   for one in _FUSED.get(own, ()):
-    end = start + sizes.get(one, config.inner_width)
+    end = start + sizes[one] if one in sizes else None
     found['.'.join([*parents, one, leaf])] = slice(start, end)
-    start = end
+    start = end or 0
   return found
 
 
