@@ -2,7 +2,7 @@
 
 An expression describes a text, byte by byte, and a token is a few bytes. So the
 state after a token is found by reading its bytes, for all tokens at once along
-their trie (as stop strings are, `specdec.verify.stop_strings`). Tokens that do
+their trie (as stop strings are, `specdec.stop_strings`). Tokens that do
 the same in every state are of one kind, so the table is of states by kinds; of
 152,000 tokens there are some hundred kinds.
 """

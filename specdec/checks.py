@@ -19,12 +19,12 @@ import numpy as np
 from specdec import constraint as constraint_lib
 from specdec import model as model_lib
 from specdec import sampling as sampling_lib
+from specdec import stop_strings
 from specdec.draft import drafter as drafter_lib
 from specdec.tree import topology as topology_lib
 from specdec.verify import accept
 from specdec.verify import match
 from specdec.verify import rejection
-from specdec.verify import stop_strings
 from specdec.verify import traversal
 
 

@@ -17,10 +17,10 @@ from specdec import memory
 from specdec import model as model_lib
 from specdec import sampling as sampling_lib
 from specdec import step as step_lib
+from specdec import stop_strings
 from specdec import watchers as watchers_lib
 from specdec.draft import drafter as drafter_lib
 from specdec.verify import accept
-from specdec.verify import stop_strings
 
 _Symbol = TypeVar('_Symbol')
 _HEAD = 'Keyword Args:'
@@ -68,7 +68,7 @@ class Options(CommonOptions, total=False):
 
   Keyword Args:
     eos_ids: tokens that end a row.
-    stop: stop strings, see `specdec.verify.stop_strings`; a table for B rows.
+    stop: stop strings, see `specdec.stop_strings`; a table for B rows.
     constraint: which tokens may follow which, a `specdec.Constraint`.
   """
 

@@ -16,8 +16,8 @@ import numpy as np
 
 from specdec import constraint as constraint_lib
 from specdec import sampling as sampling_lib
+from specdec import stop_strings
 from specdec.verify import accept
-from specdec.verify import stop_strings
 
 
 def append(
@@ -112,7 +112,7 @@ class _Automaton:
 class StopStrings(flax.struct.PyTreeNode, _Automaton):
   """Ends a row when a stop string is complete; the state is `[B]` int32."""
 
-  table: stop_strings.StopTable  #: See `specdec.verify.stop_strings`.
+  table: stop_strings.StopTable  #: See `specdec.stop_strings`.
 
   def init(
     self, prompt: jax.Array, prompt_length: jax.Array, num_slots: int

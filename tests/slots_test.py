@@ -12,8 +12,8 @@ import tiny_drafters
 from models.nn import table_model
 import specdec
 from specdec import loop
+from specdec import stop_strings
 from specdec.tree import topology as topology_lib
-from specdec.verify import stop_strings
 
 _SLOTS = 3
 _CONTEXT = tiny.MAX_POSITIONS

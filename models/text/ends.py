@@ -9,7 +9,7 @@ import transformers
 
 from models.text import token_bytes as token_bytes_lib
 from specdec import checks as checks_lib
-from specdec.verify import stop_strings
+from specdec import stop_strings
 
 # One stop string, several, or a list of them per row.
 Stops = str | Sequence[str] | Sequence[Sequence[str]]
