@@ -1,7 +1,7 @@
 """What lossless rules accept, beside the most that any could; and one that is
 not lossless.
 
-The figures are those of the table in docs/verification.md.
+docs/verification.md has some of the figures.
 """
 
 import collections
