@@ -350,16 +350,17 @@ def _acceptance(
       first = np.concatenate([[0], origins[:-1]]) == 0
       accepted.append(np.asarray(origins)[first] > 0)
       at = len(prompt) - 1 + np.flatnonzero(first)
-      found = {}
-      probs = [np.asarray(x) for x in probs_of([*prompt, *tokens])]
+      found: dict[str, np.ndarray] = {}
+      target, draft = map(np.asarray, probs_of([*prompt, *tokens]))
       if number == 1:
         # Padded to a power of two, so that few shapes are compiled.
         padded = np.resize(at, 1 << (at.size - 1).bit_length())
-        rates = jax.device_get(theory(*(x[padded] for x in probs)))
+        rates = jax.device_get(theory(target[padded], draft[padded]))
         found = {name: rate[: at.size] for name, rate in rates.items()}
       if rule.children is not None:
-        most = ceilings.one_step(*(x[at] for x in probs), number, rule.children)
-        found = {'most': most, **found}
+        found['most'] = ceilings.one_step(
+          target[at], draft[at], number, rule.children
+        )
       expected.append(found)
   pooled = np.concatenate(accepted)
   figures: dict[str, Any] = {
