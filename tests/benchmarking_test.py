@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -12,6 +13,8 @@ from models.lab.study import exactness
 from models.lab.study import timing
 from models.nn import table_model
 import specdec
+from specdec import checks as checks_lib
+from specdec import sampling as sampling_lib
 from specdec import statistics as statistics_lib
 
 
@@ -222,3 +225,31 @@ def test_margin_is_the_gap_of_the_best_two_logits():
       model, jax.random.key(0), prefix, specdec.Sampling()
     )
     assert margin == pytest.approx(0.75)
+
+
+def test_margin_is_the_distance_to_the_edge_of_a_filter():
+  """A token that a filter just keeps, or just excludes, is a near tie."""
+  table = np.array([[0.5, 2.0, 1.25, -3.0]] * 4, np.float32)
+  model = table_model.table_model(table, max_positions=16)
+  two = specdec.Sampling(temperature=1.0, top_k=2)
+  params = checks_lib.to_params(two, 1, 4)
+  keys = checks_lib.row_keys(jax.random.key(0), 40)
+
+  @jax.jit
+  def noise_of(key):
+    at = jnp.array([[1]])
+    return sampling_lib.position_noise(key[None], at, 4, params)[0, 0]
+
+  seen = set()
+  for key in keys:
+    noise = np.asarray(noise_of(key))
+    scores = table[0] + noise
+    by_choice = abs(scores[1] - scores[2])
+    best = max(scores[1], scores[2])
+    falls = table[0, 1 if scores[1] > scores[2] else 2] - 0.5
+    rises = [1.25 - table[0, token] for token in (0, 3) if scores[token] > best]
+    every = [by_choice, falls, *rises]
+    seen.add(int(np.argmin(every)))
+    margin = exactness.choice_margin(model, key, [0], two)
+    assert margin == pytest.approx(min(every), abs=1e-5)
+  assert seen == {0, 1, 2}

@@ -158,10 +158,19 @@ def _margin(model, row_key, tokens, length, sampling):
   noise = sampling_lib.position_noise(
     row_key[None], length[None, None], model.spec.vocab_size, sampling
   )
-  best = lax.top_k(sampling_lib.filter_logits(logits, sampling) + noise, 2)[0][
-    0, 0
-  ]
-  return best[0] - best[1]
+  kept = sampling_lib.filter_logits(logits, sampling) > sampling_lib.EXCLUDED
+  unfiltered = sampling.replace(top_k=None, top_p=None, min_p=None)
+  logits = sampling_lib.filter_logits(logits, unfiltered)
+  scores = logits + noise
+  among = jnp.where(kept, scores, -jnp.inf)
+  best, second = lax.top_k(among, 2)[0][0, 0]
+  # Another choice needs that the second becomes the best, that the best falls
+  # below a filter's edge, or that a better one rises above it.
+  least_kept = jnp.min(jnp.where(kept, logits, jnp.inf))
+  beyond = jnp.where(kept, -jnp.inf, logits)
+  falls = logits[0, 0, jnp.argmax(among)] - jnp.max(beyond)
+  rises = least_kept - jnp.max(jnp.where(scores > best, beyond, -jnp.inf))
+  return jnp.minimum(best - second, jnp.minimum(falls, rises))
 
 
 def choice_margin(
@@ -170,10 +179,13 @@ def choice_margin(
   tokens: Sequence[int],
   sampling: sampling_lib.Sampling,
 ) -> float:
-  """The margin, at least 0, of the two best scores of the next token.
+  """By how much scores or logits must change for another token to be chosen.
 
-  A score is a logit over the temperature plus noise (`specdec.sampling`); at
-  temperature 0 the margin is the difference of two logits, in nats.
+  A score is a logit over the temperature plus noise (`specdec.sampling`). The
+  margin, at least 0 and in nats, is the least of three differences: of the two
+  best scores; of the chosen token's logit and the best one that a filter
+  excludes; of the lowest logit that is kept and that of an excluded token with
+  a better score. At temperature 0 it is the difference of two logits.
 
   `tokens` is the text so far; `row_key` and `sampling` are those of the row.
   """
