@@ -50,8 +50,8 @@ DRAFT = flags.DEFINE_string(
 HEAD = flags.DEFINE_string(
   'head',
   None,
-  'a drafting head of the target in place of a draft: a folder, a GGUF file or'
-  ' a hub id',
+  'a drafting head of the target in place of a draft: demo (of the embedded'
+  ' target), a folder, a GGUF file or a hub id',
 )
 PLAN = flags.DEFINE_string(
   'plan',

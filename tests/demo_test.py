@@ -46,8 +46,16 @@ def test_every_method_helps_and_changes_nothing(pair):
   assert tau['ngram'] > 1.4
 
 
+def test_the_head_helps_and_changes_nothing(pair):
+  choice = pair_lib.ModelChoice('demo', None, head='demo')
+  drafted = _generate(pair_lib.load_pair(choice), 'chain')
+  assert drafted.tokens == _generate(pair, 'plain').tokens
+  assert drafted.stats.block_efficiency > 2
+
+
 def test_small_enough_to_ship_and_draft_cheap_enough_to_help(pair):
-  folders = [hub.locate(name).path for name in ('demo', 'demo-draft')]
+  names = ('demo', 'demo-draft', 'demo-head')
+  folders = [hub.locate(name).path for name in names]
   files = [file for folder in folders for file in folder.iterdir()]
   assert sum(file.stat().st_size for file in files) <= 40e6
   assert drafters.DEMO_TABLE.stat().st_size <= 10e6

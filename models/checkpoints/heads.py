@@ -242,13 +242,15 @@ def locate(name: str | pathlib.Path, target: Any) -> StoredHead:
   """Finds a head for a target of this shape, and reads its own shape.
 
   Args:
-    name: a folder, a GGUF file, or an id on the Hugging Face hub.
+    name: a folder, a GGUF file, an id on the Hugging Face hub, or `demo`, the
+      embedded head.
     target: the shape of the target.
 
   Raises:
     ValueError: there is no such folder, it holds no head, or one for another
       target.
   """
+  name = 'demo-head' if name == 'demo' else name
   found = StoredHead(hub.locate(name).path, target)
   _ = found.config
   return found

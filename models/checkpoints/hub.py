@@ -34,7 +34,11 @@ _CONTAINERS = (
 )
 
 _DEMO = pathlib.Path(__file__).parents[1] / 'demo'
-_EMBEDDED = {'demo': _DEMO / 'target', 'demo-draft': _DEMO / 'draft'}
+_EMBEDDED = {
+  'demo': _DEMO / 'target',
+  'demo-draft': _DEMO / 'draft',
+  'demo-head': _DEMO / 'head',
+}
 
 _HUB_FILES = ('*.json', '*.jinja', '*.safetensors', '*.txt', '*.model')
 _NO_HUB_FILES = ('consolidated*',)  # The weights once more, in one file.
@@ -46,8 +50,8 @@ def locate(
   """Finds a model by its name.
 
   Args:
-    name: `demo` or `demo-draft` (the embedded pair), a folder, a GGUF file of
-      whatever name, or the id of a model on the Hugging Face hub, which is
+    name: `demo`, `demo-draft` or `demo-head` (embedded), a folder, a GGUF file
+      of whatever name, or the id of a model on the Hugging Face hub, which is
       downloaded (weights in safetensors, config and tokenizer only). A
       `pathlib.Path` is always a folder or a file.
     revision: branch, tag or commit on the hub.

@@ -130,9 +130,9 @@ class Layer(nnx.Module):
   """Pre-norm transformer block."""
 
   def __init__(self, config: GPT2Config, layer: int, *, dtype, rngs):
-    self.ln_1 = layers.LayerNorm(config.width, config.norm_epsilon, rngs=rngs)
+    self.ln_1 = layers.LayerNorm(config.width, config.norm_epsilon)
     self.attn = Attention(config, layer, dtype=dtype, rngs=rngs)
-    self.ln_2 = layers.LayerNorm(config.width, config.norm_epsilon, rngs=rngs)
+    self.ln_2 = layers.LayerNorm(config.width, config.norm_epsilon)
     self.mlp = FeedForward(config, dtype=dtype, rngs=rngs)
 
   def __call__(self, x, mask, cache):
@@ -166,7 +166,7 @@ class GPT2(nnx.Module):
         for layer in range(config.num_layers)
       ]
     )
-    self.ln_f = layers.LayerNorm(config.width, config.norm_epsilon, rngs=rngs)
+    self.ln_f = layers.LayerNorm(config.width, config.norm_epsilon)
     if not config.tie_embeddings:
       shape = (config.vocab_size, config.width)
       self.lm_head = nnx.Param(init(0.02)(rngs.params(), shape, dtype))

@@ -291,8 +291,8 @@ def load(
     mesh: several devices.
     draft_mesh: where the draft lies on them.
     eos_ids: tokens that end a text.
-    head: a drafting head, in place of the draft: a folder, a GGUF file or the
-      id of one on the hub.
+    head: a drafting head, in place of the draft: `demo` (that of the embedded
+      target), a folder, a GGUF file or the id of one on the hub.
     messages: a conversation that the chat template of the target must accept,
       which is checked before the weights are loaded.
 

@@ -61,9 +61,9 @@ class ModelChoice:
       divided as the target is; `auto`: what should be faster by its size.
     eos_ids: tokens that end a text unless a call says otherwise, as ids or as
       texts of one token each. None: as the target's files say; `()`: none.
-    head: a drafting head in place of a draft: a folder, a GGUF file or the id
-      of one on the hub. `draft_dtype` is that of its matrices, and every device
-      has all of them.
+    head: a drafting head in place of a draft: `demo`, a folder, a GGUF file or
+      the id of one on the hub. `draft_dtype` is that of its matrices, and every
+      device has all of them.
   """
 
   target: str = 'demo'
