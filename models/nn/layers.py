@@ -106,14 +106,16 @@ class Linear(nnx.Module):
 
 
 def _variance(x: jax.Array, mean: jax.Array) -> jax.Array:
-  """Variance over the last axis; `mean [..., 1]`."""
+  """Variance of `x [..., width]`, whose mean is `mean [..., 1]`; `[..., 1]`."""
   return jnp.mean(jnp.square(x - mean), axis=-1, keepdims=True)
 
 
 def _variance_by_origin(x: jax.Array, mean: jax.Array) -> jax.Array:
-  """The same, in the kernel of the mean: a GPU then takes one less.
+  """`_variance` without waiting for the mean.
 
-  Relative to an entry, squares cancel by at most a factor of the width.
+  XLA then computes both sums in one kernel on a GPU. The difference of squares
+  is taken relative to the first entry, so cancellation costs at most a factor
+  of the width in precision, however large the mean is.
   """
   origin = x[..., :1]
   mean_square = jnp.mean(jnp.square(x - origin), axis=-1, keepdims=True)
