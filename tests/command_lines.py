@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import os
 import pathlib
 import runpy
 import subprocess
@@ -12,6 +11,7 @@ from unittest import mock
 
 from absl import app
 from absl import flags
+import quick
 
 _FOLDER = pathlib.Path(__file__).parents[1] / 'scripts'
 
@@ -69,6 +69,6 @@ def run_alone(script: str, *arguments) -> Ended:
     capture_output=True,
     text=True,
     check=False,
-    env=os.environ | {'XLA_FLAGS': '--xla_backend_optimization_level=0'},
+    env=quick.environment(),
   )
   return Ended(ended.returncode, ended.stdout, ended.stderr)

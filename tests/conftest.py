@@ -22,6 +22,7 @@ if 'JAX_COMPILATION_CACHE_DIR' not in os.environ:
 import hypothesis
 import jax
 import pytest
+import quick
 
 # Silent broadcasting of a `[V]` or `[B]` array is how batches get mixed up.
 jax.config.update('jax_numpy_rank_promotion', 'raise')
@@ -65,10 +66,9 @@ def _few_mappings(request):
 def pytest_configure(config):
   """Here programs run for moments; with `--long` they compile as for users."""
   if not config.getoption('--long'):
-    flags = os.environ.get('XLA_FLAGS', '')
-    flags += ' --xla_backend_optimization_level=0'
-    with mock.patch.dict(os.environ, XLA_FLAGS=flags):
+    with mock.patch.dict(os.environ, quick.environment()):
       jax.devices()  # XLA reads its flags once
+    jax.config.update('jax_traceback_in_locations_limit', 0)
   # What a persistent cache compiles in no time counts, too.
   jax.monitoring.register_event_duration_secs_listener(
     lambda event, *_, **__: event == _COMPILED and _compiled.append(event)

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import pathlib
 import re
 import shutil
@@ -14,6 +13,7 @@ import time
 
 import command_lines
 import pytest
+import quick
 import tiny
 
 from models.checkpoints import hub
@@ -50,9 +50,9 @@ _GLOO = re.compile(
 
 
 def _begin(script, arguments, *, devices=_DEVICES):
-  environment = os.environ | {'JAX_NUM_CPU_DEVICES': str(devices)}
-  environment['JAX_CPU_COLLECTIVES_IMPLEMENTATION'] = 'gloo'
-  environment['XLA_FLAGS'] = '--xla_backend_optimization_level=0'
+  environment = quick.environment(
+    JAX_NUM_CPU_DEVICES=str(devices), JAX_CPU_COLLECTIVES_IMPLEMENTATION='gloo'
+  )
   return subprocess.Popen(
     [sys.executable, _SCRIPTS / script, *arguments],
     **dict.fromkeys(('stdout', 'stderr'), subprocess.PIPE),

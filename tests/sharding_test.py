@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import json
-import os
 import pathlib
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from jax.sharding import Mesh
 import numpy as np
 import on_devices
 import pytest
+import quick
 
 import models
 from models.checkpoints import hub
@@ -31,11 +31,11 @@ _FILE = pathlib.Path(on_devices.__file__)
 @functools.cache
 def _errors(*arguments: str) -> dict[str, str | None]:
   """Runs the checks in a process with eight devices; their errors by name."""
-  environment = os.environ | {
-    **{'JAX_NUM_CPU_DEVICES': '8', 'JAX_PLATFORMS': 'cpu'},
-    'XLA_FLAGS': '--xla_backend_optimization_level=0',
-    'PYTHONPATH': str(_FILE.parents[1]),
-  }
+  environment = quick.environment(
+    JAX_NUM_CPU_DEVICES='8',
+    JAX_PLATFORMS='cpu',
+    PYTHONPATH=str(_FILE.parents[1]),
+  )
   command = [sys.executable, _FILE, *arguments]
   ended = subprocess.run(
     command, capture_output=True, text=True, env=environment
