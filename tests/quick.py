@@ -6,7 +6,6 @@ _FLAGS = (
   '--xla_backend_optimization_level=0',
   # In one part: where tests run, other processes compile at the same time.
   '--xla_cpu_parallel_codegen_split_count=1',
-  '--xla_cpu_use_fusion_emitters=false',
 )
 
 
