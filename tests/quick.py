@@ -12,9 +12,9 @@ _FLAGS = (
 def environment(**more: str) -> dict[str, str]:
   """Variables for a process that has not imported JAX: those of this, `more`.
 
-  Where in the source an operation was written is not kept, which saves a fifth
-  of XLA's work.
+  Where in the source an operation was written is not kept, because XLA would
+  carry it through all of its passes.
   """
   flags = ' '.join([os.environ.get('XLA_FLAGS', ''), *_FLAGS])
-  quick = {'XLA_FLAGS': flags, 'JAX_TRACEBACK_IN_LOCATIONS_LIMIT': '0'}
-  return os.environ | quick | more
+  compiling = {'XLA_FLAGS': flags, 'JAX_TRACEBACK_IN_LOCATIONS_LIMIT': '0'}
+  return os.environ | compiling | more
