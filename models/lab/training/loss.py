@@ -85,18 +85,14 @@ def make_loss(
 
 
 def held_out_loss(
-  module: adapter.Module,
-  tokens: np.ndarray,
-  *,
-  length: int,
-  batch_tokens: int = 8192,
+  module: adapter.Module, tokens: np.ndarray, *, length: int
 ) -> float:
   """Mean loss over consecutive windows, in nats per token.
 
   Matrices are multiplied in float32; attention has the dtype of the module.
 
   `tokens` are `[tokens]` int32, see `Corpus.tokens`. Windows have `length`
-  tokens; `batch_tokens` are evaluated at once.
+  tokens; so many are evaluated at once that their logits take at most 2 GiB.
 
   Raises:
     ValueError: a window is longer than the context or than the tokens.
@@ -110,6 +106,7 @@ def held_out_loss(
   graph, variables = nnx.split(module)
   params = nnx.to_pure_dict(variables)
   loss = jax.jit(make_loss(graph, dtype=jnp.dtype(jnp.float32)))
+  batch_tokens = min(8192, 2**29 // module.config.vocab_size)
   batches = corpus_lib.held_out_batches(
     tokens,
     batch_size=max(1, batch_tokens // length),
