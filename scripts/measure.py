@@ -8,6 +8,7 @@ a corpus), fallback (its cost, given --break_even), acceptance (by each rule of
 verification, beside the most that any lossless rule accepts of such children).
 """
 
+import dataclasses
 import functools
 import sys
 
@@ -47,18 +48,15 @@ _OUTPUT = flags.DEFINE_string('output', None, 'JSON file to write')
 def _loss(lengths: list[int]) -> list[dict]:
   import loading
 
-  from models.checkpoints import hub
   from models.lab.training import corpus as corpus_lib
   from models.lab.training import loss as loss_lib
+  from models.text import pair as pair_lib
 
-  found = hub.locate(options.TARGET.value, revision=options.REVISION.value)
+  choice = dataclasses.replace(loading.models(), draft=None, head=None)
+  pair = pair_lib.load_pair(choice)
   corpus = corpus_lib.Corpus(folder=_CORPUS.value, pattern=_PATTERN.value)
-  tokenizer = found.tokenizer
-  if tokenizer is None:
-    raise ValueError(f'--target={options.TARGET.value} has no tokenizer')
-  tokens = corpus.tokens(tokenizer, held_out=True)
-  module = hub.read_module(found, dtype=loading.dtype())
-  loss = functools.partial(loss_lib.held_out_loss, module, tokens)
+  tokens = corpus.tokens(pair.tokenizer, held_out=True)
+  loss = functools.partial(loss_lib.held_out_loss, pair.target, tokens)
   return [{'window': n, 'nats_per_token': loss(length=n)} for n in lengths]
 
 

@@ -21,6 +21,7 @@ from models.lab.training import optimizer as optimizer_lib
 from models.lab.training import pipeline
 from models.lab.training import tokenizer as tokenizer_lib
 from models.lab.training import trainer
+from models.nn import adapter
 from models.nn import experts as experts_lib
 from models.nn import gpt2 as nn_gpt2
 
@@ -193,7 +194,8 @@ def test_muon_is_for_the_matrices_of_blocks_alone():
   assert num_matrices == 4
 
 
-_WINDOWS = tiny.tokens(length=9)
+_STREAM = tiny.tokens(batch_size=1, length=17)[0]
+_WINDOWS = np.stack([_STREAM[:9], _STREAM[8:]])
 
 
 def test_loss_is_that_of_the_next_token():
@@ -208,6 +210,8 @@ def test_loss_is_that_of_the_next_token():
   targets = _WINDOWS[:, 1:, None]
   expected = -np.take_along_axis(log_probs, targets, axis=-1).mean()
   np.testing.assert_allclose(loss, expected, rtol=1e-5)
+  held_out = loss_lib.held_out_loss(adapter.as_model(module), _STREAM, length=8)
+  np.testing.assert_allclose(held_out, expected, rtol=1e-5)
   assert 0 < abs(float(rounded[0] - loss)) < 0.05
   for leaf in jax.tree.leaves(rounded[1]):
     assert leaf.dtype == jnp.float32

@@ -13,6 +13,7 @@ import optax
 from models.lab.training import corpus as corpus_lib
 from models.nn import adapter
 from models.nn import experts as experts_lib
+from specdec import model as model_lib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,33 +85,37 @@ def make_loss(
   return loss
 
 
+@jax.jit
+def _mean_loss(model: model_lib.LanguageModel, windows: jax.Array) -> jax.Array:
+  logits = model.logits(windows[:, :-1])
+  return optax.softmax_cross_entropy_with_integer_labels(
+    logits, windows[:, 1:]
+  ).mean()
+
+
 def held_out_loss(
-  module: adapter.Module, tokens: np.ndarray, *, length: int
+  model: model_lib.LanguageModel, tokens: np.ndarray, *, length: int
 ) -> float:
   """Mean loss over consecutive windows, in nats per token.
 
-  Matrices are multiplied in float32; attention has the dtype of the module.
-
-  `tokens` are `[tokens]` int32, see `Corpus.tokens`. Windows have `length`
-  tokens; so many are evaluated at once that their logits take at most 2 GiB.
+  The forwards are those of decoding, with its dtypes and kernels. `tokens` are
+  `[tokens]` int32, see `Corpus.tokens`. Windows have `length` tokens; so many
+  are evaluated at once that their logits take at most 2 GiB.
 
   Raises:
     ValueError: a window is longer than the context or than the tokens.
   """
-  context = module.config.num_positions
+  context = model.spec.max_positions
   if not 1 <= length <= context:
     raise ValueError(
       f'windows must have between 1 and {context} tokens, the context of the'
       f' model; got {length}'
     )
-  graph, variables = nnx.split(module)
-  params = nnx.to_pure_dict(variables)
-  loss = jax.jit(make_loss(graph, dtype=jnp.dtype(jnp.float32)))
-  batch_tokens = min(8192, 2**29 // module.config.vocab_size)
+  batch_tokens = min(8192, 2**29 // model.spec.vocab_size)
   batches = corpus_lib.held_out_batches(
     tokens,
     batch_size=max(1, batch_tokens // length),
     length=length,
     limit=len(tokens),
   )
-  return float(np.mean([loss(params, batch) for batch in batches]))
+  return float(np.mean([_mean_loss(model, batch) for batch in batches]))
