@@ -52,9 +52,9 @@ def _loss(lengths: list[int]) -> list[dict]:
   from models.lab.training import loss as loss_lib
   from models.text import pair as pair_lib
 
+  corpus = corpus_lib.Corpus(folder=_CORPUS.value, pattern=_PATTERN.value)
   choice = dataclasses.replace(loading.models(), draft=None, head=None)
   pair = pair_lib.load_pair(choice)
-  corpus = corpus_lib.Corpus(folder=_CORPUS.value, pattern=_PATTERN.value)
   tokens = corpus.tokens(pair.tokenizer, held_out=True)
   loss = functools.partial(loss_lib.held_out_loss, pair.target, tokens)
   return [{'window': n, 'nats_per_token': loss(length=n)} for n in lengths]

@@ -13,6 +13,7 @@ import optax
 from models.lab.training import corpus as corpus_lib
 from models.nn import adapter
 from models.nn import experts as experts_lib
+from specdec import mappings
 from specdec import model as model_lib
 
 
@@ -85,8 +86,9 @@ def make_loss(
   return loss
 
 
-@jax.jit
+@mappings.jit()
 def _mean_loss(model: model_lib.LanguageModel, windows: jax.Array) -> jax.Array:
+  """The loss of `[B, L + 1]` int32 windows, `[]` float32."""
   logits = model.logits(windows[:, :-1])
   return optax.softmax_cross_entropy_with_integer_labels(
     logits, windows[:, 1:]
@@ -100,7 +102,8 @@ def held_out_loss(
 
   The forwards are those of decoding, with its dtypes and kernels. `tokens` are
   `[tokens]` int32, see `Corpus.tokens`. Windows have `length` tokens; so many
-  are evaluated at once that their logits take at most 2 GiB.
+  are evaluated at once that their logits take at most 2 GiB. The first ones
+  fill up the last batch, so they count twice.
 
   Raises:
     ValueError: a window is longer than the context or than the tokens.
