@@ -32,7 +32,7 @@ from models.nn.cpu import ops
 # -128 has no counterpart, so rounding is symmetric without it.
 _LARGEST = 127.0
 
-# Of packed matrices, see `kernels.cc`.
+# Of packed matrices, see `formats.h`.
 _BLOCK = 16  # Outputs that a register has.
 _BLOCKS = 2  # Blocks that lie beside one another, a group.
 _WORDS = 16  # Of a tile of the matrix unit; their number is a multiple.

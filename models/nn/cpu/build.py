@@ -1,5 +1,7 @@
 """Compiles the kernels on first use, and makes XLA know their functions."""
 
+from collections.abc import Sequence
+from concurrent import futures
 import ctypes
 import functools
 import hashlib
@@ -16,8 +18,9 @@ import jaxlib
 
 from models import user_cache
 
-_SOURCE = pathlib.Path(__file__).with_name('kernels.cc')
-_SOURCES = _SOURCE, *sorted(_SOURCE.parent.glob('*.h'))
+_FOLDER = pathlib.Path(__file__).parent
+_UNITS = sorted(_FOLDER.glob('*.cc'))
+_SOURCES = *_UNITS, *sorted(_FOLDER.glob('*.h'))
 FLAGS = (
   '-std=c++17',
   '-O3',
@@ -27,7 +30,6 @@ FLAGS = (
   '-fno-trapping-math',
   '-Wno-psabi',
   '-fPIC',
-  '-shared',
 )
 _FUNCTIONS = (
   'specdec_multiply_float32',
@@ -50,6 +52,21 @@ def _processor() -> str:
   kinds = ('model name', 'flags', 'Features', 'CPU part')
   lines = cpuinfo.read_text().splitlines()
   return '\n'.join(sorted({line for line in lines if line.startswith(kinds)}))
+
+
+def _compile(command: Sequence[str], scratch: pathlib.Path) -> pathlib.Path:
+  """Compiles all units at the same time, and links them."""
+  run = functools.partial(subprocess.run, check=True, capture_output=True)
+  objects = [scratch / f'{unit.stem}.o' for unit in _UNITS]
+
+  def compile_unit(unit: pathlib.Path, made: pathlib.Path) -> None:
+    run([*command, '-c', unit, '-o', made])
+
+  with futures.ThreadPoolExecutor() as pool:
+    tuple(pool.map(compile_unit, _UNITS, objects))  # Raises their errors.
+  library = scratch / 'kernels.so'
+  run([*command, '-shared', *objects, '-o', library])
+  return library
 
 
 def compile_library(
@@ -87,13 +104,8 @@ def compile_library(
   print(f'Compiling the CPU kernels with {compiler}, once.', file=sys.stderr)
   folder.mkdir(parents=True, exist_ok=True)
   with tempfile.TemporaryDirectory(dir=folder) as scratch:
-    made = pathlib.Path(scratch) / 'kernels.so'
-    subprocess.run(
-      [compiler, *flags, '-isystem', include, _SOURCE, '-o', made],
-      check=True,
-      capture_output=True,
-    )
-    made.replace(library)
+    command = [compiler, *flags, '-isystem', str(include)]
+    _compile(command, pathlib.Path(scratch)).replace(library)
   return library
 
 

@@ -1,4 +1,4 @@
-"""The functions of `kernels.cc` in JAX.
+"""The functions of the C++ kernels in JAX.
 
 They lower for CPU only, and only after `build.is_available()`. The bits of a
 row depend on nothing but the row itself, and those of a query on nothing but

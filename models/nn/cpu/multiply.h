@@ -1,0 +1,94 @@
+// The function of products that XLA programs call, for any format.
+
+#ifndef SPECDEC_MULTIPLY_H_
+#define SPECDEC_MULTIPLY_H_
+
+#include <cstdint>
+#include <string_view>
+
+#include "handlers.h"
+#include "products.h"
+#include "tiles.h"
+
+namespace specdec {
+
+inline Activation ActivationOf(std::string_view name) {
+  if (name == "silu") return Activation::kSilu;
+  if (name == "gelu_tanh") return Activation::kGeluTanh;
+  if (name == "quick_gelu") return Activation::kQuickGelu;
+  if (name == "relu") return Activation::kRelu;
+  return Activation::kNone;
+}
+
+// Products of x [rows, in] with matrices of `outputs` outputs each, see
+// `Products`. After the named arguments each matrix has three: words
+// (formats.h, blocks.h), scale [out] of int8 or [0], bias [out] or [0]. `kinds`
+// are those of Blocks.
+//
+// `Tiles` is the format for the processor's matrix unit, if it has one, and more
+// than its `kFewRows` rows.
+template <typename Format, typename Tiles>
+ffi::Error Multiply(ffi::ThreadPool pool, FloatBuffer x, FloatBuffer norm_scale,
+                    FloatBuffer norm_bias, FloatBuffer residual,
+                    ffi::RemainingArgs args, FloatResult out, float epsilon,
+                    bool center, std::string_view activation, bool gated,
+                    ffi::Span<const int64_t> outputs,
+                    ffi::Span<const int64_t> kinds) {
+  Products products;
+  products.x = x.typed_data();
+  products.rows = x.dimensions()[0];
+  products.width = x.dimensions()[1];
+  products.norm = {OrNull(norm_scale), OrNull(norm_bias), epsilon, center};
+  products.activation = ActivationOf(activation);
+  products.gated = gated;
+  products.residual = OrNull(residual);
+  products.out = out->typed_data();
+  products.outputs = out->dimensions()[1];
+  int64_t width = 0;
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    const auto packed = args.get<ffi::Buffer<ffi::U32>>(3 * i);
+    const auto scale = args.get<FloatBuffer>(3 * i + 1);
+    const auto bias = args.get<ffi::AnyBuffer>(3 * i + 2);
+    if (!packed || !scale || !bias) return InvalidArgument("a matrix is missing");
+    const int kind = kinds[i];
+    const Matrix matrix{
+        packed->typed_data(), NumWords<Format>(kind, products.width), kind,
+        outputs[i], OrNull(*scale),
+        {bias->element_count() == 0 ? nullptr : bias->untyped_data(),
+         bias->element_type() == ffi::F32}};
+    if (static_cast<int64_t>(packed->element_count()) !=
+        matrix.groups() * kGroup * matrix.num_words) {
+      return InvalidArgument("a matrix has another shape");
+    }
+    products.matrices.push_back(matrix);
+    width = gated ? outputs[i] : width + outputs[i];
+  }
+  if (width != products.outputs) return InvalidArgument("outputs are missing");
+  if (products.rows > Tiles::kFewRows && CanUseTiles()) {
+    Compute<Tiles>(pool, products);
+  } else {
+    Compute<Format>(pool, products);
+  }
+  return ffi::Error::Success();
+}
+
+inline auto BindMultiply() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::ThreadPool>()
+      .Arg<FloatBuffer>()
+      .Arg<FloatBuffer>()
+      .Arg<FloatBuffer>()
+      .Arg<FloatBuffer>()
+      .RemainingArgs()
+      .Ret<FloatBuffer>()
+      .Attr<float>("epsilon")
+      .Attr<bool>("center")
+      .Attr<std::string_view>("activation")
+      .Attr<bool>("gated")
+      .Attr<ffi::Span<const int64_t>>("outputs")
+      .Attr<ffi::Span<const int64_t>>("kinds");
+}
+
+}  // namespace specdec
+
+#endif  // SPECDEC_MULTIPLY_H_
