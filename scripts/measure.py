@@ -63,7 +63,7 @@ def _loss(lengths: list[int]) -> list[dict]:
 def _decode(what: str, numbers_of_children: list[int]):
   import loading
 
-  from models.lab.bench import lossless
+  from models.lab.bench import acceptance
   from models.lab.bench import measure
 
   prompts = options.file_prompts()
@@ -76,7 +76,7 @@ def _decode(what: str, numbers_of_children: list[int]):
     even = given['break_even']
     rows = measure.fallback(generator, prompts, break_even=even, **common)
     return rows, {'prompts': rows}
-  figures = lossless.measure_acceptance(
+  figures = acceptance.measure(
     generator,
     prompts,
     batch_size=_BATCH_SIZE.value,
@@ -85,7 +85,7 @@ def _decode(what: str, numbers_of_children: list[int]):
     tree_sizes=[int(size) for size in _TREES.value],
     **common,
   )
-  return lossless.acceptance_rows(figures), figures
+  return acceptance.rows(figures), figures
 
 
 def main(what: str) -> None:

@@ -13,6 +13,7 @@ import reference
 import tiny
 import tiny_drafters
 
+from models.lab.bench import acceptance
 from models.lab.bench import lossless
 from models.lab.study import exactness
 from models.nn import table_model
@@ -191,9 +192,7 @@ def test_the_law_of_the_target_passes():
 def _measure(sampling=_SAMPLING, **changes):
   sizes = {'batch_size': 3, 'max_new_tokens': 150, 'chain_length': 1}
   options = {'sampling': sampling, 'seed': 0, 'numbers_of_children': [1]}
-  return lossless.measure_acceptance(
-    _generator(**changes), _PROMPTS, **options, **sizes
-  )
+  return acceptance.measure(_generator(**changes), _PROMPTS, **options, **sizes)
 
 
 def test_guesses_stand_as_often_as_theory_says():
@@ -224,7 +223,7 @@ def test_guesses_stand_as_often_as_theory_says():
   assert theory['1 - TV'] - theory['coupled'] > 0.03
   kinds = 'without_replacement', 'with_replacement', 'best_and_drawn'
   assert efficiency.keys() == {*names, *(f'traversal, {one}' for one in kinds)}
-  rows = lossless.acceptance_rows(figures)
+  rows = acceptance.rows(figures)
   assert [row['rule'] for row in rows] == [*efficiency]
   assert rows[0]['theory, 1 child'].startswith('coupled = 0.')
   assert rows[0]['measured, 1 children'].startswith('0.')
@@ -234,7 +233,7 @@ def test_guesses_stand_as_often_as_theory_says():
 def test_the_error_of_a_block_efficiency_is_that_of_a_ratio():
   """Two texts: two tokens in one forward, and three in two, the last cut."""
   cut = mock.Mock(origins=[[1, 0], [2, 0, 1], []])
-  found = lossless._efficiency([cut])
+  found = acceptance._efficiency([cut])
   assert found['measured'] == pytest.approx(5 / 3)
   # Residuals of 1/3 each, so a spread of 2/9 over one degree of freedom.
   error = math.sqrt(2 / 9 / 2) / 1.5
