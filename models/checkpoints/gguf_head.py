@@ -14,6 +14,7 @@ import numpy as np
 
 from models.checkpoints import gguf
 from models.checkpoints import gguf_header
+from models.checkpoints import gguf_tensor
 
 _ARCHITECTURE = 'eagle3'
 _KEYS = {
@@ -135,5 +136,5 @@ class GGUFHead:
         )
       prefix = f'layers.{layer[1]}.' if layer else ''
       # llama.cpp rotates the neighbours of a head.
-      tensor = gguf.Tensor(self.path, info, num_heads=heads.get(part))
+      tensor = gguf_tensor.Tensor(self.path, info, num_heads=heads.get(part))
       yield f'{prefix}{_NAMES[part]}.weight', tensor
