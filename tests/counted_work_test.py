@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import quick
 import tiny
 import tiny_blocks
 import tiny_drafters
@@ -88,7 +89,8 @@ def _check(name, counted, update, *, compiler=()):
 def _compile(method, workload, device, *mesh):
   if device.platform == 'tpu' and programs.find_libtpu() is None:
     pytest.skip('no libtpu; run python scripts/install_libtpu.py')
-  return programs.compile_program(method, workload, device, *mesh)
+  with mock.patch.dict(programs._OPTIONS['cpu'], quick.AS_FOR_USERS):
+    return programs.compile_program(method, workload, device, *mesh)
 
 
 @functools.cache

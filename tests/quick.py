@@ -9,10 +9,13 @@ _FLAGS = [
   # In one part: where tests run, other processes compile at the same time.
   '--xla_cpu_parallel_codegen_split_count=1',
 ]
+# Compiler options of programs whose operations are counted as users have them.
+AS_FOR_USERS = {}
 if jaxlib.__version__.startswith('0.10.'):
   # What they emit takes three times as long to compile without optimization.
   # Later versions have no others.
   _FLAGS.append('--xla_cpu_use_fusion_emitters=false')
+  AS_FOR_USERS['xla_cpu_use_fusion_emitters'] = True
 
 
 def environment(**more: str) -> dict[str, str]:
