@@ -46,7 +46,7 @@ class Verification:
     return 'p(best)' if rule.children == sampling_lib.BEST else '1 - TV'
 
 
-OF_CHILDREN = (
+_OF_CHILDREN = (
   Verification('match'),
   Verification('rejection', sampling_lib.WITHOUT_REPLACEMENT),
   Verification('rejection', sampling_lib.WITH_REPLACEMENT),
@@ -54,8 +54,8 @@ OF_CHILDREN = (
   Verification('rejection', sampling_lib.BEST),
 )
 # With children alone traversal is rejection, and with the best ones always.
-OF_TREES = (
-  *OF_CHILDREN,
+_OF_TREES = (
+  *_OF_CHILDREN,
   Verification('traversal', sampling_lib.WITHOUT_REPLACEMENT),
   Verification('traversal', sampling_lib.WITH_REPLACEMENT),
   Verification('traversal', sampling_lib.BEST_AND_DRAWN),
@@ -276,14 +276,14 @@ def measure(
     decode(topology_lib.k_ary(n, 1), rule), probs_of, n, rule
   )
   acceptance = {
-    str(n): {str(rule): accepted(n, rule) for rule in OF_CHILDREN}
+    str(n): {str(rule): accepted(n, rule) for rule in _OF_CHILDREN}
     for n in numbers_of_children
   }
   trees = _trees(acceptance, chain_length, tree_sizes)
   return {
     'acceptance': acceptance,
     'block_efficiency': {
-      name: {str(rule): _efficiency(decode(tree, rule)) for rule in OF_TREES}
+      name: {str(rule): _efficiency(decode(tree, rule)) for rule in _OF_TREES}
       for name, tree in trees.items()
     },
     'paths': {name: tree.paths for name, tree in trees.items()},
@@ -293,7 +293,7 @@ def measure(
 def rows(figures: dict[str, Any]) -> list[dict[str, str]]:
   """The rows of a table of the figures of `measure`."""
   table = []
-  for rule in OF_TREES:
+  for rule in _OF_TREES:
     row = {'rule': str(rule), 'theory, 1 child': ''}
     for number, by_rule in figures['acceptance'].items():
       found = by_rule.get(str(rule))
