@@ -20,13 +20,27 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+# Rows that are written and read one by one on accelerators. With 256 rows a
+# layer compiled for an H100 has 526 kernels so, and 16 with all rows at once;
+# a decode of 512 rows and 28 layers did not compile in 100 seconds.
+_ROW_BY_ROW = 16
+
+
+def _scattered(
+  slots: jax.Array, new: jax.Array, start: jax.Array
+) -> jax.Array:
+  zero = jnp.zeros((), start.dtype)
+  write = lambda slots, new, start: lax.dynamic_update_slice(
+    slots, new, (zero, start, zero)
+  )
+  return jax.vmap(write)(slots, new, start)
+
 
 def write_slots(
   slots: jax.Array, new: jax.Array, start: jax.Array
 ) -> jax.Array:
   """Writes `new [B, H, L, Dh]` to `slots [B, H, S, Dh]` from `start [B]` on."""
 
-  # Row by row: a vmapped update at per-row offsets would lower to a scatter.
   def write_row(row: jax.typing.ArrayLike, slots: jax.Array) -> jax.Array:
     row = jnp.asarray(row, start.dtype)
     zero = jnp.zeros_like(row)
@@ -42,18 +56,26 @@ def write_slots(
   if slots.shape[0] == 1:
     return unrolled(slots)
   # XLA's CPU backend makes a pass over the whole array for each of several
-  # updates in a row. On accelerators every iteration of a loop costs launches.
+  # updates in a row. On accelerators every iteration of a loop costs launches,
+  # and a scatter takes longer than an update of one row.
   looped = lambda slots: lax.fori_loop(0, slots.shape[0], write_row, slots)
-  return lax.platform_dependent(slots, cpu=looped, default=unrolled)
+  at_once = lambda slots: _scattered(slots, new, start)
+  default = unrolled if slots.shape[0] <= _ROW_BY_ROW else at_once
+  return lax.platform_dependent(slots, cpu=looped, default=default)
 
 
 def read_slots(slots: jax.Array, start: jax.Array, number: int) -> jax.Array:
   """Slots `[B, H, number, Dh]` of `slots [B, H, S, Dh]` from `start [B]` on."""
   zero = jnp.zeros((), start.dtype)
+  heads, _, width = slots.shape[1:]
+  if slots.shape[0] > _ROW_BY_ROW:
+    read = lambda slots, start: lax.dynamic_slice(
+      slots, (zero, start, zero), (heads, number, width)
+    )
+    return jax.vmap(read)(slots, start)
   rows = []
   for row in range(slots.shape[0]):
     index = (jnp.array(row, zero.dtype), zero, start[row], zero)
-    heads, _, width = slots.shape[1:]
     rows.append(lax.dynamic_slice(slots, index, (1, heads, number, width)))
   return jnp.concatenate(rows)
 

@@ -73,6 +73,21 @@ def test_keep_by_hand():
   assert kept.num_slots == cache.num_slots
 
 
+def test_many_rows_are_written_and_read_at_once():
+  """So that a GPU's program does not grow with them; as one by one."""
+  slots = np.zeros((40, 2, 8, 4), np.float32)
+  new = np.random.default_rng(0).normal(size=(40, 2, 3, 4)).astype(np.float32)
+  start = jnp.arange(40) % 6
+  expected = cache_lib.write_slots(slots, new, start)
+  at_once = cache_lib._scattered(slots, new, start)
+  np.testing.assert_array_equal(at_once, expected)
+  read = cache_lib.read_slots(expected, start, 3)
+  np.testing.assert_array_equal(read, new)
+  traced = jax.jit(cache_lib.write_slots).trace(slots, new, start)
+  text = traced.lower(lowering_platforms=('cuda',)).as_text()
+  assert 'dynamic_update_slice' not in text
+
+
 _commit = jax.jit(model_lib.commit)
 
 

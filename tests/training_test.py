@@ -253,6 +253,20 @@ def _train(
   return trainer.train(model, config, tokens, TOKENS[5:200], **others)
 
 
+def test_weights_of_a_teacher_are_arguments_of_the_compiled_step():
+  """As constants they would be copied into it, and folded by the compiler."""
+  teacher = loss_lib.Teacher('tiny', tiny.module(num_layers=1))
+  graph, params = _pure(tiny.module(num_layers=1))
+  config = trainer.TrainConfig(**SETTINGS)
+  init, step = trainer._make_train_step(graph, config, teacher)
+  state = {'params': params, 'optimizer': init(params)}
+  lowered = step.func.lower(*step.args, state, _WINDOWS)
+  given = [leaf.shape for leaf in jax.tree.leaves(lowered.args_info)]
+  weights = tiny.parameters(teacher.model)
+  expected = [jnp.shape(leaf) for leaf in jax.tree.leaves((weights, state))]
+  assert sorted(given) == sorted([*expected, _WINDOWS.shape])
+
+
 def _assert_same_run(actual, expected):
   losses_of = lambda curve: [(p.train_loss, p.held_out_loss) for p in curve]
   assert losses_of(actual[1]) == losses_of(expected[1])

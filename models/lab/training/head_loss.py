@@ -12,7 +12,6 @@ root (arXiv 2503.01840, section 3.2). With 4 tokens, a query of step 1 sees
 Every step predicts the target's distribution after the same tokens.
 """
 
-from collections.abc import Callable
 from typing import Any
 from typing import NamedTuple
 
@@ -93,7 +92,7 @@ def make_loss(
   ids: np.ndarray | None,
   num_steps: int,
   dtype: jnp.dtype,
-) -> Callable[[Any, Batch], tuple[jax.Array, jax.Array]]:
+) -> jax.tree_util.Partial:
   """Makes `(params, batch) -> (loss, accepted)`.
 
   Args:
@@ -107,13 +106,14 @@ def make_loss(
 
   Returns:
     A function of float32 params, those of the module by name and `lm_head` if
-    the head has one of its own. The loss is in nats per token, the mean over
+    the head has one of its own. It is a pytree whose leaves are the matrices of
+    the target, as in `loss.make_loss`. The loss is in nats per token, the mean over
     the steps, which count less and less. `accepted [S]` is the fraction of the
     tokens for which the head's likeliest token is the target's.
   """
-  ids_array = None if ids is None else jnp.asarray(ids, jnp.int32)
 
-  def loss(params, batch):
+  def loss(frozen, params, batch):
+    embedding, lm_head, ids = frozen
     params = loss_lib.cast(params, dtype)
     own = {name: part for name, part in params.items() if name != 'lm_head'}
     matrix = params.get('lm_head', lm_head)
@@ -132,7 +132,7 @@ def make_loss(
       states, cache = module(embedded, states, positions, mask, cache)
       logits = matrices_lib.matmul(module.output(states), matrix)
       judged = jax.checkpoint(_judge, static_argnums=4)(
-        logits, wanted, batch.choices[:, 1:], ids_array, step
+        logits, wanted, batch.choices[:, 1:], ids, step
       )
       losses.append(judged[0])
       accepted.append(judged[1])
@@ -143,4 +143,5 @@ def make_loss(
     )
     return total / weights.sum(), jnp.stack(accepted)
 
-  return loss
+  ids = None if ids is None else jnp.asarray(ids, jnp.int32)
+  return jax.tree_util.Partial(loss, (embedding, lm_head, ids))

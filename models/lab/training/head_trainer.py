@@ -211,17 +211,18 @@ class _Run:
       dtype=jnp.dtype(settings.train_dtype),
     )
     init, train_step = training_loop.make_train_step(
-      lambda params, batch: loss(params, batch)[0],
+      jax.tree_util.Partial(lambda loss, *inputs: loss(*inputs)[0], loss),
       learning_rate=settings.learning_rate,
       warmup_steps=settings.warmup_steps,
       num_steps=settings.num_steps,
     )
-    size, judge = settings.batch_tokens // settings.length, jax.jit(loss)
+    size = settings.batch_tokens // settings.length
+    judge = jax.jit(lambda loss, *inputs: loss(*inputs))
 
     def evaluate(params: Any, step: int) -> tuple[float, tuple[float, ...]]:
       del step
       found = [
-        jax.device_get(judge(params, batch))
+        jax.device_get(judge(loss, params, batch))
         for batch in held_out.batches_of(size)
       ]
       losses, accepted = zip(*found, strict=True)

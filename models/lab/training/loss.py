@@ -1,6 +1,5 @@
 """Losses: the next token, or the distribution of a teacher."""
 
-from collections.abc import Callable
 import dataclasses
 from typing import Any
 
@@ -56,7 +55,7 @@ def make_loss(
   dtype: jnp.dtype,
   teacher: Teacher | None = None,
   balance_weight: float = 0.0,
-) -> Callable[[Any, jax.Array], jax.Array]:
+) -> jax.tree_util.Partial:
   """Makes `loss(params, windows) -> nats per token`.
 
   Without a teacher it is the cross-entropy with the next token, with a teacher
@@ -67,23 +66,26 @@ def make_loss(
   that of the matrices during the forward and backward pass.
 
   Returns:
-    A function of float32 params and `[B, L + 1]` int32 windows.
+    A function of float32 params and `[B, L + 1]` int32 windows, and a pytree of
+    the teacher's weights: they can be arguments of a compiled program instead
+    of constants in it.
   """
+  teacher_graph, teacher_params = None, None
   if teacher is not None:
     teacher_graph, teacher_variables = nnx.split(teacher.model)
     teacher_params = cast(nnx.to_pure_dict(teacher_variables), dtype)
 
-  def loss(params, windows):
+  def loss(teacher_params, params, windows):
     tokens, targets = windows[:, :-1], windows[:, 1:]
     logits, balance = _forward(graph, cast(params, dtype), tokens)
-    if teacher is None:
+    if teacher_graph is None:
       losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
     else:
       theirs, _ = _forward(teacher_graph, teacher_params, tokens)
       losses = optax.softmax_cross_entropy(logits, jax.nn.softmax(theirs))
     return losses.mean() + balance_weight * balance
 
-  return loss
+  return jax.tree_util.Partial(loss, teacher_params)
 
 
 @mappings.jit()

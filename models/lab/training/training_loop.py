@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 import dataclasses
+import functools
 import pathlib
 import time
 from typing import Any
@@ -48,7 +49,7 @@ def _not_a_number(what: str) -> FloatingPointError:
 
 
 def make_train_step(
-  loss_fn: Callable[[Any, Any], jax.Array],
+  loss_fn: jax.tree_util.Partial,
   *,
   learning_rate: float,
   warmup_steps: int,
@@ -56,14 +57,15 @@ def make_train_step(
 ) -> tuple[Callable[[Any], Any], Callable[[Any, Any], tuple[Any, jax.Array]]]:
   """Makes the optimizer's `init`, and `(state, batch) -> (state, loss)`.
 
-  `loss_fn` is `(params, batch) -> loss`; for the numbers see `optimizer`.
+  `loss_fn` is `(params, batch) -> loss`; what it holds is an argument of the
+  compiled step, not a constant. For the numbers see `optimizer`.
   """
   optimizer = optimizer_lib.make_optimizer(
     learning_rate=learning_rate, warmup_steps=warmup_steps, num_steps=num_steps
   )
 
   @jax.jit
-  def train_step(state, batch):
+  def train_step(loss_fn, state, batch):
     loss, grads = jax.value_and_grad(loss_fn)(state['params'], batch)
     updates, optimizer_state = optimizer.update(
       grads, state['optimizer'], state['params']
@@ -71,7 +73,7 @@ def make_train_step(
     params = optax.apply_updates(state['params'], updates)
     return {'params': params, 'optimizer': optimizer_state}, loss
 
-  return optimizer.init, train_step
+  return optimizer.init, functools.partial(train_step, loss_fn)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
