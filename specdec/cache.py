@@ -26,9 +26,7 @@ import jax.numpy as jnp
 _ROW_BY_ROW = 16
 
 
-def _scattered(
-  slots: jax.Array, new: jax.Array, start: jax.Array
-) -> jax.Array:
+def _scattered(slots: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
   zero = jnp.zeros((), start.dtype)
   write = lambda slots, new, start: lax.dynamic_update_slice(
     slots, new, (zero, start, zero)

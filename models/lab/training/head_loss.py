@@ -106,10 +106,10 @@ def make_loss(
 
   Returns:
     A function of float32 params, those of the module by name and `lm_head` if
-    the head has one of its own. It is a pytree whose leaves are the matrices of
-    the target, as in `loss.make_loss`. The loss is in nats per token, the mean over
-    the steps, which count less and less. `accepted [S]` is the fraction of the
-    tokens for which the head's likeliest token is the target's.
+    the head has one of its own, and a pytree of the matrices of the target, as
+    in `loss.make_loss`. The loss is in nats per token, the mean over the steps,
+    which count less and less. `accepted [S]` is the fraction of the tokens for
+    which the head's likeliest token is the target's.
   """
 
   def loss(frozen, params, batch):
@@ -143,5 +143,5 @@ def make_loss(
     )
     return total / weights.sum(), jnp.stack(accepted)
 
-  ids = None if ids is None else jnp.asarray(ids, jnp.int32)
-  return jax.tree_util.Partial(loss, (embedding, lm_head, ids))
+  own_ids = None if ids is None else jnp.asarray(ids, jnp.int32)
+  return jax.tree_util.Partial(loss, (embedding, lm_head, own_ids))
