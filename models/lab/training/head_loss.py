@@ -78,7 +78,7 @@ def _judge(
   number = logits.shape[0] * max(logits.shape[1] - step, 1)
   mean = lambda values: jnp.sum(jnp.where(rows, values, 0)) / number
   best = jnp.argmax(logits, axis=-1)
-  best = best if ids is None else ids[best]
+  best = best if ids is None else jnp.asarray(ids, jnp.int32)[best]
   losses = optax.softmax_cross_entropy(logits, wanted)
   return mean(losses), mean(best == choices)
 
@@ -106,10 +106,9 @@ def make_loss(
 
   Returns:
     A function of float32 params, those of the module by name and `lm_head` if
-    the head has one of its own, and a pytree of the matrices of the target, as
-    in `loss.make_loss`. The loss is in nats per token, the mean over the steps,
-    which count less and less. `accepted [S]` is the fraction of the tokens for
-    which the head's likeliest token is the target's.
+    the head has one of its own, and a pytree of the matrices of the target. The
+    loss is in nats per token, the mean over steps that count less and less.
+    `accepted [S]` is the fraction of tokens whose likeliest is the target's.
   """
 
   def loss(frozen, params, batch):
@@ -143,5 +142,4 @@ def make_loss(
     )
     return total / weights.sum(), jnp.stack(accepted)
 
-  own_ids = None if ids is None else jnp.asarray(ids, jnp.int32)
-  return jax.tree_util.Partial(loss, (embedding, lm_head, own_ids))
+  return jax.tree_util.Partial(loss, (embedding, lm_head, ids))
