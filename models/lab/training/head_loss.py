@@ -106,9 +106,9 @@ def make_loss(
 
   Returns:
     A function of float32 params, those of the module by name and `lm_head` if
-    the head has one of its own, and a pytree of the matrices of the target. The
-    loss is in nats per token, the mean over steps that count less and less.
-    `accepted [S]` is the fraction of tokens whose likeliest is the target's.
+    the head has one of its own; a pytree, as that of `loss.make_loss`. The loss
+    is in nats per token, the mean over steps that count less and less.
+    `accepted [S]`: where the head's likeliest token is the target's, of all.
   """
 
   def loss(frozen, params, batch):

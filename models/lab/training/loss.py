@@ -66,9 +66,9 @@ def make_loss(
   that of the matrices during the forward and backward pass.
 
   Returns:
-    A function of float32 params and `[B, L + 1]` int32 windows, and a pytree of
-    the teacher's weights: they can be arguments of a compiled program instead
-    of constants in it.
+    A function of float32 params and `[B, L + 1]` int32 windows. It is a pytree
+    of the teacher's weights, so a compiled program that gets it as an argument
+    does not have them as constants.
   """
   teacher_graph, teacher_params = None, None
   if teacher is not None:
