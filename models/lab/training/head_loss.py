@@ -108,7 +108,7 @@ def make_loss(
     A function of float32 params, those of the module by name and `lm_head` if
     the head has one of its own; a pytree, as that of `loss.make_loss`. The loss
     is in nats per token, the mean over steps that count less and less.
-    `accepted [S]`: where the head's likeliest token is the target's, of all.
+    `accepted [S]` is how often the head's likeliest token is the target's.
   """
 
   def loss(frozen, params, batch):
