@@ -6,6 +6,7 @@ import jax.numpy as jnp
 
 from specdec import constraint as constraint_lib
 from specdec import hidden as hidden_lib
+from specdec import randomness as randomness_lib
 from specdec import sampling as sampling_lib
 from specdec.tree import topology as topology_lib
 from specdec.tree import tree as tree_lib
@@ -23,7 +24,7 @@ class StepContext(flax.struct.PyTreeNode):
   sampling: (
     sampling_lib.SamplingParams
   )  #: The parameters, of target and drafts alike.
-  randomness: sampling_lib.Randomness  #: The randomness of the step.
+  randomness: randomness_lib.Randomness  #: The randomness of the step.
   #: The shape of the tree; static.
   shape: topology_lib.TreeShape | topology_lib.Topology = flax.struct.field(
     pytree_node=False

@@ -11,10 +11,13 @@ were verified together. That is why speculative decoding reproduces plain
 decoding token for token at any temperature (Gumbel coupling, arXiv 2408.07978).
 """
 
+from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 from typing import Any
+from typing import NamedTuple
+from typing import TypeVar
 
 import flax.struct
 import jax
@@ -22,7 +25,11 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec import best as best_lib
+from specdec import randomness as randomness_lib
 from specdec.tree import tree as tree_lib
+
+_T = TypeVar('_T')
 
 EXCLUDED = -np.inf
 """Log-probability of a token that cannot be chosen.
@@ -126,6 +133,12 @@ class SamplingParams(flax.struct.PyTreeNode, kw_only=True):
     """`[B]` bool, the rows that sample; the others are greedy."""
     return self.temperature > 0
 
+  @property
+  def filters(self) -> bool:
+    """Whether a filter may exclude tokens; static."""
+    limits = (self.top_k, self.top_p, self.min_p)
+    return any(limit is not None for limit in limits)
+
 
 def per_row(values: jax.Array, like: jax.Array) -> jax.Array:
   """`[B]` values, shaped to broadcast against `like [B, ...]`."""
@@ -189,8 +202,8 @@ def seen_by_nodes(
   return jax.vmap(of_row)(tree, nodes, seen)
 
 
-# Top-p looks at so many of the likeliest tokens first. They nearly always
-# suffice, and a search among all of a large vocabulary takes far longer.
+# So many of the likeliest tokens are looked at first. Filters nearly always
+# exclude all others, and a search among a large vocabulary takes far longer.
 _FIRST_RANKED = 256
 
 
@@ -252,69 +265,103 @@ def _top_p_threshold(
   return jnp.where(top_p >= 1, -jnp.inf, threshold)
 
 
-def _ranked(logits: jax.Array, number: int) -> jax.Array:
-  """The largest of `logits [..., V]` in descending order, `[..., number]`."""
-  # Without the barrier XLA's CPU backend notices that only a slice is used, and
-  # sorts the whole vocabulary instead: 100 times slower.
-  number = min(number, logits.shape[-1])
-  return lax.optimization_barrier(lax.top_k(logits, number)[0])
-
-
-def filter_logits(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
-  """Temperature, then top-k, top-p and min-p.
+class Kept(NamedTuple):
+  """The tokens that filters keep, of `[B, ..., V]` logits.
 
   Every filter keeps the tokens whose logit reaches some threshold, so together
-  they are one threshold. At temperature 0 the logits are filtered as at 1,
-  which leaves the argmax what it was. `logits [B, ..., V]` are adjusted.
+  they are one threshold.
+  """
 
-  Returns:
-    `[B, ..., V]` float32: the log-probabilities up to a constant, `EXCLUDED`
-    for tokens that were filtered out.
+  logits: jax.Array  # [B, ..., V] float32, relative to the best, at temperature
+  threshold: jax.Array  # [B, ..., 1] float32, of the tokens that are kept
+  # [B, ..., n] float32 and int32, the largest logits and their tokens, in
+  # descending order; None without filters.
+  ranked: jax.Array | None = None
+  tokens: jax.Array | None = None
+
+  @property
+  def filtered(self) -> jax.Array:
+    """The logits, `EXCLUDED` where a filter excludes the token."""
+    return jnp.where(self.logits >= self.threshold, self.logits, EXCLUDED)
+
+  def scores_of(self, noise: randomness_lib.Noise) -> jax.Array:
+    """`[B, L, V]`, the filtered logits plus the noise of their positions."""
+    return self.filtered + noise.of_all(self.logits.shape[-1])
+
+  def among_few(
+    self,
+    noise: randomness_lib.Noise,
+    of_scores: Callable[[jax.Array, jax.Array], _T],
+    otherwise: Callable[[], _T],
+  ) -> _T:
+    """A result that follows from the scores of the tokens that are kept.
+
+    Where these are among the ranked, `of_scores` is called with the scores
+    `[B, L, n]` of the ranked, as `scores_of` gives them, and their tokens. Then
+    neither the noise nor the scores of all others are computed.
+
+    Args:
+      noise: of the L positions.
+      of_scores: the result.
+      otherwise: the same by the scores of all tokens.
+    """
+    if self.ranked is None or self.tokens is None:
+      return otherwise()
+    ranked, tokens = self.ranked, self.tokens
+
+    def few() -> _T:
+      kept = jnp.where(ranked >= self.threshold, ranked, EXCLUDED)
+      return of_scores(kept + noise.of_tokens(tokens), tokens)
+
+    if ranked.shape[-1] == self.logits.shape[-1]:
+      return few()
+    suffice = jnp.all(ranked[..., -1:] < self.threshold)
+    return lax.cond(suffice, few, otherwise)
+
+
+def keep(logits: jax.Array, sampling: SamplingParams) -> Kept:
+  """Temperature, then top-k, top-p and min-p.
+
+  At temperature 0 the logits are filtered as at 1, which leaves the argmax what
+  it was. `logits [B, ..., V]` are adjusted.
   """
   temperature = per_row(sampling.temperature, logits)
   # Relative to the best, so that a tiny temperature cannot overflow.
   logits = logits - jnp.max(logits, axis=-1, keepdims=True)
   logits = logits / jnp.where(temperature > 0, temperature, 1.0)
-  candidates = ranked = logits
   threshold = jnp.full((*logits.shape[:-1], 1), -jnp.inf)
+  if not sampling.filters:
+    return Kept(logits=logits, threshold=threshold)
+  vocab_size = logits.shape[-1]
+  number = _FIRST_RANKED
   if sampling.top_k is not None:
-    ranked = _ranked(logits, sampling.max_top_k or logits.shape[-1])
-    last = jnp.minimum(per_row(sampling.top_k, logits), ranked.shape[-1]) - 1
+    # One more tells whether there are ties with the last.
+    number = (sampling.max_top_k or vocab_size) + 1
+  ranked, tokens = best_lib.top_k(logits, min(number, vocab_size))
+  candidates, likeliest = logits, ranked
+  if sampling.top_k is not None:
+    last = jnp.minimum(per_row(sampling.top_k, logits), vocab_size) - 1
     last = jnp.broadcast_to(last, threshold.shape)
     threshold = jnp.take_along_axis(ranked, last, axis=-1)
     rank = jnp.expand_dims(jnp.arange(ranked.shape[-1]), range(logits.ndim - 1))
-    candidates = ranked = jnp.where(rank <= last, ranked, -jnp.inf)
-  elif sampling.top_p is not None:
-    ranked = _ranked(logits, _FIRST_RANKED)
+    candidates = likeliest = jnp.where(rank <= last, ranked, -jnp.inf)
   if sampling.top_p is not None:
     top_p = jnp.broadcast_to(per_row(sampling.top_p, logits), threshold.shape)
-    of_top_p = _top_p_threshold(candidates, ranked, top_p)
+    of_top_p = _top_p_threshold(candidates, likeliest, top_p)
     threshold = jnp.maximum(threshold, of_top_p)
   if sampling.min_p is not None:
     floor = jnp.log(per_row(sampling.min_p, logits))  # the best logit is 0
     threshold = jnp.maximum(threshold, floor)
-  return jnp.where(logits >= threshold, logits, EXCLUDED)
+  return Kept(logits, threshold, ranked, tokens)
 
 
-def _first_largest(scores: jax.Array) -> jax.Array:
-  """`best_token` by two passes that XLA's CPU backend vectorises."""
-  largest = jnp.max(scores, axis=-1, keepdims=True)
-  tokens = lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
-  last = scores.shape[-1] - 1  # Where NaN is among the scores.
-  return jnp.min(jnp.where(scores == largest, tokens, last), axis=-1)
+def filter_logits(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
+  """The log-probabilities up to a constant, `[B, ..., V]` float32.
 
-
-def _argmax(scores: jax.Array) -> jax.Array:
-  return jnp.argmax(scores, axis=-1).astype(jnp.int32)
-
-
-def best_token(scores: jax.Array) -> jax.Array:
-  """The token with the highest score, `[...]` int32, for `scores [..., V]`.
-
-  Among equal scores the lowest token wins. Where NaN is among them, any does.
+  They are `EXCLUDED` for tokens that a filter excludes. `logits [B, ..., V]`
+  are adjusted; see `keep`.
   """
-  # On CPU, eight rows of 151,936: 0.9 ms in place of 5.4 ms.
-  return lax.platform_dependent(scores, cpu=_first_largest, default=_argmax)
+  return keep(logits, sampling).filtered
 
 
 def token_probs(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
@@ -324,52 +371,29 @@ def token_probs(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
   decoding chooses has probability 1.
   """
   stochastic = per_row(sampling.is_stochastic, logits)
-  greedy = jax.nn.one_hot(best_token(logits), logits.shape[-1])
+  greedy = jax.nn.one_hot(best_lib.best_token(logits), logits.shape[-1])
   return jnp.where(stochastic, softmax(filter_logits(logits, sampling)), greedy)
 
 
 def choose(
-  logits: jax.Array, noise: jax.Array, sampling: SamplingParams
+  logits: jax.Array, noise: randomness_lib.Noise, sampling: SamplingParams
 ) -> jax.Array:
-  """The token of each position, `[B, ...]` int32; for target and drafts alike.
+  """The token of each position, `[B, L]` int32.
 
-  `logits [B, ..., V]` are adjusted; `noise [B, ..., V]` is from
-  `position_noise`, for the position of the token to be chosen.
-  """
-  return best_token(filter_logits(logits, sampling) + noise)
-
-
-def position_noise(
-  row_keys: jax.Array,
-  positions: jax.Array,
-  vocab_size: int,
-  sampling: SamplingParams,
-) -> jax.Array:
-  """The noise of the tokens at the given absolute positions.
-
-  Args:
-    row_keys: `[B]` keys; not consumed, the same keys serve every position.
-    positions: `[B, L]` int32.
-    vocab_size: V.
-    sampling: rows at temperature 0 get zeros; if all are, none is drawn.
-
-  Returns:
-    `[B, L, V]` float32, standard Gumbel.
+  `logits [B, L, V]` are adjusted; the noise is that of the positions of the
+  tokens to be chosen.
   """
 
-  def draw(row_key: jax.Array, position: jax.Array) -> jax.Array:
-    return jax.random.gumbel(
-      jax.random.fold_in(row_key, position), (vocab_size,)
-    )
+  def sampled() -> jax.Array:
+    kept = keep(logits, sampling)
+    otherwise = lambda: best_lib.best_token(kept.scores_of(noise))
+    return kept.among_few(noise, best_lib.best_of_few, otherwise)
 
-  shape = (*positions.shape, vocab_size)
-  stochastic = sampling.is_stochastic
-  noise = lax.cond(
-    jnp.any(stochastic),
-    lambda: jax.vmap(jax.vmap(draw, (None, 0)))(row_keys, positions),
-    lambda: jnp.zeros(shape),
+  return lax.cond(
+    jnp.any(sampling.is_stochastic),
+    sampled,
+    lambda: best_lib.best_token(logits),
   )
-  return jnp.where(per_row(stochastic, noise), noise, 0.0)
 
 
 WITH_REPLACEMENT = 'with_replacement'
@@ -379,64 +403,3 @@ BEST = 'best'
 CHILDREN = (BEST, WITHOUT_REPLACEMENT, WITH_REPLACEMENT, BEST_AND_DRAWN)
 """How the k children of a node are chosen: the best, k draws, or the k - 1 best
 and, as the last, a draw among the other tokens."""
-
-# Streams of randomness that belong to a step, not to a position. They are far
-# from any position, so that none is ever a stream of `position_noise`.
-DRAFTING, ACCEPTANCE, RESIDUAL = (2**31 - 1 - stream for stream in range(3))
-
-
-def step_keys(row_keys: jax.Array, stream: int, length: jax.Array) -> jax.Array:
-  """`[B]` keys that no other step and no other stream has.
-
-  `stream` is `DRAFTING`, `ACCEPTANCE` or `RESIDUAL`. `length [B]` is that of
-  the text when the step begins; every step increases it.
-  """
-  of_stream = jax.vmap(jax.random.fold_in, (0, None))(row_keys, stream)
-  return jax.vmap(jax.random.fold_in)(of_stream, length)
-
-
-class Randomness(flax.struct.PyTreeNode):
-  """The randomness of a step; what a rule does not use is not computed."""
-
-  #: `[B, D + 1, V]` float32; entry d is of the position that follows nodes of
-  #: depth d. Drafts share it with the target; zeros under a rule that does not
-  #: (`verify.accept.Rule.shares_noise`).
-  noise: jax.Array
-  draft_keys: jax.Array  #: `[B]` keys, for drawing children.
-  uniforms: jax.Array  #: `[B, N]` float32 in [0, 1), for accepting the nodes.
-  #: `[B, V]` float32, standard Gumbel, for the bonus token.
-  residual_noise: jax.Array
-
-  def noise_at(self, depth: jax.Array) -> jax.Array:
-    """`[B, W, V]`, the noise after nodes of `depth [B, W]`."""
-    return jax.vmap(tree_lib.pick)(self.noise, depth)
-
-
-def step_randomness(
-  row_keys: jax.Array,
-  length: jax.Array,
-  sampling: SamplingParams,
-  *,
-  max_depth: int,
-  num_nodes: int,
-  vocab_size: int,
-  shares_noise: bool,
-) -> Randomness:
-  """The randomness of the step that begins at `length [B]` of the texts.
-
-  D, N and V give the sizes; `shares_noise` is that of the rule, and `row_keys
-  [B]` are not consumed.
-  """
-  positions = length[:, None] + jnp.arange(max_depth + 1)[None]
-  if shares_noise:
-    noise = position_noise(row_keys, positions, vocab_size, sampling)
-  else:
-    noise = jnp.zeros((*positions.shape, vocab_size))
-  uniform = lambda key: jax.random.uniform(key, (num_nodes,))
-  gumbel = lambda key: jax.random.gumbel(key, (vocab_size,))
-  return Randomness(
-    noise=noise,
-    draft_keys=step_keys(row_keys, DRAFTING, length),
-    uniforms=jax.vmap(uniform)(step_keys(row_keys, ACCEPTANCE, length)),
-    residual_noise=jax.vmap(gumbel)(step_keys(row_keys, RESIDUAL, length)),
-  )

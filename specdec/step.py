@@ -20,6 +20,7 @@ from specdec import context as context_lib
 from specdec import fallback as fallback_lib
 from specdec import hidden as hidden_lib
 from specdec import model as model_lib
+from specdec import randomness as randomness_lib
 from specdec import sampling as sampling_lib
 from specdec import statistics as statistics_lib
 from specdec import watchers as watchers_lib
@@ -116,14 +117,14 @@ def step_context(
     active=~state.done,
     seen=own(watchers_lib.SeenTokens),
     sampling=sampling,
-    randomness=sampling_lib.step_randomness(
+    randomness=randomness_lib.step_randomness(
       request.row_keys,
       state.length,
-      sampling,
+      sampling.is_stochastic & rule.shares_noise,
       max_depth=drafter.max_depth,
       num_nodes=drafter.shape.num_nodes,
       vocab_size=target.spec.vocab_size,
-      shares_noise=rule.shares_noise,
+      wants_all=rule.shares_noise and not sampling.filters,
     ),
     shape=drafter.shape,
     max_depth=drafter.max_depth,

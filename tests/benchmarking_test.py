@@ -14,7 +14,7 @@ from models.lab.study import timing
 from models.nn import table_model
 import specdec
 from specdec import checks as checks_lib
-from specdec import sampling as sampling_lib
+from specdec import randomness as randomness_lib
 from specdec import statistics as statistics_lib
 
 
@@ -238,7 +238,8 @@ def test_margin_is_the_distance_to_the_edge_of_a_filter():
   @jax.jit
   def noise_of(key):
     at = jnp.array([[1]])
-    return sampling_lib.position_noise(key[None], at, 4, params)[0, 0]
+    noise = randomness_lib.position_noise(key[None], at, params.is_stochastic)
+    return noise.of_all(4)[0, 0]
 
   seen = set()
   for key in keys:

@@ -22,6 +22,7 @@ from models.nn import table_model
 import specdec
 from specdec import cache as cache_lib
 from specdec import checks as checks_lib
+from specdec import randomness as randomness_lib
 from specdec import sampling as sampling_lib
 from specdec import watchers as watchers_lib
 from specdec.draft import head as head_lib
@@ -354,7 +355,7 @@ def _distributions(target, draft, seen, sampling, keys):
     children=sampling_lib.WITH_REPLACEMENT,
     counts=nodes,
   )
-  noise = jnp.zeros_like(draft)
+  noise = randomness_lib.noise_table(jnp.zeros_like(draft))
   ranking = ranking_lib.rank_logits(
     draft, noise, sampling, 1.0, draft.shape[-1]
   )

@@ -20,6 +20,7 @@ import slow_walks
 
 from models.nn import table_model
 import specdec
+from specdec import randomness as randomness_lib
 from specdec import sampling as sampling_lib
 from specdec.draft import growth
 from specdec.draft import ranking as ranking_lib
@@ -442,9 +443,11 @@ def _random_case(seed, vocab_size=4):
     'proposals': proposals,
     'stochastic': np.array([row.get('temperature', 1.0) > 0 for row in rows]),
     'sampling': enumeration.params(values, _BATCH_SIZE, vocab_size),
-    'randomness': sampling_lib.Randomness(
+    'randomness': randomness_lib.Randomness(
       # A chain may be as deep as there are nodes.
-      noise=np.zeros((_BATCH_SIZE, _NUM_NODES, vocab_size), np.float32),
+      noise=randomness_lib.noise_table(
+        np.zeros((_BATCH_SIZE, _NUM_NODES, vocab_size), np.float32)
+      ),
       draft_keys=jax.random.split(jax.random.key(seed), _BATCH_SIZE),
       uniforms=rng.random((_BATCH_SIZE, _NUM_NODES), np.float32),
       residual_noise=rng.gumbel(size=shape[::2]).astype(np.float32),
@@ -620,24 +623,24 @@ def test_the_randomness_of_a_step_is_of_these_keys():
   """Every stream is used for what it is for, at any length."""
   keys = jax.random.split(jax.random.key(1), 3)
   sizes = {'num_nodes': 40, 'vocab_size': 6}
-  sampling = enumeration.params({'temperature': [1.0, 0.0, 0.5]}, 3, 6)
   fold_in = jax.random.fold_in
   of_depth = lambda key, at: jax.random.gumbel(fold_in(key, at), (6,))
   of_rows = jax.vmap(jax.vmap(of_depth, (None, 0)))
   find = enumeration.quick_jit(
-    functools.partial(sampling_lib.step_randomness, max_depth=2, **sizes),
-    static_argnames='shares_noise',
+    functools.partial(randomness_lib.step_randomness, max_depth=2, **sizes),
+    static_argnames='wants_all',
   )
   for length in (np.array([1, 7, 3]), np.array([2, 8, 900])):
     expected = slow_walks.randomness(keys, length, **sizes)
     noise = of_rows(keys, length[:, None] + np.arange(3)[None])
     drawn = noise * np.array([1, 0, 1])[:, None, None]
-    for shares_noise in (True, False):
-      found = find(keys, length, sampling, shares_noise=shares_noise)
+    for shares_noise, wants_all in itertools.product((True, False), repeat=2):
+      is_drawn = np.array([shares_noise, False, shares_noise])
+      found = find(keys, length, is_drawn, wants_all=wants_all)
       assert jnp.all(found.draft_keys == expected[0])
       np.testing.assert_array_equal(found.uniforms, expected[1])
       np.testing.assert_array_equal(found.residual_noise, expected[2])
-      np.testing.assert_array_equal(found.noise, drawn * shares_noise)
+      np.testing.assert_array_equal(found.noise.of_all(6), drawn * shares_noise)
 
 
 # Match verification: whatever the noise, it emits the tokens of plain decoding,
@@ -651,8 +654,9 @@ _DEEPEST = 6
 def _decode_with_noise(target, drafter, sampling, noise):
   """Decodes rows with the given noise `[B, T, V]` in place of drawn noise."""
 
-  def given(keys, positions, vocab_size, sampling):
-    return jnp.take_along_axis(noise, positions[..., None], axis=1)
+  def given(keys, positions, is_drawn):
+    del keys, is_drawn
+    return randomness_lib.noise_table(noise).at(positions)
 
   keys = jax.random.split(jax.random.key(0), noise.shape[0])
   sampling = jax.tree.map(
@@ -660,7 +664,7 @@ def _decode_with_noise(target, drafter, sampling, noise):
   )
   request = enumeration.request(keys, sampling, _MATCH_LENGTH)
   config = specdec.DecodeConfig(max_new_tokens=_MATCH_LENGTH)
-  with mock.patch.object(sampling_lib, 'position_noise', given):
+  with mock.patch.object(randomness_lib, 'position_noise', given):
     result = specdec.decode.__wrapped__(target, drafter, request, config=config)
   return result.tokens[:, 1:], result.counters.target_forwards
 

@@ -4,15 +4,18 @@ import functools
 import itertools
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_drafters
 
 import specdec
+from specdec import best as best_lib
 from specdec import cache as cache_lib
 from specdec import checks as checks_lib
 from specdec import model as model_lib
+from specdec import randomness as randomness_lib
 from specdec import sampling as sampling_lib
 from specdec.draft import ranking as ranking_lib
 
@@ -67,8 +70,9 @@ def _best_log_prob(logits, noise, params):
 
 
 @jax.jit
-def _decisions(logits, noise, params, keys):
+def _decisions(logits, positions, params, keys):
   """All that decides about tokens, for `logits [B, W, V]`."""
+  noise = randomness_lib.DrawnNoise(positions, params.is_stochastic)
   nodes = jnp.zeros(logits.shape[:2], jnp.int32)
   drawn = [
     ranking_lib.draw_children(
@@ -89,15 +93,15 @@ def _decisions(logits, noise, params, keys):
 def test_a_row_has_the_same_bits_in_every_shape(vocab_size):
   """With top-p at the edge of what is kept, and one unit to either side."""
   logits = _rows(vocab_size)
-  noise = np.random.default_rng(1).gumbel(size=logits.shape)
+  positions = jax.random.split(jax.random.key(1), len(logits))
   edges = (_edge(vocab_size, rank) for rank in (6, 400))
   for top_p in itertools.chain.from_iterable(map(_around, edges)):
     found = []
     for batch_size, width in ((1, 1), (1, 8), (4, 2), (8, 1)):
       params = _params(batch_size, vocab_size, top_p=top_p)
       keys = jnp.tile(jax.random.key(0)[None], batch_size)
-      shape = (-1, batch_size, width, vocab_size)
-      shaped = [np.float32(one).reshape(shape) for one in (logits, noise)]
+      shape = (-1, batch_size, width)
+      shaped = logits.reshape(*shape, vocab_size), positions.reshape(shape)
       pairs = zip(*shaped, strict=True)
       results = [_decisions(*arrays, params, keys) for arrays in pairs]
       flat = lambda *parts: np.concatenate(
@@ -120,12 +124,118 @@ def test_top_p_keeps_what_the_definition_says(vocab_size, rank):
   np.testing.assert_array_equal(kept > sampling_lib.EXCLUDED, expected)
 
 
+class _OnlyOfFew(randomness_lib.DrawnNoise):
+  """Noise that is NaN, so that the last token wins, if that of all is read."""
+
+  def of_all(self, vocab_size):
+    return jnp.full((*self.keys.shape, vocab_size), jnp.nan)
+
+
+@jax.jit
+def _by_few(logits, keys, params):
+  """Choices and ranks by noise of few tokens."""
+  noise = _OnlyOfFew(keys, params.is_stochastic)
+  ranking = ranking_lib.rank_logits(logits, noise, params, 0.7, 3)
+  of_best = jax.vmap(ranking.log_prob_of, (None, 2), 2)(
+    jnp.zeros(logits.shape[:2], jnp.int32), ranking.tokens
+  )
+  return (
+    sampling_lib.choose(logits, noise, params),
+    *(ranking.tokens, ranking.best_log_probs, of_best),
+  )
+
+
+@jax.jit
+def _by_all(logits, keys, params):
+  """The same by the scores of all tokens, with noise that JAX draws."""
+  draw = lambda key: jax.random.gumbel(key, logits.shape[-1:])
+  noise = jax.vmap(jax.vmap(draw))(keys)
+  noise = jnp.where(params.is_stochastic[:, None, None], noise, 0.0)
+  scores = sampling_lib.filter_logits(logits, params) + noise
+  log_probs, tokens = lax.top_k(jax.nn.log_softmax(0.7 * scores), 3)
+  return jnp.argmax(scores, axis=-1), tokens, log_probs, log_probs
+
+
+_FEW = [{'top_p': 0.8}, {'min_p': 0.3}, {'top_k': 9}]
+_FEW += [{'top_k': 5, 'top_p': 0.8, 'min_p': 0.2}]
+
+
+@pytest.mark.parametrize('filters', _FEW)
+def test_where_filters_keep_few_tokens_only_their_noise_is_drawn(filters):
+  vocab_size = _SIZES[-1]
+  logits = _rows(vocab_size)[:, None]
+  for seed in range(8):
+    keys = jax.random.split(jax.random.key(seed), (8, 1))
+    params = _params(8, vocab_size, temperature=[1.0, 0.0] * 4, **filters)
+    found, expected = (
+      function(logits, keys, params) for function in (_by_few, _by_all)
+    )
+    for one, other in zip(found[:2], expected[:2], strict=True):
+      np.testing.assert_array_equal(one, other)
+    for one, other in zip(found[2:], expected[2:], strict=True):
+      np.testing.assert_allclose(one, other, atol=2e-6)
+
+
+def test_where_filters_keep_many_tokens_all_noise_is_drawn():
+  """Or if more tokens tie with the last than are looked at."""
+  vocab_size = _SIZES[-1]
+  tied = np.zeros((1, 1, vocab_size), np.float32)
+  tied[..., 5:] = -1.0
+  for logits, filters in (
+    (_base(vocab_size)[None, None], {'top_p': _edge(vocab_size, 400)}),
+    (tied, {'top_k': 64}),
+    (tied, {'min_p': 0.1}),
+  ):
+    params = _params(1, vocab_size, temperature=2.0, **filters)
+    keys = jax.random.split(jax.random.key(3), (1, 1))
+    chosen, *_ = _by_few(logits, keys, params)
+    assert chosen[0, 0] == vocab_size - 1
+    noise = randomness_lib.DrawnNoise(keys, params.is_stochastic)
+    chosen = jax.jit(sampling_lib.choose)(logits, noise, params)
+    expected, *_ = _by_all(logits, keys, params)
+    assert chosen[0, 0] == expected[0, 0] < vocab_size - 1
+
+
+def test_noise_of_few_tokens_has_the_bits_of_jax():
+  """As of a whole vocabulary of `jax.random.gumbel`."""
+  keys = jax.random.split(jax.random.key(5), (2, 3))
+  vocab_size = _SIZES[-1]
+  noise = randomness_lib.DrawnNoise(keys, np.array([True, True]))
+  draw = lambda key: jax.random.gumbel(key, (vocab_size,))
+  expected = np.asarray(jax.jit(jax.vmap(jax.vmap(draw)))(keys))
+  of_all = jax.jit(lambda noise: noise.of_all(vocab_size))(noise)
+  np.testing.assert_array_equal(of_all, expected)
+  of_tokens = jax.jit(lambda noise, tokens: noise.of_tokens(tokens))
+  rng = np.random.default_rng(0)
+  for number in (1, 7, 255, 1000):
+    tokens = rng.integers(vocab_size, size=(2, 3, number))
+    few = np.take_along_axis(expected, tokens, axis=-1)
+    np.testing.assert_array_equal(of_tokens(noise, tokens), few)
+
+
+def test_the_best_are_found_in_blocks_as_by_a_sort():
+  """Among equal scores the lowest tokens, which lie in other blocks."""
+  rng = np.random.default_rng(0)
+  run = jax.jit(best_lib.top_k, static_argnums=1)
+  for vocab_size, number in ((151_936, 3), (50_257, 256), (50_257, 500)):
+    scores = rng.normal(size=(2, 3, vocab_size)).astype(np.float32)
+    scores[1] = np.round(scores[1])
+    scores[1, 2] = -np.inf
+    scores[1, 2, [vocab_size - 1, 700]] = 1
+    order = np.argsort(-scores, axis=-1, kind='stable')[..., :number]
+    best, tokens = run(scores, number)
+    np.testing.assert_array_equal(tokens, order)
+    np.testing.assert_array_equal(
+      best, np.take_along_axis(scores, order, axis=-1)
+    )
+
+
 @pytest.mark.parametrize('vocab_size', _SIZES)
 def test_of_equal_scores_the_lowest_token_wins(vocab_size):
   scores = np.round(_rows(vocab_size)[:2])
   scores[0] = -np.inf
   scores[0, [vocab_size // 3, vocab_size - 1]] = 1
-  best = jax.jit(sampling_lib.best_token)(scores)
+  best = jax.jit(best_lib.best_token)(scores)
   np.testing.assert_array_equal(best, scores.argmax(axis=-1))
 
 
@@ -140,7 +250,8 @@ def test_a_value_that_is_not_finite_is_seen(vocab_size):
     logits[2, place] = -np.inf
     usable = jax.jit(sampling_lib.is_usable)(logits)
     np.testing.assert_array_equal(usable, [False, False, True, True])
-    params, no_noise = _params(4, vocab_size), np.zeros_like(logits[:, None])
+    params = _params(4, vocab_size)
+    no_noise = randomness_lib.noise_table(np.zeros_like(logits[:, None]))
     best = _best_log_prob(logits[:, None], no_noise, params)
     np.testing.assert_array_equal(best > sampling_lib.EXCLUDED, usable)
 

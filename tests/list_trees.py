@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec import context as context_lib
-from specdec import sampling as sampling_lib
+from specdec import randomness as randomness_lib
 from specdec.tree import tree as tree_lib
 from specdec.verify import match
 
@@ -120,8 +120,11 @@ def match_context(
     tokens=tokens,
     length=length,
     sampling=sampling,
-    randomness=sampling_lib.Randomness(
-      noise=noise, draft_keys=None, uniforms=None, residual_noise=None
+    randomness=randomness_lib.Randomness(
+      noise=randomness_lib.noise_table(noise),
+      draft_keys=None,
+      uniforms=None,
+      residual_noise=None,
     ),
     max_depth=noise.shape[1] - 1,
     **kw,

@@ -7,6 +7,7 @@ import reference
 
 import specdec
 from specdec import checks as checks_lib
+from specdec import randomness as randomness_lib
 from specdec import sampling as sampling_lib
 
 
@@ -23,13 +24,13 @@ def _expected(logits, **values):
 # Compiled once per set of filters: dispatching op by op costs far more.
 _filter_logits = jax.jit(sampling_lib.filter_logits)
 _choose = jax.jit(sampling_lib.choose)
-_position_noise = jax.jit(sampling_lib.position_noise, static_argnums=2)
+_position_noise = jax.jit(randomness_lib.position_noise)
 
 
-def _noise(batch_size, length, vocab_size, sampling):
+def _noise(batch_size, length, sampling):
   keys = jax.random.split(jax.random.key(0), batch_size)
   positions = np.tile(np.arange(length), (batch_size, 1))
-  return _position_noise(keys, positions, vocab_size, sampling)
+  return _position_noise(keys, positions, sampling.is_stochastic)
 
 
 def _probs(logits, sampling):
@@ -90,7 +91,7 @@ def test_huge_logits_and_tiny_temperatures(filters):
   )
   logits = np.array([-1.0, 0.2, 1.0, 0.3, -1.0], np.float32)
   logits = np.tile(scale[:, None, None] * logits, (1, 50, 1))
-  noise = _noise(20, 50, 5, sampling)
+  noise = _noise(20, 50, sampling)
   assert not np.any(np.isnan(_filter_logits(logits, sampling)))
   for row, chosen in enumerate(np.asarray(_choose(logits, noise, sampling))):
     if temperature[row] == 0 or scale[row] / temperature[row] > 1e6:
@@ -115,7 +116,7 @@ def test_no_temperature_and_no_penalty_brings_a_banned_token_back():
   logits = np.tile(np.float32([-1e4, -2e4, 1e6, -1e4, -3e4]), (12, 200, 1))
   seen = np.broadcast_to(np.arange(5) == 2, logits.shape)
   adjusted = sampling_lib.adjust_logits(logits, sampling, seen)
-  noise = _noise(12, 200, 5, sampling)
+  noise = _noise(12, 200, sampling)
   assert 2 not in np.asarray(_choose(adjusted, noise, sampling))
   assert np.all(
     _filter_logits(adjusted, sampling)[..., 2] == sampling_lib.EXCLUDED
@@ -131,7 +132,7 @@ def test_temperature_0_is_argmax_whatever_the_filters():
   logits = np.random.default_rng(2).normal(size=(3, 5, 30)).astype(np.float32)
   for filters in _ALL_FILTERS:
     sampling = checks_lib.to_params(specdec.Sampling(**filters), 3, 30)
-    noise = _noise(3, 5, 30, sampling)
-    np.testing.assert_array_equal(noise, 0.0)
+    noise = _noise(3, 5, sampling)
+    np.testing.assert_array_equal(noise.of_all(30), 0.0)
     chosen = _choose(logits, noise, sampling)
     np.testing.assert_array_equal(chosen, logits.argmax(-1))

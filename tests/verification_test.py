@@ -11,6 +11,7 @@ import pytest
 
 import specdec
 from specdec import checks as checks_lib
+from specdec import randomness as randomness_lib
 from specdec import sampling as sampling_lib
 from specdec.tree import tree as tree_lib
 from specdec.verify import accept
@@ -52,8 +53,8 @@ def _chains():
   ]
   nodes = np.tile(np.arange(num_nodes), (num_nodes, 1))
   proposals = np.full_like(logits, 1 / _VOCAB_SIZE)
-  randomness = sampling_lib.Randomness(
-    noise=np.zeros_like(logits),
+  randomness = randomness_lib.Randomness(
+    noise=randomness_lib.noise_table(np.zeros_like(logits)),
     draft_keys=None,
     uniforms=rng.uniform(size=nodes.shape),
     residual_noise=rng.gumbel(size=(num_nodes, _VOCAB_SIZE)),

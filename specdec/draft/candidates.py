@@ -81,11 +81,10 @@ class CandidateScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
       tree, nodes, ctx.tokens, ctx.length
     )
     log_probs = ctx.conditioned(log_probs, tree, nodes, tokens)
-    noise_of = lambda noise, depth, token: noise[depth[:, None], token]
     depths = jax.vmap(lambda tree, nodes: tree.depth[nodes])(tree, nodes)
     ranked = ranking_lib.rank_candidates(
       log_probs,
-      jax.vmap(noise_of)(ctx.randomness.noise, depths, tokens),
+      ctx.randomness.noise.at(depths).of_tokens(tokens),
       ctx.sampling,
       config.calibration,
       shares_noise=ctx.rule.shares_noise,

@@ -23,7 +23,7 @@ def scores_of(
   """The scores of nodes by the logits of a forward; see `Scorer.score`."""
   nodes = found.nodes
   logits = ctx.adjusted(found.logits, tree, nodes)
-  noise = ctx.randomness.noise_at(jax.vmap(tree_lib.pick)(tree.depth, nodes))
+  noise = ctx.randomness.noise.at(jax.vmap(tree_lib.pick)(tree.depth, nodes))
   branching = min(config.branching, logits.shape[-1])
   ranking = ranking_lib.rank_logits(
     logits, noise, ctx.sampling, config.calibration, branching

@@ -20,6 +20,8 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from specdec import best as best_lib
+from specdec import randomness as randomness_lib
 from specdec import sampling as sampling_lib
 
 # The mean of a standard Gumbel variable.
@@ -39,16 +41,18 @@ def _normalise(scores: jax.Array, log_total: jax.Array) -> jax.Array:
 class Ranking(flax.struct.PyTreeNode):
   """Log-probability of every token to be the target's choice.
 
-  Vocabularies are large, so scores are normalised only where they are wanted.
+  Vocabularies are large, so scores are computed only where they are wanted.
   """
 
-  #: `[B, W, V]` float32, the log-probabilities up to a constant.
-  scores: jax.Array
-  #: `[B, W, 1]` float32, that constant; not finite where the logits were not.
+  kept: sampling_lib.Kept  #: The logits, `[B, W, V]`.
+  noise: randomness_lib.Noise  #: Of the W positions of the tokens to be chosen.
+  #: `[B, W, 1]` float32, the logarithm of the sum of all exponentiated scores;
+  #: not finite where the logits were not.
   log_total: jax.Array
   #: `[B, W, K]` float32, the highest scores, in descending order.
   best: jax.Array
   tokens: jax.Array  #: `[B, W, K]` int32, the tokens that have them.
+  calibration: float = flax.struct.field(pytree_node=False)  #: b; static.
 
   @property
   def best_log_probs(self) -> jax.Array:
@@ -57,15 +61,28 @@ class Ranking(flax.struct.PyTreeNode):
 
   def log_prob_of(self, index: jax.Array, tokens: jax.Array) -> jax.Array:
     """`[B, M]`, of `tokens [B, M]` after the nodes at `index [B, M]` of W."""
-    of_row = lambda scores, index, tokens: scores[index, tokens]
-    scores = jax.vmap(of_row)(self.scores, index, tokens)
-    total = jnp.take_along_axis(self.log_total[..., 0], index, axis=1)
-    return _normalise(scores, total)
+    at = lambda array: jnp.take_along_axis(array[..., 0], index, axis=1)
+    of_row = lambda logits, index, tokens: logits[index, tokens]
+    logits = jax.vmap(of_row)(self.kept.logits, index, tokens)
+    noise = self.noise.at(index).of_tokens(tokens[..., None])[..., 0]
+    is_kept = logits >= at(self.kept.threshold)
+    scores = jnp.where(is_kept, logits, sampling_lib.EXCLUDED) + noise
+    return _normalise(self.calibration * scores, at(self.log_total))
+
+
+def _best(
+  scores: jax.Array, number: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """The best of `scores [..., n]`, their places, and the log-sum-exp of all."""
+  best, places = best_lib.top_k(scores, number)
+  # Without searching for the largest once more.
+  total = jnp.sum(jnp.exp(scores - best[..., :1]), axis=-1, keepdims=True)
+  return best, places, best[..., :1] + jnp.log(total)
 
 
 def rank_logits(
   logits: jax.Array,
-  noise: jax.Array,
+  noise: randomness_lib.Noise,
   sampling: sampling_lib.SamplingParams,
   calibration: float,
   number: int,
@@ -75,24 +92,35 @@ def rank_logits(
   Args:
     logits: `[B, W, V]` float32, adjusted. Where NaN or inf is among them, or
       -inf alone, no token is possible.
-    noise: `[B, W, V]` float32, of the positions of the tokens to be chosen.
+    noise: of the W positions of the tokens to be chosen.
     sampling: the target's.
     calibration: b above.
     number: K, of the best; at most V.
   """
-  scores = calibration * (sampling_lib.filter_logits(logits, sampling) + noise)
-  # For the barriers see `sampling._ranked`. A single one for both results
-  # crashes XLA's CPU backend on several devices.
-  best, tokens = map(lax.optimization_barrier, lax.top_k(scores, number))
-  # The log-sum-exp of all, without searching for the largest once more.
-  total = jnp.sum(jnp.exp(scores - best[..., :1]), axis=-1, keepdims=True)
+  kept = sampling_lib.keep(logits, sampling)
+
+  def of_all() -> tuple[jax.Array, jax.Array, jax.Array]:
+    return _best(calibration * kept.scores_of(noise), number)
+
+  def of_few(
+    scores: jax.Array, tokens: jax.Array
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    best, places, total = _best(calibration * scores, number)
+    return best, jnp.take_along_axis(tokens, places, axis=-1), total
+
+  has_best = kept.ranked is not None and number <= kept.ranked.shape[-1]
+  best, tokens, log_total = (
+    kept.among_few(noise, of_few, of_all) if has_best else of_all()
+  )
   # Filtering leaves no trace of NaN and inf.
   usable = sampling_lib.is_usable(logits)[..., None]
   return Ranking(
-    scores=scores,
-    log_total=jnp.where(usable, best[..., :1] + jnp.log(total), jnp.inf),
+    kept=kept,
+    noise=noise,
+    log_total=jnp.where(usable, log_total, jnp.inf),
     best=best,
-    tokens=tokens.astype(jnp.int32),
+    tokens=tokens,
+    calibration=calibration,
   )
 
 
@@ -150,7 +178,7 @@ def _best_and_drawn(
   Returns:
     `[B, W, K]` int32 tokens, and the distributions of the last, `[B, W, V]`.
   """
-  scores, best = lax.top_k(log_probs, number)
+  scores, best = best_lib.top_k(log_probs, number)
   places = jnp.arange(number)[None, None]
   is_apart = places < counts[..., None] - 1
   at = jnp.where(is_apart, best, log_probs.shape[-1])
@@ -163,7 +191,7 @@ def _best_and_drawn(
   last = jnp.take_along_axis(best, jnp.maximum(last, 0), axis=-1)
   is_last = jnp.arange(rest.shape[-1])[None, None] == last
   point = jnp.where(is_last, 0.0, sampling_lib.EXCLUDED)
-  drawn = sampling_lib.best_token(rest + noise)[..., None]
+  drawn = best_lib.best_token(rest + noise)[..., None]
   is_drawn = can_draw & (places == counts[..., None] - 1)
   # Fused with what made the logits, it would round by the shape.
   law = lax.optimization_barrier(jnp.where(can_draw, rest, point))
@@ -216,13 +244,13 @@ def draw_children(
   noise = jnp.where(sampling_lib.per_row(stochastic, noise), noise, 0.0)
   drawn_from = jnp.exp(log_probs)
   if children == sampling_lib.WITHOUT_REPLACEMENT:
-    _, tokens = lax.top_k(log_probs + noise, number)
+    _, tokens = best_lib.top_k(log_probs + noise, number)
   else:
     if replacement:
-      drawn = sampling_lib.best_token(log_probs[:, :, None] + noise)
+      drawn = best_lib.best_token(log_probs[:, :, None] + noise)
     else:
       drawn, drawn_from = _best_and_drawn(log_probs, noise, number, counts)
-    _, best = lax.top_k(log_probs, number)
+    _, best = best_lib.top_k(log_probs, number)
     tokens = jnp.where(sampling_lib.per_row(stochastic, best), drawn, best)
   return (
     tokens.astype(jnp.int32),

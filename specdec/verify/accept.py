@@ -7,6 +7,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from specdec import randomness as randomness_lib
 from specdec import sampling as sampling_lib
 from specdec.tree import tree as tree_lib
 
@@ -73,7 +74,7 @@ class Rule(Protocol):
     nodes: jax.Array,
     logits: jax.Array,
     proposals: jax.Array,
-    randomness: sampling_lib.Randomness,
+    randomness: randomness_lib.Randomness,
     sampling: sampling_lib.SamplingParams,
   ) -> Verdict:
     """Decides which nodes are accepted.

@@ -9,6 +9,7 @@ import dataclasses
 
 import jax
 
+from specdec import randomness as randomness_lib
 from specdec import sampling as sampling_lib
 from specdec.tree import tree as tree_lib
 from specdec.verify import accept
@@ -30,14 +31,14 @@ class MatchRule:
     nodes: jax.Array,
     logits: jax.Array,
     proposals: jax.Array,
-    randomness: sampling_lib.Randomness,
+    randomness: randomness_lib.Randomness,
     sampling: sampling_lib.SamplingParams,
   ) -> accept.Verdict:
     """See `specdec.verify.accept.Rule`."""
     del proposals
-    noise = randomness.noise_at(jax.vmap(tree_lib.pick)(tree.depth, nodes))
+    noise = randomness.noise.at(jax.vmap(tree_lib.pick)(tree.depth, nodes))
     choices = sampling_lib.choose(logits, noise, sampling)
-    max_depth = randomness.noise.shape[1] - 1
+    max_depth = randomness.noise.num_positions - 1
     index, accepted = jax.vmap(tree_lib.accepted_path, (0, 0, 0, None))(
       tree, nodes, choices, max_depth
     )

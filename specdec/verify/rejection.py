@@ -25,6 +25,8 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from specdec import best as best_lib
+from specdec import randomness as randomness_lib
 from specdec import sampling as sampling_lib
 from specdec.tree import tree as tree_lib
 from specdec.verify import accept
@@ -76,7 +78,7 @@ def after_rejection(
 
 def draw(probs: jax.Array, noise: jax.Array) -> jax.Array:
   """A token from each of `probs [B, V]`, `[B]` int32; `noise [B, V]` Gumbel."""
-  return sampling_lib.best_token(jnp.log(probs) + noise)
+  return best_lib.best_token(jnp.log(probs) + noise)
 
 
 _at = jax.vmap(tree_lib.pick)
@@ -255,7 +257,7 @@ class RejectionRule:
     nodes: jax.Array,
     logits: jax.Array,
     proposals: jax.Array,
-    randomness: sampling_lib.Randomness,
+    randomness: randomness_lib.Randomness,
     sampling: sampling_lib.SamplingParams,
   ) -> accept.Verdict:
     """See `specdec.verify.accept.Rule`."""
@@ -278,7 +280,7 @@ class RejectionRule:
       proposals=proposals if draws else proposals[:, :, :0],
       sampling=sampling,
     )
-    shape = (nodes.shape[0], randomness.noise.shape[1])
+    shape = (nodes.shape[0], randomness.noise.num_positions)
     num_kept = shape[1] if self.leaves_nodes else 1
     walk = lax.while_loop(
       lambda walk: ~jnp.all(walk.done),

@@ -22,9 +22,9 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec import best as best_lib
 from specdec import mappings
 from specdec import model as model_lib
-from specdec import sampling as sampling_lib
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,7 @@ def _verify(
     first = jnp.maximum(cache.length[0] - num_nodes - step, 0)
     tokens = lax.dynamic_slice_in_dim(text, first, num_nodes, axis=1)
     logits, cache = target.apply(tokens, positions, mask, cache)
-    return cache, chosen + sampling_lib.best_token(logits)
+    return cache, chosen + best_lib.best_token(logits)
 
   chosen = jnp.zeros((len(text), num_nodes), jnp.int32)
   return lax.fori_loop(0, num_steps, forward, (cache, chosen))

@@ -23,6 +23,7 @@ import numpy as np
 from specdec import checks as checks_lib
 from specdec import mappings
 from specdec import model as model_lib
+from specdec import randomness as randomness_lib
 from specdec import sampling as sampling_lib
 
 _BINS = 20
@@ -155,13 +156,13 @@ def _margin(model, row_key, tokens, length, sampling):
   logits = lax.dynamic_slice_in_dim(
     _logits(model, tokens, sampling), length - 1, 1, axis=1
   )
-  noise = sampling_lib.position_noise(
-    row_key[None], length[None, None], model.spec.vocab_size, sampling
+  noise = randomness_lib.position_noise(
+    row_key[None], length[None, None], sampling.is_stochastic
   )
   kept = sampling_lib.filter_logits(logits, sampling) > sampling_lib.EXCLUDED
   unfiltered = sampling.replace(top_k=None, top_p=None, min_p=None)
   logits = sampling_lib.filter_logits(logits, unfiltered)
-  scores = logits + noise
+  scores = logits + noise.of_all(model.spec.vocab_size)
   among = jnp.where(kept, scores, -jnp.inf)
   best, second = lax.top_k(among, 2)[0][0, 0]
   # Another choice needs that the second becomes the best, that the best falls

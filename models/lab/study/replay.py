@@ -22,8 +22,8 @@ from models.lab.study import exactness
 from specdec import cache as cache_lib
 from specdec import mappings
 from specdec import model as model_lib
+from specdec import randomness as randomness_lib
 from specdec import sampling as sampling_lib
-from specdec.draft import ranking as ranking_lib
 
 
 @functools.cache
@@ -122,10 +122,10 @@ def next_token_ranks(
   logits = sampling_lib.adjust_logits(
     draft.logits(tokens)[:, :-1], sampling, None
   )
-  noise = sampling_lib.position_noise(
-    row_keys, positions[:, 1:], draft.spec.vocab_size, sampling
+  noise = randomness_lib.position_noise(
+    row_keys, positions[:, 1:], sampling.is_stochastic
   )
-  scores = ranking_lib.rank_logits(logits, noise, sampling, 1.0, 1).scores
+  scores = sampling_lib.keep(logits, sampling).scores_of(noise)
   own = jnp.take_along_axis(scores, tokens[:, 1:, None], axis=-1)
   ranks = jnp.sum(scores > own, axis=-1)
   possible = own[..., 0] > sampling_lib.EXCLUDED
