@@ -37,15 +37,20 @@ EXCLUDED = -np.inf
 It is infinite, so that no temperature and no penalty makes it possible."""
 
 
+def _largest(logits: jax.Array) -> jax.Array:
+  """The largest of `logits [..., V]`, `[...]`; inf where NaN is among them."""
+  # The maximum of XLA's CPU backend drops NaN from some 4,000 values on.
+  nan_as_inf = jnp.where(logits < jnp.inf, logits, jnp.inf)
+  return jnp.max(nan_as_inf, axis=-1)
+
+
 def is_usable(logits: jax.Array) -> jax.Array:
   """Whether a token can be chosen from `logits [..., V]`; `[...]` bool.
 
   Logits of -inf are those of tokens that are never chosen. NaN, inf, or -inf
   for all tokens come from a broken model, and no choice follows from them.
   """
-  # The maximum of XLA's CPU backend drops NaN from some 4,000 values on.
-  nan_as_inf = jnp.where(logits < jnp.inf, logits, jnp.inf)
-  return jnp.isfinite(jnp.max(nan_as_inf, axis=-1))
+  return jnp.isfinite(_largest(logits))
 
 
 def _units(vocab_size: int) -> float:
@@ -237,7 +242,7 @@ def _bisect(
 
 
 def _top_p_threshold(
-  logits: jax.Array, ranked: jax.Array, top_p: jax.Array
+  candidates: Callable[[], jax.Array], ranked: jax.Array, top_p: jax.Array
 ) -> jax.Array:
   """The smallest logit that top-p keeps, `[..., 1]` float32.
 
@@ -245,24 +250,34 @@ def _top_p_threshold(
   `top_p [..., 1]` of 1 on all are kept.
 
   Args:
-    logits: `[..., V]` float32, at most 0; -inf is left out.
+    candidates: gives logits `[..., V]` float32, at most 0; -inf is left out.
+      It is called where they are read: what a branch is given is written to
+      memory.
     ranked: `[..., n]` float32, the n largest of them, in descending order.
     top_p: `[..., 1]` float32.
   """
   with jax.enable_x64(True):
-    mass = _mass(jnp.exp(logits)).astype(top_p.dtype)
+    weights = jnp.exp(candidates())
+    mass = _mass(weights).astype(top_p.dtype)
     allowed = (mass * top_p).astype(jnp.int64)
-    own = _in_units(jnp.exp(ranked), logits.shape[-1])
+    own = _in_units(jnp.exp(ranked), weights.shape[-1])
     until = jnp.cumsum(own, axis=-1)
     kept = jnp.where(until - own < allowed, ranked, 0)
     least = jnp.min(kept, axis=-1, keepdims=True)
     suffice = (until[..., -1:] >= allowed) | (top_p >= 1)
     threshold = lax.cond(
-      jnp.all(suffice) | (ranked.shape[-1] == logits.shape[-1]),
+      jnp.all(suffice) | (ranked.shape[-1] == weights.shape[-1]),
       lambda: least,
-      lambda: _bisect(logits, least, allowed),
+      lambda: _bisect(candidates(), least, allowed),
     )
   return jnp.where(top_p >= 1, -jnp.inf, threshold)
+
+
+def _relative(
+  logits: jax.Array, best: jax.Array, temperature: jax.Array
+) -> jax.Array:
+  """The logits at a temperature, less the best, so that none overflows."""
+  return (logits - best) / temperature
 
 
 class Kept(NamedTuple):
@@ -272,21 +287,24 @@ class Kept(NamedTuple):
   they are one threshold.
   """
 
-  logits: jax.Array  # [B, ..., V] float32, relative to the best, at temperature
-  threshold: jax.Array  # [B, ..., 1] float32, of the tokens that are kept
-  # [B, ..., n] float32 and int32, the largest logits and their tokens, in
-  # descending order; None without filters.
+  logits: jax.Array  # [B, ..., V] float32, adjusted
+  best: jax.Array  # [B, ..., 1] float32, the largest of them
+  temperature: jax.Array  # [B, ..., 1] float32, above 0
+  threshold: jax.Array  # [B, ..., 1] float32, relative, of what is kept
+  # [B, ..., n] float32 and int32, the largest relative logits and their tokens,
+  # in descending order; None without filters.
   ranked: jax.Array | None = None
   tokens: jax.Array | None = None
 
-  @property
   def filtered(self) -> jax.Array:
-    """The logits, `EXCLUDED` where a filter excludes the token."""
-    return jnp.where(self.logits >= self.threshold, self.logits, EXCLUDED)
+    """The relative logits, `EXCLUDED` where a filter excludes the token."""
+    # Computed where it is wanted, as to keep it would be to write it to memory.
+    relative = _relative(self.logits, self.best, self.temperature)
+    return jnp.where(relative >= self.threshold, relative, EXCLUDED)
 
   def scores_of(self, noise: randomness_lib.Noise) -> jax.Array:
     """`[B, L, V]`, the filtered logits plus the noise of their positions."""
-    return self.filtered + noise.of_all(self.logits.shape[-1])
+    return self.filtered() + noise.of_all(self.logits.shape[-1])
 
   def among_few(
     self,
@@ -326,25 +344,26 @@ def keep(logits: jax.Array, sampling: SamplingParams) -> Kept:
   it was. `logits [B, ..., V]` are adjusted.
   """
   temperature = per_row(sampling.temperature, logits)
-  # Relative to the best, so that a tiny temperature cannot overflow.
-  logits = logits - jnp.max(logits, axis=-1, keepdims=True)
-  logits = logits / jnp.where(temperature > 0, temperature, 1.0)
+  temperature = jnp.where(temperature > 0, temperature, 1.0)
   threshold = jnp.full((*logits.shape[:-1], 1), -jnp.inf)
   if not sampling.filters:
-    return Kept(logits=logits, threshold=threshold)
+    return Kept(logits, _largest(logits)[..., None], temperature, threshold)
   vocab_size = logits.shape[-1]
   number = _FIRST_RANKED
   if sampling.top_k is not None:
     # One more tells whether there are ties with the last.
     number = (sampling.max_top_k or vocab_size) + 1
   ranked, tokens = best_lib.top_k(logits, min(number, vocab_size))
-  candidates, likeliest = logits, ranked
+  best = ranked[..., :1]
+  ranked = likeliest = _relative(ranked, best, temperature)
+  candidates = lambda: _relative(logits, best, temperature)
   if sampling.top_k is not None:
     last = jnp.minimum(per_row(sampling.top_k, logits), vocab_size) - 1
     last = jnp.broadcast_to(last, threshold.shape)
     threshold = jnp.take_along_axis(ranked, last, axis=-1)
     rank = jnp.expand_dims(jnp.arange(ranked.shape[-1]), range(logits.ndim - 1))
-    candidates = likeliest = jnp.where(rank <= last, ranked, -jnp.inf)
+    likeliest = jnp.where(rank <= last, ranked, -jnp.inf)
+    candidates = lambda: likeliest
   if sampling.top_p is not None:
     top_p = jnp.broadcast_to(per_row(sampling.top_p, logits), threshold.shape)
     of_top_p = _top_p_threshold(candidates, likeliest, top_p)
@@ -352,7 +371,7 @@ def keep(logits: jax.Array, sampling: SamplingParams) -> Kept:
   if sampling.min_p is not None:
     floor = jnp.log(per_row(sampling.min_p, logits))  # the best logit is 0
     threshold = jnp.maximum(threshold, floor)
-  return Kept(logits, threshold, ranked, tokens)
+  return Kept(logits, best, temperature, threshold, ranked, tokens)
 
 
 def filter_logits(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
@@ -361,7 +380,7 @@ def filter_logits(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
   They are `EXCLUDED` for tokens that a filter excludes. `logits [B, ..., V]`
   are adjusted; see `keep`.
   """
-  return keep(logits, sampling).filtered
+  return keep(logits, sampling).filtered()
 
 
 def token_probs(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
@@ -383,17 +402,9 @@ def choose(
   `logits [B, L, V]` are adjusted; the noise is that of the positions of the
   tokens to be chosen.
   """
-
-  def sampled() -> jax.Array:
-    kept = keep(logits, sampling)
-    otherwise = lambda: best_lib.best_token(kept.scores_of(noise))
-    return kept.among_few(noise, best_lib.best_of_few, otherwise)
-
-  return lax.cond(
-    jnp.any(sampling.is_stochastic),
-    sampled,
-    lambda: best_lib.best_token(logits),
-  )
+  kept = keep(logits, sampling)
+  otherwise = lambda: best_lib.best_token(kept.scores_of(noise))
+  return kept.among_few(noise, best_lib.best_of_few, otherwise)
 
 
 WITH_REPLACEMENT = 'with_replacement'

@@ -61,13 +61,18 @@ class Ranking(flax.struct.PyTreeNode):
 
   def log_prob_of(self, index: jax.Array, tokens: jax.Array) -> jax.Array:
     """`[B, M]`, of `tokens [B, M]` after the nodes at `index [B, M]` of W."""
-    at = lambda array: jnp.take_along_axis(array[..., 0], index, axis=1)
-    of_row = lambda logits, index, tokens: logits[index, tokens]
+    tokens = tokens[..., None]
+    of_nodes = lambda array: jnp.take_along_axis(array, index[..., None], 1)
+    of_row = lambda logits, index, tokens: logits[index[:, None], tokens]
     logits = jax.vmap(of_row)(self.kept.logits, index, tokens)
-    noise = self.noise.at(index).of_tokens(tokens[..., None])[..., 0]
-    is_kept = logits >= at(self.kept.threshold)
-    scores = jnp.where(is_kept, logits, sampling_lib.EXCLUDED) + noise
-    return _normalise(self.calibration * scores, at(self.log_total))
+    kept = self.kept._replace(
+      logits=logits,
+      best=of_nodes(self.kept.best),
+      threshold=of_nodes(self.kept.threshold),
+    )
+    scores = kept.filtered() + self.noise.at(index).of_tokens(tokens)
+    scores = _normalise(self.calibration * scores, of_nodes(self.log_total))
+    return scores[..., 0]
 
 
 def _best(
