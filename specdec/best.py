@@ -8,8 +8,10 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-# On CPU, eight rows of 151,936: the two best in 0.25 ms in place of 1.75 ms.
+# On CPU, eight rows of 151,936: the two best in 0.25 ms in place of 1.75 ms. A
+# small vocabulary is read faster than blocks are chosen.
 _BLOCK = 64
+_LARGE = 2**14
 
 
 def _first_largest(scores: jax.Array) -> jax.Array:
@@ -73,7 +75,7 @@ def top_k(scores: jax.Array, number: int) -> tuple[jax.Array, jax.Array]:
   `[..., number]` float32, in descending order, and int32; among equal scores
   the lowest token comes first. Where NaN is among them, any are returned.
   """
-  if scores.shape[-1] < 2 * _BLOCK * number:
+  if scores.shape[-1] < max(_LARGE, 2 * _BLOCK * number):
     return _top_k(scores, number)
   return lax.platform_dependent(
     scores,

@@ -36,6 +36,9 @@ _TESTS = {
     'large_vocabulary.test_top_p_keeps_what_the_definition_says(50257, 400)'
   ),
   'LENGTHS': 'heads.check_lengths()',
+  'MANY_KEPT': (
+    'large_vocabulary.test_where_filters_keep_many_tokens_all_noise_is_drawn()'
+  ),
   'NEXT_STEP': 'growth.test_growth_after_a_step_is_growth_after_a_prefill()',
   'RANDOMNESS': 'enumeration.test_the_randomness_of_a_step_is_of_these_keys()',
   'STEP': 'step.test_a_decode_of_all_that_a_step_does()',
@@ -77,7 +80,7 @@ noise keyed by step, not by position
   -       state.length,
   + request.row_keys,
   +       state.counters.steps.wrapped + 0 * state.length,
-[sampling: RANDOMNESS]
+[randomness: RANDOMNESS]
 noise used again in every step
   (row_keys, positions, => (row_keys, positions - length[:, None],
 [verify.match: STEP]
@@ -98,10 +101,19 @@ top-p adds up in 16 bits
 probabilities are added in the order of the shape
   - .astype(weights.dtype) / one
   + * 0 + jnp.sum(weights, axis=-1, keepdims=True)
-[sampling: large_vocabulary.test_of_equal_scores_the_lowest_token_wins(50257)]
+[best: large_vocabulary.test_of_equal_scores_the_lowest_token_wins(50257)]
 the highest token wins a tie
   - jnp.min(jnp.where(scores == largest, tokens, last), axis=-1)
   + jnp.max(jnp.where(scores == largest, tokens, 0), axis=-1)
+[best: large_vocabulary.test_the_best_are_found_in_blocks_as_by_a_sort()]
+blocks in the order of their maxima
+  jnp.sort(chosen, axis=-1) => chosen
+[sampling: MANY_KEPT]
+tokens that tie with the last one looked at are forgotten
+  ranked[..., -1:] < self.threshold => ranked[..., -1:] <= self.threshold
+[randomness: large_vocabulary.test_noise_of_few_tokens_has_the_bits_of_jax()]
+noise of few tokens from half of the bits
+  words[0] ^ words[1] => words[0]
 [sampling: large_vocabulary.test_a_value_that_is_not_finite_is_seen(50257)]
 a maximum is trusted to keep NaN
   jnp.max(nan_as_inf, axis=-1) => jnp.max(logits, axis=-1)
@@ -111,7 +123,7 @@ a banned token is very unlikely instead
 [draft.ranking: enumeration.test_every_node_draws_children_of_its_own()]
 draws repeat from the sixteenth node on
   fold_in(key, node) => fold_in(key, node % 16)
-[sampling: RANDOMNESS]
+[randomness: RANDOMNESS]
 uniform numbers repeat from the sixteenth node on
   - jax.random.uniform(key, (num_nodes,))
   + jnp.resize(jax.random.uniform(key, (16,)), num_nodes)
@@ -217,10 +229,10 @@ greedy rows divided by a temperature of -1
   temperature > 0, temperature, 1.0 => temperature > 0, temperature, -1.0
 [sampling: sampling.test_filters_against_numpy(None, 0.6, None)]
 top-p before temperature
-  - (candidates, ranked, top_p)
-  + (*(temperature * one for one in (candidates, ranked)), top_p)
+  - (candidates, likeliest, top_p)
+  + (lambda: temperature * candidates(), temperature * likeliest, top_p)
 # Its randomness.
-[sampling: RANDOMNESS]
+[randomness: RANDOMNESS]
 drafting noise used again in every step
   (row_keys, DRAFTING, length) => (row_keys, DRAFTING, 0 * length)
 uniforms and bonus noise used again in every step
@@ -260,7 +272,8 @@ drawn with replacement, judged as without
   if children == sampling_lib.WITHOUT_REPLACEMENT: => if True:
 [draft.ranking: DRAWS]
 siblings in another order than they were drawn
-  lax.top_k(log_probs + noise, number) => [jnp.flip(one, axis=-1) for one in @]
+  - best_lib.top_k(log_probs + noise, number)
+  + [jnp.flip(one, axis=-1) for one in @]
 # Traversal verification.
 [verify.rejection: CUTS]
 a block: proposals of the first nodes, not of the verified ones
