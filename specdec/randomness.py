@@ -57,7 +57,7 @@ class DrawnNoise(flax.struct.PyTreeNode):
 
   def of_all(self, vocab_size: int) -> jax.Array:
     """`[B, L, V]` float32; if no row has noise, none is drawn."""
-    # Not `jax.random.gumbel`, whose bits depend on `jax_threefry_partitionable`.
+    # The bits of `jax.random.gumbel` depend on `jax_threefry_partitionable`.
     tokens = jnp.arange(vocab_size)
     of_position = lambda key: jax.vmap(_of_token, (None, 0))(key, tokens)
     noise = lax.cond(
