@@ -8,8 +8,8 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-# On CPU, eight rows of 151,936: the two best in 0.25 ms in place of 1.75 ms. A
-# small vocabulary is read faster than blocks are chosen.
+# On CPU, eight rows of 151,936: the two best in 0.25 ms in place of 1.75 ms. Of
+# some thousand scores they are found about as fast without blocks.
 _BLOCK = 64
 _LARGE = 2**14
 

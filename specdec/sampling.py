@@ -139,7 +139,7 @@ class SamplingParams(flax.struct.PyTreeNode, kw_only=True):
     return self.temperature > 0
 
   @property
-  def filters(self) -> bool:
+  def has_filters(self) -> bool:
     """Whether a filter may exclude tokens; static."""
     limits = (self.top_k, self.top_p, self.min_p)
     return any(limit is not None for limit in limits)
@@ -289,12 +289,11 @@ class Kept(NamedTuple):
 
   logits: jax.Array  # [B, ..., V] float32, adjusted
   best: jax.Array  # [B, ..., 1] float32, the largest of them
-  temperature: jax.Array  # [B, ..., 1] float32, above 0
+  temperature: jax.Array  # [B, 1, ...] float32, above 0
   threshold: jax.Array  # [B, ..., 1] float32, relative, of what is kept
-  # [B, ..., n] float32 and int32, the largest relative logits and their tokens,
-  # in descending order; None without filters.
-  ranked: jax.Array | None = None
-  tokens: jax.Array | None = None
+  # [B, ..., n] float32 and int32, the largest relative logits, in descending
+  # order, and their tokens; None without filters.
+  ranked: tuple[jax.Array, jax.Array] | None = None
 
   def filtered(self) -> jax.Array:
     """The relative logits, `EXCLUDED` where a filter excludes the token."""
@@ -311,6 +310,8 @@ class Kept(NamedTuple):
     noise: randomness_lib.Noise,
     of_scores: Callable[[jax.Array, jax.Array], _T],
     otherwise: Callable[[], _T],
+    *,
+    least: int = 1,
   ) -> _T:
     """A result that follows from the scores of the tokens that are kept.
 
@@ -322,10 +323,11 @@ class Kept(NamedTuple):
       noise: of the L positions.
       of_scores: the result.
       otherwise: the same by the scores of all tokens.
+      least: the least n that `of_scores` accepts.
     """
-    if self.ranked is None or self.tokens is None:
+    if self.ranked is None or self.ranked[0].shape[-1] < least:
       return otherwise()
-    ranked, tokens = self.ranked, self.tokens
+    ranked, tokens = self.ranked
 
     def few() -> _T:
       kept = jnp.where(ranked >= self.threshold, ranked, EXCLUDED)
@@ -346,7 +348,7 @@ def keep(logits: jax.Array, sampling: SamplingParams) -> Kept:
   temperature = per_row(sampling.temperature, logits)
   temperature = jnp.where(temperature > 0, temperature, 1.0)
   threshold = jnp.full((*logits.shape[:-1], 1), -jnp.inf)
-  if not sampling.filters:
+  if not sampling.has_filters:
     return Kept(logits, _largest(logits)[..., None], temperature, threshold)
   vocab_size = logits.shape[-1]
   number = _FIRST_RANKED
@@ -371,7 +373,7 @@ def keep(logits: jax.Array, sampling: SamplingParams) -> Kept:
   if sampling.min_p is not None:
     floor = jnp.log(per_row(sampling.min_p, logits))  # the best logit is 0
     threshold = jnp.maximum(threshold, floor)
-  return Kept(logits, best, temperature, threshold, ranked, tokens)
+  return Kept(logits, best, temperature, threshold, (ranked, tokens))
 
 
 def filter_logits(logits: jax.Array, sampling: SamplingParams) -> jax.Array:

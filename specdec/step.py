@@ -124,7 +124,7 @@ def step_context(
       max_depth=drafter.max_depth,
       num_nodes=drafter.shape.num_nodes,
       vocab_size=target.spec.vocab_size,
-      wants_all=rule.shares_noise and not sampling.filters,
+      wants_all=rule.shares_noise and not sampling.has_filters,
     ),
     shape=drafter.shape,
     max_depth=drafter.max_depth,

@@ -113,10 +113,7 @@ def rank_logits(
     best, places, total = _best(calibration * scores, number)
     return best, jnp.take_along_axis(tokens, places, axis=-1), total
 
-  has_best = kept.ranked is not None and number <= kept.ranked.shape[-1]
-  best, tokens, log_total = (
-    kept.among_few(noise, of_few, of_all) if has_best else of_all()
-  )
+  best, tokens, log_total = kept.among_few(noise, of_few, of_all, least=number)
   # Filtering leaves no trace of NaN and inf.
   usable = sampling_lib.is_usable(logits)[..., None]
   return Ranking(
