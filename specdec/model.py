@@ -175,6 +175,16 @@ class NodeForward(NamedTuple):
     length = self.after.cache.length
     return self.after.replace(cache=cache.replace(length=length))
 
+  def behind_text(
+    self, before: ModelState, number: int
+  ) -> tuple[jax.Array, jax.Array]:
+    """`[B, number]` int32, the first rows behind the text, and their nodes."""
+    num_text = self.after.num_text - before.num_text
+    index = num_text[:, None] + jnp.arange(number)[None]
+    nodes = jax.vmap(tree_lib.pick)(self.nodes, index)
+    is_row = index < self.nodes.shape[1]
+    return index, jnp.where(is_row, nodes, tree_lib.NO_NODE)
+
 
 def plan_forward(
   state: ModelState,
@@ -251,6 +261,48 @@ def forward_nodes(
     nodes=planned.nodes, logits=logits, slots_read=planned.slots_read
   )
   return scores, planned.next_state(cache)
+
+
+def forward_text_and_nodes(
+  model: LanguageModel,
+  state: ModelState,
+  tree: tree_lib.TokenTree,
+  nodes: jax.Array,
+  ctx: context_lib.StepContext,
+  *,
+  number: int,
+) -> tuple[NodeScores, ModelState]:
+  """One forward of a drafting model, which scores at most `number` nodes.
+
+  `nodes [B, W]` have room for text, of which `number` tokens or more may be
+  missing. On CPU, where rows cost time, fewer are read in `number` rows.
+  """
+  few = nodes[:, :number]
+  forward_of_few = lambda: forward_nodes(
+    model, state, tree, few, ctx, may_lag=True
+  )
+  if few.shape == nodes.shape:
+    return forward_of_few()
+
+  def forward_of_all() -> tuple[NodeScores, ModelState]:
+    planned = plan_forward(state, tree, nodes, ctx, may_lag=True)
+    logits, cache = model.apply(
+      planned.tokens, planned.positions, planned.mask, planned.cache
+    )
+    index, scored = planned.behind_text(state, number)
+    scores = NodeScores(
+      nodes=scored,
+      logits=jax.vmap(tree_lib.pick)(logits, index),
+      slots_read=planned.slots_read,
+    )
+    return scores, planned.next_state(cache)
+
+  def as_needed() -> tuple[NodeScores, ModelState]:
+    missing = ctx.length - 1 - state.cache.length - state.num_text
+    has_room = jnp.all((missing < number) | ~ctx.active)
+    return lax.cond(has_room, forward_of_few, forward_of_all)
+
+  return lax.platform_dependent(cpu=as_needed, default=forward_of_all)
 
 
 class _MissingText(NamedTuple):

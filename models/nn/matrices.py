@@ -333,8 +333,9 @@ def _pack(values: np.ndarray, scale: np.ndarray) -> PackedMatrix:
   )
 
 
-def _as_matrix(weight: jax.Array | Matrix) -> Matrix:
-  return weight if isinstance(weight, Matrix) else FloatMatrix(weight)
+def _as_matrix(weight: Any) -> Any:
+  is_array = isinstance(weight, jax.Array | np.ndarray)
+  return FloatMatrix(weight) if is_array else weight
 
 
 def matmul(x: jax.Array, weight: jax.Array | Matrix) -> jax.Array:
@@ -393,8 +394,7 @@ def take_rows(weight: jax.Array | Matrix, index: jax.Array) -> jax.Array:
 
 def pack(weight: Any) -> Any:
   """A matrix as the kernels of `models.nn.cpu` read it, if they can."""
-  is_blocks = isinstance(weight, blocks_lib.BlockMatrix)
-  return (weight if is_blocks else _as_matrix(weight)).packed()
+  return _as_matrix(weight).packed()
 
 
 def for_xla(weight: Any) -> Any:

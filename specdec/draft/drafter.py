@@ -147,12 +147,20 @@ class Scorer:
     """Bytes read from memory by scoring `width` nodes, the cache apart."""
     raise NotImplementedError
 
-  def forward_width(self, width: int, max_depth: int) -> int:
+  def forward_width(
+    self, width: int, max_depth: int, *, has_inner: bool
+  ) -> int:
     """Text and nodes that one forward reads, where W nodes are to be scored.
 
     By default max(W, 2), so that at least one unread token and one node fit.
+
+    Args:
+      width: W.
+      max_depth: D.
+      has_inner: whether inner stages draft for it. Then it may lack more than
+        one token of the text, as not every accepted node was scored.
     """
-    del max_depth
+    del max_depth, has_inner
     return max(width, 2)
 
   def init(
@@ -264,9 +272,11 @@ class Stage(flax.struct.PyTreeNode):
     """The labels of its scorer, joined."""
     return '+'.join(self.scorer.labels)
 
-  def forward_width(self, max_depth: int) -> int:
+  def forward_width(self, max_depth: int, *, has_inner: bool) -> int:
     """See `Scorer.forward_width`; `max_depth` is D."""
-    return self.scorer.forward_width(self.config.width, max_depth)
+    return self.scorer.forward_width(
+      self.config.width, max_depth, has_inner=has_inner
+    )
 
 
 class Drafter(flax.struct.PyTreeNode):

@@ -116,7 +116,7 @@ def _score(
   policy: '_Policy',
 ) -> tuple[stages_lib.StageState, tree_lib.TokenTree]:
   """One forward of a stage, whose candidates join the tree."""
-  width = stage.forward_width(ctx.max_depth)
+  width = stage.forward_width(ctx.max_depth, has_inner=policy.has_inner)
   padding = ((0, 0), (0, width - nodes.shape[1]))
   nodes = jnp.pad(nodes, padding, constant_values=tree_lib.NO_NODE)
   scores, scorer = stage.scorer.score(

@@ -141,8 +141,11 @@ class HeadScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
     del width
     return self.head.spec.weight_bytes
 
-  def forward_width(self, width: int, max_depth: int) -> int:
+  def forward_width(
+    self, width: int, max_depth: int, *, has_inner: bool
+  ) -> int:
     """Room for a whole accepted path and the root, or for W nodes."""
+    del has_inner
     return max(width, max_depth + 1)
 
   def init(
@@ -212,12 +215,11 @@ class HeadScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
       planned.next_state(cache),
       lax.dynamic_update_slice(state.states, given, start),
     )
-    index = num_text[:, None] + jnp.arange(config.width)[None]
-    is_row = index < nodes.shape[1]
-    take = jax.vmap(tree_lib.pick)
+    index, scored = planned.behind_text(state.model, config.width)
+    rows = jax.vmap(tree_lib.pick)(given, index)
     found = model_lib.NodeScores(
-      nodes=jnp.where(is_row, take(planned.nodes, index), tree_lib.NO_NODE),
-      logits=self.head.spec.logits(self.head.params, take(given, index)),
+      nodes=scored,
+      logits=self.head.spec.logits(self.head.params, rows),
       slots_read=planned.slots_read,
     )
     return language_model.scores_of(found, tree, ctx, config), after

@@ -13,6 +13,10 @@ from specdec.draft import ranking as ranking_lib
 from specdec.tree import topology as topology_lib
 from specdec.tree import tree as tree_lib
 
+# Of text and nodes that are read at once. On CPU a forward of so many takes
+# little more time than two forwards of two.
+_MOST_ROWS = 8
+
 
 def scores_of(
   found: model_lib.NodeScores,
@@ -76,6 +80,13 @@ class LanguageModelScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
     del width
     return self.model.spec.weight_bytes
 
+  def forward_width(
+    self, width: int, max_depth: int, *, has_inner: bool
+  ) -> int:
+    """Room for W nodes, and for an accepted path and the root if need be."""
+    lacks = max_depth if has_inner else 1
+    return max(width, min(lacks + 1, _MOST_ROWS))
+
   def init(
     self,
     prompt: jax.Array,
@@ -118,8 +129,8 @@ class LanguageModelScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
     config: drafter_lib.StageConfig,
   ) -> tuple[drafter_lib.Scores, model_lib.ModelState]:
     """One forward over missing text and nodes, as far as they fit."""
-    found, state = model_lib.forward_nodes(
-      self.model, state, tree, nodes, ctx, may_lag=True
+    found, state = model_lib.forward_text_and_nodes(
+      self.model, state, tree, nodes, ctx, number=max(config.width, 2)
     )
     return scores_of(found, tree, ctx, config), state
 

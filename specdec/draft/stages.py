@@ -43,9 +43,10 @@ class StageState(flax.struct.PyTreeNode):
 def _num_scored(drafter: drafter_lib.Drafter) -> list[int]:
   """The most nodes that each stage scores in one step."""
   sizes, growths = [], 1
-  for stage in drafter.stages:
+  for index, stage in enumerate(drafter.stages):
     forwards = growths * stage.config.rounds
-    width = stage.forward_width(drafter.max_depth)
+    has_inner = index + 1 < len(drafter.stages)
+    width = stage.forward_width(drafter.max_depth, has_inner=has_inner)
     # A whole path must fit when it is committed.
     sizes.append(max(forwards * width, drafter.max_depth + 1))
     growths += forwards  # before each growth and after each forward
