@@ -297,12 +297,13 @@ def forward_text_and_nodes(
     )
     return scores, planned.next_state(cache)
 
-  def as_needed() -> tuple[NodeScores, ModelState]:
-    missing = ctx.length - 1 - state.cache.length - state.num_text
-    has_room = jnp.all((missing < number) | ~ctx.active)
-    return lax.cond(has_room, forward_of_few, forward_of_all)
-
-  return lax.platform_dependent(cpu=as_needed, default=forward_of_all)
+  missing = ctx.length - 1 - state.cache.length - state.num_text
+  has_room = lax.platform_dependent(
+    jnp.all((missing < number) | ~ctx.active),
+    cpu=lambda has_room: has_room,
+    default=jnp.zeros_like,
+  )
+  return lax.cond(has_room, forward_of_few, forward_of_all)
 
 
 class _MissingText(NamedTuple):

@@ -334,7 +334,7 @@ def _pack(values: np.ndarray, scale: np.ndarray) -> PackedMatrix:
 
 
 def _as_matrix(weight: Any) -> Any:
-  is_array = isinstance(weight, jax.Array | np.ndarray)
+  is_array = isinstance(weight, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
   return FloatMatrix(weight) if is_array else weight
 
 
