@@ -32,8 +32,8 @@ def folder(tmp_path_factory):
   ('name', 'packed', 'dtype'),
   [
     *(('tied', True, 'int8'), ('tied', False, 'int8')),
-    *(('untied', True, 'float32'), ('untied', False, 'int8')),
-    *(('tied', True, 'int4'), ('untied', False, 'int4')),
+    *(('untied', True, 'float32'), ('untied', False, 'int4')),
+    ('tied', True, 'int4'),
   ],
 )
 def test_logits_are_those_of_the_whole_head(folder, name, packed, dtype):

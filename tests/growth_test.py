@@ -153,6 +153,48 @@ def test_growth_after_a_step_is_growth_after_a_prefill():
     growth.assert_equal_trees(*map(growth.lists_of, (tree, expected)))
 
 
+def test_a_draft_reads_what_it_lacks_together_with_the_root():
+  """As after a prefill, so that what inner stages drafted costs no round."""
+  rng = np.random.default_rng(3)
+  outer = tiny_drafters.Settings(
+    num_nodes=12, width=2, branching=2, rounds=2, capacity=40, cost_ratio=0
+  )
+  inner = tiny_drafters.Settings(width=4, branching=2, rounds=4, cost_ratio=0)
+  drafter = specdec.staged(
+    tiny_drafters.model(tiny.draft('similar', num_layers=1), outer),
+    tiny_drafters.candidates(
+      tiny_drafters.exact(tiny.table(tiny.VOCAB_SIZE)), config=inner
+    ),
+  )
+  step = growth.random_step(2, drafter.max_depth, 1.0, tiny.VOCAB_SIZE)
+  rows = np.arange(growth.BATCH_SIZE)
+  rest = (rows >= 0, step.noise, tiny.sampling_params(1.0, 0.0, 1.0))
+  commit = jax.jit(stages_lib.commit_stages)
+  grow_again = jax.jit(growth.grown_from)
+  for most in (outer.width, drafter.max_depth):
+    tokens, length = growth.padded(step.texts)
+    stages, tree = growth.grown(drafter, tokens, length, *rest)
+    scored = np.asarray(stages[0].scored)
+    path = np.full((len(rows), drafter.max_depth + 1), -1, np.int32)
+    lacks = []
+    for row, nodes in enumerate(growth.lists_of(tree)):
+      # Towards the deepest node, past some that the model has not scored.
+      deepest = max(range(len(nodes)), key=lambda at: nodes[at].depth)
+      up = list_trees.up(nodes, deepest)[::-1]
+      up = up[: int(np.sum(scored[row, up])) + most]
+      path[row, : len(up)] = up
+      lacks.append(int(np.sum(~scored[row, up])))
+      new = [*(nodes[at].token for at in up[1:]), int(rng.integers(9))]
+      tokens[row, length[row] : length[row] + len(new)] = new
+      length[row] += len(new)
+    assert max(lacks) == most or max(lacks) > outer.width
+    kept = np.sum(path >= 0, axis=1) - 1
+    stages = commit(drafter, stages, path, kept)
+    _, tree = grow_again(drafter, stages, tokens, length, *rest)
+    _, expected = growth.grown(drafter, tokens, length, *rest)
+    growth.assert_equal_trees(*map(growth.lists_of, (tree, expected)))
+
+
 @pytest.mark.parametrize('is_model', [True, False])
 def test_fixed_shapes_are_filled_by_rank(is_model):
   topology = topology_lib.from_paths(
