@@ -334,6 +334,7 @@ def _pack(values: np.ndarray, scale: np.ndarray) -> PackedMatrix:
 
 
 def _as_matrix(weight: Any) -> Any:
+  # Matrices on the host lack some methods of a `Matrix`.
   is_array = isinstance(weight, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
   return FloatMatrix(weight) if is_array else weight
 

