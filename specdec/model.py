@@ -175,16 +175,6 @@ class NodeForward(NamedTuple):
     length = self.after.cache.length
     return self.after.replace(cache=cache.replace(length=length))
 
-  def behind_text(
-    self, before: ModelState, number: int
-  ) -> tuple[jax.Array, jax.Array]:
-    """`[B, number]` int32, the first rows behind the text, and their nodes."""
-    num_text = self.after.num_text - before.num_text
-    index = num_text[:, None] + jnp.arange(number)[None]
-    nodes = jax.vmap(tree_lib.pick)(self.nodes, index)
-    is_row = index < self.nodes.shape[1]
-    return index, jnp.where(is_row, nodes, tree_lib.NO_NODE)
-
 
 def plan_forward(
   state: ModelState,
@@ -263,6 +253,24 @@ def forward_nodes(
   return scores, planned.next_state(cache)
 
 
+def behind_text(
+  nodes: jax.Array, num_text: jax.Array, number: int
+) -> tuple[jax.Array, jax.Array]:
+  """The first rows of a forward behind its text.
+
+  Args:
+    nodes: `[B, R]` int32, of its rows.
+    num_text: `[B]` int32, rows of text.
+    number: n, how many rows.
+
+  Returns:
+    `[B, n]` int32 indices of rows, and their nodes, `NO_NODE` beyond the last.
+  """
+  index = num_text[:, None] + jnp.arange(number)[None]
+  found = jax.vmap(tree_lib.pick)(nodes, index)
+  return index, jnp.where(index < nodes.shape[1], found, tree_lib.NO_NODE)
+
+
 def forward_text_and_nodes(
   model: LanguageModel,
   state: ModelState,
@@ -272,10 +280,20 @@ def forward_text_and_nodes(
   *,
   number: int,
 ) -> tuple[NodeScores, ModelState]:
-  """One forward of a drafting model, which scores at most `number` nodes.
+  """One forward of a drafting model over missing text and nodes.
 
-  `nodes [B, W]` have room for text, of which `number` tokens or more may be
-  missing. On CPU, where rows cost time, fewer are read in `number` rows.
+  Args:
+    model: the model.
+    state: its state.
+    tree: `[B, M]` per field.
+    nodes: `[B, R]` int32; those beyond the first n are `NO_NODE`, room for
+      text. On CPU, where rows take time, the room is left out if less than n
+      tokens are missing, so that the root fits without it.
+    ctx: of the step.
+    number: n, the most nodes that are scored, at least 2.
+
+  Returns:
+    The scores of n nodes, and the state after the forward.
   """
   few = nodes[:, :number]
   forward_of_few = lambda: forward_nodes(
@@ -285,17 +303,11 @@ def forward_text_and_nodes(
     return forward_of_few()
 
   def forward_of_all() -> tuple[NodeScores, ModelState]:
-    planned = plan_forward(state, tree, nodes, ctx, may_lag=True)
-    logits, cache = model.apply(
-      planned.tokens, planned.positions, planned.mask, planned.cache
-    )
-    index, scored = planned.behind_text(state, number)
-    scores = NodeScores(
-      nodes=scored,
-      logits=jax.vmap(tree_lib.pick)(logits, index),
-      slots_read=planned.slots_read,
-    )
-    return scores, planned.next_state(cache)
+    found, after = forward_nodes(model, state, tree, nodes, ctx, may_lag=True)
+    num_text = after.num_text - state.num_text
+    index, scored = behind_text(found.nodes, num_text, number)
+    logits = jax.vmap(tree_lib.pick)(found.logits, index)
+    return found._replace(nodes=scored, logits=logits), after
 
   missing = ctx.length - 1 - state.cache.length - state.num_text
   has_room = lax.platform_dependent(

@@ -215,7 +215,7 @@ class HeadScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
       planned.next_state(cache),
       lax.dynamic_update_slice(state.states, given, start),
     )
-    index, scored = planned.behind_text(state.model, config.width)
+    index, scored = model_lib.behind_text(planned.nodes, num_text, config.width)
     rows = jax.vmap(tree_lib.pick)(given, index)
     found = model_lib.NodeScores(
       nodes=scored,
