@@ -14,6 +14,7 @@ from specdec.draft import drafter as drafter_lib
 from specdec.draft import head as head_lib
 from specdec.draft import language_model
 from specdec.draft import ngram as ngram_lib
+from specdec.draft import prompt_tail
 from specdec.ngram import table as table_lib
 from specdec.tree import topology as topology_lib
 
@@ -109,6 +110,23 @@ def _alone(
   return _one_stage(_tables(inner, settings, pair), config, settings)
 
 
+def _model_scorer(
+  pair: pair_lib.Pair, draft_prompt: int | None
+) -> drafter_lib.Scorer:
+  if pair.draft is None:
+    assert pair.head is not None
+    if draft_prompt is not None:
+      raise ValueError(
+        f'draft_prompt={draft_prompt} is for a draft model; a head reads hidden'
+        ' states of the target at all tokens: leave it out'
+      )
+    return head_lib.HeadScorer(pair.head)
+  scorer = language_model.LanguageModelScorer(pair.draft)
+  if draft_prompt is None:
+    return scorer
+  return prompt_tail.PromptTailScorer(scorer, draft_prompt)
+
+
 def make_drafter(
   method: str, pair: pair_lib.Pair, settings: settings_lib.DraftSettings
 ) -> drafter_lib.Drafter:
@@ -141,9 +159,7 @@ def make_drafter(
       f'--method={method} with --inner={inner} needs a draft; give --draft or'
       ' --head, or plain'
     )
-  scorer: Any = pair.head and head_lib.HeadScorer(pair.head)
-  if pair.draft is not None:
-    scorer = language_model.LanguageModelScorer(pair.draft)
+  scorer = _model_scorer(pair, settings.draft_prompt)
   length = settings.num_draft_tokens
   if method == 'chain':
     return drafter_lib.fixed_drafter(scorer, topology_lib.chain(length))

@@ -80,6 +80,11 @@ class DraftSettings:
     drafter_lib.StageConfig(width=16, branching=8, rounds=4, calibration=1.2),
     '',
   )
+  draft_prompt: int | None = topology_lib.setting(
+    None,
+    'tokens of a prompt that the draft model reads, the last ones; default:'
+    ' all',
+  )
   topology: topology_lib.Topology | None = topology_lib.setting(
     None,
     'fixed tree in place of one that grows: chain:4, k_ary:2x3 (children x'
@@ -109,7 +114,7 @@ class DraftSettings:
 
   def __post_init__(self):
     topology_lib.check_settings(
-      self, ('num_draft_tokens', 'inner_rounds_alone')
+      self, ('num_draft_tokens', 'draft_prompt', 'inner_rounds_alone')
     )
 
 

@@ -53,15 +53,15 @@ def setting(
 def check_settings(record: Any, names: Sequence[str] = ()) -> None:
   """Checks a dataclass of `setting` fields; ValueError names the wrong field.
 
-  A field whose default is an integer takes integers; a field whose default is
-  None takes None, too. Given names, only these fields are checked.
+  A field of integers takes no other numbers; a field whose default is None
+  takes None, too. Given names, only these fields are checked.
   """
   for field in dataclasses.fields(record):
     if names and field.name not in names:
       continue
     value = getattr(record, field.name)
     low, high = field.metadata['low'], field.metadata['high']
-    integral = isinstance(field.default, int)
+    integral = field.type in (int, int | None)
     if value is None and field.default is None:
       continue
     kind = numbers.Integral if integral else numbers.Real
