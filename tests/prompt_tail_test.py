@@ -88,19 +88,17 @@ def test_it_drafts_as_if_the_end_of_the_text_were_all_of_it():
   check((9, 0), (6, 0), (3, 0), firsts=[5, 3, 0])
 
 
-@pytest.mark.parametrize('kind', ['chain', 'staged'])
-def test_tokens_are_those_of_plain_decoding(kind):
+def test_tokens_are_those_of_plain_decoding():
   """In batches, conversations, slots, and where plain steps come between."""
-  draft = tiny.draft('similar', num_layers=1)
-  drafter = _of_tail(tiny_drafters.simple(kind, draft, length=2))
+  target, draft = tiny.gpt2(num_layers=1), tiny.draft('similar', num_layers=1)
+  tail = lambda kind: _of_tail(tiny_drafters.simple(kind, draft, length=2))
   rng = np.random.default_rng(3)
-  draw = lambda length: rng.integers(40, size=length).tolist()
-  prompts, keys = [draw(20), draw(2)], tiny.row_keys(2)
-  sampling = specdec.Sampling(temperature=0.7)
+  prompts = [rng.integers(40, size=length).tolist() for length in (20, 2)]
+  keys, sampling = tiny.row_keys(2), specdec.Sampling(temperature=0.7)
 
   def conversation(drafter, **options):
     decoding = specdec.Decoding(
-      *(tiny.gpt2(num_layers=1), keys, prompts),
+      *(target, keys, prompts),
       drafter=drafter,
       sampling=sampling,
       max_new_tokens=12,
@@ -116,13 +114,13 @@ def test_tokens_are_those_of_plain_decoding(kind):
     return said
 
   plain = conversation(specdec.PLAIN)
-  assert conversation(drafter) == plain
-  assert conversation(drafter, break_even=2.5) == plain
+  assert conversation(tail('staged')) == plain
+  assert conversation(tail('staged'), break_even=2.5) == plain
   slots = specdec.Slots(
-    *(tiny.gpt2(num_layers=1),),
+    target,
     num_slots=2,
     context=tiny.MAX_POSITIONS,
-    drafter=drafter,
+    drafter=tail('chain'),
     sampling=sampling,
     reading=8,
   )

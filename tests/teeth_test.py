@@ -42,6 +42,9 @@ _TESTS = {
   'NEXT_STEP': 'growth.test_growth_after_a_step_is_growth_after_a_prefill()',
   'RANDOMNESS': 'enumeration.test_the_randomness_of_a_step_is_of_these_keys()',
   'STEP': 'step.test_a_decode_of_all_that_a_step_does()',
+  'TAIL': (
+    'prompt_tail.test_it_drafts_as_if_the_end_of_the_text_were_all_of_it()'
+  ),
   'TRAVERSALS': "enumeration.check_few('traversal', 'without_replacement')",
   'TRAVERSED': "enumeration.check_walks('without_replacement', 'traversal')",
   'TREES': "enumeration.check_few('rejection', 'without_replacement')",
@@ -73,6 +76,13 @@ the origin of a token is that of the token before
   -     ((0, 0), (0, 1)),
   + verdict.path(nodes),
   +     ((0, 0), (0, 0)),
+# A draft whose text begins later.
+[draft.prompt_tail: TAIL]
+counts a shorter text as the whole one
+  length=ctx.length - state.skipped => length=ctx.length
+uses entries of text that has changed
+  - jnp.minimum(state.cache.length + state.skipped, kept)
+  + state.cache.length + state.skipped
 # The noise.
 [step: STEP]
 noise keyed by step, not by position
@@ -537,7 +547,7 @@ def _run(test):
 def test_every_bug_is_read():
   names = [line for line in _TABLE.splitlines() if re.match(r'[^\s#[]', line)]
   assert names == [bug.id for bug in _BUGS]
-  assert len(names) == len(set(names)) == 125
+  assert len(names) == len(set(names)) == 127
 
 
 @pytest.mark.parametrize(('module', 'old', 'new', 'test'), _BUGS)
