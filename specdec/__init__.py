@@ -21,6 +21,7 @@ from specdec.draft.language_model import LanguageModelScorer
 from specdec.draft.lookup import PromptLookup
 from specdec.draft.ngram import NGram
 from specdec.draft.ngram import recent_tokens
+from specdec.draft.prompt_tail import PromptTailScorer
 from specdec.generation import Decoding
 from specdec.generation import generate
 from specdec.generation import Generation
@@ -69,6 +70,7 @@ __all__ = (
   'NGram',
   'Options',
   'PromptLookup',
+  'PromptTailScorer',
   'Proposer',
   'RejectionRule',
   'Request',

@@ -13,7 +13,6 @@ from models.text import drafters
 from models.text import pair as pair_lib
 import specdec
 from specdec import hidden as hidden_lib
-from specdec.draft import prompt_tail
 from specdec.draft import stages as stages_lib
 from specdec.tree import topology as topology_lib
 
@@ -24,7 +23,7 @@ _SETTINGS = tiny_drafters.Settings(topology=topology_lib.k_ary(2, 2))
 def _of_tail(drafter, num_tokens=_C):
   """The drafter, whose outermost model reads the ends of prompts."""
   outer, *others = drafter.stages
-  scorer = prompt_tail.PromptTailScorer(outer.scorer, num_tokens)
+  scorer = specdec.PromptTailScorer(outer.scorer, num_tokens)
   return drafter.replace(stages=(outer.replace(scorer=scorer), *others))
 
 
@@ -138,5 +137,10 @@ def test_a_head_and_no_tokens_are_refused():
   with pytest.raises(ValueError, match='draft_prompt=8 is for a draft model'):
     drafters.make_drafter('chain', pair, settings)
   for wrong in (0, 2.5):
+    with pytest.raises(ValueError, match='num_tokens must be'):
+      _of_tail(
+        tiny_drafters.model(tiny.draft('similar', num_layers=1), _SETTINGS),
+        wrong,
+      )
     with pytest.raises(ValueError, match='draft_prompt must be an integer of'):
       models.DraftSettings(draft_prompt=wrong)

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 
 from specdec import cache as cache_lib
+from specdec import checks as checks_lib
 from specdec import context as context_lib
 from specdec import hidden as hidden_lib
 from specdec import model as model_lib
@@ -37,10 +38,16 @@ class PromptTailScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
   Where prompts are long and answers short, the draft cannot make up for it.
   What it reads is to the draft a text like any other, so positions are counted
   from its first token.
+
+  Raises:
+    ValueError: C is no positive integer.
   """
 
   scorer: language_model.LanguageModelScorer  #: That of the model.
   num_tokens: int = flax.struct.field(pytree_node=False)  #: C; static.
+
+  def __post_init__(self) -> None:
+    checks_lib.check_count('num_tokens', self.num_tokens)
 
   needs_ancestors = True
   can_draw = True
