@@ -48,9 +48,13 @@ def _rows(page):
       # Text after a table is about another one.
       cited = links if was_in_table or line.startswith('#') else cited + links
     elif not was_in_table:
-      header = line
-    elif ' the paper' not in header and '---' not in line:
-      name, *cells = line.strip('|').split('|')
+      header = line.strip('|').split('|')
+    elif not any(' the paper' in one for one in header) and '---' not in line:
+      name, *cells = (
+        cell
+        for cell, of in zip(line.strip('|').split('|'), header, strict=False)
+        if of.strip() != 'wanted'
+      )
       figures = _numbers(_OTHER_ARM.sub('', '|'.join(cells)))
       if links and not figures:  # A heading within the table.
         cited = links

@@ -1,5 +1,7 @@
 """A draft that reads the end of a prompt drafts as if that were all of it."""
 
+import dataclasses
+
 import jax
 import list_growth as growth
 import numpy as np
@@ -17,6 +19,7 @@ from specdec.draft import stages as stages_lib
 from specdec.tree import topology as topology_lib
 
 _C = 3
+_SAMPLING = specdec.Sampling(temperature=0.7)
 _SETTINGS = tiny_drafters.Settings(topology=topology_lib.k_ary(2, 2))
 
 
@@ -84,49 +87,93 @@ def test_it_drafts_as_if_the_end_of_the_text_were_all_of_it():
   # Other text from within what it has, from before it, and from its start.
   check((8, 2), (3, 4), (0, 9), firsts=[5, 3, 5])
   # Shorter text of which it has all, some and nothing.
-  check((9, 0), (6, 0), (3, 0), firsts=[5, 3, 0])
+  check((9, 0), (6, 0), (3, 0), firsts=[5, 2, 0])
+
+
+def test_it_reads_so_many_tokens_of_a_prompt():
+  model, read = tiny.draft('similar', num_layers=1), []
+
+  def apply(params, tokens, *others):
+    read.append(tokens.shape[1])
+    return model.spec.apply(params, tokens, *others)
+
+  counting = model.replace(spec=dataclasses.replace(model.spec, apply=apply))
+  drafter = _of_tail(tiny_drafters.model(counting, _SETTINGS))
+  for length, expected in ((9, _C), (2, 2)):
+    init = lambda tokens, length: stages_lib.init_stages(
+      drafter, tokens, length, num_slots=20
+    )
+    prompt = np.zeros((2, length), np.int32)
+    jax.eval_shape(init, prompt, np.full(2, length, np.int32))
+    assert read.pop() == expected
+
+
+def _conversation(drafter):
+  """The tokens and the accepted histograms of three turns, from long to short.
+
+  A turn says more than C tokens; the last one takes some of the text back.
+  """
+  rng = np.random.default_rng(3)
+  prompts = [rng.integers(40, size=length).tolist() for length in (20, 2)]
+  decoding = specdec.Decoding(
+    *(tiny.gpt2(num_layers=1), tiny.row_keys(2), prompts),
+    drafter=drafter,
+    sampling=_SAMPLING,
+    max_new_tokens=12,
+    room_for_new_tokens=tiny.MAX_NEW_TOKENS,
+  )
+  tokens, accepted = [], []
+  for more, end in ((9, None), (1, -5), (1, None)):
+    decoding.run()
+    result = decoding.result()
+    tokens.append(result.tokens)
+    accepted.append(result.stats.accepted_histogram)
+    texts = map(list.__add__, decoding.prompts, result.tokens)
+    decoding.extend(
+      [text[:end] + [7] * more for text in texts], max_new_tokens=6
+    )
+  return tokens, accepted
+
+
+def _in_slots(drafter):
+  """A prompt is read in parts, three of 8 tokens, while another is decoded."""
+  rng = np.random.default_rng(4)
+  slots = specdec.Slots(
+    tiny.gpt2(num_layers=1),
+    num_slots=2,
+    context=tiny.MAX_POSITIONS,
+    drafter=drafter,
+    sampling=_SAMPLING,
+    reading=8,
+  )
+  tokens = []
+  for length, limit, waits in ((3, 24, 0), (2, 2, 1), (20, 12, 2)):
+    slots.insert(
+      rng.integers(40, size=length).tolist(),
+      tiny.row_keys(3)[length % 3],
+      max_new_tokens=limit,
+    )
+    ended = slots.advance(waits) if waits else {}
+    tokens += [ended[row].tokens[0] for row in sorted(ended)]
+  return tokens
 
 
 def test_tokens_are_those_of_plain_decoding():
-  """In batches, conversations, slots, and where plain steps come between."""
-  target, draft = tiny.gpt2(num_layers=1), tiny.draft('similar', num_layers=1)
-  tail = lambda kind: _of_tail(tiny_drafters.simple(kind, draft, length=2))
-  rng = np.random.default_rng(3)
-  prompts = [rng.integers(40, size=length).tolist() for length in (20, 2)]
-  keys, sampling = tiny.row_keys(2), specdec.Sampling(temperature=0.7)
-
-  def conversation(drafter, **options):
-    decoding = specdec.Decoding(
-      *(target, keys, prompts),
-      drafter=drafter,
-      sampling=sampling,
-      max_new_tokens=12,
-      room_for_new_tokens=tiny.MAX_NEW_TOKENS,
-      **options,
-    )
-    said = []
-    for more in (1, 9, 2):
-      decoding.run()
-      said.append(decoding.result().tokens)
-      texts = map(list.__add__, decoding.prompts, said[-1])
-      decoding.extend([text + [7] * more for text in texts], max_new_tokens=6)
-    return said
-
-  plain = conversation(specdec.PLAIN)
-  assert conversation(tail('staged')) == plain
-  assert conversation(tail('staged'), break_even=2.5) == plain
-  slots = specdec.Slots(
-    target,
-    num_slots=2,
-    context=tiny.MAX_POSITIONS,
-    drafter=tail('chain'),
-    sampling=sampling,
-    reading=8,
+  """Where all is read, they are accepted as often as those of the model."""
+  draft = tiny.draft('similar', num_layers=1)
+  chain, staged = (
+    tiny_drafters.simple(kind, draft, length=2) for kind in ('chain', 'staged')
   )
-  for prompt, key in zip(prompts, keys, strict=True):
-    slots.insert(prompt, key, max_new_tokens=12)
-  ended = slots.advance(2)
-  assert [ended[row].tokens[0] for row in range(2)] == plain[0]
+  plain = _conversation(specdec.PLAIN)[0]
+  tokens, accepted = _conversation(_of_tail(staged))
+  assert tokens == plain
+  whole = _conversation(_of_tail(staged, tiny.MAX_POSITIONS))
+  assert whole == _conversation(staged)
+  assert whole[0] == plain
+  assert accepted != whole[1]
+  plain = _in_slots(specdec.PLAIN)
+  assert len(plain) == 3
+  assert _in_slots(_of_tail(chain)) == plain
 
 
 def test_a_head_and_no_tokens_are_refused():

@@ -14,6 +14,7 @@ from typing import Literal
 
 from specdec.draft import drafter as drafter_lib
 from specdec.draft import lookup as lookup_lib
+from specdec.draft import prompt_tail
 from specdec.tree import topology as topology_lib
 
 Inner = Literal['none', 'ngram', 'lookup', 'ngram+lookup']
@@ -84,6 +85,7 @@ class DraftSettings:
     None,
     'tokens of a prompt that the draft model reads, the last ones; default:'
     ' all',
+    high=prompt_tail.LARGEST_TAIL,
   )
   topology: topology_lib.Topology | None = topology_lib.setting(
     None,

@@ -13,6 +13,8 @@ from specdec.draft import drafter as drafter_lib
 from specdec.draft import language_model
 from specdec.tree import tree as tree_lib
 
+LARGEST_TAIL = 2**20  # C, so that lengths less C are of 32 bits.
+
 
 class TailState(flax.struct.PyTreeNode):
   """State of a draft model whose text begins later than the target's."""
@@ -34,20 +36,20 @@ def _from(tokens: jax.Array, skipped: jax.Array) -> jax.Array:
 class PromptTailScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
   """A language model that reads at most the last C tokens of new text.
 
-  To read a prompt takes a draft's share of the time that it takes the target.
-  Where prompts are long and answers short, the draft cannot make up for it.
-  What it reads is to the draft a text like any other, so positions are counted
-  from its first token.
+  A draft of a third of the target's size reads a prompt in a third of the
+  target's time, which drafting a short answer does not save. What it reads is
+  to the draft a text like any other, so positions are counted from its first
+  token. A prompt that `Slots` read in parts of at most C tokens is read whole.
 
   Raises:
-    ValueError: C is no positive integer.
+    ValueError: C is no integer, or out of range.
   """
 
   scorer: language_model.LanguageModelScorer  #: That of the model.
   num_tokens: int = flax.struct.field(pytree_node=False)  #: C; static.
 
   def __post_init__(self) -> None:
-    checks_lib.check_count('num_tokens', self.num_tokens)
+    checks_lib.check_count('num_tokens', self.num_tokens, LARGEST_TAIL)
 
   needs_ancestors = True
   can_draw = True
@@ -80,8 +82,7 @@ class PromptTailScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
     """Prefills the ends of the prompts."""
     skipped = self._first_of(prompt_length)
     model = self.scorer.init(
-      # The root comes behind what is read.
-      _from(prompt, skipped)[:, : self.num_tokens + 1],
+      _from(prompt, skipped)[:, : self.num_tokens],
       prompt_length - skipped,
       num_slots=num_slots,
       num_scored=num_scored,
@@ -102,15 +103,15 @@ class PromptTailScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
     num_scored: int,
     hidden: hidden_lib.HiddenStates,
   ) -> tuple[TailState, jax.Array]:
-    """Feeds the missing text, or its end alone if more than C are missing."""
+    """Feeds the missing text; the last C tokens if it had less of them."""
     known = jnp.minimum(state.cache.length + state.skipped, kept)
     first = self._first_of(length)
-    anew = (length > 0) & ((known < first) | (known < state.skipped))
+    anew = (length > 0) & ((known < first) | (state.skipped > first))
     skipped = jnp.where(anew, first, state.skipped)
     model, forwards = self.scorer.catch_up(
       state.model,
       _from(tokens, skipped),
-      jnp.where(length > 0, length - skipped, 0),
+      length - skipped,
       jnp.where(anew, 0, kept - skipped),
       num_scored=num_scored,
       hidden=hidden,

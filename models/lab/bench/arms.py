@@ -33,20 +33,23 @@ _INNER = (
   'ngram',
 )
 _STOPPING = ('rounds', 'calibration', 'cost_ratio')
+_CHAIN = ('num_draft_tokens', 'draft_prompt')
 _TREE = tuple(
   name
   for name in settings_lib.OPTIONS
   if name not in (*_INNER, 'num_draft_tokens')
 )
-_TABLE = tuple(name for name in (*_TREE, *_INNER) if name not in _STOPPING)
+_TABLE = tuple(
+  name for name in (*_TREE, *_INNER) if name not in (*_STOPPING, 'draft_prompt')
+)
 
 # The options that each method uses. Others are refused, because they would
 # silently have no effect.
 _OPTIONS: Mapping[str, tuple[str, ...]] = {
-  'chain': ('num_draft_tokens',),
+  'chain': _CHAIN,
   'tree': (*_TREE, *_INNER),
   'staged': tuple(name for name in (*_TREE, *_INNER) if name != 'topology'),
-  'staged_chain': ('num_draft_tokens', *_STOPPING, *_INNER),
+  'staged_chain': (*_CHAIN, *_STOPPING, *_INNER),
   **dict.fromkeys(('ngram', 'lookup', 'ngram+lookup'), _TABLE),
   'transformers-assisted': (
     'num_assistant_tokens',
