@@ -26,6 +26,7 @@ def test_methods_dtypes_and_options_are_told_apart():
   (arm,) = arms_lib.parse_arms('llama.cpp-draft(spec_draft_n_max=8)', 'float32')
   assert (arm.peer, arm.dtype) == ('llama.cpp', 'gguf')
   assert arms_lib.parse_arms(','.join(map(str, arms)), 'bfloat16') == arms
+  assert len(arms_lib.parse_arms('chain(draft_prompt=4)', 'float32')) == 1
   # Alternatives give all combinations.
   arms = arms_lib.parse_arms(
     'tree(num_nodes=8|16,rounds=2|4|6):bfloat16', 'float32'
@@ -45,6 +46,7 @@ def test_methods_dtypes_and_options_are_told_apart():
     ('tree(num_nodes=4', 'is not known; it is'),
     ('chain(num_nodes=4)', "'num_nodes=4' is not known; chain has"),
     ('plain(width=4)', 'plain has none'),
+    ('lookup(draft_prompt=4)', "'draft_prompt=4' is not known; lookup has"),
     ('tree(width)', "'width' is not known"),
     ('tree(width=4,width=5)', 'has an option twice'),
     ('tree,tree', 'arms are repeated'),

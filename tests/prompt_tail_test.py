@@ -109,9 +109,9 @@ def test_it_reads_so_many_tokens_of_a_prompt():
 
 
 def _conversation(drafter):
-  """The tokens and the accepted histograms of three turns, from long to short.
+  """The tokens and the accepted histograms of three turns.
 
-  A turn says more than C tokens; the last one takes some of the text back.
+  The second adds more than C tokens, the third takes some of the text back.
   """
   rng = np.random.default_rng(3)
   prompts = [rng.integers(40, size=length).tolist() for length in (20, 2)]
@@ -123,15 +123,14 @@ def _conversation(drafter):
     room_for_new_tokens=tiny.MAX_NEW_TOKENS,
   )
   tokens, accepted = [], []
-  for more, end in ((9, None), (1, -5), (1, None)):
+  for change in (lambda text: text + [7] * 9, lambda text: text[:-5], None):
     decoding.run()
     result = decoding.result()
     tokens.append(result.tokens)
     accepted.append(result.stats.accepted_histogram)
-    texts = map(list.__add__, decoding.prompts, result.tokens)
-    decoding.extend(
-      [text[:end] + [7] * more for text in texts], max_new_tokens=6
-    )
+    if change is not None:
+      texts = map(list.__add__, decoding.prompts, result.tokens)
+      decoding.extend([*map(change, texts)], max_new_tokens=6)
   return tokens, accepted
 
 

@@ -13,7 +13,8 @@ from specdec.draft import drafter as drafter_lib
 from specdec.draft import language_model
 from specdec.tree import tree as tree_lib
 
-LARGEST_TAIL = 2**20  # C, so that lengths less C are of 32 bits.
+# The largest C: differences of it and lengths stay within 32 bits.
+LARGEST_TAIL = 2**20
 
 
 class TailState(flax.struct.PyTreeNode):
@@ -37,9 +38,9 @@ class PromptTailScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
   """A language model that reads at most the last C tokens of new text.
 
   A draft of a third of the target's size reads a prompt in a third of the
-  target's time, which drafting a short answer does not save. What it reads is
-  to the draft a text like any other, so positions are counted from its first
-  token. A prompt that `Slots` read in parts of at most C tokens is read whole.
+  target's time. Drafting a short answer saves less than that. Positions are
+  counted from the first token that is read, as if it began the text. A prompt
+  that `Slots` read in parts of at most C tokens is read whole.
 
   Raises:
     ValueError: C is no integer, or out of range.
@@ -47,9 +48,6 @@ class PromptTailScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
 
   scorer: language_model.LanguageModelScorer  #: That of the model.
   num_tokens: int = flax.struct.field(pytree_node=False)  #: C; static.
-
-  def __post_init__(self) -> None:
-    checks_lib.check_count('num_tokens', self.num_tokens, LARGEST_TAIL)
 
   needs_ancestors = True
   can_draw = True
@@ -59,6 +57,9 @@ class PromptTailScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
   max_positions = property(lambda self: self.scorer.max_positions)
   bytes_per_slot = property(lambda self: self.scorer.bytes_per_slot)
   models = property(lambda self: self.scorer.models)
+
+  def __post_init__(self) -> None:
+    checks_lib.check_count('num_tokens', self.num_tokens, LARGEST_TAIL)
 
   def bytes_per_forward(self, width: int) -> int:
     """As of the model."""
@@ -91,6 +92,7 @@ class PromptTailScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
     return TailState(model, skipped)
 
   def _first_of(self, length: jax.Array) -> jax.Array:
+    """`[B]` int32, where the last C tokens before the root begin."""
     return jnp.maximum(length - 1 - self.num_tokens, 0)
 
   def catch_up(
