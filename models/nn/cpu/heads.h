@@ -11,6 +11,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "formats.h"
 #include "rows.h"
 #include "threads.h"
 #include "vectors.h"
@@ -96,11 +97,15 @@ void WriteEntry(const Attention& attention, int64_t row, int64_t position,
              width, static_cast<Value*>(attention.values) + at);
 }
 
-// Queries of one head of keys that are computed together, as float32.
+// The format of keys, which are multiplied as weights are.
+template <typename Value>
+using FormatOf = std::conditional_t<sizeof(Value) == 2, BFloat16, Float32>;
+
+// Queries of one head of keys that are computed together.
 struct Queries {
   int64_t count;
   int64_t width, words;  // Values of a query; words of a key.
-  std::vector<float> values;  // [count, width], padded to whole words
+  std::vector<uint32_t> factors;  // [count, words, kFactors] as `Round` says.
   std::vector<const bool*> masks;  // [slots] of each query
   std::vector<float> weights;  // [count, stride], scores, then exponentials
   std::vector<float*> outs;  // [width] of each query
@@ -165,25 +170,15 @@ void Transpose(const Value* keys, int64_t count, int64_t width, uint32_t* to) {
 template <typename Value, int R>
 void Score(Queries& queries, int64_t first, const uint32_t* keys, int64_t slot,
            float scale) {
-  constexpr int kPerWord = sizeof(uint32_t) / sizeof(Value);
-  const int64_t stride = queries.words * kPerWord;
+  using Format = FormatOf<Value>;
+  const int64_t stride = queries.words * Format::kFactors;
   Floats sums[R] = {};
-  const float* x = queries.values.data() + first * stride;
-  for (int64_t word = 0; word < queries.words; ++word, x += kPerWord) {
+  const uint32_t* x = queries.factors.data() + first * stride;
+  for (int64_t word = 0; word < queries.words; ++word, x += Format::kFactors) {
     const auto key = Load<Words>(keys + word * kLanes);
-    if constexpr (kPerWord == 1) {
 #pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
-        sums[r] += BitCast<Floats>(key) * x[r * stride];
-      }
-    } else {
-      const Floats even = BitCast<Floats>(key << 16);
-      const Floats odd = BitCast<Floats>(key & 0xffff0000u);
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
-        sums[r] += even * x[r * stride];
-        sums[r] += odd * x[r * stride + 1];
-      }
+    for (int r = 0; r < R; ++r) {
+      sums[r] = Format::Step(sums[r], key, x + r * stride);
     }
   }
   const int64_t left = queries.slots - slot;
@@ -292,28 +287,25 @@ void AttendSome(const Attention& attention, int64_t row, int64_t head,
                 int64_t first) {
   const int64_t length = attention.length, width = attention.width;
   const int64_t group = attention.query_heads / attention.heads;
-  constexpr int kPerWord = sizeof(uint32_t) / sizeof(Value);
+  using Format = FormatOf<Value>;
   Queries queries;
   queries.count = std::min<int64_t>(kQueries, group * length - first);
   queries.width = width;
-  queries.words = (width + kPerWord - 1) / kPerWord;
+  queries.words = (width + Format::kPerWord - 1) / Format::kPerWord;
   queries.slots = attention.slots;
   queries.stride = attention.slots + kLanes;
   queries.weights.resize(queries.count * queries.stride);
-  queries.values.resize(queries.count * queries.words * kPerWord);
+  const int64_t factors = queries.words * Format::kFactors;
+  queries.factors.resize(queries.count * factors);
+  std::vector<float> query(width);
   for (int64_t i = 0; i < queries.count; ++i) {
     const int64_t of_queries = head * group + (first + i) / length;
     const int64_t position = (first + i) % length;
     const int64_t place = row * length + position;
-    float* const query = queries.values.data() + i * queries.words * kPerWord;
     PrepareHead(attention, row, position, of_queries, attention.query_norm,
-                query);
-    if constexpr (kPerWord == 2) {
-      for (int64_t d = 0; d < width; d += kLanes) {
-        const Words rounded = RoundToBFloat16(LoadFloats(query + d, width - d));
-        StoreFirst(query + d, rounded, width - d);
-      }
-    }
+                query.data());
+    Format::Round(query.data(), width, queries.factors.data() + i * factors,
+                  nullptr);
     queries.masks.push_back(attention.mask + place * attention.slots);
     queries.outs.push_back(attention.out +
                            (place * attention.query_heads + of_queries) * width);
