@@ -193,8 +193,8 @@ struct BFloat16 {
                      const uint32_t* x) {
     const Floats even = BitCast<Floats>(weights << 16);
     const Floats odd = BitCast<Floats>(weights & 0xffff0000u);
-    const Floats first = sums + even * BitCast<float>(x[0]);
-    return first + odd * BitCast<float>(x[1]);
+    const Floats first = sums + odd * BitCast<float>(x[1]);
+    return first + even * BitCast<float>(x[0]);
   }
 #endif
 

@@ -108,6 +108,7 @@ struct Queries {
   std::vector<uint32_t> factors;  // [count, words, kFactors] as `Round` says.
   std::vector<const bool*> masks;  // [slots] of each query
   std::vector<float> weights;  // [count, stride], scores, then exponentials
+  std::vector<uint32_t> packed;  // [count, stride], weights as `Round` says
   std::vector<float*> outs;  // [width] of each query
   int64_t slots, stride;  // `stride` has room for a register more.
 };
@@ -191,28 +192,52 @@ void Score(Queries& queries, int64_t first, const uint32_t* keys, int64_t slot,
   }
 }
 
-// Sums of the values, weighted for R queries from `first` on, over the sum of
-// the weights. A masked slot has weight zero, which changes no bit.
+// Words of a value at `from`, or of two, whose second one is `distance` away.
+inline Words LoadWords(const float* from, int64_t, int64_t count) {
+  return LoadFirst<Words>(from, count);
+}
+
+inline Words LoadWords(const uint16_t* from, int64_t distance, int64_t count) {
+  return BitCast<Words>(LoadFloats(from, count)) >> 16 |
+         BitCast<Words>(LoadFloats(from + distance, count));
+}
+
+// Sums of the values of slots from `start` on, weighted for R queries from
+// `first` on, over the sum of the weights. A masked slot has weight zero, which
+// changes no bit, as `Step` adds the slots one after another, here from the last
+// to the first.
 template <typename Value, int R>
 void WeighValues(const Queries& queries, int64_t first, const Value* values,
                  int64_t start, int64_t end) {
+  using Format = FormatOf<Value>;
+  constexpr int kSlots = Format::kPerWord;  // Of a word of values.
   const float* const weights = queries.weights.data() + first * queries.stride;
-  const int64_t width = queries.width;
+  const uint32_t* const packed = queries.packed.data() + first * queries.stride;
+  const int64_t width = queries.width, words = (end - start + kSlots - 1) / kSlots;
   for (int64_t d = 0; d < width; d += kValueParts * kLanes) {
     Floats sums[R][kValueParts] = {};
     float totals[R] = {};
-    for (int64_t slot = start; slot < end; ++slot) {
-      Floats value[kValueParts] = {};
+    for (int64_t word = words - 1; word >= 0; --word) {
+      const int64_t slot = start + word * kSlots;
+      // The weight after the last one is zero, whichever values it has.
+      const int64_t distance = slot + 1 < end ? width : 0;
+      Words value[kValueParts] = {};
       for (int i = 0; i < kValueParts && d + i * kLanes < width; ++i) {
         const int64_t at = d + i * kLanes;
-        value[i] = LoadFloats(values + slot * width + at, width - at);
+        value[i] = LoadWords(values + slot * width + at, distance, width - at);
       }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
-        const float weight = weights[r * queries.stride + slot];
-        totals[r] += weight;
+#pragma GCC unroll 2
+        for (int i = kSlots - 1; i >= 0; --i) {
+          totals[r] += weights[r * queries.stride + slot + i];
+        }
+        const uint32_t* const x =
+            packed + r * queries.stride + word * Format::kFactors;
 #pragma GCC unroll 4
-        for (int i = 0; i < kValueParts; ++i) sums[r][i] += value[i] * weight;
+        for (int i = 0; i < kValueParts; ++i) {
+          sums[r][i] = Format::Step(sums[r][i], value[i], x);
+        }
       }
     }
     for (int r = 0; r < R; ++r) {
@@ -253,6 +278,9 @@ void AttendHead(Queries& queries, const Value* keys, const Value* values,
     if (seen != nullptr) start = static_cast<const bool*>(seen) - mask;
     end = std::max(end, EndOfSeen(mask, queries.slots));
   }
+  start = std::min(start, end);  // Where nothing is seen.
+  using Format = FormatOf<Value>;
+  constexpr int kSlots = Format::kPerWord;
   std::vector<uint32_t> transposed(queries.words * kLanes);
   for (int64_t slot = start; slot < end; slot += kLanes) {
     Transpose(keys + slot * queries.width, end - slot, queries.width,
@@ -273,8 +301,14 @@ void AttendHead(Queries& queries, const Value* keys, const Value* values,
       peak = std::max(peak, peaks[lane]);
     }
     for (int64_t i = start; i < end; i += kLanes) {
-      Store(weights + i, Exp(Load<Floats>(weights + i) - peak));
+      const Floats weight = Exp(Load<Floats>(weights + i) - peak);
+      const bool is_exact = sizeof(Value) == sizeof(float);
+      Store(weights + i,
+            is_exact ? weight : BitCast<Floats>(RoundToBFloat16(weight)));
     }
+    const int64_t slots = (end - start + kSlots - 1) / kSlots * kSlots;
+    Format::Round(weights + start, slots,
+                  queries.packed.data() + query * queries.stride, nullptr);
   }
   ForQueries<kValueQueries>(0, queries.count, [&](auto r, int64_t first) {
     WeighValues<Value, r>(queries, first, values, start, end);
@@ -295,6 +329,7 @@ void AttendSome(const Attention& attention, int64_t row, int64_t head,
   queries.slots = attention.slots;
   queries.stride = attention.slots + kLanes;
   queries.weights.resize(queries.count * queries.stride);
+  queries.packed.resize(queries.count * queries.stride);
   const int64_t factors = queries.words * Format::kFactors;
   queries.factors.resize(queries.count * factors);
   std::vector<float> query(width);
