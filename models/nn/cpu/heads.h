@@ -213,7 +213,8 @@ void WeighValues(const Queries& queries, int64_t first, const Value* values,
   constexpr int kSlots = Format::kPerWord;  // Of a word of values.
   const float* const weights = queries.weights.data() + first * queries.stride;
   const uint32_t* const packed = queries.packed.data() + first * queries.stride;
-  const int64_t width = queries.width, words = (end - start + kSlots - 1) / kSlots;
+  const int64_t words = (end - start + kSlots - 1) / kSlots;
+  const int64_t width = queries.width;
   for (int64_t d = 0; d < width; d += kValueParts * kLanes) {
     Floats sums[R][kValueParts] = {};
     float totals[R] = {};
