@@ -175,7 +175,8 @@ struct BFloat16 {
 
 // AMD multiplies pairs of bfloat16 twice as fast as float32, Intel (Sapphire
 // Rapids) half as fast. GCC before 12.3 takes Zen 4 for a Zen 3 with AVX-512.
-// The second product of a pair is added before the first one, also by AMD.
+// As by AMD's instruction, the second product of a pair is added first, and each
+// sum is rounded: attention relies on the order, see `WeighValues`.
 #if defined(__AVX512BF16__) && \
     (defined(__znver3__) || defined(__znver4__) || defined(__znver5__))
   static constexpr int kFactors = 1;

@@ -303,6 +303,7 @@ void AttendHead(Queries& queries, const Value* keys, const Value* values,
     }
     for (int64_t i = start; i < end; i += kLanes) {
       const Floats weight = Exp(Load<Floats>(weights + i) - peak);
+      // Rounded here, too, so that the totals are those of the factors.
       const bool is_exact = sizeof(Value) == sizeof(float);
       Store(weights + i,
             is_exact ? weight : BitCast<Floats>(RoundToBFloat16(weight)));
