@@ -4,10 +4,12 @@
     row 0    [a   b   c   d]  .   .   .   .      length 4
     row 1    [a   b]  x   y   .   .   .   .      length 2; x, y are stale
 
-A forward writes its L new entries to the slots from `length` on. The attention
-mask decides what may be seen, so entries are kept by adding to `length`; stale
-slots are masked, then overwritten. After a token tree was verified, the entries
-of the accepted path move to the front of the tree's.
+A forward writes its L new entries behind `length`. The attention mask decides
+what may be seen, so entries are kept by adding to `length`; stale slots are
+masked, then overwritten. After a token tree was verified, the entries of the
+accepted path move to the front of the tree's.
+
+`length` grows in `advance` alone and shrinks in `rewind` alone.
 """
 
 from collections.abc import Callable
@@ -185,6 +187,13 @@ class KVCache(flax.struct.PyTreeNode):
   # the residual stream that layer i reads, counted from 0; the number of layers
   # that which the last one writes; `AFTER_NORM` the state after the final norm.
   hidden: Mapping[int, jax.Array] = flax.struct.field(default_factory=dict)
+  # `[B]` int32, during a forward the first slot that it writes; None: `length`.
+  start: jax.Array | None = None
+
+  @property
+  def write_at(self) -> jax.Array:
+    """`[B]` int32, the first slot that a forward writes."""
+    return self.length if self.start is None else self.start
 
 
 def init_cache(
@@ -216,18 +225,18 @@ init_empty_cache = functools.partial(
 def write(
   cache: KVCache, layer: int, key: jax.Array, value: jax.Array
 ) -> KVCache:
-  """Writes a layer's L new entries to the slots `length ... length + L - 1`.
+  """Writes a layer's L new entries from slot `write_at` on.
 
   `key` and `value` are `[B, H, L, Dh]`, in the dtype of the cache; NaN and inf
-  are written as zeros. `length` stays, see `keep`. `length + L <= S` must hold
-  in every row (`dynamic_update_slice` would shift the write silently).
+  are written as zeros. `length` stays, see `advance`. In every row `write_at + L
+  <= S` must hold (`dynamic_update_slice` would shift the write silently).
   """
 
   def put(arrays: tuple[jax.Array, ...], new: jax.Array) -> jax.Array:
     # A masked NaN would still spread, since 0 x NaN is NaN, from a candidate to
     # the whole tree. The logits of the candidate itself remain NaN.
     new = jnp.where(jnp.isfinite(new), new, 0)
-    return cache.ops.write(arrays[layer], new, cache.length)
+    return cache.ops.write(arrays[layer], new, cache.write_at)
 
   return with_layer(
     cache, layer, put(cache.keys, key), put(cache.values, value)
@@ -273,13 +282,23 @@ def write_hidden(
     return cache
   kept = cache.hidden[layer]
   new = jnp.where(jnp.isfinite(states), states, 0).astype(kept.dtype)
-  written = cache.ops.write(kept, new[:, None], cache.length)
+  written = cache.ops.write(kept, new[:, None], cache.write_at)
   return cache.replace(hidden={**cache.hidden, layer: written})
+
+
+def advance(cache: KVCache, count: jax.Array) -> KVCache:
+  """Makes the next `count [B]` slots part of the text, in their order."""
+  return cache.replace(length=cache.length + count)
+
+
+def rewind(cache: KVCache, length: jax.Array) -> KVCache:
+  """Goes back to the first `length [B]` tokens, where there are more."""
+  return cache.replace(length=jnp.minimum(cache.length, length))
 
 
 def keep(
   cache: KVCache,
-  start: jax.Array,
+  in_place: jax.Array,
   offsets: jax.Array,
   count: jax.Array,
   *,
@@ -287,21 +306,20 @@ def keep(
 ) -> KVCache:
   """Keeps some of the entries in the window behind `length`.
 
-      slot           4   5   6   7   8     length 4, start 5, offsets (2, 4, 1)
-      before         r   x   a   y   b     count 2, window 5
+      slot           4   5   6   7   8     length 4, in_place 1, count 2,
+      before         r   x   a   y   b     offsets (2, 4, 1), window 5
       after          r   a   b   x   .     length 7
 
-  The new length is `start + count`.
-
   Args:
-    cache: the cache; `start + n <= S` must hold in every row.
-    start: `[B]` int32, the new slot of the first kept entry, at or after
-      `length`; slots between are kept as well.
+    cache: the cache; `length + in_place + n <= S` must hold in every row.
+    in_place: `[B]` int32, entries at the start of the window that stay where
+      they are; the others follow them.
     offsets: `[B, n]` int32, old slots of the entries, counted from `length`.
     count: `[B]` int32, the number of entries to keep.
     window: its size, larger than any offset; `length + window <= S`.
   """
   taken = offsets[:, :, None] == jnp.arange(window)[None, None]
+  start = cache.length + in_place
 
   def move(array: jax.Array) -> jax.Array:
     # A product with zeros and ones, which is exact. A gather from the array
@@ -315,9 +333,9 @@ def keep(
     )
     return cache.ops.write(array, kept.astype(array.dtype), start)
 
-  return cache.replace(
+  moved = cache.replace(
     keys=tuple(map(move, cache.keys)),
     values=tuple(map(move, cache.values)),
     hidden=jax.tree.map(move, cache.hidden),
-    length=start + count,
   )
+  return advance(moved, in_place + count)

@@ -144,7 +144,7 @@ def prefill(
   if prompt.shape[1]:
     _, cache = model.causal(prompt, cache)
   return ModelState(
-    cache=cache.replace(length=num_cached),
+    cache=cache_lib.advance(cache, num_cached),
     num_text=jnp.zeros(batch_size, jnp.int32),
     window=jnp.full((batch_size, window_size), tree_lib.NO_NODE, jnp.int32),
     used=jnp.zeros((), jnp.int32),
@@ -165,15 +165,14 @@ class NodeForward(NamedTuple):
   tokens: jax.Array  # [B, W] int32
   positions: jax.Array  # [B, W] int32
   mask: jax.Array  # [B, W, S] bool
-  cache: cache_lib.KVCache  # its length is where the forward writes
+  cache: cache_lib.KVCache  # its `start` is set
   nodes: jax.Array  # [B, W] int32, after those of text; NO_NODE for the others
   slots_read: jax.Array  # [B] int32, visible cache slots
-  after: ModelState  # but for the cache
+  after: ModelState  # except the cache, which is that of before
 
   def next_state(self, cache: cache_lib.KVCache) -> ModelState:
     """The state after the forward, which wrote to the cache."""
-    length = self.after.cache.length
-    return self.after.replace(cache=cache.replace(length=length))
+    return self.after.replace(cache=cache.replace(start=None))
 
 
 def plan_forward(
@@ -218,7 +217,7 @@ def plan_forward(
     tokens=tokens,
     positions=positions,
     mask=state.cache.ops.mask(length, sees, state.cache.num_slots),
-    cache=state.cache.replace(length=length + state.used),
+    cache=state.cache.replace(start=length + state.used),
     nodes=nodes,
     slots_read=length + num_text + jnp.sum(window >= 0, axis=1),
     after=ModelState(
@@ -358,7 +357,7 @@ def commit(
       now part of the text; -1 for a row that is done, which keeps no node.
   """
   if state.window.shape[1] == 1:  # the root alone, which is in place
-    cache = state.cache.replace(length=state.cache.length + num_kept + 1)
+    cache = cache_lib.advance(state.cache, num_kept + 1)
     return state.replace(cache=cache, used=jnp.zeros_like(state.used))
   in_slot = path[:, :, None] == state.window[:, None]
   in_slot &= (path >= 0)[:, :, None]
@@ -366,7 +365,7 @@ def commit(
   num_scored = jnp.sum(jnp.cumprod(scored.astype(jnp.int32), axis=1), axis=1)
   cache = cache_lib.keep(
     state.cache,
-    state.cache.length + state.num_text,
+    state.num_text,
     jnp.argmax(in_slot, axis=2),
     jnp.minimum(num_scored, num_kept + 1),  # the root too
     window=state.window.shape[1],
@@ -412,16 +411,15 @@ def read_text(
   ) -> tuple[jax.Array, cache_lib.KVCache]:
     forwards, cache = carry
     # The last chunk of a text that fills the cache begins within what was read.
-    start = jnp.minimum(cache.length, num_slots - size)
+    begun = cache_lib.rewind(cache, num_slots - size)
+    start = begun.length
     positions = start[:, None] + jnp.arange(size)[None]
     mask = cache_lib.causal_mask(start, size, num_slots)
-    _, fed = model.apply(
-      at(tokens, positions), positions, mask, cache.replace(length=start)
-    )
+    _, fed = model.apply(at(tokens, positions), positions, mask, begun)
     length = jnp.maximum(cache.length, jnp.minimum(end, start + size))
-    return forwards + 1, fed.replace(length=length)
+    return forwards + 1, cache_lib.advance(fed, length - start)
 
-  known = state.cache.replace(length=jnp.minimum(state.cache.length, kept))
+  known = cache_lib.rewind(state.cache, kept)
   forwards, cache = lax.while_loop(
     lambda carry: jnp.any(carry[1].length < end),
     feed,

@@ -161,7 +161,7 @@ def attend_projections(
     start = jnp.zeros(batch, jnp.int32)
   else:
     keys, values = cache.keys[layer], cache.values[layer]
-    start = cache.length
+    start = cache.write_at
   out, keys, values = ops.attend(
     projections, mask, start, keys, values, **options
   )

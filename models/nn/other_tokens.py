@@ -51,10 +51,10 @@ class _Read:
     shape = (rows, counts.shape[1], length, 1)
     new = jnp.broadcast_to(count[:, None, :, None], shape)
     self.counts = cache.ops.write(
-      counts, new.astype(counts.dtype), cache.length
+      counts, new.astype(counts.dtype), cache.write_at
     )
     used = self.counts[:, 0, :, 0].astype(jnp.int32)  # [B, S]
-    slot = cache.length[:, None] + jnp.arange(length)[None]
+    slot = cache.write_at[:, None] + jnp.arange(length)[None]
     is_own = slot[:, :, None] == jnp.arange(mask.shape[2])[None, None]
     # The draft's tokens before this one are counted, whatever their slots.
     before = jnp.sum(jnp.where(mask & ~is_own, used[:, None], 0), axis=2)
@@ -100,7 +100,7 @@ def _read_several(apply: Callable, number: int) -> Callable:
     divided = cache.replace(
       keys=tuple(_divided(one, number) for one in keys),
       values=tuple(_divided(one, number) for one in cache.values),
-      length=cache.length * number,
+      start=cache.write_at * number,
       num_slots=cache.num_slots * number,
     )
     logits, divided = apply(
