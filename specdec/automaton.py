@@ -243,118 +243,76 @@ def _trimmed(
 
 
 def _dense(
-  one: Automaton | None, size: int, num_kinds: int, vocab_size: int
+  automaton: Automaton | None, size: int, num_kinds: int, vocab_size: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   """Padded tables: `[Q, C]` int16, `[V]` int32, and `[Q, words]` uint32."""
   after = np.zeros((size, num_kinds), np.int16)
   kinds = np.zeros(vocab_size, np.int32)
   masks = np.full((size, -(-vocab_size // 32)), 2**32 - 1, np.uint32)
-  if one is not None:
-    states, own = one.after.shape
-    after[:states, :own], kinds[:], masks[:states] = (
-      one.after,
-      one.kinds,
-      one.masks,
-    )
+  if automaton is not None:
+    states, own = automaton.after.shape
+    after[:states, :own] = automaton.after
+    kinds[:], masks[:states] = automaton.kinds, automaton.masks
   return after, kinds, masks
 
 
+def _sizes(
+  automata: Sequence[Automaton | None], sizes: tuple[int, int]
+) -> tuple[int, int]:
+  """Q and C of tables for some automata, at least `sizes`."""
+  given = [automaton for automaton in automata if automaton is not None]
+  return (
+    max([automaton.num_states for automaton in given] + [sizes[0]]),
+    max([automaton.num_kinds for automaton in given] + [sizes[1]]),
+  )
+
+
 def stack(
-  automata: Sequence[Automaton | None], rows: Sequence[int], vocab_size: int
+  automata: Sequence[Automaton | None], vocab_size: int
 ) -> constraint_lib.Tables:
-  """The tables of several automata.
+  """The tables of an automaton for each row, or of one for all rows.
 
-  Args:
-    automata: G of them; None allows everything.
-    rows: for each row, the automaton that it follows.
-    vocab_size: V.
+  None allows everything; `vocab_size` is V.
   """
-  given = [one for one in automata if one is not None]
-  size = max((one.num_states for one in given), default=_LEAST_STATES)
-  num_kinds = max((one.num_kinds for one in given), default=_LEAST_KINDS)
-  dense = [_dense(one, size, num_kinds, vocab_size) for one in automata]
-  after, kinds, masks = (
-    np.stack(one, axis=-2) for one in zip(*dense, strict=True)
-  )
-  number = len(automata)
+  sizes = _sizes(automata, (_LEAST_STATES, _LEAST_KINDS))
+  dense = [_dense(automaton, *sizes, vocab_size) for automaton in automata]
   return constraint_lib.Tables(
-    after=jnp.asarray(after.reshape(size * number, -1)),
-    kinds=jnp.asarray(kinds),
-    masks=jnp.asarray(masks.reshape(size * number, -1)),
-    rows=jnp.array([_first_state(automata, index) for index in rows]),
+    *(jnp.asarray(np.stack(arrays)) for arrays in zip(*dense, strict=True))
   )
 
 
-def _first_state(automata: Sequence[Automaton | None], index: int) -> np.int32:
-  """Where texts begin that follow an automaton, as `Tables` number states."""
-  return np.int32(0 if automata[index] is None else len(automata) + index)
+def with_row(
+  tables: constraint_lib.Tables, row: int, automaton: Automaton | None
+) -> constraint_lib.Tables:
+  """The tables of B rows with another automaton in a row.
 
-
-class Pool:
-  """The tables of rows that come and go, each with an automaton or none.
-
-  Rows with the same automaton share its tables. Other automata take the place
-  of those that no row follows any more; only what is larger than all before it
-  changes the shape of the tables.
+  They grow if it is larger than all before; the states of texts stay as they
+  are, since no padded state is ever reached.
   """
-
-  def __init__(self, num_rows: int, vocab_size: int):
-    self._vocab_size = vocab_size
-    self._automata: list[Automaton | None] = [None] * num_rows
-    self._rows = [0] * num_rows
-    #: The tables; None while no row ever had an automaton.
-    self.tables: constraint_lib.Tables | None = None
-
-  def assign(
-    self, row: int, automaton: Automaton | None, busy: Sequence[int]
-  ) -> None:
-    """Gives a row another automaton; those that are `busy` keep theirs."""
-    if automaton is None and self.tables is None:
-      return
-    index = self._place(automaton, [self._rows[one] for one in busy])
-    self._rows[row] = index
-    if self._automata[index] is not automaton or self.tables is None:
-      self._automata[index] = automaton
-      self.tables = self._with(index)
-    start = _first_state(self._automata, index)
-    self.tables = self.tables.replace(rows=self.tables.rows.at[row].set(start))
-
-  def _place(self, automaton: Automaton | None, used: Sequence[int]) -> int:
-    """An index whose tables are those of the automaton, or may be replaced."""
-    for index, one in enumerate(self._automata):
-      if one is automaton:
-        return index
-    # There are as many as rows, of which one is not busy.
-    return next(index for index in range(len(self._rows)) if index not in used)
-
-  def _with(self, index: int) -> constraint_lib.Tables:
-    """The tables with what is new at an index."""
-    new, tables, number = self._automata[index], self.tables, len(self._rows)
-    if tables is not None and new is not None:
-      size, num_kinds = len(tables.after) // number, tables.after.shape[1]
-      if new.num_states <= size and new.num_kinds <= num_kinds:
-        dense = _dense(new, size, num_kinds, self._vocab_size)
-        return _replaced(tables, np.int32(index), *dense)
-    return stack(self._automata, self._rows, self._vocab_size)
+  _, size, num_kinds = tables.following.shape
+  new_size, new_kinds = _sizes([automaton], (size, num_kinds))
+  more = (0, new_size - size)
+  if (new_size, new_kinds) != (size, num_kinds):
+    tables = tables.replace(
+      following=jnp.pad(
+        tables.following, ((0, 0), more, (0, new_kinds - num_kinds))
+      ),
+      masks=jnp.pad(tables.masks, ((0, 0), more, (0, 0))),
+    )
+  dense = _dense(automaton, new_size, new_kinds, tables.kinds.shape[1])
+  return _replaced(tables, np.int32(row), *dense)
 
 
 @jax.jit
 def _replaced(
   tables: constraint_lib.Tables,
-  index: jax.Array,
-  after: jax.Array,
+  row: jax.Array,
+  following: jax.Array,
   kinds: jax.Array,
   masks: jax.Array,
 ) -> constraint_lib.Tables:
-  """The tables with another automaton at an index; see `_dense`."""
-  put = lambda old, new: (
-    old.reshape(len(new), -1, old.shape[1])
-    .at[:, index]
-    .set(new)
-    .reshape(old.shape)
-  )
-  return tables.replace(
-    after=put(tables.after, after),
-    kinds=tables.kinds.at[index].set(kinds),
-    masks=put(tables.masks, masks),
+  return constraint_lib.Tables(
+    following=tables.following.at[row].set(following),
+    kinds=tables.kinds.at[row].set(kinds),
+    masks=tables.masks.at[row].set(masks),
   )

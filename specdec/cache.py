@@ -228,8 +228,8 @@ def write(
   """Writes a layer's L new entries from slot `write_at` on.
 
   `key` and `value` are `[B, H, L, Dh]`, in the dtype of the cache; NaN and inf
-  are written as zeros. `length` stays, see `advance`. In every row `write_at + L
-  <= S` must hold (`dynamic_update_slice` would shift the write silently).
+  are written as zeros. `length` stays, see `advance`. `write_at + L` is at most
+  S in every row: `dynamic_update_slice` would shift the write silently.
   """
 
   def put(arrays: tuple[jax.Array, ...], new: jax.Array) -> jax.Array:
@@ -291,7 +291,7 @@ def advance(cache: KVCache, count: jax.Array) -> KVCache:
   return cache.replace(length=cache.length + count)
 
 
-def rewind(cache: KVCache, length: jax.Array) -> KVCache:
+def rewind(cache: KVCache, length: jax.typing.ArrayLike) -> KVCache:
   """Goes back to the first `length [B]` tokens, where there are more."""
   return cache.replace(length=jnp.minimum(cache.length, length))
 

@@ -66,16 +66,17 @@ def check_drafter(
       f' {drafter.labels}'
     )
   for stage in drafter.stages:
-    theirs = stage.scorer.vocab_size
-    if theirs not in (None, ours):
+    facts = stage.scorer.facts
+    if facts.vocab_size not in (None, ours):
       raise ValueError(
         f'the target has a vocabulary of {ours} tokens, the {stage.name} of'
-        f' {theirs}; choose one that was made with the tokenizer of the target'
+        f' {facts.vocab_size}; choose one that was made with the tokenizer of'
+        ' the target'
       )
-    missing = set(stage.scorer.hidden) - set(target.spec.hidden)
+    missing = set(facts.hidden) - set(target.spec.hidden)
     if missing:
       raise ValueError(
-        f'the {stage.name} reads the hidden states {stage.scorer.hidden} of the'
+        f'the {stage.name} reads the hidden states {facts.hidden} of the'
         f' target, whose cache keeps {target.spec.hidden}; load the target with'
         ' the head'
       )
@@ -317,7 +318,7 @@ def check_constraint(constraint: Any, batch_size: int, vocab_size: int) -> None:
   states = jax.ShapeDtypeStruct((batch_size,), jnp.int32)
   nodes = jax.ShapeDtypeStruct((batch_size, 2), jnp.int32)
   for name, function, arguments, shape in (
-    ('start', lambda: constraint.start(batch_size), (), states),
+    ('first_state', lambda: constraint.first_state(batch_size), (), states),
     ('next_state', constraint.next_state, (nodes, nodes), nodes),
     (
       'allowed',
@@ -389,7 +390,7 @@ def to_rule(
       f'verify={verify} is for chains; choose a chain as the topology of the'
       ' drafter, or verify=traversal'
     )
-  can_draw = fixed and drafter.stages[0].scorer.can_draw
+  can_draw = fixed and drafter.stages[0].scorer.facts.can_draw
   in_order = isinstance(shape, topology_lib.Topology) and shape.has_all_siblings
   if children is None and rule is verify:
     children = rule.children

@@ -6,17 +6,21 @@ forbidden gets no probability, from the target and from the drafts alike, so a
 drafted text is that of plain decoding under the same constraint.
 """
 
+from typing import Any
+
 import flax.struct
 import jax
 import jax.numpy as jnp
 
+from specdec import adjusters as adjusters_lib
+from specdec import carried as carried_lib
 from specdec import sampling as sampling_lib
 
 FORBIDDEN = -1
 """The state after a token that must not follow."""
 
 
-class Constraint:
+class Constraint(adjusters_lib.Adjuster):
   """Base of constraints: pure functions, and a pytree of what they need.
 
   A subclass needs `next_state` alone. At least one token must be possible in
@@ -24,7 +28,9 @@ class Constraint:
   end, see `eos_ids`.
   """
 
-  def start(self, batch_size: int) -> jax.Array:
+  excludes = True
+
+  def first_state(self, batch_size: int) -> jax.Array:
     """`[B]` int32, the states before the first new token; by default 0."""
     return jnp.zeros(batch_size, jnp.int32)
 
@@ -32,7 +38,7 @@ class Constraint:
     """The states after tokens; works element by element.
 
     Args:
-      state: int32 of any shape, at least 0.
+      state: `[B, ...]` int32, at least 0.
       tokens: int32 of the same shape.
 
     Returns:
@@ -49,6 +55,37 @@ class Constraint:
     tokens = jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
     state = jnp.broadcast_to(state[..., None], shape)
     return self.next_state(state, tokens) >= 0
+
+  def start(self, texts: carried_lib.Texts) -> jax.Array:
+    return self.first_state(texts.tokens.shape[0]).astype(jnp.int32)
+
+  def at_root(self, state: jax.Array) -> jax.Array:
+    return state
+
+  def after(self, carried: jax.Array, tokens: jax.Array) -> jax.Array:
+    return follow(self, carried, tokens)
+
+  def adjust(
+    self,
+    logits: jax.Array,
+    state: Any,
+    carried: jax.Array,
+    nodes: adjusters_lib.Nodes,
+  ) -> jax.Array:
+    del state, nodes
+    return exclude(self, logits, carried)
+
+  def adjust_few(
+    self, log_probs: jax.Array, tokens: jax.Array, carried: jax.Array
+  ) -> jax.Array:
+    return condition(self, log_probs, carried, tokens)
+
+  def keep(
+    self, state: jax.Array, carried: jax.Array, added: carried_lib.Added
+  ) -> jax.Array:
+    after = follow(self, carried, added.tokens)
+    states = jnp.concatenate([state[:, None], after], axis=1)
+    return jnp.take_along_axis(states, added.count[:, None], axis=1)[:, 0]
 
 
 def follow(
@@ -100,34 +137,37 @@ def condition(
 
 
 class Tables(flax.struct.PyTreeNode, Constraint):
-  """Several automata over tokens, of which every row of a batch follows one.
+  """Automata over tokens: one that all rows follow, or one for each row.
 
-  State `q * G + g` is state q of automaton g. State 0 of each automaton allows
-  everything and is never left: it is that of rows without a constraint, and of
-  texts that have ended. `automaton.stack` makes the tables.
+  State 0 allows everything and is never left: it is that of texts that have
+  ended. A text begins in state 1, which leads to state 0 in rows without a
+  constraint. `automaton.stack` makes the tables.
   """
 
-  #: `[Q * G, C]` int16, the state q after a token of each kind.
-  after: jax.Array
+  #: `[G, Q, C]` int16, the state after a token of each kind; G is 1 or B.
+  following: jax.Array
   kinds: jax.Array  #: `[G, V]` int32, the kind of each token.
-  #: `[Q * G, ceil(V / 32)]` uint32, the tokens that may follow: bit i of word j
+  #: `[G, Q, ceil(V / 32)]` uint32, the tokens that may follow: bit i of word j
   #: is that of token `i * ceil(V / 32) + j`.
   masks: jax.Array
-  rows: jax.Array  #: `[B]` int32, the first state of each row.
 
-  def start(self, batch_size: int) -> jax.Array:
-    return jnp.broadcast_to(self.rows, batch_size)
+  def first_state(self, batch_size: int) -> jax.Array:
+    return jnp.ones(batch_size, jnp.int32)
+
+  def _automaton(self, state: jax.Array) -> jax.Array:
+    """The automaton of each entry of `state [B, ...]`."""
+    if self.kinds.shape[0] == 1:
+      return jnp.zeros_like(state)
+    return jax.lax.broadcasted_iota(jnp.int32, state.shape, 0)
 
   def next_state(self, state: jax.Array, tokens: jax.Array) -> jax.Array:
-    number = self.kinds.shape[0]
-    automaton = state % number
+    automaton = self._automaton(state)
     kind = self.kinds[automaton, tokens]
-    after = self.after[state, kind].astype(jnp.int32)
-    return jnp.where(after < 0, FORBIDDEN, after * number + automaton)
+    return self.following[automaton, state, kind].astype(jnp.int32)
 
   def allowed(self, state: jax.Array, vocab_size: int) -> jax.Array:
     del vocab_size  # `checks.check_constraint` compares it with that of tables.
-    words = self.masks[state]
+    words = self.masks[self._automaton(state), state]
     # Without the barrier XLA's CPU backend reads a word once for each bit, by
     # an index of its own.
     words = jax.lax.optimization_barrier(words)[..., None, :]

@@ -1,10 +1,12 @@
 """The context of one step of a decode, for the target and for all stages."""
 
+from typing import Any
+
 import flax.struct
 import jax
 import jax.numpy as jnp
 
-from specdec import constraint as constraint_lib
+from specdec import adjusters as adjusters_lib
 from specdec import hidden as hidden_lib
 from specdec import randomness as randomness_lib
 from specdec import sampling as sampling_lib
@@ -19,8 +21,6 @@ class StepContext(flax.struct.PyTreeNode):
   tokens: jax.Array  #: `[B, T]` int32, the text so far.
   length: jax.Array  #: `[B]` int32, its lengths; the root is the last token.
   active: jax.Array  #: `[B]` bool, rows that are not done.
-  #: `[B, V]` bool, tokens of the text; None without repetition penalty.
-  seen: jax.Array | None
   sampling: (
     sampling_lib.SamplingParams
   )  #: The parameters, of target and drafts alike.
@@ -35,10 +35,8 @@ class StepContext(flax.struct.PyTreeNode):
   target_bytes: int = flax.struct.field(pytree_node=False)
   #: The rule of verification; static.
   rule: accept.Rule = flax.struct.field(pytree_node=False)
-  #: What may follow what; None without constraint.
-  constraint: constraint_lib.Constraint | None = None
-  #: `[B]` int32, the state of the constraint after the text.
-  state: jax.Array | None = None
+  adjusters: tuple[adjusters_lib.Adjuster, ...] = ()  #: Those of the request.
+  carried: tuple[Any, ...] = ()  #: The states of the adjusters after the texts.
   #: The target's hidden states at the D + 1 tokens before the root, if it keeps
   #: any.
   hidden: hidden_lib.HiddenStates = flax.struct.field(
@@ -51,62 +49,62 @@ class StepContext(flax.struct.PyTreeNode):
     tree = jax.vmap(tree_lib.init_tree, (0, None))(
       root[:, 0], self.shape.capacity
     )
-    if self.state is None:
-      return tree
-    state = jnp.broadcast_to(self.state[:, None], tree.token.shape)
-    return tree.replace(state=state)
+    spread = lambda array: jnp.broadcast_to(
+      array[:, None], (*tree.token.shape, *array.shape[1:])
+    )
+    at_root = tuple(
+      adjuster.at_root(state)
+      for adjuster, state in zip(self.adjusters, self.carried, strict=True)
+    )
+    return tree.replace(carried=jax.tree.map(spread, at_root))
 
   def followed(self, tree: tree_lib.TokenTree) -> tree_lib.TokenTree:
-    """The trees, `[B, M]` per field, with the states of new children.
+    """The trees, `[B, M]` per field, with what new children carry.
 
-    The states of their parents are known.
+    What their parents carry is known.
     """
-    if self.constraint is None or tree.state is None:
+    if not jax.tree.leaves(tree.carried):
       return tree
-    parent = jnp.maximum(tree.parent, tree_lib.ROOT)
-    before = jnp.take_along_axis(tree.state, parent, axis=1)
-    after = constraint_lib.follow(self.constraint, before, tree.token)
-    return tree.replace(state=jnp.where(tree.parent >= 0, after, tree.state))
+    is_root = tree.parent < 0
+    of_parents = adjusters_lib.carried_by(tree, tree.parent)
+
+    def follow(adjuster: Any, before: Any, now: Any) -> Any:
+      return jax.tree.map(
+        lambda after, now: jnp.where(
+          is_root.reshape(*is_root.shape, *(1,) * (now.ndim - 2)), now, after
+        ),
+        adjuster.after(before, tree.token),
+        now,
+      )
+
+    followed = map(follow, self.adjusters, of_parents, tree.carried)
+    return tree.replace(carried=tuple(followed))
 
   def adjusted(
     self, logits: jax.Array, tree: tree_lib.TokenTree, nodes: jax.Array
   ) -> jax.Array:
-    """`logits [B, W, V]` of `nodes [B, W]` with all that changes them.
+    """`logits [B, W, V]` of `nodes [B, W]` with the bias and all adjusters."""
+    logits = sampling_lib.add_bias(logits, self.sampling)
+    at = adjusters_lib.Nodes(tree, nodes, self.sampling, self.max_depth)
+    carried = adjusters_lib.carried_by(tree, nodes)
+    for adjuster, state, own in zip(
+      self.adjusters, self.carried, carried, strict=True
+    ):
+      logits = adjuster.adjust(logits, state, own, at)
+    return logits
 
-    These are bias, repetition penalty and constraint.
-    """
-    seen = self.seen
-    if seen is not None:
-      seen = sampling_lib.seen_by_nodes(tree, nodes, seen, self.max_depth)
-    logits = sampling_lib.adjust_logits(logits, self.sampling, seen)
-    state = states_of(tree, nodes)
-    if self.constraint is None or state is None:
-      return logits
-    return constraint_lib.exclude(self.constraint, logits, state)
-
-  def conditioned(
+  def adjusted_few(
     self,
     log_probs: jax.Array,
     tree: tree_lib.TokenTree,
     nodes: jax.Array,
     tokens: jax.Array,
   ) -> jax.Array:
-    """`log_probs [B, W, C]` of `tokens [B, W, C]` under the constraint.
+    """`log_probs [B, W, C]` of `tokens [B, W, C]`, of which few are known.
 
     The tokens are candidates after `nodes [B, W]`.
     """
-    state = states_of(tree, nodes)
-    if self.constraint is None or state is None:
-      return log_probs
-    return constraint_lib.condition(self.constraint, log_probs, state, tokens)
-
-
-def states_of(tree: tree_lib.TokenTree, nodes: jax.Array) -> jax.Array | None:
-  """`[B, W]` int32, the states of the constraint after `nodes [B, W]`.
-
-  `FORBIDDEN` for `NO_NODE`; None without a constraint.
-  """
-  if tree.state is None:
-    return None
-  state = jax.vmap(tree_lib.pick)(tree.state, nodes)
-  return jnp.where(nodes >= 0, state, constraint_lib.FORBIDDEN)
+    carried = adjusters_lib.carried_by(tree, nodes)
+    for adjuster, own in zip(self.adjusters, carried, strict=True):
+      log_probs = adjuster.adjust_few(log_probs, tokens, own)
+    return log_probs

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence
+import dataclasses
 import inspect
 from typing import Any
 from typing import TypedDict
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec import adjusters as adjusters_lib
 from specdec import checks as checks_lib
 from specdec import constraint as constraint_lib
 from specdec import memory
@@ -88,62 +90,82 @@ def check_names(options: Any, known: Any) -> None:
       )
 
 
+def _adjusters(
+  params: sampling_lib.SamplingParams,
+  constraint: constraint_lib.Constraint | None,
+  vocab_size: int,
+) -> tuple[adjusters_lib.Adjuster, ...]:
+  """The adjusters of a request, in their order."""
+  adjusters: list[adjusters_lib.Adjuster] = []
+  if params.repetition_penalty is not None:
+    adjusters.append(adjusters_lib.RepetitionPenalty(vocab_size))
+  if constraint is not None:
+    adjusters.append(constraint)
+  return tuple(adjusters)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompts:
+  """The prompts of a decode, checked, as arrays on the host."""
+
+  tokens: np.ndarray  #: `[B, P]` int32, padded.
+  length: np.ndarray  #: `[B]` int32.
+  limit: np.ndarray  #: `[B]` int32, the new tokens per row, at most `room`.
+  room: int  #: Room for new tokens.
+
+
 def prepare(
   target: model_lib.LanguageModel,
   drafter: drafter_lib.Drafter,
   rng_key: jax.Array,
-  prompt: np.ndarray,
-  prompt_length: np.ndarray,
-  limit: np.ndarray,
-  room: int,
-  rests: bool = False,
-  /,
+  prompts: Prompts,
+  options: Options,
   *,
-  sampling: sampling_lib.Sampling = sampling_lib.Sampling(),
-  verify: str | accept.Rule = 'match',
-  children: str | None = None,
-  log_probs: bool = False,
-  break_even: float | None = None,
-  eos_ids: Sequence[int] = (),
-  stop: stop_strings.StopTable | None = None,
-  constraint: constraint_lib.Constraint | None = None,
+  takes_plain_steps: bool = False,
 ) -> tuple[step_lib.Request, step_lib.DecodeConfig]:
   """The checked request of a decode, and its configuration.
 
-  `prompt [B, P]` has padded token ids, `prompt_length [B]` their lengths, and
-  `limit [B]` the new tokens per row, at most `room`; all are int32 and were
-  checked before. `rests`: the caller takes plain steps of its own, after which
-  the drafter has text to read. The keyword arguments are those of `Options`.
+  `takes_plain_steps`: whether the caller takes plain steps between speculative
+  ones. The drafter must then read what these add.
 
   Raises:
+    TypeError: an option is not known.
     ValueError: an option cannot be used, or memory does not suffice.
   """
-  num_rows, vocab_size = len(prompt), target.spec.vocab_size
+  check_names(options, Options)
+  num_rows, vocab_size = len(prompts.tokens), target.spec.vocab_size
+  stop, constraint = options.get('stop'), options.get('constraint')
+  sampling = options.get('sampling', sampling_lib.Sampling())
   checks_lib.check_drafter(target, drafter)
   checks_lib.check_stop(stop, num_rows, vocab_size)
   checks_lib.check_constraint(constraint, num_rows, vocab_size)
   params = checks_lib.to_params(sampling, num_rows, vocab_size)
-  threshold = checks_lib.to_break_even(break_even)
+  threshold = checks_lib.to_break_even(options.get('break_even'))
   config = step_lib.DecodeConfig(
-    max_new_tokens=checks_lib.padded_room(room),
-    rule=checks_lib.to_rule(verify, children, drafter),
-    fallback=bool(drafter.stages and (threshold > 0 or rests)),
+    max_new_tokens=checks_lib.padded_room(prompts.room),
+    rule=checks_lib.to_rule(
+      options.get('verify', 'match'), options.get('children'), drafter
+    ),
+    fallback=bool(drafter.stages and (threshold > 0 or takes_plain_steps)),
   )
   memory.check_fits(
-    memory.decode_bytes(target, drafter, prompt.shape, config, constraint)
+    memory.decode_bytes(
+      target, drafter, prompts.tokens.shape, config, constraint
+    )
   )
   request = step_lib.Request(
-    prompt=jnp.asarray(prompt),
-    prompt_length=jnp.asarray(prompt_length),
-    limit=jnp.asarray(limit),
+    prompt=jnp.asarray(prompts.tokens),
+    prompt_length=jnp.asarray(prompts.length),
+    limit=jnp.asarray(prompts.limit),
     row_keys=checks_lib.row_keys(rng_key, num_rows),
     sampling=params,
+    adjusters=_adjusters(params, constraint, vocab_size),
     watchers=watchers_lib.make_watchers(
-      eos_ids=checks_lib.to_ids('eos_ids', eos_ids, vocab_size),
+      eos_ids=checks_lib.to_ids(
+        'eos_ids', options.get('eos_ids', ()), vocab_size
+      ),
       stop=stop,
-      penalty_vocab_size=0 if params.repetition_penalty is None else vocab_size,
-      log_probs=log_probs,
-      constraint=constraint,
+      log_probs=options.get('log_probs', False),
     ),
     break_even=jnp.asarray(threshold),
   )

@@ -56,30 +56,25 @@ def generation_of(
   result: loop.DecodeResult,
   starts: np.ndarray,
   *,
-  watchers: tuple[watchers_lib.Watcher, ...],
+  request: step_lib.Request,
   target: model_lib.LanguageModel,
   drafter: drafter_lib.Drafter,
 ) -> Generation:
-  """What a decode returned, as lists; `starts [B]` are where new tokens begin.
-
-  The watchers are those of the request.
-  """
-  found = watchers_lib.state_of(
-    watchers_lib.LogProbs, watchers, result.watchers
-  )
-  tokens, origins, log_probs, ends, reasons = hosts.read(
-    (result.tokens, result.origins, found, result.length, result.reason)
+  """The result as lists; `starts [B]` are where new tokens begin."""
+  values = watchers_lib.values(request.watchers, result.watchers)
+  tokens, origins, values, ends, reasons = hosts.read(
+    (result.tokens, result.origins, values, result.length, result.reason)
   )
   spans = [slice(*span) for span in zip(starts, ends, strict=True)]
   cut = lambda array: [array[row, span] for row, span in enumerate(spans)]
   lists = lambda array: [row.tolist() for row in cut(array)]
-  constrained = watchers_lib.find(watchers_lib.Constrained, watchers)
-  hint = ', or constraint and bias exclude all tokens' if constrained else ''
+  excludes = any(adjuster.excludes for adjuster in request.adjusters)
+  hint = ', or constraint and bias exclude all tokens' if excludes else ''
   return Generation(
     tokens=lists(tokens),
     origins=lists(origins),
     labels=('target', *drafter.labels),
-    log_probs=None if log_probs is None else lists(log_probs),
+    log_probs=lists(values['log_probs']) if 'log_probs' in values else None,
     finish_reasons=[_FINISH_REASONS[int(reason)] for reason in reasons],
     errors=[
       f'row {row}: the target gave logits that are not finite for position'
@@ -156,7 +151,6 @@ class Decoding:
     drafter: drafter_lib.Drafter = drafter_lib.PLAIN,
     **options: Unpack[decode_options.Options],
   ):
-    decode_options.check_names(options, decode_options.Options)
     spec = target.spec
     prompts = checks_lib.to_prompts(prompts, spec.vocab_size)
     limits, room = checks_lib.to_limits(
@@ -165,7 +159,11 @@ class Decoding:
     padded, lengths = checks_lib.pad(prompts)
     self._target, self._drafter = target, drafter
     self._request, self._config = decode_options.prepare(
-      target, drafter, rng_key, padded, lengths, limits, room, **options
+      target,
+      drafter,
+      rng_key,
+      decode_options.Prompts(padded, lengths, limits, room),
+      options,
     )
     self._state = loop.start(
       target, drafter, self._request, config=self._config
@@ -306,7 +304,7 @@ class Decoding:
     return generation_of(
       loop.result_of(self._state),
       self._prompt_lengths,
-      watchers=self._request.watchers,
+      request=self._request,
       target=self._target,
       drafter=self._drafter,
     )

@@ -19,6 +19,8 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec import adjusters as adjusters_lib
+from specdec import carried as carried_lib
 from specdec import fallback as fallback_lib
 from specdec import hidden as hidden_lib
 from specdec import mappings
@@ -62,16 +64,6 @@ def _reason(request: step_lib.Request) -> jax.Array:
   )
 
 
-def _watch(
-  request: step_lib.Request, tokens: jax.Array, length: jax.Array
-) -> tuple[Any, ...]:
-  """The states of the watchers after the texts `tokens [B, T]`."""
-  return tuple(
-    watcher.init(tokens, length, tokens.shape[1])
-    for watcher in request.watchers
-  )
-
-
 def _start(
   target: model_lib.LanguageModel,
   drafter: drafter_lib.Drafter,
@@ -83,41 +75,36 @@ def _start(
   num_slots = prompt_bucket + config.max_new_tokens
   padding = ((0, 0), (0, config.max_new_tokens))
   tokens = jnp.pad(jnp.asarray(request.prompt), padding)
-  watchers = _watch(request, tokens, request.prompt_length)
   draws = config.rule.children != sampling_lib.BEST
   if jax.dtypes.canonicalize_dtype(int) != jnp.int32:
     raise ValueError(
       'jax_enable_x64 is on, but decoding has types of 32 bits; switch it off,'
       ' or decode within jax.enable_x64(False)'
     )
-  is_seen = lambda watcher: isinstance(watcher, watchers_lib.SeenTokens)
+  weakens = lambda one: isinstance(one, adjusters_lib.RepetitionPenalty)
   penalizes = request.sampling.repetition_penalty is not None
-  if penalizes and not any(map(is_seen, request.watchers)):
-    raise ValueError('repetition_penalty needs SeenTokens among the watchers')
+  if penalizes and not any(map(weakens, request.adjusters)):
+    raise ValueError(
+      'repetition_penalty needs RepetitionPenalty among the adjusters'
+    )
+  texts = carried_lib.Texts(request.prompt, request.prompt_length, num_slots)
   # Rows that are done are computed until the batch ends, so the cache has N
   # slots more than tokens.
-  read = model_lib.prefill(
-    target,
-    request.prompt,
-    request.prompt_length - 1,
-    num_slots=num_slots,
-    window_size=drafter.shape.num_nodes,
+  read = model_lib.start(
+    target.spec, target.read, texts, window_size=drafter.shape.num_nodes
   )
+  texts = texts.replace(hidden=hidden_lib.of_text(read.cache))
   return step_lib.DecodeState(
     tokens=tokens,
     origins=jnp.zeros_like(tokens),
     length=request.prompt_length,
     reason=_reason(request),
     target=read,
-    stages=stages_lib.init_stages(
-      drafter,
-      request.prompt,
-      request.prompt_length,
-      num_slots=num_slots,
-      drawn_from=target.spec.vocab_size if draws else 0,
-      hidden=hidden_lib.of_text(read.cache),
+    stages=stages_lib.start(
+      drafter, texts, target.spec.vocab_size if draws else 0
     ),
-    watchers=watchers,
+    adjusters=adjusters_lib.start(request.adjusters, texts),
+    watchers=watchers_lib.start(request.watchers, texts),
     counters=statistics_lib.init_counters(batch_size, drafter.max_depth),
     fallback=fallback_lib.init_fallback(),
   )
@@ -129,16 +116,15 @@ def _caught_up(
   """The stages read what plain steps decoded, unless the next one is plain."""
   fallback = state.fallback
   reads = fallback.behind & fallback.speculating
-  length = jnp.where(reads, state.length, 0)
+  texts = carried_lib.Texts(
+    tokens=state.tokens,
+    length=jnp.where(reads, state.length, 0),
+    num_slots=state.tokens.shape[1],
+    kept=state.length,
+    hidden=hidden_lib.of_text(state.target.cache),
+  )
   return state.replace(
-    stages=stages_lib.catch_up_stages(
-      drafter,
-      state.stages,
-      state.tokens,
-      length,
-      kept=state.length,
-      hidden=hidden_lib.of_text(state.target.cache),
-    ),
+    stages=stages_lib.restart(drafter, state.stages, texts),
     fallback=fallback.replace(behind=fallback.behind & ~reads),
   )
 
@@ -237,18 +223,13 @@ def _restarted(
 ) -> step_lib.DecodeState:
   """The state of rows with other texts, whose first `kept` tokens were read.
 
-  Watchers and fallback are those of before.
+  Adjusters, watchers and fallback are those of before.
   """
-  length, (num_rows, _) = request.prompt_length, tokens.shape
-  read, _ = model_lib.read_text(target, state.target, tokens, length, kept)
-  stages = stages_lib.catch_up_stages(
-    drafter,
-    state.stages,
-    tokens,
-    length,
-    kept,
-    hidden=hidden_lib.of_text(read.cache),
-  )
+  length, (num_rows, num_slots) = request.prompt_length, tokens.shape
+  texts = carried_lib.Texts(tokens, length, num_slots, kept)
+  read, _ = model_lib.restart(target.spec, target.read, state.target, texts)
+  texts = texts.replace(hidden=hidden_lib.of_text(read.cache))
+  stages = stages_lib.restart(drafter, state.stages, texts)
   counters = stages_lib.init_stage_counters(num_rows)
   depth = state.counters.emitted_histogram.shape[1] - 1
   return state.replace(
@@ -274,7 +255,7 @@ def extend(
 
   What these texts have in common with those of the state is not read again, by
   the target nor by the stages. Decoding goes on by `advance`, with the same
-  program. The counters and watchers begin anew, as do the limits.
+  program. Counters, adjusters and watchers begin anew, as do the limits.
 
   Args:
     target: the target of the state.
@@ -296,8 +277,10 @@ def extend(
   # The last token is the root, which the caches do not hold.
   kept = jnp.minimum(num_equal, jnp.minimum(state.length, length) - 1)
   state = _restarted(target, drafter, request, state, tokens, kept)
+  texts = carried_lib.Texts(tokens, length, tokens.shape[1])
   state = state.replace(
-    watchers=_watch(request, tokens, length),
+    adjusters=adjusters_lib.start(request.adjusters, texts),
+    watchers=watchers_lib.start(request.watchers, texts),
     # What it learned about the drafter is kept.
     fallback=state.fallback.replace(
       plain_steps=total_lib.Total.zeros(), behind=jnp.zeros((), bool)
@@ -354,7 +337,8 @@ def insert(
     state: from `start`, `advance` or `insert`; consumed.
     row: `[]` int32.
     new: the request of the row, a batch of one. Its prompt is `[1, T]`, as
-      long as `DecodeState.tokens`; its watchers and break-even are not used.
+      long as `DecodeState.tokens`; its adjusters, watchers and break-even are
+      not used.
     kept: `[]` int32, the tokens of the text that were there in earlier calls.
 
   Returns:
@@ -364,11 +348,18 @@ def insert(
   inserted = _restarted(
     target, drafter, new, _row(state, row), tokens, kept[None]
   )
-  # For all rows, because a watcher may have data of its own for each of them.
-  texts = jnp.broadcast_to(tokens, state.tokens.shape)
-  lengths = jnp.broadcast_to(new.prompt_length, len(texts))
-  watchers = _watch(request, texts, lengths)
-  inserted = inserted.replace(watchers=_row(watchers, row))
+  # For all rows, because an adjuster or a watcher may have data of its own for
+  # each of them.
+  num_rows, num_slots = state.tokens.shape
+  texts = carried_lib.Texts(
+    tokens=jnp.broadcast_to(tokens, state.tokens.shape),
+    length=jnp.broadcast_to(new.prompt_length, num_rows),
+    num_slots=num_slots,
+  )
+  inserted = inserted.replace(
+    adjusters=_row(adjusters_lib.start(request.adjusters, texts), row),
+    watchers=_row(watchers_lib.start(request.watchers, texts), row),
+  )
   request = request.replace(
     **{
       name: _with_row(getattr(request, name), row, getattr(new, name))

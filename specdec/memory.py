@@ -81,17 +81,18 @@ def decode_bytes(
   if rows % target.spec.row_shards == 0:
     rows //= target.spec.row_shards
   vocab_size = target.spec.vocab_size
-  scorers = [stage.scorer for stage in drafter.stages]
-  models = [target, *(model for one in scorers for model in one.models)]
+  stages = [stage.scorer.facts for stage in drafter.stages]
+  networks: list[model_lib.Network] = [target]
+  networks += [network for facts in stages for network in facts.networks]
   # A head may have matrices of the target.
-  leaves = jax.tree.leaves([model.params for model in models])
+  leaves = jax.tree.leaves([network.params for network in networks])
   params = {id(leaf): leaf for leaf in leaves}.values()
   bytes_per_slot = sum(
-    model.spec.cache_bytes_per_slot // model.spec.slot_shards
-    for model in models
+    network.spec.cache_bytes_per_slot // network.spec.slot_shards
+    for network in networks
   )
   slots = rows * (prompt_slots + config.max_new_tokens)
-  drawn = len(scorers) if config.rule.children != sampling_lib.BEST else 0
+  drawn = len(stages) if config.rule.children != sampling_lib.BEST else 0
   per_node = rows * vocab_size * _FLOAT32
   return {
     'the weights; see dtype': sum(map(bytes_on_device, params)),

@@ -28,10 +28,11 @@ from jax import lax
 import jax.numpy as jnp
 
 from specdec import cache as cache_lib
+from specdec import carried as carried_lib
 from specdec import context as context_lib
 from specdec.tree import tree as tree_lib
 
-# Tokens that one forward of `read_text` reads at least.
+# Tokens that one forward of `restart` reads at least.
 _READ_SIZE = 32
 
 
@@ -39,16 +40,17 @@ def _anywhere(tree: Any) -> Any:
   return tree
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelSpec:
-  """A language model as pure functions; hashable, so static under `jit`."""
+Read = Callable[
+  [jax.Array, jax.Array, jax.Array, cache_lib.KVCache], cache_lib.KVCache
+]
+"""`(tokens [B, L], positions [B, L], mask [B, L, S], cache) -> cache`: one
+forward that writes the entries of its tokens to the cache."""
 
-  #: `(params, tokens [B, L], positions [B, L], mask [B, L, S], cache) ->
-  #: (logits [B, L, V] float32, cache)`. Writes its L entries to the cache and
-  #: attends only where the mask is true. Positions and mask are arguments, so
-  #: prefill, a chain, a tree and plain decoding are the same forward. Positions
-  #: beyond the context must not give NaN: padding has them.
-  apply: Callable[..., tuple[jax.Array, cache_lib.KVCache]]
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NetworkSpec:
+  """Facts of a network with a cache; hashable, so static under `jit`."""
+
   #: `(batch_size, num_slots) -> KVCache`, empty.
   init_cache: Callable[[int, int], cache_lib.KVCache]
   vocab_size: int  #: V.
@@ -66,15 +68,43 @@ class ModelSpec:
   #: and those that each row of the cache is.
   row_shards: int = 1
   slot_shards: int = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelSpec(NetworkSpec):
+  """A language model as pure functions; hashable, so static under `jit`."""
+
+  #: `(params, tokens [B, L], positions [B, L], mask [B, L, S], cache) ->
+  #: (logits [B, L, V] float32, cache)`. Writes its L entries to the cache and
+  #: attends only where the mask is true. Positions and mask are arguments, so
+  #: prefill, a chain, a tree and plain decoding are the same forward. Positions
+  #: beyond the context must not give NaN: padding has them.
+  apply: Callable[..., tuple[jax.Array, cache_lib.KVCache]]
   #: The hidden states that its cache keeps, keys of `KVCache.hidden`.
   hidden: tuple[int, ...] = ()
 
 
-class LanguageModel(flax.struct.PyTreeNode):
-  """A language model with its weights: a pytree whose structure is static."""
+class Network(flax.struct.PyTreeNode):
+  """A network with its weights: a pytree whose structure is static."""
 
   params: Any  #: Any pytree of arrays.
   #: The functions that use them; static.
+  spec: NetworkSpec = flax.struct.field(pytree_node=False)
+
+  def apply(
+    self,
+    tokens: jax.Array,
+    positions: jax.Array,
+    mask: jax.Array,
+    cache: cache_lib.KVCache,
+  ) -> tuple[jax.Array, cache_lib.KVCache]:
+    """One forward, see `ModelSpec.apply`."""
+    raise NotImplementedError
+
+
+class LanguageModel(Network):
+  """A language model with its weights."""
+
   spec: ModelSpec = flax.struct.field(pytree_node=False)
 
   def apply(
@@ -88,21 +118,34 @@ class LanguageModel(flax.struct.PyTreeNode):
     with jax.named_scope('forward'):  # the name in profiles and compiled text
       return self.spec.apply(self.params, tokens, positions, mask, cache)
 
+  def read(
+    self,
+    tokens: jax.Array,
+    positions: jax.Array,
+    mask: jax.Array,
+    cache: cache_lib.KVCache,
+  ) -> cache_lib.KVCache:
+    """`apply` without logits: XLA removes the head, whose result is unused."""
+    return self.apply(tokens, positions, mask, cache)[1]
+
   def logits(self, tokens: jax.Array) -> jax.Array:
     """`[B, L, V]` float32 logits after each of `tokens [B, L]`, causally."""
-    batch_size, length = tokens.shape
-    cache = self.spec.init_cache(batch_size, length)
-    return self.causal(tokens, cache)[0]
+    return self.causal(tokens, self.spec.init_cache(*tokens.shape))[0]
 
   def causal(
     self, tokens: jax.Array, cache: cache_lib.KVCache
   ) -> tuple[jax.Array, cache_lib.KVCache]:
     """The logits of `logits`, and the empty `cache` with the tokens."""
-    positions = jnp.arange(tokens.shape[1])[None]
-    mask = cache_lib.causal_mask(cache.length, tokens.shape[1], cache.num_slots)
-    return self.apply(
-      tokens, jnp.broadcast_to(positions, tokens.shape), mask, cache
-    )
+    return self.apply(tokens, *_causal(tokens, cache), cache)
+
+
+def _causal(
+  tokens: jax.Array, cache: cache_lib.KVCache
+) -> tuple[jax.Array, jax.Array]:
+  """Positions and mask of `tokens [B, L]` that an empty cache is to hold."""
+  positions = jnp.arange(tokens.shape[1])[None]
+  mask = cache_lib.causal_mask(cache.length, tokens.shape[1], cache.num_slots)
+  return jnp.broadcast_to(positions, tokens.shape), mask
 
 
 class ModelState(flax.struct.PyTreeNode):
@@ -118,33 +161,27 @@ class ModelState(flax.struct.PyTreeNode):
   used: jax.Array  #: `[]` int32, slots of the window in use.
 
 
-def prefill(
-  model: LanguageModel,
-  prompt: jax.Array,
-  num_cached: jax.Array,
-  *,
-  num_slots: int,
-  window_size: int,
+def start(
+  spec: NetworkSpec, read: Read, texts: carried_lib.Texts, *, window_size: int
 ) -> ModelState:
-  """The state of a model that has read the prompts.
+  """The state of a network that has read the texts, all but their last tokens.
 
-  The logits are not computed: XLA removes the head, whose result is not used.
-  Padding is fed, too: no token of a text can see it, and its slots lie beyond
-  `num_cached`.
+  Padding is fed, too: no token of a text can see it, and its slots lie behind
+  the text. Nothing is computed if P is 0.
 
   Args:
-    model: the model.
-    prompt: `[B, P]` int32; nothing is computed if P is 0.
-    num_cached: `[B]` int32, tokens of each prompt to keep.
-    num_slots: the longest text, in tokens.
-    window_size: T, slots for what is scored in one step.
+    spec: of the network.
+    read: its forward.
+    texts: the texts.
+    window_size: slots for what is scored in one step.
   """
-  batch_size = prompt.shape[0]
-  cache = model.spec.init_cache(batch_size, num_slots + window_size)
-  if prompt.shape[1]:
-    _, cache = model.causal(prompt, cache)
+  tokens = texts.tokens
+  batch_size = tokens.shape[0]
+  cache = spec.init_cache(batch_size, texts.num_slots + window_size)
+  if tokens.shape[1]:
+    cache = read(tokens, *_causal(tokens, cache), cache)
   return ModelState(
-    cache=cache_lib.advance(cache, num_cached),
+    cache=cache_lib.advance(cache, texts.length - 1),
     num_text=jnp.zeros(batch_size, jnp.int32),
     window=jnp.full((batch_size, window_size), tree_lib.NO_NODE, jnp.int32),
     used=jnp.zeros((), jnp.int32),
@@ -345,20 +382,12 @@ def _missing_text(
   )
 
 
-def commit(
-  state: ModelState, path: jax.Array, num_kept: jax.Array
-) -> ModelState:
-  """Ends a step: keeps the entries of the accepted nodes that were scored.
-
-  Args:
-    state: after the forwards of the step.
-    path: `[B, D + 1]` int32, the accepted node of each depth, then `NO_NODE`.
-    num_kept: `[B]` int32, the number of them, the root not counted, that are
-      now part of the text; -1 for a row that is done, which keeps no node.
-  """
+def keep(state: ModelState, added: carried_lib.Added) -> ModelState:
+  """Ends a step: keeps the entries of the accepted nodes that were scored."""
   if state.window.shape[1] == 1:  # the root alone, which is in place
-    cache = cache_lib.advance(state.cache, num_kept + 1)
+    cache = cache_lib.advance(state.cache, added.count)
     return state.replace(cache=cache, used=jnp.zeros_like(state.used))
+  path = added.path
   in_slot = path[:, :, None] == state.window[:, None]
   in_slot &= (path >= 0)[:, :, None]
   scored = jnp.any(in_slot, axis=2)
@@ -367,7 +396,7 @@ def commit(
     state.cache,
     state.num_text,
     jnp.argmax(in_slot, axis=2),
-    jnp.minimum(num_scored, num_kept + 1),  # the root too
+    jnp.minimum(num_scored, added.count),
     window=state.window.shape[1],
   )
   return ModelState(
@@ -378,12 +407,8 @@ def commit(
   )
 
 
-def read_text(
-  model: LanguageModel,
-  state: ModelState,
-  tokens: jax.Array,
-  length: jax.Array,
-  kept: jax.Array,
+def restart(
+  spec: NetworkSpec, read: Read, state: ModelState, texts: carried_lib.Texts
 ) -> tuple[ModelState, jax.Array]:
   """Between steps: feeds the text that the cache lacks, all but the root.
 
@@ -391,19 +416,18 @@ def read_text(
   lengths.
 
   Args:
-    model: the model.
+    spec: of the network.
+    read: its forward.
     state: its state.
-    tokens: `[B, T]` int32, the texts.
-    length: `[B]` int32, of the texts; 0 for a row that has nothing to read.
-    kept: `[B]` int32, the tokens of each text, from its first on, whose entries
-      in the cache may be used.
+    texts: the texts, with `kept`.
 
   Returns:
     The state, and the number of forwards, `[]` int32.
   """
+  assert texts.kept is not None
   num_slots = state.cache.num_slots
   size = min(max(state.window.shape[1], _READ_SIZE), num_slots)
-  end = jnp.minimum(length - 1, model.spec.max_positions)
+  end = jnp.minimum(texts.length - 1, spec.max_positions)
   at = jax.vmap(tree_lib.pick)
 
   def feed(
@@ -415,11 +439,11 @@ def read_text(
     start = begun.length
     positions = start[:, None] + jnp.arange(size)[None]
     mask = cache_lib.causal_mask(start, size, num_slots)
-    _, fed = model.apply(at(tokens, positions), positions, mask, begun)
+    fed = read(at(texts.tokens, positions), positions, mask, begun)
     length = jnp.maximum(cache.length, jnp.minimum(end, start + size))
     return forwards + 1, cache_lib.advance(fed, length - start)
 
-  known = cache_lib.rewind(state.cache, kept)
+  known = cache_lib.rewind(state.cache, texts.kept)
   forwards, cache = lax.while_loop(
     lambda carry: jnp.any(carry[1].length < end),
     feed,

@@ -150,23 +150,34 @@ def per_row(values: jax.Array, like: jax.Array) -> jax.Array:
   return values.reshape(-1, *(1,) * (like.ndim - 1))
 
 
+def add_bias(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
+  """`logits [B, W, V]` float32 of a model, with the bias if there is one."""
+  bias = sampling.logit_bias
+  if bias is None:
+    return logits
+  return logits + (bias[None, None] if bias.ndim == 1 else bias[:, None])
+
+
+def penalize(
+  logits: jax.Array, sampling: SamplingParams, seen: jax.Array
+) -> jax.Array:
+  """`logits [B, W, V]` float32 with the repetition penalty if there is one.
+
+  `seen`: `[B, W, V]` bool, the tokens that each sequence has.
+  """
+  if sampling.repetition_penalty is None:
+    return logits
+  penalty = per_row(sampling.repetition_penalty, logits)
+  weakened = jnp.where(logits > 0, logits / penalty, logits * penalty)
+  return jnp.where(seen, weakened, logits)
+
+
 def adjust_logits(
   logits: jax.Array, sampling: SamplingParams, seen: jax.Array | None
 ) -> jax.Array:
-  """`logits [B, W, V]` float32 of a model, with bias and repetition penalty.
-
-  `seen`: `[B, W, V]` bool, the tokens that each sequence has; None if there is
-  no penalty.
-  """
-  if sampling.logit_bias is not None:
-    bias = sampling.logit_bias
-    bias = bias[None, None] if bias.ndim == 1 else bias[:, None]
-    logits = logits + bias
-  if seen is not None and sampling.repetition_penalty is not None:
-    penalty = per_row(sampling.repetition_penalty, logits)
-    weakened = jnp.where(logits > 0, logits / penalty, logits * penalty)
-    logits = jnp.where(seen, weakened, logits)
-  return logits
+  """`logits [B, W, V]` with the bias and, if `seen` is given, the penalty."""
+  logits = add_bias(logits, sampling)
+  return logits if seen is None else penalize(logits, sampling, seen)
 
 
 def add_seen(seen: jax.Array, tokens: jax.Array, count: jax.Array) -> jax.Array:

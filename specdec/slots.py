@@ -23,6 +23,7 @@ import numpy as np
 
 from specdec import automaton as automaton_lib
 from specdec import checks as checks_lib
+from specdec import constraint as constraint_lib
 from specdec import decode_options
 from specdec import generation as generation_lib
 from specdec import hosts
@@ -147,43 +148,6 @@ def _padded_ids(
   return np.array([*ids, *[-1] * (width - len(ids))], np.int32)
 
 
-def _with_ends(
-  request: step_lib.Request, eos_ids: np.ndarray
-) -> step_lib.Request:
-  """The request with other tokens that end each row, `[B, K]` int32."""
-  ends = watchers_lib.EndOfText(jnp.array(eos_ids))
-  others = [one for one in request.watchers if not isinstance(one, type(ends))]
-  return request.replace(watchers=(ends, *others))
-
-
-def _constrained(
-  request: step_lib.Request,
-  state: step_lib.DecodeState,
-  pool: automaton_lib.Pool,
-  row: int,
-  automaton: automaton_lib.Automaton | None,
-  slots: Sequence[_Slot | None],
-) -> tuple[step_lib.Request, step_lib.DecodeState]:
-  """The request and the state when a row gets an automaton, or none."""
-  old = watchers_lib.find(watchers_lib.Constrained, request.watchers)
-  if automaton is not None and old is not None and pool.tables is None:
-    raise ValueError(
-      'automaton: these slots have a constraint for all prompts; leave out one'
-      ' of the two'
-    )
-  pairs = enumerate(slots)
-  pool.assign(row, automaton, [one for one, slot in pairs if slot is not None])
-  if pool.tables is None:
-    return request, state
-  new = watchers_lib.Constrained(pool.tables)
-  if old is None:
-    free = jnp.zeros(len(slots), jnp.int32)
-    state = state.replace(watchers=(*state.watchers, free))
-    return request.replace(watchers=(*request.watchers, new)), state
-  watchers = (new if one is old else one for one in request.watchers)
-  return request.replace(watchers=tuple(watchers)), state
-
-
 def _row_of(result: Any, row: int) -> Any:
   """The `DecodeResult` of a row, from one that was read."""
   own = jax.tree.map(  # Totals are integers now.
@@ -241,7 +205,6 @@ class Slots:
     reading: int = 512,
     **options: Unpack[decode_options.Options],
   ):
-    decode_options.check_names(options, decode_options.Options)
     checks_lib.check_count('num_slots', num_slots)
     checks_lib.check_count('context', context, target.spec.max_positions)
     checks_lib.check_count('reading', reading)
@@ -249,25 +212,59 @@ class Slots:
     self.context = context
     self._target, self._drafter, self._reading = target, drafter, reading
     self._drafters = _drafters_by_number(tree_sizes, drafter)
-    rests = not all(one.stages for one in self._drafters.values())
-    key, ones = jax.random.key(0), np.ones(num_slots, np.int32)
-    none = np.zeros((num_slots, 0), np.int32)
+    eos_ids = options.pop('eos_ids', ())
+    nothing = np.zeros((num_slots, 0), np.int32)
+    ones = np.ones(num_slots, np.int32)
     request, self._config = decode_options.prepare(
-      target, drafter, key, none, ones, 0 * ones, context, rests, **options
+      target,
+      drafter,
+      jax.random.key(0),
+      decode_options.Prompts(nothing, ones, 0 * ones, context),
+      options,
+      takes_plain_steps=any(not one.stages for one in self._drafters.values()),
     )
     vocab_size = target.spec.vocab_size
     self._default = options.get('sampling', sampling_lib.Sampling())
     _row_params(self._default, 1, vocab_size)  # Refuses values per row.
     params = _row_params(self._default, num_slots, vocab_size)
-    self._default_ends = _padded_ids(options.get('eos_ids', ()), vocab_size)
+    self._default_ends = _padded_ids(eos_ids, vocab_size)
     self._eos_ids = np.tile(self._default_ends, (num_slots, 1))
-    request = _with_ends(request.replace(sampling=params), self._eos_ids)
+    #: The adjusters and watchers that all prompts share.
+    self._shared = request.adjusters, request.watchers
+    self._tables: constraint_lib.Tables | None = None
+    request = self._with_ends(request.replace(sampling=params))
     self._request = loop.place_request(target, request)
     self._state = loop.start(
       target, drafter, self._request, config=self._config
     )
     self._slots: list[_Slot | None] = [None] * num_slots
-    self._automata = automaton_lib.Pool(num_slots, vocab_size)
+
+  def _with_ends(self, request: step_lib.Request) -> step_lib.Request:
+    """The request with the tokens that end each row now."""
+    ends = watchers_lib.EndOfText(jnp.array(self._eos_ids))
+    return request.replace(watchers=(ends, *self._shared[1]))
+
+  def _constrain(
+    self, row: int, automaton: automaton_lib.Automaton | None
+  ) -> None:
+    """Gives a row an automaton, or none."""
+    tables, num_slots = self._tables, len(self._slots)
+    if automaton is None and tables is None:
+      return
+    if any(adjuster.excludes for adjuster in self._shared[0]):
+      raise ValueError(
+        'automaton: these slots have a constraint for all prompts; leave out'
+        ' one of the two'
+      )
+    if tables is None:
+      vocab_size = self._target.spec.vocab_size
+      tables = automaton_lib.stack([None] * num_slots, vocab_size)
+      free = jnp.zeros(num_slots, jnp.int32)
+      adjusters = (*self._state.adjusters, free)
+      self._state = self._state.replace(adjusters=adjusters)
+    self._tables = automaton_lib.with_row(tables, row, automaton)
+    adjusters = (*self._shared[0], self._tables)
+    self._request = self._request.replace(adjusters=adjusters)
 
   @property
   def free(self) -> list[int]:
@@ -314,11 +311,8 @@ class Slots:
       ends = _padded_ids(eos_ids, spec.vocab_size, len(ends))
     if not np.array_equal(ends, self._eos_ids[row]):
       self._eos_ids[row] = ends
-      self._request = _with_ends(self._request, self._eos_ids)
-    self._request, self._state = _constrained(
-      *(self._request, self._state, self._automata),
-      *(row, automaton, self._slots),
-    )
+      self._request = self._with_ends(self._request)
+    self._constrain(row, automaton)
     self._slots[row] = _slot_of(
       ids, rng_key, max_new_tokens, params, self._state.tokens.shape[1]
     )
@@ -366,7 +360,7 @@ class Slots:
       ended[row] = generation_lib.generation_of(
         _row_of(result, row),
         np.array([slot.prompt_length], np.int32),
-        watchers=self._request.watchers,
+        request=self._request,
         target=self._target,
         drafter=self._drafter,
       )

@@ -197,8 +197,8 @@ def _costs(
   cost = lambda forward, slot: {'per_forward': forward, 'per_slot': slot}
   return {'target': cost(target.weight_bytes, target.cache_bytes_per_slot)} | {
     stage.name: cost(
-      stage.scorer.bytes_per_forward(stage.config.width),
-      stage.scorer.bytes_per_slot,
+      stage.scorer.facts.bytes_of(stage.config.width),
+      stage.scorer.facts.bytes_per_slot,
     )
     for stage in stages
   }
@@ -239,10 +239,10 @@ def summarize(
     accepted_histogram=counters.emitted_histogram.sum(axis=0).tolist(),
     beyond_context={
       stage.name: _beyond(
-        stage.scorer.max_positions, prompt_lengths, new_tokens
+        stage.scorer.facts.max_positions, prompt_lengths, new_tokens
       )
       for stage in drafter.stages
-      if stage.scorer.max_positions
+      if stage.scorer.facts.max_positions
     },
     stage_forwards=forwards,
     positions={'target': int(counters.nodes_verified.sum())}

@@ -9,13 +9,14 @@ its root.
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
+from specdec import adjusters as adjusters_lib
+from specdec import carried as carried_lib
 from specdec import context as context_lib
 from specdec import fallback as fallback_lib
 from specdec import hidden as hidden_lib
@@ -53,8 +54,10 @@ class Request(flax.struct.PyTreeNode):
   #: `[B]` int32, new tokens per row, at most `DecodeConfig.max_new_tokens`.
   limit: jax.Array
   row_keys: jax.Array  #: `[B]` keys, one per row; consumed.
-  #: The parameters. A repetition penalty needs `SeenTokens` among the watchers.
+  #: The parameters. A repetition penalty needs `RepetitionPenalty` among the
+  #: adjusters.
   sampling: sampling_lib.SamplingParams
+  adjusters: tuple[adjusters_lib.Adjuster, ...] = ()  #: In their order.
   watchers: tuple[watchers_lib.Watcher, ...] = ()  #: See `specdec.watchers`.
   #: `[]` float32, the time of a speculative step in plain ones: decoding goes
   #: on plainly while speculation emits fewer tokens per step; used if
@@ -77,6 +80,7 @@ class DecodeState(flax.struct.PyTreeNode):
   stages: tuple[
     stages_lib.StageState, ...
   ]  #: The states of the drafter's stages.
+  adjusters: tuple[Any, ...]  #: The states of the request's adjusters.
   watchers: tuple[Any, ...]  #: The states of the request's watchers.
   counters: statistics_lib.Counters  #: The counters so far.
   fallback: fallback_lib.FallbackState  #: The account of the fallback.
@@ -107,15 +111,10 @@ def step_context(
 ) -> context_lib.StepContext:
   """The context of the step to come; see `step`."""
   rule, sampling = config.rule, request.sampling
-  own = functools.partial(
-    watchers_lib.state_of, watchers=request.watchers, states=state.watchers
-  )
-  constrained = watchers_lib.find(watchers_lib.Constrained, request.watchers)
   return context_lib.StepContext(
     tokens=state.tokens,
     length=state.length,
     active=~state.done,
-    seen=own(watchers_lib.SeenTokens),
     sampling=sampling,
     randomness=randomness_lib.step_randomness(
       request.row_keys,
@@ -130,8 +129,8 @@ def step_context(
     max_depth=drafter.max_depth,
     target_bytes=target.spec.weight_bytes,
     rule=rule,
-    constraint=constrained and constrained.constraint,
-    state=own(watchers_lib.Constrained),
+    adjusters=request.adjusters,
+    carried=state.adjusters,
     # A longer path than this tree has may have been accepted before.
     hidden=hidden_lib.before_root(
       state.target.cache,
@@ -165,16 +164,10 @@ def step(
   verdict = config.rule(
     tree, nodes, logits, proposals, ctx.randomness, ctx.sampling
   )
-  states = context_lib.states_of(tree, nodes)
-  ends, pending = watchers_lib.observe(
+  ends, watched = watchers_lib.observe(
     request.watchers,
     state.watchers,
-    watchers_lib.Observation(
-      verdict=verdict,
-      logits=scores.logits,
-      length=ctx.length,
-      states=None if states is None else verdict.along_path(states),
-    ),
+    watchers_lib.Observation(verdict=verdict, logits=scores.logits),
   )
   room = request.prompt_length + request.limit - ctx.length
   valid = accept.count_valid(logits, verdict)
@@ -183,24 +176,25 @@ def step(
   )
   path = verdict.path(nodes)
   origins = accept.emitted_origins(tree, nodes, verdict)
-  write = functools.partial(
-    watchers_lib.append, length=ctx.length, count=emitted
-  )
+  added = carried_lib.Added(path, verdict.chosen, emitted, ctx.length)
   state = DecodeState(
-    tokens=write(state.tokens, new=verdict.chosen),
-    origins=write(state.origins, new=origins),
+    tokens=added.append(state.tokens, verdict.chosen),
+    origins=added.append(state.origins, origins),
     length=ctx.length + emitted,
     reason=jnp.where(ctx.active, reason, state.reason),
-    target=model_lib.commit(target_state, path, emitted - 1),
-    stages=stages_lib.commit_stages(drafter, stages, path, emitted - 1),
-    watchers=watchers_lib.commit_watchers(request.watchers, pending, emitted),
+    target=model_lib.keep(target_state, added),
+    stages=stages_lib.keep(drafter, stages, added),
+    adjusters=adjusters_lib.keep(
+      request.adjusters, state.adjusters, tree, added
+    ),
+    watchers=watchers_lib.keep(request.watchers, watched, added),
     counters=statistics_lib.count_step(state.counters, nodes, emitted, ctx),
-    fallback=_settle(state.fallback, emitted, ctx, request, config),
+    fallback=_account(state.fallback, emitted, ctx, request, config),
   )
   return state, StepRecord(tree=tree, nodes=nodes, path=path, emitted=emitted)
 
 
-def _settle(
+def _account(
   fallback: fallback_lib.FallbackState,
   emitted: jax.Array,
   ctx: context_lib.StepContext,

@@ -11,6 +11,7 @@ import tiny_drafters
 
 import specdec
 from specdec import cache as cache_lib
+from specdec import carried as carried_lib
 from specdec import model as model_lib
 
 
@@ -100,10 +101,10 @@ def test_many_rows_are_written_and_read_at_once():
   assert count('tpu') >= 80
 
 
-_commit = jax.jit(model_lib.commit)
+_keep = jax.jit(model_lib.keep)
 
 
-def test_commit_by_hand():
+def test_keeping_nodes_by_hand():
   """Of a path of three nodes 0 to 3 are emitted."""
   for window, read, kept in (
     # Of nodes r, a, b, c, d, scored in this order, the path is r, b, d.
@@ -120,8 +121,8 @@ def test_commit_by_hand():
       window=np.tile(window, (4, 1)),
       used=np.array(len(window)),
     )
-    path, num_kept = np.array([[0, 2, 4]] * 4), np.array([-1, 0, 1, 2])
-    after = _commit(state, path, num_kept)
+    path, count = np.array([[0, 2, 4]] * 4), np.arange(4)
+    after = _keep(state, carried_lib.Added(path, path, count, 0 * count))
     _assert_holds(after.cache, [f'text{one}' for one in kept])
 
 
@@ -193,17 +194,15 @@ def _texts():
   return [prompt + new for prompt, new in rows]
 
 
-_prefill = jax.jit(
-  model_lib.prefill, static_argnames=('num_slots', 'window_size')
-)
+@jax.jit
+def _read(model, tokens, length):
+  texts = carried_lib.Texts(tokens, length + 1, tokens.shape[1])
+  return model_lib.start(model.spec, model.read, texts, window_size=1).cache
 
 
 def _assert_equals_fresh(model, cache, tokens):
   """Equals that of the text, as if nothing had ever been guessed."""
-  num_slots = tokens.shape[1]
-  fresh = jax.device_get(
-    _prefill(model, tokens, cache.length, num_slots=num_slots, window_size=1)
-  ).cache
+  fresh = jax.device_get(_read(model, tokens, cache.length))
   arrays = lambda cache: jax.tree.leaves(
     (cache.keys, cache.values, cache.hidden)
   )
@@ -229,7 +228,7 @@ def test_caches_of_all_stages_after_every_step(name):
     stages = zip(drafter.stages, state.stages, lags, strict=True)
     for stage, found, seen in stages:
       assert not np.any(found.scored)
-      if stage.scorer.needs_ancestors:
+      if stage.scorer.facts.needs_ancestors:
         cache = found.scorer.cache
         _assert_equals_fresh(stage.scorer.model, cache, state.tokens)
         lag = state.length - 1 - cache.length

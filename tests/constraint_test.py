@@ -4,6 +4,7 @@ Plain text is that of a slow loop, which knows the rule of the constraint and no
 automaton. Tables are compared with reading the bytes of every token.
 """
 
+import dataclasses
 import functools
 
 import flax.struct
@@ -152,7 +153,7 @@ class _Wrong(specdec.Constraint):
 def test_what_is_no_constraint_is_refused():
   with pytest.raises(ValueError, match=r'constraint\.next_state must return'):
     _generate('plain', constraint=_Wrong())
-  tables = automaton_lib.stack([None], [0] * 3, _VOCAB_SIZE + 40)
+  tables = automaton_lib.stack([None], _VOCAB_SIZE + 40)
   with pytest.raises(ValueError, match=r'constraint\.allowed must return'):
     _generate('plain', constraint=tables)
   with pytest.raises(ValueError, match=r'must be a specdec\.Constraint'):
@@ -218,21 +219,23 @@ def check_tables(seeds):
     stacked.append((made, slow, accepting))
   assert len(stacked) > 3
   automata = [None, *(made for made, *_ in stacked)]
-  tables = automaton_lib.stack(automata, range(len(automata)), size)
-  start = tables.start(len(automata)).tolist()
-  every = np.arange(size, dtype=np.int32)
-  same = lambda state: np.full(size, state, np.int32)
-  free = _follow(tables, same(start[0]), every)
-  assert free.tolist() == [start[0]] * size
-  for index, (_, slow, accepting) in enumerate(stacked):
-    waiting, known = [(start[index + 1], 0)], set()
+  tables = automaton_lib.stack(automata, size)
+  start = tables.first_state(len(automata)).tolist()
+  every = np.tile(np.arange(size, dtype=np.int32), (len(automata), 1))
+  same = lambda state: np.full_like(every, state)
+  for state in (start[0], 0):
+    free = np.asarray(_follow(tables, same(state), every))
+    assert not np.any(free[0])
+    assert np.all(_allowed(tables, same(state)[:, 0])[0])
+  for index, (_, slow, accepting) in enumerate(stacked, 1):
+    waiting, known = [(start[index], 0)], set()
     while waiting:
       fast, state = waiting.pop()
       if fast in known:
         continue
       known.add(fast)
-      after = _follow(tables, same(fast), every).tolist()
-      may_follow = np.asarray(_allowed(tables, same(fast)))[0].tolist()
+      after = _follow(tables, same(fast), every)[index].tolist()
+      may_follow = _allowed(tables, same(fast)[:, 0])[index].tolist()
       for token, (new, one) in enumerate(zip(after, may_follow, strict=True)):
         wanted = slow[state][token]
         if token in eos:
@@ -250,8 +253,11 @@ def test_tables_against_reading_bytes():
 
 def test_forbidden_is_never_left():
   tables = check_tables(range(6))
-  state = np.full(_SIZE, constraint_lib.FORBIDDEN, np.int32)
-  after = _follow(tables, state, np.arange(_SIZE, dtype=np.int32))
+  shape = len(tables.kinds), _SIZE
+  state = np.full(shape, constraint_lib.FORBIDDEN, np.int32)
+  after = _follow(
+    tables, state, np.tile(np.arange(_SIZE, dtype=np.int32), (shape[0], 1))
+  )
   assert after.tolist() == state.tolist()
 
 
@@ -264,21 +270,32 @@ def test_rows_that_come_and_go_keep_their_automata():
         automaton_lib.of_bytes(delta, accepting, tokens, len(tokens), (3,))
       )
   rng = np.random.default_rng(0)
-  pool, rows = automaton_lib.Pool(3, 40), dict[int, automaton_lib.Automaton]()
-  pool.assign(0, None, [])
-  assert pool.tables is None
-  may_follow = lambda tables: np.asarray(
-    _allowed(tables, np.asarray(tables.rows))
+  # Texts are in states of their own when the tables of another row grow.
+  large = dataclasses.replace(
+    made[0], after=np.pad(made[0].after, ((0, 300), (0, 0)))
   )
-  for _ in range(25):
+  tables, rows = automaton_lib.stack([None] * 3, _SIZE), [None] * 3
+  states = np.ones(3, np.int32)
+  for step in range(25):
     row = int(rng.integers(3))
-    rows.pop(row, None)
-    rows[row] = [*made, None][rng.integers(len(made) + 1)]
-    pool.assign(row, rows[row], [one for one in rows if one != row])
-    found = may_follow(pool.tables)
-    for busy, one in rows.items():
-      (wanted,) = may_follow(automaton_lib.stack([one], [0], _SIZE))
-      np.testing.assert_array_equal(found[busy], wanted)
+    rows[row] = (
+      [*made, None][rng.integers(len(made) + 1)] if step != 9 else large
+    )
+    states[row] = 1
+    tables = automaton_lib.with_row(tables, row, rows[row])
+    for busy, automaton in enumerate(rows):
+      alone = automaton_lib.stack([automaton] * 3, _SIZE)
+      for found, wanted in (
+        (_allowed(tables, states), _allowed(alone, states)),
+        (
+          _follow(tables, states, states + 2),
+          _follow(alone, states, states + 2),
+        ),
+      ):
+        np.testing.assert_array_equal(found[busy], wanted[busy])
+    after = np.asarray(_follow(tables, states, states + 2))
+    states = np.where(after < 0, states, after)
+  assert tables.following.shape[1] == 1024
 
 
 def test_an_automaton_may_not_be_larger_than_is_said():

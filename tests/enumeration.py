@@ -20,11 +20,11 @@ import tiny_drafters
 
 from models.nn import table_model
 import specdec
+from specdec import adjusters as adjusters_lib
 from specdec import cache as cache_lib
 from specdec import checks as checks_lib
 from specdec import randomness as randomness_lib
 from specdec import sampling as sampling_lib
-from specdec import watchers as watchers_lib
 from specdec.draft import head as head_lib
 from specdec.draft import ranking as ranking_lib
 from specdec.tree import topology as topology_lib
@@ -209,9 +209,7 @@ def request(
     limit=jnp.full(batch_size, length, jnp.int32),
     row_keys=keys,
     sampling=sampling,
-    watchers=watchers_lib.make_watchers(
-      penalty_vocab_size=sampling.logit_bias.shape[-1]
-    ),
+    adjusters=(adjusters_lib.RepetitionPenalty(sampling.logit_bias.shape[-1]),),
   )
 
 

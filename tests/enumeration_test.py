@@ -20,6 +20,7 @@ import slow_walks
 
 from models.nn import table_model
 import specdec
+from specdec import carried as carried_lib
 from specdec import randomness as randomness_lib
 from specdec import sampling as sampling_lib
 from specdec.draft import growth
@@ -278,8 +279,8 @@ def _grown_tree(drafter, sampling, text, length, *, room):
     rule=rejection.RejectionRule(),
   )
   num_slots = text.shape[0] + room
-  states = stages_lib.init_stages(
-    drafter, text[None], length, num_slots=num_slots
+  states = stages_lib.start(
+    drafter, carried_lib.Texts(text[None], length, num_slots)
   )
   _, tree = growth.grow(drafter.stages, states, ctx.root_trees(), ctx)
   tree, nodes = jax.tree.map(

@@ -73,8 +73,9 @@ def test_rows_that_are_done_have_no_say():
 
 def test_no_node_is_scored_beyond_the_context():
   """The root is at position length - 1; of 10 the last is 9."""
-  stage = types.SimpleNamespace(scorer=types.SimpleNamespace(max_positions=10))
+  facts = types.SimpleNamespace(max_positions=10)
+  stage = types.SimpleNamespace(scorer=types.SimpleNamespace(facts=facts))
   ctx = types.SimpleNamespace(length=jnp.array([1, 9, 10, 11, 12]), max_depth=4)
   assert growth._depth_limit(stage, ctx).tolist() == [4, 1, 0, -1, -1]
-  stage.scorer.max_positions = None
+  facts.max_positions = None
   assert growth._depth_limit(stage, ctx).tolist() == [4] * 5

@@ -11,7 +11,6 @@ import tiny
 import tiny_drafters
 
 import specdec
-from specdec.draft import stages as stages_lib
 from specdec.tree import topology as topology_lib
 
 _TREE = {'num_nodes': 10, 'width': 3, 'branching': 3, 'rounds': 3}
@@ -137,13 +136,12 @@ def test_growth_after_a_step_is_growth_after_a_prefill():
   rows = np.arange(growth.BATCH_SIZE)
   tokens, length = growth.padded(step.texts)
   rest = (rows >= 0, step.noise, tiny.sampling_params(1.0, 0.0, 1.0))
-  commit = jax.jit(stages_lib.commit_stages)
   grow_again = jax.jit(growth.grown_from)
   stages, tree = growth.grown(drafter, tokens, length, *rest)
   for leaf in (3, 4, 5, 6):
     # To a leaf, which no draft has scored, and a bonus token.
     path = np.array([[0, (leaf - 1) // 2, leaf]] * len(rows), np.int32)
-    stages = commit(drafter, stages, path, 0 * length + 2)
+    stages = growth.kept(drafter, stages, path, 0 * length + 3)
     for row in rows:
       new = [*np.asarray(tree.token[row])[path[row, 1:]], rng.integers(9)]
       tokens[row, length[row] : length[row] + 3] = new
@@ -169,7 +167,6 @@ def test_a_draft_reads_what_it_lacks_together_with_the_root():
   step = growth.random_step(2, drafter.max_depth, 1.0, tiny.VOCAB_SIZE)
   rows = np.arange(growth.BATCH_SIZE)
   rest = (rows >= 0, step.noise, tiny.sampling_params(1.0, 0.0, 1.0))
-  commit = jax.jit(stages_lib.commit_stages)
   grow_again = jax.jit(growth.grown_from)
   most_missing = []
   for most in (outer.width, drafter.max_depth):
@@ -189,8 +186,8 @@ def test_a_draft_reads_what_it_lacks_together_with_the_root():
       tokens[row, length[row] : length[row] + len(new)] = new
       length[row] += len(new)
     most_missing.append(max(lacks))
-    kept = np.sum(path >= 0, axis=1) - 1
-    stages = commit(drafter, stages, path, kept)
+    count = np.sum(path >= 0, axis=1).astype(np.int32)
+    stages = growth.kept(drafter, stages, path, count)
     _, tree = grow_again(drafter, stages, tokens, length, *rest)
     _, expected = growth.grown(drafter, tokens, length, *rest)
     growth.assert_equal_trees(*map(growth.lists_of, (tree, expected)))

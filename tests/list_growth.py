@@ -11,6 +11,7 @@ import tiny_drafters
 
 from models.nn import table_model
 import specdec
+from specdec import carried as carried_lib
 from specdec import checks as checks_lib
 from specdec import hosts
 from specdec.draft import growth
@@ -73,7 +74,8 @@ def _log_softmax(scores):
 @jax.jit
 def grown(drafter, tokens, length, *rest):
   """States and trees after a first step."""
-  stages = stages_lib.init_stages(drafter, tokens, length, num_slots=TEXT_SLOTS)
+  texts = carried_lib.Texts(tokens, length, TEXT_SLOTS)
+  stages = stages_lib.start(drafter, texts)
   return grown_from(drafter, stages, tokens, length, *rest)
 
 
@@ -85,6 +87,13 @@ def grown_from(drafter, stages, tokens, length, active, noise, sampling):
     target_bytes=_TARGET_BYTES,
   )
   return growth.grow(drafter.stages, stages, ctx.root_trees(), ctx)
+
+
+@jax.jit
+def kept(drafter, stages, path, count):
+  """States after a step that keeps the first `count [B]` nodes of a path."""
+  added = carried_lib.Added(path, path, count, 0 * count)
+  return stages_lib.keep(drafter, stages, added)
 
 
 def lists_of(tree):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec import adjusters as adjusters_lib
 from specdec import context as context_lib
 from specdec import randomness as randomness_lib
 from specdec.tree import tree as tree_lib
@@ -106,16 +107,18 @@ def stack(items):
 
 
 def match_context(
-  tokens, length, noise, sampling, **kw
+  tokens, length, noise, sampling, seen=None, **kw
 ) -> context_lib.StepContext:
   """Context of a step, by default of match verification.
 
-  `noise`: `[B, D + 1, V]`.
+  `noise`: `[B, D + 1, V]`; `seen`: `[B, V]`, for a repetition penalty.
   """
   kw = {
-    **{'active': length > 0, 'seen': None},
-    **{'rule': match.MatchRule(), 'target_bytes': 1},
+    **{'active': length > 0, 'rule': match.MatchRule(), 'target_bytes': 1},
   } | kw
+  if seen is not None:
+    penalty = adjusters_lib.RepetitionPenalty(seen.shape[1])
+    kw |= {'adjusters': (penalty,), 'carried': (seen,)}
   return context_lib.StepContext(
     tokens=tokens,
     length=length,

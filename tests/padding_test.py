@@ -167,7 +167,7 @@ def test_a_table_may_have_other_padding(target, plain, tokenizer, tmp_path):
   for path in (smaller, equal, larger):
     drafter = _drafter(target, path)
     assert drafter.labels == ('ngram',)
-    assert drafter.stages[0].scorer.vocab_size == SIZE
+    assert drafter.stages[0].scorer.facts.vocab_size == SIZE
   generation = _generate(_target_alone(target), drafter)
   assert generation.tokens == plain.tokens
   assert generation.finish_reasons == ['length'] * 2

@@ -14,7 +14,7 @@ import models
 from models.text import drafters
 from models.text import pair as pair_lib
 import specdec
-from specdec import hidden as hidden_lib
+from specdec import carried as carried_lib
 from specdec.draft import stages as stages_lib
 from specdec.tree import topology as topology_lib
 
@@ -51,15 +51,14 @@ def test_it_drafts_as_if_the_end_of_the_text_were_all_of_it():
   rows = np.arange(growth.BATCH_SIZE)
   noise = growth.random_step(2, 2, 1.0, tiny.VOCAB_SIZE).noise
   rest = (rows >= 0, noise, tiny.sampling_params(1.0, 0.0, 1.0))
-  commit = jax.jit(stages_lib.commit_stages)
   grow_again = jax.jit(growth.grown_from)
-  catch_up = jax.jit(stages_lib.catch_up_stages)
+  restart = jax.jit(stages_lib.restart)
 
   stages, tree = growth.grown(drafter, *growth.padded(texts), *rest)
   firsts = [5, 0, 1]
   _check_trees(tree, texts, firsts, *rest)
   path = np.array([[0, 1, 4]] * len(rows), np.int32)
-  stages = commit(drafter, stages, path, 0 * rows.astype(np.int32) + 2)
+  stages = growth.kept(drafter, stages, path, 0 * rows.astype(np.int32) + 3)
   for row, text in enumerate(texts):
     text += [*np.asarray(tree.token[row])[[1, 4]].tolist(), row]
   stages, tree = grow_again(drafter, stages, *growth.padded(texts), *rest)
@@ -75,10 +74,9 @@ def test_it_drafts_as_if_the_end_of_the_text_were_all_of_it():
       length[row] = len(texts[row]) * reads[row]
       kept[row] = min(keep, len(texts[row]) - 1)
     tokens, lengths = growth.padded(texts)
-    stages = commit(drafter, stages, 0 * path - 1, 0 * kept - 1)
-    stages = catch_up(
-      drafter, stages, tokens, length, kept, hidden_lib.HiddenStates()
-    )
+    stages = growth.kept(drafter, stages, 0 * path - 1, 0 * kept)
+    new = carried_lib.Texts(tokens, length, growth.TEXT_SLOTS, kept)
+    stages = restart(drafter, stages, new)
     stages, tree = grow_again(drafter, stages, tokens, lengths, *rest)
     _check_trees(tree, texts, firsts, *rest)
 
@@ -100,8 +98,8 @@ def test_it_reads_so_many_tokens_of_a_prompt():
   counting = model.replace(spec=dataclasses.replace(model.spec, apply=apply))
   drafter = _of_tail(tiny_drafters.model(counting, _SETTINGS))
   for length, expected in ((9, _C), (2, 2)):
-    init = lambda tokens, length: stages_lib.init_stages(
-      drafter, tokens, length, num_slots=20
+    init = lambda tokens, length: stages_lib.start(
+      drafter, carried_lib.Texts(tokens, length, 20)
     )
     prompt = np.zeros((2, length), np.int32)
     jax.eval_shape(init, prompt, np.full(2, length, np.int32))

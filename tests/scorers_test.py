@@ -204,7 +204,7 @@ def test_merging_proposers(num_proposers):
       for share, name in zip(shares, names, strict=True)
     ]
     scorer = specdec.CandidateScorer(tuple(proposers))
-    assert scorer.labels == tuple(names)
+    assert scorer.facts.labels == tuple(names)
     table, source_of = _slow_merge(proposers)
     doubled += sum(one.tokens.size for one in proposers)
     doubled -= np.sum(source_of >= 0)

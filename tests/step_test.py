@@ -12,6 +12,7 @@ import tiny_drafters
 
 import specdec
 from specdec import cache as cache_lib
+from specdec import carried as carried_lib
 from specdec import watchers as watchers_lib
 from specdec.tree import topology as topology_lib
 
@@ -118,4 +119,6 @@ def test_stop_strings_go_on_where_the_emitted_tokens_led():
     types.SimpleNamespace(start=jnp.zeros(2, jnp.int32))
   )
   states = jnp.array([[5, 6, 7], [8, 9, 1]])  # after 0, 1 and 2 tokens
-  assert watcher.commit(states, jnp.array([0, 2])).tolist() == [5, 1]
+  count = jnp.array([0, 2])
+  added = carried_lib.Added(states, states, count, 0 * count)
+  assert watcher.keep(states, added).tolist() == [5, 1]

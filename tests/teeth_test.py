@@ -27,7 +27,7 @@ _TESTS = {
   'BANNED': (
     'sampling.test_no_temperature_and_no_penalty_brings_a_banned_token_back()'
   ),
-  'COMMIT': 'cache.test_commit_by_hand()',
+  'COMMIT': 'cache.test_keeping_nodes_by_hand()',
   'CONSTRAINED': "constraint.check_tokens('chain', 'match')",
   'CUTS': 'enumeration.check_cuts(True)',
   'DRAWS': "enumeration.check_draws('without_replacement')",
@@ -81,7 +81,7 @@ the origin of a token is that of the token before
 counts a shorter text as the whole one
   length=ctx.length - state.skipped => length=ctx.length
 uses entries of text that has changed
-  - jnp.minimum(state.cache.length + state.skipped, kept)
+  - jnp.minimum(state.cache.length + state.skipped, texts.kept)
   + state.cache.length + state.skipped
 # The noise.
 [step: STEP]
@@ -162,21 +162,20 @@ draft forgets the text that it could not read in time
 # The caches.
 [step: STEP]
 target keeps the first nodes, not those of the path
-  - model_lib.commit(target_state, path, emitted - 1)
-  + model_lib.commit(
+  - model_lib.keep(target_state, added)
+  + model_lib.keep(
   +   target_state,
-  +   jnp.where(path >= 0, nodes[:, : path.shape[1]], path),
-  +   emitted - 1,
+  +   added.replace(path=jnp.where(path >= 0, nodes[:, : path.shape[1]], path)),
   + )
 [model: COMMIT]
 target cache keeps one too many
-  jnp.minimum(num_scored, num_kept + 1) => @ + 1
+  jnp.minimum(num_scored, added.count) => @ + 1
 target cache keeps rejected nodes
-  jnp.minimum(num_scored, num_kept + 1) => 0 * num_kept + path.shape[1]
+  jnp.minimum(num_scored, added.count) => 0 * added.count + path.shape[1]
 draft cache keeps one too many after full acceptance
-  jnp.minimum(num_scored, num_kept + 1) => num_kept + 1
+  jnp.minimum(num_scored, added.count) => added.count
 draft cache forgets the root
-  jnp.minimum(num_scored, num_kept + 1) => jnp.minimum(num_scored, num_kept)
+  jnp.minimum(num_scored, added.count) => jnp.minimum(num_scored, added.count - 1)
 draft cache keeps nodes in the order of the tree
   jnp.argmax(in_slot, axis=2), => state.num_text[:, None] + path,
 [cache: cache.test_keep_by_hand()]
@@ -330,11 +329,13 @@ the best are tried first, as if the first was drawn
 # What is returned beside tokens.
 [watchers: step.test_stop_strings_go_on_where_the_emitted_tokens_led()]
 stop strings are forgotten between blocks
-  (pending, emitted[:, None], => (pending, 0 * emitted[:, None],
-[context: STEP]
+  (state, added.count[:, None], => (state, 0 * added.count[:, None],
+[adjusters: STEP]
 a token is not seen before the next block
-  - seen_by_nodes(tree, nodes, seen, self.max_depth)
-  + jnp.broadcast_to(seen[:, None], logits.shape)
+  - sampling_lib.seen_by_nodes(
+  -     nodes.tree, nodes.index, state, nodes.max_depth
+  -   )
+  + jnp.broadcast_to(state[:, None], logits.shape)
 [step: STEP]
 log-probabilities after bias and penalty
   logits=scores.logits, => logits=logits,
@@ -347,17 +348,17 @@ the fallback counts rows that are done
 # Constraints.
 [context: CONSTRAINED]
 a child has the state of its parent
-  jnp.where(tree.parent >= 0, after, tree.state) => before
+  adjuster.after(before, tree.token), => before,
 [draft.language_model: CONSTRAINED]
 a draft does not know the constraint
   logits = ctx.adjusted(found.logits, tree, nodes) => logits = found.logits
-[watchers: CONSTRAINED]
+[constraint: CONSTRAINED]
 the constraint goes on from the root, not from the last token
   - jnp.concatenate([state[:, None], after], axis=1)
   + jnp.repeat(state[:, None], 1 + after.shape[1], axis=1)
 [draft.candidates: constraint.check_tokens('guesses', 'match')]
 forbidden candidates take the places of others
-  ctx.conditioned(log_probs, tree, nodes, tokens) => log_probs
+  ctx.adjusted_few(log_probs, tree, nodes, tokens) => log_probs
 [automaton: AUTOMATA]
 a text may end anywhere
   np.where(accepting[kept], 0, constraint_lib.FORBIDDEN) => 0
@@ -371,7 +372,7 @@ a token that ends a text spells its bytes, too
 the bits of a mask are of other tokens
   jnp.right_shift(jnp.broadcast_to(words, shape), bit) => @ >> 1
 all rows follow the first automaton
-  automaton = state % number => automaton = 0 * state
+  return jax.lax.broadcasted_iota(jnp.int32, state.shape, 0) => return 0 * state
 # Drafting heads, which change no output.
 [draft.head: LENGTHS]
 accepted tokens are not read anew by a head
@@ -379,7 +380,7 @@ accepted tokens are not read anew by a head
 positions of drafted tokens are shifted in a head
   planned.positions, planned => planned.positions + (planned.nodes > 0), planned
 a head does not read the prompt
-  prompt_length - 1, => 0 * prompt_length,
+  read, texts, window_size => read, texts.replace(length=texts.length * 0 + 1), window_size
 drafted tokens are read with the state of the target
   None], of_parent, fused => None], fused, fused
 [hidden: LENGTHS]

@@ -13,6 +13,7 @@ import specdec
 from specdec import checks as checks_lib
 from specdec import randomness as randomness_lib
 from specdec import sampling as sampling_lib
+from specdec.draft import drafter as drafter_lib
 from specdec.tree import tree as tree_lib
 from specdec.verify import accept
 
@@ -84,8 +85,7 @@ class _ChainRule(specdec.MatchRule):
 class _Drawing(specdec.Scorer):
   """A scorer that could draw children."""
 
-  labels = ('drawing',)
-  can_draw = True
+  facts = drafter_lib.ScorerFacts(labels=('drawing',), can_draw=True)
 
 
 def _to_rule(verify, children=None, *, topology=None, scorer=None):

@@ -96,7 +96,7 @@ class Pair:
   head: head_lib.Head | None = None
 
   @property
-  def drafting_model(self) -> model_lib.LanguageModel | None:
+  def drafting_model(self) -> model_lib.Network | None:
     """The draft or the head, if there is one."""
     return self.draft if self.head is None else self.head
 

@@ -84,10 +84,9 @@ def constraint_of_rows(
     )
     for one in rows
   }
-  distinct = list(automata)
-  return automaton_lib.stack(
-    [*automata.values()], [distinct.index(one) for one in rows], vocab_size
-  )
+  # One set of tables serves rows that all have the same.
+  per_row = [automata[one] for one in (rows if len(automata) > 1 else rows[:1])]
+  return automaton_lib.stack(per_row, vocab_size)
 
 
 def keys_of_seeds(seed: int | Sequence[int], batch_size: int) -> jax.Array:

@@ -54,19 +54,14 @@ class CandidateScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
   proposers: tuple[Any, ...]  #: The proposers, the most reliable first.
 
   @property
-  def labels(self) -> tuple[str, ...]:
-    """The names of the proposers."""
-    return tuple(proposer.name for proposer in self.proposers)
-
-  @property
-  def vocab_size(self) -> int | None:
-    """V of the first proposer that has one."""
+  def facts(self) -> drafter_lib.ScorerFacts:
+    """The names of the proposers, and V of the first that has one."""
     sizes = (proposer.vocab_size for proposer in self.proposers)
-    return next(filter(None, sizes), None)
-
-  def bytes_per_forward(self, width: int) -> int:
-    """Bytes of all look-ups."""
-    return width * sum(proposer.bytes_per_node for proposer in self.proposers)
+    return drafter_lib.ScorerFacts(
+      labels=tuple(proposer.name for proposer in self.proposers),
+      vocab_size=next(filter(None, sizes), None),
+      bytes_per_node=sum(one.bytes_per_node for one in self.proposers),
+    )
 
   def score(
     self,
@@ -80,7 +75,7 @@ class CandidateScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
     tokens, log_probs, sources = jax.vmap(self._merged)(
       tree, nodes, ctx.tokens, ctx.length
     )
-    log_probs = ctx.conditioned(log_probs, tree, nodes, tokens)
+    log_probs = ctx.adjusted_few(log_probs, tree, nodes, tokens)
     depths = jax.vmap(lambda tree, nodes: tree.depth[nodes])(tree, nodes)
     ranked = ranking_lib.rank_candidates(
       log_probs,

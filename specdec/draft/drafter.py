@@ -19,8 +19,8 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from specdec import carried as carried_lib
 from specdec import context as context_lib
-from specdec import hidden as hidden_lib
 from specdec import model as model_lib
 from specdec.tree import topology as topology_lib
 from specdec.tree import tree as tree_lib
@@ -81,7 +81,7 @@ class Scores:
   #: `[B, W, K]` float32, their log-probabilities, at most 0;
   #: `sampling.EXCLUDED` for entries that are no candidates.
   cond_log_probs: jax.Array
-  sources: jax.Array  #: `[B, W, K]` int32, indices of the scorer's `labels`.
+  sources: jax.Array  #: `[B, W, K]` int32, indices of the scorer's labels.
   #: `(index [B, M], tokens [B, M]) -> [B, M]` float32, the log-probability, at
   #: most 0, of any token after the node at an index of W. Asked only for
   #: children that another stage drafted.
@@ -92,59 +92,46 @@ class Scores:
   drawn_from: jax.Array
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScorerFacts:
+  """What a scorer is, and what it needs and costs; nothing in it is traced."""
+
+  #: Names of the sources of its candidates, for the origin of tokens.
+  labels: tuple[str, ...]
+  #: The networks that it runs.
+  networks: tuple[model_lib.Network, ...] = ()
+  vocab_size: int | None = None  #: V, or None if it has none of its own.
+  #: The longest context, or None if there is no limit.
+  max_positions: int | None = None
+  #: Whether a node can be scored only after its ancestors.
+  needs_ancestors: bool = False
+  #: Whether a node can be scored only in a forward after its parent's.
+  needs_parents: bool = False
+  #: The target's hidden states that it reads, keys of `KVCache.hidden`.
+  hidden: tuple[int, ...] = ()
+  #: Whether it has a distribution to draw children from, or only the best.
+  can_draw: bool = False
+  #: Bytes read from memory per visible cache slot, per forward however many
+  #: nodes it scores, and per node.
+  bytes_per_slot: int = 0
+  bytes_per_forward: int = 0
+  bytes_per_node: int = 0
+
+  def bytes_of(self, width: int) -> int:
+    """Bytes read from memory by scoring `width` nodes, the cache apart."""
+    return self.bytes_per_forward + width * self.bytes_per_node
+
+
 class Scorer:
   """Base of scorers: batched pure functions, and a pytree of what they need.
 
-  Subclasses override the properties by properties or by constants.
+  A subclass has `facts` and `score`; with a state also `start`, `restart` and
+  `keep` (`specdec.carried`).
   """
 
   @property
-  def labels(self) -> tuple[str, ...]:
-    """Names of the sources of its candidates, for the origin of tokens."""
-    raise NotImplementedError
-
-  @property
-  def models(self) -> tuple[model_lib.LanguageModel, ...]:
-    """The language models that it runs."""
-    return ()
-
-  @property
-  def vocab_size(self) -> int | None:
-    """V, or None if it has none of its own."""
-    return None
-
-  @property
-  def max_positions(self) -> int | None:
-    """The longest context, or None if there is no limit."""
-    return None
-
-  @property
-  def needs_ancestors(self) -> bool:
-    """Whether a node can be scored only after its ancestors."""
-    return False
-
-  @property
-  def needs_parents(self) -> bool:
-    """Whether a node can be scored only in a forward after its parent's."""
-    return False
-
-  @property
-  def hidden(self) -> tuple[int, ...]:
-    """The target's hidden states that it reads, keys of `KVCache.hidden`."""
-    return ()
-
-  @property
-  def can_draw(self) -> bool:
-    """Whether it has a distribution to draw children from, or only the best."""
-    return False
-
-  @property
-  def bytes_per_slot(self) -> int:
-    """Bytes read from memory per visible cache slot."""
-    return 0
-
-  def bytes_per_forward(self, width: int) -> int:
-    """Bytes read from memory by scoring `width` nodes, the cache apart."""
+  def facts(self) -> ScorerFacts:
+    """The facts of the scorer."""
     raise NotImplementedError
 
   def forward_width(
@@ -163,67 +150,31 @@ class Scorer:
     del max_depth, has_inner
     return max(width, 2)
 
-  def init(
-    self,
-    prompt: jax.Array,
-    prompt_length: jax.Array,
-    *,
-    num_slots: int,
-    num_scored: int,
-    hidden: hidden_lib.HiddenStates,
-  ) -> Any:
+  def start(self, texts: carried_lib.Texts, num_scored: int) -> Any:
     """The state before the first step; by default there is none.
 
-    The scorer knows all of each prompt but the last token, the root.
-
-    Args:
-      prompt: `[B, P]` int32.
-      prompt_length: `[B]` int32.
-      num_slots: the longest text, in tokens.
-      num_scored: the most nodes that are scored in one step.
-      hidden: the target's hidden states at all tokens but the last.
+    The scorer knows all of each text except the last token, the root.
+    `num_scored` are the most nodes that are scored in one step.
     """
-    del prompt, prompt_length, num_slots, num_scored, hidden
+    del texts, num_scored
     return ()
 
-  def catch_up(
-    self,
-    state: Any,
-    tokens: jax.Array,
-    length: jax.Array,
-    kept: jax.Array,
-    *,
-    num_scored: int,
-    hidden: hidden_lib.HiddenStates,
+  def restart(
+    self, state: Any, texts: carried_lib.Texts, num_scored: int
   ) -> tuple[Any, jax.typing.ArrayLike]:
     """Between steps: takes in text that the scorer has not seen.
 
-    By default the state is made anew by `init`.
-
-    Args:
-      state: the state before.
-      tokens: `[B, T]` int32, the texts.
-      length: `[B]` int32, of the texts; 0 in all rows if nothing is missing.
-      kept: `[B]` int32, the tokens of each text, from its first on, that are
-        those of the state before.
-      num_scored: as for `init`.
-      hidden: as for `init`.
+    By default the state is made anew by `start`.
 
     Returns:
       The state, and the number of forwards that it took.
     """
-    del kept
     if not jax.tree.leaves(state):
       return state, 0
-    missing = jnp.any(length > 0)
-    init = lambda: self.init(
-      tokens,
-      length,
-      num_slots=tokens.shape[1],
-      num_scored=num_scored,
-      hidden=hidden,
+    missing = jnp.any(texts.length > 0)
+    state = lax.cond(
+      missing, lambda: self.start(texts, num_scored), lambda: state
     )
-    state = lax.cond(missing, init, lambda: state)
     return state, missing.astype(jnp.int32)
 
   def score(
@@ -246,16 +197,9 @@ class Scorer:
     """
     raise NotImplementedError
 
-  def commit(self, state: Any, path: jax.Array, num_kept: jax.Array) -> Any:
-    """Ends a step; by default the state stays as it is.
-
-    Args:
-      state: the state before.
-      path: `[B, D + 1]` int32, the accepted node of each depth, then `NO_NODE`.
-      num_kept: `[B]` int32, the number of them, the root not counted, that are
-        now part of the text; -1 for a row that is done, which keeps no node.
-    """
-    del path, num_kept
+  def keep(self, state: Any, added: carried_lib.Added) -> Any:
+    """Ends a step; by default the state stays as it is."""
+    del added
     return state
 
 
@@ -270,7 +214,7 @@ class Stage(flax.struct.PyTreeNode):
   @property
   def name(self) -> str:
     """The labels of its scorer, joined."""
-    return '+'.join(self.scorer.labels)
+    return '+'.join(self.scorer.facts.labels)
 
   def forward_width(self, max_depth: int, *, has_inner: bool) -> int:
     """See `Scorer.forward_width`; `max_depth` is D."""
@@ -318,7 +262,7 @@ class Drafter(flax.struct.PyTreeNode):
   def labels(self) -> tuple[str, ...]:
     """Sources of candidates; origin i of a node is entry i - 1."""
     return tuple(
-      label for stage in self.stages for label in stage.scorer.labels
+      label for stage in self.stages for label in stage.scorer.facts.labels
     )
 
   @property

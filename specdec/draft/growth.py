@@ -66,7 +66,7 @@ def _grow(
   if not stages:
     return states, tree
   stage = stages[0]
-  inner_origin = first_origin + len(stage.scorer.labels)
+  inner_origin = first_origin + len(stage.scorer.facts.labels)
   is_fixed = isinstance(ctx.shape, topology_lib.Topology)
   policy = (_FixedTopology if is_fixed else _BestFirst)(
     *(stage, ctx, expanded, bool(stages[1:]), first_origin),
@@ -150,7 +150,7 @@ def _depth_limit(
   stage: drafter_lib.Stage, ctx: context_lib.StepContext
 ) -> jax.Array:
   """`[B]` int32, the depth to which nodes fit the context; -1 if none does."""
-  longest = stage.scorer.max_positions
+  longest = stage.scorer.facts.max_positions
   depth = jnp.full(ctx.length.shape, ctx.max_depth)
   if longest is not None:  # a node of depth d is at position length - 1 + d
     depth = jnp.minimum(depth, jnp.maximum(longest - ctx.length, -1))
@@ -254,8 +254,8 @@ class _BestFirst(_Policy):
       max_depth=self.ctx.max_depth,
       width=self.stage.config.width,
       num_nodes=self.ctx.shape.num_nodes,
-      needs_ancestors=self.stage.scorer.needs_ancestors,
-      needs_parents=self.stage.scorer.needs_parents,
+      needs_ancestors=self.stage.scorer.facts.needs_ancestors,
+      needs_parents=self.stage.scorer.facts.needs_parents,
     )
     frontier = jax.vmap(of_row)(
       tree, scored, self.expanded, self.depth_limit, self.ctx.active
@@ -268,10 +268,10 @@ class _BestFirst(_Policy):
     self, frontier: Frontier, has_begun: jax.Array, rounds_done: jax.Array
   ) -> jax.Array:
     """Whether another round is expected to be worth its cost, `[]` bool."""
-    scorer, config, ctx = self.stage.scorer, self.stage.config, self.ctx
+    facts, config, ctx = self.stage.scorer.facts, self.stage.config, self.ctx
     cost = config.cost_ratio
     if cost is None:
-      cost = scorer.bytes_per_forward(config.width) / ctx.target_bytes
+      cost = facts.bytes_of(config.width) / ctx.target_bytes
     if cost == 0:
       return jnp.any(frontier.can_grow)
     # The tokens that this cost would bring at the average rate so far.

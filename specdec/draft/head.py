@@ -25,6 +25,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from specdec import cache as cache_lib
+from specdec import carried as carried_lib
 from specdec import context as context_lib
 from specdec import hidden as hidden_lib
 from specdec import model as model_lib
@@ -34,7 +35,7 @@ from specdec.tree import tree as tree_lib
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HeadSpec(model_lib.ModelSpec):
+class HeadSpec(model_lib.NetworkSpec):
   """A drafting head as pure functions; hashable, so static under `jit`."""
 
   #: `(params, tokens [B, L], positions [B, L], mask [B, L, S], cache, states
@@ -51,7 +52,7 @@ class HeadSpec(model_lib.ModelSpec):
   width: int  #: H.
 
 
-class Head(model_lib.LanguageModel):
+class Head(model_lib.Network):
   """A drafting head with its weights."""
 
   spec: HeadSpec = flax.struct.field(pytree_node=False)
@@ -88,33 +89,31 @@ class Head(model_lib.LanguageModel):
         self.params, tokens, positions, mask, cache, states
       )
 
+  def reader(self, hidden: hidden_lib.HiddenStates) -> model_lib.Read:
+    """A function that reads text with the target's states `hidden`."""
 
-class _Reader(Head):
-  """A head as a language model that reads text, without logits."""
+    def read(
+      tokens: jax.Array,
+      positions: jax.Array,
+      mask: jax.Array,
+      cache: cache_lib.KVCache,
+    ) -> cache_lib.KVCache:
+      before = hidden.before(positions, self.spec.reads)
+      states = self.spec.fuse(self.params, *before)
+      return self.forward(tokens, positions, mask, cache, states)[1]
 
-  hidden: hidden_lib.HiddenStates
-
-  def apply(
-    self,
-    tokens: jax.Array,
-    positions: jax.Array,
-    mask: jax.Array,
-    cache: cache_lib.KVCache,
-  ) -> tuple[jax.Array, cache_lib.KVCache]:
-    before = self.hidden.before(positions, self.spec.reads)
-    states = self.spec.fuse(self.params, *before)
-    return self.forward(tokens, positions, mask, cache, states)
+    return read
 
 
 class HeadState(flax.struct.PyTreeNode):
   """State of a head, carried from forward to forward."""
 
-  model: model_lib.ModelState  #: As of a language model.
+  model: model_lib.ModelState  #: The cache and the window.
   states: jax.Array  #: `[B, T, H]` float32, given by what the window holds.
 
   @property
   def cache(self) -> cache_lib.KVCache:
-    """That of the head."""
+    """The cache of the head."""
     return self.model.cache
 
 
@@ -125,21 +124,22 @@ class HeadScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
   #: The name of the stage; static.
   name: str = flax.struct.field(pytree_node=False, default='head')
 
-  needs_ancestors = True
-  needs_parents = True
-  can_draw = True
-
-  labels = property(lambda self: (self.name,))
-  models = property(lambda self: (self.head,))
-  hidden = property(lambda self: self.head.spec.reads)
-  vocab_size = property(lambda self: self.head.spec.vocab_size)
-  max_positions = property(lambda self: self.head.spec.max_positions)
-  bytes_per_slot = property(lambda self: self.head.spec.cache_bytes_per_slot)
-
-  def bytes_per_forward(self, width: int) -> int:
-    """Bytes of the weights, however many nodes there are."""
-    del width
-    return self.head.spec.weight_bytes
+  @property
+  def facts(self) -> drafter_lib.ScorerFacts:
+    """It reads all weights in a forward, however many nodes there are."""
+    spec = self.head.spec
+    return drafter_lib.ScorerFacts(
+      labels=(self.name,),
+      networks=(self.head,),
+      vocab_size=spec.vocab_size,
+      max_positions=spec.max_positions,
+      needs_ancestors=True,
+      needs_parents=True,
+      hidden=spec.reads,
+      can_draw=True,
+      bytes_per_slot=spec.cache_bytes_per_slot,
+      bytes_per_forward=spec.weight_bytes,
+    )
 
   def forward_width(
     self, width: int, max_depth: int, *, has_inner: bool
@@ -148,43 +148,21 @@ class HeadScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
     del has_inner
     return max(width, max_depth + 1)
 
-  def init(
-    self,
-    prompt: jax.Array,
-    prompt_length: jax.Array,
-    *,
-    num_slots: int,
-    num_scored: int,
-    hidden: hidden_lib.HiddenStates,
-  ) -> HeadState:
-    """Reads the prompts with the states of the target."""
-    state = model_lib.prefill(
-      self._reader(hidden),
-      prompt,
-      prompt_length - 1,
-      num_slots=num_slots,
-      window_size=num_scored,
-    )
-    shape = (prompt.shape[0], num_scored, self.head.spec.width)
+  def start(self, texts: carried_lib.Texts, num_scored: int) -> HeadState:
+    """Reads the texts with the states of the target."""
+    head = self.head
+    read = head.reader(texts.hidden)
+    state = model_lib.start(head.spec, read, texts, window_size=num_scored)
+    shape = (texts.tokens.shape[0], num_scored, head.spec.width)
     return HeadState(state, jnp.zeros(shape))
 
-  def _reader(self, hidden: hidden_lib.HiddenStates) -> _Reader:
-    return _Reader(self.head.params, self.head.spec, hidden)
-
-  def catch_up(
-    self,
-    state: HeadState,
-    tokens: jax.Array,
-    length: jax.Array,
-    kept: jax.Array,
-    *,
-    num_scored: int,
-    hidden: hidden_lib.HiddenStates,
+  def restart(
+    self, state: HeadState, texts: carried_lib.Texts, num_scored: int
   ) -> tuple[HeadState, jax.Array]:
-    """Reads the missing text, see `specdec.model.read_text`."""
+    """Reads the missing text, see `specdec.model.restart`."""
     del num_scored
-    read, forwards = model_lib.read_text(
-      self._reader(hidden), state.model, tokens, length, kept
+    read, forwards = model_lib.restart(
+      self.head.spec, self.head.reader(texts.hidden), state.model, texts
     )
     return state.replace(model=read), forwards
 
@@ -234,12 +212,12 @@ class HeadScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
   ) -> jax.Array:
     """`[B, W, H]`, the states before the rows of a forward.
 
-    Those of text and root are the target's, fused; those of other nodes were
-    given by their parents.
+    Text and root have the target's, fused; other nodes have what their parents
+    gave.
     """
     shape = (*planned.nodes.shape, self.head.spec.width)
     at_text = jnp.any(planned.nodes == tree_lib.ROOT) | jnp.any(num_text > 0)
-    before = ctx.hidden.before(planned.positions, self.hidden)
+    before = ctx.hidden.before(planned.positions, self.head.spec.reads)
     fused = lax.cond(  # In the first forward of a step only.
       at_text,
       lambda: self.head.spec.fuse(self.head.params, *before),
@@ -259,13 +237,13 @@ class HeadScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
     )
     return jnp.where(below_root[:, :, None], of_parent, fused)
 
-  def commit(
-    self, state: HeadState, path: jax.Array, num_kept: jax.Array
-  ) -> HeadState:
+  def keep(self, state: HeadState, added: carried_lib.Added) -> HeadState:
     """Keeps the entries of text and root alone.
 
-    Those of drafted tokens have keys made of the head's own states; with them
-    in place of the target's, fewer tokens are accepted.
+    The keys of drafted tokens are made of the head's own states; with them in
+    place of the target's, fewer tokens are accepted.
     """
+    path = added.path
     root = jnp.where(jnp.arange(path.shape[1])[None] == 0, path, -1)
-    return state.replace(model=model_lib.commit(state.model, root, num_kept))
+    model = model_lib.keep(state.model, added.replace(path=root))
+    return state.replace(model=model)

@@ -4,8 +4,8 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from specdec import carried as carried_lib
 from specdec import context as context_lib
-from specdec import hidden as hidden_lib
 from specdec import model as model_lib
 from specdec import sampling as sampling_lib
 from specdec.draft import drafter as drafter_lib
@@ -13,8 +13,8 @@ from specdec.draft import ranking as ranking_lib
 from specdec.tree import topology as topology_lib
 from specdec.tree import tree as tree_lib
 
-# Of text and nodes that are read at once. On two cores eight rows of a draft of
-# 0.5 billion parameters in four bits take 23 ms, two rows 15 ms.
+# The most text and nodes that are read at once. On two cores eight rows of a
+# draft of 0.5 billion parameters in four bits take 23 ms, two rows 15 ms.
 _MOST_ROWS = 8
 
 
@@ -66,19 +66,20 @@ class LanguageModelScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
   #: The name of the stage; static.
   name: str = flax.struct.field(pytree_node=False, default='draft')
 
-  needs_ancestors = True
-  can_draw = True
-
-  labels = property(lambda self: (self.name,))
-  vocab_size = property(lambda self: self.model.spec.vocab_size)
-  max_positions = property(lambda self: self.model.spec.max_positions)
-  bytes_per_slot = property(lambda self: self.model.spec.cache_bytes_per_slot)
-  models = property(lambda self: (self.model,))
-
-  def bytes_per_forward(self, width: int) -> int:
-    """Bytes of the weights, however many nodes there are."""
-    del width
-    return self.model.spec.weight_bytes
+  @property
+  def facts(self) -> drafter_lib.ScorerFacts:
+    """It reads all weights in a forward, however many nodes there are."""
+    spec = self.model.spec
+    return drafter_lib.ScorerFacts(
+      labels=(self.name,),
+      networks=(self.model,),
+      vocab_size=spec.vocab_size,
+      max_positions=spec.max_positions,
+      needs_ancestors=True,
+      can_draw=True,
+      bytes_per_slot=spec.cache_bytes_per_slot,
+      bytes_per_forward=spec.weight_bytes,
+    )
 
   def forward_width(
     self, width: int, max_depth: int, *, has_inner: bool
@@ -87,38 +88,21 @@ class LanguageModelScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
     lacks = max_depth if has_inner else 1
     return max(width, min(lacks + 1, _MOST_ROWS))
 
-  def init(
-    self,
-    prompt: jax.Array,
-    prompt_length: jax.Array,
-    *,
-    num_slots: int,
-    num_scored: int,
-    hidden: hidden_lib.HiddenStates,
+  def start(
+    self, texts: carried_lib.Texts, num_scored: int
   ) -> model_lib.ModelState:
-    """Prefills the prompts."""
-    del hidden
-    return model_lib.prefill(
-      self.model,
-      prompt,
-      prompt_length - 1,
-      num_slots=num_slots,
-      window_size=num_scored,
+    """Prefills the texts."""
+    model = self.model
+    return model_lib.start(
+      model.spec, model.read, texts, window_size=num_scored
     )
 
-  def catch_up(
-    self,
-    state: model_lib.ModelState,
-    tokens: jax.Array,
-    length: jax.Array,
-    kept: jax.Array,
-    *,
-    num_scored: int,
-    hidden: hidden_lib.HiddenStates,
+  def restart(
+    self, state: model_lib.ModelState, texts: carried_lib.Texts, num_scored: int
   ) -> tuple[model_lib.ModelState, jax.Array]:
-    """Feeds the missing text, see `specdec.model.read_text`."""
-    del num_scored, hidden
-    return model_lib.read_text(self.model, state, tokens, length, kept)
+    """Feeds the missing text, see `specdec.model.restart`."""
+    del num_scored
+    return model_lib.restart(self.model.spec, self.model.read, state, texts)
 
   def score(
     self,
@@ -134,8 +118,8 @@ class LanguageModelScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
     )
     return scores_of(found, tree, ctx, config), state
 
-  def commit(
-    self, state: model_lib.ModelState, path: jax.Array, num_kept: jax.Array
+  def keep(
+    self, state: model_lib.ModelState, added: carried_lib.Added
   ) -> model_lib.ModelState:
-    """Keeps the entries of accepted nodes, see `specdec.model.commit`."""
-    return model_lib.commit(state, path, num_kept)
+    """Keeps the entries of accepted nodes, see `specdec.model.keep`."""
+    return model_lib.keep(state, added)

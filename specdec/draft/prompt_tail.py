@@ -5,9 +5,9 @@ import jax
 import jax.numpy as jnp
 
 from specdec import cache as cache_lib
+from specdec import carried as carried_lib
 from specdec import checks as checks_lib
 from specdec import context as context_lib
-from specdec import hidden as hidden_lib
 from specdec import model as model_lib
 from specdec.draft import drafter as drafter_lib
 from specdec.draft import language_model
@@ -49,75 +49,48 @@ class PromptTailScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
   scorer: language_model.LanguageModelScorer  #: That of the model.
   num_tokens: int = flax.struct.field(pytree_node=False)  #: C; static.
 
-  needs_ancestors = True
-  can_draw = True
-
-  labels = property(lambda self: self.scorer.labels)
-  vocab_size = property(lambda self: self.scorer.vocab_size)
-  max_positions = property(lambda self: self.scorer.max_positions)
-  bytes_per_slot = property(lambda self: self.scorer.bytes_per_slot)
-  models = property(lambda self: self.scorer.models)
+  @property
+  def facts(self) -> drafter_lib.ScorerFacts:
+    """Those of the model's scorer."""
+    return self.scorer.facts
 
   def __post_init__(self) -> None:
     checks_lib.check_count('num_tokens', self.num_tokens, LARGEST_TAIL)
 
-  def bytes_per_forward(self, width: int) -> int:
-    """As of the model."""
-    return self.scorer.bytes_per_forward(width)
-
   def forward_width(
     self, width: int, max_depth: int, *, has_inner: bool
   ) -> int:
-    """As of the model."""
+    """The width of the model's scorer."""
     return self.scorer.forward_width(width, max_depth, has_inner=has_inner)
 
-  def init(
-    self,
-    prompt: jax.Array,
-    prompt_length: jax.Array,
-    *,
-    num_slots: int,
-    num_scored: int,
-    hidden: hidden_lib.HiddenStates,
-  ) -> TailState:
-    """Prefills the ends of the prompts."""
-    skipped = self._first_of(prompt_length)
-    model = self.scorer.init(
-      _from(prompt, skipped)[:, : self.num_tokens],
-      prompt_length - skipped,
-      num_slots=num_slots,
-      num_scored=num_scored,
-      hidden=hidden,
+  def start(self, texts: carried_lib.Texts, num_scored: int) -> TailState:
+    """Prefills the ends of the texts."""
+    skipped = self._first_of(texts.length)
+    end = texts.replace(
+      tokens=_from(texts.tokens, skipped)[:, : self.num_tokens],
+      length=texts.length - skipped,
     )
-    return TailState(model, skipped)
+    return TailState(self.scorer.start(end, num_scored), skipped)
 
   def _first_of(self, length: jax.Array) -> jax.Array:
     """`[B]` int32, where the last C tokens before the root begin."""
     return jnp.maximum(length - 1 - self.num_tokens, 0)
 
-  def catch_up(
-    self,
-    state: TailState,
-    tokens: jax.Array,
-    length: jax.Array,
-    kept: jax.Array,
-    *,
-    num_scored: int,
-    hidden: hidden_lib.HiddenStates,
+  def restart(
+    self, state: TailState, texts: carried_lib.Texts, num_scored: int
   ) -> tuple[TailState, jax.Array]:
     """Feeds the missing text; the last C tokens if it had less of them."""
-    known = jnp.minimum(state.cache.length + state.skipped, kept)
-    first = self._first_of(length)
-    anew = (length > 0) & ((known < first) | (state.skipped > first))
+    assert texts.kept is not None
+    known = jnp.minimum(state.cache.length + state.skipped, texts.kept)
+    first = self._first_of(texts.length)
+    anew = (texts.length > 0) & ((known < first) | (state.skipped > first))
     skipped = jnp.where(anew, first, state.skipped)
-    model, forwards = self.scorer.catch_up(
-      state.model,
-      _from(tokens, skipped),
-      length - skipped,
-      jnp.where(anew, 0, kept - skipped),
-      num_scored=num_scored,
-      hidden=hidden,
+    end = texts.replace(
+      tokens=_from(texts.tokens, skipped),
+      length=texts.length - skipped,
+      kept=jnp.where(anew, 0, texts.kept - skipped),
     )
+    model, forwards = self.scorer.restart(state.model, end, num_scored)
     return TailState(model, skipped), forwards
 
   def score(
@@ -135,8 +108,6 @@ class PromptTailScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
     scores, model = self.scorer.score(state.model, tree, nodes, own, config)
     return scores, state.replace(model=model)
 
-  def commit(
-    self, state: TailState, path: jax.Array, num_kept: jax.Array
-  ) -> TailState:
-    """As of a language model."""
-    return state.replace(model=self.scorer.commit(state.model, path, num_kept))
+  def keep(self, state: TailState, added: carried_lib.Added) -> TailState:
+    """Keeps what a language model keeps."""
+    return state.replace(model=self.scorer.keep(state.model, added))

@@ -6,7 +6,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from specdec import hidden as hidden_lib
+from specdec import carried as carried_lib
 from specdec import total as total_lib
 from specdec.draft import drafter as drafter_lib
 from specdec.tree import tree as tree_lib
@@ -53,83 +53,65 @@ def _num_scored(drafter: drafter_lib.Drafter) -> list[int]:
   return sizes
 
 
-def init_stages(
-  drafter: drafter_lib.Drafter,
-  prompt: jax.Array,
-  prompt_length: jax.Array,
-  *,
-  num_slots: int,
-  drawn_from: int = 0,
-  hidden: hidden_lib.HiddenStates = hidden_lib.HiddenStates(),
+def start(
+  drafter: drafter_lib.Drafter, texts: carried_lib.Texts, drawn_from: int = 0
 ) -> tuple[StageState, ...]:
-  """The states of all stages before the first step; see `Scorer.init`.
+  """The states of all stages before the first step; see `Scorer.start`.
 
   `drawn_from` is V if children are drawn, else 0.
   """
-  batch_size, capacity = prompt.shape[0], drafter.shape.capacity
+  batch_size, capacity = texts.tokens.shape[0], drafter.shape.capacity
 
-  def init(stage: drafter_lib.Stage, num_scored: int) -> StageState:
+  def of_stage(stage: drafter_lib.Stage, num_scored: int) -> StageState:
     return StageState(
-      scorer=stage.scorer.init(
-        prompt,
-        prompt_length,
-        num_slots=num_slots,
-        num_scored=num_scored,
-        hidden=hidden,
-      ),
+      scorer=stage.scorer.start(texts, num_scored),
       scored=jnp.zeros((batch_size, capacity), bool),
       proposals=jnp.zeros((batch_size, capacity, drawn_from)),
       counters=init_stage_counters(batch_size),
     )
 
-  return tuple(map(init, drafter.stages, _num_scored(drafter)))
+  return tuple(map(of_stage, drafter.stages, _num_scored(drafter)))
 
 
-def catch_up_stages(
+def restart(
   drafter: drafter_lib.Drafter,
   states: tuple[StageState, ...],
-  tokens: jax.Array,
-  length: jax.Array,
-  kept: jax.Array,
-  hidden: hidden_lib.HiddenStates,
+  texts: carried_lib.Texts,
 ) -> tuple[StageState, ...]:
-  """`Scorer.catch_up` of all stages; rows of length 0 have nothing to read."""
+  """`Scorer.restart` of all stages; rows of length 0 have nothing to read."""
 
-  def catch_up(
+  def of_stage(
     stage: drafter_lib.Stage, state: StageState, num_scored: int
   ) -> StageState:
-    scorer, forwards = stage.scorer.catch_up(
-      state.scorer, tokens, length, kept, num_scored=num_scored, hidden=hidden
-    )
+    scorer, forwards = stage.scorer.restart(state.scorer, texts, num_scored)
     counters = state.counters.replace(
       forwards=state.counters.forwards + forwards,
       row_forwards=state.counters.row_forwards
-      + jnp.where(length > 0, forwards, 0),
+      + jnp.where(texts.length > 0, forwards, 0),
     )
     return state.replace(scorer=scorer, counters=counters)
 
-  return tuple(map(catch_up, drafter.stages, states, _num_scored(drafter)))
+  return tuple(map(of_stage, drafter.stages, states, _num_scored(drafter)))
 
 
-def commit_stages(
+def keep(
   drafter: drafter_lib.Drafter,
   states: tuple[StageState, ...],
-  path: jax.Array,
-  num_kept: jax.Array,
+  added: carried_lib.Added,
 ) -> tuple[StageState, ...]:
-  """`Scorer.commit` of all stages.
+  """`Scorer.keep` of all stages.
 
   The states of stages that the drafter does not have stay as they are: a plain
   step between speculative ones.
   """
-  committed = tuple(
+  kept = tuple(
     state.replace(
-      scorer=stage.scorer.commit(state.scorer, path, num_kept),
+      scorer=stage.scorer.keep(state.scorer, added),
       scored=jnp.zeros_like(state.scored),
     )
     for stage, state in zip(drafter.stages, states, strict=False)
   )
-  return committed + states[len(committed) :]
+  return kept + states[len(kept) :]
 
 
 def proposals_of(

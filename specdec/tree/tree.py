@@ -12,6 +12,7 @@ with a batch vmap them.
 """
 
 import functools
+from typing import Any
 
 import flax.struct
 import jax
@@ -43,9 +44,9 @@ class TokenTree(flax.struct.PyTreeNode):
   #: 0 at the root.
   origin: jax.Array
   size: jax.Array  #: `[]` int32.
-  #: `[M]` int32, the state of the constraint after each node, see
-  #: `StepContext.followed`; None without a constraint.
-  state: jax.Array | None = None
+  #: `[M, ...]` for each adjuster, what the nodes carry, see
+  #: `specdec.adjusters`.
+  carried: tuple[Any, ...] = ()
 
   @property
   def capacity(self) -> int:

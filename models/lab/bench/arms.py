@@ -200,7 +200,7 @@ class ReadyArm:
   sizes: Mapping[str, machine.ModelSize]
   weight_bytes: int
   peak_beyond: Callable[[Callable[[], Any]], int | None] = machine.peak_beyond
-  models: Mapping[str, model_lib.LanguageModel] = dataclasses.field(
+  models: Mapping[str, model_lib.Network] = dataclasses.field(
     default_factory=dict
   )
   num_nodes: int = 1

@@ -28,6 +28,7 @@ from models.text import pair as pair_lib
 from models.text import settings as settings_lib
 import specdec
 from specdec import checks as checks_lib
+from specdec import model as model_lib
 from specdec import sampling as sampling_lib
 from specdec import statistics as statistics_lib
 
@@ -252,10 +253,10 @@ def _our_arm(
       **options,
     )
 
-  models = {'target': pair.target} | {
+  models: dict[str, model_lib.Network] = {'target': pair.target} | {
     stage.name: model
     for stage in drafter.stages
-    for model in stage.scorer.models
+    for model in stage.scorer.facts.networks
   }
   arrays = jax.tree.leaves((pair.target, drafter))
   return arms_lib.ReadyArm(

@@ -134,7 +134,7 @@ class ModelSize:
   cache_per_slot: int  # Elements of keys and values in one slot of the cache.
 
 
-def model_size(model: model_lib.LanguageModel) -> ModelSize:
+def model_size(model: model_lib.Network) -> ModelSize:
   """The size of a model made by `models.nn.adapter.as_model`."""
   cache = jax.eval_shape(lambda: model.spec.init_cache(1, 1))
   slot = sum(leaf.size for leaf in (*cache.keys, *cache.values))

@@ -371,7 +371,7 @@ def _request(workload: Workload, vocab_size: int) -> specdec.Request:
 
 
 def _work(
-  model: model_lib.LanguageModel, cache: specdec.KVCache, positions: int
+  model: model_lib.Network, cache: specdec.KVCache, positions: int
 ) -> Work:
   spec = model.spec
   rows = cache.length.shape[0]
@@ -399,7 +399,7 @@ def _works(
   works = {'target': _work(target, state.target.cache, num_nodes)}
   for stage, carried in zip(drafter.stages, state.stages, strict=True):
     works[stage.name] = Work()
-    for model in stage.scorer.models:
+    for model in stage.scorer.facts.networks:
       cache, width = carried.scorer.cache, stage.config.width
       works[stage.name] = _work(model, cache, width)
   return works

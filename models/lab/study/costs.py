@@ -23,6 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec import best as best_lib
+from specdec import cache as cache_lib
+from specdec import carried as carried_lib
 from specdec import mappings
 from specdec import model as model_lib
 
@@ -89,9 +91,14 @@ class Trial:
     return self.tokens / seconds
 
 
-_read_prompts = mappings.jit(static_argnames=('num_slots', 'window_size'))(
-  model_lib.prefill
-)
+@mappings.jit(static_argnames='window_size')
+def _read_prompts(
+  target: model_lib.LanguageModel, texts, *, window_size: int
+) -> cache_lib.KVCache:
+  state = model_lib.start(
+    target.spec, target.read, texts, window_size=window_size
+  )
+  return state.cache
 
 
 @mappings.jit(static_argnames='num_nodes', donate_argnames='cache')
@@ -182,11 +189,11 @@ def measure_step_costs(
   resize = lambda row: np.resize(np.int32(row), num_slots + sizes[-1])
   text = jnp.asarray(np.stack(list(map(resize, texts))))
   full = jnp.full(len(texts), context, jnp.int32)
-  slots = {'num_slots': num_slots, 'window_size': sizes[-1]}
+  prompts = carried_lib.Texts(text[:, :prompt_slots], full + 1, num_slots)
   read = lambda: jax.block_until_ready(
-    _read_prompts(target, text[:, :prompt_slots], full, **slots)
+    _read_prompts(target, prompts, window_size=sizes[-1])
   )
-  cache = read().cache  # compiles
+  cache = read()  # compiles
   begin = time.perf_counter()
   read()
   prompt = time.perf_counter() - begin

@@ -1,0 +1,159 @@
+"""Adjusters: what changes the logits of target and drafts, text by text.
+
+An adjuster has a state per text (`specdec.carried`) and, if it wants, one per
+node of the tree. All logits pass through the adjusters in their order, those of
+the target and of every stage alike, so drafted tokens are those of plain
+decoding under the same adjusters.
+"""
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from specdec import carried as carried_lib
+from specdec import sampling as sampling_lib
+from specdec.tree import tree as tree_lib
+
+
+class Nodes(flax.struct.PyTreeNode):
+  """The nodes whose logits are adjusted."""
+
+  tree: tree_lib.TokenTree  #: `[B, M]` per field.
+  index: jax.Array  #: `[B, W]` int32; `NO_NODE` for entries without a node.
+  sampling: sampling_lib.SamplingParams  #: The parameters.
+  #: D, the largest depth of a node; static.
+  max_depth: int = flax.struct.field(pytree_node=False)
+
+
+class Adjuster:
+  """Base of adjusters: pure functions, and a pytree of what they need.
+
+  A state is any pytree of arrays whose first axis is B. `adjust` is all that a
+  subclass must have.
+  """
+
+  #: Whether it can exclude every token that may follow.
+  excludes = False
+
+  def start(self, texts: carried_lib.Texts) -> Any:
+    """The states after texts; by default there are none."""
+    del texts
+    return ()
+
+  def at_root(self, state: Any) -> Any:
+    """What the root of each tree carries, `[B, ...]`; by default nothing."""
+    del state
+    return ()
+
+  def after(self, carried: Any, tokens: jax.Array) -> Any:
+    """What nodes carry, by what their parents carry and their own tokens.
+
+    Args:
+      carried: `[B, M, ...]`, of the parents.
+      tokens: `[B, M]` int32, of the nodes.
+    """
+    del tokens
+    return carried
+
+  def adjust(
+    self, logits: jax.Array, state: Any, carried: Any, nodes: Nodes
+  ) -> jax.Array:
+    """The logits of some nodes, adjusted.
+
+    Args:
+      logits: `[B, W, V]` float32.
+      state: of the texts.
+      carried: `[B, W, ...]`, what the nodes carry.
+      nodes: the nodes.
+    """
+    raise NotImplementedError
+
+  def adjust_few(
+    self, log_probs: jax.Array, tokens: jax.Array, carried: Any
+  ) -> jax.Array:
+    """The log-probabilities of a few tokens; by default they stay.
+
+    It serves drafters that propose tokens without logits.
+
+    Args:
+      log_probs: `[B, W, C]` float32, of distinct tokens, adding up to at most
+        1; `EXCLUDED` for entries that are no candidates.
+      tokens: `[B, W, C]` int32, the tokens, which follow W nodes.
+      carried: `[B, W, ...]`, what the nodes carry.
+    """
+    del tokens, carried
+    return log_probs
+
+  def keep(self, state: Any, carried: Any, added: carried_lib.Added) -> Any:
+    """The states after a step; by default they stay.
+
+    Args:
+      state: of the texts before the step.
+      carried: `[B, D + 1, ...]`, what the nodes of the accepted path carry.
+      added: what the step added.
+    """
+    del carried, added
+    return state
+
+
+class RepetitionPenalty(flax.struct.PyTreeNode, Adjuster):
+  """Weakens the tokens that a text has; the state is `[B, V]` bool.
+
+  `SamplingParams.repetition_penalty` says by how much. What the path to a node
+  adds is found from the tree, as V entries per node would be too many.
+  """
+
+  vocab_size: int = flax.struct.field(pytree_node=False)  #: V; static.
+
+  def start(self, texts: carried_lib.Texts) -> jax.Array:
+    nothing = jnp.zeros((texts.tokens.shape[0], self.vocab_size), bool)
+    return sampling_lib.add_seen(nothing, texts.tokens, texts.length)
+
+  def adjust(
+    self, logits: jax.Array, state: jax.Array, carried: Any, nodes: Nodes
+  ) -> jax.Array:
+    del carried
+    seen = sampling_lib.seen_by_nodes(
+      nodes.tree, nodes.index, state, nodes.max_depth
+    )
+    return sampling_lib.penalize(logits, nodes.sampling, seen)
+
+  def keep(
+    self, state: jax.Array, carried: Any, added: carried_lib.Added
+  ) -> jax.Array:
+    del carried
+    return sampling_lib.add_seen(state, added.tokens, added.count)
+
+
+def start(
+  adjusters: tuple[Adjuster, ...], texts: carried_lib.Texts
+) -> tuple[Any, ...]:
+  """The states of all adjusters after texts."""
+  return tuple(adjuster.start(texts) for adjuster in adjusters)
+
+
+def carried_by(tree: tree_lib.TokenTree, nodes: jax.Array) -> tuple[Any, ...]:
+  """What `nodes [B, W]` carry, `[B, W, ...]` for each adjuster.
+
+  Entries without a node get what the root carries.
+  """
+  at_nodes = jax.vmap(tree_lib.pick)
+  return jax.tree.map(lambda array: at_nodes(array, nodes), tree.carried)
+
+
+def keep(
+  adjusters: tuple[Adjuster, ...],
+  states: tuple[Any, ...],
+  tree: tree_lib.TokenTree,
+  added: carried_lib.Added,
+) -> tuple[Any, ...]:
+  """The states of all adjusters after a step."""
+  along_path = carried_by(tree, added.path)
+  return tuple(
+    adjuster.keep(state, carried, added)
+    for adjuster, state, carried in zip(
+      adjusters, states, along_path, strict=True
+    )
+  )
