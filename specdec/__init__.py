@@ -1,6 +1,9 @@
 """Staged, tree-structured speculative decoding in JAX."""
 
+from specdec.adjusters import Adjuster
 from specdec.cache import KVCache
+from specdec.carried import Added
+from specdec.carried import Texts
 from specdec.constraint import Constraint
 from specdec.context import StepContext
 from specdec.decode_options import Options
@@ -10,6 +13,7 @@ from specdec.draft.drafter import Drafter
 from specdec.draft.drafter import fixed_drafter
 from specdec.draft.drafter import PLAIN
 from specdec.draft.drafter import Scorer
+from specdec.draft.drafter import ScorerFacts
 from specdec.draft.drafter import Scores
 from specdec.draft.drafter import Stage
 from specdec.draft.drafter import StageConfig
@@ -53,6 +57,8 @@ __version__ = '0.8.0'
 __all__ = (
   'EXCLUDED',
   'PLAIN',
+  'Added',
+  'Adjuster',
   'CandidateScorer',
   'Constraint',
   'DecodeConfig',
@@ -76,11 +82,13 @@ __all__ = (
   'Request',
   'Sampling',
   'Scorer',
+  'ScorerFacts',
   'Scores',
   'Slots',
   'Stage',
   'StageConfig',
   'StepContext',
+  'Texts',
   'Topology',
   'Trace',
   'TraversalRule',

@@ -51,6 +51,9 @@ class CommonOptions(TypedDict, total=False):
     children: how the drafter chooses its candidates for the other rules than
       `match`, one of `specdec.sampling.CHILDREN`; None for its default.
     log_probs: whether to return the log-probabilities of the new tokens.
+    adjusters: what else changes the logits by the text so far, each a
+      `specdec.Adjuster`; they apply after the repetition penalty, in their
+      order, and before a constraint.
     break_even: the time of a speculative step in plain ones, as scripts/tune.py
       measures it: decoding goes on plainly wherever speculation emits fewer
       tokens per step. None: that of the `models.Generator`; without it, always
@@ -61,6 +64,7 @@ class CommonOptions(TypedDict, total=False):
   verify: str | accept.Rule
   children: str | None
   log_probs: bool
+  adjusters: Sequence[adjusters_lib.Adjuster]
   break_even: float | None
 
 
@@ -91,17 +95,21 @@ def check_names(options: Any, known: Any) -> None:
 
 
 def _adjusters(
-  params: sampling_lib.SamplingParams,
-  constraint: constraint_lib.Constraint | None,
-  vocab_size: int,
+  params: sampling_lib.SamplingParams, options: Options, vocab_size: int
 ) -> tuple[adjusters_lib.Adjuster, ...]:
   """The adjusters of a request, in their order."""
   adjusters: list[adjusters_lib.Adjuster] = []
   if params.repetition_penalty is not None:
     adjusters.append(adjusters_lib.RepetitionPenalty(vocab_size))
-  if constraint is not None:
-    adjusters.append(constraint)
-  return tuple(adjusters)
+  given = options.get('adjusters', ())
+  if not isinstance(given, Sequence) or not all(
+    isinstance(one, adjusters_lib.Adjuster) for one in given
+  ):
+    raise ValueError(
+      f'adjusters must be a sequence of specdec.Adjuster, got {given!r}'
+    )
+  constraint = options.get('constraint')
+  return (*adjusters, *given, *([] if constraint is None else [constraint]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +167,7 @@ def prepare(
     limit=jnp.asarray(prompts.limit),
     row_keys=checks_lib.row_keys(rng_key, num_rows),
     sampling=params,
-    adjusters=_adjusters(params, constraint, vocab_size),
+    adjusters=_adjusters(params, options, vocab_size),
     watchers=watchers_lib.make_watchers(
       eos_ids=checks_lib.to_ids(
         'eos_ids', options.get('eos_ids', ()), vocab_size

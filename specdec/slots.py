@@ -23,21 +23,17 @@ import numpy as np
 
 from specdec import automaton as automaton_lib
 from specdec import checks as checks_lib
-from specdec import constraint as constraint_lib
 from specdec import decode_options
 from specdec import generation as generation_lib
 from specdec import hosts
 from specdec import loop
 from specdec import model as model_lib
 from specdec import sampling as sampling_lib
+from specdec import slot_options
 from specdec import step as step_lib
-from specdec import watchers as watchers_lib
 from specdec.draft import drafter as drafter_lib
 from specdec.tree import topology as topology_lib
 from specdec.verify import accept
-
-# The room for EOS ids is a multiple of this, so that prompts may have others.
-_EOS_BLOCK = 8
 
 
 @dataclasses.dataclass
@@ -99,53 +95,6 @@ def _checked_prompt(
       f' context of {context} tokens'
     )
   return ids
-
-
-def _row_params(
-  sampling: sampling_lib.Sampling, num_rows: int, vocab_size: int
-) -> sampling_lib.SamplingParams:
-  """The parameters, with a `logit_bias` per row if there is one."""
-  params = checks_lib.to_params(sampling, num_rows, vocab_size)
-  bias = params.logit_bias
-  if bias is not None and bias.ndim == 1:
-    bias = jnp.broadcast_to(bias, (num_rows, vocab_size))
-  return params.replace(logit_bias=bias)
-
-
-def _params_like(
-  sampling: sampling_lib.Sampling | None,
-  default: sampling_lib.Sampling,
-  of_all: sampling_lib.SamplingParams,
-  vocab_size: int,
-) -> sampling_lib.SamplingParams:
-  """The parameters of a prompt; ValueError if those of all have others."""
-  sampling = default if sampling is None else sampling
-  params = _row_params(sampling, 1, vocab_size)
-  largest = of_all.max_top_k
-  if params.max_top_k and (largest is None or params.max_top_k < largest):
-    params = params.replace(max_top_k=largest)
-  structure: Any = jax.tree.structure(params)
-  if structure != jax.tree.structure(of_all):
-    raise ValueError(
-      f'sampling={sampling} sets other options than that of all prompts,'
-      f' {default}; give values there that change nothing, such as top_p=1, and'
-      ' no larger top_k than there'
-    )
-  return params
-
-
-def _padded_ids(
-  eos_ids: Sequence[int], vocab_size: int, width: int | None = None
-) -> np.ndarray:
-  """A row of `EndOfText`, `[width]` int32; None: as wide as it needs."""
-  ids = checks_lib.to_ids('eos_ids', eos_ids, vocab_size)
-  width = width or -(-max(len(ids), 1) // _EOS_BLOCK) * _EOS_BLOCK
-  if len(ids) > width:
-    raise ValueError(
-      f'eos_ids of a prompt has {len(ids)} tokens, but there is room for'
-      f' {width}; give fewer, or more for all prompts'
-    )
-  return np.array([*ids, *[-1] * (width - len(ids))], np.int32)
 
 
 def _row_of(result: Any, row: int) -> Any:
@@ -223,48 +172,18 @@ class Slots:
       options,
       takes_plain_steps=any(not one.stages for one in self._drafters.values()),
     )
-    vocab_size = target.spec.vocab_size
-    self._default = options.get('sampling', sampling_lib.Sampling())
-    _row_params(self._default, 1, vocab_size)  # Refuses values per row.
-    params = _row_params(self._default, num_slots, vocab_size)
-    self._default_ends = _padded_ids(eos_ids, vocab_size)
-    self._eos_ids = np.tile(self._default_ends, (num_slots, 1))
-    #: The adjusters and watchers that all prompts share.
-    self._shared = request.adjusters, request.watchers
-    self._tables: constraint_lib.Tables | None = None
-    request = self._with_ends(request.replace(sampling=params))
+    self._options = slot_options.SlotOptions(
+      request,
+      options.get('sampling', sampling_lib.Sampling()),
+      eos_ids,
+      target.spec.vocab_size,
+    )
+    request = self._options.request_of_all(request)
     self._request = loop.place_request(target, request)
     self._state = loop.start(
       target, drafter, self._request, config=self._config
     )
     self._slots: list[_Slot | None] = [None] * num_slots
-
-  def _with_ends(self, request: step_lib.Request) -> step_lib.Request:
-    """The request with the tokens that end each row now."""
-    ends = watchers_lib.EndOfText(jnp.array(self._eos_ids))
-    return request.replace(watchers=(ends, *self._shared[1]))
-
-  def _constrain(
-    self, row: int, automaton: automaton_lib.Automaton | None
-  ) -> None:
-    """Gives a row an automaton, or none."""
-    tables, num_slots = self._tables, len(self._slots)
-    if automaton is None and tables is None:
-      return
-    if any(adjuster.excludes for adjuster in self._shared[0]):
-      raise ValueError(
-        'automaton: these slots have a constraint for all prompts; leave out'
-        ' one of the two'
-      )
-    if tables is None:
-      vocab_size = self._target.spec.vocab_size
-      tables = automaton_lib.stack([None] * num_slots, vocab_size)
-      free = jnp.zeros(num_slots, jnp.int32)
-      adjusters = (*self._state.adjusters, free)
-      self._state = self._state.replace(adjusters=adjusters)
-    self._tables = automaton_lib.with_row(tables, row, automaton)
-    adjusters = (*self._shared[0], self._tables)
-    self._request = self._request.replace(adjusters=adjusters)
 
   @property
   def free(self) -> list[int]:
@@ -302,17 +221,11 @@ class Slots:
     if row is None:
       raise ValueError('no slot is free; call advance until one has ended')
     ids = _checked_prompt(prompt, max_new_tokens, self.context, spec.vocab_size)
-    params = _params_like(
-      sampling, self._default, self._request.sampling, spec.vocab_size
-    )
+    params = self._options.params_of(sampling)
     checks_lib.row_keys(rng_key, 1)  # Refuses what is no key.
-    ends = self._default_ends
-    if eos_ids is not None:
-      ends = _padded_ids(eos_ids, spec.vocab_size, len(ends))
-    if not np.array_equal(ends, self._eos_ids[row]):
-      self._eos_ids[row] = ends
-      self._request = self._with_ends(self._request)
-    self._constrain(row, automaton)
+    self._request, self._state = self._options.assign(
+      self._request, self._state, row, eos_ids, automaton
+    )
     self._slots[row] = _slot_of(
       ids, rng_key, max_new_tokens, params, self._state.tokens.shape[1]
     )

@@ -175,7 +175,7 @@ target cache keeps rejected nodes
 draft cache keeps one too many after full acceptance
   jnp.minimum(num_scored, added.count) => added.count
 draft cache forgets the root
-  jnp.minimum(num_scored, added.count) => jnp.minimum(num_scored, added.count - 1)
+  jnp.minimum(num_scored, added.count) => jnp.minimum(@, added.count - 1)
 draft cache keeps nodes in the order of the tree
   jnp.argmax(in_slot, axis=2), => state.num_text[:, None] + path,
 [cache: cache.test_keep_by_hand()]
@@ -333,12 +333,12 @@ stop strings are forgotten between blocks
 [adjusters: STEP]
 a token is not seen before the next block
   - sampling_lib.seen_by_nodes(
-  -     nodes.tree, nodes.index, state, nodes.max_depth
-  -   )
+  -       nodes.tree, nodes.index, state, nodes.max_depth
+  -     )
   + jnp.broadcast_to(state[:, None], logits.shape)
 [step: STEP]
 log-probabilities after bias and penalty
-  logits=scores.logits, => logits=logits,
+  logits=scores.logits) => logits=logits)
 [fallback: guard.test_the_worst_of_drafts_costs_under_five_percent(2.0)]
 the fallback tries a hopeless draft too often
   _PREMIUM = 0.02 => _PREMIUM = 0.2
@@ -380,7 +380,8 @@ accepted tokens are not read anew by a head
 positions of drafted tokens are shifted in a head
   planned.positions, planned => planned.positions + (planned.nodes > 0), planned
 a head does not read the prompt
-  read, texts, window_size => read, texts.replace(length=texts.length * 0 + 1), window_size
+  - read, texts, window_size
+  + read, texts.replace(length=0 * texts.length + 1), window_size
 drafted tokens are read with the state of the target
   None], of_parent, fused => None], fused, fused
 [hidden: LENGTHS]

@@ -251,11 +251,9 @@ class _BestFirst(_Policy):
   ) -> tuple[jax.Array, jax.Array]:
     of_row = functools.partial(
       _frontier,
+      stage=self.stage,
       max_depth=self.ctx.max_depth,
-      width=self.stage.config.width,
       num_nodes=self.ctx.shape.num_nodes,
-      needs_ancestors=self.stage.scorer.facts.needs_ancestors,
-      needs_parents=self.stage.scorer.facts.needs_parents,
     )
     frontier = jax.vmap(of_row)(
       tree, scored, self.expanded, self.depth_limit, self.ctx.active
@@ -346,23 +344,22 @@ def _frontier(
   depth_limit: jax.Array,
   active: jax.Array,
   *,
+  stage: drafter_lib.Stage,
   max_depth: int,
-  width: int,
   num_nodes: int,
-  needs_ancestors: bool,
-  needs_parents: bool,
 ) -> Frontier:
   """The frontier of one row; `[M]` per field of the tree.
 
   Nodes that are `expanded [M]` (see `_grow`) are scored only if the stage needs
   them as ancestors: their keys and values are seen by their descendants.
   """
+  facts, width = stage.scorer.facts, stage.config.width
   used = tree.log_prob > -jnp.inf
   candidates = used & ~scored & (tree.depth <= depth_limit)
-  if needs_parents:
+  if facts.needs_parents:
     candidates &= (tree.parent < 0) | scored[jnp.maximum(tree.parent, 0)]
   can_grow = candidates & (tree.depth < max_depth) & active & ~expanded
-  if not needs_ancestors:
+  if not facts.needs_ancestors:
     candidates &= ~expanded
   nodes, _ = tree_lib.best_nodes(tree, candidates, width)
   _, log_prob = tree_lib.best_nodes(tree, used, num_nodes)
