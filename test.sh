@@ -2,10 +2,11 @@
 # Installs the test extra, lints, checks types, builds the docs and runs every
 # test, on CPU.
 #
-#   bash test.sh          everything but the tests that take minutes
-#   bash test.sh --long   these, too
-#   bash test.sh --fast   no installing, no docs, and no test file that took more
-#                         than ten seconds the last time
+#   bash test.sh               everything but the tests that take minutes
+#   bash test.sh --long        these, too
+#   bash test.sh --shard=1/4   the first of four parts
+#   bash test.sh --fast        no installing, no docs, no test file that took
+#                              more than ten seconds the last time
 #
 # What else there is goes to pytest: bash test.sh --fast -k tree
 set -euo pipefail

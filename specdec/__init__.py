@@ -52,7 +52,7 @@ from specdec.verify.match import MatchRule
 from specdec.verify.rejection import RejectionRule
 from specdec.verify.traversal import TraversalRule
 
-__version__ = '0.8.0'
+__version__ = '0.9.0.dev0'
 
 __all__ = (
   'EXCLUDED',

@@ -85,6 +85,11 @@ def pytest_addoption(parser):
     help=f'skip files of over {_SLOW} s in golden/budgets.json',
   )
   parser.addoption(
+    '--shard',
+    metavar='I/N',
+    help='the I-th of N parts of the files, of about the same seconds',
+  )
+  parser.addoption(
     '--update_limits',
     action='store_true',
     help='make what is counted now the limits: of counted work (in'
@@ -96,6 +101,24 @@ def _file_of(item):
   return item.nodeid.split('::')[0]
 
 
+def shard_of(files, seconds, index, number):
+  """The files of a shard, from 1 to `number`: long ones go where least is."""
+  shards = [(0.0, place, []) for place in range(number)]
+  for file in sorted(files, key=lambda file: (-seconds(file), file)):
+    total, place, chosen = min(shards)
+    shards[shards.index((total, place, chosen))] = (
+      *(total + seconds(file) + 1, place, [*chosen, file]),
+    )
+  return set(shards[index - 1][2])
+
+
+def _deselect(config, items, is_left_out):
+  config.hook.pytest_deselected(
+    items=[item for item in items if is_left_out(item)]
+  )
+  items[:] = [item for item in items if not is_left_out(item)]
+
+
 def pytest_collection_modifyitems(config, items):
   if not config.getoption('--long'):
     for item in items:
@@ -104,11 +127,12 @@ def pytest_collection_modifyitems(config, items):
   known = json.loads(_BUDGETS.read_text())
   seconds = lambda item: known.get(_file_of(item), {}).get('seconds', 0)
   if config.getoption('--fast'):
-    is_slow = lambda item: seconds(item) > _SLOW
-    config.hook.pytest_deselected(
-      items=[item for item in items if is_slow(item)]
-    )
-    items[:] = [item for item in items if not is_slow(item)]
+    _deselect(config, items, lambda item: seconds(item) > _SLOW)
+  if config.getoption('--shard'):
+    index, number = map(int, config.getoption('--shard').split('/'))
+    took = lambda file: known.get(file, {}).get('seconds', 0)
+    files = shard_of({*map(_file_of, items)}, took, index, number)
+    _deselect(config, items, lambda item: _file_of(item) not in files)
   # Two workers end at about the same time only if long files come first.
   items.sort(key=lambda item: -seconds(item))
 
