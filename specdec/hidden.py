@@ -25,15 +25,26 @@ class HiddenStates(flax.struct.PyTreeNode):
   states: Mapping[int, jax.Array] = flax.struct.field(default_factory=dict)
   start: jax.Array | None = None  #: `[B]` int32, the first position.
 
+  @property
+  def num_positions(self) -> int:
+    """N."""
+    return next(iter(self.states.values())).shape[2]
+
   def before(
     self, positions: jax.Array, layers: tuple[int, ...]
   ) -> tuple[jax.Array, ...]:
-    """`[B, W, width]` of each layer, at the tokens before `positions [B, W]`.
+    """`at` the tokens before `positions [B, W]`."""
+    return self.at(positions - 1, layers)
 
-    Zeros before the first token, and for positions that are not among these.
+  def at(
+    self, positions: jax.Array, layers: tuple[int, ...]
+  ) -> tuple[jax.Array, ...]:
+    """`[B, W, width]` of each layer, at the tokens at `positions [B, W]`.
+
+    Zeros for positions that are not among these, such as -1.
     """
     assert self.start is not None
-    index = positions - 1 - self.start[:, None]
+    index = positions - self.start[:, None]
     found = []
     for layer in layers:
       states = self.states[layer][:, 0]
@@ -45,14 +56,16 @@ class HiddenStates(flax.struct.PyTreeNode):
 
 
 def of_text(cache: cache_lib.KVCache) -> HiddenStates:
-  """Those of all that a target has read; slots are positions."""
+  """The hidden states of the whole text. Slot i holds those at position i."""
   return HiddenStates(cache.hidden, jnp.zeros_like(cache.length))
 
 
 def before_root(
   cache: cache_lib.KVCache, length: jax.Array, number: int
 ) -> HiddenStates:
-  """Those of the last `number` tokens before the roots of `length [B]` texts.
+  """The states at the last `number` tokens before the roots.
+
+  The texts have `length [B]` tokens, the roots included.
 
   A step reads these alone: it would be slow to take the whole array into the
   loop of growth.

@@ -386,7 +386,7 @@ drafted tokens are read with the state of the target
   None], of_parent, fused => None], fused, fused
 [hidden: LENGTHS]
 a token is read with its own state, not with that before it
-  index = positions - 1 => index = positions
+  self.at(positions - 1, layers) => self.at(positions, layers)
 [models.nn.llama: heads.test_what_a_state_is('llama')]
 a hidden state counts as that of the next layer
   (cache, layer, x) => (cache, layer + 1, x)

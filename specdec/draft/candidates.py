@@ -48,6 +48,42 @@ class Proposer(Protocol):
     """
 
 
+def scores_of_few(
+  nodes: jax.Array,
+  tokens: jax.Array,
+  ranked: jax.Array,
+  sources: jax.Array,
+  branching: int,
+) -> drafter_lib.Scores:
+  """Scores of nodes from a few candidates after each of them.
+
+  Args:
+    nodes: `[B, W]` int32.
+    tokens: `[B, W, C]` int32, the candidates.
+    ranked: `[B, W, C]` float32, their log-probabilities, at most 0; `EXCLUDED`
+      for entries that are no candidates.
+    sources: `[B, W, C]` int32, see `Scores.sources`.
+    branching: K, the most children of a node.
+  """
+
+  def log_prob_of(index: jax.Array, wanted: jax.Array) -> jax.Array:
+    at = lambda array: jax.vmap(lambda row, one: row[one])(array, index)
+    same = at(tokens) == wanted[:, :, None]
+    return jnp.max(jnp.where(same, at(ranked), sampling_lib.EXCLUDED), axis=2)
+
+  best_log_probs, best = jax.lax.top_k(ranked, min(branching, ranked.shape[-1]))
+  at_best = lambda array: jnp.take_along_axis(array, best, axis=-1)
+  return drafter_lib.Scores(
+    nodes=nodes,
+    tokens=at_best(tokens),
+    cond_log_probs=best_log_probs,
+    sources=at_best(sources),
+    log_prob_of=log_prob_of,
+    slots_read=jnp.zeros(nodes.shape[0], jnp.int32),
+    drawn_from=jnp.zeros((*nodes.shape, 0)),
+  )
+
+
 class CandidateScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
   """One or more proposers as a scorer; see `Scorer`."""
 
@@ -85,23 +121,7 @@ class CandidateScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
       shares_noise=ctx.rule.shares_noise,
     )
 
-    def log_prob_of(index: jax.Array, wanted: jax.Array) -> jax.Array:
-      at = lambda array: jax.vmap(lambda row, one: row[one])(array, index)
-      same = at(tokens) == wanted[:, :, None]
-      return jnp.max(jnp.where(same, at(ranked), sampling_lib.EXCLUDED), axis=2)
-
-    branching = min(config.branching, ranked.shape[-1])
-    best_log_probs, best = jax.lax.top_k(ranked, branching)
-    at_best = lambda array: jnp.take_along_axis(array, best, axis=-1)
-    scores = drafter_lib.Scores(
-      nodes=nodes,
-      tokens=at_best(tokens),
-      cond_log_probs=best_log_probs,
-      sources=at_best(sources),
-      log_prob_of=log_prob_of,
-      slots_read=jnp.zeros(nodes.shape[0], jnp.int32),
-      drawn_from=jnp.zeros((*nodes.shape, 0)),
-    )
+    scores = scores_of_few(nodes, tokens, ranked, sources, config.branching)
     return scores, state
 
   def _merged(

@@ -90,6 +90,8 @@ class Scores:
   #: `[B, W, V]` float32, the distributions that `tokens` were drawn from; of
   #: size 0 if they were not drawn.
   drawn_from: jax.Array
+  #: `[]` int32, the forwards that it took; 0 if all was looked up.
+  forwards: jax.typing.ArrayLike = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -132,8 +132,8 @@ def _score(
     scored=state.scored | _contains(scores.nodes, tree.capacity),
     proposals=jax.vmap(put)(state.proposals, entries, scores.drawn_from),
     counters=counters.replace(
-      forwards=counters.forwards + 1,
-      row_forwards=counters.row_forwards + if_active(1),
+      forwards=counters.forwards + scores.forwards,
+      row_forwards=counters.row_forwards + if_active(scores.forwards),
       slots_read=counters.slots_read + if_active(scores.slots_read),
     ),
   )
