@@ -43,12 +43,12 @@ class Adjuster:
     return ()
 
   def at_root(self, state: Any) -> Any:
-    """What the root of each tree carries, `[B, ...]`; by default nothing."""
+    """The state of each root, `[B, ...]`; by default there is none."""
     del state
     return ()
 
   def after(self, carried: Any, tokens: jax.Array) -> Any:
-    """What nodes carry, by what their parents carry and their own tokens.
+    """The states of nodes, from their parents' states and their own tokens.
 
     Args:
       carried: `[B, M, ...]`, of the parents.
@@ -135,7 +135,7 @@ def start(
 
 
 def carried_by(tree: tree_lib.TokenTree, nodes: jax.Array) -> tuple[Any, ...]:
-  """What `nodes [B, W]` carry, `[B, W, ...]` for each adjuster.
+  """The states of `nodes [B, W]`, `[B, W, ...]` for each adjuster.
 
   Entries without a node get what the root carries.
   """

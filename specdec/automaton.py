@@ -25,7 +25,8 @@ MAX_STATES = 2**14 - 1
 MAX_BYTES = 2**29
 """The most bytes of its tables."""
 
-# Of tables, so that few shapes are compiled; larger ones have four times more.
+# The smallest tables, so that few shapes are compiled; larger ones have four
+# times more.
 _LEAST_STATES = 256
 _LEAST_KINDS = 256
 
@@ -35,7 +36,7 @@ _BLOCK = 16
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Automaton:
-  """What may follow what, on the host; see `constraint.Tables`.
+  """An automaton over tokens, on the host; see `constraint.Tables`.
 
   State 0 allows everything and is never left; a text begins in state 1.
   """

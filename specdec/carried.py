@@ -1,4 +1,4 @@
-"""What a text carries from step to step, and the records that change it.
+"""The state that a text carries from step to step, and how it changes.
 
 Several parts of a decode have a state that depends on the text so far: the
 caches of the target and of the stages, adjusters of logits (a constraint, a
@@ -40,7 +40,7 @@ class Texts(flax.struct.PyTreeNode):
 
 
 class Added(flax.struct.PyTreeNode):
-  """What one step adds to the texts."""
+  """The tokens and nodes that one step adds to the texts."""
 
   #: `[B, D + 1]` int32, the accepted node of each depth, the root first, then
   #: `NO_NODE`.
@@ -58,7 +58,7 @@ class Added(flax.struct.PyTreeNode):
     `array` has an entry for each token of the text.
     """
     offsets = jnp.arange(new.shape[1])[None]
-    # What is out of range is dropped.
+    # Writes that are out of range are dropped.
     index = jnp.where(
       offsets < self.count[:, None],
       self.length[:, None] + offsets,

@@ -35,7 +35,7 @@ class StepContext(flax.struct.PyTreeNode):
   target_bytes: int = flax.struct.field(pytree_node=False)
   #: The rule of verification; static.
   rule: accept.Rule = flax.struct.field(pytree_node=False)
-  adjusters: tuple[adjusters_lib.Adjuster, ...] = ()  #: Those of the request.
+  adjusters: tuple[adjusters_lib.Adjuster, ...] = ()  #: The request's.
   carried: tuple[Any, ...] = ()  #: The states of the adjusters after the texts.
   #: The target's hidden states at the D + 1 tokens before the root, if it keeps
   #: any.

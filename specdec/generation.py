@@ -114,7 +114,7 @@ class RecordedStep:
 
   record: step_lib.StepRecord  #: The tree and the accepted path of each row.
   starts: np.ndarray  #: `[B]`, the tokens of each text before the step.
-  new_tokens: list[list[int]]  #: Of each row.
+  new_tokens: list[list[int]]  #: By row.
   #: The forwards of each row in the step, `[B]`, by stage; the target first.
   forwards: dict[str, np.ndarray]
 
@@ -183,7 +183,7 @@ class Decoding:
     self.prompts: list[list[int]] = prompts
     self._prompt_lengths, self._ends = lengths, lengths
     self._reasons = np.where(limits > 0, accept.RUNNING, accept.LIMIT)
-    #: Of each row, the tokens of its prompt that `extend` did not read again.
+    #: By row, the tokens of its prompt that `extend` did not read again.
     self.num_kept: list[int] = num_kept.tolist()
 
   @property
@@ -193,7 +193,7 @@ class Decoding:
 
   @property
   def finish_reasons(self) -> list[str | None]:
-    """Of each row, see `Generation`; None while it goes on."""
+    """By row, see `Generation`; None while it goes on."""
     return [
       None if reason == accept.RUNNING else _FINISH_REASONS[int(reason)]
       for reason in self._reasons
@@ -277,7 +277,7 @@ class Decoding:
     return RecordedStep(record, starts, self._new_tokens(), forwards)
 
   def _new_tokens(self) -> list[list[int]]:
-    """Of each row, since the last look."""
+    """The new tokens of each row since the last look."""
     tokens, ends, self._reasons = hosts.read(
       (self._state.tokens, self._state.length, self._state.reason)
     )

@@ -281,7 +281,7 @@ def extend(
   state = state.replace(
     adjusters=adjusters_lib.start(request.adjusters, texts),
     watchers=watchers_lib.start(request.watchers, texts),
-    # What it learned about the drafter is kept.
+    # The account of how well the drafter does is kept.
     fallback=state.fallback.replace(
       plain_steps=total_lib.Total.zeros(), behind=jnp.zeros((), bool)
     ),

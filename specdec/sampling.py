@@ -218,7 +218,7 @@ def seen_by_nodes(
   return jax.vmap(of_row)(tree, nodes, seen)
 
 
-# So many of the likeliest tokens are looked at first. Filters nearly always
+# How many of the most likely tokens are looked at first. Filters nearly always
 # exclude all others, and a search among a large vocabulary takes far longer.
 _FIRST_RANKED = 256
 

@@ -73,7 +73,7 @@ class SlotOptions:
     self._params = _row_params(sampling, num_rows, vocab_size)
     self._ends = _padded_ids(eos_ids, vocab_size)
     self._row_ends = np.tile(self._ends, (num_rows, 1))
-    # What all rows share.
+    # All rows share these.
     self._adjusters, self._watchers = request.adjusters, request.watchers
     self._tables: constraint_lib.Tables | None = None
 

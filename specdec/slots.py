@@ -40,7 +40,7 @@ from specdec.verify import accept
 class _Slot:
   """A prompt in its slot."""
 
-  request: step_lib.Request  # Of one row.
+  request: step_lib.Request  # It has one row.
   prompt_length: int
   num_read: int = 0  # Tokens of the prompt.
 

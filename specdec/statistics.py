@@ -144,8 +144,10 @@ class Statistics:
   costs: Mapping[str, Mapping[str, float]]
   #: Time of decoding with the prompt, without compiling; of timed decodes.
   seconds: float | None = None
-  tokens_per_second: float | None = None  #: Of all rows; of timed decodes.
-  compile_seconds: float | None = None  #: Of timed decodes.
+  tokens_per_second: float | None = (
+    None  #: All rows together; timed decodes have it.
+  )
+  compile_seconds: float | None = None  #: Timed decodes have it.
 
   def __post_init__(self) -> None:
     per_forward = lambda number: number / max(self.target_forwards, 1)

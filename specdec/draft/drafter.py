@@ -96,7 +96,7 @@ class Scores:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScorerFacts:
-  """What a scorer is, and what it needs and costs; nothing in it is traced."""
+  """The properties, needs and costs of a scorer; nothing in it is traced."""
 
   #: Names of the sources of its candidates, for the origin of tokens.
   labels: tuple[str, ...]

@@ -186,7 +186,7 @@ class HeadScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
     given, cache = self.head.forward(
       planned.tokens, planned.positions, planned.mask, planned.cache, before
     )
-    # What is masked is multiplied by zero, and NaN would remain.
+    # Masked values are multiplied by zero, and NaN would remain.
     given = jnp.where(jnp.isfinite(given), given, 0.0)
     start = (jnp.zeros((), jnp.int32), state.model.used, 0)
     after = HeadState(

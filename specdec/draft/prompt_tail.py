@@ -20,12 +20,12 @@ LARGEST_TAIL = 2**20
 class TailState(flax.struct.PyTreeNode):
   """State of a draft model whose text begins later than the target's."""
 
-  model: model_lib.ModelState  #: As of a language model that has this text.
+  model: model_lib.ModelState  #: The state of a model that has this text alone.
   skipped: jax.Array  #: `[B]` int32, tokens before the first that it reads.
 
   @property
   def cache(self) -> cache_lib.KVCache:
-    """That of the model."""
+    """The cache of the model."""
     return self.model.cache
 
 
@@ -46,12 +46,12 @@ class PromptTailScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
     ValueError: C is no integer, or out of range.
   """
 
-  scorer: language_model.LanguageModelScorer  #: That of the model.
+  scorer: language_model.LanguageModelScorer  #: The model's scorer.
   num_tokens: int = flax.struct.field(pytree_node=False)  #: C; static.
 
   @property
   def facts(self) -> drafter_lib.ScorerFacts:
-    """Those of the model's scorer."""
+    """The facts of the model's scorer."""
     return self.scorer.facts
 
   def __post_init__(self) -> None:

@@ -48,7 +48,7 @@ class Level:
 class NGramCounts:
   """The result of `count_ngrams`."""
 
-  levels: tuple[Level, ...]  # Of context length 0, 1, ... order - 1.
+  levels: tuple[Level, ...]  # By context length: 0, 1, ... order - 1.
   # `[order, HIGHEST_COUNT + 1]` int64; entry r of a row is the number of
   # n-grams of that order that occur r times, in all contexts.
   counts_of_counts: np.ndarray

@@ -137,7 +137,7 @@ def _estimate_level(
       low, high = int(parents[0]), int(parents[-1]) + 1
       owners = np.arange(low, high)
       known = _ngram_keys(above.counts, owners, low, high, vocab_size)
-      # What follows a context follows its parent, too: every key is known.
+      # A token after a context also follows its parent: every key is known.
       keys = _ngram_keys(level, parents, start, stop, vocab_size)
       found = np.searchsorted(known, keys)
       below = above.probs[above.counts.first[low] + found]

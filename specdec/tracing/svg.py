@@ -13,8 +13,8 @@ from specdec.tracing import trace as trace_lib
 
 _COLUMN = 7.3  # The width of a character of the font of 12 pixels.
 _LINE, _MARGIN = 16, 12
-_ROW, _BOX, _GAP = 26, 20, 30  # Of the tree.
-_CELL, _TEXT = 15, 60  # Of the mask.
+_ROW, _BOX, _GAP = 26, 20, 30  # Sizes in the drawing of the tree.
+_CELL, _TEXT = 15, 60  # Sizes in the drawing of the mask.
 _THIN_SPACE = '\u2009'  # Between a mark and a token that may be a number.
 _VISIBLE = str.maketrans(' \n\t\r', '␣⏎⇥␍')
 _MARKS = '⁰¹²³⁴⁵⁶⁷⁸⁹'

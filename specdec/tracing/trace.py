@@ -77,7 +77,7 @@ class Trace:
   pieces: tuple[str, ...]  #: See `models.TextGeneration`.
   texts: Mapping[int, str]  #: By token id; U+FFFD for a part of a character.
   finish_reason: str  #: See `specdec.Generation`.
-  #: Of each emitted token; None if the decode did not ask for them.
+  #: By emitted token; None if the decode did not ask for them.
   log_probs: tuple[float, ...] | None = None
 
   @property

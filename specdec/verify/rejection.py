@@ -101,7 +101,7 @@ def _put(
 
 
 class _Nodes(flax.struct.PyTreeNode):
-  """What is known of the N verified nodes of each row."""
+  """The facts about the N verified nodes of each row."""
 
   node: jax.Array  # [B, N] int32, in the tree
   token: jax.Array  # [B, N] int32
