@@ -33,12 +33,6 @@ def test_no_example_is_left_out():
     assert fences.count('python') == len(_examples(path)), path
 
 
-def test_pages_are_short_together():
-  """A reader has time for so many words; the reference is generated."""
-  pages = [path.read_text('utf-8') for path in _ROOT.glob('docs/*.md')]
-  assert sum(len(page.split()) for page in pages) <= 17_000
-
-
 @pytest.mark.parametrize('name', _WITH_EXAMPLES)
 def test_examples_run(name, monkeypatch, capsys, request, tmp_path):
   if not request.config.getoption('--long'):
