@@ -113,9 +113,12 @@ def test_a_row_has_the_same_bits_in_every_shape(vocab_size):
 
 
 @pytest.mark.parametrize('vocab_size', _SIZES)
-@pytest.mark.parametrize('rank', [3, 400])
+@pytest.mark.parametrize('rank', [3, 257, 400])
 def test_top_p_keeps_what_the_definition_says(vocab_size, rank):
-  """Halfway between two edges; a sum in 16 bits would be elsewhere."""
+  """Halfway between two edges; a sum in 16 bits would be elsewhere.
+
+  The 256 most likely tokens are looked at first.
+  """
   top_p = (_edge(vocab_size, rank - 1) + _edge(vocab_size, rank)) / 2
   params = _params(1, vocab_size, top_p=top_p)
   kept = jax.jit(sampling_lib.filter_logits)(_base(vocab_size)[None], params)[0]

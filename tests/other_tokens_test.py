@@ -114,7 +114,13 @@ def _tokenizer(tokens, merges, *special, metaspace=False):
   backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges))
   if metaspace:
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
-    backend.decoder = tokenizers.decoders.Metaspace()
+    backend.decoder = tokenizers.decoders.Sequence(
+      [
+        tokenizers.decoders.Replace('▁', ' '),
+        tokenizers.decoders.ByteFallback(),
+        tokenizers.decoders.Fuse(),
+      ]
+    )
   else:
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(False)
     backend.decoder = tokenizers.decoders.ByteLevel()
@@ -137,11 +143,12 @@ def check_what_is_shared():
   assert found.parts[: len(read)].tolist() == read
   assert found.parts[len(read) :, 1].tolist() == [5, 5, 4, 5, 5, 5]
   assert found.share == 0  # of more than a byte
-  # This one would put a space before every text.
-  draft = _tokenizer(['▁', 'a', 'b', '▁a'], [('▁', 'a')], metaspace=True)
-  found = find(draft, sizes=(size, 4), ends=((end,), ()))
-  assert found.same.tolist() == [1, 2, *[-1] * 4, 3, 0, *[-1] * 5]
-  assert found.parts[:4].tolist() == [[-1, 1], [-1, 2], [1, 2], [1, 2]]
+  # This one would put a space before every text, and never says the byte.
+  theirs = ['<0x61>', '▁', 'a', 'b', '▁a']
+  draft = _tokenizer(theirs, [('▁', 'a')], metaspace=True)
+  found = find(draft, sizes=(size, 5), ends=((end,), ()))
+  assert found.same.tolist() == [2, 3, *[-1] * 4, 4, 1, *[-1] * 5]
+  assert found.parts[:4].tolist() == [[-1, 2], [-1, 3], [2, 3], [2, 3]]
   assert 0 < found.share < 0.5
 
 

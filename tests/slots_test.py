@@ -133,8 +133,8 @@ def test_other_rules_draw_as_alone():
   assert _tokens(found) == expected != _together().tokens
 
 
-def test_every_slot_has_stop_strings_of_its_own():
-  """Also for the prompts that come later."""
+def test_every_slot_has_stop_strings_and_end_tokens_of_its_own():
+  """Also for the prompts that come later, which may have none of them."""
   vocab_size = 12
   names = [bytes([97 + token]) for token in range(vocab_size)]
   following = np.roll(9 * np.eye(vocab_size, dtype=np.float32), 1, axis=1)
@@ -144,14 +144,17 @@ def test_every_slot_has_stop_strings_of_its_own():
   table = stop_strings.build_stop_table(stops, names, vocab_size)
   slots = specdec.Slots(target, num_slots=_SLOTS, context=64, stop=table)
   job = {'rng_key': jax.random.key(0), 'max_new_tokens': 20}
-  for start_token in (0, 2):
-    for _ in range(_SLOTS):
-      slots.insert([start_token], **job)
+  for start_token, ends, reason, length in (
+    (0, [3], 'eos', 3),
+    (2, None, 'length', 20),
+  ):
+    for eos_ids in (None, ends, None):
+      slots.insert([start_token], eos_ids=eos_ids, **job)
     ended = slots.advance(_SLOTS)
     reasons = [ended[slot].finish_reasons[0] for slot in range(_SLOTS)]
-    assert reasons == ['stop', 'length', 'stop']
+    assert reasons == ['stop', reason, 'stop']
     lengths = [len(ended[slot].tokens[0]) for slot in range(_SLOTS)]
-    assert lengths == [5 - start_token, 20, 7 - start_token]
+    assert lengths == [5 - start_token, length, 7 - start_token]
 
 
 @pytest.mark.parametrize('break_even', [1.5, None])
