@@ -520,16 +520,40 @@ def test_without_a_compiler_xla_computes(monkeypatch, capsys):
   assert '/nowhere/g++' in capsys.readouterr().err
 
 
-def test_a_library_is_compiled_once_for_its_flags(monkeypatch, tmp_path):
+def _flipped(content):
+  return content[:9] + bytes([content[9] ^ 1]) + content[10:]
+
+
+@pytest.mark.parametrize(
+  'damage',
+  [
+    *(lambda content: b'', lambda content: content[:40], _flipped),
+    *(lambda content: content[:-1], lambda content: content + b' '),
+  ],
+)
+def test_a_library_is_compiled_once_for_its_flags(
+  damage, monkeypatch, tmp_path
+):
+  """And again where the file is not what was written."""
+  linked = []
+
   def run(command, **kw):
     if '-o' in command:
       assert not command[-1].exists()
-      command[-1].write_bytes(b'')
+      command[-1].write_bytes(bytes(64))
+      linked.extend({'-shared'} & {*command})
     return subprocess.CompletedProcess(command, 0, stdout=b'g++ 1')
 
   monkeypatch.setattr(build.subprocess, 'run', run)
   make = functools.partial(build.compile_library, 'g++', tmp_path)
-  assert make() == make() != make(flags=('-O2',))
+  library = make()
+  assert make() == library != make(flags=('-O2',))
+  assert len(linked) == 2
+  whole = library.read_bytes()
+  library.write_bytes(damage(whole))
+  assert make() == make() == library
+  assert len(linked) == 3
+  assert library.read_bytes() == whole
 
 
 @pytest.mark.long
