@@ -222,6 +222,15 @@ init_empty_cache = functools.partial(
 """`init_cache` of a model without layers, which keeps the lengths only."""
 
 
+def _finite(new: jax.Array) -> jax.Array:
+  """Entries with zeros for NaN and inf.
+
+  A masked NaN would still spread, since 0 x NaN is NaN, from a candidate to the
+  whole tree. The logits of the candidate itself remain NaN.
+  """
+  return jnp.where(jnp.isfinite(new), new, 0)
+
+
 def write(
   cache: KVCache, layer: int, key: jax.Array, value: jax.Array
 ) -> KVCache:
@@ -233,10 +242,7 @@ def write(
   """
 
   def put(arrays: tuple[jax.Array, ...], new: jax.Array) -> jax.Array:
-    # A masked NaN would still spread, since 0 x NaN is NaN, from a candidate to
-    # the whole tree. The logits of the candidate itself remain NaN.
-    new = jnp.where(jnp.isfinite(new), new, 0)
-    return cache.ops.write(arrays[layer], new, cache.write_at)
+    return cache.ops.write(arrays[layer], _finite(new), cache.write_at)
 
   return with_layer(
     cache, layer, put(cache.keys, key), put(cache.values, value)
@@ -281,7 +287,7 @@ def write_hidden(
   if cache is None or layer not in cache.hidden:
     return cache
   kept = cache.hidden[layer]
-  new = jnp.where(jnp.isfinite(states), states, 0).astype(kept.dtype)
+  new = _finite(states.astype(kept.dtype))  # Rounding may make infinity.
   written = cache.ops.write(kept, new[:, None], cache.write_at)
   return cache.replace(hidden={**cache.hidden, layer: written})
 

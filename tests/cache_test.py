@@ -152,6 +152,20 @@ def test_what_is_kept_is_kept_exactly(dtype):
     np.testing.assert_array_equal(kept.values[0][row], -expected)
 
 
+def test_what_is_not_finite_is_written_as_zero():
+  """Also what is infinite when it is rounded to the dtype of the cache."""
+  cache = cache_lib.init_cache(
+    1, 2, num_layers=1, num_heads=1, head_width=4, dtype='float16'
+  )
+  cache = cache_lib.with_hidden(cache, {0: 4}, 'float16')
+  states = jnp.array([[[1.0, 1e6, np.inf, np.nan]]])
+  entry = states[None].astype('float16')
+  cache = cache_lib.write(cache, 0, entry, entry)
+  cache = cache_lib.write_hidden(cache, 0, states)
+  for written in jax.tree.leaves((cache.keys, cache.values, cache.hidden)):
+    np.testing.assert_array_equal(written[0, 0], [[1, 0, 0, 0], [0, 0, 0, 0]])
+
+
 # After each step of a decode.
 
 _LIMITS = (30, 9, 28)

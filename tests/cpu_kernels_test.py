@@ -226,9 +226,27 @@ def test_attention_equals_that_of_xla(width, dtype):
   mask[0, :, 42] = False
   clean = attend(rows, mask, start, *cache)
   rows[0, 2] = np.nan
+  rows[1, 1] = np.finfo(np.float32).max  # Rounding makes infinity of it.
   spoiled, *written = attend(rows, mask, start, *cache)
   np.testing.assert_array_equal(spoiled[0, :2], clean[0][0, :2])
   assert not np.asarray(written)[:, 0, :, 42].astype('float32').any()
+  kept = np.asarray(written)[1, 1, :, 18].astype('float32')
+  assert np.all(kept == (rows[1, 1, 0] if dtype == 'float32' else 0))
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_slots_around_the_visible_ones_are_not_read(dtype):
+  """Two of bfloat16 are read together, so of an odd number one is alone."""
+  rows, mask, start, *cache = _attention(5, jnp.dtype(dtype))
+  for begin, end in (0, 44), (1, 44), (0, 45), (3, 30):
+    seen = np.arange(45)
+    seen = (seen >= begin) & (seen < end)
+    results = []
+    for unread in (0, np.nan):
+      filled = [np.where(seen[:, None], array, unread) for array in cache]
+      filled = [array.astype(dtype) for array in filled]
+      results.append(_attend(rows, mask & seen, start, *filled)[0])
+    np.testing.assert_array_equal(*results)
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
@@ -520,16 +538,40 @@ def test_without_a_compiler_xla_computes(monkeypatch, capsys):
   assert '/nowhere/g++' in capsys.readouterr().err
 
 
-def test_a_library_is_compiled_once_for_its_flags(monkeypatch, tmp_path):
+def _flipped(content):
+  return content[:9] + bytes([content[9] ^ 1]) + content[10:]
+
+
+@pytest.mark.parametrize(
+  'damage',
+  [
+    *(lambda content: b'', lambda content: content[:40], _flipped),
+    *(lambda content: content[:-1], lambda content: content + b' '),
+  ],
+)
+def test_a_library_is_compiled_once_for_its_flags(
+  damage, monkeypatch, tmp_path
+):
+  """And again where the file is not what was written."""
+  linked = []
+
   def run(command, **kw):
     if '-o' in command:
       assert not command[-1].exists()
-      command[-1].write_bytes(b'')
+      command[-1].write_bytes(bytes(64))
+      linked.extend({'-shared'} & {*command})
     return subprocess.CompletedProcess(command, 0, stdout=b'g++ 1')
 
   monkeypatch.setattr(build.subprocess, 'run', run)
   make = functools.partial(build.compile_library, 'g++', tmp_path)
-  assert make() == make() != make(flags=('-O2',))
+  library = make()
+  assert make() == library != make(flags=('-O2',))
+  assert len(linked) == 2
+  whole = library.read_bytes()
+  library.write_bytes(damage(whole))
+  assert make() == make() == library
+  assert len(linked) == 3
+  assert library.read_bytes() == whole
 
 
 @pytest.mark.long

@@ -69,12 +69,27 @@ def _compile(command: Sequence[str], scratch: pathlib.Path) -> pathlib.Path:
   return library
 
 
+def _digest(content: bytes) -> bytes:
+  return hashlib.sha256(content).digest()
+
+
+def _is_whole(library: pathlib.Path) -> bool:
+  """Whether a file is there and ends with the digest of the bytes before it.
+
+  Loading a file that was cut would end the process with a bus error.
+  """
+  content = library.read_bytes() if library.exists() else b''
+  size = len(_digest(b''))
+  return content[-size:] == _digest(content[:-size])
+
+
 def compile_library(
   compiler: str, folder: pathlib.Path, flags: tuple[str, ...] = FLAGS
 ) -> pathlib.Path:
-  """Compiles the kernels unless the folder has them.
+  """Compiles the kernels unless the folder has them, whole.
 
-  The file's name is a digest of all that it depends on. It is put in place in
+  The file's name is a digest of all that it depends on, and a digest of its
+  content is appended, which the dynamic linker ignores. It is put in place in
   one step, so several processes may compile at once.
 
   Args:
@@ -99,13 +114,16 @@ def compile_library(
   )
   digest = hashlib.sha256(b'\0'.join(parts)).hexdigest()[:16]
   library = folder / f'kernels-{digest}.so'
-  if library.exists():
+  if _is_whole(library):
     return library
   print(f'Compiling the CPU kernels with {compiler}, once.', file=sys.stderr)
   folder.mkdir(parents=True, exist_ok=True)
   with tempfile.TemporaryDirectory(dir=folder) as scratch:
     command = [compiler, *flags, '-isystem', str(include)]
-    _compile(command, pathlib.Path(scratch)).replace(library)
+    made = _compile(command, pathlib.Path(scratch))
+    with made.open('ab') as file:
+      file.write(_digest(made.read_bytes()))
+    made.replace(library)
   return library
 
 
