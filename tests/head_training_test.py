@@ -83,7 +83,7 @@ def test_a_killed_run_resumes_and_the_head_drafts(settings, corpus, tmp_path):
   files[0].unlink()  # As if it had been killed before.
   _train(settings, corpus, killed)
   after = [file.stat().st_mtime_ns for file in files]
-  assert [a == b for a, b in zip(times, after, strict=True)].count(False) == 2
+  assert [a == b for a, b in zip(times, after, strict=True)].count(False) == 1
   _train(settings, corpus, whole)
   tensors = [
     safetensors_numpy.load_file(folder / 'head' / 'model.safetensors')

@@ -16,6 +16,7 @@ import tqdm
 
 from models.checkpoints import hub
 from models.lab.training import corpus as corpus_lib
+from models.lab.training import kept
 from models.lab.training import run_record
 from models.text import pair as pair_lib
 from models.text import plan as plan_lib
@@ -153,13 +154,11 @@ def _sample(
   paths = [
     workdir / f'samples-{shard:06d}.npy' for shard in range(samples.num_shards)
   ]
-  missing = [shard for shard, path in enumerate(paths) if not path.exists()]
+  missing = [n for n, path in enumerate(paths) if not kept.is_whole(path)]
   with _progress('sampling', len(missing) * samples.shard_tokens) as bar:
     for shard in missing:
       tokens = _sample_shard(pair, samples, start, shard)
-      run_record.save_whole(
-        paths[shard], functools.partial(np.save, arr=tokens)
-      )
+      kept.save(paths[shard], functools.partial(np.save, arr=tokens))
       bar.update(samples.shard_tokens)
   return paths
 

@@ -9,7 +9,7 @@ import sysconfig
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from models.lab.training import run_record
+from models.lab.training import kept
 from specdec import text_files
 
 _SKIPPED_FOLDERS = frozenset({'site-packages', '__pycache__', '.git'})
@@ -88,9 +88,9 @@ class Corpus:
     held_out: bool,
   ) -> np.ndarray:
     """The tokens of one split, kept in a `.npy` file for the next resume."""
-    if not path.exists():
+    if not kept.is_whole(path):
       tokens = self.tokens(tokenizer, held_out=held_out)
-      run_record.save_whole(path, lambda partial: np.save(partial, tokens))
+      kept.save(path, lambda partial: np.save(partial, tokens))
     return np.load(path, mmap_mode='r')
 
 

@@ -1,8 +1,8 @@
 """What a target computes for a corpus, kept on disk for training a head.
 
-Windows lie in files of some dozens, each written completely or not at all, so
-that a run that is killed goes on with the next file. Numbers are stored in 16
-bits.
+Files have some dozens of windows each, so that a run that is killed goes on
+with the next file, and a damaged file costs no more than its own windows.
+Numbers are stored in 16 bits.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.lab.training import head_loss
-from models.lab.training import run_record
+from models.lab.training import kept
 from models.nn import matrices as matrices_lib
 from specdec import cache as cache_lib
 from specdec import model as model_lib
@@ -30,9 +30,15 @@ _LARGEST = 65504.0  # Of float16; residual streams may have a few larger ones.
 _SECONDS = 30.0  # Between two reports.
 
 
-def bytes_per_token(num_states: int, width: int) -> int:
-  """Bytes on disk for each token, with so many states that a head reads."""
-  return 2 * (num_states + 1) * width + 4
+def dtype_of_token(num_states: int, width: int) -> np.dtype:
+  """What is stored of a token, with so many states that a head reads."""
+  return np.dtype(
+    [
+      ('states', np.float16, (num_states * width,)),
+      ('normed', np.float16, (width,)),
+      ('choice', np.int32),
+    ]
+  )
 
 
 def windows(tokens: np.ndarray, length: int, most: int) -> np.ndarray:
@@ -54,19 +60,20 @@ def windows(tokens: np.ndarray, length: int, most: int) -> np.ndarray:
 
 @functools.partial(jax.jit, static_argnames='reads')
 def _compute(target, lm_head, tokens, reads):
-  """`[B, L, F + width]` float16 and `[B, L]` int32, see `head_loss.Batch`."""
+  """The fields of `dtype_of_token`, each `[B, L, ...]`."""
   cache = target.spec.init_cache(*tokens.shape)
   _, cache = target.causal(tokens, cache)
-  kept = [cache.hidden[one][:, 0] for one in (*reads, cache_lib.AFTER_NORM)]
-  normed = kept[-1].astype(jnp.float32)
+  states = [cache.hidden[one][:, 0] for one in reads]
+  normed = cache.hidden[cache_lib.AFTER_NORM][:, 0].astype(jnp.float32)
   rows = normed.reshape(-1, normed.shape[-1])
   padded = jnp.pad(rows, ((0, -len(rows) % _ROWS), (0, 0)))
   choose = lambda rows: jnp.argmax(matrices_lib.matmul(rows, lm_head), axis=-1)
   chosen = lax.map(choose, padded.reshape(-1, _ROWS, rows.shape[-1])).ravel()
-  states = jnp.concatenate(kept, axis=-1).astype(jnp.float32)
-  states = jnp.clip(states, -_LARGEST, _LARGEST).astype(jnp.float16)
-  chosen = chosen[: len(rows)].reshape(tokens.shape)
-  return states, chosen.astype(jnp.int32)
+  chosen = chosen[: len(rows)].reshape(tokens.shape).astype(jnp.int32)
+  stored = lambda array: jnp.clip(
+    array.astype(jnp.float32), -_LARGEST, _LARGEST
+  ).astype(jnp.float16)
+  return stored(jnp.concatenate(states, axis=-1)), stored(normed), chosen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,21 +83,19 @@ class Features:
   Attributes:
     tokens: `[N, L + 1]` int32.
     files: the files, of some windows each.
-    width: of a state.
   """
 
   tokens: np.ndarray
   files: Sequence[pathlib.Path]
-  width: int
 
   @property
   def num_windows(self) -> int:
     return len(self.tokens)
 
-  @functools.cached_property
+  @property
   def choices(self) -> np.ndarray:
-    """`[N, L + 1]` int32, the likeliest token after each."""
-    return np.concatenate([np.load(_choices(file)) for file in self.files])
+    """`[N, L + 1]` int32, the most likely token after each."""
+    return np.concatenate([part['choice'] for part in self._mapped])
 
   @functools.cached_property
   def _mapped(self) -> list[np.ndarray]:
@@ -98,14 +103,14 @@ class Features:
 
   def batch(self, index: np.ndarray) -> head_loss.Batch:
     """The windows of these numbers."""
-    states = np.stack(
+    rows = np.stack(
       [self._mapped[one // _WINDOWS][one % _WINDOWS] for one in index]
     )
     return head_loss.Batch(
       tokens=self.tokens[index],
-      states=states[..., : -self.width],
-      normed=states[..., -self.width :],
-      choices=self.choices[index],
+      states=rows['states'],
+      normed=rows['normed'],
+      choices=rows['choice'],
     )
 
   def random_batch(self, step: int, size: int, seed: int) -> head_loss.Batch:
@@ -121,10 +126,6 @@ class Features:
     """All windows; the last batch is filled up with the first ones."""
     rows = np.arange(-(-self.num_windows // size) * size) % self.num_windows
     yield from map(self.batch, rows.reshape(-1, size))
-
-
-def _choices(file: pathlib.Path) -> pathlib.Path:
-  return file.with_name(file.name.replace('states', 'choices'))
 
 
 def compute(
@@ -152,24 +153,22 @@ def compute(
   """
   files, clock, done = [], time.monotonic(), 0
   start = clock
+  dtype = dtype_of_token(len(reads), width)
   for number in range(-(-len(tokens) // _WINDOWS)):
-    file = folder / f'states_{number:05d}.npy'
+    file = folder / f'windows_{number:05d}.npy'
     files.append(file)
-    if file.exists() and _choices(file).exists():
+    if kept.is_whole(file, report):
       continue
     part = tokens[number * _WINDOWS : (number + 1) * _WINDOWS]
     size = min(batch_size, len(tokens))
     padded = np.resize(part, (-(-len(part) // size) * size, part.shape[1]))
-    found = [
-      jax.device_get(_compute(target, lm_head, rows, reads))
-      for rows in np.split(padded, len(padded) // size)
-    ]
-    states, chosen = (
-      np.concatenate(parts)[: len(part)] for parts in zip(*found, strict=True)
-    )
-    save = lambda array: lambda path: np.save(path, array)
-    run_record.save_whole(_choices(file), save(chosen))
-    run_record.save_whole(file, save(states))
+    found = np.empty(padded.shape, dtype)
+    for first in range(0, len(padded), size):
+      rows = slice(first, first + size)
+      fields = _compute(target, lm_head, padded[rows], reads)
+      for name, values in zip(dtype.names or (), fields, strict=True):
+        found[name][rows] = values
+    kept.save(file, functools.partial(np.save, arr=found[: len(part)]))
     done += part.size
     if time.monotonic() - clock > _SECONDS:
       clock = time.monotonic()
@@ -179,4 +178,4 @@ def compute(
         f'features of {(number + 1) * _WINDOWS} of {len(tokens)} windows, '
         f'{speed:.0f} tokens/s, {left / 60:.0f} min left'
       )
-  return Features(tokens, files, width)
+  return Features(tokens, files)

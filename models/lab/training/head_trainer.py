@@ -148,9 +148,10 @@ class _Run:
   ) -> tuple[head_features.Features, head_features.Features]:
     """Features of training and held-out windows; the size is stated before."""
     settings = self.settings
-    each = (settings.length + 1) * head_features.bytes_per_token(
+    token = head_features.dtype_of_token(
       len(self.config.reads), self.config.width
     )
+    each = (settings.length + 1) * token.itemsize
     room = settings.feature_bytes // each - settings.eval_windows
     number = min((len(tokens['train']) - 1) // settings.length, max(room, 0))
     self.report(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from models.checkpoints import hub
 from models.lab.training import corpus as corpus_lib
+from models.lab.training import kept
 from models.lab.training import loss as loss_lib
 from models.lab.training import run_record
 from models.lab.training import tokenizer as tokenizer_lib
@@ -92,13 +93,13 @@ def _tokenizer(folder, corpus, workdir, *, vocab_size, context):
   }
   run_record.write_once(workdir / 'data.json', record)
   own = workdir / 'tokenizer'
-  if folder is None and not own.exists():
+  if folder is None and not kept.is_whole(own):
     print(f'training a tokenizer of {vocab_size} tokens')
     texts = corpus.texts(held_out=False)
     trained = tokenizer_lib.train_tokenizer(
       texts, vocab_size=vocab_size, context=context
     )
-    run_record.save_whole(own, trained.save_pretrained)
+    kept.save(own, trained.save_pretrained)
   found = hub.locate(folder or own).tokenizer
   if found is None:
     raise ValueError(f'--tokenizer={folder} has no tokenizer')

@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 
 from models.lab.training import optimizer as optimizer_lib
+from models.lab.training import run_checkpoints
 from models.lab.training import run_record
 
 
@@ -41,10 +41,10 @@ class Progress:
     )
 
 
-def _not_a_number(what: str) -> FloatingPointError:
+def _not_a_number(what: str, last: str) -> FloatingPointError:
   return FloatingPointError(
-    f'{what} is not a number; start again in another workdir with a lower'
-    ' learning rate'
+    f'{what} is not a number; {last}; start again in another workdir with a'
+    ' lower learning rate'
   )
 
 
@@ -98,86 +98,58 @@ class Loop:
   evaluate: Callable[[Any, int], tuple[float, tuple[float, ...]]]
 
   def _evaluate(
-    self, step: int, params: Any, losses: Any
+    self, step: int, params: Any, losses: Any, last: str
   ) -> tuple[float, float, tuple[float, ...]]:
     """The training and held-out loss, checked to be finite, and `accepted`."""
     finite = np.isfinite(losses)
     if not np.all(finite):
       bad = step - len(losses) + 1 + int(np.argmin(finite))
-      raise _not_a_number(f'the loss of step {bad}')
+      raise _not_a_number(f'the loss of step {bad}', last)
     # The loss of a step belongs to the weights before it, so it is finite even
     # if the step overflows.
     held_out_loss, accepted = self.evaluate(params, step)
     if not np.isfinite(held_out_loss):
-      raise _not_a_number(f'the held-out loss after step {step}')
+      raise _not_a_number(f'the held-out loss after step {step}', last)
     return float(np.mean(losses)), held_out_loss, accepted
 
   def run(self, state, workdir: pathlib.Path, report):
     """Runs from the last checkpoint to the end; returns params and curve."""
-    with _checkpoints(workdir) as manager:
-      state, curve = _restore(manager, state)
-      clock, tokens, losses = time.monotonic(), 0, []
-      for step in range((manager.latest_step() or 0) + 1, self.num_steps + 1):
-        batch = self.batch(step - 1)
-        state, loss = self.train_step(state, batch)
-        losses.append(loss)
-        tokens += self.num_tokens(batch)
-        if step % self.eval_every and step < self.num_steps:
-          continue
-        train_loss, held_out_loss, accepted = self._evaluate(
-          step, state['params'], jax.device_get(losses)
+    checkpoints = run_checkpoints.Checkpoints(workdir / 'checkpoints', report)
+    state, records = checkpoints.restore(state)
+    curve = [
+      Progress(**record | {'accepted': tuple(record['accepted'])})
+      for record in records
+    ]
+    clock, tokens, losses = time.monotonic(), 0, []
+    first = curve[-1].step + 1 if curve else 1
+    for step in range(first, self.num_steps + 1):
+      batch = self.batch(step - 1)
+      state, loss = self.train_step(state, batch)
+      losses.append(loss)
+      tokens += self.num_tokens(batch)
+      if step % self.eval_every and step < self.num_steps:
+        continue
+      train_loss, held_out_loss, accepted = self._evaluate(
+        step,
+        state['params'],
+        jax.device_get(losses),
+        checkpoints.describe_last(),
+      )
+      seconds, clock = time.monotonic() - clock, time.monotonic()
+      curve.append(
+        Progress(
+          step=step,
+          tokens=tokens + (curve[-1].tokens if curve else 0),
+          train_loss=train_loss,
+          held_out_loss=held_out_loss,
+          tokens_per_second=tokens / seconds,
+          seconds_left=seconds / len(losses) * (self.num_steps - step),
+          accepted=accepted,
         )
-        seconds, clock = time.monotonic() - clock, time.monotonic()
-        curve.append(
-          Progress(
-            step=step,
-            tokens=tokens + (curve[-1].tokens if curve else 0),
-            train_loss=train_loss,
-            held_out_loss=held_out_loss,
-            tokens_per_second=tokens / seconds,
-            seconds_left=seconds / len(losses) * (self.num_steps - step),
-            accepted=accepted,
-          )
-        )
-        report(curve[-1])
-        _save(manager, step, state, curve, workdir)
-        tokens, losses = 0, []
+      )
+      report(curve[-1])
+      records.append(dataclasses.asdict(curve[-1]))
+      checkpoints.save(step, state, records)
+      run_record.save_json(workdir / 'loss_curve.json', records)
+      tokens, losses = 0, []
     return state['params'], curve
-
-
-def _checkpoints(workdir: pathlib.Path) -> ocp.CheckpointManager:
-  return ocp.CheckpointManager(
-    (workdir / 'checkpoints').absolute(),
-    options=ocp.CheckpointManagerOptions(max_to_keep=2),
-  )
-
-
-def _save(manager, step, state, curve, workdir) -> None:
-  record = [dataclasses.asdict(progress) for progress in curve]
-  manager.save(
-    step,
-    args=ocp.args.Composite(
-      state=ocp.args.StandardSave(state), curve=ocp.args.JsonSave(record)
-    ),
-  )
-  run_record.save_json(workdir / 'loss_curve.json', record)
-
-
-def _restore(manager, state) -> tuple[Any, list[Progress]]:
-  """The last checkpoint, or the given state and an empty curve."""
-  if manager.latest_step() is None:
-    return state, []
-  restored = manager.restore(
-    manager.latest_step(),
-    args=ocp.args.Composite(
-      state=ocp.args.StandardRestore(
-        jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
-      ),
-      curve=ocp.args.JsonRestore(),
-    ),
-  )
-  curve = [
-    Progress(**line | {'accepted': tuple(line.get('accepted', ()))})
-    for line in restored['curve']
-  ]
-  return restored['state'], curve
