@@ -1,37 +1,31 @@
 """Expressions and JSON schemas that a text must match.
 
-The syntax of both is that of outlines-core, which makes automata over bytes of
-them; `specdec.automaton` makes automata over tokens of these.
+Both become trees of expressions, these automata over bytes, and these automata
+over tokens (`specdec.automaton`).
 """
 
 from collections.abc import Mapping
 from collections.abc import Sequence
 import functools
-import importlib.util
 import json
-import pathlib
-import pickle
-import subprocess
-import sys
 from typing import Any
 
-import numpy as np
 import transformers
 
+from models.text import byte_automaton
+from models.text import expression
+from models.text import json_schema
 from models.text import token_bytes as token_bytes_lib
 from specdec import automaton as automaton_lib
 from specdec import checks as checks_lib
 
-# An expression of Rust's `regex`; a schema as JSON or as what JSON stands for.
+# An expression of Python's `re`; a schema as JSON or as what JSON stands for.
 # One, or one per row, of which some may be None.
 Regex = str | Sequence[str | None]
 Schema = str | Mapping[str, Any] | Sequence[str | Mapping[str, Any] | None]
 
 # `regex` or `json_schema`, and its text; None: anything may follow.
 Constraint = tuple[str, str] | None
-
-# For building one automaton.
-_SECONDS, _BYTES = 60, 4 << 30
 
 
 def _text_of(kind: str, value: Any) -> str:
@@ -42,7 +36,7 @@ def _text_of(kind: str, value: Any) -> str:
   """
   if kind == 'json_schema' and isinstance(value, Mapping):
     try:
-      return json.dumps(value)
+      return json.dumps(value, allow_nan=False)
     except (TypeError, ValueError) as error:
       raise ValueError(f'json_schema is no JSON: {error}') from error
   if not isinstance(value, str):
@@ -99,54 +93,6 @@ def _short(text: str) -> str:
   return text if len(text) <= 60 else f'{text[:57]}...'
 
 
-def _over_bytes(kind: str, text: str) -> tuple[np.ndarray, np.ndarray]:
-  """The automaton over bytes; see `automaton.of_bytes`.
-
-  Raises:
-    ValueError: the text is invalid, its automaton is too large, or
-      outlines-core is not installed.
-  """
-  if importlib.util.find_spec('outlines_core') is None:
-    raise ValueError(
-      f'{kind} needs the package outlines-core; pip install'
-      " 'specdec-jax[constraints]'"
-    )
-  program = pathlib.Path(__file__).with_name('build_automaton.py')
-  limit = automaton_lib.MAX_STATES
-  given = {'kind': kind, 'text': text, 'max_states': limit, 'max_bytes': _BYTES}
-  too_large = lambda reason: ValueError(
-    f'{kind} {_short(text)!r} is too large: {reason}at most {limit:,} states'
-    ' are possible; choose smaller numbers of repetitions'
-  )
-  try:
-    done = subprocess.run(
-      [sys.executable, '-P', str(program)],
-      input=json.dumps(given).encode(),
-      capture_output=True,
-      timeout=_SECONDS,
-      check=False,
-    )
-  except subprocess.TimeoutExpired as error:
-    raise too_large('') from error
-  message = done.stderr.decode(errors='replace').strip()
-  if done.returncode == 2:
-    raise ValueError(f'{kind} {_short(text)!r} cannot be used: {message}')
-  if done.returncode:  # Without memory it ends as it can.
-    raise too_large(f'{message}; ' if done.returncode == 3 else '')
-  first, final, transitions = pickle.loads(done.stdout)
-  number = {first: 0}
-  for state in sorted(transitions):
-    number.setdefault(state, len(number))
-  delta = np.full((len(number), 256), -1)
-  for state, following in transitions.items():
-    for byte, after in following.items():
-      if byte < 256:
-        delta[number[state], byte] = number[after]
-  accepting = np.zeros(len(number), bool)
-  accepting[[number[state] for state in final]] = True
-  return delta, accepting
-
-
 # Building one takes a moment where the vocabulary is large.
 @functools.lru_cache(maxsize=64)
 def _automaton(
@@ -156,19 +102,23 @@ def _automaton(
   eos_ids: tuple[int, ...],
 ) -> automaton_lib.Automaton:
   kind, text = constraint
-  delta, accepting = _over_bytes(kind, text)
+  parse = expression.parse if kind == 'regex' else json_schema.parse
+  named = f'{kind} {_short(text)!r}'
   try:
+    delta, accepting = byte_automaton.of_tree(parse(text))
     return automaton_lib.of_bytes(delta, accepting, pieces, vocab_size, eos_ids)
   except automaton_lib.TooLarge as error:
     raise ValueError(
-      f'{kind} {_short(text)!r} is too large: {error}; choose smaller numbers'
-      ' of repetitions'
+      f'{named} is too large: {error}; choose smaller numbers of repetitions'
     ) from error
   except automaton_lib.Unspeakable as error:
     raise ValueError(
-      f'{kind} {_short(text)!r} matches no text that the tokens of the target'
-      ' can spell'
+      f'{named} matches no text that the tokens of the target can spell'
     ) from error
+  except RecursionError as error:
+    raise ValueError(f'{named} is nested too deeply') from error
+  except ValueError as error:
+    raise ValueError(f'{named} cannot be used: {error}') from error
 
 
 def automaton_of(

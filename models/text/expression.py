@@ -1,0 +1,197 @@
+r"""Expressions in the syntax of Python's `re`, as trees.
+
+`re` itself reads an expression, and the characters that a part of it stands for
+are found by matching that part with all of Unicode. So classes, escapes and
+flags mean what they mean in `re`, and a tree stands for the texts that
+`re.fullmatch` accepts. Parts that no such tree can express are refused by name.
+"""
+
+from collections.abc import Iterable
+import dataclasses
+import functools
+import re
+
+# `re` has no public names for the parts of an expression.
+from re import _compiler  # type: ignore[attr-defined]
+from re import _constants as ops  # type: ignore[attr-defined]
+from re import _parser  # type: ignore[attr-defined]
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Tree:
+  """Base of what stands for a set of texts."""
+
+  parts: tuple['Tree', ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Concatenation(Tree):
+  """The parts, one after the other."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Alternation(Tree):
+  """One of the parts."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Repetition(Tree):
+  """The parts, one after the other, and all of that several times."""
+
+  least: int = 0
+  most: int | None = None  #: None: there is no limit.
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Character(Tree):
+  """One character of a set; it has no parts."""
+
+  #: First and last code points in order, without surrogates.
+  ranges: tuple[tuple[int, int], ...] = ()
+
+
+# Code points except surrogates, which UTF-8 cannot spell.
+_SCALARS = (0, 0xD800), (0xE000, 0x110000)
+ANY = Character(ranges=tuple((first, end - 1) for first, end in _SCALARS))
+"""Any character."""
+NOTHING = Alternation()
+"""No text."""
+_EMPTY = Concatenation()
+
+_STARTS = (ops.AT, ops.AT_BEGINNING), (ops.AT, ops.AT_BEGINNING_STRING)
+_ENDS = (ops.AT, ops.AT_END), (ops.AT, ops.AT_END_STRING)
+_CHARACTERS = (ops.ANY, ops.IN, ops.LITERAL, ops.NOT_LITERAL)
+_REFUSED = {
+  ops.ASSERT: 'look-around is',
+  ops.ASSERT_NOT: 'look-around is',
+  ops.AT: 'anchors, except at the beginning and the end of a text, are',
+  ops.AT_BOUNDARY: r'\b is',
+  ops.AT_NON_BOUNDARY: r'\B is',
+  ops.ATOMIC_GROUP: 'atomic groups are',
+  ops.GROUPREF: 'back references are',
+  ops.GROUPREF_EXISTS: 'conditional groups are',
+  ops.POSSESSIVE_REPEAT: 'possessive quantifiers are',
+}
+
+
+def literal(text: str) -> Tree:
+  """The tree of one text."""
+  return Concatenation(tuple(_literal(ord(letter)) for letter in text))
+
+
+@functools.lru_cache(maxsize=1024)
+def _literal(code: int) -> Character:
+  is_scalar = any(first <= code < end for first, end in _SCALARS)
+  return Character(ranges=((code, code),) if is_scalar else ())
+
+
+def parse(expression: str, *, search: bool = False) -> Tree:
+  """The tree of an expression.
+
+  Args:
+    expression: in the syntax of `re`.
+    search: whether the texts are those that `re.search` accepts, instead of
+      `re.fullmatch`. Then `$` is the end of the text alone, and not also the
+      place before a last line end.
+
+  Raises:
+    ValueError: the expression is invalid, or has a part that is not supported;
+      says which.
+    RecursionError: its groups are nested too deeply.
+  """
+  # `\z` is what Python 3.14 calls `\Z`.
+  expression = re.sub(
+    r'\\.', lambda escape: escape[0].replace('z', 'Z'), expression, flags=re.S
+  )
+  try:
+    found = _parser.parse(expression)
+  except (re.error, OverflowError) as error:
+    raise ValueError(str(error)) from error
+  around = Repetition((ANY,)) if search else _EMPTY
+  return _sequence(found, found.state.flags, around, around)
+
+
+def _sequence(
+  items: Iterable[tuple[Any, Any]],
+  flags: int,
+  before: Tree | None,
+  after: Tree | None,
+) -> Tree:
+  """The tree of parts that follow each other.
+
+  Args:
+    items: the parts, as `re` represents them.
+    flags: the flags that hold for them.
+    before: what may precede the parts, unless they begin with an anchor. None:
+      other parts precede them.
+    after: the same for what follows the parts.
+  """
+  rest = list(items)
+  while rest and before and rest[0] in _STARTS:
+    before, rest = _EMPTY, rest[1:]
+  while rest and after and rest[-1] in _ENDS:
+    after, rest = _EMPTY, rest[:-1]
+  if not rest:
+    return Concatenation((before or _EMPTY, after or _EMPTY))
+  last = len(rest) - 1
+  return Concatenation(
+    tuple(
+      _part(
+        *(op, argument, flags),
+        *(None if index else before, after if index == last else None),
+      )
+      for index, (op, argument) in enumerate(rest)
+    )
+  )
+
+
+def _part(
+  op: Any, argument: Any, flags: int, before: Tree | None, after: Tree | None
+) -> Tree:
+  """The tree of one part; see `_sequence`."""
+  if op is ops.SUBPATTERN:
+    _, added, removed, items = argument
+    if added & _parser.TYPE_FLAGS:
+      flags &= ~_parser.TYPE_FLAGS
+    return _sequence(items, (flags | added) & ~removed, before, after)
+  if op is ops.BRANCH:
+    _, branches = argument
+    each = (_sequence(items, flags, before, after) for items in branches)
+    return Alternation(tuple(each))
+  part: Tree
+  if op in (ops.MAX_REPEAT, ops.MIN_REPEAT):
+    least, most, items = argument
+    inner = _sequence(items, flags, None, None)
+    part = Repetition((inner,), least, None if most == ops.MAXREPEAT else most)
+  elif op is ops.LITERAL and not flags & re.IGNORECASE:
+    part = _literal(argument)
+  elif op in _CHARACTERS:
+    part = _matched(op, tuple(argument) if op is ops.IN else argument, flags)
+  else:
+    name = _REFUSED.get(argument if op is ops.AT else op) or _REFUSED.get(
+      op, f'{op} is'
+    )
+    raise ValueError(f'{name} not supported')
+  return Concatenation((before or _EMPTY, part, after or _EMPTY))
+
+
+@functools.lru_cache(maxsize=256)
+def _matched(op: Any, argument: Any, flags: int) -> Character:
+  """The characters that a part matches, each of which is tried."""
+  state = _parser.State()
+  state.flags = flags
+  one = _parser.SubPattern(state, [(op, argument)])
+  run = (ops.MAX_REPEAT, (1, ops.MAXREPEAT, one))
+  compiled = _compiler.compile(_parser.SubPattern(state, [run]), flags)
+  runs = [
+    (found.start(), found.end() - 1)
+    for bounds in _SCALARS
+    for found in compiled.finditer(_every_character(), *bounds)
+  ]
+  return Character(ranges=tuple(runs))
+
+
+@functools.cache
+def _every_character() -> str:
+  return ''.join(map(chr, range(_SCALARS[-1][1])))

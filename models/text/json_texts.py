@@ -1,0 +1,164 @@
+"""Trees of the texts of JSON values.
+
+Of each string and each constant there is one spelling, that of `json.dumps`;
+between other parts of a value there may be a space.
+"""
+
+from collections.abc import Iterable
+from collections.abc import Sequence
+import dataclasses
+import functools
+import json
+from typing import Any
+
+from models.text import expression as expression_lib
+
+SCALARS = {
+  'null': 'null',
+  'boolean': 'true|false',
+  'integer': '-?(0|[1-9][0-9]*)',
+  'number': r'-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?',
+}
+"""Expressions of types."""
+
+_DIVISIBLE_BY_4 = '0[48]|[2468][048]|[13579][26]'
+_DATE = (
+  '(([0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)-'
+  '((0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])|(0[13-9]|1[0-2])-(29|30)|'
+  '(0[13578]|1[02])-31)|'
+  f'([0-9]{{2}}({_DIVISIBLE_BY_4})|({_DIVISIBLE_BY_4})00)-02-29)'
+)
+_MINUTES = '([01][0-9]|2[0-3]):[0-5][0-9]'
+_TIME = rf'{_MINUTES}:[0-5][0-9](\.[0-9]+)?(Z|[+-]{_MINUTES})'
+_HEX = '[0-9A-Fa-f]'
+_ATOM = "[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+"
+_LABEL = '[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?'
+_NAME = f"[A-Za-z0-9._~!$&'()*+,;=-]|%{_HEX}{{2}}"
+
+FORMATS = {
+  'date': _DATE,
+  'date-time': f'{_DATE}T{_TIME}',
+  'email': rf'{_ATOM}(\.{_ATOM})*@{_LABEL}(\.{_LABEL})*',
+  'time': _TIME,
+  'uri': (
+    rf'[A-Za-z][A-Za-z0-9+.-]*://({_NAME})+(:[0-9]*)?(/({_NAME}|[:@])*)*'
+    rf'(\?({_NAME}|[:@/?])*)?(#({_NAME}|[:@/?])*)?'
+  ),
+  'uuid': f'{_HEX}{{8}}(-{_HEX}{{4}}){{3}}-{_HEX}{{12}}',
+}
+"""Expressions of formats: dates and times of RFC 3339, except the year 0 and
+leap seconds; mailboxes of RFC 5321 without quotes and address literals; URIs of
+RFC 3986 with a host, without a user; UUIDs of RFC 9562."""
+
+# The characters that stand for themselves in a string, and all others.
+_PLAIN = (0x20, 0x21), (0x23, 0x5B), (0x5D, 0x10FFFF)
+_ESCAPED = (*range(0x20), 0x22, 0x5C)
+_CHARACTER = r'[^"\\\0-\x1f]|\\(["\\bfnrt]|u00(0[0-7be-f]|1[0-9a-f]))'
+
+parse = functools.cache(expression_lib.parse)
+"""The tree of an expression that is used again."""
+
+
+def join(*parts: expression_lib.Tree | str) -> expression_lib.Tree:
+  """Trees, and expressions, that follow each other."""
+  return expression_lib.Concatenation(
+    tuple(parse(one) if isinstance(one, str) else one for one in parts)
+  )
+
+
+def _optional(tree: expression_lib.Tree) -> expression_lib.Tree:
+  return expression_lib.Repetition((tree,), 0, 1)
+
+
+def constant(value: Any) -> expression_lib.Tree:
+  """A value, as `json.dumps` writes it.
+
+  Raises:
+    ValueError: it has a number that is not finite.
+  """
+  text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+  return expression_lib.literal(text)
+
+
+def string(least: int = 0, most: int | None = None) -> expression_lib.Tree:
+  """A string of so many characters."""
+  characters = expression_lib.Repetition((parse(_CHARACTER),), least, most)
+  return join('"', characters, '"')
+
+
+def string_of(tree: expression_lib.Tree) -> expression_lib.Tree:
+  """A string that is a text of a tree."""
+  return join('"', _in_string(tree), '"')
+
+
+def _in_string(tree: expression_lib.Tree) -> expression_lib.Tree:
+  if not isinstance(tree, expression_lib.Character):
+    return dataclasses.replace(tree, parts=tuple(map(_in_string, tree.parts)))
+  cut = [
+    (max(first, least), min(last, most))
+    for first, last in tree.ranges
+    for least, most in _PLAIN
+  ]
+  plain = tuple((first, last) for first, last in cut if first <= last)
+  escapes = (
+    expression_lib.literal(json.dumps(chr(code))[1:-1])
+    for code in _ESCAPED
+    if any(first <= code <= last for first, last in tree.ranges)
+  )
+  return expression_lib.Alternation(
+    (expression_lib.Character(ranges=plain), *escapes)
+  )
+
+
+def array(
+  first: Sequence[expression_lib.Tree],
+  others: expression_lib.Tree,
+  least: int = 0,
+  most: int | None = None,
+) -> expression_lib.Tree:
+  """An array of `least` to `most` elements, the first with their own trees."""
+  first = first or (others,)
+  limit = None if most is None else max(most - len(first), 0)
+  tail: expression_lib.Tree = expression_lib.Repetition(
+    (join(' ?, ?', others),), max(least - len(first), 0), limit
+  )
+  for index in reversed(range(len(first))):
+    tail = join(' ?, ?' if index else '', first[index], tail)
+    if most is not None and index >= most:
+      tail = expression_lib.NOTHING
+    if index >= least:
+      tail = _optional(tail)
+  return join(r'\[ ?', tail, r' ?\]')
+
+
+def object_of(
+  members: Iterable[tuple[str, expression_lib.Tree, bool]],
+) -> expression_lib.Tree:
+  """An object of names and values in their order; some are required."""
+  # What may follow before there is a member, and after one.
+  none = some = parse(r' ?\}')
+  for name, value, is_required in reversed([*members]):
+    here = join(' ?', constant(name), ' ?: ?', value, some)
+    later = join(' ?,', here)
+    if not is_required:
+      here = expression_lib.Alternation((here, none))
+      later = expression_lib.Alternation((later, some))
+    none, some = here, later
+  return join(r'\{', none)
+
+
+def object_with(value: expression_lib.Tree) -> expression_lib.Tree:
+  """An object of any names, all of whose values are of one tree."""
+  member = join(' ?', string(), ' ?: ?', value)
+  more = expression_lib.Repetition((join(' ?,', member),))
+  return join(r'\{', _optional(join(member, more)), r' ?\}')
+
+
+@functools.cache
+def anything(levels: int) -> expression_lib.Tree:
+  """Any value, with at most so many levels of arrays and objects."""
+  found = [*map(parse, SCALARS.values()), string()]
+  if levels:
+    inner = anything(levels - 1)
+    found += [array((), inner), object_with(inner)]
+  return expression_lib.Alternation(tuple(found))
