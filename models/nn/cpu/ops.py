@@ -221,10 +221,9 @@ def _check_attention(
     raise _misfit('projections', projections, keys)
   if cos is not None and 2 * sizes['R'] > sizes['D']:
     raise _misfit('cos', cos, keys)
-  if query_norm and key_norm:
-    biased = query_norm.bias is not None or key_norm.bias is not None
-    centered = query_norm.center or key_norm.center
-    if biased or centered or query_norm.epsilon != key_norm.epsilon:
+  plain = query_norm and (True, False, query_norm.epsilon)
+  for norm in norms or ():
+    if (norm.bias is None, norm.center, norm.epsilon) != plain:
       raise ValueError('norms of heads have no bias, no mean and one epsilon')
   return sizes['B'], sizes['L'], width
 
