@@ -17,6 +17,7 @@ is standard input or output.
 from collections.abc import Iterator
 import itertools
 import json
+import math
 import pathlib
 import sys
 import time
@@ -125,12 +126,13 @@ class _Printed:
     print(text_files.to_json(row), flush=True)
 
 
-def _output(name: str) -> Any:
+def _output(name: str, number: float) -> Any:
+  """The results so far, of so many; others are added."""
   import loading
 
+  from models.lab.training import run_record
   from models.text import pair as pair_lib
   from models.text import plan as plan_lib
-  from models.text import resumable
 
   if name == '-' or not several_hosts.writes():
     return _Printed()
@@ -140,7 +142,7 @@ def _output(name: str) -> Any:
     'models': plan_lib.model_digests(*found),
   }
   settings = {name: settings[name] for name in settings if name not in _FREE}
-  return resumable.ResumableRows(pathlib.Path(name), settings)
+  return run_record.ResumableRows(pathlib.Path(name), settings, number)
 
 
 def _row(
@@ -172,7 +174,7 @@ def main() -> None:
 
   is_pipe = options.PROMPT_FILE.value == '-'
   total = None if is_pipe else sum(1 for _ in _lines())
-  output = _output(_OUTPUT.value)
+  output = _output(_OUTPUT.value, math.inf if total is None else total)
   if is_pipe and output.rows:
     raise ValueError(
       f'--output={_OUTPUT.value} has the results of an earlier run, whose'

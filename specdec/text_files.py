@@ -5,6 +5,7 @@ mark, and with line ends of any system.
 """
 
 from collections.abc import Iterator
+from collections.abc import Mapping
 import contextlib
 import io
 import json
@@ -12,7 +13,11 @@ import math
 import os
 import pathlib
 import sys
+import types
 from typing import Any
+from typing import get_args
+from typing import get_origin
+from typing import Literal
 
 _JSON_LINES = ('.jsonl', '.ndjson', '.json')
 
@@ -85,6 +90,66 @@ def read_object(name: str | os.PathLike[str]) -> dict[str, Any]:
   if not isinstance(found, dict):
     raise ValueError(f'{name} must hold a JSON object, got {found!r:.40}')
   return found
+
+
+_WORDS = {
+  str: 'text',
+  int: 'an integer',
+  float: 'a number',
+  bool: 'true or false',
+  dict: 'an object',
+  types.NoneType: 'null',
+}
+
+
+def _described(kind: Any) -> str:
+  """A type of `check_types` in words."""
+  parts = get_args(kind)
+  if get_origin(kind) is list:
+    return f'a list, of which each is {_described(parts[0])}'
+  if get_origin(kind) is dict:
+    return f'an object, of which each value is {_described(parts[1])}'
+  if get_origin(kind) is Literal:
+    return ' or '.join(map(repr, parts))
+  return ' or '.join(map(_described, parts)) if parts else _WORDS[kind]
+
+
+def _fits(value: Any, kind: Any) -> bool:
+  parts = get_args(kind)
+  if kind is Any:
+    return True
+  if get_origin(kind) in (list, dict):
+    within = value.values() if isinstance(value, dict) else value
+    return isinstance(value, get_origin(kind)) and all(
+      _fits(one, parts[-1]) for one in within
+    )
+  if get_origin(kind) is Literal:
+    return value in parts
+  if parts:
+    return any(_fits(value, part) for part in parts)
+  return type(value) is kind or (kind is float and type(value) is int)
+
+
+def check_types(
+  record: Mapping[str, Any], kinds: Mapping[str, Any], place: str = ''
+) -> None:
+  """Refuses values of a JSON object that have another type than they should.
+
+  Args:
+    record: the object.
+    kinds: types by key: `str`, `int`, `float` (any number), `bool`, `Any`, and
+      lists, objects, unions and literals of them, such as `dict[str, int] |
+      None`. Other keys are not checked.
+    place: what the names of keys are preceded by in messages.
+
+  Raises:
+    ValueError: names the key and its value.
+  """
+  for key in record.keys() & kinds.keys():
+    if not _fits(record[key], kinds[key]):
+      raise ValueError(
+        f'{place}{key} must be {_described(kinds[key])}, got {record[key]!r:.60}'
+      )
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:
