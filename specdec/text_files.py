@@ -92,26 +92,28 @@ def read_object(name: str | os.PathLike[str]) -> dict[str, Any]:
   return found
 
 
+# Types of JSON in words: one value, and several.
 _WORDS = {
-  str: 'text',
-  int: 'an integer',
-  float: 'a number',
-  bool: 'true or false',
-  dict: 'an object',
-  types.NoneType: 'null',
+  str: ('text', 'texts'),
+  int: ('an integer', 'integers'),
+  float: ('a number', 'numbers'),
+  bool: ('true or false', 'true or false'),
+  dict: ('an object', 'objects'),
+  list: ('a list', 'lists'),
+  types.NoneType: ('null', 'null'),
 }
 
 
-def _described(kind: Any) -> str:
+def _described(kind: Any, several: bool = False) -> str:
   """A type of `check_types` in words."""
-  parts = get_args(kind)
-  if get_origin(kind) is list:
-    return f'a list, of which each is {_described(parts[0])}'
-  if get_origin(kind) is dict:
-    return f'an object, of which each value is {_described(parts[1])}'
-  if get_origin(kind) is Literal:
+  parts, outer = get_args(kind), get_origin(kind)
+  if outer in (list, dict):
+    own = _WORDS[outer][several]
+    return own if parts[-1] is Any else f'{own} of {_described(parts[-1], True)}'
+  if outer is Literal:
     return ' or '.join(map(repr, parts))
-  return ' or '.join(map(_described, parts)) if parts else _WORDS[kind]
+  words = [_described(part, several) for part in parts]
+  return ' or '.join(words) or _WORDS[kind][several]
 
 
 def _fits(value: Any, kind: Any) -> bool:

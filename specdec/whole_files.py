@@ -14,6 +14,7 @@ import os
 import pathlib
 import shutil
 import struct
+import tokenize
 from typing import Any
 from typing import TypeVar
 
@@ -31,9 +32,9 @@ ENTRY = 'digest'
 
 # What is raised by code that reads damaged files: ours, NumPy's, safetensors'.
 _MALFORMED = (
-  *(ArithmeticError, AttributeError, BufferError, LookupError, MemoryError),
-  *(OSError, RecursionError, TypeError, ValueError, struct.error),
-  safetensors.SafetensorError,
+  *(ArithmeticError, AttributeError, BufferError, EOFError, LookupError),
+  *(MemoryError, OSError, RecursionError, SyntaxError, TypeError, ValueError),
+  *(safetensors.SafetensorError, struct.error, tokenize.TokenError),
 )
 
 
@@ -152,11 +153,10 @@ def check_record(record: Mapping[str, Any]) -> None:
   """Refuses a JSON object that was changed since it got its digest.
 
   Raises:
-    ValueError: it was; gives a remedy. An object without a digest is not
-      checked.
+    ValueError: it was. An object without a digest is not checked.
   """
   if ENTRY in record and record[ENTRY] != _digest_of_record(record):
     raise ValueError(
-      f'its content does not match its {ENTRY}; if it was changed on purpose,'
-      ' remove that entry'
+      f'its content does not match its entry {ENTRY}, without which it is not'
+      ' checked'
     )

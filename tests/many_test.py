@@ -85,7 +85,8 @@ def test_completions_may_come_in_order_and_prompts_are_taken_when_needed(lm):
 
 def test_what_is_no_list_of_prompts_is_refused(lm):
   for prompts, batch_size, words in (
-    ('x = 1', 2, "several prompts, got the text 'x = 1'"),
+    ('x = 1', 2, "several prompts, got 'x = 1'"),
+    (None, 2, 'several prompts, got None'),
     (['x = 1'], 0, 'batch_size must be an integer of at least 1, got 0'),
   ):
     with pytest.raises(ValueError, match=words):
