@@ -53,6 +53,7 @@ def _keep_programs() -> None:
   """Lets JAX keep compiled programs on disk; processes may share the folder."""
   import jax
 
+  from models import kept_programs
   from models import user_cache
 
   folder = _COMPILATION_CACHE.value
@@ -61,9 +62,7 @@ def _keep_programs() -> None:
     jax.config.update('jax_compilation_cache_max_size', _CACHE_BYTES)
     jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.1)
   if folder is not None:
-    jax.config.update(
-      'jax_compilation_cache_dir', None if folder == 'none' else folder
-    )
+    kept_programs.keep(None if folder == 'none' else folder)
 
 
 def _check_folder() -> None:

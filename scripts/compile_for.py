@@ -80,6 +80,7 @@ def main() -> None:
   from models.lab.compiled import report as report_lib
   from models.text import pair as pair_lib
   from specdec import text_files
+  from specdec import whole_files
 
   device, mesh = _checked()
   record.prepare_output(_OUTPUT.value)
@@ -117,7 +118,7 @@ def main() -> None:
     counts = [dataclasses.asdict(counted) for counted in reports]
     result = {'jax': jax.__version__, 'settings': settings, 'programs': counts}
     text = text_files.to_json(result, indent=1) + '\n'
-    pathlib.Path(_OUTPUT.value).write_text(text, 'utf-8')
+    whole_files.write_text(_OUTPUT.value, text)
 
 
 if __name__ == '__main__':

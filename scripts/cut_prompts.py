@@ -7,7 +7,6 @@ A prompt is a function up to the end of its docstring, to tune settings on.
 
 import ast
 from collections.abc import Iterator
-import pathlib
 import random
 
 from absl import flags
@@ -40,6 +39,7 @@ def _functions(text: str) -> Iterator[str]:
 def main() -> None:
   from models.lab.training import corpus as corpus_lib
   from specdec import text_files
+  from specdec import whole_files
 
   corpus = corpus_lib.Corpus(folder=_CORPUS.value, pattern='*.py')
   prompts = [
@@ -54,7 +54,7 @@ def main() -> None:
       f'--corpus={_CORPUS.value} has no functions in its held-out files'
     )
   lines = [text_files.to_json({'prompt': prompt}) for prompt in chosen]
-  pathlib.Path(_OUTPUT.value).write_text('\n'.join(lines) + '\n', 'utf-8')
+  whole_files.write_text(_OUTPUT.value, '\n'.join(lines) + '\n')
 
 
 if __name__ == '__main__':

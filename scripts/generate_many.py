@@ -17,6 +17,7 @@ is standard input or output.
 from collections.abc import Iterator
 import itertools
 import json
+import math
 import pathlib
 import sys
 import time
@@ -52,9 +53,19 @@ _IN_ORDER = flags.DEFINE_bool(
 )
 
 _NUM_SAMPLES = 32  # Prompts, for making a plan.
-_SAMPLING = ('temperature', 'top_k', 'top_p', 'min_p')
-_OWN = ('max_new_tokens', 'seed', 'eos_ids', 'regex', 'json_schema')
-_KEYS = ('prompt', 'messages', 'id', *_OWN, *_SAMPLING)
+_SAMPLING = {'temperature': float, 'top_k': int, 'top_p': float, 'min_p': float}
+# The keys of a line, with the types of their values.
+_KEYS: dict[str, Any] = {
+  'prompt': str | list[int] | list[dict[str, Any]],
+  'messages': list[dict[str, Any]],
+  'id': Any,
+  'max_new_tokens': int | None,
+  'seed': int | None,
+  'eos_ids': str | list[int | str] | None,
+  'regex': str | None,
+  'json_schema': str | dict[str, Any] | None,
+  **_SAMPLING,
+}
 
 # They change no token of a prompt, and refuse none.
 _FREE = ('batch_size', 'reading', 'in_order', 'plan_seconds')
@@ -67,10 +78,13 @@ def _parse(line: str) -> tuple[dict[str, Any], Any]:
   if not text_files.is_json_lines(str(options.PROMPT_FILE.value)):
     return {'prompt': line.rstrip('\n')}, None
   record = json.loads(line)
-  if not isinstance(record, dict) or record.keys() - set(_KEYS):
+  if not isinstance(record, dict) or record.keys() - _KEYS.keys():
     raise ValueError(f'expected a JSON object with keys of {", ".join(_KEYS)}')
   if ('prompt' in record) == ('messages' in record):
     raise ValueError('expected one of the keys prompt and messages')
+  text_files.check_types(record, _KEYS)
+  if record.get('messages') == []:
+    raise ValueError('messages is empty; give at least one')
   own = {name: record[name] for name in _SAMPLING if name in record}
   if not own:
     return record, None
@@ -125,12 +139,13 @@ class _Printed:
     print(text_files.to_json(row), flush=True)
 
 
-def _output(name: str) -> Any:
+def _output(name: str, number: float) -> Any:
+  """The results so far, of so many; others are added."""
   import loading
 
+  from models.lab.training import run_record
   from models.text import pair as pair_lib
   from models.text import plan as plan_lib
-  from models.text import resumable
 
   if name == '-' or not several_hosts.writes():
     return _Printed()
@@ -140,7 +155,7 @@ def _output(name: str) -> Any:
     'models': plan_lib.model_digests(*found),
   }
   settings = {name: settings[name] for name in settings if name not in _FREE}
-  return resumable.ResumableRows(pathlib.Path(name), settings)
+  return run_record.ResumableRows(pathlib.Path(name), settings, number)
 
 
 def _row(
@@ -172,7 +187,7 @@ def main() -> None:
 
   is_pipe = options.PROMPT_FILE.value == '-'
   total = None if is_pipe else sum(1 for _ in _lines())
-  output = _output(_OUTPUT.value)
+  output = _output(_OUTPUT.value, math.inf if total is None else total)
   if is_pipe and output.rows:
     raise ValueError(
       f'--output={_OUTPUT.value} has the results of an earlier run, whose'

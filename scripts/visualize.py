@@ -16,6 +16,7 @@ import options
 from models.text import settings as settings_lib
 import specdec
 from specdec import text_files
+from specdec import whole_files
 
 _PROMPT = flags.DEFINE_string('prompt', options.DEFAULT_PROMPT, 'to continue')
 options.define_method(methods=settings_lib.METHODS[:-1])
@@ -49,11 +50,11 @@ def main() -> None:
     arguments = options.decoding() | {'log_probs': True}
     (trace,) = generator.stream(prompts, **arguments).trace()
     data = page.with_suffix('.json')
-    data.write_text(trace.to_json() + '\n', 'utf-8')
+    whole_files.write_text(data, trace.to_json() + '\n')
     print(data)
   else:
     trace = _read(_TRACE.value)
-  page.write_text(tracing.report(trace), 'utf-8')
+  whole_files.write_text(page, tracing.report(trace))
   print(page)
 
 

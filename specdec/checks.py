@@ -84,7 +84,8 @@ def check_drafter(
 
 def to_ids(name: str, ids: Any, vocab_size: int) -> list[int]:
   """Token ids as a list."""
-  array = np.asarray(list(ids)) if isinstance(ids, Iterable) else np.zeros(())
+  is_list = isinstance(ids, Iterable) and not isinstance(ids, Mapping)
+  array = np.asarray(list(ids)) if is_list else np.zeros(())
   if array.ndim != 1 or (array.size and array.dtype.kind not in 'iu'):
     raise ValueError(f'{name} must be a list of token ids, got {ids!r}')
   outside = array[(array < 0) | (array >= vocab_size)]
@@ -153,10 +154,10 @@ def _dense_bias(bias: Any, batch_size: int, vocab_size: int) -> Any:
   """A mapping, or one per row, or an array, as `[V]` or `[B, V]`."""
   if isinstance(bias, Mapping):
     dense = np.zeros(vocab_size, np.float32)
-    tokens = to_ids('logit_bias', bias, vocab_size)
+    tokens = to_ids('logit_bias', list(bias), vocab_size)
     try:
       dense[tokens] = [float(value) for value in bias.values()]
-    except (TypeError, ValueError) as error:
+    except (OverflowError, TypeError, ValueError) as error:
       raise ValueError(
         f'logit_bias must map tokens to numbers, got {bias}'
       ) from error
@@ -187,9 +188,9 @@ def _per_row(name: str, value: Any, batch_size: int, dtype: Any) -> np.ndarray:
     if value is None:  # NumPy would take it for NaN
       raise TypeError
     array = np.asarray(value, dtype)
-  except (TypeError, ValueError) as error:
+  except (OverflowError, TypeError, ValueError) as error:
     raise ValueError(
-      f'{name} must be a number or one per row, got {value!r}'
+      f'{name} must be a number or one per row, got {value!r:.60}'
     ) from error
   if array.shape not in ((), (batch_size,)):
     raise ValueError(
@@ -263,6 +264,8 @@ def to_params(
   Raises:
     ValueError: a value is out of range or of another shape; says which.
   """
+  if not isinstance(sampling, sampling_lib.Sampling):
+    raise ValueError(f'sampling must be a specdec.Sampling, got {sampling!r}')
   arrays: dict[str, Any] = {}
   for name in _RANGES:
     value = getattr(sampling, name)

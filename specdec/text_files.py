@@ -5,6 +5,7 @@ mark, and with line ends of any system.
 """
 
 from collections.abc import Iterator
+from collections.abc import Mapping
 import contextlib
 import io
 import json
@@ -12,7 +13,11 @@ import math
 import os
 import pathlib
 import sys
+import types
 from typing import Any
+from typing import get_args
+from typing import get_origin
+from typing import Literal
 
 _JSON_LINES = ('.jsonl', '.ndjson', '.json')
 
@@ -85,6 +90,68 @@ def read_object(name: str | os.PathLike[str]) -> dict[str, Any]:
   if not isinstance(found, dict):
     raise ValueError(f'{name} must hold a JSON object, got {found!r:.40}')
   return found
+
+
+# Types of JSON in words: one value, and several.
+_WORDS = {
+  str: ('text', 'texts'),
+  int: ('an integer', 'integers'),
+  float: ('a number', 'numbers'),
+  bool: ('true or false', 'true or false'),
+  dict: ('an object', 'objects'),
+  list: ('a list', 'lists'),
+  types.NoneType: ('null', 'null'),
+}
+
+
+def _described(kind: Any, several: bool = False) -> str:
+  """A type of `check_types` in words."""
+  parts, outer = get_args(kind), get_origin(kind)
+  if outer in (list, dict):
+    own = _WORDS[outer][several]
+    return own if parts[-1] is Any else f'{own} of {_described(parts[-1], True)}'
+  if outer is Literal:
+    return ' or '.join(map(repr, parts))
+  words = [_described(part, several) for part in parts]
+  return ' or '.join(words) or _WORDS[kind][several]
+
+
+def _fits(value: Any, kind: Any) -> bool:
+  parts = get_args(kind)
+  if kind is Any:
+    return True
+  if get_origin(kind) in (list, dict):
+    within = value.values() if isinstance(value, dict) else value
+    return isinstance(value, get_origin(kind)) and all(
+      _fits(one, parts[-1]) for one in within
+    )
+  if get_origin(kind) is Literal:
+    return value in parts
+  if parts:
+    return any(_fits(value, part) for part in parts)
+  return type(value) is kind or (kind is float and type(value) is int)
+
+
+def check_types(
+  record: Mapping[str, Any], kinds: Mapping[str, Any], place: str = ''
+) -> None:
+  """Refuses values of a JSON object that have another type than they should.
+
+  Args:
+    record: the object.
+    kinds: types by key: `str`, `int`, `float` (any number), `bool`, `Any`, and
+      lists, objects, unions and literals of them, such as `dict[str, int] |
+      None`. Other keys are not checked.
+    place: what the names of keys are preceded by in messages.
+
+  Raises:
+    ValueError: names the key and its value.
+  """
+  for key in record.keys() & kinds.keys():
+    if not _fits(record[key], kinds[key]):
+      raise ValueError(
+        f'{place}{key} must be {_described(kinds[key])}, got {record[key]!r:.60}'
+      )
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:

@@ -11,8 +11,8 @@ import pytest
 import tiny_demo
 
 import models
+from models.lab.training import run_record
 from models.text import many as many_lib
-from models.text import resumable
 import specdec
 
 _PROMPTS = ['import ', 'def f(x):\n  return', '', 'a' * 9000, [20, 30], 'x = 1']
@@ -85,7 +85,8 @@ def test_completions_may_come_in_order_and_prompts_are_taken_when_needed(lm):
 
 def test_what_is_no_list_of_prompts_is_refused(lm):
   for prompts, batch_size, words in (
-    ('x = 1', 2, "several prompts, got the text 'x = 1'"),
+    ('x = 1', 2, "several prompts, got 'x = 1'"),
+    (None, 2, 'several prompts, got None'),
     (['x = 1'], 0, 'batch_size must be an integer of at least 1, got 0'),
   ):
     with pytest.raises(ValueError, match=words):
@@ -168,7 +169,7 @@ def test_the_script_completes_a_file_and_goes_on_where_it_was(
   ended = command_lines.run(*_arguments(source, output, '--batch_size=3'))
   assert ended.code == 0
   assert output.read_text() == again
-  words = 'is of a run with other settings (seed); give another --output'
+  words = 'holds another run (seed: 0 then, 1 now)'
   assert words in command_lines.refusal(*_arguments(source, output, '--seed=1'))
   # Pipes.
   _pipe(monkeypatch, source.read_bytes())
@@ -190,7 +191,7 @@ def test_the_script_completes_a_file_and_goes_on_where_it_was(
     assert _rows(ended.output)[index]['tokens'] == alone.tokens[0]
   source.write_text(source.read_text() + '{"prompt": "x"}\n')
   refused = functools.partial(command_lines.refusal, 'generate_many.py')
-  words = 'settings (prompts_sha256)'
+  words = 'another run (prompts_sha256: '
   assert words in refused(*_arguments(source, output)[1:])
   assert '--prompt_file and --output are needed' in refused()
 
@@ -220,24 +221,34 @@ def test_an_interrupt_keeps_the_rows_and_is_one_line(tmp_path, monkeypatch):
 def test_files_of_results_survive_a_kill_at_every_byte(tmp_path):
   path = tmp_path / 'rows.jsonl'
   rows = [{'index': 0, 'text': 'a\nü'}, {'index': 1, 'text': ''}]
-  results = resumable.ResumableRows(path, {'seed': 0, 'stop': ('a',)})
+  opened = lambda **settings: run_record.ResumableRows(path, settings, 2)
+  results = opened(seed=0, stop=('a',))
   for row in rows:
     results.add(row)
   whole = path.read_bytes()
   for size in range(len(whole) + 1):
     path.write_bytes(whole[:size])
-    again = resumable.ResumableRows(path, {'stop': ['a'], 'seed': 0})
+    again = opened(stop=['a'], seed=0)
     complete = whole[:size].count(b'\n')
     assert again.rows == rows[:complete]
     for row in rows[complete:]:
       again.add(row)
     assert path.read_bytes() == whole
   refused = functools.partial(pytest.raises, ValueError)
-  with refused(match=r'settings \(method, seed, stop\)'):
-    resumable.ResumableRows(path, {'seed': 1, 'method': 'plain'})
-  path.write_text('no JSON\n')
-  with refused(match='a line that is no JSON'):
-    resumable.ResumableRows(path, {'seed': 0, 'stop': ['a']})
-  (tmp_path / 'rows.jsonl.run.json').unlink()
-  with refused(match=r'rows.jsonl.run.json, .* cannot be re'):
-    resumable.ResumableRows(path, {'seed': 0})
+  with refused(match=r'run.json .*\(method: .*; seed: 0 then, 1 now; stop: '):
+    opened(seed=1, method='plain')
+  first, second = whole.splitlines()
+  for line in (b'no JSON', b'\xff', b'[]', b'{}', b'{"index": 2}', first):
+    path.write_bytes(b'%b\n%b\n%b\n' % (first, line, second))
+    with refused(match=r'rows.jsonl cannot be read: .*remove line 2, whose'):
+      opened(seed=0, stop=['a'])
+    assert path.read_bytes().endswith(second + b'\n')
+  settings = tmp_path / 'rows.jsonl.run.json'
+  settings.write_text('{')
+  with refused(match=r'run.json is not valid JSON: .*or give another --output'):
+    opened(seed=0)
+  settings.unlink()
+  with refused(match=r'there, but not rows.jsonl.run.json, the settings of it'):
+    opened(seed=0)
+  with refused(match=f'{tmp_path} is no regular file; give another --output'):
+    run_record.ResumableRows(tmp_path, {}, 2)

@@ -1,5 +1,6 @@
 """Plan files: what is written comes back, what is foreign is refused."""
 
+import copy
 import dataclasses
 import functools
 import json
@@ -52,6 +53,8 @@ _plan = functools.partial(dataclasses.replace, _PLAN)
 
 def _load(path, record):
   path /= 'plan.json'
+  if isinstance(record, dict):
+    record = {key: one for key, one in record.items() if key != 'digest'}
   path.write_text(record if isinstance(record, str) else json.dumps(record))
   return plan_lib.load_plan(path)
 
@@ -90,18 +93,18 @@ _OTHER_MODELS = dataclasses.asdict(_CONTEXT) | {'models': {'target': 't'}}
 @pytest.mark.parametrize(
   ('changes', 'message'),
   [
-    *(([], 'has schema None'), ('{', 'cannot be read')),
+    *(([], 'must hold a JSON object'), ('{', 'cannot be read')),
+    ({'schema': ...}, 'has schema None, expected 1; make it anew'),
     ({'schema': 99}, 'has schema 99, expected 1'),
-    ({'method': 'plan'}, "method 'plan' is none of"),
-    ({'method': ...}, "lacks the entry 'method'"),
+    ({'method': 'plan'}, "method 'plan' is not known"),
+    ({'method': ...}, 'it lacks the entry method; make it anew with scripts/'),
+    ({'methods': 'plain'}, 'methods is not known; make it anew'),
     ({'min_block_efficiency': ...}, 'min_block_efficiency'),
     ({'min_block_efficiency': 0}, 'must be positive'),
-    ({'context': {'models': {}}}, 'is no plan'),
+    ({'context': {'models': {}}}, 'it lacks the entry context.machine'),
     ({'context': _OTHER_MODELS}, 'context.models lacks'),
-    (_tree(nodes=3), r"drafting.tree has unknown entries \['nodes'\]"),
-    (_tree(min_gain=0.1), r"\['min_gain'\]; make the plan anew"),
+    (_tree(min_gain=0.1), 'drafting.tree.min_gain is not known; make it anew'),
     (_tree(topology=[[0, 0]]), 'not its parent'),
-    ({'drafting': {'tree': 3}}, 'drafting.tree must be an object'),
   ],
 )
 def test_bad_plans_are_refused(changes, message, tmp_path):
@@ -112,6 +115,40 @@ def test_bad_plans_are_refused(changes, message, tmp_path):
   with pytest.raises(ValueError, match=message) as error:
     _load(tmp_path, record)
   assert str(tmp_path / 'plan.json') in str(error.value)
+
+
+_OF_ALL_KINDS = (None, True, 3, 1.5, 'text', [1], {'a': 1})
+_MAY_BE_NULL = ('target', 'draft', 'vocabulary', 'draft_vocab', 'cost_ratio')
+
+
+def _entries(record, place=()):
+  """The places of all entries of an object, and of those in it."""
+  for key, value in record.items():
+    yield (*place, key), value
+    if isinstance(value, dict) and key not in ('machine', 'sampling'):
+      yield from _entries(value, (*place, key))
+
+
+def test_a_wrong_type_is_an_error_that_names_the_key(tmp_path):
+  record = json.loads(_PLAN.to_json())
+  del record['digest']
+  record['context'] |= {'draft_vocab': 7}
+  record['drafting'] |= {'ngram': 'x.st', 'num_draft_tokens': 3}
+  record['drafting']['tree'] |= {'topology': [[0]], 'calibration': 1.5}
+  entries = [*_entries(record)]
+  assert len(entries) > 25
+  for place, right in entries:
+    for value in _OF_ALL_KINDS:
+      number = type(right) is float and type(value) is int
+      null = value is None and place[-1] in _MAY_BE_NULL
+      if type(value) is type(right) or number or null:
+        continue
+      changed = copy.deepcopy(record)
+      functools.reduce(dict.get, place[:-1], changed)[place[-1]] = value
+      with pytest.raises(ValueError, match=place[-1]) as error:
+        _load(tmp_path, changed)
+      assert str(tmp_path / 'plan.json') in str(error.value), place
+      assert 'Error' not in str(error.value)
 
 
 def test_plans_for_other_models_are_refused():

@@ -71,8 +71,9 @@ def test_shapes_that_are_refused():
     (lambda: topology_lib.k_ary(0, 2), 'at least 1, got 0 and 2'),
     (lambda: topology_lib.k_ary(2, 12), '2-ary tree of depth 12 has more'),
     (lambda: topology_lib.k_ary(5000, 1), 'more than 4096 nodes'),
-    (lambda: topology_lib.from_paths([()]), r'ranks from 0, got \(\)'),
-    (lambda: specdec.Topology(((0,), (0, -1))), r'ranks from 0, got \(0, -1\)'),
+    (lambda: topology_lib.from_paths([()]), r'ranks from 0 to 4095, got \(\)'),
+    (lambda: topology_lib.from_paths([[10**12]]), r'4095, got \(1000'),
+    (lambda: specdec.Topology(((0,), (0, -1))), r'4095, got \(0, -1\)'),
   ):
     with pytest.raises(ValueError, match=message):
       make()

@@ -1,10 +1,13 @@
 """What all stored models have in common, whatever holds them."""
 
+from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
+import functools
 import pathlib
 from typing import Any
 from typing import Protocol
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -14,6 +17,9 @@ from models.nn import adapter
 from models.nn import blocks as blocks_lib
 from models.nn import dtypes
 from models.nn import matrices as matrices_lib
+from specdec import whole_files
+
+_Read = TypeVar('_Read')
 
 # Bytes of a draft's files that a processor's cache may hold.
 _CACHED = 1 << 26
@@ -86,6 +92,20 @@ class Checkpoint(StoredTensors, Protocol):
   @property
   def eos_ids(self) -> tuple[int, ...]:
     """The tokens that end a text; raises ValueError if one is no token id."""
+
+
+def named(read: Callable[[Any], _Read]) -> Callable[[Any], _Read]:
+  """Has the errors of a method of `StoredTensors` name the folder or file.
+
+  Whatever the files are, they are ValueErrors; see `whole_files.reading`.
+  """
+
+  @functools.wraps(read)
+  def call(stored: StoredTensors) -> _Read:
+    with whole_files.reading(stored.path):
+      return read(stored)
+
+  return call
 
 
 def usable_ids(

@@ -56,15 +56,18 @@ class GGUFFile:
     return path.is_file() and (named or gguf_header.begins_as_gguf(path))
 
   @functools.cached_property
+  @checkpoint_lib.named
   def config(self) -> adapter.Config:
     keys = gguf_config.config_keys(self.path)
     return families.config_from_keys(keys, self.path)
 
   @functools.cached_property
+  @checkpoint_lib.named
   def tokenizer(self) -> transformers.PreTrainedTokenizerBase | None:
     return gguf_tokenizer.load_tokenizer(self.path)
 
   @property
+  @checkpoint_lib.named
   def eos_ids(self) -> tuple[int, ...]:
     """Those of the file, or of the tokenizer."""
     of_tokenizer = getattr(self.tokenizer, 'eos_token_id', None)
@@ -72,6 +75,7 @@ class GGUFFile:
     return checkpoint_lib.usable_ids(self.path, stated, self.config.vocab_size)
 
   @property
+  @checkpoint_lib.named
   def stored_dtypes(self) -> list[str]:
     """See `Checkpoint`.
 

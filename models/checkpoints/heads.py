@@ -23,7 +23,6 @@ from flax import traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors import numpy as safetensors_numpy
 
 from models.checkpoints import families
 from models.checkpoints import head_tensors
@@ -38,6 +37,7 @@ from models.nn import sharding as sharding_lib
 from specdec import cache as cache_lib
 from specdec import model as model_lib
 from specdec import text_files
+from specdec import whole_files
 from specdec.draft import head as head_lib
 
 _AUX = 'eagle_aux_hidden_state_layer_ids'
@@ -252,7 +252,8 @@ def locate(name: str | pathlib.Path, target: Any) -> StoredHead:
   """
   name = 'demo-head' if name == 'demo' else name
   found = StoredHead(hub.locate(name).path, target)
-  _ = found.config
+  with whole_files.reading(found.path):
+    _ = found.config
   return found
 
 
@@ -277,9 +278,10 @@ def load(
     ValueError: a tensor is unknown, missing or misshapen.
   """
   form, config = matrices_lib.format_of(dtype), head.config
-  ids = head.stored.vocabulary(config.vocab_size)
-  size = config.vocab_size if ids is None else len(ids)
-  graph, expected = _shapes(head, jnp.dtype(form.float_dtype), size)
+  with whole_files.reading(head.path):
+    ids = head.stored.vocabulary(config.vocab_size)
+    size = config.vocab_size if ids is None else len(ids)
+    graph, expected = _shapes(head, jnp.dtype(form.float_dtype), size)
   loaded = hub.read_parameters(
     head.stored,
     dataclasses.replace(
@@ -392,9 +394,7 @@ def save(
     stored[head_tensors.D2T] = np.asarray(ids - np.arange(len(ids)), np.int64)
     stored[head_tensors.T2D] = np.isin(np.arange(config.vocab_size), ids)
   described = _described(config, jnp.dtype(dtype), lm_head)
-  folder.mkdir(parents=True, exist_ok=True)
   weights = folder / hugging_face.WEIGHTS
-  safetensors_numpy.save_file(stored, weights, metadata={'format': 'pt'})
-  weights.chmod(0o644)  # safetensors makes it readable by its owner only.
+  whole_files.write_tensors(weights, stored, {'format': 'pt'})
   text = text_files.to_json(described, indent=2) + '\n'
-  (folder / hugging_face.CONFIG).write_text(text, 'utf-8')
+  whole_files.write_text(folder / hugging_face.CONFIG, text)

@@ -12,7 +12,6 @@ import huggingface_hub
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors import numpy as safetensors_numpy
 import transformers
 
 from models import waiting
@@ -25,6 +24,7 @@ from models.nn import adapter
 from models.nn import matrices as matrices_lib
 from models.nn import sharding as sharding_lib
 from specdec import memory
+from specdec import whole_files
 
 # The first that holds a path has it.
 _CONTAINERS = (
@@ -204,12 +204,13 @@ def read_module(
   """
   config, form = checkpoint.config, matrices_lib.format_of(dtype)
   family = families.family_of(config)
-  # Of one matrix per layer, before shapes are made of absurd sizes.
-  least = config.num_layers * config.width**2 // layout.num_devices
-  memory.check_fits({'the weights; see config.json': least})
-  shapes = shape_module(config, jnp.dtype(form.float_dtype), layout)
-  graph, expected = flat_params(shapes)
-  memory.check_fits({'the weights; see dtype': _held_bytes(expected, form)})
+  with whole_files.reading(checkpoint.path):
+    # Of one matrix per layer, before shapes are made of absurd sizes.
+    least = config.num_layers * config.width**2 // layout.num_devices
+    memory.check_fits({'the weights; see config.json': least})
+    shapes = shape_module(config, jnp.dtype(form.float_dtype), layout)
+    graph, expected = flat_params(shapes)
+    memory.check_fits({'the weights; see dtype': _held_bytes(expected, form)})
   if whole := sharding_lib.undivided(layout, config):
     logging.warning(
       '%s: every device has all of %s, which %d devices cannot divide',
@@ -253,7 +254,8 @@ def read_parameters(
   """
   loaded, origin = dict[tuple, Any](), dict[tuple, str]()
   heads = {config.embedding, 'lm_head'}
-  for path, name, host in _read(checkpoint, family, expected, form, heads):
+  read = _read(checkpoint, family, expected, form, heads)
+  for path, name, host in whole_files.reading_each(checkpoint.path, read):
     tied = outputs is not None and config.tie_embeddings
     if outputs is not None and path[0] == (
       config.embedding if tied else 'lm_head'
@@ -388,11 +390,9 @@ def save_pretrained(
     # What is transposed stays so when it is joined, and would be written so.
     joined = np.concatenate([arrays[name] for name in order])
     tensors[own] = np.ascontiguousarray(joined)
-  safetensors_numpy.save_file(
-    tensors, folder / hugging_face.WEIGHTS, metadata={'format': 'pt'}
+  whole_files.write_tensors(
+    folder / hugging_face.WEIGHTS, tensors, {'format': 'pt'}
   )
-  # safetensors makes the file readable by its owner only.
-  (folder / hugging_face.WEIGHTS).chmod(0o644)
   described.save_pretrained(folder)
   if tokenizer is not None:
     tokenizer.save_pretrained(folder)
@@ -424,7 +424,9 @@ def save_in_four_bits(name: str, folder: str | pathlib.Path) -> None:
   family = families.family_of(config)
   parameters = {
     families.parameter_name(path): host
-    for path, _, host in _read(checkpoint, family, expected, form, heads)
+    for path, _, host in whole_files.reading_each(
+      checkpoint.path, _read(checkpoint, family, expected, form, heads)
+    )
   }
   if missing := sorted(
     {*map(families.parameter_name, expected)} - parameters.keys()

@@ -94,16 +94,19 @@ class HuggingFaceFolder:
     return path.is_dir()
 
   @functools.cached_property
+  @checkpoint_lib.named
   def config(self) -> adapter.Config:
     if not (self.path / CONFIG).exists():
       raise ValueError(f'{self.path} is no model folder: it has no {CONFIG}')
     return families.read_config(self.path / CONFIG)
 
   @functools.cached_property
+  @checkpoint_lib.named
   def tokenizer(self) -> transformers.PreTrainedTokenizerBase | None:
     return folder_tokenizer.load_tokenizer(self.path)
 
   @property
+  @checkpoint_lib.named
   def eos_ids(self) -> tuple[int, ...]:
     """Those of generation_config.json, config.json or the tokenizer."""
     names = ('generation_config.json', CONFIG)
@@ -115,6 +118,7 @@ class HuggingFaceFolder:
     return checkpoint_lib.usable_ids(self.path, stated, self.config.vocab_size)
 
   @property
+  @checkpoint_lib.named
   def stored_dtypes(self) -> list[str]:
     kinds = [one.dtype for one in self.stored() if len(one.stored_shape) > 1]
     return list(dict.fromkeys(_FLOATS.get(kind, kind) for kind in kinds))

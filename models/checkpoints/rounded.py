@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import safetensors
-from safetensors import numpy as safetensors_numpy
 
 from models.checkpoints import hugging_face
 from models.nn import blocks as blocks_lib
+from specdec import whole_files
 
 _WEIGHTS = 'blocks.safetensors'
 # Besides the weights: shape, tokenizer and chat template.
@@ -122,5 +122,4 @@ def save(
     for file in source.glob(pattern):
       shutil.copy(file, folder)
   # Last, because by this file the folder is known.
-  safetensors_numpy.save_file(tensors, folder / _WEIGHTS, metadata=kinds)
-  (folder / _WEIGHTS).chmod(0o644)  # safetensors lets only its owner read it.
+  whole_files.write_tensors(folder / _WEIGHTS, tensors, kinds)

@@ -45,6 +45,8 @@ def _check_texts(name: str, value: Any) -> None:
 
 
 def _check(messages: Sequence[Message]) -> None:
+  if not isinstance(messages, Sequence) or isinstance(messages, str):
+    raise ValueError(f'messages must be a list of dicts, got {messages!r:.60}')
   for number, message in enumerate(messages):
     names = ('role', 'content')
     if not isinstance(message, Mapping) or not all(
@@ -52,7 +54,7 @@ def _check(messages: Sequence[Message]) -> None:
     ):
       raise ValueError(
         f'message {number} must be a dict with the texts role and content, got'
-        f' {message!r}'
+        f' {message!r:.200}'
       )
     _check_texts(f'message {number}', message)
   if not messages:

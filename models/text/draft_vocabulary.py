@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from specdec import checks as checks_lib
+from specdec import whole_files
 
 
 def most_frequent(path: str, number: int) -> list[int]:
@@ -24,10 +25,8 @@ def most_frequent(path: str, number: int) -> list[int]:
   Raises:
     ValueError: the file cannot be read or has another shape.
   """
-  try:
+  with whole_files.reading(path, 'give a .npy file of counts'):
     counts = np.load(path, allow_pickle=False)
-  except (OSError, ValueError, EOFError) as error:
-    raise ValueError(f'counts of tokens cannot be read: {error}') from error
   if counts.ndim != 1 or counts.dtype.kind not in 'iuf':
     raise ValueError(f'{path} has no array [V] of counts, but {counts.shape}')
   return sorted(np.argsort(-counts, kind='stable')[:number].tolist())

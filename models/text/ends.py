@@ -1,6 +1,7 @@
 """Where a text ends: the stop strings and end-of-text tokens of users."""
 
 from collections.abc import Iterable
+from collections.abc import Mapping
 from collections.abc import Sequence
 import functools
 from typing import Any
@@ -112,7 +113,7 @@ def eos_ids_of(
   """
   if isinstance(given, str):
     given = [given]
-  if not isinstance(given, Iterable):
+  if isinstance(given, Mapping) or not isinstance(given, Iterable):
     return given
   ids: list[Any] = []
   for one in given:

@@ -76,12 +76,12 @@ class ManyDecoding(Iterator[Completion]):
     constraint: constraints_lib.Constraint,
     **options: Any,
   ):
-    if isinstance(prompts, str):
+    if isinstance(prompts, str) or not isinstance(prompts, Iterable):
       raise ValueError(
-        f'prompts must be several prompts, got the text {prompts[:40]!r}; give'
-        ' a list of texts'
+        f'prompts must be several prompts, got {prompts!r:.60}; give a list of'
+        ' texts'
       )
-    if isinstance(seed, Sequence):
+    if not checks_lib.is_integer(seed):
       raise ValueError(
         f'seed must be one integer for all prompts, got {seed!r}; a models.Job'
         ' has a seed of its own'
@@ -100,11 +100,11 @@ class ManyDecoding(Iterator[Completion]):
     self._completions = self._ordered() if in_order else self._as_they_end()
 
   def _ids(self, job: Job) -> list[int]:
-    if len(job.prompt) == 0:  # Arrays have no truth value.
+    if isinstance(job.prompt, str) and not job.prompt:
       raise ValueError('the prompt is empty; give at least one character')
     ids = self._pair.ids_of([job.prompt])[0]
     vocab_size = self._pair.target.spec.vocab_size
-    return checks_lib.to_ids('the prompt', ids, vocab_size)
+    return checks_lib.to_prompt('the prompt', ids, vocab_size)
 
   def _context(self) -> int:
     """The size of the buffers: what a list of prompts needs, or the default."""
@@ -115,7 +115,7 @@ class ManyDecoding(Iterator[Completion]):
     for job in map(_as_job, self._prompts):
       try:
         needed = max(needed, len(self._ids(job)) + self._limit_of(job))
-      except (TypeError, ValueError):
+      except (OverflowError, TypeError, ValueError):
         continue  # It will be refused when it is decoded.
     return min(needed, self._pair.target.spec.max_positions)
 
@@ -179,7 +179,7 @@ class ManyDecoding(Iterator[Completion]):
           break
         try:
           slot, prompt = self._insert(index, job)
-        except (TypeError, ValueError) as error:
+        except (OverflowError, TypeError, ValueError) as error:
           yield Completion(index, None, str(error))
         else:
           waiting[slot] = prompt

@@ -4,10 +4,12 @@ A plan is a small JSON file, made by scripts/tune.py and read by
 `models.load(plan=...)` and by `--plan` of the decoding scripts.
 """
 
+from collections.abc import Iterable
 from collections.abc import Mapping
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import pathlib
 from typing import Any
@@ -18,6 +20,7 @@ from models.checkpoints import heads
 from models.text import pair as pair_lib
 from models.text import settings as settings_lib
 from specdec import text_files
+from specdec import whole_files
 from specdec.draft import lookup as lookup_lib
 from specdec.tree import topology as topology_lib
 
@@ -117,14 +120,12 @@ class Plan:
       'context': dataclasses.asdict(self.context),
       'candidates': list(self.candidates),
     }
-    return text_files.to_json(record, indent=1) + '\n'
+    sealed = whole_files.sealed_record(record)
+    return text_files.to_json(sealed, indent=1) + '\n'
 
   def save(self, path: pathlib.Path) -> None:
     """Writes the file atomically; missing folders are made."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f'{path.name}.{os.getpid()}.partial')
-    partial.write_text(self.to_json(), 'utf-8')
-    partial.replace(path)
+    whole_files.write_text(path, self.to_json())
 
 
 def _to_record(settings: settings_lib.DraftSettings) -> dict[str, Any]:
@@ -141,32 +142,60 @@ def _to_record(settings: settings_lib.DraftSettings) -> dict[str, Any]:
   return record | ({'lookup': changed} if changed else {})
 
 
+def _kinds(group: str) -> dict[str, Any]:
+  """The types of the settings of a group in JSON, by their keys."""
+  fields = {
+    key: settings_lib.OPTIONS[name].field
+    for (own, key), name in _ENTRIES.items()
+    if own == group
+  }
+  paths = {'topology': list[list[int]]} if group == 'tree' else {}
+  return {key: field.type for key, field in fields.items()} | paths
+
+
+_KINDS = {
+  'schema': int,
+  'method': str,
+  'drafting': dict,
+  'min_block_efficiency': float,
+  'context': dict,
+  'candidates': list[dict[str, Any]],
+}
+_KINDS_OF_CONTEXT = {one.name: one.type for one in dataclasses.fields(Context)}
+_KINDS_OF_LOOKUP = {'confidence': list[float], 'num_matches': int}
+
+
+def _checked(
+  record: dict[str, Any],
+  kinds: Mapping[str, Any],
+  place: str = '',
+  needed: Iterable[str] = (),
+) -> dict[str, Any]:
+  """A part of a plan; ValueError names keys that are unknown, lack or wrong."""
+  if unknown := sorted(record.keys() - kinds.keys()):
+    raise ValueError(f'{place}{unknown[0]} is not known')
+  if missing := [key for key in needed if key not in record]:
+    raise ValueError(f'it lacks the entry {place}{missing[0]}')
+  text_files.check_types(record, kinds, place)
+  return record
+
+
 def _from_record(record: dict[str, Any]) -> settings_lib.DraftSettings:
   """The inverse of `_to_record`."""
-  groups = {
-    name: record.pop(name, {}) for name in ('lookup', 'inner_tree', 'tree')
-  }
-  lookup: dict[str, Any] = {
-    key: tuple(value) if isinstance(value, list) else value
-    for key, value in groups.pop('lookup').items()
-  }
+  groups = dict.fromkeys(('tree', 'inner_tree', 'lookup'), dict)
+  _checked(record, _kinds('') | groups, 'drafting.')
+  lookup = _checked(
+    record.pop('lookup', {}), _KINDS_OF_LOOKUP, 'drafting.lookup.'
+  )
   options: dict[str, Any] = {}
-  for group, values in {**groups, '': record}.items():
-    name = f'drafting.{group}'.rstrip('.')
-    if not isinstance(values, dict):
-      raise ValueError(f'{name} must be an object, got {values!r}')
-    unknown = sorted(key for key in values if (group, key) not in _ENTRIES)
-    if unknown:
-      raise ValueError(
-        f'{name} has unknown entries {unknown}; make the plan anew with'
-        ' scripts/tune.py'
-      )
+  for group in ('tree', 'inner_tree', ''):
+    values = record.pop(group, {}) if group else record
+    _checked(values, _kinds(group), f'drafting.{group}.')
     options |= {_ENTRIES[group, key]: values[key] for key in values}
   if 'topology' in options:
-    paths = options['topology']
-    options['topology'] = topology_lib.Topology(
-      tuple(tuple(path) for path in paths)
-    )
+    options['topology'] = topology_lib.from_paths(options['topology'])
+  if 'confidence' in lookup:
+    lookup['confidence'] = tuple(lookup['confidence'])
   settings = settings_lib.with_options(settings_lib.DraftSettings(), options)
   return dataclasses.replace(settings, lookup=lookup_lib.PromptLookup(**lookup))
 
@@ -177,38 +206,38 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
   Raises:
     ValueError: the file cannot be read or is no plan; gives the reason.
   """
-  try:
-    record = json.loads(text_files.read(path))
-  except ValueError as error:
-    raise ValueError(f'plan {path} cannot be read: {error}') from error
-  schema = record.get('schema') if isinstance(record, dict) else None
-  if schema != SCHEMA:
-    raise ValueError(
-      f'plan {path} has schema {schema!r}, expected {SCHEMA}; make it anew with'
-      ' scripts/tune.py'
+  with whole_files.reading(f'plan {path}', 'make it anew with scripts/tune.py'):
+    record = text_files.read_object(path)
+    if record.get('schema') != SCHEMA:
+      raise ValueError(
+        f'it has schema {record.get("schema")!r}, expected {SCHEMA}'
+      )
+    whole_files.check_record(record)
+    record.pop(whole_files.ENTRY, None)
+    _checked(record, _KINDS, needed=_KINDS)
+    if record['method'] not in settings_lib.METHODS[:-1]:  # Without `plan`.
+      raise ValueError(f'method {record["method"]!r} is not known')
+    needed = (
+      field.name
+      for field in dataclasses.fields(Context)
+      if field.default is dataclasses.MISSING
     )
-  try:
-    context = Context(**record['context'])
+    context = Context(
+      **_checked(record['context'], _KINDS_OF_CONTEXT, 'context.', needed)
+    )
     missing = {'target', 'draft', 'vocabulary'} - context.models.keys()
     if missing:
-      raise ValueError(f'context.models lacks {sorted(missing)}')
-    methods = settings_lib.METHODS[:-1]  # Without `plan`.
-    if record['method'] not in methods:
-      raise ValueError(f'method {record["method"]!r} is none of {methods}')
-    ratio = float(record['min_block_efficiency'])
-    if not ratio > 0:
+      raise ValueError(f'context.models lacks {min(missing)}')
+    ratio = record['min_block_efficiency']
+    if not 0 < ratio < math.inf:
       raise ValueError(f'min_block_efficiency must be positive, got {ratio}')
     return Plan(
       method=record['method'],
       drafting=_from_record(record['drafting']),
-      min_block_efficiency=ratio,
+      min_block_efficiency=float(ratio),
       context=context,
       candidates=tuple(record['candidates']),
     )
-  except KeyError as error:
-    raise ValueError(f'plan {path} lacks the entry {error}') from error
-  except (AttributeError, TypeError, ValueError) as error:
-    raise ValueError(f'plan {path} is no plan: {error}') from error
 
 
 def model_digest(checkpoint: checkpoint_lib.StoredTensors) -> str:

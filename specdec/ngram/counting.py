@@ -19,6 +19,8 @@ import os
 
 import numpy as np
 
+from specdec import whole_files
+
 # The largest count whose frequency is recorded for the estimation of discounts.
 HIGHEST_COUNT = 6
 
@@ -57,10 +59,8 @@ class NGramCounts:
 
 
 def _open(shard: str | os.PathLike[str]) -> np.ndarray:
-  try:
+  with whole_files.reading(shard, 'it must be a .npy file of tokens'):
     tokens: np.ndarray = np.load(shard, mmap_mode='r')
-  except (OSError, ValueError) as error:
-    raise ValueError(f'{shard} cannot be read as tokens: {error}') from error
   if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
     raise ValueError(
       f'{shard} must hold integers of shape [tokens], got {tokens.dtype} of'

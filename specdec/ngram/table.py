@@ -19,9 +19,9 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 import safetensors
-from safetensors import numpy as safetensors_numpy
 
 from specdec import text_files
+from specdec import whole_files
 
 _FORMAT = 'specdec n-gram table 1'
 # All metadata is one JSON object under one key: safetensors writes keys in a
@@ -128,6 +128,17 @@ def _digest(tensors: Mapping[str, np.ndarray]) -> str:
   return digest.hexdigest()
 
 
+def _dtypes(vocab_size: int) -> dict[str, Any]:
+  """What the tensors of a table are stored as, by their names."""
+  token = np.uint16 if vocab_size <= 1 << 16 else np.int32
+  return {
+    'edge_token': token,
+    'first_child': np.int32,
+    'next_tokens': token,
+    'next_log_probs': np.float16,
+  }
+
+
 def save_table(
   path: str | os.PathLike[str], table: NGramTable, provenance: Mapping[str, Any]
 ) -> None:
@@ -137,13 +148,9 @@ def save_table(
   created if it does not exist; `provenance`, what the table was built from,
   must be serializable as JSON.
   """
-  path = pathlib.Path(path)
-  token_dtype = np.uint16 if table.vocab_size <= 1 << 16 else np.int32
   tensors = {
-    'edge_token': np.asarray(table.edge_token).astype(token_dtype),
-    'first_child': np.asarray(table.first_child),
-    'next_tokens': np.asarray(table.next_tokens).astype(token_dtype),
-    'next_log_probs': np.asarray(table.next_log_probs).astype(np.float16),
+    name: np.asarray(getattr(table, name)).astype(dtype)
+    for name, dtype in _dtypes(table.vocab_size).items()
   }
   record = {
     'format': _FORMAT,
@@ -152,12 +159,26 @@ def save_table(
     'blake2b': _digest(tensors),
     'provenance': dict(provenance),
   }
-  metadata = {_KEY: text_files.to_json(record)}
-  path.parent.mkdir(parents=True, exist_ok=True)
-  partial = path.with_name(path.name + '.partial')
-  safetensors_numpy.save_file(tensors, partial, metadata=metadata)
-  partial.chmod(0o644)  # safetensors makes it readable by its owner only.
-  partial.replace(path)
+  record = whole_files.sealed_record(record)
+  whole_files.write_tensors(path, tensors, {_KEY: text_files.to_json(record)})
+
+
+def _check_whole(
+  record: Mapping[str, Any], tensors: Mapping[str, np.ndarray]
+) -> None:
+  """Raises what its readers raise, or ValueError, if a table is damaged."""
+  whole_files.check_record(record)
+  for key, kind in (('order', int), ('vocab_size', int), ('provenance', dict)):
+    if type(record[key]) is not kind:
+      raise ValueError(f'{key} is {record[key]!r:.40}')
+  if record['blake2b'] != _digest(tensors):
+    raise ValueError('its checksum does not match')
+  shape = tensors['next_tokens'].shape
+  shapes = {'edge_token': shape[:1], 'first_child': (shape[0] + 1,)}
+  for name, dtype in _dtypes(record['vocab_size']).items():
+    found = tensors[name]
+    if (found.dtype, found.shape) != (dtype, shapes.get(name, shape)):
+      raise ValueError(f'{name} is {found.dtype}{[*found.shape]}')
 
 
 def load_table(
@@ -174,21 +195,24 @@ def load_table(
     with safetensors.safe_open(path, 'numpy') as file:
       record = json.loads((file.metadata() or {}).get(_KEY, '{}'))
       tensors = {name: file.get_tensor(name) for name in file.offset_keys()}
-  except (safetensors.SafetensorError, OSError, ValueError) as error:
+  except (
+    *(safetensors.SafetensorError, OSError, ValueError),
+    *(AttributeError, KeyError, RecursionError, TypeError),
+  ) as error:
     raise ValueError(
       f'{path} cannot be read as an n-gram table ({error}); copy it again or'
       f' {remedy}'
     ) from error
-  if record.get('format') != _FORMAT:
+  if not isinstance(record, dict) or record.get('format') != _FORMAT:
     raise ValueError(
-      f'{path} is not an n-gram table of this version ({_FORMAT!r}), its format'
-      f' is {record.get("format")!r}; {remedy}'
+      f'{path} is not an n-gram table of this version ({_FORMAT!r}); {remedy}'
     )
-  if record['blake2b'] != _digest(tensors):
+  try:
+    _check_whole(record, tensors)
+  except (IndexError, KeyError, TypeError, ValueError) as error:
     raise ValueError(
-      f'{path} is damaged: its checksum does not match; copy it again or'
-      f' {remedy}'
-    )
+      f'{path} is damaged: {error}; copy it again or {remedy}'
+    ) from error
   log_probs = tensors.pop('next_log_probs')
   table = NGramTable(
     **{name: jnp.asarray(value, jnp.int32) for name, value in tensors.items()},

@@ -18,6 +18,19 @@ from specdec import text_files
 from specdec.tree import tree as tree_lib
 
 _FORMAT = 'specdec trace 1'
+_KINDS = {
+  **dict.fromkeys(('prompt', 'finish_reason'), str),
+  **dict.fromkeys(('labels', 'pieces'), list[str]),
+  'prompt_tokens': list[int],
+  'blocks': list[dict[str, Any]],
+  'texts': dict[str, str],
+  'log_probs': list[float | None] | None,
+}
+_KINDS_OF_BLOCK = {
+  **dict.fromkeys(('tokens', 'parents', 'origins'), list[int]),
+  **dict.fromkeys(('path', 'emitted'), list[int]),
+  **{'start': int, 'probs': list[float], 'forwards': dict[str, int]},
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +133,9 @@ class Trace:
       record = json.loads(text)
       if not isinstance(record, dict) or record.pop('format', '') != _FORMAT:
         raise ValueError(f'it is no JSON object of format {_FORMAT!r}')
+      text_files.check_types(record, _KINDS)
+      for number, block in enumerate(record['blocks']):
+        text_files.check_types(block, _KINDS_OF_BLOCK, f'block {number}, ')
       record['blocks'] = tuple(Block(**_frozen(b)) for b in record['blocks'])
       if record.get('log_probs') is not None:  # JSON has no NaN.
         record['log_probs'] = [
@@ -128,7 +144,7 @@ class Trace:
       record['texts'] = {int(key): x for key, x in record['texts'].items()}
       trace = cls(**_frozen(record))
       _check(trace)
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
+    except (LookupError, RecursionError, TypeError, ValueError) as error:
       raise ValueError(f'this is no trace of a decode: {error}') from error
     return trace
 

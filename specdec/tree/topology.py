@@ -15,7 +15,6 @@ import itertools
 import json
 import math
 import numbers
-import pathlib
 from typing import Any
 
 import jax
@@ -23,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec import text_files
+from specdec import whole_files
 from specdec.tree import tree as tree_lib
 
 # Marks "no node" in the tables: writes to it are dropped.
@@ -133,8 +133,11 @@ class Topology:
     paths = tuple(sorted(set(paths), key=lambda path: (len(path), path)))
     known = {(), *paths}
     for path in paths:
-      if not path or min(path) < 0:
-        raise ValueError(f'a path is one or more ranks from 0, got {path}')
+      if not path or not 0 <= min(path) <= max(path) < LARGEST_TREE:
+        raise ValueError(
+          f'a path is one or more ranks from 0 to {LARGEST_TREE - 1}, got'
+          f' {path}'
+        )
       if path[:-1] not in known:
         raise ValueError(
           f'topology has the path {path} but not its parent {path[:-1]}'
@@ -268,21 +271,10 @@ def load_topology(name: str) -> Topology:
 
   Raises ValueError if the file cannot be read or is no such list.
   """
-  file = pathlib.Path(name)
-  try:
-    paths = json.loads(text_files.read(file))
-  except ValueError as error:
-    raise ValueError(f'topology file {file} cannot be read: {error}') from error
-  well_formed = isinstance(paths, list) and all(
-    isinstance(path, list) and all(type(rank) is int for rank in path)
-    for path in paths
-  )
-  if not well_formed:
-    raise ValueError(
-      f'topology file {file} must hold a JSON list of lists of ranks, such as'
-      ' [[0], [0, 0], [1]]'
-    )
-  try:
+  with whole_files.reading(
+    f'topology file {name}',
+    'it must hold a JSON list of lists of ranks, such as [[0], [0, 0], [1]]',
+  ):
+    paths = json.loads(text_files.read(name))
+    text_files.check_types({'paths': paths}, {'paths': list[list[int]]})
     return from_paths(paths)
-  except ValueError as error:
-    raise ValueError(f'topology file {file}: {error}') from error

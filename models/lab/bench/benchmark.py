@@ -170,7 +170,7 @@ class Report:
   def write(self, path: str) -> None:
     """Writes a JSON file, and the tables as Markdown beside it."""
     record.write_record(path, dict(self.settings), self.figures)
-    pathlib.Path(path).with_suffix('.md').write_text(f'{self}\n', 'utf-8')
+    whole_files.write_text(pathlib.Path(path).with_suffix('.md'), f'{self}\n')
 
   def __str__(self):
     tables = [

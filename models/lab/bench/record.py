@@ -12,16 +12,20 @@ from typing import Any
 
 import jax
 
+from models import locks
 from specdec import text_files
+from specdec import whole_files
 
 
 def prepare_output(path: str | None) -> None:
-  """Raises OSError before measuring if the file, if any, cannot be written."""
-  if not path:
-    return
-  file = pathlib.Path(path)
-  file.parent.mkdir(parents=True, exist_ok=True)
-  file.touch()
+  """Before measuring, locks the file, if any, that will be written.
+
+  Raises:
+    OSError: it cannot be written.
+    ValueError: another run is about to write it.
+  """
+  if path:
+    locks.hold(pathlib.Path(path), 'give another --output')
 
 
 def write_record(
@@ -30,7 +34,7 @@ def write_record(
   """Writes `record` as JSON, if there is a path."""
   if path:
     text = text_files.to_json(record(settings, figures), indent=1)
-    pathlib.Path(path).write_text(f'{text}\n', 'utf-8')
+    whole_files.write_text(path, f'{text}\n')
 
 
 def record(settings: dict[str, Any], figures: dict[str, Any]) -> dict[str, Any]:

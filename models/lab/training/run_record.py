@@ -1,45 +1,51 @@
-"""Files in the workdir of a run that can be killed and resumed.
+"""Files of a run that can be killed and resumed.
 
-This module has no heavy imports: `build_ngram` uses it without the rest of
-training.
+This module has no heavy imports: `build_ngram` and `generate_many.py` use it
+without the rest of training.
 """
 
-from collections.abc import Callable
 import json
 import pathlib
 from typing import Any
 
+from models import locks
 from specdec import text_files
+from specdec import whole_files
 
-
-def save_whole(path: pathlib.Path, save: Callable[[pathlib.Path], Any]) -> None:
-  """Writes a file or folder completely or not at all.
-
-  `save` is called with a path beside it, with the same suffix, to write to.
-  """
-  path.parent.mkdir(parents=True, exist_ok=True)
-  partial = path.with_name(f'partial_{path.name}')
-  save(partial)
-  partial.replace(path)
+save_whole = whole_files.write
 
 
 def save_json(path: pathlib.Path, record: Any) -> None:
   """Writes a record as JSON, completely or not at all."""
-  text = text_files.to_json(record, indent=1) + '\n'
-  save_whole(path, lambda partial: partial.write_text(text, 'utf-8'))
+  whole_files.write_text(path, text_files.to_json(record, indent=1) + '\n')
 
 
 def write_once(path: pathlib.Path, record: dict[str, Any]) -> None:
   """Saves the settings and data of a run; refuses to resume a different run.
 
+  No other process can go on with the folder of the file until this one ends.
+
   Raises:
-    ValueError: the file holds another record; the message lists the changes.
+    ValueError: the file holds another record, whose changes are listed, or
+      cannot be read; or another process has the folder.
   """
+  path.parent.mkdir(parents=True, exist_ok=True)
+  locks.hold(path.parent, 'give another --workdir')
+  _keep(path, record, '--workdir')
+
+
+def _keep(path: pathlib.Path, record: dict[str, Any], flag: str) -> None:
+  """Saves a record, or raises ValueError if the file holds another one."""
   record = json.loads(text_files.to_json(record))
   if not path.exists():
     save_json(path, record)
     return
-  saved = json.loads(path.read_text('utf-8'))
+  try:
+    saved = text_files.read_object(path)
+  except ValueError as error:
+    raise ValueError(
+      f'{error}; put the file back as it was, or give another {flag}'
+    ) from error
   changed = [
     f'{key}: {saved.get(key)} then, {record.get(key)} now'
     for key in sorted(saved.keys() | record.keys())
@@ -47,6 +53,74 @@ def write_once(path: pathlib.Path, record: dict[str, Any]) -> None:
   ]
   if changed:
     raise ValueError(
-      f'{path.parent} holds another run ({"; ".join(changed)}); give the same'
-      ' flags to resume it, or another --workdir'
+      f'{path} holds another run ({"; ".join(changed)}); give the same flags to'
+      f' resume it, or another {flag}'
     )
+
+
+class ResumableRows:
+  """A file of results, one JSON object per line; a line is appended at a time.
+
+  A run may be killed at any moment: half a line at the end of the file is cut
+  off when the next run begins. The settings of the run are beside the file, in
+  `NAME.run.json`. No other process can write the file until this one ends.
+
+  Attributes:
+    rows: the results so far.
+
+  Args:
+    path: of the file.
+    settings: what the run depends on.
+    number: of results that there can be; each has another `index` below it.
+
+  Raises:
+    ValueError: the file is of a run with other settings, none of ours, or of a
+      run that has not ended.
+  """
+
+  def __init__(
+    self, path: pathlib.Path, settings: dict[str, Any], number: float
+  ):
+    self._path = path
+    self.rows: list[dict[str, Any]] = []
+    if path.exists() and not path.is_file():
+      raise ValueError(f'{path} is no regular file; give another --output, or -')
+    locks.hold(path, 'give another --output')
+    beside = path.with_name(f'{path.name}.run.json')
+    if path.stat().st_size == 0:
+      save_json(beside, settings)
+      return
+    if not beside.exists():
+      raise ValueError(
+        f'{path} is there, but not {beside.name}, the settings of its run; give'
+        ' another --output'
+      )
+    _keep(beside, settings, '--output')
+    self._read(number)
+
+  def _read(self, number: float) -> None:
+    content = self._path.read_bytes()
+    lines = content.split(b'\n')[:-1]
+    indices = set[int]()
+    for place, line in enumerate(lines, 1):
+      with whole_files.reading(
+        self._path,
+        f'remove line {place}, whose prompt is decoded again then, or give'
+        ' another --output',
+      ):
+        row = json.loads(line)
+        index = row.get('index') if isinstance(row, dict) else None
+        is_new = type(index) is int and index not in indices
+        if not (is_new and 0 <= index < number):
+          raise ValueError(f'line {place} is not the result of a prompt')
+      indices.add(index)
+      self.rows.append(row)
+    if content[-1:] != b'\n':
+      with self._path.open('r+b') as file:
+        file.truncate(sum(len(line) + 1 for line in lines))
+
+  def add(self, row: dict[str, Any]) -> None:
+    """Appends a result."""
+    with self._path.open('a', encoding='utf-8') as file:
+      file.write(f'{text_files.to_json(row)}\n')
+    self.rows.append(row)

@@ -116,12 +116,17 @@ def find_plan(
   if name == 'auto':
     path = plan_lib.cache_path(context, options['drafting'])
   if name != 'auto' or path.exists():
-    plan = plan_lib.load_plan(path)
-    plan.check_models(context.models)
-    for line in context.warnings(plan.context):
-      report(f'warning: {line}')
-    report(f'{plan.method}, from {path}')
-    return plan
+    try:
+      plan = plan_lib.load_plan(path)
+      plan.check_models(context.models)
+      for line in context.warnings(plan.context):
+        report(f'warning: {line}')
+      report(f'{plan.method}, from {path}')
+      return plan
+    except ValueError as error:
+      if name != 'auto':
+        raise
+      report(f'warning: {error}')
   seconds = options.setdefault('plan_seconds', planner.PLAN_SECONDS)
   report(
     'there is no plan yet for this machine, these models and options; making it'

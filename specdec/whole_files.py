@@ -1,0 +1,162 @@
+"""Files that are written whole or not at all, and whose damage is noticed.
+
+A digest tells whether what was written is still the same: at the end of bytes,
+or as an entry of a JSON object.
+"""
+
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
+import contextlib
+import hashlib
+import json
+import os
+import pathlib
+import shutil
+import struct
+import tokenize
+from typing import Any
+from typing import TypeVar
+
+import numpy as np
+import safetensors
+from safetensors import numpy as safetensors_numpy
+
+from specdec import text_files
+
+_Read = TypeVar('_Read')
+
+_SIZE = 16  # Bytes of a digest.
+ENTRY = 'digest'
+"""The key of the digest of a JSON object."""
+
+# What is raised by code that reads damaged files: ours, NumPy's, safetensors'.
+_MALFORMED = (
+  *(ArithmeticError, AttributeError, BufferError, EOFError, LookupError),
+  *(MemoryError, OSError, RecursionError, SyntaxError, TypeError, ValueError),
+  *(safetensors.SafetensorError, struct.error, tokenize.TokenError),
+)
+
+
+@contextlib.contextmanager
+def reading(path: str | os.PathLike[str], remedy: str = '') -> Iterator[None]:
+  """Makes a ValueError that names the file of whatever its readers raise.
+
+  Args:
+    path: of the file or folder.
+    remedy: what to do, added to errors that do not name the file themselves.
+
+  Raises:
+    ValueError: the file cannot be read; its cause is what was raised.
+  """
+  try:
+    yield
+  except _MALFORMED as error:
+    is_plain = isinstance(error, ValueError)
+    if is_plain and str(path) in str(error):
+      raise
+    reason = f'{error}' if is_plain else f'{type(error).__name__}: {error}'
+    raise ValueError(
+      f'{path} cannot be read: {reason}{remedy and "; "}{remedy}'
+    ) from error
+
+
+def reading_each(
+  path: str | os.PathLike[str], read: Iterator[_Read]
+) -> Iterator[_Read]:
+  """Yields what an iterator reads from a file, with the errors of `reading`."""
+  with reading(path):
+    yield from read
+
+
+def write(
+  path: str | os.PathLike[str], save: Callable[[pathlib.Path], Any]
+) -> None:
+  """Writes a file or folder completely or not at all; folders are made.
+
+  Args:
+    path: of the file, or of a folder that does not exist. What is no regular
+      file, such as a device, is written as it is.
+    save: called with a path beside it, with the same suffix, to write to.
+
+  Raises:
+    OSError: it cannot be written; what was there before is kept.
+  """
+  path = pathlib.Path(path).resolve()  # A link stays one.
+  if path.exists() and not path.is_file() and not path.is_dir():
+    save(path)
+    return
+  path.parent.mkdir(parents=True, exist_ok=True)
+  # Processes may write the same file at once.
+  partial = path.with_name(f'partial_{os.getpid()}_{path.name}')
+  try:
+    save(partial)
+    partial.replace(path)
+  except BaseException:
+    with contextlib.suppress(OSError):
+      shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
+    raise
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+  """Writes a file of UTF-8, see `write`."""
+  write(path, lambda partial: partial.write_text(text, 'utf-8'))
+
+
+def write_tensors(
+  path: str | os.PathLike[str],
+  tensors: Mapping[str, np.ndarray],
+  metadata: Mapping[str, str],
+) -> None:
+  """Writes a safetensors file, see `write`."""
+
+  def save(partial: pathlib.Path) -> None:
+    try:
+      safetensors_numpy.save_file(
+        dict(tensors), partial, metadata=dict(metadata)
+      )
+    except safetensors.SafetensorError as error:
+      raise OSError(f'{path} cannot be written: {error}') from error
+    partial.chmod(0o644)  # safetensors makes it readable by its owner only.
+
+  write(path, save)
+
+
+def digest(content: bytes) -> bytes:
+  """A digest of bytes, 16 bytes."""
+  return hashlib.blake2b(content, digest_size=_SIZE).digest()
+
+
+def sealed(content: bytes) -> bytes:
+  """Bytes with their digest at the end, for `unsealed`."""
+  return content + digest(content)
+
+
+def unsealed(content: bytes) -> bytes | None:
+  """The bytes that were sealed; None if they are damaged."""
+  content, found = content[:-_SIZE], content[-_SIZE:]
+  return content if found == digest(content) else None
+
+
+def _digest_of_record(record: Mapping[str, Any]) -> str:
+  others = {key: value for key, value in record.items() if key != ENTRY}
+  return digest(json.dumps(others, sort_keys=True).encode()).hex()
+
+
+def sealed_record(record: Mapping[str, Any]) -> dict[str, Any]:
+  """A JSON object with the entry `digest`, for `check_record`."""
+  plain = json.loads(text_files.to_json(dict(record)))
+  return plain | {ENTRY: _digest_of_record(plain)}
+
+
+def check_record(record: Mapping[str, Any]) -> None:
+  """Refuses a JSON object that was changed since it got its digest.
+
+  Raises:
+    ValueError: it was. An object without a digest is not checked.
+  """
+  if ENTRY in record and record[ENTRY] != _digest_of_record(record):
+    raise ValueError(
+      f'its content does not match its entry {ENTRY}, without which it is not'
+      ' checked'
+    )
