@@ -22,6 +22,7 @@ import pathlib
 from absl import flags
 import command_line
 import options
+import prompt_flags
 
 from models.lab.bench import questions as questions_lib
 from models.text import settings as settings_lib
@@ -48,7 +49,7 @@ _PEER = flags.DEFINE_enum(
 _LLAMA_CPP = flags.DEFINE_string(
   'llama_cpp', None, 'folder of llama-server; default: it is on the path'
 )
-options.define_num_prompts(
+prompt_flags.define_num_prompts(
   'default: all; of questions at most so many of each category'
 )
 _CATEGORIES = flags.DEFINE_list(
@@ -107,31 +108,22 @@ def _run(batch_size: int, questions: list[questions_lib.Question]):
   from models.lab.bench import arms as arms_lib
   from models.lab.bench import benchmark
 
-  specs = arms_lib.parse_arms(_ARMS.value, loading.dtype())
+  models = loading.models()
+  specs = arms_lib.parse_arms(_ARMS.value, str(models.dtype))
   if _PEER.value != 'none':
     specs += arms_lib.peer_arms(
       _PEER.value,
       specs,
-      has_draft=options.draft_name() is not None,
+      has_draft=models.draft is not None,
       batch_size=batch_size,
     )
-  plan = loading.plan(batch_size, lambda: [one.first for one in questions])
+  first = [question.first for question in questions]
+  plan = loading.plan(batch_size, lambda: first)
   return benchmark.run(
     questions,
     arms=specs,
-    task=arms_lib.Task(
-      models=loading.models(),
-      llama_cpp=_LLAMA_CPP.value,
-      drafting=options.draft_settings(plan),
-      sampling=options.sampling(),
-      verification={
-        'verify': options.VERIFY.value,
-        'children': options.CHILDREN.value,
-        'break_even': options.BREAK_EVEN.value,
-      },
-      seed=options.SEED.value,
-      batch_size=batch_size,
-      max_new_tokens=options.MAX_NEW_TOKENS.value,
+    task=arms_lib.BenchmarkTask(
+      **vars(loading.task(batch_size, plan)), llama_cpp=_LLAMA_CPP.value
     ),
     settings=options.as_dict(),
     prompt_bucket=_PROMPT_BUCKET.value,
@@ -148,7 +140,7 @@ def main() -> None:
   output = _OUTPUT.value
   path = pathlib.Path(output or 'benchmark.json')
   paths = {_BATCH_SIZE.value: path}
-  questions = options.file_questions(_CATEGORIES.value)
+  questions = prompt_flags.file_questions(_CATEGORIES.value)
   if _BATCH_SIZES.value:
     sizes = _batch_sizes(len(questions))
     paths = {n: path.with_stem(f'{path.stem}_b{n}') for n in sizes}

@@ -14,6 +14,7 @@ import sys
 from absl import flags
 import command_line
 import options
+import several_hosts
 
 flags.set_default(options.MAX_NEW_TOKENS, 512)
 
@@ -37,10 +38,10 @@ _COMMANDS = '/show: who proposed what; /new: begin anew; /quit'
 
 @command_line.checked_first
 def _check() -> None:
-  if options.COORDINATOR.value is not None:
+  if (address := several_hosts.COORDINATOR.value) is not None:
     raise ValueError(
-      f'--coordinator={options.COORDINATOR.value}: every host would read its'
-      ' own terminal; a conversation needs one host'
+      f'--coordinator={address}: every host would read its own terminal; a'
+      ' conversation needs one host'
     )
 
 

@@ -14,11 +14,12 @@ from typing import Any
 from absl import flags
 import command_line
 import options
+import prompt_flags
 
 from models.text import settings as settings_lib
 
 options.define_method(methods=settings_lib.METHODS)
-options.define_num_prompts()
+prompt_flags.define_num_prompts()
 _BATCH_SIZES = flags.DEFINE_list('batch_sizes', ['1', '4'], 'to be checked')
 _MAX_MARGIN = flags.DEFINE_float(
   'max_margin',
@@ -35,7 +36,7 @@ def main() -> None:
   from models.lab.bench import lossless
   from models.lab.bench import record
 
-  prompts = options.file_prompts()
+  prompts = prompt_flags.file_prompts()
   sizes = [int(size) if size.isdecimal() else 0 for size in _BATCH_SIZES.value]
   if not sizes or min(sizes) < 1:
     raise ValueError(

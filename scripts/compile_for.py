@@ -49,14 +49,15 @@ def _checked():
   from models.lab.compiled import programs
   from models.nn import matrices as matrices_lib
 
-  if options.draft_name() is None and _METHODS.value != ['plain']:
+  models = options.models()
+  if models.draft is None and _METHODS.value != ['plain']:
     raise ValueError('--draft=none: name a draft, or pass --methods=plain')
-  form = matrices_lib.FORMATS.get(options.DTYPE.value)
+  form = matrices_lib.FORMATS.get(str(models.dtype))
   if form is not None and not form.is_float:
     raise ValueError(f'--dtype={form.name}: compile for float32 or bfloat16')
   with options.named_as_flag():
     device = programs.device(_DEVICE.value)
-  mesh = options.mesh_sizes() or None
+  mesh = models.mesh
   if ':' in _DEVICE.value and mesh is None:
     raise ValueError(
       f'--device={_DEVICE.value} is several devices; say how to use them, such'
@@ -78,33 +79,26 @@ def main() -> None:
   from models.lab.bench import record
   from models.lab.compiled import programs
   from models.lab.compiled import report as report_lib
-  from models.text import pair as pair_lib
+  from models.nn import dtypes
   from specdec import text_files
   from specdec import whole_files
 
   device, mesh = _checked()
   record.prepare_output(_OUTPUT.value)
   # What accelerators are used with, whatever this machine computes in.
-  dtype = 'bfloat16' if options.DTYPE.value == 'auto' else options.DTYPE.value
-  workload = programs.Workload(
-    models=pair_lib.ModelChoice(
-      options.TARGET.value,
-      options.draft_name(),
-      dtype=dtype,
-      draft_mesh=options.DRAFT_MESH.value,
-    ),
+  models = options.models()
+  dtype = 'bfloat16' if models.dtype == dtypes.AUTO else models.dtype
+  task = programs.CompiledTask(
+    models=dataclasses.replace(models, dtype=dtype),
     num_layers=_NUM_LAYERS.value,
     batch_size=_BATCH_SIZE.value,
     prompt_tokens=_PROMPT_TOKENS.value,
-    max_new_tokens=options.MAX_NEW_TOKENS.value,
     drafting=options.draft_settings(),
-    sampling=options.sampling(),
-    verify=options.VERIFY.value,
-    children=options.CHILDREN.value,
+    **options.decoding(),
   )
   reports = []
   for method in _METHODS.value:
-    compiled = programs.compile_program(method, workload, device, mesh)
+    compiled = programs.compile_program(method, task, device, mesh)
     if _TEXT.value:
       folder = pathlib.Path(_TEXT.value)
       folder.mkdir(parents=True, exist_ok=True)

@@ -144,15 +144,15 @@ def _output(name: str, number: float) -> Any:
   import loading
 
   from models.lab.training import run_record
-  from models.text import pair as pair_lib
   from models.text import plan as plan_lib
+  from models.text import sources as sources_lib
 
   if name == '-' or not several_hosts.writes():
     return _Printed()
-  found = pair_lib.find_checkpoints(loading.models())
+  sources = sources_lib.open_sources(loading.models())
   settings = options.as_dict() | {
-    'dtype': loading.dtype(),
-    'models': plan_lib.model_digests(*found),
+    'dtype': sources.dtype,
+    'models': plan_lib.model_digests(sources),
   }
   settings = {name: settings[name] for name in settings if name not in _FREE}
   return run_record.ResumableRows(pathlib.Path(name), settings, number)

@@ -2,89 +2,57 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence
+import dataclasses
 import functools
-import math
 import sys
 from typing import Any
 
 from absl import flags
 import options
 
-from models.checkpoints import checkpoint as checkpoint_lib
-from models.checkpoints import hub
+from models.lab import task as task_lib
 from models.lab.tune import plan_lookup
 from models.nn import dtypes
-from models.nn import matrices as matrices_lib
 from models.nn import sharding as sharding_lib
-from models.nn.cpu import build
 from models.text import chat_template
+from models.text import choice as choice_lib
 from models.text import generator as generator_lib
-from models.text import pair as pair_lib
 from models.text import plan as plan_lib
 from models.text import settings as settings_lib
-
-
-def _uses_kernels() -> bool:
-  return (
-    options.CPU_KERNELS.value == 'auto'
-    and math.prod(options.mesh_sizes().values()) == 1
-    and build.is_available()
-  )
+from models.text import sources as sources_lib
 
 
 @functools.cache
-def dtype() -> str:
-  """The dtype of the target; what `auto` stands for is printed."""
-  name = options.DTYPE.value
-  if name == dtypes.AUTO:
-    found = hub.locate(options.TARGET.value, revision=options.REVISION.value)
-    name = checkpoint_lib.resolve_dtype(name, found, packed=_uses_kernels())
-    print(f'--dtype=auto: {name}', file=sys.stderr)
-  return name
+def models() -> choice_lib.ModelChoice:
+  """The models of the flags; starts the devices of a mesh.
+
+  What `--dtype=auto` stands for is printed.
+  """
+  choice = options.models()
+  if choice.mesh is not None:
+    with options.named_as_flag():
+      mesh = sharding_lib.make_mesh(choice.mesh)
+    choice = dataclasses.replace(choice, mesh=mesh)
+  if choice.dtype == dtypes.AUTO:
+    dtype = sources_lib.open_sources(choice.of_target).dtype
+    print(f'--dtype=auto: {dtype}', file=sys.stderr)
+    choice = dataclasses.replace(choice, dtype=dtype)
+  return choice
 
 
 def is_exact() -> bool:
   """Whether drafted tokens are those of plain decoding without exceptions."""
-  if dtype() == 'float32':
-    return True
-  return dtype() in matrices_lib.KERNEL_DTYPES and _uses_kernels()
+  return sources_lib.open_sources(models().of_target).is_exact
 
 
-def models() -> pair_lib.ModelChoice:
-  """The models of the flags; starts the devices of a mesh."""
-  sizes = options.mesh_sizes()
-  with options.named_as_flag():
-    mesh = sharding_lib.make_mesh(sizes) if sizes else None
-  return pair_lib.ModelChoice(
-    target=options.TARGET.value,
-    draft=options.draft_name(),
-    revision=options.REVISION.value,
-    dtype=dtype(),
-    draft_dtype=options.DRAFT_DTYPE.value,
-    draft_vocab=options.draft_vocab(),
-    cpu_kernels=options.CPU_KERNELS.value == 'auto',
-    mesh=mesh,
-    draft_mesh=options.DRAFT_MESH.value,
-    eos_ids=options.eos_ids(),
-    head=options.HEAD.value,
+def task(batch_size: int, plan: plan_lib.Plan | None = None) -> task_lib.Task:
+  """What the flags ask for, with a plan for the method `plan`."""
+  return task_lib.Task(
+    models=models(),
+    drafting=options.draft_settings(plan),
+    batch_size=batch_size,
+    **options.decoding(),
   )
-
-
-def plan_setup(batch_size: int) -> plan_lookup.Setup:
-  """What a plan for the flags is made for."""
-  return plan_lookup.Setup(
-    models=models(), batch_size=batch_size, sampling=options.sampling()
-  )
-
-
-def planning() -> dict[str, Any]:
-  """Arguments of `models.lab.tune.planner.make_plan` that the flags set."""
-  return {
-    'drafting': options.draft_settings(),
-    'seed': options.SEED.value,
-    'max_new_tokens': options.MAX_NEW_TOKENS.value,
-    'plan_seconds': options.PLAN_SECONDS.value,
-  }
 
 
 def plan(
@@ -104,22 +72,22 @@ def plan(
   return plan_lookup.find_plan(
     options.PLAN.value,
     samples,
-    plan_setup(batch_size),
-    **planning(),
+    task(batch_size),
+    plan_seconds=options.PLAN_SECONDS.value,
     report=lambda line: print(f'plan: {line}', file=sys.stderr),
   )
 
 
 def _check_contradictions(plan: plan_lib.Plan) -> None:
   """Refuses flags that were given and differ from the plan."""
-  ours, method = options.draft_settings(), flags.FLAGS['method']
+  settings, method = options.draft_settings(), flags.FLAGS['method']
   given = {
-    name: (option.read(ours), option.read(plan.drafting))
+    name: (option.read(settings), option.read(plan.drafting))
     for name, option in settings_lib.OPTIONS.items()
     if options.DRAFTING[name].present
   }
   if options.LOOKUP_CONFIDENCE.present:
-    lookups = ours.lookup.confidence, plan.drafting.lookup.confidence
+    lookups = settings.lookup.confidence, plan.drafting.lookup.confidence
     given['lookup_confidence'] = lookups
   if method.present and method.value != settings_lib.PLANNED:
     given['method'] = method.value, plan.method

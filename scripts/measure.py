@@ -8,13 +8,13 @@ a corpus), fallback (its cost, given --break_even), acceptance (by each rule of
 verification, beside the most that any lossless rule accepts of such children).
 """
 
-import dataclasses
 import functools
 import sys
 
 from absl import flags
 import command_line
 import options
+import prompt_flags
 
 from models.text import settings as settings_lib
 
@@ -35,7 +35,7 @@ _REPEATS = flags.DEFINE_integer(
 _CONTEXT = flags.DEFINE_integer('context', 192, 'forward: tokens in the cache')
 _PEER = flags.DEFINE_bool('peer', False, 'forward: also transformers on torch')
 options.define_method('chain', settings_lib.METHODS)
-options.define_num_prompts()
+prompt_flags.define_num_prompts()
 _BATCH_SIZE = options.define_batch_size(4, 'of acceptance')
 _CORPUS = flags.DEFINE_string('corpus', '', 'default: the standard library')
 _PATTERN = flags.DEFINE_string('pattern', '*.py', 'file names of the corpus')
@@ -53,8 +53,7 @@ def _loss(lengths: list[int]) -> list[dict]:
   from models.text import pair as pair_lib
 
   corpus = corpus_lib.Corpus(folder=_CORPUS.value, pattern=_PATTERN.value)
-  choice = dataclasses.replace(loading.models(), draft=None, head=None)
-  pair = pair_lib.load_pair(choice)
+  pair = pair_lib.load_pair(loading.models().of_target)
   tokens = corpus.tokens(pair.tokenizer, held_out=True)
   loss = functools.partial(loss_lib.held_out_loss, pair.target, tokens)
   return [{'window': n, 'nats_per_token': loss(length=n)} for n in lengths]
@@ -66,24 +65,18 @@ def _decode(what: str, numbers_of_children: list[int]):
   from models.lab.bench import acceptance
   from models.lab.bench import measure
 
-  prompts = options.file_prompts()
+  prompts = prompt_flags.file_prompts()
   generator = loading.generator(prompts, 1)
-  given = options.decoding()
-  common = {
-    name: given[name] for name in ('max_new_tokens', 'sampling', 'seed')
-  }
+  task = loading.task(_BATCH_SIZE.value)
   if what == 'fallback':
-    even = given['break_even']
-    rows = measure.fallback(generator, prompts, break_even=even, **common)
+    rows = measure.fallback(generator, prompts, task)
     return rows, {'prompts': rows}
   figures = acceptance.measure(
     generator,
     prompts,
-    batch_size=_BATCH_SIZE.value,
+    task,
     numbers_of_children=numbers_of_children,
-    chain_length=options.draft_settings().num_draft_tokens,
     tree_sizes=[int(size) for size in _TREES.value],
-    **common,
   )
   return acceptance.rows(figures), figures
 
@@ -99,26 +92,18 @@ def main(what: str) -> None:
   record.prepare_output(_OUTPUT.value)
   figures: dict = {}
   sizes = [int(size) for size in _LIST.value or _SIZES[what]]
-  target, dtype = options.TARGET.value, loading.dtype()
-  if what in ('forward', 'memory'):
-    from models.checkpoints import hub
-
-    target = str(hub.locate(target, revision=options.REVISION.value).path)
-  kernels = options.CPU_KERNELS.value == 'auto'
   if what == 'kernels':
     rows = measure.kernels(sizes, _REPEATS.value)
   elif what == 'forward':
     rows = measure.forward(
-      target,
+      loading.models(),
       sizes,
       _REPEATS.value,
-      dtype=dtype,
       context=_CONTEXT.value,
-      cpu_kernels=kernels,
       peer=_PEER.value,
     )
   elif what == 'memory':
-    rows = measure.memory(target, dtype=dtype, cpu_kernels=kernels)
+    rows = measure.memory(loading.models())
   elif what == 'loss':
     rows = _loss(sizes)
   else:

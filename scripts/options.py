@@ -11,19 +11,15 @@ import dataclasses
 import hashlib
 import json
 import pathlib
-import re
 import sys
 from typing import Any
-from typing import get_args
 
 from absl import flags
 import command_line
 import several_hosts
 
-from models.lab.bench import questions as questions_lib
-from models.nn import dtypes
-from models.nn import matrices as matrices_lib
-from models.nn import sharding as sharding_lib
+from models.text import choice as choice_lib
+from models.text import fields
 from models.text import settings as settings_lib
 import specdec
 from specdec import checks as checks_lib
@@ -39,20 +35,6 @@ DEFAULT_PROMPT = '''def copy_file(source, destination):
     """Copy a file, and its permissions."""
     if'''
 
-TARGET = flags.DEFINE_string(
-  'target', 'demo', 'demo (embedded), a model folder, a GGUF file or a hub id'
-)
-DRAFT = flags.DEFINE_string(
-  'draft',
-  'demo',
-  'demo (embedded), a model folder, a GGUF file, a hub id, or none',
-)
-HEAD = flags.DEFINE_string(
-  'head',
-  None,
-  'a drafting head of the target in place of a draft: demo (of the embedded'
-  ' target), a folder, a GGUF file or a hub id',
-)
 PLAN = flags.DEFINE_string(
   'plan',
   None,
@@ -62,7 +44,6 @@ PLAN = flags.DEFINE_string(
 PLAN_SECONDS = flags.DEFINE_float(
   'plan_seconds', 300.0, 'time budget for making a plan', lower_bound=1.0
 )
-REVISION = flags.DEFINE_string('revision', None, 'of the target, on the hub')
 PROMPT_FILE = flags.DEFINE_string(
   'prompt_file',
   None,
@@ -84,13 +65,6 @@ SEED = flags.DEFINE_integer(
   lower_bound=-(2**31),
   upper_bound=2**32 - 1,
 )
-EOS = flags.DEFINE_multi_string(
-  'eos',
-  None,
-  'a token that ends a text, as its id or as its text; may be repeated; none:'
-  " only the limit and stop strings end a text; default: as the target's files"
-  ' say',
-)
 VERIFY = flags.DEFINE_enum(
   'verify',
   'match',
@@ -111,73 +85,6 @@ BREAK_EVEN = flags.DEFINE_float(
   'how many plain steps take as long as a speculative step on this machine:'
   ' while a speculative step emits fewer tokens, decoding is plain; default: as'
   ' the plan, or never',
-)
-DTYPE = flags.DEFINE_enum(
-  'dtype',
-  dtypes.AUTO,
-  (dtypes.AUTO, *matrices_lib.DTYPES),
-  'of the target; auto: stored for GGUF files of few bits where the kernels for'
-  ' CPU are used, otherwise the 16-bit type of the checkpoint where this'
-  ' platform computes in it natively, else float32; int8, int4: weights of'
-  ' eight or four bits, the rest computed in bfloat16; stored: as the GGUF file'
-  ' has them',
-)
-DRAFT_DTYPE = flags.DEFINE_enum(
-  'draft_dtype',
-  None,
-  matrices_lib.DTYPES,
-  'of the draft; default: as --dtype, but where the kernels for CPU are used'
-  ' four bits beside bfloat16 and fewer bits (eight if its files have less than'
-  ' 64 MiB); what is decoded does not depend on it',
-)
-DRAFT_VOCAB = flags.DEFINE_string(
-  'draft_vocab',
-  None,
-  'how many tokens the draft computes and proposes: N, for those that the'
-  ' tokenizer learned first, or N:FILE, for those of the largest counts, an'
-  ' array [V] in a .npy file; what is decoded does not depend on it; default:'
-  ' all',
-)
-CPU_KERNELS = flags.DEFINE_enum(
-  'cpu_kernels',
-  'auto',
-  ('auto', 'off'),
-  'on CPU, whether products and attention use kernels that are compiled once'
-  ' with the C++ compiler of the system; auto: where there is one',
-)
-MESH = flags.DEFINE_string(
-  'mesh',
-  None,
-  'several devices, as sizes of the axes data (rows) and model (weights):'
-  ' data:2,model:4 for eight; default: one device',
-)
-DRAFT_MESH = flags.DEFINE_enum(
-  'draft_mesh',
-  'auto',
-  sharding_lib.DRAFT_MESHES,
-  'with --mesh, whether every device has the whole draft or the draft is'
-  ' divided as the target is; auto: what should be faster by its size',
-)
-COORDINATOR = flags.DEFINE_string(
-  'coordinator',
-  None,
-  'several hosts, of which each runs the same command: host:port of the first;'
-  ' auto: as a TPU pod, Slurm or Open MPI says, the other two flags with it',
-)
-NUM_PROCESSES = flags.DEFINE_integer(
-  'num_processes', None, 'with --coordinator, of all hosts', lower_bound=1
-)
-PROCESS_ID = flags.DEFINE_integer(
-  'process_id',
-  None,
-  'with --coordinator, the number of this process; 0 prints and writes',
-  lower_bound=0,
-)
-HOST_TIMEOUT = flags.DEFINE_integer(
-  'host_timeout',
-  60,
-  'seconds after which a host that is not heard of ends the others',
-  lower_bound=1,
 )
 LOOKUP_CONFIDENCE = flags.DEFINE_list(
   'lookup_confidence',
@@ -213,24 +120,37 @@ _SAMPLING = {
 }
 
 
-def _define(name: str, option: settings_lib.Option) -> flags.FlagHolder:
-  """The flag of a setting."""
-  of_inner = 'of --inner: ' if option.record == 'inner_stage' else ''
-  text = of_inner + option.field.metadata['help']
-  default, choices = option.read(_DEFAULTS), get_args(option.kind)
-  if choices:
-    return flags.DEFINE_enum(name, default, choices, text)
+def _define(
+  name: str, option: fields.Option, defaults: Any
+) -> flags.FlagHolder:
+  """The flag of a described field."""
+  text = option.field.metadata['help']
+  if option.record == 'inner_stage':
+    text = f'of --inner: {text}'
+  default = option.text_of(option.read(defaults))
+  if option.repeats:
+    return flags.DEFINE_multi_string(name, default, text)
+  if option.choices:
+    return flags.DEFINE_enum(name, default, [*option.choices], text)
   kinds: dict[Any, Any] = {int: flags.DEFINE_integer, float: flags.DEFINE_float}
-  return kinds.get(option.kind, flags.DEFINE_string)(name, default, text)
+  define = kinds.get(option.kind, flags.DEFINE_string)
+  if option.parser is not None:
+    define = flags.DEFINE_string
+  return define(name, default, text)
 
 
+MODELS = {
+  name: _define(name, option, choice_lib.ModelChoice())
+  for name, option in choice_lib.OPTIONS.items()
+}
 DRAFTING = {
-  name: _define(name, settings_lib.OPTIONS[name])
-  for name in settings_lib.OPTIONS
+  name: _define(name, option, _DEFAULTS)
+  for name, option in settings_lib.OPTIONS.items()
 }
 
 # Listed by --help of the script, and kept in its results.
 flags.adopt_module_key_flags(command_line)
+flags.adopt_module_key_flags(several_hosts)
 for _flag in flags.FLAGS.get_key_flags_for_module(__name__):
   flags.FLAGS.register_key_flag_for_module(sys.argv[0], _flag)
 
@@ -255,11 +175,6 @@ def define_batch_size(default: int, text: str) -> flags.FlagHolder:
   )
 
 
-def define_num_prompts(text: str = 'default: all') -> None:
-  """Defines `--num_prompts`, which `file_prompts` reads."""
-  flags.DEFINE_integer('num_prompts', None, text, lower_bound=1, **_OF_SCRIPT)
-
-
 def define_stop() -> None:
   """Defines `--stop`, which `stop` reads."""
   text = r'the text ends before this; \n is a line end; may be repeated'
@@ -268,7 +183,7 @@ def define_stop() -> None:
 
 def stop() -> list[str]:
   """The `stop` argument of decoding."""
-  return unescaped(flags.FLAGS.stop)
+  return fields.unescaped(flags.FLAGS.stop)
 
 
 def define_constraint() -> None:
@@ -305,8 +220,8 @@ def _check_constraint() -> None:
 
 def constraint() -> dict[str, Any]:
   """The arguments `regex` and `json_schema` of decoding."""
-  values = {name: flags.FLAGS[name].value for name in ('regex', 'json_schema')}
-  return {name: one for name, one in values.items() if one is not None}
+  given = command_line.given('regex', 'json_schema')
+  return {name: value for name, value in given.items() if value is not None}
 
 
 @contextlib.contextmanager
@@ -336,40 +251,23 @@ def sampling() -> specdec.Sampling:
   return specdec.Sampling(**given | {'logit_bias': bias})
 
 
-def eos_ids() -> list[int | str] | None:
-  """The `eos_ids` argument of `models.load`."""
-  given = EOS.value
-  if given is None:
-    return None
-  if 'none' in given:
-    if len(given) > 1:
-      raise ValueError(
-        f'--eos=none ends no text, but there are other values: {given}'
-      )
-    return []
-  return [int(one) if one.isdecimal() else one for one in unescaped(given)]
-
-
-def draft_vocab() -> int | list[int] | None:
-  """The `draft_vocab` argument of `models.load`."""
-  if DRAFT_VOCAB.value is None:
-    return None
-  number, _, path = DRAFT_VOCAB.value.partition(':')
-  if not number.isdecimal() or int(number) < 1:
-    raise ValueError(
-      f'--draft_vocab={DRAFT_VOCAB.value} is neither N nor N:FILE, such as'
-      ' 32768'
+def models() -> choice_lib.ModelChoice:
+  """The models of the flags; a mesh is its sizes, and starts no device."""
+  with named_as_flag():
+    choice = choice_lib.ModelChoice(
+      **{
+        option.field.name: option.parse(MODELS[name].value)
+        for name, option in choice_lib.OPTIONS.items()
+      }
     )
-  if not path:
-    return int(number)
-  from models.text import draft_vocabulary
-
-  return draft_vocabulary.most_frequent(path, int(number))
-
-
-def unescaped(texts: list[str]) -> list[str]:
-  r"""Texts of flags in which \n is a line end."""
-  return [text.replace('\\n', '\n') for text in texts]
+  if choice.head is None:
+    return choice
+  if MODELS['draft'].present and choice.draft is not None:
+    raise ValueError(
+      f'--head={choice.head} takes the place of --draft={choice.draft}; give'
+      ' one of the two'
+    )
+  return dataclasses.replace(choice, draft=None)
 
 
 def decoding() -> dict[str, Any]:
@@ -405,74 +303,8 @@ def _check() -> None:
         checks_lib.sampling_value(name, flag.value)
     checks_lib.to_break_even(BREAK_EVEN.value)
   sampling()
-  eos_ids()
-  draft_vocab()
-  draft_name()
+  models()
   draft_settings()
-  mesh_sizes()
-  _check_hosts()
-
-
-def _check_hosts() -> None:
-  own = NUM_PROCESSES, PROCESS_ID
-  given = [flag.name for flag in own if flag.value is not None]
-  address = COORDINATOR.value
-  if address is None:
-    if given:
-      raise ValueError(f'--{given[0]} needs --coordinator, host:port')
-    return
-  if MESH.value is None:
-    raise ValueError('--coordinator needs --mesh, of the devices of all hosts')
-  if PROMPT_FILE.value == '-':
-    raise ValueError(
-      '--prompt_file=-: with --coordinator, name a file that every host has'
-    )
-  if PLAN.value == 'auto':
-    raise ValueError(
-      '--plan=auto measures, and hosts would find different plans; make one'
-      ' with tune.py and name its file'
-    )
-  if address == 'auto':
-    if given:
-      raise ValueError(f'--coordinator=auto finds --{given[0]}; leave it out')
-    return
-  if not re.fullmatch(r'.+:\d+', address):
-    raise ValueError(f'--coordinator={address}: expected host:port, or auto')
-  number, index = (flag.value for flag in own)
-  if number is None or index is None or index >= number:
-    raise ValueError(
-      f'--coordinator={address} needs --num_processes and a --process_id less'
-      f' than that, got {number} and {index}'
-    )
-
-
-@command_line.before_main
-def _join_hosts() -> None:
-  if COORDINATOR.value is not None:
-    several_hosts.join(
-      COORDINATOR.value,
-      NUM_PROCESSES.value,
-      PROCESS_ID.value,
-      HOST_TIMEOUT.value,
-    )
-
-
-def mesh_sizes() -> dict[str, int]:
-  """The sizes of the axes of `--mesh`; empty without it."""
-  with named_as_flag():
-    return sharding_lib.parse_mesh(MESH.value) if MESH.value is not None else {}
-
-
-def draft_name() -> str | None:
-  """The `draft` argument of `models.load`."""
-  if HEAD.value is not None:
-    if DRAFT.present and DRAFT.value != 'none':
-      raise ValueError(
-        f'--head={HEAD.value} takes the place of --draft={DRAFT.value}; give'
-        ' one of the two'
-      )
-    return None
-  return None if DRAFT.value == 'none' else DRAFT.value
 
 
 def prompt_lines(errors: str = 'strict') -> Iterator[tuple[int, str]]:
@@ -488,78 +320,6 @@ def prompt_lines(errors: str = 'strict') -> Iterator[tuple[int, str]]:
         yield number, line
 
 
-def _read_prompts(
-  limit: int | None, lines: Sequence[tuple[int, str]]
-) -> list[str]:
-  """The first prompts of the lines of `--prompt_file`; None: all.
-
-  Raises:
-    ValueError: the file cannot be read, or has fewer; names file and line.
-  """
-  name = PROMPT_FILE.value
-  if not lines or (limit and len(lines) < limit):
-    raise ValueError(
-      f'--prompt_file={name} has {len(lines)} prompts, {limit or 1} needed;'
-      ' see --batch_size and --num_prompts'
-    )
-  if not text_files.is_json_lines(str(name)):
-    return [line.rstrip('\n') for _, line in lines[:limit]]
-  prompts = []
-  for number, line in lines[:limit]:
-    try:
-      prompts.append(json.loads(line)['prompt'])
-    except (ValueError, KeyError, TypeError, RecursionError):
-      prompts.append(None)
-    if not isinstance(prompts[-1], str):
-      raise ValueError(
-        f'--prompt_file={name}, line {number}: expected a JSON object with the'
-        ' key prompt and a string'
-      )
-    checks_lib.check_text(f'--prompt_file={name}, line {number}', prompts[-1])
-  return prompts
-
-
-def file_prompts() -> list[str]:
-  """The prompts of `--prompt_file` that `--num_prompts` asks for."""
-  return _read_prompts(flags.FLAGS.num_prompts, [*prompt_lines()])
-
-
-def file_questions(categories: Sequence[str]) -> list[questions_lib.Question]:
-  """The questions of `--prompt_file`, or its prompts as questions.
-
-  It has questions if its first line has. `--num_prompts` is for each of the
-  `categories`, none of which stand for all.
-
-  Raises:
-    ValueError: see `_read_prompts`, `questions.parse` and `questions.choose`.
-  """
-  name, lines = str(PROMPT_FILE.value), [*prompt_lines()]
-  limit = flags.FLAGS.num_prompts
-  is_json = text_files.is_json_lines(name)
-  if not (is_json and lines and questions_lib.has_turns(lines[0][1])):
-    if categories:
-      raise ValueError(
-        f'--categories={",".join(categories)}: --prompt_file={name} has prompts'
-        ' without categories'
-      )
-    texts = _read_prompts(limit, lines)
-    return [questions_lib.Question((text,)) for text in texts]
-  with named_as_flag('prompt_file='):
-    questions = questions_lib.parse(name, lines)
-  with named_as_flag():
-    return questions_lib.choose(questions, limit, categories)
-
-
-def prompts(prompt: flags.FlagHolder, number: int) -> list[str]:
-  """So many prompts of the file, or copies of the flag `--prompt`."""
-  if PROMPT_FILE.value is None:
-    checks_lib.check_text(f'--{prompt.name}', prompt.value)
-    return [prompt.value] * number
-  if prompt.present:
-    raise ValueError('give --prompt or --prompt_file, not both')
-  return _read_prompts(number, [*prompt_lines()])
-
-
 def as_dict() -> dict[str, Any]:
   """All flags of the running script, for result files."""
   record = {
@@ -567,8 +327,8 @@ def as_dict() -> dict[str, Any]:
     for flag in flags.FLAGS.get_key_flags_for_module(sys.argv[0])
   }
   # These do not change results.
-  of_hosts = (COORDINATOR, NUM_PROCESSES, PROCESS_ID, HOST_TIMEOUT)
-  for name in ('output', 'plots', *(flag.name for flag in of_hosts)):
+  of_hosts = (flag.name for flag in several_hosts.FLAGS)
+  for name in ('output', 'plots', *of_hosts):
     record.pop(name, None)
   # Folders may be private.
   for name in ('target', 'draft', 'head', 'plan', 'ngram', 'llama_cpp'):

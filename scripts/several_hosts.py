@@ -4,28 +4,89 @@ from collections.abc import Callable
 import json
 import os
 import pathlib
+import re
 import sys
 from typing import Any
 
+from absl import flags
+import command_line
 import jax
 from jax.experimental import multihost_utils
 import numpy as np
 
 from specdec import text_files
 
+COORDINATOR = flags.DEFINE_string(
+  'coordinator',
+  None,
+  'several hosts, of which each runs the same command: host:port of the first;'
+  ' auto: as a TPU pod, Slurm or Open MPI says, the other two flags with it',
+)
+NUM_PROCESSES = flags.DEFINE_integer(
+  'num_processes', None, 'with --coordinator, of all hosts', lower_bound=1
+)
+PROCESS_ID = flags.DEFINE_integer(
+  'process_id',
+  None,
+  'with --coordinator, the number of this process; 0 prints and writes',
+  lower_bound=0,
+)
+HOST_TIMEOUT = flags.DEFINE_integer(
+  'host_timeout',
+  60,
+  'seconds after which a host that is not heard of ends the others',
+  lower_bound=1,
+)
+FLAGS = (COORDINATOR, NUM_PROCESSES, PROCESS_ID, HOST_TIMEOUT)
+"""They change no result."""
 
-def join(
-  address: str, number: int | None, index: int | None, timeout: int
-) -> None:
-  """Waits for the other hosts; only process 0 prints from now on.
 
-  The arguments are the values of the flags from `--coordinator` on.
-  """
+@command_line.checked_first
+def _check() -> None:
+  """Refuses flags that do not go together."""
+  of_process = NUM_PROCESSES, PROCESS_ID
+  given = [flag.name for flag in of_process if flag.value is not None]
+  address = COORDINATOR.value
+  if address is None:
+    if given:
+      raise ValueError(f'--{given[0]} needs --coordinator, host:port')
+    return
+  if flags.FLAGS.mesh is None:
+    raise ValueError('--coordinator needs --mesh, of the devices of all hosts')
+  if flags.FLAGS.prompt_file == '-':
+    raise ValueError(
+      '--prompt_file=-: with --coordinator, name a file that every host has'
+    )
+  if flags.FLAGS.plan == 'auto':
+    raise ValueError(
+      '--plan=auto measures, and hosts would find different plans; make one'
+      ' with tune.py and name its file'
+    )
+  if address == 'auto':
+    if given:
+      raise ValueError(f'--coordinator=auto finds --{given[0]}; leave it out')
+    return
+  if not re.fullmatch(r'.+:\d+', address):
+    raise ValueError(f'--coordinator={address}: expected host:port, or auto')
+  number, index = (flag.value for flag in of_process)
+  if number is None or index is None or index >= number:
+    raise ValueError(
+      f'--coordinator={address} needs --num_processes and a --process_id less'
+      f' than that, got {number} and {index}'
+    )
+
+
+@command_line.before_main
+def _join() -> None:
+  """Waits for the other hosts; only process 0 prints from now on."""
+  address, timeout = COORDINATOR.value, HOST_TIMEOUT.value
+  if address is None:
+    return
   try:
     jax.distributed.initialize(
       None if address == 'auto' else address,
-      number,
-      index,
+      NUM_PROCESSES.value,
+      PROCESS_ID.value,
       heartbeat_timeout_seconds=timeout,
       shutdown_timeout_seconds=timeout,
     )

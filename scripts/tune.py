@@ -13,8 +13,10 @@ import sys
 from absl import flags
 import command_line
 import options
+import prompt_flags
+import several_hosts
 
-options.define_num_prompts()
+prompt_flags.define_num_prompts()
 _BATCH_SIZE = options.define_batch_size(1, 'rows decoded together')
 _OUTPUT = flags.DEFINE_string(
   'output', None, 'file of the plan; default: where --plan=auto looks for it'
@@ -36,25 +38,25 @@ def main() -> None:
     raise ValueError(
       f'plans are for --verify=match, got {options.VERIFY.value}'
     )
-  if options.COORDINATOR.value is not None:
+  if (address := several_hosts.COORDINATOR.value) is not None:
     raise ValueError(
-      f'--coordinator={options.COORDINATOR.value}: hosts would decide by their'
-      ' own clocks; make the plan on one host'
+      f'--coordinator={address}: hosts would decide by their own clocks; make'
+      ' the plan on one host'
     )
-  prompts = options.file_prompts()
+  prompts = prompt_flags.file_prompts()
   record.prepare_output(_OUTPUT.value)
-  setup = loading.plan_setup(_BATCH_SIZE.value)
-  context = setup.context()
+  task = loading.task(_BATCH_SIZE.value)
+  context = plan_lookup.context_of(task)
   plan = planner.make_plan(
-    pair_lib.load_pair(setup.models),
+    pair_lib.load_pair(task.models),
     prompts,
+    task,
     context=context,
-    sampling=setup.sampling,
-    **loading.planning(),
+    plan_seconds=options.PLAN_SECONDS.value,
     report=lambda line: print(line, file=sys.stderr),
   )
   path = pathlib.Path(
-    _OUTPUT.value or plan_lib.cache_path(context, options.draft_settings())
+    _OUTPUT.value or plan_lib.cache_path(context, task.drafting)
   )
   print(f'{plan_lookup.table(plan)}\n\n{plan.method}')
   plan.save(path)

@@ -12,6 +12,7 @@ import pathlib
 from absl import flags
 import command_line
 import options
+import prompt_flags
 
 from models.text import settings as settings_lib
 import specdec
@@ -45,7 +46,7 @@ def main() -> None:
   if _TRACE.value is None:
     import loading
 
-    prompts = options.prompts(_PROMPT, 1)
+    prompts = prompt_flags.given(_PROMPT, 1)
     generator = loading.generator(prompts, 1)
     arguments = options.decoding() | {'log_probs': True}
     (trace,) = generator.stream(prompts, **arguments).trace()

@@ -158,6 +158,6 @@ def test_what_is_no_program_is_refused():
     ('beam', 'match', "'beam' is not known"),
     ('tree', 'block', 'verify=block is for chains'),
   ):
-    workload = programs.Workload(verify=verify)
+    task = programs.CompiledTask(verify=verify)
     with pytest.raises(ValueError, match=message):
-      programs.compile_program(method, workload, programs.DEVICES['cpu'])
+      programs.compile_program(method, task, programs.DEVICES['cpu'])

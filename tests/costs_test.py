@@ -36,13 +36,14 @@ def test_a_prediction_by_hand():
   assert trial.tokens_per_second(_COSTS) == pytest.approx(400 / 8.2)
 
 
-def _measure(target=None, texts=((1, 2, 3), (4,)), context=40, **options):
+def _measure(target=None, texts=((1, 2, 3), (4,)), context=40, **effort):
   return costs_lib.measure_step_costs(
     *(tiny.gpt2(num_layers=1) if target is None else target, texts),
     prompt_slots=32,
     max_new_tokens=64,
     context=context,
-    **{'node_counts': (2, 4, 8), 'num_steps': 1, 'repeats': 1} | options,
+    node_counts=(2, 4, 8),
+    effort=costs_lib.Effort(**{'num_steps': 1, 'repeats': 1} | effort),
   )
 
 

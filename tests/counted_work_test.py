@@ -33,12 +33,12 @@ from models.lab.compiled import hlo
 from models.lab.compiled import programs
 from models.lab.compiled import report as report_lib
 from models.nn import llama as nn_llama
-from models.text import pair as pair_lib
+from models.text import choice as choice_lib
 from models.text import settings as settings_lib
 import specdec
 
 _LIMITS = pathlib.Path(__file__).parent / 'golden' / 'counted_work.json'
-_WORKLOAD = programs.Workload(prompt_tokens=64, max_new_tokens=64)
+_TASK = programs.CompiledTask(prompt_tokens=64, max_new_tokens=64)
 # By these XLA's CPU backend chooses its products.
 _INSTRUCTIONS = ('amx_bf16', 'avx2', 'avx512_bf16', 'avx512_vnni', 'avx512f')
 
@@ -86,16 +86,16 @@ def _check(name, counted, update, *, compiler=()):
   )
 
 
-def _compile(method, workload, device, *mesh):
+def _compile(method, task, device, *mesh):
   if device.platform == 'tpu' and programs.find_libtpu() is None:
     pytest.skip('no libtpu; run python scripts/install_libtpu.py')
   with mock.patch.dict(programs._OPTIONS['cpu'], quick.AS_FOR_USERS):
-    return programs.compile_program(method, workload, device, *mesh)
+    return programs.compile_program(method, task, device, *mesh)
 
 
 @functools.cache
 def _compiled(device, method):
-  return _compile(method, _WORKLOAD, programs.DEVICES[device])
+  return _compile(method, _TASK, programs.DEVICES[device])
 
 
 @pytest.fixture
@@ -166,13 +166,13 @@ def test_memory_with_a_large_vocabulary(
   drafting = settings_lib.DraftSettings(
     topology=topology and settings_lib.parse_topology(topology)
   )
-  workload = programs.Workload(
-    models=pair_lib.ModelChoice('1.5b', '0.5b', dtype='bfloat16'),
+  task = programs.CompiledTask(
+    models=choice_lib.ModelChoice('1.5b', '0.5b', dtype='bfloat16'),
     drafting=drafting,
     verify=verify,
   )
   with mock.patch.dict(programs.SHAPES, _VOCABULARY):
-    compiled = _compile(method, workload, programs.DEVICES[device])
+    compiled = _compile(method, task, programs.DEVICES[device])
   assert compiled.temporary_bytes < megabytes * 1e6
 
 
@@ -206,13 +206,13 @@ def test_weights_of_few_bits_are_computed_within_a_product(kind):
 @pytest.mark.parametrize('method', ['plain', _long('staged')])
 def test_the_collectives_of_eight_devices(method, update):
   """A target that one device cannot hold is counted by its shape alone."""
-  workload = dataclasses.replace(
-    _WORKLOAD,
-    models=pair_lib.ModelChoice('llama-2-70b', dtype='bfloat16'),
+  task = dataclasses.replace(
+    _TASK,
+    models=choice_lib.ModelChoice('llama-2-70b', dtype='bfloat16'),
     num_layers=2,
   )
   device = programs.device('v5e:2x4')
-  compiled = _compile(method, workload, device, {'model': 8})
+  compiled = _compile(method, task, device, {'model': 8})
   report = report_lib.analyse(method, compiled, device)
   assert report.held_bytes < 1.03 * report.ideal_held_bytes
   counted = {}

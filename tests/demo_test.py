@@ -4,6 +4,7 @@ import jax
 import pytest
 
 from models.checkpoints import hub
+from models.text import choice as choice_lib
 from models.text import drafters
 from models.text import pair as pair_lib
 from models.text import settings as settings_lib
@@ -18,7 +19,7 @@ _PROMPTS = (
 
 @pytest.fixture(scope='module')
 def pair():
-  return pair_lib.load_pair(pair_lib.ModelChoice('demo', 'demo-draft'))
+  return pair_lib.load_pair(choice_lib.ModelChoice('demo', 'demo-draft'))
 
 
 def _generate(pair, method):
@@ -47,7 +48,7 @@ def test_every_method_helps_and_changes_nothing(pair):
 
 
 def test_the_head_helps_and_changes_nothing(pair):
-  choice = pair_lib.ModelChoice('demo', None, head='demo')
+  choice = choice_lib.ModelChoice('demo', None, head='demo')
   drafted = _generate(pair_lib.load_pair(choice), 'chain')
   assert drafted.tokens == _generate(pair, 'plain').tokens
   assert drafted.stats.block_efficiency > 2

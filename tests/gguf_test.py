@@ -27,6 +27,7 @@ from models.nn import gpt2 as nn_gpt2
 from models.nn import llama as nn_llama
 from models.nn import mixtral as mixtral_lib
 from models.nn import rope as rope_lib
+from models.text import choice as choice_lib
 from models.text import pair as pair_lib
 
 _LLAMA3 = rope_lib.Llama3Scaling(
@@ -273,7 +274,7 @@ def test_tokenizer_and_ends(path):
   special = ['<|im_end|>', '<日>']
   tokenizer.add_special_tokens({'additional_special_tokens': special})
   _write(path, 'vocabulary', tokenizer=tokenizer)
-  pair = pair_lib.load_pair(pair_lib.ModelChoice(str(path), None))
+  pair = pair_lib.load_pair(choice_lib.ModelChoice(str(path), None))
   # The keys, and a special token that llama.cpp knows by its text.
   turn = tokenizer.convert_tokens_to_ids('<|im_end|>')
   assert pair.eos_ids == (tokenizer.eos_token_id, 7, turn)
@@ -420,7 +421,7 @@ def test_what_is_not_there(path, monkeypatch):
   with pytest.raises(ValueError, match='is not a hub id'):
     hub.load_module(path, revision='main')
   with pytest.raises(ValueError, match=r'model\.gguf has no tokenizer'):
-    pair_lib.load_pair(pair_lib.ModelChoice(str(path), None))
+    pair_lib.load_pair(choice_lib.ModelChoice(str(path), None))
   monkeypatch.setitem(sys.modules, 'gguf', None)
   with pytest.raises(ValueError, match=re.escape("pip install -e '.[gguf]'")):
     hub.load_module(path)

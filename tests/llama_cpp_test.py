@@ -9,7 +9,7 @@ import pytest
 
 from models.lab.bench import arms as arms_lib
 from models.lab.bench import llama_cpp
-from models.text import pair as pair_lib
+from models.text import choice as choice_lib
 from models.text import settings as settings_lib
 import specdec
 
@@ -79,13 +79,13 @@ def folder(tmp_path_factory):
 
 def _arms(folder, text, **changes):
   model = str(folder / 'model.gguf')
-  choice = pair_lib.ModelChoice(
+  choice = choice_lib.ModelChoice(
     **{name: changes.pop(name, model) for name in ('target', 'draft')}
   )
   settings = {'models': choice, 'drafting': settings_lib.DraftSettings()}
   settings |= {'sampling': specdec.Sampling(), 'llama_cpp': str(folder)}
   specs = arms_lib.parse_arms(text, 'float32')
-  task = arms_lib.Task(**settings | changes)
+  task = arms_lib.BenchmarkTask(**settings | changes)
   arms = llama_cpp.make_arms(specs, task, eos_ids=(_EOS,))
   return [arms[spec] for spec in specs]
 

@@ -13,11 +13,13 @@ import reference
 import tiny
 import tiny_drafters
 
+from models.lab import task as task_lib
 from models.lab.bench import acceptance
 from models.lab.bench import lossless
 from models.lab.study import exactness
 from models.nn import table_model
 from models.text import generator as generator_lib
+from models.text import settings as settings_lib
 import specdec
 from specdec import checks as checks_lib
 
@@ -190,9 +192,14 @@ def test_the_law_of_the_target_passes():
 
 
 def _measure(sampling=_SAMPLING, **changes):
-  sizes = {'batch_size': 3, 'max_new_tokens': 150, 'chain_length': 1}
-  options = {'sampling': sampling, 'seed': 0, 'numbers_of_children': [1]}
-  return acceptance.measure(_generator(**changes), _PROMPTS, **options, **sizes)
+  task = task_lib.Task(
+    drafting=settings_lib.DraftSettings(num_draft_tokens=1),
+    sampling=sampling,
+    batch_size=3,
+    max_new_tokens=150,
+  )
+  generator = _generator(**changes)
+  return acceptance.measure(generator, _PROMPTS, task, numbers_of_children=[1])
 
 
 def test_guesses_stand_as_often_as_theory_says():

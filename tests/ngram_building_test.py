@@ -13,6 +13,7 @@ from models.checkpoints import hub
 from models.lab.training import build_ngram
 from models.lab.training import corpus as corpus_lib
 from models.lab.training import tokenizer as tokenizer_lib
+from models.text import choice as choice_lib
 from models.text import pair as pair_lib
 from models.text import plan as plan_lib
 import specdec
@@ -86,7 +87,7 @@ def test_texts_are_those_of_generate_from_the_start_token(
   numbers = np.array([0, 3, 300, 301])
   # With as many rows as when they were sampled, so that no program is new.
   expected = specdec.generate(
-    pair_lib.load_pair(pair_lib.ModelChoice(draft, None)).target,
+    pair_lib.load_pair(choice_lib.ModelChoice(draft, None)).target,
     jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(5), numbers),
     [[start]] * 4,
     max_new_tokens=4,

@@ -13,6 +13,7 @@ import tiny_drafters
 
 from models.checkpoints import hub
 from models.lab.training import tokenizer as tokenizer_lib
+from models.text import choice as choice_lib
 from models.text import drafters
 from models.text import generator as generator_lib
 from models.text import pair as pair_lib
@@ -65,7 +66,7 @@ def target(tmp_path_factory, tokenizer):
 
 
 def _target_alone(target):
-  return pair_lib.load_pair(pair_lib.ModelChoice(target, None))
+  return pair_lib.load_pair(choice_lib.ModelChoice(target, None))
 
 
 def _generate(pair, drafter):
@@ -91,7 +92,7 @@ def test_a_draft_may_have_other_padding(
   target, plain, tokenizer, tmp_path, vocab_size
 ):
   draft = _save(tmp_path, vocab_size, tokenizer)
-  pair = pair_lib.load_pair(pair_lib.ModelChoice(target, draft))
+  pair = pair_lib.load_pair(choice_lib.ModelChoice(target, draft))
   assert pair.draft.spec.vocab_size == SIZE
   settings = settings_lib.DraftSettings(num_draft_tokens=3)
   generation = _generate(pair, drafters.make_drafter('chain', pair, settings))
@@ -108,7 +109,7 @@ def test_drafts_of_other_vocabularies_are_refused(target, tokenizer, tmp_path):
   folders = (tmp_path / str(number) for number in itertools.count())
   save = lambda *args: _save(next(folders), *args)
   of_draft = lambda *args: (
-    pair_lib.load_pair(pair_lib.ModelChoice(target, save(*args))).draft.spec
+    pair_lib.load_pair(choice_lib.ModelChoice(target, save(*args))).draft.spec
   )
   assert of_draft(SIZE).vocab_size == SIZE
   for size in (LARGER, SMALLER):
@@ -127,7 +128,7 @@ def test_drafts_of_other_vocabularies_are_refused(target, tokenizer, tmp_path):
   draft = save(SIZE, other)
   message = r'share \d+ tokens, of which a text has about \d %'
   with pytest.raises(ValueError, match=message) as error:
-    pair_lib.load_pair(pair_lib.ModelChoice(target, draft))
+    pair_lib.load_pair(choice_lib.ModelChoice(target, draft))
   assert all(path in str(error.value) for path in (target, draft))
 
 

@@ -10,6 +10,7 @@ import tiny
 import models
 from models.checkpoints import hub
 from models.lab.training import tokenizer as tokenizer_lib
+from models.text import choice as choice_lib
 from models.text import pair as pair_lib
 
 _TEXT = 'def add(first, second):\n  return first + second\n' * 20
@@ -40,7 +41,7 @@ def test_eos_is_what_the_configs_state_if_usable(
   write('config.json', config | {'eos_token_id': eos})
   if generation:
     write('generation_config.json', {'eos_token_id': generation})
-  choice = pair_lib.ModelChoice(str(folder), None)
+  choice = choice_lib.ModelChoice(str(folder), None)
   assert pair_lib.load_pair(choice).eos_ids == expected
   for file in folder.glob('tokenizer*'):
     file.unlink()
@@ -81,13 +82,13 @@ def test_byte_order_marks_change_nothing(saved, tmp_path):
 
 
 def test_loading_again_shares_the_definition(saved):
-  choice = pair_lib.ModelChoice(str(saved), None)
+  choice = choice_lib.ModelChoice(str(saved), None)
   first, second = (pair_lib.load_pair(choice) for _ in range(2))
   assert first.target.spec is second.target.spec
 
 
 def test_demo_as_draft_is_the_embedded_draft():
-  pair = pair_lib.load_pair(pair_lib.ModelChoice('demo', 'demo'))
+  pair = pair_lib.load_pair(choice_lib.ModelChoice('demo', 'demo'))
   assert pair.draft.spec.weight_bytes < pair.target.spec.weight_bytes
   # A method that drafts without a model loads none, of whatever tokenizer.
   assert models.load(method='lookup').pair.draft is None

@@ -14,7 +14,7 @@ from models.lab.bench import arms as arms_lib
 from models.lab.bench import machine
 from models.lab.bench import peers
 from models.nn import adapter
-from models.text import pair as pair_lib
+from models.text import choice as choice_lib
 from models.text import settings as settings_lib
 import specdec
 
@@ -73,11 +73,11 @@ def folders(tmp_path_factory):
 
 def _arms(folders, text, *, eos_ids=(), **changes):
   pair = (str(folders / name) for name in ('target', 'draft'))
-  settings = {'models': pair_lib.ModelChoice(*pair), 'seed': 3}
+  settings = {'models': choice_lib.ModelChoice(*pair), 'seed': 3}
   settings |= {'drafting': settings_lib.DraftSettings()}
   settings |= {'sampling': specdec.Sampling()}
   specs = arms_lib.parse_arms(text, 'float32')
-  task = arms_lib.Task(**settings | changes)
+  task = arms_lib.BenchmarkTask(**settings | changes)
   arms = peers.make_arms(specs, task, eos_ids=eos_ids)
   return [arms[spec] for spec in specs]
 

@@ -5,17 +5,18 @@ import functools
 
 import pytest
 
+from models.lab import task as task_lib
 from models.lab.tune import plan_lookup
 from models.lab.tune import planner
-from models.text import pair as pair_lib
+from models.text import choice as choice_lib
 from models.text import plan as plan_lib
 from models.text import settings as settings_lib
 import specdec
 
-_SETUP = plan_lookup.Setup(
-  models=pair_lib.ModelChoice(dtype='float32'),
-  batch_size=1,
+_TASK = task_lib.Task(
+  models=choice_lib.ModelChoice(dtype='float32'),
   sampling=specdec.Sampling(temperature=0.5, logit_bias={7: -1.0}),
+  max_new_tokens=32,
 )
 
 
@@ -23,10 +24,9 @@ _USUAL = settings_lib.DraftSettings()
 
 
 def _find(name, prompts=lambda: ['import '], **changes):
-  lines, setup = [], dataclasses.replace(_SETUP, **changes)
-  options = {'drafting': _USUAL, 'seed': 0, 'max_new_tokens': 32}
-  options['report'] = lines.append
-  return plan_lookup.find_plan(str(name), prompts, setup, **options), lines
+  lines, task = [], dataclasses.replace(_TASK, **changes)
+  report = lines.append
+  return plan_lookup.find_plan(str(name), prompts, task, report=report), lines
 
 
 def _plan(context, method='lookup', **options):
@@ -43,8 +43,8 @@ def _cache(monkeypatch, tmp_path):
 def test_auto_makes_a_plan_once(monkeypatch):
   made = []
 
-  def make_plan(pair, prompts, *, context, **options):
-    made.append((prompts, context.batch_size, options['max_new_tokens']))
+  def make_plan(pair, prompts, task, *, context, **options):
+    made.append((prompts, task.batch_size, task.max_new_tokens))
     return _plan(context)
 
   monkeypatch.setattr(planner, 'make_plan', make_plan)
@@ -64,7 +64,7 @@ def test_auto_makes_a_plan_once(monkeypatch):
 
 
 def test_a_plan_that_cannot_be_saved_is_used(monkeypatch, tmp_path):
-  make = lambda pair, prompts, *, context, **options: _plan(context)
+  make = lambda pair, prompts, task, *, context, **options: _plan(context)
   monkeypatch.setattr(planner, 'make_plan', make)
   (tmp_path / 'cache').write_text('no folder')
   plan, lines = _find('auto')
@@ -74,7 +74,7 @@ def test_a_plan_that_cannot_be_saved_is_used(monkeypatch, tmp_path):
 
 def test_a_plan_from_elsewhere_is_warned_of_or_refused(tmp_path):
   path = tmp_path / 'plan.json'
-  context = _SETUP.context()
+  context = plan_lookup.context_of(_TASK)
   elsewhere = context.machine | {'cores': 999}
   _plan(dataclasses.replace(context, machine=elsewhere)).save(path)
   plan, lines = _find(path, batch_size=4)
@@ -85,7 +85,7 @@ def test_a_plan_from_elsewhere_is_warned_of_or_refused(tmp_path):
   assert _find(path)[1] == [f'lookup, from {path}']
   for changes, message in (
     (
-      {'models': pair_lib.ModelChoice('demo-draft', dtype='float32')},
+      {'models': choice_lib.ModelChoice('demo-draft', dtype='float32')},
       'made for another target',
     ),
     ({'name': '/no/such/plan'}, 'cannot be read'),
@@ -96,7 +96,7 @@ def test_a_plan_from_elsewhere_is_warned_of_or_refused(tmp_path):
 
 
 def test_two_plans_are_joined_where_their_trees_differ_in_size_alone():
-  plan = functools.partial(_plan, _SETUP.context())
+  plan = functools.partial(_plan, plan_lookup.context_of(_TASK))
   large, small = (plan('staged', num_nodes=n) for n in (32, 8))
   plain, chain = plan('plain'), plan('chain', num_draft_tokens=4)
   shorter, wide = plan('chain', num_draft_tokens=2), plan('staged', width=4)

@@ -11,10 +11,12 @@ import pytest
 
 import models
 from models.checkpoints import hub
+from models.text import choice as choice_lib
 from models.text import drafters
 from models.text import pair as pair_lib
 from models.text import plan as plan_lib
 from models.text import settings as settings_lib
+from models.text import sources as sources_lib
 import specdec
 from specdec.tree import topology as topology_lib
 
@@ -183,12 +185,15 @@ def test_contexts(monkeypatch, tmp_path):
   assert names == ['cores', 'dtype', 'batch_size', 'sampling']
 
 
+def _digests(*names):
+  choice = choice_lib.ModelChoice(*names)
+  return plan_lib.model_digests(sources_lib.open_sources(choice))
+
+
 def test_models_are_told_apart_by_what_is_in_their_files(tmp_path):
   original, copy = hub.locate('demo-draft'), tmp_path / 'copy'
   shutil.copytree(original.path, copy)
-  digests = plan_lib.model_digests(
-    *pair_lib.find_checkpoints(pair_lib.ModelChoice('demo', 'demo'))
-  )
+  digests = _digests('demo', 'demo')
   digest = lambda: plan_lib.model_digest(hub.locate(copy))
   assert digest() == plan_lib.model_digest(original) == digests['draft']
   assert digests['draft'] != digests['target']
@@ -201,9 +206,7 @@ def test_models_are_told_apart_by_what_is_in_their_files(tmp_path):
 
 def test_a_model_of_the_hub_is_looked_up_once(monkeypatch):
   folder, asked = str(hub.locate('demo-draft').path), []
-  digests = plan_lib.model_digests(
-    *pair_lib.find_checkpoints(pair_lib.ModelChoice('demo-draft', 'demo'))
-  )
+  digests = _digests('demo-draft', 'demo')
   context = dataclasses.replace(_CONTEXT, models=digests)
   download = lambda name, **_: asked.append(name) or folder
   monkeypatch.setattr(huggingface_hub, 'snapshot_download', download)
@@ -223,7 +226,7 @@ def test_a_model_of_the_hub_is_looked_up_once(monkeypatch):
 
 
 def test_the_method_plan_is_what_the_plan_says():
-  pair = pair_lib.load_pair(pair_lib.ModelChoice('demo', None))
+  pair = pair_lib.load_pair(choice_lib.ModelChoice('demo', None))
   made = drafters.make_drafter(
     'plan', pair, settings_lib.DraftSettings(plan=_plan(method='lookup'))
   )

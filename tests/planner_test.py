@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from models.lab import task as task_lib
 from models.lab.study import costs as costs_lib
 from models.lab.training import tokenizer as tokenizer_lib
 from models.lab.tune import candidate_methods
@@ -86,13 +87,17 @@ def _by_name(plan):
   return {figures['name']: figures for figures in plan.candidates}
 
 
-def _plan(**options):
-  return planner.make_plan(
-    *(_pair(), _PROMPTS),
-    context=_CONTEXT,
+def _plan(max_new_tokens=20, **options):
+  task = task_lib.Task(
     sampling=_SAMPLING,
     drafting=settings_lib.DraftSettings(inner='lookup'),
-    **{'max_new_tokens': 20, 'plan_seconds': 1e6} | options,
+    batch_size=2,
+    max_new_tokens=max_new_tokens,
+  )
+  return planner.make_plan(
+    *(_pair(), _PROMPTS, task),
+    context=_CONTEXT,
+    **{'plan_seconds': 1e6} | options,
   )
 
 

@@ -16,14 +16,15 @@ import numpy as np
 import pytest
 
 from models.checkpoints import hub
+from models.lab import task as task_lib
 from models.lab.bench import machine
 from models.lab.study import timing
 from models.lab.training import tokenizer as tokenizer_lib
 from models.lab.tune import plan_lookup
 from models.nn import gpt2 as nn_gpt2
 from models.text import chat as chat_lib
+from models.text import choice as choice_lib
 from models.text import generator as generator_lib
-from models.text import pair as pair_lib
 from models.text import plan as plan_lib
 from models.text import settings as settings_lib
 import specdec
@@ -450,13 +451,13 @@ def test_turns_are_decoded_and_counted_by_category(
 def test_a_plan_says_how_to_decode(pair, tmp_path):
   """A chain of 2, for this pair and this machine."""
   names = dict(flag.lstrip('-').split('=') for flag in pair[:2])
-  choice = pair_lib.ModelChoice(**names, dtype='float32')
-  setup = plan_lookup.Setup(
-    models=choice, batch_size=1, sampling=specdec.Sampling()
-  )
+  choice = choice_lib.ModelChoice(**names, dtype='float32')
   drafting = settings_lib.DraftSettings(num_draft_tokens=2)
   path = tmp_path / 'plan.json'
-  made = {'min_block_efficiency': 1.5, 'context': setup.context()}
+  made = {
+    'min_block_efficiency': 1.5,
+    'context': plan_lookup.context_of(task_lib.Task(models=choice)),
+  }
   plan_lib.Plan(method='chain', drafting=drafting, **made).save(path)
   flags = [*pair, '--prompt=def add', '--json', f'--plan={path}']
   planned = command_lines.run('generate.py', *flags)

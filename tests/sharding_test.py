@@ -116,7 +116,7 @@ def test_any_mesh_gets_the_axes_and_types_that_are_needed():
 
 
 def test_a_draft_is_divided_only_if_it_is_large():
-  small, large = 1 << 23, 1 << 28  # bytes of a layer
+  small, large = (lambda: 1 << 23), (lambda: 1 << 28)  # bytes of a layer
   layout = sharding_lib.Layout(AbstractMesh((2, 4), sharding_lib.AXES))
   divides = lambda *args: (
     sharding_lib.draft_layout(layout, *args).divides_weights

@@ -5,9 +5,9 @@ import shutil
 
 import tiny
 
-import models
 from models.checkpoints import expand
 from models.checkpoints import hub
+from models.text import generator as generator_lib
 
 
 def stand_in(monkeypatch, folder: pathlib.Path) -> None:
@@ -29,4 +29,5 @@ def stand_in(monkeypatch, folder: pathlib.Path) -> None:
     for file in hub.locate(name).path.glob('tokenizer*'):
       shutil.copy(file, embedded[name])
   monkeypatch.setattr(hub, '_EMBEDDED', embedded)
-  monkeypatch.setitem(models.load.__kwdefaults__, 'method', 'tree')
+  arguments = generator_lib.GeneratorChoice.__init__.__kwdefaults__
+  monkeypatch.setitem(arguments, 'method', 'tree')

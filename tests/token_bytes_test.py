@@ -13,13 +13,14 @@ from tokenizers import models
 import transformers
 
 from models.lab.training import tokenizer as tokenizer_lib
+from models.text import choice as choice_lib
 from models.text import pair as pair_lib
 from models.text import token_bytes as token_bytes_lib
 
 
 @pytest.fixture(scope='module')
 def pair():
-  return pair_lib.load_pair(pair_lib.ModelChoice('demo', None))
+  return pair_lib.load_pair(choice_lib.ModelChoice('demo', None))
 
 
 @pytest.fixture(scope='module')

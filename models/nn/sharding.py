@@ -296,7 +296,9 @@ def make_layout(mesh: Mesh | Mapping[str, int] | None) -> Layout:
   return Layout(None if mesh is None else make_mesh(mesh))
 
 
-def draft_layout(layout: Layout, draft_mesh: str, layer_bytes: float) -> Layout:
+def draft_layout(
+  layout: Layout, draft_mesh: str, layer_bytes: Callable[[], float]
+) -> Layout:
   """The layout of a draft, on the devices of its target.
 
   Args:
@@ -304,7 +306,8 @@ def draft_layout(layout: Layout, draft_mesh: str, layer_bytes: float) -> Layout:
     draft_mesh: `replicated`: every device of the axis `model` has all weights,
       and sums nothing with others; `sharded`: as the target; `auto`: sharded if
       that is faster by its size.
-    layer_bytes: those of a layer of the draft.
+    layer_bytes: returns the bytes of a layer of the draft; called if they are
+      needed.
 
   Raises:
     ValueError: `draft_mesh` is none of `DRAFT_MESHES`.
@@ -313,8 +316,9 @@ def draft_layout(layout: Layout, draft_mesh: str, layer_bytes: float) -> Layout:
     raise ValueError(
       f'draft_mesh={draft_mesh!r} is not known; choose from {DRAFT_MESHES}'
     )
-  large = draft_mesh == 'auto' and layer_bytes > _BYTES_WORTH_SUMS
-  sharded = large or draft_mesh == 'sharded'
+  sharded = draft_mesh == 'sharded'
+  if draft_mesh == 'auto' and layout.num_devices > 1:
+    sharded = layer_bytes() > _BYTES_WORTH_SUMS
   return dataclasses.replace(layout, divides_weights=sharded)
 
 

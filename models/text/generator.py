@@ -21,20 +21,23 @@ import types
 from typing import Any
 from typing import Unpack
 
-import jax
 import numpy as np
 
 from models.text import chat as chat_lib
 from models.text import chat_template
+from models.text import choice as choice_lib
 from models.text import drafters
 from models.text import ends as ends_lib
+from models.text import fields
 from models.text import many as many_lib
 from models.text import pair as pair_lib
 from models.text import plan as plan_lib
 from models.text import result as result_lib
 from models.text import settings as settings_lib
+from models.text import sources as sources_lib
 from models.text import text_decoding
 from models.text import text_options
+from models.text import vocabulary as vocabulary_lib
 import specdec
 from specdec import checks as checks_lib
 from specdec import decode_options
@@ -255,87 +258,48 @@ class Generator:
     )
 
 
-def load(
-  target: str = 'demo',
-  draft: str | None = 'demo',
-  *,
-  method: str = 'staged',
-  drafting: settings_lib.DraftSettings = settings_lib.DraftSettings(),
-  plan: plan_lib.Plan | str | os.PathLike[str] | None = None,
-  dtype: jax.typing.DTypeLike = 'auto',
-  draft_dtype: jax.typing.DTypeLike | None = None,
-  draft_vocab: int | Sequence[int] | None = None,
-  cpu_kernels: bool = True,
-  revision: str | None = None,
-  mesh: jax.sharding.Mesh | Mapping[str, int] | None = None,
-  draft_mesh: str = 'auto',
-  eos_ids: ends_lib.EosIds | None = None,
-  head: str | None = None,
-  messages: Sequence[chat_template.Message] | None = None,
-) -> Generator:
-  """Loads a target and what drafts for it.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GeneratorChoice(choice_lib.ModelChoice):
+  """The models of a `Generator`, and how they draft."""
 
-  Args:
-    target: `demo` (embedded), a folder, a GGUF file or the id of a model on the
-      Hugging Face hub.
-    draft: the draft model, named in the same way; None for none.
-    method: one of `models.text.drafters.METHODS`; `plain` drafts nothing.
-    drafting: settings of the method.
-    plan: a `models.Plan` or its file, in place of `method` and `drafting`.
-    dtype: of the target; for this and the next see
-      `models.text.pair.ModelChoice`.
-    draft_dtype: of the draft.
-    draft_vocab: how many tokens the draft proposes, or which.
-    cpu_kernels: whether to use the kernels for CPU.
-    revision: of the target, on the hub.
-    mesh: several devices.
-    draft_mesh: where the draft lies on them.
-    eos_ids: tokens that end a text.
-    head: a drafting head, in place of the draft: `demo` (that of the embedded
-      target), a folder, a GGUF file or the id of one on the hub.
-    messages: a conversation that the chat template of the target must accept,
-      which is checked before the weights are loaded.
+  method: str = fields.described(
+    'staged', 'one of models.text.settings.METHODS; plain drafts nothing'
+  )
+  drafting: settings_lib.DraftSettings = fields.described(
+    settings_lib.DraftSettings(), 'the settings of the method'
+  )
+  plan: plan_lib.Plan | str | os.PathLike[str] | None = fields.described(
+    None, 'a models.Plan or its file, in place of method and drafting'
+  )
+  messages: Sequence[chat_template.Message] | None = fields.described(
+    None,
+    'a conversation that the chat template of the target must accept, which is'
+    ' checked before the weights are loaded',
+  )
+
+
+@fields.takes_fields(GeneratorChoice)
+def load(choice: GeneratorChoice) -> Generator:
+  """Loads a target and what drafts for it.
 
   Raises:
     ValueError: a model or the mesh cannot be used, or target, draft and plan do
       not fit together; gives the reason.
   """
-  choice = pair_lib.ModelChoice(
-    *(target, draft),
-    revision=revision,
-    dtype=dtype,
-    draft_dtype=draft_dtype,
-    draft_vocab=draft_vocab,
-    cpu_kernels=cpu_kernels,
-    mesh=mesh,
-    draft_mesh=draft_mesh,
-    eos_ids=eos_ids,
-    head=head,
-  )
-  if plan is not None and not isinstance(plan, plan_lib.Plan):
-    plan = plan_lib.load_plan(plan)
-  return _load(choice, method, drafting, plan, messages)
-
-
-def _load(
-  choice: pair_lib.ModelChoice,
-  method: str,
-  drafting: settings_lib.DraftSettings,
-  plan: plan_lib.Plan | None,
-  messages: Sequence[chat_template.Message] | None,
-) -> Generator:
-  """See `load`."""
+  method, drafting, plan = choice.method, choice.drafting, choice.plan
   if plan is not None:
+    if not isinstance(plan, plan_lib.Plan):
+      plan = plan_lib.load_plan(plan)
     method = settings_lib.PLANNED
     drafting = settings_lib.DraftSettings(plan=plan)
   without_draft = plan is not None and not plan.uses_draft
   if without_draft or method in ('plain', *settings_lib.INNERS):
-    choice = dataclasses.replace(choice, draft=None, head=None)
-  target, draft = pair_lib.find_checkpoints(choice)
+    choice = choice.of_target
+  sources = sources_lib.open_sources(choice)
   if plan is not None:
-    plan.check_models(plan_lib.model_digests(target, draft, choice.head))
-  if messages is not None and target.tokenizer is not None:
-    chat_template.conversation_ids(target.tokenizer, messages)
-  pair = pair_lib.load_checkpoints(target, draft, choice)
+    plan.check_models(plan_lib.model_digests(sources))
+  if choice.messages is not None:
+    chat_template.conversation_ids(sources.tokenizer, choice.messages)
+  pair = pair_lib.load_weights(vocabulary_lib.read_vocabulary(sources))
   drafter = drafters.make_drafter(method, pair, drafting)
   return Generator(pair, drafter, drafters.planned_break_even(method, drafting))

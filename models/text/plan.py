@@ -16,9 +16,9 @@ from typing import Any
 
 from models import user_cache
 from models.checkpoints import checkpoint as checkpoint_lib
-from models.checkpoints import heads
 from models.text import pair as pair_lib
 from models.text import settings as settings_lib
+from models.text import sources as sources_lib
 from specdec import text_files
 from specdec import whole_files
 from specdec.draft import lookup as lookup_lib
@@ -258,19 +258,15 @@ def model_digest(checkpoint: checkpoint_lib.StoredTensors) -> str:
   return digest.hexdigest()
 
 
-def model_digests(
-  target: checkpoint_lib.Checkpoint,
-  draft: checkpoint_lib.Checkpoint | None,
-  head: str | None = None,
-) -> dict[str, str | None]:
-  """The digests of `Context.models`; `head` is the name of a drafting head."""
+def model_digests(sources: sources_lib.Sources) -> dict[str, str | None]:
+  """The digests of `Context.models`."""
   digests = {
-    'target': model_digest(target),
-    'draft': None if draft is None else model_digest(draft),
-    'vocabulary': pair_lib.vocabulary_digest(target.tokenizer),
+    'target': model_digest(sources.target),
+    'draft': None if sources.draft is None else model_digest(sources.draft),
+    'vocabulary': pair_lib.vocabulary_digest(sources.tokenizer),
   }
-  if head is not None:
-    digests['head'] = model_digest(heads.locate(head, target.config).stored)
+  if sources.head is not None:
+    digests['head'] = model_digest(sources.head.stored)
   return digests
 
 

@@ -1,9 +1,8 @@
 """The settings of drafting, which flags, arms and plans are made of.
 
 `DraftSettings` and the records in it are the only list of settings. `OPTIONS`
-has the fields of all of them by the names of their flags. This module imports
-neither transformers nor Flax's modules, so that scripts can refuse a flag
-before they wait for them.
+has the fields of all of them by the names of their flags. As `choice`, this
+module imports neither transformers nor Flax's modules.
 """
 
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from typing import Any
 from typing import get_args
 from typing import Literal
 
+from models.text import fields
 from specdec.draft import drafter as drafter_lib
 from specdec.draft import lookup as lookup_lib
 from specdec.draft import prompt_tail
@@ -51,19 +51,15 @@ def parse_topology(text: str) -> topology_lib.Topology:
   return topology_lib.load_topology(text)
 
 
-def _record(default: Any, prefix: str) -> Any:
-  """A field whose own fields are options, under their names with a prefix."""
-  return dataclasses.field(default=default, metadata={'prefix': prefix})
-
-
+@fields.documented
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftSettings:
   """How to draft, for every method; the defaults are those of the flags.
 
-  Most fields have a help text. Of the others, `tree` limits a tree that grows
-  best first, `stage` and `inner_stage` are for the draft model and the inner
-  drafter, and `plan` is the `models.Plan` of the method `plan`. A `topology`
-  replaces `tree` and the width, branching and rounds of `stage`.
+  `tree` limits a tree that grows best first, `stage` and `inner_stage` are for
+  the draft model and the inner drafter, and `plan` is the `models.Plan` of the
+  method `plan`. A `topology` replaces `tree` and the width, branching and
+  rounds of `stage`.
 
   Raises:
     ValueError: a value is out of range; names it.
@@ -74,10 +70,10 @@ class DraftSettings:
     'tokens drafted per target forward, in a chain',
     high=topology_lib.LARGEST_DEPTH,
   )
-  tree: topology_lib.TreeShape = _record(
+  tree: topology_lib.TreeShape = fields.record(
     topology_lib.TreeShape(num_nodes=64, capacity=512), ''
   )
-  stage: drafter_lib.StageConfig = _record(
+  stage: drafter_lib.StageConfig = fields.record(
     drafter_lib.StageConfig(width=16, branching=8, rounds=4, calibration=1.2),
     '',
   )
@@ -87,19 +83,20 @@ class DraftSettings:
     ' all',
     high=prompt_tail.LARGEST_TAIL,
   )
-  topology: topology_lib.Topology | None = topology_lib.setting(
+  topology: topology_lib.Topology | None = fields.described(
     None,
     'fixed tree in place of one that grows: chain:4, k_ary:2x3 (children x'
     ' levels) or a JSON file of paths',
+    parse=parse_topology,
   )
-  inner: Inner | None = topology_lib.setting(
+  inner: Inner | None = fields.described(
     None,
     'what drafts for the draft model (--method=staged), or in its place'
     ' (--draft=none); default: ngram+lookup if the n-gram has the vocabulary of'
     ' the target, else lookup',
   )
   # The forwards of tables cost next to nothing.
-  inner_stage: drafter_lib.StageConfig = _record(
+  inner_stage: drafter_lib.StageConfig = fields.record(
     drafter_lib.StageConfig(width=8, branching=3, rounds=3, cost_ratio=0.0),
     'inner_',
   )
@@ -108,7 +105,7 @@ class DraftSettings:
     'levels that --inner drafts without a draft model',
     high=topology_lib.LARGEST_DEPTH,
   )
-  ngram: str = topology_lib.setting(
+  ngram: str = fields.described(
     'demo', 'demo (embedded) or a file made by build_ngram.py'
   )
   lookup: lookup_lib.PromptLookup = lookup_lib.PromptLookup()
@@ -120,46 +117,7 @@ class DraftSettings:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class Option:
-  """A setting that has a flag."""
-
-  record: str  # The field of `DraftSettings` that holds it; '' if it is one.
-  field: dataclasses.Field  # Its name, type and help text.
-
-  @property
-  def kind(self) -> Any:
-    """The type of its values other than None."""
-    kinds = get_args(self.field.type)
-    return kinds[0] if type(None) in kinds else self.field.type
-
-  def read(self, settings: DraftSettings) -> Any:
-    """Its value in the settings."""
-    record = getattr(settings, self.record) if self.record else settings
-    return getattr(record, self.field.name)
-
-  def parse(self, text: str) -> Any:
-    """Its value from a text; ValueError if the text is not of its kind."""
-    parsers: dict[Any, Any] = {
-      topology_lib.Topology: parse_topology,
-      Inner: str,
-    }
-    return parsers.get(self.kind, self.kind)(text)
-
-
-def _options() -> dict[str, Option]:
-  found, defaults = {}, DraftSettings()
-  for field in dataclasses.fields(defaults):
-    if 'help' in field.metadata:
-      found[field.name] = Option('', field)
-    elif 'prefix' in field.metadata:
-      for part in dataclasses.fields(getattr(defaults, field.name)):
-        name = field.metadata['prefix'] + part.name
-        found[name] = Option(field.name, part)
-  return found
-
-
-OPTIONS: Mapping[str, Option] = _options()
+OPTIONS: Mapping[str, fields.Option] = fields.options_of(DraftSettings)
 """All settings that have a flag, by the name of the flag."""
 
 
@@ -180,11 +138,11 @@ def with_options(
       except ValueError as error:
         raise ValueError(f'{name}={value}: {error}') from error
     changes.setdefault(option.record, {})[option.field.name] = value
-  own = changes.pop('')
+  outer = changes.pop('')
   for record, values in changes.items():
     try:
-      own[record] = dataclasses.replace(getattr(settings, record), **values)
+      outer[record] = dataclasses.replace(getattr(settings, record), **values)
     except ValueError as error:
       prefix = 'inner_' if record == 'inner_stage' else ''
       raise ValueError(f'{prefix}{error}') from error
-  return dataclasses.replace(settings, **own)
+  return dataclasses.replace(settings, **outer)

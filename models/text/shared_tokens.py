@@ -38,10 +38,11 @@ class SharedTokens:
 
 
 def _by_bytes(pieces: Sequence[bytes]) -> dict[bytes, int]:
-  """The token of each text; of several the last, which the tokenizer prefers.
+  """The token of each text; the last if there are several.
 
-  Bytes that a vocabulary has for what it cannot spell come before its tokens,
-  tokens that are matched before all others behind them.
+  That is the one that the tokenizer prefers: single bytes, for what it cannot
+  spell, have the first ids, and tokens that are matched before all others have
+  the last.
   """
   return {piece: id_ for id_, piece in enumerate(pieces) if piece}
 
@@ -50,34 +51,35 @@ def _longest_matches(
   data: bytes, ids: dict[bytes, int], longest: int
 ) -> list[int]:
   """The longest tokens from the left; bytes without a token are left out."""
-  found, at = list[int](), 0
-  while at < len(data):
-    sizes = range(min(longest, len(data) - at), 0, -1)
-    size = next((one for one in sizes if data[at : at + one] in ids), 0)
-    if size:
-      found.append(ids[data[at : at + size]])
-    at += max(size, 1)
+  found, start = list[int](), 0
+  while start < len(data):
+    ends = range(min(start + longest, len(data)), start, -1)
+    end = next((end for end in ends if data[start:end] in ids), None)
+    if end is not None:
+      found.append(ids[data[start:end]])
+    start = end or start + 1
   return found
 
 
 def _spelled(
-  pieces: Sequence[bytes], tokenizer: Any, theirs: Sequence[bytes]
+  texts: Sequence[bytes], tokenizer: Any, pieces: Sequence[bytes]
 ) -> list[list[int]]:
   """The draft tokens of some texts: the tokenizer's, or the longest that fit.
 
-  A tokenizer may add a space, and cannot read a part of a character.
+  A tokenizer may add a space, and cannot read a part of a character. `pieces`
+  are the bytes of its tokens.
   """
-  ids = _by_bytes(theirs)
+  ids = _by_bytes(pieces)
   longest = max(map(len, ids), default=0)
-  texts = [piece.decode('utf-8', 'replace') for piece in pieces]
   encoded = tokenizer.backend_tokenizer.encode_batch(
-    texts, add_special_tokens=False
+    [text.decode('utf-8', 'replace') for text in texts],
+    add_special_tokens=False,
   )
   spelled = []
-  for piece, one in zip(pieces, encoded, strict=True):
-    found = [id_ for id_ in one.ids if id_ < len(theirs) and theirs[id_]]
-    if b''.join(theirs[id_] for id_ in found) != piece:
-      found = _longest_matches(piece, ids, longest)
+  for text, encoding in zip(texts, encoded, strict=True):
+    found = [id_ for id_ in encoding.ids if id_ < len(pieces) and pieces[id_]]
+    if b''.join(pieces[id_] for id_ in found) != text:
+      found = _longest_matches(text, ids, longest)
     spelled.append(found)
   return spelled
 
@@ -89,14 +91,14 @@ def _same_special(
 
   A draft token stands for one of them.
   """
-  ours, theirs = (
-    token_bytes_lib.special_tokens(*one)
-    for one in zip((target, draft), sizes, strict=True)
-  )
-  same = {ours[text]: id_ for text, id_ in theirs.items() if text in ours}
-  left = [id_ for id_ in ends[1] if id_ not in same.values()]
+  of_target = token_bytes_lib.special_tokens(target, sizes[0])
+  of_draft = token_bytes_lib.special_tokens(draft, sizes[1])
+  same = {
+    of_target[text]: id_ for text, id_ in of_draft.items() if text in of_target
+  }
+  unused = [id_ for id_ in ends[1] if id_ not in same.values()]
   missing = [id_ for id_ in ends[0] if id_ not in same]
-  return same | dict(zip(missing, left, strict=False))
+  return same | dict(zip(missing, unused, strict=False))
 
 
 def _expected_share(same: np.ndarray, pieces: Sequence[bytes]) -> float:
@@ -128,24 +130,40 @@ def find(
   Raises:
     ValueError: the tokens of a tokenizer have no bytes of their own.
   """
-  ours = token_bytes_lib.token_bytes(target, sizes[0])
-  theirs = token_bytes_lib.token_bytes(draft, sizes[1])
-  ids, same = _by_bytes(theirs), np.full(sizes[0], -1, np.int32)
-  for piece, id_ in _by_bytes(ours).items():
+  pieces = token_bytes_lib.token_bytes(target, sizes[0])
+  draft_pieces = token_bytes_lib.token_bytes(draft, sizes[1])
+  ids, same = _by_bytes(draft_pieces), np.full(sizes[0], -1, np.int32)
+  for piece, id_ in _by_bytes(pieces).items():
     same[id_] = ids.get(piece, -1)
   for id_, partner in _same_special(target, draft, sizes, ends).items():
     same[id_] = partner
-  # Without a text, such as padding: whatever ends a text of the draft.
-  nothing = [*ends[1], 0][:1]
-  spelled = [[one] if one >= 0 else nothing for one in same.tolist()]
-  missing = [id_ for id_ in np.flatnonzero(same < 0).tolist() if ours[id_]]
-  found = _spelled([ours[id_] for id_ in missing], draft, theirs)
+  # A token without a text, such as padding, is read as an end of the draft's.
+  end = [*ends[1], 0][:1]
+  spelled = [[id_] if id_ >= 0 else end for id_ in same.tolist()]
+  missing = [id_ for id_ in np.flatnonzero(same < 0).tolist() if pieces[id_]]
+  found = _spelled([pieces[id_] for id_ in missing], draft, draft_pieces)
   for id_, tokens in zip(missing, found, strict=True):
-    spelled[id_] = tokens[-_MOST_PARTS:] or nothing
+    spelled[id_] = tokens[-_MOST_PARTS:] or end
   number = max(map(len, spelled))
-  parts = [[-1] * (number - len(one)) + one for one in spelled]
-  share = _expected_share(same, ours)
+  parts = [[-1] * (number - len(tokens)) + tokens for tokens in spelled]
+  share = _expected_share(same, pieces)
   return SharedTokens(same, np.array(parts, np.int32), share)
+
+
+def _check_padding(
+  target: checkpoint_lib.Checkpoint, draft: checkpoint_lib.Checkpoint
+) -> None:
+  """Refuses vocabulary sizes that differ by more than padding."""
+  sizes = target.config.vocab_size, draft.config.vocab_size
+  num_tokens = len(target.tokenizer or ())
+  padded = draft.tokenizer is not None and num_tokens <= min(sizes)
+  if sizes[0] != sizes[1] and not padded:
+    raise ValueError(
+      f'the target has a vocabulary of {sizes[0]} tokens, the draft'
+      f' {draft.path} of {sizes[1]}, and nothing shows that the difference is'
+      f' padding (the tokenizer of the target has {num_tokens} tokens); choose'
+      ' a draft with the same tokenizer, and its tokenizer in the folder'
+    )
 
 
 def of_checkpoints(
@@ -153,15 +171,19 @@ def of_checkpoints(
 ) -> SharedTokens | None:
   """What two models share if they have different tokenizers, which is logged.
 
-  None if the tokenizers are equal, or one of them is not known.
+  None if the tokenizers are equal, or that of the draft is not known.
 
   Raises:
-    ValueError: too little for the draft to be of use; or the tokens of a
-      tokenizer have no bytes of their own.
+    ValueError: they share too little for the draft to be of use; the tokens of
+      a tokenizer have no bytes of their own; or the vocabularies of one
+      tokenizer differ by more than padding.
   """
-  if target.tokenizer is None or draft.tokenizer is None:
-    return None
-  if target.tokenizer.get_vocab() == draft.tokenizer.get_vocab():
+  if (
+    target.tokenizer is None
+    or draft.tokenizer is None
+    or target.tokenizer.get_vocab() == draft.tokenizer.get_vocab()
+  ):
+    _check_padding(target, draft)
     return None
   names = (
     f'the tokenizers of the target {target.path} ({len(target.tokenizer)}'

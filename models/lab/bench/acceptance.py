@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import tqdm
 
+from models.lab import task as task_lib
 from models.lab.study import ceilings
 from models.lab.study import exactness
 from models.lab.study import optimal
@@ -171,24 +172,23 @@ def _decode_batches(
   topology: topology_lib.Topology,
   rule: Verification,
   *,
-  seed: int,
-  batch_size: int,
-  **options: Any,
+  task: task_lib.Task,
 ) -> Iterable[result_lib.TextGeneration]:
   """Decodes with a fixed topology; the last batch only if it is full."""
   scorer = specdec.LanguageModelScorer(draft)
   drafter = specdec.fixed_drafter(scorer, topology)
   drafted = dataclasses.replace(generator, drafter=drafter)
-  starts = range(0, len(prompts) - batch_size + 1, batch_size)
+  starts = range(0, len(prompts) - task.batch_size + 1, task.batch_size)
   title = f'{topology.branching} x {topology.max_depth}, {rule}'
   for start in tqdm.tqdm(starts, desc=title, unit='batch', file=sys.stderr):
     yield drafted.generate(
-      prompts[start : start + batch_size],
-      seed=seed + start,
+      prompts[start : start + task.batch_size],
+      seed=task.seed + start,
       verify=rule.verify,
       children=rule.children,
       eos_ids=(),
-      **options,
+      sampling=task.sampling,
+      max_new_tokens=task.max_new_tokens,
     )
 
 
@@ -215,18 +215,17 @@ def _trees(
 
 def _checked_draft(
   draft: model_lib.LanguageModel | None,
-  sampling: specdec.Sampling,
+  task: task_lib.Task,
   num_prompts: int,
-  batch_size: int,
 ) -> model_lib.LanguageModel:
   """The draft; ValueError if there is no acceptance of sampling to measure."""
-  if not np.all(np.asarray(sampling.temperature) > 0):
+  if not np.all(np.asarray(task.sampling.temperature) > 0):
     raise ValueError('acceptance of sampling needs --temperature above 0')
   if draft is None:
     raise ValueError('acceptance needs a draft; give --draft')
-  if num_prompts < batch_size:
+  if num_prompts < task.batch_size:
     raise ValueError(
-      f'--batch_size={batch_size} needs as many prompts, got {num_prompts}'
+      f'--batch_size={task.batch_size} needs as many prompts, got {num_prompts}'
     )
   return draft
 
@@ -234,21 +233,17 @@ def _checked_draft(
 def measure(
   generator: generator_lib.Generator,
   prompts: Sequence[str],
+  task: task_lib.Task,
   *,
-  sampling: specdec.Sampling,
-  seed: int,
-  batch_size: int,
-  max_new_tokens: int,
   numbers_of_children: Sequence[int],
-  chain_length: int,
   tree_sizes: Sequence[int] = (),
 ) -> dict[str, Any]:
   """Measures how often each rule of verification accepts.
 
   The drafter of the generator is not used: trees of depth 1 have the numbers of
-  children; a chain and trees of some sizes, the root included, measure block
-  efficiency. A last batch that is not full is left out. The seed of the batch
-  from prompt i on is seed + i.
+  children; a chain of `num_draft_tokens` and trees of some sizes, the root
+  included, measure block efficiency. A last batch that is not full is left out.
+  The seed of the batch from prompt i on is seed + i.
 
   Returns:
     `acceptance` by number of children and rule: `measured`, the share of target
@@ -262,16 +257,13 @@ def measure(
     ValueError: there is no draft, or decoding is greedy.
   """
   pair = generator.pair
-  draft = _checked_draft(pair.draft, sampling, len(prompts), batch_size)
+  draft = _checked_draft(pair.draft, task, len(prompts))
   decode = functools.partial(
     _decode_batches,
     *(generator, draft, prompts),
-    seed=seed,
-    batch_size=batch_size,
-    sampling=sampling,
-    max_new_tokens=max_new_tokens,
+    task=task,
   )
-  probs_of = functools.partial(_probs_of, (pair.target, draft), sampling)
+  probs_of = functools.partial(_probs_of, (pair.target, draft), task.sampling)
   accepted = lambda n, rule: _acceptance(
     decode(topology_lib.k_ary(n, 1), rule), probs_of, n, rule
   )
@@ -279,7 +271,7 @@ def measure(
     str(n): {str(rule): accepted(n, rule) for rule in _OF_CHILDREN}
     for n in numbers_of_children
   }
-  trees = _trees(acceptance, chain_length, tree_sizes)
+  trees = _trees(acceptance, task.drafting.num_draft_tokens, tree_sizes)
   return {
     'acceptance': acceptance,
     'block_efficiency': {

@@ -8,13 +8,12 @@ import itertools
 import re
 from typing import Any
 
+from models.lab import task as task_lib
 from models.lab.bench import machine
 from models.lab.study import timing
 from models.nn import matrices as matrices_lib
-from models.text import pair as pair_lib
 from models.text import settings as settings_lib
 from specdec import model as model_lib
-from specdec import sampling as sampling_lib
 
 PEERS = ('transformers', 'llama.cpp')
 """Other programs that decode the same weights, see `peers` and `llama_cpp`."""
@@ -163,24 +162,14 @@ def peer_arms(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Task:
-  """The decoding task that all arms share.
+class BenchmarkTask(task_lib.Task):
+  """The task of all arms.
 
-  Of `models` the dtype is that of the arm; `drafting` is that of
-  `models.text.drafters.make_drafter`, but arms may differ from it; `sampling`,
-  `max_new_tokens` and the entries `verify`, `children` and `break_even` of
-  `verification` of `specdec.generate`. `llama_cpp` is the folder of
-  `llama-server`; None if it is on the path.
+  Attributes:
+    llama_cpp: the folder of `llama-server`; None: it is on the path.
   """
 
-  models: pair_lib.ModelChoice
-  drafting: settings_lib.DraftSettings
-  sampling: sampling_lib.Sampling
   llama_cpp: str | None = None
-  verification: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  seed: int = 0
-  batch_size: int = 1
-  max_new_tokens: int = 128
 
 
 @dataclasses.dataclass(frozen=True)

@@ -225,20 +225,16 @@ PAPER_COSTS = {
 
 
 def _our_arm(
-  spec: arms_lib.ArmSpec, pair: pair_lib.Pair, task: arms_lib.Task
+  spec: arms_lib.ArmSpec, pair: pair_lib.Pair, task: arms_lib.BenchmarkTask
 ) -> arms_lib.ReadyArm:
   try:
     drafting = settings_lib.with_options(task.drafting, dict(spec.options))
     drafter = drafters.make_drafter(spec.method, pair, drafting)
   except ValueError as error:
     raise ValueError(f'arm {str(spec)!r}: {error}') from error
-  options = dict(task.verification)
-  if options.get('break_even') is None:
-    options['break_even'] = drafters.planned_break_even(
-      spec.method, task.drafting
-    )
-  if not drafter.stages:
-    options['children'] = None
+  break_even = task.break_even
+  if break_even is None:
+    break_even = drafters.planned_break_even(spec.method, task.drafting)
 
   def decode(batch, limit):
     return specdec.generate(
@@ -250,7 +246,9 @@ def _our_arm(
       room_for_new_tokens=task.max_new_tokens,
       sampling=task.sampling,
       eos_ids=pair.eos_ids,
-      **options,
+      verify=task.verify,
+      children=task.children if drafter.stages else None,
+      break_even=break_even,
     )
 
   models: dict[str, model_lib.Network] = {'target': pair.target} | {
@@ -272,7 +270,7 @@ def _batches(
   questions: Sequence[questions_lib.Question],
   pairs: Mapping[str, pair_lib.Pair],
   answer: timing.Arm,
-  task: arms_lib.Task,
+  task: arms_lib.BenchmarkTask,
   bucket: int | None,
 ) -> list[batches_lib.Batch]:
   """All turns in batches; ValueError if they exceed the context."""
@@ -318,13 +316,11 @@ def _find_flips(
   results: Mapping[str, Sequence[timing.Measurement]],
   batches: Batches,
   pairs: Mapping[str, pair_lib.Pair],
-  task: arms_lib.Task,
+  task: arms_lib.BenchmarkTask,
 ) -> list[dict[str, Any]] | None:
   """Rows that differ from the plain arm of the same dtype, with margins."""
   reference = results.get(str(arms_lib.ArmSpec('plain', spec.dtype)))
-  rule = checks_lib.RULES[task.verification.get('verify', 'match')](
-    sampling_lib.BEST
-  )
+  rule = checks_lib.RULES[task.verify](sampling_lib.BEST)
   draws_differ = not rule.keeps_tokens or (
     spec.peer is not None and task.sampling.temperature > 0
   )
@@ -348,7 +344,7 @@ _PEERS = {'transformers': peers.make_arms, 'llama.cpp': llama_cpp.make_arms}
 
 
 def _describe_peers(
-  specs: Sequence[arms_lib.ArmSpec], task: arms_lib.Task
+  specs: Sequence[arms_lib.ArmSpec], task: arms_lib.BenchmarkTask
 ) -> dict[str, Any]:
   """Versions of the peers among the arms; ValueError if one is missing."""
   found, names = dict[str, Any](), {spec.peer for spec in specs}
@@ -360,7 +356,7 @@ def _describe_peers(
 
 
 def _load(
-  specs: Sequence[arms_lib.ArmSpec], task: arms_lib.Task
+  specs: Sequence[arms_lib.ArmSpec], task: arms_lib.BenchmarkTask
 ) -> tuple[dict[str, pair_lib.Pair], dict[str, arms_lib.ReadyArm]]:
   """The pairs by dtype, and all arms by name in the order of `specs`."""
   ours = [spec for spec in specs if spec.peer is None]
@@ -435,7 +431,7 @@ def run(
   questions: Sequence[questions_lib.Question],
   *,
   arms: Sequence[arms_lib.ArmSpec],
-  task: arms_lib.Task,
+  task: arms_lib.BenchmarkTask,
   settings: Figures,
   prompt_bucket: int | None = None,
   max_seconds: float | None = None,

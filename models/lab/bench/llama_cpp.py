@@ -215,7 +215,7 @@ def _command(
 
 def make_arms(
   specs: Sequence[arms_lib.ArmSpec],
-  task: arms_lib.Task,
+  task: arms_lib.BenchmarkTask,
   *,
   eos_ids: Sequence[int],
 ) -> dict[arms_lib.ArmSpec, arms_lib.ReadyArm]:

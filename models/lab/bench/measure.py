@@ -8,7 +8,6 @@ from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import functools
-import pathlib
 import statistics
 import time
 from typing import Any
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.checkpoints import hub
+from models.lab import task as task_lib
 from models.lab.bench import machine
 from models.lab.bench import peers
 from models.lab.study import costs as costs_lib
@@ -25,8 +25,10 @@ from models.nn import attention
 from models.nn import matrices as matrices_lib
 from models.nn.cpu import build
 from models.nn.cpu import ops
+from models.text import choice as choice_lib
 from models.text import generator as generator_lib
 from models.text import pair as pair_lib
+from models.text import sources as sources_lib
 import specdec
 from specdec import cache as cache_lib
 
@@ -73,9 +75,9 @@ def _in_place(
   return run
 
 
-# But for that of files.
+# All formats that the kernels know, except the one that only files have.
 _MADE_DTYPES = [
-  one for one in matrices_lib.KERNEL_DTYPES if one != matrices_lib.STORED
+  dtype for dtype in matrices_lib.KERNEL_DTYPES if dtype != matrices_lib.STORED
 ]
 
 
@@ -144,14 +146,11 @@ def kernels(num_rows: Sequence[int], repeats: int) -> list[Row]:
 _STEPS = 4  # forwards per measurement
 
 
-def _our_forwards(
-  name, dtype, widths, context, cpu_kernels
+def _forwards(
+  models: choice_lib.ModelChoice, widths: Sequence[int], context: int
 ) -> Callable[[], Mapping]:
   """A function that measures V(N) for every N."""
-  choice = pair_lib.ModelChoice(
-    name, None, dtype=dtype, cpu_kernels=cpu_kernels
-  )
-  target = pair_lib.load_pair(choice).target
+  target = pair_lib.load_pair(models.of_target).target
   return lambda: (
     costs_lib.measure_step_costs(
       target,
@@ -159,17 +158,19 @@ def _our_forwards(
       prompt_slots=context,
       max_new_tokens=64,
       context=context,
-      num_steps=_STEPS,
       node_counts=widths,
-      repeats=1,
+      effort=costs_lib.Effort(num_steps=_STEPS, repeats=1),
     ).verification
   )
 
 
-def _peer_forwards(name, dtype, widths, context) -> Callable[[], Mapping]:
+def _peer_forwards(
+  models: choice_lib.ModelChoice, widths: Sequence[int], context: int
+) -> Callable[[], Mapping]:
   """A function that measures V(N) of transformers on torch for every N."""
   torch = peers.import_torch()
-  model = peers.load_peer(name, dtype, None)
+  dtype = matrices_lib.format_of(models.dtype).name
+  model = peers.load_peer(models.target, dtype, models.revision)
   slots = max(context, *widths)
   ids = torch.zeros((1, slots), dtype=torch.long, device=model.device)
   with torch.inference_mode():
@@ -191,16 +192,14 @@ def _peer_forwards(name, dtype, widths, context) -> Callable[[], Mapping]:
 
 
 def forward(
-  name: str,
+  models: choice_lib.ModelChoice,
   widths: Sequence[int],
   repeats: int,
   *,
-  dtype: str,
   context: int,
-  cpu_kernels: bool,
   peer: bool,
 ) -> list[Row]:
-  """V(N) as median milliseconds by N, which are 1 and the `widths`.
+  """V(N) of a target as median milliseconds by N, which are 1 and the `widths`.
 
   The context is the number of tokens in the cache. With `peer` transformers is
   measured in turns with this library.
@@ -211,39 +210,37 @@ def forward(
   widths = sorted({1, *widths})
   if widths[0] < 1:
     raise ValueError(f'--sizes={widths}: expected integers of at least 1')
-  arms = {'ms': _our_forwards(name, dtype, widths, context, cpu_kernels)}
+  arms = {'ms': _forwards(models, widths, context)}
   if peer:
-    arms['ms, transformers'] = _peer_forwards(name, dtype, widths, context)
+    arms['ms, transformers'] = _peer_forwards(models, widths, context)
   for arm in arms.values():
     arm()  # compiles, and reads all weights once
   rounds = [{key: arm() for key, arm in arms.items()} for _ in range(repeats)]
   median = lambda key, n: statistics.median(times[key][n] for times in rounds)
   return [
-    {'dtype': dtype, 'N': n} | {key: 1e3 * median(key, n) for key in arms}
+    {'dtype': models.dtype, 'N': n}
+    | {key: 1e3 * median(key, n) for key in arms}
     for n in widths
   ]
 
 
-def memory(name: str, *, dtype: str, cpu_kernels: bool) -> list[Row]:
-  """The peak of host memory while a model is loaded (Linux only)."""
-  found = hub.locate(name)
+def memory(models: choice_lib.ModelChoice) -> list[Row]:
+  """The peak of host memory while a target is loaded (Linux only)."""
+  sources = sources_lib.open_sources(models.of_target)
+  found = sources.target
   jax.devices()  # the memory of the backend itself does not count
   loaded: list[jax.Array] = []
 
   def load() -> None:
-    module = hub.read_module(
-      found,
-      dtype=dtype,
-      packed=cpu_kernels and build.is_available(),
-    )
+    module = hub.read_module(found, dtype=sources.dtype, packed=sources.packed)
     loaded.extend(jax.block_until_ready(jax.tree.leaves(module)))
 
   peak = machine.host_peak(load)
   loaded_bytes = sum(leaf.nbytes for leaf in loaded)
   return [
     {
-      'model': pathlib.Path(name).name,
-      'dtype': dtype,
+      'model': found.path.name,
+      'dtype': sources.dtype,
       'checkpoint_bytes': found.size,
       'loaded_bytes': loaded_bytes,
       'peak_bytes': peak,
@@ -267,11 +264,7 @@ def _seconds_in_turns(decodings: list[specdec.Decoding]) -> list[float]:
 def fallback(
   generator: generator_lib.Generator,
   prompts: Sequence[str],
-  *,
-  break_even: float | None,
-  max_new_tokens: int,
-  sampling: specdec.Sampling,
-  seed: int,
+  task: task_lib.Task,
 ) -> list[Row]:
   """Decodes prompts with the adaptive fallback and plainly, in turns.
 
@@ -281,22 +274,23 @@ def fallback(
     `same_tokens`.
 
   Raises:
-    ValueError: `break_even` is None, which disables the fallback.
+    ValueError: the task has no `break_even`, without which nothing falls back.
   """
-  if break_even is None:
+  if task.break_even is None:
     raise ValueError('--break_even is needed; it enables the fallback')
   pair, table = generator.pair, []
-  arms = ((specdec.PLAIN, None), (generator.drafter, break_even))
+  arms = ((specdec.PLAIN, None), (generator.drafter, task.break_even))
+  room = task.max_new_tokens
   for ids in map(pair.encode, prompts):
-    for limit in (min(24, max_new_tokens), max_new_tokens):  # compiles first
+    for limit in (min(24, room), room):  # compiles first
       plain, other = (
         specdec.Decoding(
           pair.target,
-          jax.random.key(seed),
+          jax.random.key(task.seed),
           [ids],
           max_new_tokens=limit,
-          room_for_new_tokens=max_new_tokens,
-          sampling=sampling,
+          room_for_new_tokens=room,
+          sampling=task.sampling,
           eos_ids=pair.eos_ids,
           drafter=drafter,
           break_even=threshold,

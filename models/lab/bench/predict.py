@@ -37,13 +37,13 @@ def predicted_speeds(
   # By arm: model, number of forwards, and tokens per row of each.
   forwards: dict[str, list[tuple[Any, int, int]]] = {}
   for name, arm in arms.items():
-    own, forwards[name] = figures[name], []
+    counts, forwards[name] = figures[name], []
     for stage, model in arm.models.items():
       width = arm.num_nodes
       if stage != 'target':
-        count = max(own['stage_forwards'][stage], 1)
-        width = max(own['positions'][stage] // count, 1)
-      count = own['reads'][stage]['forwards']
+        count = max(counts['stage_forwards'][stage], 1)
+        width = max(counts['positions'][stage] // count, 1)
+      count = counts['reads'][stage]['forwards']
       forwards[name].append((model, count, width))
   used = [use for uses in forwards.values() for use in uses]
   costs = {
@@ -54,8 +54,7 @@ def predicted_speeds(
       max_new_tokens=room,
       context=max(2, min(halfway, slots + room - 2 * _STEPS)),
       node_counts=sorted({width for other, _, width in used if other is model}),
-      num_steps=_STEPS,
-      repeats=3,
+      effort=costs_lib.Effort(num_steps=_STEPS, repeats=3),
     ).verification
     for model in {id(model): model for model, _, _ in used}.values()
   }

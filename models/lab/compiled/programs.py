@@ -5,6 +5,7 @@ their configurations, and all arguments of `specdec.loop.advance` are abstract.
 """
 
 import dataclasses
+import functools
 import importlib.util
 import math
 import os
@@ -22,14 +23,15 @@ import numpy as np
 
 from models.checkpoints import hub
 from models.lab import cost_model
+from models.lab import task as task_lib
 from models.lab.compiled import counts
 from models.nn import adapter
 from models.nn import gpt2 as nn_gpt2
 from models.nn import llama as nn_llama
 from models.nn import sharding as sharding_lib
+from models.text import choice as choice_lib
 from models.text import drafters
 from models.text import pair as pair_lib
-from models.text import settings as settings_lib
 import specdec
 from specdec import checks as checks_lib
 from specdec import loop
@@ -248,26 +250,19 @@ and 26 million in the embedding of 50,257 tokens.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Workload:
-  """The models and the sizes of a decode.
+class CompiledTask(task_lib.Task):
+  """The models and the sizes of a decode that is compiled.
 
   Of `models` target, draft, dtype (a float) and draft_mesh count. A model is a
   key of `SHAPES` or a name that `hub.locate` takes, of which only the shape is
-  read. The draft gets the vocabulary size of the target, and
-  the n-gram has the shape of the embedded n-gram.
+  read. The draft gets the vocabulary size of the target, and the n-gram has the
+  shape of the embedded n-gram. Seed and break_even do not matter.
   """
 
-  models: pair_lib.ModelChoice = pair_lib.ModelChoice(dtype='bfloat16')
-  num_layers: int | None = None  # Of the target, at most; None for all.
-  batch_size: int = 1
-  prompt_tokens: int = 256  # Slots for the prompt.
+  models: choice_lib.ModelChoice = choice_lib.ModelChoice(dtype='bfloat16')
   max_new_tokens: int = 192  # Slots for the new tokens.
-  drafting: settings_lib.DraftSettings = dataclasses.field(
-    default_factory=settings_lib.DraftSettings
-  )
-  sampling: specdec.Sampling = specdec.Sampling()
-  verify: str = 'match'
-  children: str | None = None  # See `specdec.checks.to_rule`.
+  prompt_tokens: int = 256  # Slots for the prompt.
+  num_layers: int | None = None  # The target's, at most; None for all.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -319,32 +314,34 @@ def _model(
 
 
 def _target(
-  workload: Workload, layout: sharding_lib.Layout
+  task: CompiledTask, layout: sharding_lib.Layout
 ) -> model_lib.LanguageModel:
-  config = config_of(workload.models.target)
-  layers = min(config.num_layers, workload.num_layers or config.num_layers)
+  config = config_of(task.models.target)
+  layers = min(config.num_layers, task.num_layers or config.num_layers)
   config = dataclasses.replace(config, num_layers=layers)
-  return _model(config, workload.models.dtype, layout)
+  return _model(config, task.models.dtype, layout)
 
 
 def _drafter(
   method: str,
-  workload: Workload,
+  task: CompiledTask,
   target: model_lib.LanguageModel,
   layout: sharding_lib.Layout,
 ) -> drafter_lib.Drafter:
   if method == 'plain':
     return specdec.PLAIN
   vocab_size = target.spec.vocab_size
-  choice = workload.models
+  choice = task.models
   assert choice.draft is not None
   config = config_of(hub.draft_name(choice.draft), vocab_size)
-  layer_bytes = hub.layer_bytes(config, choice.dtype)
-  own_layout = sharding_lib.draft_layout(layout, choice.draft_mesh, layer_bytes)
-  draft = _model(config, choice.dtype, own_layout)
+  layer_bytes = functools.partial(hub.layer_bytes, config, choice.dtype)
+  draft_layout = sharding_lib.draft_layout(
+    layout, choice.draft_mesh, layer_bytes
+  )
+  draft = _model(config, choice.dtype, draft_layout)
   # The tokenizer is not used, because no text is encoded.
   pair = pair_lib.Pair(target, draft, None, (), layout)  # type: ignore[arg-type]
-  settings = dataclasses.replace(workload.drafting, inner='lookup')
+  settings = dataclasses.replace(task.drafting, inner='lookup')
   drafter = drafters.make_drafter(method, pair, settings)
   if method != 'staged':
     return drafter
@@ -356,15 +353,15 @@ def _drafter(
   return drafter.replace(stages=(*outer, inner.replace(scorer=scorer)))
 
 
-def _request(workload: Workload, vocab_size: int) -> specdec.Request:
-  rows = workload.batch_size
+def _request(task: CompiledTask, vocab_size: int) -> specdec.Request:
+  rows = task.batch_size
   return jax.eval_shape(
     lambda: specdec.Request(
-      prompt=jnp.zeros((rows, workload.prompt_tokens), jnp.int32),
+      prompt=jnp.zeros((rows, task.prompt_tokens), jnp.int32),
       prompt_length=jnp.ones(rows, jnp.int32),
       limit=jnp.ones(rows, jnp.int32),
       row_keys=checks_lib.row_keys(jax.random.key(0), rows),
-      sampling=checks_lib.to_params(workload.sampling, rows, vocab_size),
+      sampling=checks_lib.to_params(task.sampling, rows, vocab_size),
       watchers=(watchers_lib.EndOfText(jnp.zeros((1, 1), jnp.int32)),),
     )
   )
@@ -458,7 +455,7 @@ def _layout(
 
 def compile_program(
   method: str,
-  workload: Workload,
+  task: CompiledTask,
   device: Device,
   mesh: dict[str, int] | None = None,
 ) -> Compiled:
@@ -476,14 +473,12 @@ def compile_program(
   devices = abstract_devices(device)
   layout = _layout(devices, mesh, device.description or device.platform)
   devices = devices if mesh else devices[:1]
-  target = _target(workload, layout)
-  drafter = _drafter(method, workload, target, layout)
-  request = _request(workload, target.spec.vocab_size)
-  children = workload.children if drafter.stages else None
-  rule = checks_lib.to_rule(workload.verify, children, drafter)
-  config = specdec.DecodeConfig(
-    max_new_tokens=workload.max_new_tokens, rule=rule
-  )
+  target = _target(task, layout)
+  drafter = _drafter(method, task, target, layout)
+  request = _request(task, target.spec.vocab_size)
+  children = task.children if drafter.stages else None
+  rule = checks_lib.to_rule(task.verify, children, drafter)
+  config = specdec.DecodeConfig(max_new_tokens=task.max_new_tokens, rule=rule)
   state = jax.eval_shape(
     lambda *args: loop.start(*args, config=config), target, drafter, request
   )

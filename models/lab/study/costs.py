@@ -91,6 +91,19 @@ class Trial:
     return self.tokens / seconds
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Effort:
+  """How much is timed for V(N)."""
+
+  num_steps: int = 8  # Forwards per measurement.
+  repeats: int = 5  # Of each measurement.
+  #: After two N, those that take longer than so many plain forwards are left
+  #: out.
+  most_tokens: float = math.inf
+  #: Once it returns True, further N (after two) and repeats are left out.
+  is_late: Callable[[], bool] = lambda: False
+
+
 @mappings.jit(static_argnames='window_size')
 def _read_prompts(
   target: model_lib.LanguageModel, texts, *, window_size: int
@@ -127,25 +140,24 @@ def _verify(
 def _median_seconds(
   verify: Callable[[int], float],
   sizes: Sequence[int],
-  repeats: int,
-  most_tokens: float,
-  is_late: Callable[[], bool],
+  effort: Effort,
 ) -> dict[int, float]:
   """Medians of the seconds by N; see `measure_step_costs`."""
   measured: dict[int, list[float]] = {}
   for size in sizes:
-    if len(measured) >= 2 and is_late():
+    if len(measured) >= 2 and effort.is_late():
       break
     verify(size)  # compiles
     first = verify(size)
-    if len(measured) >= 2 and first > most_tokens * measured[sizes[0]][0]:
+    longest = effort.most_tokens * measured.get(sizes[0], [first])[0]
+    if len(measured) >= 2 and first > longest:
       break
     measured[size] = [first]
   repeated: dict[int, list[float]] = {size: [] for size in measured}
-  for _ in range(repeats):  # interleaved, because machines drift
+  for _ in range(effort.repeats):  # interleaved, because machines drift
     for size, seconds in repeated.items():
       seconds.append(verify(size))
-    if is_late():
+    if effort.is_late():
       break
   return {size: float(np.median(seconds)) for size, seconds in repeated.items()}
 
@@ -158,10 +170,7 @@ def measure_step_costs(
   max_new_tokens: int,
   context: int,
   node_counts: Sequence[int],
-  num_steps: int = 8,
-  repeats: int = 5,
-  most_tokens: float = math.inf,
-  is_late: Callable[[], bool] = lambda: False,
+  effort: Effort = Effort(),
 ) -> StepCosts:
   """Times target forwards over different tokens; medians of repeats.
 
@@ -172,10 +181,7 @@ def measure_step_costs(
     max_new_tokens: room for new tokens, as padded by `specdec.generate`.
     context: tokens in the cache during verification.
     node_counts: the N to measure; 1 is added.
-    num_steps: forwards per measurement.
-    repeats: of each measurement.
-    most_tokens: after two N, slower ones than so many plain forwards go.
-    is_late: once it returns true, so do further N after two, and repeats.
+    effort: how much is timed.
 
   Raises:
     ValueError: a text is empty, or the context does not fit into the slots.
@@ -203,9 +209,11 @@ def measure_step_costs(
     nonlocal cache  # It is donated, its length included.
     cache = cache.replace(length=jnp.copy(full))
     begin = time.perf_counter()
-    cache, chosen = _verify(target, text, cache, num_steps, num_nodes=num_nodes)
+    cache, chosen = _verify(
+      target, text, cache, effort.num_steps, num_nodes=num_nodes
+    )
     jax.block_until_ready(chosen)
-    return (time.perf_counter() - begin) / num_steps
+    return (time.perf_counter() - begin) / effort.num_steps
 
-  seconds = _median_seconds(verify, sizes, repeats, most_tokens, is_late)
+  seconds = _median_seconds(verify, sizes, effort)
   return StepCosts(prompt=prompt, verification=seconds)

@@ -18,8 +18,10 @@ from models.checkpoints import hub
 from models.lab.training import corpus as corpus_lib
 from models.lab.training import kept
 from models.lab.training import run_record
+from models.text import choice as choice_lib
 from models.text import pair as pair_lib
 from models.text import plan as plan_lib
+from models.text import sources as sources_lib
 import specdec
 from specdec.ngram import counting
 from specdec.ngram import katz
@@ -206,10 +208,9 @@ def build(
   """
   if corpus is None and not samples.num_tokens:
     raise ValueError('nothing to count; give --num_tokens or --corpus')
-  choice = pair_lib.ModelChoice(hub.draft_name(draft), None)
-  checkpoint, _ = pair_lib.find_checkpoints(choice)
-  tokenizer = checkpoint.tokenizer
-  assert tokenizer is not None
+  choice = choice_lib.ModelChoice(hub.draft_name(draft), None)
+  found = sources_lib.open_sources(choice)
+  checkpoint, tokenizer = found.target, found.tokenizer
   digest = plan_lib.model_digest(checkpoint)
   described = {'name': draft, 'model_blake2b': digest}
   shards, sources = [], {}

@@ -3,24 +3,20 @@
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
-import dataclasses
 import pathlib
 from typing import Any
 
 import numpy as np
 
-from models.checkpoints import checkpoint as checkpoint_lib
-from models.checkpoints import heads
+from models.lab import task as task_lib
 from models.lab.bench import record
 from models.lab.tune import planner
-from models.nn import sharding as sharding_lib
-from models.nn.cpu import build
 from models.text import chat_template
 from models.text import draft_vocabulary
 from models.text import pair as pair_lib
 from models.text import plan as plan_lib
 from models.text import settings as settings_lib
-import specdec
+from models.text import sources as sources_lib
 
 
 def _as_json(value: Any) -> Any:
@@ -34,87 +30,57 @@ def _as_json(value: Any) -> Any:
   return np.asarray(value).tolist()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Setup:
-  """The models and options that a plan depends on.
-
-  `sampling` is the same for all rows.
+def context_of(task: task_lib.Task) -> plan_lib.Context:
+  """What a plan that is made here for a task depends on.
 
   Raises:
-    ValueError: the batch size is below 1.
+    ValueError: a model cannot be used.
   """
-
-  models: pair_lib.ModelChoice
-  batch_size: int
-  sampling: specdec.Sampling
-
-  def __post_init__(self):
-    if self.batch_size < 1:
-      raise ValueError(
-        f'--batch_size must be at least 1, got {self.batch_size}'
-      )
-
-  def context(self) -> plan_lib.Context:
-    """What a plan made here is for.
-
-    Raises:
-      ValueError: a model cannot be found.
-    """
-    choice = self.models
-    target, draft = pair_lib.find_checkpoints(choice)
-    layout = sharding_lib.make_layout(choice.mesh)
-    one_device = layout.num_devices == 1
-    packed = choice.cpu_kernels and one_device and build.is_available()
-    dtype = draft_dtype = checkpoint_lib.resolve_dtype(
-      choice.dtype, target, packed=packed
-    )
-    drafting: checkpoint_lib.StoredTensors | None = draft
-    if choice.head is not None:
-      drafting = heads.locate(choice.head, target.config).stored
-    if drafting is not None:
-      draft_dtype = checkpoint_lib.resolve_draft_dtype(
-        choice.draft_dtype, drafting, target_dtype=dtype, packed=packed
-      )
-    axes = dict(layout.mesh.shape) if layout.mesh else {}
-    return plan_lib.Context(
-      models=plan_lib.model_digests(target, draft, choice.head),
-      machine=record.describe_machine(),
-      dtype=dtype,
-      draft_dtype=draft_dtype,
-      draft_vocab=draft_vocabulary.size_of(choice.draft_vocab),
-      cpu_kernels=packed,
-      mesh=f'{axes}, {choice.draft_mesh}' if axes else '',
-      batch_size=self.batch_size,
-      sampling={
-        name: _as_json(value)
-        for name, value in vars(self.sampling).items()
-        if value is not None
-      },
-    )
+  choice = task.models
+  sources = sources_lib.open_sources(choice)
+  mesh = sources.layout.mesh
+  return plan_lib.Context(
+    models=plan_lib.model_digests(sources),
+    machine=record.describe_machine(),
+    dtype=sources.dtype,
+    draft_dtype=sources.draft_dtype,
+    draft_vocab=draft_vocabulary.size_of(choice.draft_vocab),
+    cpu_kernels=sources.packed,
+    mesh=f'{dict(mesh.shape)}, {choice.draft_mesh}' if mesh else '',
+    batch_size=task.batch_size,
+    sampling={
+      name: _as_json(value)
+      for name, value in vars(task.sampling).items()
+      if value is not None
+    },
+  )
 
 
 def find_plan(
   name: str,
   prompts: Callable[[], Sequence[chat_template.Prompt]],
-  setup: Setup,
+  task: task_lib.Task,
   *,
+  plan_seconds: float = planner.PLAN_SECONDS,
   report: Callable[[str], None],
-  **options: Any,
 ) -> plan_lib.Plan:
   """Reads a plan; makes and saves that of this machine if there is none.
 
-  The name is that of a file, or `auto`. `prompts` returns sample prompts and is
-  called only to make a plan. `report` is called with each line of progress, and
-  with warnings where the plan was made for another context. The options are
-  other arguments of `make_plan`.
+  Args:
+    name: of a file, or `auto`.
+    prompts: returns sample prompts; called only to make a plan.
+    task: what the plan is for.
+    plan_seconds: the time budget for making a plan.
+    report: called with each line of progress, and with warnings where the plan
+      was made for another context.
 
   Raises:
     ValueError: the plan cannot be read or is for other models.
   """
-  context = setup.context()
+  context = context_of(task)
   path = pathlib.Path(name)
   if name == 'auto':
-    path = plan_lib.cache_path(context, options['drafting'])
+    path = plan_lib.cache_path(context, task.drafting)
   if name != 'auto' or path.exists():
     try:
       plan = plan_lib.load_plan(path)
@@ -127,14 +93,15 @@ def find_plan(
       if name != 'auto':
         raise
       report(f'warning: {error}')
-  seconds = options.setdefault('plan_seconds', planner.PLAN_SECONDS)
   report(
     'there is no plan yet for this machine, these models and options; making it'
-    f' in about {seconds:.0f} s (Ctrl-C: from what is known by then)'
+    f' in about {plan_seconds:.0f} s (Ctrl-C: from what is known by then)'
   )
-  options |= {'sampling': setup.sampling, 'context': context}
   plan = planner.make_plan(
-    pair_lib.load_pair(setup.models), prompts(), report=report, **options
+    *(pair_lib.load_pair(task.models), prompts(), task),
+    context=context,
+    plan_seconds=plan_seconds,
+    report=report,
   )
   try:
     plan.save(path)
@@ -172,13 +139,13 @@ def join_plans(
   )
   if alone.method == 'plain' or alone.drafting.topology is not None:
     return full, {}
-  few = max(batch_size // 4, 1)
+  quarter = max(batch_size // 4, 1)
   if full.method == 'plain':
-    return alone, {few: _num_nodes(alone), batch_size: 1}
+    return alone, {quarter: _num_nodes(alone), batch_size: 1}
   if (full.method, resized(full)) != (alone.method, resized(alone)):
     return full, {}
   larger = max(alone, full, key=_num_nodes)
-  return larger, {few: _num_nodes(alone), batch_size: _num_nodes(full)}
+  return larger, {quarter: _num_nodes(alone), batch_size: _num_nodes(full)}
 
 
 def table(plan: plan_lib.Plan) -> str:

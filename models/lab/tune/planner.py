@@ -27,6 +27,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from models.lab import task as task_lib
 from models.lab.study import costs as costs_lib
 from models.lab.study import exactness
 from models.lab.study import optimal
@@ -196,9 +197,11 @@ def _measure_costs(search: _Search, first: _Sample) -> costs_lib.StepCosts:
     max_new_tokens=room,
     context=max(2, int(halfway)),
     node_counts=NODE_COUNTS,
-    num_steps=4,
-    most_tokens=_MOST_TOKENS,
-    is_late=lambda: search.is_late(_COSTS_END),
+    effort=costs_lib.Effort(
+      num_steps=4,
+      most_tokens=_MOST_TOKENS,
+      is_late=lambda: search.is_late(_COSTS_END),
+    ),
   )
   times = costs.verification.items()
   listed = ', '.join(f'{size}: {1e3 * seconds:.2f}' for size, seconds in times)
@@ -425,46 +428,48 @@ def _choose_plan(
 def make_plan(
   pair: pair_lib.Pair,
   prompts: Sequence[chat_template.Prompt],
+  task: task_lib.Task,
   *,
   context: plan_lib.Context,
-  sampling: specdec.Sampling,
-  drafting: settings_lib.DraftSettings = settings_lib.DraftSettings(),
-  seed: int = 0,
-  max_new_tokens: int = 128,
   plan_seconds: float = PLAN_SECONDS,
   clock: Callable[[], float] = time.monotonic,
   report: Callable[[str], None] = lambda line: None,
 ) -> plan_lib.Plan:
   """Measures, tries the candidates and chooses one; see the module.
 
-  The prompts are samples of what will be decoded, see `sample_batches`, in the
-  batch size of the context. The candidates vary some settings of `drafting`.
-  A compilation that has begun may exceed the time budget `plan_seconds`. The
-  clock returns seconds; `report` is called with each line of progress.
+  Args:
+    pair: the models of the task.
+    prompts: samples of what will be decoded, see `sample_batches`.
+    task: what the plan is for; the candidates vary some of its settings.
+    context: what the plan depends on.
+    plan_seconds: the time budget, which a compilation that has begun may
+      exceed.
+    clock: returns seconds.
+    report: called with each line of progress.
 
   Raises:
     ValueError: an argument cannot be used.
     KeyboardInterrupt: the user interrupts before any drafter was tried.
   """
-  if max_new_tokens < _LEAST_TOKENS:
+  if task.max_new_tokens < _LEAST_TOKENS:
     least = f'max_new_tokens must be at least {_LEAST_TOKENS} to plan'
-    raise ValueError(f'{least}, got {max_new_tokens}')
+    raise ValueError(f'{least}, got {task.max_new_tokens}')
   if not plan_seconds > 0:
     raise ValueError(f'plan_seconds must be positive, got {plan_seconds}')
   start = clock()
   search = _Search(
     pair=pair,
     options={
-      'room_for_new_tokens': max_new_tokens,
-      'sampling': sampling,
+      'room_for_new_tokens': task.max_new_tokens,
+      'sampling': task.sampling,
       'eos_ids': pair.eos_ids,
     },
-    key=jax.random.key(seed),
-    drafting=drafting,
+    key=jax.random.key(task.seed),
+    drafting=task.drafting,
     seconds_left=lambda share: share * plan_seconds - (clock() - start),
     report=lambda line: report(f'{clock() - start:.0f} s: {line}'),
   )
-  batches = sample_batches(pair.ids_of(prompts), context.batch_size)
+  batches = sample_batches(pair.ids_of(prompts), task.batch_size)
   tried: dict[str, _Tried] = {}
   try:
     samples = _decode_samples(search, batches)

@@ -1,0 +1,150 @@
+"""The choice of models: which are loaded, and how.
+
+`ModelChoice` is the only list of it: `models.load` takes its fields, scripts
+have a flag for each, and benchmarks and plans carry it. This module imports
+neither transformers nor Flax's modules, so that scripts can refuse a flag
+before they wait for them.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+from typing import Self
+
+import jax
+from jax.sharding import Mesh
+
+from models.nn import dtypes
+from models.nn import matrices as matrices_lib
+from models.nn import sharding as sharding_lib
+from models.text import draft_vocabulary
+from models.text import fields
+
+
+def _draft_of_text(text: str) -> str | None:
+  return None if text == 'none' else text
+
+
+def _draft_vocab_of_text(text: str) -> int | list[int]:
+  number, _, path = text.partition(':')
+  if not number.isdecimal() or int(number) < 1:
+    raise ValueError(
+      f'draft_vocab={text} is neither N nor N:FILE, such as 32768'
+    )
+  if not path:
+    return int(number)
+  try:
+    return draft_vocabulary.most_frequent(path, int(number))
+  except ValueError as error:
+    raise ValueError(f'draft_vocab={text}: {error}') from error
+
+
+def _eos_ids_of_texts(texts: list[str]) -> list[int | str]:
+  if 'none' in texts and len(texts) > 1:
+    raise ValueError(
+      f'eos=none ends no text, but there are other values: {texts}'
+    )
+  if texts == ['none']:
+    return []
+  return [
+    int(text) if text.isdecimal() else text for text in fields.unescaped(texts)
+  ]
+
+
+@fields.documented
+@dataclasses.dataclass(frozen=True)
+class ModelChoice:
+  """The models of a decode, and how they are loaded.
+
+  In float32 drafted and plain tokens are equal, and with the kernels for CPU in
+  every dtype except float16; otherwise they may differ in 16 bits where two
+  logits are as close as rounding (docs/cpu.md).
+  """
+
+  target: str = fields.described(
+    'demo',
+    'demo (embedded), a folder, a GGUF file or the id of a model on the Hugging'
+    ' Face hub',
+  )
+  draft: str | None = fields.described(
+    'demo',
+    'the draft model: demo (embedded), a folder, a GGUF file, a hub id or none',
+    in_python='None',
+    parse=_draft_of_text,
+  )
+  _: dataclasses.KW_ONLY
+  revision: str | None = fields.described(
+    None, 'branch, tag or commit of the target on the hub'
+  )
+  dtype: jax.typing.DTypeLike = fields.described(
+    dtypes.AUTO,
+    'the format of the target; auto: stored for files in blocks of few bits,'
+    ' such as GGUF, where the kernels for CPU are used, otherwise the 16-bit'
+    ' type of the checkpoint where this platform computes in it natively, else'
+    ' float32; int8, int4: weights of eight or four bits, the rest computed in'
+    ' bfloat16; stored: weights as the file has them',
+    choices=(dtypes.AUTO, *matrices_lib.DTYPES),
+  )
+  draft_dtype: jax.typing.DTypeLike | None = fields.described(
+    None,
+    'the format of the draft, or of the matrices of the head; default: that of'
+    ' the target, but where the kernels for CPU are used four bits next to'
+    ' bfloat16 and fewer bits (eight if its files have less than 64 MiB); what'
+    ' is decoded does not depend on it',
+    choices=matrices_lib.DTYPES,
+  )
+  draft_vocab: int | Sequence[int] | None = fields.described(
+    None,
+    'how many tokens the draft computes and proposes: N, for those that the'
+    ' tokenizer learned first, or N:FILE, for those of the largest counts, an'
+    ' array [V] in a .npy file; what is decoded does not depend on it; default:'
+    ' all',
+    in_python='N or the ids of the tokens',
+    parse=_draft_vocab_of_text,
+  )
+  cpu_kernels: bool = fields.described(
+    True,
+    'on CPU and one device, whether products and attention use kernels that are'
+    ' compiled once with the C++ compiler of the system; auto: where there is'
+    ' one',
+    in_python='True or False',
+    choices={'auto': True, 'off': False},
+  )
+  mesh: Mesh | Mapping[str, int] | None = fields.described(
+    None,
+    'several devices, as sizes of the axes data (rows) and model (weights),'
+    ' whose product is the number of devices: data:2,model:4 for eight;'
+    ' default: one device',
+    in_python='a mapping of the sizes or a jax.sharding.Mesh with these axes',
+    parse=sharding_lib.parse_mesh,
+  )
+  draft_mesh: str = fields.described(
+    'auto',
+    'on several devices, whether each of them has the whole draft (replicated)'
+    ' or the draft is divided as the target is (sharded); auto: what should be'
+    ' faster by its size',
+    choices=sharding_lib.DRAFT_MESHES,
+  )
+  eos_ids: str | Sequence[int | str] | None = fields.described(
+    None,
+    'a token that ends a text, as its id or as its text; none: only the limit'
+    " and stop strings end a text; default: as the target's files say",
+    in_python='several of them, or () for none; a call may have others',
+    parse=_eos_ids_of_texts,
+    flag='eos',
+    repeats=True,
+  )
+  head: str | None = fields.described(
+    None,
+    'a drafting head of the target in place of a draft: demo (of the embedded'
+    ' target), a folder, a GGUF file or a hub id; every device has all of it',
+  )
+
+  @property
+  def of_target(self) -> Self:
+    """The choice without what drafts."""
+    return dataclasses.replace(self, draft=None, head=None)
+
+
+OPTIONS: Mapping[str, fields.Option] = fields.options_of(ModelChoice)
+"""The fields of a `ModelChoice`, by the names of their flags."""

@@ -1,0 +1,109 @@
+"""The opened files of a choice of models, and how their weights are loaded.
+
+The first of three steps, each of which takes what the one before it returns:
+`open_sources`, `vocabulary.read_vocabulary` and `pair.load_weights`.
+"""
+
+import dataclasses
+import functools
+
+from absl import logging
+import transformers
+
+from models.checkpoints import checkpoint as checkpoint_lib
+from models.checkpoints import heads
+from models.checkpoints import hub
+from models.nn import matrices as matrices_lib
+from models.nn import sharding as sharding_lib
+from models.nn.cpu import build
+from models.text import choice as choice_lib
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sources:
+  """Models whose files were found and whose shapes are known.
+
+  Attributes:
+    choice: what was chosen.
+    target: the checkpoint of the target.
+    draft: that of the draft model, if there is one.
+    head: the files of the drafting head, if there is one.
+    layout: where the target lies.
+    draft_layout: where the draft or the head lies.
+    packed: whether the kernels of `models.nn.cpu` are used.
+    dtype: the format of the target.
+    draft_dtype: the format of the draft or the head, if there is one.
+  """
+
+  choice: choice_lib.ModelChoice
+  target: checkpoint_lib.Checkpoint
+  draft: checkpoint_lib.Checkpoint | None
+  head: heads.StoredHead | None
+  layout: sharding_lib.Layout
+  draft_layout: sharding_lib.Layout
+  packed: bool
+  dtype: str
+  draft_dtype: str
+
+  @property
+  def tokenizer(self) -> transformers.PreTrainedTokenizerBase:
+    """The target's tokenizer; ValueError if it has none that can be used."""
+    if self.target.tokenizer is None:
+      raise ValueError(
+        f'{self.target.path} has no tokenizer; copy that of the model there'
+      )
+    return self.target.tokenizer
+
+  @property
+  def hidden(self) -> tuple[int, ...]:
+    """The hidden states of the target that the head reads."""
+    return tuple(sorted({*self.head.config.reads})) if self.head else ()
+
+  @property
+  def is_exact(self) -> bool:
+    """Whether drafted tokens are those of plain decoding without exceptions."""
+    exact = matrices_lib.KERNEL_DTYPES if self.packed else ('float32',)
+    return self.dtype in ('float32', *exact)
+
+
+def open_sources(choice: choice_lib.ModelChoice) -> Sources:
+  """Finds the files of the chosen models, and reads the models' shapes.
+
+  Raises:
+    ValueError: a model cannot be found, its shape or format is not supported,
+      the head is for another target, or the mesh cannot be used.
+  """
+  target = hub.locate(choice.target, revision=choice.revision)
+  config, draft, head = target.config, None, None
+  if choice.head is not None:
+    head = heads.locate(choice.head, config)
+  elif choice.draft is not None:
+    draft = hub.locate(hub.draft_name(choice.draft))
+    config = draft.config
+  layout = sharding_lib.make_layout(choice.mesh)
+  packed = choice.cpu_kernels and build.is_available()
+  if packed and layout.num_devices > 1:
+    packed = False
+    message = 'cpu_kernels are for one device; on %d XLA computes'
+    logging.log_first_n(logging.WARNING, message, 1, layout.num_devices)
+  dtype = checkpoint_lib.resolve_dtype(choice.dtype, target, packed=packed)
+  draft_dtype, drafting = dtype, head.stored if head else draft
+  if drafting is not None:
+    draft_dtype = checkpoint_lib.resolve_draft_dtype(
+      choice.draft_dtype, drafting, target_dtype=dtype, packed=packed
+    )
+  return Sources(
+    choice=choice,
+    target=target,
+    draft=draft,
+    head=head,
+    layout=layout,
+    draft_layout=sharding_lib.draft_layout(
+      layout,
+      'replicated' if head else choice.draft_mesh,
+      functools.partial(hub.layer_bytes, config, draft_dtype),
+    ),
+    packed=packed,
+    dtype=dtype,
+    draft_dtype=draft_dtype,
+  )

@@ -1,0 +1,68 @@
+"""The tokens of opened models, before their weights are read."""
+
+import dataclasses
+
+import numpy as np
+import transformers
+
+from models.text import draft_vocabulary
+from models.text import ends as ends_lib
+from models.text import shared_tokens
+from models.text import sources as sources_lib
+from specdec import checks as checks_lib
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Vocabulary:
+  """The tokens of a target, and what its draft makes of them.
+
+  Attributes:
+    sources: the models.
+    tokenizer: the target's.
+    eos_ids: the tokens that end a text.
+    shared: the tokens that target and draft share, if their tokenizers differ.
+    draft_outputs: `[N]` int, the tokens whose logits the draft computes, in its
+      own vocabulary; None: all.
+  """
+
+  sources: sources_lib.Sources
+  tokenizer: transformers.PreTrainedTokenizerBase
+  eos_ids: tuple[int, ...]
+  shared: shared_tokens.SharedTokens | None = None
+  draft_outputs: np.ndarray | None = None
+
+
+def read_vocabulary(sources: sources_lib.Sources) -> Vocabulary:
+  """Reads the tokenizers of a target and a draft, and compares them.
+
+  Raises:
+    ValueError: the target has no tokenizer, a tokenizer or a token that ends a
+      text cannot be used, the tokenizers share too little, or the vocabularies
+      of one tokenizer differ by more than padding.
+  """
+  tokenizer, draft = sources.tokenizer, sources.draft
+  vocabulary = Vocabulary(
+    sources=sources, tokenizer=tokenizer, eos_ids=_eos_ids(sources)
+  )
+  if draft is None:
+    return vocabulary
+  shared = shared_tokens.of_checkpoints(sources.target, draft)
+  return dataclasses.replace(
+    vocabulary,
+    shared=shared,
+    draft_outputs=draft_vocabulary.tokens_of(
+      sources.choice.draft_vocab,
+      draft.tokenizer if shared else tokenizer,
+      draft.config.vocab_size,
+    ),
+  )
+
+
+def _eos_ids(sources: sources_lib.Sources) -> tuple[int, ...]:
+  """The tokens that end a text: as chosen, or as the target's files say."""
+  chosen, tokenizer = sources.choice.eos_ids, sources.tokenizer
+  if chosen is None:
+    return sources.target.eos_ids
+  ids = ends_lib.eos_ids_of(chosen, tokenizer, len(tokenizer))
+  vocab_size = sources.target.config.vocab_size
+  return tuple(checks_lib.to_ids('eos_ids', ids, vocab_size))

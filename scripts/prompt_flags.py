@@ -1,0 +1,91 @@
+"""The prompts and questions that flags name."""
+
+from collections.abc import Sequence
+import json
+import sys
+
+from absl import flags
+import options
+
+from models.lab.bench import questions as questions_lib
+from specdec import checks as checks_lib
+from specdec import text_files
+
+
+def define_num_prompts(text: str = 'default: all') -> None:
+  """Defines `--num_prompts`, which `file_prompts` reads."""
+  flags.DEFINE_integer(
+    'num_prompts', None, text, lower_bound=1, module_name=sys.argv[0]
+  )
+
+
+def _read_prompts(
+  limit: int | None, lines: Sequence[tuple[int, str]]
+) -> list[str]:
+  """The first prompts of the lines of `--prompt_file`; None: all.
+
+  Raises:
+    ValueError: the file cannot be read, or has fewer; names file and line.
+  """
+  name = options.PROMPT_FILE.value
+  if not lines or (limit and len(lines) < limit):
+    raise ValueError(
+      f'--prompt_file={name} has {len(lines)} prompts, {limit or 1} needed;'
+      ' see --batch_size and --num_prompts'
+    )
+  if not text_files.is_json_lines(str(name)):
+    return [line.rstrip('\n') for _, line in lines[:limit]]
+  prompts = []
+  for number, line in lines[:limit]:
+    try:
+      prompts.append(json.loads(line)['prompt'])
+    except (ValueError, KeyError, TypeError, RecursionError):
+      prompts.append(None)
+    if not isinstance(prompts[-1], str):
+      raise ValueError(
+        f'--prompt_file={name}, line {number}: expected a JSON object with the'
+        ' key prompt and a string'
+      )
+    checks_lib.check_text(f'--prompt_file={name}, line {number}', prompts[-1])
+  return prompts
+
+
+def file_prompts() -> list[str]:
+  """The prompts of `--prompt_file` that `--num_prompts` asks for."""
+  return _read_prompts(flags.FLAGS.num_prompts, [*options.prompt_lines()])
+
+
+def file_questions(categories: Sequence[str]) -> list[questions_lib.Question]:
+  """The questions of `--prompt_file`, or its prompts as questions.
+
+  It has questions if its first line has. `--num_prompts` is for each of the
+  `categories`, none of which stand for all.
+
+  Raises:
+    ValueError: see `_read_prompts`, `questions.parse` and `questions.choose`.
+  """
+  name, lines = str(options.PROMPT_FILE.value), [*options.prompt_lines()]
+  limit = flags.FLAGS.num_prompts
+  is_json = text_files.is_json_lines(name)
+  if not (is_json and lines and questions_lib.has_turns(lines[0][1])):
+    if categories:
+      raise ValueError(
+        f'--categories={",".join(categories)}: --prompt_file={name} has prompts'
+        ' without categories'
+      )
+    texts = _read_prompts(limit, lines)
+    return [questions_lib.Question((text,)) for text in texts]
+  with options.named_as_flag('prompt_file='):
+    questions = questions_lib.parse(name, lines)
+  with options.named_as_flag():
+    return questions_lib.choose(questions, limit, categories)
+
+
+def given(prompt: flags.FlagHolder, number: int) -> list[str]:
+  """So many prompts of the file, or copies of the flag `--prompt`."""
+  if options.PROMPT_FILE.value is None:
+    checks_lib.check_text(f'--{prompt.name}', prompt.value)
+    return [prompt.value] * number
+  if prompt.present:
+    raise ValueError('give --prompt or --prompt_file, not both')
+  return _read_prompts(number, [*options.prompt_lines()])
