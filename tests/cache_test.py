@@ -1,5 +1,6 @@
 """Caches that were written, kept and rolled back, against fresh ones."""
 
+import dataclasses
 import functools
 
 import jax
@@ -72,6 +73,17 @@ def test_keep_by_hand():
   )
   _assert_holds(kept, ['ttttrab', 'ttttr', 'tttrayb'])
   assert kept.num_slots == cache.num_slots
+
+
+def test_what_is_not_finite_is_written_as_zero():
+  """A masked NaN would still spread."""
+  new = jnp.array([np.nan, 2.0, np.inf])
+  cache = cache_lib.with_hidden(_lettered(['abc'], [0]), {1: 1}, jnp.float32)
+  slots = new[None, None, :, None]
+  cache = cache_lib.write(cache, 0, slots, slots)
+  cache = cache_lib.write_hidden(cache, 1, new[None, :, None])
+  for array in (cache.keys[0], cache.values[0], cache.hidden[1]):
+    np.testing.assert_array_equal(array.ravel(), [0, 2, 0])
 
 
 def test_many_rows_are_written_and_read_at_once():
@@ -178,7 +190,8 @@ def _target():
 
 
 def _drafter(name):
-  draft = tiny.draft('similar', num_layers=1)
+  # Its hidden states show what a token saw when it was read.
+  draft = tiny.draft('similar', num_layers=1, hidden=(1,))
   if name == 'chain':
     return tiny_drafters.simple('chain', draft, length=_DEPTH)
   # What is inside guesses so far ahead that the draft cannot catch up, in the
@@ -225,6 +238,26 @@ def _assert_equals_fresh(model, cache, tokens):
       np.testing.assert_allclose(
         array[row, :, :length], expected[row, :, :length], rtol=1e-4, atol=1e-5
       )
+
+
+_read = jax.jit(model_lib.read_text)
+
+
+def test_text_is_read_from_what_is_kept_to_the_end_of_the_context():
+  """The last chunk of a full cache begins within what was read."""
+  model = _target()
+  spec = dataclasses.replace(model.spec, max_positions=36)
+  model, rng = model.replace(spec=spec), np.random.default_rng(0)
+  texts = rng.integers(tiny.TABOO, size=(4, 40), dtype=np.int32)
+  kept, length = np.array([20, 0, 10, 4]), np.array([40, 7, 0, 40])
+  before = np.where(np.arange(40)[None] < kept[:, None], texts, tiny.TABOO)
+  state = _prefill(
+    *(model, before, kept + [9, 0, 0, 2]), num_slots=40, window_size=1
+  )
+  state, forwards = _read(model, state, texts, length, kept)
+  np.testing.assert_array_equal(state.cache.length, [36, 6, 10, 36])
+  assert forwards == 1
+  _assert_equals_fresh(model, jax.device_get(state.cache), texts)
 
 
 @pytest.mark.parametrize('name', ['chain', 'staged'])

@@ -179,7 +179,8 @@ def test_a_draft_reads_what_it_lacks_together_with_the_root():
       # Towards the deepest node, past some that the model has not scored.
       deepest = max(range(len(nodes)), key=lambda at: nodes[at].depth)
       up = list_trees.up(nodes, deepest)[::-1]
-      up = up[: int(np.sum(scored[row, up])) + most]
+      # The first row lacks nothing.
+      up = up[: int(np.sum(scored[row, up])) + (most if row else 0)]
       path[row, : len(up)] = up
       lacks.append(int(np.sum(~scored[row, up])))
       new = [*(nodes[at].token for at in up[1:]), int(rng.integers(9))]

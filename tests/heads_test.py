@@ -31,6 +31,7 @@ from models.nn import eagle
 from models.nn import gpt2 as nn_gpt2
 import specdec
 from specdec import cache as cache_lib
+from specdec import step as step_lib
 from specdec.draft import head as head_lib
 from specdec.tree import topology as topology_lib
 
@@ -439,6 +440,14 @@ def test_trees_of_every_step_with_plain_steps_and_turns(kind, tmp_path):
   for text, ends in zip(texts, decoding._ends, strict=True):
     assert ends > len(text) // 2
   assert checked > 25
+  assert decoding.result().stats.plain_steps == 0  # In this turn.
+  # A smaller tree may follow a larger one, whose path is longer.
+  ctx = jax.eval_shape(
+    functools.partial(step_lib.step_context, config=decoding._config),
+    *(target, specdec.PLAIN, decoding._request, decoding._state),
+  )
+  longest = decoding._drafter.max_depth + 1
+  assert {one.shape[2] for one in ctx.hidden.states.values()} == {longest}
 
 
 # A head that knows some texts by heart.
