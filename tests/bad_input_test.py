@@ -158,7 +158,6 @@ _QWEN3_MOE = _LLAMA | {
   **{'model_type': 'qwen3_moe', 'moe_intermediate_size': 20},
   **{'num_experts': 4, 'num_experts_per_tok': 2},
 }
-_CODE = 'auto_map', {'AutoModel': 'code.M'}, "code.M'} is not supported"
 _DYNAMIC = {'type': 'dynamic', 'factor': 2.0}
 _YARN = _rope(
   'yarn', factor=2.0, mscale=1.0, original_max_position_embeddings=32
@@ -182,27 +181,27 @@ _CONFIGS = (
     ('model_type', ['gpt2'], "model_type ['gpt2'] is not known"),
     ('model_type', 'mamba', "'mamba' is not known; choose from"),
     ('add_cross_attention', True, 'add_cross_attention=True is not supp'),
-    *(_CODE, ('quantization_config', 3, 'quantization_config=3')),
+    ('quantization_config', 3, 'quantization_config=3'),
     ('quantization_config', {'quant_method': 'awq'}, "'awq'} is not supp"),
   ),
   (
-    *(_LLAMA, _CODE, ('hidden_size', 18, 'hidden size (18)')),
+    *(_LLAMA, ('hidden_size', 18, 'hidden size (18)')),
     ('hidden_act', 'prelu', "hidden_act='prelu' is not known; choose"),
     ('head_dim', 'x', "head_dim='x'"),
     ('num_key_value_heads', 3, 'num_kv_heads must divide num_heads 4'),
     ('num_attention_heads', 0, 'num_attention_heads'),
-    ('rope_parameters', [1], 'rope_parameters must be an object'),
-    ('rope_scaling', [2], 'rope_scaling must be an object'),
-    ('rope_parameters', {'rope_type': ['a']}, 'rope_type must be'),
+    ('rope_parameters', [1], 'rope_parameters=[1] must be an object'),
+    ('rope_scaling', [2], 'rope_scaling=[2] must be an object'),
+    ('rope_parameters', {'rope_type': ['a']}, "rope_type=['a'] must be"),
     (*_rope('dynamic', factor=2.0), "['default', 'linear'"),
     ('rope_scaling', _DYNAMIC, "rope_type='dynamic' is not supported"),
-    (*_YARN, "mscale is not supported with rope_type='yarn'"),
+    (*_YARN, "mscale=1.0 is not supported with rope_type='yarn'"),
     (*_rope('linear'), 'factor'),
     (*_rope('linear', factor=None), "'linear': {'factor'}"),
     (*_NO_CONTEXT, "'yarn': {'factor'}"),
     (*_rope('llama3', factor=8.0, low_freq_factor=None), 'low_freq_factor'),
-    (*_rope('linear', factor='a'), "factor must be a number, got 'a'"),
-    (*_rope('yarn', factor=2, beta_fast='3'), 'beta_fast must be a number'),
+    (*_rope('linear', factor='a'), "factor='a' must be a finite"),
+    (*_rope('yarn', factor=2, beta_fast='3'), "beta_fast='3' must be"),
     (*_rope('linear', factor=-1.0), 'got -1.0'),
     (*_rope('default', rope_theta=0.5), 'got 0.5'),
   ),

@@ -44,20 +44,26 @@ def test_old_buffers_and_a_head_stored_twice_are_fine(tmp_path):
 
 _SWITCH = {'use_sliding_window': True}
 _TYPES = {'layer_types': ['sliding_attention', 'full_attention']}
+_ROPE = {'rope_parameters': {'rope_theta': 7.0, 'rope_type': 'default'}}
+_LINEAR = {'rope_type': 'linear', 'factor': 2.0}
 
 
 @pytest.mark.parametrize(
   ('kind', 'changes', 'window'),
   [
     ('mistral', {}, 8),
+    ('mistral', {'sliding_window': 63}, 63),
     ('mistral', {'sliding_window': 64}, None),  # All of the context.
+    ('llama', {'use_sliding_window': False}, None),
+    ('llama', {'layer_types': ['full_attention'] * 2}, None),
+    ('qwen3_moe', _SWITCH, 8),
+    ('qwen3_moe', {'use_sliding_window': False, 'max_window_layers': 1}, None),
     ('mistral', {'sliding_window': None}, None),
     ('mixtral', {}, 8),
     ('qwen2', {'use_sliding_window': False}, None),
     ('qwen2', _SWITCH | {'max_window_layers': 1}, (None, 8)),
     ('qwen2', _SWITCH | {'max_window_layers': 2}, None),
     ('qwen3', _SWITCH | _TYPES, (8, None)),
-    ('llama', _SWITCH | _TYPES, None),  # As transformers, which ignores them.
     ('gemma2', {}, (8, None)),
     ('gemma3_text', {}, 8),  # The sixth layer would see the whole text.
     ('gemma3_text', {'num_hidden_layers': 7}, (*[8] * 5, None, 8)),
@@ -85,7 +91,28 @@ def test_layers_have_windows_and_the_context_is_whole(
     ('mistral', {'sliding_window': '8'}, 'sliding_window'),
     ('gemma2', {'final_logit_softcapping': -3.0}, 'logit_cap must be positive'),
     ('gemma2', {'use_bidirectional_attention': True}, 'is not supported'),
-    ('gemma3', {}, 'text_config must be an object'),
+    ('gemma3', {}, 'text_config=None must be an object'),
+    # transformers ignores these, and others do not.
+    ('llama', {}, 'sliding_window=8: the layers of such'),
+    ('llama', _TYPES, 'sliding_window=8: the layers of such'),
+    ('mistral', _TYPES, 'layer_types=.* the layers of such'),
+    ('mistral', {'layer_types': ['conv'] * 2}, 'layer_types=.* the layers of'),
+    ('llama', {'sliding_window': None, 'rope_theta': 5.0} | _ROPE, 'contradic'),
+    ('gemma2', {'hidden_act': 'relu'}, 'hidden_act=.*relu.* contradict'),
+    ('gemma3_text', _ROPE, "must have the keys .* has 'rope_theta'"),
+    (
+      'gemma3_text',
+      {'rope_parameters': {'full_attention': 3}},
+      'full_attentio',
+    ),
+    ('llama', {'rope_scaling': _LINEAR} | _ROPE, 'rope_type.* contradict'),
+    ('llama', {'rope_scaling': {'full_attention': {}}}, 'full_attention'),
+    (
+      'llama',
+      {'rope_scaling': {'type': 'linear', 'rope_type': 'yarn'}},
+      'type',
+    ),
+    ('llama', {'rope_scaling': {'factor': 2.0}}, "factor=2.0 .*'default'"),
     ('phi3', {'partial_rotary_factor': 0}, 'partial_rotary_factor must be'),
     ('llama', {'partial_rotary_factor': 0.5}, 'is not supported'),
     ('qwen2_moe', {'decoder_sparse_step': 2}, 'layers without experts'),
@@ -136,7 +163,7 @@ def test_a_factor_of_yarn_that_is_null_follows_from_the_contexts(tmp_path):
   config['max_position_embeddings'] = 96
   rope = {'rope_type': 'yarn', 'factor': None, 'beta_fast': None}
   rope |= {'rope_theta': 10.0, 'original_max_position_embeddings': 64}
-  config['rope_parameters'] = rope
+  config |= {'rope_parameters': rope, 'rope_theta': 10.0}
   (folder / 'config.json').write_text(json.dumps(config))
   scaling = hub.locate(folder).config.rope.scaling
   assert (scaling.factor, scaling.beta_fast) == (1.5, 32.0)

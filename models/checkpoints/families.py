@@ -16,6 +16,7 @@ from huggingface_hub.errors import StrictDataclassError
 import numpy as np
 import transformers
 
+from models.checkpoints import config_keys
 from models.checkpoints import gpt2 as checkpoints_gpt2
 from models.checkpoints import llama as checkpoints_llama
 from models.nn import adapter
@@ -114,17 +115,9 @@ FAMILIES = (
   ),
 )
 
-# Config keys that change the computation in ways that no module supports, with
-# the values that have no effect.
-_REFUSED_UNLESS: dict[str, tuple[Any, ...]] = {
-  'add_cross_attention': (False, None),
-  'auto_map': (None,),
-  'pruned_heads': ({}, None),
-  'quantization_config': (None,),
-  'use_bidirectional_attention': (False, None),
-}
 # Models that have more than a language model, by the `model_type` of the whole.
 _WITH_TEXT = {'gemma3'}
+_WITH_PICTURES = ('vision_config', 'mm_tokens_per_image')
 
 # What transformers and the families raise on values of another type.
 _WRONG_VALUES = (
@@ -159,6 +152,27 @@ def read_config(path: pathlib.Path) -> adapter.Config:
   return config_from_keys(text_files.read_object(path), path)
 
 
+def _of_text(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+  """The keys of the language model; ValueError if the others matter."""
+  if str(raw.get('model_type')) not in _WITH_TEXT:
+    return raw
+  text = raw.get('text_config')
+  config_keys.check_type('text_config', text, dict)
+  shared = {'text_config', 'tie_word_embeddings'}
+  config_keys.refuse_unread(raw, shared, idle=_WITH_PICTURES)
+  return {'tie_word_embeddings': raw.get('tie_word_embeddings', True)} | text
+
+
+def _family_of_type(kind: Any) -> Family:
+  """The family of a `model_type`; raises ValueError if there is none."""
+  by_type = {kind: family for family in FAMILIES for kind in family.model_types}
+  if not isinstance(kind, str) or kind not in by_type:
+    raise ValueError(
+      f'model_type {kind!r} is not known; choose from {sorted(by_type)}'
+    )
+  return by_type[kind]
+
+
 def config_from_keys(
   raw: Mapping[str, Any], path: pathlib.Path
 ) -> adapter.Config:
@@ -168,25 +182,9 @@ def config_from_keys(
     ValueError: no family supports it; the message begins with the path, and
       names the key and its value.
   """
-  if str(raw.get('model_type')) in _WITH_TEXT:
-    text = raw.get('text_config')
-    if not isinstance(text, dict):
-      raise ValueError(f'{path}: text_config must be an object, got {text!r}')
-    raw = text
-  kind = raw.get('model_type')
-  by_type = {kind: family for family in FAMILIES for kind in family.model_types}
-  if not isinstance(kind, str) or kind not in by_type:
-    raise ValueError(
-      f'{path}: model_type {kind!r} is not known; choose from {sorted(by_type)}'
-    )
-  for key, harmless in _REFUSED_UNLESS.items():
-    if raw.get(key) not in harmless:
-      raise ValueError(f'{path}: {key}={raw[key]!r} is not supported')
-  for key in ('rope_parameters', 'rope_scaling'):
-    if not isinstance(raw.get(key), dict | None):
-      raise ValueError(f'{path}: {key} must be an object, got {raw[key]!r}')
   try:
-    config = by_type[kind].read_config(raw)
+    raw = _of_text(raw)
+    config = _family_of_type(raw.get('model_type')).read_config(raw)
   except StrictDataclassError as error:
     # It names the class, then the key and the reason, which is its cause.
     reason = str(error.__cause__ or error).partition('. Errors:')[0]

@@ -6,6 +6,7 @@ from typing import Any
 
 import transformers
 
+from models.checkpoints import config_keys
 from models.nn import gpt2 as nn_gpt2
 from models.nn import layers
 
@@ -29,6 +30,7 @@ _KEYS = {
   'scale_attention_by_layer': 'scale_attn_by_inverse_layer_idx',
   'tie_embeddings': 'tie_word_embeddings',
 }
+_READ = {*_KEYS.values(), 'bos_token_id', 'eos_token_id', 'pad_token_id'}
 
 
 def read_config(raw: Mapping[str, Any]) -> nn_gpt2.GPT2Config:
@@ -40,7 +42,11 @@ def read_config(raw: Mapping[str, Any]) -> nn_gpt2.GPT2Config:
   Raises:
     ValueError: the keys describe something that is not a plain GPT-2.
   """
-  config = transformers.GPT2Config.from_dict(dict(raw))
+  config_keys.check_types(raw, config_keys.types_of(transformers.GPT2Config))
+  config = transformers.GPT2Config.from_dict(
+    {key: raw[key] for key in _READ & raw.keys()}
+  )
+  config_keys.refuse_unread(raw, _READ, resolved=config)
   if config.activation_function not in layers.ACTIVATIONS:
     raise ValueError(
       f'activation_function={config.activation_function!r} is not known;'

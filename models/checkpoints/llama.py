@@ -11,11 +11,12 @@ from huggingface_hub.errors import StrictDataclassError
 import numpy as np
 import transformers
 
+from models.checkpoints import config_keys
+from models.checkpoints import rope_keys
 from models.nn import gemma as gemma_lib
 from models.nn import layers
 from models.nn import llama as nn_llama
 from models.nn import mixtral as mixtral_lib
-from models.nn import rope as rope_lib
 
 _PREFIX = 'model.'
 # Buffers of old checkpoints: frequencies, which follow from the config.
@@ -51,6 +52,9 @@ class _ModelType:
       window and without, or one for the layers of the key `no_rope_layers` that
       are not 0.
     is_partial: whether partial_rotary_factor may be below 1.
+    extra: keys that transformers reads besides the fields of its class, and
+      their types.
+    idle: keys that change nothing.
   """
 
   config: Any
@@ -60,6 +64,21 @@ class _ModelType:
   windows: str = 'none'
   ropes: str = 'one'
   is_partial: bool = False
+  extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  idle: tuple[str, ...] = ()
+
+  @functools.cached_property
+  def types(self) -> dict[str, Any]:
+    """The keys whose types are known, and these."""
+    return {**_TYPES, **self.extra, **config_keys.types_of(self.config)}
+
+  @functools.cached_property
+  def reads(self) -> frozenset[str]:
+    """The keys that are read."""
+    own = {one.name for one in dataclasses.fields(self.config)}
+    read = {*{**_KEYS, **self.keys}.values(), *_ALWAYS, *self.extra}
+    windows = () if self.windows == 'none' else _WINDOWS
+    return frozenset(read | own & {*windows, *_SOMETIMES})
 
   def can_state(self, config: nn_llama.LlamaConfig) -> bool:
     """Whether a config of this type can have a shape."""
@@ -83,6 +102,7 @@ class _ModelType:
 _BIASES = {'qkv_bias': 'attention_bias', 'output_bias': 'attention_bias'}
 _MLP_BIAS = {'mlp_bias': 'mlp_bias'}
 _EXPERTS = {'experts_per_token': 'num_experts_per_tok'}
+_DENSE = ('intermediate_size',)  # Of layers without experts.
 _OWN_EXPERTS = _EXPERTS | {
   'num_experts': 'num_experts',
   'inner_width': 'moe_intermediate_size',
@@ -103,6 +123,7 @@ _CAPS = {
 }
 _BEHIND = {'pre_norm': False, 'post_norm': True}
 _BEHIND |= {'qk_norm': True, 'joint_qk_norm': True}
+_LOCAL = {'sliding_window_pattern': int, 'rope_local_base_freq': float | None}
 
 # A shape is saved as the first type that can state it.
 _MODEL_TYPES = {
@@ -114,6 +135,7 @@ _MODEL_TYPES = {
     config=transformers.Qwen2Config,
     fixed={'qkv_bias': True},
     windows='switched',
+    idle=('attention_bias', 'qkv_bias'),
   ),
   'qwen3': _ModelType(
     config=transformers.Qwen3Config,
@@ -123,7 +145,10 @@ _MODEL_TYPES = {
   ),
   'ministral': _ModelType(config=transformers.MinistralConfig, windows='some'),
   'phi3': _ModelType(
-    config=transformers.Phi3Config, windows='all', is_partial=True
+    config=transformers.Phi3Config,
+    windows='all',
+    is_partial=True,
+    idle=('original_max_position_embeddings',),  # Of `longrope`.
   ),
   'olmo2': _ModelType(
     config=transformers.Olmo2Config, keys=_BIASES, fixed=_BEHIND
@@ -161,6 +186,7 @@ _MODEL_TYPES = {
     fixed={'post_norm': True, 'qk_norm': True},
     windows='some',
     ropes='kinds',
+    extra=_LOCAL,
   ),
   'mixtral': _ModelType(
     config=transformers.MixtralConfig,
@@ -174,6 +200,7 @@ _MODEL_TYPES = {
     keys=_BIASES | _OWN_EXPERTS,
     fixed={'qk_norm': True},
     windows='all',
+    idle=_DENSE,
   ),
   'qwen2_moe': _ModelType(
     config=transformers.Qwen2MoeConfig,
@@ -184,6 +211,7 @@ _MODEL_TYPES = {
       'shared_width': 'shared_expert_intermediate_size',
     },
     windows='switched',
+    idle=_DENSE,
   ),
 }
 # Fields of a `LlamaConfig`, and their keys in config.json.
@@ -198,48 +226,34 @@ _KEYS = {
   'norm_epsilon': 'rms_norm_eps',
   'tie_embeddings': 'tie_word_embeddings',
 }
+# Further keys that all read, and their types where a class has no such field.
+_TYPES = {
+  'head_dim': int | None,
+  'rope_theta': float | None,
+  'partial_rotary_factor': float | None,
+  **{'rope_parameters': dict | None, 'rope_scaling': dict | None},
+  **{'sliding_window': int | None, 'use_sliding_window': bool | None},
+  **{'max_window_layers': int | None, 'layer_types': list[str] | None},
+}
+_WINDOWS = (
+  *('sliding_window', 'use_sliding_window', 'max_window_layers'),
+  'layer_types',
+)
+_ALWAYS = {'max_position_embeddings', *_TYPES} - {*_WINDOWS}
+_ALWAYS |= {'bos_token_id', 'eos_token_id', 'pad_token_id'}
+# Keys that are read if the class has such a field.
+_SOMETIMES = (
+  *('no_rope_layers', 'no_rope_layer_interval'),
+  *('mlp_only_layers', 'decoder_sparse_step'),
+)
 # Fields that follow from several keys, or from a key and others.
 _COMPUTED = {'num_positions', 'head_width', 'rope', 'window'}
 _COMPUTED |= {'attention_scale', 'embedding_scale'}
-# Keys of `rope_parameters` that are not fields of a scaling.
-_ROPE_KEYS = {'rope_type', 'type', 'rope_theta', 'partial_rotary_factor'}
-_ROPE_NUMBERS = {'rope_theta'} | {
-  field.name
-  for kind in rope_lib.SCALINGS.values()
-  for field in dataclasses.fields(kind)
-}
-
-
-def _read_rope(raw: Mapping[str, Any], is_partial: bool) -> rope_lib.Rope:
-  """The rotary embedding of transformers' `rope_parameters`."""
-  fraction = raw.get('partial_rotary_factor', 1.0)
-  if fraction != 1.0 and not is_partial:
-    raise ValueError(f'partial_rotary_factor={fraction!r} is not supported')
-  kind, theta = raw.get('rope_type', 'default'), raw['rope_theta']
-  if not isinstance(kind, str):
-    raise ValueError(f'rope_type must be a name, got {kind!r}')
-  if kind == 'default':
-    return rope_lib.Rope(theta=theta, fraction=fraction)
-  if kind not in rope_lib.SCALINGS:
-    raise ValueError(
-      f'rope_type={kind!r} is not supported; choose from'
-      f' {["default", *rope_lib.SCALINGS]}'
-    )
-  values = {key: raw[key] for key in raw if key not in _ROPE_KEYS}
-  known = {field.name for field in dataclasses.fields(rope_lib.SCALINGS[kind])}
-  if kind == 'linear':  # Some checkpoints have it; it has no effect.
-    values.pop('original_max_position_embeddings', None)
-  if unknown := sorted(set(values) - known):
-    raise ValueError(f'{unknown[0]} is not supported with rope_type={kind!r}')
-  scaling = rope_lib.SCALINGS[kind](**values)
-  return rope_lib.Rope(theta=theta, scaling=scaling, fraction=fraction)
 
 
 def _read_windows(config: Any, kind: _ModelType) -> tuple[int | None, ...]:
   """The window of each layer, None where it sees the whole text."""
   window = getattr(config, 'sliding_window', None)
-  if not isinstance(window, int | None):
-    raise ValueError(f'sliding_window must be an integer, got {window!r}')
   number = config.num_hidden_layers
   if kind.windows == 'none':
     return (None,) * number
@@ -255,57 +269,25 @@ def _read_windows(config: Any, kind: _ModelType) -> tuple[int | None, ...]:
   return tuple(window if kind == _SLIDING else None for kind in kinds)
 
 
-def _read_ropes(
-  config: Any, kind: _ModelType
-) -> tuple[rope_lib.Rope | None, ...]:
-  """The rotation of each layer, None where there is none."""
-  number, raw = config.num_hidden_layers, config.rope_parameters
-  read = functools.partial(_read_rope, is_partial=kind.is_partial)
-  if kind.ropes == 'kinds':
-    ropes = {key: read(raw[key]) for key in {*config.layer_types}}
-    return tuple(ropes[key] for key in config.layer_types)
-  rope = read(raw)
-  if kind.ropes == 'one':
-    return (rope,) * number
-  rotates = config.no_rope_layers
-  if len(rotates) != number:
-    raise ValueError(
-      f'no_rope_layers has {len(rotates)} entries for {number} layers'
-    )
-  return tuple(rope if one else None for one in rotates)
-
-
-def _stated(rope: dict[str, Any], longest: Any) -> dict[str, Any]:
-  """The keys of a scaling that are not null, checked for transformers.
-
-  YaRN's factor may be null where it follows from the contexts, of which
-  `longest` is the whole one.
-  """
-  stated = {key: value for key, value in rope.items() if value is not None}
-  for key in _ROPE_NUMBERS & stated.keys():
-    if not isinstance(stated[key], (int, float)):
-      raise ValueError(f'{key} must be a number, got {stated[key]!r}')
-  original = stated.get('original_max_position_embeddings')
-  if (
-    'yarn' in (stated.get('rope_type'), stated.get('type'))
-    and rope.get('factor', 0) is None
-    and (original and isinstance(longest, int))
+def _check_windows(
+  keys: Mapping[str, Any], shape: nn_llama.LlamaConfig, kind: _ModelType
+) -> None:
+  """Refuses windows that transformers ignores, and others do not."""
+  unread = [key for key in _WINDOWS if keys.get(key) and key not in kind.reads]
+  number, window = shape.num_layers, keys.get('sliding_window')
+  types = keys.get('layer_types') or [_SLIDING] * number
+  if keys.get('use_sliding_window') is False:
+    window = None
+  if window is not None and window >= shape.num_positions:
+    window = None
+  stated = tuple(window if one == _SLIDING else None for one in types)
+  if unread and (
+    stated != shape.of_layers('window') or {*types} - {_FULL, _SLIDING}
   ):
-    stated['factor'] = longest / original
-  return stated
-
-
-def _from_dict(kind: Any, raw: Mapping[str, Any]) -> Any:
-  """The transformers config, which fills in defaults."""
-  if raw.get('num_attention_heads') == 0:  # transformers would divide by it.
-    raise ValueError('num_attention_heads must be positive, got 0')
-  longest = raw.get('max_position_embeddings')
-  ropes = {
-    key: _stated(raw[key], longest)
-    for key in ('rope_parameters', 'rope_scaling')
-    if isinstance(raw.get(key), dict)
-  }
-  return kind.from_dict({**raw, **ropes})
+    raise ValueError(
+      f'{unread[0]}={keys[unread[0]]!r:.60}: the layers of such a model have no'
+      f' such window; remove the key if this one has been trained so'
+    )
 
 
 def _read_shape(config: Any, kind: _ModelType) -> nn_llama.LlamaConfig:
@@ -334,7 +316,7 @@ def _read_shape(config: Any, kind: _ModelType) -> nn_llama.LlamaConfig:
     num_positions=config.max_position_embeddings,
     head_width=getattr(config, 'head_dim', None)
     or config.hidden_size // config.num_attention_heads,
-    rope=_read_ropes(config, kind),
+    rope=rope_keys.read_all(config, kind.ropes, is_partial=kind.is_partial),
     window=_read_windows(config, kind),
   )
 
@@ -348,7 +330,21 @@ def model_types(shape: type[nn_llama.LlamaConfig]) -> frozenset[str]:
 def read_config(raw: Mapping[str, Any]) -> nn_llama.LlamaConfig:
   """Reads the keys of a `config.json`; raises ValueError."""
   kind = _MODEL_TYPES[raw['model_type']]
-  return _read_shape(_from_dict(kind.config, raw), kind)
+  config_keys.check_types(raw, kind.types)
+  if raw.get('num_attention_heads') == 0:  # transformers would divide by it.
+    raise ValueError('num_attention_heads must be positive, got 0')
+  # What is null and no field of the class would not have its default.
+  fields = {field.name for field in dataclasses.fields(kind.config)}
+  read = {key: raw[key] for key in kind.reads & raw.keys()}
+  read = {k: v for k, v in read.items() if v is not None or k in fields}
+  config = kind.config.from_dict(rope_keys.normalized(read, kind.ropes))
+  rope_keys.check_read(read, config.rope_parameters)
+  shape = _read_shape(config, kind)
+  _check_windows(raw, shape, kind)
+  config_keys.refuse_unread(
+    raw, kind.reads, idle=(*kind.idle, *_WINDOWS), resolved=config
+  )
+  return shape
 
 
 @functools.lru_cache
@@ -360,17 +356,6 @@ def _model_type(config: nn_llama.LlamaConfig) -> str:
   raise ValueError(
     f'no model of transformers has this shape; it cannot be saved: {config}'
   )
-
-
-def _rope_keys(rope: rope_lib.Rope) -> dict[str, Any]:
-  """What transformers calls `rope_parameters`."""
-  keys: dict[str, Any] = {'rope_theta': rope.theta, 'rope_type': 'default'}
-  if rope.fraction != 1.0:
-    keys['partial_rotary_factor'] = rope.fraction
-  if rope.scaling is not None:
-    keys['rope_type'] = rope.scaling.rope_type
-    keys |= dataclasses.asdict(rope.scaling)
-  return keys
 
 
 def _layer_keys(
@@ -389,7 +374,7 @@ def _layer_keys(
   if kind.windows == 'switched':
     keys['use_sliding_window'] = any(slides)
   by_type = {
-    name: _rope_keys(rope)
+    name: rope_keys.write(rope)
     for name, rope in zip(types, ropes, strict=True)
     if rope is not None
   }

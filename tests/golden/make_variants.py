@@ -53,7 +53,7 @@ def _rope(kind: str, **values: Any) -> dict[str, Any]:
   values = {'rope_theta': 100.0, 'rope_type': kind} | values
   if kind != 'linear':
     values['original_max_position_embeddings'] = 16
-  return {'rope_parameters': values}
+  return {'rope_theta': values['rope_theta'], 'rope_parameters': values}
 
 
 _LLAMA3 = _rope('llama3', factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
@@ -67,6 +67,7 @@ _ENDS = {'beta_fast': 2.0, 'beta_slow': 0.5, 'attention_factor': 1.5}
 _IN_FULL = _rope('yarn', factor=4.0, truncate=False, **_ENDS)
 _OLD = {'type': 'linear', 'factor': 3.0}
 _WINDOW = {'sliding_window': 5}  # Below the length of the texts.
+_LONG_WINDOW = {'sliding_window': 11, 'max_position_embeddings': 12}
 _SLIDING, _FULL = 'sliding_attention', 'full_attention'
 _WINDOWS = _WINDOW | _DEEP | {'use_sliding_window': True}
 _FIRST = _WINDOWS | {'layer_types': [_SLIDING, _FULL]}  # As in gpt-oss.
@@ -100,7 +101,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]] | tuple[str, dict, dict]] = {
   'qwen2_windows': ('qwen2', _WINDOWS | {'max_window_layers': 1}),
   'qwen3_windows': ('qwen3', _FIRST | {'head_dim': 8}),
   'ministral': ('ministral', _FIRST | {'head_dim': 6}),
-  'phi3': ('phi3', _WINDOW | {'partial_rotary_factor': 0.5}),
+  'phi3': ('phi3', _WINDOW | {'partial_rotary_factor': 0.6}),
   'olmo2': ('olmo2', {}),
   'olmo3': (
     'olmo3',
@@ -121,7 +122,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]] | tuple[str, dict, dict]] = {
   **{'mixtral': ('mixtral', _DEEP), 'one_of_three': ('mixtral', _of_three(1))},
   'all_of_three': ('mixtral', _of_three(3)),
   'mixture_multi_query': ('mixtral', {'num_key_value_heads': 1, 'head_dim': 8}),
-  'mixture_of_windows': ('mixtral', _WINDOW),
+  'mixture_of_windows': ('mixtral', _LONG_WINDOW),
   'mixture_tied': ('mixtral', _TIED),
   'mixture_llama3': ('mixtral', _LLAMA3),
   'mixture_sharded': ('mixtral', {}, {'shards': 4}),

@@ -1,0 +1,172 @@
+"""Checks the keys of configurations: their types, and that none is ignored.
+
+Every key of a configuration is read, known to change nothing that is computed
+here, or refused. What formats have in common is here; which keys they read is
+said where they are read.
+"""
+
+from collections.abc import Collection
+from collections.abc import Mapping
+import dataclasses
+import math
+import re
+import types
+import typing
+from typing import Any
+
+import transformers
+
+# Keys that change nothing: what a model was trained with, how others run it,
+# and how text is made of its logits.
+_NO_EFFECT = re.compile(
+  '|'.join(
+    (
+      # Of transformers' own, with the tokens and the dtype of the weights.
+      *(r'_(?!sliding_window_pattern).*', r'.*_token_(ids?|index)'),
+      *(r'.*dropout.*', r'.*_pdrop', r'(torch_)?dtype', r'transformers[._].*'),
+      *('architectures', 'auto_map', 'chunk_size_feed_forward', 'id2label'),
+      *('finetuning_task', 'initializer_range', 'is_decoder', 'label2id'),
+      *('model_type', 'name_or_path', 'num_labels', 'problem_type', 'prefix'),
+      *('return_dict', 'task_specific_params', 'tokenizer_class'),
+      *('(attn|experts)_implementation', 'torchscript', 'use_bfloat16'),
+      *('gradient_checkpointing', 'pretraining_tp', 'neftune_noise_alpha'),
+      # Of single families, and of what comes after a language model.
+      *('is_llama_config', 'max_sequence_length', 'model_max_length'),
+      *('n_special', 'predict_special_tokens', 'output_past'),
+      *('reorder_and_upcast_attn', 'output_router_logits', 'summary_.*'),
+      *('router_(aux_loss_coef|jitter_noise)', 'unsloth_.*'),
+      # Of drafting heads.
+      *(r'speculators_.*', 'base_model_.*_plan', 'embed_requires_grad'),
+      *('enable_sp_ulysses', 'has_lm_head', 'has_no_defaults_at_init'),
+      *('target_model_type', 'target_layer_count'),
+      *map(re.escape, vars(transformers.GenerationConfig())),
+    )
+  )
+)
+# Keys that change nothing if they are off, and with these values.
+_HARMLESS: dict[str, tuple[Any, ...]] = {
+  '_sliding_window_pattern': (6,),
+  'activation': ('swiglu',),
+  'decoder_sparse_step': (1,),
+  'full_attn_mod': (1,),
+  'interpolate_factor': (1,),
+  'is_causal': (True,),
+  'logit_scale': (1,),
+  'next_layer_regular': (True,),
+  'norm_topk_prob': (True,),
+  'num_nextn_predict_layers': (1,),
+  'parallel_draft_step': (1,),
+}
+# Keys that would change something if they were off.
+_NEVER_OFF = ('is_causal',)
+# Keys that say the same as another one, of which a format reads one.
+_SYNONYMS = {
+  **{'hidden_act': 'hidden_activation', 'hidden_activation': 'hidden_act'},
+  **{'num_experts': 'num_local_experts', 'num_local_experts': 'num_experts'},
+  **{'hidden_size': 'n_embd', 'num_hidden_layers': 'n_layer'},
+  **{'num_attention_heads': 'n_head', 'max_position_embeddings': 'n_positions'},
+  **{'n_ctx': 'n_positions', 'moe_intermediate_size': 'intermediate_size'},
+}
+_NAMES = {
+  **{bool: 'true or false', int: 'an integer', float: 'a finite number'},
+  **{str: 'a text', dict: 'an object', list: 'a list', type(None): 'null'},
+}
+
+
+def _fits(value: Any, kind: Any) -> bool:
+  """Whether a value of JSON has a type; see `check_type`."""
+  origin, args = typing.get_origin(kind), typing.get_args(kind)
+  if origin in (types.UnionType, typing.Union):
+    return any(_fits(value, one) for one in args)
+  if origin is list:
+    return isinstance(value, list) and all(_fits(v, args[0]) for v in value)
+  if kind is float:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and math.isfinite(value)
+  if kind is int:
+    return isinstance(value, int) and not isinstance(value, bool)
+  if typing.is_typeddict(kind) or origin is dict:
+    return isinstance(value, dict)
+  return isinstance(value, kind)
+
+
+def _name(kind: Any) -> str:
+  args = typing.get_args(kind)
+  if typing.get_origin(kind) is list:
+    return f'a list, each of whose entries is {_name(args[0])}'
+  if args and typing.get_origin(kind) is not dict:
+    return ' or '.join(dict.fromkeys(map(_name, args)))
+  return _NAMES.get(kind, 'an object')
+
+
+def check_type(key: str, value: Any, kind: Any) -> None:
+  """Checks the type of the value of a key.
+
+  Args:
+    key: its name.
+    value: as JSON or the metadata of a GGUF file has it.
+    kind: bool, int, float (any finite number), str, dict, `list[...]` or a
+      union of these and None.
+
+  Raises:
+    ValueError: the value has another type; names the key.
+  """
+  if not _fits(value, kind):
+    raise ValueError(f'{key}={value!r:.60} must be {_name(kind)}')
+
+
+def types_of(config: Any) -> dict[str, Any]:
+  """The keys of a class of transformers that not all have, and their types."""
+  base = {one.name for one in dataclasses.fields(transformers.PreTrainedConfig)}
+  own = [one for one in dataclasses.fields(config) if one.name not in base]
+  return {one.name: one.type for one in own}
+
+
+def check_types(keys: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
+  """The same for all keys that are there; other keys are not checked."""
+  for key in keys.keys() & kinds.keys():
+    check_type(key, keys[key], kinds[key])
+
+
+def check_same(first: str, one: Any, second: str, other: Any) -> None:
+  """Raises ValueError if two keys are there, not null and contradict."""
+  if one is not None and other is not None and one != other:
+    raise ValueError(
+      f'{first}={one!r:.60} and {second}={other!r:.60} contradict each other'
+    )
+
+
+def refuse_unread(
+  keys: Mapping[str, Any],
+  read: Collection[str],
+  *,
+  idle: Collection[str] = (),
+  resolved: Any = None,
+) -> None:
+  """Refuses keys that would be ignored, and might change what is computed.
+
+  Args:
+    keys: of a configuration.
+    read: those that were read.
+    idle: further ones that change nothing in this format.
+    resolved: an object whose attributes are the values of the keys that were
+      read, with defaults.
+
+  Raises:
+    ValueError: a key was not read, is not known to change nothing, and is
+      neither null, false, zero nor empty; or it contradicts one that was read.
+  """
+  for key in sorted(keys.keys() - {*read} - {*idle}):
+    value, synonym = keys[key], _SYNONYMS.get(key, '')
+    if value is None or value in _HARMLESS.get(key, ()):
+      continue
+    if synonym in read:
+      same = getattr(resolved, synonym, None)
+      if value != keys.get(synonym):
+        check_same(key, value, synonym, same)
+      continue
+    if (value or key in _NEVER_OFF) and not _NO_EFFECT.fullmatch(key):
+      raise ValueError(
+        f'{key}={value!r:.60} is not supported; remove the key if the model is'
+        ' the same without it'
+      )

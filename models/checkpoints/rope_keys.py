@@ -1,0 +1,165 @@
+"""What configurations say of rotary position embeddings.
+
+transformers calls it `rope_parameters`, one object for all layers or one for
+each kind of layer; older files have `rope_scaling`, `rope_theta` and others.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+import functools
+from typing import Any
+
+from models.checkpoints import config_keys
+from models.nn import rope as rope_lib
+
+_OBJECTS = ('rope_parameters', 'rope_scaling')
+_OF_LAYERS = ('full_attention', 'sliding_attention')
+# The sections of an `mrope` rotate by positions within a picture; for text all
+# of them are the same.
+_UNSCALED = ('default', 'mrope')
+_TYPES: dict[str, Any] = {
+  **{'rope_type': str, 'type': str, 'rope_theta': float},
+  **{'partial_rotary_factor': float, 'mrope_section': list[int]},
+  'mrope_interleaved': bool,
+}
+_SCALING_TYPES = {
+  field.name: bool if field.name == 'truncate' else float
+  for kind in rope_lib.SCALINGS.values()
+  for field in dataclasses.fields(kind)
+}
+
+
+def _normalized(rope: Mapping[str, Any], context: Any) -> dict[str, Any]:
+  """The keys of an object that are not null, checked for transformers.
+
+  YaRN's factor may be null where it follows from the contexts, of which
+  `context` is the whole one.
+  """
+  stated = {key: value for key, value in rope.items() if value is not None}
+  config_keys.check_types(stated, _TYPES | _SCALING_TYPES)
+  kind = stated.get('rope_type', stated.get('type'))
+  config_keys.check_same('rope_type', kind, 'type', stated.get('type'))
+  original = stated.get('original_max_position_embeddings')
+  if kind == 'yarn' and rope.get('factor', 0) is None and original and context:
+    stated['factor'] = context / original
+  return stated
+
+
+def normalized(keys: Mapping[str, Any], ropes: str) -> dict[str, Any]:
+  """The keys of a configuration as transformers can read them.
+
+  Args:
+    keys: of the configuration.
+    ropes: see `models.checkpoints.llama`; of `kinds`, `rope_parameters` has an
+      object for each kind of layer.
+
+  Raises:
+    ValueError: a key of a rotation is not known, has another type, or
+      contradicts another one; names them.
+  """
+  found, context = dict(keys), keys.get('max_position_embeddings')
+  for name in _OBJECTS:
+    stated = keys.get(name) or {}
+    nested = ropes == 'kinds' and name == 'rope_parameters'
+    if wrong := [key for key in stated if (key in _OF_LAYERS) != nested]:
+      expected = f'have the keys {_OF_LAYERS}' if nested else 'be of all layers'
+      raise ValueError(
+        f'{name} of such a model must {expected}, but has {wrong[0]!r}'
+      )
+    if nested:
+      config_keys.check_types(stated, dict.fromkeys(stated, dict | None))
+      new = {key: _normalized(stated[key] or {}, context) for key in stated}
+      found[name] = new or None
+    elif stated:
+      found[name] = _normalized(stated, context)
+  if ropes != 'kinds':
+    new, old = (found.get(name) or {} for name in _OBJECTS)
+    for key in new.keys() & old.keys():
+      config_keys.check_same(
+        f'rope_parameters: {key}', new[key], f'rope_scaling: {key}', old[key]
+      )
+  return found
+
+
+def check_read(keys: Mapping[str, Any], parameters: Mapping[str, Any]) -> None:
+  """Checks numbers beside an object against those that transformers read.
+
+  Args:
+    keys: of the configuration.
+    parameters: what transformers made of them.
+
+  Raises:
+    ValueError: they contradict each other.
+  """
+  by_layer = {key: parameters[key] for key in _OF_LAYERS if key in parameters}
+  ropes = [one for one in by_layer.values() or (parameters,) if one]
+  for key, default in (('rope_theta', None), ('partial_rotary_factor', 1.0)):
+    values = [rope.get(key, default) for rope in ropes]
+    if keys.get(key) not in values:
+      for value in values:
+        config_keys.check_same(
+          key, keys.get(key), f'rope_parameters: {key}', value
+        )
+
+
+def _read(raw: Mapping[str, Any], *, is_partial: bool) -> rope_lib.Rope:
+  """The rotation of transformers' `rope_parameters`."""
+  fraction = raw.get('partial_rotary_factor', 1.0)
+  if fraction != 1.0 and not is_partial:
+    raise ValueError(f'partial_rotary_factor={fraction!r} is not supported')
+  kind, theta = raw.get('rope_type', 'default'), raw['rope_theta']
+  scaling, known = rope_lib.SCALINGS.get(kind), set[str]()
+  if scaling is not None:
+    known = {field.name for field in dataclasses.fields(scaling)}
+  elif kind not in _UNSCALED:
+    raise ValueError(
+      f'rope_type={kind!r} is not supported; choose from'
+      f' {["default", *rope_lib.SCALINGS]}'
+    )
+  values = {key: raw[key] for key in raw if key not in _TYPES}
+  if kind == 'linear':  # Some checkpoints have it; it has no effect.
+    values.pop('original_max_position_embeddings', None)
+  for key in sorted(values.keys() - known):
+    raise ValueError(
+      f'{key}={values[key]!r:.60} is not supported with rope_type={kind!r}'
+    )
+  return rope_lib.Rope(
+    theta=theta, fraction=fraction, scaling=scaling and scaling(**values)
+  )
+
+
+def read_all(
+  config: Any, ropes: str, *, is_partial: bool
+) -> tuple[rope_lib.Rope | None, ...]:
+  """The rotation of each layer, None where there is none.
+
+  Args:
+    config: of transformers.
+    ropes: see `models.checkpoints.llama`.
+    is_partial: whether a part of a head may be rotated.
+  """
+  number, raw = config.num_hidden_layers, config.rope_parameters
+  read = functools.partial(_read, is_partial=is_partial)
+  if ropes == 'kinds':
+    found = {key: read(raw[key]) for key in {*config.layer_types}}
+    return tuple(found[key] for key in config.layer_types)
+  rope = read(raw)
+  if ropes == 'one':
+    return (rope,) * number
+  rotates = config.no_rope_layers
+  if len(rotates) != number:
+    raise ValueError(
+      f'no_rope_layers has {len(rotates)} entries for {number} layers'
+    )
+  return tuple(rope if one else None for one in rotates)
+
+
+def write(rope: rope_lib.Rope) -> dict[str, Any]:
+  """What transformers calls `rope_parameters`."""
+  keys: dict[str, Any] = {'rope_theta': rope.theta, 'rope_type': 'default'}
+  if rope.fraction != 1.0:
+    keys['partial_rotary_factor'] = rope.fraction
+  if rope.scaling is not None:
+    keys['rope_type'] = rope.scaling.rope_type
+    keys |= dataclasses.asdict(rope.scaling)
+  return keys

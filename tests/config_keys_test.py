@@ -1,0 +1,111 @@
+"""Every key of a configuration is read, known to change nothing, or refused.
+
+Which keys there are, with which types and defaults, is what the classes of
+transformers say.
+"""
+
+import dataclasses
+import json
+import pathlib
+
+import pytest
+import transformers
+import variants
+
+from models.checkpoints import families
+
+_PATH = pathlib.Path('config.json')
+_PUBLISHED = json.loads(
+  (pathlib.Path(__file__).parent / 'golden' / 'published.json').read_text()
+)
+# One of each model_type.
+_OF_TYPE = {
+  variant['config']['model_type']: variant['config']
+  for variant in variants.VARIANTS.values()
+}
+# Fields of the classes that change nothing. Those of windows are read where a
+# window is; `mlp_only_layers` and others are refused.
+_IDLE = {
+  *('attention_dropout', 'attn_pdrop', 'embd_pdrop', 'resid_pdrop'),
+  *('bos_token_id', 'eos_token_id', 'pad_token_id', 'use_cache'),
+  *('initializer_range', 'pretraining_tp', 'reorder_and_upcast_attn'),
+  *('output_router_logits', 'router_aux_loss_coef', 'router_jitter_noise'),
+  *('summary_type', 'summary_use_proj', 'summary_activation'),
+  *('summary_proj_to_labels', 'summary_first_dropout'),
+}
+_IDLE_OF_TYPE = {
+  **{'phi3': {'original_max_position_embeddings'}, 'qwen2': {'attention_bias'}},
+  **{kind: {'intermediate_size'} for kind in ('qwen2_moe', 'qwen3_moe')},
+  'mistral': {'use_sliding_window'},
+}
+# Without lists of layers, other keys say which layers have what.
+_LISTS = ('layer_types', 'no_rope_layers')
+_WINDOW = {'use_sliding_window': True, 'sliding_window': 5}
+_FIRST = {kind: {'max_window_layers': 0} for kind in ('qwen2', 'qwen3')}
+_FIRST['smollm3'] = {'no_rope_layer_interval': 2}
+# Keys that are no fields, but read in older files.
+_OLDER = {'rope_theta', 'rope_scaling', 'partial_rotary_factor', 'head_dim'}
+# Values of every type; and others that are unusual and good.
+_VALUES = (
+  *(True, False, 'relu', [1], ['full_attention'], ['sliding_attention'] * 2),
+  *([0, 1], [1, 1], 0, 1, 2, 3, 4, 6, 8, 32, 0.25, 0.5, 7.5, {'a': 1}),
+  *({'rope_theta': 50.0}, {'rope_type': 'linear', 'factor': 2.0}),
+)
+
+
+def _read(config):
+  return families.config_from_keys(config, _PATH)
+
+
+def _keys(kind):
+  found = transformers.AutoConfig.for_model(kind)
+  base = {one.name for one in dataclasses.fields(transformers.PreTrainedConfig)}
+  own = {one.name for one in dataclasses.fields(found)}
+  gemma = {'sliding_window_pattern'} if kind == 'gemma3_text' else set()
+  return sorted((own - base) | (_OLDER if kind != 'gpt2' else set()) | gemma)
+
+
+def _tried(config, key, value):
+  """What comes of a value: same, other, wrong type, refused."""
+  try:
+    same = _read(config | {key: value}) == _read(config)
+    return 'same' if same else 'other'
+  except ValueError as error:
+    said = str(error)
+  assert said.startswith(f'{_PATH}: ')
+  if f'{key}={value!r} must be' in said:
+    return 'wrong type'
+  key = 'rope_' if key.startswith('rope_') else key
+  return 'refused' if key in said else said
+
+
+@pytest.mark.parametrize('kind', _OF_TYPE)
+def test_every_key_changes_the_shape_or_is_refused_or_idle(kind):
+  config, keys = _OF_TYPE[kind], _keys(kind)
+  if 'use_sliding_window' in keys:
+    config = {key: config[key] for key in config if key not in _LISTS} | _WINDOW
+    config |= _FIRST.get(kind, {})
+  idle = _IDLE | _IDLE_OF_TYPE.get(kind, set())
+  for key in keys:
+    found = {_tried(config, key, value) for value in _VALUES}
+    # Sizes that do not fit are called by the names of fields.
+    assert found & {'other', 'refused'} or (key in idle), (key, found)
+    assert 'other' not in found or key not in idle, key
+    assert 'wrong type' in found, key
+
+
+@pytest.mark.parametrize('kind', _OF_TYPE)
+def test_a_key_that_nobody_knows_is_refused_unless_it_is_off(kind):
+  config = _OF_TYPE[kind]
+  for key in ('rope_interleaved', 'use_alibi', 'logit_bias_scale', 'is_causal'):
+    for value in (None, False, 0, [], ''):
+      if key != 'is_causal' or value is None:
+        assert _tried(config, key, value) == 'same'
+    for value in (True, 3, 'a', {'b': 1}, [None]):
+      if key != 'is_causal' or value is not True:
+        assert _tried(config, key, value) == 'refused'
+
+
+@pytest.mark.parametrize('name', _PUBLISHED)
+def test_published_configurations_are_read(name):
+  assert _read(_PUBLISHED[name]).num_layers > 0
