@@ -3,9 +3,14 @@
 // Every sum is added up in an order that depends on nothing but its own terms:
 // not on the number of rows, their places, the threads or masked slots. So a
 // position has the same bits alone, in a batch and in a token tree.
+//
+// `ops.py` is the only caller. It has checked all shapes and types but the
+// words of matrices.
 
 #ifndef SPECDEC_HANDLERS_H_
 #define SPECDEC_HANDLERS_H_
+
+#include <string>
 
 #include "xla/ffi/api/ffi.h"
 
@@ -16,7 +21,7 @@ namespace ffi = xla::ffi;
 using FloatBuffer = ffi::Buffer<ffi::F32>;
 using FloatResult = ffi::ResultBuffer<ffi::F32>;
 
-inline ffi::Error InvalidArgument(const char* message) {
+inline ffi::Error InvalidArgument(const std::string& message) {
   return ffi::Error::InvalidArgument(message);
 }
 

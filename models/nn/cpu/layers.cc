@@ -34,9 +34,6 @@ ffi::Error Attend(ffi::ThreadPool pool, FloatBuffer projections,
   attention.width = dims[3];
   attention.length = projections.dimensions()[1];
   attention.query_heads = out->dimensions()[2] / attention.width;
-  if (attention.length > attention.slots) {
-    return InvalidArgument("more entries than slots");
-  }
   attention.query_norm = {OrNull(query_norm), nullptr, epsilon, false};
   attention.key_norm = {OrNull(key_norm), nullptr, epsilon, false};
   attention.cos = OrNull(cos);
@@ -55,12 +52,16 @@ ffi::Error Attend(ffi::ThreadPool pool, FloatBuffer projections,
   if (attention.values != values.untyped_data()) {
     std::memcpy(attention.values, values.untyped_data(), values.size_bytes());
   }
-  if (keys.element_type() == ffi::F32) {
-    AttendAll<float>(pool, attention);
-  } else {
-    AttendAll<uint16_t>(pool, attention);
+  switch (keys.element_type()) {
+    case ffi::F32:
+      AttendAll<float>(pool, attention);
+      return ffi::Error::Success();
+    case ffi::BF16:
+      AttendAll<uint16_t>(pool, attention);
+      return ffi::Error::Success();
+    default:
+      return InvalidArgument("keys must be float32 or bfloat16");
   }
-  return ffi::Error::Success();
 }
 
 // Writes new entries [B, H, L, Dh] to the slots of a cache [B, H, S, Dh] from
@@ -70,9 +71,6 @@ ffi::Error WriteSlots(ffi::AnyBuffer slots, ffi::AnyBuffer entries,
                       ffi::Result<ffi::AnyBuffer> out) {
   const auto dims = slots.dimensions();
   const int64_t count = entries.dimensions()[2];
-  if (count > dims[2]) {
-    return ffi::Error::InvalidArgument("more entries than slots");
-  }
   const int64_t bytes = dims[3] * ffi::ByteWidth(slots.element_type());
   const char* from = static_cast<const char*>(entries.untyped_data());
   char* const to = static_cast<char*>(out->untyped_data());

@@ -4,6 +4,7 @@
 #define SPECDEC_MULTIPLY_H_
 
 #include <cstdint>
+#include <string>
 #include <string_view>
 
 #include "handlers.h"
@@ -44,26 +45,35 @@ ffi::Error Multiply(ffi::ThreadPool pool, FloatBuffer x, FloatBuffer norm_scale,
   products.residual = OrNull(residual);
   products.out = out->typed_data();
   products.outputs = out->dimensions()[1];
-  int64_t width = 0;
   for (size_t i = 0; i < outputs.size(); ++i) {
     const auto packed = args.get<ffi::Buffer<ffi::U32>>(3 * i);
     const auto scale = args.get<FloatBuffer>(3 * i + 1);
     const auto bias = args.get<ffi::AnyBuffer>(3 * i + 2);
-    if (!packed || !scale || !bias) return InvalidArgument("a matrix is missing");
+    if (!packed || !scale || !bias) {
+      return InvalidArgument("words must be uint32, and scales float32");
+    }
+    const bool is_float32 = bias->element_type() == ffi::F32;
+    if (!is_float32 && bias->element_type() != ffi::BF16) {
+      return InvalidArgument("a bias must be float32 or bfloat16");
+    }
     const int kind = kinds[i];
     const Matrix matrix{
-        packed->typed_data(), NumWords<Format>(kind, products.width), kind,
-        outputs[i], OrNull(*scale),
+        packed->typed_data(),
+        NumWords<Format>(kind, products.width),
+        kind,
+        outputs[i],
+        OrNull(*scale),
         {bias->element_count() == 0 ? nullptr : bias->untyped_data(),
-         bias->element_type() == ffi::F32}};
-    if (static_cast<int64_t>(packed->element_count()) !=
-        matrix.groups() * kGroup * matrix.num_words) {
-      return InvalidArgument("a matrix has another shape");
+         is_float32}};
+    const int64_t wanted = matrix.groups() * kGroup * matrix.num_words;
+    const int64_t found = packed->element_count();
+    if (found != wanted || wanted == 0) {  // 0 of an unknown kind.
+      return InvalidArgument("matrix " + std::to_string(i) + " must have " +
+                             std::to_string(wanted) + " words, not " +
+                             std::to_string(found));
     }
     products.matrices.push_back(matrix);
-    width = gated ? outputs[i] : width + outputs[i];
   }
-  if (width != products.outputs) return InvalidArgument("outputs are missing");
   if (products.rows > Tiles::kFewRows && CanUseTiles()) {
     Compute<Tiles>(pool, products);
   } else {

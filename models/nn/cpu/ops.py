@@ -3,9 +3,15 @@
 They lower for CPU only, and only after `build.is_available()`. The bits of a
 row depend on nothing but the row itself, and those of a query on nothing but
 the slots that it sees.
+
+All shapes and dtypes are checked here, once, when a program is traced: a wrong
+operand raises a ValueError. Only words of matrices are counted in C++, which
+knows how many a format has.
 """
 
+from collections.abc import Mapping
 from collections.abc import Sequence
+import string
 from typing import Any
 from typing import NamedTuple
 
@@ -15,6 +21,8 @@ import numpy as np
 
 ACTIVATIONS = 'silu', 'gelu_tanh', 'quick_gelu', 'relu'
 """Names of the activations that `multiply` knows."""
+
+_FLOATS = 'float32', 'bfloat16'  # Dtypes of caches and of biases.
 
 
 class Norm(NamedTuple):
@@ -55,6 +63,69 @@ def _or_empty(array: jax.Array | None) -> Any:
   return np.zeros(0, np.float32) if array is None else array
 
 
+def _check(known: Mapping[str, int], **operands: Any) -> dict[str, int]:
+  """Checks operands of a kernel, which would read beyond smaller ones.
+
+  Args:
+    known: sizes of axes by their letters. Another letter has the size of the
+      first axis that it stands for; 1 is a size.
+    **operands: an array or None, the letters of its axes, and its possible
+      dtypes, if it is not float32.
+
+  Returns:
+    The sizes of all axes by their letters.
+
+  Raises:
+    ValueError: an operand has another shape or dtype.
+  """
+  sizes = {'1': 1, **known}
+  for name, (array, axes, *dtypes) in operands.items():
+    if array is None:
+      continue
+    if len(array.shape) == len(axes):
+      sizes = dict(zip(axes, array.shape, strict=True)) | sizes
+    shape = tuple(sizes.get(axis, axis) for axis in axes)
+    dtypes = dtypes or ['float32']
+    if array.shape != shape or array.dtype.name not in dtypes:
+      raise ValueError(
+        f'{name} must be {" or ".join(dtypes)} of shape {shape}, not'
+        f' {array.dtype} of shape {array.shape}'
+      )
+  return sizes
+
+
+def _check_product(
+  x: jax.Array,
+  matrices: Sequence[Matrix],
+  dtype: str,
+  norm: Norm | None,
+  activation: str | None,
+  gated: bool,
+  residual: jax.Array | None,
+) -> int:
+  """Checks the operands of `multiply`, and returns the width of its result."""
+  outputs = [matrix.outputs for matrix in matrices]
+  if gated and outputs != 2 * outputs[:1]:
+    raise ValueError(f'a gate needs two equal matrices, not outputs {outputs}')
+  if activation not in (None, *ACTIVATIONS):
+    raise ValueError(f'activation={activation} is none of {ACTIVATIONS}')
+  width = outputs[0] if gated else sum(outputs)
+  rows = string.ascii_lowercase[: x.ndim - 1]
+  _check(
+    {'O': width},
+    x=(x, rows + 'I'),
+    residual=(residual, rows + 'O'),
+    norm_scale=(norm and norm.scale, 'I'),
+    norm_bias=(norm and norm.bias, 'I'),
+  )
+  for number, matrix in enumerate(matrices):
+    scale = _or_empty(matrix.scale) if dtype == 'int8' else None
+    parts = {'scale': (scale, 'O'), 'bias': (matrix.bias, 'O', *_FLOATS)}
+    operands = {f'{part}_{number}': parts[part] for part in parts}
+    _check({'O': matrix.outputs}, **operands)
+  return width
+
+
 def multiply(
   x: jax.Array,
   matrices: Sequence[Matrix],
@@ -80,10 +151,13 @@ def multiply(
 
   Returns:
     `[..., out]` float32, the products beside one another.
+
+  Raises:
+    ValueError: an operand or the activation is wrong, or a gate has no two
+      matrices of as many outputs.
   """
+  width = _check_product(x, matrices, dtype, norm, activation, gated, residual)
   rows = x.reshape(-1, x.shape[-1])
-  outputs = [matrix.outputs for matrix in matrices]
-  width = outputs[0] if gated else sum(outputs)
   if norm is None:
     norm = Norm(_or_empty(None), None, 0.0, False)
   if residual is not None:
@@ -105,10 +179,53 @@ def multiply(
     center=norm.center,
     activation=activation or '',
     gated=gated,
-    outputs=np.array(outputs, np.int64),
+    outputs=np.array([matrix.outputs for matrix in matrices], np.int64),
     kinds=np.array([matrix.kind for matrix in matrices], np.int64),
   )
   return result.reshape(*x.shape[:-1], width)
+
+
+def _misfit(name: str, array: jax.Array, keys: jax.Array) -> ValueError:
+  return ValueError(
+    f'{name} of shape {array.shape} does not fit a cache of shape {keys.shape}'
+  )
+
+
+def _check_attention(
+  projections: jax.Array,
+  mask: jax.Array,
+  start: jax.Array,
+  keys: jax.Array,
+  values: jax.Array,
+  norms: tuple[Norm, Norm] | None,
+  rotation: tuple[jax.Array, jax.Array] | None,
+) -> tuple[int, int, int]:
+  """Checks the operands of `attend`, and returns the shape of its result."""
+  query_norm, key_norm = norms or (None, None)
+  cos, sin = rotation or (None, None)
+  sizes = _check(
+    {},
+    keys=(keys, 'BHSD', *_FLOATS),
+    values=(values, 'BHSD', keys.dtype.name),
+    projections=(projections, 'BLP'),
+    mask=(mask, 'BLS', 'bool'),
+    start=(start, 'B', 'int32'),
+    query_norm=(query_norm and query_norm.scale, 'D'),
+    key_norm=(key_norm and key_norm.scale, 'D'),
+    cos=(cos, 'B1LR'),
+    sin=(sin, 'B1LR'),
+  )
+  heads = sizes['H'] * sizes['D']
+  width = sizes['P'] - 2 * heads
+  if width <= 0 or width % heads or sizes['L'] > sizes['S']:
+    raise _misfit('projections', projections, keys)
+  if cos is not None and 2 * sizes['R'] > sizes['D']:
+    raise _misfit('cos', cos, keys)
+  plain = query_norm and (True, False, query_norm.epsilon)
+  for norm in norms or ():
+    if (norm.bias is None, norm.center, norm.epsilon) != plain:
+      raise ValueError('norms of heads have no bias, no mean and one epsilon')
+  return sizes['B'], sizes['L'], width
 
 
 def attend(
@@ -132,16 +249,20 @@ def attend(
     keys: `[B, H, S, Dh]` float32 or bfloat16.
     values: like the keys.
     scale: factor of the scores.
-    norms: of each head of queries and of keys; they have one epsilon.
+    norms: of each head of queries and of keys, which differ in their scales
+      only, without biases and means.
     rotation: cosines and sines `[B, 1, L, pairs]` float32, see
       `models.nn.rope.rotate`.
 
   Returns:
     `[B, L, Hq Dh]` float32, and the keys and values with the new ones.
+
+  Raises:
+    ValueError: an operand is wrong.
   """
-  batch, heads, _, width = keys.shape
-  out_width = projections.shape[-1] - 2 * heads * width
-  out = (batch, projections.shape[1], out_width)
+  out = _check_attention(
+    projections, mask, start, keys, values, norms, rotation
+  )
   call = jax.ffi.ffi_call(
     'specdec_attend',
     (
@@ -170,7 +291,19 @@ def attend(
 def write_slots(
   slots: jax.Array, new: jax.Array, start: jax.Array
 ) -> jax.Array:
-  """`specdec.cache.write_slots`, in place for batches, too."""
+  """`specdec.cache.write_slots`, in place for batches, too.
+
+  Raises:
+    ValueError: an operand is wrong.
+  """
+  sizes = _check(
+    {},
+    slots=(slots, 'BHSD', slots.dtype.name),
+    new=(new, 'BHLD', slots.dtype.name),
+    start=(start, 'B', 'int32'),
+  )
+  if sizes['L'] > sizes['S']:
+    raise _misfit('new', new, slots)
   call = jax.ffi.ffi_call(
     'specdec_write_slots',
     jax.ShapeDtypeStruct(slots.shape, slots.dtype),
@@ -180,8 +313,9 @@ def write_slots(
 
 
 def normalize(x: jax.Array, norm: Norm) -> jax.Array:
-  """The norm of `x [..., width]` float32."""
+  """The norm of `x [..., width]` float32; ValueError if an operand is wrong."""
   rows = x.reshape(-1, x.shape[-1])
+  _check({}, x=(rows, 'RD'), scale=(norm.scale, 'D'), bias=(norm.bias, 'D'))
   call = jax.ffi.ffi_call(
     'specdec_normalize', jax.ShapeDtypeStruct(rows.shape, jnp.float32)
   )
@@ -201,8 +335,14 @@ def route(
   """The fields of a `models.nn.experts.Routing`, see `models.nn.experts.route`.
 
   Of equally probable experts the first is taken.
+
+  Raises:
+    ValueError: the logits are wrong, or fewer than `count`.
   """
   rows = logits.reshape(-1, logits.shape[-1])
+  _check({}, logits=(rows, 'RE'))
+  if not 0 < count <= rows.shape[1]:
+    raise ValueError(f'{count} experts of logits of shape {logits.shape}')
   chosen = (rows.shape[0], count)
   call = jax.ffi.ffi_call(
     'specdec_route',
@@ -226,6 +366,12 @@ def sum_rows(rows: jax.Array, index: jax.Array, weights: jax.Array):
     rows: `[P, width]` float32.
     index: `[T, k]` int32, rows of each sum.
     weights: `[T, k]` float32.
+
+  Raises:
+    ValueError: an operand is wrong.
   """
+  _check(
+    {}, rows=(rows, 'PD'), index=(index, 'TK', 'int32'), weights=(weights, 'TK')
+  )
   out = jax.ShapeDtypeStruct((index.shape[0], rows.shape[1]), jnp.float32)
   return jax.ffi.ffi_call('specdec_sum_rows', out)(rows, index, weights)
