@@ -2,11 +2,8 @@
 
 import functools
 import itertools
-import os
 import pathlib
 import re
-import subprocess
-import sys
 
 from flax import nnx
 from flax import traverse_util
@@ -526,69 +523,3 @@ def test_every_branch_of_the_source_computes_the_same(
     np.testing.assert_array_equal(some[-1:], last, name)
     off = 0 if name == 'int8' else 1e-4
     np.testing.assert_allclose(some, expected[name][0], off, off, err_msg=name)
-
-
-def test_without_a_compiler_xla_computes(monkeypatch, capsys):
-  monkeypatch.setattr(build.shutil, 'which', lambda name: None)
-  monkeypatch.delenv('CXX', raising=False)
-  assert not build.is_available.__wrapped__()
-  assert 'there is no C++ compiler' in capsys.readouterr().err
-  monkeypatch.setenv('CXX', '/nowhere/g++')
-  assert not build.is_available.__wrapped__()
-  assert '/nowhere/g++' in capsys.readouterr().err
-
-
-def _flipped(content):
-  return content[:9] + bytes([content[9] ^ 1]) + content[10:]
-
-
-@pytest.mark.parametrize(
-  'damage',
-  [
-    *(lambda content: b'', lambda content: content[:40], _flipped),
-    *(lambda content: content[:-1], lambda content: content + b' '),
-  ],
-)
-def test_a_library_is_compiled_once_for_its_flags(
-  damage, monkeypatch, tmp_path
-):
-  """And again where the file is not what was written."""
-  linked = []
-
-  def run(command, **kw):
-    if '-o' in command:
-      assert not command[-1].exists()
-      command[-1].write_bytes(bytes(64))
-      linked.extend({'-shared'} & {*command})
-    return subprocess.CompletedProcess(command, 0, stdout=b'g++ 1')
-
-  monkeypatch.setattr(build.subprocess, 'run', run)
-  make = functools.partial(build.compile_library, 'g++', tmp_path)
-  library = make()
-  assert make() == library != make(flags=('-O2',))
-  assert len(linked) == 2
-  whole = library.read_bytes()
-  library.write_bytes(damage(whole))
-  assert make() == make() == library
-  assert len(linked) == 3
-  assert library.read_bytes() == whole
-
-
-@pytest.mark.long
-def test_random_calls_read_and_write_in_bounds(tmp_path):
-  """In a process of its own, under the sanitizers of g++."""
-  libraries = [
-    subprocess.check_output(
-      ['g++', f'-print-file-name=lib{name}.so'], text=True
-    )
-    for name in ('asan', 'ubsan')
-  ]
-  preload = ' '.join(path.strip() for path in libraries)
-  command = [sys.executable, 'tests/cpu_calls.py', tmp_path, '2000']
-  options = {'ASAN_OPTIONS': 'detect_leaks=0', 'LD_PRELOAD': preload}
-  done = subprocess.run(
-    command, env=os.environ | options, capture_output=True, text=True
-  )
-  assert done.returncode == 0, done.stderr
-  assert '2000 calls' in done.stdout
-  assert 'runtime error' not in done.stderr

@@ -282,7 +282,8 @@ struct Int8 {
     if constexpr (kFactors == 1) {
       return RoundToIntegers(row, width, reinterpret_cast<int8_t*>(to), start);
     }
-    std::vector<int8_t> values((width + 3) / 4 * 4);
+    thread_local std::vector<int8_t> values;
+    values.assign((width + 3) / 4 * 4, 0);
     const float scale = RoundToIntegers(row, width, values.data(), start);
     for (size_t i = 0; i < values.size() / 4; ++i) {
       Spread(values.data() + 4 * i, to + kFactors * i);

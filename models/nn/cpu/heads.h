@@ -9,6 +9,7 @@
 #include <cstring>
 #include <limits>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "formats.h"
@@ -101,7 +102,8 @@ void WriteEntry(const Attention& attention, int64_t row, int64_t position,
 template <typename Value>
 using FormatOf = std::conditional_t<sizeof(Value) == 2, BFloat16, Float32>;
 
-// Queries of one head of keys that are computed together.
+// Queries of one head of keys that are computed together. A thread keeps the
+// memory for its next ones.
 struct Queries {
   int64_t count;
   int64_t width, words;  // Values of a query; words of a key.
@@ -110,6 +112,8 @@ struct Queries {
   std::vector<float> weights;  // [count, stride], scores, then exponentials
   std::vector<uint32_t> packed;  // [count, stride], weights as `Round` says
   std::vector<float*> outs;  // [width] of each query
+  std::vector<float> query;  // [width], one of them
+  std::vector<uint32_t> transposed;  // [words, kLanes], see `Transpose`
   int64_t slots, stride;  // `stride` has room for a register more.
 };
 
@@ -119,24 +123,16 @@ constexpr int kValueQueries = 4;  // Queries that share registers of values.
 constexpr int kValueParts = kLanes == 16 ? 4 : 2;  // Those registers.
 
 // Swaps the halves of blocks of 2 kHalf rows and columns, and so on down to 1.
-template <int kHalf>
-void SwapBlocks(Words* rows) {
-#if defined(__clang__)
-  static_assert(kHalf == 0);
-#else
-  Ints low, high;  // Lanes of the first row, then of the second one.
-  for (int lane = 0; lane < kLanes; ++lane) {
-    low[lane] = lane & kHalf ? kLanes + lane - kHalf : lane;
-    high[lane] = lane & kHalf ? kLanes + lane : lane + kHalf;
-  }
+// Compilers make two shuffles of the lists of lanes.
+template <int kHalf, int... kLane>
+void SwapBlocks(Words* rows, std::integer_sequence<int, kLane...> lanes) {
   for (int row = 0; row < kLanes; ++row) {
     if (row & kHalf) continue;
     const Words one = rows[row], other = rows[row + kHalf];
-    rows[row] = __builtin_shuffle(one, other, low);
-    rows[row + kHalf] = __builtin_shuffle(one, other, high);
+    rows[row] = Words{(kLane & kHalf ? other : one)[kLane & ~kHalf]...};
+    rows[row + kHalf] = Words{(kLane & kHalf ? other : one)[kLane | kHalf]...};
   }
-  if constexpr (kHalf > 1) SwapBlocks<kHalf / 2>(rows);
-#endif
+  if constexpr (kHalf > 1) SwapBlocks<kHalf / 2>(rows, lanes);
 }
 
 // The keys of up to kLanes slots, [count, width], as [words, kLanes] words of
@@ -145,18 +141,16 @@ template <typename Value>
 void Transpose(const Value* keys, int64_t count, int64_t width, uint32_t* to) {
   constexpr int kPerWord = sizeof(uint32_t) / sizeof(Value);
   int64_t start = 0;
-#if !defined(__clang__)
   if (count >= kLanes) {
     for (; start + kLanes * kPerWord <= width; start += kLanes * kPerWord) {
       Words rows[kLanes];
       for (int i = 0; i < kLanes; ++i) {
         rows[i] = Load<Words>(keys + i * width + start);
       }
-      SwapBlocks<kLanes / 2>(rows);
+      SwapBlocks<kLanes / 2>(rows, std::make_integer_sequence<int, kLanes>());
       std::memcpy(to + start / kPerWord * kLanes, rows, sizeof(rows));
     }
   }
-#endif
   for (int64_t i = 0; i < std::min<int64_t>(count, kLanes); ++i) {
     for (int64_t d = start; d < width; ++d) {
       uint32_t* const word = to + d / kPerWord * kLanes + i;
@@ -282,12 +276,12 @@ void AttendHead(Queries& queries, const Value* keys, const Value* values,
   start = std::min(start, end);  // Where nothing is seen.
   using Format = FormatOf<Value>;
   constexpr int kSlots = Format::kPerWord;
-  std::vector<uint32_t> transposed(queries.words * kLanes);
+  queries.transposed.assign(queries.words * kLanes, 0);
   for (int64_t slot = start; slot < end; slot += kLanes) {
     Transpose(keys + slot * queries.width, end - slot, queries.width,
-              transposed.data());
+              queries.transposed.data());
     ForQueries<kScoreQueries>(0, queries.count, [&](auto r, int64_t first) {
-      Score<Value, r>(queries, first, transposed.data(), slot, scale);
+      Score<Value, r>(queries, first, queries.transposed.data(), slot, scale);
     });
   }
   for (int64_t query = 0; query < queries.count; ++query) {
@@ -324,7 +318,7 @@ void AttendSome(const Attention& attention, int64_t row, int64_t head,
   const int64_t length = attention.length, width = attention.width;
   const int64_t group = attention.query_heads / attention.heads;
   using Format = FormatOf<Value>;
-  Queries queries;
+  thread_local Queries queries;
   queries.count = std::min<int64_t>(kQueries, group * length - first);
   queries.width = width;
   queries.words = (width + Format::kPerWord - 1) / Format::kPerWord;
@@ -333,16 +327,18 @@ void AttendSome(const Attention& attention, int64_t row, int64_t head,
   queries.weights.resize(queries.count * queries.stride);
   queries.packed.resize(queries.count * queries.stride);
   const int64_t factors = queries.words * Format::kFactors;
-  queries.factors.resize(queries.count * factors);
-  std::vector<float> query(width);
+  queries.factors.assign(queries.count * factors, 0);
+  queries.query.resize(width);
+  queries.masks.clear();
+  queries.outs.clear();
   for (int64_t i = 0; i < queries.count; ++i) {
     const int64_t of_queries = head * group + (first + i) / length;
     const int64_t position = (first + i) % length;
     const int64_t place = row * length + position;
     PrepareHead(attention, row, position, of_queries, attention.query_norm,
-                query.data());
-    Format::Round(query.data(), width, queries.factors.data() + i * factors,
-                  nullptr);
+                queries.query.data());
+    Format::Round(queries.query.data(), width,
+                  queries.factors.data() + i * factors, nullptr);
     queries.masks.push_back(attention.mask + place * attention.slots);
     queries.outs.push_back(attention.out +
                            (place * attention.query_heads + of_queries) * width);
@@ -364,7 +360,8 @@ void AttendAll(Pool& pool, const Attention& attention) {
   Team team(pool, rows * parts, work);
   const int64_t entries = attention.batch * attention.length;
   auto write = [&](int64_t index) {
-    std::vector<float> scratch(attention.width);
+    thread_local std::vector<float> scratch;
+    scratch.resize(attention.width);
     for (int64_t head = 0; head < attention.heads; ++head) {
       WriteEntry<Value>(attention, index / attention.length,
                         index % attention.length, head, scratch.data());

@@ -4,6 +4,7 @@
 #ifndef SPECDEC_PRODUCTS_H_
 #define SPECDEC_PRODUCTS_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <type_traits>
 #include <vector>
@@ -88,8 +89,8 @@ Rows RoundRows(const Products& products, Team& team) {
   Rows rows(products.rows, RowWords<Format>(products.width));
   auto round = [&](int64_t index) {
     const float* x = products.x + index * products.width;
-    std::vector<float> normalized;
     if (products.norm.scale != nullptr) {
+      thread_local std::vector<float> normalized;
       normalized.resize(products.width);
       Normalize(products.norm, x, products.width, normalized.data());
       x = normalized.data();
@@ -117,11 +118,10 @@ struct Part {
   int64_t first, outputs;
 };
 
-// From sums to products plus bias, in their place.
+// From sums to products plus bias, `values`.
 template <typename Format>
-float* Finish(const Rows& rows, const Matrix& matrix, const Part& part,
-              Sums<Format>& sums) {
-  auto* const values = reinterpret_cast<float*>(sums);
+void Finish(const Rows& rows, const Matrix& matrix, const Part& part,
+            const Sums<Format>& sums, float* values) {
   for (int64_t i = 0; i < part.outputs; i += kLanes) {
     const int64_t left = part.outputs - i, at = part.first + i;
     Floats scale = {}, bias = {};
@@ -137,20 +137,19 @@ float* Finish(const Rows& rows, const Matrix& matrix, const Part& part,
                        left);
     }
     for (int64_t row = 0; row < part.rows; ++row) {
-      float* const to = values + row * kGroup + i;
+      const auto* const sum = sums + row * kGroup + i;
       Floats product;
       if constexpr (Format::kPerWord == 4) {
         const int64_t index = part.first_row + row;
-        const Ints sum = Load<Ints>(to) + rows.start[index];
-        product = __builtin_convertvector(sum, Floats) *
+        const Ints whole = Load<Ints>(sum) + rows.start[index];
+        product = __builtin_convertvector(whole, Floats) *
                   (scale * rows.scale[index]);
       } else {
-        product = Load<Floats>(to);
+        product = Load<Floats>(sum);
       }
-      Store(to, product + bias);
+      Store(values + row * kGroup + i, product + bias);
     }
   }
-  return values;
 }
 
 // The activations of some products, times other products or plus a residual.
@@ -182,20 +181,21 @@ struct Task {
 template <typename Format>
 void MultiplyTask(const Products& products, const Rows& rows, const Task& task,
                   int64_t begin, int64_t end) {
-  alignas(64) Sums<Format> sums[2];
+  alignas(64) Sums<Format> sums;
+  alignas(64) float values[2][kMostRows * kGroup];
   const int64_t start = task.group * kGroup;
   for (int64_t row = begin; row < end; row += kMostRows) {
-    float* values[2] = {};
     const Matrix* matrix = &products.matrices[task.matrix];
     const Part part{row, std::min<int64_t>(end - row, kMostRows), start,
                     std::min<int64_t>(matrix->outputs - start, kGroup)};
     for (int i = 0; i < (products.gated ? 2 : 1); ++i, ++matrix) {
       const Group group{matrix->words + start * matrix->num_words,
                         matrix->num_words, matrix->kind};
-      Format::Multiply(rows, row, part.rows, group, sums[i]);
-      values[i] = Finish<Format>(rows, *matrix, part, sums[i]);
+      Format::Multiply(rows, row, part.rows, group, sums);
+      Finish<Format>(rows, *matrix, part, sums, values[i]);
     }
-    Emit(products, part, task.column + start, values[0], values[1]);
+    Emit(products, part, task.column + start, values[0],
+         products.gated ? values[1] : nullptr);
   }
 }
 

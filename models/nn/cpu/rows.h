@@ -3,8 +3,10 @@
 #ifndef SPECDEC_ROWS_H_
 #define SPECDEC_ROWS_H_
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <memory>
 #include <vector>
@@ -99,7 +101,7 @@ inline float RoundToIntegers(const float* row, int64_t width, int8_t* to,
   *start = 0;
   if (!(peak <= std::numeric_limits<float>::max())) {
     // The products of a row that is not finite are not finite either.
-    std::fill(to, to + width, 0);
+    std::memset(to, 0, width);
     return std::numeric_limits<float>::quiet_NaN();
   }
   // The scale of a tiny row may be 0, as denormal numbers are.

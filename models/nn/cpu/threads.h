@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cassert>
 #include <cstdint>
 #include <memory>
 #include <thread>
@@ -42,10 +43,10 @@ class Team {
 
   int64_t size() const { return size_; }
 
-  // Calls `body(index)` for all indices below `count`. Of a team there are at
-  // most kMaxLoops such calls.
+  // Calls `body(index)` for all indices below `count`; at most kMaxLoops times.
   template <typename Body>
   void For(int64_t count, const Body& body) {
+    assert(number_ < kMaxLoops);
     Loop& loop = shared_->loops[number_++];
     loop.count = count;
     loop.body = &body;
@@ -113,7 +114,12 @@ class Team {
     Loop loops[kMaxLoops];
   };
 
-  // Waits until `is_done()`, at first without giving up the processor.
+  // Waits until `is_done()`, at first without giving up the processor. Nobody
+  // sleeps, since waking up takes longer than most loops. That is right also
+  // where there are more threads than processors: the wait ends with the call
+  // of a kernel, a yield lets threads run that have work, and the calling
+  // thread takes all indices that no helper has begun, so it waits for none
+  // that was not given a processor.
   template <typename IsDone>
   static void Wait(const IsDone& is_done) {
     for (int i = 0; !is_done(); ++i) {

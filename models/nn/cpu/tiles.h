@@ -15,6 +15,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
+
 namespace specdec {
 
 // Whether Linux lets this process use the unit; it asks once.

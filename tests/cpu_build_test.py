@@ -1,0 +1,92 @@
+"""How the kernels for CPU are compiled and kept, and run under sanitizers."""
+
+import functools
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from models.nn.cpu import build
+
+pytestmark = pytest.mark.skipif(
+  not build.is_available(), reason='the CPU kernels need a C++ compiler'
+)
+
+
+def test_without_a_compiler_xla_computes(monkeypatch, capsys):
+  monkeypatch.setattr(build.shutil, 'which', lambda name: None)
+  monkeypatch.delenv('CXX', raising=False)
+  assert not build.is_available.__wrapped__()
+  assert 'there is no C++ compiler' in capsys.readouterr().err
+  monkeypatch.setenv('CXX', '/nowhere/g++')
+  assert not build.is_available.__wrapped__()
+  assert '/nowhere/g++' in capsys.readouterr().err
+
+
+def _flipped(content):
+  return content[:9] + bytes([content[9] ^ 1]) + content[10:]
+
+
+@pytest.mark.parametrize(
+  'damage',
+  [
+    *(lambda content: b'', lambda content: content[:40], _flipped),
+    *(lambda content: content[:-1], lambda content: content + b' '),
+  ],
+)
+def test_a_library_is_compiled_once_for_its_flags(
+  damage, monkeypatch, tmp_path
+):
+  """And again where the file is not what was written."""
+  linked = []
+
+  def run(command, **kw):
+    if '-o' in command:
+      assert not command[-1].exists()
+      command[-1].write_bytes(bytes(64))
+      linked.extend({'-shared'} & {*command})
+    return subprocess.CompletedProcess(command, 0, stdout=b'g++ 1')
+
+  monkeypatch.setattr(build.subprocess, 'run', run)
+  make = functools.partial(build.compile_library, 'g++', tmp_path)
+  library = make()
+  assert make() == library != make(flags=('-O2',))
+  assert len(linked) == 2
+  whole = library.read_bytes()
+  library.write_bytes(damage(whole))
+  assert make() == make() == library
+  assert len(linked) == 3
+  assert library.read_bytes() == whole
+
+
+@pytest.mark.long
+def test_random_calls_read_and_write_in_bounds(tmp_path):
+  """In a process of its own, under the sanitizers of g++."""
+  libraries = [
+    subprocess.check_output(
+      ['g++', f'-print-file-name=lib{name}.so'], text=True
+    )
+    for name in ('asan', 'ubsan')
+  ]
+  preload = ' '.join(path.strip() for path in libraries)
+  command = [sys.executable, 'tests/cpu_calls.py', tmp_path, '2000']
+  options = {'ASAN_OPTIONS': 'detect_leaks=0', 'LD_PRELOAD': preload}
+  done = subprocess.run(
+    command, env=os.environ | options, capture_output=True, text=True
+  )
+  assert done.returncode == 0, done.stderr
+  assert '2000 calls' in done.stdout
+  assert 'runtime error' not in done.stderr
+
+
+@pytest.mark.long
+def test_threads_wait_for_what_others_write(tmp_path):
+  """A program of its own, under the sanitizer of g++ for threads."""
+  program = tmp_path / 'threads'
+  sources = f'-I{pathlib.Path(build.__file__).parent}', 'tests/threads.cc'
+  flags = *build.FLAGS, '-O1', '-fsanitize=thread', '-pthread'
+  subprocess.run(['g++', *flags, *sources, '-o', program], check=True)
+  done = subprocess.run([program], capture_output=True, text=True)
+  assert done.returncode == 0, done.stderr
