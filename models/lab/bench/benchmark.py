@@ -30,6 +30,7 @@ import specdec
 from specdec import checks as checks_lib
 from specdec import sampling as sampling_lib
 from specdec import statistics as statistics_lib
+from specdec import whole_files
 
 Figures = Mapping[str, Any]
 Batches = Sequence[Sequence[Sequence[int]]]
