@@ -109,7 +109,9 @@ def _described(kind: Any, several: bool = False) -> str:
   parts, outer = get_args(kind), get_origin(kind)
   if outer in (list, dict):
     own = _WORDS[outer][several]
-    return own if parts[-1] is Any else f'{own} of {_described(parts[-1], True)}'
+    return (
+      own if parts[-1] is Any else f'{own} of {_described(parts[-1], True)}'
+    )
   if outer is Literal:
     return ' or '.join(map(repr, parts))
   words = [_described(part, several) for part in parts]
@@ -150,7 +152,8 @@ def check_types(
   for key in record.keys() & kinds.keys():
     if not _fits(record[key], kinds[key]):
       raise ValueError(
-        f'{place}{key} must be {_described(kinds[key])}, got {record[key]!r:.60}'
+        f'{place}{key} must be {_described(kinds[key])}, got'
+        f' {record[key]!r:.60}'
       )
 
 

@@ -18,21 +18,21 @@ from specdec import whole_files
 
 
 def prepare_output(path: str | None) -> None:
-  """Before measuring, locks the file, if any, that will be written.
+  """Locks the file, if any, that will be written when all is measured.
 
   Raises:
     OSError: it cannot be written.
     ValueError: another run is about to write it.
   """
-  if path:
+  if path and jax.process_index() == 0:
     locks.hold(pathlib.Path(path), 'give another --output')
 
 
 def write_record(
   path: str | None, settings: dict[str, Any], figures: dict[str, Any]
 ) -> None:
-  """Writes `record` as JSON, if there is a path."""
-  if path:
+  """Writes `record` as JSON, if there is a path, from the first of hosts."""
+  if path and jax.process_index() == 0:
     text = text_files.to_json(record(settings, figures), indent=1)
     whole_files.write_text(path, f'{text}\n')
 

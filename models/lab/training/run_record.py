@@ -84,7 +84,7 @@ class ResumableRows:
     self._path = path
     self.rows: list[dict[str, Any]] = []
     if path.exists() and not path.is_file():
-      raise ValueError(f'{path} is no regular file; give another --output, or -')
+      raise ValueError(f'{path} is no regular file; give another --output')
     locks.hold(path, 'give another --output')
     beside = path.with_name(f'{path.name}.run.json')
     if path.stat().st_size == 0:
@@ -109,10 +109,11 @@ class ResumableRows:
         ' another --output',
       ):
         row = json.loads(line)
-        index = row.get('index') if isinstance(row, dict) else None
-        is_new = type(index) is int and index not in indices
-        if not (is_new and 0 <= index < number):
+        index: Any = row.get('index') if isinstance(row, dict) else None
+        if type(index) is not int or not 0 <= index < number:
           raise ValueError(f'line {place} is not the result of a prompt')
+        if index in indices:
+          raise ValueError(f'line {place} has the index of an earlier line')
       indices.add(index)
       self.rows.append(row)
     if content[-1:] != b'\n':

@@ -1,0 +1,439 @@
+"""Files with bytes cut, emptied and flipped, and JSON with other values.
+
+What is ours to make again is made again. All else is an error in one sentence
+with the name of the file, or what was written.
+"""
+
+import json
+import logging
+import random
+import shutil
+import types
+import warnings
+
+import gguf
+import jax
+from jax._src import compilation_cache
+import numpy as np
+import pytest
+from safetensors import numpy as safetensors_numpy
+import tiny
+import tiny_heads
+
+from models import kept_programs
+from models.checkpoints import hub
+from models.lab.training import run_record
+from models.lab.training import tokenizer as tokenizer_lib
+from models.lab.tune import plan_lookup
+from models.lab.tune import planner
+from models.text import draft_vocabulary
+from models.text import pair as pair_lib
+from models.text import plan as plan_lib
+from models.text import settings as settings_lib
+from specdec.ngram import counting
+from specdec.ngram import table as table_lib
+from specdec.tree import topology as topology_lib
+
+_VALUES = [None, True, 0, -1, 3, 10**12, 1.5, -2.5, 1e400, 'x', '', '\ud800']
+_VALUES += [[], {}, [1], ['x'], {'a': 1}]
+
+
+def _places(value):
+  """The places of all values within a value of JSON."""
+  yield ()
+  pairs = value.items() if isinstance(value, dict) else ()
+  if isinstance(value, list):
+    pairs = enumerate(value[:3])
+  for key, one in pairs:
+    for place in _places(one):
+      yield (key, *place)
+
+
+def _other_json(content, rng):
+  """Of a value within it the key is lost or renamed, or it is another."""
+  value = json.loads(content)
+  depth = rng.choice((1, 1, 2, 3, 9))
+  *outer, last = rng.choice(
+    [place for place in _places(value) if 0 < len(place) <= depth] or [[None]]
+  )
+  if last is None:
+    return json.dumps(rng.choice(_VALUES)).encode()
+  within = value
+  for key in outer:
+    within = within[key]
+  how = rng.randrange(4)
+  if how == 0:
+    del within[last]
+  elif how == 1 and isinstance(within, dict):
+    within[f'{last}s'] = within.pop(last)
+  else:
+    within[last] = rng.choice(_VALUES)
+  return json.dumps(value).encode()
+
+
+def _damaged(content, rng, is_json=False):
+  """The content of a file, damaged in one of several ways."""
+  way = rng.choice(('cut', 'empty', 'flip', 'flip', 'bytes', *('json',) * 4))
+  if way == 'cut':
+    return content[: rng.randrange(len(content))]
+  if way == 'empty':
+    return b''
+  if way == 'json' and is_json:
+    return _other_json(content, rng)
+  changed = bytearray(content)
+  # Files say at their beginning what is in them.
+  end = rng.choice((len(changed), min(len(changed), 2000)))
+  for _ in range(1 if way == 'flip' else 3):
+    place = rng.randrange(end)
+    changed[place] ^= 1 << rng.randrange(8)
+    if way != 'flip':
+      changed[place] = rng.choice((0, 1, 4, 9, 255, rng.randrange(256)))
+  return bytes(changed)
+
+
+def _outcome(read):
+  """What a function returns, and the message of the ValueError it raises."""
+  try:
+    return read(), None
+  except ValueError as error:
+    return None, str(error)
+
+
+# Files by kind: what writes one into a folder, and what reads it.
+
+
+def _plan(context=None):
+  drafting = settings_lib.with_options(
+    settings_lib.DraftSettings(), {'width': 5, 'num_nodes': 17, 'ngram': 'a'}
+  )
+  context = context or plan_lib.Context(
+    models={'target': 't', 'draft': None, 'vocabulary': 'v'},
+    machine={'device': 'cpu', 'cores': 2},
+    dtype='float32',
+    draft_dtype='int4',
+    batch_size=2,
+    sampling={'top_k': 50},
+  )
+  return plan_lib.Plan(
+    method='staged',
+    drafting=drafting,
+    min_block_efficiency=1.5,
+    context=context,
+    candidates=({'name': 'plain'},),
+  )
+
+
+def _write_table(path):
+  table = table_lib.NGramTable(
+    edge_token=np.array([0, 2, 5]),
+    first_child=np.array([1, 3, 3, 3]),
+    next_tokens=np.arange(6).reshape(3, 2),
+    next_log_probs=np.log(np.arange(1, 7).reshape(3, 2) / 9),
+    order=2,
+    vocab_size=9,
+  )
+  table_lib.save_table(path, table, {'draft': 'a', 'tokens': 5})
+
+
+def _read_table(path):
+  table, provenance = table_lib.load_table(path)
+  arrays = (table.edge_token, table.first_child, table.next_tokens)
+  arrays = [one.tolist() for one in (*arrays, table.next_log_probs)]
+  return arrays, table.order, table.vocab_size, provenance
+
+
+_RECORD = {'seed': 3, 'corpus': {'folder': 'a', 'files': ['b', 'c']}}
+
+# The name of the file, what writes and what reads it, and whether damage that
+# is no error leaves what is read as it was.
+_FILES = {
+  'plan': (
+    'plan.json',
+    lambda path: _plan().save(path),
+    plan_lib.load_plan,
+    True,
+  ),
+  'table': ('table.safetensors', _write_table, _read_table, True),
+  'settings of a run': (
+    'run.json',
+    lambda path: run_record.write_once(path, _RECORD),
+    lambda path: run_record.write_once(path, _RECORD),
+    True,
+  ),
+  'topology': (
+    'shape.json',
+    lambda path: path.write_text('[[0], [1], [0, 0], [0, 1], [0, 0, 2]]'),
+    lambda path: topology_lib.load_topology(str(path)).children.shape,
+    False,
+  ),
+  'counts': (
+    'counts.npy',
+    lambda path: np.save(path, np.arange(20)),
+    lambda path: draft_vocabulary.most_frequent(str(path), 5),
+    False,
+  ),
+  'tokens': (
+    'tokens.npy',
+    lambda path: np.save(path, np.arange(20) % 7),
+    lambda path: (
+      counting.count_ngrams([path], order=3, vocab_size=7).num_tokens
+    ),
+    False,
+  ),
+}
+
+
+@pytest.mark.parametrize('kind', _FILES)
+def test_a_damaged_file_is_refused_by_name(kind, tmp_path):
+  name, write, read, is_checked = _FILES[kind]
+  path = tmp_path / name
+  write(path)
+  whole, expected = path.read_bytes(), read(path)
+  refused = 0
+  for seed in range(60):
+    rng = random.Random(seed)
+    content = _damaged(whole, rng, name.endswith('.json'))
+    path.write_bytes(content)
+    found, error = _outcome(lambda: read(path))
+    if error is None:
+      assert found == expected or not is_checked, seed
+    else:
+      assert str(path) in error, seed
+      refused += 1
+    assert path.read_bytes() == content
+  assert refused > 30
+
+
+def test_a_damaged_plan_of_this_machine_is_made_again(tmp_path, monkeypatch):
+  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
+  monkeypatch.setattr(planner, 'make_plan', lambda *_, **__: _plan())
+  monkeypatch.setattr(pair_lib, 'load_pair', lambda choice: None)
+  usual, context = settings_lib.DraftSettings(), _plan().context
+  setup = types.SimpleNamespace(
+    context=lambda: context, models=None, sampling=None
+  )
+
+  def find():
+    lines = []
+    plan = plan_lookup.find_plan(
+      'auto', list, setup, drafting=usual, report=lines.append
+    )
+    assert plan == _plan()
+    return lines
+
+  find()
+  path = plan_lib.cache_path(context, usual)
+  whole, made = path.read_bytes(), 0
+  for seed in range(60):
+    path.write_bytes(_damaged(whole, random.Random(seed), is_json=True))
+    first, *more = find()
+    if more:
+      assert first.startswith(f'warning: plan {path} cannot be read: '), seed
+      assert more[-1] == f'staged, saved as {path}'
+      assert path.read_bytes() == whole
+      made += 1
+    assert find() == [f'staged, from {path}']
+  assert made > 50
+
+
+@pytest.fixture
+def programs(tmp_path, monkeypatch):
+  """A folder where JAX keeps all programs, as it does for scripts."""
+  changed = {'compilation_cache_max_size': 2**20}
+  changed |= {'persistent_cache_min_compile_time_secs': 0}
+  names = ('compilation_cache_dir', *changed)
+  before = {f'jax_{name}': getattr(jax.config, f'jax_{name}') for name in names}
+  make = compilation_cache.get_file_cache
+  monkeypatch.setattr(compilation_cache, 'get_file_cache', make)
+  compilation_cache.reset_cache()
+  for name, value in changed.items():
+    jax.config.update(f'jax_{name}', value)
+  kept_programs.keep(str(tmp_path / 'programs'))
+  yield tmp_path / 'programs'
+  for name, value in before.items():
+    jax.config.update(name, value)
+  compilation_cache.reset_cache()
+
+
+def test_a_damaged_program_is_compiled_again(programs, caplog):
+  compute = lambda: jax.jit(lambda x: 3 * x + 1)(np.arange(4)).tolist()
+  assert compute() == [1, 4, 7, 10]
+  (file,) = programs.glob('jit__lambda*-cache')
+  whole, times = file.read_bytes(), 0
+  for seed in range(60):
+    content = _damaged(whole, random.Random(seed))
+    file.write_bytes(content)
+    caplog.clear()
+    # What JAX does when it looks for a program. Few are compiled here.
+    found = compilation_cache._cache.get(file.name.split('-sealed')[0])
+    assert (found is None) == (content != whole), seed
+    if found is None:
+      assert 'is damaged; it is compiled again' in caplog.text
+      assert not file.exists()
+      times += 1
+    if seed < 4:
+      assert compute() == [1, 4, 7, 10]
+      assert file.exists()
+  assert times > 50
+  # A process was killed between the two files of an entry.
+  compute()
+  next(programs.glob('jit__lambda*-atime')).unlink()
+  compilation_cache.reset_cache()
+  with warnings.catch_warnings():
+    warnings.simplefilter('error')  # JAX would keep no program, and say so.
+    compute()
+  assert len([*programs.glob('jit__lambda*')]) == 2
+
+
+def test_results_that_are_whole_are_kept(tmp_path):
+  path, settings = tmp_path / 'rows.jsonl', {'seed': 0, 'stop': ['a']}
+  opened = lambda: run_record.ResumableRows(path, settings, 3)
+  results = opened()
+  for index in range(3):
+    results.add({'index': index, 'text': 'ab' * index})
+  beside = tmp_path / 'rows.jsonl.run.json'
+  contents, refused = {one: one.read_bytes() for one in (path, beside)}, 0
+  for seed in range(60):
+    rng = random.Random(seed)
+    for file, whole in contents.items():
+      file.write_bytes(whole)
+    file = rng.choice([path, path, beside])
+    file.write_bytes(_damaged(contents[file], rng, file == beside))
+    content = path.read_bytes()
+    results, error = _outcome(opened)
+    if error is None:
+      lines = content.split(b'\n')[:-1]
+      assert results.rows == [*map(json.loads, lines)]
+      assert path.read_bytes() == b''.join(line + b'\n' for line in lines)
+    else:
+      assert str(path) in error, seed
+      assert path.read_bytes() == content
+      refused += 1
+  assert 20 < refused < 60
+
+
+# Models: whatever is loaded, it is loaded or refused with the name of its path.
+
+
+def _tokenizer():
+  return tokenizer_lib.train_tokenizer(
+    ['def add(first, second):'] * 9, vocab_size=270, context=64
+  )
+
+
+def _llama(**changes):
+  return tiny.llama_module('llama', num_layers=1, vocab_size=288, **changes)
+
+
+def _folder(path):
+  """Two files of weights with their index, and all else that may be read."""
+  hub.save_pretrained(_llama(), path, tokenizer=_tokenizer())
+  weights = path / 'model.safetensors'
+  tensors = safetensors_numpy.load_file(weights)
+  parts = {name: f'part_{place % 2}' for place, name in enumerate(tensors)}
+  for part in {*parts.values()}:
+    own = {name: one for name, one in tensors.items() if parts[name] == part}
+    safetensors_numpy.save_file(own, path / f'{part}.safetensors')
+  weights.unlink()
+  shards = {name: f'{part}.safetensors' for name, part in parts.items()}
+  for name, content in {
+    'model.safetensors.index.json': {'weight_map': shards},
+    'generation_config.json': {'eos_token_id': [0, 5]},
+    'special_tokens_map.json': {'bos_token': {'content': '<|endoftext|>'}},
+  }.items():
+    (path / name).write_text(json.dumps(content))
+  (path / 'chat_template.jinja').write_text("{{ messages[0]['content'] }}")
+
+
+def _rounded_folder(path):
+  wide = _llama(width=32, inner_width=32)
+  hub.save_pretrained(wide, path / 'floats', tokenizer=_tokenizer())
+  hub.save_in_four_bits(str(path / 'floats'), path)
+  shutil.rmtree(path / 'floats')
+
+
+def _gguf_file(path):
+  tokenizer = _tokenizer()
+  words = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+  model = json.loads(tokenizer.backend_tokenizer.to_str())['model']
+  config = _llama().config
+  path.mkdir()
+  writer = gguf.GGUFWriter(path / 'model.gguf', 'llama')
+  writer.add_context_length(config.num_positions)
+  writer.add_embedding_length(32)
+  writer.add_block_count(1)
+  writer.add_head_count(4)
+  writer.add_head_count_kv(2)
+  writer.add_feed_forward_length(32)
+  writer.add_layer_norm_rms_eps(1e-5)
+  writer.add_tokenizer_model('gpt2')
+  writer.add_tokenizer_pre('gpt-2')
+  writer.add_token_list(words)
+  writer.add_token_types([1] * len(words))
+  writer.add_token_merges([' '.join(pair) for pair in model['merges']])
+  writer.add_eos_token_id(tokenizer.eos_token_id)
+  rng = np.random.default_rng(0)
+  matrices = dict.fromkeys(('attn_q', 'attn_output'), (32, 32))
+  matrices |= dict.fromkeys(('attn_k', 'attn_v'), (16, 32))
+  matrices |= dict.fromkeys(('ffn_gate', 'ffn_up', 'ffn_down'), (32, 32))
+  matrices = {f'blk.0.{name}': shape for name, shape in matrices.items()}
+  for name, shape in (matrices | {'token_embd': (len(words), 32)}).items():
+    array = rng.normal(size=shape).astype(np.float32)
+    kind = gguf.GGMLQuantizationType.Q8_0
+    data = gguf.quantize(array, kind)
+    writer.add_tensor(f'{name}.weight', data, raw_dtype=kind)
+  for name in ('output_norm', 'blk.0.attn_norm', 'blk.0.ffn_norm'):
+    writer.add_tensor(f'{name}.weight', np.ones(32, np.float32))
+  writer.write_header_to_file()
+  writer.write_kv_data_to_file()
+  writer.write_tensors_to_file()
+  writer.close()
+
+
+def _head_folder(path):
+  values = tiny_heads.tensors('eagle3', reduced=True)
+  tiny_heads.write(path, 'sglang', values, reduced=True)
+
+
+def _head_file(path):
+  path.mkdir()
+  values = tiny_heads.tensors('eagle3', reduced=True)
+  tiny_heads.write_gguf(path / 'head.gguf', values)
+
+
+def _load_model(path):
+  choice = pair_lib.ModelChoice(str(path), None, cpu_kernels=False)
+  pair = pair_lib.load_pair(choice)
+  pair.decode(pair.encode('def a'))
+
+
+@pytest.mark.parametrize(
+  ('write', 'load', 'number'),
+  [
+    (_folder, _load_model, 150),
+    (_rounded_folder, _load_model, 50),
+    (_gguf_file, _load_model, 100),
+    (_head_folder, tiny_heads.load, 50),
+    (_head_file, tiny_heads.load, 50),
+  ],
+)
+def test_a_damaged_model_is_loaded_or_refused_by_name(
+  write, load, number, tmp_path, monkeypatch
+):
+  monkeypatch.setattr(logging.root, 'level', logging.ERROR)
+  folder = tmp_path / 'model'
+  write(folder)
+  files = sorted(folder.iterdir())
+  path = files[0] if files[0].suffix == '.gguf' else folder
+  contents = {file: file.read_bytes() for file in files}
+  load(path)
+  refused = 0
+  for seed in range(number):
+    rng = random.Random(seed)
+    file = rng.choice(files)
+    file.write_bytes(_damaged(contents[file], rng, file.suffix == '.json'))
+    _, error = _outcome(lambda: load(path))
+    assert error is None or str(path) in error, (seed, file)
+    refused += error is not None
+    file.write_bytes(contents[file])
+  assert refused > number // 3
