@@ -5,6 +5,7 @@ python scripts/train.py --head=eagle3 --target=FOLDER --workdir=/tmp/head \
     --output=/tmp/head/model
 """
 
+import functools
 import pathlib
 
 from absl import flags
@@ -12,148 +13,156 @@ import command_line
 
 _FLAGS = flags.FLAGS
 
-flags.DEFINE_string(
-  'workdir', None, 'folder of checkpoints and loss curve', required=True
+_string, _enum = flags.DEFINE_string, flags.DEFINE_enum
+_integer = functools.partial(flags.DEFINE_integer, lower_bound=1)
+_float = functools.partial(flags.DEFINE_float, lower_bound=0)
+
+_string('workdir', None, 'folder of checkpoints and loss curve', required=True)
+_string('output', None, 'Hugging Face folder to write', required=True)
+_string('corpus', '', 'folder of text; default: the standard library')
+_string('pattern', '*.py', 'pattern of file names to read')
+_integer('steps', 2400, 'number of optimizer steps')
+_integer('batch_tokens', 4096, 'tokens per step')
+_float(
+  'learning_rate',
+  None,
+  'peak learning rate; decays to zero; default: 0.005, of --head 0.002',
 )
-flags.DEFINE_string(
-  'output', None, 'Hugging Face folder to write', required=True
-)
-flags.DEFINE_string(
-  'corpus', '', 'folder of text; default: the standard library'
-)
-flags.DEFINE_string('pattern', '*.py', 'pattern of file names to read')
-flags.DEFINE_string(
-  'tokenizer', None, 'folder of a tokenizer to use; default: train one'
-)
-flags.DEFINE_string(
-  'teacher', None, 'model folder to distil from (implies its tokenizer)'
-)
-flags.DEFINE_integer('vocab_size', 4096, 'vocabulary of a new tokenizer')
-flags.DEFINE_enum(
-  'family', 'gpt2', ('gpt2', 'llama', 'mixtral'), 'family of the model'
-)
-flags.DEFINE_integer('width', 320, 'width of the residual stream')
-flags.DEFINE_integer('layers', 6, 'number of transformer blocks')
-flags.DEFINE_integer('heads', 5, 'number of attention heads')
-flags.DEFINE_integer(
-  'kv_heads', None, 'number of key and value heads; default: as --heads'
-)
-flags.DEFINE_integer(
-  'inner_width', None, 'width of the feed-forward layer, or of an expert'
-)
-flags.DEFINE_integer('experts', 8, 'number of experts of --family=mixtral')
-flags.DEFINE_integer('experts_per_token', 2, 'number of experts per token')
-flags.DEFINE_integer('context', 1024, 'longest context, in tokens')
-flags.DEFINE_integer('steps', 2400, 'number of optimizer steps')
-flags.DEFINE_integer('batch_tokens', 4096, 'tokens per step')
-flags.DEFINE_float('learning_rate', 5e-3, 'peak learning rate; decays to zero')
-flags.DEFINE_integer('seed', 0, 'seed of weights and batches')
-flags.DEFINE_enum(
-  'dtype', 'bfloat16', ['float32', 'bfloat16'], 'dtype of the matrix products'
-)
-flags.DEFINE_enum(
+flags.DEFINE_integer('seed', 0, 'seed of weights and batches', 0, 2**32 - 1)
+_enum('dtype', 'bfloat16', ['float32', 'bfloat16'], 'of the matrix products')
+_enum(
   'output_dtype',
   'float16',
   ['float32', 'float16', 'bfloat16'],
   'dtype of the stored weights',
 )
-flags.DEFINE_enum(
+_integer('heads', None, 'attention heads; default: 5, of --head as the target')
+_integer(
+  'kv_heads',
+  None,
+  'number of key and value heads; default: as --heads, else as the target',
+)
+_integer(
+  'inner_width',
+  None,
+  'width of the feed-forward layer, or of an expert; default: that of the'
+  ' family, of --head as the target',
+)
+_integer(
+  'context',
+  None,
+  'longest context, in tokens; default: 1024; of --head what it learns from at'
+  ' once, default: 256',
+)
+_string('tokenizer', None, 'folder of a tokenizer to use; default: train one')
+_string('teacher', None, 'model folder to distil from (implies its tokenizer)')
+_integer('vocab_size', 4096, 'vocabulary of a new tokenizer')
+_enum('family', 'gpt2', ['gpt2', 'llama', 'mixtral'], 'family of the model')
+_integer('width', 320, 'width of the residual stream')
+_integer('layers', 6, 'number of transformer blocks')
+_integer('experts', 8, 'number of experts of --family=mixtral')
+_integer('experts_per_token', 2, 'number of experts per token')
+_enum(
   'head',
   None,
   ['eagle3'],
-  'train a drafting head for --target instead of a model; --heads, --kv_heads'
-  ' and --inner_width are those of the target unless they are given',
+  'train a drafting head for --target instead of a model',
 )
-flags.DEFINE_string(
+_string(
   'target', 'demo', 'of --head: demo, a model folder, a GGUF file or a hub id'
 )
-flags.DEFINE_string(
-  'target_dtype', 'auto', 'of --head, that the target computes in'
-)
-flags.DEFINE_integer(
+_string('target_dtype', 'auto', 'of --head, that the target computes in')
+_integer(
   'head_vocabulary',
   None,
   'of --head, tokens that it may draft, the most frequent ones, with an output'
   ' matrix of its own; default: all, with the matrix of the target',
-  lower_bound=1,
 )
-flags.DEFINE_integer(
+_integer(
   'head_depth',
   4,
   'of --head, how many tokens ahead it learns to draft from its own states',
 )
-flags.DEFINE_float(
+_float(
   'feature_gigabytes',
   10.0,
   'of --head, the most disk space in --workdir for what the target computes',
 )
 
+# The flags of the fields of settings: of all kinds of training, and of each.
+_SHARED = {
+  'num_steps': 'steps',
+  'batch_tokens': 'batch_tokens',
+  'learning_rate': 'learning_rate',
+  'seed': 'seed',
+  'dtype': 'dtype',
+  'num_heads': 'heads',
+  'num_kv_heads': 'kv_heads',
+  'inner_width': 'inner_width',
+}
+_OF_MODEL = {
+  'num_positions': 'context',
+  'tokenizer': 'tokenizer',
+  'teacher': 'teacher',
+  'vocab_size': 'vocab_size',
+  'family': 'family',
+  'width': 'width',
+  'num_layers': 'layers',
+  'num_experts': 'experts',
+  'experts_per_token': 'experts_per_token',
+}
+_OF_HEAD = {
+  'length': 'context',
+  'target': 'target',
+  'target_dtype': 'target_dtype',
+  'vocabulary': 'head_vocabulary',
+  'depth': 'head_depth',
+  'feature_gigabytes': 'feature_gigabytes',
+}
 
-def _given(*names):
-  return {name: _FLAGS[name].value for name in names}
+
+def _without_effect() -> dict[str, str]:
+  """Flags that these flags make useless, and why."""
+  found: dict[str, str] = {}
+  ours, others, why = _OF_MODEL, _OF_HEAD, 'without --head'
+  if _FLAGS.head is not None:
+    ours, others, why = _OF_HEAD, _OF_MODEL, f'with --head={_FLAGS.head}'
+  elif _FLAGS.family != 'mixtral':
+    family = f'with --family={_FLAGS.family}'
+    found |= dict.fromkeys(('experts', 'experts_per_token'), family)
+  found |= dict.fromkeys({*others.values()} - {*ours.values()}, why)
+  for given, useless in (
+    ('tokenizer', ('vocab_size',)),
+    ('teacher', ('vocab_size', 'tokenizer')),
+  ):
+    if _FLAGS[given].value is not None:
+      found |= dict.fromkeys(useless, f'with --{given}')
+  return found
 
 
-def _train_head() -> None:
-  from models.lab.training import corpus as corpus_lib
-  from models.lab.training import head_trainer
-
-  stated = lambda name: _FLAGS[name].value if _FLAGS[name].present else None
-  defaults = head_trainer.HeadTraining
-  head_trainer.train(
-    head_trainer.HeadTraining(
-      dtype=_FLAGS.target_dtype,
-      vocabulary=_FLAGS.head_vocabulary,
-      num_heads=stated('heads'),
-      num_kv_heads=stated('kv_heads'),
-      inner_width=stated('inner_width'),
-      depth=_FLAGS.head_depth,
-      length=stated('context') or defaults.length,
-      feature_bytes=int(_FLAGS.feature_gigabytes * 1e9),
-      num_steps=_FLAGS.steps,
-      learning_rate=stated('learning_rate') or defaults.learning_rate,
-      warmup_steps=min(defaults.warmup_steps, _FLAGS.steps // 10),
-      train_dtype=_FLAGS.dtype,
-      **_given('target', 'batch_tokens', 'seed'),
-    ),
-    corpus_lib.Corpus(folder=_FLAGS.corpus, pattern=_FLAGS.pattern),
-    workdir=pathlib.Path(_FLAGS.workdir),
-    output=pathlib.Path(_FLAGS.output),
-    output_dtype=_FLAGS.output_dtype,
-  )
+@command_line.checked_first
+def _check_flags() -> None:
+  for name, why in _without_effect().items():
+    if _FLAGS[name].present:
+      raise ValueError(f'--{name} has no effect {why}; leave it out')
 
 
 def main() -> None:
-  if _FLAGS.head is not None:
-    _train_head()
-    return
   from models.lab.training import corpus as corpus_lib
-  from models.lab.training import pipeline
+  from models.lab.training import head_trainer
+  from models.lab.training import model_trainer
   from models.lab.training import trainer
 
-  pipeline.run(
-    corpus=corpus_lib.Corpus(folder=_FLAGS.corpus, pattern=_FLAGS.pattern),
-    config=trainer.TrainConfig(
-      num_steps=_FLAGS.steps,
-      warmup_steps=min(trainer.TrainConfig.warmup_steps, _FLAGS.steps // 10),
-      phases=tuple(
-        (part, min(length, _FLAGS.batch_tokens))
-        for part, length in trainer.TrainConfig.phases
-      ),
-      **command_line.given('batch_tokens', 'learning_rate', 'seed', 'dtype'),
+  kind: type[trainer.Training] = model_trainer.ModelTraining
+  fields = _SHARED | _OF_MODEL
+  if _FLAGS.head is not None:
+    kind, fields = head_trainer.HeadTraining, _SHARED | _OF_HEAD
+  values = {field: _FLAGS[name].value for field, name in fields.items()}
+  trainer.run(
+    kind(
+      corpus=corpus_lib.Corpus(folder=_FLAGS.corpus, pattern=_FLAGS.pattern),
+      **{name: value for name, value in values.items() if value is not None},
     ),
-    shape=pipeline.Shape(
-      num_layers=_FLAGS.layers,
-      num_heads=_FLAGS.heads,
-      num_positions=_FLAGS.context,
-      num_kv_heads=_FLAGS.kv_heads,
-      num_experts=_FLAGS.experts,
-      **command_line.given(
-        'width', 'family', 'inner_width', 'experts_per_token'
-      ),
-    ),
-    vocab_size=_FLAGS.vocab_size,
-    tokenizer_folder=_FLAGS.tokenizer,
-    teacher_folder=_FLAGS.teacher,
     workdir=pathlib.Path(_FLAGS.workdir),
     output=pathlib.Path(_FLAGS.output),
     output_dtype=_FLAGS.output_dtype,

@@ -1,7 +1,8 @@
-"""Files that a run keeps are cut, emptied, flipped, lost, or half written."""
+"""Runs that are killed, disks that are full, files that are damaged or lost."""
 
 import contextlib
-import functools
+import dataclasses
+import re
 import resource
 import shutil
 
@@ -12,181 +13,98 @@ import pytest
 import tiny
 import tiny_heads
 
-from models.checkpoints import hub
-from models.lab.training import head_features
+from models.lab.training import corpus as corpus_lib
 from models.lab.training import kept
+from models.lab.training import model_trainer
 from models.lab.training import run_checkpoints
-from models.lab.training import tokenizer as tokenizer_lib
+from models.lab.training import target_trainer
+from models.lab.training import trainer
 
 
-def _cut(file, rng):
-  file.write_bytes(file.read_bytes()[: rng.integers(file.stat().st_size)])
+def _flip(content, rng):
+  bits = np.unpackbits(np.frombuffer(content, np.uint8))
+  bits[rng.integers(len(bits))] ^= 1
+  return np.packbits(bits).tobytes()
 
 
-def _empty(file, rng):
-  del rng
-  file.write_bytes(b'')
+_WAYS = [
+  lambda content, rng: content[: rng.integers(len(content))],
+  lambda content, rng: b'',
+  _flip,
+  None,  # The file is lost.
+]
 
 
-def _flip(file, rng):
-  content = bytearray(file.read_bytes())
-  content[rng.integers(len(content))] ^= 1 << rng.integers(8)
-  file.write_bytes(content)
-
-
-def _lose(file, rng):
-  del rng
-  file.unlink()
-
-
-_WAYS = [_cut, _empty, _flip, _lose]
-
-
-def _files(folder):
-  return sorted(one for one in folder.rglob('*') if one.is_file())
+def _damaged(made, target, pattern, ways):
+  """Yields copies of a folder, and what is damaged in each, and how."""
+  files = [one for one in sorted(made.rglob('*')) if one.is_file()]
+  names = [one.relative_to(made) for one in files]
+  names = [one for one in names if re.match(pattern, one.as_posix())]
+  for number, name in enumerate(names):
+    for way in ways(number):
+      folder = shutil.copytree(made, target / f'{number} {_WAYS.index(way)}')
+      content = (folder / name).read_bytes()
+      (folder / name).unlink()
+      if way:
+        rng = np.random.default_rng(number)
+        (folder / name).write_bytes(way(content, rng))
+      yield folder, name, way
 
 
 def _same(found, expected):
   jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-# What is kept by the name of its folder: each is made or read, and given back.
+@pytest.fixture
+def make(tmp_path):
+  """Makes or reads all that a workdir keeps, except checkpoints."""
+  for number in range(8):
+    (tmp_path / f'{number}.py').write_text(f'def f{number}(x):' * 9)
+  corpus = corpus_lib.Corpus(folder=str(tmp_path), held_out_percent=40)
+  training = model_trainer.ModelTraining(corpus=corpus, vocab_size=270)
+  target, reads = tiny_heads.target(), tiny_heads.READS
+  lm_head = target.params['gpt2']['lm_head']
+  lesson = target_trainer.Lesson(target, None, lm_head, reads)
+  dtype = target_trainer.token_dtype(len(reads), tiny_heads.WIDTH)
+  windows = tiny.tokens(batch_size=40, length=9)
 
-
-def _tokens(folder, report):
-  path = folder / 'tokens.npy'
-  if not kept.is_whole(path, report):
-    kept.save(path, functools.partial(np.save, arr=np.arange(99)))
-  return np.load(path)
-
-
-def _tokenizer(folder, report):
-  path = folder / 'tokenizer'
-  if not kept.is_whole(path, report):
-    texts = ['def add(first, second):'] * 9
-    trained = tokenizer_lib.train_tokenizer(texts, vocab_size=270, context=64)
-    kept.save(path, trained.save_pretrained)
-  return sorted(hub.locate(path).tokenizer.get_vocab().items())
-
-
-def _features(folder, report):
-  target = tiny_heads.target()
-  features = head_features.compute(
-    target,
-    target.params['gpt2']['lm_head'],
-    tiny.tokens(batch_size=70, length=9),
-    tiny_heads.READS,
-    folder,
-    width=tiny_heads.WIDTH,
-    batch_size=16,
-    report=report,
-  )
-  return features.batch(np.arange(70))
-
-
-_KEPT = [_tokens, _tokenizer, _features]
-
-
-@pytest.fixture(scope='module')
-def whole(tmp_path_factory):
-  """A folder of each with what it holds."""
-
-  @functools.cache
-  def make(kind):
-    folder = tmp_path_factory.mktemp(kind.__name__)
-    return folder, kind(folder, pytest.fail)
+  def make(folder):
+    tokenizer = training.own_tokenizer(folder, print)
+    features = lesson.features(windows, dtype, folder / 'features', print)
+    return [
+      sorted(tokenizer.get_vocab().items()),
+      corpus.splits(folder, tokenizer),
+      features.batch(np.arange(40)),
+    ]
 
   return make
 
 
-@pytest.mark.parametrize('way', _WAYS)
-@pytest.mark.parametrize('kind', _KEPT)
-def test_what_is_damaged_is_made_again_and_nothing_else(
-  whole, tmp_path, kind, way
-):
-  made, expected = whole(kind)
-  for number, file in enumerate(_files(made)):
-    folder = shutil.copytree(made, tmp_path / str(number))
-    way(folder / file.relative_to(made), np.random.default_rng(number))
-    lines = []
-    _same(kind(folder, lines.append), expected)
-    # A file that is lost is as one that has never been.
-    own = file.relative_to(made).parts[0].removesuffix('.blake2b')
-    is_lost = way is _lose and not (folder / own).is_dir()
-    damaged = [f'{folder / own} is damaged; it is made again']
-    assert lines == damaged or (is_lost and not lines), file
-    for other in _files(made):
-      if not other.relative_to(made).parts[0].startswith(own):
-        times = [one.stat().st_mtime_ns for one in (other, folder / other)]
-        assert times[0] == times[1], other
-
-
-_STATE = {'params': [jnp.arange(6.0), jnp.ones((2, 3))], 'count': jnp.zeros(())}
-_LATER = jax.tree.map(lambda leaf: leaf + 1, _STATE)
-
-
-def _restore(folder, report=pytest.fail):
-  checkpoints = run_checkpoints.Checkpoints(folder, report)
-  return checkpoints, *checkpoints.restore(_STATE)
-
-
-@pytest.fixture(scope='module')
-def checkpoints(tmp_path_factory):
-  """Those of steps 1 and 2; that of step 0 was one too many."""
-  folder = tmp_path_factory.mktemp('checkpoints')
-  made, *nothing = _restore(folder)
-  assert nothing == [_STATE, []]
-  for step, state in ((0, _LATER), (1, _STATE), (2, _LATER)):
-    made.save(step, state, [{'step': step}])
-  assert sorted(one.name for one in folder.glob('?')) == ['1', '2']
-  return folder
-
-
-@pytest.mark.parametrize('way', _WAYS)
-def test_the_checkpoint_before_a_damaged_one_is_taken(
-  checkpoints, tmp_path, way
-):
-  """Then the run goes on as if nothing had been."""
-  for number, file in enumerate(_files(checkpoints)):
-    name, *_ = file.relative_to(checkpoints).parts[0]
-    folder = shutil.copytree(checkpoints, tmp_path / str(number))
-    way(folder / file.relative_to(checkpoints), np.random.default_rng(number))
-    lines = []
-    again, state, curve = _restore(folder, lines.append)
-    if name == '1':  # It is not read.
-      assert (lines, curve) == ([], [{'step': 2}])
-      continue
-    assert lines == [
-      f'{folder}/2 is damaged; the checkpoint before it is taken'
-    ], file
-    _same((state, curve), (_STATE, [{'step': 1}]))
-    again.save(2, _LATER, [{'step': 2}])
-    _same(_restore(folder)[1:], (_LATER, [{'step': 2}]))
-
-
-def test_without_a_whole_checkpoint_training_starts_anew(checkpoints, tmp_path):
-  folder = shutil.copytree(checkpoints, tmp_path / 'checkpoints')
-  for step in '12':
-    _empty(folder / step / 'curve.json', None)
-  (folder / '3').mkdir()
-  lines = []
-  _, state, curve = _restore(folder, lines.append)
-  assert [line.partition('; ')[2] for line in lines] == [
-    *('the checkpoint before it is taken',) * 2,
-    'training starts anew',
-  ]
-  _same((state, curve), (_STATE, []))
-
-
-def test_a_checkpoint_of_another_structure_is_refused(checkpoints):
-  other = run_checkpoints.Checkpoints(checkpoints, pytest.fail)
-  with pytest.raises(ValueError, match=f'{checkpoints}/2 is not of this progr'):
-    other.restore(_STATE | {'more': jnp.zeros(3)})
+def test_what_is_damaged_is_made_again_and_nothing_else(make, tmp_path, capsys):
+  made = tmp_path / 'made'
+  expected = make(made)
+  capsys.readouterr()
+  cases = _damaged(made, tmp_path, r'(?!tokens\.json)', lambda _: _WAYS)
+  for folder, name, way in cases:
+    path = folder / name.as_posix().removesuffix('.blake2b')
+    if path.parent.name == 'tokenizer':
+      path = path.parent
+    times = {
+      one: one.stat().st_mtime_ns
+      for one in folder.rglob('*.*')
+      if path.name not in (one.name.removesuffix('.blake2b'), one.parent.name)
+    }
+    _same(make(folder), expected)
+    is_lost = way is None and path == folder / name
+    said = f'{path} is damaged; it is made again\n' * (not is_lost)
+    assert capsys.readouterr().out.partition('training a')[0] == said
+    assert times == {one: one.stat().st_mtime_ns for one in times}
+    assert len(times) > 8
 
 
 @contextlib.contextmanager
 def _full_disk():
-  """Files cannot grow beyond some bytes, as on a disk that is full."""
+  """Files cannot grow beyond some bytes, as if the disk were full."""
   before = resource.getrlimit(resource.RLIMIT_FSIZE)
   resource.setrlimit(resource.RLIMIT_FSIZE, (40, before[1]))
   try:
@@ -195,51 +113,186 @@ def _full_disk():
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_disk_that_is_full_loses_nothing(whole, checkpoints, tmp_path):
-  made, expected = whole(_features)
-  features = shutil.copytree(made, tmp_path / 'features')
-  _lose(features / 'windows_00001.npy', None)
-  with (
-    pytest.raises(OSError, match=r'windows_00001\.npy cannot be written: '),
-    _full_disk(),
-  ):
-    _features(features, pytest.fail)
-  steps = shutil.copytree(checkpoints, tmp_path / 'checkpoints')
-  saved = _restore(steps)[0]
-  with (
-    pytest.raises(OSError, match=r'/3 cannot be written: .*File too large'),
-    _full_disk(),
-  ):
-    saved.save(3, _STATE, [])
-  assert not [*tmp_path.rglob('partial*')]
-  # With room again both go on.
-  _same(_features(features, pytest.fail), expected)
-  _same(_restore(steps)[1:], (_LATER, [{'step': 2}]))
-  saved.save(3, _STATE, [])
-  assert sorted(one.name for one in steps.glob('?')) == ['2', '3']
+def test_nothing_is_written_by_half(tmp_path):
+  """By a run that is killed, or on a full disk."""
+  path = tmp_path / 'kept'
 
-
-@pytest.mark.parametrize('is_folder', [False, True])
-def test_a_run_that_is_killed_while_it_writes_leaves_nothing_half(
-  tmp_path, is_folder
-):
-  path = tmp_path / 'one.npy'
-
-  def write(partial, end=None):
-    file = partial
-    if is_folder:
-      partial.mkdir()
-      file = partial / f'of {end}'
-    file.write_text(f'half {end}')
-    if end:
-      raise end
+  def write(folder, name='one', size=9):
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text('new' * size)
+    if name == 'killed':
+      raise KeyboardInterrupt
 
   for _ in range(2):
     with pytest.raises(KeyboardInterrupt):
-      kept.save(path, lambda one: write(one, KeyboardInterrupt()))
+      kept.save(path, lambda folder: write(folder, 'killed'))
     assert not kept.is_whole(path, pytest.fail)
+  for save in (kept.save, kept.fill):
+    with pytest.raises(OSError, match=f'{path} cannot be wri'), _full_disk():
+      save(path, lambda folder: write(folder, 'large', size=99))
+    assert not [one for one in tmp_path.rglob('*') if one.is_file()]
+  path.rmdir()
   kept.save(path, write)
   assert kept.is_whole(path, pytest.fail)
-  assert [one.read_text() for one in _files(tmp_path) if 'of' in one.name] == (
-    ['half None'] if is_folder else []
+  kept.fill(path, lambda folder: write(folder, 'two'))
+  assert sorted(one.name for one in path.iterdir()) == ['one', 'two']
+
+
+# A kind of training in a few lines: the logits of the next token by token.
+
+
+def _loss(params, batch):
+  tokens, factor = batch
+  log_probs = jax.nn.log_softmax(params['table'])
+  return -log_probs[tokens[:, :-1], tokens[:, 1:]].mean() * factor, ()
+
+
+_LOSS = jax.tree_util.Partial(_loss)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Bigram(trainer.Training):
+  num_steps: int = 6
+  eval_every: int = 2
+  batch_tokens: int = 32
+  nan_after: int = 99  # Steps; then a loss is no number.
+  unused: float = 0.0  # A weight that no loss depends on.
+
+  def window_length(self, step):
+    return 8
+
+  def prepare(self, claim, report):
+    assert claim(fact=1).is_dir()
+
+    def batch(step):
+      tokens = corpus_lib.training_batch(
+        np.tile(np.arange(12), 9), step=step, seed=0, batch_size=4, length=8
+      )
+      return tokens, np.nan if step == self.nan_after else 1.0
+
+    return trainer.Trainee(
+      params={'table': jnp.zeros((12, 12)), 'unused': jnp.array(self.unused)},
+      loss=_LOSS,
+      held_out_loss=_LOSS,
+      batch=batch,
+      held_out=lambda step: [batch(98)],
+      save=lambda params, folder, dtype: np.savez(folder / dtype, **params),
+    )
+
+
+def _run(folder, report=str, **changed):
+  """Returns what is written, the steps that were judged, and other lines."""
+  lines = []
+  trainer.run(
+    _Bigram(**changed),
+    workdir=folder,
+    output=folder / 'output',
+    output_dtype='float32',
+    report=lambda line: (lines.append(line), report(line)),
   )
+  steps = [one.step for one in lines if isinstance(one, trainer.Progress)]
+  damaged = [one for one in lines if 'damaged' in str(one)]
+  return dict(np.load(folder / 'output/float32.npz')), steps, damaged
+
+
+def _checkpoints(folder):
+  found = folder.glob('checkpoints/*')
+  return [int(one.name) for one in sorted(found) if one.is_dir()]
+
+
+@pytest.fixture(scope='module')
+def whole(tmp_path_factory):
+  """Weights of a run that nobody stops."""
+  params, steps, _ = _run(tmp_path_factory.mktemp('whole'))
+  assert steps == [2, 4, 6]
+  return params
+
+
+@pytest.fixture(scope='module')
+def stopped(tmp_path_factory):
+  """A workdir with the checkpoints of steps 2 and 4."""
+  folder = tmp_path_factory.mktemp('stopped')
+
+  def stop(line):
+    if line.step == 6:
+      raise KeyboardInterrupt
+
+  with pytest.raises(KeyboardInterrupt):
+    _run(folder, stop)
+  assert _checkpoints(folder) == [2, 4]
+  return folder
+
+
+def test_the_checkpoint_before_a_damaged_one_is_taken(whole, stopped, tmp_path):
+  """And the bits are those of a run that nobody stopped."""
+  one_way = lambda number: [_WAYS[number % 4]]
+  cases = [*_damaged(stopped, tmp_path, r'checkpoints/4\b', one_way)]
+  assert len(cases) > 12
+  for folder, name, _ in cases:
+    line = 'checkpoints/4 is damaged; the one before is taken'
+    params, *others = _run(folder)
+    assert others == [[4, 6], [f'{folder}/{line}']], name
+    _same(params, whole)
+    assert _checkpoints(folder) == [4, 6]
+
+
+def test_without_a_whole_checkpoint_training_starts_anew(
+  whole, stopped, tmp_path
+):
+  folder = shutil.copytree(stopped, tmp_path / 'copy')
+  assert _run(shutil.copytree(folder, tmp_path / 'other'))[1:] == ([6], [])
+  (folder / 'checkpoints/3').mkdir()
+  for step in (2, 4):
+    (folder / f'checkpoints/{step}/curve.json').write_bytes(b'')
+  params, steps, lines = _run(folder)
+  before, anew = 'the one before is taken', 'training starts anew'
+  ends = [line.partition('; ')[2] for line in lines]
+  assert (ends, steps) == ([before, before, anew], [2, 4, 6])
+  _same(params, whole)
+  assert _run(folder)[1:] == ([], [])  # A finished run does nothing more.
+
+
+@pytest.mark.parametrize(
+  ('changed', 'message', 'kept_steps'),
+  [
+    ({'nan_after': 4}, 'loss of step 5', [2, 4]),
+    ({'nan_after': 98}, 'held-out loss after step 2', []),
+    ({'unused': np.nan}, 'norm of the weights after step 2', []),
+  ],
+)
+def test_what_is_no_number_ends_the_run(tmp_path, changed, message, kept_steps):
+  with pytest.raises(FloatingPointError, match=f'the {message} is not a numbe'):
+    _run(tmp_path, **changed)
+  assert _checkpoints(tmp_path) == kept_steps
+
+
+def test_a_full_disk_loses_no_checkpoint(whole, stopped, tmp_path, monkeypatch):
+  """Whether it is seen before, or a library says it."""
+  folder = shutil.copytree(stopped, tmp_path / 'copy')
+  save, usage = run_checkpoints.save, shutil.disk_usage
+
+  def save_on_a_full_disk(*args):
+    with _full_disk():
+      save(*args)
+
+  for save_then, usage_then, message in (
+    (save_on_a_full_disk, usage, 'RESOURCE_EXHAUSTED|too large'),
+    (save, lambda _: usage('/')._replace(free=9), 'and 9 are free'),
+  ):
+    monkeypatch.setattr(run_checkpoints, 'save', save_then)
+    monkeypatch.setattr(shutil, 'disk_usage', usage_then)
+    with pytest.raises(OSError, match=f'/6 cannot be written.*({message})'):
+      _run(folder)
+    assert _checkpoints(folder) == [2, 4]
+    assert not [*folder.rglob('partial*')]
+  monkeypatch.undo()
+  params, *others = _run(folder)
+  assert others == [[6], []]
+  _same(params, whole)
+
+
+def test_a_workdir_of_another_run_or_program_is_refused(stopped):
+  with pytest.raises(ValueError, match=r'another run \(learning_rate: 0\.005 '):
+    _run(stopped, learning_rate=0.1)
+  with pytest.raises(ValueError, match='checkpoints/4/state is not of this pr'):
+    run_checkpoints.restore(stopped / 'checkpoints', {'a': jnp.zeros(3)}, str)

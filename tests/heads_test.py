@@ -25,7 +25,7 @@ import tiny_drafters
 import tiny_heads
 
 from models.checkpoints import heads
-from models.lab.training import head_loss
+from models.lab.training import head_trainer
 from models.nn import adapter
 from models.nn import eagle
 from models.nn import gpt2 as nn_gpt2
@@ -481,12 +481,13 @@ def _trained(folder):
   """An EAGLE-3 head trained on the texts, written and read again."""
   texts = _texts()
   logits, hidden = _hidden(texts)
-  batch = head_loss.Batch(
-    tokens=texts,
-    states=np.concatenate([hidden[one][:, 0] for one in tiny_heads.READS], -1),
-    normed=hidden[cache_lib.AFTER_NORM][:, 0],
-    choices=np.argmax(logits, -1),
-  )
+  states = [hidden[one][:, 0] for one in tiny_heads.READS]
+  batch = {
+    'tokens': texts,
+    'states': np.concatenate(states, -1),
+    'normed': hidden[cache_lib.AFTER_NORM][:, 0],
+    'choice': np.argmax(logits, -1),
+  }
   config = eagle.HeadConfig(
     vocab_size=tiny.VOCAB_SIZE,
     num_positions=tiny.MAX_POSITIONS,
@@ -497,7 +498,7 @@ def _trained(folder):
   )
   graph, variables = nnx.split(eagle.Head(config, rngs=nnx.Rngs(0)))
   base = tiny_heads.target().params['gpt2']
-  loss = head_loss.make_loss(
+  loss = head_trainer.make_loss(
     graph,
     config,
     embedding=base['wte']['embedding'],

@@ -1,39 +1,30 @@
-"""Training: the corpus, the tokenizer, the optimizer, and resuming."""
+"""Training: the corpus, the tokenizer, the losses, and what is written."""
 
-import contextlib
+import dataclasses
 import functools
 import json
-import shutil
-from unittest import mock
 
 from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors import numpy as safetensors_numpy
 import tiny
 import transformers
 
+import models
 from models.checkpoints import hub
 from models.lab.training import corpus as corpus_lib
+from models.lab.training import head_trainer
 from models.lab.training import loss as loss_lib
+from models.lab.training import model_trainer
 from models.lab.training import optimizer as optimizer_lib
-from models.lab.training import pipeline
 from models.lab.training import tokenizer as tokenizer_lib
 from models.lab.training import trainer
 from models.nn import adapter
 from models.nn import experts as experts_lib
-from models.nn import gpt2 as nn_gpt2
-
-
-@pytest.fixture(scope='module', autouse=True)
-def _shared_programs():
-  """Runs of one configuration share their compiled training step."""
-  with pytest.MonkeyPatch.context() as patch:
-    make = functools.cache(trainer._make_train_step)
-    patch.setattr(trainer, '_make_train_step', make)
-    yield
-
+import specdec
 
 CODE = 'def add(first, second):\n\treturn first + second\n'
 TEXTS = (
@@ -43,9 +34,14 @@ TEXTS = (
 )
 
 
+_tokenizer = functools.partial(
+  tokenizer_lib.train_tokenizer, [CODE] * 20, context=64
+)
+
+
 @pytest.fixture(scope='module')
 def tokenizer():
-  return tokenizer_lib.train_tokenizer([CODE] * 20, vocab_size=300, context=64)
+  return _tokenizer(vocab_size=300)
 
 
 def test_any_text_round_trips_also_once_saved(tokenizer, tmp_path):
@@ -55,10 +51,10 @@ def test_any_text_round_trips_also_once_saved(tokenizer, tmp_path):
   module = tiny.module(vocab_size=len(tokenizer))
   hub.save_pretrained(module, tmp_path, tokenizer=tokenizer)
   config = json.loads((tmp_path / 'config.json').read_text())
-  assert config['eos_token_id'] == tokenizer.eos_token_id
   loaded = transformers.AutoTokenizer.from_pretrained(tmp_path)
   assert loaded.eos_token == tokenizer_lib.END_OF_TEXT
-  assert loaded.eos_token_id == tokenizer.eos_token_id
+  ends = [one.eos_token_id for one in (loaded, tokenizer)]
+  assert ends == [config['eos_token_id']] * 2
   assert loaded.model_max_length == 64
   for text in TEXTS:
     ids = tokenizer(text)['input_ids']
@@ -72,9 +68,8 @@ NAMES = [f'{folder}/{i}.py' for folder in ('a', 'b/c') for i in range(50)]
 
 def _write_files(root, names, end=''):
   for name in names:
-    path = root / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f'text of {name}{end}')
+    (root / name).parent.mkdir(parents=True, exist_ok=True)
+    (root / name).write_text(f'text of {name}{end}')
 
 
 def _texts(folder, pattern='*.py', *, held_out=False, percent=20):
@@ -110,17 +105,26 @@ def test_files_are_split_by_their_relative_path_alone(root):
   known = [text for text in _texts(root, held_out=True) if text.endswith('!')]
   assert known == [f'{text}!' for text in held_out]
   # The folder itself may be called like one that is skipped.
-  assert _texts(root / 'site-packages', percent=2) == [
-    'text of site-packages/x.py'
-  ]
+  skipped = root / 'site-packages'
+  assert _texts(skipped, percent=2) == ['text of site-packages/x.py']
 
 
-def test_tokens_end_every_file(root, tokenizer):
+def test_tokens_end_every_file_and_are_those_of_the_first_run(
+  root, tokenizer, tmp_path
+):
   corpus = corpus_lib.Corpus(folder=str(root), held_out_percent=20)
-  tokens = corpus.tokens(tokenizer, held_out=True)
-  assert tokens.dtype == np.int32
-  texts = tokenizer.decode(tokens).split(tokenizer_lib.END_OF_TEXT)
-  assert texts == [*corpus.texts(held_out=True), '']
+  splits = corpus.splits(tmp_path, tokenizer)
+  for tokens, held_out in zip(splits, (False, True), strict=True):
+    assert tokens.dtype == np.int32
+    texts = tokenizer.decode(tokens).split(tokenizer_lib.END_OF_TEXT)
+    assert texts == [*corpus.texts(held_out=held_out), '']
+  _write_files(root, NAMES, end='!')
+  again = corpus.splits(tmp_path, tokenizer)
+  jax.tree.map(np.testing.assert_array_equal, again, splits)
+  # They cannot be made again from other texts.
+  (tmp_path / 'train_tokens.npy').unlink()
+  with pytest.raises(ValueError, match=r'another run \(train: \d+ tokens'):
+    corpus.splits(tmp_path, tokenizer)
 
 
 def test_batches_are_windows_that_follow_from_the_arguments():
@@ -133,30 +137,41 @@ def test_batches_are_windows_that_follow_from_the_arguments():
   np.testing.assert_array_equal(first, draw())
   for change in ({'step': 8}, {'seed': 4}):
     assert np.any(draw(**change) != first)
-  with pytest.raises(ValueError, match='12 tokens, fewer than one window of 1'):
-    draw(length=12)
   # Held out are five windows one after another; the last batch wraps around.
   held_out = corpus_lib.held_out_batches(
     tokens, limit=9, batch_size=2, length=4
   )
   starts = [batch[:, 0].tolist() for batch in held_out]
   assert starts == [[0, 4], [8, 12], [16, 0]]
+  training = model_trainer.ModelTraining(
+    num_steps=20, num_positions=512, batch_tokens=300
+  )
+  lengths = [training.window_length(step) for step in (0, 12, 13, 17, 19)]
+  assert lengths == [128, 128, 256, 300, 300]
 
 
-def test_bad_input_is_refused(root):
-  config, train = trainer.TrainConfig, tokenizer_lib.train_tokenizer
-  for message, make, values in (
-    ('warmup_steps must', config, {'warmup_steps': 9, 'num_steps': 9}),
-    ('every phase needs a positive', config, {'phases': ((0, 8),)}),
-    ('at most batch_tokens=4096', config, {'phases': ((1, 9000),)}),
+_MODEL, _HEAD = model_trainer.ModelTraining, head_trainer.HeadTraining
+_BATCH = {'tokens': [1, 2], 'step': 0, 'seed': 0, 'batch_size': 1, 'length': 9}
+
+
+@pytest.mark.parametrize(
+  ('message', 'make', 'values'),
+  [
+    ('positive fraction', _MODEL, {'phases': ((0, 8),)}),
+    ('--heads=3 must divide --width=320', _MODEL, {'num_heads': 3}),
+    ('--kv_heads=1 must equal --heads', _MODEL, {'num_kv_heads': 1}),
+    ('of even width', _MODEL, {'family': 'llama', 'width': 5}),
+    ('less than a window, --context', _HEAD, {'batch_tokens': 8}),
     ('--corpus=/no is not a folder', _texts, {'folder': '/no'}),
-    ('percent must lie', _texts, {'folder': root, 'percent': 0}),
-    ('files match .*c under', _texts, {'folder': root, 'pattern': '*.c'}),
-    ('=256 must', train, {'texts': [], 'vocab_size': 256, 'context': 8}),
-    ('16 tokens exceed', _train, {'workdir': root, 'phases': ((1.0, 16),)}),
-  ):
-    with pytest.raises(ValueError, match=message):
-      make(**values)
+    ('percent must lie', _texts, {'folder': '/', 'percent': 0}),
+    ('files match .*c under', _texts, {'folder': '.', 'pattern': 'x.c'}),
+    ('=256 must exceed', _tokenizer, {'vocab_size': 256}),
+    ('2 tokens, fewer than one', corpus_lib.training_batch, _BATCH),
+  ],
+)
+def test_bad_input_is_refused(message, make, values):
+  with pytest.raises(ValueError, match=message):
+    make(**values)
 
 
 def _pure(module):
@@ -198,13 +213,15 @@ _STREAM = tiny.tokens(batch_size=1, length=17)[0]
 _WINDOWS = np.stack([_STREAM[:9], _STREAM[8:]])
 
 
-def test_loss_is_that_of_the_next_token():
+def test_loss_is_that_of_the_next_token_or_of_the_teacher():
   """Low precision rounds the products, not the gradients."""
-  module = tiny.module(num_layers=1)
+  module, teacher = (tiny.module(num_layers=1, seed=seed) for seed in range(2))
   graph, params = _pure(module)
-  makes = (loss_lib.make_loss(graph, dtype=d) for d in ('float32', 'bfloat16'))
-  run = lambda loss: jax.jit(jax.value_and_grad(loss))(params, _WINDOWS)
-  (loss, _), rounded = map(run, makes)
+  make = functools.partial(loss_lib.make_loss, graph)
+  losses = make(dtype='float32'), make(dtype='bfloat16')
+  losses += (make(dtype='float32', teacher=teacher),)
+  run = jax.jit(jax.value_and_grad(lambda *args: args[1](args[0], _WINDOWS)[0]))
+  (loss, _), rounded, (distilled, _) = (run(params, one) for one in losses)
   logits = tiny.logits(module, _WINDOWS[:, :-1])
   log_probs = np.asarray(jax.nn.log_softmax(logits))
   targets = _WINDOWS[:, 1:, None]
@@ -212,9 +229,15 @@ def test_loss_is_that_of_the_next_token():
   np.testing.assert_allclose(loss, expected, rtol=1e-5)
   held_out = loss_lib.held_out_loss(adapter.as_model(module), _STREAM, length=8)
   np.testing.assert_allclose(held_out, expected, rtol=1e-5)
+  theirs = jax.nn.softmax(tiny.logits(teacher, _WINDOWS[:, :-1]))
+  expected = -(np.asarray(theirs) * log_probs).sum(-1).mean()
+  np.testing.assert_allclose(distilled, expected, rtol=1e-5)
   assert 0 < abs(float(rounded[0] - loss)) < 0.05
   for leaf in jax.tree.leaves(rounded[1]):
     assert leaf.dtype == jnp.float32
+  # As constants of a program the weights of a teacher would be copied into it.
+  given = jax.tree.leaves(run.lower(params, losses[2]).args_info)
+  assert len(given) == len(jax.tree.leaves((params, _pure(teacher)[1])))
 
 
 def test_a_mixture_also_learns_to_use_its_experts_alike():
@@ -223,174 +246,130 @@ def test_a_mixture_also_learns_to_use_its_experts_alike():
   tokens = jnp.asarray(_WINDOWS)[:, :-1]
   positions = np.broadcast_to(np.arange(8), tokens.shape)
   mask = np.broadcast_to(np.tri(8, dtype=bool), (len(tokens), 8, 8))
-  make = functools.partial(loss_lib.make_loss, graph, dtype=jnp.float32)
 
   @jax.jit
-  def losses_and_balance(weights):
+  def losses_and_balance():
     *_, routings = module.with_routing(tokens, positions, mask)
-    loss = lambda weight: make(balance_weight=weight)(params, _WINDOWS)
     balance = jnp.stack([*map(experts_lib.balance_loss, routings)]).mean()
-    return jax.lax.map(loss, weights), balance
+    make = functools.partial(loss_lib.make_loss, graph, dtype=jnp.float32)
+    losses = [make(balance_weight=one)(params, _WINDOWS)[0] for one in (0, 2)]
+    return *losses, balance
 
-  (plain, weighted), balance = losses_and_balance(jnp.array([0.0, 2.0]))
+  plain, weighted, balance = losses_and_balance()
   assert balance > 1.0
   np.testing.assert_allclose(weighted - plain, 2 * balance, rtol=1e-4)
 
 
-SHAPE = {'width': 16, 'num_layers': 1, 'num_heads': 2}
-MODEL = nn_gpt2.GPT2Config(**SHAPE, vocab_size=16, num_positions=8)
-SETTINGS = {'num_steps': 40, 'batch_tokens': 32, 'phases': ((1.0, 8),)}
-SETTINGS |= {'learning_rate': 0.03, 'warmup_steps': 1, 'dtype': 'float32'}
-SETTINGS |= {'eval_every': 20, 'eval_tokens': 64}
-TOKENS = np.tile(np.arange(12, dtype=np.int32), 40)
+def _train(training, folder, report=str):
+  trainer.run(
+    training,
+    workdir=folder / 'work',
+    output=folder / 'model',
+    output_dtype='float32',
+    report=report,
+  )
+  return folder / 'model'
 
 
-def _train(
-  workdir, *, model=MODEL, tokens=TOKENS, report=str, teacher=None, **kw
-):
-  config = trainer.TrainConfig(**(SETTINGS | kw))
-  others = {'workdir': workdir, 'teacher': teacher, 'report': report}
-  return trainer.train(model, config, tokens, TOKENS[5:200], **others)
+def _train_killed(training, folder):
+  """Trains, is killed before the last checkpoint, and is resumed."""
+  lines = []
 
-
-def test_weights_of_a_teacher_are_arguments_of_the_compiled_step():
-  """As constants they would be copied into it, and folded by the compiler."""
-  teacher = loss_lib.Teacher('tiny', tiny.module(num_layers=1))
-  graph, params = _pure(tiny.module(num_layers=1))
-  config = trainer.TrainConfig(**SETTINGS)
-  init, step = trainer._make_train_step(graph, config, teacher)
-  state = {'params': params, 'optimizer': init(params)}
-  lowered = step.func.lower(*step.args, state, _WINDOWS)
-  given = [leaf.shape for leaf in jax.tree.leaves(lowered.args_info)]
-  weights = tiny.parameters(teacher.model)
-  expected = [jnp.shape(leaf) for leaf in jax.tree.leaves((weights, state))]
-  assert sorted(given) == sorted([*expected, _WINDOWS.shape])
-
-
-def _assert_same_run(actual, expected):
-  losses_of = lambda curve: [(p.train_loss, p.held_out_loss) for p in curve]
-  assert losses_of(actual[1]) == losses_of(expected[1])
-  parameters = map(tiny.parameters, (actual[0], expected[0]))
-  jax.tree.map(np.testing.assert_array_equal, *parameters)
-
-
-@pytest.fixture(scope='module')
-def workdir(tmp_path_factory):
-  return tmp_path_factory.mktemp('workdir')
-
-
-@pytest.fixture(scope='module')
-def uninterrupted(workdir):
-  return _train(workdir)
-
-
-def test_a_mixture_and_a_gpt2_learn_a_repetitive_corpus(
-  uninterrupted, workdir, tmp_path
-):
-  _, mixture = _train(tmp_path, model=tiny.LLAMA_CONFIGS['mixtral'])
-  for curve, folder in ((uninterrupted[1], workdir), (mixture, tmp_path)):
-    assert [line.step for line in curve] == [20, 40]
-    assert [line.tokens for line in curve] == [640, 1280]
-    assert curve[-1].held_out_loss < 0.3 < np.log(12)
-    assert curve[-1].train_loss < curve[0].train_loss
-    stored = json.loads((folder / 'loss_curve.json').read_text())
-    assert [line['step'] for line in stored] == [20, 40]
-
-
-def test_interrupted_and_killed_runs_resume_to_the_same_bits(
-  uninterrupted, tmp_path
-):
-  interrupted, killed = tmp_path / 'interrupted', tmp_path / 'killed'
-  steps = []
-
-  def copy(source, target):
-    """As a killed process leaves it: files may vanish meanwhile."""
-    with contextlib.suppress(FileNotFoundError):
-      shutil.copy2(source, target)
-
-  def interrupt(progress):
-    steps.append(progress.step)
-    if progress.step == 40:
-      shutil.copytree(interrupted, killed, copy_function=copy)
+  def kill(line):
+    lines.append(line)
+    if getattr(line, 'step', 0) == training.num_steps:
       raise KeyboardInterrupt
 
   with pytest.raises(KeyboardInterrupt):
-    _train(interrupted, report=interrupt)
-  resumed = _train(interrupted, report=lambda p: steps.append(p.step))
-  assert steps == [20, 40, 40]
-  # A finished run does nothing more.
-  again = _train(interrupted, report=pytest.fail)
-  for run in (resumed, again, _train(killed)):
-    _assert_same_run(run, uninterrupted)
+    _train(training, folder, kill)
+  return _train(training, folder), lines
 
 
-@pytest.mark.usefixtures('uninterrupted')
-def test_other_settings_do_not_resume(workdir):
+def _same_weights(*folders):
+  files = [folder / 'model.safetensors' for folder in folders]
+  jax.tree.map(
+    np.testing.assert_array_equal, *map(safetensors_numpy.load_file, files)
+  )
+
+
+@pytest.fixture(scope='module')
+def trained(tmp_path_factory):
+  """The settings of a run that was killed, and the folder of its model."""
+  texts = tmp_path_factory.mktemp('texts')
+  for number in range(30):
+    (texts / f'{number}.py').write_text(CODE.replace('add', f'f{number}') * 9)
+  training = model_trainer.ModelTraining(
+    corpus=corpus_lib.Corpus(folder=str(texts), held_out_percent=30),
+    **{'num_steps': 40, 'eval_every': 20, 'eval_tokens': 64},
+    **{'batch_tokens': 32, 'learning_rate': 0.03, 'dtype': 'float32'},
+    **{'width': 16, 'num_layers': 3, 'num_heads': 2, 'num_positions': 64},
+    **{'vocab_size': 270, 'phases': ((1, 16),)},
+  )
+  folder = tmp_path_factory.mktemp('trained')
+  return training, _train_killed(training, folder)[0]
+
+
+def test_a_model_learns_a_corpus_and_another_its_distribution(
+  trained, tmp_path, monkeypatch
+):
+  training, folder = trained
+  _same_weights(folder, _train(training, tmp_path / 'whole'))
+  curve = json.loads((folder / 'loss_curve.json').read_text())
+  assert [(line['step'], line['tokens']) for line in curve] == [
+    *((20, 640), (40, 1280))
+  ]
+  assert curve[1]['held_out_loss'] < 0.6 * curve[0]['train_loss']
+  module, vocabulary = hub.load_module(folder), hub.locate(folder).tokenizer
+  assert len(vocabulary) == module.config.vocab_size == 270
+
+  draft = dataclasses.replace(training, teacher=str(folder), num_layers=1)
+  longer = dataclasses.replace(draft, num_positions=65)
+  with pytest.raises(ValueError, match='--context=65 exceeds the context of'):
+    _train(longer, tmp_path / 'draft')
+  begun = []
+
+  def fit(training, trainee, *_):
+    begun.append(trainee)
+    return trainee.params, []
+
+  monkeypatch.setattr(trainer, 'fit', fit)
+  drafted = hub.locate(_train(draft, tmp_path / 'draft')).tokenizer
+  assert drafted.get_vocab() == vocabulary.get_vocab()
+  weights = _pure(module)[1]
+  jax.tree.map(np.testing.assert_array_equal, begun[0].loss.args[0], weights)
+  embeddings = [one['wte']['embedding'] for one in (weights, begun[0].params)]
+  np.testing.assert_array_equal(*embeddings)
+
+
+def test_a_head_learns_from_a_model_and_drafts(trained, tmp_path):
+  training, target = trained
+  head = head_trainer.HeadTraining(
+    **{'corpus': training.corpus, 'target': str(target), 'dtype': 'float32'},
+    **{'target_dtype': 'float32', 'vocabulary': 40, 'depth': 2, 'length': 16},
+    **{'feature_gigabytes': 4e-5, 'num_steps': 4, 'batch_tokens': 32},
+    **{'eval_every': 2, 'eval_windows': 3},
+  )
   for change, message in (
-    ({'learning_rate': 0.02}, r'another run \(train: .*0\.03.*0\.02'),
-    ({'tokens': TOKENS[1:]}, 'data: 480 tokens.*479 tokens'),
+    ({'num_heads': 5}, '--heads=5 must divide the width 16'),
+    ({'target_dtype': 'int9'}, 'dtype=int9 is not known'),
   ):
     with pytest.raises(ValueError, match=message):
-      _train(workdir, **change)
-
-
-def test_a_loss_that_is_not_a_number_ends_the_run(tmp_path, monkeypatch):
-  """At the second step the loss is none; at the first already the weights."""
-  make = trainer._make_train_step
-  spoil = functools.partial(jax.tree.map, lambda leaf: leaf * np.nan)
-  for eval_every, words in (
-    *((2, 'loss of step 2'), (1, 'held-out loss after st')),
-  ):
-    numbers = iter([1.0, np.nan])
-    step = lambda state, _, numbers=numbers: (spoil(state), next(numbers))
-    spoiled = lambda *args, step=step: (make(*args)[0], step)
-    monkeypatch.setattr(trainer, '_make_train_step', spoiled)
-    with pytest.raises(FloatingPointError, match=f'{words}.* is not a number'):
-      _train(tmp_path / words, eval_every=eval_every)
-    assert not (tmp_path / words / 'loss_curve.json').exists()
-
-
-def test_run_writes_a_folder_and_refuses_another_corpus(
-  root, tmp_path, monkeypatch
-):
-  """As scripts/train.py calls it."""
-  (root / 'a' / '0.py').write_text(CODE * 30)
-  folder = tmp_path / 'model'
-  # The windows of 8 tokens are cut to this context.
-  six, seven = (pipeline.Shape(**SHAPE, num_positions=n) for n in (6, 7))
-  arguments = {
-    'corpus': corpus_lib.Corpus(folder=str(root), held_out_percent=20),
-    'config': trainer.TrainConfig(
-      **(SETTINGS | {'num_steps': 2, 'eval_every': 2})
-    ),
-    **{'shape': six, 'vocab_size': 270, 'output_dtype': 'float16'},
-    **{'tokenizer_folder': None, 'teacher_folder': None},
-    **{'workdir': tmp_path / 'work', 'output': folder},
-  }
-  pipeline.run(**arguments)
-  module = hub.load_module(folder)
-  vocabulary = hub.locate(folder).tokenizer.get_vocab()
-  assert module.config.vocab_size == len(vocabulary)
-  assert (folder / 'loss_curve.json').exists()
-  other = corpus_lib.Corpus(folder=str(root), pattern='*.txt')
-  with pytest.raises(ValueError, match=r'holds another run \(corpus: '):
-    pipeline.run(**arguments | {'corpus': other})
-
-  # A draft for it needs no more than a context that the teacher has.
-  draft = arguments | {'teacher_folder': str(folder)}
-  draft |= {'workdir': tmp_path / 'again', 'output': tmp_path / 'draft'}
-  with pytest.raises(ValueError, match='--context=7 exceeds the context of'):
-    pipeline.run(**draft | {'shape': seven})
-  # It learns from a teacher in test_distilling_approaches_the_teacher.
-  train = mock.Mock(return_value=(module, []))
-  monkeypatch.setattr(trainer, 'train', train)
-  pipeline.run(**draft)
-  config, settings, *texts = train.call_args.args
-  assert config == module.config
-  assert settings.phases == ((1.0, 6),)
-  assert all(text.max() < len(vocabulary) for text in texts)
-  teacher = train.call_args.kwargs['teacher']
-  assert teacher.name == draft['teacher_folder']
-  parameters = map(tiny.parameters, (teacher.model, module))
-  jax.tree.map(np.testing.assert_array_equal, *parameters)
-  assert hub.locate(tmp_path / 'draft').tokenizer.get_vocab() == vocabulary
+      _train(dataclasses.replace(head, **change), tmp_path / 'killed')
+  small = dataclasses.replace(head, feature_gigabytes=1e-7)
+  with pytest.raises(ValueError, match='room for 0 windows'):
+    _train(small, tmp_path / 'small')
+  folder, lines = _train_killed(head, tmp_path / 'killed')
+  files = [*(tmp_path / 'killed/work/features').rglob('*.npy')]
+  size = sum(file.stat().st_size for file in files)
+  assert 0 < size <= 4e4 + 256 * len(files)
+  stated = float(lines[0].partition(' GB')[0].split()[-1])
+  assert stated == pytest.approx(size / 1e9, abs=0.006)
+  accepted = [line.accepted for line in lines if hasattr(line, 'accepted')]
+  assert np.shape(accepted) == (2, 2)
+  _same_weights(folder, _train(head, tmp_path / 'whole'))
+  lm = models.load(target, head=folder, method='chain', dtype='float32')
+  assert lm.pair.head.spec.reads == (1, 2, 3)
+  generate = functools.partial(lm.generate, 'def f3(', max_new_tokens=20)
+  plain = dataclasses.replace(lm, drafter=specdec.PLAIN)
+  assert generate().text == plain.generate('def f3(', max_new_tokens=20).text
+  assert generate().stats.stage_forwards['head'] > 0

@@ -10,6 +10,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from models.lab.training import kept
+from models.lab.training import run_record
 from specdec import text_files
 
 _SKIPPED_FOLDERS = frozenset({'site-packages', '__pycache__', '.git'})
@@ -92,6 +93,28 @@ class Corpus:
       tokens = self.tokens(tokenizer, held_out=held_out)
       kept.save(path, lambda partial: np.save(partial, tokens))
     return np.load(path, mmap_mode='r')
+
+  def splits(
+    self, workdir: pathlib.Path, tokenizer: PreTrainedTokenizerBase
+  ) -> tuple[np.ndarray, np.ndarray]:
+    """The training and the held-out tokens, kept in a workdir.
+
+    Raises:
+      ValueError: they had to be made again, and the files are others now.
+    """
+    found = {
+      split: self.kept_tokens(
+        workdir / f'{split}_tokens.npy', tokenizer, held_out=split != 'train'
+      )
+      for split in ('train', 'held_out')
+    }
+    digest = lambda tokens: hashlib.blake2b(tokens, digest_size=8).hexdigest()
+    record = {
+      split: f'{len(tokens)} tokens, {digest(tokens)}'
+      for split, tokens in found.items()
+    }
+    run_record.write_once(workdir / 'tokens.json', record)
+    return found['train'], found['held_out']
 
 
 def training_batch(

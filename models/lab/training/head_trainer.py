@@ -1,7 +1,20 @@
-"""Training of an EAGLE-3 head for a target, for `scripts/train.py --head`."""
+"""Training of an EAGLE-3 head for a target on its own states.
+
+In step 0 the head reads the target's states, as of text. In step s it reads the
+states that it gave in step s - 1 one token before, as of the s-th token below a
+root (arXiv 2503.01840, section 3.2). With 4 tokens, a query of step 1 sees
+
+    keys of     step 0: 0 1 2 3      step 1: 0 1 2 3
+    query 1             x . . .              . x . .
+    query 2             x x . .              . . x .
+    query 3             x x x .              . . . x
+
+Every step predicts the target's distribution after the same tokens.
+"""
 
 from collections.abc import Callable
 import dataclasses
+import functools
 import pathlib
 from typing import Any
 
@@ -9,291 +22,223 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
-from models.checkpoints import checkpoint as checkpoint_lib
 from models.checkpoints import heads
-from models.checkpoints import hub
-from models.lab.training import corpus as corpus_lib
-from models.lab.training import head_features
-from models.lab.training import head_loss
-from models.lab.training import run_record
-from models.lab.training import training_loop
+from models.lab.training import loss as loss_lib
+from models.lab.training import target_trainer
 from models.nn import adapter
-from models.nn import dtypes
 from models.nn import eagle
+from models.nn import matrices as matrices_lib
 from models.nn import rope as rope_lib
-from models.nn.cpu import build
 from specdec import cache as cache_lib
-from specdec import model as model_lib
+
+# The weight of the loss of a step, relative to that of the step before it.
+_DECAY = 0.8
+
+
+def _joined(slots: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
+  del start
+  return jnp.concatenate([slots, new], axis=2)
+
+
+def _growing_cache(
+  config: eagle.HeadConfig, batch_size: int, dtype: Any
+) -> cache_lib.KVCache:
+  """A cache to which a write appends, so that gradients pass through it."""
+  cache = cache_lib.init_cache(
+    batch_size,
+    0,
+    num_layers=config.num_layers,
+    num_heads=config.num_kv_heads,
+    head_width=config.head_width,
+    dtype=dtype,
+  )
+  return cache.replace(ops=cache_lib.SlotOps(write=_joined))
+
+
+def _mask(length: int, step: int) -> np.ndarray:
+  """`[L, (step + 1) L]` bool, see the top of the file."""
+  query, key = np.arange(length)[:, None], np.arange(length)[None]
+  own = [key == query - step + block for block in range(1, step + 1)]
+  return np.concatenate([key <= query - step, *own], axis=1)
+
+
+def _judge(
+  logits: jax.Array,
+  wanted: jax.Array,
+  choices: jax.Array,
+  ids: jax.Array | None,
+  step: int,
+) -> tuple[jax.Array, jax.Array]:
+  """The loss of a step, and the fraction of tokens that are accepted."""
+  rows = jnp.arange(logits.shape[1])[None] >= step  # The others lack a root.
+  number = logits.shape[0] * max(logits.shape[1] - step, 1)
+  mean = lambda values: jnp.sum(jnp.where(rows, values, 0)) / number
+  best = jnp.argmax(logits, axis=-1)
+  best = best if ids is None else jnp.asarray(ids, jnp.int32)[best]
+  losses = optax.softmax_cross_entropy(logits, wanted)
+  return mean(losses), mean(best == choices)
+
+
+def make_loss(
+  graph: nnx.GraphDef,
+  config: eagle.HeadConfig,
+  *,
+  embedding: Any,
+  lm_head: Any,
+  ids: np.ndarray | None,
+  num_steps: int,
+  dtype: jnp.dtype,
+) -> jax.tree_util.Partial:
+  """Makes `(params, batch) -> (loss, accepted)`, of a batch of `Features`.
+
+  Args:
+    graph: of the module.
+    config: its shape.
+    embedding: `[V, H]`, which is not trained.
+    lm_head: `[D, width]`, the output matrix of the target for these tokens.
+    ids: `[D]`, the tokens of a reduced vocabulary; None for all.
+    num_steps: S, of training-time test.
+    dtype: of the matrices.
+
+  Returns:
+    A function of float32 params, those of the module by name and `lm_head` if
+    the head has one of its own; a pytree, as that of `loss.make_loss`. The loss
+    is in nats per token, the mean over steps that count less and less.
+    `accepted [S]` is how often the head's likeliest token is the target's.
+  """
+  function = _loss_function(graph, config, num_steps, dtype)
+  return jax.tree_util.Partial(function, (embedding, lm_head, ids))
+
+
+@functools.cache  # Equal losses share their compiled programs.
+def _loss_function(graph, config, num_steps, dtype):
+  def loss(frozen, params, batch):
+    embedding, lm_head, ids = frozen
+    params = loss_lib.cast(params, dtype)
+    own = {name: part for name, part in params.items() if name != 'lm_head'}
+    matrix = params.get('lm_head', lm_head)
+    module = nnx.merge(graph, own)
+    tokens = jnp.asarray(batch['tokens'])[:, 1:]
+    batch_size, length = tokens.shape
+    embedded = matrices_lib.take_rows(embedding, tokens)
+    widths = np.cumsum([config.target_width] * len(config.reads))[:-1]
+    states = module.fuse(*jnp.split(batch['states'][:, :-1], widths, axis=-1))
+    positions = jnp.broadcast_to(jnp.arange(1, length + 1)[None], tokens.shape)
+    wanted = jax.nn.softmax(
+      matrices_lib.matmul(batch['normed'][:, 1:], lm_head)
+    )
+    cache, losses, accepted = _growing_cache(config, batch_size, dtype), [], []
+    for step in range(num_steps):
+      mask = jnp.asarray(_mask(length, step))[None]
+      mask = jnp.broadcast_to(mask, (batch_size, *mask.shape[1:]))
+      states, cache = module(embedded, states, positions, mask, cache)
+      logits = matrices_lib.matmul(module.output(states), matrix)
+      judged = jax.checkpoint(_judge, static_argnums=4)(
+        logits, wanted, batch['choice'][:, 1:], ids, step
+      )
+      losses.append(judged[0])
+      accepted.append(judged[1])
+      states = jnp.pad(states, ((0, 0), (1, 0), (0, 0)))[:, :-1]
+    weights = _DECAY ** np.arange(num_steps)
+    total = sum(
+      weight * one for weight, one in zip(weights, losses, strict=True)
+    )
+    return total / weights.sum(), jnp.stack(accepted)
+
+  return loss
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HeadTraining:
-  """Settings of the training of a head.
+class HeadTraining(target_trainer.TargetTraining):
+  """Settings of the training of a head; what is None is as in the target.
 
   Attributes:
-    target: the name of the target, see `models.load`.
-    dtype: that the target computes in.
     vocabulary: D, tokens that the head may draft, the most frequent ones, with
       an output matrix of its own; None: all, with the matrix of the target.
-    num_heads: attention heads; None: as the target.
-    num_kv_heads: heads of keys and values; None: as the target.
-    inner_width: of the feed-forward layer; None: as the target.
+    num_heads: attention heads.
+    num_kv_heads: heads of keys and values.
+    inner_width: of the feed-forward layer.
     depth: S, steps of training-time test.
-    length: tokens of a window.
-    feature_bytes: the most bytes of features on disk.
-    num_steps: optimizer steps.
-    batch_tokens: tokens of a step.
-    learning_rate: the peak.
-    warmup_steps: until the peak.
-    eval_every: steps between held-out figures.
-    eval_windows: windows of held-out text, at most.
-    seed: of weights and batches.
-    train_dtype: of the matrix products of the head.
   """
 
-  target: str = 'demo'
-  dtype: str = dtypes.AUTO
   vocabulary: int | None = None
   num_heads: int | None = None
   num_kv_heads: int | None = None
   inner_width: int | None = None
   depth: int = 4
-  length: int = 256
-  feature_bytes: int = 10 << 30
-  num_steps: int = 2400
-  batch_tokens: int = 4096
-  learning_rate: float = 2e-3
-  warmup_steps: int = 50
-  eval_every: int = 50
-  eval_windows: int = 64
-  seed: int = 0
-  train_dtype: str = 'bfloat16'
 
-  def __post_init__(self):
-    for name in ('depth', 'length', 'num_steps', 'batch_tokens'):
-      if getattr(self, name) < 1:
-        raise ValueError(f'{name} must be positive, got {getattr(self, name)}')
-    if self.batch_tokens < self.length:
+  def config(self, target: adapter.Config) -> eagle.HeadConfig:
+    """The shape of a head for a target; see the base class."""
+    num_heads = self.num_heads or target.num_heads
+    kv_heads = self.num_kv_heads or (
+      num_heads if self.num_heads else target.num_kv_heads
+    )
+    if target.width % (2 * num_heads):
       raise ValueError(
-        f'--batch_tokens={self.batch_tokens} is less than a window,'
-        f' --context={self.length}'
+        f'--heads={num_heads} must divide the width {target.width} of the'
+        ' target into heads of even width'
       )
-
-
-def head_config(
-  settings: HeadTraining, target: adapter.Config
-) -> eagle.HeadConfig:
-  """The shape of a head for a target.
-
-  Raises:
-    ValueError: a number does not fit the others.
-  """
-  num_heads = settings.num_heads or target.num_heads
-  kv_heads = settings.num_kv_heads or (
-    num_heads if settings.num_heads else target.num_kv_heads
-  )
-  if target.width % (2 * num_heads):
-    raise ValueError(
-      f'--heads={num_heads} must divide the width {target.width} of the target'
-      ' into heads of even width'
+    return eagle.HeadConfig(
+      vocab_size=target.vocab_size,
+      num_positions=target.num_positions,
+      width=target.width,
+      num_layers=1,
+      num_heads=num_heads,
+      num_kv_heads=kv_heads,
+      head_width=target.width // num_heads,
+      inner_width=self.inner_width
+      or getattr(target, 'inner_width', None)
+      or 8 * target.width // 3,
+      rope=getattr(target, 'rope', rope_lib.Rope()),
+      target_width=target.width,
+      reads=heads.default_reads(target.num_layers),
     )
-  return eagle.HeadConfig(
-    vocab_size=target.vocab_size,
-    num_positions=target.num_positions,
-    width=target.width,
-    num_layers=1,
-    num_heads=num_heads,
-    num_kv_heads=kv_heads,
-    head_width=target.width // num_heads,
-    inner_width=settings.inner_width
-    or getattr(target, 'inner_width', None)
-    or 8 * target.width // 3,
-    rope=getattr(target, 'rope', rope_lib.Rope()),
-    target_width=target.width,
-    reads=heads.default_reads(target.num_layers),
-  )
 
-
-def _most_frequent(choices: np.ndarray, size: int, number: int) -> np.ndarray:
-  """The ids of the tokens that the target chooses most often, ascending."""
-  counts = np.bincount(choices.ravel(), minlength=size)
-  return np.sort(np.argsort(-counts, kind='stable')[:number])
-
-
-@dataclasses.dataclass(frozen=True)
-class _Run:
-  """What all parts of a run share.
-
-  Attributes:
-    settings: of the run.
-    config: the shape of the head.
-    target: keeps the states that are learned from.
-    embedding: of the target.
-    lm_head: the output matrix of the target.
-    workdir: of the run.
-    report: called with what is printed.
-  """
-
-  settings: HeadTraining
-  config: eagle.HeadConfig
-  target: model_lib.LanguageModel
-  embedding: Any
-  lm_head: Any
-  workdir: pathlib.Path
-  report: Callable[[Any], None]
-
-  def features(
-    self, tokens: dict[str, np.ndarray]
-  ) -> tuple[head_features.Features, head_features.Features]:
-    """Features of training and held-out windows; the size is stated before."""
-    settings = self.settings
-    token = head_features.dtype_of_token(
-      len(self.config.reads), self.config.width
-    )
-    each = (settings.length + 1) * token.itemsize
-    room = settings.feature_bytes // each - settings.eval_windows
-    number = min((len(tokens['train']) - 1) // settings.length, max(room, 0))
-    self.report(
-      f'features: {number} training windows of {settings.length} tokens take'
-      f' {number * each / 1e9:.2f} GB in {self.workdir}, of'
-      f' {settings.feature_bytes / 1e9:.2f} GB that they may'
-    )
-    most = {'train': number, 'held_out': settings.eval_windows}
-    train, held_out = (
-      head_features.compute(
-        self.target,
-        self.lm_head,
-        head_features.windows(tokens[split], settings.length, most[split]),
-        self.config.reads,
-        self.workdir / 'features' / split,
-        width=self.config.width,
-        batch_size=max(1, 1024 // settings.length),
-        report=self.report,
-      )
-      for split in ('train', 'held_out')
-    )
-    return train, held_out
-
-  def _initial(
-    self, ids: np.ndarray | None
-  ) -> tuple[nnx.GraphDef, Any, jax.Array]:
-    """The module's graph and parameters, and the target's output matrix."""
-    graph, variables = nnx.split(
-      eagle.Head(self.config, rngs=nnx.Rngs(self.settings.seed))
-    )
+  def begin(
+    self,
+    config: eagle.HeadConfig,
+    lesson: target_trainer.Lesson,
+    train_set: target_trainer.Features,
+  ) -> tuple[Any, jax.tree_util.Partial, Callable[..., None]]:
+    """Makes `params`, `loss` and `save` of `trainer.Trainee`."""
+    ids = None
+    if self.vocabulary is not None:
+      ids = _most_frequent(train_set, config.vocab_size, self.vocabulary)
+    graph, variables = nnx.split(eagle.Head(config, rngs=nnx.Rngs(self.seed)))
     params = nnx.to_pure_dict(variables)
     # The output matrix is made for states that the target has normalised.
-    norm = self.target.params.get('norm') or self.target.params['ln_f']
+    norm = lesson.target.params.get('norm') or lesson.target.params['ln_f']
     params['norm']['scale'] = jnp.asarray(norm['scale'])
-    # Of matrices that are packed for kernels no gradients can be computed.
-    rows = np.arange(self.config.vocab_size) if ids is None else ids
-    of_target = jnp.asarray(heads.rows_of(self.lm_head, rows))
+    # There are no gradients of matrices that are packed for kernels.
+    rows = np.arange(config.vocab_size) if ids is None else ids
+    lm_head = jnp.asarray(heads.rows_of(lesson.lm_head, rows))
     if ids is not None:
-      params['lm_head'] = of_target  # To begin with.
-    return graph, params, of_target.astype(self.settings.train_dtype)
-
-  def fit(
-    self,
-    ids: np.ndarray | None,
-    train_set: head_features.Features,
-    held_out: head_features.Features,
-  ) -> tuple[eagle.Head, np.ndarray | None, list[training_loop.Progress]]:
-    """The trained module, its output matrix if it has one, and the curve."""
-    settings = self.settings
-    graph, params, of_target = self._initial(ids)
-    loss = head_loss.make_loss(
+      params['lm_head'] = lm_head  # To begin with.
+    loss = make_loss(
       graph,
-      self.config,
-      embedding=self.embedding,
-      lm_head=of_target,
+      config,
+      embedding=lesson.embedding,
+      lm_head=lm_head.astype(self.dtype),
       ids=ids,
-      num_steps=settings.depth,
-      dtype=jnp.dtype(settings.train_dtype),
+      num_steps=self.depth,
+      dtype=jnp.dtype(self.dtype),
     )
-    init, train_step = training_loop.make_train_step(
-      jax.tree_util.Partial(lambda loss, *inputs: loss(*inputs)[0], loss),
-      learning_rate=settings.learning_rate,
-      warmup_steps=settings.warmup_steps,
-      num_steps=settings.num_steps,
-    )
-    size = settings.batch_tokens // settings.length
-    judge = jax.jit(lambda loss, *inputs: loss(*inputs))
 
-    def evaluate(params: Any, step: int) -> tuple[float, tuple[float, ...]]:
-      del step
-      found = [
-        jax.device_get(judge(loss, params, batch))
-        for batch in held_out.batches_of(size)
-      ]
-      losses, accepted = zip(*found, strict=True)
-      return float(np.mean(losses)), tuple(np.mean(accepted, axis=0).tolist())
+    def save(params: Any, folder: pathlib.Path, dtype: str) -> None:
+      own = dict(params)
+      matrix = own.pop('lm_head', None)
+      module = nnx.merge(graph, own)
+      heads.save(module, folder, lm_head=matrix, ids=ids, dtype=dtype)
 
-    loop = training_loop.Loop(
-      num_steps=settings.num_steps,
-      eval_every=settings.eval_every,
-      train_step=train_step,
-      batch=lambda step: train_set.random_batch(step, size, settings.seed),
-      num_tokens=lambda batch: batch.tokens[:, 1:].size,
-      evaluate=evaluate,
-    )
-    state = {'params': params, 'optimizer': init(params)}
-    params, curve = loop.run(state, self.workdir, self.report)
-    own_head = params.pop('lm_head', None)
-    return nnx.merge(graph, params), own_head, curve
+    return params, loss, save
 
 
-def train(
-  settings: HeadTraining,
-  corpus: corpus_lib.Corpus,
-  *,
-  workdir: pathlib.Path,
-  output: pathlib.Path,
-  output_dtype: str,
-  report: Callable[[Any], None] = print,
-) -> None:
-  """Computes features, trains (or resumes) and writes the folder of a head.
-
-  `workdir` holds all that a resumed run needs: `run.json`, tokens, features,
-  checkpoints and the loss curve.
-
-  Raises:
-    ValueError: `workdir` holds another run, or settings do not fit the target.
-    FloatingPointError: the loss is not a number; the message names the step.
-  """
-  checkpoint = hub.locate(settings.target)
-  config = head_config(settings, checkpoint.config)
-  record = {
-    'head': dataclasses.asdict(settings),
-    'corpus': dataclasses.asdict(corpus),
-  }
-  run_record.write_once(workdir / 'run.json', record)
-  tokenizer = checkpoint.tokenizer
-  if tokenizer is None:
-    raise ValueError(f'--target={settings.target} has no tokenizer')
-  tokens = {
-    split: corpus.kept_tokens(
-      workdir / f'{split}_tokens.npy', tokenizer, held_out=split == 'held_out'
-    )
-    for split in ('train', 'held_out')
-  }
-  module = hub.read_module(
-    checkpoint,
-    dtype=checkpoint_lib.resolve_dtype(settings.dtype, checkpoint),
-    packed=build.is_available(),
-  )
-  hidden = (*config.reads, cache_lib.AFTER_NORM)
-  target = adapter.as_model(module, hidden=hidden)
-  matrices = heads.matrices_of(target, checkpoint.config)
-  run = _Run(settings, config, target, *matrices, workdir, report)
-  train_set, held_out = run.features(tokens)
-  ids = None
-  if settings.vocabulary is not None:
-    ids = _most_frequent(
-      train_set.choices, config.vocab_size, settings.vocabulary
-    )
-  trained, own_head, curve = run.fit(ids, train_set, held_out)
-  heads.save(trained, output, lm_head=own_head, ids=ids, dtype=output_dtype)
-  curve_file = output / 'loss_curve.json'
-  run_record.save_json(curve_file, list(map(dataclasses.asdict, curve)))
-  report(f'wrote {output}')
+def _most_frequent(
+  features: target_trainer.Features, size: int, number: int
+) -> np.ndarray:
+  """The ids of the tokens that the target chooses most often, ascending."""
+  chosen = [part['choice'].ravel() for part in features.parts]
+  counts = sum(np.bincount(part, minlength=size) for part in chosen)
+  return np.sort(np.argsort(-counts, kind='stable')[:number])

@@ -13,6 +13,8 @@ from typing import Any
 
 from models.lab.training import run_record
 
+Writer = Callable[[pathlib.Path], Any]
+
 
 def _digest(path: pathlib.Path) -> bytes:
   """The digest of a file, or of the names and bytes of a folder's files."""
@@ -37,48 +39,66 @@ def remove(path: pathlib.Path) -> None:
   path.unlink(missing_ok=True)
 
 
-def save(path: pathlib.Path, write: Callable[[pathlib.Path], Any]) -> None:
-  """Writes a file or folder, and its digest.
+def _write(path: pathlib.Path, partial: pathlib.Path, write: Writer) -> None:
+  """Writes `partial`, which becomes a part of `path` when it is complete."""
+  remove(partial)  # A run that was killed has left it.
+  try:
+    write(partial)
+  except Exception as error:  # Every library has its own for a full disk.
+    remove(partial)
+    raise OSError(
+      f'{path} cannot be written: {error}; if the disk is full, make room and'
+      ' run again: what was written before is kept'
+    ) from error
 
-  Args:
-    path: the file or folder. A damaged one is replaced.
-    write: is called with a path beside it, with the same suffix, to write to.
+
+def save(path: pathlib.Path, write: Writer) -> None:
+  """Writes a file or folder and its digest; replaces a damaged one.
+
+  `write` is called with a path beside it, with the same suffix.
 
   Raises:
     OSError: it cannot be written, for example because the disk is full.
   """
 
   def write_with_digest(partial: pathlib.Path) -> None:
-    remove(partial)  # A run that was killed has left it.
-    try:
-      write(partial)
-      found = _digest(partial)
-      remove(path)
-      # A digest without its file counts as nothing; a file without its digest
-      # would count as damaged.
-      _digest_file(path).write_bytes(found)
-    except Exception as error:  # Every library has its own for a full disk.
-      remove(partial)
-      raise OSError(
-        f'{path} cannot be written: {error}; if the disk is full, make room and'
-        ' run again: what was written before is kept'
-      ) from error
+    write(partial)
+    digest = _digest(partial)
+    remove(path)
+    # A digest without its file counts as nothing, a file without its digest
+    # would count as damaged.
+    _digest_file(path).write_bytes(digest)
 
-  run_record.save_whole(path, write_with_digest)
+  run_record.save_whole(
+    path, lambda partial: _write(path, partial, write_with_digest)
+  )
+
+
+def fill(folder: pathlib.Path, write: Writer) -> None:
+  """Writes files into a folder, which may have others: all of them or none.
+
+  `write` is called with an empty folder. Raises OSError as `save` does.
+  """
+  partial = folder / 'partial'
+
+  def write_folder(partial: pathlib.Path) -> None:
+    partial.mkdir(parents=True)
+    write(partial)
+
+  _write(folder, partial, write_folder)
+  for file in sorted(partial.iterdir()):
+    file.replace(folder / file.name)
+  partial.rmdir()
 
 
 def is_whole(
   path: pathlib.Path,
   report: Callable[[str], None] = print,
-  *,
   otherwise: str = 'it is made again',
 ) -> bool:
   """Whether a file or folder is there as it was written.
 
-  Args:
-    path: the file or folder.
-    report: is called with a line if it is damaged.
-    otherwise: what happens in that case, for the line.
+  If it is damaged, `report` is called with a line that ends with `otherwise`.
   """
   if not path.exists():
     return False

@@ -1,6 +1,6 @@
 """Losses: the next token, or the distribution of a teacher."""
 
-import dataclasses
+import functools
 from typing import Any
 
 from flax import nnx
@@ -14,14 +14,6 @@ from models.nn import adapter
 from models.nn import experts as experts_lib
 from specdec import mappings
 from specdec import model as model_lib
-
-
-@dataclasses.dataclass(frozen=True)
-class Teacher:
-  """A trained model whose distribution a draft learns."""
-
-  name: str  # Folder or hub id, for the record of the run.
-  model: adapter.Module
 
 
 def _forward(
@@ -53,10 +45,10 @@ def make_loss(
   graph: nnx.GraphDef,
   *,
   dtype: jnp.dtype,
-  teacher: Teacher | None = None,
+  teacher: adapter.Module | None = None,
   balance_weight: float = 0.0,
 ) -> jax.tree_util.Partial:
-  """Makes `loss(params, windows) -> nats per token`.
+  """Makes `(params, windows) -> (nats per token, ())`.
 
   Without a teacher it is the cross-entropy with the next token, with a teacher
   the cross-entropy with its next-token distribution, which has the gradient of
@@ -72,9 +64,14 @@ def make_loss(
   """
   teacher_graph, teacher_params = None, None
   if teacher is not None:
-    teacher_graph, teacher_variables = nnx.split(teacher.model)
+    teacher_graph, teacher_variables = nnx.split(teacher)
     teacher_params = cast(nnx.to_pure_dict(teacher_variables), dtype)
+  function = _loss_function(graph, teacher_graph, dtype, balance_weight)
+  return jax.tree_util.Partial(function, teacher_params)
 
+
+@functools.cache  # Equal losses share their compiled programs.
+def _loss_function(graph, teacher_graph, dtype, balance_weight):
   def loss(teacher_params, params, windows):
     tokens, targets = windows[:, :-1], windows[:, 1:]
     logits, balance = _forward(graph, cast(params, dtype), tokens)
@@ -83,9 +80,9 @@ def make_loss(
     else:
       theirs, _ = _forward(teacher_graph, teacher_params, tokens)
       losses = optax.softmax_cross_entropy(logits, jax.nn.softmax(theirs))
-    return losses.mean() + balance_weight * balance
+    return losses.mean() + balance_weight * balance, ()
 
-  return jax.tree_util.Partial(loss, teacher_params)
+  return loss
 
 
 @mappings.jit()

@@ -1,5 +1,7 @@
 """The optimizer: Muon for matrices inside blocks, AdamW for all else."""
 
+import functools
+
 import jax
 import optax
 from optax import contrib
@@ -14,6 +16,7 @@ def _is_block_matrix(path, leaf) -> bool:
   return leaf.ndim == 2 and keys[0] in ('h', 'layers') and 'gate' not in keys
 
 
+@functools.cache  # Equal optimizers share the compiled step.
 def make_optimizer(
   *, learning_rate: float, warmup_steps: int, num_steps: int
 ) -> optax.GradientTransformation:

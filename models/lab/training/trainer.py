@@ -1,203 +1,252 @@
-"""Training loop; a run that is killed resumes from its last checkpoint."""
+"""The training loop, for all kinds of training; a killed run is resumed.
 
+A kind of training is a subclass of `Training`: its fields are the settings, and
+`prepare` makes what is trained.
+"""
+
+import abc
 from collections.abc import Callable
+from collections.abc import Iterable
 import dataclasses
-import hashlib
+import functools
 import pathlib
+import time
 from typing import Any
 
-from flax import nnx
 import jax
-import jax.numpy as jnp
 import numpy as np
+import optax
 
-from models.checkpoints import families
 from models.lab.training import corpus as corpus_lib
-from models.lab.training import loss as loss_lib
+from models.lab.training import kept
+from models.lab.training import optimizer as optimizer_lib
+from models.lab.training import run_checkpoints
 from models.lab.training import run_record
-from models.lab.training import training_loop
-from models.nn import adapter
+
+Report = Callable[[Any], None]
+Claim = Callable[..., pathlib.Path]
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+  """One point of the loss curve; losses are in nats per token."""
+
+  step: int
+  tokens: int
+  train_loss: float
+  held_out_loss: float
+  tokens_per_second: float
+  seconds_left: float
+  #: The fraction of held-out tokens that a drafter finds: of those right after
+  #: a text, of those one token later, and so on.
+  accepted: tuple[float, ...] = ()
+
+  def __str__(self):
+    minutes, seconds = divmod(round(self.seconds_left), 60)
+    accepted = ' '.join(f'{100 * one:.1f}' for one in self.accepted)
+    accepted = f'  accepted {accepted} %' if accepted else ''
+    return (
+      f'step {self.step:6d}  loss {self.train_loss:.3f}  held out'
+      f' {self.held_out_loss:.3f}{accepted}  {self.tokens_per_second:7.0f}'
+      f' tokens/s  {minutes:3d}:{seconds:02d} left'
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-  """Settings of a training run.
+class Trainee:
+  """A thing to train, its data, and how it is written.
 
-  Every phase is `(fraction of the steps, window length)`. Short windows come
-  first, because attention is most of the cost of long windows, and the last
-  phase is enough to learn far positions. The learning rate rises linearly to
-  its peak, then falls to zero. With every held-out loss, over windows of the
-  current length, a checkpoint is saved. `balance_weight` is that of the
-  load-balancing loss of a mixture of experts (arXiv 2101.03961, section 2.2).
+  A loss is `(params, batch) -> (loss [], accepted [S])`, see `Progress`; S may
+  be 0. It is a `jax.tree_util.Partial`: the arrays that it holds are arguments
+  of the compiled step, not constants in it.
+
+  Attributes:
+    params: a pytree of float32 arrays, with which training begins.
+    loss: of training.
+    held_out_loss: of held-out batches.
+    batch: `step -> batch`, what is learned after so many steps.
+    held_out: `step -> batches`, what is judged after so many steps.
+    save: `(params, folder, dtype)`: writes the result, in a dtype by its name.
   """
 
+  params: Any
+  loss: jax.tree_util.Partial
+  held_out_loss: jax.tree_util.Partial
+  batch: Callable[[int], Any]
+  held_out: Callable[[int], Iterable[Any]]
+  save: Callable[[Any, pathlib.Path, str], None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Training(abc.ABC):
+  """Settings that all kinds of training share.
+
+  The learning rate rises linearly to its peak, then falls to zero. With every
+  held-out loss a checkpoint is saved.
+  """
+
+  corpus: corpus_lib.Corpus = corpus_lib.Corpus()
   num_steps: int = 2400
-  batch_tokens: int = 4096  # Tokens per step.
-  phases: tuple[tuple[float, int], ...] = (
-    (0.65, 128),
-    (0.20, 256),
-    (0.10, 512),
-    (0.05, 1024),
-  )
+  batch_tokens: int = 4096  # Tokens per step, at most.
   learning_rate: float = 5e-3  # Peak, reached after `warmup_steps`.
-  warmup_steps: int = 50
-  seed: int = 0  # Of the weights and of the batches.
-  dtype: str = 'bfloat16'  # Of matrix products; weights and optimizer: float32.
+  warmup_steps: int = 50  # At most a tenth of the steps.
   eval_every: int = 100  # Steps between held-out losses.
-  eval_tokens: int = 32768  # Per held-out loss, at most.
-  balance_weight: float = 0.01
+  seed: int = 0  # Draws weights and batches.
+  dtype: str = 'bfloat16'  # Matrix products; the rest: float32.
 
-  def __post_init__(self):
-    if not 0 <= self.warmup_steps < self.num_steps:
-      raise ValueError(
-        f'warmup_steps must be below num_steps={self.num_steps}, got'
-        f' {self.warmup_steps}'
-      )
-    for fraction, length in self.phases:
-      if fraction <= 0 or not 1 <= length <= self.batch_tokens:
-        raise ValueError(
-          'every phase needs a positive fraction and a length of at most'
-          f' batch_tokens={self.batch_tokens}, got {(fraction, length)}'
-        )
-
+  @abc.abstractmethod
   def window_length(self, step: int) -> int:
-    """The window length of one step, in tokens."""
-    total = sum(fraction for fraction, _ in self.phases)
-    end = 0.0
-    for fraction, length in self.phases:
-      end += fraction / total * self.num_steps
-      if step < round(end):
-        return length
-    return self.phases[-1][1]
+    """The tokens of a window after so many steps, at most `batch_tokens`."""
+
+  def batch_size(self, step: int) -> int:
+    """The windows of a batch after so many steps."""
+    return self.batch_tokens // self.window_length(step)
+
+  @abc.abstractmethod
+  def prepare(self, claim: Claim, report: Report) -> Trainee:
+    """Makes what is trained.
+
+    Args:
+      claim: returns the workdir, which from then on belongs to these settings
+        and to the facts given as keywords, such as digests. It is called once
+        the settings are known to fit.
+      report: is called with what is printed.
+    """
 
 
-def _fingerprint(tokens: np.ndarray) -> str:
-  digest = hashlib.blake2b(tokens.tobytes(), digest_size=8).hexdigest()
-  return f'{len(tokens)} tokens, {digest}'
+@functools.partial(jax.jit, static_argnums=0)
+def train_step(optimizer, loss, state, batch):
+  """`(state, loss [])` after a step; a state has `params` and `optimizer`."""
+  params, inner = state['params'], state['optimizer']
+  (value, _), grads = jax.value_and_grad(loss, has_aux=True)(params, batch)
+  updates, inner = optimizer.update(grads, inner, params)
+  params = optax.apply_updates(params, updates)
+  return {'params': params, 'optimizer': inner}, value
 
 
-def _initial_model(
-  model_config: adapter.Config, seed: int, teacher: loss_lib.Teacher | None
-) -> adapter.Module:
-  """Draws the weights; copies the teacher's token embedding if it fits."""
-  model = families.family_of(model_config).module(
-    model_config, rngs=nnx.Rngs(seed)
-  )
-  if teacher is not None:
-    theirs, ours = _embedding(teacher.model), _embedding(model)
-    if theirs.shape == ours.shape:
-      ours[...] = theirs[...].astype(ours.dtype)
-  return model
+_apply = jax.jit(lambda loss, params, batch: loss(params, batch))
+_norm = jax.jit(optax.tree.norm)
 
 
-def _embedding(module: adapter.Module) -> nnx.Param:
-  return getattr(module, module.config.embedding).embedding
-
-
-def _make_train_step(
-  graph, config: TrainConfig, teacher: loss_lib.Teacher | None
-):
-  """Makes the optimizer's `init`, and `(state, batch) -> (state, loss)`."""
-  loss_fn = loss_lib.make_loss(
-    graph,
-    dtype=jnp.dtype(config.dtype),
-    teacher=teacher,
-    balance_weight=config.balance_weight,
-  )
-  return training_loop.make_train_step(
-    loss_fn,
-    learning_rate=config.learning_rate,
-    warmup_steps=config.warmup_steps,
-    num_steps=config.num_steps,
-  )
-
-
-def train(
-  model_config: adapter.Config,
-  config: TrainConfig,
-  train_tokens: np.ndarray,
-  held_out_tokens: np.ndarray,
-  *,
-  workdir: pathlib.Path,
-  teacher: loss_lib.Teacher | None = None,
-  report: Callable[[training_loop.Progress], None] = print,
-) -> tuple[adapter.Module, list[training_loop.Progress]]:
-  """Trains to `config.num_steps`, from the last checkpoint if there is one.
-
-  Tokens are `[tokens]` int32, see `Corpus.tokens`. `workdir` holds `run.json`,
-  `checkpoints/` and `loss_curve.json`. With a teacher the model learns its
-  distribution instead of the next token (see `models.lab.training.loss`), and
-  starts with its token embedding if that has the same shape.
-
-  Returns:
-    The trained model in float32, and the loss curve.
+def _evaluate(
+  trainee: Trainee, step: int, state: Any, losses: list[Any]
+) -> dict[str, Any]:
+  """The losses of `Progress`, and `accepted`.
 
   Raises:
-    ValueError: `workdir` holds a run with other settings or data, or the
-      windows are longer than the context.
-    FloatingPointError: the loss is not a number; the message names the step.
+    FloatingPointError: a loss or weight is not a number.
   """
-  longest = max(length for _, length in config.phases)
-  context = model_config.num_positions
-  if longest > context:
-    raise ValueError(
-      f'windows of {longest} tokens exceed the context of {context}'
-    )
-  record = {
-    'model': dataclasses.asdict(model_config),
-    'train': dataclasses.asdict(config),
-    'data': _fingerprint(train_tokens),
-    'teacher': teacher.name if teacher else None,
+  losses = jax.device_get(losses)
+  found = [
+    jax.device_get(_apply(trainee.held_out_loss, state['params'], batch))
+    for batch in trainee.held_out(step)
+  ]
+  held_out_losses, accepted = zip(*found, strict=True)
+  held_out_loss = float(np.mean(held_out_losses))
+  # The loss of a step belongs to the weights before it, so it is finite even if
+  # the step overflows.
+  steps = range(step - len(losses) + 1, step + 1)
+  numbers = {
+    f'loss of step {n}': loss for n, loss in zip(steps, losses, strict=True)
+  } | {
+    f'held-out loss after step {step}': held_out_loss,
+    f'norm of the weights after step {step}': _norm(state['params']),
   }
-  run_record.write_once(workdir / 'run.json', record)
-  graph, variables = nnx.split(
-    _initial_model(model_config, config.seed, teacher)
+  for what, value in numbers.items():
+    if not np.isfinite(value):
+      raise FloatingPointError(f'the {what} is not a number')
+  return {
+    'train_loss': float(np.mean(losses)),
+    'held_out_loss': held_out_loss,
+    'accepted': tuple(np.mean(accepted, axis=0).tolist()),
+  }
+
+
+def fit(
+  training: Training, trainee: Trainee, workdir: pathlib.Path, report: Report
+) -> tuple[Any, list[dict[str, Any]]]:
+  """Trains to the last step, from the last whole checkpoint if there is one.
+
+  Returns:
+    The parameters, and `Progress` as a dict for each point of the loss curve.
+
+  Raises:
+    FloatingPointError: a loss or weight is not a number.
+    OSError: a checkpoint cannot be written; those before it are kept.
+  """
+  optimizer = optimizer_lib.make_optimizer(
+    learning_rate=training.learning_rate,
+    warmup_steps=min(training.warmup_steps, training.num_steps // 10),
+    num_steps=training.num_steps,
   )
-  params = nnx.to_pure_dict(variables)
-  init, train_step = _make_train_step(graph, config, teacher)
-  loop = _make_loop(graph, config, train_step, train_tokens, held_out_tokens)
-  state = {'params': params, 'optimizer': init(params)}
-  params, curve = loop.run(state, workdir, report)
-  return nnx.merge(graph, params), curve
-
-
-def _make_loop(
-  graph: nnx.GraphDef,
-  config: TrainConfig,
-  train_step: Callable[[Any, Any], Any],
-  train_tokens: np.ndarray,
-  held_out_tokens: np.ndarray,
-) -> training_loop.Loop:
-  eval_loss = jax.jit(loss_lib.make_loss(graph, dtype=jnp.dtype(config.dtype)))
-
-  def batch(step: int) -> np.ndarray:
-    length = config.window_length(step)
-    return corpus_lib.training_batch(
-      train_tokens,
+  params = trainee.params
+  state = {'params': params, 'optimizer': jax.jit(optimizer.init)(params)}
+  checkpoints = workdir / 'checkpoints'
+  state, curve = run_checkpoints.restore(checkpoints, state, report)
+  last = curve[-1] if curve else {'step': 0, 'tokens': 0}
+  clock, tokens, losses = time.monotonic(), 0, []
+  for step in range(last['step'] + 1, training.num_steps + 1):
+    batch = trainee.batch(step - 1)
+    state, loss = train_step(optimizer, trainee.loss, state, batch)
+    losses.append(loss)
+    tokens += training.batch_size(step - 1) * training.window_length(step - 1)
+    if step % training.eval_every and step < training.num_steps:
+      continue
+    try:
+      found = _evaluate(trainee, step, state, losses)
+    except FloatingPointError as error:
+      raise FloatingPointError(
+        f'{error}; what is in {checkpoints} is from before that; start again in'
+        ' another --workdir with a lower --learning_rate'
+      ) from error
+    seconds, clock = time.monotonic() - clock, time.monotonic()
+    progress = Progress(
       step=step,
-      seed=config.seed,
-      batch_size=config.batch_tokens // length,
-      length=length,
+      tokens=last['tokens'] + tokens,
+      tokens_per_second=tokens / seconds,
+      seconds_left=seconds / len(losses) * (training.num_steps - step),
+      **found,
     )
+    report(progress)
+    last = dataclasses.asdict(progress)
+    curve.append(last)
+    run_checkpoints.save(checkpoints, state, curve)
+    run_record.save_json(workdir / 'loss_curve.json', curve)
+    tokens, losses = 0, []
+  return state['params'], curve
 
-  def evaluate(params: Any, step: int) -> tuple[float, tuple[()]]:
-    """Over windows of the current length."""
-    length = config.window_length(step - 1)
-    batch_size = max(1, config.batch_tokens // length)
-    batches = corpus_lib.held_out_batches(
-      held_out_tokens,
-      batch_size=batch_size,
-      length=length,
-      limit=max(1, config.eval_tokens // (batch_size * length)),
-    )
-    losses = [eval_loss(params, batch) for batch in batches]
-    return float(np.mean(jax.device_get(losses))), ()
 
-  return training_loop.Loop(
-    num_steps=config.num_steps,
-    eval_every=config.eval_every,
-    train_step=train_step,
-    batch=batch,
-    num_tokens=lambda batch: batch[:, 1:].size,
-    evaluate=evaluate,
-  )
+def run(
+  training: Training,
+  *,
+  workdir: pathlib.Path,
+  output: pathlib.Path,
+  output_dtype: str,
+  report: Report = print,
+) -> None:
+  """Trains, or resumes, and writes the folder `output`, with the loss curve.
+
+  `workdir` keeps everything that a resumed run needs.
+
+  Raises:
+    ValueError: the settings do not fit each other, or those of the run that
+      `workdir` holds.
+    FloatingPointError: a loss or weight is not a number.
+    OSError: a file or folder cannot be written.
+  """
+  output.mkdir(parents=True, exist_ok=True)
+
+  def claim(**facts: Any) -> pathlib.Path:
+    record = {'kind': type(training).__name__, **dataclasses.asdict(training)}
+    run_record.write_once(workdir / 'run.json', record | facts)
+    return workdir
+
+  trainee = training.prepare(claim, report)
+  params, curve = fit(training, trainee, workdir, report)
+
+  def write(folder: pathlib.Path) -> None:
+    trainee.save(params, folder, output_dtype)
+    run_record.save_json(folder / 'loss_curve.json', curve)
+
+  kept.fill(output, write)
+  report(f'wrote {output}')

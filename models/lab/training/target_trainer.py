@@ -1,0 +1,254 @@
+"""Training of drafters that learn from the hidden states of a target.
+
+What the target computes for a corpus is kept on disk, in 16 bits. Files have
+some dozens of windows each, so that a run that is killed goes on with the next
+file, and a damaged file costs no more than its own windows.
+"""
+
+import abc
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+import dataclasses
+import functools
+import pathlib
+from typing import Any
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+import tqdm
+
+from models.checkpoints import checkpoint as checkpoint_lib
+from models.checkpoints import heads
+from models.checkpoints import hub
+from models.lab.training import kept
+from models.lab.training import trainer
+from models.nn import adapter
+from models.nn import dtypes
+from models.nn import matrices as matrices_lib
+from models.nn.cpu import build
+from models.text import plan as plan_lib
+from specdec import cache as cache_lib
+from specdec import model as model_lib
+
+_WINDOWS = 32  # In a file.
+_ROWS = 128  # Rows of logits at once.
+_LARGEST = 65504.0  # In float16; a few values of the states may be larger.
+
+
+def token_dtype(num_states: int, width: int) -> np.dtype:
+  """The record that is kept for each token that a target reads.
+
+  `states` are the hidden states that the drafter reads, side by side; `normed`
+  is that after the final norm, and `choice` the most likely next token.
+  """
+  return np.dtype(
+    [
+      ('states', np.float16, (num_states * width,)),
+      ('normed', np.float16, (width,)),
+      ('choice', np.int32),
+    ]
+  )
+
+
+def windows(tokens: np.ndarray, length: int, most: int) -> np.ndarray:
+  """At most so many windows `[n, length + 1]`, from all of the corpus.
+
+  Raises:
+    ValueError: the tokens are fewer than a window.
+  """
+  number = min((len(tokens) - 1) // length, most)
+  if number < 1:
+    raise ValueError(
+      f'there are {len(tokens)} tokens, and room for {most} windows; one has'
+      f' {length + 1} tokens'
+    )
+  last = len(tokens) - length - 1
+  starts = np.linspace(0, last, number).astype(np.int64)
+  return np.asarray(tokens)[starts[:, None] + np.arange(length + 1)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Features:
+  """Windows of text with what the target computes.
+
+  A batch has `tokens` `[B, L + 1]` int32 and the fields of `token_dtype`.
+
+  Attributes:
+    tokens: `[N, L + 1]` int32.
+    parts: arrays of `token_dtype` for `_WINDOWS` windows each.
+  """
+
+  tokens: np.ndarray
+  parts: Sequence[np.ndarray]
+
+  def batch(self, index: np.ndarray) -> dict[str, np.ndarray]:
+    """The windows of these numbers."""
+    rows = [self.parts[one // _WINDOWS][one % _WINDOWS] for one in index]
+    found = np.stack(rows)
+    fields = {name: found[name] for name in found.dtype.names or ()}
+    return {'tokens': self.tokens[index]} | fields
+
+  def random_batch(
+    self, step: int, size: int, seed: int
+  ) -> dict[str, np.ndarray]:
+    """The batch of a step: windows in a new order for every epoch."""
+    number, index = len(self.tokens), []
+    for place in range(step * size, (step + 1) * size):
+      epoch, within = divmod(place, number)
+      order = np.random.default_rng([seed, epoch]).permutation(number)
+      index.append(order[within])
+    return self.batch(np.array(index))
+
+  def batches_of(self, size: int) -> Iterator[dict[str, np.ndarray]]:
+    """All windows; the last batch is filled up with the first ones."""
+    number = len(self.tokens)
+    rows = np.arange(-(-number // size) * size) % number
+    yield from map(self.batch, rows.reshape(-1, size))
+
+
+@functools.partial(jax.jit, static_argnames='reads')
+def _compute(target, lm_head, tokens, reads):
+  """The fields of `token_dtype`, each `[B, L, ...]`."""
+  cache = target.spec.init_cache(*tokens.shape)
+  _, cache = target.causal(tokens, cache)
+  states = [cache.hidden[one][:, 0] for one in reads]
+  normed = cache.hidden[cache_lib.AFTER_NORM][:, 0].astype(jnp.float32)
+  rows = normed.reshape(-1, normed.shape[-1])
+  padded = jnp.pad(rows, ((0, -len(rows) % _ROWS), (0, 0)))
+  choose = lambda rows: jnp.argmax(matrices_lib.matmul(rows, lm_head), axis=-1)
+  chosen = lax.map(choose, padded.reshape(-1, _ROWS, rows.shape[-1])).ravel()
+  chosen = chosen[: len(rows)].reshape(tokens.shape).astype(jnp.int32)
+  fields = jnp.concatenate(states, axis=-1).astype(jnp.float32), normed
+  clipped = [jnp.clip(one, -_LARGEST, _LARGEST) for one in fields]
+  return *(one.astype(jnp.float16) for one in clipped), chosen
+
+
+@dataclasses.dataclass(frozen=True)
+class Lesson:
+  """A target, its embedding and output matrix, and what it computes.
+
+  It keeps the states `reads` and that after the norm, see `KVCache.hidden`.
+  """
+
+  target: model_lib.LanguageModel
+  embedding: Any
+  lm_head: Any
+  reads: tuple[int, ...]
+
+  def features(
+    self,
+    tokens: np.ndarray,
+    dtype: np.dtype,
+    folder: pathlib.Path,
+    report: trainer.Report = print,
+  ) -> Features:
+    """Computes the features of windows, or those that are still missing.
+
+    Args:
+      tokens: `[N, L + 1]` int32.
+      dtype: see `token_dtype`.
+      folder: of the files.
+      report: is called with a line for each damaged file.
+    """
+    files = []
+    size = min(max(1, 1024 // tokens.shape[1]), len(tokens))  # In a forward.
+    numbers = range(-(-len(tokens) // _WINDOWS))
+    for number in tqdm.tqdm(numbers, f'features for {folder.name}'):
+      files.append(folder / f'windows_{number:05d}.npy')
+      if kept.is_whole(files[-1], report):
+        continue
+      part = tokens[number * _WINDOWS :][:_WINDOWS]
+      padded = np.resize(part, (-(-len(part) // size) * size, part.shape[1]))
+      found = np.empty(padded.shape, dtype)
+      for first in range(0, len(padded), size):
+        rows = padded[first : first + size]
+        fields = _compute(self.target, self.lm_head, rows, self.reads)
+        for name, values in zip(dtype.names or (), fields, strict=True):
+          found[name][first : first + size] = values
+      kept.save(files[-1], functools.partial(np.save, arr=found[: len(part)]))
+    return Features(tokens, [np.load(file, mmap_mode='r') for file in files])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TargetTraining(trainer.Training):
+  """Settings of training that learns from a target.
+
+  A kind of drafter is a subclass, with two methods, of which `config` gives the
+  shape of a drafter: a record with `reads`, the hidden states that it reads.
+  """
+
+  target: str = 'demo'  # See `models.load`.
+  target_dtype: str = dtypes.AUTO  # That the target computes in.
+  length: int = 256  # Tokens of a window.
+  feature_gigabytes: float = 10.0  # On disk, at most.
+  eval_windows: int = 64  # At most.
+  eval_every: int = 50
+  learning_rate: float = 2e-3
+
+  def __post_init__(self):
+    if not 1 <= self.length <= self.batch_tokens:
+      raise ValueError(
+        f'--batch_tokens={self.batch_tokens} is less than a window,'
+        f' --context={self.length}'
+      )
+
+  @abc.abstractmethod
+  def config(self, target: adapter.Config) -> Any:
+    """The shape for a target; ValueError if a number does not fit."""
+
+  @abc.abstractmethod
+  def begin(
+    self, config: Any, lesson: Lesson, train_set: Features
+  ) -> tuple[Any, jax.tree_util.Partial, Callable[..., None]]:
+    """Makes `params`, `loss` and `save` of `trainer.Trainee`."""
+
+  def window_length(self, step: int) -> int:
+    """The tokens of a window, which are the same in all steps."""
+    del step
+    return self.length
+
+  def prepare(
+    self, claim: trainer.Claim, report: trainer.Report
+  ) -> trainer.Trainee:
+    """Loads the target and computes features; see the base class."""
+    checkpoint = hub.locate(self.target)
+    if checkpoint.tokenizer is None:
+      raise ValueError(f'--target={self.target} has no tokenizer')
+    config = self.config(checkpoint.config)
+    dtype = checkpoint_lib.resolve_dtype(self.target_dtype, checkpoint)
+    module = hub.read_module(
+      checkpoint, dtype=dtype, packed=build.is_available()
+    )
+    hidden = (*config.reads, cache_lib.AFTER_NORM)
+    target = adapter.as_model(module, hidden=hidden)
+    matrices = heads.matrices_of(target, checkpoint.config)
+    lesson = Lesson(target, *matrices, config.reads)
+    workdir = claim(target_blake2b=plan_lib.model_digest(checkpoint))
+    splits = self.corpus.splits(workdir, checkpoint.tokenizer)
+    token = token_dtype(len(config.reads), checkpoint.config.width)
+    each = (self.length + 1) * token.itemsize
+    room = max(int(self.feature_gigabytes * 1e9) // each - self.eval_windows, 0)
+    number = min((len(splits[0]) - 1) // self.length, room)
+    report(
+      f'features: {number} training windows of {self.length} tokens take'
+      f' {number * each / 1e9:.2f} GB in {workdir}, of'
+      f' {self.feature_gigabytes:.2f} GB that they may'
+    )
+    chosen = windows(splits[0], self.length, number)
+    folder = workdir / 'features'
+    train_set = lesson.features(chosen, token, folder / 'train', report)
+    chosen = windows(splits[1], self.length, self.eval_windows)
+    held_out = lesson.features(chosen, token, folder / 'held_out', report)
+    params, loss, save = self.begin(config, lesson, train_set)
+    size = self.batch_size(0)
+    return trainer.Trainee(
+      params=params,
+      loss=loss,
+      held_out_loss=loss,
+      batch=lambda step: train_set.random_batch(step, size, self.seed),
+      held_out=lambda _: held_out.batches_of(size),
+      save=save,
+    )
