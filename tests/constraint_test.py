@@ -5,6 +5,7 @@ automaton. Tables are compared with reading the bytes of every token.
 """
 
 import functools
+import itertools
 
 import flax.struct
 import jax
@@ -248,6 +249,33 @@ def test_tables_against_reading_bytes():
   check_tables([*range(11), 297])
 
 
+def check_kinds():
+  """Hundreds of tokens, of which hardly any two do the same everywhere."""
+  rng = np.random.default_rng(0)
+  delta = np.full((12, 256), -1)
+  letters = range(97, 123)
+  delta[:, letters] = rng.integers(-1, 12, (12, len(letters)))
+  tokens = [b'', *(bytes([letter]) for letter in letters)]
+  tokens += [bytes(pair) for pair in itertools.product(letters, repeat=2)]
+  accepting = np.ones(12, bool)
+  made = automaton_lib.of_bytes(delta, accepting, tokens, len(tokens), (0,))
+  assert made.after.shape[1] > 500
+  number = {1: 0}  # By those of tokens.
+  waiting = [1]
+  for state in waiting:
+    for token, fast in enumerate(made.after[state, made.kinds].tolist()[1:], 1):
+      slow = _read(delta, number[state], tokens[token])
+      assert (fast < 0) == (slow < 0)
+      if fast >= 0:
+        waiting += [fast] if fast not in number else []
+        assert number.setdefault(fast, slow) == slow
+  assert len(number) == 12
+
+
+def test_tokens_that_do_not_do_the_same_are_of_several_kinds():
+  check_kinds()
+
+
 def test_forbidden_is_never_left():
   tables = check_tables(range(6))
   state = np.full(_SIZE, constraint_lib.FORBIDDEN, np.int32)
@@ -263,6 +291,10 @@ def test_rows_that_come_and_go_keep_their_automata():
       made.append(
         automaton_lib.of_bytes(delta, accepting, tokens, len(tokens), (3,))
       )
+  larger = np.full((300, 256), -1)
+  larger[:-1, 97] = np.arange(1, 300)
+  ends = np.arange(300) == 299
+  larger = automaton_lib.of_bytes(larger, ends, tokens, len(tokens), (3,))
   rng = np.random.default_rng(0)
   pool, rows = automaton_lib.Pool(3, 40), dict[int, automaton_lib.Automaton]()
   pool.assign(0, None, [])
@@ -270,10 +302,13 @@ def test_rows_that_come_and_go_keep_their_automata():
   may_follow = lambda tables: np.asarray(
     _allowed(tables, np.asarray(tables.rows))
   )
-  for _ in range(25):
+  for step in range(25):
     row = int(rng.integers(3))
     rows.pop(row, None)
     rows[row] = [*made, None][rng.integers(len(made) + 1)]
+    if step == 12:  # Tables grow while others follow theirs.
+      rows[row] = larger
+      assert larger.num_states > len(pool.tables.after) // 3
     pool.assign(row, rows[row], [one for one in rows if one != row])
     found = may_follow(pool.tables)
     for busy, one in rows.items():
