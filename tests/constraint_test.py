@@ -4,8 +4,8 @@ Plain text is that of a slow loop, which knows the rule of the constraint and no
 automaton. Tables are compared with reading the bytes of every token.
 """
 
-import dataclasses
 import functools
+import itertools
 
 import flax.struct
 import jax
@@ -251,14 +251,38 @@ def test_tables_against_reading_bytes():
   check_tables([*range(11), 297])
 
 
+def check_kinds():
+  """Hundreds of tokens, of which hardly any two do the same everywhere."""
+  rng = np.random.default_rng(0)
+  delta = np.full((12, 256), -1)
+  letters = range(97, 123)
+  delta[:, letters] = rng.integers(-1, 12, (12, len(letters)))
+  tokens = [b'', *(bytes([letter]) for letter in letters)]
+  tokens += [bytes(pair) for pair in itertools.product(letters, repeat=2)]
+  accepting = np.ones(12, bool)
+  made = automaton_lib.of_bytes(delta, accepting, tokens, len(tokens), (0,))
+  assert made.after.shape[1] > 500
+  number = {1: 0}  # By those of tokens.
+  waiting = [1]
+  for state in waiting:
+    for token, fast in enumerate(made.after[state, made.kinds].tolist()[1:], 1):
+      slow = _read(delta, number[state], tokens[token])
+      assert (fast < 0) == (slow < 0)
+      if fast >= 0:
+        waiting += [fast] if fast not in number else []
+        assert number.setdefault(fast, slow) == slow
+  assert len(number) == 12
+
+
+def test_tokens_that_do_not_do_the_same_are_of_several_kinds():
+  check_kinds()
+
+
 def test_forbidden_is_never_left():
   tables = check_tables(range(6))
-  shape = len(tables.kinds), _SIZE
-  state = np.full(shape, constraint_lib.FORBIDDEN, np.int32)
-  after = _follow(
-    tables, state, np.tile(np.arange(_SIZE, dtype=np.int32), (shape[0], 1))
-  )
-  assert after.tolist() == state.tolist()
+  every = np.tile(np.arange(_SIZE, dtype=np.int32), (len(tables.kinds), 1))
+  state = np.full_like(every, constraint_lib.FORBIDDEN)
+  assert _follow(tables, state, every).tolist() == state.tolist()
 
 
 def test_rows_that_come_and_go_keep_their_automata():
@@ -269,30 +293,26 @@ def test_rows_that_come_and_go_keep_their_automata():
       made.append(
         automaton_lib.of_bytes(delta, accepting, tokens, len(tokens), (3,))
       )
+  larger = np.full((300, 256), -1)
+  larger[:-1, 97] = np.arange(1, 300)
+  ends = np.arange(300) == 299
+  larger = automaton_lib.of_bytes(larger, ends, tokens, len(tokens), (3,))
   rng = np.random.default_rng(0)
   # Texts are in states of their own when the tables of another row grow.
-  large = dataclasses.replace(
-    made[0], after=np.pad(made[0].after, ((0, 300), (0, 0)))
-  )
   tables, rows = automaton_lib.stack([None] * 3, _SIZE), [None] * 3
   states = np.ones(3, np.int32)
   for step in range(25):
     row = int(rng.integers(3))
-    rows[row] = (
-      [*made, None][rng.integers(len(made) + 1)] if step != 9 else large
-    )
+    rows[row] = [*made, None][rng.integers(len(made) + 1)]
+    rows[row] = larger if step == 12 else rows[row]
     states[row] = 1
     tables = automaton_lib.with_row(tables, row, rows[row])
     for busy, automaton in enumerate(rows):
       alone = automaton_lib.stack([automaton] * 3, _SIZE)
-      for found, wanted in (
-        (_allowed(tables, states), _allowed(alone, states)),
-        (
-          _follow(tables, states, states + 2),
-          _follow(alone, states, states + 2),
-        ),
-      ):
-        np.testing.assert_array_equal(found[busy], wanted[busy])
+      for function in (_allowed, lambda *args: _follow(*args, states + 2)):
+        np.testing.assert_array_equal(
+          function(tables, states)[busy], function(alone, states)[busy]
+        )
     after = np.asarray(_follow(tables, states, states + 2))
     states = np.where(after < 0, states, after)
   assert tables.following.shape[1] == 1024

@@ -6,6 +6,7 @@ are followed at once and no match hides a longer one. States are found with
 classes of characters, which are few; then UTF-8 spells the characters.
 """
 
+import collections
 from collections.abc import Iterable
 
 import numpy as np
@@ -158,19 +159,18 @@ def _determinized(
   waiting, table = [*states], []
   targets: dict[frozenset[int], int] = {}
   for ways, _ in waiting:
-    after: list[set[int]] = [set() for _ in range(num_classes)]
+    after = collections.defaultdict[int, set[int]](set)
     for number, rest in ways:
       for one in members[number]:
         after[one].add(rest)
     row = np.full(num_classes, -1)
-    for one in range(num_classes):
-      if after[one]:
-        key = frozenset(after[one])
-        if key not in targets:
-          state = rests.state(key)
-          targets[key] = states.setdefault(state, len(states))
-          waiting += [state] if len(states) > len(waiting) else []
-        row[one] = targets[key]
+    for one, following in after.items():
+      key = frozenset(following)
+      if key not in targets:
+        state = rests.state(key)
+        targets[key] = states.setdefault(state, len(states))
+        waiting += [state] if len(states) > len(waiting) else []
+      row[one] = targets[key]
     table.append(row)
     if len(states) > automaton_lib.MAX_STATES:
       raise _too_large()
@@ -179,10 +179,14 @@ def _determinized(
 
 def _distinct(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   """Distinct rows, and the number of each row among them."""
+  # Most rows are that before them.
+  is_new = np.append(True, np.any(rows[1:] != rows[:-1], axis=1))
   numbers: dict[bytes, int] = {}
-  each = [numbers.setdefault(row.tobytes(), len(numbers)) for row in rows]
+  each = [
+    numbers.setdefault(row.tobytes(), len(numbers)) for row in rows[is_new]
+  ]
   found = np.frombuffer(b''.join(numbers), rows.dtype)
-  return found.reshape(-1, rows.shape[1]), np.array(each)
+  return found.reshape(-1, rows.shape[1]), np.array(each)[is_new.cumsum() - 1]
 
 
 def _spelled(after: np.ndarray, class_of: np.ndarray) -> np.ndarray:
@@ -199,9 +203,10 @@ def _spelled(after: np.ndarray, class_of: np.ndarray) -> np.ndarray:
   delta = np.full((len(after), 256), -1)
   delta[:, :128] = after[:, class_of[:128]]
   between: dict[bytes, int] = {}
-  for state, row in enumerate(after):
+  beyond = np.unique(np.concatenate([levels[0] for _, levels, _ in spellings]))
+  for state in np.flatnonzero(np.any(after[:, beyond] >= 0, axis=1)):
     for byte, levels, first in spellings:
-      target = row
+      target = after[state]
       for distinct in levels:
         rows = target[distinct]
         target = np.full(len(rows), -1)

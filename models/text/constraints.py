@@ -37,7 +37,7 @@ def _text_of(kind: str, value: Any) -> str:
   if kind == 'json_schema' and isinstance(value, Mapping):
     try:
       return json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
       raise ValueError(f'json_schema is no JSON: {error}') from error
   if not isinstance(value, str):
     what = 'text' if kind == 'regex' else 'a JSON object, or the text of one'

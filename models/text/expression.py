@@ -62,16 +62,17 @@ _EMPTY = Concatenation()
 _STARTS = (ops.AT, ops.AT_BEGINNING), (ops.AT, ops.AT_BEGINNING_STRING)
 _ENDS = (ops.AT, ops.AT_END), (ops.AT, ops.AT_END_STRING)
 _CHARACTERS = (ops.ANY, ops.IN, ops.LITERAL, ops.NOT_LITERAL)
+_ANCHOR = 'anchors, except at the beginning and the end of a text, are'
+# By names; their values are not unique.
 _REFUSED = {
-  ops.ASSERT: 'look-around is',
-  ops.ASSERT_NOT: 'look-around is',
-  ops.AT: 'anchors, except at the beginning and the end of a text, are',
-  ops.AT_BOUNDARY: r'\b is',
-  ops.AT_NON_BOUNDARY: r'\B is',
-  ops.ATOMIC_GROUP: 'atomic groups are',
-  ops.GROUPREF: 'back references are',
-  ops.GROUPREF_EXISTS: 'conditional groups are',
-  ops.POSSESSIVE_REPEAT: 'possessive quantifiers are',
+  'ASSERT': 'look-around is',
+  'ASSERT_NOT': 'look-around is',
+  'AT_BOUNDARY': r'\b is',
+  'AT_NON_BOUNDARY': r'\B is',
+  'ATOMIC_GROUP': 'atomic groups are',
+  'GROUPREF': 'back references are',
+  'GROUPREF_EXISTS': 'conditional groups are',
+  'POSSESSIVE_REPEAT': 'possessive quantifiers are',
 }
 
 
@@ -169,10 +170,9 @@ def _part(
   elif op in _CHARACTERS:
     part = _matched(op, tuple(argument) if op is ops.IN else argument, flags)
   else:
-    name = _REFUSED.get(argument if op is ops.AT else op) or _REFUSED.get(
-      op, f'{op} is'
-    )
-    raise ValueError(f'{name} not supported')
+    name = argument.name if op is ops.AT else op.name
+    refused = _REFUSED.get(name, _ANCHOR if op is ops.AT else f'{name} is')
+    raise ValueError(f'{refused} not supported')
   return Concatenation((before or _EMPTY, part, after or _EMPTY))
 
 

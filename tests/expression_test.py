@@ -1,0 +1,241 @@
+"""Expressions accept the texts that `re.fullmatch` accepts, and no others.
+
+All texts over a few characters are tried, as bytes and as tokens of one or
+several bytes, which may begin and end within a character.
+"""
+
+import functools
+import itertools
+import random
+import re
+
+import numpy as np
+import pytest
+
+from models.text import byte_automaton
+from models.text import expression
+from specdec import automaton as automaton_lib
+
+# By the characters of which texts are tried.
+_EXPRESSIONS = {
+  'ab': [
+    *('a|ab', 'ab|a|abb', 'a?b?', 'a(b)?', '(ab)?', 'a*', '(a|b)*abb', 'a??b'),
+    *('a{2}', 'a{1,3}', 'a{,2}', 'a{2,}', '(ab){1,2}?', 'a{0}b'),
+    *('(a*)*', '(a*)+b', '(a|)*', '(|a){2}', '(a?){3}', '(a?b?){2}'),
+    *(
+      '(a|ab)(b|bb)',
+      '(a|ab)*b',
+      '(?P<x>a)b',
+      '(?#no)a',
+      '',
+      '()',
+      '|a',
+      'a||',
+    ),
+    *('^a$', '^(a|b)$', '^a$|^b$', '(^a|^b)b$', '(?:^ab$)', '^^a$$', '$'),
+    *(r'\Aa\Z', r'\Aa\z', '(?x) a b # c', '(?x: a )b', r'\x61\142', r'\u0061'),
+    *('[a]b', '[^a]', '[a-b]', '[ab]{3}', '[^ab]', r'[\s\S]', '(?i)AB', 'a{b'),
+  ],
+  'a\n': [
+    *('.', '.*', 'a.', '[^a]', '(?s).', '(?s:.)a', 'a$', '(?m)a$', '(?m)^a'),
+    *('(?m)^a$', r'\n', r'a\s', r'\S', '(?-s:.)', 'a\n', '(?s)(?-s:.)a'),
+  ],
+  'kKß\u017f\u212asS': [
+    '(?i)k',
+    '(?i)s',
+    '(?i)[k-s]',
+    '(?i)[^k]',
+    '(?i:k)s',
+    '(?i)ß',
+  ],
+  'aé_1٣🙂': [
+    *(r'\w', r'\W', r'\d', r'\D', r'(?a)\w', r'(?a)\D', r'(?a:\w)\w', '[^é]'),
+    *('é', '[é-🙂]', '🙂|é', 'é?🙂', r'[\d_]', r'[^\d]', '..', r'\U0001f642'),
+    *('[é1]*', '(é|🙂){2}', '(a|aé|é)*', '[^a]é', 'é|[a-z]'),
+  ],
+  'a.^$\\]-': [
+    *(
+      r'\.',
+      r'\^',
+      r'\$',
+      r'^a\$$',
+      r'a\\$',
+      r'\\\\',
+      r'^\\$',
+      r'[]a]',
+      '[^]]',
+    ),
+    *('[a-]', r'[\]a]', '[.^$]', r'\]', '[a^]', r'[\^a]', r'\\z'),
+  ],
+}
+
+
+def _random_expression(rng, depth):
+  kind = rng.choice(('part', 'many', 'either', 'both', 'both'))
+  if not depth or kind == 'part':
+    return rng.choice(('a', 'b', '[ab]', '.', 'ab', '(?:)', '[^a]'))
+  one, other = (_random_expression(rng, depth - 1) for _ in range(2))
+  if kind == 'many':
+    return f'(?:{one}){rng.choice(("*", "+", "??", "{2}", "{0,2}", "{1,}"))}'
+  return f'(?:{one}|{other})' if kind == 'either' else one + other
+
+
+def _cases():
+  rng = random.Random(0)
+  drawn = [_random_expression(rng, 4) for _ in range(40)]
+  table = _EXPRESSIONS | {'ab': _EXPRESSIONS['ab'] + drawn}
+  return [(letters, one) for letters in table for one in table[letters]]
+
+
+def _automaton(pattern):
+  return byte_automaton.of_tree(expression.parse(pattern))
+
+
+def _matches(pattern, text):
+  # Before Python 3.14 `\z` has another name.
+  pattern = pattern.replace(r'\Aa\z', r'\Aa\Z')
+  return re.fullmatch(pattern, text) is not None
+
+
+def _read(states, state, data):
+  for byte in data:
+    state = states[state][byte] if state >= 0 else -1
+  return state
+
+
+def check_texts():
+  for letters, pattern in _cases():
+    delta, accepting = _automaton(pattern)
+    states, ends = delta.tolist(), [*accepting.tolist(), False]
+    for length in range(6 if len(letters) < 3 else 3):
+      for text in map(''.join, itertools.product(letters, repeat=length)):
+        found = ends[_read(states, 0, text.encode())]
+        assert found == _matches(pattern, text), (pattern, text)
+
+
+def test_the_texts_are_those_of_fullmatch():
+  assert len(_cases()) > 140
+  check_texts()
+
+
+def _tokens(letters):
+  """Characters, two of them, and bytes that are parts of characters."""
+  first, second, *_, last = letters * 2
+  texts = (first, second, last, first + second, second + last)
+  data = (second + last).encode()
+  pieces = {data[:1], data[1:-1], data[-1:], *map(str.encode, texts)}
+  return [b'', *sorted(pieces - {b''})]  # Token 0 ends a text.
+
+
+def _spelled(pattern, tokens, sequences):
+  """The sequences of tokens that are accepted."""
+  try:
+    made = automaton_lib.of_bytes(
+      *_automaton(pattern), tokens, len(tokens), [0]
+    )
+  except automaton_lib.Unspeakable:
+    return set()
+  after = made.after[:, made.kinds].tolist()
+  follow = lambda state, token: after[state][token] if state > 0 else -1
+  reached = {one: functools.reduce(follow, one, 1) for one in sequences}
+  return {one for one in sequences if follow(reached[one], 0) == 0}
+
+
+def check_tokens():
+  num_found = 0
+  for letters, pattern in _cases():
+    tokens = _tokens(letters)
+    ids = range(1, len(tokens))
+    sequences = [
+      one for n in range(4) for one in itertools.product(ids, repeat=n)
+    ]
+    wanted = set()
+    for one in sequences:
+      data = b''.join(tokens[token] for token in one)
+      text = data.decode(errors='replace')
+      if text.encode() == data and _matches(pattern, text):
+        wanted.add(one)
+    assert _spelled(pattern, tokens, sequences) == wanted, pattern
+    num_found += len(wanted)
+  return num_found
+
+
+def test_tokens_of_several_bytes_spell_the_same_texts():
+  assert check_tokens() > 1000
+
+
+def _ways(states, accepting, length):
+  """How many texts of so many bytes are accepted."""
+  number = accepting.astype(np.int64)
+  for _ in range(length):
+    number = np.where(states >= 0, number[states], 0).sum(axis=1)
+  return number[0]
+
+
+@pytest.mark.parametrize(
+  'pattern',
+  [r'\w', '[^a-f\u0800-\uffff]', r'(?i)[^\Wk-s\u0100-\u0101]', '(?s).'],
+)
+def test_of_all_characters_those_that_match_are_accepted(pattern):
+  """And no other bytes, which UTF-8 would not write so."""
+  states, accepting = _automaton(pattern)
+  compiled = re.compile(pattern)
+  scalars = map(chr, (*range(0xD800), *range(0xE000, 0x110000)))
+  by_length = [[], [], [], [], []]
+  for letter in scalars:
+    by_length[len(letter.encode())].append(letter)
+  for length, letters in enumerate(by_length[1:], 1):
+    data = np.frombuffer(''.join(letters).encode(), np.uint8)
+    state = np.zeros(len(letters), np.int64)
+    for byte in data.reshape(-1, length).T:
+      state = np.where(state < 0, -1, states[state, byte])
+    found = (state >= 0) & accepting[state]
+    wanted = [compiled.fullmatch(letter) is not None for letter in letters]
+    assert found.tolist() == wanted
+    assert _ways(states, accepting, length) == sum(wanted)
+
+
+_REFUSED = [
+  ('a(?=b)', 'look-around is not supported'),
+  ('(?<!a)b', 'look-around'),
+  (r'(a)\1', 'back references'),
+  ('(?P<x>a)(?P=x)', 'back references'),
+  ('(a)?(?(1)b|c)', 'conditional groups'),
+  ('(?>a|ab)b', 'atomic groups'),
+  ('a++a', 'possessive quantifiers'),
+  ('(?:a){1,2}+', 'possessive quantifiers'),
+  (r'\ba', r'\\b is not supported'),
+  (r'a\B', r'\\B is not supported'),
+  ('a^b', 'anchors, except at the beginning and the end'),
+  ('a$b', 'anchors'),
+  ('(?m)a$\n^b', 'anchors'),
+  ('(^a)*', 'anchors'),
+  (r'a|(b\Z)?a', 'anchors'),
+  ('()^a', 'anchors'),
+  (r'\pL', 'bad escape'),
+  ('[a', 'unterminated character set'),
+  ('a{99999999999}', 'repetition number is too large'),
+  ('(?L)a', "cannot use 'L' flag"),
+]
+
+
+@pytest.mark.parametrize(('pattern', 'message'), _REFUSED)
+def test_what_has_no_automaton_is_refused_by_name(pattern, message):
+  with pytest.raises(ValueError, match=message):
+    expression.parse(pattern)
+
+
+@pytest.mark.parametrize('pattern', ['(a|b)*a(a|b){60}', '(a?){0,2000}'])
+def test_what_is_too_large_is_given_up(pattern, monkeypatch):
+  monkeypatch.setattr(byte_automaton, '_MAX_WORK', 2**16)
+  with pytest.raises(automaton_lib.TooLarge, match='16,383 states'):
+    _automaton(pattern)
+
+
+@pytest.mark.parametrize(
+  'pattern', ['a[ab]{40}b', '[^"]{0,1000}', '(ab|a)*b{9}', r'(\d{1,9},){20}']
+)
+def test_states_are_not_many_where_few_are_needed(pattern):
+  """A search for what begins anywhere would need very many."""
+  states, _ = _automaton(pattern)
+  assert len(states) < automaton_lib.MAX_STATES

@@ -1,0 +1,214 @@
+"""Texts of schemas conform to them, by `jsonschema`; other schemas are refused.
+
+Schemas come from the JSON Schema test suite and from use. For small ones, all
+values are tried.
+"""
+
+import collections
+import datetime
+import functools
+import itertools
+import json
+import pathlib
+import random
+
+import constraints_of_use
+import jsonschema
+import numpy as np
+import pytest
+
+from models.text import byte_automaton
+from models.text import json_schema
+
+_ROOT = pathlib.Path(__file__).parents[1]
+_FORMATS = jsonschema.FormatChecker()
+_FORMATS.checks('date-time', ValueError)(datetime.datetime.fromisoformat)
+_FORMATS.checks('time', ValueError)(datetime.time.fromisoformat)
+
+
+def _suite():
+  """Schemas, and values with whether they conform."""
+  file = _ROOT / 'tests/golden/schemas.jsonl'
+  return [*map(json.loads, file.read_text().splitlines())]
+
+
+@functools.cache
+def _automaton_of(text):
+  """With the states as lists, too; None if the schema is refused."""
+  try:
+    delta, accepting = byte_automaton.of_tree(json_schema.parse(text))
+  except ValueError as error:
+    if '#' not in str(error):  # The place.
+      raise
+    return None
+  return delta, accepting, delta.tolist()
+
+
+def _automaton(schema):
+  return _automaton_of(json.dumps(schema))
+
+
+def _accepts(automaton, value):
+  _, accepting, states = automaton
+  state = 0
+  for byte in json.dumps(value, ensure_ascii=False).encode():
+    state = states[state][byte] if state >= 0 else -1
+  return state >= 0 and bool(accepting[state])
+
+
+def _validator(schema):
+  return jsonschema.Draft202012Validator(schema, format_checker=_FORMATS)
+
+
+def _samples(automaton, number, rng):
+  """Texts, all ways through the automaton of one length equally likely.
+
+  Bytes after which the same states follow are one way, so that letters beyond
+  ASCII, which are the most, are not all of a text.
+  """
+  delta, accepting, _ = automaton
+  kinds = collections.defaultdict(list)
+  for byte, column in enumerate(delta.T):
+    kinds[column.tobytes()].append(byte)
+  columns = np.stack([delta[:, one[0]] for one in kinds.values()], axis=1)
+  num_ways = [accepting.astype(float)]  # By the number of bytes that are left.
+  lengths = []
+  while len(num_ways) < 400 and len(lengths) < 60:
+    if num_ways[-1][0]:
+      lengths.append(len(num_ways) - 1)
+    ways = np.where(columns >= 0, num_ways[-1][columns], 0)
+    num_ways.append(ways.sum(axis=1) / max(ways.max(), 1))
+  for _ in range(number if lengths else 0):
+    state, text = 0, b''
+    for left in range(rng.choice(lengths) - 1, -1, -1):
+      after = columns[state]
+      weights = np.where(after >= 0, num_ways[left][after], 0)
+      (kind,) = rng.choices(range(len(after)), weights)
+      text += bytes([rng.choice([*kinds.values()][kind])])
+      state = after[kind]
+    yield text.decode()
+
+
+def check_samples(number):
+  """How many schemas are obeyed; texts of these conform."""
+  rng, num_obeyed = random.Random(0), 0
+  given = [schema for schema, _ in _suite()] + constraints_of_use.schemas(120)
+  for schema in given:
+    automaton = _automaton(schema)
+    num_obeyed += automaton is not None
+    for text in _samples(automaton, number, rng) if automaton else ():
+      assert _validator(schema).is_valid(json.loads(text)), (schema, text)
+  return num_obeyed
+
+
+def test_a_schema_is_obeyed_or_refused():
+  assert check_samples(6) > 220
+
+
+def check_suite():
+  """What is accepted conforms; how many values, and how many conform."""
+  found = []
+  for schema, values in _suite():
+    automaton = _automaton(schema)
+    for value, conforms in values if automaton else ():
+      found.append((_accepts(automaton, value), conforms))
+      assert found[-1] != (True, False), (schema, value)
+  return [found.count(one) for one in ((True, True), (False, False))]
+
+
+def test_values_of_the_suite():
+  accepted, refused = check_suite()
+  assert accepted > 180
+  assert refused > 260
+
+
+# Small schemas: all values, in the layout that `docs/api.md` promises.
+
+
+def _arrays():
+  bounds = [{}, *({'minItems': n} for n in (1, 3))]
+  limits = [{}, *({'maxItems': n} for n in (0, 2))]
+  others = [{}, *({'items': one} for one in (False, {'const': 3}))]
+  first = [{}, {'prefixItems': [{'const': 1}, {'enum': [1, 2]}]}]
+  first += [{'prefixItems': [{'const': 2}]}]
+  values = [
+    list(one)
+    for length in range(4)
+    for one in itertools.product((1, 2, 3), repeat=length)
+  ]
+  for parts in itertools.product(bounds, limits, others, first):
+    schema = {'type': 'array'}
+    for part in parts:
+      schema |= part
+    yield schema, values
+
+
+def _subsets(names):
+  sizes = range(len(names) + 1)
+  return [one for size in sizes for one in itertools.combinations(names, size)]
+
+
+def _objects():
+  for names, required, others in itertools.product(
+    _subsets('ab'), _subsets('abc'), ({}, False, {'const': 2})
+  ):
+    schema = {'type': 'object', 'required': [*required]}
+    if names:
+      schema['properties'] = {name: {'const': 1} for name in names}
+    if others != {}:
+      schema['additionalProperties'] = others
+    # The properties in their order, then those that are required besides.
+    known = dict.fromkeys((*names, *required)) or 'abc'
+    yield (
+      schema,
+      [
+        dict(zip(chosen, values, strict=True))
+        for chosen in _subsets([*known])
+        for values in itertools.product((1, 2), repeat=len(chosen))
+      ],
+    )
+
+
+def _strings():
+  letters = ('a', 'b', '"', '\\', '\n', '\x01', '/', 'é', '🙂')
+  texts = [
+    ''.join(text)
+    for length in range(4)
+    for text in itertools.product(letters, repeat=length)
+  ]
+  for pattern in (
+    *('a', '^a', 'a$', '^a$', '^a|b$', '(^|b)a', 'a($|b)', '', '^', '^$', '.'),
+    *('^[^a]$', '[^/]', r'^a\sb$', r'\\', '^say "x"$', '^"', r'\n', r'^\x01*$'),
+    *('a{2}', '^(a|b"){1,2}$', '(?i)^A', 'é|🙂$', r'^\w+$', r'^[\s\S]{2}$'),
+  ):
+    # At a line end, `$` of `re` is not what the standard says.
+    own = [text for text in texts if '$' not in pattern or text[-1:] != '\n']
+    yield {'type': 'string', 'pattern': pattern}, own
+  for least, most in ((0, 1), (1, 2), (2, 2), (3, 1)):
+    yield {'type': 'string', 'minLength': least, 'maxLength': most}, texts
+  years = (1, 4, 100, 1900, 2000, 2023, 9996)
+  dates = [
+    f'{year:04}-{month:02}-{day:02}'
+    for year, month, day in itertools.product(years, range(14), range(33))
+  ]
+  yield {'type': 'string', 'format': 'date'}, dates
+
+
+_SMALL = {'arrays': _arrays, 'objects': _objects, 'strings': _strings}
+
+
+def check_values(kind):
+  count = [0, 0]
+  for schema, values in _SMALL[kind]():
+    automaton = _automaton(schema)
+    validator = _validator(schema)
+    for value in values:
+      conforms = validator.is_valid(value)
+      assert _accepts(automaton, value) == conforms, (schema, value)
+      count[conforms] += 1
+  assert min(count) > 100
+
+
+@pytest.mark.parametrize('kind', _SMALL)
+def test_all_values_of_small_schemas(kind):
+  check_values(kind)
