@@ -12,6 +12,7 @@ from models.checkpoints import hub
 from models.lab.training import corpus as corpus_lib
 from models.lab.training import head_trainer
 from models.lab.training import tokenizer as tokenizer_lib
+from models.nn import rope as rope_lib
 import specdec
 
 _CODE = 'def add_{0}(first, second):\n  return first + second * {0}\n'
@@ -113,3 +114,15 @@ def test_what_cannot_be_trained_is_refused(settings, corpus, tmp_path):
       _train(changed, corpus, tmp_path / next(iter(change)))
   with pytest.raises(ValueError, match='less than a window, --context=16'):
     dataclasses.replace(settings, batch_tokens=8)
+
+
+def test_a_head_has_one_rotation_whatever_the_layers_of_the_target_have():
+  config = tiny.llama_module('llama').config
+  base = dataclasses.replace(config, num_layers=2)
+  local, whole = rope_lib.Rope(theta=50.0), rope_lib.Rope(theta=1e6)
+  for ropes, expected in (
+    *((local, local), ((local, whole), whole), ((local, None), local)),
+    (None, rope_lib.Rope()),
+  ):
+    target = dataclasses.replace(base, rope=ropes)
+    assert head_trainer.head_config(_SETTINGS, target).rope == expected

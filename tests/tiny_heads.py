@@ -61,9 +61,9 @@ def tensors(kind: str, *, num_layers: int = 1, reduced=False, **flags):
     if layer or kind != 'eagle':
       own['input_layernorm.weight'] = (WIDTH,)
     shapes |= {f'layers.{layer}.{name}': one for name, one in own.items()}
-  if kind == 'eagle':
+  if kind == 'eagle' and flags.get('bias', True):
     shapes['fc.bias'] = (WIDTH,)
-  else:
+  if kind != 'eagle':
     shapes['norm.weight'] = (WIDTH,)
   if kind == 'mtp':
     shapes |= {'enorm.weight': (WIDTH,), 'hnorm.weight': (WIDTH,)}
@@ -112,7 +112,7 @@ def _within(prefix, own):
 NAMINGS = {
   'sglang': (
     lambda name: name.replace('layers.0.', 'midlayer.'),
-    {'eagle_config': {_AUX: list(READS)}},
+    {'eagle_config': {_AUX: [layer - 1 for layer in READS]}},
   ),
   'speculators': (lambda name: name, {'speculators_model_type': 'eagle3'}),
   'mimo': (_within('model.mtp_layers.0.', _MIMO), {}),
@@ -131,11 +131,13 @@ def write(folder, naming, values, *, reduced=False, keys=None, **changed):
     stored['t2d'] = np.isin(np.arange(tiny.VOCAB_SIZE), IDS)
   stored |= changed
   stored = {name: one for name, one in stored.items() if one is not None}
+  keys = keys or {}
   if naming == 'speculators':
-    config = {'transformer_layer_config': CONFIG, _AUX: list(READS)}
+    layers = {key: keys.get(key, value) for key, value in CONFIG.items()}
+    config = {'transformer_layer_config': layers, _AUX: list(READS)}
   else:
     config = dict(CONFIG)
-  config |= own | (keys or {})
+  config |= own | keys
   folder.mkdir(exist_ok=True)
   (folder / 'config.json').write_text(json.dumps(config))
   safetensors_numpy.save_file(stored, folder / 'model.safetensors')

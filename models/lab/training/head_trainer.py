@@ -81,6 +81,13 @@ class HeadTraining:
       )
 
 
+def _rotation(target: adapter.Config) -> rope_lib.Rope:
+  """The rotation of a head: that of the last layer of the target with one."""
+  of_layers = getattr(target, 'of_layers', lambda field: ())
+  ropes = of_layers('rope')
+  return next((rope for rope in reversed(ropes) if rope), rope_lib.Rope())
+
+
 def head_config(
   settings: HeadTraining, target: adapter.Config
 ) -> eagle.HeadConfig:
@@ -109,7 +116,7 @@ def head_config(
     inner_width=settings.inner_width
     or getattr(target, 'inner_width', None)
     or 8 * target.width // 3,
-    rope=getattr(target, 'rope', rope_lib.Rope()),
+    rope=_rotation(target),
     target_width=target.width,
     reads=heads.default_reads(target.num_layers),
   )
