@@ -438,6 +438,38 @@ def test_a_gguf_file_is_the_same_head(tmp_path):
     tiny_heads.load(tmp_path / 'other.gguf')
 
 
+_KNOWN = {
+  **{'block_count': 1, 'attention.head_count_kv': [2], 'vocab_size': 48},
+  **{'target_hidden_size': 16, 'rope.dimension_count': 8},
+  **{'rope.scaling.type': 'none', 'rope.freq_base': 30.0},
+}
+
+
+@pytest.mark.parametrize(
+  ('keys', 'message'),
+  [
+    (_KNOWN, None),
+    ({'norm_output': True}, 'eagle3.norm_output is not supported'),
+    ({'rope.scaling.type': 'yarn'}, "eagle3.rope.scaling.type='yarn' is not"),
+    ({'rope.dimension_count': 4}, 'eagle3.rope.dimension_count=4 is not the w'),
+    ({'target_hidden_size': 32}, 'target_hidden_size=32 contradicts'),
+    ({'vocab_size': 49}, 'vocabulary of 49 tokens'),
+    ({'extract_layers': 2}, 'eagle3.extract_layers=2 must be a list'),
+    ({'norm_before_residual': 1}, 'eagle3.norm_before_residual=1 must be true'),
+    ({'context_length': 1.5}, 'eagle3.context_length=1.5 must be an integer'),
+  ],
+)
+def test_keys_of_a_gguf_file(keys, message, tmp_path):
+  path = tmp_path / 'head.gguf'
+  tiny_heads.write_gguf(path, tiny_heads.tensors('eagle3'), keys=keys)
+  if message:
+    with pytest.raises(ValueError, match=f'^{path}: .*{message}'):
+      heads.locate(path, tiny_heads.TARGET)
+    return
+  rope = heads.locate(path, tiny_heads.TARGET).config.rope
+  assert rope == rope_lib.Rope(theta=30.0)
+
+
 # A target that says given texts, whose hidden states are easily computed.
 
 

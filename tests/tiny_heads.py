@@ -8,6 +8,7 @@ import gguf
 import numpy as np
 from safetensors import numpy as safetensors_numpy
 import tiny
+import tiny_blocks
 
 from models.checkpoints import heads
 from models.nn import gpt2 as nn_gpt2
@@ -152,7 +153,7 @@ _GGUF |= {f'mlp.{name}_proj': f'ffn_{name}' for name in ('gate', 'up', 'down')}
 _GGUF |= {'embed_tokens': 'token_embd', 'lm_head': 'output', 'fc': 'fc'}
 
 
-def write_gguf(path, values, arch='eagle3'):
+def write_gguf(path, values, arch='eagle3', keys=None):
   """Writes an EAGLE-3 head of a reduced vocabulary as llama.cpp does."""
   writer = gguf.GGUFWriter(path, arch)
   writer.add_context_length(tiny.MAX_POSITIONS)
@@ -163,6 +164,7 @@ def write_gguf(path, values, arch='eagle3'):
   writer.add_key_length(HEAD_WIDTH)
   writer.add_layer_norm_rms_eps(1e-6)
   writer.add_array(f'{arch}.extract_layers', list(READS))
+  tiny_blocks.set_keys(writer, arch, keys or {})
   writer.add_tensor('d2t', IDS.astype(np.int64))
   for name, array in values.items():
     layer = 'blk.0.' if name.startswith('layers.0.') else ''
