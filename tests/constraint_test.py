@@ -309,9 +309,10 @@ def test_rows_that_come_and_go_keep_their_automata():
     tables = automaton_lib.with_row(tables, row, rows[row])
     for busy, automaton in enumerate(rows):
       alone = automaton_lib.stack([automaton] * 3, _SIZE)
-      for function in (_allowed, lambda *args: _follow(*args, states + 2)):
+      for function, args in ((_allowed, ()), (_follow, (states + 2,))):
         np.testing.assert_array_equal(
-          function(tables, states)[busy], function(alone, states)[busy]
+          function(tables, states, *args)[busy],
+          function(alone, states, *args)[busy],
         )
     after = np.asarray(_follow(tables, states, states + 2))
     states = np.where(after < 0, states, after)

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny_blocks
 
 from models.checkpoints import checkpoint as checkpoint_lib
 from models.checkpoints import families
@@ -86,7 +87,7 @@ _SWAPPED = ('llama', 'granite', 'smollm3')
 _EXPERT = re.compile(r'(mlp|block_sparse_moe)\.experts\.\d+')
 
 
-def _metadata(writer, config, arch, kv_heads):
+def _metadata(writer, config, arch):
   writer.add_uint16('split.count', 0)  # As in files that were merged.
   writer.add_context_length(config.num_positions)
   writer.add_embedding_length(config.width)
@@ -97,7 +98,7 @@ def _metadata(writer, config, arch, kv_heads):
     writer.add_layer_norm_eps(config.norm_epsilon)
     return
   if config.num_kv_heads != config.num_heads:  # It is the default.
-    writer.add_head_count_kv(kv_heads or config.num_kv_heads)
+    writer.add_head_count_kv(config.num_kv_heads)
   writer.add_layer_norm_rms_eps(config.norm_epsilon)
   rope = next(one for one in config.of_layers('rope')[::-1] if one)
   if arch == 'gemma3':
@@ -169,17 +170,19 @@ def _random_q4_k(rng, shape):
 
 
 def _write(
-  path, name, kind=Kind.F32, *, change=dict, tokenizer=None, kv_heads=None
+  path, name, kind=Kind.F32, *, change=dict, tokenizer=None, keys=None
 ):
   """Writes a model of `_CONFIGS`; returns the tensors, rounded as in the file.
 
   The name begins with the architecture, and `kind` is that of the matrices; the
-  rest is float32. The function `change` gets the tensors, and may change them.
+  rest is float32. The function `change` gets the tensors, and may change them;
+  `keys` are further ones of the architecture, or other values.
   """
   arch = 'llama' if name == 'vocabulary' else name.split(',')[0]
   config = _CONFIGS[name]
   writer = gguf.GGUFWriter(path, arch)
-  _metadata(writer, config, arch, kv_heads)
+  _metadata(writer, config, arch)
+  tiny_blocks.set_keys(writer, arch, keys or {})
   if tokenizer is not None:
     _add_tokenizer(writer, tokenizer)
   rng = np.random.default_rng(0)
@@ -333,12 +336,65 @@ def test_headers_that_say_something_else(old, new, message, path):
 def test_lists_with_a_value_for_each_layer(path):
   _write(path, 'llama')
   expected = hub.load_module(path)
-  _write(path, 'llama', kv_heads=[2, 2])
+  lists = {'attention.head_count_kv': [2, 2], 'feed_forward_length': [256] * 2}
+  _write(path, 'llama', keys=lists)
   both = [_pure(one) for one in (expected, hub.load_module(path))]
   jax.tree.map(np.testing.assert_array_equal, *both)
-  _write(path, 'llama', kv_heads=[2, 4])
-  with pytest.raises(ValueError, match='head_count_kv differs between layers'):
-    hub.load_module(path)
+
+
+_KV, _PATTERN = 'attention.head_count_kv', 'attention.sliding_window_pattern'
+_LINEAR_TYPE = {'rope.scaling.type': 'linear', 'rope.scaling.factor': 2.0}
+
+
+@pytest.mark.parametrize(
+  ('name', 'keys', 'message'),
+  [
+    ('llama', {_KV: [2, 4]}, 'llama.attention.head_count_kv differs between'),
+    ('llama', {_KV: [2] * 3}, 'head_count_kv has 3 values for block_count=2'),
+    ('llama', {'vocab_size': 41}, 'llama.vocab_size=41 contradicts the 40 row'),
+    ('llama, llama3', _LINEAR_TYPE, "type='linear' and the tensor rope_freqs"),
+    ('llama', {_PATTERN: 2}, 'sliding_window_pattern says which layers have a'),
+    ('gemma2', {_PATTERN: [True]}, 'pattern has 1 values for 2 layers'),
+    (
+      'qwen2',
+      {'rope.freq_base_swa': 5.0},
+      'qwen2.rope.freq_base_swa=5.0 is not',
+    ),
+    ('qwen2', {'rope.scaling.attn_factor': 2.0}, 'attn_factor=2.0 is not supp'),
+    (
+      'qwen3',
+      {'rope.dimension_count': 32},
+      'rope.dimension_count=32 is not th',
+    ),
+    (
+      'qwen3',
+      {'context_length': 'a'},
+      "qwen3.context_length='a' must be an in",
+    ),
+    ('gpt2', {'block_count': 2.0}, 'gpt2.block_count=2.0 must be an integer'),
+    (
+      *('gpt2', {'attention.layer_norm_epsilon': float('nan')}),
+      'gpt2.attention.layer_norm_epsilon=nan must be a finite number',
+    ),
+    (
+      'gemma2',
+      {_PATTERN: 'all'},
+      "gemma2.*_pattern='all' must be an integer or",
+    ),
+    ('llama, mixture', {'expert_feed_forward_length': 128}, 'contradict'),
+  ],
+)
+def test_keys_that_say_something_else(name, keys, message, path):
+  _write(path, name, keys=keys)
+  with pytest.raises(ValueError, match=f'^{path}: .*{message}'):
+    hub.locate(path).config  # noqa: B018
+
+
+def test_a_key_that_is_there_twice(path):
+  _write(path, 'llama', keys={'vocab_size': 40, 'vocab_sizE': 41})
+  path.write_bytes(path.read_bytes().replace(b'vocab_sizE', b'vocab_size'))
+  with pytest.raises(ValueError, match=f'{path}.*vocab_size is there twice'):
+    hub.locate(path).config  # noqa: B018
 
 
 def test_a_file_of_any_name(path):

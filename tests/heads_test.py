@@ -29,6 +29,7 @@ from models.lab.training import head_trainer
 from models.nn import adapter
 from models.nn import eagle
 from models.nn import gpt2 as nn_gpt2
+from models.nn import rope as rope_lib
 import specdec
 from specdec import cache as cache_lib
 from specdec import step as step_lib
@@ -45,20 +46,28 @@ def _hidden(tokens):
   return logits, cache.hidden
 
 
-# How a head is stored, what it is and what the oracle is told.
+# How a head is stored, what it is and what the oracle is told. Keys of
+# config.json are among it, and some that change nothing there.
 _KINDS = {
-  'sglang': ('eagle3', {}),
+  'sglang': ('eagle3', {'rope_theta': 30.0}),
   'speculators': (
     'eagle3',
     {'norm_before_residual': True, 'norm_output': True},
   ),
-  'speculators norms': ('eagle3', {'fc_norm': True, 'num_layers': 2}),
+  'speculators norms': (
+    'eagle3',
+    {'fc_norm': True, 'num_layers': 2, 'rms_norm_eps': 0.3},
+  ),
   'sglang norm': ('eagle3', {'norm_before_fc': True, 'reduced': True}),
-  'eagle': ('eagle', {}),
-  'deepseek': ('mtp', {}),
+  'eagle': ('eagle', {'rms_norm_eps': 0.3}),
+  'eagle without': ('eagle', {'bias': False}),
+  'deepseek': ('mtp', {'sliding_window': 3, 'model_type': 'mistral'}),
   'mimo': ('mtp', {'state_first': True}),
   'speculators mtp': ('mtp', {'state_first': True}),
 }
+_TOLD = {'num_layers', 'state_first', 'reduced'}  # By the tensors.
+# SpecForge means another norm than speculators do.
+_UNTOLD = {'sglang': {'norm_output': True}, 'speculators': {'rope_theta': 1e4}}
 
 
 @jax.jit
@@ -83,8 +92,9 @@ def _check_logits(name, folder):
   kind, flags = _KINDS[name]
   reduced = flags.get('reduced', False)
   values = tiny_heads.tensors(kind, **flags)
-  naming = name.removesuffix(' norms').removesuffix(' norm')
-  stated = {key: flags[key] for key in flags if key.startswith('norm_')}
+  naming = name if name in tiny_heads.NAMINGS else name.rpartition(' ')[0]
+  stated = {key: flags[key] for key in flags if key not in _TOLD}
+  stated |= _UNTOLD.get(name, {})
   folder = tiny_heads.write(
     folder, naming, values, reduced=reduced, keys=stated
   )
@@ -167,7 +177,7 @@ _BAD = {
   ),
   'another number of states': (
     *('sglang', 'eagle3', _keys(eagle_config={_AUX: [0, 1]})),
-    r'reads 3 states of a target of width 16, but \w+=\[0, 1\]',
+    r'reads 3 states of a target of width 16, but \w+=\[1, 2\]',
   ),
   'EAGLE-1 as EAGLE-3': (
     *('eagle', 'eagle', _keys(architectures=['LlamaForCausalLMEagle3'])),
@@ -209,12 +219,172 @@ def test_what_is_no_head_for_the_target_is_refused(name, tmp_path):
   assert str(folder) in str(raised.value)
 
 
+# Keys as those who train heads write them, which change nothing.
+_SPECFORGE = {
+  **{'architectures': ['LlamaForCausalLMEagle3'], 'attention_bias': False},
+  **{'attention_dropout': 0.0, 'bos_token_id': 151643, 'pad_token_id': 0},
+  **{'decoder_sparse_step': 1, 'draft_vocab_size': 48, 'hidden_act': 'silu'},
+  **{'initializer_range': 0.02, 'max_window_layers': 28, 'pretraining_tp': 1},
+  **{'rope_theta': 1e4, 'sliding_window': 5, 'use_sliding_window': False},
+  **{'rope_scaling': {'type': 'mrope', 'mrope_section': [16, 24, 24]}},
+  **{'target_model_type': 'qwen2_5_vl', 'tie_word_embeddings': False},
+  **{'torch_dtype': 'bfloat16', 'transformers_version': '4.51.0'},
+  **{'norm_output': True, 'use_cache': True, 'head_dim': None},
+}
+_OPTIMIZER = {
+  **{'use_aux_hidden_state': True, 'use_input_layernorm_in_first_layer': True},
+  **{'use_last_layernorm': True, 'use_mtp_layernorm': False},
+  **{'next_layer_regular': True, 'parallel_draft_step': 1},
+  **{'parallel_draft_heads_num_layers': None, 'has_lm_head': True},
+}
+_SPECULATORS = {
+  **{'auto_map': {'': 'config.Eagle3SpeculatorConfig'}, 'dtype': 'bfloat16'},
+  **{'base_model_ep_plan': None, 'draft_vocab_size': 48, 'fc_norm': False},
+  **{'embed_requires_grad': False, 'has_no_defaults_at_init': False},
+  **{'norm_before_fc': False, 'norm_before_residual': False},
+  **{'norm_output': False, 'speculators_version': '0.9.0'},
+  **{'speculators_config': {'algorithm': 'eagle3'}, 'target_hidden_size': 16},
+}
+
+
+@pytest.mark.parametrize(
+  ('naming', 'kind', 'keys'),
+  [
+    ('sglang', 'eagle3', _SPECFORGE),
+    ('sglang', 'eagle3', {'model_type': 'gpt_oss', 'layer_types': None}),
+    ('sglang', 'eagle3', _SPECFORGE | {'model_type': 'qwen2'}),
+    ('mimo', 'mtp', {'num_nextn_predict_layers': 1, 'use_mrope': False}),
+    ('mimo', 'mtp', {'layer_types': ['full_attention'] * 40}),
+    ('eagle', 'eagle', {'bias': True, 'qkv_bias': False}),
+    ('speculators', 'eagle3', _SPECULATORS),
+    ('sglang', 'eagle3', {'eagle_config': _OPTIMIZER | {_AUX: [-1, 0, 1]}}),
+  ],
+)
+def test_keys_that_change_nothing(naming, kind, keys, tmp_path):
+  plain, other = (
+    tiny_heads.write(
+      tmp_path / name, naming, tiny_heads.tensors(kind), keys=stated
+    )
+    for name, stated in (('plain', {}), ('other', keys))
+  )
+  found = [
+    heads.locate(one, tiny_heads.TARGET).config for one in (plain, other)
+  ]
+  assert found[0] == found[1]
+
+
+_OTHER_ROPE = {'rope_theta': 3.0, 'rope_type': 'default'}
+
+
+@pytest.mark.parametrize(
+  ('naming', 'kind', 'keys', 'message'),
+  [
+    (
+      'sglang',
+      'eagle3',
+      {'norm_output': False},
+      'norm_output=False: a head wi',
+    ),
+    ('sglang', 'eagle3', {'fc_norm': True}, 'fc_norm=True contradicts'),
+    (
+      'sglang',
+      'eagle3',
+      {'target_hidden_size': 32},
+      'target_hidden_size=32 co',
+    ),
+    (
+      'sglang',
+      'eagle3',
+      {'draft_vocab_size': 32},
+      'draft_vocab_size=32 contra',
+    ),
+    ('sglang', 'eagle3', {'hidden_size': 32}, 'hidden_size=32 contradicts'),
+    ('sglang', 'eagle3', {'head_dim': 4}, 'head_dim=4 contradicts q_proj'),
+    ('sglang', 'eagle3', {_AUX: [0, 1, 1]}, r'and eagle_config: .* contradict'),
+    ('sglang', 'eagle3', {'parallel_drafting': True}, 'parallel_drafting=True'),
+    ('sglang', 'eagle3', {'logit_scale': 0.5}, 'logit_scale=0.5 is not supp'),
+    ('sglang', 'eagle3', {'embedding_multiplier': 12.0}, 'embedding_multiplie'),
+    ('sglang', 'eagle3', {'no_rope_layers': [1, 0]}, 'no_rope_layers='),
+    ('sglang', 'eagle3', {'sliding_window': 3}, 'sliding_window=3: the layer'),
+    (
+      *('eagle', 'eagle', {'rope_parameters': {'full_attention': _OTHER_ROPE}}),
+      'rope_parameters of such a model must be of all layers',
+    ),
+    (
+      *('eagle', 'eagle', {'rope_theta': 2.0, 'rope_parameters': _OTHER_ROPE}),
+      'rope_theta=2.0 and rope_parameters: rope_theta=3.0 contradict',
+    ),
+    ('eagle', 'eagle', {'bias': False}, 'bias=False contradicts the tensors'),
+    ('eagle', 'eagle', {'eagle_config': _OPTIMIZER}, 'use_aux_hidden_state=Tr'),
+    ('mimo', 'mtp', {'num_nextn_predict_layers': 3}, 'num_nextn_predict_layer'),
+    # Wrong types.
+    ('eagle', 'eagle', {'bias': 'no'}, "bias='no' must be true or false"),
+    ('eagle', 'eagle', {'eagle_config': 3}, 'eagle_config=3 must be an object'),
+    (
+      'sglang',
+      'eagle3',
+      {'eagle_config': {_AUX: 'ab'}},
+      f"{_AUX}='ab' must be",
+    ),
+    (
+      'speculators',
+      'eagle3',
+      {_AUX: [0, 1, True]},
+      f'{_AUX}=.* must be a list',
+    ),
+    ('speculators', 'eagle3', {'norm_output': 1}, 'norm_output=1 must be true'),
+    ('speculators', 'eagle3', {'vocab_size': '48'}, "vocab_size='48' must be"),
+    (
+      *('speculators', 'eagle3', {'transformer_layer_config': []}),
+      r'transformer_layer_config=\[\] must be an object',
+    ),
+  ],
+)
+def test_keys_that_say_something_else_are_refused(
+  naming, kind, keys, message, tmp_path
+):
+  folder = tiny_heads.write(
+    tmp_path, naming, tiny_heads.tensors(kind), keys=keys
+  )
+  with pytest.raises(ValueError, match=message) as raised:
+    heads.locate(folder, tiny_heads.TARGET)
+  assert str(raised.value).startswith(f'{folder}: ')
+
+
+_YARN = rope_lib.YarnScaling(factor=2.0, original_max_position_embeddings=64)
+
+
+@pytest.mark.parametrize(
+  'rope',
+  [
+    rope_lib.Rope(theta=5e5),
+    rope_lib.Rope(theta=5e5, scaling=_YARN),
+    *((rope_lib.Rope(), rope_lib.Rope(theta=1e6)), (rope_lib.Rope(), None)),
+    None,
+  ],
+)
+def test_a_head_rotates_as_its_own_config_says(rope, tmp_path):
+  """Without a key by the base of its model_type, as all who read it do."""
+  target = tiny.llama_module('llama').config
+  target = dataclasses.replace(
+    target, num_layers=2, rope=rope, width=16, vocab_size=tiny.VOCAB_SIZE
+  )
+  for theta, keys in ((1e4, {}), (30.0, {'rope_theta': 30.0})):
+    folder = tiny_heads.write(
+      tmp_path, 'sglang', tiny_heads.tensors('eagle3'), keys=keys
+    )
+    found = heads.locate(folder, target).config.rope
+    assert found == rope_lib.Rope(theta=theta)
+
+
 @pytest.mark.parametrize(
   ('keys', 'reads'),
   [
     ({_AUX: [1, 16, 29]}, (1, 16, 29)),  # the layers that read a state
     ({'eagle_config': {_AUX: [1, 15, 28]}}, (2, 16, 29)),  # that write it
-    ({'eagle_config': {_AUX: [2, 16, 29]}}, (2, 16, 29)),
+    ({'eagle_config': {_AUX: [2, 16, 28]}}, (3, 17, 29)),
+    ({_AUX: [2, 16, 29], 'eagle_config': {_AUX: [1, 15, 28]}}, (2, 16, 29)),
+    ({_AUX: [], 'eagle_config': {_AUX: None}}, (2, 16, 29)),
     ({}, (2, 16, 29)),
   ],
 )
@@ -267,6 +437,38 @@ def test_a_gguf_file_is_the_same_head(tmp_path):
   tiny_heads.write_gguf(tmp_path / 'other.gguf', values, arch='llama')
   with pytest.raises(ValueError, match="'llama' is no drafting head"):
     tiny_heads.load(tmp_path / 'other.gguf')
+
+
+_KNOWN = {
+  **{'block_count': 1, 'attention.head_count_kv': [2], 'vocab_size': 48},
+  **{'target_hidden_size': 16, 'rope.dimension_count': 8},
+  **{'rope.scaling.type': 'none', 'rope.freq_base': 30.0},
+}
+
+
+@pytest.mark.parametrize(
+  ('keys', 'message'),
+  [
+    (_KNOWN, None),
+    ({'norm_output': True}, 'eagle3.norm_output is not supported'),
+    ({'rope.scaling.type': 'yarn'}, "eagle3.rope.scaling.type='yarn' is not"),
+    ({'rope.dimension_count': 4}, 'eagle3.rope.dimension_count=4 is not the w'),
+    ({'target_hidden_size': 32}, 'target_hidden_size=32 contradicts'),
+    ({'vocab_size': 49}, 'vocabulary of 49 tokens'),
+    ({'extract_layers': 2}, 'eagle3.extract_layers=2 must be a list'),
+    ({'norm_before_residual': 1}, 'eagle3.norm_before_residual=1 must be true'),
+    ({'context_length': 1.5}, 'eagle3.context_length=1.5 must be an integer'),
+  ],
+)
+def test_keys_of_a_gguf_file(keys, message, tmp_path):
+  path = tmp_path / 'head.gguf'
+  tiny_heads.write_gguf(path, tiny_heads.tensors('eagle3'), keys=keys)
+  if message:
+    with pytest.raises(ValueError, match=f'^{path}: .*{message}'):
+      heads.locate(path, tiny_heads.TARGET)
+    return
+  rope = heads.locate(path, tiny_heads.TARGET).config.rope
+  assert rope == rope_lib.Rope(theta=30.0)
 
 
 # A target that says given texts, whose hidden states are easily computed.

@@ -10,10 +10,6 @@ import copy
 import numpy as np
 
 
-def _norm(x, weight):
-  return x / np.sqrt(np.mean(x * x) + 1e-6) * weight
-
-
 def _silu(x):
   return x / (1 + np.exp(-x))
 
@@ -21,16 +17,22 @@ def _silu(x):
 class SlowHead:
   """A head that has read some tokens of a text."""
 
-  def __init__(self, tensors, *, heads, head_width, theta=10000.0, **flags):
-    self.tensors = tensors
-    self.heads, self.head_width, self.theta = heads, head_width, theta
-    self.flags = flags
+  def __init__(self, tensors, *, heads, head_width, **flags):
+    self.tensors, self.flags = tensors, flags
+    self.heads, self.head_width = heads, head_width
+    self.theta = flags.get('rope_theta', 10000.0)
+    self.epsilon = flags.get('rms_norm_eps', 1e-6)
+    # How many keys are seen, the token's own the last.
+    self.window = flags.get('sliding_window', 10**6)
     self.num_layers = 1 + max(
       int(name.split('.')[1]) for name in tensors if name.startswith('layers')
     )
     self.num_read, self.last = 0, (None, None)
     self.keys = [[] for _ in range(self.num_layers)]
     self.values = [[] for _ in range(self.num_layers)]
+
+  def _norm(self, x, weight):
+    return x / np.sqrt(np.mean(x * x) + self.epsilon) * weight
 
   def _rotated(self, vector):
     x = vector.reshape(-1, self.head_width)
@@ -52,15 +54,18 @@ class SlowHead:
     self.values[layer].append(value)
     group, out = self.heads // len(key), []
     for head, one in enumerate(query):
-      keys = np.array([rows[head // group] for rows in self.keys[layer]])
-      values = np.array([rows[head // group] for rows in self.values[layer]])
+      seen = slice(-self.window, None)
+      keys = np.array([rows[head // group] for rows in self.keys[layer][seen]])
+      values = np.array(
+        [rows[head // group] for rows in self.values[layer][seen]]
+      )
       scores = keys @ one / np.sqrt(self.head_width)
       weights = np.exp(scores - scores.max())
       out.append(weights @ values / weights.sum())
     return at('o_proj') @ np.concatenate(out)
 
   def _mlp(self, layer, x):
-    x = _norm(
+    x = self._norm(
       x, self.tensors[f'layers.{layer}.post_attention_layernorm.weight']
     )
     at = lambda name: self.tensors[f'layers.{layer}.mlp.{name}.weight']
@@ -73,12 +78,12 @@ class SlowHead:
       return states[0]
     if 'fc_norm.0.weight' in tensors:
       states = [
-        _norm(state, tensors[f'fc_norm.{number}.weight'])
+        self._norm(state, tensors[f'fc_norm.{number}.weight'])
         for number, state in enumerate(states)
       ]
     fused = np.concatenate(states)
     if 'input_norm.weight' in tensors:
-      fused = _norm(fused, tensors['input_norm.weight'])
+      fused = self._norm(fused, tensors['input_norm.weight'])
     return tensors['fc.weight'] @ fused
 
   def read(self, token, state):
@@ -86,30 +91,30 @@ class SlowHead:
     tensors, flags = self.tensors, self.flags
     embedded = tensors['embed_tokens.weight'][token]
     if 'layers.0.hidden_norm.weight' in tensors:
-      normed = _norm(state, tensors['layers.0.hidden_norm.weight'])
-      first = _norm(embedded, tensors['layers.0.input_layernorm.weight'])
+      normed = self._norm(state, tensors['layers.0.hidden_norm.weight'])
+      first = self._norm(embedded, tensors['layers.0.input_layernorm.weight'])
       x = normed if flags.get('norm_before_residual') else state
       x = x + self._attend(0, np.concatenate([first, normed]))
     else:
       parts = [embedded, state]
       if 'enorm.weight' in tensors:
         parts = [
-          _norm(embedded, tensors['enorm.weight']),
-          _norm(state, tensors['hnorm.weight']),
+          self._norm(embedded, tensors['enorm.weight']),
+          self._norm(state, tensors['hnorm.weight']),
         ]
       parts = parts[::-1] if flags.get('state_first') else parts
       x = tensors['fc.weight'] @ np.concatenate(parts)
       x = x + tensors.get('fc.bias', 0.0)
       first = tensors.get('layers.0.input_layernorm.weight')
-      x = x + self._attend(0, x if first is None else _norm(x, first))
+      x = x + self._attend(0, x if first is None else self._norm(x, first))
     x = x + self._mlp(0, x)
     for layer in range(1, self.num_layers):
       weight = tensors[f'layers.{layer}.input_layernorm.weight']
-      x = x + self._attend(layer, _norm(x, weight))
+      x = x + self._attend(layer, self._norm(x, weight))
       x = x + self._mlp(layer, x)
     normed = x
     if 'norm.weight' in tensors:
-      normed = _norm(x, tensors['norm.weight'])
+      normed = self._norm(x, tensors['norm.weight'])
     logits = tensors['lm_head.weight'] @ normed
     fed_back = 'enorm.weight' in tensors or flags.get('norm_output')
     return logits, normed if fed_back else x

@@ -1,5 +1,9 @@
-"""Random matrices in blocks of few bits."""
+"""Random matrices in blocks of few bits, and keys of GGUF files."""
 
+from collections.abc import Mapping
+from typing import Any
+
+import gguf
 import numpy as np
 
 from models.nn import blocks as blocks_lib
@@ -32,3 +36,13 @@ def matrix(
   """A matrix `[out, in]` on the host."""
   rows = slice(None), raw_rows(rng, kind, *shape)
   return blocks_lib.from_raw([rows], shape, kind)
+
+
+def set_keys(
+  writer: gguf.GGUFWriter, arch: str, keys: Mapping[str, Any]
+) -> None:
+  """Sets keys of an architecture, in place of those that are there."""
+  for key, value in keys.items():
+    kind = gguf.GGUFValueType.get_type(value)
+    writer.kv_data[0].pop(f'{arch}.{key}', None)
+    writer.add_key_value(f'{arch}.{key}', value, kind)

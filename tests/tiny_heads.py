@@ -8,6 +8,7 @@ import gguf
 import numpy as np
 from safetensors import numpy as safetensors_numpy
 import tiny
+import tiny_blocks
 
 from models.checkpoints import heads
 from models.nn import gpt2 as nn_gpt2
@@ -61,9 +62,9 @@ def tensors(kind: str, *, num_layers: int = 1, reduced=False, **flags):
     if layer or kind != 'eagle':
       own['input_layernorm.weight'] = (WIDTH,)
     shapes |= {f'layers.{layer}.{name}': one for name, one in own.items()}
-  if kind == 'eagle':
+  if kind == 'eagle' and flags.get('bias', True):
     shapes['fc.bias'] = (WIDTH,)
-  else:
+  if kind != 'eagle':
     shapes['norm.weight'] = (WIDTH,)
   if kind == 'mtp':
     shapes |= {'enorm.weight': (WIDTH,), 'hnorm.weight': (WIDTH,)}
@@ -112,7 +113,7 @@ def _within(prefix, own):
 NAMINGS = {
   'sglang': (
     lambda name: name.replace('layers.0.', 'midlayer.'),
-    {'eagle_config': {_AUX: list(READS)}},
+    {'eagle_config': {_AUX: [layer - 1 for layer in READS]}},
   ),
   'speculators': (lambda name: name, {'speculators_model_type': 'eagle3'}),
   'mimo': (_within('model.mtp_layers.0.', _MIMO), {}),
@@ -131,11 +132,13 @@ def write(folder, naming, values, *, reduced=False, keys=None, **changed):
     stored['t2d'] = np.isin(np.arange(tiny.VOCAB_SIZE), IDS)
   stored |= changed
   stored = {name: one for name, one in stored.items() if one is not None}
+  keys = keys or {}
   if naming == 'speculators':
-    config = {'transformer_layer_config': CONFIG, _AUX: list(READS)}
+    layers = {key: keys.get(key, value) for key, value in CONFIG.items()}
+    config = {'transformer_layer_config': layers, _AUX: list(READS)}
   else:
     config = dict(CONFIG)
-  config |= own | (keys or {})
+  config |= own | keys
   folder.mkdir(exist_ok=True)
   (folder / 'config.json').write_text(json.dumps(config))
   safetensors_numpy.save_file(stored, folder / 'model.safetensors')
@@ -150,7 +153,7 @@ _GGUF |= {f'mlp.{name}_proj': f'ffn_{name}' for name in ('gate', 'up', 'down')}
 _GGUF |= {'embed_tokens': 'token_embd', 'lm_head': 'output', 'fc': 'fc'}
 
 
-def write_gguf(path, values, arch='eagle3'):
+def write_gguf(path, values, arch='eagle3', keys=None):
   """Writes an EAGLE-3 head of a reduced vocabulary as llama.cpp does."""
   writer = gguf.GGUFWriter(path, arch)
   writer.add_context_length(tiny.MAX_POSITIONS)
@@ -161,6 +164,7 @@ def write_gguf(path, values, arch='eagle3'):
   writer.add_key_length(HEAD_WIDTH)
   writer.add_layer_norm_rms_eps(1e-6)
   writer.add_array(f'{arch}.extract_layers', list(READS))
+  tiny_blocks.set_keys(writer, arch, keys or {})
   writer.add_tensor('d2t', IDS.astype(np.int64))
   for name, array in values.items():
     layer = 'blk.0.' if name.startswith('layers.0.') else ''

@@ -24,6 +24,7 @@ from models.lab.training import tokenizer as tokenizer_lib
 from models.lab.training import trainer
 from models.nn import adapter
 from models.nn import experts as experts_lib
+from models.nn import rope as rope_lib
 import specdec
 
 CODE = 'def add(first, second):\n\treturn first + second\n'
@@ -373,3 +374,16 @@ def test_a_head_learns_from_a_model_and_drafts(trained, tmp_path):
   plain = dataclasses.replace(lm, drafter=specdec.PLAIN)
   assert generate().text == plain.generate('def f3(', max_new_tokens=20).text
   assert generate().stats.stage_forwards['head'] > 0
+
+
+def test_a_head_has_one_rotation_whatever_the_layers_of_the_target_have():
+  config = tiny.llama_module('llama').config
+  base = dataclasses.replace(config, num_layers=2)
+  local, whole = rope_lib.Rope(theta=50.0), rope_lib.Rope(theta=1e6)
+  for ropes, expected in (
+    *((local, local), ((local, whole), whole), ((local, None), local)),
+    (None, rope_lib.Rope()),
+  ):
+    target = dataclasses.replace(base, rope=ropes)
+    found = head_trainer.HeadTraining(target='tiny').config(target)
+    assert found.rope == expected

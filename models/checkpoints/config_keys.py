@@ -62,12 +62,10 @@ _NEVER_OFF = ('is_causal',)
 # Keys that say the same as another one, of which a format reads one.
 _SYNONYMS = {
   **{'hidden_act': 'hidden_activation', 'hidden_activation': 'hidden_act'},
-  **{'num_experts': 'num_local_experts', 'num_local_experts': 'num_experts'},
-  **{'hidden_size': 'n_embd', 'num_hidden_layers': 'n_layer'},
-  **{'num_attention_heads': 'n_head', 'max_position_embeddings': 'n_positions'},
-  **{'n_ctx': 'n_positions', 'moe_intermediate_size': 'intermediate_size'},
+  **{'num_local_experts': 'num_experts', 'n_ctx': 'n_positions'},
+  'moe_intermediate_size': 'intermediate_size',
 }
-_NAMES = {
+_NAMES: dict[Any, str] = {
   **{bool: 'true or false', int: 'an integer', float: 'a finite number'},
   **{str: 'a text', dict: 'an object', list: 'a list', type(None): 'null'},
 }
@@ -134,6 +132,30 @@ def check_same(first: str, one: Any, second: str, other: Any) -> None:
     raise ValueError(
       f'{first}={one!r:.60} and {second}={other!r:.60} contradict each other'
     )
+
+
+def select(
+  config: Any, keys: Mapping[str, Any], read: Collection[str]
+) -> dict[str, Any]:
+  """The keys of a configuration that a class of transformers is to read.
+
+  Args:
+    config: the class.
+    keys: of the configuration.
+    read: those that are read; they may have a second name in the class.
+
+  Raises:
+    ValueError: two names of the same key contradict each other.
+  """
+  names = {*read}
+  for one, other in config.attribute_map.items():
+    if one in names or other in names:
+      names |= {one, other}
+      check_same(one, keys.get(one), other, keys.get(other))
+  # What is null and no field of the class would not have its default.
+  fields = {field.name for field in dataclasses.fields(config)}
+  found = {key: keys[key] for key in names & keys.keys()}
+  return {k: v for k, v in found.items() if v is not None or k in fields}
 
 
 def refuse_unread(

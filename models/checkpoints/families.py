@@ -156,7 +156,7 @@ def _of_text(raw: Mapping[str, Any]) -> Mapping[str, Any]:
   """The keys of the language model; ValueError if the others matter."""
   if str(raw.get('model_type')) not in _WITH_TEXT:
     return raw
-  text = raw.get('text_config')
+  text: Any = raw.get('text_config')
   config_keys.check_type('text_config', text, dict)
   shared = {'text_config', 'tie_word_embeddings'}
   config_keys.refuse_unread(raw, shared, idle=_WITH_PICTURES)

@@ -5,12 +5,15 @@ Names are those that llama.cpp's converters write
 """
 
 from collections.abc import Iterator
+from collections.abc import Mapping
 import dataclasses
 import functools
 import math
 import pathlib
 import re
+from typing import Any
 
+import numpy as np
 import transformers
 
 from models.checkpoints import checkpoint as checkpoint_lib
@@ -21,6 +24,7 @@ from models.checkpoints import gguf_tensor
 from models.checkpoints import gguf_tokenizer
 from models.nn import adapter
 from models.nn import blocks as blocks_lib
+from models.nn import rope as rope_lib
 
 SUFFIX = '.gguf'
 _NAME = re.compile(r'(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)')
@@ -29,6 +33,206 @@ _EXPERT_NAMES = {
   'ffn_up_exps': 'up_proj',
   'ffn_down_exps': 'down_proj',
 }
+
+# Keys of each scaling, and those of `rope_parameters`.
+_SCALINGS: dict[str, dict[str, str]] = {
+  'none': {},
+  'linear': {'rope.scaling.factor': 'factor'},
+  'yarn': {
+    'rope.scaling.factor': 'factor',
+    'rope.scaling.original_context_length': 'original_max_position_embeddings',
+    'rope.scaling.yarn_beta_fast': 'beta_fast',
+    'rope.scaling.yarn_beta_slow': 'beta_slow',
+  },
+}
+# The scaling of Llama 3.1 and later; a file has only what follows from it.
+_LLAMA3: dict[str, Any] = {
+  'low_freq_factor': 1.0,
+  'high_freq_factor': 4.0,
+  'original_max_position_embeddings': 8192,
+}
+
+
+def _rope_parameters(
+  path: pathlib.Path, metadata: Mapping[str, Any], header: gguf_header.Header
+) -> dict[str, Any]:
+  """What transformers calls `rope_parameters`.
+
+  Args:
+    path: of the file.
+    metadata: of the architecture, without its name before the keys.
+    header: of the file.
+
+  Raises:
+    ValueError: the rotation is not supported.
+  """
+  parameters = {'rope_theta': metadata.get('rope.freq_base', 10000.0)}
+  default = 'linear' if 'rope.scaling.factor' in metadata else 'none'
+  kind = metadata.get('rope.scaling.type', default)
+  if metadata.get('rope.scaling.attn_factor', 1.0) != 1.0:
+    raise ValueError(
+      f'{path}: rope.scaling.attn_factor='
+      f'{metadata["rope.scaling.attn_factor"]} is not supported'
+    )
+  if kind not in _SCALINGS:
+    raise ValueError(f'{path}: rope.scaling.type {kind!r} is not supported')
+  if kind == 'linear' and 'rope.scaling.factor' not in metadata:
+    raise ValueError(
+      f'{path}: rope.scaling.type=linear needs rope.scaling.factor'
+    )
+  keys = _SCALINGS[kind]
+  found = {keys[key]: metadata[key] for key in keys if key in metadata}
+  if kind != 'none':
+    parameters |= {'rope_type': kind, **found}
+  if (factors := gguf_config.ROPE_FACTORS) in header.tensors:
+    if kind != 'none':
+      raise ValueError(
+        f'{path}: rope.scaling.type={kind!r} and the tensor {factors}'
+        ' contradict each other'
+      )
+    factor = _llama3_factor(path, header, parameters['rope_theta'])
+    parameters |= {'rope_type': 'llama3', 'factor': factor, **_LLAMA3}
+  return parameters
+
+
+def _llama3_factor(
+  path: pathlib.Path, header: gguf_header.Header, theta: float
+) -> float:
+  """The factor of a Llama 3 scaling, of which a file has the result.
+
+  Raises:
+    ValueError: no such scaling has that result.
+  """
+  [(_, stored)] = gguf_tensor.Tensor(
+    path, header.tensors[gguf_config.ROPE_FACTORS]
+  ).blocks()
+  exponents = np.arange(len(stored), dtype=np.float32) / len(stored)
+  frequencies = np.float32(1) / np.float32(theta) ** exponents
+  factor = float(np.max(stored))
+  scaling = rope_lib.Llama3Scaling(factor=factor, **_LLAMA3)
+  scaled = frequencies / scaling.scale(frequencies, theta)
+  if not np.allclose(stored, scaled, rtol=1e-3):
+    raise ValueError(
+      f'{path}: {gguf_config.ROPE_FACTORS} holds factors {stored[:4]}... that'
+      " are not those of Llama 3's scaling, and no others are supported"
+    )
+  return factor
+
+
+def config_keys(path: pathlib.Path) -> dict[str, Any]:
+  """What the `config.json` of the same model would have.
+
+  Raises:
+    ValueError: the architecture or one of its keys is not known, or a key is
+      missing; the message names it.
+  """
+  header = gguf_header.read_header(path)
+  name = gguf_config.architecture_of(path, header)
+  kind = gguf_config.ARCHITECTURES[name]
+  metadata = gguf_config.own_keys(path, header, name)
+  num_experts = metadata.get('expert_count', 0)
+  model_type = kind.mixture if num_experts > 0 else kind.plain
+  if model_type is None:
+    raise ValueError(
+      f'{path}: {name} with {num_experts} experts is not supported'
+    )
+  gguf_config.check_keys(path, name, metadata)
+  if 'token_embd.weight' not in header.tensors:
+    raise ValueError(f'{path} lacks the tensor token_embd.weight')
+  found = {
+    theirs: metadata[key]
+    for key, theirs in kind.keys.items()
+    if key in metadata and (num_experts > 0 or not key.startswith('expert_'))
+  }
+  vocab_size = header.tensors['token_embd.weight'].shape[0]
+  if metadata.get('vocab_size', vocab_size) != vocab_size:
+    raise ValueError(
+      f'{path}: {name}.vocab_size={metadata["vocab_size"]} contradicts the'
+      f' {vocab_size} rows of token_embd.weight'
+    )
+  found |= {
+    'model_type': model_type,
+    'vocab_size': vocab_size,
+    'tie_word_embeddings': 'output.weight' not in header.tensors,
+  }
+  if num_experts > 0:
+    found |= {'norm_topk_prob': True, 'num_experts': num_experts}
+  if kind.rotates:
+    found['rope_parameters'] = _rope_parameters(path, metadata, header)
+    found['attention_bias'] = 'blk.0.attn_q.bias' in header.tensors
+    _add_heads(path, name, metadata, found)
+    _add_windows(path, name, metadata, found)
+  return found
+
+
+def _add_heads(
+  path: pathlib.Path,
+  name: str,
+  metadata: Mapping[str, Any],
+  found: dict[str, Any],
+) -> None:
+  """Adds the width of a head, and what its scores are divided by."""
+  from_width = found['hidden_size'] // max(found['num_attention_heads'], 1)
+  head_width = found.setdefault('head_dim', from_width)
+  special = gguf_config.ARCHITECTURES[name].head_from_width
+  if special is not None:
+    found['query_pre_attn_scalar'] = (
+      from_width if special == found['num_hidden_layers'] else head_width
+    )
+  for key in ('rope.dimension_count', 'attention.value_length'):
+    if metadata.get(key, head_width) != head_width:
+      raise ValueError(
+        f'{path}: {name}.{key}={metadata[key]} is not the width of a head,'
+        f' {head_width}'
+      )
+
+
+def _add_windows(
+  path: pathlib.Path,
+  name: str,
+  metadata: Mapping[str, Any],
+  found: dict[str, Any],
+) -> None:
+  """Adds which layers have the window, and how those rotate."""
+  kind, number = gguf_config.ARCHITECTURES[name], found['num_hidden_layers']
+  stated, theta = metadata.get(gguf_config.PATTERN), 'rope.freq_base_swa'
+  base = found['rope_parameters']['rope_theta']
+  if not kind.local_rope and metadata.get(theta, base) != base:
+    raise ValueError(
+      f'{path}: {name}.{theta}={metadata[theta]} is not supported, since all'
+      f' layers rotate by the base {base}'
+    )
+  window = found.get('sliding_window')
+  if not window:
+    if stated is not None:
+      raise ValueError(
+        f'{path}: {name}.{gguf_config.PATTERN} says which layers have a window,'
+        f' but {name}.attention.sliding_window is {window}'
+      )
+    return
+  pattern = kind.pattern if stated is None else stated
+  if pattern is None:
+    raise ValueError(
+      f'{path}: {name}.attention.sliding_window={window}, but no'
+      f' {name}.{gguf_config.PATTERN} says which layers have it'
+    )
+  if not isinstance(pattern, list):
+    pattern = [pattern == 0 or (at + 1) % pattern for at in range(number)]
+  elif len(pattern) != number:
+    raise ValueError(
+      f'{path}: {name}.{gguf_config.PATTERN} has {len(pattern)} values for'
+      f' {number} layers'
+    )
+  if name == 'llama' and found['model_type'] == 'llama':
+    found['model_type'] = 'mistral' if all(pattern) else 'ministral'
+  types = ['sliding_attention' if one else 'full_attention' for one in pattern]
+  found |= {'layer_types': types, 'use_sliding_window': True}
+  if kind.local_rope:
+    local = {'rope_theta': metadata.get(theta, 10000.0)}
+    found['rope_parameters'] = {
+      'full_attention': found['rope_parameters'],
+      'sliding_attention': local | {'rope_type': 'default'},
+    }
 
 
 def _canonical(name: str, kind: gguf_config.Architecture) -> str | None:
@@ -58,8 +262,7 @@ class GGUFFile:
   @functools.cached_property
   @checkpoint_lib.named
   def config(self) -> adapter.Config:
-    keys = gguf_config.config_keys(self.path)
-    return families.config_from_keys(keys, self.path)
+    return families.config_from_keys(config_keys(self.path), self.path)
 
   @functools.cached_property
   @checkpoint_lib.named

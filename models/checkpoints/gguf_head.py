@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 
 from models.checkpoints import gguf
+from models.checkpoints import gguf_config
 from models.checkpoints import gguf_header
 from models.checkpoints import gguf_tensor
 
 _ARCHITECTURE = 'eagle3'
+# Keys of the metadata, and those of config.json.
 _KEYS = {
   'embedding_length': 'hidden_size',
   'attention.head_count': 'num_attention_heads',
@@ -28,7 +30,13 @@ _KEYS = {
   'rope.freq_base': 'rope_theta',
   'extract_layers': 'eagle_aux_hidden_state_layer_ids',
   'norm_before_residual': 'norm_before_residual',
+  'target_hidden_size': 'target_hidden_size',
+  'vocab_size': 'vocab_size',
 }
+# Keys that the tensors say, and those that may say one thing only.
+_OTHER_KEYS = {'block_count', 'tensor_data_layout'}
+_OTHER_KEYS |= {'attention.value_length', 'rope.dimension_count'}
+_OTHER_KEYS |= {'rope.scaling.type'}
 _NAMES = {
   'fc': 'fc',
   'output_norm': 'norm',
@@ -96,24 +104,32 @@ class GGUFHead:
     Raises:
       ValueError: the file holds no head, or one with a scaled rotation.
     """
-    metadata = gguf_header.read_header(self.path).metadata
-    found = metadata.get('general.architecture')
+    header = gguf_header.read_header(self.path)
+    found = header.metadata.get('general.architecture')
     if found != _ARCHITECTURE:
       raise ValueError(
         f'{self.path}: architecture {found!r} is no drafting head; expected'
         f' {_ARCHITECTURE!r}'
       )
-    scaling = metadata.get(f'{_ARCHITECTURE}.rope.scaling.type', 'none')
+    metadata = gguf_config.own_keys(
+      self.path, header, _ARCHITECTURE, {*_KEYS, *_OTHER_KEYS}
+    )
+    where = f'{self.path}: {_ARCHITECTURE}'
+    scaling = metadata.get('rope.scaling.type', 'none')
     if scaling != 'none':
       raise ValueError(
-        f'{self.path}: {_ARCHITECTURE}.rope.scaling.type={scaling!r} is not'
-        ' supported'
+        f'{where}.rope.scaling.type={scaling!r} is not supported'
       )
     stated = {
-      theirs: metadata[f'{_ARCHITECTURE}.{key}']
-      for key, theirs in _KEYS.items()
-      if f'{_ARCHITECTURE}.{key}' in metadata
+      theirs: metadata[key] for key, theirs in _KEYS.items() if key in metadata
     }
+    head_width = metadata.get('attention.key_length')
+    for key in ('attention.value_length', 'rope.dimension_count'):
+      if head_width and metadata.get(key, head_width) != head_width:
+        raise ValueError(
+          f'{where}.{key}={metadata[key]} is not the width of a head,'
+          f' {head_width}'
+        )
     return {'model_type': 'llama'} | stated
 
   def stored(self) -> Iterator[tuple[str, Any]]:

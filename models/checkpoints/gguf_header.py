@@ -93,6 +93,8 @@ def _parse(reader: _Reader) -> Header:
   metadata = {}
   for _ in range(num_keys):
     key = reader.text()
+    if key in metadata:
+      raise ValueError(f'key {key} is there twice')
     metadata[key] = reader.value(reader.scalar('<I'))
   tensors = {}
   for _ in range(num_tensors):

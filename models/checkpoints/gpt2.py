@@ -42,11 +42,11 @@ def read_config(raw: Mapping[str, Any]) -> nn_gpt2.GPT2Config:
   Raises:
     ValueError: the keys describe something that is not a plain GPT-2.
   """
-  config_keys.check_types(raw, config_keys.types_of(transformers.GPT2Config))
-  config = transformers.GPT2Config.from_dict(
-    {key: raw[key] for key in _READ & raw.keys()}
-  )
-  config_keys.refuse_unread(raw, _READ, resolved=config)
+  kind = transformers.GPT2Config
+  config_keys.check_types(raw, config_keys.types_of(kind))
+  read = config_keys.select(kind, raw, _READ)
+  config = kind.from_dict(read)
+  config_keys.refuse_unread(raw, {*_READ, *read}, resolved=config)
   if config.activation_function not in layers.ACTIVATIONS:
     raise ValueError(
       f'activation_function={config.activation_function!r} is not known;'

@@ -11,7 +11,6 @@ the target (its number of layers too) or name another kind. Names of tensors:
                (MiMo, speculators)
 """
 
-from collections.abc import Mapping
 import dataclasses
 import functools
 import pathlib
@@ -25,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.checkpoints import families
+from models.checkpoints import head_keys
 from models.checkpoints import head_tensors
 from models.checkpoints import hub
 from models.checkpoints import hugging_face
@@ -40,7 +40,6 @@ from specdec import text_files
 from specdec import whole_files
 from specdec.draft import head as head_lib
 
-_AUX = 'eagle_aux_hidden_state_layer_ids'
 _NAMES = {
   eagle.EAGLE3: 'EAGLE-3',
   eagle.EAGLE: 'EAGLE-1',
@@ -77,10 +76,6 @@ class StoredHead:
     """The tensors."""
     return head_tensors.HeadTensors(self.path)
 
-  @property
-  def _raw(self) -> Mapping[str, Any]:
-    return self.stored.keys
-
   def _refuse(self, reason: str) -> ValueError:
     return ValueError(f'{self.path}: {reason}')
 
@@ -97,9 +92,9 @@ class StoredHead:
         ' is a draft'
       )
     claims = [
-      f'{key}={self._raw[key]!r}'
+      f'{key}={self.stored.keys[key]!r}'
       for key in ('architectures', 'speculators_model_type')
-      if 'eagle3' in str(self._raw.get(key)).lower()
+      if 'eagle3' in str(self.stored.keys.get(key)).lower()
     ]
     if claims:
       raise self._refuse(
@@ -110,16 +105,43 @@ class StoredHead:
     return eagle.EAGLE
 
   @functools.cached_property
+  def _facts(self) -> dict[str, Any]:
+    """What tensors and target say that a config may say, too, by key."""
+    kind, shape, has = self.kind, self.stored.shape, self.stored.all.keys()
+    outputs = self.target.vocab_size
+    if 'lm_head.weight' in has:
+      outputs = shape('lm_head.weight')[0]
+    return {
+      'hidden_size': shape('fc.weight')[0],
+      'intermediate_size': shape('layers.0.mlp.gate_proj.weight')[0],
+      'target_hidden_size': self.target.width,
+      **{'draft_vocab_size': outputs, 'truncated_vocab_size': outputs},
+      'bias': 'fc.bias' in has,
+      'fc_norm': 'fc_norm.0.weight' in has,
+      'norm_before_fc': 'input_norm.weight' in has,
+      'use_aux_hidden_state': kind == eagle.EAGLE3,
+      'use_input_layernorm_in_first_layer': kind != eagle.EAGLE,
+      'use_last_layernorm': kind != eagle.EAGLE,
+      'use_mtp_layernorm': kind == eagle.MTP,
+    }
+
+  @functools.cached_property
+  def _keys(self) -> dict[str, Any]:
+    """The keys of config.json, which agree with the tensors."""
+    facts = self._facts
+    try:
+      keys = head_keys.merged(self.stored.keys)
+      head_keys.check_claims(keys, facts)
+    except ValueError as error:
+      raise self._refuse(str(error)) from error
+    return keys
+
+  @functools.cached_property
   def config(self) -> eagle.HeadConfig:
     """The shape; raises ValueError if it is not a head for the target."""
-    kind, raw = self.kind, self._layer_keys()
+    kind, keys, facts = self.kind, self._keys, self._facts
     width, fused = self.stored.shape('fc.weight')
-    layer = families.config_from_keys(raw, self.path)
-    fields = {
-      field.name: getattr(layer, field.name)
-      for field in dataclasses.fields(nn_llama.LlamaConfig)
-    }
-    vocabulary = self._raw.get('vocab_size', layer.vocab_size)
+    vocabulary = keys.get('vocab_size') or self.target.vocab_size
     if head_tensors.T2D in self.stored.all:
       vocabulary = self.stored.shape(head_tensors.T2D)[0]
     if vocabulary != self.target.vocab_size:
@@ -127,7 +149,15 @@ class StoredHead:
         f'is a head for a vocabulary of {vocabulary} tokens; the target has'
         f' {self.target.vocab_size}'
       )
-    fields |= self._by_tensors(layer) | {'vocab_size': vocabulary}
+    layers = head_keys.of_layers(keys, facts, self.stored.num_layers)
+    layer = families.config_from_keys(
+      layers | {'vocab_size': vocabulary}, self.path
+    )
+    fields = {
+      field.name: getattr(layer, field.name)
+      for field in dataclasses.fields(nn_llama.LlamaConfig)
+    }
+    fields |= self._by_tensors(layer) | {'width': width}
     reads: tuple[int, ...] = (cache_lib.AFTER_NORM,)
     if kind == eagle.EAGLE3:
       reads = self._reads(fused)
@@ -138,82 +168,55 @@ class StoredHead:
       )
     stored = {tensor.name for tensor in self.stored.all.values()}
     return eagle.HeadConfig(
-      **fields | {'width': width},
+      **fields,
       kind=kind,
       target_width=self.target.width,
       reads=reads,
-      norm_before_residual=bool(self._stated('norm_before_residual')),
-      fc_norm='fc_norm.0.weight' in self.stored.all,
-      norm_before_fc='input_norm.weight' in self.stored.all,
-      # SpecForge says so of the norm before the output matrix.
-      norm_output=bool(
-        'speculators_model_type' in self._raw and self._stated('norm_output')
-      ),
+      norm_before_residual=bool(keys.get('norm_before_residual')),
+      fc_norm=facts['fc_norm'],
+      norm_before_fc=facts['norm_before_fc'],
+      norm_output=head_keys.feeds_back_norm(keys),
       state_first=any('.input_proj.' in name for name in stored),
     )
 
-  def _stated(self, key: str) -> Any:
-    """The value of a key of the config or of its `eagle_config`."""
-    nested = self._raw.get('eagle_config') or {}
-    return self._raw.get(key, nested.get(key))
-
-  def _layer_keys(self) -> dict[str, Any]:
-    """The keys of config.json that describe the layers."""
-    raw = {
-      **self._raw,
-      **self._raw.get('transformer_layer_config', {}),
-    }
-    if raw.get('model_type') not in checkpoints_llama.model_types(
-      nn_llama.LlamaConfig
-    ):
-      raw['model_type'] = 'llama'
-    theirs = {'rope_theta', 'rope_parameters', 'rope_scaling'} & raw.keys()
-    layer = {**raw, 'tie_word_embeddings': False, 'vocab_size': 1}
-    layer['vocab_size'] = raw.get('vocab_size') or self.target.vocab_size
-    if not theirs and hasattr(self.target, 'rope'):
-      layer['rope_theta'] = self.target.rope.theta
-    layer.pop('auto_map', None)
-    return layer
-
   def _by_tensors(self, layer: Any) -> dict[str, Any]:
     """What is read from the tensors rather than from the config."""
-    has = lambda name: f'layers.0.self_attn.{name}' in self.stored.all
+    has = lambda name: f'layers.0.{name}' in self.stored.all
     rows = self.stored.shape('layers.0.self_attn.q_proj.weight')[0]
+    head_width = rows // layer.num_heads
+    if self._keys.get('head_dim') not in (None, head_width):
+      raise self._refuse(
+        f'head_dim={self._keys["head_dim"]!r} contradicts q_proj.weight, which'
+        f' has {rows} rows for num_attention_heads={layer.num_heads}'
+      )
     return {
       'num_layers': self.stored.num_layers,
-      'head_width': rows // layer.num_heads,
-      'inner_width': self.stored.shape('layers.0.mlp.gate_proj.weight')[0],
-      'qkv_bias': has('q_proj.bias'),
-      'output_bias': has('o_proj.bias'),
-      'mlp_bias': 'layers.0.mlp.gate_proj.bias' in self.stored.all,
-      'qk_norm': has('q_norm.weight'),
-      'tie_embeddings': False,
+      'head_width': head_width,
+      'inner_width': self._facts['intermediate_size'],
+      'qkv_bias': has('self_attn.q_proj.bias'),
+      'output_bias': has('self_attn.o_proj.bias'),
+      'mlp_bias': has('mlp.gate_proj.bias'),
+      'qk_norm': has('self_attn.q_norm.weight'),
+      'tie_embeddings': bool(self._keys.get('tie_word_embeddings')),
+      'fc_bias': self._facts['bias'],
     }
 
   def _reads(self, fused: int) -> tuple[int, ...]:
-    """The states of the target that an EAGLE-3 head reads.
-
-    There are two numberings: `eagle_config` of SGLang counts the layers that
-    write the states (the first is 1), all others those that read them.
-    """
+    """The states of the target that an EAGLE-3 head reads."""
     number, rest = divmod(fused, self.target.width)
     if rest or not number:
       raise self._refuse(
         f'fc.weight reads {fused} numbers, which are no states of a target of'
         f' width {self.target.width}'
       )
-    key, layers = _AUX, self.target.num_layers
-    stated = self._stated(key)
-    if stated is None:
-      stated = default_reads(layers)
-    elif key not in self._raw and stated and stated[0] == 1:
-      stated = [layer + 1 for layer in stated]
+    key, layers = head_keys.READS, self.target.num_layers
+    stated = self._keys.get(key) or default_reads(layers)
     if len(stated) != number:
       raise self._refuse(
         f'fc.weight reads {number} states of a target of width'
         f' {self.target.width}, but {key}={stated!r}'
       )
-    if not all(isinstance(one, int) and 0 <= one <= layers for one in stated):
+    if not all(0 <= one <= layers for one in stated):
       raise self._refuse(
         f'{key}={stated!r}: the target has {layers} layers; is this a head for'
         ' another target?'
@@ -295,7 +298,8 @@ def load(
   )
   shared = matrices_of(target, head.target)
   embedding = loaded.pop(('embed_tokens', 'embedding'), shared[0])
-  lm_head = loaded.pop(('lm_head',), shared[1])
+  output = embedding if config.tie_embeddings else shared[1]
+  lm_head = loaded.pop(('lm_head',), output)
   for what, matrix in (('embedding', embedding), ('lm_head', lm_head)):
     if matrix.shape[1] != config.width:
       raise ValueError(
@@ -334,7 +338,8 @@ def _described(
   config: eagle.HeadConfig, dtype: jnp.dtype, lm_head: Any
 ) -> dict[str, Any]:
   """The config.json of an EAGLE-3 head."""
-  assert isinstance(config.rope, rope_lib.Rope)  # One for all its layers.
+  if not isinstance(config.rope, rope_lib.Rope):
+    raise ValueError('a head without one rotation of all layers is not saved')
   described = checkpoints_llama.to_hugging_face(
     nn_llama.LlamaConfig(
       **{
@@ -349,10 +354,10 @@ def _described(
     'architectures': ['LlamaForCausalLMEagle3'],
     'target_hidden_size': config.target_width,
     'rope_theta': config.rope.theta,
-    _AUX: list(config.reads),
+    head_keys.READS: list(config.reads),
     # SGLang counts the layers that write the states.
     'eagle_config': {
-      _AUX: [layer - 1 for layer in config.reads],
+      head_keys.READS: [layer - 1 for layer in config.reads],
       'use_aux_hidden_state': True,
     },
   }

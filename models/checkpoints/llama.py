@@ -333,16 +333,13 @@ def read_config(raw: Mapping[str, Any]) -> nn_llama.LlamaConfig:
   config_keys.check_types(raw, kind.types)
   if raw.get('num_attention_heads') == 0:  # transformers would divide by it.
     raise ValueError('num_attention_heads must be positive, got 0')
-  # What is null and no field of the class would not have its default.
-  fields = {field.name for field in dataclasses.fields(kind.config)}
-  read = {key: raw[key] for key in kind.reads & raw.keys()}
-  read = {k: v for k, v in read.items() if v is not None or k in fields}
+  read = config_keys.select(kind.config, raw, kind.reads)
   config = kind.config.from_dict(rope_keys.normalized(read, kind.ropes))
   rope_keys.check_read(read, config.rope_parameters)
   shape = _read_shape(config, kind)
   _check_windows(raw, shape, kind)
   config_keys.refuse_unread(
-    raw, kind.reads, idle=(*kind.idle, *_WINDOWS), resolved=config
+    raw, {*kind.reads, *read}, idle=(*kind.idle, *_WINDOWS), resolved=config
   )
   return shape
 

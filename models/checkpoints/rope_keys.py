@@ -123,9 +123,8 @@ def _read(raw: Mapping[str, Any], *, is_partial: bool) -> rope_lib.Rope:
     raise ValueError(
       f'{key}={values[key]!r:.60} is not supported with rope_type={kind!r}'
     )
-  return rope_lib.Rope(
-    theta=theta, fraction=fraction, scaling=scaling and scaling(**values)
-  )
+  made = None if scaling is None else scaling(**values)
+  return rope_lib.Rope(theta=theta, fraction=fraction, scaling=made)
 
 
 def read_all(

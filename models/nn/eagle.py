@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from models.nn import layers
 from models.nn import llama as nn_llama
 from models.nn import matrices as matrices_lib
-from models.nn import rope as rope_lib
 from models.nn import sharding as sharding_lib
 from models.nn.cpu import ops
 from specdec import cache as cache_lib
@@ -37,6 +36,7 @@ class HeadConfig(nn_llama.LlamaConfig):
   target_width: int = dataclasses.field()  # Of the states of the target.
   kind: str = EAGLE3
   reads: tuple[int, ...] = (cache_lib.AFTER_NORM,)  # See `KVCache.hidden`.
+  fc_bias: bool = False
   # Of EAGLE-3.
   norm_before_residual: bool = False  # Whether the residual is normalised.
   fc_norm: bool = False  # Whether each state is normalised before `fc`.
@@ -108,7 +108,7 @@ class Head(nnx.Module):
       width,
       dtype=dtype,
       rngs=rngs,
-      use_bias=config.kind == EAGLE,
+      use_bias=config.fc_bias,
     )
     first: Any = {EAGLE3: _WideLayer, EAGLE: _bare_layer, MTP: _plain}
     self.layers = nnx.List(
@@ -168,16 +168,14 @@ class Head(nnx.Module):
       cache: where keys and values are written.
     """
     config = self.config
-    assert isinstance(config.rope, rope_lib.Rope)  # One for all its layers.
-    rotation = config.rope.rotation(positions, config.head_width)
-    first, *others = self.layers
+    seen, *others = nn_llama.of_layers(config, positions, mask)
     if config.kind == EAGLE3:
-      x, cache = first(embedded, states, rotation, mask, cache)
+      x, cache = self.layers[0](embedded, states, *seen, cache)
     else:
       x = self._first_input(embedded, states)
-      x, cache, _ = first(x, rotation, mask, cache)
-    for layer in others:
-      x, cache, _ = layer(x, rotation, mask, cache)
+      x, cache, _ = self.layers[0](x, *seen, cache)
+    for number, seen in enumerate(others, 1):
+      x, cache, _ = self.layers[number](x, *seen, cache)
     if config.kind == MTP or config.norm_output:
       x = layers.normalize(x, self.norm, kernels=self.fc.is_packed)
     return x, cache

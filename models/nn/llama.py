@@ -295,6 +295,31 @@ class Layer(nnx.Module):
     return add(x, out, self.post_feedforward_layernorm), cache, routing
 
 
+def of_layers(
+  config: LlamaConfig, positions: jax.Array, mask: jax.Array
+) -> list[tuple[Any, jax.Array]]:
+  """The rotation of each layer and what it sees.
+
+  Args:
+    config: the shape.
+    positions: `[B, L]` int32.
+    mask: `[B, L, S]` bool, what a layer without a window sees.
+  """
+  ropes, windows = config.of_layers('rope'), config.of_layers('window')
+  rotations = {
+    rope: rope and rope.rotation(positions, config.head_width)
+    for rope in dict.fromkeys(ropes)
+  }
+  masks = {
+    window: attention.within_window(mask, window)
+    for window in dict.fromkeys(windows)
+  }
+  return [
+    (rotations[rope], masks[window])
+    for rope, window in zip(ropes, windows, strict=True)
+  ]
+
+
 class Llama(nnx.Module):
   """Llama language model; the arguments are those of `models.nn.gpt2.GPT2`."""
 
@@ -340,21 +365,12 @@ class Llama(nnx.Module):
     config = self.config
     if config.embedding_scale != 1.0:
       x *= config.embedding_scale
-    ropes, windows = config.of_layers('rope'), config.of_layers('window')
-    rotations = {
-      rope: rope and rope.rotation(positions, config.head_width)
-      for rope in dict.fromkeys(ropes)
-    }
-    masks = {
-      window: attention.within_window(mask, window)
-      for window in dict.fromkeys(windows)
-    }
+    seen = of_layers(config, positions, mask)
     routings = []
     for layer, block in enumerate(self.layers):
-      rotation, seen = rotations[ropes[layer]], masks[windows[layer]]
       cache = cache_lib.write_hidden(cache, layer, x)
       with jax.named_scope(f'layer_{layer}'):
-        x, cache, routing = block(x, rotation, seen, cache)
+        x, cache, routing = block(x, *seen[layer], cache)
       routings.append(routing)
     cache = cache_lib.write_hidden(cache, len(self.layers), x)
     tied = config.tie_embeddings

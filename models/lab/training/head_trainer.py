@@ -150,6 +150,13 @@ def _loss_function(graph, config, num_steps, dtype):
   return loss
 
 
+def _rotation(target: adapter.Config) -> rope_lib.Rope:
+  """The rotation of a head: that of the last layer of the target with one."""
+  of_layers = getattr(target, 'of_layers', lambda field: ())
+  ropes = of_layers('rope')
+  return next((rope for rope in reversed(ropes) if rope), rope_lib.Rope())
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadTraining(target_trainer.TargetTraining):
   """Settings of the training of a head; what is None is as in the target.
@@ -191,7 +198,7 @@ class HeadTraining(target_trainer.TargetTraining):
       inner_width=self.inner_width
       or getattr(target, 'inner_width', None)
       or 8 * target.width // 3,
-      rope=getattr(target, 'rope', rope_lib.Rope()),
+      rope=_rotation(target),
       target_width=target.width,
       reads=heads.default_reads(target.num_layers),
     )

@@ -1,0 +1,105 @@
+"""The keys of the configurations of drafting heads, by who writes them.
+
+    SafeAILab, SpecForge, vLLM  all keys in one object
+    SGLang, Model-Optimizer     besides, `eagle_config`, whose list of layers
+                                counts those that write a state
+    speculators                 the layers in `transformer_layer_config`
+
+All other lists count the layers that read a state, each the one after.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from models.checkpoints import config_keys
+
+READS = 'eagle_aux_hidden_state_layer_ids'
+_NESTED, _LAYERS = 'eagle_config', 'transformer_layer_config'
+_SPECULATORS = 'speculators_model_type'
+# Types of layers that a head may have. The others differ in what no head has.
+_LAYER_TYPES = ('llama', 'mistral', 'ministral', 'phi3', 'qwen2', 'qwen3')
+# Keys that are no claims about tensors, and of which no layer is made.
+_TYPES: dict[str, Any] = {
+  **{READS: list[int] | None, 'vocab_size': int | None},
+  **{'norm_before_residual': bool | None, 'norm_output': bool | None},
+  **{'tie_word_embeddings': bool | None, _SPECULATORS: str | None},
+}
+
+
+def merged(raw: Mapping[str, Any]) -> dict[str, Any]:
+  """The keys of all objects as one; `READS` counts the layers that read.
+
+  Args:
+    raw: the keys of a config.json.
+
+  Raises:
+    ValueError: a key has another type, or two of them contradict each other.
+  """
+  config_keys.check_types(raw, dict.fromkeys((_NESTED, _LAYERS), dict | None))
+  nested, layers = ({**(raw.get(key) or {})} for key in (_NESTED, _LAYERS))
+  own = {key: raw[key] for key in raw if key not in (_NESTED, _LAYERS)}
+  for keys in (own, layers, nested):
+    config_keys.check_types(keys, _TYPES)
+  if nested.get(READS):
+    nested[READS] = [layer + 1 for layer in nested[READS]]
+  for key, value in nested.items():
+    config_keys.check_same(key, own.get(key), f'{_NESTED}: {key}', value)
+  # Whether matrices are tied is not said of layers.
+  layers.pop('tie_word_embeddings', None)
+  if own.get('norm_output') is False and not own.get(_SPECULATORS):
+    raise ValueError(
+      'norm_output=False: a head without the norm before its output matrix is'
+      ' not supported; remove the key if it has one'
+    )
+  return own | layers | {k: v for k, v in nested.items() if v is not None}
+
+
+def feeds_back_norm(keys: Mapping[str, Any]) -> bool:
+  """Whether the state that a head gives is taken after its final norm.
+
+  That is what speculators call `norm_output`. SpecForge says so of the norm
+  before the output matrix; see `merged`.
+  """
+  return bool(keys.get(_SPECULATORS) and keys.get('norm_output'))
+
+
+def check_claims(keys: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+  """Checks what keys say of tensors and of the target, if they say something.
+
+  Args:
+    keys: see `merged`.
+    facts: values by key.
+
+  Raises:
+    ValueError: a key says something else.
+  """
+  for key in sorted(keys.keys() & facts.keys()):
+    fact, value = facts[key], keys[key]
+    config_keys.check_type(key, value, type(fact) | None)
+    if value not in (None, fact):
+      raise ValueError(
+        f'{key}={value!r} contradicts the tensors or the target, by which it is'
+        f' {fact!r}'
+      )
+
+
+def of_layers(
+  keys: Mapping[str, Any], known: Mapping[str, Any], number: int
+) -> dict[str, Any]:
+  """The keys of a model of the layers of a head; see `families`.
+
+  Args:
+    keys: see `merged`.
+    known: those that `check_claims` checked.
+    number: how many layers there are. Configs are often copied from a target,
+      with the number of its layers.
+  """
+  idle = {*known, *_TYPES} - {'hidden_size', 'intermediate_size', 'head_dim'}
+  found = {key: keys[key] for key in keys if key not in idle}
+  if found.get('model_type') not in _LAYER_TYPES:
+    found['model_type'] = 'llama'
+  if isinstance(types := found.get('layer_types'), list) and (
+    len(types) != number and types.count(types[0]) == len(types)
+  ):
+    found['layer_types'] = types[:1] * number
+  return found | {'num_hidden_layers': number, 'tie_word_embeddings': False}
