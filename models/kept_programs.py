@@ -15,7 +15,7 @@ from typing import Any
 from absl import logging
 import jax
 
-from specdec import whole_files
+from specdec.text import whole_files
 
 _SEALED = '-sealed'  # Keys of JAX's own entries do not end so.
 _ENTRY, _TIME = '-cache', '-atime'  # The files of an entry, in this order.

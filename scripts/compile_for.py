@@ -80,8 +80,8 @@ def main() -> None:
   from models.lab.compiled import programs
   from models.lab.compiled import report as report_lib
   from models.nn import dtypes
-  from specdec import text_files
-  from specdec import whole_files
+  from specdec.text import text_files
+  from specdec.text import whole_files
 
   device, mesh = _checked()
   record.prepare_output(_OUTPUT.value)

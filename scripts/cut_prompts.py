@@ -38,8 +38,8 @@ def _functions(text: str) -> Iterator[str]:
 
 def main() -> None:
   from models.lab.training import corpus as corpus_lib
-  from specdec import text_files
-  from specdec import whole_files
+  from specdec.text import text_files
+  from specdec.text import whole_files
 
   corpus = corpus_lib.Corpus(folder=_CORPUS.value, pattern='*.py')
   prompts = [

@@ -28,7 +28,7 @@ import command_line
 import options
 import several_hosts
 
-from specdec import text_files
+from specdec.text import text_files
 
 options.define_method()
 _OUTPUT = flags.DEFINE_string('output', None, 'JSON lines, or -; needed')

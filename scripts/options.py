@@ -22,9 +22,11 @@ from models.text import choice as choice_lib
 from models.text import fields
 from models.text import settings as settings_lib
 import specdec
-from specdec import checks as checks_lib
+from specdec import decode_options
 from specdec import sampling as sampling_lib
-from specdec import text_files
+from specdec import sampling_arguments
+from specdec.text import text_files
+from specdec.verify import rules as rules_lib
 
 _DEFAULTS = settings_lib.DraftSettings()
 
@@ -68,7 +70,7 @@ SEED = flags.DEFINE_integer(
 VERIFY = flags.DEFINE_enum(
   'verify',
   'match',
-  list(checks_lib.RULES),
+  list(rules_lib.RULES),
   'match: the tokens of plain decoding with the same seed; rejection, traversal'
   ' (block: the same on chains): other tokens of the same distribution',
 )
@@ -300,8 +302,8 @@ def _check() -> None:
   with named_as_flag():
     for name, flag in _SAMPLING.items():
       if isinstance(flag.value, float):
-        checks_lib.sampling_value(name, flag.value)
-    checks_lib.to_break_even(BREAK_EVEN.value)
+        sampling_arguments.sampling_value(name, flag.value)
+    decode_options.to_break_even(BREAK_EVEN.value)
   sampling()
   models()
   draft_settings()
@@ -344,4 +346,4 @@ def as_dict() -> dict[str, Any]:
 
 def keeps_tokens() -> bool:
   """Whether the tokens with `--verify` are those of plain decoding."""
-  return checks_lib.RULES[VERIFY.value](sampling_lib.BEST).keeps_tokens
+  return rules_lib.RULES[VERIFY.value](sampling_lib.BEST).keeps_tokens

@@ -8,8 +8,8 @@ from absl import flags
 import options
 
 from models.lab.bench import questions as questions_lib
-from specdec import checks as checks_lib
-from specdec import text_files
+from specdec import arguments as arguments_lib
+from specdec.text import text_files
 
 
 def define_num_prompts(text: str = 'default: all') -> None:
@@ -46,7 +46,9 @@ def _read_prompts(
         f'--prompt_file={name}, line {number}: expected a JSON object with the'
         ' key prompt and a string'
       )
-    checks_lib.check_text(f'--prompt_file={name}, line {number}', prompts[-1])
+    arguments_lib.check_text(
+      f'--prompt_file={name}, line {number}', prompts[-1]
+    )
   return prompts
 
 
@@ -84,7 +86,7 @@ def file_questions(categories: Sequence[str]) -> list[questions_lib.Question]:
 def given(prompt: flags.FlagHolder, number: int) -> list[str]:
   """So many prompts of the file, or copies of the flag `--prompt`."""
   if options.PROMPT_FILE.value is None:
-    checks_lib.check_text(f'--{prompt.name}', prompt.value)
+    arguments_lib.check_text(f'--{prompt.name}', prompt.value)
     return [prompt.value] * number
   if prompt.present:
     raise ValueError('give --prompt or --prompt_file, not both')

@@ -14,7 +14,7 @@ import jax
 from jax.experimental import multihost_utils
 import numpy as np
 
-from specdec import text_files
+from specdec.text import text_files
 
 COORDINATOR = flags.DEFINE_string(
   'coordinator',

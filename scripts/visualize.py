@@ -16,8 +16,8 @@ import prompt_flags
 
 from models.text import settings as settings_lib
 import specdec
-from specdec import text_files
-from specdec import whole_files
+from specdec.text import text_files
+from specdec.text import whole_files
 
 _PROMPT = flags.DEFINE_string('prompt', options.DEFAULT_PROMPT, 'to continue')
 options.define_method(methods=settings_lib.METHODS[:-1])

@@ -4,7 +4,6 @@ from specdec.adjusters import Adjuster
 from specdec.cache import KVCache
 from specdec.carried import Added
 from specdec.carried import Texts
-from specdec.constraint import Constraint
 from specdec.context import StepContext
 from specdec.decode_options import Options
 from specdec.draft.candidates import CandidateScorer
@@ -42,6 +41,7 @@ from specdec.sampling import Sampling
 from specdec.slots import Slots
 from specdec.step import DecodeConfig
 from specdec.step import Request
+from specdec.text.constraint import Constraint
 from specdec.tracing.trace import Trace
 from specdec.tree.topology import chain
 from specdec.tree.topology import k_ary

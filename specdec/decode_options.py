@@ -4,6 +4,7 @@ from collections.abc import Callable
 from collections.abc import Sequence
 import dataclasses
 import inspect
+import numbers
 from typing import Any
 from typing import TypedDict
 from typing import TypeVar
@@ -13,16 +14,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec import adjusters as adjusters_lib
-from specdec import checks as checks_lib
-from specdec import constraint as constraint_lib
+from specdec import arguments as arguments_lib
 from specdec import memory
 from specdec import model as model_lib
+from specdec import padding
 from specdec import sampling as sampling_lib
+from specdec import sampling_arguments
 from specdec import step as step_lib
-from specdec import stop_strings
 from specdec import watchers as watchers_lib
 from specdec.draft import drafter as drafter_lib
+from specdec.text import constraint as constraint_lib
+from specdec.text import stop_strings
 from specdec.verify import accept
+from specdec.verify import rules as rules_lib
 
 _Symbol = TypeVar('_Symbol')
 _HEAD = 'Keyword Args:'
@@ -74,7 +78,7 @@ class Options(CommonOptions, total=False):
 
   Keyword Args:
     eos_ids: tokens that end a row.
-    stop: stop strings, see `specdec.stop_strings`; a table for B rows.
+    stop: stop strings, see `specdec.text.stop_strings`; a table for B rows.
     constraint: which tokens may follow which, a `specdec.Constraint`.
   """
 
@@ -91,6 +95,94 @@ def check_names(options: Any, known: Any) -> None:
       raise TypeError(
         f'unexpected keyword argument {name!r}; the options of a decode are'
         f' {", ".join(sorted(names))}'
+      )
+
+
+def check_drafter(
+  target: model_lib.LanguageModel, drafter: drafter_lib.Drafter
+) -> None:
+  """Refuses stages that share a name or do not fit the target."""
+  ours = target.spec.vocab_size
+  labels = ('target', 'plain', *drafter.labels)
+  if len(set(labels)) < len(labels):
+    raise ValueError(
+      'every stage needs a name of its own, neither target nor plain, got'
+      f' {drafter.labels}'
+    )
+  for stage in drafter.stages:
+    facts = stage.scorer.facts
+    if facts.vocab_size not in (None, ours):
+      raise ValueError(
+        f'the target has a vocabulary of {ours} tokens, the {stage.name} of'
+        f' {facts.vocab_size}; choose one that was made with the tokenizer of'
+        ' the target'
+      )
+    missing = set(facts.hidden) - set(target.spec.hidden)
+    if missing:
+      raise ValueError(
+        f'the {stage.name} reads the hidden states {facts.hidden} of the'
+        f' target, whose cache keeps {target.spec.hidden}; load the target with'
+        ' the head'
+      )
+
+
+def to_break_even(break_even: Any) -> np.float32:
+  """As a float32; 0, for no fallback, if it is None."""
+  if break_even is None:
+    return np.float32(0)
+  is_number = isinstance(break_even, numbers.Real) and break_even is not True
+  if not (is_number and 0 < break_even < np.inf):
+    raise ValueError(
+      'break_even must be a positive number, the time of a speculative step in'
+      f' plain ones, or None; got {break_even!r}'
+    )
+  return np.float32(break_even)
+
+
+def check_stop(
+  stop: stop_strings.StopTable | None, batch_size: int, vocab_size: int
+) -> None:
+  """Refuses a table that was built for other shapes."""
+  if stop is None:
+    return
+  rows, tokens = stop.start.shape[0], stop.next_state.shape[1]
+  if (rows, tokens) != (batch_size, vocab_size):
+    raise ValueError(
+      f'stop was built for {rows} rows and {tokens} tokens, but there are'
+      f' {batch_size} prompts and a vocabulary of {vocab_size}'
+    )
+
+
+def check_constraint(constraint: Any, batch_size: int, vocab_size: int) -> None:
+  """Refuses a constraint whose functions return other shapes than they should.
+
+  Raises:
+    ValueError: it does, or it is none.
+  """
+  if constraint is None:
+    return
+  if not isinstance(constraint, constraint_lib.Constraint):
+    raise ValueError(
+      f'constraint must be a specdec.Constraint or None, got {constraint!r}'
+    )
+  states = jax.ShapeDtypeStruct((batch_size,), jnp.int32)
+  nodes = jax.ShapeDtypeStruct((batch_size, 2), jnp.int32)
+  for name, function, arguments, shape in (
+    ('first_state', lambda: constraint.first_state(batch_size), (), states),
+    ('next_state', constraint.next_state, (nodes, nodes), nodes),
+    (
+      'allowed',
+      lambda state: constraint.allowed(state, vocab_size),
+      (nodes,),
+      jax.ShapeDtypeStruct((batch_size, 2, vocab_size), jnp.bool_),
+    ),
+  ):
+    found = jax.eval_shape(function, *arguments)
+    if (found.shape, found.dtype) != (shape.shape, shape.dtype):
+      raise ValueError(
+        f'constraint.{name} must return an array of {shape.shape} and type'
+        f' {shape.dtype} for {batch_size} rows and a vocabulary of'
+        f' {vocab_size}, but returns {found.shape}, {found.dtype}'
       )
 
 
@@ -144,14 +236,14 @@ def prepare(
   num_rows, vocab_size = len(prompts.tokens), target.spec.vocab_size
   stop, constraint = options.get('stop'), options.get('constraint')
   sampling = options.get('sampling', sampling_lib.Sampling())
-  checks_lib.check_drafter(target, drafter)
-  checks_lib.check_stop(stop, num_rows, vocab_size)
-  checks_lib.check_constraint(constraint, num_rows, vocab_size)
-  params = checks_lib.to_params(sampling, num_rows, vocab_size)
-  threshold = checks_lib.to_break_even(options.get('break_even'))
+  check_drafter(target, drafter)
+  check_stop(stop, num_rows, vocab_size)
+  check_constraint(constraint, num_rows, vocab_size)
+  params = sampling_arguments.to_params(sampling, num_rows, vocab_size)
+  threshold = to_break_even(options.get('break_even'))
   config = step_lib.DecodeConfig(
-    max_new_tokens=checks_lib.padded_room(prompts.room),
-    rule=checks_lib.to_rule(
+    max_new_tokens=padding.padded_room(prompts.room),
+    rule=rules_lib.to_rule(
       options.get('verify', 'match'), options.get('children'), drafter
     ),
     fallback=bool(drafter.stages and (threshold > 0 or takes_plain_steps)),
@@ -165,11 +257,11 @@ def prepare(
     prompt=jnp.asarray(prompts.tokens),
     prompt_length=jnp.asarray(prompts.length),
     limit=jnp.asarray(prompts.limit),
-    row_keys=checks_lib.row_keys(rng_key, num_rows),
+    row_keys=arguments_lib.row_keys(rng_key, num_rows),
     sampling=params,
     adjusters=_adjusters(params, options, vocab_size),
     watchers=watchers_lib.make_watchers(
-      eos_ids=checks_lib.to_ids(
+      eos_ids=arguments_lib.to_ids(
         'eos_ids', options.get('eos_ids', ()), vocab_size
       ),
       stop=stop,

@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec import checks as checks_lib
+from specdec import arguments as arguments_lib
 from specdec import decode_options
 from specdec import hosts
 from specdec import loop
 from specdec import model as model_lib
+from specdec import padding
 from specdec import statistics as statistics_lib
 from specdec import step as step_lib
 from specdec import watchers as watchers_lib
@@ -152,11 +153,11 @@ class Decoding:
     **options: Unpack[decode_options.Options],
   ):
     spec = target.spec
-    prompts = checks_lib.to_prompts(prompts, spec.vocab_size)
-    limits, room = checks_lib.to_limits(
+    prompts = arguments_lib.to_prompts(prompts, spec.vocab_size)
+    limits, room = arguments_lib.to_limits(
       prompts, max_new_tokens, room_for_new_tokens, spec.max_positions
     )
-    padded, lengths = checks_lib.pad(prompts)
+    padded, lengths = padding.pad(prompts)
     self._target, self._drafter = target, drafter
     self._request, self._config = decode_options.prepare(
       target,
@@ -221,12 +222,12 @@ class Decoding:
       ValueError: an argument cannot be used; nothing has changed then.
     """
     spec, (num_rows, num_slots) = self._target.spec, self._state.tokens.shape
-    prompts = checks_lib.to_prompts(prompts, spec.vocab_size)
+    prompts = arguments_lib.to_prompts(prompts, spec.vocab_size)
     if len(prompts) != num_rows:
       raise ValueError(
         f'prompts must be one per row ({num_rows}), got {len(prompts)}'
       )
-    limits, _ = checks_lib.to_limits(
+    limits, _ = arguments_lib.to_limits(
       prompts, max_new_tokens, None, spec.max_positions
     )
     for row, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
@@ -236,7 +237,7 @@ class Decoding:
           f' exceed the {num_slots} slots of this decode; begin another, with a'
           ' larger room_for_new_tokens'
         )
-    tokens, lengths = checks_lib.pad(prompts, num_slots)
+    tokens, lengths = padding.pad(prompts, num_slots)
     self._request = self._request.replace(
       prompt_length=jnp.asarray(lengths), limit=jnp.asarray(limits)
     )

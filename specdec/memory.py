@@ -7,11 +7,11 @@ from typing import Any
 
 import jax
 
-from specdec import constraint as constraint_lib
 from specdec import model as model_lib
 from specdec import sampling as sampling_lib
 from specdec import step as step_lib
 from specdec.draft import drafter as drafter_lib
+from specdec.text import constraint as constraint_lib
 
 _FLOAT32 = 4
 

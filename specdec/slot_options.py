@@ -11,12 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec import automaton as automaton_lib
-from specdec import checks as checks_lib
-from specdec import constraint as constraint_lib
+from specdec import arguments as arguments_lib
 from specdec import sampling as sampling_lib
+from specdec import sampling_arguments
 from specdec import step as step_lib
 from specdec import watchers as watchers_lib
+from specdec.text import automaton as automaton_lib
+from specdec.text import constraint as constraint_lib
 
 # The room for EOS ids is a multiple of this, so that prompts may have others.
 _EOS_BLOCK = 8
@@ -26,7 +27,7 @@ def _row_params(
   sampling: sampling_lib.Sampling, num_rows: int, vocab_size: int
 ) -> sampling_lib.SamplingParams:
   """The parameters, with a `logit_bias` per row if there is one."""
-  params = checks_lib.to_params(sampling, num_rows, vocab_size)
+  params = sampling_arguments.to_params(sampling, num_rows, vocab_size)
   bias = params.logit_bias
   if bias is not None and bias.ndim == 1:
     bias = jnp.broadcast_to(bias, (num_rows, vocab_size))
@@ -37,7 +38,7 @@ def _padded_ids(
   eos_ids: Sequence[int], vocab_size: int, width: int | None = None
 ) -> np.ndarray:
   """A row of `EndOfText`, `[width]` int32; None: as wide as it needs."""
-  ids = checks_lib.to_ids('eos_ids', eos_ids, vocab_size)
+  ids = arguments_lib.to_ids('eos_ids', eos_ids, vocab_size)
   width = width or -(-max(len(ids), 1) // _EOS_BLOCK) * _EOS_BLOCK
   if len(ids) > width:
     raise ValueError(

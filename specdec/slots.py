@@ -21,17 +21,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec import automaton as automaton_lib
-from specdec import checks as checks_lib
+from specdec import arguments as arguments_lib
 from specdec import decode_options
 from specdec import generation as generation_lib
 from specdec import hosts
 from specdec import loop
 from specdec import model as model_lib
+from specdec import padding
 from specdec import sampling as sampling_lib
 from specdec import slot_options
 from specdec import step as step_lib
 from specdec.draft import drafter as drafter_lib
+from specdec.text import automaton as automaton_lib
 from specdec.tree import topology as topology_lib
 from specdec.verify import accept
 
@@ -72,7 +73,7 @@ def _slot_of(
   num_tokens: int,
 ) -> _Slot:
   """A prompt that is not read yet; `num_tokens` are the size of the buffers."""
-  tokens, lengths = checks_lib.pad([ids], num_tokens)
+  tokens, lengths = padding.pad([ids], num_tokens)
   request = step_lib.Request(
     prompt=jnp.asarray(tokens),
     prompt_length=jnp.asarray(lengths),
@@ -87,8 +88,8 @@ def _checked_prompt(
   prompt: Any, limit: Any, context: int, vocab_size: int
 ) -> list[int]:
   """The ids of a prompt that fits into a slot with its new tokens."""
-  ids = checks_lib.to_prompt('the prompt', prompt, vocab_size)
-  checks_lib.check_count('max_new_tokens', limit, least=0)
+  ids = arguments_lib.to_prompt('the prompt', prompt, vocab_size)
+  arguments_lib.check_count('max_new_tokens', limit, least=0)
   if len(ids) + limit > context:
     raise ValueError(
       f'the prompt of {len(ids)} tokens and max_new_tokens={limit} exceed the'
@@ -154,9 +155,9 @@ class Slots:
     reading: int = 512,
     **options: Unpack[decode_options.Options],
   ):
-    checks_lib.check_count('num_slots', num_slots)
-    checks_lib.check_count('context', context, target.spec.max_positions)
-    checks_lib.check_count('reading', reading)
+    arguments_lib.check_count('num_slots', num_slots)
+    arguments_lib.check_count('context', context, target.spec.max_positions)
+    arguments_lib.check_count('reading', reading)
     #: The most tokens of a prompt and its continuation.
     self.context = context
     self._target, self._drafter, self._reading = target, drafter, reading
@@ -222,7 +223,7 @@ class Slots:
       raise ValueError('no slot is free; call advance until one has ended')
     ids = _checked_prompt(prompt, max_new_tokens, self.context, spec.vocab_size)
     params = self._options.params_of(sampling)
-    checks_lib.row_keys(rng_key, 1)  # Refuses what is no key.
+    arguments_lib.row_keys(rng_key, 1)  # Refuses what is no key.
     self._request, self._state = self._options.assign(
       self._request, self._state, row, eos_ids, automaton
     )
@@ -292,7 +293,7 @@ class Slots:
       `break_even` and `tree_sizes`; else the prompts of a batch decide together
       how much is drafted, and `plain_steps` counts the steps of all so far.
     """
-    checks_lib.check_count('num_ended', num_ended)
+    arguments_lib.check_count('num_ended', num_ended)
     ended: dict[int, generation_lib.Generation] = {}
     while len(ended) < num_ended and any(self._slots):
       wait = any(slot and slot.is_read for slot in self._slots)
@@ -314,8 +315,8 @@ def _drafters_by_number(
   """The drafters by the most prompts under way that have them."""
   shape, drafters = drafter.shape, {np.inf: drafter}
   for number, num_nodes in tree_sizes.items():
-    checks_lib.check_count('tree_sizes', number)
-    checks_lib.check_count('tree_sizes', num_nodes, shape.num_nodes)
+    arguments_lib.check_count('tree_sizes', number)
+    arguments_lib.check_count('tree_sizes', num_nodes, shape.num_nodes)
     if num_nodes == 1:
       drafters[number] = drafter_lib.PLAIN
     elif num_nodes == shape.num_nodes:

@@ -16,7 +16,7 @@ import numpy as np
 
 from specdec import carried as carried_lib
 from specdec import sampling as sampling_lib
-from specdec import stop_strings
+from specdec.text import stop_strings
 from specdec.verify import accept
 
 
@@ -75,7 +75,7 @@ class EndOfText(flax.struct.PyTreeNode, Watcher):
 class StopStrings(flax.struct.PyTreeNode, Watcher):
   """Ends a row when a stop string is complete; the state is `[B]` int32."""
 
-  table: stop_strings.StopTable  #: See `specdec.stop_strings`.
+  table: stop_strings.StopTable  #: See `specdec.text.stop_strings`.
 
   def start(self, texts: carried_lib.Texts) -> jax.Array:
     del texts

@@ -13,8 +13,9 @@ from models.lab.study import exactness
 from models.lab.study import timing
 from models.nn import table_model
 import specdec
-from specdec import checks as checks_lib
+from specdec import arguments as arguments_lib
 from specdec import randomness as randomness_lib
+from specdec import sampling_arguments
 from specdec import statistics as statistics_lib
 
 
@@ -232,8 +233,8 @@ def test_margin_is_the_distance_to_the_edge_of_a_filter():
   table = np.array([[0.5, 2.0, 1.25, -3.0]] * 4, np.float32)
   model = table_model.table_model(table, max_positions=16)
   two = specdec.Sampling(temperature=1.0, top_k=2)
-  params = checks_lib.to_params(two, 1, 4)
-  keys = checks_lib.row_keys(jax.random.key(0), 40)
+  params = sampling_arguments.to_params(two, 1, 4)
+  keys = arguments_lib.row_keys(jax.random.key(0), 40)
 
   @jax.jit
   def noise_of(key):

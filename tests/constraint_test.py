@@ -18,8 +18,8 @@ import tiny_drafters
 
 from models.nn import table_model
 import specdec
-from specdec import automaton as automaton_lib
-from specdec import constraint as constraint_lib
+from specdec.text import automaton as automaton_lib
+from specdec.text import constraint as constraint_lib
 from specdec.tree import topology as topology_lib
 
 _VOCAB_SIZE, _END = 24, 1

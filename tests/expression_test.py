@@ -14,7 +14,7 @@ import pytest
 
 from models.text import byte_automaton
 from models.text import expression
-from specdec import automaton as automaton_lib
+from specdec.text import automaton as automaton_lib
 
 # By the characters of which texts are tried.
 _EXPRESSIONS = {

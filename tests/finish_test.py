@@ -10,7 +10,7 @@ import tiny_drafters
 
 from models.nn import table_model
 import specdec
-from specdec import stop_strings
+from specdec.text import stop_strings
 
 VOCAB_SIZE = 64
 EOS_IDS = (60, 40, 7)

@@ -16,8 +16,8 @@ from scipy import stats
 
 from models.nn import table_model
 import specdec
-from specdec import checks as checks_lib
 from specdec import sampling as sampling_lib
+from specdec.verify import rules as rules_lib
 
 _VOCAB_SIZE = 4
 _LENGTH = 4
@@ -108,7 +108,7 @@ def _decode(rule, children, name, num_rows, seed):
     jax.tree.map(lambda *rows: jnp.concatenate(rows), *samplings),
     *(keys.reshape(-1, _BATCH_SIZE), kinds.reshape(-1, _BATCH_SIZE)),
     config=specdec.DecodeConfig(
-      max_new_tokens=_LENGTH, rule=checks_lib.RULES[rule](children)
+      max_new_tokens=_LENGTH, rule=rules_lib.RULES[rule](children)
     ),
   )
   ends = np.cumsum(sizes)[:-1]

@@ -12,7 +12,7 @@ import tiny_drafters
 from models.nn import table_model
 import specdec
 from specdec import loop
-from specdec import stop_strings
+from specdec.text import stop_strings
 from specdec.tree import topology as topology_lib
 
 _SLOTS = 3

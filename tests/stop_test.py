@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specdec import stop_strings
+from specdec.text import stop_strings
 
 
 def _first_stop(stops, text):

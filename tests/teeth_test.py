@@ -127,7 +127,7 @@ noise of few tokens from half of the bits
 [sampling: large_vocabulary.test_a_value_that_is_not_finite_is_seen(50257)]
 a maximum is trusted to keep NaN
   jnp.max(nan_as_inf, axis=-1) => jnp.max(logits, axis=-1)
-[checks: BANNED]
+[sampling_arguments: BANNED]
 a banned token is very unlikely instead
   return jnp.asarray(array) => return jnp.maximum(array, -1e30)
 [draft.ranking: enumeration.test_every_node_draws_children_of_its_own()]
@@ -352,14 +352,14 @@ a child has the state of its parent
 [draft.language_model: CONSTRAINED]
 a draft does not know the constraint
   logits = ctx.adjusted(found.logits, tree, nodes) => logits = found.logits
-[constraint: CONSTRAINED]
+[text.constraint: CONSTRAINED]
 the constraint goes on from the root, not from the last token
   - jnp.concatenate([state[:, None], after], axis=1)
   + jnp.repeat(state[:, None], 1 + after.shape[1], axis=1)
 [draft.candidates: constraint.check_tokens('guesses', 'match')]
 forbidden candidates take the places of others
   ctx.adjusted_few(log_probs, tree, nodes, tokens) => log_probs
-[automaton: AUTOMATA]
+[text.automaton: AUTOMATA]
 a text may end anywhere
   np.where(accepting[kept], 0, constraint_lib.FORBIDDEN) => 0
 a token leads to where no text ends
@@ -368,7 +368,7 @@ tokens of several bytes are told apart by the first
   above[:, alive] = after => break
 a token that ends a text spells its bytes, too
   [b''] if token < len(pieces) else [] => pieces[token : token + 1]
-[constraint: AUTOMATA]
+[text.constraint: AUTOMATA]
 the bits of a mask are of other tokens
   jnp.right_shift(jnp.broadcast_to(words, shape), bit) => @ >> 1
 all rows follow the first automaton

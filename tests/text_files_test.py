@@ -9,7 +9,7 @@ import pathlib
 import pytest
 
 from models.lab.training import corpus as corpus_lib
-from specdec import text_files
+from specdec.text import text_files
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _TEXT = 'čaj\none\u2028two \u00e9\n\nlast'
@@ -62,9 +62,9 @@ def test_json_has_no_nan():
 
 # Where the JSON is read again at once, or hashed; none of it is written.
 _NOT_WRITTEN = {
-  *('specdec/text_files.py', 'models/text/pair.py', 'models/text/plan.py'),
+  *('specdec/text/text_files.py', 'models/text/pair.py', 'models/text/plan.py'),
   *('models/text/token_bytes.py', 'models/text/constraints.py'),
-  *('models/text/json_texts.py', 'specdec/whole_files.py'),
+  *('models/text/json_texts.py', 'specdec/text/whole_files.py'),
 }
 
 

@@ -20,8 +20,8 @@ from models.nn import llama as nn_llama
 from models.nn import mixtral as mixtral_lib
 from models.nn import rope as rope_lib
 import specdec
-from specdec import checks as checks_lib
 from specdec import sampling as sampling_lib
+from specdec import sampling_arguments
 
 VOCAB_SIZE = 48
 MAX_PROMPT = 32  # The longest of its bucket.
@@ -162,7 +162,7 @@ def sampling(*temperatures: float) -> specdec.Sampling:
 
 def sampling_params(*temperatures: float) -> sampling_lib.SamplingParams:
   """`sampling`, as `decode` takes it."""
-  return checks_lib.to_params(
+  return sampling_arguments.to_params(
     sampling(*temperatures), len(temperatures), VOCAB_SIZE
   )
 

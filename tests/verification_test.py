@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 import specdec
-from specdec import checks as checks_lib
 from specdec import randomness as randomness_lib
 from specdec import sampling as sampling_lib
+from specdec import sampling_arguments
 from specdec.draft import drafter as drafter_lib
 from specdec.tree import tree as tree_lib
 from specdec.verify import accept
+from specdec.verify import rules as rules_lib
 
 _count_emitted = jax.jit(accept.count_emitted)
 
@@ -60,7 +61,9 @@ def _chains():
     uniforms=rng.uniform(size=nodes.shape),
     residual_noise=rng.gumbel(size=(num_nodes, _VOCAB_SIZE)),
   )
-  sampling = checks_lib.to_params(specdec.Sampling(), num_nodes, _VOCAB_SIZE)
+  sampling = sampling_arguments.to_params(
+    specdec.Sampling(), num_nodes, _VOCAB_SIZE
+  )
   tree = list_trees.stack(trees)
   return (tree, nodes, logits, proposals, randomness, sampling), best
 
@@ -69,7 +72,7 @@ def _chains():
 def test_greedy_paths(name, children):
   """Each token that is emitted is that of its own depth."""
   arguments, best = _chains()
-  verdict = jax.jit(checks_lib.RULES[name](children))(*arguments)
+  verdict = jax.jit(rules_lib.RULES[name](children))(*arguments)
   np.testing.assert_array_equal(verdict.accepted, np.arange(_DEPTH + 1))
   for row, chosen in enumerate(np.asarray(verdict.chosen)):
     np.testing.assert_array_equal(chosen[: row + 1], best[row, : row + 1])
@@ -91,13 +94,13 @@ class _Drawing(specdec.Scorer):
 def _to_rule(verify, children=None, *, topology=None, scorer=None):
   scorer = scorer or _Drawing()
   drafter = specdec.fixed_drafter(scorer, topology or specdec.chain(2))
-  return checks_lib.to_rule(verify, children, drafter)
+  return rules_lib.to_rule(verify, children, drafter)
 
 
 def test_a_rule_is_a_name_or_an_object_and_says_its_own_conditions():
   best, drawn = sampling_lib.BEST, sampling_lib.WITHOUT_REPLACEMENT
   for name in ('rejection', 'traversal', 'block'):
-    make = checks_lib.RULES[name]
+    make = rules_lib.RULES[name]
     assert (_to_rule(name), _to_rule(name, best)) == (make(drawn), make(best))
   match = specdec.MatchRule()
   assert _to_rule('match') == _to_rule(match, best) == match

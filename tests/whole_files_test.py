@@ -10,7 +10,7 @@ import safetensors
 
 from models.lab.bench import record
 from models.lab.training import run_record
-from specdec import whole_files
+from specdec.text import whole_files
 
 
 def _half(partial):

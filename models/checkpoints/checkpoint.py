@@ -17,7 +17,7 @@ from models.nn import adapter
 from models.nn import blocks as blocks_lib
 from models.nn import dtypes
 from models.nn import matrices as matrices_lib
-from specdec import whole_files
+from specdec.text import whole_files
 
 _Read = TypeVar('_Read')
 

@@ -24,7 +24,7 @@ from models.nn import gemma as gemma_lib
 from models.nn import gpt2 as nn_gpt2
 from models.nn import llama as nn_llama
 from models.nn import mixtral as mixtral_lib
-from specdec import text_files
+from specdec.text import text_files
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

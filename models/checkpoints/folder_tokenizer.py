@@ -13,7 +13,7 @@ from absl import logging
 import tokenizers
 import transformers
 
-from specdec import text_files
+from specdec.text import text_files
 
 _JSON = 'tokenizer.json'
 _CONFIG = 'tokenizer_config.json'

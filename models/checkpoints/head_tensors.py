@@ -13,7 +13,7 @@ import numpy as np
 from models.checkpoints import gguf
 from models.checkpoints import gguf_head
 from models.checkpoints import hugging_face
-from specdec import text_files
+from specdec.text import text_files
 
 _BLOCK = r'(?:model\.)?(?:layers\.\d+|mtp_layers\.0)\.'
 # Stored names and canonical ones, those of parameters of `models.nn.eagle`.

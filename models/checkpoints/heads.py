@@ -36,9 +36,9 @@ from models.nn import rope as rope_lib
 from models.nn import sharding as sharding_lib
 from specdec import cache as cache_lib
 from specdec import model as model_lib
-from specdec import text_files
-from specdec import whole_files
 from specdec.draft import head as head_lib
+from specdec.text import text_files
+from specdec.text import whole_files
 
 _NAMES = {
   eagle.EAGLE3: 'EAGLE-3',

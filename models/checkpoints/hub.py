@@ -24,7 +24,7 @@ from models.nn import adapter
 from models.nn import matrices as matrices_lib
 from models.nn import sharding as sharding_lib
 from specdec import memory
-from specdec import whole_files
+from specdec.text import whole_files
 
 # The first that holds a path has it.
 _CONTAINERS = (

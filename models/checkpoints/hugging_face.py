@@ -16,7 +16,7 @@ from models.checkpoints import checkpoint as checkpoint_lib
 from models.checkpoints import families
 from models.checkpoints import folder_tokenizer
 from models.nn import adapter
-from specdec import text_files
+from specdec.text import text_files
 
 CONFIG = 'config.json'
 WEIGHTS = 'model.safetensors'

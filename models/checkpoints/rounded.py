@@ -12,7 +12,7 @@ import safetensors
 
 from models.checkpoints import hugging_face
 from models.nn import blocks as blocks_lib
-from specdec import whole_files
+from specdec.text import whole_files
 
 _WEIGHTS = 'blocks.safetensors'
 # Besides the weights: shape, tokenizer and chat template.

@@ -27,8 +27,8 @@ from jax.sharding import Mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
 
+from specdec import arguments as arguments_lib
 from specdec import cache as cache_lib
-from specdec import checks as checks_lib
 
 DATA, MODEL = 'data', 'model'
 AXES = (DATA, MODEL)
@@ -106,7 +106,7 @@ def _check_sizes(sizes: Mapping[str, int]) -> None:
         f'mesh={_text(sizes)}: there is no axis {name!r}; choose from data'
         ' (rows) and model (weights)'
       )
-    if not checks_lib.is_integer(size) or size < 1:
+    if not arguments_lib.is_integer(size) or size < 1:
       raise ValueError(
         f'mesh={_text(sizes)}: the size of {name} must be a positive integer'
       )

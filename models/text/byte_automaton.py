@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from models.text import expression as expression_lib
-from specdec import automaton as automaton_lib
+from specdec.text import automaton as automaton_lib
 
 # The set of characters of each tree of one character, by its number.
 _Sets = dict[expression_lib.Tree, int]
@@ -29,14 +29,14 @@ _FIRST_BYTES = (0xC0, 32, 0x80), (0xE0, 16, 0x800), (0xF0, 5, 0x10000)
 
 
 def of_tree(tree: expression_lib.Tree) -> tuple[np.ndarray, np.ndarray]:
-  """The automaton over bytes of a tree, see `specdec.automaton.of_bytes`.
+  """The automaton over bytes of a tree, see `specdec.text.automaton.of_bytes`.
 
   Returns:
     `[S, 256]` int64, the state after a byte, or -1; the first state is 0. And
     `[S]` bool, where a text may end.
 
   Raises:
-    specdec.automaton.TooLarge: it has too many states.
+    specdec.text.automaton.TooLarge: it has too many states.
   """
   set_of, members, class_of = _classes(tree)
   after, accepting = _determinized(tree, set_of, members, class_of.max() + 1)

@@ -9,7 +9,7 @@ from typing import TypeGuard
 import jinja2
 import transformers
 
-from specdec import checks as checks_lib
+from specdec import arguments as arguments_lib
 
 Message = Mapping[str, str]
 """`role` (such as system, user or assistant) and `content`, both texts."""
@@ -35,7 +35,7 @@ def first_messages(text: str, system: str | None) -> list[Message]:
 def _check_texts(name: str, value: Any) -> None:
   """Refuses what is no Unicode in a message, however deep."""
   if isinstance(value, str):
-    checks_lib.check_text(name, value)
+    arguments_lib.check_text(name, value)
   elif isinstance(value, Mapping):
     for key, entry in value.items():
       _check_texts(f'{name}, {key}', entry)
@@ -92,7 +92,7 @@ def conversation_ids(
       f' {roles}: {kind}{error}'
     ) from error
   text = text.removeprefix('\ufeff')  # A byte order mark of the template file.
-  checks_lib.check_text(
+  arguments_lib.check_text(
     'the text that the chat template of the target makes', text
   )
   return tokenizer(text, add_special_tokens=False, verbose=False)['input_ids']

@@ -1,7 +1,7 @@
 """Expressions and JSON schemas that a text must match.
 
 Both become trees of expressions, these automata over bytes, and these automata
-over tokens (`specdec.automaton`).
+over tokens (`specdec.text.automaton`).
 """
 
 from collections.abc import Mapping
@@ -16,8 +16,8 @@ from models.text import byte_automaton
 from models.text import expression
 from models.text import json_schema
 from models.text import token_bytes as token_bytes_lib
-from specdec import automaton as automaton_lib
-from specdec import checks as checks_lib
+from specdec import arguments as arguments_lib
+from specdec.text import automaton as automaton_lib
 
 # An expression of Python's `re`; a schema as JSON or as what JSON stands for.
 # One, or one per row, of which some may be None.
@@ -42,7 +42,7 @@ def _text_of(kind: str, value: Any) -> str:
   if not isinstance(value, str):
     what = 'text' if kind == 'regex' else 'a JSON object, or the text of one'
     raise ValueError(f'{kind} must be {what}, got {value!r}')
-  checks_lib.check_text(kind, value)
+  arguments_lib.check_text(kind, value)
   return value
 
 
@@ -135,7 +135,7 @@ def automaton_of(
   """
   if constraint is None:
     return None
-  ids = checks_lib.to_ids('eos_ids', eos_ids, vocab_size)
+  ids = arguments_lib.to_ids('eos_ids', eos_ids, vocab_size)
   if not ids:
     raise ValueError(
       f'{constraint[0]} needs a token that ends the text; name one as eos_ids'

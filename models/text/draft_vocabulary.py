@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from specdec import checks as checks_lib
-from specdec import whole_files
+from specdec import arguments as arguments_lib
+from specdec.text import whole_files
 
 
 def most_frequent(path: str, number: int) -> list[int]:
@@ -57,7 +57,9 @@ def tokens_of(
   if draft_vocab is None:
     return None
   if not isinstance(draft_vocab, int):
-    return np.unique(checks_lib.to_ids('draft_vocab', draft_vocab, vocab_size))
+    return np.unique(
+      arguments_lib.to_ids('draft_vocab', draft_vocab, vocab_size)
+    )
   if draft_vocab >= vocab_size:
     return None
   special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}

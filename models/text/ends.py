@@ -9,8 +9,8 @@ from typing import Any
 import transformers
 
 from models.text import token_bytes as token_bytes_lib
-from specdec import checks as checks_lib
-from specdec import stop_strings
+from specdec import arguments as arguments_lib
+from specdec.text import stop_strings
 
 # One stop string, several, or a list of them per row.
 Stops = str | Sequence[str] | Sequence[Sequence[str]]
@@ -43,7 +43,7 @@ def stops_of_rows(stop: Any, batch_size: int) -> StopsOfRows:
     )
   for row, strings in enumerate(stop):
     for text in strings:
-      checks_lib.check_text(f'a stop string of row {row}', text)
+      arguments_lib.check_text(f'a stop string of row {row}', text)
       if not text:
         raise ValueError(f'row {row} has the stop string {text!r}; give text')
   return tuple(map(tuple, stop))
@@ -85,7 +85,7 @@ def _ids_of_text(
   text: str, tokenizer: transformers.PreTrainedTokenizerBase, vocab_size: int
 ) -> list[int]:
   """The ids of the tokens with a text, of which there may be several."""
-  checks_lib.check_text('eos_ids', text)
+  arguments_lib.check_text('eos_ids', text)
   special = token_bytes_lib.special_tokens(tokenizer, vocab_size).get(
     text.encode()
   )

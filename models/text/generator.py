@@ -39,7 +39,7 @@ from models.text import text_decoding
 from models.text import text_options
 from models.text import vocabulary as vocabulary_lib
 import specdec
-from specdec import checks as checks_lib
+from specdec import arguments as arguments_lib
 from specdec import decode_options
 
 # One prompt, or several.
@@ -201,7 +201,7 @@ class Generator:
       ValueError: an argument cannot be used; gives the reason.
     """
     decode_options.check_names(options, text_options.TextOptions)
-    checks_lib.check_count('batch_size', batch_size)
+    arguments_lib.check_count('batch_size', batch_size)
     seed = options.pop('seed', 0)
     (stops,) = ends_lib.stops_of_rows(options.get('stop', ()), 1)
     return many_lib.ManyDecoding(
@@ -247,7 +247,7 @@ class Generator:
     """
     largest = self.pair.target.spec.max_positions
     size = min(largest, chat_lib.MAX_CONTEXT) if context is None else context
-    if not (checks_lib.is_integer(size) and 1 <= size <= largest):
+    if not (arguments_lib.is_integer(size) and 1 <= size <= largest):
       raise ValueError(
         f'context must be an integer from 1 to {largest}, the context of the'
         f' target; got {context!r}'

@@ -13,7 +13,7 @@ import urllib.parse
 
 from models.text import expression as expression_lib
 from models.text import json_texts
-from specdec import checks as checks_lib
+from specdec import arguments as arguments_lib
 
 _ANNOTATIONS = {
   *('$comment', '$defs', '$schema', 'default', 'definitions', 'deprecated'),
@@ -83,7 +83,7 @@ def _bounds(
   given: dict[str, Any], least: str, most: str, place: str
 ) -> tuple[int, int | None]:
   for key in {least, most} & given.keys():
-    checks_lib.check_count(f'{place}/{key}', given[key], least=0)
+    arguments_lib.check_count(f'{place}/{key}', given[key], least=0)
   return given.get(least, 0), given.get(most)
 
 

@@ -20,7 +20,7 @@ from models.text import result as result_lib
 from models.text import text_decoding
 from models.text import text_options
 import specdec
-from specdec import checks as checks_lib
+from specdec import arguments as arguments_lib
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,12 +81,12 @@ class ManyDecoding(Iterator[Completion]):
         f'prompts must be several prompts, got {prompts!r:.60}; give a list of'
         ' texts'
       )
-    if not checks_lib.is_integer(seed):
+    if not arguments_lib.is_integer(seed):
       raise ValueError(
         f'seed must be one integer for all prompts, got {seed!r}; a models.Job'
         ' has a seed of its own'
       )
-    checks_lib.check_count('max_new_tokens', max_new_tokens, least=0)
+    arguments_lib.check_count('max_new_tokens', max_new_tokens, least=0)
     self._pair, self._prompts = pair, prompts
     self._limit, self._stops, self._seed = max_new_tokens, stops, seed
     self._constraint, self._eos_ids = constraint, options['eos_ids']
@@ -104,7 +104,7 @@ class ManyDecoding(Iterator[Completion]):
       raise ValueError('the prompt is empty; give at least one character')
     ids = self._pair.ids_of([job.prompt])[0]
     vocab_size = self._pair.target.spec.vocab_size
-    return checks_lib.to_prompt('the prompt', ids, vocab_size)
+    return arguments_lib.to_prompt('the prompt', ids, vocab_size)
 
   def _context(self) -> int:
     """The size of the buffers: what a list of prompts needs, or the default."""

@@ -19,7 +19,7 @@ from models.text import choice as choice_lib
 from models.text import sources as sources_lib
 from models.text import token_bytes as token_bytes_lib
 from models.text import vocabulary as vocabulary_lib
-from specdec import checks as checks_lib
+from specdec import arguments as arguments_lib
 from specdec import model as model_lib
 from specdec.draft import head as head_lib
 
@@ -46,7 +46,7 @@ class Pair:
 
   def encode(self, text: str) -> list[int]:
     """Text to token ids; ValueError if the text is not valid Unicode."""
-    checks_lib.check_text('the prompt', text)
+    arguments_lib.check_text('the prompt', text)
     # `verbose=False`: a text that is too long is refused when it is decoded.
     return self.tokenizer(text, verbose=False)['input_ids']
 

@@ -19,9 +19,9 @@ from models.checkpoints import checkpoint as checkpoint_lib
 from models.text import pair as pair_lib
 from models.text import settings as settings_lib
 from models.text import sources as sources_lib
-from specdec import text_files
-from specdec import whole_files
 from specdec.draft import lookup as lookup_lib
+from specdec.text import text_files
+from specdec.text import whole_files
 from specdec.tree import topology as topology_lib
 
 SCHEMA = 1

@@ -7,7 +7,7 @@ from typing import Any
 from typing import TextIO
 
 from specdec import statistics as statistics_lib
-from specdec import text_files
+from specdec.text import text_files
 from specdec.tracing import svg
 
 

@@ -10,9 +10,9 @@ from models.text import constraints as constraints_lib
 from models.text import ends as ends_lib
 from models.text import pair as pair_lib
 import specdec
-from specdec import automaton as automaton_lib
-from specdec import checks as checks_lib
+from specdec import arguments as arguments_lib
 from specdec import decode_options
+from specdec.text import automaton as automaton_lib
 
 
 @decode_options.documented(decode_options.CommonOptions)
@@ -98,16 +98,18 @@ def keys_of_seeds(seed: int | Sequence[int], batch_size: int) -> jax.Array:
   seeds = seed if isinstance(seed, Sequence) else [seed]
   for value in seeds:
     # JAX takes the lower 32 bits of larger integers without an error.
-    if not (checks_lib.is_integer(value) and -(2**31) <= value < 2**32):
+    if not (arguments_lib.is_integer(value) and -(2**31) <= value < 2**32):
       raise ValueError(
         f'seed must be an integer of 32 bits, or one per row, got {seed!r}'
       )
   if not isinstance(seed, Sequence):
-    return checks_lib.row_keys(jax.random.key(seed), batch_size)
+    return arguments_lib.row_keys(jax.random.key(seed), batch_size)
   if len(seeds) != batch_size:
     raise ValueError(
       f'seed must be one integer or one per row ({batch_size}), got'
       f' {len(seeds)}'
     )
-  keys = [checks_lib.row_keys(jax.random.key(value), 1)[0] for value in seeds]
+  keys = [
+    arguments_lib.row_keys(jax.random.key(value), 1)[0] for value in seeds
+  ]
   return jnp.stack(keys)

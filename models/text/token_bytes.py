@@ -18,7 +18,7 @@ import weakref
 
 import transformers
 
-from specdec import stop_strings
+from specdec.text import stop_strings
 
 _BYTE_TOKEN = re.compile('<0x([0-9A-Fa-f]{2})>')
 

@@ -9,7 +9,7 @@ from models.text import draft_vocabulary
 from models.text import ends as ends_lib
 from models.text import shared_tokens
 from models.text import sources as sources_lib
-from specdec import checks as checks_lib
+from specdec import arguments as arguments_lib
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,4 +65,4 @@ def _eos_ids(sources: sources_lib.Sources) -> tuple[int, ...]:
     return sources.target.eos_ids
   ids = ends_lib.eos_ids_of(chosen, tokenizer, len(tokenizer))
   vocab_size = sources.target.config.vocab_size
-  return tuple(checks_lib.to_ids('eos_ids', ids, vocab_size))
+  return tuple(arguments_lib.to_ids('eos_ids', ids, vocab_size))

@@ -4,9 +4,9 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from specdec import arguments as arguments_lib
 from specdec import cache as cache_lib
 from specdec import carried as carried_lib
-from specdec import checks as checks_lib
 from specdec import context as context_lib
 from specdec import model as model_lib
 from specdec.draft import drafter as drafter_lib
@@ -55,7 +55,7 @@ class PromptTailScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
     return self.scorer.facts
 
   def __post_init__(self) -> None:
-    checks_lib.check_count('num_tokens', self.num_tokens, LARGEST_TAIL)
+    arguments_lib.check_count('num_tokens', self.num_tokens, LARGEST_TAIL)
 
   def forward_width(
     self, width: int, max_depth: int, *, has_inner: bool

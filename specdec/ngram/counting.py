@@ -19,7 +19,7 @@ import os
 
 import numpy as np
 
-from specdec import whole_files
+from specdec.text import whole_files
 
 # The largest count whose frequency is recorded for the estimation of discounts.
 HIGHEST_COUNT = 6

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 
-from specdec import text_files
-from specdec import whole_files
+from specdec.text import text_files
+from specdec.text import whole_files
 
 _FORMAT = 'specdec n-gram table 1'
 # All metadata is one JSON object under one key: safetensors writes keys in a

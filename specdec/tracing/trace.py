@@ -14,7 +14,7 @@ import math
 import operator
 from typing import Any
 
-from specdec import text_files
+from specdec.text import text_files
 from specdec.tree import tree as tree_lib
 
 _FORMAT = 'specdec trace 1'

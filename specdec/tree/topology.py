@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec import text_files
-from specdec import whole_files
+from specdec.text import text_files
+from specdec.text import whole_files
 from specdec.tree import tree as tree_lib
 
 # Marks "no node" in the tables: writes to it are dropped.

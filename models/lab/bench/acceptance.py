@@ -21,11 +21,12 @@ from models.lab.study import optimal
 from models.text import generator as generator_lib
 from models.text import result as result_lib
 import specdec
-from specdec import checks as checks_lib
 from specdec import mappings
 from specdec import model as model_lib
 from specdec import sampling as sampling_lib
+from specdec import sampling_arguments
 from specdec.tree import topology as topology_lib
+from specdec.verify import rules as rules_lib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Verification:
   @property
   def theory(self) -> str:
     """Acceptance probability of a single child, an entry of `theory`."""
-    rule = checks_lib.RULES[self.verify](self.children or sampling_lib.BEST)
+    rule = rules_lib.RULES[self.verify](self.children or sampling_lib.BEST)
     if rule.keeps_tokens:
       return 'coupled'
     return 'p(best)' if rule.children == sampling_lib.BEST else '1 - TV'
@@ -160,7 +161,7 @@ def _probs_of(
   ids: Sequence[int],
 ) -> Iterator[jax.Array]:
   """The distributions of each model after each token, `[n, V]`."""
-  params = checks_lib.to_params(sampling, 1, models[0].spec.vocab_size)
+  params = sampling_arguments.to_params(sampling, 1, models[0].spec.vocab_size)
   for model in models:
     yield exactness.distributions(model, exactness.padded(ids), params)
 

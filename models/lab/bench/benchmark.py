@@ -27,11 +27,12 @@ from models.text import drafters
 from models.text import pair as pair_lib
 from models.text import settings as settings_lib
 import specdec
-from specdec import checks as checks_lib
+from specdec import arguments as arguments_lib
 from specdec import model as model_lib
 from specdec import sampling as sampling_lib
 from specdec import statistics as statistics_lib
-from specdec import whole_files
+from specdec.text import whole_files
+from specdec.verify import rules as rules_lib
 
 Figures = Mapping[str, Any]
 Batches = Sequence[Sequence[Sequence[int]]]
@@ -321,13 +322,13 @@ def _find_flips(
 ) -> list[dict[str, Any]] | None:
   """Rows that differ from the plain arm of the same dtype, with margins."""
   reference = results.get(str(arms_lib.ArmSpec('plain', spec.dtype)))
-  rule = checks_lib.RULES[task.verify](sampling_lib.BEST)
+  rule = rules_lib.RULES[task.verify](sampling_lib.BEST)
   draws_differ = not rule.keeps_tokens or (
     spec.peer is not None and task.sampling.temperature > 0
   )
   if reference is None or spec.dtype not in pairs or draws_differ:
     return None
-  keys = checks_lib.row_keys(jax.random.key(task.seed), task.batch_size)
+  keys = arguments_lib.row_keys(jax.random.key(task.seed), task.batch_size)
   flips = []
   for flip in timing.find_flips(results[str(spec)], reference):
     tokens = reference[flip.batch].generation.tokens[flip.row]

@@ -28,7 +28,7 @@ from models.lab.bench import machine
 from models.lab.bench import peers
 from models.nn import adapter
 from specdec import sampling as sampling_lib
-from specdec import text_files
+from specdec.text import text_files
 
 # Flags of the server, by method; an arm may have other values.
 _SPECULATION: Mapping[str, Mapping[str, str]] = {

@@ -13,7 +13,7 @@ from typing import Any
 
 from models.lab.bench import arms as arms_lib
 from models.lab.study import costs as costs_lib
-from specdec import checks as checks_lib
+from specdec import padding
 
 _STEPS = 4
 
@@ -32,7 +32,7 @@ def predicted_speeds(
   is. V(N) is measured on the tokens of `texts`, which are the prompts of a
   batch, continued. Figures are those of `timing.summarize_arms`, by name.
   """
-  slots, room = checks_lib.padded_shape(prompts, max_new_tokens)
+  slots, room = padding.padded_shape(prompts, max_new_tokens)
   halfway = sum(map(len, prompts)) // len(prompts) + max_new_tokens // 2
   # By arm: model, number of forwards, and tokens per row of each.
   forwards: dict[str, list[tuple[Any, int, int]]] = {}

@@ -11,7 +11,7 @@ import dataclasses
 import json
 from typing import Any
 
-from specdec import checks as checks_lib
+from specdec import arguments as arguments_lib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ def parse(name: str, lines: Iterable[tuple[int, str]]) -> list[Question]:
     if not isinstance(turns, list) or not turns or not all(map(is_text, turns)):
       raise ValueError(f'{place}: expected turns, a list of at least one text')
     for text in (category, *turns):
-      checks_lib.check_text(place, text)
+      arguments_lib.check_text(place, text)
     questions.append(Question(tuple(turns), category))
   return questions
 

@@ -13,8 +13,8 @@ from typing import Any
 import jax
 
 from models import locks
-from specdec import text_files
-from specdec import whole_files
+from specdec.text import text_files
+from specdec.text import whole_files
 
 
 def prepare_output(path: str | None) -> None:

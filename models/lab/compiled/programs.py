@@ -33,15 +33,17 @@ from models.text import choice as choice_lib
 from models.text import drafters
 from models.text import pair as pair_lib
 import specdec
-from specdec import checks as checks_lib
+from specdec import arguments as arguments_lib
 from specdec import loop
 from specdec import memory
 from specdec import model as model_lib
+from specdec import sampling_arguments
 from specdec import step as step_lib
 from specdec import watchers as watchers_lib
 from specdec.draft import drafter as drafter_lib
 from specdec.draft import ngram as ngram_lib
 from specdec.ngram import table as table_lib
+from specdec.verify import rules as rules_lib
 
 METHODS = ('plain', 'chain', 'tree', 'staged')
 
@@ -360,8 +362,8 @@ def _request(task: CompiledTask, vocab_size: int) -> specdec.Request:
       prompt=jnp.zeros((rows, task.prompt_tokens), jnp.int32),
       prompt_length=jnp.ones(rows, jnp.int32),
       limit=jnp.ones(rows, jnp.int32),
-      row_keys=checks_lib.row_keys(jax.random.key(0), rows),
-      sampling=checks_lib.to_params(task.sampling, rows, vocab_size),
+      row_keys=arguments_lib.row_keys(jax.random.key(0), rows),
+      sampling=sampling_arguments.to_params(task.sampling, rows, vocab_size),
       watchers=(watchers_lib.EndOfText(jnp.zeros((1, 1), jnp.int32)),),
     )
   )
@@ -477,7 +479,7 @@ def compile_program(
   drafter = _drafter(method, task, target, layout)
   request = _request(task, target.spec.vocab_size)
   children = task.children if drafter.stages else None
-  rule = checks_lib.to_rule(task.verify, children, drafter)
+  rule = rules_lib.to_rule(task.verify, children, drafter)
   config = specdec.DecodeConfig(max_new_tokens=task.max_new_tokens, rule=rule)
   state = jax.eval_shape(
     lambda *args: loop.start(*args, config=config), target, drafter, request

@@ -15,7 +15,7 @@ from typing import Any
 from models.lab.cost_model import forward as forward_lib
 from models.lab.cost_model import presets
 from models.lab.cost_model import speculation
-from specdec import text_files
+from specdec.text import text_files
 from specdec.tree import topology as topology_lib
 
 Tables = dict[str, list[dict[str, Any]]]

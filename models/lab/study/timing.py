@@ -16,8 +16,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from specdec import checks as checks_lib
 from specdec import generation as generation_lib
+from specdec import padding
 from specdec import statistics as statistics_lib
 
 # (prompts, limit) -> Generation. A call with limit 0 compiles, reads the
@@ -63,7 +63,7 @@ def warm_up(
   """
   shape = lambda batch: (
     len(batch),
-    *checks_lib.padded_shape(batch, max_new_tokens),
+    *padding.padded_shape(batch, max_new_tokens),
   )
   first_of_shape = {shape(batch): batch for batch in reversed(batches)}
   seconds = {}

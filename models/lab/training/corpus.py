@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from models.lab.training import kept
 from models.lab.training import run_record
-from specdec import text_files
+from specdec.text import text_files
 
 _SKIPPED_FOLDERS = frozenset({'site-packages', '__pycache__', '.git'})
 

@@ -9,8 +9,8 @@ import pathlib
 from typing import Any
 
 from models import locks
-from specdec import text_files
-from specdec import whole_files
+from specdec.text import text_files
+from specdec.text import whole_files
 
 save_whole = whole_files.write
 

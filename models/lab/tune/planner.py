@@ -39,7 +39,9 @@ from models.text import pair as pair_lib
 from models.text import plan as plan_lib
 from models.text import settings as settings_lib
 import specdec
-from specdec import checks as checks_lib
+from specdec import arguments as arguments_lib
+from specdec import padding
+from specdec import sampling_arguments
 from specdec import statistics as statistics_lib
 
 PLAN_SECONDS = 300.0
@@ -89,7 +91,7 @@ def sample_batches(
   prompts of the most frequent padded length are used; some are repeated where
   they do not fill the last batch.
   """
-  slots = [checks_lib.padded_shape([prompt], 1)[0] for prompt in prompts]
+  slots = [padding.padded_shape([prompt], 1)[0] for prompt in prompts]
   frequent = max(sorted(set(slots)), key=slots.count)
   usable = itertools.compress(prompts, (size == frequent for size in slots))
   cycle = itertools.cycle(map(list, usable))
@@ -186,7 +188,7 @@ def _decode_samples(
 
 def _measure_costs(search: _Search, first: _Sample) -> costs_lib.StepCosts:
   """Measures V(N) halfway through the first texts."""
-  slots, room = checks_lib.padded_shape(
+  slots, room = padding.padded_shape(
     first.prompts, search.options['room_for_new_tokens']
   )
   halfway = np.mean([*map(len, first.prompts), *map(len, first.texts)])
@@ -316,9 +318,11 @@ def _token_ranks(search: _Search, samples: list[_Sample]) -> np.ndarray:
   draft, ranks = search.pair.draft, []
   assert draft is not None
   vocab_size = draft.spec.vocab_size
-  params = checks_lib.to_params(search.options['sampling'], 1, vocab_size)
+  params = sampling_arguments.to_params(
+    search.options['sampling'], 1, vocab_size
+  )
   for prompts, texts in ((s.prompts, s.texts) for s in samples):
-    keys = checks_lib.row_keys(search.key, len(texts))
+    keys = arguments_lib.row_keys(search.key, len(texts))
     for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
       tokens = exactness.padded(text)[:, : draft.spec.max_positions]
       found = replay.next_token_ranks(

@@ -2,7 +2,7 @@
 
 An expression describes a text, byte by byte, and a token is a few bytes. So the
 state after a token is found by reading its bytes, for all tokens at once along
-their trie (as stop strings are, `specdec.stop_strings`). Tokens that do
+their trie (as stop strings are, `specdec.text.stop_strings`). Tokens that do
 the same in every state are of one kind, so the table is of states by kinds; of
 152,000 tokens there are some hundred kinds.
 """
@@ -17,8 +17,8 @@ import numpy as np
 from scipy import sparse
 from scipy.sparse import csgraph
 
-from specdec import constraint as constraint_lib
-from specdec import token_trie
+from specdec.text import constraint as constraint_lib
+from specdec.text import token_trie
 
 MAX_STATES = 2**14 - 1
 """The most states of an automaton."""

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec import token_trie
+from specdec.text import token_trie
 
 # The state of a row whose text contains a stop string.
 STOPPED = -1

@@ -22,7 +22,7 @@ import numpy as np
 import safetensors
 from safetensors import numpy as safetensors_numpy
 
-from specdec import text_files
+from specdec.text import text_files
 
 _Read = TypeVar('_Read')
 

@@ -1,0 +1,1 @@
+"""Texts on the host and automata over them: constraints and stop strings."""

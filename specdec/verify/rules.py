@@ -1,0 +1,95 @@
+"""The rules of verification by name, and which drafters they go with."""
+
+from collections.abc import Callable
+from collections.abc import Hashable
+import functools
+from typing import Any
+
+from specdec import sampling as sampling_lib
+from specdec.draft import drafter as drafter_lib
+from specdec.tree import topology as topology_lib
+from specdec.verify import accept
+from specdec.verify import match
+from specdec.verify import rejection
+from specdec.verify import traversal
+
+RULES: dict[str, Callable[[str], accept.Rule]] = {
+  'match': lambda children: match.MatchRule(),
+  'rejection': rejection.RejectionRule,
+  'traversal': traversal.TraversalRule,
+  'block': functools.partial(traversal.TraversalRule, needs_chain=True),
+}
+"""The rules of verification by name, made from how children are chosen."""
+
+
+def _rule_maker(verify: Any) -> Callable[[str], accept.Rule]:
+  """An entry of `RULES`, or a function that returns a given rule."""
+  if isinstance(verify, str) and verify in RULES:
+    return RULES[verify]
+  is_rule = isinstance(verify, accept.Rule) and isinstance(verify, Hashable)
+  if not is_rule or isinstance(verify, type):
+    raise ValueError(
+      f'verify must be one of {tuple(RULES)} or a hashable'
+      f' specdec.verify.accept.Rule, got {verify!r}'
+    )
+  return lambda children: verify
+
+
+def to_rule(
+  verify: str | accept.Rule, children: str | None, drafter: drafter_lib.Drafter
+) -> accept.Rule:
+  """The rule of verification.
+
+  Args:
+    verify: one of `RULES`, or a rule.
+    children: one of `sampling.CHILDREN`. None: those of a given rule; else
+      drawn without replacement if rule, topology and scorer allow it, or the
+      best.
+    drafter: the drafter.
+
+  Raises:
+    ValueError: the arguments are not known or do not go together.
+  """
+  make_rule = _rule_maker(verify)
+  rule, known = make_rule(sampling_lib.BEST), (None, *sampling_lib.CHILDREN)
+  if children not in known:
+    raise ValueError(f'children must be one of {known}, got {children!r}')
+  if children not in (None, sampling_lib.BEST) and not rule.may_draw:
+    raise ValueError(
+      f'verify={verify} wants the best children, got children={children};'
+      ' choose verify=rejection to draw them'
+    )
+  shape = drafter.shape
+  fixed = isinstance(shape, topology_lib.Topology)
+  is_chain = isinstance(shape, topology_lib.Topology) and shape.branching == 1
+  if rule.needs_chain and drafter.stages and not is_chain:
+    raise ValueError(
+      f'verify={verify} is for chains; choose a chain as the topology of the'
+      ' drafter, or verify=traversal'
+    )
+  can_draw = fixed and drafter.stages[0].scorer.facts.can_draw
+  in_order = isinstance(shape, topology_lib.Topology) and shape.has_all_siblings
+  if children is None and rule is verify:
+    children = rule.children
+  if children is None:
+    draws = can_draw and in_order and rule.may_draw
+    children = sampling_lib.WITHOUT_REPLACEMENT if draws else sampling_lib.BEST
+  if children != sampling_lib.BEST and not can_draw:
+    raise ValueError(
+      f'children={children} needs a drafter with a distribution to draw from'
+      f' and a fixed topology; choose children={sampling_lib.BEST} or a'
+      ' topology'
+    )
+  ordered = (sampling_lib.WITHOUT_REPLACEMENT, sampling_lib.BEST_AND_DRAWN)
+  if children in ordered and not in_order:
+    raise ValueError(
+      f'children={children} needs a topology in which each node has all'
+      ' siblings of lower rank: the draws are tried in their order'
+    )
+  rule = make_rule(children)
+  if rule.children != children:
+    raise ValueError(
+      f'verify={verify} has children={rule.children}, got children={children};'
+      ' leave children out'
+    )
+  return rule
