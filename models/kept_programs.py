@@ -49,7 +49,7 @@ class _Checked:
 
 
 def _checked(make: Callable[[str], Any], path: str) -> Any:
-  """What JAX's `get_file_cache`, `make`, returns, with a checked cache."""
+  """The result of JAX's `get_file_cache`, `make`, with a checked cache."""
   found = make(path)
   if found is None or not hasattr(found[0], 'eviction_enabled'):
     return found

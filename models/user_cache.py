@@ -28,12 +28,12 @@ def _root() -> pathlib.Path:
     root.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=root).close()
     return root
-  except (OSError, RuntimeError) as error:  # Of `expanduser`: no home.
+  except (OSError, RuntimeError) as error:  # `expanduser` found no home.
     reason = error
   root = pathlib.Path(tempfile.gettempdir()) / f'specdec-{os.getuid()}'
   root.mkdir(mode=0o700, exist_ok=True)
   found = root.lstat()
-  # What is kept is run, so nobody else may have made the folder.
+  # Files here are run, so nobody else may have made the folder.
   if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
     root = pathlib.Path(tempfile.mkdtemp(prefix='specdec-'))
   logging.warning(

@@ -85,7 +85,7 @@ def main() -> None:
 
   device, mesh = _checked()
   record.prepare_output(_OUTPUT.value)
-  # What accelerators are used with, whatever this machine computes in.
+  # The format that accelerators are used with, whatever this machine has.
   models = options.models()
   dtype = 'bfloat16' if models.dtype == dtypes.AUTO else models.dtype
   task = programs.CompiledTask(

@@ -83,7 +83,7 @@ def test_speed_is_pooled_and_per_batch():
   assert fast['block_efficiency'] == 2
   assert fast['accepted_histogram'] == [0, 3]
   assert fast['stage_forwards'] == {'draft': 6}
-  # Of 1 and 2 forwards, with 2 and 4 nodes.
+  # These have 1 and 2 forwards, with 2 and 4 nodes.
   assert fast['nodes_per_forward'] == pytest.approx((2 + 8) / 3)
   assert fast['positions'] == {'target': 10, 'draft': 6}
   # 3 forwards of the target, 6 of the draft, 6 of its slots; plain takes 6.

@@ -63,7 +63,7 @@ def _assert_holds(cache, expected):
 
 
 def test_keep_by_hand():
-  """What is drawn there, all of it kept, none, and that of a later row."""
+  """The drawing: all of it kept, none, and a row of another length."""
   rows = ['tttt' + 'rxayb.', 'tttt' + 'rxayb.', 'ttt' + 'rxayb..']
   cache = _lettered(rows, [4, 4, 3])
   kept = cache_lib.keep(
@@ -106,9 +106,9 @@ _keep = jax.jit(model_lib.keep)
 
 
 def test_keeping_nodes_by_hand():
-  """Of a path of three nodes 0 to 3 are emitted."""
+  """From a path of three nodes 0 to 3 are kept."""
   for window, read, kept in (
-    # Of nodes r, a, b, c, d, scored in this order, the path is r, b, d.
+    # Nodes r, a, b, c, d are scored in this order; the path is r, b, d.
     ([0, 1, 2, 3, 4], 0, ['', 'r', 'rb', 'rbd']),
     # In another order; behind two tokens of text that were read late.
     ([-1, -1, 4, 0, 2], 2, ['xx', 'xxr', 'xxrb', 'xxrbd']),
@@ -183,7 +183,7 @@ def _drafter(name):
   draft = tiny.draft('similar', num_layers=1, hidden=(1,))
   if name == 'chain':
     return tiny_drafters.simple('chain', draft, length=_DEPTH)
-  # What is inside guesses so far ahead that the draft cannot catch up, in the
+  # The inner stage guesses too far ahead for the draft to catch up, in the
   # row that it knows by heart.
   narrow = {'width': 1, 'branching': 2, 'rounds': 2, 'cost_ratio': 0}
   outer = tiny_drafters.Settings(num_nodes=10, capacity=32, **narrow)

@@ -1,4 +1,4 @@
-"""What lossless rules accept, beside the most that any could; and one that is
+"""Acceptance by lossless rules, beside the most that any could; and one that is
 not lossless.
 
 docs/verification.md has some of the figures.

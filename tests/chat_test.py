@@ -31,7 +31,7 @@ _TEMPLATE = (
   '{% endfor %}'
   '{% if add_generation_prompt %}<assistant>{% endif %}'
 )
-# Of answers that others follow, a letter is left.
+# Answers that others follow lose all but a letter.
 _FORGETFUL = _TEMPLATE.replace(
   "['content']", "['content'][:1 if message['role'] == 'assistant' else None]"
 )
@@ -125,7 +125,7 @@ def test_five_turns_are_those_of_decoding_everything_anew(kind, temperature):
 
 
 def test_a_template_may_change_earlier_turns():
-  """What it changed, and what follows, is read again."""
+  """The part that it changed is read again, and all that follows."""
   chat = _chat(_generator('staged', _FORGETFUL))
   for said in _SAID[1:]:
     result = chat.run()

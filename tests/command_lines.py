@@ -42,7 +42,7 @@ def run(script: str, *arguments) -> Ended:
   except SystemExit as end:
     code = end.code or 0
   finally:
-    # Those of libraries stay, which are imported once.
+    # Modules of libraries stay, which are imported once.
     ours = [file.stem for file in _FOLDER.glob('*.py')]
     for module in (argv[0], *ours):
       for flag in [*flags.FLAGS.flags_by_module_dict().get(module, ())]:

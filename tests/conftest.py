@@ -69,7 +69,7 @@ def pytest_configure(config):
     with mock.patch.dict(os.environ, quick.environment()):
       jax.devices()  # XLA reads its flags once
     jax.config.update('jax_traceback_in_locations_limit', 0)
-  # What a persistent cache compiles in no time counts, too.
+  # Programs that a persistent cache has count, too.
   jax.monitoring.register_event_duration_secs_listener(
     lambda event, *_, **__: event == _COMPILED and _compiled.append(event)
   )
@@ -145,7 +145,7 @@ def pytest_runtest_setup(item):
 def pytest_runtest_makereport(item, call):
   report = yield
   if call.when == 'teardown':
-    # Of the process that ran it; xdist carries it to the one that reports.
+    # The process that ran it counted; xdist carries it to the one that reports.
     now = len(_compiled)
     report.programs = now - item.stash.get(_STARTED, now)
   return report
@@ -163,7 +163,7 @@ def pytest_runtest_logreport(report):
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session):
   if hasattr(session.config, 'workerinput'):
-    return  # Of several processes the one that hears from all.
+    return  # One of several processes hears from all.
   budgets = json.loads(_BUDGETS.read_text())
   if session.config.getoption('--update_limits'):
     budgets |= {

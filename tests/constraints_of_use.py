@@ -115,14 +115,14 @@ def _schema(rng: random.Random, depth: int) -> dict[str, Any]:
 
 
 def expressions(number: int) -> list[str]:
-  """Those of use, then random ones."""
+  """Useful ones, then random ones."""
   rng = random.Random(0)
   drawn = [_expression(rng, 3) for _ in range(number)]
   return [*EXPRESSIONS, *drawn][:number]
 
 
 def schemas(number: int) -> list[dict[str, Any]]:
-  """Those of use, then random ones."""
+  """Useful ones, then random ones."""
   rng = random.Random(0)
   drawn = [_schema(rng, 2) for _ in range(number)]
   return [*SCHEMAS, *drawn][:number]

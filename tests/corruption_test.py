@@ -50,7 +50,7 @@ def _places(value):
 
 
 def _other_json(content, rng):
-  """Of a value within it the key is lost or renamed, or it is another."""
+  """A key within it is lost or renamed, or its value is another."""
   value = json.loads(content)
   depth = rng.choice((1, 1, 2, 3, 9))
   *outer, last = rng.choice(
@@ -92,7 +92,7 @@ def _damaged(content, rng, is_json=False):
 
 
 def _outcome(read):
-  """What a function returns, and the message of the ValueError it raises."""
+  """A function's result, and the message of the ValueError that it raises."""
   try:
     return read(), None
   except ValueError as error:
@@ -264,7 +264,7 @@ def test_a_damaged_program_is_compiled_again(programs, caplog):
     content = _damaged(whole, random.Random(seed))
     file.write_bytes(content)
     caplog.clear()
-    # What JAX does when it looks for a program. Few are compiled here.
+    # JAX does this when it looks for a program. Few are compiled here.
     found = compilation_cache._cache.get(file.name.split('-sealed')[0])
     assert (found is None) == (content != whole), seed
     if found is None:

@@ -47,7 +47,7 @@ _long = functools.partial(pytest.param, marks=pytest.mark.long)
 
 
 def _versions():
-  """Of what the counts hang on besides this code, as far as it can be known."""
+  """Versions that the counts depend on, as far as they can be known."""
   cpuinfo, libtpu = pathlib.Path('/proc/cpuinfo'), programs.find_libtpu()
   flags = cpuinfo.read_text().split() if cpuinfo.exists() else []
   found = libtpu and [*libtpu.parents[1].glob('libtpu-*.dist-info')]
@@ -228,7 +228,7 @@ def test_the_collectives_of_eight_devices(method, update):
   _check(name, counted, update, compiler=('jaxlib', 'libtpu'))
 
 
-# So many sums of a product XLA's CPU backend computes rightly in one fusion;
+# XLA's CPU backend computes so many sums of a product rightly in one fusion;
 # jaxlib 0.10.2 adds zeros to those behind them (jax#39103).
 _RIGHT_SUMS = 32_768
 

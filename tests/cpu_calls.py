@@ -32,7 +32,7 @@ def _products(rng: np.random.Generator) -> jax.Array:
   normal = lambda *shape: rng.standard_normal(shape, np.float32)
   maybe = lambda value: value if rng.random() < 0.5 else None
   count, width = size(70), size(70) * (5 if rng.random() < 0.3 else 1)
-  # Of many outputs a thread takes several groups.
+  # If there are many outputs, a thread takes several groups.
   outputs = size(120) * (20 if rng.random() < 0.1 else 1)
   number, gated = size(3), False
   if number == 2:

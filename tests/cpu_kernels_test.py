@@ -218,7 +218,7 @@ def test_attention_equals_that_of_xla(width, dtype):
       *(array[row : row + 1, :, slots] for array in written),
     )
     np.testing.assert_array_equal(alone[0][0, 0], result[row, place])
-  # What a masked slot holds, and what is written of a row that is not finite.
+  # Masked slots, and rows that are not finite.
   cache[0][:, :, 7], cache[1][:, :, 7] = np.nan, -3.0
   mask[0, :, 42] = False
   clean = attend(rows, mask, start, *cache)
@@ -285,7 +285,7 @@ def test_norms_equal_their_definition(width, center):
 )
 def test_routing_equals_that_of_xla(num_experts, renormalize):
   logits = 3 * _RNG.standard_normal((2, 9, num_experts), np.float32)
-  logits[:, :, 1] = logits[:, :, 0]  # Of equals the first one is better.
+  logits[:, :, 1] = logits[:, :, 0]  # The first of equals is better.
   logits[0, 0] = 1.0
   run = functools.partial(experts_lib.route, count=3, renormalize=renormalize)
   ours = jax.jit(functools.partial(run, kernels=True))
@@ -428,7 +428,7 @@ _BRANCHES = {
   'plain': ('-march=x86-64', 'sse2'),
   'avx2': ('-march=haswell', 'avx2 bmi2 f16c fma movbe'),
   'avx512': ('-march=skylake-avx512', 'avx512bw avx512cd avx512dq avx512vl'),
-  # What GCC defines for Zen 4, without instructions that only AMD has.
+  # GCC's macros for Zen 4, without instructions that only AMD has.
   'amd': ('-march=cooperlake -D__znver4__', 'avx512_bf16 avx512_vnni'),
   'tiles': ('-march=sapphirerapids', 'amx_tile amx_int8 amx_bf16 avx512_fp16'),
 }

@@ -50,7 +50,7 @@ def test_logits_are_those_of_the_whole_head(folder, name, packed, dtype):
   expected, found = map(np.asarray, map(logits, (whole, few)))
   np.testing.assert_array_equal(found[..., ids], expected[..., ids])
   assert (np.delete(found, ids, axis=-1) == -np.inf).all()
-  # What a forward reads: the cost of the draft follows from it.
+  # The bytes of a forward decide on the cost of the draft.
   saved = whole.spec.parameters - few.spec.parameters
   assert saved == 8 * (_V - len(ids))
   assert few.spec.weight_bytes < whole.spec.weight_bytes

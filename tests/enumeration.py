@@ -338,7 +338,7 @@ def spread(mass: np.ndarray, at: np.ndarray, more: np.ndarray) -> None:
 
 @quick_jit
 def _distributions(target, draft, seen, sampling, keys):
-  """Of `[S, V]` logits: distributions, and the best tokens with their ranks."""
+  """Distributions of `[S, V]` logits, and the best tokens by rank."""
   adjust = lambda logits: sampling_lib.adjust_logits(
     logits[:, None], sampling, seen[:, None]
   )

@@ -159,7 +159,7 @@ def _block_tokens(worlds, num_tokens, children):
 
 @pytest.mark.parametrize('children', sampling_lib.CHILDREN)
 def test_as_many_guesses_stand_as_can(children):
-  """Of one token 1 - TV, or the target's probability of one not drawn."""
+  """One token: 1 - TV, or the target's probability of one not drawn."""
   worlds = _worlds(3, 4)
   root = slice(None, None, len(worlds.contexts))
   target, draft = worlds.exact[root], worlds.draft[root]
@@ -411,7 +411,7 @@ def _verify(rule, tree, nodes, logits, proposals, randomness, sampling):
   return verdict, verdict.path(nodes)
 
 
-# Of the rows of one batch, in turn; a greedy row must not disturb the others.
+# The rows of a batch have these in turn; a greedy one must not disturb others.
 _MIXED = [
   enumeration.SAMPLINGS[name]
   for name in ('temperature 1', 'greedy', 'top-p', 'all filters', 'min-p')

@@ -144,7 +144,7 @@ def test_what_the_other_files_state(tmp_path, caplog):
   (others / 'tool_use.jinja').write_text('tools')
   templates = {'default': 'new', 'tool_use': 'tools'}
   assert folder_tokenizer.load_tokenizer(tmp_path).chat_template == templates
-  # What is saved is loaded again, here and by transformers.
+  # Saved files are loaded again, here and by transformers.
   tokenizer.save_pretrained(tmp_path / 'saved')
   for load in (
     folder_tokenizer.load_tokenizer,

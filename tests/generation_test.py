@@ -38,7 +38,7 @@ _SMALL = _draft(_TREE, 'small', vocab_size=5)
 _KEYS = r'rng_key must be one key or one per row \(2\)'
 
 
-# What all methods of `Generator` refuse alike is in `fuzzing.BAD`.
+# `fuzzing.BAD` has what all methods of `Generator` refuse alike.
 def test_bad_arguments_are_refused():
   for arguments, message in (
     ({'drafter': _draft(vocab_size=7)}, '6 tokens, the draft of 7.*tokenizer'),

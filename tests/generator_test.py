@@ -109,7 +109,7 @@ def test_eos_ids_may_be_texts():
 
 
 def test_breaking_off():
-  """What there is so far, and later the rest; `finish_test` has the tokens."""
+  """The part so far, and later the rest; `finish_test` has the tokens."""
   decoding = _generator('staged').stream(**_arguments())
   shown = [''] * 3
   for breaks in (1, 2, 5, LIMIT):

@@ -42,7 +42,7 @@ def _spelled(text):
   return split.pre_tokenize_str(text)[0][0]
 
 
-# Of each text: the characters differ, so a whole word is merged from its left.
+# The characters of a text differ, so a whole word is merged from its left.
 _TEXTS = ["we'RE a12345", 'x +=\n\n\t y', 'mixUp Éd', '=\n/z']
 _DIGITS = list('12345')
 _SMOLLM = [

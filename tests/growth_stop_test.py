@@ -52,7 +52,7 @@ def _forwards(probs, config, *active):
     (0.08, 8, 3),  # 0.111, 0.121, 0.121
     # From bytes: 30 x 30 x 4 for a target of 40,000, which is 0.09.
     (None, 8, 2),
-    # Of two nodes that are verified no more than 1.5 tokens are expected.
+    # Two verified nodes are expected to give no more than 1.5 tokens.
     (0.095, 2, 3),  # 0.130, 0.120, 0.111
   ],
 )

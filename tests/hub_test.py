@@ -49,7 +49,7 @@ def _error(module, name):
 
 
 def check_logits(name):
-  """Those of a variant are those of transformers."""
+  """The logits of a variant are those of transformers."""
   with tempfile.TemporaryDirectory() as parent:
     module = hub.load_module(_write(pathlib.Path(parent), name))
   assert np.max(_error(module, name)) < 1e-4

@@ -12,7 +12,7 @@ _ROOT = pathlib.Path(__file__).parents[1]
 _FOLDERS = ('specdec', 'models', 'scripts')
 # Lower floors first; a module may import from its own and from lower ones.
 _FLOORS = ('specdec', 'specdec.tracing', 'models', 'models.lab', 'scripts')
-# Of commands and what they call, and of model families and their checkpoints.
+# Pairs such as a command and what it calls, a family and its checkpoints.
 _TWICE = {'benchmark', 'build_ngram', 'chat', 'gpt2', 'llama', 'measure'}
 
 

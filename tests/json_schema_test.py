@@ -106,7 +106,7 @@ def test_a_schema_is_obeyed_or_refused():
 
 
 def check_suite():
-  """What is accepted conforms; how many values, and how many conform."""
+  """Accepted texts conform; how many values, and how many conform."""
   found = []
   for schema, values in _suite():
     automaton = _automaton(schema)

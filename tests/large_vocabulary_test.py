@@ -200,7 +200,7 @@ def test_where_filters_keep_many_tokens_all_noise_is_drawn():
 
 
 def test_noise_of_few_tokens_has_the_bits_of_jax():
-  """As of a whole vocabulary of `jax.random.gumbel`."""
+  """They have the bits of `jax.random.gumbel` over a whole vocabulary."""
   keys = jax.random.split(jax.random.key(5), (2, 3))
   vocab_size = _SIZES[-1]
   noise = randomness_lib.DrawnNoise(keys, np.array([True, True]))

@@ -58,7 +58,7 @@ _MORE_CASES = [
   for name in names
 ]
 
-# Of one test among all, so that all hold with a probability of 99.9% at least.
+# For one test, so that all hold with a probability of 99.9% at least.
 _SIGNIFICANCE = 1e-3 / len(_DRAWN) / (len(_CASES) + len(_MORE_CASES))
 
 

@@ -77,7 +77,7 @@ def test_completions_may_come_in_order_and_prompts_are_taken_when_needed(lm):
   assert next(taken) <= 12
   # Another loop goes on where that one stopped.
   assert [one.index for one in itertools.islice(many, 3)] == [5, 6, 7]
-  # Of a list, the buffers are as large as it needs.
+  # For a list, the buffers are as large as it needs.
   for prompt in ([1] * 150, np.ones(150, np.int32)):
     many = lm.generate_many([prompt], batch_size=2, **_OPTIONS)
     assert next(many).error is None

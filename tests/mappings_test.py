@@ -53,7 +53,7 @@ def test_programs_are_released_and_decodes_go_on(monkeypatch, tmp_path, caplog):
   caplog.set_level(logging.WARNING)
   limit(1.4)  # The next program is one too many.
   assert _tokens(128) == expected
-  assert max(_sizes()) <= 1  # What was compiled after the release.
+  assert max(_sizes()) <= 1  # Only what was compiled after the release.
   assert kept._cache_size() == 1  # Others' programs are theirs.
   assert going_on.step() != begun
   going_on.run()

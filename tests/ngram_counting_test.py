@@ -86,7 +86,7 @@ def test_counts_are_those_of_a_counter(
   expected = _expected(texts, order)
   assert _found(counts) == [_frequent(level, min_count) for level in expected]
   assert counts.num_tokens == sum(map(len, texts))
-  # Of rare contexts, too.
+  # Rare contexts are counted, too.
   for level, row in zip(expected, counts.counts_of_counts, strict=True):
     found = collections.Counter(level.values())
     assert row.tolist() == [found[count] for count in range(7)]

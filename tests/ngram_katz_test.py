@@ -163,7 +163,7 @@ def test_good_turing_by_hand():
   assert discounts.method == 'good-turing'
   np.testing.assert_allclose(discounts.apply(r), r * ratios, rtol=1e-12)
   assert discounts.apply(np.array([6, 7, 1000])).tolist() == [6, 7, 1000]
-  # What is taken off is what n1 / N of the mass is.
+  # The discount is n1 / N of the mass.
   taken = np.sum(counts[1:6] * (r - discounts.apply(r)))
   assert taken == pytest.approx(120, rel=1e-12)
 

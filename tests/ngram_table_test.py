@@ -113,8 +113,8 @@ def test_a_file_holds_the_table(vocab_size, tmp_path):
   bytes_per_id = 2 if vocab_size <= 1 << 16 else 4
   floats = 2 * 2 * table.num_contexts + 4 * (table.num_contexts + 1)
   content = path.stat().st_size - 3 * bytes_per_id * table.num_contexts - floats
-  assert 0 < content < 1000  # What describes it.
-  # What was rounded once stays as it is.
+  assert 0 < content < 1000  # Its description.
+  # Rounding twice changes nothing.
   whole = path.read_bytes()
   table_lib.save_table(path, loaded, provenance)
   assert path.read_bytes() == whole

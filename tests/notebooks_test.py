@@ -58,7 +58,7 @@ def test_it_is_kept_as_a_run_leaves_it(file):
       assert output.get('name') != 'stderr'
   source = '\n'.join(''.join(cell['source']) for cell in code)
   assert '\ndef ' not in source, 'algorithms belong in the library'
-  # What it installs can be imported at once.
+  # Installed packages can be imported at once.
   commands = re.findall(r'^ *([%!].*)', source, re.M)
   assert any('github.com/specdec/specdec' in command for command in commands)
   for words in map(str.split, commands):

@@ -52,7 +52,7 @@ METHODS = (
 )
 _NEW_TOKENS = 24
 _FILTERED = {'temperature': 0.9, 'top_k': 20, 'top_p': 0.95, 'min_p': 0.01}
-# Of scores that rounding may put in another order.
+# A margin for scores that rounding may put in another order.
 _NEAR_TIE = 1e-3
 
 
@@ -147,7 +147,7 @@ def _drafter(
     return tiny_drafters.model(
       draft, tiny_drafters.Settings(topology=topology_lib.chain(3))
     )
-  # Of the staged ones every device has the whole draft.
+  # In the staged ones every device has the whole draft.
   whole = sharding_lib.Layout(layout.mesh, divides_weights=False)
   return specdec.staged(
     tiny_drafters.model(_load(family, 'draft', whole), tiny_drafters.TREE),
@@ -255,9 +255,9 @@ def check_what_cannot_be_divided_is_whole() -> None:
   """KV heads, heads and an odd vocabulary on eight devices."""
   ours = _leaves(_load('mixtral', 'target', _layout('1x8')))
   for name, part in {
-    'embed_tokens': (45, 2),  # Of 16 features.
+    'embed_tokens': (45, 2),  # 16 features.
     **{'lm_head': (45, 2), 'k_proj': (16, 16), 'q_proj': (32, 16)},
-    'up_proj': (3, 16),  # Of every expert.
+    'up_proj': (3, 16),  # Each expert has one.
     'gate': (4, 16),
   }.items():
     found = [leaf for path, leaf in ours.items() if name in path[-2:]]

@@ -132,7 +132,7 @@ def test_only_what_is_there_and_wanted_is_tried():
     listed = candidate_methods.list_candidates(settings, has_draft=has_draft)
     found = {candidate.method for candidate in listed}
     assert found == {candidate_methods.PLAIN, *methods.split()}
-  # What the user chose is not varied.
+  # The user's choices are not varied.
   chosen = {'calibration': 0.7, 'max_depth': 5, 'capacity': 400}
   base = settings_lib.with_options(settings_lib.DraftSettings(), chosen)
   for candidate in candidate_methods.list_candidates(base, has_draft=True):

@@ -35,7 +35,7 @@ def _said(tokens, log_probs):
 def _random_case(rng, length=None):
   """A text, a tree below its last token, and nodes of it."""
   length = int(rng.integers(1, _MAX_LENGTH + 1)) if length is None else length
-  # What is behind the text is garbage, and likely to match.
+  # Garbage behind the text is likely to match.
   tokens = np.int32(rng.integers(_NUM_TOKENS, size=_MAX_LENGTH))
   nodes = list_trees.random_tree(rng)
   nodes[0] = dataclasses.replace(nodes[0], token=int(tokens[length - 1]))

@@ -72,7 +72,7 @@ def _choose(probs, noise):
 
 
 def drawn_from(probs, number, children):
-  """What a drawn one of `number` children is from, by the draft's [V]."""
+  """The distribution of a drawn child of `number`, by the draft's [V]."""
   best, _ = _best(_log(probs), len(probs))
   if children != sampling_lib.BEST_AND_DRAWN:
     return probs

@@ -80,7 +80,7 @@ def test_figures_follow_from_origins(prompts, g):
     assert reads['target'] == of(max(forwards), target_slots)
     assert reads['draft']['forwards'] == g * max(forwards)
     if len(prompts) == 1:
-      # Of the caches the slots that are visible.
+      # The visible slots of the caches.
       assert reads['draft']['slots'] == draft_slots
       assert stats.relative_bandwidth == statistics_lib.relative_bandwidth(
         reads, stats.costs

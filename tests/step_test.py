@@ -50,7 +50,7 @@ _init_cache = functools.partial(
 
 def _params():
   rng = np.random.default_rng(0)
-  # What was said once is likely, unless it is penalized.
+  # A token that was said once is likely, unless it is penalized.
   table = rng.normal(size=(_VOCAB_SIZE,) * 2) + 3 * np.eye(_VOCAB_SIZE)
   table[:, _END] -= 1.0
   table[:, _BROKEN] = -1e9

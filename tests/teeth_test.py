@@ -144,7 +144,7 @@ bonus token after four accepted ones from the depth above
 [verify.rejection: verification.test_greedy_paths('rejection', 'best')]
 bonus token after four accepted ones is always the same
   bonus[:, None], following => (bonus * (walk.depth < 4))[:, None], following
-# What nodes see, and where they are.
+# Masks and positions of nodes.
 [tree.tree: tree.test_walks_and_masks()]
 mask forgets the farthest ancestor
   for _ in range(num_steps): => for _ in range(num_steps - 1):
@@ -214,7 +214,7 @@ lookup reads what is behind the text
 [draft.candidates: scorers.test_merging_proposers(2)]
 proposers share all of the probability, not what is left
   log_prob + left, => log_prob,
-# What only GPUs run.
+# Branches for GPUs.
 [cache: cache.test_window_mask_by_hand('_looked_up')]
 slots before the window are looked up in it
   seen, offset[:, None] < 0 => seen, offset[:, None] < -1
@@ -256,7 +256,7 @@ one uniform for all siblings
 [draft.ranking: DRAWS]
 one drafting noise for all nodes
   jax.random.fold_in(key, node) => jax.random.fold_in(key, 0 * node)
-# What is left after a rejection.
+# Residuals after a rejection.
 [verify.rejection: WALKS]
 the draft of the node above
   _at(self.node, place)), draft) => _at(self.parent, place)), draft)
@@ -326,7 +326,7 @@ the best count as drawn
   is_drawn = ~jnp.any(before, axis=2) => pass
 the best are tried first, as if the first was drawn
   jnp.triu(siblings, 1) => before
-# What is returned beside tokens.
+# Results other than tokens.
 [watchers: step.test_stop_strings_go_on_where_the_emitted_tokens_led()]
 stop strings are forgotten between blocks
   (state, added.count[:, None], => (state, 0 * added.count[:, None],

@@ -221,7 +221,7 @@ LLAMA_CONFIGS = {
 }
 
 
-_LLAMA_SEED = 9000  # Of models that do not repeat themselves.
+_LLAMA_SEED = 9000  # These models do not repeat themselves.
 
 
 @functools.cache

@@ -187,7 +187,7 @@ def test_sentencepiece_text_is_what_the_pair_decodes(decoder):
 
 
 def test_the_space_that_begins_what_is_decoded_is_kept():
-  """What is generated goes on after a prompt."""
+  """Generated text goes on after a prompt."""
   tokenizer = _sentencepiece(_LLAMA)
   table = token_bytes_lib.token_bytes(tokenizer, len(tokenizer))
   ids = tokenizer.convert_tokens_to_ids(['▁the', 'cat'])

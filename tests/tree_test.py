@@ -64,7 +64,7 @@ def test_walks_and_masks():
 
 
 def test_adding_children():
-  """Of all at once: duplicates, overflow, parents that are none."""
+  """All at once: duplicates, overflow, parents that are none."""
   lists, batch, rng = _random_trees(4)
   parents = _with_gaps(rng, lists, 4)
   shape = (*parents.shape, 3)

@@ -214,5 +214,5 @@ def test_a_block_that_is_cut_says_why_and_counts_as_accepted():
       one['text'] for one in _Page(tracing.report(trace)).found['table']
     ]
     [survival] = [text for text in tables if 'at least this' in text]
-    # Of two forwards, one had three accepted.
+    # One of two forwards had three accepted.
     assert survival.endswith('10.50020.50030.500')

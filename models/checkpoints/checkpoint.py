@@ -1,4 +1,4 @@
-"""What all stored models have in common, whatever holds them."""
+"""The protocol of stored models, whatever holds them."""
 
 from collections.abc import Callable
 from collections.abc import Iterator

@@ -21,7 +21,7 @@ import transformers
 _NO_EFFECT = re.compile(
   '|'.join(
     (
-      # Of transformers' own, with the tokens and the dtype of the weights.
+      # Keys of transformers itself, tokens, and the dtype of the weights.
       *(r'_(?!sliding_window_pattern).*', r'.*_token_(ids?|index)'),
       *(r'.*dropout.*', r'.*_pdrop', r'(torch_)?dtype', r'transformers[._].*'),
       *('architectures', 'auto_map', 'chunk_size_feed_forward', 'id2label'),
@@ -30,12 +30,12 @@ _NO_EFFECT = re.compile(
       *('return_dict', 'task_specific_params', 'tokenizer_class'),
       *('(attn|experts)_implementation', 'torchscript', 'use_bfloat16'),
       *('gradient_checkpointing', 'pretraining_tp', 'neftune_noise_alpha'),
-      # Of single families, and of what comes after a language model.
+      # Keys of single families, and of parts behind a language model.
       *('is_llama_config', 'max_sequence_length', 'model_max_length'),
       *('n_special', 'predict_special_tokens', 'output_past'),
       *('reorder_and_upcast_attn', 'output_router_logits', 'summary_.*'),
       *('router_(aux_loss_coef|jitter_noise)', 'unsloth_.*'),
-      # Of drafting heads.
+      # Keys of drafting heads.
       *(r'speculators_.*', 'base_model_.*_plan', 'embed_requires_grad'),
       *('enable_sp_ulysses', 'has_lm_head', 'has_no_defaults_at_init'),
       *('target_model_type', 'target_layer_count'),
@@ -152,7 +152,7 @@ def select(
     if one in names or other in names:
       names |= {one, other}
       check_same(one, keys.get(one), other, keys.get(other))
-  # What is null and no field of the class would not have its default.
+  # A null that is no field of the class would not become its default.
   fields = {field.name for field in dataclasses.fields(config)}
   found = {key: keys[key] for key in names & keys.keys()}
   return {k: v for k, v in found.items() if v is not None or k in fields}

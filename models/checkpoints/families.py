@@ -119,7 +119,7 @@ FAMILIES = (
 _WITH_TEXT = {'gemma3'}
 _WITH_PICTURES = ('vision_config', 'mm_tokens_per_image')
 
-# What transformers and the families raise on values of another type.
+# Errors of transformers and the families on values of another type.
 _WRONG_VALUES = (
   *(AttributeError, IndexError, KeyError, TypeError, ValueError),
   *(OverflowError, ZeroDivisionError),

@@ -56,7 +56,7 @@ _LLAMA3: dict[str, Any] = {
 def _rope_parameters(
   path: pathlib.Path, metadata: Mapping[str, Any], header: gguf_header.Header
 ) -> dict[str, Any]:
-  """What transformers calls `rope_parameters`.
+  """The `rope_parameters` of transformers.
 
   Args:
     path: of the file.
@@ -120,7 +120,7 @@ def _llama3_factor(
 
 
 def config_keys(path: pathlib.Path) -> dict[str, Any]:
-  """What the `config.json` of the same model would have.
+  """The contents of the `config.json` that the same model would have.
 
   Raises:
     ValueError: the architecture or one of its keys is not known, or a key is
@@ -272,7 +272,7 @@ class GGUFFile:
   @property
   @checkpoint_lib.named
   def eos_ids(self) -> tuple[int, ...]:
-    """Those of the file, or of the tokenizer."""
+    """The ids of the file, or of the tokenizer."""
     of_tokenizer = getattr(self.tokenizer, 'eos_token_id', None)
     stated = (gguf_tokenizer.eos_ids(self.path), of_tokenizer)
     return checkpoint_lib.usable_ids(self.path, stated, self.config.vocab_size)

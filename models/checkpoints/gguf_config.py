@@ -125,7 +125,7 @@ _GEMMA_NAMES = _BEHIND_NAMES | {'ffn_norm': 'pre_feedforward_layernorm'}
 
 
 class Architecture(NamedTuple):
-  """What the files of an architecture have.
+  """The properties of the files of an architecture.
 
   Attributes:
     plain: the `model_type` without experts, None if there is none.

@@ -99,7 +99,7 @@ class GGUFHead:
     return gguf.GGUFFile(self.path).stored_dtypes
 
   def keys(self) -> Mapping[str, Any]:
-    """What the config.json of the same head would have.
+    """The contents of the config.json that the same head would have.
 
     Raises:
       ValueError: the file holds no head, or one with a scaled rotation.

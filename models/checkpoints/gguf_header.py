@@ -17,7 +17,7 @@ from typing import Any
 
 _MAGIC = b'GGUF'
 _VERSIONS = (2, 3)
-_ALIGNMENT = 32  # Of the data, unless the metadata has another.
+_ALIGNMENT = 32  # Alignment of the data, unless the metadata has another.
 
 # Types of metadata, by their numbers.
 _SCALARS = dict(enumerate(['<B', '<b', '<H', '<h', '<I', '<i', '<f', '<?'])) | {
@@ -40,7 +40,7 @@ class TensorInfo:
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-  """What a GGUF file says before its data."""
+  """The part of a GGUF file before its data."""
 
   metadata: dict[str, Any]
   tensors: dict[str, TensorInfo]

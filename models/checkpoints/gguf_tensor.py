@@ -38,7 +38,9 @@ class Tensor:
   file: pathlib.Path
   info: gguf_header.TensorInfo
   expert: int | None = None
-  num_heads: int | None = None  # Of rows in the order of llama.cpp's Llama.
+  num_heads: int | None = (
+    None  # Set if rows are in the order of llama.cpp's Llama.
+  )
 
   @property
   def name(self) -> str:

@@ -52,7 +52,7 @@ class _Vocabulary:
 
   words: list[str]
   kinds: list[int]  # Types.
-  keys: dict[str, Any]  # What the file says of its tokenizer.
+  keys: dict[str, Any]  # The file's keys of its tokenizer.
 
   def token_id(self, key: str) -> int | None:
     """The id of a token with a role; None if there is none that is usable."""

@@ -34,7 +34,7 @@ _RENAMED = tuple(
 _BUFFERS = re.compile(r'.*rotary_emb\.inv_freq')
 _LAYER = re.compile(r'layers\.(\d+)\.(.*)')
 _PICKLED = 'pytorch_model.bin'
-# Of a reduced vocabulary: offsets of its tokens, and whether a token is one.
+# For a reduced vocabulary: offsets of its tokens, and whether a token is one.
 D2T, T2D = 'd2t', 't2d'
 
 
@@ -56,7 +56,7 @@ class HeadTensors:
 
   @functools.cached_property
   def keys(self) -> Mapping[str, Any]:
-    """Those of config.json."""
+    """The keys of config.json."""
     if gguf.GGUFFile.holds(self.path):
       return gguf_head.GGUFHead(self.path).keys()
     return text_files.read_object(self.path / hugging_face.CONFIG)

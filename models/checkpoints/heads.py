@@ -106,7 +106,7 @@ class StoredHead:
 
   @functools.cached_property
   def _facts(self) -> dict[str, Any]:
-    """What tensors and target say that a config may say, too, by key."""
+    """Facts of tensors and target that a config may state, too, by key."""
     kind, shape, has = self.kind, self.stored.shape, self.stored.all.keys()
     outputs = self.target.vocab_size
     if 'lm_head.weight' in has:
@@ -180,7 +180,7 @@ class StoredHead:
     )
 
   def _by_tensors(self, layer: Any) -> dict[str, Any]:
-    """What is read from the tensors rather than from the config."""
+    """The facts that are read from the tensors, not from the config."""
     has = lambda name: f'layers.0.{name}' in self.stored.all
     rows = self.stored.shape('layers.0.self_attn.q_proj.weight')[0]
     head_width = rows // layer.num_heads

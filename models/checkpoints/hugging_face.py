@@ -38,7 +38,7 @@ class _Tensor:
   name: str
   dtype: str
   stored_shape: tuple[int, ...]
-  rows: slice | None = None  # Of a part of what is stored.
+  rows: slice | None = None  # Set for a part of the stored rows.
   transposed: bool = False  # Whether it is stored `[in, out]`.
   convert: Callable[[np.ndarray], np.ndarray] = lambda rows: rows
 
@@ -108,7 +108,7 @@ class HuggingFaceFolder:
   @property
   @checkpoint_lib.named
   def eos_ids(self) -> tuple[int, ...]:
-    """Those of generation_config.json, config.json or the tokenizer."""
+    """The ids of generation_config.json, config.json or the tokenizer."""
     names = ('generation_config.json', CONFIG)
     paths = [self.path / name for name in names if (self.path / name).exists()]
     stated = [
@@ -188,7 +188,7 @@ class HuggingFaceFolder:
 
 
 def _no_weights(folder: pathlib.Path) -> str:
-  """What is wrong with a folder without safetensors, and the remedy."""
+  """An error for a folder without safetensors, with the remedy."""
   suffixes = {'.bin', '.pt', '.pth'}
   pickled = sorted(p.name for p in folder.iterdir() if p.suffix in suffixes)
   if not pickled:

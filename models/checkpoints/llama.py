@@ -29,7 +29,7 @@ _FUSED = {
   'qkv_proj': ('q_proj', 'k_proj', 'v_proj'),
   'gate_up_proj': ('gate_proj', 'up_proj'),
 }
-# What a Gemma that sees has beside its language model, and how that is called.
+# The parts of a Gemma that sees, and the prefix of its language model.
 _VISION = re.compile(r'(model\.)?(vision_tower|multi_modal_projector)\..*')
 _LANGUAGE = re.compile(r'(model\.)?language_model\.')
 
@@ -38,7 +38,7 @@ _FULL, _SLIDING = 'full_attention', 'sliding_attention'
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _ModelType:
-  """What a `model_type` has beside the keys that all have.
+  """A `model_type`: the keys that it has besides those that all have.
 
   Attributes:
     config: class of transformers.
@@ -102,7 +102,7 @@ class _ModelType:
 _BIASES = {'qkv_bias': 'attention_bias', 'output_bias': 'attention_bias'}
 _MLP_BIAS = {'mlp_bias': 'mlp_bias'}
 _EXPERTS = {'experts_per_token': 'num_experts_per_tok'}
-_DENSE = ('intermediate_size',)  # Of layers without experts.
+_DENSE = ('intermediate_size',)  # Layers without experts have it.
 _OWN_EXPERTS = _EXPERTS | {
   'num_experts': 'num_experts',
   'inner_width': 'moe_intermediate_size',
@@ -148,7 +148,7 @@ _MODEL_TYPES = {
     config=transformers.Phi3Config,
     windows='all',
     is_partial=True,
-    idle=('original_max_position_embeddings',),  # Of `longrope`.
+    idle=('original_max_position_embeddings',),  # It belongs to `longrope`.
   ),
   'olmo2': _ModelType(
     config=transformers.Olmo2Config, keys=_BIASES, fixed=_BEHIND

@@ -1,4 +1,4 @@
-"""What is decoded, and how: for benchmarks, plans and compiled programs."""
+"""A task: the models, and how to decode, for benchmarks, plans and programs."""
 
 import dataclasses
 

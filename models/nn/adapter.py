@@ -85,7 +85,7 @@ def _spec(
     module = nnx.merge(graph, params)
     with layout.in_use():
       logits, cache = module(tokens, positions, mask, cache)
-    # What follows sorts and draws over the whole vocabulary.
+    # Later functions sort and draw over the whole vocabulary.
     return layout.gather_vocabulary(logits), cache
 
   def init_cache(batch_size, num_slots):

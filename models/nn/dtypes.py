@@ -7,7 +7,7 @@ import jax
 AUTO = 'auto'
 """In place of a dtype: see `models.checkpoints.checkpoint.resolve_dtype`."""
 
-# Of x86 processors with products of bfloat16, as /proc/cpuinfo names them.
+# Flags of x86 processors with products of bfloat16, as in /proc/cpuinfo.
 _BFLOAT16_INSTRUCTIONS = {'avx512_bf16', 'amx_bf16'}
 
 

@@ -33,16 +33,16 @@ class HeadConfig(nn_llama.LlamaConfig):
   `vocab_size` is that of the target, `num_layers` that of the head.
   """
 
-  target_width: int = dataclasses.field()  # Of the states of the target.
+  target_width: int = dataclasses.field()  # The width of the target's states.
   kind: str = EAGLE3
   reads: tuple[int, ...] = (cache_lib.AFTER_NORM,)  # See `KVCache.hidden`.
   fc_bias: bool = False
-  # Of EAGLE-3.
+  # EAGLE-3 has these.
   norm_before_residual: bool = False  # Whether the residual is normalised.
   fc_norm: bool = False  # Whether each state is normalised before `fc`.
   norm_before_fc: bool = False  # Whether all of them are, as one vector.
   norm_output: bool = False  # Whether a state is fed back after the norm.
-  # Of multi-token prediction.
+  # Multi-token prediction has these.
   state_first: bool = False  # Whether the state comes before the embedding.
 
   def __post_init__(self):

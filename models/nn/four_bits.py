@@ -12,7 +12,7 @@ from models.nn import blocks as blocks_lib
 
 _SUPER = 256  # Inputs that share the two factors of Q4_K,
 _GROUPS = 8  # in groups of 32.
-_LARGEST = 15.0  # Of q,
+_LARGEST = 15.0  # The largest q,
 _LARGEST_SCALE = 63.0  # and of scales and minima in Q4_K.
 _STEPS = 11  # Scales that are tried for a group.
 _CHUNK = 1 << 10  # Rows of 256 inputs that are rounded at once.
@@ -46,7 +46,7 @@ def _fit(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     alone = sum_qx / jnp.where(sum_qq > 0.0, sum_qq, 1.0)
     scale = jnp.where(start > 0.0, alone, scale)
     start = jnp.minimum(start, 0.0)
-    # What differs of the sum of squares.
+    # The part of the sum of squares that differs.
     error = scale * (scale * sum_qq + 2.0 * (start * sum_q - sum_qx))
     error += start * (start * sum_w - 2.0 * sum_x)
     better = usable & (error < best[0])

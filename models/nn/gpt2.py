@@ -35,10 +35,10 @@ class GPT2Config:
 
   vocab_size: int
   num_positions: int  # Longest context.
-  width: int  # Of the residual stream.
+  width: int  # The width of the residual stream.
   num_layers: int
   num_heads: int  # Must divide `width`.
-  inner_width: int | None = None  # Of feed-forward layers; None: 4 * `width`.
+  inner_width: int | None = None  # Feed-forward layers; None: 4 * `width`.
   activation: str = 'gelu_new'  # A key of `models.nn.layers.ACTIVATIONS`.
   norm_epsilon: float = 1e-5  # Added to the variance in every layer norm.
   scale_attention: bool = True  # By 1 / sqrt(`head_width`).

@@ -36,7 +36,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-# What `ops.multiply` calls the activations that it knows.
+# The names by which `ops.multiply` knows activations.
 _KERNEL_NAMES = {
   **dict.fromkeys((f'gelu_{name}' for name in _TANH), 'gelu_tanh'),
   **{name: name for name in ops.ACTIVATIONS},

@@ -46,19 +46,19 @@ class LlamaConfig:
 
   vocab_size: int
   num_positions: int  # Longest context.
-  width: int  # Of the residual stream.
+  width: int  # The width of the residual stream.
   num_layers: int
-  num_heads: int  # Of queries.
+  num_heads: int  # Heads of queries.
   num_kv_heads: int  # Divides `num_heads`.
   head_width: int  # Dh, even; need not be `width / num_heads`.
-  inner_width: int  # Of the feed-forward layer, or of one expert.
-  activation: str = 'silu'  # Of the gate, a key of `layers.ACTIVATIONS`.
+  inner_width: int  # Feed-forward layer, or one expert.
+  activation: str = 'silu'  # A key of `layers.ACTIVATIONS`.
   norm_epsilon: float = 1e-6  # Added to the mean square in every norm.
   # One for all layers, or a tuple with one for each.
   rope: _Rope | tuple[_Rope, ...] = rope_lib.Rope()  # None rotates nothing.
   window: int | tuple[int | None, ...] | None = None  # See `within_window`.
   qkv_bias: bool = False
-  output_bias: bool = False  # Of the output projection of attention.
+  output_bias: bool = False  # In attention's output projection.
   mlp_bias: bool = False
   qk_norm: bool = False  # Whether queries and keys are normalised (Qwen 3),
   joint_qk_norm: bool = False  # and that over all heads together (OLMo 2).
@@ -67,9 +67,9 @@ class LlamaConfig:
   pre_norm: bool = True
   post_norm: bool = False
   embedding_scale: float = 1.0  # Factor of the embeddings (Granite, Gemma).
-  attention_scale: float | None = None  # Of the scores; None: 1 / sqrt(Dh).
-  residual_scale: float = 1.0  # Of what a layer adds to the stream (Granite).
-  logit_divisor: float = 1.0  # Of the logits (Granite).
+  attention_scale: float | None = None  # None: 1 / sqrt(Dh).
+  residual_scale: float = 1.0  # Scales each addition (Granite).
+  logit_divisor: float = 1.0  # Divides the logits (Granite).
   score_cap: float | None = None  # See `layers.soft_cap` (Gemma 2).
   logit_cap: float | None = None
   tie_embeddings: bool = False  # Use the token embedding as the head.
@@ -275,7 +275,7 @@ class Layer(nnx.Module):
   def __call__(self, x, rotation, mask, cache):
     config = self.config
     kernels = self.self_attn.o_proj.is_packed
-    # What a part adds to the stream, at once or after a norm and a factor.
+    # A part's output joins the stream, at once or after a norm and a factor.
     at_once = not config.post_norm and config.residual_scale == 1.0
     behind, before = None, self.post_attention_layernorm
     if config.post_norm:

@@ -32,10 +32,10 @@ from models.nn.cpu import ops
 # -128 has no counterpart, so rounding is symmetric without it.
 _LARGEST = 127.0
 
-# Of packed matrices, see `formats.h`.
+# The sizes of packed matrices, see `formats.h`.
 _BLOCK = 16  # Outputs that a register has.
 _BLOCKS = 2  # Blocks that lie beside one another, a group.
-_WORDS = 16  # Of a tile of the matrix unit; their number is a multiple.
+_WORDS = 16  # Words per tile of the matrix unit.
 
 # Indices of n rows, and their values `[n, in]`; of a vector `[n]`.
 Blocks = Iterable[tuple[Any, np.ndarray]]
@@ -306,7 +306,7 @@ def few_outputs(
 
 
 def computed(matrix: Any) -> Any:
-  """What a product with a matrix reads of it."""
+  """The arrays that a product with a matrix reads."""
   return matrix.outputs if isinstance(matrix, FewOutputs) else matrix
 
 
@@ -456,7 +456,7 @@ def fill(blocks: Blocks, shape: tuple[int, ...], *, dtype: Any) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class WeightFormat:
-  """What the matrices of a model may be loaded as.
+  """The formats in which the matrices of a model may be loaded.
 
   Attributes:
     name: what `dtype` calls it.
@@ -506,7 +506,7 @@ _FORMATS = (
     four_bits.quantize_blocks,
     functools.partial(four_bits.quantize_blocks, is_head=True),
   ),
-  # What is not in blocks is in bfloat16; of the others, four bits are usual.
+  # Matrices without blocks are in bfloat16; the others usually have four bits.
   WeightFormat(
     STORED,
     'bfloat16',

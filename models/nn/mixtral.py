@@ -24,7 +24,7 @@ class MixtralConfig(nn_llama.LlamaConfig):
   num_experts: int = dataclasses.field()  # E, in every layer.
   experts_per_token: int = dataclasses.field()  # k.
   renormalize: bool = True  # Whether the weights of the k experts sum to 1.
-  shared_width: int | None = None  # Of an expert for all tokens (Qwen2-MoE).
+  shared_width: int | None = None  # The shared expert's width (Qwen2-MoE).
 
   def __post_init__(self):
     super().__post_init__()

@@ -146,7 +146,7 @@ class Rope:
 
   theta: float = 10000.0  # Base of the frequencies, above 1.
   scaling: Scaling | None = None
-  fraction: float = 1.0  # Of each head, from its start; the rest stays.
+  fraction: float = 1.0  # The part of each head that is rotated.
 
   def __post_init__(self):
     if not 0 < self.fraction <= 1:

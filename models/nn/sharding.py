@@ -44,7 +44,7 @@ _MESH_AXES = {
   'fused_heads': MODEL,
 }
 
-# Of a vocabulary that cannot be divided, the features are.
+# If a vocabulary cannot be divided, the features are.
 _EMBEDDING = ('vocabulary', 'features')
 _BY_OUTPUT, _BY_INPUT = ('hidden', None), (None, 'hidden')
 
@@ -187,14 +187,14 @@ class Layout:
     for name, size in zip(names, sizes, strict=False):
       divided = name and self.parts(name) > 1 and size % self.parts(name) == 0
       axis = _MESH_AXES[name] if name and divided else None
-      # Of two that could be divided by the same axis, the first one is.
+      # If two could be divided by the same axis, the first one is.
       found.append(None if axis in found else axis)
     return PartitionSpec(*found)
 
   def sharding(
     self, names: tuple[str | None, ...], sizes: tuple[int, ...]
   ) -> NamedSharding | None:
-    """That of a tensor, see `spec`; None without a mesh."""
+    """The sharding of a tensor, see `spec`; None without a mesh."""
     if self.mesh is None:
       return None
     return NamedSharding(self.mesh, self.spec(names, sizes))
@@ -238,7 +238,7 @@ class Layout:
       sharding = self.of_parameter(path, array.shape, config)
       if self.mesh is None or sharding is None:
         return jax.device_put(array)
-      # Of a matrix in groups, whole groups are divided.
+      # A matrix in groups is divided by whole groups.
       axes = (
         axis if axis and size % self.mesh.shape[axis] == 0 else None
         for axis, size in zip(sharding.spec, array.shape, strict=False)
@@ -323,7 +323,7 @@ def draft_layout(
 
 
 def undivided(layout: Layout, config: Any) -> list[str]:
-  """What the devices do not divide of a model of this shape, in words."""
+  """The parts of a model of this shape that are not divided, in words."""
   sizes = {
     'heads': config.num_heads,
     'kv_heads': config.num_kv_heads,

@@ -39,7 +39,7 @@ _IS_OF: dict[str, Callable[[Any], bool]] = {
   'object': lambda value: isinstance(value, dict),
 }
 
-_LEVELS = 2  # Of values of which the schema says nothing.
+_LEVELS = 2  # For values that the schema does not describe.
 
 
 def parse(text: str) -> expression_lib.Tree:

@@ -135,7 +135,7 @@ def object_of(
   members: Iterable[tuple[str, expression_lib.Tree, bool]],
 ) -> expression_lib.Tree:
   """An object of names and values in their order; some are required."""
-  # What may follow before there is a member, and after one.
+  # The separators before there is a member, and after one.
   none = some = parse(r' ?\}')
   for name, value, is_required in reversed([*members]):
     here = join(' ?', constant(name), ' ?: ?', value, some)

@@ -39,10 +39,10 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-  """What became of a prompt."""
+  """The completion of a prompt, or its error."""
 
   index: int  #: Its number, from 0.
-  #: Of one row; None if the prompt is refused.
+  #: It has one row; None if the prompt is refused.
   result: result_lib.TextGeneration | None
   error: str | None  #: Why it is refused, or what went wrong in decoding it.
 
@@ -128,7 +128,7 @@ class ManyDecoding(Iterator[Completion]):
     return self._slots.num_steps
 
   def _automaton(self, job: Job, eos_ids: Any) -> Any:
-    """That of the prompt's own constraint, or of all."""
+    """The automaton of the prompt's own constraint, or of all."""
     own = constraints_lib.constraint_of(job.regex, job.json_schema)
     return constraints_lib.automaton_of(
       self._constraint if own is None else own,
@@ -195,7 +195,7 @@ class ManyDecoding(Iterator[Completion]):
         expected += 1
 
   def __next__(self) -> Completion:
-    """What became of the next prompt, as they end or in their order."""
+    """The next completions, as they end or in the order of the prompts."""
     return next(self._completions)
 
 

@@ -50,7 +50,7 @@ class Context:
 
   models: dict[str, str | None]  # Digests of target, vocabulary, what drafts.
   machine: dict[str, Any]  # See `models.lab.bench.record.describe_machine`.
-  dtype: str  # Of the target.
+  dtype: str  # The target's.
   draft_dtype: str
   draft_vocab: int | None = None  # How many tokens the draft proposes, or all.
   batch_size: int

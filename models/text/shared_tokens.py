@@ -1,4 +1,4 @@
-"""What the vocabularies of a target and a draft share, by the tokens' bytes.
+"""The tokens that a target and a draft share, by their bytes.
 
 See `models.nn.other_tokens` for what is made of it.
 """
@@ -169,7 +169,7 @@ def _check_padding(
 def of_checkpoints(
   target: checkpoint_lib.Checkpoint, draft: checkpoint_lib.Checkpoint
 ) -> SharedTokens | None:
-  """What two models share if they have different tokenizers, which is logged.
+  """The tokens that models with different tokenizers share, which is logged.
 
   None if the tokenizers are equal, or that of the draft is not known.
 

@@ -54,7 +54,7 @@ class TextDecoding:
 
   @property
   def num_read(self) -> list[int]:
-    """Of each row, the prompt tokens that were not known before `extend`."""
+    """By row, the prompt tokens that were not known before `extend`."""
     rows = zip(self._decoding.prompts, self._decoding.num_kept, strict=True)
     return [len(ids) - kept for ids, kept in rows]
 

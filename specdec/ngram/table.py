@@ -129,7 +129,7 @@ def _digest(tensors: Mapping[str, np.ndarray]) -> str:
 
 
 def _dtypes(vocab_size: int) -> dict[str, Any]:
-  """What the tensors of a table are stored as, by their names."""
+  """The dtypes in which the tensors of a table are stored, by name."""
   token = np.uint16 if vocab_size <= 1 << 16 else np.int32
   return {
     'edge_token': token,

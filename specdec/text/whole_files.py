@@ -30,7 +30,7 @@ _SIZE = 16  # Bytes of a digest.
 ENTRY = 'digest'
 """The key of the digest of a JSON object."""
 
-# What is raised by code that reads damaged files: ours, NumPy's, safetensors'.
+# Errors of code that reads damaged files: ours, NumPy's, safetensors'.
 _MALFORMED = (
   *(ArithmeticError, AttributeError, BufferError, EOFError, LookupError),
   *(MemoryError, OSError, RecursionError, SyntaxError, TypeError, ValueError),

@@ -165,13 +165,13 @@ def _load(folder: pathlib.Path):
 
 
 def reference_logits(folder: pathlib.Path, tokens: np.ndarray) -> np.ndarray:
-  """What transformers computes in float32 from the stored weights."""
+  """The logits of transformers in float32 from the stored weights."""
   with torch.no_grad():
     return _load(folder)(torch.from_numpy(tokens)).logits.numpy()
 
 
 def _chosen_experts(folder: pathlib.Path, count: int) -> np.ndarray:
-  """Of each layer, row and token, those of the largest router logits."""
+  """The experts with the largest router logits, by layer, row and token."""
   tokens = torch.from_numpy(variants.tokens('mixtral'))
   with torch.no_grad():
     layers = _load(folder)(tokens, output_router_logits=True).router_logits

@@ -16,7 +16,7 @@ from specdec import arguments as arguments_lib
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-  """What a user says in each turn of a conversation.
+  """The turns of a user in a conversation.
 
   Without a category it is a text to continue, in its only turn.
   """

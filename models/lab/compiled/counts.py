@@ -95,7 +95,7 @@ class Loop:
   collectives: Counter = dataclasses.field(default_factory=Counter)
   host_transfers: list[str] = dataclasses.field(default_factory=list)
   branches: int = 0  # Conditionals and inner loops.
-  bytes: int = 0  # Of main memory, read or written.
+  bytes: int = 0  # Read from or written to main memory.
   cycles: int = 0  # As the compiler expects; 0 except on TPUs.
   loops: list['Loop'] = dataclasses.field(default_factory=list)
 

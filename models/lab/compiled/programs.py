@@ -83,10 +83,10 @@ class Device:
   """
 
   platform: str  # For JAX: `tpu`, `cuda` or `cpu`.
-  bandwidth: float  # Of the main memory, bytes per second.
+  bandwidth: float  # Bytes per second of the main memory.
   flops: float  # bfloat16 operations per second, without sparsity.
   description: str = ''
-  num_gpus: int = 1  # Of one host.
+  num_gpus: int = 1  # One host has so many.
 
 
 def _device(name: str, platform: str, description: str) -> Device:
@@ -291,7 +291,7 @@ class Compiled:
   held: tuple[int, float]
   #: The sizes of the axes of whole weights and caches that are divided.
   divided: frozenset[tuple[int, ...]]
-  work: dict[str, Work]  # Of a forward of `target` and of each stage, by name.
+  work: dict[str, Work]  # A forward of `target` and each stage.
 
 
 def config_of(name: str, vocab_size: int | None = None) -> adapter.Config:
@@ -484,7 +484,7 @@ def compile_program(
   state = jax.eval_shape(
     lambda *args: loop.start(*args, config=config), target, drafter, request
   )
-  count = jax.ShapeDtypeStruct((), jnp.int32)  # Of steps, and of rows.
+  count = jax.ShapeDtypeStruct((), jnp.int32)  # Counts steps, or rows.
   # Weights of several devices have their places.
   everywhere = layout.everywhere or SingleDeviceSharding(devices[0])
   target, drafter, request, count = jax.tree.map(

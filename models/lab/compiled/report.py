@@ -18,7 +18,7 @@ class ProgramReport:
 
   method: str
   temporary_bytes: int  # Memory that the program needs besides its arguments.
-  held_bytes: int  # Of weights and caches, on each device.
+  held_bytes: int  # Weights and caches on each device.
   ideal_held_bytes: float  # If what is divided were divided evenly.
   #: `loop_figures` of the decode step, then of its growth rounds.
   loops: tuple[dict[str, Any], ...]

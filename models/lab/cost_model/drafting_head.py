@@ -1,4 +1,4 @@
-"""What acceptance a drafting head needs to be as fast as a draft."""
+"""The acceptance that a drafting head needs to be as fast as a draft."""
 
 import dataclasses
 
@@ -33,7 +33,7 @@ def eagle3(
 def _best_speedup(
   deployment: speculation.Deployment, acceptance: float, context: float
 ) -> float:
-  """That of the best chain, in which every token has the same acceptance."""
+  """The gain of the best chain whose tokens have the same acceptance."""
   return max(
     speculation.predict(
       deployment,

@@ -19,10 +19,10 @@ class ModelShape:
 
   name: str  #: Shown in tables.
   num_layers: int  #: Number of transformer blocks.
-  width: int  #: Of the residual stream.
+  width: int  #: The residual stream's.
   num_heads: int  #: Number of query heads.
   num_kv_heads: int  #: Number of key and value heads.
-  head_width: int  #: Of a query, key or value head.
+  head_width: int  #: A query, key or value head's.
   mlp_width: int  #: Hidden width of the MLP, or of an expert.
   vocab_size: int  #: V.
   gated: bool = True  #: Whether an MLP has 3 matrices (SwiGLU) instead of 2.
@@ -33,7 +33,7 @@ class ModelShape:
   weight_bytes: float = 2.0  #: Bytes per weight.
   cache_bytes: float = 2.0  #: Bytes per element of the KV cache.
   activation_bytes: float = 2.0  #: Bytes per element of an activation.
-  #: Of the matrix products, a key of `Hardware.flops_per_second`.
+  #: The matrix products', a key of `Hardware.flops_per_second`.
   dtype: str = 'bfloat16'
 
   def __post_init__(self):
@@ -146,7 +146,7 @@ class Hardware:
     return self.peak(dtype) / self.bytes_per_second
 
   def times(self, devices: int) -> 'Hardware':
-    """So many of this device."""
+    """Several of this device."""
     if devices < 1:
       raise ValueError(f'devices must be at least 1, got {devices}')
     name = f'{devices} x {self.name}' if devices > 1 else self.name
@@ -157,8 +157,8 @@ class Hardware:
 class ForwardCost:
   """FLOP and bytes of one forward, summed over all layers."""
 
-  matmul_flops: float  #: Of the products with weights.
-  attention_flops: float  #: Of scores and of weighted sums of values.
+  matmul_flops: float  #: For products with weights.
+  attention_flops: float  #: For scores and weighted sums of values.
   weight_bytes: float  #: Read; of the experts, those expected to be used.
   cache_read_bytes: float  #: Keys and values that were in the cache before.
   cache_write_bytes: float  #: Keys and values of the new tokens.
@@ -170,7 +170,7 @@ class ForwardCost:
   reductions: int
   reduced_bytes: float  #: Size of what these sum up.
   gathered_bytes: float  #: Size of the logits, which are gathered once.
-  dtype: str  #: Of the products.
+  dtype: str  #: The products'.
 
   @property
   def flops(self) -> float:
@@ -258,7 +258,7 @@ def forward_cost(
     cache_write_bytes=positions * shape.kv_bytes_per_token,
     activation_bytes=activations * shape.activation_bytes,
     reductions=reductions,
-    # Of float32, as the logits.
+    # In float32, as the logits.
     reduced_bytes=4.0 * reductions * positions * shape.width,
     gathered_bytes=4.0 * positions * shape.vocab_size,
     dtype=shape.dtype,

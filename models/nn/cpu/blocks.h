@@ -29,7 +29,7 @@ namespace specdec {
 // Like kFar and kNear of formats.h.
 constexpr int64_t kBlocksFar = 6144, kBlocksNear = 1024;
 
-// Of a row: 128 values, what is taken from sums, and the scale of the values.
+// The parts of a row: 128 values, the terms taken from sums, and the scale.
 constexpr int64_t kPart = 128;
 constexpr int64_t kTaken = kPart / 4 * Int8::kFactors;
 constexpr int64_t kScale = kTaken + 24;
@@ -39,7 +39,7 @@ constexpr int64_t kPartWords = kTaken + 32;
 // plus an integer, exactly, while that is below 2^22.
 constexpr float kStart = 12582912.0f;
 
-// What is taken from a sum of a kind with the offset c: kStart plus c times the
+// The term taken from a sum of a kind with the offset c: kStart plus c times the
 // sum of the values; for 0, the sum of the values, which minima are for.
 constexpr int kOffsets[] = {0, 8, 16, 128, 32};
 constexpr int64_t TakenOf(int offset) {

@@ -45,7 +45,7 @@ _FUNCTIONS = (
 
 
 def _processor() -> str:
-  """What `-march=native` looks at: the name and the features."""
+  """The processor's name and features, which `-march=native` looks at."""
   cpuinfo = pathlib.Path('/proc/cpuinfo')
   if not cpuinfo.exists():
     return platform.processor()

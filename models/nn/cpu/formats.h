@@ -44,12 +44,12 @@ using Sums = typename Format::Sum[kMostRows * kGroup];
 struct Group {
   const uint32_t* words;
   int64_t num_words;
-  int kind;  // Of Blocks.
+  int kind;  // A kind of blocks.
 };
 
 // Vectors of 32-bit lanes, each with the sum of one output of one row.
 
-constexpr int kRegisters = kGroup / kLanes;  // Of a group's word.
+constexpr int kRegisters = kGroup / kLanes;  // For a group's word.
 // Rows whose sums are in registers at once, as many as there is room for.
 constexpr int kRows = kLanes == 16 ? 8 : 3;
 // Words that tiles of rows take in turn, so that the processor computes with
@@ -124,7 +124,7 @@ template <typename Format>
 void MultiplyVectors(const Rows& rows, int64_t first, int64_t count,
                      const Group& group, Sums<Format>& sums) {
   std::fill_n(sums, count * kGroup, 0);
-  constexpr int64_t kBytes = 4 * kGroup;  // Of a word of every output.
+  constexpr int64_t kBytes = 4 * kGroup;  // A word of every output.
   const int64_t tiles = (count + kRows - 1) / kRows;
   const int64_t length = tiles == 1 ? group.num_words : kWords;
   const auto* const bytes = reinterpret_cast<const char*>(group.words);
@@ -133,7 +133,7 @@ void MultiplyVectors(const Rows& rows, int64_t first, int64_t count,
     for (int64_t tile = 0; tile < tiles; ++tile) {
       const int64_t row = tile * kRows;
       const char *near = bytes + kNear, *far = bytes + kFar;
-      if (tiles > 1) {  // What the next turn reads, and the one after it.
+      if (tiles > 1) {  // The next turn reads it, and the one after.
         near = bytes + (end + kWords * tile / tiles) * kBytes;
         far = near + kWords * kBytes;
       }

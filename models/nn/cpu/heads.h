@@ -19,8 +19,8 @@
 
 namespace specdec {
 
-// What is computed of projections [B, L, (Hq + 2 H) Dh], which are queries, keys
-// and values: of each head of queries and keys the norm, if there is one, then
+// Attention of one layer, from projections [B, L, (Hq + 2 H) Dh]: queries, keys
+// and values. Each head of queries and keys gets the norm, if there is one, then
 // the rotation, if there is one. Keys and values are written to the caches, and
 // the queries attend to the slots that they see. The queries of a head of keys
 // are those of Hq / H query heads, one after another.
@@ -29,7 +29,7 @@ struct Attention {
   int64_t batch, length, query_heads, heads, width, slots;
   Norm query_norm, key_norm;
   const float *cos, *sin;  // [B, L, pairs], or null.
-  int64_t pairs;  // Of a head that are rotated, the values i and i + pairs.
+  int64_t pairs;  // A head rotates the values i and i + pairs.
   const bool* mask;  // [B, L, S]
   const int32_t* start;  // [B], the slots of the first new entries.
   void *keys, *values;  // [B, H, S, Dh]
@@ -204,7 +204,7 @@ template <typename Value, int R>
 void WeighValues(const Queries& queries, int64_t first, const Value* values,
                  int64_t start, int64_t end) {
   using Format = FormatOf<Value>;
-  constexpr int kSlots = Format::kPerWord;  // Of a word of values.
+  constexpr int kSlots = Format::kPerWord;  // For a word of values.
   const float* const weights = queries.weights.data() + first * queries.stride;
   const uint32_t* const packed = queries.packed.data() + first * queries.stride;
   const int64_t words = (end - start + kSlots - 1) / kSlots;

@@ -24,8 +24,8 @@ struct Bias {
 
 struct Matrix {
   const uint32_t* words;  // See formats.h and blocks.h.
-  int64_t num_words;  // Of an output.
-  int kind;  // Of Blocks.
+  int64_t num_words;  // Per output.
+  int kind;  // A kind of blocks.
   int64_t outputs;
   const float* scale;  // [outputs] of int8, otherwise null.
   Bias bias;
@@ -50,7 +50,7 @@ inline Floats Activate(Activation activation, const Floats& x) {
   }
 }
 
-// What is computed: for each matrix m the product y_m = norm(x) m + bias, and of
+// Products: for each matrix m the product y_m = norm(x) m + bias, and from
 // these [rows, outputs]
 //
 //   activation(y_0), activation(y_1), ... beside one another, plus residual
@@ -64,7 +64,7 @@ struct Products {
   bool gated;
   const float* residual;  // Like `out`, or null.
   float* out;
-  int64_t outputs;  // Of a row of `out`.
+  int64_t outputs;  // In a row of `out`.
 };
 
 // The words of a row of so many inputs.
@@ -175,7 +175,7 @@ inline void Emit(const Products& products, const Part& part, int64_t column,
 // Groups of outputs that are computed for some rows.
 struct Task {
   int64_t matrix, group;
-  int64_t column;  // Of the first output of the matrix.
+  int64_t column;  // The matrix's first output.
 };
 
 template <typename Format>

@@ -60,8 +60,8 @@ struct Rows {
 
   int64_t count;
   int64_t stride;  // In words of 32 bits.
-  std::vector<float> scale;  // Of each row.
-  std::vector<int32_t> start;  // Of each row, see `Int8`.
+  std::vector<float> scale;  // By row.
+  std::vector<int32_t> start;  // By row, see `Int8`.
   std::unique_ptr<uint32_t[]> memory;
   uint32_t* words;
 

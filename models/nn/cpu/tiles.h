@@ -27,7 +27,7 @@ inline bool CanUseTiles() {
   return can;
 }
 
-// What the tiles are: 0 to 3 are sums of 16 rows, then of 16 more, and two
+// The tiles: 0 to 3 are sums of 16 rows, then of 16 more, and two
 // blocks each; 4 and 5 those rows; 6 and 7 words of the two blocks.
 struct alignas(64) TileShapes {
   uint8_t palette = 1;
