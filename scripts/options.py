@@ -135,10 +135,7 @@ def _define(
   if option.choices:
     return flags.DEFINE_enum(name, default, [*option.choices], text)
   kinds: dict[Any, Any] = {int: flags.DEFINE_integer, float: flags.DEFINE_float}
-  define = kinds.get(option.kind, flags.DEFINE_string)
-  if option.parser is not None:
-    define = flags.DEFINE_string
-  return define(name, default, text)
+  return kinds.get(option.kind, flags.DEFINE_string)(name, default, text)
 
 
 MODELS = {

@@ -4,6 +4,7 @@ import functools
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import reference
 import tiny
 import tiny_drafters
@@ -32,18 +33,17 @@ _MODEL = table_model.table_model(_TARGET, max_positions=64)
 _KEYS = tiny.row_keys(5, seed=7)
 
 
-def _generate(rows, *, options=None, **changed):
+def _generate(rows, **changed):
   """Some rows of the batch, in any order."""
   pick = lambda values: [values[row] for row in rows]
   chosen = {name: pick(values) for name, values in _OPTIONS.items()}
-  arguments = {
-    **{'target': _MODEL, 'rng_key': _KEYS[jnp.array(rows)]},
-    **{'prompts': pick(_PROMPTS), 'max_new_tokens': pick(_LIMITS)},
-    'room_for_new_tokens': 44,
-    'sampling': specdec.Sampling(**chosen | (options or {})),
-    'log_probs': True,
-  }
-  return specdec.generate(**arguments | changed)
+  return specdec.generate(
+    *(_MODEL, _KEYS[jnp.array(rows)], pick(_PROMPTS)),
+    room_for_new_tokens=44,
+    sampling=specdec.Sampling(**chosen),
+    log_probs=True,
+    **{'max_new_tokens': pick(_LIMITS)} | changed,
+  )
 
 
 @functools.cache
@@ -57,22 +57,22 @@ def _slow_row(row, neutral=None):
   )
 
 
-def test_every_option_changes_the_text():
-  """Otherwise those below would prove nothing."""
-  for name in _OPTIONS:
-    assert any(_slow_row(row) != _slow_row(row, name) for row in _ROWS), name
+@pytest.mark.parametrize('name', _OPTIONS)
+def test_every_option_changes_the_text(name):
+  """Otherwise the tests below would prove nothing."""
+  assert any(_slow_row(row) != _slow_row(row, name) for row in _ROWS)
   assert 7 not in _slow_row(1)[0]
   assert max(_slow_row(4)[0]) < 10
 
 
-def test_rows_are_those_of_a_slow_loop():
+@pytest.mark.parametrize('rows', [[3, 0, 4, 2, 1], *([row] for row in _ROWS)])
+def test_rows_are_those_of_a_slow_loop(rows):
   """The log-probabilities are of the target itself, whatever is asked for."""
-  for rows in ([3, 0, 4, 2, 1], *([row] for row in _ROWS)):
-    generation = _generate(rows)
-    assert generation.tokens == [_slow_row(row)[0] for row in rows]
-    for row, log_probs in zip(rows, generation.log_probs, strict=True):
-      assert all(type(log_prob) is float for log_prob in log_probs)
-      np.testing.assert_allclose(log_probs, _slow_row(row)[1], atol=1e-4)
+  generation = _generate(rows)
+  assert generation.tokens == [_slow_row(row)[0] for row in rows]
+  for row, log_probs in zip(rows, generation.log_probs, strict=True):
+    assert all(type(log_prob) is float for log_prob in log_probs)
+    np.testing.assert_allclose(log_probs, _slow_row(row)[1], atol=1e-4)
 
 
 def test_the_same_guess_is_judged_alike_by_draft_and_target():

@@ -1,6 +1,7 @@
 """Files beside the weights: tokenizer and end-of-text tokens."""
 
 import codecs
+import dataclasses
 import json
 import shutil
 
@@ -10,8 +11,11 @@ import tiny
 import models
 from models.checkpoints import hub
 from models.lab.training import tokenizer as tokenizer_lib
+from models.nn.cpu import build
 from models.text import choice as choice_lib
 from models.text import pair as pair_lib
+from models.text import sources as sources_lib
+from models.text import vocabulary as vocabulary_lib
 
 _TEXT = 'def add(first, second):\n  return first + second\n' * 20
 
@@ -43,6 +47,10 @@ def test_eos_is_what_the_configs_state_if_usable(
     write('generation_config.json', {'eos_token_id': generation})
   choice = choice_lib.ModelChoice(str(folder), None)
   assert pair_lib.load_pair(choice).eos_ids == expected
+  # Those of the call count, whatever the files say.
+  write('generation_config.json', {'eos_token_id': '</s>'})
+  chosen = dataclasses.replace(choice, eos_ids=['first', 3])
+  assert pair_lib.load_pair(chosen).eos_ids == (266, 3)
   for file in folder.glob('tokenizer*'):
     file.unlink()
   with pytest.raises(ValueError, match='has no tokenizer'):
@@ -85,6 +93,32 @@ def test_loading_again_shares_the_definition(saved):
   choice = choice_lib.ModelChoice(str(saved), None)
   first, second = (pair_lib.load_pair(choice) for _ in range(2))
   assert first.target.spec is second.target.spec
+
+
+@pytest.mark.parametrize(
+  ('options', 'dtypes', 'is_exact'),
+  [
+    ({'dtype': 'float32'}, ('float32', 'float32'), True),
+    ({'dtype': 'bfloat16'}, ('bfloat16', 'bfloat16'), False),
+    ({'dtype': 'int8', 'draft_dtype': 'int4'}, ('int8', 'int4'), False),
+    ({'dtype': 'int8', 'draft': None}, ('int8', 'int8'), False),
+  ],
+)
+def test_formats_and_tokens_are_known_before_weights_are_read(
+  monkeypatch, options, dtypes, is_exact
+):
+  """Small drafts have eight bits at least where the kernels are used."""
+  monkeypatch.setattr(hub, 'read_parameters', pytest.fail)
+  for kernels in {False, build.is_available()}:
+    choice = choice_lib.ModelChoice(**options, cpu_kernels=kernels)
+    sources = sources_lib.open_sources(choice)
+    small = {('bfloat16', 'bfloat16'): ('bfloat16', 'int8')}
+    expected = small.get(dtypes, dtypes) if kernels else dtypes
+    assert (sources.dtype, sources.draft_dtype) == expected
+    assert (sources.packed, sources.is_exact) == (kernels, kernels or is_exact)
+    vocabulary = vocabulary_lib.read_vocabulary(sources)
+    assert vocabulary.tokenizer is sources.target.tokenizer
+    assert (vocabulary.shared, vocabulary.draft_outputs) == (None, None)
 
 
 def test_demo_as_draft_is_the_embedded_draft():

@@ -3,18 +3,20 @@
 import builtins
 import dataclasses
 import functools
+import inspect
 import io
 import json
 import re
 import shutil
 import signal
-from unittest import mock
+import types
 
 import command_lines
 from flax import nnx
 import numpy as np
 import pytest
 
+import models
 from models.checkpoints import hub
 from models.lab import task as task_lib
 from models.lab.bench import machine
@@ -22,6 +24,7 @@ from models.lab.study import timing
 from models.lab.training import tokenizer as tokenizer_lib
 from models.lab.tune import plan_lookup
 from models.nn import gpt2 as nn_gpt2
+from models.nn import sharding as sharding_lib
 from models.text import chat as chat_lib
 from models.text import choice as choice_lib
 from models.text import generator as generator_lib
@@ -122,36 +125,76 @@ def test_json_holds_texts_tokens_and_statistics(pair):
   )
 
 
-def test_flags_become_arguments(pair, tmp_path, monkeypatch):
-  """Prompts of a file are the rows of a batch."""
-  file = tmp_path / 'prompts.jsonl'
-  lines = [json.dumps({'prompt': text}) for text in ('def', 'return', 'x')]
-  file.write_text('\n'.join(lines))
-  asked = mock.Mock(side_effect=ValueError('that is all'))
-  monkeypatch.setattr(
-    generator_lib.Generator, 'stream', lambda *args, **kw: asked(*args, **kw)
-  )
-  sampling = {'temperature': 0.9, 'top_k': 40, 'top_p': 0.9, 'min_p': 0.01}
-  sampling |= {'repetition_penalty': 1.5}
-  same = {'seed': 7, 'verify': 'rejection', 'children': 'with_replacement'}
-  same |= {'break_even': 2.5}
-  refused = command_lines.refusal(
-    *('generate.py', *pair, '--method=tree', '--topology=k_ary:2x2'),
-    *(f'--{name}={value}' for name, value in (sampling | same).items()),
-    *('--logit_bias=3:100,4:-inf', r'--stop=\nxx', '--stop=nothing'),
-    *(f'--prompt_file={file}', '--batch_size=2', '--dtype=bfloat16'),
-    '--log_probs',
-  )
-  assert refused.endswith('that is all')
-  (generator, prompts), arguments = asked.call_args
-  assert generator.drafter.shape == topology_lib.k_ary(2, 2)
-  assert generator.pair.target.spec.init_cache(1, 8).keys[0].dtype == 'bfloat16'
-  assert prompts == ['def', 'return']
-  assert arguments == same | {
-    'max_new_tokens': 9,
-    'sampling': specdec.Sampling(logit_bias={3: 100.0, 4: -np.inf}, **sampling),
-    **{'stop': ['\nxx', 'nothing'], 'log_probs': True},
-  }
+_SAMPLING = {'temperature': 0.9, 'top_k': 40, 'top_p': 0.9, 'min_p': 0.01}
+_SAMPLING |= {'repetition_penalty': 1.5}
+_OPTIONS = {'seed': 7, 'verify': 'rejection', 'children': 'with_replacement'}
+_OPTIONS |= {'break_even': 2.5, 'max_new_tokens': 9}
+_BIASED = specdec.Sampling(logit_bias={3: 100.0, 4: -np.inf}, **_SAMPLING)
+_as_flags = lambda values: ' '.join(f'--{k}={v}' for k, v in values.items())
+
+# Flags of generate.py, and the arguments of `models.load` and `stream`.
+_ARGUMENTS = {
+  '--target=a --revision=b': {'target': 'a', 'revision': 'b', 'draft': 'demo'},
+  '--draft=c': {'draft': 'c'},
+  '--draft=none': {'draft': None},
+  '--head=d': {'head': 'd', 'draft': None},
+  '--head=d --draft=none': {'head': 'd', 'draft': None},
+  '--dtype=int4': {'dtype': 'int4', 'draft_dtype': None},
+  '--draft_dtype=stored': {'draft_dtype': 'stored'},
+  '--draft_vocab=32': {'draft_vocab': 32},
+  '--draft_vocab=2:counts.npy': {'draft_vocab': [0, 2]},
+  '--cpu_kernels=auto': {'cpu_kernels': True},
+  '--cpu_kernels=off': {'cpu_kernels': False},
+  '--mesh=data:1': {'mesh': sharding_lib.make_mesh({'model': 1})},
+  '--draft_mesh=sharded': {'draft_mesh': 'sharded', 'mesh': None},
+  r'--eos=5 --eos=\n': {'eos_ids': [5, '\n']},
+  '--eos=none': {'eos_ids': []},
+  '--method=tree --topology=k_ary:2x2': {
+    'method': 'tree',
+    'drafting': settings_lib.DraftSettings(topology=topology_lib.k_ary(2, 2)),
+  },
+  f'{_as_flags(_SAMPLING)} --logit_bias=3:100,4:-inf': {'sampling': _BIASED},
+  f'{_as_flags(_OPTIONS)} --log_probs': _OPTIONS | {'log_probs': True},
+  r'--stop=\nx --stop=no': {'stop': ['\nx', 'no']},
+  '--prompt_file=prompts.txt --batch_size=2': {
+    'prompts': ['def add(', 'return first']
+  },
+}
+
+
+@pytest.mark.usefixtures('prompts')
+@pytest.mark.parametrize('flags', _ARGUMENTS)
+def test_flags_become_arguments(flags, tmp_path, monkeypatch):
+  asked = {}
+
+  def stream(prompts, **options):
+    asked.update(options, prompts=prompts)
+    raise ValueError('that is all')
+
+  def load(**options):
+    asked.update(options)
+    return types.SimpleNamespace(stream=stream)
+
+  monkeypatch.setattr(generator_lib, 'load', load)
+  monkeypatch.chdir(tmp_path)
+  np.save('counts.npy', [5, 0, 9])
+  given = ['--dtype=float32', *flags.split()]
+  assert command_lines.refusal('generate.py', *given).endswith('that is all')
+  expected = _ARGUMENTS[flags]
+  assert {name: asked[name] for name in expected} == expected
+
+
+def test_every_field_of_a_choice_has_a_flag_and_is_an_argument():
+  """And a row above; a field of another name would be a second spelling."""
+  rows = ' '.join(_ARGUMENTS)
+  names = {field.name for field in dataclasses.fields(choice_lib.ModelChoice)}
+  assert len(names) == len(choice_lib.OPTIONS)
+  for flag, option in choice_lib.OPTIONS.items():
+    assert f'--{flag}=' in rows
+    assert f'\n  {option.field.name}: ' in inspect.getdoc(models.load)
+  assert names < inspect.signature(models.load).parameters.keys()
+  with pytest.raises(TypeError, match="unexpected keyword argument 'dtpye'"):
+    models.load(dtpye='float32')
 
 
 def test_the_text_itself_drafts_without_a_draft_model(target, corpus, tmp_path):
@@ -310,10 +353,6 @@ def test_eos_ids_of_flags(pair):
   ):
     output = _generate(*flags, *eos)
     assert (output['tokens'], output['finish_reasons']) == ([end], [reason])
-  refused = functools.partial(command_lines.refusal, 'generate.py', *pair)
-  assert "--eos) has the text 'xy', but no token of" in refused('--eos=xy')
-  assert 'eos_ids has token 999, outside' in refused('--eos=999')
-  assert '--eos=none ends no text' in refused('--eos=none', '--eos=1')
 
 
 _NO_TEMPLATE = 'has no chat template, like those of base models; choose'
@@ -333,6 +372,11 @@ _NO_TEMPLATE = 'has no chat template, like those of base models; choose'
         '--show_origin': 'give one of --stream, --show_origin and --json',
         '--nojson --stream --batch_size=2': '--stream shows one prompt',
         '--system=x': '--system is the system message of a chat',
+        '--eos=xy': "--eos) has the text 'xy', but no token of",
+        '--eos=999': 'eos_ids has token 999, outside',
+        '--eos=none --eos=1': '--eos=none ends no text',
+        '--draft_vocab=x': '--draft_vocab=x is neither N nor N:FILE',
+        '--draft_vocab=5:/no': '--draft_vocab=5:/no: counts of tokens cannot',
       },
       'benchmark.py': {
         '--arms=tree(width=0)': "arm 'tree(width=0):float32': width must be",

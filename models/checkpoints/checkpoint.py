@@ -165,7 +165,8 @@ def resolve_dtype(
   stored, native = checkpoint.stored_dtypes, dtypes.native_dtypes()
   if packed and matrices_lib.STORED in stored:
     return matrices_lib.STORED
-  usable = [one for one in ('bfloat16', 'float16') if one in {*stored} & native]
+  in_order = ('bfloat16', 'float16')
+  usable = [name for name in in_order if name in {*stored} & native]
   return usable[0] if usable else 'float32'
 
 

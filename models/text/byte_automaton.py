@@ -23,8 +23,8 @@ _Way = tuple[int, int]
 # A bound of time and memory, for states that are few and large.
 _MAX_WORK = 2**22
 
-# By the number of bytes of a character, 2 to 4: the first of the first bytes, how
-# many of these there are, and the first character.
+# By the number of bytes of a character, 2 to 4: the first of the first bytes,
+# how many of these there are, and the first character.
 _FIRST_BYTES = (0xC0, 32, 0x80), (0xE0, 16, 0x800), (0xF0, 5, 0x10000)
 
 

@@ -63,12 +63,12 @@ def tokens_of(
   if draft_vocab >= vocab_size:
     return None
   special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
-  special = {one for one in special if one < vocab_size}
+  special = {id_ for id_ in special if id_ < vocab_size}
   if draft_vocab <= len(special):
     raise ValueError(
       f'draft_vocab={draft_vocab} must be more than the {len(special)} special'
       f' tokens of the draft, whose vocabulary has {vocab_size}'
     )
-  others = (one for one in range(vocab_size) if one not in special)
+  others = (id_ for id_ in range(vocab_size) if id_ not in special)
   first = [next(others) for _ in range(draft_vocab - len(special))]
   return np.array(sorted([*special, *first]))

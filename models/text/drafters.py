@@ -36,21 +36,21 @@ def _load_ngram(
   """The n-gram table; ValueError if it was built with another tokenizer."""
   path = DEMO_TABLE if settings.ngram == 'demo' else settings.ngram
   table, provenance = table_lib.load_table(path)
-  ours = pair.target.spec.vocab_size
-  theirs = provenance.get('tokenizer_blake2b')
-  if theirs is None:  # Without a digest only the size can be compared.
-    fits = table.vocab_size == ours
+  vocab_size = pair.target.spec.vocab_size
+  digest = provenance.get('tokenizer_blake2b')
+  if digest is None:  # Then only the size can be compared.
+    fits = table.vocab_size == vocab_size
   else:
     # Sizes of one tokenizer can only differ by padding.
-    fits = theirs == pair_lib.vocabulary_digest(pair.tokenizer)
+    fits = digest == pair_lib.vocabulary_digest(pair.tokenizer)
   if not fits:
     raise ValueError(
       f'the n-gram table {path} ({table.vocab_size} tokens) was built with'
-      f' another tokenizer than that of the target ({ours} tokens); build one'
-      ' with scripts/build_ngram.py, or choose --inner=lookup'
+      f' another tokenizer than that of the target ({vocab_size} tokens); build'
+      ' one with scripts/build_ngram.py, or choose --inner=lookup'
     )
   table = jax.device_put(table, pair.layout.everywhere)
-  return ngram_lib.NGram(table.replace(vocab_size=ours))
+  return ngram_lib.NGram(table.replace(vocab_size=vocab_size))
 
 
 def _default_inner(

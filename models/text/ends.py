@@ -116,7 +116,7 @@ def eos_ids_of(
   if isinstance(given, Mapping) or not isinstance(given, Iterable):
     return given
   ids: list[Any] = []
-  for one in given:
-    is_text = isinstance(one, str)
-    ids += _ids_of_text(one, tokenizer, vocab_size) if is_text else [one]
+  for token in given:
+    is_text = isinstance(token, str)
+    ids += _ids_of_text(token, tokenizer, vocab_size) if is_text else [token]
   return ids

@@ -82,9 +82,10 @@ class Option:
 
   @property
   def kind(self) -> Any:
-    """The type of its values other than None."""
+    """Its parser, or the type of its values other than None."""
     kinds = get_args(self.field.type)
-    return kinds[0] if types.NoneType in kinds else self.field.type
+    kind = kinds[0] if types.NoneType in kinds else self.field.type
+    return self.field.metadata.get('parse') or kind
 
   @property
   def choices(self) -> Mapping[str, Any]:
@@ -92,11 +93,6 @@ class Option:
     if get_origin(self.kind) is Literal:
       return {text: text for text in get_args(self.kind)}
     return self.field.metadata.get('choices', {})
-
-  @property
-  def parser(self) -> Callable[[Any], Any] | None:
-    """A function from its text to its value; None: the type."""
-    return self.field.metadata.get('parse')
 
   @property
   def repeats(self) -> bool:
@@ -123,9 +119,8 @@ class Option:
     """
     if not isinstance(text, list if self.repeats else str):
       return text
-    parse = self.parser or self.kind
     if not self.choices:
-      return parse(text)
+      return self.kind(text)
     for choice, value in self.choices.items():
       if choice == text:
         return value

@@ -150,22 +150,6 @@ def find(
   return SharedTokens(same, np.array(parts, np.int32), share)
 
 
-def _check_padding(
-  target: checkpoint_lib.Checkpoint, draft: checkpoint_lib.Checkpoint
-) -> None:
-  """Refuses vocabulary sizes that differ by more than padding."""
-  sizes = target.config.vocab_size, draft.config.vocab_size
-  num_tokens = len(target.tokenizer or ())
-  padded = draft.tokenizer is not None and num_tokens <= min(sizes)
-  if sizes[0] != sizes[1] and not padded:
-    raise ValueError(
-      f'the target has a vocabulary of {sizes[0]} tokens, the draft'
-      f' {draft.path} of {sizes[1]}, and nothing shows that the difference is'
-      f' padding (the tokenizer of the target has {num_tokens} tokens); choose'
-      ' a draft with the same tokenizer, and its tokenizer in the folder'
-    )
-
-
 def of_checkpoints(
   target: checkpoint_lib.Checkpoint, draft: checkpoint_lib.Checkpoint
 ) -> SharedTokens | None:
@@ -178,12 +162,22 @@ def of_checkpoints(
       a tokenizer have no bytes of their own; or the vocabularies of one
       tokenizer differ by more than padding.
   """
+  sizes = target.config.vocab_size, draft.config.vocab_size
   if (
     target.tokenizer is None
     or draft.tokenizer is None
     or target.tokenizer.get_vocab() == draft.tokenizer.get_vocab()
   ):
-    _check_padding(target, draft)
+    num_tokens = len(target.tokenizer or ())
+    padded = draft.tokenizer is not None and num_tokens <= min(sizes)
+    if sizes[0] != sizes[1] and not padded:
+      raise ValueError(
+        f'the target has a vocabulary of {sizes[0]} tokens, the draft'
+        f' {draft.path} of {sizes[1]}, and nothing shows that the difference is'
+        f' padding (the tokenizer of the target has {num_tokens} tokens);'
+        ' choose a draft with the same tokenizer, and its tokenizer in the'
+        ' folder'
+      )
     return None
   names = (
     f'the tokenizers of the target {target.path} ({len(target.tokenizer)}'
@@ -193,7 +187,7 @@ def of_checkpoints(
     shared = find(
       target.tokenizer,
       draft.tokenizer,
-      sizes=(target.config.vocab_size, draft.config.vocab_size),
+      sizes=sizes,
       ends=(target.eos_ids, draft.eos_ids),
     )
   except ValueError as error:

@@ -157,7 +157,7 @@ def text_generation(
 ) -> result_lib.TextGeneration:
   """The texts of a generation; all arguments have an entry per row."""
   rows = zip(generation.tokens, stops, strict=True)
-  texts = [_text(pair, tokens, own) for tokens, own in rows]
+  texts = [_text(pair, *row) for row in rows]
   pieces = map(pair.pieces, generation.tokens)
   return result_lib.TextGeneration(
     prompts=list(prompts),

@@ -50,8 +50,10 @@ def with_ids(
   vocab_size, given = pair.target.spec.vocab_size, options.get('eos_ids')
   eos_ids = ends_lib.eos_ids_of(given, pair.tokenizer, vocab_size)
   of_text = ('regex', 'json_schema')
-  kept = {name: one for name, one in options.items() if name not in of_text}
-  return kept | {
+  others = {
+    name: value for name, value in options.items() if name not in of_text
+  }
+  return others | {
     'stop': ends_lib.stop_table(stops, pair.tokenizer, vocab_size),
     'eos_ids': pair.eos_ids if given is None else eos_ids,
   }

@@ -159,7 +159,8 @@ def token_bytes(
     decoder = backend.decoder
     read = _token_reader(None if decoder is None else _state(decoder))
     # They are matched in texts as they are, not spelled in the byte alphabet.
-    plain = set() if read is not _byte_level else {one.content for one in added}
+    byte_level = read is _byte_level
+    plain = {token.content for token in added} if byte_level else set()
     tokens = map(backend.id_to_token, range(vocab_size))
     known[key] = tuple(
       b''

@@ -41,28 +41,22 @@ def read_vocabulary(sources: sources_lib.Sources) -> Vocabulary:
       of one tokenizer differ by more than padding.
   """
   tokenizer, draft = sources.tokenizer, sources.draft
-  vocabulary = Vocabulary(
-    sources=sources, tokenizer=tokenizer, eos_ids=_eos_ids(sources)
-  )
+  target, choice = sources.target, sources.choice
+  if choice.eos_ids is None:
+    eos_ids = target.eos_ids
+  else:
+    ids = ends_lib.eos_ids_of(choice.eos_ids, tokenizer, len(tokenizer))
+    eos_ids = tuple(checks_lib.to_ids('eos_ids', ids, target.config.vocab_size))
+  vocabulary = Vocabulary(sources=sources, tokenizer=tokenizer, eos_ids=eos_ids)
   if draft is None:
     return vocabulary
-  shared = shared_tokens.of_checkpoints(sources.target, draft)
+  shared = shared_tokens.of_checkpoints(target, draft)
   return dataclasses.replace(
     vocabulary,
     shared=shared,
     draft_outputs=draft_vocabulary.tokens_of(
-      sources.choice.draft_vocab,
+      choice.draft_vocab,
       draft.tokenizer if shared else tokenizer,
       draft.config.vocab_size,
     ),
   )
-
-
-def _eos_ids(sources: sources_lib.Sources) -> tuple[int, ...]:
-  """The tokens that end a text: as chosen, or as the target's files say."""
-  chosen, tokenizer = sources.choice.eos_ids, sources.tokenizer
-  if chosen is None:
-    return sources.target.eos_ids
-  ids = ends_lib.eos_ids_of(chosen, tokenizer, len(tokenizer))
-  vocab_size = sources.target.config.vocab_size
-  return tuple(arguments_lib.to_ids('eos_ids', ids, vocab_size))

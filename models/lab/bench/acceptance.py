@@ -88,7 +88,7 @@ def theory(target: jax.Array, draft: jax.Array) -> dict[str, jax.Array]:
   p_from = jnp.flip(jnp.cumsum(jnp.flip(p, 1), axis=1), 1)
   q_before = jnp.cumsum(q, axis=1) - q
   both = (p > 0) & (q > 0)
-  share = lambda mass, own: mass / jnp.where(both, own, 1.0)
+  share = lambda mass, prob: mass / jnp.where(both, prob, 1.0)
   coupled = jnp.where(both, 1 / (share(p_from, p) + share(q_before, q)), 0.0)
   return {
     '1 - TV': common,
@@ -131,17 +131,17 @@ def _acceptance(
       # Origin 0 is the target, whose token is the last of its forward.
       first = np.concatenate([[0], origins[:-1]]) == 0
       accepted.append(np.asarray(origins)[first] > 0)
-      at = len(prompt) - 1 + np.flatnonzero(first)
+      positions = len(prompt) - 1 + np.flatnonzero(first)
       found: dict[str, np.ndarray] = {}
       target, draft = map(np.asarray, probs_of([*prompt, *tokens]))
       if number == 1:
         # Padded to a power of two, so that few shapes are compiled.
-        padded = np.resize(at, 1 << (at.size - 1).bit_length())
+        padded = np.resize(positions, 1 << (positions.size - 1).bit_length())
         rates = jax.device_get(theory(target[padded], draft[padded]))
-        found = {name: rate[: at.size] for name, rate in rates.items()}
+        found = {name: rate[: positions.size] for name, rate in rates.items()}
       if rule.children is not None:
         found['most'] = ceilings.one_step(
-          target[at], draft[at], number, rule.children
+          target[positions], draft[positions], number, rule.children
         )
       expected.append(found)
   pooled = np.concatenate(accepted)

@@ -67,14 +67,14 @@ def turns_of(
       # A full batch shares its programs with those that are timed.
       rows += rows[-1:] * (batch_size - len(rows))
       tokens = answer(rows, max_new_tokens).tokens[: len(chunk)]
-      for index, own in zip(chunk, tokens, strict=True):
-        answers[index].append(pair.decode(own))
+      for index, answer_ids in zip(chunk, tokens, strict=True):
+        answers[index].append(pair.decode(answer_ids))
         messages = questions[index].messages(answers[index])
         prompts[index] += pair.ids_of([messages])
   return [
     (question.category, ids)
-    for question, own in zip(questions, prompts, strict=True)
-    for ids in own
+    for question, turns in zip(questions, prompts, strict=True)
+    for ids in turns
   ]
 
 

@@ -198,7 +198,7 @@ class Report:
     groups = {
       **self.categories,
       'all, pooled': self.arms,
-      'mean of categories': {arm: own | unknown for arm, own in means.items()},
+      'mean of categories': {arm: means[arm] | unknown for arm in means},
     }
     head = 'speed after the prompt', *self.arms
     speeds = [
@@ -226,7 +226,7 @@ PAPER_COSTS = {
 }
 
 
-def _our_arm(
+def _own_arm(
   spec: arms_lib.ArmSpec, pair: pair_lib.Pair, task: arms_lib.BenchmarkTask
 ) -> arms_lib.ReadyArm:
   try:
@@ -302,14 +302,18 @@ def _by_category(
   for name in dict.fromkeys(measured):
     if name is None:
       continue
-    own = [index for index, other in enumerate(measured) if other == name]
+    indices = [index for index, other in enumerate(measured) if other == name]
     found[name] = timing.summarize_arms(
-      {arm: [all_[index] for index in own] for arm, all_ in results.items()},
+      {
+        arm: [all_[index] for index in indices] for arm, all_ in results.items()
+      },
       baseline=baseline,
     )
-    for arm, one in found[name].items():
+    for arm, own_figures in found[name].items():
       flips = figures[arm]['flips']
-      one['flips'] = flips and [flip for flip in flips if flip['batch'] in own]
+      own_figures['flips'] = flips and [
+        flip for flip in flips if flip['batch'] in indices
+      ]
   return found
 
 
@@ -361,20 +365,20 @@ def _load(
   specs: Sequence[arms_lib.ArmSpec], task: arms_lib.BenchmarkTask
 ) -> tuple[dict[str, pair_lib.Pair], dict[str, arms_lib.ReadyArm]]:
   """The pairs by dtype, and all arms by name in the order of `specs`."""
-  ours = [spec for spec in specs if spec.peer is None]
-  if not ours:
+  own_specs = [spec for spec in specs if spec.peer is None]
+  if not own_specs:
     raise ValueError('--arms needs an arm of this library, e.g. plain')
   _describe_peers(specs, task)  # raises before loading if one is missing
   pairs = {
     dtype: pair_lib.load_pair(dataclasses.replace(task.models, dtype=dtype))
-    for dtype in sorted({spec.dtype for spec in ours})
+    for dtype in sorted({spec.dtype for spec in own_specs})
   }
-  arms = {spec: _our_arm(spec, pairs[spec.dtype], task) for spec in ours}
+  arms = {spec: _own_arm(spec, pairs[spec.dtype], task) for spec in own_specs}
   eos_ids = next(iter(pairs.values())).eos_ids
   for peer, make_arms in _PEERS.items():
-    theirs = [spec for spec in specs if spec.peer == peer]
-    if theirs:
-      arms |= make_arms(theirs, task, eos_ids=eos_ids)
+    peer_specs = [spec for spec in specs if spec.peer == peer]
+    if peer_specs:
+      arms |= make_arms(peer_specs, task, eos_ids=eos_ids)
   return pairs, {str(spec): arms[spec] for spec in specs}
 
 
@@ -391,13 +395,13 @@ def _decode(
   decoders = {name: arm.decode for name, arm in arms.items()}
   total = len(arms) * (len(batches) + 1)
   longest = max(batches, key=lambda batch: max(map(len, batch)))
-  few = min(8, max_new_tokens)
+  num_tokens = min(8, max_new_tokens)
   with tqdm.tqdm(total=total, unit='batch', file=sys.stderr) as bar:
     compile_seconds = timing.warm_up(
       decoders, batches, max_new_tokens=max_new_tokens, report=bar.update
     )
     beyond = {
-      name: arm.peak_beyond(functools.partial(arm.decode, longest, few))
+      name: arm.peak_beyond(functools.partial(arm.decode, longest, num_tokens))
       for name, arm in arms.items()
     }
     results = timing.time_arms(
@@ -466,12 +470,12 @@ def run(
     predicted = _predicted(ready, figures, *first, limit)
   for spec in arms:
     name = str(spec)
-    own, arm = figures[name], ready[name]
+    measured, arm = figures[name], ready[name]
     costs = results[name][0].generation.stats.costs
     paper = statistics_lib.relative_bandwidth(
-      own['reads'], {**costs, **PAPER_COSTS}
+      measured['reads'], {**costs, **PAPER_COSTS}
     )
-    own |= machine.roofline_point(own, costs, arm.sizes, summary) | {
+    measured |= machine.roofline_point(measured, costs, arm.sizes, summary) | {
       'relative_bandwidth_at_paper_costs': paper,
       'predicted_speed': predicted.get(name),
       'compile_seconds': compile_seconds[name],

@@ -155,26 +155,28 @@ def check_tokens(
   """
   options |= {'sampling': sampling}
   plain = dataclasses.replace(generator, drafter=specdec.PLAIN)
-  own = options | {'children': None}  # Nothing is drafted.
-  ids, expected, _ = _decode(plain, prompts, seed, 1, 'plain', **own)
+  undrafted = options | {'children': None}
+  ids, expected, _ = _decode(plain, prompts, seed, 1, 'plain', **undrafted)
   checks = []
   for size in batch_sizes:
     title = f'batch {size}'
     _, found, rate = _decode(generator, prompts, seed, size, title, **options)
     divergences = []
     for number, (row, other) in enumerate(zip(expected, found, strict=True)):
-      at = timing.first_difference(other, row)
-      if at is None:
+      offset = timing.first_difference(other, row)
+      if offset is None:
         continue
       text, key = (
-        ids[number] + row[:at],
+        ids[number] + row[:offset],
         text_options.keys_of_seeds([seed + number], 1)[0],
       )
       margin = exactness.choice_margin(
         generator.pair.target, key, text, sampling
       )
-      tokens = row[at : at + 3], other[at : at + 3]
-      divergences.append(Divergence(number, at, *tokens, margin))
+      shown = slice(offset, offset + 3)
+      divergences.append(
+        Divergence(number, offset, row[shown], other[shown], margin)
+      )
     checks.append(
       TokenCheck(
         batch_size=size,
@@ -222,7 +224,7 @@ def check_distribution(
           pair.target, prompt, tokens, sampling, key, pair.draft
         )
         rows.append(values)
-        impossible += [(number, int(at)) for at in np.flatnonzero(probs <= 0)]
+        impossible += [(number, int(i)) for i in np.flatnonzero(probs <= 0)]
     check = DistributionCheck(
       batch_size=size,
       num_tokens=num_tokens,

@@ -114,7 +114,7 @@ def kernels(num_rows: Sequence[int], repeats: int) -> list[Row]:
     shape = features_out, features_in
     blocks = [[(slice(None), draw(*shape))] for _ in range(matrices)]
     make = matrices_lib.FORMATS[dtype].from_blocks
-    made = [make(one, shape) for one in blocks]
+    made = [make(matrix, shape) for matrix in blocks]
     weights = {
       'xla': jax.device_put(matrices_lib.for_xla(made)),
       'kernels': list(map(matrices_lib.pack, made)),

@@ -86,4 +86,4 @@ def choose(
       f' the categories are {", ".join(map(str, groups))}'
     )
   names = [name for name in groups if name in categories or not categories]
-  return [one for name in names for one in groups[name][:most]]
+  return [found for name in names for found in groups[name][:most]]

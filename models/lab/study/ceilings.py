@@ -70,9 +70,9 @@ def _without_replacement(q: np.ndarray, number: int) -> np.ndarray:
     rung = -np.expm1(-q[:, : last + 1, None] * times[:, None])
     fewer = np.zeros((number, *times.shape))  # by how many have rung
     fewer[0] = 1.0
-    for one in np.moveaxis(rung, 1, 0):
-      fewer[1:] = fewer[1:] * (1.0 - one) + fewer[:-1] * one
-      fewer[0] *= 1.0 - one
+    for prob in np.moveaxis(rung, 1, 0):
+      fewer[1:] = fewer[1:] * (1.0 - prob) + fewer[:-1] * prob
+      fewer[0] *= 1.0 - prob
     enough = (1.0 - fewer.sum(0)) @ weights
     found[:, last] = np.where(inner, enough, 1.0)
   return found
@@ -99,7 +99,8 @@ def one_step(
     `[n]` float64, probabilities; NaN for several draws without replacement
     among more than 100 tokens.
   """
-  rows = [slice(at, at + _CHUNK) for at in range(0, len(target), _CHUNK)]
+  starts = range(0, len(target), _CHUNK)
+  rows = [slice(start, start + _CHUNK) for start in starts]
   found = [
     _one_step(
       np.asarray(target[some]), np.asarray(draft[some]), number, children

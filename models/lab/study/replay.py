@@ -38,8 +38,8 @@ def _oracle_spec(spec: model_lib.ModelSpec) -> model_lib.ModelSpec:
     known = jax.nn.one_hot(following, spec.vocab_size, dtype=bool)
     for layer, states in params['hidden'].items():
       # Right for the tokens of the text; those of others are not kept.
-      at = jnp.clip(positions, 0, states.shape[1] - 1)[:, :, None]
-      states = jnp.take_along_axis(states, at, axis=1)
+      index = jnp.clip(positions, 0, states.shape[1] - 1)[:, :, None]
+      states = jnp.take_along_axis(states, index, axis=1)
       cache = cache_lib.write_hidden(cache, layer, states)
     # No bias, penalty, temperature or noise makes another token likelier.
     return jnp.where(known, 0.0, -jnp.inf), cache

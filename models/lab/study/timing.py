@@ -188,7 +188,7 @@ def _summarize(
   measurements: Sequence[Measurement], baseline: Sequence[Measurement]
 ) -> dict[str, Any]:
   stats = [measured.generation.stats for measured in measurements]
-  counts = [{key: getattr(one, key) for key in _COUNTS} for one in stats]
+  counts = [{key: getattr(row, key) for key in _COUNTS} for row in stats]
   # Numbers, lists and dictionaries are added entry by entry.
   pooled = jax.tree.map(lambda *values: sum(values), *counts)
   figures = statistics_lib.Statistics(**pooled, costs=stats[0].costs)

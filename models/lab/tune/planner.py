@@ -287,7 +287,9 @@ def _fixed_trees(
 
   The time of a forward of the draft is that of the first chain in `tried`.
   """
-  chains = (one for one in tried.values() if one.candidate.method == 'chain')
+  chains = (
+    found for found in tried.values() if found.candidate.method == 'chain'
+  )
   first = next(chains, None)
   if first is None or search.pair.draft is None:
     return  # A head cannot be asked for ranks without its target.
@@ -358,7 +360,7 @@ def _decode_finalists(
     finalists.append(tried[name])
     search.decode(target, finalists[-1].drafter, first, _DECODING_ENDS, 1)
   # Tokens per row for which the time suffices.
-  names = [one.candidate.name for one in finalists]
+  names = [finalist.candidate.name for finalist in finalists]
   per_token = len(first.new) * sum(1 / rates[name] for name in names)
   limit = int(search.seconds_left(_DECODING_ENDS) / per_token)
   limit = max(limit, _LEAST_TOKENS)
@@ -366,11 +368,11 @@ def _decode_finalists(
   for index, sample in enumerate(samples * _PASSES):
     if index and search.is_late(_DECODING_ENDS):
       break
-    for one in finalists[:: 1 if index % 2 == 0 else -1]:
+    for finalist in finalists[:: 1 if index % 2 == 0 else -1]:
       seconds, generation = search.decode(
-        target, one.drafter, sample, _DECODING_ENDS, limit
+        target, finalist.drafter, sample, _DECODING_ENDS, limit
       )
-      one.decodes.append((seconds, generation.stats.new_tokens))
+      finalist.decodes.append((seconds, generation.stats.new_tokens))
   for name, rate in _measured(tried).items():
     search.report(f'{name}: {rate:.1f} tokens/s measured')
 
@@ -380,7 +382,7 @@ def _predicted(
 ) -> dict[str, float]:
   """Predicted tokens per second, by name, fastest first."""
   rates = {
-    name: one.trial.tokens_per_second(costs) for name, one in tried.items()
+    name: found.trial.tokens_per_second(costs) for name, found in tried.items()
   }
   return dict(sorted(rates.items(), key=lambda item: -item[1]))
 
@@ -388,9 +390,9 @@ def _predicted(
 def _measured(tried: Mapping[str, _Tried]) -> dict[str, float]:
   """Tokens per second with the target, by name."""
   totals = {
-    name: np.sum(one.decodes, axis=0)
-    for name, one in tried.items()
-    if one.decodes
+    name: np.sum(found.decodes, axis=0)
+    for name, found in tried.items()
+    if found.decodes
   }
   return {n: float(tokens / time) for n, (time, tokens) in totals.items()}
 
