@@ -46,7 +46,9 @@ def read_vocabulary(sources: sources_lib.Sources) -> Vocabulary:
     eos_ids = target.eos_ids
   else:
     ids = ends_lib.eos_ids_of(choice.eos_ids, tokenizer, len(tokenizer))
-    eos_ids = tuple(checks_lib.to_ids('eos_ids', ids, target.config.vocab_size))
+    eos_ids = tuple(
+      arguments_lib.to_ids('eos_ids', ids, target.config.vocab_size)
+    )
   vocabulary = Vocabulary(sources=sources, tokenizer=tokenizer, eos_ids=eos_ids)
   if draft is None:
     return vocabulary
