@@ -24,7 +24,7 @@ import tiny
 import tiny_drafters
 import tiny_heads
 
-from models.checkpoints import heads
+from models.checkpoints.heads import heads
 from models.lab.training import head_trainer
 from models.nn import adapter
 from models.nn import eagle

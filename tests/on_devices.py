@@ -27,8 +27,8 @@ import numpy as np
 import tiny
 import tiny_drafters
 
-from models.checkpoints import heads
 from models.checkpoints import hub
+from models.checkpoints.heads import heads
 from models.lab.bench import machine
 from models.lab.study import exactness
 from models.nn import adapter

@@ -10,7 +10,7 @@ from safetensors import numpy as safetensors_numpy
 import tiny
 import tiny_blocks
 
-from models.checkpoints import heads
+from models.checkpoints.heads import heads
 from models.nn import gpt2 as nn_gpt2
 import specdec
 from specdec import cache as cache_lib

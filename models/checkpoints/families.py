@@ -16,9 +16,9 @@ from huggingface_hub.errors import StrictDataclassError
 import numpy as np
 import transformers
 
-from models.checkpoints import config_keys
 from models.checkpoints import gpt2 as checkpoints_gpt2
 from models.checkpoints import llama as checkpoints_llama
+from models.checkpoints.keys import config_keys
 from models.nn import adapter
 from models.nn import gemma as gemma_lib
 from models.nn import gpt2 as nn_gpt2

@@ -6,7 +6,7 @@ from typing import Any
 
 import transformers
 
-from models.checkpoints import config_keys
+from models.checkpoints.keys import config_keys
 from models.nn import gpt2 as nn_gpt2
 from models.nn import layers
 

@@ -11,8 +11,8 @@ from huggingface_hub.errors import StrictDataclassError
 import numpy as np
 import transformers
 
-from models.checkpoints import config_keys
-from models.checkpoints import rope_keys
+from models.checkpoints.keys import config_keys
+from models.checkpoints.keys import rope_keys
 from models.nn import gemma as gemma_lib
 from models.nn import layers
 from models.nn import llama as nn_llama

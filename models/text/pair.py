@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import transformers
 
-from models.checkpoints import heads
 from models.checkpoints import hub
+from models.checkpoints.heads import heads
 from models.nn import adapter
 from models.nn import other_tokens
 from models.nn import sharding as sharding_lib

@@ -21,7 +21,7 @@ import weakref
 
 import jax.numpy as jnp
 
-from models.checkpoints import gguf
+from models.checkpoints import gguf_checkpoint
 from models.checkpoints import hub
 from models.lab.bench import arms as arms_lib
 from models.lab.bench import machine
@@ -174,9 +174,9 @@ class _Arm:
     )
 
 
-def _file(name: str, flag: str) -> gguf.GGUFFile:
+def _file(name: str, flag: str) -> gguf_checkpoint.GGUFFile:
   found = hub.locate(name)
-  if not isinstance(found, gguf.GGUFFile):
+  if not isinstance(found, gguf_checkpoint.GGUFFile):
     raise ValueError(
       f'--{flag}={name}: llama.cpp reads GGUF files only; name one, or leave'
       ' out the llama.cpp arms'
@@ -184,7 +184,9 @@ def _file(name: str, flag: str) -> gguf.GGUFFile:
   return found
 
 
-def _size(file: gguf.GGUFFile) -> tuple[machine.ModelSize, dict[str, int], int]:
+def _size(
+  file: gguf_checkpoint.GGUFFile,
+) -> tuple[machine.ModelSize, dict[str, int], int]:
   """Size, costs and bytes of the weights of a GGUF file."""
   size = machine.model_size(
     adapter.as_model(hub.shape_module(file.config, jnp.dtype('float16')))
@@ -198,7 +200,9 @@ def _size(file: gguf.GGUFFile) -> tuple[machine.ModelSize, dict[str, int], int]:
 
 
 def _command(
-  spec: arms_lib.ArmSpec, program: str, files: Mapping[str, gguf.GGUFFile]
+  spec: arms_lib.ArmSpec,
+  program: str,
+  files: Mapping[str, gguf_checkpoint.GGUFFile],
 ) -> list[str]:
   options = {
     'model': files['target'].path,

@@ -21,14 +21,14 @@ import numpy as np
 import tqdm
 
 from models.checkpoints import checkpoint as checkpoint_lib
-from models.checkpoints import heads
 from models.checkpoints import hub
+from models.checkpoints.heads import heads
 from models.lab.training import kept
 from models.lab.training import trainer
 from models.nn import adapter
 from models.nn import dtypes
-from models.nn import matrices as matrices_lib
 from models.nn.cpu import build
+from models.nn.weights import matrices as matrices_lib
 from models.text import plan as plan_lib
 from specdec import cache as cache_lib
 from specdec import model as model_lib

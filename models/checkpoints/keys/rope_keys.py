@@ -9,7 +9,7 @@ import dataclasses
 import functools
 from typing import Any
 
-from models.checkpoints import config_keys
+from models.checkpoints.keys import config_keys
 from models.nn import rope as rope_lib
 
 _OBJECTS = ('rope_parameters', 'rope_scaling')

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from models.checkpoints import config_keys
-from models.checkpoints import gguf_header
+from models.checkpoints.gguf import gguf_header
+from models.checkpoints.keys import config_keys
 
 # Keys of the metadata, after the architecture, and those of config.json.
 _GPT2_KEYS = {

@@ -1,0 +1,1 @@
+"""Drafting heads from folders and GGUF files."""

@@ -1,0 +1,1 @@
+"""Keys of configurations: which are read, without effect, or refused."""

@@ -1,0 +1,1 @@
+"""Matrices of weights, the formats that they are stored in, and products."""
