@@ -84,7 +84,7 @@ def main() -> None:
 
   device, mesh = _checked()
   record.prepare_output(_OUTPUT.value)
-  # What accelerators are used with, whatever this machine computes in.
+  # Accelerators are used with bfloat16, whatever this machine computes in.
   models = options.models()
   dtype = 'bfloat16' if models.dtype == dtypes.AUTO else models.dtype
   task = programs.CompiledTask(

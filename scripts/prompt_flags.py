@@ -82,7 +82,7 @@ def file_questions(categories: Sequence[str]) -> list[questions_lib.Question]:
 
 
 def given(prompt: flags.FlagHolder, number: int) -> list[str]:
-  """So many prompts of the file, or copies of the flag `--prompt`."""
+  """The first `number` prompts of the file, or copies of `--prompt`."""
   if options.PROMPT_FILE.value is None:
     checks_lib.check_text(f'--{prompt.name}', prompt.value)
     return [prompt.value] * number

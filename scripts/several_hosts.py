@@ -115,7 +115,7 @@ def writes() -> bool:
 
 
 def of_first_host(make: Callable[[], Any]) -> Any:
-  """What a function returns on the first host, which alone calls it, as JSON.
+  """The result of a function that the first host alone calls, as JSON.
 
   Files are read so, because hosts whose inputs differ would wait for ever.
   """

@@ -47,7 +47,7 @@ def test_eos_is_what_the_configs_state_if_usable(
     write('generation_config.json', {'eos_token_id': generation})
   choice = choice_lib.ModelChoice(str(folder), None)
   assert pair_lib.load_pair(choice).eos_ids == expected
-  # Those of the call count, whatever the files say.
+  # The choice counts, whatever the files say.
   write('generation_config.json', {'eos_token_id': '</s>'})
   chosen = dataclasses.replace(choice, eos_ids=['first', 3])
   assert pair_lib.load_pair(chosen).eos_ids == (266, 3)

@@ -1,4 +1,4 @@
-"""What all stored models have in common, whatever holds them."""
+"""The interface of all stored models, whatever holds them."""
 
 from collections.abc import Iterator
 from collections.abc import Sequence

@@ -204,7 +204,7 @@ def read_module(
   """
   config, form = checkpoint.config, matrices_lib.format_of(dtype)
   family = families.family_of(config)
-  # Of one matrix per layer, before shapes are made of absurd sizes.
+  # One matrix per layer is counted before shapes are made of absurd sizes.
   least = config.num_layers * config.width**2 // layout.num_devices
   memory.check_fits({'the weights; see config.json': least})
   shapes = shape_module(config, jnp.dtype(form.float_dtype), layout)
@@ -385,7 +385,7 @@ def save_pretrained(
   for own, arrays in stored.items():
     known = family.canonical_name(own, module.config) or own
     order = family.parts(known, module.config) or arrays
-    # What is transposed stays so when it is joined, and would be written so.
+    # A transposed array stays so when it is joined, and would be written so.
     joined = np.concatenate([arrays[name] for name in order])
     tensors[own] = np.ascontiguousarray(joined)
   safetensors_numpy.save_file(

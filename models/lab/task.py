@@ -1,4 +1,4 @@
-"""What is decoded, and how: for benchmarks, plans and compiled programs."""
+"""The decoding task of benchmarks, plans and compiled programs."""
 
 import dataclasses
 

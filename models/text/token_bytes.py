@@ -74,7 +74,7 @@ def is_byte_level(tokenizer: transformers.PreTrainedTokenizerBase) -> bool:
 
 
 def _state(decoder: Any) -> dict[str, Any]:
-  """What tokenizer.json says of a decoder."""
+  """The entry of tokenizer.json for a decoder."""
   return json.loads(decoder.__getstate__())
 
 

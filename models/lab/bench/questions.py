@@ -16,7 +16,7 @@ from specdec import checks as checks_lib
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-  """What a user says in each turn of a conversation.
+  """The messages of a user in the turns of a conversation.
 
   Without a category it is a text to continue, in its only turn.
   """

@@ -31,7 +31,7 @@ class Measurement:
 
   seconds: float  # Wall time of the call.
   generation: generation_lib.Generation
-  # Of the same call with limit 0: the prefill and the fixed cost of a call.
+  # The same call with limit 0: the prefill and the fixed cost of a call.
   prefill_seconds: float = 0.0
 
   @property
