@@ -46,7 +46,7 @@ def _check() -> None:
 
 
 def _next_line():
-  """The line that the user types, without spaces around it; None at the end."""
+  """A line that the user types, without spaces around it; None at the end."""
   while True:
     try:
       if line := input('> ').strip():

@@ -26,7 +26,7 @@ _COMPILATION_CACHE = flags.DEFINE_string(
   'folder that keeps compiled programs for the next run, or none; default:'
   ' JAX_COMPILATION_CACHE_DIR, else ~/.cache/specdec/programs',
 )
-_CACHE_BYTES = 2 << 30  # For the default folder; the oldest files go first.
+_CACHE_BYTES = 2 << 30  # The default folder's size; unused programs go first.
 
 _REFUSED, _INTERRUPTED = 2, 130  # Statuses; that of Ctrl-C as in shells.
 

@@ -85,7 +85,7 @@ def main() -> None:
 
   device, mesh = _checked()
   record.prepare_output(_OUTPUT.value)
-  # The format that accelerators are used with, whatever this machine has.
+  # Accelerators are used with bfloat16, whatever this machine computes in.
   models = options.models()
   dtype = 'bfloat16' if models.dtype == dtypes.AUTO else models.dtype
   task = programs.CompiledTask(

@@ -46,7 +46,7 @@ def is_exact() -> bool:
 
 
 def task(batch_size: int, plan: plan_lib.Plan | None = None) -> task_lib.Task:
-  """The method that the flags ask for, with a plan for `plan`."""
+  """The task of the flags, with a plan for the method `plan`."""
   return task_lib.Task(
     models=models(),
     drafting=options.draft_settings(plan),

@@ -84,7 +84,7 @@ def file_questions(categories: Sequence[str]) -> list[questions_lib.Question]:
 
 
 def given(prompt: flags.FlagHolder, number: int) -> list[str]:
-  """The first prompts of the file, or copies of the flag `--prompt`."""
+  """The first `number` prompts of the file, or copies of `--prompt`."""
   if options.PROMPT_FILE.value is None:
     arguments_lib.check_text(f'--{prompt.name}', prompt.value)
     return [prompt.value] * number

@@ -54,6 +54,7 @@ def test_methods_dtypes_and_options_are_told_apart():
     ('width=0', 'width must be an integer of at least 1'),
     ('inner_width=0', 'inner_width must be an integer'),
     ('rounds=two', 'rounds=two: '),
+    ('inner=ngrams', 'inner=ngrams: expected one of none, ngram, lookup'),
     ('num_draft_tokens=0', 'num_draft_tokens must be an integer of at'),
     ('topology=chain:x', "topology 'chain:x': expected"),
   ],

@@ -358,7 +358,7 @@ def test_eos_ids_of_flags(pair):
 _NO_TEMPLATE = 'has no chat template, like those of base models; choose'
 
 
-# Tests of the parts list what the library refuses: here is how
+# The tests of its parts list what the library refuses: here is how
 # scripts say it, and what they refuse themselves.
 @pytest.mark.parametrize(
   ('script', 'flags', 'message'),

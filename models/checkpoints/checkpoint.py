@@ -1,4 +1,4 @@
-"""The protocol of stored models, whatever holds them."""
+"""The interface of all stored models, whatever holds them."""
 
 from collections.abc import Callable
 from collections.abc import Iterator

@@ -387,7 +387,7 @@ def save_pretrained(
   for own, arrays in stored.items():
     known = family.canonical_name(own, module.config) or own
     order = family.parts(known, module.config) or arrays
-    # Transposed arrays stay so when they are joined, and would be written so.
+    # A transposed array stays so when it is joined, and would be written so.
     joined = np.concatenate([arrays[name] for name in order])
     tensors[own] = np.ascontiguousarray(joined)
   whole_files.write_tensors(

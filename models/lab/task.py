@@ -1,4 +1,4 @@
-"""A task: the models, and how to decode, for benchmarks, plans and programs."""
+"""The decoding task of benchmarks, plans and compiled programs."""
 
 import dataclasses
 

@@ -69,7 +69,7 @@ class TextGeneration:
     return ''.join(marked)
 
   def legend(self, *, color: bool) -> str:
-    """A legend of the marks, and the share of the tokens of each source."""
+    """The meaning of the marks, and the share of the tokens of each source."""
     counts = self.stats.origins or {}
     total = max(sum(counts.values()), 1)
     sources = [

@@ -1,4 +1,4 @@
-"""The tokens that a target and a draft share, by their bytes.
+"""The tokens that two vocabularies share, by the tokens' bytes.
 
 See `models.nn.other_tokens` for what is made of it.
 """
@@ -153,7 +153,7 @@ def find(
 def of_checkpoints(
   target: checkpoint_lib.Checkpoint, draft: checkpoint_lib.Checkpoint
 ) -> SharedTokens | None:
-  """The tokens that models with different tokenizers share, which is logged.
+  """The tokens that two models share if their tokenizers differ; logs them.
 
   None if the tokenizers are equal, or that of the draft is not known.
 

@@ -54,7 +54,7 @@ class TextDecoding:
 
   @property
   def num_read(self) -> list[int]:
-    """By row, the prompt tokens that were not known before `extend`."""
+    """How many prompt tokens of each row `extend` had to read."""
     rows = zip(self._decoding.prompts, self._decoding.num_kept, strict=True)
     return [len(ids) - kept for ids, kept in rows]
 

@@ -74,7 +74,7 @@ def is_byte_level(tokenizer: transformers.PreTrainedTokenizerBase) -> bool:
 
 
 def _state(decoder: Any) -> dict[str, Any]:
-  """The decoder that tokenizer.json describes."""
+  """The entry of tokenizer.json for a decoder."""
   return json.loads(decoder.__getstate__())
 
 

@@ -21,7 +21,7 @@ PEER_METHODS = (
   *('transformers', 'transformers-assisted', 'transformers-lookup'),
   *('llama.cpp', 'llama.cpp-draft', 'llama.cpp-lookup'),
 )
-# llama.cpp computes in the dtypes of the GGUF file.
+# The dtypes of llama.cpp are those of the GGUF file.
 _PEER_DTYPES = {
   'transformers': ('float32', 'bfloat16'),
   'llama.cpp': ('gguf',),
@@ -70,7 +70,7 @@ class ArmSpec:
   """A method of decoding, with the options that differ from the common ones."""
 
   method: str  # One of `models.text.settings.METHODS` or `PEER_METHODS`.
-  dtype: str  # Weights' and cache's; llama.cpp: `gguf`.
+  dtype: str  # Weights and cache have it; `gguf` for llama.cpp.
   options: tuple[tuple[str, str], ...] = ()  # Pairs of name and value.
 
   @property

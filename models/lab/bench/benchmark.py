@@ -101,7 +101,7 @@ _CATEGORY: _Columns = {
   ),
   'flips': _SPEED['flips'],
 }
-# These have a mean over categories.
+# Figures that are averaged over categories.
 _MEANS = (
   *('tokens_per_second', 'decoding_tokens_per_second', 'block_efficiency'),
   *('speed', 'decoding_speed', 'acceptance_by_position'),

@@ -283,8 +283,8 @@ class Forwards:
   """
 
   prompt_length: int  # Padded.
-  forwards: int = 0  # The batch's.
-  positions: int = 0  # All rows together.
+  forwards: int = 0  # Forwards of the batch.
+  positions: int = 0  # Positions of all rows.
   slots: int = 0  # Visible slots of the cache, padding included.
 
   def __call__(self, module, args, kwargs):

@@ -16,7 +16,7 @@ from specdec import arguments as arguments_lib
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-  """The turns of a user in a conversation.
+  """The messages of a user in the turns of a conversation.
 
   Without a category it is a text to continue, in its only turn.
   """

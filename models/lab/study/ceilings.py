@@ -28,7 +28,7 @@ _CHUNK = 256  # positions at a time
 
 
 def _apart(p: np.ndarray, q: np.ndarray, number: int) -> np.ndarray:
-  """The acceptance of the best children and one drawn by rejection, `[n]`."""
+  """How often rejection accepts the best children and one drawn, `[n]`."""
   order = np.argsort(-q, axis=1, kind='stable')
   p, q = (np.take_along_axis(array, order, axis=1) for array in (p, q))
   best, rest = p[:, : number - 1].sum(1), q[:, number - 1 :]

@@ -37,7 +37,7 @@ class StepCosts:
     ValueError: V(1), plain decoding, is missing.
   """
 
-  prompt: float  # For reading a batch of prompts.
+  prompt: float  # Seconds of reading a batch of prompts.
   verification: Mapping[int, float]  # V by N.
 
   def __post_init__(self):
@@ -96,7 +96,7 @@ class Effort:
   """How much is timed for V(N)."""
 
   num_steps: int = 8  # Forwards per measurement.
-  repeats: int = 5  # For each measurement.
+  repeats: int = 5  # How often each measurement is made.
   #: After two N, those that take longer than so many plain forwards are left
   #: out.
   most_tokens: float = math.inf

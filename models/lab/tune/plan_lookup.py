@@ -31,7 +31,7 @@ def _as_json(value: Any) -> Any:
 
 
 def context_of(task: task_lib.Task) -> plan_lib.Context:
-  """The context that a plan made here for a task depends on.
+  """The facts that a plan depends on, if it is made here for a task.
 
   Raises:
     ValueError: a model cannot be used.

@@ -122,7 +122,7 @@ class _Tried(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Search:
-  """The settings that all steps of a search share.
+  """The arguments that all steps of a search share.
 
   `options` are arguments of `specdec.generate`, and `seconds_left` returns the
   seconds until a share of the budget is spent.
