@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors
+from safetensors import numpy as safetensors_numpy
 import tiny
 import tiny_blocks
 
@@ -189,6 +191,39 @@ def test_a_model_written_in_four_bits_is_not_rounded_again(family, tmp_path):
   for name, output in ((rounded, tmp_path), (folder, folder)):
     with pytest.raises(ValueError, match=r'few bits already|is the folder of'):
       hub.save_in_four_bits(str(name), output)
+  file = rounded / 'blocks.safetensors'
+  with safetensors.safe_open(file, 'numpy') as opened:
+    kinds = opened.metadata()
+    tensors = {name: opened.get_tensor(name) for name in opened.offset_keys()}
+  damaged = next(iter(kinds))
+  tensors[damaged][0, 0, 0] |= 0x7C00
+  safetensors_numpy.save_file(tensors, file, metadata=kinds)
+  for dtype in ('stored', 'float32'):
+    with pytest.raises(
+      ValueError, match=f'{rounded}: tensor {damaged}: a block'
+    ):
+      hub.load_module(rounded, dtype=dtype)
+
+
+@pytest.mark.parametrize('kind', blocks_lib.KINDS)
+def test_a_scale_that_is_not_finite_is_refused(kind):
+  """Wherever it is, as the weights by the package `gguf` tell."""
+  good = tiny_blocks.raw_rows(_RNG, kind, 3, 256)
+  for place in range(0, good.shape[1], 2):
+    raw = good.copy()
+    raw[1, place : place + 2] = 0, 0x7C | 0x80 * (place % 4 // 2)
+    if place // 2 % 3:
+      raw[1, place] = 1  # NaN
+    with np.errstate(all='ignore'):
+      weights = gguf.dequantize(raw, gguf.GGMLQuantizationType[kind])
+    make = lambda raw=raw: blocks_lib.from_raw(
+      [(slice(3), raw)], (3, 256), kind
+    )
+    if np.isfinite(weights).all():
+      make()
+      continue
+    with pytest.raises(ValueError, match=f'a block of {kind} has a scale that'):
+      make()
 
 
 def test_stored_is_for_files_in_blocks():

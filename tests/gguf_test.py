@@ -25,6 +25,7 @@ from models.nn import dtypes
 from models.nn import gemma as gemma_lib
 from models.nn import gpt2 as nn_gpt2
 from models.nn import llama as nn_llama
+from models.nn import matrices as matrices_lib
 from models.nn import mixtral as mixtral_lib
 from models.nn import rope as rope_lib
 from models.nn.weights import blocks as blocks_lib
@@ -307,6 +308,27 @@ def test_tensors_that_do_not_fit(change, message, path):
   _write(path, 'llama', change=change)
   with pytest.raises(ValueError, match=f'{path}.*{message}'):
     hub.load_module(path)
+
+
+@pytest.mark.parametrize(
+  ('kind', 'place'), [(Kind.Q8_0, 0), (Kind.Q4_K, 2), (Kind.Q6_K, 208)]
+)
+def test_a_scale_that_is_not_finite_is_refused_in_every_format(
+  kind, place, path
+):
+  name = 'blk.1.attn_output.weight'
+  per_block, size = gguf.GGML_QUANT_SIZES[kind]
+
+  def damage(tensors):
+    data = np.zeros((256, 256 // per_block * size), np.uint8)
+    data[200, place : place + 2] = 0x00, 0xFC  # -inf
+    return tensors | {name: (data, kind)}
+
+  _write(path, 'gpt2', change=damage)
+  for dtype in matrices_lib.DTYPES:
+    message = f'^{path}: tensor {name}: .*(scale|weights).* not finite'
+    with pytest.raises(ValueError, match=message):
+      hub.load_module(path, dtype=dtype)
 
 
 # A name, and before its type the number of axes, and two lengths.

@@ -424,6 +424,20 @@ def test_what_a_state_is(family):
   near(hidden[cache_lib.AFTER_NORM], norm(hidden[2]))
 
 
+@pytest.mark.parametrize('is_tied', [False, True])
+def test_whose_output_matrix_it_is(is_tied, tmp_path):
+  values = tiny_heads.tensors('eagle3')
+  del values['lm_head.weight']
+  keys = {'tie_word_embeddings': is_tied}
+  folder = tiny_heads.write(tmp_path, 'sglang', values, keys=keys)
+  params = tiny_heads.load(folder).params
+  target = tiny_heads.target().params['gpt2']
+  own = values['embed_tokens.weight']
+  np.testing.assert_array_equal(params['embedding'], own)
+  expected = own if is_tied else target['lm_head']
+  np.testing.assert_array_equal(params['lm_head'], expected)
+
+
 def test_a_gguf_file_is_the_same_head(tmp_path):
   values = tiny_heads.tensors('eagle3', reduced=True)
   folder = tiny_heads.write(tmp_path / 'folder', 'sglang', values, reduced=True)

@@ -110,7 +110,7 @@ def test_layers_have_windows_and_the_context_is_whole(
     (
       'llama',
       {'rope_scaling': {'type': 'linear', 'rope_type': 'yarn'}},
-      'type',
+      "rope_type='yarn' and type='linear' contradict",
     ),
     ('llama', {'rope_scaling': {'factor': 2.0}}, "factor=2.0 .*'default'"),
     ('phi3', {'partial_rotary_factor': 0}, 'partial_rotary_factor must be'),

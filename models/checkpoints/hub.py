@@ -187,7 +187,7 @@ def read_module(
   Args:
     checkpoint: where the model is stored.
     dtype: of the matrices, one of `models.nn.weights.matrices.DTYPES`; norms
-      are always float32. `int8` rounds all matrices to eight bits, except position
+      are always float32. `int8` rounds all others to eight bits, except position
       embeddings and routers, and the rest is computed in bfloat16; `int4` to
       four, but embedding and head to eight. `stored` leaves those in blocks of
       few bits as they are.
@@ -319,19 +319,23 @@ def _read(
       )
     leaf = expected[paths[key]]
     tensor.check(leaf.shape)
-    path, make = paths[key], form.from_blocks
-    if leaf.ndim != 2 or family.stays_float(key):
-      make = functools.partial(matrices_lib.fill, dtype=leaf.dtype)
-    elif form.keeps_blocks and (stored := tensor.in_blocks()) is not None:
-      yield path, tensor.name, stored
-      del stored  # Before the next tensor is read.
-      continue
-    elif form.keeps_blocks:
-      expanded.append(tensor.name)
-    elif form.of_head is not None and path[0] in heads:
-      make = form.of_head
-    # Not a variable, which would stay while the next tensor is read.
-    yield path, tensor.name, make(tensor.blocks(), leaf.shape)
+    path, make, host = paths[key], form.from_blocks, None
+    try:
+      if leaf.ndim != 2 or family.stays_float(key):
+        make = functools.partial(matrices_lib.fill, dtype=leaf.dtype)
+      elif form.keeps_blocks:
+        host = tensor.in_blocks()
+        expanded += [tensor.name] * (host is None)
+      elif form.of_head is not None and path[0] in heads:
+        make = form.of_head
+      if host is None:
+        host = make(tensor.blocks(), leaf.shape)
+    except ValueError as error:
+      raise ValueError(
+        f'{checkpoint.path}: tensor {tensor.name}: {error}'
+      ) from error
+    yield path, tensor.name, host
+    del host  # Before the next tensor is read.
   if expanded:
     logging.warning(
       '%s: %d matrices are in bfloat16, since no kernel computes their types:'

@@ -45,7 +45,10 @@ class _Tensor:
 
   def _read(self) -> np.ndarray:
     with safetensors.safe_open(self.file, 'numpy') as mapped:
-      return mapped.get_tensor(self.name)
+      values = mapped.get_tensor(self.name)
+    if self.kind:
+      blocks_lib.check_finite(values, self.kind)
+    return values
 
   def blocks(self) -> Iterator[tuple[Any, np.ndarray]]:
     """Yields indices of n rows and their values, `[n, in]` or `[n]`."""

@@ -76,6 +76,16 @@ def read(name: str | os.PathLike[str]) -> str:
   return ''.join(line for _, line in lines(name))
 
 
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+  """The object of JSON pairs; ValueError if a key is there twice."""
+  found: dict[str, Any] = {}
+  for key, value in pairs:
+    if key in found:
+      raise ValueError(f'key {key!r} is there twice')
+    found[key] = value
+  return found
+
+
 def read_object(name: str | os.PathLike[str]) -> dict[str, Any]:
   """The JSON object of a file; errors, besides those of `lines`, name it too.
 
@@ -84,7 +94,7 @@ def read_object(name: str | os.PathLike[str]) -> dict[str, Any]:
   """
   text = read(name)
   try:
-    found = json.loads(text)
+    found = json.loads(text, object_pairs_hook=_unique)
   except (ValueError, RecursionError) as error:
     raise ValueError(f'{name} is not valid JSON: {error}') from error
   if not isinstance(found, dict):

@@ -109,7 +109,20 @@ class Tensor:
       yield order[start:end], read(gguf, start, end - start)
 
   def blocks(self) -> Iterator[tuple[Any, np.ndarray]]:
-    """Yields indices of n rows and their values, `[n, in]` or `[n]` float32."""
+    """Yields indices of n rows and their values, `[n, in]` or `[n]` float32.
+
+    Raises:
+      ValueError: weights in blocks are not finite, because a scale is not.
+    """
+    per_block, _ = quants().GGML_QUANT_SIZES[self.info.kind]
+    for index, rows in self._expanded():
+      if per_block > 1 and not np.isfinite(rows).all():
+        raise ValueError(
+          'a block has a scale that is not finite; the file is damaged'
+        )
+      yield index, rows
+
+  def _expanded(self) -> Iterator[tuple[Any, np.ndarray]]:
     if len(self.shape) == 1:
       yield self._order(self.shape[0]), self._block(quants(), 0, 1)[0]
     else:

@@ -68,6 +68,17 @@ class Kind:
     """The number of words of a block here, of 32 bits."""
     return -(-self.bytes * (self.inputs // self.file_inputs) // 4)
 
+  @property
+  def factors(self) -> slice:
+    """Which words of a block here have its scales and minima in float16."""
+    start = 0
+    for name, size in self.fields.items():
+      if name in ('d', 'dm'):
+        break
+      start += size
+    together = self.inputs // self.file_inputs
+    return slice(start // 4, start // 4 + -(-size * together // 4))
+
   def blocks(self, width: int) -> int:
     """How many blocks so many inputs have here."""
     return -(-width // self.inputs)
@@ -92,6 +103,25 @@ def aligned_zeros(shape: tuple[int, ...]) -> np.ndarray:
   memory = np.zeros(size + _ALIGNMENT, np.uint8)
   start = -memory.ctypes.data % _ALIGNMENT
   return memory[start : start + size].view(np.uint32).reshape(shape)
+
+
+def check_finite(words: np.ndarray, kind: str) -> None:
+  """Checks the scales and minima of a matrix on the host.
+
+  Kernels, XLA and looked-up rows would read others of them differently.
+
+  Args:
+    words: `[..., blocks, words]` uint32, see `to_words`.
+    kind: a key of `KINDS`.
+
+  Raises:
+    ValueError: one of them is infinite or NaN.
+  """
+  halves = np.ascontiguousarray(words[..., KINDS[kind].factors])
+  if not np.isfinite(halves.view(np.float16)).all():
+    raise ValueError(
+      f'a block of {kind} has a scale that is not finite; the file is damaged'
+    )
 
 
 def _spread_fifth_bits(bits: np.ndarray) -> np.ndarray:
@@ -432,11 +462,16 @@ def from_raw(
     shape: `(out, in)`.
     kind: a key of `KINDS`.
     dtype: the format that it belongs to.
+
+  Raises:
+    ValueError: a scale is not finite.
   """
   known = KINDS[kind]
   words: Any = np.empty(
     (shape[0], known.blocks(shape[1]), known.words), np.uint32
   )
   for index, raw in blocks:
-    words[index] = to_words(raw, kind, shape[1])
+    part = to_words(raw, kind, shape[1])
+    check_finite(part, kind)
+    words[index] = part
   return BlockMatrix(words=words, kind=kind, width=shape[1], dtype=dtype)
