@@ -187,7 +187,7 @@ def read_module(
   Args:
     checkpoint: where the model is stored.
     dtype: of the matrices, one of `models.nn.weights.matrices.DTYPES`; norms
-      are always float32. `int8` rounds all others to eight bits, except position
+      are float32. `int8` rounds all others to eight bits, except position
       embeddings and routers, and the rest is computed in bfloat16; `int4` to
       four, but embedding and head to eight. `stored` leaves those in blocks of
       few bits as they are.
