@@ -66,7 +66,7 @@ def _keys(kind):
 
 
 def _tried(config, key, value):
-  """What comes of a value: same, other, wrong type, refused."""
+  """The outcome of a value: same, other, wrong type or refused."""
   try:
     same = _read(config | {key: value}) == _read(config)
     return 'same' if same else 'other'
