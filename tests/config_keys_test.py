@@ -66,7 +66,7 @@ def _keys(kind):
 
 
 def _tried(config, key, value):
-  """The outcome of a value: same, other, wrong type, refused."""
+  """The outcome of a value: same, other, wrong type or refused."""
   try:
     same = _read(config | {key: value}) == _read(config)
     return 'same' if same else 'other'
@@ -107,5 +107,5 @@ def test_a_key_that_nobody_knows_is_refused_unless_it_is_off(kind):
 
 
 @pytest.mark.parametrize('name', _PUBLISHED)
-def test_published_configurations_are_read(name):
+def test_keys_of_published_configurations_are_read(name):
   assert _read(_PUBLISHED[name]).num_layers > 0

@@ -317,6 +317,7 @@ _OTHER_ROPE = {'rope_theta': 3.0, 'rope_type': 'default'}
     ('eagle', 'eagle', {'bias': False}, 'bias=False contradicts the tensors'),
     ('eagle', 'eagle', {'eagle_config': _OPTIMIZER}, 'use_aux_hidden_state=Tr'),
     ('mimo', 'mtp', {'num_nextn_predict_layers': 3}, 'num_nextn_predict_layer'),
+    ('mimo', 'mtp', {'norm_before_residual': True}, 'norm_before_residual=Tr'),
     # Wrong types.
     ('eagle', 'eagle', {'bias': 'no'}, "bias='no' must be true or false"),
     ('eagle', 'eagle', {'eagle_config': 3}, 'eagle_config=3 must be an object'),
@@ -349,6 +350,25 @@ def test_keys_that_say_something_else_are_refused(
   with pytest.raises(ValueError, match=message) as raised:
     heads.locate(folder, tiny_heads.TARGET)
   assert str(raised.value).startswith(f'{folder}: ')
+
+
+@pytest.mark.parametrize('naming', ['sglang', 'speculators'])
+def test_a_wrong_type_is_an_error_that_names_the_key(naming, tmp_path):
+  values, known = tiny_heads.tensors('eagle3'), _SPECFORGE | _OPTIMIZER
+  known |= _SPECULATORS | tiny_heads.CONFIG
+  idle = ('architectures', 'auto_map', 'base_', 'dtype', 'embed_', 'has_')
+  idle += ('model_type', 'next_', 'parallel_', 'speculators_', 'target_model')
+  good = (('hidden_act', 'a'), ('rope_scaling', {'a': 1}))
+  idle += ('torch_', 'transformers_', 'decoder_', 'num_hidden_layers')
+  for key in known:
+    if key.startswith(idle):
+      continue
+    for value in ({'a': 1}, ['a'], 'a', float('nan')):
+      if (key, value) not in good:
+        keys = {key: value}
+        folder = tiny_heads.write(tmp_path, naming, values, keys=keys)
+        with pytest.raises(ValueError, match=f'^{folder}: {key}=.* must be'):
+          heads.locate(folder, tiny_heads.TARGET)
 
 
 _YARN = rope_lib.YarnScaling(factor=2.0, original_max_position_embeddings=64)

@@ -56,7 +56,7 @@ _LLAMA3: dict[str, Any] = {
 def _rope_parameters(
   path: pathlib.Path, metadata: Mapping[str, Any], header: gguf_header.Header
 ) -> dict[str, Any]:
-  """The `rope_parameters` of transformers.
+  """Makes the `rope_parameters` of transformers.
 
   Args:
     path: of the file.
@@ -120,7 +120,7 @@ def _llama3_factor(
 
 
 def config_keys(path: pathlib.Path) -> dict[str, Any]:
-  """The contents of the `config.json` that the same model would have.
+  """Makes the keys that the `config.json` of the same model would have.
 
   Raises:
     ValueError: the architecture or one of its keys is not known, or a key is

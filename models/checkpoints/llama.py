@@ -102,7 +102,7 @@ class _ModelType:
 _BIASES = {'qkv_bias': 'attention_bias', 'output_bias': 'attention_bias'}
 _MLP_BIAS = {'mlp_bias': 'mlp_bias'}
 _EXPERTS = {'experts_per_token': 'num_experts_per_tok'}
-_DENSE = ('intermediate_size',)  # Layers without experts have it.
+_DENSE = ('intermediate_size',)  # Only layers without experts have it.
 _OWN_EXPERTS = _EXPERTS | {
   'num_experts': 'num_experts',
   'inner_width': 'moe_intermediate_size',
@@ -148,7 +148,7 @@ _MODEL_TYPES = {
     config=transformers.Phi3Config,
     windows='all',
     is_partial=True,
-    idle=('original_max_position_embeddings',),  # It belongs to `longrope`.
+    idle=('original_max_position_embeddings',),  # `longrope` needs it.
   ),
   'olmo2': _ModelType(
     config=transformers.Olmo2Config, keys=_BIASES, fixed=_BEHIND

@@ -106,12 +106,14 @@ class StoredHead:
 
   @functools.cached_property
   def _facts(self) -> dict[str, Any]:
-    """Facts of tensors and target that a config may state, too, by key."""
+    """Values by key that follow from the tensors and the target."""
     kind, shape, has = self.kind, self.stored.shape, self.stored.all.keys()
     outputs = self.target.vocab_size
     if 'lm_head.weight' in has:
       outputs = shape('lm_head.weight')[0]
+    plain = {'norm_before_residual': False, 'norm_output': kind == eagle.MTP}
     return {
+      **({} if kind == eagle.EAGLE3 else plain),
       'hidden_size': shape('fc.weight')[0],
       'intermediate_size': shape('layers.0.mlp.gate_proj.weight')[0],
       'target_hidden_size': self.target.width,

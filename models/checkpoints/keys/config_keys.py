@@ -1,8 +1,8 @@
 """Checks the keys of configurations: their types, and that none is ignored.
 
 Every key of a configuration is read, known to change nothing that is computed
-here, or refused. What formats have in common is here; which keys they read is
-said where they are read.
+here, or refused. This module has the rules that all formats share; the modules
+of the formats say which keys they read.
 """
 
 from collections.abc import Collection
@@ -16,12 +16,12 @@ from typing import Any
 
 import transformers
 
-# Keys that change nothing: what a model was trained with, how others run it,
-# and how text is made of its logits.
+# Keys that change nothing here: they describe the training, how others run a
+# model, or how text is made from logits.
 _NO_EFFECT = re.compile(
   '|'.join(
     (
-      # Keys of transformers itself, tokens, and the dtype of the weights.
+      # These are of transformers, for all its models.
       *(r'_(?!sliding_window_pattern).*', r'.*_token_(ids?|index)'),
       *(r'.*dropout.*', r'.*_pdrop', r'(torch_)?dtype', r'transformers[._].*'),
       *('architectures', 'auto_map', 'chunk_size_feed_forward', 'id2label'),
@@ -30,12 +30,12 @@ _NO_EFFECT = re.compile(
       *('return_dict', 'task_specific_params', 'tokenizer_class'),
       *('(attn|experts)_implementation', 'torchscript', 'use_bfloat16'),
       *('gradient_checkpointing', 'pretraining_tp', 'neftune_noise_alpha'),
-      # Keys of single families, and of parts behind a language model.
+      # Single families have these.
       *('is_llama_config', 'max_sequence_length', 'model_max_length'),
       *('n_special', 'predict_special_tokens', 'output_past'),
       *('reorder_and_upcast_attn', 'output_router_logits', 'summary_.*'),
       *('router_(aux_loss_coef|jitter_noise)', 'unsloth_.*'),
-      # Keys of drafting heads.
+      # Drafting heads have these.
       *(r'speculators_.*', 'base_model_.*_plan', 'embed_requires_grad'),
       *('enable_sp_ulysses', 'has_lm_head', 'has_no_defaults_at_init'),
       *('target_model_type', 'target_layer_count'),
@@ -43,7 +43,7 @@ _NO_EFFECT = re.compile(
     )
   )
 )
-# Keys that change nothing if they are off, and with these values.
+# Keys that change nothing if they are off or have one of these values.
 _HARMLESS: dict[str, tuple[Any, ...]] = {
   '_sliding_window_pattern': (6,),
   'activation': ('swiglu',),
@@ -152,7 +152,7 @@ def select(
     if one in names or other in names:
       names |= {one, other}
       check_same(one, keys.get(one), other, keys.get(other))
-  # A null that is no field of the class would not become its default.
+  # A null that is no field of the class would not become a default.
   fields = {field.name for field in dataclasses.fields(config)}
   found = {key: keys[key] for key in names & keys.keys()}
   return {k: v for k, v in found.items() if v is not None or k in fields}

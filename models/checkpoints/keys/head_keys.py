@@ -46,12 +46,13 @@ def merged(raw: Mapping[str, Any]) -> dict[str, Any]:
     config_keys.check_same(key, own.get(key), f'{_NESTED}: {key}', value)
   # Whether matrices are tied is not said of layers.
   layers.pop('tie_word_embeddings', None)
-  if own.get('norm_output') is False and not own.get(_SPECULATORS):
+  found = own | layers | {k: v for k, v in nested.items() if v is not None}
+  if found.get('norm_output') is False and not found.get(_SPECULATORS):
     raise ValueError(
       'norm_output=False: a head without the norm before its output matrix is'
       ' not supported; remove the key if it has one'
     )
-  return own | layers | {k: v for k, v in nested.items() if v is not None}
+  return found
 
 
 def feeds_back_norm(keys: Mapping[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Keys of configurations about rotary position embeddings.
+"""Reads and writes the keys of rotary position embeddings.
 
 transformers calls it `rope_parameters`, one object for all layers or one for
 each kind of layer; older files have `rope_scaling`, `rope_theta` and others.
@@ -154,7 +154,7 @@ def read_all(
 
 
 def write(rope: rope_lib.Rope) -> dict[str, Any]:
-  """The `rope_parameters` of transformers."""
+  """Returns the `rope_parameters` of transformers."""
   keys: dict[str, Any] = {'rope_theta': rope.theta, 'rope_type': 'default'}
   if rope.fraction != 1.0:
     keys['partial_rotary_factor'] = rope.fraction
