@@ -9,6 +9,7 @@ import json
 import logging
 import random
 import shutil
+import struct
 import types
 import warnings
 
@@ -438,3 +439,14 @@ def test_a_damaged_model_is_loaded_or_refused_by_name(
     refused += error is not None
     file.write_bytes(contents[file])
   assert refused > number // 3
+
+
+def test_a_tensor_that_is_larger_than_its_file_is_refused_at_once(tmp_path):
+  """No memory is asked for its size, which a damaged file may say."""
+  _head_file(tmp_path / 'head')
+  (file,) = (tmp_path / 'head').iterdir()
+  size = lambda number: b'd2t' + struct.pack('<IQ', 1, number)
+  content = file.read_bytes().replace(size(len(tiny_heads.IDS)), size(2**32))
+  file.write_bytes(content)
+  with pytest.raises(ValueError, match=r'd2t of shape \[4294967296\] does not'):
+    tiny_heads.load(file)
