@@ -196,6 +196,8 @@ def test_what_is_no_conversation_is_refused():
       *(_TEMPLATE, 'message 0, tool_calls, name, a has the lone surrogate'),
     ),
     ([], _TEMPLATE, 'messages is empty; give at least one'),
+    (None, _TEMPLATE, 'messages must be a list of dicts, got None'),
+    ('Hello', _TEMPLATE, "messages must be a list of dicts, got 'Hello'"),
     ([_user(), 'Hello'], _TEMPLATE, "message 1 must be a dict .* got 'Hello'"),
     ([_user(3)], _TEMPLATE, 'message 0 must be a dict with the texts role and'),
     ([{'role': 'user'}], _TEMPLATE, 'message 0 must be a dict'),

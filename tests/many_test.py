@@ -4,6 +4,7 @@ import functools
 import io
 import itertools
 import json
+import random
 
 import command_lines
 import numpy as np
@@ -194,6 +195,68 @@ def test_the_script_completes_a_file_and_goes_on_where_it_was(
   words = 'another run (prompts_sha256: '
   assert words in refused(*_arguments(source, output)[1:])
   assert '--prompt_file and --output are needed' in refused()
+
+
+# Values of each type, and the types that a key may have besides those of null
+# where it may be left out.
+_TYPES = {
+  **{'null': None, 'true': True, 'integer': 3, 'number': 1.5, 'text': 'x'},
+  **{'object': {'a': 1}, 'nulls': [None], 'trues': [True], 'integers': [1]},
+  **{'numbers': [1.5], 'texts': ['x'], 'objects': [{'a': 1}]},
+}
+_MAY_BE = {
+  'prompt': 'text integers objects',
+  'messages': 'objects',
+  **dict.fromkeys(('max_new_tokens', 'seed'), 'null integer'),
+  'eos_ids': 'null text texts integers',
+  'regex': 'null text',
+  'json_schema': 'null text object',
+  **dict.fromkeys(('temperature', 'top_p', 'min_p'), 'integer number'),
+  'top_k': 'integer',
+}
+
+
+def _of_lines(monkeypatch, lines):
+  """The errors of a run over lines of standard input."""
+  _pipe(monkeypatch, b'\n'.join(lines))
+  ended = command_lines.run(*_arguments('-', '-', '--in_order'))
+  assert ended.code == 0, ended
+  rows = _rows(ended.output)
+  assert [*rows] == [*range(len(lines))]
+  return [row['error'] for row in rows.values()]
+
+
+def test_a_value_of_a_wrong_type_is_an_error_that_names_its_key(monkeypatch):
+  wrong = [
+    (key, value)
+    for key, may_be in _MAY_BE.items()
+    for kind, value in _TYPES.items()
+    if kind not in may_be.split()
+  ]
+  # These have the right type, and cannot be used.
+  unusable = [('messages', []), ('temperature', 10**400), ('seed', 10**30)]
+  lines = [
+    {key: value} if key == 'messages' else {'prompt': 'x', key: value}
+    for key, value in wrong + unusable
+  ]
+  errors = _of_lines(monkeypatch, [json.dumps(one).encode() for one in lines])
+  for index, (key, _) in enumerate(wrong):
+    assert errors[index].startswith(f'line {index + 1}: {key} must be ')
+  for (key, _), error in zip(unusable, errors[len(wrong) :], strict=True):
+    assert f'{key} ' in error
+    assert len(error) < 200
+
+
+def test_lines_with_damaged_bytes_end_in_an_error_or_a_result(monkeypatch):
+  line = b'{"prompt": "a prompt of some words", "max_new_tokens": 1, "id": 12}'
+  lines = []
+  for seed in range(60):
+    rng, content = random.Random(seed), bytearray(line)
+    for _ in range(rng.randrange(1, 3)):
+      content[rng.randrange(len(content))] = rng.randrange(33, 150)
+    lines.append(bytes(content))
+  errors = _of_lines(monkeypatch, lines)
+  assert 5 < errors.count(None) < 55
 
 
 def test_an_interrupt_keeps_the_rows_and_is_one_line(tmp_path, monkeypatch):

@@ -141,9 +141,18 @@ def test_bad_files_are_refused(tmp_path):
   whole = path.read_bytes()
   damaged = whole[:-1] + bytes([whole[-1] ^ 1])
   text = b'def f():\n  pass\n' * 9
-  for content in (b'', text, whole[:-1], damaged):
+  for content in (b'', text, whole[:-1]):
     path.write_bytes(content)
-    _refused(path, 'is damaged' if content is damaged else unreadable)
+    _refused(path, unreadable)
+  other_type = whole.replace(b'"I32"', b'"F32"')
+  longer_order = whole.replace(rb'order\": 3', rb'order\": 2')
+  for content, reason in (
+    (damaged, 'its checksum does not match'),
+    (other_type, 'first_child is float32'),
+    (longer_order, 'its content does not match its entry digest'),
+  ):
+    path.write_bytes(content)
+    _refused(path, f'is damaged: {reason}')
   for metadata in (None, {'format': 'pt'}, {'ngram_table': '{}'}):
     safetensors_numpy.save_file({'a': np.zeros(3)}, path, metadata=metadata)
     _refused(path, 'is not an n-gram table of this version')

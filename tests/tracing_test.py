@@ -183,6 +183,12 @@ def test_what_is_no_trace_is_refused():
     (read({'pieces': ('x',)}), 'the number of pieces'),
     (read({'log_probs': (0.0,)}), 'or log_probs'),
     (read({'format': 'else'}), "'specdec trace 1'"),
+    (read({'prompt': 5}), 'prompt must be text, got 5'),
+    (read({'texts': {'1': 5}}), 'texts must be an object of texts'),
+    (
+      read({'blocks': [_BLOCK, _block(probs='x')]}),
+      'block 1, probs must be a list of numbers',
+    ),
     *((read({'blocks': [{}]}), 'missing'), (read({'more': 3}), 'more')),
     (lambda: specdec.Trace.from_json('{'), 'Expecting'),
     (lambda: specdec.Trace.from_json('null'), 'no JSON object'),

@@ -84,14 +84,14 @@ def test_errors_name_the_file_and_what_was_raised():
 _OTHER = """
 import fcntl, sys
 file = open(sys.argv[1], 'ab')
-fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
 print('locked', flush=True)
 sys.stdin.read()
 """
 
 
 def _other(path):
-  """Another process that locks a file, if it can."""
+  """Another process that shares a lock on a file, if it can."""
   command = [sys.executable, '-S', '-c', _OTHER, str(path)]
   pipes = dict.fromkeys(('stdin', 'stdout', 'stderr'), subprocess.PIPE)
   return subprocess.Popen(command, **pipes, text=True)

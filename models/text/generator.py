@@ -54,7 +54,7 @@ def as_list(prompts: Any) -> list[Any]:
   """
   if isinstance(prompts, str) or chat_template.is_conversation(prompts):
     return [prompts]
-  if not isinstance(prompts, Iterable):
+  if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
     raise ValueError(
       'prompts must be a text, a list of ids, a conversation or several of'
       f' them, got {prompts!r}'

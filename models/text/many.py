@@ -115,7 +115,7 @@ class ManyDecoding(Iterator[Completion]):
     for job in map(_as_job, self._prompts):
       try:
         needed = max(needed, len(self._ids(job)) + self._limit_of(job))
-      except (OverflowError, TypeError, ValueError):
+      except (TypeError, ValueError):
         continue  # It will be refused when it is decoded.
     return min(needed, self._pair.target.spec.max_positions)
 
@@ -179,7 +179,7 @@ class ManyDecoding(Iterator[Completion]):
           break
         try:
           slot, prompt = self._insert(index, job)
-        except (OverflowError, TypeError, ValueError) as error:
+        except (TypeError, ValueError) as error:
           yield Completion(index, None, str(error))
         else:
           waiting[slot] = prompt
