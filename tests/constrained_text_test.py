@@ -239,7 +239,7 @@ def test_scripts(tmp_path, monkeypatch):
   first, second, third = map(json.loads, ended.output.splitlines())
   assert _matches(first['text'], '[ab]{3}', None)
   assert _matches(second['text'], None, _NAMED)
-  assert third['error'] == 'regex must be text, got 5'
+  assert third['error'] == 'line 3: regex must be text or null, got 5'
 
 
 @functools.cache

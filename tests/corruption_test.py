@@ -28,6 +28,7 @@ from models.lab.training import run_record
 from models.lab.training import tokenizer as tokenizer_lib
 from models.lab.tune import plan_lookup
 from models.lab.tune import planner
+from models.text import choice as choice_lib
 from models.text import draft_vocabulary
 from models.text import pair as pair_lib
 from models.text import plan as plan_lib
@@ -211,15 +212,12 @@ def test_a_damaged_plan_of_this_machine_is_made_again(tmp_path, monkeypatch):
   monkeypatch.setattr(planner, 'make_plan', lambda *_, **__: _plan())
   monkeypatch.setattr(pair_lib, 'load_pair', lambda choice: None)
   usual, context = settings_lib.DraftSettings(), _plan().context
-  setup = types.SimpleNamespace(
-    context=lambda: context, models=None, sampling=None
-  )
+  monkeypatch.setattr(plan_lookup, 'context_of', lambda task: context)
+  task = types.SimpleNamespace(models=None, drafting=usual)
 
   def find():
     lines = []
-    plan = plan_lookup.find_plan(
-      'auto', list, setup, drafting=usual, report=lines.append
-    )
+    plan = plan_lookup.find_plan('auto', list, task, report=lines.append)
     assert plan == _plan()
     return lines
 
@@ -403,7 +401,7 @@ def _head_file(path):
 
 
 def _load_model(path):
-  choice = pair_lib.ModelChoice(str(path), None, cpu_kernels=False)
+  choice = choice_lib.ModelChoice(str(path), None, cpu_kernels=False)
   pair = pair_lib.load_pair(choice)
   pair.decode(pair.encode('def a'))
 

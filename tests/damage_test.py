@@ -38,6 +38,7 @@ _WAYS = [
 def _damaged(made, target, pattern, ways):
   """Yields copies of a folder, and what is damaged in each, and how."""
   files = [one for one in sorted(made.rglob('*')) if one.is_file()]
+  files = [one for one in files if one.stat().st_size]  # Locks are empty.
   names = [one.relative_to(made) for one in files]
   names = [one for one in names if re.match(pattern, one.as_posix())]
   for number, name in enumerate(names):

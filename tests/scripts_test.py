@@ -376,7 +376,7 @@ _NO_TEMPLATE = 'has no chat template, like those of base models; choose'
         '--eos=999': 'eos_ids has token 999, outside',
         '--eos=none --eos=1': '--eos=none ends no text',
         '--draft_vocab=x': '--draft_vocab=x is neither N nor N:FILE',
-        '--draft_vocab=5:/no': '--draft_vocab=5:/no: counts of tokens cannot',
+        '--draft_vocab=5:/no': '--draft_vocab=5:/no: /no cannot be read',
       },
       'benchmark.py': {
         '--arms=tree(width=0)': "arm 'tree(width=0):float32': width must be",

@@ -419,7 +419,7 @@ a window counts slots
   mask.astype(jnp.int32), axis=2 => jnp.ones(mask.shape, jnp.int32), axis=2
 [models.nn.llama: hub.check_logits('gemma3')]
 layers with a window rotate as those without
-  rotations[ropes[layer]] => rotations[ropes[-1]]
+  (rotations[rope], masks => (rotations[ropes[-1]], masks
 [models.checkpoints.llama: hub.check_logits('gemma3')]
 scales of norms are taken as they are stored
   np.float32(by) if is_norm => np.float32(0) if is_norm
