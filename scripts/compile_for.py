@@ -47,7 +47,7 @@ _OUTPUT = flags.DEFINE_string('output', None, 'JSON file to write')
 def _checked():
   """The device and the mesh; ValueError if flags do not go together."""
   from models.lab.compiled import programs
-  from models.nn.weights import matrices as matrices_lib
+  from models.nn import matrices as matrices_lib
 
   models = options.models()
   if models.draft is None and _METHODS.value != ['plain']:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from models.nn import attention
-from models.nn.weights import contraction
-from models.nn.weights import matrices as matrices_lib
+from models.nn import contraction
+from models.nn import matrices as matrices_lib
 
 _SCALE = 0.3
 

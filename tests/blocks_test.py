@@ -14,9 +14,9 @@ import tiny_blocks
 import models
 from models.checkpoints import checkpoint as checkpoint_lib
 from models.checkpoints import hub
+from models.nn import blocks as blocks_lib
+from models.nn import matrices as matrices_lib
 from models.nn.cpu import build
-from models.nn.weights import blocks as blocks_lib
-from models.nn.weights import matrices as matrices_lib
 
 _RNG = np.random.default_rng(0)
 # Parts of a group of outputs, and of a block of inputs.

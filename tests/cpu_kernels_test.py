@@ -17,12 +17,12 @@ import variants
 
 from models.checkpoints import hub
 from models.nn import adapter
+from models.nn import blocks as blocks_lib
 from models.nn import experts as experts_lib
+from models.nn import matrices as matrices_lib
 from models.nn import rope as rope_lib
 from models.nn.cpu import build
 from models.nn.cpu import ops
-from models.nn.weights import blocks as blocks_lib
-from models.nn.weights import matrices as matrices_lib
 from specdec import cache as cache_lib
 
 pytestmark = pytest.mark.skipif(

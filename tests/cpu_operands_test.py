@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 
+from models.nn import blocks as blocks_lib
 from models.nn.cpu import build
 from models.nn.cpu import ops
-from models.nn.weights import blocks as blocks_lib
 
 _kernels = pytest.mark.skipif(
   not build.is_available(), reason='the CPU kernels need a C++ compiler'

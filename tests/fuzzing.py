@@ -18,9 +18,9 @@ import transformers
 
 from models.nn import adapter
 from models.nn import eagle
+from models.nn import matrices as matrices_lib
 from models.nn import rope as rope_lib
 from models.nn import table_model
-from models.nn.weights import matrices as matrices_lib
 from models.text import generator as generator_lib
 from models.text import pair as pair_lib
 import specdec

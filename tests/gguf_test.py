@@ -21,14 +21,14 @@ from models.checkpoints import checkpoint as checkpoint_lib
 from models.checkpoints import families
 from models.checkpoints import hub
 from models.lab.training import tokenizer as tokenizer_lib
+from models.nn import blocks as blocks_lib
 from models.nn import dtypes
 from models.nn import gemma as gemma_lib
 from models.nn import gpt2 as nn_gpt2
 from models.nn import llama as nn_llama
+from models.nn import matrices as matrices_lib
 from models.nn import mixtral as mixtral_lib
 from models.nn import rope as rope_lib
-from models.nn.weights import blocks as blocks_lib
-from models.nn.weights import matrices as matrices_lib
 from models.text import choice as choice_lib
 from models.text import pair as pair_lib
 

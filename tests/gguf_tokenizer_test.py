@@ -8,7 +8,7 @@ import pytest
 from tokenizers import pre_tokenizers
 
 from models.checkpoints import hub
-from models.checkpoints.gguf import gguf_tokenizer
+from models.checkpoints.gguf_parts import gguf_tokenizer
 from models.text import token_bytes as token_bytes_lib
 
 _ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -20,7 +20,7 @@ from models.checkpoints import families
 from models.checkpoints import hub
 from models.checkpoints import hugging_face
 from models.nn import adapter
-from models.nn.weights import matrices as matrices_lib
+from models.nn import matrices as matrices_lib
 from specdec import cache as cache_lib
 
 WEIGHTS = 'model.safetensors'

@@ -11,7 +11,7 @@ import tiny
 import models
 from models.checkpoints import checkpoint as checkpoint_lib
 from models.checkpoints import hub
-from models.nn.weights import matrices as matrices_lib
+from models.nn import matrices as matrices_lib
 
 _RNG = np.random.default_rng(0)
 

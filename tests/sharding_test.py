@@ -21,8 +21,8 @@ import models
 from models.checkpoints import hub
 from models.lab.compiled import programs
 from models.nn import adapter
+from models.nn import matrices as matrices_lib
 from models.nn import sharding as sharding_lib
-from models.nn.weights import matrices as matrices_lib
 from specdec import memory
 
 _FILE = pathlib.Path(on_devices.__file__)

@@ -398,7 +398,7 @@ a head feeds its state back after the norm
 [models.nn.layers: HEAD]
 weights of a norm are one less
   jnp.expand_dims(scale, => jnp.expand_dims(scale - 1,
-[models.nn.weights.matrices: heads.check_logits('sglang norm')]
+[models.nn.matrices: heads.check_logits('sglang norm')]
 rows of a reduced vocabulary are taken for ids
   index[ids] = => index[: len(ids)] =
 # Broken models and short contexts.
@@ -427,7 +427,7 @@ scales of norms are taken as they are stored
 scores and logits are not capped
   cap * jnp.tanh(x / cap) => x
 # A draft with another tokenizer.
-[models.nn.weights.matrices: other_tokens.check_what_is_read('gpt2')]
+[models.nn.matrices: other_tokens.check_what_is_read('gpt2')]
 logits of other ids than the target's
   jnp.maximum(index, 0), axis => jnp.arange(index.size), axis
 [models.nn.other_tokens: other_tokens.check_what_is_read('gpt2')]
@@ -443,7 +443,7 @@ slots without a part are seen
 the first parts are kept, not the last
   tokens[-_MOST_PARTS:] => tokens[:_MOST_PARTS]
 # Blocks of few bits.
-[models.nn.weights.blocks: blocks.test_xla_expands_what_gguf_does('Q5_K')]
+[models.nn.blocks: blocks.test_xla_expands_what_gguf_does('Q5_K')]
 the scale of a neighbouring group
   scale[..., None] => jnp.roll(scale, 1, -1)[..., None]
 minima are forgotten

@@ -6,7 +6,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from models.nn.weights import blocks as blocks_lib
+from models.nn import blocks as blocks_lib
 
 
 def raw_rows(

@@ -14,9 +14,9 @@ import numpy as np
 import transformers
 
 from models.nn import adapter
+from models.nn import blocks as blocks_lib
 from models.nn import dtypes
-from models.nn.weights import blocks as blocks_lib
-from models.nn.weights import matrices as matrices_lib
+from models.nn import matrices as matrices_lib
 from specdec.text import whole_files
 
 _Read = TypeVar('_Read')
@@ -39,7 +39,7 @@ class StoredTensor(Protocol):
     """Yields indices of n rows and their values, `[n, in]` or `[n]`."""
 
   def in_blocks(self) -> blocks_lib.BlockMatrix | None:
-    """The matrix as it is stored, if `weights.blocks` has that kind."""
+    """The matrix as it is stored, if `models.nn.blocks` has that kind."""
 
 
 class StoredTensors(Protocol):

@@ -17,18 +17,18 @@ import transformers
 from models import waiting
 from models.checkpoints import checkpoint as checkpoint_lib
 from models.checkpoints import families
-from models.checkpoints import gguf_checkpoint
+from models.checkpoints import gguf
 from models.checkpoints import hugging_face
 from models.checkpoints import rounded
 from models.nn import adapter
+from models.nn import matrices as matrices_lib
 from models.nn import sharding as sharding_lib
-from models.nn.weights import matrices as matrices_lib
 from specdec import memory
 from specdec.text import whole_files
 
 # The first that holds a path has it.
 _CONTAINERS = (
-  gguf_checkpoint.GGUFFile,
+  gguf.GGUFFile,
   rounded.RoundedFolder,
   hugging_face.HuggingFaceFolder,
 )
@@ -72,7 +72,7 @@ def locate(
     raise ValueError(
       f'{name} is a file, but no GGUF file; give the folder of a model'
     )
-  if path.suffix.lower() == gguf_checkpoint.SUFFIX:
+  if path.suffix.lower() == gguf.SUFFIX:
     raise ValueError(f'there is no file {name}')
   if isinstance(name, pathlib.Path) or name.startswith(('/', '.', '~')):
     raise ValueError(f'there is no folder {name}')
@@ -186,7 +186,7 @@ def read_module(
 
   Args:
     checkpoint: where the model is stored.
-    dtype: of the matrices, one of `models.nn.weights.matrices.DTYPES`; norms
+    dtype: of the matrices, one of `models.nn.matrices.DTYPES`; norms
       are float32. `int8` rounds all others to eight bits, except position
       embeddings and routers, and the rest is computed in bfloat16; `int4` to
       four, but embedding and head to eight. `stored` leaves those in blocks of

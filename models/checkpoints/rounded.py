@@ -11,7 +11,7 @@ import numpy as np
 import safetensors
 
 from models.checkpoints import hugging_face
-from models.nn.weights import blocks as blocks_lib
+from models.nn import blocks as blocks_lib
 from specdec.text import whole_files
 
 _WEIGHTS = 'blocks.safetensors'

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 
 from models.nn import gpt2 as nn_gpt2
 from models.nn import llama as nn_llama
+from models.nn import matrices as matrices_lib
 from models.nn import sharding as sharding_lib
 from models.nn.cpu import ops
-from models.nn.weights import matrices as matrices_lib
 from specdec import cache as cache_lib
 from specdec import model as model_lib
 

@@ -11,9 +11,9 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from models.nn import contraction
 from models.nn import layers
 from models.nn.cpu import ops
-from models.nn.weights import contraction
 from specdec import cache as cache_lib
 
 # Finite, so that a query that sees nothing (padding) does not become NaN.

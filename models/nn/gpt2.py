@@ -2,7 +2,7 @@
 
 Module and parameter names are those of the Hugging Face checkpoints, so that
 `models.checkpoints.hub` maps one to the other by name. Matrices are in the
-compute dtype or in a format of `models.nn.weights.matrices`; the residual
+compute dtype or in a format of `models.nn.matrices`; the residual
 stream, norms and softmax are float32.
 """
 
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from models.nn import attention
 from models.nn import layers
-from models.nn.weights import matrices as matrices_lib
+from models.nn import matrices as matrices_lib
 from specdec import cache as cache_lib
 
 

@@ -12,8 +12,8 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from models.nn import matrices as matrices_lib
 from models.nn.cpu import ops
-from models.nn.weights import matrices as matrices_lib
 
 _gelu_tanh = functools.partial(jax.nn.gelu, approximate=True)
 _TANH = ('new', 'fast', 'accurate', 'pytorch_tanh', 'python_tanh')
@@ -79,7 +79,7 @@ Parameters = tuple[jax.Array | matrices_lib.Matrix, jax.Array | None]
 
 
 class Linear(nnx.Module):
-  """Linear map with its weight `[out, in]` (see `weights.matrices`)."""
+  """Linear map with its weight `[out, in]` (see `models.nn.matrices`)."""
 
   def __init__(
     self, features_in, features_out, *, stddev=0.02, dtype, rngs, use_bias=True

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 
 from models.nn import attention
 from models.nn import layers
+from models.nn import matrices as matrices_lib
 from models.nn import rope as rope_lib
 from models.nn.cpu import ops
-from models.nn.weights import matrices as matrices_lib
 from specdec import cache as cache_lib
 
 _Rope = rope_lib.Rope | None

@@ -24,7 +24,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from models.nn.weights import matrices as matrices_lib
+from models.nn import matrices as matrices_lib
 from specdec import cache as cache_lib
 from specdec import model as model_lib
 

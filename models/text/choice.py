@@ -15,8 +15,8 @@ import jax
 from jax.sharding import Mesh
 
 from models.nn import dtypes
+from models.nn import matrices as matrices_lib
 from models.nn import sharding as sharding_lib
-from models.nn.weights import matrices as matrices_lib
 from models.text import draft_vocabulary
 from models.text import fields
 

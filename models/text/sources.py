@@ -13,9 +13,9 @@ import transformers
 from models.checkpoints import checkpoint as checkpoint_lib
 from models.checkpoints import hub
 from models.checkpoints.heads import heads
+from models.nn import matrices as matrices_lib
 from models.nn import sharding as sharding_lib
 from models.nn.cpu import build
-from models.nn.weights import matrices as matrices_lib
 from models.text import choice as choice_lib
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from models.checkpoints import gguf_checkpoint
-from models.checkpoints.gguf import gguf_config
-from models.checkpoints.gguf import gguf_header
-from models.checkpoints.gguf import gguf_tensor
+from models.checkpoints import gguf
+from models.checkpoints.gguf_parts import gguf_config
+from models.checkpoints.gguf_parts import gguf_header
+from models.checkpoints.gguf_parts import gguf_tensor
 
 _ARCHITECTURE = 'eagle3'
 # Keys of the metadata, and those of config.json.
@@ -96,7 +96,7 @@ class GGUFHead:
 
   @property
   def stored_dtypes(self) -> list[str]:
-    return gguf_checkpoint.GGUFFile(self.path).stored_dtypes
+    return gguf.GGUFFile(self.path).stored_dtypes
 
   def keys(self) -> Mapping[str, Any]:
     """The contents of the config.json that the same head would have.

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from models.checkpoints import gguf_checkpoint
+from models.checkpoints import gguf
 from models.checkpoints import hugging_face
 from models.checkpoints.heads import gguf_head
 from specdec.text import text_files
@@ -50,14 +50,14 @@ class HeadTensors:
 
   @property
   def _file(self) -> Any:
-    if gguf_checkpoint.GGUFFile.holds(self.path):
+    if gguf.GGUFFile.holds(self.path):
       return gguf_head.GGUFHead(self.path)
     return hugging_face.HuggingFaceFolder(self.path)
 
   @functools.cached_property
   def keys(self) -> Mapping[str, Any]:
     """The keys of config.json."""
-    if gguf_checkpoint.GGUFFile.holds(self.path):
+    if gguf.GGUFFile.holds(self.path):
       return gguf_head.GGUFHead(self.path).keys()
     return text_files.read_object(self.path / hugging_face.CONFIG)
 

@@ -31,9 +31,9 @@ from models.checkpoints.heads import head_tensors
 from models.checkpoints.keys import head_keys
 from models.nn import eagle
 from models.nn import llama as nn_llama
+from models.nn import matrices as matrices_lib
 from models.nn import rope as rope_lib
 from models.nn import sharding as sharding_lib
-from models.nn.weights import matrices as matrices_lib
 from specdec import cache as cache_lib
 from specdec import model as model_lib
 from specdec.draft import head as head_lib

@@ -11,7 +11,7 @@ from typing import Any
 from models.lab import task as task_lib
 from models.lab.bench import machine
 from models.lab.study import timing
-from models.nn.weights import matrices as matrices_lib
+from models.nn import matrices as matrices_lib
 from models.text import settings as settings_lib
 from specdec import model as model_lib
 

@@ -21,7 +21,7 @@ import weakref
 
 import jax.numpy as jnp
 
-from models.checkpoints import gguf_checkpoint
+from models.checkpoints import gguf
 from models.checkpoints import hub
 from models.lab.bench import arms as arms_lib
 from models.lab.bench import machine
@@ -174,9 +174,9 @@ class _Arm:
     )
 
 
-def _file(name: str, flag: str) -> gguf_checkpoint.GGUFFile:
+def _file(name: str, flag: str) -> gguf.GGUFFile:
   found = hub.locate(name)
-  if not isinstance(found, gguf_checkpoint.GGUFFile):
+  if not isinstance(found, gguf.GGUFFile):
     raise ValueError(
       f'--{flag}={name}: llama.cpp reads GGUF files only; name one, or leave'
       ' out the llama.cpp arms'
@@ -185,7 +185,7 @@ def _file(name: str, flag: str) -> gguf_checkpoint.GGUFFile:
 
 
 def _size(
-  file: gguf_checkpoint.GGUFFile,
+  file: gguf.GGUFFile,
 ) -> tuple[machine.ModelSize, dict[str, int], int]:
   """Size, costs and bytes of the weights of a GGUF file."""
   size = machine.model_size(
@@ -202,7 +202,7 @@ def _size(
 def _command(
   spec: arms_lib.ArmSpec,
   program: str,
-  files: Mapping[str, gguf_checkpoint.GGUFFile],
+  files: Mapping[str, gguf.GGUFFile],
 ) -> list[str]:
   options = {
     'model': files['target'].path,

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.lab import cost_model
-from models.nn.weights import matrices as matrices_lib
+from models.nn import matrices as matrices_lib
 from specdec import model as model_lib
 from specdec import statistics as statistics_lib
 

@@ -22,9 +22,9 @@ from models.lab.bench import machine
 from models.lab.bench import peers
 from models.lab.study import costs as costs_lib
 from models.nn import attention
+from models.nn import matrices as matrices_lib
 from models.nn.cpu import build
 from models.nn.cpu import ops
-from models.nn.weights import matrices as matrices_lib
 from models.text import choice as choice_lib
 from models.text import generator as generator_lib
 from models.text import pair as pair_lib

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 import transformers
 
-from models.checkpoints import gguf_checkpoint
+from models.checkpoints import gguf
 from models.checkpoints import hub
 from models.lab.bench import arms as arms_lib
 from models.lab.bench import machine
@@ -70,11 +70,7 @@ def load_peer(name: str, dtype: str, revision: str | None) -> Any:
   torch = import_torch()
   found = hub.locate(name, revision=revision)
   path = found.path
-  where = (
-    {'gguf_file': path.name}
-    if isinstance(found, gguf_checkpoint.GGUFFile)
-    else {}
-  )
+  where = {'gguf_file': path.name} if isinstance(found, gguf.GGUFFile) else {}
   model: Any = transformers.AutoModelForCausalLM.from_pretrained(
     path.parent if where else path, dtype=getattr(torch, dtype), **where
   )

@@ -29,8 +29,8 @@ from models.lab.training import loss as loss_lib
 from models.lab.training import target_trainer
 from models.nn import adapter
 from models.nn import eagle
+from models.nn import matrices as matrices_lib
 from models.nn import rope as rope_lib
-from models.nn.weights import matrices as matrices_lib
 from specdec import cache as cache_lib
 
 # The weight of the loss of a step, relative to that of the step before it.

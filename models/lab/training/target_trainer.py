@@ -27,8 +27,8 @@ from models.lab.training import kept
 from models.lab.training import trainer
 from models.nn import adapter
 from models.nn import dtypes
+from models.nn import matrices as matrices_lib
 from models.nn.cpu import build
-from models.nn.weights import matrices as matrices_lib
 from models.text import plan as plan_lib
 from specdec import cache as cache_lib
 from specdec import model as model_lib

@@ -45,7 +45,7 @@ class Matrix(NamedTuple):
   """A packed matrix `[out, in]` and a bias.
 
   Attributes:
-    words: see `weights.matrices.PackedMatrix` and `weights.blocks`.
+    words: see `models.nn.matrices.PackedMatrix` and `models.nn.blocks`.
     scale: `[out]` float32 of int8, otherwise `[0]` or None.
     outputs: their number.
     bias: `[out]` float32 or bfloat16, or None.
@@ -142,7 +142,7 @@ def multiply(
     x: `[..., in]` float32.
     matrices: of `in` inputs each.
     dtype: of their weights, to which rows are rounded; `blocks` for those of
-      `models.nn.weights.blocks`, of any kinds.
+      `models.nn.blocks`, of any kinds.
     norm: of the rows before.
     activation: of the products, one of `ACTIVATIONS`.
     gated: whether the result is the activation of the first of two products

@@ -26,8 +26,8 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
+from models.nn import contraction
 from models.nn.cpu import ops
-from models.nn.weights import contraction
 
 _ALIGNMENT = 64  # Bytes; JAX copies arrays on the CPU that begin elsewhere.
 _LANES = 16  # Outputs of a register, of which a group has two.
@@ -298,7 +298,7 @@ def expand(words: Any, kind: str, width: int, xp: Any = jnp) -> Any:
 
 
 class GroupedMatrix(flax.struct.PyTreeNode):
-  """A matrix as XLA multiplies it; see `models.nn.weights.matrices.Matrix`.
+  """A matrix as XLA multiplies it; see `models.nn.matrices.Matrix`.
 
   Compilers for GPUs and TPUs can compute its weights within a product, which
   those of the words of a file they cannot (docs/accelerators.md).

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from models.checkpoints.gguf import gguf_header
-from models.nn.weights import blocks as blocks_lib
+from models.checkpoints.gguf_parts import gguf_header
+from models.nn import blocks as blocks_lib
 
 _BLOCK_BYTES = 1 << 24  # Bytes of a tensor, as float32, converted at once.
 

@@ -18,13 +18,13 @@ import transformers
 
 from models.checkpoints import checkpoint as checkpoint_lib
 from models.checkpoints import families
-from models.checkpoints.gguf import gguf_config
-from models.checkpoints.gguf import gguf_header
-from models.checkpoints.gguf import gguf_tensor
-from models.checkpoints.gguf import gguf_tokenizer
+from models.checkpoints.gguf_parts import gguf_config
+from models.checkpoints.gguf_parts import gguf_header
+from models.checkpoints.gguf_parts import gguf_tensor
+from models.checkpoints.gguf_parts import gguf_tokenizer
 from models.nn import adapter
+from models.nn import blocks as blocks_lib
 from models.nn import rope as rope_lib
-from models.nn.weights import blocks as blocks_lib
 
 SUFFIX = '.gguf'
 _NAME = re.compile(r'(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)')

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from models.checkpoints.gguf import gguf_header
+from models.checkpoints.gguf_parts import gguf_header
 from models.checkpoints.keys import config_keys
 
 # Keys of the metadata, after the architecture, and those of config.json.

@@ -15,8 +15,8 @@ from tokenizers import models
 from tokenizers import normalizers
 import transformers
 
-from models.checkpoints.gguf import gguf_header
-from models.checkpoints.gguf import gguf_words
+from models.checkpoints.gguf_parts import gguf_header
+from models.checkpoints.gguf_parts import gguf_words
 
 _PREFIX = 'tokenizer.ggml.'
 _SPECIAL = {

@@ -24,10 +24,10 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
+from models.nn import blocks as blocks_lib
+from models.nn import contraction
+from models.nn import four_bits
 from models.nn.cpu import ops
-from models.nn.weights import blocks as blocks_lib
-from models.nn.weights import contraction
-from models.nn.weights import four_bits
 
 # -128 has no counterpart, so rounding is symmetric without it.
 _LARGEST = 127.0

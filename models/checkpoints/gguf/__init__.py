@@ -1,1 +1,0 @@
-"""GGUF files: header, tensors, configuration, tokenizer."""

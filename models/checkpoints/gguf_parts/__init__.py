@@ -1,0 +1,1 @@
+"""Parts of GGUF files: header, tensors, configuration, tokenizer."""

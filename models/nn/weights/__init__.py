@@ -1,1 +1,0 @@
-"""Matrices of weights, the formats that they are stored in, and products."""
