@@ -1,9 +1,9 @@
 """Compiled programs on disk, which are compiled again if they are damaged.
 
 JAX writes an entry in place and never replaces one. Where the package zstandard
-is installed it does not check what it reads: one changed bit ended the process
-in 2 of 3 runs (jax 0.10.2 on CPU). So entries get a digest here. The hook is
-internal to JAX; where it is missing, JAX keeps programs as it does.
+is installed, it does not check what it reads, and one changed bit may end the
+process (it did with jax 0.10.2 on CPU). So entries get a digest here. The hook
+is internal to JAX; where it is missing, JAX keeps programs in its own way.
 """
 
 from collections.abc import Callable

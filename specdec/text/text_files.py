@@ -159,11 +159,10 @@ def check_types(
   Raises:
     ValueError: names the key and its value.
   """
-  for key in record.keys() & kinds.keys():
-    if not _fits(record[key], kinds[key]):
+  for key, kind in kinds.items():
+    if key in record and not _fits(record[key], kind):
       raise ValueError(
-        f'{place}{key} must be {_described(kinds[key])}, got'
-        f' {record[key]!r:.60}'
+        f'{place}{key} must be {_described(kind)}, got {record[key]!r:.60}'
       )
 
 

@@ -104,7 +104,7 @@ def _parse(reader: _Reader) -> Header:
     if name in tensors:
       raise ValueError(f'tensor {name} is there twice')
     tensors[name] = TensorInfo(name, tuple(reversed(shape)), kind, offset)
-    # No type has more numbers in a byte; memory is not asked for absurd sizes.
+    # No type stores more than 8 numbers in a byte. Readers ask for memory.
     if math.prod(shape) > 8 * len(reader.buffer):
       raise ValueError(f'tensor {name} of shape {shape} does not fit into it')
   alignment = metadata.get('general.alignment', _ALIGNMENT)

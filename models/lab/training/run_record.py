@@ -74,8 +74,8 @@ class ResumableRows:
     number: of results that there can be; each has another `index` below it.
 
   Raises:
-    ValueError: the file is of a run with other settings, none of ours, or of a
-      run that has not ended.
+    ValueError: the file is of a run with other settings, or of one that has not
+      ended, or it is damaged or no file of results; says which.
   """
 
   def __init__(
