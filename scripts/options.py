@@ -190,7 +190,7 @@ def define_constraint() -> None:
   flags.DEFINE_string(
     'regex',
     None,
-    "an expression that the text matches, in the syntax of Rust's regex",
+    "an expression that the text matches, in the syntax of Python's re",
     **_OF_SCRIPT,
   )
   text = 'a JSON schema that the text matches, or the file of one'

@@ -1,7 +1,6 @@
 """Expressions and JSON schemas: of real use, and random ones.
 
-All mean the same to Rust's `regex`, to Python's `re` and to `jsonschema`. Each
-has texts of bounded length alone, so that a random text ends.
+All texts are of bounded length, so that a random one ends.
 """
 
 import random

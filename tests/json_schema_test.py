@@ -11,6 +11,7 @@ import itertools
 import json
 import pathlib
 import random
+import re
 
 import constraints_of_use
 import jsonschema
@@ -18,7 +19,9 @@ import numpy as np
 import pytest
 
 from models.text import byte_automaton
+from models.text import constraints
 from models.text import json_schema
+from models.text import json_texts
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _FORMATS = jsonschema.FormatChecker()
@@ -212,3 +215,96 @@ def check_values(kind):
 @pytest.mark.parametrize('kind', _SMALL)
 def test_all_values_of_small_schemas(kind):
   check_values(kind)
+
+
+def _spelled(schema):
+  """The texts of a schema that has few."""
+  _, accepting, states = _automaton(schema)
+  waiting, found = [(0, b'')], []
+  for state, text in waiting:
+    found += [text.decode()] if accepting[state] else []
+    waiting += [
+      (after, text + bytes([byte]))
+      for byte, after in enumerate(states[state])
+      if after >= 0
+    ]
+  return {*found}
+
+
+_REFERRED = {'a/b~c': {'$defs': {'': {'const': 1}}}, 'd': [{'enum': [2]}]}
+
+
+@pytest.mark.parametrize(
+  ('schema', 'texts'),
+  [
+    ({'enum': [1, 'a"b', True, 1.25]}, ['1', r'"a\"b"', 'true', '1.25']),
+    ({'type': 'integer', 'enum': [1, '2', True, 3.0, 4.5]}, ['1', '3.0']),
+    ({'type': ['string', 'null'], 'const': None}, ['null']),
+    ({'type': 'string', 'const': 3}, []),
+    ({'type': ['null', 'boolean']}, ['null', 'true', 'false']),
+    ({'enum': ['\ud800', 'é\x00']}, ['"é\\u0000"']),
+    ({'const': {'a': [1, {}]}}, ['{"a": [1, {}]}']),
+    ({'anyOf': [{'const': 1}, False, {'allOf': [{'const': 2}]}]}, ['1', '2']),
+    ({'$ref': '#/$defs/a~1b~0c/$defs/', '$defs': _REFERRED}, ['1']),
+    ({'$ref': '#/%24defs/d/0', '$defs': _REFERRED, '$id': 'x:y'}, ['2']),
+    ({'type': 'object', 'properties': {}}, ['{}', '{ }']),
+    ({'properties': {'"': False}}, ['{}', '{ }']),
+    ({'type': 'boolean', 'minLength': 3}, ['true', 'false']),
+  ],
+)
+def test_texts_of_small_schemas(schema, texts):
+  assert _spelled(schema) == {*texts}
+
+
+_NESTED = {'properties': {'a/b': {'items': {'maximum': 3}}}}
+_ELSEWHERE = {'x': {'$id': 'z:', 'y': {}}}
+
+
+@pytest.mark.parametrize(
+  ('schema', 'message'),
+  [
+    (_NESTED, '#/properties/a~1b/items/maximum is a keyword that is not supp'),
+    ({'max_length': 3}, '#/max_length is a keyword that is not supported'),
+    ({'anyOf': [{}, {'oneOf': []}]}, '#/anyOf/1/oneOf is a keyword'),
+    ({'allOf': [{}, {}]}, '#/allOf of more than one schema'),
+    ({'anyOf': [{}], 'type': 'object'}, '#/type is not supported beside anyOf'),
+    ({'$ref': '#/$defs/a', 'items': {}}, r'#/items .* beside \$ref'),
+    ({'enum': [1], 'minLength': 1}, '#/minLength .* beside enum'),
+    ({'pattern': 'a', 'maxLength': 3}, '#/maxLength .* beside pattern'),
+    ({'minLength': 3, 'format': 'date'}, '#/format .* beside minLength'),
+    ({'pattern': 'a(?=b)'}, "#/pattern 'a.*look-around is not supported"),
+    ({'pattern': 3}, '#/pattern must be a string, got 3'),
+    ({'type': 'integer', 'format': 'int64'}, "#/format must .* 'int64'"),
+    ({'type': None}, '#/type must be a list, got None'),
+    ({'type': [{}]}, '#/type must be one of null, .*, got {}'),
+    ({'minItems': 2.5}, '#/minItems must be an integer of at least 0'),
+    ({'required': 'a'}, "#/required must be a list, got 'a'"),
+    ({'required': [1]}, '#/required must be a string, got 1'),
+    ({'properties': []}, r'#/properties must be an object, got \[\]'),
+    ({'items': 3}, '#/items must be an object, got 3'),
+    ({'$ref': 'http://a/b'}, r"#/\$ref must be like #/\$defs/name, got 'http"),
+    ({'$ref': '#/$defs/a'}, r"#/\$ref must be a place of this schema, got '#"),
+    ({'$ref': '#/$defs/x/y', '$defs': _ELSEWHERE}, 'a place of this schema'),
+    ({'items': {'$ref': '#'}}, "'#' contains itself, which is not supported"),
+    ([], r'# must be an object, got \[\]'),
+  ],
+)
+def test_what_is_not_obeyed_is_refused_with_its_place(schema, message):
+  with pytest.raises(ValueError, match=message):
+    json_schema.parse(json.dumps(schema))
+
+
+def test_the_reference_names_what_is_obeyed():
+  """Among all keywords that a validator knows, and formats."""
+  obeyed = {*json_texts.FORMATS}
+  for keyword in jsonschema.Draft202012Validator.VALIDATORS:
+    try:
+      json_schema.parse(json.dumps({keyword: None}))
+    except ValueError as error:
+      if 'is a keyword that is not supported' in str(error):
+        continue
+    obeyed.add(keyword)
+  (names,) = re.findall(
+    r'The keywords are (.*?)\. Annotations', constraints.__doc__, re.S
+  )
+  assert {*re.findall('`([^`]+)`', names)} == obeyed

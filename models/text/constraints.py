@@ -1,7 +1,30 @@
-"""Expressions and JSON schemas that a text must match.
+r"""Expressions and JSON schemas that a text must match.
 
-Both become trees of expressions, these automata over bytes, and these automata
-over tokens (`specdec.text.automaton`).
+An expression is in the syntax of Python's `re`, and the texts are those that
+`re.fullmatch` accepts. Refused are look-around, back references, conditional
+and atomic groups, possessive quantifiers, `\b` and `\B`, and anchors, except at
+the beginning and the end of a text, where they say nothing.
+
+A schema is one of JSON Schema 2020-12, and the texts are JSON that conforms to
+it. The keywords are `type`, `enum`, `const`, `anyOf`, `allOf` with one schema,
+`$ref` within the schema and without recursion, `properties`, `required`,
+`additionalProperties`, `prefixItems`, `items`, `minItems`, `maxItems`,
+`minLength`, `maxLength`, `pattern` and `format`, one of `date`, `time`,
+`date-time`, `email`, `uri` and `uuid`. Annotations such as a title are ignored.
+Every other keyword is refused, and so are keywords of one string, or beside
+`$ref` and others, that would have to hold together.
+
+Not all JSON that conforms is such a text. An object has the properties that its
+schema names, in their order and no others; if it names none, it has any, with
+`additionalProperties`. Without `type`, values are of the types that the other
+keywords are about. Values that the schema does not describe have two levels of
+arrays and objects at most. An integer has no fraction and no exponent. Strings
+and constants are spelled as by `json.dumps`, other values with a space or none
+between their parts. A pattern is an expression that is found anywhere in a
+string, but `$` is only its end.
+
+Both become trees (`models.text.expression`), automata over bytes
+(`models.text.byte_automaton`) and then over tokens (`specdec.text.automaton`).
 """
 
 from collections.abc import Mapping

@@ -5,6 +5,7 @@ refused, by name and with their place; only annotations are ignored.
 """
 
 from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Sequence
 import json
 from typing import Any
@@ -67,6 +68,10 @@ def _refuse(place: str, message: str) -> NoReturn:
   raise ValueError(f'{place} {message}')
 
 
+def _refuse_name(place: str, name: Any, known: Iterable[str]) -> NoReturn:
+  _refuse(place, f'must be one of {", ".join(known)}, got {name!r:.40}')
+
+
 def _is_number(value: Any) -> bool:
   return isinstance(value, (int, float)) and not isinstance(value, bool)
 
@@ -89,42 +94,31 @@ def _bounds(
 
 def _types(given: dict[str, Any], place: str) -> list[str]:
   """The types that values may have; without `type`, those of other keywords."""
-  types = given.get('type')
-  if types is None:
+  if 'type' not in given:
     return [one for one, keys in _OF_TYPE.items() if keys & given.keys()]
+  types = given['type']
   types = [types] if isinstance(types, str) else types
   for one in _checked(types, list, f'{place}/type'):
     if not isinstance(one, str) or one not in _IS_OF:
-      _refuse(
-        f'{place}/type', f'must be of {", ".join(_IS_OF)}, got {one!r:.40}'
-      )
+      _refuse_name(f'{place}/type', one, _IS_OF)
   return types
 
 
 def _string(given: dict[str, Any], place: str) -> expression_lib.Tree:
-  kinds = [
-    *(key for key in ('format', 'pattern') if key in given),
-    *(['a length'] if {'minLength', 'maxLength'} & given.keys() else []),
-  ]
-  if len(kinds) > 1:
-    _refuse(f'{place}/{kinds[0]}', f'is not supported beside {kinds[1]}')
-  least, most = _bounds(given, 'minLength', 'maxLength', place)
-  if 'pattern' in given:
-    own = f'{place}/pattern'
-    pattern = _checked(given['pattern'], str, own)
-    try:
-      return json_texts.string_of(expression_lib.parse(pattern, search=True))
-    except ValueError as error:
-      _refuse(own, f'{pattern!r} cannot be used: {error}')
+  keys = [key for key in given if key in _OF_TYPE['string']]
+  if len(keys) > 1 and {*keys} != {'minLength', 'maxLength'}:
+    _refuse(f'{place}/{keys[1]}', f'is not supported beside {keys[0]}')
   if 'format' in given:
-    known = json_texts.FORMATS
-    if given['format'] not in [*known]:
-      _refuse(
-        f'{place}/format',
-        f'{given["format"]!r} is not supported; choose of {", ".join(known)}',
-      )
-    return json_texts.string_of(json_texts.parse(known[given['format']]))
-  return json_texts.string(least, most)
+    inner = json_texts.parse(json_texts.FORMATS[given['format']])
+    return json_texts.string_of(inner)
+  if 'pattern' not in given:
+    return json_texts.string(*_bounds(given, 'minLength', 'maxLength', place))
+  own = f'{place}/pattern'
+  pattern = _checked(given['pattern'], str, own)
+  try:
+    return json_texts.string_of(expression_lib.parse(pattern, search=True))
+  except ValueError as error:
+    _refuse(own, f'{pattern!r} cannot be used: {error}')
 
 
 class _Reader:
@@ -147,6 +141,8 @@ class _Reader:
     for key in given:
       if key not in _OBEYED:
         _refuse(f'{place}/{key}', 'is a keyword that is not supported')
+    if 'format' in given and given['format'] not in [*json_texts.FORMATS]:
+      _refuse_name(f'{place}/format', given['format'], json_texts.FORMATS)
     for one in _ALONE:
       others = [key for key in given if key != one]
       if one in _WITH_TYPE:

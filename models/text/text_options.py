@@ -27,9 +27,10 @@ class TextOptions(decode_options.CommonOptions, total=False):
       for as such: `<|im_end|>` ends the text at this token.
     eos_ids: tokens that end a row, as ids or as texts of one token each. None:
       those of `models.load`; `()`: none.
-    regex: an expression that all of a text must match, in the syntax of Rust's
-      `regex`, or one per row, of which some may be None. The text ends where it
-      matches and the target ends it; `max_new_tokens` may end it before.
+    regex: an expression of Python's `re` that all of a text must match, or one
+      per row, of which some may be None, see `models.text.constraints`. The
+      text ends where it matches and the target ends it; `max_new_tokens` may
+      end it before.
     json_schema: in place of it a JSON schema, as a dict or as its text.
   """
 
