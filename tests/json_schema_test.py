@@ -63,6 +63,13 @@ def _validator(schema):
   return jsonschema.Draft202012Validator(schema, format_checker=_FORMATS)
 
 
+def _conforms(schema, text):
+  try:
+    return _validator(schema).is_valid(json.loads(text))
+  except json.JSONDecodeError:
+    return False
+
+
 def _samples(automaton, number, rng):
   """Texts, all ways through the automaton of one length equally likely.
 
@@ -100,7 +107,7 @@ def check_samples(number):
     automaton = _automaton(schema)
     num_obeyed += automaton is not None
     for text in _samples(automaton, number, rng) if automaton else ():
-      assert _validator(schema).is_valid(json.loads(text)), (schema, text)
+      assert _conforms(schema, text), (schema, text)
   return num_obeyed
 
 
@@ -205,6 +212,8 @@ def check_values(kind):
   for schema, values in _SMALL[kind]():
     automaton = _automaton(schema)
     validator = _validator(schema)
+    for text in _samples(automaton, 2, random.Random(0)):
+      assert _conforms(schema, text), (schema, text)
     for value in values:
       conforms = validator.is_valid(value)
       assert _accepts(automaton, value) == conforms, (schema, value)
