@@ -56,7 +56,9 @@ _integer(
 )
 _string('tokenizer', None, 'folder of a tokenizer to use; default: train one')
 _string('teacher', None, 'model folder to distil from (implies its tokenizer)')
-_integer('vocab_size', 4096, 'vocabulary of a new tokenizer')
+flags.DEFINE_integer(
+  'vocab_size', 4096, 'vocabulary of a new tokenizer', lower_bound=257
+)
 _enum('family', 'gpt2', ['gpt2', 'llama', 'mixtral'], 'family of the model')
 _integer('width', 320, 'width of the residual stream')
 _integer('layers', 6, 'number of transformer blocks')

@@ -124,10 +124,11 @@ def test_nothing_is_written_by_half(tmp_path):
     if name == 'killed':
       raise KeyboardInterrupt
 
-  for _ in range(2):
-    with pytest.raises(KeyboardInterrupt):
-      kept.save(path, lambda folder: write(folder, 'killed'))
-    assert not kept.is_whole(path, pytest.fail)
+  with pytest.raises(KeyboardInterrupt):
+    kept.save(path, lambda folder: write(folder, 'killed'))
+  assert not kept.is_whole(path, pytest.fail)
+  # A process that is killed by the system cannot tidy up.
+  write(tmp_path / 'partial_7_other')
   for save in (kept.save, kept.fill):
     with pytest.raises(OSError, match=f'{path} cannot be wri'), _full_disk():
       save(path, lambda folder: write(folder, 'large', size=99))

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 
+import command_lines
 from flax import nnx
 import jax
 import jax.numpy as jnp
@@ -161,6 +162,7 @@ _BATCH = {'tokens': [1, 2], 'step': 0, 'seed': 0, 'batch_size': 1, 'length': 9}
     ('positive fraction', _MODEL, {'phases': ((0, 8),)}),
     ('--heads=3 must divide --width=320', _MODEL, {'num_heads': 3}),
     ('--kv_heads=1 must equal --heads', _MODEL, {'num_kv_heads': 1}),
+    ('=3 must divide --h', _MODEL, {'num_kv_heads': 3, 'family': 'llama'}),
     ('of even width', _MODEL, {'family': 'llama', 'width': 5}),
     ('less than a window, --context', _HEAD, {'batch_tokens': 8}),
     ('--corpus=/no is not a folder', _texts, {'folder': '/no'}),
@@ -173,6 +175,25 @@ _BATCH = {'tokens': [1, 2], 'step': 0, 'seed': 0, 'batch_size': 1, 'length': 9}
 def test_bad_input_is_refused(message, make, values):
   with pytest.raises(ValueError, match=message):
     make(**values)
+
+
+@pytest.mark.parametrize(
+  ('flags', 'message'),
+  [
+    ('--layers=2 --head=eagle3', '--layers has no effect with --head=eagle3;'),
+    ('--head_depth=2', '--head_depth has no effect without --head;'),
+    ('--experts=2 --family=llama', '--experts has no effect with --family='),
+    ('--vocab_size=300 --tokenizer=x', '--vocab_size has no effect with --tok'),
+    ('--tokenizer=x --teacher=y', '--tokenizer has no effect with --teacher;'),
+    ('--vocab_size=256', '--vocab_size=256'),
+    ('--head=eagle3 --context=9 --batch_tokens=8', '=8 is less than a window'),
+  ],
+)
+def test_flags_are_refused_by_name(tmp_path, flags, message):
+  always = f'--workdir={tmp_path}', f'--output={tmp_path}'
+  refused = command_lines.refusal('train.py', *always, *flags.split())
+  assert message in refused
+  assert not [*tmp_path.iterdir()]
 
 
 def _pure(module):
@@ -352,6 +373,7 @@ def test_a_head_learns_from_a_model_and_drafts(trained, tmp_path):
   )
   for change, message in (
     ({'num_heads': 5}, '--heads=5 must divide the width 16'),
+    ({'num_kv_heads': 3}, '--kv_heads=3 must divide --heads=2'),
     ({'target_dtype': 'int9'}, 'dtype=int9 is not known'),
   ):
     with pytest.raises(ValueError, match=message):

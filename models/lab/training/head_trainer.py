@@ -182,6 +182,8 @@ class HeadTraining(target_trainer.TargetTraining):
     kv_heads = self.num_kv_heads or (
       num_heads if self.num_heads else target.num_kv_heads
     )
+    if num_heads % kv_heads:
+      raise ValueError(f'--kv_heads={kv_heads} must divide --heads={num_heads}')
     if target.width % (2 * num_heads):
       raise ValueError(
         f'--heads={num_heads} must divide the width {target.width} of the'

@@ -41,7 +41,6 @@ def remove(path: pathlib.Path) -> None:
 
 def _write(path: pathlib.Path, partial: pathlib.Path, write: Writer) -> None:
   """Writes `partial`, which becomes a part of `path` when it is complete."""
-  remove(partial)  # A run that was killed has left it.
   try:
     write(partial)
   except Exception as error:  # Every library has its own for a full disk.
@@ -55,7 +54,8 @@ def _write(path: pathlib.Path, partial: pathlib.Path, write: Writer) -> None:
 def save(path: pathlib.Path, write: Writer) -> None:
   """Writes a file or folder and its digest; replaces a damaged one.
 
-  `write` is called with a path beside it, with the same suffix.
+  `write` is called with a path beside it, with the same suffix. What killed
+  runs have left there is removed, so no other run may write in that folder.
 
   Raises:
     OSError: it cannot be written, for example because the disk is full.
@@ -69,6 +69,8 @@ def save(path: pathlib.Path, write: Writer) -> None:
     # would count as damaged.
     _digest_file(path).write_bytes(digest)
 
+  for left in path.parent.glob('partial_*'):
+    remove(left)
   run_record.save_whole(
     path, lambda partial: _write(path, partial, write_with_digest)
   )
@@ -80,6 +82,7 @@ def fill(folder: pathlib.Path, write: Writer) -> None:
   `write` is called with an empty folder. Raises OSError as `save` does.
   """
   partial = folder / 'partial'
+  remove(partial)  # A run that was killed has left it.
 
   def write_folder(partial: pathlib.Path) -> None:
     partial.mkdir(parents=True)

@@ -94,9 +94,10 @@ class ModelTraining(trainer.Training):
     """
     is_gpt2, heads = self.family == 'gpt2', self.num_heads
     kv_heads = self.num_kv_heads or heads
-    if is_gpt2 and kv_heads != heads:
+    if heads % kv_heads or (is_gpt2 and kv_heads != heads):
       raise ValueError(
-        f'--kv_heads={kv_heads} must equal --heads={heads} with --family=gpt2'
+        f'--kv_heads={kv_heads} must {"equal" if is_gpt2 else "divide"}'
+        f' --heads={heads} with --family={self.family}'
       )
     if self.width % (heads if is_gpt2 else 2 * heads):
       raise ValueError(
