@@ -72,8 +72,9 @@ def folders(tmp_path_factory):
 
 
 def _arms(folders, text, *, eos_ids=(), **changes):
-  pair = (str(folders / name) for name in ('target', 'draft'))
-  settings = {'models': choice_lib.ModelChoice(*pair), 'seed': 3}
+  target, draft = (str(folders / name) for name in ('target', 'draft'))
+  choice = choice_lib.ModelChoice(target, changes.pop('draft', draft))
+  settings = {'models': choice, 'seed': 3}
   settings |= {'drafting': settings_lib.DraftSettings()}
   settings |= {'sampling': specdec.Sampling()}
   specs = arms_lib.parse_arms(text, 'float32')

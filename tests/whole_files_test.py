@@ -68,6 +68,9 @@ def test_errors_name_the_file_and_what_was_raised():
     (KeyError('k'), "a.x cannot be read: KeyError: 'k'; do that"),
     (ValueError('bad'), 'a.x cannot be read: bad; do that'),
     (ValueError('a.x is bad'), 'a.x is bad'),
+    (ValueError('/a.x/b: bad'), '/a.x/b: bad'),
+    (ValueError('aa.x'), 'a.x cannot be read: aa.x; do that'),
+    (ValueError('a.xx'), 'a.x cannot be read: a.xx; do that'),
     (MemoryError(), 'a.x cannot be read: MemoryError: ; do that'),
   ):
     with (

@@ -35,7 +35,7 @@ _LARGEST = 127.0
 # The sizes of packed matrices, see `formats.h`.
 _BLOCK = 16  # Outputs that a register has.
 _BLOCKS = 2  # Blocks that lie beside one another, a group.
-_WORDS = 16  # Words per tile of the matrix unit.
+_WORDS = 16  # Per tile of the matrix unit; a matrix has a multiple.
 
 # Indices of n rows, and their values `[n, in]`; of a vector `[n]`.
 Blocks = Iterable[tuple[Any, np.ndarray]]

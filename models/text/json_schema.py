@@ -87,8 +87,9 @@ def _checked(value: Any, kind: Any, place: str) -> Any:
 def _bounds(
   given: dict[str, Any], least: str, most: str, place: str
 ) -> tuple[int, int | None]:
-  for key in {least, most} & given.keys():
-    arguments_lib.check_count(f'{place}/{key}', given[key], least=0)
+  for key in (least, most):
+    if key in given:
+      arguments_lib.check_count(f'{place}/{key}', given[key], least=0)
   return given.get(least, 0), given.get(most)
 
 

@@ -188,10 +188,11 @@ def _from_record(record: dict[str, Any]) -> settings_lib.DraftSettings:
     record.pop('lookup', {}), _KINDS_OF_LOOKUP, 'drafting.lookup.'
   )
   options: dict[str, Any] = {}
-  for group in ('tree', 'inner_tree', ''):
-    values = record.pop(group, {}) if group else record
+  for group in ('tree', 'inner_tree'):
+    values = record.pop(group, {})
     _checked(values, _kinds(group), f'drafting.{group}.')
     options |= {_ENTRIES[group, key]: values[key] for key in values}
+  options |= {_ENTRIES['', key]: record[key] for key in record}
   if 'topology' in options:
     options['topology'] = topology_lib.from_paths(options['topology'])
   if 'confidence' in lookup:

@@ -135,16 +135,8 @@ class BlockScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
   @property
   def facts(self) -> drafter_lib.ScorerFacts:
     """A node can be scored in any round, whatever was scored before."""
-    spec = self.drafter.spec
-    return drafter_lib.ScorerFacts(
-      labels=(self.name,),
-      networks=(self.drafter,),
-      vocab_size=spec.vocab_size,
-      max_positions=spec.max_positions,
-      hidden=spec.reads,
-      can_draw=True,
-      bytes_per_slot=spec.cache_bytes_per_slot,
-      bytes_per_forward=spec.weight_bytes,
+    return drafter_lib.ScorerFacts.of_network(
+      self.drafter, self.name, hidden=self.drafter.spec.reads
     )
 
   def forward_width(

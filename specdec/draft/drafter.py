@@ -119,6 +119,26 @@ class ScorerFacts:
   bytes_per_forward: int = 0
   bytes_per_node: int = 0
 
+  @classmethod
+  def of_network(
+    cls, network: model_lib.Network, name: str, **more: Any
+  ) -> 'ScorerFacts':
+    """The facts of a stage that runs one network; `more` are other fields.
+
+    A forward reads all weights, however many nodes there are.
+    """
+    spec = network.spec
+    return cls(
+      labels=(name,),
+      networks=(network,),
+      vocab_size=spec.vocab_size,
+      max_positions=spec.max_positions,
+      can_draw=True,
+      bytes_per_slot=spec.cache_bytes_per_slot,
+      bytes_per_forward=spec.weight_bytes,
+      **more,
+    )
+
   def bytes_of(self, width: int) -> int:
     """Bytes read from memory by scoring `width` nodes, the cache apart."""
     return self.bytes_per_forward + width * self.bytes_per_node

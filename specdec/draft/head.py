@@ -126,19 +126,13 @@ class HeadScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
 
   @property
   def facts(self) -> drafter_lib.ScorerFacts:
-    """It reads all weights in a forward, however many nodes there are."""
-    spec = self.head.spec
-    return drafter_lib.ScorerFacts(
-      labels=(self.name,),
-      networks=(self.head,),
-      vocab_size=spec.vocab_size,
-      max_positions=spec.max_positions,
+    """A node is scored in a forward after that of its parent."""
+    return drafter_lib.ScorerFacts.of_network(
+      self.head,
+      self.name,
       needs_ancestors=True,
       needs_parents=True,
-      hidden=spec.reads,
-      can_draw=True,
-      bytes_per_slot=spec.cache_bytes_per_slot,
-      bytes_per_forward=spec.weight_bytes,
+      hidden=self.head.spec.reads,
     )
 
   def forward_width(

@@ -68,17 +68,9 @@ class LanguageModelScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
 
   @property
   def facts(self) -> drafter_lib.ScorerFacts:
-    """It reads all weights in a forward, however many nodes there are."""
-    spec = self.model.spec
-    return drafter_lib.ScorerFacts(
-      labels=(self.name,),
-      networks=(self.model,),
-      vocab_size=spec.vocab_size,
-      max_positions=spec.max_positions,
-      needs_ancestors=True,
-      can_draw=True,
-      bytes_per_slot=spec.cache_bytes_per_slot,
-      bytes_per_forward=spec.weight_bytes,
+    """The facts of the model."""
+    return drafter_lib.ScorerFacts.of_network(
+      self.model, self.name, needs_ancestors=True
     )
 
   def forward_width(

@@ -45,7 +45,7 @@ class Ranking(flax.struct.PyTreeNode):
   """
 
   kept: sampling_lib.Kept  #: The logits, `[B, W, V]`.
-  noise: randomness_lib.Noise  #: The noise at the W children.
+  noise: randomness_lib.Noise  #: At the children of W nodes.
   #: `[B, W, 1]` float32, the logarithm of the sum of all exponentiated scores;
   #: not finite where the logits were not.
   log_total: jax.Array

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import pathlib
+import re
 import shutil
 import struct
 import tokenize
@@ -53,7 +54,9 @@ def reading(path: str | os.PathLike[str], remedy: str = '') -> Iterator[None]:
     yield
   except _MALFORMED as error:
     is_plain = isinstance(error, ValueError)
-    if is_plain and str(path) in str(error):
+    # The name of the file may be a part of a word.
+    name = rf'(?<![\w.]){re.escape(str(path))}(?!\w)'
+    if is_plain and re.search(name, str(error)):
       raise
     reason = f'{error}' if is_plain else f'{type(error).__name__}: {error}'
     raise ValueError(

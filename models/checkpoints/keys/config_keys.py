@@ -122,8 +122,9 @@ def types_of(config: Any) -> dict[str, Any]:
 
 def check_types(keys: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
   """The same for all keys that are there; other keys are not checked."""
-  for key in keys.keys() & kinds.keys():
-    check_type(key, keys[key], kinds[key])
+  for key, kind in kinds.items():
+    if key in keys:
+      check_type(key, keys[key], kind)
 
 
 def check_same(first: str, one: Any, second: str, other: Any) -> None:

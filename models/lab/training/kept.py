@@ -11,7 +11,7 @@ import pathlib
 import shutil
 from typing import Any
 
-from models.lab.training import run_record
+from specdec.text import whole_files
 
 Writer = Callable[[pathlib.Path], Any]
 
@@ -71,7 +71,7 @@ def save(path: pathlib.Path, write: Writer) -> None:
 
   for left in path.parent.glob('partial_*'):
     remove(left)
-  run_record.save_whole(
+  whole_files.write(
     path, lambda partial: _write(path, partial, write_with_digest)
   )
 

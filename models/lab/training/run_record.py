@@ -12,8 +12,6 @@ from models import locks
 from specdec.text import text_files
 from specdec.text import whole_files
 
-save_whole = whole_files.write
-
 
 def save_json(path: pathlib.Path, record: Any) -> None:
   """Writes a record as JSON, completely or not at all."""
