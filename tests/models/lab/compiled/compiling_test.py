@@ -12,7 +12,7 @@ from models.lab.compiled import report as report_lib
 # Written by hand. A decode step of a model of two layers, with a growth round
 # of unknown length, a table look-up of three steps and a branch. The array
 # that is turned has 65,664 bytes, just above 64 KB.
-_GOLDEN = pathlib.Path(__file__).parent / 'golden'
+_GOLDEN = pathlib.Path(__file__).parents[3] / 'golden'
 _PROGRAM = (_GOLDEN / 'compiled_step.txt').read_text()
 
 

@@ -23,7 +23,7 @@ from models.text import constraints
 from models.text import json_schema
 from models.text import json_texts
 
-_ROOT = pathlib.Path(__file__).parents[1]
+_ROOT = pathlib.Path(__file__).parents[3]
 _FORMATS = jsonschema.FormatChecker()
 _FORMATS.checks('date-time', ValueError)(datetime.datetime.fromisoformat)
 _FORMATS.checks('time', ValueError)(datetime.time.fromisoformat)

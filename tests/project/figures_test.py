@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-_ROOT = pathlib.Path(__file__).parent.parent
+_ROOT = pathlib.Path(__file__).parents[2]
 _NUMBER = re.compile(r'(?<![\w.])\d+(?:\.\d+)?')
 _LINK = re.compile(r'\]\([^)]*(results/[^)]*\.md)\)')
 # A figure of another arm, which a cell has for comparison.

@@ -9,7 +9,7 @@ import re
 import pytest
 import tiny_demo
 
-_ROOT = pathlib.Path(__file__).parent.parent
+_ROOT = pathlib.Path(__file__).parents[2]
 
 
 def _examples(path):

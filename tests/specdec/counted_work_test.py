@@ -2,7 +2,7 @@
 
 The limits are what was counted when they were last updated:
 
-    python -m pytest tests/counted_work_test.py --update_limits
+    python -m pytest tests/specdec/counted_work_test.py --update_limits
 
 Other compilers fuse otherwise, and on CPU also for another instruction set; so
 compiled programs are compared only where these are the same.
@@ -37,7 +37,7 @@ from models.text import choice as choice_lib
 from models.text import settings as settings_lib
 import specdec
 
-_LIMITS = pathlib.Path(__file__).parent / 'golden' / 'counted_work.json'
+_LIMITS = pathlib.Path(__file__).parents[1] / 'golden' / 'counted_work.json'
 _TASK = programs.CompiledTask(prompt_tokens=64, max_new_tokens=64)
 # By these XLA's CPU backend chooses its products.
 _INSTRUCTIONS = ('amx_bf16', 'avx2', 'avx512_bf16', 'avx512_vnni', 'avx512f')
@@ -81,8 +81,8 @@ def _check(name, counted, update, *, compiler=()):
   assert not grown, (
     f'{name} has more to do than before: {"; ".join(grown)}. If that is'
     ' intended, say why in the commit and run python -m pytest'
-    ' tests/counted_work_test.py --update_limits. The limits were counted with'
-    f' {versions}, this is {here}'
+    ' tests/specdec/counted_work_test.py --update_limits. The limits were'
+    f' counted with {versions}, this is {here}'
   )
 
 

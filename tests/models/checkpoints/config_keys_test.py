@@ -16,7 +16,7 @@ from models.checkpoints import families
 
 _PATH = pathlib.Path('config.json')
 _PUBLISHED = json.loads(
-  (pathlib.Path(__file__).parent / 'golden' / 'published.json').read_text()
+  (pathlib.Path(__file__).parents[2] / 'golden' / 'published.json').read_text()
 )
 # One of each model_type.
 _OF_TYPE = {

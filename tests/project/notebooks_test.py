@@ -9,7 +9,7 @@ import nbformat
 import pytest
 import tiny_demo
 
-_FOLDER = pathlib.Path(__file__).parents[1] / 'colab'
+_FOLDER = pathlib.Path(__file__).parents[2] / 'colab'
 _FILES = sorted(_FOLDER.glob('*.ipynb'))
 assert len(_FILES) >= 4
 _BADGE = 'https://colab.research.google.com/github/specdec/specdec/blob/main'

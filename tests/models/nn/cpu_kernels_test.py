@@ -44,7 +44,7 @@ _attend = jax.jit(
 _write_slots = jax.jit(ops.write_slots, donate_argnums=0)
 
 
-# Without blocks of few bits, which tests/blocks_test.py multiplies.
+# Without blocks of few bits, which tests/models/nn/blocks_test.py multiplies.
 _DTYPES = 'float32', 'bfloat16', 'int8'
 
 
@@ -510,7 +510,7 @@ def test_every_branch_of_the_source_computes_the_same(
     pytest.skip(f'the processor must have {needed}')
   if not request.config.getoption('--long'):
     flags += ' -Og'
-  folder = pathlib.Path(__file__).parents[1] / 'build/kernels'
+  folder = pathlib.Path(__file__).parents[3] / 'build/kernels'
   library = build.compile_library(
     build.find_compiler(), folder, (*build.FLAGS, *flags.split())
   )

@@ -22,7 +22,7 @@ from models.nn import llama as nn_llama
 from models.nn import mixtral as mixtral_lib
 from specdec.tree import topology as topology_lib
 
-_ROOT = pathlib.Path(__file__).parents[1]
+_ROOT = pathlib.Path(__file__).parents[4]
 
 # 4 query heads and 2 KV heads of width 3; SwiGLU of width 10.
 _SIZES = {'num_layers': 2, 'width': 8, 'mlp_width': 10, 'vocab_size': 50}

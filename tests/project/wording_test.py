@@ -4,7 +4,7 @@ import pathlib
 import re
 import subprocess
 
-_ROOT = pathlib.Path(__file__).parent.parent
+_ROOT = pathlib.Path(__file__).parents[2]
 
 # A comment is read from its first line on, so earlier lines are no comment.
 _START = re.compile(
@@ -39,7 +39,7 @@ def test_comments_begin_with_a_subject():
   found = [
     f'{name}:{fragment}'
     for name in listed.stdout.split()
-    if name != 'tests/wording_test.py'
+    if name != 'tests/project/wording_test.py'
     for fragment in _headless((_ROOT / name).read_text('utf-8'))
   ]
   assert not found, '\n'.join(['give these a subject:', *found])

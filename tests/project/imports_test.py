@@ -8,7 +8,7 @@ import pathlib
 import pkgutil
 import re
 
-_ROOT = pathlib.Path(__file__).parents[1]
+_ROOT = pathlib.Path(__file__).parents[2]
 _FOLDERS = ('specdec', 'models', 'scripts')
 # Lower floors first; a module may import from its own and from lower ones.
 _FLOORS = ('specdec', 'specdec.tracing', 'models', 'models.lab', 'scripts')
@@ -161,3 +161,14 @@ def test_the_map_of_the_code_names_functions_that_exist():
   assert len(names) >= 18
   missing = [name for name in names if not _exists(name)]
   assert not missing, f'docs/architecture.md names {missing}, not in specdec'
+
+
+def test_tests_lie_where_the_source_does():
+  """A test of one folder is in its mirror; `project` has those of none."""
+  tests = _ROOT / 'tests'
+  folders = {
+    path.parent.relative_to(tests) for path in tests.rglob('*_test.py')
+  }
+  assert folders
+  for folder in folders:
+    assert (_ROOT / folder).is_dir() or str(folder) == 'project', folder

@@ -22,7 +22,7 @@ from models.nn import table_model
 import specdec
 from specdec import memory
 
-_TESTS = pathlib.Path(__file__).parent
+_TESTS = pathlib.Path(__file__).parents[2]
 _SCRIPTS = sorted(
   path.name
   for path in (_TESTS.parent / 'scripts').glob('*.py')

@@ -11,7 +11,7 @@ import pytest
 from models.lab.training import corpus as corpus_lib
 from specdec.text import text_files
 
-_ROOT = pathlib.Path(__file__).parents[1]
+_ROOT = pathlib.Path(__file__).parents[3]
 _TEXT = 'čaj\none\u2028two \u00e9\n\nlast'
 
 

@@ -8,7 +8,7 @@ import re
 import models
 import specdec
 
-_ROOT = pathlib.Path(__file__).parent.parent
+_ROOT = pathlib.Path(__file__).parents[2]
 _DIRECTIVE = re.compile(r'^\.\. auto(?:class|function|data):: (\S+)$', re.M)
 
 

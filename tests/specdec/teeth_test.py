@@ -9,12 +9,18 @@ import ast
 import contextlib
 import importlib
 import importlib.machinery
+import importlib.util
+import pathlib
 import re
 import sys
 
 import pytest
 
 _ROOTS = ('specdec', 'models')
+_FILES = {
+  path.stem: path
+  for path in pathlib.Path(__file__).parents[1].rglob('*_test.py')
+}
 # Nothing imported under one source may be used under another.
 _HELPERS = ('enumeration', 'list_growth', 'list_trees', 'slow_walks')
 _HELPERS += ('slow_head', 'tiny_blocks', 'tiny_drafters', 'tiny_heads')
@@ -534,6 +540,8 @@ class _Finder:
   def find_spec(self, fullname, path, target=None):
     if not _is_ours(fullname):
       return None
+    if fullname in _FILES:
+      return importlib.util.spec_from_file_location(fullname, _FILES[fullname])
     spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
     if fullname == self._name:
       spec.loader = _Planter(fullname, spec.origin, *self._bug)

@@ -18,7 +18,7 @@ import tiny
 
 from models.checkpoints import hub
 
-_SCRIPTS = pathlib.Path(__file__).parents[1] / 'scripts'
+_SCRIPTS = pathlib.Path(__file__).parents[2] / 'scripts'
 _DEVICES = 2  # Each host has so many.
 _PROMPTS = ('def f(x):', 'import os', 'a', 'if x is None', 'return [')
 
