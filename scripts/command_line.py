@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence
 import contextlib
 import io
+import logging as standard_logging
 import os
 import pathlib
 import signal
@@ -141,4 +142,6 @@ def run(main: Callable[[], None]) -> None:
     # A terminal that lacks a character of a text shows a question mark.
     sys.stdout.reconfigure(errors='replace')
   logging.set_verbosity(logging.WARNING)  # JAX logs the backends it lacks.
+  # A person reads the messages, so they have no time and no place of the code.
+  logging.get_absl_handler().setFormatter(standard_logging.Formatter())
   app.run(checked, flags_parser=_parse)

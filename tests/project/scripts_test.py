@@ -6,9 +6,12 @@ import functools
 import inspect
 import io
 import json
+import pathlib
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import types
 
 import command_lines
@@ -33,6 +36,7 @@ from models.text import settings as settings_lib
 import specdec
 from specdec.tree import topology as topology_lib
 
+_SCRIPTS = pathlib.Path(__file__).parents[2] / 'scripts'
 _TEXT = 'def add(first, second):\n  return first + second\n' * 20
 _CHAIN = ('--method=chain', '--num_draft_tokens=2')
 _TEMPLATE = """\
@@ -575,3 +579,16 @@ def test_a_decode_is_shown_and_shown_again(pair, tmp_path):
   ):
     flag = flag.replace('=', f'={tmp_path}/')
     assert message in command_lines.refusal(*show, flag)
+
+
+def test_messages_are_plain_lines():
+  """They say neither when nor where in the code they were written."""
+  program = (
+    'import command_line\nfrom absl import logging\n'
+    "command_line.run(lambda: logging.warning('%d rows are left', 2))\n"
+  )
+  ended = subprocess.run(
+    [sys.executable, '-c', program],
+    **{'cwd': _SCRIPTS, 'capture_output': True, 'text': True, 'check': True},
+  )
+  assert ended.stderr == '2 rows are left\n'
