@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 from typing import Any
+from typing import cast
 
 from flax import nnx
 from flax import traverse_util
@@ -27,10 +28,12 @@ Config = nn_gpt2.GPT2Config | nn_llama.LlamaConfig
 def _resized(spec: model_lib.ModelSpec, vocab_size: int) -> model_lib.ModelSpec:
   own_size = spec.vocab_size
 
-  def apply(params, tokens, positions, mask, cache):
+  def apply(
+    params: Any, tokens: jax.Array, *others: Any
+  ) -> tuple[jax.Array, cache_lib.KVCache]:
     # Ids from own_size on are vocabulary padding, which is never emitted.
     tokens = jnp.minimum(tokens, own_size - 1)
-    logits, cache = spec.apply(params, tokens, positions, mask, cache)
+    logits, cache = spec.apply(params, tokens, *others)
     padding = ((0, 0), (0, 0), (0, max(vocab_size - own_size, 0)))
     logits = jnp.pad(logits, padding, constant_values=-jnp.inf)
     return logits[..., :vocab_size], cache
@@ -63,7 +66,7 @@ def _share_read(path: tuple[Any, ...], config: Config) -> float:
 
 @functools.cache
 def _spec(
-  graph: nnx.GraphDef,
+  graph: nnx.GraphDef[Module],
   config: Config,
   dtype: jnp.dtype,
   weight_bytes: int,
@@ -81,14 +84,22 @@ def _spec(
   if kernels:
     cache_ops = cache_ops._replace(write=ops.write_slots)
 
-  def apply(params, tokens, positions, mask, cache):
+  def apply(
+    params: Any,
+    tokens: jax.Array,
+    positions: jax.Array,
+    mask: jax.Array,
+    cache: cache_lib.KVCache,
+  ) -> tuple[jax.Array, cache_lib.KVCache]:
     module = nnx.merge(graph, params)
     with layout.in_use():
-      logits, cache = module(tokens, positions, mask, cache)
-    # Later functions sort and draw over the whole vocabulary.
-    return layout.gather_vocabulary(logits), cache
+      logits, written = module(tokens, positions, mask, cache)
+    # Later functions sort and draw over the whole vocabulary. Only training
+    # has no cache.
+    logits = layout.gather_vocabulary(logits)
+    return logits, cast(cache_lib.KVCache, written)
 
-  def init_cache(batch_size, num_slots):
+  def init_cache(batch_size: int, num_slots: int) -> cache_lib.KVCache:
     cache = cache_lib.init_cache(
       batch_size,
       num_slots,

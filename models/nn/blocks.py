@@ -16,6 +16,7 @@ Inputs are padded with groups whose scale is zero. `cpu/blocks.h` multiplies
 `PackedBlocks` of these words; XLA multiplies a `GroupedMatrix`.
 """
 
+from collections.abc import Sequence
 import dataclasses
 import math
 from typing import Any
@@ -171,20 +172,24 @@ def to_words(raw: np.ndarray, kind: str, width: int) -> np.ndarray:
   return np.concatenate(parts, axis=-1)
 
 
-def _shifted(words, by, axis: int = -1):
+# Integers, scales and minima: arrays of NumPy or JAX.
+_Parts = tuple[Any, Any, Any]
+
+
+def _shifted(words: Any, by: Sequence[int], axis: int = -1) -> Any:
   """Words `[..., 1, ...]` shifted down by several numbers, along an axis."""
   shape = [1] * words.ndim
   shape[axis] = len(by)
   return words >> np.array(by, np.uint32).reshape(shape)
 
 
-def _bytes_of(words):
+def _bytes_of(words: Any) -> Any:
   """The bytes of words `[..., n]`, as int32 `[..., 4 n]`."""
   found = _shifted(words[..., None], (0, 8, 16, 24)) & np.uint32(0xFF)
   return found.astype(np.int32).reshape(*words.shape[:-1], -1)
 
 
-def _halves(words, xp):
+def _halves(words: Any, xp: Any) -> Any:
   """The float16 in the lower halves, as float32 to the last bit.
 
   Not a conversion of XLA's, which on CPU takes denormal numbers for zero.
@@ -200,7 +205,7 @@ def _halves(words, xp):
   return xp.where(words & np.uint32(0x8000), -size, size)
 
 
-def _small(words, known: Kind, xp):
+def _small(words: Any, known: Kind, xp: Any) -> _Parts:
   """q, scales and minima of kinds with blocks of 32 inputs in the file."""
   head, nibbles = words[..., :2], np.uint32(0x0F0F0F0F)
   lead = words.shape[:-1]
@@ -221,7 +226,7 @@ def _small(words, known: Kind, xp):
   return _bytes_of(q.reshape(*lead, 32)), scale, minimum
 
 
-def _with_six_bits(words, known: Kind, xp):
+def _with_six_bits(words: Any, known: Kind, xp: Any) -> _Parts:
   """q, scales and minima of Q4_K and Q5_K."""
   lead = words.shape[:-1]
   first, second, third = (words[..., i : i + 1] for i in (1, 2, 3))
@@ -241,7 +246,7 @@ def _with_six_bits(words, known: Kind, xp):
   return _bytes_of(q.reshape(*lead, 64)), scale, minimum
 
 
-def _by_sixteens(words, known: Kind, xp):
+def _by_sixteens(words: Any, known: Kind, xp: Any) -> _Parts:
   """q, scales and minima of Q6_K, which has none."""
   lead = words.shape[:-1]
   low = words[..., :32].reshape(*lead, 2, 1, 16)
@@ -256,7 +261,7 @@ def _by_sixteens(words, known: Kind, xp):
   return _bytes_of(q), scale, None
 
 
-def _read(words: Any, kind: str, xp: Any) -> tuple[Any, Any, Any]:
+def _read(words: Any, kind: str, xp: Any) -> _Parts:
   """Integers and factors of the weights `code scale - minimum`.
 
   Returns:

@@ -18,6 +18,9 @@ _STEPS = 11  # Scales that are tried for a group.
 _CHUNK = 1 << 10  # Rows of 256 inputs that are rounded at once.
 
 
+_Fit = tuple[jax.Array, ...]  # An error, a scale and a minimum `[n]`.
+
+
 def _fit(x: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Scales and minima of groups `[32, n]`, both `[n]` and not negative.
 
@@ -33,7 +36,7 @@ def _fit(x: jax.Array) -> tuple[jax.Array, jax.Array]:
   sum_w, weighted = total(importance), importance * x
   sum_x = total(weighted)
 
-  def attempt(step, best):
+  def attempt(step: jax.Array, best: _Fit) -> _Fit:
     steps = (_LARGEST - 1.0 + 0.2 * step) / safe
     q = jnp.round(steps[None] * (x - low[None])).clip(0.0, _LARGEST)
     sum_q, sum_qq = total(importance * q), total(importance * q * q)
@@ -68,7 +71,9 @@ def _fitted(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 @jax.jit
-def _rounded(rows, scale, minimum):
+def _rounded(
+  rows: jax.Array, scale: jax.Array, minimum: jax.Array
+) -> jax.Array:
   """Integers `[n, groups, 32]`, for scales and minima `[n, groups]`."""
   groups = rows.reshape(*scale.shape, 32)
   inverse = jnp.where(scale > 0.0, 1.0 / scale, 0.0)[..., None]

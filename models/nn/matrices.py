@@ -73,7 +73,7 @@ class Matrix(Protocol):
     """The stored numbers `[out, in]`, without scales."""
 
 
-def quantize_rows(rows, xp=jnp):
+def quantize_rows(rows: Any, xp: Any = jnp) -> tuple[Any, Any]:
   """Rounds each row to integers times a scale.
 
   Args:
@@ -383,7 +383,7 @@ def take_rows(weight: jax.Array | Matrix, index: jax.Array) -> jax.Array:
   if matrix.uses_kernels or not alone:
     return matrix.take(index)
 
-  def twice(matrix, index):
+  def twice(matrix: Matrix, index: jax.Array) -> jax.Array:
     rows = matrix.take(jnp.broadcast_to(index.ravel(), 2))
     return rows[0].reshape(*index.shape, -1)
 

@@ -75,7 +75,7 @@ def _tables(
   inner: str, settings: settings_lib.DraftSettings, pair: pair_lib.Pair
 ) -> candidates.CandidateScorer:
   # A match in the text itself is the better evidence, so it comes first.
-  proposers: list = []
+  proposers: list[candidates.Proposer] = []
   if 'lookup' in inner.split('+'):
     proposers.append(settings.lookup)
   if 'ngram' in inner.split('+'):
