@@ -14,12 +14,12 @@ from flax import traverse_util
 import jax
 import jax.numpy as jnp
 
+from models.nn import adapter
 from models.nn import layers
 from models.nn import llama as nn_llama
 from models.nn import matrices as matrices_lib
 from models.nn import rope as rope_lib
 from models.nn import sharding as sharding_lib
-from models.nn.cpu import ops
 from specdec import cache as cache_lib
 from specdec.draft import head as head_lib
 
@@ -238,9 +238,6 @@ def _spec(
 
   The arguments are those of `HeadSpec`, see `models.nn.adapter`.
   """
-  cache_ops = sharding_lib.slot_ops(layout)
-  if kernels:
-    cache_ops = cache_ops._replace(write=ops.write_slots)
 
   def apply(
     params: dict[str, Any],
@@ -259,35 +256,16 @@ def _spec(
     found = matrices_lib.matmul(states, params['lm_head'])
     return layout.gather_vocabulary(found)
 
-  def init_cache(batch_size: int, num_slots: int) -> cache_lib.KVCache:
-    cache = cache_lib.init_cache(
-      batch_size,
-      num_slots,
-      num_layers=config.num_layers,
-      num_heads=config.num_kv_heads,
-      head_width=config.head_width,
-      dtype=dtype,
-    )
-    return layout.place(cache.replace(ops=cache_ops))
-
-  per_slot = 2 * config.num_layers * config.num_kv_heads * config.head_width
-  parts = layout.parts('kv_heads')
   return head_lib.HeadSpec(
     apply=apply,
     fuse=lambda params, *states: nnx.merge(graph, params['head']).fuse(*states),
     logits=logits,
-    init_cache=init_cache,
-    vocab_size=config.vocab_size,
-    max_positions=config.num_positions,
     weight_bytes=weight_bytes,
-    cache_bytes_per_slot=per_slot * dtype.itemsize,
     parameters=parameters,
-    place=layout.place,
-    row_shards=layout.parts('rows'),
-    slot_shards=parts if config.num_kv_heads % parts == 0 else 1,
     reads=config.reads,
     target_width=config.target_width,
     width=config.width,
+    **adapter.network_facts(config, dtype, layout, kernels=kernels),
   )
 
 
