@@ -41,30 +41,30 @@ class TextOptions(decode_options.CommonOptions, total=False):
   json_schema: constraints_lib.Schema | None
 
 
+_OF_TEXTS = 'seed', 'regex', 'json_schema'
+
+
+def of_texts(options: TextOptions) -> Any:
+  """The options that a decode of token ids does not have."""
+  return {name: value for name, value in options.items() if name in _OF_TEXTS}
+
+
 def with_ids(
   pair: pair_lib.Pair, options: TextOptions, stops: ends_lib.StopsOfRows
 ) -> Any:
   """The options with ids for texts; `stops` are the stop strings by row.
 
-  Without the constraints, see `constraint_of_rows`.
+  Without seeds and constraints, see `keys_of_seeds` and `constraint_of_rows`.
   """
   vocab_size, given = pair.target.spec.vocab_size, options.get('eos_ids')
   eos_ids = ends_lib.eos_ids_of(given, pair.tokenizer, vocab_size)
-  of_text = ('regex', 'json_schema')
   others = {
-    name: value for name, value in options.items() if name not in of_text
+    name: value for name, value in options.items() if name not in _OF_TEXTS
   }
   return others | {
     'stop': ends_lib.stop_table(stops, pair.tokenizer, vocab_size),
     'eos_ids': pair.eos_ids if given is None else eos_ids,
   }
-
-
-def constraint_of_all(options: TextOptions) -> constraints_lib.Constraint:
-  """The constraint of prompts that are not rows; None if there is none."""
-  return constraints_lib.constraint_of(
-    options.get('regex'), options.get('json_schema')
-  )
 
 
 def constraint_of_rows(
