@@ -29,6 +29,9 @@ from specdec.text import whole_files
 Path = tuple[Any, ...]
 """Where a parameter is in a module: names, and numbers in lists."""
 
+Shapes = dict[Path, jax.ShapeDtypeStruct]
+"""The shapes of parameters by their paths."""
+
 # The first that holds a path has it.
 _CONTAINERS = (
   gguf.GGUFFile,
@@ -231,9 +234,9 @@ def read_module(
 def read_parameters(
   checkpoint: checkpoint_lib.StoredTensors,
   family: families.Family,
-  expected: dict[Path, Any],
+  expected: Shapes,
   form: matrices_lib.WeightFormat,
-  config: Any,
+  config: adapter.Config,
   *,
   packed: bool,
   layout: sharding_lib.Layout,
@@ -285,9 +288,7 @@ def read_parameters(
   return loaded
 
 
-def _held_bytes(
-  expected: dict[Path, Any], form: matrices_lib.WeightFormat
-) -> int:
+def _held_bytes(expected: Shapes, form: matrices_lib.WeightFormat) -> int:
   """Bytes of the parameters that a device has, of which shapes are given."""
   ratio = form.bytes_per_weight / jnp.dtype(form.float_dtype).itemsize
   return sum(
@@ -299,7 +300,7 @@ def _held_bytes(
 def _read(
   checkpoint: checkpoint_lib.StoredTensors,
   family: families.Family,
-  expected: dict[Path, Any],
+  expected: Shapes,
   form: matrices_lib.WeightFormat,
   heads: set[Any],
 ) -> Iterator[tuple[Path, str, Any]]:

@@ -16,6 +16,7 @@ Inputs are padded with groups whose scale is zero. `cpu/blocks.h` multiplies
 `PackedBlocks` of these words; XLA multiplies a `GroupedMatrix`.
 """
 
+from collections.abc import Iterable
 from collections.abc import Sequence
 import dataclasses
 import math
@@ -29,6 +30,9 @@ import numpy as np
 
 from models.nn import contraction
 from models.nn.cpu import ops
+
+Rows = tuple[slice | np.ndarray, np.ndarray]
+"""Indices of n rows, and these rows `[n, in]`; of a vector `[n]`."""
 
 _ALIGNMENT = 64  # Bytes; JAX copies arrays on the CPU that begin elsewhere.
 _LANES = 16  # Outputs of a register, of which a group has two.
@@ -345,9 +349,6 @@ class GroupedMatrix(flax.struct.PyTreeNode):
     values = _weights(codes, rows.scales, rows.minima)
     return values.reshape(*index.shape, -1)[..., : self.width]
 
-  def packed(self) -> 'GroupedMatrix':
-    return self
-
   def unpacked(self) -> Any:
     return self.codes
 
@@ -411,9 +412,6 @@ class BlockMatrix(flax.struct.PyTreeNode):
       dtype=self.dtype,
     )
 
-  def unpacked(self) -> jax.Array:
-    return self.words
-
 
 class PackedBlocks(flax.struct.PyTreeNode):
   """A `BlockMatrix` as the kernels read it.
@@ -448,9 +446,6 @@ class PackedBlocks(flax.struct.PyTreeNode):
     words = self.words[group, :, within // _LANES, :, lane]
     return expand(words, self.kind, self.shape[1])
 
-  def packed(self) -> 'PackedBlocks':
-    return self
-
   def unpacked(self) -> np.ndarray:
     words = np.asarray(self.words).transpose(0, 2, 4, 1, 3)
     rows = words.reshape(-1, words.shape[3], words.shape[4])
@@ -458,7 +453,10 @@ class PackedBlocks(flax.struct.PyTreeNode):
 
 
 def from_raw(
-  blocks: Any, shape: tuple[int, ...], kind: str, dtype: str = 'stored'
+  blocks: Iterable[Rows],
+  shape: tuple[int, ...],
+  kind: str,
+  dtype: str = 'stored',
 ) -> BlockMatrix:
   """A matrix on the host of the rows of a file.
 

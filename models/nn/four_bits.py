@@ -1,7 +1,6 @@
 """Rounds matrices of floats to the four-bit blocks of `models.nn.blocks`."""
 
 from collections.abc import Iterable
-from typing import Any
 
 import jax
 from jax import lax
@@ -153,7 +152,7 @@ def _raw_rows(rows: np.ndarray, kind: str) -> np.ndarray:
 
 
 def quantize_blocks(
-  blocks: Iterable[tuple[Any, np.ndarray]],
+  blocks: Iterable[blocks_lib.Rows],
   shape: tuple[int, ...],
   *,
   is_head: bool = False,

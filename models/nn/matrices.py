@@ -37,8 +37,8 @@ _BLOCK = 16  # Outputs that a register has.
 _BLOCKS = 2  # Blocks that lie beside one another, a group.
 _WORDS = 16  # Per tile of the matrix unit; a matrix has a multiple.
 
-# Indices of n rows, and their values `[n, in]`; of a vector `[n]`.
-Blocks = Iterable[tuple[Any, np.ndarray]]
+Blocks = Iterable[blocks_lib.Rows]
+"""The rows of a matrix or vector, one block after another."""
 
 
 @runtime_checkable
@@ -66,11 +66,18 @@ class Matrix(Protocol):
   def take(self, index: jax.Array) -> jax.Array:
     """Rows `[..., in]` float32 for `index [...]`."""
 
-  def packed(self) -> Any:
-    """The weights as the kernels read them, or as they are if they cannot."""
-
   def unpacked(self) -> Any:
     """The stored numbers `[out, in]`, without scales."""
+
+
+class HostMatrix(Protocol):
+  """A matrix `[out, in]` on the host, as a checkpoint gives it."""
+
+  @property
+  def shape(self) -> tuple[int, ...]: ...
+
+  def packed(self) -> Any:
+    """The weights as the kernels read them, or as they are if they cannot."""
 
 
 def quantize_rows(rows: Any, xp: Any = jnp) -> tuple[Any, Any]:
@@ -215,9 +222,6 @@ class PackedMatrix(flax.struct.PyTreeNode):
       rows = ops.sum_rows(flat, each, scale).reshape(rows.shape)
     return rows
 
-  def packed(self) -> 'PackedMatrix':
-    return self
-
   def unpacked(self) -> np.ndarray:
     words = np.array(self.words)
     if self.dtype == 'int8':
@@ -334,7 +338,7 @@ def _pack(values: np.ndarray, scale: np.ndarray) -> PackedMatrix:
 
 
 def _as_matrix(weight: Any) -> Any:
-  # Matrices on the host lack some methods of a `Matrix`.
+  """A `Matrix` or `HostMatrix` as it is; an array with the methods of both."""
   is_array = isinstance(weight, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
   return FloatMatrix(weight) if is_array else weight
 
@@ -393,8 +397,8 @@ def take_rows(weight: jax.Array | Matrix, index: jax.Array) -> jax.Array:
   return lax.platform_dependent(matrix, index, cuda=twice, default=take)
 
 
-def pack(weight: Any) -> Any:
-  """A matrix as the kernels of `models.nn.cpu` read it, if they can."""
+def pack(weight: np.ndarray | HostMatrix) -> Any:
+  """A matrix on the host as the kernels read it, if they can."""
   return _as_matrix(weight).packed()
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import pathlib
-from typing import Any
 
 from absl import logging
 import jax
@@ -84,7 +83,7 @@ def _tables(
 
 
 def _one_stage(
-  scorer: Any,
+  scorer: drafter_lib.Scorer,
   config: drafter_lib.StageConfig,
   settings: settings_lib.DraftSettings,
 ) -> drafter_lib.Drafter:

@@ -106,14 +106,14 @@ class Tensor:
 
   def _by_rows(
     self, read: Callable[[Any, int, int], np.ndarray]
-  ) -> Iterator[tuple[Any, np.ndarray]]:
+  ) -> Iterator[blocks_lib.Rows]:
     gguf, order = quants(), self._order(self.shape[0])
     step = max(1, _BLOCK_BYTES // (4 * self.shape[1]))
     for start in range(0, self.shape[0], step):
       end = min(start + step, self.shape[0])
       yield order[start:end], read(gguf, start, end - start)
 
-  def blocks(self) -> Iterator[tuple[Any, np.ndarray]]:
+  def blocks(self) -> Iterator[blocks_lib.Rows]:
     """Yields indices of n rows and their values, `[n, in]` or `[n]` float32.
 
     Raises:
@@ -127,7 +127,7 @@ class Tensor:
         )
       yield index, rows
 
-  def _expanded(self) -> Iterator[tuple[Any, np.ndarray]]:
+  def _expanded(self) -> Iterator[blocks_lib.Rows]:
     if len(self.shape) == 1:
       yield self._order(self.shape[0]), self._block(quants(), 0, 1)[0]
     else:

@@ -290,7 +290,7 @@ def load(
   loaded = hub.read_parameters(
     head.stored,
     dataclasses.replace(
-      families.FAMILIES[1], name=f'head of the kind {_NAMES[config.kind]}'
+      families.LLAMA, name=f'head of the kind {_NAMES[config.kind]}'
     ),
     expected,
     form,
