@@ -49,6 +49,15 @@ def of_texts(options: TextOptions) -> Any:
   return {name: value for name, value in options.items() if name in _OF_TEXTS}
 
 
+def _eos_ids(pair: pair_lib.Pair, options: TextOptions) -> Any:
+  """The ids of tokens that end a text, see `ends.eos_ids_of`."""
+  if options.get('eos_ids') is None:
+    return pair.eos_ids
+  return ends_lib.eos_ids_of(
+    options['eos_ids'], pair.tokenizer, pair.target.spec.vocab_size
+  )
+
+
 def with_ids(
   pair: pair_lib.Pair, options: TextOptions, stops: ends_lib.StopsOfRows
 ) -> Any:
@@ -56,14 +65,13 @@ def with_ids(
 
   Without seeds and constraints, see `keys_of_seeds` and `constraint_of_rows`.
   """
-  vocab_size, given = pair.target.spec.vocab_size, options.get('eos_ids')
-  eos_ids = ends_lib.eos_ids_of(given, pair.tokenizer, vocab_size)
+  vocab_size = pair.target.spec.vocab_size
   others = {
     name: value for name, value in options.items() if name not in _OF_TEXTS
   }
   return others | {
     'stop': ends_lib.stop_table(stops, pair.tokenizer, vocab_size),
-    'eos_ids': pair.eos_ids if given is None else eos_ids,
+    'eos_ids': _eos_ids(pair, options),
   }
 
 
@@ -71,20 +79,14 @@ def constraint_of_rows(
   pair: pair_lib.Pair, options: TextOptions, batch_size: int
 ) -> specdec.Constraint | None:
   """The constraint of `regex` and `json_schema`; None if there is none."""
-  vocab_size, given = pair.target.spec.vocab_size, options.get('eos_ids')
-  eos_ids = ends_lib.eos_ids_of(given, pair.tokenizer, vocab_size)
+  vocab_size, eos_ids = pair.target.spec.vocab_size, _eos_ids(pair, options)
   rows = constraints_lib.of_rows(
     options.get('regex'), options.get('json_schema'), batch_size
   )
   if not any(rows):
     return None
   automata = {
-    one: constraints_lib.automaton_of(
-      one,
-      pair.tokenizer,
-      vocab_size,
-      pair.eos_ids if given is None else eos_ids,
-    )
+    one: constraints_lib.automaton_of(one, pair.tokenizer, vocab_size, eos_ids)
     for one in rows
   }
   # One set of tables serves rows that all have the same.
