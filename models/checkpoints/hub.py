@@ -241,7 +241,7 @@ def read_parameters(
   packed: bool,
   layout: sharding_lib.Layout,
   outputs: np.ndarray | None = None,
-) -> dict[Path, Any]:
+) -> dict[Path, matrices_lib.Weight]:
   """Reads parameters by path; see `read_module`.
 
   Args:
@@ -258,7 +258,7 @@ def read_parameters(
     ValueError: a tensor is unknown, missing, left over or misshapen; the
       message names it.
   """
-  loaded, origin = dict[Path, Any](), dict[Path, str]()
+  loaded, origin = dict[Path, matrices_lib.Weight](), dict[Path, str]()
   heads = {config.embedding, 'lm_head'}
   read = _read(checkpoint, family, expected, form, heads)
   for path, name, host in whole_files.reading_each(checkpoint.path, read):

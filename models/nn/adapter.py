@@ -65,7 +65,7 @@ def _share_read(path: tuple[Any, ...], config: Config) -> float:
 
 
 def network_facts(
-  config: Any,
+  config: Config,
   dtype: jnp.dtype,
   layout: sharding_lib.Layout,
   *,

@@ -272,8 +272,8 @@ def _spec(
 def as_head(
   module: Head,
   *,
-  embedding: Any,
-  lm_head: Any,
+  embedding: matrices_lib.Weight,
+  lm_head: matrices_lib.Weight,
   layout: sharding_lib.Layout = sharding_lib.Layout(),
 ) -> head_lib.Head:
   """Splits a module into the parameters and functions that `specdec` uses.

@@ -75,7 +75,7 @@ def residual_stddev(num_layers: int) -> float:
 
 
 # A weight `[out, in]`, and a bias `[out]` or None.
-Parameters = tuple[jax.Array | matrices_lib.Matrix, jax.Array | None]
+Parameters = tuple[matrices_lib.Weight, jax.Array | None]
 
 
 class Linear(nnx.Module):

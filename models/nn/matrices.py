@@ -70,6 +70,10 @@ class Matrix(Protocol):
     """The stored numbers `[out, in]`, without scales."""
 
 
+Weight = jax.Array | Matrix
+"""A matrix `[out, in]`: an array of floats, or one in another format."""
+
+
 class HostMatrix(Protocol):
   """A matrix `[out, in]` on the host, as a checkpoint gives it."""
 
@@ -309,7 +313,7 @@ def few_outputs(
   )
 
 
-def computed(matrix: Any) -> Any:
+def computed(matrix: Weight) -> Weight:
   """The arrays that a product with a matrix reads."""
   return matrix.outputs if isinstance(matrix, FewOutputs) else matrix
 
@@ -343,7 +347,7 @@ def _as_matrix(weight: Any) -> Any:
   return FloatMatrix(weight) if is_array else weight
 
 
-def matmul(x: jax.Array, weight: jax.Array | Matrix) -> jax.Array:
+def matmul(x: jax.Array, weight: Weight) -> jax.Array:
   """`x @ weight.T` over the last axis, in the format of the weights.
 
   Args:
@@ -361,9 +365,9 @@ Packed = PackedMatrix | blocks_lib.PackedBlocks
 """A matrix as the kernels read it."""
 
 
-def are_one_call(matrices: Sequence[Any]) -> bool:
+def are_one_call(matrices: Sequence[Weight]) -> bool:
   """Whether one call of `multiply_packed` takes all of these matrices."""
-  packed = [one for one in matrices if uses_kernels(one)]
+  packed = [one for one in matrices if isinstance(one, Packed)]
   return len(packed) == len(matrices) and len({m.kernel for m in packed}) == 1
 
 
@@ -380,7 +384,7 @@ def multiply_packed(
   return ops.multiply(x, operands, dtype=matrices[0].kernel, **options)
 
 
-def take_rows(weight: jax.Array | Matrix, index: jax.Array) -> jax.Array:
+def take_rows(weight: Weight, index: jax.Array) -> jax.Array:
   """Rows `[..., in]` float32 of a matrix `[out, in]`, for `index [...]`."""
   matrix = _as_matrix(weight)
   alone = index.size == 1 and not jax.sharding.get_abstract_mesh().empty
@@ -409,12 +413,12 @@ def for_xla(weight: Any) -> Any:
   return jax.tree.map(grouped, weight, is_leaf=is_blocks)
 
 
-def unpack(weight: jax.Array | Matrix) -> jax.Array | np.ndarray:
+def unpack(weight: Weight) -> jax.Array | np.ndarray:
   """The stored numbers `[out, in]` of a matrix, without scales."""
   return _as_matrix(weight).unpacked()
 
 
-def uses_kernels(weight: jax.Array | Matrix) -> bool:
+def uses_kernels(weight: Weight) -> bool:
   """Whether the kernels of `models.nn.cpu` compute the products of a matrix."""
   return _as_matrix(weight).uses_kernels
 

@@ -41,7 +41,7 @@ class MixtralConfig(nn_llama.LlamaConfig):
 
 def _swiglu(
   activation: str,
-  weights: Iterable[jax.Array | matrices_lib.Matrix],
+  weights: Iterable[matrices_lib.Weight],
   x: jax.Array,
 ) -> jax.Array:
   gate, up, down = ((weight, None) for weight in weights)
