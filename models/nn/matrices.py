@@ -237,13 +237,13 @@ class PackedMatrix(flax.struct.PyTreeNode):
     return np.ascontiguousarray(values[:num_outputs, :num_inputs])
 
 
-def spread(few: jax.Array, index: jax.Array) -> jax.Array:
-  """Some outputs `[..., N]` among all, `[..., out]`; the others are -inf.
+def scatter_outputs(some: jax.Array, index: jax.Array) -> jax.Array:
+  """All outputs `[..., out]` from `some [..., N]`; the others are -inf.
 
   `index`: `[out]` int32, the place of each output among the N, or -1.
   """
-  taken = jnp.take(few, jnp.maximum(index, 0), axis=-1)
-  is_there = jnp.expand_dims(index >= 0, range(few.ndim - 1))
+  taken = jnp.take(some, jnp.maximum(index, 0), axis=-1)
+  is_there = jnp.expand_dims(index >= 0, range(some.ndim - 1))
   return jnp.where(is_there, taken, -jnp.inf)
 
 
@@ -261,7 +261,7 @@ class FewOutputs(flax.struct.PyTreeNode):
 
   Attributes:
     outputs: the matrix `[N, in]` of those that are computed.
-    index: see `spread`.
+    index: see `scatter_outputs`.
     rows: the matrix `[out, in]` whose rows are looked up where the token
       embedding is the head, or None.
   """
@@ -283,7 +283,7 @@ class FewOutputs(flax.struct.PyTreeNode):
     return uses_kernels(self.outputs)
 
   def product(self, rows: jax.Array) -> jax.Array:
-    return spread(_as_matrix(self.outputs).product(rows), self.index)
+    return scatter_outputs(_as_matrix(self.outputs).product(rows), self.index)
 
   def take(self, index: jax.Array) -> jax.Array:
     return _as_matrix(self.rows).take(index)

@@ -157,7 +157,7 @@ def _spec(
   def apply(params: Any, tokens: jax.Array, *others: Any) -> _Scores:
     parts = params['parts'][tokens]
     logits, cache = read(params['draft'], parts, *others)
-    return matrices_lib.spread(logits, params['same']), cache
+    return matrices_lib.scatter_outputs(logits, params['same']), cache
 
   return dataclasses.replace(
     own,
