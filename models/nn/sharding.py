@@ -44,7 +44,7 @@ _MESH_AXES = {
   'fused_heads': MODEL,
 }
 
-_Names = tuple[str | None, ...]  # Of the axes of a tensor.
+_Names = tuple[str | None, ...]  # Names of the axes of a tensor.
 # If a vocabulary cannot be divided, the features are.
 _EMBEDDING = ('vocabulary', 'features')
 _BY_OUTPUT, _BY_INPUT = ('hidden', None), (None, 'hidden')
