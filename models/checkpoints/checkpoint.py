@@ -10,7 +10,6 @@ from typing import Protocol
 from typing import TypeVar
 
 import jax
-import numpy as np
 import transformers
 
 from models.nn import adapter
@@ -35,7 +34,7 @@ class StoredTensor(Protocol):
   def check(self, expected: tuple[int, ...]) -> None:
     """Raises ValueError on another shape, or a type that cannot be read."""
 
-  def blocks(self) -> Iterator[tuple[Any, np.ndarray]]:
+  def blocks(self) -> Iterator[blocks_lib.Rows]:
     """Yields indices of n rows and their values, `[n, in]` or `[n]`."""
 
   def in_blocks(self) -> blocks_lib.BlockMatrix | None:

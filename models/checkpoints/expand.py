@@ -30,7 +30,9 @@ _NEW_STDDEV = 0.02
 _ADDED_LOGIT = -30.0
 
 
-def _repeat(array: np.ndarray, axis: int, factor: int, group: int):
+def _repeat(
+  array: np.ndarray, axis: int, factor: int, group: int
+) -> np.ndarray:
   """Repeats each group of `group` entries along an axis `factor` times."""
   before, after = array.shape[:axis], array.shape[axis + 1 :]
   groups = array.reshape(*before, -1, group, *after)

@@ -69,7 +69,7 @@ class Family:
   stays_float: Callable[[str], bool] = lambda name: False
 
 
-_LLAMA = Family(
+LLAMA = Family(
   name='Llama',
   model_types=checkpoints_llama.model_types(nn_llama.LlamaConfig),
   module=nn_llama.Llama,
@@ -94,9 +94,9 @@ FAMILIES = (
     is_transposed=checkpoints_gpt2.is_transposed,
     stays_float=lambda name: name == 'wpe.weight',
   ),
-  _LLAMA,
+  LLAMA,
   dataclasses.replace(
-    _LLAMA,
+    LLAMA,
     name='Mixtral',
     model_types=checkpoints_llama.model_types(mixtral_lib.MixtralConfig),
     module=mixtral_lib.Mixtral,
@@ -105,7 +105,7 @@ FAMILIES = (
     stays_float=lambda name: 'gate.' in name,
   ),
   dataclasses.replace(
-    _LLAMA,
+    LLAMA,
     name='Gemma',
     model_types=checkpoints_llama.model_types(gemma_lib.GemmaConfig),
     config=gemma_lib.GemmaConfig,

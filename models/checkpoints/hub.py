@@ -26,6 +26,12 @@ from models.nn import sharding as sharding_lib
 from specdec import memory
 from specdec.text import whole_files
 
+Path = tuple[Any, ...]
+"""Where a parameter is in a module: names, and numbers in lists."""
+
+Shapes = dict[Path, jax.ShapeDtypeStruct]
+"""The shapes of parameters by their paths."""
+
 # The first that holds a path has it.
 _CONTAINERS = (
   gguf.GGUFFile,
@@ -143,7 +149,7 @@ def shape_module(
 
 def flat_params(
   module: nnx.Module,
-) -> tuple[nnx.GraphDef, dict[tuple, Any]]:
+) -> tuple[nnx.GraphDef[Any], dict[Path, Any]]:
   """The graph of a module, and its parameters by path."""
   graph, variables = nnx.split(module)
   return graph, traverse_util.flatten_dict(nnx.to_pure_dict(variables))
@@ -228,14 +234,14 @@ def read_module(
 def read_parameters(
   checkpoint: checkpoint_lib.StoredTensors,
   family: families.Family,
-  expected: dict[tuple, Any],
+  expected: Shapes,
   form: matrices_lib.WeightFormat,
-  config: Any,
+  config: adapter.Config,
   *,
   packed: bool,
   layout: sharding_lib.Layout,
   outputs: np.ndarray | None = None,
-) -> dict[tuple, Any]:
+) -> dict[Path, matrices_lib.Weight]:
   """Reads parameters by path; see `read_module`.
 
   Args:
@@ -252,7 +258,7 @@ def read_parameters(
     ValueError: a tensor is unknown, missing, left over or misshapen; the
       message names it.
   """
-  loaded, origin = dict[tuple, Any](), dict[tuple, str]()
+  loaded, origin = dict[Path, matrices_lib.Weight](), dict[Path, str]()
   heads = {config.embedding, 'lm_head'}
   read = _read(checkpoint, family, expected, form, heads)
   for path, name, host in whole_files.reading_each(checkpoint.path, read):
@@ -282,9 +288,7 @@ def read_parameters(
   return loaded
 
 
-def _held_bytes(
-  expected: dict[tuple, Any], form: matrices_lib.WeightFormat
-) -> int:
+def _held_bytes(expected: Shapes, form: matrices_lib.WeightFormat) -> int:
   """Bytes of the parameters that a device has, of which shapes are given."""
   ratio = form.bytes_per_weight / jnp.dtype(form.float_dtype).itemsize
   return sum(
@@ -296,10 +300,10 @@ def _held_bytes(
 def _read(
   checkpoint: checkpoint_lib.StoredTensors,
   family: families.Family,
-  expected: dict[tuple, Any],
+  expected: Shapes,
   form: matrices_lib.WeightFormat,
   heads: set[Any],
-) -> Iterator[tuple[tuple, str, Any]]:
+) -> Iterator[tuple[Path, str, Any]]:
   """Yields paths in the module, stored names, and parameters on the host.
 
   `heads` are the first parts of the paths of token embedding and head.

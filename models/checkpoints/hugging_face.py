@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import math
 import pathlib
-from typing import Any
 
 import numpy as np
 import safetensors
@@ -16,6 +15,7 @@ from models.checkpoints import checkpoint as checkpoint_lib
 from models.checkpoints import families
 from models.checkpoints import folder_tokenizer
 from models.nn import adapter
+from models.nn import blocks as blocks_lib
 from specdec.text import text_files
 
 CONFIG = 'config.json'
@@ -60,7 +60,7 @@ class _Tensor:
         f'{where} has dtype {self.dtype}, expected one of {sorted(_FLOATS)}'
       )
 
-  def blocks(self) -> Iterator[tuple[Any, np.ndarray]]:
+  def blocks(self) -> Iterator[blocks_lib.Rows]:
     """Yields indices of n rows and their values, `[n, in]` or `[n]`.
 
     The file is mapped anew for every block: pages of a mapping that were

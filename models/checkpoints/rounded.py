@@ -50,7 +50,7 @@ class _Tensor:
       blocks_lib.check_finite(values, self.kind)
     return values
 
-  def blocks(self) -> Iterator[tuple[Any, np.ndarray]]:
+  def blocks(self) -> Iterator[blocks_lib.Rows]:
     """Yields indices of n rows and their values, `[n, in]` or `[n]`."""
     values = self._read()
     if not self.kind:

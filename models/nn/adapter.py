@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 from typing import Any
+from typing import cast
 
 from flax import nnx
 from flax import traverse_util
@@ -27,10 +28,12 @@ Config = nn_gpt2.GPT2Config | nn_llama.LlamaConfig
 def _resized(spec: model_lib.ModelSpec, vocab_size: int) -> model_lib.ModelSpec:
   own_size = spec.vocab_size
 
-  def apply(params, tokens, positions, mask, cache):
+  def apply(
+    params: Any, tokens: jax.Array, *others: Any
+  ) -> tuple[jax.Array, cache_lib.KVCache]:
     # Ids from own_size on are vocabulary padding, which is never emitted.
     tokens = jnp.minimum(tokens, own_size - 1)
-    logits, cache = spec.apply(params, tokens, positions, mask, cache)
+    logits, cache = spec.apply(params, tokens, *others)
     padding = ((0, 0), (0, 0), (0, max(vocab_size - own_size, 0)))
     logits = jnp.pad(logits, padding, constant_values=-jnp.inf)
     return logits[..., :vocab_size], cache
@@ -61,34 +64,28 @@ def _share_read(path: tuple[Any, ...], config: Config) -> float:
   return 1.0
 
 
-@functools.cache
-def _spec(
-  graph: nnx.GraphDef,
+def network_facts(
   config: Config,
   dtype: jnp.dtype,
-  weight_bytes: int,
-  parameters: int,
-  kernels: bool,
   layout: sharding_lib.Layout,
-  hidden: tuple[int, ...],
-) -> model_lib.ModelSpec:
-  """The record of a shape; cached, so that loading it again does not recompile.
+  *,
+  kernels: bool,
+  hidden: tuple[int, ...] = (),
+) -> dict[str, Any]:
+  """The fields of a `NetworkSpec` that follow from the shape of its layers.
 
-  The arguments are those of `ModelSpec`, `graph` of the module; `kernels` says
-  whether those of `models.nn.cpu` compute.
+  Args:
+    config: the shape of the network.
+    dtype: of its cache.
+    layout: where it lies.
+    kernels: whether those of `models.nn.cpu` compute.
+    hidden: the states that its cache keeps, see `as_model`.
   """
   cache_ops = sharding_lib.slot_ops(layout)
   if kernels:
     cache_ops = cache_ops._replace(write=ops.write_slots)
 
-  def apply(params, tokens, positions, mask, cache):
-    module = nnx.merge(graph, params)
-    with layout.in_use():
-      logits, cache = module(tokens, positions, mask, cache)
-    # Later functions sort and draw over the whole vocabulary.
-    return layout.gather_vocabulary(logits), cache
-
-  def init_cache(batch_size, num_slots):
+  def init_cache(batch_size: int, num_slots: int) -> cache_lib.KVCache:
     cache = cache_lib.init_cache(
       batch_size,
       num_slots,
@@ -103,18 +100,55 @@ def _spec(
 
   per_slot = 2 * config.num_layers * config.num_kv_heads * config.head_width
   head_parts = layout.parts('kv_heads')
+  return {
+    'init_cache': init_cache,
+    'vocab_size': config.vocab_size,
+    'max_positions': config.num_positions,
+    'cache_bytes_per_slot': per_slot * dtype.itemsize,
+    'place': layout.place,
+    'row_shards': layout.parts('rows'),
+    'slot_shards': head_parts if config.num_kv_heads % head_parts == 0 else 1,
+  }
+
+
+@functools.cache
+def _spec(
+  graph: nnx.GraphDef[Module],
+  config: Config,
+  dtype: jnp.dtype,
+  weight_bytes: int,
+  parameters: int,
+  kernels: bool,
+  layout: sharding_lib.Layout,
+  hidden: tuple[int, ...],
+) -> model_lib.ModelSpec:
+  """The record of a shape; cached, so that loading it again does not recompile.
+
+  The arguments are those of `ModelSpec`, `graph` of the module; `kernels` says
+  whether those of `models.nn.cpu` compute.
+  """
+
+  def apply(
+    params: Any,
+    tokens: jax.Array,
+    positions: jax.Array,
+    mask: jax.Array,
+    cache: cache_lib.KVCache,
+  ) -> tuple[jax.Array, cache_lib.KVCache]:
+    module = nnx.merge(graph, params)
+    with layout.in_use():
+      logits, written = module(tokens, positions, mask, cache)
+    # Later functions sort and draw over the whole vocabulary. Only training
+    # has no cache.
+    logits = layout.gather_vocabulary(logits)
+    return logits, cast(cache_lib.KVCache, written)
+
   return model_lib.ModelSpec(
     apply=apply,
-    init_cache=init_cache,
-    vocab_size=config.vocab_size,
-    max_positions=config.num_positions,
     weight_bytes=weight_bytes,
-    cache_bytes_per_slot=per_slot * dtype.itemsize,
     parameters=parameters,
-    place=layout.place,
-    row_shards=layout.parts('rows'),
-    slot_shards=head_parts if config.num_kv_heads % head_parts == 0 else 1,
     hidden=hidden,
+    **network_facts(config, dtype, layout, kernels=kernels, hidden=hidden),
   )
 
 

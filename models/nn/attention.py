@@ -44,18 +44,28 @@ def within_window(mask: jax.Array, window: int | None) -> jax.Array:
   return mask & (counted <= window)
 
 
-def _attend(query, key, value, mask, *, scale, cap=None):
+def _attend(
+  query: jax.Array,
+  key: jax.Array,
+  value: jax.Array,
+  mask: jax.Array,
+  *,
+  scale: float,
+  cap: float | None = None,
+) -> jax.Array:
   scores = layers.soft_cap(scale * _batched_matmul(query, key, 3), cap)
   scores = jnp.where(mask[:, None], scores, _MASKED_SCORE)
   probs = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
   return _batched_matmul(probs, value, 2)
 
 
-def _attend_padded(num_queries, query, key, value, mask, **options):
+def _attend_padded(
+  num_queries: int, query: jax.Array, *operands: jax.Array, **options: Any
+) -> jax.Array:
   """Attention of a single query, computed as `num_queries` equal ones."""
   padded = (*query.shape[:2], num_queries, query.shape[3])
   query = jnp.broadcast_to(query, padded)
-  return _attend(query, key, value, mask, **options)[:, :, :1]
+  return _attend(query, *operands, **options)[:, :, :1]
 
 
 def attend(
@@ -80,7 +90,7 @@ def attend(
     mask = jnp.tile(mask, (1, group, 1))
     out = attend(rows, key, value, mask, scale=scale, cap=cap)
     return out.reshape(query.shape)
-  options = {'scale': scale, 'cap': cap}
+  options: dict[str, Any] = {'scale': scale, 'cap': cap}
   if query.shape[2] > 1 or value.dtype == jnp.float32:
     return _attend(query, key, value, mask, **options)
   # A bfloat16 product of a single row misses the fast CPU kernel
@@ -137,7 +147,7 @@ def attend_projections(
   layer: int,
   *,
   slots_shape: tuple[int, int],
-  dtype: jnp.dtype,
+  dtype: jax.typing.DTypeLike,
   **options: Any,
 ) -> tuple[jax.Array, cache_lib.KVCache | None]:
   """`self_attention` with the kernels of `models.nn.cpu`, in one call.

@@ -16,6 +16,8 @@ Inputs are padded with groups whose scale is zero. `cpu/blocks.h` multiplies
 `PackedBlocks` of these words; XLA multiplies a `GroupedMatrix`.
 """
 
+from collections.abc import Iterable
+from collections.abc import Sequence
 import dataclasses
 import math
 from typing import Any
@@ -28,6 +30,9 @@ import numpy as np
 
 from models.nn import contraction
 from models.nn.cpu import ops
+
+Rows = tuple[slice | np.ndarray, np.ndarray]
+"""Indices of n rows, and these rows `[n, in]`; of a vector `[n]`."""
 
 _ALIGNMENT = 64  # Bytes; JAX copies arrays on the CPU that begin elsewhere.
 _LANES = 16  # Outputs of a register, of which a group has two.
@@ -171,20 +176,24 @@ def to_words(raw: np.ndarray, kind: str, width: int) -> np.ndarray:
   return np.concatenate(parts, axis=-1)
 
 
-def _shifted(words, by, axis: int = -1):
+# Integers, scales and minima: arrays of NumPy or JAX.
+_Parts = tuple[Any, Any, Any]
+
+
+def _shifted(words: Any, by: Sequence[int], axis: int = -1) -> Any:
   """Words `[..., 1, ...]` shifted down by several numbers, along an axis."""
   shape = [1] * words.ndim
   shape[axis] = len(by)
   return words >> np.array(by, np.uint32).reshape(shape)
 
 
-def _bytes_of(words):
+def _bytes_of(words: Any) -> Any:
   """The bytes of words `[..., n]`, as int32 `[..., 4 n]`."""
   found = _shifted(words[..., None], (0, 8, 16, 24)) & np.uint32(0xFF)
   return found.astype(np.int32).reshape(*words.shape[:-1], -1)
 
 
-def _halves(words, xp):
+def _halves(words: Any, xp: Any) -> Any:
   """The float16 in the lower halves, as float32 to the last bit.
 
   Not a conversion of XLA's, which on CPU takes denormal numbers for zero.
@@ -200,7 +209,7 @@ def _halves(words, xp):
   return xp.where(words & np.uint32(0x8000), -size, size)
 
 
-def _small(words, known: Kind, xp):
+def _small(words: Any, known: Kind, xp: Any) -> _Parts:
   """q, scales and minima of kinds with blocks of 32 inputs in the file."""
   head, nibbles = words[..., :2], np.uint32(0x0F0F0F0F)
   lead = words.shape[:-1]
@@ -221,7 +230,7 @@ def _small(words, known: Kind, xp):
   return _bytes_of(q.reshape(*lead, 32)), scale, minimum
 
 
-def _with_six_bits(words, known: Kind, xp):
+def _with_six_bits(words: Any, known: Kind, xp: Any) -> _Parts:
   """q, scales and minima of Q4_K and Q5_K."""
   lead = words.shape[:-1]
   first, second, third = (words[..., i : i + 1] for i in (1, 2, 3))
@@ -241,7 +250,7 @@ def _with_six_bits(words, known: Kind, xp):
   return _bytes_of(q.reshape(*lead, 64)), scale, minimum
 
 
-def _by_sixteens(words, known: Kind, xp):
+def _by_sixteens(words: Any, known: Kind, xp: Any) -> _Parts:
   """q, scales and minima of Q6_K, which has none."""
   lead = words.shape[:-1]
   low = words[..., :32].reshape(*lead, 2, 1, 16)
@@ -256,7 +265,7 @@ def _by_sixteens(words, known: Kind, xp):
   return _bytes_of(q), scale, None
 
 
-def _read(words: Any, kind: str, xp: Any) -> tuple[Any, Any, Any]:
+def _read(words: Any, kind: str, xp: Any) -> _Parts:
   """Integers and factors of the weights `code scale - minimum`.
 
   Returns:
@@ -340,9 +349,6 @@ class GroupedMatrix(flax.struct.PyTreeNode):
     values = _weights(codes, rows.scales, rows.minima)
     return values.reshape(*index.shape, -1)[..., : self.width]
 
-  def packed(self) -> 'GroupedMatrix':
-    return self
-
   def unpacked(self) -> Any:
     return self.codes
 
@@ -406,9 +412,6 @@ class BlockMatrix(flax.struct.PyTreeNode):
       dtype=self.dtype,
     )
 
-  def unpacked(self) -> jax.Array:
-    return self.words
-
 
 class PackedBlocks(flax.struct.PyTreeNode):
   """A `BlockMatrix` as the kernels read it.
@@ -443,9 +446,6 @@ class PackedBlocks(flax.struct.PyTreeNode):
     words = self.words[group, :, within // _LANES, :, lane]
     return expand(words, self.kind, self.shape[1])
 
-  def packed(self) -> 'PackedBlocks':
-    return self
-
   def unpacked(self) -> np.ndarray:
     words = np.asarray(self.words).transpose(0, 2, 4, 1, 3)
     rows = words.reshape(-1, words.shape[3], words.shape[4])
@@ -453,7 +453,10 @@ class PackedBlocks(flax.struct.PyTreeNode):
 
 
 def from_raw(
-  blocks: Any, shape: tuple[int, ...], kind: str, dtype: str = 'stored'
+  blocks: Iterable[Rows],
+  shape: tuple[int, ...],
+  kind: str,
+  dtype: str = 'stored',
 ) -> BlockMatrix:
   """A matrix on the host of the rows of a file.
 

@@ -26,7 +26,9 @@ def _contract(x: jax.Array, weight: jax.Array) -> jax.Array:
   )
 
 
-def _contract_padded(num_rows: int, x: jax.Array, weight: jax.Array):
+def _contract_padded(
+  num_rows: int, x: jax.Array, weight: jax.Array
+) -> jax.Array:
   """The product of a single row, computed as `num_rows` equal rows."""
   return _contract(jnp.broadcast_to(x, (num_rows, *x.shape[1:])), weight)[:1]
 
@@ -54,17 +56,20 @@ def rows_matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
   )
 
 
+_Operands = tuple[jax.Array, jax.Array]
+
+
 @jax.custom_vjp
 def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
   """`x @ weight.T`, `[n, out]` float32, of floats of one dtype."""
   return rows_matmul(x, weight)
 
 
-def _linear_fwd(x, weight):
+def _linear_fwd(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, _Operands]:
   return rows_matmul(x, weight), (x, weight)
 
 
-def _linear_bwd(residuals, grad):
+def _linear_bwd(residuals: _Operands, grad: jax.Array) -> _Operands:
   # The default rule would contract a float32 cotangent with bfloat16 weights,
   # a mixed product that has no fast kernel on any platform.
   x, weight = residuals

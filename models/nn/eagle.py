@@ -14,11 +14,12 @@ from flax import traverse_util
 import jax
 import jax.numpy as jnp
 
+from models.nn import adapter
 from models.nn import layers
 from models.nn import llama as nn_llama
 from models.nn import matrices as matrices_lib
+from models.nn import rope as rope_lib
 from models.nn import sharding as sharding_lib
-from models.nn.cpu import ops
 from specdec import cache as cache_lib
 from specdec.draft import head as head_lib
 
@@ -45,7 +46,7 @@ class HeadConfig(nn_llama.LlamaConfig):
   # Multi-token prediction has these.
   state_first: bool = False  # Whether the state comes before the embedding.
 
-  def __post_init__(self):
+  def __post_init__(self) -> None:
     super().__post_init__()
     if self.kind not in KINDS:
       raise ValueError(f'kind {self.kind!r} is not known; choose from {KINDS}')
@@ -61,7 +62,9 @@ class HeadConfig(nn_llama.LlamaConfig):
 class _WideLayer(nnx.Module):
   """First layer of EAGLE-3, whose queries, keys and values see both inputs."""
 
-  def __init__(self, config: HeadConfig, *, dtype, rngs):
+  def __init__(
+    self, config: HeadConfig, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs
+  ):
     self.config = config
     norm = functools.partial(layers.RMSNorm, config.width, config.norm_epsilon)
     self.input_layernorm, self.hidden_norm = norm(), norm()
@@ -71,7 +74,14 @@ class _WideLayer(nnx.Module):
     self.post_attention_layernorm = norm()
     self.mlp = nn_llama.FeedForward(config, dtype=dtype, rngs=rngs)
 
-  def __call__(self, embedded, x, rotation, mask, cache):
+  def __call__(
+    self,
+    embedded: jax.Array,
+    x: jax.Array,
+    rotation: rope_lib.Rotation | None,
+    mask: jax.Array,
+    cache: cache_lib.KVCache | None,
+  ) -> tuple[jax.Array, cache_lib.KVCache | None]:
     kernels = self.self_attn.o_proj.is_packed
     normalized = layers.normalize(x, self.hidden_norm, kernels=kernels)
     embedded = layers.normalize(embedded, self.input_layernorm, kernels=kernels)
@@ -81,7 +91,9 @@ class _WideLayer(nnx.Module):
     return self.mlp(x, self.post_attention_layernorm, x)[0], cache
 
 
-def _bare_layer(config: HeadConfig, *, dtype, rngs):
+def _bare_layer(
+  config: HeadConfig, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs
+) -> nn_llama.Layer:
   """First layer of EAGLE-1, which does not normalise its input."""
   layer = _plain(config, dtype=dtype, rngs=rngs)
   layer.input_layernorm = None
@@ -97,7 +109,13 @@ class Head(nnx.Module):
   one matrix makes a single input of both; the latter normalises them before.
   """
 
-  def __init__(self, config: HeadConfig, *, dtype=jnp.float32, rngs: nnx.Rngs):
+  def __init__(
+    self,
+    config: HeadConfig,
+    *,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+    rngs: nnx.Rngs,
+  ):
     self.config = config
     self.dtype = jnp.dtype(dtype)
     width, wide = config.width, config.kind == EAGLE3
@@ -157,7 +175,14 @@ class Head(nnx.Module):
       jnp.concatenate(parts[::-1] if self.config.state_first else parts, -1)
     )
 
-  def __call__(self, embedded, states, positions, mask, cache):
+  def __call__(
+    self,
+    embedded: jax.Array,
+    states: jax.Array,
+    positions: jax.Array,
+    mask: jax.Array,
+    cache: cache_lib.KVCache,
+  ) -> tuple[jax.Array, cache_lib.KVCache]:
     """States `[B, L, H]` that are fed back, and the cache.
 
     Args:
@@ -187,7 +212,13 @@ class Head(nnx.Module):
     return layers.normalize(states, self.norm, kernels=self.fc.is_packed)
 
 
-def _plain(config: HeadConfig, layer: int = 0, *, dtype, rngs):
+def _plain(
+  config: HeadConfig,
+  layer: int = 0,
+  *,
+  dtype: jax.typing.DTypeLike,
+  rngs: nnx.Rngs,
+) -> nn_llama.Layer:
   return nn_llama.Layer(
     config, layer, nn_llama.FeedForward, dtype=dtype, rngs=rngs
   )
@@ -195,7 +226,7 @@ def _plain(config: HeadConfig, layer: int = 0, *, dtype, rngs):
 
 @functools.cache
 def _spec(
-  graph: nnx.GraphDef,
+  graph: nnx.GraphDef[Head],
   config: HeadConfig,
   dtype: jnp.dtype,
   weight_bytes: int,
@@ -207,57 +238,42 @@ def _spec(
 
   The arguments are those of `HeadSpec`, see `models.nn.adapter`.
   """
-  cache_ops = sharding_lib.slot_ops(layout)
-  if kernels:
-    cache_ops = cache_ops._replace(write=ops.write_slots)
 
-  def apply(params, tokens, positions, mask, cache, states):
+  def apply(
+    params: dict[str, Any],
+    tokens: jax.Array,
+    positions: jax.Array,
+    mask: jax.Array,
+    cache: cache_lib.KVCache,
+    states: jax.Array,
+  ) -> tuple[jax.Array, cache_lib.KVCache]:
     embedded = matrices_lib.take_rows(params['embedding'], tokens)
     module = nnx.merge(graph, params['head'])
     return module(embedded, states, positions, mask, cache)
 
-  def logits(params, states):
+  def logits(params: dict[str, Any], states: jax.Array) -> jax.Array:
     states = nnx.merge(graph, params['head']).output(states)
     found = matrices_lib.matmul(states, params['lm_head'])
     return layout.gather_vocabulary(found)
 
-  def init_cache(batch_size, num_slots):
-    cache = cache_lib.init_cache(
-      batch_size,
-      num_slots,
-      num_layers=config.num_layers,
-      num_heads=config.num_kv_heads,
-      head_width=config.head_width,
-      dtype=dtype,
-    )
-    return layout.place(cache.replace(ops=cache_ops))
-
-  per_slot = 2 * config.num_layers * config.num_kv_heads * config.head_width
-  parts = layout.parts('kv_heads')
   return head_lib.HeadSpec(
     apply=apply,
     fuse=lambda params, *states: nnx.merge(graph, params['head']).fuse(*states),
     logits=logits,
-    init_cache=init_cache,
-    vocab_size=config.vocab_size,
-    max_positions=config.num_positions,
     weight_bytes=weight_bytes,
-    cache_bytes_per_slot=per_slot * dtype.itemsize,
     parameters=parameters,
-    place=layout.place,
-    row_shards=layout.parts('rows'),
-    slot_shards=parts if config.num_kv_heads % parts == 0 else 1,
     reads=config.reads,
     target_width=config.target_width,
     width=config.width,
+    **adapter.network_facts(config, dtype, layout, kernels=kernels),
   )
 
 
 def as_head(
   module: Head,
   *,
-  embedding: Any,
-  lm_head: Any,
+  embedding: matrices_lib.Weight,
+  lm_head: matrices_lib.Weight,
   layout: sharding_lib.Layout = sharding_lib.Layout(),
 ) -> head_lib.Head:
   """Splits a module into the parameters and functions that `specdec` uses.

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import functools
 from typing import Any
 from typing import NamedTuple
+from typing import TypeVar
 
 import jax
 from jax import lax
@@ -92,11 +93,18 @@ def _block_size(num_tokens: int, per_token: int, num_experts: int) -> int:
   return min(num_tokens, steps * _BLOCK_STEP, _MAX_BLOCK)
 
 
+_Carry = TypeVar('_Carry')
 _rows = lax.dynamic_slice_in_dim
 _put = functools.partial(lax.dynamic_update_slice_in_dim, axis=0)
 
 
-def _over_blocks(start, count, block, body, carry):
+def _over_blocks(
+  start: jax.Array,
+  count: jax.Array,
+  block: int,
+  body: Callable[[jax.Array, jax.Array, _Carry], _Carry],
+  carry: _Carry,
+) -> _Carry:
   """Folds `body(number, start of the block, carry)` over blocks of rows."""
   return lax.fori_loop(
     0,
@@ -133,7 +141,9 @@ def _apply(
   starts = jnp.cumsum(counts) - counts
   for own, start, count in zip(weights, starts, counts, strict=True):
 
-    def compute(number, start, out, own=own):
+    def compute(
+      number: jax.Array, start: jax.Array, out: jax.Array, own: Any = own
+    ) -> jax.Array:
       del number
       return _put(out, expert(own, _rows(x, start, block)), start)
 
@@ -141,12 +151,24 @@ def _apply(
   return out
 
 
-def _apply_fwd(expert, block, weights, x, counts):
+# Weights, rows and counts, see `_apply`.
+_Residuals = tuple[tuple[Any, ...], jax.Array, jax.Array]
+
+
+def _apply_fwd(
+  expert: Expert,
+  block: int,
+  weights: Sequence[Any],
+  x: jax.Array,
+  counts: jax.Array,
+) -> tuple[jax.Array, _Residuals]:
   out = _apply(expert, block, weights, x, counts)
   return out, (tuple(weights), x, counts)
 
 
-def _apply_bwd(expert, block, residuals, grad):
+def _apply_bwd(
+  expert: Expert, block: int, residuals: _Residuals, grad: jax.Array
+) -> tuple[tuple[Any, ...], jax.Array, None]:
   # JAX cannot differentiate a loop whose length is known only at run time.
   weights, x, counts = residuals
   grad_x = jnp.zeros_like(x)
@@ -154,7 +176,13 @@ def _apply_bwd(expert, block, residuals, grad):
   starts = jnp.cumsum(counts) - counts
   for own, start, count in zip(weights, starts, counts, strict=True):
 
-    def compute(number, start, carry, own=own, count=count):
+    def compute(
+      number: jax.Array,
+      start: jax.Array,
+      carry: tuple[jax.Array, Any],
+      own: Any = own,
+      count: jax.Array = count,
+    ) -> tuple[jax.Array, Any]:
       grad_x, grad_own = carry
       is_own = number * block + jnp.arange(block) < count
       grad_rows = jnp.where(is_own[:, None], _rows(grad, start, block), 0.0)

@@ -1,7 +1,6 @@
 """Rounds matrices of floats to the four-bit blocks of `models.nn.blocks`."""
 
 from collections.abc import Iterable
-from typing import Any
 
 import jax
 from jax import lax
@@ -16,6 +15,9 @@ _LARGEST = 15.0  # The largest q,
 _LARGEST_SCALE = 63.0  # and of scales and minima in Q4_K.
 _STEPS = 11  # Scales that are tried for a group.
 _CHUNK = 1 << 10  # Rows of 256 inputs that are rounded at once.
+
+
+_Fit = tuple[jax.Array, ...]  # An error, a scale and a minimum `[n]`.
 
 
 def _fit(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -33,7 +35,7 @@ def _fit(x: jax.Array) -> tuple[jax.Array, jax.Array]:
   sum_w, weighted = total(importance), importance * x
   sum_x = total(weighted)
 
-  def attempt(step, best):
+  def attempt(step: jax.Array, best: _Fit) -> _Fit:
     steps = (_LARGEST - 1.0 + 0.2 * step) / safe
     q = jnp.round(steps[None] * (x - low[None])).clip(0.0, _LARGEST)
     sum_q, sum_qq = total(importance * q), total(importance * q * q)
@@ -68,7 +70,9 @@ def _fitted(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 @jax.jit
-def _rounded(rows, scale, minimum):
+def _rounded(
+  rows: jax.Array, scale: jax.Array, minimum: jax.Array
+) -> jax.Array:
   """Integers `[n, groups, 32]`, for scales and minima `[n, groups]`."""
   groups = rows.reshape(*scale.shape, 32)
   inverse = jnp.where(scale > 0.0, 1.0 / scale, 0.0)[..., None]
@@ -148,7 +152,7 @@ def _raw_rows(rows: np.ndarray, kind: str) -> np.ndarray:
 
 
 def quantize_blocks(
-  blocks: Iterable[tuple[Any, np.ndarray]],
+  blocks: Iterable[blocks_lib.Rows],
   shape: tuple[int, ...],
   *,
   is_head: bool = False,

@@ -13,6 +13,6 @@ class GemmaConfig(nn_llama.LlamaConfig):
   A class of its own, because checkpoints store the scales of norms minus one.
   """
 
-  def __post_init__(self):
+  def __post_init__(self) -> None:
     super().__post_init__()
     self._set('embedding_scale', math.sqrt(self.width))

@@ -20,6 +20,8 @@ from models.nn import layers
 from models.nn import matrices as matrices_lib
 from specdec import cache as cache_lib
 
+_Cache = cache_lib.KVCache | None
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GPT2Config:
@@ -45,7 +47,7 @@ class GPT2Config:
   scale_attention_by_layer: bool = False  # By 1 / number of the layer, from 1.
   tie_embeddings: bool = True  # Use the token embedding as the head.
 
-  def __post_init__(self):
+  def __post_init__(self) -> None:
     layers.check_config(self)
     if self.width % self.num_heads:
       raise ValueError(
@@ -65,7 +67,14 @@ class GPT2Config:
 class Attention(nnx.Module):
   """Multi-head self-attention of one block."""
 
-  def __init__(self, config: GPT2Config, layer: int, *, dtype, rngs):
+  def __init__(
+    self,
+    config: GPT2Config,
+    layer: int,
+    *,
+    dtype: jax.typing.DTypeLike,
+    rngs: nnx.Rngs,
+  ):
     self.config = config
     self.layer = layer
     self.dtype = dtype
@@ -82,7 +91,9 @@ class Attention(nnx.Module):
       config.width, stddev=layers.residual_stddev(config.num_layers)
     )
 
-  def __call__(self, x, norm, mask, cache):
+  def __call__(
+    self, x: jax.Array, norm: layers.Norm, mask: jax.Array, cache: _Cache
+  ) -> tuple[jax.Array, _Cache]:
     projections = layers.project(x, [self.c_attn.parameters], norm=norm)
     heads = self.config.num_heads, self.config.head_width
     if self.c_proj.is_packed:
@@ -111,7 +122,9 @@ class Attention(nnx.Module):
 class FeedForward(nnx.Module):
   """Two-layer perceptron of one block."""
 
-  def __init__(self, config: GPT2Config, *, dtype, rngs):
+  def __init__(
+    self, config: GPT2Config, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs
+  ):
     self.activation = config.activation
     width, inner = config.width, config.inner_width or 4 * config.width
     stddev = layers.residual_stddev(config.num_layers)
@@ -119,7 +132,7 @@ class FeedForward(nnx.Module):
     self.c_fc = make(width, inner)
     self.c_proj = make(inner, width, stddev=stddev)
 
-  def __call__(self, x, norm):
+  def __call__(self, x: jax.Array, norm: layers.Norm) -> jax.Array:
     inner = layers.project(
       x, [self.c_fc.parameters], norm=norm, activation=self.activation
     )
@@ -129,13 +142,22 @@ class FeedForward(nnx.Module):
 class Layer(nnx.Module):
   """Pre-norm transformer block."""
 
-  def __init__(self, config: GPT2Config, layer: int, *, dtype, rngs):
+  def __init__(
+    self,
+    config: GPT2Config,
+    layer: int,
+    *,
+    dtype: jax.typing.DTypeLike,
+    rngs: nnx.Rngs,
+  ):
     self.ln_1 = layers.LayerNorm(config.width, config.norm_epsilon)
     self.attn = Attention(config, layer, dtype=dtype, rngs=rngs)
     self.ln_2 = layers.LayerNorm(config.width, config.norm_epsilon)
     self.mlp = FeedForward(config, dtype=dtype, rngs=rngs)
 
-  def __call__(self, x, mask, cache):
+  def __call__(
+    self, x: jax.Array, mask: jax.Array, cache: _Cache
+  ) -> tuple[jax.Array, _Cache]:
     x, cache = self.attn(x, self.ln_1, mask, cache)
     return self.mlp(x, self.ln_2), cache
 
@@ -151,7 +173,13 @@ class GPT2(nnx.Module):
       (section 2.3).
   """
 
-  def __init__(self, config: GPT2Config, *, dtype=jnp.float32, rngs: nnx.Rngs):
+  def __init__(
+    self,
+    config: GPT2Config,
+    *,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+    rngs: nnx.Rngs,
+  ):
     self.config = config
     self.dtype = jnp.dtype(dtype)
     init = jax.nn.initializers.normal
@@ -176,8 +204,8 @@ class GPT2(nnx.Module):
     tokens: jax.Array,
     positions: jax.Array,
     mask: jax.Array,
-    cache: cache_lib.KVCache | None = None,
-  ) -> tuple[jax.Array, cache_lib.KVCache | None]:
+    cache: _Cache = None,
+  ) -> tuple[jax.Array, _Cache]:
     """Computes the logits of L positions.
 
     Args:

@@ -75,14 +75,21 @@ def residual_stddev(num_layers: int) -> float:
 
 
 # A weight `[out, in]`, and a bias `[out]` or None.
-Parameters = tuple[jax.Array | matrices_lib.Matrix, jax.Array | None]
+Parameters = tuple[matrices_lib.Weight, jax.Array | None]
 
 
 class Linear(nnx.Module):
   """Linear map with its weight `[out, in]` (see `models.nn.matrices`)."""
 
   def __init__(
-    self, features_in, features_out, *, stddev=0.02, dtype, rngs, use_bias=True
+    self,
+    features_in: int,
+    features_out: int,
+    *,
+    stddev: float = 0.02,
+    dtype: jax.typing.DTypeLike,
+    rngs: nnx.Rngs,
+    use_bias: bool = True,
   ):
     init = jax.nn.initializers.normal(stddev)
     self.weight = nnx.Param(
@@ -167,9 +174,10 @@ class RMSNorm(nnx.Module):
     return normalized * jnp.expand_dims(scale, range(x.ndim - 1))
 
 
-def normalize(
-  x: jax.Array, norm: LayerNorm | RMSNorm | None, *, kernels: bool
-) -> jax.Array:
+Norm = LayerNorm | RMSNorm
+
+
+def normalize(x: jax.Array, norm: Norm | None, *, kernels: bool) -> jax.Array:
   """The norm of `[..., width]`, by the kernels of `models.nn.cpu` or by XLA.
 
   None changes nothing.
@@ -191,7 +199,7 @@ def project(
   x: jax.Array,
   linears: Sequence[Parameters],
   *,
-  norm: LayerNorm | RMSNorm | None = None,
+  norm: Norm | None = None,
   activation: str = 'linear',
   gated: bool = False,
   residual: jax.Array | None = None,

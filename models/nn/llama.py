@@ -24,6 +24,8 @@ from models.nn.cpu import ops
 from specdec import cache as cache_lib
 
 _Rope = rope_lib.Rope | None
+_Cache = cache_lib.KVCache | None
+_Attended = tuple[jax.Array, _Cache]
 _FACTORS = (
   *('embedding_scale', 'attention_scale', 'residual_scale'),
   *('logit_divisor', 'score_cap', 'logit_cap'),
@@ -74,7 +76,7 @@ class LlamaConfig:
   logit_cap: float | None = None
   tie_embeddings: bool = False  # Use the token embedding as the head.
 
-  def __post_init__(self):
+  def __post_init__(self) -> None:
     layers.check_config(self)
     if self.num_heads % self.num_kv_heads:
       raise ValueError(
@@ -127,8 +129,8 @@ class Attention(nnx.Module):
     config: LlamaConfig,
     layer: int,
     *,
-    dtype,
-    rngs,
+    dtype: jax.typing.DTypeLike,
+    rngs: nnx.Rngs,
     input_width: int | None = None,  # None: that of the residual stream.
   ):
     self.config = config
@@ -161,7 +163,15 @@ class Attention(nnx.Module):
     heads = (*x.shape[:-1], -1, self.config.head_width)
     return x.reshape(heads).swapaxes(1, 2)
 
-  def __call__(self, x, norm, rotation, mask, cache, residual):
+  def __call__(
+    self,
+    x: jax.Array,
+    norm: layers.Norm | None,
+    rotation: rope_lib.Rotation | None,
+    mask: jax.Array,
+    cache: _Cache,
+    residual: jax.Array | None,
+  ) -> _Attended:
     # No kernel caps scores.
     fused = self.o_proj.is_packed and self.config.score_cap is None
     attend = self._fused if fused else self._composed
@@ -169,7 +179,14 @@ class Attention(nnx.Module):
     out = layers.project(out, [self.o_proj.parameters], residual=residual)
     return out, cache
 
-  def _fused(self, x, norm, rotation, mask, cache):
+  def _fused(
+    self,
+    x: jax.Array,
+    norm: layers.Norm | None,
+    rotation: rope_lib.Rotation | None,
+    mask: jax.Array,
+    cache: _Cache,
+  ) -> _Attended:
     """With the kernels of `models.nn.cpu`, in two calls."""
     config = self.config
     linears = self.q_proj, self.k_proj, self.v_proj
@@ -198,7 +215,7 @@ class Attention(nnx.Module):
       rotation=rotation,
     )
 
-  def _normalized_heads(self, x, name: str) -> jax.Array:
+  def _normalized_heads(self, x: jax.Array, name: str) -> jax.Array:
     if not self.config.qk_norm:
       return self._heads(x)
     norm = functools.partial(
@@ -209,7 +226,14 @@ class Attention(nnx.Module):
     joint = self.config.joint_qk_norm
     return self._heads(norm(x)) if joint else norm(self._heads(x))
 
-  def _composed(self, x, norm, rotation, mask, cache):
+  def _composed(
+    self,
+    x: jax.Array,
+    norm: layers.Norm | None,
+    rotation: rope_lib.Rotation | None,
+    mask: jax.Array,
+    cache: _Cache,
+  ) -> _Attended:
     rows = layers.normalize(x, norm, kernels=self.o_proj.is_packed)
     query = self._normalized_heads(self.q_proj(rows), 'q_norm')
     key = self._normalized_heads(self.k_proj(rows), 'k_norm')
@@ -232,7 +256,9 @@ class Attention(nnx.Module):
 class FeedForward(nnx.Module):
   """Gated perceptron (SwiGLU, arXiv 2002.05202) of one block."""
 
-  def __init__(self, config: LlamaConfig, *, dtype, rngs):
+  def __init__(
+    self, config: LlamaConfig, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs
+  ):
     self.activation = config.activation
     width, inner = config.width, config.inner_width
     make = functools.partial(
@@ -244,7 +270,9 @@ class FeedForward(nnx.Module):
       inner, width, stddev=layers.residual_stddev(config.num_layers)
     )
 
-  def __call__(self, x, norm, residual):
+  def __call__(
+    self, x: jax.Array, norm: layers.Norm | None, residual: jax.Array | None
+  ) -> tuple[jax.Array, tuple[()]]:
     linears = [self.gate_proj.parameters, self.up_proj.parameters]
     inner = layers.project(
       x, linears, norm=norm, activation=self.activation, gated=True
@@ -257,7 +285,13 @@ class Layer(nnx.Module):
   """Transformer block with norms before its two parts, behind them, or both."""
 
   def __init__(
-    self, config: LlamaConfig, layer: int, feed_forward: Any, *, dtype, rngs
+    self,
+    config: LlamaConfig,
+    layer: int,
+    feed_forward: Any,
+    *,
+    dtype: jax.typing.DTypeLike,
+    rngs: nnx.Rngs,
   ):
     self.config = config
     norm = lambda wanted: (
@@ -272,7 +306,13 @@ class Layer(nnx.Module):
     self.mlp = feed_forward(config, dtype=dtype, rngs=rngs)
     self.post_feedforward_layernorm = norm(config.post_norm)
 
-  def __call__(self, x, rotation, mask, cache):
+  def __call__(
+    self,
+    x: jax.Array,
+    rotation: rope_lib.Rotation | None,
+    mask: jax.Array,
+    cache: _Cache,
+  ) -> tuple[jax.Array, _Cache, Any]:
     config = self.config
     kernels = self.self_attn.o_proj.is_packed
     # A part's output joins the stream, at once or after a norm and a factor.
@@ -281,7 +321,9 @@ class Layer(nnx.Module):
     if config.post_norm:
       behind, before = before, self.pre_feedforward_layernorm
 
-    def add(x, out, norm):
+    def add(
+      x: jax.Array, out: jax.Array, norm: layers.Norm | None
+    ) -> jax.Array:
       if at_once:
         return out
       out = layers.normalize(out, norm, kernels=kernels)
@@ -297,7 +339,7 @@ class Layer(nnx.Module):
 
 def of_layers(
   config: LlamaConfig, positions: jax.Array, mask: jax.Array
-) -> list[tuple[Any, jax.Array]]:
+) -> list[tuple[rope_lib.Rotation | None, jax.Array]]:
   """The rotation of each layer and what it sees.
 
   Args:
@@ -325,7 +367,13 @@ class Llama(nnx.Module):
 
   feed_forward: Any = FeedForward  # Class of the layers after attention.
 
-  def __init__(self, config: LlamaConfig, *, dtype=jnp.float32, rngs: nnx.Rngs):
+  def __init__(
+    self,
+    config: LlamaConfig,
+    *,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+    rngs: nnx.Rngs,
+  ):
     self.config = config
     self.dtype = jnp.dtype(dtype)
     init = jax.nn.initializers.normal(0.02)
@@ -352,8 +400,8 @@ class Llama(nnx.Module):
     tokens: jax.Array,
     positions: jax.Array,
     mask: jax.Array,
-    cache: cache_lib.KVCache | None = None,
-  ) -> tuple[jax.Array, cache_lib.KVCache | None, tuple[Any, ...]]:
+    cache: _Cache = None,
+  ) -> tuple[jax.Array, _Cache, tuple[Any, ...]]:
     """Computes logits and cache as `models.nn.gpt2.GPT2` does.
 
     Returns:
@@ -383,5 +431,11 @@ class Llama(nnx.Module):
     logits = layers.soft_cap(logits, config.logit_cap)
     return logits, cache, tuple(routings)
 
-  def __call__(self, tokens, positions, mask, cache=None):
+  def __call__(
+    self,
+    tokens: jax.Array,
+    positions: jax.Array,
+    mask: jax.Array,
+    cache: _Cache = None,
+  ) -> _Attended:
     return self.with_routing(tokens, positions, mask, cache)[:2]

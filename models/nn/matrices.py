@@ -37,8 +37,8 @@ _BLOCK = 16  # Outputs that a register has.
 _BLOCKS = 2  # Blocks that lie beside one another, a group.
 _WORDS = 16  # Per tile of the matrix unit; a matrix has a multiple.
 
-# Indices of n rows, and their values `[n, in]`; of a vector `[n]`.
-Blocks = Iterable[tuple[Any, np.ndarray]]
+Blocks = Iterable[blocks_lib.Rows]
+"""The rows of a matrix or vector, one block after another."""
 
 
 @runtime_checkable
@@ -66,14 +66,25 @@ class Matrix(Protocol):
   def take(self, index: jax.Array) -> jax.Array:
     """Rows `[..., in]` float32 for `index [...]`."""
 
-  def packed(self) -> Any:
-    """The weights as the kernels read them, or as they are if they cannot."""
-
   def unpacked(self) -> Any:
     """The stored numbers `[out, in]`, without scales."""
 
 
-def quantize_rows(rows, xp=jnp):
+Weight = jax.Array | Matrix
+"""A matrix `[out, in]`: an array of floats, or one in another format."""
+
+
+class HostMatrix(Protocol):
+  """A matrix `[out, in]` on the host, as a checkpoint gives it."""
+
+  @property
+  def shape(self) -> tuple[int, ...]: ...
+
+  def packed(self) -> Any:
+    """The weights as the kernels read them, or as they are if they cannot."""
+
+
+def quantize_rows(rows: Any, xp: Any = jnp) -> tuple[Any, Any]:
   """Rounds each row to integers times a scale.
 
   Args:
@@ -215,9 +226,6 @@ class PackedMatrix(flax.struct.PyTreeNode):
       rows = ops.sum_rows(flat, each, scale).reshape(rows.shape)
     return rows
 
-  def packed(self) -> 'PackedMatrix':
-    return self
-
   def unpacked(self) -> np.ndarray:
     words = np.array(self.words)
     if self.dtype == 'int8':
@@ -229,13 +237,13 @@ class PackedMatrix(flax.struct.PyTreeNode):
     return np.ascontiguousarray(values[:num_outputs, :num_inputs])
 
 
-def spread(few: jax.Array, index: jax.Array) -> jax.Array:
-  """Some outputs `[..., N]` among all, `[..., out]`; the others are -inf.
+def scatter_outputs(some: jax.Array, index: jax.Array) -> jax.Array:
+  """All outputs `[..., out]` from `some [..., N]`; the others are -inf.
 
   `index`: `[out]` int32, the place of each output among the N, or -1.
   """
-  taken = jnp.take(few, jnp.maximum(index, 0), axis=-1)
-  is_there = jnp.expand_dims(index >= 0, range(few.ndim - 1))
+  taken = jnp.take(some, jnp.maximum(index, 0), axis=-1)
+  is_there = jnp.expand_dims(index >= 0, range(some.ndim - 1))
   return jnp.where(is_there, taken, -jnp.inf)
 
 
@@ -253,7 +261,7 @@ class FewOutputs(flax.struct.PyTreeNode):
 
   Attributes:
     outputs: the matrix `[N, in]` of those that are computed.
-    index: see `spread`.
+    index: see `scatter_outputs`.
     rows: the matrix `[out, in]` whose rows are looked up where the token
       embedding is the head, or None.
   """
@@ -275,7 +283,7 @@ class FewOutputs(flax.struct.PyTreeNode):
     return uses_kernels(self.outputs)
 
   def product(self, rows: jax.Array) -> jax.Array:
-    return spread(_as_matrix(self.outputs).product(rows), self.index)
+    return scatter_outputs(_as_matrix(self.outputs).product(rows), self.index)
 
   def take(self, index: jax.Array) -> jax.Array:
     return _as_matrix(self.rows).take(index)
@@ -305,7 +313,7 @@ def few_outputs(
   )
 
 
-def computed(matrix: Any) -> Any:
+def computed(matrix: Weight) -> Weight:
   """The arrays that a product with a matrix reads."""
   return matrix.outputs if isinstance(matrix, FewOutputs) else matrix
 
@@ -334,12 +342,12 @@ def _pack(values: np.ndarray, scale: np.ndarray) -> PackedMatrix:
 
 
 def _as_matrix(weight: Any) -> Any:
-  # Matrices on the host lack some methods of a `Matrix`.
+  """A `Matrix` or `HostMatrix` as it is; an array with the methods of both."""
   is_array = isinstance(weight, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
   return FloatMatrix(weight) if is_array else weight
 
 
-def matmul(x: jax.Array, weight: jax.Array | Matrix) -> jax.Array:
+def matmul(x: jax.Array, weight: Weight) -> jax.Array:
   """`x @ weight.T` over the last axis, in the format of the weights.
 
   Args:
@@ -357,9 +365,9 @@ Packed = PackedMatrix | blocks_lib.PackedBlocks
 """A matrix as the kernels read it."""
 
 
-def are_one_call(matrices: Sequence[Any]) -> bool:
+def are_one_call(matrices: Sequence[Weight]) -> bool:
   """Whether one call of `multiply_packed` takes all of these matrices."""
-  packed = [one for one in matrices if uses_kernels(one)]
+  packed = [one for one in matrices if isinstance(one, Packed)]
   return len(packed) == len(matrices) and len({m.kernel for m in packed}) == 1
 
 
@@ -376,14 +384,14 @@ def multiply_packed(
   return ops.multiply(x, operands, dtype=matrices[0].kernel, **options)
 
 
-def take_rows(weight: jax.Array | Matrix, index: jax.Array) -> jax.Array:
+def take_rows(weight: Weight, index: jax.Array) -> jax.Array:
   """Rows `[..., in]` float32 of a matrix `[out, in]`, for `index [...]`."""
   matrix = _as_matrix(weight)
   alone = index.size == 1 and not jax.sharding.get_abstract_mesh().empty
   if matrix.uses_kernels or not alone:
     return matrix.take(index)
 
-  def twice(matrix, index):
+  def twice(matrix: Matrix, index: jax.Array) -> jax.Array:
     rows = matrix.take(jnp.broadcast_to(index.ravel(), 2))
     return rows[0].reshape(*index.shape, -1)
 
@@ -393,8 +401,8 @@ def take_rows(weight: jax.Array | Matrix, index: jax.Array) -> jax.Array:
   return lax.platform_dependent(matrix, index, cuda=twice, default=take)
 
 
-def pack(weight: Any) -> Any:
-  """A matrix as the kernels of `models.nn.cpu` read it, if they can."""
+def pack(weight: np.ndarray | HostMatrix) -> Any:
+  """A matrix on the host as the kernels read it, if they can."""
   return _as_matrix(weight).packed()
 
 
@@ -405,12 +413,12 @@ def for_xla(weight: Any) -> Any:
   return jax.tree.map(grouped, weight, is_leaf=is_blocks)
 
 
-def unpack(weight: jax.Array | Matrix) -> jax.Array | np.ndarray:
+def unpack(weight: Weight) -> jax.Array | np.ndarray:
   """The stored numbers `[out, in]` of a matrix, without scales."""
   return _as_matrix(weight).unpacked()
 
 
-def uses_kernels(weight: jax.Array | Matrix) -> bool:
+def uses_kernels(weight: Weight) -> bool:
   """Whether the kernels of `models.nn.cpu` compute the products of a matrix."""
   return _as_matrix(weight).uses_kernels
 

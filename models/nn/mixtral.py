@@ -4,6 +4,7 @@ One module serves Mixtral (arXiv 2401.04088) and Qwen's mixtures. A forward
 computes only the experts that its tokens are routed to (`models.nn.experts`).
 """
 
+from collections.abc import Iterable
 import dataclasses
 import functools
 
@@ -13,6 +14,7 @@ import jax
 from models.nn import experts as experts_lib
 from models.nn import layers
 from models.nn import llama as nn_llama
+from models.nn import matrices as matrices_lib
 from models.nn import sharding as sharding_lib
 
 
@@ -26,7 +28,7 @@ class MixtralConfig(nn_llama.LlamaConfig):
   renormalize: bool = True  # Whether the weights of the k experts sum to 1.
   shared_width: int | None = None  # The shared expert's width (Qwen2-MoE).
 
-  def __post_init__(self):
+  def __post_init__(self) -> None:
     super().__post_init__()
     if self.experts_per_token > self.num_experts:
       raise ValueError(
@@ -37,7 +39,11 @@ class MixtralConfig(nn_llama.LlamaConfig):
       raise ValueError('mlp_bias=True: experts have no biases')
 
 
-def _swiglu(activation, weights, x):
+def _swiglu(
+  activation: str,
+  weights: Iterable[matrices_lib.Weight],
+  x: jax.Array,
+) -> jax.Array:
   gate, up, down = ((weight, None) for weight in weights)
   inner = layers.project(x, [gate, up], activation=activation, gated=True)
   return layers.project(inner, [down])
@@ -46,7 +52,9 @@ def _swiglu(activation, weights, x):
 class Experts(nnx.Module):
   """Router and experts of one block."""
 
-  def __init__(self, config: MixtralConfig, *, dtype, rngs):
+  def __init__(
+    self, config: MixtralConfig, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs
+  ):
     self.config = config
     width, count = config.width, config.num_experts
     self.gate = layers.Linear(
@@ -65,7 +73,9 @@ class Experts(nnx.Module):
         width, 1, dtype=dtype, rngs=rngs, use_bias=False
       )
 
-  def __call__(self, x, norm, residual):
+  def __call__(
+    self, x: jax.Array, norm: layers.Norm | None, residual: jax.Array | None
+  ) -> tuple[jax.Array, experts_lib.Routing]:
     kernels = self.gate.is_packed
     rows = layers.normalize(x, norm, kernels=kernels)
     routing = experts_lib.route(

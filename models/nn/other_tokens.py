@@ -20,6 +20,7 @@ of them a token uses is kept beside them, as a layer of width 1.
 from collections.abc import Callable
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,10 @@ import jax.numpy as jnp
 from models.nn import matrices as matrices_lib
 from specdec import cache as cache_lib
 from specdec import model as model_lib
+
+_Scores = tuple[jax.Array, cache_lib.KVCache]
+_Apply = Callable[..., _Scores]
+_InitCache = Callable[[int, int], cache_lib.KVCache]
 
 
 class _Read:
@@ -81,19 +86,25 @@ def _divided(array: jax.Array, number: int) -> jax.Array:
   return array.reshape(rows, heads, slots * number, width // number)
 
 
-def _read_one(apply: Callable) -> Callable:
+def _read_one(apply: _Apply) -> _Apply:
   """`apply` of a draft that reads every token as one of its own."""
 
-  def read(params, parts, positions, mask, cache):
-    return apply(params, parts[:, :, 0], positions, mask, cache)
+  def read(params: Any, parts: jax.Array, *others: Any) -> _Scores:
+    return apply(params, parts[:, :, 0], *others)
 
   return read
 
 
-def _read_several(apply: Callable, number: int) -> Callable:
+def _read_several(apply: _Apply, number: int) -> _Apply:
   """`apply` of a draft that reads a token as up to R of its own."""
 
-  def read(params, parts, positions, mask, cache):
+  def read(
+    params: Any,
+    parts: jax.Array,
+    positions: jax.Array,
+    mask: jax.Array,
+    cache: cache_lib.KVCache,
+  ) -> _Scores:
     del positions
     *keys, counts = cache.keys
     found = _Read(parts, mask, counts, cache)
@@ -116,7 +127,7 @@ def _read_several(apply: Callable, number: int) -> Callable:
   return read
 
 
-def _init_several(init_cache: Callable, number: int) -> Callable:
+def _init_several(init_cache: _InitCache, number: int) -> _InitCache:
   """`init_cache` with R slots per token, and how many of them are used."""
 
   def init(batch_size: int, num_slots: int) -> cache_lib.KVCache:
@@ -143,10 +154,10 @@ def _spec(
     read = _read_several(own.apply, number)
     init = _init_several(own.init_cache, number)
 
-  def apply(params, tokens, positions, mask, cache):
+  def apply(params: Any, tokens: jax.Array, *others: Any) -> _Scores:
     parts = params['parts'][tokens]
-    logits, cache = read(params['draft'], parts, positions, mask, cache)
-    return matrices_lib.spread(logits, params['same']), cache
+    logits, cache = read(params['draft'], parts, *others)
+    return matrices_lib.scatter_outputs(logits, params['same']), cache
 
   return dataclasses.replace(
     own,

@@ -19,7 +19,7 @@ import numpy as np
 class _Scaling:
   """Base of the scalings: checks that every field is a positive number."""
 
-  def __post_init__(self):
+  def __post_init__(self) -> None:
     for name, value in vars(self).items():
       is_number = isinstance(value, (int, float))
       if not (is_number and (value > 0 or isinstance(value, bool))):
@@ -60,7 +60,7 @@ class Llama3Scaling(_Scaling):
   rope_type = 'llama3'
   attention_factor = 1.0
 
-  def __post_init__(self):
+  def __post_init__(self) -> None:
     super().__post_init__()
     if self.low_freq_factor >= self.high_freq_factor:
       raise ValueError(
@@ -106,7 +106,7 @@ class YarnScaling(_Scaling):
   truncate: bool = True
   rope_type = 'yarn'
 
-  def __post_init__(self):
+  def __post_init__(self) -> None:
     # The default is filled in here, so that equal scalings are equal records.
     if self.attention_factor is None:
       default = 0.1 * math.log(max(self.factor, 1.0)) + 1.0
@@ -140,6 +140,10 @@ SCALINGS: dict[str, type[Scaling]] = {
 """Scalings by `rope_type`; fields as in transformers' `rope_parameters`."""
 
 
+Rotation = tuple[jax.Array, jax.Array]
+"""Cosines and sines `[B, 1, L, P]` float32."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rope:
   """Rotation of heads by their positions."""
@@ -148,7 +152,7 @@ class Rope:
   scaling: Scaling | None = None
   fraction: float = 1.0  # The part of each head that is rotated.
 
-  def __post_init__(self):
+  def __post_init__(self) -> None:
     if not 0 < self.fraction <= 1:
       raise ValueError(
         f'partial_rotary_factor must be in (0, 1], got {self.fraction!r}'
@@ -165,9 +169,7 @@ class Rope:
       return plain
     return self.scaling.scale(plain, self.theta)
 
-  def rotation(
-    self, positions: jax.Array, head_width: int
-  ) -> tuple[jax.Array, jax.Array]:
+  def rotation(self, positions: jax.Array, head_width: int) -> Rotation:
     """Cosines and sines `[B, 1, L, P]` float32, for `rotate`.
 
     Args:
@@ -183,9 +185,7 @@ class Rope:
     return factor * jnp.cos(angles), factor * jnp.sin(angles)
 
 
-def rotate(
-  heads: jax.Array, rotation: tuple[jax.Array, jax.Array] | None
-) -> jax.Array:
+def rotate(heads: jax.Array, rotation: Rotation | None) -> jax.Array:
   """Queries or keys `[B, H, L, Dh]` float32, rotated by their positions.
 
   None rotates nothing, as in some layers of SmolLM3 (arXiv 2501.18795).

@@ -44,6 +44,7 @@ _MESH_AXES = {
   'fused_heads': MODEL,
 }
 
+_Names = tuple[str | None, ...]  # Names of the axes of a tensor.
 # If a vocabulary cannot be divided, the features are.
 _EMBEDDING = ('vocabulary', 'features')
 _BY_OUTPUT, _BY_INPUT = ('hidden', None), (None, 'hidden')
@@ -51,7 +52,7 @@ _BY_OUTPUT, _BY_INPUT = ('hidden', None), (None, 'hidden')
 # The axes of the parameters that are divided, by the ends of their paths. A
 # matrix is stored `[out, in]`; a bias is divided as the outputs are. A product
 # over a divided axis is summed over the devices, twice in a layer.
-_PARAMETERS: Mapping[tuple[str, ...], tuple[str | None, ...]] = {
+_PARAMETERS: Mapping[tuple[str, ...], _Names] = {
   # All families.
   ('lm_head',): _EMBEDDING,
   # GPT-2. Queries, keys and values lie one after the other, so a device does
@@ -173,9 +174,7 @@ class Layout:
       return 1
     return self.mesh.shape[axis]
 
-  def spec(
-    self, names: tuple[str | None, ...], sizes: tuple[int, ...]
-  ) -> PartitionSpec:
+  def spec(self, names: _Names, sizes: tuple[int, ...]) -> PartitionSpec:
     """The axis of the mesh for each axis of a tensor.
 
     Args:
@@ -192,7 +191,7 @@ class Layout:
     return PartitionSpec(*found)
 
   def sharding(
-    self, names: tuple[str | None, ...], sizes: tuple[int, ...]
+    self, names: _Names, sizes: tuple[int, ...]
   ) -> NamedSharding | None:
     """The sharding of a tensor, see `spec`; None without a mesh."""
     if self.mesh is None:
@@ -234,7 +233,7 @@ class Layout:
     in place of the shape.
     """
 
-    def put(array):
+    def put(array: Any) -> jax.Array:
       sharding = self.of_parameter(path, array.shape, config)
       if self.mesh is None or sharding is None:
         return jax.device_put(array)
@@ -356,7 +355,7 @@ def sum_of_experts(
   if parts == 1 or hidden % parts:
     return function(experts, *args)
 
-  def divided(axis, matrix):
+  def divided(axis: int, matrix: Any) -> Any:
     axes = lambda leaf: (
       MODEL if at == axis else None for at in range(leaf.ndim)
     )
@@ -382,11 +381,15 @@ def slot_ops(layout: Layout) -> cache_lib.SlotOps:
   if layout.mesh is None:
     return cache_lib.SlotOps()
 
-  def by_parts(function, in_names, out_names):
-    def specs(names, array):
+  def by_parts(
+    function: Callable[..., jax.Array],
+    in_names: tuple[_Names, ...],
+    out_names: _Names,
+  ) -> Callable[..., jax.Array]:
+    def specs(names: _Names, array: jax.Array) -> PartitionSpec:
       return layout.spec(names, array.shape)
 
-    def run(*args):
+    def run(*args: jax.Array) -> jax.Array:
       in_specs = tuple(map(specs, in_names, args))
       out = layout.spec(out_names, args[0].shape)
       return jax.shard_map(
@@ -401,15 +404,15 @@ def slot_ops(layout: Layout) -> cache_lib.SlotOps:
 
   rows = ('rows',)
 
-  def read(slots, start, number):
+  def read(slots: jax.Array, start: jax.Array, number: int) -> jax.Array:
     take = functools.partial(cache_lib.read_slots, number=number)
     return by_parts(take, (_CACHE, rows), _CACHE)(slots, start)
 
-  def mask(start, window, num_slots):
+  def mask(start: jax.Array, window: jax.Array, num_slots: int) -> jax.Array:
     make = functools.partial(cache_lib.window_mask, num_slots=num_slots)
     return by_parts(make, (rows, rows), rows)(start, window)
 
-  def place(slots):
+  def place(slots: jax.Array) -> jax.Array:
     sharding = layout.sharding(_CACHE, slots.shape)
     return lax.with_sharding_constraint(slots, sharding)
 

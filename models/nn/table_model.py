@@ -10,7 +10,13 @@ from specdec import cache as cache_lib
 from specdec import model as model_lib
 
 
-def _apply(params, tokens, positions, mask, cache):
+def _apply(
+  params: dict[str, jax.Array],
+  tokens: jax.Array,
+  positions: jax.Array,
+  mask: jax.Array,
+  cache: cache_lib.KVCache,
+) -> tuple[jax.Array, cache_lib.KVCache]:
   del positions, mask
   return params['logits'][tokens], cache
 

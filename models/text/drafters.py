@@ -2,7 +2,6 @@
 
 import dataclasses
 import pathlib
-from typing import Any
 
 from absl import logging
 import jax
@@ -75,7 +74,7 @@ def _tables(
   inner: str, settings: settings_lib.DraftSettings, pair: pair_lib.Pair
 ) -> candidates.CandidateScorer:
   # A match in the text itself is the better evidence, so it comes first.
-  proposers: list = []
+  proposers: list[candidates.Proposer] = []
   if 'lookup' in inner.split('+'):
     proposers.append(settings.lookup)
   if 'ngram' in inner.split('+'):
@@ -84,7 +83,7 @@ def _tables(
 
 
 def _one_stage(
-  scorer: Any,
+  scorer: drafter_lib.Scorer,
   config: drafter_lib.StageConfig,
   settings: settings_lib.DraftSettings,
 ) -> drafter_lib.Drafter:

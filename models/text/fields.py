@@ -77,7 +77,7 @@ class Option:
       if the outer record itself has it.
   """
 
-  field: dataclasses.Field
+  field: dataclasses.Field[Any]
   record: str = ''
 
   @property
@@ -165,7 +165,9 @@ def takes_fields(
       load('demo', dtype='float32')
   """
 
-  def decorate(function: Callable[[_Record], _Result]):
+  def decorate(
+    function: Callable[[_Record], _Result],
+  ) -> Callable[_Fields, _Result]:
     @functools.wraps(function)
     def call(*args: _Fields.args, **kwargs: _Fields.kwargs) -> _Result:
       return function(record(*args, **kwargs))

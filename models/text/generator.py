@@ -107,7 +107,7 @@ class Generator:
     given = as_list(prompts)
     ids = self.pair.ids_of(given)
     constraint = text_options.constraint_of_rows(self.pair, options, len(given))
-    keys = text_options.keys_of_seeds(options.pop('seed', 0), len(given))
+    keys = text_options.keys_of_seeds(options.get('seed', 0), len(given))
     stops = ends_lib.stops_of_rows(options.get('stop', ()), len(given))
     decoding = specdec.Decoding(
       self.pair.target,
@@ -202,18 +202,17 @@ class Generator:
     """
     decode_options.check_names(options, text_options.TextOptions)
     arguments_lib.check_count('batch_size', batch_size)
-    seed = options.pop('seed', 0)
     (stops,) = ends_lib.stops_of_rows(options.get('stop', ()), 1)
+    own: dict[str, Any] = {'seed': 0, 'max_new_tokens': max_new_tokens}
+    own |= text_options.of_texts(options)
     return many_lib.ManyDecoding(
       self.pair,
       prompts,
+      many_lib.Job(prompt='', **own),
       batch_size=batch_size,
       context=context,
       in_order=in_order,
-      max_new_tokens=max_new_tokens,
-      seed=seed,
       stops=stops,
-      constraint=text_options.constraint_of_all(options),
       drafter=self.drafter,
       tree_sizes=tree_sizes,
       reading=reading,

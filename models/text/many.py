@@ -59,21 +59,20 @@ class _Waiting:
 class ManyDecoding(Iterator[Completion]):
   """The decode of many prompts: an iterator over a `Completion` for each.
 
-  `Generator.generate_many` makes it; `options` are those of `specdec.Slots`.
+  `Generator.generate_many` makes it. `default` has what prompts take that have
+  no options of their own; `options` are those of `specdec.Slots`.
   """
 
   def __init__(
     self,
     pair: pair_lib.Pair,
     prompts: Iterable[chat_template.Prompt | Job],
+    default: Job,
     *,
     batch_size: int,
     context: int | None,
     in_order: bool,
-    max_new_tokens: int,
-    seed: Any,
     stops: tuple[str, ...],
-    constraint: constraints_lib.Constraint,
     **options: Any,
   ):
     if isinstance(prompts, str) or not isinstance(prompts, Iterable):
@@ -81,16 +80,16 @@ class ManyDecoding(Iterator[Completion]):
         f'prompts must be several prompts, got {prompts!r:.60}; give a list of'
         ' texts'
       )
-    if not arguments_lib.is_integer(seed):
+    if not arguments_lib.is_integer(default.seed):
       raise ValueError(
-        f'seed must be one integer for all prompts, got {seed!r}; a models.Job'
-        ' has a seed of its own'
+        f'seed must be one integer for all prompts, got {default.seed!r}; a'
+        ' models.Job has a seed of its own'
       )
-    arguments_lib.check_count('max_new_tokens', max_new_tokens, least=0)
+    arguments_lib.check_count('max_new_tokens', default.max_new_tokens, least=0)
     self._pair, self._prompts = pair, prompts
-    self._limit, self._stops, self._seed = max_new_tokens, stops, seed
-    self._constraint, self._eos_ids = constraint, options['eos_ids']
-    self._automaton(Job(prompt=''), self._eos_ids)  # Refused at once.
+    self._default, self._stops = default, stops
+    self._eos_ids = options['eos_ids']
+    self._automaton(default, None)  # Refused at once.
     self._slots = specdec.Slots(
       pair.target,
       num_slots=batch_size,
@@ -112,15 +111,27 @@ class ManyDecoding(Iterator[Completion]):
     if not isinstance(self._prompts, Sequence):
       return largest
     needed = 1
-    for job in map(_as_job, self._prompts):
+    for prompt in self._prompts:
+      job = self._job(0, prompt)
       try:
-        needed = max(needed, len(self._ids(job)) + self._limit_of(job))
+        needed = max(needed, len(self._ids(job)) + job.max_new_tokens)
       except (TypeError, ValueError):
         continue  # It will be refused when it is decoded.
     return min(needed, self._pair.target.spec.max_positions)
 
-  def _limit_of(self, job: Job) -> int:
-    return self._limit if job.max_new_tokens is None else job.max_new_tokens
+  # Any: a type checker would not know that its seed and its limit are set.
+  def _job(self, index: int, prompt: chat_template.Prompt | Job) -> Any:
+    """The `Job` of a prompt, with an option wherever there is a default."""
+    seed = (self._default.seed or 0) + index
+    default = dataclasses.replace(self._default, seed=seed)
+    if not isinstance(prompt, Job):
+      return dataclasses.replace(default, prompt=prompt)
+    given = {
+      name: value for name, value in vars(prompt).items() if value is not None
+    }
+    if {'regex', 'json_schema'} & given.keys():
+      default = dataclasses.replace(default, regex=None, json_schema=None)
+    return dataclasses.replace(default, **given | {'prompt': prompt.prompt})
 
   @property
   def num_steps(self) -> int:
@@ -128,30 +139,28 @@ class ManyDecoding(Iterator[Completion]):
     return self._slots.num_steps
 
   def _automaton(self, job: Job, eos_ids: Any) -> Any:
-    """The automaton of the prompt's own constraint, or of all."""
-    own = constraints_lib.constraint_of(job.regex, job.json_schema)
+    """The automaton of the constraint of a prompt."""
     return constraints_lib.automaton_of(
-      self._constraint if own is None else own,
+      constraints_lib.constraint_of(job.regex, job.json_schema),
       self._pair.tokenizer,
       self._pair.target.spec.vocab_size,
-      eos_ids,
+      self._eos_ids if eos_ids is None else eos_ids,
     )
 
-  def _insert(self, index: int, job: Job) -> tuple[int, _Waiting]:
+  def _insert(
+    self, index: int, prompt: chat_template.Prompt | Job
+  ) -> tuple[int, _Waiting]:
     """Gives a slot to a prompt; ValueError if it cannot be decoded."""
-    ids = self._ids(job)
-    vocab_size = self._pair.target.spec.vocab_size
-    seed = self._seed + index if job.seed is None else job.seed
+    job = self._job(index, prompt)
+    ids, vocab_size = self._ids(job), self._pair.target.spec.vocab_size
     eos_ids = ends_lib.eos_ids_of(job.eos_ids, self._pair.tokenizer, vocab_size)
     slot = self._slots.insert(
       ids,
-      text_options.keys_of_seeds([seed], 1)[0],
-      max_new_tokens=self._limit_of(job),
+      text_options.keys_of_seeds([job.seed], 1)[0],
+      max_new_tokens=job.max_new_tokens,
       sampling=job.sampling,
       eos_ids=eos_ids,
-      automaton=self._automaton(
-        job, self._eos_ids if eos_ids is None else eos_ids
-      ),
+      automaton=self._automaton(job, eos_ids),
     )
     return slot, _Waiting(index, job.prompt, ids)
 
@@ -168,21 +177,21 @@ class ManyDecoding(Iterator[Completion]):
     return Completion(waiting.index, result, result.errors[0])
 
   def _as_they_end(self) -> Iterator[Completion]:
-    jobs = enumerate(map(_as_job, self._prompts))
+    prompts = enumerate(self._prompts)
     waiting: dict[int, _Waiting] = {}
     more = True
     while more or waiting:
       while more and self._slots.free:
-        index, job = next(jobs, (0, None))
-        if job is None:
+        numbered = next(prompts, None)
+        if numbered is None:
           more = False
           break
         try:
-          slot, prompt = self._insert(index, job)
+          slot, inserted = self._insert(*numbered)
         except (TypeError, ValueError) as error:
-          yield Completion(index, None, str(error))
+          yield Completion(numbered[0], None, str(error))
         else:
-          waiting[slot] = prompt
+          waiting[slot] = inserted
       for slot, generation in self._slots.advance().items():
         yield self._completion(waiting.pop(slot), generation)
 
@@ -197,7 +206,3 @@ class ManyDecoding(Iterator[Completion]):
   def __next__(self) -> Completion:
     """The next completions, as they end or in the order of the prompts."""
     return next(self._completions)
-
-
-def _as_job(prompt: chat_template.Prompt | Job) -> Job:
-  return prompt if isinstance(prompt, Job) else Job(prompt=prompt)

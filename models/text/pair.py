@@ -173,7 +173,7 @@ def load_pair(choice: choice_lib.ModelChoice) -> Pair:
   return load_weights(vocabulary_lib.read_vocabulary(sources))
 
 
-def vocabulary_digest(tokenizer: Any) -> str:
+def vocabulary_digest(tokenizer: transformers.PreTrainedTokenizerBase) -> str:
   """A digest of a tokenizer's ids and tokens, 32 hex digits."""
   vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
   return hashlib.blake2b(vocabulary.encode(), digest_size=16).hexdigest()

@@ -43,7 +43,7 @@ class TextGeneration:
     record = dataclasses.asdict(self) | {'stats': self.stats.as_dict()}
     return text_files.to_json(record)
 
-  def __str__(self):
+  def __str__(self) -> str:
     rows = zip(self.prompts, self.text, strict=True)
     return '\n\n'.join([*map(''.join, rows), self.table()])
 

@@ -111,7 +111,7 @@ class DraftSettings:
   lookup: lookup_lib.PromptLookup = lookup_lib.PromptLookup()
   plan: Any = None
 
-  def __post_init__(self):
+  def __post_init__(self) -> None:
     topology_lib.check_settings(
       self, ('num_draft_tokens', 'draft_prompt', 'inner_rounds_alone')
     )

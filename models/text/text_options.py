@@ -41,50 +41,52 @@ class TextOptions(decode_options.CommonOptions, total=False):
   json_schema: constraints_lib.Schema | None
 
 
+_OF_TEXTS = 'seed', 'regex', 'json_schema'
+
+
+def of_texts(options: TextOptions) -> Any:
+  """The options that a decode of token ids does not have."""
+  return {name: value for name, value in options.items() if name in _OF_TEXTS}
+
+
+def _eos_ids(pair: pair_lib.Pair, options: TextOptions) -> Any:
+  """The ids of tokens that end a text, see `ends.eos_ids_of`."""
+  if options.get('eos_ids') is None:
+    return pair.eos_ids
+  return ends_lib.eos_ids_of(
+    options['eos_ids'], pair.tokenizer, pair.target.spec.vocab_size
+  )
+
+
 def with_ids(
   pair: pair_lib.Pair, options: TextOptions, stops: ends_lib.StopsOfRows
 ) -> Any:
   """The options with ids for texts; `stops` are the stop strings by row.
 
-  Without the constraints, see `constraint_of_rows`.
+  Without seeds and constraints, see `keys_of_seeds` and `constraint_of_rows`.
   """
-  vocab_size, given = pair.target.spec.vocab_size, options.get('eos_ids')
-  eos_ids = ends_lib.eos_ids_of(given, pair.tokenizer, vocab_size)
-  of_text = ('regex', 'json_schema')
+  vocab_size = pair.target.spec.vocab_size
   others = {
-    name: value for name, value in options.items() if name not in of_text
+    name: value for name, value in options.items() if name not in _OF_TEXTS
   }
   return others | {
     'stop': ends_lib.stop_table(stops, pair.tokenizer, vocab_size),
-    'eos_ids': pair.eos_ids if given is None else eos_ids,
+    'eos_ids': _eos_ids(pair, options),
   }
-
-
-def constraint_of_all(options: TextOptions) -> constraints_lib.Constraint:
-  """The constraint of prompts that are not rows; None if there is none."""
-  return constraints_lib.constraint_of(
-    options.get('regex'), options.get('json_schema')
-  )
 
 
 def constraint_of_rows(
   pair: pair_lib.Pair, options: TextOptions, batch_size: int
 ) -> specdec.Constraint | None:
   """The constraint of `regex` and `json_schema`; None if there is none."""
-  vocab_size, given = pair.target.spec.vocab_size, options.get('eos_ids')
-  eos_ids = ends_lib.eos_ids_of(given, pair.tokenizer, vocab_size)
+  vocab_size, eos_ids = pair.target.spec.vocab_size, _eos_ids(pair, options)
   rows = constraints_lib.of_rows(
     options.get('regex'), options.get('json_schema'), batch_size
   )
   if not any(rows):
     return None
   automata = {
-    one: constraints_lib.automaton_of(
-      one,
-      pair.tokenizer,
-      vocab_size,
-      pair.eos_ids if given is None else eos_ids,
-    )
+    one: constraints_lib.automaton_of(one, pair.tokenizer, vocab_size, eos_ids)
     for one in rows
   }
   # One set of tables serves rows that all have the same.

@@ -23,7 +23,9 @@ from specdec.text import stop_strings
 _BYTE_TOKEN = re.compile('<0x([0-9A-Fa-f]{2})>')
 
 # By tokenizer, then by its size and its special tokens, which can change.
-_cache: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+_cache: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = (
+  weakref.WeakKeyDictionary()
+)
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -5,7 +5,6 @@ and cost little; each is a `Proposer`. Several merge into one scorer by backing
 off: each proposer distributes the probability that those before it left.
 """
 
-from typing import Any
 from typing import Protocol
 
 import flax.struct
@@ -22,9 +21,17 @@ from specdec.tree import tree as tree_lib
 class Proposer(Protocol):
   """A pure function from a node to likely next tokens, and what it needs."""
 
-  name: str  #: The name of the source of its tokens.
-  vocab_size: int | None  #: V, or None if it has none of its own.
-  bytes_per_node: int  #: Bytes read from memory to look up one node.
+  @property
+  def name(self) -> str:
+    """The name of the source of its tokens."""
+
+  @property
+  def vocab_size(self) -> int | None:
+    """V, or None if it has none of its own."""
+
+  @property
+  def bytes_per_node(self) -> int:
+    """Bytes read from memory to look up one node."""
 
   def propose(
     self,
@@ -87,7 +94,7 @@ def scores_of_few(
 class CandidateScorer(flax.struct.PyTreeNode, drafter_lib.Scorer):
   """One or more proposers as a scorer; see `Scorer`."""
 
-  proposers: tuple[Any, ...]  #: The proposers, the most reliable first.
+  proposers: tuple[Proposer, ...]  #: The proposers, the most reliable first.
 
   @property
   def facts(self) -> drafter_lib.ScorerFacts:

@@ -166,7 +166,7 @@ def save_table(
 def _check_whole(
   record: Mapping[str, Any], tensors: Mapping[str, np.ndarray]
 ) -> None:
-  """Raises what its readers raise, or ValueError, if a table is damaged."""
+  """Raises an error of `whole_files.reading` if a table is damaged."""
   whole_files.check_record(record)
   for key, kind in (('order', int), ('vocab_size', int), ('provenance', dict)):
     if type(record[key]) is not kind:
@@ -191,28 +191,15 @@ def load_table(
   remedy = 'build one with scripts/build_ngram.py'
   if not pathlib.Path(path).is_file():
     raise ValueError(f'there is no n-gram table {path}; {remedy}')
-  try:
+  with whole_files.reading(
+    f'n-gram table {path}', f'copy it again or {remedy}'
+  ):
     with safetensors.safe_open(path, 'numpy') as file:
       record = json.loads((file.metadata() or {}).get(_KEY, '{}'))
       tensors = {name: file.get_tensor(name) for name in file.offset_keys()}
-  except (
-    *(safetensors.SafetensorError, OSError, ValueError),
-    *(AttributeError, KeyError, RecursionError, TypeError),
-  ) as error:
-    raise ValueError(
-      f'{path} cannot be read as an n-gram table ({error}); copy it again or'
-      f' {remedy}'
-    ) from error
-  if not isinstance(record, dict) or record.get('format') != _FORMAT:
-    raise ValueError(
-      f'{path} is not an n-gram table of this version ({_FORMAT!r}); {remedy}'
-    )
-  try:
+    if not isinstance(record, dict) or record.get('format') != _FORMAT:
+      raise ValueError(f'it is no table of this version ({_FORMAT!r})')
     _check_whole(record, tensors)
-  except (IndexError, KeyError, TypeError, ValueError) as error:
-    raise ValueError(
-      f'{path} is damaged: {error}; copy it again or {remedy}'
-    ) from error
   log_probs = tensors.pop('next_log_probs')
   table = NGramTable(
     **{name: jnp.asarray(value, jnp.int32) for name, value in tensors.items()},

@@ -166,7 +166,7 @@ class Tables(flax.struct.PyTreeNode, Constraint):
     return self.following[automaton, state, kind].astype(jnp.int32)
 
   def allowed(self, state: jax.Array, vocab_size: int) -> jax.Array:
-    del vocab_size  # `checks.check_constraint` compares it with that of tables.
+    del vocab_size  # `decode_options.check_constraint` compares it.
     words = self.masks[self._automaton(state), state]
     # Without the barrier XLA's CPU backend reads a word once for each bit, by
     # an index of its own.

@@ -17,7 +17,9 @@ import types
 from typing import Any
 from typing import get_args
 from typing import get_origin
+from typing import is_typeddict
 from typing import Literal
+from typing import Union
 
 _JSON_LINES = ('.jsonl', '.ndjson', '.json')
 
@@ -106,42 +108,48 @@ def read_object(name: str | os.PathLike[str]) -> dict[str, Any]:
 _WORDS = {
   str: ('text', 'texts'),
   int: ('an integer', 'integers'),
-  float: ('a number', 'numbers'),
+  float: ('a finite number', 'numbers'),
   bool: ('true or false', 'true or false'),
   dict: ('an object', 'objects'),
   list: ('a list', 'lists'),
   types.NoneType: ('null', 'null'),
 }
+_UNIONS = types.UnionType, Union
 
 
-def _described(kind: Any, several: bool = False) -> str:
+def described(kind: Any, several: bool = False) -> str:
   """A type of `check_types` in words."""
   parts, outer = get_args(kind), get_origin(kind)
   if outer in (list, dict):
     own = _WORDS[outer][several]
-    return (
-      own if parts[-1] is Any else f'{own} of {_described(parts[-1], True)}'
-    )
+    return own if parts[-1] is Any else f'{own} of {described(parts[-1], True)}'
   if outer is Literal:
     return ' or '.join(map(repr, parts))
-  words = [_described(part, several) for part in parts]
-  return ' or '.join(words) or _WORDS[kind][several]
+  if outer in _UNIONS:
+    words = [described(part, several) for part in parts]
+    return ' or '.join(dict.fromkeys(words))
+  return _WORDS.get(kind, _WORDS[dict])[several]
 
 
-def _fits(value: Any, kind: Any) -> bool:
-  parts = get_args(kind)
+def fits(value: Any, kind: Any) -> bool:
+  """Whether a value has a type of `check_types`."""
+  parts, outer = get_args(kind), get_origin(kind)
   if kind is Any:
     return True
-  if get_origin(kind) in (list, dict):
-    within = value.values() if isinstance(value, dict) else value
-    return isinstance(value, get_origin(kind)) and all(
-      _fits(one, parts[-1]) for one in within
-    )
-  if get_origin(kind) is Literal:
+  if outer in _UNIONS:
+    return any(fits(value, part) for part in parts)
+  if outer is Literal:
     return value in parts
-  if parts:
-    return any(_fits(value, part) for part in parts)
-  return type(value) is kind or (kind is float and type(value) is int)
+  if outer in (list, dict):
+    within = value.values() if isinstance(value, dict) else value
+    return isinstance(value, outer) and all(
+      fits(one, parts[-1]) for one in within
+    )
+  if kind is float:
+    return type(value) is int or (
+      isinstance(value, float) and math.isfinite(value)
+    )
+  return type(value) is (dict if is_typeddict(kind) else kind)
 
 
 def check_types(
@@ -151,18 +159,18 @@ def check_types(
 
   Args:
     record: the object.
-    kinds: types by key: `str`, `int`, `float` (any number), `bool`, `Any`, and
-      lists, objects, unions and literals of them, such as `dict[str, int] |
-      None`. Other keys are not checked.
+    kinds: types by key: `str`, `int`, `float` (any finite number), `bool`,
+      `Any`, and lists, objects, unions and literals of them, such as
+      `dict[str, int] | None`. Other keys are not checked.
     place: what the names of keys are preceded by in messages.
 
   Raises:
     ValueError: names the key and its value.
   """
   for key, kind in kinds.items():
-    if key in record and not _fits(record[key], kind):
+    if key in record and not fits(record[key], kind):
       raise ValueError(
-        f'{place}{key} must be {_described(kind)}, got {record[key]!r:.60}'
+        f'{place}{key} must be {described(kind)}, got {record[key]!r:.60}'
       )
 
 

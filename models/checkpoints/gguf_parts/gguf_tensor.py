@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import dataclasses
 import math
 import pathlib
+import types
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from models.nn import blocks as blocks_lib
 _BLOCK_BYTES = 1 << 24  # Bytes of a tensor, as float32, converted at once.
 
 
-def quants():
+def quants() -> types.ModuleType:
   """The optional `gguf` package, which knows how numbers are stored."""
   try:
     import gguf
@@ -82,11 +83,13 @@ class Tensor:
         f'{where} is of type {kind.name}, which gguf cannot read'
       ) from error
 
-  def _row_bytes(self, gguf) -> int:
+  def _row_bytes(self, gguf: types.ModuleType) -> int:
     per_block, block_bytes = gguf.GGML_QUANT_SIZES[self.info.kind]
     return self.shape[-1] // per_block * block_bytes
 
-  def _raw_rows(self, gguf, start: int, count: int) -> np.ndarray:
+  def _raw_rows(
+    self, gguf: types.ModuleType, start: int, count: int
+  ) -> np.ndarray:
     """Rows of the tensor as they are stored, `[count, bytes]` uint8."""
     row_bytes = self._row_bytes(gguf)
     start += (self.expert or 0) * math.prod(self.shape[:-1])
@@ -94,21 +97,23 @@ class Tensor:
     raw = np.fromfile(self.file, np.uint8, count * row_bytes, offset=offset)
     return raw.reshape(count, row_bytes)
 
-  def _block(self, gguf, start: int, count: int) -> np.ndarray:
+  def _block(
+    self, gguf: types.ModuleType, start: int, count: int
+  ) -> np.ndarray:
     """Rows of the tensor, as float32."""
     kind = gguf.GGMLQuantizationType(self.info.kind)
     return gguf.dequantize(self._raw_rows(gguf, start, count), kind)
 
   def _by_rows(
     self, read: Callable[[Any, int, int], np.ndarray]
-  ) -> Iterator[tuple[Any, np.ndarray]]:
+  ) -> Iterator[blocks_lib.Rows]:
     gguf, order = quants(), self._order(self.shape[0])
     step = max(1, _BLOCK_BYTES // (4 * self.shape[1]))
     for start in range(0, self.shape[0], step):
       end = min(start + step, self.shape[0])
       yield order[start:end], read(gguf, start, end - start)
 
-  def blocks(self) -> Iterator[tuple[Any, np.ndarray]]:
+  def blocks(self) -> Iterator[blocks_lib.Rows]:
     """Yields indices of n rows and their values, `[n, in]` or `[n]` float32.
 
     Raises:
@@ -122,7 +127,7 @@ class Tensor:
         )
       yield index, rows
 
-  def _expanded(self) -> Iterator[tuple[Any, np.ndarray]]:
+  def _expanded(self) -> Iterator[blocks_lib.Rows]:
     if len(self.shape) == 1:
       yield self._order(self.shape[0]), self._block(quants(), 0, 1)[0]
     else:

@@ -62,7 +62,9 @@ class _Vocabulary:
     return token if usable else None
 
 
-def _array(path: pathlib.Path, keys: dict[str, Any], name: str, length: int):
+def _array(
+  path: pathlib.Path, keys: dict[str, Any], name: str, length: int
+) -> list[Any]:
   """An array of at least some length; ValueError if it is shorter."""
   found = keys.get(name)
   if not isinstance(found, list) or len(found) < length:

@@ -16,6 +16,7 @@ from models.checkpoints import gguf
 from models.checkpoints.gguf_parts import gguf_config
 from models.checkpoints.gguf_parts import gguf_header
 from models.checkpoints.gguf_parts import gguf_tensor
+from models.nn import blocks as blocks_lib
 
 _ARCHITECTURE = 'eagle3'
 # Keys of the metadata, and those of config.json.
@@ -68,7 +69,7 @@ class _Ids:
   def shape(self) -> tuple[int, ...]:
     return self.info.shape
 
-  def blocks(self) -> Iterator[tuple[Any, np.ndarray]]:
+  def blocks(self) -> Iterator[blocks_lib.Rows]:
     """Yields all of them."""
     if self.info.kind not in _INTEGERS:
       raise ValueError(

@@ -228,7 +228,7 @@ class StoredHead:
 
 def _shapes(
   head: StoredHead, dtype: jnp.dtype, size: int
-) -> tuple[nnx.GraphDef, dict[tuple, Any]]:
+) -> tuple[nnx.GraphDef[eagle.Head], dict[hub.Path, Any]]:
   """The graph of the module, and the shapes of all that is stored."""
   config = head.config
   graph, expected = hub.flat_params(
@@ -290,7 +290,7 @@ def load(
   loaded = hub.read_parameters(
     head.stored,
     dataclasses.replace(
-      families.FAMILIES[1], name=f'head of the kind {_NAMES[config.kind]}'
+      families.LLAMA, name=f'head of the kind {_NAMES[config.kind]}'
     ),
     expected,
     form,

@@ -8,13 +8,12 @@ of the formats say which keys they read.
 from collections.abc import Collection
 from collections.abc import Mapping
 import dataclasses
-import math
 import re
-import types
-import typing
 from typing import Any
 
 import transformers
+
+from specdec.text import text_files
 
 # Keys that change nothing here: they describe the training, how others run a
 # model, or how text is made from logits.
@@ -65,36 +64,6 @@ _SYNONYMS = {
   **{'num_local_experts': 'num_experts', 'n_ctx': 'n_positions'},
   'moe_intermediate_size': 'intermediate_size',
 }
-_NAMES: dict[Any, str] = {
-  **{bool: 'true or false', int: 'an integer', float: 'a finite number'},
-  **{str: 'a text', dict: 'an object', list: 'a list', type(None): 'null'},
-}
-
-
-def _fits(value: Any, kind: Any) -> bool:
-  """Whether a value of JSON has a type; see `check_type`."""
-  origin, args = typing.get_origin(kind), typing.get_args(kind)
-  if origin in (types.UnionType, typing.Union):
-    return any(_fits(value, one) for one in args)
-  if origin is list:
-    return isinstance(value, list) and all(_fits(v, args[0]) for v in value)
-  if kind is float:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and math.isfinite(value)
-  if kind is int:
-    return isinstance(value, int) and not isinstance(value, bool)
-  if typing.is_typeddict(kind) or origin is dict:
-    return isinstance(value, dict)
-  return isinstance(value, kind)
-
-
-def _name(kind: Any) -> str:
-  args = typing.get_args(kind)
-  if typing.get_origin(kind) is list:
-    return f'a list, each of whose entries is {_name(args[0])}'
-  if args and typing.get_origin(kind) is not dict:
-    return ' or '.join(dict.fromkeys(map(_name, args)))
-  return _NAMES.get(kind, 'an object')
 
 
 def check_type(key: str, value: Any, kind: Any) -> None:
@@ -103,14 +72,14 @@ def check_type(key: str, value: Any, kind: Any) -> None:
   Args:
     key: its name.
     value: as JSON or the metadata of a GGUF file has it.
-    kind: bool, int, float (any finite number), str, dict, `list[...]` or a
-      union of these and None.
+    kind: see `text_files.check_types`.
 
   Raises:
     ValueError: the value has another type; names the key.
   """
-  if not _fits(value, kind):
-    raise ValueError(f'{key}={value!r:.60} must be {_name(kind)}')
+  if not text_files.fits(value, kind):
+    wanted = text_files.described(kind)
+    raise ValueError(f'{key}={value!r:.60} must be {wanted}')
 
 
 def types_of(config: Any) -> dict[str, Any]:

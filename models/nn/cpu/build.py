@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from concurrent import futures
 import ctypes
 import functools
-import hashlib
 import os
 import pathlib
 import platform
@@ -17,6 +16,7 @@ import jax
 import jaxlib
 
 from models import user_cache
+from specdec.text import whole_files
 
 _FOLDER = pathlib.Path(__file__).parent
 _UNITS = sorted(_FOLDER.glob('*.cc'))
@@ -69,20 +69,6 @@ def _compile(command: Sequence[str], scratch: pathlib.Path) -> pathlib.Path:
   return library
 
 
-def _digest(content: bytes) -> bytes:
-  return hashlib.sha256(content).digest()
-
-
-def _is_whole(library: pathlib.Path) -> bool:
-  """Whether a file is there and ends with the digest of the bytes before it.
-
-  Loading a file that was cut would end the process with a bus error.
-  """
-  content = library.read_bytes() if library.exists() else b''
-  size = len(_digest(b''))
-  return content[-size:] == _digest(content[:-size])
-
-
 def compile_library(
   compiler: str, folder: pathlib.Path, flags: tuple[str, ...] = FLAGS
 ) -> pathlib.Path:
@@ -112,17 +98,17 @@ def compile_library(
     _processor().encode(),
     jaxlib.__version__.encode(),
   )
-  digest = hashlib.sha256(b'\0'.join(parts)).hexdigest()[:16]
+  digest = whole_files.digest(b'\0'.join(parts)).hex()
   library = folder / f'kernels-{digest}.so'
-  if _is_whole(library):
+  # Loading a file that was cut would end the process with a bus error.
+  if library.exists() and whole_files.unsealed(library.read_bytes()):
     return library
   print(f'Compiling the CPU kernels with {compiler}, once.', file=sys.stderr)
   folder.mkdir(parents=True, exist_ok=True)
   with tempfile.TemporaryDirectory(dir=folder) as scratch:
     command = [compiler, *flags, '-isystem', str(include)]
     made = _compile(command, pathlib.Path(scratch))
-    with made.open('ab') as file:
-      file.write(_digest(made.read_bytes()))
+    made.write_bytes(whole_files.sealed(made.read_bytes()))
     made.replace(library)
   return library
 

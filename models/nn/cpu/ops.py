@@ -359,7 +359,9 @@ def route(
   return experts, weights, probs
 
 
-def sum_rows(rows: jax.Array, index: jax.Array, weights: jax.Array):
+def sum_rows(
+  rows: jax.Array, index: jax.Array, weights: jax.Array
+) -> jax.Array:
   """Weighted sums `[T, width]` of k rows each, added in the order of k.
 
   Args:

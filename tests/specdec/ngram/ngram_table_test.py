@@ -133,7 +133,7 @@ def _refused(path, message):
 
 
 def test_bad_files_are_refused(tmp_path):
-  path, unreadable = tmp_path / 'table', 'cannot be read as an n-gram table'
+  path, unreadable = tmp_path / 'table', 'table cannot be read: '
   _refused(path, 'there is no n-gram table')
   _refused(tmp_path, 'there is no n-gram table')
   table, _, _ = _random(3, 300, 0)
@@ -152,9 +152,9 @@ def test_bad_files_are_refused(tmp_path):
     (longer_order, 'its content does not match its entry digest'),
   ):
     path.write_bytes(content)
-    _refused(path, f'is damaged: {reason}')
+    _refused(path, f'cannot be read: {reason}')
   for metadata in (None, {'format': 'pt'}, {'ngram_table': '{}'}):
     safetensors_numpy.save_file({'a': np.zeros(3)}, path, metadata=metadata)
-    _refused(path, 'is not an n-gram table of this version')
+    _refused(path, 'it is no table of this version')
   safetensors_numpy.save_file({}, path, metadata={'ngram_table': '{'})
   _refused(path, unreadable)

@@ -5,6 +5,7 @@ import io
 import json
 import math
 import pathlib
+import typing
 
 import pytest
 
@@ -51,6 +52,47 @@ def test_a_corpus_has_no_marks_and_skips_what_is_no_text(tmp_path):
   (tmp_path / 'latin.py').write_bytes(b'caf\xe9')
   texts = [*corpus_lib.Corpus(folder=str(tmp_path)).texts(held_out=False)]
   assert {*texts} == {'x = 1\n'}
+
+
+class _Object(typing.TypedDict):
+  a: int
+
+
+@pytest.mark.parametrize(
+  ('kind', 'words', 'right', 'wrong'),
+  [
+    (int, 'an integer', [3], [True, 3.0, '3', None]),
+    (float, 'a finite number', [3, 1.5, 10**400], [True, math.nan, math.inf]),
+    (bool | None, 'true or false or null', [False, None], [0]),
+    (list[float], 'a list of numbers', [[], [1, 2.5]], [[math.nan], {}, 1]),
+    (
+      dict[str, list[str]],
+      'an object of lists of texts',
+      [{'a': ['b']}],
+      [{'a': 'b'}],
+    ),
+    (list[typing.Any], 'a list', [[None, 3]], ['ab', (3,)]),
+    (typing.Literal['a', 'b'], "'a' or 'b'", ['a'], ['c', 3]),
+    (
+      _Object | dict[str, int] | None,
+      'an object or an object of integers or null',
+      [{'b': 'c'}],
+      [[]],
+    ),
+    (
+      str | list[str],
+      'text or a list of texts',
+      ['a', ['a']],
+      [[3]],
+    ),
+  ],
+)
+def test_types_of_json_are_told_apart_and_named(kind, words, right, wrong):
+  for value in right:
+    text_files.check_types({'key': value}, {'key': kind})
+  for value in wrong:
+    with pytest.raises(ValueError, match=f'^key must be {words}, got'):
+      text_files.check_types({'key': value}, {'key': kind})
 
 
 def test_json_has_no_nan():
