@@ -24,7 +24,6 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from models.lab import cost_model
 from models.nn import matrices as matrices_lib
 from specdec import model as model_lib
 from specdec import statistics as statistics_lib
@@ -109,21 +108,6 @@ class MachineLimits:
       'flops_per_second': medians,
       'flops_per_second_samples': self._arithmetic,
     }
-
-
-def this_machine(
-  dtypes: Sequence[str] = ('float32', 'bfloat16'), *, samples: int = 5
-) -> cost_model.Hardware:
-  """The default device as a `Hardware` of the cost model."""
-  limits = MachineLimits(dtypes)
-  for _ in range(samples):
-    limits.sample()
-  summary = limits.summary()
-  return cost_model.Hardware(
-    name='this machine',
-    bytes_per_second=summary['bytes_per_second'],
-    flops_per_second=summary['flops_per_second'],
-  )
 
 
 @dataclasses.dataclass(frozen=True)
