@@ -70,12 +70,6 @@ _BATCH_SIZES = flags.DEFINE_list(
   'several batch sizes, one run each and one table of all; in place of'
   ' --batch_size; the result of size B is written to OUTPUT_bB.json',
 )
-_PREDICT = flags.DEFINE_bool(
-  'predict',
-  True,
-  'measure V(N) of each model alone, and predict the speeds from it and from'
-  ' the counts of the run',
-)
 _MAX_SECONDS = flags.DEFINE_float(
   'max_seconds', None, 'begin no batch after measuring for so long'
 )
@@ -128,7 +122,6 @@ def _run(batch_size: int, questions: list[questions_lib.Question]):
     settings=options.as_dict(),
     prompt_bucket=_PROMPT_BUCKET.value,
     max_seconds=_MAX_SECONDS.value,
-    predict=_PREDICT.value,
   )
 
 
@@ -147,19 +140,17 @@ def main() -> None:
   for file in paths.values() if output else ():
     record.prepare_output(str(file))
   folder = plots.choose_folder(_PLOTS.value, output)
-  reports, records = {}, {}
+  reports = {}
   for size, file in paths.items():
     report = reports[size] = _run(size, questions)
     print(f'{report}\n' if _BATCH_SIZES.value else report, flush=True)
     if output:
       report.write(str(file))
     if folder is not None:
-      records[size] = record.record(dict(report.settings), report.figures)
-      plots.draw(records[size], folder, file.name)
+      written = record.record(dict(report.settings), report.figures)
+      plots.draw(written, folder, file.name)
   if _BATCH_SIZES.value:
     print(benchmark.table_by_batch_size(reports))
-    if folder is not None:
-      plots.draw_batch_sizes(records, folder, path.name)
 
 
 if __name__ == '__main__':

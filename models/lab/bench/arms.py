@@ -1,19 +1,15 @@
 """The arms of a benchmark, by name: `method(option=value,...):dtype`."""
 
-from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import itertools
 import re
-from typing import Any
 
 from models.lab import task as task_lib
-from models.lab.bench import machine
 from models.lab.study import timing
 from models.nn import matrices as matrices_lib
 from models.text import settings as settings_lib
-from specdec import model as model_lib
 
 PEERS = ('transformers', 'llama.cpp')
 """Other programs that decode the same weights, see `peers` and `llama_cpp`."""
@@ -21,6 +17,11 @@ PEER_METHODS = (
   *('transformers', 'transformers-assisted', 'transformers-lookup'),
   *('llama.cpp', 'llama.cpp-draft', 'llama.cpp-lookup'),
 )
+UNKNOWN_OF_PEERS = (
+  *('positions', 'reads', 'nodes_per_forward', 'relative_bandwidth'),
+)
+"""Figures of `specdec.statistics` that need more than tokens and forwards."""
+
 # The dtypes of llama.cpp are those of the GGUF file.
 _PEER_DTYPES = {
   'transformers': ('float32', 'bfloat16'),
@@ -178,18 +179,9 @@ class ReadyArm:
 
   Attributes:
     decode: decodes a batch of prompts.
-    sizes: of the target and of each stage that is a language model, by name.
-    weight_bytes: of all weights and tables in memory.
-    peak_beyond: see `models.lab.bench.machine.peak_beyond`.
-    models: the target and the drafting models, by name; none of a peer.
-    num_nodes: N that a forward of the target verifies.
+    weight_bytes: of all weights and tables in memory; None for a peer, of which
+      tokens, times and forwards are known alone.
   """
 
   decode: timing.Arm
-  sizes: Mapping[str, machine.ModelSize]
-  weight_bytes: int
-  peak_beyond: Callable[[Callable[[], Any]], int | None] = machine.peak_beyond
-  models: Mapping[str, model_lib.Network] = dataclasses.field(
-    default_factory=dict
-  )
-  num_nodes: int = 1
+  weight_bytes: int | None = None

@@ -19,14 +19,10 @@ import urllib.error
 import urllib.request
 import weakref
 
-import jax.numpy as jnp
-
 from models.checkpoints import gguf
 from models.checkpoints import hub
 from models.lab.bench import arms as arms_lib
-from models.lab.bench import machine
 from models.lab.bench import peers
-from models.nn import adapter
 from specdec import sampling as sampling_lib
 from specdec.text import text_files
 
@@ -133,10 +129,9 @@ def _settings(sampling: sampling_lib.Sampling, seed: int) -> dict[str, Any]:
 class _Arm:
   """Decodes with a server; a `models.lab.study.timing.Arm`."""
 
-  def __init__(self, server, task, eos_ids, sizes, costs):
-    self._server, self._eos_ids = server, eos_ids
+  def __init__(self, server, task, eos_ids, has_draft):
+    self._server, self._eos_ids, self._has_draft = server, eos_ids, has_draft
     self._settings = _settings(task.sampling, task.seed)
-    self._sizes, self._costs = sizes, costs
 
   def __call__(self, prompts: Sequence[Sequence[int]], limit: int):
     (prompt,) = prompts
@@ -158,20 +153,11 @@ class _Arm:
     if answer['stop_type'] == 'eos' and not {*row} & {*self._eos_ids}:
       row.append(self._eos_ids[0])  # The server leaves it out.
     timings = answer['timings']
-    drafted = timings.get('draft_n', 0)
-    forwards = max(len(row) - timings.get('draft_n_accepted', 0), 1)
-    counts = {'target': (forwards, forwards + drafted)}
-    if 'draft' in self._sizes:
-      counts['draft'] = (drafted, drafted)
-    # Which forward saw how many slots is not said: on average half of the new.
-    slots = len(prompt) + len(row) // 2
-    counted = {
-      name: peers.Forwards(len(prompt), number, positions, number * slots)
-      for name, (number, positions) in counts.items()
-    }
-    return peers.as_generation(
-      prompts, [row], self._eos_ids, counted, self._costs
-    )
+    accepted = timings.get('draft_n_accepted', 0)
+    forwards = {'target': max(len(row) - accepted, 1)}
+    if self._has_draft:
+      forwards['draft'] = timings.get('draft_n', 0)
+    return peers.as_generation([row], self._eos_ids, forwards)
 
 
 def _file(name: str, flag: str) -> gguf.GGUFFile:
@@ -182,21 +168,6 @@ def _file(name: str, flag: str) -> gguf.GGUFFile:
       ' out the llama.cpp arms'
     )
   return found
-
-
-def _size(
-  file: gguf.GGUFFile,
-) -> tuple[machine.ModelSize, dict[str, int], int]:
-  """Size, costs and bytes of the weights of a GGUF file."""
-  size = machine.model_size(
-    adapter.as_model(hub.shape_module(file.config, jnp.dtype('float16')))
-  )
-  elements, total = file.stored_size()
-  costs = {
-    'per_forward': round(size.parameters * total / elements),
-    'per_slot': size.cache_per_slot * 2,
-  }
-  return size, costs, total
 
 
 def _command(
@@ -242,14 +213,8 @@ def make_arms(
       if task.models.draft is None:
         raise ValueError(f'arm {str(spec)!r} needs a draft; give --draft')
       files['draft'] = _file(task.models.draft, 'draft')
-    found = {name: _size(file) for name, file in files.items()}
-    sizes = {name: size for name, (size, _, _) in found.items()}
-    costs = {name: cost for name, (_, cost, _) in found.items()}
     server = _Server(_command(spec, program, files))
     arms[spec] = arms_lib.ReadyArm(
-      decode=_Arm(server, task, eos_ids, sizes, costs),
-      sizes=sizes,
-      weight_bytes=sum(total for _, _, total in found.values()),
-      peak_beyond=lambda run: None,  # It is in another process.
+      _Arm(server, task, eos_ids, 'draft' in files)
     )
   return arms

@@ -1,16 +1,13 @@
 """Decoding by transformers on torch, which users install themselves.
 
 Greedy or sampled decoding, plain, with an assistant model, or with prompt
-lookup: on the same weights, prompts, limits and EOS tokens, with the same
-counts. Everything else has the defaults of transformers.
+lookup: on the same weights, prompts, limits and EOS tokens. Tokens, times and
+forwards are counted. Everything else has the defaults of transformers.
 """
 
-from collections.abc import Callable
-from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import contextlib
-import dataclasses
 import functools
 from typing import Any
 
@@ -21,7 +18,6 @@ import transformers
 from models.checkpoints import gguf
 from models.checkpoints import hub
 from models.lab.bench import arms as arms_lib
-from models.lab.bench import machine
 from specdec import generation as generation_lib
 from specdec import sampling as sampling_lib
 from specdec import statistics as statistics_lib
@@ -117,7 +113,6 @@ class _Peer:
   def __init__(self, spec, models, task, eos_ids):
     self._models, self._task, self._eos_ids = models, task, eos_ids
     self._options = _options(spec)
-    self._costs = {name: read_costs(model) for name, model in models.items()}
 
   def _rows(self, prompts, limit: int) -> list[list[int]]:
     """The new tokens of each row, those after EOS included."""
@@ -159,24 +154,17 @@ class _Peer:
         f'a prompt of {width} tokens and max_new_tokens={limit} exceed the'
         f' context of the target, {context} tokens'
       )
-    counted = {name: Forwards(width) for name in self._models}
+    forwards = dict.fromkeys(self._models, 0)
+
+    def count(name: str, *_) -> None:
+      forwards[name] += 1
+
     with contextlib.ExitStack() as hooks:
       for name, model in self._models.items():
-        count = counted[name]
-        hook = model.register_forward_pre_hook(count, with_kwargs=True)
-        hooks.callback(hook.remove)
+        counting = functools.partial(count, name)
+        hooks.callback(model.register_forward_pre_hook(counting).remove)
       rows = self._rows(prompts, limit)
-    return as_generation(prompts, rows, self._eos_ids, counted, self._costs)
-
-
-def _peak_beyond(run: Callable[[], Any]) -> int | None:
-  torch = import_torch()
-  if _device(torch) == 'cpu':
-    return machine.peak_beyond(run)
-  before = torch.cuda.memory_allocated()
-  torch.cuda.reset_peak_memory_stats()
-  run()
-  return torch.cuda.max_memory_allocated() - before
+    return as_generation(rows, self._eos_ids, forwards)
 
 
 def make_arms(
@@ -217,83 +205,8 @@ def make_arms(
         f'arm {str(spec)!r}: transformers needs a draft of the vocabulary of'
         f' the target, {sizes[0]} tokens, not {sizes[1]}; leave the arm out'
       )
-    parameters = [p for model in models.values() for p in model.parameters()]
-    arms[spec] = arms_lib.ReadyArm(
-      decode=_Peer(spec, models, task, eos_ids),
-      sizes={name: torch_model_size(model) for name, model in models.items()},
-      weight_bytes=sum(map(_num_bytes, parameters)),
-      peak_beyond=_peak_beyond,
-    )
+    arms[spec] = arms_lib.ReadyArm(_Peer(spec, models, task, eos_ids))
   return arms
-
-
-def _num_bytes(tensor: Any) -> int:
-  return tensor.numel() * tensor.element_size()
-
-
-def _parameters_read(model: Any) -> Iterable[tuple[Any, float]]:
-  """The tensors that a forward reads, and the share that one position reads.
-
-  Embedding tables are left out. The experts of a layer are one tensor
-  `[experts, out, in]`, of which a position reads some.
-  """
-  looked_up = {
-    id(module.weight)
-    for module in model.modules()
-    if type(module).__name__ == 'Embedding'
-  } - {id(model.get_output_embeddings().weight)}
-  for tensor in model.parameters():
-    if id(tensor) not in looked_up:
-      share = 1.0
-      if tensor.ndim > 2:
-        share = model.config.num_experts_per_tok / tensor.shape[0]
-      yield tensor, share
-
-
-def read_costs(model: Any) -> dict[str, int]:
-  """Bytes read per forward and per visible slot of the cache."""
-  read = _parameters_read(model)
-  return {
-    'per_forward': round(sum(share * _num_bytes(p) for p, share in read)),
-    'per_slot': torch_model_size(model).cache_per_slot * model.dtype.itemsize,
-  }
-
-
-def torch_model_size(model: Any) -> machine.ModelSize:
-  """The size of a model of transformers."""
-  config, read = model.config, _parameters_read(model)
-  heads = config.num_attention_heads
-  width = getattr(config, 'head_dim', None) or config.hidden_size // heads
-  heads = getattr(config, 'num_key_value_heads', None) or heads
-  weights = sum(share * p.numel() for p, share in read if p.ndim > 1)
-  cache_per_slot = 2 * config.num_hidden_layers * heads * width
-  return machine.ModelSize(round(weights), cache_per_slot)
-
-
-@dataclasses.dataclass
-class Forwards:
-  """A hook that counts the forwards of a model.
-
-  All but the last token of the prompts are prefill, whose positions are not
-  counted.
-  """
-
-  prompt_length: int  # Padded.
-  forwards: int = 0  # Forwards of the batch.
-  positions: int = 0  # Positions of all rows.
-  slots: int = 0  # Visible slots of the cache, padding included.
-
-  def __call__(self, module, args, kwargs):
-    del module
-    ids = kwargs['input_ids'] if 'input_ids' in kwargs else args[0]
-    # Transformers calls it `cache` from 5.24 on.
-    cache = kwargs.get('cache', kwargs.get('past_key_values'))
-    before = 0 if cache is None else cache.get_seq_length()
-    batch_size, length = ids.shape
-    end = before + length
-    self.forwards += 1
-    self.positions += batch_size * (end - max(self.prompt_length - 1, before))
-    self.slots += batch_size * end
 
 
 def _until_eos(
@@ -307,15 +220,19 @@ def _until_eos(
 
 
 def as_generation(
-  prompts: Sequence[Sequence[int]],
   rows: Sequence[Sequence[int]],
   eos_ids: Sequence[int],
-  counted: Mapping[str, Forwards],
-  costs: Mapping[str, Mapping[str, float]],
+  forwards: Mapping[str, int],
 ) -> generation_lib.Generation:
-  """Result of a peer, cut after EOS; see `statistics`."""
+  """Result of a peer, cut after EOS, without `arms.UNKNOWN_OF_PEERS`.
+
+  `forwards` are those of `target` and, if there is a draft, of `draft`; all
+  rows of a batch share them.
+  """
   ended = [_until_eos(row, eos_ids) for row in rows]
   tokens = [row for row, _ in ended]
+  stages = {name: n for name, n in forwards.items() if name != 'target'}
+  nothing = {'forwards': 0, 'slots': 0}
   return generation_lib.Generation(
     tokens=tokens,
     origins=[],
@@ -323,34 +240,13 @@ def as_generation(
     log_probs=None,
     finish_reasons=[reason for _, reason in ended],
     errors=[None] * len(tokens),
-    stats=statistics(prompts, tokens, counted, costs),
-  )
-
-
-def statistics(
-  prompts: Sequence[Sequence[int]],
-  tokens: Sequence[Sequence[int]],
-  counted: Mapping[str, Forwards],
-  costs: Mapping[str, Mapping[str, float]],
-) -> statistics_lib.Statistics:
-  """The figures of a decode, as far as known.
-
-  `tokens` are the new ones, including EOS; forwards and costs (`read_costs`)
-  are those of `target` and, if there is a draft, of `draft`.
-  """
-  new_tokens = np.array([len(row) for row in tokens])
-  lengths = np.array([len(prompt) for prompt in prompts])
-  reads = {'plain': statistics_lib.plain_reads(lengths, new_tokens)} | {
-    name: {'forwards': hook.forwards, 'slots': hook.slots}
-    for name, hook in counted.items()
-  }
-  forwards = {name: hook.forwards for name, hook in counted.items()}
-  return statistics_lib.Statistics(
-    new_tokens=int(new_tokens.sum()),
-    # A row of a batch may end before the others.
-    target_forwards=int(np.minimum(new_tokens, forwards['target']).sum()),
-    stage_forwards={n: forwards[n] for n in counted if n != 'target'},
-    positions={name: hook.positions for name, hook in counted.items()},
-    reads=reads,
-    costs=costs,
+    stats=statistics_lib.Statistics(
+      new_tokens=sum(map(len, tokens)),
+      # A row of a batch may end before the others.
+      target_forwards=sum(min(len(row), forwards['target']) for row in tokens),
+      stage_forwards=stages,
+      positions={'target': 0},
+      reads={'plain': nothing, 'target': nothing},
+      costs={'target': {'per_forward': 0, 'per_slot': 0}},
+    ),
   )
