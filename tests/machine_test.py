@@ -1,4 +1,4 @@
-"""What is measured of a machine, and predictions from it by hand."""
+"""Measurements of a machine, and predictions from them by hand."""
 
 import pytest
 import tiny

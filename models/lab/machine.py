@@ -1,4 +1,4 @@
-"""What is measured of a machine: bandwidth, kernels, and forwards.
+"""Measurements of a machine: bandwidth, kernels, and forwards.
 
 The speed of a machine drifts. So alternatives are timed in turns, the bandwidth
 is measured again before every batch of a benchmark, and medians are used.

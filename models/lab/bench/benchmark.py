@@ -162,7 +162,7 @@ class Report:
     whole_files.write_text(pathlib.Path(path).with_suffix('.md'), f'{self}\n')
 
   def __str__(self):
-    # What peers read is not known.
+    # Nobody knows what peers read.
     own = {k: arm for k, arm in self.arms.items() if 'weight_bytes' in arm}
     tables = [
       record.to_table(('arm', *columns), _rows(arms, columns))
