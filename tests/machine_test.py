@@ -4,7 +4,7 @@ import pytest
 import tiny
 
 from models.lab import machine
-from models.lab.study import replay
+from models.lab.bench import replay
 
 _COSTS = machine.StepCosts(prompt=0.5, verification={1: 0.1, 4: 0.13, 8: 0.21})
 

@@ -30,7 +30,7 @@ import tiny_drafters
 
 from models.checkpoints import hub
 from models.checkpoints.heads import heads
-from models.lab.study import exactness
+from models.lab.bench import exactness
 from models.nn import adapter
 from models.nn import eagle
 from models.nn import llama as nn_llama

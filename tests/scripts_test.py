@@ -20,7 +20,7 @@ import models
 from models.checkpoints import hub
 from models.lab import machine
 from models.lab import task as task_lib
-from models.lab.study import timing
+from models.lab.bench import timing
 from models.lab.training import tokenizer as tokenizer_lib
 from models.lab.tune import plan_lookup
 from models.nn import gpt2 as nn_gpt2

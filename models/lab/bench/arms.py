@@ -7,7 +7,7 @@ import itertools
 import re
 
 from models.lab import task as task_lib
-from models.lab.study import timing
+from models.lab.bench import timing
 from models.nn import matrices as matrices_lib
 from models.text import settings as settings_lib
 

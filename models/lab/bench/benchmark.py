@@ -15,12 +15,12 @@ import tqdm
 from models.lab import machine
 from models.lab.bench import arms as arms_lib
 from models.lab.bench import batches as batches_lib
+from models.lab.bench import exactness
 from models.lab.bench import llama_cpp
 from models.lab.bench import peers
 from models.lab.bench import questions as questions_lib
 from models.lab.bench import record
-from models.lab.study import exactness
-from models.lab.study import timing
+from models.lab.bench import timing
 from models.text import drafters
 from models.text import pair as pair_lib
 from models.text import settings as settings_lib

@@ -127,7 +127,7 @@ def _settings(sampling: sampling_lib.Sampling, seed: int) -> dict[str, Any]:
 
 
 class _Arm:
-  """Decodes with a server; a `models.lab.study.timing.Arm`."""
+  """Decodes with a server; a `models.lab.bench.timing.Arm`."""
 
   def __init__(self, server, task, eos_ids, has_draft):
     self._server, self._eos_ids, self._has_draft = server, eos_ids, has_draft

@@ -108,7 +108,7 @@ def _options(spec: arms_lib.ArmSpec) -> dict[str, Any]:
 
 
 class _Peer:
-  """Decodes with transformers; a `models.lab.study.timing.Arm`."""
+  """Decodes with transformers; a `models.lab.bench.timing.Arm`."""
 
   def __init__(self, spec, models, task, eos_ids):
     self._models, self._task, self._eos_ids = models, task, eos_ids

@@ -29,9 +29,9 @@ import numpy as np
 
 from models.lab import machine
 from models.lab import task as task_lib
-from models.lab.study import exactness
-from models.lab.study import optimal
-from models.lab.study import replay
+from models.lab.bench import exactness
+from models.lab.bench import optimal
+from models.lab.bench import replay
 from models.lab.tune import candidate_methods
 from models.text import chat_template
 from models.text import drafters

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.lab import machine
-from models.lab.study import exactness
+from models.lab.bench import exactness
 from specdec import cache as cache_lib
 from specdec import mappings
 from specdec import model as model_lib
