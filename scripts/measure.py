@@ -2,9 +2,10 @@
 
   python scripts/measure.py WHAT [flags]
 
-WHAT: kernels (at the shapes of GPT-2 Large), forward (V(N) of --target), loss
-(of --target on a corpus), acceptance (by each rule of verification, beside the
-most that any lossless rule accepts of such children).
+WHAT: kernels (at the shapes of GPT-2 Large), forward (V(N) of --target), memory
+(of loading --target), loss (of --target on a corpus), acceptance (by each rule
+of verification, beside the most that any lossless rule accepts of such
+children).
 """
 
 import functools
@@ -20,6 +21,7 @@ from models.text import settings as settings_lib
 _SIZES = {
   'kernels': [1, 2, 4, 8, 12, 16, 32, 64, 128, 256],  # rows, queries
   'forward': [1, 2, 5, 8, 12, 16, 24, 32, 64],  # N
+  'memory': [],
   'loss': [256, 512, 1024],  # length of windows
   'acceptance': [1, 2, 4],  # children
 }
@@ -73,6 +75,7 @@ def _acceptance(numbers_of_children: list[int]) -> dict:
 def main(what: str) -> None:
   import loading
 
+  from models.lab import kernel_times
   from models.lab import machine
   from models.lab.bench import acceptance
   from models.lab.bench import record
@@ -86,11 +89,13 @@ def main(what: str) -> None:
     rows = acceptance.rows(figures)
   else:
     if what == 'kernels':
-      rows = machine.kernels(sizes, _REPEATS.value)
+      rows = kernel_times.kernels(sizes, _REPEATS.value)
     elif what == 'forward':
       rows = machine.forward(
         loading.models(), sizes, _REPEATS.value, context=_CONTEXT.value
       )
+    elif what == 'memory':
+      rows = machine.memory(loading.models())
     else:
       rows = _loss(sizes)
     figures = {'rows': rows}

@@ -7,7 +7,6 @@ of each check the error, or null.
 from collections.abc import Callable
 from collections.abc import Sequence
 import contextlib
-import ctypes
 import dataclasses
 import functools
 import itertools
@@ -30,6 +29,7 @@ import tiny_drafters
 
 from models.checkpoints import hub
 from models.checkpoints.heads import heads
+from models.lab import machine
 from models.lab.bench import exactness
 from models.nn import adapter
 from models.nn import eagle
@@ -417,24 +417,6 @@ _LARGE = nn_llama.LlamaConfig(
 )
 
 
-def _resident(key: str) -> int:
-  """A size in bytes that Linux knows of this process."""
-  status = pathlib.Path('/proc/self/status').read_text()
-  return 1024 * int(status.split(f'{key}:')[1].split()[0])
-
-
-def _host_peak(run: Callable[[], None]) -> int:
-  """The peak of resident memory during a call, in bytes."""
-  with contextlib.suppress(OSError, AttributeError):
-    # Memory that is free but resident would not be counted when it is reused.
-    ctypes.CDLL(None).malloc_trim(0)
-  # VmHWM is set to VmRSS, `man 5 proc`.
-  pathlib.Path('/proc/self/clear_refs').write_text('5')
-  before = _resident('VmRSS')
-  run()
-  return max(_resident('VmHWM') - before, 0)
-
-
 def check_the_host_holds_one_tensor() -> None:
   """Beside the parts of the devices, which on CPU are memory of the host."""
   shaped = hub.shape_module(_LARGE, jnp.dtype('bfloat16'))
@@ -447,7 +429,7 @@ def check_the_host_holds_one_tensor() -> None:
   load = lambda: loaded.append(
     hub.load_module(folder, dtype='bfloat16', layout=_layout('1x8'))
   )
-  peak = _host_peak(load)
+  peak = machine.host_peak(load)
   leaves = jax.tree.leaves(hub.flat_params(loaded[0])[1])
   held = sum(8 * memory.bytes_on_device(leaf) for leaf in leaves)
   largest = max(leaf.nbytes for leaf in leaves)

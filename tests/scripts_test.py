@@ -532,6 +532,7 @@ def test_what_is_measured(pair, corpus, tmp_path):
   output = tmp_path / 'rows.json'
   for flags, head, rows in (
     ('forward --sizes=2 --context=32', 'dtype   | N | ms', 2),
+    ('memory', 'model  ', 1),
     (f'loss --sizes=16 --corpus={corpus}', 'window | nats_per', 1),
   ):
     flags = [*flags.split(), '--repeats=1', f'--output={output}', pair[0]]

@@ -1,4 +1,4 @@
-"""Measurements of a machine: bandwidth, kernels, and forwards.
+"""Measurements of a machine: bandwidth, memory, and forwards.
 
 The speed of a machine drifts. So alternatives are timed in turns, the bandwidth
 is measured again before every batch of a benchmark, and medians are used.
@@ -9,9 +9,12 @@ V(N) is the time of one target forward over N tree nodes of each row.
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
+import contextlib
+import ctypes
 import dataclasses
-import functools
 import math
+import pathlib
+import re
 import time
 from typing import Any
 
@@ -20,12 +23,10 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from models.nn import attention
-from models.nn import matrices as matrices_lib
-from models.nn.cpu import build
-from models.nn.cpu import ops
+from models.checkpoints import hub
 from models.text import choice as choice_lib
 from models.text import pair as pair_lib
+from models.text import sources as sources_lib
 from specdec import best as best_lib
 from specdec import cache as cache_lib
 from specdec import carried as carried_lib
@@ -244,114 +245,6 @@ def measure_step_costs(
   return StepCosts(prompt=prompt, verification=seconds)
 
 
-def _best_milliseconds(
-  runs: Mapping[str, Callable[[], Any]], repeats: int
-) -> dict[str, float]:
-  """The shortest time of each run over interleaved repeats."""
-  for run in runs.values():
-    jax.block_until_ready(run())  # compiles
-  best = dict.fromkeys(runs, float('inf'))
-  for _ in range(repeats):
-    for name, run in runs.items():
-      start = time.perf_counter()
-      jax.block_until_ready(run())
-      best[name] = min(best[name], 1e3 * (time.perf_counter() - start))
-  return best
-
-
-def _xla_attention(projections, mask, start, keys, values, *, scale):
-  """`ops.attend` of as many heads of queries as of keys, by XLA."""
-  heads, width = keys.shape[1], keys.shape[3]
-  shape = *projections.shape[:2], 3, heads, width
-  query, key, value = (
-    projections.astype(keys.dtype).reshape(shape).transpose(2, 0, 3, 1, 4)
-  )
-  cache = cache_lib.KVCache((keys,), (values,), start, keys.shape[2])
-  cache = cache_lib.write(cache, 0, key, value)
-  slots = cache.keys[0], cache.values[0]
-  return attention.attend(query, *slots, mask, scale=scale), *slots
-
-
-def _in_place(
-  function: Callable[..., Any], arrays: list[jax.Array]
-) -> Callable[[], Any]:
-  """A run of a function that is given its arrays and returns them anew."""
-
-  def run():
-    out, *arrays[:] = function(*arrays)
-    return out
-
-  return run
-
-
-# All formats that the kernels know, except the one that only files have.
-_MADE_DTYPES = [
-  dtype for dtype in matrices_lib.KERNEL_DTYPES if dtype != matrices_lib.STORED
-]
-
-
-def kernels(num_rows: Sequence[int], repeats: int) -> list[Row]:
-  """Milliseconds of XLA's products and attention, and of `models.nn.cpu`'s.
-
-  24 products of n rows at the shape of a layer of GPT-2 Large, and attention of
-  n queries of a layer to 320 of 512 slots, of which n are written before.
-
-  Raises:
-    ValueError: there are no kernels on this machine.
-  """
-  if not build.is_available():
-    raise ValueError('kernels: there are none on this machine')
-  matrices, features_in, features_out = 24, 1280, 5120
-  heads, slots, filled, width = 20, 512, 320, 64
-  products = jax.jit(
-    lambda x, weights: sum(matrices_lib.matmul(x, w) for w in weights)
-  )
-  layers = {
-    way: jax.jit(functools.partial(attend, scale=0.1), donate_argnums=(3, 4))
-    for way, attend in (('xla', _xla_attention), ('kernels', ops.attend))
-  }
-  table: list[Row] = []
-
-  def add(what: str, dtype: str, rows: int, runs) -> None:
-    times = _best_milliseconds(runs, repeats)
-    row: Row = {'what': what, 'dtype': dtype, 'rows': rows}
-    table.append(row | times | {'ratio': times['xla'] / times['kernels']})
-
-  rng = np.random.default_rng(0)
-  draw = lambda *shape: np.asarray(rng.standard_normal(shape, np.float32))
-  for dtype in _MADE_DTYPES:
-    shape = features_out, features_in
-    blocks = [[(slice(None), draw(*shape))] for _ in range(matrices)]
-    make = matrices_lib.FORMATS[dtype].from_blocks
-    made = [make(matrix, shape) for matrix in blocks]
-    weights = {
-      'xla': jax.device_put(matrices_lib.for_xla(made)),
-      'kernels': list(map(matrices_lib.pack, made)),
-    }
-    for n in num_rows:
-      x = draw(n, features_in)
-      runs = {
-        way: functools.partial(products, x, weights[way]) for way in weights
-      }
-      add('products', dtype, n, runs)
-    if not matrices_lib.FORMATS[dtype].is_float:
-      continue  # Attention is computed in bfloat16.
-    slots_shape = 1, heads, slots, width
-    for n in num_rows:
-      rows = draw(1, n, 3 * heads * width)
-      mask = jnp.tile(jnp.arange(slots) < filled, (1, n, 1))
-      start = jnp.full(1, max(filled - n, 0), jnp.int32)
-      layer_runs = {
-        way: _in_place(
-          functools.partial(layer, rows, mask, start),
-          [jnp.asarray(draw(*slots_shape), dtype) for _ in range(2)],
-        )
-        for way, layer in layers.items()
-      }
-      add('attention', dtype, n, layer_runs)
-  return table
-
-
 def forward(
   models: choice_lib.ModelChoice,
   widths: Sequence[int],
@@ -381,4 +274,55 @@ def forward(
   ).verification
   return [
     {'dtype': models.dtype, 'N': n, 'ms': 1e3 * seconds[n]} for n in widths
+  ]
+
+
+_PROC = pathlib.Path('/proc/self')
+
+
+def _resident(key: str) -> int:
+  """A size in `/proc/self/status`, in bytes."""
+  found = re.search(rf'{key}:\s*(\d+) kB', (_PROC / 'status').read_text())
+  if found is None:
+    raise OSError(f'/proc/self/status has no {key}')
+  return 1024 * int(found[1])
+
+
+def host_peak(run: Callable[[], Any]) -> int:
+  """The peak of resident memory during a call, in bytes (Linux only).
+
+  Raises:
+    OSError: `/proc/self/clear_refs` or `/proc/self/status` is missing.
+  """
+  with contextlib.suppress(OSError, AttributeError):
+    # Memory that is free but resident would not be counted when it is reused.
+    ctypes.CDLL(None).malloc_trim(0)
+  (_PROC / 'clear_refs').write_text('5')  # VmHWM is set to VmRSS, `man 5 proc`
+  before = _resident('VmRSS')
+  run()
+  return max(_resident('VmHWM') - before, 0)
+
+
+def memory(models: choice_lib.ModelChoice) -> list[Row]:
+  """The peak of host memory while a target is loaded (Linux only)."""
+  sources = sources_lib.open_sources(models.of_target)
+  found = sources.target
+  jax.devices()  # the memory of the backend itself does not count
+  loaded: list[jax.Array] = []
+
+  def load() -> None:
+    module = hub.read_module(found, dtype=sources.dtype, packed=sources.packed)
+    loaded.extend(jax.block_until_ready(jax.tree.leaves(module)))
+
+  peak = host_peak(load)
+  loaded_bytes = sum(leaf.nbytes for leaf in loaded)
+  return [
+    {
+      'model': found.path.name,
+      'dtype': sources.dtype,
+      'checkpoint_bytes': found.size,
+      'loaded_bytes': loaded_bytes,
+      'peak_bytes': peak,
+      'peak_per_loaded_byte': round(peak / loaded_bytes, 3),
+    }
   ]
