@@ -101,6 +101,7 @@ def _run(batch_size: int, questions: list[questions_lib.Question]):
 
   from models.lab.bench import arms as arms_lib
   from models.lab.bench import benchmark
+  from models.lab.bench import peer as peer_lib
 
   models = loading.models()
   specs = arms_lib.parse_arms(_ARMS.value, str(models.dtype))
@@ -116,7 +117,7 @@ def _run(batch_size: int, questions: list[questions_lib.Question]):
   return benchmark.run(
     questions,
     arms=specs,
-    task=arms_lib.BenchmarkTask(
+    task=peer_lib.BenchmarkTask(
       **vars(loading.task(batch_size, plan)), llama_cpp=_LLAMA_CPP.value
     ),
     settings=options.as_dict(),

@@ -9,7 +9,8 @@ import tiny
 
 from models.checkpoints import hub
 from models.lab.bench import arms as arms_lib
-from models.lab.bench import peers
+from models.lab.bench import peer as peer_lib
+from models.lab.bench import transformers_peer
 from models.nn import adapter
 from models.text import choice as choice_lib
 from models.text import settings as settings_lib
@@ -22,7 +23,7 @@ _PROMPT = [1, 2, 3, 4, 5, 1, 2, 3]
 
 def test_rows_that_are_done_have_no_more_forwards():
   rows = [[4, 5, 6, 9], [7, 8]]
-  found = peers.as_generation(rows, [6], {'target': 3, 'draft': 5})
+  found = peer_lib.as_generation(rows, [6], {'target': 3, 'draft': 5})
   assert found.tokens == [[4, 5, 6], [7, 8]]
   assert found.finish_reasons == ['eos', 'length']
   assert found.stats.target_forwards == 3 + 2
@@ -33,7 +34,7 @@ def test_rows_that_are_done_have_no_more_forwards():
 def test_without_torch_the_remedy_is_named(monkeypatch):
   monkeypatch.setitem(sys.modules, 'torch', None)
   with pytest.raises(ValueError, match='pip install torch'):
-    peers.describe_torch()
+    transformers_peer.describe(peer_lib.BenchmarkTask())
 
 
 @pytest.fixture(scope='module')
@@ -53,8 +54,8 @@ def _arms(folders, text, *, eos_ids=(), **changes):
   settings |= {'drafting': settings_lib.DraftSettings()}
   settings |= {'sampling': specdec.Sampling()}
   specs = arms_lib.parse_arms(text, 'float32')
-  task = arms_lib.BenchmarkTask(**settings | changes)
-  arms = peers.make_arms(specs, task, eos_ids=eos_ids)
+  task = peer_lib.BenchmarkTask(**settings | changes)
+  arms = arms_lib.make_peer_arms(specs, task, eos_ids)
   return [arms[spec] for spec in specs]
 
 
@@ -82,7 +83,7 @@ def test_greedy_tokens_are_ours_however_they_are_decoded(folders):
 @pytest.mark.parametrize(
   ('kind', 'changes', 'limit', 'message'),
   [
-    ('-lookup', {'batch_size': 2}, 1, 'has a batch size of 1'),
+    ('-lookup', {'batch_size': 2}, 1, 'one prompt at a time, not 2'),
     ('-assisted', {'draft': None}, 1, 'needs a draft'),
     ('-assisted(num_assistant_tokens=0)', {}, 1, 'must be an integer from 1'),
     ('', {}, _CONTEXT, 'exceed the context of the target'),

@@ -16,8 +16,7 @@ from models.lab import machine
 from models.lab.bench import arms as arms_lib
 from models.lab.bench import batches as batches_lib
 from models.lab.bench import exactness
-from models.lab.bench import llama_cpp
-from models.lab.bench import peers
+from models.lab.bench import peer as peer_lib
 from models.lab.bench import questions as questions_lib
 from models.lab.bench import record
 from models.lab.bench import timing
@@ -213,8 +212,8 @@ PAPER_COSTS = {
 
 
 def _own_arm(
-  spec: arms_lib.ArmSpec, pair: pair_lib.Pair, task: arms_lib.BenchmarkTask
-) -> arms_lib.ReadyArm:
+  spec: peer_lib.ArmSpec, pair: pair_lib.Pair, task: peer_lib.BenchmarkTask
+) -> peer_lib.ReadyArm:
   try:
     drafting = settings_lib.with_options(task.drafting, dict(spec.options))
     drafter = drafters.make_drafter(spec.method, pair, drafting)
@@ -240,14 +239,14 @@ def _own_arm(
     )
 
   arrays = jax.tree.leaves((pair.target, drafter))
-  return arms_lib.ReadyArm(decode, sum(leaf.nbytes for leaf in arrays))
+  return peer_lib.ReadyArm(decode, sum(leaf.nbytes for leaf in arrays))
 
 
 def _batches(
   questions: Sequence[questions_lib.Question],
   pairs: Mapping[str, pair_lib.Pair],
   answer: timing.Arm,
-  task: arms_lib.BenchmarkTask,
+  task: peer_lib.BenchmarkTask,
   bucket: int | None,
 ) -> list[batches_lib.Batch]:
   """All turns in batches; ValueError if they exceed the context."""
@@ -293,14 +292,14 @@ def _by_category(
 
 
 def _find_flips(
-  spec: arms_lib.ArmSpec,
+  spec: peer_lib.ArmSpec,
   results: Mapping[str, Sequence[timing.Measurement]],
   batches: Batches,
   pairs: Mapping[str, pair_lib.Pair],
-  task: arms_lib.BenchmarkTask,
+  task: peer_lib.BenchmarkTask,
 ) -> list[dict[str, Any]] | None:
   """Rows that differ from the plain arm of the same dtype, with margins."""
-  reference = results.get(str(arms_lib.ArmSpec('plain', spec.dtype)))
+  reference = results.get(str(peer_lib.ArmSpec('plain', spec.dtype)))
   rule = rules_lib.RULES[task.verify](sampling_lib.BEST)
   draws_differ = not rule.keeps_tokens or (
     spec.peer is not None and task.sampling.temperature > 0
@@ -321,24 +320,19 @@ def _find_flips(
   return flips
 
 
-_PEERS = {'transformers': peers.make_arms, 'llama.cpp': llama_cpp.make_arms}
-
-
 def _describe_peers(
-  specs: Sequence[arms_lib.ArmSpec], task: arms_lib.BenchmarkTask
+  specs: Sequence[peer_lib.ArmSpec], task: peer_lib.BenchmarkTask
 ) -> dict[str, Any]:
   """Versions of the peers among the arms; ValueError if one is missing."""
-  found, names = dict[str, Any](), {spec.peer for spec in specs}
-  if 'transformers' in names:
-    found |= peers.describe_torch()
-  if 'llama.cpp' in names:
-    found |= llama_cpp.describe(task.llama_cpp)
+  found = dict[str, Any]()
+  for name in dict.fromkeys(spec.peer for spec in specs if spec.peer):
+    found |= arms_lib.PEERS[name].describe(task)
   return found
 
 
 def _load(
-  specs: Sequence[arms_lib.ArmSpec], task: arms_lib.BenchmarkTask
-) -> tuple[dict[str, pair_lib.Pair], dict[str, arms_lib.ReadyArm]]:
+  specs: Sequence[peer_lib.ArmSpec], task: peer_lib.BenchmarkTask
+) -> tuple[dict[str, pair_lib.Pair], dict[str, peer_lib.ReadyArm]]:
   """The pairs by dtype, and all arms by name in the order of `specs`."""
   own_specs = [spec for spec in specs if spec.peer is None]
   if not own_specs:
@@ -350,15 +344,12 @@ def _load(
   }
   arms = {spec: _own_arm(spec, pairs[spec.dtype], task) for spec in own_specs}
   eos_ids = next(iter(pairs.values())).eos_ids
-  for peer, make_arms in _PEERS.items():
-    peer_specs = [spec for spec in specs if spec.peer == peer]
-    if peer_specs:
-      arms |= make_arms(peer_specs, task, eos_ids=eos_ids)
+  arms |= arms_lib.make_peer_arms(specs, task, eos_ids)
   return pairs, {str(spec): arms[spec] for spec in specs}
 
 
 def _decode(
-  arms: Mapping[str, arms_lib.ReadyArm],
+  arms: Mapping[str, peer_lib.ReadyArm],
   batches: Batches,
   bandwidth: machine.Bandwidth,
   max_new_tokens: int,
@@ -413,8 +404,8 @@ def _reading(
 def run(
   questions: Sequence[questions_lib.Question],
   *,
-  arms: Sequence[arms_lib.ArmSpec],
-  task: arms_lib.BenchmarkTask,
+  arms: Sequence[peer_lib.ArmSpec],
+  task: peer_lib.BenchmarkTask,
   settings: Figures,
   prompt_bucket: int | None = None,
   max_seconds: float | None = None,
@@ -448,7 +439,7 @@ def run(
       'flips': _find_flips(spec, results, batches, pairs, task),
     }
     if weight_bytes is None:
-      for unknown in arms_lib.UNKNOWN_OF_PEERS:
+      for unknown in peer_lib.UNKNOWN:
         del measured[unknown]
     else:
       costs = results[name][0].generation.stats.costs

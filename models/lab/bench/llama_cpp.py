@@ -21,8 +21,7 @@ import weakref
 
 from models.checkpoints import gguf
 from models.checkpoints import hub
-from models.lab.bench import arms as arms_lib
-from models.lab.bench import peers
+from models.lab.bench import peer as peer_lib
 from specdec import sampling as sampling_lib
 from specdec.text import text_files
 
@@ -52,11 +51,10 @@ def find_server(name: str | None) -> str:
   return found
 
 
-def describe(name: str | None) -> dict[str, Any]:
-  """Version and threads, for the record of a result."""
-  shown = subprocess.run(
-    [find_server(name), '--version'], capture_output=True, text=True
-  )
+def describe(task: peer_lib.BenchmarkTask) -> dict[str, Any]:
+  """Version and threads of the server."""
+  command = [find_server(task.llama_cpp), '--version']
+  shown = subprocess.run(command, capture_output=True, text=True)
   lines = (shown.stdout + shown.stderr).splitlines()
   version = [line for line in lines if line.startswith('version')]
   return {'llama.cpp': ' '.join(version), 'llama.cpp_threads': os.cpu_count()}
@@ -157,7 +155,7 @@ class _Arm:
     forwards = {'target': max(len(row) - accepted, 1)}
     if self._has_draft:
       forwards['draft'] = timings.get('draft_n', 0)
-    return peers.as_generation([row], self._eos_ids, forwards)
+    return peer_lib.as_generation([row], self._eos_ids, forwards)
 
 
 def _file(name: str, flag: str) -> gguf.GGUFFile:
@@ -171,7 +169,7 @@ def _file(name: str, flag: str) -> gguf.GGUFFile:
 
 
 def _command(
-  spec: arms_lib.ArmSpec,
+  spec: peer_lib.ArmSpec,
   program: str,
   files: Mapping[str, gguf.GGUFFile],
 ) -> list[str]:
@@ -189,32 +187,41 @@ def _command(
 
 
 def make_arms(
-  specs: Sequence[arms_lib.ArmSpec],
-  task: arms_lib.BenchmarkTask,
-  *,
+  specs: Sequence[peer_lib.ArmSpec],
+  task: peer_lib.BenchmarkTask,
   eos_ids: Sequence[int],
-) -> dict[arms_lib.ArmSpec, arms_lib.ReadyArm]:
+) -> dict[peer_lib.ArmSpec, peer_lib.ReadyArm]:
   """Starts a server for each arm.
 
   Raises:
-    ValueError: llama.cpp is missing or does not start, or an arm is not
-      supported.
+    ValueError: llama.cpp is missing or does not start, or a model is no GGUF
+      file.
   """
   program = find_server(task.llama_cpp)
   arms = {}
   for spec in specs:
-    if task.batch_size > 1:
-      raise ValueError(
-        f'arm {str(spec)!r}: llama.cpp arms decode one prompt at a time, not'
-        f' {task.batch_size}; leave out the arm or --batch_size'
-      )
     files = {'target': _file(task.models.target, 'target')}
-    if spec.method == 'llama.cpp-draft':
-      if task.models.draft is None:
-        raise ValueError(f'arm {str(spec)!r} needs a draft; give --draft')
+    if spec.method in PEER.drafted and task.models.draft is not None:
       files['draft'] = _file(task.models.draft, 'draft')
     server = _Server(_command(spec, program, files))
-    arms[spec] = arms_lib.ReadyArm(
+    arms[spec] = peer_lib.ReadyArm(
       _Arm(server, task, eos_ids, 'draft' in files)
     )
   return arms
+
+
+PEER = peer_lib.Peer(
+  methods={  # The options are flags of the server.
+    'llama.cpp': (),
+    'llama.cpp-draft': ('spec_draft_n_max', 'spec_draft_p_min'),
+    'llama.cpp-lookup': (
+      'spec_type',
+      'spec_ngram_simple_size_n',
+      'spec_ngram_simple_size_m',
+    ),
+  },
+  dtypes=('gguf',),  # That of the file.
+  drafted=('llama.cpp-draft',),
+  describe=describe,
+  make_arms=make_arms,
+)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from models.lab.bench import arms as arms_lib
+from models.text import settings as settings_lib
 
 COLORS = (
   *('#4477aa', '#ee6677', '#228833', '#ccbb44'),
@@ -106,7 +106,7 @@ def _label(name: str, record) -> str:
 def _colors(record) -> dict[str, str]:
   """The colour of each arm."""
   names = {True: itertools.cycle(_PEER_COLORS), False: itertools.cycle(COLORS)}
-  is_peer = lambda name: re.split('[:(]', name)[0] in arms_lib.PEER_METHODS
+  is_peer = lambda name: re.split('[:(]', name)[0] not in settings_lib.METHODS
   return {name: next(names[is_peer(name)]) for name in record['arms']}
 
 

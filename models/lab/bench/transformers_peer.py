@@ -5,7 +5,6 @@ lookup: on the same weights, prompts, limits and EOS tokens. Tokens, times and
 forwards are counted. Everything else has the defaults of transformers.
 """
 
-from collections.abc import Mapping
 from collections.abc import Sequence
 import contextlib
 import functools
@@ -17,10 +16,8 @@ import transformers
 
 from models.checkpoints import gguf
 from models.checkpoints import hub
-from models.lab.bench import arms as arms_lib
-from specdec import generation as generation_lib
+from models.lab.bench import peer as peer_lib
 from specdec import sampling as sampling_lib
-from specdec import statistics as statistics_lib
 
 
 def import_torch() -> Any:
@@ -47,8 +44,9 @@ def _device(torch) -> str:
   )
 
 
-def describe_torch() -> dict[str, Any]:
-  """Version, threads and device of torch, for the record of a result."""
+def describe(task: peer_lib.BenchmarkTask) -> dict[str, Any]:
+  """Version, threads and device of torch."""
+  del task
   torch = import_torch()
   return {
     'torch': torch.__version__,
@@ -87,7 +85,7 @@ def _settings(sampling: sampling_lib.Sampling) -> dict[str, Any]:
   return {name: value for name, value in settings.items() if value is not None}
 
 
-def _options(spec: arms_lib.ArmSpec) -> dict[str, Any]:
+def _options(spec: peer_lib.ArmSpec) -> dict[str, Any]:
   """The options of an arm as numbers."""
   options: dict[str, Any] = {}
   if spec.method == 'transformers-lookup':
@@ -107,7 +105,7 @@ def _options(spec: arms_lib.ArmSpec) -> dict[str, Any]:
   return options
 
 
-class _Peer:
+class _Transformers:
   """Decodes with transformers; a `models.lab.bench.timing.Arm`."""
 
   def __init__(self, spec, models, task, eos_ids):
@@ -164,15 +162,14 @@ class _Peer:
         counting = functools.partial(count, name)
         hooks.callback(model.register_forward_pre_hook(counting).remove)
       rows = self._rows(prompts, limit)
-    return as_generation(rows, self._eos_ids, forwards)
+    return peer_lib.as_generation(rows, self._eos_ids, forwards)
 
 
 def make_arms(
-  specs: Sequence[arms_lib.ArmSpec],
-  task: arms_lib.BenchmarkTask,
-  *,
+  specs: Sequence[peer_lib.ArmSpec],
+  task: peer_lib.BenchmarkTask,
   eos_ids: Sequence[int],
-) -> dict[arms_lib.ArmSpec, arms_lib.ReadyArm]:
+) -> dict[peer_lib.ArmSpec, peer_lib.ReadyArm]:
   """Loads the models of arms of transformers, each model once per dtype.
 
   The random draws are those of torch; the seed is set again for every batch.
@@ -186,17 +183,10 @@ def make_arms(
   load, load_draft = functools.cache(load_peer), functools.cache(load_peer)
   arms = {}
   for spec in specs:
-    if task.batch_size > 1 and spec.method != 'transformers':
-      raise ValueError(
-        f'arm {str(spec)!r}: assisted generation of transformers has a batch'
-        f' size of 1, not {task.batch_size}; leave out the arm or --batch_size'
-      )
     models = {
       'target': load(task.models.target, spec.dtype, task.models.revision)
     }
-    if spec.method == 'transformers-assisted':
-      if task.models.draft is None:
-        raise ValueError(f'arm {str(spec)!r} needs a draft; give --draft')
+    if spec.method in PEER.drafted and task.models.draft is not None:
       name = hub.draft_name(task.models.draft)
       models['draft'] = load_draft(name, spec.dtype, None)
     sizes = [model.config.vocab_size for model in models.values()]
@@ -205,48 +195,22 @@ def make_arms(
         f'arm {str(spec)!r}: transformers needs a draft of the vocabulary of'
         f' the target, {sizes[0]} tokens, not {sizes[1]}; leave the arm out'
       )
-    arms[spec] = arms_lib.ReadyArm(_Peer(spec, models, task, eos_ids))
+    arms[spec] = peer_lib.ReadyArm(_Transformers(spec, models, task, eos_ids))
   return arms
 
 
-def _until_eos(
-  row: Sequence[int], eos_ids: Sequence[int]
-) -> tuple[list[int], str]:
-  """The tokens up to the first EOS, and the finish reason."""
-  for index, token in enumerate(row):
-    if token in eos_ids:
-      return [*row[: index + 1]], 'eos'
-  return [*row], 'length'
-
-
-def as_generation(
-  rows: Sequence[Sequence[int]],
-  eos_ids: Sequence[int],
-  forwards: Mapping[str, int],
-) -> generation_lib.Generation:
-  """Result of a peer, cut after EOS, without `arms.UNKNOWN_OF_PEERS`.
-
-  `forwards` are those of `target` and, if there is a draft, of `draft`; all
-  rows of a batch share them.
-  """
-  ended = [_until_eos(row, eos_ids) for row in rows]
-  tokens = [row for row, _ in ended]
-  stages = {name: n for name, n in forwards.items() if name != 'target'}
-  nothing = {'forwards': 0, 'slots': 0}
-  return generation_lib.Generation(
-    tokens=tokens,
-    origins=[],
-    labels=('target',),
-    log_probs=None,
-    finish_reasons=[reason for _, reason in ended],
-    errors=[None] * len(tokens),
-    stats=statistics_lib.Statistics(
-      new_tokens=sum(map(len, tokens)),
-      # A row of a batch may end before the others.
-      target_forwards=sum(min(len(row), forwards['target']) for row in tokens),
-      stage_forwards=stages,
-      positions={'target': 0},
-      reads={'plain': nothing, 'target': nothing},
-      costs={'target': {'per_forward': 0, 'per_slot': 0}},
+PEER = peer_lib.Peer(
+  methods={
+    'transformers': (),
+    'transformers-assisted': (
+      'num_assistant_tokens',
+      'assistant_confidence_threshold',
     ),
-  )
+    'transformers-lookup': ('prompt_lookup_num_tokens',),
+  },
+  dtypes=('float32', 'bfloat16'),
+  batched=('transformers',),  # Its assisted generation has a batch size of 1.
+  drafted=('transformers-assisted',),
+  describe=describe,
+  make_arms=make_arms,
+)
