@@ -83,19 +83,6 @@ _PLOTS = flags.DEFINE_string(
 )
 
 
-def _batch_sizes(num_prompts: int) -> list[int]:
-  sizes = [int(size) for size in _BATCH_SIZES.value if size.isdecimal()]
-  largest = min(num_prompts, options.LARGEST_BATCH)
-  if len(sizes) < len(_BATCH_SIZES.value) or not all(
-    1 <= size <= largest for size in sizes
-  ):
-    raise ValueError(
-      f'--batch_sizes={",".join(_BATCH_SIZES.value)}: expected integers from 1'
-      f' to {largest}; there are {num_prompts} prompts'
-    )
-  return sizes
-
-
 def _run(batch_size: int, questions: list[questions_lib.Question]):
   import loading
 
@@ -136,7 +123,7 @@ def main() -> None:
   paths = {_BATCH_SIZE.value: path}
   questions = prompt_flags.file_questions(_CATEGORIES.value)
   if _BATCH_SIZES.value:
-    sizes = _batch_sizes(len(questions))
+    sizes = options.batch_sizes(_BATCH_SIZES.value, len(questions))
     paths = {n: path.with_stem(f'{path.stem}_b{n}') for n in sizes}
   for file in paths.values() if output else ():
     record.prepare_output(str(file))
