@@ -131,7 +131,7 @@ def test_a_report_names_the_loops():
   assert (step['bookkeeping'], step['host_transfers']) == (3, 1)
   assert growth['loop'] == 'growth round of draft, before'
   assert growth['kernels'] == 4
-  # Those of three sorts.
+  # It sorts three times.
   assert (step['cycles'], growth['cycles']) == (0, 3 * 7)
   assert '1 f32[96,171] |' in record.rows_to_table([step, growth])
 

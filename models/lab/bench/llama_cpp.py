@@ -220,7 +220,7 @@ PEER = peer_lib.Peer(
       'spec_ngram_simple_size_m',
     ),
   },
-  dtypes=('gguf',),  # That of the file.
+  dtypes=('gguf',),
   drafted=('llama.cpp-draft',),
   describe=describe,
   make_arms=make_arms,
