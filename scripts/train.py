@@ -91,37 +91,48 @@ _float(
   'of --head, the most disk space in --workdir for what the target computes',
 )
 
-# The flags of the settings of all kinds of training, and those of each.
-_SHARED = (
-  *('steps', 'batch_tokens', 'learning_rate', 'seed', 'dtype'),
-  *('heads', 'kv_heads', 'inner_width', 'context'),
-)
-_OF_MODEL: tuple[str, ...] = (
-  *('tokenizer', 'teacher', 'vocab_size', 'family', 'width', 'layers'),
-  *('experts', 'experts_per_token'),
-)
-_OF_HEAD: tuple[str, ...] = (
-  *('target', 'target_dtype', 'head_vocabulary', 'head_depth'),
-  'feature_gigabytes',
-)
-# Fields whose names are not those of their flags.
-_FIELDS = {
-  **{'steps': 'num_steps', 'heads': 'num_heads', 'kv_heads': 'num_kv_heads'},
-  **{'layers': 'num_layers', 'experts': 'num_experts'},
-  **{'head_vocabulary': 'vocabulary', 'head_depth': 'depth'},
+# The flags of the fields of settings: of all kinds of training, and of each.
+_SHARED = {
+  'num_steps': 'steps',
+  'batch_tokens': 'batch_tokens',
+  'learning_rate': 'learning_rate',
+  'seed': 'seed',
+  'dtype': 'dtype',
+  'num_heads': 'heads',
+  'num_kv_heads': 'kv_heads',
+  'inner_width': 'inner_width',
+}
+_OF_MODEL = {
+  'num_positions': 'context',
+  'tokenizer': 'tokenizer',
+  'teacher': 'teacher',
+  'vocab_size': 'vocab_size',
+  'family': 'family',
+  'width': 'width',
+  'num_layers': 'layers',
+  'num_experts': 'experts',
+  'experts_per_token': 'experts_per_token',
+}
+_OF_HEAD = {
+  'length': 'context',
+  'target': 'target',
+  'target_dtype': 'target_dtype',
+  'vocabulary': 'head_vocabulary',
+  'depth': 'head_depth',
+  'feature_gigabytes': 'feature_gigabytes',
 }
 
 
 def _without_effect() -> dict[str, str]:
   """Flags that these flags make useless, and why."""
   found: dict[str, str] = {}
-  others, why = _OF_HEAD, 'without --head'
+  ours, others, why = _OF_MODEL, _OF_HEAD, 'without --head'
   if _FLAGS.head is not None:
-    others, why = _OF_MODEL, f'with --head={_FLAGS.head}'
+    ours, others, why = _OF_HEAD, _OF_MODEL, f'with --head={_FLAGS.head}'
   elif _FLAGS.family != 'mixtral':
     family = f'with --family={_FLAGS.family}'
     found |= dict.fromkeys(('experts', 'experts_per_token'), family)
-  found |= dict.fromkeys(others, why)
+  found |= dict.fromkeys({*others.values()} - {*ours.values()}, why)
   for given, useless in (
     ('tokenizer', ('vocab_size',)),
     ('teacher', ('vocab_size', 'tokenizer')),
@@ -145,19 +156,14 @@ def main() -> None:
   from models.lab.training import trainer
 
   kind: type[trainer.Training] = model_trainer.ModelTraining
-  own, context = _OF_MODEL, 'num_positions'
+  fields = _SHARED | _OF_MODEL
   if _FLAGS.head is not None:
-    kind, own, context = head_trainer.HeadTraining, _OF_HEAD, 'length'
-  field_of = {'context': context, **_FIELDS}
-  given = command_line.given(*_SHARED, *own)
+    kind, fields = head_trainer.HeadTraining, _SHARED | _OF_HEAD
+  values = {field: _FLAGS[name].value for field, name in fields.items()}
   trainer.run(
     kind(
       corpus=corpus_lib.Corpus(folder=_FLAGS.corpus, pattern=_FLAGS.pattern),
-      **{
-        field_of.get(name, name): value
-        for name, value in given.items()
-        if value is not None
-      },
+      **{name: value for name, value in values.items() if value is not None},
     ),
     workdir=pathlib.Path(_FLAGS.workdir),
     output=pathlib.Path(_FLAGS.output),
