@@ -70,12 +70,6 @@ _BATCH_SIZES = flags.DEFINE_list(
   'several batch sizes, one run each and one table of all; in place of'
   ' --batch_size; the result of size B is written to OUTPUT_bB.json',
 )
-_PREDICT = flags.DEFINE_bool(
-  'predict',
-  True,
-  'measure V(N) of each model alone, and predict the speeds from it and from'
-  ' the counts of the run',
-)
 _MAX_SECONDS = flags.DEFINE_float(
   'max_seconds', None, 'begin no batch after measuring for so long'
 )
@@ -89,24 +83,12 @@ _PLOTS = flags.DEFINE_string(
 )
 
 
-def _batch_sizes(num_prompts: int) -> list[int]:
-  sizes = [int(size) for size in _BATCH_SIZES.value if size.isdecimal()]
-  largest = min(num_prompts, options.LARGEST_BATCH)
-  if len(sizes) < len(_BATCH_SIZES.value) or not all(
-    1 <= size <= largest for size in sizes
-  ):
-    raise ValueError(
-      f'--batch_sizes={",".join(_BATCH_SIZES.value)}: expected integers from 1'
-      f' to {largest}; there are {num_prompts} prompts'
-    )
-  return sizes
-
-
 def _run(batch_size: int, questions: list[questions_lib.Question]):
   import loading
 
   from models.lab.bench import arms as arms_lib
   from models.lab.bench import benchmark
+  from models.lab.bench import peer as peer_lib
 
   models = loading.models()
   specs = arms_lib.parse_arms(_ARMS.value, str(models.dtype))
@@ -122,13 +104,12 @@ def _run(batch_size: int, questions: list[questions_lib.Question]):
   return benchmark.run(
     questions,
     arms=specs,
-    task=arms_lib.BenchmarkTask(
+    task=peer_lib.BenchmarkTask(
       **vars(loading.task(batch_size, plan)), llama_cpp=_LLAMA_CPP.value
     ),
     settings=options.as_dict(),
     prompt_bucket=_PROMPT_BUCKET.value,
     max_seconds=_MAX_SECONDS.value,
-    predict=_PREDICT.value,
   )
 
 
@@ -142,24 +123,22 @@ def main() -> None:
   paths = {_BATCH_SIZE.value: path}
   questions = prompt_flags.file_questions(_CATEGORIES.value)
   if _BATCH_SIZES.value:
-    sizes = _batch_sizes(len(questions))
+    sizes = options.batch_sizes(_BATCH_SIZES.value, len(questions))
     paths = {n: path.with_stem(f'{path.stem}_b{n}') for n in sizes}
   for file in paths.values() if output else ():
     record.prepare_output(str(file))
   folder = plots.choose_folder(_PLOTS.value, output)
-  reports, records = {}, {}
+  reports = {}
   for size, file in paths.items():
     report = reports[size] = _run(size, questions)
     print(f'{report}\n' if _BATCH_SIZES.value else report, flush=True)
     if output:
       report.write(str(file))
     if folder is not None:
-      records[size] = record.record(dict(report.settings), report.figures)
-      plots.draw(records[size], folder, file.name)
+      written = record.record(dict(report.settings), report.figures)
+      plots.draw(written, folder, file.name)
   if _BATCH_SIZES.value:
     print(benchmark.table_by_batch_size(reports))
-    if folder is not None:
-      plots.draw_batch_sizes(records, folder, path.name)
 
 
 if __name__ == '__main__':

@@ -10,35 +10,27 @@ import command_line
 
 _FLAGS = flags.FLAGS
 
-flags.DEFINE_string(
-  'draft',
-  'demo',
-  'demo (embedded), a model folder, a GGUF file or a hub id',
-)
-flags.DEFINE_string(
-  'workdir', None, 'folder that keeps the counted tokens', required=True
-)
-flags.DEFINE_string('output', None, 'file to write', required=True)
-flags.DEFINE_integer(
-  'num_tokens', 1_000_000, 'tokens to sample from the draft; 0: corpus only'
-)
-flags.DEFINE_integer('sample_length', 256, 'tokens per text')
-flags.DEFINE_integer('batch_size', 16, 'number of texts sampled at once')
+_string, _integer = flags.DEFINE_string, flags.DEFINE_integer
+
+_string('draft', 'demo', 'demo, a model folder, a GGUF file or a hub id')
+_string('workdir', None, 'folder that keeps the counted tokens', required=True)
+_string('output', None, 'file to write', required=True)
+_integer('num_tokens', 1_000_000, 'to sample from the draft; 0: corpus only')
+_integer('sample_length', 256, 'tokens per text')
+_integer('batch_size', 16, 'number of texts sampled at once')
 flags.DEFINE_float('temperature', 1.5, 'temperature of the sampling')
-flags.DEFINE_integer('top_k', None, 'sample from the k most probable tokens')
-flags.DEFINE_integer('seed', 0, 'seed of the sampling')
-flags.DEFINE_string(
+_integer('top_k', None, 'sample from the k most probable tokens')
+_integer('seed', 0, 'seed of the sampling')
+_string(
   'corpus',
   None,
-  'folder of text to count too, without its held-out files; stdlib: the'
-  ' standard library',
+  'folder of text to count too, without its held-out files;'
+  ' stdlib: the standard library',
 )
-flags.DEFINE_string('pattern', '*.py', 'pattern of file names to read')
-flags.DEFINE_integer('order', 3, 'n, from 1 to 5')
-flags.DEFINE_integer('continuations', 8, 'next tokens to keep per context')
-flags.DEFINE_integer(
-  'min_count', 2, 'drop contexts with fewer occurrences than this'
-)
+_string('pattern', '*.py', 'pattern of file names to read')
+_integer('order', 3, 'n, from 1 to 5')
+_integer('continuations', 8, 'next tokens to keep per context')
+_integer('min_count', 2, 'drop contexts with fewer occurrences than this')
 
 
 def main() -> None:

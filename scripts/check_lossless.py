@@ -37,12 +37,7 @@ def main() -> None:
   from models.lab.bench import record
 
   prompts = prompt_flags.file_prompts()
-  sizes = [int(size) if size.isdecimal() else 0 for size in _BATCH_SIZES.value]
-  if not sizes or min(sizes) < 1:
-    raise ValueError(
-      f'--batch_sizes={",".join(_BATCH_SIZES.value)}: expected integers of at'
-      ' least 1'
-    )
+  sizes = options.batch_sizes(_BATCH_SIZES.value)
   record.prepare_output(_OUTPUT.value)
   generator = loading.generator(prompts, max(sizes))
   arguments = options.decoding()

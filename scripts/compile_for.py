@@ -74,14 +74,10 @@ def main() -> None:
   import dataclasses
   import pathlib
 
-  import jax
-
   from models.lab.bench import record
   from models.lab.compiled import programs
   from models.lab.compiled import report as report_lib
   from models.nn import dtypes
-  from specdec.text import text_files
-  from specdec.text import whole_files
 
   device, mesh = _checked()
   record.prepare_output(_OUTPUT.value)
@@ -96,7 +92,7 @@ def main() -> None:
     drafting=options.draft_settings(),
     **options.decoding(),
   )
-  reports = []
+  memory, loops = {}, []
   for method in _METHODS.value:
     compiled = programs.compile_program(method, task, device, mesh)
     if _TEXT.value:
@@ -104,15 +100,23 @@ def main() -> None:
       folder.mkdir(parents=True, exist_ok=True)
       name = f'{_DEVICE.value.replace(":", "-")}-{method}.txt'
       (folder / name).write_text(compiled.text, 'utf-8')
-    reports.append(report_lib.analyse(method, compiled, device))
-  print(report_lib.to_markdown(reports))
-  if _OUTPUT.value:
-    settings = options.as_dict() | {'dtype': dtype}
-    del settings['text']
-    counts = [dataclasses.asdict(counted) for counted in reports]
-    result = {'jax': jax.__version__, 'settings': settings, 'programs': counts}
-    text = text_files.to_json(result, indent=1) + '\n'
-    whole_files.write_text(_OUTPUT.value, text)
+    held, ideal = compiled.held
+    memory[method] = {
+      'temporary_bytes': compiled.temporary_bytes,
+      'held_bytes': held,
+      'ideal_held_bytes': ideal,
+    }
+    print(
+      f'{method}: {compiled.temporary_bytes / 1e6:.1f} MB beside arguments;'
+      f' weights and caches {held / 1e9:.3f} GB ({held / ideal:.4f} of ideal)'
+    )
+    counted = report_lib.analyse(compiled)
+    loops += [{'method': method} | loop for loop in counted]
+  print(record.rows_to_table(loops))
+  settings = options.as_dict() | {'dtype': dtype}
+  del settings['text']
+  figures = {'memory': memory, 'loops': loops}
+  record.write_record(_OUTPUT.value, settings, figures)
 
 
 if __name__ == '__main__':

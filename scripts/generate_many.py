@@ -54,16 +54,19 @@ _IN_ORDER = flags.DEFINE_bool(
 
 _NUM_SAMPLES = 32  # Prompts, for making a plan.
 _SAMPLING = {'temperature': float, 'top_k': int, 'top_p': float, 'min_p': float}
-# The keys of a line, with the types of their values.
-_KEYS: dict[str, Any] = {
-  'prompt': str | list[int] | list[dict[str, Any]],
-  'messages': list[dict[str, Any]],
-  'id': Any,
+# The fields of `models.Job`, and all keys of a line, with the types of values.
+_OF_JOB: dict[str, Any] = {
   'max_new_tokens': int | None,
   'seed': int | None,
   'eos_ids': str | list[int | str] | None,
   'regex': str | None,
   'json_schema': str | dict[str, Any] | None,
+}
+_KEYS: dict[str, Any] = {
+  'prompt': str | list[int] | list[dict[str, Any]],
+  'messages': list[dict[str, Any]],
+  'id': Any,
+  **_OF_JOB,
   **_SAMPLING,
 }
 
@@ -99,16 +102,11 @@ def _job(index: int, number: int, line: str) -> tuple[Any, Any, str | None]:
     record, sampling = _parse(line)
   except (TypeError, ValueError, RecursionError) as error:
     return many_lib.Job(prompt=''), index, f'line {number}: {error}'
-  seed = record.get('seed')
-  job = many_lib.Job(
-    prompt=record['prompt'] if 'prompt' in record else record['messages'],
-    max_new_tokens=record.get('max_new_tokens'),
-    seed=options.SEED.value + index if seed is None else seed,
-    sampling=sampling,
-    eos_ids=record.get('eos_ids'),
-    regex=record.get('regex'),
-    json_schema=record.get('json_schema'),
-  )
+  own = {name: record.get(name) for name in _OF_JOB}
+  if own['seed'] is None:
+    own['seed'] = options.SEED.value + index
+  prompt = record['prompt'] if 'prompt' in record else record['messages']
+  job = many_lib.Job(prompt=prompt, sampling=sampling, **own)
   return job, record.get('id', index), None
 
 

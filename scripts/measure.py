@@ -2,10 +2,10 @@
 
   python scripts/measure.py WHAT [flags]
 
-WHAT: kernels (at the shapes of GPT-2 Large), forward (V(N) of --target, with
---peer beside transformers), memory (of loading --target), loss (of --target on
-a corpus), fallback (its cost, given --break_even), acceptance (by each rule of
-verification, beside the most that any lossless rule accepts of such children).
+WHAT: kernels (at the shapes of GPT-2 Large), forward (V(N) of --target), memory
+(of loading --target), loss (of --target on a corpus), acceptance (by each rule
+of verification, beside the most that any lossless rule accepts of such
+children).
 """
 
 import functools
@@ -23,7 +23,6 @@ _SIZES = {
   'forward': [1, 2, 5, 8, 12, 16, 24, 32, 64],  # N
   'memory': [],
   'loss': [256, 512, 1024],  # length of windows
-  'fallback': [],
   'acceptance': [1, 2, 4],  # children
 }
 _LIST = flags.DEFINE_list(
@@ -33,7 +32,6 @@ _REPEATS = flags.DEFINE_integer(
   'repeats', 7, 'interleaved measurements', lower_bound=1
 )
 _CONTEXT = flags.DEFINE_integer('context', 192, 'forward: tokens in the cache')
-_PEER = flags.DEFINE_bool('peer', False, 'forward: also transformers on torch')
 options.define_method('chain', settings_lib.METHODS)
 prompt_flags.define_num_prompts()
 _BATCH_SIZE = options.define_batch_size(4, 'of acceptance')
@@ -59,58 +57,51 @@ def _loss(lengths: list[int]) -> list[dict]:
   return [{'window': n, 'nats_per_token': loss(length=n)} for n in lengths]
 
 
-def _decode(what: str, numbers_of_children: list[int]):
+def _acceptance(numbers_of_children: list[int]) -> dict:
   import loading
 
   from models.lab.bench import acceptance
-  from models.lab.bench import measure
 
   prompts = prompt_flags.file_prompts()
-  generator = loading.generator(prompts, 1)
-  task = loading.task(_BATCH_SIZE.value)
-  if what == 'fallback':
-    rows = measure.fallback(generator, prompts, task)
-    return rows, {'prompts': rows}
-  figures = acceptance.measure(
-    generator,
+  return acceptance.measure(
+    loading.generator(prompts, 1),
     prompts,
-    task,
+    loading.task(_BATCH_SIZE.value),
     numbers_of_children=numbers_of_children,
     tree_sizes=[int(size) for size in _TREES.value],
   )
-  return acceptance.rows(figures), figures
 
 
 def main(what: str) -> None:
   import loading
 
-  from models.lab.bench import measure
+  from models.lab import kernel_times
+  from models.lab import machine
+  from models.lab.bench import acceptance
   from models.lab.bench import record
 
   if what not in _SIZES:
     raise ValueError(f'{what!r} is none of {", ".join(_SIZES)}; see --help')
   record.prepare_output(_OUTPUT.value)
-  figures: dict = {}
   sizes = [int(size) for size in _LIST.value or _SIZES[what]]
-  if what == 'kernels':
-    rows = measure.kernels(sizes, _REPEATS.value)
-  elif what == 'forward':
-    rows = measure.forward(
-      loading.models(),
-      sizes,
-      _REPEATS.value,
-      context=_CONTEXT.value,
-      peer=_PEER.value,
-    )
-  elif what == 'memory':
-    rows = measure.memory(loading.models())
-  elif what == 'loss':
-    rows = _loss(sizes)
+  if what == 'acceptance':
+    figures = _acceptance(sizes)
+    rows = acceptance.rows(figures)
   else:
-    rows, figures = _decode(what, sizes)
+    if what == 'kernels':
+      rows = kernel_times.kernels(sizes, _REPEATS.value)
+    elif what == 'forward':
+      rows = machine.forward(
+        loading.models(), sizes, _REPEATS.value, context=_CONTEXT.value
+      )
+    elif what == 'memory':
+      rows = machine.memory(loading.models())
+    else:
+      rows = _loss(sizes)
+    figures = {'rows': rows}
   print(record.rows_to_table(rows))
   settings = {'what': what} | options.as_dict()
-  record.write_record(_OUTPUT.value, settings, figures or {'rows': rows})
+  record.write_record(_OUTPUT.value, settings, figures)
 
 
 if __name__ == '__main__':

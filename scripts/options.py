@@ -54,19 +54,9 @@ PROMPT_FILE = flags.DEFINE_string(
   ' benchmark.py also reads questions: lines with the keys category and turns',
 )
 MAX_NEW_TOKENS = flags.DEFINE_integer(
-  'max_new_tokens',
-  128,
-  'tokens to generate at most',
-  lower_bound=0,
-  upper_bound=1 << 20,
+  'max_new_tokens', 128, 'tokens to generate at most', 0, 1 << 20
 )
-SEED = flags.DEFINE_integer(
-  'seed',
-  0,
-  'of the sampling',
-  lower_bound=-(2**31),
-  upper_bound=2**32 - 1,
-)
+SEED = flags.DEFINE_integer('seed', 0, 'of the sampling', -(2**31), 2**32 - 1)
 VERIFY = flags.DEFINE_enum(
   'verify',
   'match',
@@ -172,6 +162,21 @@ def define_batch_size(default: int, text: str) -> flags.FlagHolder:
   return flags.DEFINE_integer(
     'batch_size', default, text, *bounds, **_OF_SCRIPT
   )
+
+
+def batch_sizes(
+  given: Sequence[str], num_prompts: int | None = None
+) -> list[int]:
+  """The numbers of `--batch_sizes`, each at most that of the prompts."""
+  sizes = [int(size) if size.isdecimal() else 0 for size in given]
+  largest = min(num_prompts or LARGEST_BATCH, LARGEST_BATCH)
+  if not sizes or not all(1 <= size <= largest for size in sizes):
+    there = f'; there are {num_prompts} prompts' if num_prompts else ''
+    raise ValueError(
+      f'--batch_sizes={",".join(given)}: expected integers from 1 to'
+      f' {largest}{there}'
+    )
+  return sizes
 
 
 def define_stop() -> None:

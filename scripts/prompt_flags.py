@@ -1,7 +1,6 @@
 """The prompts and questions that flags name."""
 
 from collections.abc import Sequence
-import json
 import sys
 
 from absl import flags
@@ -37,18 +36,14 @@ def _read_prompts(
     return [line.rstrip('\n') for _, line in lines[:limit]]
   prompts = []
   for number, line in lines[:limit]:
-    try:
-      prompts.append(json.loads(line)['prompt'])
-    except (ValueError, KeyError, TypeError, RecursionError):
-      prompts.append(None)
-    if not isinstance(prompts[-1], str):
+    place = f'--prompt_file={name}, line {number}'
+    prompt = questions_lib.to_object(line).get('prompt')
+    if not isinstance(prompt, str):
       raise ValueError(
-        f'--prompt_file={name}, line {number}: expected a JSON object with the'
-        ' key prompt and a string'
+        f'{place}: expected a JSON object with the key prompt and a string'
       )
-    arguments_lib.check_text(
-      f'--prompt_file={name}, line {number}', prompts[-1]
-    )
+    arguments_lib.check_text(place, prompt)
+    prompts.append(prompt)
   return prompts
 
 

@@ -36,7 +36,7 @@ if ((reduced)); then
   deadline=$((SECONDS + 3600))
   large=(--width_factor=1 --layers=8)
   xl=(--width_factor=2 --layers=6)
-  common=(--nopredict --num_prompts=3 --max_new_tokens=16 --max_seconds=20)
+  common=(--num_prompts=3 --max_new_tokens=16 --max_seconds=20)
   best='staged(num_nodes=8,width=4)'
   arms="plain,$best"
   few="plain,$best"
@@ -48,7 +48,7 @@ else
   large=(--width_factor=4 --layers=36)
   xl=(--width_factor=5 --layers=48)
   # One bucket of prompt lengths, because compiling takes most of the time.
-  common=(--nopredict --prompt_bucket=128 --max_seconds=40)
+  common=(--prompt_bucket=128 --max_seconds=40)
   best='staged'
   arms="plain,chain,tree,$best,staged(num_nodes=32)"
   few="plain,chain,$best"
@@ -104,7 +104,7 @@ benchmark xl_greedy --target="$models/gpt2-xl-shape" --dtype=bfloat16 \
 benchmark xl_sampled --target="$models/gpt2-xl-shape" --dtype=bfloat16 \
   --arms="plain,$best" "${sampled[@]}"
 benchmark large_batch --target="$large_target" --dtype=bfloat16 \
-  --arms="plain,$best" --batch_sizes="1,$batch" --predict
+  --arms="plain,$best" --batch_sizes="1,$batch"
 step lossless "$here/check_lossless.py" --prompt_file="$prompts" \
   --num_prompts=2 --max_new_tokens=32 --batch_sizes=1
 benchmark large_sweep --target="$large_target" --dtype=bfloat16 --arms="$sweep"

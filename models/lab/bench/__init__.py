@@ -1,1 +1,1 @@
-"""Measures decoding on this machine."""
+"""Measures decoding: time, exactness, acceptance, and what peers do."""

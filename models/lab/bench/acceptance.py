@@ -15,9 +15,9 @@ import numpy as np
 import tqdm
 
 from models.lab import task as task_lib
-from models.lab.study import ceilings
-from models.lab.study import exactness
-from models.lab.study import optimal
+from models.lab.bench import ceilings
+from models.lab.bench import exactness
+from models.lab.bench import optimal
 from models.text import generator as generator_lib
 from models.text import result as result_lib
 import specdec

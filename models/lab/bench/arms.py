@@ -1,31 +1,21 @@
 """The arms of a benchmark, by name: `method(option=value,...):dtype`."""
 
-from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
-import dataclasses
 import itertools
 import re
-from typing import Any
 
-from models.lab import task as task_lib
-from models.lab.bench import machine
-from models.lab.study import timing
+from models.lab.bench import llama_cpp
+from models.lab.bench import peer as peer_lib
+from models.lab.bench import transformers_peer
 from models.nn import matrices as matrices_lib
 from models.text import settings as settings_lib
-from specdec import model as model_lib
 
-PEERS = ('transformers', 'llama.cpp')
-"""Other programs that decode the same weights, see `peers` and `llama_cpp`."""
-PEER_METHODS = (
-  *('transformers', 'transformers-assisted', 'transformers-lookup'),
-  *('llama.cpp', 'llama.cpp-draft', 'llama.cpp-lookup'),
-)
-# The dtypes of llama.cpp are those of the GGUF file.
-_PEER_DTYPES = {
-  'transformers': ('float32', 'bfloat16'),
-  'llama.cpp': ('gguf',),
+PEERS: Mapping[str, peer_lib.Peer] = {
+  'transformers': transformers_peer.PEER,
+  'llama.cpp': llama_cpp.PEER,
 }
+"""Other programs that decode the same weights, by name."""
 
 _INNER = (
   *(name for name in settings_lib.OPTIONS if name.startswith('inner')),
@@ -50,37 +40,12 @@ _OPTIONS: Mapping[str, tuple[str, ...]] = {
   'staged': tuple(name for name in (*_TREE, *_INNER) if name != 'topology'),
   'staged_chain': (*_CHAIN, *_STOPPING, *_INNER),
   **dict.fromkeys(('ngram', 'lookup', 'ngram+lookup'), _TABLE),
-  'transformers-assisted': (
-    'num_assistant_tokens',
-    'assistant_confidence_threshold',
-  ),
-  'transformers-lookup': ('prompt_lookup_num_tokens',),
-  # Flags of llama-server.
-  'llama.cpp-draft': ('spec_draft_n_max', 'spec_draft_p_min'),
-  'llama.cpp-lookup': (
-    'spec_type',
-    'spec_ngram_simple_size_n',
-    'spec_ngram_simple_size_m',
-  ),
+  **{
+    method: options
+    for peer in PEERS.values()
+    for method, options in peer.methods.items()
+  },
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class ArmSpec:
-  """A method of decoding, with the options that differ from the common ones."""
-
-  method: str  # One of `models.text.settings.METHODS` or `PEER_METHODS`.
-  dtype: str  # Weights and cache have it; `gguf` for llama.cpp.
-  options: tuple[tuple[str, str], ...] = ()  # Pairs of name and value.
-
-  @property
-  def peer(self) -> str | None:
-    """Which of `PEERS` decodes; None if this library does."""
-    return next((peer for peer in PEERS if self.method.startswith(peer)), None)
-
-  def __str__(self):
-    listed = ','.join(f'{name}={value}' for name, value in self.options)
-    return f'{self.method}{f"({listed})" if listed else ""}:{self.dtype}'
 
 
 def _parse_options(arm: str, method: str, text: str) -> list[list]:
@@ -100,7 +65,7 @@ def _parse_options(arm: str, method: str, text: str) -> list[list]:
   return list(parsed.values())
 
 
-def parse_arms(text: str, default_dtype: str) -> list[ArmSpec]:
+def parse_arms(text: str, default_dtype: str) -> list[peer_lib.ArmSpec]:
   """Parses a list of arms, separated by commas.
 
   An arm is a method, then optionally options in parentheses, named as the
@@ -110,15 +75,16 @@ def parse_arms(text: str, default_dtype: str) -> list[ArmSpec]:
   Raises:
     ValueError: a name is unknown or repeated; lists the choices.
   """
-  arms: list[ArmSpec] = []
+  arms: list[peer_lib.ArmSpec] = []
   # Commas inside parentheses do not separate arms.
   for arm in filter(None, re.split(r',(?![^()]*\))', text)):
     match = re.fullmatch(r'([^():]*)(?:\(([^()]*)\))?(?::(.*))?', arm.strip())
     method, options, dtype = match.groups() if match else (arm, None, None)
-    peer = ArmSpec(method, '').peer
-    dtypes = _PEER_DTYPES[peer] if peer else matrices_lib.DTYPES
-    dtype = dtype or ('gguf' if peer == 'llama.cpp' else default_dtype)
-    methods = (*settings_lib.METHODS, *PEER_METHODS)
+    peer = next((p for p in PEERS.values() if method in p.methods), None)
+    dtypes = peer.dtypes if peer else matrices_lib.DTYPES
+    dtype = dtype or (dtypes[0] if len(dtypes) == 1 else default_dtype)
+    others = [name for one in PEERS.values() for name in one.methods]
+    methods = (*settings_lib.METHODS, *others)
     if method not in methods or dtype not in {*matrices_lib.DTYPES, *dtypes}:
       raise ValueError(
         f'arm {arm!r} is not known; it is method:dtype or'
@@ -127,12 +93,12 @@ def parse_arms(text: str, default_dtype: str) -> list[ArmSpec]:
       )
     if dtype not in dtypes:
       raise ValueError(
-        f'arm {arm!r}: {peer} decodes in one of {dtypes}; give one of them,'
-        f' e.g. {method}:{dtypes[0]}'
+        f'arm {arm!r}: {peer_lib.ArmSpec(method, dtype).peer} decodes in one of'
+        f' {dtypes}; give one of them, e.g. {method}:{dtypes[0]}'
       )
     alternatives = _parse_options(arm, method, options) if options else []
     combinations = itertools.product(*alternatives)
-    arms += [ArmSpec(method, dtype, chosen) for chosen in combinations]
+    arms += [peer_lib.ArmSpec(method, dtype, chosen) for chosen in combinations]
   if not arms:
     raise ValueError('no arm is given; e.g. plain,staged')
   if len(set(arms)) < len(arms):
@@ -141,55 +107,48 @@ def parse_arms(text: str, default_dtype: str) -> list[ArmSpec]:
 
 
 def peer_arms(
-  peer: str, arms: Sequence[ArmSpec], *, has_draft: bool, batch_size: int
-) -> list[ArmSpec]:
+  name: str,
+  arms: Sequence[peer_lib.ArmSpec],
+  *,
+  has_draft: bool,
+  batch_size: int,
+) -> list[peer_lib.ArmSpec]:
   """The possible arms of one of `PEERS` that are not in `arms`.
 
-  Those of transformers are in the dtypes of `arms`. Speculation with a draft
-  model needs a draft, and as prompt lookup a batch size of 1, as all of
-  llama.cpp does.
+  They are in the dtypes of `arms` that the peer has, else in its first one.
   """
-  methods = [name for name in PEER_METHODS if name.startswith(peer)]
-  alone = batch_size == 1
-  possible = (alone or peer != 'llama.cpp', has_draft and alone, alone)
-  dtypes = {arm.dtype: None for arm in arms if arm.dtype in _PEER_DTYPES[peer]}
-  peers = [
-    ArmSpec(method, dtype)
-    for dtype in dtypes or _PEER_DTYPES[peer][:1]
-    for method in itertools.compress(methods, possible)
+  peer = PEERS[name]
+  dtypes = {arm.dtype: None for arm in arms if arm.dtype in peer.dtypes}
+  possible = [
+    peer_lib.ArmSpec(method, dtype)
+    for dtype in dtypes or peer.dtypes[:1]
+    for method in peer.methods
+    if peer.can(method, has_draft=has_draft, batch_size=batch_size)
   ]
-  return [arm for arm in peers if arm not in arms]
+  return [arm for arm in possible if arm not in arms]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BenchmarkTask(task_lib.Task):
-  """The task of all arms.
+def make_peer_arms(
+  specs: Sequence[peer_lib.ArmSpec],
+  task: peer_lib.BenchmarkTask,
+  eos_ids: Sequence[int],
+) -> dict[peer_lib.ArmSpec, peer_lib.ReadyArm]:
+  """Loads the arms of peers, those of each peer together.
 
-  Attributes:
-    llama_cpp: the folder of `llama-server`; None: it is on the path.
+  Raises:
+    ValueError: a program is missing, or an arm is not supported.
   """
-
-  llama_cpp: str | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class ReadyArm:
-  """An arm with its models loaded.
-
-  Attributes:
-    decode: decodes a batch of prompts.
-    sizes: of the target and of each stage that is a language model, by name.
-    weight_bytes: of all weights and tables in memory.
-    peak_beyond: see `models.lab.bench.machine.peak_beyond`.
-    models: the target and the drafting models, by name; none of a peer.
-    num_nodes: N that a forward of the target verifies.
-  """
-
-  decode: timing.Arm
-  sizes: Mapping[str, machine.ModelSize]
-  weight_bytes: int
-  peak_beyond: Callable[[Callable[[], Any]], int | None] = machine.peak_beyond
-  models: Mapping[str, model_lib.Network] = dataclasses.field(
-    default_factory=dict
-  )
-  num_nodes: int = 1
+  found = dict[peer_lib.ArmSpec, peer_lib.ReadyArm]()
+  for name, peer in PEERS.items():
+    chosen = [spec for spec in specs if spec.peer == name]
+    for spec in chosen:
+      if spec.method in peer.drafted and task.models.draft is None:
+        raise ValueError(f'arm {str(spec)!r} needs a draft; give --draft')
+      if task.batch_size > 1 and spec.method not in peer.batched:
+        raise ValueError(
+          f'arm {str(spec)!r} decodes one prompt at a time, not'
+          f' {task.batch_size}; leave out the arm or --batch_size'
+        )
+    if chosen:
+      found |= peer.make_arms(chosen, task, eos_ids)
+  return found

@@ -7,7 +7,7 @@ import sys
 import tqdm
 
 from models.lab.bench import questions as questions_lib
-from models.lab.study import timing
+from models.lab.bench import timing
 from models.text import pair as pair_lib
 
 Turn = tuple[str | None, list[int]]

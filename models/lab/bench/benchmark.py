@@ -4,7 +4,6 @@ from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
-import functools
 import pathlib
 import sys
 from typing import Any
@@ -13,22 +12,19 @@ import jax
 import numpy as np
 import tqdm
 
+from models.lab import machine
 from models.lab.bench import arms as arms_lib
 from models.lab.bench import batches as batches_lib
-from models.lab.bench import llama_cpp
-from models.lab.bench import machine
-from models.lab.bench import peers
-from models.lab.bench import predict as predict_lib
+from models.lab.bench import exactness
+from models.lab.bench import peer as peer_lib
 from models.lab.bench import questions as questions_lib
 from models.lab.bench import record
-from models.lab.study import exactness
-from models.lab.study import timing
+from models.lab.bench import timing
 from models.text import drafters
 from models.text import pair as pair_lib
 from models.text import settings as settings_lib
 import specdec
 from specdec import arguments as arguments_lib
-from specdec import model as model_lib
 from specdec import sampling as sampling_lib
 from specdec import statistics as statistics_lib
 from specdec.text import whole_files
@@ -36,10 +32,6 @@ from specdec.verify import rules as rules_lib
 
 Figures = Mapping[str, Any]
 Batches = Sequence[Sequence[Sequence[int]]]
-
-
-def _optional(form: str, value: float | None, scale: float = 1.0) -> str:
-  return '-' if value is None else form.format(value / scale)
 
 
 def _interval(arm: Figures, name: str, unit: str = '') -> str:
@@ -61,12 +53,13 @@ _SPEED: _Columns = {
     arm, 'decoding_tokens_per_second'
   ),
   'speed': lambda arm: _interval(arm, 'decoding_speed', 'x'),
-  'predicted': lambda arm: _optional('{:.2f}x', arm['predicted_speed']),
   'per batch: least, median, most': lambda arm: '{:.2f} {:.2f} {:.2f}'.format(
     *np.quantile(arm['speed_per_batch'], (0, 0.5, 1))
   ),
   'block eff.': lambda arm: f'{arm["block_efficiency"]:.2f}',
-  'nodes': lambda arm: f'{arm["nodes_per_forward"]:.1f}',
+  'nodes': lambda arm: (
+    f'{arm["nodes_per_forward"]:.1f}' if 'nodes_per_forward' in arm else '-'
+  ),
   'forwards per token': _forwards_per_token,
   'flips': lambda arm: '-' if arm['flips'] is None else f'{len(arm["flips"])}',
 }
@@ -75,22 +68,17 @@ _WORK: _Columns = {
     f'{1e3 * arm["seconds_per_target_forward"]:.2f}'
   ),
   'of memory limit': lambda arm: f'{arm["of_memory_limit"]:.0%}',
-  'FLOP/byte': lambda arm: f'{arm["arithmetic_intensity"]:.2f}',
-  'GFLOP/s': lambda arm: f'{arm["flops_per_second"] / 1e9:.1f}',
   'relative bandwidth': lambda arm: f'{arm["relative_bandwidth"]:.3f}',
   'at paper costs': lambda arm: (
     f'{arm["relative_bandwidth_at_paper_costs"]:.3f}'
   ),
-  'memory, MB: weights + beyond': lambda arm: (
-    f'{arm["weight_bytes"] / 1e6:.1f} + '
-    + _optional('{:.1f}', arm['beyond_weights_bytes'], 1e6)
-  ),
+  'weights, MB': lambda arm: f'{arm["weight_bytes"] / 1e6:.1f}',
   'compile, s': lambda arm: f'{arm["compile_seconds"]:.1f}',
 }
 
 
 _CATEGORY: _Columns = {
-  'tokens': lambda arm: _optional('{:.0f}', arm['new_tokens']),
+  'tokens': lambda arm: f'{arm["new_tokens"] or "-"}',
   'after the prompt: speed (95 %)': lambda arm: _interval(
     arm, 'decoding_speed', 'x'
   ),
@@ -133,16 +121,14 @@ class Report:
 
   Attributes:
     settings: of the run.
-    limits: of `models.lab.bench.machine.MachineLimits.summary`.
-    arms: by name the figures of `timing.summarize_arms` and
-      `machine.roofline_point`; `relative_bandwidth_at_paper_costs`, that of the
-      same forwards at
-      `PAPER_COSTS`; `predicted_speed`, see `models.lab.bench.predict`;
-      `compile_seconds`; `weight_bytes`; `beyond_weights_bytes`, the peak memory
-      of decoding the longest prompts without the weights; `flips`, the rows
-      whose tokens differ from those of the plain arm of the same dtype, each
-      with the margin of the choice, or None without such an arm or if tokens
-      may differ.
+    limits: of `models.lab.machine.Bandwidth.summary`.
+    arms: by name the figures of `timing.summarize_arms`; `compile_seconds`;
+      `flips`, the rows whose tokens differ from those of the plain arm of the
+      same dtype, each with the margin of the choice, or None without such an
+      arm or if tokens may differ. Those of this library also have
+      `weight_bytes`, the figures of `_reading`, and
+      `relative_bandwidth_at_paper_costs`, that of the same forwards at
+      `PAPER_COSTS`.
     categories: by category and by arm, the figures of `timing.summarize_arms`
       and the `flips`; empty for prompts without categories.
   """
@@ -175,19 +161,18 @@ class Report:
     whole_files.write_text(pathlib.Path(path).with_suffix('.md'), f'{self}\n')
 
   def __str__(self):
+    # Nobody knows what peers read.
+    own = {k: arm for k, arm in self.arms.items() if 'weight_bytes' in arm}
     tables = [
-      record.to_table(('arm', *columns), _rows(self.arms, columns))
-      for columns in (_SPEED, _WORK)
+      record.to_table(('arm', *columns), _rows(arms, columns))
+      for columns, arms in ((_SPEED, self.arms), (_WORK, own))
     ]
-    rates = ', '.join(
-      f'{rate / 1e9:.0f} GFLOP/s {name}'
-      for name, rate in self.limits['flops_per_second'].items()
-    )
     memory = self.limits['bytes_per_second'] / 1e9
-    limits = f'In this run the machine read {memory:.1f} GB/s and computed'
     if self.categories:
       tables += self._category_tables()
-    return '\n\n'.join([*tables, f'{limits} {rates}.'])
+    return '\n\n'.join(
+      [*tables, f'In this run the machine read {memory:.1f} GB/s.']
+    )
 
   def _category_tables(self) -> list[str]:
     """The speeds of all arms side by side, and all figures by category."""
@@ -227,8 +212,8 @@ PAPER_COSTS = {
 
 
 def _own_arm(
-  spec: arms_lib.ArmSpec, pair: pair_lib.Pair, task: arms_lib.BenchmarkTask
-) -> arms_lib.ReadyArm:
+  spec: peer_lib.ArmSpec, pair: pair_lib.Pair, task: peer_lib.BenchmarkTask
+) -> peer_lib.ReadyArm:
   try:
     drafting = settings_lib.with_options(task.drafting, dict(spec.options))
     drafter = drafters.make_drafter(spec.method, pair, drafting)
@@ -253,26 +238,15 @@ def _own_arm(
       break_even=break_even,
     )
 
-  models: dict[str, model_lib.Network] = {'target': pair.target} | {
-    stage.name: model
-    for stage in drafter.stages
-    for model in stage.scorer.facts.networks
-  }
   arrays = jax.tree.leaves((pair.target, drafter))
-  return arms_lib.ReadyArm(
-    decode=decode,
-    sizes={name: machine.model_size(model) for name, model in models.items()},
-    weight_bytes=sum(leaf.nbytes for leaf in arrays),
-    models=models,
-    num_nodes=drafter.shape.num_nodes,
-  )
+  return peer_lib.ReadyArm(decode, sum(leaf.nbytes for leaf in arrays))
 
 
 def _batches(
   questions: Sequence[questions_lib.Question],
   pairs: Mapping[str, pair_lib.Pair],
   answer: timing.Arm,
-  task: arms_lib.BenchmarkTask,
+  task: peer_lib.BenchmarkTask,
   bucket: int | None,
 ) -> list[batches_lib.Batch]:
   """All turns in batches; ValueError if they exceed the context."""
@@ -318,14 +292,14 @@ def _by_category(
 
 
 def _find_flips(
-  spec: arms_lib.ArmSpec,
+  spec: peer_lib.ArmSpec,
   results: Mapping[str, Sequence[timing.Measurement]],
   batches: Batches,
   pairs: Mapping[str, pair_lib.Pair],
-  task: arms_lib.BenchmarkTask,
+  task: peer_lib.BenchmarkTask,
 ) -> list[dict[str, Any]] | None:
   """Rows that differ from the plain arm of the same dtype, with margins."""
-  reference = results.get(str(arms_lib.ArmSpec('plain', spec.dtype)))
+  reference = results.get(str(peer_lib.ArmSpec('plain', spec.dtype)))
   rule = rules_lib.RULES[task.verify](sampling_lib.BEST)
   draws_differ = not rule.keeps_tokens or (
     spec.peer is not None and task.sampling.temperature > 0
@@ -346,24 +320,19 @@ def _find_flips(
   return flips
 
 
-_PEERS = {'transformers': peers.make_arms, 'llama.cpp': llama_cpp.make_arms}
-
-
 def _describe_peers(
-  specs: Sequence[arms_lib.ArmSpec], task: arms_lib.BenchmarkTask
+  specs: Sequence[peer_lib.ArmSpec], task: peer_lib.BenchmarkTask
 ) -> dict[str, Any]:
   """Versions of the peers among the arms; ValueError if one is missing."""
-  found, names = dict[str, Any](), {spec.peer for spec in specs}
-  if 'transformers' in names:
-    found |= peers.describe_torch()
-  if 'llama.cpp' in names:
-    found |= llama_cpp.describe(task.llama_cpp)
+  found = dict[str, Any]()
+  for name in dict.fromkeys(spec.peer for spec in specs if spec.peer):
+    found |= arms_lib.PEERS[name].describe(task)
   return found
 
 
 def _load(
-  specs: Sequence[arms_lib.ArmSpec], task: arms_lib.BenchmarkTask
-) -> tuple[dict[str, pair_lib.Pair], dict[str, arms_lib.ReadyArm]]:
+  specs: Sequence[peer_lib.ArmSpec], task: peer_lib.BenchmarkTask
+) -> tuple[dict[str, pair_lib.Pair], dict[str, peer_lib.ReadyArm]]:
   """The pairs by dtype, and all arms by name in the order of `specs`."""
   own_specs = [spec for spec in specs if spec.peer is None]
   if not own_specs:
@@ -375,80 +344,77 @@ def _load(
   }
   arms = {spec: _own_arm(spec, pairs[spec.dtype], task) for spec in own_specs}
   eos_ids = next(iter(pairs.values())).eos_ids
-  for peer, make_arms in _PEERS.items():
-    peer_specs = [spec for spec in specs if spec.peer == peer]
-    if peer_specs:
-      arms |= make_arms(peer_specs, task, eos_ids=eos_ids)
+  arms |= arms_lib.make_peer_arms(specs, task, eos_ids)
   return pairs, {str(spec): arms[spec] for spec in specs}
 
 
 def _decode(
-  arms: Mapping[str, arms_lib.ReadyArm],
+  arms: Mapping[str, peer_lib.ReadyArm],
   batches: Batches,
-  limits: machine.MachineLimits,
+  bandwidth: machine.Bandwidth,
   max_new_tokens: int,
   max_seconds: float | None,
-) -> tuple[
-  dict[str, list[timing.Measurement]], dict[str, float], dict[str, int | None]
-]:
-  """By arm: measurements, seconds of compiling, peak memory beyond weights."""
+) -> tuple[dict[str, list[timing.Measurement]], dict[str, float]]:
+  """By arm: measurements, and seconds of compiling."""
   decoders = {name: arm.decode for name, arm in arms.items()}
   total = len(arms) * (len(batches) + 1)
-  longest = max(batches, key=lambda batch: max(map(len, batch)))
-  num_tokens = min(8, max_new_tokens)
   with tqdm.tqdm(total=total, unit='batch', file=sys.stderr) as bar:
     compile_seconds = timing.warm_up(
       decoders, batches, max_new_tokens=max_new_tokens, report=bar.update
     )
-    beyond = {
-      name: arm.peak_beyond(functools.partial(arm.decode, longest, num_tokens))
-      for name, arm in arms.items()
-    }
     results = timing.time_arms(
       decoders,
       batches,
       max_new_tokens=max_new_tokens,
-      before_batch=limits.sample,
+      before_batch=bandwidth.sample,
       max_seconds=max_seconds,
       report=bar.update,
     )
-  return results, compile_seconds, beyond
+  return results, compile_seconds
 
 
-def _predicted(
-  arms: Mapping[str, arms_lib.ReadyArm],
-  figures: Mapping[str, Figures],
-  prompts: Sequence[Sequence[int]],
-  new: Sequence[Sequence[int]],
-  max_new_tokens: int,
+def _reading(
+  figures: Figures,
+  costs: Mapping[str, Mapping[str, float]],
+  limits: Figures,
 ) -> dict[str, float]:
-  """Speeds by `predict_lib`, from the prompts of a batch and its new tokens."""
-  rows = zip(prompts, new, strict=True)
-  return predict_lib.predicted_speeds(
-    arms,
-    figures,
-    prompts=prompts,
-    texts=[[*prompt, *tokens] for prompt, tokens in rows],
-    max_new_tokens=max_new_tokens,
-  )
+  """How near an arm comes to the bandwidth of the machine.
+
+  The time is that of decoding without prefill, all overhead included. Figures
+  are those of `timing.summarize_arms`, costs of `specdec.statistics`, limits of
+  `machine.Bandwidth.summary`.
+
+  Returns:
+    `seconds_per_target_forward`; `of_memory_limit`, the time of reading all
+    weights and the filled cache at that bandwidth, those of drafting models
+    included, over the actual time; `relative_bandwidth_at_paper_costs`.
+  """
+  reads = figures['reads']
+  seconds = max(figures['seconds'] - figures['prefill_seconds'], 1e-9)
+  ideal = statistics_lib.bytes_read(reads, costs) / limits['bytes_per_second']
+  return {
+    'seconds_per_target_forward': seconds / max(reads['target']['forwards'], 1),
+    'of_memory_limit': ideal / seconds,
+    'relative_bandwidth_at_paper_costs': statistics_lib.relative_bandwidth(
+      reads, {**costs, **PAPER_COSTS}
+    ),
+  }
 
 
 def run(
   questions: Sequence[questions_lib.Question],
   *,
-  arms: Sequence[arms_lib.ArmSpec],
-  task: arms_lib.BenchmarkTask,
+  arms: Sequence[peer_lib.ArmSpec],
+  task: peer_lib.BenchmarkTask,
   settings: Figures,
   prompt_bucket: int | None = None,
   max_seconds: float | None = None,
-  predict: bool = True,
 ) -> Report:
   """Decodes every turn of the questions with every arm, interleaved.
 
   The first arm is the baseline. Its answers, decoded beforehand, are in the
   conversations of all (`models.lab.bench.batches`). `settings` are recorded
-  unchanged. No batch begins after `max_seconds`. With `predict` V(N) is
-  measured and the speeds are predicted.
+  unchanged. No batch begins after `max_seconds`.
 
   Raises:
     ValueError: an argument is out of range; the message names it.
@@ -459,30 +425,26 @@ def run(
   pairs, ready = _load(arms, task)
   made = _batches(questions, pairs, ready[baseline].decode, task, prompt_bucket)
   batches = [rows for _, rows in made]
-  limits = machine.MachineLimits(list(pairs))
-  results, compile_seconds, beyond = _decode(
-    ready, batches, limits, limit, max_seconds
+  bandwidth = machine.Bandwidth()
+  results, compile_seconds = _decode(
+    ready, batches, bandwidth, limit, max_seconds
   )
   figures = timing.summarize_arms(results, baseline=baseline)
-  summary, predicted = limits.summary(), dict[str, float]()
-  if predict:
-    first = batches[0], results[baseline][0].generation.tokens
-    predicted = _predicted(ready, figures, *first, limit)
+  limits = bandwidth.summary()
   for spec in arms:
     name = str(spec)
-    measured, arm = figures[name], ready[name]
-    costs = results[name][0].generation.stats.costs
-    paper = statistics_lib.relative_bandwidth(
-      measured['reads'], {**costs, **PAPER_COSTS}
-    )
-    measured |= machine.roofline_point(measured, costs, arm.sizes, summary) | {
-      'relative_bandwidth_at_paper_costs': paper,
-      'predicted_speed': predicted.get(name),
+    measured, weight_bytes = figures[name], ready[name].weight_bytes
+    measured |= {
       'compile_seconds': compile_seconds[name],
-      'weight_bytes': arm.weight_bytes,
-      'beyond_weights_bytes': beyond[name],
       'flips': _find_flips(spec, results, batches, pairs, task),
     }
+    if weight_bytes is None:
+      for unknown in peer_lib.UNKNOWN:
+        del measured[unknown]
+    else:
+      costs = results[name][0].generation.stats.costs
+      measured |= {'weight_bytes': weight_bytes}
+      measured |= _reading(measured, costs, limits)
   of_run = {
     'arms': [str(spec) for spec in arms],
     'batch_size': task.batch_size,
@@ -490,4 +452,4 @@ def run(
   }
   of_run |= _describe_peers(arms, task)
   categories = _by_category(results, made, figures, baseline)
-  return Report(dict(settings) | of_run, summary, figures, categories)
+  return Report(dict(settings) | of_run, limits, figures, categories)

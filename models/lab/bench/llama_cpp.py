@@ -19,14 +19,9 @@ import urllib.error
 import urllib.request
 import weakref
 
-import jax.numpy as jnp
-
 from models.checkpoints import gguf
 from models.checkpoints import hub
-from models.lab.bench import arms as arms_lib
-from models.lab.bench import machine
-from models.lab.bench import peers
-from models.nn import adapter
+from models.lab.bench import peer as peer_lib
 from specdec import sampling as sampling_lib
 from specdec.text import text_files
 
@@ -56,11 +51,10 @@ def find_server(name: str | None) -> str:
   return found
 
 
-def describe(name: str | None) -> dict[str, Any]:
-  """Version and threads, for the record of a result."""
-  shown = subprocess.run(
-    [find_server(name), '--version'], capture_output=True, text=True
-  )
+def describe(task: peer_lib.BenchmarkTask) -> dict[str, Any]:
+  """Version and threads of the server."""
+  command = [find_server(task.llama_cpp), '--version']
+  shown = subprocess.run(command, capture_output=True, text=True)
   lines = (shown.stdout + shown.stderr).splitlines()
   version = [line for line in lines if line.startswith('version')]
   return {'llama.cpp': ' '.join(version), 'llama.cpp_threads': os.cpu_count()}
@@ -131,12 +125,11 @@ def _settings(sampling: sampling_lib.Sampling, seed: int) -> dict[str, Any]:
 
 
 class _Arm:
-  """Decodes with a server; a `models.lab.study.timing.Arm`."""
+  """Decodes with a server; a `models.lab.bench.timing.Arm`."""
 
-  def __init__(self, server, task, eos_ids, sizes, costs):
-    self._server, self._eos_ids = server, eos_ids
+  def __init__(self, server, task, eos_ids, has_draft):
+    self._server, self._eos_ids, self._has_draft = server, eos_ids, has_draft
     self._settings = _settings(task.sampling, task.seed)
-    self._sizes, self._costs = sizes, costs
 
   def __call__(self, prompts: Sequence[Sequence[int]], limit: int):
     (prompt,) = prompts
@@ -158,20 +151,11 @@ class _Arm:
     if answer['stop_type'] == 'eos' and not {*row} & {*self._eos_ids}:
       row.append(self._eos_ids[0])  # The server leaves it out.
     timings = answer['timings']
-    drafted = timings.get('draft_n', 0)
-    forwards = max(len(row) - timings.get('draft_n_accepted', 0), 1)
-    counts = {'target': (forwards, forwards + drafted)}
-    if 'draft' in self._sizes:
-      counts['draft'] = (drafted, drafted)
-    # Which forward saw how many slots is not said: on average half of the new.
-    slots = len(prompt) + len(row) // 2
-    counted = {
-      name: peers.Forwards(len(prompt), number, positions, number * slots)
-      for name, (number, positions) in counts.items()
-    }
-    return peers.as_generation(
-      prompts, [row], self._eos_ids, counted, self._costs
-    )
+    accepted = timings.get('draft_n_accepted', 0)
+    forwards = {'target': max(len(row) - accepted, 1)}
+    if self._has_draft:
+      forwards['draft'] = timings.get('draft_n', 0)
+    return peer_lib.as_generation([row], self._eos_ids, forwards)
 
 
 def _file(name: str, flag: str) -> gguf.GGUFFile:
@@ -184,23 +168,8 @@ def _file(name: str, flag: str) -> gguf.GGUFFile:
   return found
 
 
-def _size(
-  file: gguf.GGUFFile,
-) -> tuple[machine.ModelSize, dict[str, int], int]:
-  """Size, costs and bytes of the weights of a GGUF file."""
-  size = machine.model_size(
-    adapter.as_model(hub.shape_module(file.config, jnp.dtype('float16')))
-  )
-  elements, total = file.stored_size()
-  costs = {
-    'per_forward': round(size.parameters * total / elements),
-    'per_slot': size.cache_per_slot * 2,
-  }
-  return size, costs, total
-
-
 def _command(
-  spec: arms_lib.ArmSpec,
+  spec: peer_lib.ArmSpec,
   program: str,
   files: Mapping[str, gguf.GGUFFile],
 ) -> list[str]:
@@ -218,38 +187,41 @@ def _command(
 
 
 def make_arms(
-  specs: Sequence[arms_lib.ArmSpec],
-  task: arms_lib.BenchmarkTask,
-  *,
+  specs: Sequence[peer_lib.ArmSpec],
+  task: peer_lib.BenchmarkTask,
   eos_ids: Sequence[int],
-) -> dict[arms_lib.ArmSpec, arms_lib.ReadyArm]:
+) -> dict[peer_lib.ArmSpec, peer_lib.ReadyArm]:
   """Starts a server for each arm.
 
   Raises:
-    ValueError: llama.cpp is missing or does not start, or an arm is not
-      supported.
+    ValueError: llama.cpp is missing or does not start, or a model is no GGUF
+      file.
   """
   program = find_server(task.llama_cpp)
   arms = {}
   for spec in specs:
-    if task.batch_size > 1:
-      raise ValueError(
-        f'arm {str(spec)!r}: llama.cpp arms decode one prompt at a time, not'
-        f' {task.batch_size}; leave out the arm or --batch_size'
-      )
     files = {'target': _file(task.models.target, 'target')}
-    if spec.method == 'llama.cpp-draft':
-      if task.models.draft is None:
-        raise ValueError(f'arm {str(spec)!r} needs a draft; give --draft')
+    if spec.method in PEER.drafted and task.models.draft is not None:
       files['draft'] = _file(task.models.draft, 'draft')
-    found = {name: _size(file) for name, file in files.items()}
-    sizes = {name: size for name, (size, _, _) in found.items()}
-    costs = {name: cost for name, (_, cost, _) in found.items()}
     server = _Server(_command(spec, program, files))
-    arms[spec] = arms_lib.ReadyArm(
-      decode=_Arm(server, task, eos_ids, sizes, costs),
-      sizes=sizes,
-      weight_bytes=sum(total for _, _, total in found.values()),
-      peak_beyond=lambda run: None,  # It is in another process.
+    arms[spec] = peer_lib.ReadyArm(
+      _Arm(server, task, eos_ids, 'draft' in files)
     )
   return arms
+
+
+PEER = peer_lib.Peer(
+  methods={  # The options are flags of the server.
+    'llama.cpp': (),
+    'llama.cpp-draft': ('spec_draft_n_max', 'spec_draft_p_min'),
+    'llama.cpp-lookup': (
+      'spec_type',
+      'spec_ngram_simple_size_n',
+      'spec_ngram_simple_size_m',
+    ),
+  },
+  dtypes=('gguf',),
+  drafted=('llama.cpp-draft',),
+  describe=describe,
+  make_arms=make_arms,
+)

@@ -13,8 +13,8 @@ import jax
 import numpy as np
 import tqdm
 
-from models.lab.study import exactness
-from models.lab.study import timing
+from models.lab.bench import exactness
+from models.lab.bench import timing
 from models.text import generator as generator_lib
 from models.text import result as result_lib
 from models.text import text_options
@@ -82,7 +82,7 @@ class TokenCheck(Check):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DistributionCheck(Check):
-  """Goodness-of-fit tests of the tokens, see `models.lab.study.exactness`.
+  """Goodness-of-fit tests of the tokens, see `models.lab.bench.exactness`.
 
   Impossible tokens, by prompt and offset, have target probability 0.
   """

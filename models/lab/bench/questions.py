@@ -37,7 +37,8 @@ class Question:
     return [*sum(pairs, ()), said[len(answers)]]
 
 
-def _to_object(line: str) -> dict[str, Any]:
+def to_object(line: str) -> dict[str, Any]:
+  """The JSON object of a line; empty if it is none."""
   try:
     found = json.loads(line)
   except (ValueError, RecursionError):
@@ -47,7 +48,7 @@ def _to_object(line: str) -> dict[str, Any]:
 
 def has_turns(line: str) -> bool:
   """Whether a line is a JSON object with the key `turns`."""
-  return 'turns' in _to_object(line)
+  return 'turns' in to_object(line)
 
 
 def parse(name: str, lines: Iterable[tuple[int, str]]) -> list[Question]:
@@ -58,7 +59,7 @@ def parse(name: str, lines: Iterable[tuple[int, str]]) -> list[Question]:
   questions = []
   is_text = lambda value: isinstance(value, str) and bool(value.strip())
   for number, line in lines:
-    found, place = _to_object(line), f'{name}, line {number}'
+    found, place = to_object(line), f'{name}, line {number}'
     category, turns = found.get('category'), found.get('turns')
     if not is_text(category):
       raise ValueError(f'{place}: expected an object with a text as category')

@@ -67,7 +67,12 @@ def to_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
   )
 
 
+def _cell(value: Any) -> str:
+  if isinstance(value, Mapping):
+    return ', '.join(f'{number} {name}' for name, number in value.items())
+  return f'{value:.4g}' if type(value) is float else f'{value}'
+
+
 def rows_to_table(rows: Sequence[Mapping[str, Any]]) -> str:
   """A Markdown table of dictionaries with the same keys."""
-  show = lambda value: f'{value:.4g}' if type(value) is float else f'{value}'
-  return to_table(list(rows[0]), [[*map(show, row.values())] for row in rows])
+  return to_table(list(rows[0]), [[*map(_cell, row.values())] for row in rows])

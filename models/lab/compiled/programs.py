@@ -76,23 +76,15 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-  """A device to compile for, with the rates of its data sheet.
+  """A device to compile for.
 
   The description of a GPU is XLA's `GpuTargetConfigProto` as text, that of a
   TPU the topology: the smallest that the compiler knows, or that of `device`.
   """
 
   platform: str  # For JAX: `tpu`, `cuda` or `cpu`.
-  bandwidth: float  # Bytes per second of the main memory.
-  flops: float  # bfloat16 operations per second, without sparsity.
   description: str = ''
   num_gpus: int = 1  # One host has so many.
-
-
-def _device(name: str, platform: str, description: str) -> Device:
-  limits = cost_model.HARDWARE[name]
-  flops = limits.peak('bfloat16')
-  return Device(platform, limits.bytes_per_second, flops, description)
 
 
 def _gpu(key: str, name: str, limits: str) -> Device:
@@ -120,7 +112,7 @@ def _gpu(key: str, name: str, limits: str) -> Device:
     dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
     device_description_str: "{name}"
   """
-  return _device(key, 'cuda', description)
+  return Device('cuda', description)
 
 
 _HOPPER = """
@@ -139,11 +131,10 @@ DEVICES = {
   'h200': _gpu('h200', 'NVIDIA H200', _HOPPER),
   'h100': _gpu('h100', 'NVIDIA H100 80GB HBM3', _HOPPER),
   'a100': _gpu('a100', 'NVIDIA A100-SXM4-80GB', _A100),
-  'v5e': _device('v5e', 'tpu', 'v5e:2x2'),
-  'v5p': _device('v5p', 'tpu', 'v5p:2x2x1'),
-  'v6e': _device('v6e', 'tpu', 'v6e:2x2'),
-  # Rough rates of a virtual machine with two cores.
-  'cpu': Device('cpu', bandwidth=28e9, flops=2e12),
+  'v5e': Device('tpu', 'v5e:2x2'),
+  'v5p': Device('tpu', 'v5p:2x2x1'),
+  'v6e': Device('tpu', 'v6e:2x2'),
+  'cpu': Device('cpu'),
 }
 """The devices that programs can be compiled for, by name."""
 
@@ -268,17 +259,6 @@ class CompiledTask(task_lib.Task):
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
-  """The least work of a device in a forward; all 0 if no model runs.
-
-  What is divided is divided evenly among all devices.
-  """
-
-  bytes: int = 0  # The weights once, and the full cache once.
-  flops: int = 0  # Two operations per weight and position.
-
-
-@dataclasses.dataclass(frozen=True)
 class Compiled:
   """A decode loop that was compiled for a device, or for several.
 
@@ -291,7 +271,7 @@ class Compiled:
   held: tuple[int, float]
   #: The sizes of the axes of whole weights and caches that are divided.
   divided: frozenset[tuple[int, ...]]
-  work: dict[str, Work]  # A forward of `target` and each stage.
+  stages: tuple[str, ...]  # Names.
 
 
 def config_of(name: str, vocab_size: int | None = None) -> adapter.Config:
@@ -367,41 +347,6 @@ def _request(task: CompiledTask, vocab_size: int) -> specdec.Request:
       watchers=(watchers_lib.EndOfText(jnp.zeros((1, 1), jnp.int32)),),
     )
   )
-
-
-def _work(
-  model: model_lib.Network, cache: specdec.KVCache, positions: int
-) -> Work:
-  spec = model.spec
-  rows = cache.length.shape[0]
-  row_shards = spec.row_shards if rows % spec.row_shards == 0 else 1
-  rows //= row_shards
-  leaves = jax.tree.leaves(model.params)
-  itemsize = min(leaf.dtype.itemsize for leaf in leaves)
-  whole = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-  share = sum(map(memory.bytes_on_device, leaves)) / whole
-  weight_bytes = round(spec.weight_bytes * share)
-  per_slot = spec.cache_bytes_per_slot // spec.slot_shards
-  return Work(
-    bytes=weight_bytes + rows * cache.num_slots * per_slot,
-    flops=2 * rows * positions * weight_bytes // itemsize,
-  )
-
-
-def _works(
-  target: model_lib.LanguageModel,
-  drafter: drafter_lib.Drafter,
-  state: step_lib.DecodeState,
-) -> dict[str, Work]:
-  """The work of the target and of each stage, by name."""
-  num_nodes = drafter.shape.num_nodes
-  works = {'target': _work(target, state.target.cache, num_nodes)}
-  for stage, carried in zip(drafter.stages, state.stages, strict=True):
-    works[stage.name] = Work()
-    for model in stage.scorer.facts.networks:
-      cache, width = carried.scorer.cache, stage.config.width
-      works[stage.name] = _work(model, cache, width)
-  return works
 
 
 def _placed(
@@ -510,5 +455,5 @@ def compile_program(
     temporary_bytes=compiled.memory_analysis().temp_size_in_bytes,
     held=(own, sum(map(_bytes, held)) - saved),
     divided=frozenset(counts.axes_of(leaf.shape) for leaf in divided),
-    work=_works(target, drafter, state),
+    stages=tuple(stage.name for stage in drafter.stages),
   )

@@ -2,7 +2,7 @@
 
 `ModelShape` and `Hardware` (presets: `MODELS`, `HARDWARE`) give the FLOP, bytes
 and seconds of a forward. `predict` gives the speed of a `SpeculativeStep` on a
-`Deployment`, and `claims` has tables of predictions.
+`Deployment`.
 """
 
 from models.lab.cost_model.forward import forward_cost
@@ -11,7 +11,6 @@ from models.lab.cost_model.forward import Hardware
 from models.lab.cost_model.forward import ModelShape
 from models.lab.cost_model.presets import HARDWARE
 from models.lab.cost_model.presets import MODELS
-from models.lab.cost_model.speculation import best_tree
 from models.lab.cost_model.speculation import break_even_batch_size
 from models.lab.cost_model.speculation import Deployment
 from models.lab.cost_model.speculation import predict
@@ -28,7 +27,6 @@ __all__ = (
   'ModelShape',
   'Prediction',
   'SpeculativeStep',
-  'best_tree',
   'break_even_batch_size',
   'forward_cost',
   'predict',

@@ -29,7 +29,6 @@ class ModelShape:
   tied: bool = False  #: Whether the output head is the token embedding.
   num_experts: int = 1  #: E, per layer; a dense model has no router.
   experts_per_token: int = 1  #: k, the number of experts of a token.
-  other_parameters: int = 0  #: Weights of matrices that no layer has.
   weight_bytes: float = 2.0  #: Bytes per weight.
   cache_bytes: float = 2.0  #: Bytes per element of the KV cache.
   activation_bytes: float = 2.0  #: Bytes per element of an activation.
@@ -55,7 +54,7 @@ class ModelShape:
     attention = 2 * self.width * heads * self.head_width
     router = self.width * self.num_experts if self.num_experts > 1 else 0
     in_layers = self.num_layers * (attention + router)
-    return in_layers + self.width * self.vocab_size + self.other_parameters
+    return in_layers + self.width * self.vocab_size
 
   @property
   def expert_parameters(self) -> int:
@@ -141,10 +140,6 @@ class Hardware:
       )
     return self.flops_per_second[dtype]
 
-  def ridge(self, dtype: str) -> float:
-    """FLOP per byte above which arithmetic is the limit instead of memory."""
-    return self.peak(dtype) / self.bytes_per_second
-
   def times(self, devices: int) -> 'Hardware':
     """Several of this device."""
     if devices < 1:
@@ -173,19 +168,10 @@ class ForwardCost:
   dtype: str  #: The products'.
 
   @property
-  def flops(self) -> float:
-    """All FLOP."""
-    return self.matmul_flops + self.attention_flops
-
-  @property
-  def read_bytes(self) -> float:
-    """Bytes of weights and caches, which the relative bandwidth compares."""
-    return self.weight_bytes + self.cache_read_bytes
-
-  @property
   def num_bytes(self) -> float:
     """All bytes moved."""
-    return self.read_bytes + (self.cache_write_bytes + self.activation_bytes)
+    cache_bytes = self.cache_read_bytes + self.cache_write_bytes
+    return self.weight_bytes + cache_bytes + self.activation_bytes
 
   def communication_seconds(self, hardware: Hardware) -> float:
     """Time of the collectives; 0 on one device.
@@ -201,13 +187,12 @@ class ForwardCost:
     summing = max(self.reductions * latency, 2 * sent * self.reduced_bytes)
     return summing + max(latency, sent * self.gathered_bytes)
 
-  def seconds(self, hardware: Hardware, *, overlap: bool = True) -> float:
+  def seconds(self, hardware: Hardware) -> float:
     """Lower bound of the time of the forward, by the roofline model.
 
     Products with weights and attention run one after the other, and each is
-    limited by memory or by arithmetic (Williams et al. 2009). Without `overlap`
-    a kernel does not compute while it reads, so both times add up. Devices wait
-    for the collectives.
+    limited by memory or by arithmetic (Williams et al. 2009). Devices wait for
+    the collectives.
     """
     peak = hardware.peak(self.dtype)
     cache_bytes = self.cache_read_bytes + self.cache_write_bytes
@@ -215,9 +200,8 @@ class ForwardCost:
       (self.num_bytes - cache_bytes, self.matmul_flops),
       (cache_bytes, self.attention_flops),
     )
-    combine = max if overlap else lambda memory, arithmetic: memory + arithmetic
     seconds = sum(
-      combine(moved / hardware.bytes_per_second, flops / peak)
+      max(moved / hardware.bytes_per_second, flops / peak)
       for moved, flops in kernels
     )
     return seconds / hardware.devices + self.communication_seconds(hardware)

@@ -12,17 +12,7 @@ _SIZES = (
   *('num_layers', 'width', 'num_heads', 'num_kv_heads', 'mlp_width'),
   *('vocab_size', 'num_experts', 'experts_per_token', 'head_width'),
 )
-_GPT2S = {
-  # Radford et al. 2019, table 2, and config.json on the Hugging Face hub.
-  'gpt2': (12, 768, 12, 12, 3072, 50257, 1, 1, 64),
-  'gpt2-medium': (24, 1024, 16, 16, 4096, 50257, 1, 1, 64),
-  'gpt2-large': (36, 1280, 20, 20, 5120, 50257, 1, 1, 64),
-  'gpt2-xl': (48, 1600, 25, 25, 6400, 50257, 1, 1, 64),
-  # The draft of arXiv 2308.04623. Only its size is published, 40 million
-  # parameters; a GPT-2 of half the width of the smallest one has as many.
-  'draft-40m': (12, 384, 6, 6, 1536, 50257, 1, 1, 64),
-}
-_LLAMAS = {
+_MODELS = {
   # Touvron et al. 2023 (arXiv 2307.09288); config.json of Llama-2-70b-hf.
   'llama-2-70b': (80, 8192, 64, 8, 28672, 32000, 1, 1, 128),
   # Zhang et al. 2024 (arXiv 2401.02385) and config.json; Llama 2's tokenizer.
@@ -30,11 +20,8 @@ _LLAMAS = {
   # Llama Team 2024 (arXiv 2407.21783), table 3. The context of 3.1 is 128K.
   'llama-3-8b': (32, 4096, 32, 8, 14336, 128256, 1, 1, 128),
   'llama-3-70b': (80, 8192, 64, 8, 28672, 128256, 1, 1, 128),
-  'llama-3-405b': (126, 16384, 128, 8, 53248, 128256, 1, 1, 128),
   # Jiang et al. 2024 (arXiv 2401.04088), table 1.
   'mixtral-8x7b': (32, 4096, 32, 8, 14336, 32000, 8, 2, 128),
-  # config.json of mistralai/Mixtral-8x22B-v0.1.
-  'mixtral-8x22b': (56, 6144, 48, 8, 16384, 32000, 8, 2, 128),
   # Qwen Team 2025 (arXiv 2505.09388), table 2, and config.json.
   'qwen3-30b-a3b': (48, 2048, 32, 4, 768, 151936, 128, 8, 128),
 }
@@ -42,12 +29,10 @@ _LLAMAS = {
 
 def _model(name: str, sizes: tuple[int, ...]) -> forward_lib.ModelShape:
   named: dict[str, Any] = dict(zip(_SIZES, sizes, strict=True))
-  if name in _GPT2S:
-    return forward_lib.ModelShape(name=name, gated=False, tied=True, **named)
   return forward_lib.ModelShape(name=name, **named)
 
 
-MODELS = {name: _model(name, row) for name, row in (_GPT2S | _LLAMAS).items()}
+MODELS = {name: _model(name, sizes) for name, sizes in _MODELS.items()}
 """Shapes of models by name."""
 
 
@@ -55,25 +40,21 @@ MODELS = {name: _model(name, row) for name, row in (_GPT2S | _LLAMAS).items()}
 # microseconds of a collective; GFLOP/s of tensor cores by dtype, without
 # sparsity and with float32 accumulation, 0 where the source has no rate.
 #
-# A GPU sends half of the bidirectional NVLink bandwidth of its data sheet (the
-# RTX 4090: PCIe 4.0 x16). The time is that of the model in NCCL 2.12
-# (src/graph/tuning.cc): ring, protocol LL, 3.6 + 14 hops of 0.47 (PCIe: 1.0).
+# A GPU sends half of the bidirectional NVLink bandwidth of its data sheet. The
+# time is that of the model in NCCL 2.12 (src/graph/tuning.cc): ring, protocol
+# LL, 3.6 + 14 hops of 0.47.
 #
-# A TPU sends half of the bidirectional bandwidth of the Google Cloud pages (v4:
-# six links of 50 GB/s, arXiv 2304.01433, table 4). At a corner of 2 x 4 or
-# 2 x 2 x 2 chips only half of its ports have a neighbour. A hop takes a
-# microsecond (Austin et al. 2025, How to Scale Your Model, Sharded Matrices);
-# a sum crosses these slices twice, in 8 or 6 hops.
+# A TPU sends half of the bidirectional bandwidth of the Google Cloud pages. At
+# a corner of 2 x 4 or 2 x 2 x 2 chips only half of its ports have a neighbour.
+# A hop takes a microsecond (Austin et al. 2025, How to Scale Your Model,
+# Sharded Matrices); a sum crosses these slices twice, in 8 or 6 hops.
 _DTYPES = ('bfloat16', 'int8', 'float8', 'float32')
 _DEVICES = {
-  # NVIDIA Ada GPU architecture, white paper, appendix A.
-  'rtx-4090': (1008, 24, 32, 17.6, 165_200, 660_600, 330_300, 82_600),
   # NVIDIA data sheets, SXM, and Hopper architecture white paper.
   'a100': (2039, 80, 300, 10.2, 312_000, 624_000, 0, 19_500),
   'h100': (3350, 80, 450, 10.2, 989_400, 1_978_900, 1_978_900, 66_900),
   'h200': (4800, 141, 450, 10.2, 989_400, 1_978_900, 1_978_900, 66_900),
   # Google Cloud documentation, per chip.
-  'v4': (1200, 32, 150, 6, 275_000, 275_000, 0, 0),
   'v5e': (819, 16, 100, 8, 197_000, 393_000, 0, 0),
   'v5p': (2765, 95, 300, 6, 459_000, 918_000, 0, 0),
   'v6e': (1638, 32, 200, 8, 918_000, 1_836_000, 0, 0),

@@ -1,4 +1,4 @@
-"""Predicted speed and traffic of speculative decoding.
+"""Predicted speed of speculative decoding.
 
 A step runs some draft forwards in sequence and a target forward over N nodes of
 every row. It emits tau tokens per row (the block efficiency):
@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import dataclasses
 import functools
 
+from models.lab.bench import optimal
 from models.lab.cost_model import forward as forward_lib
-from models.lab.study import optimal
 from specdec.tree import topology as topology_lib
 
 
@@ -23,21 +23,9 @@ class Deployment:
   """The models and the machine of a prediction."""
 
   target: forward_lib.ModelShape  #: The model that verifies.
-  draft: (
-    forward_lib.ModelShape | None
-  )  #: None if drafting costs nothing (n-grams).
+  #: None if drafting costs nothing (n-grams).
+  draft: forward_lib.ModelShape | None
   hardware: forward_lib.Hardware  #: The machine that runs both.
-  overlap: bool = True  #: See `ForwardCost.seconds`.
-
-  def fits(self, *, batch_size: int, context: float) -> bool:
-    """Whether weights and caches of both models fit the memory."""
-    resident = sum(
-      shape.parameters * shape.weight_bytes
-      + batch_size * context * shape.kv_bytes_per_token
-      for shape in (self.target, self.draft)
-      if shape
-    )
-    return resident <= self.hardware.devices * self.hardware.memory_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +56,7 @@ def tree_step(
   """The step of a fixed tree with one draft forward per level.
 
   `acceptance` is the probability that the target emits the candidate of each
-  rank (`models.lab.study.optimal.acceptance_by_rank`). A chain of n tokens with
+  rank (`models.lab.bench.optimal.acceptance_by_rank`). A chain of n tokens with
   acceptance a is `tree_step(chain(n), [a])`; it emits
   1 + a + ... + a^n = (1 - a^(n + 1)) / (1 - a) tokens.
 
@@ -92,16 +80,11 @@ def tree_step(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prediction:
-  """Predicted cost of a step at one batch size and context."""
+  """Predicted time of a step at one batch size and context."""
 
-  batch_size: int  #: B.
   tokens: float  #: Emitted per row and step.
   seconds: float  #: Per step.
   plain_seconds: float  #: Per step of plain decoding.
-  flops: float  #: Per step, of all models.
-  num_bytes: float  #: Moved per step, by all models.
-  #: Bytes of weights and caches read per token, relative to plain decoding.
-  relative_bandwidth: float
 
   @property
   def speedup(self) -> float:
@@ -113,16 +96,6 @@ class Prediction:
     """Seconds per token of a row."""
     return self.seconds / self.tokens
 
-  @property
-  def throughput(self) -> float:
-    """Tokens per second of all rows together."""
-    return self.batch_size / self.latency
-
-  @property
-  def arithmetic_intensity(self) -> float:
-    """FLOP per byte moved."""
-    return self.flops / self.num_bytes
-
 
 def predict(
   deployment: Deployment,
@@ -131,7 +104,7 @@ def predict(
   batch_size: int = 1,
   context: float = 0,
 ) -> Prediction:
-  """Predicts time and traffic of a step and of plain decoding.
+  """Predicts the time of a step and of plain decoding.
 
   B (`batch_size`) rows do not wait for each other, each emits tau on average;
   `context` is the number of tokens in the cache of each row. Of several devices
@@ -143,30 +116,19 @@ def predict(
   cost = functools.partial(
     forward_lib.forward_cost, batch_size=batch_size, context=context
   )
-  plain = cost(deployment.target)
-  verify = cost(deployment.target, num_tokens=step.num_nodes)
-  forwards = [(1.0, verify)]
   hardware = deployment.hardware
-  seconds = functools.partial(
-    forward_lib.ForwardCost.seconds, overlap=deployment.overlap
-  )
-  step_seconds = seconds(verify, hardware)
+  verify = cost(deployment.target, num_tokens=step.num_nodes)
+  seconds = verify.seconds(hardware)
   if deployment.draft and step.draft_forwards:
     drafting = cost(deployment.draft, num_tokens=step.draft_width)
-    forwards.append((step.draft_forwards, drafting))
     alone = dataclasses.replace(hardware, devices=1)
-    step_seconds += step.draft_forwards * min(
-      seconds(drafting, hardware), seconds(drafting, alone)
+    seconds += step.draft_forwards * min(
+      drafting.seconds(hardware), drafting.seconds(alone)
     )
-  read_bytes = sum(count * forward.read_bytes for count, forward in forwards)
   return Prediction(
-    batch_size=batch_size,
     tokens=step.tokens,
-    seconds=step_seconds,
-    plain_seconds=seconds(plain, hardware),
-    flops=sum(count * forward.flops for count, forward in forwards),
-    num_bytes=sum(count * forward.num_bytes for count, forward in forwards),
-    relative_bandwidth=read_bytes / step.tokens / plain.read_bytes,
+    seconds=seconds,
+    plain_seconds=cost(deployment.target).seconds(hardware),
   )
 
 
@@ -188,33 +150,3 @@ def break_even_batch_size(
     if found.speedup > 1:
       return None if batch_size == limit else batch_size + 1
   return 1
-
-
-def best_tree(
-  deployment: Deployment,
-  acceptance: Sequence[float],
-  *,
-  num_nodes: int,
-  max_depth: int,
-  batch_size: int = 1,
-  context: float = 0,
-) -> topology_lib.Topology | None:
-  """The fixed tree with the most predicted tokens per second.
-
-  Arguments are those of `tree_step` and `predict`; `num_nodes` (root included)
-  and `max_depth` are limits. With acceptance of one rank the tree is a chain.
-  Returns None if plain decoding is faster.
-  """
-
-  def seconds(size: int, depth: int) -> float:
-    # The draft does not score leaves, but their number is not known yet.
-    width = max((size - 1) / depth, 1.0) if depth else 1.0
-    step = SpeculativeStep(
-      num_nodes=size, draft_forwards=depth, draft_width=width
-    )
-    found = predict(deployment, step, batch_size=batch_size, context=context)
-    return found.seconds
-
-  return optimal.fastest_tree(
-    acceptance, num_nodes=num_nodes, max_depth=max_depth, seconds=seconds
-  )

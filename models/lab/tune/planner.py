@@ -27,11 +27,11 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from models.lab import machine
 from models.lab import task as task_lib
-from models.lab.study import costs as costs_lib
-from models.lab.study import exactness
-from models.lab.study import optimal
-from models.lab.study import replay
+from models.lab.bench import exactness
+from models.lab.bench import optimal
+from models.lab.bench import replay
 from models.lab.tune import candidate_methods
 from models.text import chat_template
 from models.text import drafters
@@ -116,7 +116,7 @@ class _Tried(NamedTuple):
 
   candidate: candidate_methods.Candidate
   drafter: specdec.Drafter
-  trial: costs_lib.Trial
+  trial: replay.Trial
   decodes: list[tuple[float, int]]
 
 
@@ -186,20 +186,20 @@ def _decode_samples(
   return samples
 
 
-def _measure_costs(search: _Search, first: _Sample) -> costs_lib.StepCosts:
+def _measure_costs(search: _Search, first: _Sample) -> machine.StepCosts:
   """Measures V(N) halfway through the first texts."""
   slots, room = padding.padded_shape(
     first.prompts, search.options['room_for_new_tokens']
   )
   halfway = np.mean([*map(len, first.prompts), *map(len, first.texts)])
-  costs = costs_lib.measure_step_costs(
+  costs = machine.measure_step_costs(
     search.pair.target,
     first.texts,
     prompt_slots=slots,
     max_new_tokens=room,
     context=max(2, int(halfway)),
     node_counts=NODE_COUNTS,
-    effort=costs_lib.Effort(
+    effort=machine.Effort(
       num_steps=4,
       most_tokens=_MOST_TOKENS,
       is_late=lambda: search.is_late(_COSTS_END),
@@ -217,7 +217,7 @@ def _replay(
   search: _Search,
   candidate: candidate_methods.Candidate,
   samples: list[_Sample],
-  costs: costs_lib.StepCosts,
+  costs: machine.StepCosts,
 ) -> _Tried | None:
   """Counts and times the decodes of a candidate, without the target."""
   name = candidate.name
@@ -242,7 +242,7 @@ def _replay(
     seconds, found = search.decode(oracle, drafter, sample, _REPLAYS_END)
     total += seconds
     stats.append(found.stats)
-  trial = costs_lib.Trial(
+  trial = replay.Trial(
     num_nodes=num_nodes,
     tokens=sum(counts.new_tokens for counts in stats),
     forwards=sum(counts.target_forwards for counts in stats),
@@ -257,7 +257,7 @@ def _replay_all(
   search: _Search,
   tried: dict[str, _Tried],
   samples: list[_Sample],
-  costs: costs_lib.StepCosts,
+  costs: machine.StepCosts,
 ) -> None:
   """Adds the candidates to `tried`, by name, plain decoding first."""
   has_draft = search.pair.drafting_model is not None
@@ -281,7 +281,7 @@ def _fixed_trees(
   search: _Search,
   tried: Mapping[str, _Tried],
   samples: list[_Sample],
-  costs: costs_lib.StepCosts,
+  costs: machine.StepCosts,
 ) -> Iterator[candidate_methods.Candidate]:
   """The best fixed tree, if it is predicted to be faster than plain.
 
@@ -338,7 +338,7 @@ def _decode_finalists(
   search: _Search,
   tried: Mapping[str, _Tried],
   samples: list[_Sample],
-  costs: costs_lib.StepCosts,
+  costs: machine.StepCosts,
 ) -> None:
   """Decodes plainly and with the fastest candidates, interleaved."""
   rates, target = _predicted(tried, costs), search.pair.target
@@ -378,7 +378,7 @@ def _decode_finalists(
 
 
 def _predicted(
-  tried: Mapping[str, _Tried], costs: costs_lib.StepCosts
+  tried: Mapping[str, _Tried], costs: machine.StepCosts
 ) -> dict[str, float]:
   """Predicted tokens per second, by name, fastest first."""
   rates = {
@@ -399,7 +399,7 @@ def _measured(tried: Mapping[str, _Tried]) -> dict[str, float]:
 
 def _choose_plan(
   tried: Mapping[str, _Tried],
-  costs: costs_lib.StepCosts,
+  costs: machine.StepCosts,
   context: plan_lib.Context,
 ) -> plan_lib.Plan:
   """The choice, from what is known so far; plain decoding must be tried."""

@@ -223,7 +223,7 @@ def test_configs(tmp_path):
       assert message in str(caught.value)
   path.write_text('[' * 99_999)
   flags = [f'--target={tmp_path}', '--draft=none']
-  assert str(path) in command_lines.refusal('cost_model.py', *flags)
+  assert str(path) in command_lines.refusal('generate.py', *flags)
 
 
 def _value(rng):

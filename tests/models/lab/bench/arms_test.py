@@ -5,6 +5,7 @@ import re
 import pytest
 
 from models.lab.bench import arms as arms_lib
+from models.lab.bench import peer as peer_lib
 from models.text import settings as settings_lib
 from specdec.tree import topology as topology_lib
 
@@ -16,11 +17,11 @@ def test_methods_dtypes_and_options_are_told_apart():
   )
   arms = arms_lib.parse_arms(text, 'float32')
   assert arms == [
-    arms_lib.ArmSpec('plain', 'float32'),
-    arms_lib.ArmSpec('chain', 'bfloat16'),
-    arms_lib.ArmSpec('tree', 'float32', (('num_nodes', '16'), ('rounds', '2'))),
-    arms_lib.ArmSpec('staged', 'bfloat16', (('inner', 'lookup'),)),
-    arms_lib.ArmSpec('transformers-lookup', 'float32'),
+    peer_lib.ArmSpec('plain', 'float32'),
+    peer_lib.ArmSpec('chain', 'bfloat16'),
+    peer_lib.ArmSpec('tree', 'float32', (('num_nodes', '16'), ('rounds', '2'))),
+    peer_lib.ArmSpec('staged', 'bfloat16', (('inner', 'lookup'),)),
+    peer_lib.ArmSpec('transformers-lookup', 'float32'),
   ]
   assert [arm.peer for arm in arms] == [None] * 4 + ['transformers']
   (arm,) = arms_lib.parse_arms('llama.cpp-draft(spec_draft_n_max=8)', 'float32')

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from models.lab.bench import batches as batches_lib
+from models.lab.bench import exactness
 from models.lab.bench import questions as questions_lib
-from models.lab.study import exactness
-from models.lab.study import timing
+from models.lab.bench import timing
 from models.nn import table_model
 import specdec
 from specdec import arguments as arguments_lib

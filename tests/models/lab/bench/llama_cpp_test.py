@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from models.lab.bench import arms as arms_lib
-from models.lab.bench import llama_cpp
+from models.lab.bench import peer as peer_lib
 from models.text import choice as choice_lib
 from models.text import settings as settings_lib
 import specdec
@@ -85,8 +85,8 @@ def _arms(folder, text, **changes):
   settings = {'models': choice, 'drafting': settings_lib.DraftSettings()}
   settings |= {'sampling': specdec.Sampling(), 'llama_cpp': str(folder)}
   specs = arms_lib.parse_arms(text, 'float32')
-  task = arms_lib.BenchmarkTask(**settings | changes)
-  arms = llama_cpp.make_arms(specs, task, eos_ids=(_EOS,))
+  task = peer_lib.BenchmarkTask(**settings | changes)
+  arms = arms_lib.make_peer_arms(specs, task, (_EOS,))
   return [arms[spec] for spec in specs]
 
 
@@ -96,18 +96,12 @@ def test_tokens_and_forwards_are_counted_as_ours(folder):
   assert generation.tokens == [[12, 13, 14, 15, 16]]
   assert generation.finish_reasons == ['length']
   assert generation.stats.target_forwards == 5
-  assert generation.stats.positions == {'target': 5}
   assert plain.decode([[10, 11]], 0).tokens == [[]]
   ended = draft.decode([[3, 4]], 9)
   assert (ended.tokens, ended.finish_reasons) == ([[5, 6, _EOS]], ['eos'])
   stats = draft.decode([[10, 11]], 5).stats
   assert stats.target_forwards == 3
   assert stats.stage_forwards == {'draft': 6}
-  assert stats.positions == {'target': 9, 'draft': 6}
-  sizes, costs = plain.sizes['target'], stats.costs['target']
-  assert costs['per_forward'] == 2 * sizes.parameters
-  assert costs['per_slot'] == 2 * 2 * 8
-  assert plain.weight_bytes == 2 * 40 * 16
 
 
 def test_what_the_server_is_told(folder):
@@ -124,7 +118,9 @@ def test_what_the_server_is_told(folder):
     '"--spec-type": "draft-simple", "--spec-draft-n-max": "4"',
   ):
     assert part in said
-  assert llama_cpp.describe(str(folder))['llama.cpp'] == 'version: 5 (abc)'
+  task = peer_lib.BenchmarkTask(llama_cpp=str(folder))
+  described = arms_lib.PEERS['llama.cpp'].describe(task)
+  assert described['llama.cpp'] == 'version: 5 (abc)'
 
 
 _BIASED = {'sampling': specdec.Sampling(logit_bias={1: 2})}

@@ -15,8 +15,8 @@ import tiny_drafters
 
 from models.lab import task as task_lib
 from models.lab.bench import acceptance
+from models.lab.bench import exactness
 from models.lab.bench import lossless
-from models.lab.study import exactness
 from models.nn import table_model
 from models.text import generator as generator_lib
 from models.text import settings as settings_lib

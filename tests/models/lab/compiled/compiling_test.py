@@ -4,6 +4,7 @@ import pathlib
 
 import pytest
 
+from models.lab.bench import record
 from models.lab.compiled import counts
 from models.lab.compiled import hlo
 from models.lab.compiled import programs
@@ -113,47 +114,35 @@ def test_exchanges_between_devices():
 def test_whole_weights_are_found_however_they_are_gathered():
   text = (_GOLDEN / 'compiled_collectives.txt').read_text()
   # The weight, of which each device has [64, 8].
-  device = programs.DEVICES['v5e']
   for divided, number in (((8, 512), 1), ((8, 8, 64), 1), ((16, 256), 0)):
-    compiled = programs.Compiled(text, 0, (1, 1.0), frozenset({divided}), {})
-    (step,) = report_lib.analyse('plain', compiled, device).loops
+    compiled = programs.Compiled(text, 0, (1, 1.0), frozenset({divided}), ())
+    (step,) = report_lib.analyse(compiled)
     assert step['whole_tensors'] == number, divided
     assert step['collective_bytes'] == 4 * 64 + 4 * 8 * 64 + 2 * 8 * 64 * 8
 
 
-def test_a_report_compares_with_the_least_that_must_be_read():
-  compiled = programs.Compiled(
-    text=_PROGRAM,
-    temporary_bytes=2_000_000,
-    held=(3_000_000, 2.4e6),
-    divided=frozenset(),
-    work={
-      'target': programs.Work(bytes=1000, flops=10),
-      'draft': programs.Work(4, 40),
-    },
-  )
-  device = programs.Device(platform='tpu', bandwidth=1e6, flops=1e4)
-  report = report_lib.analyse('chain', compiled, device)
-  step, growth = report.loops
+def test_a_report_names_the_loops():
+  stages = ('draft', 'lookup')
+  expected = 'to_apply=%less, backend_config={"estimated_cycles":"7"}'
+  program = _PROGRAM.replace('to_apply=%less', expected)
+  compiled = programs.Compiled(program, 0, (1, 1.0), frozenset(), stages)
+  step, growth = report_lib.analyse(compiled)
   assert step['loop'] == 'decode step'
   assert (step['bookkeeping'], step['host_transfers']) == (3, 1)
   assert growth['loop'] == 'growth round of draft, before'
-  # Bound by bytes, and bound by products.
-  assert (step['floor_ms'], growth['floor_ms']) == (1.0, 4.0)
-  assert step['bandwidth_ms'] == pytest.approx(step['bytes'] / 1000, rel=1e-3)
-  table = report_lib.to_markdown([report])
-  assert '1 f32[96,171]' in table
-  assert 'chain 2.0 MB' in table
-  assert 'chain 0.003 GB (1.2500 of ideal)' in table
+  assert growth['kernels'] == 4
+  # It sorts three times.
+  assert (step['cycles'], growth['cycles']) == (0, 3 * 7)
+  assert '1 f32[96,171] |' in record.rows_to_table([step, growth])
 
 
 def test_what_is_no_program_is_refused():
   with pytest.raises(ValueError, match='no ENTRY'):
     hlo.parse('module @jit_advance { func.func public @main() }')
   empty = 'ENTRY %main (a: s32[]) -> s32[] {\n}\n'
-  none = programs.Compiled(empty, 0, (0, 0.0), frozenset(), {})
+  none = programs.Compiled(empty, 0, (0, 0.0), frozenset(), ())
   with pytest.raises(ValueError, match='one decode loop'):
-    report_lib.analyse('plain', none, programs.DEVICES['v5e'])
+    report_lib.analyse(none)
   for method, verify, message in (
     ('beam', 'match', "'beam' is not known"),
     ('tree', 'block', 'verify=block is for chains'),

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
+from models.lab import machine
 from models.lab import task as task_lib
-from models.lab.study import costs as costs_lib
 from models.lab.training import tokenizer as tokenizer_lib
 from models.lab.tune import candidate_methods
 from models.lab.tune import plan_lookup
@@ -25,7 +25,7 @@ _TEXT = 'the cat says ok, and the dog says no to the cat\n' * 20
 _PROMPTS = ('the cat says', 'ok, and', 'the dog', 'to the cat')
 _SAMPLING = specdec.Sampling(temperature=0.7)
 # Before a test replaces it.
-_MEASURE = costs_lib.measure_step_costs
+_MEASURE = machine.measure_step_costs
 _FEW = {candidate_methods.PLAIN, 'chain 2', 'lookup N=8'}
 
 
@@ -66,9 +66,9 @@ def winning(monkeypatch):
   kept = tuple(one for one in candidate_methods._CANDIDATES if one[0] in _FEW)
   monkeypatch.setattr(candidate_methods, '_CANDIDATES', kept)
   monkeypatch.setattr(planner, 'NODE_COUNTS', (1, 8))
-  costs = costs_lib.StepCosts(prompt=0.0, verification={1: 10.0, 8: 10.0})
+  costs = machine.StepCosts(prompt=0.0, verification={1: 10.0, 8: 10.0})
   measure = mock.Mock(return_value=costs)
-  monkeypatch.setattr(costs_lib, 'measure_step_costs', measure)
+  monkeypatch.setattr(machine, 'measure_step_costs', measure)
   return measure
 
 

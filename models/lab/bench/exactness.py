@@ -19,6 +19,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 import numpy as np
+from scipy import special
 
 from specdec import mappings
 from specdec import model as model_lib
@@ -123,11 +124,6 @@ def _chi_square(values: np.ndarray, bins: int) -> float:
   return ((counts - expected) ** 2 / expected).sum()
 
 
-def _p_value(statistic: float, freedom: int) -> float:
-  value = jax.scipy.special.gammaincc(freedom / 2, max(statistic, 0.0) / 2)
-  return float(value)
-
-
 def p_values(rows: Sequence[np.ndarray]) -> dict[str, float]:
   """P-values under the hypothesis that the tokens follow the target.
 
@@ -140,14 +136,15 @@ def p_values(rows: Sequence[np.ndarray]) -> dict[str, float]:
   for column, order in enumerate(ORDERS[: rows[0].shape[1]]):
     scaled = [np.clip(row[:, column], 0, 1 - 1e-7) for row in rows]
     fine = (np.concatenate(scaled) * _BINS).astype(int)
-    uniform = _p_value(_chi_square(fine, _BINS), _BINS - 1)
-    values[f'uniform, {order}'] = uniform
+    uniform = _chi_square(fine, _BINS)
+    values[f'uniform, {order}'] = float(special.chdtrc(_BINS - 1, uniform))
     coarse = [(row * _PAIR_BINS).astype(int) for row in scaled]
     pairs = np.concatenate([_PAIR_BINS * row[:-1] + row[1:] for row in coarse])
     serial = _chi_square(pairs, _PAIR_BINS**2)
     serial -= _chi_square(pairs // _PAIR_BINS, _PAIR_BINS)
     freedom = _PAIR_BINS**2 - _PAIR_BINS
-    values[f'independent, {order}'] = _p_value(serial, freedom)
+    serial = max(serial, 0.0)
+    values[f'independent, {order}'] = float(special.chdtrc(freedom, serial))
   return values
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import tiny
 import tiny_drafters
 
-from models.lab.study import replay
+from models.lab.bench import replay
 import specdec
 from specdec import sampling_arguments
 from specdec.tree import topology as topology_lib

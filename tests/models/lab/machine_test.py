@@ -1,13 +1,12 @@
-"""The cost model of planning by hand, and what is measured for it."""
+"""Measurements of a machine, and predictions from them by hand."""
 
 import pytest
 import tiny
 
-from models.lab.study import costs as costs_lib
+from models.lab import machine
+from models.lab.bench import replay
 
-_COSTS = costs_lib.StepCosts(
-  prompt=0.5, verification={1: 0.1, 4: 0.13, 8: 0.21}
-)
+_COSTS = machine.StepCosts(prompt=0.5, verification={1: 0.1, 4: 0.13, 8: 0.21})
 
 
 def test_v_is_linear_between_the_measured_sizes():
@@ -18,12 +17,12 @@ def test_v_is_linear_between_the_measured_sizes():
     with pytest.raises(ValueError, match='num_nodes must be 1 to 8'):
       _COSTS.of_nodes(outside)
   with pytest.raises(ValueError, match='1 node'):
-    costs_lib.StepCosts(prompt=0.0, verification={4: 1.0})
+    machine.StepCosts(prompt=0.0, verification={4: 1.0})
 
 
 def test_a_prediction_by_hand():
   counts = {'num_nodes': 4, 'steps': 40, 'prompts': 2, 'seconds': 2.0}
-  trial = costs_lib.Trial(tokens=100, forwards=40, **counts)
+  trial = replay.Trial(tokens=100, forwards=40, **counts)
   # 2 s of replay, 2 prompts of 0.5 s, 40 steps of 0.13 s.
   assert trial.tokens_per_second(_COSTS) == pytest.approx(100 / (2 + 1 + 5.2))
   assert trial.block_efficiency == 2.5
@@ -31,19 +30,19 @@ def test_a_prediction_by_hand():
   assert trial.drafting_seconds == pytest.approx(0.05)
   assert trial.step_seconds(_COSTS) == pytest.approx(0.18)
   # Rows share their steps: one of 4 is slow, and the others wait for it.
-  trial = costs_lib.Trial(tokens=400, forwards=100, **counts)
+  trial = replay.Trial(tokens=400, forwards=100, **counts)
   assert trial.block_efficiency == 4.0
   assert trial.tokens_per_second(_COSTS) == pytest.approx(400 / 8.2)
 
 
 def _measure(target=None, texts=((1, 2, 3), (4,)), context=40, **effort):
-  return costs_lib.measure_step_costs(
+  return machine.measure_step_costs(
     *(tiny.gpt2(num_layers=1) if target is None else target, texts),
     prompt_slots=32,
     max_new_tokens=64,
     context=context,
     node_counts=(2, 4, 8),
-    effort=costs_lib.Effort(**{'num_steps': 1, 'repeats': 1} | effort),
+    effort=machine.Effort(**{'num_steps': 1, 'repeats': 1} | effort),
   )
 
 
@@ -62,3 +61,14 @@ def test_costs_are_measured_for_every_size_that_can_pay_until_it_is_late():
     _measure(context=97)
   with pytest.raises(ValueError, match='at least one token in every row'):
     _measure(texts=[[1], []])
+
+
+def test_bandwidth_is_the_median_of_samples(monkeypatch):
+  monkeypatch.setattr(machine, '_READ_BYTES', {'default': 1 << 20})
+  bandwidth = machine.Bandwidth()
+  for _ in range(3):
+    bandwidth.sample()
+  found = bandwidth.summary()
+  samples = found['bytes_per_second_samples']
+  assert len(samples) == 3
+  assert found['bytes_per_second'] == sorted(samples)[1] > 0

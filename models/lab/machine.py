@@ -1,32 +1,90 @@
-"""Costs of decoding: the measured V(N), and the speed predicted from it.
+"""Measurements of a machine: bandwidth, memory, and forwards.
 
-V(N) is the time of one target forward over N tree nodes of each row. With the
-counts and the time of a replay (`models.lab.study.replay`), which contains
-drafting, the loop and the host, it predicts the time of a decode:
+The speed of a machine drifts. So alternatives are timed in turns, the bandwidth
+is measured again before every batch of a benchmark, and medians are used.
 
-    replay seconds + prompts * prompt seconds + steps * V(N)
-
-The models were timed apart, so the prediction leaves out that they evict each
-other from the caches of the processor: it is a lower bound.
+V(N) is the time of one target forward over N tree nodes of each row.
 """
 
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
+import contextlib
+import ctypes
 import dataclasses
 import math
+import pathlib
+import re
 import time
+from typing import Any
 
 import jax
 from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
+from models.checkpoints import hub
+from models.text import choice as choice_lib
+from models.text import pair as pair_lib
+from models.text import sources as sources_lib
 from specdec import best as best_lib
 from specdec import cache as cache_lib
 from specdec import carried as carried_lib
 from specdec import mappings
 from specdec import model as model_lib
+
+Row = dict[str, Any]
+"""A row of a table, by column."""
+
+# Larger than the caches of a processor, small enough to fit beside the models.
+_READ_BYTES = {'cpu': 256 << 20, 'default': 2 << 30}
+_COLUMNS = 1024
+_REPEATS = 4  # per sample
+
+
+@jax.jit
+def _product(array, vector):
+  """Reads the array as decoding reads weights."""
+  return lax.dot_general(array, vector, (((1,), (0,)), ((), ())))
+
+
+_sum = jax.jit(jnp.sum)
+
+
+class Bandwidth:
+  """Measures how fast the default device reads, sample by sample.
+
+  That is the rate of reading a large array by the faster of two kernels.
+  """
+
+  def __init__(self) -> None:
+    platform = jax.default_backend()
+    size = _READ_BYTES.get(platform, _READ_BYTES['default'])
+    self._array = jnp.ones((size // (4 * _COLUMNS), _COLUMNS), jnp.float32)
+    self._vector = jnp.ones(_COLUMNS, jnp.float32)
+    self._samples: list[float] = []
+    self.sample()  # compiles
+    self._samples.clear()
+
+  def _rate(self, read: Callable[[], jax.Array]) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready([read() for _ in range(_REPEATS)])
+    return self._array.nbytes * _REPEATS / (time.perf_counter() - start)
+
+  def sample(self) -> None:
+    """Measures the rate once."""
+    readers = (
+      lambda: _product(self._array, self._vector),
+      lambda: _sum(self._array),
+    )
+    self._samples.append(max(map(self._rate, readers)))
+
+  def summary(self) -> dict[str, Any]:
+    """`bytes_per_second`, the median, and `bytes_per_second_samples`."""
+    return {
+      'bytes_per_second': float(np.median(self._samples)),
+      'bytes_per_second_samples': self._samples,
+    }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,38 +115,6 @@ class StepCosts:
       )
     values = [self.verification[size] for size in sizes]
     return float(np.interp(num_nodes, sizes, values))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Trial:
-  """Counts and time of a replay of sample texts with one drafter."""
-
-  num_nodes: int  # N of the trees; 1 for plain decoding.
-  tokens: int  # Emitted tokens of all rows.
-  forwards: int  # Target forwards, summed over the rows that were not done.
-  steps: int  # Batched target forwards.
-  prompts: int  # Batches that were decoded.
-  seconds: float  # Wall time of the replay.
-
-  @property
-  def block_efficiency(self) -> float:
-    """Tokens per target forward."""
-    return self.tokens / max(self.forwards, 1)
-
-  @property
-  def drafting_seconds(self) -> float:
-    """Seconds per step of everything but the target."""
-    return self.seconds / max(self.steps, 1)
-
-  def step_seconds(self, costs: StepCosts) -> float:
-    """Predicted seconds of one step."""
-    return self.drafting_seconds + costs.of_nodes(self.num_nodes)
-
-  def tokens_per_second(self, costs: StepCosts) -> float:
-    """Predicted tokens per second, all rows together."""
-    verification = self.steps * costs.of_nodes(self.num_nodes)
-    seconds = self.seconds + self.prompts * costs.prompt + verification
-    return self.tokens / seconds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -217,3 +243,86 @@ def measure_step_costs(
 
   seconds = _median_seconds(verify, sizes, effort)
   return StepCosts(prompt=prompt, verification=seconds)
+
+
+def forward(
+  models: choice_lib.ModelChoice,
+  widths: Sequence[int],
+  repeats: int,
+  *,
+  context: int,
+) -> list[Row]:
+  """V(N) of a target as median milliseconds by N, which are 1 and the `widths`.
+
+  The context is the number of tokens in the cache.
+
+  Raises:
+    ValueError: a width is below 1.
+  """
+  widths = sorted({1, *widths})
+  if widths[0] < 1:
+    raise ValueError(f'--sizes={widths}: expected integers of at least 1')
+  target = pair_lib.load_pair(models.of_target).target
+  seconds = measure_step_costs(
+    target,
+    [list(range(target.spec.vocab_size))],
+    prompt_slots=context,
+    max_new_tokens=64,
+    context=context,
+    node_counts=widths,
+    effort=Effort(num_steps=4, repeats=repeats),
+  ).verification
+  return [
+    {'dtype': models.dtype, 'N': n, 'ms': 1e3 * seconds[n]} for n in widths
+  ]
+
+
+_PROC = pathlib.Path('/proc/self')
+
+
+def _resident(key: str) -> int:
+  """A size in `/proc/self/status`, in bytes."""
+  found = re.search(rf'{key}:\s*(\d+) kB', (_PROC / 'status').read_text())
+  if found is None:
+    raise OSError(f'/proc/self/status has no {key}')
+  return 1024 * int(found[1])
+
+
+def host_peak(run: Callable[[], Any]) -> int:
+  """The peak of resident memory during a call, in bytes (Linux only).
+
+  Raises:
+    OSError: `/proc/self/clear_refs` or `/proc/self/status` is missing.
+  """
+  with contextlib.suppress(OSError, AttributeError):
+    # Memory that is free but resident would not be counted when it is reused.
+    ctypes.CDLL(None).malloc_trim(0)
+  (_PROC / 'clear_refs').write_text('5')  # VmHWM is set to VmRSS, `man 5 proc`
+  before = _resident('VmRSS')
+  run()
+  return max(_resident('VmHWM') - before, 0)
+
+
+def memory(models: choice_lib.ModelChoice) -> list[Row]:
+  """The peak of host memory while a target is loaded (Linux only)."""
+  sources = sources_lib.open_sources(models.of_target)
+  found = sources.target
+  jax.devices()  # the memory of the backend itself does not count
+  loaded: list[jax.Array] = []
+
+  def load() -> None:
+    module = hub.read_module(found, dtype=sources.dtype, packed=sources.packed)
+    loaded.extend(jax.block_until_ready(jax.tree.leaves(module)))
+
+  peak = host_peak(load)
+  loaded_bytes = sum(leaf.nbytes for leaf in loaded)
+  return [
+    {
+      'model': found.path.name,
+      'dtype': sources.dtype,
+      'checkpoint_bytes': found.size,
+      'loaded_bytes': loaded_bytes,
+      'peak_bytes': peak,
+      'peak_per_loaded_byte': round(peak / loaded_bytes, 3),
+    }
+  ]

@@ -14,7 +14,7 @@ import pytest
 from scipy import optimize
 from scipy import sparse
 
-from models.lab.study import ceilings
+from models.lab.bench import ceilings
 from specdec import sampling as sampling_lib
 from specdec.tree import topology as topology_lib
 

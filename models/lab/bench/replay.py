@@ -3,6 +3,13 @@
 With `verify='match'` the text does not depend on the drafter. So any drafter
 can be tried on a text of the target with an oracle target, which knows the next
 token. All counts are those of the real decode; the time is that of drafting.
+With V(N), the measured time of one target forward over N tree nodes of each
+row, they predict the time of a decode:
+
+    replay seconds + prompts * prompt seconds + steps * V(N)
+
+The models were timed apart, so the prediction leaves out that they evict each
+other from the caches of the processor: it is a lower bound.
 
     known = specdec.generate(target, key, prompts, ...).tokens
     texts = [prompt + new for prompt, new in zip(prompts, known)]
@@ -18,7 +25,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.lab.study import exactness
+from models.lab import machine
+from models.lab.bench import exactness
 from specdec import cache as cache_lib
 from specdec import mappings
 from specdec import model as model_lib
@@ -130,3 +138,35 @@ def next_token_ranks(
   ranks = jnp.sum(scores > own, axis=-1)
   possible = own[..., 0] > sampling_lib.EXCLUDED
   return jnp.where(possible, ranks, scores.shape[-1]).astype(jnp.int32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trial:
+  """Counts and time of a replay of sample texts with one drafter."""
+
+  num_nodes: int  # N of the trees; 1 for plain decoding.
+  tokens: int  # Emitted tokens of all rows.
+  forwards: int  # Target forwards, summed over the rows that were not done.
+  steps: int  # Batched target forwards.
+  prompts: int  # Batches that were decoded.
+  seconds: float  # Wall time of the replay.
+
+  @property
+  def block_efficiency(self) -> float:
+    """Tokens per target forward."""
+    return self.tokens / max(self.forwards, 1)
+
+  @property
+  def drafting_seconds(self) -> float:
+    """Seconds per step of everything but the target."""
+    return self.seconds / max(self.steps, 1)
+
+  def step_seconds(self, costs: machine.StepCosts) -> float:
+    """Predicted seconds of one step."""
+    return self.drafting_seconds + costs.of_nodes(self.num_nodes)
+
+  def tokens_per_second(self, costs: machine.StepCosts) -> float:
+    """Predicted tokens per second, all rows together."""
+    verification = self.steps * costs.of_nodes(self.num_nodes)
+    seconds = self.seconds + self.prompts * costs.prompt + verification
+    return self.tokens / seconds

@@ -1,1 +1,0 @@
-"""Measures decoding: time, exactness, acceptance on known texts."""
