@@ -123,7 +123,7 @@ def main() -> None:
   paths = {_BATCH_SIZE.value: path}
   questions = prompt_flags.file_questions(_CATEGORIES.value)
   if _BATCH_SIZES.value:
-    sizes = options.batch_sizes(_BATCH_SIZES.value, len(questions))
+    sizes = prompt_flags.batch_sizes(_BATCH_SIZES.value, len(questions))
     paths = {n: path.with_stem(f'{path.stem}_b{n}') for n in sizes}
   for file in paths.values() if output else ():
     record.prepare_output(str(file))

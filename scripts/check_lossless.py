@@ -37,7 +37,7 @@ def main() -> None:
   from models.lab.bench import record
 
   prompts = prompt_flags.file_prompts()
-  sizes = options.batch_sizes(_BATCH_SIZES.value)
+  sizes = prompt_flags.batch_sizes(_BATCH_SIZES.value)
   record.prepare_output(_OUTPUT.value)
   generator = loading.generator(prompts, max(sizes))
   arguments = options.decoding()

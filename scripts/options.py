@@ -164,21 +164,6 @@ def define_batch_size(default: int, text: str) -> flags.FlagHolder:
   )
 
 
-def batch_sizes(
-  given: Sequence[str], num_prompts: int | None = None
-) -> list[int]:
-  """The numbers of `--batch_sizes`, each at most that of the prompts."""
-  sizes = [int(size) if size.isdecimal() else 0 for size in given]
-  largest = min(num_prompts or LARGEST_BATCH, LARGEST_BATCH)
-  if not sizes or not all(1 <= size <= largest for size in sizes):
-    there = f'; there are {num_prompts} prompts' if num_prompts else ''
-    raise ValueError(
-      f'--batch_sizes={",".join(given)}: expected integers from 1 to'
-      f' {largest}{there}'
-    )
-  return sizes
-
-
 def define_stop() -> None:
   """Defines `--stop`, which `stop` reads."""
   text = r'the text ends before this; \n is a line end; may be repeated'

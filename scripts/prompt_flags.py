@@ -18,6 +18,21 @@ def define_num_prompts(text: str = 'default: all') -> None:
   )
 
 
+def batch_sizes(
+  given: Sequence[str], num_prompts: int | None = None
+) -> list[int]:
+  """The numbers of `--batch_sizes`, each at most that of the prompts."""
+  sizes = [int(size) if size.isdecimal() else 0 for size in given]
+  largest = min(num_prompts or options.LARGEST_BATCH, options.LARGEST_BATCH)
+  if not sizes or not all(1 <= size <= largest for size in sizes):
+    there = f'; there are {num_prompts} prompts' if num_prompts else ''
+    raise ValueError(
+      f'--batch_sizes={",".join(given)}: expected integers from 1 to'
+      f' {largest}{there}'
+    )
+  return sizes
+
+
 def _read_prompts(
   limit: int | None, lines: Sequence[tuple[int, str]]
 ) -> list[str]:
