@@ -1,8 +1,8 @@
 """Training of drafters that learn from the hidden states of a target.
 
-What the target computes for a corpus is kept on disk, in 16 bits. Files have
-some dozens of windows each, so that a run that is killed goes on with the next
-file, and a damaged file costs no more than its own windows.
+What the target writes and computes is kept on disk, states in 16 bits. Files
+have some dozens of windows each, so that a run that is killed goes on with the
+next file, and a damaged file costs no more than its own windows.
 """
 
 import abc
@@ -30,6 +30,7 @@ from models.nn import dtypes
 from models.nn import matrices as matrices_lib
 from models.nn.cpu import build
 from models.text import plan as plan_lib
+import specdec
 from specdec import cache as cache_lib
 from specdec import model as model_lib
 
@@ -138,6 +139,39 @@ class Lesson:
   lm_head: Any
   reads: tuple[int, ...]
 
+  def answers(
+    self,
+    tokens: np.ndarray,
+    number: int,
+    folder: pathlib.Path,
+    report: trainer.Report = print,
+  ) -> np.ndarray:
+    """Windows whose last tokens the target writes, or those still missing.
+
+    The temperatures of the rows of a file are spread from 0 to 1.
+
+    Args:
+      tokens: `[N, L + 1]` int32.
+      number: how many tokens of each window it writes.
+      folder: of the files.
+      report: is called with a line for each damaged file.
+    """
+    temperature = np.linspace(0, 1, _WINDOWS, dtype=np.float32)
+
+    def write(rows: np.ndarray) -> np.ndarray:
+      begun = np.resize(rows[:, :-number], (_WINDOWS, rows.shape[1] - number))
+      written = specdec.generate(
+        self.target,
+        jax.random.key(int(rows.sum())),  # The same in a run that goes on.
+        begun.tolist(),
+        max_new_tokens=number,
+        sampling=specdec.Sampling(temperature=temperature),
+      )
+      whole = np.concatenate([begun, np.array(written.tokens)], axis=1)
+      return whole[: len(rows)].astype(np.int32)
+
+    return np.concatenate(_in_files(tokens, write, folder, report))
+
   def features(
     self,
     tokens: np.ndarray,
@@ -153,23 +187,36 @@ class Lesson:
       folder: of the files.
       report: is called with a line for each damaged file.
     """
-    files = []
     size = min(max(1, 1024 // tokens.shape[1]), len(tokens))  # In a forward.
-    numbers = range(-(-len(tokens) // _WINDOWS))
-    for number in tqdm.tqdm(numbers, f'features for {folder.name}'):
-      files.append(folder / f'windows_{number:05d}.npy')
-      if kept.is_whole(files[-1], report):
-        continue
-      part = tokens[number * _WINDOWS :][:_WINDOWS]
-      padded = np.resize(part, (-(-len(part) // size) * size, part.shape[1]))
+
+    def compute(rows: np.ndarray) -> np.ndarray:
+      padded = np.resize(rows, (-(-len(rows) // size) * size, rows.shape[1]))
       found = np.empty(padded.shape, dtype)
       for first in range(0, len(padded), size):
-        rows = padded[first : first + size]
-        fields = _compute(self.target, self.lm_head, rows, self.reads)
+        some = slice(first, first + size)
+        fields = _compute(self.target, self.lm_head, padded[some], self.reads)
         for name, values in zip(dtype.names or (), fields, strict=True):
-          found[name][first : first + size] = values
-      kept.save(files[-1], functools.partial(np.save, arr=found[: len(part)]))
-    return Features(tokens, [np.load(file, mmap_mode='r') for file in files])
+          found[name][some] = values
+      return found[: len(rows)]
+
+    return Features(tokens, _in_files(tokens, compute, folder, report))
+
+
+def _in_files(
+  tokens: np.ndarray,
+  make: Callable[[np.ndarray], np.ndarray],
+  folder: pathlib.Path,
+  report: trainer.Report,
+) -> list[np.ndarray]:
+  """What `make` gives for `_WINDOWS` windows at a time, kept in files."""
+  files = []
+  what = f'{folder.parent.name} for {folder.name}'
+  for first in tqdm.tqdm(range(0, len(tokens), _WINDOWS), what):
+    files.append(folder / f'windows_{first // _WINDOWS:05d}.npy')
+    if not kept.is_whole(files[-1], report):
+      found = make(tokens[first : first + _WINDOWS])
+      kept.save(files[-1], functools.partial(np.save, arr=found))
+  return [np.load(file, mmap_mode='r') for file in files]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -183,6 +230,7 @@ class TargetTraining(trainer.Training):
   target: str = 'demo'  # See `models.load`.
   target_dtype: str = dtypes.AUTO  # That the target computes in.
   length: int = 256  # Tokens of a window.
+  answer_tokens: int = 0  # Its last ones, which the target writes itself.
   feature_gigabytes: float = 10.0  # On disk, at most.
   eval_windows: int = 64  # At most.
   eval_every: int = 50
@@ -192,6 +240,11 @@ class TargetTraining(trainer.Training):
     if not 1 <= self.length <= self.batch_tokens:
       raise ValueError(
         f'--batch_tokens={self.batch_tokens} is less than a window,'
+        f' --context={self.length}'
+      )
+    if self.answer_tokens >= self.length:
+      raise ValueError(
+        f'--answer_tokens={self.answer_tokens} leaves no prompt in a window,'
         f' --context={self.length}'
       )
 
@@ -237,11 +290,18 @@ class TargetTraining(trainer.Training):
       f' {number * each / 1e9:.2f} GB in {workdir}, of'
       f' {self.feature_gigabytes:.2f} GB that they may'
     )
-    chosen = windows(splits[0], self.length, number)
-    folder = workdir / 'features'
-    train_set = lesson.features(chosen, token, folder / 'train', report)
-    chosen = windows(splits[1], self.length, self.eval_windows)
-    held_out = lesson.features(chosen, token, folder / 'held_out', report)
+    sets = []
+    for name, tokens, most in zip(
+      ('train', 'held_out'), splits, (number, self.eval_windows), strict=True
+    ):
+      chosen = windows(tokens, self.length, most)
+      if self.answer_tokens:
+        chosen = lesson.answers(
+          chosen, self.answer_tokens, workdir / 'answers' / name, report
+        )
+      folder = workdir / 'features' / name
+      sets.append(lesson.features(chosen, token, folder, report))
+    train_set, held_out = sets
     params, loss, save = self.begin(config, lesson, train_set)
     size = self.batch_size(0)
     return trainer.Trainee(
