@@ -61,32 +61,26 @@ def _share_read(path: tuple[Any, ...], config: Config) -> float:
   return 1.0
 
 
-@functools.cache
-def _spec(
-  graph: nnx.GraphDef,
-  config: Config,
+def network_facts(
+  config: Any,
   dtype: jnp.dtype,
-  weight_bytes: int,
-  parameters: int,
-  kernels: bool,
   layout: sharding_lib.Layout,
-  hidden: tuple[int, ...],
-) -> model_lib.ModelSpec:
-  """The record of a shape; cached, so that loading it again does not recompile.
+  *,
+  kernels: bool,
+  hidden: tuple[int, ...] = (),
+) -> dict[str, Any]:
+  """The fields of a `NetworkSpec` that follow from the shape of its layers.
 
-  The arguments are those of `ModelSpec`, `graph` of the module; `kernels` says
-  whether those of `models.nn.cpu` compute.
+  Args:
+    config: the shape of the network.
+    dtype: of its cache.
+    layout: where it lies.
+    kernels: whether those of `models.nn.cpu` compute.
+    hidden: the states that its cache keeps, see `as_model`.
   """
   cache_ops = sharding_lib.slot_ops(layout)
   if kernels:
     cache_ops = cache_ops._replace(write=ops.write_slots)
-
-  def apply(params, tokens, positions, mask, cache):
-    module = nnx.merge(graph, params)
-    with layout.in_use():
-      logits, cache = module(tokens, positions, mask, cache)
-    # Later functions sort and draw over the whole vocabulary.
-    return layout.gather_vocabulary(logits), cache
 
   def init_cache(batch_size, num_slots):
     cache = cache_lib.init_cache(
@@ -103,18 +97,47 @@ def _spec(
 
   per_slot = 2 * config.num_layers * config.num_kv_heads * config.head_width
   head_parts = layout.parts('kv_heads')
+  return {
+    'init_cache': init_cache,
+    'vocab_size': config.vocab_size,
+    'max_positions': config.num_positions,
+    'cache_bytes_per_slot': per_slot * dtype.itemsize,
+    'place': layout.place,
+    'row_shards': layout.parts('rows'),
+    'slot_shards': head_parts if config.num_kv_heads % head_parts == 0 else 1,
+  }
+
+
+@functools.cache
+def _spec(
+  graph: nnx.GraphDef,
+  config: Config,
+  dtype: jnp.dtype,
+  weight_bytes: int,
+  parameters: int,
+  kernels: bool,
+  layout: sharding_lib.Layout,
+  hidden: tuple[int, ...],
+) -> model_lib.ModelSpec:
+  """The record of a shape; cached, so that loading it again does not recompile.
+
+  The arguments are those of `ModelSpec`, `graph` of the module; `kernels` says
+  whether those of `models.nn.cpu` compute.
+  """
+
+  def apply(params, tokens, positions, mask, cache):
+    module = nnx.merge(graph, params)
+    with layout.in_use():
+      logits, cache = module(tokens, positions, mask, cache)
+    # Later functions sort and draw over the whole vocabulary.
+    return layout.gather_vocabulary(logits), cache
+
   return model_lib.ModelSpec(
     apply=apply,
-    init_cache=init_cache,
-    vocab_size=config.vocab_size,
-    max_positions=config.num_positions,
     weight_bytes=weight_bytes,
-    cache_bytes_per_slot=per_slot * dtype.itemsize,
     parameters=parameters,
-    place=layout.place,
-    row_shards=layout.parts('rows'),
-    slot_shards=head_parts if config.num_kv_heads % head_parts == 0 else 1,
     hidden=hidden,
+    **network_facts(config, dtype, layout, kernels=kernels, hidden=hidden),
   )
 
 

@@ -14,11 +14,11 @@ from flax import traverse_util
 import jax
 import jax.numpy as jnp
 
+from models.nn import adapter
 from models.nn import layers
 from models.nn import llama as nn_llama
 from models.nn import matrices as matrices_lib
 from models.nn import sharding as sharding_lib
-from models.nn.cpu import ops
 from specdec import cache as cache_lib
 from specdec.draft import head as head_lib
 
@@ -207,9 +207,6 @@ def _spec(
 
   The arguments are those of `HeadSpec`, see `models.nn.adapter`.
   """
-  cache_ops = sharding_lib.slot_ops(layout)
-  if kernels:
-    cache_ops = cache_ops._replace(write=ops.write_slots)
 
   def apply(params, tokens, positions, mask, cache, states):
     embedded = matrices_lib.take_rows(params['embedding'], tokens)
@@ -221,35 +218,42 @@ def _spec(
     found = matrices_lib.matmul(states, params['lm_head'])
     return layout.gather_vocabulary(found)
 
-  def init_cache(batch_size, num_slots):
-    cache = cache_lib.init_cache(
-      batch_size,
-      num_slots,
-      num_layers=config.num_layers,
-      num_heads=config.num_kv_heads,
-      head_width=config.head_width,
-      dtype=dtype,
-    )
-    return layout.place(cache.replace(ops=cache_ops))
-
-  per_slot = 2 * config.num_layers * config.num_kv_heads * config.head_width
-  parts = layout.parts('kv_heads')
   return head_lib.HeadSpec(
     apply=apply,
     fuse=lambda params, *states: nnx.merge(graph, params['head']).fuse(*states),
     logits=logits,
-    init_cache=init_cache,
-    vocab_size=config.vocab_size,
-    max_positions=config.num_positions,
     weight_bytes=weight_bytes,
-    cache_bytes_per_slot=per_slot * dtype.itemsize,
     parameters=parameters,
-    place=layout.place,
-    row_shards=layout.parts('rows'),
-    slot_shards=parts if config.num_kv_heads % parts == 0 else 1,
     reads=config.reads,
     target_width=config.target_width,
     width=config.width,
+    **adapter.network_facts(config, dtype, layout, kernels=kernels),
+  )
+
+
+def amounts(
+  own: dict[str, Any], lm_head: Any, looked_up: tuple[str, ...] = ()
+) -> tuple[int, int, bool]:
+  """What a forward of a head reads, without its embedding.
+
+  Args:
+    own: the parameters of the head.
+    lm_head: its output matrix.
+    looked_up: the names of its matrices of which a few rows are read.
+
+  Returns:
+    The bytes; the parameters that each position is multiplied with; whether
+    the kernels of `models.nn.cpu` compute.
+  """
+  by_path = traverse_util.flatten_dict(own)
+  read = [by_path[path] for path in by_path if not {*path} & {*looked_up}]
+  read.append(matrices_lib.computed(lm_head))
+  leaves = jax.tree.leaves(read)
+  matrices = [leaf for leaf in read if len(leaf.shape) == 2]
+  return (
+    sum(leaf.size * leaf.dtype.itemsize for leaf in leaves),
+    sum(matrix.shape[0] * matrix.shape[1] for matrix in matrices),
+    any(map(matrices_lib.uses_kernels, matrices)),
   )
 
 
@@ -272,21 +276,13 @@ def as_head(
   graph, variables = nnx.split(module)
   own = nnx.to_pure_dict(variables)
   parameters = {'head': own, 'embedding': embedding, 'lm_head': lm_head}
-  # A forward reads a few rows of the embedding.
-  read = [*traverse_util.flatten_dict(own).values()]
-  read.append(matrices_lib.computed(lm_head))
-  leaves = jax.tree.leaves(read)
-  weight_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-  matrices = [leaf for leaf in read if len(leaf.shape) == 2]
   return head_lib.Head(
     params=parameters,
     spec=_spec(
       graph,
       module.config,
       module.dtype,
-      weight_bytes,
-      sum(matrix.shape[0] * matrix.shape[1] for matrix in matrices),
-      any(map(matrices_lib.uses_kernels, matrices)),
+      *amounts(own, lm_head),
       layout,
     ),
   )

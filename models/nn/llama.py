@@ -171,12 +171,14 @@ class Attention(nnx.Module):
 
   def _fused(self, x, norm, rotation, mask, cache):
     """With the kernels of `models.nn.cpu`, in two calls."""
-    config = self.config
     linears = self.q_proj, self.k_proj, self.v_proj
     projections = layers.project(
       x, [one.parameters for one in linears], norm=norm
     )
-    norms = None
+    return self._attend_projections(projections, rotation, mask, cache)
+
+  def _attend_projections(self, projections, rotation, mask, cache):
+    config, norms = self.config, None
     if config.qk_norm and config.joint_qk_norm:
       width = config.num_heads * config.head_width
       ends = width, width + config.num_kv_heads * config.head_width
@@ -212,10 +214,8 @@ class Attention(nnx.Module):
   def _composed(self, x, norm, rotation, mask, cache):
     rows = layers.normalize(x, norm, kernels=self.o_proj.is_packed)
     query = self._normalized_heads(self.q_proj(rows), 'q_norm')
-    key = self._normalized_heads(self.k_proj(rows), 'k_norm')
     query = rope_lib.rotate(query, rotation).astype(self.dtype)
-    key = rope_lib.rotate(key, rotation).astype(self.dtype)
-    value = self._heads(self.v_proj(rows)).astype(self.dtype)
+    key, value = self._entries(rows, rotation)
     out, cache = attention.self_attention(
       query,
       key,
@@ -227,6 +227,31 @@ class Attention(nnx.Module):
       cap=self.config.score_cap,
     )
     return out.swapaxes(1, 2).reshape(*x.shape[:-1], -1), cache
+
+  def _entries(self, rows, rotation):
+    """Keys and values of normalised rows."""
+    key = self._normalized_heads(self.k_proj(rows), 'k_norm')
+    key = rope_lib.rotate(key, rotation).astype(self.dtype)
+    return key, self._heads(self.v_proj(rows)).astype(self.dtype)
+
+  def write(self, rows, rotation, cache):
+    """Writes keys and values of rows `[B, L, width]` that attend to nothing.
+
+    Returns:
+      The cache.
+    """
+    if not self.o_proj.is_packed:
+      key, value = self._entries(rows, rotation)
+      return cache_lib.write(cache, self.layer, key, value)
+    # The kernel that attends writes, so that bits do not depend on the caller.
+    linears = [self.k_proj.parameters, self.v_proj.parameters]
+    width = self.config.num_heads * self.config.head_width
+    queries = jnp.zeros((*rows.shape[:-1], width))
+    projections = [queries, layers.project(rows, linears)]
+    mask = jnp.zeros((*rows.shape[:-1], cache.num_slots), bool)
+    return self._attend_projections(
+      jnp.concatenate(projections, axis=-1), rotation, mask, cache
+    )[1]
 
 
 class FeedForward(nnx.Module):
@@ -295,6 +320,16 @@ class Layer(nnx.Module):
     return add(x, out, self.post_feedforward_layernorm), cache, routing
 
 
+def rotations(config: LlamaConfig, positions: jax.Array) -> list[Any]:
+  """The rotation of each layer, for `positions [B, L]` int32."""
+  ropes = config.of_layers('rope')
+  by_rope = {
+    rope: rope and rope.rotation(positions, config.head_width)
+    for rope in dict.fromkeys(ropes)
+  }
+  return [by_rope[rope] for rope in ropes]
+
+
 def of_layers(
   config: LlamaConfig, positions: jax.Array, mask: jax.Array
 ) -> list[tuple[Any, jax.Array]]:
@@ -305,18 +340,16 @@ def of_layers(
     positions: `[B, L]` int32.
     mask: `[B, L, S]` bool, what a layer without a window sees.
   """
-  ropes, windows = config.of_layers('rope'), config.of_layers('window')
-  rotations = {
-    rope: rope and rope.rotation(positions, config.head_width)
-    for rope in dict.fromkeys(ropes)
-  }
+  windows = config.of_layers('window')
   masks = {
     window: attention.within_window(mask, window)
     for window in dict.fromkeys(windows)
   }
   return [
-    (rotations[rope], masks[window])
-    for rope, window in zip(ropes, windows, strict=True)
+    (rotation, masks[window])
+    for rotation, window in zip(
+      rotations(config, positions), windows, strict=True
+    )
   ]
 
 
