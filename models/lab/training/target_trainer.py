@@ -27,7 +27,9 @@ from models.lab.training import kept
 from models.lab.training import trainer
 from models.nn import adapter
 from models.nn import dtypes
+from models.nn import llama as nn_llama
 from models.nn import matrices as matrices_lib
+from models.nn import rope as rope_lib
 from models.nn.cpu import build
 from models.text import plan as plan_lib
 import specdec
@@ -219,6 +221,33 @@ def _in_files(
   return [np.load(file, mmap_mode='r') for file in files]
 
 
+def _joined(slots: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
+  del start
+  return jnp.concatenate([slots, new], axis=2)
+
+
+def growing_cache(
+  config: nn_llama.LlamaConfig, batch_size: int, dtype: Any
+) -> cache_lib.KVCache:
+  """A cache to which a write appends, so that gradients pass through it."""
+  cache = cache_lib.init_cache(
+    batch_size,
+    0,
+    num_layers=config.num_layers,
+    num_heads=config.num_kv_heads,
+    head_width=config.head_width,
+    dtype=dtype,
+  )
+  return cache.replace(ops=cache_lib.SlotOps(write=_joined))
+
+
+def _rotation(target: adapter.Config) -> rope_lib.Rope:
+  """The rotation of a drafter: that of the last layer of the target with one."""
+  of_layers = getattr(target, 'of_layers', lambda field: ())
+  ropes = of_layers('rope')
+  return next((rope for rope in reversed(ropes) if rope), rope_lib.Rope())
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TargetTraining(trainer.Training):
   """Settings of training that learns from a target.
@@ -231,6 +260,10 @@ class TargetTraining(trainer.Training):
   target_dtype: str = dtypes.AUTO  # That the target computes in.
   length: int = 256  # Tokens of a window.
   answer_tokens: int = 0  # Its last ones, which the target writes itself.
+  # Of the drafter's layers; what is None is as in the target.
+  num_heads: int | None = None
+  num_kv_heads: int | None = None
+  inner_width: int | None = None
   feature_gigabytes: float = 10.0  # On disk, at most.
   eval_windows: int = 64  # At most.
   eval_every: int = 50
@@ -251,6 +284,33 @@ class TargetTraining(trainer.Training):
   @abc.abstractmethod
   def config(self, target: adapter.Config) -> Any:
     """The shape for a target; ValueError if a number does not fit."""
+
+  def of_layers(self, target: adapter.Config) -> dict[str, Any]:
+    """What the shape of every drafter has; ValueError as `config` raises it."""
+    num_heads = self.num_heads or target.num_heads
+    kv_heads = self.num_kv_heads or (
+      num_heads if self.num_heads else target.num_kv_heads
+    )
+    if num_heads % kv_heads:
+      raise ValueError(f'--kv_heads={kv_heads} must divide --heads={num_heads}')
+    if target.width % (2 * num_heads):
+      raise ValueError(
+        f'--heads={num_heads} must divide the width {target.width} of the'
+        ' target into heads of even width'
+      )
+    return {
+      'vocab_size': target.vocab_size,
+      'num_positions': target.num_positions,
+      'width': target.width,
+      'num_heads': num_heads,
+      'num_kv_heads': kv_heads,
+      'head_width': target.width // num_heads,
+      'inner_width': self.inner_width
+      or getattr(target, 'inner_width', None)
+      or 8 * target.width // 3,
+      'rope': _rotation(target),
+      'target_width': target.width,
+    }
 
   @abc.abstractmethod
   def begin(
