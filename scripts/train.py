@@ -80,13 +80,14 @@ _string('target_dtype', 'auto', 'of --head, that the target computes in')
 _integer(
   'head_vocabulary',
   None,
-  'of --head=eagle3, tokens that it may draft, the most frequent ones, with an output'
-  ' matrix of its own; default: all, with the matrix of the target',
+  'of --head=eagle3, tokens that it may draft, the most frequent ones, with an'
+  ' output matrix of its own; default: all, with the matrix of the target',
 )
 _integer(
   'head_depth',
   4,
-  'of --head=eagle3, how many tokens ahead it learns to draft from its own states',
+  'of --head=eagle3, how many tokens ahead it learns to draft from its own'
+  ' states',
 )
 flags.DEFINE_integer(
   'answer_tokens',

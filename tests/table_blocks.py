@@ -101,9 +101,7 @@ def scorer(
   return block_lib.BlockScorer(drafter, **changes)
 
 
-def of_table(
-  table: np.ndarray, depth: int, **changes
-) -> block_lib.BlockScorer:
+def of_table(table: np.ndarray, depth: int, **changes) -> block_lib.BlockScorer:
   """One that has a table `[V, V]` by heart."""
   mean = table.mean(0)
   return scorer(np.tile(mean, (depth, 1)), table - mean, **changes)
