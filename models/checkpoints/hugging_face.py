@@ -41,6 +41,7 @@ class _Tensor:
   rows: slice | None = None  # Set for a part of the stored rows.
   transposed: bool = False  # Whether it is stored `[in, out]`.
   convert: Callable[[np.ndarray], np.ndarray] = lambda rows: rows
+  num_heads: int | None = None  # See `checkpoint.order_of_rows`.
 
   @property
   def shape(self) -> tuple[int, ...]:
@@ -70,13 +71,14 @@ class _Tensor:
     row_bytes = 4 * math.prod(self.shape) // max(length, 1)
     step = max(1, _BLOCK_BYTES // max(row_bytes, 1))
     first = self.rows.start if self.rows else 0
+    order = checkpoint_lib.order_of_rows(length, self.num_heads)
     for start in range(0, length, step):
       end = min(start + step, length)
       rows = slice(first + start, first + end)
       with safetensors.safe_open(self.file, 'numpy') as mapped:
         stored = mapped.get_slice(self.name)
         block = stored[:, rows].T if self.transposed else stored[rows]
-        yield slice(start, end), self.convert(block)
+        yield order[start:end], self.convert(block)
 
   def in_blocks(self) -> None:
     """There are no blocks of few bits."""
