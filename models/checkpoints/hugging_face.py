@@ -71,14 +71,16 @@ class _Tensor:
     row_bytes = 4 * math.prod(self.shape) // max(length, 1)
     step = max(1, _BLOCK_BYTES // max(row_bytes, 1))
     first = self.rows.start if self.rows else 0
-    order = checkpoint_lib.order_of_rows(length, self.num_heads)
     for start in range(0, length, step):
       end = min(start + step, length)
       rows = slice(first + start, first + end)
       with safetensors.safe_open(self.file, 'numpy') as mapped:
         stored = mapped.get_slice(self.name)
         block = stored[:, rows].T if self.transposed else stored[rows]
-        yield order[start:end], self.convert(block)
+        index: Any = slice(start, end)
+        if self.num_heads is not None:
+          index = checkpoint_lib.order_of_rows(length, self.num_heads)[index]
+        yield index, self.convert(block)
 
   def in_blocks(self) -> None:
     """There are no blocks of few bits."""

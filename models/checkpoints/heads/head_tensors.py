@@ -30,11 +30,8 @@ _RENAMED = tuple(
     (r'(?:model\.)?mtp_layers\.', 'layers.'),
     (r'model\.', ''),
     *(
-      (
-        rf'candidate_selector\.{one}_codebook$',
-        f'candidate_selector.{one}_codebook.weight',
-      )
-      for one in ('predecessor', 'successor')
+      (rf'candidate_selector\.{one}$', f'candidate_selector.{one}.weight')
+      for one in ('predecessor_codebook', 'successor_codebook')
     ),
   )
 )

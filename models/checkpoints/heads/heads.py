@@ -262,7 +262,7 @@ def _shapes(
 
 
 def locate(name: str | pathlib.Path, target: Any) -> Stored:
-  """Finds a head or a block drafter for a target of this shape, and reads its own shape.
+  """Finds a head or block drafter for a target, and reads its own shape.
 
   Args:
     name: a folder, a GGUF file, an id on the Hugging Face hub, or `demo`, the

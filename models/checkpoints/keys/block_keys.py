@@ -26,11 +26,10 @@ _FLAGS = (
   *('sliding_window_non_causal', 'enable_confidence_head'),
   *('confidence_head_with_markov', 'rope_is_neox_style', 'use_sliding_window'),
 )
-_FACTORS = {
-  'output_multiplier': 1.0,
-  'input_embedding_scale': 1.0,
-  'final_logit_softcapping': None,
-}
+_FACTORS = (
+  *('output_multiplier', 'input_embedding_scale'),
+  'final_logit_softcapping',
+)
 _TEXTS = ('markov_head_type', 'projector_type', 'attention_mode', _SPECULATORS)
 _TYPES: dict[str, Any] = {
   **dict.fromkeys(_NUMBERS, int | None),
@@ -130,19 +129,15 @@ def fields(keys: Mapping[str, Any], slides: tuple[bool, ...]) -> dict[str, Any]:
   from_root = keys.get('sample_from_anchor')
   if from_root is None:
     from_root = not of_speculators and bool(keys.get('markov_rank'))
-  factors = {
-    key: default if keys.get(key) is None else keys[key]
-    for key, default in _FACTORS.items()
-  }
   return {
     'block_size': keys['block_size'],
     'mask_token': keys['mask_token_id'],
     'samples_root': from_root,
     'causal': causal,
     'window_from_root': of_speculators,
-    'embedding_scale': factors['input_embedding_scale'],
-    'logit_divisor': 1 / factors['output_multiplier'],
-    'logit_cap': factors['final_logit_softcapping'] or None,
+    'embedding_scale': keys.get('input_embedding_scale') or 1.0,
+    'logit_divisor': 1 / (keys.get('output_multiplier') or 1.0),
+    'logit_cap': keys.get('final_logit_softcapping') or None,
     'num_candidates': keys.get('selector_top_k'),
   }
 
