@@ -41,6 +41,7 @@ class _Tensor:
   rows: slice | None = None  # Set for a part of the stored rows.
   transposed: bool = False  # Whether it is stored `[in, out]`.
   convert: Callable[[np.ndarray], np.ndarray] = lambda rows: rows
+  num_heads: int | None = None  # See `checkpoint.order_of_rows`.
 
   @property
   def shape(self) -> tuple[int, ...]:
@@ -76,7 +77,10 @@ class _Tensor:
       with safetensors.safe_open(self.file, 'numpy') as mapped:
         stored = mapped.get_slice(self.name)
         block = stored[:, rows].T if self.transposed else stored[rows]
-        yield slice(start, end), self.convert(block)
+        index: Any = slice(start, end)
+        if self.num_heads is not None:
+          index = checkpoint_lib.order_of_rows(length, self.num_heads)[index]
+        yield index, self.convert(block)
 
   def in_blocks(self) -> None:
     """There are no blocks of few bits."""

@@ -451,6 +451,7 @@ def _spec(
     depth=config.depth,
     width=config.width,
     mask_token=config.mask_token,
+    num_candidates=config.num_candidates,
     **adapter.network_facts(config, dtype, layout, kernels=kernels),
   )
 

@@ -9,6 +9,7 @@ import jax
 
 from models.text import pair as pair_lib
 from models.text import settings as settings_lib
+from specdec.draft import block as block_lib
 from specdec.draft import candidates
 from specdec.draft import drafter as drafter_lib
 from specdec.draft import head as head_lib
@@ -120,7 +121,9 @@ def _model_scorer(
         f'draft_prompt={draft_prompt} is for a draft model; a head reads hidden'
         ' states of the target at all tokens: leave it out'
       )
-    return head_lib.HeadScorer(pair.head)
+    if isinstance(pair.head, head_lib.Head):
+      return head_lib.HeadScorer(pair.head)
+    return block_lib.BlockScorer(pair.head)
   scorer = language_model.LanguageModelScorer(pair.draft)
   if draft_prompt is None:
     return scorer

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from models.checkpoints import checkpoint as checkpoint_lib
 from models.checkpoints.gguf_parts import gguf_header
 from models.nn import blocks as blocks_lib
 
@@ -38,9 +39,7 @@ class Tensor:
   file: pathlib.Path
   info: gguf_header.TensorInfo
   expert: int | None = None
-  num_heads: int | None = (
-    None  # Set if rows are in the order of llama.cpp's Llama.
-  )
+  num_heads: int | None = None  # See `checkpoint.order_of_rows`.
 
   @property
   def name(self) -> str:
@@ -102,7 +101,8 @@ class Tensor:
   def _by_rows(
     self, read: Callable[[Any, int, int], np.ndarray]
   ) -> Iterator[tuple[Any, np.ndarray]]:
-    gguf, order = quants(), self._order(self.shape[0])
+    gguf = quants()
+    order = checkpoint_lib.order_of_rows(self.shape[0], self.num_heads)
     step = max(1, _BLOCK_BYTES // (4 * self.shape[1]))
     for start in range(0, self.shape[0], step):
       end = min(start + step, self.shape[0])
@@ -124,7 +124,8 @@ class Tensor:
 
   def _expanded(self) -> Iterator[tuple[Any, np.ndarray]]:
     if len(self.shape) == 1:
-      yield self._order(self.shape[0]), self._block(quants(), 0, 1)[0]
+      order = checkpoint_lib.order_of_rows(self.shape[0], self.num_heads)
+      yield order, self._block(quants(), 0, 1)[0]
     else:
       yield from self._by_rows(self._block)
 
@@ -134,14 +135,3 @@ class Tensor:
     if kind not in blocks_lib.KINDS:
       return None
     return blocks_lib.from_raw(self._by_rows(self._raw_rows), self.shape, kind)
-
-  def _order(self, length: int) -> np.ndarray:
-    """Where each stored row goes.
-
-    llama.cpp rotates neighbours `2 i` and `2 i + 1` of a head, transformers
-    and `models.nn.rope` rotate `i` and `i + Dh / 2`.
-    """
-    order = np.arange(length)
-    if self.num_heads is None:
-      return order
-    return order.reshape(self.num_heads, 2, -1).swapaxes(1, 2).reshape(-1)

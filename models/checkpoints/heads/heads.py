@@ -27,6 +27,7 @@ from models.checkpoints import families
 from models.checkpoints import hub
 from models.checkpoints import hugging_face
 from models.checkpoints import llama as checkpoints_llama
+from models.checkpoints.heads import block_drafters
 from models.checkpoints.heads import head_tensors
 from models.checkpoints.keys import head_keys
 from models.nn import eagle
@@ -36,6 +37,7 @@ from models.nn import rope as rope_lib
 from models.nn import sharding as sharding_lib
 from specdec import cache as cache_lib
 from specdec import model as model_lib
+from specdec.draft import block as block_lib
 from specdec.draft import head as head_lib
 from specdec.text import text_files
 from specdec.text import whole_files
@@ -70,6 +72,18 @@ class StoredHead:
 
   path: pathlib.Path
   target: Any
+
+  as_drafter = staticmethod(eagle.as_head)
+
+  @property
+  def name(self) -> str:
+    """A name for messages."""
+    return f'head of the kind {_NAMES[self.kind]}'
+
+  def make(self, num_outputs: int, dtype: jnp.dtype) -> nnx.Module:
+    """The module with random weights, whatever its output matrix is."""
+    del num_outputs
+    return eagle.Head(self.config, dtype=dtype, rngs=nnx.Rngs(0))
 
   @functools.cached_property
   def stored(self) -> head_tensors.HeadTensors:
@@ -226,13 +240,17 @@ class StoredHead:
     return tuple(stated)
 
 
+Stored = StoredHead | block_drafters.StoredBlockDrafter
+"""What drafts with states of the target: a head or a block drafter."""
+
+
 def _shapes(
-  head: StoredHead, dtype: jnp.dtype, size: int
+  head: Stored, dtype: jnp.dtype, size: int
 ) -> tuple[nnx.GraphDef, dict[tuple, Any]]:
   """The graph of the module, and the shapes of all that is stored."""
   config = head.config
   graph, expected = hub.flat_params(
-    nnx.eval_shape(lambda: eagle.Head(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    nnx.eval_shape(lambda: head.make(size, dtype))
   )
   if 'embed_tokens.weight' in head.stored.all:
     shape = (config.vocab_size, config.width)
@@ -243,8 +261,8 @@ def _shapes(
   return graph, expected
 
 
-def locate(name: str | pathlib.Path, target: Any) -> StoredHead:
-  """Finds a head for a target of this shape, and reads its own shape.
+def locate(name: str | pathlib.Path, target: Any) -> Stored:
+  """Finds a head or block drafter for a target, and reads its own shape.
 
   Args:
     name: a folder, a GGUF file, an id on the Hugging Face hub, or `demo`, the
@@ -256,20 +274,25 @@ def locate(name: str | pathlib.Path, target: Any) -> StoredHead:
       target.
   """
   name = 'demo-head' if name == 'demo' else name
-  found = StoredHead(hub.locate(name).path, target)
-  with whole_files.reading(found.path):
+  path = hub.locate(name).path
+  with whole_files.reading(path):
+    is_block = block_drafters.StoredBlockDrafter.holds(
+      head_tensors.HeadTensors(path)
+    )
+    kind: Any = block_drafters.StoredBlockDrafter if is_block else StoredHead
+    found = kind(path, target)
     _ = found.config
   return found
 
 
 def load(
-  head: StoredHead,
+  head: Stored,
   target: model_lib.LanguageModel,
   *,
   dtype: jax.typing.DTypeLike = jnp.float32,
   packed: bool = False,
   layout: sharding_lib.Layout = sharding_lib.Layout(),
-) -> head_lib.Head:
+) -> head_lib.Head | block_lib.BlockDrafter:
   """Loads a head; embedding and output matrix it may have from the target.
 
   Args:
@@ -289,9 +312,7 @@ def load(
     graph, expected = _shapes(head, jnp.dtype(form.float_dtype), size)
   loaded = hub.read_parameters(
     head.stored,
-    dataclasses.replace(
-      families.FAMILIES[1], name=f'head of the kind {_NAMES[config.kind]}'
-    ),
+    dataclasses.replace(families.FAMILIES[1], name=head.name),
     expected,
     form,
     config,
@@ -313,7 +334,7 @@ def load(
   if ids is not None:
     index = jnp.asarray(matrices_lib.index_of(ids, config.vocab_size))
     lm_head = matrices_lib.FewOutputs(outputs=lm_head, index=index)
-  return eagle.as_head(
+  return head.as_drafter(
     nnx.merge(graph, traverse_util.unflatten_dict(loaded)),
     embedding=embedding,
     lm_head=lm_head,
