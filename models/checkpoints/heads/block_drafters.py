@@ -14,9 +14,11 @@ import pathlib
 from typing import Any
 
 from flax import nnx
+import jax
 import jax.numpy as jnp
 
 from models.checkpoints import families
+from models.checkpoints.heads import head_files
 from models.checkpoints.heads import head_tensors
 from models.checkpoints.keys import block_keys
 from models.checkpoints.keys import head_keys
@@ -165,3 +167,39 @@ class StoredBlockDrafter:
     return block_drafter.BlockDrafter(
       self.config, num_outputs, dtype=dtype, rngs=nnx.Rngs(0)
     )
+
+
+def save(
+  module: block_drafter.BlockDrafter,
+  folder: pathlib.Path,
+  *,
+  num_target_layers: int,
+  dtype: jax.typing.DTypeLike = jnp.float32,
+) -> None:
+  """Writes a DSpark drafter as DeepSpec does, a DFlash drafter as z-lab does.
+
+  Args:
+    module: one without convolutions and edge scores, with all tokens.
+    folder: made if it does not exist.
+    num_target_layers: layers of the target.
+    dtype: of the matrices and norms.
+  """
+  config, dtype = module.config, jnp.dtype(dtype)
+  keys = head_files.keys_of_layers(config, dtype)
+  keys |= {'block_size': config.block_size}
+  keys |= {'num_target_layers': num_target_layers}
+  own = {
+    'mask_token_id': config.mask_token,
+    'target_layer_ids': [layer - 1 for layer in config.reads],
+  }
+  if config.markov:
+    keys |= own | {
+      'architectures': ['Qwen3DSparkModel'],
+      'markov_rank': config.markov_rank,
+      'markov_head_type': config.markov,
+      'enable_confidence_head': config.confidence,
+      'confidence_head_with_markov': config.confidence_with_markov,
+    }
+  else:
+    keys |= {'architectures': ['DFlashDraftModel'], 'dflash_config': own}
+  head_files.write(folder, head_files.tensors_of(module, dtype), keys)

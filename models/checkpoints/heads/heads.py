@@ -25,21 +25,18 @@ import numpy as np
 
 from models.checkpoints import families
 from models.checkpoints import hub
-from models.checkpoints import hugging_face
-from models.checkpoints import llama as checkpoints_llama
 from models.checkpoints.heads import block_drafters
+from models.checkpoints.heads import head_files
 from models.checkpoints.heads import head_tensors
 from models.checkpoints.keys import head_keys
 from models.nn import eagle
 from models.nn import llama as nn_llama
 from models.nn import matrices as matrices_lib
-from models.nn import rope as rope_lib
 from models.nn import sharding as sharding_lib
 from specdec import cache as cache_lib
 from specdec import model as model_lib
 from specdec.draft import block as block_lib
 from specdec.draft import head as head_lib
-from specdec.text import text_files
 from specdec.text import whole_files
 
 _NAMES = {
@@ -361,22 +358,9 @@ def _described(
   config: eagle.HeadConfig, dtype: jnp.dtype, lm_head: Any
 ) -> dict[str, Any]:
   """The config.json of an EAGLE-3 head."""
-  if not isinstance(config.rope, rope_lib.Rope):
-    raise ValueError('a head without one rotation of all layers is not saved')
-  described = checkpoints_llama.to_hugging_face(
-    nn_llama.LlamaConfig(
-      **{
-        field.name: getattr(config, field.name)
-        for field in dataclasses.fields(nn_llama.LlamaConfig)
-      }
-    ),
-    dtype=dtype.name,
-    eos_token_id=None,
-  ).to_dict()
-  described |= {
+  described = head_files.keys_of_layers(config, dtype) | {
     'architectures': ['LlamaForCausalLMEagle3'],
     'target_hidden_size': config.target_width,
-    'rope_theta': config.rope.theta,
     head_keys.READS: list(config.reads),
     # SGLang counts the layers that write the states.
     'eagle_config': {
@@ -407,14 +391,10 @@ def save(
     dtype: of the matrices and norms.
   """
   config = module.config
-  _, params = hub.flat_params(module)
+  own = head_files.tensors_of(module, jnp.dtype(dtype))
   stored: dict[str, Any] = {
-    families.parameter_name(path): np.asarray(leaf, dtype=dtype)
-    for path, leaf in params.items()
-  }
-  stored = {
     re.sub(r'^layers\.0\.', 'midlayer.', name): array
-    for name, array in stored.items()
+    for name, array in own.items()
   }
   if lm_head is not None:
     stored['lm_head.weight'] = np.asarray(lm_head, dtype=dtype)
@@ -422,7 +402,4 @@ def save(
     stored[head_tensors.D2T] = np.asarray(ids - np.arange(len(ids)), np.int64)
     stored[head_tensors.T2D] = np.isin(np.arange(config.vocab_size), ids)
   described = _described(config, jnp.dtype(dtype), lm_head)
-  weights = folder / hugging_face.WEIGHTS
-  whole_files.write_tensors(weights, stored, {'format': 'pt'})
-  text = text_files.to_json(described, indent=2) + '\n'
-  whole_files.write_text(folder / hugging_face.CONFIG, text)
+  head_files.write(folder, stored, described)

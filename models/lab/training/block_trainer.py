@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from models.checkpoints.heads import block_drafters
 from models.checkpoints.heads import heads
 from models.lab.training import loss as loss_lib
 from models.lab.training import target_trainer
@@ -51,17 +52,12 @@ def _masks(anchors: jax.Array, length: int, size: int) -> jax.Array:
 
 
 def _anchors(
-  tokens: jax.Array, number: int, first: int, depth: int
+  draw: jax.Array, batch_size: int, number: int, first: int, last: int
 ) -> jax.Array:
-  """`[B, N]` anchors from `first` on, each with `depth` tokens behind it.
-
-  They follow from the batch, so that a run that goes on has the same.
-  """
-  last = tokens.shape[1] - depth
-  key = jax.random.key(jnp.sum(tokens))
-  keys = jax.random.split(key, tokens.shape[0])
-  draw = lambda key: jax.random.permutation(key, last - first)[:number]
-  return first + jax.vmap(draw)(keys)
+  """`[B, N]`, at most N anchors of each window, from `first` to `last`."""
+  keys = jax.random.split(jax.random.key(draw), batch_size)
+  permute = lambda key: jax.random.permutation(key, last + 1 - first)[:number]
+  return first + jax.vmap(permute)(keys)
 
 
 def _markov_scores(
@@ -142,7 +138,9 @@ def _loss_function(graph, config, first, num_anchors, dtype):
     tokens = jnp.asarray(batch['tokens'])
     batch_size, length = tokens.shape
     at = jax.vmap(lambda row, index: row[index])
-    anchors = _anchors(tokens, num_anchors, first, depth)
+    # The tokens that a block drafts are in the window.
+    last = length - 1 - depth
+    anchors = _anchors(batch['draw'], batch_size, num_anchors, first, last)
     cache = target_trainer.growing_cache(config, batch_size, dtype)
     positions = jnp.broadcast_to(jnp.arange(length)[None], tokens.shape)
     states = jnp.split(batch['states'], len(config.reads), axis=-1)
@@ -172,6 +170,17 @@ def _loss_function(graph, config, first, num_anchors, dtype):
   return loss
 
 
+def _default_reads(num_layers: int) -> tuple[int, ...]:
+  """Three states of a target of so many layers, without that of the last.
+
+  Some mean by that one the state before the final norm, some that behind it.
+  """
+  last = num_layers - 1
+  return tuple(
+    sorted({*np.linspace(min(1, last), last, 3).round().astype(int).tolist()})
+  )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockTraining(target_trainer.TargetTraining):
   """Settings of the training of a block drafter.
@@ -198,7 +207,7 @@ class BlockTraining(target_trainer.TargetTraining):
       **self.of_layers(target),
       num_layers=self.num_layers,
       qk_norm=True,
-      reads=heads.default_reads(target.num_layers),
+      reads=_default_reads(target.num_layers),
       block_size=self.block_size,
       # Tokenizers leave the last rows of a vocabulary unused, if any.
       mask_token=target.vocab_size - 1,
@@ -244,6 +253,9 @@ class BlockTraining(target_trainer.TargetTraining):
     )
 
     def save(params: Any, folder: pathlib.Path, dtype: str) -> None:
-      heads.save_block(nnx.merge(graph, params), folder, dtype=dtype)
+      module = nnx.merge(graph, params)
+      block_drafters.save(
+        module, folder, num_target_layers=lesson.num_layers, dtype=dtype
+      )
 
     return nnx.to_pure_dict(variables), loss, save

@@ -30,7 +30,6 @@ from models.lab.training import target_trainer
 from models.nn import adapter
 from models.nn import eagle
 from models.nn import matrices as matrices_lib
-from specdec import cache as cache_lib
 
 # The weight of the loss of a step, relative to that of the step before it.
 _DECAY = 0.8

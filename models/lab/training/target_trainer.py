@@ -77,7 +77,8 @@ def windows(tokens: np.ndarray, length: int, most: int) -> np.ndarray:
 class Features:
   """Windows of text with what the target computes.
 
-  A batch has `tokens` `[B, L + 1]` int32 and the fields of `token_dtype`.
+  A batch has `tokens` `[B, L + 1]` int32, the fields of `token_dtype`, and
+  `draw`, a seed of what is drawn for it.
 
   Attributes:
     tokens: `[N, L + 1]` int32.
@@ -87,29 +88,28 @@ class Features:
   tokens: np.ndarray
   parts: Sequence[np.ndarray]
 
-  def batch(self, index: np.ndarray) -> dict[str, np.ndarray]:
+  def batch(self, index: np.ndarray, draw: int) -> dict[str, Any]:
     """The windows of these numbers."""
     rows = [self.parts[one // _WINDOWS][one % _WINDOWS] for one in index]
     found = np.stack(rows)
     fields = {name: found[name] for name in found.dtype.names or ()}
-    return {'tokens': self.tokens[index]} | fields
+    return {'tokens': self.tokens[index], 'draw': np.uint32(draw)} | fields
 
-  def random_batch(
-    self, step: int, size: int, seed: int
-  ) -> dict[str, np.ndarray]:
+  def random_batch(self, step: int, size: int, seed: int) -> dict[str, Any]:
     """The batch of a step: windows in a new order for every epoch."""
     number, index = len(self.tokens), []
     for place in range(step * size, (step + 1) * size):
       epoch, within = divmod(place, number)
       order = np.random.default_rng([seed, epoch]).permutation(number)
       index.append(order[within])
-    return self.batch(np.array(index))
+    return self.batch(np.array(index), step)
 
-  def batches_of(self, size: int) -> Iterator[dict[str, np.ndarray]]:
+  def batches_of(self, size: int) -> Iterator[dict[str, Any]]:
     """All windows; the last batch is filled up with the first ones."""
     number = len(self.tokens)
     rows = np.arange(-(-number // size) * size) % number
-    yield from map(self.batch, rows.reshape(-1, size))
+    for draw, index in enumerate(rows.reshape(-1, size)):
+      yield self.batch(index, draw)
 
 
 @functools.partial(jax.jit, static_argnames='reads')
@@ -140,6 +140,7 @@ class Lesson:
   embedding: Any
   lm_head: Any
   reads: tuple[int, ...]
+  num_layers: int  # Of the target.
 
   def answers(
     self,
@@ -242,7 +243,7 @@ def growing_cache(
 
 
 def _rotation(target: adapter.Config) -> rope_lib.Rope:
-  """The rotation of a drafter: that of the last layer of the target with one."""
+  """The rotation of a drafter: that of the target's last layer with one."""
   of_layers = getattr(target, 'of_layers', lambda field: ())
   ropes = of_layers('rope')
   return next((rope for rope in reversed(ropes) if rope), rope_lib.Rope())
@@ -338,7 +339,8 @@ class TargetTraining(trainer.Training):
     hidden = (*config.reads, cache_lib.AFTER_NORM)
     target = adapter.as_model(module, hidden=hidden)
     matrices = heads.matrices_of(target, checkpoint.config)
-    lesson = Lesson(target, *matrices, config.reads)
+    of_target = checkpoint.config.num_layers
+    lesson = Lesson(target, *matrices, config.reads, of_target)
     workdir = claim(target_blake2b=plan_lib.model_digest(checkpoint))
     splits = self.corpus.splits(workdir, checkpoint.tokenizer)
     token = token_dtype(len(config.reads), checkpoint.config.width)
