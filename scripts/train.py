@@ -187,17 +187,15 @@ def main() -> None:
   from models.lab.training import model_trainer
   from models.lab.training import trainer
 
-  kind: type[trainer.Training] = model_trainer.ModelTraining
-  fields = _SHARED | _OF_MODEL
-  if _FLAGS.head is not None:
-    fields = _SHARED | _OF_HEADS[_FLAGS.head]
-    kind = {
-      'eagle3': head_trainer.HeadTraining,
-      'block': block_trainer.BlockTraining,
-    }[_FLAGS.head]
+  kinds: dict[str | None, type[trainer.Training]] = {
+    None: model_trainer.ModelTraining,
+    'eagle3': head_trainer.HeadTraining,
+    'block': block_trainer.BlockTraining,
+  }
+  fields = _SHARED | _OF_HEADS.get(_FLAGS.head, _OF_MODEL)
   values = {field: _FLAGS[name].value for field, name in fields.items()}
   trainer.run(
-    kind(
+    kinds[_FLAGS.head](
       corpus=corpus_lib.Corpus(folder=_FLAGS.corpus, pattern=_FLAGS.pattern),
       **{name: value for name, value in values.items() if value is not None},
     ),

@@ -12,7 +12,15 @@ import numpy as np
 from safetensors import numpy as safetensors_numpy
 
 GOLDEN = pathlib.Path(__file__).parent / 'golden' / 'block_drafters.npz'
-VOCAB, WIDTH, LAYERS, HEADS, KV_HEADS, HEAD_WIDTH, INNER = 16, 32, 4, 4, 2, 8, 48
+VOCAB, WIDTH, LAYERS, HEADS, KV_HEADS, HEAD_WIDTH, INNER = (
+  16,
+  32,
+  4,
+  4,
+  2,
+  8,
+  48,
+)
 BLOCK, MASK, RANK, CONTEXT = 4, 15, 8, 96
 KEPT = np.array([0, 1, 3, 4, 6, 7, 9, 11, 12, 14])  # A reduced vocabulary.
 TEXT = 10  # Tokens of the text that a forward reads, the root behind them.

@@ -144,7 +144,8 @@ def _loss_function(graph, config, first, num_anchors, dtype):
     cache = target_trainer.growing_cache(config, batch_size, dtype)
     positions = jnp.broadcast_to(jnp.arange(length)[None], tokens.shape)
     states = jnp.split(batch['states'], len(config.reads), axis=-1)
-    cache = cache_lib.advance(module.read(states, positions, cache), length)
+    cache = module.read(states, positions, cache)
+    cache = cache_lib.advance(cache, jnp.full(batch_size, length))
     blocks = anchors[:, :, None] + jnp.arange(size)[None, None]
     is_root = (jnp.arange(size) == 0)[None, None]
     fed = jnp.where(is_root, at(tokens, anchors)[:, :, None], config.mask_token)
