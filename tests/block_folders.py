@@ -12,7 +12,15 @@ import numpy as np
 from safetensors import numpy as safetensors_numpy
 
 GOLDEN = pathlib.Path(__file__).parent / 'golden' / 'block_drafters.npz'
-VOCAB, WIDTH, LAYERS, HEADS, KV_HEADS, HEAD_WIDTH, INNER = 16, 32, 4, 4, 2, 8, 48
+VOCAB, WIDTH, LAYERS, HEADS, KV_HEADS, HEAD_WIDTH, INNER = (
+  16,
+  32,
+  4,
+  4,
+  2,
+  8,
+  48,
+)
 BLOCK, MASK, RANK, CONTEXT = 4, 15, 8, 96
 KEPT = np.array([0, 1, 3, 4, 6, 7, 9, 11, 12, 14])  # A reduced vocabulary.
 TEXT = 10  # Tokens of the text that a forward reads, the root behind them.
@@ -181,7 +189,8 @@ def tensors(case):
     for one in ('predecessor', 'successor'):
       shapes[f'candidate_selector.{one}_codebook'] = (VOCAB, rank)
     shapes['candidate_selector.hidden_projection.weight'] = (rank, WIDTH)
-  found = {name: draw(name, shape) for name, shape in shapes.items()}
+  # With these the target accepts some of what each drafter proposes.
+  found = {name: draw(f'5.{name}', shape) for name, shape in shapes.items()}
   if outputs != VOCAB:
     found['embed_tokens.weight'] = draw('own embed_tokens', (VOCAB, WIDTH))
     found['lm_head.weight'] = draw('own lm_head', (outputs, WIDTH))
