@@ -304,16 +304,19 @@ def test_few_bits_draft_and_change_no_token(dtype, packed, target, tmp_path):
   # Of scores between -11 and 11.
   assert 1e-4 < _difference(case, _block(drafter)) < 3
   prompts = [_PROMPT, [2, 7, 1]]
-  found = _decode(target, drafter, prompts=prompts).run()
-  assert found.tokens == _plain(target, prompts)
+  plain, found = (
+    _result(_decode(target, one, prompts=prompts)) for one in (None, drafter)
+  )
+  assert found.tokens == plain.tokens
   stats = found.stats
   assert stats.stage_forwards['block'] == stats.target_forwards
   if packed:
     _check_rows_are_alone(drafter)
 
 
-def _plain(target, prompts):
-  return _decode(target, None, prompts=prompts).run().tokens
+def _result(decoding):
+  decoding.run()
+  return decoding.result()
 
 
 def _check_rows_are_alone(drafter):
@@ -456,5 +459,5 @@ def test_keys_of_a_gguf_file(keys, message, target, tmp_path):
 def test_a_target_of_another_width(target, tmp_path):
   folder = block_folders.write(tmp_path, 'z-lab')
   other = dataclasses.replace(target.config, width=16)
-  with pytest.raises(ValueError, match='fc.weight reads 64 numbers'):
+  with pytest.raises(ValueError, match=r'fc\.weight reads 64 numbers'):
     _ = heads.locate(folder, other).config
