@@ -189,7 +189,8 @@ def tensors(case):
     for one in ('predecessor', 'successor'):
       shapes[f'candidate_selector.{one}_codebook'] = (VOCAB, rank)
     shapes['candidate_selector.hidden_projection.weight'] = (rank, WIDTH)
-  found = {name: draw(name, shape) for name, shape in shapes.items()}
+  # With these the target accepts some of what each drafter proposes.
+  found = {name: draw(f'5.{name}', shape) for name, shape in shapes.items()}
   if outputs != VOCAB:
     found['embed_tokens.weight'] = draw('own embed_tokens', (VOCAB, WIDTH))
     found['lm_head.weight'] = draw('own lm_head', (outputs, WIDTH))

@@ -88,28 +88,6 @@ class BlockDrafterConfig(nn_llama.LlamaConfig):
         f'markov_head_type={self.markov!r} is not supported; choose from'
         f' {MARKOV_KINDS}'
       )
-    if (self.markov is None) != (self.markov_rank == 0):
-      raise ValueError(
-        f'markov_head_type={self.markov!r} does not go with'
-        f' markov_rank={self.markov_rank}'
-      )
-    if self.markov and self.selector_rank:
-      raise ValueError(
-        f'markov_rank={self.markov_rank} and selector_rank={self.selector_rank}'
-        ' exclude each other'
-      )
-    if self.confidence_with_markov and not self.markov:
-      raise ValueError('confidence_head_with_markov needs markov_rank above 0')
-    if self.conv_size and self.width % self.conv_group:
-      raise ValueError(
-        f'conv_group_size={self.conv_group} does not divide the width'
-        f' {self.width}'
-      )
-    if self.conv_size > self.block_size:
-      raise ValueError(
-        f'conv_kernel_size={self.conv_size} exceeds block_size='
-        f'{self.block_size}'
-      )
     self._set_layers('causal', self.of_layers('causal'))
 
 

@@ -167,6 +167,10 @@ def make_drafter(
   if method == 'chain':
     return drafter_lib.fixed_drafter(scorer, topology_lib.chain(length))
   tree, config = settings.tree, settings.stage
+  if isinstance(scorer, block_lib.BlockScorer):
+    # Rounds after the first are look-ups.
+    rounds = max(config.rounds, scorer.drafter.spec.depth)
+    config = dataclasses.replace(config, rounds=rounds, cost_ratio=0.0)
   if method == 'tree':
     return _one_stage(scorer, config, settings)
   if inner == 'none':

@@ -47,8 +47,9 @@ def _import(name: str) -> Any:
     try:
       return importlib.import_module(name)
     except ModuleNotFoundError as error:
-      assert error.name and not error.name.startswith('speculators')
-      sys.modules[error.name] = _Empty(error.name)
+      if str(error.name).startswith('speculators'):
+        raise
+      sys.modules[str(error.name)] = _Empty(str(error.name))
       for loaded in [one for one in sys.modules if 'speculators' in one]:
         del sys.modules[loaded]
 
@@ -60,7 +61,8 @@ def _load(model: torch.nn.Module, folder: pathlib.Path, ours: set[str]) -> Any:
   # z-lab loads it under another name.
   stored = {n if n in known else f'{n}.weight': t for n, t in stored.items()}
   missing, left = model.load_state_dict(stored, strict=False)
-  assert not left and {*missing} <= ours, (missing, left)
+  assert not left, left
+  assert {*missing} <= ours, missing
   return model.eval()
 
 
