@@ -85,3 +85,16 @@ def test_greedy_rows_with_drawn_children(verify):
     found = _generate(_shape('k_ary', _drafter(edges=edges)), verify=verify)
     assert found.tokens[0] == plain.tokens[0]
     assert found.stats.block_efficiency > 1
+
+
+def test_with_the_targets_noise_all_that_is_known_is_right():
+  check_noise()
+
+
+def check_noise():
+  """The drafter has the target's distribution after every parent."""
+  scorer = table_blocks.scorer(np.zeros((_DEPTH, _V)), _TABLE, noise_weight=1.0)
+  sampling = specdec.Sampling(temperature=[0.5, 1.0, 2.0])
+  found = _generate(_shape('chain', scorer), sampling=sampling)
+  assert found.tokens == _generate(specdec.PLAIN, sampling=sampling).tokens
+  assert found.stats.block_efficiency > 4

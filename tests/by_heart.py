@@ -47,10 +47,22 @@ def hidden(tokens):
   return logits, cache.hidden
 
 
-def fitted(make_loss, params, reads, *, steps, rate=1e-2):
+def _noisy(params, key, amount):
+  """Parameters with every entry changed by about this fraction of itself."""
+  leaves, structure = jax.tree.flatten(params)
+  keys = jax.random.split(key, len(leaves))
+  noisy = [
+    leaf * (1 + amount * jax.random.normal(key, leaf.shape))
+    for leaf, key in zip(leaves, keys, strict=True)
+  ]
+  return jax.tree.unflatten(structure, noisy)
+
+
+def fitted(make_loss, params, reads, *, steps, noise=0.0):
   """Parameters after training on the texts; of `make_loss` see the trainers.
 
-  `reads` are the states that the drafter reads.
+  `reads` are the states that the drafter reads. What is trained with some noise
+  still knows the texts when its weights are rounded.
   """
   logits, of_layers = hidden(texts())
   states = [of_layers[one][:, 0] for one in reads]
@@ -66,14 +78,17 @@ def fitted(make_loss, params, reads, *, steps, rate=1e-2):
     lm_head=base['lm_head'],
     dtype=jnp.dtype('float32'),
   )
-  optimizer = optax.adam(optax.linear_schedule(rate, 0.0, steps))
+  optimizer = optax.adam(optax.linear_schedule(1e-2, 0.0, steps))
 
   @jax.jit
   def fit(params):
     def step(number, carry):
       params, state = carry
       drawn = batch | {'draw': number.astype(jnp.uint32)}
-      grads = jax.grad(lambda params: loss(params, drawn)[0])(params)
+      near = params
+      if noise:
+        near = _noisy(params, jax.random.key(number), noise)
+      grads = jax.grad(lambda params: loss(params, drawn)[0])(near)
       updates, state = optimizer.update(grads, state)
       return optax.apply_updates(params, updates), state
 

@@ -18,7 +18,7 @@ _ROOTS = ('specdec', 'models')
 # Nothing imported under one source may be used under another.
 _HELPERS = ('enumeration', 'list_growth', 'list_trees', 'slow_walks')
 _HELPERS += ('slow_head', 'tiny_blocks', 'tiny_drafters', 'tiny_heads')
-_HELPERS += ('tiny', 'variants')
+_HELPERS += ('by_heart', 'table_blocks', 'tiny', 'variants')
 
 # Tests that detect several bugs.
 _TESTS = {
@@ -27,6 +27,7 @@ _TESTS = {
   'BANNED': (
     'sampling.test_no_temperature_and_no_penalty_brings_a_banned_token_back()'
   ),
+  'BLOCK_DRAWS': "block_law.check_draws('without_replacement')",
   'COMMIT': 'cache.test_keeping_nodes_by_hand()',
   'CONSTRAINED': "constraint.check_tokens('chain', 'match')",
   'CUTS': 'enumeration.check_cuts(True)',
@@ -422,6 +423,37 @@ weights of a norm are one less
 [models.nn.matrices: heads.check_logits('sglang norm')]
 rows of a reduced vocabulary are taken for ids
   index[ids] = => index[: len(ids)] =
+# Block drafters.
+[draft.block: BLOCK_DRAWS]
+all nodes have the children of the first depth
+  - pick(state.tokens, depth), pick(state.scores, depth)
+  + pick(state.tokens, 0 * depth), pick(state.scores, 0 * depth)
+children do not know their parent
+  (state.states, depth), parents, => (state.states, depth), 0 * parents,
+the bias of a candidate is that of its place
+  scores + pick(bias, tokens) => scores + bias[:, None, : tokens.shape[2]]
+[draft.block: block_law.check_draws('best_and_drawn')]
+the rule divides by what all candidates have
+  put(empty, tokens, drawn_from) => put(empty, tokens, jnp.exp(log_probs))
+[draft.block: block.test_tokens_are_those_of_plain_decoding('chain', True)]
+the text of a step is not read
+  (read(new, new, new, cache), missing) => (cache, missing)
+a block begins behind the root
+  positions = (ctx.length - 1)[:, None] => positions = ctx.length[:, None]
+all rows of a block are masks
+  jnp.where(is_root, root, spec.mask_token) => @ * 0 + spec.mask_token
+[draft.block: block.check_noise()]
+candidates are ranked with the noise of the next depth
+  noise.at(depth).of => noise.at(depth + 1).of
+[models.lab.training.block_trainer: block_training.check_loss()]
+a row sees the text up to the root
+  (length)[None, None] < roots => (length)[None, None] <= roots
+blocks of a window see each other
+  block[:, None] == block[None] => block[:, None] >= block[None]
+the term of a block is that of the root
+  at(tokens, before)), => at(tokens, anchors)),
+the target's distribution is that of a token later
+  *(at(batch['normed'], before) => *(at(batch['normed'], before + 1)
 # Broken models and short contexts.
 [cache: STEP]
 a node that is NaN spoils the tree
@@ -570,7 +602,7 @@ def _run(test):
 def test_every_bug_is_read():
   names = [line for line in _TABLE.splitlines() if re.match(r'[^\s#[]', line)]
   assert names == [bug.id for bug in _BUGS]
-  assert len(names) == len(set(names)) == 134
+  assert len(names) == len(set(names)) == 146
 
 
 @pytest.mark.parametrize(('module', 'old', 'new', 'test'), _BUGS)

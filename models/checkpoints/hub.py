@@ -38,6 +38,7 @@ _EMBEDDED = {
   'demo': _DEMO / 'target',
   'demo-draft': _DEMO / 'draft',
   'demo-head': _DEMO / 'head',
+  'demo-block': _DEMO / 'block',
 }
 
 _HUB_FILES = ('*.json', '*.jinja', '*.safetensors', '*.txt', '*.model')
@@ -50,8 +51,8 @@ def locate(
   """Finds a model by its name.
 
   Args:
-    name: `demo`, `demo-draft` or `demo-head` (embedded), a folder, a GGUF file
-      of whatever name, or the id of a model on the Hugging Face hub, which is
+    name: `demo`, `demo-draft`, `demo-head` or `demo-block` (embedded), a folder,
+      a GGUF file of whatever name, or the id of a model on the Hugging Face hub, which is
       downloaded (weights in safetensors, config and tokenizer only). A
       `pathlib.Path` is always a folder or a file.
     revision: branch, tag or commit on the hub.
