@@ -51,10 +51,10 @@ def locate(
   """Finds a model by its name.
 
   Args:
-    name: `demo`, `demo-draft`, `demo-head` or `demo-block` (embedded), a folder,
-      a GGUF file of whatever name, or the id of a model on the Hugging Face hub, which is
-      downloaded (weights in safetensors, config and tokenizer only). A
-      `pathlib.Path` is always a folder or a file.
+    name: `demo`, `demo-draft`, `demo-head` or `demo-block` (embedded), a
+      folder, a GGUF file of whatever name, or the id of a model on the Hugging
+      Face hub, which is downloaded (weights in safetensors, config and
+      tokenizer only). A `pathlib.Path` is always a folder or a file.
     revision: branch, tag or commit on the hub.
 
   Raises:
