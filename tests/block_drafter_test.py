@@ -233,7 +233,7 @@ def test_other_layouts_of_the_same_drafter(layout, case):
 
 def _decode(drafter, *, scorer_options=None, **options):
   """A greedy decode of a chain, or a plain one."""
-  model, chosen = adapter.as_model(hidden=(1, 3)), specdec.PLAIN
+  model, chosen = adapter.as_model(_target(), hidden=(1, 3)), specdec.PLAIN
   if drafter is not None:
     scorer = block_lib.BlockScorer(drafter, **scorer_options or {})
     chain = topology_lib.chain(drafter.spec.depth)
@@ -256,7 +256,7 @@ def test_chains_of_another_package(case, tmp_path):
   drafter = _load(block_folders.write(tmp_path, case))
   # That package makes the first token with the prompt.
   decoding = _decode(
-    *(drafter),
+    drafter,
     prompts=[[*_PROMPT, text[0]]],
     max_new_tokens=len(text) - 1,
   )

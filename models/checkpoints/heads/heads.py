@@ -312,7 +312,11 @@ def load(
     graph, expected = _shapes(head, jnp.dtype(form.float_dtype), size)
   loaded = hub.read_parameters(
     head.stored,
-    dataclasses.replace(families.FAMILIES[1], name=head.name),
+    dataclasses.replace(
+      families.FAMILIES[1],
+      name=head.name,
+      stays_float=lambda name: name.startswith('confidence_head.'),
+    ),
     expected,
     form,
     config,
