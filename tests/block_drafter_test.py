@@ -284,7 +284,7 @@ def test_few_bits_draft_and_change_no_token(dtype, packed, tmp_path):
   else:
     path = block_folders.write(tmp_path / 'folder', case)
   drafter = _load(path, dtype=dtype, packed=packed)
-  # Of scores between -11 and 11.
+  # The scores lie between -11 and 11.
   assert 1e-4 < _difference(case, _block(drafter)) < 3
   prompts = [_PROMPT, [2, 7, 1]]
   plain, found = (

@@ -457,7 +457,7 @@ layers that write a state count as those that read it
 [models.checkpoints.keys.block_keys: FROM_ROOT]
 windows of speculators count from the row
   'window_from_root': of_speculators => 'window_from_root': not of_speculators
-[models.checkpoints.checkpoint: NEIGHBOURS]
+[models.nn.rope: NEIGHBOURS]
 halves of a head are rotated where neighbours are
   order.reshape(num_heads, 2, -1).swapaxes(1, 2) => order
 [models.checkpoints.heads.gguf_head: IN_A_FILE]

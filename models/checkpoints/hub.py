@@ -254,7 +254,7 @@ def read_parameters(
       message names it.
   """
   loaded, origin = dict[tuple, Any](), dict[tuple, str]()
-  # What is looked up costs little, so it has eight bits, too.
+  # Rows that are looked up cost little, so they have eight bits, too.
   heads = {config.embedding, 'lm_head', *block_drafter.LOOKED_UP}
   read = _read(checkpoint, family, expected, form, heads)
   for path, name, host in whole_files.reading_each(checkpoint.path, read):

@@ -165,7 +165,7 @@ class _Table(nnx.Module):
 
 
 class _MarkovHead(nnx.Module):
-  """What DSpark adds to the scores of tokens, by the token before."""
+  """A term of DSpark that is added to scores, by the token before."""
 
   def __init__(
     self, config: BlockDrafterConfig, num_outputs: int, *, dtype, rngs
@@ -280,7 +280,7 @@ class BlockDrafter(nnx.Module):
   def _masks(
     self, positions: jax.Array, mask: jax.Array, cache: cache_lib.KVCache
   ) -> list[jax.Array]:
-    """What the rows see in each layer."""
+    """The slots that the rows see, for each layer."""
     config, size = self.config, self.config.block_size
     slots = jnp.arange(mask.shape[2])[None]
     at = slots - cache.write_at[:, None]
@@ -344,7 +344,7 @@ class BlockDrafter(nnx.Module):
     self, states: jax.Array, parents: jax.Array, tokens: jax.Array, rows: Any
   ) -> jax.Array:
     """See `BlockSpec.edges`; `rows [V]` of the output matrix, None for all."""
-    if rows is not None:  # What has no row has no score either.
+    if rows is not None:  # A token without one has no score.
       tokens = jnp.maximum(rows[tokens], 0)
     markov = self.config.markov
     term: Any = self.markov_head if markov else self.candidate_selector

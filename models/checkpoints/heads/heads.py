@@ -241,7 +241,7 @@ class StoredHead:
 
 
 Stored = StoredHead | block_drafters.StoredBlockDrafter
-"""What drafts with states of the target: a head or a block drafter."""
+"""A head or a block drafter, which draft with states of the target."""
 
 
 def _shapes(
